@@ -1,0 +1,211 @@
+"""The two alphabets of the orchestrator: events are facts (past tense), commands are requests (imperative).
+
+Only ids and counts travel here; payload (tokens, log-probs, rewards, weights) goes from stage to stage.
+A command reserves, the event that answers it commits.
+"""
+
+from __future__ import annotations
+
+from dora_jax.types import GroupId, InstanceId, SampleId, Version, record
+
+# ---------------------------------------------------------------- events
+
+
+@record
+class InstanceUp:
+    instance: InstanceId
+    slots: int  # samples that decode at once
+    pages: int  # KV pages it holds
+    page_size: int  # tokens a page
+    residents: int = 1  # versions it can hold at once (R)
+    speed: float = 1.0  # relative decode speed
+    versions: tuple[Version, ...] = ()  # already loaded
+
+
+@record
+class InstanceDown:
+    instance: InstanceId
+    reason: str
+
+
+@record
+class WeightsLoaded:
+    instance: InstanceId
+    version: Version
+
+
+@record
+class SampleStarted:
+    id: SampleId
+    instance: InstanceId
+    version: Version
+
+
+@record
+class SampleProgress:
+    """Tokens sampled so far; emitted once a tick for what runs (the payload stays in the engine)."""
+
+    id: SampleId
+    tokens: int
+
+
+@record
+class SampleDone:
+    id: SampleId
+    instance: InstanceId
+    tokens: int
+    finish: str
+
+
+@record
+class SampleCancelled:
+    id: SampleId
+    reason: str
+
+
+@record
+class SampleMoved:
+    id: SampleId
+    src: InstanceId
+    dst: InstanceId
+
+
+@record
+class MoveFailed:
+    id: SampleId
+    src: InstanceId
+    dst: InstanceId
+    reason: str
+
+
+@record
+class SampleParked:
+    id: SampleId
+    instance: InstanceId
+
+
+@record
+class SampleResumed:
+    id: SampleId
+    instance: InstanceId
+
+
+@record
+class GroupScored:
+    """trainable = False: filtered (dynamic sampling); its credit returns to admission."""
+
+    group_id: GroupId
+    trainable: bool
+
+
+@record
+class GroupFailed:
+    """The prompt could not be used or scored (too long, reward error after retries); never a reward of 0."""
+
+    group_id: GroupId
+    reason: str
+
+
+@record
+class StepPublished:
+    version: Version  # the new version; its batch was taken at base version - 1
+
+
+@record
+class PagesReported:
+    instance: InstanceId
+    free: int
+
+
+@record
+class TimePassed:
+    now_s: float
+
+
+Event = (
+    InstanceUp | InstanceDown | WeightsLoaded | SampleStarted | SampleProgress | SampleDone | SampleCancelled
+    | SampleMoved | MoveFailed | SampleParked | SampleResumed | GroupScored | GroupFailed | StepPublished
+    | PagesReported | TimePassed
+)
+
+# -------------------------------------------------------------- commands
+
+
+@record
+class LoadWeights:
+    """Load `version`; `drop` names the resident version that makes room (None: there is room)."""
+
+    instance: InstanceId
+    version: Version
+    source: InstanceId | None = None  # a peer that holds it; None: the weight store
+    drop: Version | None = None
+
+
+@record
+class Start:
+    ids: tuple[SampleId, ...]
+    instance: InstanceId
+    version: Version
+
+
+@record
+class Move:
+    ids: tuple[SampleId, ...]
+    src: InstanceId
+    dst: InstanceId
+
+
+@record
+class Park:
+    ids: tuple[SampleId, ...]
+    instance: InstanceId
+
+
+@record
+class Resume:
+    """Continue at `version` from parked or journaled tokens (also: samples of a lost instance)."""
+
+    ids: tuple[SampleId, ...]
+    instance: InstanceId
+    version: Version
+
+
+@record
+class Cancel:
+    ids: tuple[SampleId, ...]
+    instance: InstanceId | None
+    reason: str
+
+
+@record
+class Train:
+    group_ids: tuple[GroupId, ...]
+    base_version: Version
+
+
+@record
+class Retire:
+    """No sample and no instance needs this version any more: its weights may be freed."""
+
+    version: Version
+
+
+@record
+class Pause:
+    instance: InstanceId
+
+
+@record
+class Unpause:
+    instance: InstanceId
+
+
+@record
+class Halt:
+    """The run is over: all steps done (ok) or it cannot go on (not ok); `reason` is a sentence."""
+
+    ok: bool
+    reason: str
+
+
+Command = LoadWeights | Start | Move | Park | Resume | Cancel | Train | Retire | Pause | Unpause | Halt

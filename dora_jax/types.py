@@ -1,0 +1,80 @@
+"""Records that cross a stage: frozen, no behaviour, standard library only.
+
+Letters used in shapes all over the package:
+  G samples a group, P groups a step, B rows, L packed length, T prompt tokens, U sampled tokens,
+  V vocabulary, S slots, N pages, K the paper's bound on staleness (lag <= max_lag = K - 1).
+
+Words: a *version* is one immutable set of weights (0 = initial, +1 per published step), a *group* is one
+prompt with its G samples, an *instance* is one replica of the rollout engine, a *step* is one trainer
+iteration and publishes one version, a *tick* is one engine iteration, *lag* is staleness in versions.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+if TYPE_CHECKING:
+    import numpy as np
+
+Version = int
+InstanceId = int
+GroupId = int  # >= 0: the training prompt stream; < 0: held-out groups (see `is_eval`)
+
+record = dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+
+
+class SampleId(NamedTuple):
+    """The only key of results; never a slot."""
+
+    group_id: GroupId
+    index: int
+
+
+def is_eval(group_id: GroupId) -> bool:
+    """Evaluation groups live on negative ids: pinned to a version, never trained."""
+    return group_id < 0
+
+
+@record
+class Prompt:
+    group_id: GroupId
+    task: str
+    uid: str  # hash of the content: training and held-out prompts never share one
+    text: str  # what the tokenizer saw, chat template included
+    token_ids: np.ndarray  # i32[T]
+    answer: Any  # what the reward compares with; JSON-serialisable
+    max_new_tokens: int
+
+
+@record
+class Span:
+    """Half-open range of sampled tokens that one version produced."""
+
+    version: Version
+    start: int
+    stop: int
+
+
+@record
+class Sample:
+    id: SampleId
+    prompt_ids: np.ndarray  # i32[T]
+    out_ids: np.ndarray  # i32[U], the stop token included when finish == "stop"
+    logprobs: np.ndarray  # f32[U], the engine's own, after temperature
+    mask: np.ndarray  # bool[U], True where the policy sampled the token (False: observed)
+    spans: tuple[Span, ...]  # exactly one unless the mode is `partial`
+    finish: str  # "stop", "length" or "error"
+
+    @property
+    def version(self) -> Version:
+        return self.spans[0].version
+
+
+@record
+class ScoredGroup:
+    group_id: GroupId
+    version: Version
+    samples: tuple[Sample, ...]
+    rewards: np.ndarray  # f32[G]
+    parts: dict[str, np.ndarray]  # name -> f32[G]; the terms whose sum is the reward
