@@ -1,0 +1,89 @@
+"""Sizes and switches of the one dense decoder, and what a mesh may do with them. Standard library only.
+
+Consumes nothing but numbers; produces `ModelConfig`, which decoder.py, sharding.py and hf.py read. It imports no JAX,
+so that a wrong model or an indivisible mesh is reported before JAX is imported.
+Law: a family fixes `qk_norm` and `qkv_bias`; nothing else differs between families.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Family:
+    """What one `model_type` of config.json fixes."""
+
+    model_type: str
+    architecture: str  # the class name that config.json lists
+    qk_norm: bool
+    qkv_bias: bool
+
+
+FAMILIES = (
+    Family(model_type="qwen3", architecture="Qwen3ForCausalLM", qk_norm=True, qkv_bias=False),
+    Family(model_type="qwen2", architecture="Qwen2ForCausalLM", qk_norm=False, qkv_bias=True),  # Qwen2 and Qwen2.5
+    Family(model_type="llama", architecture="LlamaForCausalLM", qk_norm=False, qkv_bias=False),  # Llama 3.x
+)
+
+
+def family(model_type: str) -> Family:
+    """The family of this `model_type`; ValueError lists the known ones."""
+    for known in FAMILIES:
+        if known.model_type == model_type:
+            return known
+    names = ", ".join(known.model_type for known in FAMILIES)
+    raise ValueError(f"unknown model family {model_type!r}; known: {names}")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RopeScaling:
+    """Frequency scaling of Llama 3.1 and later (`rope_type: llama3`)."""
+
+    factor: float
+    low_freq_factor: float
+    high_freq_factor: float
+    original_max_position: int
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ModelConfig:
+    family: str  # model_type of config.json: qwen3, qwen2, llama
+    vocab_size: int  # rows of the embedding; a tokenizer may be smaller
+    d_model: int
+    n_layers: int
+    n_heads: int
+    n_kv_heads: int
+    head_dim: int
+    d_ff: int
+    rope_theta: float = 10000.0
+    rope_scaling: RopeScaling | None = None
+    qk_norm: bool
+    qkv_bias: bool
+    tie_embeddings: bool = True
+    norm_eps: float = 1e-6
+    max_position: int = 32768
+
+    def __post_init__(self) -> None:
+        for name in ("vocab_size", "d_model", "n_layers", "n_heads", "n_kv_heads", "head_dim", "d_ff"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"model {name} is {getattr(self, name)}; it must be at least 1")
+        if self.n_heads % self.n_kv_heads:
+            raise ValueError(f"model n_heads {self.n_heads} is not a multiple of n_kv_heads {self.n_kv_heads}")
+        if self.head_dim % 2:
+            raise ValueError(f"model head_dim {self.head_dim} is odd; rotary embeddings need pairs")
+
+
+def new_config(model_type: str, **sizes) -> ModelConfig:
+    """A config for a fresh model of this family: the family's switches, the given sizes, defaults for the rest."""
+    known = family(model_type)
+    return ModelConfig(family=model_type, qk_norm=known.qk_norm, qkv_bias=known.qkv_bias, **sizes)
+
+
+def check_mesh(cfg: ModelConfig, *, fsdp: int, tensor: int) -> None:
+    """ValueError naming the first size that a mesh axis does not divide. Mirrors the table in sharding.py."""
+    sizes = {"fsdp": ("d_model",), "tensor": ("n_heads", "n_kv_heads", "d_ff", "vocab_size")}
+    for axis, size in (("fsdp", fsdp), ("tensor", tensor)):
+        for name in sizes[axis]:
+            if getattr(cfg, name) % size:
+                raise ValueError(f"model {name} {getattr(cfg, name)} is not divisible by mesh axis {axis}={size}")

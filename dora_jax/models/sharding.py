@@ -1,0 +1,67 @@
+"""THE table: logical axis -> mesh axis. Nothing else in the package decides where a dimension lives.
+
+Consumes the logical axes that decoder.py's modules carry; produces NamedShardings for both layouts. Mesh axes:
+  data    batch rows, parameters replicated
+  fsdp    batch rows, and parameters sharded over d_model (gathered layer by layer)
+  tensor  heads, d_ff, vocabulary
+Law: a size that its mesh axis does not divide is an error that names both, never a replicated fallback.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import jax
+import numpy as np
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+
+from dora_jax.models import decoder
+from dora_jax.models.config import ModelConfig, check_mesh
+
+AXES = ("data", "fsdp", "tensor")
+
+TABLE = {
+    "batch": ("data", "fsdp"),
+    "layers": None,
+    "norm": None,  # gains are small: replicated
+    "embed": "fsdp",
+    "heads": "tensor",
+    "kv_heads": "tensor",
+    "mlp": "tensor",
+    "vocab": "tensor",
+}
+SERVING_TABLE = {**TABLE, "embed": None}  # an engine gathers nothing per layer: tensor parallel only
+
+
+def make_mesh(devices: Sequence[jax.Device], data: int, fsdp: int, tensor: int) -> Mesh:
+    """A mesh of exactly these devices; axes stay Auto on every jax version."""
+    if data * fsdp * tensor != len(devices):
+        raise ValueError(f"mesh data={data} x fsdp={fsdp} x tensor={tensor} needs {data * fsdp * tensor} devices, "
+                         f"not {len(devices)}")
+    grid = np.array(devices, dtype=object).reshape(data, fsdp, tensor)
+    return Mesh(grid, AXES, axis_types=(AxisType.Auto,) * len(AXES))
+
+
+def param_specs(cfg: ModelConfig, mesh: Mesh, layout: str = "stacked"):
+    """Pytree of NamedSharding that matches the params of this layout: "stacked" or "serving" (tensor only)."""
+    table = {"stacked": TABLE, "serving": SERVING_TABLE}[layout]
+    check_mesh(cfg, fsdp=mesh.shape["fsdp"] if layout == "stacked" else 1, tensor=mesh.shape["tensor"])
+
+    def spec(axes: tuple[str, ...]) -> NamedSharding:
+        return NamedSharding(mesh, PartitionSpec(*(table[axis] for axis in axes)))
+
+    axes = decoder.logical_axes(cfg)
+    if layout == "serving":
+        one_layer = {name: names[1:] for name, names in axes["layers"].items()}
+        axes = {**axes, "layers": [one_layer] * cfg.n_layers}
+    return jax.tree.map(spec, axes, is_leaf=lambda x: isinstance(x, tuple))
+
+
+def batch_spec(mesh: Mesh) -> NamedSharding:
+    """Rows over data and fsdp; the other dimensions whole."""
+    return NamedSharding(mesh, PartitionSpec(TABLE["batch"]))
+
+
+def constrain_rows(mesh: Mesh) -> Callable[[jax.Array], jax.Array]:
+    """`constrain` for decoder.forward: keeps the residual stream split by rows, so that weights are gathered."""
+    return lambda x: jax.lax.with_sharding_constraint(x, batch_spec(mesh))
