@@ -1,0 +1,1 @@
+"""Kernels, each behind one function chosen by configuration."""

@@ -1,0 +1,60 @@
+"""Stage 2: the record that carries one running sample between engines, or to host memory and back.
+
+Consumes nothing but host arrays; produces nothing but host arrays: the device side is in forward.py.
+Laws: a parcel belongs to one version; its pages arrive bit-equal; a parcel without pages (a sample of a lost
+instance) is prefilled again from its tokens, which costs time and, across shapes, the last bits of its log-probs.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from dora_jax.types import SampleId, Version, record
+
+
+@record
+class Parcel:
+    """One unfinished sample on its way. The sequence is prompt + out; position i has KV where i < kv_len."""
+
+    id: SampleId
+    version: Version
+    prompt_ids: np.ndarray  # i32[T]
+    out_ids: np.ndarray  # i32[U] sampled so far
+    logprobs: np.ndarray  # f32[U]
+    max_new_tokens: int
+    kv_len: int = 0  # positions that the pages cover; 0: to be prefilled again
+    page_size: int = 0
+    k_pages: np.ndarray | None = None  # [layers, pages, K, D, page_size]
+    v_pages: np.ndarray | None = None  # [layers, pages, K, page_size, D]
+
+    @property
+    def kv_bytes(self) -> int:
+        return 0 if self.k_pages is None else self.k_pages.nbytes + self.v_pages.nbytes
+
+    @property
+    def n_pages(self) -> int:
+        return 0 if self.k_pages is None else self.k_pages.shape[1]
+
+
+def without_pages(parcel: Parcel) -> Parcel:
+    """The tokens alone: what a journal keeps."""
+    return Parcel(id=parcel.id, version=parcel.version, prompt_ids=parcel.prompt_ids, out_ids=parcel.out_ids,
+                  logprobs=parcel.logprobs, max_new_tokens=parcel.max_new_tokens)
+
+
+def repaged(parcel: Parcel, page_size: int) -> Parcel:
+    """The same KV cut into pages of another size."""
+    if parcel.k_pages is None or parcel.page_size == page_size:
+        return parcel
+    k = np.moveaxis(parcel.k_pages, 1, 3)  # [layers, K, D, pages, page_size]
+    k = k.reshape(*k.shape[:3], -1)[..., : parcel.kv_len]
+    v = np.moveaxis(parcel.v_pages, 1, 2)  # [layers, K, pages, page_size, D]
+    v = v.reshape(*v.shape[:2], -1, v.shape[-1])[:, :, : parcel.kv_len]
+    pages = -(-parcel.kv_len // page_size)
+    pad = pages * page_size - parcel.kv_len
+    k = np.pad(k, ((0, 0), (0, 0), (0, 0), (0, pad))).reshape(*k.shape[:3], pages, page_size)
+    v = np.pad(v, ((0, 0), (0, 0), (0, pad), (0, 0))).reshape(*v.shape[:2], pages, page_size, v.shape[-1])
+    return Parcel(id=parcel.id, version=parcel.version, prompt_ids=parcel.prompt_ids, out_ids=parcel.out_ids,
+                  logprobs=parcel.logprobs, max_new_tokens=parcel.max_new_tokens, kv_len=parcel.kv_len,
+                  page_size=page_size, k_pages=np.ascontiguousarray(np.moveaxis(k, 3, 1)),
+                  v_pages=np.ascontiguousarray(np.moveaxis(v, 2, 1)))

@@ -1,0 +1,182 @@
+"""Stage 2 without a model: the engine's public surface, where token = f(version, group, index, position).
+
+A test that drives this engine can prove, token by token, which version produced it: stale weights, KV of another
+sample or version, and bad migrations all show. No JAX.
+Laws: a sample's tokens and length depend on (version, group, index) alone; every position of its KV carries a stamp
+of that identity, and a wrong stamp raises.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from dora_jax.config import RolloutSection
+from dora_jax.rollout.migrate import Parcel
+from dora_jax.rollout.ticks import TickResult
+from dora_jax.types import Sample, SampleId, Span, Version
+
+PRIMES = (0x9E3779B1, 0x85EBCA77, 0xC2B2AE3D, 0x27D4EB2F)  # odd multipliers that mix the four parts of an identity
+
+
+def mix(version: int, group_id: int, index: int, position: int) -> int:
+    """A 32-bit hash of one token's identity."""
+    h = 0
+    for part, prime in zip((version, group_id, index, position), PRIMES, strict=True):
+        h = ((h ^ (part & 0xFFFFFFFF)) * prime) & 0xFFFFFFFF
+        h ^= h >> 15
+    return h
+
+
+def spread_length(version: Version, group_id: int, index: int, limit: int) -> int:
+    """The default length function: 1 .. limit, long-tailed, by identity."""
+    u = mix(version, group_id, index, -1) / 2**32
+    return max(1, min(limit, int(limit * u**3) + 1))
+
+
+class _Running:
+    def __init__(self, parcel: Parcel, length: int):
+        self.parcel = parcel
+        self.length = length
+        self.out = parcel.out_ids.tolist()
+        self.stamps = [] if parcel.k_pages is None else parcel.k_pages.reshape(-1)[: parcel.kv_len].tolist()
+        self.started = False
+
+
+class OracleEngine:
+    """The `Engine` of tests. `version_in(params)` reads the version that the weights really carry (default: as claimed)."""
+
+    def __init__(self, section: RolloutSection, *, eos_ids: tuple[int, ...] = (), vocab_limit: int = 256,
+                 length: Callable[[Version, int, int, int], int] = spread_length,
+                 version_in: Callable[[Any], Version] | None = None):
+        self.section = section
+        self.eos_ids = tuple(eos_ids)
+        self.vocab_limit = vocab_limit
+        self.param_shardings = None
+        self._allowed = [token for token in range(vocab_limit) if token not in eos_ids]
+        self._length = length
+        self._version_in = version_in
+        self._weights: dict[Version, Version] = {}
+        self._samples: dict[SampleId, _Running] = {}
+
+    def expected(self, version: Version, group_id: int, index: int, n: int) -> np.ndarray:
+        """i32[n]: the first n tokens that `version` samples for (group, index), a stop token not included."""
+        return np.array([self._token(mix(version, group_id, index, i)) for i in range(n)], np.int32)
+
+    # ---------------------------------------------------------- versions
+
+    @property
+    def versions(self) -> tuple[Version, ...]:
+        return tuple(sorted(self._weights))
+
+    def warmup(self) -> None:
+        """Nothing to compile."""
+
+    def load(self, version: Version, params: Any) -> None:
+        if version in self._weights:
+            raise RuntimeError(f"version {version} is already loaded")
+        if len(self._weights) >= self.section.residents:
+            raise RuntimeError(f"cannot load version {version}: {self.section.residents} residents are held")
+        self._weights[version] = version if self._version_in is None else self._version_in(params)
+
+    def drop(self, version: Version) -> None:
+        users = [id for id, s in self._samples.items() if s.parcel.version == version]
+        if users:
+            raise RuntimeError(f"cannot drop version {version}: {len(users)} of its samples run, {users[0]} first")
+        del self._weights[version]
+
+    # ----------------------------------------------------------- samples
+
+    def submit(self, id: SampleId, prompt_ids: Any, version: Version, max_new_tokens: int) -> None:
+        empty = np.zeros(0, np.int32)
+        self.import_(Parcel(id=id, version=version, prompt_ids=np.asarray(prompt_ids, np.int32), out_ids=empty,
+                            logprobs=empty.astype(np.float32), max_new_tokens=max_new_tokens))
+
+    def import_(self, parcel: Parcel) -> None:
+        id = parcel.id
+        if id in self._samples:
+            raise RuntimeError(f"{id} is already here")
+        if parcel.version not in self._weights:
+            raise RuntimeError(f"{id} needs version {parcel.version}; loaded: {self.versions}")
+        limit = parcel.max_new_tokens
+        length = min(self._length(parcel.version, id.group_id, id.index, limit), limit)
+        running = _Running(parcel, length)
+        if not running.stamps:  # prefilled again
+            running.stamps = [mix(parcel.version, *id, i) for i in range(len(running.out))]
+        if running.stamps != [mix(parcel.version, *id, i) for i in range(len(running.out))]:
+            raise RuntimeError(f"the KV of {id} is not its own at version {parcel.version}")
+        self._samples[id] = running
+
+    def export(self, id: SampleId) -> Parcel:
+        s = self._samples.pop(id)
+        stamps = np.array(s.stamps, np.int64).reshape(1, 1, 1, 1, -1)
+        return Parcel(id=id, version=s.parcel.version, prompt_ids=s.parcel.prompt_ids,
+                      out_ids=np.array(s.out, np.int32), logprobs=self._logprobs(s), kv_len=len(s.stamps),
+                      max_new_tokens=s.parcel.max_new_tokens, page_size=self.section.page_size,
+                      k_pages=stamps, v_pages=stamps)
+
+    def cancel(self, id: SampleId) -> bool:
+        """True where the sample was here."""
+        return self._samples.pop(id, None) is not None
+
+    def holds(self, id: SampleId) -> bool:
+        return id in self._samples
+
+    def version_of(self, id: SampleId) -> Version:
+        return self._samples[id].parcel.version
+
+    @property
+    def idle(self) -> bool:
+        return not self._samples
+
+    def check(self) -> None:
+        if self.free_pages < 0:
+            raise RuntimeError(f"{-self.free_pages} more pages are used than there are")
+
+    @property
+    def free_pages(self) -> int:
+        size = self.section.page_size
+        running = [s for s in self._samples.values() if s.started]
+        return self.section.pages - sum(-(-(len(s.parcel.prompt_ids) + len(s.out)) // size) for s in running)
+
+    def tick(self) -> TickResult:
+        started, finished, progress, tokens = [], [], {}, 0
+        for id, s in list(self._samples.items())[: self.section.slots]:
+            if not s.started:
+                s.started = True
+                started.append(id)
+        for id, s in [(id, s) for id, s in self._samples.items() if s.started]:
+            tokens += self._decode(id, s)
+            progress[id] = len(s.out)
+            if len(s.out) == s.length:
+                finished.append(self._sample(id, s))
+                del self._samples[id]
+        return TickResult(started=tuple(started), finished=tuple(finished), progress=progress, tokens=tokens,
+                          free_pages=self.free_pages)
+
+    # ----------------------------------------------------------- private
+
+    def _decode(self, id: SampleId, s: _Running) -> int:
+        new = range(len(s.out), min(s.length, len(s.out) + self.section.decode_steps))
+        version = self._weights[s.parcel.version]
+        for position in new:
+            stops = position + 1 == s.length < s.parcel.max_new_tokens and self.eos_ids
+            stamp = mix(version, *id, position)
+            s.out.append(self.eos_ids[0] if stops else self._token(stamp))
+            s.stamps.append(stamp)
+        return len(new)
+
+    def _token(self, stamp: int) -> int:
+        return self._allowed[stamp % len(self._allowed)]
+
+    def _logprobs(self, s: _Running) -> np.ndarray:
+        return -1.0 - np.array([stamp % 1000 for stamp in s.stamps], np.float32) / 1000
+
+    def _sample(self, id: SampleId, s: _Running) -> Sample:
+        n = len(s.out)
+        return Sample(id=id, prompt_ids=s.parcel.prompt_ids, out_ids=np.array(s.out, np.int32),
+                      logprobs=self._logprobs(s), mask=np.ones(n, bool),
+                      spans=(Span(version=s.parcel.version, start=0, stop=n),),
+                      finish="stop" if s.length < s.parcel.max_new_tokens else "length")
