@@ -1,0 +1,265 @@
+"""Hugging Face folders <-> params: config.json, safetensors (one file or several with an index), tokenizer files.
+
+Consumes a folder; `load` produces stacked params on their shards, each device's slice read from disk on its own, one
+parameter at a time, so that the host never holds the tree twice. `save` writes a folder that transformers (4 and 5)
+and servers load. Laws: everything that can be wrong with a folder is found before device memory is touched; on disk
+weights are [out, in], in memory [in, out]; a folder appears whole or not at all.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import safetensors
+from safetensors.numpy import save_file
+
+from dora_jax.models import decoder, sharding
+from dora_jax.models.config import ModelConfig
+from dora_jax.models.hf_config import config_json, read_config, read_json
+from dora_jax.tokenizer import TOKENIZER_FILES, Tokenizer
+
+__all__ = ["check", "load", "save", "read_config"]
+
+# our name -> (name on disk, stored transposed)
+END_TENSORS = {"embed": ("model.embed_tokens.weight", False), "final_norm": ("model.norm.weight", False),
+               "lm_head": ("lm_head.weight", True)}
+LAYER_TENSORS = {
+    "attn_norm": ("input_layernorm.weight", False), "mlp_norm": ("post_attention_layernorm.weight", False),
+    **{f"{x}_proj": (f"self_attn.{x}_proj.weight", True) for x in "qkvo"},
+    **{f"{x}_bias": (f"self_attn.{x}_proj.bias", False) for x in "qkv"},
+    **{f"{x}_norm": (f"self_attn.{x}_norm.weight", False) for x in "qk"},
+    **{f"{x}_proj": (f"mlp.{x}_proj.weight", True) for x in ("gate", "up", "down")},
+}
+DISK_DTYPES = ("F32", "F16", "BF16")
+SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
+MAX_SHARD_BYTES = 4 << 30
+
+
+def check(path: str | Path) -> ModelConfig:
+    """The config of a folder that `load` will take; ValueError names the first file that it will not."""
+    cfg = read_config(path)
+    _check_tokenizer(cfg, Path(path))
+    with _open(Path(path)) as files:
+        _check_tensors(cfg, files, Path(path))
+    return cfg
+
+
+def load(path: str | Path, mesh: jax.sharding.Mesh | None = None, dtype=jnp.float32) -> tuple[ModelConfig, dict]:
+    """(config, stacked params in `dtype` on their shards); without a mesh on the default device."""
+    path = Path(path)
+    cfg = check(path)
+    abstract = decoder.abstract_params(cfg, dtype)
+    if mesh is None:
+        device = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+        shardings = jax.tree.map(lambda _: device, abstract)
+    else:
+        shardings = sharding.param_specs(cfg, mesh)
+    with _open(path) as files:
+        params = {name: _place(files, [END_TENSORS[name]], leaf, shardings[name])
+                  for name, leaf in abstract.items() if name != "layers"}
+        params["layers"] = {name: _place(files, _layer_tensors(cfg, name), leaf, shardings["layers"][name])
+                            for name, leaf in abstract["layers"].items()}
+    return cfg, params
+
+
+def save(path: str | Path, cfg: ModelConfig, params: dict, source_path: str | Path | None = None, *,
+         dtype=None, max_shard_bytes: int = MAX_SHARD_BYTES) -> None:
+    """Write stacked params as a folder; tokenizer files, end ids and unknown config fields come from `source_path`.
+
+    `dtype` is the type on disk (default: that of the params). ValueError if `path` already holds something.
+    """
+    path = Path(path)
+    if path.exists() and (not path.is_dir() or any(path.iterdir())):
+        raise ValueError(f"{path} exists and is not an empty folder; a model is never written over another")
+    dtype = np.dtype(dtype or params["embed"].dtype)
+    part = path.with_name(f".{path.name}.part")
+    shutil.rmtree(part, ignore_errors=True)  # what a killed save left
+    part.mkdir(parents=True)
+    _save_tensors(part, cfg, params, dtype, max_shard_bytes)
+    _save_configs(part, cfg, dtype, Path(source_path) if source_path else None)
+    part.replace(path)
+
+
+def _layer_tensors(cfg: ModelConfig, name: str) -> list[tuple[str, bool]]:
+    tensor, transposed = LAYER_TENSORS[name]
+    return [(f"model.layers.{i}.{tensor}", transposed) for i in range(cfg.n_layers)]
+
+
+# -- reading ---------------------------------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def _open(path: Path) -> Iterator[dict[str, tuple[Any, Path]]]:
+    """{tensor name: (open file, its path)} over all shards; headers only, the payload stays on disk."""
+    with contextlib.ExitStack() as stack:
+        tensors = {}
+        for file in _files(path):
+            try:
+                handle = stack.enter_context(safetensors.safe_open(file, "numpy"))
+            except safetensors.SafetensorError as error:
+                raise ValueError(f"{file} is truncated or not a safetensors file: {error}") from error
+            tensors.update({name: (handle, file) for name in handle.keys()})
+        yield tensors
+
+
+def _files(path: Path) -> list[Path]:
+    """The folder's safetensors files, every one that the index names being there."""
+    if (path / SINGLE).is_file():
+        return [path / SINGLE]
+    if not (path / INDEX).is_file():
+        raise ValueError(f"{path} holds neither {SINGLE} nor {INDEX}")
+    weight_map = read_json(path / INDEX).get("weight_map")
+    if not isinstance(weight_map, dict):
+        raise ValueError(f"{path / INDEX} has no weight_map")
+    for tensor, name in weight_map.items():
+        if not (path / name).is_file():
+            raise ValueError(f"{path / name} is missing; {INDEX} says that it holds {tensor}")
+    return sorted({path / name for name in weight_map.values()})
+
+
+def _expected(cfg: ModelConfig) -> Iterator[tuple[str, tuple[int, ...]]]:
+    """(name, shape) on disk of every tensor of this model."""
+    abstract = decoder.abstract_params(cfg)
+    for name, leaf in abstract.items():
+        if name != "layers":
+            tensor, transposed = END_TENSORS[name]
+            yield tensor, leaf.shape[::-1] if transposed else leaf.shape
+    for name, leaf in abstract["layers"].items():
+        for tensor, transposed in _layer_tensors(cfg, name):
+            yield tensor, leaf.shape[:0:-1] if transposed else leaf.shape[1:]
+
+
+def _check_tensors(cfg: ModelConfig, tensors: dict[str, tuple[Any, Path]], path: Path) -> None:
+    expected = dict(_expected(cfg))
+    for name, shape in expected.items():
+        if name not in tensors:
+            raise ValueError(f"{path} lacks the tensor {name}, which {cfg.family} of its config.json needs")
+        handle, file = tensors[name]
+        found = handle.get_slice(name)
+        if tuple(found.get_shape()) != shape:
+            raise ValueError(f"{file} holds {name} of shape {tuple(found.get_shape())}; config.json implies {shape}")
+        if found.get_dtype() not in DISK_DTYPES:
+            raise ValueError(f"{file} holds {name} as {found.get_dtype()}; known: {', '.join(DISK_DTYPES)}")
+    for name, (_, file) in tensors.items():
+        if name not in expected and not _ignorable(cfg, name):
+            raise ValueError(f"{file} holds {name}, which the {cfg.family} of config.json does not have")
+
+
+def _ignorable(cfg: ModelConfig, name: str) -> bool:
+    """Derived tensors that some writers add: rotary tables, and a head that repeats the tied embedding."""
+    return name.endswith("rotary_emb.inv_freq") or (cfg.tie_embeddings and name == END_TENSORS["lm_head"][0])
+
+
+def _check_tokenizer(cfg: ModelConfig, path: Path) -> None:
+    """A tokenizer smaller than the embedding is normal (padding rows), a larger one would index past it."""
+    if not (path / "tokenizer.json").is_file():
+        return
+    tokenizer = Tokenizer.load(path)
+    needed = max(tokenizer.vocab_size, *(i + 1 for i in tokenizer.eos_ids))
+    if needed > cfg.vocab_size:
+        raise ValueError(f"{path / 'tokenizer.json'} needs {needed} ids, more than the {cfg.vocab_size} rows of the "
+                         "model's embedding")
+
+
+def _place(tensors, names: list[tuple[str, bool]], leaf: jax.ShapeDtypeStruct, target) -> jax.Array:
+    """One parameter onto its shards; replicas of a slice share one read."""
+    stacked = len(leaf.shape) > 0 and leaf.shape[0] == len(names) and names[0][0].startswith("model.layers.")
+    read: dict[tuple, np.ndarray] = {}
+
+    def part(index: tuple[slice, ...]) -> np.ndarray:
+        bounds = tuple(s.indices(n)[:2] for s, n in zip(index, leaf.shape, strict=True))
+        if bounds not in read:
+            out = np.empty([stop - start for start, stop in bounds], leaf.dtype)
+            if stacked:
+                for row, layer in enumerate(range(*bounds[0])):
+                    out[row] = _read(tensors, *names[layer], bounds[1:])
+            else:
+                out[...] = _read(tensors, *names[0], bounds)
+            read[bounds] = out
+        return read[bounds]
+
+    return jax.make_array_from_callback(leaf.shape, target, part)
+
+
+def _read(tensors, name: str, transposed: bool, bounds) -> np.ndarray:
+    """These bounds (in memory order) of one tensor; only their bytes are read."""
+    slices = tuple(slice(*bound) for bound in (bounds[::-1] if transposed else bounds))
+    value = tensors[name][0].get_slice(name)[slices]
+    return value.T if transposed else value
+
+
+# -- writing ---------------------------------------------------------------------------------------------------------
+
+
+def _disk_tensors(cfg: ModelConfig, params: dict, dtype: np.dtype) -> Iterator[tuple[str, np.ndarray]]:
+    """(name, value as stored), one parameter on the host at a time."""
+    def stored(value: np.ndarray, transposed: bool) -> np.ndarray:
+        return np.ascontiguousarray(value.T if transposed else value, dtype)
+
+    for name, leaf in params.items():
+        if name != "layers":
+            tensor, transposed = END_TENSORS[name]
+            yield tensor, stored(np.asarray(leaf), transposed)
+    for name, leaf in params["layers"].items():
+        stacked = np.asarray(leaf)
+        for value, (tensor, transposed) in zip(stacked, _layer_tensors(cfg, name), strict=True):
+            yield tensor, stored(value, transposed)
+
+
+def _save_tensors(folder: Path, cfg: ModelConfig, params: dict, dtype: np.dtype, max_shard_bytes: int) -> None:
+    files: list[tuple[str, list[str]]] = []  # (temporary name, tensors)
+    shard: dict[str, np.ndarray] = {}
+    total_bytes = 0
+
+    def flush() -> None:
+        files.append((f"part-{len(files)}", list(shard)))
+        save_file(shard, folder / files[-1][0], metadata={"format": "pt"})  # transformers insists on the metadata
+        shard.clear()
+
+    for name, value in _disk_tensors(cfg, params, dtype):
+        if shard and sum(x.nbytes for x in shard.values()) + value.nbytes > max_shard_bytes:
+            flush()
+        shard[name] = value
+        total_bytes += value.nbytes
+    flush()
+    if len(files) == 1:
+        (folder / files[0][0]).rename(folder / SINGLE)
+        return
+    weight_map = {}
+    for i, (temporary, names) in enumerate(files):
+        final = f"model-{i + 1:05d}-of-{len(files):05d}.safetensors"
+        (folder / temporary).rename(folder / final)
+        weight_map.update(dict.fromkeys(names, final))
+    _write_json(folder / INDEX, {"metadata": {"total_size": total_bytes}, "weight_map": weight_map})
+
+
+def _save_configs(folder: Path, cfg: ModelConfig, dtype: np.dtype, source: Path | None) -> None:
+    config = generation = {}
+    if source and (source / "config.json").is_file():
+        config = read_json(source / "config.json")
+    if source and (source / "generation_config.json").is_file():
+        generation = read_json(source / "generation_config.json")
+    if source and (source / "tokenizer.json").is_file():
+        tokenizer = Tokenizer.load(source)
+        eos = list(tokenizer.eos_ids) if len(tokenizer.eos_ids) > 1 else tokenizer.eos_ids[0]
+        # the union goes into both files: each serves readers that know only that one
+        ids = {"eos_token_id": eos, "pad_token_id": tokenizer.pad_id}
+        config, generation = {**config, **ids}, {**generation, **ids}
+    _write_json(folder / "config.json", config_json(cfg, dtype.name, config))
+    if generation:
+        _write_json(folder / "generation_config.json", generation)
+    for name in TOKENIZER_FILES:
+        if source and (source / name).is_file():
+            shutil.copyfile(source / name, folder / name)
+
+
+def _write_json(file: Path, value: dict) -> None:
+    file.write_text(json.dumps(value, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")

@@ -1,0 +1,123 @@
+"""config.json of a Hugging Face folder <-> ModelConfig. Standard library only, so that it runs before JAX is imported.
+
+Consumes and produces both spellings: that of transformers 4 (rope_theta, rope_scaling, torch_dtype) and that of
+transformers 5 (rope_parameters, dtype). Law: what the decoder does not compute is refused by name, never ignored.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from dora_jax.models.config import FAMILIES, Family, ModelConfig, RopeScaling
+
+# Switches that would change the function; the value here is the only one the decoder computes.
+FIXED = {"hidden_act": "silu", "use_sliding_window": False, "attention_bias": False, "mlp_bias": False,
+         "partial_rotary_factor": 1.0, "quantization_config": None}
+QWEN3_HEAD_DIM = 128  # Qwen3's own default where config.json leaves head_dim out
+
+
+def read_json(file: Path) -> dict[str, Any]:
+    """The object in this file; ValueError names the file when it is missing or malformed."""
+    if not file.is_file():
+        raise ValueError(f"{file} is missing")
+    try:
+        value = json.loads(file.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(f"{file} is not JSON: {error}") from error
+    if not isinstance(value, dict):
+        raise ValueError(f"{file} holds a JSON {type(value).__name__}, not an object")
+    return value
+
+
+def read_config(path: str | Path) -> ModelConfig:
+    """ModelConfig of this folder; ValueError names the file and the field that the decoder cannot take."""
+    file = Path(path) / "config.json"
+    raw = read_json(file)
+    known = _family(raw, file)
+    for name, value in FIXED.items():
+        if raw.get(name, value) not in (value, None):
+            raise ValueError(f"{file} has {name}={raw[name]!r}; the decoder computes {name}={value!r} only")
+    if set(raw.get("layer_types") or ()) - {"full_attention"}:
+        raise ValueError(f"{file} has layer_types other than full_attention; the decoder attends in full only")
+    theta, scaling = _rope(raw, file)
+    d_model, n_heads = _size(raw, "hidden_size", file), _size(raw, "num_attention_heads", file)
+    head_dim = raw.get("head_dim") or (QWEN3_HEAD_DIM if known.model_type == "qwen3" else d_model // n_heads)
+    try:
+        return ModelConfig(
+            family=known.model_type, qk_norm=known.qk_norm, qkv_bias=known.qkv_bias,
+            vocab_size=_size(raw, "vocab_size", file), d_model=d_model, n_layers=_size(raw, "num_hidden_layers", file),
+            n_heads=n_heads, n_kv_heads=raw.get("num_key_value_heads") or n_heads, head_dim=head_dim,
+            d_ff=_size(raw, "intermediate_size", file), rope_theta=theta, rope_scaling=scaling,
+            tie_embeddings=bool(raw.get("tie_word_embeddings", False)), norm_eps=float(raw.get("rms_norm_eps", 1e-6)),
+            max_position=_size(raw, "max_position_embeddings", file))
+    except ValueError as error:
+        raise ValueError(f"{file}: {error}") from error
+
+
+def config_json(cfg: ModelConfig, dtype: str, base: dict[str, Any]) -> dict[str, Any]:
+    """The object to write: `base` (a source's config.json, or empty) with every field of `cfg`, in both spellings."""
+    (architecture,) = (known.architecture for known in FAMILIES if known.model_type == cfg.family)
+    scaling = _scaling_json(cfg.rope_scaling)
+    return {
+        **base,
+        "architectures": [architecture], "model_type": cfg.family, "hidden_act": "silu",
+        "vocab_size": cfg.vocab_size, "hidden_size": cfg.d_model, "num_hidden_layers": cfg.n_layers,
+        "num_attention_heads": cfg.n_heads, "num_key_value_heads": cfg.n_kv_heads, "head_dim": cfg.head_dim,
+        "intermediate_size": cfg.d_ff, "rms_norm_eps": cfg.norm_eps, "max_position_embeddings": cfg.max_position,
+        "tie_word_embeddings": cfg.tie_embeddings,
+        "rope_theta": cfg.rope_theta, "rope_scaling": scaling,
+        "rope_parameters": {"rope_type": "default", **(scaling or {}), "rope_theta": cfg.rope_theta},
+        "torch_dtype": dtype, "dtype": dtype,
+    }
+
+
+def _family(raw: dict, file: Path) -> Family:
+    listed = raw.get("architectures") or []
+    for known in FAMILIES:
+        if raw.get("model_type") == known.model_type and listed in ([], [known.architecture]):
+            return known
+    names = ", ".join(known.architecture for known in FAMILIES)
+    raise ValueError(f"{file} names the architecture {(listed or [raw.get('model_type')])[0]!r}; known: {names}")
+
+
+def _size(raw: dict, name: str, file: Path) -> int:
+    if not isinstance(raw.get(name), int):
+        raise ValueError(f"{file} has {name}={raw.get(name)!r}; a whole number is needed")
+    return raw[name]
+
+
+def _rope(raw: dict, file: Path) -> tuple[float, RopeScaling | None]:
+    """Base and scaling; where both spellings stand in one file they have to agree."""
+    new, old = raw.get("rope_parameters") or {}, raw.get("rope_scaling") or {}
+    thetas = {float(theta) for theta in (raw.get("rope_theta"), new.get("rope_theta")) if theta is not None}
+    scalings = [_scaling(entry, raw, file) for entry in (new, old) if entry]
+    if len(thetas) > 1 or len(set(scalings)) > 1:
+        raise ValueError(f"{file} gives rope_parameters that disagree with its rope_theta or rope_scaling")
+    theta = thetas.pop() if thetas else 10000.0  # the default of all three families
+    return theta, scalings[0] if scalings else None
+
+
+def _scaling(entry: dict, raw: dict, file: Path) -> RopeScaling | None:
+    kind = entry.get("rope_type") or entry.get("type") or "default"
+    if entry.get("partial_rotary_factor", 1.0) != 1.0:
+        raise ValueError(f"{file} has partial_rotary_factor={entry['partial_rotary_factor']!r}; heads rotate whole")
+    if kind == "default":
+        return None
+    if kind != "llama3":
+        raise ValueError(f"{file} asks for rope scaling {kind!r}; known: default, llama3")
+    lacking = [name for name in ("factor", "low_freq_factor", "high_freq_factor") if name not in entry]
+    if lacking:
+        raise ValueError(f"{file} asks for rope scaling llama3 without {lacking[0]}")
+    original = entry.get("original_max_position_embeddings") or _size(raw, "max_position_embeddings", file)
+    return RopeScaling(factor=float(entry["factor"]), low_freq_factor=float(entry["low_freq_factor"]),
+                       high_freq_factor=float(entry["high_freq_factor"]), original_max_position=int(original))
+
+
+def _scaling_json(scaling: RopeScaling | None) -> dict[str, Any] | None:
+    if scaling is None:
+        return None
+    return {"rope_type": "llama3", "factor": scaling.factor, "low_freq_factor": scaling.low_freq_factor,
+            "high_freq_factor": scaling.high_freq_factor,
+            "original_max_position_embeddings": scaling.original_max_position}

@@ -1,0 +1,172 @@
+"""Text <-> token ids, for the tasks (prompts), the scorers (responses) and the engine (end ids). No JAX.
+
+Consumes a Hugging Face folder: tokenizer.json, and where present tokenizer_config.json, special_tokens_map.json,
+generation_config.json, config.json and chat_template.jinja. Produces ids and strings.
+Laws: `encode` adds nothing of its own (a template that wants a begin token writes it), generated ids are never encoded
+again, and a chat template sees no clock, so that a prompt is a pure function of its row.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import jinja2
+import jinja2.ext
+import jinja2.sandbox
+import tokenizers
+
+from dora_jax.models.hf_config import read_json
+
+# Everything a tokenizer may consist of; copied along when a model is saved.
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json",
+                   "chat_template.jinja", "vocab.json", "merges.txt", "tokenizer.model")
+SPECIAL_TOKENS = ("bos_token", "eos_token", "pad_token", "unk_token")
+
+
+class Tokenizer:
+    """`Tokenizer.load(folder)`. Immutable and safe to share between threads."""
+
+    def __init__(self, backend: tokenizers.Tokenizer, *, eos_ids: tuple[int, ...], pad_id: int,
+                 special: dict[str, str], template: jinja2.Template | None, path: Path):
+        self._backend = backend
+        self._special = special  # {"eos_token": "<|im_end|>", ...}: what chat templates may name
+        self._template = template
+        self.path = path
+        self.eos_ids = eos_ids  # any of them ends a sample; several are normal
+        self.pad_id = pad_id
+        self.vocab_size = max(backend.get_vocab(with_added_tokens=True).values()) + 1  # ids may have holes
+
+    @classmethod
+    def load(cls, path: str | Path) -> Tokenizer:
+        path = Path(path)
+        file = path / "tokenizer.json"
+        if not file.is_file():
+            raise ValueError(f"{file} is missing; a tokenizer is read from tokenizer.json only")
+        backend = _backend(file)
+        settings = _json(path / "tokenizer_config.json")
+        special = _special_tokens(settings, _json(path / "special_tokens_map.json"))
+        configs = [_json(path / name) for name in ("generation_config.json", "config.json")]
+        eos_ids = _eos_ids(backend, special, configs, path)
+        pad_id = _pad_id(backend, special, configs, eos_ids, path)
+        return cls(backend, eos_ids=eos_ids, pad_id=pad_id, special=special,
+                   template=_chat_template(path, settings), path=path)
+
+    def encode(self, text: str) -> list[int]:
+        """Ids of exactly this text; special tokens written in it become their ids, none is added."""
+        return self._backend.encode(text, add_special_tokens=False).ids
+
+    def decode(self, ids, *, keep_special: bool = False) -> str:
+        """Text of these ids; special tokens (end, padding) are left out unless asked for."""
+        return self._backend.decode([int(i) for i in ids], skip_special_tokens=not keep_special)
+
+    def chat(self, messages: list[dict[str, Any]], *, add_generation_prompt: bool = True, **variables: Any) -> str:
+        """Render the folder's chat template, by default up to where the assistant's turn begins."""
+        if self._template is None:
+            raise ValueError(f"{self.path} has no chat template: neither chat_template.jinja nor chat_template in "
+                             "tokenizer_config.json")
+        names = {"tools": None, "documents": None, **self._special, **variables}
+        try:
+            return self._template.render(messages=messages, add_generation_prompt=add_generation_prompt, **names)
+        except jinja2.TemplateError as error:
+            raise ValueError(f"the chat template of {self.path} refused the messages: {error}") from error
+
+
+def _backend(file: Path) -> tokenizers.Tokenizer:
+    text = file.read_text(encoding="utf-8")
+    try:
+        backend = tokenizers.Tokenizer.from_str(text)
+    except Exception as error:  # the library raises bare Exception for every malformed file
+        raise ValueError(f"{file} is not a tokenizer: {error}") from error
+    backend.no_truncation()  # settings of whoever saved the file: prompts are never cut silently
+    backend.no_padding()
+    return backend
+
+
+def _json(file: Path) -> dict[str, Any]:
+    """The object in this file; empty where the file is absent, since all of these are optional."""
+    return read_json(file) if file.is_file() else {}
+
+
+def _special_tokens(settings: dict, special_map: dict) -> dict[str, str]:
+    """{"eos_token": text}; a token is written as a string or as {"content": string}."""
+    found = {}
+    for name in SPECIAL_TOKENS:
+        value = settings.get(name) or special_map.get(name)
+        if value:
+            found[name] = value["content"] if isinstance(value, dict) else value
+    return found
+
+
+def _token_id(backend: tokenizers.Tokenizer, special: dict[str, str], name: str, path: Path) -> tuple[int, ...]:
+    if name not in special:
+        return ()
+    token_id = backend.token_to_id(special[name])
+    if token_id is None:
+        raise ValueError(f"{path} names {name} {special[name]!r}, which its tokenizer.json does not hold")
+    return (token_id,)
+
+
+def _ids(config: dict, name: str) -> tuple[int, ...]:
+    value = config.get(name)
+    if value is None:
+        return ()
+    return tuple(value) if isinstance(value, list) else (value,)
+
+
+def _eos_ids(backend, special: dict[str, str], configs: list[dict], path: Path) -> tuple[int, ...]:
+    """Union over the three files that may name end ids: chat models name the end of a turn in one of them only."""
+    found = sum((_ids(config, "eos_token_id") for config in configs), ())
+    found = tuple(dict.fromkeys(found + _token_id(backend, special, "eos_token", path)))
+    if not found:
+        raise ValueError(f"{path} names no end token: generation_config.json, config.json and tokenizer_config.json "
+                         "have no eos, so no sample would ever stop")
+    return found
+
+
+def _pad_id(backend, special: dict[str, str], configs: list[dict], eos_ids: tuple[int, ...], path: Path) -> int:
+    """The named padding token, else the first end id: padded positions are masked, the value only has to exist."""
+    named = _token_id(backend, special, "pad_token", path)
+    return (named + sum((_ids(config, "pad_token_id") for config in configs), ()) + eos_ids)[0]
+
+
+class _Generation(jinja2.ext.Extension):
+    """{% generation %}...{% endgeneration %} marks the assistant's text for trainers elsewhere; here it is plain."""
+
+    tags = {"generation"}
+
+    def parse(self, parser):
+        next(parser.stream)
+        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+
+def _chat_template(path: Path, settings: dict) -> jinja2.Template | None:
+    """Compiled template: the file first, then tokenizer_config.json (a string, or named templates with a default)."""
+    file = path / "chat_template.jinja"
+    source = file.read_text(encoding="utf-8") if file.is_file() else settings.get("chat_template")
+    if isinstance(source, list):
+        source = {entry["name"]: entry["template"] for entry in source}.get("default")
+    if source is None:
+        return None
+    try:
+        return _environment().from_string(source)
+    except jinja2.TemplateError as error:
+        raise ValueError(f"the chat template of {path} does not compile: {error}") from error
+
+
+def _environment() -> jinja2.Environment:
+    """The sandbox and the extras that published templates count on; strftime_now is left out (no clock)."""
+    environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, jinja2.ext.loopcontrols])
+
+    def raise_exception(message: str) -> None:
+        raise jinja2.TemplateError(message)
+
+    def tojson(value, ensure_ascii=False, indent=None, separators=None, sort_keys=False) -> str:
+        # jinja's own filter escapes HTML characters, which would change the prompt
+        return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+
+    environment.filters["tojson"] = tojson
+    environment.globals["raise_exception"] = raise_exception
+    return environment

@@ -1,0 +1,110 @@
+"""Our logits against those of transformers, for each family, tied and untied, in both directions.
+
+`python tests/test_parity.py` writes the golden folders in tests/data/golden again (it needs torch and transformers);
+with them parity is also checked where torch is not installed.
+"""
+
+import json
+from pathlib import Path
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from dora_jax.models import decoder, hf
+
+GOLDEN = Path(__file__).parent / "data" / "golden"
+TOLERANCE = 1e-4  # f32, CPU
+FAMILIES = ("qwen3", "qwen2", "llama")
+SIZES = dict(vocab_size=40, hidden_size=16, intermediate_size=24, num_hidden_layers=2, num_attention_heads=4,
+             num_key_value_heads=2, max_position_embeddings=256, eos_token_id=1, bos_token_id=None, pad_token_id=0)
+LLAMA3_ROPE = {"rope_type": "llama3", "rope_theta": 500.0, "factor": 8.0, "low_freq_factor": 1.0,
+               "high_freq_factor": 4.0, "original_max_position_embeddings": 32}
+EXTRAS = {"qwen3": {"head_dim": 6, "rope_theta": 1e6}, "qwen2": {"rope_theta": 1e4}, "llama": {"rope_parameters": LLAMA3_ROPE}}
+
+
+def transformers():
+    pytest.importorskip("torch", reason="torch is not installed: parity is checked against tests/data/golden instead")
+    return pytest.importorskip("transformers", reason="transformers is not installed: see tests/data/golden")
+
+
+def torch_model(family: str, *, tied: bool, seed: int = 0):
+    """A tiny random model whose every parameter, gains and biases included, is away from its usual start."""
+    library = transformers()
+    import torch
+
+    torch.manual_seed(seed)
+    config = library.AutoConfig.for_model(family, **SIZES, **EXTRAS[family], tie_word_embeddings=tied)
+    model = library.AutoModelForCausalLM.from_config(config).eval()
+    with torch.no_grad():
+        for name, weight in model.named_parameters():
+            weight.normal_(1.0 if "norm" in name else 0.0, 0.3)
+    return model
+
+
+def tokens() -> np.ndarray:
+    """Two rows long enough to pass the original context of LLAMA3_ROPE."""
+    return np.random.default_rng(3).integers(0, SIZES["vocab_size"], (2, 48))
+
+
+def torch_logits(model, tokens_BxL) -> np.ndarray:
+    import torch
+
+    with torch.no_grad():
+        return model(torch.tensor(tokens_BxL)).logits.numpy()
+
+
+def our_logits(path, tokens_BxL, serving: bool = False) -> np.ndarray:
+    cfg, params = hf.load(path)
+    positions = jnp.broadcast_to(jnp.arange(tokens_BxL.shape[1]), tokens_BxL.shape)
+    attend = decoder.segment_attention(jnp.zeros_like(positions), positions)
+    params = decoder.serving_layout(params) if serving else params
+    hidden = decoder.forward(cfg, params, jnp.asarray(tokens_BxL), positions, attend)
+    return np.asarray(decoder.logits(cfg, params, hidden))
+
+
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_same_logits_both_ways(family, tied, tmp_path):
+    library = transformers()
+    model = torch_model(family, tied=tied)
+    model.save_pretrained(tmp_path / "theirs")
+    expected = torch_logits(model, tokens())
+    ours = our_logits(tmp_path / "theirs", tokens(), serving=tied)
+    np.testing.assert_allclose(ours, expected, atol=TOLERANCE)
+
+    cfg, params = hf.load(tmp_path / "theirs")
+    hf.save(tmp_path / "ours", cfg, params, tmp_path / "theirs", max_shard_bytes=4096)
+    loaded, report = library.AutoModelForCausalLM.from_pretrained(tmp_path / "ours", output_loading_info=True)
+    assert not report["missing_keys"] and not report["unexpected_keys"] and not report["mismatched_keys"], report
+    np.testing.assert_array_equal(torch_logits(loaded.eval(), tokens()), expected)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_golden_logits(family):
+    golden = np.load(GOLDEN / family / "logits.npz")
+    np.testing.assert_allclose(our_logits(GOLDEN / family, golden["tokens"]), golden["logits"], atol=TOLERANCE)
+
+
+def write_goldens() -> None:
+    """One folder a family: qwen3 untied in bf16, qwen2 tied, llama in the spelling of transformers 4."""
+    import torch
+
+    for family in FAMILIES:
+        folder = GOLDEN / family
+        model = torch_model(family, tied=family == "qwen2")
+        if family == "qwen3":
+            model = model.bfloat16()
+        model.save_pretrained(folder)
+        (folder / "generation_config.json").unlink()
+        if family == "llama":
+            config = json.loads((folder / "config.json").read_text())
+            rope = config.pop("rope_parameters")
+            config |= {"rope_theta": rope.pop("rope_theta"), "rope_scaling": rope, "torch_dtype": config.pop("dtype")}
+            (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+        read_back = transformers().AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+        np.savez(folder / "logits.npz", tokens=tokens(), logits=torch_logits(read_back, tokens()))
+
+
+if __name__ == "__main__":
+    write_goldens()
