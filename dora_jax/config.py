@@ -1,12 +1,33 @@
 """Configuration: an ml_collections ConfigDict at the edge, these frozen dataclasses inside.
 
-No JAX here: every mistake is reported before a device is touched.
+Consumes what a config file returns (`defaults()` with some fields changed) or a workdir's config.json; produces
+a `Config`, or one `ConfigError` that lists every problem. A config file reads
+    from dora_jax import config
+    def get_config(arg=None):
+        c = config.defaults()
+        c.task.name = "rows"
+        return c
+
+Laws: no JAX here, so that a mistake is reported before a device is touched; `Config` never changes; a field that
+is not declared below does not exist, except inside the free-form dictionaries (`task.params`, ...).
+The rules between fields are in validate.py, the command line in flags.py.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import difflib
+import functools
+import json
+import math
+import re
+import typing
+from collections.abc import Iterable, Mapping
 from typing import Any
+
+import ml_collections
+
+from dora_jax import validate
 
 section = dataclasses.dataclass(frozen=True, kw_only=True)
 
@@ -94,6 +115,19 @@ class TrainerSection:
     anchor: str = "behavior"  # behavior or proximal
     correction: str = "none"
     loss_params: dict[str, Any] = dataclasses.field(default_factory=lambda: {"eps_lo": 0.2, "eps_hi": 0.2})
+    advantage_params: dict[str, Any] = dataclasses.field(default_factory=dict)  # gamma, lam, eps, ...
+    correction_params: dict[str, Any] = dataclasses.field(default_factory=dict)  # C, lo, hi, level, metric, ...
+    updates: int = 1  # optimizer updates a step; each has its own share of the groups and its own denominators
+    kl: str = "none"  # none, k1, k2, k3 against the reference model (the initial weights)
+    kl_coef: float = 0.0
+    kl_in: str = "loss"  # loss or reward
+    ref_refresh_steps: int = 0  # the reference follows the policy every so many steps; 0: frozen
+    entropy_coef: float = 0.0  # bonus: the loss falls by this times the aggregated entropy
+    value_learning_rate: float = 0.0  # of the value model (advantages gae, gae_turn); 0: there is none
+    value_clip: float = 0.2  # e of the clipped value loss; 0: not clipped
+    overlong_cache: int = 0  # last tokens before the limit over which the soft penalty grows to -1; 0: off
+    overlong_filter: bool = False  # samples that hit the limit have no loss, but count in the group statistics
+    max_mismatch: float = 0.0  # mean |trainer - engine| log-prob at lag 0 that stops the run; 0: off
 
 
 @section
@@ -147,3 +181,107 @@ class Config:
     eval: EvalSection = EvalSection()
     checkpoint: CheckpointSection = CheckpointSection()
     sft: SftSection = SftSection()
+
+
+class ConfigError(ValueError):
+    """Everything that is wrong with a configuration: one line a problem, each naming its field."""
+
+    def __init__(self, problems: str | Iterable[str]):
+        self.problems = (problems,) if isinstance(problems, str) else tuple(problems)
+        super().__init__("\n".join(self.problems))
+
+
+def defaults() -> ml_collections.ConfigDict:
+    """The ConfigDict that a config file fills in: locked, but for the free-form dictionaries."""
+    tree = ml_collections.ConfigDict(dataclasses.asdict(Config())).lock()
+    for path in free_form():
+        functools.reduce(getattr, path.split("."), tree).unlock()
+    return tree
+
+
+def from_config_dict(tree: Mapping[str, Any] | ml_collections.ConfigDict, purpose: str = "train") -> Config:
+    """Converts and validates everything at once; purpose: train, sft or evaluate (see validate.problems)."""
+    if isinstance(tree, ml_collections.ConfigDict):
+        tree = tree.to_dict()
+    problems: list[str] = []
+    config = _build(Config, tree, "", problems)
+    problems += validate.problems(config, purpose)
+    if problems:
+        raise ConfigError(problems)
+    return config
+
+
+def to_json(config: Config) -> dict[str, Any]:
+    """A JSON tree with secrets blanked; `from_config_dict` reads it back."""
+    return json.loads(json.dumps(redact(dataclasses.asdict(config))))
+
+
+def fields(cls: type = Config, prefix: str = "") -> dict[str, Any]:
+    """Dotted name -> declared type of every field, sections left out: "steps", "trainer.rows", ..."""
+    found = {}
+    for name, kind in typing.get_type_hints(cls).items():
+        if dataclasses.is_dataclass(kind):
+            found |= fields(kind, f"{prefix}{name}.")
+        else:
+            found[prefix + name] = kind
+    return found
+
+
+def free_form() -> list[str]:
+    """The fields that are dictionaries: what they hold is for the task or the objective to know."""
+    return [name for name, kind in fields().items() if typing.get_origin(kind) is dict]
+
+
+def nearest(name: str, known: Iterable[str]) -> str:
+    """The known dotted name most like this one: in its last word, then as a whole."""
+
+    def likeness(other: str) -> float:
+        ratio = difflib.SequenceMatcher(None, name.rpartition(".")[2], other.rpartition(".")[2]).ratio()
+        return ratio + 0.5 * difflib.SequenceMatcher(None, name, other).ratio()
+
+    return max(known, key=likeness)
+
+
+_SECRETS = {"token", "key", "secret", "password"}
+
+
+def redact(tree: Any, name: str = "") -> Any:
+    """Blanks values by the words of their name; counts such as max_new_tokens are no secrets."""
+    words = set(re.split(r"[^a-z]+", name.lower()))
+    plural = {word + "s" for word in _SECRETS}
+    if words & _SECRETS or (words & plural and not isinstance(tree, (int, float))):
+        return "<redacted>" if tree else tree
+    if isinstance(tree, Mapping):
+        return {key: redact(value, str(key)) for key, value in tree.items()}
+    return tree
+
+
+def _build(cls: type, tree: Mapping[str, Any], prefix: str, problems: list[str]) -> Any:
+    """A section from a mapping; a field that cannot be read keeps its default and adds a problem."""
+    hints = typing.get_type_hints(cls)
+    for name in sorted(tree.keys() - hints.keys()):
+        problems.append(f"{prefix}{name}: unknown field; the nearest is {nearest(prefix + name, fields())}")
+    values = {}
+    for name in sorted(hints.keys() & tree.keys()):
+        try:
+            values[name] = _convert(tree[name], hints[name], prefix + name, problems)
+        except TypeError as error:
+            problems.append(f"{prefix}{name}: {error}")
+    return cls(**values)
+
+
+def _convert(value: Any, kind: Any, name: str, problems: list[str]) -> Any:
+    origin = typing.get_origin(kind) or kind
+    if dataclasses.is_dataclass(origin) and isinstance(value, Mapping):
+        return _build(origin, value, name + ".", problems)
+    if origin is dict and isinstance(value, Mapping):
+        return dict(value)
+    if origin is tuple and isinstance(value, (tuple, list)):
+        element, _ = typing.get_args(kind)
+        return tuple(_convert(each, element, name, problems) for each in value)
+    if origin is float and type(value) in (int, float) and math.isfinite(value):
+        return float(value)
+    if origin in (int, bool, str) and type(value) is origin:
+        return value
+    word = "section" if dataclasses.is_dataclass(origin) else origin.__name__
+    raise TypeError(f"{value!r} is not a {'finite ' if origin is float else ''}{word}")

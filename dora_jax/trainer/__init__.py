@@ -1,0 +1,1 @@
+"""Stage 5, train: a packed batch in, new weights out."""

@@ -1,0 +1,149 @@
+"""Stage 5, train: correction of the engine-trainer gap and of staleness. Pure; plain arrays in and out.
+
+d = l_old - l_mu: what the trainer says of a token under the step's starting weights, less what the engine said when it
+sampled it. Laws: no gradient flows through a correction; a rejection shrinks the mask but never the denominators
+(`loss.token_weights` was computed before it); what lies under the mask reaches nothing.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from dora_jax.trainer.segments import segment_max, segment_sum
+
+LOG_WEIGHT_LIMIT = 20.0  # a sequence's summed gap is clamped here before exp
+
+Result = tuple[jax.Array, jax.Array, dict[str, jax.Array]]
+
+
+def weights(name: str, old_logprobs: Any, behavior_logprobs: Any, mask: Any, *, logprobs: Any = None,
+            advantages: Any = None, segment_ids: Any = None, **params: Any) -> Result:
+    """(weights f32[B, T], mask bool[B, T], metrics): the loss is multiplied by the first and kept where the second."""
+    if name not in CORRECTIONS:
+        raise ValueError(f"unknown correction {name!r}: known are {', '.join(CORRECTIONS)}")
+    mask = jnp.asarray(mask, bool)
+    gap = _clean(old_logprobs, mask) - _clean(behavior_logprobs, mask)
+    if name == "opsm":
+        if logprobs is None or advantages is None:
+            raise ValueError("correction 'opsm' needs logprobs and advantages")
+        params |= {"drift": _clean(old_logprobs, mask) - _clean(logprobs, mask), "adv": _clean(advantages, mask)}
+    w, keep, metrics = CORRECTIONS[name](gap, mask, segment_ids, **params)
+    metrics["rejected_share"] = 1.0 - jnp.sum(keep) / jnp.maximum(jnp.sum(mask), 1)
+    return jax.lax.stop_gradient((w, keep, metrics))
+
+
+def none(gap: jax.Array, mask: jax.Array, segment_ids: Any) -> Result:
+    return jnp.ones_like(gap), mask, {}
+
+
+def tis(gap: jax.Array, mask: jax.Array, segment_ids: Any, *, C: float = 2.0, level: str = "token") -> Result:
+    """Truncated importance weights min(exp(d), C), of a token or of its whole sequence."""
+    log_w = {"token": gap, "sequence": segment_sum(gap, segment_ids)}
+    if level not in log_w:
+        raise ValueError(f"correction 'tis': unknown level {level!r}: known are {', '.join(log_w)}")
+    raw = jnp.exp(jnp.clip(log_w[level], -LOG_WEIGHT_LIMIT, LOG_WEIGHT_LIMIT))
+    w = jnp.where(mask, jnp.minimum(raw, C), 1.0)
+    return w, mask, {"truncated_share": _share(raw > C, mask)}
+
+
+def icepop(gap: jax.Array, mask: jax.Array, segment_ids: Any, *, lo: float = 0.5, hi: float = 5.0) -> Result:
+    """exp(d) where it lies inside [lo, hi], else 0 (arXiv 2510.18855)."""
+    raw = jnp.exp(jnp.clip(gap, -LOG_WEIGHT_LIMIT, LOG_WEIGHT_LIMIT))
+    inside = (raw >= lo) & (raw <= hi)
+    w = jnp.where(mask, jnp.where(inside, raw, 0.0), 1.0)
+    return w, mask, {"zeroed_share": _share(~inside, mask)}
+
+
+def reject(gap: jax.Array, mask: jax.Array, segment_ids: Any, *, lo: float = 0.5, hi: float = 2.0,
+           level: str = "token", metric: str = "ratio") -> Result:
+    """Name `mask`: drops tokens or sequences whose quantity leaves [lo, hi]; weights stay 1.
+
+    metric: ratio exp(d), or a KL(mu || old) estimate k1 = -d, k2 = d^2 / 2, k3 = exp(d) - 1 - d of each token.
+    level: token; seq_sum, seq_mean, seq_max of the tokens' metric; geometric = exp(mean d). For a ratio seq_sum adds
+    the logs: it is the ratio of the whole sequence.
+    """
+    value = _sequence_metric(_token_metric(gap, metric), gap, mask, segment_ids, level, metric)
+    return jnp.ones_like(gap), mask & (value >= lo) & (value <= hi), {}
+
+
+def opsm(gap: jax.Array, mask: jax.Array, segment_ids: Any, *, drift: jax.Array, adv: jax.Array,
+         delta: float = 0.1) -> Result:
+    """Off-policy sequence masking: drops sequences with A < 0 whose mean(l_old - l) > delta (arXiv 2512.02556)."""
+    length = jnp.maximum(segment_sum(mask.astype(jnp.float32), segment_ids), 1.0)
+    dropped = (segment_sum(adv, segment_ids) < 0) & (segment_sum(drift, segment_ids) / length > delta)
+    return jnp.ones_like(gap), mask & ~dropped, {}
+
+
+def vcpo_lr(gap: jax.Array, mask: jax.Array, segment_ids: Any, *, rho_base: float = 1.0) -> Result:
+    """Scales the step, not the loss: metrics ess, rho = ess / n, lr_scale = sqrt(min(1, rho / rho_base)) (arXiv 2602.17616)."""
+    n, first, second = trajectory_moments(gap, mask, segment_ids)
+    ess, rho, scale = effective_samples(n, first, second, rho_base)
+    return jnp.ones_like(gap), mask, {"ess": ess, "rho": rho, "lr_scale": scale}
+
+
+CORRECTIONS = {"none": none, "tis": tis, "icepop": icepop, "mask": reject, "opsm": opsm, "vcpo_lr": vcpo_lr}
+
+
+def trajectory_moments(gap: jax.Array, mask: jax.Array, segment_ids: Any) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """(n, sum w, sum w^2) over trajectories with sampled tokens, w = exp(sum d): these add up over micro-batches."""
+    m = mask.astype(jnp.float32)
+    share = m / jnp.maximum(segment_sum(m, segment_ids), 1.0)  # adds up to 1 over each trajectory
+    log_w = segment_sum(jnp.where(mask, gap, 0.0), segment_ids)
+    w = jnp.exp(jnp.clip(log_w, -LOG_WEIGHT_LIMIT, LOG_WEIGHT_LIMIT))
+    return share.sum(), jnp.sum(share * w), jnp.sum(share * w * w)
+
+
+def effective_samples(n: Any, first: Any, second: Any, rho_base: float) -> tuple[Any, Any, Any]:
+    """(ESS = (sum w)^2 / sum w^2, rho = ESS / n, sqrt(min(1, rho / rho_base)))."""
+    ess = first * first / jnp.maximum(second, jnp.finfo(jnp.float32).tiny)
+    rho = ess / jnp.maximum(n, 1.0)
+    return ess, rho, jnp.sqrt(jnp.minimum(1.0, rho / rho_base))
+
+
+# ---------------------------------------------------------------- private
+
+
+def _clean(x: Any, mask: jax.Array) -> jax.Array:
+    x = jnp.asarray(x, jnp.float32)
+    x = jnp.broadcast_to(x[:, None], mask.shape) if x.ndim == 1 and mask.ndim == 2 else x
+    return jnp.where(mask, x, 0.0)
+
+
+def _share(chosen: jax.Array, mask: jax.Array) -> jax.Array:
+    return jnp.sum(chosen & mask) / jnp.maximum(jnp.sum(mask), 1)
+
+
+def _token_metric(gap: jax.Array, metric: str) -> jax.Array:
+    gap = jnp.clip(gap, -LOG_WEIGHT_LIMIT, LOG_WEIGHT_LIMIT)
+    if metric == "ratio":
+        return jnp.exp(gap)
+    if metric == "k1":
+        return -gap
+    if metric == "k2":
+        return 0.5 * gap * gap
+    if metric == "k3":
+        return jnp.expm1(gap) - gap
+    raise ValueError(f"correction 'mask': unknown metric {metric!r}: known are ratio, k1, k2, k3")
+
+
+def _sequence_metric(value: jax.Array, gap: jax.Array, mask: jax.Array, segment_ids: Any, level: str,
+                     metric: str) -> jax.Array:
+    if level == "token":
+        return value
+    length = jnp.maximum(segment_sum(mask.astype(jnp.float32), segment_ids), 1.0)
+    inside = jnp.where(mask, value, 0.0)
+    if level == "seq_sum":
+        if metric != "ratio":
+            return segment_sum(inside, segment_ids)
+        return jnp.exp(jnp.clip(segment_sum(gap, segment_ids), -LOG_WEIGHT_LIMIT, LOG_WEIGHT_LIMIT))
+    if level == "seq_mean":
+        return segment_sum(inside, segment_ids) / length
+    if level == "seq_max":
+        return segment_max(jnp.where(mask, value, -jnp.inf), segment_ids)
+    if level == "geometric" and metric == "ratio":
+        return jnp.exp(segment_sum(gap, segment_ids) / length)
+    raise ValueError(f"correction 'mask': level {level!r} with metric {metric!r}: levels are token, seq_sum, seq_mean, "
+                     f"seq_max, and geometric for the ratio")

@@ -1,0 +1,131 @@
+"""Stage 5, train: the figures that say whether a step is healthy, and the bounds that stop a run.
+
+Inside the jit everything is a sum (or a largest value, named `*_max`) over tokens, so micro-batches just add up; on
+the host `reduce` divides once. Healthy ranges:
+  mismatch/mean   |trainer - engine| log-prob of lag-0 tokens: below 1e-3 in f32, below 2e-2 in bf16
+  trainer/ratio_mean  0.9 to 1.1          trainer/clip_fraction  below 0.2
+  trainer/entropy     falls slowly; near 0 the policy no longer explores
+  trainer/ess_share   above 0.5; a fall to 0.1 comes before a collapse (arXiv 2602.17616)
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+MAX_SKIPPED_IN_A_ROW = 3  # a third non-finite update is no accident
+BINS_PER_DECADE = 8
+LOWEST_DECADE, HIGHEST_DECADE = -7, 2  # of |trainer - engine|
+_BINS = BINS_PER_DECADE * (HIGHEST_DECADE - LOWEST_DECADE)
+
+
+def token_sums(l: jax.Array, anchor: jax.Array, old: jax.Array, behavior: jax.Array, entropy: jax.Array,
+               mask: jax.Array, lag: jax.Array, clipped: jax.Array) -> dict[str, jax.Array]:
+    """Sums over the sampled tokens of a micro-batch; no gradient."""
+    l, anchor, old, behavior, entropy = jax.lax.stop_gradient((l, anchor, old, behavior, entropy))
+    log_ratio = jnp.clip(jnp.where(mask, l - anchor, 0.0), -20.0, 20.0)
+    fresh = mask & (lag == 0)
+    gap = jnp.where(fresh, old - behavior, 0.0)  # the trainer at the engine's own weights, whatever the anchor
+
+    def total(x: jax.Array, where: jax.Array = mask) -> jax.Array:
+        return jnp.sum(jnp.where(where, x, 0.0), dtype=jnp.float32)
+
+    return {
+        "tokens": total(jnp.ones_like(l)), "entropy": total(entropy), "ratio": total(jnp.exp(log_ratio)),
+        "clipped": total(clipped.astype(jnp.float32)), "kl_anchor": total(jnp.expm1(log_ratio) - log_ratio),
+        "ratio_max": jnp.max(jnp.where(mask, jnp.exp(log_ratio), 0.0)),
+        "fresh": total(jnp.ones_like(l), fresh), "mismatch": total(jnp.abs(gap), fresh),
+        "mismatch_kl": total(jnp.expm1(gap) - gap, fresh), "mismatch_max": jnp.max(jnp.abs(gap)),
+        "mismatch_bins": _histogram(jnp.abs(gap), fresh),
+    }
+
+
+def add(a: Mapping[str, jax.Array], b: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
+    """Joins the sums of two micro-batches."""
+    return {name: jnp.maximum(a[name], b[name]) if name.endswith("_max") else a[name] + b[name] for name in a}
+
+
+def reduce(updates: Sequence[Mapping[str, Any]]) -> dict[str, float]:
+    """Host metrics of a step from the sums of its updates."""
+    tokens = sum(float(u["tokens"]) for u in updates)
+    n = max(tokens, 1.0)
+
+    def mean(name: str) -> float:
+        return sum(float(u[name]) for u in updates) / n
+
+    first = updates[0]
+    ess = float(first["w"]) ** 2 / max(float(first["w_sq"]), 1e-30)
+    metrics = {
+        "trainer/loss": float(np.mean([u["loss"] for u in updates])),
+        "trainer/grad_norm": float(np.mean([u["grad_norm"] for u in updates])),
+        "trainer/entropy": mean("entropy"), "trainer/clip_fraction": mean("clipped"),
+        "trainer/ratio_mean": mean("ratio"), "trainer/ratio_max": max(float(u["ratio_max"]) for u in updates),
+        "trainer/kl_anchor": mean("kl_anchor"), "trainer/rejected_share": 1.0 - mean("kept") if tokens else 0.0,
+        "trainer/ess_share": ess / max(float(first["trajectories"]), 1.0),
+        "trainer/tokens": tokens, "trainer/updates_skipped": sum(float(u["skipped"]) for u in updates),
+        "trainer/learning_rate": float(updates[-1]["learning_rate"]),
+    }
+    for name in ("kl_ref", "value_loss"):
+        if name in first:
+            metrics[f"trainer/{name}"] = mean(name)
+    if "lr_scale" in first:
+        metrics["trainer/lr_scale"] = float(np.mean([u["lr_scale"] for u in updates]))
+    return metrics | mismatch(first)
+
+
+def mismatch(sums: Mapping[str, Any]) -> dict[str, float]:
+    """The engine-trainer gap at equal weights; empty where the step had no token of lag 0."""
+    fresh = float(sums["fresh"])
+    if not fresh:
+        return {}
+    return {"mismatch/mean": float(sums["mismatch"]) / fresh, "mismatch/max": float(sums["mismatch_max"]),
+            "mismatch/p99": _quantile(np.asarray(sums["mismatch_bins"]), 0.99),
+            "mismatch/kl": float(sums["mismatch_kl"]) / fresh, "mismatch/tokens": fresh}
+
+
+class Health:
+    """Stops the run where its bounds are passed."""
+
+    def __init__(self, max_mismatch: float, dump_dir: str | None):
+        self._max_mismatch = max_mismatch
+        self._dump_dir = dump_dir
+        self._skipped = 0  # in a row
+
+    def check(self, sums: Mapping[str, Any], batch: Any, step: int) -> None:
+        """Raises at the third non-finite update in a row, with the batch on disk."""
+        self._skipped = self._skipped + 1 if sums["skipped"] else 0
+        if self._skipped < MAX_SKIPPED_IN_A_ROW:
+            return
+        where = ""
+        if self._dump_dir is not None:
+            path = Path(self._dump_dir) / f"bad_batch_{step}.npz"
+            path.parent.mkdir(parents=True, exist_ok=True)
+            np.savez(path, group_ids=batch.group_ids, **batch.arrays())
+            where = f"; the last batch is in {path}"
+        raise RuntimeError(f"{self._skipped} updates in a row were not finite (loss {float(sums['loss'])}, gradient norm "
+                           f"{float(sums['grad_norm'])}) at step {step}{where}")
+
+    def check_mismatch(self, metrics: Mapping[str, float]) -> None:
+        gap = metrics.get("mismatch/mean", 0.0)
+        if self._max_mismatch and not gap <= self._max_mismatch:
+            raise RuntimeError(f"trainer and engine disagree by {gap:.3g} nats a token at equal weights, above "
+                               f"trainer.max_mismatch={self._max_mismatch}: what is trained on is not what was sampled")
+
+
+def _histogram(x: jax.Array, where: jax.Array) -> jax.Array:
+    """Counts f32[bins] of log-spaced |d|; below the lowest decade counts in the first bin."""
+    place = BINS_PER_DECADE * (jnp.log10(jnp.maximum(x, 10.0 ** LOWEST_DECADE)) - LOWEST_DECADE)
+    bins = jnp.clip(jnp.nan_to_num(place, nan=_BINS - 1).astype(jnp.int32), 0, _BINS - 1)
+    return jax.ops.segment_sum(where.astype(jnp.float32).reshape(-1), bins.reshape(-1), num_segments=_BINS)
+
+
+def _quantile(counts: np.ndarray, q: float) -> float:
+    """Upper edge of the bin that holds the quantile."""
+    index = int(np.searchsorted(np.cumsum(counts), q * counts.sum()))
+    return math.pow(10.0, LOWEST_DECADE + (index + 1) / BINS_PER_DECADE)

@@ -1,0 +1,129 @@
+"""Stage 5, train: which objectives exist, what each takes, and which do not go together. Standard library only.
+
+Consumes the trainer's section of the config; produces sentences, one per mistake, before JAX is imported.
+Law: the tables below name exactly the keywords of the functions in loss.py, advantage.py and correction.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+ADVANTAGES: Mapping[str, tuple[str, ...]] = {
+    "grpo": ("eps",), "dr_grpo": (), "rloo": (), "reinforce_pp": ("gamma",), "reinforce_pp_baseline": (), "max_rl": (),
+    "opo": (), "vcpo": (), "gae": ("gamma", "lam"), "gae_turn": ("gamma", "lam"),
+}
+LOSSES: Mapping[str, tuple[str, ...]] = {
+    "ppo": ("eps_lo", "eps_hi", "dual_clip"), "gspo": ("eps_lo", "eps_hi"), "cispo": ("eps_lo", "eps_hi"),
+    "sapo": ("tau_pos", "tau_neg"), "topr": ("w_pos", "w_neg"), "reinforce": (), "dppo_tv": ("d_lo", "d_hi"),
+    "dppo_kl": ("d_lo", "d_hi"), "longcat": ("eps_neg_lo", "eps_pos_hi", "eps_neg_hi", "C"),
+}
+CORRECTIONS: Mapping[str, tuple[str, ...]] = {
+    "none": (), "tis": ("C", "level"), "icepop": ("lo", "hi"), "mask": ("lo", "hi", "level", "metric"),
+    "opsm": ("delta",), "vcpo_lr": ("rho_base",),
+}
+AGGREGATIONS = ("token_mean", "seq_mean_token_mean", "seq_mean_token_sum", "seq_mean_token_sum_norm", "prompt_mean")
+ANCHORS = ("behavior", "proximal")
+KLS = ("none", "k1", "k2", "k3")
+VALUE_ADVANTAGES = ("gae", "gae_turn")
+WEIGHTING = ("tis", "icepop")  # corrections that multiply the loss by exp(l_old - l_mu)
+
+
+def check(section: Any, rollout: Any = None) -> list[str]:
+    """What is wrong with a TrainerSection (and with the RolloutSection it learns from): one sentence each."""
+    errors = _unknown_names(section)
+    if errors:
+        return errors
+    return [*_params(section), *_pairings(section), *_numbers(section), *(_sampling(rollout) if rollout else [])]
+
+
+def needs_old_logprobs(section: Any) -> bool:
+    """Whether the trainer's log-probs under the step's starting weights are used at all."""
+    return section.anchor == "proximal" or section.correction != "none" or section.advantage == "vcpo"
+
+
+def needs_reference(section: Any) -> bool:
+    return section.kl != "none"
+
+
+def needs_value(section: Any) -> bool:
+    return section.advantage in VALUE_ADVANTAGES
+
+
+def needs_scores(section: Any) -> bool:
+    """Whether log-probs or values must be computed on the packed batch before its advantages."""
+    before_advantages = needs_value(section) or section.advantage == "vcpo" or needs_reference(section)
+    return before_advantages or (needs_old_logprobs(section) and section.updates > 1)
+
+
+def _unknown_names(section: Any) -> list[str]:
+    known = {"advantage": ADVANTAGES, "policy_loss": LOSSES, "aggregation": AGGREGATIONS, "anchor": ANCHORS,
+             "correction": CORRECTIONS, "kl": KLS, "kl_in": ("loss", "reward"),
+             "schedule": ("constant", "cosine", "linear"), "remat": ("none", "full", "dots")}
+    return [f"trainer.{field}={getattr(section, field)!r} is unknown: known are {', '.join(names)}"
+            for field, names in known.items() if getattr(section, field) not in names]
+
+
+def _params(section: Any) -> list[str]:
+    tables = {"loss_params": (LOSSES, section.policy_loss), "advantage_params": (ADVANTAGES, section.advantage),
+              "correction_params": (CORRECTIONS, section.correction)}
+    errors = []
+    for field, (table, name) in tables.items():
+        surplus = sorted(set(getattr(section, field)) - set(table[name]))
+        if surplus:
+            takes = ", ".join(table[name]) or "nothing"
+            errors.append(f"trainer.{field}: {', '.join(surplus)} not known to {name!r}, which takes {takes}")
+    return errors
+
+
+def _pairings(section: Any) -> list[str]:
+    loss, adv, aggregation, correction = (section.policy_loss, section.advantage, section.aggregation, section.correction)
+    rules = [
+        (loss == "gspo" and aggregation != "seq_mean_token_mean",
+         f"trainer.policy_loss='gspo' clips whole sequences and needs aggregation='seq_mean_token_mean', not {aggregation!r}"),
+        (adv == "dr_grpo" and aggregation != "seq_mean_token_sum_norm",
+         f"trainer.advantage='dr_grpo' removes the length bias and needs aggregation='seq_mean_token_sum_norm', not {aggregation!r}"),
+        (section.anchor == "behavior" and correction in WEIGHTING,
+         f"trainer.correction={correction!r} with anchor='behavior' counts the engine gap twice: the ratio already holds "
+         f"it; use anchor='proximal', or a correction that only masks"),
+        (loss == "longcat" and section.anchor != "proximal",
+         "trainer.policy_loss='longcat' weighs by truncated importance sampling and needs anchor='proximal'"),
+        (loss == "longcat" and aggregation != "seq_mean_token_sum_norm",
+         f"trainer.policy_loss='longcat' divides by G T_max and needs aggregation='seq_mean_token_sum_norm', not {aggregation!r}"),
+        (loss == "longcat" and correction in WEIGHTING,
+         f"trainer.policy_loss='longcat' already weighs by the engine gap: correction={correction!r} counts it twice"),
+        (needs_value(section) and not section.value_learning_rate > 0,
+         f"trainer.advantage={adv!r} needs a value model: set trainer.value_learning_rate"),
+        (not needs_value(section) and section.value_learning_rate > 0,
+         f"trainer.value_learning_rate is set but advantage={adv!r} uses no value model"),
+        (section.kl == "none" and section.kl_coef != 0,
+         "trainer.kl_coef is set but trainer.kl is 'none': choose k1, k2 or k3"),
+        (section.kl_in == "reward" and section.kl == "none",
+         "trainer.kl_in='reward' needs trainer.kl: choose k1, k2 or k3"),
+    ]
+    return [sentence for broken, sentence in rules if broken]
+
+
+def _numbers(section: Any) -> list[str]:
+    lowest = {"data": 1, "tensor": 1, "pack_tokens": 1, "rows": 0, "micro_batches": 1, "updates": 1, "learning_rate": 0,
+              "warmup_steps": 0, "weight_decay": 0, "max_grad_norm": 0, "kl_coef": 0, "ref_refresh_steps": 0,
+              "value_learning_rate": 0, "value_clip": 0, "overlong_cache": 0, "max_mismatch": 0}
+    errors = [f"trainer.{field}={getattr(section, field)} must be at least {low}"
+              for field, low in lowest.items() if not getattr(section, field) >= low]
+    if section.fsdp != -1 and section.fsdp < 1:
+        errors.append(f"trainer.fsdp={section.fsdp} must be at least 1, or -1 for every device left")
+    errors += [f"trainer.{field}={getattr(section, field)} must lie in [0, 1)"
+               for field in ("b1", "b2") if not 0 <= getattr(section, field) < 1]
+    return errors
+
+
+def _sampling(rollout: Any) -> list[str]:
+    errors = []
+    if not rollout.temperature > 0:
+        errors.append(f"rollout.temperature={rollout.temperature} must be above 0: greedy samples have no log-prob to learn from")
+    cut = [f"{name}={getattr(rollout, name)}" for name, off in (("top_k", 0), ("top_p", 1.0), ("min_p", 0.0))
+           if getattr(rollout, name) != off]
+    if cut:
+        errors.append(f"rollout.{', '.join(cut)}: the engine's log-probs are of the whole distribution, so truncated "
+                      f"sampling cannot be trained on")
+    return errors

@@ -1,0 +1,52 @@
+"""Stage 5, train: the optax chain and its schedule. Masters and both moments are f32 and live on the params' shards."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+
+
+def schedule(kind: str, learning_rate: float, warmup_steps: int, total_steps: int) -> optax.Schedule:
+    """Linear warm-up to `learning_rate`, then constant, cosine or linear to 0 at total_steps (in updates)."""
+    rest = max(total_steps - warmup_steps, 1)
+    tails = {"constant": optax.constant_schedule(learning_rate),
+             "cosine": optax.cosine_decay_schedule(learning_rate, rest),
+             "linear": optax.linear_schedule(learning_rate, 0.0, rest)}
+    if kind not in tails:
+        raise ValueError(f"unknown schedule {kind!r}: known are {', '.join(tails)}")
+    if not warmup_steps:
+        return tails[kind]
+    # update 0 already moves: a step that changes nothing would publish a version equal to the last
+    warmup = optax.linear_schedule(learning_rate / warmup_steps, learning_rate, max(warmup_steps - 1, 1))
+    return optax.join_schedules([warmup, tails[kind]], [warmup_steps])
+
+
+def optimizer(rate: optax.Schedule, *, b1: float, b2: float, eps: float, weight_decay: float,
+              max_grad_norm: float) -> optax.GradientTransformation:
+    """Clip by global norm (0: off), Adam, decoupled decay of matrices only."""
+    clip = optax.clip_by_global_norm(max_grad_norm) if max_grad_norm else optax.identity()
+    return optax.chain(clip, optax.adamw(rate, b1=b1, b2=b2, eps=eps, weight_decay=weight_decay, mask=decays))
+
+
+def decays(params: Any) -> Any:
+    """True for matrices; gains and biases are not decayed (stacked layers make their rank useless here)."""
+    return jax.tree_util.tree_map_with_path(lambda path, _: not path[-1].key.endswith(("norm", "bias")), params)
+
+
+def state_shardings(tx: optax.GradientTransformation, params: Any, specs: Any, replicated: Any) -> Any:
+    """Shardings of tx's state: what mirrors a parameter lives where the parameter lives."""
+    state = jax.eval_shape(tx.init, params)
+    return optax.tree_utils.tree_map_params(tx, lambda _, spec: spec, state, specs,
+                                            transform_non_params=lambda _: replicated)
+
+
+def updates_done(opt_state: Any) -> jax.Array:
+    """i32[]: the count that the schedule reads; skipped updates do not count."""
+    return optax.tree_utils.tree_get_all_with_path(opt_state, "count")[0][1]
+
+
+def all_finite(*scalars: jax.Array) -> jax.Array:
+    return jnp.all(jnp.isfinite(jnp.stack(scalars)))
