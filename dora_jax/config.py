@@ -233,13 +233,19 @@ def free_form() -> list[str]:
 
 
 def nearest(name: str, known: Iterable[str]) -> str:
-    """The known dotted name most like this one: in its last word, then as a whole."""
+    """The known dotted name most like this one: in its last word or that word's initials, then as a whole."""
+    word = name.rpartition(".")[2]
 
     def likeness(other: str) -> float:
-        ratio = difflib.SequenceMatcher(None, name.rpartition(".")[2], other.rpartition(".")[2]).ratio()
-        return ratio + 0.5 * difflib.SequenceMatcher(None, name, other).ratio()
+        leaf = other.rpartition(".")[2]
+        initials = "".join(part[0] for part in leaf.split("_") if part)  # lr is learning_rate
+        return max(_ratio(word, leaf), _ratio(word, initials) - 0.1) + 0.5 * _ratio(name, other)
 
     return max(known, key=likeness)
+
+
+def _ratio(a: str, b: str) -> float:
+    return difflib.SequenceMatcher(None, a, b).ratio()
 
 
 _SECRETS = {"token", "key", "secret", "password"}

@@ -1,0 +1,135 @@
+"""Which devices belong to the trainer and which to each rollout instance; and the settings JAX needs before it starts.
+
+Consumes a number of devices and a `Config`; produces a `DevicePlan` of indices into `jax.devices()`.
+Laws: the plan is a pure function, so a dry run prints what a run does; JAX is imported in `setup_platform` only;
+what does not divide or does not fit is refused, never rounded to something that was not asked for.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from pathlib import Path
+
+from dora_jax.config import Config, ConfigError
+from dora_jax.validate import MIN_AUTO_INSTANCES
+
+Indices = tuple[int, ...]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class DevicePlan:
+    n_devices: int
+    trainer: Indices
+    trainer_mesh: tuple[int, int, int]  # data, fsdp, tensor
+    instances: tuple[Indices, ...]
+
+    @property
+    def shared(self) -> bool:
+        """Whether the trainer shares a device with an instance."""
+        return bool(set(self.trainer) & {index for group in self.instances for index in group})
+
+    def describe(self) -> str:
+        data, fsdp, tensor = self.trainer_mesh
+        lines = [f"devices: {self.n_devices}, trainer and instances {'share' if self.shared else 'own'} theirs",
+                 f"  trainer     {_span(self.trainer)}  mesh data={data} fsdp={fsdp} tensor={tensor}"]
+        lines += [f"  instance {i}  {_span(group)}  tensor={len(group)}" for i, group in enumerate(self.instances)]
+        idle = set(range(self.n_devices)).difference(self.trainer, *self.instances)
+        if idle:
+            lines.append(f"  idle        {_span(tuple(sorted(idle)))}")
+        return "\n".join(lines)
+
+
+def plan(n_devices: int, config: Config) -> DevicePlan:
+    """ConfigError names the field that this many devices cannot satisfy.
+
+    auto: the trainer takes up to half, the instances the rest, where single-device instances may share a device;
+    one device is shared by all. disjoint: as auto, and nobody shares. shared: everybody on all devices.
+    """
+    if n_devices < 1:
+        raise ConfigError(f"cpu_devices: {n_devices} devices are too few to run on")
+    share_all = config.placement == "shared" or (config.placement == "auto" and n_devices == 1)
+    size = n_devices if share_all else _trainer_devices(n_devices, config)
+    mesh = _trainer_mesh(size, config)
+    rest = tuple(range(n_devices)) if share_all else tuple(range(mesh[0] * mesh[1] * mesh[2], n_devices))
+    may_share = share_all or (config.placement == "auto" and config.rollout.tensor == 1)
+    return DevicePlan(
+        n_devices=n_devices, trainer=tuple(range(mesh[0] * mesh[1] * mesh[2])), trainer_mesh=mesh,
+        instances=_instances(rest, config, may_share))
+
+
+def known_devices(config: Config) -> int | None:
+    """How many devices there will be, as far as that can be said without starting JAX."""
+    if config.cpu_devices:
+        return config.cpu_devices
+    stated = os.environ.get("DORA_DEVICES", "")
+    if stated and not stated.isdecimal():
+        raise ConfigError(f"DORA_DEVICES: {stated!r} is not a number of devices")
+    return int(stated) if stated else None
+
+
+def setup_platform(config: Config) -> None:
+    """Call before the first use of a device: virtual CPU devices, and a compilation cache that keeps everything.
+
+    The cache is $DORA_COMPILE_CACHE or ~/.cache/dora_jax.
+    """
+    import jax
+
+    if config.cpu_devices:
+        jax.config.update("jax_platforms", "cpu")
+        jax.config.update("jax_num_cpu_devices", config.cpu_devices)
+    cache = os.environ.get("DORA_COMPILE_CACHE") or Path.home() / ".cache" / "dora_jax"
+    jax.config.update("jax_compilation_cache_dir", str(cache))
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
+    jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
+
+
+# ---------------------------------------------------------------- private
+
+
+def _trainer_devices(n_devices: int, config: Config) -> int:
+    """How many devices the trainer takes where the instances get the rest: at most half, if its mesh allows."""
+    t, rollout = config.trainer, config.rollout
+    if t.fsdp > 0:
+        return t.data * t.fsdp * t.tensor
+    half = max(1, n_devices // 2)
+    if config.placement == "disjoint" or rollout.tensor > 1:  # instances that cannot share are served first
+        half = min(half, n_devices - (rollout.instances or MIN_AUTO_INSTANCES) * rollout.tensor)
+    unit = t.data * t.tensor
+    fsdp = 1
+    while 2 * fsdp * unit <= half:  # a power of two: what sizes of models divide by
+        fsdp *= 2
+    return fsdp * unit
+
+
+def _trainer_mesh(size: int, config: Config) -> tuple[int, int, int]:
+    t = config.trainer
+    unit = t.data * t.tensor
+    if t.fsdp > 0:
+        mesh = (t.data, t.fsdp, t.tensor)
+    elif size % unit:
+        raise ConfigError(f"trainer.fsdp: {size} devices are not divisible by data * tensor = {unit}")
+    else:
+        mesh = (t.data, size // unit, t.tensor)
+    if t.rows % (t.micro_batches * mesh[0] * mesh[1]):
+        raise ConfigError(f"trainer.rows: {t.rows} is not divisible by micro_batches * data * fsdp = "
+                          f"{t.micro_batches} * {mesh[0]} * {mesh[1]}")
+    return mesh
+
+
+def _instances(free: Indices, config: Config, may_share: bool) -> tuple[Indices, ...]:
+    """Consecutive devices each; instances beyond the devices go round robin where they may."""
+    rollout = config.rollout
+    groups = [free[i:i + rollout.tensor] for i in range(0, len(free) - rollout.tensor + 1, rollout.tensor)]
+    count = rollout.instances or max(MIN_AUTO_INSTANCES, len(groups))
+    if not groups or (count > len(groups) and not may_share):
+        raise ConfigError(
+            f"rollout.instances: {count} instances of {rollout.tensor} devices do not fit the {len(free)} devices "
+            f"that the trainer leaves; ask for fewer instances or a smaller mesh, or set placement=shared")
+    return tuple(groups[i % len(groups)] for i in range(count))
+
+
+def _span(indices: Indices) -> str:
+    if len(indices) > 2 and indices == tuple(range(indices[0], indices[-1] + 1)):
+        return f"{indices[0]}-{indices[-1]}"
+    return ",".join(map(str, indices))

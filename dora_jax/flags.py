@@ -1,0 +1,315 @@
+"""The command line of every entry point: absl flags around one --config, checked in full before JAX is imported.
+
+    --config=configs/x.py[:arg] --config.field=value --workdir=DIR --dry_run
+
+Consumes argv; produces a `Config` and a workdir that belongs to it: config.json (resolved, secrets blanked) and
+overrides.json are written there, and a workdir of another config is refused.
+Laws: a mistake is one line on stderr that names the field, and exit code 2; what is not understood is refused, never
+ignored (absl drops what follows "--"; we do not).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import importlib.util
+import json
+import os
+import re
+import sys
+import traceback
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import ml_collections
+from absl import app, flags, logging
+from ml_collections import config_flags
+
+from dora_jax import config as configs
+from dora_jax import devices, validate
+from dora_jax.config import Config, ConfigError
+from dora_jax.models import config as models
+from dora_jax.models.hf_config import read_config
+
+BAD_USAGE = 2  # exit code: wrong input, trying again cannot help
+
+MAY_CHANGE = (  # between two runs of one workdir: how long, how often, and on which machine
+    "steps", "cpu_devices", "placement", "checkpoint.", "eval.", "rollout.instances", "rollout.tensor", "trainer.data",
+    "trainer.fsdp", "trainer.tensor", "task.reward_workers", "task.reward_timeout_s", "task.reward_retries")
+
+CONFIG_HELP = "path.py[:argument]; --config.field=value overrides a field"
+WORKDIR_HELP = "where the run keeps its files; default: runs/<name of the config file>"
+DRY_RUN_HELP = "print the resolved config and the device plan, and stop"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Run:
+    """What one command line asks for."""
+
+    config: Config
+    workdir: Path
+    overrides: dict[str, Any]  # --config.field=value: {"field": value}
+    dry_run: bool
+
+
+def run(main: Callable[[Config, Path], int | None], purpose: str = "train") -> None:
+    """Parses sys.argv, records the config in the workdir, calls main(config, workdir) and exits with what it returns.
+
+    Purpose evaluate takes the config of an existing workdir instead of --config, and records nothing.
+    A module's own absl flags are parsed too.
+    """
+
+    def start(asked: Run) -> int | None:
+        if not flags.FLAGS["verbosity"].present:
+            logging.set_verbosity(logging.WARNING)  # checkpoint libraries narrate at INFO, over the progress line
+        if asked.dry_run:
+            print(describe(asked))
+            return 0
+        if purpose != "evaluate":
+            record(asked)
+        return main(asked.config, asked.workdir)
+
+    try:
+        app.run(start, flags_parser=functools.partial(parse, purpose=purpose))
+    except ConfigError as error:
+        for problem in error.problems:
+            print(f"error: {problem}", file=sys.stderr)
+        sys.exit(BAD_USAGE)
+
+
+def parse(argv: Sequence[str], purpose: str = "train", flag_values: flags.FlagValues = flags.FLAGS) -> Run:
+    """What argv (program name first) asks for; ConfigError lists everything that is wrong with it."""
+    spec, rest = _split(argv)
+    _define(flag_values)
+    if any(re.match(r"--?help", arg) for arg in rest):
+        flags.DEFINE_string("config", None, CONFIG_HELP, flag_values=flag_values)
+        flag_values.register_key_flag_for_module(sys.argv[0], flag_values["config"])
+        flag_values(rest)  # absl prints the help and exits
+    tree = _saved(rest, spec) if purpose == "evaluate" else load_file(spec)
+    overrides = _apply(tree, rest, flag_values)
+    workdir = Path(flag_values.workdir or Path("runs") / _run_name(spec))
+    if "://" in str(flag_values.workdir):
+        raise ConfigError(f"workdir: {flag_values.workdir} is not a local folder")
+    config = configs.from_config_dict(tree, purpose)
+    asked = Run(config=config, workdir=workdir, overrides=overrides, dry_run=flag_values.dry_run)
+    if purpose != "evaluate":
+        missing = [] if asked.dry_run else validate.missing_paths(config, purpose)
+        problems = [*_machine(asked, purpose), *missing, *_conflicts(asked)]
+        if problems:
+            raise ConfigError(problems)
+    return asked
+
+
+def load_file(spec: str) -> ml_collections.ConfigDict:
+    """get_config(arg) of path.py[:arg], locked; whatever the file raises is reported with its line."""
+    path, colon, arg = spec.partition(":")
+    if not path:
+        raise ConfigError("config: missing; name a file, e.g. --config=configs/quickstart.py")
+    if not Path(path).is_file():
+        raise ConfigError(f"config: {path} does not exist")
+    try:
+        module_spec = importlib.util.spec_from_file_location(f"config_{Path(path).stem}", path)
+        module = importlib.util.module_from_spec(module_spec)
+        module_spec.loader.exec_module(module)
+        tree = module.get_config(arg) if colon else module.get_config()
+    except Exception as error:  # the file is the user's: anything may come out of it, and all of it is their line to fix
+        raise ConfigError(_blame(path, error)) from error
+    if not isinstance(tree, ml_collections.ConfigDict):
+        raise ConfigError(f"config: get_config of {path} returned {type(tree).__name__}, not config.defaults()")
+    return tree.lock()
+
+
+def describe(asked: Run) -> str:
+    """What --dry_run prints: the resolved config as JSON, then who gets which device."""
+    n_devices = devices.known_devices(asked.config) or 1
+    notes = [f"note: {problem}" for problem in validate.missing_paths(asked.config)]
+    return "\n".join([json.dumps(configs.to_json(asked.config), indent=2), f"workdir: {asked.workdir}",
+                      devices.plan(n_devices, asked.config).describe(), *notes])
+
+
+def record(asked: Run) -> None:
+    """Writes config.json and overrides.json into the workdir, each whole or not at all."""
+    asked.workdir.mkdir(parents=True, exist_ok=True)
+    overrides = configs.redact(asked.overrides)
+    for name, tree in (("config.json", configs.to_json(asked.config)), ("overrides.json", overrides)):
+        partial = asked.workdir / f".{name}.partial"
+        partial.write_text(json.dumps(tree, indent=2, default=dict) + "\n")
+        os.replace(partial, asked.workdir / name)
+
+
+# ---------------------------------------------------------------- private
+
+
+def _define(flag_values: flags.FlagValues) -> None:
+    """Every program's own flags, shown by its --help."""
+    flags.DEFINE_string("workdir", "", WORKDIR_HELP, flag_values=flag_values)
+    flags.DEFINE_boolean("dry_run", False, DRY_RUN_HELP, flag_values=flag_values)
+    for name in ("workdir", "dry_run"):
+        flag_values.register_key_flag_for_module(sys.argv[0], flag_values[name])
+
+
+def _split(argv: Sequence[str]) -> tuple[str, list[str]]:
+    """The last value of --config ("" where there is none) and argv without it."""
+    if "--" in argv:
+        behind = list(argv)[list(argv).index("--") + 1:]
+        raise ConfigError(f"argument {' '.join(behind) or '--'!r}: nothing behind \"--\" is read; leave the \"--\" out")
+    spec, rest = "", []
+    args = iter(argv)
+    for arg in args:
+        match = re.fullmatch(r"--?config(=(.*))?", arg, re.S)
+        if match:
+            spec = match[2] if match[1] else next(args, "")
+        else:
+            rest.append(arg)
+    return spec, rest
+
+
+def _saved(rest: Sequence[str], spec: str) -> ml_collections.ConfigDict:
+    """The ConfigDict of the workdir that --workdir names, before absl has parsed anything."""
+    if spec:
+        raise ConfigError("config: this program reads the config of --workdir; leave --config out")
+    workdirs = [arg.partition("=")[2] for arg in rest if re.match(r"--?workdir=", arg)]
+    if not workdirs:
+        raise ConfigError("workdir: missing; name the folder of a run, --workdir=DIR")
+    file = Path(workdirs[-1]) / "config.json"
+    if not file.is_file():
+        raise ConfigError(f"workdir: {workdirs[-1]} holds no run: {file} does not exist")
+    config = configs.from_config_dict(json.loads(file.read_text()), "evaluate")
+    return ml_collections.ConfigDict(dataclasses.asdict(config)).lock()
+
+
+def _apply(tree: ml_collections.ConfigDict, argv: Sequence[str], flag_values: flags.FlagValues) -> dict[str, Any]:
+    """Parses the flags, --config.field=value into the tree; returns these overrides."""
+    known = _overridable(tree)
+    _refuse_unknown(argv, known)
+    try:
+        config_flags.DEFINE_config_dict("config", tree, flag_values=flag_values, sys_argv=list(argv))
+        leftover = flag_values(list(argv))[1:]
+    except flags.IllegalFlagValueError as error:
+        raise ConfigError(_illegal_value(_one_line(error))) from error
+    except flags.Error as error:
+        raise ConfigError(_one_line(error)) from error
+    if leftover:
+        raise ConfigError(f"argument {leftover[0]!r}: not a flag; the nearest is "
+                          f"--{configs.nearest(_flag_name(leftover[0]), [f'config.{name}' for name in known])}=...")
+    return config_flags.get_override_values(flag_values["config"])
+
+
+def _overridable(tree: ml_collections.ConfigDict) -> list[str]:
+    """Every field, and the entries that the config file gave the free-form ones."""
+    known = list(configs.fields())
+    for name in configs.free_form():
+        section = functools.reduce(getattr, name.split("."), tree)
+        known += [f"{name}.{entry}" for entry in section]
+    return known
+
+
+def _refuse_unknown(argv: Sequence[str], known: Sequence[str]) -> None:
+    problems = []
+    for arg in argv:
+        match = re.match(r"--?(no)?config\.([^=]*)", arg)
+        if match and match[2] not in known:
+            inside = [name for name in known if name.startswith(match[2] + ".")]
+            what = "a section, not a field" if inside else "unknown field"
+            nearest = configs.nearest(match[2], inside or known)
+            problems.append(f"config.{match[2]}: {what}; the nearest is config.{nearest}")
+    if problems:
+        raise ConfigError(problems)
+
+
+def _illegal_value(message: str) -> str:
+    """absl's "flag --config.steps=ten: why" as one of our sentences, with the type that the field has."""
+    match = re.match(r"flag --(config\.([^=]+))=(.*?): ", message)
+    kind = configs.fields().get(match[2]) if match else None
+    if kind is None:
+        return message
+    return f"{match[1]}: {match[3]!r} is not of its type, {getattr(kind, '__name__', kind)}"
+
+
+def _flag_name(arg: str) -> str:
+    return arg.lstrip("-").partition("=")[0]
+
+
+def _run_name(spec: str) -> str:
+    """configs/x.py:arg -> x_arg"""
+    path, _, arg = spec.partition(":")
+    return re.sub(r"[^\w.=,-]", "_", "_".join(filter(None, (Path(path).stem, arg))))
+
+
+def _one_line(error: BaseException) -> str:
+    return " ".join(str(error).split())
+
+
+def _blame(path: str, error: Exception) -> str:
+    """Where in the config file it happened, and what; an unknown field with its nearest known one."""
+    lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename.endswith(path)]
+    line = error.lineno if isinstance(error, SyntaxError) else (lines[-1] if lines else None)
+    unknown = re.match(r"\W*Key \"(\w+)\" does not exist", str(error))
+    if unknown:
+        what = f"unknown field {unknown[1]}; the nearest is {configs.nearest(unknown[1], configs.fields())}"
+    else:
+        what = f"{type(error).__name__}: {_one_line(error)}"
+    return f"{path}{f':{line}' if line else ''}: {what}"
+
+
+def _machine(asked: Run, purpose: str) -> list[str]:
+    """What the devices of this machine cannot do, as far as their number and the model are known by now."""
+    config = asked.config
+    n_devices = devices.known_devices(config) or (1 if asked.dry_run else None)
+    if n_devices is None or purpose == "sft":
+        return []
+    try:
+        mesh = devices.plan(n_devices, config).trainer_mesh
+        model = _model(config)
+    except ConfigError as error:
+        return list(error.problems)
+    except ValueError as error:  # a sentence of models.config or hf_config
+        return [f"model.path: {error}"]
+    if not model:
+        return []
+    axes = {"trainer.fsdp": (mesh[1], 1), "trainer.tensor": (1, mesh[2]), "rollout.tensor": (1, config.rollout.tensor)}
+    return [problem for field, sizes in axes.items() for problem in _indivisible(field, model, *sizes)]
+
+
+def _indivisible(field: str, model: models.ModelConfig, fsdp: int, tensor: int) -> list[str]:
+    try:
+        models.check_mesh(model, fsdp=fsdp, tensor=tensor)
+    except ValueError as error:
+        return [f"{field}: {error}"]
+    return []
+
+
+def _model(config: Config) -> models.ModelConfig | None:
+    """The model that will run; None where only a later stage can tell."""
+    if (Path(config.model.path) / "config.json").is_file():
+        return read_config(config.model.path)
+    sft = config.sft
+    if config.model.path != sft.out or sft.init:
+        return None
+    rows = sft.vocab_size or config.trainer.tensor * config.rollout.tensor  # 0: the tokenizer decides, later
+    return models.new_config(sft.family, vocab_size=rows, **{
+        name: getattr(sft, name) for name in ("d_model", "n_layers", "n_heads", "n_kv_heads", "head_dim", "d_ff")})
+
+
+def _conflicts(asked: Run) -> list[str]:
+    """Fields in which the workdir's config differs from this one, but for those that may change between runs."""
+    file = asked.workdir / "config.json"
+    if not file.is_file():
+        return []
+    old, new = json.loads(file.read_text()), configs.to_json(asked.config)
+    differing = [name for name in configs.fields() if not name.startswith(MAY_CHANGE)
+                 and _get(old, name, _get(new, name)) != _get(new, name)]
+    if not differing:
+        return []
+    return [f"workdir: {asked.workdir} belongs to another config, which differs in {', '.join(differing)}; "
+            f"choose another --workdir"]
+
+
+def _get(tree: Mapping[str, Any], name: str, missing: Any = None) -> Any:
+    """A field of a JSON config; `missing` where the config was written before the field existed."""
+    for part in name.split("."):
+        if part not in tree:
+            return missing
+        tree = tree[part]
+    return tree

@@ -1,0 +1,189 @@
+"""What a run says about itself: typed values reduced once, written to metrics.jsonl and TensorBoard, shown on a console.
+
+Consumes named values from the runtime; produces one JSON line a record, the same scalars for TensorBoard, one console
+line a step, and between the lines a progress line that moves whatever the run is doing.
+Laws: names are paths (`lag/max`, `rollout/tokens_per_s`); every line of metrics.jsonl is strict JSON (what is not
+finite is null); after a resume no line is later than the step resumed from, until it is written again; a sum and a
+count travel together and are divided once.
+"""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import functools
+import json
+import math
+import numbers
+import os
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import Any, TextIO
+
+import numpy as np
+
+from dora_jax.console import Console
+
+value_type = dataclasses.dataclass(frozen=True, slots=True)
+
+
+@value_type
+class Mean:
+    total: float
+    count: float = 1.0
+
+    @classmethod
+    def of(cls, values: Any) -> Mean:
+        values = np.asarray(values, np.float64)
+        return cls(float(values.sum()), values.size)
+
+    def merge(self, later: Mean) -> Mean:
+        return Mean(self.total + later.total, self.count + later.count)
+
+    def result(self) -> float:
+        return self.total / self.count if self.count else math.nan
+
+
+@value_type
+class Sum:
+    total: float
+
+    def merge(self, later: Sum) -> Sum:
+        return Sum(self.total + later.total)
+
+    def result(self) -> float:
+        return self.total
+
+
+@value_type
+class Max:
+    value: float
+
+    def merge(self, later: Max) -> Max:
+        return Max(max(self.value, later.value))
+
+    def result(self) -> float:
+        return self.value
+
+
+@value_type
+class Last:
+    value: float
+
+    def merge(self, later: Last) -> Last:
+        return later
+
+    def result(self) -> float:
+        return self.value
+
+
+Value = Mean | Sum | Max | Last
+
+
+def reduce(records: Iterable[Mapping[str, Value | float]]) -> dict[str, float]:
+    """The one reduction of records in order of time; a bare number counts as Last."""
+    merged: dict[str, list[Value]] = collections.defaultdict(list)
+    for record in records:
+        for name, value in record.items():
+            merged[name].append(value if isinstance(value, Value) else Last(value))
+    return {name: functools.reduce(lambda a, b: a.merge(b), values).result() for name, values in merged.items()}
+
+
+class Writer:
+    """The sinks of one workdir: metrics.jsonl, tensorboard/, the console. Closed by leaving its `with` block."""
+
+    def __init__(self, workdir: Path | str, console: Console | None = None):
+        self._workdir = Path(workdir)
+        self._workdir.mkdir(parents=True, exist_ok=True)
+        self._console = console or Console()
+        self._resumed_at: int | None = None
+        self._lines: TextIO | None = None
+        self._board: Any = None
+
+    def __enter__(self) -> Writer:
+        self._console.start()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self._console.stop()
+        for sink in (self._lines, self._board):
+            if sink:
+                sink.close()
+
+    @property
+    def file(self) -> Path:
+        return self._workdir / "metrics.jsonl"
+
+    def resume(self, step: int) -> None:
+        """Drops what was written after `step`: the run goes on from there. Call before the first write."""
+        if self._lines:
+            raise RuntimeError("Writer.resume must come before the first write")
+        self._resumed_at = step
+        if self.file.exists():
+            kept = [line for line in self.file.read_text().splitlines() if _step_of(line) <= step]
+            partial = self.file.with_suffix(".partial")
+            partial.write_text("".join(line + "\n" for line in kept))
+            os.replace(partial, self.file)
+
+    def write(self, step: int, metrics: Mapping[str, Value | float], *, waits: str = "") -> None:
+        """One record in every sink; waits: who waits on whom, in words."""
+        scalars = {name: _scalar(value) for name, value in metrics.items()}
+        self._open()
+        words = {"waits": waits} if waits else {}
+        self._lines.write(json.dumps({"step": step, **scalars, **words}, allow_nan=False) + "\n")
+        for name, value in scalars.items():
+            if value is not None:
+                self._board.add_scalar(name, value, step)
+        self._console.step(step, scalars, waits)
+
+    def phase(self, role: str, text: str) -> None:
+        """What this role does now, for the progress line; the role "all" speaks for everybody."""
+        self._console.phase(role, text)
+
+    def count_tokens(self, tokens: int) -> None:
+        self._console.count(tokens)
+
+    def status(self, facts: Mapping[str, Any]) -> None:
+        """The orchestrator's own words for the progress line."""
+        self._console.status(facts)
+
+    def note(self, text: str) -> None:
+        self._console.note(text)
+
+    def close_with(self, text: str) -> None:
+        """The closing line; nothing moves after it."""
+        self._console.stop()
+        self._console.note(text)
+
+    def _open(self) -> None:
+        if self._lines:
+            return
+        from tensorboardX import SummaryWriter  # half a second that a dry run need not pay
+
+        purge = None if self._resumed_at is None else self._resumed_at + 1
+        self._board = SummaryWriter(str(self._workdir / "tensorboard"), purge_step=purge, flush_secs=10)
+        self._lines = self.file.open("a", buffering=1)
+        if self.file.stat().st_size and not self.file.read_bytes().endswith(b"\n"):
+            self._lines.write("\n")  # a crash cut the last line short; ours start on their own
+
+
+# ---------------------------------------------------------------- private
+
+
+def _scalar(value: Any) -> float | int | None:
+    """A plain JSON number; None where it is not finite."""
+    if isinstance(value, Value):
+        value = value.result()
+    if isinstance(value, numbers.Integral | np.bool_):
+        return int(value)
+    value = float(value)
+    return value if math.isfinite(value) else None
+
+
+def _step_of(line: str) -> float:
+    """The step of a line; a line that a crash cut short is later than everything."""
+    try:
+        return json.loads(line)["step"]
+    except json.JSONDecodeError:
+        return math.inf

@@ -1,0 +1,164 @@
+"""The rules of a configuration, each one line of a table or one small function; no JAX, no files but in `missing_paths`.
+
+Consumes a `config.Config` whose types are right; produces sentences, each naming its field. Nothing is repaired.
+Rules that a stage knows better are asked of its own standard-library module (trainer.objective, orchestrate.modes,
+models.config); what depends on the number of devices is in devices.plan.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from dora_jax.models.config import FAMILIES
+from dora_jax.orchestrate.modes import OrchestratorConfig
+from dora_jax.trainer import objective
+
+if TYPE_CHECKING:
+    from dora_jax.config import Config
+
+Problems = Iterator[str]
+
+MIN_AUTO_INSTANCES = 2  # rollout.instances = 0 makes at least so many: fewer could not hold two versions side by side
+
+CHOICES: dict[str, tuple[str, ...]] = {
+    "placement": ("auto", "disjoint", "shared"),
+    "model.dtype": ("float32", "bfloat16"),
+    "rollout.attention": ("reference", "tpu", "gpu"),
+    "sft.family": tuple(family.model_type for family in FAMILIES),
+}
+
+RANGES: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
+    ("at least 1", lambda x: x >= 1, """
+        steps task.heldout task.reward_workers rollout.tensor rollout.residents rollout.slots
+        rollout.max_prompt_tokens rollout.max_new_tokens rollout.prefill_tokens rollout.decode_steps
+        eval.prompts eval.samples checkpoint.keep sft.examples sft.steps sft.batch_rows sft.pack_tokens
+        sft.d_model sft.n_layers sft.n_heads sft.n_kv_heads sft.head_dim sft.d_ff"""),
+    ("at least 0", lambda x: x >= 0, """
+        seed cpu_devices task.reward_retries rollout.instances eval.every checkpoint.every
+        sft.warmup_steps sft.vocab_size"""),
+    ("above 0", lambda x: x > 0, "task.reward_timeout_s trainer.eps sft.learning_rate"),
+    ("between 0 and 1", lambda x: 0 <= x <= 1, "task.max_failed_share task.max_bad_rows_share sft.slip_rate"),
+    ("a power of two", lambda x: x >= 1 and x & (x - 1) == 0, "rollout.page_size"),
+)
+
+
+def problems(config: Config, purpose: str = "train") -> list[str]:
+    """Every broken rule. Purpose: what is about to run; train needs a model to start from, sft a folder to write."""
+    rules = (_choices, _ranges, _task, _orchestrator, _trainer, _lengths, _sft)
+    return [*_folders(config, purpose), *(problem for rule in rules for problem in rule(config))]
+
+
+def missing_paths(config: Config, purpose: str = "train") -> list[str]:
+    """Files and folders that are named and not there; a model that the warm start will write is not missing."""
+    named = {"task.path": config.task.path, "task.heldout_path": config.task.heldout_path,
+             "sft.rows": config.sft.rows, "sft.init": config.sft.init}
+    if purpose == "train" and config.model.path != config.sft.out:
+        named["model.path"] = config.model.path
+    return [f"{field}: {path} does not exist" for field, path in named.items() if path and not Path(path).exists()]
+
+
+def get(config: Config, name: str) -> Any:
+    for part in name.split("."):
+        config = getattr(config, part)
+    return config
+
+
+def _choices(config: Config) -> Problems:
+    for name, known in CHOICES.items():
+        if get(config, name) not in known:
+            yield f"{name}: {get(config, name)!r} is none of: {', '.join(known)}"
+
+
+def _ranges(config: Config) -> Problems:
+    for text, holds, names in RANGES:
+        for name in names.split():
+            if not holds(get(config, name)):
+                yield f"{name}: {get(config, name)} is not {text}"
+
+
+def _folders(config: Config, purpose: str) -> Problems:
+    if purpose == "train" and not config.model.path:
+        yield "model.path: empty; name a Hugging Face folder, or the same folder as sft.out to make one first"
+    if not config.sft.out and purpose == "sft":
+        yield "sft.out: empty; name the folder to write"
+
+
+def _task(config: Config) -> Problems:
+    task = config.task
+    kind, colon, dataset = task.name.partition(":")
+    if task.name != "rows" and not (kind == "reasoning_gym" and dataset):
+        yield f"task.name: {task.name!r} is neither \"rows\" nor \"reasoning_gym:<dataset>\""
+    if task.name == "rows" and not task.path:
+        yield "task.path: empty; the task \"rows\" reads a .jsonl or .parquet file"
+    if task.template != "chat" and "{prompt}" not in task.template:
+        yield f"task.template: {task.template!r} is neither \"chat\" nor a text with {{prompt}} in it"
+    if not task.rewards:
+        yield "task.rewards: empty; name at least one callable"
+    for path in task.rewards:
+        if not re.fullmatch(r"[^\W\d]\w*(\.[^\W\d]\w*)+", path):
+            yield f"task.rewards: {path!r} is not an import path such as dora_jax.tasks.rewards.exact"
+    for name in ("extract", "answer_pattern"):
+        yield from _pattern(f"task.{name}", getattr(task, name))
+    if config.eval.prompts > task.heldout:
+        yield f"eval.prompts: {config.eval.prompts} is more than the {task.heldout} held-out prompts of task.heldout"
+
+
+def _pattern(name: str, pattern: str) -> Problems:
+    try:
+        groups = re.compile(pattern).groups
+    except re.error as error:
+        yield f"{name}: {pattern!r} is not a regular expression: {error}"
+    else:
+        if pattern and not groups:
+            yield f"{name}: {pattern!r} has no group to take"
+
+
+def _orchestrator(config: Config) -> Problems:
+    section, rollout = config.orchestrator, config.rollout
+    told = OrchestratorConfig(
+        mode=section.mode, max_versions=section.max_versions, groups_per_step=section.groups_per_step,
+        group_size=section.group_size, inflight=section.inflight, total_steps=config.steps,
+        rebalance_period_s=section.rebalance_period_s, max_filtered_rounds=section.max_filtered_rounds,
+        max_prompt_tokens=rollout.max_prompt_tokens, max_new_tokens=rollout.max_new_tokens)
+    yield from (f"orchestrator.{problem}" for problem in told.problems())
+    problem = told.instance_problem(rollout.pages, rollout.page_size, rollout.slots)
+    if problem:
+        yield f"rollout.pages: an instance cannot serve the run: {problem}"
+    slots = rollout.slots * (rollout.instances or MIN_AUTO_INSTANCES)
+    if section.group_size > slots:
+        yield f"orchestrator.group_size: {section.group_size} is more than the {slots} slots of all instances"
+
+
+def _trainer(config: Config) -> Problems:
+    """Numbers may be out of range here (another rule says so), hence max(..., 1) below every division."""
+    t = config.trainer
+    yield from objective.check(t, config.rollout)
+    ways = max(t.micro_batches, 1) * max(t.data, 1) * max(t.fsdp, 1)
+    if t.rows % ways:
+        yield f"trainer.rows: {t.rows} is not divisible by micro_batches * data * fsdp = {ways}"
+
+
+def _lengths(config: Config) -> Problems:
+    """A packed row holds a sample's tokens but the last, which is only a target."""
+    t, rollout, orchestrator = config.trainer, config.rollout, config.orchestrator
+    tokens = rollout.max_prompt_tokens + rollout.max_new_tokens - 1
+    if tokens > t.pack_tokens:
+        yield (f"trainer.pack_tokens: the longest sample, max_prompt_tokens + max_new_tokens - 1 = {tokens}, does not fit "
+               f"a row of {t.pack_tokens}")
+        return
+    samples = orchestrator.groups_per_step * orchestrator.group_size
+    needed = -(-samples // max(t.pack_tokens // max(tokens, 1), 1))
+    if 0 < t.rows < needed:
+        yield (f"trainer.rows: {t.rows} rows of {t.pack_tokens} may not hold {samples} samples of up to {tokens} tokens; "
+               f"{needed} always do (0 derives it)")
+
+
+def _sft(config: Config) -> Problems:
+    sft = config.sft
+    if sft.n_heads % max(sft.n_kv_heads, 1):
+        yield f"sft.n_heads: {sft.n_heads} is not divisible by n_kv_heads = {sft.n_kv_heads}"
+    if sft.head_dim % 2:
+        yield f"sft.head_dim: {sft.head_dim} is odd, and rotary positions turn pairs"
