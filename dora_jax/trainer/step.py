@@ -128,7 +128,7 @@ def update(model: Model, section: Any, tx: optax.GradientTransformation, rate: o
     """One optimizer update; donates the state. `final`: this update completes the step."""
     grads, sums = accumulate(functools.partial(micro_loss, model, section), state.params, specs,
                              {**arrays, "lag": lag(state.step, arrays)}, section.micro_batches)
-    sums["grad_norm"] = optax.global_norm(grads)
+    sums["grad_norm"] = optax.tree.norm(grads)
     sums["learning_rate"] = jnp.asarray(rate(optim.updates_done(state.opt_state)), jnp.float32)
     ok = optim.all_finite(sums["loss"], sums["grad_norm"])
     updates, opt_state = tx.update(grads, state.opt_state, state.params)

@@ -1,0 +1,48 @@
+"""A tiny model, section and scored groups, shared by the trainer's tests."""
+
+import dataclasses
+
+import numpy as np
+
+from dora_jax import config
+from dora_jax.buffer import pack
+from dora_jax.models import decoder
+from dora_jax.trainer import prepare
+from dora_jax.types import Sample, SampleId, ScoredGroup, Span
+
+MODEL = decoder.new_config("qwen3", vocab_size=48, d_model=16, n_layers=2, n_heads=4, n_kv_heads=2, head_dim=8, d_ff=32)
+SECTION = dataclasses.replace(config.TrainerSection(), pack_tokens=32, warmup_steps=0, learning_rate=1e-2)
+MAX_PROMPT, MAX_NEW = 8, 12
+
+
+def section(**changes):
+    return dataclasses.replace(SECTION, **changes)
+
+
+def sample(rng, group_id, index, prompt, version=0, length=None, finish="stop"):
+    n = int(rng.integers(1, MAX_NEW + 1)) if length is None else length
+    return Sample(id=SampleId(group_id, index), prompt_ids=prompt,
+                  out_ids=rng.integers(0, MODEL.vocab_size, n).astype(np.int32),
+                  logprobs=rng.normal(-4, 0.1, n).astype(np.float32), mask=np.ones(n, bool),
+                  spans=(Span(version=version, start=0, stop=n),), finish=finish)
+
+
+def groups(n=4, size=4, seed=0, version=0):
+    rng = np.random.default_rng(seed)
+    out = []
+    for group_id in range(n):
+        prompt = rng.integers(0, MODEL.vocab_size, int(rng.integers(2, MAX_PROMPT + 1))).astype(np.int32)
+        samples = tuple(sample(rng, group_id, i, prompt, version) for i in range(size))
+        out.append(ScoredGroup(group_id=group_id, version=version, samples=samples,
+                               rewards=rng.normal(size=size).astype(np.float32), parts={}))
+    return out
+
+
+def batch(trainer, scored=None, score=None, **layout):
+    """The packed step of these groups for this trainer."""
+    scored = groups() if scored is None else scored
+    sizes = {"pack_tokens": trainer.section.pack_tokens, "rows": trainer.section.rows, "max_tokens": MAX_PROMPT + MAX_NEW,
+             "micro_batches": trainer.section.micro_batches, "shards": trainer.shards,
+             "samples": sum(len(g.samples) for g in scored)}
+    shape = pack.layout(**(sizes | layout))
+    return pack.pack(scored, shape, prepare.Prepare(trainer.section, MAX_NEW), score)
