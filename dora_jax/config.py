@@ -69,6 +69,10 @@ class RolloutSection:
     max_new_tokens: int = 128
     prefill_tokens: int = 256  # prompt tokens a tick may prefill
     decode_steps: int = 8  # decode steps a dispatch
+    decode_rows: int = 0  # rows of a decode dispatch, a divisor of slots; 0: slots
+    prefill_chunk: int = 64  # prompt tokens of one sample that one prefill dispatch takes; prefixes are shared in chunks
+    context_block: int = 128  # the past is attended to in blocks of so many tokens
+    late_results: bool = False  # read a dispatch back after the next has been launched: hides host work on accelerators
     temperature: float = 1.0
     top_k: int = 0  # 0: off
     top_p: float = 1.0  # 1: off
@@ -255,7 +259,7 @@ def redact(tree: Any, name: str = "") -> Any:
     """Blanks values by the words of their name; counts such as max_new_tokens are no secrets."""
     words = set(re.split(r"[^a-z]+", name.lower()))
     plural = {word + "s" for word in _SECRETS}
-    if words & _SECRETS or (words & plural and not isinstance(tree, (int, float))):
+    if words & _SECRETS or (words & plural):
         return "<redacted>" if tree else tree
     if isinstance(tree, Mapping):
         return {key: redact(value, str(key)) for key, value in tree.items()}

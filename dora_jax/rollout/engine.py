@@ -1,0 +1,234 @@
+"""Stage 2: one engine instance: continuous batching over paged KV that belongs to policy versions.
+
+Consumes prompts tagged with a version and, in the background, versions of weights; produces samples with log-probs.
+  tick = plan (pure, plan.py) -> run (jitted calls, forward.py) -> commit (tokens back into the plan) -> emit
+Inside a tick the verbs are JetStream's: prefill fills a prefix, insert gives it to slots (a group's samples share one),
+generate decodes every slot of a version, free_resource returns a slot's pages.
+One thread uses an engine. Laws: R versions decode side by side and read only their own weights, pages and prefixes;
+at the same compiled shapes a sample's tokens and log-probs depend on (seed, group, index, prompt, version) alone, not
+on batch-mates, order, preemption or migration; a tick waits for the device only in `np.asarray`, without the GIL.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from dora_jax.config import RolloutSection
+from dora_jax.models import decoder, sharding
+from dora_jax.rollout.forward import Device
+from dora_jax.rollout.migrate import Parcel, repaged
+from dora_jax.rollout.plan import DecodeCall, Scheduler, Seq
+from dora_jax.rollout.shapes import shapes_of
+from dora_jax.rollout.ticks import TickResult
+from dora_jax.types import Sample, SampleId, Span, Version
+
+__all__ = ["Engine", "TickResult"]
+
+
+class Engine:
+    """One replica on its own mesh (axis "tensor": KV heads). Samples are keyed by id, never by slot."""
+
+    def __init__(self, cfg: decoder.ModelConfig, section: RolloutSection, mesh: jax.sharding.Mesh, *, seed: int,
+                 eos_ids: tuple[int, ...], vocab_limit: int, dtype=jnp.float32):
+        self.cfg = cfg
+        self.section = section
+        self.shapes = shapes_of(section)
+        self.eos_ids = tuple(eos_ids)
+        self.param_shardings = sharding.param_specs(cfg, mesh, layout="serving")
+        sampling = {"top_k": section.top_k, "top_p": section.top_p, "min_p": section.min_p}
+        self._device = Device(cfg, self.shapes, mesh, seed=seed, eos_ids=self.eos_ids, vocab_limit=vocab_limit,
+                              sampling=sampling, temperature=section.temperature, dtype=dtype)
+        self._scheduler = Scheduler(self.shapes)
+        self._weights: dict[Version, Any] = {}
+        self._flights: list[tuple[DecodeCall, jax.Array]] = []  # launched, not yet read back
+        self._emit = _Emit()
+
+    # ---------------------------------------------------------- versions
+
+    @property
+    def versions(self) -> tuple[Version, ...]:
+        return tuple(sorted(self._weights))
+
+    def load(self, version: Version, params: Any) -> None:
+        """Takes a version's weights (serving layout, on `param_shardings`) beside those that run."""
+        if version in self._weights:
+            raise RuntimeError(f"version {version} is already loaded")
+        if len(self._weights) >= self.section.residents:
+            raise RuntimeError(f"cannot load version {version}: {self.section.residents} residents are held "
+                               f"({', '.join(map(str, self.versions))})")
+        self._weights[version] = params
+
+    def drop(self, version: Version) -> None:
+        """Forgets a version with its prefixes; raises while a sample of it is here."""
+        if running := self._scheduler.running(version):
+            raise RuntimeError(f"cannot drop version {version}: {running} of its samples run")
+        del self._weights[version]
+        self._scheduler.index.drop(version)
+
+    def warmup(self) -> None:
+        """Compiles every shape, so that no tick compiles. Uses a loaded version, or zeros for the time it takes."""
+        if self._scheduler.seqs:
+            raise RuntimeError("warmup before the first sample: it writes to the KV pool's dummy page")
+        params = next(iter(self._weights.values()), None)
+        self._device.warmup(self._zeros() if params is None else params)
+
+    @property
+    def compiled(self) -> int:
+        """Shapes compiled so far: constant in the steady state."""
+        return self._device.compiled()
+
+    # ----------------------------------------------------------- samples
+
+    def submit(self, id: SampleId, prompt_ids: Any, version: Version, max_new_tokens: int) -> None:
+        """Queues one sample; it is reported as started when it gets a slot."""
+        empty = np.zeros(0, np.int32)
+        self._add(Parcel(id=id, version=version, prompt_ids=np.asarray(prompt_ids, np.int32), out_ids=empty,
+                         logprobs=empty.astype(np.float32), max_new_tokens=max_new_tokens), announce=True)
+
+    def import_(self, parcel: Parcel) -> None:
+        """Continues a sample of another engine; without pages its tokens are prefilled again."""
+        self._add(repaged(parcel, self.shapes.page_size), announce=False)
+
+    def export(self, id: SampleId) -> Parcel:
+        """Takes one sample out, with its KV as host arrays; `import_` anywhere continues it."""
+        self._land()
+        seq = self._held(id)
+        parcel = self._parcel(seq, seq.pages_to_read()[: self.shapes.pages_for(seq.kv_len)], seq.kv_len)
+        self._scheduler.remove(seq)
+        return parcel
+
+    def cancel(self, id: SampleId) -> bool:
+        """True where the sample was here."""
+        if id not in self._scheduler.seqs:
+            return False
+        self._scheduler.remove(self._scheduler.seqs[id])
+        return True
+
+    def holds(self, id: SampleId) -> bool:
+        """A sample that finished but has not been handed out by a tick is no longer held."""
+        self._land()
+        return id in self._scheduler.seqs
+
+    def version_of(self, id: SampleId) -> Version:
+        return self._held(id).version
+
+    @property
+    def idle(self) -> bool:
+        return not self._scheduler.seqs and not self._emit.finished
+
+    @property
+    def free_pages(self) -> int:
+        return self._scheduler.index.available
+
+    def check(self) -> None:
+        """Raises where a page, a prefix or a slot is lost or held twice."""
+        self._scheduler.check()
+
+    # -------------------------------------------------------------- tick
+
+    def tick(self) -> TickResult:
+        """One plan, its calls, their tokens."""
+        if self._scheduler.short:
+            self._land()
+        plan = self._scheduler.plan()
+        for preempt in plan.preempts:
+            preempt.seq.parcel = self._parcel(preempt.seq, preempt.pages, preempt.kv_len)
+        for upload in plan.uploads:
+            span = slice(upload.start, upload.start + len(upload.pages))
+            self._device.write_pages(upload.pages, upload.parcel.k_pages[:, span], upload.parcel.v_pages[:, span])
+        if plan.prefill:
+            self._device.prefill(self._weights[plan.prefill.version], plan.prefill.control, plan.prefill.blocks)
+        flights = [(call, self._device.generate(self._weights[call.version], call.control, call.blocks))
+                   for call in plan.decodes]
+        self._emit.started += plan.started
+        self._land()
+        self._flights = flights
+        if not self.section.late_results:
+            self._land()
+        return self._emit_all()
+
+    # ----------------------------------------------------------- private
+
+    def _add(self, parcel: Parcel, announce: bool) -> None:
+        if parcel.version not in self._weights:
+            raise RuntimeError(f"{parcel.id} needs version {parcel.version}; loaded: {self.versions}")
+        if parcel.id in self._scheduler.seqs:
+            raise RuntimeError(f"{parcel.id} is already here")
+        self._scheduler.add(parcel, announce=announce)
+
+    def _held(self, id: SampleId) -> Seq:
+        if id not in self._scheduler.seqs:
+            raise KeyError(f"{id} is not in this engine")
+        return self._scheduler.seqs[id]
+
+    def _land(self) -> None:
+        """Reads back what is in flight and commits it."""
+        flights, self._flights = self._flights, []
+        for call, result in flights:
+            self._commit(call, np.asarray(result))
+
+    def _commit(self, call: DecodeCall, result: np.ndarray) -> None:
+        steps = self.shapes.steps
+        logprobs = result[:, steps : 2 * steps].view(np.float32)
+        for row, (seq, planned) in enumerate(call.rows):
+            seq.inflight -= planned
+            if self._scheduler.seqs.get(seq.id) is not seq:
+                continue  # cancelled while in flight
+            count = int(result[row, -1])
+            seq.sequence += result[row, :count].tolist()
+            seq.logprobs += logprobs[row, :count].tolist()
+            self._emit.tokens += count
+            self._emit.progress[seq.id] = seq.n_out
+            if finish := self._finish(seq, logprobs[row, :count]):
+                self._emit.finished.append(_sample(seq, finish))
+                self._scheduler.remove(seq)
+
+    def _finish(self, seq: Seq, logprobs: np.ndarray) -> str | None:
+        if not np.isfinite(logprobs).all():
+            return "error"  # its weights or KV are not numbers: never a sample to train on
+        if seq.sequence[-1] in self.eos_ids and seq.n_out:
+            return "stop"
+        return "length" if seq.n_out == seq.max_new_tokens else None
+
+    def _parcel(self, seq: Seq, pages: list[int], kv_len: int) -> Parcel:
+        if seq.parcel is not None:
+            return seq.parcel  # it waits, and has not changed since it came
+        n = len(seq.prompt_ids)
+        k, v = self._device.read_pages(pages) if pages else (None, None)
+        return Parcel(id=seq.id, version=seq.version, prompt_ids=seq.prompt_ids,
+                      out_ids=np.array(seq.sequence[n:], np.int32), logprobs=np.array(seq.logprobs, np.float32),
+                      max_new_tokens=seq.max_new_tokens, kv_len=kv_len, page_size=self.shapes.page_size,
+                      k_pages=k, v_pages=v)
+
+    def _zeros(self) -> Any:
+        abstract = jax.eval_shape(decoder.serving_layout, decoder.abstract_params(self.cfg))
+        zeros = jax.jit(lambda: jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), abstract),
+                        out_shardings=self.param_shardings)
+        return zeros()
+
+    def _emit_all(self) -> TickResult:
+        emit, self._emit = self._emit, _Emit()
+        return TickResult(started=tuple(emit.started), finished=tuple(emit.finished), progress=emit.progress,
+                          tokens=emit.tokens, free_pages=self.free_pages)
+
+
+@dataclasses.dataclass
+class _Emit:
+    """What the next tick result will say."""
+
+    started: list[SampleId] = dataclasses.field(default_factory=list)
+    finished: list[Sample] = dataclasses.field(default_factory=list)
+    progress: dict[SampleId, int] = dataclasses.field(default_factory=dict)
+    tokens: int = 0
+
+
+def _sample(seq: Seq, finish: str) -> Sample:
+    n = seq.n_out
+    return Sample(id=seq.id, prompt_ids=seq.prompt_ids, out_ids=np.array(seq.sequence[len(seq.prompt_ids) :], np.int32),
+                  logprobs=np.array(seq.logprobs, np.float32), mask=np.ones(n, bool),
+                  spans=(Span(version=seq.version, start=0, stop=n),), finish=finish)

@@ -1,0 +1,203 @@
+"""Stage 2, pure: who owns which KV page, and which prompts' pages can be shared. Standard library only.
+
+A page is owned by exactly one holder: a running sample (it writes there) or a prefix node (read only once ready).
+Nodes form one tree a version: a path from the root spells a prefix, chunk by chunk, and each node holds the pages of
+its chunk. Chunks start at multiples of the chunk size, so a prefix is computed by the same calls whoever asks first;
+only a leaf may be shorter than a chunk. Samples of a group, and prompts with a common head, share nodes.
+Laws: pages and nodes belong to one version; free + nodes' pages + samples' pages = all pages (`check`);
+a node outlives its users and is evicted, leaf first and least recently used first, when pages run short.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Iterable, Iterator, Sequence
+
+from dora_jax.types import Version
+
+DUMMY = 0  # the page that padding rows read and write; nobody owns it
+
+
+class OutOfPages(RuntimeError):
+    """The caller asked for more pages than it had checked for."""
+
+
+class PagePool:
+    """Pages 1 .. n; the owner version of each page in use."""
+
+    def __init__(self, pages: int, page_size: int):
+        self.pages = pages
+        self.page_size = page_size
+        self._free = list(range(pages, 0, -1))  # a stack: low pages first
+        self._owner: dict[int, Version] = {}
+
+    @property
+    def free(self) -> int:
+        return len(self._free)
+
+    def allocate(self, version: Version, n: int) -> list[int]:
+        if n > len(self._free):
+            raise OutOfPages(f"{n} pages asked for version {version}, {len(self._free)} are free")
+        pages = [self._free.pop() for _ in range(n)]
+        self._owner.update(dict.fromkeys(pages, version))
+        return pages
+
+    def release(self, pages: Iterable[int]) -> None:
+        for page in pages:
+            del self._owner[page]
+            self._free.append(page)
+
+    def check(self, held: Iterable[tuple[Version, Iterable[int]]]) -> None:
+        """`held` lists every holder's (version, pages): together they are the owned pages, each once."""
+        seen: dict[int, Version] = {}
+        for version, pages in held:
+            for page in pages:
+                if page in seen:
+                    raise RuntimeError(f"page {page} is held twice, by versions {seen[page]} and {version}")
+                seen[page] = version
+        if seen != self._owner:
+            odd = sorted(set(seen.items()) ^ set(self._owner.items()))[0]
+            raise RuntimeError(f"page {odd[0]} of version {odd[1]} is held but not owned, or owned but not held")
+        if len(self._free) + len(seen) != self.pages or set(self._free) & set(seen):
+            raise RuntimeError(f"{len(self._free)} free + {len(seen)} held pages are not {self.pages}")
+
+
+class Node:
+    """One chunk of a prefix: positions start .. start + length, and the pages that hold their KV."""
+
+    __slots__ = ("version", "parent", "tokens", "start", "pages", "users", "children", "ready")
+
+    def __init__(self, version: Version, parent: Node | None, tokens: tuple[int, ...], start: int, pages: list[int]):
+        self.version = version
+        self.parent = parent
+        self.tokens = tokens
+        self.start = start
+        self.pages = pages
+        self.users = 0  # samples that hold a path through this node
+        self.children: dict[bytes, Node] = {}
+        self.ready = False  # its KV is written, or will be before any later call reads it
+
+    @property
+    def stop(self) -> int:
+        return self.start + len(self.tokens)
+
+
+class PrefixIndex:
+    """Prefix trees, one a version, and every allocation: what nobody uses is evicted when pages run short."""
+
+    def __init__(self, pool: PagePool, chunk: int):
+        self._pool = pool
+        self._chunk = chunk
+        self._roots: dict[Version, dict[bytes, Node]] = {}
+        self._unused: dict[Node, None] = {}  # insertion order = least recently used first, leaves before parents
+        self._evictable = 0  # pages of unused nodes
+
+    @property
+    def available(self) -> int:
+        """Pages that `allocate` can hand out: free ones and those of prefixes that nobody uses."""
+        return self._pool.free + self._evictable
+
+    def allocate(self, version: Version, n: int) -> list[int]:
+        while self._pool.free < n and self._unused:
+            self._remove(next(node for node in self._unused if not node.children))
+        return self._pool.allocate(version, n)
+
+    def cost(self, version: Version, tokens: Sequence[int]) -> int:
+        """By how much `acquire` lowers `available`."""
+        cost, siblings = 0, self._roots.get(version, {})
+        for _, chunk in self._chunks(tokens):
+            node = siblings.get(_key(chunk))
+            siblings = node.children if node else {}
+            if node is None or not node.users:
+                cost += self._pages_for(len(chunk))
+        return cost
+
+    def acquire(self, version: Version, tokens: Sequence[int]) -> list[Node]:
+        """The path of these tokens; new nodes are not ready. OutOfPages leaves the index as it was."""
+        if self.cost(version, tokens) > self.available:
+            raise OutOfPages(f"a prefix of {len(tokens)} tokens costs {self.cost(version, tokens)} pages, "
+                             f"{self.available} are available")
+        path: list[Node] = []
+        siblings = self._roots.setdefault(version, {})
+        chunks = list(self._chunks(tokens))
+        for _, chunk in chunks:  # take what exists first, so that no allocation evicts it
+            node = siblings.get(_key(chunk))
+            if node is None:
+                break
+            self._use(node)
+            path.append(node)
+            siblings = node.children
+        for start, chunk in chunks[len(path) :]:
+            pages = self.allocate(version, self._pages_for(len(chunk)))
+            node = Node(version, path[-1] if path else None, chunk, start, pages)
+            siblings[_key(chunk)] = node
+            node.users = 1
+            path.append(node)
+            siblings = node.children
+        return path
+
+    def release(self, path: Sequence[Node]) -> None:
+        """Nodes that nobody waits for and that were never computed go at once; the others stay until evicted."""
+        for node in reversed(path):
+            node.users -= 1
+            if node.users == 0:
+                self._unused[node] = None
+                self._evictable += len(node.pages)
+                if not node.ready:
+                    self._remove(node)
+
+    def drop(self, version: Version) -> None:
+        """Forget a version; raises while a sample holds one of its prefixes."""
+        nodes = [node for node in self.nodes() if node.version == version]
+        used = [node for node in nodes if node.users]
+        if used:
+            raise RuntimeError(f"version {version} has {len(used)} prefix nodes in use")
+        for node in sorted(nodes, key=lambda node: -node.start):
+            self._remove(node)
+        self._roots.pop(version, None)
+
+    def nodes(self) -> Iterator[Node]:
+        stack = [node for roots in self._roots.values() for node in roots.values()]
+        while stack:
+            node = stack.pop()
+            stack.extend(node.children.values())
+            yield node
+
+    def check(self) -> None:
+        """A child is of its parent's version, no more used than it, ready only after it; unused nodes are listed."""
+        for node in self.nodes():
+            parent = node.parent
+            if parent is not None and (parent.version != node.version or parent.users < node.users):
+                raise RuntimeError(f"prefix node at {node.start} of version {node.version} disagrees with its parent")
+            if parent is not None and node.ready and not parent.ready:
+                raise RuntimeError(f"prefix node at {node.start} is ready before its parent")
+            if (node.users == 0) != (node in self._unused):
+                raise RuntimeError(f"prefix node at {node.start} has {node.users} users and is listed wrongly")
+        if self._evictable != sum(len(node.pages) for node in self._unused):
+            raise RuntimeError(f"{self._evictable} evictable pages are counted, not what unused nodes hold")
+
+    # ----------------------------------------------------------- private
+
+    def _chunks(self, tokens: Sequence[int]) -> Iterator[tuple[int, tuple[int, ...]]]:
+        for start in range(0, len(tokens), self._chunk):
+            yield start, tuple(tokens[start : start + self._chunk])
+
+    def _pages_for(self, tokens: int) -> int:
+        return -(-tokens // self._pool.page_size)
+
+    def _use(self, node: Node) -> None:
+        if node.users == 0:
+            del self._unused[node]
+            self._evictable -= len(node.pages)
+        node.users += 1
+
+    def _remove(self, node: Node) -> None:
+        siblings = node.parent.children if node.parent else self._roots[node.version]
+        del siblings[_key(node.tokens)]
+        del self._unused[node]
+        self._evictable -= len(node.pages)
+        self._pool.release(node.pages)
+
+
+def _key(tokens: Sequence[int]) -> bytes:
+    return array("q", tokens).tobytes()

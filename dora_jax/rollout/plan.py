@@ -1,0 +1,352 @@
+"""Stage 2, pure: continuous batching. What runs in the next tick, given what waits, what runs and which pages are free.
+
+Consumes submitted or imported samples and, after each call, the sampled tokens; produces a TickPlan: samples to move
+to host memory, pages to upload, one prefill call, one decode call a version and row batch. No device, no clock, no
+randomness: several hosts of one instance make the same plan from the same inbox.
+Laws:
+  the order of arrival decides; the oldest sample is never preempted, so every sample finishes (no starvation);
+  a preempted sample keeps its KV in host memory and goes before new ones once pages are free again;
+  a sample's calls cut its positions at the same places whatever else runs (prefill at multiples of the chunk,
+  decode at multiples of the steps from its first), so that its bits do not depend on the schedule;
+  free + prefixes' + samples' pages = all pages (`check`).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import heapq
+from collections import deque
+from collections.abc import Iterator
+
+import numpy as np
+
+from dora_jax.rollout.migrate import Parcel
+from dora_jax.rollout.pages import DUMMY, Node, OutOfPages, PagePool, PrefixIndex
+from dora_jax.rollout.shapes import Shapes
+from dora_jax.types import SampleId, Version
+
+# columns of a decode call's control array; then the pages to read, then those to write
+SLOT, FRESH, TOKEN, POSITION, REMAINING, DRAWN, GROUP, INDEX, HEADER = range(9)
+
+
+class Seq:
+    """One sample in this engine. `sequence` is prompt + sampled; all but its last token have KV once it decodes."""
+
+    def __init__(self, parcel: Parcel, arrival: int, announce: bool):
+        self.id = parcel.id
+        self.version = parcel.version
+        self.arrival = arrival
+        self.announce = announce  # report it as started when it gets a slot
+        self.prompt_ids = parcel.prompt_ids
+        self.max_new_tokens = parcel.max_new_tokens
+        self.sequence: list[int] = [*parcel.prompt_ids.tolist(), *parcel.out_ids.tolist()]
+        self.logprobs: list[float] = parcel.logprobs.tolist()
+        self.parcel: Parcel | None = parcel  # its KV in host memory, while it waits
+        self.slot: int | None = None
+        self.path: list[Node] = []  # shared prefix
+        self.table: list[int] = []  # page of each page-sized stretch: the path's, then its own from first_private on
+        self.first_private = 0
+        self.tail_page: int | None = None  # the shared page to read in the place of the first private one, once
+        self.fresh = True  # the device does not hold its next token yet
+        self.inflight = 0  # decode steps launched and not yet read back
+
+    @property
+    def n_out(self) -> int:
+        return len(self.sequence) - len(self.prompt_ids)
+
+    @property
+    def position(self) -> int:
+        """Of the next token to feed, once what is in flight has come back."""
+        return len(self.sequence) - 1 + self.inflight
+
+    @property
+    def remaining(self) -> int:
+        return self.max_new_tokens - self.n_out - self.inflight
+
+    @property
+    def ready(self) -> bool:
+        """Its prefix has KV: it can decode. Nodes become ready in order."""
+        return self.slot is not None and (not self.path or self.path[-1].ready)
+
+    @property
+    def kv_len(self) -> int:
+        """Leading positions that have KV."""
+        if self.slot is None:
+            return 0
+        return self.position if self.ready else next(node.start for node in self.path if not node.ready)
+
+    @property
+    def private(self) -> list[int]:
+        return self.table[self.first_private :]
+
+    def pages_to_read(self) -> list[int]:
+        if self.tail_page is None:
+            return self.table
+        return [*self.table[: self.first_private], self.tail_page, *self.table[self.first_private + 1 :]]
+
+
+@dataclasses.dataclass(frozen=True)
+class Preempt:
+    """Read these pages to the host, then put them into seq.parcel."""
+
+    seq: Seq
+    pages: list[int]
+    kv_len: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Upload:
+    """Write parcel pages [start, start + len(pages)) into these pages."""
+
+    parcel: Parcel
+    start: int
+    pages: list[int]
+
+
+@dataclasses.dataclass(frozen=True)
+class PrefillCall:
+    version: Version
+    blocks: int
+    control: np.ndarray  # i32[prefill_rows, 2 + chunk + read pages + chunk pages]: start, length, tokens, pages
+
+
+@dataclasses.dataclass(frozen=True)
+class DecodeCall:
+    version: Version
+    blocks: int
+    control: np.ndarray  # i32[rows, HEADER + read pages + window]
+    rows: tuple[tuple[Seq, int], ...]  # (sample, steps it may take)
+
+
+@dataclasses.dataclass
+class TickPlan:
+    preempts: list[Preempt] = dataclasses.field(default_factory=list)
+    uploads: list[Upload] = dataclasses.field(default_factory=list)
+    started: list[SampleId] = dataclasses.field(default_factory=list)
+    prefill: PrefillCall | None = None
+    decodes: list[DecodeCall] = dataclasses.field(default_factory=list)
+
+
+class Scheduler:
+    """All samples of one engine. `plan` commits what it decides: run its calls in the order preempts, uploads,
+    prefill, decodes."""
+
+    def __init__(self, shapes: Shapes):
+        self.shapes = shapes
+        self.pool = PagePool(shapes.pages, shapes.page_size)
+        self.index = PrefixIndex(self.pool, shapes.chunk)
+        self.seqs: dict[SampleId, Seq] = {}
+        self._admitted: dict[Seq, None] = {}
+        self._resuming: list[tuple[int, Seq]] = []  # heap by arrival: preempted and imported, before new ones
+        self._waiting: deque[Seq] = deque()
+        self._free_slots = list(range(shapes.slots))  # a heap: low slots first
+        self._arrivals = 0
+
+    def add(self, parcel: Parcel, *, announce: bool) -> None:
+        """ValueError where the sample can never run here."""
+        self._check_fits(parcel)
+        seq = Seq(parcel, self._arrivals, announce)
+        self._arrivals += 1
+        self.seqs[seq.id] = seq
+        if announce:
+            self._waiting.append(seq)
+        else:
+            heapq.heappush(self._resuming, (seq.arrival, seq))
+
+    def remove(self, seq: Seq) -> None:
+        """Finished, cancelled or exported: frees what it holds."""
+        del self.seqs[seq.id]
+        if seq.slot is not None:
+            self._free(seq)
+        elif seq in self._waiting:
+            self._waiting.remove(seq)
+        else:
+            self._resuming.remove((seq.arrival, seq))
+            heapq.heapify(self._resuming)
+
+    def running(self, version: Version) -> int:
+        return sum(seq.version == version for seq in self.seqs.values())
+
+    @property
+    def short(self) -> bool:
+        """The next plan may preempt: what is in flight must come back first."""
+        return sum(self._growth(seq) for seq in self._admitted) > self.index.available
+
+    def plan(self) -> TickPlan:
+        plan = TickPlan()
+        self._grow(plan)
+        if not plan.preempts:
+            self._admit_all(plan)
+        plan.prefill = self._plan_prefill()
+        plan.decodes = list(self._plan_decodes())
+        return plan
+
+    def check(self) -> None:
+        """Pages, prefixes and slots are conserved."""
+        held = [(node.version, node.pages) for node in self.index.nodes()]
+        self.pool.check([*held, *((seq.version, seq.private) for seq in self._admitted)])
+        self.index.check()
+        slots = [seq.slot for seq in self._admitted]
+        if sorted(slots + self._free_slots) != list(range(self.shapes.slots)):
+            raise RuntimeError(f"slots {slots} in use and {self._free_slots} free are not {self.shapes.slots}")
+        if len(self.seqs) != len(self._admitted) + len(self._resuming) + len(self._waiting):
+            raise RuntimeError(f"{len(self.seqs)} samples are not those that run, resume or wait")
+
+    # ----------------------------------------------------------- pages
+
+    def _check_fits(self, parcel: Parcel) -> None:
+        s, n_prompt = self.shapes, len(parcel.prompt_ids)
+        if n_prompt == 0:
+            raise ValueError(f"{parcel.id} has an empty prompt")
+        if parcel.max_new_tokens <= len(parcel.out_ids):
+            raise ValueError(f"{parcel.id} has no token left to sample of {parcel.max_new_tokens}")
+        if n_prompt + parcel.max_new_tokens > s.max_context:
+            raise ValueError(f"{parcel.id} may reach {n_prompt + parcel.max_new_tokens} tokens; the engine is "
+                             f"compiled for {s.max_context} (rollout.max_prompt_tokens + max_new_tokens)")
+
+    def _growth(self, seq: Seq) -> int:
+        """Pages that the next decode call of this sample needs beyond those it has."""
+        steps = min(self.shapes.steps, seq.remaining)
+        return max(0, self.shapes.pages_for(seq.position + steps) - len(seq.table)) if steps > 0 else 0
+
+    def _grow(self, plan: TickPlan) -> None:
+        for seq in sorted(self._admitted, key=lambda seq: seq.arrival):
+            if seq.slot is None:
+                continue  # preempted for an older one
+            need = self._growth(seq)
+            while need > self.index.available and seq.slot is not None:
+                self._preempt(self._victim(seq), plan)
+            if seq.slot is not None:
+                seq.table += self.index.allocate(seq.version, need)
+
+    def _victim(self, seq: Seq) -> Seq:
+        """The cheapest to copy among those that came later; the sample itself when it is the youngest."""
+        younger = [other for other in self._admitted if other.arrival > seq.arrival]
+        if not younger and len(self._admitted) == 1:
+            raise OutOfPages(f"{seq.id} alone needs more pages than there are")
+        return min(younger or [seq], key=lambda other: (len(other.private), -other.arrival))
+
+    def _preempt(self, seq: Seq, plan: TickPlan) -> None:
+        pages = seq.pages_to_read()[: self.shapes.pages_for(seq.kv_len)]
+        plan.preempts.append(Preempt(seq, pages, seq.kv_len))
+        self._free(seq)
+        heapq.heappush(self._resuming, (seq.arrival, seq))
+
+    def _free(self, seq: Seq) -> None:
+        self.index.release(seq.path)
+        self.pool.release(seq.private)
+        heapq.heappush(self._free_slots, seq.slot)
+        del self._admitted[seq]
+        seq.slot, seq.path, seq.table, seq.first_private, seq.tail_page = None, [], [], 0, None
+        seq.fresh = True
+
+    # ------------------------------------------------------- admission
+
+    def _admit_all(self, plan: TickPlan) -> None:
+        while self._free_slots and self._resuming and self._admit(self._resuming[0][1], plan):
+            heapq.heappop(self._resuming)
+        while self._free_slots and self._waiting and not self._resuming and self._admit(self._waiting[0], plan):
+            self._waiting.popleft()
+
+    def _admit(self, seq: Seq, plan: TickPlan) -> bool:
+        """Give it a slot, its prefix and the pages of its first decode call; False where pages are short."""
+        s = self.shapes
+        prefix = seq.sequence[:-1]
+        kv_len = 0 if seq.parcel is None else seq.parcel.kv_len
+        decoding = 0 < kv_len == len(prefix)  # it comes with all its KV: share whole chunks of the prompt only
+        shared = (len(seq.prompt_ids) - 1) // s.chunk * s.chunk if decoding else len(prefix)
+        first_private = shared // s.page_size
+        private = s.pages_for(len(prefix) + min(s.steps, seq.remaining)) - first_private
+        cost = self.index.cost(seq.version, prefix[:shared]) + private
+        # one page for each running sample to grow into, so that an admission does not preempt at once
+        if cost + len(self._admitted) > self.index.available:
+            return False
+        seq.path = self.index.acquire(seq.version, prefix[:shared])
+        nodes = [page for node in seq.path for page in node.pages]
+        seq.table = nodes[:first_private] + self.index.allocate(seq.version, private)
+        seq.first_private = first_private
+        seq.tail_page = nodes[first_private] if len(nodes) > first_private else None
+        seq.slot = heapq.heappop(self._free_slots)
+        self._admitted[seq] = None
+        self._upload(seq, kv_len, decoding, plan)
+        if seq.announce:
+            plan.started.append(seq.id)
+        seq.announce, seq.parcel = False, None
+        return True
+
+    def _upload(self, seq: Seq, kv_len: int, decoding: bool, plan: TickPlan) -> None:
+        size = self.shapes.page_size
+        for node in seq.path:
+            if not node.ready and node.stop <= kv_len:
+                plan.uploads.append(Upload(seq.parcel, node.start // size, node.pages))
+                node.ready = True
+        if decoding:
+            stop = self.shapes.pages_for(kv_len)
+            plan.uploads.append(Upload(seq.parcel, seq.first_private, seq.table[seq.first_private : stop]))
+
+    # ----------------------------------------------------------- calls
+
+    def _plan_prefill(self) -> PrefillCall | None:
+        """The next chunk of the longest-waiting prompts of one version, each chunk once for all who share it."""
+        nodes: dict[Node, None] = {}
+        for seq in sorted(self._admitted, key=lambda seq: seq.arrival):
+            node = next((node for node in seq.path if not node.ready), None)
+            if node is not None and (not nodes or node.version == next(iter(nodes)).version):
+                nodes[node] = None
+                if len(nodes) == self.shapes.prefill_rows:
+                    break
+        if not nodes:
+            return None
+        blocks = self.shapes.bucket(max(node.start for node in nodes), self.shapes.prefill_buckets)
+        for node in nodes:
+            node.ready = True
+        return PrefillCall(next(iter(nodes)).version, blocks, self._prefill_control(list(nodes), blocks))
+
+    def _prefill_control(self, nodes: list[Node], blocks: int) -> np.ndarray:
+        s = self.shapes
+        read, write = 2 + s.chunk, 2 + s.chunk + blocks * s.block_pages
+        control = np.full((s.prefill_rows, write + s.chunk // s.page_size), DUMMY, np.int32)
+        for row, node in zip(control, nodes, strict=False):
+            row[0], row[1] = node.start, len(node.tokens)
+            row[2 : 2 + len(node.tokens)] = node.tokens
+            past = _ancestor_pages(node)
+            row[read : read + len(past)] = past
+            row[write : write + len(node.pages)] = node.pages
+        return control
+
+    def _plan_decodes(self) -> Iterator[DecodeCall]:
+        ready = [seq for seq in self._admitted if seq.ready and seq.remaining > 0]
+        ready.sort(key=lambda seq: (seq.version, seq.slot))
+        for version in sorted({seq.version for seq in ready}):
+            seqs = [seq for seq in ready if seq.version == version]
+            for first in range(0, len(seqs), self.shapes.rows):
+                yield self._decode_call(version, seqs[first : first + self.shapes.rows])
+
+    def _decode_call(self, version: Version, seqs: list[Seq]) -> DecodeCall:
+        s = self.shapes
+        blocks = s.bucket(max(seq.position for seq in seqs), s.decode_buckets)
+        read, write = HEADER, HEADER + blocks * s.block_pages
+        control = np.full((s.rows, write + s.window), DUMMY, np.int32)
+        control[:, SLOT] = s.slots  # padding rows keep their state in a slot of their own
+        rows = []
+        for row, seq in zip(control, seqs, strict=False):
+            steps = min(s.steps, seq.remaining)
+            row[:HEADER] = (seq.slot, seq.fresh, seq.sequence[-1], seq.position, seq.remaining, seq.n_out + seq.inflight,
+                            seq.id.group_id, seq.id.index)
+            past = seq.pages_to_read()[: s.pages_for(seq.position)]
+            row[read : read + len(past)] = past
+            first = seq.position // s.page_size
+            new = seq.table[first : s.pages_for(seq.position + steps)]
+            row[write : write + len(new)] = new
+            rows.append((seq, steps))
+            seq.fresh, seq.tail_page = False, None
+            seq.inflight += steps
+        return DecodeCall(version, blocks, control, tuple(rows))
+
+
+def _ancestor_pages(node: Node) -> list[int]:
+    pages: list[int] = []
+    while node.parent is not None:
+        node = node.parent
+        pages[:0] = node.pages
+    return pages

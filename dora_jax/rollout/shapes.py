@@ -1,0 +1,81 @@
+"""Stage 2, pure: the static shapes of one engine, derived once from its configuration. No JAX.
+
+Every compiled call has one of these shapes. Results on one device depend on a call's row count, so rows are fixed:
+`rows` for decoding, `prefill_rows` x `chunk` for prefill. They do not depend on the number of context blocks
+(ops/attention.py), so that one may follow the longest sample of the call.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+from dora_jax.config import RolloutSection
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Shapes:
+    slots: int  # samples that hold pages and decode
+    rows: int  # of one decode call
+    steps: int  # decode steps a call
+    chunk: int  # positions a prefill call gives one prompt; prefixes are shared in such chunks
+    prefill_rows: int
+    page_size: int
+    pages: int
+    block: int  # positions of one context block
+    max_context: int  # prompt + new tokens
+
+    @property
+    def block_pages(self) -> int:
+        return self.block // self.page_size
+
+    @property
+    def window(self) -> int:
+        """Pages that `steps` consecutive positions may touch."""
+        return (self.steps + self.page_size - 2) // self.page_size + 1
+
+    @property
+    def decode_buckets(self) -> tuple[int, ...]:
+        """Context lengths that decode calls are compiled for, in blocks: powers of two, then the longest."""
+        longest = -(-(self.max_context - 1) // self.block)
+        powers = [1 << i for i in range(longest.bit_length()) if 1 << i < longest]
+        return (*powers, longest)
+
+    @property
+    def prefill_buckets(self) -> tuple[int, ...]:
+        """Past lengths that prefill calls are compiled for: most prompts have none."""
+        return (0, self.decode_buckets[-1])
+
+    def bucket(self, positions: int, buckets: tuple[int, ...]) -> int:
+        """The smallest bucket whose blocks hold this many positions."""
+        return next(b for b in buckets if b * self.block >= positions)
+
+    def pages_for(self, positions: int) -> int:
+        return -(-positions // self.page_size)
+
+    def worst_pages(self, n_prompt: int, max_new_tokens: int) -> int:
+        """Pages that one sample may need at the end; one more where the prompt ends inside a shared page."""
+        return self.pages_for(n_prompt + max_new_tokens - 1) + int((n_prompt - 1) % self.page_size > 0)
+
+
+def shapes_of(section: RolloutSection) -> Shapes:
+    """Raises ValueError where the section's sizes cannot work together."""
+    size = section.page_size
+    rows = section.decode_rows or section.slots
+    if section.slots % rows:
+        raise ValueError(f"rollout.slots {section.slots} is not a multiple of rollout.decode_rows {rows}")
+    if section.prefill_tokens < size:
+        raise ValueError(f"rollout.prefill_tokens {section.prefill_tokens} is less than a page of {size}")
+    max_context = section.max_prompt_tokens + section.max_new_tokens
+    chunk = min(_up(section.prefill_chunk, size), _up(section.max_prompt_tokens, size), section.prefill_tokens // size * size)
+    shapes = Shapes(
+        slots=section.slots, rows=rows, steps=section.decode_steps, chunk=chunk,
+        prefill_rows=section.prefill_tokens // chunk, page_size=size, pages=section.pages,
+        block=min(_up(section.context_block, size), _up(max_context, size)), max_context=max_context)
+    needed = shapes.worst_pages(section.max_prompt_tokens, section.max_new_tokens)
+    if needed > section.pages:
+        raise ValueError(f"rollout.pages {section.pages} cannot hold one longest sample, which needs {needed}")
+    return shapes
+
+
+def _up(n: int, multiple: int) -> int:
+    return -(-n // multiple) * multiple
