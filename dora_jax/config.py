@@ -259,7 +259,7 @@ def redact(tree: Any, name: str = "") -> Any:
     """Blanks values by the words of their name; counts such as max_new_tokens are no secrets."""
     words = set(re.split(r"[^a-z]+", name.lower()))
     plural = {word + "s" for word in _SECRETS}
-    if words & _SECRETS or (words & plural):
+    if words & _SECRETS or (words & plural and not isinstance(tree, (int, float))):
         return "<redacted>" if tree else tree
     if isinstance(tree, Mapping):
         return {key: redact(value, str(key)) for key, value in tree.items()}

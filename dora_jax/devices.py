@@ -8,6 +8,7 @@ what does not divide or does not fit is refused, never rounded to something that
 from __future__ import annotations
 
 import dataclasses
+import math
 import os
 from pathlib import Path
 
@@ -51,11 +52,15 @@ def plan(n_devices: int, config: Config) -> DevicePlan:
     share_all = config.placement == "shared" or (config.placement == "auto" and n_devices == 1)
     size = n_devices if share_all else _trainer_devices(n_devices, config)
     mesh = _trainer_mesh(size, config)
-    rest = tuple(range(n_devices)) if share_all else tuple(range(mesh[0] * mesh[1] * mesh[2], n_devices))
+    used = math.prod(mesh)
+    if used > n_devices:
+        axis = ("data", "fsdp", "tensor")[mesh.index(max(mesh))]
+        raise ConfigError(f"trainer.{axis}: the mesh data * fsdp * tensor = {mesh[0]} * {mesh[1]} * {mesh[2]} "
+                          f"needs {used} devices, there are {n_devices}")
+    rest = tuple(range(0 if share_all else used, n_devices))
     may_share = share_all or (config.placement == "auto" and config.rollout.tensor == 1)
-    return DevicePlan(
-        n_devices=n_devices, trainer=tuple(range(mesh[0] * mesh[1] * mesh[2])), trainer_mesh=mesh,
-        instances=_instances(rest, config, may_share))
+    return DevicePlan(n_devices=n_devices, trainer=tuple(range(used)), trainer_mesh=mesh,
+                      instances=_instances(rest, config, may_share))
 
 
 def known_devices(config: Config) -> int | None:

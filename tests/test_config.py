@@ -1,0 +1,190 @@
+"""The edge between a ConfigDict and the frozen dataclasses: types, defaults, rules, secrets."""
+
+import dataclasses
+import typing
+
+import ml_collections
+import pytest
+
+from dora_jax import config as configs
+from dora_jax import validate
+from dora_jax.config import Config, ConfigError, from_config_dict, to_json
+
+
+def good():
+    c = configs.defaults()
+    c.model.path = "somewhere"
+    c.task.name = "reasoning_gym:chain_sum"
+    return c
+
+
+def problems(**fields):
+    """The problems of a good config with some fields set, dots written as __."""
+    tree = good().to_dict()
+    for name, value in fields.items():
+        *sections, leaf = name.split("__")
+        section = tree
+        for part in sections:
+            section = section[part]
+        section[leaf] = value
+    try:
+        from_config_dict(tree)
+    except ConfigError as error:
+        return list(error.problems)
+    return []
+
+
+def test_defaults_mirror_the_dataclasses():
+    assert from_config_dict(good()) == dataclasses.replace(
+        Config(), model=dataclasses.replace(Config().model, path="somewhere"),
+        task=dataclasses.replace(Config().task, name="reasoning_gym:chain_sum"))
+
+
+def test_no_field_has_a_type_that_a_command_line_cannot_override():
+    for name, kind in configs.fields().items():
+        assert typing.get_origin(kind) in (dict, tuple) or kind in (int, float, bool, str), name
+
+
+def test_json_reads_back_as_the_same_config():
+    c = good()
+    c.task.rewards = ("a.b", "c.d")
+    c.task.params = {"terms": 3, "sizes": [1, 2]}
+    config = from_config_dict(c)
+    assert from_config_dict(to_json(config)) == config
+
+
+def test_sections_are_locked_and_free_form_fields_are_not():
+    c = configs.defaults()
+    with pytest.raises(AttributeError, match="name"):
+        c.task.nme = "x"
+    c.task.params.anything = 1
+    c.trainer.loss_params.dual_clip = 3.0
+    assert set(configs.free_form()) >= {"task.params", "trainer.loss_params"}
+
+
+def test_a_locked_free_form_field_can_still_be_replaced():
+    c = good()
+    c.trainer.loss_params = {"eps_lo": 0.1}
+    assert from_config_dict(c.lock()).trainer.loss_params == {"eps_lo": 0.1}
+
+
+@pytest.mark.parametrize("field, value, why", [
+    ("steps", "ten", "is not a int"),
+    ("steps", True, "is not a int"),
+    ("steps", 1.5, "is not a int"),
+    ("task__shuffle_rewards", 1, "is not a bool"),
+    ("task__rewards", ("a.b", 3), "3 is not a str"),
+    ("task__rewards", "a.b", "is not a tuple"),
+    ("trainer__learning_rate", float("nan"), "is not a finite float"),
+    ("trainer__loss_params", 3, "is not a dict"),
+    ("trainer", 3, "is not a section"),
+    ("trainer__learning_rat", 1.0, "unknown field; the nearest is trainer.learning_rate"),
+    ("steps", 0, "at least 1"),
+    ("seed", -1, "at least 0"),
+    ("placement", "somewhere", "is none of: auto, disjoint, shared"),
+    ("model__path", "", "empty"),
+    ("task__name", "chain_sum", "neither"),
+    ("task__name", "reasoning_gym:", "neither"),
+    ("task__name", "rows", "task.path"),
+    ("task__template", "Solve!", "{prompt}"),
+    ("task__rewards", (), "empty"),
+    ("task__rewards", ("exact",), "import path"),
+    ("task__answer_pattern", "(", "not a regular expression"),
+    ("task__extract", "abc", "no group"),
+    ("task__max_failed_share", 1.5, "between 0 and 1"),
+    ("eval__prompts", 257, "task.heldout"),
+    ("rollout__page_size", 12, "power of two"),
+    ("rollout__pages", 15, "may need 256"),
+    ("rollout__temperature", 0.0, "temperature"),
+    ("rollout__top_k", 5, "top_k"),
+    ("rollout__attention", "flash", "reference, tpu, gpu"),
+    ("orchestrator__mode", "asynch", "dora_paper"),
+    ("orchestrator__max_versions", 0, "at least 1"),
+    ("orchestrator__group_size", 65, "64 slots"),
+    ("orchestrator__inflight", 0.01, "less than one group"),
+    ("orchestrator__inflight", 0.5, "never start"),
+    ("trainer__pack_tokens", 254, "255"),
+    ("trainer__rows", 8, "64 always do"),
+    ("trainer__policy_loss", "gpso", "gspo"),
+    ("trainer__policy_loss", "gspo", "seq_mean_token_mean"),
+    ("trainer__advantage", "dr_grpo", "seq_mean_token_sum_norm"),
+    ("trainer__correction", "tis", "twice"),
+    ("trainer__loss_params", {"eps": 0.2}, "eps"),
+    ("trainer__fsdp", 0, "fsdp"),
+    ("sft__n_heads", 3, "n_kv_heads"),
+    ("sft__head_dim", 7, "odd"),
+    ("sft__family", "gpt2", "llama"),
+])
+def test_a_wrong_value_is_one_line_that_names_its_field(field, value, why):
+    found = problems(**{field: value})
+    assert len(found) == 1, found
+    assert why in found[0] and "\n" not in found[0]
+    assert field.split("__")[-1] in found[0] or why in ("task.path", "n_kv_heads")
+
+
+def test_rows_must_divide_over_micro_batches_and_the_mesh():
+    assert problems(trainer__rows=66, trainer__micro_batches=4) == [
+        "trainer.rows: 66 is not divisible by micro_batches * data * fsdp = 4"]
+    assert problems(trainer__rows=64, trainer__micro_batches=4, trainer__data=2, trainer__fsdp=2) == []
+
+
+def test_a_group_must_fit_the_slots_of_all_instances():
+    assert problems(orchestrator__group_size=64) == []
+    assert problems(orchestrator__group_size=64, rollout__instances=1)
+    assert problems(orchestrator__group_size=64, rollout__instances=0) == []  # at least two are made
+
+
+def test_every_problem_is_reported_at_once():
+    found = problems(steps="x", seed=-1, placement="y", orchestrator__mode="z", trainer__data=0, task__nme=1)
+    named = ("steps", "seed", "placement", "orchestrator.mode", "trainer.data", "task.nme")
+    assert [name for name in named if not any(problem.startswith(name) for problem in found)] == []
+    assert len(found) == len(named)
+
+
+def test_out_of_range_numbers_do_not_break_the_rules_that_divide_by_them():
+    for name, kind in configs.fields().items():
+        if kind in (int, float):
+            problems(**{name.replace(".", "__"): kind(0)})
+            problems(**{name.replace(".", "__"): kind(-1)})
+
+
+def test_purpose_decides_what_must_be_named():
+    c = configs.defaults()
+    c.task.name = "reasoning_gym:chain_sum"
+    with pytest.raises(ConfigError, match="model.path"):
+        from_config_dict(c, "train")
+    with pytest.raises(ConfigError, match="sft.out"):
+        from_config_dict(c, "sft")
+    from_config_dict(c, "evaluate")
+
+
+def test_missing_paths_but_not_what_the_warm_start_writes(tmp_path):
+    c = good()
+    c.task.heldout_path = str(tmp_path / "gone.jsonl")
+    assert validate.missing_paths(from_config_dict(c)) == [
+        f"task.heldout_path: {tmp_path}/gone.jsonl does not exist", "model.path: somewhere does not exist"]
+    c.sft.out, c.task.heldout_path = c.model.path, ""
+    assert validate.missing_paths(from_config_dict(c)) == []
+
+
+def test_secrets_are_blanked_by_name_and_counts_are_not():
+    tree = {"hf_token": "abc", "max_new_tokens": 5, "num_memory_tokens": 7, "api_keys": ("a", "b"), "keyboard": "k",
+            "nested": {"password": "x", "page_size": 16, "empty_secret": ""}}
+    assert configs.redact(tree) == {
+        "hf_token": "<redacted>", "max_new_tokens": 5, "num_memory_tokens": 7, "api_keys": "<redacted>", "keyboard": "k",
+        "nested": {"password": "<redacted>", "page_size": 16, "empty_secret": ""}}
+    assert to_json(Config())["rollout"]["max_new_tokens"] == Config().rollout.max_new_tokens
+    c = good()
+    c.task.params.api_key = "sesame"
+    assert "sesame" not in str(to_json(from_config_dict(c)))
+
+
+@pytest.mark.parametrize("typed, meant", [
+    ("trainer.learning_rat", "trainer.learning_rate"), ("lr", "trainer.learning_rate"), ("page_sise", "rollout.page_size"),
+    ("sft.learning_rat", "sft.learning_rate"), ("stesp", "steps"), ("orchestrator.max_version", "orchestrator.max_versions")])
+def test_nearest_known_field(typed, meant):
+    assert configs.nearest(typed, configs.fields()) in (meant, meant.replace("trainer.learn", "sft.learn"))
+
+
+def test_a_plain_mapping_is_read_like_a_config_dict():
+    assert from_config_dict(ml_collections.ConfigDict({"steps": 3, "model": {"path": "m"}, "task": {"name": "reasoning_gym:x"}}))

@@ -1,0 +1,123 @@
+"""The device plan: who owns what, for every number of devices, and what is refused."""
+
+import dataclasses
+import subprocess
+import sys
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from dora_jax import devices
+from dora_jax.config import Config, ConfigError
+
+
+def config(placement="auto", instances=2, rollout_tensor=1, rows=0, micro_batches=1, **mesh):
+    base = Config()
+    return dataclasses.replace(
+        base, placement=placement,
+        rollout=dataclasses.replace(base.rollout, instances=instances, tensor=rollout_tensor),
+        trainer=dataclasses.replace(base.trainer, rows=rows, micro_batches=micro_batches, **mesh))
+
+
+def owners(plan):
+    return plan.trainer, plan.trainer_mesh, plan.instances
+
+
+@pytest.mark.parametrize("n_devices, asked, expected", [
+    (1, config(), ((0,), (1, 1, 1), ((0,), (0,)))),
+    (2, config(), ((0,), (1, 1, 1), ((1,), (1,)))),  # both instances share the second device
+    (3, config(), ((0,), (1, 1, 1), ((1,), (2,)))),
+    (4, config(), ((0, 1), (1, 2, 1), ((2,), (3,)))),
+    (6, config(), ((0, 1), (1, 2, 1), ((2,), (3,)))),  # fsdp stays a power of two
+    (8, config(), ((0, 1, 2, 3), (1, 4, 1), ((4,), (5,)))),
+    (8, config(instances=0), ((0, 1, 2, 3), (1, 4, 1), ((4,), (5,), (6,), (7,)))),
+    (2, config(instances=0), ((0,), (1, 1, 1), ((1,), (1,)))),
+    (8, config(instances=2, rollout_tensor=2), ((0, 1, 2, 3), (1, 4, 1), ((4, 5), (6, 7)))),
+    (6, config(instances=2, rollout_tensor=2), ((0, 1), (1, 2, 1), ((2, 3), (4, 5)))),  # who cannot share goes first
+    (4, config(data=2, fsdp=1), ((0, 1), (2, 1, 1), ((2,), (3,)))),
+    (8, config(tensor=2), ((0, 1, 2, 3), (1, 2, 2), ((4,), (5,)))),
+    (4, config(fsdp=3), ((0, 1, 2), (1, 3, 1), ((3,), (3,)))),
+    (4, config("disjoint", instances=3), ((0,), (1, 1, 1), ((1,), (2,), (3,)))),
+    (4, config("shared"), ((0, 1, 2, 3), (1, 4, 1), ((0,), (1,)))),
+    (4, config("shared", rollout_tensor=2, fsdp=2), ((0, 1), (1, 2, 1), ((0, 1), (2, 3)))),
+    (2, config("shared", instances=4), ((0, 1), (1, 2, 1), ((0,), (1,), (0,), (1,)))),
+])
+def test_who_owns_what(n_devices, asked, expected):
+    assert owners(devices.plan(n_devices, asked)) == expected
+
+
+@pytest.mark.parametrize("n_devices, asked, field", [
+    (1, config("disjoint"), "rollout.instances"),
+    (2, config("disjoint"), "rollout.instances"),
+    (1, config(rollout_tensor=2), "rollout.instances"),
+    (4, config(instances=3, rollout_tensor=2), "rollout.instances"),
+    (4, config(fsdp=4), "rollout.instances"),
+    (2, config(data=4, fsdp=1), "trainer.data"),
+    (3, config("shared", tensor=2), "trainer.fsdp"),
+    (1, config("shared", fsdp=2), "trainer.fsdp"),
+    (4, config(rows=5), "trainer.rows"),
+    (4, config(rows=6, micro_batches=2), "trainer.rows"),
+    (0, config(), "cpu_devices"),
+])
+def test_what_does_not_fit_is_refused_by_field(n_devices, asked, field):
+    with pytest.raises(ConfigError) as caught:
+        devices.plan(n_devices, asked)
+    (problem,) = caught.value.problems
+    assert problem.startswith(field), problem
+
+
+@given(n_devices=st.integers(1, 17), placement=st.sampled_from(["auto", "disjoint", "shared"]),
+       instances=st.integers(0, 5), rollout_tensor=st.integers(1, 3), data=st.integers(1, 3),
+       fsdp=st.sampled_from([-1, -1, 1, 2, 3]), tensor=st.integers(1, 3))
+def test_laws_of_every_plan(n_devices, placement, instances, rollout_tensor, data, fsdp, tensor):
+    asked = config(placement, instances, rollout_tensor, data=data, fsdp=fsdp, tensor=tensor)
+    try:
+        plan = devices.plan(n_devices, asked)
+    except ConfigError:
+        return
+    used = set(plan.trainer).union(*plan.instances)
+    assert used <= set(range(n_devices))
+    assert plan.trainer_mesh[0] * plan.trainer_mesh[1] * plan.trainer_mesh[2] == len(plan.trainer) == len(set(plan.trainer))
+    assert (plan.trainer_mesh[0], plan.trainer_mesh[2]) == (data, tensor) and fsdp in (-1, plan.trainer_mesh[1])
+    assert len(plan.instances) == instances or (instances == 0 and len(plan.instances) >= 2)
+    assert all(len(set(group)) == rollout_tensor for group in plan.instances)
+    assert plan == devices.plan(n_devices, asked)
+    if placement == "disjoint":
+        assert sum(map(len, plan.instances)) + len(plan.trainer) == len(used)
+    if placement == "auto" and n_devices > 1:
+        assert not plan.shared
+    assert all(f"instance {i}" in plan.describe() for i in range(len(plan.instances)))
+
+
+def test_description_names_idle_devices():
+    assert devices.plan(8, config()).describe().splitlines() == [
+        "devices: 8, trainer and instances own theirs", "  trainer     0-3  mesh data=1 fsdp=4 tensor=1",
+        "  instance 0  4  tensor=1", "  instance 1  5  tensor=1", "  idle        6,7"]
+
+
+def test_number_of_devices_known_before_jax(monkeypatch):
+    monkeypatch.delenv("DORA_DEVICES", raising=False)
+    assert devices.known_devices(Config()) is None
+    monkeypatch.setenv("DORA_DEVICES", "4")
+    assert devices.known_devices(Config()) == 4
+    assert devices.known_devices(dataclasses.replace(Config(), cpu_devices=2)) == 2
+    monkeypatch.setenv("DORA_DEVICES", "many")
+    with pytest.raises(ConfigError, match="DORA_DEVICES: 'many'"):
+        devices.known_devices(Config())
+
+
+def test_platform_set_up_makes_the_devices_and_keeps_every_compilation(tmp_path, monkeypatch):
+    monkeypatch.setenv("DORA_COMPILE_CACHE", str(tmp_path / "cache"))
+    monkeypatch.delenv("JAX_NUM_CPU_DEVICES", raising=False)
+    code = """if True:
+        import dataclasses
+        from dora_jax import config, devices
+        devices.setup_platform(dataclasses.replace(config.Config(), cpu_devices=3))
+        import jax
+        jax.jit(lambda x: x + 1)(1.0)
+        print(len(jax.devices()), jax.devices()[0].platform)
+        """
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout == "3 cpu\n"
+    assert any(file.name.startswith("jit") for file in (tmp_path / "cache").iterdir())

@@ -1,0 +1,213 @@
+"""The command line: what is understood, what is refused in one line, what a workdir remembers."""
+
+import json
+import subprocess
+import sys
+import textwrap
+import time
+from pathlib import Path
+
+import pytest
+from absl import flags as absl_flags
+
+from dora_jax import flags
+from dora_jax.config import ConfigError
+
+ROOT = Path(__file__).parent.parent
+LIMIT_S = 3.0  # from the command to its message
+
+
+@pytest.fixture
+def workspace(tmp_path, monkeypatch):
+    """A folder with a config file, a model folder of nothing and a program that says what it got."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("DORA_DEVICES", raising=False)
+    Path("model").mkdir()
+    Path("c.py").write_text(textwrap.dedent("""
+        from dora_jax import config
+        def get_config(arg=None):
+            c = config.defaults()
+            c.model.path = "model"
+            c.task.name = "reasoning_gym:chain_sum"
+            c.task.params = {"terms": 2, "label": "a", "token": "sesame"}
+            c.steps = int(arg or 7)
+            return c
+        """))
+    Path("program.py").write_text(textwrap.dedent('''
+        """Says what it got."""
+        import sys
+        from dora_jax import flags
+        def main(config, workdir):
+            print("ran", config.steps, workdir, "jax" in sys.modules)
+            return 3
+        flags.run(main)
+        '''))
+    return tmp_path
+
+
+def parse(*args, purpose="train"):
+    return flags.parse(["program", *args], purpose, absl_flags.FlagValues())
+
+
+def refusal(*args, purpose="train"):
+    with pytest.raises(ConfigError) as caught:
+        parse(*args, purpose=purpose)
+    assert all("\n" not in problem for problem in caught.value.problems)
+    return caught.value.problems
+
+
+def program(*args):
+    began_s = time.monotonic()
+    done = subprocess.run([sys.executable, "program.py", *args], capture_output=True, text=True,
+                          env={"PYTHONPATH": str(ROOT), "PATH": "/usr/bin:/bin"}, timeout=60)
+    return done, time.monotonic() - began_s
+
+
+def test_overrides_reach_the_config(workspace):
+    asked = parse("--config=c.py", "--config.seed=5", "--config.trainer.learning_rate=1", "--config.task.rewards=a.b",
+                  "--config.task.shuffle_rewards", "--config.task.params.terms=4", "--workdir=w")
+    assert (asked.config.seed, asked.config.trainer.learning_rate, asked.config.task.rewards) == (5, 1.0, ("a.b",))
+    assert asked.config.task.shuffle_rewards and asked.config.task.params["terms"] == 4
+    assert asked.workdir == Path("w") and not asked.dry_run
+    assert asked.overrides == {"seed": 5, "trainer.learning_rate": 1.0, "task.rewards": ("a.b",),
+                               "task.shuffle_rewards": True, "task.params.terms": 4}
+
+
+def test_other_spellings(workspace):
+    assert parse("--config.seed", "5", "--config", "c.py:9").config.steps == 9  # --config need not come first
+    assert parse("--config=c.py", "--noconfig.task.shuffle_rewards").config.task.shuffle_rewards is False
+    assert parse("--config=c.py", "--config.task.rewards=('a.b','c.d')").config.task.rewards == ("a.b", "c.d")
+    assert parse("--config=c.py", "--config.trainer.loss_params={'eps_lo': 0.1}").config.trainer.loss_params == {"eps_lo": 0.1}
+
+
+def test_the_default_workdir_is_named_after_the_config_and_its_argument(workspace):
+    assert parse("--config=c.py").workdir == Path("runs/c")
+    assert parse("--config=c.py:9").workdir == Path("runs/c_9")
+
+
+@pytest.mark.parametrize("args, why", [
+    (["--config.trainer.learnin_rate=1"], "config.trainer.learnin_rate: unknown field; the nearest is config.trainer.learning_rate"),
+    (["--config.task.params.term=1"], "the nearest is config.task.params.terms"),
+    (["--config.trainer=1"], "config.trainer: a section"),
+    (["--noconfig.task.shuffle"], "config.task.shuffle_rewards"),
+    (["--config.steps=ten"], "config.steps: 'ten' is not of its type, int"),
+    (["--config.steps=1e3"], "config.steps: '1e3' is not of its type, int"),
+    (["--config.task.shuffle_rewards=no"], "is not of its type, bool"),
+    (["--config.task.rewards=(1,2)"], "task.rewards: 1 is not a str"),
+    (["--config.steps=0"], "steps: 0 is not at least 1"),
+    (["steps=3"], "argument 'steps=3': not a flag; the nearest is --config.steps=..."),
+    (["--", "--config.steps=3"], "argument '--config.steps=3': nothing behind \"--\" is read"),
+    (["--"], "nothing behind \"--\""),
+    (["--wrkdir=x"], "Unknown command line flag 'wrkdir'. Did you mean: workdir ?"),
+    (["--workdir=gs://bucket/run"], "workdir: gs://bucket/run is not a local folder"),
+    (["--config.cpu_devices=4", "--config.trainer.data=3", "--config.trainer.fsdp=2"], "rollout.instances: 2 instances"),
+    (["--config.cpu_devices=3", "--config.placement=shared", "--config.trainer.tensor=2"], "trainer.fsdp: 3 devices are not divisible"),
+    (["--config.model.path=gone"], "model.path: gone does not exist"),
+])
+def test_a_wrong_argument_is_one_line_that_names_it(workspace, args, why):
+    (problem,) = refusal("--config=c.py", *args)
+    assert why in problem
+
+
+@pytest.mark.parametrize("spec, why", [
+    ("", "config: missing"),
+    ("gone.py", "config: gone.py does not exist"),
+    ("c.py:many", "c.py:8: ValueError: invalid literal for int()"),
+])
+def test_a_wrong_config_file_argument(workspace, spec, why):
+    (problem,) = refusal(f"--config={spec}")
+    assert why in problem
+
+
+@pytest.mark.parametrize("body, why", [
+    ("def get_config(arg=None):\n  return None", "returned NoneType"),
+    ("def get_config(:", "bad.py:1: SyntaxError"),
+    ("import no_such_module", "bad.py:1: ModuleNotFoundError"),
+    ("x = 1", "get_config"),
+    ("from dora_jax import config\ndef get_config():\n  c = config.defaults()\n  c.trainer.learning_rat = 1\n  return c",
+     "bad.py:4: unknown field learning_rat; the nearest is"),
+    ("from dora_jax import config\ndef get_config():\n  c = config.defaults()\n  c.steps = 'many'\n  return c", "bad.py:4: TypeError"),
+])
+def test_a_config_file_that_raises(workspace, body, why):
+    Path("bad.py").write_text(body)
+    (problem,) = refusal("--config=bad.py")
+    assert why in problem
+
+
+def test_an_indivisible_mesh_names_its_axis(workspace):
+    sizes = ["--config.sft.out=base", "--config.model.path=base", "--config.sft.d_model=30", "--config.sft.n_heads=2"]
+    assert refusal("--config=c.py", "--config.cpu_devices=8", *sizes) == (
+        "trainer.fsdp: model d_model 30 is not divisible by mesh axis fsdp=4",)
+    assert refusal("--config=c.py", "--config.cpu_devices=8", "--config.rollout.tensor=4", "--config.rollout.instances=1",
+                   "--config.trainer.fsdp=2", *sizes) == (
+        "rollout.tensor: model n_heads 2 is not divisible by mesh axis tensor=4",)
+
+
+def test_problems_of_several_kinds_come_together(workspace):
+    assert len(refusal("--config=c.py", "--config.steps=0", "--config.seed=-1", "--config.rollout.page_size=3")) == 3
+
+
+def test_the_workdir_remembers_its_config(workspace):
+    flags.record(parse("--config=c.py", "--workdir=w", "--config.seed=5", "--config.task.params.token=open"))
+    saved = json.loads(Path("w/config.json").read_text())
+    assert saved["seed"] == 5 and saved["task"]["params"] == {"terms": 2, "label": "a", "token": "<redacted>"}
+    assert json.loads(Path("w/overrides.json").read_text()) == {"seed": 5, "task.params.token": "<redacted>"}
+    assert sorted(p.name for p in Path("w").iterdir()) == ["config.json", "overrides.json"]
+
+    parse("--config=c.py:99", "--workdir=w", "--config.seed=5", "--config.eval.every=3", "--config.checkpoint.keep=9")
+    (problem,) = refusal("--config=c.py", "--workdir=w", "--config.rollout.temperature=0.5")
+    assert problem == ("workdir: w belongs to another config, which differs in seed, rollout.temperature; "
+                       "choose another --workdir")
+
+
+def test_a_field_that_an_older_config_lacks_is_no_difference(workspace):
+    flags.record(parse("--config=c.py", "--workdir=w"))
+    saved = json.loads(Path("w/config.json").read_text())
+    del saved["rollout"]["decode_steps"], saved["sft"]
+    Path("w/config.json").write_text(json.dumps(saved))
+    parse("--config=c.py", "--workdir=w")
+
+
+def test_evaluate_reads_the_config_of_the_workdir(workspace):
+    flags.record(parse("--config=c.py", "--workdir=w", "--config.seed=5"))
+    asked = parse("--workdir=w", "--config.eval.samples=4", purpose="evaluate")
+    assert (asked.config.seed, asked.config.eval.samples) == (5, 4)
+    assert "holds no run" in refusal("--workdir=gone", purpose="evaluate")[0]
+    assert "workdir: missing" in refusal(purpose="evaluate")[0]
+    assert "leave --config out" in refusal("--config=c.py", "--workdir=w", purpose="evaluate")[0]
+
+
+def test_a_program_runs_with_its_config_and_exit_code(workspace):
+    done, _ = program("--config=c.py", "--workdir=w")
+    assert (done.stdout, done.returncode) == ("ran 7 w False\n", 3), done.stderr
+    assert Path("w/config.json").exists()
+
+
+def test_a_program_refuses_in_one_line_before_jax_and_in_time(workspace):
+    done, wall_s = program("--config=c.py", "--config.stepss=3")
+    assert (done.stdout, done.returncode) == ("", 2)
+    assert done.stderr == "error: config.stepss: unknown field; the nearest is config.steps\n"
+    assert wall_s < LIMIT_S
+
+
+def test_dry_run_prints_config_and_mesh_and_writes_nothing(workspace):
+    done, _ = program("--config=c.py", "--dry_run", "--config.cpu_devices=4", "--workdir=w", "--config.model.path=gone")
+    assert done.returncode == 0, done.stderr
+    printed, _, plan = done.stdout.partition("workdir: w\n")
+    assert json.loads(printed)["cpu_devices"] == 4 and "sesame" not in done.stdout
+    assert plan == ("devices: 4, trainer and instances own theirs\n  trainer     0,1  mesh data=1 fsdp=2 tensor=1\n"
+                    "  instance 0  2  tensor=1\n  instance 1  3  tensor=1\nnote: model.path: gone does not exist\n")
+    assert not Path("w").exists()
+
+
+def test_help_shows_what_the_program_is_and_its_flags(workspace):
+    done, _ = program("--help")
+    assert "Says what it got." in done.stdout
+    assert all(flag in done.stdout for flag in ("--config:", "--workdir:", "--[no]dry_run:"))
+
+
+@pytest.mark.parametrize("spec", [f"{path}{arg}" for path in sorted((ROOT / "configs").glob("*.py"))
+                                  for arg in ("", ":tiny") if not arg or path.stem == "quickstart"])
+def test_every_shipped_config_is_valid(spec, monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    flags.parse(["program", f"--config={spec}", "--dry_run"], "train", absl_flags.FlagValues())

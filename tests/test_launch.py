@@ -1,0 +1,200 @@
+"""The two commands, run against an interpreter of paper: which Python is chosen, what is installed, what is refused."""
+
+import os
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+
+PAPER_PYTHON = """#!/bin/bash
+# An interpreter that answers what the scripts ask, and writes down what it is told to do.
+version=VERSION
+case "$1 $2" in
+  "-c import sys, venv"*|"-c import sys, pip"*) echo "$version" ;;
+  "-m venv") mkdir -p "$4/bin" && cp "$0" "$4/bin/python" ;;
+  *) (IFS="$JOIN"; echo "$*") >>"$LOG"
+     case "$*" in
+       *"pip install"*) exit "${PIP_CODE:-0}" ;;
+       *"pytest -m slow"*) exit "${SLOW_CODE:-0}" ;;
+       *"pytest"*) exit "${QUICK_CODE:-0}" ;;
+       *dora_jax.train*) exit "${TRAIN_CODE:-0}" ;;
+     esac ;;
+esac
+"""
+BROKEN = "#!/bin/bash\necho 'this shim has no version selected' >&2\nexit 127\n"
+
+
+@pytest.fixture
+def clone(tmp_path):
+    """A clone with nothing installed, on a machine where only paper interpreters are found."""
+    for path in ("launch", "tests/run.sh", "tests/requirements.txt", "requirements.txt", ".ci"):
+        source, target = ROOT / path, tmp_path / "clone" / path
+        target.parent.mkdir(parents=True, exist_ok=True)
+        (shutil.copytree if source.is_dir() else shutil.copy)(source, target)
+    tools = tmp_path / "tools"
+    tools.mkdir()
+    for tool in ("bash", "dirname", "cksum", "mkdir", "rm", "cp"):
+        (tools / tool).symlink_to(shutil.which(tool))
+    return tmp_path / "clone"
+
+
+def put(clone, name, version=None):
+    """An interpreter on the machine's path; without a version it does not run."""
+    file = clone.parent / "tools" / name
+    file.write_text(PAPER_PYTHON.replace("VERSION", version) if version else BROKEN)
+    file.chmod(0o755)
+    return str(file)
+
+
+def run(clone, *args, **environment):
+    """The finished process and what the interpreter was told in it."""
+    log = clone.parent / "log"
+    log.write_text("")
+    done = subprocess.run(["bash", *args], cwd=clone.parent, capture_output=True, text=True, timeout=30,
+                          env={"PATH": str(clone.parent / "tools"), "LOG": str(log), "JOIN": " ", **environment})
+    return done, log.read_text().splitlines()
+
+
+def local(clone, *args, **environment):
+    return run(clone, "clone/launch/local.sh", *args, **environment)
+
+
+PIP = "-m pip install --quiet --disable-pip-version-check -r "
+
+
+def test_first_run_installs_and_second_run_does_not(clone):
+    put(clone, "python3.12", "3.12")
+    args = ["--config=configs/quickstart.py", "--dry_run"]
+    done, told = local(clone, *args)
+    assert done.returncode == 0, done.stderr
+    assert told == [PIP + "requirements.txt", "-m dora_jax.train " + " ".join(args)]
+    assert local(clone, *args)[1] == told[1:]
+
+
+def test_arguments_arrive_as_they_were_given(clone):
+    put(clone, "python3.12", "3.12")
+    _, told = local(clone, "--config.task.template=two  words *", "", JOIN="|")
+    assert told[-1] == "-m|dora_jax.train|--config.task.template=two  words *|"
+
+
+def test_changed_requirements_are_installed_again(clone):
+    put(clone, "python3.12", "3.12")
+    local(clone)
+    with (clone / "requirements.txt").open("a") as file:
+        file.write("# another line\n")
+    assert local(clone)[1][0] == PIP + "requirements.txt"
+
+
+def test_a_failed_installation_is_loud_and_repeated(clone):
+    put(clone, "python3.12", "3.12")
+    done, told = local(clone, PIP_CODE="1")
+    assert (done.returncode, len(told)) == (1, 1) and "pip could not install requirements.txt" in done.stderr
+    assert len(local(clone)[1]) == 2
+
+
+def test_a_failed_change_leaves_nothing_to_trust(clone):
+    put(clone, "python3.12", "3.12")
+    local(clone)
+    before = (clone / "requirements.txt").read_text()
+    (clone / "requirements.txt").write_text(before + "# more\n")
+    local(clone, PIP_CODE="1")  # who knows what it changed
+    (clone / "requirements.txt").write_text(before)
+    assert len(local(clone)[1]) == 2
+
+
+def test_exit_code_of_the_program_is_that_of_the_script(clone):
+    put(clone, "python3.12", "3.12")
+    assert local(clone, TRAIN_CODE="2")[0].returncode == 2
+
+
+@pytest.mark.parametrize("machine, chosen", [
+    ({"python3.11": "3.11", "python3.12": "3.12"}, "3.12"),
+    ({"python3.11": "3.11", "python3.12": None}, "3.11"),  # a pyenv shim of a version that is not selected
+    ({"python3": "3.11"}, "3.11"),
+    ({"python3": "3.13", "python3.12": "3.12"}, "3.12"),
+])
+def test_the_newest_supported_python_that_runs_is_chosen(clone, machine, chosen):
+    for name, version in machine.items():
+        put(clone, name, version)
+    done, _ = local(clone)
+    assert done.returncode == 0, done.stderr
+    assert f"version={chosen}\n" in (clone / ".venv/bin/python").read_text()
+
+
+@pytest.mark.parametrize("environment, why", [
+    ({}, "error: no Python with the venv module found among 3.12 3.11; install one or set PYTHON=/path/to/python."),
+    ({"PYTHON": "python3.13"}, "error: PYTHON=python3.13 is Python 3.13; this project runs on one of: 3.12 3.11."),
+    ({"PYTHON": "python9"}, "error: PYTHON=python9 does not run, or cannot make virtual environments."),
+    ({"DORA_ACCELERATOR": "gpu"}, "error: DORA_ACCELERATOR=gpu is none of: cpu, tpu, cuda."),
+])
+def test_what_cannot_be_set_up_is_refused_in_one_line(clone, environment, why):
+    put(clone, "python3.13", "3.13")
+    put(clone, "python3", "3.13")
+    done, told = local(clone, **environment)
+    assert (done.returncode, done.stderr, told) == (2, why + "\n", [])
+    assert not (clone / ".venv").exists()
+
+
+def test_python_can_be_named(clone):
+    put(clone, "python3.12", "3.12")
+    local(clone, PYTHON=put(clone, "mine", "3.11"))
+    assert "version=3.11\n" in (clone / ".venv/bin/python").read_text()
+    assert local(clone)[0].returncode == 0  # and is kept
+    done, _ = local(clone, PYTHON="python3.12")
+    assert done.returncode == 2 and "holds Python 3.11" in done.stderr
+
+
+def test_the_accelerator_picks_the_wheel_and_is_remembered(clone):
+    put(clone, "python3.12", "3.12")
+    assert local(clone, DORA_ACCELERATOR="tpu")[1][0] == PIP + "requirements.txt jax[tpu]"
+    assert len(local(clone)[1]) == 1  # nothing to install: still tpu
+    done, told = local(clone, DORA_ACCELERATOR="cpu")
+    assert (done.returncode, told) == (2, []) and "made for tpu" in done.stderr
+    assert local(clone, DORA_ACCELERATOR="cuda", DORA_VENV="other")[1][0] == PIP + "requirements.txt jax[cuda12]"
+
+
+def test_a_broken_environment_is_made_again(clone):
+    put(clone, "python3.12", "3.12")
+    local(clone)
+    (clone / ".venv/bin/python").write_text(BROKEN)
+    assert local(clone)[0].returncode == 0
+
+
+def test_tests_run_quick_ones_first_and_pass_arguments_on(clone):
+    put(clone, "python3.12", "3.12")
+    done, told = run(clone, "clone/tests/run.sh", "-k", "config")
+    assert done.returncode == 0, done.stderr
+    assert told == [PIP + "requirements.txt", PIP + "tests/requirements.txt",
+                    "-m pytest -m not slow -k config", "-m pytest -m slow -k config"]
+    assert run(clone, "clone/.ci/run")[1] == ["-m pytest -m not slow", "-m pytest -m slow"]
+
+
+@pytest.mark.parametrize("codes, expected, parts", [
+    ({"QUICK_CODE": "1"}, 1, 1), ({"SLOW_CODE": "1"}, 1, 2), ({"QUICK_CODE": "2", "SLOW_CODE": "0"}, 2, 1),
+    ({"QUICK_CODE": "5"}, 0, 2), ({"SLOW_CODE": "5"}, 0, 2), ({"QUICK_CODE": "5", "SLOW_CODE": "5"}, 5, 2)])
+def test_any_failing_part_fails_the_tests(clone, codes, expected, parts):
+    put(clone, "python3.12", "3.12")
+    done, told = run(clone, "clone/tests/run.sh", **codes)
+    assert done.returncode == expected
+    assert len([line for line in told if "pytest" in line]) == parts
+
+
+@pytest.mark.parametrize("script", ["launch/local.sh", "launch/setup.sh", "tests/run.sh", ".ci/run"])
+def test_scripts_parse(script):
+    subprocess.run(["bash", "-n", ROOT / script], check=True)
+    if script != "launch/setup.sh":
+        assert os.access(ROOT / script, os.X_OK)
+
+
+def test_every_direct_requirement_is_pinned_and_explained():
+    direct = (ROOT / "requirements.txt").read_text().split("\n\n")[0].splitlines()[1:]
+    names = set()
+    for line in direct:
+        requirement, _, reason = line.partition("  #")
+        name = requirement.partition("==")[0]
+        assert "==" in requirement, line
+        assert reason or name in names, f"{name} has no reason"  # one reason where markers split a pin in two
+        names.add(name)

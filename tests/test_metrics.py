@@ -1,0 +1,204 @@
+"""Values reduced once; the sinks; the console that moves."""
+
+import io
+import json
+import math
+import threading
+import time
+
+import numpy as np
+import pytest
+
+from dora_jax.console import Console, step_line
+from dora_jax.metrics import Last, Max, Mean, Sum, Writer, reduce
+
+
+class Clock:
+    def __init__(self):
+        self.now_s = 0.0
+
+    def __call__(self):
+        return self.now_s
+
+
+def quiet():
+    return Console(io.StringIO(), tty=False)
+
+
+def lines(workdir):
+    return [json.loads(line) for line in (workdir / "metrics.jsonl").read_text().splitlines()]
+
+
+# ---------------------------------------------------------------- values
+
+
+def test_each_value_reduces_by_its_own_rule():
+    records = [{"a": Mean(6, 2), "b": Sum(1), "c": Max(5), "d": Last(1), "e": 1}, {"a": Mean(3, 1), "b": Sum(2), "c": Max(4), "d": Last(2), "e": 2}]
+    assert reduce(records) == {"a": 3.0, "b": 3, "c": 5, "d": 2, "e": 2}
+
+
+def test_a_mean_of_parts_is_the_mean_of_the_whole():
+    values = np.arange(7.0) ** 2
+    assert reduce([{"x": Mean.of(values[:2])}, {"x": Mean.of(values[2:])}])["x"] == pytest.approx(values.mean())
+    assert reduce([{"x": Mean.of(values)}, {"x": Mean.of([])}])["x"] == pytest.approx(values.mean())
+    assert math.isnan(Mean.of([]).result())
+
+
+def test_a_name_keeps_one_type():
+    with pytest.raises(AttributeError):
+        reduce([{"x": Mean(1)}, {"x": Max(1)}])
+
+
+# ---------------------------------------------------------------- sinks
+
+
+def test_every_line_is_strict_json(tmp_path):
+    with Writer(tmp_path, quiet()) as writer:
+        writer.write(3, {"nan": math.nan, "inf": np.float32(np.inf), "f32": np.float32(0.5), "i64": np.int64(7),
+                         "yes": np.bool_(True), "mean": Mean(1, 4), "empty": Mean.of([])}, waits="trainer on rollout")
+    (line,) = lines(tmp_path)
+    assert line == {"step": 3, "nan": None, "inf": None, "f32": 0.5, "i64": 7, "yes": 1, "mean": 0.25, "empty": None,
+                    "waits": "trainer on rollout"}
+
+
+def test_lines_are_there_before_the_file_is_closed(tmp_path):
+    with Writer(tmp_path, quiet()) as writer:
+        writer.write(1, {"x": 1})
+        assert lines(tmp_path) == [{"step": 1, "x": 1}]
+
+
+def test_resume_cuts_what_came_later_and_appends(tmp_path):
+    with Writer(tmp_path, quiet()) as writer:
+        for step in (0, 1, 2, 3):
+            writer.write(step, {"x": step})
+    with (tmp_path / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 1, "x"')  # the crash
+    with Writer(tmp_path, quiet()) as writer:
+        writer.resume(1)
+        writer.write(2, {"x": 20})
+    assert [(line["step"], line["x"]) for line in lines(tmp_path)] == [(0, 0), (1, 1), (2, 20)]
+
+
+def test_a_line_that_a_crash_cut_short_does_not_swallow_the_next(tmp_path):
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1, "x"')
+    with Writer(tmp_path, quiet()) as writer:
+        writer.write(2, {"x": 2})
+    assert json.loads((tmp_path / "metrics.jsonl").read_text().splitlines()[-1]) == {"step": 2, "x": 2}
+
+
+def test_resume_after_a_write_is_refused(tmp_path):
+    with Writer(tmp_path, quiet()) as writer:
+        writer.write(1, {"x": 1})
+        with pytest.raises(RuntimeError, match="before the first write"):
+            writer.resume(0)
+
+
+def test_tensorboard_holds_the_same_scalars(tmp_path):
+    with Writer(tmp_path, quiet()) as writer:
+        writer.write(3, {"reward/mean": 0.25, "bad": math.nan})
+    assert list(scalars(tmp_path / "tensorboard")) == [(3, "reward/mean", 0.25)]
+
+
+def scalars(folder):
+    """Steps, names and values in the event files: records of u64 length, u32 crc, payload, u32 crc."""
+    from tensorboardX.proto.event_pb2 import Event
+
+    for file in sorted(folder.iterdir()):
+        data = file.read_bytes()
+        while data:
+            size = int.from_bytes(data[:8], "little")
+            event = Event.FromString(data[12:12 + size])
+            data = data[16 + size:]
+            for value in event.summary.value:
+                yield event.step, value.tag, value.simple_value
+
+
+# ---------------------------------------------------------------- console
+
+
+def test_the_step_line_shows_what_a_person_watches():
+    metrics = {"reward/mean": 0.4321, "response/length": 33.4, "lag/max": 2, "lag/0": 0.25, "lag/1": 0.75,
+               "versions/live": 3, "trainer/wait_s": 0.5, "time/step_s": 2.0, "rollout/idle_share": 0.1,
+               "rollout/tokens_per_s": 1234.4}
+    assert step_line(12, metrics, "held-out 41.0% (version 10)", "trainer waits on group 7") == (
+        "step   12  reward 0.432  held-out 41.0% (version 10)  length 33  lag 0:25% 1:75%  3 versions live  "
+        "waiting: trainer 25%, rollout 10%  trainer waits on group 7  1,234 tokens/s")
+    assert step_line(1, {"reward/mean": None}) == "step    1"
+
+
+def test_the_last_evaluation_stays_on_the_following_lines():
+    file = io.StringIO()
+    console = Console(file, tty=False)
+    console.step(0, {"eval/accuracy": 0.25})
+    console.step(1, {"reward/mean": 0.5})
+    assert file.getvalue() == "step    0  held-out 25.0% (version 0)\nstep    1  reward 0.500  held-out 25.0% (version 0)\n"
+
+
+def test_the_progress_line_says_who_does_what_and_how_fast():
+    clock = Clock()
+    console = Console(io.StringIO(), tty=False, clock=clock)
+    assert console.progress() == "0:00  starting"
+    console.phase("all", "compiling")
+    clock.now_s = 61
+    assert console.progress() == "1:01  compiling"
+    console.phase("trainer", "step 3")
+    console.phase("instance 0", "generating")
+    console.status({"live": {4, 2}, "waits": "trainer on rollout"})
+    console.count(500)
+    assert console.progress() == ("1:01  500 tokens, 50 tokens/s | trainer: step 3 | instance 0: generating | versions 2 4 | "
+                                  "trainer on rollout")
+    clock.now_s = 80  # nothing for more than the window
+    console.phase("trainer", "")
+    assert "500 tokens, 0 tokens/s | instance 0" in console.progress()
+
+
+def test_on_a_terminal_the_line_moves_while_the_run_is_busy():
+    file = io.StringIO()
+    console = Console(file, tty=True)
+    console.start()
+    console.phase("all", "compiling")
+    until_s = time.monotonic() + 0.6
+    while time.monotonic() < until_s:
+        sum(range(1000))
+    console.note("a line that stays")
+    console.stop()
+    console.stop()
+    drawn = file.getvalue()
+    assert len({frame for frame in "⠋⠙⠹⠸⠼⠴⠦⠧⠇⠏" if frame in drawn}) >= 3
+    assert "compiling" in drawn and "a line that stays" in drawn
+
+
+def test_elsewhere_a_line_comes_only_when_nothing_else_did():
+    file = io.StringIO()
+    clock = Clock()
+    console = Console(file, tty=False, period_s=0.02, clock=clock)
+    console.start()
+    console.phase("all", "compiling")
+    clock.now_s = 1.0
+    deadline_s = time.monotonic() + 5
+    while not file.getvalue() and time.monotonic() < deadline_s:
+        time.sleep(0.005)
+    time.sleep(0.1)  # the clock stands: no second line
+    console.stop()
+    assert file.getvalue() == "... 0:01  compiling\n"
+
+
+def test_notes_from_many_threads_and_the_redrawing_one_do_not_lock_up(monkeypatch):
+    monkeypatch.setattr("dora_jax.console.REFRESHES_PER_S", 5000)  # both locks are wanted all the time
+    console = Console(io.StringIO(), tty=True)
+    console.start()
+
+    def talk(role):
+        for i in range(60):
+            console.note(f"{role} {i}")
+            console.phase(role, str(i))
+            console.count(1)
+
+    threads = [threading.Thread(target=talk, args=(f"role {i}",), daemon=True) for i in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(timeout=20)
+    assert not any(thread.is_alive() for thread in threads)
+    console.stop()
+    assert "240 tokens" in console.progress()
