@@ -1,0 +1,280 @@
+"""Supervised warm start:  python -m dora_jax.sft --config=configs/x.py [--config.sft.steps=300] --workdir=runs/a
+
+Consumes (prompt, completion) texts: rows of a file, or worked solutions of the config's task; produces a Hugging Face
+folder at `sft.out`, from the folder `sft.init` or from a new model with a tokenizer trained on these texts.
+Laws: the loss is on completion tokens and the end token only; the result depends on config and seed alone; the folder
+appears whole or not at all, so the main job may make it when it is missing and trust it when it is there.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import json
+import math
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple, Protocol
+
+import numpy as np
+
+from dora_jax import flags
+from dora_jax.config import Config, SftSection
+
+END, PAD = "<|endoftext|>", "<|pad|>"
+TOKENIZER_SIZE = 512  # 256 bytes, two special tokens, merges for the task's words; a small head is a fast one
+STEPS_PER_DISPATCH = 10  # one compiled scan: also how often the progress line moves
+Pair = tuple[str, str]
+
+
+class Progress(Protocol):
+    """What `run` tells while it works; `metrics.Writer` has it."""
+
+    def phase(self, role: str, text: str) -> None: ...
+
+    def note(self, text: str) -> None: ...
+
+
+def run(config: Config, workdir: Path, progress: Progress) -> Path:
+    """Makes the folder `config.sft.out`; returns it."""
+    began = time.monotonic()
+    section, out = config.sft, Path(config.sft.out)
+    progress.phase("sft", "making examples")
+    pairs = examples(config, workdir)
+    with tempfile.TemporaryDirectory() as scratch:
+        source = Path(section.init) if section.init else make_tokenizer(pairs, Path(scratch), section.vocab_size)
+        losses = _train(config, pairs, source, out, progress)
+    progress.note(f"warm start: {section.steps} steps on {len(pairs)} examples in {time.monotonic() - began:.0f} s, "
+                  f"loss {losses[0]:.3f} -> {losses[-1]:.3f}, written to {out}")
+    return out
+
+
+def examples(config: Config, workdir: Path) -> list[Pair]:
+    """The (prompt, completion) texts that `config.sft` asks for."""
+    if config.sft.rows:
+        return read_rows(Path(config.sft.rows), config.sft.examples)
+    from dora_jax.tasks import worked
+
+    return worked.pairs(config.task, config.sft.examples, seed=config.seed, slip_rate=config.sft.slip_rate)
+
+
+def read_rows(path: Path, limit: int) -> list[Pair]:
+    """`prompt` and `completion` (or `answer`) of each row of a .jsonl or .parquet file, at most `limit`."""
+    if path.suffix == ".jsonl":
+        with path.open(encoding="utf-8") as file:
+            rows: list[dict[str, Any]] = [json.loads(line) for line in file if line.strip()]
+    else:
+        import pyarrow.parquet
+
+        rows = pyarrow.parquet.read_table(path).to_pylist()
+    pairs = []
+    for number, row in enumerate(rows[:limit], 1):
+        completion = row.get("completion", row.get("answer"))
+        if not isinstance(row.get("prompt"), str) or not isinstance(completion, str):
+            raise ValueError(f"{path}: row {number} needs prompt and completion (or answer) as text")
+        pairs.append((row["prompt"], completion))
+    if not pairs:
+        raise ValueError(f"{path} holds no rows")
+    return pairs
+
+
+# ------------------------------------------------------------- tokenizer
+
+
+def make_tokenizer(pairs: Sequence[Pair], folder: Path, rows: int = 0) -> Path:
+    """A byte-level BPE of these texts in a Hugging Face folder: any text encodes, each digit is one token.
+
+    rows: of the embedding; the tokenizer is never larger (0: TOKENIZER_SIZE).
+    """
+    import tokenizers
+    from tokenizers import decoders, models, pre_tokenizers, trainers
+
+    size = min(rows or TOKENIZER_SIZE, TOKENIZER_SIZE)
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    if size < len(alphabet) + 2:
+        raise ValueError(f"sft.vocab_size={rows} is too small: bytes and special tokens take {len(alphabet) + 2} rows")
+    backend = tokenizers.Tokenizer(models.BPE())
+    backend.pre_tokenizer = pre_tokenizers.Sequence([
+        pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)])
+    backend.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(vocab_size=size, special_tokens=[END, PAD], initial_alphabet=alphabet,
+                                  show_progress=False)
+    backend.train_from_iterator((text for pair in pairs for text in pair), trainer)
+    backend.save(str(folder / "tokenizer.json"))
+    ids = {"eos_token_id": backend.token_to_id(END), "pad_token_id": backend.token_to_id(PAD)}
+    (folder / "generation_config.json").write_text(json.dumps(ids))
+    (folder / "tokenizer_config.json").write_text(json.dumps(
+        {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": END, "pad_token": PAD}))
+    return folder
+
+
+# ------------------------------------------------------------------ data
+
+
+class Rows(NamedTuple):
+    """Packed examples [n, L]; `mask` marks positions whose target is trained on."""
+
+    tokens: np.ndarray  # i32
+    targets: np.ndarray  # i32
+    segment_ids: np.ndarray  # i32, 0 = padding
+    positions: np.ndarray  # i32
+    mask: np.ndarray  # bool
+
+
+def pack_rows(pairs: Sequence[tuple[Sequence[int], Sequence[int]]], length: int, pad_id: int) -> Rows:
+    """(prompt ids, completion ids with the end token), packed in order: an example opens a new row if it must."""
+    rows: list[list[int]] = []
+    room = 0
+    for i, (prompt, completion) in enumerate(pairs):
+        n = len(prompt) + len(completion) - 1
+        if not 0 < n <= length:
+            raise ValueError(f"example {i} has {n + 1} tokens, and a row holds {length + 1}: raise sft.pack_tokens")
+        if n > room:
+            rows.append([])
+            room = length
+        rows[-1].append(i)
+        room -= n
+    shape = (len(rows), length)
+    out = Rows(np.full(shape, pad_id, np.int32), np.full(shape, pad_id, np.int32), np.zeros(shape, np.int32),
+               np.zeros(shape, np.int32), np.zeros(shape, bool))
+    for r, members in enumerate(rows):
+        start = 0
+        for segment, i in enumerate(members, 1):
+            prompt, completion = pairs[i]
+            text = np.array([*prompt, *completion], np.int32)
+            here = slice(start, start + len(text) - 1)
+            out.tokens[r, here], out.targets[r, here] = text[:-1], text[1:]
+            out.segment_ids[r, here], out.positions[r, here] = segment, np.arange(len(text) - 1)
+            out.mask[r, start + len(prompt) - 1:here.stop] = True
+            start = here.stop
+    return out
+
+
+def row_order(n_rows: int, per_step: int, steps: int, seed: int) -> np.ndarray:
+    """i32[steps, per_step]: every row once an epoch, shuffled anew each time."""
+    rng = np.random.default_rng(seed)
+    epochs = math.ceil(steps * per_step / n_rows)
+    order = np.concatenate([rng.permutation(n_rows) for _ in range(epochs)])
+    return order[:steps * per_step].reshape(steps, per_step).astype(np.int32)
+
+
+# -------------------------------------------------------------- training
+
+
+def _train(config: Config, pairs: Sequence[Pair], source: Path, out: Path, progress: Progress) -> list[float]:
+    """Trains and writes the folder; returns the loss of every step."""
+    import jax
+
+    from dora_jax.models import hf
+    from dora_jax.tokenizer import Tokenizer
+
+    section = config.sft
+    tokenizer = Tokenizer.load(source)
+    end = tokenizer.eos_ids[0]
+    data = pack_rows([(tokenizer.encode(prompt), [*tokenizer.encode(text), end]) for prompt, text in pairs],
+                     section.pack_tokens, tokenizer.pad_id)
+    mesh = _mesh(section)
+    progress.phase("sft", "compiling")
+    cfg, params = _model(config, tokenizer.vocab_size, mesh)
+    order = row_order(len(data.tokens), section.batch_rows, section.steps, config.seed)
+    losses: list[float] = []
+    for params, chunk in _steps(cfg, section, mesh, params, data, order):
+        losses += chunk
+        progress.phase("sft", f"step {len(losses)}/{section.steps}, loss {losses[-1]:.3f}")
+        if not np.isfinite(losses[-1]):
+            raise RuntimeError(f"warm start: the loss is {losses[-1]} at step {len(losses)}; lower sft.learning_rate")
+    hf.save(out, cfg, jax.device_get(params), source)
+    return losses
+
+
+def _mesh(section: SftSection) -> Any:
+    """As many devices as divide the rows of a step; parameters are replicated, since the model is small."""
+    import jax
+
+    from dora_jax.models import sharding
+
+    n = math.gcd(len(jax.devices()), section.batch_rows)
+    return sharding.make_mesh(jax.devices()[:n], n, 1, 1)
+
+
+def _model(config: Config, tokenizer_size: int, mesh: Any) -> tuple[Any, Any]:
+    from dora_jax.models import decoder, hf
+
+    section = config.sft
+    if section.init:
+        return hf.load(section.init, mesh)
+    unit = math.lcm(config.trainer.tensor, config.rollout.tensor)  # what splits the vocabulary later
+    rows = section.vocab_size or math.ceil(tokenizer_size / unit) * unit
+    sizes = ("d_model", "n_layers", "n_heads", "n_kv_heads", "head_dim", "d_ff")
+    cfg = decoder.new_config(section.family, vocab_size=rows, **{name: getattr(section, name) for name in sizes})
+    return cfg, decoder.init_params(cfg, config.seed, mesh)
+
+
+def _steps(cfg: Any, section: SftSection, mesh: Any, params: Any, data: Rows,
+           order: np.ndarray) -> Iterator[tuple[Any, list[float]]]:
+    """Yields (params, losses) a dispatch; the params are valid until the next."""
+    import jax
+    from jax.sharding import NamedSharding, PartitionSpec
+
+    from dora_jax.models import sharding
+    from dora_jax.trainer import optim
+
+    rate = optim.schedule("cosine", section.learning_rate, section.warmup_steps, section.steps)
+    tx = optim.optimizer(rate, b1=0.9, b2=0.95, eps=1e-8, weight_decay=0.01, max_grad_norm=1.0)
+    replicated = NamedSharding(mesh, PartitionSpec())
+    rows = jax.device_put(data, replicated)
+    specs = sharding.param_specs(cfg, mesh)
+    moments = jax.jit(tx.init, out_shardings=optim.state_shardings(tx, params, specs, replicated))(params)
+    dispatch = jax.jit(functools.partial(_dispatch, cfg, sharding.batch_spec(mesh), tx), donate_argnums=(0, 1))
+    for start in range(0, len(order), STEPS_PER_DISPATCH):
+        chosen = jax.device_put(order[start:start + STEPS_PER_DISPATCH], replicated)
+        params, moments, losses = dispatch(params, moments, rows, chosen)
+        yield params, np.asarray(losses).tolist()
+
+
+def _dispatch(cfg: Any, spec: Any, tx: Any, params: Any, moments: Any, rows: Rows, order_SxB: Any) -> tuple[Any, Any, Any]:
+    """S optimizer steps; donates params and moments."""
+    import jax
+    import optax
+
+    def step(carry: tuple[Any, Any], chosen_B: Any) -> tuple[tuple[Any, Any], Any]:
+        params, moments = carry
+        batch = jax.lax.with_sharding_constraint(Rows(*(x[chosen_B] for x in rows)), spec)
+        loss, grads = jax.value_and_grad(functools.partial(_loss, cfg))(params, batch)
+        updates, moments = tx.update(grads, moments, params)
+        return (optax.apply_updates(params, updates), moments), loss
+
+    (params, moments), losses = jax.lax.scan(step, (params, moments), order_SxB)
+    return params, moments, losses
+
+
+def _loss(cfg: Any, params: Any, batch: Rows) -> Any:
+    """Mean negative log-prob of the trained tokens."""
+    import jax.numpy as jnp
+
+    from dora_jax.models import decoder
+    from dora_jax.models.logits import target_logprobs
+
+    attend = decoder.segment_attention(batch.segment_ids, batch.positions)
+    hidden = decoder.forward(cfg, params, batch.tokens, batch.positions, attend)
+    logprobs, _ = target_logprobs(cfg, params, hidden, batch.targets)
+    return -jnp.sum(jnp.where(batch.mask, logprobs, 0.0)) / jnp.maximum(batch.mask.sum(), 1)
+
+
+def main(config: Config, workdir: Path) -> int:
+    from dora_jax import devices
+    from dora_jax.config import ConfigError
+    from dora_jax.metrics import Writer
+
+    if (Path(config.sft.out) / "config.json").exists():
+        raise ConfigError(f"sft.out: {config.sft.out} already holds a model; name another folder, or remove it")
+    devices.setup_platform(config)
+    with Writer(workdir) as writer:
+        run(config, workdir, writer)
+    return 0
+
+
+if __name__ == "__main__":
+    flags.run(main, purpose="sft")
