@@ -1,0 +1,238 @@
+"""Commits: what each event changes in the state. Nothing is decided here.
+
+A fact about something that was given up (an instance that went down, a sample that ended first) is a race that
+happens and is ignored; a fact that contradicts a command raises.
+"""
+
+from __future__ import annotations
+
+from dora_jax.orchestrate import events as ev
+from dora_jax.orchestrate import fleet as fl
+from dora_jax.orchestrate.fleet import Host, Unit
+from dora_jax.orchestrate.state import State
+from dora_jax.types import is_eval
+
+# ---------------------------------------------------------------- instances
+
+
+def instance_up(s: State, event: ev.InstanceUp) -> None:
+    if event.instance in s.fleet.hosts:
+        raise RuntimeError(f"instance {event.instance} is up twice")
+    problem = s.config.instance_problem(event.pages, event.page_size, event.slots)
+    if problem:
+        s.halt(False, f"instance {event.instance} cannot serve this run: {problem}")
+        return
+    host = Host(event.instance, event.slots, event.pages, event.page_size, event.residents, event.speed)
+    s.fleet.add(host, event.versions)
+    s.emptied[host.id] = None
+    s.rebalance_due = True
+    s.woken.update(dict.fromkeys(event.versions))
+
+
+def instance_down(s: State, event: ev.InstanceDown) -> None:
+    host = s.fleet.hosts.get(event.instance)
+    if host is None:
+        return
+    s.fleet.remove(host)
+    unstarted = []
+    for unit in host.units:
+        unit.instance = None
+        if unit.state == fl.STARTING:
+            unstarted.append(unit)
+        elif unit.state == fl.CANCELLING:
+            s.out.append(ev.Cancel(ids=(unit.id,), instance=None, reason="its instance is lost"))
+        elif unit.state != fl.MOVING:  # a move is answered even so
+            s.recorded(unit)
+    s.queue.put_back(unstarted)
+    s.woken.update(dict.fromkeys(unit.version for unit in host.units))
+    s.rebalance_due = s.retire_due = True
+
+
+def weights_loaded(s: State, event: ev.WeightsLoaded) -> None:
+    host = s.fleet.hosts.get(event.instance)
+    if host is None:
+        return
+    if host.loading != event.version:
+        raise RuntimeError(f"instance {host.id} loaded version {event.version}, not {host.loading}")
+    s.fleet.end_load(host)
+    s.woken[event.version] = None
+    s.emptied[host.id] = None
+    s.retire_due = True
+
+
+def pages_reported(s: State, event: ev.PagesReported) -> None:
+    host = s.fleet.hosts.get(event.instance)
+    if host is not None:
+        host.free_reported = event.free
+
+
+def time_passed(s: State, event: ev.TimePassed) -> None:
+    s.now_s = event.now_s
+    if event.now_s - s.rebalanced_s >= s.config.rebalance_period_s:
+        s.rebalance_due = True
+
+
+# ---------------------------------------------------------------- samples
+
+
+def sample_started(s: State, event: ev.SampleStarted) -> None:
+    unit = s.unit(event.id)
+    if unit is None:  # its group failed while it started
+        s.out.append(ev.Cancel(ids=(event.id,), instance=event.instance, reason="its group has ended"))
+    elif unit.state == fl.STARTING and unit.instance == event.instance:
+        if unit.version != event.version:
+            raise RuntimeError(f"sample {event.id} started at version {event.version}, not {unit.version}")
+        unit.state = fl.RUNNING
+        group = unit.group
+        if not group.started and not is_eval(group.id):
+            s.ledger.running(group.id)
+        group.started = True
+        _swap_latecomer(s, unit)
+
+
+def sample_progress(s: State, event: ev.SampleProgress) -> None:
+    unit = s.unit(event.id)
+    if unit is not None:
+        s.fleet.grow(unit, event.tokens)
+
+
+def sample_done(s: State, event: ev.SampleDone) -> None:
+    unit = s.unit(event.id)
+    if unit is None or event.instance != unit.instance:
+        return  # said by an instance that was given up: the sample goes on elsewhere
+    s.fleet.observe(event.tokens)
+    s.end_unit(unit)
+    group = unit.group
+    if group.left == 0 and group.doomed is None and not is_eval(group.id):
+        s.ledger.scoring(group.id)
+
+
+def sample_cancelled(s: State, event: ev.SampleCancelled) -> None:
+    unit = s.unit(event.id)
+    if unit is not None:
+        if unit.state != fl.CANCELLING:
+            raise RuntimeError(f"sample {event.id} was cancelled without a command: {event.reason}")
+        s.end_unit(unit)
+
+
+def sample_moved(s: State, event: ev.SampleMoved) -> None:
+    unit = s.unit(event.id)
+    if unit is None or unit.state != fl.MOVING or unit.dst.id != event.dst:
+        return  # it finished at the source first
+    dst = s.fleet.end_move(unit)
+    s.freed(s.fleet.release(unit), unit.version)
+    s.moves_total += 1
+    if dst is None:
+        s.recorded(unit)
+        return
+    s.fleet.reserve(unit, dst, fl.RUNNING)
+    if unit.group.doomed is not None:
+        s.cancel(unit)
+
+
+def move_failed(s: State, event: ev.MoveFailed) -> None:
+    unit = s.unit(event.id)
+    if unit is None or unit.state != fl.MOVING or unit.dst.id != event.dst:
+        return
+    unit.failed_moves += 1
+    s.freed(s.fleet.end_move(unit), unit.version)
+    if unit.instance is None:
+        s.recorded(unit)
+        return
+    unit.state = fl.RUNNING
+    if unit.group.doomed is not None:
+        s.cancel(unit)
+
+
+def sample_parked(s: State, event: ev.SampleParked) -> None:
+    unit = s.unit(event.id)
+    if unit is not None and unit.state == fl.PARKING:
+        s.freed(s.fleet.release(unit), unit.version)
+        s.recorded(unit)
+
+
+def sample_resumed(s: State, event: ev.SampleResumed) -> None:
+    unit = s.unit(event.id)
+    if unit is not None and unit.state == fl.RESUMING and unit.instance == event.instance:
+        unit.state = fl.RUNNING
+        _swap_latecomer(s, unit)
+
+
+def _swap_latecomer(s: State, unit: Unit) -> None:
+    """Mode `partial`: a sample that began to run under weights which were replaced meanwhile."""
+    if s.decisions.on_publish == "swap" and unit.version < s.ledger.base and not is_eval(unit.group.id):
+        s.rebalance_due = True
+
+
+# ---------------------------------------------------------------- groups and steps
+
+
+def group_scored(s: State, event: ev.GroupScored) -> None:
+    group = s.groups.pop(event.group_id, None)
+    if group is None or group.left:
+        raise RuntimeError(f"group {event.group_id} is scored, but it is not there to be scored")
+    if is_eval(group.id):
+        _evaluated(s, group.version)
+    elif group.doomed is not None:  # evicted while it was scored
+        s.bury(group)
+    else:
+        s.ledger.scored(group.id, event.trainable)
+        if event.trainable:
+            s.take_due = True
+        else:
+            s.group_lost()
+            _stop_if_nothing_to_learn(s)
+
+
+def _stop_if_nothing_to_learn(s: State) -> None:
+    limit = s.config.max_filtered_rounds * s.config.groups_per_step
+    if s.ledger.filtered_in_a_row >= limit:
+        s.halt(False, f"{limit} groups in a row were filtered out: the task gives this policy no signal to learn from")
+
+
+def group_failed(s: State, event: ev.GroupFailed) -> None:
+    group = s.groups.get(event.group_id)
+    if group is None or (group.doomed is not None and group.left):
+        return
+    if is_eval(group.id):
+        _evaluated(s, group.version)
+    elif group.doomed is None:
+        s.ledger.failed(group.id)
+        s.group_lost()
+    if group.left == 0:
+        s.bury(group)
+    else:
+        s.doom(group, "failed", event.reason, never_start=True)
+
+
+def _evaluated(s: State, version: int) -> None:
+    s.evaluating[version] -= 1
+    if not s.evaluating[version]:
+        del s.evaluating[version]
+        s.retire_due = True
+
+
+def step_published(s: State, event: ev.StepPublished) -> None:
+    s.ledger.published(event.version)
+    s.alive[event.version] = None
+    s.take_due = s.rebalance_due = s.retire_due = s.step_ended = True
+
+
+COMMIT = {
+    ev.InstanceUp: instance_up,
+    ev.InstanceDown: instance_down,
+    ev.WeightsLoaded: weights_loaded,
+    ev.PagesReported: pages_reported,
+    ev.TimePassed: time_passed,
+    ev.SampleStarted: sample_started,
+    ev.SampleProgress: sample_progress,
+    ev.SampleDone: sample_done,
+    ev.SampleCancelled: sample_cancelled,
+    ev.SampleMoved: sample_moved,
+    ev.MoveFailed: move_failed,
+    ev.SampleParked: sample_parked,
+    ev.SampleResumed: sample_resumed,
+    ev.GroupScored: group_scored,
+    ev.GroupFailed: group_failed,
+    ev.StepPublished: step_published,
+}

@@ -1,0 +1,295 @@
+"""The fleet: what every instance holds and where every unfinished sample is; indexes that make a decision cheap.
+
+Consumes reservations (made when a command is issued) and releases (made when an event answers it).
+Law: a slot and its pages are reserved from the command to the event that frees them, at both ends of a move.
+"""
+
+from __future__ import annotations
+
+import heapq
+
+from dora_jax.types import GroupId, InstanceId, SampleId, Version
+
+PENDING = "pending"  # waits for its first slot
+STARTING, RUNNING, MOVING, PARKING, RESUMING = "starting", "running", "moving", "parking", "resuming"
+PARKED = "parked"  # its tokens are recorded outside any instance; waits for a slot
+CANCELLING = "cancelling"
+ENDED = "ended"
+
+
+class Unit:
+    """One unfinished sample."""
+
+    __slots__ = (
+        "dst", "dst_pages", "failed_moves", "group", "index", "instance", "pages", "state", "tokens", "version",
+    )  # fmt: skip
+
+    def __init__(self, group: Group, index: int):
+        self.group = group
+        self.index = index
+        self.version: Version = group.version  # of its weights now: the group's, except in mode `partial`
+        self.state = PENDING
+        self.tokens = 0
+        self.pages = 0  # reserved where it is
+        self.instance: InstanceId | None = None
+        self.dst: Host | None = None  # while MOVING
+        self.dst_pages = 0
+        self.failed_moves = 0
+
+    @property
+    def id(self) -> SampleId:
+        return SampleId(self.group.id, self.index)
+
+
+class Group:
+    """One prompt with its G samples; `units[i]` is None once sample i has ended."""
+
+    __slots__ = ("doomed", "id", "left", "started", "units", "version")
+
+    def __init__(self, group_id: GroupId, version: Version, samples: int):
+        self.id = group_id
+        self.version = version
+        self.left = samples
+        self.started = False
+        self.doomed: str | None = None  # "failed" or "evicted" while its last samples are being cancelled
+        self.units: list[Unit | None] = [Unit(self, i) for i in range(samples)]
+
+
+class Host:
+    """One instance that is up."""
+
+    __slots__ = (
+        "counts", "draining", "free_reported", "id", "incoming", "loading", "page_size", "pages", "pages_used",
+        "residents", "slots", "speed", "target", "units", "used", "versions",
+    )  # fmt: skip
+
+    def __init__(self, id: InstanceId, slots: int, pages: int, page_size: int, residents: int, speed: float):
+        self.id = id
+        self.slots = slots
+        self.pages = pages
+        self.page_size = page_size
+        self.residents = residents
+        self.speed = speed
+        self.versions: list[Version] = []  # loaded
+        self.loading: Version | None = None
+        self.draining: Version | None = None  # starts nothing of this version: it makes room for `target`
+        self.target: Version | None = None
+        self.units: dict[Unit, None] = {}
+        self.counts: dict[Version, int] = {}  # samples by version, incoming moves included
+        self.used = 0  # slots, incoming moves included
+        self.pages_used = 0
+        self.incoming = 0
+        self.free_reported: int | None = None
+
+    @property
+    def load(self) -> float:
+        return self.used / (self.slots * self.speed)
+
+    @property
+    def serving(self) -> Version | None:
+        """The version that it was given last."""
+        if self.loading is not None:
+            return self.loading
+        return self.versions[-1] if self.versions else None
+
+
+class Fleet:
+    def __init__(self, prompt_tokens: int, new_tokens: int):
+        self.prompt_tokens = prompt_tokens  # bound of a prompt
+        self.new_tokens = new_tokens  # bound of a response
+        self.hosts: dict[InstanceId, Host] = {}
+        self.open: dict[Version, list[tuple[float, InstanceId]]] = {}  # heaps; entries may be stale
+        self.holders: dict[Version, dict[InstanceId, None]] = {}  # instances that serve or load a version
+        self.promised: dict[Version, int] = {}  # slots of hosts that load a version or make room for it
+        self.drains: dict[Version, int] = {}  # hosts on which a version drains
+        self.finished = 0
+        self.finished_tokens = 0
+
+    # ------------------------------------------------------------------ pages
+
+    def expected_tokens(self, tokens: int = 0) -> int:
+        """Response tokens to reserve for a sample that has `tokens`: the bound until lengths are known."""
+        if self.finished < 32:
+            return self.new_tokens
+        mean = self.finished_tokens / self.finished
+        return min(self.new_tokens, int(max(1.5 * mean, 1.25 * tokens)) + 1)
+
+    def page_need(self, host: Host, tokens: int = 0) -> int:
+        return -(-(self.prompt_tokens + self.expected_tokens(tokens)) // host.page_size)
+
+    def has_room(self, host: Host, tokens: int = 0) -> bool:
+        return host.used < host.slots and host.pages_used + self.page_need(host, tokens) <= host.pages
+
+    def room(self, host: Host, tokens: int = 0) -> int:
+        """Samples of this length that fit."""
+        by_pages = (host.pages - host.pages_used) // self.page_need(host, tokens)
+        return max(0, min(host.slots - host.used, by_pages))
+
+    def observe(self, tokens: int) -> None:
+        self.finished += 1
+        self.finished_tokens += tokens
+
+    def grow(self, unit: Unit, tokens: int) -> None:
+        """Raise the reservation of a sample that outgrew it."""
+        unit.tokens = tokens
+        host = self.hosts.get(unit.instance)
+        if host is not None and self.prompt_tokens + tokens > unit.pages * host.page_size:
+            pages = max(unit.pages, self.page_need(host, tokens))
+            host.pages_used += pages - unit.pages
+            unit.pages = pages
+
+    # ------------------------------------------------------------------ reserve and release
+
+    def reserve(self, unit: Unit, host: Host, state: str) -> None:
+        """The sample holds a slot of `host` from now on; `offer` the host when its last one is placed."""
+        unit.state, unit.instance = state, host.id
+        unit.pages = self.page_need(host, unit.tokens)
+        host.units[unit] = None
+        _count(host, unit.version, 1, unit.pages)
+
+    def release(self, unit: Unit) -> Host | None:
+        """Free the sample's slot (at both ends of a move); returns its host, None if that is gone."""
+        if unit.dst is not None:
+            self.end_move(unit)
+        host = self.hosts.get(unit.instance)
+        unit.instance = None
+        if host is None or unit not in host.units:
+            return None
+        del host.units[unit]
+        _count(host, unit.version, -1, -unit.pages)
+        self.offer(host)
+        return host
+
+    def reserve_move(self, unit: Unit, dst: Host) -> None:
+        """The sample holds a slot at both ends until the move is answered."""
+        unit.state, unit.dst, unit.dst_pages = MOVING, dst, self.page_need(dst, unit.tokens)
+        dst.incoming += 1
+        _count(dst, unit.version, 1, unit.dst_pages)
+
+    def end_move(self, unit: Unit) -> Host | None:
+        """Give back the slot reserved at the destination; returns the destination, None if that is gone."""
+        dst, unit.dst = unit.dst, None
+        if self.hosts.get(dst.id) is not dst:
+            return None
+        dst.incoming -= 1
+        _count(dst, unit.version, -1, -unit.dst_pages)
+        self.offer(dst)
+        return dst
+
+    # ------------------------------------------------------------------ hosts by version
+
+    def offer(self, host: Host) -> None:
+        """Enter a host with room into the heap of each version that it may start samples of."""
+        if not self.has_room(host):
+            return
+        entry = (host.load, host.id)
+        for version in host.versions:
+            if version != host.draining:
+                heap = self.open.setdefault(version, [])
+                heapq.heappush(heap, entry)
+                if len(heap) > 4 * len(self.holders[version]) + 64:
+                    self._compact(version)
+
+    def best(self, version: Version, tokens: int = 0) -> Host | None:
+        """The least loaded host (ties by id) of a version with room for a sample of `tokens`."""
+        heap = self.open.get(version)
+        found, too_small = None, []
+        while heap:
+            load, id = heap[0]
+            host = self.hosts.get(id)
+            if host is None or host.load != load or not self.has_room(host) or not _serves(host, version):
+                heapq.heappop(heap)
+            elif self.has_room(host, tokens):
+                found = host
+                break
+            else:
+                too_small.append(heapq.heappop(heap))
+        for entry in too_small:
+            heapq.heappush(heap, entry)
+        return found
+
+    def _compact(self, version: Version) -> None:
+        hosts = [self.hosts[id] for id in self.holders[version]]
+        heap = [(h.load, h.id) for h in hosts if _serves(h, version) and self.has_room(h)]
+        heapq.heapify(heap)
+        self.open[version] = heap
+
+    # ------------------------------------------------------------------ weights
+
+    def begin_load(self, host: Host, version: Version, drop: Version | None) -> None:
+        self.set_target(host, None)
+        if drop is not None:
+            host.versions.remove(drop)
+            self._unhold(host, drop)
+        host.loading = version
+        self.holders.setdefault(version, {})[host.id] = None
+        self._promise(host, version, 1)
+
+    def end_load(self, host: Host) -> None:
+        self._promise(host, host.loading, -1)
+        host.versions.append(host.loading)
+        host.loading = None
+        self.offer(host)
+
+    def set_target(self, host: Host, target: Version | None, draining: Version | None = None) -> None:
+        """`draining` starts no more samples on this host, and makes room for `target` once it has none."""
+        if host.target == target and host.draining == draining:
+            return
+        if host.target is not None:
+            self._promise(host, host.target, -1)
+        if host.draining is not None:
+            _add(self.drains, host.draining, -1)
+        host.target, host.draining = target, draining
+        if target is not None:
+            self._promise(host, target, 1)
+        if draining is not None:
+            _add(self.drains, draining, 1)
+        self.offer(host)
+
+    def _promise(self, host: Host, version: Version, sign: int) -> None:
+        _add(self.promised, version, sign * host.slots)
+
+    def _unhold(self, host: Host, version: Version) -> None:
+        hosts = self.holders[version]
+        del hosts[host.id]
+        if not hosts:
+            del self.holders[version]
+            self.open.pop(version, None)
+
+    # ------------------------------------------------------------------ instances come and go
+
+    def add(self, host: Host, versions: tuple[Version, ...]) -> None:
+        self.hosts[host.id] = host
+        for version in versions:
+            host.versions.append(version)
+            self.holders.setdefault(version, {})[host.id] = None
+        self.offer(host)
+
+    def remove(self, host: Host) -> None:
+        """Forget an instance; its samples are the caller's to place again."""
+        self.set_target(host, None)
+        if host.loading is not None:
+            self._promise(host, host.loading, -1)
+            self._unhold(host, host.loading)
+        for version in host.versions:
+            self._unhold(host, version)
+        del self.hosts[host.id]
+
+
+def _serves(host: Host, version: Version) -> bool:
+    return version in host.versions and version != host.draining
+
+
+def _count(host: Host, version: Version, samples: int, pages: int) -> None:
+    host.used += samples
+    host.pages_used += pages
+    _add(host.counts, version, samples)
+
+
+def _add(counts: dict[Version, int], version: Version, by: int) -> None:
+    """Add; a count of zero is not kept."""
+    left = counts.get(version, 0) + by
+    if left:
+        counts[version] = left
+    else:
+        counts.pop(version, None)

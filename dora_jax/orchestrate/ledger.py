@@ -1,0 +1,234 @@
+"""The ledger: the life of every training group, and the two tests that bound staleness.
+
+Consumes admissions and facts about groups, produces batches. It is the only place that knows the deadline rule:
+
+    b    base the next batch is taken at: the newest published version
+    b'   base of the batch after the one in training: b + 1 from `Train` until `StepPublished`, else b
+    outstanding(<= u)   groups of versions up to u, admitted and not yet taken, filtered, failed or evicted
+
+    take  P ready groups, in order of (version, group_id), iff each member has b <= v + max_lag and for every
+          live u <= b:            outstanding_after(<= u) <= (u + max_lag - b) * P
+    admit at v iff for every u in [v, newest]:  outstanding(<= u) < (u + max_lag - b' + 1) * P
+
+Law (`check`): admitted = waiting + running + scoring + ready + training + trained + filtered + failed + evicted.
+"""
+
+from __future__ import annotations
+
+from dora_jax.types import GroupId, Version
+
+WAITING, RUNNING, SCORING, READY, TRAINING = "waiting", "running", "scoring", "ready", "training"
+TRAINED, FILTERED, FAILED, EVICTED = "trained", "filtered", "failed", "evicted"
+OUTSTANDING = (WAITING, RUNNING, SCORING, READY)
+ENDS = (TRAINED, FILTERED, FAILED, EVICTED)
+STATES = OUTSTANDING + (TRAINING,) + ENDS
+
+
+class Ledger:
+    """`max_lag` bounds staleness; `capped` = False drops the two sums and leaves the members' test (mode `evict`);
+    `max_lag` = None bounds nothing (mode `partial`)."""
+
+    def __init__(self, groups_per_step: int, max_lag: int | None, base: Version, *, capped: bool = True):
+        self.groups_per_step = groups_per_step
+        self.max_lag = max_lag
+        self.capped = capped and max_lag is not None
+        self.base = base
+        self.batch: tuple[GroupId, ...] = ()  # in the trainer
+        self.batch_lags: dict[int, int] = {}  # lag -> groups of that batch
+        self.admitted = 0
+        self.counts = dict.fromkeys(STATES, 0)
+        self.live: dict[GroupId, tuple[str, Version]] = {}  # groups that have not ended
+        self.outstanding: dict[Version, int] = {}
+        self.ready: dict[Version, list[GroupId]] = {}
+        self.filtered_in_a_row = 0
+
+    @property
+    def next_base(self) -> Version:
+        """b' of the rule."""
+        return self.base + 1 if self.batch else self.base
+
+    @property
+    def total_outstanding(self) -> int:
+        return self.admitted - self.counts[TRAINING] - sum(self.counts[end] for end in ENDS)
+
+    # ------------------------------------------------------------------ admit
+
+    def admissible(self, version: Version) -> int | None:
+        """Groups that may be admitted at `version` now; None: any number."""
+        if not self.capped:
+            return None
+        older = sum(n for v, n in self.outstanding.items() if v < version)
+        least = None
+        for u in range(version, self.base + 1):
+            older += self.outstanding.get(u, 0)
+            room = (u + self.max_lag - self.next_base + 1) * self.groups_per_step - older
+            least = room if least is None else min(least, room)
+        return max(0, least)
+
+    def admit(self, group_id: GroupId, version: Version) -> None:
+        if group_id in self.live:
+            raise RuntimeError(f"group {group_id} is admitted twice")
+        if self.admissible(version) == 0:
+            raise RuntimeError(f"group {group_id} is admitted at version {version} against the deadline rule")
+        self.admitted += 1
+        self.counts[WAITING] += 1
+        self.live[group_id] = (WAITING, version)
+        self.outstanding[version] = self.outstanding.get(version, 0) + 1
+
+    # ------------------------------------------------------------------ facts about one group
+
+    def version(self, group_id: GroupId) -> Version:
+        return self.live[group_id][1]
+
+    def state(self, group_id: GroupId) -> str:
+        return self.live[group_id][0]
+
+    def running(self, group_id: GroupId) -> None:
+        self._move(group_id, (WAITING,), RUNNING)
+
+    def scoring(self, group_id: GroupId) -> None:
+        self._move(group_id, (WAITING, RUNNING), SCORING)
+
+    def scored(self, group_id: GroupId, trainable: bool) -> None:
+        if trainable:
+            version = self._move(group_id, (SCORING,), READY)
+            self.ready.setdefault(version, []).append(group_id)
+            self.filtered_in_a_row = 0
+        else:
+            self._end(group_id, (SCORING,), FILTERED)
+            self.filtered_in_a_row += 1
+
+    def failed(self, group_id: GroupId) -> None:
+        self._end(group_id, (WAITING, RUNNING, SCORING), FAILED)
+
+    def evicted(self, group_id: GroupId) -> None:
+        state, version = self.live[group_id]
+        if state == READY:
+            self.ready[version].remove(group_id)
+        self._end(group_id, OUTSTANDING, EVICTED)
+
+    def _move(self, group_id: GroupId, sources: tuple[str, ...], target: str) -> Version:
+        state, version = self.live.get(group_id, ("unknown", -1))
+        if state not in sources:
+            raise RuntimeError(f"group {group_id} is {state}: it cannot become {target}")
+        self.counts[state] -= 1
+        self.counts[target] += 1
+        self.live[group_id] = (target, version)
+        return version
+
+    def _end(self, group_id: GroupId, sources: tuple[str, ...], target: str) -> None:
+        version = self._move(group_id, sources, target)
+        del self.live[group_id]
+        self._release(version, 1)
+
+    def _release(self, version: Version, groups: int) -> None:
+        self.outstanding[version] -= groups
+        if not self.outstanding[version]:
+            del self.outstanding[version]
+
+    # ------------------------------------------------------------------ take
+
+    def take(self) -> tuple[GroupId, ...]:
+        """The next batch, which is in training from now on, or () while there is none that the rule allows."""
+        members = {} if self.batch else self.oldest_ready()
+        if not members or not self.may_take(members):
+            return ()
+        batch = []
+        for version, groups in members.items():
+            pool = sorted(self.ready[version])
+            batch += pool[:groups]
+            self.ready[version] = pool[groups:]
+            self._release(version, groups)
+        self._enter(batch)
+        self.batch_lags = {self.base - version: groups for version, groups in members.items()}
+        return self.batch
+
+    def oldest_ready(self) -> dict[Version, int]:
+        """{version: groups} of the first P ready groups in order of (version, group_id); {} if there are fewer."""
+        missing = self.groups_per_step
+        members: dict[Version, int] = {}
+        for version in sorted(v for v, pool in self.ready.items() if pool):
+            members[version] = min(missing, len(self.ready[version]))
+            missing -= members[version]
+            if not missing:
+                return members
+        return {}
+
+    def may_take(self, members: dict[Version, int]) -> bool:
+        """The take test at the present base."""
+        return self._members_in_time(members) and self.blocking_version(members) is None
+
+    def blocking_version(self, members: dict[Version, int]) -> Version | None:
+        """The oldest u whose outstanding groups forbid this batch; None: nothing does."""
+        if not self.capped:
+            return None
+        after = sum(n for v, n in self.outstanding.items() if v < self.base - self.max_lag)
+        for u in range(self.base - self.max_lag, self.base + 1):
+            after += self.outstanding.get(u, 0) - members.get(u, 0)
+            if after > (u + self.max_lag - self.base) * self.groups_per_step:
+                return u
+        return None
+
+    def _members_in_time(self, members: dict[Version, int]) -> bool:
+        return self.max_lag is None or all(self.base <= v + self.max_lag for v in members)
+
+    def _enter(self, batch: list[GroupId]) -> None:
+        live, state = self.live, TRAINING
+        for group_id in batch:
+            live[group_id] = (state, live[group_id][1])
+        self.counts[READY] -= len(batch)
+        self.counts[TRAINING] += len(batch)
+        self.batch = tuple(batch)
+
+    def published(self, version: Version) -> None:
+        if not self.batch or version != self.base + 1:
+            raise RuntimeError(f"version {version} is published, but the trainer works on base {self.base}")
+        self.counts[TRAINING] -= len(self.batch)
+        self.counts[TRAINED] += len(self.batch)
+        for group_id in self.batch:
+            del self.live[group_id]
+        self.batch = ()
+        self.base = version
+        self.ready = {v: pool for v, pool in self.ready.items() if pool}
+
+    # ------------------------------------------------------------------ law
+
+    def check(self) -> None:
+        """Raise unless the ledger balances and nothing in it is past its deadline."""
+        if self.admitted != sum(self.counts.values()):
+            raise RuntimeError(f"the ledger does not balance: admitted {self.admitted}, states {self.counts}")
+        counted = dict.fromkeys(STATES, 0)
+        outstanding: dict[Version, int] = {}
+        for state, version in self.live.values():
+            counted[state] += 1
+            if state in OUTSTANDING:
+                outstanding[version] = outstanding.get(version, 0) + 1
+        if any(counted[s] != self.counts[s] for s in OUTSTANDING + (TRAINING,)) or outstanding != self.outstanding:
+            raise RuntimeError(f"the ledger's counters are off: {counted} against {self.counts}")
+        if self.capped and any(v + self.max_lag < self.next_base for v in self.outstanding):
+            raise RuntimeError(f"a group is past its deadline: {self.outstanding} at base {self.next_base}")
+
+    def snapshot(self) -> dict:
+        return {
+            "base": self.base,
+            "batch": list(self.batch),
+            "batch_lags": [[lag, n] for lag, n in self.batch_lags.items()],
+            "admitted": self.admitted,
+            "counts": dict(self.counts),
+            "live": [[g, state, version] for g, (state, version) in self.live.items()],
+            "ready": [[v, list(pool)] for v, pool in self.ready.items()],
+            "filtered_in_a_row": self.filtered_in_a_row,
+        }
+
+    def load(self, data: dict) -> None:
+        """Take the state that `snapshot` gave."""
+        self.base, self.batch, self.admitted = data["base"], tuple(data["batch"]), data["admitted"]
+        self.batch_lags = {lag: n for lag, n in data["batch_lags"]}
+        self.counts = dict(data["counts"])
+        self.live = {g: (state, version) for g, state, version in data["live"]}
+        self.ready = {v: list(pool) for v, pool in data["ready"]}
+        self.filtered_in_a_row = data["filtered_in_a_row"]
+        self.outstanding = {}
+        for state, version in self.live.values():
+            if state in OUTSTANDING:
+                self.outstanding[version] = self.outstanding.get(version, 0) + 1

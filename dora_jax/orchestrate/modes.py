@@ -1,0 +1,139 @@
+"""What the orchestrator is told (`OrchestratorConfig`) and what each mode decides (`Decisions`).
+
+A mode is one row of choices; the code that carries them out is the same for all six.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+
+from dora_jax.types import Version
+
+MODES = ("sync", "one_step", "partial", "evict", "dora_paper", "dora")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Decisions:
+    """max_lag      bound on staleness against the step's base; None: unbounded
+    capped          the ledger's two sums hold (else only each member's own deadline)
+    target_groups   groups outstanding beyond the batch in training at which admission stops
+    admit_on        "stream": whenever credit and a slot are free; "publish": only at the end of a step
+    admit_at        "newest" version; "batch": the version of the groups outstanding, if any
+    refill_margin   an older version v is refilled while v + max_lag - b' >= refill_margin; None: never
+    spread          "remainder": largest remainder and minimum needs; "round": the paper's plain rounding
+    on_publish      "keep": running samples stay at their version; "swap": all go on under the new weights;
+                    "evict": groups past their deadline are cancelled and their prompts redone
+    """
+
+    max_lag: int | None
+    capped: bool
+    target_groups: int
+    admit_on: str = "stream"
+    admit_at: str = "newest"
+    refill_margin: int | None = None
+    spread: str = "remainder"
+    on_publish: str = "keep"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class OrchestratorConfig:
+    groups_per_step: int  # P
+    group_size: int  # G
+    total_steps: int  # the run ends when this version is published
+    mode: str = "dora"
+    max_versions: int = 3  # the paper's K
+    inflight: float = 1.25  # groups outstanding beyond the batch in training, in units of P
+    rebalance_period_s: float = 0.5
+    max_filtered_rounds: int = 10  # filtered groups in a row, in units of P, that stop the run
+    max_prompt_tokens: int = 128
+    max_new_tokens: int = 128
+    eval_every: int = 0  # versions; 0: only version 0 and the last
+    eval_groups: int = 0  # 0: no evaluation
+    eval_samples: int = 1
+    kv_pressure: float = 0.03  # share of free pages below which an instance sheds samples
+    peer_weights: bool = False  # a LoadWeights names a peer that holds the version where there is one
+
+    @property
+    def max_lag(self) -> int:
+        return self.max_versions - 1
+
+    @property
+    def decisions(self) -> Decisions:
+        groups = self.groups_per_step
+        target = max(1, math.ceil(self.inflight * groups))
+        if self.mode == "sync":
+            return Decisions(max_lag=0, capped=True, target_groups=groups)
+        if self.mode == "one_step":
+            return Decisions(max_lag=1, capped=True, target_groups=groups, admit_at="batch")
+        if self.mode == "partial":
+            return Decisions(max_lag=None, capped=False, target_groups=target, on_publish="swap")
+        if self.mode == "evict":
+            return Decisions(max_lag=self.max_lag, capped=False, target_groups=target, on_publish="evict")
+        if self.mode == "dora_paper":
+            return Decisions(
+                max_lag=self.max_lag, capped=True, target_groups=target, admit_on="publish", spread="round"
+            )
+        return Decisions(max_lag=self.max_lag, capped=True, target_groups=target, refill_margin=1)
+
+    # ------------------------------------------------------------------ evaluation
+
+    def evaluation_due(self, version: Version) -> bool:
+        if not self.eval_groups:
+            return False
+        every = self.eval_every
+        return version in (0, self.total_steps) or (every > 0 and version % every == 0)
+
+    def evaluation_round(self, version: Version) -> int:
+        """Evaluations due before `version`: pure, so that a resumed run counts on."""
+        every = self.eval_every or max(1, self.total_steps)
+        return -(-version // every)
+
+    def evaluation_ids(self, version: Version) -> tuple[int, ...]:
+        first = self.evaluation_round(version) * self.eval_groups
+        return tuple(-1 - (first + i) for i in range(self.eval_groups))
+
+    # ------------------------------------------------------------------ refusals
+
+    def problems(self) -> list[str]:
+        """Sentences that say why this run could never progress; empty when it can."""
+        found = []
+        if self.mode not in MODES:
+            found.append(f"mode {self.mode!r} is none of {', '.join(MODES)}")
+        for name in ("groups_per_step", "group_size", "max_versions", "max_new_tokens", "max_filtered_rounds"):
+            if getattr(self, name) < 1:
+                found.append(f"{name} is {getattr(self, name)}: it must be at least 1")
+        if self.total_steps < 0:
+            found.append(f"total_steps is {self.total_steps}: it must not be negative")
+        if self.eval_groups < 0 or self.eval_every < 0 or (self.eval_groups and self.eval_samples < 1):
+            found.append("eval_groups and eval_every must not be negative, eval_samples at least 1")
+        if self.rebalance_period_s <= 0:
+            found.append(f"rebalance_period_s is {self.rebalance_period_s}: it must be positive")
+        return found + (self._load_problems() if not found else [])
+
+    def _load_problems(self) -> list[str]:
+        found = []
+        samples = self.inflight * self.groups_per_step * self.group_size
+        if samples < self.group_size:
+            found.append(
+                f"inflight {self.inflight} asks for {samples:g} samples in flight: "
+                f"that is less than one group of {self.group_size}"
+            )
+        elif self.inflight < 1.0 and self.mode not in ("sync", "one_step"):
+            found.append(
+                f"inflight {self.inflight} keeps at most {math.ceil(self.inflight * self.groups_per_step)} groups "
+                f"outstanding: a step takes {self.groups_per_step} and would never start"
+            )
+        return found
+
+    def instance_problem(self, pages: int, page_size: int, slots: int) -> str | None:
+        """Why an instance of this size cannot serve the run; None: it can."""
+        tokens = self.max_prompt_tokens + self.max_new_tokens
+        if slots < 1:
+            return "it has no slot"
+        if pages * page_size < tokens:
+            return (
+                f"its {pages} pages of {page_size} tokens hold {pages * page_size} tokens, but one sample may need "
+                f"{tokens} (max_prompt_tokens {self.max_prompt_tokens} + max_new_tokens {self.max_new_tokens})"
+            )
+        return None

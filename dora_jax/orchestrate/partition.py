@@ -1,0 +1,88 @@
+"""Partition: which instance serves which version. Values in, values out.
+
+`plan_shares` divides instances among versions in proportion to their requests in flight; `plan_partition` picks the
+instances, with the fewest reloads. Where there are fewer instances than versions, the oldest are served first: their
+deadline is the nearest, and they can only shrink.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from dora_jax.types import InstanceId, Version
+
+
+class Seat(NamedTuple):
+    """An instance as the partition sees it."""
+
+    id: InstanceId
+    version: Version | None  # that it serves, loads, or made room for
+    samples: int
+    slots: int
+
+
+def plan_shares(
+    instances: int, demand: dict[Version, int], need: dict[Version, int], spread: str = "remainder"
+) -> dict[Version, int]:
+    """Instances for each version with demand. `need`: the least that its running samples fit on."""
+    versions = sorted(v for v, n in demand.items() if n > 0)
+    if instances <= len(versions):
+        return {v: int(i < instances) for i, v in enumerate(versions)}
+    if not versions:
+        return {}
+    total = sum(demand[v] for v in versions)
+    if spread == "round":
+        shares = {v: max(1, _half_up(instances * demand[v], total)) for v in versions}
+    else:
+        shares = _largest_remainder(instances, {v: demand[v] for v in versions}, total)
+    floors = {v: max(1, need.get(v, 0)) for v in versions}
+    shares = {v: max(shares[v], floors[v]) for v in versions}
+    return _fit(shares, floors, instances)
+
+
+def _half_up(numerator: int, denominator: int) -> int:
+    return (2 * numerator + denominator) // (2 * denominator)
+
+
+def _largest_remainder(instances: int, demand: dict[Version, int], total: int) -> dict[Version, int]:
+    shares = {v: instances * n // total for v, n in demand.items()}
+    by_remainder = sorted(demand, key=lambda v: (-(instances * demand[v] % total), v))
+    for version in by_remainder[: instances - sum(shares.values())]:
+        shares[version] += 1
+    return shares
+
+
+def _fit(shares: dict[Version, int], floors: dict[Version, int], instances: int) -> dict[Version, int]:
+    """Make the sum equal `instances`: spare ones go to the newest, missing ones come from the newest above its floor,
+    then from the newest above one."""
+    newest_first = sorted(shares, reverse=True)
+    excess = sum(shares.values()) - instances
+    for least in (floors, dict.fromkeys(shares, 1)):
+        for version in newest_first:
+            give = min(max(0, excess), shares[version] - least[version])
+            shares[version] -= max(0, give)
+            excess -= max(0, give)
+    shares[newest_first[0]] += max(0, -excess)
+    return shares
+
+
+def plan_partition(seats: list[Seat], shares: dict[Version, int]) -> dict[InstanceId, Version]:
+    """{instance: version} for the instances that are to change.
+
+    A version with more hosts than its share keeps those with the most samples; what it gives up goes to the versions
+    short of hosts, oldest first. An instance that nobody asks for stays as it is.
+    """
+    hosts: dict[Version | None, list[Seat]] = {}
+    for seat in sorted(seats, key=lambda s: (-s.samples, s.id)):
+        hosts.setdefault(seat.version, []).append(seat)
+    spare: list[Seat] = []
+    for version, owned in hosts.items():
+        spare += owned[shares.get(version, 0) :] if version is not None else owned
+    spare.sort(key=lambda s: (s.samples, s.id), reverse=True)
+    changes: dict[InstanceId, Version] = {}
+    for version in sorted(shares):
+        for _ in range(shares[version] - len(hosts.get(version, ()))):
+            if not spare:
+                return changes
+            changes[spare.pop().id] = version
+    return changes

@@ -1,0 +1,145 @@
+"""The orchestrator's whole state as JSON and back: snapshot + later events = all events.
+
+Everything that any decision reads is written, the order of every queue and heap included.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from typing import Any
+
+from dora_jax.orchestrate.fleet import Fleet, Group, Host, Unit
+from dora_jax.orchestrate.queue import Queue
+from dora_jax.orchestrate.state import State
+
+FORMAT = 1
+PLAIN = (
+    "next_group_id", "budget", "now_s", "rebalanced_s", "halted", "moves_total", "reloads_total", "take_due",
+    "step_ended", "rebalance_due", "retire_due",
+)  # fmt: skip
+HOST_PLAIN = (
+    "id", "slots", "pages", "page_size", "residents", "speed", "loading", "draining", "target", "used", "pages_used",
+    "incoming", "free_reported",
+)  # fmt: skip
+
+
+def save(s: State) -> dict[str, Any]:
+    return {
+        "format": FORMAT,
+        "mode": s.config.mode,
+        "ledger": s.ledger.snapshot(),
+        "groups": [_save_group(group) for group in s.groups.values()],
+        "queue": {
+            name: [[v, [[u.group.id, u.index] for u in line if u.group.units[u.index] is u]] for v, line in lines.items()]
+            for name, lines in _lines(s.queue).items()
+        },
+        "counts": {name: _pairs(getattr(s.queue, name)) for name in ("unfinished", "evaluation_unfinished")},
+        "training_unfinished": s.queue.training_unfinished,
+        "fleet": _save_fleet(s.fleet),
+        "redo": list(s.redo),
+        "evaluating": _pairs(s.evaluating),
+        "lags": _pairs(s.lags),
+        "sets": {name: list(getattr(s, name)) for name in ("alive", "woken", "emptied")},
+        "plain": {name: getattr(s, name) for name in PLAIN},
+    }
+
+
+def load(s: State, data: dict[str, Any]) -> None:
+    """Fill a fresh state of the same configuration with what `save` wrote."""
+    if data["format"] != FORMAT or data["mode"] != s.config.mode:
+        raise ValueError(f"the snapshot is of format {data['format']} and mode {data['mode']}: this run cannot go on from it")
+    s.ledger.load(data["ledger"])
+    s.groups = {}
+    _load_fleet(s.fleet, data["fleet"])
+    for item in data["groups"]:
+        group = _load_group(s.fleet, item)
+        s.groups[group.id] = group
+    for host, rows in zip(s.fleet.hosts.values(), data["fleet"]["hosts"], strict=True):
+        host.units = {s.groups[g].units[i]: None for g, i in rows["units"]}
+    for name, rows in data["queue"].items():
+        lines = {v: deque(s.groups[g].units[i] for g, i in ids) for v, ids in rows}
+        setattr(s.queue, name, lines)
+    for name, rows in data["counts"].items():
+        setattr(s.queue, name, dict(rows))
+    s.queue.training_unfinished = data["training_unfinished"]
+    s.redo, s.evaluating, s.lags = list(data["redo"]), dict(data["evaluating"]), dict(data["lags"])
+    for name, keys in data["sets"].items():
+        setattr(s, name, dict.fromkeys(keys))
+    for name, value in data["plain"].items():
+        setattr(s, name, value)
+
+
+def _lines(queue: Queue) -> dict[str, dict]:
+    return {"parked": queue.parked, "evaluation": queue.evaluation, "pending": queue.pending}
+
+
+def _pairs(counts: dict) -> list[list]:
+    return [[key, value] for key, value in counts.items()]
+
+
+def _save_group(group: Group) -> dict[str, Any]:
+    return {
+        "id": group.id,
+        "version": group.version,
+        "samples": len(group.units),
+        "left": group.left,
+        "started": group.started,
+        "doomed": group.doomed,
+        "units": [_save_unit(unit) for unit in group.units if unit is not None],
+    }
+
+
+def _save_unit(unit: Unit) -> list:
+    dst = None if unit.dst is None else unit.dst.id
+    return [
+        unit.index, unit.version, unit.state, unit.tokens, unit.pages, unit.instance, dst, unit.dst_pages,
+        unit.failed_moves,
+    ]  # fmt: skip
+
+
+def _load_group(fleet: Fleet, data: dict[str, Any]) -> Group:
+    group = Group(data["id"], data["version"], data["samples"])
+    group.left, group.started, group.doomed = data["left"], data["started"], data["doomed"]
+    units, group.units = group.units, [None] * data["samples"]
+    for index, version, state, tokens, pages, instance, dst, dst_pages, failed_moves in data["units"]:
+        unit = group.units[index] = units[index]
+        unit.version, unit.state, unit.tokens, unit.pages = version, state, tokens, pages
+        unit.instance, unit.dst_pages, unit.failed_moves = instance, dst_pages, failed_moves
+        # A destination that died before the snapshot is gone for good: any host that is not in the fleet stands for it.
+        unit.dst = None if dst is None else fleet.hosts.get(dst, Host(dst, 1, 0, 1, 1, 1.0))
+    return group
+
+
+def _save_fleet(fleet: Fleet) -> dict[str, Any]:
+    return {
+        "finished": fleet.finished,
+        "finished_tokens": fleet.finished_tokens,
+        "hosts": [
+            {
+                "plain": {name: getattr(host, name) for name in HOST_PLAIN},
+                "versions": list(host.versions),
+                "counts": _pairs(host.counts),
+                "units": [[u.group.id, u.index] for u in host.units],
+            }
+            for host in fleet.hosts.values()
+        ],
+        "open": [[v, [list(entry) for entry in heap]] for v, heap in fleet.open.items()],
+        "holders": [[v, list(ids)] for v, ids in fleet.holders.items()],
+        "promised": _pairs(fleet.promised),
+        "drains": _pairs(fleet.drains),
+    }
+
+
+def _load_fleet(fleet: Fleet, data: dict[str, Any]) -> None:
+    fleet.finished, fleet.finished_tokens = data["finished"], data["finished_tokens"]
+    fleet.hosts = {}
+    for item in data["hosts"]:
+        plain = item["plain"]
+        host = Host(*(plain[name] for name in ("id", "slots", "pages", "page_size", "residents", "speed")))
+        for name, value in plain.items():
+            setattr(host, name, value)
+        host.versions, host.counts = list(item["versions"]), dict(item["counts"])
+        fleet.hosts[host.id] = host
+    fleet.open = {v: [(load, id) for load, id in heap] for v, heap in data["open"]}
+    fleet.holders = {v: dict.fromkeys(ids) for v, ids in data["holders"]}
+    fleet.promised, fleet.drains = dict(data["promised"]), dict(data["drains"])

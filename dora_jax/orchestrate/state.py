@@ -1,0 +1,131 @@
+"""What the orchestrator knows, and the few changes that facts and decisions share.
+
+`facts.py` commits events into it, `core.py` decides from it, `view.py` shows it, `snapshot.py` writes it down.
+The fields under "due" say which decisions the present event calls for; they are empty between events.
+"""
+
+from __future__ import annotations
+
+from dora_jax.orchestrate import events as ev
+from dora_jax.orchestrate import fleet as fl
+from dora_jax.orchestrate.fleet import Fleet, Group, Host, Unit
+from dora_jax.orchestrate.ledger import Ledger
+from dora_jax.orchestrate.modes import OrchestratorConfig
+from dora_jax.orchestrate.queue import Queue
+from dora_jax.types import GroupId, InstanceId, SampleId, Version, is_eval
+
+
+class State:
+    def __init__(self, config: OrchestratorConfig, start_version: Version, next_group_id: GroupId):
+        self.config = config
+        self.decisions = config.decisions
+        d = self.decisions
+        self.ledger = Ledger(config.groups_per_step, d.max_lag, start_version, capped=d.capped)
+        self.fleet = Fleet(config.max_prompt_tokens, config.max_new_tokens)
+        self.queue = Queue()
+        self.groups: dict[GroupId, Group] = {}  # admitted and not scored
+        self.next_group_id = next_group_id
+        self.redo: list[GroupId] = []  # issued again before new ones
+        self.evaluating: dict[Version, int] = {}  # groups whose evaluation has not finished
+        self.alive: dict[Version, None] = {start_version: None}  # not retired
+        self.budget: int | None = None  # groups left to inject, where a mode admits only at the end of a step
+        self.now_s = 0.0
+        self.rebalanced_s = 0.0
+        self.halted = False
+        self.moves_total = 0
+        self.reloads_total = 0
+        self.lags: dict[int, int] = {}  # lag -> groups taken
+        # due
+        self.woken: dict[Version, None] = {}  # versions whose queue or whose free slots have changed
+        self.emptied: dict[InstanceId, None] = {}  # instances that may take other weights now
+        self.take_due = False
+        self.step_ended = False
+        self.rebalance_due = False
+        self.retire_due = False
+        self.out: list[ev.Command] = []
+
+    def unit(self, id: SampleId) -> Unit | None:
+        group = self.groups.get(id.group_id)
+        return None if group is None else group.units[id.index]
+
+    def open_group(self, group_id: GroupId, version: Version) -> None:
+        samples = self.config.eval_samples if is_eval(group_id) else self.config.group_size
+        group = Group(group_id, version, samples)
+        self.groups[group_id] = group
+        self.queue.add(group)
+        self.woken[version] = None
+
+    def freed(self, host: Host | None, version: Version) -> None:
+        """A slot of `host` that served `version` is free."""
+        if host is not None:
+            self.woken[version] = None
+            if not host.counts.get(version):
+                self.emptied[host.id] = None
+
+    def end_unit(self, unit: Unit) -> None:
+        """The sample is done, cancelled, or will never start."""
+        group = unit.group
+        group.units[unit.index] = None
+        group.left -= 1
+        unit.state = fl.ENDED
+        self.freed(self.fleet.release(unit), unit.version)
+        if self.queue.ended(unit):
+            self.retire_due = True
+        if group.left == 0 and group.doomed is not None:
+            self.bury(group)
+
+    def recorded(self, unit: Unit) -> None:
+        """The sample runs nowhere; its tokens are recorded, and it goes on where a slot of its version is free."""
+        if unit.group.doomed is not None:
+            self.cancel(unit)
+            return
+        if self.decisions.on_publish == "swap" and not is_eval(unit.group.id):
+            self.queue.retag(unit, self.ledger.base)
+            self.retire_due = True
+        self.queue.park(unit)
+        self.woken[unit.version] = None
+        if unit.version not in self.fleet.holders:
+            self.rebalance_due = True
+
+    def cancel(self, unit: Unit) -> None:
+        unit.state = fl.CANCELLING
+        reason = f"its group {unit.group.doomed}"
+        self.out.append(ev.Cancel(ids=(unit.id,), instance=unit.instance, reason=reason))
+
+    def doom(self, group: Group, how: str, reason: str, never_start: bool) -> None:
+        """End a group that will not be trained: waiting samples at once, the others by Cancel.
+
+        `never_start`: samples whose Start was issued will not start either (the prompt was refused)."""
+        group.doomed = how
+        silent = (fl.PENDING, fl.STARTING) if never_start else (fl.PENDING,)
+        by_instance: dict[InstanceId | None, list[SampleId]] = {}
+        for unit in [u for u in group.units if u is not None]:
+            if unit.state in silent:
+                self.end_unit(unit)
+            elif unit.state in (fl.STARTING, fl.RUNNING, fl.RESUMING, fl.PARKED):
+                by_instance.setdefault(unit.instance, []).append(unit.id)
+                unit.state = fl.CANCELLING
+        for instance, ids in by_instance.items():
+            self.out.append(ev.Cancel(ids=tuple(ids), instance=instance, reason=reason))
+
+    def bury(self, group: Group) -> None:
+        """The last sample of a group that will not be trained has ended."""
+        self.groups.pop(group.id, None)
+        if group.doomed == "evicted":
+            self.redo.append(group.id)
+            self.woken[self.ledger.base] = None
+
+    def group_lost(self) -> None:
+        """A training group ended untrained: its credit returns, and a batch that it held back may be taken."""
+        if self.budget is not None:
+            self.budget += 1
+        self.take_due = True
+        self.wake_all()
+
+    def wake_all(self) -> None:
+        """Groups may be admitted, or samples placed, that could not before: look at every version."""
+        self.woken.update(dict.fromkeys(self.alive))
+
+    def halt(self, ok: bool, reason: str) -> None:
+        self.halted = True
+        self.out.append(ev.Halt(ok=ok, reason=reason))

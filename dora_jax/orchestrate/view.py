@@ -1,0 +1,100 @@
+"""What a person sees: one line per event, and the live facts of a run. Reads the state, changes nothing."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from dora_jax.orchestrate import events as ev
+from dora_jax.orchestrate import fleet as fl
+from dora_jax.orchestrate.state import State
+
+
+def describe(event: ev.Event, commands: tuple[ev.Command, ...]) -> str:
+    """One log line: the event, then the commands that it caused."""
+    return f"{say(event)} -> {'; '.join(say(c) for c in commands) or 'nothing'}"
+
+
+def say(item: ev.Event | ev.Command) -> str:
+    """`Name a=1 b=2`, with samples as group.index and runs of samples shortened."""
+    fields = []
+    for name in type(item).__slots__:
+        value = getattr(item, name)
+        if value is None or value == ():
+            continue
+        if name == "ids":
+            value = _ids(value)
+        elif name == "id":
+            value = f"{value.group_id}.{value.index}"
+        elif name == "group_ids":
+            value = _numbers(value)
+        fields.append(f"{name}={value}")
+    return " ".join([type(item).__name__, *fields])
+
+
+def _ids(ids: tuple) -> str:
+    groups: dict[int, list[int]] = {}
+    for id in ids:
+        groups.setdefault(id.group_id, []).append(id.index)
+    return ",".join(f"{group}.{_numbers(tuple(indices))}" for group, indices in groups.items())
+
+
+def _numbers(values: tuple[int, ...]) -> str:
+    """1,2,3,7 -> 1-3/7"""
+    runs: list[list[int]] = []
+    for value in values:
+        if runs and value == runs[-1][1] + 1:
+            runs[-1][1] = value
+        else:
+            runs.append([value, value])
+    return "/".join(f"{a}" if a == b else f"{a}-{b}" for a, b in runs)
+
+
+def summary(s: State) -> dict[str, Any]:
+    """Live facts for the console."""
+    running = dict.fromkeys(sorted(s.alive), 0)
+    for host in s.fleet.hosts.values():
+        for version, samples in host.counts.items():
+            running[version] = running.get(version, 0) + samples
+    return {
+        "base": s.ledger.base,
+        "training": bool(s.ledger.batch),
+        "versions": running,  # live version -> samples that hold a slot
+        "waiting": {v: n - running.get(v, 0) for v, n in sorted(s.queue.unfinished.items()) if n > running.get(v, 0)},
+        "outstanding": dict(sorted(s.ledger.outstanding.items())),
+        "groups": dict(s.ledger.counts),
+        "lags": dict(sorted(s.lags.items())),
+        "waits": waits(s),
+        "moves": s.moves_total,
+        "reloads": s.reloads_total,
+        "instances": {h.id: h.serving for h in s.fleet.hosts.values()},
+        "next_group_id": s.next_group_id,
+    }
+
+
+def waits(s: State) -> str:
+    """Who waits on whom, in a few words."""
+    if not s.fleet.hosts:
+        return "everything waits for an instance"
+    if s.ledger.base >= s.config.total_steps:
+        return f"the end waits for the evaluation of versions {sorted(s.evaluating)}" if s.evaluating else "nothing"
+    parts = []
+    if not s.ledger.batch:
+        members = s.ledger.oldest_ready()
+        if not members:
+            ready, scoring = s.ledger.counts["ready"], s.ledger.counts["scoring"]
+            parts.append(f"trainer waits for groups ({ready} of {s.config.groups_per_step} ready, {scoring} scoring)")
+        else:
+            version = s.ledger.blocking_version(members)
+            parts.append(f"trainer waits for the stragglers of version {version} at their deadline")
+    if not s.queue.unfinished:
+        parts.append("rollout waits for the trainer")
+    loading = sum(h.loading is not None for h in s.fleet.hosts.values())
+    if loading:
+        parts.append(f"{loading} instances load weights")
+    return "; ".join(parts) or "nobody waits"
+
+
+def state_of(s: State, group_id: int) -> dict[int, str]:
+    """Where the samples of a group are (for error messages and tests)."""
+    group = s.groups.get(group_id)
+    return {} if group is None else {i: u.state if u else fl.ENDED for i, u in enumerate(group.units)}

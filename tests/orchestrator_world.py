@@ -1,0 +1,375 @@
+"""A world for the orchestrator's tests: engines, rewards and a trainer in virtual time, with faults on request.
+
+It checks what a body would suffer from: a slot used twice, a version that is not loaded, a drop under running
+samples, a sample started twice or lost. Every random choice is a hash of (seed, what it is about), so no choice
+depends on the order of the others.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import heapq
+
+from dora_jax.orchestrate import events as ev
+from dora_jax.orchestrate.core import Orchestrator
+from dora_jax.orchestrate.modes import OrchestratorConfig
+from dora_jax.types import SampleId
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Shape:
+    """The body: sizes, speeds and faults. Shares are probabilities of one sample, group, move or instance-life."""
+
+    instances: tuple[tuple[int, float, int], ...] = ((4, 1.0, 1),)  # slots, speed, residents
+    pages: int = 64
+    page_size: int = 16
+    train_s: float = 2.0
+    load_s: float = 0.3
+    move_s: float = 0.2
+    score_s: float = 0.1
+    token_s: float = 0.02
+    period_s: float = 0.5
+    filtered: float = 0.0
+    failed: float = 0.0  # after all samples
+    refused: float = 0.0  # right after Start: the prompt is too long
+    move_fails: float = 0.0
+    deaths: float = 0.0  # an instance dies within its first `life_s` after coming up
+    life_s: float = 10.0
+    back_s: float = 3.0  # a dead instance returns after this time; < 0: never
+    seed: int = 0
+
+
+def chance(*key: object) -> float:
+    digest = hashlib.blake2b(repr(key).encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "big") / 2.0**64
+
+
+@dataclasses.dataclass
+class Run:
+    """One sample as an engine has it."""
+
+    id: SampleId
+    version: int
+    tokens: int
+    length: int
+    started_s: float
+    epoch: int
+    began: bool = False
+
+
+class Engine:
+    def __init__(self, slots: int, speed: float, residents: int, versions: tuple[int, ...]):
+        self.slots, self.speed, self.residents = slots, speed, residents
+        self.versions = list(versions)
+        self.loading: int | None = None
+        self.runs: dict[SampleId, Run] = {}
+
+
+class World:
+    def __init__(self, config: OrchestratorConfig, shape: Shape, orchestrator: Orchestrator | None = None, **kwargs):
+        self.config, self.shape = config, shape
+        self.brain = orchestrator or Orchestrator(config, **kwargs)
+        self.heap: list[tuple[float, int, ev.Event | tuple]] = []
+        self.sequence = 0
+        self.now_s = 0.0
+        self.engines: dict[int, Engine] = {}
+        self.recorded: dict[SampleId, Run] = {}  # tokens of samples that run nowhere
+        self.flying: dict[SampleId, tuple[Run, int, int]] = {}
+        self.spans: dict[SampleId, list[int]] = {}
+        self.started: dict[SampleId, int] = {}
+        self.ended: dict[SampleId, str] = {}
+        self.attempts: dict[int, int] = {}
+        self.finished: dict[int, set[int]] = {}
+        self.group_version: dict[int, int] = {}
+        self.trained: list[tuple[int, tuple[int, ...]]] = []
+        self.published = kwargs.get("start_version", 0)
+        self.filtered_ids: list[int] = []
+        self.failed_ids: list[int] = []
+        self.refused_ids: set[int] = set()
+        self.evaluated: dict[int, list[int]] = {}
+        self.stop: ev.Halt | None = None
+        self.log: list[tuple[ev.Event, tuple[ev.Command, ...]]] = []
+        self.births = 0
+        self.retired: set[int] = set()
+        self.epoch = 0
+        for i in range(len(shape.instances)):
+            self.at(0.0, ("up", i))
+        self.at(0.0, ("clock",))
+
+    # ------------------------------------------------------------------ time
+
+    def at(self, delay_s: float, what: ev.Event | tuple) -> None:
+        self.sequence += 1
+        heapq.heappush(self.heap, (self.now_s + delay_s, self.sequence, what))
+
+    def run(self, *, max_events: int = 200_000, after=None) -> World:
+        """Until Halt. `after(world, event, commands)` is called after each event."""
+        while self.stop is None:
+            if not self.heap or len(self.log) > max_events:
+                raise AssertionError(f"stalled at {self.now_s:.1f} s: {self.brain.summary()}")
+            self.now_s, _, what = heapq.heappop(self.heap)
+            for event in self.facts(what):
+                self.feed(event, after)
+        return self
+
+    def feed(self, event: ev.Event, after=None) -> None:
+        if self.stop is not None:
+            return
+        commands = self.brain.step(event)
+        self.log.append((event, commands))
+        if after is not None:
+            after(self, event, commands)
+        for command in commands:
+            getattr(self, "do_" + type(command).__name__.lower())(command)
+
+    # ------------------------------------------------------------------ facts
+
+    def facts(self, what: ev.Event | tuple) -> list[ev.Event]:
+        if not isinstance(what, tuple):
+            return [what]
+        return getattr(self, "on_" + what[0])(*what[1:])
+
+    def on_clock(self) -> list[ev.Event]:
+        self.at(self.shape.period_s / 2, ("clock",))
+        return [ev.TimePassed(now_s=self.now_s)]
+
+    def on_up(self, i: int) -> list[ev.Event]:
+        slots, speed, residents = self.shape.instances[i]
+        self.engines[i] = Engine(slots, speed, residents, ())
+        self.births += 1
+        if chance(self.shape.seed, "death", i, self.births) < self.shape.deaths:
+            self.at(self.shape.life_s * chance(self.shape.seed, "life", i, self.births), ("down", i))
+        pages, size = self.shape.pages, self.shape.page_size
+        return [ev.InstanceUp(instance=i, slots=slots, pages=pages, page_size=size, residents=residents, speed=speed)]
+
+    def on_down(self, i: int) -> list[ev.Event]:
+        if self.shape.back_s < 0 and len(self.engines) == 1:
+            return []
+        engine = self.engines.pop(i)
+        for run in engine.runs.values():
+            if run.began:
+                self.advance(run, engine)
+                self.recorded[run.id] = run
+        if self.shape.back_s >= 0:
+            self.at(self.shape.back_s, ("up", i))
+        return [ev.InstanceDown(instance=i, reason="killed by the test")]
+
+    def on_loaded(self, i: int, version: int, engine: Engine) -> list[ev.Event]:
+        if self.engines.get(i) is not engine:
+            return []
+        engine.loading = None
+        engine.versions.append(version)
+        return [ev.WeightsLoaded(instance=i, version=version)]
+
+    def on_begin(self, i: int, run: Run, epoch: int, resumed: bool) -> list[ev.Event]:
+        if run.epoch != epoch or i not in self.engines or self.engines[i].runs.get(run.id) is not run:
+            return []
+        run.began = True
+        run.started_s = self.now_s
+        self.schedule(run, i)
+        if resumed:
+            return [ev.SampleResumed(id=run.id, instance=i)]
+        self.started[run.id] = self.started.get(run.id, 0) + 1
+        assert self.started[run.id] == 1 or self.config.mode == "evict", f"{run.id} is started twice"
+        self.ended.pop(run.id, None)
+        return [ev.SampleStarted(id=run.id, instance=i, version=run.version)]
+
+    def on_progress(self, i: int, run: Run, epoch: int) -> list[ev.Event]:
+        if run.epoch != epoch or i not in self.engines:
+            return []
+        self.advance(run, self.engines[i])
+        if run.tokens < run.length:
+            self.schedule(run, i)
+            return [ev.SampleProgress(id=run.id, tokens=run.tokens)]
+        del self.engines[i].runs[run.id]
+        self.epoch += 1
+        run.epoch = self.epoch
+        return self.done(run, i)
+
+    def done(self, run: Run, i: int) -> list[ev.Event]:
+        self.end(run.id, "done")
+        self.finished.setdefault(run.id.group_id, set()).add(run.id.index)
+        n = self.config.eval_samples if run.id.group_id < 0 else self.config.group_size
+        if len(self.finished[run.id.group_id]) == n:
+            self.at(self.shape.score_s, ("score", run.id.group_id, self.attempts.get(run.id.group_id, 0)))
+        return [ev.SampleDone(id=run.id, instance=i, tokens=run.tokens, finish="stop")]
+
+    def end(self, id: SampleId, how: str) -> None:
+        assert id not in self.ended, f"{id} ends twice: {self.ended[id]}, {how}"
+        self.ended[id] = how
+
+    def on_score(self, group_id: int, attempt: int) -> list[ev.Event]:
+        key = (self.shape.seed, group_id, attempt)
+        if group_id < 0:
+            if chance(*key, "failed") < self.shape.failed:
+                return [ev.GroupFailed(group_id=group_id, reason="the reward raised")]
+            self.evaluated.setdefault(self.group_version[group_id], []).append(group_id)
+            return [ev.GroupScored(group_id=group_id, trainable=True)]
+        if chance(*key, "failed") < self.shape.failed:
+            self.failed_ids.append(group_id)
+            return [ev.GroupFailed(group_id=group_id, reason="the reward raised")]
+        trainable = chance(*key, "filtered") >= self.shape.filtered
+        if not trainable:
+            self.filtered_ids.append(group_id)
+        return [ev.GroupScored(group_id=group_id, trainable=trainable)]
+
+    def on_moved(self, id: SampleId) -> list[ev.Event]:
+        run, src, dst = self.flying.pop(id)
+        self.epoch += 1
+        fails = chance(self.shape.seed, "move", id, src, dst, self.epoch) < self.shape.move_fails
+        if dst in self.engines and not fails:
+            run.epoch = self.epoch
+            run.started_s = self.now_s
+            self.host(run, dst)
+            self.schedule(run, dst)
+            return [ev.SampleMoved(id=id, src=src, dst=dst)]
+        if src in self.engines and run.version in self.engines[src].versions:
+            run.epoch, run.started_s = self.epoch, self.now_s
+            self.host(run, src)
+            self.schedule(run, src)
+        else:
+            self.recorded[id] = run
+        return [ev.MoveFailed(id=id, src=src, dst=dst, reason="the test said so")]
+
+    def on_published(self, version: int) -> list[ev.Event]:
+        self.published = version
+        return [ev.StepPublished(version=version)]
+
+    # ------------------------------------------------------------------ engines
+
+    def length(self, id: SampleId) -> int:
+        """Long-tailed: 1 in 8 samples is long."""
+        u = chance(self.shape.seed, "length", id)
+        top = self.config.max_new_tokens
+        return max(1, int(top * (u / 4 if u < 0.875 else u)))
+
+    def advance(self, run: Run, engine: Engine) -> None:
+        elapsed = (self.now_s - run.started_s) * engine.speed / self.shape.token_s
+        run.tokens = min(run.length, run.tokens + round(elapsed))
+        run.started_s = self.now_s
+
+    def schedule(self, run: Run, i: int) -> None:
+        tokens = min(run.length - run.tokens, max(1, run.length // 2))
+        self.at(tokens * self.shape.token_s / self.engines[i].speed, ("progress", i, run, run.epoch))
+
+    def host(self, run: Run, i: int) -> None:
+        engine = self.engines[i]
+        assert run.version in engine.versions, f"{run.id} goes to instance {i}, which has {engine.versions}"
+        assert len(engine.runs) < engine.slots, f"instance {i} has no slot for {run.id}"
+        assert run.id not in engine.runs
+        assert run.id not in self.ended or self.config.mode == "evict", f"{run.id} runs after its end"
+        engine.runs[run.id] = run
+        spans = self.spans.setdefault(run.id, [])
+        if not spans or spans[-1] != run.version:
+            spans.append(run.version)
+
+    # ------------------------------------------------------------------ commands
+
+    def do_loadweights(self, command: ev.LoadWeights) -> None:
+        engine = self.engines[command.instance]
+        assert command.version <= self.published and command.version not in self.retired
+        if command.drop is not None:
+            held = [r.id for r in engine.runs.values() if r.version == command.drop]
+            assert not held, f"{command} drops the version of {held}"
+            engine.versions.remove(command.drop)
+        assert engine.loading is None and len(engine.versions) < engine.residents
+        engine.loading = command.version
+        self.at(self.shape.load_s, ("loaded", command.instance, command.version, engine))
+
+    def do_start(self, command: ev.Start) -> None:
+        for id in command.ids:
+            self.group_version[id.group_id] = command.version
+            attempt = self.attempts.get(id.group_id, 0)
+            if chance(self.shape.seed, "refused", id.group_id, attempt) < self.shape.refused:
+                self.refuse(id.group_id)
+                continue
+            self.epoch += 1
+            run = Run(id, command.version, 0, self.length(id), self.now_s, self.epoch)
+            if self.config.mode == "evict":
+                self.spans.pop(id, None)
+            self.host(run, command.instance)
+            self.at(0.01, ("begin", command.instance, run, run.epoch, False))
+
+    def refuse(self, group_id: int) -> None:
+        if group_id not in self.refused_ids:
+            self.refused_ids.add(group_id)
+            self.at(0.0, ev.GroupFailed(group_id=group_id, reason="the prompt is too long"))
+
+    def do_resume(self, command: ev.Resume) -> None:
+        for id in command.ids:
+            run = self.recorded.pop(id)
+            assert run.version == command.version or self.config.mode == "partial", f"{command} mixes versions"
+            self.epoch += 1
+            run.version, run.epoch, run.began = command.version, self.epoch, False
+            self.host(run, command.instance)
+            self.at(0.05, ("begin", command.instance, run, run.epoch, True))
+
+    def do_move(self, command: ev.Move) -> None:
+        for id in command.ids:
+            engine = self.engines[command.src]
+            run = engine.runs.pop(id)
+            self.advance(run, engine)
+            self.epoch += 1
+            run.epoch = self.epoch
+            if run.tokens >= run.length:
+                for event in self.done(run, command.src):
+                    self.at(0.0, event)
+            else:
+                self.flying[id] = (run, command.src, command.dst)
+                self.at(self.shape.move_s * (0.5 + chance(self.shape.seed, "slow", id)), ("moved", id))
+
+    def do_park(self, command: ev.Park) -> None:
+        for id in command.ids:
+            engine = self.engines[command.instance]
+            run = engine.runs.pop(id)
+            self.advance(run, engine)
+            self.epoch += 1
+            run.epoch = self.epoch
+            if run.tokens >= run.length:
+                for event in self.done(run, command.instance):
+                    self.at(0.0, event)
+            else:
+                self.recorded[id] = run
+                self.at(0.02, ("parked", id, command.instance))
+
+    def on_parked(self, id: SampleId, instance: int) -> list[ev.Event]:
+        return [ev.SampleParked(id=id, instance=instance)] if instance in self.engines else []
+
+    def do_cancel(self, command: ev.Cancel) -> None:
+        for id in command.ids:
+            if command.instance is None:
+                run = self.recorded.pop(id, None)
+            else:
+                engine = self.engines.get(command.instance)
+                run = engine.runs.pop(id, None) if engine else None
+            if run is not None:
+                self.epoch += 1
+                run.epoch = self.epoch
+            if id not in self.ended:
+                if id in self.started:
+                    self.end(id, "cancelled")
+                self.at(0.02, ev.SampleCancelled(id=id, reason=command.reason))
+            if self.config.mode == "evict":
+                self.forget(id)
+
+    def forget(self, id: SampleId) -> None:
+        """An evicted group is made again."""
+        if id.index in self.finished.pop(id.group_id, ()) or id.group_id not in self.finished:
+            self.attempts[id.group_id] = self.attempts.get(id.group_id, 0) + 1
+        for i in range(self.config.group_size):
+            self.ended.pop(SampleId(id.group_id, i), None)
+
+    def do_train(self, command: ev.Train) -> None:
+        assert command.base_version == self.published
+        self.trained.append((command.base_version, command.group_ids))
+        self.at(self.shape.train_s, ("published", command.base_version + 1))
+
+    def do_retire(self, command: ev.Retire) -> None:
+        for engine in self.engines.values():
+            assert not any(r.version == command.version for r in engine.runs.values())
+            assert engine.loading != command.version
+        self.retired.add(command.version)
+
+    def do_halt(self, command: ev.Halt) -> None:
+        self.stop = command
