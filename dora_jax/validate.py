@@ -2,7 +2,7 @@
 
 Consumes a `config.Config` whose types are right; produces sentences, each naming its field. Nothing is repaired.
 Rules that a stage knows better are asked of its own standard-library module (trainer.objective, orchestrate.modes,
-models.config); what depends on the number of devices is in devices.plan.
+rollout.shapes, models.config); what depends on the number of devices is in devices.plan.
 """
 
 from __future__ import annotations
@@ -33,11 +33,12 @@ CHOICES: dict[str, tuple[str, ...]] = {
 RANGES: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
     ("at least 1", lambda x: x >= 1, """
         steps task.heldout task.reward_workers rollout.tensor rollout.residents rollout.slots
-        rollout.max_prompt_tokens rollout.max_new_tokens rollout.prefill_tokens rollout.decode_steps
+        rollout.max_prompt_tokens rollout.max_new_tokens rollout.prefill_tokens rollout.prefill_chunk
+        rollout.decode_steps rollout.context_block
         eval.prompts eval.samples checkpoint.keep sft.examples sft.steps sft.batch_rows sft.pack_tokens
         sft.d_model sft.n_layers sft.n_heads sft.n_kv_heads sft.head_dim sft.d_ff"""),
     ("at least 0", lambda x: x >= 0, """
-        seed cpu_devices task.reward_retries rollout.instances eval.every checkpoint.every
+        seed cpu_devices task.reward_retries rollout.instances rollout.decode_rows eval.every checkpoint.every
         sft.warmup_steps sft.vocab_size"""),
     ("above 0", lambda x: x > 0, "task.reward_timeout_s trainer.eps sft.learning_rate"),
     ("between 0 and 1", lambda x: 0 <= x <= 1, "task.max_failed_share task.max_bad_rows_share sft.slip_rate"),
@@ -47,7 +48,7 @@ RANGES: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
 
 def problems(config: Config, purpose: str = "train") -> list[str]:
     """Every broken rule. Purpose: what is about to run; train needs a model to start from, sft a folder to write."""
-    rules = (_choices, _ranges, _task, _orchestrator, _trainer, _lengths, _sft)
+    rules = (_choices, _ranges, _task, _engine, _orchestrator, _trainer, _lengths, _sft)
     return [*_folders(config, purpose), *(problem for rule in rules for problem in rule(config))]
 
 
@@ -116,6 +117,17 @@ def _pattern(name: str, pattern: str) -> Problems:
             yield f"{name}: {pattern!r} has no group to take"
 
 
+def _engine(config: Config) -> Problems:
+    from dora_jax.rollout.shapes import shapes_of  # it imports config.py, which imports this file
+
+    if any(_ranges(config)):
+        return  # it divides by numbers that a range has just refused
+    try:
+        shapes_of(config.rollout)
+    except ValueError as error:
+        yield str(error)
+
+
 def _orchestrator(config: Config) -> Problems:
     section, rollout = config.orchestrator, config.rollout
     told = OrchestratorConfig(
@@ -124,9 +136,6 @@ def _orchestrator(config: Config) -> Problems:
         rebalance_period_s=section.rebalance_period_s, max_filtered_rounds=section.max_filtered_rounds,
         max_prompt_tokens=rollout.max_prompt_tokens, max_new_tokens=rollout.max_new_tokens)
     yield from (f"orchestrator.{problem}" for problem in told.problems())
-    problem = told.instance_problem(rollout.pages, rollout.page_size, rollout.slots)
-    if problem:
-        yield f"rollout.pages: an instance cannot serve the run: {problem}"
     slots = rollout.slots * (rollout.instances or MIN_AUTO_INSTANCES)
     if section.group_size > slots:
         yield f"orchestrator.group_size: {section.group_size} is more than the {slots} slots of all instances"

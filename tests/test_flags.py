@@ -100,7 +100,7 @@ def test_the_default_workdir_is_named_after_the_config_and_its_argument(workspac
     (["--"], "nothing behind \"--\""),
     (["--wrkdir=x"], "Unknown command line flag 'wrkdir'. Did you mean: workdir ?"),
     (["--workdir=gs://bucket/run"], "workdir: gs://bucket/run is not a local folder"),
-    (["--config.cpu_devices=4", "--config.trainer.data=3", "--config.trainer.fsdp=2"], "rollout.instances: 2 instances"),
+    (["--config.cpu_devices=4", "--config.trainer.data=3", "--config.trainer.fsdp=2"], "trainer.data: the mesh data * fsdp * tensor = 3 * 2 * 1 needs 6 devices, there are 4"),
     (["--config.cpu_devices=3", "--config.placement=shared", "--config.trainer.tensor=2"], "trainer.fsdp: 3 devices are not divisible"),
     (["--config.model.path=gone"], "model.path: gone does not exist"),
 ])

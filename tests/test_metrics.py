@@ -3,6 +3,7 @@
 import io
 import json
 import math
+import sys
 import threading
 import time
 
@@ -185,6 +186,8 @@ def test_elsewhere_a_line_comes_only_when_nothing_else_did():
 
 def test_notes_from_many_threads_and_the_redrawing_one_do_not_lock_up(monkeypatch):
     monkeypatch.setattr("dora_jax.console.REFRESHES_PER_S", 5000)  # both locks are wanted all the time
+    switch_s = sys.getswitchinterval()
+    sys.setswitchinterval(1e-5)
     console = Console(io.StringIO(), tty=True)
     console.start()
 
@@ -198,7 +201,8 @@ def test_notes_from_many_threads_and_the_redrawing_one_do_not_lock_up(monkeypatc
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(timeout=20)
+        thread.join(timeout=5)
+    sys.setswitchinterval(switch_s)
     assert not any(thread.is_alive() for thread in threads)
     console.stop()
     assert "240 tokens" in console.progress()
