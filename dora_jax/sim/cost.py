@@ -1,0 +1,181 @@
+"""How long things take on a chip: a roofline from its table, or costs that were measured.
+
+Consumes counts (batch, context, tokens, chips), produces seconds. Both kinds answer the same questions:
+
+    decode_base_s(batch)        one tick, without reading the KV
+    decode_kv_s                 more of it, for each token of context in the batch
+    prefill_s(tokens, past)     `tokens` new ones behind `past` cached ones
+    train_s(samples, tokens, squares)   one step; squares = sum of squared sequence lengths
+    load_s(peers), move_s(tokens), park_s(tokens)   one transfer of weights, or of the KV of one sample
+
+A file of measured costs is JSON: {"decode": [[batch, seconds], ...], "decode_kv_s": s, "prefill_fixed_s": s,
+"prefill_s_per_token": s, "train_fixed_s": s, "train_s_per_token": s, "load_s": s, "move_fixed_s": s,
+"move_s_per_token": s, "score_s": s, "pages": n}. Between two batches a tick is interpolated.
+
+Sources: the roofline of a transformer's decode as in arXiv 2211.05102; matmuls read the weights once a tick or are
+bound by FLOPs, attention is bound by the KV it reads, and the two follow one another.
+"""
+
+from __future__ import annotations
+
+import bisect
+import json
+from pathlib import Path
+from typing import Protocol
+
+from dora_jax.config import ConfigError
+from dora_jax.sim.chips import CHIPS
+from dora_jax.sim.config import CostSection, HardwareSection, ModelSection, SimConfig
+
+FORWARD, BACKWARD = 2, 4  # FLOPs a parameter and token
+
+
+class Costs(Protocol):
+    decode_kv_s: float
+    score_s: float
+    pages: int  # KV pages of an instance
+
+    def decode_base_s(self, batch: int) -> float: ...
+    def prefill_s(self, tokens: int, past: int) -> float: ...
+    def train_s(self, samples: int, tokens: int, squares: float) -> float: ...
+    def load_s(self) -> float: ...
+    def move_s(self, tokens: int) -> float: ...
+    def park_s(self, tokens: int) -> float: ...
+
+
+def open_costs(config: SimConfig) -> Costs:
+    if config.cost.path:
+        return Measured(config.cost.path)
+    return Roofline(config.model, config.hardware, config.cost)
+
+
+class Roofline:
+    def __init__(self, model: ModelSection, hardware: HardwareSection, cost: CostSection):
+        self._model, self._hardware, self._cost = model, hardware, cost
+        self._chip = chip = CHIPS[hardware.chip]
+        chips = hardware.instance_chips
+        self._bytes_per_s = chips * chip.hbm_bytes_per_s * cost.hbm_efficiency
+        self._flops_per_s = chips * chip.flops * cost.flops_efficiency
+        self.weight_bytes = model.params * model.weight_bytes_per_param
+        self._active = model.active_params or model.params
+        self.decode_kv_s = model.kv_bytes_per_token / self._bytes_per_s
+        self.score_s = cost.score_s
+        self._base: list[float] = []
+        free = chips * chip.hbm_bytes * hardware.hbm_share - hardware.residents * self.weight_bytes
+        self.pages = int(free / (model.kv_bytes_per_token * hardware.page_size))
+        if self.pages < 1:
+            raise ConfigError(
+                f"hardware.tensor: {hardware.residents} x {self.weight_bytes / 1e9:.0f} GB of weights leave no KV "
+                f"cache on {chips} {hardware.chip}")  # fmt: skip
+
+    def decode_base_s(self, batch: int) -> float:
+        while len(self._base) <= batch:
+            self._base.append(self._tick_s(len(self._base)))
+        return self._base[batch]
+
+    def prefill_s(self, tokens: int, past: int = 0) -> float:
+        attention = 2 * FORWARD * self._model.n_layers * self._model.n_heads * self._model.head_dim
+        flops = FORWARD * self._active * tokens + attention * tokens * (past + tokens / 2)
+        return flops / self._flops_per_s
+
+    def train_s(self, samples: int, tokens: int, squares: float) -> float:
+        model, hardware = self._model, self._hardware
+        attention = (FORWARD + BACKWARD) * 2 * model.n_layers * model.n_heads * model.head_dim / 2
+        flops = (FORWARD + BACKWARD) * self._active * tokens + attention * squares
+        rate = hardware.trainer_chips * self._chip.flops * self._cost.train_utilisation
+        return self._cost.train_fixed_s + flops / rate
+
+    def load_s(self) -> float:
+        """Weights to one instance: sharded on both sides, so every chip of it receives its part."""
+        return self._cost.load_fixed_s + self.weight_bytes / self._link_bytes_per_s
+
+    def move_s(self, tokens: int) -> float:
+        return self._cost.move_fixed_s + tokens * self._model.kv_bytes_per_token / self._link_bytes_per_s
+
+    def park_s(self, tokens: int) -> float:
+        host = self._hardware.instance_chips * self._chip.host_bytes_per_s
+        return self._cost.move_fixed_s + tokens * self._model.kv_bytes_per_token / host
+
+    @property
+    def kv_bytes_per_token(self) -> float:
+        return self._model.kv_bytes_per_token
+
+    # ------------------------------------------------------------ private
+
+    @property
+    def _link_bytes_per_s(self) -> float:
+        return self._hardware.instance_chips * self._chip.dcn_bytes_per_s * self._cost.link_efficiency
+
+    def _tick_s(self, batch: int) -> float:
+        read = self._touched_params(batch) * self._model.weight_bytes_per_param / self._bytes_per_s
+        compute = FORWARD * self._active * batch / self._flops_per_s
+        return self._cost.decode_overhead_s + max(read, compute) + self._collectives_s(batch)
+
+    def _touched_params(self, batch: int) -> float:
+        """Weights that a batch reads: of the experts only those that any of its tokens chose."""
+        model = self._model
+        if not model.experts:
+            return model.params
+        chosen = model.experts_per_token / model.experts
+        dense = (self._active - model.params * chosen) / (1 - chosen)
+        return dense + (model.params - dense) * (1 - (1 - chosen) ** batch)
+
+    def _collectives_s(self, batch: int) -> float:
+        """Two all-reduces a layer over `tensor` chips, two all-to-alls over `expert` groups."""
+        hardware, chip = self._hardware, self._chip
+        activations = batch * self._model.d_model * 2
+        layer_s = 0.0
+        if hardware.tensor > 1:
+            share = 2 * (hardware.tensor - 1) / hardware.tensor
+            layer_s += 2 * (chip.ici_latency_s + share * activations / chip.ici_bytes_per_s)
+        if hardware.expert > 1:
+            copies = self._model.experts_per_token / (hardware.expert * hardware.tensor)
+            layer_s += 2 * (chip.ici_latency_s + copies * activations / chip.ici_bytes_per_s)
+        return self._model.n_layers * layer_s
+
+
+class Measured:
+    """Costs of a real machine, from a file."""
+
+    def __init__(self, path: str):
+        if not Path(path).is_file():
+            raise ConfigError(f"cost.path: {path} does not exist")
+        try:
+            data = json.loads(Path(path).read_text())
+            self._batches = [int(batch) for batch, _ in data["decode"]]
+            self._ticks_s = [float(seconds) for _, seconds in data["decode"]]
+            names = ("decode_kv_s", "prefill_fixed_s", "prefill_s_per_token", "train_fixed_s", "train_s_per_token",
+                     "load_s", "move_fixed_s", "move_s_per_token", "score_s", "pages")  # fmt: skip
+            self._data = {name: float(data[name]) for name in names}
+        except (ValueError, TypeError, KeyError) as error:
+            raise ConfigError(f"cost.path: {path} is no file of measured costs: {type(error).__name__} {error}") from error
+        self.decode_kv_s = self._data["decode_kv_s"]
+        self.score_s = self._data["score_s"]
+        self.pages = int(self._data["pages"])
+        self.weight_bytes = self.kv_bytes_per_token = 0.0  # not known from times
+
+    def decode_base_s(self, batch: int) -> float:
+        batches, ticks = self._batches, self._ticks_s
+        i = bisect.bisect_left(batches, batch)
+        if i == 0:
+            return ticks[0]
+        if i == len(batches):  # beyond the largest measured batch: each more sample costs what the last ones did
+            i -= 1
+        if i == 0:
+            return ticks[0]
+        slope = (ticks[i] - ticks[i - 1]) / (batches[i] - batches[i - 1])
+        return ticks[i] + slope * (batch - batches[i])
+
+    def prefill_s(self, tokens: int, past: int = 0) -> float:
+        return self._data["prefill_fixed_s"] + tokens * self._data["prefill_s_per_token"]
+
+    def train_s(self, samples: int, tokens: int, squares: float) -> float:
+        return self._data["train_fixed_s"] + tokens * self._data["train_s_per_token"]
+
+    def load_s(self) -> float:
+        return self._data["load_s"]
+
+    def move_s(self, tokens: int) -> float:
+        return self._data["move_fixed_s"] + tokens * self._data["move_s_per_token"]
+
+    park_s = move_s

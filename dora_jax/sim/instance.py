@@ -1,0 +1,313 @@
+"""One rollout instance in virtual time: continuous batching, advanced from change to change and not token by token.
+
+Between two changes of its batch every sample in it gains one token a tick, and a tick takes
+
+    base(batch) + kv * context      with the context growing by `batch` tokens a tick
+
+so n ticks take a * n + b * n^2 / 2 seconds, which is solved for n where a time is given. Prompts are prefilled before
+decoding goes on (the same work as chunked prefill, in one piece). When the pages run out, the sample that joined last
+goes back to the queue and is prefilled again.
+
+`advance(now)` brings the instance to a time; `happen()` then says what has come to its end. All other methods expect
+that `advance` was called first.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+from collections import deque
+
+from dora_jax.sim.cost import Costs
+from dora_jax.sim.workload import Turn
+from dora_jax.types import InstanceId, SampleId, Version
+
+DECODE, PREFILL, LOAD, TOOL, PAUSED, IDLE = "decode", "prefill", "load", "tool", "paused", "idle"
+ACTIVITIES = (DECODE, PREFILL, LOAD, TOOL, PAUSED, IDLE)
+
+# What `happen` returns beside the sample.
+ENTERED, STOPPED, REPORT = "entered", "stopped", "report"
+
+# After the pages ran out, a queued sample waits until so large a part of them is free.
+ROOM_SHARE = 1 / 64
+# Two ends closer than this, in ticks, are one: floating point must not make an empty interval of them.
+TICK_EPS = 1e-6
+
+
+class Job:
+    """One unfinished sample, wherever it is."""
+
+    __slots__ = ("arrival", "cached", "id", "join", "prompt", "sampled", "stop", "turn", "turns", "version", "visible")
+
+    def __init__(self, id: SampleId, version: Version, prompt: int, turns: list[Turn]):
+        self.id = id
+        self.version = version
+        self.prompt = prompt  # and what tools have appended since
+        self.turns = turns
+        self.turn = 0
+        self.sampled = 0  # tokens before it joined the batch
+        self.cached = 0  # tokens with KV
+        self.join = 0.0  # tick of its instance at which it joined
+        self.stop = math.inf  # tick at which its turn ends
+        self.arrival = ""  # how it entered: Start, Resume, ...; told when it decodes
+
+    @property
+    def tokens(self) -> int:
+        return self.prompt + self.sampled
+
+    def left_in_turn(self) -> int:
+        return sum(turn.tokens for turn in self.turns[: self.turn + 1]) - self.sampled
+
+
+class Instance:
+    """`live` is shared by all instances: version -> samples that decode."""
+
+    def __init__(
+        self, id: InstanceId, costs: Costs, live: dict[Version, int], *,
+        slots: int, page_size: int, speed: float, report_ticks: int,
+    ):  # fmt: skip
+        self.id = id
+        self.slots = slots
+        self.speed = speed
+        self.capacity = costs.pages * page_size  # tokens of KV
+        self.time = 0.0
+        self.ticks = 0.0
+        self.decoding: dict[SampleId, Job] = {}
+        self.loading = False
+        self.paused = False
+        self.spent = dict.fromkeys(ACTIVITIES, 0.0)
+        self.slot_s = 0.0
+        self.sampled = 0.0
+        self.preempted = 0
+        self.counts: dict[Version, int] = {}  # of the batch
+        self.wakeup = 0  # counts changes: an older appointment is void
+        self._costs = costs
+        self._live = live
+        self._context = 0.0  # tokens of KV in the batch
+        self._held = 0  # tokens of KV of samples that wait for a tool or are being prefilled
+        self._stops: list[tuple[float, SampleId, Job]] = []
+        self._queue: deque[Job] = deque()
+        self._entering: list[Job] = []
+        self._prefill_left_s = 0.0
+        self._tools: dict[SampleId, Job] = {}
+        self._report_ticks = report_ticks
+        self._report_at = float(report_ticks)
+
+    # ------------------------------------------------------------------ time
+
+    @property
+    def activity(self) -> str:
+        if self.paused:
+            return PAUSED
+        if self._entering:
+            return PREFILL
+        if self.decoding:
+            return DECODE
+        if self.loading:
+            return LOAD
+        return TOOL if self._tools else IDLE
+
+    def advance(self, now: float) -> None:
+        elapsed = now - self.time
+        self.time = now
+        if elapsed <= 0:
+            return
+        activity = self.activity
+        self.spent[activity] += elapsed
+        if activity == PREFILL:
+            self._prefill_left_s = max(0.0, self._prefill_left_s - elapsed * self.speed)
+        elif activity == DECODE:
+            batch = len(self.decoding)
+            a, b = self._tick_s(), batch * self._costs.decode_kv_s
+            work = elapsed * self.speed
+            self._grow(2 * work / (a + math.sqrt(a * a + 2 * b * work)))
+            self.slot_s += batch * elapsed
+
+    def next_time(self) -> float:
+        """When something happens here without outside help; inf: never."""
+        activity = self.activity
+        if activity == PREFILL:
+            return self.time + self._prefill_left_s / self.speed
+        if activity != DECODE:
+            return math.inf
+        n = self._next_tick() - self.ticks
+        batch = len(self.decoding)
+        return self.time + max(0.0, n * self._tick_s() + n * n * batch * self._costs.decode_kv_s / 2) / self.speed
+
+    def happen(self) -> list[tuple[str, Job | None]]:
+        """What has come to its end at this time: samples that entered the batch, turns that stopped, a report."""
+        activity, found = self.activity, []
+        if activity == PREFILL and self._prefill_left_s <= 1e-12:
+            entering, self._entering = self._entering, []
+            for job in entering:
+                self._held -= job.tokens
+                self._join(job)
+                found.append((ENTERED, job))
+        elif activity == DECODE:
+            due = self._next_tick()
+            if due - self.ticks < TICK_EPS * max(1.0, due):
+                self._grow(due - self.ticks)
+                found += self._due()
+        self._prefill()
+        return found
+
+    # ------------------------------------------------------------------ samples
+
+    def submit(self, job: Job, arrival: str) -> None:
+        """The sample waits for its prefill."""
+        job.arrival, job.cached = arrival, 0
+        self._queue.append(job)
+        self._prefill()
+
+    def receive(self, job: Job) -> None:
+        """The sample goes on with the KV that came with it."""
+        if job.cached < job.tokens:
+            self.submit(job, job.arrival)
+        else:
+            self._join(job)
+
+    def take(self, id: SampleId) -> Job | None:
+        """The sample leaves, with what KV it has; None: it is not here."""
+        job = self.decoding.get(id)
+        if job is not None:
+            self._leave(job)
+        elif id in self._tools:
+            job = self._tools.pop(id)
+            self._held -= job.tokens
+        else:
+            job = self._unqueue(id)
+        self._prefill()
+        return job
+
+    def waits_for_tool(self, job: Job) -> bool:
+        return self._tools.get(job.id) is job
+
+    def wait_for_tool(self, job: Job) -> None:
+        self._tools[job.id] = job
+        self._held += job.tokens
+
+    def tool_answered(self, job: Job) -> None:
+        """Prefill what the tool said behind the KV that is still here."""
+        del self._tools[job.id]  # its KV stays held
+        job.prompt += job.turns[job.turn].observation_tokens
+        job.turn += 1
+        job.arrival = ""
+        self._queue.append(job)
+        self._prefill()
+
+    def sampled_of(self, job: Job) -> int:
+        """Whole tokens so far."""
+        if job.id in self.decoding:
+            return job.sampled + int(self.ticks - job.join + TICK_EPS)
+        return job.sampled
+
+    def clear(self) -> list[Job]:
+        """The instance is lost: its samples, with no KV."""
+        jobs = [*self.decoding.values()]
+        for job in jobs:
+            self._leave(job)
+        jobs += [*self._queue, *self._entering, *self._tools.values()]
+        self._queue.clear()
+        self._entering, self._tools, self._held, self._prefill_left_s = [], {}, 0, 0.0
+        for job in jobs:
+            job.cached = 0
+        return jobs
+
+    @property
+    def free_tokens(self) -> int:
+        return max(0, int(self.capacity - self._context - self._held))
+
+    # ------------------------------------------------------------------ private
+
+    def _tick_s(self) -> float:
+        return self._costs.decode_base_s(len(self.decoding)) + self._context * self._costs.decode_kv_s
+
+    def _grow(self, ticks: float) -> None:
+        self.ticks += ticks
+        self._context += ticks * len(self.decoding)
+        self.sampled += ticks * len(self.decoding)
+
+    def _next_tick(self) -> float:
+        stops = self._stops
+        while stops and (stops[0][2].stop != stops[0][0] or self.decoding.get(stops[0][1]) is not stops[0][2]):
+            heapq.heappop(stops)
+        full = self.ticks + (self.capacity - self._held - self._context) / len(self.decoding)
+        return min(stops[0][0], self._report_at, max(full, self.ticks))
+
+    def _due(self) -> list[tuple[str, Job | None]]:
+        found: list[tuple[str, Job | None]] = []
+        stops, now = self._stops, self.ticks + TICK_EPS * max(1.0, self.ticks)
+        while stops and stops[0][0] <= now:
+            stop, id, job = heapq.heappop(stops)
+            if job.stop == stop and self.decoding.get(id) is job:
+                self._leave(job)
+                job.sampled = sum(turn.tokens for turn in job.turns[: job.turn + 1])
+                job.cached = job.tokens
+                found.append((STOPPED, job))
+        if self._report_at <= now:
+            self._report_at = self.ticks + self._report_ticks
+            found.append((REPORT, None))
+        if self.decoding and self.capacity - self._held - self._context < len(self.decoding):
+            self._preempt()
+        return found
+
+    def _join(self, job: Job) -> None:
+        if len(self.decoding) >= self.slots:
+            raise RuntimeError(f"instance {self.id} has {self.slots} slots: sample {job.id} is one too many")
+        job.cached = job.tokens
+        job.join = self.ticks
+        job.stop = self.ticks + job.left_in_turn()
+        self.decoding[job.id] = job
+        self._context += job.tokens
+        heapq.heappush(self._stops, (job.stop, job.id, job))
+        self._count(job.version, 1)
+
+    def _leave(self, job: Job) -> None:
+        del self.decoding[job.id]
+        ticks = self.ticks - job.join
+        self._context -= job.tokens + ticks
+        job.sampled += int(ticks + TICK_EPS)
+        job.cached = job.tokens
+        job.stop = math.inf
+        self._count(job.version, -1)
+        if not self.decoding:
+            self._context = 0.0  # no drift from one batch to the next
+
+    def _count(self, version: Version, by: int) -> None:
+        for counts in (self.counts, self._live):
+            counts[version] = counts.get(version, 0) + by
+            if not counts[version]:
+                del counts[version]
+
+    def _preempt(self) -> None:
+        job = max(self.decoding.values(), key=lambda j: (j.join, j.id))
+        if len(self.decoding) == 1:
+            raise RuntimeError(f"instance {self.id}: sample {job.id} alone needs more than {self.capacity} tokens of KV")
+        self._leave(job)
+        job.cached, job.arrival = 0, ""
+        self._queue.appendleft(job)
+        self.preempted += 1
+
+    def _unqueue(self, id: SampleId) -> Job | None:
+        for line in (self._queue, self._entering):
+            for job in line:
+                if job.id == id:
+                    line.remove(job)
+                    self._held -= job.tokens if line is self._entering else job.cached
+                    return job
+        return None
+
+    def _prefill(self) -> None:
+        """Start on everything in the queue that there is room for."""
+        if self._entering or not self._queue:
+            return
+        self._prefill_left_s = 0.0
+        while self._queue:
+            job = self._queue[0]
+            slack = ROOM_SHARE * self.capacity if self.decoding or self._entering else 0
+            if self.free_tokens - slack < job.tokens - job.cached or len(self.decoding) + len(self._entering) >= self.slots:
+                break
+            self._queue.popleft()
+            self._entering.append(job)
+            self._held += job.tokens - job.cached
+            self._prefill_left_s += self._costs.prefill_s(job.tokens - job.cached, job.cached)

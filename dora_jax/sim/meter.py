@@ -1,0 +1,158 @@
+"""What a simulated run is judged by: counters while it runs, averages over its measured steps.
+
+Consumes calls of the world; produces a `Result`. The first `warmup_steps` publications are left out: a snapshot of
+every counter is taken there and subtracted at the end.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable, Mapping
+
+from dora_jax.sim.config import SimConfig
+from dora_jax.sim.instance import ACTIVITIES, IDLE, Instance
+from dora_jax.types import Version
+
+DOWN = "down"
+IDLE_CAPPED = "idle: trainer busy"  # nothing admitted: the load target or the rule waits for the step in training
+IDLE_TAIL = "idle: tail elsewhere"  # the trainer waits for samples that run on other instances
+CAUSES = (*(a for a in ACTIVITIES if a != IDLE), IDLE_CAPPED, IDLE_TAIL, DOWN)
+
+TRAIN, WAIT_GROUPS, WAIT_DEADLINE = "train", "wait: groups", "wait: deadline"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Result:
+    """Averages over the measured steps of one run."""
+
+    steps: int
+    seconds: float
+    step_s: float
+    rollout_only: float  # share of the time in which nothing trains
+    tokens_per_s: float  # prompts and responses of trained groups
+    trainer: Mapping[str, float]  # share of its time by cause
+    rollout: Mapping[str, float]  # share of the instances' time by cause
+    occupancy: float  # mean samples in a batch while it decodes
+    lags: Mapping[int, float]  # share of the trained groups
+    live_mean: float
+    live_max: int
+    moves: float  # a step, as all that follow
+    reloads: float
+    move_bytes: float
+    weight_bytes: float
+    reprefilled_tokens: float
+    cancelled_tokens: float
+    preempted: float
+    tokens: float
+    ready_left: float  # groups that were ready and not in the batch, when a step was published
+
+    @property
+    def lag_mean(self) -> float:
+        return sum(lag * share for lag, share in self.lags.items())
+
+
+class Meter:
+    def __init__(self, config: SimConfig):
+        self.moves = self.reloads = self.filtered = 0
+        self.move_bytes = self.weight_bytes = 0.0
+        self.reprefilled = self.cancelled_tokens = 0
+        self._warmup = config.warmup_steps
+        self._repair_s = config.fault.repair_s
+        self._instances = config.hardware.instances
+        self._groups_per_step = config.orchestrator.groups_per_step
+        self._tokens = 0
+        self._lags: dict[int, int] = {}
+        self._live_sum = self._live_count = self._live_max = 0
+        self._ready_left = 0
+        self._trainer = dict.fromkeys((TRAIN, WAIT_GROUPS, WAIT_DEADLINE), 0.0)
+        self._state = WAIT_GROUPS
+        self._since = 0.0
+        self._idle_tail = 0.0  # instance-seconds idle while the trainer waited
+        self._lost: dict[str, float] = {}  # totals of instances that went down
+        self._idle_before = 0.0
+        self._start: dict[str, float] | None = None
+        self._start_lags: dict[int, int] = {}
+        self.result: Result | None = None
+        self.step_ends: list[float] = []
+
+    # ------------------------------------------------------------------ what the world tells
+
+    def ready(self, now: float, groups: int) -> None:
+        """So many groups are ready; enough of them, and the trainer waits for the deadline rule."""
+        if self._state == WAIT_GROUPS and groups >= self._groups_per_step:
+            self._trainer_state(now, WAIT_DEADLINE)
+
+    def train_begins(self, now: float, lags: Mapping[int, int], tokens: int, idle_s: float) -> None:
+        """`idle_s`: instance-seconds idle so far."""
+        self._trainer_state(now, TRAIN)
+        self._idle_tail += idle_s - self._idle_before
+        self._tokens += tokens
+        for lag, groups in lags.items():
+            self._lags[lag] = self._lags.get(lag, 0) + groups
+
+    def live(self, versions: int) -> None:
+        self._live_sum += versions
+        self._live_count += 1
+        self._live_max = max(self._live_max, versions)
+
+    def lost(self, host: Instance) -> None:
+        for name, seconds in {**host.spent, DOWN: self._repair_s, "slot_s": host.slot_s}.items():
+            self._lost[name] = self._lost.get(name, 0.0) + seconds
+
+    def published(self, now: float, version: Version, hosts: Iterable[Instance], ready: int) -> None:
+        """Every instance stands at `now`. After the warm-up counting begins; the result is always up to date."""
+        self._trainer_state(now, WAIT_DEADLINE if ready >= self._groups_per_step else WAIT_GROUPS)
+        self._idle_before = idle_s(hosts) + self._lost.get(IDLE, 0.0)
+        self._ready_left += ready
+        self.step_ends.append(now)
+        if version <= self._warmup:
+            self._start, self._start_lags = self._counters(now, hosts), dict(self._lags)
+            self._live_sum = self._live_count = self._live_max = 0
+        elif self._start is not None:
+            self.result = self._result(version - self._warmup, self._counters(now, hosts))
+
+    # ------------------------------------------------------------------ private
+
+    def _trainer_state(self, now: float, state: str) -> None:
+        self._trainer[self._state] += now - self._since
+        self._state, self._since = state, now
+
+    def _counters(self, now: float, hosts: Iterable[Instance]) -> dict[str, float]:
+        counters = {"now": now, "tokens": self._tokens, "moves": self.moves, "reloads": self.reloads}
+        counters |= {"move_bytes": self.move_bytes, "weight_bytes": self.weight_bytes, "idle_tail": self._idle_tail}
+        counters |= {"reprefilled": self.reprefilled, "cancelled": self.cancelled_tokens, "ready": self._ready_left}
+        counters |= {f"trainer/{name}": seconds for name, seconds in self._trainer.items()}
+        for name in (*ACTIVITIES, DOWN, "slot_s"):
+            counters[f"rollout/{name}"] = self._lost.get(name, 0.0)
+        counters["preempted"] = 0
+        for host in hosts:
+            for name, seconds in host.spent.items():
+                counters[f"rollout/{name}"] += seconds
+            counters["rollout/slot_s"] += host.slot_s
+            counters["preempted"] += host.preempted
+        return counters
+
+    def _result(self, steps: int, end: dict[str, float]) -> Result:
+        d = {name: value - self._start[name] for name, value in end.items()}
+        seconds, all_s = d["now"], d["now"] * self._instances
+        rollout = {name: d[f"rollout/{name}"] / all_s for name in (*ACTIVITIES, DOWN) if name != IDLE}
+        rollout[IDLE_TAIL] = d["idle_tail"] / all_s
+        rollout[IDLE_CAPPED] = d[f"rollout/{IDLE}"] / all_s - rollout[IDLE_TAIL]
+        lags = {lag: n - self._start_lags.get(lag, 0) for lag, n in sorted(self._lags.items())}
+        groups = sum(lags.values())
+        decode_s = d["rollout/decode"]
+        return Result(
+            steps=steps, seconds=seconds, step_s=seconds / steps, rollout_only=1 - d[f"trainer/{TRAIN}"] / seconds,
+            tokens_per_s=d["tokens"] / seconds, tokens=d["tokens"] / steps,
+            trainer={name: d[f"trainer/{name}"] / seconds for name in self._trainer},
+            rollout={name: rollout[name] for name in CAUSES}, occupancy=d["rollout/slot_s"] / decode_s if decode_s else 0.0,
+            lags={lag: n / groups for lag, n in lags.items() if n},
+            live_mean=self._live_sum / max(1, self._live_count), live_max=self._live_max,
+            moves=d["moves"] / steps, reloads=d["reloads"] / steps, move_bytes=d["move_bytes"] / steps,
+            weight_bytes=d["weight_bytes"] / steps, reprefilled_tokens=d["reprefilled"] / steps,
+            cancelled_tokens=d["cancelled"] / steps, preempted=d["preempted"] / steps, ready_left=d["ready"] / steps,
+        )  # fmt: skip
+
+
+def idle_s(hosts: Iterable[Instance]) -> float:
+    return sum(host.spent[IDLE] for host in hosts)

@@ -1,0 +1,53 @@
+"""One row of the table: a mode, a configuration, the orchestrator of production, and a world in virtual time."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+
+from dora_jax.orchestrate.core import Orchestrator
+from dora_jax.orchestrate.modes import Decisions, OrchestratorConfig
+from dora_jax.runtime.loop import Observer, run
+from dora_jax.sim.config import Row, SimConfig
+from dora_jax.sim.meter import Result
+from dora_jax.sim.trace import Trace
+from dora_jax.sim.world import EndOfMeasurement, SimWorld
+
+
+class StoppedEarly(RuntimeError):
+    """The orchestrator halted before the measured steps were over."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class SimOrchestratorConfig(OrchestratorConfig):
+    """With some of the mode's choices replaced, to see what each of them is worth."""
+
+    changes: tuple[tuple[str, object], ...] = ()
+
+    @functools.cached_property
+    def decisions(self) -> Decisions:
+        return dataclasses.replace(OrchestratorConfig.decisions.fget(self), **dict(self.changes))
+
+
+def simulate(row: Row, *, trace: Trace | None = None, observers: tuple[Observer, ...] = ()) -> Result:
+    """The measured steps of one row; ValueError for a configuration that could never progress."""
+    config = row.config
+    world = SimWorld(config, until=config.steps, trace=trace)
+    brain = Orchestrator(orchestrator_config(config, row.mode), evaluate_start=False)
+    try:
+        halt = run(brain, world, observers)
+    except EndOfMeasurement:
+        return world.meter.result
+    raise StoppedEarly(f"{row.label}: {halt.reason}")
+
+
+def orchestrator_config(config: SimConfig, mode: str) -> OrchestratorConfig:
+    section, work = config.orchestrator, config.workload
+    return SimOrchestratorConfig(
+        mode=mode, max_versions=section.max_versions, groups_per_step=section.groups_per_step,
+        group_size=section.group_size, inflight=section.inflight, rebalance_period_s=section.rebalance_period_s,
+        peer_weights=section.peer_weights, max_prompt_tokens=work.max_prompt_tokens,
+        max_new_tokens=work.max_new_tokens, changes=tuple(section.decisions.items()),
+        # the work goes on behind the last measured step, so that this step is like those before it
+        total_steps=config.steps + section.max_versions + 2,
+    )  # fmt: skip

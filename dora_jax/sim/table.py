@@ -1,0 +1,82 @@
+"""The table of modes: what each row of a simulation took, who waited on whom, and how it compares with published figures.
+
+Three blocks: the outcome, where the time of both roles went, and what was moved; a fourth where a row names published
+figures ("step_min", "rollout_only", "tokens_per_s", and "fitted": 1 where parameters were fitted on that row).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from dora_jax.sim.config import Row
+from dora_jax.sim.meter import CAUSES, DOWN, IDLE_CAPPED, IDLE_TAIL, TRAIN, WAIT_DEADLINE, WAIT_GROUPS, Result
+
+Line = tuple[Row, Result]
+TITLES = {IDLE_CAPPED: "idle: capped", IDLE_TAIL: "idle: tail"}
+
+
+def render(lines: Sequence[Line]) -> str:
+    blocks = [_outcome(lines), _time(lines), _traffic(lines)]
+    if any(row.published for row, _ in lines):
+        blocks.append(_published(lines))
+    return "\n\n".join(blocks)
+
+
+def grid(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """Columns as wide as they need to be, the first to the left, the others to the right."""
+    widths = [max(len(line[i]) for line in (head, *rows)) for i in range(len(head))]
+    out = []
+    for line in (head, *rows):
+        out.append("  ".join(c.ljust(w) if i == 0 else c.rjust(w) for i, (c, w) in enumerate(zip(line, widths, strict=True))))
+    return "\n".join(text.rstrip() for text in out)
+
+
+# ---------------------------------------------------------------- private
+
+
+def _outcome(lines: Sequence[Line]) -> str:
+    rows = []
+    for row, r in lines:
+        lags = " ".join(f"{lag}:{share:.0%}" for lag, share in sorted(r.lags.items()))
+        rows.append([
+            row.label, _minutes(r.step_s), f"{r.rollout_only:.1%}", f"{r.tokens_per_s:,.0f}", f"{r.occupancy:.1f}",
+            lags, f"{r.lag_mean:.2f}", f"{r.live_mean:.1f}/{r.live_max}"])  # fmt: skip
+    head = ["mode", "min/step", "rollout only", "tokens/s", "batch", "groups by lag", "mean lag", "versions mean/max"]
+    return grid(head, rows)
+
+
+def _time(lines: Sequence[Line]) -> str:
+    causes = [cause for cause in CAUSES if cause != DOWN or any(r.rollout[DOWN] > 0 for _, r in lines)]
+    head = ["share of time", "trainer: train", "wait: groups", "wait: rule"]
+    head += ["rollout: " + causes[0], *(TITLES.get(cause, cause) for cause in causes[1:])]
+    rows = []
+    for row, r in lines:
+        trainer = [r.trainer[name] for name in (TRAIN, WAIT_GROUPS, WAIT_DEADLINE)]
+        rows.append([row.label, *(f"{share:.1%}" for share in (*trainer, *(r.rollout[cause] for cause in causes)))])
+    return grid(head, rows)
+
+
+def _traffic(lines: Sequence[Line]) -> str:
+    head = ["a step", "moves", "KV GB", "reloads", "weights GB", "re-prefilled", "given up", "preempted", "ready left"]
+    rows = [[
+        row.label, f"{r.moves:.0f}", f"{r.move_bytes / 1e9:.1f}", f"{r.reloads:.0f}", f"{r.weight_bytes / 1e9:,.0f}",
+        f"{r.reprefilled_tokens:,.0f}", f"{r.cancelled_tokens:,.0f}", f"{r.preempted:.0f}", f"{r.ready_left:.0f}"]
+        for row, r in lines]  # fmt: skip
+    return grid(head, rows)
+
+
+def _published(lines: Sequence[Line]) -> str:
+    head = ["against the published figures", "min/step", "published", "off by", "rollout only", "published", "off by", ""]
+    rows = []
+    for row, r in lines:
+        if row.published:
+            step, share = row.published["step_min"], row.published["rollout_only"]
+            note = "fitted on" if row.published.get("fitted") else "not fitted on"
+            rows.append([
+                row.label, _minutes(r.step_s), f"{step:.2f}", f"{r.step_s / 60 / step - 1:+.1%}",
+                f"{r.rollout_only:.1%}", f"{share:.1%}", f"{100 * (r.rollout_only - share):+.1f} pt", note])  # fmt: skip
+    return grid(head, rows)
+
+
+def _minutes(seconds: float) -> str:
+    return f"{seconds / 60:.2f}"

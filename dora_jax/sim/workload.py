@@ -1,0 +1,169 @@
+"""What there is to do: the lengths, turns and fates of samples, as pure functions of (seed, group, index).
+
+Counter-based: nothing here remembers what was asked before, so every mode faces the same work in whatever order it
+asks. Lengths of siblings share a part of their deviation (`group_correlation`).
+"""
+
+from __future__ import annotations
+
+import bisect
+import dataclasses
+import functools
+import json
+import math
+from pathlib import Path
+from statistics import NormalDist
+
+from dora_jax.config import ConfigError
+from dora_jax.sim.config import WorkloadSection
+from dora_jax.types import GroupId, SampleId
+
+_MASK = (1 << 64) - 1
+_NORMAL = NormalDist()
+_QUANTILES = 2048  # points at which a distribution's mean is taken
+
+# streams: one for every question that is asked of the same sample
+LENGTH, PROMPT, TURNS, TOOL, FILTERED, FAILED, TASK, FAULT, MOVE = range(1, 10)
+
+
+def uniform(seed: int, stream: int, *counters: int) -> float:
+    """A number in (0, 1) that depends on its arguments only (splitmix64 over each)."""
+    x = (seed * 0x9E3779B97F4A7C15 + stream) & _MASK
+    for counter in (0, *counters):
+        x = (x + (counter & _MASK) * 0xD1B54A32D192ED03 + 0x9E3779B97F4A7C15) & _MASK
+        x = ((x ^ (x >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
+        x = ((x ^ (x >> 27)) * 0x94D049BB133111EB) & _MASK
+        x ^= x >> 31
+    return ((x >> 11) + 0.5) / (1 << 53)
+
+
+def normal(seed: int, stream: int, *counters: int) -> float:
+    return _NORMAL.inv_cdf(uniform(seed, stream, *counters))
+
+
+@dataclasses.dataclass(slots=True)
+class Turn:
+    """Tokens to sample, then a tool call (0 s: the response ends) and what it appends."""
+
+    tokens: int
+    tool_s: float
+    observation_tokens: int
+
+
+class Workload:
+    def __init__(self, section: WorkloadSection):
+        self._seed = section.seed
+        tasks = section.tasks or ({"share": 1.0},)
+        self._shares, total = [], 0.0
+        for task in tasks:
+            total += task["share"]
+            self._shares.append(total)
+        self._tasks = [_Task(_of_task(section, task)) for task in tasks]
+
+    def prompt_tokens(self, group: GroupId) -> int:
+        section = self._task(group).section
+        mu = math.log(section.prompt_tokens) - section.prompt_sigma**2 / 2
+        length = math.exp(mu + section.prompt_sigma * normal(self._seed, PROMPT, group))
+        return max(1, min(section.max_prompt_tokens, round(length)))
+
+    def length(self, id: SampleId) -> int:
+        """Response tokens that the policy samples."""
+        task = self._task(id.group_id)
+        shared = task.section.group_correlation
+        z = math.sqrt(1 - shared) * normal(self._seed, LENGTH, *id)
+        if shared:
+            z += math.sqrt(shared) * normal(self._seed, LENGTH, id.group_id, -1)
+        return task.length(z)
+
+    def turns(self, id: SampleId) -> list[Turn]:
+        """The response as it runs; one turn unless the task calls tools."""
+        task = self._task(id.group_id).section
+        length = self.length(id)
+        if task.turns <= 1:
+            return [Turn(length, 0.0, 0)]
+        extra = math.log(uniform(self._seed, TURNS, *id)) / math.log(1 - 1 / task.turns)  # geometric
+        count = min(length, 1 + int(extra))
+        turns = []
+        for i in range(count):
+            tokens = length * (i + 1) // count - length * i // count
+            last = i == count - 1
+            tool_s = task.tool_s * math.exp(task.tool_sigma * normal(self._seed, TOOL, *id, i))
+            turns.append(Turn(tokens, 0.0 if last else tool_s, 0 if last else task.observation_tokens))
+        return turns
+
+    def filtered(self, group: GroupId) -> bool:
+        return uniform(self._seed, FILTERED, group) < self._task(group).section.filtered_share
+
+    def failed(self, group: GroupId) -> bool:
+        return uniform(self._seed, FAILED, group) < self._task(group).section.failed_share
+
+    @functools.lru_cache(maxsize=4096)
+    def _task(self, group: GroupId) -> _Task:
+        if len(self._tasks) == 1:
+            return self._tasks[0]
+        return self._tasks[bisect.bisect(self._shares, uniform(self._seed, TASK, group) * self._shares[-1])]
+
+
+class _Task:
+    """One length distribution: quantile(z) of a standard normal deviate, scaled to its mean, cut at the limit."""
+
+    def __init__(self, section: WorkloadSection):
+        self.section = section
+        self._file = _read_lengths(section.path) if section.distribution == "file" else []
+        self._scale = 1.0
+        if section.mean_tokens:
+            self._scale = self._solve(section.mean_tokens)
+
+    def length(self, z: float) -> int:
+        return max(1, min(self.section.max_new_tokens, round(self._scale * self._quantile(z))))
+
+    def _quantile(self, z: float) -> float:
+        section = self.section
+        if section.distribution == "lognormal":
+            return math.exp(section.sigma * z)
+        u = _NORMAL.cdf(z)
+        if section.distribution == "file":
+            return self._file[int(u * len(self._file))]
+        body = 1 - section.tail_share
+        if u <= body:
+            return math.exp(section.sigma * z)
+        start = math.exp(section.sigma * _NORMAL.inv_cdf(body))
+        return start * ((1 - u) / section.tail_share) ** (-1 / section.tail_alpha)
+
+    def _solve(self, mean: float) -> float:
+        """The scale at which the mean of the cut distribution is `mean`."""
+        limit = self.section.max_new_tokens
+        points = [self._quantile(_NORMAL.inv_cdf((i + 0.5) / _QUANTILES)) for i in range(_QUANTILES)]
+        low, high = 0.0, limit / points[0]
+        if not 1 <= mean < limit:
+            raise ConfigError(f"workload.mean_tokens: {mean:g} is not between 1 and max_new_tokens, {limit}")
+        for _ in range(60):
+            scale = (low + high) / 2
+            if sum(min(limit, scale * point) for point in points) < mean * _QUANTILES:
+                low = scale
+            else:
+                high = scale
+        return high
+
+
+def _of_task(section: WorkloadSection, task: dict) -> WorkloadSection:
+    changes = {name: value for name, value in task.items() if name != "share"}
+    known = {field.name for field in dataclasses.fields(WorkloadSection)}
+    for name in sorted(set(changes) - known) + (["share"] if "share" not in task else []):
+        raise ConfigError(f"workload.tasks: {name} is {'missing' if name == 'share' else 'no field of a task'}")
+    return dataclasses.replace(section, **changes)
+
+
+def _read_lengths(path: str) -> list[float]:
+    """Sorted lengths from a JSON list or from lines that begin with a number."""
+    if not Path(path).is_file():
+        raise ConfigError(f"workload.path: {path} does not exist")
+    text = Path(path).read_text()
+    try:
+        lengths = json.loads(text) if text.lstrip().startswith("[") else [line.split()[0] for line in text.splitlines() if line.strip()]
+        lengths = sorted(float(length) for length in lengths)
+    except ValueError as error:
+        raise ConfigError(f"workload.path: {path} is not a list of lengths: {error}") from error
+    if not lengths or lengths[0] < 1:
+        raise ConfigError(f"workload.path: {path} needs lengths of at least 1 token")
+    return lengths

@@ -1,0 +1,392 @@
+"""A `World` without devices: commands become appointments in virtual time, appointments become events.
+
+Consumes the orchestrator's commands and a workload, produces the facts that a real body would report. The same
+`runtime.loop.run` drives it; a call of `events` moves the clock to the next moment at which something happens.
+
+Laws: nothing here decides; every command is answered as the orchestrator's page says; the same configuration gives the
+same run. If nothing is left to happen the run has stalled, and that raises.
+"""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+import math
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from dora_jax.orchestrate import events as ev
+from dora_jax.sim import instance as inst
+from dora_jax.sim import workload as work
+from dora_jax.sim.config import SimConfig
+from dora_jax.sim.cost import Costs, open_costs
+from dora_jax.sim.instance import Instance, Job
+from dora_jax.sim.meter import Meter, idle_s
+from dora_jax.sim.network import Network
+from dora_jax.sim.trace import Trace
+from dora_jax.sim.workload import Workload
+from dora_jax.types import GroupId, InstanceId, SampleId, Version
+
+# So many periods in which nobody but the clock says anything mean that nothing ever will.
+STALLED_PERIODS = 10_000
+
+
+class EndOfMeasurement(Exception):
+    """The last step to be measured is published."""
+
+
+class SimGroup:
+    """What the world knows of a group: its tag, and what its finished samples add up to."""
+
+    __slots__ = ("done", "squares", "tokens", "version")
+
+    def __init__(self, version: Version):
+        self.version = version
+        self.done = 0
+        self.tokens = 0
+        self.squares = 0.0
+
+
+class SimWorld:
+    """See the page. `until`: the version whose publication ends the simulation."""
+
+    def __init__(self, config: SimConfig, *, until: Version, trace: Trace | None = None):
+        self.now = 0.0
+        self.costs: Costs = open_costs(config)
+        self.meter = Meter(config)
+        self._config = config
+        self._until = until
+        self._trace = trace
+        self._workload = Workload(config.workload)
+        self._seed = config.workload.seed
+        hardware = config.hardware
+        self._network = Network(self.costs, hardware.trainer_chips // hardware.instance_chips)
+        self._instances: dict[InstanceId, Instance] = {}
+        self._live: dict[Version, int] = {}
+        self._lives = [0] * hardware.instances  # how often each instance came up
+        self._away: dict[SampleId, Job] = {}  # parked, recorded, or on their way
+        self._groups: dict[GroupId, SimGroup] = {}
+        self._ready: set[GroupId] = set()
+        self._training = False
+        self._outbox: list[ev.Event] = []
+        self._quiet = 0
+        self._heap: list[tuple[float, int, Callable[..., None], tuple]] = []
+        self._count = itertools.count()
+        for id in range(hardware.instances):
+            self._up(id, versions=(0,))
+        self._at(0.0, self._clock)
+
+    @property
+    def instances(self) -> Iterable[Instance]:
+        return self._instances.values()
+
+    # ------------------------------------------------------------------ World
+
+    def events(self) -> list[ev.Event]:
+        """The facts of the next moment at which there are any."""
+        while not self._outbox:
+            if not self._heap:
+                raise RuntimeError(f"the run stalled after {self.now:.0f} s: nothing is left to happen")
+            self.now, _, call, args = heapq.heappop(self._heap)
+            call(*args)
+        out, self._outbox = self._outbox, []
+        return out
+
+    def execute(self, command: ev.Command) -> None:
+        self._quiet = 0
+        self._COMMANDS[type(command)](self, command)
+
+    # ------------------------------------------------------------------ commands
+
+    def _start(self, command: ev.Start) -> None:
+        host = self._touch(command.instance)
+        for id in command.ids:
+            if id.group_id not in self._groups:
+                self._groups[id.group_id] = SimGroup(command.version)
+            prompt = self._workload.prompt_tokens(id.group_id)
+            job = Job(id, command.version, prompt, self._workload.turns(id))
+            host.submit(job, "start")
+        self._schedule(host)
+
+    def _load(self, command: ev.LoadWeights) -> None:
+        host = self._touch(command.instance)
+        host.loading = True
+        end = self._network.load(self.now, command.source, host.id)
+        self.meter.reloads += 1
+        self.meter.weight_bytes += self.costs.weight_bytes
+        self._at(end, self._loaded, host, command.version)
+        self._schedule(host)
+
+    def _move(self, command: ev.Move) -> None:
+        src = self._touch(command.src)
+        for id in command.ids:
+            job = src.take(id)
+            if job is None:
+                self._say(ev.MoveFailed(id=id, src=src.id, dst=command.dst, reason="finished"))
+                continue
+            self._away[id] = job
+            end = self._network.move(self.now, src.id, command.dst, job.cached)
+            self._at(end, self._arrive, job, src, self._instances.get(command.dst), command.dst)
+        self._schedule(src)
+
+    def _park(self, command: ev.Park) -> None:
+        host = self._touch(command.instance)
+        end = self.now
+        for id in command.ids:
+            job = host.take(id)
+            if job is not None:
+                self._away[id] = job
+                end += self.costs.park_s(job.cached)
+                self._at(end, self._parked, job, host)
+        self._schedule(host)
+
+    def _resume(self, command: ev.Resume) -> None:
+        host = self._touch(command.instance)
+        end = self.now
+        for id in command.ids:
+            job = self._away[id]
+            if job.version != command.version:  # other weights: its KV is of no use
+                job.version, job.cached = command.version, 0
+            job.arrival = "resume"
+            if job.cached:
+                end += self.costs.park_s(job.cached)
+                self._at(end, self._resumed, job, host)
+            else:
+                del self._away[id]
+                self.meter.reprefilled += job.tokens
+                host.submit(job, "resume")
+        self._schedule(host)
+
+    def _cancel(self, command: ev.Cancel) -> None:
+        for id in command.ids:
+            host = self._instances.get(command.instance)
+            job = None
+            if host is not None:
+                host.advance(self.now)
+                job = host.take(id)
+                self._schedule(host)
+            if job is None:
+                job = self._away.pop(id, None)
+            if job is not None:
+                self.meter.cancelled_tokens += job.sampled
+                self._say(ev.SampleCancelled(id=id, reason=command.reason))
+            self._forget(id.group_id)
+
+    def _forget(self, group_id: GroupId) -> None:
+        """A group of which something was cancelled will not be trained; its prompt may come again."""
+        self._ready.discard(group_id)
+        self._groups.pop(group_id, None)
+
+    def _train(self, command: ev.Train) -> None:
+        groups = {g: self._groups.pop(g) for g in command.group_ids}
+        self._ready.difference_update(groups)
+        samples = len(groups) * self._config.orchestrator.group_size
+        tokens = sum(g.tokens for g in groups.values())
+        seconds = self.costs.train_s(samples, tokens, sum(g.squares for g in groups.values()))
+        self._training = True
+        lags: dict[int, int] = {}
+        for group in groups.values():
+            lag = command.base_version - group.version
+            lags[lag] = lags.get(lag, 0) + 1
+        for host in self.instances:
+            host.advance(self.now)
+        self.meter.train_begins(self.now, lags, tokens, idle_s(self.instances))
+        if self._trace:
+            self._trace.train(self.now, self.now + seconds, command)
+        if self._config.hardware.colocated:
+            self._pause_all(True)
+        self._at(self.now + seconds, self._published, command.base_version + 1)
+
+    def _pause_all(self, paused: bool) -> None:
+        for host in self.instances:
+            host.advance(self.now)
+            host.paused = paused
+            self._schedule(host)
+
+    def _pause(self, command: ev.Pause | ev.Unpause) -> None:
+        host = self._touch(command.instance)
+        host.paused = isinstance(command, ev.Pause)
+        self._schedule(host)
+
+    def _retire(self, command: ev.Retire) -> None:
+        pass  # weights take no room in virtual time
+
+    _COMMANDS: dict[type, Callable[[SimWorld, Any], None]] = {
+        ev.Start: _start, ev.LoadWeights: _load, ev.Move: _move, ev.Park: _park, ev.Resume: _resume,
+        ev.Cancel: _cancel, ev.Train: _train, ev.Retire: _retire, ev.Pause: _pause, ev.Unpause: _pause,
+    }  # fmt: skip
+
+    # ------------------------------------------------------------------ appointments
+
+    def _clock(self) -> None:
+        self.meter.live(len(self._live))
+        self._quiet += 1
+        if self._quiet > STALLED_PERIODS:
+            raise RuntimeError(f"the run stalled after {self.now:.0f} s: only the clock goes on")
+        self._say(ev.TimePassed(now_s=self.now))
+        self._at(self.now + self._config.orchestrator.rebalance_period_s, self._clock)
+
+    def _wake(self, host: Instance, wakeup: int) -> None:
+        if wakeup != host.wakeup:
+            return
+        host.advance(self.now)
+        for what, job in host.happen():
+            if what == inst.ENTERED:
+                self._entered(host, job)
+            elif what == inst.STOPPED:
+                self._stopped(host, job)
+            else:
+                self._report(host)
+        self._schedule(host)
+
+    def _entered(self, host: Instance, job: Job) -> None:
+        if job.arrival == "start":
+            self._say(ev.SampleStarted(id=job.id, instance=host.id, version=job.version))
+        elif job.arrival == "resume":
+            self._say(ev.SampleResumed(id=job.id, instance=host.id))
+        job.arrival = ""
+
+    def _stopped(self, host: Instance, job: Job) -> None:
+        turn = job.turns[job.turn]
+        if job.turn < len(job.turns) - 1:
+            host.wait_for_tool(job)
+            self._at(self.now + turn.tool_s, self._tool_answered, host, job)
+            return
+        self._say(ev.SampleDone(id=job.id, instance=host.id, tokens=job.sampled, finish="stop"))
+        if self._trace:
+            self._trace.done(self.now, job, host)
+        group = self._groups.get(job.id.group_id)
+        if group is None:
+            return
+        group.done += 1
+        group.tokens += job.tokens
+        group.squares += float(job.tokens) ** 2
+        if group.done == self._config.orchestrator.group_size:
+            self._at(self.now + self.costs.score_s, self._scored, job.id.group_id, group)
+
+    def _report(self, host: Instance) -> None:
+        for job in host.decoding.values():
+            self._say(ev.SampleProgress(id=job.id, tokens=host.sampled_of(job)))
+        self._say(ev.PagesReported(instance=host.id, free=host.free_tokens // self._config.hardware.page_size))
+
+    def _scored(self, group_id: GroupId, group: SimGroup) -> None:
+        if self._groups.get(group_id) is not group:
+            return  # evicted meanwhile
+        if self._workload.failed(group_id):
+            del self._groups[group_id]
+            self._say(ev.GroupFailed(group_id=group_id, reason="its reward could not be computed"))
+            return
+        trainable = not self._workload.filtered(group_id)
+        if trainable:
+            self._ready.add(group_id)
+            self.meter.ready(self.now, len(self._ready))
+        else:
+            del self._groups[group_id]
+            self.meter.filtered += 1
+        self._say(ev.GroupScored(group_id=group_id, trainable=trainable))
+
+    def _tool_answered(self, host: Instance, job: Job) -> None:
+        if host.waits_for_tool(job):
+            host.advance(self.now)
+            host.tool_answered(job)
+            self._schedule(host)
+
+    def _loaded(self, host: Instance, version: Version) -> None:
+        if self._instances.get(host.id) is host:
+            host.advance(self.now)
+            host.loading = False
+            self._schedule(host)
+            self._say(ev.WeightsLoaded(instance=host.id, version=version))
+
+    def _arrive(self, job: Job, src: Instance, dst: Instance | None, dst_id: InstanceId) -> None:
+        if self._away.get(job.id) is not job:
+            return  # cancelled on its way
+        fate = work.uniform(self._seed, work.MOVE, *job.id, round(self.now * 1e3))
+        if self._instances.get(dst_id) is dst and dst is not None and fate >= self._config.fault.failed_moves:
+            self.meter.moves += 1
+            self.meter.move_bytes += job.cached * self.costs.kv_bytes_per_token
+            self._settle(job, dst)
+            self._say(ev.SampleMoved(id=job.id, src=src.id, dst=dst_id))
+            return
+        if self._instances.get(src.id) is src:
+            self._settle(job, src)
+        self._say(ev.MoveFailed(id=job.id, src=src.id, dst=dst_id, reason="the transfer broke off"))
+
+    def _settle(self, job: Job, host: Instance) -> None:
+        """The sample goes on where its KV is."""
+        del self._away[job.id]
+        host.advance(self.now)
+        host.receive(job)
+        self._schedule(host)
+
+    def _parked(self, job: Job, host: Instance) -> None:
+        if self._away.get(job.id) is job and self._instances.get(host.id) is host:
+            self._say(ev.SampleParked(id=job.id, instance=host.id))
+
+    def _resumed(self, job: Job, host: Instance) -> None:
+        if self._away.get(job.id) is job and self._instances.get(host.id) is host:
+            self._settle(job, host)
+            self._say(ev.SampleResumed(id=job.id, instance=host.id))
+
+    def _published(self, version: Version) -> None:
+        self._training = False
+        if self._config.hardware.colocated:
+            self._pause_all(False)
+        for host in self.instances:
+            host.advance(self.now)
+        self.meter.published(self.now, version, self.instances, len(self._ready))
+        if version >= self._until:
+            raise EndOfMeasurement
+        self._say(ev.StepPublished(version=version))
+
+    # ------------------------------------------------------------------ instances
+
+    def _up(self, id: InstanceId, versions: tuple[Version, ...] = ()) -> None:
+        hardware = self._config.hardware
+        speed = hardware.speeds[id % len(hardware.speeds)]
+        host = Instance(
+            id, self.costs, self._live, slots=hardware.slots, page_size=hardware.page_size, speed=speed,
+            report_ticks=self._config.report_tokens)  # fmt: skip
+        host.time = self.now
+        host.paused = hardware.colocated and self._training
+        self._instances[id] = host
+        self._lives[id] += 1
+        self._say(ev.InstanceUp(
+            instance=id, slots=hardware.slots, pages=self.costs.pages, page_size=hardware.page_size,
+            residents=hardware.residents, speed=speed, versions=versions))  # fmt: skip
+        fault = self._config.fault
+        if fault.mtbf_s:
+            life_s = -fault.mtbf_s * math.log(work.uniform(self._seed, work.FAULT, id, self._lives[id]))
+            self._at(self.now + life_s, self._down, host)
+
+    def _down(self, host: Instance) -> None:
+        host.advance(self.now)
+        for job in host.clear():
+            self._away[job.id] = job
+        host.wakeup += 1
+        del self._instances[host.id]
+        self.meter.lost(host)
+        self._say(ev.InstanceDown(instance=host.id, reason="lost"))
+        self._at(self.now + self._config.fault.repair_s, self._up, host.id)
+
+    # ------------------------------------------------------------------ private
+
+    def _touch(self, id: InstanceId) -> Instance:
+        host = self._instances[id]
+        host.advance(self.now)
+        return host
+
+    def _schedule(self, host: Instance) -> None:
+        """Make the next appointment with an instance whose batch or state has changed; older ones are void."""
+        host.wakeup += 1
+        time = host.next_time()
+        if time < math.inf:
+            self._at(time, self._wake, host, host.wakeup)
+        if self._trace:
+            self._trace.state(self.now, host)
+
+    def _at(self, time: float, call: Callable[..., None], *args: Any) -> None:
+        heapq.heappush(self._heap, (time, next(self._count), call, args))
+
+    def _say(self, event: ev.Event) -> None:
+        self._outbox.append(event)
