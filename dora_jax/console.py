@@ -151,8 +151,9 @@ def step_line(step: int, metrics: Metrics, held_out: str = "", waits: str = "") 
 
 def _lags(metrics: Metrics) -> str:
     """The histogram of groups over lags, from lag/0, lag/1, ..."""
-    shares = {int(name[4:]): share for name, share in metrics.items() if name.startswith("lag/") and name[4:].isdecimal()}
-    return "lag " + " ".join(f"{lag}:{share:.0%}" for lag, share in sorted(shares.items())) if shares else ""
+    found = {name.removeprefix("lag/"): share for name, share in metrics.items() if name.startswith("lag/")}
+    shares = sorted((int(lag), share) for lag, share in found.items() if lag.isdecimal())
+    return "lag " + " ".join(f"{lag}:{share:.0%}" for lag, share in shares) if shares else ""
 
 
 def _waits(metrics: Metrics, waits: str) -> list[str]:

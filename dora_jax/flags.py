@@ -113,7 +113,7 @@ def load_file(spec: str) -> ml_collections.ConfigDict:
         module = importlib.util.module_from_spec(module_spec)
         module_spec.loader.exec_module(module)
         tree = module.get_config(arg) if colon else module.get_config()
-    except Exception as error:  # the file is the user's: anything may come out of it, and all of it is their line to fix
+    except Exception as error:  # the file is the user's: anything may come out of it
         raise ConfigError(_blame(path, error)) from error
     if not isinstance(tree, ml_collections.ConfigDict):
         raise ConfigError(f"config: get_config of {path} returned {type(tree).__name__}, not config.defaults()")

@@ -1,4 +1,4 @@
-"""What a run says about itself: typed values reduced once, written to metrics.jsonl and TensorBoard, shown on a console.
+"""What a run says about itself: values reduced once, to metrics.jsonl, TensorBoard and the console.
 
 Consumes named values from the runtime; produces one JSON line a record, the same scalars for TensorBoard, one console
 line a step, and between the lines a progress line that moves whatever the run is doing.
@@ -18,7 +18,6 @@ import numbers
 import os
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from types import TracebackType
 from typing import Any, TextIO
 
 import numpy as np
@@ -105,7 +104,7 @@ class Writer:
         self._console.start()
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(self, *_: object) -> None:
         self._console.stop()
         for sink in (self._lines, self._board):
             if sink:

@@ -1,4 +1,4 @@
-"""The rules of a configuration, each one line of a table or one small function; no JAX, no files but in `missing_paths`.
+"""The rules of a configuration: each a line of a table or a small function; no JAX, no files but in `missing_paths`.
 
 Consumes a `config.Config` whose types are right; produces sentences, each naming its field. Nothing is repaired.
 Rules that a stage knows better are asked of its own standard-library module (trainer.objective, orchestrate.modes,
@@ -155,14 +155,14 @@ def _lengths(config: Config) -> Problems:
     t, rollout, orchestrator = config.trainer, config.rollout, config.orchestrator
     tokens = rollout.max_prompt_tokens + rollout.max_new_tokens - 1
     if tokens > t.pack_tokens:
-        yield (f"trainer.pack_tokens: the longest sample, max_prompt_tokens + max_new_tokens - 1 = {tokens}, does not fit "
-               f"a row of {t.pack_tokens}")
+        yield (f"trainer.pack_tokens: the longest sample, max_prompt_tokens + max_new_tokens - 1 = {tokens}, "
+               f"does not fit a row of {t.pack_tokens}")
         return
     samples = orchestrator.groups_per_step * orchestrator.group_size
     needed = -(-samples // max(t.pack_tokens // max(tokens, 1), 1))
     if 0 < t.rows < needed:
-        yield (f"trainer.rows: {t.rows} rows of {t.pack_tokens} may not hold {samples} samples of up to {tokens} tokens; "
-               f"{needed} always do (0 derives it)")
+        yield (f"trainer.rows: {t.rows} rows of {t.pack_tokens} may not hold {samples} samples of up to {tokens} "
+               f"tokens; {needed} always do (0 derives it)")
 
 
 def _sft(config: Config) -> Problems:
