@@ -1,0 +1,133 @@
+"""At fixed shapes a sample's tokens and log-prob bits depend on its identity alone, whatever else happens to the engine."""
+
+import dataclasses
+import random
+
+import numpy as np
+import pytest
+from engine_rig import assert_undisturbed, finish, ids, loaded, submit, undisturbed, weights
+
+from dora_jax.types import SampleId
+
+
+def test_batch_mates_and_order_do_not_matter():
+    with loaded("a") as engine:
+        order = ids((0, 1, 2, 3, 4, 5))
+        random.Random(0).shuffle(order)
+        for id in order:
+            submit(engine, id)
+        done = finish(engine)
+    for sample in done.values():
+        assert_undisturbed(sample)
+
+
+def test_longer_context_of_a_batch_mate_does_not_matter():
+    """Group 0 stays within one context block alone; beside group 3 its calls run with two."""
+    with loaded("a") as engine:
+        submit(engine, SampleId(3, 0))
+        engine.tick()
+        engine.tick()
+        submit(engine, SampleId(0, 0), max_new_tokens=16)
+        sample = finish(engine)[SampleId(0, 0)]
+        submit(engine, SampleId(0, 0), max_new_tokens=16)
+        alone = finish(engine)[SampleId(0, 0)]
+    np.testing.assert_array_equal(sample.logprobs, alone.logprobs)
+    np.testing.assert_array_equal(sample.out_ids, undisturbed(SampleId(0, 0)).out_ids[:16])
+
+
+def test_preemption_to_host_and_back_changes_nothing():
+    with loaded("small") as engine:
+        preempts = []
+        plan = engine._scheduler.plan
+        engine._scheduler.plan = lambda: (p := plan(), preempts.extend(p.preempts))[0]
+        for id in ids((3, 4), size=3):
+            submit(engine, id)
+        done = finish(engine)
+        engine._scheduler.plan = plan
+    assert len(preempts) >= 2 and any(p.kv_len > 20 for p in preempts)
+    assert len(done) == 6
+    for sample in done.values():
+        assert_undisturbed(sample)
+
+
+@pytest.mark.parametrize("ticks", range(9))
+def test_migration_at_any_moment_changes_nothing(ticks):
+    """Moments 0 .. 2 are before and inside the prefill (20 tokens in chunks of 8)."""
+    moved = SampleId(3, 0)
+    with loaded("a", "small") as (a, b):
+        for id in (moved, SampleId(2, 0)):
+            submit(a, id)
+        submit(b, SampleId(4, 1))
+        done = {s.id: s for _ in range(ticks) for e in (a, b) for s in e.tick().finished}
+        if a.holds(moved):
+            parcel = a.export(moved)
+            assert not a.holds(moved)
+            assert parcel.kv_len == [0, 8, 16][ticks] if ticks < 3 else parcel.kv_len >= 19
+            b.import_(parcel)
+        done |= finish(a, b)
+    for sample in done.values():
+        assert_undisturbed(sample)
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_random_schedules(seed):
+    """Submit, cancel, park, move, preempt, load and drop in random order over engines with unequal page budgets."""
+    rng = random.Random(seed)
+    with loaded("a", "small") as engines:
+        todo = [(id, version) for version in (0, 1) for id in ids((0, 1, 2, 3, 4, 5), size=2)]
+        rng.shuffle(todo)
+        cancelled, parked, done = set(), [], {}
+        for _ in range(400):
+            engine = rng.choice(engines)
+            held = list(engine._scheduler.seqs)
+            act = rng.random()
+            if act < 0.3 and todo:
+                id, version = todo.pop()
+                target = SampleId(id.group_id, id.index + 10 * version)  # one id a version
+                if version in engine.versions:
+                    submit(engine, target, version)
+                else:
+                    todo.insert(0, (id, version))
+            elif act < 0.4 and held:
+                parked.append(engine.export(rng.choice(held)))
+            elif act < 0.43 and held:
+                id = rng.choice(held)
+                cancelled.add((id, engine.version_of(id)))
+                assert engine.cancel(id)
+            elif act < 0.5:
+                version = rng.choice((0, 1))
+                if version not in engine.versions:
+                    engine.load(version, weights(engine, seed=version))
+                elif not engine._scheduler.running(version):
+                    engine.drop(version)
+            elif act < 0.6 and parked and parked[-1].version in engine.versions:
+                engine.import_(parked.pop())
+            else:
+                done |= {s.id: s for s in engine.tick().finished}
+            engine.check()
+        for engine in engines:
+            for version in (0, 1):
+                if version not in engine.versions:
+                    engine.load(version, weights(engine, seed=version))
+        for parcel in parked:
+            engines[0].import_(parcel)
+        done |= finish(*engines)
+    assert len(done) + len(cancelled) + len(todo) == 24 and len(done) > 12
+    for sample in done.values():
+        assert_undisturbed(sample)
+
+
+def test_late_results_change_nothing_but_when_they_are_seen():
+    with loaded("small") as engine:
+        plain = engine.section
+        engine.section = dataclasses.replace(plain, late_results=True)
+        for id in ids((0, 3, 4)):
+            submit(engine, id)
+        first, second = engine.tick(), engine.tick()
+        assert (first.tokens, second.tokens > 0) == (0, True)
+        engine.import_(engine.export(SampleId(0, 1)))
+        done = {s.id: s for s in second.finished} | finish(engine)
+        engine.section = plain
+    assert set(done) == set(ids((0, 3, 4)))
+    for sample in done.values():
+        assert_undisturbed(sample)
