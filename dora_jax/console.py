@@ -73,7 +73,7 @@ class Console:
             self._recent.append((self._clock(), tokens))
 
     def status(self, facts: Mapping[str, Any]) -> None:
-        """facts: live (versions) and waits (words), of which either may be missing."""
+        """facts: versions (live version -> samples that decode) and waits (words); either may be missing."""
         self._facts = facts
 
     def step(self, step: int, metrics: Metrics, waits: str = "") -> None:
@@ -98,8 +98,8 @@ class Console:
             now = self._clock()
             parts = [f"{self._tokens:,} tokens, {self._rate(now):,.0f} tokens/s"] if self._tokens else []
             parts += [text if role == "all" else f"{role}: {text}" for role, text in self._phases.items() if text]
-            if self._facts.get("live"):
-                parts.append("versions " + " ".join(str(version) for version in sorted(self._facts["live"])))
+            if self._facts.get("versions"):
+                parts.append("samples " + " ".join(f"v{v}:{n}" for v, n in sorted(self._facts["versions"].items())))
             if self._facts.get("waits"):
                 parts.append(str(self._facts["waits"]))
         seconds = int(now - self._began_s)

@@ -144,9 +144,9 @@ def test_the_progress_line_says_who_does_what_and_how_fast():
     assert console.progress() == "1:01  compiling"
     console.phase("trainer", "step 3")
     console.phase("instance 0", "generating")
-    console.status({"live": {4, 2}, "waits": "trainer on rollout"})
+    console.status({"versions": {4: 20, 2: 12}, "waits": "trainer on rollout"})
     console.count(500)
-    assert console.progress() == ("1:01  500 tokens, 50 tokens/s | trainer: step 3 | instance 0: generating | versions 2 4 | "
+    assert console.progress() == ("1:01  500 tokens, 50 tokens/s | trainer: step 3 | instance 0: generating | samples v2:12 v4:20 | "
                                   "trainer on rollout")
     clock.now_s = 80  # nothing for more than the window
     console.phase("trainer", "")
