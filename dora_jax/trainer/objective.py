@@ -56,6 +56,19 @@ def needs_scores(section: Any) -> bool:
     return before_advantages or (needs_old_logprobs(section) and section.updates > 1)
 
 
+def batch_dtypes(section: Any) -> dict[str, str]:
+    """Arrays of a packed batch as this objective uses it: name -> dtype."""
+    names = dict.fromkeys(("tokens", "targets", "segment_ids", "positions", "version"), "int32") | {"mask": "bool"}
+    floats = ["behavior_logprobs", "advantages", "rewards", "loss_weights"]
+    if needs_scores(section):
+        floats.append("old_logprobs")
+    if needs_reference(section):
+        floats.append("ref_logprobs")
+    if needs_value(section):
+        floats += ["values", "returns"]
+    return names | dict.fromkeys(floats, "float32")
+
+
 def _unknown_names(section: Any) -> list[str]:
     known = {"advantage": ADVANTAGES, "policy_loss": LOSSES, "aggregation": AGGREGATIONS, "anchor": ANCHORS,
              "correction": CORRECTIONS, "kl": KLS, "kl_in": ("loss", "reward"),
