@@ -140,9 +140,6 @@ class SimConfig:
     fault: FaultSection = FaultSection()
 
 
-FREE_FORM = ("orchestrator.decisions",)
-
-
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Row:
     """One line of the table: a mode in a configuration of its own."""
@@ -188,7 +185,7 @@ def rows(config: SimConfig) -> list[Row]:
 
 def replace(config: SimConfig, changes: Mapping[str, Any]) -> SimConfig:
     """A config with some dotted fields changed."""
-    known = list(_fields(SimConfig))
+    known = fields()
     for name, value in changes.items():
         if name not in known:
             raise ConfigError(f"{name}: unknown field; the nearest is {nearest(name, known)}")
@@ -199,15 +196,16 @@ def replace(config: SimConfig, changes: Mapping[str, Any]) -> SimConfig:
     return config
 
 
-# ---------------------------------------------------------------- private
-
-
-def _fields(cls: type, prefix: str = "") -> Any:
+def fields(cls: type = SimConfig, prefix: str = "") -> list[str]:
+    """Dotted names of all fields, sections left out."""
+    found = []
     for field in dataclasses.fields(cls):
-        if dataclasses.is_dataclass(field.default):
-            yield from _fields(type(field.default), f"{field.name}.")
-        else:
-            yield prefix + field.name
+        nested = dataclasses.is_dataclass(field.default)
+        found += fields(type(field.default), f"{field.name}.") if nested else [prefix + field.name]
+    return found
+
+
+# ---------------------------------------------------------------- private
 
 
 def _build(cls: type, tree: Mapping[str, Any]) -> Any:
@@ -227,7 +225,7 @@ def _problems(config: SimConfig) -> Any:
     for mode in config.modes:
         if mode not in MODES:
             yield f"modes: {mode!r} is none of {', '.join(MODES)}"
-    known = set(_fields(SimConfig))
+    known = set(fields())
     for row in config.rows:
         if row.get("mode") not in MODES:
             yield f"rows: {dict(row)} names no mode; they are {', '.join(MODES)}"

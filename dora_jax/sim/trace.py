@@ -29,11 +29,13 @@ class Trace:
         self._open: dict[InstanceId, tuple[str, float]] = {}  # name and begin of the slice in progress
         self._last_done: dict[GroupId, tuple[float, InstanceId]] = {}
         self._arrows = arrows
+        self._now = 0.0
         self._name(TRAINER, 0, f"trainer ({label})", "trainer")
         self._name(ROLLOUT, 0, f"rollout ({label})", "instance 0")
 
     def state(self, now: float, host: Instance) -> None:
         """The instance's slice goes on, or ends and another begins."""
+        self._now = now
         activity = host.activity
         if activity in (DECODE, PREFILL):
             name = "+".join(f"v{version}" for version in sorted(host.counts)) or activity
@@ -59,9 +61,10 @@ class Trace:
                 self._flow("s", ROLLOUT, done[1], done[0] - 1 / MICRO, group)
                 self._flow("f", TRAINER, 0, now, group)
 
-    def save(self, path: str, now: float) -> None:
+    def save(self, path: str) -> None:
+        """Write what has been told; slices in progress end with the last thing that happened."""
         for instance, (name, since) in self._open.items():
-            self._slice(ROLLOUT, instance, name, since, now)
+            self._slice(ROLLOUT, instance, name, since, self._now)
         Path(path).write_text(json.dumps({"traceEvents": self._events, "displayTimeUnit": "ms"}))
 
     # ------------------------------------------------------------ private

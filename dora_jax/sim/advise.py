@@ -1,0 +1,1 @@
+def report(settings, progress): return ""

@@ -1,0 +1,138 @@
+"""The orchestrator in virtual time:  python -m dora_jax.simulate --config=configs/sim/x.py [--trace=FILE] [--advise]
+
+Runs every row of the configuration and prints one table; --trace writes the last row as a Chrome trace for Perfetto;
+--advise searches staleness bound, split and load for the configuration's chips and lengths instead. Starts without JAX.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+import time
+import traceback
+from collections.abc import Sequence
+from pathlib import Path
+
+import ml_collections
+from absl import app, flags
+from ml_collections import config_flags
+
+from dora_jax.config import ConfigError, nearest
+from dora_jax.sim import advise, config, table
+from dora_jax.sim.config import SimConfig
+from dora_jax.sim.run import StoppedEarly, simulate
+from dora_jax.sim.trace import Trace
+
+BAD_USAGE = 2  # exit code: wrong input, trying again cannot help
+
+CONFIG_HELP = "path.py[:argument]; --config.field=value overrides a field"
+TRACE_HELP = "write the last row as a Chrome trace, to be opened in Perfetto"
+ADVISE_HELP = "search staleness bound, split and load in place of the table"
+
+
+def main(settings: SimConfig, trace_path: str, advised: bool) -> int:
+    if advised:
+        print(advise.report(settings, progress=_progress))
+        return 0
+    lines, rows = [], config.rows(settings)
+    for row in rows:
+        trace = Trace(row.label) if trace_path and row is rows[-1] else None
+        began = time.monotonic()
+        result = simulate(row, trace=trace)
+        _progress(f"{row.label}: {result.seconds / 60:.0f} minutes in {time.monotonic() - began:.1f} s")
+        lines.append((row, result))
+        if trace:
+            trace.save(trace_path)
+    print(table.render(lines))
+    return 0
+
+
+def parse(argv: Sequence[str], flag_values: flags.FlagValues = flags.FLAGS) -> tuple[SimConfig, str, bool]:
+    """What argv (program name first) asks for; ConfigError says what is wrong with it."""
+    spec, rest = _split(argv)
+    flags.DEFINE_string("trace", "", TRACE_HELP, flag_values=flag_values)
+    flags.DEFINE_boolean("advise", False, ADVISE_HELP, flag_values=flag_values)
+    if any(arg.startswith(("--help", "-help")) for arg in rest):
+        flags.DEFINE_string("config", None, CONFIG_HELP, flag_values=flag_values)
+        flag_values(rest)  # absl prints the help and exits
+    tree = load_file(spec)
+    for arg in rest:
+        name = arg.lstrip("-").removeprefix("no").partition("=")[0]
+        if name.startswith("config.") and not _has(tree, name.removeprefix("config.")):
+            known = [f"config.{field}" for field in config.fields()]
+            raise ConfigError(f"{name}: unknown field; the nearest is {nearest(name, known)}")
+    try:
+        config_flags.DEFINE_config_dict("config", tree, flag_values=flag_values, sys_argv=list(rest))
+        leftover = flag_values(list(rest))[1:]
+    except flags.Error as error:
+        raise ConfigError(" ".join(str(error).split())) from error
+    if leftover:
+        raise ConfigError(f"argument {leftover[0]!r}: not a flag")
+    return config.from_config_dict(tree), flag_values.trace, flag_values.advise
+
+
+def load_file(spec: str) -> ml_collections.ConfigDict:
+    """get_config(arg) of path.py[:arg]."""
+    path, colon, arg = spec.partition(":")
+    if not path:
+        raise ConfigError("config: missing; name a file, e.g. --config=configs/sim/paper_64.py")
+    if not Path(path).is_file():
+        raise ConfigError(f"config: {path} does not exist")
+    try:
+        module_spec = importlib.util.spec_from_file_location(f"config_{Path(path).stem}", path)
+        module = importlib.util.module_from_spec(module_spec)
+        module_spec.loader.exec_module(module)
+        tree = module.get_config(arg) if colon else module.get_config()
+    except Exception as error:  # the file is the user's: anything may come out of it, and all of it is their line to fix
+        lines = [f.lineno for f in traceback.extract_tb(error.__traceback__) if f.filename.endswith(path)]
+        where = f"{path}:{lines[-1]}" if lines else path
+        raise ConfigError(f"{where}: {type(error).__name__}: {' '.join(str(error).split())}") from error
+    if not isinstance(tree, ml_collections.ConfigDict) or "hardware" not in tree:
+        raise ConfigError(f"config: get_config of {path} returned no simulation; begin with sim.config.defaults()")
+    return tree
+
+
+# ---------------------------------------------------------------- private
+
+
+def _split(argv: Sequence[str]) -> tuple[str, list[str]]:
+    """The last value of --config ("" where there is none) and argv without it."""
+    spec, rest, args = "", [], iter(argv)
+    for arg in args:
+        name, equals, value = arg.lstrip("-").partition("=")
+        if arg.startswith("-") and name == "config":
+            spec = value if equals else next(args, "")
+        else:
+            rest.append(arg)
+    return spec, rest
+
+
+def _has(tree: ml_collections.ConfigDict, name: str) -> bool:
+    for part in name.split("."):
+        if not isinstance(tree, ml_collections.ConfigDict) or part not in tree:
+            return False
+        tree = tree[part]
+    return True
+
+
+def _progress(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
+
+
+def _start(asked: tuple[SimConfig, str, bool]) -> int:
+    return main(*asked)
+
+
+def _run() -> None:
+    try:
+        app.run(_start, flags_parser=parse)
+    except ConfigError as error:
+        for problem in error.problems:
+            print(f"error: {problem}", file=sys.stderr)
+    except (ValueError, StoppedEarly) as error:  # a configuration that the orchestrator refuses, or gives up on
+        print(f"error: {error}", file=sys.stderr)
+    sys.exit(BAD_USAGE)
+
+
+if __name__ == "__main__":
+    _run()

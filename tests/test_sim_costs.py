@@ -1,0 +1,141 @@
+"""Chip costs that can be checked by hand, and workloads as pure functions of (seed, group, index)."""
+
+import dataclasses
+import json
+
+import pytest
+
+from dora_jax.config import ConfigError
+from dora_jax.sim.chips import CHIPS
+from dora_jax.sim.config import CostSection, HardwareSection, ModelSection, SimConfig, WorkloadSection
+from dora_jax.sim.cost import Measured, Roofline, open_costs
+from dora_jax.sim.workload import Workload, uniform
+from dora_jax.types import SampleId
+
+DENSE = ModelSection(params=32e9)
+MOE = ModelSection(params=560e9, active_params=27e9, experts=512, experts_per_token=12)
+
+
+def roofline(model=DENSE, hardware=None, **cost):
+    return Roofline(model, HardwareSection(**(hardware or {})), CostSection(**cost))
+
+
+def test_a_small_batch_is_bound_by_weights_and_a_large_one_by_flops():
+    costs = roofline(hardware={"tensor": 1, "chip": "h200"}, decode_overhead_s=0.0, hbm_efficiency=1.0, flops_efficiency=1.0)
+    assert costs.decode_base_s(1) == pytest.approx(64e9 / 4800e9)
+    assert costs.decode_base_s(1) == costs.decode_base_s(200)
+    assert costs.decode_base_s(2000) == pytest.approx(2 * 32e9 * 2000 / 989e12)
+    assert costs.decode_kv_s == pytest.approx(262144 / 4800e9)
+
+
+def test_tensor_parallel_divides_the_work_and_pays_for_collectives():
+    one, four = (roofline(hardware={"tensor": t, "chip": "h200"}, decode_overhead_s=0.0).decode_base_s(1) for t in (1, 4))
+    collectives = 64 * 2 * CHIPS["h200"].ici_latency_s
+    assert one / 4 + collectives < four < one / 4 + 1.1 * collectives
+
+
+def test_experts_are_read_as_they_are_chosen():
+    costs = roofline(MOE, {"tensor": 8, "expert": 4, "chip": "h200"}, decode_overhead_s=0.0)
+    touched = [costs._touched_params(batch) for batch in (1, 8, 64, 4096)]
+    assert touched[0] == pytest.approx(27e9)
+    assert touched == sorted(touched) and touched[-1] == pytest.approx(560e9)
+
+
+def test_pages_are_what_weights_leave_and_two_residents_leave_less():
+    one, two = (roofline(hardware={"residents": r}).pages for r in (1, 2))
+    assert one == int((4 * 80e9 * 0.9 - 64e9) / (262144 * 16)) and two < one
+    with pytest.raises(ConfigError, match="leave no KV cache on 1 h800"):
+        roofline(hardware={"tensor": 1, "residents": 2})
+
+
+def test_training_scales_with_the_trainer_and_has_a_fixed_part():
+    small, large = (roofline(hardware={"chips": c, "rollout_chips": c // 2}, train_fixed_s=60.0) for c in (64, 128))
+    assert small.train_s(100, 10**6, 0.0) - 60 == pytest.approx(2 * (large.train_s(100, 10**6, 0.0) - 60))
+
+
+def test_measured_costs_are_read_and_interpolated(tmp_path):
+    names = ["decode_kv_s", "prefill_fixed_s", "prefill_s_per_token", "train_fixed_s", "train_s_per_token", "load_s",
+             "move_fixed_s", "move_s_per_token", "score_s", "pages"]
+    data = {"decode": [[1, 0.010], [9, 0.018]], **{name: i + 1 for i, name in enumerate(names)}}
+    path = tmp_path / "costs.json"
+    path.write_text(json.dumps(data))
+    costs = open_costs(dataclasses.replace(SimConfig(), cost=CostSection(path=str(path))))
+    assert [costs.decode_base_s(b) for b in (1, 5, 9, 17)] == pytest.approx([0.010, 0.014, 0.018, 0.026])
+    assert (costs.prefill_s(10), costs.train_s(1, 10, 0), costs.load_s(), costs.move_s(10)) == (32, 54, 6, 87)
+    del data["load_s"]
+    path.write_text(json.dumps(data))
+    with pytest.raises(ConfigError, match="is no file of measured costs: KeyError 'load_s'"):
+        Measured(str(path))
+
+
+# ---------------------------------------------------------------- workload
+
+
+def lengths(section, groups=200, samples=16):
+    work = Workload(section)
+    return [[work.length(SampleId(g, i)) for i in range(samples)] for g in range(groups)]
+
+
+def test_a_length_depends_on_its_identity_only():
+    section = WorkloadSection(turns=3.0, tool_s=2.0)
+    first, second = Workload(section), Workload(section)
+    ids = [SampleId(g, i) for g in (5, 0, 77) for i in (3, 0)]
+    assert [first.turns(i) for i in ids] == [second.turns(i) for i in reversed(ids)][::-1]
+    other = Workload(dataclasses.replace(section, seed=1))
+    assert [first.length(i) for i in ids] != [other.length(i) for i in ids]
+
+
+def test_uniform_is_uniform_and_never_at_its_ends():
+    values = [uniform(3, 1, i) for i in range(20_000)]
+    assert 0 < min(values) and max(values) < 1
+    for tenth in range(10):
+        assert sum(tenth / 10 <= v < (tenth + 1) / 10 for v in values) == pytest.approx(2000, abs=150)
+
+
+@pytest.mark.parametrize("distribution", ["lognormal", "heavy"])
+def test_the_mean_is_as_asked_with_the_cut_included(distribution):
+    section = WorkloadSection(distribution=distribution, mean_tokens=900.0, max_new_tokens=8000, group_correlation=0.3)
+    flat = [n for group in lengths(section, 1500) for n in group]
+    assert sum(flat) / len(flat) == pytest.approx(900, rel=0.03)
+    assert max(flat) == 8000 and sorted(flat)[int(0.99 * len(flat))] > 6 * sorted(flat)[len(flat) // 2]
+
+
+def test_siblings_are_as_alike_as_asked():
+    def between(correlation):
+        groups = lengths(WorkloadSection(group_correlation=correlation, sigma=0.5), 400, 8)
+        means = [sum(g) / len(g) for g in groups]
+        mean = sum(means) / len(means)
+        return sum((m - mean) ** 2 for m in means)
+
+    assert between(0.0) * 3 < between(0.5) < between(1.0)
+
+
+def test_lengths_from_a_file(tmp_path):
+    path = tmp_path / "lengths.txt"
+    path.write_text("3\n5\n\n1000\n")
+    section = WorkloadSection(distribution="file", path=str(path), mean_tokens=0.0)
+    assert {n for group in lengths(section, 50) for n in group} == {3, 5, 1000}
+    path.write_text("three\n")
+    with pytest.raises(ConfigError, match="is not a list of lengths"):
+        Workload(section)
+
+
+def test_turns_add_up_to_the_length():
+    work = Workload(WorkloadSection(turns=4.0, tool_s=3.0, observation_tokens=11))
+    ids = [SampleId(g, 0) for g in range(2000)]
+    counts = []
+    for id in ids:
+        turns = work.turns(id)
+        assert sum(t.tokens for t in turns) == work.length(id)
+        assert turns[-1].tool_s == 0 and all(t.tool_s > 0 and t.observation_tokens == 11 for t in turns[:-1])
+        counts.append(len(turns))
+    assert sum(counts) / len(counts) == pytest.approx(4.0, rel=0.1)
+
+
+def test_tasks_are_mixed_by_share():
+    tasks = ({"share": 3.0, "mean_tokens": 100.0}, {"share": 1.0, "mean_tokens": 5000.0, "filtered_share": 1.0})
+    work = Workload(WorkloadSection(tasks=tasks))
+    long = [g for g in range(2000) if work.filtered(g)]
+    assert len(long) == pytest.approx(500, abs=60)
+    with pytest.raises(ConfigError, match="workload.tasks: men_tokens is no field of a task"):
+        Workload(WorkloadSection(tasks=({"share": 1.0, "men_tokens": 3},)))

@@ -1,0 +1,178 @@
+"""Every mode in virtual time: nothing lost, nothing done twice, bounds kept, the same run from the same configuration."""
+
+import collections
+import json
+
+import pytest
+
+from dora_jax.orchestrate import events as ev
+from dora_jax.orchestrate.modes import MODES
+from dora_jax.sim import config, run, table
+from dora_jax.sim.trace import Trace
+
+SMALL = {
+    "steps": 5, "warmup_steps": 1, "report_tokens": 64, "hardware.chips": 16, "hardware.rollout_chips": 8,
+    "hardware.tensor": 2, "hardware.slots": 24, "workload.mean_tokens": 300.0, "workload.max_new_tokens": 3000,
+    "workload.max_prompt_tokens": 256, "orchestrator.groups_per_step": 8, "orchestrator.group_size": 4,
+    "orchestrator.rebalance_period_s": 5.0, "cost.train_fixed_s": 10.0,
+}  # fmt: skip
+
+
+def row(mode, **changes):
+    settings = config.replace(config.SimConfig(), SMALL | {k.replace("__", "."): v for k, v in changes.items()})
+    return config.Row(label=mode, mode=mode, config=settings, published={})
+
+
+class Audit:
+    """Observer: what was started, what ended, what was trained at which lag, and when each thing was said."""
+
+    def __init__(self):
+        self.started, self.ended, self.version = collections.Counter(), collections.Counter(), {}
+        self.moved = self.resumed = self.lost = 0
+        self.trained, self.lags, self.log = [], [], []
+
+    def __call__(self, event, commands):
+        self.log.append((event, commands))
+        match event:
+            case ev.SampleDone(id=id):
+                self.ended[id] += 1
+            case ev.SampleMoved():
+                self.moved += 1
+            case ev.SampleResumed():
+                self.resumed += 1
+            case ev.InstanceDown():
+                self.lost += 1
+        for command in commands:
+            if isinstance(command, ev.Start):
+                self.started.update(command.ids)
+                self.version |= {id.group_id: command.version for id in command.ids}
+            elif isinstance(command, ev.Train):
+                self.trained += command.group_ids
+                self.lags += [command.base_version - self.version[g] for g in command.group_ids]
+
+
+def simulate(mode, **changes):
+    audit = Audit()
+    return run.simulate(row(mode, **changes), observers=(audit,)), audit
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_mode_runs_and_keeps_what_it_promises(mode):
+    result, audit = simulate(mode)
+    assert max(collections.Counter(audit.trained).values()) == 1
+    assert max(audit.ended.values()) == 1
+    if mode != "evict":  # there a prompt that was given up starts again
+        assert max(audit.started.values()) == 1
+    bound = {"sync": 0, "one_step": 1, "partial": 99}.get(mode, 2)
+    assert max(audit.lags) <= bound
+    assert result.steps == 4 and result.tokens > 8 * 4 * 50
+    assert sum(result.trainer.values()) == pytest.approx(1.0)
+    assert sum(result.rollout.values()) == pytest.approx(1.0)
+    assert sum(result.lags.values()) == pytest.approx(1.0)
+
+
+@pytest.mark.parametrize("mode", ["sync", "partial", "dora"])
+def test_colocated_roles_take_turns(mode):
+    result, _ = simulate(mode, hardware__rollout_chips=0)
+    assert result.rollout["paused"] == pytest.approx(result.trainer["train"], rel=1e-6)
+    assert result.rollout["paused"] > 0.05
+
+
+def test_the_same_configuration_gives_the_same_run():
+    assert simulate("dora")[1].log == simulate("dora")[1].log
+    assert simulate("dora")[1].log != simulate("dora", workload__seed=1)[1].log
+
+
+def test_every_mode_faces_the_same_work():
+    def lengths(mode):
+        _, audit = simulate(mode)
+        return {e.id: e.tokens for e, _ in audit.log if isinstance(e, ev.SampleDone)}
+
+    sync, dora = lengths("sync"), lengths("dora")
+    both = sync.keys() & dora.keys()
+    assert len(both) > 100 and all(sync[id] == dora[id] for id in both)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_lost_instances_and_failed_moves_lose_no_sample(mode):
+    faults = {"fault__mtbf_s": 60.0, "fault__repair_s": 10.0, "fault__failed_moves": 0.5}
+    result, audit = simulate(mode, **faults)
+    assert audit.lost > 3 and audit.resumed > 0
+    assert max(audit.ended.values()) == 1 and max(collections.Counter(audit.trained).values()) == 1
+    assert result.rollout["down"] > 0
+    trained = set(audit.trained)
+    assert all(audit.ended[id] == 1 for id in audit.started if id.group_id in trained)
+
+
+def test_filtered_and_failed_groups_are_replaced():
+    result, audit = simulate("dora", workload__filtered_share=0.4, workload__failed_share=0.1)
+    ends = collections.Counter(type(e).__name__ for e, _ in audit.log)
+    assert ends["GroupFailed"] > 0 and result.steps == 4
+    assert any(isinstance(e, ev.GroupScored) and not e.trainable for e, _ in audit.log)
+
+
+def test_tools_leave_their_slot_waiting():
+    tools = {"workload__turns": 3.0, "workload__tool_s": 5.0, "workload__observation_tokens": 20}
+    result, audit = simulate("dora", **tools)
+    plain, _ = simulate("dora")
+    assert result.rollout["tool"] > 0 and result.step_s > plain.step_s
+    assert result.tokens > plain.tokens  # observations are part of the sequences
+
+
+def test_unequal_instances_share_the_work():
+    result, _ = simulate("dora", hardware__speeds=(1.0, 0.25))
+    even, _ = simulate("dora")
+    assert even.step_s < result.step_s < 4 * even.step_s
+
+
+def test_partial_prefills_again_what_goes_on_under_new_weights():
+    result, audit = simulate("partial")
+    assert result.reprefilled_tokens > 0 and audit.resumed > 0
+
+
+def test_a_choice_of_the_mode_can_be_replaced():
+    streamed, _ = simulate("dora_paper", orchestrator__decisions={"admit_on": "stream"})
+    plain, _ = simulate("dora_paper")
+    assert streamed.step_s != plain.step_s
+
+
+def test_an_orchestrator_that_says_nothing_stalls():
+    class Silent:
+        def step(self, event):
+            return ()
+
+    with pytest.raises(RuntimeError, match="stalled after .* only the clock goes on"):
+        run.run(Silent(), run.SimWorld(row("dora").config, until=3))
+
+
+def test_a_group_larger_than_the_load_is_refused():
+    with pytest.raises(ValueError, match="could never progress"):
+        simulate("dora", orchestrator__inflight=0.01)
+
+
+def test_the_trace_opens_and_joins_samples_to_batches(tmp_path):
+    trace, path = Trace("dora"), tmp_path / "trace.json"
+    result = run.simulate(row("dora"), trace=trace)
+    trace.save(str(path))
+    events = json.loads(path.read_text())["traceEvents"]
+    slices = [e for e in events if e["ph"] == "X"]
+    assert {e["tid"] for e in slices if e["pid"] == 2} == {0, 1, 2, 3}
+    assert [e["name"] for e in slices if e["pid"] == 1][:3] == ["v1", "v2", "v3"]
+    arrows = {phase: {e["id"]: e for e in events if e["ph"] == phase} for phase in "sf"}
+    assert arrows["s"].keys() == arrows["f"].keys() and len(arrows["s"]) >= 8 * 5
+    for id, end in arrows["f"].items():
+        begin = arrows["s"][id]
+        assert begin["ts"] < end["ts"] and end["bp"] == "e"
+        inside = [e for e in slices if e["pid"] == 2 and e["tid"] == begin["tid"]]
+        assert any(e["ts"] <= begin["ts"] <= e["ts"] + e["dur"] for e in inside), "an arrow must leave a slice"
+    for instance in range(4):
+        mine = sorted((e for e in slices if (e["pid"], e["tid"]) == (2, instance)), key=lambda e: e["ts"])
+        assert all(a["ts"] + a["dur"] <= b["ts"] + 1e-3 for a, b in zip(mine, mine[1:], strict=False))
+    assert result.steps == 4
+
+
+def test_the_table_shows_every_row_and_the_published_misfit():
+    line = row("dora")
+    line = config.Row(label="ours", mode="dora", config=line.config, published={"step_min": 1.0, "rollout_only": 0.5})
+    text = table.render([(line, run.simulate(line))])
+    assert text.count("ours") == 4 and "not fitted on" in text and "wait: rule" in text
