@@ -79,6 +79,7 @@ class World:
         self.spans: dict[SampleId, list[int]] = {}
         self.started: dict[SampleId, int] = {}
         self.ended: dict[SampleId, str] = {}
+        self.ends: dict[SampleId, int] = {}
         self.attempts: dict[int, int] = {}
         self.finished: dict[int, set[int]] = {}
         self.group_version: dict[int, int] = {}
@@ -150,6 +151,7 @@ class World:
         for run in engine.runs.values():
             if run.began:
                 self.advance(run, engine)
+            if run.id in self.started:
                 self.recorded[run.id] = run
         if self.shape.back_s >= 0:
             self.at(self.shape.back_s, ("up", i))
@@ -172,7 +174,6 @@ class World:
             return [ev.SampleResumed(id=run.id, instance=i)]
         self.started[run.id] = self.started.get(run.id, 0) + 1
         assert self.started[run.id] == 1 or self.config.mode == "evict", f"{run.id} is started twice"
-        self.ended.pop(run.id, None)
         return [ev.SampleStarted(id=run.id, instance=i, version=run.version)]
 
     def on_progress(self, i: int, run: Run, epoch: int) -> list[ev.Event]:
@@ -198,6 +199,7 @@ class World:
     def end(self, id: SampleId, how: str) -> None:
         assert id not in self.ended, f"{id} ends twice: {self.ended[id]}, {how}"
         self.ended[id] = how
+        self.ends[id] = self.ends.get(id, 0) + 1
 
     def on_score(self, group_id: int, attempt: int) -> list[ev.Event]:
         key = (self.shape.seed, group_id, attempt)
@@ -258,7 +260,7 @@ class World:
         assert run.version in engine.versions, f"{run.id} goes to instance {i}, which has {engine.versions}"
         assert len(engine.runs) < engine.slots, f"instance {i} has no slot for {run.id}"
         assert run.id not in engine.runs
-        assert run.id not in self.ended or self.config.mode == "evict", f"{run.id} runs after its end"
+        assert run.id not in self.ended, f"{run.id} runs after its end"
         engine.runs[run.id] = run
         spans = self.spans.setdefault(run.id, [])
         if not spans or spans[-1] != run.version:
@@ -279,15 +281,17 @@ class World:
 
     def do_start(self, command: ev.Start) -> None:
         for id in command.ids:
-            self.group_version[id.group_id] = command.version
+            self.made_again(id)
+            self.spans.pop(id, None)
             attempt = self.attempts.get(id.group_id, 0)
             if chance(self.shape.seed, "refused", id.group_id, attempt) < self.shape.refused:
                 self.refuse(id.group_id)
                 continue
             self.epoch += 1
             run = Run(id, command.version, 0, self.length(id), self.now_s, self.epoch)
-            if self.config.mode == "evict":
-                self.spans.pop(id, None)
+            tagged = self.group_version.setdefault(id.group_id, command.version)
+            assert tagged == command.version or self.config.mode in ("evict", "partial"), f"{command} mixes versions"
+            self.group_version[id.group_id] = command.version
             self.host(run, command.instance)
             self.at(0.01, ("begin", command.instance, run, run.epoch, False))
 
@@ -350,15 +354,16 @@ class World:
                 if id in self.started:
                     self.end(id, "cancelled")
                 self.at(0.02, ev.SampleCancelled(id=id, reason=command.reason))
-            if self.config.mode == "evict":
-                self.forget(id)
 
-    def forget(self, id: SampleId) -> None:
-        """An evicted group is made again."""
-        if id.index in self.finished.pop(id.group_id, ()) or id.group_id not in self.finished:
+    def made_again(self, id: SampleId) -> None:
+        """Mode `evict`: the first sample of an evicted group starts again; its siblings' first lives are over too."""
+        if id in self.ended:
+            assert self.config.mode == "evict", f"{id} starts over"
             self.attempts[id.group_id] = self.attempts.get(id.group_id, 0) + 1
-        for i in range(self.config.group_size):
-            self.ended.pop(SampleId(id.group_id, i), None)
+            self.finished.pop(id.group_id, None)
+            del self.group_version[id.group_id]
+            for i in range(self.config.group_size):
+                self.ended.pop(SampleId(id.group_id, i), None)
 
     def do_train(self, command: ev.Train) -> None:
         assert command.base_version == self.published

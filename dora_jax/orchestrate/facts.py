@@ -62,8 +62,16 @@ def weights_loaded(s: State, event: ev.WeightsLoaded) -> None:
 
 def pages_reported(s: State, event: ev.PagesReported) -> None:
     host = s.fleet.hosts.get(event.instance)
-    if host is not None:
-        host.free_reported = event.free
+    if host is None:
+        return
+    host.free_reported = event.free
+    if event.free < s.config.kv_pressure * host.pages and host.units:
+        host.pressed = True
+        s.pressed[host.id] = None
+    elif host.pressed and event.free >= 2 * s.config.kv_pressure * host.pages:
+        host.pressed = False
+        s.fleet.offer(host)
+        s.wake_all()
 
 
 def time_passed(s: State, event: ev.TimePassed) -> None:
@@ -82,7 +90,7 @@ def sample_started(s: State, event: ev.SampleStarted) -> None:
     elif unit.state == fl.STARTING and unit.instance == event.instance:
         if unit.version != event.version:
             raise RuntimeError(f"sample {event.id} started at version {event.version}, not {unit.version}")
-        unit.state = fl.RUNNING
+        unit.state, unit.began_s = fl.RUNNING, s.now_s
         group = unit.group
         if not group.started and not is_eval(group.id):
             s.ledger.running(group.id)
@@ -100,7 +108,7 @@ def sample_done(s: State, event: ev.SampleDone) -> None:
     unit = s.unit(event.id)
     if unit is None or event.instance != unit.instance:
         return  # said by an instance that was given up: the sample goes on elsewhere
-    s.fleet.observe(event.tokens)
+    s.fleet.observe(event.tokens, s.now_s - unit.began_s)
     s.end_unit(unit)
     group = unit.group
     if group.left == 0 and group.doomed is None and not is_eval(group.id):
@@ -121,6 +129,7 @@ def sample_moved(s: State, event: ev.SampleMoved) -> None:
         return  # it finished at the source first
     dst = s.fleet.end_move(unit)
     s.freed(s.fleet.release(unit), unit.version)
+    s.fleet.observe_move(s.now_s - unit.moved_s)
     s.moves_total += 1
     if dst is None:
         s.recorded(unit)
@@ -180,7 +189,7 @@ def group_scored(s: State, event: ev.GroupScored) -> None:
         if event.trainable:
             s.take_due = True
         else:
-            s.group_lost()
+            s.group_lost(group.id)
             _stop_if_nothing_to_learn(s)
 
 
@@ -198,7 +207,7 @@ def group_failed(s: State, event: ev.GroupFailed) -> None:
         _evaluated(s, group.version)
     elif group.doomed is None:
         s.ledger.failed(group.id)
-        s.group_lost()
+        s.group_lost(group.id)
     if group.left == 0:
         s.bury(group)
     else:

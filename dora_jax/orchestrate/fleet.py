@@ -10,6 +10,11 @@ import heapq
 
 from dora_jax.types import GroupId, InstanceId, SampleId, Version
 
+# Samples that must have ended before their mean length replaces the bound in reservations.
+LENGTHS_KNOWN = 32
+# Instances that are asked for a version's weights before the store is.
+PEER_LOOKS = 4
+
 PENDING = "pending"  # waits for its first slot
 STARTING, RUNNING, MOVING, PARKING, RESUMING = "starting", "running", "moving", "parking", "resuming"
 PARKED = "parked"  # its tokens are recorded outside any instance; waits for a slot
@@ -21,7 +26,8 @@ class Unit:
     """One unfinished sample."""
 
     __slots__ = (
-        "dst", "dst_pages", "failed_moves", "group", "index", "instance", "pages", "state", "tokens", "version",
+        "began_s", "dst", "dst_pages", "failed_moves", "group", "index", "instance", "moved_s", "pages", "state",
+        "tokens", "version",
     )  # fmt: skip
 
     def __init__(self, group: Group, index: int):
@@ -35,6 +41,8 @@ class Unit:
         self.dst: Host | None = None  # while MOVING
         self.dst_pages = 0
         self.failed_moves = 0
+        self.began_s = 0.0  # when it started
+        self.moved_s = 0.0  # when its present move was asked for
 
     @property
     def id(self) -> SampleId:
@@ -60,7 +68,7 @@ class Host:
 
     __slots__ = (
         "counts", "draining", "free_reported", "id", "incoming", "loading", "page_size", "pages", "pages_used",
-        "residents", "slots", "speed", "target", "units", "used", "versions",
+        "pressed", "residents", "slots", "speed", "target", "units", "used", "versions",
     )  # fmt: skip
 
     def __init__(self, id: InstanceId, slots: int, pages: int, page_size: int, residents: int, speed: float):
@@ -79,7 +87,8 @@ class Host:
         self.used = 0  # slots, incoming moves included
         self.pages_used = 0
         self.incoming = 0
-        self.free_reported: int | None = None
+        self.free_reported = pages
+        self.pressed = False  # short of pages: starts nothing until enough are free
 
     @property
     def load(self) -> float:
@@ -102,32 +111,47 @@ class Fleet:
         self.holders: dict[Version, dict[InstanceId, None]] = {}  # instances that serve or load a version
         self.promised: dict[Version, int] = {}  # slots of hosts that load a version or make room for it
         self.drains: dict[Version, int] = {}  # hosts on which a version drains
+        self.sources: dict[Version, list[InstanceId]] = {}  # instances that loaded a version; some may have dropped it
         self.finished = 0
         self.finished_tokens = 0
+        self.finished_s = 0.0  # from start to end, summed
+        self.move_s = 0.0  # running mean of the time a move takes; 0: none measured
+
+    # ------------------------------------------------------------------ what was measured
+
+    @property
+    def mean_tokens(self) -> float:
+        return self.finished_tokens / max(1, self.finished)
+
+    @property
+    def token_s(self) -> float:
+        """Seconds a token of one sample."""
+        return self.finished_s / max(1, self.finished_tokens)
+
+    def observe(self, tokens: int, elapsed_s: float) -> None:
+        """A sample ended."""
+        self.finished += 1
+        self.finished_tokens += tokens
+        self.finished_s += elapsed_s
+
+    def observe_move(self, elapsed_s: float) -> None:
+        self.move_s += (elapsed_s - self.move_s) * (0.1 if self.move_s else 1.0)
 
     # ------------------------------------------------------------------ pages
 
     def expected_tokens(self, tokens: int = 0) -> int:
         """Response tokens to reserve for a sample that has `tokens`: the bound until lengths are known."""
-        if self.finished < 32:
+        if self.finished < LENGTHS_KNOWN:
             return self.new_tokens
-        mean = self.finished_tokens / self.finished
-        return min(self.new_tokens, int(max(1.5 * mean, 1.25 * tokens)) + 1)
+        return min(self.new_tokens, int(max(1.5 * self.mean_tokens, 1.25 * tokens)) + 1)
 
     def page_need(self, host: Host, tokens: int = 0) -> int:
         return -(-(self.prompt_tokens + self.expected_tokens(tokens)) // host.page_size)
 
     def has_room(self, host: Host, tokens: int = 0) -> bool:
-        return host.used < host.slots and host.pages_used + self.page_need(host, tokens) <= host.pages
-
-    def room(self, host: Host, tokens: int = 0) -> int:
-        """Samples of this length that fit."""
-        by_pages = (host.pages - host.pages_used) // self.page_need(host, tokens)
-        return max(0, min(host.slots - host.used, by_pages))
-
-    def observe(self, tokens: int) -> None:
-        self.finished += 1
-        self.finished_tokens += tokens
+        if host.used >= host.slots or host.pressed:
+            return False
+        return host.pages_used + self.page_need(host, tokens) <= host.pages
 
     def grow(self, unit: Unit, tokens: int) -> None:
         """Raise the reservation of a sample that outgrew it."""
@@ -157,11 +181,14 @@ class Fleet:
             return None
         del host.units[unit]
         _count(host, unit.version, -1, -unit.pages)
+        if not host.units:
+            host.pressed = False  # nothing is left that could hold its pages
         self.offer(host)
         return host
 
-    def reserve_move(self, unit: Unit, dst: Host) -> None:
+    def reserve_move(self, unit: Unit, dst: Host, now_s: float) -> None:
         """The sample holds a slot at both ends until the move is answered."""
+        unit.moved_s = now_s
         unit.state, unit.dst, unit.dst_pages = MOVING, dst, self.page_need(dst, unit.tokens)
         dst.incoming += 1
         _count(dst, unit.version, 1, unit.dst_pages)
@@ -228,8 +255,18 @@ class Fleet:
     def end_load(self, host: Host) -> None:
         self._promise(host, host.loading, -1)
         host.versions.append(host.loading)
+        self.sources.setdefault(host.loading, []).append(host.id)
         host.loading = None
         self.offer(host)
+
+    def peer(self, version: Version, turn: int) -> InstanceId | None:
+        """An instance that holds the version, another one each turn; None: none was found at a few looks."""
+        peers = self.sources.get(version, ())
+        for look in range(min(PEER_LOOKS, len(peers))):
+            host = self.hosts.get(peers[(turn + look) % len(peers)])
+            if host is not None and version in host.versions:
+                return host.id
+        return None
 
     def set_target(self, host: Host, target: Version | None, draining: Version | None = None) -> None:
         """`draining` starts no more samples on this host, and makes room for `target` once it has none."""
@@ -255,6 +292,7 @@ class Fleet:
         if not hosts:
             del self.holders[version]
             self.open.pop(version, None)
+            self.sources.pop(version, None)
 
     # ------------------------------------------------------------------ instances come and go
 
@@ -262,6 +300,7 @@ class Fleet:
         self.hosts[host.id] = host
         for version in versions:
             host.versions.append(version)
+            self.sources.setdefault(version, []).append(host.id)
             self.holders.setdefault(version, {})[host.id] = None
         self.offer(host)
 

@@ -64,3 +64,15 @@ def _place(source: Source, heap: list) -> list[tuple[SampleId, InstanceId, Insta
         used, pages = used + 1, pages - mover.pages
         heapq.heappush(heap, (used / (slots * speed), id, used, slots, pages, speed))
     return placed
+
+
+def worth_moving(
+    tokens: list[int], *, slots: int, mean_tokens: float, max_tokens: int, token_s: float, move_s: float
+) -> bool:
+    """Whether emptying an instance gains more than it costs, in slot-seconds, by what was measured so far.
+
+    Gain: its slots are free for as long as its longest sample would have run on; under a long tail a sample that has
+    n tokens is expected to run for about max(n, mean) more. Cost: each moved sample stands still for one move.
+    """
+    rest = max(min(max_tokens - n, max(n, mean_tokens)) for n in tokens)
+    return slots * rest * token_s >= len(tokens) * move_s

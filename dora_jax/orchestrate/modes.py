@@ -6,6 +6,7 @@ A mode is one row of choices; the code that carries them out is the same for all
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 
 from dora_jax.types import Version
@@ -52,6 +53,10 @@ class OrchestratorConfig:
     eval_groups: int = 0  # 0: no evaluation
     eval_samples: int = 1
     kv_pressure: float = 0.03  # share of free pages below which an instance sheds samples
+    refill_margin: int = 1  # mode `dora`: refill version v while v + max_lag - b' is at least this
+    older_slots: float = 1.0  # share of an instance's slots that new groups of an older version may fill
+    task_cycle: tuple[str, ...] = ()  # the task of group g is task_cycle[g % len]; empty: tasks are not told apart
+    task_ratios: tuple[tuple[str, float], ...] = ()  # (task, oversampling in units of its share of `inflight`)
     peer_weights: bool = False  # a LoadWeights names a peer that holds the version where there is one
 
     @property
@@ -61,7 +66,7 @@ class OrchestratorConfig:
     @property
     def decisions(self) -> Decisions:
         groups = self.groups_per_step
-        target = max(1, math.ceil(self.inflight * groups))
+        target = sum(self.task_limits.values()) or max(1, math.ceil(self.inflight * groups))
         if self.mode == "sync":
             return Decisions(max_lag=0, capped=True, target_groups=groups)
         if self.mode == "one_step":
@@ -74,7 +79,22 @@ class OrchestratorConfig:
             return Decisions(
                 max_lag=self.max_lag, capped=True, target_groups=target, admit_on="publish", spread="round"
             )
-        return Decisions(max_lag=self.max_lag, capped=True, target_groups=target, refill_margin=1)
+        return Decisions(max_lag=self.max_lag, capped=True, target_groups=target, refill_margin=self.refill_margin)
+
+    # ------------------------------------------------------------------ tasks
+
+    def task(self, group_id: int) -> str:
+        return self.task_cycle[group_id % len(self.task_cycle)]
+
+    @functools.cached_property
+    def task_limits(self) -> dict[str, int]:
+        """Groups of each task that may be outstanding; empty: no task has a limit of its own."""
+        if not self.task_ratios:
+            return {}
+        ratios = dict(self.task_ratios)
+        each = self.inflight * self.groups_per_step / len(self.task_cycle)
+        return {task: math.ceil(each * self.task_cycle.count(task) * ratios.get(task, 1.0))
+                for task in dict.fromkeys(self.task_cycle)}
 
     # ------------------------------------------------------------------ evaluation
 

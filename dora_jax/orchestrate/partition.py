@@ -86,3 +86,60 @@ def plan_partition(seats: list[Seat], shares: dict[Version, int]) -> dict[Instan
                 return changes
             changes[spare.pop().id] = version
     return changes
+
+
+class Berth(NamedTuple):
+    """An instance that can hold several versions, as the partition sees it."""
+
+    id: InstanceId
+    samples: tuple[tuple[Version, int], ...]  # of each version it holds
+    free: int  # versions it can still take
+    slots: int
+
+
+def plan_berths(
+    berths: list[Berth], demand: dict[Version, int], newest: Version, loading: set[Version]
+) -> dict[InstanceId, tuple[Version, Version | None]]:
+    """{instance: (version to load, version that makes room or None)}.
+
+    A version with samples and no instance comes first, oldest first, where it disturbs least. Then every instance
+    takes the newest, if that is asked for: beside the others while there is room, else in place of its oldest, unless
+    the samples of that one need this instance among the fewest that hold them.
+    """
+    changes: dict[InstanceId, tuple[Version, Version | None]] = {}
+    held = {v for b in berths for v, _ in b.samples} | loading
+    for version in sorted(v for v in demand if v not in held):
+        open_berths = [b for b in berths if b.id not in changes]
+        if open_berths:
+            berth = min(open_berths, key=lambda b: (-b.free, min((n, v) for v, n in b.samples or ((0, 0),)), b.id))
+            changes[berth.id] = (version, _makes_room(berth))
+    if newest in demand:
+        keepers = _keepers(berths)
+        for berth in berths:
+            if berth.id not in changes and newest not in dict(berth.samples):
+                drop = None if berth.free else min(v for v, _ in berth.samples)
+                if drop is None or berth.id not in keepers.get(drop, ()):
+                    changes[berth.id] = (newest, drop)
+    return changes
+
+
+def _makes_room(berth: Berth) -> Version | None:
+    return None if berth.free else min((n, v) for v, n in berth.samples)[1]
+
+
+def _keepers(berths: list[Berth]) -> dict[Version, set[InstanceId]]:
+    """For each version the fewest instances that its samples fit on: those that hold the most of it."""
+    holders: dict[Version, list[tuple[int, InstanceId, int]]] = {}
+    for berth in berths:
+        for version, samples in berth.samples:
+            if samples:
+                holders.setdefault(version, []).append((-samples, berth.id, berth.slots))
+    keepers = {}
+    for version, rows in holders.items():
+        left = -sum(row[0] for row in rows)
+        keepers[version] = set()
+        for _, id, slots in sorted(rows):
+            if left > 0:
+                keepers[version].add(id)
+                left -= slots
+    return keepers

@@ -80,10 +80,15 @@ class Queue:
         """Every waiting training sample goes to `version`, oldest first."""
         for lines in (self.parked, self.pending):
             for old in sorted(v for v in lines if v < version):
+                kept = deque()
                 for unit in lines.pop(old):
-                    if unit.state in (PARKED, PENDING):
+                    if is_eval(unit.group.id):
+                        kept.append(unit)
+                    elif unit.state in (PARKED, PENDING):
                         self.retag(unit, version)
                         lines.setdefault(version, deque()).append(unit)
+                if kept:
+                    lines[old] = kept
 
     def waiting(self, version: Version) -> bool:
         return self.first(version) is not None

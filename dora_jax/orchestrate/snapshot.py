@@ -19,8 +19,12 @@ PLAIN = (
 )  # fmt: skip
 HOST_PLAIN = (
     "id", "slots", "pages", "page_size", "residents", "speed", "loading", "draining", "target", "used", "pages_used",
-    "incoming", "free_reported",
+    "incoming", "free_reported", "pressed",
 )  # fmt: skip
+UNIT_PLAIN = (
+    "index", "version", "state", "tokens", "pages", "instance", "dst_pages", "failed_moves", "began_s", "moved_s",
+)  # fmt: skip
+FLEET_PLAIN = ("finished", "finished_tokens", "finished_s", "move_s")
 
 
 def save(s: State) -> dict[str, Any]:
@@ -39,7 +43,8 @@ def save(s: State) -> dict[str, Any]:
         "redo": list(s.redo),
         "evaluating": _pairs(s.evaluating),
         "lags": _pairs(s.lags),
-        "sets": {name: list(getattr(s, name)) for name in ("alive", "woken", "emptied")},
+        "task_open": _pairs(s.task_open),
+        "sets": {name: list(getattr(s, name)) for name in ("alive", "woken", "emptied", "pressed", "ahead")},
         "plain": {name: getattr(s, name) for name in PLAIN},
     }
 
@@ -63,6 +68,7 @@ def load(s: State, data: dict[str, Any]) -> None:
         setattr(s.queue, name, dict(rows))
     s.queue.training_unfinished = data["training_unfinished"]
     s.redo, s.evaluating, s.lags = list(data["redo"]), dict(data["evaluating"]), dict(data["lags"])
+    s.task_open = dict(data["task_open"])
     for name, keys in data["sets"].items():
         setattr(s, name, dict.fromkeys(keys))
     for name, value in data["plain"].items():
@@ -91,20 +97,17 @@ def _save_group(group: Group) -> dict[str, Any]:
 
 def _save_unit(unit: Unit) -> list:
     dst = None if unit.dst is None else unit.dst.id
-    return [
-        unit.index, unit.version, unit.state, unit.tokens, unit.pages, unit.instance, dst, unit.dst_pages,
-        unit.failed_moves,
-    ]  # fmt: skip
+    return [dst, *(getattr(unit, name) for name in UNIT_PLAIN)]
 
 
 def _load_group(fleet: Fleet, data: dict[str, Any]) -> Group:
     group = Group(data["id"], data["version"], data["samples"])
     group.left, group.started, group.doomed = data["left"], data["started"], data["doomed"]
     units, group.units = group.units, [None] * data["samples"]
-    for index, version, state, tokens, pages, instance, dst, dst_pages, failed_moves in data["units"]:
+    for dst, index, *values in data["units"]:
         unit = group.units[index] = units[index]
-        unit.version, unit.state, unit.tokens, unit.pages = version, state, tokens, pages
-        unit.instance, unit.dst_pages, unit.failed_moves = instance, dst_pages, failed_moves
+        for name, value in zip(UNIT_PLAIN[1:], values, strict=True):
+            setattr(unit, name, value)
         # A destination that died before the snapshot is gone for good: any host that is not in the fleet stands for it.
         unit.dst = None if dst is None else fleet.hosts.get(dst, Host(dst, 1, 0, 1, 1, 1.0))
     return group
@@ -112,8 +115,7 @@ def _load_group(fleet: Fleet, data: dict[str, Any]) -> Group:
 
 def _save_fleet(fleet: Fleet) -> dict[str, Any]:
     return {
-        "finished": fleet.finished,
-        "finished_tokens": fleet.finished_tokens,
+        "plain": {name: getattr(fleet, name) for name in FLEET_PLAIN},
         "hosts": [
             {
                 "plain": {name: getattr(host, name) for name in HOST_PLAIN},
@@ -125,13 +127,15 @@ def _save_fleet(fleet: Fleet) -> dict[str, Any]:
         ],
         "open": [[v, [list(entry) for entry in heap]] for v, heap in fleet.open.items()],
         "holders": [[v, list(ids)] for v, ids in fleet.holders.items()],
+        "sources": [[v, list(ids)] for v, ids in fleet.sources.items()],
         "promised": _pairs(fleet.promised),
         "drains": _pairs(fleet.drains),
     }
 
 
 def _load_fleet(fleet: Fleet, data: dict[str, Any]) -> None:
-    fleet.finished, fleet.finished_tokens = data["finished"], data["finished_tokens"]
+    for name, value in data["plain"].items():
+        setattr(fleet, name, value)
     fleet.hosts = {}
     for item in data["hosts"]:
         plain = item["plain"]
@@ -142,4 +146,5 @@ def _load_fleet(fleet: Fleet, data: dict[str, Any]) -> None:
         fleet.hosts[host.id] = host
     fleet.open = {v: [(load, id) for load, id in heap] for v, heap in data["open"]}
     fleet.holders = {v: dict.fromkeys(ids) for v, ids in data["holders"]}
+    fleet.sources = {v: list(ids) for v, ids in data["sources"]}
     fleet.promised, fleet.drains = dict(data["promised"]), dict(data["drains"])

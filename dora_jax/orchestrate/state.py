@@ -6,6 +6,8 @@ The fields under "due" say which decisions the present event calls for; they are
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from dora_jax.orchestrate import events as ev
 from dora_jax.orchestrate import fleet as fl
 from dora_jax.orchestrate.fleet import Fleet, Group, Host, Unit
@@ -24,7 +26,9 @@ class State:
         self.fleet = Fleet(config.max_prompt_tokens, config.max_new_tokens)
         self.queue = Queue()
         self.groups: dict[GroupId, Group] = {}  # admitted and not scored
-        self.next_group_id = next_group_id
+        self.next_group_id = next_group_id  # the lowest id never issued
+        self.ahead: dict[GroupId, None] = {}  # ids above it that were
+        self.task_open: dict[str, int] = {}  # outstanding groups by task, where tasks have limits
         self.redo: list[GroupId] = []  # issued again before new ones
         self.evaluating: dict[Version, int] = {}  # groups whose evaluation has not finished
         self.alive: dict[Version, None] = {start_version: None}  # not retired
@@ -37,6 +41,7 @@ class State:
         self.lags: dict[int, int] = {}  # lag -> groups taken
         # due
         self.woken: dict[Version, None] = {}  # versions whose queue or whose free slots have changed
+        self.pressed: dict[InstanceId, None] = {}  # instances that run out of pages
         self.emptied: dict[InstanceId, None] = {}  # instances that may take other weights now
         self.take_due = False
         self.step_ended = False
@@ -115,8 +120,15 @@ class State:
             self.redo.append(group.id)
             self.woken[self.ledger.base] = None
 
-    def group_lost(self) -> None:
+    def count_tasks(self, group_ids: Iterable[GroupId], by: int) -> None:
+        if self.config.task_cycle:
+            for group_id in group_ids:
+                task = self.config.task(group_id)
+                self.task_open[task] = self.task_open.get(task, 0) + by
+
+    def group_lost(self, group_id: GroupId) -> None:
         """A training group ended untrained: its credit returns, and a batch that it held back may be taken."""
+        self.count_tasks((group_id,), -1)
         if self.budget is not None:
             self.budget += 1
         self.take_due = True

@@ -1,0 +1,209 @@
+"""Balance: which instance serves which version, which samples move or are put aside. Issues LoadWeights, Move, Park.
+
+`rebalance` runs on triggers only and looks at every instance; the other functions look at one. An instance never
+drops weights under running samples: it starts nothing more of the version (`draining`), its samples end or move, and
+then it loads its `target`.
+"""
+
+from __future__ import annotations
+
+from dora_jax.orchestrate import admission, migration, partition
+from dora_jax.orchestrate import events as ev
+from dora_jax.orchestrate import fleet as fl
+from dora_jax.orchestrate.fleet import Host, Unit
+from dora_jax.orchestrate.state import State
+from dora_jax.types import InstanceId, SampleId, Version, is_eval
+
+# A mass migration is spread over several rebalances: each planned sample costs a few microseconds of this step.
+MOVES_A_STEP = 4096
+# A sample whose moves failed this often stays where it is.
+MOVE_ATTEMPTS = 3
+
+
+def rebalance(s: State) -> None:
+    s.rebalanced_s = s.now_s
+    if not s.fleet.hosts:
+        return
+    demand = _demand(s)
+    if any(host.residents > 1 for host in s.fleet.hosts.values()):
+        changes = _plan_residents(s, demand)
+    else:
+        changes = _plan_single(s, demand)
+    for host in s.fleet.hosts.values():
+        if host.loading is None:
+            target, draining = changes.get(host.id, (None, None))
+            s.fleet.set_target(host, target, draining)
+            if target is not None or not host.used:
+                s.emptied[host.id] = None
+    if s.decisions.on_publish == "swap":
+        _swap(s)
+    for version in sorted(s.fleet.drains):
+        _move(s, version)
+    _preempt(s)
+    s.wake_all()
+
+
+def _demand(s: State) -> dict[Version, int]:
+    """Requests in flight by version, and those that credit allows at the version meant for them."""
+    meant = admission.admission_version(s.decisions, s.ledger)
+    if s.decisions.on_publish == "swap":  # training samples follow the newest weights
+        demand = dict(s.queue.evaluation_unfinished)
+        demand[meant] = demand.get(meant, 0) + s.queue.training_unfinished
+    else:
+        demand = dict(s.queue.unfinished)
+    credit = admission.credit(s.decisions, s.ledger, meant, s.config.total_steps, s.budget)
+    demand[meant] = demand.get(meant, 0) + credit * s.config.group_size
+    return {version: samples for version, samples in demand.items() if samples}
+
+
+def _plan_single(s: State, demand: dict[Version, int]) -> dict[InstanceId, tuple[Version, Version | None]]:
+    """Every instance holds one version: shares in proportion to the requests."""
+    hosts = s.fleet.hosts.values()
+    slots = sum(h.slots for h in hosts)
+    need = {v: -(-min(n, s.queue.unfinished.get(v, 0)) * len(hosts) // slots) for v, n in demand.items()}
+    shares = partition.plan_shares(len(hosts), demand, need, s.decisions.spread)
+    seats = [partition.Seat(h.id, h.serving, h.used, h.slots) for h in hosts]
+    changes = partition.plan_partition(seats, shares)
+    return {id: (version, s.fleet.hosts[id].serving) for id, version in changes.items()}
+
+
+def _plan_residents(s: State, demand: dict[Version, int]) -> dict[InstanceId, tuple[Version, Version | None]]:
+    """Some instances hold several versions: the wanted ones come beside the others while there is room."""
+    berths = []
+    for host in s.fleet.hosts.values():
+        if host.loading is None:
+            counts = tuple((v, host.counts.get(v, 0)) for v in host.versions)
+            berths.append(partition.Berth(host.id, counts, host.residents - len(host.versions), host.slots))
+    loading = {h.loading for h in s.fleet.hosts.values() if h.loading is not None}
+    return partition.plan_berths(berths, demand, s.ledger.base, loading)
+
+
+# ---------------------------------------------------------------- samples
+
+
+def _swap(s: State) -> None:
+    """Mode `partial`: training samples under older weights are put aside, to go on under the newest."""
+    for host in s.fleet.hosts.values():
+        units = [u for u in host.units if u.version < s.ledger.base and not is_eval(u.group.id)]
+        _park(s, host, units)
+
+
+def _preempt(s: State) -> None:
+    """The trainer is idle, and an older version has samples but no instance: those of the younger version that is to
+    make room are put aside instead of waited for. Older over younger only, so no two versions trade places."""
+    if s.ledger.batch:
+        return
+    for host in s.fleet.hosts.values():
+        if host.target is not None and host.draining is not None and host.target < host.draining:
+            if host.target not in s.fleet.holders:
+                _park(s, host, [u for u in host.units if u.version == host.draining])
+
+
+def _park(s: State, host: Host, units: list[Unit]) -> None:
+    running = [u for u in units if u.state == fl.RUNNING]
+    if running:
+        for unit in running:
+            unit.state = fl.PARKING
+        s.out.append(ev.Park(ids=tuple(u.id for u in running), instance=host.id))
+
+
+def _move(s: State, version: Version) -> None:
+    """Empty the hosts on which `version` drains, onto those that keep it."""
+    sources, sinks = [], []
+    for id in sorted(s.fleet.holders.get(version, ())):
+        host = s.fleet.hosts[id]
+        if host.draining == version:
+            units = [u for u in host.units if u.version == version]
+            if units and not host.incoming and all(_movable(u) for u in units) and _worth_moving(s, host, units):
+                movers = [migration.Mover(u.id, u.tokens, s.fleet.page_need(host, u.tokens)) for u in units]
+                sources.append(migration.Source(id, movers))
+        elif version in host.versions and s.fleet.has_room(host):
+            free_pages = host.pages - host.pages_used
+            sinks.append(migration.Sink(id, host.used, host.slots, free_pages, host.speed))
+    if sources and sinks:
+        _issue_moves(s, migration.plan_moves(sources, sinks, MOVES_A_STEP))
+
+
+def _movable(unit: Unit) -> bool:
+    return unit.state == fl.RUNNING and unit.failed_moves < MOVE_ATTEMPTS
+
+
+def _worth_moving(s: State, host: Host, units: list[Unit]) -> bool:
+    return migration.worth_moving(
+        [u.tokens for u in units],
+        slots=host.slots,
+        mean_tokens=s.fleet.mean_tokens,
+        max_tokens=s.fleet.new_tokens,
+        token_s=s.fleet.token_s / host.speed,
+        move_s=s.fleet.move_s,
+    )
+
+
+def _issue_moves(s: State, moves: list[tuple[SampleId, InstanceId, InstanceId]]) -> None:
+    routes: dict[tuple[InstanceId, InstanceId], list[SampleId]] = {}
+    for id, src, dst in moves:
+        s.fleet.reserve_move(s.unit(id), s.fleet.hosts[dst], s.now_s)
+        routes.setdefault((src, dst), []).append(id)
+    for (src, dst), ids in routes.items():
+        s.out.append(ev.Move(ids=tuple(ids), src=src, dst=dst))
+
+
+def relieve(s: State) -> None:
+    """KV pressure: the youngest samples of an instance that runs out of pages move to another host of their version,
+    or are put aside until pages are free. The longest stay: they are the tail that a step waits for."""
+    pressed, s.pressed = sorted(s.pressed), {}
+    for id in pressed:
+        host = s.fleet.hosts.get(id)
+        if host is None or any(u.state in (fl.PARKING, fl.MOVING) for u in host.units):
+            continue
+        running = [u for u in host.units if u.state == fl.RUNNING]
+        running.sort(key=lambda u: (u.tokens, -u.group.id, -u.index))
+        missing = 2 * s.config.kv_pressure * host.pages - host.free_reported
+        aside = []
+        for unit in running[: len(host.units) - 1]:
+            if missing <= 0:
+                break
+            missing -= -(-(unit.tokens + s.fleet.prompt_tokens) // host.page_size)
+            other = s.fleet.best(unit.version, unit.tokens)  # never this host: it is pressed
+            if other is not None and _movable(unit):
+                _issue_moves(s, [(unit.id, id, other.id)])
+                s.fleet.offer(other)
+            else:
+                aside.append(unit)
+        _park(s, host, aside)
+
+
+# ---------------------------------------------------------------- weights
+
+
+def settle_emptied(s: State) -> None:
+    """Hosts with nothing left to run of their version take the weights meant for them, or else the newest."""
+    emptied, s.emptied = sorted(s.emptied), {}
+    for id in emptied:
+        host = s.fleet.hosts.get(id)
+        if host is None or host.loading is not None:
+            continue
+        target, drop = host.target, host.draining
+        if target is None:
+            target, drop = _wanted(s), _idle_resident(host)
+        full = len(host.versions) >= host.residents
+        if target not in host.versions and not (full and (drop is None or drop in host.counts)):
+            _load(s, host, target, drop if full else None)
+
+
+def _idle_resident(host: Host) -> Version | None:
+    """The oldest version it holds that has no sample on it."""
+    return min((v for v in host.versions if v not in host.counts), default=None)
+
+
+def _wanted(s: State) -> Version:
+    """What an idle host should hold: the oldest version that has samples and no host, or else the newest."""
+    unhosted = [v for v in s.queue.unfinished if v not in s.fleet.holders]
+    return min(unhosted, default=s.ledger.base)
+
+
+def _load(s: State, host: Host, version: Version, drop: Version | None) -> None:
+    source = s.fleet.peer(version, s.reloads_total) if s.config.peer_weights else None
+    s.fleet.begin_load(host, version, drop)
+    s.reloads_total += 1
+    s.out.append(ev.LoadWeights(instance=host.id, version=version, source=source, drop=drop))
