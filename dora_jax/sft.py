@@ -52,32 +52,27 @@ def run(config: Config, workdir: Path, progress: Progress) -> Path:
 
 
 def examples(config: Config, workdir: Path) -> list[Pair]:
-    """The (prompt, completion) texts that `config.sft` asks for."""
-    if config.sft.rows:
-        return read_rows(Path(config.sft.rows), config.sft.examples)
-    from dora_jax.tasks import worked
+    """The (prompt, completion) texts that `config.sft` asks for; none of a held-out prompt."""
+    from dora_jax import tasks
+    from dora_jax.tokenizer import Tokenizer
 
-    return worked.pairs(config.task, config.sft.examples, seed=config.seed, slip_rate=config.sft.slip_rate)
+    section = config.sft
+    tokenizer = Tokenizer.load(section.init) if section.init else _Bytes()
+    limits = {"max_prompt_tokens": section.pack_tokens, "max_new_tokens": section.pack_tokens}
+    task = tasks.open_task(config.task, tokenizer, seed=config.seed, heldout=config.task.heldout, **limits,
+                           quarantine_path=workdir / "quarantine.jsonl")
+    if section.rows:
+        rows = dataclasses.replace(config.task, name="rows", path=section.rows, heldout_path="")
+        task = tasks.open_task(rows, tokenizer, seed=config.seed, heldout=0, **limits, supervised=True,
+                               exclude=task.heldout_uids, quarantine_path=workdir / "sft_quarantine.jsonl")
+    return [task.worked(i, slip_rate=section.slip_rate) for i in range(section.examples)]
 
 
-def read_rows(path: Path, limit: int) -> list[Pair]:
-    """`prompt` and `completion` (or `answer`) of each row of a .jsonl or .parquet file, at most `limit`."""
-    if path.suffix == ".jsonl":
-        with path.open(encoding="utf-8") as file:
-            rows: list[dict[str, Any]] = [json.loads(line) for line in file if line.strip()]
-    else:
-        import pyarrow.parquet
+class _Bytes:
+    """Measures prompts while the tokenizer that their texts will make does not exist yet."""
 
-        rows = pyarrow.parquet.read_table(path).to_pylist()
-    pairs = []
-    for number, row in enumerate(rows[:limit], 1):
-        completion = row.get("completion", row.get("answer"))
-        if not isinstance(row.get("prompt"), str) or not isinstance(completion, str):
-            raise ValueError(f"{path}: row {number} needs prompt and completion (or answer) as text")
-        pairs.append((row["prompt"], completion))
-    if not pairs:
-        raise ValueError(f"{path} holds no rows")
-    return pairs
+    def encode(self, text: str) -> list[int]:
+        return list(text.encode())
 
 
 # ------------------------------------------------------------- tokenizer
@@ -97,7 +92,7 @@ def make_tokenizer(pairs: Sequence[Pair], folder: Path, rows: int = 0) -> Path:
         raise ValueError(f"sft.vocab_size={rows} is too small: bytes and special tokens take {len(alphabet) + 2} rows")
     backend = tokenizers.Tokenizer(models.BPE())
     backend.pre_tokenizer = pre_tokenizers.Sequence([
-        pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)])
+        pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)])
     backend.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(vocab_size=size, special_tokens=[END, PAD], initial_alphabet=alphabet,
                                   show_progress=False)

@@ -1,0 +1,37 @@
+"""dora_jax: asynchronous reinforcement learning of language models, with several policy versions decoding at once.
+
+            payload (tokens, log-probs, rewards, weights): one way
+ 1 prompts -> 2 rollout -> 3 reward -> 4 buffer -> 5 train -> 6 publish -+
+                 ^                                                       | weights, version v+1
+                 +-------------------------------------------------------+   (the only back edge)
+
+            control (ids and counts only): a star
+   stages -- events (facts) -->  orchestrator.step(event)  -- commands -->  stages
+
+ 1, 3 tasks/     prompts, verifiers, reward workers        2 rollout/   one engine instance: paged KV keyed by version
+ 4    buffer/    scored groups -> packed batches           5 trainer/   objectives, the one jitted step, checkpoints
+ 6    publish.py immutable versions                        orchestrate/ the brain: pure, standard library only
+ runtime/        the body: one loop, one world per kind of machine
+
+Reading order: this page, types.py, runtime/loop.py, orchestrate/core.py, then the stages 1 to 6.
+The algorithm is DORA (arXiv 2604.26256): each trajectory by exactly one version, none dropped, staleness bounded.
+"""
+
+from __future__ import annotations
+
+__version__ = "0.1.0"
+__all__ = ["fit", "load_policy"]
+
+
+def fit(config, workdir) -> int:
+    """Runs a `dora_jax.config.Config` to its end, resuming what `workdir` holds; returns the exit code."""
+    from dora_jax.runtime.job import train
+
+    return train(config, workdir)
+
+
+def load_policy(workdir, step=None):
+    """The trained policy of a run: (ModelConfig, params, Tokenizer); `step` None means the newest that verifies."""
+    from dora_jax.runtime.job import load_policy as load
+
+    return load(workdir, step)

@@ -1,0 +1,22 @@
+"""avg@k and pass@k on held-out prompts:  python -m dora_jax.evaluate --workdir=runs/a [--step=40] [--config.eval.samples=8]
+
+Reads the run's own config and, of its checkpoint, the params only.
+"""
+
+from __future__ import annotations
+
+from absl import flags as absl_flags
+
+from dora_jax import flags
+
+STEP = absl_flags.DEFINE_integer("step", None, "checkpoint to evaluate; default: the newest that verifies", lower_bound=0)
+
+
+def main(config, workdir):
+    from dora_jax.runtime.job import evaluate  # JAX starts only after the configuration has passed
+
+    return evaluate(config, workdir, STEP.value)
+
+
+if __name__ == "__main__":
+    flags.run(main, purpose="evaluate")

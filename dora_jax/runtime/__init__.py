@@ -1,0 +1,1 @@
+"""The body: carries events and commands between the stages and the orchestrator, decides nothing."""

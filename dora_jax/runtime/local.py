@@ -1,0 +1,176 @@
+"""One process: rollout instances and the trainer on sub-meshes of `jax.devices()`, one thread each.
+
+Payload goes  prompts -> instance -> scorer -> group store -> trainer -> weight store -> instance;
+the orchestrator sees ids and counts only. All bookkeeping here runs on the main thread.
+"""
+
+from __future__ import annotations
+
+import queue
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
+
+from dora_jax.orchestrate import events as ev
+from dora_jax.runtime.workers import Crashed, Exported, Finished, InstanceWorker, StepDone, TrainerWorker
+from dora_jax.tasks.pool import GroupFailure
+from dora_jax.tasks.prompts import PromptTooLong
+from dora_jax.types import GroupId, Prompt, Sample, SampleId, ScoredGroup, Version, is_eval
+
+TIME_PERIOD_S = 0.05  # how often the orchestrator learns the time; also the longest wait for an event
+
+
+class LocalWorld:
+    """`World` of one process; see `runtime.loop`."""
+
+    def __init__(self, *, instances: Sequence[InstanceWorker], trainer: TrainerWorker | None, task: Any,
+                 scorer: Any, groups: Any, weights: Any, outbox: queue.SimpleQueue, group_size: int,
+                 eval_samples: int, trainable: Callable[[ScoredGroup], bool] = lambda group: True):
+        self._instances = {worker.instance: worker for worker in instances}
+        self._trainer = trainer
+        self._task = task
+        self._scorer = scorer
+        self._groups = groups
+        self._weights = weights
+        self._outbox = outbox
+        self._size = lambda group_id: eval_samples if is_eval(group_id) else group_size
+        self._trainable = trainable
+        self._prompts: dict[GroupId, Prompt] = {}
+        self._partial: dict[GroupId, dict[int, Sample]] = {}
+        self._parcels: dict[SampleId, Any] = {}
+        self._failed: set[GroupId] = set()
+        self._listeners: list[Callable[[Any], None]] = []
+        self._time_s = 0.0
+
+    def listen(self, listener: Callable[[Any], None]) -> None:
+        """`listener` sees every payload record: Finished, ScoredGroup, GroupFailure, StepDone."""
+        self._listeners.append(listener)
+
+    def start(self, instances_up: Iterable[ev.InstanceUp]) -> None:
+        for event in instances_up:
+            self._outbox.put(event)
+        for worker in self._workers():
+            worker.start()
+
+    def close(self) -> None:
+        for worker in self._workers():
+            worker.stop()
+        self._scorer.close()
+
+    def events(self) -> Iterator[ev.Event]:
+        yield from self._drain()
+        for scored in self._scorer.poll():
+            yield from self._scored(scored)
+        now = time.monotonic()
+        if now - self._time_s >= TIME_PERIOD_S:
+            self._time_s = now
+            yield ev.TimePassed(now_s=now)
+
+    def execute(self, command: ev.Command) -> None:
+        match command:
+            case ev.Start(ids=ids, instance=instance, version=version):
+                for sample in ids:
+                    self._submit(sample, self._instances[instance], version)
+            case ev.LoadWeights(instance=instance, version=version, drop=drop):
+                worker = self._instances[instance]
+                worker.post(worker.load, version, drop)
+            case ev.Move(ids=ids, src=src, dst=dst):
+                source = self._instances[src]
+                for sample in ids:
+                    source.post(source.move, sample, self._instances[dst])
+            case ev.Train(group_ids=group_ids, base_version=base):
+                for group_id in group_ids:
+                    del self._prompts[group_id]
+                self._trainer.post(self._trainer.train, group_ids, base)
+            case ev.Cancel(ids=ids, instance=instance, reason=reason):
+                worker = self._instances[instance]
+                for sample in ids:
+                    worker.post(worker.cancel, sample, reason)
+            case ev.Park(ids=ids, instance=instance):
+                worker = self._instances[instance]
+                for sample in ids:
+                    worker.post(worker.park, sample)
+            case ev.Resume(ids=ids, instance=instance):
+                worker = self._instances[instance]
+                for sample in ids:
+                    worker.post(worker.resume, self._parcels.pop(sample))
+            case ev.Retire(version=version):
+                self._weights.drop(version)
+            case _:
+                raise NotImplementedError(f"the one-process world has no {type(command).__name__}")
+
+    # ------------------------------------------------------------ private
+
+    def _workers(self) -> list[Any]:
+        return [*self._instances.values(), *([self._trainer] if self._trainer else [])]
+
+    def _submit(self, sample: SampleId, worker: InstanceWorker, version: Version) -> None:
+        group_id = sample.group_id
+        if group_id in self._failed:
+            return
+        if group_id not in self._prompts:
+            try:
+                self._prompts[group_id] = self._task.prompt_at(group_id)
+            except PromptTooLong as error:
+                self._failed.add(group_id)
+                self._tell(error)
+                self._outbox.put(ev.GroupFailed(group_id=group_id, reason=str(error)))
+                return
+        worker.post(worker.submit, sample, self._prompts[group_id], version)
+
+    def _drain(self) -> Iterator[ev.Event]:
+        """Whatever is in the outbox; waits up to TIME_PERIOD_S for the first."""
+        try:
+            item = self._outbox.get(timeout=TIME_PERIOD_S)
+            while True:
+                yield from self._to_events(item)
+                item = self._outbox.get_nowait()
+        except queue.Empty:
+            return
+
+    def _to_events(self, item: Any) -> Iterator[ev.Event]:
+        match item:
+            case Crashed(role=role, error=error):
+                raise RuntimeError(f"{role} failed: {error}") from error
+            case Finished(sample=sample, instance=instance):
+                self._tell(item)
+                self._collect(sample)
+                yield ev.SampleDone(id=sample.id, instance=instance, tokens=len(sample.out_ids),
+                                    finish=sample.finish)
+            case StepDone(version=version):
+                self._tell(item)
+                yield ev.StepPublished(version=version)
+            case Exported(id=sample, instance=instance, parcel=parcel):
+                self._parcels[sample] = parcel
+                yield ev.SampleParked(id=sample, instance=instance)
+            case _:
+                yield item
+
+    def _collect(self, sample: Sample) -> None:
+        group_id = sample.id.group_id
+        done = self._partial.setdefault(group_id, {})
+        if sample.id.index in done:
+            raise RuntimeError(f"sample {sample.id} finished twice")
+        done[sample.id.index] = sample
+        if len(done) == self._size(group_id):
+            samples = tuple(done[i] for i in sorted(done))
+            del self._partial[group_id]
+            self._scorer.submit(self._prompts[group_id], samples)
+
+    def _scored(self, scored: ScoredGroup | GroupFailure) -> Iterator[ev.Event]:
+        self._tell(scored)
+        group_id = scored.group_id
+        if isinstance(scored, GroupFailure):
+            del self._prompts[group_id]
+            yield ev.GroupFailed(group_id=group_id, reason=scored.reason)
+            return
+        trainable = not is_eval(group_id) and self._trainable(scored)
+        if trainable:
+            self._groups.put(scored)
+        else:
+            del self._prompts[group_id]
+        yield ev.GroupScored(group_id=group_id, trainable=trainable)
+
+    def _tell(self, record: Any) -> None:
+        for listener in self._listeners:
+            listener(record)

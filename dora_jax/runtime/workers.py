@@ -1,0 +1,209 @@
+"""Threads of the one-process world: one per rollout instance, one for the trainer.
+
+A worker owns its stage; others reach it only by posting calls to its inbox. Results go to one shared
+outbox as events, or as payload records that `LocalWorld` turns into events. An exception in a worker
+travels to the main thread as `Crashed` and ends the run.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from dora_jax.orchestrate import events as ev
+from dora_jax.types import InstanceId, Prompt, Sample, SampleId, ScoredGroup, Version, record
+
+PROGRESS_PERIOD_S = 0.1  # progress and page reports per instance: often enough to decide on, rare enough to ignore
+
+
+@record
+class Finished:
+    sample: Sample
+    instance: InstanceId
+
+
+@record
+class Exported:
+    """A sample that left its engine for host memory (`Park`)."""
+
+    id: SampleId
+    instance: InstanceId
+    parcel: Any  # rollout.migrate.Parcel
+
+
+@record
+class StepDone:
+    version: Version
+    groups: tuple[ScoredGroup, ...]
+    metrics: Mapping[str, float]
+    wait_s: float  # the trainer had no batch
+    step_s: float
+
+
+@record
+class Crashed:
+    role: str
+    error: BaseException
+
+
+class Worker:
+    """A thread that runs posted calls in order, and `_idle_work` between them while `_busy`."""
+
+    def __init__(self, role: str, outbox: queue.SimpleQueue):
+        self.role = role
+        self.outbox = outbox
+        self._waited_s = 0.0
+        self._waiting_since: float | None = None
+        self._inbox: queue.SimpleQueue = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._run, name=role, daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def post(self, call: Callable[..., None], *args: Any) -> None:
+        self._inbox.put((call, args))
+
+    def stop(self, timeout_s: float = 30.0) -> None:
+        """Ends the thread after what is posted; waits for it."""
+        self._inbox.put(None)
+        if self._thread.is_alive():
+            self._thread.join(timeout_s)
+
+    @property
+    def wait_s(self) -> float:
+        """Time with nothing to do since the start, the present wait included; any thread may ask."""
+        since = self._waiting_since
+        return self._waited_s + (time.monotonic() - since if since is not None else 0.0)
+
+    @property
+    def _busy(self) -> bool:
+        return False
+
+    def _idle_work(self) -> None:
+        raise NotImplementedError
+
+    def _run(self) -> None:
+        try:
+            while True:
+                if self._inbox.empty() and self._busy:
+                    self._idle_work()
+                    continue
+                job = self._next()
+                if job is None:
+                    return
+                call, args = job
+                call(*args)
+        except BaseException as error:  # handed to the main thread, which raises it there
+            self.outbox.put(Crashed(role=self.role, error=error))
+
+    def _next(self) -> tuple[Callable[..., None], tuple] | None:
+        began = self._waiting_since = time.monotonic()
+        job = self._inbox.get()
+        self._waiting_since = None
+        self._waited_s += time.monotonic() - began
+        return job
+
+
+class InstanceWorker(Worker):
+    """One engine: starts, ticks, moves and loads on its own thread."""
+
+    def __init__(self, instance: InstanceId, engine: Any, weights: Any, outbox: queue.SimpleQueue):
+        super().__init__(f"rollout {instance}", outbox)
+        self.instance = instance
+        self.engine = engine
+        self.tokens = 0  # sampled since start
+        self._weights = weights
+        self._versions: dict[SampleId, Version] = {}  # of samples submitted and not yet started
+        self._progress: dict[SampleId, int] = {}
+        self._reported_s = 0.0
+
+    def load(self, version: Version, drop: Version | None) -> None:
+        if drop is not None:
+            self.engine.drop(drop)
+        self.engine.load(version, self._weights.get(version, self.engine.param_shardings))
+        self.outbox.put(ev.WeightsLoaded(instance=self.instance, version=version))
+
+    def submit(self, sample: SampleId, prompt: Prompt, version: Version) -> None:
+        self._versions[sample] = version
+        self.engine.submit(sample, prompt.token_ids, version, prompt.max_new_tokens)
+
+    def cancel(self, sample: SampleId, reason: str) -> None:
+        if self.engine.cancel(sample):
+            self.outbox.put(ev.SampleCancelled(id=sample, reason=reason))
+
+    def move(self, sample: SampleId, dst: InstanceWorker) -> None:
+        if not self.engine.holds(sample):
+            failed = ev.MoveFailed(id=sample, src=self.instance, dst=dst.instance, reason="finished")
+            self.outbox.put(failed)
+            return
+        dst.post(dst.receive, self.engine.export(sample), self.instance, self._versions.pop(sample, None))
+
+    def receive(self, parcel: Any, src: InstanceId, unstarted: Version | None) -> None:
+        """`unstarted`: its version where it had no slot yet; an import always gets one."""
+        self.engine.import_(parcel)
+        if unstarted is not None:
+            self.outbox.put(ev.SampleStarted(id=parcel.id, instance=src, version=unstarted))
+        self.outbox.put(ev.SampleMoved(id=parcel.id, src=src, dst=self.instance))
+
+    def park(self, sample: SampleId) -> None:
+        if self.engine.holds(sample):
+            parcel = self.engine.export(sample)
+            self.outbox.put(Exported(id=sample, instance=self.instance, parcel=parcel))
+
+    def resume(self, parcel: Any) -> None:
+        self.engine.import_(parcel)
+        self.outbox.put(ev.SampleResumed(id=parcel.id, instance=self.instance))
+
+    @property
+    def _busy(self) -> bool:
+        return not self.engine.idle
+
+    def _idle_work(self) -> None:
+        result = self.engine.tick()
+        self.tokens += result.tokens
+        for sample in result.started:
+            version = self._versions.pop(sample, None)
+            if version is not None:  # None: it started on another instance and moved here
+                self.outbox.put(ev.SampleStarted(id=sample, instance=self.instance, version=version))
+        self._progress.update(result.progress)
+        for sample in result.finished:
+            self._progress.pop(sample.id, None)
+            self.outbox.put(Finished(sample=sample, instance=self.instance))
+        now = time.monotonic()
+        if now - self._reported_s >= PROGRESS_PERIOD_S:
+            self._reported_s = now
+            for sample_id, tokens in self._progress.items():
+                self.outbox.put(ev.SampleProgress(id=sample_id, tokens=tokens))
+            self._progress.clear()
+            self.outbox.put(ev.PagesReported(instance=self.instance, free=result.free_pages))
+
+
+class TrainerWorker(Worker):
+    """Takes the named groups, checks the staleness bound, makes one step, publishes its version."""
+
+    def __init__(self, trainer: Any, pack: Callable, groups: Any, weights: Any, max_lag: int,
+                 outbox: queue.SimpleQueue):
+        super().__init__("trainer", outbox)
+        self.trainer = trainer
+        self._pack = pack
+        self._groups = groups
+        self._weights = weights
+        self._max_lag = max_lag
+        self._reported_wait_s = 0.0
+
+    def train(self, group_ids: tuple[int, ...], base: Version) -> None:
+        began = time.monotonic()
+        wait_s, self._reported_wait_s = self.wait_s - self._reported_wait_s, self.wait_s
+        groups = tuple(self._groups.take(group_ids))
+        for group in groups:
+            if not 0 <= base - group.version <= self._max_lag:
+                raise RuntimeError(
+                    f"group {group.group_id} of version {group.version} was taken at base {base}: "
+                    f"its lag exceeds the bound of {self._max_lag}")
+        metrics = self.trainer.step(self._pack(groups, base))
+        self._weights.put(base + 1, self.trainer.params)
+        self.outbox.put(StepDone(version=base + 1, groups=groups, metrics=metrics, wait_s=wait_s,
+                                 step_s=time.monotonic() - began))

@@ -1,0 +1,18 @@
+"""The main job:  python -m dora_jax.train --config=configs/quickstart.py [--config.steps=50] --workdir=runs/a
+
+Run again with the same workdir it resumes from the newest checkpoint.
+"""
+
+from __future__ import annotations
+
+from dora_jax import flags
+
+
+def main(config, workdir):
+    from dora_jax.runtime.job import train  # JAX starts only after the configuration has passed
+
+    return train(config, workdir)
+
+
+if __name__ == "__main__":
+    flags.run(main)

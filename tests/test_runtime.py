@@ -1,0 +1,156 @@
+"""The one-process world with real threads and an arithmetic engine: every token proves the version that made it."""
+
+import queue
+
+import numpy as np
+import pytest
+
+from dora_jax.buffer.store import MemoryGroupStore
+from dora_jax.orchestrate import events as ev
+from dora_jax.orchestrate.core import Orchestrator
+from dora_jax.orchestrate.modes import OrchestratorConfig
+from dora_jax.config import RolloutSection
+from dora_jax.rollout.oracle import OracleEngine
+from dora_jax.runtime.local import LocalWorld
+from dora_jax.runtime.loop import run
+from dora_jax.runtime.workers import InstanceWorker, StepDone, TrainerWorker
+from dora_jax.tasks.prompts import PromptTooLong
+from dora_jax.types import Prompt, ScoredGroup, is_eval
+
+P, G, STEPS = 4, 4, 6
+SECTION = RolloutSection(slots=8, pages=96, page_size=8, max_prompt_tokens=8, max_new_tokens=64, decode_steps=4)
+ORACLE = OracleEngine(SECTION)
+
+
+class Task:
+    def __init__(self, too_long=()):
+        self.too_long = too_long
+
+    def prompt_at(self, group_id):
+        if group_id in self.too_long:
+            raise PromptTooLong(group_id, 999, 10)
+        ids = np.arange(1 + abs(group_id) % 5, dtype=np.int32)
+        return Prompt(group_id=group_id, task="t", uid=str(group_id), text="", token_ids=ids, answer=None, max_new_tokens=64)
+
+
+class Scorer:
+    """Scores at once; a group's samples must agree on their version (C1)."""
+
+    def __init__(self):
+        self.done = []
+
+    def submit(self, prompt, samples):
+        versions = {s.version for s in samples}
+        assert len(versions) == 1, versions
+        rewards = np.array([s.id.index % 2 for s in samples], np.float32)
+        self.done.append(ScoredGroup(group_id=prompt.group_id, version=versions.pop(), samples=samples,
+                                     rewards=rewards, parts={"r": rewards}))
+
+    def poll(self):
+        done, self.done = self.done, []
+        return done
+
+    def close(self):
+        pass
+
+
+class Weights:
+    """Version v's weights are the number v."""
+
+    def __init__(self):
+        self.held = {0}
+
+    def put(self, version, params):
+        assert version not in self.held
+        self.held.add(version)
+
+    def get(self, version, shardings):
+        assert version in self.held, f"version {version} was dropped before {shardings}"
+        return version
+
+    def drop(self, version):
+        self.held.remove(version)
+
+
+class Trainer:
+    params = None
+
+    def step(self, batch):
+        return {}
+
+
+def make(mode="dora", instances=2, too_long=(), max_versions=3, eval_every=0, length=None):
+    config = OrchestratorConfig(
+        mode=mode, max_versions=max_versions, groups_per_step=P, group_size=G, inflight=1.25, total_steps=STEPS,
+        max_prompt_tokens=8, max_new_tokens=64, eval_every=eval_every, eval_groups=3, eval_samples=2)
+    outbox, weights, groups, scorer = queue.SimpleQueue(), Weights(), MemoryGroupStore(), Scorer()
+    length = length or (lambda version, group, index, limit: 60 if (group + index) % 7 == 0 else 2 + (group + index) % 5)
+    workers = [InstanceWorker(i, OracleEngine(SECTION, length=length, version_in=int), weights, outbox)
+               for i in range(instances)]
+    trainer = TrainerWorker(Trainer(), lambda groups, base: None, groups, weights, config.max_lag, outbox)
+    world = LocalWorld(instances=workers, trainer=trainer, task=Task(too_long), scorer=scorer, groups=groups,
+                       weights=weights, outbox=outbox, group_size=G, eval_samples=2)
+    ups = [ev.InstanceUp(instance=w.instance, slots=8, pages=96, page_size=8) for w in workers]
+    return Orchestrator(config), world, ups, weights
+
+
+def play(orchestrator, world, ups, observers=()):
+    records = []
+    world.listen(records.append)
+    try:
+        world.start(ups)
+        return run(orchestrator, world, observers), records
+    finally:
+        world.close()
+
+
+@pytest.mark.parametrize(("mode", "max_versions"), [("sync", 1), ("dora", 2), ("dora", 3)])
+def test_every_group_is_trained_once_by_the_version_it_claims(mode, max_versions):
+    halt, records = play(*make(mode, max_versions=max_versions)[:3])
+    assert halt.ok
+    steps = [r for r in records if isinstance(r, StepDone)]
+    trained = [g.group_id for step in steps for g in step.groups]
+    assert len(steps) == STEPS
+    assert len(trained) == len(set(trained)) == STEPS * P
+    for step in steps:
+        for group in step.groups:
+            assert 0 <= step.version - 1 - group.version <= max_versions - 1
+            for sample in group.samples:
+                want = ORACLE.expected(group.version, group.group_id, sample.id.index, len(sample.out_ids))
+                np.testing.assert_array_equal(sample.out_ids, want)
+
+
+def test_moved_samples_go_on_to_finish():
+    orchestrator, world, ups, _ = make("dora")
+    moved, finished = set(), set()
+
+    def watch(event, commands):
+        if isinstance(event, ev.SampleMoved):
+            moved.add(event.id)
+        if isinstance(event, ev.SampleDone):
+            finished.add(event.id)
+
+    halt, _ = play(orchestrator, world, ups, [watch])
+    assert halt.ok and moved and moved & finished
+
+
+def test_a_prompt_over_the_limit_is_skipped_and_its_credit_returns():
+    orchestrator, world, ups, _ = make("dora", too_long=(0, 5))
+    halt, records = play(orchestrator, world, ups)
+    trained = {g.group_id for r in records if isinstance(r, StepDone) for g in r.groups}
+    assert halt.ok and len(trained) == STEPS * P and not trained & {0, 5}
+
+
+def test_evaluations_are_pinned_to_their_version_and_never_trained():
+    orchestrator, world, ups, weights = make("dora", eval_every=3)
+    halt, records = play(orchestrator, world, ups)
+    evaluated = sorted(r.version for r in records if isinstance(r, ScoredGroup) and is_eval(r.group_id))
+    assert halt.ok and evaluated == [v for v in (0, 3, 6) for _ in range(3)]
+    assert len(weights.held) <= 3
+
+
+def test_an_error_in_a_worker_ends_the_run_with_its_role():
+    orchestrator, world, ups, weights = make("sync")
+    weights.held.clear()
+    with pytest.raises(RuntimeError, match=r"rollout \d failed: version 0 was dropped"):
+        play(orchestrator, world, ups)
