@@ -1,0 +1,57 @@
+"""Stages 1 and 3: prompts go out, rewards come back.
+
+    prompts.py   Task: prompt_at(group_id), pure in (seed, group_id); templates, length limit
+    gym.py       source of prompts: reasoning-gym (datasets.py opens them)
+    rows.py      source of prompts: your own jsonl or parquet
+    worked.py    worked solutions of some datasets, for the supervised warm start
+    rewards.py   (prompt, response, answer) -> float | {name: float}: the shipped ones, and how a path is resolved
+    pool.py      ScorerPool: rewards in killable processes (worker.py), beside generation
+    identity.py  randomness by identity, and what makes two prompts the same
+
+Laws: training and held-out prompts never share a uid; an error or a time-out is never a reward.
+This file stays light, because the reward workers import the package: no JAX, no numpy, nothing eager.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Set
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from dora_jax.config import TaskSection
+    from dora_jax.tasks.prompts import Task
+    from dora_jax.tokenizer import Tokenizer
+
+GYM_REWARD = "dora_jax.tasks.rewards.reasoning_gym"
+
+
+def open_task(section: TaskSection, tokenizer: Tokenizer, *, seed: int, max_prompt_tokens: int, max_new_tokens: int,
+              heldout: int, quarantine_path: str | Path, supervised: bool = False,
+              exclude: Set[str] = frozenset()) -> Task:
+    """The task that a section names; mistakes in it raise ConfigError, a file that cannot be used ValueError.
+
+    heldout: distinct held-out prompts, 0 for none. supervised: rows may carry `completion` in place of `answer`.
+    exclude: uids never drawn (a warm start on other rows passes the main task's `heldout_uids`).
+    Bad rows are written to quarantine_path.
+    """
+    from dora_jax.config import ConfigError
+    from dora_jax.tasks.prompts import Task, Wording
+
+    wording = Wording(section, tokenizer)
+    kind, _, dataset = section.name.partition(":")
+    if kind == "reasoning_gym":
+        from dora_jax.tasks.gym import GymSource
+
+        source = GymSource(dataset, section.params, wording, heldout=heldout, exclude=exclude,
+                           scored_by_dataset=GYM_REWARD in section.rewards)
+    elif section.name == "rows":
+        from dora_jax.tasks.rows import RowsSource
+
+        if GYM_REWARD in section.rewards:
+            raise ConfigError(f"task.rewards: {GYM_REWARD} scores reasoning-gym datasets, not rows of your own")
+        source = RowsSource(section, wording, heldout=heldout, exclude=exclude, supervised=supervised,
+                            quarantine_path=Path(quarantine_path))
+    else:
+        raise ConfigError(f'task.name: {section.name!r} is neither "rows" nor "reasoning_gym:<dataset>"')
+    return Task(source, wording, seed=seed, max_prompt_tokens=max_prompt_tokens, max_new_tokens=max_new_tokens)

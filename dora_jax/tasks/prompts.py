@@ -1,0 +1,140 @@
+"""Stage 1: group ids -> prompts. Consumes a source of questions and a tokenizer; produces `Prompt` records.
+
+Laws:
+  prompt_at is a pure function of (seed, group_id), so that a resumed run meets the same prompts.
+  group_id >= 0 draws from the training stream, group_id < 0 is row (-1 - group_id) % n_heldout of a fixed held-out
+  set that does not depend on the seed: a base warm-started under one seed is clean for every other.
+  uid is a hash of the question as the model meets it; no uid is both held-out and drawn for training.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+import numpy as np
+
+from dora_jax.config import TaskSection
+from dora_jax.tasks import worked
+from dora_jax.tasks.identity import Question, identity_hash, share_hash, shorten
+from dora_jax.tokenizer import Tokenizer
+from dora_jax.types import GroupId, Prompt, is_eval, record
+
+
+class PromptTooLong(ValueError):
+    """The caller counts and skips the group; no device ever sees the prompt."""
+
+    def __init__(self, group_id: GroupId, tokens: int, limit: int):
+        super().__init__(f"prompt {group_id} has {tokens} tokens, over rollout.max_prompt_tokens = {limit}")
+        self.group_id, self.tokens, self.limit = group_id, tokens, limit
+
+
+@record
+class Row:
+    """One question of a source, before the template."""
+
+    uid: str
+    task: str
+    question: Question
+    answer: Any
+    solution: str | None = None  # what a teacher wrote (rows: `completion`)
+    entry: dict[str, Any] | None = None  # reasoning-gym's own, for worked solutions
+
+
+class Source(Protocol):
+    name: str
+    heldout: Sequence[Row]  # distinct uids
+    heldout_uids: frozenset[str]
+
+    def draw(self, stream: str, seed: int, i: int) -> Row:
+        """Number i of an endless stream, pure in its arguments; never a held-out uid."""
+
+
+class Wording:
+    """How a question is worded for the model: extract, then uid, then template."""
+
+    def __init__(self, section: TaskSection, tokenizer: Tokenizer):
+        self._extract = re.compile(section.extract) if section.extract else None
+        self._template = section.template
+        self._tokenizer = tokenizer
+
+    def question(self, raw: Question) -> Question:
+        """What is left of the source's question; ValueError where the section does not fit it."""
+        if not isinstance(raw, str):
+            if self._template != "chat":
+                raise ValueError('the prompt is a list of messages, which needs task.template = "chat"')
+            if self._extract:
+                raise ValueError("the prompt is a list of messages, to which task.extract does not apply")
+            return raw
+        if self._extract is None:
+            return raw
+        match = self._extract.search(raw)
+        if match is None or match.group(1) is None:
+            raise ValueError(f"task.extract {self._extract.pattern!r} does not match the prompt {shorten(raw)!r}")
+        return match.group(1)
+
+    def text(self, question: Question) -> str:
+        if self._template == "chat":
+            messages = [{"role": "user", "content": question}] if isinstance(question, str) else question
+            return self._tokenizer.chat(messages)
+        return self._template.replace("{prompt}", question)  # not str.format: templates hold other braces
+
+    def token_ids(self, text: str) -> list[int]:
+        return self._tokenizer.encode(text)
+
+
+class Task:
+    """prompt_at for the run, worked for the warm start. Holds the held-out rows and whatever its source holds."""
+
+    def __init__(self, source: Source, wording: Wording, *, seed: int, max_prompt_tokens: int, max_new_tokens: int):
+        self._source = source
+        self._wording = wording
+        self._seed = seed
+        self._limit = max_prompt_tokens
+        self._max_new_tokens = max_new_tokens
+        self._heldout = [row for row in source.heldout if len(self._encode(row)[1]) <= max_prompt_tokens]
+        self.heldout_too_long = len(source.heldout) - len(self._heldout)  # left out of evaluation, never trained on
+        if source.heldout and not self._heldout:
+            raise ValueError(f"all {len(source.heldout)} held-out prompts of {source.name} are over "
+                             f"rollout.max_prompt_tokens = {max_prompt_tokens}")
+
+    @property
+    def n_heldout(self) -> int:
+        return len(self._heldout)
+
+    @property
+    def heldout_uids(self) -> frozenset[str]:
+        """Of every held-out prompt, those too long for this run included."""
+        return self._source.heldout_uids
+
+    def prompt_at(self, group_id: GroupId) -> Prompt:
+        """Pure in (seed, group_id); raises PromptTooLong over the limit."""
+        row = self._row(group_id)
+        text, ids = self._encode(row)
+        if len(ids) > self._limit:
+            raise PromptTooLong(group_id, len(ids), self._limit)
+        if not ids:
+            raise ValueError(f"the prompt of group {group_id} has no token: {shorten(text)!r}")
+        return Prompt(group_id=group_id, task=row.task, uid=row.uid, text=text,
+                      token_ids=np.asarray(ids, dtype=np.int32), answer=row.answer,
+                      max_new_tokens=self._max_new_tokens)
+
+    def worked(self, i: int, *, slip_rate: float = 0.0, answer_only: bool = False) -> tuple[str, str]:
+        """(prompt text, solution text) number i, never of a held-out prompt; see worked.solution."""
+        row = self._source.draw("worked", self._seed, i)
+        text = self._wording.text(row.question)
+        slips = share_hash("slip", self._seed, i) < slip_rate
+        slip_seed = identity_hash("slip where", self._seed, i) if slips else None
+        return text, worked.solution(row, slip_seed=slip_seed, answer_only=answer_only)
+
+    def _row(self, group_id: GroupId) -> Row:
+        if not is_eval(group_id):
+            return self._source.draw("train", self._seed, group_id)
+        if not self._heldout:
+            raise ValueError(f"group {group_id} is held-out, and {self._source.name} was opened with none held out")
+        return self._heldout[(-1 - group_id) % len(self._heldout)]
+
+    def _encode(self, row: Row) -> tuple[str, list[int]]:
+        text = self._wording.text(row.question)
+        return text, self._wording.token_ids(text)

@@ -1,0 +1,233 @@
+"""Stage 3, the shipped rewards, and how an import path becomes a callable. Runs in the reward workers.
+
+A reward is any callable `(prompt, response, answer) -> float | {name: float}`, named by import path in task.rewards;
+the working directory is on sys.path. Your own in my_rewards.py, chosen by --config.task.rewards="('my_rewards.short',)":
+
+    def short(prompt: str, response: str, answer) -> float:
+        return 1.0 if str(answer) in response and len(response) < 80 else 0.0
+
+Laws: what a policy wrote never makes a reward raise, it scores 0.0; an answer that a reward cannot use, or a value that
+is no finite number, is an error and never a score. With task.answer_pattern rewards see its first group in the response,
+and "" where it does not match.
+Optional attributes of a reward: `prepare`, called once when its worker starts; `takes_item = True`, where it wants the
+reasoning-gym item and not the plain answer.
+"""
+
+from __future__ import annotations
+
+import importlib
+import math
+import numbers
+import os
+import re
+import traceback
+from collections.abc import Callable, Mapping
+from fractions import Fraction
+from typing import Any
+
+Reward = Callable[[str, str, Any], float | Mapping[str, float]]
+
+RELATIVE_TOLERANCE = 1e-6  # of numbers that are not equal as fractions: 0.333333 is 1/3
+MAX_NUMBER_CHARS = 200  # longer ones are no answer, and arithmetic on them takes forever
+MAX_EXPONENT = 300
+
+
+class RewardError(Exception):
+    """One sentence that names the reward."""
+
+
+# ---------------------------------------------------------------- shipped
+
+
+def exact(prompt: str, response: str, answer: Any) -> float:
+    """1.0 if the response is the answer, white space at the ends aside."""
+    return float(response.strip() == str(answer).strip())
+
+
+def numeric(prompt: str, response: str, answer: Any) -> float:
+    """1.0 if the last number of the response equals the answer: signs, commas, fractions and percent understood."""
+    gold = last_number(str(answer))
+    if gold is None:
+        raise RewardError(f"numeric: the answer {answer!r} is not a number")
+    given = last_number(response)
+    return float(given is not None and _same_number(given, gold))
+
+
+def regex(prompt: str, response: str, answer: Any) -> float:
+    """1.0 if the answer, a regular expression, is found in the response."""
+    return float(re.search(str(answer), response) is not None)
+
+
+def reasoning_gym(prompt: str, response: str, answer: Any) -> float:
+    """The dataset's own score_answer."""
+    from dora_jax.tasks import datasets
+
+    if not is_item(answer):
+        raise RewardError(f'reasoning_gym: the answer {answer!r} is no item of task.name = "reasoning_gym:<dataset>"')
+    return datasets.score(response, answer)
+
+
+def math_verify(prompt: str, response: str, answer: Any) -> float:
+    """math-verify on LaTeX and plain mathematics. It has no time limit of its own here: the worker's deadline is it."""
+    gold_text, response = str(answer).strip(), response.strip()
+    gold, given = whole_number(gold_text), whole_number(response)
+    if gold is not None and given is not None:  # cheap, and what most answers are
+        return float(_same_number(given, gold))
+    from math_verify import parse, verify
+
+    if "$" not in gold_text and "\\boxed" not in gold_text:  # a bare tuple is only read inside an environment
+        gold_text = f"${gold_text}$"
+    gold_parsed = parse(gold_text, parsing_timeout=None)
+    if not gold_parsed:
+        raise RewardError(f"math_verify: the answer {answer!r} is not mathematics that math-verify reads")
+    return float(verify(gold_parsed, parse(response, parsing_timeout=None), timeout_seconds=None))
+
+
+def _import_reasoning_gym() -> None:
+    from dora_jax.tasks import datasets
+
+    datasets.known()
+
+
+def _import_math_verify() -> None:
+    import math_verify
+
+    math_verify.verify(math_verify.parse("$1$"), math_verify.parse("$x$"))  # the first parse builds its grammars
+
+
+reasoning_gym.takes_item = True  # type: ignore[attr-defined]
+reasoning_gym.prepare = _import_reasoning_gym  # type: ignore[attr-defined]
+math_verify.prepare = _import_math_verify  # type: ignore[attr-defined]
+
+
+def is_item(answer: Any) -> bool:
+    return isinstance(answer, Mapping) and "reasoning_gym" in answer
+
+
+def plain(answer: Any) -> Any:
+    """What ordinary rewards compare with."""
+    return answer["answer"] if is_item(answer) else answer
+
+
+# ---------------------------------------------------------------- numbers
+
+_DIGITS = r"(?:\d{1,3}(?:,\d{3})+(?![\d,])|\d+)(?:\.\d+)?|\.\d+"
+_NUMBER = rf"(?:{_DIGITS})(?:[eE][-+]?\d+)?"
+# A sign belongs to the number unless something stands right before it: 7-5 ends in 5, "= -5" in -5.
+NUMBER = re.compile(rf"(?<![\w.])(?P<sign>(?<![)\]])[-+])?\$?(?P<top>{_NUMBER})(?:\s?/\s?(?P<bottom>{_NUMBER}))?"
+                    r"(?P<percent>\s?\\?%)?")
+
+
+FRAC = re.compile(r"\\[dt]?frac\{([^{}]*)\}\{([^{}]*)\}")
+
+
+def last_number(text: str) -> tuple[Fraction, bool] | None:
+    """(value as written, whether a percent sign follows) of the last number in a text."""
+    last = None
+    for last in NUMBER.finditer(_plain_signs(text)):
+        pass
+    return _value(last) if last else None
+
+
+def whole_number(text: str) -> tuple[Fraction, bool] | None:
+    """The same for a text that is one number and nothing else."""
+    match = NUMBER.fullmatch(_plain_signs(text))
+    return _value(match) if match else None
+
+
+def _plain_signs(text: str) -> str:
+    return FRAC.sub(r"\1/\2", text.replace("\N{MINUS SIGN}", "-"))
+
+
+def _value(match: re.Match[str]) -> tuple[Fraction, bool] | None:
+    top, bottom = _fraction(match["top"]), _fraction(match["bottom"] or "1")
+    if top is None or not bottom:
+        return None
+    value = top / bottom
+    return (-value if (match["sign"] or "").startswith("-") else value), match["percent"] is not None
+
+
+def _fraction(text: str) -> Fraction | None:
+    mantissa, _, exponent = text.lower().partition("e")
+    if len(mantissa) > MAX_NUMBER_CHARS or len(exponent) > 5 or abs(int(exponent or 0)) > MAX_EXPONENT:
+        return None
+    return Fraction(mantissa.replace(",", "")) * Fraction(10) ** int(exponent or 0)
+
+
+def _same_number(given: tuple[Fraction, bool], gold: tuple[Fraction, bool]) -> bool:
+    """Where only one side has a percent sign, 50 % is both 50 and 0.5."""
+    (a, a_percent), (b, b_percent) = given, gold
+    if a_percent == b_percent:
+        return _close(a, b)
+    percent, other = (a, b) if a_percent else (b, a)
+    return _close(percent, other) or _close(percent / 100, other)
+
+
+def _close(a: Fraction, b: Fraction) -> bool:
+    return a == b or abs(a - b) <= RELATIVE_TOLERANCE * max(abs(a), abs(b))
+
+
+# ---------------------------------------------------------------- resolving and calling
+
+
+def resolve(paths: tuple[str, ...] | list[str]) -> dict[str, Reward]:
+    """Name of the term -> callable; RewardError names the path that cannot be used."""
+    if len(set(paths)) < len(paths):
+        raise RewardError(f"task.rewards: {', '.join(paths)} names one reward twice")
+    last_words = [path.rpartition(".")[2] for path in paths]
+    return {word if last_words.count(word) == 1 else path: _resolve_one(path)
+            for path, word in zip(paths, last_words, strict=True)}
+
+
+def _resolve_one(path: str) -> Reward:
+    module_name, _, name = path.rpartition(".")
+    try:
+        module = importlib.import_module(module_name)
+    except ModuleNotFoundError as error:
+        if error.name and (module_name == error.name or module_name.startswith(error.name + ".")):
+            raise RewardError(f"task.rewards: {path}: there is no module {error.name}") from error
+        raise RewardError(f"task.rewards: {path}: {module_name} imports {error.name}, which is not there") from error
+    except Exception as error:  # the user's own code; always raised again, with the path
+        raise RewardError(f"task.rewards: {path}: importing {module_name} raised "
+                          f"{type(error).__name__}: {error}") from error
+    if not hasattr(module, name):
+        raise RewardError(f"task.rewards: {path}: {module_name} has no {name}")
+    reward = getattr(module, name)
+    if not callable(reward):
+        raise RewardError(f"task.rewards: {path} is a {type(reward).__name__}, not a callable")
+    return reward
+
+
+def score(rewards: Mapping[str, Reward], prompt: str, response: str, answer: Any) -> dict[str, float]:
+    """The terms of every reward by name; their sum is the reward. Raises RewardError only."""
+    parts: dict[str, float] = {}
+    for name, reward in rewards.items():
+        value = _call(name, reward, prompt, response, answer)
+        terms = value if isinstance(value, Mapping) else {name: value}
+        if not terms:
+            raise RewardError(f"reward {name} returned no terms")
+        for term, number in terms.items():
+            if term in parts:
+                raise RewardError(f"two rewards return a term {term!r}; the second is {name}")
+            parts[str(term)] = _finite(number, name, term)
+    return parts
+
+
+def _call(name: str, reward: Reward, prompt: str, response: str, answer: Any) -> float | Mapping[str, float]:
+    try:
+        return reward(prompt, response, answer if getattr(reward, "takes_item", False) else plain(answer))
+    except RewardError:
+        raise
+    except BaseException as error:  # sys.exit included; always raised again, with the reward's name
+        frame = traceback.extract_tb(error.__traceback__)[-1]
+        raise RewardError(f"reward {name} raised {type(error).__name__}: {error} "
+                          f"({os.path.basename(frame.filename)}:{frame.lineno})") from error
+
+
+def _finite(number: Any, name: str, term: Any) -> float:
+    where = f"reward {name}" + (f", term {term!r}," if term != name else "")
+    if not isinstance(number, numbers.Real):
+        raise RewardError(f"{where} returned {number!r:.100}, a {type(number).__name__}, not a number")
+    if not math.isfinite(number):
+        raise RewardError(f"{where} returned {number}")
+    return float(number)

@@ -1,0 +1,198 @@
+"""Stage 1, source of prompts: your own rows, from a .jsonl or .parquet file.
+
+A row: `prompt` (text, or messages with role and content), `answer` (anything JSON), optionally `task`, `id` and
+`completion` (a teacher's solution, for the warm start); other fields are ignored.
+Laws:
+  a bad row goes to the quarantine file with its line number and the reason, and the run goes on; above
+  task.max_bad_rows_share, and for a file that is truncated or is not what its name says, it stops with a sentence.
+  Held out are the rows of task.heldout_path, else the smallest uids of task.path (a uid is a hash): rows of one uid
+  are all held out or all trained on, whatever their number and order.
+  An epoch is a permutation of the training rows decided by (stream, seed, epoch) alone.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Iterator, Set
+from pathlib import Path
+from typing import Any
+
+from dora_jax.config import TaskSection
+from dora_jax.tasks.identity import identity_hash, shorten, uid_of
+from dora_jax.tasks.prompts import Row, Wording
+from dora_jax.types import record
+
+FEISTEL_ROUNDS = 4  # of a keyed permutation: enough to look random
+
+_log = logging.getLogger(__name__)
+
+
+@record
+class BadRow:
+    file: str
+    line: int  # 1-based: line of a .jsonl, row of a .parquet
+    reason: str
+    row: str  # the beginning of it
+
+
+class RowsSource:
+    """Source of the rows of one file, or two where the held-out rows have a file of their own."""
+
+    def __init__(self, section: TaskSection, wording: Wording, *, heldout: int, exclude: Set[str], supervised: bool,
+                 quarantine_path: Path):
+        self.name = section.path
+        self.bad: list[BadRow] = []
+        files = [section.path, *([section.heldout_path] if section.heldout_path and heldout else [])]
+        read = [self._read(Path(path), section.max_bad_rows_share, wording, supervised, quarantine_path)
+                for path in files]
+        distinct: dict[str, Row] = {}  # the first row of each uid
+        for row in read[-1]:
+            if row.uid not in exclude:
+                distinct.setdefault(row.uid, row)
+        if len(files) == 1:
+            self.heldout = sorted(distinct.values(), key=lambda row: row.uid)[:heldout]
+            self.heldout_uids = frozenset(row.uid for row in self.heldout)
+        else:
+            self.heldout = list(distinct.values())[:heldout]
+            self.heldout_uids = frozenset(distinct)
+        self._training = [row for row in read[0] if row.uid not in self.heldout_uids and row.uid not in exclude]
+        if len(self.heldout) < heldout:
+            raise ValueError(f"{files[-1]} has {len(distinct)} distinct prompts, and task.heldout = {heldout}")
+        if not self._training:
+            raise ValueError(f"{section.path} has no prompt left to train on: task.heldout = {heldout} takes all "
+                             f"{len(distinct)} distinct ones")
+
+    def draw(self, stream: str, seed: int, i: int) -> Row:
+        n = len(self._training)
+        epoch, position = divmod(i, n)
+        return self._training[permuted(position, n, stream, seed, epoch)]
+
+    def _read(self, path: Path, max_bad_share: float, wording: Wording, supervised: bool,
+              quarantine_path: Path) -> list[Row]:
+        good, bad, total = [], [], 0
+        for line, raw in read_rows(path):
+            total += 1
+            try:
+                good.append(_row(raw, wording, supervised, path.stem))
+            except ValueError as error:
+                text = raw if isinstance(raw, str) else json.dumps(raw, default=str)
+                bad.append(BadRow(file=str(path), line=line, reason=str(error), row=shorten(text, 200)))
+        self.bad += bad
+        _write_quarantine(self.bad, quarantine_path)
+        if not total:
+            raise ValueError(f"{path} has no rows")
+        if bad:
+            told = f"{len(bad)} of {total} rows of {path} are bad; the first: line {bad[0].line}: {bad[0].reason}"
+            if len(bad) > max_bad_share * total:
+                raise ValueError(f"{told} (all in {quarantine_path}; limit task.max_bad_rows_share = {max_bad_share})")
+            _log.warning("%s (all in %s)", told, quarantine_path)
+        return good
+
+
+def permuted(position: int, n: int, *identity: str | int) -> int:
+    """Where a permutation of range(n) named by `identity` sends a position; no table, so any epoch is as cheap."""
+    bits = max(1, ((n - 1).bit_length() + 1) // 2)
+    mask = (1 << bits) - 1
+    while True:  # a Feistel network permutes range(4**bits); walk on until inside range(n)
+        left, right = position >> bits, position & mask
+        for turn in range(FEISTEL_ROUNDS):
+            left, right = right, left ^ (identity_hash(*identity, turn, right) & mask)
+        position = left << bits | right
+        if position < n:
+            return position
+
+
+# ---------------------------------------------------------------- files
+
+
+def read_rows(path: Path) -> Iterator[tuple[int, Any]]:
+    """(line number, parsed row, or the text of one that is no JSON); ValueError for a file beyond reading."""
+    if not path.is_file():
+        raise ValueError(f"{path} is not a file")
+    if path.suffix == ".jsonl":
+        return _read_jsonl(path)
+    if path.suffix == ".parquet":
+        return _read_parquet(path)
+    raise ValueError(f"{path} is neither .jsonl nor .parquet")
+
+
+def _read_jsonl(path: Path) -> Iterator[tuple[int, Any]]:
+    with path.open("rb") as file:
+        for line, raw in enumerate(file, 1):
+            if not raw.strip():
+                continue
+            text = raw.decode("utf-8-sig" if line == 1 else "utf-8", errors="replace")
+            try:
+                yield line, json.loads(raw.decode("utf-8-sig" if line == 1 else "utf-8"))
+            except ValueError as error:  # no UTF-8 or no JSON
+                if not raw.endswith(b"\n"):
+                    raise ValueError(f"{path} is truncated: its last line, {line}, ends within a row") from error
+                yield line, text
+            except RecursionError:
+                yield line, text
+
+
+def _read_parquet(path: Path) -> Iterator[tuple[int, Any]]:
+    try:
+        import pyarrow
+        import pyarrow.parquet
+    except ImportError as error:
+        raise ValueError(f"{path} needs pyarrow, which is not installed: pip install pyarrow") from error
+    try:
+        with pyarrow.parquet.ParquetFile(path) as file:
+            line = 0
+            for batch in file.iter_batches():
+                for row in batch.to_pylist():
+                    line += 1
+                    yield line, row
+    except (pyarrow.ArrowException, OSError) as error:
+        raise ValueError(f"{path} is not a whole parquet file: {error}") from error
+
+
+def _row(raw: Any, wording: Wording, supervised: bool, default_task: str) -> Row:
+    """ValueError names what is wrong with the row."""
+    if isinstance(raw, str):
+        raise ValueError("not a JSON object in UTF-8")
+    if not isinstance(raw, dict):
+        raise ValueError(f"a {type(raw).__name__}, not an object")
+    answer, completion, task = raw.get("answer"), raw.get("completion"), raw.get("task")
+    if completion is not None and not (isinstance(completion, str) and completion):
+        raise ValueError("completion is not a text")
+    if answer is None and not (supervised and completion is not None):
+        raise ValueError("answer is missing" + (" (and so is completion)" if supervised else ""))
+    try:
+        json.dumps(answer, allow_nan=False)
+    except (TypeError, ValueError, RecursionError) as error:
+        raise ValueError(f"answer cannot be written as JSON: {error}") from error
+    if task is not None and not isinstance(task, str):
+        raise ValueError("task is not a text")
+    if not isinstance(raw.get("id"), (str, int, type(None))):
+        raise ValueError("id is neither a text nor a whole number")
+    question = wording.question(_prompt(raw.get("prompt")))
+    return Row(uid=uid_of(question), task=task or default_task, question=question, answer=answer, solution=completion)
+
+
+def _prompt(prompt: Any) -> Any:
+    if prompt is None:
+        raise ValueError("prompt is missing")
+    if isinstance(prompt, str):
+        if not prompt.strip():
+            raise ValueError("prompt is empty")
+        return prompt
+    if not isinstance(prompt, list) or not prompt:
+        raise ValueError("prompt is neither a text nor a list of messages")
+    for message in prompt:
+        if not isinstance(message, dict) or not all(isinstance(message.get(key), str) for key in ("role", "content")):
+            raise ValueError("a message of prompt lacks a text role or content")
+    return [{"role": message["role"], "content": message["content"]} for message in prompt]
+
+
+def _write_quarantine(bad: list[BadRow], path: Path) -> None:
+    """Rewritten whole each time, and absent when nothing is bad: it always describes the newest reading."""
+    if not bad:
+        path.unlink(missing_ok=True)
+        return
+    path.parent.mkdir(parents=True, exist_ok=True)
+    lines = [json.dumps({"file": row.file, "line": row.line, "reason": row.reason, "row": row.row}) for row in bad]
+    path.write_text("\n".join(lines) + "\n", encoding="utf-8")
