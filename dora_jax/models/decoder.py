@@ -33,6 +33,7 @@ __all__ = ["ModelConfig", "RopeScaling", "new_config", "abstract_params", "init_
 Params = dict[str, Any]
 # (layer or None under scan, q_BxLxHxD, k_BxLxKxD, v_BxLxKxD) -> o_BxLxHxD; q and k rotated, q not scaled
 Attend = Callable[[int | None, jax.Array, jax.Array, jax.Array], jax.Array]
+Constrain = Callable[..., jax.Array]  # (array, *logical axes) -> the same array, pinned to the table's mesh axes
 
 REMAT = ("none", "full", "dots")
 MIN_QUERY_BLOCK = 128  # smaller blocks skip more of the scores, but cost compile time
@@ -159,15 +160,17 @@ def serving_layout(params: Params) -> Params:
 
 
 def forward(cfg: ModelConfig, params: Params, tokens_BxL, positions_BxL, attend: Attend, *, dtype=jnp.float32,
-            remat: str = "none", constrain: Callable[[jax.Array], jax.Array] = lambda x: x):
-    """Hidden states after the last norm, in `dtype`. `constrain` pins the residual stream's sharding (trainer)."""
+            remat: str = "none", constrain: Constrain = lambda x, *axes: x):
+    """Hidden states after the last norm, in `dtype`. `constrain` (sharding.constrain_rows) is the trainer's."""
     layer_def = _described(Layer, cfg)[0]
     with jax.named_scope("embed"):
-        x_BxLxD = constrain(params["embed"].astype(dtype)[tokens_BxL])
+        # gathered over fsdp before the lookup: left to itself, XLA replicates the looked-up rows instead
+        embed_VxD = constrain(params["embed"].astype(dtype), "vocab", None)
+        x_BxLxD = constrain(embed_VxD[tokens_BxL], "batch")
     rotary = _rotary(cfg, positions_BxL)
 
     def run(layer: int | None, weights: Params, x):
-        return constrain(nnx.merge(layer_def, weights)(cfg, layer, x, rotary, attend))
+        return constrain(nnx.merge(layer_def, weights)(cfg, layer, x, rotary, attend), "batch")
 
     if isinstance(params["layers"], list):
         for i, weights in enumerate(params["layers"]):

@@ -9,9 +9,10 @@ weights are [out, in], in memory [in, out]; a folder appears whole or not at all
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +43,9 @@ DISK_DTYPES = ("F32", "F16", "BF16")
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 MAX_SHARD_BYTES = 4 << 30
 
+Tensors = dict[str, tuple[Any, Path]]  # tensor name -> (open file, its path)
+Bounds = tuple[tuple[int, int], ...]  # half-open, one a dimension
+
 
 def check(path: str | Path) -> ModelConfig:
     """The config of a folder that `load` will take; ValueError names the first file that it will not."""
@@ -63,10 +67,13 @@ def load(path: str | Path, mesh: jax.sharding.Mesh | None = None, dtype=jnp.floa
     else:
         shardings = sharding.param_specs(cfg, mesh)
     with _open(path) as files:
-        params = {name: _place(files, [END_TENSORS[name]], leaf, shardings[name])
-                  for name, leaf in abstract.items() if name != "layers"}
-        params["layers"] = {name: _place(files, _layer_tensors(cfg, name), leaf, shardings["layers"][name])
-                            for name, leaf in abstract["layers"].items()}
+        params = {
+            name: _place(leaf, shardings[name], functools.partial(_read, files, *END_TENSORS[name]))
+            for name, leaf in abstract.items() if name != "layers"}
+        params["layers"] = {
+            name: _place(leaf, shardings["layers"][name],
+                         functools.partial(_read_stacked, files, _layer_tensors(cfg, name), leaf.dtype))
+            for name, leaf in abstract["layers"].items()}
     return cfg, params
 
 
@@ -74,9 +81,11 @@ def save(path: str | Path, cfg: ModelConfig, params: dict, source_path: str | Pa
          dtype=None, max_shard_bytes: int = MAX_SHARD_BYTES) -> None:
     """Write stacked params as a folder; tokenizer files, end ids and unknown config fields come from `source_path`.
 
-    `dtype` is the type on disk (default: that of the params). ValueError if `path` already holds something.
+    `dtype` is the type on disk (default: that of the params). ValueError if `path` already holds something, or if the
+    params are not those of `cfg`.
     """
     path = Path(path)
+    _check_params(cfg, params)
     if path.exists() and (not path.is_dir() or any(path.iterdir())):
         raise ValueError(f"{path} exists and is not an empty folder; a model is never written over another")
     dtype = np.dtype(dtype or params["embed"].dtype)
@@ -97,8 +106,8 @@ def _layer_tensors(cfg: ModelConfig, name: str) -> list[tuple[str, bool]]:
 
 
 @contextlib.contextmanager
-def _open(path: Path) -> Iterator[dict[str, tuple[Any, Path]]]:
-    """{tensor name: (open file, its path)} over all shards; headers only, the payload stays on disk."""
+def _open(path: Path) -> Iterator[Tensors]:
+    """Every tensor of all shards; headers only, the payload stays on disk."""
     with contextlib.ExitStack() as stack:
         tensors = {}
         for file in _files(path):
@@ -137,7 +146,7 @@ def _expected(cfg: ModelConfig) -> Iterator[tuple[str, tuple[int, ...]]]:
             yield tensor, leaf.shape[:0:-1] if transposed else leaf.shape[1:]
 
 
-def _check_tensors(cfg: ModelConfig, tensors: dict[str, tuple[Any, Path]], path: Path) -> None:
+def _check_tensors(cfg: ModelConfig, tensors: Tensors, path: Path) -> None:
     expected = dict(_expected(cfg))
     for name, shape in expected.items():
         if name not in tensors:
@@ -169,31 +178,31 @@ def _check_tokenizer(cfg: ModelConfig, path: Path) -> None:
                          "model's embedding")
 
 
-def _place(tensors, names: list[tuple[str, bool]], leaf: jax.ShapeDtypeStruct, target) -> jax.Array:
-    """One parameter onto its shards; replicas of a slice share one read."""
-    stacked = len(leaf.shape) > 0 and leaf.shape[0] == len(names) and names[0][0].startswith("model.layers.")
-    read: dict[tuple, np.ndarray] = {}
+def _place(leaf: jax.ShapeDtypeStruct, target: jax.sharding.Sharding, read: Callable[..., np.ndarray]) -> jax.Array:
+    """One parameter onto its shards; replicas of a slice share one `read(bounds)`."""
+    parts: dict[Bounds, np.ndarray] = {}
 
     def part(index: tuple[slice, ...]) -> np.ndarray:
         bounds = tuple(s.indices(n)[:2] for s, n in zip(index, leaf.shape, strict=True))
-        if bounds not in read:
-            out = np.empty([stop - start for start, stop in bounds], leaf.dtype)
-            if stacked:
-                for row, layer in enumerate(range(*bounds[0])):
-                    out[row] = _read(tensors, *names[layer], bounds[1:])
-            else:
-                out[...] = _read(tensors, *names[0], bounds)
-            read[bounds] = out
-        return read[bounds]
+        if bounds not in parts:
+            parts[bounds] = read(bounds).astype(leaf.dtype, order="C", copy=False)
+        return parts[bounds]
 
     return jax.make_array_from_callback(leaf.shape, target, part)
 
 
-def _read(tensors, name: str, transposed: bool, bounds) -> np.ndarray:
+def _read(tensors: Tensors, name: str, transposed: bool, bounds: Bounds) -> np.ndarray:
     """These bounds (in memory order) of one tensor; only their bytes are read."""
     slices = tuple(slice(*bound) for bound in (bounds[::-1] if transposed else bounds))
     value = tensors[name][0].get_slice(name)[slices]
     return value.T if transposed else value
+
+
+def _read_stacked(tensors: Tensors, names: list[tuple[str, bool]], dtype: np.dtype, bounds: Bounds) -> np.ndarray:
+    out = np.empty([stop - start for start, stop in bounds], dtype)
+    for row, layer in enumerate(range(*bounds[0])):
+        out[row] = _read(tensors, *names[layer], bounds[1:])
+    return out
 
 
 # -- writing ---------------------------------------------------------------------------------------------------------
@@ -212,6 +221,19 @@ def _disk_tensors(cfg: ModelConfig, params: dict, dtype: np.dtype) -> Iterator[t
         stacked = np.asarray(leaf)
         for value, (tensor, transposed) in zip(stacked, _layer_tensors(cfg, name), strict=True):
             yield tensor, stored(value, transposed)
+
+
+def _check_params(cfg: ModelConfig, params: dict) -> None:
+    """The tree that `cfg` describes, or a sentence: a checkpoint of another model would write a broken folder."""
+    def shapes(tree: dict) -> dict[str, tuple[int, ...]]:
+        return {jax.tree_util.keystr(key, simple=True, separator="."): leaf.shape
+                for key, leaf in jax.tree_util.tree_leaves_with_path(tree)}
+
+    found, expected = shapes(params), shapes(decoder.abstract_params(cfg))
+    for name in sorted(found.keys() | expected.keys()):
+        if found.get(name) != expected.get(name):
+            raise ValueError(f"the params have {name} of shape {found.get(name)}, but the model's config implies "
+                             f"{expected.get(name)}")
 
 
 def _save_tensors(folder: Path, cfg: ModelConfig, params: dict, dtype: np.dtype, max_shard_bytes: int) -> None:

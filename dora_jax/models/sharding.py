@@ -62,6 +62,10 @@ def batch_spec(mesh: Mesh) -> NamedSharding:
     return NamedSharding(mesh, PartitionSpec(TABLE["batch"]))
 
 
-def constrain_rows(mesh: Mesh) -> Callable[[jax.Array], jax.Array]:
-    """`constrain` for decoder.forward: keeps the residual stream split by rows, so that weights are gathered."""
-    return lambda x: jax.lax.with_sharding_constraint(x, batch_spec(mesh))
+def constrain_rows(mesh: Mesh) -> Callable[..., jax.Array]:
+    """`constrain` for decoder.forward: keeps rows where the batch is, so that weights travel and activations do not."""
+    def pin(x: jax.Array, *axes: str | None) -> jax.Array:
+        spec = PartitionSpec(*(axis and TABLE[axis] for axis in axes))
+        return jax.lax.with_sharding_constraint(x, NamedSharding(mesh, spec))
+
+    return pin

@@ -1,0 +1,50 @@
+"""A checkpoint as a Hugging Face folder:  python -m dora_jax.export_hf --workdir=runs/a [--step=40] --out=FOLDER
+
+Reads the run's config and, of its checkpoint, the params only; config fields, end ids and tokenizer come from the
+folder that the run started from (model.path). transformers, vLLM and lm-eval load the result.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from absl import flags as absl_flags
+
+from dora_jax import flags
+from dora_jax.config import ConfigError
+
+STEP = absl_flags.DEFINE_integer("step", None, "checkpoint to export; default: the newest that verifies", lower_bound=0)
+OUT = absl_flags.DEFINE_string("out", "", "folder to write; it must not hold anything yet")
+DTYPE = absl_flags.DEFINE_enum("dtype", "float32", ["float32", "bfloat16", "float16"], "type of the weights on disk")
+
+
+def main(config, workdir):
+    if not OUT.value:
+        raise ConfigError("out: missing; name the folder to write, --out=FOLDER")
+    os.environ["JAX_PLATFORMS"] = "cpu"  # copying weights needs no accelerator, and the run may be holding it
+    try:
+        step = export(workdir, STEP.value, config.model.path, Path(OUT.value), DTYPE.value)
+    except ValueError as error:  # a sentence that names the file at fault
+        raise ConfigError(str(error)) from error
+    print(f"step {step} of {workdir} is in {OUT.value}")
+    return 0
+
+
+def export(workdir: Path, step: int | None, source: str, out: Path, dtype: str) -> int:
+    """Writes `out`, returns the step taken (None asked for: the newest that verifies). ValueError: a sentence."""
+    import jax.numpy as jnp  # JAX starts only after the flags have passed
+
+    from dora_jax.models import hf
+    from dora_jax.runtime.job import pick
+    from dora_jax.trainer import checkpoint
+
+    cfg = hf.read_config(source)
+    directory = workdir / "checkpoints"
+    step = pick(directory, step)
+    hf.save(out, cfg, checkpoint.read_params(directory, step), source, dtype=jnp.dtype(dtype))
+    return step
+
+
+if __name__ == "__main__":
+    flags.run(main, purpose="evaluate")

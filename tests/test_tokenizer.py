@@ -1,0 +1,142 @@
+"""Tokenizer folders: ids, end ids from three files, chat templates in their sandbox."""
+
+import json
+
+import pytest
+import tokenizers
+
+from dora_jax.tokenizer import Tokenizer
+
+TOKENS = ["<pad>", "<eos>", "<|im_start|>", "<|im_end|>", "<think>", "a", "b", " ", "\n", "<unk>"]
+CHATML = """{%- for message in messages %}
+    {%- if message.role == 'refuse' %}{{ raise_exception('no such role') }}{%- endif %}
+    {{- '<|im_start|>' + message['role'] + '\\n' }}
+    {%- generation %}{{ message.content }}{% endgeneration %}
+    {{- '<|im_end|>' }}
+{% endfor %}
+{%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}{%- endif %}
+"""
+
+
+def folder(path, *, settings=None, vocab=TOKENS, **files):
+    """A folder with a character tokenizer; files: name without .json = object."""
+    backend = tokenizers.Tokenizer(tokenizers.models.WordLevel({t: i for i, t in enumerate(vocab)}, unk_token="<unk>"))
+    backend.pre_tokenizer = tokenizers.pre_tokenizers.Split(tokenizers.Regex(r"[\s\S]"), "isolated")
+    backend.decoder = tokenizers.decoders.Fuse()
+    backend.add_special_tokens([t for t in vocab[:4] if t.startswith("<")])
+    backend.add_tokens([t for t in vocab[4:] if t == "<think>"])
+    backend.enable_truncation(3)
+    backend.save(str(path / "tokenizer.json"))
+    settings = {"eos_token": "<eos>", "pad_token": "<pad>"} if settings is None else settings
+    for name, value in {"tokenizer_config": settings, **files}.items():
+        (path / f"{name}.json").write_text(json.dumps(value))
+    return path
+
+
+def test_ids_are_those_of_the_text_and_back(tmp_path):
+    tok = Tokenizer.load(folder(tmp_path))
+    assert tok.encode("ab ba") == [5, 6, 7, 6, 5]  # the file's truncation to 3 is not applied
+    assert tok.encode("<|im_start|>a<think>") == [2, 5, 4]
+    assert tok.decode([2, 5, 4, 6, 1]) == "a<think>b"
+    assert tok.decode([5, 3], keep_special=True) == "a<|im_end|>"
+    assert (tok.vocab_size, tok.pad_id, tok.eos_ids) == (10, 0, (1,))
+
+
+def test_vocab_size_counts_holes(tmp_path):
+    path = folder(tmp_path)
+    raw = json.loads((path / "tokenizer.json").read_text())
+    raw["model"]["vocab"]["a"] = 99
+    (path / "tokenizer.json").write_text(json.dumps(raw))
+    assert Tokenizer.load(path).vocab_size == 100
+
+
+@pytest.mark.parametrize("files, eos, pad", [
+    ({"generation_config": {"eos_token_id": [3, 1]}}, (3, 1), 0),
+    ({"generation_config": {"eos_token_id": 3}, "config": {"eos_token_id": 2}}, (3, 2, 1), 0),
+    ({"config": {"eos_token_id": None, "pad_token_id": 7}}, (1,), 0),
+    ({"settings": {"eos_token": {"content": "<|im_end|>"}}, "config": {"pad_token_id": 7}}, (3,), 7),
+    ({"settings": {}, "special_tokens_map": {"eos_token": "<|im_end|>"}}, (3,), 3),
+])
+def test_end_ids_are_the_union(files, eos, pad, tmp_path):
+    tok = Tokenizer.load(folder(tmp_path, **files))
+    assert (tok.eos_ids, tok.pad_id) == (eos, pad)
+
+
+@pytest.mark.parametrize("files, message", [
+    ({"settings": {}}, "names no end token"),
+    ({"settings": {"eos_token": "<end>"}}, "names eos_token '<end>', which its tokenizer.json does not hold"),
+    ({"settings": {"eos_token": "<eos>", "chat_template": "{% for %}"}}, "does not compile"),
+])
+def test_a_folder_that_cannot_be_used_is_named(files, message, tmp_path):
+    with pytest.raises(ValueError, match=message) as error:
+        Tokenizer.load(folder(tmp_path, **files))
+    assert str(tmp_path) in str(error.value)
+
+
+def test_a_missing_or_broken_file_is_named(tmp_path):
+    with pytest.raises(ValueError, match="tokenizer.json is missing"):
+        Tokenizer.load(tmp_path)
+    (folder(tmp_path) / "tokenizer.json").write_text("{")
+    with pytest.raises(ValueError, match="tokenizer.json is not a tokenizer"):
+        Tokenizer.load(tmp_path)
+    (folder(tmp_path) / "tokenizer_config.json").write_text("[1]")
+    with pytest.raises(ValueError, match="tokenizer_config.json holds a JSON list, not an object"):
+        Tokenizer.load(tmp_path)
+
+
+MESSAGES = [{"role": "system", "content": "a"}, {"role": "user", "content": "b"}]
+
+
+@pytest.mark.parametrize("place", ["string", "named", "file"])
+def test_chat_ends_where_the_assistant_begins(place, tmp_path):
+    settings = {"eos_token": "<eos>"}
+    if place == "string":
+        settings["chat_template"] = CHATML
+    if place == "named":
+        settings["chat_template"] = [{"name": "tool_use", "template": "x"}, {"name": "default", "template": CHATML}]
+    if place == "file":
+        settings["chat_template"] = "the file goes first"
+        (tmp_path / "chat_template.jinja").write_text(CHATML)
+    tok = Tokenizer.load(folder(tmp_path, settings=settings))
+    turns = "<|im_start|>system\na<|im_end|>\n<|im_start|>user\nb<|im_end|>\n"
+    assert tok.chat(MESSAGES) == turns + "<|im_start|>assistant\n"
+    assert tok.chat(MESSAGES, add_generation_prompt=False) == turns
+    with pytest.raises(ValueError, match="refused the messages: no such role"):
+        tok.chat([{"role": "refuse", "content": ""}])
+
+
+@pytest.mark.parametrize("template, expected", [
+    ("{{ messages | tojson }}", '[{"role": "user", "content": "<é>"}]'),  # neither HTML nor ASCII escapes
+    ("{% for i in range(9) %}{% if i == 2 %}{% break %}{% endif %}{{ i }}{% endfor %}", "01"),
+    ("{{ bos_token }}{{ eos_token }}{{ extra }}", "<eos>7"),
+    ("{{ 'clock' if strftime_now is defined else 'none' }}{{ tools is none }}", "noneTrue"),
+    ("  {% if true %}\nx\n  {% endif %}\ny", "x\ny"),
+])
+def test_what_templates_count_on(template, expected, tmp_path):
+    tok = Tokenizer.load(folder(tmp_path, settings={"eos_token": "<eos>", "chat_template": template}))
+    assert tok.chat([{"role": "user", "content": "<é>"}], extra=7) == expected
+
+
+@pytest.mark.parametrize("template", ["{{ ''.__class__.__mro__ }}", "{{ messages.append(1) }}", "{{ messages[0].pop() }}"])
+def test_templates_stay_in_their_sandbox(template, tmp_path):
+    tok = Tokenizer.load(folder(tmp_path, settings={"eos_token": "<eos>", "chat_template": template}))
+    with pytest.raises(ValueError, match="refused the messages"):
+        tok.chat(MESSAGES)
+
+
+def test_no_template_is_one_sentence(tmp_path):
+    tok = Tokenizer.load(folder(tmp_path))
+    with pytest.raises(ValueError, match="has no chat template: neither chat_template.jinja nor chat_template in"):
+        tok.chat(MESSAGES)
+
+
+def test_chat_as_transformers_renders_it(tmp_path):
+    library = pytest.importorskip("transformers", reason="transformers is not installed: the other tests fix the text")
+    settings = {"eos_token": "<eos>", "chat_template": CHATML, "tokenizer_class": "PreTrainedTokenizerFast"}
+    path = folder(tmp_path, settings=settings)
+    theirs = library.AutoTokenizer.from_pretrained(path)
+    ours = Tokenizer.load(path)
+    for prompt in (True, False):
+        expected = theirs.apply_chat_template(MESSAGES, tokenize=False, add_generation_prompt=prompt)
+        assert ours.chat(MESSAGES, add_generation_prompt=prompt) == expected
+    assert ours.encode(expected) == theirs.encode(expected, add_special_tokens=False)
