@@ -53,7 +53,7 @@ def test_preemption_to_host_and_back_changes_nothing():
 @pytest.mark.parametrize("ticks", range(9))
 def test_migration_at_any_moment_changes_nothing(ticks):
     """Moments 0 .. 2 are before and inside the prefill (20 tokens in chunks of 8)."""
-    moved = SampleId(3, 0)
+    moved = SampleId(21, 2)
     with loaded("a", "small") as (a, b):
         for id in (moved, SampleId(2, 0)):
             submit(a, id)

@@ -7,6 +7,8 @@ instance) is prefilled again from its tokens, which costs time and, across shape
 
 from __future__ import annotations
 
+import dataclasses
+
 import numpy as np
 
 from dora_jax.types import SampleId, Version, record
@@ -38,8 +40,7 @@ class Parcel:
 
 def without_pages(parcel: Parcel) -> Parcel:
     """The tokens alone: what a journal keeps."""
-    return Parcel(id=parcel.id, version=parcel.version, prompt_ids=parcel.prompt_ids, out_ids=parcel.out_ids,
-                  logprobs=parcel.logprobs, max_new_tokens=parcel.max_new_tokens)
+    return dataclasses.replace(parcel, kv_len=0, page_size=0, k_pages=None, v_pages=None)
 
 
 def repaged(parcel: Parcel, page_size: int) -> Parcel:
@@ -54,7 +55,5 @@ def repaged(parcel: Parcel, page_size: int) -> Parcel:
     pad = pages * page_size - parcel.kv_len
     k = np.pad(k, ((0, 0), (0, 0), (0, 0), (0, pad))).reshape(*k.shape[:3], pages, page_size)
     v = np.pad(v, ((0, 0), (0, 0), (0, pad), (0, 0))).reshape(*v.shape[:2], pages, page_size, v.shape[-1])
-    return Parcel(id=parcel.id, version=parcel.version, prompt_ids=parcel.prompt_ids, out_ids=parcel.out_ids,
-                  logprobs=parcel.logprobs, max_new_tokens=parcel.max_new_tokens, kv_len=parcel.kv_len,
-                  page_size=page_size, k_pages=np.ascontiguousarray(np.moveaxis(k, 3, 1)),
-                  v_pages=np.ascontiguousarray(np.moveaxis(v, 2, 1)))
+    return dataclasses.replace(parcel, page_size=page_size, k_pages=np.ascontiguousarray(np.moveaxis(k, 3, 1)),
+                               v_pages=np.ascontiguousarray(np.moveaxis(v, 2, 1)))

@@ -1,0 +1,211 @@
+"""Continuous batching without a device: a fake one answers each call, and every law is checked at each tick."""
+
+import dataclasses
+import random
+
+import numpy as np
+import pytest
+
+from dora_jax.config import RolloutSection
+from dora_jax.rollout import plan as p
+from dora_jax.rollout.migrate import Parcel
+from dora_jax.rollout.shapes import shapes_of
+from dora_jax.types import SampleId
+
+SECTION = RolloutSection(slots=4, pages=40, page_size=4, max_prompt_tokens=20, max_new_tokens=30, prefill_tokens=16,
+                         prefill_chunk=8, context_block=16, decode_steps=4)
+
+
+def parcel(group, index=0, version=0, prompt=None, n_prompt=9, limit=30):
+    prompt = np.arange(100 * group, 100 * group + n_prompt) if prompt is None else np.asarray(prompt)
+    return Parcel(id=SampleId(group, index), version=version, prompt_ids=prompt.astype(np.int32), max_new_tokens=limit,
+                  out_ids=np.zeros(0, np.int32), logprobs=np.zeros(0, np.float32))
+
+
+class FakeDevice:
+    """Remembers which (version, token, position) each page slot holds, so that a wrong table shows."""
+
+    def __init__(self, section=SECTION):
+        self.scheduler = p.Scheduler(shapes_of(section))
+        self.s = self.scheduler.shapes
+        self.kv = {}
+        self.done = {}
+        self.started = []
+        self.plans = []
+
+    def add(self, parcel, announce=True):
+        self.scheduler.add(parcel, announce=announce)
+
+    def tick(self, length=lambda id: 30):
+        plan = self.scheduler.plan()
+        self.plans.append(plan)
+        self.started += plan.started
+        for preempt in plan.preempts:
+            self.preempt(preempt)
+        for upload in plan.uploads:
+            for i, page in enumerate(upload.pages):
+                for offset in range(self.s.page_size):
+                    self.kv[page, offset] = upload.parcel.k_pages.get((upload.start + i) * self.s.page_size + offset)
+        if plan.prefill:
+            self.prefill(plan.prefill)
+        for call in plan.decodes:
+            self.decode(call, length)
+        self.scheduler.check()
+
+    def read(self, pages, stop):
+        return [self.kv.get((pages[i // self.s.page_size], i % self.s.page_size)) for i in range(stop)]
+
+    def preempt(self, preempt):
+        seq = preempt.seq
+        kv = dict(enumerate(self.read(preempt.pages, preempt.kv_len)))
+        n = len(seq.prompt_ids)
+        seq.parcel = dataclasses.replace(
+            parcel(seq.id.group_id, seq.id.index, seq.version, seq.prompt_ids), out_ids=np.array(seq.sequence[n:]),
+            kv_len=preempt.kv_len, k_pages=kv)
+
+    def prefill(self, call):
+        s = self.s
+        n_read = call.blocks * s.block_pages
+        for start, length, *rest in call.control:
+            tokens, past, write = rest[: s.chunk], rest[s.chunk : s.chunk + n_read], rest[s.chunk + n_read :]
+            assert start % s.chunk == 0 and start <= n_read * s.page_size
+            assert None not in self.read(past, start)
+            for i in range(length):
+                self.kv[write[i // s.page_size], i % s.page_size] = (call.version, tokens[i], start + i)
+
+    def decode(self, call, length):
+        s = self.s
+        n_read = call.blocks * s.block_pages
+        assert len(call.rows) <= s.rows == len(call.control)
+        for (seq, steps), row in zip(call.rows, call.control, strict=False):
+            position = row[p.POSITION]
+            past, window = row[p.HEADER : p.HEADER + n_read], row[p.HEADER + n_read :]
+            expected = [(call.version, token, i) for i, token in enumerate(seq.sequence[:-1])]
+            assert self.read(past, position) == expected and seq.version == call.version
+            assert (row[p.SLOT], row[p.DRAWN], row[p.REMAINING]) == (seq.slot, seq.n_out, 30 - seq.n_out)
+            old = self.read([*past, *[0] * s.window], n_read * s.page_size)
+            first = position // s.page_size * s.page_size
+            for i in range(first, position):  # the touched pages are rewritten whole
+                self.kv[window[i // s.page_size - first // s.page_size], i % s.page_size] = old[i]
+            seq.inflight -= steps
+            for _ in range(steps):
+                i = len(seq.sequence) - 1
+                page = window[i // s.page_size - first // s.page_size]
+                assert page != p.DUMMY
+                self.kv[page, i % s.page_size] = (call.version, seq.sequence[-1], i)
+                seq.sequence.append(1000 + i)
+                if seq.n_out == length(seq.id):
+                    break
+            if seq.n_out >= length(seq.id):
+                self.done[seq.id] = seq
+                self.scheduler.remove(seq)
+
+    def finish(self, length=lambda id: 30, limit=500):
+        for _ in range(limit):
+            if not self.scheduler.seqs:
+                return
+            self.tick(length)
+        raise AssertionError("not idle: a sample starves")
+
+
+def test_shapes_of_the_configuration():
+    s = shapes_of(SECTION)
+    assert (s.rows, s.chunk, s.prefill_rows, s.window, s.block_pages) == (4, 8, 2, 2, 4)
+    assert s.decode_buckets == (1, 2, 4) and s.prefill_buckets == (0, 4)
+    assert [s.bucket(n, s.decode_buckets) for n in (0, 16, 17, 33)] == [1, 1, 2, 4]
+    assert s.worst_pages(20, 30) == 14
+    assert shapes_of(dataclasses.replace(SECTION, decode_steps=5)).window == 2
+    assert shapes_of(dataclasses.replace(SECTION, decode_steps=6)).window == 3
+
+
+def test_a_group_is_prefilled_once_then_decodes_together():
+    device = FakeDevice()
+    for index in range(4):
+        device.add(parcel(0, index, n_prompt=20))  # 19 positions: chunks of 8, 8, 3
+    device.tick()
+    assert device.plans[-1].prefill.control[0, :2].tolist() == [0, 8] and not device.plans[-1].decodes
+    assert device.started == [SampleId(0, i) for i in range(4)]
+    device.tick()
+    device.tick()
+    (call,) = device.plans[-1].decodes
+    assert device.plans[-1].prefill.control[0, :2].tolist() == [16, 3] and len(call.rows) == 4
+    assert not device.plans[-1].prefill.control[1:].any()
+    seqs = [seq for seq, _ in call.rows]
+    assert len({tuple(seq.table[:4]) for seq in seqs}) == 1 and len({seq.table[4] for seq in seqs}) == 4
+    device.finish()
+    assert len(device.done) == 4
+
+
+def test_prompts_of_a_tick_are_packed_by_version_in_order_of_arrival():
+    device = FakeDevice()
+    for group, version in enumerate((1, 0, 1)):
+        device.add(parcel(group, version=version))
+    device.tick()
+    first = device.plans[-1].prefill
+    assert first.version == 1 and first.control[:, 2].tolist() == [0, 200]
+    device.tick()
+    assert device.plans[-1].prefill.version == 0
+    assert [call.version for call in device.plans[-1].decodes] == [0, 1]
+
+
+def test_a_second_prompt_shares_the_chunks_it_has_in_common():
+    device = FakeDevice()
+    device.add(parcel(0, prompt=[*range(16), 50, 51]))
+    device.finish()
+    device.add(parcel(1, prompt=[*range(16), 60, 61, 62]))
+    device.tick()
+    assert device.plans[-1].prefill.control[:, :2].tolist() == [[16, 2], [0, 0]]
+    device.finish()
+
+
+def test_new_samples_wait_for_a_slot_in_order():
+    device = FakeDevice()
+    for group in range(9):
+        device.add(parcel(group, n_prompt=5))
+    device.finish(length=lambda id: 6)
+    assert device.started == [SampleId(group, 0) for group in range(9)]
+
+
+def test_pressure_preempts_the_cheapest_of_the_younger_and_resumes_it_before_new_ones():
+    device = FakeDevice(dataclasses.replace(SECTION, pages=24))
+    for group in range(6):
+        device.add(parcel(group, n_prompt=6))
+    device.finish()
+    preempted = [preempt.seq for plan in device.plans for preempt in plan.preempts]
+    assert preempted and SampleId(0, 0) not in [seq.id for seq in preempted]
+    for plan in device.plans:
+        for preempt in plan.preempts:
+            assert not plan.started  # nothing is admitted in a tick that preempts
+    assert len(device.done) == 6 and len(device.started) == 6
+
+
+def test_a_sample_that_cannot_fit_is_refused():
+    device = FakeDevice()
+    with pytest.raises(ValueError, match="may reach 51 tokens; the engine is compiled for 50"):
+        device.add(parcel(0, n_prompt=21))
+    with pytest.raises(ValueError, match="no token left"):
+        device.add(dataclasses.replace(parcel(0, limit=1), out_ids=np.ones(1, np.int32)))
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_random_schedules_conserve_and_finish(seed):
+    rng = random.Random(seed)
+    device = FakeDevice(dataclasses.replace(SECTION, pages=rng.choice((16, 24, 60)), slots=rng.choice((2, 4, 8)),
+                                            decode_steps=rng.choice((1, 3, 8)), decode_rows=rng.choice((0, 2))))
+    lengths = {SampleId(g, i): rng.choice((1, 5, 12, 30)) for g in range(8) for i in range(3)}
+    todo = list(lengths)
+    cancelled = 0
+    while todo or device.scheduler.seqs:
+        act = rng.random()
+        if act < 0.4 and todo:
+            id = todo.pop(rng.randrange(len(todo)))
+            device.add(parcel(id.group_id, id.index, version=rng.randrange(2), n_prompt=1 + 19 * id.group_id % 20),
+                       announce=rng.random() < 0.8)
+        elif act < 0.45 and device.scheduler.seqs:
+            device.scheduler.remove(rng.choice(list(device.scheduler.seqs.values())))
+            cancelled += 1
+        else:
+            device.tick(lengths.get)
+        assert len(device.plans) < 2000
+    assert len(device.done) + cancelled == 24
+    assert device.scheduler.index.available == device.s.pages

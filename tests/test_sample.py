@@ -1,0 +1,55 @@
+"""Sampling: the noise of a token is its identity's; the cuts keep what they say; log-probs are those of the whole."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from dora_jax.models.logits import MASKED
+from dora_jax.rollout.sample import draw, keep, sample_key
+
+
+def keys(group, indices):
+    return jax.vmap(lambda index: sample_key(3, group, index))(jnp.asarray(indices))
+
+
+def test_frequencies_follow_the_distribution():
+    logits = jnp.log(jnp.array([0.5, 0.3, 0.15, 0.05]))
+    n = 20_000
+    tokens, logprobs = draw(jnp.tile(logits, (n, 1)), keys(0, range(n)), jnp.zeros(n, jnp.int32))
+    np.testing.assert_allclose(np.bincount(tokens, minlength=4) / n, np.exp(logits), atol=0.012)
+    np.testing.assert_allclose(logprobs, logits[tokens], rtol=0, atol=1e-6)
+
+
+def test_noise_is_of_the_identity_not_of_the_row():
+    logits = jnp.asarray(np.random.default_rng(0).normal(size=(6, 50)).astype(np.float32))
+    positions = jnp.arange(6)
+    tokens, logprobs = draw(logits, keys(-4, range(6)), positions)
+    order = np.array([3, 0, 5, 1, 4, 2])
+    shuffled, _ = draw(logits[order], keys(-4, range(6))[order], positions[order])
+    np.testing.assert_array_equal(shuffled, tokens[order])
+    flat = jnp.zeros((64, 50))
+    draws = [draw(flat, keys(group, range(64)), jnp.full(64, position))[0].tolist()
+             for group, position in ((-4, 0), (4, 0), (-4, 1))]
+    assert draws[0] != draws[1] != draws[2] != draws[0]
+
+
+@pytest.mark.parametrize("cut,kept", [
+    (dict(top_k=2), [0, 1]), (dict(top_k=9), [0, 1, 2, 3]), (dict(top_p=0.5), [0]), (dict(top_p=0.51), [0, 1]),
+    (dict(top_p=0.9), [0, 1, 2]), (dict(min_p=0.25), [0, 1, 2]), (dict(min_p=0.5), [0, 1]),
+    (dict(top_k=3, top_p=0.6), [0, 1]), (dict(), [0, 1, 2, 3]),
+])
+def test_cuts_keep_what_they_say(cut, kept):
+    logprobs = jnp.log(jnp.array([[0.5, 0.3, 0.15, 0.05]]))
+    settings = {"top_k": 0, "top_p": 1.0, "min_p": 0.0, **cut}
+    assert np.flatnonzero(keep(logprobs, **settings)[0] > MASKED).tolist() == kept
+    tokens, reported = draw(jnp.tile(logprobs, (500, 1)), keys(1, range(500)), jnp.zeros(500, jnp.int32), **settings)
+    assert sorted(set(tokens.tolist())) == kept
+    np.testing.assert_allclose(reported, logprobs[0, tokens], rtol=0, atol=1e-6)
+
+
+def test_greedy_ignores_the_noise():
+    logits = jnp.asarray(np.random.default_rng(0).normal(size=(6, 50)).astype(np.float32))
+    tokens, logprobs = draw(logits, keys(0, range(6)), jnp.zeros(6, jnp.int32), greedy=True)
+    np.testing.assert_array_equal(tokens, logits.argmax(-1))
+    np.testing.assert_allclose(logprobs, jax.nn.log_softmax(logits).max(-1), rtol=0, atol=1e-6)
