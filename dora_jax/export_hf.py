@@ -39,6 +39,7 @@ def export(workdir: Path, step: int | None, source: str, out: Path, dtype: str) 
     from dora_jax.runtime.job import pick
     from dora_jax.trainer import checkpoint
 
+    hf.check_vacant(out)
     cfg = hf.read_config(source)
     directory = workdir / "checkpoints"
     step = pick(directory, step)

@@ -27,7 +27,7 @@ from dora_jax.models.config import ModelConfig
 from dora_jax.models.hf_config import config_json, read_config, read_json
 from dora_jax.tokenizer import TOKENIZER_FILES, Tokenizer
 
-__all__ = ["check", "load", "save", "read_config"]
+__all__ = ["check", "check_vacant", "load", "save", "read_config"]
 
 # our name -> (name on disk, stored transposed)
 END_TENSORS = {"embed": ("model.embed_tokens.weight", False), "final_norm": ("model.norm.weight", False),
@@ -85,9 +85,8 @@ def save(path: str | Path, cfg: ModelConfig, params: dict, source_path: str | Pa
     params are not those of `cfg`.
     """
     path = Path(path)
+    check_vacant(path)
     _check_params(cfg, params)
-    if path.exists() and (not path.is_dir() or any(path.iterdir())):
-        raise ValueError(f"{path} exists and is not an empty folder; a model is never written over another")
     dtype = np.dtype(dtype or params["embed"].dtype)
     part = path.with_name(f".{path.name}.part")
     shutil.rmtree(part, ignore_errors=True)  # what a killed save left
@@ -95,6 +94,13 @@ def save(path: str | Path, cfg: ModelConfig, params: dict, source_path: str | Pa
     _save_tensors(part, cfg, params, dtype, max_shard_bytes)
     _save_configs(part, cfg, dtype, Path(source_path) if source_path else None)
     part.replace(path)
+
+
+def check_vacant(path: str | Path) -> None:
+    """ValueError if `save` would refuse this path: ask before the work that leads up to it."""
+    path = Path(path)
+    if path.exists() and (not path.is_dir() or any(path.iterdir())):
+        raise ValueError(f"{path} exists and is not an empty folder; a model is never written over another")
 
 
 def _layer_tensors(cfg: ModelConfig, name: str) -> list[tuple[str, bool]]:
