@@ -1,0 +1,155 @@
+"""Packing: every token where its trajectory says, static shape, nothing lost, and the group store."""
+
+import dataclasses
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from dora_jax.buffer import pack, store
+from dora_jax.trainer import prepare
+from dora_jax.types import Sample, SampleId, ScoredGroup, Span
+from tests import trainer_cases as cases
+
+
+def packed(scored, section=cases.SECTION, shards=1, **changes):
+    shape = pack.layout(**({"pack_tokens": section.pack_tokens, "rows": 0, "micro_batches": section.micro_batches,
+                            "samples": sum(len(g.samples) for g in scored), "shards": shards,
+                            "max_tokens": cases.MAX_PROMPT + cases.MAX_NEW} | changes))
+    return pack.pack(scored, shape, prepare.Prepare(section, cases.MAX_NEW)), shape
+
+
+def trajectories(batch):
+    """(tokens with the last target, mask, log-probs, advantage, version) of every segment, as a set to compare."""
+    found = []
+    for row in range(len(batch.tokens)):
+        for segment in range(1, batch.segment_ids[row].max() + 1):
+            at = np.flatnonzero(batch.segment_ids[row] == segment)
+            assert (np.diff(at) == 1).all() and (batch.positions[row, at] == np.arange(len(at))).all()
+            assert (batch.targets[row, at[:-1]] == batch.tokens[row, at[1:]]).all()
+            sampled = at[batch.mask[row, at]]
+            text = (*batch.tokens[row, at], batch.targets[row, at[-1]])
+            found.append((tuple(map(int, text)), len(sampled), tuple(batch.behavior_logprobs[row, sampled]),
+                          tuple(batch.advantages[row, sampled]), tuple(batch.version[row, sampled])))
+    return sorted(found)
+
+
+@given(seed=st.integers(0, 10_000), n=st.integers(1, 6), size=st.integers(1, 5), shards=st.sampled_from([1, 2, 4]),
+       micro=st.sampled_from([1, 2, 4]))
+@settings(max_examples=30, deadline=None)
+def test_every_trajectory_stands_once_in_one_row(seed, n, size, shards, micro):
+    scored = cases.groups(n, size, seed)
+    section = cases.section(micro_batches=micro)
+    batch, shape = packed(scored, section, shards)
+    advantages = prepare.advantage.estimate("grpo", np.concatenate([g.rewards for g in scored]),
+                                            np.repeat([g.group_id for g in scored], size))
+    samples = [s for g in scored for s in g.samples]
+    want = sorted((tuple(map(int, [*s.prompt_ids, *s.out_ids])), len(s.out_ids), tuple(s.logprobs),
+                   (a,) * len(s.out_ids), (0,) * len(s.out_ids)) for s, a in zip(samples, advantages))
+    assert trajectories(batch) == want
+    assert batch.tokens.shape == (shape.rows, shape.tokens) and shape.rows % (shards * micro) == 0
+    weighed = batch.loss_weights > 0
+    np.testing.assert_array_equal(weighed, batch.mask)
+    assert batch.loss_weights.sum() == pytest.approx(1.0, abs=1e-5)
+    per_micro = (batch.segment_ids > 0).any(1).reshape(-1, micro).sum(0)
+    filled = per_micro > 0
+    assert filled[:filled.sum()].all()  # empty micro-batches come last
+    assert (per_micro[:max(filled.sum() - 1, 0)] == shape.rows // micro).all()
+
+
+def test_rows_of_a_micro_batch_are_dealt_over_the_shards():
+    order = pack.Layout(rows=16, tokens=8, micro_batches=2, shards=4).row_order()
+    assert sorted(order) == list(range(16))
+    first = order[:8]
+    assert (first % 2 == 0).all()  # micro-batch 0 = even rows
+    assert (first[:4] // 4).tolist() == [0, 1, 2, 3]  # one row for each shard before a second for any
+
+
+def test_the_order_of_groups_and_their_neighbours_do_not_matter():
+    scored = cases.groups(5, 3)
+    a, _ = packed(scored)
+    b, _ = packed(scored[::-1])
+    for name, x in a.arrays().items():
+        np.testing.assert_array_equal(x, b.arrays()[name])
+    assert a.group_ids == b.group_ids == (0, 1, 2, 3, 4)
+
+
+def test_observed_tokens_and_spans():
+    """Observed tokens are no targets; the version of each token is the one of its span, not of the newest."""
+    sample = Sample(id=SampleId(0, 0), prompt_ids=np.array([1, 2], np.int32), out_ids=np.array([3, 4, 5, 6], np.int32),
+                    logprobs=np.array([-1, np.nan, -2, -3], np.float32), mask=np.array([True, False, True, True]),
+                    spans=(Span(version=3, start=0, stop=3), Span(version=5, start=3, stop=4)), finish="stop")
+    group = ScoredGroup(group_id=0, version=3, samples=(sample,), rewards=np.float32([2.0]), parts={})
+    batch, _ = packed([group])
+    assert batch.mask[0, :6].tolist() == [False, True, False, True, True, False]
+    assert batch.behavior_logprobs[0, :6].tolist() == [0, -1, 0, -2, -3, 0]
+    assert batch.version[0, :6].tolist() == [-1, 3, 3, 3, 5, -1]
+    assert batch.targets[0, :5].tolist() == [2, 3, 4, 5, 6]
+
+
+def test_padding_equal_to_the_end_token_is_no_target():
+    """Token 0 is both padding and the end id: only the sampled one counts."""
+    sample = Sample(id=SampleId(0, 0), prompt_ids=np.array([7], np.int32), out_ids=np.array([4, 0], np.int32),
+                    logprobs=np.float32([-1, -2]), mask=np.ones(2, bool), spans=(Span(version=0, start=0, stop=2),), finish="stop")
+    batch, _ = packed([ScoredGroup(group_id=0, version=0, samples=(sample,), rewards=np.float32([1.0]), parts={})])
+    assert batch.mask.sum() == 2 and batch.targets[0, 1] == 0 and batch.mask[0, 1] and not batch.mask[0, 2]
+
+
+def truncate(group, index):
+    samples = tuple(dataclasses.replace(s, finish="length") if i == index else s for i, s in enumerate(group.samples))
+    return dataclasses.replace(group, samples=samples)
+
+
+def test_overlong_filter_keeps_group_statistics():
+    scored = [truncate(cases.groups(1, 4)[0], 2)]
+    plain, _ = packed(scored)
+    filtered, _ = packed(scored, cases.section(overlong_filter=True))
+    lengths = [len(s.out_ids) for s in scored[0].samples]
+    assert filtered.mask.sum() == plain.mask.sum() - lengths[2]
+    np.testing.assert_array_equal(filtered.advantages[filtered.mask], plain.advantages[filtered.mask])
+    assert filtered.loss_weights.sum() == pytest.approx(1.0, abs=1e-5)
+
+
+def test_overlong_penalty_lowers_the_reward_of_long_samples():
+    group = cases.groups(1, 2)[0]
+    rng = np.random.default_rng(0)
+    samples = tuple(cases.sample(rng, 0, i, group.samples[0].prompt_ids, length=n) for i, n in enumerate((4, 12)))
+    group = dataclasses.replace(group, samples=samples, rewards=np.float32([1.0, 1.0]))
+    batch, _ = packed([group], cases.section(overlong_cache=4, advantage="rloo"))
+    got = sorted(set(batch.advantages[batch.mask].tolist()))
+    assert got == [-1.0, 1.0]  # the penalty of the full length is -1
+
+
+def test_too_much_and_too_long_are_refused():
+    scored = cases.groups(4, 4)
+    with pytest.raises(ValueError, match="do not fit into 1 rows of 32: raise trainer.rows"):
+        packed(scored, rows=1)
+    with pytest.raises(ValueError, match="pack_tokens=16 is shorter than the longest sample: 19 tokens"):
+        packed(scored, pack_tokens=16)
+    with pytest.raises(ValueError, match="trainer.rows=6 is not a multiple of micro_batches x data-parallel shards = 4"):
+        packed(scored, rows=6, shards=4)
+
+
+def test_worst_case_fits_the_derived_shape():
+    rng = np.random.default_rng(0)
+    prompt = np.ones(cases.MAX_PROMPT, np.int32)
+    samples = tuple(cases.sample(rng, 0, i, prompt, length=cases.MAX_NEW) for i in range(7))
+    group = ScoredGroup(group_id=0, version=0, samples=samples, rewards=rng.normal(size=7).astype(np.float32), parts={})
+    batch, shape = packed([group])
+    assert shape.rows == 7 and batch.mask.sum() == 7 * cases.MAX_NEW
+
+
+def test_store_gives_each_group_once():
+    groups = store.MemoryGroupStore()
+    scored = cases.groups(3, 1)
+    for group in scored:
+        groups.put(group)
+    with pytest.raises(ValueError, match="group 1 is already in the store"):
+        groups.put(cases.groups(3, 1)[1])
+    assert groups.take((2, 0)) == (scored[2], scored[0])
+    with pytest.raises(ValueError, match=r"cannot take groups \(1, 0\): not in the store \[0\]"):
+        groups.take((1, 0))
+    assert len(groups) == 1  # a refused take removes nothing
+    with pytest.raises(ValueError, match="named twice"):
+        groups.take((1, 1))

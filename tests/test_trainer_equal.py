@@ -1,0 +1,136 @@
+"""One number everywhere: loss and gradient do not move with mesh, micro-batches, packing, row order, remat or layout."""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from dora_jax.models import decoder, sharding
+from dora_jax.trainer import step
+from tests import trainer_cases as cases
+
+# every term of the objective takes part: sequence ratios, a rejection, entropy, KL, denominators over prompts
+RICH = {"policy_loss": "ppo", "aggregation": "prompt_mean", "correction": "mask", "entropy_coef": 0.01, "kl": "k3",
+        "kl_coef": 0.1, "correction_params": {"level": "seq_mean", "lo": 0.01, "hi": 1e9}}
+MODEL = dataclasses.replace(cases.MODEL, n_layers=1)
+PARAMS = decoder.init_params(MODEL, 3)
+FAST_COMPILE = {"xla_backend_optimization_level": 0}
+
+
+def batch(micro_batches=1, shards=1):
+    trainer = type("Shape", (), {"section": cases.section(micro_batches=micro_batches, **RICH), "shards": shards})
+
+    def score(packed):
+        ref = np.random.default_rng(5).normal(-4, 0.3, 48 * 48).astype(np.float32).reshape(48, 48)
+        return {"ref_logprobs": ref[packed.tokens, packed.targets]}  # a function of the tokens, wherever they stand
+
+    return cases.batch(trainer, score=score, rows=16)
+
+
+def loss_and_gradient(arrays, *, data=1, fsdp=1, tensor=1, micro_batches=1, remat="none"):
+    mesh = sharding.make_mesh(jax.devices()[:data * fsdp * tensor], data, fsdp, tensor)
+    section = cases.section(micro_batches=micro_batches, **RICH)
+    model = step.Model(MODEL, mesh, jnp.float32, remat, 0.9, 40)
+    specs = sharding.param_specs(MODEL, mesh)
+    rows = sharding.batch_spec(mesh)
+
+    def run(params, arrays):
+        grads, sums = step.accumulate(functools.partial(step.micro_loss, model, section), params, specs, arrays,
+                                      section.micro_batches)
+        return sums["loss"], grads
+
+    arrays = {name: jax.device_put(x, rows) for name, x in {**arrays, "lag": arrays["version"]}.items()}
+    jitted = jax.jit(run, out_shardings=(None, specs), compiler_options=FAST_COMPILE)
+    loss, grads = jitted(jax.device_put(PARAMS, specs), arrays)
+    return float(loss), jax.tree.map(np.asarray, grads)
+
+
+@pytest.fixture(scope="module")
+def expected():
+    return loss_and_gradient(batch().arrays())
+
+
+def assert_same(got, want):
+    assert got[0] == pytest.approx(want[0], rel=1e-5, abs=1e-6)
+    assert max(np.abs(x).max() for x in jax.tree.leaves(want[1])) > 1e-2  # not equal because nothing happens
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-5), got[1], want[1])
+
+
+@pytest.mark.parametrize("data,fsdp,tensor", [(2, 1, 1), (1, 1, 2), (1, 4, 1), (2, 2, 2), (8, 1, 1)])
+def test_meshes(expected, data, fsdp, tensor):
+    arrays = batch(shards=data * fsdp).arrays()
+    assert_same(loss_and_gradient(arrays, data=data, fsdp=fsdp, tensor=tensor), expected)
+
+
+@pytest.mark.parametrize("micro_batches", [2, 4, 8])
+def test_micro_batches(expected, micro_batches):
+    arrays = batch(micro_batches).arrays()
+    assert_same(loss_and_gradient(arrays, micro_batches=micro_batches), expected)
+
+
+def test_micro_batches_on_a_mesh(expected):
+    assert_same(loss_and_gradient(batch(2, 4).arrays(), fsdp=2, data=2, tensor=2, micro_batches=2), expected)
+
+
+def one_sequence_a_row(packed):
+    """Each segment alone in its row, from the first column."""
+    names = [name for name in packed if name != "positions"]
+    out = {name: np.zeros((16, packed["tokens"].shape[1]), x.dtype) for name, x in packed.items()}
+    n = 0
+    for row, ids in enumerate(packed["segment_ids"]):
+        for segment in range(1, ids.max() + 1):
+            at = ids == segment
+            for name in names:
+                out[name][n, :at.sum()] = packed[name][row, at]
+            out["segment_ids"][n, :at.sum()] = 1
+            out["positions"][n, :at.sum()] = np.arange(at.sum())
+            n += 1
+    return out
+
+
+def test_packing_and_padding(expected):
+    padded = one_sequence_a_row(batch().arrays())
+    assert (padded["segment_ids"].max(1) > 0).sum() == 16
+    assert_same(loss_and_gradient(padded), expected)
+
+
+def test_row_order(expected):
+    order = np.random.default_rng(0).permutation(16)
+    assert_same(loss_and_gradient({name: x[order] for name, x in batch().arrays().items()}), expected)
+
+
+@pytest.mark.parametrize("remat", ["full", "dots"])
+def test_remat(expected, remat):
+    assert_same(loss_and_gradient(batch().arrays(), remat=remat), expected)
+
+
+def test_scanned_layers(expected, monkeypatch):
+    monkeypatch.setattr(step, "UNROLLED_LAYERS", 0)
+    assert_same(loss_and_gradient(batch().arrays()), expected)
+
+
+def test_head_in_chunks(expected, monkeypatch):
+    monkeypatch.setattr(step, "LOGITS_BYTES", 4 * 16 * 48 * 8)  # 8 of the 32 positions at once
+    assert_same(loss_and_gradient(batch().arrays()), expected)
+
+
+def test_causality_and_segment_isolation_by_gradients():
+    """Each position has a token of its own, so the gradient to that token's embedding says who was looked at."""
+    cfg = dataclasses.replace(MODEL, tie_embeddings=False)
+    mesh = sharding.make_mesh(jax.devices()[:1], 1, 1, 1)
+    model = step.Model(cfg, mesh, jnp.float32, "none", 1.0, None)
+    segments = np.array([[1, 1, 1, 2, 2, 2, 2, 0]], np.int32)
+    arrays = {"tokens": np.arange(8, dtype=np.int32)[None], "targets": np.full((1, 8), 9, np.int32),
+              "segment_ids": segments, "positions": np.array([[0, 1, 2, 0, 1, 2, 3, 0]], np.int32)}
+    params = decoder.init_params(cfg, 0)
+
+    def logprobs(embed):
+        return model.logprobs({**params, "embed": embed}, arrays)[0][0]
+
+    jacobian = jax.jit(jax.jacrev(logprobs), compiler_options=FAST_COMPILE)(params["embed"])[:, :8]
+    looked_at = np.abs(jacobian).max(-1) > 1e-7
+    want = (segments.T == segments) & np.tri(8, dtype=bool)
+    np.testing.assert_array_equal(looked_at, want)
