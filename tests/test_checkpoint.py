@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from dora_jax import config
-from dora_jax.models import decoder, sharding
+from dora_jax.models import sharding
 from dora_jax.trainer import checkpoint, step
 from tests import trainer_cases as cases
 
@@ -27,7 +27,7 @@ print(float(sum(abs(x).sum() for x in jax.tree.leaves(params))))
 
 def trainer_on(n_devices, fsdp):
     mesh = sharding.make_mesh(jax.devices()[:n_devices], n_devices // fsdp, fsdp, 1)
-    return step.Trainer(cases.MODEL, cases.SECTION, mesh, decoder.init_params(cases.MODEL, 3), total_steps=9)
+    return step.Trainer(cases.MODEL, cases.SECTION, mesh, cases.params(), total_steps=9)
 
 
 def tree_on(n_devices):

@@ -16,7 +16,7 @@ from tests import trainer_cases as cases
 RICH = {"policy_loss": "ppo", "aggregation": "prompt_mean", "correction": "mask", "entropy_coef": 0.01, "kl": "k3",
         "kl_coef": 0.1, "correction_params": {"level": "seq_mean", "lo": 0.01, "hi": 1e9}}
 MODEL = dataclasses.replace(cases.MODEL, n_layers=1)
-PARAMS = decoder.init_params(MODEL, 3)
+PARAMS = cases.params(3, MODEL)
 FAST_COMPILE = {"xla_backend_optimization_level": 0}
 
 
@@ -125,7 +125,7 @@ def test_causality_and_segment_isolation_by_gradients():
     segments = np.array([[1, 1, 1, 2, 2, 2, 2, 0]], np.int32)
     arrays = {"tokens": np.arange(8, dtype=np.int32)[None], "targets": np.full((1, 8), 9, np.int32),
               "segment_ids": segments, "positions": np.array([[0, 1, 2, 0, 1, 2, 3, 0]], np.int32)}
-    params = decoder.init_params(cfg, 0)
+    params = cases.params(0, cfg)
 
     def logprobs(embed):
         return model.logprobs({**params, "embed": embed}, arrays)[0][0]

@@ -2,6 +2,7 @@
 
 import dataclasses
 
+import jax
 import numpy as np
 
 from dora_jax import config
@@ -13,6 +14,13 @@ from dora_jax.types import Sample, SampleId, ScoredGroup, Span
 MODEL = decoder.new_config("qwen3", vocab_size=48, d_model=16, n_layers=2, n_heads=4, n_kv_heads=2, head_dim=8, d_ff=32)
 SECTION = dataclasses.replace(config.TrainerSection(), pack_tokens=32, warmup_steps=0, learning_rate=1e-2)
 MAX_PROMPT, MAX_NEW = 8, 12
+
+
+def params(seed=3, model=MODEL):
+    """Stacked weights as numpy: the values do not matter, and nothing has to be compiled for them."""
+    rng = np.random.default_rng(seed)
+    return jax.tree.map(lambda leaf: (rng.normal(size=leaf.shape) * leaf.shape[-1] ** -0.5).astype(np.float32),
+                        decoder.abstract_params(model))
 
 
 def section(**changes):

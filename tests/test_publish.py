@@ -1,0 +1,91 @@
+"""Publication: a version never changes, whatever the trainer does to its buffers, and reaches any devices."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from dora_jax.models import decoder, sharding
+from dora_jax.publish import WeightStore
+from tests import trainer_cases as cases
+
+MODEL = cases.MODEL
+
+
+def mesh(devices, tensor=1):
+    return sharding.make_mesh(devices, 1, len(devices) // tensor, tensor)
+
+
+def place(seed, on):
+    return jax.device_put(cases.params(seed), sharding.param_specs(MODEL, on))
+
+
+def donate(params):
+    """What the step does to the buffers it was given."""
+    jax.block_until_ready(jax.jit(lambda p: jax.tree.map(lambda x: x * 0 - 1, p), donate_argnums=0)(params))
+
+
+def assert_equal(a, b):
+    jax.tree.map(lambda x, y: np.testing.assert_array_equal(np.asarray(x), np.asarray(y)), a, b)
+
+
+def test_a_version_survives_the_donation_bit_for_bit_on_other_devices():
+    trainer, engine = mesh(jax.devices()[:4]), mesh(jax.devices()[4:6], tensor=2)
+    params = place(3, trainer)
+    want = decoder.serving_layout(cases.params())
+    store = WeightStore()
+    store.put(0, params)
+    early = store.get(0, sharding.param_specs(MODEL, engine, "serving"))
+    donate(params)
+    late = store.get(0, sharding.param_specs(MODEL, engine, "serving"))
+    assert_equal(early, want)
+    assert_equal(late, want)
+    assert late["layers"][0]["q_proj"].sharding.device_set == set(jax.devices()[4:6])
+
+
+def test_versions_on_the_trainers_own_device_do_not_share_its_buffers():
+    one = mesh(jax.devices()[:1])
+    params = place(3, one)
+    store = WeightStore()
+    specs = sharding.param_specs(MODEL, one, "serving")
+    store.put(0, params)
+    first = store.get(0, specs)
+    want = jax.tree.map(np.array, first)
+    donate(params)
+    store.put(1, place(4, one))
+    assert_equal(first, want)
+    assert not np.array_equal(store.get(1, specs)["embed"], want["embed"])
+
+
+def test_a_number_is_put_once_and_only_rises():
+    store = WeightStore()
+    params = jax.tree.map(jnp.asarray, cases.params())
+    store.put(3, params)
+    for version in (3, 2):
+        with pytest.raises(ValueError, match=f"version {version} cannot be published after version 3"):
+            store.put(version, params)
+    store.put(5, params)
+    store.drop(5)
+    with pytest.raises(ValueError, match="version 5 cannot be published after version 5"):
+        store.put(5, params)  # not even when it is gone
+    assert store.versions == (3,)
+
+
+def test_unknown_versions_are_named():
+    store = WeightStore()
+    store.put(3, jax.tree.map(jnp.asarray, cases.params()))
+    one = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+    for call in (lambda: store.get(4, one), lambda: store.drop(4)):
+        with pytest.raises(KeyError, match=r"version 4 is not in the weight store: it holds \[3\]"):
+            call()
+    store.drop(3)
+    assert store.versions == ()
+
+
+def test_engines_may_compute_in_bfloat16():
+    store = WeightStore("bfloat16")
+    params = jax.tree.map(jnp.asarray, cases.params())
+    store.put(0, params)
+    got = store.get(0, jax.sharding.SingleDeviceSharding(jax.devices()[7]))
+    assert got["embed"].dtype == jnp.bfloat16 and params["embed"].dtype == jnp.float32
+    assert got["embed"].devices() == {jax.devices()[7]}
