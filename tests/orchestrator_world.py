@@ -34,6 +34,8 @@ class Shape:
     failed: float = 0.0  # after all samples
     refused: float = 0.0  # right after Start: the prompt is too long
     move_fails: float = 0.0
+    reports_pages: bool = False  # instances say how many pages are free; a small `pages` then makes pressure
+    prompt_tokens: int = 16
     deaths: float = 0.0  # an instance dies within its first `life_s` after coming up
     life_s: float = 10.0
     back_s: float = 3.0  # a dead instance returns after this time; < 0: never
@@ -83,8 +85,9 @@ class World:
         self.attempts: dict[int, int] = {}
         self.finished: dict[int, set[int]] = {}
         self.group_version: dict[int, int] = {}
-        self.trained: list[tuple[int, tuple[int, ...]]] = []
-        self.published = kwargs.get("start_version", 0)
+        self.trained: list[tuple[int, tuple[int, ...]]] = []  # base, groups
+        self.given_up: set[SampleId] = set()  # ended by Cancel
+        self.first_version = self.published = kwargs.get("start_version", 0)
         self.filtered_ids: list[int] = []
         self.failed_ids: list[int] = []
         self.refused_ids: set[int] = set()
@@ -133,7 +136,12 @@ class World:
 
     def on_clock(self) -> list[ev.Event]:
         self.at(self.shape.period_s / 2, ("clock",))
-        return [ev.TimePassed(now_s=self.now_s)]
+        reports = [ev.PagesReported(instance=i, free=self.free(e)) for i, e in self.engines.items()]
+        return [*(reports if self.shape.reports_pages else ()), ev.TimePassed(now_s=self.now_s)]
+
+    def free(self, engine: Engine) -> int:
+        used = sum(-(-(self.shape.prompt_tokens + run.tokens) // self.shape.page_size) for run in engine.runs.values())
+        return max(0, self.shape.pages - used)
 
     def on_up(self, i: int) -> list[ev.Event]:
         slots, speed, residents = self.shape.instances[i]
@@ -353,6 +361,7 @@ class World:
             if id not in self.ended:
                 if id in self.started:
                     self.end(id, "cancelled")
+                    self.given_up.add(id)
                 self.at(0.02, ev.SampleCancelled(id=id, reason=command.reason))
 
     def made_again(self, id: SampleId) -> None:
@@ -378,3 +387,39 @@ class World:
 
     def do_halt(self, command: ev.Halt) -> None:
         self.stop = command
+
+    # ------------------------------------------------------------------ audit: from what the body saw alone
+
+    def mixed(self) -> list[SampleId]:
+        """C1: samples whose tokens come from more than one version."""
+        return [id for id, versions in self.spans.items() if len(versions) > 1]
+
+    def broken(self) -> list[SampleId]:
+        """C2: samples of usable groups that were given up."""
+        unusable = set(self.failed_ids) | self.refused_ids
+        return [id for id in sorted(self.given_up) if id.group_id not in unusable]
+
+    def lags(self) -> dict[int, int]:
+        """C3: lag -> trained groups, against the version that each group's first token came from."""
+        lags: dict[int, int] = {}
+        for base, groups in self.trained:
+            for group_id in groups:
+                lag = base - min(self.spans[SampleId(group_id, i)][0] for i in range(self.config.group_size))
+                lags[lag] = lags.get(lag, 0) + 1
+        return lags
+
+    def audit(self) -> None:
+        """What holds in every mode at the end of a run."""
+        assert self.stop is not None and self.stop.ok, self.stop
+        ids = [group_id for _, groups in self.trained for group_id in groups]
+        assert len(ids) == len(set(ids)), "a group is trained twice"
+        assert [base for base, _ in self.trained] == list(range(self.first_version, self.config.total_steps))
+        assert all(len(groups) == self.config.groups_per_step for _, groups in self.trained)
+        for group_id in ids:
+            for i in range(self.config.group_size):
+                assert self.ended[SampleId(group_id, i)] == "done", f"group {group_id} is trained, but not whole"
+        assert self.started == self.ends, "a started sample has no end, or more than one"
+        state = self.brain.state
+        assert not state.groups and not state.queue.unfinished
+        for host in state.fleet.hosts.values():
+            assert (host.used, host.pages_used, host.incoming, host.counts) == (0, 0, 0, {}), f"{host.id} leaks"

@@ -162,10 +162,10 @@ class Orchestrator:
         """Arguments for a new Orchestrator that goes on after a restart from the newest published version: every
         group that was issued and not trained, filtered or failed is issued again."""
         s = self.state
-        redo = sorted(set(s.ledger.live) | set(s.redo))
-        redo += [g for g in range(s.next_group_id, max(s.ahead, default=-1) + 1) if g not in s.ahead]
-        next_group_id = max(s.ahead, default=s.next_group_id - 1) + 1
-        return {"start_version": s.ledger.base, "next_group_id": next_group_id, "redo": redo}
+        furthest = max(s.cursors.values())
+        skipped = {g for g in range(min(s.cursors.values()), furthest) if g >= s.cursors[s.config.task(g)]}
+        redo = sorted(set(s.ledger.live) | set(s.redo) | skipped)
+        return {"start_version": s.ledger.base, "next_group_id": furthest, "redo": redo}
 
     def snapshot(self) -> dict:
         """The whole state as JSON; taken between events."""

@@ -8,7 +8,9 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
+from collections.abc import Sequence
 
+from dora_jax.orchestrate.events import InstanceUp
 from dora_jax.types import Version
 
 MODES = ("sync", "one_step", "partial", "evict", "dora_paper", "dora")
@@ -83,8 +85,18 @@ class OrchestratorConfig:
 
     # ------------------------------------------------------------------ tasks
 
+    @functools.cached_property
+    def tasks(self) -> tuple[str, ...]:
+        return tuple(dict.fromkeys(self.task_cycle)) or ("",)
+
     def task(self, group_id: int) -> str:
-        return self.task_cycle[group_id % len(self.task_cycle)]
+        return self.task_cycle[group_id % len(self.task_cycle)] if self.task_cycle else ""
+
+    def next_of_task(self, task: str, group_id: int) -> int:
+        """The first group from `group_id` on that is of this task."""
+        while self.task(group_id) != task:
+            group_id += 1
+        return group_id
 
     @functools.cached_property
     def task_limits(self) -> dict[str, int]:
@@ -94,7 +106,7 @@ class OrchestratorConfig:
         ratios = dict(self.task_ratios)
         each = self.inflight * self.groups_per_step / len(self.task_cycle)
         return {task: math.ceil(each * self.task_cycle.count(task) * ratios.get(task, 1.0))
-                for task in dict.fromkeys(self.task_cycle)}
+                for task in self.tasks}
 
     # ------------------------------------------------------------------ evaluation
 
@@ -115,36 +127,41 @@ class OrchestratorConfig:
 
     # ------------------------------------------------------------------ refusals
 
-    def problems(self) -> list[str]:
-        """Sentences that say why this run could never progress; empty when it can."""
-        found = []
-        if self.mode not in MODES:
-            found.append(f"mode {self.mode!r} is none of {', '.join(MODES)}")
-        for name in ("groups_per_step", "group_size", "max_versions", "max_new_tokens", "max_filtered_rounds"):
-            if getattr(self, name) < 1:
-                found.append(f"{name} is {getattr(self, name)}: it must be at least 1")
-        if self.total_steps < 0:
-            found.append(f"total_steps is {self.total_steps}: it must not be negative")
-        if self.eval_groups < 0 or self.eval_every < 0 or (self.eval_groups and self.eval_samples < 1):
-            found.append("eval_groups and eval_every must not be negative, eval_samples at least 1")
-        if self.rebalance_period_s <= 0:
-            found.append(f"rebalance_period_s is {self.rebalance_period_s}: it must be positive")
-        return found + (self._load_problems() if not found else [])
+    def problems(self, instances: Sequence[InstanceUp] | None = None) -> list[str]:
+        """Sentences that say why this run could never progress; empty when it can. `instances`, where known: those
+        that it starts with."""
+        found = self._value_problems() or self._load_problems()
+        if instances is not None and not found:
+            found += [] if instances else ["there is no rollout instance"]
+            for up in instances:
+                problem = self.instance_problem(up.pages, up.page_size, up.slots)
+                found += [f"instance {up.instance} cannot serve this run: {problem}"] if problem else []
+        return found
+
+    def _value_problems(self) -> list[str]:
+        found = [] if self.mode in MODES else [f"mode {self.mode!r} is none of {', '.join(MODES)}"]
+        positive = ("groups_per_step", "group_size", "max_versions", "max_new_tokens", "max_filtered_rounds",
+                    "eval_samples", "rebalance_period_s")  # fmt: skip
+        not_negative = ("total_steps", "eval_groups", "eval_every", "max_prompt_tokens", "inflight")
+        found += [f"{n} is {getattr(self, n)}: it must be positive" for n in positive if getattr(self, n) <= 0]
+        found += [f"{n} is {getattr(self, n)}: it must not be negative" for n in not_negative if getattr(self, n) < 0]
+        found += [f"task_ratios names {task!r}, which task_cycle does not" for task, _ in self.task_ratios
+                  if task not in self.task_cycle]
+        return found
 
     def _load_problems(self) -> list[str]:
-        found = []
+        """RBS against a group and against a batch."""
+        if self.mode in ("sync", "one_step"):  # they issue whole batches
+            return []
         samples = self.inflight * self.groups_per_step * self.group_size
         if samples < self.group_size:
-            found.append(
-                f"inflight {self.inflight} asks for {samples:g} samples in flight: "
-                f"that is less than one group of {self.group_size}"
-            )
-        elif self.inflight < 1.0 and self.mode not in ("sync", "one_step"):
-            found.append(
-                f"inflight {self.inflight} keeps at most {math.ceil(self.inflight * self.groups_per_step)} groups "
-                f"outstanding: a step takes {self.groups_per_step} and would never start"
-            )
-        return found
+            return [f"inflight {self.inflight} asks for {samples:g} samples in flight: "
+                    f"that is less than one group of {self.group_size}"]
+        target = self.decisions.target_groups
+        if target < self.groups_per_step:
+            return [f"inflight {self.inflight} keeps at most {target} groups outstanding: a step takes "
+                    f"{self.groups_per_step} and would never start"]
+        return []
 
     def instance_problem(self, pages: int, page_size: int, slots: int) -> str | None:
         """Why an instance of this size cannot serve the run; None: it can."""

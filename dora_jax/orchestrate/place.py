@@ -13,25 +13,26 @@ from dora_jax.orchestrate.fleet import Host, Unit
 from dora_jax.orchestrate.state import State
 from dora_jax.types import GroupId, InstanceId, SampleId, Version
 
-Starts = dict[tuple[InstanceId, Version], list[SampleId]]
+# A mass start is spread over several steps of the brain: each sample costs it a few microseconds.
+PLACED_A_STEP = 2048
 
 
 def fill_woken(s: State) -> None:
     """Waiting samples first, the oldest version first; then new groups, the version they are meant for first."""
-    versions, s.woken = sorted(s.woken), {}
-    starts: Starts = {}
+    fill, versions = _Fill(s), sorted(s.woken)
     for version in versions:
-        _place_waiting(s, version, starts)
+        fill.place_waiting(version)
     meant = admission.admission_version(s.decisions, s.ledger)
     if meant in versions:
-        _admit(s, meant, starts)
+        fill.admit(meant)
     for version in reversed(versions):
         if version < meant and _may_refill(s, version):
             kept = s.fleet.promised.get(meant, 0) // s.config.group_size
-            _admit(s, version, starts, kept=kept, share=s.config.older_slots)
-    for (instance, version), ids in starts.items():
+            fill.admit(version, kept=kept, share=s.config.older_slots)
+    for (instance, version), ids in fill.starts.items():
         s.out.append(ev.Start(ids=tuple(ids), instance=instance, version=version))
-    s.woken.clear()
+    if fill.left > 0:
+        s.woken.clear()
 
 
 def _may_refill(s: State, version: Version) -> bool:
@@ -39,52 +40,62 @@ def _may_refill(s: State, version: Version) -> bool:
     return live and admission.may_refill(s.decisions, s.ledger, version)
 
 
-def _place_waiting(s: State, version: Version, starts: Starts) -> bool:
-    """Give slots to the waiting samples of a version; True when none waits any more."""
-    while (unit := s.queue.first(version)) is not None:
-        host = s.fleet.best(version, unit.tokens)
-        if host is None:
-            return False
-        if unit.state == fl.PARKED:
+class _Fill:
+    """The starts of one step of the brain; `left` may still be placed in it."""
+
+    def __init__(self, s: State):
+        self.s = s
+        self.starts: dict[tuple[InstanceId, Version], list[SampleId]] = {}
+        self.left = PLACED_A_STEP
+
+    def place_waiting(self, version: Version) -> bool:
+        """Give slots to the waiting samples of a version; True when none waits any more."""
+        s = self.s
+        while (unit := s.queue.first(version)) is not None:
+            host = s.fleet.best(version, unit.tokens) if self.left > 0 else None
+            if host is None:
+                return False
+            if unit.state == fl.PARKED:
+                s.queue.pop(unit)
+                s.fleet.reserve(unit, host, fl.RESUMING)
+                s.out.append(ev.Resume(ids=(unit.id,), instance=host.id, version=version))
+                self.left -= 1
+            else:
+                self._start_siblings(unit, host)
+            s.fleet.offer(host)
+        return True
+
+    def _start_siblings(self, unit: Unit | None, host: Host) -> None:
+        """Start `unit` on `host` and as many waiting samples of its group as fit: they share the prompt's pages."""
+        s, group, version = self.s, unit.group, unit.version
+        ids = self.starts.setdefault((host.id, version), [])
+        while unit is not None and unit.group is group and unit.state == fl.PENDING and s.fleet.has_room(host):
             s.queue.pop(unit)
-            s.fleet.reserve(unit, host, fl.RESUMING)
-            s.out.append(ev.Resume(ids=(unit.id,), instance=host.id, version=version))
-        else:
-            _start_siblings(s, unit, host, starts)
-        s.fleet.offer(host)
-    return True
+            s.fleet.reserve(unit, host, fl.STARTING)
+            ids.append(unit.id)
+            self.left -= 1
+            unit = s.queue.first(version)
 
-
-def _start_siblings(s: State, unit: Unit | None, host: Host, starts: Starts) -> None:
-    """Start `unit` on `host` and as many waiting samples of its group as fit: they share the prompt's pages."""
-    group, version = unit.group, unit.version
-    ids = starts.setdefault((host.id, version), [])
-    while unit is not None and unit.group is group and unit.state == fl.PENDING and s.fleet.has_room(host):
-        s.queue.pop(unit)
-        s.fleet.reserve(unit, host, fl.STARTING)
-        ids.append(unit.id)
-        unit = s.queue.first(version)
-
-
-def _admit(s: State, version: Version, starts: Starts, kept: int = 0, share: float = 1.0) -> None:
-    """Admit groups while the rule, the load target and a free slot allow. `kept`: groups of credit that stay for
-    slots about to take the newest version; `share`: of a host's slots that new groups may fill."""
-    if s.queue.first(version) is not None:
-        return
-    while admission.credit(s.decisions, s.ledger, version, s.config.total_steps, s.budget) > kept:
-        host = s.fleet.best(version)
-        if host is None or host.used >= share * host.slots:
+    def admit(self, version: Version, kept: int = 0, share: float = 1.0) -> None:
+        """Admit groups while the rule, the load target and a free slot allow. `kept`: groups of credit that stay for
+        slots about to take the newest version; `share`: of a host's slots that new groups may fill."""
+        s = self.s
+        if s.queue.first(version) is not None:
             return
-        group_id = _next_group(s)
-        if group_id is None:
-            return
-        s.ledger.admit(group_id, version)
-        s.count_tasks((group_id,), 1)
-        if s.budget is not None:
-            s.budget -= 1
-        s.open_group(group_id, version)
-        if not _place_waiting(s, version, starts):
-            return
+        while admission.credit(s.decisions, s.ledger, version, s.config.total_steps, s.budget) > kept:
+            host = s.fleet.best(version) if self.left > 0 else None
+            if host is None or host.used >= share * host.slots:
+                return
+            group_id = _next_group(s)
+            if group_id is None:
+                return
+            s.ledger.admit(group_id, version)
+            s.count_tasks((group_id,), 1)
+            if s.budget is not None:
+                s.budget -= 1
+            s.open_group(group_id, version)
+            if not self.place_waiting(version):
+                return
 
 
 def _next_group(s: State) -> GroupId | None:
@@ -92,14 +103,10 @@ def _next_group(s: State) -> GroupId | None:
     if s.redo:
         return s.redo.pop(0)
     limits = s.config.task_limits
-    group_id = s.next_group_id
-    if limits:
-        cycle = len(s.config.task_cycle)
-        ids = (g for g in range(group_id, group_id + len(s.ahead) + cycle) if g not in s.ahead)
-        group_id = next((g for g in ids if s.task_open.get(s.config.task(g), 0) < limits[s.config.task(g)]), None)
-    if group_id is not None:
-        s.ahead[group_id] = None
-        while s.next_group_id in s.ahead:
-            del s.ahead[s.next_group_id]
-            s.next_group_id += 1
+    open_tasks = [task for task in s.cursors if not limits or s.task_open.get(task, 0) < limits[task]]
+    if not open_tasks:
+        return None
+    task = min(open_tasks, key=s.cursors.__getitem__)
+    group_id = s.cursors[task]
+    s.cursors[task] = s.config.next_of_task(task, group_id + 1)
     return group_id

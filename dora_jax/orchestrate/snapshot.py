@@ -14,7 +14,7 @@ from dora_jax.orchestrate.state import State
 
 FORMAT = 1
 PLAIN = (
-    "next_group_id", "budget", "now_s", "rebalanced_s", "halted", "moves_total", "reloads_total", "take_due",
+    "budget", "now_s", "rebalanced_s", "halted", "moves_total", "reloads_total", "take_due",
     "step_ended", "rebalance_due", "retire_due",
 )  # fmt: skip
 HOST_PLAIN = (
@@ -44,7 +44,8 @@ def save(s: State) -> dict[str, Any]:
         "evaluating": _pairs(s.evaluating),
         "lags": _pairs(s.lags),
         "task_open": _pairs(s.task_open),
-        "sets": {name: list(getattr(s, name)) for name in ("alive", "woken", "emptied", "pressed", "ahead")},
+        "cursors": _pairs(s.cursors),
+        "sets": {name: list(getattr(s, name)) for name in ("alive", "woken", "emptied", "pressed")},
         "plain": {name: getattr(s, name) for name in PLAIN},
     }
 
@@ -68,7 +69,7 @@ def load(s: State, data: dict[str, Any]) -> None:
         setattr(s.queue, name, dict(rows))
     s.queue.training_unfinished = data["training_unfinished"]
     s.redo, s.evaluating, s.lags = list(data["redo"]), dict(data["evaluating"]), dict(data["lags"])
-    s.task_open = dict(data["task_open"])
+    s.task_open, s.cursors = dict(data["task_open"]), dict(data["cursors"])
     for name, keys in data["sets"].items():
         setattr(s, name, dict.fromkeys(keys))
     for name, value in data["plain"].items():

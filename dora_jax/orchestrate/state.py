@@ -26,8 +26,8 @@ class State:
         self.fleet = Fleet(config.max_prompt_tokens, config.max_new_tokens)
         self.queue = Queue()
         self.groups: dict[GroupId, Group] = {}  # admitted and not scored
-        self.next_group_id = next_group_id  # the lowest id never issued
-        self.ahead: dict[GroupId, None] = {}  # ids above it that were
+        # task -> its lowest group id never issued
+        self.cursors: dict[str, GroupId] = {t: config.next_of_task(t, next_group_id) for t in config.tasks}
         self.task_open: dict[str, int] = {}  # outstanding groups by task, where tasks have limits
         self.redo: list[GroupId] = []  # issued again before new ones
         self.evaluating: dict[Version, int] = {}  # groups whose evaluation has not finished

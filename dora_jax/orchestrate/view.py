@@ -67,7 +67,7 @@ def summary(s: State) -> dict[str, Any]:
         "moves": s.moves_total,
         "reloads": s.reloads_total,
         "instances": {h.id: h.serving for h in s.fleet.hosts.values()},
-        "next_group_id": s.next_group_id,
+        "next_group_id": min(s.cursors.values()),
     }
 
 

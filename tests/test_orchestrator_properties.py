@@ -1,0 +1,133 @@
+"""Laws of the orchestrator over random configurations, bodies and faults, in virtual time.
+
+DORA_EXAMPLES sets the number of configurations (2,000 by default).
+"""
+
+import json
+import os
+
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from dora_jax.orchestrate.core import Orchestrator
+from dora_jax.orchestrate.modes import MODES, OrchestratorConfig
+from orchestrator_world import Shape, World
+
+EXAMPLES = int(os.environ.get("DORA_EXAMPLES", "2000"))
+TASKS = {"task_cycle": ("sums", "proofs", "sums"), "task_ratios": (("proofs", 2.0),)}
+
+configs = st.builds(
+    OrchestratorConfig,
+    mode=st.sampled_from(MODES),
+    groups_per_step=st.integers(1, 5),
+    group_size=st.sampled_from([1, 2, 4, 9]),  # 9 is more than most instances and some fleets hold
+    total_steps=st.integers(1, 5),
+    max_versions=st.integers(1, 4),
+    inflight=st.sampled_from([1.0, 1.25, 2.0, 5.0]),
+    eval_every=st.integers(0, 2),
+    eval_groups=st.sampled_from([0, 0, 3]),
+    eval_samples=st.integers(1, 2),
+    max_filtered_rounds=st.just(50),
+    kv_pressure=st.sampled_from([0.03, 0.3]),
+    refill_margin=st.integers(0, 2),
+    older_slots=st.sampled_from([0.5, 1.0]),
+    peer_weights=st.booleans(),
+)
+instances = st.tuples(st.sampled_from([1, 2, 5, 8]), st.sampled_from([0.5, 1.0, 3.0]), st.sampled_from([1, 1, 2, 3]))
+shapes = st.builds(
+    Shape,
+    instances=st.lists(instances, min_size=1, max_size=5).map(tuple),
+    pages=st.sampled_from([16, 17, 40, 64]),
+    train_s=st.sampled_from([0.1, 1.0, 4.0]),
+    load_s=st.sampled_from([0.05, 0.3, 1.0]),
+    move_s=st.sampled_from([0.02, 0.3, 2.0]),
+    reports_pages=st.booleans(),
+    seed=st.integers(0, 2**32),
+)
+faulty = st.builds(
+    dict,
+    filtered=st.sampled_from([0.0, 0.3]),
+    failed=st.sampled_from([0.0, 0.1]),
+    refused=st.sampled_from([0.0, 0.05]),
+    move_fails=st.sampled_from([0.0, 0.4]),
+    deaths=st.sampled_from([0.0, 0.5]),
+)
+worlds = st.tuples(configs, st.sampled_from([{}, {}, TASKS]), shapes, st.one_of(st.just({}), faulty))
+many = settings(max_examples=EXAMPLES, derandomize=True, deadline=None, database=None,
+                suppress_health_check=list(HealthCheck))  # fmt: skip
+
+
+def build(drawn) -> World:
+    config, tasks, shape, faults = drawn
+    config = OrchestratorConfig(**{**vars_of(config), **tasks})
+    return World(config, Shape(**{**vars_of(shape), **faults}))
+
+
+def vars_of(record) -> dict:
+    return {name: getattr(record, name) for name in record.__dataclass_fields__}
+
+
+def balanced(world, event, commands):
+    world.brain.state.ledger.check()
+
+
+@many
+@given(worlds)
+def test_every_mode_keeps_its_promises(drawn):
+    world = build(drawn)
+    config = world.config
+    world.run(after=balanced, max_events=30_000)
+    world.audit()
+    if config.mode != "partial":
+        assert not world.mixed()
+        assert max(world.lags()) <= {"sync": 0, "one_step": 1}.get(config.mode, config.max_lag)
+    if config.mode != "evict":
+        assert not world.broken()
+    replay(world)
+
+
+def replay(world: World) -> None:
+    """The same events give the same commands, whole and from a snapshot in the middle."""
+    whole, cut = Orchestrator(world.config), len(world.log) // 2
+    for i, (event, commands) in enumerate(world.log):
+        if i == cut:
+            written = json.dumps(whole.snapshot())
+        assert whole.step(event) == commands
+    tail = Orchestrator.restore(world.config, json.loads(written))
+    assert json.dumps(tail.snapshot()) == written
+    for event, commands in world.log[cut:]:
+        assert tail.step(event) == commands
+
+
+@settings(many, max_examples=max(1, EXAMPLES // 20))
+@given(worlds, st.integers(1, 4))
+def test_a_restart_at_a_step_trains_every_group_once(drawn, at):
+    """All stages die when a version is published; `resume_state` goes on without skipping or repeating a group."""
+    first = build(drawn)
+    config, stop = first.config, min(at, first.config.total_steps - 1)
+
+    def kill(world, event, commands):
+        if world.published == stop and stop:
+            raise Killed
+
+    try:
+        first.run(after=kill, max_events=30_000)
+    except Killed:
+        pass
+    resume = json.loads(json.dumps(first.brain.resume_state()))
+    if first.stop is not None:
+        return
+    second = World(config, first.shape, **resume).run(after=balanced, max_events=30_000)
+    second.audit()
+    done = [g for base, groups in first.trained if base < stop for g in groups]
+    again = [g for _, groups in second.trained for g in groups]
+    lost = set(first.filtered_ids) | set(first.failed_ids) | first.refused_ids
+    lost |= set(second.filtered_ids) | set(second.failed_ids) | second.refused_ids
+    assert not set(done) & set(again)
+    state = second.brain.state
+    issued = {g for g in range(max(state.cursors.values())) if g < state.cursors[config.task(g)]}
+    assert (set(done) | set(again) | lost) - set(state.redo) == issued - set(state.redo)
+
+
+class Killed(Exception):
+    """The whole job is gone."""
