@@ -15,6 +15,7 @@ reasoning-gym item and not the plain answer.
 
 from __future__ import annotations
 
+import difflib
 import importlib
 import math
 import numbers
@@ -111,7 +112,8 @@ def plain(answer: Any) -> Any:
 
 # ---------------------------------------------------------------- numbers
 
-_DIGITS = r"(?:\d{1,3}(?:,\d{3})+(?![\d,])|\d+)(?:\.\d+)?|\.\d+"
+# At most 50 groups of three: unbounded, a long run of them would take a time quadratic in its length.
+_DIGITS = r"(?:\d{1,3}(?:,\d{3}){1,50}(?![\d,])|\d+)(?:\.\d+)?|\.\d+"
 _NUMBER = rf"(?:{_DIGITS})(?:[eE][-+]?\d+)?"
 # A sign belongs to the number unless something stands right before it: 7-5 ends in 5, "= -5" in -5.
 NUMBER = re.compile(rf"(?<![\w.])(?P<sign>(?<![)\]])[-+])?\$?(?P<top>{_NUMBER})(?:\s?/\s?(?P<bottom>{_NUMBER}))?"
@@ -191,7 +193,9 @@ def _resolve_one(path: str) -> Reward:
         raise RewardError(f"task.rewards: {path}: importing {module_name} raised "
                           f"{type(error).__name__}: {error}") from error
     if not hasattr(module, name):
-        raise RewardError(f"task.rewards: {path}: {module_name} has no {name}")
+        near = difflib.get_close_matches(name, vars(module), n=1)
+        raise RewardError(f"task.rewards: {path}: {module_name} has no {name}"
+                          + (f"; the nearest is {near[0]}" if near else ""))
     reward = getattr(module, name)
     if not callable(reward):
         raise RewardError(f"task.rewards: {path} is a {type(reward).__name__}, not a callable")

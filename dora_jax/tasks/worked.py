@@ -1,6 +1,6 @@
 """Worked solutions for the supervised warm start: one small function per dataset, `entry, slip -> (steps, answer)`.
 
-A solution reads "step step ... #### answer". With a slip, one step goes wrong and everything after it follows from the
+A solution reads " step step ... #### answer". With a slip, one step goes wrong and everything after it follows from the
 wrong value, as in what people write; its final answer is then wrong, so that there is something left for RL to learn.
 Laws: pure in (entry, slip seed); a clean solution ends in the dataset's own answer.
 """
@@ -49,22 +49,22 @@ def _worked(solve: Callable[[Entry, Slip], tuple[list[str], str]], entry: Entry,
             if slipped_answer != answer:
                 steps, answer = slipped_steps, slipped_answer
                 break
-    return " ".join([*steps, ANSWER_MARK + answer])
+    return "".join(" " + part for part in [*steps, ANSWER_MARK + answer])  # goes on where the prompt ends
 
 
 # ---------------------------------------------------------------- one function per dataset
 
 
 def chain_sum(entry: Entry, slip: Slip) -> tuple[list[str], str]:
-    """4 + 3 - 7 -> 7-7=0: the sum is written down again after each addition. The slip is to stop one step early."""
+    """4 + 3 - 7 -> 7 - 7 = 0: what is left is written down after each addition. The slip is to stop one step early."""
     terms = entry["metadata"]["expression"].split(" ")
     total, sums = int(terms[0]), []
     for i in range(1, len(terms), 2):
-        if slip is not None and i + 2 > len(terms):
+        if slip is not None and i + 2 == len(terms):
             break
-        total += int(terms[i] + terms[i + 1])
-        sums.append("".join([str(total), *terms[i + 2:]]))
-    return ["=".join(sums)] if sums else [], str(total)
+        total += int(terms[i + 1]) if terms[i] == "+" else -int(terms[i + 1])
+        sums.append(" ".join([str(total), *terms[i + 2:]]))
+    return [" = ".join(sums)] if sums else [], str(total)
 
 
 def gcd(entry: Entry, slip: Slip) -> tuple[list[str], str]:

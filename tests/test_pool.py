@@ -1,0 +1,355 @@
+"""The reward workers: scores come back, and raising, hanging, dying and lying rewards fail their group, never score 0."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import numpy as np
+import pytest
+
+from dora_jax.config import ConfigError, TaskSection
+from dora_jax.tasks import GYM_REWARD, worker
+from dora_jax.tasks.pool import GroupFailure, ScorerPool, worker_environment
+from dora_jax.types import Prompt, Sample, SampleId, ScoredGroup, Span
+
+EXACT = "dora_jax.tasks.rewards.exact"
+
+MY_REWARDS = '''
+import os, sys, time, pathlib, threading
+
+def short(prompt: str, response: str, answer) -> float:
+    return 1.0 if str(answer) in response and len(response) < 80 else 0.0
+
+def terms(prompt, response, answer):
+    return {"right": response == answer, "length": len(response) / 10}
+
+def uneven(prompt, response, answer):
+    return {response: 1.0}
+
+def seen(prompt, response, answer):
+    return {"seen " + repr((prompt, response, answer)): 1.0}
+
+def modules(prompt, response, answer):
+    return {name: name in sys.modules for name in response.split()}
+
+def environment(prompt, response, answer):
+    return {name: name in os.environ for name in response.split()}
+
+def noisy(prompt, response, answer):
+    print("x" * 3_000_000, flush=True)
+    os.write(1, b"\\x00\\x00\\x00\\x02{}"); os.write(2, b"noise")
+    return float(len(response))
+
+def trouble(prompt, response, answer):
+    """What a response asks for."""
+    count(answer)
+    if response == "raise": raise ValueError("no good")
+    if response == "hang": time.sleep(60)
+    if response == "spin": threading.Event().wait(60)
+    if response == "exit": os._exit(0)
+    if response == "sysexit": sys.exit(0)
+    if response == "segv": os.kill(os.getpid(), 11)
+    if response == "text": return "1.0"
+    if response == "nan": return float("nan")
+    if response == "once":
+        if count(answer) == 2: os._exit(3)
+    return 1.0
+
+def count(path):
+    with open(path, "a") as file: file.write(".")
+    return os.path.getsize(path)
+
+def python(prompt, response, answer):
+    import multiprocessing
+    return float(os.system("true"))
+'''
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    (tmp_path / "my_rewards.py").write_text(MY_REWARDS)
+    monkeypatch.chdir(tmp_path)  # as for a user: the module lies where the command is run
+    return tmp_path
+
+
+@pytest.fixture
+def opened(folder):
+    """Pools that the test need not close."""
+    pools = []
+
+    def open_pool(*names, **section):
+        paths = tuple(name if "." in name else f"my_rewards.{name}" for name in names)
+        pools.append(ScorerPool(TaskSection(rewards=paths, **section), decode))
+        return pools[-1]
+
+    yield open_pool
+    for pool in pools:
+        pool.close()
+
+
+def decode(ids):
+    return "".join(map(chr, ids))
+
+
+def group(*responses, answer="4", group_id=0, finish="stop"):
+    prompt = Prompt(group_id=group_id, task="t", uid="u", text="2+2=", token_ids=np.zeros(1, np.int32), answer=answer,
+                    max_new_tokens=9)
+    samples = tuple(
+        Sample(id=SampleId(group_id, i), prompt_ids=prompt.token_ids, out_ids=np.array([ord(c) for c in text], np.int32),
+               logprobs=np.zeros(len(text), np.float32), mask=np.ones(len(text), bool),
+               spans=(Span(version=3, start=0, stop=len(text)),), finish=finish)
+        for i, text in enumerate(responses))
+    return prompt, samples
+
+
+def results(pool, n=1, timeout_s=20.0):
+    done, end_s = [], time.monotonic() + timeout_s
+    while len(done) < n:
+        assert time.monotonic() < end_s, f"{len(done)} of {n} groups came back"
+        done += pool.poll()
+        time.sleep(0.005)
+    return done
+
+
+def scored(pool, *responses, **more):
+    pool.submit(*group(*responses, **more))
+    (result,) = results(pool)
+    return result
+
+
+# ---------------------------------------------------------------- scores
+
+
+def test_a_group_comes_back_with_its_rewards_terms_and_version(opened):
+    pool = opened("short", "terms")
+    result = scored(pool, "4", "no", "4" * 100, group_id=7)
+    assert isinstance(result, ScoredGroup) and (result.group_id, result.version) == (7, 3)
+    assert {name: part.tolist() for name, part in result.parts.items()} == {
+        "short": [1, 0, 0], "right": [1, 0, 0], "length": [pytest.approx(0.1), pytest.approx(0.2), 10]}
+    np.testing.assert_allclose(result.rewards, [2.1, 0.2, 10], rtol=1e-6)
+    assert result.rewards.dtype == np.float32 and len(result.samples) == 3
+
+
+def test_a_reward_sees_the_prompt_the_text_and_any_json_answer(opened):
+    answer = {"value": [1, None, "\N{SNOWMAN}"]}
+    result = scored(opened("seen"), "a\n\N{SNOWMAN}\ud800", answer=answer)
+    assert list(result.parts) == ["seen " + repr(("2+2=", "a\n\N{SNOWMAN}\ud800", answer))]
+
+
+def test_rewards_see_what_the_answer_pattern_takes_and_nothing_where_it_does_not_match(opened):
+    pool = opened(EXACT, answer_pattern=r"#### (-?\d+)$")
+    result = scored(pool, "2+2=4 #### 4", "4", "#### 4 or 5", "")
+    assert result.rewards.tolist() == [1.0, 0.0, 0.0, 0.0]
+
+
+def test_many_groups_on_two_workers_each_come_back_once(opened):
+    pool = opened("short", reward_workers=2)
+    pool.wait_ready()
+    began_s = time.perf_counter()
+    for i in range(200):
+        pool.submit(*group("4", "5", group_id=i))
+    assert time.perf_counter() - began_s < 0.5  # submit does not wait
+    done = results(pool, 200)
+    assert sorted(result.group_id for result in done) == list(range(200))
+    assert all(result.rewards.tolist() == [1.0, 0.0] for result in done)
+    assert pool.stats()["rewards/queued_groups"] == 0
+
+
+def test_poll_does_not_wait(opened):
+    pool = opened("trouble")
+    pool.submit(*group("hang", answer="log"))
+    began_s = time.perf_counter()
+    assert pool.poll() == []
+    assert time.perf_counter() - began_s < 0.1
+    assert pool.stats()["rewards/queued_groups"] == 1
+
+
+def test_what_a_reward_prints_is_only_noise(opened):
+    assert scored(opened("noisy"), "a", "bb", "ccc").rewards.tolist() == [1.0, 2.0, 3.0]
+
+
+# ---------------------------------------------------------------- failures
+
+
+@pytest.mark.parametrize("response, reason", [
+    ("raise", "reward trouble raised ValueError: no good (my_rewards.py:"),
+    ("sysexit", "reward trouble raised SystemExit: 0"),
+    ("exit", "reward trouble: the worker exited with code 0"),
+    ("segv", "reward trouble: the worker was killed by SIGSEGV"),
+    ("text", "reward trouble returned '1.0', a str, not a number"),
+    ("nan", "reward trouble returned nan"),
+])
+def test_a_reward_that_fails_is_tried_again_and_then_fails_its_group(opened, folder, response, reason):
+    pool = opened("trouble", reward_retries=1)
+    log = folder / "calls"
+    result = scored(pool, "fine", response, "never reached", answer=str(log), group_id=5)
+    assert isinstance(result, GroupFailure) and result.group_id == 5
+    assert result.reason.startswith(reason) and result.reason.endswith(
+        f"({len(response)} tokens, sample (5, 1), 2 attempts)")
+    assert result.lengths == (4, len(response), 13)
+    assert log.read_text() == "..."  # one call for the first sample, two for the second, none for the third
+    assert scored(pool, "fine", answer=str(log)).rewards.tolist() == [1.0]  # and the pool goes on
+    stats = pool.stats()
+    assert (stats["rewards/failed_share"], stats["rewards/retries"]) == (0.5, 1)
+    assert stats["rewards/failed_length_p50"] == np.median(result.lengths)
+
+
+@pytest.mark.parametrize("response", ["hang", "spin"])
+def test_a_reward_that_hangs_is_killed_at_the_deadline(opened, folder, response):
+    pool = opened("trouble", reward_retries=0, reward_timeout_s=0.3)
+    pool.wait_ready()
+    began_s = time.perf_counter()
+    result = scored(pool, response, answer=str(folder / "calls"))
+    assert isinstance(result, GroupFailure)
+    assert result.reason == "reward trouble took over 0.3 s (4 tokens, sample (0, 0), 1 attempts)"
+    assert time.perf_counter() - began_s < 5.0
+    assert scored(pool, "fine", answer=str(folder / "calls")).rewards.tolist() == [1.0]
+
+
+def test_a_hanging_reward_does_not_hold_up_the_other_worker(opened, folder):
+    pool = opened("trouble", reward_workers=2, reward_timeout_s=10.0)
+    pool.submit(*group("hang", answer=str(folder / "a"), group_id=0))
+    pool.submit(*group("fine", answer=str(folder / "b"), group_id=1))
+    assert [result.group_id for result in results(pool, 1, timeout_s=9.0)] == [1]
+
+
+def test_a_failure_of_the_moment_is_forgiven(opened, folder):
+    result = scored(opened("trouble"), "once", answer=str(folder / "calls"))
+    assert result.rewards.tolist() == [1.0]
+
+
+def test_samples_with_different_terms_fail_the_group(opened):
+    result = scored(opened("uneven"), "a", "b")
+    assert result.reason == "rewards returned the terms ['a'] for one sample and ['b'] for another"
+
+
+def test_a_sample_that_ended_in_an_error_has_no_score(opened):
+    result = scored(opened("short"), "4", finish="error")
+    assert isinstance(result, GroupFailure) and "ended in an error" in result.reason
+
+
+def test_math_verify_is_held_to_the_deadline(opened):
+    """Its own limit needs signal.alarm; a power tower is what it cannot finish."""
+    pool = opened("dora_jax.tasks.rewards.math_verify", reward_retries=0, reward_timeout_s=1.5)
+    assert scored(pool, "$\\frac{2}{4}$", "1", answer="1/2").rewards.tolist() == [1.0, 0.0]
+    result = scored(pool, "$10^{10^{10}} + 1$", answer="x^2+1")
+    assert isinstance(result, GroupFailure) and "math_verify took over 1.5 s" in result.reason
+    assert scored(pool, "$x^2 + 1$", answer="1+x^2").rewards.tolist() == [1.0]
+
+
+# ---------------------------------------------------------------- loading
+
+
+@pytest.mark.parametrize("path, told", [
+    ("no_such.reward", "there is no module no_such"), ("my_rewards.shor", "has no shor; the nearest is short"),
+    ("my_rewards.sys", "is a module, not a callable"),
+])
+def test_a_reward_that_cannot_be_loaded_is_a_config_error_for_every_caller(opened, path, told):
+    pool = opened(path)
+    with pytest.raises(ConfigError, match=told):
+        pool.wait_ready()
+    for call in (pool.poll, lambda: pool.submit(*group("4"))):
+        with pytest.raises(ConfigError, match=f"task.rewards: {path}"):
+            call()
+
+
+def test_a_reward_whose_import_kills_the_worker_fails_the_run_with_its_words(opened, folder):
+    (folder / "deadly.py").write_text("import os, sys\nprint('licence expired', flush=True)\nos._exit(9)\n")
+    pool = opened("deadly.reward")
+    with pytest.raises(RuntimeError, match="failed 3 times to load deadly.reward; .*code 9; it last printed: licence expired"):
+        pool.wait_ready()
+
+
+# ---------------------------------------------------------------- processes
+
+
+def test_workers_start_without_jax_models_or_numpy(opened):
+    pool = opened("modules", EXACT)
+    names = "jax jaxlib flax numpy dora_jax.models dora_jax.config tokenizers reasoning_gym math_verify sympy multiprocessing"
+    result = scored(pool, names)
+    assert {name for name in names.split() if result.parts[name][0]} == set()
+
+
+def test_the_heavy_rewards_load_before_the_first_deadline_and_without_jax(opened):
+    pool = opened("modules", "dora_jax.tasks.rewards.math_verify", GYM_REWARD, reward_timeout_s=1.0)
+    item = {"reasoning_gym": "chain_sum", "params": {}, "index": 3, "answer": "-1"}
+    result = scored(pool, "jax jaxlib flax tokenizers dora_jax.rollout sympy", answer=item)
+    assert [name for name, part in result.parts.items() if part[0]] == ["sympy"]
+
+
+def test_workers_see_no_secrets(opened, monkeypatch):
+    for name in ("HF_TOKEN", "wandb_api_key", "MY_SECRET", "DB_PASSWORD", "MY_SETTING"):
+        monkeypatch.setenv(name, "x")
+    result = scored(opened("environment"), "HF_TOKEN wandb_api_key MY_SECRET DB_PASSWORD MY_SETTING")
+    assert [name for name, part in result.parts.items() if part[0]] == ["MY_SETTING"]
+    assert worker_environment()["JAX_PLATFORMS"] == "cpu"
+
+
+def test_close_kills_the_workers_even_in_the_middle_of_a_job(opened, folder):
+    pool = opened("trouble", reward_timeout_s=60.0)
+    pool.submit(*group("hang", answer=str(folder / "calls")))
+    while not (folder / "calls").exists():
+        time.sleep(0.01)
+    pids = [process._process.pid for process in pool._processes]
+    began_s = time.perf_counter()
+    pool.close()
+    pool.close()
+    assert time.perf_counter() - began_s < 2.0
+    for pid in pids:
+        with pytest.raises(ProcessLookupError):
+            os.kill(pid, 0)
+    with pytest.raises(RuntimeError, match="closed"):
+        pool.poll()
+
+
+ORPHAN = """
+import os, sys, time
+sys.path.insert(0, {tests!r})
+from test_pool import *
+pool = ScorerPool(TaskSection(rewards=("my_rewards.trouble",), reward_timeout_s=60.0), decode)
+pool.submit(*group("spin", answer="calls"))
+while not os.path.exists("calls"): time.sleep(0.01)
+print(pool._processes[0]._process.pid, flush=True)
+os.kill(os.getpid(), 9)
+"""
+
+
+def test_a_worker_ends_with_a_parent_that_was_killed(folder):
+    tests = os.path.dirname(__file__)
+    path = os.pathsep.join([*filter(None, sys.path), os.path.dirname(tests)])
+    out = subprocess.run([sys.executable, "-c", ORPHAN.format(tests=tests)], capture_output=True, text=True,
+                         env={**os.environ, "PYTHONPATH": path})
+    assert out.returncode == -signal.SIGKILL, out.stderr
+    pid, end_s = int(out.stdout), time.monotonic() + 10
+    while alive(pid):
+        assert time.monotonic() < end_s
+        time.sleep(0.05)
+
+
+def alive(pid):
+    try:
+        with open(f"/proc/{pid}/stat") as file:
+            return file.read().split()[2] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+# ---------------------------------------------------------------- the protocol
+
+
+def test_frames_that_are_none_are_refused():
+    import socket
+
+    for payload, error in [(b"\xff\xff\xff\xff", ValueError), (b"\x00\x00\x00\x02[]", ValueError),
+                           (b"\x00\x00\x00\x02ab", ValueError), (b"\x00\x00\x00\x09{}", EOFError), (b"", EOFError)]:
+        ours, theirs = socket.socketpair()
+        with ours, theirs:
+            theirs.sendall(payload)
+            theirs.shutdown(socket.SHUT_WR)
+            with pytest.raises(error):
+                worker.receive(ours)
+    ours, theirs = socket.socketpair()
+    with ours, theirs, pytest.raises(TimeoutError):
+        worker.receive(ours, time.monotonic() + 0.05)
