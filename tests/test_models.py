@@ -83,8 +83,8 @@ def test_a_new_parameter_or_layer_shifts_no_other():
     for name, weight in shallow["layers"].items():
         factor = (2 / 3) ** 0.5 if name in ("o_proj", "down_proj") else 1.0  # these shrink with the depth
         np.testing.assert_allclose(deep["layers"][name][:2], factor * weight, rtol=1e-6)
-    weight = deep["layers"]["q_proj"]
-    assert not np.array_equal(weight[0], weight[1]) and not np.array_equal(weight[0], deep["layers"]["o_proj"][0])
+    weight = deep["layers"]["up_proj"]
+    assert not np.array_equal(weight[0], weight[1]) and not np.array_equal(weight, deep["layers"]["gate_proj"])
     assert abs(float(jnp.std(weight)) * SIZES["d_model"] ** 0.5 - 1) < 0.05
 
 

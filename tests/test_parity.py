@@ -20,7 +20,8 @@ SIZES = dict(vocab_size=40, hidden_size=16, intermediate_size=24, num_hidden_lay
              num_key_value_heads=2, max_position_embeddings=256, eos_token_id=1, bos_token_id=None, pad_token_id=0)
 LLAMA3_ROPE = {"rope_type": "llama3", "rope_theta": 500.0, "factor": 8.0, "low_freq_factor": 1.0,
                "high_freq_factor": 4.0, "original_max_position_embeddings": 32}
-EXTRAS = {"qwen3": {"head_dim": 6, "rope_theta": 1e6}, "qwen2": {"rope_theta": 1e4}, "llama": {"rope_parameters": LLAMA3_ROPE}}
+EXTRAS = {"qwen3": {"head_dim": 6, "rope_theta": 1e6}, "qwen2": {"rope_theta": 1e4},
+          "llama": {"rope_parameters": LLAMA3_ROPE}}
 
 
 def transformers():
@@ -68,7 +69,8 @@ def our_logits(path, tokens_BxL, serving: bool = False) -> np.ndarray:
 def test_same_logits_both_ways(family, tied, tmp_path):
     library = transformers()
     model = torch_model(family, tied=tied)
-    model.save_pretrained(tmp_path / "theirs")
+    model.save_pretrained(tmp_path / "theirs", max_shard_size="4KB" if tied else "1GB")
+    assert (tmp_path / "theirs" / hf.INDEX).exists() == tied
     expected = torch_logits(model, tokens())
     ours = our_logits(tmp_path / "theirs", tokens(), serving=tied)
     np.testing.assert_allclose(ours, expected, atol=TOLERANCE)

@@ -117,7 +117,8 @@ def test_what_templates_count_on(template, expected, tmp_path):
     assert tok.chat([{"role": "user", "content": "<é>"}], extra=7) == expected
 
 
-@pytest.mark.parametrize("template", ["{{ ''.__class__.__mro__ }}", "{{ messages.append(1) }}", "{{ messages[0].pop() }}"])
+@pytest.mark.parametrize("template", [
+    "{{ ''.__class__.__mro__ }}", "{{ messages.append(1) }}", "{{ messages[0].clear() }}"])
 def test_templates_stay_in_their_sandbox(template, tmp_path):
     tok = Tokenizer.load(folder(tmp_path, settings={"eos_token": "<eos>", "chat_template": template}))
     with pytest.raises(ValueError, match="refused the messages"):

@@ -80,7 +80,8 @@ class Layer(nnx.Module):
         with jax.named_scope("mlp"):
             h_BxLxD = _rms_norm(x_BxLxD, self.mlp_norm[...], cfg.norm_eps)
             gate_BxLxF = jax.nn.silu(h_BxLxD @ self._weight("gate_proj", h_BxLxD))
-            return x_BxLxD + (gate_BxLxF * (h_BxLxD @ self._weight("up_proj", h_BxLxD))) @ self._weight("down_proj", h_BxLxD)
+            up_BxLxF = h_BxLxD @ self._weight("up_proj", h_BxLxD)
+            return x_BxLxD + (gate_BxLxF * up_BxLxF) @ self._weight("down_proj", h_BxLxD)
 
     def _weight(self, name: str, like: jax.Array) -> jax.Array:
         """Masters may be wider than the activations: compute in the activations' type."""
