@@ -61,7 +61,9 @@ def _plan_single(s: State, demand: dict[Version, int]) -> dict[InstanceId, tuple
     hosts = s.fleet.hosts.values()
     slots = sum(h.slots for h in hosts)
     need = {v: -(-min(n, s.queue.unfinished.get(v, 0)) * len(hosts) // slots) for v, n in demand.items()}
-    shares = partition.plan_shares(len(hosts), demand, need, s.decisions.spread)
+    # An older version only shrinks: what it has is enough for its samples, and more would soon have to be given back.
+    cap = {v: len(s.fleet.holders.get(v, ())) for v in demand if v < s.ledger.base}
+    shares = partition.plan_shares(len(hosts), demand, need, cap, s.decisions.spread)
     seats = [partition.Seat(h.id, h.serving, h.used, h.slots) for h in hosts]
     changes = partition.plan_partition(seats, shares)
     return {id: (version, s.fleet.hosts[id].serving) for id, version in changes.items()}
@@ -186,6 +188,8 @@ def settle_emptied(s: State) -> None:
         target, drop = host.target, host.draining
         if target is None:
             target, drop = _wanted(s), _idle_resident(host)
+            if target is None:
+                continue
         full = len(host.versions) >= host.residents
         if target not in host.versions and not (full and (drop is None or drop in host.counts)):
             _load(s, host, target, drop if full else None)
@@ -196,10 +200,14 @@ def _idle_resident(host: Host) -> Version | None:
     return min((v for v in host.versions if v not in host.counts), default=None)
 
 
-def _wanted(s: State) -> Version:
-    """What an idle host should hold: the oldest version that has samples and no host, or else the newest."""
+def _wanted(s: State) -> Version | None:
+    """What an idle host should hold: the oldest version that has samples and no host, or else the newest if anything
+    will run on it."""
     unhosted = [v for v in s.queue.unfinished if v not in s.fleet.holders]
-    return min(unhosted, default=s.ledger.base)
+    if unhosted:
+        return min(unhosted)
+    base = s.ledger.base
+    return base if base in s.queue.unfinished or admission.groups_to_issue(s.ledger, s.config.total_steps) > 0 else None
 
 
 def _load(s: State, host: Host, version: Version, drop: Version | None) -> None:

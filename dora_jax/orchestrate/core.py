@@ -164,7 +164,8 @@ class Orchestrator:
         s = self.state
         furthest = max(s.cursors.values())
         skipped = {g for g in range(min(s.cursors.values()), furthest) if g >= s.cursors[s.config.task(g)]}
-        redo = sorted(set(s.ledger.live) | set(s.redo) | skipped)
+        evicted = {g for g, group in s.groups.items() if group.doomed == "evicted"}
+        redo = sorted(set(s.ledger.live) | set(s.redo) | skipped | evicted)
         return {"start_version": s.ledger.base, "next_group_id": furthest, "redo": redo}
 
     def snapshot(self) -> dict:

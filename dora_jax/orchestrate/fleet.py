@@ -110,6 +110,8 @@ class Fleet:
         self.open: dict[Version, list[tuple[float, InstanceId]]] = {}  # heaps; entries may be stale
         self.holders: dict[Version, dict[InstanceId, None]] = {}  # instances that serve or load a version
         self.promised: dict[Version, int] = {}  # slots of hosts that load a version or make room for it
+        self.arriving: dict[Version, int] = {}  # slots of hosts that load a version
+        self.capacity: dict[Version, int] = {}  # slots of hosts that hold a version
         self.drains: dict[Version, int] = {}  # hosts on which a version drains
         self.sources: dict[Version, list[InstanceId]] = {}  # instances that loaded a version; some may have dropped it
         self.finished = 0
@@ -246,17 +248,17 @@ class Fleet:
     def begin_load(self, host: Host, version: Version, drop: Version | None) -> None:
         self.set_target(host, None)
         if drop is not None:
-            host.versions.remove(drop)
-            self._unhold(host, drop)
+            self._drop(host, drop)
         host.loading = version
         self.holders.setdefault(version, {})[host.id] = None
         self._promise(host, version, 1)
+        _add(self.arriving, version, host.slots)
 
     def end_load(self, host: Host) -> None:
-        self._promise(host, host.loading, -1)
-        host.versions.append(host.loading)
-        self.sources.setdefault(host.loading, []).append(host.id)
-        host.loading = None
+        version, host.loading = host.loading, None
+        self._promise(host, version, -1)
+        _add(self.arriving, version, -host.slots)
+        self._keep(host, version)
         self.offer(host)
 
     def peer(self, version: Version, turn: int) -> InstanceId | None:
@@ -286,6 +288,16 @@ class Fleet:
     def _promise(self, host: Host, version: Version, sign: int) -> None:
         _add(self.promised, version, sign * host.slots)
 
+    def _keep(self, host: Host, version: Version) -> None:
+        host.versions.append(version)
+        _add(self.capacity, version, host.slots)
+        self.sources.setdefault(version, []).append(host.id)
+
+    def _drop(self, host: Host, version: Version) -> None:
+        host.versions.remove(version)
+        _add(self.capacity, version, -host.slots)
+        self._unhold(host, version)
+
     def _unhold(self, host: Host, version: Version) -> None:
         hosts = self.holders[version]
         del hosts[host.id]
@@ -299,8 +311,7 @@ class Fleet:
     def add(self, host: Host, versions: tuple[Version, ...]) -> None:
         self.hosts[host.id] = host
         for version in versions:
-            host.versions.append(version)
-            self.sources.setdefault(version, []).append(host.id)
+            self._keep(host, version)
             self.holders.setdefault(version, {})[host.id] = None
         self.offer(host)
 
@@ -309,9 +320,10 @@ class Fleet:
         self.set_target(host, None)
         if host.loading is not None:
             self._promise(host, host.loading, -1)
+            _add(self.arriving, host.loading, -host.slots)
             self._unhold(host, host.loading)
-        for version in host.versions:
-            self._unhold(host, version)
+        for version in list(host.versions):
+            self._drop(host, version)
         del self.hosts[host.id]
 
 

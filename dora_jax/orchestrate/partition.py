@@ -22,9 +22,14 @@ class Seat(NamedTuple):
 
 
 def plan_shares(
-    instances: int, demand: dict[Version, int], need: dict[Version, int], spread: str = "remainder"
+    instances: int,
+    demand: dict[Version, int],
+    need: dict[Version, int],
+    cap: dict[Version, int] | None = None,
+    spread: str = "remainder",
 ) -> dict[Version, int]:
-    """Instances for each version with demand. `need`: the least that its running samples fit on."""
+    """Instances for each version with demand. `need`: the least that its unfinished samples fit on; `cap`: the most
+    that it has a use for (missing: any number)."""
     versions = sorted(v for v, n in demand.items() if n > 0)
     if instances <= len(versions):
         return {v: int(i < instances) for i, v in enumerate(versions)}
@@ -37,7 +42,7 @@ def plan_shares(
         shares = _largest_remainder(instances, {v: demand[v] for v in versions}, total)
     floors = {v: max(1, need.get(v, 0)) for v in versions}
     shares = {v: max(shares[v], floors[v]) for v in versions}
-    return _fit(shares, floors, instances)
+    return _capped(_fit(shares, floors, instances), floors, cap or {})
 
 
 def _half_up(numerator: int, denominator: int) -> int:
@@ -64,6 +69,15 @@ def _fit(shares: dict[Version, int], floors: dict[Version, int], instances: int)
             excess -= max(0, give)
     shares[newest_first[0]] += max(0, -excess)
     return shares
+
+
+def _capped(shares: dict[Version, int], floors: dict[Version, int], cap: dict[Version, int]) -> dict[Version, int]:
+    """What a version has no use for goes to the newest that has no cap, or to nobody."""
+    capped = {v: min(n, max(cap.get(v, n), floors[v])) for v, n in shares.items()}
+    uncapped = [v for v in shares if v not in cap]
+    if uncapped:
+        capped[max(uncapped)] += sum(shares.values()) - sum(capped.values())
+    return capped
 
 
 def plan_partition(seats: list[Seat], shares: dict[Version, int]) -> dict[InstanceId, Version]:

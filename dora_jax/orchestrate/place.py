@@ -6,6 +6,8 @@ admitted only when its first sample gets a slot at once: that moment is its vers
 
 from __future__ import annotations
 
+import math
+
 from dora_jax.orchestrate import admission
 from dora_jax.orchestrate import events as ev
 from dora_jax.orchestrate import fleet as fl
@@ -47,12 +49,13 @@ class _Fill:
         self.s = s
         self.starts: dict[tuple[InstanceId, Version], list[SampleId]] = {}
         self.left = PLACED_A_STEP
+        self._density: dict[Version, float] = {}  # samples a slot, once all that load a version have it
 
     def place_waiting(self, version: Version) -> bool:
         """Give slots to the waiting samples of a version; True when none waits any more."""
         s = self.s
         while (unit := s.queue.first(version)) is not None:
-            host = s.fleet.best(version, unit.tokens) if self.left > 0 else None
+            host = self._host(version, unit.tokens)
             if host is None:
                 return False
             if unit.state == fl.PARKED:
@@ -65,11 +68,33 @@ class _Fill:
             s.fleet.offer(host)
         return True
 
+    def _host(self, version: Version, tokens: int = 0) -> Host | None:
+        """Where the next sample goes; None: nowhere in this step."""
+        host = self.s.fleet.best(version, tokens) if self.left > 0 else None
+        return None if host is None or host.used >= self._fair(version, host) else host
+
+    def _fair(self, version: Version, host: Host) -> float:
+        """Samples that `host` may hold while others still load the version: they come one by one, and the first
+        would else take all the work."""
+        s = self.s
+        arriving = s.fleet.arriving.get(version)
+        if not arriving:
+            return host.slots
+        if version not in self._density:
+            credit = admission.credit(s.decisions, s.ledger, version, s.config.total_steps, s.budget)
+            samples = s.queue.unfinished.get(version, 0) + credit * s.config.group_size
+            self._density[version] = samples / (s.fleet.capacity[version] + arriving)
+        groups = math.ceil(self._density[version] * host.slots / s.config.group_size)
+        return groups * s.config.group_size
+
     def _start_siblings(self, unit: Unit | None, host: Host) -> None:
         """Start `unit` on `host` and as many waiting samples of its group as fit: they share the prompt's pages."""
         s, group, version = self.s, unit.group, unit.version
         ids = self.starts.setdefault((host.id, version), [])
+        limit = self._fair(version, host)
         while unit is not None and unit.group is group and unit.state == fl.PENDING and s.fleet.has_room(host):
+            if host.used >= limit:
+                break
             s.queue.pop(unit)
             s.fleet.reserve(unit, host, fl.STARTING)
             ids.append(unit.id)
@@ -83,7 +108,7 @@ class _Fill:
         if s.queue.first(version) is not None:
             return
         while admission.credit(s.decisions, s.ledger, version, s.config.total_steps, s.budget) > kept:
-            host = s.fleet.best(version) if self.left > 0 else None
+            host = self._host(version)
             if host is None or host.used >= share * host.slots:
                 return
             group_id = _next_group(s)

@@ -24,6 +24,7 @@ HOST_PLAIN = (
 UNIT_PLAIN = (
     "index", "version", "state", "tokens", "pages", "instance", "dst_pages", "failed_moves", "began_s", "moved_s",
 )  # fmt: skip
+FLEET_COUNTS = ("promised", "arriving", "capacity", "drains")
 FLEET_PLAIN = ("finished", "finished_tokens", "finished_s", "move_s")
 
 
@@ -129,8 +130,7 @@ def _save_fleet(fleet: Fleet) -> dict[str, Any]:
         "open": [[v, [list(entry) for entry in heap]] for v, heap in fleet.open.items()],
         "holders": [[v, list(ids)] for v, ids in fleet.holders.items()],
         "sources": [[v, list(ids)] for v, ids in fleet.sources.items()],
-        "promised": _pairs(fleet.promised),
-        "drains": _pairs(fleet.drains),
+        "counts": {name: _pairs(getattr(fleet, name)) for name in FLEET_COUNTS},
     }
 
 
@@ -148,4 +148,5 @@ def _load_fleet(fleet: Fleet, data: dict[str, Any]) -> None:
     fleet.open = {v: [(load, id) for load, id in heap] for v, heap in data["open"]}
     fleet.holders = {v: dict.fromkeys(ids) for v, ids in data["holders"]}
     fleet.sources = {v: list(ids) for v, ids in data["sources"]}
-    fleet.promised, fleet.drains = dict(data["promised"]), dict(data["drains"])
+    for name, rows in data["counts"].items():
+        setattr(fleet, name, dict(rows))
