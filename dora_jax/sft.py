@@ -41,6 +41,8 @@ def run(config: Config, workdir: Path, progress: Progress) -> Path:
     """Makes the folder `config.sft.out`; returns it."""
     began = time.monotonic()
     section, out = config.sft, Path(config.sft.out)
+    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+        raise ValueError(f"sft.out: {out} exists and is not an empty folder; a model is never written over another")
     progress.phase("sft", "making examples")
     pairs = examples(config, workdir)
     with tempfile.TemporaryDirectory() as scratch:

@@ -128,7 +128,7 @@ def pack(groups: Sequence[ScoredGroup], shape: Layout, objective: Objective, sco
     weights = objective.token_weights(mask, batch["segment_ids"], spread.segments(group_ids))
     returns = {} if estimate.returns is None else {"returns": spread.responses(estimate.returns, np.float32)}
     return TrainBatch(
-        **(batch | {"mask": mask}), **scored, **returns,
+        **(batch | {"mask": mask}), **{name: x for name, x in scored.items() if name != "grad_sq"}, **returns,
         advantages=spread.responses(estimate.advantages, np.float32) * mask,
         rewards=spread.responses(rewards, np.float32),
         loss_weights=np.asarray(weights, np.float32),

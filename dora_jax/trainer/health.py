@@ -74,8 +74,9 @@ def reduce(updates: Sequence[Mapping[str, Any]]) -> dict[str, float]:
     for name in ("kl_ref", "value_loss"):
         if name in first:
             metrics[f"trainer/{name}"] = mean(name)
-    if "lr_scale" in first:
-        metrics["trainer/lr_scale"] = float(np.mean([u["lr_scale"] for u in updates]))
+    for name in ("lr_scale", "value_grad_norm"):
+        if name in first:
+            metrics[f"trainer/{name}"] = float(np.mean([u[name] for u in updates]))
     return metrics | mismatch(first)
 
 

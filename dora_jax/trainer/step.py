@@ -23,6 +23,8 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from dora_jax.models import decoder, sharding
 from dora_jax.models.logits import LOGITS_BYTES, target_logprobs
 from dora_jax.trainer import correction, health, loss, objective, optim
+from dora_jax.trainer import score as scores
+from dora_jax.trainer.critic import Critic
 
 Arrays = Mapping[str, Any]  # TrainBatch.arrays()
 UNROLLED_LAYERS = 8  # up to here a Python loop: its backward saves a third over lax.scan on CPU and compiles as fast
@@ -30,7 +32,7 @@ UNROLLED_LAYERS = 8  # up to here a Python loop: its backward saves a third over
 
 class TrainState(NamedTuple):
     params: Any  # f32 masters, stacked layout
-    opt_state: Any
+    opt_state: Any  # {"policy": of the optax chain, "critic": CriticState where there is a value model}
     step: jax.Array  # i32[]: steps done = the version that these params are
 
 
@@ -44,11 +46,15 @@ class Model(NamedTuple):
     temperature: float
     vocab_limit: int | None
 
+    def hidden(self, params: Any, arrays: Arrays) -> jax.Array:
+        """[B, L, D] after the last norm, each segment on its own."""
+        attend = decoder.segment_attention(arrays["segment_ids"], arrays["positions"])
+        return decoder.forward(self.cfg, layers_of(self.cfg, params), arrays["tokens"], arrays["positions"], attend,
+                               dtype=self.dtype, remat=self.remat, constrain=sharding.constrain_rows(self.mesh))
+
     def logprobs(self, params: Any, arrays: Arrays, entropy_grad: bool = False) -> tuple[jax.Array, jax.Array]:
         """(log-prob of each target, entropy) f32[B, L], after temperature, padding ids masked as in the engine."""
-        attend = decoder.segment_attention(arrays["segment_ids"], arrays["positions"])
-        hidden = decoder.forward(self.cfg, layers_of(self.cfg, params), arrays["tokens"], arrays["positions"], attend, dtype=self.dtype,
-                                 remat=self.remat, constrain=sharding.constrain_rows(self.mesh))
+        hidden = self.hidden(params, arrays)
         return target_logprobs(self.cfg, params, hidden, arrays["targets"], vocab_limit=self.vocab_limit,
                                temperature=self.temperature, entropy_grad=entropy_grad,
                                max_bytes=LOGITS_BYTES * self.mesh.size)
@@ -63,24 +69,23 @@ class Trainer:
         """Copies `params` (stacked, any sharding); they stay the caller's."""
         self.section, self.mesh = section, mesh
         self._model = Model(model_cfg, mesh, jnp.dtype(dtype), section.remat, temperature, vocab_limit)
-        rate = optim.schedule(section.schedule, section.learning_rate, section.warmup_steps,
-                              total_steps * section.updates)
-        self._tx = optim.optimizer(rate, b1=section.b1, b2=section.b2, eps=section.eps,
-                                   weight_decay=section.weight_decay, max_grad_norm=section.max_grad_norm)
+        self._recipe = Recipe(self._model, section, total_steps)
         self._rows = sharding.batch_spec(mesh)
         self._replicated = NamedSharding(mesh, PartitionSpec())
-        specs = sharding.param_specs(model_cfg, mesh)
-        self.shardings = TrainState(
-            specs, optim.state_shardings(self._tx, decoder.abstract_params(model_cfg), specs, self._replicated),
-            self._replicated)
-        self._copy = jax.jit(lambda tree: jax.tree.map(lambda x: jnp.array(x, jnp.float32), tree), out_shardings=specs)
-        params = self._copy(jax.device_put(params, specs))  # the first step donates: never the caller's buffers
-        opt_state = jax.jit(self._tx.init, out_shardings=self.shardings.opt_state)(params)
+        self.shardings = self._recipe.shardings(mesh)
+        self._copy = jax.jit(lambda tree: jax.tree.map(lambda x: jnp.array(x, jnp.float32, copy=True), tree),
+                             out_shardings=self.shardings.params)
+        params = self._copy(jax.device_put(params, self.shardings.params))  # steps donate: never the caller's buffers
+        opt_state = jax.jit(self._recipe.init, out_shardings=self.shardings.opt_state)(params)
         self.state = TrainState(params, opt_state, jax.device_put(np.int32(step), self._replicated))
-        self._update = jax.jit(functools.partial(update, self._model, section, self._tx, rate, specs), donate_argnums=0,
+        self._reference = self._copy(params) if objective.needs_reference(section) else None
+        self._update = jax.jit(functools.partial(update, self._recipe), donate_argnums=0,
                                out_shardings=(self.shardings, self._replicated))
         self._compiled: dict[tuple[int, int], Any] = {}  # by shape of the batch, where `warmup` made it
-        self._logprobs = jax.jit(lambda params, arrays: self._model.logprobs(params, arrays)[0])
+        self._logprobs = jax.jit(functools.partial(by_micro_batch, lambda p, a: self._model.logprobs(p, a)[0],
+                                                   section.micro_batches))
+        self._values = jax.jit(functools.partial(by_micro_batch, self._recipe.critic.values, section.micro_batches))
+        self._grad_sq = jax.jit(functools.partial(scores.grad_norms_sq, self._model))
         self._health = health.Health(section.max_mismatch, dump_dir)
 
     @property
@@ -99,20 +104,36 @@ class Trainer:
 
     def load(self, params: Any, opt_state: Any, step: int) -> None:
         """Goes on from a restored state; takes ownership of the arrays."""
+        every = self.section.ref_refresh_steps
+        if self._reference is not None and every and step:
+            if step % every:
+                raise ValueError(f"cannot resume at step {step}: the reference of step {step - step % every} is not kept, so "
+                                 f"checkpoint.every must be a multiple of trainer.ref_refresh_steps={every}")
+            self._reference = self._copy(jax.device_put(params, self.shardings.params))
         self.state = TrainState(jax.device_put(params, self.shardings.params),
                                 jax.device_put(opt_state, self.shardings.opt_state),
                                 jax.device_put(np.int32(step), self._replicated))
 
     def logprobs(self, batch: Any) -> np.ndarray:
         """f32[B, L] of the batch's targets under the current weights; 0 outside the segments."""
-        out = np.asarray(self._logprobs(self.state.params, self._put(batch.arrays())))
-        return np.where(batch.segment_ids > 0, out, 0.0)
+        return _inside(batch, self._logprobs(self.state.params, self._put(batch.arrays())))
 
     def score(self, batch: Any) -> dict[str, np.ndarray]:
         """What a packed batch needs before its advantages: f32[B, L] by name; empty where the objective needs none."""
         if not objective.needs_scores(self.section):
             return {}
-        return {"old_logprobs": self.logprobs(batch)}
+        arrays = self._put(batch.arrays())
+        out = {"old_logprobs": _inside(batch, self._logprobs(self.state.params, arrays))}
+        if self._reference is not None:
+            out["ref_logprobs"] = _inside(batch, self._logprobs(self._reference, arrays))
+        if objective.needs_value(self.section):
+            out["values"] = _inside(batch, self._values(self.state.opt_state["critic"].params, arrays))
+        if self.section.advantage == "vcpo":
+            segments = scores.segments_of(batch)
+            rows = jax.device_put(scores.one_a_row(batch, segments), self._replicated)
+            norms = np.asarray(self._grad_sq(self.state.params, rows))
+            out["grad_sq"] = scores.spread(norms, segments, batch.tokens.shape)
+        return out
 
     def warmup(self, rows: int, tokens: int) -> None:
         """Compiles the step for batches of this shape; changes nothing."""
@@ -131,6 +152,9 @@ class Trainer:
             self.state, sums = run(self.state, self._put(part.arrays()), final)
             every.append(jax.device_get(sums))
             self._health.check(every[-1], part, int(self.state.step))
+        if self._reference is not None and self.section.ref_refresh_steps:
+            if int(self.state.step) % self.section.ref_refresh_steps == 0:
+                self._reference = self._copy(self.state.params)
         metrics = health.reduce(every)
         self._health.check_mismatch(metrics)
         return metrics
@@ -139,25 +163,50 @@ class Trainer:
         return {name: jax.device_put(x, self._rows) for name, x in arrays.items()}
 
 
-def update(model: Model, section: Any, tx: optax.GradientTransformation, rate: optax.Schedule, specs: Any,
-           state: TrainState, arrays: Arrays, final: jax.Array) -> tuple[TrainState, dict[str, jax.Array]]:
+class Recipe:
+    """The static part of an update: objective, optimizer, schedule, critic."""
+
+    def __init__(self, model: Model, section: Any, total_steps: int):
+        self.model, self.section = model, section
+        self.rate = optim.schedule(section.schedule, section.learning_rate, section.warmup_steps,
+                                   total_steps * section.updates)
+        self.tx = optim.optimizer(self.rate, b1=section.b1, b2=section.b2, eps=section.eps,
+                                  weight_decay=section.weight_decay, max_grad_norm=section.max_grad_norm)
+        self.critic = Critic(model, section)
+
+    def init(self, params: Any) -> dict[str, Any]:
+        state = {"policy": self.tx.init(params)}
+        return state | ({"critic": self.critic.init(params)} if objective.needs_value(self.section) else {})
+
+    def shardings(self, mesh: Mesh) -> TrainState:
+        specs, whole = sharding.param_specs(self.model.cfg, mesh), NamedSharding(mesh, PartitionSpec())
+        opt = {"policy": optim.state_shardings(self.tx, decoder.abstract_params(self.model.cfg), specs, whole)}
+        opt |= {"critic": self.critic.shardings(mesh)} if objective.needs_value(self.section) else {}
+        return TrainState(specs, opt, whole)
+
+
+def update(recipe: Recipe, state: TrainState, arrays: Arrays, final: jax.Array) -> tuple[TrainState, dict[str, jax.Array]]:
     """One optimizer update; donates the state. `final`: this update completes the step."""
-    grads, sums = accumulate(functools.partial(micro_loss, model, section), state.params, specs,
+    section, old = recipe.section, state.opt_state["policy"]
+    specs = sharding.param_specs(recipe.model.cfg, recipe.model.mesh)
+    grads, sums = accumulate(functools.partial(micro_loss, recipe.model, section), state.params, specs,
                              {**arrays, "lag": lag(state.step, arrays)}, section.micro_batches)
     sums["grad_norm"] = optax.tree.norm(grads)
-    sums["learning_rate"] = jnp.asarray(rate(optim.updates_done(state.opt_state)), jnp.float32)
+    sums["learning_rate"] = jnp.asarray(recipe.rate(optim.updates_done(old)), jnp.float32)
     ok = optim.all_finite(sums["loss"], sums["grad_norm"])
-    updates, opt_state = tx.update(grads, state.opt_state, state.params)
+    updates, new = recipe.tx.update(grads, old, state.params)
     if section.correction == "vcpo_lr":
         rho_base = section.correction_params.get("rho_base", 1.0)
-        sums["ess"], sums["rho"], scale = correction.effective_samples(sums["trajectories"], sums["w"], sums["w_sq"], rho_base)
-        updates = jax.tree.map(lambda u: u * scale, updates)
-        sums["lr_scale"] = scale
-    params = optax.apply_updates(state.params, updates)
-    keep = functools.partial(jax.tree.map, lambda new, old: jnp.where(ok, new, old))
+        _, _, sums["lr_scale"] = correction.effective_samples(sums["trajectories"], sums["w"], sums["w_sq"], rho_base)
+        updates = jax.tree.map(lambda u: u * sums["lr_scale"], updates)
+    keep = functools.partial(jax.tree.map, lambda a, b: jnp.where(ok, a, b))
     sums["skipped"] = 1.0 - ok.astype(jnp.float32)
+    opt_state = {**state.opt_state, "policy": keep(new, old)}
+    if "critic" in opt_state:
+        opt_state["critic"], more = recipe.critic.update(opt_state["critic"], arrays, accumulate)
+        sums |= more
     done = state.step + final.astype(jnp.int32)  # a skipped update still publishes: the same weights, a new version
-    return TrainState(keep(params, state.params), keep(opt_state, state.opt_state), done), sums
+    return TrainState(keep(optax.apply_updates(state.params, updates), state.params), opt_state, done), sums
 
 
 def accumulate(loss_fn: Any, params: Any, specs: Any, arrays: Arrays,
@@ -166,8 +215,7 @@ def accumulate(loss_fn: Any, params: Any, specs: Any, arrays: Arrays,
     grad_fn = jax.grad(loss_fn, has_aux=True)
     if micro_batches == 1:
         return grad_fn(params, arrays)
-    # row r is of micro-batch r % M: so each shard of the rows holds its part of every micro-batch
-    split = {name: x.reshape(-1, micro_batches, x.shape[1]) for name, x in arrays.items()}
+    split = split_rows(arrays, micro_batches)
     used = jnp.max(jnp.where((split["segment_ids"] > 0).any((0, 2)), jnp.arange(1, micro_batches + 1), 1))
 
     def body(i, carry):
@@ -179,6 +227,20 @@ def accumulate(loss_fn: Any, params: Any, specs: Any, arrays: Arrays,
     shapes = jax.eval_shape(lambda p, a: grad_fn(p, a)[1], params, {k: v[:, 0] for k, v in split.items()})
     zeros = jax.lax.with_sharding_constraint(jax.tree.map(jnp.zeros_like, params), specs)
     return jax.lax.fori_loop(0, used, body, (zeros, jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), shapes)))
+
+
+def split_rows(arrays: Arrays, micro_batches: int) -> dict[str, jax.Array]:
+    """[B, L] -> [B/M, M, L]: row r is of micro-batch r % M, so each shard of the rows holds its part of every one."""
+    return {name: x.reshape(-1, micro_batches, x.shape[1]) for name, x in arrays.items()}
+
+
+def by_micro_batch(fn: Any, micro_batches: int, params: Any, arrays: Arrays) -> jax.Array:
+    """fn(params, arrays) -> [B, L], one micro-batch at a time."""
+    if micro_batches == 1:
+        return fn(params, arrays)
+    parts = {name: jnp.moveaxis(x, 1, 0) for name, x in split_rows(arrays, micro_batches).items()}
+    out_MxBxL = jax.lax.map(lambda part: fn(params, part), parts)
+    return jnp.moveaxis(out_MxBxL, 0, 1).reshape(-1, out_MxBxL.shape[-1])
 
 
 def micro_loss(model: Model, section: Any, params: Any, arrays: Arrays) -> tuple[jax.Array, dict[str, jax.Array]]:
@@ -217,3 +279,7 @@ def layers_of(cfg: decoder.ModelConfig, params: Any) -> Any:
 def lag(step: jax.Array, arrays: Arrays) -> jax.Array:
     """i32[B, L]: versions between the weights that this step starts from and the ones that sampled the token."""
     return step - arrays["version"]
+
+
+def _inside(batch: Any, packed: jax.Array) -> np.ndarray:
+    return np.where(batch.segment_ids > 0, np.asarray(packed), 0.0)

@@ -1,0 +1,56 @@
+"""Stage 5, train: what the models say of a packed batch before its advantages exist. One jitted call each.
+
+Consumes a TrainBatch whose tokens stand; produces f32[B, L] arrays by name (old_logprobs, ref_logprobs, values,
+grad_sq), those that the objective needs. Law: all of it is of the weights at the start of the step.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+GRADIENTS_AT_ONCE = 4  # whole gradients alive while the exact norm of each trajectory's is taken
+
+
+def segments_of(batch: Any) -> list[tuple[int, int, int]]:
+    """(row, start, stop) of every trajectory of a packed batch, row by row."""
+    found = []
+    for row, ids in enumerate(batch.segment_ids):
+        for segment in range(1, int(ids.max()) + 1):
+            at = np.flatnonzero(ids == segment)
+            found.append((row, int(at[0]), int(at[-1]) + 1))
+    return found
+
+
+def one_a_row(batch: Any, segments: list[tuple[int, int, int]]) -> dict[str, np.ndarray]:
+    """Each trajectory from column 0 of a row of its own, [n, L]."""
+    names = ("tokens", "targets", "positions", "mask", "segment_ids")
+    out = {name: np.zeros((len(segments), batch.tokens.shape[1]), getattr(batch, name).dtype) for name in names}
+    for i, (row, start, stop) in enumerate(segments):
+        for name in names:
+            out[name][i, :stop - start] = getattr(batch, name)[row, start:stop]
+    return out
+
+
+def grad_norms_sq(model: Any, params: Any, rows: dict[str, jax.Array]) -> jax.Array:
+    """f32[n]: |grad sum_t m log pi|^2 of each row's trajectory, exact, GRADIENTS_AT_ONCE gradients at a time."""
+
+    def one(row: dict[str, jax.Array]) -> jax.Array:
+        def log_prob(params: Any) -> jax.Array:
+            logprobs, _ = model.logprobs(params, {name: x[None] for name, x in row.items()})
+            return jnp.sum(jnp.where(row["mask"], logprobs[0], 0.0))
+
+        return sum(jnp.sum(jnp.square(g)) for g in jax.tree.leaves(jax.grad(log_prob)(params)))
+
+    return jax.lax.map(one, rows, batch_size=GRADIENTS_AT_ONCE)
+
+
+def spread(values: np.ndarray, segments: list[tuple[int, int, int]], shape: tuple[int, int]) -> np.ndarray:
+    """[n] -> [B, L], each value over its trajectory."""
+    out = np.zeros(shape, np.float32)
+    for value, (row, start, stop) in zip(values, segments, strict=True):
+        out[row, start:stop] = value
+    return out
