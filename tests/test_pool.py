@@ -1,4 +1,4 @@
-"""The reward workers: scores come back, and raising, hanging, dying and lying rewards fail their group, never score 0."""
+"""The reward workers: scores come back; raising, hanging, dying and lying rewards fail their group, never score 0."""
 
 import os
 import signal
@@ -97,8 +97,8 @@ def group(*responses, answer="4", group_id=0, finish="stop"):
     prompt = Prompt(group_id=group_id, task="t", uid="u", text="2+2=", token_ids=np.zeros(1, np.int32), answer=answer,
                     max_new_tokens=9)
     samples = tuple(
-        Sample(id=SampleId(group_id, i), prompt_ids=prompt.token_ids, out_ids=np.array([ord(c) for c in text], np.int32),
-               logprobs=np.zeros(len(text), np.float32), mask=np.ones(len(text), bool),
+        Sample(id=SampleId(group_id, i), prompt_ids=prompt.token_ids,
+               out_ids=np.array([ord(c) for c in text], np.int32), logprobs=np.zeros(len(text), np.float32), mask=np.ones(len(text), bool),
                spans=(Span(version=3, start=0, stop=len(text)),), finish=finish)
         for i, text in enumerate(responses))
     return prompt, samples
@@ -258,7 +258,8 @@ def test_a_reward_that_cannot_be_loaded_is_a_config_error_for_every_caller(opene
 def test_a_reward_whose_import_kills_the_worker_fails_the_run_with_its_words(opened, folder):
     (folder / "deadly.py").write_text("import os, sys\nprint('licence expired', flush=True)\nos._exit(9)\n")
     pool = opened("deadly.reward")
-    with pytest.raises(RuntimeError, match="failed 3 times to load deadly.reward; .*code 9; it last printed: licence expired"):
+    told = "failed 3 times to load deadly.reward; .*code 9; it last printed: licence expired"
+    with pytest.raises(RuntimeError, match=told):
         pool.wait_ready()
 
 
@@ -267,7 +268,8 @@ def test_a_reward_whose_import_kills_the_worker_fails_the_run_with_its_words(ope
 
 def test_workers_start_without_jax_models_or_numpy(opened):
     pool = opened("modules", EXACT)
-    names = "jax jaxlib flax numpy dora_jax.models dora_jax.config tokenizers reasoning_gym math_verify sympy multiprocessing"
+    names = ("jax jaxlib flax numpy dora_jax.models dora_jax.config tokenizers reasoning_gym math_verify sympy "
+             "multiprocessing")
     result = scored(pool, names)
     assert {name for name in names.split() if result.parts[name][0]} == set()
 

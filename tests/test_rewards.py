@@ -30,7 +30,8 @@ def test_exact_ignores_only_white_space_at_the_ends():
 
 
 @pytest.mark.parametrize("response, answer", [
-    ("42", "42"), ("the answer is 42.", "42"), ("7 and then 42", "42"), ("1,234,567", "1234567"), ("$1,234.50", "1234.5"),
+    ("42", "42"), ("the answer is 42.", "42"), ("7 and then 42", "42"), ("1,234,567", "1234567"),
+    ("$1,234.50", "1234.5"),
     ("-5", "-5"), ("x = -5", -5), ("\N{MINUS SIGN}5", "-5"), ("7-5", "5"), ("(3)-5", "5"), ("7 - 5", "5"), ("+3", 3),
     ("1/2", "0.5"), ("3 / 4", "0.75"), ("\\frac{1}{2}", "0.5"), ("-\\dfrac{1}{2}", "-1/2"), ("0.333333333", "1/3"),
     ("50%", "0.5"), ("50 %", "50"), ("0.5", "50%"), ("50\\%", "50%"), (".5", "0.5"), ("1e3", "1000"), ("2.5e-1", "1/4"),
@@ -42,7 +43,8 @@ def test_numeric_reads_numbers_as_people_write_them(response, answer):
 
 @pytest.mark.parametrize("response, answer", [
     ("", "42"), ("none", "42"), ("42 or 43", "42"), ("5", "-5"), ("0.33", "1/3"), ("50%", "0.5%"), ("1/0", "0"),
-    ("H2", "2"), ("1e99999999", "1"), ("9" * 5000, "9"), ("1" + ",111" * 30_000 + ",", "1"), ("inf", "1"), ("1.000002", "1"),
+    ("H2", "2"), ("1e99999999", "1"), ("9" * 5000, "9"), ("1" + ",111" * 30_000 + ",", "1"), ("inf", "1"),
+    ("1.000002", "1"),
 ])
 def test_numeric_gives_nothing_for_the_rest_and_never_raises_on_a_response(response, answer):
     began_s = time.perf_counter()
@@ -106,7 +108,8 @@ def test_other_rewards_see_the_plain_answer_of_an_item():
 
 
 @pytest.mark.parametrize("response, answer, expected", [
-    ("0.5", "1/2", 1.0), ("$\\frac{1}{2}$", "0.5", 1.0), ("so \\boxed{(1,2)}", "(1,2)", 1.0), ("$x^2+2x+1$", "(x+1)^2", 1.0),
+    ("0.5", "1/2", 1.0), ("$\\frac{1}{2}$", "0.5", 1.0), ("so \\boxed{(1,2)}", "(1,2)", 1.0),
+    ("$x^2+2x+1$", "(x+1)^2", 1.0),
     ("$\\sqrt{8}$", "2\\sqrt{2}", 1.0), ("7", "8", 0.0), ("no idea", "8", 0.0), ("", "8", 0.0), ("$)(($", "x", 0.0),
 ])
 def test_math_verify_compares_mathematics(response, answer, expected):
@@ -137,7 +140,8 @@ def test_each_way_a_path_can_be_wrong_is_named(tmp_path, monkeypatch):
         "task.rewards: dora_jax.tasks.rewards.exat: dora_jax.tasks.rewards has no exat; the nearest is exact")
     assert refused("math.pi") == "task.rewards: math.pi is a float, not a callable"
     assert refused("my_broken.f") == "task.rewards: my_broken.f: importing my_broken raised RuntimeError: boom"
-    assert refused("my_needs.f") == "task.rewards: my_needs.f: my_needs imports not_installed_anywhere, which is not there"
+    assert refused("my_needs.f") == (
+        "task.rewards: my_needs.f: my_needs imports not_installed_anywhere, which is not there")
     assert "names one reward twice" in refused("math.sqrt", "math.sqrt")
 
 

@@ -21,7 +21,8 @@ def folder(tmp_path):
 
 def write(path, rows):
     """Rows that are text are written as they are."""
-    path.write_text("".join((row if isinstance(row, str) else json.dumps(row)) + "\n" for row in rows), encoding="utf-8")
+    lines = [row if isinstance(row, str) else json.dumps(row) for row in rows]
+    path.write_text("\n".join(lines) + "\n", encoding="utf-8")
     return str(path)
 
 
@@ -61,7 +62,8 @@ def test_above_the_limit_the_run_stops_and_says_where_the_rows_are(folder):
     for i in range(6):
         rows[i * 7] = "nonsense"
     path = write(folder / "rows.jsonl", rows)
-    with pytest.raises(ValueError, match=r"6 of 500 rows of .*rows.jsonl are bad; the first: line 1: .*max_bad_rows_share") as error:
+    told = r"6 of 500 rows of .*rows.jsonl are bad; the first: line 1: .*max_bad_rows_share"
+    with pytest.raises(ValueError, match=told) as error:
         opened(path, folder)
     assert str(folder / "run" / "quarantine.jsonl") in str(error.value)
     assert len((folder / "run" / "quarantine.jsonl").read_text().splitlines()) == 6
@@ -97,7 +99,8 @@ def test_each_kind_of_bad_row_is_named(folder, row, reason):
 
 def test_bytes_that_are_no_utf8_are_a_bad_row(folder):
     path = folder / "rows.jsonl"
-    path.write_bytes(b'\xef\xbb\xbf{"prompt": "a", "answer": 1}\n{"prompt": "b\xff", "answer": 1}\n\n{"prompt": "c", "answer": 1}\n')
+    path.write_bytes(b'\xef\xbb\xbf{"prompt": "a", "answer": 1}\n{"prompt": "b\xff", "answer": 1}\n'
+                     b'\n{"prompt": "c", "answer": 1}\n')
     opened(path, folder, heldout=1, max_bad_rows_share=0.5)
     assert json.loads((folder / "run" / "quarantine.jsonl").read_text())["line"] == 2
 
@@ -214,6 +217,7 @@ def test_the_warm_start_reads_completions_and_leaves_the_main_task_s_heldout_alo
 def test_rows_cannot_be_scored_by_a_dataset(folder):
     with pytest.raises(ConfigError, match="scores reasoning-gym datasets"):
         opened(write(folder / "rows.jsonl", sums(50)), folder, rewards=(tasks.GYM_REWARD,))
+    opened(folder / "rows.jsonl", folder, rewards=(tasks.GYM_REWARD,), supervised=True)  # nothing is scored there
 
 
 def test_a_row_over_the_limit_raises(folder):

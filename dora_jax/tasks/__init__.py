@@ -48,7 +48,7 @@ def open_task(section: TaskSection, tokenizer: Tokenizer, *, seed: int, max_prom
     elif section.name == "rows":
         from dora_jax.tasks.rows import RowsSource
 
-        if GYM_REWARD in section.rewards:
+        if GYM_REWARD in section.rewards and not supervised:
             raise ConfigError(f"task.rewards: {GYM_REWARD} scores reasoning-gym datasets, not rows of your own")
         source = RowsSource(section, wording, heldout=heldout, exclude=exclude, supervised=supervised,
                             quarantine_path=Path(quarantine_path))

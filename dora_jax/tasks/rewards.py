@@ -1,14 +1,14 @@
 """Stage 3, the shipped rewards, and how an import path becomes a callable. Runs in the reward workers.
 
 A reward is any callable `(prompt, response, answer) -> float | {name: float}`, named by import path in task.rewards;
-the working directory is on sys.path. Your own in my_rewards.py, chosen by --config.task.rewards="('my_rewards.short',)":
+the working directory is on sys.path. Yours in my_rewards.py, with --config.task.rewards="('my_rewards.short',)":
 
     def short(prompt: str, response: str, answer) -> float:
         return 1.0 if str(answer) in response and len(response) < 80 else 0.0
 
-Laws: what a policy wrote never makes a reward raise, it scores 0.0; an answer that a reward cannot use, or a value that
-is no finite number, is an error and never a score. With task.answer_pattern rewards see its first group in the response,
-and "" where it does not match.
+Laws: what a policy wrote never makes a reward raise, it scores 0.0; an answer that a reward cannot use, or a value
+that is no finite number, is an error and never a score. With task.answer_pattern rewards see the first group of its
+first match in the response, and "" where it does not match.
 Optional attributes of a reward: `prepare`, called once when its worker starts; `takes_item = True`, where it wants the
 reasoning-gym item and not the plain answer.
 """
