@@ -165,10 +165,10 @@ def test_unknown_names_are_refused_with_the_known_ones():
 
 
 def test_clipped_counts_what_the_clip_silences():
-    r = np.array([[1.5, 0.5, 1.5, 0.5, 1.0]], np.float32)
-    adv = np.array([[1.0, 1.0, -1.0, -1.0, 1.0]], np.float32)
+    r = np.array([[1.5, 0.5, 1.5, 0.5, 1.0, 0.5]], np.float32)
+    adv = np.array([[1.0, 1.0, -1.0, -1.0, 1.0, 0.0]], np.float32)
     got = loss.clipped("ppo", np.log(r), np.zeros_like(r), adv, {"eps_lo": 0.2, "eps_hi": 0.2})
-    assert np.asarray(got).tolist() == [[True, False, False, True, False]]
+    assert np.asarray(got).tolist() == [[True, False, False, True, False, False]]
 
 
 # ---------------------------------------------------------------- KL, value
