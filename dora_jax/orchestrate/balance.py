@@ -102,7 +102,8 @@ def _preempt(s: State) -> None:
 
 
 def _park(s: State, host: Host, units: list[Unit]) -> None:
-    running = [u for u in units if u.state == fl.RUNNING]
+    """Put running samples aside, the longest first: that is the order in which they go on."""
+    running = sorted((u for u in units if u.state == fl.RUNNING), key=lambda u: (-u.tokens, u.group.id, u.index))
     if running:
         for unit in running:
             unit.state = fl.PARKING

@@ -10,7 +10,7 @@ import heapq
 
 from dora_jax.types import GroupId, InstanceId, SampleId, Version
 
-# Samples that must have ended before their mean length replaces the bound in reservations.
+# Samples that must have ended before their mean length replaces the guess in reservations.
 LENGTHS_KNOWN = 32
 # Instances that are asked for a version's weights before the store is.
 PEER_LOOKS = 4
@@ -95,6 +95,11 @@ class Host:
         return self.used / (self.slots * self.speed)
 
     @property
+    def weight(self) -> int:
+        """Its part of the work: slots by speed, in sixteenths, so that sums stay exact."""
+        return max(1, round(16 * self.slots * self.speed))
+
+    @property
     def serving(self) -> Version | None:
         """The version that it was given last."""
         if self.loading is not None:
@@ -103,15 +108,16 @@ class Host:
 
 
 class Fleet:
-    def __init__(self, prompt_tokens: int, new_tokens: int):
+    def __init__(self, prompt_tokens: int, new_tokens: int, expected_tokens: int):
         self.prompt_tokens = prompt_tokens  # bound of a prompt
         self.new_tokens = new_tokens  # bound of a response
+        self.guessed_tokens = expected_tokens or new_tokens  # of a response, until lengths are known
         self.hosts: dict[InstanceId, Host] = {}
         self.open: dict[Version, list[tuple[float, InstanceId]]] = {}  # heaps; entries may be stale
         self.holders: dict[Version, dict[InstanceId, None]] = {}  # instances that serve or load a version
-        self.promised: dict[Version, int] = {}  # slots of hosts that load a version or make room for it
-        self.arriving: dict[Version, int] = {}  # slots of hosts that load a version
-        self.capacity: dict[Version, int] = {}  # slots of hosts that hold a version
+        self.promised: dict[Version, int] = {}  # weight of hosts that load a version or make room for it
+        self.arriving: dict[Version, int] = {}  # weight of hosts that load a version
+        self.capacity: dict[Version, int] = {}  # weight of hosts that hold a version
         self.drains: dict[Version, int] = {}  # hosts on which a version drains
         self.sources: dict[Version, list[InstanceId]] = {}  # instances that loaded a version; some may have dropped it
         self.finished = 0
@@ -142,10 +148,9 @@ class Fleet:
     # ------------------------------------------------------------------ pages
 
     def expected_tokens(self, tokens: int = 0) -> int:
-        """Response tokens to reserve for a sample that has `tokens`: the bound until lengths are known."""
-        if self.finished < LENGTHS_KNOWN:
-            return self.new_tokens
-        return min(self.new_tokens, int(max(1.5 * self.mean_tokens, 1.25 * tokens)) + 1)
+        """Response tokens to reserve for a sample that has `tokens`."""
+        known = 1.5 * self.mean_tokens if self.finished >= LENGTHS_KNOWN else self.guessed_tokens
+        return min(self.new_tokens, int(max(known, 1.25 * tokens)) + 1)
 
     def page_need(self, host: Host, tokens: int = 0) -> int:
         return -(-(self.prompt_tokens + self.expected_tokens(tokens)) // host.page_size)
@@ -252,12 +257,12 @@ class Fleet:
         host.loading = version
         self.holders.setdefault(version, {})[host.id] = None
         self._promise(host, version, 1)
-        _add(self.arriving, version, host.slots)
+        _add(self.arriving, version, host.weight)
 
     def end_load(self, host: Host) -> None:
         version, host.loading = host.loading, None
         self._promise(host, version, -1)
-        _add(self.arriving, version, -host.slots)
+        _add(self.arriving, version, -host.weight)
         self._keep(host, version)
         self.offer(host)
 
@@ -290,12 +295,12 @@ class Fleet:
 
     def _keep(self, host: Host, version: Version) -> None:
         host.versions.append(version)
-        _add(self.capacity, version, host.slots)
+        _add(self.capacity, version, host.weight)
         self.sources.setdefault(version, []).append(host.id)
 
     def _drop(self, host: Host, version: Version) -> None:
         host.versions.remove(version)
-        _add(self.capacity, version, -host.slots)
+        _add(self.capacity, version, -host.weight)
         self._unhold(host, version)
 
     def _unhold(self, host: Host, version: Version) -> None:
@@ -320,7 +325,7 @@ class Fleet:
         self.set_target(host, None)
         if host.loading is not None:
             self._promise(host, host.loading, -1)
-            _add(self.arriving, host.loading, -host.slots)
+            _add(self.arriving, host.loading, -host.weight)
             self._unhold(host, host.loading)
         for version in list(host.versions):
             self._drop(host, version)

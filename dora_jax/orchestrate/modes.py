@@ -51,6 +51,7 @@ class OrchestratorConfig:
     max_filtered_rounds: int = 10  # filtered groups in a row, in units of P, that stop the run
     max_prompt_tokens: int = 128
     max_new_tokens: int = 128
+    expected_new_tokens: int = 0  # to reserve pages for until lengths are known; 0: max_new_tokens
     eval_every: int = 0  # versions; 0: only version 0 and the last
     eval_groups: int = 0  # 0: no evaluation
     eval_samples: int = 1
@@ -142,7 +143,8 @@ class OrchestratorConfig:
         found = [] if self.mode in MODES else [f"mode {self.mode!r} is none of {', '.join(MODES)}"]
         positive = ("groups_per_step", "group_size", "max_versions", "max_new_tokens", "max_filtered_rounds",
                     "eval_samples", "rebalance_period_s")  # fmt: skip
-        not_negative = ("total_steps", "eval_groups", "eval_every", "max_prompt_tokens", "inflight")
+        not_negative = ("total_steps", "eval_groups", "eval_every", "max_prompt_tokens", "inflight",
+                        "expected_new_tokens")  # fmt: skip
         found += [f"{n} is {getattr(self, n)}: it must be positive" for n in positive if getattr(self, n) <= 0]
         found += [f"{n} is {getattr(self, n)}: it must not be negative" for n in not_negative if getattr(self, n) < 0]
         found += [f"task_ratios names {task!r}, which task_cycle does not" for task, _ in self.task_ratios

@@ -31,8 +31,9 @@ def fill_woken(s: State) -> None:
         if version < meant and _may_refill(s, version):
             kept = s.fleet.promised.get(meant, 0) // s.config.group_size
             fill.admit(version, kept=kept, share=s.config.older_slots)
-    for (instance, version), ids in fill.starts.items():
-        s.out.append(ev.Start(ids=tuple(ids), instance=instance, version=version))
+    for command, by_place in ((ev.Resume, fill.resumes), (ev.Start, fill.starts)):
+        for (instance, version), ids in by_place.items():
+            s.out.append(command(ids=tuple(ids), instance=instance, version=version))
     if fill.left > 0:
         s.woken.clear()
 
@@ -43,13 +44,14 @@ def _may_refill(s: State, version: Version) -> bool:
 
 
 class _Fill:
-    """The starts of one step of the brain; `left` may still be placed in it."""
+    """The starts and resumes of one step of the brain; `left` may still be placed in it."""
 
     def __init__(self, s: State):
         self.s = s
         self.starts: dict[tuple[InstanceId, Version], list[SampleId]] = {}
+        self.resumes: dict[tuple[InstanceId, Version], list[SampleId]] = {}
         self.left = PLACED_A_STEP
-        self._density: dict[Version, float] = {}  # samples a slot, once all that load a version have it
+        self._density: dict[Version, float] = {}  # samples a unit of weight, once all that load a version have it
 
     def place_waiting(self, version: Version) -> bool:
         """Give slots to the waiting samples of a version; True when none waits any more."""
@@ -61,7 +63,7 @@ class _Fill:
             if unit.state == fl.PARKED:
                 s.queue.pop(unit)
                 s.fleet.reserve(unit, host, fl.RESUMING)
-                s.out.append(ev.Resume(ids=(unit.id,), instance=host.id, version=version))
+                self.resumes.setdefault((host.id, version), []).append(unit.id)
                 self.left -= 1
             else:
                 self._start_siblings(unit, host)
@@ -84,7 +86,7 @@ class _Fill:
             credit = admission.credit(s.decisions, s.ledger, version, s.config.total_steps, s.budget)
             samples = s.queue.unfinished.get(version, 0) + credit * s.config.group_size
             self._density[version] = samples / (s.fleet.capacity[version] + arriving)
-        groups = math.ceil(self._density[version] * host.slots / s.config.group_size)
+        groups = math.ceil(self._density[version] * host.weight / s.config.group_size)
         return groups * s.config.group_size
 
     def _start_siblings(self, unit: Unit | None, host: Host) -> None:

@@ -23,7 +23,7 @@ class State:
         self.decisions = config.decisions
         d = self.decisions
         self.ledger = Ledger(config.groups_per_step, d.max_lag, start_version, capped=d.capped)
-        self.fleet = Fleet(config.max_prompt_tokens, config.max_new_tokens)
+        self.fleet = Fleet(config.max_prompt_tokens, config.max_new_tokens, config.expected_new_tokens)
         self.queue = Queue()
         self.groups: dict[GroupId, Group] = {}  # admitted and not scored
         # task -> its lowest group id never issued

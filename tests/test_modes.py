@@ -1,0 +1,171 @@
+"""What each mode decides, which evaluations are due, and which configurations are refused with a sentence."""
+
+import dataclasses
+
+import pytest
+
+from dora_jax.orchestrate.core import Orchestrator
+from dora_jax.orchestrate.events import Halt, InstanceUp
+from dora_jax.orchestrate.modes import MODES, OrchestratorConfig
+from orchestrator_world import Shape, World
+
+BASE = OrchestratorConfig(groups_per_step=4, group_size=2, total_steps=6, max_versions=3)
+
+
+def config(**changes) -> OrchestratorConfig:
+    return dataclasses.replace(BASE, **changes)
+
+
+@pytest.mark.parametrize(
+    ("mode", "max_lag", "capped", "target"),
+    [
+        ("sync", 0, True, 4),
+        ("one_step", 1, True, 4),
+        ("partial", None, False, 5),
+        ("evict", 2, False, 5),
+        ("dora_paper", 2, True, 5),
+        ("dora", 2, True, 5),
+    ],
+)
+def test_a_mode_is_a_row_of_decisions(mode, max_lag, capped, target):
+    decisions = config(mode=mode).decisions
+    assert (decisions.max_lag, decisions.capped, decisions.target_groups) == (max_lag, capped, target)
+
+
+def run(mode, **changes) -> World:
+    shape = Shape(instances=((8, 1.0, 1), (8, 1.0, 1)), train_s=1.5, seed=3)
+    world = World(config(mode=mode, inflight=2.0, **changes), shape).run()
+    world.audit()
+    return world
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_every_mode_trains_the_same_number_of_groups(mode):
+    world = run(mode)
+    assert sum(world.lags().values()) == 24
+
+
+def test_the_checks_see_what_each_mode_gives_up():
+    assert not run("dora").mixed() and not run("dora").broken() and max(run("dora").lags()) <= 2
+    partial = run("partial")
+    assert partial.mixed()  # C1
+    evict = run("evict", max_versions=1)
+    assert evict.broken() and not evict.mixed() and max(evict.lags()) == 0  # C2
+
+
+def test_the_lag_of_partial_is_unbounded():
+    """C3: without a bound the oldest span grows with the work in flight."""
+    shape = Shape(instances=((8, 1.0, 1), (8, 1.0, 1)), train_s=0.1, seed=3)
+    world = World(config(mode="partial", inflight=5.0, total_steps=12), shape).run()
+    assert max(world.lags()) > world.config.max_lag
+
+
+def test_one_step_trains_each_batch_on_the_version_before():
+    assert run("one_step").lags() == {0: 4, 1: 20}
+
+
+def test_sync_is_dora_with_one_version():
+    same = [run(mode, max_versions=1).trained for mode in ("sync", "dora")]
+    assert same[0] == same[1]
+
+
+def test_young_groups_are_preferred():
+    """At equal K and load, streaming admission into the newest version ages the data less than refilling old ones."""
+    shape = Shape(instances=((4, 1.0, 1),) * 6, train_s=0.5, seed=1)
+    def mean_lag(margin):
+        lags = World(config(inflight=2.0, total_steps=12, refill_margin=margin), shape).run().lags()
+        return sum(lag * n for lag, n in lags.items()) / sum(lags.values())
+    assert mean_lag(margin=1) <= mean_lag(margin=0)
+
+
+# ---------------------------------------------------------------- evaluation
+
+
+def test_evaluations_due():
+    some = config(eval_groups=2, eval_every=4, total_steps=6)
+    assert [v for v in range(7) if some.evaluation_due(v)] == [0, 4, 6]
+    assert [some.evaluation_ids(v) for v in (0, 4, 6)] == [(-1, -2), (-3, -4), (-5, -6)]
+    ends = config(eval_groups=2)
+    assert [v for v in range(7) if ends.evaluation_due(v)] == [0, 6]
+    assert [ends.evaluation_ids(v) for v in (0, 6)] == [(-1, -2), (-3, -4)]
+    assert not config().evaluation_due(0)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_every_evaluation_due_is_done_at_its_version(mode):
+    world = run(mode, eval_groups=3, eval_every=2, eval_samples=2)
+    assert {v: sorted(ids) for v, ids in world.evaluated.items()} == {
+        0: [-3, -2, -1], 2: [-6, -5, -4], 4: [-9, -8, -7], 6: [-12, -11, -10],
+    }  # fmt: skip
+
+
+def test_the_version_of_a_checkpoint_alone_can_be_evaluated():
+    world = World(config(total_steps=5, eval_groups=3), Shape(), start_version=5).run()
+    assert world.evaluated == {5: [-4, -5, -6]} or sorted(world.evaluated[5]) == [-6, -5, -4]
+    assert not world.trained
+
+
+def test_nothing_to_do_ends_at_once():
+    assert World(config(total_steps=5), Shape(), start_version=5).run().stop.ok
+
+
+# ---------------------------------------------------------------- refusals
+
+
+@pytest.mark.parametrize(
+    ("changes", "sentence"),
+    [
+        ({"mode": "dore"}, "mode 'dore' is none of sync, one_step, partial, evict, dora_paper, dora"),
+        ({"groups_per_step": 0}, "groups_per_step is 0: it must be positive"),
+        ({"total_steps": -1}, "total_steps is -1: it must not be negative"),
+        ({"rebalance_period_s": 0.0}, "rebalance_period_s is 0.0: it must be positive"),
+        ({"inflight": 0.2}, "less than one group of 2"),
+        ({"inflight": 0.75}, "keeps at most 3 groups outstanding: a step takes 4 and would never start"),
+        ({"task_ratios": (("sums", 2.0),)}, "task_ratios names 'sums', which task_cycle does not"),
+        (
+            {"task_cycle": ("a", "b"), "task_ratios": (("a", 0.1), ("b", 0.1))},
+            "keeps at most 2 groups outstanding",
+        ),
+    ],
+)
+def test_a_configuration_that_cannot_progress_is_refused(changes, sentence):
+    problems = config(**changes).problems()
+    assert len(problems) == 1 and sentence in problems[0]
+    with pytest.raises(ValueError, match="could never progress"):
+        Orchestrator(config(**changes))
+
+
+def test_instances_that_cannot_serve_are_refused():
+    small = InstanceUp(instance=3, slots=4, pages=10, page_size=16)
+    assert config().problems() == [] and config().problems([dataclasses.replace(small, pages=16)]) == []
+    assert config().problems([]) == ["there is no rollout instance"]
+    (problem,) = config().problems([small])
+    assert problem == (
+        "instance 3 cannot serve this run: its 10 pages of 16 tokens hold 160 tokens, but one sample may need 256 "
+        "(max_prompt_tokens 128 + max_new_tokens 128)"
+    )
+    (halt,) = Orchestrator(config()).step(small)
+    assert isinstance(halt, Halt) and not halt.ok and halt.reason == problem
+
+
+def test_sync_needs_no_load_factor():
+    assert config(mode="sync", inflight=0.5).problems() == []
+
+
+# ---------------------------------------------------------------- tasks
+
+
+def test_tasks_have_limits_of_their_own():
+    mixed = config(task_cycle=("a", "b", "a", "c"), task_ratios=(("b", 3.0),), inflight=1.0, groups_per_step=8)
+    assert mixed.task_limits == {"a": 4, "b": 6, "c": 2}
+    assert mixed.decisions.target_groups == 12
+    assert [mixed.task(g) for g in range(5)] == ["a", "b", "a", "c", "a"]
+    world = World(mixed, Shape(instances=((40, 1.0, 1),)))
+    most = {}
+
+    def watch(world, event, commands):
+        for task, n in world.brain.state.task_open.items():
+            most[task] = max(n, most.get(task, 0))
+
+    world.run(after=watch).audit()
+    assert most == {"a": 4, "b": 6, "c": 2}

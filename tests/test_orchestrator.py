@@ -1,0 +1,223 @@
+"""The orchestrator as its body meets it: races, losses, what it imports, what it says."""
+
+import gc
+import subprocess
+import sys
+
+import pytest
+
+from dora_jax.orchestrate import events as ev
+from dora_jax.orchestrate.core import Orchestrator
+from dora_jax.orchestrate.modes import OrchestratorConfig
+from dora_jax.orchestrate.view import describe
+from dora_jax.types import SampleId
+from orchestrator_world import Shape, World
+
+
+def make(**changes) -> Orchestrator:
+    base = dict(groups_per_step=2, group_size=2, total_steps=4, max_prompt_tokens=16, max_new_tokens=48)
+    return Orchestrator(OrchestratorConfig(**{**base, **changes}))
+
+
+def up(instance=0, slots=8, **kwargs) -> ev.InstanceUp:
+    return ev.InstanceUp(instance=instance, slots=slots, pages=64, page_size=16, **kwargs)
+
+
+def ready(brain: Orchestrator, *instances: int) -> tuple:
+    """Instances 0.. up and loaded with version 0; returns the last answer."""
+    out = ()
+    for i in instances or (0,):
+        brain.step(up(i))
+    for i in instances or (0,):
+        out = brain.step(ev.WeightsLoaded(instance=i, version=0))
+    return out
+
+
+def begin(brain: Orchestrator, *ids: SampleId) -> None:
+    for id in ids:
+        unit = brain.state.unit(id)
+        brain.step(ev.SampleStarted(id=id, instance=unit.instance, version=unit.version))
+
+
+A, B = SampleId(0, 0), SampleId(0, 1)
+
+
+def test_imports_the_standard_library_and_types_only():
+    code = (
+        "import sys; import dora_jax.orchestrate.core; "
+        "bad = {m.split('.')[0] for m in sys.modules} & {'jax', 'flax', 'numpy', 'optax', 'ml_collections'}; "
+        "ours = {m for m in sys.modules if m.startswith('dora_jax')}; "
+        "rest = [m for m in ours if not m.startswith('dora_jax.orchestrate') and m not in ('dora_jax', "
+        "'dora_jax.types')]; assert not bad and not rest, (bad, rest)"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_a_refused_prompt_frees_its_slots_without_a_cancel():
+    brain = make()
+    assert ready(brain) == (ev.Start(ids=(A, B, (1, 0), (1, 1), (2, 0), (2, 1)), instance=0, version=0),)
+    (start,) = brain.step(ev.GroupFailed(group_id=0, reason="the prompt is too long"))
+    assert start == ev.Start(ids=((3, 0), (3, 1)), instance=0, version=0)
+    assert brain.state.fleet.hosts[0].used == 6
+    assert brain.summary()["groups"]["failed"] == 1
+
+
+def test_a_started_sample_of_a_failed_group_is_cancelled_and_awaited():
+    brain = make()
+    ready(brain)
+    begin(brain, A)
+    commands = brain.step(ev.GroupFailed(group_id=0, reason="the environment broke"))
+    assert commands[0] == ev.Cancel(ids=(A,), instance=0, reason="the environment broke")
+    assert brain.state.fleet.hosts[0].units  # its slot is held until the body answers
+    held = brain.state.fleet.hosts[0].used
+    brain.step(ev.SampleCancelled(id=A, reason="done"))
+    assert brain.state.fleet.hosts[0].used == held - 1
+    assert 0 not in brain.state.groups
+
+
+def test_a_sample_that_starts_after_its_group_failed_is_cancelled():
+    brain = make()
+    ready(brain)
+    brain.step(ev.GroupFailed(group_id=0, reason="the prompt is too long"))
+    assert brain.step(ev.SampleStarted(id=A, instance=0, version=0))[0].ids == (A,)
+
+
+def test_lost_samples_resume_or_start_again_at_their_version():
+    brain = make()
+    ready(brain)
+    begin(brain, A)
+    brain.step(ev.InstanceDown(instance=0, reason="lost"))
+    brain.step(up(1))
+    resume, start = brain.step(ev.WeightsLoaded(instance=1, version=0))
+    assert resume == ev.Resume(ids=(A,), instance=1, version=0)
+    assert isinstance(start, ev.Start) and B in start.ids and A not in start.ids
+
+
+def test_words_of_a_lost_instance_are_not_heard():
+    brain = make()
+    ready(brain)
+    begin(brain, A, B)
+    brain.step(ev.InstanceDown(instance=0, reason="lost"))
+    for event in (
+        ev.SampleDone(id=A, instance=0, tokens=5, finish="stop"),
+        ev.WeightsLoaded(instance=0, version=0),
+        ev.SampleParked(id=A, instance=0),
+        ev.PagesReported(instance=0, free=1),
+        ev.InstanceDown(instance=0, reason="again"),
+    ):
+        assert brain.step(event) == ()
+    assert brain.state.unit(A) is not None
+
+
+@pytest.mark.parametrize(
+    ("event", "message"),
+    [
+        (ev.GroupScored(group_id=5, trainable=True), "group 5 is scored"),
+        (ev.GroupScored(group_id=0, trainable=True), "group 0 is scored"),
+        (ev.StepPublished(version=1), "version 1 is published"),
+        (ev.WeightsLoaded(instance=0, version=3), "instance 0 loaded version 3"),
+        (ev.SampleStarted(id=A, instance=0, version=2), "started at version 2"),
+        (ev.SampleCancelled(id=A, reason="?"), "cancelled without a command"),
+        (up(0), "instance 0 is up twice"),
+    ],
+)
+def test_a_fact_that_contradicts_a_command_raises(event, message):
+    brain = make()
+    ready(brain)
+    with pytest.raises(RuntimeError, match=message):
+        brain.step(event)
+
+
+def test_a_move_that_keeps_failing_is_given_up():
+    shape = Shape(instances=((4, 1.0, 1),) * 4, move_fails=1.0, seed=2)
+    config = OrchestratorConfig(groups_per_step=4, group_size=2, total_steps=8, inflight=2.0)
+    world = World(config, shape).run()
+    world.audit()
+    asked = [id for _, commands in world.log for c in commands if isinstance(c, ev.Move) for id in c.ids]
+    assert asked and max(map(asked.count, asked)) <= 3
+
+
+def test_moved_samples_end_where_they_went():
+    config = OrchestratorConfig(groups_per_step=4, group_size=2, total_steps=8, inflight=2.0)
+    world = World(config, Shape(instances=((4, 1.0, 1),) * 4, seed=2)).run()
+    world.audit()
+    moved = {e.id: e.dst for e, _ in world.log if isinstance(e, ev.SampleMoved)}
+    ended = {e.id: e.instance for e, _ in world.log if isinstance(e, ev.SampleDone)}
+    assert moved and any(ended[id] == dst for id, dst in moved.items())
+
+
+def test_unequal_instances_share_work_by_slots_and_speed():
+    config = OrchestratorConfig(mode="sync", groups_per_step=12, group_size=1, total_steps=2)
+    world = World(config, Shape(instances=((12, 1.0, 1), (12, 3.0, 1)), pages=400))
+    started = {0: 0, 1: 0}
+
+    def watch(world, event, commands):
+        for command in commands:
+            if isinstance(command, ev.Start) and world.published == 1:
+                started[command.instance] += len(command.ids)
+
+    world.run(after=watch).audit()
+    assert started[1] > started[0] > 0
+
+
+def test_weights_come_from_peers_where_that_is_asked_for():
+    config = OrchestratorConfig(groups_per_step=4, group_size=2, total_steps=6, peer_weights=True)
+    world = World(config, Shape(instances=((4, 1.0, 1),) * 6)).run()
+    loads = [c for _, commands in world.log for c in commands if isinstance(c, ev.LoadWeights)]
+    assert {load.source is None for load in loads} == {True, False}
+    assert all(load.source != load.instance for load in loads)
+
+
+def test_every_version_is_retired_once_and_the_newest_kept():
+    world = World(OrchestratorConfig(groups_per_step=2, group_size=2, total_steps=5), Shape()).run()
+    retired = [c.version for _, commands in world.log for c in commands if isinstance(c, ev.Retire)]
+    assert sorted(retired) == [0, 1, 2, 3, 4]
+
+
+def test_the_orchestrator_leaves_no_reference_cycles():
+    """At ten thousand instances a pass of the cycle collector is the slowest step by far: a controller turns it off."""
+    config = OrchestratorConfig(groups_per_step=4, group_size=4, total_steps=6, inflight=2.0)
+    world = World(config, Shape(instances=((4, 1.0, 1),) * 4, filtered=0.2, failed=0.1, deaths=0.5, seed=4)).run()
+    brain = Orchestrator(config)
+    gc.collect()
+    gc.disable()
+    try:
+        for event, _ in world.log:
+            brain.step(event)
+        assert gc.collect() == 0
+    finally:
+        gc.enable()
+
+
+def test_a_rebalance_spreads_a_mass_start_over_steps():
+    brain = make(groups_per_step=4000, group_size=2, total_steps=2, mode="sync")
+    brain.step(ev.InstanceUp(instance=0, slots=9000, pages=90_000, page_size=16))
+    first = brain.step(ev.WeightsLoaded(instance=0, version=0))
+    started, steps = sum(len(c.ids) for c in first), 1
+    assert 0 < started < 8000
+    while started < 8000:
+        started += sum(len(c.ids) for c in brain.step(ev.TimePassed(now_s=0.0)))
+        steps += 1
+    assert steps < 10
+
+
+def test_what_it_says():
+    brain = make()
+    brain.step(up(0))
+    event = ev.WeightsLoaded(instance=0, version=0)
+    line = describe(event, brain.step(event))
+    assert line == "WeightsLoaded instance=0 version=0 -> Start ids=0.0-1,1.0-1,2.0-1 instance=0 version=0"
+    summary = brain.summary()
+    assert summary["versions"] == {0: 6} and summary["waits"].startswith("trainer waits for groups (0 of 2 ready")
+    assert make().summary()["waits"] == "everything waits for an instance"
+
+
+def test_resume_state_after_a_published_step():
+    brain = make()
+    assert brain.resume_state() == {"start_version": 0, "next_group_id": 0, "redo": []}
+    ready(brain)
+    assert brain.resume_state() == {"start_version": 0, "next_group_id": 3, "redo": [0, 1, 2]}
+    again = make()
+    again = Orchestrator(again.state.config, **brain.resume_state())
+    (start,) = ready(again)
+    assert [id.group_id for id in start.ids] == [0, 0, 1, 1, 2, 2]
