@@ -28,8 +28,9 @@ def weights(engine, seed=0, scale=1.0):
 
 
 def new_engine(device=0, **changes):
-    mesh = sharding.make_mesh(jax.devices()[device : device + 1], 1, 1, 1)
-    return Engine(CFG, RolloutSection(**{**SIZES, **changes}), mesh, seed=7, eos_ids=EOS, vocab_limit=VOCAB)
+    section = RolloutSection(**{**SIZES, **changes})
+    mesh = sharding.make_mesh(jax.devices()[device : device + section.tensor], 1, 1, section.tensor)
+    return Engine(CFG, section, mesh, seed=7, eos_ids=EOS, vocab_limit=VOCAB)
 
 
 @functools.cache

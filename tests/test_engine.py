@@ -89,17 +89,20 @@ def test_two_versions_decode_side_by_side():
 
 
 def test_nothing_of_a_poisoned_version_reaches_another():
-    """Version 9 is all nan: its prompts are those of version 0, its pages and slots are used again by version 0."""
+    """Version 9 is all nan. Its prompts are those of version 0, which takes over its pages and runs beside it."""
+    poisoned, clean = [SampleId(group, 7) for group in (0, 1, 3)], []
     with loaded("small") as engine:
-        engine.load(9, weights(engine, scale=np.nan))
-        poisoned = [SampleId(group, 7) for group in (0, 1, 3)]
-        for id in poisoned:
-            submit(engine, id, 9)
-        for id in ids():
-            submit(engine, id)
-        done = finish(engine)
-        assert {done.pop(id).finish for id in poisoned} == {"error"}
-    for sample in done.values():
+        for beside, after in (((), (1, 2, 4)), ((0, 3), (1, 2, 4))):
+            engine.load(9, weights(engine, scale=np.nan))
+            for id in [*poisoned, *ids(beside)]:
+                submit(engine, id, 9 if id in poisoned else 0)
+            done = finish(engine)
+            assert {done.pop(id).finish for id in poisoned} == {"error"}
+            engine.drop(9)  # frees whole pages of nan
+            for id in ids(after):
+                submit(engine, id)
+            clean += [*done.values(), *finish(engine).values()]
+    for sample in clean:
         assert_undisturbed(sample)
 
 
@@ -162,3 +165,19 @@ def test_errors_name_the_culprit():
         new_engine(pages=6)
     with pytest.raises(ValueError, match="not a multiple of rollout.decode_rows 3"):
         new_engine(decode_rows=3)
+
+
+def test_tensor_parallel_instance():
+    """KV heads over two devices: the trainer's log-probs again, and a parcel goes to an instance of one device."""
+    engine = new_engine(device=2, tensor=2, context_block=48, prefill_chunk=20, prefill_tokens=40)
+    engine.load(0, weights(engine))
+    for id in ids((2, 3)):
+        submit(engine, id)
+    for _ in range(3):
+        done = engine.tick().finished
+    parcel = engine.export(SampleId(2, 0))
+    with loaded("a") as single:
+        single.import_(parcel)
+        done = {s.id: s for s in done} | finish(engine) | finish(single)
+    for sample in done.values():
+        np.testing.assert_allclose(sample.logprobs, trainer_logprobs(sample), rtol=0, atol=1e-5)

@@ -118,16 +118,25 @@ def test_random_schedules(seed):
 
 
 def test_late_results_change_nothing_but_when_they_are_seen():
-    with loaded("small") as engine:
+    with loaded("small", "a") as (engine, other):
         plain = engine.section
         engine.section = dataclasses.replace(plain, late_results=True)
-        for id in ids((0, 3, 4)):
+        mates = ids((3, 9, 21), size=3)  # more than the pages hold: they preempt each other
+        for id in mates:
             submit(engine, id)
         first, second = engine.tick(), engine.tick()
-        assert (first.tokens, second.tokens > 0) == (0, True)
-        engine.import_(engine.export(SampleId(0, 1)))
-        done = {s.id: s for s in second.finished} | finish(engine)
+        assert first.tokens == second.tokens == 0  # 20 prompt tokens: two ticks of chunks
+        third = engine.tick()
+        assert third.tokens == 0  # decoded, not yet read back
+        engine.import_(engine.export(SampleId(3, 1)))
+        done = {}
+        while not engine._scheduler._resuming:
+            done |= {s.id: s for s in engine.tick().finished}
+        parcel = engine.export(engine._scheduler._resuming[0][1].id)
+        assert parcel.kv_len == len(parcel.prompt_ids) + len(parcel.out_ids) - 1
+        other.import_(parcel)
+        done |= finish(engine, other)
         engine.section = plain
-    assert set(done) == set(ids((0, 3, 4)))
+    assert set(done) == set(mates)
     for sample in done.values():
         assert_undisturbed(sample)

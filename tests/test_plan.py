@@ -167,16 +167,58 @@ def test_new_samples_wait_for_a_slot_in_order():
 
 
 def test_pressure_preempts_the_cheapest_of_the_younger_and_resumes_it_before_new_ones():
-    device = FakeDevice(dataclasses.replace(SECTION, pages=24))
-    for group in range(6):
+    device = FakeDevice(dataclasses.replace(SECTION, pages=20))
+    for group in range(7):
         device.add(parcel(group, n_prompt=6))
+    held = []
+    while device.scheduler.seqs:
+        before = {seq.id: len(seq.private) for seq in device.scheduler.seqs.values() if seq.slot is not None}
+        device.tick()
+        plan = device.plans[-1]
+        held.append(len(plan.preempts))
+        victims = [preempt.seq.id for preempt in plan.preempts]
+        # never the oldest, and the first victim is the cheapest of the others
+        assert not victims or min(before) not in victims and not plan.started
+        assert not victims or before[victims[0]] == min(size for id, size in before.items() if id != min(before))
+    assert sum(held) > 3 and len(device.done) == 7
+    assert [id.group_id for id in device.started] == list(range(7))
+
+
+@pytest.mark.parametrize("pages", range(14, 26))
+def test_a_preempted_sample_goes_before_new_ones(pages):
+    device = FakeDevice(dataclasses.replace(SECTION, pages=pages, slots=3))
+    for group in range(3):
+        device.add(parcel(group, n_prompt=20))
+    while device.scheduler.seqs and not any(plan.preempts for plan in device.plans):
+        device.tick()
+    waiting = [seq.id for _, seq in device.scheduler._resuming]
+    device.add(parcel(8, n_prompt=1))  # small enough to fit at once
+    while SampleId(8, 0) not in device.started:
+        device.tick()
+    assert all(id in device.done or device.scheduler.seqs[id].slot is not None for id in waiting)
+
+
+def test_the_victim_came_later_or_is_the_sample_itself():
+    device = FakeDevice()
+    for group in range(3):
+        device.add(parcel(group, n_prompt=1))
+    device.tick()
+    scheduler = device.scheduler
+    first, second, third = scheduler.seqs.values()
+    first.table, second.table, third.table = [1], [2, 3, 4], [5, 6]
+    assert scheduler._victim(first) is third  # the cheaper one
+    assert scheduler._victim(second) is third
+    assert scheduler._victim(third) is third
+
+
+def test_an_admission_leaves_room_to_grow():
+    """Else the next tick would throw it out again."""
+    device = FakeDevice(dataclasses.replace(SECTION, pages=20))
+    for group in range(8):
+        device.add(parcel(group, n_prompt=8))
     device.finish()
-    preempted = [preempt.seq for plan in device.plans for preempt in plan.preempts]
-    assert preempted and SampleId(0, 0) not in [seq.id for seq in preempted]
-    for plan in device.plans:
-        for preempt in plan.preempts:
-            assert not plan.started  # nothing is admitted in a tick that preempts
-    assert len(device.done) == 6 and len(device.started) == 6
+    for before, after in zip(device.plans, device.plans[1:], strict=False):
+        assert not {preempt.seq.id for preempt in after.preempts} & set(before.started)
 
 
 def test_a_sample_that_cannot_fit_is_refused():

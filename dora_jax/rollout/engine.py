@@ -133,11 +133,12 @@ class Engine:
 
     def tick(self) -> TickResult:
         """One plan, its calls, their tokens."""
-        if self._scheduler.short:
-            self._land()
         plan = self._scheduler.plan()
+        if plan.preempts:
+            self._land()  # a parcel holds all tokens whose KV it holds
         for preempt in plan.preempts:
-            preempt.seq.parcel = self._parcel(preempt.seq, preempt.pages, preempt.kv_len)
+            if self._scheduler.seqs.get(preempt.seq.id) is preempt.seq:  # else it has just finished
+                preempt.seq.parcel = self._parcel(preempt.seq, preempt.pages, preempt.kv_len)
         for upload in plan.uploads:
             span = slice(upload.start, upload.start + len(upload.pages))
             self._device.write_pages(upload.pages, upload.parcel.k_pages[:, span], upload.parcel.v_pages[:, span])

@@ -167,11 +167,6 @@ class Scheduler:
     def running(self, version: Version) -> int:
         return sum(seq.version == version for seq in self.seqs.values())
 
-    @property
-    def short(self) -> bool:
-        """The next plan may preempt: what is in flight must come back first."""
-        return sum(self._growth(seq) for seq in self._admitted) > self.index.available
-
     def plan(self) -> TickPlan:
         plan = TickPlan()
         self._grow(plan)
