@@ -130,9 +130,9 @@ def test_late_results_change_nothing_but_when_they_are_seen():
         assert third.tokens == 0  # decoded, not yet read back
         engine.import_(engine.export(SampleId(3, 1)))
         done = {}
-        while not engine._scheduler._resuming:
+        while not (preempted := [seq.id for _, seq in engine._scheduler._resuming if seq.n_out]):
             done |= {s.id: s for s in engine.tick().finished}
-        parcel = engine.export(engine._scheduler._resuming[0][1].id)
+        parcel = engine.export(preempted[0])
         assert parcel.kv_len == len(parcel.prompt_ids) + len(parcel.out_ids) - 1
         other.import_(parcel)
         done |= finish(engine, other)
