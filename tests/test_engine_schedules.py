@@ -118,25 +118,38 @@ def test_random_schedules(seed):
 
 
 def test_late_results_change_nothing_but_when_they_are_seen():
+    mates = ids((3, 9, 21), size=3)  # more than the pages hold: they preempt each other
+    with loaded("small") as engine:
+        plain = engine.section
+        engine.section = dataclasses.replace(plain, late_results=True)
+        for id in mates:
+            submit(engine, id)
+        first, second, third = engine.tick(), engine.tick(), engine.tick()
+        done, preempted = {}, 0
+        while not engine.idle:
+            done |= {s.id: s for s in engine.tick().finished}
+            for _, seq in engine._scheduler._resuming:
+                if seq.n_out:  # it decoded: its parcel holds all tokens whose KV it holds
+                    preempted += 1
+                    assert seq.parcel.kv_len == 20 + len(seq.parcel.out_ids) - 1
+        engine.section = plain
+    assert first.tokens == second.tokens == third.tokens == 0  # two chunks, then a call that is not yet read back
+    assert preempted and set(done) == set(mates)
+    for sample in done.values():
+        assert_undisturbed(sample)
+
+
+def test_exporting_lands_what_is_in_flight():
+    id = SampleId(21, 2)
     with loaded("small", "a") as (engine, other):
         plain = engine.section
         engine.section = dataclasses.replace(plain, late_results=True)
-        mates = ids((3, 9, 21), size=3)  # more than the pages hold: they preempt each other
-        for id in mates:
-            submit(engine, id)
-        first, second = engine.tick(), engine.tick()
-        assert first.tokens == second.tokens == 0  # 20 prompt tokens: two ticks of chunks
-        third = engine.tick()
-        assert third.tokens == 0  # decoded, not yet read back
-        engine.import_(engine.export(SampleId(3, 1)))
-        done = {}
-        while not (preempted := [seq.id for _, seq in engine._scheduler._resuming if seq.n_out]):
-            done |= {s.id: s for s in engine.tick().finished}
-        parcel = engine.export(preempted[0])
-        assert parcel.kv_len == len(parcel.prompt_ids) + len(parcel.out_ids) - 1
-        other.import_(parcel)
-        done |= finish(engine, other)
+        submit(engine, id)
+        for _ in range(4):
+            engine.tick()
+        parcel = engine.export(id)
         engine.section = plain
-    assert set(done) == set(mates)
-    for sample in done.values():
-        assert_undisturbed(sample)
+        assert len(parcel.out_ids) == 8 and parcel.kv_len == 27
+        other.import_(parcel)
+        sample = finish(other)[id]
+    assert_undisturbed(sample)
