@@ -83,7 +83,7 @@ def test_any_float_on_disk_and_in_memory(disk, tmp_path):
 
 
 def test_each_device_reads_its_own_slice(tmp_path, monkeypatch):
-    mesh = sharding.make_mesh(jax.devices(), 1, 4, 2)
+    mesh = sharding.make_mesh(jax.devices(), 2, 2, 2)
     path, read_bytes, plain = folder(tmp_path / "a"), [], hf._read
 
     def counted(*args):
@@ -95,7 +95,7 @@ def test_each_device_reads_its_own_slice(tmp_path, monkeypatch):
     hf.load(path, mesh)
     largest = max(x.nbytes for x in jax.tree.leaves(draw(QWEN3)))
     assert sum(read_bytes) == sum(x.nbytes for x in jax.tree.leaves(draw(QWEN3)))  # every byte once, replicas share
-    assert max(read_bytes) <= largest / 8  # embedding: vocabulary over 2, width over 4
+    assert max(read_bytes) <= largest / 4  # embedding: vocabulary over 2, width over 2
 
 
 def test_the_tree_is_never_twice_on_the_host(tmp_path):

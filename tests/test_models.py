@@ -144,8 +144,9 @@ def test_query_blocks_equal_plain_attention(length):
 
 def test_padding_makes_no_nan():
     cfg, (tokens, _, _) = CONFIGS["qwen3"], batch()
-    nothing = jnp.zeros((B, L), jnp.int32)
-    grad = jax.jit(jax.grad(lambda p: run(cfg, p, tokens, nothing, nothing).sum()))(noisy(cfg))
+    positions = jnp.zeros((B, L), jnp.int32)
+    segments = jnp.maximum(jnp.broadcast_to(jnp.arange(L), (B, L)) - 2, 0)  # some share a segment, some are alone
+    grad = jax.jit(jax.grad(lambda p: run(cfg, p, tokens, positions, segments).sum()))(noisy(cfg))
     assert all(bool(jnp.all(jnp.isfinite(x))) for x in jax.tree.leaves(grad))
 
 
