@@ -7,6 +7,7 @@ with them parity is also checked where torch is not installed.
 import json
 from pathlib import Path
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -59,9 +60,13 @@ def our_logits(path, tokens_BxL, serving: bool = False) -> np.ndarray:
     cfg, params = hf.load(path)
     positions = jnp.broadcast_to(jnp.arange(tokens_BxL.shape[1]), tokens_BxL.shape)
     attend = decoder.segment_attention(jnp.zeros_like(positions), positions)
-    params = decoder.serving_layout(params) if serving else params
-    hidden = decoder.forward(cfg, params, jnp.asarray(tokens_BxL), positions, attend)
-    return np.asarray(decoder.logits(cfg, params, hidden))
+
+    @jax.jit
+    def logits(params):
+        params = decoder.serving_layout(params) if serving else params
+        return decoder.logits(cfg, params, decoder.forward(cfg, params, jnp.asarray(tokens_BxL), positions, attend))
+
+    return np.asarray(logits(params))
 
 
 @pytest.mark.parametrize("tied", [True, False])
