@@ -12,6 +12,7 @@ from dora_jax.orchestrate.partition import Berth, Seat, plan_berths, plan_partit
         (4, {3: 10}, {}, {3: 4}),
         (8, {0: 10, 1: 30}, {}, {0: 2, 1: 6}),  # exact
         (8, {0: 10, 1: 10, 2: 12}, {}, {0: 3, 1: 2, 2: 3}),  # 2.5, 2.5, 3: the remainder goes to the older of equals
+        (4, {0: 14, 1: 11}, {}, {0: 2, 1: 2}),  # 2.24, 1.76: to the larger remainder
         (4, {0: 1, 1: 99}, {}, {0: 1, 1: 3}),  # at least one
         (4, {0: 20, 1: 80}, {0: 2}, {0: 2, 1: 2}),  # at least what its samples need
         (4, {0: 20, 1: 80}, {0: 3, 1: 3}, {0: 3, 1: 1}),  # not enough for all: the newest goes without

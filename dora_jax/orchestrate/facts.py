@@ -55,7 +55,7 @@ def weights_loaded(s: State, event: ev.WeightsLoaded) -> None:
     if host.loading != event.version:
         raise RuntimeError(f"instance {host.id} loaded version {event.version}, not {host.loading}")
     s.fleet.end_load(host)
-    s.woken[event.version] = None
+    s.wake_all()  # older versions too: credit that was kept for this instance may be left
     s.emptied[host.id] = None
     s.retire_due = True
 

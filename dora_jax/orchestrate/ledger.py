@@ -49,7 +49,8 @@ class Ledger:
 
     @property
     def total_outstanding(self) -> int:
-        return self.admitted - self.counts[TRAINING] - sum(self.counts[end] for end in ENDS)
+        counts = self.counts
+        return counts[WAITING] + counts[RUNNING] + counts[SCORING] + counts[READY]
 
     # ------------------------------------------------------------------ admit
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 from dora_jax.orchestrate import events as ev
-from dora_jax.orchestrate import fleet as fl
 from dora_jax.orchestrate.state import State
 
 
@@ -77,24 +76,20 @@ def waits(s: State) -> str:
         return "everything waits for an instance"
     if s.ledger.base >= s.config.total_steps:
         return f"the end waits for the evaluation of versions {sorted(s.evaluating)}" if s.evaluating else "nothing"
-    parts = []
-    if not s.ledger.batch:
-        members = s.ledger.oldest_ready()
-        if not members:
-            ready, scoring = s.ledger.counts["ready"], s.ledger.counts["scoring"]
-            parts.append(f"trainer waits for groups ({ready} of {s.config.groups_per_step} ready, {scoring} scoring)")
-        else:
-            version = s.ledger.blocking_version(members)
-            parts.append(f"trainer waits for the stragglers of version {version} at their deadline")
+    parts = [] if s.ledger.batch else [_trainer_waits(s)]
     if not s.queue.unfinished:
-        parts.append("rollout waits for the trainer")
+        parts.append("rollout waits for " + ("rewards" if s.ledger.counts["scoring"] else "the trainer"))
     loading = sum(h.loading is not None for h in s.fleet.hosts.values())
     if loading:
         parts.append(f"{loading} instances load weights")
     return "; ".join(parts) or "nobody waits"
 
 
-def state_of(s: State, group_id: int) -> dict[int, str]:
-    """Where the samples of a group are (for error messages and tests)."""
-    group = s.groups.get(group_id)
-    return {} if group is None else {i: u.state if u else fl.ENDED for i, u in enumerate(group.units)}
+def _trainer_waits(s: State) -> str:
+    members = s.ledger.oldest_ready()
+    if not members:
+        ready, scoring = s.ledger.counts["ready"], s.ledger.counts["scoring"]
+        return f"trainer waits for groups ({ready} of {s.config.groups_per_step} ready, {scoring} scoring)"
+    version = s.ledger.blocking_version(members)
+    running = any(v <= version for v in s.queue.unfinished)
+    return f"trainer waits for the {'stragglers' if running else 'rewards'} of version {version} at their deadline"

@@ -1,0 +1,272 @@
+"""One decision each, in the words of the scenarios (`Body`): what must happen, and what must not."""
+
+import json
+
+import pytest
+
+from dora_jax.orchestrate import place, snapshot
+from dora_jax.orchestrate.admission import may_refill, publish_budget
+from dora_jax.orchestrate.core import Orchestrator
+from dora_jax.orchestrate.fleet import Group, Host, Unit
+from dora_jax.orchestrate.ledger import Ledger
+from dora_jax.orchestrate.modes import OrchestratorConfig
+from dora_jax.orchestrate.queue import Queue
+from dora_jax.orchestrate.state import State
+from dora_jax.types import SampleId
+from orchestrator_world import Shape, World
+from test_orchestrator_scenarios import SMALL, Body
+
+STAGES = "loaded started resumed parked cancelled scored"
+
+
+def body(answers=STAGES, **config) -> Body:
+    made = Body()
+    made.config = {**SMALL, "mode": "dora", "groups_per_step": 1, "group_size": 1, "total_steps": 9, **config}
+    made.answers = set(answers.split())
+    return made
+
+
+def tell(made: Body, text: str) -> list[str]:
+    """Several facts, one a line; the answer to the last."""
+    said = []
+    for line in text.strip().splitlines():
+        said = made.ask(line.split())
+    return said
+
+
+def two_stragglers() -> Body:
+    """Instances 0 and 1 hold a straggler of version 0 each; a move of 2.0 from 1 to 0 has been asked for."""
+    made = body("loaded started resumed scored", groups_per_step=2, group_size=2, max_versions=4, inflight=2.0)
+    said = tell(made, """
+        up 0
+        up 1
+        progress 0.0,2.0 30
+        done 0.1,2.1,1.0-1
+        done 3.0-1
+        done 4.0-1,5.0-1
+        published 1""")  # fmt: skip
+    assert said[-1] == "Move ids=2.0 src=1 dst=0"
+    return made
+
+
+# ---------------------------------------------------------------- take
+
+
+@pytest.mark.parametrize("end", ["scored 0 filtered", "failed 0"])
+def test_the_end_of_an_untrained_straggler_lets_the_batch_go(end):
+    made = body("loaded started", max_versions=2, inflight=2.0)
+    assert tell(made, """
+        up 0 slots=1
+        up 1 slots=1
+        done 1.0
+        scored 1
+        published 1
+        done 2.0
+        scored 2
+        done 0.0""") == ["LoadWeights instance=0 version=1 drop=0", "Retire version=0"]  # fmt: skip
+    waits = "trainer waits for the rewards of version 0 at their deadline; rollout waits for rewards"
+    assert made.brain.summary()["waits"] == waits
+    assert tell(made, end)[0] == "Train group_ids=2 base_version=1"
+
+
+# ---------------------------------------------------------------- moves
+
+
+def test_a_sample_that_ends_at_the_source_in_mid_move_frees_both_slots():
+    made = two_stragglers()
+    host = made.brain.state.fleet.hosts[0]
+    before = (host.used, host.incoming)
+    tell(made, "done 2.0")
+    assert (host.used, host.incoming) == (before[0] - 1, 0)
+    assert made.brain.state.fleet.hosts[1].used == 4  # it took version 1 at once
+
+
+def test_a_destination_that_died_and_came_back_holds_nothing():
+    made = two_stragglers()
+    tell(made, "down 0\nup 0\nmovefailed 2.0")
+    host = made.brain.state.fleet.hosts[0]
+    assert host.incoming == 0 and host.used == len(host.units)
+    made = two_stragglers()
+    tell(made, "down 0\nup 0\nmoved 2.0")  # it arrived, and was lost with the instance that had been there
+    unit = made.brain.state.unit(SampleId(2, 0))
+    assert unit.instance is None or unit in made.brain.state.fleet.hosts[unit.instance].units
+
+
+def test_a_sample_whose_moves_fail_is_left_alone_after_three():
+    made = two_stragglers()
+    asked = 1
+    for now_s in range(1, 9):
+        if made.brain.state.unit(SampleId(2, 0)).dst is not None:
+            made.ask(["movefailed", "2.0"])
+        asked += sum("Move" in line for line in made.ask(["time", str(now_s)]))
+    assert asked == 3
+
+
+def test_no_move_where_it_costs_more_than_it_gains():
+    made = two_stragglers()
+    made.ask(["movefailed", "2.0"])
+    made.brain.state.fleet.move_s = 1e6
+    assert made.ask(["time", "2"]) == []
+    made.brain.state.fleet.move_s = 0.0
+    assert made.ask(["time", "4"]) == ["Move ids=2.0 src=1 dst=0"]
+
+
+# ---------------------------------------------------------------- refill
+
+
+def test_credit_waits_for_slots_that_are_about_to_take_the_newest_version():
+    """Instance 1 loads version 1: a free slot of version 0 does not take the credit away from it."""
+    made = body("started scored", groups_per_step=2, max_versions=4, inflight=3.0)
+    tell(made, """
+        up 0 slots=2
+        up 1 slots=2
+        loaded 0 0
+        loaded 1 0
+        done 2.0,3.0
+        published 1
+        done 4.0,5.0""")  # fmt: skip
+    assert made.brain.state.fleet.hosts[1].loading == 1
+    assert tell(made, "done 1.0") == []
+    assert tell(made, "loaded 1 1") == ["Start ids=6.0,7.0 instance=1 version=1", "Start ids=8.0 instance=0 version=0"]
+
+
+def test_a_version_that_drains_or_was_retired_is_not_refilled():
+    state = State(OrchestratorConfig(groups_per_step=1, group_size=1, total_steps=9, max_versions=4), 0, 0)
+    state.ledger.base = 1
+    assert place._may_refill(state, 0)
+    state.fleet.drains = {0: 1}
+    assert not place._may_refill(state, 0)
+    state.fleet.drains, state.alive = {}, {1: None}
+    assert not place._may_refill(state, 0)
+
+
+@pytest.mark.parametrize(
+    ("version", "base", "training", "margin", "may"),
+    [(0, 0, False, 1, True), (0, 1, False, 1, True), (0, 1, True, 1, False), (1, 1, True, 1, True),
+     (0, 2, False, 1, False), (0, 2, False, 0, True), (2, 2, True, None, False)],
+)  # fmt: skip
+def test_refilling_stops_before_the_deadline(version, base, training, margin, may):
+    config = OrchestratorConfig(groups_per_step=1, group_size=1, total_steps=9, max_versions=3, refill_margin=margin)
+    book = Ledger(1, 2, base)
+    book.batch = (7,) if training else ()
+    assert may_refill(config.decisions, book, version) is may
+
+
+def test_the_paper_injects_what_is_missing_to_rbs():
+    decisions = OrchestratorConfig(groups_per_step=8, group_size=4, total_steps=9, mode="dora_paper").decisions
+    assert [publish_budget(decisions, 4, n) for n in (0, 1, 37, 40, 99)] == [10, 10, 1, 0, 0]
+
+
+def test_the_paper_gives_back_the_credit_of_a_filtered_group():
+    made = body("loaded started", mode="dora_paper", inflight=1.0, max_versions=2)
+    tell(made, "up 0\ndone 0.0")
+    assert tell(made, "scored 0 filtered") == ["Start ids=1.0 instance=0 version=0"]
+
+
+def test_one_step_keeps_the_version_of_its_batch_until_the_batch_is_taken():
+    """A filtered group is replaced at the batch's own version, though nothing of it was running and a newer one is out."""
+    made = body("loaded started", mode="one_step", groups_per_step=2)
+    tell(made, """
+        up 0
+        done 0.0,1.0
+        scored 0
+        scored 1
+        done 2.0,3.0
+        published 1""")  # fmt: skip
+    assert 0 in made.brain.state.alive
+    assert "Start ids=4.0 instance=0 version=0" in tell(made, "scored 2\nscored 3 filtered\ntime 9")
+    assert tell(made, "done 4.0\nscored 4")[0] == "Train group_ids=2/4 base_version=1"
+
+
+# ---------------------------------------------------------------- weights
+
+
+def test_the_first_instance_that_is_free_takes_a_version_without_a_host():
+    """Version 0 lost its host while the trainer works; one instance was told to make room, the other is free first."""
+    made = body(max_versions=6, inflight=4.0, refill_margin=9)
+    tell(made, """
+        up 0 slots=1
+        up 1 slots=1
+        up 2 slots=1
+        done 1.0
+        published 1
+        done 2.0
+        done 3.0
+        down 0""")  # fmt: skip
+    hosts = made.brain.state.fleet.hosts
+    asked = next(h for h in hosts.values() if h.target == 0)
+    free = next(h for h in hosts.values() if h is not asked)
+    (running,) = free.units
+    said = tell(made, f"done {running.group.id}.0")
+    assert said == [f"LoadWeights instance={free.id} version=0 drop=1", f"Resume ids=0.0 instance={free.id} version=0"]
+
+
+def test_an_idle_instance_takes_no_weights_after_the_last_step():
+    made = body(total_steps=1, inflight=1.0)
+    assert tell(made, "up 0\ndone 0.0\npublished 1")[-1].startswith("Halt ok=True")
+    assert made.brain.summary()["reloads"] == 1
+
+
+def test_evaluation_samples_keep_their_version_under_partial():
+    queue = Queue()
+    evaluation, training = Group(-1, 0, 1), Group(5, 0, 1)
+    for group in (evaluation, training):
+        queue.add(group)
+        queue.park(group.units[0])
+    queue.evaluation.clear()
+    queue.pending.clear()
+    queue.retag_waiting(3)
+    assert (evaluation.units[0].version, training.units[0].version) == (0, 3)
+    assert queue.first(0) is evaluation.units[0] and queue.first(3) is training.units[0]
+    assert queue.unfinished == {0: 1, 3: 1}
+
+
+# ---------------------------------------------------------------- snapshot
+
+
+def everything(item):
+    """A comparable copy of all that hangs on an object, references to samples and hosts by id."""
+    if isinstance(item, Unit):
+        return ("unit", item.group.id, item.index)
+    if isinstance(item, dict):
+        return [(everything(k), everything(v)) for k, v in item.items()]
+    if isinstance(item, (list, tuple)) or type(item).__name__ == "deque":
+        return [everything(v) for v in item]
+    names = getattr(item, "__slots__", None) or getattr(item, "__dict__", None)
+    if names and type(item).__module__.startswith("dora_jax") and not isinstance(item, OrchestratorConfig):
+        return {n: _field(item, n) for n in names}
+    return item
+
+
+def _field(item, name):
+    value = getattr(item, name)
+    if name == "units" and isinstance(item, Group):
+        return [unit and {n: _field(unit, n) for n in Unit.__slots__ if n != "group"} for unit in value]
+    if name == "dst" and isinstance(value, Host):
+        return value.id
+    return everything(value)
+
+
+@pytest.mark.parametrize("mode", ["dora", "partial", "evict"])
+def test_a_snapshot_holds_everything(mode):
+    config = OrchestratorConfig(
+        groups_per_step=4, group_size=2, total_steps=5, mode=mode, inflight=2.0, max_versions=2, eval_groups=2,
+        eval_every=1, task_cycle=("a", "b"), task_ratios=(("a", 2.0),), peer_weights=True,
+    )  # fmt: skip
+    shape = Shape(instances=((2, 1.0, 1), (4, 2.0, 2), (2, 1.0, 1)), deaths=0.7, filtered=0.2, move_s=1.0, seed=5)
+
+    def compare(world, event, commands):
+        if len(world.log) % 25 == 0:
+            data = json.loads(json.dumps(world.brain.snapshot()))
+            fresh = State(config, 0, 0)
+            snapshot.load(fresh, data)
+            assert everything(fresh) == everything(world.brain.state)
+
+    World(config, shape).run(after=compare)
+
+
+def test_a_snapshot_of_another_mode_is_refused():
+    config = OrchestratorConfig(groups_per_step=1, group_size=1, total_steps=1)
+    data = {**Orchestrator(config).snapshot(), "mode": "sync"}
+    with pytest.raises(ValueError, match="cannot go on from it"):
+        Orchestrator.restore(config, data)
