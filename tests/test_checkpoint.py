@@ -34,7 +34,8 @@ def tree_on(n_devices):
     """Something to save without a model: one array over the devices, one on each."""
     mesh = sharding.make_mesh(jax.devices()[:n_devices], 1, n_devices, 1)
     place = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("fsdp"))
-    params = {"w": jax.device_put(np.arange(64, dtype=np.float32) + 1, place), "layers": {"norm": np.ones((2, 3), np.float32)}}
+    params = {"w": jax.device_put(np.arange(64, dtype=np.float32) + 1, place),
+              "layers": {"norm": np.ones((2, 3), np.float32)}}
     params = jax.tree.map(jax.numpy.asarray, params)
     return types.SimpleNamespace(params=params, state=types.SimpleNamespace(opt_state={"mu": params["w"] * 2}))
 

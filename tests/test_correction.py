@@ -114,7 +114,8 @@ def test_packed_sequences_equal_sequences_alone(name, params):
     pack = lambda x: np.concatenate([x[0, :4], x[1, :4], np.zeros(2, x.dtype)])[None]
     stack = lambda x: np.stack([x[0, :4], x[1, :4]])
     extra = lambda f: {"logprobs": f(NOW), "advantages": f(ADV)}
-    w, keep, metrics = correction.weights(name, pack(OLD), pack(MU), pack(MASK), segment_ids=ids, **extra(pack), **params)
+    packed = (pack(OLD), pack(MU), pack(MASK))
+    w, keep, metrics = correction.weights(name, *packed, segment_ids=ids, **extra(pack), **params)
     w2, keep2, metrics2 = correction.weights(name, stack(OLD), stack(MU), stack(MASK), **extra(stack), **params)
     np.testing.assert_allclose(np.asarray(w)[0, :8].reshape(2, 4), w2, rtol=1e-6)
     np.testing.assert_array_equal(np.asarray(keep)[0, :8].reshape(2, 4), keep2)

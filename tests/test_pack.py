@@ -91,7 +91,8 @@ def test_observed_tokens_and_spans():
 def test_padding_equal_to_the_end_token_is_no_target():
     """Token 0 is both padding and the end id: only the sampled one counts."""
     sample = Sample(id=SampleId(0, 0), prompt_ids=np.array([7], np.int32), out_ids=np.array([4, 0], np.int32),
-                    logprobs=np.float32([-1, -2]), mask=np.ones(2, bool), spans=(Span(version=0, start=0, stop=2),), finish="stop")
+                    logprobs=np.float32([-1, -2]), mask=np.ones(2, bool), finish="stop",
+                    spans=(Span(version=0, start=0, stop=2),))
     batch, _ = packed([ScoredGroup(group_id=0, version=0, samples=(sample,), rewards=np.float32([1.0]), parts={})])
     assert batch.mask.sum() == 2 and batch.targets[0, 1] == 0 and batch.mask[0, 1] and not batch.mask[0, 2]
 
@@ -127,7 +128,7 @@ def test_too_much_and_too_long_are_refused():
         packed(scored, rows=1)
     with pytest.raises(ValueError, match="pack_tokens=16 is shorter than the longest sample: 19 tokens"):
         packed(scored, pack_tokens=16)
-    with pytest.raises(ValueError, match="trainer.rows=6 is not a multiple of micro_batches x data-parallel shards = 4"):
+    with pytest.raises(ValueError, match="rows=6 is not a multiple of micro_batches x data-parallel shards = 4"):
         packed(scored, rows=6, shards=4)
 
 

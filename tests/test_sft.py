@@ -12,8 +12,8 @@ from dora_jax.tokenizer import Tokenizer
 from dora_jax.trainer import step
 
 PAIRS = [(f"What is {a} + {b}?", f" {a} + {b} = {a + b}\n#### {a + b}") for a in range(10) for b in range(40, 47)]
-TINY = config.SftSection(steps=20, batch_rows=8, pack_tokens=96, learning_rate=1e-2, warmup_steps=2, d_model=16, n_layers=1,
-                         n_heads=2, n_kv_heads=1, head_dim=8, d_ff=32, examples=70)
+TINY = config.SftSection(steps=20, batch_rows=8, pack_tokens=96, learning_rate=1e-2, warmup_steps=2, examples=70,
+                         d_model=16, n_layers=1, n_heads=2, n_kv_heads=1, head_dim=8, d_ff=32)
 
 
 class Quiet:
@@ -97,8 +97,8 @@ def test_run_leaves_a_folder_that_loads_and_learned(made):
     assert not list(out.parent.glob(".*.part"))
     prompt, text = PAIRS[11]
     ids = [*tokenizer.encode(prompt), *tokenizer.encode(text), tokenizer.eos_ids[0]]
-    arrays = {"tokens": np.array([ids[:-1]]), "targets": np.array([ids[1:]]), "segment_ids": np.ones((1, len(ids) - 1), np.int32),
-              "positions": np.arange(len(ids) - 1)[None]}
+    arrays = {"tokens": np.array([ids[:-1]]), "targets": np.array([ids[1:]]), "positions": np.arange(len(ids) - 1)[None],
+              "segment_ids": np.ones((1, len(ids) - 1), np.int32)}
     model = step.Model(cfg, sharding.make_mesh(jax.devices()[:1], 1, 1, 1), np.float32, "none", 1.0, None)
     completion = slice(len(tokenizer.encode(prompt)) - 1, None)
     trained = -np.asarray(jax.jit(model.logprobs)(params, arrays)[0])[0, completion].mean()

@@ -13,6 +13,9 @@ from dora_jax.trainer import optim, prepare, step
 from tests import trainer_cases as cases
 
 
+FAST_COMPILE = {"xla_backend_optimization_level": 0}
+
+
 def one_device():
     return sharding.make_mesh(jax.devices()[:1], 1, 1, 1)
 
@@ -161,7 +164,7 @@ def forward_sums(section, batch, step_number=0, **arrays):
     model = step.Model(cases.MODEL, one_device(), jnp.float32, "none", 1.0, None)
     params = cases.params()
     arrays = {**batch.arrays(), "lag": step_number - batch.version, **arrays}
-    run = jax.jit(functools.partial(step.micro_loss, model, section), compiler_options={"xla_backend_optimization_level": 0})
+    run = jax.jit(functools.partial(step.micro_loss, model, section), compiler_options=FAST_COMPILE)
     return jax.device_get(run(params, arrays)[1])
 
 
@@ -202,7 +205,8 @@ def test_schedules():
 def test_moments_live_where_their_parameters_live():
     mesh = sharding.make_mesh(jax.devices()[:4], 1, 2, 2)
     trainer = step.Trainer(cases.MODEL, cases.SECTION, mesh, cases.params(), total_steps=3)
-    adam = next(s for s in jax.tree.leaves(trainer.state.opt_state, is_leaf=lambda s: hasattr(s, "mu")) if hasattr(s, "mu"))
+    states = jax.tree.leaves(trainer.state.opt_state, is_leaf=lambda s: hasattr(s, "mu"))
+    adam = next(s for s in states if hasattr(s, "mu"))
     for moment in (adam.mu, adam.nu):
         jax.tree.map(lambda m, p: m.sharding == p.sharding or pytest.fail("elsewhere"), moment, trainer.params)
     assert not adam.mu["layers"]["q_proj"].sharding.is_fully_replicated
@@ -224,13 +228,16 @@ def test_only_matrices_decay():
     ({"correction": "icepop"}, "counts the engine gap twice"),
     ({"advantage": "dr_grpo"}, "needs aggregation='seq_mean_token_sum_norm'"),
     ({"advantage": "gae"}, "needs a value model"),
-    ({"policy_loss": "longcat", "loss_params": {}, "aggregation": "seq_mean_token_sum_norm"}, "needs anchor='proximal'"),
-    ({"policy_loss": "longcat", "loss_params": {}, "anchor": "proximal"}, "needs aggregation='seq_mean_token_sum_norm'"),
+    ({"policy_loss": "longcat", "loss_params": {}, "aggregation": "seq_mean_token_sum_norm"},
+     "needs anchor='proximal'"),
+    ({"policy_loss": "longcat", "loss_params": {}, "anchor": "proximal"},
+     "needs aggregation='seq_mean_token_sum_norm'"),
     ({"policy_loss": "longcat", "loss_params": {}, "anchor": "proximal", "aggregation": "seq_mean_token_sum_norm",
       "correction": "tis"}, "already weighs by the engine gap"),
     ({"policy_loss": "sapo"}, "eps_hi, eps_lo not known to 'sapo', which takes tau_pos, tau_neg"),
     ({"kl_coef": 0.1}, "trainer.kl is 'none'"), ({"kl_in": "reward"}, "needs trainer.kl"),
-    ({"fsdp": 0}, "trainer.fsdp=0 must be at least 1"), ({"b2": 1.0}, "must lie in"), ({"updates": 0}, "must be at least 1"),
+    ({"fsdp": 0}, "trainer.fsdp=0 must be at least 1"), ({"b2": 1.0}, "must lie in"),
+    ({"updates": 0}, "must be at least 1"),
 ])
 def test_what_does_not_go_together_is_refused_with_the_reason(changes, reason):
     from dora_jax.trainer import objective
@@ -263,8 +270,9 @@ def test_prepare_passes_kl_in_the_reward():
     """Two samples of one group, reward 1 each; the first drifted by k1 = 0.5 on each of 2 tokens, coefficient 0.1."""
     section = cases.section(advantage="rloo", kl="k1", kl_coef=0.1, kl_in="reward")
     sequences = type("S", (), {
-        "rewards": np.float32([1, 1]), "mask": np.array([[True, True, False], [True, True, True]]), "group_ids": np.array([0, 0]),
-        "lengths": np.array([2, 3]), "truncated": np.zeros(2, bool), "old_logprobs": np.float32([[-1, -1, 9], [-1, -1, -1]]),
+        "rewards": np.float32([1, 1]), "mask": np.array([[True, True, False], [True, True, True]]),
+        "group_ids": np.array([0, 0]), "lengths": np.array([2, 3]), "truncated": np.zeros(2, bool),
+        "old_logprobs": np.float32([[-1, -1, 9], [-1, -1, -1]]),
         "ref_logprobs": np.float32([[-1.5, -1.5, -9], [-1, -1, -1]])})
     got = prepare.Prepare(section, 12).estimate(sequences).advantages
     np.testing.assert_allclose(got, [-0.1, 0.1], atol=1e-6)

@@ -1,4 +1,4 @@
-"""One number everywhere: loss and gradient do not move with mesh, micro-batches, packing, row order, remat or layout."""
+"""One number everywhere: loss and gradient do not move with mesh, micro-batches, packing, row order or remat."""
 
 import dataclasses
 import functools

@@ -49,8 +49,9 @@ def groups(n=4, size=4, seed=0, version=0):
 def batch(trainer, scored=None, score=None, **layout):
     """The packed step of these groups for this trainer."""
     scored = groups() if scored is None else scored
-    sizes = {"pack_tokens": trainer.section.pack_tokens, "rows": trainer.section.rows, "max_tokens": MAX_PROMPT + MAX_NEW,
-             "micro_batches": trainer.section.micro_batches, "shards": trainer.shards,
+    section = trainer.section
+    sizes = {"pack_tokens": section.pack_tokens, "rows": section.rows, "max_tokens": MAX_PROMPT + MAX_NEW,
+             "micro_batches": section.micro_batches, "shards": trainer.shards,
              "samples": sum(len(g.samples) for g in scored)}
     shape = pack.layout(**(sizes | layout))
-    return pack.pack(scored, shape, prepare.Prepare(trainer.section, MAX_NEW), score)
+    return pack.pack(scored, shape, prepare.Prepare(section, MAX_NEW), score)

@@ -155,8 +155,8 @@ def _places(lengths: Sequence[int], shape: Layout) -> list[_Place]:
         bin_ = next((k for k, room in enumerate(free) if room >= lengths[i]), len(free))
         if bin_ == len(free):
             if bin_ == shape.rows or lengths[i] > shape.tokens:
-                raise ValueError(f"{len(lengths)} samples with {sum(lengths)} tokens do not fit into {shape.rows} rows of "
-                                 f"{shape.tokens}: raise trainer.rows or trainer.pack_tokens")
+                raise ValueError(f"{len(lengths)} samples with {sum(lengths)} tokens do not fit into {shape.rows} rows "
+                                 f"of {shape.tokens}: raise trainer.rows or trainer.pack_tokens")
             free.append(shape.tokens)
             count.append(0)
         count[bin_] += 1
@@ -202,7 +202,8 @@ class _Spread:
         return out
 
 
-def _tokens(samples: Sequence[Sample], places: Sequence[_Place], spread: _Spread, shape: Layout) -> dict[str, np.ndarray]:
+def _tokens(samples: Sequence[Sample], places: Sequence[_Place], spread: _Spread,
+            shape: Layout) -> dict[str, np.ndarray]:
     names = ("tokens", "targets", "segment_ids", "positions")
     batch = {name: spread.zeros(np.int32) for name in names}
     batch["version"] = np.full((shape.rows, shape.tokens), -1, np.int32)

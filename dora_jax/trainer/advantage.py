@@ -160,7 +160,7 @@ def _weighted_mean(rewards: np.ndarray, group: np.ndarray, weight: np.ndarray) -
 
 
 def token_rewards(rewards: np.ndarray, mask: np.ndarray) -> np.ndarray:
-    """Rewards f64[n, T]: [n] rewards go to the last sampled token; [n, T] stay, summed onto the sampled token before or at them."""
+    """f64[n, T]: [n] rewards go to the last sampled token; [n, T] stay, each on the sampled token before or at it."""
     spread = np.zeros(mask.shape)
     if rewards.ndim == 1:
         last = mask.shape[1] - 1 - mask[:, ::-1].argmax(axis=1)

@@ -78,7 +78,7 @@ def opsm(gap: jax.Array, mask: jax.Array, segment_ids: Any, *, drift: jax.Array,
 
 
 def vcpo_lr(gap: jax.Array, mask: jax.Array, segment_ids: Any, *, rho_base: float = 1.0) -> Result:
-    """Scales the step, not the loss: metrics ess, rho = ess / n, lr_scale = sqrt(min(1, rho / rho_base)) (arXiv 2602.17616)."""
+    """Scales the step, not the loss: metrics ess, rho = ess / n, lr_scale (arXiv 2602.17616)."""
     n, first, second = trajectory_moments(gap, mask, segment_ids)
     ess, rho, scale = effective_samples(n, first, second, rho_base)
     return jnp.ones_like(gap), mask, {"ess": ess, "rho": rho, "lr_scale": scale}

@@ -109,8 +109,8 @@ class Health:
             path.parent.mkdir(parents=True, exist_ok=True)
             np.savez(path, group_ids=batch.group_ids, **batch.arrays())
             where = f"; the last batch is in {path}"
-        raise RuntimeError(f"{self._skipped} updates in a row were not finite (loss {float(sums['loss'])}, gradient norm "
-                           f"{float(sums['grad_norm'])}) at step {step}{where}")
+        raise RuntimeError(f"{self._skipped} updates in a row were not finite (loss {float(sums['loss'])}, "
+                           f"gradient norm {float(sums['grad_norm'])}) at step {step}{where}")
 
     def check_mismatch(self, metrics: Mapping[str, float]) -> None:
         gap = metrics.get("mismatch/mean", 0.0)

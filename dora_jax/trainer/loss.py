@@ -179,7 +179,7 @@ def token_weights(aggregation: str, mask: Any, segment_ids: Any = None, group_id
         return _prompt_mean_weights(m, group_ids)
     if aggregation == "seq_mean_token_sum_norm":
         if not max_len:
-            raise ValueError("aggregation 'seq_mean_token_sum_norm' needs max_len, the configured maximum response length")
+            raise ValueError("aggregation 'seq_mean_token_sum_norm' needs max_len, the longest response allowed")
         return m / (_count_sequences(m, segment_ids) * max_len)
     per_token = m / xp.maximum(segment_sum(m, segment_ids), 1.0)  # 1 / length of the token's sequence
     non_empty = xp.maximum(per_token.sum(), 1.0)

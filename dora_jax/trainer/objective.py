@@ -90,19 +90,23 @@ def _params(section: Any) -> list[str]:
 
 
 def _pairings(section: Any) -> list[str]:
-    loss, adv, aggregation, correction = (section.policy_loss, section.advantage, section.aggregation, section.correction)
+    loss, adv = section.policy_loss, section.advantage
+    aggregation, correction = section.aggregation, section.correction
     rules = [
         (loss == "gspo" and aggregation != "seq_mean_token_mean",
-         f"trainer.policy_loss='gspo' clips whole sequences and needs aggregation='seq_mean_token_mean', not {aggregation!r}"),
+         f"trainer.policy_loss='gspo' clips whole sequences and needs aggregation='seq_mean_token_mean', "
+         f"not {aggregation!r}"),
         (adv == "dr_grpo" and aggregation != "seq_mean_token_sum_norm",
-         f"trainer.advantage='dr_grpo' removes the length bias and needs aggregation='seq_mean_token_sum_norm', not {aggregation!r}"),
+         f"trainer.advantage='dr_grpo' removes the length bias and needs aggregation='seq_mean_token_sum_norm', "
+         f"not {aggregation!r}"),
         (section.anchor == "behavior" and correction in WEIGHTING,
-         f"trainer.correction={correction!r} with anchor='behavior' counts the engine gap twice: the ratio already holds "
-         f"it; use anchor='proximal', or a correction that only masks"),
+         f"trainer.correction={correction!r} with anchor='behavior' counts the engine gap twice: the ratio already "
+         f"holds it; use anchor='proximal', or a correction that only masks"),
         (loss == "longcat" and section.anchor != "proximal",
          "trainer.policy_loss='longcat' weighs by truncated importance sampling and needs anchor='proximal'"),
         (loss == "longcat" and aggregation != "seq_mean_token_sum_norm",
-         f"trainer.policy_loss='longcat' divides by G T_max and needs aggregation='seq_mean_token_sum_norm', not {aggregation!r}"),
+         f"trainer.policy_loss='longcat' divides by G T_max and needs aggregation='seq_mean_token_sum_norm', "
+         f"not {aggregation!r}"),
         (loss == "longcat" and correction in WEIGHTING,
          f"trainer.policy_loss='longcat' already weighs by the engine gap: correction={correction!r} counts it twice"),
         (needs_value(section) and not section.value_learning_rate > 0,
@@ -133,7 +137,8 @@ def _numbers(section: Any) -> list[str]:
 def _sampling(rollout: Any) -> list[str]:
     errors = []
     if not rollout.temperature > 0:
-        errors.append(f"rollout.temperature={rollout.temperature} must be above 0: greedy samples have no log-prob to learn from")
+        errors.append(f"rollout.temperature={rollout.temperature} must be above 0: greedy samples have no log-prob to "
+                      f"learn from")
     cut = [f"{name}={getattr(rollout, name)}" for name, off in (("top_k", 0), ("top_p", 1.0), ("min_p", 0.0))
            if getattr(rollout, name) != off]
     if cut:

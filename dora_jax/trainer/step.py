@@ -107,8 +107,8 @@ class Trainer:
         every = self.section.ref_refresh_steps
         if self._reference is not None and every and step:
             if step % every:
-                raise ValueError(f"cannot resume at step {step}: the reference of step {step - step % every} is not kept, so "
-                                 f"checkpoint.every must be a multiple of trainer.ref_refresh_steps={every}")
+                raise ValueError(f"cannot resume at step {step}: the reference of step {step - step % every} is not "
+                                 f"kept, so checkpoint.every must be a multiple of trainer.ref_refresh_steps={every}")
             self._reference = self._copy(jax.device_put(params, self.shardings.params))
         self.state = TrainState(jax.device_put(params, self.shardings.params),
                                 jax.device_put(opt_state, self.shardings.opt_state),
@@ -185,7 +185,8 @@ class Recipe:
         return TrainState(specs, opt, whole)
 
 
-def update(recipe: Recipe, state: TrainState, arrays: Arrays, final: jax.Array) -> tuple[TrainState, dict[str, jax.Array]]:
+def update(recipe: Recipe, state: TrainState, arrays: Arrays,
+           final: jax.Array) -> tuple[TrainState, dict[str, jax.Array]]:
     """One optimizer update; donates the state. `final`: this update completes the step."""
     section, old = recipe.section, state.opt_state["policy"]
     specs = sharding.param_specs(recipe.model.cfg, recipe.model.mesh)
