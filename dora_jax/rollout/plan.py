@@ -311,7 +311,8 @@ class Scheduler:
 
     def _plan_decodes(self) -> Iterator[DecodeCall]:
         ready = [seq for seq in self._admitted if seq.ready and seq.remaining > 0]
-        ready.sort(key=lambda seq: (seq.version, seq.slot))
+        # by context: a call costs what its longest row costs, and the call that is not full takes the shortest rows
+        ready.sort(key=lambda seq: (seq.version, -seq.position, seq.slot))
         for version in sorted({seq.version for seq in ready}):
             seqs = [seq for seq in ready if seq.version == version]
             for first in range(0, len(seqs), self.shapes.rows):

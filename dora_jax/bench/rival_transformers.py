@@ -1,0 +1,33 @@
+"""`transformers` generate as a rival of bench/decode.py; runs in its own interpreter and imports nothing of ours.
+
+Reads one JSON line a work, answers with seconds. Log-probs come from the scores that generate returns.
+"""
+
+import json
+import sys
+import time
+
+import torch
+import transformers
+
+torch.manual_seed(0)
+model = transformers.AutoModelForCausalLM.from_pretrained(sys.argv[1], dtype=torch.float32).eval()
+model.generation_config.eos_token_id = None
+model.generation_config.pad_token_id = 0
+
+
+def run(batch, prompts, lengths):
+    for first in range(0, len(lengths), batch):
+        ids = torch.tensor(prompts[first : first + batch])
+        n = max(lengths[first : first + batch])
+        with torch.inference_mode():
+            out = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=n, min_new_tokens=n,
+                                 do_sample=True, temperature=1.0, top_k=0, top_p=1.0, output_logits=True,
+                                 return_dict_in_generate=True)
+            model.compute_transition_scores(out.sequences, out.logits, normalize_logits=True)
+
+
+for line in sys.stdin:
+    began = time.perf_counter()
+    run(**json.loads(line))
+    print(time.perf_counter() - began, flush=True)
