@@ -15,6 +15,7 @@ from dora_jax.orchestrate import events as ev
 from dora_jax.orchestrate.core import Orchestrator
 from dora_jax.orchestrate.modes import OrchestratorConfig
 from dora_jax.types import SampleId
+from orchestrator_audit import Audit
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -68,7 +69,7 @@ class Engine:
         self.runs: dict[SampleId, Run] = {}
 
 
-class World:
+class World(Audit):
     def __init__(self, config: OrchestratorConfig, shape: Shape, orchestrator: Orchestrator | None = None, **kwargs):
         self.config, self.shape = config, shape
         self.brain = orchestrator or Orchestrator(config, **kwargs)
@@ -211,14 +212,12 @@ class World:
 
     def on_score(self, group_id: int, attempt: int) -> list[ev.Event]:
         key = (self.shape.seed, group_id, attempt)
-        if group_id < 0:
-            if chance(*key, "failed") < self.shape.failed:
-                return [ev.GroupFailed(group_id=group_id, reason="the reward raised")]
-            self.evaluated.setdefault(self.group_version[group_id], []).append(group_id)
-            return [ev.GroupScored(group_id=group_id, trainable=True)]
         if chance(*key, "failed") < self.shape.failed:
             self.failed_ids.append(group_id)
             return [ev.GroupFailed(group_id=group_id, reason="the reward raised")]
+        if group_id < 0:
+            self.evaluated.setdefault(self.group_version[group_id], []).append(group_id)
+            return [ev.GroupScored(group_id=group_id, trainable=False)]
         trainable = chance(*key, "filtered") >= self.shape.filtered
         if not trainable:
             self.filtered_ids.append(group_id)
@@ -227,15 +226,13 @@ class World:
     def on_moved(self, id: SampleId) -> list[ev.Event]:
         run, src, dst = self.flying.pop(id)
         self.epoch += 1
+        run.epoch, run.started_s = self.epoch, self.now_s
         fails = chance(self.shape.seed, "move", id, src, dst, self.epoch) < self.shape.move_fails
         if dst in self.engines and not fails:
-            run.epoch = self.epoch
-            run.started_s = self.now_s
             self.host(run, dst)
             self.schedule(run, dst)
             return [ev.SampleMoved(id=id, src=src, dst=dst)]
         if src in self.engines and run.version in self.engines[src].versions:
-            run.epoch, run.started_s = self.epoch, self.now_s
             self.host(run, src)
             self.schedule(run, src)
         else:
@@ -319,31 +316,30 @@ class World:
 
     def do_move(self, command: ev.Move) -> None:
         for id in command.ids:
-            engine = self.engines[command.src]
-            run = engine.runs.pop(id)
-            self.advance(run, engine)
-            self.epoch += 1
-            run.epoch = self.epoch
-            if run.tokens >= run.length:
-                for event in self.done(run, command.src):
-                    self.at(0.0, event)
-            else:
+            run = self.take_off(id, command.src)
+            if run is not None:
                 self.flying[id] = (run, command.src, command.dst)
                 self.at(self.shape.move_s * (0.5 + chance(self.shape.seed, "slow", id)), ("moved", id))
 
     def do_park(self, command: ev.Park) -> None:
         for id in command.ids:
-            engine = self.engines[command.instance]
-            run = engine.runs.pop(id)
-            self.advance(run, engine)
-            self.epoch += 1
-            run.epoch = self.epoch
-            if run.tokens >= run.length:
-                for event in self.done(run, command.instance):
-                    self.at(0.0, event)
-            else:
+            run = self.take_off(id, command.instance)
+            if run is not None:
                 self.recorded[id] = run
                 self.at(0.02, ("parked", id, command.instance))
+
+    def take_off(self, id: SampleId, instance: int) -> Run | None:
+        """Stop a sample where it is; None: it had just ended, which is said instead."""
+        engine = self.engines[instance]
+        run = engine.runs.pop(id)
+        self.advance(run, engine)
+        self.epoch += 1
+        run.epoch = self.epoch
+        if run.tokens < run.length:
+            return run
+        for event in self.done(run, instance):
+            self.at(0.0, event)
+        return None
 
     def on_parked(self, id: SampleId, instance: int) -> list[ev.Event]:
         return [ev.SampleParked(id=id, instance=instance)] if instance in self.engines else []
@@ -387,39 +383,3 @@ class World:
 
     def do_halt(self, command: ev.Halt) -> None:
         self.stop = command
-
-    # ------------------------------------------------------------------ audit: from what the body saw alone
-
-    def mixed(self) -> list[SampleId]:
-        """C1: samples whose tokens come from more than one version."""
-        return [id for id, versions in self.spans.items() if len(versions) > 1]
-
-    def broken(self) -> list[SampleId]:
-        """C2: samples of usable groups that were given up."""
-        unusable = set(self.failed_ids) | self.refused_ids
-        return [id for id in sorted(self.given_up) if id.group_id not in unusable]
-
-    def lags(self) -> dict[int, int]:
-        """C3: lag -> trained groups, against the version that each group's first token came from."""
-        lags: dict[int, int] = {}
-        for base, groups in self.trained:
-            for group_id in groups:
-                lag = base - min(self.spans[SampleId(group_id, i)][0] for i in range(self.config.group_size))
-                lags[lag] = lags.get(lag, 0) + 1
-        return lags
-
-    def audit(self) -> None:
-        """What holds in every mode at the end of a run."""
-        assert self.stop is not None and self.stop.ok, self.stop
-        ids = [group_id for _, groups in self.trained for group_id in groups]
-        assert len(ids) == len(set(ids)), "a group is trained twice"
-        assert [base for base, _ in self.trained] == list(range(self.first_version, self.config.total_steps))
-        assert all(len(groups) == self.config.groups_per_step for _, groups in self.trained)
-        for group_id in ids:
-            for i in range(self.config.group_size):
-                assert self.ended[SampleId(group_id, i)] == "done", f"group {group_id} is trained, but not whole"
-        assert self.started == self.ends, "a started sample has no end, or more than one"
-        state = self.brain.state
-        assert not state.groups and not state.queue.unfinished
-        for host in state.fleet.hosts.values():
-            assert (host.used, host.pages_used, host.incoming, host.counts) == (0, 0, 0, {}), f"{host.id} leaks"

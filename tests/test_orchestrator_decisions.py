@@ -164,7 +164,7 @@ def test_the_paper_gives_back_the_credit_of_a_filtered_group():
 
 
 def test_one_step_keeps_the_version_of_its_batch_until_the_batch_is_taken():
-    """A filtered group is replaced at the batch's own version, though nothing of it was running and a newer one is out."""
+    """A filtered group is replaced at the batch's own version, though nothing of it runs and a newer one is out."""
     made = body("loaded started", mode="one_step", groups_per_step=2)
     tell(made, """
         up 0

@@ -128,6 +128,7 @@ def test_a_restart_at_a_step_trains_every_group_once(drawn, at):
     assert not set(done) & set(again)
     state = second.brain.state
     issued = {g for g in range(max(state.cursors.values())) if g < state.cursors[config.task(g)]}
+    lost = {group_id for group_id in lost if group_id >= 0}  # evaluation aside
     assert (set(done) | set(again) | lost) - set(state.redo) == issued - set(state.redo)
 
 

@@ -15,7 +15,7 @@ from dora_jax.orchestrate.state import State
 from dora_jax.types import InstanceId, SampleId, Version, is_eval
 
 # A mass migration is spread over several rebalances: each planned sample costs a few microseconds of this step.
-MOVES_A_STEP = 4096
+MOVES_A_STEP = 1024
 # A sample whose moves failed this often stays where it is.
 MOVE_ATTEMPTS = 3
 
@@ -112,19 +112,34 @@ def _park(s: State, host: Host, units: list[Unit]) -> None:
 
 def _move(s: State, version: Version) -> None:
     """Empty the hosts on which `version` drains, onto those that keep it."""
-    sources, sinks = [], []
+    drained, sinks = [], []
     for id in sorted(s.fleet.holders.get(version, ())):
         host = s.fleet.hosts[id]
         if host.draining == version:
-            units = [u for u in host.units if u.version == version]
-            if units and not host.incoming and all(_movable(u) for u in units) and _worth_moving(s, host, units):
-                movers = [migration.Mover(u.id, u.tokens, s.fleet.page_need(host, u.tokens)) for u in units]
-                sources.append(migration.Source(id, movers))
+            drained.append(host)
         elif version in host.versions and s.fleet.has_room(host):
             free_pages = host.pages - host.pages_used
             sinks.append(migration.Sink(id, host.used, host.slots, free_pages, host.speed))
-    if sources and sinks:
+    room = min(MOVES_A_STEP, sum(sink.slots - sink.used for sink in sinks))
+    sources = []
+    for host in sorted(drained, key=lambda h: (h.counts.get(version, 0), h.id)):
+        room -= host.counts.get(version, 0)
+        if room < 0:
+            break
+        source = _source(s, host, version)
+        if source.movers:
+            sources.append(source)
+    if sources:
         _issue_moves(s, migration.plan_moves(sources, sinks, MOVES_A_STEP))
+
+
+def _source(s: State, host: Host, version: Version) -> migration.Source:
+    """The samples to take off `host`: all of the version, or none where that is not possible or not worth it."""
+    units = [u for u in host.units if u.version == version]
+    if not units or host.incoming or not all(map(_movable, units)) or not _worth_moving(s, host, units):
+        return migration.Source(host.id, [])
+    movers = [migration.Mover(u.id, u.tokens, s.fleet.page_need(host, u.tokens)) for u in units]
+    return migration.Source(host.id, movers)
 
 
 def _movable(unit: Unit) -> bool:

@@ -16,7 +16,7 @@ from dora_jax.orchestrate.state import State
 from dora_jax.types import GroupId, InstanceId, SampleId, Version
 
 # A mass start is spread over several steps of the brain: each sample costs it a few microseconds.
-PLACED_A_STEP = 2048
+PLACED_A_STEP = 1024
 
 
 def fill_woken(s: State) -> None:

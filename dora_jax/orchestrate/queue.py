@@ -90,9 +90,6 @@ class Queue:
                 if kept:
                     lines[old] = kept
 
-    def waiting(self, version: Version) -> bool:
-        return self.first(version) is not None
-
 
 def _count(counts: dict[Version, int], version: Version, by: int) -> bool:
     """Add; True when nothing is left."""

@@ -34,10 +34,7 @@ def save(s: State) -> dict[str, Any]:
         "mode": s.config.mode,
         "ledger": s.ledger.snapshot(),
         "groups": [_save_group(group) for group in s.groups.values()],
-        "queue": {
-            name: [[v, [[u.group.id, u.index] for u in line if u.group.units[u.index] is u]] for v, line in lines.items()]
-            for name, lines in _lines(s.queue).items()
-        },
+        "queue": {name: _save_lines(lines) for name, lines in _lines(s.queue).items()},
         "counts": {name: _pairs(getattr(s.queue, name)) for name in ("unfinished", "evaluation_unfinished")},
         "training_unfinished": s.queue.training_unfinished,
         "fleet": _save_fleet(s.fleet),
@@ -54,7 +51,8 @@ def save(s: State) -> dict[str, Any]:
 def load(s: State, data: dict[str, Any]) -> None:
     """Fill a fresh state of the same configuration with what `save` wrote."""
     if data["format"] != FORMAT or data["mode"] != s.config.mode:
-        raise ValueError(f"the snapshot is of format {data['format']} and mode {data['mode']}: this run cannot go on from it")
+        found = f"format {data['format']} and mode {data['mode']}"
+        raise ValueError(f"the snapshot is of {found}: this run cannot go on from it")
     s.ledger.load(data["ledger"])
     s.groups = {}
     _load_fleet(s.fleet, data["fleet"])
@@ -79,6 +77,11 @@ def load(s: State, data: dict[str, Any]) -> None:
 
 def _lines(queue: Queue) -> dict[str, dict]:
     return {"parked": queue.parked, "evaluation": queue.evaluation, "pending": queue.pending}
+
+
+def _save_lines(lines: dict) -> list[list]:
+    """Without the samples that were cancelled while they waited: they are dropped when their turn comes."""
+    return [[v, [[u.group.id, u.index] for u in line if u.group.units[u.index] is u]] for v, line in lines.items()]
 
 
 def _pairs(counts: dict) -> list[list]:
