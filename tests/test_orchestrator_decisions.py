@@ -111,6 +111,15 @@ def test_no_move_where_it_costs_more_than_it_gains():
     assert made.ask(["time", "4"]) == ["Move ids=2.0 src=1 dst=0"]
 
 
+def test_moves_are_planned_again_as_soon_as_they_fit():
+    """Both instances are full when one is told to take version 1: no trigger comes, but slots come free."""
+    made = body("loaded started resumed scored", groups_per_step=2, group_size=2, max_versions=4, inflight=4.0)
+    tell(made, "up 0\nup 1\ndone 1.0-1\ndone 3.0-1\npublished 1")
+    assert made.brain.state.fleet.hosts[1].target == 1 and made.brain.state.fleet.hosts[0].used == 4
+    assert tell(made, "done 0.0-1\ndone 2.0") == []  # three left on instance 1, two slots on instance 0
+    assert tell(made, "done 5.0") == ["Move ids=2.1,5.1 src=1 dst=0"]
+
+
 # ---------------------------------------------------------------- refill
 
 

@@ -110,8 +110,19 @@ def _park(s: State, host: Host, units: list[Unit]) -> None:
         s.out.append(ev.Park(ids=tuple(u.id for u in running), instance=host.id))
 
 
+def consolidate(s: State) -> None:
+    """Plan moves of a draining version again once as many slots are free as it has hosts: a look at each host costs
+    no more than that a slot then."""
+    for version in sorted(s.drained):
+        if version not in s.fleet.drains:
+            del s.drained[version]
+        elif s.drained[version] >= len(s.fleet.holders[version]):
+            _move(s, version)
+
+
 def _move(s: State, version: Version) -> None:
     """Empty the hosts on which `version` drains, onto those that keep it."""
+    s.drained.pop(version, None)
     drained, sinks = [], []
     for id in sorted(s.fleet.holders.get(version, ())):
         host = s.fleet.hosts[id]

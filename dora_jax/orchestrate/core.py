@@ -8,7 +8,7 @@ configuration and events give the same commands.
 
 Laws: a command reserves, the event that answers it commits. Every started sample ends in exactly one SampleDone or
 SampleCancelled. Triggers of a rebalance: a step's end, a batch taken, an instance that comes or goes, KV pressure, a
-period.
+period; moves alone are planned again whenever enough slots of a draining version have come free.
 What the body owes: a Move answers each id with SampleMoved or MoveFailed (or SampleDone by the source), even if an
 end dies; MoveFailed means that the sample runs at the source again, or that its tokens are recorded if the source is
 down. A Cancel with instance None discards recorded tokens, or a scored group, and is answered by SampleCancelled for
@@ -77,6 +77,8 @@ class Orchestrator:
             balance.rebalance(s)
         if s.woken:
             place.fill_woken(s)
+        if s.drained:
+            balance.consolidate(s)
         if s.emptied:
             balance.settle_emptied(s)
         if s.retire_due:

@@ -42,6 +42,7 @@ def save(s: State) -> dict[str, Any]:
         "evaluating": _pairs(s.evaluating),
         "lags": _pairs(s.lags),
         "task_open": _pairs(s.task_open),
+        "drained": _pairs(s.drained),
         "cursors": _pairs(s.cursors),
         "sets": {name: list(getattr(s, name)) for name in ("alive", "woken", "emptied", "pressed")},
         "plain": {name: getattr(s, name) for name in PLAIN},
@@ -68,6 +69,7 @@ def load(s: State, data: dict[str, Any]) -> None:
         setattr(s.queue, name, dict(rows))
     s.queue.training_unfinished = data["training_unfinished"]
     s.redo, s.evaluating, s.lags = list(data["redo"]), dict(data["evaluating"]), dict(data["lags"])
+    s.drained = dict(data["drained"])
     s.task_open, s.cursors = dict(data["task_open"]), dict(data["cursors"])
     for name, keys in data["sets"].items():
         setattr(s, name, dict.fromkeys(keys))

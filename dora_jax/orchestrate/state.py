@@ -43,6 +43,7 @@ class State:
         self.woken: dict[Version, None] = {}  # versions whose queue or whose free slots have changed
         self.pressed: dict[InstanceId, None] = {}  # instances that run out of pages
         self.emptied: dict[InstanceId, None] = {}  # instances that may take other weights now
+        self.drained: dict[Version, int] = {}  # slots freed since a draining version's moves were last planned
         self.take_due = False
         self.step_ended = False
         self.rebalance_due = False
@@ -64,6 +65,8 @@ class State:
         """A slot of `host` that served `version` is free."""
         if host is not None:
             self.woken[version] = None
+            if version in self.fleet.drains:
+                self.drained[version] = self.drained.get(version, 0) + 1
             if not host.counts.get(version):
                 self.emptied[host.id] = None
 
