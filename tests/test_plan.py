@@ -46,8 +46,8 @@ class FakeDevice:
             for i, page in enumerate(upload.pages):
                 for offset in range(self.s.page_size):
                     self.kv[page, offset] = upload.parcel.k_pages.get((upload.start + i) * self.s.page_size + offset)
-        if plan.prefill:
-            self.prefill(plan.prefill)
+        for call in plan.prefills:
+            self.prefill(call)
         for call in plan.decodes:
             self.decode(call, length)
         self.scheduler.check()
@@ -110,7 +110,7 @@ class FakeDevice:
 
 def test_shapes_of_the_configuration():
     s = shapes_of(SECTION)
-    assert (s.rows, s.chunk, s.prefill_rows, s.window, s.block_pages) == (4, 8, 2, 2, 4)
+    assert (s.rows, s.chunk, s.prefill_rows, s.prefill_calls, s.window, s.block_pages) == (4, 8, 2, 1, 2, 4)
     assert s.decode_buckets == (1, 2, 4) and s.prefill_buckets == (0, 4)
     assert [s.bucket(n, s.decode_buckets) for n in (0, 16, 17, 33)] == [1, 1, 2, 4]
     assert s.worst_pages(20, 30) == 14
@@ -123,17 +123,27 @@ def test_a_group_is_prefilled_once_then_decodes_together():
     for index in range(4):
         device.add(parcel(0, index, n_prompt=20))  # 19 positions: chunks of 8, 8, 3
     device.tick()
-    assert device.plans[-1].prefill.control[0, :2].tolist() == [0, 8] and not device.plans[-1].decodes
+    assert device.plans[-1].prefills[0].control[0, :2].tolist() == [0, 8] and not device.plans[-1].decodes
     assert device.started == [SampleId(0, i) for i in range(4)]
     device.tick()
     device.tick()
     (call,) = device.plans[-1].decodes
-    assert device.plans[-1].prefill.control[0, :2].tolist() == [16, 3] and len(call.rows) == 4
-    assert not device.plans[-1].prefill.control[1:].any()
+    assert device.plans[-1].prefills[0].control[0, :2].tolist() == [16, 3] and len(call.rows) == 4
+    assert not device.plans[-1].prefills[0].control[1:].any()
     seqs = [seq for seq, _ in call.rows]
     assert len({tuple(seq.table[:4]) for seq in seqs}) == 1 and len({seq.table[4] for seq in seqs}) == 4
     device.finish()
     assert len(device.done) == 4
+
+
+def test_a_tick_prefills_up_to_its_budget_chunk_after_chunk():
+    device = FakeDevice(dataclasses.replace(SECTION, prefill_tokens=256))
+    device.add(parcel(0, n_prompt=20))
+    device.tick()
+    calls = device.plans[-1].prefills
+    assert [call.control[0, :2].tolist() for call in calls] == [[0, 8], [8, 8]] and calls[0].control.shape[0] == 16
+    assert [call.blocks for call in calls] == [0, 4] and not device.plans[-1].decodes
+    device.finish()
 
 
 def test_prompts_of_a_tick_are_packed_by_version_in_order_of_arrival():
@@ -141,10 +151,10 @@ def test_prompts_of_a_tick_are_packed_by_version_in_order_of_arrival():
     for group, version in enumerate((1, 0, 1)):
         device.add(parcel(group, version=version))
     device.tick()
-    first = device.plans[-1].prefill
+    first = device.plans[-1].prefills[0]
     assert first.version == 1 and first.control[:, 2].tolist() == [0, 200]
     device.tick()
-    assert device.plans[-1].prefill.version == 0
+    assert device.plans[-1].prefills[0].version == 0
     assert [call.version for call in device.plans[-1].decodes] == [0, 1]
 
 
@@ -154,7 +164,7 @@ def test_a_second_prompt_shares_the_chunks_it_has_in_common():
     device.finish()
     device.add(parcel(1, prompt=[*range(16), 60, 61, 62]))
     device.tick()
-    assert device.plans[-1].prefill.control[:, :2].tolist() == [[16, 2], [0, 0]]
+    assert device.plans[-1].prefills[0].control[:, :2].tolist() == [[16, 2], [0, 0]]
     device.finish()
 
 

@@ -37,7 +37,8 @@ MODEL = decoder.new_config("qwen3", vocab_size=512, d_model=256, n_layers=4, n_h
                            d_ff=768)
 PROMPT = 32
 FIXED = 128
-TAIL_SAMPLES, TAIL_BATCH, TAIL_MEDIAN, TAIL_SIGMA, TAIL_LIMIT = 256, 32, 48, 1.05, 768
+TAIL_SAMPLES, TAIL_BATCH, TAIL_MEDIAN, TAIL_SIGMA, TAIL_LIMIT = 256, 32, 48, 1.1, 768
+TAIL_ROWS = 8  # of an engine's decode call on the long tail: rows of like context share a call
 ENVIRONMENTS = {  # rival -> what its environment needs
     "transformers": ("torch==2.13.0+cpu", "transformers==5.23.0", "--extra-index-url",
                      "https://download.pytorch.org/whl/cpu"),
@@ -72,7 +73,8 @@ def engine_runner(work: Work, params) -> Callable[[], None]:
     longest = int(work.lengths.max())
     pages = work.batch * (-(-(PROMPT + longest) // 16) + 1)
     section = RolloutSection(slots=work.batch, pages=pages, max_prompt_tokens=PROMPT, max_new_tokens=longest,
-                             prefill_tokens=min(1024, PROMPT * work.batch))
+                             prefill_tokens=min(1024, PROMPT * work.batch),
+                             decode_rows=0 if longest == work.lengths.min() else TAIL_ROWS)
     engine = Engine(MODEL, section, sharding.make_mesh(jax.devices()[:1], 1, 1, 1), seed=0, eos_ids=(),
                     vocab_limit=MODEL.vocab_size)
     engine.load(0, jax.device_put(params, engine.param_shardings))
@@ -102,8 +104,8 @@ def machine() -> tuple[float, float]:
     x = jnp.ones(16 << 20, jnp.float32)
     m = jnp.ones((2048, 2048), jnp.float32)
     copy, product = jax.jit(lambda x: x + 1), jax.jit(lambda m: m @ m)
-    return 2 * x.nbytes / best_s(lambda: copy(x).block_until_ready(), 10), \
-        2 * 2048**3 / best_s(lambda: product(m).block_until_ready(), 5)
+    return 2 * x.nbytes / best_s(lambda: copy(x).block_until_ready(), 50), \
+        2 * 2048**3 / best_s(lambda: product(m).block_until_ready(), 20)
 
 
 def floor_s(work: Work, bandwidth: float, flops: float) -> float:

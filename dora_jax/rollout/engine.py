@@ -142,8 +142,8 @@ class Engine:
         for upload in plan.uploads:
             span = slice(upload.start, upload.start + len(upload.pages))
             self._device.write_pages(upload.pages, upload.parcel.k_pages[:, span], upload.parcel.v_pages[:, span])
-        if plan.prefill:
-            self._device.prefill(self._weights[plan.prefill.version], plan.prefill.control, plan.prefill.blocks)
+        for call in plan.prefills:
+            self._device.prefill(self._weights[call.version], call.control, call.blocks)
         flights = [(call, self._device.generate(self._weights[call.version], call.control, call.blocks))
                    for call in plan.decodes]
         self._emit.started += plan.started

@@ -1,7 +1,7 @@
 """Stage 2, pure: continuous batching. What runs in the next tick, given what waits, what runs and which pages are free.
 
 Consumes submitted or imported samples and, after each call, the sampled tokens; produces a TickPlan: samples to move
-to host memory, pages to upload, one prefill call, one decode call a version and row batch. No device, no clock, no
+to host memory, pages to upload, prefill calls, one decode call a version and row batch. No device, no clock, no
 randomness: several hosts of one instance make the same plan from the same inbox.
 Laws:
   the order of arrival decides; the oldest sample is never preempted, so every sample finishes (no starvation);
@@ -123,13 +123,13 @@ class TickPlan:
     preempts: list[Preempt] = dataclasses.field(default_factory=list)
     uploads: list[Upload] = dataclasses.field(default_factory=list)
     started: list[SampleId] = dataclasses.field(default_factory=list)
-    prefill: PrefillCall | None = None
+    prefills: list[PrefillCall] = dataclasses.field(default_factory=list)
     decodes: list[DecodeCall] = dataclasses.field(default_factory=list)
 
 
 class Scheduler:
     """All samples of one engine. `plan` commits what it decides: run its calls in the order preempts, uploads,
-    prefill, decodes."""
+    prefills, decodes."""
 
     def __init__(self, shapes: Shapes):
         self.shapes = shapes
@@ -172,7 +172,8 @@ class Scheduler:
         self._grow(plan)
         if not plan.preempts:
             self._admit_all(plan)
-        plan.prefill = self._plan_prefill()
+        while len(plan.prefills) < self.shapes.prefill_calls and (call := self._plan_prefill()):
+            plan.prefills.append(call)
         plan.decodes = list(self._plan_decodes())
         return plan
 

@@ -11,6 +11,8 @@ import dataclasses
 
 from dora_jax.config import RolloutSection
 
+PREFILL_CALL_TOKENS = 128  # enough for matrix products to run at speed; more would be padding when few prompts wait
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Shapes:
@@ -18,7 +20,8 @@ class Shapes:
     rows: int  # of one decode call
     steps: int  # decode steps a call
     chunk: int  # positions a prefill call gives one prompt; prefixes are shared in such chunks
-    prefill_rows: int
+    prefill_rows: int  # of one prefill call
+    prefill_calls: int  # of one tick, at most
     page_size: int
     pages: int
     block: int  # positions of one context block
@@ -67,9 +70,10 @@ def shapes_of(section: RolloutSection) -> Shapes:
         raise ValueError(f"rollout.prefill_tokens {section.prefill_tokens} is less than a page of {size}")
     max_context = section.max_prompt_tokens + section.max_new_tokens
     chunk = min(_up(section.prefill_chunk, size), _up(section.max_prompt_tokens, size), section.prefill_tokens // size * size)
+    prefill_rows = max(1, min(PREFILL_CALL_TOKENS, section.prefill_tokens) // chunk)
     shapes = Shapes(
         slots=section.slots, rows=rows, steps=section.decode_steps, chunk=chunk,
-        prefill_rows=section.prefill_tokens // chunk, page_size=size, pages=section.pages,
+        prefill_rows=prefill_rows, prefill_calls=section.prefill_tokens // (prefill_rows * chunk), page_size=size, pages=section.pages,
         block=min(_up(section.context_block, size), _up(max_context, size)), max_context=max_context)
     needed = shapes.worst_pages(section.max_prompt_tokens, section.max_new_tokens)
     if needed > section.pages:
