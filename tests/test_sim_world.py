@@ -18,6 +18,9 @@ SMALL = {
 }  # fmt: skip
 
 
+PUBLISHED = {"step_min": 1.0, "rollout_only": 0.5, "tokens_per_s": 100.0, "fitted": 0.0}
+
+
 def row(mode, **changes):
     settings = config.replace(config.SimConfig(), SMALL | {k.replace("__", "."): v for k, v in changes.items()})
     return config.Row(label=mode, mode=mode, config=settings, published={})
@@ -173,6 +176,6 @@ def test_the_trace_opens_and_joins_samples_to_batches(tmp_path):
 
 def test_the_table_shows_every_row_and_the_published_misfit():
     line = row("dora")
-    line = config.Row(label="ours", mode="dora", config=line.config, published={"step_min": 1.0, "rollout_only": 0.5})
+    line = config.Row(label="ours", mode="dora", config=line.config, published=PUBLISHED)
     text = table.render([(line, run.simulate(line))])
-    assert text.count("ours") == 4 and "not fitted on" in text and "wait: rule" in text
+    assert text.count("ours") == 4 and "not fitted here" in text and "wait: rule" in text

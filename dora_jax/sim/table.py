@@ -1,7 +1,7 @@
 """The table of modes: what each row of a simulation took, who waited on whom, and how it compares with published figures.
 
 Three blocks: the outcome, where the time of both roles went, and what was moved; a fourth where a row names published
-figures ("step_min", "rollout_only", "tokens_per_s", and "fitted": 1 where parameters were fitted on that row).
+figures ("step_min", "rollout_only", "tokens_per_s"; "fitted" is 1 where parameters were fitted on that row).
 """
 
 from __future__ import annotations
@@ -66,15 +66,19 @@ def _traffic(lines: Sequence[Line]) -> str:
 
 
 def _published(lines: Sequence[Line]) -> str:
-    head = ["against the published figures", "min/step", "published", "off by", "rollout only", "published", "off by", ""]
+    """Only rows that name published figures; ratios are to the first of them."""
+    head = ["against the published figures", "min/step", "published", "off by", "rollout only", "published", "off by",
+            "tokens/s ratio", "published", "parameters"]  # fmt: skip
+    lines = [(row, r) for row, r in lines if row.published]
+    first, first_result = lines[0]
     rows = []
     for row, r in lines:
-        if row.published:
-            step, share = row.published["step_min"], row.published["rollout_only"]
-            note = "fitted on" if row.published.get("fitted") else "not fitted on"
-            rows.append([
-                row.label, _minutes(r.step_s), f"{step:.2f}", f"{r.step_s / 60 / step - 1:+.1%}",
-                f"{r.rollout_only:.1%}", f"{share:.1%}", f"{100 * (r.rollout_only - share):+.1f} pt", note])  # fmt: skip
+        step, share, tokens_per_s = (row.published[name] for name in ("step_min", "rollout_only", "tokens_per_s"))
+        rows.append([
+            row.label, _minutes(r.step_s), f"{step:.2f}", f"{r.step_s / 60 / step - 1:+.1%}",
+            f"{r.rollout_only:.1%}", f"{share:.1%}", f"{100 * (r.rollout_only - share):+.1f} pt",
+            f"{r.tokens_per_s / first_result.tokens_per_s:.2f}", f"{tokens_per_s / first.published['tokens_per_s']:.2f}",
+            "fitted here" if row.published["fitted"] else "not fitted here"])  # fmt: skip
     return grid(head, rows)
 
 

@@ -29,6 +29,8 @@ from dora_jax.types import GroupId, InstanceId, SampleId, Version
 
 # So many periods in which nobody but the clock says anything mean that nothing ever will.
 STALLED_PERIODS = 10_000
+# The orchestrator learns the time with every fact, but not finer than this share of a rebalance period.
+CLOCK_SHARE = 1e-3
 
 
 class EndOfMeasurement(Exception):
@@ -70,6 +72,8 @@ class SimWorld:
         self._training = False
         self._outbox: list[ev.Event] = []
         self._quiet = 0
+        self._told_s = 0.0
+        self._clock_s = CLOCK_SHARE * config.orchestrator.rebalance_period_s
         self._heap: list[tuple[float, int, Callable[..., None], tuple]] = []
         self._count = itertools.count()
         for id in range(hardware.instances):
@@ -90,6 +94,9 @@ class SimWorld:
             self.now, _, call, args = heapq.heappop(self._heap)
             call(*args)
         out, self._outbox = self._outbox, []
+        if self.now - self._told_s >= self._clock_s:
+            self._told_s = self.now
+            out.insert(0, ev.TimePassed(now_s=self.now))
         return out
 
     def execute(self, command: ev.Command) -> None:
@@ -223,6 +230,7 @@ class SimWorld:
         self._quiet += 1
         if self._quiet > STALLED_PERIODS:
             raise RuntimeError(f"the run stalled after {self.now:.0f} s: only the clock goes on")
+        self._told_s = self.now
         self._say(ev.TimePassed(now_s=self.now))
         self._at(self.now + self._config.orchestrator.rebalance_period_s, self._clock)
 

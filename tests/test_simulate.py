@@ -1,0 +1,67 @@
+"""The entry point: starts without JAX, prints one table, refuses what it cannot read in one line."""
+
+import pathlib
+import subprocess
+import sys
+
+import pytest
+
+ROOT = pathlib.Path(__file__).resolve().parent.parent
+DEMO = ROOT / "configs" / "sim" / "demo.py"
+QUICK = ["--config.steps=3", "--config.warmup_steps=1", "--config.orchestrator.groups_per_step=16"]
+
+
+def simulate(*args):
+    command = [sys.executable, "-m", "dora_jax.simulate", *args]
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
+
+
+def test_it_brings_in_neither_jax_nor_flax():
+    code = "import sys, dora_jax.simulate; print([m for m in ('jax', 'jaxlib', 'flax', 'numpy') if m in sys.modules])"
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=120)
+    assert done.stdout.strip() == "[]", done.stderr
+
+
+def test_it_prints_the_table_and_writes_the_trace(tmp_path):
+    trace = tmp_path / "trace.json"
+    done = simulate(f"--config={DEMO}", *QUICK, f"--trace={trace}")
+    assert done.returncode == 0, done.stderr
+    for mode in ("sync", "one_step", "partial", "evict", "dora_paper", "dora"):
+        assert sum(line.startswith(mode + " ") for line in done.stdout.splitlines()) == 3
+    assert trace.stat().st_size > 10_000
+
+
+def test_advice_names_settings_and_reasons():
+    done = simulate(f"--config={DEMO}", *QUICK, "--advise", "--config.hardware.chips=4", "--config.hardware.rollout_chips=2")
+    assert done.returncode == 0, done.stderr
+    assert "settings tried" in done.stdout and "x its tokens/s" in done.stdout
+    assert done.stdout.count("K=") >= 20 and ("waits" in done.stdout or "balanced" in done.stdout)
+
+
+@pytest.mark.parametrize(
+    "args, sentence",
+    [
+        ([], "config: missing; name a file"),
+        (["--config=configs/sim/absent.py"], "config: configs/sim/absent.py does not exist"),
+        ([f"--config={DEMO}", "--config.hardware.chps=3"], "unknown field; the nearest is config.hardware.chips"),
+        ([f"--config={DEMO}", "--config.hardware.chips=many"], "hardware.chips"),
+        ([f"--config={DEMO}", "--config.hardware.chip=v9"], "hardware.chip: 'v9' is none of v4"),
+        ([f"--config={DEMO}", "--config.hardware.rollout_chips=16"], "leave none to the trainer"),
+        ([f"--config={DEMO}", "--config.orchestrator.inflight=0.001"], "could never progress"),
+        ([f"--config={DEMO}", "--config.workload.max_new_tokens=9000000"], "cannot serve this run"),
+        ([f"--config={DEMO}", "surplus"], "'surplus': not a flag"),
+        ([f"--config={DEMO}", "--trce=x"], "trce"),
+    ],
+)
+def test_a_mistake_is_one_line_and_exit_code_2(args, sentence):
+    done = simulate(*args)
+    assert done.returncode == 2, done.stderr
+    lines = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
+    assert sentence in lines[0] and "Traceback" not in done.stderr
+
+
+def test_a_mistake_in_the_file_names_its_line(tmp_path):
+    path = tmp_path / "broken.py"
+    path.write_text("from dora_jax.sim import config\ndef get_config():\n    c = config.defaults()\n    c.stepz = 3\n")
+    done = simulate(f"--config={path}")
+    assert done.returncode == 2 and "broken.py:4" in done.stderr and "stepz" in done.stderr
