@@ -1,11 +1,14 @@
 """The orchestrator in virtual time:  python -m dora_jax.simulate --config=configs/sim/x.py [--trace=FILE] [--advise]
 
 Runs every row of the configuration and prints one table; --trace writes the last row as a Chrome trace for Perfetto;
---advise searches staleness bound, split and load for the configuration's chips and lengths instead. Starts without JAX.
+--advise searches staleness bound, split and load for the configuration's chips and lengths instead.
+--replay=JOURNAL needs no configuration: it feeds a recorded run to a new orchestrator and compares every command.
+Starts without JAX.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import importlib.util
 import sys
 import time
@@ -18,7 +21,7 @@ from absl import app, flags
 from ml_collections import config_flags
 
 from dora_jax.config import ConfigError, nearest
-from dora_jax.sim import advise, config, table
+from dora_jax.sim import advise, config, replay, table
 from dora_jax.sim.config import SimConfig
 from dora_jax.sim.run import StoppedEarly, simulate
 from dora_jax.sim.trace import Trace
@@ -27,13 +30,31 @@ BAD_USAGE = 2  # exit code: wrong input, trying again cannot help
 
 CONFIG_HELP = "path.py[:argument]; --config.field=value overrides a field"
 TRACE_HELP = "write the last row as a Chrome trace, to be opened in Perfetto"
+REPLAY_HELP = "feed this journal to a new orchestrator and compare; needs no --config"
 ADVISE_HELP = "search staleness bound, split and load in place of the table"
 
 
-def main(settings: SimConfig, trace_path: str, advised: bool) -> int:
-    if advised:
-        print(advise.report(settings, progress=_progress))
-        return 0
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Asked:
+    """What one command line asks for."""
+
+    config: SimConfig
+    trace: str
+    advise: bool
+    replay: str
+
+
+def main(asked: Asked) -> int:
+    if asked.replay:
+        print(replay.render(replay.replay(asked.replay)))
+    elif asked.advise:
+        print(advise.report(asked.config, progress=_progress))
+    else:
+        print(table.render(run_rows(asked.config, asked.trace)))
+    return 0
+
+
+def run_rows(settings: SimConfig, trace_path: str) -> list[table.Line]:
     lines, rows = [], config.rows(settings)
     for row in rows:
         trace = Trace(row.label) if trace_path and row is rows[-1] else None
@@ -43,19 +64,20 @@ def main(settings: SimConfig, trace_path: str, advised: bool) -> int:
         lines.append((row, result))
         if trace:
             trace.save(trace_path)
-    print(table.render(lines))
-    return 0
+    return lines
 
 
-def parse(argv: Sequence[str], flag_values: flags.FlagValues = flags.FLAGS) -> tuple[SimConfig, str, bool]:
+def parse(argv: Sequence[str], flag_values: flags.FlagValues = flags.FLAGS) -> Asked:
     """What argv (program name first) asks for; ConfigError says what is wrong with it."""
     spec, rest = _split(argv)
     flags.DEFINE_string("trace", "", TRACE_HELP, flag_values=flag_values)
     flags.DEFINE_boolean("advise", False, ADVISE_HELP, flag_values=flag_values)
+    flags.DEFINE_string("replay", "", REPLAY_HELP, flag_values=flag_values)
     if any(arg.startswith(("--help", "-help")) for arg in rest):
         flags.DEFINE_string("config", None, CONFIG_HELP, flag_values=flag_values)
         flag_values(rest)  # absl prints the help and exits
-    tree = load_file(spec)
+    replays = any(arg.lstrip("-").startswith("replay") for arg in rest)
+    tree = config.defaults() if replays and not spec else load_file(spec)
     for arg in rest:
         name = arg.lstrip("-").removeprefix("no").partition("=")[0]
         if name.startswith("config.") and not _has(tree, name.removeprefix("config.")):
@@ -68,7 +90,8 @@ def parse(argv: Sequence[str], flag_values: flags.FlagValues = flags.FLAGS) -> t
         raise ConfigError(" ".join(str(error).split())) from error
     if leftover:
         raise ConfigError(f"argument {leftover[0]!r}: not a flag")
-    return config.from_config_dict(tree), flag_values.trace, flag_values.advise
+    return Asked(config=config.from_config_dict(tree), trace=flag_values.trace, advise=flag_values.advise,
+                 replay=flag_values.replay)
 
 
 def load_file(spec: str) -> ml_collections.ConfigDict:
@@ -119,17 +142,13 @@ def _progress(text: str) -> None:
     print(text, file=sys.stderr, flush=True)
 
 
-def _start(asked: tuple[SimConfig, str, bool]) -> int:
-    return main(*asked)
-
-
 def _run() -> None:
     try:
-        app.run(_start, flags_parser=parse)
+        app.run(main, flags_parser=parse)
     except ConfigError as error:
         for problem in error.problems:
             print(f"error: {problem}", file=sys.stderr)
-    except (ValueError, StoppedEarly) as error:  # a configuration that the orchestrator refuses, or gives up on
+    except (StoppedEarly, replay.Differs) as error:  # the orchestrator gave the run up, or is another than recorded
         print(f"error: {error}", file=sys.stderr)
     sys.exit(BAD_USAGE)
 

@@ -5,6 +5,7 @@ import json
 
 import pytest
 
+from dora_jax.config import ConfigError
 from dora_jax.orchestrate import events as ev
 from dora_jax.orchestrate.modes import MODES
 from dora_jax.sim import config, run, table
@@ -149,7 +150,7 @@ def test_an_orchestrator_that_says_nothing_stalls():
 
 
 def test_a_group_larger_than_the_load_is_refused():
-    with pytest.raises(ValueError, match="could never progress"):
+    with pytest.raises(ConfigError, match="could never progress"):
         simulate("dora", orchestrator__inflight=0.01)
 
 

@@ -65,3 +65,9 @@ def test_a_mistake_in_the_file_names_its_line(tmp_path):
     path.write_text("from dora_jax.sim import config\ndef get_config():\n    c = config.defaults()\n    c.stepz = 3\n")
     done = simulate(f"--config={path}")
     assert done.returncode == 2 and "broken.py:4" in done.stderr and "stepz" in done.stderr
+
+
+def test_a_replay_needs_no_configuration(tmp_path):
+    journal = tmp_path / "absent.jsonl"
+    done = simulate(f"--replay={journal}")
+    assert done.returncode == 2 and "absent.jsonl does not exist" in done.stderr

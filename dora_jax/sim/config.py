@@ -89,12 +89,12 @@ class WorkloadSection:
     seed: int = 0
     max_prompt_tokens: int = 2048
     max_new_tokens: int = 30000
-    distribution: str = "lognormal"  # lognormal, heavy or file
+    distribution: str = "lognormal"  # lognormal, heavy, file, or the work of a recorded journal
     mean_tokens: float = 2400.0  # of a response, the cut at max_new_tokens included; file: 0 keeps its mean
     sigma: float = 1.0  # of log length
     tail_share: float = 0.05  # heavy: share of responses in the Pareto tail that begins where the body ends
     tail_alpha: float = 1.2  # heavy: its exponent
-    path: str = ""  # file: one length a line
+    path: str = ""  # file: one length a line; journal: see sim/replay.py
     group_correlation: float = 0.5  # of the log lengths of siblings
     prompt_tokens: float = 160.0  # mean
     prompt_sigma: float = 0.6
@@ -246,10 +246,10 @@ def _row_problems(row: Row) -> Any:
             f"hardware.tensor: an instance of {hardware.instance_chips} chips does not fit on "
             f"{hardware.rollout_chips or hardware.chips}"
         )
-    if work.distribution not in ("lognormal", "heavy", "file"):
-        yield f"workload.distribution: {work.distribution!r} is none of lognormal, heavy, file"
-    if work.distribution == "file" and not work.path:
-        yield "workload.path: missing; name a file with one length a line"
+    if work.distribution not in ("lognormal", "heavy", "file", "journal"):
+        yield f"workload.distribution: {work.distribution!r} is none of lognormal, heavy, file, journal"
+    if work.distribution in ("file", "journal") and not work.path:
+        yield f"workload.path: missing; distribution {work.distribution} reads its lengths there"
     if not 0 <= work.group_correlation <= 1:
         yield f"workload.group_correlation: {work.group_correlation} is not between 0 and 1"
     unknown = set(section.decisions) - {field.name for field in dataclasses.fields(Decisions)}

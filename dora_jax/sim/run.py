@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 
+from dora_jax.config import ConfigError
 from dora_jax.orchestrate.core import Orchestrator
 from dora_jax.orchestrate.modes import Decisions, OrchestratorConfig
 from dora_jax.runtime.loop import Observer, run
@@ -14,8 +15,12 @@ from dora_jax.sim.trace import Trace
 from dora_jax.sim.world import EndOfMeasurement, SimWorld
 
 
+# Fields of the configuration that go to the orchestrator as they are.
+SHARED = ("max_versions", "groups_per_step", "group_size", "inflight", "rebalance_period_s", "peer_weights")
+
+
 class StoppedEarly(RuntimeError):
-    """The orchestrator halted before the measured steps were over."""
+    """The orchestrator halted before the measured steps were over: the sentence says why."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -30,10 +35,13 @@ class SimOrchestratorConfig(OrchestratorConfig):
 
 
 def simulate(row: Row, *, trace: Trace | None = None, observers: tuple[Observer, ...] = ()) -> Result:
-    """The measured steps of one row; ValueError for a configuration that could never progress."""
+    """The measured steps of one row."""
     config = row.config
+    told = orchestrator_config(config, row.mode)
+    if told.problems():
+        raise ConfigError([f"row {row.label!r} could never progress: {problem}" for problem in told.problems()])
     world = SimWorld(config, until=config.steps, trace=trace)
-    brain = Orchestrator(orchestrator_config(config, row.mode), evaluate_start=False)
+    brain = Orchestrator(told, evaluate_start=False)
     try:
         halt = run(brain, world, observers)
     except EndOfMeasurement:
@@ -43,11 +51,11 @@ def simulate(row: Row, *, trace: Trace | None = None, observers: tuple[Observer,
 
 def orchestrator_config(config: SimConfig, mode: str) -> OrchestratorConfig:
     section, work = config.orchestrator, config.workload
-    return SimOrchestratorConfig(
-        mode=mode, max_versions=section.max_versions, groups_per_step=section.groups_per_step,
-        group_size=section.group_size, inflight=section.inflight, rebalance_period_s=section.rebalance_period_s,
-        peer_weights=section.peer_weights, max_prompt_tokens=work.max_prompt_tokens,
-        max_new_tokens=work.max_new_tokens, changes=tuple(section.decisions.items()),
+    fields = {name: getattr(section, name) for name in SHARED} | {
+        "mode": mode, "max_prompt_tokens": work.max_prompt_tokens, "max_new_tokens": work.max_new_tokens,
         # the work goes on behind the last measured step, so that this step is like those before it
-        total_steps=config.steps + section.max_versions + 2,
-    )  # fmt: skip
+        "total_steps": config.steps + section.max_versions + 2,
+    }  # fmt: skip
+    if not section.decisions:
+        return OrchestratorConfig(**fields)
+    return SimOrchestratorConfig(**fields, changes=tuple(section.decisions.items()))

@@ -16,6 +16,7 @@ from statistics import NormalDist
 
 from dora_jax.config import ConfigError
 from dora_jax.sim.config import WorkloadSection
+from dora_jax.sim.replay import recorded_work
 from dora_jax.types import GroupId, SampleId
 
 _MASK = (1 << 64) - 1
@@ -59,6 +60,10 @@ class Workload:
             total += task["share"]
             self._shares.append(total)
         self._tasks = [_Task(_of_task(section, task)) for task in tasks]
+        self._recorded: dict[SampleId, int] = {}
+        self._untrainable: frozenset[GroupId] | None = None
+        if section.distribution == "journal":
+            self._recorded, self._untrainable = recorded_work(section.path)
 
     def prompt_tokens(self, group: GroupId) -> int:
         section = self._task(group).section
@@ -68,6 +73,8 @@ class Workload:
 
     def length(self, id: SampleId) -> int:
         """Response tokens that the policy samples."""
+        if id in self._recorded:
+            return self._recorded[id]
         task = self._task(id.group_id)
         shared = task.section.group_correlation
         z = math.sqrt(1 - shared) * normal(self._seed, LENGTH, *id)
@@ -92,6 +99,8 @@ class Workload:
         return turns
 
     def filtered(self, group: GroupId) -> bool:
+        if self._untrainable is not None:
+            return group in self._untrainable
         return uniform(self._seed, FILTERED, group) < self._task(group).section.filtered_share
 
     def failed(self, group: GroupId) -> bool:
@@ -109,9 +118,13 @@ class _Task:
 
     def __init__(self, section: WorkloadSection):
         self.section = section
-        self._file = _read_lengths(section.path) if section.distribution == "file" else []
+        self._file: list[float] = []
+        if section.distribution == "file":
+            self._file = _read_lengths(section.path)
+        elif section.distribution == "journal":
+            self._file = sorted(recorded_work(section.path)[0].values())
         self._scale = 1.0
-        if section.mean_tokens:
+        if section.mean_tokens and section.distribution != "journal":
             self._scale = self._solve(section.mean_tokens)
 
     def length(self, z: float) -> int:
@@ -122,7 +135,7 @@ class _Task:
         if section.distribution == "lognormal":
             return math.exp(section.sigma * z)
         u = _NORMAL.cdf(z)
-        if section.distribution == "file":
+        if self._file:
             return self._file[int(u * len(self._file))]
         body = 1 - section.tail_share
         if u <= body:
@@ -160,7 +173,8 @@ def _read_lengths(path: str) -> list[float]:
         raise ConfigError(f"workload.path: {path} does not exist")
     text = Path(path).read_text()
     try:
-        lengths = json.loads(text) if text.lstrip().startswith("[") else [line.split()[0] for line in text.splitlines() if line.strip()]
+        is_json = text.lstrip().startswith("[")
+        lengths = json.loads(text) if is_json else [line.split()[0] for line in text.splitlines() if line.strip()]
         lengths = sorted(float(length) for length in lengths)
     except ValueError as error:
         raise ConfigError(f"workload.path: {path} is not a list of lengths: {error}") from error

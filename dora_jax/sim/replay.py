@@ -1,0 +1,175 @@
+"""A recorded run in the simulator: the same orchestrator fed with what really happened, and its work for other modes.
+
+A journal is JSON lines: first {"config": fields of OrchestratorConfig, "start": keywords of Orchestrator}, then one
+event a line, {"event": "SampleDone", ...its fields, "commands": how many it caused, "digest": of all commands so far}.
+Time is in the TimePassed events, so a journal needs no clock of its own.
+
+Laws: a replay gives the same commands or raises at the first event that does not; `recorded_work` gives each recorded
+sample its own length, whatever mode then runs on it (workload.distribution = "journal").
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from dora_jax.config import ConfigError
+from dora_jax.orchestrate import events as ev
+from dora_jax.orchestrate.core import Orchestrator
+from dora_jax.orchestrate.modes import OrchestratorConfig
+from dora_jax.types import GroupId, SampleId, Version
+
+EVENTS = {cls.__name__: cls for cls in ev.Event.__args__}
+
+
+class Journal:
+    """Observer of `runtime.loop.run` that writes a journal. `start`: the Orchestrator's keywords, if any."""
+
+    def __init__(self, path: str | Path, config: OrchestratorConfig, start: dict[str, Any] | None = None):
+        self._file = Path(path).open("w")
+        self._digest = hashlib.blake2b(digest_size=8)
+        self._write({"config": dataclasses.asdict(config), "start": start or {}})
+
+    def __call__(self, event: ev.Event, commands: Sequence[ev.Command]) -> None:
+        self._digest.update(repr(commands).encode())
+        line = {"event": type(event).__name__} | {name: getattr(event, name) for name in type(event).__slots__}
+        self._write(line | {"commands": len(commands), "digest": self._digest.hexdigest()})
+
+    def close(self) -> None:
+        self._file.close()
+
+    def _write(self, line: dict[str, Any]) -> None:
+        self._file.write(json.dumps(line) + "\n")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Replay:
+    """What a journal shows; seconds are the run's own."""
+
+    mode: str
+    events: int
+    steps: int
+    seconds: float
+    step_s: float
+    rollout_only: float
+    lags: dict[int, int]
+
+
+class Differs(RuntimeError):
+    """The replay's commands are not those of the recorded run."""
+
+
+def replay(path: str | Path) -> Replay:
+    """Feed a journal to a new orchestrator and compare every command; `Differs` names the first difference."""
+    lines = _read(path)
+    header = next(lines)
+    config = OrchestratorConfig(**_frozen(header["config"]))
+    brain, digest, watch = Orchestrator(config, **_frozen(header["start"])), hashlib.blake2b(digest_size=8), _Watch()
+    for number, line in enumerate(lines, start=2):
+        event = _event(line)
+        commands = brain.step(event)
+        digest.update(repr(commands).encode())
+        if line["digest"] != digest.hexdigest():
+            raise Differs(f"{path}, line {number}: the replay's commands differ: {commands}")
+        watch(event, commands)
+    return watch.result(config.mode)
+
+
+def recorded_work(path: str | Path) -> tuple[dict[SampleId, int], frozenset[GroupId]]:
+    """Response tokens of every sample that ended, and the groups that were filtered or failed."""
+    lengths, untrainable = {}, set()
+    lines = _read(path)
+    next(lines)
+    for line in lines:
+        match line:
+            case {"event": "SampleDone", "id": id, "tokens": tokens}:
+                lengths[SampleId(*id)] = tokens
+            case {"event": "GroupScored", "trainable": False, "group_id": group} | {
+                "event": "GroupFailed",
+                "group_id": group,
+            }:
+                untrainable.add(group)
+    if not lengths:
+        raise ConfigError(f"journal: in {path} no sample ended")
+    return lengths, frozenset(untrainable)
+
+
+def render(result: Replay) -> str:
+    lags = " ".join(f"{lag}:{n / sum(result.lags.values()):.0%}" for lag, n in sorted(result.lags.items()))
+    return (
+        f"{result.events:,} events replay to the same commands: mode {result.mode}, {result.steps} steps in "
+        f"{result.seconds:.1f} s, {result.step_s:.2f} s a step, rollout only {result.rollout_only:.1%}, groups by lag {lags}"
+    )
+
+
+# ---------------------------------------------------------------- private
+
+
+class _Watch:
+    """Adds up a journal."""
+
+    def __init__(self):
+        self.now = self.began = self.busy = self.took = 0.0
+        self.events = 0
+        self.ends: list[float] = []
+        self.version: dict[GroupId, Version] = {}
+        self.lags: dict[int, int] = {}
+
+    def __call__(self, event: ev.Event, commands: Sequence[ev.Command]) -> None:
+        self.events += 1
+        match event:
+            case ev.TimePassed(now_s=now_s):
+                self.began = self.began or now_s
+                self.now = now_s
+            case ev.SampleStarted(id=id, version=version):
+                self.version.setdefault(id.group_id, version)
+            case ev.StepPublished():
+                self.busy += self.now - self.took
+                self.ends.append(self.now)
+        for command in commands:
+            if isinstance(command, ev.Train):
+                self.took = self.now
+                for group in command.group_ids:
+                    lag = command.base_version - self.version[group]
+                    self.lags[lag] = self.lags.get(lag, 0) + 1
+
+    def result(self, mode: str) -> Replay:
+        seconds = (self.ends[-1] if self.ends else self.now) - self.began
+        return Replay(
+            mode=mode, events=self.events, steps=len(self.ends), seconds=seconds,
+            step_s=seconds / max(1, len(self.ends)), rollout_only=1 - self.busy / seconds if seconds else 0.0,
+            lags=self.lags)  # fmt: skip
+
+
+def _read(path: str | Path) -> Iterator[dict[str, Any]]:
+    if not Path(path).is_file():
+        raise ConfigError(f"journal: {path} does not exist")
+    with Path(path).open() as file:
+        for number, text in enumerate(file, start=1):
+            try:
+                line = json.loads(text)
+                known = "config" in line if number == 1 else line["event"] in EVENTS
+            except (ValueError, KeyError, TypeError):
+                known = False
+            if not known:
+                raise ConfigError(f"journal: {path}, line {number} is no line of a journal")
+            yield line
+
+
+def _event(line: dict[str, Any]) -> ev.Event:
+    cls = EVENTS[line["event"]]
+    fields = _frozen({name: line[name] for name in cls.__slots__})
+    if "id" in fields:
+        fields["id"] = SampleId(*fields["id"])
+    return cls(**fields)
+
+
+def _frozen(value: Any) -> Any:
+    """JSON lists as the tuples that they were."""
+    if isinstance(value, dict):
+        return {name: _frozen(v) for name, v in value.items()}
+    return tuple(_frozen(v) for v in value) if isinstance(value, list) else value
