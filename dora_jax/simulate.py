@@ -106,7 +106,7 @@ def load_file(spec: str) -> ml_collections.ConfigDict:
         module = importlib.util.module_from_spec(module_spec)
         module_spec.loader.exec_module(module)
         tree = module.get_config(arg) if colon else module.get_config()
-    except Exception as error:  # the file is the user's: anything may come out of it, and all of it is their line to fix
+    except Exception as error:  # the file is the user's: whatever comes out of it is for them to fix
         lines = [f.lineno for f in traceback.extract_tb(error.__traceback__) if f.filename.endswith(path)]
         where = f"{path}:{lines[-1]}" if lines else path
         raise ConfigError(f"{where}: {type(error).__name__}: {' '.join(str(error).split())}") from error

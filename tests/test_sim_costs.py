@@ -21,7 +21,8 @@ def roofline(model=DENSE, hardware=None, **cost):
 
 
 def test_a_small_batch_is_bound_by_weights_and_a_large_one_by_flops():
-    costs = roofline(hardware={"tensor": 1, "chip": "h200"}, decode_overhead_s=0.0, hbm_efficiency=1.0, flops_efficiency=1.0)
+    ideal = {"decode_overhead_s": 0.0, "hbm_efficiency": 1.0, "flops_efficiency": 1.0}
+    costs = roofline(hardware={"tensor": 1, "chip": "h200"}, **ideal)
     assert costs.decode_base_s(1) == pytest.approx(64e9 / 4800e9)
     assert costs.decode_base_s(1) == costs.decode_base_s(200)
     assert costs.decode_base_s(2000) == pytest.approx(2 * 32e9 * 2000 / 989e12)
@@ -29,7 +30,8 @@ def test_a_small_batch_is_bound_by_weights_and_a_large_one_by_flops():
 
 
 def test_tensor_parallel_divides_the_work_and_pays_for_collectives():
-    one, four = (roofline(hardware={"tensor": t, "chip": "h200"}, decode_overhead_s=0.0).decode_base_s(1) for t in (1, 4))
+    hardware = [{"tensor": t, "chip": "h200"} for t in (1, 4)]
+    one, four = (roofline(hardware=h, decode_overhead_s=0.0).decode_base_s(1) for h in hardware)
     collectives = 64 * 2 * CHIPS["h200"].ici_latency_s
     assert one / 4 + collectives < four < one / 4 + 1.1 * collectives
 

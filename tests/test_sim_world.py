@@ -1,4 +1,4 @@
-"""Every mode in virtual time: nothing lost, nothing done twice, bounds kept, the same run from the same configuration."""
+"""Every mode in virtual time: nothing lost or done twice, bounds kept, one configuration gives one run."""
 
 import collections
 import json

@@ -32,7 +32,8 @@ def test_it_prints_the_table_and_writes_the_trace(tmp_path):
 
 
 def test_advice_names_settings_and_reasons():
-    done = simulate(f"--config={DEMO}", *QUICK, "--advise", "--config.hardware.chips=4", "--config.hardware.rollout_chips=2")
+    small = ["--config.hardware.chips=4", "--config.hardware.rollout_chips=2"]
+    done = simulate(f"--config={DEMO}", *QUICK, "--advise", *small)
     assert done.returncode == 0, done.stderr
     assert "settings tried" in done.stdout and "x its tokens/s" in done.stdout
     assert done.stdout.count("K=") >= 20 and ("waits" in done.stdout or "balanced" in done.stdout)

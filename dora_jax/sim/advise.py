@@ -37,7 +37,7 @@ def report(config: SimConfig, progress: Callable[[str], None], versions: tuple[i
     config = rows(config)[0].config
     total = config.hardware.chips // config.hardware.instance_chips
     if total < 2:
-        raise ConfigError(f"hardware.chips: {config.hardware.chips} chips are one instance and no trainer: nothing to split")
+        raise ConfigError(f"hardware.chips: {config.hardware.chips} are one instance and no trainer: nothing to split")
     search = _Search(config, total, progress)
     sync = search.baseline()
     for k in versions:
@@ -46,8 +46,8 @@ def report(config: SimConfig, progress: Callable[[str], None], versions: tuple[i
     lines = [(search.row(point), result) for point, result in best]
     fastest = best[0][1]
     head = [
-        f"{config.hardware.chips} x {config.hardware.chip}, {total} instances of {config.hardware.instance_chips} chips at most; "
-        f"{len(search.seen)} settings tried",
+        f"{config.hardware.chips} x {config.hardware.chip}, at most {total} instances of "
+        f"{config.hardware.instance_chips} chips; {len(search.seen)} settings tried",
         _floors(config),
         f"sync, colocated: {sync.step_s / 60:.2f} min a step; best: {fastest.step_s / 60:.2f} min, "
         f"{fastest.tokens_per_s / sync.tokens_per_s:.2f} x its tokens/s",
@@ -89,7 +89,7 @@ class _Search:
         config = replace(self.config, {
             "hardware.rollout_chips": chips, "orchestrator.max_versions": point.max_versions,
             "orchestrator.inflight": point.inflight})  # fmt: skip
-        label = f"K={point.max_versions}, {chips} of {self.config.hardware.chips} chips to rollout, inflight {point.inflight:g}"
+        label = f"K={point.max_versions}, rollout {chips}/{self.config.hardware.chips}, inflight {point.inflight:g}"
         return Row(label=label, mode="dora", config=config, published={})
 
     def climb(self, max_versions: int) -> None:

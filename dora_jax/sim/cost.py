@@ -148,7 +148,8 @@ class Measured:
                      "load_s", "move_fixed_s", "move_s_per_token", "score_s", "pages")  # fmt: skip
             self._data = {name: float(data[name]) for name in names}
         except (ValueError, TypeError, KeyError) as error:
-            raise ConfigError(f"cost.path: {path} is no file of measured costs: {type(error).__name__} {error}") from error
+            what = f"{type(error).__name__} {error}"
+            raise ConfigError(f"cost.path: {path} is no file of measured costs: {what}") from error
         self.decode_kv_s = self._data["decode_kv_s"]
         self.score_s = self._data["score_s"]
         self.pages = int(self._data["pages"])

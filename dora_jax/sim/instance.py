@@ -282,7 +282,7 @@ class Instance:
     def _preempt(self) -> None:
         job = max(self.decoding.values(), key=lambda j: (j.join, j.id))
         if len(self.decoding) == 1:
-            raise RuntimeError(f"instance {self.id}: sample {job.id} alone needs more than {self.capacity} tokens of KV")
+            raise RuntimeError(f"instance {self.id}: {job.id} alone needs more than {self.capacity} tokens of KV")
         self._leave(job)
         job.cached, job.arrival = 0, ""
         self._queue.appendleft(job)
@@ -305,7 +305,8 @@ class Instance:
         while self._queue:
             job = self._queue[0]
             slack = ROOM_SHARE * self.capacity if self.decoding or self._entering else 0
-            if self.free_tokens - slack < job.tokens - job.cached or len(self.decoding) + len(self._entering) >= self.slots:
+            full = len(self.decoding) + len(self._entering) >= self.slots
+            if full or self.free_tokens - slack < job.tokens - job.cached:
                 break
             self._queue.popleft()
             self._entering.append(job)

@@ -102,7 +102,8 @@ def render(result: Replay) -> str:
     lags = " ".join(f"{lag}:{n / sum(result.lags.values()):.0%}" for lag, n in sorted(result.lags.items()))
     return (
         f"{result.events:,} events replay to the same commands: mode {result.mode}, {result.steps} steps in "
-        f"{result.seconds:.1f} s, {result.step_s:.2f} s a step, rollout only {result.rollout_only:.1%}, groups by lag {lags}"
+        f"{result.seconds:.1f} s, {result.step_s:.2f} s a step, rollout only {result.rollout_only:.1%}, "
+        f"groups by lag {lags}"
     )
 
 

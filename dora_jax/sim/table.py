@@ -1,4 +1,4 @@
-"""The table of modes: what each row of a simulation took, who waited on whom, and how it compares with published figures.
+"""The table of modes: what each row of a simulation took, who waited on whom, and how that compares with the paper.
 
 Three blocks: the outcome, where the time of both roles went, and what was moved; a fourth where a row names published
 figures ("step_min", "rollout_only", "tokens_per_s"; "fitted" is 1 where parameters were fitted on that row).
@@ -26,9 +26,10 @@ def grid(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     """Columns as wide as they need to be, the first to the left, the others to the right."""
     widths = [max(len(line[i]) for line in (head, *rows)) for i in range(len(head))]
     out = []
-    for line in (head, *rows):
-        out.append("  ".join(c.ljust(w) if i == 0 else c.rjust(w) for i, (c, w) in enumerate(zip(line, widths, strict=True))))
-    return "\n".join(text.rstrip() for text in out)
+    for first, *others in (head, *rows):
+        cells = [cell.rjust(width) for cell, width in zip(others, widths[1:], strict=True)]
+        out.append("  ".join([first.ljust(widths[0]), *cells]).rstrip())
+    return "\n".join(out)
 
 
 # ---------------------------------------------------------------- private
@@ -77,7 +78,8 @@ def _published(lines: Sequence[Line]) -> str:
         rows.append([
             row.label, _minutes(r.step_s), f"{step:.2f}", f"{r.step_s / 60 / step - 1:+.1%}",
             f"{r.rollout_only:.1%}", f"{share:.1%}", f"{100 * (r.rollout_only - share):+.1f} pt",
-            f"{r.tokens_per_s / first_result.tokens_per_s:.2f}", f"{tokens_per_s / first.published['tokens_per_s']:.2f}",
+            f"{r.tokens_per_s / first_result.tokens_per_s:.2f}",
+            f"{tokens_per_s / first.published['tokens_per_s']:.2f}",
             "fitted here" if row.published["fitted"] else "not fitted here"])  # fmt: skip
     return grid(head, rows)
 
