@@ -38,7 +38,8 @@ MODEL = decoder.new_config("qwen3", vocab_size=512, d_model=256, n_layers=4, n_h
 PROMPT = 32
 FIXED = 128
 TAIL_SAMPLES, TAIL_BATCH, TAIL_MEDIAN, TAIL_SIGMA, TAIL_LIMIT = 256, 32, 48, 1.1, 768
-TAIL_ROWS = 8  # of an engine's decode call on the long tail: rows of like context share a call
+TAIL_ROWS, TAIL_STEPS = 8, 16  # of an engine's decode call on the long tail: rows of like context share a call
+FIXED_STEPS = 32
 ENVIRONMENTS = {  # rival -> what its environment needs
     "transformers": ("torch==2.13.0+cpu", "transformers==5.23.0", "--extra-index-url",
                      "https://download.pytorch.org/whl/cpu"),
@@ -72,9 +73,10 @@ def engine_runner(work: Work, params) -> Callable[[], None]:
     """A closure that samples the whole work once, on a fresh set of ids each time."""
     longest = int(work.lengths.max())
     pages = work.batch * (-(-(PROMPT + longest) // 16) + 1)
+    fixed = longest == work.lengths.min()
     section = RolloutSection(slots=work.batch, pages=pages, max_prompt_tokens=PROMPT, max_new_tokens=longest,
-                             prefill_tokens=min(1024, PROMPT * work.batch),
-                             decode_rows=0 if longest == work.lengths.min() else TAIL_ROWS)
+                             prefill_tokens=PROMPT * work.batch, decode_rows=0 if fixed else TAIL_ROWS,
+                             decode_steps=FIXED_STEPS if fixed else TAIL_STEPS)
     engine = Engine(MODEL, section, sharding.make_mesh(jax.devices()[:1], 1, 1, 1), seed=0, eos_ids=(),
                     vocab_limit=MODEL.vocab_size)
     engine.load(0, jax.device_put(params, engine.param_shardings))
