@@ -1,4 +1,4 @@
-"""Attention over blocks of the past: the plain formula, and bits that do not depend on how many masked blocks follow."""
+"""Attention over blocks of the past: the plain formula, and no bit depends on how many masked blocks follow."""
 
 import jax
 import jax.numpy as jnp

@@ -1,4 +1,4 @@
-"""At fixed shapes a sample's tokens and log-prob bits depend on its identity alone, whatever else happens to the engine."""
+"""At fixed shapes a sample's tokens and log-prob bits depend on its identity alone, whatever else happens."""
 
 import dataclasses
 import random

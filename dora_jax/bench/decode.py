@@ -193,7 +193,8 @@ def main() -> None:
                      for name in rivals]
             for run in runs:
                 timed(run)
-            times = [min(times) for times in zip(*([timed(run) for run in runs] for _ in range(args.rounds)), strict=True)]
+            rounds = [[timed(run) for run in runs] for _ in range(args.rounds)]
+            times = [min(of_one) for of_one in zip(*rounds, strict=True)]
             print_row(work, times, floor_s(work, bandwidth, flops))
         for rival in external.values():
             rival.close()

@@ -1,4 +1,4 @@
-"""The plain way in JAX, as a rival: one contiguous cache, whole batches, a scan that runs until the longest sample ends.
+"""The plain way in JAX, as a rival: one contiguous cache, whole batches, a scan until the longest sample ends.
 
 Everything of it is tuned as in the engine (layouts, one dispatch a batch, donated cache); what it lacks is continuous
 batching, pages and versions.

@@ -46,7 +46,7 @@ class _Running:
 
 
 class OracleEngine:
-    """The `Engine` of tests. `version_in(params)` reads the version that the weights really carry (default: as claimed)."""
+    """The `Engine` of tests. `version_in(params)` reads the version that weights really carry (default: as claimed)."""
 
     def __init__(self, section: RolloutSection, *, eos_ids: tuple[int, ...] = (), vocab_limit: int = 256,
                  length: Callable[[Version, int, int, int], int] = spread_length,

@@ -328,8 +328,8 @@ class Scheduler:
         rows = []
         for row, seq in zip(control, seqs, strict=False):
             steps = min(s.steps, seq.remaining)
-            row[:HEADER] = (seq.slot, seq.fresh, seq.sequence[-1], seq.position, seq.remaining, seq.n_out + seq.inflight,
-                            seq.id.group_id, seq.id.index)
+            row[:HEADER] = (seq.slot, seq.fresh, seq.sequence[-1], seq.position, seq.remaining,
+                            seq.n_out + seq.inflight, seq.id.group_id, seq.id.index)
             past = seq.pages_to_read()[: s.pages_for(seq.position)]
             row[read : read + len(past)] = past
             first = seq.position // s.page_size

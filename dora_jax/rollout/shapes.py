@@ -63,17 +63,21 @@ class Shapes:
 def shapes_of(section: RolloutSection) -> Shapes:
     """Raises ValueError where the section's sizes cannot work together."""
     size = section.page_size
+    if section.attention != "reference":
+        raise ValueError(f"rollout.attention {section.attention} has no kernel yet; use reference")
     rows = section.decode_rows or section.slots
     if section.slots % rows:
         raise ValueError(f"rollout.slots {section.slots} is not a multiple of rollout.decode_rows {rows}")
     if section.prefill_tokens < size:
         raise ValueError(f"rollout.prefill_tokens {section.prefill_tokens} is less than a page of {size}")
     max_context = section.max_prompt_tokens + section.max_new_tokens
-    chunk = min(_up(section.prefill_chunk, size), _up(section.max_prompt_tokens, size), section.prefill_tokens // size * size)
+    chunk = min(_up(section.prefill_chunk, size), _up(section.max_prompt_tokens, size),
+                section.prefill_tokens // size * size)
     prefill_rows = max(1, min(PREFILL_CALL_TOKENS, section.prefill_tokens) // chunk)
     shapes = Shapes(
         slots=section.slots, rows=rows, steps=section.decode_steps, chunk=chunk,
-        prefill_rows=prefill_rows, prefill_calls=section.prefill_tokens // (prefill_rows * chunk), page_size=size, pages=section.pages,
+        prefill_rows=prefill_rows, prefill_calls=section.prefill_tokens // (prefill_rows * chunk),
+        page_size=size, pages=section.pages,
         block=min(_up(section.context_block, size), _up(max_context, size)), max_context=max_context)
     needed = shapes.worst_pages(section.max_prompt_tokens, section.max_new_tokens)
     if needed > section.pages:

@@ -1,4 +1,4 @@
-"""Stage 2: what one engine tick hands out. Standard library and `dora_jax.types` only, so that the oracle needs no JAX."""
+"""Stage 2: what one engine tick hands out. No JAX, so that the oracle engine needs none."""
 
 from __future__ import annotations
 
