@@ -21,10 +21,10 @@ def get_config(arg=None):
     c.task.answer_pattern = r"#### (-?\d+)$"
 
     c.sft.out = c.model.path = "runs/quickstart_base"
-    c.sft.examples = 16384
+    c.sft.examples = 20480
     c.sft.slip_rate = 0.7
-    c.sft.steps, c.sft.batch_rows, c.sft.pack_tokens = 1100, 8, 128
-    c.sft.learning_rate, c.sft.warmup_steps = 5e-3, 55
+    c.sft.steps, c.sft.batch_rows, c.sft.pack_tokens = 1500, 8, 128
+    c.sft.learning_rate, c.sft.warmup_steps = 5e-3, 75
     c.sft.d_model, c.sft.n_layers, c.sft.d_ff = 64, 2, 192
     c.sft.n_heads, c.sft.n_kv_heads, c.sft.head_dim = 4, 2, 32
 

@@ -25,6 +25,9 @@ from dora_jax.config import Config, SftSection
 
 END, PAD = "<|endoftext|>", "<|pad|>"
 TOKENIZER_SIZE = 512  # 256 bytes, two special tokens, merges for the task's words; a small head is a fast one
+# Merges stay inside a piece: a word, one digit, a run of #, one other sign. A sign that merged with what stands before
+# it ("= -") would have to be decided a token too early.
+PIECES = r" ?\p{L}+| ?\p{N}| ?#+| ?[^\s\p{L}\p{N}]|\s+"
 STEPS_PER_DISPATCH = 10  # one compiled scan: also how often the progress line moves
 Pair = tuple[str, str]
 
@@ -94,7 +97,8 @@ def make_tokenizer(pairs: Sequence[Pair], folder: Path, rows: int = 0) -> Path:
         raise ValueError(f"sft.vocab_size={rows} is too small: bytes and special tokens take {len(alphabet) + 2} rows")
     backend = tokenizers.Tokenizer(models.BPE())
     backend.pre_tokenizer = pre_tokenizers.Sequence([
-        pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)])
+        pre_tokenizers.Split(tokenizers.Regex(PIECES), "isolated"),
+        pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)])
     backend.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(vocab_size=size, special_tokens=[END, PAD], initial_alphabet=alphabet,
                                   show_progress=False)
@@ -219,7 +223,7 @@ def _steps(cfg: Any, section: SftSection, mesh: Any, params: Any, data: Rows,
     from dora_jax.trainer import optim
 
     rate = optim.schedule("cosine", section.learning_rate, section.warmup_steps, section.steps)
-    tx = optim.optimizer(rate, b1=0.9, b2=0.95, eps=1e-8, weight_decay=0.01, max_grad_norm=1.0)
+    tx = optim.optimizer(rate, b1=0.9, b2=0.98, eps=1e-8, weight_decay=0.01, max_grad_norm=1.0)
     replicated = NamedSharding(mesh, PartitionSpec())
     rows = jax.device_put(data, replicated)
     specs = sharding.param_specs(cfg, mesh)

@@ -120,8 +120,8 @@ def _pattern(name: str, pattern: str) -> Problems:
 def _engine(config: Config) -> Problems:
     from dora_jax.rollout.shapes import shapes_of  # it imports config.py, which imports this file
 
-    if any(_ranges(config)):
-        return  # it divides by numbers that a range has just refused
+    if any(_ranges(config)) or config.rollout.attention not in CHOICES["rollout.attention"]:
+        return  # it divides by numbers that a range has just refused, and knows only the kernels there are
     try:
         shapes_of(config.rollout)
     except ValueError as error:

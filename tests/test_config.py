@@ -101,7 +101,7 @@ def test_a_locked_free_form_field_can_still_be_replaced():
     ("rollout__top_k", 5, "top_k"),
     ("rollout__attention", "flash", "reference, tpu, gpu"),
     ("orchestrator__mode", "asynch", "dora_paper"),
-    ("orchestrator__max_versions", 0, "at least 1"),
+    ("orchestrator__max_versions", 0, "must be positive"),
     ("orchestrator__group_size", 65, "64 slots"),
     ("orchestrator__inflight", 0.01, "less than one group"),
     ("orchestrator__inflight", 0.5, "never start"),
