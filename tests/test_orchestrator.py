@@ -19,7 +19,7 @@ def make(**changes) -> Orchestrator:
     return Orchestrator(OrchestratorConfig(**{**base, **changes}))
 
 
-def up(instance=0, slots=8, **kwargs) -> ev.InstanceUp:
+def up(instance=0, slots=6, **kwargs) -> ev.InstanceUp:
     return ev.InstanceUp(instance=instance, slots=slots, pages=64, page_size=16, **kwargs)
 
 
@@ -69,9 +69,10 @@ def test_a_started_sample_of_a_failed_group_is_cancelled_and_awaited():
     commands = brain.step(ev.GroupFailed(group_id=0, reason="the environment broke"))
     assert commands[0] == ev.Cancel(ids=(A,), instance=0, reason="the environment broke")
     assert brain.state.fleet.hosts[0].units  # its slot is held until the body answers
-    held = brain.state.fleet.hosts[0].used
+    held = brain.state.fleet.hosts[0].units
+    assert A in {unit.id for unit in held}
     brain.step(ev.SampleCancelled(id=A, reason="done"))
-    assert brain.state.fleet.hosts[0].used == held - 1
+    assert A not in {unit.id for unit in held}
     assert 0 not in brain.state.groups
 
 
@@ -129,8 +130,8 @@ def test_a_fact_that_contradicts_a_command_raises(event, message):
 
 
 def test_a_move_that_keeps_failing_is_given_up():
-    shape = Shape(instances=((4, 1.0, 1),) * 4, move_fails=1.0, seed=2)
-    config = OrchestratorConfig(groups_per_step=4, group_size=2, total_steps=8, inflight=2.0)
+    shape = Shape(instances=((4, 1.0, 1),) * 4, train_s=0.5, move_fails=1.0, seed=2)
+    config = OrchestratorConfig(groups_per_step=4, group_size=2, total_steps=8, max_versions=4)
     world = World(config, shape).run()
     world.audit()
     asked = [id for _, commands in world.log for c in commands if isinstance(c, ev.Move) for id in c.ids]
@@ -138,8 +139,8 @@ def test_a_move_that_keeps_failing_is_given_up():
 
 
 def test_moved_samples_end_where_they_went():
-    config = OrchestratorConfig(groups_per_step=4, group_size=2, total_steps=8, inflight=2.0)
-    world = World(config, Shape(instances=((4, 1.0, 1),) * 4, seed=2)).run()
+    config = OrchestratorConfig(groups_per_step=4, group_size=2, total_steps=8, max_versions=4)
+    world = World(config, Shape(instances=((4, 1.0, 1),) * 4, train_s=0.5, seed=2)).run()
     world.audit()
     moved = {e.id: e.dst for e, _ in world.log if isinstance(e, ev.SampleMoved)}
     ended = {e.id: e.instance for e, _ in world.log if isinstance(e, ev.SampleDone)}

@@ -125,7 +125,7 @@ def test_moves_are_planned_again_as_soon_as_they_fit():
 
 def test_credit_waits_for_slots_that_are_about_to_take_the_newest_version():
     """Instance 1 loads version 1: a free slot of version 0 does not take the credit away from it."""
-    made = body("started scored", groups_per_step=2, max_versions=4, inflight=3.0)
+    made = body("started scored", groups_per_step=2, max_versions=4, inflight=3.0, refill_margin=1)
     tell(made, """
         up 0 slots=2
         up 1 slots=2

@@ -28,14 +28,39 @@ def test_rows_are_fed_the_tokens_that_the_paper_trained_on():
                 assert tokens == pytest.approx(published, rel=1e-3)
 
 
-def test_the_fit_reproduces_dora_over_sync():
-    """Fewer steps than the table has, so a wider margin than the 10 % that hold there."""
-    results = {}
-    for row in config.rows(config.from_config_dict(paper.published(128))):
-        if row.mode in ("sync", "dora_paper"):
-            short = config.replace(row.config, {"steps": 7, "warmup_steps": 4})
-            results[row.mode] = run.simulate(config.Row(label="", mode=row.mode, config=short, published={}))
-            step_min, rollout_only, _ = paper.PUBLISHED[128, row.mode]
-            assert results[row.mode].step_s / 60 == pytest.approx(step_min, rel=0.15)
-            assert results[row.mode].rollout_only == pytest.approx(rollout_only, abs=0.10)
-    assert 1.8 < results["dora_paper"].tokens_per_s / results["sync"].tokens_per_s < 2.5  # published: 2.12
+@pytest.fixture(scope="module")
+def table():
+    """{(chips, mode): (result, published)} of both published sizes; "dora" is ours."""
+    found = {}
+    for chips in (64, 128):
+        for row in config.rows(config.from_config_dict(paper.published(chips))):
+            found[chips, row.mode] = (run.simulate(row), row.published)
+    return found
+
+
+@pytest.mark.slow
+def test_seven_of_eight_rows_land_on_the_published_figures(table):
+    off = {key: r.step_s / 60 / p["step_min"] - 1 for key, (r, p) in table.items() if p}
+    assert {key for key, value in off.items() if abs(value) > 0.10} == {(64, "one_step")}, off
+    for key, (result, published) in table.items():
+        if published:
+            assert result.rollout_only == pytest.approx(published["rollout_only"], abs=0.05), key
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("chips", [64, 128])
+def test_the_modes_come_in_the_published_order(table, chips):
+    def tokens_per_s(mode):
+        return table[chips, mode][0].tokens_per_s
+
+    assert tokens_per_s("sync") < tokens_per_s("one_step") < tokens_per_s("partial") < tokens_per_s("dora_paper")
+    published = paper.PUBLISHED[chips, "dora_paper"][2] / paper.PUBLISHED[chips, "sync"][2]
+    assert tokens_per_s("dora_paper") / tokens_per_s("sync") == pytest.approx(published, rel=0.08)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("chips", [64, 128])
+def test_ours_beats_the_published_protocol_on_the_same_work(table, chips):
+    ours, theirs = table[chips, "dora"][0], table[chips, "dora_paper"][0]
+    assert ours.step_s < 0.9 * theirs.step_s and ours.rollout_only < theirs.rollout_only / 2
+    assert max(ours.lags) <= 2

@@ -27,7 +27,10 @@ def admission_version(decisions: Decisions, ledger: Ledger) -> Version:
 
 def credit(decisions: Decisions, ledger: Ledger, version: Version, total_steps: int, budget: int | None) -> int:
     """Groups that may be admitted at `version` now. `budget`: what a step's end left to admit (admit_on publish)."""
-    room = min(decisions.target_groups - ledger.total_outstanding, groups_to_issue(ledger, total_steps))
+    target = decisions.target_groups
+    if decisions.count_awaited and not ledger.batch:
+        target += ledger.groups_per_step
+    room = min(target - ledger.total_outstanding, groups_to_issue(ledger, total_steps))
     if budget is not None:
         room = min(room, budget)
     if room <= 0:

@@ -63,10 +63,22 @@ def _plan_single(s: State, demand: dict[Version, int]) -> dict[InstanceId, tuple
     need = {v: -(-min(n, s.queue.unfinished.get(v, 0)) * len(hosts) // slots) for v, n in demand.items()}
     # An older version only shrinks: what it has is enough for its samples, and more would soon have to be given back.
     cap = {v: len(s.fleet.holders.get(v, ())) for v in demand if v < s.ledger.base}
-    shares = partition.plan_shares(len(hosts), demand, need, cap, s.decisions.spread)
+    shares = partition.plan_shares(len(hosts), _weights(s, demand), need, cap, s.decisions.spread)
     seats = [partition.Seat(h.id, h.serving, h.used, h.slots) for h in hosts]
     changes = partition.plan_partition(seats, shares)
     return {id: (version, s.fleet.hosts[id].serving) for id, version in changes.items()}
+
+
+def _weights(s: State, demand: dict[Version, int]) -> dict[Version, int]:
+    """What a version's share of the instances is in proportion to: its samples, and the KV that they read."""
+    if not s.decisions.kv_weight:
+        return demand
+    tokens = dict.fromkeys(demand, 0)
+    for host in s.fleet.hosts.values():
+        if host.serving in tokens:
+            tokens[host.serving] += host.tokens
+    of_mean = s.decisions.kv_weight / max(1.0, s.fleet.mean_tokens)
+    return {version: samples + round(of_mean * tokens[version]) for version, samples in demand.items()}
 
 
 def _plan_residents(s: State, demand: dict[Version, int]) -> dict[InstanceId, tuple[Version, Version | None]]:

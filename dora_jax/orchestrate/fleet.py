@@ -68,7 +68,7 @@ class Host:
 
     __slots__ = (
         "counts", "draining", "free_reported", "id", "incoming", "loading", "page_size", "pages", "pages_used",
-        "pressed", "residents", "slots", "speed", "target", "units", "used", "versions",
+        "pressed", "residents", "slots", "speed", "target", "tokens", "units", "used", "versions",
     )  # fmt: skip
 
     def __init__(self, id: InstanceId, slots: int, pages: int, page_size: int, residents: int, speed: float):
@@ -86,6 +86,7 @@ class Host:
         self.counts: dict[Version, int] = {}  # samples by version, incoming moves included
         self.used = 0  # slots, incoming moves included
         self.pages_used = 0
+        self.tokens = 0  # of the samples that hold a slot, as far as reported
         self.incoming = 0
         self.free_reported = pages
         self.pressed = False  # short of pages: starts nothing until enough are free
@@ -161,9 +162,11 @@ class Fleet:
         return host.pages_used + self.page_need(host, tokens) <= host.pages
 
     def grow(self, unit: Unit, tokens: int) -> None:
-        """Raise the reservation of a sample that outgrew it."""
-        unit.tokens = tokens
+        """The sample has `tokens` now; its reservation is raised if it outgrew that."""
         host = self.hosts.get(unit.instance)
+        if host is not None:
+            host.tokens += tokens - unit.tokens
+        unit.tokens = tokens
         if host is not None and self.prompt_tokens + tokens > unit.pages * host.page_size:
             pages = max(unit.pages, self.page_need(host, tokens))
             host.pages_used += pages - unit.pages
@@ -176,6 +179,7 @@ class Fleet:
         unit.state, unit.instance = state, host.id
         unit.pages = self.page_need(host, unit.tokens)
         host.units[unit] = None
+        host.tokens += unit.tokens
         _count(host, unit.version, 1, unit.pages)
 
     def release(self, unit: Unit) -> Host | None:
@@ -187,6 +191,7 @@ class Fleet:
         if host is None or unit not in host.units:
             return None
         del host.units[unit]
+        host.tokens -= unit.tokens
         _count(host, unit.version, -1, -unit.pages)
         if not host.units:
             host.pressed = False  # nothing is left that could hold its pages

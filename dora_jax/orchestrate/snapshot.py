@@ -19,7 +19,7 @@ PLAIN = (
 )  # fmt: skip
 HOST_PLAIN = (
     "id", "slots", "pages", "page_size", "residents", "speed", "loading", "draining", "target", "used", "pages_used",
-    "incoming", "free_reported", "pressed",
+    "incoming", "free_reported", "pressed", "tokens",
 )  # fmt: skip
 UNIT_PLAIN = (
     "index", "version", "state", "tokens", "pages", "instance", "dst_pages", "failed_moves", "began_s", "moved_s",
