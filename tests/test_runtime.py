@@ -1,6 +1,7 @@
 """The one-process world with real threads and an arithmetic engine: every token proves the version that made it."""
 
 import queue
+import time
 
 import numpy as np
 import pytest
@@ -72,6 +73,14 @@ class Weights:
         self.held.remove(version)
 
 
+class SlowEngine(OracleEngine):
+    """A tick takes time, so that samples end one by one and not in bursts."""
+
+    def tick(self):
+        time.sleep(0.002)
+        return super().tick()
+
+
 class Trainer:
     params = None
 
@@ -79,13 +88,13 @@ class Trainer:
         return {}
 
 
-def make(mode="dora", instances=2, too_long=(), max_versions=3, eval_every=0, length=None):
+def make(mode="dora", instances=2, too_long=(), max_versions=3, eval_every=0, length=None, engine=OracleEngine):
     config = OrchestratorConfig(
         mode=mode, max_versions=max_versions, groups_per_step=P, group_size=G, inflight=1.25, total_steps=STEPS,
         max_prompt_tokens=8, max_new_tokens=64, eval_every=eval_every, eval_groups=3, eval_samples=2)
     outbox, weights, groups, scorer = queue.SimpleQueue(), Weights(), MemoryGroupStore(), Scorer()
     length = length or (lambda version, group, index, limit: 60 if (group + index) % 7 == 0 else 2 + (group + index) % 5)
-    workers = [InstanceWorker(i, OracleEngine(SECTION, length=length, version_in=int), weights, outbox)
+    workers = [InstanceWorker(i, engine(SECTION, length=length, version_in=int), weights, outbox)
                for i in range(instances)]
     trainer = TrainerWorker(Trainer(), lambda groups, base: None, groups, weights, config.max_lag, outbox)
     world = LocalWorld(instances=workers, trainer=trainer, task=Task(too_long), scorer=scorer, groups=groups,
@@ -121,7 +130,7 @@ def test_every_group_is_trained_once_by_the_version_it_claims(mode, max_versions
 
 
 def test_moved_samples_go_on_to_finish():
-    orchestrator, world, ups, _ = make("dora")
+    orchestrator, world, ups, _ = make("dora", instances=3, engine=SlowEngine)
     moved, finished = set(), set()
 
     def watch(event, commands):
