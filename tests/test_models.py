@@ -216,7 +216,7 @@ def test_a_mesh_that_does_not_divide_is_named(fsdp, tensor, message):
 
 
 def test_a_mesh_of_the_wrong_size_is_named():
-    with pytest.raises(ValueError, match="mesh data=1 x fsdp=2 x tensor=2 needs 4 devices, not 8"):
+    with pytest.raises(ValueError, match="mesh data=1 x fsdp=2 x context=1 x tensor=2 needs 4 devices, not 8"):
         sharding.make_mesh(jax.devices(), 1, 2, 2)
 
 

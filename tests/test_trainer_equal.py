@@ -30,8 +30,8 @@ def batch(micro_batches=1, shards=1):
     return cases.batch(trainer, cases.groups(7, 4), score=score, rows=16)  # 12 of the 16 rows hold tokens
 
 
-def loss_and_gradient(arrays, *, data=1, fsdp=1, tensor=1, micro_batches=1, remat="none"):
-    mesh = sharding.make_mesh(jax.devices()[:data * fsdp * tensor], data, fsdp, tensor)
+def loss_and_gradient(arrays, *, data=1, fsdp=1, tensor=1, context=1, micro_batches=1, remat="none"):
+    mesh = sharding.make_mesh(jax.devices()[:data * fsdp * tensor * context], data, fsdp, tensor, context)
     section = cases.section(micro_batches=micro_batches, **RICH)
     model = step.Model(MODEL, mesh, jnp.float32, remat, 0.9, 40)
     specs = sharding.param_specs(MODEL, mesh)
@@ -59,10 +59,11 @@ def assert_same(got, want):
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-5), got[1], want[1])
 
 
-@pytest.mark.parametrize("data,fsdp,tensor", [(2, 1, 1), (1, 1, 2), (1, 4, 1), (2, 2, 2), (8, 1, 1)])
-def test_meshes(expected, data, fsdp, tensor):
+@pytest.mark.parametrize("data,fsdp,context,tensor",
+                         [(2, 1, 1, 1), (1, 1, 1, 2), (1, 4, 1, 1), (2, 2, 1, 2), (1, 1, 4, 1), (1, 2, 2, 2), (2, 2, 2, 1)])
+def test_meshes(expected, data, fsdp, context, tensor):
     arrays = batch(shards=data * fsdp).arrays()
-    assert_same(loss_and_gradient(arrays, data=data, fsdp=fsdp, tensor=tensor), expected)
+    assert_same(loss_and_gradient(arrays, data=data, fsdp=fsdp, context=context, tensor=tensor), expected)
 
 
 @pytest.mark.parametrize("micro_batches", [2, 4, 8])

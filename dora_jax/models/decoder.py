@@ -28,7 +28,7 @@ from flax import nnx
 from dora_jax.models.config import ModelConfig, RopeScaling, new_config
 
 __all__ = ["ModelConfig", "RopeScaling", "new_config", "abstract_params", "init_params", "serving_layout", "forward",
-           "logits", "segment_attention", "logical_axes"]
+           "logits", "segment_attention", "context_attention", "logical_axes"]
 
 Params = dict[str, Any]
 # (layer or None under scan, q_BxLxHxD, k_BxLxKxD, v_BxLxKxD) -> o_BxLxHxD; q and k rotated, q not scaled
@@ -72,18 +72,21 @@ class Layer(nnx.Module):
             self.q_norm = param("q_norm", (cfg.head_dim,), ("norm",), None)
             self.k_norm = param("k_norm", (cfg.head_dim,), ("norm",), None)
 
-    def __call__(self, cfg: ModelConfig, layer: int | None, x_BxLxD, rotary, attend: Attend):
+    def __call__(self, cfg: ModelConfig, layer: int | None, x_BxLxD, rotary, attend: Attend, merge: bool):
+        matmul = functools.partial(self._matmul, merge)
         with jax.named_scope("attention"):
-            q, k, v = self._qkv(cfg, _rms_norm(x_BxLxD, self.attn_norm[...], cfg.norm_eps), rotary)
+            q, k, v = self._qkv(cfg, _rms_norm(x_BxLxD, self.attn_norm[...], cfg.norm_eps), rotary, matmul)
             o_BxLxHxD = attend(layer, q, k, v)
-            x_BxLxD = x_BxLxD + self._matmul(o_BxLxHxD.reshape(*x_BxLxD.shape[:2], -1), "o_proj")
+            x_BxLxD = x_BxLxD + matmul(o_BxLxHxD.reshape(*x_BxLxD.shape[:2], -1), "o_proj")
         with jax.named_scope("mlp"):
             h_BxLxD = _rms_norm(x_BxLxD, self.mlp_norm[...], cfg.norm_eps)
-            gate_BxLxF = jax.nn.silu(self._matmul(h_BxLxD, "gate_proj"))
-            return x_BxLxD + self._matmul(gate_BxLxF * self._matmul(h_BxLxD, "up_proj"), "down_proj")
+            gate_BxLxF = jax.nn.silu(matmul(h_BxLxD, "gate_proj"))
+            return x_BxLxD + matmul(gate_BxLxF * matmul(h_BxLxD, "up_proj"), "down_proj")
 
-    def _matmul(self, x_BxLxD, name: str):
-        """x @ weight with tokens as one axis: a CPU takes twice as long over a weight gradient summed over two."""
+    def _matmul(self, merge: bool, x_BxLxD, name: str):
+        """x @ weight; merge: tokens as one axis, since a CPU takes twice as long over a weight gradient summed over two."""
+        if not merge:
+            return x_BxLxD @ self._weight(name, x_BxLxD)
         y = x_BxLxD.reshape(-1, x_BxLxD.shape[-1]) @ self._weight(name, x_BxLxD)
         return y.reshape(*x_BxLxD.shape[:-1], -1)
 
@@ -91,9 +94,9 @@ class Layer(nnx.Module):
         """Masters may be wider than the activations: compute in the activations' type."""
         return getattr(self, name)[...].astype(like.dtype)
 
-    def _qkv(self, cfg: ModelConfig, h_BxLxD, rotary):
+    def _qkv(self, cfg: ModelConfig, h_BxLxD, rotary, matmul: Callable):
         def heads(which: str, count: int):
-            y = self._matmul(h_BxLxD, f"{which}_proj")
+            y = matmul(h_BxLxD, f"{which}_proj")
             if cfg.qkv_bias:
                 y = y + _last(self._weight(f"{which}_bias", h_BxLxD), y)
             y = y.reshape(*y.shape[:2], count, cfg.head_dim)
@@ -165,17 +168,20 @@ def serving_layout(params: Params) -> Params:
 
 
 def forward(cfg: ModelConfig, params: Params, tokens_BxL, positions_BxL, attend: Attend, *, dtype=jnp.float32,
-            remat: str = "none", constrain: Constrain = lambda x, *axes: x):
-    """Hidden states after the last norm, in `dtype`. `constrain` (sharding.constrain_rows) is the trainer's."""
+            remat: str = "none", constrain: Constrain = lambda x, *axes: x, merge: bool = True):
+    """Hidden states after the last norm, in `dtype`. `constrain` (sharding.constrain_rows) is the trainer's.
+
+    merge: whether matmuls see rows and positions as one axis; no, where both are sharded.
+    """
     layer_def = _described(Layer, cfg)[0]
     with jax.named_scope("embed"):
         # gathered over fsdp before the lookup: left to itself, XLA replicates the looked-up rows instead
         embed_VxD = constrain(params["embed"].astype(dtype), "vocab", None)
-        x_BxLxD = constrain(embed_VxD[tokens_BxL], "batch")
+        x_BxLxD = constrain(embed_VxD[tokens_BxL], "batch", "sequence")
     rotary = _rotary(cfg, positions_BxL)
 
     def run(layer: int | None, weights: Params, x):
-        return constrain(nnx.merge(layer_def, weights)(cfg, layer, x, rotary, attend), "batch")
+        return constrain(nnx.merge(layer_def, weights)(cfg, layer, x, rotary, attend, merge), "batch", "sequence")
 
     if isinstance(params["layers"], list):
         for i, weights in enumerate(params["layers"]):
@@ -202,24 +208,51 @@ def segment_attention(segment_ids_BxL, positions_BxL) -> Attend:
     Every token sees itself, so padding makes no NaN. Queries go block by block against the keys up to the block's end,
     which leaves out up to half of the score matrix and keeps a block's scores nearer to the cache.
     """
-    length = segment_ids_BxL.shape[1]
-    block = max(MIN_QUERY_BLOCK, -(-length // MAX_QUERY_BLOCKS))
-    bounds = [(start, min(start + block, length)) for start in range(0, length, block)]
-    same = segment_ids_BxL[:, :, None] == segment_ids_BxL[:, None, :]
-    causal = positions_BxL[:, :, None] >= positions_BxL[:, None, :]
-    mask_Bx1x1xLxL = (same & causal)[:, None, None]
+    where_BxL = segment_ids_BxL, positions_BxL
 
     def attend(layer, q_BxLxHxD, k_BxLxKxD, v_BxLxKxD):
-        n_kv, d = k_BxLxKxD.shape[2:]
-        q_BxKxGxLxD = jnp.einsum("blkgd->bkgld", (q_BxLxHxD * d**-0.5).reshape(*q_BxLxHxD.shape[:2], n_kv, -1, d))
-        k_BxKxDxL, v_BxKxLxD = jnp.einsum("blkd->bkdl", k_BxLxKxD), jnp.einsum("blkd->bkld", v_BxLxKxD)
-        o_BxKxGxLxD = jnp.concatenate([
-            _attend_block(q_BxKxGxLxD[..., start:stop, :], k_BxKxDxL[..., :stop], v_BxKxLxD[:, :, :stop],
-                          mask_Bx1x1xLxL[..., start:stop, :stop])
-            for start, stop in bounds], axis=3)
-        return jnp.einsum("bkgld->blkgd", o_BxKxGxLxD).reshape(q_BxLxHxD.shape)
+        return _attend_blocks(q_BxLxHxD, k_BxLxKxD, v_BxLxKxD, where_BxL, where_BxL, triangular=True)
 
     return attend
+
+
+def context_attention(segment_ids_BxL, positions_BxL, mesh: jax.sharding.Mesh) -> Attend:
+    """`segment_attention` where positions are sharded over the mesh's `context`: each shard's queries against all keys.
+
+    Keys and values are gathered, in the backward pass their gradients scattered. Every shard computes the whole width,
+    so that none waits for another; the half that `segment_attention` leaves out is the price.
+    """
+    from dora_jax.models.sharding import spec  # the table imports this module
+
+    def local(segment_ids_BxC, positions_BxC, q_BxCxHxD, k_BxCxKxD, v_BxCxKxD):
+        def whole(x):
+            return jax.lax.all_gather(x, "context", axis=1, tiled=True)
+
+        mine = segment_ids_BxC, positions_BxC
+        return _attend_blocks(q_BxCxHxD, whole(k_BxCxKxD), whole(v_BxCxKxD), mine, tuple(map(whole, mine)),
+                              triangular=False)
+
+    rows, heads = spec("batch", "sequence"), (spec("batch", "sequence", name) for name in ("heads", "kv_heads", "kv_heads"))
+    sharded = jax.shard_map(local, mesh=mesh, in_specs=(rows, rows, *heads), out_specs=spec("batch", "sequence", "heads"))
+    return lambda layer, q, k, v: sharded(segment_ids_BxL, positions_BxL, q, k, v)
+
+
+def _attend_blocks(q_BxLxHxD, k_BxMxKxD, v_BxMxKxD, q_where, k_where, *, triangular: bool):
+    """`where`: (segment ids, positions) of queries and of keys. triangular: no query sees a key that stands after it."""
+    length, (n_kv, d) = q_BxLxHxD.shape[1], k_BxMxKxD.shape[2:]
+    block = max(MIN_QUERY_BLOCK, -(-length // MAX_QUERY_BLOCKS))
+    bounds = [(start, min(start + block, length)) for start in range(0, length, block)]
+    same = q_where[0][:, :, None] == k_where[0][:, None, :]
+    causal = q_where[1][:, :, None] >= k_where[1][:, None, :]
+    mask_Bx1x1xLxM = (same & causal)[:, None, None]
+    q_BxKxGxLxD = jnp.einsum("blkgd->bkgld", (q_BxLxHxD * d**-0.5).reshape(*q_BxLxHxD.shape[:2], n_kv, -1, d))
+    k_BxKxDxM, v_BxKxMxD = jnp.einsum("blkd->bkdl", k_BxMxKxD), jnp.einsum("blkd->bkld", v_BxMxKxD)
+    ends = [stop if triangular else k_BxKxDxM.shape[-1] for _, stop in bounds]
+    o_BxKxGxLxD = jnp.concatenate([
+        _attend_block(q_BxKxGxLxD[..., start:stop, :], k_BxKxDxM[..., :end], v_BxKxMxD[:, :, :end],
+                      mask_Bx1x1xLxM[..., start:stop, :end])
+        for (start, stop), end in zip(bounds, ends)], axis=3)
+    return jnp.einsum("bkgld->blkgd", o_BxKxGxLxD).reshape(q_BxLxHxD.shape)
 
 
 def _attend_block(q_BxKxGxLxD, k_BxKxDxM, v_BxKxMxD, mask_Bx1x1xLxM):

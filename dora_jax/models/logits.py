@@ -11,6 +11,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import Mesh
 
 from dora_jax.models import decoder
 
@@ -19,41 +20,60 @@ LOGITS_BYTES = 64 * 2**20  # per device; a larger f32[B, L, V] is computed in ch
 
 
 def policy_logits(cfg: decoder.ModelConfig, params: Any, hidden: jax.Array, *, vocab_limit: int | None = None,
-                  temperature: float = 1.0) -> jax.Array:
+                  temperature: float = 1.0, axis: str | None = None) -> jax.Array:
     """f32[..., V] after temperature; ids >= vocab_limit (rows of the embedding without a token) are masked."""
     logits = decoder.logits(cfg, params, hidden)
     logits = logits if temperature == 1.0 else logits / temperature
     if vocab_limit is None or vocab_limit >= cfg.vocab_size:
         return logits
-    return jnp.where(_token_ids(logits) < vocab_limit, logits, MASKED)
+    return jnp.where(_token_ids(logits, axis) < vocab_limit, logits, MASKED)
 
 
 def target_logprobs(cfg: decoder.ModelConfig, params: Any, hidden_BxLxD: jax.Array, targets_BxL: jax.Array, *,
                     vocab_limit: int | None = None, temperature: float = 1.0, entropy_grad: bool = False,
-                    max_bytes: int = LOGITS_BYTES) -> tuple[jax.Array, jax.Array]:
-    """(log-prob of each target, entropy), f32[B, L]. `max_bytes` bounds the logits alive at once."""
+                    max_bytes: int = LOGITS_BYTES, mesh: Mesh | None = None) -> tuple[jax.Array, jax.Array]:
+    """(log-prob of each target, entropy), f32[B, L]. `max_bytes` a device bounds the logits alive at once.
 
-    def head(hidden: jax.Array, targets: jax.Array) -> tuple[jax.Array, jax.Array]:
-        logits = policy_logits(cfg, params, hidden, vocab_limit=vocab_limit, temperature=temperature)
-        return logprobs_of(logits, targets, entropy_grad=entropy_grad)
+    On a mesh each shard of rows and positions walks its own chunks, with the head gathered over fsdp once: left to
+    itself, XLA gathers it, and sums its gradient over the mesh, chunk by chunk.
+    """
+    name = "embed" if cfg.tie_embeddings else "lm_head"
 
-    rows, length = targets_BxL.shape
-    chunk = chunk_length(rows, length, cfg.vocab_size, max_bytes)
-    if chunk == length:
-        return head(hidden_BxLxD, targets_BxL)
-    split = (rows, length // chunk, chunk)
-    hidden_NxBxCxD = jnp.moveaxis(hidden_BxLxD.reshape(*split, -1), 1, 0)
-    targets_NxBxC = jnp.moveaxis(targets_BxL.reshape(split), 1, 0)
-    _, parts_NxBxC = jax.lax.scan(lambda _, x: (None, jax.checkpoint(head)(*x)), None, (hidden_NxBxCxD, targets_NxBxC))
-    return tuple(jnp.moveaxis(part, 0, 1).reshape(rows, length) for part in parts_NxBxC)
+    def local(head: jax.Array, hidden: jax.Array, targets: jax.Array,
+              axis: str | None = None) -> tuple[jax.Array, jax.Array]:
+        def run(hidden: jax.Array, targets: jax.Array) -> tuple[jax.Array, jax.Array]:
+            logits = policy_logits(cfg, {name: head}, hidden, vocab_limit=vocab_limit, temperature=temperature, axis=axis)
+            return logprobs_of(logits, targets, entropy_grad=entropy_grad, axis=axis)
+
+        return _in_chunks(run, hidden, targets, head.size // cfg.d_model, max_bytes)
+
+    if mesh is None or mesh.size == 1:
+        return local(params[name], hidden_BxLxD, targets_BxL)
+    from dora_jax.models.sharding import TABLE, spec  # the table imports the decoder
+
+    axes, rows = decoder.logical_axes(cfg)[name], spec("batch", "sequence")
+
+    def sharded(head: jax.Array, hidden: jax.Array, targets: jax.Array) -> tuple[jax.Array, jax.Array]:
+        head = jax.lax.all_gather(head.astype(hidden.dtype), TABLE["embed"], axis=axes.index("embed"), tiled=True)
+        return local(head, hidden, targets, TABLE["vocab"])
+
+    return jax.shard_map(sharded, mesh=mesh, in_specs=(spec(*axes), rows, rows), out_specs=(rows, rows))(
+        params[name], hidden_BxLxD, targets_BxL)
 
 
-def logprobs_of(logits: jax.Array, targets: jax.Array, *, entropy_grad: bool = False) -> tuple[jax.Array, jax.Array]:
-    """(log-prob of each target, entropy) from logits f32[..., V]; picks by comparison, which shards over V."""
-    lse = jax.nn.logsumexp(logits, axis=-1)
-    chosen = jnp.sum(jnp.where(_token_ids(logits) == targets[..., None], logits, 0.0), axis=-1)
+def logprobs_of(logits: jax.Array, targets: jax.Array, *, entropy_grad: bool = False,
+                axis: str | None = None) -> tuple[jax.Array, jax.Array]:
+    """(log-prob of each target, entropy) from logits f32[..., V]; axis: the mesh axis that V is sharded over, if any."""
+    def total(x: jax.Array) -> jax.Array:
+        x = jnp.sum(x, axis=-1)
+        return x if axis is None else jax.lax.psum(x, axis)
+
+    peak = jax.lax.stop_gradient(jnp.max(logits, axis=-1))
+    peak = peak if axis is None else jax.lax.pmax(peak, axis)
+    lse = jnp.log(total(jnp.exp(logits - peak[..., None]))) + peak
+    chosen = total(jnp.where(_token_ids(logits, axis) == targets[..., None], logits, 0.0))
     source, norm = (logits, lse) if entropy_grad else jax.lax.stop_gradient((logits, lse))
-    entropy = norm - jnp.sum(jnp.exp(source - norm[..., None]) * source, axis=-1)
+    entropy = norm - total(jnp.exp(source - norm[..., None]) * source)
     return chosen - lse, entropy
 
 
@@ -62,5 +82,23 @@ def chunk_length(rows: int, length: int, vocab: int, max_bytes: int) -> int:
     return next((c for c in range(length, 1, -1) if length % c == 0 and 4 * rows * c * vocab <= max_bytes), 1)
 
 
-def _token_ids(logits: jax.Array) -> jax.Array:
-    return jax.lax.broadcasted_iota(jnp.int32, logits.shape, logits.ndim - 1)
+# ---------------------------------------------------------------- private
+
+
+def _in_chunks(run: Any, hidden_BxLxD: jax.Array, targets_BxL: jax.Array, vocab: int,
+               max_bytes: int) -> tuple[jax.Array, jax.Array]:
+    """run(hidden, targets) over chunks of the positions, recomputed in the backward pass."""
+    rows, length = targets_BxL.shape
+    chunk = chunk_length(rows, length, vocab, max_bytes)
+    if chunk == length:
+        return run(hidden_BxLxD, targets_BxL)
+    split = (rows, length // chunk, chunk)
+    hidden_NxBxCxD = jnp.moveaxis(hidden_BxLxD.reshape(*split, -1), 1, 0)
+    targets_NxBxC = jnp.moveaxis(targets_BxL.reshape(split), 1, 0)
+    _, parts_NxBxC = jax.lax.scan(lambda _, x: (None, jax.checkpoint(run)(*x)), None, (hidden_NxBxCxD, targets_NxBxC))
+    return tuple(jnp.moveaxis(part, 0, 1).reshape(rows, length) for part in parts_NxBxC)
+
+
+def _token_ids(logits: jax.Array, axis: str | None) -> jax.Array:
+    ids = jax.lax.broadcasted_iota(jnp.int32, logits.shape, logits.ndim - 1)
+    return ids if axis is None else ids + jax.lax.axis_index(axis) * logits.shape[-1]

@@ -1,9 +1,10 @@
 """THE table: logical axis -> mesh axis. Nothing else in the package decides where a dimension lives.
 
 Consumes the logical axes that decoder.py's modules carry; produces NamedShardings for both layouts. Mesh axes:
-  data    batch rows, parameters replicated
-  fsdp    batch rows, and parameters sharded over d_model (gathered layer by layer)
-  tensor  heads, d_ff, vocabulary
+  data     batch rows, parameters replicated
+  fsdp     batch rows, and parameters sharded over d_model (gathered layer by layer)
+  context  positions of a row; attention gathers keys and values, a fraction of the activations under shared KV heads
+  tensor   heads, d_ff, vocabulary
 Law: a size that its mesh axis does not divide is an error that names both, never a replicated fallback.
 """
 
@@ -18,10 +19,11 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from dora_jax.models import decoder
 from dora_jax.models.config import ModelConfig, check_mesh
 
-AXES = ("data", "fsdp", "tensor")
+AXES = ("data", "fsdp", "context", "tensor")  # neighbours in the last axes: their collectives are the most
 
 TABLE = {
     "batch": ("data", "fsdp"),
+    "sequence": "context",
     "layers": None,
     "norm": None,  # gains are small: replicated
     "embed": "fsdp",
@@ -33,12 +35,13 @@ TABLE = {
 SERVING_TABLE = {**TABLE, "embed": None}  # an engine gathers nothing per layer: tensor parallel only
 
 
-def make_mesh(devices: Sequence[jax.Device], data: int, fsdp: int, tensor: int) -> Mesh:
+def make_mesh(devices: Sequence[jax.Device], data: int, fsdp: int, tensor: int, context: int = 1) -> Mesh:
     """A mesh of exactly these devices; axes stay Auto on every jax version."""
-    if data * fsdp * tensor != len(devices):
-        raise ValueError(f"mesh data={data} x fsdp={fsdp} x tensor={tensor} needs {data * fsdp * tensor} devices, "
+    needed = data * fsdp * context * tensor
+    if needed != len(devices):
+        raise ValueError(f"mesh data={data} x fsdp={fsdp} x context={context} x tensor={tensor} needs {needed} devices, "
                          f"not {len(devices)}")
-    grid = np.array(devices, dtype=object).reshape(data, fsdp, tensor)
+    grid = np.array(devices, dtype=object).reshape(data, fsdp, context, tensor)
     return Mesh(grid, AXES, axis_types=(AxisType.Auto,) * len(AXES))
 
 
@@ -47,25 +50,29 @@ def param_specs(cfg: ModelConfig, mesh: Mesh, layout: str = "stacked"):
     table = {"stacked": TABLE, "serving": SERVING_TABLE}[layout]
     check_mesh(cfg, fsdp=mesh.shape["fsdp"] if layout == "stacked" else 1, tensor=mesh.shape["tensor"])
 
-    def spec(axes: tuple[str, ...]) -> NamedSharding:
+    def place(axes: tuple[str, ...]) -> NamedSharding:
         return NamedSharding(mesh, PartitionSpec(*(table[axis] for axis in axes)))
 
     axes = decoder.logical_axes(cfg)
     if layout == "serving":
         one_layer = {name: names[1:] for name, names in axes["layers"].items()}
         axes = {**axes, "layers": [one_layer] * cfg.n_layers}
-    return jax.tree.map(spec, axes, is_leaf=lambda x: isinstance(x, tuple))
+    return jax.tree.map(place, axes, is_leaf=lambda x: isinstance(x, tuple))
+
+
+def spec(*axes: str | None) -> PartitionSpec:
+    """What the table says of an array with these logical axes, the rest whole."""
+    return PartitionSpec(*(axis and TABLE[axis] for axis in axes))
 
 
 def batch_spec(mesh: Mesh) -> NamedSharding:
-    """Rows over data and fsdp; the other dimensions whole."""
-    return NamedSharding(mesh, PartitionSpec(TABLE["batch"]))
+    """[B, L]: rows over data and fsdp, positions over context."""
+    return NamedSharding(mesh, spec("batch", "sequence"))
 
 
 def constrain_rows(mesh: Mesh) -> Callable[..., jax.Array]:
     """`constrain` for decoder.forward: keeps rows where the batch is, so that weights travel and activations do not."""
     def pin(x: jax.Array, *axes: str | None) -> jax.Array:
-        spec = PartitionSpec(*(axis and TABLE[axis] for axis in axes))
-        return jax.lax.with_sharding_constraint(x, NamedSharding(mesh, spec))
+        return jax.lax.with_sharding_constraint(x, NamedSharding(mesh, spec(*axes)))
 
     return pin

@@ -48,16 +48,18 @@ class Model(NamedTuple):
 
     def hidden(self, params: Any, arrays: Arrays) -> jax.Array:
         """[B, L, D] after the last norm, each segment on its own."""
-        attend = decoder.segment_attention(arrays["segment_ids"], arrays["positions"])
+        where, sharded = (arrays["segment_ids"], arrays["positions"]), self.mesh.shape["context"] > 1
+        attend = decoder.context_attention(*where, self.mesh) if sharded else decoder.segment_attention(*where)
         return decoder.forward(self.cfg, layers_of(self.cfg, params), arrays["tokens"], arrays["positions"], attend,
-                               dtype=self.dtype, remat=self.remat, constrain=sharding.constrain_rows(self.mesh))
+                               dtype=self.dtype, remat=self.remat, constrain=sharding.constrain_rows(self.mesh),
+                               merge=not sharded)
 
     def logprobs(self, params: Any, arrays: Arrays, entropy_grad: bool = False) -> tuple[jax.Array, jax.Array]:
         """(log-prob of each target, entropy) f32[B, L], after temperature, padding ids masked as in the engine."""
         hidden = self.hidden(params, arrays)
         return target_logprobs(self.cfg, params, hidden, arrays["targets"], vocab_limit=self.vocab_limit,
-                               temperature=self.temperature, entropy_grad=entropy_grad,
-                               max_bytes=LOGITS_BYTES * self.mesh.size)
+                               temperature=self.temperature, entropy_grad=entropy_grad, max_bytes=LOGITS_BYTES,
+                               mesh=self.mesh)
 
 
 class Trainer:
