@@ -4,7 +4,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.experimental.pallas import tpu as pltpu
 
+from dora_jax.ops import attention
 from dora_jax.ops.attention import chunk_attention
 
 B, H, K, D, BLOCK = 5, 6, 2, 16, 32
@@ -62,3 +64,73 @@ def test_garbage_keys_beyond_the_past_do_not_matter():
     past = [(np.where(j * BLOCK + np.arange(BLOCK) < past_len[:, None, None, None], k, np.nan), v)
             for j, (k, v) in enumerate(past)]
     np.testing.assert_array_equal(clean, chunk_attention(q, past, past_len, k_new, v_new, mask))
+
+
+# ------------------------------------------------------------------- pages
+
+
+def pages_case(length, lens, heads=4, kv=2, dim=128, size=4, table=6, seed=0):
+    """A pool with nan wherever no sequence has written: beyond its length, and in pages that are not its own."""
+    rng = np.random.default_rng(seed)
+    lens = np.array(lens, np.int32)
+    pool = np.full((1 + len(lens) * table, size, 2 * kv, dim), np.nan, np.float32)
+    pool[0] = 0
+    tables = rng.permutation(np.arange(1, len(pool), dtype=np.int32)).reshape(len(lens), table)
+    for pages, n in zip(tables, lens, strict=True):
+        kv_rows = rng.normal(size=(n, 2 * kv, dim))
+        for i in range(n):
+            pool[pages[i // size], i % size] = kv_rows[i]
+        pages[-(-n // size) :] = 0
+    q = rng.normal(size=(len(lens), length, heads, dim)).astype(np.float32)
+    return q, pool, lens, tables
+
+
+def by_chunks(q, pool, lens, tables):
+    """The same attention by `chunk_attention`."""
+    dense = np.nan_to_num(pool[tables].reshape(len(lens), -1, *pool.shape[2:]))
+    length = q.shape[1]
+    past_len = lens - length
+    width = dense.shape[1]
+    new = np.stack([dense[s, n - length : n] for s, n in enumerate(lens)])
+    seen = (np.arange(width)[None] < past_len[:, None])[:, :, None, None]
+    k, v = dense[:, :, 0::2].transpose(0, 2, 3, 1), (dense * seen)[:, :, 1::2].transpose(0, 2, 1, 3)
+    return chunk_attention(q, [(k, v)], jnp.asarray(past_len), new[:, :, 0::2].transpose(0, 2, 3, 1),
+                           new[:, :, 1::2].transpose(0, 2, 1, 3), np.tril(np.ones((length, length), bool)))
+
+
+CASES = [(1, (1, 5, 24, 9, 17)), (8, (8, 24, 17))]
+
+
+@pytest.mark.parametrize("length,lens", CASES)
+def test_pages_hold_what_blocks_hold(length, lens):
+    case = pages_case(length, lens)
+    got = attention.paged_reference(*map(jnp.asarray, case), 128**-0.5)
+    np.testing.assert_allclose(got, by_chunks(*case), rtol=0, atol=2e-6)
+
+
+@pytest.mark.parametrize("length,lens", CASES)
+def test_the_tpu_kernel_equals_the_reference_in_interpret_mode(length, lens, monkeypatch):
+    """jax's interpreter cannot reshape what a copy has brought (a value can), and checks the mask of a store against
+    the wrong axis unless a block has no more queries than a KV head has heads."""
+    def wait(self):
+        for copy in self._async_copies:
+            copy.wait()
+        return self._vmem_buf[...]
+
+    monkeypatch.setattr(attention.ragged_paged_attention.MultiPageAsyncCopyDescriptor, "wait", wait)
+    monkeypatch.setattr(attention, "BLOCK_QUERIES", 2)
+    monkeypatch.setattr(attention, "BLOCK_TOKENS", 8)
+    case = tuple(map(jnp.asarray, pages_case(length, lens)))
+    with pltpu.force_tpu_interpret_mode():
+        got = attention.paged_attention(*case, 128**-0.5)
+    np.testing.assert_allclose(got, attention.paged_reference(*case, 128**-0.5), rtol=0, atol=2e-6)
+
+
+def test_pages_that_do_not_fit_the_queries_are_refused():
+    q, pool, lens, tables = pages_case(1, (4, 7))
+    with pytest.raises(ValueError, match="3 heads of 128 do not fit pages of 4 K and V heads"):
+        attention.paged_attention(q[:, :, :3], pool, lens, tables, 1.0)
+    with pytest.raises(ValueError, match="2 sequences have lengths"):
+        attention.paged_attention(q, pool, lens[:1], tables, 1.0)
+    with pytest.raises(ValueError, match="needs TPU devices; this instance's are cpu"):
+        attention.check_platform("tpu", "cpu")

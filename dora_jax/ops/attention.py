@@ -1,6 +1,10 @@
-"""Attention of one chunk of new positions over its own past: the XLA reference, which runs anywhere.
+"""Attention of a few new positions over their own past, in two forms: contiguous blocks, or pages of a pool.
 
-The past comes in blocks of equal width, K as [B, K, D, S] and V as [B, K, S, D]: the layouts that a CPU streams at
+`chunk_attention` is the XLA reference, which runs anywhere (`rollout.attention = reference`); `paged_attention` is the
+ragged paged attention kernel that jax ships for TPUs (`rollout.attention = tpu`), with `paged_reference` beside it,
+which a test holds equal to both.
+
+The reference's past comes in blocks of equal width, K as [B, K, D, S] and V as [B, K, S, D]: the layouts that a CPU streams at
 memory speed. The new positions stand apart, so that the past is read only while a chunk is decoded.
 Law: results do not depend on how many masked blocks follow, bit for bit. Each block's products have one shape, the
 maximum is exact, and sums run over the blocks in order, to which a masked block adds exact zeros. One long sample
@@ -13,6 +17,7 @@ from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
+from jax.experimental.pallas.ops.tpu.ragged_paged_attention import kernel as ragged_paged_attention
 
 MASKED = -1e30  # finite, so that a row with nothing but masked scores makes no nan
 
@@ -54,3 +59,58 @@ def _combine(parts, dtype) -> jax.Array:
         total = total + weights.sum(-1, keepdims=True)
         out = out + jnp.einsum("bkqs,bksd->bkqd", weights.astype(dtype), v, preferred_element_type=jnp.float32)
     return (out / total).astype(dtype)
+
+
+# ------------------------------------------------------------------- pages
+
+# The kernel's blocks. Fixed, though jax has a table of tuned ones: that depends on the number of pages in the table,
+# and a sample's bits would then depend on the longest context of its call.
+BLOCK_TOKENS = 512  # KV positions that one step of the kernel streams: enough to keep the memory busy
+BLOCK_QUERIES = 32
+LANES = 128  # the kernel takes head sizes that are a multiple of it
+
+
+def check_platform(impl: str, platform: str) -> None:
+    if impl == "tpu" and platform != "tpu":
+        raise ValueError(f"rollout.attention tpu needs TPU devices; this instance's are {platform}")
+
+
+def paged_attention(q_SxLxHxD, kv_pages_NxPxCxD, kv_lens_S, tables_SxM, scale: float) -> jax.Array:
+    """o[S, L, H, D]: the L queries of a sequence are its last L positions, each sees itself and what is before it.
+
+    Pages hold K and V of each KV head side by side (C = 2K); tables_SxM says which pages hold a sequence, of which the
+    first kv_lens positions are read. Those must be finite. D is a multiple of LANES: smaller heads are padded with zeros.
+    """
+    _check_pages(q_SxLxHxD, kv_pages_NxPxCxD, kv_lens_S, tables_SxM)
+    s, length, heads, d = q_SxLxHxD.shape
+    block_pages = max(1, BLOCK_TOKENS // kv_pages_NxPxCxD.shape[1])
+    tables_SxM = jnp.pad(tables_SxM, ((0, 0), (0, max(0, block_pages - tables_SxM.shape[1]))))
+    o_TxHxD = ragged_paged_attention.ragged_paged_attention(
+        q_SxLxHxD.reshape(-1, heads, d), kv_pages_NxPxCxD, kv_lens_S, tables_SxM,
+        jnp.arange(s + 1, dtype=jnp.int32) * length, jnp.full((1,), s, jnp.int32), sm_scale=scale,
+        num_kv_pages_per_block=block_pages, num_queries_per_block=min(s * length, BLOCK_QUERIES))
+    return o_TxHxD.reshape(q_SxLxHxD.shape)
+
+
+def paged_reference(q_SxLxHxD, kv_pages_NxPxCxD, kv_lens_S, tables_SxM, scale: float) -> jax.Array:
+    """The same in plain XLA: every sequence's pages side by side, one softmax."""
+    _check_pages(q_SxLxHxD, kv_pages_NxPxCxD, kv_lens_S, tables_SxM)
+    s, length, heads, d = q_SxLxHxD.shape
+    kv = kv_pages_NxPxCxD[tables_SxM].reshape(s, -1, *kv_pages_NxPxCxD.shape[2:])
+    at_T = jnp.arange(kv.shape[1])
+    own_SxT = at_T[None] < kv_lens_S[:, None]
+    k_SxTxKxD, v_SxTxKxD = (jnp.where(own_SxT[:, :, None, None], x, 0) for x in (kv[:, :, 0::2], kv[:, :, 1::2]))
+    q = q_SxLxHxD.reshape(s, length, k_SxTxKxD.shape[2], -1, d)
+    scores = jnp.einsum("slkgd,stkd->skglt", q, k_SxTxKxD, preferred_element_type=jnp.float32) * scale
+    last_SxL = (kv_lens_S - length)[:, None] + jnp.arange(length)[None]
+    seen_SxLxT = at_T[None, None] <= last_SxL[:, :, None]
+    weights = jax.nn.softmax(jnp.where(seen_SxLxT[:, None, None], scores, MASKED), axis=-1).astype(kv.dtype)
+    return jnp.einsum("skglt,stkd->slkgd", weights, v_SxTxKxD).reshape(q_SxLxHxD.shape).astype(q_SxLxHxD.dtype)
+
+
+def _check_pages(q_SxLxHxD, kv_pages_NxPxCxD, kv_lens_S, tables_SxM) -> None:
+    (s, _, heads, d), (_, _, kv, kv_d) = q_SxLxHxD.shape, kv_pages_NxPxCxD.shape
+    if kv % 2 or d != kv_d or heads % (kv // 2):
+        raise ValueError(f"queries of {heads} heads of {d} do not fit pages of {kv} K and V heads of {kv_d}")
+    if kv_lens_S.shape != (s,) or tables_SxM.shape[0] != s:
+        raise ValueError(f"{s} sequences have lengths {kv_lens_S.shape} and tables {tables_SxM.shape}")

@@ -20,7 +20,7 @@ import numpy as np
 
 from dora_jax.config import RolloutSection
 from dora_jax.models import decoder, sharding
-from dora_jax.rollout.forward import Device
+from dora_jax.rollout.forward import Calls, Device
 from dora_jax.rollout.migrate import Parcel, repaged
 from dora_jax.rollout.plan import DecodeCall, Scheduler, Seq
 from dora_jax.rollout.shapes import shapes_of
@@ -28,6 +28,14 @@ from dora_jax.rollout.ticks import TickResult
 from dora_jax.types import Sample, SampleId, Span, Version
 
 __all__ = ["Engine", "TickResult"]
+
+
+def new_calls(cfg: decoder.ModelConfig, section: RolloutSection, mesh: jax.sharding.Mesh, *, seed: int,
+              eos_ids: tuple[int, ...], vocab_limit: int, dtype) -> Calls:
+    """What an engine of this section compiles; an AOT check compiles the same for devices that are not here."""
+    sampling = {"top_k": section.top_k, "top_p": section.top_p, "min_p": section.min_p}
+    return Calls(cfg, shapes_of(section), mesh, seed=seed, eos_ids=eos_ids, vocab_limit=vocab_limit, sampling=sampling,
+                 temperature=section.temperature, dtype=dtype)
 
 
 class Engine:
@@ -40,9 +48,8 @@ class Engine:
         self.shapes = shapes_of(section)
         self.eos_ids = tuple(eos_ids)
         self.param_shardings = sharding.param_specs(cfg, mesh, layout="serving")
-        sampling = {"top_k": section.top_k, "top_p": section.top_p, "min_p": section.min_p}
-        self._device = Device(cfg, self.shapes, mesh, seed=seed, eos_ids=self.eos_ids, vocab_limit=vocab_limit,
-                              sampling=sampling, temperature=section.temperature, dtype=dtype)
+        self._device = Device(new_calls(cfg, section, mesh, seed=seed, eos_ids=self.eos_ids, vocab_limit=vocab_limit,
+                                        dtype=dtype), self.shapes)
         self._scheduler = Scheduler(self.shapes)
         self._weights: dict[Version, Any] = {}
         self._flights: list[tuple[DecodeCall, jax.Array]] = []  # launched, not yet read back

@@ -26,6 +26,7 @@ class Shapes:
     pages: int
     block: int  # positions of one context block
     max_context: int  # prompt + new tokens
+    attention: str  # reference or tpu: how KV lies in pages
 
     @property
     def block_pages(self) -> int:
@@ -63,8 +64,9 @@ class Shapes:
 def shapes_of(section: RolloutSection) -> Shapes:
     """Raises ValueError where the section's sizes cannot work together."""
     size = section.page_size
-    if section.attention != "reference":
-        raise ValueError(f"rollout.attention {section.attention} has no kernel yet; use reference")
+    if section.attention == "gpu":
+        raise ValueError("rollout.attention gpu: jax has no paged kernel for GPUs that it still keeps up; use reference, "
+                         "which XLA compiles for them")
     rows = section.decode_rows or section.slots
     if section.slots % rows:
         raise ValueError(f"rollout.slots {section.slots} is not a multiple of rollout.decode_rows {rows}")
@@ -78,7 +80,8 @@ def shapes_of(section: RolloutSection) -> Shapes:
         slots=section.slots, rows=rows, steps=section.decode_steps, chunk=chunk,
         prefill_rows=prefill_rows, prefill_calls=section.prefill_tokens // (prefill_rows * chunk),
         page_size=size, pages=section.pages,
-        block=min(_up(section.context_block, size), _up(max_context, size)), max_context=max_context)
+        block=min(_up(section.context_block, size), _up(max_context, size)), max_context=max_context,
+        attention=section.attention)
     needed = shapes.worst_pages(section.max_prompt_tokens, section.max_new_tokens)
     if needed > section.pages:
         raise ValueError(f"rollout.pages {section.pages} cannot hold one longest sample, which needs {needed}")

@@ -1,0 +1,90 @@
+"""The engine over a paged pool (`rollout.attention = tpu`), its kernel replaced by the reference that stands beside it.
+
+The kernel itself is held to that reference in test_attention.py; whether it compiles for TPUs, in test_aot.py.
+"""
+
+import numpy as np
+import pytest
+from engine_rig import finish, ids, loaded, new_engine, submit, undisturbed, weights
+
+from dora_jax.ops import attention
+from dora_jax.types import SampleId
+
+
+@pytest.fixture(scope="module")
+def paged():
+    """Two devices; few pages more than one long sample needs."""
+    patch = pytest.MonkeyPatch()
+    patch.setattr(attention, "paged_attention", attention.paged_reference)
+    with patch.context() as anywhere:
+        anywhere.setattr(attention, "check_platform", lambda impl, platform: None)
+        engine = new_engine(device=2, tensor=2, pages=20, context_block=48, attention="tpu")
+    engine.load(0, weights(engine))
+    yield engine
+    patch.undo()
+
+
+def assert_same(sample):
+    same = undisturbed(sample.id, sample.version)
+    np.testing.assert_array_equal(sample.out_ids, same.out_ids)
+    np.testing.assert_allclose(sample.logprobs, same.logprobs, rtol=0, atol=1e-5)
+
+
+def test_the_same_samples_as_by_gathering(paged):
+    """Groups share a page that they then write to; too many for the pages, so that some go to the host and back."""
+    for id in ids((0, 1, 2, 3, 4, 21), size=2):
+        submit(paged, id)
+    preempts = []
+    plan = paged._scheduler.plan
+    paged._scheduler.plan = lambda: (p := plan(), preempts.extend(p.preempts))[0]
+    done = finish(paged)
+    paged._scheduler.plan = plan
+    assert len(done) == 12 and preempts
+    for sample in done.values():
+        assert_same(sample)
+
+
+def test_no_bit_depends_on_preemption_or_batch_mates(paged):
+    for id in ids((3, 9, 21), size=3):
+        submit(paged, id)
+    crowded = finish(paged)
+    for id in (SampleId(3, 1), SampleId(21, 2)):
+        submit(paged, id)
+        alone = finish(paged)[id]
+        np.testing.assert_array_equal(crowded[id].out_ids, alone.out_ids)
+        np.testing.assert_array_equal(crowded[id].logprobs.view(np.int32), alone.logprobs.view(np.int32))
+
+
+@pytest.mark.parametrize("ticks", [1, 4])
+def test_samples_move_between_kinds_of_pools(paged, ticks):
+    there, back = SampleId(21, 2), SampleId(3, 1)
+    with loaded("a") as a:
+        submit(paged, there)
+        submit(a, back)
+        for _ in range(ticks):
+            paged.tick()
+            a.tick()
+        a.import_(paged.export(there))
+        paged.import_(a.export(back))
+        done = finish(a, paged)
+    for sample in done.values():
+        assert_same(sample)
+
+
+def test_nothing_of_a_poisoned_version_reaches_another(paged):
+    poisoned = [SampleId(group, 7) for group in (0, 1, 3)]
+    paged.load(9, weights(paged, scale=np.nan))
+    for id in [*poisoned, *ids((0, 3))]:
+        submit(paged, id, 9 if id in poisoned else 0)
+    done = finish(paged)
+    assert {done.pop(id).finish for id in poisoned} == {"error"}
+    paged.drop(9)
+    for id in ids((1, 2, 4)):
+        submit(paged, id)
+    for sample in [*done.values(), *finish(paged).values()]:
+        assert_same(sample)
+
+
+def test_a_kernel_that_the_devices_cannot_run_is_refused():
+    with pytest.raises(ValueError, match="rollout.attention tpu needs TPU devices; this instance's are cpu"):
+        new_engine(attention="tpu")
