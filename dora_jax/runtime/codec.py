@@ -1,0 +1,182 @@
+"""Records <-> bytes, for the journal and for what travels between hosts. Data only: nothing that is read is ever run.
+
+    encode(record) -> bytes     msgpack: [class name, field, field, ...]; arrays as dtype, shape and raw bytes
+    decode(bytes) -> record     every field checked against its annotation
+
+Consumes and produces frozen dataclasses of a fixed list. Laws: decode(encode(x)) equals x, arrays bit for bit; any
+other bytes raise `CodecError` with a sentence, after time and memory in proportion to their number.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import sys
+import types
+import typing
+from collections.abc import Callable
+from typing import Any
+
+import ml_dtypes
+import msgpack
+import numpy as np
+
+from dora_jax.orchestrate import events as ev
+from dora_jax.types import Prompt, Sample, SampleId, ScoredGroup, Span
+
+ARRAY = 1  # msgpack extension type
+MAX_DIMENSIONS = 8
+DTYPES = {np.dtype(t).name: np.dtype(t) for t in (
+    np.bool_, np.int8, np.int16, np.int32, np.int64, np.uint8, np.uint16, np.uint32, np.uint64,
+    np.float16, np.float32, np.float64, ml_dtypes.bfloat16)}
+RECORDS = (*typing.get_args(ev.Event), *typing.get_args(ev.Command), Prompt, Span, Sample, ScoredGroup)
+
+Check = Callable[[Any], Any]  # what msgpack gave -> the field's value; raises CodecError
+
+
+class CodecError(ValueError):
+    """These bytes are not a record: the message says what is wrong with them."""
+
+
+class Codec:
+    """Encodes and decodes `RECORDS` and the classes given."""
+
+    def __init__(self, *more: type):
+        self._classes = {cls.__name__: cls for cls in (*RECORDS, *more)}
+        self._names = {cls: tuple(field.name for field in dataclasses.fields(cls)) for cls in self._classes.values()}
+        self._checks = {cls: tuple(self._check(hint) for hint in _hints(cls)) for cls in self._classes.values()}
+
+    def encode(self, record: Any) -> bytes:
+        return msgpack.packb(self._row(record), default=self._row)
+
+    def decode(self, data: bytes) -> Any:
+        try:
+            row = msgpack.unpackb(data, ext_hook=_array_of)
+        except CodecError:
+            raise
+        except (ValueError, msgpack.exceptions.UnpackException, RecursionError) as error:
+            raise CodecError(f"{len(data)} bytes are not msgpack: {type(error).__name__} {error}".rstrip()) from error
+        return self._record(row)
+
+    # ------------------------------------------------------------ private
+
+    def _row(self, value: Any) -> Any:
+        """What msgpack can write, of what it cannot."""
+        names = self._names.get(type(value))
+        if names is not None:
+            return [type(value).__name__, *(getattr(value, name) for name in names)]
+        if isinstance(value, np.ndarray):
+            return _extension(value)
+        raise CodecError(f"a {type(value).__name__} cannot be written: it is neither a record, an array nor plain data")
+
+    def _record(self, row: Any) -> Any:
+        if not isinstance(row, list) or not row or not isinstance(row[0], str):
+            raise CodecError(f"a {type(row).__name__} stands where a record is expected")
+        cls = self._classes.get(row[0])
+        if cls is None:
+            raise CodecError(f"{row[0][:40]!r} is no record that can be read here")
+        names, checks = self._names[cls], self._checks[cls]
+        if len(row) != len(names) + 1:
+            raise CodecError(f"a {cls.__name__} has {len(names)} fields, not {len(row) - 1}")
+        values = {}
+        for name, check, value in zip(names, checks, row[1:], strict=True):
+            try:
+                values[name] = check(value)
+            except CodecError as error:
+                raise CodecError(f"{cls.__name__}.{name}: {error}") from error
+        return cls(**values)
+
+    def _check(self, hint: Any) -> Check:
+        """The check of one annotation."""
+        origin, args = typing.get_origin(hint) or hint, typing.get_args(hint)
+        if hint is SampleId:
+            return _sample_id
+        if origin in (types.UnionType, typing.Union):
+            return self._check_union(args)
+        if origin is tuple:
+            each = self._check(args[0])
+            return lambda value: tuple(each(x) for x in _of(value, list))
+        if origin is dict:
+            each_value = self._check(args[1])
+            return lambda value: {_of(k, str): each_value(x) for k, x in _of(value, dict).items()}
+        if hint is Any:
+            return _plain
+        if hint is float:
+            return lambda value: float(value) if type(value) is int else _of(value, float)
+        if dataclasses.is_dataclass(hint):
+            return lambda value: _of(self._record(value), hint)
+        return lambda value: _of(value, hint)
+
+    def _check_union(self, kinds: tuple[Any, ...]) -> Check:
+        """None, or one of several records, or one plain kind."""
+        optional = type(None) in kinds
+        records = tuple(kind for kind in kinds if dataclasses.is_dataclass(kind))
+        if records:
+            def one(value: Any) -> Any:
+                record = self._record(value)
+                if not isinstance(record, records):
+                    raise CodecError(f"a {type(record).__name__} does not belong here")
+                return record
+        else:
+            one = self._check(next(kind for kind in kinds if kind is not type(None)))
+        return lambda value: None if optional and value is None else one(value)
+
+
+def _hints(cls: type) -> list[Any]:
+    """Annotations in the order of the fields; numpy's are only names there."""
+    names = {**vars(sys.modules[cls.__module__]), "np": np}
+    hints = typing.get_type_hints(cls, names)
+    return [hints[field.name] for field in dataclasses.fields(cls)]
+
+
+def _of(value: Any, kind: type) -> Any:
+    if type(value) is not kind:
+        raise CodecError(f"a {type(value).__name__} stands where a {kind.__name__} is expected")
+    return value
+
+
+def _sample_id(value: Any) -> SampleId:
+    pair = _of(value, list)
+    if len(pair) != 2:
+        raise CodecError(f"a sample's id has two numbers, not {len(pair)}")
+    return SampleId(_of(pair[0], int), _of(pair[1], int))
+
+
+def _plain(value: Any) -> Any:
+    """JSON-like data, as it is."""
+    if isinstance(value, dict):
+        return {_of(key, str): _plain(x) for key, x in value.items()}
+    if isinstance(value, list):
+        return [_plain(x) for x in value]
+    if value is None or type(value) in (int, float, str, bool):
+        return value
+    raise CodecError(f"a {type(value).__name__} stands where plain data is expected")
+
+
+def _extension(array: np.ndarray) -> msgpack.ExtType:
+    if array.dtype.name not in DTYPES or array.ndim > MAX_DIMENSIONS:
+        raise CodecError(f"an array of {array.dtype} with {array.ndim} dimensions cannot be written")
+    return msgpack.ExtType(ARRAY, msgpack.packb([array.dtype.name, array.shape, array.tobytes()]))
+
+
+def _array_of(code: int, data: bytes) -> np.ndarray:
+    """The array of an extension; read-only, it shares the record's bytes."""
+    if code != ARRAY:
+        raise CodecError(f"extension {code} is not an array")
+    fields = msgpack.unpackb(data, ext_hook=_no_extension)
+    if not isinstance(fields, list) or len(fields) != 3:
+        raise CodecError("an array is written as dtype, shape and bytes")
+    name, shape, raw = fields
+    dtype = DTYPES.get(name) if isinstance(name, str) else None
+    if dtype is None or not isinstance(raw, bytes):
+        raise CodecError(f"{str(name)[:40]!r} is no dtype that can be read here")
+    if not isinstance(shape, list) or len(shape) > MAX_DIMENSIONS or not all(type(n) is int and n >= 0 for n in shape):
+        raise CodecError("an array's shape is a short list of sizes")
+    if math.prod(shape) * dtype.itemsize != len(raw):
+        raise CodecError(f"an array of {dtype.name}{shape} needs {math.prod(shape) * dtype.itemsize} bytes and has "
+                         f"{len(raw)}")
+    return np.frombuffer(raw, dtype).reshape(shape)
+
+
+def _no_extension(code: int, data: bytes) -> None:
+    raise CodecError(f"extension {code} inside an array")

@@ -1,0 +1,270 @@
+"""The event log: what makes a resume exact. Bytes of records in, the same bytes out after any crash.
+
+    append(record) ... commit()     a group of records becomes durable with one fsync
+    rotate(records)                 a new segment, there whole or not at all; it begins with a snapshot
+    read(segment)                   its records, up to the first that is torn or damaged
+
+Consumes encoded records (codec.py), knows nothing of what is in them. A record is framed as
+    size u32 | crc32 of size and data u32 | data
+and a segment is one run of frames. Laws: what `commit` returned from is read back; what is read is a prefix of what
+was appended, record for record; a run never appends to the segment of an earlier run, so a torn tail stays where it
+is and is reported each time. Where bytes go is behind `Log`: a folder here, object storage in objects.py.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import struct
+import time
+import zlib
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import NamedTuple, Protocol
+
+FRAME = struct.Struct("<II")
+MAX_RECORD_BYTES = 1 << 30  # a snapshot is many records; none comes near this
+MAX_BACKLOG_BYTES = 1 << 30  # records held in memory while the disk is full; beyond it the run stops
+ALARM_PERIOD_S = 30.0  # how often a disk that stays full is spoken of
+
+
+class Log(Protocol):
+    """Where segments are kept; one writer."""
+
+    def segments(self) -> list[int]:
+        """Numbers of the segments that are there, oldest first."""
+
+    def read(self, segment: int) -> bytes:
+        """Everything that was written to it, perhaps with a torn end."""
+
+    def begin(self, segment: int, data: bytes) -> None:
+        """A new last segment with this content, durable, whole or not at all."""
+
+    def append(self, data: bytes) -> None:
+        """Adds to the last segment; durable on return. OSError: nothing was added."""
+
+    def drop(self, segment: int) -> None:
+        """Forgets an old segment."""
+
+    def close(self) -> None: ...
+
+
+class Segment(NamedTuple):
+    records: tuple[bytes, ...]
+    fault: str | None  # what ended the reading early: a sentence
+    lost_bytes: int  # behind that
+
+
+class JournalError(RuntimeError):
+    """The journal can no longer keep its promise."""
+
+
+class Journal:
+    """One writer of one log; used by one thread."""
+
+    def __init__(self, log: Log, alarm: Callable[[str], None] = lambda sentence: None):
+        self._log = log
+        self._alarm = alarm
+        self._buffer: list[bytes] = []
+        self._bytes = 0
+        self._alarmed_s = -ALARM_PERIOD_S
+        self._degraded_since: float | None = None
+        self._open = False
+        self.commits = 0
+
+    @property
+    def durable(self) -> bool:
+        """Everything appended has reached the log."""
+        return not self._buffer
+
+    def segments(self) -> list[int]:
+        return self._log.segments()
+
+    def read(self, segment: int) -> Segment:
+        return unframe(self._log.read(segment))
+
+    def rotate(self, records: Iterable[bytes]) -> int:
+        """Begins the next segment with these records and returns its number; later appends go there."""
+        self.commit()
+        if self._buffer:
+            raise OSError("the journal cannot begin a segment while older records wait for space")
+        number = max(self._log.segments(), default=0) + 1
+        self._log.begin(number, b"".join(frame(record) for record in records))
+        self._open = True
+        return number
+
+    def append(self, record: bytes) -> None:
+        """Keeps a record for the next commit."""
+        if not self._open:
+            raise JournalError("the journal has no segment of this run yet: rotate first")
+        data = frame(record)
+        self._bytes += len(data)
+        self._buffer.append(data)
+        if self._bytes > MAX_BACKLOG_BYTES:
+            raise JournalError(f"the journal holds {self._bytes >> 20} MiB that it cannot write: the disk has been full "
+                               f"for {time.monotonic() - (self._degraded_since or time.monotonic()):.0f} s")
+
+    def commit(self) -> bool:
+        """Makes what was appended durable; False where the storage refused: it is kept and tried again."""
+        if not self._buffer:
+            return True
+        try:
+            self._log.append(b"".join(self._buffer))
+        except OSError as error:
+            self._refused(error)
+            return False
+        self.commits += 1
+        self._buffer.clear()
+        self._bytes = 0
+        if self._degraded_since is not None:
+            self._alarm(f"the journal is durable again after {time.monotonic() - self._degraded_since:.0f} s")
+            self._degraded_since, self._alarmed_s = None, -ALARM_PERIOD_S
+        return True
+
+    def drop_before(self, segment: int) -> None:
+        """Segments older than this one are no longer needed."""
+        for old in self._log.segments():
+            if old < segment:
+                self._log.drop(old)
+
+    def close(self) -> None:
+        """Commits; raises where that fails, because what is lost then will be generated again."""
+        try:
+            if not self.commit():
+                raise JournalError(f"{len(self._buffer)} journal records could not be written before the end")
+        finally:
+            self._log.close()
+
+    def _refused(self, error: OSError) -> None:
+        now = time.monotonic()
+        self._degraded_since = self._degraded_since or now
+        if now - self._alarmed_s >= ALARM_PERIOD_S:
+            self._alarmed_s = now
+            self._alarm(f"the journal cannot be written ({error}): {len(self._buffer)} commits wait in memory and "
+                        f"would be generated again after a kill")
+
+
+# ---------------------------------------------------------------- frames
+
+
+def frame(record: bytes) -> bytes:
+    if len(record) > MAX_RECORD_BYTES:
+        raise JournalError(f"a record of {len(record)} bytes is over the limit of {MAX_RECORD_BYTES}")
+    size = len(record)
+    return FRAME.pack(size, _checksum(size, record)) + record
+
+
+def unframe(data: bytes) -> Segment:
+    """The records of a segment's bytes, up to the first frame that is not whole."""
+    records, view, at = [], memoryview(data), 0
+    fault = None
+    while at < len(data):
+        fault = _fault(view, at)
+        if fault:
+            break
+        size, _ = FRAME.unpack_from(view, at)
+        at += FRAME.size
+        records.append(bytes(view[at : at + size]))
+        at += size
+    if fault:
+        fault = f"record {len(records) + 1} at byte {at} {fault}"
+    return Segment(tuple(records), fault, len(data) - at)
+
+
+def _fault(view: memoryview, at: int) -> str | None:
+    if len(view) - at < FRAME.size:
+        return "is torn"
+    size, crc = FRAME.unpack_from(view, at)
+    if size > len(view) - at - FRAME.size:
+        return f"is torn: {size} bytes were announced, {len(view) - at - FRAME.size} are there"
+    if _checksum(size, view[at + FRAME.size : at + FRAME.size + size]) != crc:
+        return "does not match its checksum"
+    return None
+
+
+def _checksum(size: int, data: bytes | memoryview) -> int:
+    return zlib.crc32(data, zlib.crc32(size.to_bytes(4, "little")))
+
+
+# ----------------------------------------------------------------- files
+
+
+class FileLog:
+    """Segments as files of one folder: NUMBER.log. A lock keeps a second run out."""
+
+    def __init__(self, directory: str | os.PathLike):
+        self._dir = Path(directory)
+        self._dir.mkdir(parents=True, exist_ok=True)
+        self._lock = (self._dir / "lock").open("a+")
+        try:
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            self._lock.close()
+            raise JournalError(f"another run writes {self._dir}: end it first") from error
+        for part in self._dir.glob("*.part"):  # a segment that a killed run never finished
+            part.unlink()
+        self._fd: int | None = None
+        self._size = 0
+
+    def segments(self) -> list[int]:
+        return sorted(int(path.stem) for path in self._dir.glob("*.log") if path.stem.isdigit())
+
+    def read(self, segment: int) -> bytes:
+        return self._path(segment).read_bytes()
+
+    def begin(self, segment: int, data: bytes) -> None:
+        path = self._path(segment)
+        part = path.with_suffix(".part")
+        try:
+            fd = os.open(part, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o644)
+            try:
+                _write_all(fd, data)
+                os.fsync(fd)
+                os.rename(part, path)
+                sync_folder(self._dir)
+            except BaseException:
+                os.close(fd)
+                raise
+        except OSError:
+            part.unlink(missing_ok=True)
+            raise
+        if self._fd is not None:
+            os.close(self._fd)
+        self._fd, self._size = fd, len(data)
+
+    def append(self, data: bytes) -> None:
+        try:
+            _write_all(self._fd, data)
+            os.fdatasync(self._fd)
+        except OSError:
+            os.ftruncate(self._fd, self._size)  # half a frame would hide what follows it
+            os.lseek(self._fd, self._size, os.SEEK_SET)
+            raise
+        self._size += len(data)
+
+    def drop(self, segment: int) -> None:
+        self._path(segment).unlink()
+
+    def close(self) -> None:
+        if self._fd is not None:
+            os.close(self._fd)
+            self._fd = None
+        self._lock.close()
+
+    def _path(self, segment: int) -> Path:
+        return self._dir / f"{segment:06d}.log"
+
+
+def sync_folder(path: Path) -> None:
+    """A rename is durable once the folder is."""
+    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
+def _write_all(fd: int, data: bytes) -> None:
+    view = memoryview(data)
+    while view:
+        view = view[os.write(fd, view) :]

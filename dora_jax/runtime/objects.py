@@ -1,0 +1,109 @@
+"""The journal on object storage (gs://, s3://, file://, memory://): whatever tensorstore's key-value layer opens.
+
+    NUMBER-RUN/000000, NUMBER-RUN/000001, ...    one immutable object a commit; they follow without a gap
+    MANIFEST                                     {"segments": {NUMBER: folder}}: one conditional put
+
+Laws: a segment exists from the moment the manifest names it; an object is put where none is, or not at all. Opening
+the log seals its last segment, so a run that was taken for dead is refused at its next commit, not believed.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+
+import tensorstore
+
+from dora_jax.runtime.journal import JournalError
+
+MANIFEST = "MANIFEST"
+ABSENT = b"\x02"  # tensorstore's generation of a key that is not there
+
+
+class ObjectLog:
+    """`Log` over a key-value store; see `runtime.journal`."""
+
+    def __init__(self, store: tensorstore.KvStore | str):
+        if isinstance(store, str):
+            store = tensorstore.KvStore.open(store if store.endswith("/") else store + "/").result()
+        self._store = store
+        found = store.read(MANIFEST).result()
+        self._generation = found.stamp.generation
+        self._folders = _folders(found.value) if found.state == "value" else {}
+        self._folder = ""
+        self._next = 0
+        if self._folders:
+            self._seal(self._folders[max(self._folders)])
+
+    def segments(self) -> list[int]:
+        return sorted(self._folders)
+
+    def read(self, segment: int) -> bytes:
+        return b"".join(self._parts(self._folders[segment]))
+
+    def begin(self, segment: int, data: bytes) -> None:
+        folder = f"{segment:06d}-{os.urandom(4).hex()}"
+        self._put(f"{folder}/{0:06d}", data, ABSENT)
+        self._name({**self._folders, segment: folder})
+        self._folder, self._next = folder, 1
+        self._tidy()
+
+    def append(self, data: bytes) -> None:
+        self._put(f"{self._folder}/{self._next:06d}", data, ABSENT)
+        self._next += 1
+
+    def drop(self, segment: int) -> None:
+        self._name({number: folder for number, folder in self._folders.items() if number != segment})
+        self._tidy()
+
+    def close(self) -> None:
+        """Nothing is held open."""
+
+    # ------------------------------------------------------------ private
+
+    def _parts(self, folder: str) -> list[bytes]:
+        parts = []
+        while (part := self._store.read(f"{folder}/{len(parts):06d}").result()).state == "value":
+            parts.append(bytes(part.value))
+        return parts
+
+    def _seal(self, folder: str) -> None:
+        """An empty object stands where its writer would put the next one."""
+        while parts := self._parts(folder):
+            if self._try(f"{folder}/{len(parts):06d}", b"", ABSENT):
+                return
+        raise JournalError(f"the manifest names {folder}, which is not there")
+
+    def _name(self, folders: dict[int, str]) -> None:
+        """The manifest, put where it is still the one that was read or written last."""
+        data = json.dumps({"segments": {str(number): folder for number, folder in folders.items()}}).encode()
+        self._generation = self._put(MANIFEST, data, self._generation)
+        self._folders = folders
+
+    def _put(self, key: str, data: bytes, generation: bytes) -> bytes:
+        stamp = self._try(key, data, generation)
+        if not stamp:
+            raise JournalError(f"{key} has another writer: this run was taken for dead and is over")
+        return stamp
+
+    def _try(self, key: str, data: bytes, generation: bytes) -> bytes:
+        """The new generation; empty where another one was found."""
+        try:
+            return self._store.write(key, data, if_equal=generation).result().generation
+        except ValueError as error:  # tensorstore's statuses: no space, no route, no permission
+            raise OSError(f"{key} could not be written: {error}") from error
+
+    def _tidy(self) -> None:
+        """Objects that no manifest names: of dropped segments, and of runs that died before theirs was named."""
+        named = set(self._folders.values())
+        for key in self._store.list().result():
+            folder, slash, _ = key.decode().partition("/")
+            if slash and folder not in named:
+                self._store.write(key, None).result()
+
+
+def _folders(data: bytes) -> dict[int, str]:
+    try:
+        return {int(number): str(folder) for number, folder in json.loads(bytes(data))["segments"].items()}
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise JournalError(f"the journal's {MANIFEST} is damaged: {bytes(data[:60])!r}") from error

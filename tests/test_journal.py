@@ -1,0 +1,222 @@
+"""The journal as bytes: what was committed is read back after any crash; damage is found, said, and cut off."""
+
+import errno
+import os
+import random
+import subprocess
+import sys
+
+import pytest
+import tensorstore
+
+from dora_jax.runtime import journal as jn
+from dora_jax.runtime.journal import FileLog, Journal, JournalError
+from dora_jax.runtime.objects import ABSENT, ObjectLog
+
+FLIPS = 500
+
+
+def records(n, seed=0):
+    draw = random.Random(seed)
+    return [draw.randbytes(draw.randrange(60)) for _ in range(n)]
+
+
+def filled(log, committed=8, more=3):
+    """A journal with `committed` durable records behind a snapshot of two, and `more` appended only."""
+    journal = Journal(log)
+    journal.rotate([b"head", b"snapshot"])
+    for record in records(committed):
+        journal.append(record)
+        journal.commit()
+    for record in records(more, seed=1):
+        journal.append(record)
+    return journal
+
+
+@pytest.fixture(params=["files", "objects"])
+def new_log(request, tmp_path):
+    """A function that opens the same log again, as the next process would."""
+    store = tensorstore.KvStore.open("memory://j/").result()
+    return lambda: FileLog(tmp_path / "journal") if request.param == "files" else ObjectLog(store)
+
+
+def test_what_was_committed_is_read_back_and_nothing_else(new_log):
+    log = new_log()
+    filled(log)
+    log.close()
+    again = Journal(new_log())
+    assert again.segments() == [1]
+    assert again.read(1) == jn.Segment((b"head", b"snapshot", *records(8)), None, 0)
+
+
+def test_a_run_begins_a_segment_of_its_own(new_log):
+    filled(log := new_log())
+    log.close()
+    second = Journal(new_log())
+    with pytest.raises(JournalError, match="rotate first"):
+        second.append(b"x")
+    assert second.rotate([b"head 2"]) == 2
+    second.append(b"y")
+    second.close()
+    third = Journal(new_log())
+    assert third.segments() == [1, 2] and third.read(2).records == (b"head 2", b"y")
+    assert third.read(1).records[0] == b"head"
+    third.rotate([b"head 3"])
+    third.drop_before(3)
+    assert third.segments() == [3] and third.read(3).records == (b"head 3",)
+
+
+def test_close_commits(new_log):
+    journal = filled(new_log())
+    journal.close()
+    assert len(Journal(new_log()).read(1).records) == 2 + 8 + 3
+
+
+def test_every_cut_gives_a_prefix_and_says_where(new_log):
+    filled(log := new_log())
+    log.close()
+    log = new_log()
+    data, whole = log.read(1), (b"head", b"snapshot", *records(8))
+    ends = {0}
+    for record in whole:
+        ends.add(max(ends) + jn.FRAME.size + len(record))
+    for size in range(len(data)):
+        segment = jn.unframe(data[:size])
+        assert segment.records == whole[: len(segment.records)]
+        assert (segment.fault is None) == (size in ends)
+        if segment.fault:
+            assert "torn" in segment.fault and segment.lost_bytes == size - max(e for e in ends if e <= size)
+
+
+def test_every_flipped_bit_is_found():
+    data = b"".join(jn.frame(record) for record in records(8))
+    whole = jn.unframe(data).records
+    draw = random.Random(3)
+    for _ in range(FLIPS):
+        bad = bytearray(data)
+        bad[draw.randrange(len(bad))] ^= 1 << draw.randrange(8)
+        segment = jn.unframe(bytes(bad))
+        assert segment.fault and segment.records == whole[: len(segment.records)] and len(segment.records) < len(whole)
+
+
+def test_noise_is_no_journal_and_takes_no_memory():
+    draw = random.Random(4)
+    for _ in range(1000):
+        noise = draw.randbytes(draw.randrange(1, 200))
+        segment = jn.unframe(noise)
+        assert not segment.records and segment.fault and segment.lost_bytes == len(noise)
+
+
+def test_a_segment_is_there_whole_or_not_at_all(tmp_path, monkeypatch):
+    journal = Journal(FileLog(tmp_path))
+    journal.rotate([b"first"])
+
+    def dies(*args):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as killed, pytest.raises(KeyboardInterrupt):
+        killed.setattr(jn.os, "rename", dies)
+        journal.rotate([b"second"])
+    journal.append(b"goes on")
+    journal.close()
+    again = Journal(FileLog(tmp_path))
+    assert again.segments() == [1] and again.read(1).records == (b"first", b"goes on")
+    assert not list(tmp_path.glob("*.part"))
+
+
+def test_a_second_run_is_refused(tmp_path):
+    first = filled(FileLog(tmp_path))
+    code = "import sys; from dora_jax.runtime.journal import FileLog; FileLog(sys.argv[1])"
+    out = subprocess.run([sys.executable, "-c", code, str(tmp_path)], capture_output=True, text=True, check=False)
+    assert "another run writes" in out.stderr
+    first.close()
+
+
+def test_a_run_that_was_taken_for_dead_is_refused_by_the_object_store():
+    store = tensorstore.KvStore.open("memory://j/").result()
+    zombie = filled(ObjectLog(store))
+    successor = Journal(ObjectLog(store))
+    with pytest.raises(JournalError, match="another writer"):
+        zombie.commit()
+    successor.rotate([b"head of the successor"])
+    zombie = Journal(ObjectLog(store))
+    third = Journal(ObjectLog(store))
+    third.rotate([b"third"])
+    with pytest.raises(JournalError, match="another writer"):
+        zombie.rotate([b"late"])
+    last = Journal(ObjectLog(store))
+    assert [last.read(n).records for n in last.segments()] == [
+        (b"head", b"snapshot", *records(8)), (b"head of the successor",), (b"third",)]
+
+
+def test_objects_of_a_segment_without_manifest_are_not_read():
+    store = tensorstore.KvStore.open("memory://j/").result()
+    filled(ObjectLog(store))
+    store.write("000002-dead/000000", jn.frame(b"of a killed run")).result()
+    journal = Journal(ObjectLog(store))
+    assert journal.segments() == [1]
+    journal.rotate([b"mine"])
+    assert Journal(ObjectLog(store)).read(2).records == (b"mine",)
+    assert not any(b"dead" in key for key in store.list().result())
+
+
+def test_a_damaged_manifest_is_an_error_with_a_sentence():
+    for content in (b"", b"{}", b"[]", b'{"segments": [2, 1]}', b'{"segments": {"a": "b"}}', b"\xff"):
+        store = tensorstore.KvStore.open("memory://j/").result()
+        store.write("MANIFEST", content).result()
+        with pytest.raises(JournalError, match="MANIFEST is damaged"):
+            ObjectLog(store)
+
+
+def test_the_generation_of_an_absent_key_is_what_we_think(tmp_path):
+    for url in ("memory://x/", f"file://{tmp_path}/"):
+        store = tensorstore.KvStore.open(url).result()
+        assert store.read("nothing").result().stamp.generation == ABSENT
+
+
+def test_a_full_disk_is_alarmed_and_nothing_is_lost_once_space_returns(tmp_path, monkeypatch):
+    said = []
+    journal = Journal(FileLog(tmp_path), said.append)
+    journal.rotate([b"head"])
+    write, room = os.write, [200]
+
+    def full_disk(fd, data):
+        if room[0] <= 0:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        room[0] -= (n := write(fd, data[: room[0]]))
+        return n
+
+    whole = records(20)
+    with monkeypatch.context() as full:
+        full.setattr(jn.os, "write", full_disk)
+        results = []
+        for record in whole[:-1]:
+            journal.append(record)
+            results.append(journal.commit())
+        with pytest.raises(OSError, match="wait for space"):
+            journal.rotate([b"second"])
+    assert results[0] and not results[-1] and not journal.durable
+    readable = jn.unframe((tmp_path / "000001.log").read_bytes())
+    assert readable.fault is None and readable.records == (b"head", *whole[: len(readable.records) - 1])
+    journal.append(whole[-1])
+    assert journal.commit() and journal.durable
+    assert journal.read(1).records == (b"head", *whole)
+    assert len(said) == 2 and "No space left" in said[0] and "durable again" in said[1]
+
+
+def test_what_waits_for_space_is_bounded(tmp_path, monkeypatch):
+    monkeypatch.setattr(jn, "MAX_BACKLOG_BYTES", 100)
+    journal = Journal(FileLog(tmp_path))
+    journal.rotate([])
+    with pytest.raises(JournalError, match="cannot write"):
+        for _ in range(9):
+            journal.append(bytes(20))
+
+
+def test_a_journal_that_cannot_be_written_to_the_end_says_so(tmp_path, monkeypatch):
+    journal = Journal(FileLog(tmp_path))
+    journal.rotate([b"head"])
+    journal.append(b"x")
+    monkeypatch.setattr(jn.os, "fdatasync", lambda fd: (_ for _ in ()).throw(OSError(5, "Input/output error")))
+    with pytest.raises(JournalError, match="1 journal records could not be written"):
+        journal.close()
