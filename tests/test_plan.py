@@ -8,6 +8,7 @@ import pytest
 
 from dora_jax.config import RolloutSection
 from dora_jax.rollout import plan as p
+from dora_jax.rollout import shapes as columns
 from dora_jax.rollout.migrate import Parcel
 from dora_jax.rollout.shapes import shapes_of
 from dora_jax.types import SampleId
@@ -78,11 +79,12 @@ class FakeDevice:
         n_read = call.blocks * s.block_pages
         assert len(call.rows) <= s.rows == len(call.control)
         for (seq, steps), row in zip(call.rows, call.control, strict=False):
-            position = row[p.POSITION]
-            past, window = row[p.HEADER : p.HEADER + n_read], row[p.HEADER + n_read :]
+            position = row[columns.POSITION]
+            past, window = row[columns.HEADER : columns.HEADER + n_read], row[columns.HEADER + n_read :]
             expected = [(call.version, token, i) for i, token in enumerate(seq.sequence[:-1])]
             assert self.read(past, position) == expected and seq.version == call.version
-            assert (row[p.SLOT], row[p.DRAWN], row[p.REMAINING]) == (seq.slot, seq.n_out, 30 - seq.n_out)
+            slot, drawn, remaining = (row[column] for column in (columns.SLOT, columns.DRAWN, columns.REMAINING))
+            assert (slot, drawn, remaining) == (seq.slot, seq.n_out, 30 - seq.n_out)
             old = self.read([*past, *[0] * s.window], n_read * s.page_size)
             first = position // s.page_size * s.page_size
             for i in range(first, position):  # the touched pages are rewritten whole

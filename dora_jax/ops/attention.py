@@ -4,8 +4,8 @@
 ragged paged attention kernel that jax ships for TPUs (`rollout.attention = tpu`), with `paged_reference` beside it,
 which a test holds equal to both.
 
-The reference's past comes in blocks of equal width, K as [B, K, D, S] and V as [B, K, S, D]: the layouts that a CPU streams at
-memory speed. The new positions stand apart, so that the past is read only while a chunk is decoded.
+The reference's past comes in blocks of equal width, K as [B, K, D, S] and V as [B, K, S, D]: the layouts that a CPU
+streams at memory speed. The new positions stand apart, so that the past is read only while a chunk is decoded.
 Law: results do not depend on how many masked blocks follow, bit for bit. Each block's products have one shape, the
 maximum is exact, and sums run over the blocks in order, to which a masked block adds exact zeros. One long sample
 in the batch therefore changes nobody else's tokens, though it makes the bucket longer.
@@ -79,7 +79,7 @@ def paged_attention(q_SxLxHxD, kv_pages_NxPxCxD, kv_lens_S, tables_SxM, scale: f
     """o[S, L, H, D]: the L queries of a sequence are its last L positions, each sees itself and what is before it.
 
     Pages hold K and V of each KV head side by side (C = 2K); tables_SxM says which pages hold a sequence, of which the
-    first kv_lens positions are read. Those must be finite. D is a multiple of LANES: smaller heads are padded with zeros.
+    first kv_lens positions are read. Those must be finite. D is a multiple of LANES: smaller heads come padded.
     """
     _check_pages(q_SxLxHxD, kv_pages_NxPxCxD, kv_lens_S, tables_SxM)
     s, length, heads, d = q_SxLxHxD.shape

@@ -3,7 +3,7 @@
 Consumes prompts tagged with a version and, in the background, versions of weights; produces samples with log-probs.
   tick = plan (pure, plan.py) -> run (jitted calls, forward.py) -> commit (tokens back into the plan) -> emit
 Inside a tick the verbs are JetStream's: prefill fills a prefix, insert gives it to slots (a group's samples share one),
-generate decodes every slot of a version, free_resource returns a slot's pages.
+generate decodes every slot of a version, free_resource returns a slot's pages; slots.py offers them one by one.
 One thread uses an engine. Laws: R versions decode side by side and read only their own weights, pages and prefixes;
 at the same compiled shapes a sample's tokens and log-probs depend on (seed, group, index, prompt, version) alone, not
 on batch-mates, order, preemption or migration; a tick waits for the device only in `np.asarray`, without the GIL.
@@ -22,7 +22,7 @@ from dora_jax.config import RolloutSection
 from dora_jax.models import decoder, sharding
 from dora_jax.rollout.forward import Calls, Device
 from dora_jax.rollout.migrate import Parcel, repaged
-from dora_jax.rollout.plan import DecodeCall, Scheduler, Seq
+from dora_jax.rollout.plan import DecodeCall, PrefillCall, Prefix, Scheduler, Seq
 from dora_jax.rollout.shapes import shapes_of
 from dora_jax.rollout.ticks import TickResult
 from dora_jax.types import Sample, SampleId, Span, Version
@@ -97,6 +97,18 @@ class Engine:
         self._add(Parcel(id=id, version=version, prompt_ids=np.asarray(prompt_ids, np.int32), out_ids=empty,
                          logprobs=empty.astype(np.float32), max_new_tokens=max_new_tokens), announce=True)
 
+    def prefill(self, prompt_ids: Any, version: Version) -> Prefix:
+        """Computes a prompt's KV now and holds it until `release`: samples of this prompt share it."""
+        self._check_loaded(version, "a prefix")
+        prefix = self._scheduler.pin(version, np.asarray(prompt_ids, np.int32))
+        while not prefix.ready:
+            self._run_prefill(self._scheduler.plan_prefill())
+        return prefix
+
+    def release(self, prefix: Prefix) -> None:
+        """The samples that share it keep it; without any, it goes when pages run short."""
+        self._scheduler.unpin(prefix)
+
     def import_(self, parcel: Parcel) -> None:
         """Continues a sample of another engine; without pages its tokens are prefilled again."""
         self._add(repaged(parcel, self.shapes.page_size), announce=False)
@@ -124,6 +136,11 @@ class Engine:
     def version_of(self, id: SampleId) -> Version:
         return self._held(id).version
 
+    def sampled(self, id: SampleId) -> tuple[list[int], list[float]]:
+        """(tokens, log-probs) of a running sample so far, without what is in flight."""
+        seq = self._held(id)
+        return seq.sequence[len(seq.prompt_ids) :], list(seq.logprobs)
+
     @property
     def idle(self) -> bool:
         return not self._scheduler.seqs and not self._emit.finished
@@ -150,7 +167,7 @@ class Engine:
             span = slice(upload.start, upload.start + len(upload.pages))
             self._device.write_pages(upload.pages, upload.parcel.k_pages[:, span], upload.parcel.v_pages[:, span])
         for call in plan.prefills:
-            self._device.prefill(self._weights[call.version], call.control, call.blocks)
+            self._run_prefill(call)
         flights = [(call, self._device.generate(self._weights[call.version], call.control, call.blocks))
                    for call in plan.decodes]
         self._emit.started += plan.started
@@ -162,9 +179,15 @@ class Engine:
 
     # ----------------------------------------------------------- private
 
+    def _check_loaded(self, version: Version, what: Any) -> None:
+        if version not in self._weights:
+            raise RuntimeError(f"{what} needs version {version}; loaded: {self.versions}")
+
+    def _run_prefill(self, call: PrefillCall) -> None:
+        self._device.prefill(self._weights[call.version], call.control, call.blocks)
+
     def _add(self, parcel: Parcel, announce: bool) -> None:
-        if parcel.version not in self._weights:
-            raise RuntimeError(f"{parcel.id} needs version {parcel.version}; loaded: {self.versions}")
+        self._check_loaded(parcel.version, parcel.id)
         if parcel.id in self._scheduler.seqs:
             raise RuntimeError(f"{parcel.id} is already here")
         self._scheduler.add(parcel, announce=announce)

@@ -23,8 +23,8 @@ from dora_jax.ops import attention
 from dora_jax.rollout import sample
 from dora_jax.rollout.gathered import Gathered
 from dora_jax.rollout.paged import Paged
-from dora_jax.rollout.plan import DRAWN, FRESH, GROUP, HEADER, INDEX, POSITION, REMAINING, SLOT, TOKEN
-from dora_jax.rollout.shapes import Shapes
+from dora_jax.rollout.shapes import (DRAWN, FRESH, GROUP, HEADER, INDEX, POSITION, REMAINING, SLOT, TOKEN,
+                                     Shapes)
 
 PAGES_A_COPY = 32  # pages that one call moves to or from the host; longer samples take several, others decode between
 
@@ -95,10 +95,9 @@ class Device:
         """Compiles every call by making it once with padding rows only."""
         s = self.shapes
         for blocks in s.prefill_buckets:
-            width = 2 + s.chunk + blocks * s.block_pages + s.chunk // s.page_size
-            self.prefill(params, np.zeros((s.prefill_rows, width), np.int32), blocks)
+            self.prefill(params, np.zeros(s.prefill_control(blocks), np.int32), blocks)
         for blocks in s.decode_buckets:
-            control = np.zeros((s.rows, HEADER + blocks * s.block_pages + s.window), np.int32)
+            control = np.zeros(s.decode_control(blocks), np.int32)
             control[:, SLOT] = s.slots
             self.generate(params, control, blocks).block_until_ready()
         self.write_pages([0], *self.read_pages([0]))

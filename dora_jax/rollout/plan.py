@@ -22,11 +22,8 @@ import numpy as np
 
 from dora_jax.rollout.migrate import Parcel
 from dora_jax.rollout.pages import DUMMY, Node, OutOfPages, PagePool, PrefixIndex
-from dora_jax.rollout.shapes import Shapes
+from dora_jax.rollout.shapes import HEADER, SLOT, Shapes
 from dora_jax.types import SampleId, Version
-
-# columns of a decode call's control array; then the pages to read, then those to write
-SLOT, FRESH, TOKEN, POSITION, REMAINING, DRAWN, GROUP, INDEX, HEADER = range(9)
 
 
 class Seq:
@@ -107,14 +104,14 @@ class Upload:
 class PrefillCall:
     version: Version
     blocks: int
-    control: np.ndarray  # i32[prefill_rows, 2 + chunk + read pages + chunk pages]: start, length, tokens, pages
+    control: np.ndarray  # i32, see Shapes.prefill_control
 
 
 @dataclasses.dataclass(frozen=True)
 class DecodeCall:
     version: Version
     blocks: int
-    control: np.ndarray  # i32[rows, HEADER + read pages + window]
+    control: np.ndarray  # i32, see Shapes.decode_control
     rows: tuple[tuple[Seq, int], ...]  # (sample, steps it may take)
 
 
@@ -127,6 +124,19 @@ class TickPlan:
     decodes: list[DecodeCall] = dataclasses.field(default_factory=list)
 
 
+class Prefix:
+    """A prompt whose KV is held whether or not a sample uses it, from `pin` to `unpin`."""
+
+    def __init__(self, version: Version, prompt_ids: np.ndarray, path: list[Node]):
+        self.version = version
+        self.prompt_ids = prompt_ids
+        self.path = path
+
+    @property
+    def ready(self) -> bool:
+        return not self.path or self.path[-1].ready
+
+
 class Scheduler:
     """All samples of one engine. `plan` commits what it decides: run its calls in the order preempts, uploads,
     prefills, decodes."""
@@ -136,6 +146,7 @@ class Scheduler:
         self.pool = PagePool(shapes.pages, shapes.page_size)
         self.index = PrefixIndex(self.pool, shapes.chunk)
         self.seqs: dict[SampleId, Seq] = {}
+        self._pinned: dict[Prefix, None] = {}
         self._admitted: dict[Seq, None] = {}
         self._resuming: list[tuple[int, Seq]] = []  # heap by arrival: preempted and imported, before new ones
         self._waiting: deque[Seq] = deque()
@@ -167,12 +178,22 @@ class Scheduler:
     def running(self, version: Version) -> int:
         return sum(seq.version == version for seq in self.seqs.values())
 
+    def pin(self, version: Version, prompt_ids: np.ndarray) -> Prefix:
+        """OutOfPages where they are short: a pinned prefix is never evicted."""
+        prefix = Prefix(version, prompt_ids, self.index.acquire(version, prompt_ids[:-1].tolist()))
+        self._pinned[prefix] = None
+        return prefix
+
+    def unpin(self, prefix: Prefix) -> None:
+        del self._pinned[prefix]
+        self.index.release(prefix.path)
+
     def plan(self) -> TickPlan:
         plan = TickPlan()
         self._grow(plan)
         if not plan.preempts:
             self._admit_all(plan)
-        while len(plan.prefills) < self.shapes.prefill_calls and (call := self._plan_prefill()):
+        while len(plan.prefills) < self.shapes.prefill_calls and (call := self.plan_prefill()):
             plan.prefills.append(call)
         plan.decodes = list(self._plan_decodes())
         return plan
@@ -282,11 +303,11 @@ class Scheduler:
 
     # ----------------------------------------------------------- calls
 
-    def _plan_prefill(self) -> PrefillCall | None:
+    def plan_prefill(self) -> PrefillCall | None:
         """The next chunk of the longest-waiting prompts of one version, each chunk once for all who share it."""
         nodes: dict[Node, None] = {}
-        for seq in sorted(self._admitted, key=lambda seq: seq.arrival):
-            node = next((node for node in seq.path if not node.ready), None)
+        for holder in [*self._pinned, *sorted(self._admitted, key=lambda seq: seq.arrival)]:
+            node = next((node for node in holder.path if not node.ready), None)
             if node is not None and (not nodes or node.version == next(iter(nodes)).version):
                 nodes[node] = None
                 if len(nodes) == self.shapes.prefill_rows:
@@ -301,7 +322,7 @@ class Scheduler:
     def _prefill_control(self, nodes: list[Node], blocks: int) -> np.ndarray:
         s = self.shapes
         read, write = 2 + s.chunk, 2 + s.chunk + blocks * s.block_pages
-        control = np.full((s.prefill_rows, write + s.chunk // s.page_size), DUMMY, np.int32)
+        control = np.full(s.prefill_control(blocks), DUMMY, np.int32)
         for row, node in zip(control, nodes, strict=False):
             row[0], row[1] = node.start, len(node.tokens)
             row[2 : 2 + len(node.tokens)] = node.tokens
@@ -323,7 +344,7 @@ class Scheduler:
         s = self.shapes
         blocks = s.bucket(max(seq.position for seq in seqs), s.decode_buckets)
         read, write = HEADER, HEADER + blocks * s.block_pages
-        control = np.full((s.rows, write + s.window), DUMMY, np.int32)
+        control = np.full(s.decode_control(blocks), DUMMY, np.int32)
         control[:, SLOT] = s.slots  # padding rows keep their state in a slot of their own
         rows = []
         for row, seq in zip(control, seqs, strict=False):

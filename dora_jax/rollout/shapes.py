@@ -11,6 +11,8 @@ import dataclasses
 
 from dora_jax.config import RolloutSection
 
+# columns of a decode call's control array; then the pages to read, then those to write
+SLOT, FRESH, TOKEN, POSITION, REMAINING, DRAWN, GROUP, INDEX, HEADER = range(9)
 PREFILL_CALL_TOKENS = 128  # enough for matrix products to run at speed; more would be padding when few prompts wait
 
 
@@ -49,6 +51,14 @@ class Shapes:
         """Past lengths that prefill calls are compiled for: most prompts have none."""
         return (0, self.decode_buckets[-1])
 
+    def decode_control(self, blocks: int) -> tuple[int, int]:
+        """Shape of a decode call's control array: header, pages to read, pages to write."""
+        return self.rows, HEADER + blocks * self.block_pages + self.window
+
+    def prefill_control(self, blocks: int) -> tuple[int, int]:
+        """Shape of a prefill call's: start, length, tokens, pages to read, pages to write."""
+        return self.prefill_rows, 2 + self.chunk + blocks * self.block_pages + self.chunk // self.page_size
+
     def bucket(self, positions: int, buckets: tuple[int, ...]) -> int:
         """The smallest bucket whose blocks hold this many positions."""
         return next(b for b in buckets if b * self.block >= positions)
@@ -65,8 +75,8 @@ def shapes_of(section: RolloutSection) -> Shapes:
     """Raises ValueError where the section's sizes cannot work together."""
     size = section.page_size
     if section.attention == "gpu":
-        raise ValueError("rollout.attention gpu: jax has no paged kernel for GPUs that it still keeps up; use reference, "
-                         "which XLA compiles for them")
+        raise ValueError("rollout.attention gpu: jax has no paged kernel for GPUs that it still keeps up; use "
+                         "reference, which XLA compiles for them")
     rows = section.decode_rows or section.slots
     if section.slots % rows:
         raise ValueError(f"rollout.slots {section.slots} is not a multiple of rollout.decode_rows {rows}")
