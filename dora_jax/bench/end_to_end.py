@@ -1,0 +1,144 @@
+"""All modes, run for real at the pace of a chip, beside the simulator's prediction of the same work.
+
+    python -m dora_jax.bench.end_to_end [--modes=sync,dora] [--speedup=30] [--steps=6] [--split=predicted|half]
+
+Real are threads, queues, `LocalWorld`, workers, orchestrator, migrations, publications and the engine's tokens, which
+prove the version that made them; PACED are ticks, train steps and transfers: each lasts what the cost model says for an
+H800, divided by the speed-up, because nothing here has one. Not measured here: decoding and training as such.
+
+The work is the published experiment made small: log-normal lengths (sigma 1) cut at 12.5 x the mean, K = 3, a 7.6B model
+on 16 chips in place of 32.8B on 64 to 128, 2,048 samples a step in place of 8,192, and one token stands for 64, so that
+a tick lasts 64 times as long. Prediction and run share lengths (a function of seed, group and index), costs and the
+orchestrator's configuration, and nothing else. Each mode runs at the split of the chips that the simulator finds best
+for it; `partial` and `evict` also colocated, as `partial` was published.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import sys
+
+from dora_jax.bench import paced_run
+from dora_jax.orchestrate.modes import MODES
+from dora_jax.sim import config as sims
+from dora_jax.sim.advise import best_split
+from dora_jax.sim.config import Row, SimConfig
+from dora_jax.sim.meter import IDLE_CAPPED, IDLE_TAIL, Result
+from dora_jax.sim.run import simulate
+from dora_jax.sim.table import grid
+
+TOKEN = 64  # tokens of the published experiment that one token here stands for
+CHIPS = 16
+COLOCATED = "colocated"
+# What the run is held against: tokens/s of `dora` over those of other modes, and its rollout-only share over sync's.
+AIMS = (("sync", 2.0, 2.5), ("partial", 1.15, 1.3))
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Line:
+    """One mode at one split: predicted and run."""
+
+    row: Row
+    predicted: Result
+    ran: paced_run.Measured
+
+    @property
+    def off(self) -> float:
+        return self.ran.step_s / self.predicted.step_s - 1
+
+
+def setting(steps: int, warmup: int) -> SimConfig:
+    """The published experiment made small; overheads are those of the fit in sim/paper.py."""
+    return sims.replace(SimConfig(), {
+        "steps": warmup + steps, "warmup_steps": warmup, "report_tokens": 1024 // TOKEN,
+        "model.params": 7.6e9, "model.n_layers": 28, "model.d_model": 3584, "model.n_heads": 28,
+        "model.head_dim": 128, "model.kv_bytes_per_token": 57344.0 * TOKEN,
+        "hardware.chip": "h800", "hardware.chips": CHIPS, "hardware.rollout_chips": CHIPS // 2, "hardware.tensor": 1,
+        "hardware.slots": 512, "cost.decode_overhead_s": 0.0175 * TOKEN, "cost.hbm_efficiency": 0.8 / TOKEN,
+        "cost.flops_efficiency": 0.5 / TOKEN, "cost.train_utilisation": 0.21 / TOKEN, "cost.train_fixed_s": 165.0,
+        "workload.mean_tokens": 2400 / TOKEN, "workload.max_new_tokens": 30000 // TOKEN,
+        "workload.prompt_tokens": 160 / TOKEN, "workload.max_prompt_tokens": 512 // TOKEN,
+        "orchestrator.groups_per_step": 128, "orchestrator.group_size": 16, "orchestrator.inflight": 1.15,
+        "orchestrator.rebalance_period_s": 20.0, "orchestrator.peer_weights": False})  # fmt: skip
+
+
+def rows(config: SimConfig, modes: list[str], split: str) -> list[Row]:
+    """Each mode at its split; its label says which."""
+    found = []
+    for mode in modes:
+        chips = best_split(config, mode) if split == "predicted" else CHIPS // 2
+        found.append(_row(config, mode, chips))
+        if mode in ("partial", "evict") and chips:
+            found.append(_row(config, mode, 0))
+    return found
+
+
+def _row(config: SimConfig, mode: str, rollout_chips: int) -> Row:
+    where = f"{rollout_chips}+{CHIPS - rollout_chips}" if rollout_chips else COLOCATED
+    config = sims.replace(config, {"hardware.rollout_chips": rollout_chips})
+    return Row(label=f"{mode} {where}", mode=mode, config=config, published={})
+
+
+def table(lines: list[Line]) -> str:
+    sync = next((line for line in lines if line.row.mode == "sync"), lines[0])
+    head = ["paced, not measured hardware", "s/step predicted", "run", "off by", "rollout only predicted", "run",
+            "tokens/s run", f"x {sync.row.label}", "idle: tail", "idle: capped", "loads", "moves", "lag",
+            "orchestrator"]  # fmt: skip
+    cells = []
+    for line in lines:
+        p, r = line.predicted, line.ran
+        cells.append([
+            line.row.label, f"{p.step_s:.1f}", f"{r.step_s:.1f}", f"{line.off:+.1%}", f"{p.rollout_only:.1%}",
+            f"{r.rollout_only:.1%}", f"{r.tokens_per_s * TOKEN:,.0f}", f"{r.tokens_per_s / sync.ran.tokens_per_s:.2f}",
+            f"{r.rollout[IDLE_TAIL]:.1%}", f"{r.rollout[IDLE_CAPPED]:.1%}", f"{r.load_share:.2%}",
+            f"{r.move_share:.2%}", f"{r.lag_mean:.2f}", f"{r.brain_share:.2%}"])  # fmt: skip
+    return grid(head, cells)
+
+
+def verdicts(lines: list[Line]) -> list[str]:
+    """The aims, one sentence each."""
+    by_label = {line.row.label.replace(f" {COLOCATED}", ""): line for line in lines}
+    said = []
+    worst = max(lines, key=lambda line: abs(line.off))
+    said.append(f"prediction: at most {abs(worst.off):.1%} off ({worst.row.label}); aim 10 %")
+    order = [sorted(lines, key=key) for key in (lambda n: n.predicted.step_s, lambda n: n.ran.step_s)]
+    labels = [", ".join(line.row.label for line in lines) for lines in order]
+    same = "as predicted" if labels[0] == labels[1] else f"predicted was {labels[0]}"
+    said.append(f"order, fastest first: {labels[1]} ({same})")
+    dora = next((line for line in lines if line.row.mode == "dora"), None)
+    if dora is None:
+        return said
+    for mode, least, goal in AIMS:
+        for line in (by_label.get(mode), *(n for n in lines if n.row.mode == mode and n is not by_label.get(mode))):
+            if line is not None:
+                ratio = dora.ran.tokens_per_s / line.ran.tokens_per_s
+                said.append(f"dora / {line.row.label}: {ratio:.2f} x tokens/s; aim {least:g}, goal {goal:g}")
+    if sync := by_label.get("sync"):
+        share = dora.ran.rollout_only / sync.ran.rollout_only
+        said.append(f"rollout only, dora / sync: {share:.2f}; aim at most 0.33")
+    said.append(f"orchestration {dora.ran.brain_share:.2%}, moves {dora.ran.move_share:.2%} of dora's time; aim under 2 %")
+    return said
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--modes", default=",".join(MODES))
+    parser.add_argument("--speedup", type=float, default=30.0, help="modelled seconds a real second")
+    parser.add_argument("--steps", type=int, default=6, help="measured steps")
+    parser.add_argument("--warmup", type=int, default=3, help="steps before them")
+    parser.add_argument("--split", choices=("predicted", "half"), default="predicted")
+    args = parser.parse_args()
+    lines = []
+    for row in rows(setting(args.steps, args.warmup), args.modes.split(","), args.split):
+        predicted = simulate(row)
+        print(f"{row.label}: {predicted.step_s:.1f} s a step predicted", file=sys.stderr, flush=True)
+        ran = paced_run.run(row, pace=1 / args.speedup)
+        print(f"{row.label}: {ran.step_s:.1f} s a step run", file=sys.stderr, flush=True)
+        lines.append(Line(row=row, predicted=predicted, ran=ran))
+    print(f"paced at {args.speedup:g} modelled seconds a second, {args.steps} steps after {args.warmup}; times are modelled\n")
+    print(table(lines), "\n", *verdicts(lines), sep="\n")
+
+
+if __name__ == "__main__":
+    main()

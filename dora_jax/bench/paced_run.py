@@ -1,0 +1,242 @@
+"""One paced run of a simulator's row: the same configuration, work and costs in the one-process world, on real threads.
+
+Consumes a `Row` and a pace, produces `Measured` in modelled seconds. The engine is the oracle's (every token proves its
+version), the trainer computes nothing, rewards are constants after `score_s`: what is real is all that lies between.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import queue
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from dora_jax.buffer.store import MemoryGroupStore
+from dora_jax.config import RolloutSection
+from dora_jax.orchestrate import events as ev
+from dora_jax.orchestrate.core import Orchestrator
+from dora_jax.rollout.oracle import OracleEngine
+from dora_jax.runtime.local import LocalWorld
+from dora_jax.runtime.loop import run as run_loop
+from dora_jax.runtime.paced import Gate, PacedEngine, PacedTrainer, PacedWeights
+from dora_jax.runtime.workers import InstanceWorker, TrainerWorker
+from dora_jax.sim.config import Row
+from dora_jax.sim.cost import Costs, open_costs
+from dora_jax.sim.meter import IDLE_CAPPED, IDLE_TAIL
+from dora_jax.sim.run import orchestrator_config
+from dora_jax.sim.workload import Workload
+from dora_jax.types import Prompt, Sample, SampleId, ScoredGroup, Version
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Measured:
+    """Averages over the measured steps; seconds are modelled ones, shares are of the time."""
+
+    step_s: float
+    rollout_only: float
+    tokens_per_s: float
+    rollout: Mapping[str, float]  # idle shares by cause
+    load_share: float  # of the instances' time
+    move_share: float
+    brain_share: float  # of the real time: what `Orchestrator.step` computed
+    lag_mean: float
+    moves: float  # a step
+    mixed: int  # samples whose tokens came from more than one version
+
+
+class EndOfMeasurement(Exception):
+    """The last step to be measured is published."""
+
+
+def run(row: Row, pace: float) -> Measured:
+    """`pace`: real seconds a modelled second."""
+    costs = open_costs(row.config)
+    parts = _Parts(row, costs, pace)
+    meter = _Meter(row, parts, pace)
+    parts.world.listen(meter.told)
+    try:
+        parts.world.start(parts.ups)
+        halt = run_loop(parts.brain, parts.world, [meter])
+    except EndOfMeasurement:
+        return meter.result()
+    finally:
+        parts.world.close()
+    raise RuntimeError(f"{row.label} stopped early: {halt.reason}")
+
+
+class TimedOrchestrator(Orchestrator):
+    """Says how long it computed."""
+
+    seconds = 0.0
+
+    def step(self, event: ev.Event) -> tuple[ev.Command, ...]:
+        began = time.thread_time()
+        commands = super().step(event)
+        self.seconds += time.thread_time() - began
+        return commands
+
+
+class _Parts:
+    """The one-process world of a row."""
+
+    def __init__(self, row: Row, costs: Costs, pace: float):
+        config, hardware, work = row.config, row.config.hardware, Workload(row.config.workload)
+        told = orchestrator_config(config, row.mode)
+        section = RolloutSection(
+            slots=hardware.slots, pages=costs.pages, page_size=hardware.page_size, residents=hardware.residents,
+            max_prompt_tokens=told.max_prompt_tokens, max_new_tokens=told.max_new_tokens, decode_steps=1)
+        outbox, store = queue.SimpleQueue(), MemoryGroupStore()
+        gate = Gate(hardware.colocated)
+        self.weights = weights = PacedWeights(Weights(), costs, pace, hardware.trainer_chips // hardware.instance_chips)
+        self.engines = [
+            PacedEngine(OracleEngine(section, length=lambda v, g, i, limit: work.length(SampleId(g, i)), version_in=int),
+                        costs, pace, gate=gate, report_ticks=config.report_tokens)
+            for _ in range(hardware.instances)]  # fmt: skip
+        self.workers = [InstanceWorker(i, engine, weights, outbox) for i, engine in enumerate(self.engines)]
+        for engine in self.engines:
+            engine.load(0, 0)
+        trainer = PacedTrainer(Trainer(), lambda groups, base: None, costs, pace, gate=gate)
+        max_lag = config.steps if told.decisions.max_lag is None else told.max_lag
+        self.world = LocalWorld(
+            instances=self.workers, trainer=TrainerWorker(trainer, trainer.pack, store, weights, max_lag, outbox),
+            task=Task(work, told.max_new_tokens), scorer=Scorer(costs.score_s * pace), groups=store, weights=weights,
+            outbox=outbox, group_size=told.group_size, eval_samples=1)
+        # the orchestrator's periods are modelled seconds; its clock is the world's
+        told = dataclasses.replace(told, rebalance_period_s=told.rebalance_period_s * pace)
+        self.brain = TimedOrchestrator(told, evaluate_start=False)
+        self.ups = [ev.InstanceUp(instance=worker.instance, slots=hardware.slots, pages=costs.pages,
+                                  page_size=hardware.page_size, residents=hardware.residents, versions=(0,))
+                    for worker in self.workers]  # fmt: skip
+
+
+# ---------------------------------------------------------------- stand-ins
+
+
+class Task:
+    def __init__(self, work: Workload, max_new_tokens: int):
+        self._work, self._max_new_tokens = work, max_new_tokens
+
+    def prompt_at(self, group_id: int) -> Prompt:
+        ids = np.zeros(self._work.prompt_tokens(group_id), np.int32)
+        return Prompt(group_id=group_id, task="", uid=str(group_id), text="", token_ids=ids, answer=None,
+                      max_new_tokens=self._max_new_tokens)
+
+
+class Scorer:
+    """Every group is trainable, `score_s` after its last sample."""
+
+    def __init__(self, score_s: float):
+        self._score_s = score_s
+        self._due: list[tuple[float, ScoredGroup]] = []
+
+    def submit(self, prompt: Prompt, samples: tuple[Sample, ...]) -> None:
+        version = min(s.version for s in samples)
+        group = ScoredGroup(group_id=prompt.group_id, version=version, samples=samples,
+                            rewards=np.zeros(len(samples), np.float32), parts={})
+        self._due.append((time.monotonic() + self._score_s, group))
+
+    def poll(self) -> list[ScoredGroup]:
+        now = time.monotonic()
+        done = [group for due, group in self._due if due <= now]
+        self._due = self._due[len(done):]  # in the order in which they are due
+        return done
+
+    def close(self) -> None:
+        self._due.clear()
+
+
+class Trainer:
+    params = None
+
+    def step(self, batch: Any) -> dict[str, float]:
+        return {}
+
+
+class Weights:
+    """The weights of version v are the number v."""
+
+    def __init__(self):
+        self.held = {0}
+
+    def put(self, version: Version, params: Any) -> None:
+        self.held.add(version)
+
+    def get(self, version: Version, shardings: Any) -> Version:
+        if version not in self.held:
+            raise RuntimeError(f"version {version} is not in the store: it holds {sorted(self.held)}")
+        return version
+
+    def drop(self, version: Version) -> None:
+        self.held.remove(version)
+
+
+# ---------------------------------------------------------------- what is measured
+
+
+class _Meter:
+    """Observer of the loop and listener of the world: counters at the end of the warm-up and at the end."""
+
+    def __init__(self, row: Row, parts: _Parts, pace: float):
+        self._row, self._parts, self._pace = row, parts, pace
+        self._train_s = self._took = self._idle_before = 0.0
+        self._tail_s = self._idle_s = 0.0  # instance-seconds idle: while the trainer waited, in all
+        self._tokens = self._groups = self._lags = self._moves = self._mixed = 0
+        self._start: dict[str, float] = {}
+        self._end: dict[str, float] = {}
+
+    def told(self, record: Any) -> None:
+        """Payload records; a finished step says what it trained on."""
+        groups = getattr(record, "groups", ())
+        for group in groups:
+            self._lags += record.version - 1 - group.version
+            self._groups += 1
+            for sample in group.samples:
+                self._tokens += len(sample.prompt_ids) + len(sample.out_ids)
+                self._mixed += len(sample.spans) > 1
+
+    def __call__(self, event: ev.Event, commands: Sequence[ev.Command]) -> None:
+        now = time.monotonic()
+        if isinstance(event, ev.SampleMoved):
+            self._moves += 1
+        if isinstance(event, ev.StepPublished):
+            self._train_s += now - self._took
+            self._idle_before = self._idle_now()
+            self._published(now, event.version)
+        if any(isinstance(command, ev.Train) for command in commands):
+            self._took = now
+            self._tail_s += self._idle_now() - self._idle_before
+
+    def result(self) -> Measured:
+        d = {name: value - self._start[name] for name, value in self._end.items()}
+        steps = self._row.config.steps - self._row.config.warmup_steps
+        every_s = d["now"] * len(self._parts.workers)
+        return Measured(
+            step_s=d["now"] / steps / self._pace, rollout_only=1 - d["train"] / d["now"],
+            tokens_per_s=d["tokens"] / d["now"] * self._pace,
+            rollout={IDLE_TAIL: d["tail"] / every_s, IDLE_CAPPED: (d["idle"] - d["tail"]) / every_s},
+            load_share=d["load"] / every_s, move_share=d["move"] / every_s, brain_share=d["brain"] / d["now"],
+            lag_mean=d["lags"] / d["groups"], moves=d["moves"] / steps, mixed=self._mixed)  # fmt: skip
+
+    # ------------------------------------------------------------ private
+
+    def _published(self, now: float, version: Version) -> None:
+        config = self._row.config
+        if version == config.warmup_steps:
+            self._start = self._counters(now)
+        if version == config.steps:
+            self._end = self._counters(now)
+            raise EndOfMeasurement
+
+    def _idle_now(self) -> float:
+        return sum(worker.wait_s for worker in self._parts.workers)
+
+    def _counters(self, now: float) -> dict[str, float]:
+        engines = self._parts.engines
+        return {
+            "now": now, "train": self._train_s, "tokens": self._tokens, "lags": self._lags, "groups": self._groups,
+            "tail": self._tail_s, "idle": self._idle_now(), "moves": self._moves,
+            "move": sum(engine.move_s for engine in engines), "load": self._parts.weights.load_s,
+            "brain": self._parts.brain.seconds}  # fmt: skip

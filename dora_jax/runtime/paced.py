@@ -1,0 +1,202 @@
+"""Paced parts of a run: an engine, a trainer and a weight store that take as long as a cost model says.
+
+Each wraps the real thing behind the same seam. The thing computes what it always does, and its thread then sleeps until
+the modelled time is over, so that orchestrator, queues, moves and publications of a *real* run show how they behave in
+wall-clock time on hardware that is not there. `pace` is real seconds a modelled second; costs are those of sim/cost.py.
+
+Laws: results are the wrapped part's own, token for token. An engine that is busy keeps one timeline: a thread that wakes
+late does not fall behind, and what the host computes counts towards the modelled tick. Nothing paced may be reported
+without saying so.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import threading
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from dora_jax.rollout.ticks import TickResult
+from dora_jax.sim.cost import Costs
+from dora_jax.types import SampleId, ScoredGroup, Version
+
+
+class Gate:
+    """Colocated roles take turns: engines stand still while the trainer works."""
+
+    def __init__(self, colocated: bool):
+        self._colocated = colocated
+        self._open = threading.Event()
+        self._open.set()
+
+    def close(self) -> None:
+        if self._colocated:
+            self._open.clear()
+
+    def open(self) -> None:
+        self._open.set()
+
+    def wait(self) -> bool:
+        """Until it is open; True where that took a while."""
+        if self._open.is_set():
+            return False
+        self._open.wait()
+        return True
+
+
+class PacedEngine:
+    """The Engine seam around another engine; what is not defined here is the engine's own.
+
+    `report_ticks`: progress is handed on every so many ticks, as an instance of the modelled size would in its time.
+    """
+
+    def __init__(self, engine: Any, costs: Costs, pace: float, *, gate: Gate | None = None, report_ticks: int = 1):
+        self.engine = engine
+        self.decode_s = self.prefill_s = self.move_s = self.paused_s = 0.0  # real seconds, by their use
+        self._costs, self._pace = costs, pace
+        self._gate = gate or Gate(colocated=False)
+        self._report_ticks = report_ticks
+        self._ticks = 0
+        self._prompts: dict[SampleId, int] = {}  # tokens of what runs or waits here
+        self._tokens: dict[SampleId, int] = {}  # sampled so far
+        self._to_prefill: dict[SampleId, int] = {}
+        self._due = 0.0  # when the modelled time of everything so far is over
+        self._rested = True  # the engine had nothing to do since: its timeline begins anew
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.engine, name)
+
+    # ------------------------------------------------------------------ what takes time
+
+    def tick(self) -> TickResult:
+        waited = time.monotonic()
+        if self._gate.wait():
+            self._rested = True
+            self.paused_s += time.monotonic() - waited
+        began = time.monotonic()
+        result = self.engine.tick()
+        decode_s, prefill_s = self._decode_s(result), self._prefill_s(result)
+        for sample in result.finished:
+            self._forget(sample.id)
+        self.decode_s += self._pace * decode_s
+        self.prefill_s += self._pace * prefill_s
+        self._spend(began, decode_s + prefill_s)
+        self._ticks += 1
+        if self._ticks % self._report_ticks:
+            result = dataclasses.replace(result, progress={})
+        return result
+
+    def export(self, id: SampleId) -> Any:
+        """The transfer's time is spent here, at the end that the sample leaves."""
+        began = time.monotonic()
+        parcel = self.engine.export(id)
+        self._forget(id)
+        seconds = self._costs.move_s(parcel.kv_len)
+        self.move_s += self._pace * seconds
+        self._spend(began, seconds)
+        return parcel
+
+    # ------------------------------------------------------------------ what is only noted
+
+    def submit(self, id: SampleId, prompt_ids: Any, version: Version, max_new_tokens: int) -> None:
+        self.engine.submit(id, prompt_ids, version, max_new_tokens)
+        self._note(id, len(prompt_ids), 0, cached=0)
+
+    def import_(self, parcel: Any) -> None:
+        self.engine.import_(parcel)
+        self._note(parcel.id, len(parcel.prompt_ids), len(parcel.out_ids), cached=parcel.kv_len)
+
+    def cancel(self, id: SampleId) -> bool:
+        self._forget(id)
+        return self.engine.cancel(id)
+
+    # ------------------------------------------------------------------ private
+
+    def _note(self, id: SampleId, prompt: int, tokens: int, cached: int) -> None:
+        self._prompts[id], self._tokens[id] = prompt, tokens
+        if not cached:
+            self._to_prefill[id] = prompt + tokens
+
+    def _forget(self, id: SampleId) -> None:
+        for known in (self._prompts, self._tokens, self._to_prefill):
+            known.pop(id, None)
+
+    def _prefill_s(self, result: TickResult) -> float:
+        """Of the samples that were prefilled: those that grew for the first time since they came without KV."""
+        fresh = [self._to_prefill.pop(id) for id in result.progress if id in self._to_prefill]
+        return sum(self._costs.prefill_s(tokens, 0) for tokens in fresh)
+
+    def _decode_s(self, result: TickResult) -> float:
+        """Of the decode steps of this tick, at their mean batch and their mean context."""
+        steps = grown = context = 0
+        for id, tokens in result.progress.items():
+            new = tokens - self._tokens[id]
+            self._tokens[id] = tokens
+            steps, grown = max(steps, new), grown + new
+            context += new * (self._prompts[id] + tokens - new / 2)  # token-steps of KV read
+        if not steps:
+            return 0.0
+        return steps * self._costs.decode_base_s(round(grown / steps)) + context * self._costs.decode_kv_s
+
+    def _spend(self, began: float, seconds: float) -> None:
+        """Sleep until the modelled time is over. It counts from where the last one ended while the engine was busy."""
+        self._due = (began if self._rested else self._due) + self._pace * seconds
+        delay = self._due - time.monotonic()
+        if delay > 0:
+            time.sleep(delay)
+        self._rested = self.engine.idle
+
+
+class PacedTrainer:
+    """The trainer of `TrainerWorker`, and its `pack`: a step lasts what `train_s` says for the groups packed last."""
+
+    def __init__(self, trainer: Any, pack: Callable[[Sequence[ScoredGroup], Version], Any], costs: Costs, pace: float,
+                 *, gate: Gate | None = None):
+        self.trainer = trainer
+        self._pack, self._costs, self._pace = pack, costs, pace
+        self._gate = gate or Gate(colocated=False)
+        self._began = self._seconds = 0.0
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.trainer, name)
+
+    def pack(self, groups: Sequence[ScoredGroup], base: Version) -> Any:
+        self._began = time.monotonic()
+        self._gate.close()
+        lengths = [len(s.prompt_ids) + len(s.out_ids) for group in groups for s in group.samples]
+        squares = float(sum(n * n for n in lengths))
+        self._seconds = self._costs.train_s(len(lengths), sum(lengths), squares)
+        return self._pack(groups, base)
+
+    def step(self, batch: Any) -> Any:
+        try:
+            metrics = self.trainer.step(batch)
+            time.sleep(max(0.0, self._began + self._pace * self._seconds - time.monotonic()))
+        finally:
+            self._gate.open()
+        return metrics
+
+
+class PacedWeights:
+    """The weight store: `get` lasts one transfer of weights, of which `lanes` run at a time."""
+
+    def __init__(self, weights: Any, costs: Costs, pace: float, lanes: int):
+        self.weights = weights
+        self.load_s = 0.0  # real seconds of all transfers, and of the wait for a lane
+        self._costs, self._pace = costs, pace
+        self._lanes = threading.BoundedSemaphore(max(1, lanes))
+        self._lock = threading.Lock()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.weights, name)
+
+    def get(self, version: Version, shardings: Any) -> Any:
+        asked = time.monotonic()
+        with self._lanes:
+            began = time.monotonic()
+            params = self.weights.get(version, shardings)
+            time.sleep(max(0.0, began + self._pace * self._costs.load_s() - time.monotonic()))
+        with self._lock:
+            self.load_s += time.monotonic() - asked
+        return params
