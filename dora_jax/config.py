@@ -101,6 +101,7 @@ class TrainerSection:
     data: int = 1  # mesh axis: batch rows, parameters replicated
     fsdp: int = -1  # mesh axis: batch rows and parameters; -1: every device left to the trainer
     tensor: int = 1  # mesh axis: heads, d_ff, vocabulary
+    context: int = 1  # mesh axis: positions of a row
     pack_tokens: int = 512  # L: packed row length
     rows: int = 0  # B: packed rows a step; 0: derived from groups, G and the length limits
     micro_batches: int = 1
@@ -131,6 +132,8 @@ class TrainerSection:
     value_clip: float = 0.2  # e of the clipped value loss; 0: not clipped
     overlong_cache: int = 0  # last tokens before the limit over which the soft penalty grows to -1; 0: off
     overlong_filter: bool = False  # samples that hit the limit have no loss, but count in the group statistics
+    optimizer_memory: str = "device"  # device or host: where Adam's moments rest between updates
+    peak_tflops: float = 0.0  # of one device, for trainer/mfu; 0: known from its name, else there is no such metric
     max_mismatch: float = 0.0  # mean |trainer - engine| log-prob at lag 0 that stops the run; 0: off
 
 

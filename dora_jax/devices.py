@@ -22,7 +22,7 @@ Indices = tuple[int, ...]
 class DevicePlan:
     n_devices: int
     trainer: Indices
-    trainer_mesh: tuple[int, int, int]  # data, fsdp, tensor
+    trainer_mesh: tuple[int, int, int, int]  # data, fsdp, tensor, context
     instances: tuple[Indices, ...]
 
     @property
@@ -31,9 +31,9 @@ class DevicePlan:
         return bool(set(self.trainer) & {index for group in self.instances for index in group})
 
     def describe(self) -> str:
-        data, fsdp, tensor = self.trainer_mesh
+        data, fsdp, tensor, context = self.trainer_mesh
         lines = [f"devices: {self.n_devices}, trainer and instances {'share' if self.shared else 'own'} theirs",
-                 f"  trainer     {_span(self.trainer)}  mesh data={data} fsdp={fsdp} tensor={tensor}"]
+                 f"  trainer     {_span(self.trainer)}  mesh data={data} fsdp={fsdp} tensor={tensor} context={context}"]
         lines += [f"  instance {i}  {_span(group)}  tensor={len(group)}" for i, group in enumerate(self.instances)]
         idle = set(range(self.n_devices)).difference(self.trainer, *self.instances)
         if idle:
@@ -54,8 +54,8 @@ def plan(n_devices: int, config: Config) -> DevicePlan:
     mesh = _trainer_mesh(size, config)
     used = math.prod(mesh)
     if used > n_devices:
-        axis = ("data", "fsdp", "tensor")[mesh.index(max(mesh))]
-        raise ConfigError(f"trainer.{axis}: the mesh data * fsdp * tensor = {mesh[0]} * {mesh[1]} * {mesh[2]} "
+        axis = ("data", "fsdp", "tensor", "context")[mesh.index(max(mesh))]
+        raise ConfigError(f"trainer.{axis}: the mesh data * fsdp * tensor * context = {' * '.join(map(str, mesh))} "
                           f"needs {used} devices, there are {n_devices}")
     rest = tuple(range(0 if share_all else used, n_devices))
     may_share = share_all or (config.placement == "auto" and config.rollout.tensor == 1)
@@ -96,26 +96,26 @@ def _trainer_devices(n_devices: int, config: Config) -> int:
     """How many devices the trainer takes where the instances get the rest: at most half, if its mesh allows."""
     t, rollout = config.trainer, config.rollout
     if t.fsdp > 0:
-        return t.data * t.fsdp * t.tensor
+        return t.data * t.fsdp * t.tensor * t.context
     half = max(1, n_devices // 2)
     if config.placement == "disjoint" or rollout.tensor > 1:  # instances that cannot share are served first
         half = min(half, n_devices - (rollout.instances or MIN_AUTO_INSTANCES) * rollout.tensor)
-    unit = t.data * t.tensor
+    unit = t.data * t.tensor * t.context
     fsdp = 1
     while 2 * fsdp * unit <= half:  # a power of two: what sizes of models divide by
         fsdp *= 2
     return fsdp * unit
 
 
-def _trainer_mesh(size: int, config: Config) -> tuple[int, int, int]:
+def _trainer_mesh(size: int, config: Config) -> tuple[int, int, int, int]:
     t = config.trainer
-    unit = t.data * t.tensor
+    unit = t.data * t.tensor * t.context
     if t.fsdp > 0:
-        mesh = (t.data, t.fsdp, t.tensor)
+        mesh = (t.data, t.fsdp, t.tensor, t.context)
     elif size % unit:
-        raise ConfigError(f"trainer.fsdp: {size} devices are not divisible by data * tensor = {unit}")
+        raise ConfigError(f"trainer.fsdp: {size} devices are not divisible by data * tensor * context = {unit}")
     else:
-        mesh = (t.data, size // unit, t.tensor)
+        mesh = (t.data, size // unit, t.tensor, t.context)
     if t.rows % (t.micro_batches * mesh[0] * mesh[1]):
         raise ConfigError(f"trainer.rows: {t.rows} is not divisible by micro_batches * data * fsdp = "
                           f"{t.micro_batches} * {mesh[0]} * {mesh[1]}")

@@ -36,7 +36,8 @@ BAD_USAGE = 2  # exit code: wrong input, trying again cannot help
 
 MAY_CHANGE = (  # between two runs of one workdir: how long, how often, and on which machine
     "steps", "cpu_devices", "placement", "checkpoint.", "eval.", "rollout.instances", "rollout.tensor", "trainer.data",
-    "trainer.fsdp", "trainer.tensor", "task.reward_workers", "task.reward_timeout_s", "task.reward_retries")
+    "trainer.fsdp", "trainer.tensor", "trainer.context", "trainer.optimizer_memory",
+    "trainer.peak_tflops", "task.reward_workers", "task.reward_timeout_s", "task.reward_retries")
 
 CONFIG_HELP = "path.py[:argument]; --config.field=value overrides a field"
 WORKDIR_HELP = "where the run keeps its files; default: runs/<name of the config file>"

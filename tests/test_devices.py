@@ -1,6 +1,7 @@
 """The device plan: who owns what, for every number of devices, and what is refused."""
 
 import dataclasses
+import math
 import subprocess
 import sys
 
@@ -21,7 +22,8 @@ def config(placement="auto", instances=2, rollout_tensor=1, rows=0, micro_batche
 
 
 def owners(plan):
-    return plan.trainer, plan.trainer_mesh, plan.instances
+    assert plan.trainer_mesh[3] == 1  # context, where the config does not say otherwise
+    return plan.trainer, plan.trainer_mesh[:3], plan.instances
 
 
 @pytest.mark.parametrize("n_devices, asked, expected", [
@@ -69,17 +71,18 @@ def test_what_does_not_fit_is_refused_by_field(n_devices, asked, field):
 
 @given(n_devices=st.integers(1, 17), placement=st.sampled_from(["auto", "disjoint", "shared"]),
        instances=st.integers(0, 5), rollout_tensor=st.integers(1, 3), data=st.integers(1, 3),
-       fsdp=st.sampled_from([-1, -1, 1, 2, 3]), tensor=st.integers(1, 3))
-def test_laws_of_every_plan(n_devices, placement, instances, rollout_tensor, data, fsdp, tensor):
-    asked = config(placement, instances, rollout_tensor, data=data, fsdp=fsdp, tensor=tensor)
+       fsdp=st.sampled_from([-1, -1, 1, 2, 3]), tensor=st.integers(1, 3),
+       context=st.integers(1, 2))
+def test_laws_of_every_plan(n_devices, placement, instances, rollout_tensor, data, fsdp, tensor, context):
+    asked = config(placement, instances, rollout_tensor, data=data, fsdp=fsdp, tensor=tensor, context=context)
     try:
         plan = devices.plan(n_devices, asked)
     except ConfigError:
         return
     used = set(plan.trainer).union(*plan.instances)
     assert used <= set(range(n_devices))
-    assert plan.trainer_mesh[0] * plan.trainer_mesh[1] * plan.trainer_mesh[2] == len(plan.trainer) == len(set(plan.trainer))
-    assert (plan.trainer_mesh[0], plan.trainer_mesh[2]) == (data, tensor) and fsdp in (-1, plan.trainer_mesh[1])
+    assert math.prod(plan.trainer_mesh) == len(plan.trainer) == len(set(plan.trainer))
+    assert (*plan.trainer_mesh[::2], plan.trainer_mesh[3]) == (data, tensor, context) and fsdp in (-1, plan.trainer_mesh[1])
     assert len(plan.instances) == instances or (instances == 0 and len(plan.instances) >= 2)
     assert all(len(set(group)) == rollout_tensor for group in plan.instances)
     assert plan == devices.plan(n_devices, asked)
@@ -92,7 +95,7 @@ def test_laws_of_every_plan(n_devices, placement, instances, rollout_tensor, dat
 
 def test_description_names_idle_devices():
     assert devices.plan(8, config()).describe().splitlines() == [
-        "devices: 8, trainer and instances own theirs", "  trainer     0-3  mesh data=1 fsdp=4 tensor=1",
+        "devices: 8, trainer and instances own theirs", "  trainer     0-3  mesh data=1 fsdp=4 tensor=1 context=1",
         "  instance 0  4  tensor=1", "  instance 1  5  tensor=1", "  idle        6,7"]
 
 

@@ -100,7 +100,7 @@ def test_the_default_workdir_is_named_after_the_config_and_its_argument(workspac
     (["--"], "nothing behind \"--\""),
     (["--wrkdir=x"], "Unknown command line flag 'wrkdir'. Did you mean: workdir ?"),
     (["--workdir=gs://bucket/run"], "workdir: gs://bucket/run is not a local folder"),
-    (["--config.cpu_devices=4", "--config.trainer.data=3", "--config.trainer.fsdp=2"], "trainer.data: the mesh data * fsdp * tensor = 3 * 2 * 1 needs 6 devices, there are 4"),
+    (["--config.cpu_devices=4", "--config.trainer.data=3", "--config.trainer.fsdp=2"], "trainer.data: the mesh data * fsdp * tensor * context = 3 * 2 * 1 * 1 needs 6 devices, there are 4"),
     (["--config.cpu_devices=3", "--config.placement=shared", "--config.trainer.tensor=2"], "trainer.fsdp: 3 devices are not divisible"),
     (["--config.model.path=gone"], "model.path: gone does not exist"),
 ])
@@ -195,7 +195,7 @@ def test_dry_run_prints_config_and_mesh_and_writes_nothing(workspace):
     assert done.returncode == 0, done.stderr
     printed, _, plan = done.stdout.partition("workdir: w\n")
     assert json.loads(printed)["cpu_devices"] == 4 and "sesame" not in done.stdout
-    assert plan == ("devices: 4, trainer and instances own theirs\n  trainer     0,1  mesh data=1 fsdp=2 tensor=1\n"
+    assert plan == ("devices: 4, trainer and instances own theirs\n  trainer     0,1  mesh data=1 fsdp=2 tensor=1 context=1\n"
                     "  instance 0  2  tensor=1\n  instance 1  3  tensor=1\nnote: model.path: gone does not exist\n")
     assert not Path("w").exists()
 

@@ -131,7 +131,9 @@ def test_the_caller_keeps_its_params_and_a_warm_trainer_gives_the_same_step(trai
     other = step.Trainer(cases.MODEL, cases.SECTION, one_device(), shared[1], total_steps=20)
     other.warmup(*batch.tokens.shape)
     assert int(other.state.step) == 0
-    assert other.step(batch) == plain
+    timed = {"trainer/tokens_per_s"}
+    assert {k: v for k, v in other.step(batch).items() if k not in timed} == \
+        {k: v for k, v in plain.items() if k not in timed}
     jax.tree.map(np.testing.assert_array_equal, host(other.params), after)
     jax.tree.map(np.testing.assert_array_equal, host(shared[1]), kept)
 

@@ -44,7 +44,8 @@ class Critic:
         specs = {"body": sharding.param_specs(self.model.cfg, mesh), "head": whole}
         like = {"body": decoder.abstract_params(self.model.cfg),
                 "head": jax.ShapeDtypeStruct((self.model.cfg.d_model,), jnp.float32)}
-        return CriticState(specs, optim.state_shardings(self._tx, like, specs, whole))
+        moments = optim.state_shardings(self._tx, like, specs, whole, self.section.optimizer_memory)
+        return CriticState(specs, moments)
 
     def values(self, params: Any, arrays: Any) -> jax.Array:
         """f32[B, L]"""
@@ -65,7 +66,8 @@ class Critic:
                                  self.section.micro_batches)
         norm = optax.tree.norm(grads)
         ok = optim.all_finite(norm, sums["value_loss"])
-        updates, opt_state = self._tx.update(grads, state.opt_state, state.params)
+        old = optim.fetched(state.opt_state, self.shardings(self.model.mesh).opt_state, after=norm)
+        updates, opt_state = self._tx.update(grads, old, state.params)
         new = CriticState(optax.apply_updates(state.params, updates), opt_state)
         keep = functools.partial(jax.tree.map, lambda a, b: jnp.where(ok, a, b))
-        return keep(new, state), sums | {"value_grad_norm": norm}
+        return keep(new, CriticState(state.params, old)), sums | {"value_grad_norm": norm}

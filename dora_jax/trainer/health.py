@@ -67,7 +67,7 @@ def reduce(updates: Sequence[Mapping[str, Any]]) -> dict[str, float]:
         "trainer/entropy": mean("entropy"), "trainer/clip_fraction": mean("clipped"),
         "trainer/ratio_mean": mean("ratio"), "trainer/ratio_max": max(float(u["ratio_max"]) for u in updates),
         "trainer/kl_anchor": mean("kl_anchor"), "trainer/rejected_share": 1.0 - mean("kept") if tokens else 0.0,
-        "trainer/ess_share": ess / max(float(first["trajectories"]), 1.0),
+        "trainer/ess_share": ess / max(float(first["trajectories"]), 1.0), "trainer/effective_batch": ess,
         "trainer/tokens": tokens, "trainer/updates_skipped": sum(float(u["skipped"]) for u in updates),
         "trainer/learning_rate": float(updates[-1]["learning_rate"]),
     }
@@ -88,6 +88,14 @@ def mismatch(sums: Mapping[str, Any]) -> dict[str, float]:
     return {"mismatch/mean": float(sums["mismatch"]) / fresh, "mismatch/max": float(sums["mismatch_max"]),
             "mismatch/p99": _quantile(np.asarray(sums["mismatch_bins"]), 0.99),
             "mismatch/kl": float(sums["mismatch_kl"]) / fresh, "mismatch/tokens": fresh}
+
+
+def gap(logprobs: np.ndarray, behavior_logprobs: np.ndarray) -> dict[str, float]:
+    """The same figures from the log-probs themselves, [n] tokens that both sides saw at equal weights."""
+    d = logprobs.astype(np.float64) - behavior_logprobs
+    return {"mismatch/mean": float(np.abs(d).mean()), "mismatch/max": float(np.abs(d).max()),
+            "mismatch/p99": float(np.quantile(np.abs(d), 0.99)), "mismatch/kl": float((np.expm1(d) - d).mean()),
+            "mismatch/tokens": float(d.size)}
 
 
 class Health:

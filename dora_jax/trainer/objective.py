@@ -25,6 +25,7 @@ CORRECTIONS: Mapping[str, tuple[str, ...]] = {
 AGGREGATIONS = ("token_mean", "seq_mean_token_mean", "seq_mean_token_sum", "seq_mean_token_sum_norm", "prompt_mean")
 ANCHORS = ("behavior", "proximal")
 KLS = ("none", "k1", "k2", "k3")
+WHITENED = ("reinforce_pp", "reinforce_pp_baseline", "gae", "gae_turn")
 VALUE_ADVANTAGES = ("gae", "gae_turn")
 WEIGHTING = ("tis", "icepop")  # corrections that multiply the loss by exp(l_old - l_mu)
 
@@ -56,6 +57,15 @@ def needs_scores(section: Any) -> bool:
     return before_advantages or (needs_old_logprobs(section) and section.updates > 1)
 
 
+def may_start_early(section: Any) -> bool:
+    """Whether a step's first update may run before the groups of its later ones are there.
+
+    Denominators are per update anyway. Not where the starting weights must score every batch of the step first, nor
+    where an advantage is whitened: over fewer trajectories that is another estimate.
+    """
+    return section.updates > 1 and not needs_scores(section) and section.advantage not in WHITENED
+
+
 def batch_dtypes(section: Any) -> dict[str, str]:
     """Arrays of a packed batch as this objective uses it: name -> dtype."""
     names = dict.fromkeys(("tokens", "targets", "segment_ids", "positions", "version"), "int32") | {"mask": "bool"}
@@ -72,7 +82,8 @@ def batch_dtypes(section: Any) -> dict[str, str]:
 def _unknown_names(section: Any) -> list[str]:
     known = {"advantage": ADVANTAGES, "policy_loss": LOSSES, "aggregation": AGGREGATIONS, "anchor": ANCHORS,
              "correction": CORRECTIONS, "kl": KLS, "kl_in": ("loss", "reward"),
-             "schedule": ("constant", "cosine", "linear"), "remat": ("none", "full", "dots")}
+             "schedule": ("constant", "cosine", "linear"), "remat": ("none", "full", "dots"),
+             "optimizer_memory": ("device", "host")}
     return [f"trainer.{field}={getattr(section, field)!r} is unknown: known are {', '.join(names)}"
             for field, names in known.items() if getattr(section, field) not in names]
 
@@ -122,11 +133,14 @@ def _pairings(section: Any) -> list[str]:
 
 
 def _numbers(section: Any) -> list[str]:
-    lowest = {"data": 1, "tensor": 1, "pack_tokens": 1, "rows": 0, "micro_batches": 1, "updates": 1, "learning_rate": 0,
+    lowest = {"data": 1, "tensor": 1, "context": 1, "pack_tokens": 1, "peak_tflops": 0, "rows": 0, "micro_batches": 1, "updates": 1, "learning_rate": 0,
               "warmup_steps": 0, "weight_decay": 0, "max_grad_norm": 0, "kl_coef": 0, "ref_refresh_steps": 0,
               "value_learning_rate": 0, "value_clip": 0, "overlong_cache": 0, "max_mismatch": 0}
     errors = [f"trainer.{field}={getattr(section, field)} must be at least {low}"
               for field, low in lowest.items() if not getattr(section, field) >= low]
+    if section.context >= 1 and section.pack_tokens % section.context:
+        errors.append(f"trainer.pack_tokens={section.pack_tokens} is not divisible by the mesh axis "
+                      f"trainer.context={section.context}")
     if section.fsdp != -1 and section.fsdp < 1:
         errors.append(f"trainer.fsdp={section.fsdp} must be at least 1, or -1 for every device left")
     errors += [f"trainer.{field}={getattr(section, field)} must lie in [0, 1)"

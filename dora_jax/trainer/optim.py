@@ -1,4 +1,8 @@
-"""Stage 5, train: the optax chain and its schedule. Masters and both moments are f32 and live on the params' shards."""
+"""Stage 5, train: the optax chain and its schedule. Masters and both moments are f32 and live on the params' shards.
+
+Between updates the moments may rest in host memory, on the same shards: two thirds of the state then leave the device
+while activations need its room.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +11,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import optax
+
+HOST = "pinned_host"  # JAX's name for host memory that a device reads and writes itself
 
 
 def schedule(kind: str, learning_rate: float, warmup_steps: int, total_steps: int) -> optax.Schedule:
@@ -36,11 +42,26 @@ def decays(params: Any) -> Any:
     return jax.tree_util.tree_map_with_path(lambda path, _: not path[-1].key.endswith(("norm", "bias")), params)
 
 
-def state_shardings(tx: optax.GradientTransformation, params: Any, specs: Any, replicated: Any) -> Any:
-    """Shardings of tx's state: what mirrors a parameter lives where the parameter lives."""
+def state_shardings(tx: optax.GradientTransformation, params: Any, specs: Any, replicated: Any,
+                    memory: str = "device") -> Any:
+    """Shardings of tx's state: what mirrors a parameter lives on its shards, in `memory` (device, host)."""
+    if memory == "host":
+        _need_host_memory(replicated.mesh)
+        specs = jax.tree.map(lambda spec: spec.with_memory_kind(HOST), specs)
     state = jax.eval_shape(tx.init, params)
     return optax.tree_utils.tree_map_params(tx, lambda _, spec: spec, state, specs,
                                             transform_non_params=lambda _: replicated)
+
+
+def fetched(state: Any, shardings: Any, after: jax.Array) -> Any:
+    """The state on the device; what rests in host memory comes once `after` is known. Inside jit."""
+    def one(x: jax.Array, where: jax.sharding.NamedSharding) -> jax.Array:
+        if where.memory_kind != HOST:
+            return x
+        x, _ = jax.lax.optimization_barrier((x, after))
+        return jax.device_put(x, where.with_memory_kind("device"))
+
+    return jax.tree.map(one, state, shardings)
 
 
 def updates_done(opt_state: Any) -> jax.Array:
@@ -50,3 +71,11 @@ def updates_done(opt_state: Any) -> jax.Array:
 
 def all_finite(*scalars: jax.Array) -> jax.Array:
     return jnp.all(jnp.isfinite(jnp.stack(scalars)))
+
+
+def _need_host_memory(mesh: jax.sharding.Mesh) -> None:
+    device = mesh.devices.flat[0]
+    kinds = [memory.kind for memory in device.addressable_memories()]
+    if HOST not in kinds:
+        raise ValueError(f"trainer.optimizer_memory='host': {device.device_kind} devices have no {HOST} memory, only "
+                         f"{', '.join(kinds)}")

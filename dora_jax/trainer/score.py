@@ -36,11 +36,15 @@ def one_a_row(batch: Any, segments: list[tuple[int, int, int]]) -> dict[str, np.
 
 
 def grad_norms_sq(model: Any, params: Any, rows: dict[str, jax.Array]) -> jax.Array:
-    """f32[n]: |grad sum_t m log pi|^2 of each row's trajectory, exact, GRADIENTS_AT_ONCE gradients at a time."""
+    """f32[n]: |grad sum_t m log pi|^2 of each row's trajectory, exact, GRADIENTS_AT_ONCE gradients at a time.
+
+    Gradients are sharded like the parameters; on several data shards the others' rows stay empty meanwhile.
+    """
+    empty = model.mesh.shape["data"] * model.mesh.shape["fsdp"] - 1
 
     def one(row: dict[str, jax.Array]) -> jax.Array:
         def log_prob(params: Any) -> jax.Array:
-            logprobs, _ = model.logprobs(params, {name: x[None] for name, x in row.items()})
+            logprobs, _ = model.logprobs(params, {name: jnp.pad(x[None], ((0, empty), (0, 0))) for name, x in row.items()})
             return jnp.sum(jnp.where(row["mask"], logprobs[0], 0.0))
 
         return sum(jnp.sum(jnp.square(g)) for g in jax.tree.leaves(jax.grad(log_prob)(params)))

@@ -2,7 +2,8 @@
 
     TrainBatch -> micro-batches -> forward -> log-probs -> policy loss x correction x loss_weights -> sum -> Adam
 
-Consumes the packed step (buffer.pack), produces new f32 masters and host metrics.
+Consumes the packed step (buffer.pack), produces new f32 masters and host metrics. The moments of Adam may rest in host
+memory between updates. Several processes may share the mesh: each then holds the whole batch and takes its part of it.
 Laws: the loss is a plain sum, because what it is divided by travels in the batch: so neither the number of
 micro-batches, nor the mesh, nor the packing moves it; empty micro-batches are not computed; a non-finite loss or
 gradient leaves the state as it was and is counted.
@@ -11,7 +12,8 @@ gradient leaves the state as it was and is counted.
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping
+import time
+from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -22,7 +24,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from dora_jax.models import decoder, sharding
 from dora_jax.models.logits import LOGITS_BYTES, target_logprobs
-from dora_jax.trainer import correction, health, loss, objective, optim
+from dora_jax.trainer import correction, flops, health, loss, objective, optim
 from dora_jax.trainer import score as scores
 from dora_jax.trainer.critic import Critic
 
@@ -72,23 +74,23 @@ class Trainer:
         self.section, self.mesh = section, mesh
         self._model = Model(model_cfg, mesh, jnp.dtype(dtype), section.remat, temperature, vocab_limit)
         self._recipe = Recipe(self._model, section, total_steps)
-        self._rows = sharding.batch_spec(mesh)
-        self._replicated = NamedSharding(mesh, PartitionSpec())
-        self.shardings = self._recipe.shardings(mesh)
+        self._rows, self._replicated = sharding.batch_spec(mesh), NamedSharding(mesh, PartitionSpec())
+        self.shardings = self._recipe.shardings()
         self._copy = jax.jit(lambda tree: jax.tree.map(lambda x: jnp.array(x, jnp.float32, copy=True), tree),
                              out_shardings=self.shardings.params)
         params = self._copy(jax.device_put(params, self.shardings.params))  # steps donate: never the caller's buffers
         opt_state = jax.jit(self._recipe.init, out_shardings=self.shardings.opt_state)(params)
         self.state = TrainState(params, opt_state, jax.device_put(np.int32(step), self._replicated))
         self._reference = self._copy(params) if objective.needs_reference(section) else None
-        self._update = jax.jit(functools.partial(update, self._recipe), donate_argnums=0,
-                               out_shardings=(self.shardings, self._replicated))
+        self._update = jitted_update(self._recipe)
         self._compiled: dict[tuple[int, int], Any] = {}  # by shape of the batch, where `warmup` made it
-        self._logprobs = jax.jit(functools.partial(by_micro_batch, lambda p, a: self._model.logprobs(p, a)[0],
-                                                   section.micro_batches))
-        self._values = jax.jit(functools.partial(by_micro_batch, self._recipe.critic.values, section.micro_batches))
-        self._grad_sq = jax.jit(functools.partial(scores.grad_norms_sq, self._model))
+        scored = functools.partial(jax.jit, out_shardings=self._replicated)  # every process reads all of it
+        self._logprobs = scored(functools.partial(by_micro_batch, lambda p, a: self._model.logprobs(p, a)[0],
+                                                  section.micro_batches))
+        self._values = scored(functools.partial(by_micro_batch, self._recipe.critic.values, section.micro_batches))
+        self._grad_sq = scored(functools.partial(scores.grad_norms_sq, self._model))
         self._health = health.Health(section.max_mismatch, dump_dir)
+        self._meter = flops.Meter(model_cfg, mesh, section.peak_tflops)
 
     @property
     def params(self) -> Any:
@@ -132,37 +134,57 @@ class Trainer:
             out["values"] = _inside(batch, self._values(self.state.opt_state["critic"].params, arrays))
         if self.section.advantage == "vcpo":
             segments = scores.segments_of(batch)
-            rows = jax.device_put(scores.one_a_row(batch, segments), self._replicated)
+            rows = self._put(scores.one_a_row(batch, segments), self._replicated)
             norms = np.asarray(self._grad_sq(self.state.params, rows))
             out["grad_sq"] = scores.spread(norms, segments, batch.tokens.shape)
         return out
 
     def warmup(self, rows: int, tokens: int) -> None:
         """Compiles the step for batches of this shape; changes nothing."""
-        shapes = {name: jax.ShapeDtypeStruct((rows, tokens), dtype, sharding=self._rows)
-                  for name, dtype in objective.batch_dtypes(self.section).items()}
-        final = jax.ShapeDtypeStruct((), np.bool_)
-        self._compiled[rows, tokens] = self._update.lower(self.state, shapes, final).compile()
+        _, shapes = abstract_inputs(self._recipe, rows, tokens)
+        self._compiled[rows, tokens] = self._update.lower(self.state, shapes).compile()
 
-    def step(self, batch: Any) -> dict[str, float]:
-        """One step = one published version: an update per TrainBatch (or one, for a single batch). Blocks."""
-        batches = batch if isinstance(batch, (tuple, list)) else (batch,)
-        every: list[dict[str, Any]] = []
-        for i, part in enumerate(batches):
-            final = np.bool_(i == len(batches) - 1)
-            run = self._compiled.get(part.tokens.shape, self._update)
-            self.state, sums = run(self.state, self._put(part.arrays()), final)
-            every.append(jax.device_get(sums))
-            self._health.check(every[-1], part, int(self.state.step))
-        if self._reference is not None and self.section.ref_refresh_steps:
-            if int(self.state.step) % self.section.ref_refresh_steps == 0:
-                self._reference = self._copy(self.state.params)
-        metrics = health.reduce(every)
+    def probe(self, batch: Any) -> dict[str, float]:
+        """The engine-trainer gap on a batch that was sampled by exactly the current weights; stops above the bound."""
+        fresh = batch.mask & (batch.version == int(self.state.step))
+        if not fresh.any():
+            raise ValueError(f"the probe holds no token of version {int(self.state.step)}: only equal weights compare")
+        metrics = health.gap(self.logprobs(batch)[fresh], batch.behavior_logprobs[fresh])
         self._health.check_mismatch(metrics)
         return metrics
 
-    def _put(self, arrays: Arrays) -> dict[str, jax.Array]:
-        return {name: jax.device_put(x, self._rows) for name, x in arrays.items()}
+    def step(self, batch: Any, probe: Any = None) -> dict[str, float]:
+        """One step = one published version: an update per TrainBatch (or one, for a single batch). Blocks.
+
+        An iterator of batches is read one update at a time: the first runs before the second has to exist. `probe`: a
+        batch of lag 0, on which the engine-trainer gap is measured where the first batch has no such token.
+        """
+        batches: Iterable[Any] = (batch,) if hasattr(batch, "arrays") else batch
+        metrics: dict[str, float] = {}
+        every: list[dict[str, Any]] = []
+        for part in batches:
+            if probe is not None and not every and not (part.mask & (part.version == int(self.state.step))).any():
+                metrics |= self.probe(probe)
+            began = time.perf_counter()
+            run = self._compiled.get(part.tokens.shape, self._update)
+            self.state, sums = run(self.state, self._put(part.arrays()))
+            every.append(jax.device_get(sums))
+            self._meter.add(part.segment_ids, time.perf_counter() - began)
+            self._health.check(every[-1], part, int(self.state.step) + 1)
+        done = int(self.state.step) + 1  # a skipped update still publishes: the same weights, a new version
+        self.state = self.state._replace(step=jax.device_put(np.int32(done), self._replicated))
+        if self._reference is not None and self.section.ref_refresh_steps:
+            if done % self.section.ref_refresh_steps == 0:
+                self._reference = self._copy(self.state.params)
+        metrics |= health.reduce(every) | self._meter.take()
+        self._health.check_mismatch(metrics)
+        return metrics
+
+    def _put(self, arrays: Arrays, where: NamedSharding | None = None) -> dict[str, jax.Array]:
+        where = where or self._rows
+        if where.is_fully_addressable:
+            return {name: jax.device_put(x, where) for name, x in arrays.items()}
+        return {name: jax.make_array_from_callback(x.shape, where, x.__getitem__) for name, x in arrays.items()}
 
 
 class Recipe:
@@ -180,21 +202,40 @@ class Recipe:
         state = {"policy": self.tx.init(params)}
         return state | ({"critic": self.critic.init(params)} if objective.needs_value(self.section) else {})
 
-    def shardings(self, mesh: Mesh) -> TrainState:
+    def shardings(self) -> TrainState:
+        """Where the state lives between updates."""
+        mesh, memory = self.model.mesh, self.section.optimizer_memory
         specs, whole = sharding.param_specs(self.model.cfg, mesh), NamedSharding(mesh, PartitionSpec())
-        opt = {"policy": optim.state_shardings(self.tx, decoder.abstract_params(self.model.cfg), specs, whole)}
+        like = decoder.abstract_params(self.model.cfg)
+        opt = {"policy": optim.state_shardings(self.tx, like, specs, whole, memory)}
         opt |= {"critic": self.critic.shardings(mesh)} if objective.needs_value(self.section) else {}
         return TrainState(specs, opt, whole)
 
 
-def update(recipe: Recipe, state: TrainState, arrays: Arrays,
-           final: jax.Array) -> tuple[TrainState, dict[str, jax.Array]]:
-    """One optimizer update; donates the state. `final`: this update completes the step."""
-    section, old = recipe.section, state.opt_state["policy"]
+def jitted_update(recipe: Recipe) -> Any:
+    """(state, arrays) -> (state, sums): THE jit. Donates the state."""
+    whole = NamedSharding(recipe.model.mesh, PartitionSpec())
+    return jax.jit(functools.partial(update, recipe), donate_argnums=0, out_shardings=(recipe.shardings(), whole))
+
+
+def abstract_inputs(recipe: Recipe, rows: int, tokens: int) -> tuple[TrainState, dict[str, jax.ShapeDtypeStruct]]:
+    """Shapes and shardings that the jit is called with."""
+    params = decoder.abstract_params(recipe.model.cfg)
+    state = TrainState(params, jax.eval_shape(recipe.init, params), jax.ShapeDtypeStruct((), jnp.int32))
+    state = jax.tree.map(lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), state, recipe.shardings())
+    where = sharding.batch_spec(recipe.model.mesh)
+    return state, {name: jax.ShapeDtypeStruct((rows, tokens), dtype, sharding=where)
+                   for name, dtype in objective.batch_dtypes(recipe.section).items()}
+
+
+def update(recipe: Recipe, state: TrainState, arrays: Arrays) -> tuple[TrainState, dict[str, jax.Array]]:
+    """One optimizer update; donates the state."""
+    section = recipe.section
     specs = sharding.param_specs(recipe.model.cfg, recipe.model.mesh)
     grads, sums = accumulate(functools.partial(micro_loss, recipe.model, section), state.params, specs,
                              {**arrays, "lag": lag(state.step, arrays)}, section.micro_batches)
     sums["grad_norm"] = optax.tree.norm(grads)
+    old = optim.fetched(state.opt_state["policy"], recipe.shardings().opt_state["policy"], after=sums["grad_norm"])
     sums["learning_rate"] = jnp.asarray(recipe.rate(optim.updates_done(old)), jnp.float32)
     ok = optim.all_finite(sums["loss"], sums["grad_norm"])
     updates, new = recipe.tx.update(grads, old, state.params)
@@ -208,8 +249,7 @@ def update(recipe: Recipe, state: TrainState, arrays: Arrays,
     if "critic" in opt_state:
         opt_state["critic"], more = recipe.critic.update(opt_state["critic"], arrays, accumulate)
         sums |= more
-    done = state.step + final.astype(jnp.int32)  # a skipped update still publishes: the same weights, a new version
-    return TrainState(keep(optax.apply_updates(state.params, updates), state.params), opt_state, done), sums
+    return TrainState(keep(optax.apply_updates(state.params, updates), state.params), opt_state, state.step), sums
 
 
 def accumulate(loss_fn: Any, params: Any, specs: Any, arrays: Arrays,

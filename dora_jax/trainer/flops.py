@@ -1,0 +1,102 @@
+"""Stage 5, train: floating-point operations of a step: what the model needs, and what a traced program does.
+
+    Meter            tokens/s and MFU of a step, for its metrics
+    model_flops      forward and backward of the tokens that are there: the numerator of MFU (arXiv 2204.02311), with the
+                     causal half of attention only, and nothing for recomputation, padding or masked scores
+    traced_flops     every matrix product of a jaxpr, recomputation and masked scores included: what the chips execute
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from typing import Any
+
+import jax.extend.core
+import numpy as np
+
+from dora_jax.models.config import ModelConfig
+from dora_jax.sim.chips import CHIPS
+
+DEVICE_KINDS = {  # what JAX calls a device -> (row of the hardware table, devices a chip)
+    "TPU v4": ("v4", 1), "TPU v5 lite": ("v5e", 1), "TPU v5": ("v5p", 1), "TPU v5p": ("v5p", 1),
+    "TPU v6 lite": ("v6e", 1), "TPU7x": ("tpu7x", 2), "NVIDIA H100 80GB HBM3": ("h100", 1), "NVIDIA H800": ("h800", 1),
+    "NVIDIA H200": ("h200", 1),
+}
+BACKWARD = 2  # gradients of weights and of inputs: two products for each of the forward pass
+
+
+def matmul_params(cfg: ModelConfig) -> int:
+    """Parameters that a token is multiplied with: all but the embedding's lookup, the gains and the biases."""
+    attention = cfg.d_model * cfg.head_dim * 2 * (cfg.n_heads + cfg.n_kv_heads)
+    return cfg.n_layers * (attention + 3 * cfg.d_model * cfg.d_ff) + cfg.d_model * cfg.vocab_size
+
+
+def model_flops(cfg: ModelConfig, lengths: Iterable[int]) -> float:
+    """Of one training pass over sequences of these lengths."""
+    n = np.asarray(list(lengths), np.float64)
+    scores = 2 * 2 * cfg.n_heads * cfg.head_dim * (n * (n + 1) / 2).sum()  # q k and p v of every pair that may look
+    return float((1 + BACKWARD) * (2 * matmul_params(cfg) * n.sum() + cfg.n_layers * scores))
+
+
+def segment_lengths(segment_ids_BxL: np.ndarray) -> np.ndarray:
+    """Tokens of every segment of packed rows."""
+    counts = [np.bincount(row)[1:] for row in segment_ids_BxL]
+    return np.concatenate([c[c > 0] for c in counts])
+
+
+def traced_flops(jaxpr: Any, loops: int = 1) -> float:
+    """Of all devices together. `loops`: how often a loop runs whose count is only known at run time."""
+    total = 0.0
+    for eqn in jaxpr.eqns:
+        if eqn.primitive.name == "dot_general":
+            (contracted, _), _ = eqn.params["dimension_numbers"]
+            shape = eqn.invars[0].aval.shape
+            total += 2.0 * math.prod(eqn.outvars[0].aval.shape) * math.prod(shape[i] for i in contracted)
+        else:
+            total += _times(eqn, loops) * sum(traced_flops(inner, loops) for inner in jax.extend.core.jaxprs_in_params(eqn.params))
+    return total
+
+
+def _times(eqn: Any, loops: int) -> int:
+    if eqn.primitive.name == "scan":
+        return eqn.params["length"]
+    if eqn.primitive.name == "while":
+        return loops
+    return eqn.params["mesh"].size if eqn.primitive.name == "shard_map" else 1  # its inner shapes are one device's
+
+
+class Meter:
+    """Adds up the updates of a step."""
+
+    def __init__(self, cfg: ModelConfig, mesh: Any, peak_tflops: float = 0.0):
+        """peak_tflops: of one device; 0: the hardware table's for its name, and without one there is no MFU."""
+        self._cfg = cfg
+        self._peak = mesh.size * (1e12 * peak_tflops or peak_flops(mesh.devices.flat[0].device_kind) or 0.0)
+        self._clear()
+
+    def add(self, segment_ids_BxL: np.ndarray, seconds: float) -> None:
+        lengths = segment_lengths(segment_ids_BxL)
+        self._tokens += int(lengths.sum())
+        self._places += segment_ids_BxL.size
+        self._flops += model_flops(self._cfg, lengths)
+        self._seconds += seconds
+
+    def take(self) -> dict[str, float]:
+        """Metrics of the updates since the last call."""
+        metrics = {"trainer/tokens_per_s": self._tokens / self._seconds, "trainer/packed_share": self._tokens / self._places}
+        if self._peak:
+            metrics["trainer/mfu"] = self._flops / self._seconds / self._peak
+        self._clear()
+        return metrics
+
+    def _clear(self) -> None:
+        self._tokens, self._places, self._flops, self._seconds = 0, 0, 0.0, 0.0
+
+
+def peak_flops(device_kind: str) -> float | None:
+    """bf16 FLOP/s of one device as JAX counts them; None for one that the hardware table lacks."""
+    if device_kind not in DEVICE_KINDS:
+        return None
+    chip, devices = DEVICE_KINDS[device_kind]
+    return CHIPS[chip].flops / devices
