@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from dora_jax.orchestrate import place, snapshot
+from dora_jax.orchestrate import balance, place, snapshot
 from dora_jax.orchestrate.admission import may_refill, publish_budget
 from dora_jax.orchestrate.core import Orchestrator
 from dora_jax.orchestrate.fleet import Group, Host, Unit
@@ -228,6 +228,23 @@ def test_evaluation_samples_keep_their_version_under_partial():
     assert (evaluation.units[0].version, training.units[0].version) == (0, 3)
     assert queue.first(0) is evaluation.units[0] and queue.first(3) is training.units[0]
     assert queue.unfinished == {0: 1, 3: 1}
+
+
+def test_a_sample_that_began_under_replaced_weights_is_put_aside_at_once():
+    made = body("loaded parked scored", mode="partial", group_size=2, inflight=2.0)
+    tell(made, "up 0\nstarted 0.0-1\ndone 0.0-1")
+    assert made.brain.summary()["training"] and made.brain.state.unit(SampleId(1, 0)).state == "starting"
+    assert tell(made, "published 1") == []  # samples that have not begun cannot be put aside
+    assert tell(made, "started 1.0") == ["Park ids=1.0 instance=0"]
+
+
+def test_a_swap_of_many_samples_costs_one_rebalance(monkeypatch):
+    made = body("loaded started parked scored", mode="partial", group_size=40, inflight=2.0)
+    tell(made, "up 0 slots=99 pages=999\ndone 0.0-39")
+    counted = []
+    monkeypatch.setattr("dora_jax.orchestrate.balance.rebalance", lambda s, real=balance.rebalance: (counted.append(s), real(s)))
+    said = tell(made, "published 1")
+    assert said[0].startswith("Park ids=1.0-39") and len(counted) <= 2
 
 
 # ---------------------------------------------------------------- snapshot

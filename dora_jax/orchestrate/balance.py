@@ -102,6 +102,13 @@ def _swap(s: State) -> None:
         _park(s, host, units)
 
 
+def swap_latecomers(s: State) -> None:
+    """Mode `partial`: those that had not begun to run when their weights were replaced."""
+    latecomers, s.latecomers = s.latecomers, {}
+    for unit in latecomers:
+        _park(s, s.fleet.hosts[unit.instance], [unit])
+
+
 def _preempt(s: State) -> None:
     """The trainer is idle, and an older version has samples but no instance: those of the younger version that is to
     make room are put aside instead of waited for. Older over younger only, so no two versions trade places."""

@@ -53,7 +53,7 @@ class Orchestrator:
         if s.halted:
             return ()
         COMMIT[type(event)](s, event)
-        if s.woken or s.take_due or s.rebalance_due or s.emptied or s.pressed or s.retire_due:
+        if s.woken or s.take_due or s.rebalance_due or s.emptied or s.pressed or s.retire_due or s.latecomers:
             self._decide()
         if not s.out:
             return ()
@@ -75,6 +75,8 @@ class Orchestrator:
         if s.rebalance_due:
             s.rebalance_due = False
             balance.rebalance(s)
+        if s.latecomers:
+            balance.swap_latecomers(s)
         if s.woken:
             place.fill_woken(s)
         if s.drained:

@@ -170,7 +170,7 @@ def sample_resumed(s: State, event: ev.SampleResumed) -> None:
 def _swap_latecomer(s: State, unit: Unit) -> None:
     """Mode `partial`: a sample that began to run under weights which were replaced meanwhile."""
     if s.decisions.on_publish == "swap" and unit.version < s.ledger.base and not is_eval(unit.group.id):
-        s.rebalance_due = True
+        s.latecomers[unit] = None
 
 
 # ---------------------------------------------------------------- groups and steps

@@ -43,6 +43,7 @@ class State:
         self.woken: dict[Version, None] = {}  # versions whose queue or whose free slots have changed
         self.pressed: dict[InstanceId, None] = {}  # instances that run out of pages
         self.emptied: dict[InstanceId, None] = {}  # instances that may take other weights now
+        self.latecomers: dict[Unit, None] = {}  # began to run under weights that were replaced meanwhile
         self.drained: dict[Version, int] = {}  # slots freed since a draining version's moves were last planned
         self.take_due = False
         self.step_ended = False
@@ -92,7 +93,7 @@ class State:
             self.retire_due = True
         self.queue.park(unit)
         self.woken[unit.version] = None
-        if unit.version not in self.fleet.holders:
+        if unit.version not in self.fleet.holders and unit.version not in self.fleet.promised:
             self.rebalance_due = True
 
     def cancel(self, unit: Unit) -> None:
