@@ -78,6 +78,10 @@ class RolloutSection:
     top_p: float = 1.0  # 1: off
     min_p: float = 0.0
     attention: str = "reference"  # reference, tpu, gpu
+    min_new_tokens: int = 0  # no stop token is drawn before so many
+    max_repeats: int = 0  # one token is drawn at most so often in a row; 0: any number
+    stop_strings: tuple[str, ...] = ()  # the text that ends a sample; its tokens stay
+    keep_set: bool = False  # send along which ids each token was drawn from; needs top_k
 
 
 @section

@@ -27,10 +27,10 @@ def weights(engine, seed=0, scale=1.0):
     return jax.device_put(tree, engine.param_shardings)
 
 
-def new_engine(device=0, **changes):
+def new_engine(device=0, decode=None, **changes):
     section = RolloutSection(**{**SIZES, **changes})
     mesh = sharding.make_mesh(jax.devices()[device : device + section.tensor], 1, 1, section.tensor)
-    return Engine(CFG, section, mesh, seed=7, eos_ids=EOS, vocab_limit=VOCAB)
+    return Engine(CFG, section, mesh, seed=7, eos_ids=EOS, vocab_limit=VOCAB, decode=decode)
 
 
 @functools.cache

@@ -5,6 +5,7 @@ set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 source launch/setup.sh
 install tests tests/requirements.txt
+install tests-nodeps tests/requirements-nodeps.txt --no-deps
 
 NOTHING_SELECTED=5  # pytest's code; an error only when both parts say it
 ran=0

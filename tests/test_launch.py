@@ -30,7 +30,8 @@ BROKEN = "#!/bin/bash\necho 'this shim has no version selected' >&2\nexit 127\n"
 @pytest.fixture
 def clone(tmp_path):
     """A clone with nothing installed, on a machine where only paper interpreters are found."""
-    for path in ("launch", "tests/run.sh", "tests/requirements.txt", "requirements.txt", ".ci"):
+    for path in ("launch", "tests/run.sh", "tests/requirements.txt", "tests/requirements-nodeps.txt", "requirements.txt",
+                 ".ci"):
         source, target = ROOT / path, tmp_path / "clone" / path
         target.parent.mkdir(parents=True, exist_ok=True)
         (shutil.copytree if source.is_dir() else shutil.copy)(source, target)
@@ -168,6 +169,7 @@ def test_tests_run_quick_ones_first_and_pass_arguments_on(clone):
     done, told = run(clone, "clone/tests/run.sh", "-k", "config")
     assert done.returncode == 0, done.stderr
     assert told == [PIP + "requirements.txt", PIP + "tests/requirements.txt",
+                    PIP + "tests/requirements-nodeps.txt --no-deps",
                     "-m pytest -m not slow -k config", "-m pytest -m slow -k config"]
     assert run(clone, "clone/.ci/run")[1] == ["-m pytest -m not slow", "-m pytest -m slow"]
 

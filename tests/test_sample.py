@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from dora_jax.models.logits import MASKED
-from dora_jax.rollout.sample import draw, keep, sample_key
+from dora_jax.rollout.sample import Limits, draw, keep, sample_key
 
 
 def keys(group, indices):
@@ -16,7 +16,7 @@ def keys(group, indices):
 def test_frequencies_follow_the_distribution():
     logits = jnp.log(jnp.array([0.5, 0.3, 0.15, 0.05]))
     n = 20_000
-    tokens, logprobs = draw(jnp.tile(logits, (n, 1)), keys(0, range(n)), jnp.zeros(n, jnp.int32))
+    tokens, logprobs, _ = draw(jnp.tile(logits, (n, 1)), keys(0, range(n)), jnp.zeros(n, jnp.int32))
     np.testing.assert_allclose(np.bincount(tokens, minlength=4) / n, np.exp(logits), atol=0.012)
     np.testing.assert_allclose(logprobs, logits[tokens], rtol=0, atol=1e-6)
 
@@ -24,9 +24,9 @@ def test_frequencies_follow_the_distribution():
 def test_noise_is_of_the_identity_not_of_the_row():
     logits = jnp.asarray(np.random.default_rng(0).normal(size=(6, 50)).astype(np.float32))
     positions = jnp.arange(6)
-    tokens, logprobs = draw(logits, keys(-4, range(6)), positions)
+    tokens, logprobs, _ = draw(logits, keys(-4, range(6)), positions)
     order = np.array([3, 0, 5, 1, 4, 2])
-    shuffled, _ = draw(logits[order], keys(-4, range(6))[order], positions[order])
+    shuffled, *_ = draw(logits[order], keys(-4, range(6))[order], positions[order])
     np.testing.assert_array_equal(shuffled, tokens[order])
     flat = jnp.zeros((64, 50))
     draws = [draw(flat, keys(group, range(64)), jnp.full(64, position))[0].tolist()
@@ -43,13 +43,47 @@ def test_cuts_keep_what_they_say(cut, kept):
     logprobs = jnp.log(jnp.array([[0.5, 0.3, 0.15, 0.05]]))
     settings = {"top_k": 0, "top_p": 1.0, "min_p": 0.0, **cut}
     assert np.flatnonzero(keep(logprobs, **settings)[0] > MASKED).tolist() == kept
-    tokens, reported = draw(jnp.tile(logprobs, (500, 1)), keys(1, range(500)), jnp.zeros(500, jnp.int32), **settings)
+    tokens, reported, _ = draw(jnp.tile(logprobs, (500, 1)), keys(1, range(500)), jnp.zeros(500, jnp.int32), **settings)
     assert sorted(set(tokens.tolist())) == kept
     np.testing.assert_allclose(reported, logprobs[0, tokens], rtol=0, atol=1e-6)
 
 
 def test_greedy_ignores_the_noise():
     logits = jnp.asarray(np.random.default_rng(0).normal(size=(6, 50)).astype(np.float32))
-    tokens, logprobs = draw(logits, keys(0, range(6)), jnp.zeros(6, jnp.int32), greedy=True)
+    tokens, logprobs, _ = draw(logits, keys(0, range(6)), jnp.zeros(6, jnp.int32), greedy=True)
     np.testing.assert_array_equal(tokens, logits.argmax(-1))
     np.testing.assert_allclose(logprobs, jax.nn.log_softmax(logits).max(-1), rtol=0, atol=1e-6)
+
+
+def limits(last, repeats, **changes):
+    settings = dict(stop_ids=(1, 3), min_new_tokens=0, max_repeats=0) | changes
+    return Limits(last_B=jnp.array(last), repeats_B=jnp.array(repeats), **settings)
+
+
+def test_no_stop_token_comes_too_early_and_no_token_too_often():
+    logprobs = jnp.log(jnp.full((3, 4), 0.25))
+    allowed = lambda cut: [np.flatnonzero(row > MASKED).tolist() for row in cut]
+    early = limits([0, 0, 0], [1, 1, 1], min_new_tokens=2)
+    assert allowed(early.cut(logprobs, jnp.array([0, 1, 2]))) == [[0, 2], [0, 2], [0, 1, 2, 3]]
+    often = limits([2, 2, 0], [1, 2, 5], max_repeats=2)
+    assert allowed(often.cut(logprobs, jnp.array([5, 5, 5]))) == [[0, 1, 2, 3], [0, 1, 3], [1, 2, 3]]
+    n = 200
+    many = limits([2] * n, [2] * n, max_repeats=2, min_new_tokens=9)
+    tokens, reported, _ = draw(jnp.zeros((n, 4)), keys(0, range(n)), jnp.zeros(n, jnp.int32), many)
+    assert set(tokens.tolist()) == {0}
+    np.testing.assert_allclose(reported, np.log(0.25), rtol=1e-6)  # before the cut
+    greedy, _, _ = draw(jnp.array([[0.0, 9.0, 5.0, 7.0]]), keys(0, [0]), jnp.zeros(1, jnp.int32),
+                        limits([0], [1], min_new_tokens=1), greedy=True)
+    assert greedy.tolist() == [2]
+
+
+def test_the_keep_set_is_what_is_drawn_from():
+    """Five tokens tie for the last place of three: only those that are sent along may be drawn."""
+    probs = np.array([0.3, 0.2, 0.1, 0.1, 0.1, 0.1, 0.1], np.float32)
+    n = 500
+    tokens, _, kept = draw(jnp.tile(jnp.log(probs), (n, 1)), keys(2, range(n)), jnp.zeros(n, jnp.int32), top_k=3,
+                           top_p=1.0, keep_set=True)
+    assert set(tokens.tolist()) == {0, 1, 2} and (np.asarray(kept) == [0, 1, 2]).all()
+    tokens, _, kept = draw(jnp.tile(jnp.log(probs), (n, 1)), keys(2, range(n)), jnp.zeros(n, jnp.int32), top_k=3,
+                           top_p=0.5, keep_set=True)
+    assert set(tokens.tolist()) == {0, 1} and (np.asarray(kept) == [0, 1, -1]).all()

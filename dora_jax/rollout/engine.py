@@ -12,6 +12,7 @@ on batch-mates, order, preemption or migration; a tick waits for the device only
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -24,6 +25,7 @@ from dora_jax.rollout.forward import Calls, Device
 from dora_jax.rollout.migrate import Parcel, repaged
 from dora_jax.rollout.plan import DecodeCall, PrefillCall, Prefix, Scheduler, Seq
 from dora_jax.rollout.shapes import shapes_of
+from dora_jax.rollout.stops import StopStrings
 from dora_jax.rollout.ticks import TickResult
 from dora_jax.types import Sample, SampleId, Span, Version
 
@@ -33,19 +35,24 @@ __all__ = ["Engine", "TickResult"]
 def new_calls(cfg: decoder.ModelConfig, section: RolloutSection, mesh: jax.sharding.Mesh, *, seed: int,
               eos_ids: tuple[int, ...], vocab_limit: int, dtype) -> Calls:
     """What an engine of this section compiles; an AOT check compiles the same for devices that are not here."""
-    sampling = {"top_k": section.top_k, "top_p": section.top_p, "min_p": section.min_p}
+    sampling = {"top_k": section.top_k, "top_p": section.top_p, "min_p": section.min_p,
+                "keep_set": section.keep_set}
     return Calls(cfg, shapes_of(section), mesh, seed=seed, eos_ids=eos_ids, vocab_limit=vocab_limit, sampling=sampling,
-                 temperature=section.temperature, dtype=dtype)
+                 min_new_tokens=section.min_new_tokens, temperature=section.temperature, dtype=dtype)
 
 
 class Engine:
     """One replica on its own mesh (axis "tensor": KV heads). Samples are keyed by id, never by slot."""
 
     def __init__(self, cfg: decoder.ModelConfig, section: RolloutSection, mesh: jax.sharding.Mesh, *, seed: int,
-                 eos_ids: tuple[int, ...], vocab_limit: int, dtype=jnp.float32):
+                 eos_ids: tuple[int, ...], vocab_limit: int, dtype=jnp.float32,
+                 decode: Callable[[Sequence[int]], str] | None = None):
+        """`decode`: ids -> text, for rollout.stop_strings."""
         self.cfg = cfg
         self.section = section
+        self.mesh = mesh
         self.shapes = shapes_of(section)
+        self._stops = StopStrings(section.stop_strings, decode)
         self.eos_ids = tuple(eos_ids)
         self.param_shardings = sharding.param_specs(cfg, mesh, layout="serving")
         self._device = Device(new_calls(cfg, section, mesh, seed=seed, eos_ids=self.eos_ids, vocab_limit=vocab_limit,
@@ -206,23 +213,29 @@ class Engine:
     def _commit(self, call: DecodeCall, result: np.ndarray) -> None:
         steps = self.shapes.steps
         logprobs = result[:, steps : 2 * steps].view(np.float32)
+        kept = result[:, 2 * steps + 1 :].reshape(len(result), steps, -1)
         for row, (seq, planned) in enumerate(call.rows):
             seq.inflight -= planned
             if self._scheduler.seqs.get(seq.id) is not seq:
                 continue  # cancelled while in flight
-            count = int(result[row, -1])
+            count, text_stops = self._stops.end(seq.sequence[len(seq.prompt_ids) :],
+                                                result[row, : result[row, 2 * steps]].tolist())
             seq.sequence += result[row, :count].tolist()
             seq.logprobs += logprobs[row, :count].tolist()
+            if self.shapes.kept:
+                seq.kept += list(kept[row, :count])
             self._emit.tokens += count
             self._emit.progress[seq.id] = seq.n_out
-            if finish := self._finish(seq, logprobs[row, :count]):
+            if finish := self._finish(seq, logprobs[row, :count], text_stops):
                 self._emit.finished.append(_sample(seq, finish))
+                if self.shapes.kept:
+                    self._emit.kept[seq.id] = self._kept(seq)
                 self._scheduler.remove(seq)
 
-    def _finish(self, seq: Seq, logprobs: np.ndarray) -> str | None:
+    def _finish(self, seq: Seq, logprobs: np.ndarray, text_stops: bool) -> str | None:
         if not np.isfinite(logprobs).all():
             return "error"  # its weights or KV are not numbers: never a sample to train on
-        if seq.sequence[-1] in self.eos_ids and seq.n_out:
+        if text_stops or (seq.sequence[-1] in self.eos_ids and seq.n_out):
             return "stop"
         return "length" if seq.n_out == seq.max_new_tokens else None
 
@@ -234,7 +247,11 @@ class Engine:
         return Parcel(id=seq.id, version=seq.version, prompt_ids=seq.prompt_ids,
                       out_ids=np.array(seq.sequence[n:], np.int32), logprobs=np.array(seq.logprobs, np.float32),
                       max_new_tokens=seq.max_new_tokens, kv_len=kv_len, page_size=self.shapes.page_size,
-                      k_pages=k, v_pages=v)
+                      k_pages=k, v_pages=v, kept=self._kept(seq))
+
+    def _kept(self, seq: Seq) -> np.ndarray | None:
+        width = self.shapes.kept
+        return np.array(seq.kept, np.int32).reshape(-1, width) if width else None
 
     def _zeros(self) -> Any:
         abstract = jax.eval_shape(decoder.serving_layout, decoder.abstract_params(self.cfg))
@@ -245,7 +262,7 @@ class Engine:
     def _emit_all(self) -> TickResult:
         emit, self._emit = self._emit, _Emit()
         return TickResult(started=tuple(emit.started), finished=tuple(emit.finished), progress=emit.progress,
-                          tokens=emit.tokens, free_pages=self.free_pages)
+                          tokens=emit.tokens, free_pages=self.free_pages, kept=emit.kept)
 
 
 @dataclasses.dataclass
@@ -255,6 +272,7 @@ class _Emit:
     started: list[SampleId] = dataclasses.field(default_factory=list)
     finished: list[Sample] = dataclasses.field(default_factory=list)
     progress: dict[SampleId, int] = dataclasses.field(default_factory=dict)
+    kept: dict[SampleId, np.ndarray] = dataclasses.field(default_factory=dict)
     tokens: int = 0
 
 

@@ -23,7 +23,7 @@ from dora_jax.ops import attention
 from dora_jax.rollout import sample
 from dora_jax.rollout.gathered import Gathered
 from dora_jax.rollout.paged import Paged
-from dora_jax.rollout.shapes import (DRAWN, FRESH, GROUP, HEADER, INDEX, POSITION, REMAINING, SLOT, TOKEN,
+from dora_jax.rollout.shapes import (DRAWN, FRESH, GROUP, HEADER, INDEX, POSITION, REMAINING, REPEATS, SLOT, TOKEN,
                                      Shapes)
 
 PAGES_A_COPY = 32  # pages that one call moves to or from the host; longer samples take several, others decode between
@@ -33,7 +33,7 @@ class Calls:
     """The compiled calls of one engine on one mesh, and how their arrays are laid out. Owns no array."""
 
     def __init__(self, cfg: decoder.ModelConfig, shapes: Shapes, mesh: Mesh, *, seed: int, eos_ids: tuple[int, ...],
-                 vocab_limit: int, sampling: dict[str, Any], temperature: float, dtype):
+                 vocab_limit: int, sampling: dict[str, Any], min_new_tokens: int, temperature: float, dtype):
         attention.check_platform(shapes.attention, mesh.devices.flat[0].platform)
         kv = Gathered(cfg, shapes, dtype) if shapes.attention == "reference" else Paged(cfg, shapes, dtype, mesh)
         self.replicated = NamedSharding(mesh, PartitionSpec())
@@ -45,7 +45,11 @@ class Calls:
         logits = functools.partial(policy_logits, cfg, vocab_limit=vocab_limit, temperature=temperature or 1.0)
         draw = functools.partial(sample.draw, greedy=temperature == 0, **sampling)
         key = functools.partial(sample.sample_key, seed)
-        decode = functools.partial(_decode, cfg, shapes, kv, logits, draw, key, stop, dtype)
+        limits = functools.partial(sample.Limits, stop_ids=eos_ids, min_new_tokens=min_new_tokens,
+                                   max_repeats=shapes.max_repeats)
+        if not (min_new_tokens or shapes.max_repeats):
+            limits = lambda last_B, repeats_B: None  # noqa: E731
+        decode = functools.partial(_decode, cfg, shapes, kv, logits, draw, limits, key, stop, dtype)
         prefill = functools.partial(_prefill, cfg, shapes, kv, dtype)
         self.pool_sharding = pool
         self.empty = jax.jit(lambda: _empty(kv, shapes), out_shardings=(pool, rep))
@@ -73,7 +77,7 @@ class Device:
         self.pool = self._calls.prefill(params, self.pool, control, blocks=blocks)
 
     def generate(self, params: Any, control: np.ndarray, blocks: int) -> jax.Array:
-        """i32[rows, 2 * steps + 1]: tokens, log-prob bits, how many of them count."""
+        """i32[rows, shapes.result]: tokens, log-prob bits, how many of them count, keep sets."""
         control = jax.device_put(control, self._calls.replicated)
         self.pool, self.state, result = self._calls.decode(params, self.pool, self.state, control, blocks=blocks)
         result.copy_to_host_async()
@@ -107,42 +111,49 @@ class Device:
 
 
 def _empty(kv, shapes: Shapes):
-    """The pool, and per slot (the last one for padding rows) its next token and whether it still samples."""
-    return kv.empty(), jnp.zeros((shapes.slots + 1, 2), jnp.int32)
+    """The pool, and per slot (the last one for padding rows) its next token, whether it still samples, how often the
+    token has come in a row."""
+    return kv.empty(), jnp.zeros((shapes.slots + 1, 3), jnp.int32)
 
 
-def _decode(cfg, shapes: Shapes, kv, logits, draw, key, stop, dtype, params, pool, state_Sx2, control_BxC, *,
+def _decode(cfg, shapes: Shapes, kv, logits, draw, limits, key, stop, dtype, params, pool, state_Sx3, control_BxC, *,
             blocks: int):
-    """Up to `steps` tokens for each row. state: next token, and whether the row still samples."""
+    """Up to `steps` tokens for each row; see `_empty` for the state, Shapes.result for the result."""
     header, pages_BxP, window_BxW = jnp.split(control_BxC, [HEADER, HEADER + blocks * shapes.block_pages], axis=1)
     slot_B, past_B, drawn_B = header[:, SLOT], header[:, POSITION], header[:, DRAWN]
     fresh_B = header[:, FRESH] > 0
-    token_B = jnp.where(fresh_B, header[:, TOKEN], state_Sx2[slot_B, 0])
-    active_B = (header[:, REMAINING] > 0) & (fresh_B | (state_Sx2[slot_B, 1] > 0))
+    token_B = jnp.where(fresh_B, header[:, TOKEN], state_Sx3[slot_B, 0])
+    repeats_B = jnp.where(fresh_B, header[:, REPEATS], state_Sx3[slot_B, 2])
+    active_B = (header[:, REMAINING] > 0) & (fresh_B | (state_Sx3[slot_B, 1] > 0))
     keys_B = jax.vmap(key)(header[:, GROUP], header[:, INDEX])
     fixed, moving = kv.begin(pool, pages_BxP, window_BxW, past_B)
     rows, steps = token_B.shape[0], shapes.steps
 
     def step(carry):
-        i, token_B, active_B, moving, tokens_NxB, bits_NxB, count_B = carry
+        i, last_B, repeats_B, active_B, moving, (tokens_NxB, bits_NxB, kept_NxBxK), count_B = carry
         moving = jax.tree.map(lambda x: x, moving)  # `attend` puts each layer's new arrays into these lists
         attend = kv.attend_step(fixed, moving, i, active_B)
-        hidden_BxD = decoder.forward(cfg, params, token_B[:, None], past_B[:, None] + i, attend, dtype=dtype)[:, 0]
+        hidden_BxD = decoder.forward(cfg, params, last_B[:, None], past_B[:, None] + i, attend, dtype=dtype)[:, 0]
         with jax.named_scope("sample"):
-            next_B, logprob_B = draw(logits(params, hidden_BxD), keys_B, drawn_B + i)
-        token_B = jnp.where(active_B, next_B, token_B)
-        tokens_NxB, bits_NxB = tokens_NxB.at[i].set(token_B), bits_NxB.at[i].set(_bits(logprob_B))
+            next_B, logprob_B, kept_BxK = draw(logits(params, hidden_BxD), keys_B, drawn_B + i,
+                                               limits(last_B, repeats_B))
+        token_B = jnp.where(active_B, next_B, last_B)
+        repeats_B = jnp.where((token_B == last_B) & (repeats_B > 0), repeats_B + 1, 1)
+        out = tokens_NxB.at[i].set(token_B), bits_NxB.at[i].set(_bits(logprob_B)), kept_NxBxK.at[i].set(kept_BxK)
         count_B = count_B + active_B
         active_B = active_B & ~stop(token_B) & (i + 1 < header[:, REMAINING])
-        return i + 1, token_B, active_B, moving, tokens_NxB, bits_NxB, count_B
+        return i + 1, token_B, repeats_B, active_B, moving, out, count_B
 
-    zeros_NxB = jnp.zeros((steps, rows), jnp.int32)
-    carry = (jnp.int32(0), token_B, active_B, moving, zeros_NxB, zeros_NxB, jnp.zeros(rows, jnp.int32))
-    _, token_B, active_B, moving, tokens_NxB, bits_NxB, count_B = jax.lax.while_loop(
-        lambda c: (c[0] < steps) & c[2].any(), step, carry)
+    out = jnp.zeros((steps, rows), jnp.int32), jnp.zeros((steps, rows), jnp.int32), \
+        jnp.zeros((steps, rows, shapes.kept), jnp.int32)
+    carry = (jnp.int32(0), token_B, repeats_B, active_B, moving, out, jnp.zeros(rows, jnp.int32))
+    _, token_B, repeats_B, active_B, moving, out, count_B = jax.lax.while_loop(
+        lambda c: (c[0] < steps) & c[3].any(), step, carry)
+    tokens_NxB, bits_NxB, kept_NxBxK = out
     pool = kv.end(pool, moving, pages_BxP, window_BxW, past_B, count_B)
-    state_Sx2 = state_Sx2.at[slot_B].set(jnp.stack([token_B, active_B.astype(jnp.int32)], axis=1))
-    return pool, state_Sx2, jnp.concatenate([tokens_NxB.T, bits_NxB.T, count_B[:, None]], axis=1)
+    state_Sx3 = state_Sx3.at[slot_B].set(jnp.stack([token_B, active_B.astype(jnp.int32), repeats_B], axis=1))
+    kept_BxNK = kept_NxBxK.transpose(1, 0, 2).reshape(rows, -1)
+    return pool, state_Sx3, jnp.concatenate([tokens_NxB.T, bits_NxB.T, count_B[:, None], kept_BxNK], axis=1)
 
 
 def _prefill(cfg, shapes: Shapes, kv, dtype, params, pool, control_RxC, *, blocks: int):

@@ -28,6 +28,7 @@ class Parcel:
     page_size: int = 0
     k_pages: np.ndarray | None = None  # [layers, pages, K, D, page_size]
     v_pages: np.ndarray | None = None  # [layers, pages, K, page_size, D]
+    kept: np.ndarray | None = None  # i32[U, top_k]: keep sets so far, where the engine sends them along
 
     @property
     def kv_bytes(self) -> int:

@@ -38,6 +38,7 @@ class Seq:
         self.max_new_tokens = parcel.max_new_tokens
         self.sequence: list[int] = [*parcel.prompt_ids.tolist(), *parcel.out_ids.tolist()]
         self.logprobs: list[float] = parcel.logprobs.tolist()
+        self.kept: list[np.ndarray] = [] if parcel.kept is None else list(parcel.kept)  # i32[top_k] a sampled token
         self.parcel: Parcel | None = parcel  # its KV in host memory, while it waits
         self.slot: int | None = None
         self.path: list[Node] = []  # shared prefix
@@ -71,6 +72,11 @@ class Seq:
         if self.slot is None:
             return 0
         return self.position if self.ready else next(node.start for node in self.path if not node.ready)
+
+    def repeats(self, limit: int) -> int:
+        """How many of the last sampled tokens are the same, counted up to a limit."""
+        last = self.sequence[len(self.prompt_ids) :][-limit:] if limit else []
+        return next((n for n, token in enumerate(reversed(last)) if token != last[-1]), len(last))
 
     @property
     def private(self) -> list[int]:
@@ -350,7 +356,7 @@ class Scheduler:
         for row, seq in zip(control, seqs, strict=False):
             steps = min(s.steps, seq.remaining)
             row[:HEADER] = (seq.slot, seq.fresh, seq.sequence[-1], seq.position, seq.remaining,
-                            seq.n_out + seq.inflight, seq.id.group_id, seq.id.index)
+                            seq.n_out + seq.inflight, seq.id.group_id, seq.id.index, seq.repeats(s.max_repeats))
             past = seq.pages_to_read()[: s.pages_for(seq.position)]
             row[read : read + len(past)] = past
             first = seq.position // s.page_size

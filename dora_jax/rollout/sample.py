@@ -3,12 +3,15 @@
 Consumes the policy's logits (after temperature, padding ids masked: models/logits.py, which the trainer uses too);
 produces one token a row and its log-prob. Key = fold_in(fold_in(fold_in(key(seed), group), index), position), where
 position counts sampled tokens from 0: slots, batch-mates, instances and migration do not enter.
-Laws: the log-prob is that of the tempered distribution over all tokens that exist, before top-k, top-p and min-p:
-those cut the draw, not the report, so samples drawn with them may be scored but never trained on. Temperature 0 is
-greedy and reports the log-prob at temperature 1.
+Laws: the log-prob is that of the tempered distribution over all tokens that exist, before limits, top-k, top-p and
+min-p: those cut the draw, not the report. What was drawn from is in the keep set, which comes along where asked for;
+without it, samples drawn with cuts may be scored but not trained on. Temperature 0 is greedy and reports the log-prob
+at temperature 1.
 """
 
 from __future__ import annotations
+
+import dataclasses
 
 import jax
 import jax.numpy as jnp
@@ -22,18 +25,47 @@ def sample_key(seed: int, group_id, index) -> jax.Array:
     return jax.random.fold_in(key, jnp.asarray(index).astype(jnp.uint32))
 
 
-def draw(logits_BxV, keys_B, positions_B, *, greedy: bool = False, top_k: int = 0, top_p: float = 1.0,
-         min_p: float = 0.0) -> tuple[jax.Array, jax.Array]:
-    """(token i32[B], log-prob f32[B]) of the next token of each row; `logits_BxV` already tempered and masked."""
+def draw(logits_BxV, keys_B, positions_B, limits: Limits | None = None, *, greedy: bool = False, top_k: int = 0,
+         top_p: float = 1.0, min_p: float = 0.0, keep_set: bool = False):
+    """(token i32[B], log-prob f32[B], kept i32[B, top_k or 0]) of the next token of each row.
+
+    `logits_BxV` are already tempered and masked. kept: the ids that were drawn from, -1 beyond them.
+    """
     logprobs_BxV = jax.nn.log_softmax(logits_BxV, axis=-1)
-    if greedy:
-        token_B = jnp.argmax(logits_BxV, axis=-1).astype(jnp.int32)
-    else:
-        kept_BxV = keep(logprobs_BxV, top_k=top_k, top_p=top_p, min_p=min_p)
-        noise_BxV = jax.vmap(_noise, (0, 0, None))(keys_B, positions_B, logits_BxV.shape[-1])
-        token_B = jnp.argmax(kept_BxV + noise_BxV, axis=-1).astype(jnp.int32)
-    logprob_B = jnp.take_along_axis(logprobs_BxV, token_B[:, None], axis=-1)[:, 0]
-    return token_B, logprob_B
+    allowed_BxV = logprobs_BxV if limits is None else limits.cut(logprobs_BxV, positions_B)
+    kept_BxV = keep(allowed_BxV, top_k=top_k, top_p=top_p, min_p=min_p)
+    kept_BxK = jnp.zeros((*positions_B.shape, 0), jnp.int32)
+    if keep_set:
+        values_BxK, ids_BxK = jax.lax.top_k(kept_BxV, top_k)
+        kept_BxK = jnp.where(values_BxK > MASKED, ids_BxK, -1)
+        in_set_BxV = jnp.zeros(kept_BxV.shape, bool).at[jnp.arange(len(ids_BxK))[:, None], ids_BxK].set(True)
+        kept_BxV = jnp.where(in_set_BxV, kept_BxV, MASKED)  # of ties with the last, only those that are sent along
+    if not greedy:
+        kept_BxV = kept_BxV + jax.vmap(_noise, (0, 0, None))(keys_B, positions_B, logits_BxV.shape[-1])
+    token_B = jnp.argmax(kept_BxV, axis=-1).astype(jnp.int32)
+    return token_B, jnp.take_along_axis(logprobs_BxV, token_B[:, None], axis=-1)[:, 0], kept_BxK
+
+
+@dataclasses.dataclass(frozen=True)
+class Limits:
+    """What may not be drawn, given what has been: a stop token too early, one token too often in a row."""
+
+    last_B: jax.Array  # the token before
+    repeats_B: jax.Array  # how often it has come in a row; 0: it is the prompt's
+    stop_ids: tuple[int, ...]
+    min_new_tokens: int
+    max_repeats: int  # 0: any number
+
+    def cut(self, logprobs_BxV, positions_B) -> jax.Array:
+        ids_V = jnp.arange(logprobs_BxV.shape[-1])
+        cut_BxV = jnp.zeros(logprobs_BxV.shape, bool)
+        if self.max_repeats:
+            worn_B = self.repeats_B >= self.max_repeats
+            cut_BxV |= worn_B[:, None] & (ids_V[None] == self.last_B[:, None])
+        if self.min_new_tokens:
+            is_stop_V = jnp.isin(ids_V, jnp.array(self.stop_ids, jnp.int32))
+            cut_BxV |= (positions_B < self.min_new_tokens)[:, None] & is_stop_V[None]
+        return jnp.where(cut_BxV, MASKED, logprobs_BxV)
 
 
 def keep(logprobs_BxV, *, top_k: int, top_p: float, min_p: float) -> jax.Array:

@@ -12,7 +12,7 @@ import dataclasses
 from dora_jax.config import RolloutSection
 
 # columns of a decode call's control array; then the pages to read, then those to write
-SLOT, FRESH, TOKEN, POSITION, REMAINING, DRAWN, GROUP, INDEX, HEADER = range(9)
+SLOT, FRESH, TOKEN, POSITION, REMAINING, DRAWN, GROUP, INDEX, REPEATS, HEADER = range(10)
 PREFILL_CALL_TOKENS = 128  # enough for matrix products to run at speed; more would be padding when few prompts wait
 
 
@@ -29,6 +29,8 @@ class Shapes:
     block: int  # positions of one context block
     max_context: int  # prompt + new tokens
     attention: str  # reference or tpu: how KV lies in pages
+    max_repeats: int  # 0: no limit
+    kept: int  # ids of the keep set that come along with each token
 
     @property
     def block_pages(self) -> int:
@@ -50,6 +52,11 @@ class Shapes:
     def prefill_buckets(self) -> tuple[int, ...]:
         """Past lengths that prefill calls are compiled for: most prompts have none."""
         return (0, self.decode_buckets[-1])
+
+    @property
+    def result(self) -> int:
+        """Columns of a decode call's result: tokens, log-prob bits, how many of them count, keep sets."""
+        return (2 + self.kept) * self.steps + 1
 
     def decode_control(self, blocks: int) -> tuple[int, int]:
         """Shape of a decode call's control array: header, pages to read, pages to write."""
@@ -77,6 +84,7 @@ def shapes_of(section: RolloutSection) -> Shapes:
     if section.attention == "gpu":
         raise ValueError("rollout.attention gpu: jax has no paged kernel for GPUs that it still keeps up; use "
                          "reference, which XLA compiles for them")
+    _check_sampling(section)
     rows = section.decode_rows or section.slots
     if section.slots % rows:
         raise ValueError(f"rollout.slots {section.slots} is not a multiple of rollout.decode_rows {rows}")
@@ -91,11 +99,24 @@ def shapes_of(section: RolloutSection) -> Shapes:
         prefill_rows=prefill_rows, prefill_calls=section.prefill_tokens // (prefill_rows * chunk),
         page_size=size, pages=section.pages,
         block=min(_up(section.context_block, size), _up(max_context, size)), max_context=max_context,
-        attention=section.attention)
+        attention=section.attention, max_repeats=section.max_repeats,
+        kept=section.top_k if section.keep_set else 0)
     needed = shapes.worst_pages(section.max_prompt_tokens, section.max_new_tokens)
     if needed > section.pages:
         raise ValueError(f"rollout.pages {section.pages} cannot hold one longest sample, which needs {needed}")
     return shapes
+
+
+def _check_sampling(section: RolloutSection) -> None:
+    if not 0 <= section.min_new_tokens <= section.max_new_tokens:
+        raise ValueError(f"rollout.min_new_tokens {section.min_new_tokens} is not between 0 and rollout.max_new_tokens "
+                         f"{section.max_new_tokens}")
+    if section.max_repeats < 0:
+        raise ValueError(f"rollout.max_repeats {section.max_repeats} is less than 0")
+    if section.keep_set and section.top_k < 1:
+        raise ValueError("rollout.keep_set sends the kept ids along, so rollout.top_k must bound their number")
+    if "" in section.stop_strings:
+        raise ValueError("rollout.stop_strings has an empty string, which every text contains")
 
 
 def _up(n: int, multiple: int) -> int:

@@ -87,6 +87,9 @@ class Slots:
                 del self._running[slot]
         return ResultTokens(data=data, steps=steps), tuple(finished.values())
 
+    def holds(self, slot: int) -> bool:
+        return slot in self._running
+
     def free_resource(self, slot: int) -> None:
         """Ends the slot's sample, if it has one."""
         if slot in self._running:

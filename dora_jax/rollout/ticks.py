@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping
+from typing import TYPE_CHECKING
 
 from dora_jax.types import Sample, SampleId, record
+
+if TYPE_CHECKING:
+    import numpy as np
 
 
 @record
@@ -14,3 +19,5 @@ class TickResult:
     progress: Mapping[SampleId, int]  # samples that grew: tokens sampled so far, finished ones included
     tokens: int  # sampled this tick, over all samples
     free_pages: int  # free now, evictable prefixes included
+    # with rollout.keep_set, of each finished sample: i32[U, top_k], the ids each token was drawn from, -1 beyond them
+    kept: Mapping[SampleId, np.ndarray] = dataclasses.field(default_factory=dict)

@@ -1,0 +1,162 @@
+"""Stage 2, optional: one version of the engine as `jetstream.engine.engine_api.Engine`, for JetStream's orchestrator.
+
+Needs the extra `jetstream`: google-jetstream 0.2.2 without its own dependencies (it asks for TensorFlow through
+seqio), plus grpcio, shortuuid and prometheus-client:
+  pip install "dora_jax[jetstream]" && pip install --no-deps google-jetstream==0.2.2
+The unrelated package that PyPI calls `jetstream` has the same import name; never install it.
+Its API has no log-probs, versions, migration or release of a slot; callers that need them use slots.py. A slot is
+freed when the next sample is inserted; a request beyond its own `max_tokens` decodes on until then.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import itertools
+import sys
+import threading
+import types
+from typing import Any
+
+import jax
+import numpy as np
+
+from dora_jax.rollout.engine import Engine
+from dora_jax.rollout.slots import Slots
+from dora_jax.types import SampleId, Version
+
+GROUP = 0  # all requests are samples of one group: their identity is their number
+
+
+def import_jetstream():
+    """`jetstream.engine.engine_api`, with empty stand-ins for what it imports and does not use here."""
+    if not hasattr(jax, "tree_map"):
+        jax.tree_map = jax.tree.map  # removed from jax; JetStream's orchestrator kills its process without it
+    for name, attributes in {
+        "seqio": {}, "seqio.vocabularies": {"Vocabulary": object, "SentencePieceVocabulary": object},
+        "tiktoken": {}, "tiktoken.load": {"load_tiktoken_bpe": None},
+    }.items():
+        if name.partition(".")[0] not in sys.modules and importlib.util.find_spec(name.partition(".")[0]):
+            continue  # the real one is installed
+        if name not in sys.modules:
+            module = types.ModuleType(name)
+            vars(module).update(attributes)
+            sys.modules[name] = module
+            parent, _, child = name.rpartition(".")
+            if parent:
+                setattr(sys.modules[parent], child, module)
+    from jetstream.engine import engine_api
+
+    return engine_api
+
+
+def new_adapter(engine: Engine, version: Version, *, max_new_tokens: int, bos_id: int, pad_id: int = 0) -> Any:
+    """An `engine_api.Engine` that decodes with this version, one token a slot and call.
+
+    `bos_id`: what JetStream puts before every request's tokens, whether the caller wants it or not.
+    """
+    engine_api = import_jetstream()
+
+    class Tokenizer:
+        """Ids in, ids out: requests carry token ids."""
+
+        stop_tokens = set(engine.eos_ids)
+
+        def __init__(self):
+            self.bos_id, self.eos_id, self.pad_id = bos_id, engine.eos_ids[0] if engine.eos_ids else -1, pad_id
+
+        def decode(self, ids: list[int]) -> str:
+            return " ".join(map(str, ids))
+
+    class Adapter(_Adapter, engine_api.Engine):
+        result_tokens = engine_api.ResultTokens
+        tokenizer = Tokenizer
+
+    return Adapter(engine, version, max_new_tokens)
+
+
+class _Adapter:
+    """JetStream calls `prefill` and `insert`/`generate` from two threads; the engine is used under one lock."""
+
+    def __init__(self, engine: Engine, version: Version, max_new_tokens: int):
+        self._slots = Slots(engine)
+        self._version = version
+        self._max_new_tokens = max_new_tokens
+        self._lock = threading.Lock()
+        self._requests = itertools.count()
+        self._ready: dict[int, list[int]] = {}  # slot -> tokens not handed out yet
+        self._length: dict[int, int] = {}  # slot -> tokens handed out
+        self._live: set[int] = set()  # slots that may get more tokens
+
+    def load_params(self) -> Version:
+        """Weights are the engine's; what JetStream passes round is their version."""
+        return self._version
+
+    def prefill(self, *, params, existing_prefix=None, padded_tokens, true_length, **_) -> Any:
+        if existing_prefix is not None:
+            raise NotImplementedError("a prefix is shared by its tokens here; existing_prefix is not taken")
+        with self._lock:
+            return self._slots.prefill(version=params, tokens=np.asarray(padded_tokens)[: int(true_length)])
+
+    def insert(self, prefix, decode_state, slot: int) -> Any:
+        with self._lock:
+            self._slots.free_resource(slot)
+            id = SampleId(GROUP, next(self._requests))
+            self._slots.insert(prefix, slot, id=id, max_new_tokens=self._max_new_tokens)
+            self._slots.engine.release(prefix)
+        self._ready[slot], self._length[slot] = [], 0
+        self._live.add(slot)
+        return decode_state
+
+    def generate(self, params, decode_state) -> tuple[Any, Any]:
+        """One token of every slot; a slot without one has ended. Ticks until each has one to give."""
+        while any(not self._ready[slot] for slot in self._live):
+            self._tick()
+        data = np.zeros((self.max_concurrent_decodes, 3), np.int32)  # token, valid, length
+        for slot, tokens in self._ready.items():
+            if tokens:
+                self._length[slot] += 1
+                data[slot] = tokens.pop(0), 1, self._length[slot]
+        return decode_state, self.result_tokens(data=data, tokens_idx=(0, 1), valid_idx=(1, 2), length_idx=(2, 3),
+                                                samples_per_slot=1)
+
+    def _tick(self) -> None:
+        with self._lock:
+            results, _ = self._slots.generate()
+            ended = {slot for slot in self._live if not self._slots.holds(slot)}
+        for slot in self._live:
+            data = results.get_result_at_slot(slot)
+            self._ready[slot] += data.tokens[data.valid].tolist()
+        self._live -= ended
+
+    def init_decode_state(self) -> None:
+        """The state is the engine's."""
+
+    def get_prefix_destination_sharding(self) -> None:
+        """A prefix is a handle: nothing is sent."""
+
+    def get_tokenizer(self) -> None:
+        """Requests carry token ids."""
+
+    def build_tokenizer(self, metadata) -> Any:
+        return self.tokenizer()
+
+    @property
+    def max_concurrent_decodes(self) -> int:
+        return self._slots.max_concurrent_decodes
+
+    @property
+    def samples_per_slot(self) -> int:
+        return 1
+
+    @property
+    def max_prefill_length(self) -> int:
+        """The longest of JetStream's own lengths, powers of two from 16, that fits a prompt."""
+        return 1 << (self._slots.engine.section.max_prompt_tokens.bit_length() - 1)
+
+    @property
+    def mesh(self) -> jax.sharding.Mesh:
+        return self._slots.engine.mesh
+
+    @property
+    def colocated_cpus(self) -> None:
+        return None
