@@ -176,6 +176,7 @@ def test_the_generation_of_an_absent_key_is_what_we_think(tmp_path):
 
 def test_a_full_disk_is_alarmed_and_nothing_is_lost_once_space_returns(tmp_path, monkeypatch):
     said = []
+    monkeypatch.setattr(jn, "RETRY_PERIOD_S", 0.0)
     journal = Journal(FileLog(tmp_path), said.append)
     journal.rotate([b"head"])
     write, room = os.write, [200]

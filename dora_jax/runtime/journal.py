@@ -25,6 +25,7 @@ from typing import NamedTuple, Protocol
 FRAME = struct.Struct("<II")
 MAX_RECORD_BYTES = 1 << 30  # a snapshot is many records; none comes near this
 MAX_BACKLOG_BYTES = 1 << 30  # records held in memory while the disk is full; beyond it the run stops
+RETRY_PERIOD_S = 1.0  # how often a full disk is tried again
 ALARM_PERIOD_S = 30.0  # how often a disk that stays full is spoken of
 
 
@@ -69,6 +70,7 @@ class Journal:
         self._bytes = 0
         self._alarmed_s = -ALARM_PERIOD_S
         self._degraded_since: float | None = None
+        self._tried_s = 0.0
         self._open = False
         self.commits = 0
 
@@ -105,9 +107,11 @@ class Journal:
                                f"for {time.monotonic() - (self._degraded_since or time.monotonic()):.0f} s")
 
     def commit(self) -> bool:
-        """Makes what was appended durable; False where the storage refused: it is kept and tried again."""
+        """Makes what was appended durable; False where the storage refused: it is kept and tried again later."""
         if not self._buffer:
             return True
+        if self._degraded_since is not None and time.monotonic() - self._tried_s < RETRY_PERIOD_S:
+            return False
         try:
             self._log.append(b"".join(self._buffer))
         except OSError as error:
@@ -130,13 +134,14 @@ class Journal:
     def close(self) -> None:
         """Commits; raises where that fails, because what is lost then will be generated again."""
         try:
+            self._tried_s = 0.0
             if not self.commit():
                 raise JournalError(f"{len(self._buffer)} journal records could not be written before the end")
         finally:
             self._log.close()
 
     def _refused(self, error: OSError) -> None:
-        now = time.monotonic()
+        now = self._tried_s = time.monotonic()
         self._degraded_since = self._degraded_since or now
         if now - self._alarmed_s >= ALARM_PERIOD_S:
             self._alarmed_s = now

@@ -1,0 +1,65 @@
+"""The brain outlives its body: after the whole job was killed, what a new body owes it.
+
+Consumes an orchestrator as the last fact left it; commits the loss of every instance and names the work that was
+promised and is nowhere now. Laws: samples that had started go on at their own version; nothing that ended is asked for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from dora_jax.orchestrate import events as ev
+from dora_jax.orchestrate import fleet as fl
+from dora_jax.orchestrate.core import Orchestrator
+from dora_jax.orchestrate.fleet import Unit
+from dora_jax.types import GroupId, SampleId, Version, record
+
+LOST = "the job was killed"
+
+
+@record
+class Debts:
+    """What the brain waits for. A body takes these on before its first event, then says InstanceUp."""
+
+    train: ev.Train | None  # a batch that was taken and not published
+    score: tuple[GroupId, ...]  # whole groups without rewards
+    cancel: ev.Cancel | None  # samples that must not go on, to be answered one by one
+    recorded: dict[SampleId, Version]  # started and not ended: a Resume will ask for their tokens
+    versions: tuple[Version, ...]  # whose weights are needed, oldest first
+
+
+def restart(orchestrator: Orchestrator) -> Debts:
+    """Takes every instance away, then lists what is owed. The commands that this causes are in the list, or void.
+
+    A run that had halted looks again: it goes on where more steps are asked for now, else it halts once more."""
+    s = orchestrator.state
+    for instance in list(s.fleet.hosts):
+        _commit(orchestrator, ev.InstanceDown(instance=instance, reason=LOST))
+    for unit in [u for u in _units(orchestrator) if u.state == fl.MOVING]:
+        failed = ev.MoveFailed(id=unit.id, src=_NOWHERE, dst=unit.dst.id, reason=LOST)
+        _commit(orchestrator, failed)
+    s.halted = False
+    s.take_due = s.rebalance_due = s.retire_due = True
+    s.wake_all()
+    ledger = s.ledger
+    units = list(_units(orchestrator))
+    doomed = tuple(u.id for u in units if u.state == fl.CANCELLING)
+    return Debts(
+        train=ev.Train(group_ids=ledger.batch, base_version=ledger.base) if ledger.batch else None,
+        score=tuple(group.id for group in s.groups.values() if not group.left),
+        cancel=ev.Cancel(ids=doomed, instance=None, reason=LOST) if doomed else None,
+        recorded={u.id: u.version for u in units if u.state == fl.PARKED},
+        versions=tuple(sorted(s.alive)))
+
+
+_NOWHERE = -1  # the source of a failed move is not looked at
+
+
+def _commit(orchestrator: Orchestrator, event: ev.Event) -> None:
+    orchestrator.state.halted = False  # a halted brain hears nothing
+    orchestrator.step(event)
+
+
+def _units(orchestrator: Orchestrator) -> Iterator[Unit]:
+    for group in orchestrator.state.groups.values():
+        yield from (unit for unit in group.units if unit is not None)

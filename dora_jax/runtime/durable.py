@@ -1,0 +1,116 @@
+"""A world whose facts outlive the process: what it reports is journaled before the orchestrator sees it.
+
+    world.events() -> [append every fact with its payload, one fsync] -> orchestrator.step -> world.execute
+
+Consumes the facts and payload records of any `World` that tells listeners; produces the same facts. Laws: a sample, a
+group or a step that the orchestrator knows of is on disk; soft facts (progress, pages, time) ride with the next
+commit, and losing the last of them costs nothing; a segment is begun between two batches of facts, never inside one.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from typing import Any, Protocol
+
+from dora_jax.orchestrate import events as ev
+from dora_jax.orchestrate.core import Orchestrator
+from dora_jax.runtime.book import CODEC, Book, Entry, Fact, Partial, Published, Scores
+from dora_jax.runtime.journal import Journal
+from dora_jax.runtime.loop import World
+from dora_jax.runtime.recovery import head_records
+from dora_jax.runtime.workers import Finished
+from dora_jax.types import ScoredGroup, Version
+
+HARD = (ev.SampleDone, ev.GroupScored, ev.GroupFailed, ev.StepPublished, ev.SampleCancelled)
+SOFT_PERIOD_S = 1.0  # how long soft facts may wait for a commit
+
+
+class TellingWorld(World, Protocol):
+    def listen(self, listener: Callable[[Any], None]) -> None:
+        """`listener` sees payload before the event that it belongs to."""
+
+
+class DurableWorld:
+    """`World` in front of another; the orchestrator's only source of facts."""
+
+    def __init__(self, world: TellingWorld, journal: Journal, orchestrator: Orchestrator, book: Book,
+                 digest_of: Callable[[Version], int], epoch: int = 0):
+        self.book = book
+        self.segments: dict[int, Version] = {}  # of this run: number -> version at which it begins
+        self._world = world
+        self._journal = journal
+        self._orchestrator = orchestrator
+        self._digest_of = digest_of
+        self._epoch = epoch
+        self._payload: dict[Any, Any] = {}
+        self._entries: list[Entry] = []
+        self._committed_s = time.monotonic()
+        self._rotate_due = True
+        world.listen(self._hear)
+
+    def events(self) -> Iterator[ev.Event]:
+        if self._rotate_due:
+            self.rotate()
+        try:
+            for event in self._world.events():
+                self._entries.append(Fact(event=event, payload=self._payload_of(event)))
+        finally:  # what a stage reported before another one raised
+            entries, self._entries = self._entries, []
+            self._write(entries)
+        for entry in entries:
+            self.book.apply(entry, self._orchestrator.state)
+            if isinstance(entry, Fact):
+                yield entry.event
+
+    def execute(self, command: ev.Command) -> None:
+        self._world.execute(command)
+
+    def want_segment(self) -> None:
+        """Asks for a new segment before the next facts: a checkpoint has been started."""
+        self._rotate_due = True
+
+    def rotate(self) -> None:
+        """Begins a segment with the state as it is. A full disk leaves the old one in use, and the wish."""
+        try:
+            number = self._journal.rotate(head_records(self._orchestrator, self.book, self._epoch))
+        except OSError:
+            if not self.segments:
+                raise
+            return  # the journal has raised the alarm, or will at the next commit
+        self._rotate_due = False
+        self.segments[number] = self._orchestrator.state.ledger.base
+
+    def close(self) -> None:
+        """Makes everything durable that was reported."""
+        self._journal.close()
+
+    # ------------------------------------------------------------ private
+
+    def _write(self, entries: list[Entry]) -> None:
+        for entry in entries:
+            self._journal.append(CODEC.encode(entry))
+        now = time.monotonic()
+        hard = any(isinstance(entry, Fact) and isinstance(entry.event, HARD) for entry in entries)
+        if hard or now - self._committed_s > SOFT_PERIOD_S:
+            self._committed_s = now
+            self._journal.commit()
+
+    def _hear(self, item: Any) -> None:
+        match item:
+            case Partial():
+                self._entries.append(item)
+            case Finished(sample=sample):
+                self._payload[sample.id] = sample
+            case ScoredGroup(group_id=group_id):
+                self._payload[group_id] = Scores(version=item.version, rewards=item.rewards, parts=item.parts)
+
+    def _payload_of(self, event: ev.Event) -> Any:
+        match event:
+            case ev.SampleDone(id=id):
+                return self._payload.pop(id)
+            case ev.GroupScored(group_id=group_id):
+                return self._payload.pop(group_id)
+            case ev.StepPublished(version=version):
+                return Published(epoch=self._epoch, digest=self._digest_of(version))
+        return None

@@ -1,0 +1,170 @@
+"""From a journal and checkpoints to where the run was: the exact state of the brain, and what the trainer must redo.
+
+    segment = Head, its book, then entries       replay = restore the head's snapshot, step every fact
+    start   = the newest checkpoint that verifies and is no newer than the oldest live version
+    redo    = the batches trained since; every live version's weights come by on the way
+
+Consumes a `Journal`; produces `Recovered`. Laws: snapshot + tail = full replay; what is damaged is said and stepped
+over: an older segment, an older checkpoint; a group is never in two steps of what is returned.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+from dora_jax.orchestrate.core import Orchestrator
+from dora_jax.orchestrate.modes import OrchestratorConfig
+from dora_jax.orchestrate.restart import Debts, restart
+from dora_jax.runtime.book import CODEC, FORMAT, Book, Fact, Head, Partial, Step
+from dora_jax.runtime.codec import CodecError
+from dora_jax.runtime.journal import Journal, JournalError
+from dora_jax.types import Version
+
+Say = Callable[[str], None]
+
+
+@dataclasses.dataclass
+class Replay:
+    """What the segments read so far amount to."""
+
+    orchestrator: Orchestrator
+    book: Book
+    epoch: int
+    steps: list[Step] = dataclasses.field(default_factory=list)
+    facts: int = 0
+
+    @property
+    def base(self) -> Version:
+        return self.orchestrator.state.ledger.base
+
+
+@dataclasses.dataclass(frozen=True)
+class Recovered:
+    orchestrator: Orchestrator  # under today's configuration, without a body
+    book: Book
+    epoch: int
+    debts: Debts
+    start: Version  # the trainer restores this checkpoint (or the initial weights) ...
+    steps: tuple[Step, ...]  # ... and makes these steps again, to the version that was published last
+
+    @property
+    def base(self) -> Version:
+        return self.orchestrator.state.ledger.base
+
+
+def head_records(orchestrator: Orchestrator, book: Book, epoch: int) -> Iterator[bytes]:
+    """What a new segment begins with; taken between events."""
+    book.prune(orchestrator.state)
+    records = [CODEC.encode(item) for item in book.records()]
+    yield CODEC.encode(Head(
+        format=FORMAT, epoch=epoch, config=dataclasses.asdict(orchestrator.state.config),
+        orchestrator=orchestrator.snapshot(), digests={str(v): p for v, p in book.digests.items()},
+        book=len(records)))
+    yield from records
+
+
+def recover(journal: Journal, config: OrchestratorConfig, checkpoints: Sequence[Version],
+            usable: Callable[[Version], bool], say: Say) -> Recovered | None:
+    """Where the run was; None: there is no journal. `checkpoints`: steps to start the trainer from, the initial
+    weights included; `usable` verifies one. JournalError: nothing that fits together is left."""
+    heads = _heads(journal, say)
+    if not heads:
+        return None
+    newest = max(heads)
+    end = replay(journal, [newest], say)
+    debts = restart(end.orchestrator)
+    floor = min(debts.versions, default=end.base)
+    for start in sorted((v for v in checkpoints if v <= floor), reverse=True):
+        first = max((n for n, base in heads.items() if base <= start), default=None)
+        if first is None or not usable(start):
+            continue
+        chain = [n for n in sorted(heads) if n >= first]
+        past = end if chain == [newest] else replay(journal, chain, lambda sentence: None)
+        steps = tuple(step for step in past.steps if step.base >= start)
+        if [step.base for step in steps] == list(range(start, end.base)):
+            return _recovered(end, debts, config, start, steps)
+        say(f"the batches between version {start} and {end.base} are not all in the journal: an older start is tried")
+    raise JournalError(f"no checkpoint that verifies fits the journal: live versions are {list(debts.versions)}, "
+                       f"checkpoints {list(checkpoints)}")
+
+
+def replay(journal: Journal, segments: Sequence[int], say: Say) -> Replay:
+    """The state after the last record of these segments that can be read."""
+    state: Replay | None = None
+    for number in segments:
+        segment = journal.read(number)
+        if segment.fault:
+            say(f"journal segment {number}: {segment.fault}; {segment.lost_bytes} bytes behind it are not read")
+        state = _replay_one(number, segment.records, state.steps if state else [], say)
+    return state
+
+
+# ---------------------------------------------------------------- private
+
+
+def _recovered(end: Replay, debts: Debts, config: OrchestratorConfig, start: Version,
+               steps: tuple[Step, ...]) -> Recovered:
+    orchestrator = Orchestrator.restore(config, end.orchestrator.snapshot())
+    end.book.prune(orchestrator.state)
+    return Recovered(orchestrator, end.book, end.epoch, debts, start, steps)
+
+
+def _replay_one(number: int, records: Sequence[bytes], steps: list[Step], say: Say) -> Replay:
+    head, book, entries = _open(number, records)
+    orchestrator = Orchestrator.restore(_config(head.config), head.orchestrator)
+    state = Replay(orchestrator, book, head.epoch)
+    state.steps = [step for step in steps if step.base < state.base]  # later ones were undone by a fallback
+    for i, data in enumerate(entries):
+        try:
+            entry = CODEC.decode(data)
+        except CodecError as error:
+            say(f"journal segment {number}: record {i + 2 + head.book} {error}; the {len(entries) - i} from there on are "
+                f"not read")
+            break
+        if not isinstance(entry, Fact | Partial):
+            raise JournalError(f"journal segment {number}: a {type(entry).__name__} stands among its facts")
+        step = book.apply(entry, orchestrator.state)
+        if isinstance(entry, Fact):
+            orchestrator.step(entry.event)
+            state.facts += 1
+        if step is not None:
+            state.steps.append(step)
+    return state
+
+
+def _heads(journal: Journal, say: Say) -> dict[int, Version]:
+    """Segments that can be begun with -> the version at which they begin."""
+    found = {}
+    for number in journal.segments():
+        try:
+            head, _, _ = _open(number, journal.read(number).records)
+        except JournalError as error:
+            say(f"{error}; the segment is stepped over")
+            continue
+        found[number] = head.orchestrator["ledger"]["base"]
+    return found
+
+
+def _open(number: int, records: Sequence[bytes]) -> tuple[Head, Book, Sequence[bytes]]:
+    """A segment's head and book, and the entries that follow, undecoded."""
+    try:
+        head = CODEC.decode(records[0]) if records else None
+        if not isinstance(head, Head) or head.format != FORMAT or len(records) <= head.book:
+            raise JournalError(f"journal segment {number} has no whole head of format {FORMAT}")
+        book = Book()
+        for data in records[1 : 1 + head.book]:
+            book.load(CODEC.decode(data))
+    except CodecError as error:
+        raise JournalError(f"journal segment {number} has no readable head: {error}") from error
+    book.digests = {int(version): published for version, published in head.digests.items()}
+    return head, book, records[1 + head.book :]
+
+
+def _config(data: dict[str, Any]) -> OrchestratorConfig:
+    """The configuration under which a segment was written; tuples came back as lists."""
+    data = dict(data)
+    data["task_cycle"] = tuple(data["task_cycle"])
+    data["task_ratios"] = tuple((task, ratio) for task, ratio in data["task_ratios"])
+    return OrchestratorConfig(**data)

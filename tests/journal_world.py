@@ -1,0 +1,316 @@
+"""The orchestrator's virtual-time world, behind a journal, killed wherever a test wants and begun again.
+
+A life is one process: a body, a journal on a log that survives, checkpoints that survive. A sample's tokens are a hash
+of (version, id, position), a version's weights a hash of its parent's and of the batch: so what a replay gives can be
+compared with what was published.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import heapq
+import zlib
+
+import numpy as np
+
+from dora_jax.orchestrate import events as ev
+from dora_jax.orchestrate.core import Orchestrator
+from dora_jax.runtime.book import CODEC, Book, Partial
+from dora_jax.runtime.durable import DurableWorld
+from dora_jax.runtime.journal import Journal
+from dora_jax.runtime.loop import run
+from dora_jax.runtime.recovery import Recovered, recover
+from dora_jax.runtime.workers import Finished
+from dora_jax.types import Sample, SampleId, ScoredGroup, Span
+from orchestrator_world import Run, World, chance
+
+
+class Killed(BaseException):
+    """The process is gone."""
+
+
+class Disk:
+    """`Log` whose content outlives its writers; a write may be the last, and then leaves any part of its bytes."""
+
+    def __init__(self):
+        self.content: dict[int, bytes] = {}
+        self.writes = 0
+        self.kill_at: int | None = None
+        self.kept = 1.0
+
+    def segments(self):
+        return sorted(self.content)
+
+    def read(self, segment):
+        return self.content[segment]
+
+    def begin(self, segment, data):
+        whole = self._tick()  # a segment is there whole or not at all
+        if whole is None or whole >= 0.5:
+            self.content[segment] = data
+        if whole is not None:
+            raise Killed
+
+    def append(self, data):
+        part = self._tick()
+        last = max(self.content)
+        self.content[last] += data if part is None else data[: int(part * len(data))]
+        if part is not None:
+            raise Killed
+
+    def drop(self, segment):
+        del self.content[segment]
+
+    def close(self):
+        pass
+
+    def _tick(self):
+        self.writes += 1
+        return self.kept if self.writes == self.kill_at else None
+
+
+def token(version, id, position):
+    return zlib.crc32(repr((version, *id, position)).encode()) & 0x7FFFFFFF
+
+
+def tokens(version, id, start, stop):
+    return np.array([token(version, id, i) for i in range(start, stop)], np.int32)
+
+
+def learned(weights: int, groups) -> int:
+    """The next version's weights."""
+    for group in groups:
+        weights = zlib.crc32(CODEC.encode(group), weights)
+    return weights
+
+
+class Body(World):
+    """The fake stages of one life, behind the seam of `runtime.loop.World`."""
+
+    def __init__(self, config, shape, orchestrator, weights, trained):
+        super().__init__(config, shape, orchestrator)
+        self.listeners = []
+        self.payload: dict[int, ScoredGroup] = {}
+        self.samples: dict[int, dict[int, Sample]] = {}
+        self.weights = weights  # version -> hash
+        self.batches = trained  # base -> groups, over all lives
+        self.reported: dict[SampleId, int] = {}
+        self.handed: list[tuple[SampleId, int]] = []  # samples that an engine of this life was given, from which token
+
+    def listen(self, listener):
+        self.listeners.append(listener)
+
+    def tell(self, item):
+        for listener in self.listeners:
+            listener(item)
+
+    def events(self):
+        """One moment of virtual time: this world does not bear commands that come late."""
+        if not self.heap or self.sequence > 50_000:
+            raise AssertionError(f"stalled at {self.now_s:.1f} s: {self.brain.summary()}")
+        self.now_s, _, what = heapq.heappop(self.heap)
+        for event in self.facts(what):
+            self.payload_of(event)
+            yield event
+
+    def execute(self, command):
+        getattr(self, "do_" + type(command).__name__.lower())(command)
+
+    # ------------------------------------------------------------ payload
+
+    def payload_of(self, event):
+        match event:
+            case ev.SampleDone(id=id, instance=instance, tokens=n):
+                version = self.version_of(id)
+                sample = Sample(id=id, prompt_ids=np.zeros(1, np.int32), out_ids=tokens(version, id, 0, n),
+                                logprobs=np.zeros(n, np.float32), mask=np.ones(n, bool),
+                                spans=(Span(version=version, start=0, stop=n),), finish="stop")
+                self.samples.setdefault(id.group_id, {})[id.index] = sample
+                self.tell(Finished(sample=sample, instance=instance))
+            case ev.GroupScored(group_id=group_id, trainable=trainable):
+                done = self.samples.pop(group_id)
+                rewards = np.array([s.id.index % 2 for s in done.values()], np.float32)
+                group = ScoredGroup(group_id=group_id, version=self.version_of(SampleId(group_id, 0)),
+                                    samples=tuple(done[i] for i in sorted(done)), rewards=rewards, parts={"r": rewards})
+                if trainable:
+                    self.payload[group_id] = group
+                self.tell(group)
+
+    def version_of(self, id):
+        return self.group_version[id.group_id]
+
+    def on_progress(self, i, run, epoch):
+        facts = super().on_progress(i, run, epoch)
+        if facts and run.tokens < run.length:
+            start = self.reported.get(run.id, 0)
+            self.reported[run.id] = run.tokens
+            self.tell(Partial(id=run.id, version=run.version, start=start,
+                              out_ids=tokens(run.version, run.id, start, run.tokens),
+                              logprobs=np.zeros(run.tokens - start, np.float32)))
+        return facts
+
+    def do_start(self, command):
+        self.handed += [(id, 0) for id in command.ids]
+        super().do_start(command)
+
+    def do_resume(self, command):
+        self.handed += [(id, self.recorded[id].tokens) for id in command.ids]
+        super().do_resume(command)
+
+    def do_train(self, command):
+        known = self.batches.setdefault(command.base_version, command.group_ids)
+        assert known == command.group_ids, f"step {command.base_version + 1} trains {command.group_ids}, not {known}"
+        batch = [self.payload.pop(group_id) for group_id in command.group_ids]
+        self.weights[command.base_version + 1] = learned(self.weights[command.base_version], batch)
+        super().do_train(command)
+
+    def do_retire(self, command):
+        super().do_retire(command)
+        del self.weights[command.version]
+
+    # ------------------------------------------------------------ a new life
+
+    def adopt(self, recovered: Recovered) -> None:
+        """What the last life owed."""
+        state, book, debts = recovered.orchestrator.state, recovered.book, recovered.debts
+        self.first_version = self.published = recovered.base
+        self.retired = set(range(min(debts.versions, default=recovered.base)))
+        assert set(debts.versions) <= set(self.weights), "the weights of a live version are lost"
+        for group in state.groups.values():
+            self.group_version[group.id] = group.version
+            done = book.samples.get(group.id, {})
+            assert set(done) == {i for i, u in enumerate(group.units) if u is None} or group.doomed
+            self.samples[group.id] = dict(done)
+            self.finished[group.id] = set(done)
+            self.ended |= {SampleId(group.id, i): "done" for i in done}
+        for id, version in debts.recorded.items():
+            out, _ = book.tokens(id)
+            np.testing.assert_array_equal(out, tokens(version, id, 0, len(out)))
+            self.recorded[id] = Run(id, version, len(out), self.length(id), 0.0, 0)
+            self.reported[id] = len(out)
+            self.started[id] = 1
+        self.payload = dict(book.scored)
+        for group_id, group in book.scored.items():
+            self.group_version[group_id] = group.version
+        for group_id in debts.score:
+            self.at(self.shape.score_s, ("score", group_id, 0))
+        if debts.cancel is not None:
+            self.do_cancel(debts.cancel)
+        if debts.train is not None:
+            self.do_train(debts.train)
+
+
+class History:
+    """Everything that survives a kill, and what an outsider saw over all lives."""
+
+    def __init__(self, config, shape, every=1, keep=2):
+        self.config, self.shape = config, shape
+        self.every, self.keep = every, keep
+        self.disk = Disk()
+        self.checkpoints: dict[int, int] = {0: 1}
+        self.batches: dict[int, tuple[int, ...]] = {}
+        self.known: set[SampleId] = set()  # finished, as the orchestrator was told
+        self.ends: dict[int, str] = {}  # group -> how it ended untrained
+        self.lives = 0
+        self.replayed = 0
+        self.said: list[str] = []
+        self.continued = 0  # samples that went on from recorded tokens
+
+    def live(self, kill_write=None, kept=1.0, kill_fact=None, kill_command=None):
+        """One process; returns Halt, or None where it was killed."""
+        self.lives += 1
+        self.disk.writes, self.disk.kill_at, self.disk.kept = 0, kill_write, kept
+        try:
+            return self._live(kill_fact, kill_command)
+        except Killed:
+            return None
+
+    def _live(self, kill_fact, kill_command):
+        journal = Journal(self.disk)
+        found = recover(journal, self.config, list(self.checkpoints), lambda v: True, self.said.append)
+        if found is None:
+            body = Body(self.config, self.shape, Orchestrator(self.config), {0: 1}, self.batches)
+            world = DurableWorld(body, journal, body.brain, Book(), body.weights.__getitem__)
+        else:
+            body = self._again(found)
+            world = DurableWorld(body, journal, body.brain, found.book, body.weights.__getitem__, found.epoch)
+        self._arm(body, world, kill_fact, kill_command)
+        halt = run(body.brain, world, [lambda event, commands: self._observe(body, world, journal, event)])
+        journal.close()
+        return halt
+
+    def _again(self, found: Recovered) -> Body:
+        weights = {found.start: self.checkpoints[found.start]}
+        for step in found.steps:
+            weights[step.base + 1] = learned(weights[step.base], step.groups)
+            assert weights[step.base + 1] == step.published.digest, "the replay gives other weights"
+            assert tuple(g.group_id for g in step.groups) == self.batches[step.base]
+        self.replayed += len(found.steps)
+        body = Body(self.config, dataclasses.replace(self.shape, seed=self.shape.seed),
+                    found.orchestrator, {v: w for v, w in weights.items() if v in found.debts.versions}, self.batches)
+        body.now_s = found.orchestrator.state.now_s
+        body.heap = [(body.now_s + t, n, what) for t, n, what in body.heap]
+        body.adopt(found)
+        return body
+
+    def _arm(self, body, world, kill_fact, kill_command):
+        """Counts facts and commands of this life; what an engine is given must never be finished."""
+        body.commands = 0
+        execute = body.execute
+
+        def watched(command):
+            body.commands += 1
+            if body.commands == kill_command:
+                raise Killed
+            handed = len(body.handed)
+            execute(command)
+            for id, tokens_had in body.handed[handed:]:
+                assert id not in self.known, f"{id} had finished and is generated again"
+                self.continued += tokens_had > 0
+
+        body.execute = watched
+        body.facts_seen, body.kill_fact = 0, kill_fact
+
+    def _observe(self, body, world, journal, event):
+        match event:
+            case ev.SampleDone(id=id):
+                self.known.add(id)
+            case ev.GroupFailed(group_id=group_id):
+                self.ends[group_id] = "failed"
+            case ev.GroupScored(group_id=group_id, trainable=False):
+                self.ends[group_id] = "filtered"
+            case ev.StepPublished(version=version):
+                if version % self.every == 0:
+                    self._save(body, world, journal, version)
+        body.facts_seen += 1
+        if body.facts_seen == body.kill_fact:
+            raise Killed
+
+    def _save(self, body, world, journal, version):
+        world.want_segment()
+        if chance(self.shape.seed, "save fails", version, self.lives) < 0.2:
+            return  # the background save died
+        self.checkpoints[version] = body.weights[version]
+        floor = min(body.brain.state.alive)
+        needed = max((v for v in self.checkpoints if v <= floor), default=0)
+        newest = sorted(self.checkpoints)[-self.keep :]
+        self.checkpoints = {v: w for v, w in self.checkpoints.items() if v in newest or v >= needed}
+        oldest = min(self.checkpoints)
+        begins = [n for n, base in world.segments.items() if base <= oldest]
+        if begins:
+            journal.drop_before(max(begins))
+
+    # ------------------------------------------------------------ audit
+
+    def audit(self, brain: Orchestrator) -> None:
+        ids = [g for groups in self.batches.values() for g in groups]
+        assert len(ids) == len(set(ids)), "a group is trained twice"
+        assert sorted(self.batches) == list(range(self.config.total_steps))
+        state = brain.state
+        issued = {g for g in range(max(state.cursors.values())) if g < state.cursors[self.config.task(g)]}
+        lost = issued - set(ids) - set(self.ends) - set(state.ledger.live) - set(state.redo)
+        assert not lost, f"groups {sorted(lost)} were issued and are nowhere"
+        assert not set(ids) & set(self.ends)
+        counts = state.ledger.counts
+        assert counts["trained"] == len(ids), (counts, len(ids))
+        assert counts["filtered"] + counts["failed"] == len([g for g in self.ends if g >= 0])
