@@ -246,7 +246,7 @@ class Engine:
         k, v = self._device.read_pages(pages) if pages else (None, None)
         return Parcel(id=seq.id, version=seq.version, prompt_ids=seq.prompt_ids,
                       out_ids=np.array(seq.sequence[n:], np.int32), logprobs=np.array(seq.logprobs, np.float32),
-                      max_new_tokens=seq.max_new_tokens, kv_len=kv_len, page_size=self.shapes.page_size,
+                      max_new_tokens=seq.max_new_tokens, spans=seq.spans, kv_len=kv_len, page_size=self.shapes.page_size,
                       k_pages=k, v_pages=v, kept=self._kept(seq))
 
     def _kept(self, seq: Seq) -> np.ndarray | None:
@@ -277,7 +277,7 @@ class _Emit:
 
 
 def _sample(seq: Seq, finish: str) -> Sample:
-    n = seq.n_out
+    n, start = seq.n_out, seq.spans[-1].stop if seq.spans else 0
     return Sample(id=seq.id, prompt_ids=seq.prompt_ids, out_ids=np.array(seq.sequence[len(seq.prompt_ids) :], np.int32),
                   logprobs=np.array(seq.logprobs, np.float32), mask=np.ones(n, bool),
-                  spans=(Span(version=seq.version, start=0, stop=n),), finish=finish)
+                  spans=(*seq.spans, Span(version=seq.version, start=start, stop=n)), finish=finish)

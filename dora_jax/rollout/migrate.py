@@ -11,7 +11,7 @@ import dataclasses
 
 import numpy as np
 
-from dora_jax.types import SampleId, Version, record
+from dora_jax.types import SampleId, Span, Version, record
 
 
 @record
@@ -24,6 +24,7 @@ class Parcel:
     out_ids: np.ndarray  # i32[U] sampled so far
     logprobs: np.ndarray  # f32[U]
     max_new_tokens: int
+    spans: tuple[Span, ...] = ()  # of out_ids by earlier versions; what follows them is of `version`
     kv_len: int = 0  # positions that the pages cover; 0: to be prefilled again
     page_size: int = 0
     k_pages: np.ndarray | None = None  # [layers, pages, K, D, page_size]
@@ -42,6 +43,20 @@ class Parcel:
 def without_pages(parcel: Parcel) -> Parcel:
     """The tokens alone: what a journal keeps."""
     return dataclasses.replace(parcel, kv_len=0, page_size=0, k_pages=None, v_pages=None)
+
+
+def spans_of(parcel: Parcel) -> tuple[Span, ...]:
+    """All of out_ids, by version; no span is empty."""
+    start = parcel.spans[-1].stop if parcel.spans else 0
+    last = (Span(version=parcel.version, start=start, stop=len(parcel.out_ids)),)
+    return parcel.spans + (last if start < len(parcel.out_ids) else ())
+
+
+def retagged(parcel: Parcel, version: Version) -> Parcel:
+    """To go on under other weights (mode `partial`): the KV is of the old ones, so it goes; the tokens stay."""
+    if version == parcel.version:
+        return parcel
+    return dataclasses.replace(without_pages(parcel), version=version, spans=spans_of(parcel))
 
 
 def repaged(parcel: Parcel, page_size: int) -> Parcel:

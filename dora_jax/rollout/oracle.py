@@ -8,15 +8,16 @@ of that identity, and a wrong stamp raises.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 
 from dora_jax.config import RolloutSection
-from dora_jax.rollout.migrate import Parcel
+from dora_jax.rollout.migrate import Parcel, spans_of
 from dora_jax.rollout.ticks import TickResult
-from dora_jax.types import Sample, SampleId, Span, Version
+from dora_jax.types import Sample, SampleId, Version
 
 PRIMES = (0x9E3779B1, 0x85EBCA77, 0xC2B2AE3D, 0x27D4EB2F)  # odd multipliers that mix the four parts of an identity
 
@@ -101,7 +102,8 @@ class OracleEngine:
         if parcel.version not in self._weights:
             raise RuntimeError(f"{id} needs version {parcel.version}; loaded: {self.versions}")
         limit = parcel.max_new_tokens
-        length = min(self._length(parcel.version, id.group_id, id.index, limit), limit)
+        first = parcel.spans[0].version if parcel.spans else parcel.version
+        length = min(self._length(first, id.group_id, id.index, limit), limit)
         running = _Running(parcel, length)
         if not running.stamps:  # prefilled again
             running.stamps = [mix(parcel.version, *id, i) for i in range(len(running.out))]
@@ -113,7 +115,7 @@ class OracleEngine:
         s = self._samples.pop(id)
         stamps = np.array(s.stamps, np.int64).reshape(1, 1, 1, 1, -1)
         return Parcel(id=id, version=s.parcel.version, prompt_ids=s.parcel.prompt_ids,
-                      out_ids=np.array(s.out, np.int32), logprobs=self._logprobs(s), kv_len=len(s.stamps),
+                      spans=s.parcel.spans, out_ids=np.array(s.out, np.int32), logprobs=self._logprobs(s), kv_len=len(s.stamps),
                       max_new_tokens=s.parcel.max_new_tokens, page_size=self.section.page_size,
                       k_pages=stamps, v_pages=stamps)
 
@@ -172,11 +174,11 @@ class OracleEngine:
         return self._allowed[stamp % len(self._allowed)]
 
     def _logprobs(self, s: _Running) -> np.ndarray:
-        return -1.0 - np.array([stamp % 1000 for stamp in s.stamps], np.float32) / 1000
+        new = s.stamps[len(s.parcel.out_ids):]  # those before are of whichever version sampled them
+        return np.concatenate([s.parcel.logprobs, -1.0 - np.array([stamp % 1000 for stamp in new], np.float32) / 1000])
 
     def _sample(self, id: SampleId, s: _Running) -> Sample:
-        n = len(s.out)
-        return Sample(id=id, prompt_ids=s.parcel.prompt_ids, out_ids=np.array(s.out, np.int32),
-                      logprobs=self._logprobs(s), mask=np.ones(n, bool),
-                      spans=(Span(version=s.parcel.version, start=0, stop=n),),
+        out_ids = np.array(s.out, np.int32)
+        return Sample(id=id, prompt_ids=s.parcel.prompt_ids, out_ids=out_ids, logprobs=self._logprobs(s),
+                      mask=np.ones(len(out_ids), bool), spans=spans_of(dataclasses.replace(s.parcel, out_ids=out_ids)),
                       finish="stop" if s.length < s.parcel.max_new_tokens else "length")

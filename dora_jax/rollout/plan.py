@@ -35,6 +35,7 @@ class Seq:
         self.arrival = arrival
         self.announce = announce  # report it as started when it gets a slot
         self.prompt_ids = parcel.prompt_ids
+        self.spans = parcel.spans  # of earlier versions
         self.max_new_tokens = parcel.max_new_tokens
         self.sequence: list[int] = [*parcel.prompt_ids.tolist(), *parcel.out_ids.tolist()]
         self.logprobs: list[float] = parcel.logprobs.tolist()
