@@ -1,4 +1,4 @@
-"""The engine's decode step compiles for every TPU generation on a machine without one, and a chip holds what it needs."""
+"""The engine's decode step compiles for every TPU generation on a machine without one, and fits the chip."""
 
 import importlib.util
 import os
