@@ -13,27 +13,30 @@ def get_config(arg=None):
     if arg not in (None, "tiny"):
         raise ValueError(f"the argument {arg!r} is unknown; the only one is tiny")
     c = config.defaults()
-    c.steps = 40
+    c.steps = 80
 
     c.task.name = "reasoning_gym:chain_sum"
     c.task.params = {"min_terms": 3, "max_terms": 7, "min_digits": 1, "max_digits": 1}
     c.task.extract = r": (.*)$"  # the sum alone: "4 + 3 - 7 ="
+    c.task.template = "{prompt} "  # the blank keeps " = " one token, in the question as in the working
     c.task.answer_pattern = r"#### (-?\d+)$"
 
     c.sft.out = c.model.path = "runs/quickstart_base"
-    c.sft.examples = 20480
+    c.sft.examples = 40960
     c.sft.slip_rate = 0.7
-    c.sft.steps, c.sft.batch_rows, c.sft.pack_tokens = 1500, 8, 128
-    c.sft.learning_rate, c.sft.warmup_steps = 5e-3, 75
+    c.sft.steps, c.sft.batch_rows, c.sft.pack_tokens = 2400, 8, 128
+    c.sft.learning_rate, c.sft.warmup_steps = 5e-3, 100
     c.sft.d_model, c.sft.n_layers, c.sft.d_ff = 64, 2, 192
     c.sft.n_heads, c.sft.n_kv_heads, c.sft.head_dim = 4, 2, 32
 
     c.rollout.slots = 64
+    c.rollout.decode_steps = 1  # answers are short: with more a dispatch they would never see the next version published
     c.rollout.max_prompt_tokens, c.rollout.max_new_tokens = 32, 96
     c.orchestrator.groups_per_step, c.orchestrator.group_size = 16, 8
+    c.orchestrator.inflight = 1.5
     c.trainer.pack_tokens = 128
-    c.trainer.micro_batches = 8
-    c.eval.every = 10
+    c.trainer.micro_batches = 32
+    c.eval.every = 20
     c.eval.prompts, c.eval.samples = 256, 2
 
     if arg == "tiny":
@@ -43,5 +46,6 @@ def get_config(arg=None):
         c.sft.d_model, c.sft.n_layers, c.sft.d_ff = 32, 2, 64
         c.sft.n_heads, c.sft.n_kv_heads, c.sft.head_dim = 2, 1, 16
         c.orchestrator.groups_per_step, c.orchestrator.group_size = 2, 4
+        c.trainer.micro_batches = 1
         c.eval.prompts, c.eval.samples = 8, 1
     return c

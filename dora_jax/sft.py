@@ -25,9 +25,9 @@ from dora_jax.config import Config, SftSection
 
 END, PAD = "<|endoftext|>", "<|pad|>"
 TOKENIZER_SIZE = 512  # 256 bytes, two special tokens, merges for the task's words; a small head is a fast one
-# Merges stay inside a piece: a word, one digit, a run of #, one other sign. A sign that merged with what stands before
-# it ("= -") would have to be decided a token too early.
-PIECES = r" ?\p{L}+| ?\p{N}| ?#+| ?[^\s\p{L}\p{N}]|\s+"
+# Merges stay inside a piece: a word, one digit, a sign with the blanks around it. Digits have one form wherever they
+# stand, and a sign never merges with what it follows ("= -" would have to be decided a token too early).
+PIECES = r"\p{N}| ?#+ ?| ?[^\s\p{L}\p{N}#] ?| ?\p{L}+|\s+"
 STEPS_PER_DISPATCH = 10  # one compiled scan: also how often the progress line moves
 Pair = tuple[str, str]
 

@@ -83,3 +83,5 @@ make_venv
 PY=$VENV/bin/python
 install requirements requirements.txt ${JAX_WHEEL[@]+"${JAX_WHEEL[@]}"}
 echo "$ACCELERATOR" >"$STAMPS/accelerator"
+# Some reasoning-gym datasets draw in hash order, and a resumed run must meet its prompts again.
+export PYTHONHASHSEED=${PYTHONHASHSEED:-0}

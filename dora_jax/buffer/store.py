@@ -15,6 +15,9 @@ class GroupStore(Protocol):
     def take(self, group_ids: Iterable[GroupId]) -> tuple[ScoredGroup, ...]:
         """Remove and return these groups, in this order; an unknown id is an error and removes nothing."""
 
+    def discard(self, group_id: GroupId) -> None:
+        """Forget a group, if it is there."""
+
 
 class MemoryGroupStore:
     """One process; called from several threads, each call touches the dict once per group."""
@@ -35,3 +38,6 @@ class MemoryGroupStore:
         if missing or len(set(group_ids)) != len(group_ids):
             raise ValueError(f"cannot take groups {group_ids}: not in the store {missing}, or named twice")
         return tuple(self._groups.pop(group_id) for group_id in group_ids)
+
+    def discard(self, group_id: GroupId) -> None:
+        self._groups.pop(group_id, None)

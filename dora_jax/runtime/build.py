@@ -45,6 +45,7 @@ class Parts:
             config.task, self.tokenizer, seed=config.seed, max_prompt_tokens=config.rollout.max_prompt_tokens,
             max_new_tokens=config.rollout.max_new_tokens, heldout=config.task.heldout,
             quarantine_path=workdir / "quarantine.jsonl")
+        self.scorer.wait_ready()  # a reward that cannot be imported is named before anything is compiled
         self.plan = devices.plan(len(jax.devices()), config)
         self.weights = WeightStore(config.model.dtype)
         self.outbox: queue.SimpleQueue = queue.SimpleQueue()
@@ -90,7 +91,7 @@ def instance_up(worker: InstanceWorker, config: Config) -> InstanceUp:
 def batch_layout(config: Config, trainer: Trainer) -> Layout:
     """The static shape of one optimizer update's batch."""
     section, rollout = config.trainer, config.rollout
-    samples = config.orchestrator.groups_per_step // section.updates * config.orchestrator.group_size
+    samples = -(-config.orchestrator.groups_per_step // section.updates) * config.orchestrator.group_size
     return layout(pack_tokens=section.pack_tokens, rows=section.rows, micro_batches=section.micro_batches,
                   samples=samples, shards=trainer.shards, max_tokens=rollout.max_prompt_tokens + rollout.max_new_tokens)
 

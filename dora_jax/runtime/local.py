@@ -6,18 +6,30 @@ the orchestrator sees ids and counts only. All bookkeeping here runs on the main
 
 from __future__ import annotations
 
+import dataclasses
 import queue
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 from dora_jax.orchestrate import events as ev
+from dora_jax.rollout.migrate import Parcel, retagged
 from dora_jax.runtime.workers import Crashed, Exported, Finished, InstanceWorker, StepDone, TrainerWorker
 from dora_jax.tasks.pool import GroupFailure
 from dora_jax.tasks.prompts import PromptTooLong
 from dora_jax.types import GroupId, Prompt, Sample, SampleId, ScoredGroup, Version, is_eval
 
 TIME_PERIOD_S = 0.05  # how often the orchestrator learns the time; also the longest wait for an event
+
+
+@dataclasses.dataclass
+class _Group:
+    """A group from its first Start until it is trained, filtered or failed."""
+
+    prompt: Prompt
+    done: dict[int, Sample] = dataclasses.field(default_factory=dict)
+    given_up: bool = False  # a sample of it was cancelled: it will not be scored
+    submitted: tuple[Sample, ...] = ()  # what the scorer was handed
 
 
 class LocalWorld:
@@ -35,10 +47,9 @@ class LocalWorld:
         self._outbox = outbox
         self._size = lambda group_id: eval_samples if is_eval(group_id) else group_size
         self._trainable = trainable
-        self._prompts: dict[GroupId, Prompt] = {}
-        self._partial: dict[GroupId, dict[int, Sample]] = {}
-        self._parcels: dict[SampleId, Any] = {}
-        self._failed: set[GroupId] = set()
+        self._open: dict[GroupId, _Group] = {}
+        self._parcels: dict[SampleId, Parcel] = {}  # what Park took out of the engines
+        self._refused: set[GroupId] = set()  # their prompts are too long
         self._listeners: list[Callable[[Any], None]] = []
         self._time_s = 0.0
 
@@ -80,20 +91,19 @@ class LocalWorld:
                     source.post(source.move, sample, self._instances[dst])
             case ev.Train(group_ids=group_ids, base_version=base):
                 for group_id in group_ids:
-                    del self._prompts[group_id]
+                    del self._open[group_id]
                 self._trainer.post(self._trainer.train, group_ids, base)
             case ev.Cancel(ids=ids, instance=instance, reason=reason):
-                worker = self._instances[instance]
                 for sample in ids:
-                    worker.post(worker.cancel, sample, reason)
+                    self._cancel(sample, instance, reason)
             case ev.Park(ids=ids, instance=instance):
                 worker = self._instances[instance]
                 for sample in ids:
                     worker.post(worker.park, sample)
-            case ev.Resume(ids=ids, instance=instance):
+            case ev.Resume(ids=ids, instance=instance, version=version):
                 worker = self._instances[instance]
                 for sample in ids:
-                    worker.post(worker.resume, self._parcels.pop(sample))
+                    worker.post(worker.resume, retagged(self._parcels.pop(sample), version))
             case ev.Retire(version=version):
                 self._weights.drop(version)
             case _:
@@ -106,17 +116,34 @@ class LocalWorld:
 
     def _submit(self, sample: SampleId, worker: InstanceWorker, version: Version) -> None:
         group_id = sample.group_id
-        if group_id in self._failed:
+        if group_id in self._refused:
             return
-        if group_id not in self._prompts:
+        if group_id not in self._open:
             try:
-                self._prompts[group_id] = self._task.prompt_at(group_id)
+                self._open[group_id] = _Group(self._task.prompt_at(group_id))
             except PromptTooLong as error:
-                self._failed.add(group_id)
+                self._refused.add(group_id)
                 self._tell(error)
                 self._outbox.put(ev.GroupFailed(group_id=group_id, reason=str(error)))
                 return
-        worker.post(worker.submit, sample, self._prompts[group_id], version)
+        group = self._open[group_id]
+        if group.given_up or group.submitted:  # mode `evict` makes it again: nothing of its first life is used
+            self._groups.discard(group_id)
+            group = self._open[group_id] = _Group(group.prompt)
+        worker.post(worker.submit, sample, group.prompt, version)
+
+    def _cancel(self, sample: SampleId, instance: InstanceId | None, reason: str) -> None:
+        """Instance None: what is recorded of the sample, or of its scored group, is discarded."""
+        group = self._open[sample.group_id]
+        group.given_up = True
+        if instance is not None:
+            worker = self._instances[instance]
+            worker.post(worker.cancel, sample, reason)
+        elif sample.index not in group.done:
+            self._parcels.pop(sample, None)
+            self._outbox.put(ev.SampleCancelled(id=sample, reason=reason))
+        else:
+            self._groups.discard(sample.group_id)
 
     def _drain(self) -> Iterator[ev.Event]:
         """Whatever is in the outbox; waits up to TIME_PERIOD_S for the first."""
@@ -148,27 +175,28 @@ class LocalWorld:
 
     def _collect(self, sample: Sample) -> None:
         group_id = sample.id.group_id
-        done = self._partial.setdefault(group_id, {})
-        if sample.id.index in done:
+        group = self._open[group_id]
+        if sample.id.index in group.done:
             raise RuntimeError(f"sample {sample.id} finished twice")
-        done[sample.id.index] = sample
-        if len(done) == self._size(group_id):
-            samples = tuple(done[i] for i in sorted(done))
-            del self._partial[group_id]
-            self._scorer.submit(self._prompts[group_id], samples)
+        group.done[sample.id.index] = sample
+        if len(group.done) == self._size(group_id) and not group.given_up:
+            group.submitted = tuple(group.done[i] for i in sorted(group.done))
+            self._scorer.submit(group.prompt, group.submitted)
 
     def _scored(self, scored: ScoredGroup | GroupFailure) -> Iterator[ev.Event]:
         self._tell(scored)
         group_id = scored.group_id
         if isinstance(scored, GroupFailure):
-            del self._prompts[group_id]
+            del self._open[group_id]
             yield ev.GroupFailed(group_id=group_id, reason=scored.reason)
             return
+        if scored.samples is not self._open[group_id].submitted:
+            return  # of a life that mode `evict` has ended since
         trainable = not is_eval(group_id) and self._trainable(scored)
         if trainable:
             self._groups.put(scored)
         else:
-            del self._prompts[group_id]
+            del self._open[group_id]
         yield ev.GroupScored(group_id=group_id, trainable=trainable)
 
     def _tell(self, record: Any) -> None:

@@ -182,9 +182,9 @@ class InstanceWorker(Worker):
 
 
 class TrainerWorker(Worker):
-    """Takes the named groups, checks the staleness bound, makes one step, publishes its version."""
+    """Takes the named groups, checks the staleness bound (None: the mode has none), makes one step, publishes it."""
 
-    def __init__(self, trainer: Any, pack: Callable, groups: Any, weights: Any, max_lag: int,
+    def __init__(self, trainer: Any, pack: Callable, groups: Any, weights: Any, max_lag: int | None,
                  outbox: queue.SimpleQueue):
         super().__init__("trainer", outbox)
         self.trainer = trainer
@@ -199,7 +199,7 @@ class TrainerWorker(Worker):
         wait_s, self._reported_wait_s = self.wait_s - self._reported_wait_s, self.wait_s
         groups = tuple(self._groups.take(group_ids))
         for group in groups:
-            if not 0 <= base - group.version <= self._max_lag:
+            if self._max_lag is not None and not 0 <= base - group.version <= self._max_lag:
                 raise RuntimeError(
                     f"group {group.group_id} of version {group.version} was taken at base {base}: "
                     f"its lag exceeds the bound of {self._max_lag}")

@@ -1,7 +1,8 @@
 """Worked solutions for the supervised warm start: one small function per dataset, `entry, slip -> (steps, answer)`.
 
-A solution reads " step step ... #### answer". With a slip, one step goes wrong and everything after it follows from the
-wrong value, as in what people write; its final answer is then wrong, so that there is something left for RL to learn.
+A solution reads "step step ... #### answer"; what separates it from the prompt is the template's. With a slip, one step
+goes wrong and everything after it follows from the wrong value, as in what people write; its final answer is then
+wrong, so that there is something left for RL to learn.
 Laws: pure in (entry, slip seed); a clean solution ends in the dataset's own answer.
 """
 
@@ -49,7 +50,7 @@ def _worked(solve: Callable[[Entry, Slip], tuple[list[str], str]], entry: Entry,
             if slipped_answer != answer:
                 steps, answer = slipped_steps, slipped_answer
                 break
-    return "".join(" " + part for part in [*steps, ANSWER_MARK + answer])  # goes on where the prompt ends
+    return " ".join([*steps, ANSWER_MARK + answer])
 
 
 # ---------------------------------------------------------------- one function per dataset
