@@ -144,7 +144,7 @@ def test_every_group_is_trained_once_by_the_versions_it_claims(mode, max_version
 
 
 def long_tailed(version, group, index, limit):
-    return 64 if group % 4 == 0 and index == 0 else 2
+    return 64 if group % 2 == 0 and index == 0 else 2
 
 
 def test_in_mode_partial_a_long_sample_goes_on_under_the_new_weights():
@@ -173,7 +173,7 @@ def test_in_mode_evict_a_group_that_grew_too_old_is_made_again():
 
 
 def test_moved_samples_go_on_to_finish():
-    orchestrator, world, ups, _ = make("dora", instances=3, inflight=2.0)
+    orchestrator, world, ups, _ = make("dora", instances=3, inflight=3.0, length=long_tailed)
     moved, finished = set(), set()
 
     def watch(event, commands):

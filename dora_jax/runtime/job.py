@@ -153,7 +153,7 @@ def _run(parts: Parts, writer: Writer, model: Any, orchestrator: Orchestrator, t
     config, groups = parts.config, MemoryGroupStore()
     instances = parts.instances(model)
     trainer_worker = trainer and TrainerWorker(trainer, build.packer(config, trainer), groups, parts.weights,
-                                               orchestrator.config.decisions.max_lag, parts.outbox)
+                                               build.orchestrator_config(config).decisions.max_lag, parts.outbox)
     world = parts.world(instances, trainer_worker, groups)
     log = RunLog(workdir=parts.workdir, writer=writer, orchestrator=orchestrator, instances=instances,
                  decode=parts.tokenizer.decode, prompt_of=parts.task.prompt_at, eval_groups=config.eval.prompts,
