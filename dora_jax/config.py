@@ -151,7 +151,9 @@ class EvalSection:
 @section
 class CheckpointSection:
     every: int = 20  # steps; the last step is always saved; 0: off
-    keep: int = 3
+    keep: int = 3  # the newest so many, and whatever running samples need
+    keep_best: int = 0  # and the best so many by reward/mean
+    keep_every: int = 0  # and every step divisible by this; 0: none
 
 
 @section

@@ -1,5 +1,6 @@
 """Checkpoints: what was saved comes back, elsewhere too; what is broken is never latest."""
 
+import random
 import subprocess
 import types
 import sys
@@ -179,3 +180,158 @@ def test_an_older_step_is_refused(store):
     save(store, trainer, 5)
     with pytest.raises(RuntimeError, match="step 4 was refused"):
         save(store, trainer, 4)
+
+
+# ------------------------------------------------------------ trust
+
+
+def small(scale=1.0):
+    """A tree without a mesh, so that a save takes milliseconds."""
+    params = {"w": jax.numpy.arange(300.0).reshape(20, 15) * scale, "b": jax.numpy.ones(7)}
+    return types.SimpleNamespace(params=params, state=types.SimpleNamespace(opt_state={"mu": params["w"] * 2}))
+
+
+def store_of(tmp_path, said=None, **section):
+    return checkpoint.Checkpoints(tmp_path, config.CheckpointSection(**section),
+                                  (said if said is not None else []).append)
+
+
+def files_of(root):
+    return sorted(path for path in root.rglob("*") if path.is_file())
+
+
+def damaged(path, kind, draw):
+    """One fault: a flipped bit, a shorter file, or none at all."""
+    content = bytearray(path.read_bytes())
+    if kind == "missing":
+        path.unlink()
+        return
+    if kind == "flip" and content:
+        content[draw.randrange(len(content))] ^= 1 << draw.randrange(8)
+    else:
+        del content[draw.randrange(max(1, len(content))):]
+    path.write_bytes(content)
+
+
+def test_500_faults_are_noticed_or_proved_harmless(tmp_path):
+    """Every file, the manifest too; what verifies after a fault restores to the same bits."""
+    store = store_of(tmp_path / "good", keep=3)
+    for number in (1, 2):
+        save(store, small(number), number)
+    store.close()
+    want = host(small(2).params)
+    draw, noticed, harmless = random.Random(0), 0, 0
+    root = tmp_path / "good"
+    files = files_of(root / "2")
+    for i in range(500):
+        path = draw.choice(files)
+        content = path.read_bytes()
+        damaged(path, ("flip", "flip", "truncate", "missing")[i % 4], draw)
+        fault = checkpoint.verify(root, 2, full=True)
+        if fault is None:
+            harmless += 1
+            assert_equal(checkpoint.read_params(root, 2), want)
+        else:
+            noticed += 1
+            assert len(fault) > 10 and checkpoint.latest(root, full=True) == 1
+        path.write_bytes(content)
+    assert noticed > 480, (noticed, harmless)
+
+
+def test_a_writer_steps_over_what_is_broken_and_says_so(tmp_path):
+    store = store_of(tmp_path, keep=3)
+    for number in (1, 2, 3):
+        save(store, small(number), number)
+    store.close()
+    damaged(max(files_of(tmp_path / "3" / "params"), key=lambda p: p.stat().st_size), "flip", random.Random(1))
+    (tmp_path / "2" / "manifest.json").write_text('{"step": 2}')
+    said = []
+    again = store_of(tmp_path, said, keep=3)
+    assert [step for step in reversed(again.steps()) if again.usable(step)] == [1]
+    assert len(said) == 2 and "checksum" in "".join(said) and "manifest" in "".join(said)
+    save(again, small(2), 2)
+    again.close()
+    assert checkpoint.latest(tmp_path, full=True) == 2
+    assert {p.name for p in tmp_path.iterdir() if p.is_dir()} == {"1", "2", "2.broken", "3.broken"}
+
+
+def test_what_a_fallback_undoes_makes_room(tmp_path):
+    store = store_of(tmp_path, said := [], keep=3)
+    for number in (1, 2, 3):
+        save(store, small(number), number)
+    store.wait()
+    store.undo_after(1)
+    save(store, small(9), 2)
+    store.close()
+    assert store.steps() == [1, 2] and len(said) == 2
+    assert_equal(checkpoint.read_params(tmp_path, 2), host(small(9).params))
+
+
+@pytest.mark.parametrize(("section", "floor", "kept"), [
+    ({"keep": 1}, None, [7]),
+    ({"keep": 2}, None, [6, 7]),
+    ({"keep": 1, "keep_every": 3}, None, [3, 6, 7]),
+    ({"keep": 1, "keep_best": 2}, None, [2, 4, 7]),
+    ({"keep": 1}, 5, [5, 7]),
+])
+def test_keeps_the_newest_the_best_every_nth_and_what_is_live(tmp_path, section, floor, kept):
+    rewards = {1: 0.1, 2: 0.9, 3: 0.2, 4: 0.8, 5: 0.3, 6: 0.0, 7: 0.1}
+    store = store_of(tmp_path, **section)
+    tree = small()
+    for number, reward in rewards.items():
+        if floor is not None and number >= floor:
+            store.protect(floor)
+        store.save(number, tree.params, tree.state.opt_state, {}, {"reward/mean": reward})
+    store.close()
+    assert store.steps() == kept
+
+
+def test_a_parameter_that_is_not_finite_is_never_saved(tmp_path):
+    store = store_of(tmp_path)
+    bad = small()
+    bad.params["b"] = bad.params["b"].at[3].set(jax.numpy.nan)
+    with pytest.raises(ValueError, match="version 4 has parameters that are not finite"):
+        save(store, bad, 4)
+    store.close()
+    assert store.steps() == []
+
+
+def test_a_full_disk_keeps_training_with_an_alarm_and_the_last_good_step(tmp_path, monkeypatch):
+    said = []
+    store = store_of(tmp_path, said, keep=1)
+    save(store, small(1), 1)
+    store.wait()
+
+    def full_disk(*args, **kwargs):
+        raise OSError("no space left on device")
+
+    for broken_part in ("start", "write", "manifest"):
+        with monkeypatch.context() as broken:
+            if broken_part == "start":
+                broken.setattr(store._manager, "save", full_disk)
+            elif broken_part == "write":
+                broken.setattr(checkpoint.ocp.JsonCheckpointHandler, "finalize", full_disk, raising=False)
+            else:
+                broken.setattr(checkpoint.manifest, "write", full_disk)
+            save(store, small(2), 2)
+            store._settle()
+        assert len(said) == 1 and "no space left" in said.pop() and checkpoint.latest(tmp_path, full=True) == 1
+        assert {p.name for p in tmp_path.iterdir()} == {"1"}
+    save(store, small(2), 2)
+    store.close()
+    assert not said and checkpoint.latest(tmp_path, full=True) == 2
+
+
+def test_another_dtype_on_request(tmp_path):
+    store = store_of(tmp_path)
+    tree = small()
+    save(store, tree, 1)
+    store.wait()
+    like = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, "bfloat16", sharding=x.sharding),
+                        (tree.params, tree.state.opt_state))
+    for half in ((like[0], tree.state.opt_state), (tree.params, like[1])):
+        with pytest.raises(ValueError, match="stored as float32"):
+            store.restore(1, *half)
+    got = store.restore(1, *like, cast=True)
+    assert all(x.dtype == "bfloat16" for x in jax.tree.leaves((got.params, got.opt_state)))
+    store.close()

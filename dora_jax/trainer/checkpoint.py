@@ -1,32 +1,37 @@
 """Stage 5, train: checkpoints, written in the background, trusted only once they verify.
 
     <dir>/<step>/{params,opt_state,rl_state,metrics}   Orbax items; params alone is what readers want
-    <dir>/<step>/manifest.json                         size and crc32 of every file, written last
+    <dir>/<step>/manifest.json                         size and checksum of every file, written last (manifest.py)
 
-Laws: a step without a manifest that verifies is never reported as latest (Orbax itself lists empty folders and saves
-that failed in the background); a failed background save raises at the next call; what `save` was given is what comes
-back, though the next training step donates those buffers; a restore may use another mesh but never another dtype.
+Laws: a step whose manifest does not verify is never the latest (Orbax itself lists empty folders and saves that failed
+in the background); a save that fails is said, cleared away and survived; nothing is deleted before something newer has
+verified; no parameter that is not finite is ever saved; what `save` was given is what comes back, though the next
+training step donates those buffers; a restore may use another mesh, and another dtype only where that is asked for.
 """
 
 from __future__ import annotations
 
+import concurrent.futures
 import json
 import os
 import shutil
-import zlib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import orbax.checkpoint as ocp
 from absl import logging
 from orbax.checkpoint.checkpoint_managers import preservation_policy
 
-MANIFEST = "manifest.json"
+from dora_jax.trainer import manifest
+from dora_jax.trainer.manifest import MANIFEST
+
 ITEMS = ("params", "opt_state", "rl_state", "metrics")
 JSON_FILES = {"rl_state": "metadata", "metrics": "metrics"}  # as Orbax names them: it knows an item called metrics
-CHUNK_BYTES = 1 << 22
+TEMPORARY = ".orbax-checkpoint-tmp"
+BEST_BY = "reward/mean"  # the metric by which the best steps are kept
 
 
 class Restored(NamedTuple):
@@ -37,49 +42,87 @@ class Restored(NamedTuple):
 
 
 class Checkpoints:
-    """The one writer of a checkpoint folder; used by one thread. `section`: keep."""
+    """The one writer of a checkpoint folder; used by one thread. `section`: keep, keep_best, keep_every."""
 
-    def __init__(self, directory: str | os.PathLike, section: Any):
+    def __init__(self, directory: str | os.PathLike, section: Any, say: Callable[[str], None] = logging.warning):
         self._dir = Path(directory).absolute()
         self._dir.mkdir(parents=True, exist_ok=True)
+        self._section = section
+        self._say = say
         if jax.process_index() == 0:
-            _tidy(self._dir)
-        keep = preservation_policy.AnyPreservationPolicy([preservation_policy.LatestN(section.keep)])
+            _tidy(self._dir, say)
         arrays, text = ocp.StandardCheckpointHandler, ocp.JsonCheckpointHandler
         self._manager = ocp.CheckpointManager(
-            self._dir, options=ocp.CheckpointManagerOptions(preservation_policy=keep),
+            self._dir, options=ocp.CheckpointManagerOptions(preservation_policy=preservation_policy.PreserveAll()),
             item_handlers={"params": arrays(), "opt_state": arrays(), "rl_state": text(), "metrics": text()})
-        self._pending: int | None = None
+        self._finite = jax.jit(_all_finite)
+        self._pool = concurrent.futures.ThreadPoolExecutor(1, "manifest")  # checksums read every byte
+        self._saving: int | None = None
+        self._sealing: tuple[int, concurrent.futures.Future] | None = None
+        self._floor: int | None = None
 
     def save(self, step: int, params: Any, opt_state: Any, rl_state: Mapping[str, Any],
-             metrics: Mapping[str, float]) -> None:
-        """Starts a save; the buffers are free again on return. Raises what the previous save failed of."""
+             metrics: Mapping[str, float]) -> bool:
+        """Starts a save; the buffers are free again on return. False: it could not be started, which was said."""
         self._settle()
+        if not self._finite(params):
+            raise ValueError(f"version {step} has parameters that are not finite: it is not saved")
         save = ocp.args.StandardSave
-        started = self._manager.save(step, args=ocp.args.Composite(
-            params=save(params), opt_state=save(opt_state),
-            rl_state=ocp.args.JsonSave(dict(rl_state)), metrics=ocp.args.JsonSave(dict(metrics))))
+        args = ocp.args.Composite(
+            params=save(params), opt_state=save(opt_state), rl_state=ocp.args.JsonSave(dict(rl_state)),
+            metrics=ocp.args.JsonSave(dict(metrics)))
+        try:
+            started = self._manager.save(step, args=args)
+        except Exception as error:  # of Orbax, tensorstore or the file system: whatever it is, training goes on
+            self._failed(step, error)
+            return False
         if not started:
             raise RuntimeError(f"checkpoint of step {step} was refused: {self._dir} already holds step "
                                f"{self._manager.latest_step()}")
-        self._pending = step
+        self._saving = step
+        return True
+
+    def protect(self, version: int) -> None:
+        """The newest step up to this version stays: samples that run at it could not go on without."""
+        self._floor = version
 
     def poll(self) -> None:
         """Cheap; call it every step, so that a finished save gets its manifest and a failed one is heard of."""
-        if self._pending is not None and not self._manager.is_saving_in_progress():
-            self._settle()
+        if self._saving is not None and not self._manager.is_saving_in_progress():
+            self._seal()
+        if self._sealing is not None and self._sealing[1].done():
+            self._sealed()
 
     def wait(self) -> None:
-        """Blocks until what was saved is on disk and verified."""
-        self._settle()
+        """Blocks until what was saved is on disk and verified; raises where it failed."""
+        if error := self._settle():
+            raise RuntimeError(error)
 
     def latest(self, full: bool = False) -> int | None:
         self.poll()
         return latest(self._dir, full=full)
 
-    def restore(self, step: int, params: Any, opt_state: Any) -> Restored:
+    def steps(self) -> list[int]:
+        return steps(self._dir)
+
+    def usable(self, step: int) -> bool:
+        """Reads every byte of a step; one that cannot be trusted is put out of the way, and said."""
+        fault = verify(self._dir, step, full=True)
+        if fault is not None:
+            self._say(f"checkpoint {step} cannot be trusted and is stepped over: {fault}")
+            self._put_aside(step, "broken")
+        return fault is None
+
+    def undo_after(self, version: int) -> None:
+        """Steps that a fallback has undone make room for those that will be made again."""
+        for step in [step for step in steps(self._dir) if step > version]:
+            self._say(f"checkpoint {step} is later than what can be recovered and is put aside")
+            self._put_aside(step, "undone")
+
+    def restore(self, step: int, params: Any, opt_state: Any, *, cast: bool = False) -> Restored:
         """`params`, `opt_state`: ShapeDtypeStructs with the shardings to restore onto (any mesh)."""
-        return Restored(read_params(self._dir, step, params), _read_arrays(self._dir, step, "opt_state", opt_state),
+        return Restored(read_params(self._dir, step, params, cast=cast),
+                        _read_arrays(self._dir, step, "opt_state", opt_state, cast),
                         read_json(self._dir, step, "rl_state"), read_json(self._dir, step, "metrics"))
 
     def restore_params(self, step: int, params: Any) -> Any:
@@ -87,21 +130,67 @@ class Checkpoints:
 
     def close(self) -> None:
         try:
-            self._settle()
+            self.wait()
         finally:
+            self._pool.shutdown()
             self._manager.close()
 
-    def _settle(self) -> None:
-        """Waits for the save in flight, then writes its manifest."""
-        if self._pending is None:
-            return
-        step, self._pending = self._pending, None
+    # ------------------------------------------------------------ private
+
+    def _settle(self) -> str | None:
+        """Sees the save in flight to its end; what it failed of, if it did."""
+        error = self._seal() if self._saving is not None else None
+        return (self._sealed() if self._sealing is not None else None) or error
+
+    def _seal(self) -> str | None:
+        """All of a step is written: its manifest is next."""
+        step, self._saving = self._saving, None
         try:
             self._manager.wait_until_finished()
-        except Exception as error:
-            raise RuntimeError(f"the checkpoint of step {step} failed in the background: {error}") from error
+        except Exception as error:  # as in `save`
+            return self._failed(step, error)
         if jax.process_index() == 0:
-            _write_manifest(self._dir / str(step))
+            self._sealing = step, self._pool.submit(manifest.write, self._dir / str(step))
+        return None
+
+    def _sealed(self) -> str | None:
+        (step, future), self._sealing = self._sealing, None
+        try:
+            future.result()
+        except OSError as error:
+            return self._failed(step, error)
+        self._forget()
+        return None
+
+    def _failed(self, step: int, error: Exception) -> str:
+        """Alarm; what is left of the step makes room."""
+        sentence = f"the checkpoint of step {step} failed in the background: {' '.join(str(error).split())}"
+        self._say(f"{sentence}; training goes on, and the newest good one is {latest(self._dir)}")
+        for path in self._dir.iterdir():
+            if path.name == str(step) or path.name.startswith(f"{step}{TEMPORARY}"):
+                shutil.rmtree(path, ignore_errors=True)
+        self._manager.reload()
+        return sentence
+
+    def _forget(self) -> None:
+        """Deletes the steps that no rule keeps; one has just verified, so the newest is good."""
+        known, section = steps(self._dir), self._section
+        kept = set(known[-section.keep :])
+        if section.keep_every:
+            kept |= {step for step in known if step % section.keep_every == 0}
+        if section.keep_best:
+            best = {step: read_json(self._dir, step, "metrics").get(BEST_BY) for step in known}
+            ranked = sorted((step for step in known if best[step] is not None), key=lambda s: (best[s], s))
+            kept |= set(ranked[-section.keep_best :])
+        if self._floor is not None:
+            kept |= {max((step for step in known if step <= self._floor), default=known[0])}
+        for step in known:
+            if step not in kept:
+                self._manager.delete(step)
+
+    def _put_aside(self, step: int, why: str) -> None:
+        _rename_aside(self._dir / str(step), why)
+        self._manager.reload()
 
 
 # ------------------------------------------------------- readers, no writer needed
@@ -124,22 +213,12 @@ def steps(directory: str | os.PathLike) -> list[int]:
 
 def verify(directory: str | os.PathLike, step: int, full: bool = False) -> str | None:
     """What is wrong with a step's files, or None. `full` reads every byte: Orbax alone misses flipped bits."""
-    root = Path(directory) / str(step)
-    files = json.loads((root / MANIFEST).read_text())["files"]
-    for name, (size, crc) in files.items():
-        path = root / name
-        if not path.is_file():
-            return f"{name} is missing"
-        if path.stat().st_size != size:
-            return f"{name} has {path.stat().st_size} bytes, not {size}"
-        if full and _crc32(path) != crc:
-            return f"{name} does not match its checksum"
-    return None
+    return manifest.fault(Path(directory) / str(step), full)
 
 
-def read_params(directory: str | os.PathLike, step: int, like: Any = None) -> Any:
+def read_params(directory: str | os.PathLike, step: int, like: Any = None, *, cast: bool = False) -> Any:
     """Params of a step onto `like` (ShapeDtypeStructs with shardings); None: as stored, whole on the first device."""
-    return _read_arrays(directory, step, "params", like)
+    return _read_arrays(directory, step, "params", like, cast)
 
 
 def read_json(directory: str | os.PathLike, step: int, item: str) -> dict[str, Any]:
@@ -149,12 +228,13 @@ def read_json(directory: str | os.PathLike, step: int, item: str) -> dict[str, A
 # ---------------------------------------------------------------- private
 
 
-def _read_arrays(directory: str | os.PathLike, step: int, item: str, like: Any) -> Any:
+def _read_arrays(directory: str | os.PathLike, step: int, item: str, like: Any, cast: bool) -> Any:
     path = Path(directory).absolute() / str(step) / item
     with ocp.StandardCheckpointer() as reader:
-        if like is None or item == "params":
-            stored = reader.metadata(path).item_metadata.tree
-            like = _on_first_device(stored) if like is None else like
+        stored = reader.metadata(path).item_metadata.tree
+        if like is None:
+            like = _on_first_device(stored)
+        elif not cast:
             _same_dtypes(stored, like, path)
         return reader.restore(path, like)
 
@@ -166,43 +246,47 @@ def _on_first_device(stored: Any) -> Any:
 
 def _same_dtypes(stored: Any, like: Any, path: Path) -> None:
     """Orbax would cast silently."""
-    wanted = {jax.tree_util.keystr(key): x.dtype for key, x in jax.tree_util.tree_leaves_with_path(like)}
+    wanted = {_name(key): x.dtype for key, x in jax.tree_util.tree_leaves_with_path(like)}
     for key, leaf in jax.tree_util.tree_leaves_with_path(stored):
-        name = jax.tree_util.keystr(key)
+        name = _name(key)
         if name in wanted and wanted[name] != leaf.dtype:
             raise ValueError(f"{path}: {name} is stored as {leaf.dtype} and was asked for as {wanted[name]}")
 
 
-def _write_manifest(root: Path) -> None:
-    """Temporary file and rename: a manifest is there whole or not at all."""
-    files = sorted(path for path in root.rglob("*") if path.is_file() and path.name != MANIFEST)
-    listing = {str(path.relative_to(root)): (path.stat().st_size, _crc32(path)) for path in files}
-    part = root / (MANIFEST + ".part")
-    with part.open("w") as out:
-        json.dump({"step": int(root.name), "files": listing}, out)
-        out.flush()
-        os.fsync(out.fileno())
-    part.rename(root / MANIFEST)
+def _name(key: Any) -> str:
+    """a/b/0, whether the tree is made of dictionaries, as it is read, or of named tuples, as it was written."""
+    return jax.tree_util.keystr(key, simple=True, separator="/")
 
 
-def _crc32(path: Path) -> int:
-    crc = 0
-    with path.open("rb") as file:
-        while chunk := file.read(CHUNK_BYTES):
-            crc = zlib.crc32(chunk, crc)
-    return crc
+def _all_finite(params: Any) -> jax.Array:
+    finite = [jnp.all(jnp.isfinite(x)) for x in jax.tree.leaves(params) if jnp.issubdtype(x.dtype, jnp.floating)]
+    return jnp.all(jnp.array(finite))
 
 
-def _tidy(directory: Path) -> None:
+def _rename_aside(path: Path, why: str) -> None:
+    """Kept for a person, out of the way of the next save."""
+    target = path.with_name(f"{path.name}.{why}")
+    again = 1
+    while target.exists():
+        again += 1
+        target = path.with_name(f"{path.name}.{why}{again}")
+    path.rename(target)
+
+
+def _tidy(directory: Path, say: Callable[[str], None]) -> None:
     """What a killed writer left: half-written folders go, a whole step that only lacks its manifest gets one."""
-    for path in directory.iterdir():
-        if ".orbax-checkpoint-tmp" in path.name:
+    for path in sorted(directory.iterdir()):
+        if TEMPORARY in path.name:
+            say(f"{path.name} was never finished and is removed")
             shutil.rmtree(path)
-        elif path.name.isdigit() and path.is_dir() and not (path / MANIFEST).exists():
+        elif not path.name.isdigit() or not path.is_dir():
+            continue
+        elif not (path / MANIFEST).exists():
             if all((path / item).is_dir() for item in ITEMS) and (path / "_CHECKPOINT_METADATA").is_file():
-                _write_manifest(path)  # Orbax renames a step into place only when all of it is written
+                manifest.write(path)  # Orbax renames a step into place only when all of it is written
             else:
-                logging.warning("%s is no checkpoint and is removed", path)
+                say(f"{path.name} is no checkpoint and is removed")
                 shutil.rmtree(path)
-        elif path.name.isdigit() and path.is_dir() and verify(directory, int(path.name)) is not None:
-            path.rename(directory / f"{path.name}.broken")  # kept for a person, out of the way of the next save
+        elif (fault := verify(directory, int(path.name))) is not None:
+            say(f"checkpoint {path.name} cannot be trusted and is put aside: {fault}")
+            _rename_aside(path, "broken")
