@@ -24,8 +24,8 @@ def get_config(arg=None):
     c.sft.out = c.model.path = "runs/quickstart_base"
     c.sft.examples = 40960
     c.sft.slip_rate = 0.7
-    c.sft.steps, c.sft.batch_rows, c.sft.pack_tokens = 2400, 8, 128
-    c.sft.learning_rate, c.sft.warmup_steps = 5e-3, 100
+    c.sft.steps, c.sft.batch_rows, c.sft.pack_tokens = 5000, 8, 128
+    c.sft.learning_rate, c.sft.warmup_steps = 5e-3, 200
     c.sft.d_model, c.sft.n_layers, c.sft.d_ff = 64, 2, 192
     c.sft.n_heads, c.sft.n_kv_heads, c.sft.head_dim = 4, 2, 32
 
