@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import itertools
 
 import jax
 import jax.numpy as jnp
@@ -64,6 +65,21 @@ def assert_same(got, want):
 def test_meshes(expected, data, fsdp, context, tensor):
     arrays = batch(shards=data * fsdp).arrays()
     assert_same(loss_and_gradient(arrays, data=data, fsdp=fsdp, context=context, tensor=tensor), expected)
+
+
+def every_mesh():
+    """All shapes of 1, 2, 4 and 8 devices; two KV heads allow a tensor axis of 2."""
+    for n in (1, 2, 4, 8):
+        for data, fsdp, context in itertools.product((1, 2, 4, 8), repeat=3):
+            for tensor in (1, 2):
+                if data * fsdp * context * tensor == n:
+                    yield data, fsdp, context, tensor
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("data,fsdp,context,tensor", every_mesh())
+def test_every_mesh(expected, data, fsdp, context, tensor):
+    test_meshes(expected, data, fsdp, context, tensor)
 
 
 @pytest.mark.parametrize("micro_batches", [2, 4, 8])

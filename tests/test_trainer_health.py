@@ -1,0 +1,195 @@
+"""Probe, meter, moments in host memory, updates that start early: what surrounds the update."""
+
+import dataclasses
+
+import jax
+import numpy as np
+import pytest
+
+from dora_jax.models import sharding
+from dora_jax.trainer import flops, objective, optim, step
+from tests import trainer_cases as cases
+
+
+@pytest.fixture(scope="module", autouse=True)
+def fast_compile():
+    """Compiling is what these tests spend their time on."""
+    jax.config.update("jax_disable_most_optimizations", True)
+    yield
+    jax.config.update("jax_disable_most_optimizations", False)
+
+
+def mesh(data=1, fsdp=1, tensor=1, context=1):
+    return sharding.make_mesh(jax.devices()[:data * fsdp * tensor * context], data, fsdp, tensor, context)
+
+
+@pytest.fixture(scope="module")
+def shared():
+    section = cases.section(peak_tflops=1e-3)
+    trainer = step.Trainer(cases.MODEL, section, mesh(), cases.params(), total_steps=20)
+    return trainer, jax.tree.map(np.array, trainer.state)
+
+
+@pytest.fixture
+def trainer(shared):
+    trainer, first = shared
+    trainer.load(first.params, first.opt_state, 0)
+    trainer._health._max_mismatch = 0.0
+    return trainer
+
+
+def shifted(trainer, batch, gap):
+    """As an engine would have said it that is off by `gap` on every token."""
+    own = trainer.logprobs(batch)
+    return dataclasses.replace(batch, behavior_logprobs=np.where(batch.mask, own - np.float32(gap), 0))
+
+
+# ------------------------------------------------------------------- probe
+
+
+def test_a_step_without_lag_0_measures_the_gap_on_its_probe(trainer):
+    stale = dataclasses.replace(cases.batch(trainer), version=np.full((16, 32), -1, np.int32))
+    probe = shifted(trainer, cases.batch(trainer, cases.groups(1, 4, seed=9), rows=16), 0.25)
+    assert "mismatch/mean" not in trainer.step(stale)
+    metrics = trainer.step(stale, probe=dataclasses.replace(probe, version=np.where(probe.mask, 1, -1)))
+    assert metrics["mismatch/tokens"] == probe.mask.sum()
+    own = trainer.step(shifted(trainer, dataclasses.replace(stale, version=np.where(stale.mask, 2, -1)), 0.0), probe=probe)
+    assert own["mismatch/mean"] < 1e-5  # lag 0 in the batch itself: the probe is not looked at
+
+
+def test_the_probes_gap_by_hand_and_its_bound(trainer):
+    probe = shifted(trainer, cases.batch(trainer), 0.25)
+    got = trainer.probe(probe)
+    assert got["mismatch/mean"] == pytest.approx(0.25, abs=1e-5) == got["mismatch/p99"] == got["mismatch/max"]
+    assert got["mismatch/kl"] == pytest.approx(np.exp(0.25) - 1.25, abs=1e-5)
+    before = jax.tree.map(np.array, trainer.params)
+    trainer._health._max_mismatch = 0.2
+    stale = dataclasses.replace(cases.batch(trainer), version=np.full((16, 32), -1, np.int32))
+    with pytest.raises(RuntimeError, match="disagree by 0.25 nats a token at equal weights, above trainer.max_mismatch=0.2"):
+        trainer.step(stale, probe=probe)
+    jax.tree.map(np.testing.assert_array_equal, before, jax.tree.map(np.array, trainer.params))  # stopped before the update
+
+
+def test_a_probe_of_another_version_is_refused(trainer):
+    probe = dataclasses.replace(cases.batch(trainer), version=np.full((16, 32), 5, np.int32))
+    with pytest.raises(ValueError, match="the probe holds no token of version 0: only equal weights compare"):
+        trainer.probe(probe)
+
+
+# ------------------------------------------------------------------- meter
+
+
+def test_model_flops_by_hand():
+    """One layer, d = 16, 4 and 2 heads of 8, ff 32, 48 ids; a sequence of 3 tokens looks at 1 + 2 + 3 of them."""
+    cfg = dataclasses.replace(cases.MODEL, n_layers=1)
+    params = 16 * 32 + 2 * 16 * 16 + 32 * 16 + 3 * 16 * 32 + 16 * 48
+    assert flops.matmul_params(cfg) == params
+    assert flops.model_flops(cfg, [3]) == 3 * (2 * params * 3 + 4 * 4 * 8 * 6)
+    assert flops.model_flops(cfg, [3, 3]) == 2 * flops.model_flops(cfg, [3])
+
+
+def test_step_reports_its_use_of_the_chip(trainer):
+    batch = cases.batch(trainer)
+    trainer.step(batch)
+    metrics = trainer.step(batch)
+    lengths = flops.segment_lengths(batch.segment_ids)
+    assert sum(lengths) == (batch.segment_ids > 0).sum() and len(lengths) == 16
+    seconds = lengths.sum() / metrics["trainer/tokens_per_s"]
+    assert metrics["trainer/mfu"] == pytest.approx(flops.model_flops(cases.MODEL, lengths) / seconds / 1e9)
+    assert metrics["trainer/packed_share"] == pytest.approx(lengths.sum() / batch.tokens.size)
+    assert 1 < metrics["trainer/effective_batch"] <= 16
+    assert flops.peak_flops("TPU v5 lite") == 197e12 and flops.peak_flops("TPU7x") == 2307e12 / 2
+    assert flops.peak_flops("cpu") is None
+
+
+def test_traced_flops_count_loops_shards_and_recomputation():
+    x, w = np.ones((8, 16), np.float32), np.ones((16, 16), np.float32)
+
+    def layers(x, w):
+        return jax.lax.scan(lambda x, _: (x @ w, None), x, length=5)[0]
+
+    assert flops.traced_flops(jax.make_jaxpr(layers)(x, w).jaxpr) == 5 * 2 * 8 * 16 * 16
+    times = jax.make_jaxpr(lambda x, n: jax.lax.fori_loop(0, n, lambda i, x: x @ w, x))(x, 3)
+    assert flops.traced_flops(times.jaxpr, loops=7) == 7 * 2 * 8 * 16 * 16
+    rows = jax.sharding.PartitionSpec("fsdp")
+    sharded = jax.shard_map(lambda x: x @ w, mesh=mesh(fsdp=4), in_specs=rows, out_specs=rows)
+    assert flops.traced_flops(jax.make_jaxpr(sharded)(x).jaxpr) == 2 * 8 * 16 * 16
+    again = jax.make_jaxpr(jax.grad(lambda x: jax.checkpoint(lambda x: ((x @ w) ** 2).sum())(x)))(x)
+    assert flops.traced_flops(again.jaxpr) == 3 * 2 * 8 * 16 * 16  # forward, again, backward to x
+
+
+# ---------------------------------------------------- moments in host memory
+
+
+def test_moments_in_host_memory_give_the_same_step():
+    after, kinds = [], []
+    for memory in ("device", "host"):
+        section = cases.section(optimizer_memory=memory, advantage="gae", value_learning_rate=1e-2, micro_batches=2)
+        trainer = step.Trainer(dataclasses.replace(cases.MODEL, n_layers=1), section, mesh(fsdp=2, tensor=2),
+                               cases.params(3, dataclasses.replace(cases.MODEL, n_layers=1)), total_steps=5)
+        batch = cases.batch(trainer, score=trainer.score)
+        trainer.step(batch)
+        trainer.step(batch)
+        moments = [s for s in jax.tree.leaves(trainer.state.opt_state, is_leaf=lambda s: hasattr(s, "mu")) if hasattr(s, "mu")]
+        kinds.append({x.sharding.memory_kind for adam in moments for x in jax.tree.leaves((adam.mu, adam.nu))})
+        assert len(moments) == 2  # of the policy and of the value model
+        assert {x.sharding.memory_kind for x in jax.tree.leaves(trainer.params)} == {"device"}
+        after.append(jax.tree.map(np.asarray, (trainer.params, trainer.state.opt_state["critic"].params)))
+    assert kinds == [{"device"}, {"pinned_host"}]
+    jax.tree.map(np.testing.assert_array_equal, *after)
+
+
+def test_a_backend_without_host_memory_is_named(monkeypatch):
+    monkeypatch.setattr(optim, "HOST", "pinned_elsewhere")
+    with pytest.raises(ValueError, match="trainer.optimizer_memory='host': cpu devices have no pinned_elsewhere memory, only"):
+        step.Trainer(cases.MODEL, cases.section(optimizer_memory="host"), mesh(), cases.params(), total_steps=5)
+
+
+# ------------------------------------------------------------- early updates
+
+
+def test_the_first_update_runs_before_the_second_batch_exists(trainer):
+    scored = cases.groups(4, 4)
+    seen = []
+
+    def batches():
+        for i in (0, 1):
+            seen.append(int(optim.updates_done(trainer.state.opt_state)))
+            yield cases.batch(trainer, scored[i::2], rows=16)
+
+    metrics = trainer.step(batches())
+    assert seen == [0, 1] and int(trainer.state.step) == 1
+    lazily = jax.tree.map(np.array, trainer.params)
+    assert metrics["trainer/tokens"] == sum(len(s.out_ids) for g in scored for s in g.samples)
+    assert max(np.abs(x).max() for x in jax.tree.leaves(lazily)) > 0
+
+
+@pytest.mark.parametrize("changes,early", [
+    ({}, True), ({"updates": 1}, False), ({"anchor": "proximal"}, False), ({"kl": "k3"}, False),
+    ({"advantage": "reinforce_pp_baseline"}, False), ({"advantage": "rloo"}, True), ({"correction": "mask"}, False),
+])
+def test_who_may_start_early(changes, early):
+    assert objective.may_start_early(cases.section(**({"updates": 4} | changes))) is early
+
+
+def test_rows_must_divide_over_the_context_axis():
+    assert objective.check(cases.section(context=4)) == []
+    (error,) = objective.check(cases.section(context=5))
+    assert error == "trainer.pack_tokens=32 is not divisible by the mesh axis trainer.context=5"
+    assert "optimizer_memory='hots' is unknown: known are device, host" in objective.check(
+        cases.section(optimizer_memory="hots"))[0]
+
+
+# --------------------------------------------------- scores on sharded batches
+
+
+def test_minimum_variance_baseline_on_a_sharded_packed_batch():
+    model = dataclasses.replace(cases.MODEL, n_layers=1)
+    section = cases.section(advantage="vcpo", policy_loss="reinforce", loss_params={})
+    advantages = []
+    for shape in ({}, {"data": 2, "fsdp": 2, "context": 2}):
+        trainer = step.Trainer(model, section, mesh(**shape), cases.params(3, model), total_steps=5)
+        batch = cases.batch(trainer, cases.groups(2, 3), score=trainer.score, rows=8, shards=1)
+        advantages.append(batch.advantages)
+    assert np.abs(advantages[0]).max() > 0.1
+    np.testing.assert_allclose(advantages[1], advantages[0], atol=1e-5)
