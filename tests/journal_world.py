@@ -20,7 +20,7 @@ from dora_jax.runtime.durable import DurableWorld
 from dora_jax.runtime.journal import Journal
 from dora_jax.runtime.loop import run
 from dora_jax.runtime.recovery import Recovered, recover
-from dora_jax.runtime.workers import Finished
+from dora_jax.runtime.workers import Finished, StepDone
 from dora_jax.types import Sample, SampleId, ScoredGroup, Span
 from orchestrator_world import Run, World, chance
 
@@ -135,6 +135,9 @@ class Body(World):
                 if trainable:
                     self.payload[group_id] = group
                 self.tell(group)
+            case ev.StepPublished(version=version):
+                self.tell(StepDone(version=version, groups=(), metrics={}, wait_s=0.0, step_s=0.0,
+                                   digest=self.weights[version]))
 
     def version_of(self, id):
         return self.group_version[id.group_id]
@@ -184,7 +187,7 @@ class Body(World):
             self.finished[group.id] = set(done)
             self.ended |= {SampleId(group.id, i): "done" for i in done}
         for id, version in debts.recorded.items():
-            out, _ = book.tokens(id)
+            out, _, _ = book.tokens(id)
             np.testing.assert_array_equal(out, tokens(version, id, 0, len(out)))
             self.recorded[id] = Run(id, version, len(out), self.length(id), 0.0, 0)
             self.reported[id] = len(out)
@@ -230,10 +233,10 @@ class History:
         found = recover(journal, self.config, list(self.checkpoints), lambda v: True, self.said.append)
         if found is None:
             body = Body(self.config, self.shape, Orchestrator(self.config), {0: 1}, self.batches)
-            world = DurableWorld(body, journal, body.brain, Book(), body.weights.__getitem__)
+            world = DurableWorld(body, journal, body.brain, Book())
         else:
             body = self._again(found)
-            world = DurableWorld(body, journal, body.brain, found.book, body.weights.__getitem__, found.epoch)
+            world = DurableWorld(body, journal, body.brain, found.book, found.epoch)
         self._arm(body, world, kill_fact, kill_command)
         halt = run(body.brain, world, [lambda event, commands: self._observe(body, world, journal, event)])
         journal.close()
@@ -296,9 +299,7 @@ class History:
         newest = sorted(self.checkpoints)[-self.keep :]
         self.checkpoints = {v: w for v, w in self.checkpoints.items() if v in newest or v >= needed}
         oldest = min(self.checkpoints)
-        begins = [n for n, base in world.segments.items() if base <= oldest]
-        if begins:
-            journal.drop_before(max(begins))
+        world.forget_before(oldest)
 
     # ------------------------------------------------------------ audit
 

@@ -24,6 +24,8 @@ class Debts:
     train: ev.Train | None  # a batch that was taken and not published
     score: tuple[GroupId, ...]  # whole groups without rewards
     cancel: ev.Cancel | None  # samples that must not go on, to be answered one by one
+    groups: tuple[GroupId, ...]  # admitted and not scored
+    doomed: tuple[GroupId, ...]  # of these: they will not be trained
     recorded: dict[SampleId, Version]  # started and not ended: a Resume will ask for their tokens
     versions: tuple[Version, ...]  # whose weights are needed, oldest first
 
@@ -48,6 +50,7 @@ def restart(orchestrator: Orchestrator) -> Debts:
         train=ev.Train(group_ids=ledger.batch, base_version=ledger.base) if ledger.batch else None,
         score=tuple(group.id for group in s.groups.values() if not group.left),
         cancel=ev.Cancel(ids=doomed, instance=None, reason=LOST) if doomed else None,
+        groups=tuple(s.groups), doomed=tuple(g.id for g in s.groups.values() if g.doomed is not None),
         recorded={u.id: u.version for u in units if u.state == fl.PARKED},
         versions=tuple(sorted(s.alive)))
 

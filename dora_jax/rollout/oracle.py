@@ -129,6 +129,11 @@ class OracleEngine:
     def version_of(self, id: SampleId) -> Version:
         return self._samples[id].parcel.version
 
+    def sampled(self, id: SampleId) -> tuple[list[int], list[float]]:
+        """(tokens, log-probs) of a running sample so far."""
+        running = self._samples[id]
+        return list(running.out), self._logprobs(running).tolist()
+
     @property
     def idle(self) -> bool:
         return not self._samples

@@ -20,7 +20,7 @@ import numpy as np
 from dora_jax.orchestrate import events as ev
 from dora_jax.orchestrate.state import State
 from dora_jax.runtime.codec import Codec
-from dora_jax.types import GroupId, Sample, SampleId, ScoredGroup, Version, is_eval, record
+from dora_jax.types import GroupId, Sample, SampleId, ScoredGroup, Span, Version, is_eval, record
 
 FORMAT = 1
 
@@ -111,11 +111,15 @@ class Book:
                 return Step(base=version - 1, groups=groups, published=entry.payload)
         return None
 
-    def tokens(self, id: SampleId) -> tuple[np.ndarray, np.ndarray]:
-        """(out_ids i32[U], logprobs f32[U]) that are recorded of a running sample; empty: it starts over."""
+    def tokens(self, id: SampleId) -> tuple[np.ndarray, np.ndarray, tuple[Span, ...]]:
+        """(out_ids i32[U], logprobs f32[U], who sampled them) of a running sample; empty: it starts over."""
         chunks = self.partial.get(id, [])
+        spans: list[Span] = []
+        for chunk in chunks:
+            start = spans.pop().start if spans and spans[-1].version == chunk.version else chunk.start
+            spans.append(Span(version=chunk.version, start=start, stop=_end(chunk)))
         return (np.concatenate([np.zeros(0, np.int32), *(c.out_ids for c in chunks)]),
-                np.concatenate([np.zeros(0, np.float32), *(c.logprobs for c in chunks)]))
+                np.concatenate([np.zeros(0, np.float32), *(c.logprobs for c in chunks)]), tuple(spans))
 
     def forget_partials(self) -> None:
         """Running samples start over at their version: its weights are not bit for bit what they were."""
@@ -129,7 +133,7 @@ class Book:
         self.scored = {g: group for g, group in self.scored.items() if live.get(g, ("",))[0] in ("ready", "training")}
         self.evaluated = {g: group for g, group in self.evaluated.items() if group.version in state.evaluating}
         self.partial = {id: chunks for id, chunks in self.partial.items() if state.unit(id) is not None}
-        self.digests = {v: published for v, published in self.digests.items() if v in state.alive}
+        self.digests = {v: published for v, published in self.digests.items() if v in state.alive or v == 0}
 
     def records(self) -> Iterator[Sample | ScoredGroup | Partial]:
         """What `load` takes."""

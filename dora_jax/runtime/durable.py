@@ -19,8 +19,8 @@ from dora_jax.runtime.book import CODEC, Book, Entry, Fact, Partial, Published, 
 from dora_jax.runtime.journal import Journal
 from dora_jax.runtime.loop import World
 from dora_jax.runtime.recovery import head_records
-from dora_jax.runtime.workers import Finished
-from dora_jax.types import ScoredGroup, Version
+from dora_jax.runtime.workers import Finished, StepDone
+from dora_jax.types import GroupId, Sample, SampleId, ScoredGroup, Version
 
 HARD = (ev.SampleDone, ev.GroupScored, ev.GroupFailed, ev.StepPublished, ev.SampleCancelled)
 SOFT_PERIOD_S = 1.0  # how long soft facts may wait for a commit
@@ -35,15 +35,15 @@ class DurableWorld:
     """`World` in front of another; the orchestrator's only source of facts."""
 
     def __init__(self, world: TellingWorld, journal: Journal, orchestrator: Orchestrator, book: Book,
-                 digest_of: Callable[[Version], int], epoch: int = 0):
+                 epoch: int = 0):
         self.book = book
         self.segments: dict[int, Version] = {}  # of this run: number -> version at which it begins
         self._world = world
         self._journal = journal
         self._orchestrator = orchestrator
-        self._digest_of = digest_of
         self._epoch = epoch
-        self._payload: dict[Any, Any] = {}
+        self._payload: dict[SampleId | GroupId, Sample | Scores] = {}
+        self._digests: dict[Version, int] = {}
         self._entries: list[Entry] = []
         self._committed_s = time.monotonic()
         self._rotate_due = True
@@ -81,6 +81,13 @@ class DurableWorld:
         self._rotate_due = False
         self.segments[number] = self._orchestrator.state.ledger.base
 
+    def forget_before(self, version: Version) -> None:
+        """Segments that only a start older than this version would need are dropped."""
+        number = max((n for n, base in self.segments.items() if base <= version), default=None)
+        if number is not None:
+            self._journal.drop_before(number)
+            self.segments = {n: base for n, base in self.segments.items() if n >= number}
+
     def close(self) -> None:
         """Makes everything durable that was reported."""
         self._journal.close()
@@ -102,6 +109,8 @@ class DurableWorld:
                 self._entries.append(item)
             case Finished(sample=sample):
                 self._payload[sample.id] = sample
+            case StepDone(version=version, digest=digest):
+                self._digests[version] = digest
             case ScoredGroup(group_id=group_id):
                 self._payload[group_id] = Scores(version=item.version, rewards=item.rewards, parts=item.parts)
 
@@ -112,5 +121,5 @@ class DurableWorld:
             case ev.GroupScored(group_id=group_id):
                 return self._payload.pop(group_id)
             case ev.StepPublished(version=version):
-                return Published(epoch=self._epoch, digest=self._digest_of(version))
+                return Published(epoch=self._epoch, digest=self._digests.pop(version))
         return None

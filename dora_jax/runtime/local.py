@@ -13,7 +13,9 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 from dora_jax.orchestrate import events as ev
+from dora_jax.orchestrate.restart import Debts
 from dora_jax.rollout.migrate import Parcel, retagged
+from dora_jax.runtime.book import Book, Partial
 from dora_jax.runtime.workers import Crashed, Exported, Finished, InstanceWorker, StepDone, TrainerWorker
 from dora_jax.tasks.pool import GroupFailure
 from dora_jax.tasks.prompts import PromptTooLong
@@ -52,10 +54,33 @@ class LocalWorld:
         self._refused: set[GroupId] = set()  # their prompts are too long
         self._listeners: list[Callable[[Any], None]] = []
         self._time_s = 0.0
+        self._skew_s = 0.0  # the clock goes on from that of the process before
+        self._book = Book()
 
     def listen(self, listener: Callable[[Any], None]) -> None:
-        """`listener` sees every payload record: Finished, ScoredGroup, GroupFailure, StepDone."""
+        """`listener` sees every payload record: Finished, Partial, ScoredGroup, GroupFailure, StepDone."""
         self._listeners.append(listener)
+
+    def adopt(self, debts: Debts, book: Book, now_s: float) -> None:
+        """Takes on what an earlier process owed, before `start`. `book` stays the orchestrator's: it is only read."""
+        self._book = book
+        self._skew_s = now_s - time.monotonic()
+        for group_id in debts.groups:
+            try:
+                prompt = self._task.prompt_at(group_id)
+            except PromptTooLong:
+                continue  # no sample of it has started: its Start will be refused
+            self._open[group_id] = _Group(prompt, dict(book.samples.get(group_id, {})), group_id in debts.doomed)
+        for group in (*book.evaluated.values(), *book.scored.values()):
+            self._tell(group)
+        for group_id, group in book.scored.items():
+            self._open[group_id] = _Group(self._task.prompt_at(group_id), submitted=group.samples)
+            self._groups.put(group)
+        for group_id in debts.score:
+            self._submit_scores(self._open[group_id])
+        for command in (debts.cancel, debts.train):
+            if command is not None:
+                self.execute(command)
 
     def start(self, instances_up: Iterable[ev.InstanceUp]) -> None:
         for event in instances_up:
@@ -72,7 +97,7 @@ class LocalWorld:
         yield from self._drain()
         for scored in self._scorer.poll():
             yield from self._scored(scored)
-        now = time.monotonic()
+        now = time.monotonic() + self._skew_s
         if now - self._time_s >= TIME_PERIOD_S:
             self._time_s = now
             yield ev.TimePassed(now_s=now)
@@ -103,7 +128,7 @@ class LocalWorld:
             case ev.Resume(ids=ids, instance=instance, version=version):
                 worker = self._instances[instance]
                 for sample in ids:
-                    worker.post(worker.resume, retagged(self._parcels.pop(sample), version))
+                    worker.post(worker.resume, retagged(self._parcel(sample, version), version))
             case ev.Retire(version=version):
                 self._weights.drop(version)
             case _:
@@ -145,6 +170,16 @@ class LocalWorld:
         else:
             self._groups.discard(sample.group_id)
 
+    def _parcel(self, sample: SampleId, version: Version) -> Parcel:
+        """What Park took out; else what the journal knows of it, to be prefilled again."""
+        if sample in self._parcels:
+            return self._parcels.pop(sample)
+        prompt = self._open[sample.group_id].prompt
+        out_ids, logprobs, spans = self._book.tokens(sample)
+        last = spans[-1] if spans else None
+        return Parcel(id=sample, version=last.version if last else version, prompt_ids=prompt.token_ids, out_ids=out_ids,
+                      logprobs=logprobs, max_new_tokens=prompt.max_new_tokens, spans=spans[:-1])
+
     def _drain(self) -> Iterator[ev.Event]:
         """Whatever is in the outbox; waits up to TIME_PERIOD_S for the first."""
         try:
@@ -167,6 +202,8 @@ class LocalWorld:
             case StepDone(version=version):
                 self._tell(item)
                 yield ev.StepPublished(version=version)
+            case Partial():
+                self._tell(item)
             case Exported(id=sample, instance=instance, parcel=parcel):
                 self._parcels[sample] = parcel
                 yield ev.SampleParked(id=sample, instance=instance)
@@ -180,8 +217,11 @@ class LocalWorld:
             raise RuntimeError(f"sample {sample.id} finished twice")
         group.done[sample.id.index] = sample
         if len(group.done) == self._size(group_id) and not group.given_up:
-            group.submitted = tuple(group.done[i] for i in sorted(group.done))
-            self._scorer.submit(group.prompt, group.submitted)
+            self._submit_scores(group)
+
+    def _submit_scores(self, group: _Group) -> None:
+        group.submitted = tuple(group.done[i] for i in sorted(group.done))
+        self._scorer.submit(group.prompt, group.submitted)
 
     def _scored(self, scored: ScoredGroup | GroupFailure) -> Iterator[ev.Event]:
         self._tell(scored)

@@ -13,7 +13,10 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import numpy as np
+
 from dora_jax.orchestrate import events as ev
+from dora_jax.runtime.book import Partial
 from dora_jax.types import InstanceId, Prompt, Sample, SampleId, ScoredGroup, Version, record
 
 PROGRESS_PERIOD_S = 0.1  # progress and page reports per instance: often enough to decide on, rare enough to ignore
@@ -41,6 +44,7 @@ class StepDone:
     metrics: Mapping[str, float]
     wait_s: float  # the trainer had no batch
     step_s: float
+    digest: int = 0  # of the version's weights, where somebody asked for it
 
 
 @record
@@ -108,9 +112,12 @@ class Worker:
 
 
 class InstanceWorker(Worker):
-    """One engine: starts, ticks, moves and loads on its own thread."""
+    """One engine: starts, ticks, moves and loads on its own thread.
 
-    def __init__(self, instance: InstanceId, engine: Any, weights: Any, outbox: queue.SimpleQueue):
+    `partial_s`: how often the tokens of running samples are reported, so that they outlive this process; 0: never."""
+
+    def __init__(self, instance: InstanceId, engine: Any, weights: Any, outbox: queue.SimpleQueue,
+                 partial_s: float = 0.0):
         super().__init__(f"rollout {instance}", outbox)
         self.instance = instance
         self.engine = engine
@@ -119,6 +126,10 @@ class InstanceWorker(Worker):
         self._versions: dict[SampleId, Version] = {}  # of samples submitted and not yet started
         self._progress: dict[SampleId, int] = {}
         self._reported_s = 0.0
+        self._partial_s = partial_s
+        self._partials_s = time.monotonic()
+        self._grown: dict[SampleId, None] = {}  # run here and have more tokens than were reported
+        self._told: dict[SampleId, int] = {}  # tokens reported
 
     def load(self, version: Version, drop: Version | None) -> None:
         if drop is not None:
@@ -131,6 +142,7 @@ class InstanceWorker(Worker):
         self.engine.submit(sample, prompt.token_ids, version, prompt.max_new_tokens)
 
     def cancel(self, sample: SampleId, reason: str) -> None:
+        self._forget(sample)
         if self.engine.cancel(sample):
             self.outbox.put(ev.SampleCancelled(id=sample, reason=reason))
 
@@ -139,22 +151,22 @@ class InstanceWorker(Worker):
             failed = ev.MoveFailed(id=sample, src=self.instance, dst=dst.instance, reason="finished")
             self.outbox.put(failed)
             return
-        dst.post(dst.receive, self.engine.export(sample), self.instance, self._versions.pop(sample, None))
+        dst.post(dst.receive, self._export(sample), self.instance, self._versions.pop(sample, None))
 
     def receive(self, parcel: Any, src: InstanceId, unstarted: Version | None) -> None:
         """`unstarted`: its version where it had no slot yet; an import always gets one."""
-        self.engine.import_(parcel)
+        self._import(parcel)
         if unstarted is not None:
             self.outbox.put(ev.SampleStarted(id=parcel.id, instance=src, version=unstarted))
         self.outbox.put(ev.SampleMoved(id=parcel.id, src=src, dst=self.instance))
 
     def park(self, sample: SampleId) -> None:
         if self.engine.holds(sample):
-            parcel = self.engine.export(sample)
+            parcel = self._export(sample)
             self.outbox.put(Exported(id=sample, instance=self.instance, parcel=parcel))
 
     def resume(self, parcel: Any) -> None:
-        self.engine.import_(parcel)
+        self._import(parcel)
         self.outbox.put(ev.SampleResumed(id=parcel.id, instance=self.instance))
 
     @property
@@ -169,8 +181,10 @@ class InstanceWorker(Worker):
             if version is not None:  # None: it started on another instance and moved here
                 self.outbox.put(ev.SampleStarted(id=sample, instance=self.instance, version=version))
         self._progress.update(result.progress)
+        self._grown.update(dict.fromkeys(result.progress))
         for sample in result.finished:
             self._progress.pop(sample.id, None)
+            self._forget(sample.id)
             self.outbox.put(Finished(sample=sample, instance=self.instance))
         now = time.monotonic()
         if now - self._reported_s >= PROGRESS_PERIOD_S:
@@ -179,14 +193,44 @@ class InstanceWorker(Worker):
                 self.outbox.put(ev.SampleProgress(id=sample_id, tokens=tokens))
             self._progress.clear()
             self.outbox.put(ev.PagesReported(instance=self.instance, free=result.free_pages))
+        if self._partial_s and now - self._partials_s >= self._partial_s:
+            self._partials_s = now
+            for sample_id in self._grown:
+                self._report(sample_id, self.engine.version_of(sample_id), *self.engine.sampled(sample_id))
+            self._grown.clear()
+
+    def _import(self, parcel: Any) -> None:
+        self.engine.import_(parcel)
+        self._told[parcel.id] = len(parcel.out_ids)
+
+    def _export(self, sample: SampleId) -> Any:
+        """Out of the engine; what it had sampled is reported first, because its version may change on the way."""
+        parcel = self.engine.export(sample)
+        if self._partial_s:
+            self._report(sample, parcel.version, parcel.out_ids, parcel.logprobs)
+        self._forget(sample)
+        return parcel
+
+    def _report(self, sample: SampleId, version: Version, out_ids: Any, logprobs: Any) -> None:
+        start = self._told.get(sample, 0)
+        if len(out_ids) > start:
+            self._told[sample] = len(out_ids)
+            self.outbox.put(Partial(id=sample, version=version, start=start,
+                                    out_ids=np.array(out_ids[start:], np.int32),
+                                    logprobs=np.array(logprobs[start:], np.float32)))
+
+    def _forget(self, sample: SampleId) -> None:
+        self._grown.pop(sample, None)
+        self._told.pop(sample, None)
 
 
 class TrainerWorker(Worker):
     """Takes the named groups, checks the staleness bound (None: the mode has none), makes one step, publishes it."""
 
     def __init__(self, trainer: Any, pack: Callable, groups: Any, weights: Any, max_lag: int | None,
-                 outbox: queue.SimpleQueue):
+                 outbox: queue.SimpleQueue, digest: Callable[[Any], int] = lambda params: 0):
         super().__init__("trainer", outbox)
+        self._digest = digest
         self.trainer = trainer
         self._pack = pack
         self._groups = groups
@@ -206,4 +250,4 @@ class TrainerWorker(Worker):
         metrics = self.trainer.step(self._pack(groups, base))
         self._weights.put(base + 1, self.trainer.params)
         self.outbox.put(StepDone(version=base + 1, groups=groups, metrics=metrics, wait_s=wait_s,
-                                 step_s=time.monotonic() - began))
+                                 step_s=time.monotonic() - began, digest=self._digest(self.trainer.params)))
