@@ -1,0 +1,58 @@
+"""The README is true: its commands run, in their order, on the quickstart's smallest configuration."""
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+BLOCK = re.compile(r"^```(\w+)\n(.*?)^```$", re.M | re.S)
+RECURSION = "bash tests/run.sh"  # these very tests
+SMALLER = (("configs/quickstart.py", "configs/quickstart.py:tiny"),
+           ("--config=configs/rows.py", "--config=configs/rows.py --config.orchestrator.groups_per_step=2 --config.eval.prompts=4"))
+
+
+def blocks():
+    return BLOCK.findall((ROOT / "README.md").read_text())
+
+
+def environment(home):
+    """A fresh home; `python` and the launch scripts use the interpreter that runs the tests."""
+    prefix = Path(sys.prefix)
+    return os.environ | {"HOME": str(home), "DORA_VENV": str(prefix), "PATH": f"{prefix / 'bin'}:{os.environ['PATH']}",
+                         "DORA_COMPILE_CACHE": str(home / "cache"), "XLA_FLAGS": "", "JAX_PLATFORMS": "cpu"}
+
+
+@pytest.mark.slow
+def test_every_command_of_the_readme_runs(tmp_path):
+    clone = tmp_path / "clone"
+    names = ("dora_jax", "configs", "launch", "tests", "requirements.txt", "pyproject.toml")
+    clone.mkdir()
+    for name in names:
+        source = ROOT / name
+        if source.is_dir():
+            shutil.copytree(source, clone / name, ignore=shutil.ignore_patterns("__pycache__"))
+        else:
+            shutil.copy(source, clone / name)
+    for language, text in blocks():
+        if language == "python":
+            (clone / text.split("\n", 1)[0].removeprefix("# ").strip()).write_text(text)
+            continue
+        script = text.replace(RECURSION, "true").replace("source .venv/bin/activate", "true")
+        for old, new in SMALLER:
+            script = script.replace(old, new)
+        done = subprocess.run(["bash", "-euo", "pipefail", "-c", script], cwd=clone, env=environment(tmp_path),
+                              capture_output=True, text=True, timeout=300)
+        assert done.returncode == 0, f"{script}\n{done.stdout[-2000:]}\n{done.stderr[-4000:]}"
+
+
+def test_the_readme_names_files_that_exist():
+    text = (ROOT / "README.md").read_text()
+    for name in re.findall(r"(?:configs|launch|tests|dora_jax)/[\w/]+\.(?:py|sh)", text):
+        assert (ROOT / name).exists(), name
+    for module in re.findall(r"python -m (dora_jax[\w.]*)", text):
+        assert (ROOT / (module.replace(".", "/") + ".py")).exists(), module
