@@ -372,8 +372,11 @@ class World(Audit):
 
     def do_train(self, command: ev.Train) -> None:
         assert command.base_version == self.published
-        self.trained.append((command.base_version, command.group_ids))
-        self.at(self.shape.train_s, ("published", command.base_version + 1))
+        base, groups = self.trained.pop() if self.trained and self.trained[-1][0] == self.published else (None, ())
+        assert base is None or len(groups) < self.config.groups_per_step, "a step is trained twice"
+        self.trained.append((command.base_version, groups + command.group_ids))
+        if len(groups + command.group_ids) == self.config.groups_per_step:
+            self.at(self.shape.train_s, ("published", command.base_version + 1))
 
     def do_retire(self, command: ev.Retire) -> None:
         for engine in self.engines.values():

@@ -31,9 +31,9 @@ def step(book: Ledger) -> None:
 @pytest.mark.parametrize(
     ("max_lag", "newest", "training", "outstanding", "version", "room"),
     [
-        # (u + max_lag - b' + 1) P - outstanding(<= u), P = 2
+        # (u + max_lag - b + 1) P - taken - outstanding(<= u), P = 2
         (0, 0, False, {}, 0, 2),
-        (0, 0, True, {}, 0, 0),  # b' = 1: nothing admitted now could train at base 1
+        (0, 0, True, {}, 0, 0),  # the step is full: nothing admitted now could train at base 1
         (1, 0, False, {}, 0, 4),
         (1, 0, True, {}, 0, 2),
         (1, 0, False, {0: 3}, 0, 1),
@@ -48,7 +48,7 @@ def step(book: Ledger) -> None:
 def test_admission_by_hand(max_lag, newest, training, outstanding, version, room):
     book = ledger(max_lag=max_lag, base=newest)
     book.outstanding = dict(outstanding)
-    book.batch = (99,) if training else ()
+    book.batch = (98, 99) if training else ()
     assert book.admissible(version) == room
 
 
@@ -70,7 +70,7 @@ def test_a_batch_is_the_oldest_ready_groups_in_order():
     admit(book, 1, 5, 6)
     finish(book, 6, 2, 5)
     assert book.take() == (2, 5, 6)
-    assert book.batch_lags == {1: 1, 0: 2}
+    assert book.lags == {0: 3 + 2, 1: 1}
 
 
 def test_fewer_than_a_batch_is_not_taken():
@@ -88,9 +88,48 @@ def test_young_groups_pass_a_straggler_until_its_deadline():
     admit(book, 1, 2)
     finish(book, 2)
     assert book.take() == ()  # base 1 is its deadline
-    assert book.blocking_version(book.oldest_ready()) == 0
+    assert book.blocking_version(book.oldest_ready(1)) == 0
     finish(book, 0)
     assert book.take() == (0,)
+
+
+def test_a_step_in_parts_waits_for_its_straggler_with_its_last_part_only():
+    book = ledger(groups_per_step=4, max_lag=1, parts=2)
+    admit(book, 0, *range(8))  # 0 is the straggler
+    finish(book, 1)
+    assert book.take() == ()  # one group is no part
+    finish(book, 2, 3)
+    assert book.take() == (1, 2)
+    assert book.missing == 2 and book.next_base == 0
+    with pytest.raises(RuntimeError, match="has 2 of 4 groups of base 0"):
+        book.published(1)
+    finish(book, 4, 5, 6, 7)
+    assert book.take() == (3, 4)
+    book.published(1)
+    # base 1 is the deadline of 0: of the four groups 0, 5, 6, 7 all must be in this step, the first part without 0
+    admit(book, 1, 8, 9, 10, 11)
+    finish(book, 8, 9, 10, 11)
+    assert book.take() == (5, 6)
+    assert book.take() == () and book.blocking_version(book.oldest_ready(2)) == 0  # 7, 8 would leave 0 behind
+    assert book.admissible(1) == 0  # (1 + 1 - 1 + 1) * 4 - 2 taken - 6 outstanding: 0, 7, and four of version 1
+    finish(book, 0)
+    assert book.take() == (0, 7)
+    book.published(2)
+    book.check()
+
+
+def test_a_part_may_hold_what_the_rest_of_the_step_can_still_take():
+    """outstanding_after(<= u) may be as many as the step still lacks."""
+    book = ledger(groups_per_step=3, max_lag=0, parts=3)
+    admit(book, 0, 0, 1, 2)
+    finish(book, 2)
+    assert book.take() == (2,)
+    assert book.admissible(0) == 0
+    finish(book, 0, 1)
+    assert book.take() == (0, 1)
+    assert book.admissible(0) == 0
+    book.published(1)
+    assert book.admissible(1) == 3
 
 
 def test_a_filtered_or_failed_group_no_longer_holds_the_trainer():
@@ -174,9 +213,14 @@ def test_evict_has_the_members_test_only_and_partial_none():
 
 
 class UntakenOnly(Ledger):
-    """Counts what is not taken, and forgets that a batch is in training: b' = b."""
+    """Counts what is not taken, and forgets that a batch is in training."""
 
     next_base = property(lambda self: self.base)
+
+    def admissible(self, version):
+        taken, self.batch = self.batch, ()
+        room, self.batch = super().admissible(version), taken
+        return room
 
 
 class BlindRefill(Ledger):

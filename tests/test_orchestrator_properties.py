@@ -3,7 +3,9 @@
 DORA_EXAMPLES sets the number of configurations (2,000 by default).
 """
 
+import dataclasses
 import json
+import math
 import os
 
 from hypothesis import HealthCheck, given, settings
@@ -52,7 +54,14 @@ faulty = st.builds(
     move_fails=st.sampled_from([0.0, 0.4]),
     deaths=st.sampled_from([0.0, 0.5]),
 )
-worlds = st.tuples(configs, st.sampled_from([{}, {}, TASKS]), shapes, st.one_of(st.just({}), faulty))
+
+
+def in_parts(config: OrchestratorConfig, parts: int) -> OrchestratorConfig:
+    """A step of as many updates as divide it, up to `parts`."""
+    return dataclasses.replace(config, updates=math.gcd(config.groups_per_step, parts))
+
+
+worlds = st.tuples(st.builds(in_parts, configs, st.sampled_from([1, 2, 3, 4, 5])), st.sampled_from([{}, {}, TASKS]), shapes, st.one_of(st.just({}), faulty))
 many = settings(max_examples=EXAMPLES, derandomize=True, deadline=None, database=None,
                 suppress_health_check=list(HealthCheck))  # fmt: skip
 

@@ -25,6 +25,8 @@ def get_config(arg="128"):
         _row("inflight 1.0625", {"orchestrator.inflight": 1.0625}),
         _row("inflight 1.25", {"orchestrator.inflight": 1.25}),
         _row("inflight 1.5", {"orchestrator.inflight": 1.5}),
+        _row("a step is taken at once", {"orchestrator.updates": 1}),
+        _row("a step is taken in 4 parts", {"orchestrator.updates": 4}),
         _row("load target does not count the awaited batch", {DECISIONS: {"count_awaited": False}}),
         _row("instances shared by count, not by KV", {DECISIONS: {"kv_weight": 0.0}}),
         _row("admit at publication only", {DECISIONS: {"admit_on": "publish"}}),

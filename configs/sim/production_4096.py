@@ -25,7 +25,7 @@ def get_config(arg=None):
     c.cost.decode_overhead_s, c.cost.train_fixed_s, c.cost.train_utilisation = 0.0175, 165.0, 0.21
 
     c.orchestrator.groups_per_step, c.orchestrator.group_size = 1024, 16
-    c.orchestrator.inflight = 1.15
+    c.orchestrator.inflight, c.orchestrator.updates = 1.15, 16
     c.workload.mean_tokens, c.workload.max_new_tokens = 8000.0, 64000
     c.workload.max_prompt_tokens = 2048
     return c

@@ -60,6 +60,7 @@ def setting(steps: int, warmup: int) -> SimConfig:
         "workload.mean_tokens": 2400 / TOKEN, "workload.max_new_tokens": 30000 // TOKEN,
         "workload.prompt_tokens": 160 / TOKEN, "workload.max_prompt_tokens": 512 // TOKEN,
         "orchestrator.groups_per_step": 128, "orchestrator.group_size": 16, "orchestrator.inflight": 1.15,
+        "orchestrator.updates": 16,
         "orchestrator.rebalance_period_s": 20.0, "orchestrator.peer_weights": False})  # fmt: skip
 
 

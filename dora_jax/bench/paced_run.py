@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import queue
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -22,7 +22,8 @@ from dora_jax.rollout.oracle import OracleEngine
 from dora_jax.runtime.local import LocalWorld
 from dora_jax.runtime.loop import run as run_loop
 from dora_jax.runtime.paced import Gate, PacedEngine, PacedTrainer, PacedWeights
-from dora_jax.runtime.workers import InstanceWorker, TrainerWorker
+from dora_jax.runtime.partwise import PartwiseTrainer
+from dora_jax.runtime.workers import InstanceWorker
 from dora_jax.sim.config import Row
 from dora_jax.sim.cost import Costs, open_costs
 from dora_jax.sim.meter import IDLE_CAPPED, IDLE_TAIL
@@ -98,10 +99,11 @@ class _Parts:
         self.workers = [InstanceWorker(i, engine, weights, outbox) for i, engine in enumerate(self.engines)]
         for engine in self.engines:
             engine.load(0, 0)
-        trainer = PacedTrainer(Trainer(), lambda groups, base: None, costs, pace, gate=gate)
-        max_lag = config.steps if told.decisions.max_lag is None else told.max_lag
+        trainer = self.trainer = PacedTrainer(
+            Trainer(), lambda groups, base: [len(groups)], costs, pace, told.groups_per_step, gate=gate)
         self.world = LocalWorld(
-            instances=self.workers, trainer=TrainerWorker(trainer, trainer.pack, store, weights, max_lag, outbox),
+            instances=self.workers, trainer=PartwiseTrainer(
+                trainer, trainer.pack, store, weights, told.decisions.max_lag, outbox, told.groups_per_step),
             task=Task(work, told.max_new_tokens), scorer=Scorer(costs.score_s * pace), groups=store, weights=weights,
             outbox=outbox, group_size=told.group_size, eval_samples=1)
         # the orchestrator's periods are modelled seconds; its clock is the world's
@@ -151,8 +153,9 @@ class Scorer:
 class Trainer:
     params = None
 
-    def step(self, batch: Any) -> dict[str, float]:
-        return {}
+    def step(self, batches: Iterable[int]) -> dict[str, float]:
+        """Counts groups."""
+        return {"groups": float(sum(batches))}
 
 
 class Weights:
@@ -181,7 +184,7 @@ class _Meter:
 
     def __init__(self, row: Row, parts: _Parts, pace: float):
         self._row, self._parts, self._pace = row, parts, pace
-        self._train_s = self._took = self._idle_before = 0.0
+        self._idle_before, self._waits = 0.0, True  # from a publication to the first Train after it
         self._tail_s = self._idle_s = 0.0  # instance-seconds idle: while the trainer waited, in all
         self._tokens = self._groups = self._lags = self._moves = self._mixed = 0
         self._start: dict[str, float] = {}
@@ -202,12 +205,11 @@ class _Meter:
         if isinstance(event, ev.SampleMoved):
             self._moves += 1
         if isinstance(event, ev.StepPublished):
-            self._train_s += now - self._took
-            self._idle_before = self._idle_now()
+            self._idle_before, self._waits = self._idle_now(), True
             self._published(now, event.version)
         if any(isinstance(command, ev.Train) for command in commands):
-            self._took = now
-            self._tail_s += self._idle_now() - self._idle_before
+            self._tail_s += self._idle_now() - self._idle_before if self._waits else 0.0
+            self._waits = False
 
     def result(self) -> Measured:
         d = {name: value - self._start[name] for name, value in self._end.items()}
@@ -236,7 +238,7 @@ class _Meter:
     def _counters(self, now: float) -> dict[str, float]:
         engines = self._parts.engines
         return {
-            "now": now, "train": self._train_s, "tokens": self._tokens, "lags": self._lags, "groups": self._groups,
+            "now": now, "train": self._parts.trainer.train_s, "tokens": self._tokens, "lags": self._lags, "groups": self._groups,
             "tail": self._tail_s, "idle": self._idle_now(), "moves": self._moves,
             "move": sum(engine.move_s for engine in engines), "load": self._parts.weights.load_s,
             "brain": self._parts.brain.seconds}  # fmt: skip

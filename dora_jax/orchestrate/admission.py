@@ -14,8 +14,8 @@ from dora_jax.types import Version
 
 def groups_to_issue(ledger: Ledger, total_steps: int) -> int:
     """Groups that the steps not yet taken still lack: more would never be trained."""
-    steps = total_steps - ledger.next_base
-    return steps * ledger.groups_per_step - ledger.total_outstanding
+    steps = total_steps - ledger.base
+    return steps * ledger.groups_per_step - len(ledger.batch) - ledger.total_outstanding
 
 
 def admission_version(decisions: Decisions, ledger: Ledger) -> Version:
@@ -28,8 +28,8 @@ def admission_version(decisions: Decisions, ledger: Ledger) -> Version:
 def credit(decisions: Decisions, ledger: Ledger, version: Version, total_steps: int, budget: int | None) -> int:
     """Groups that may be admitted at `version` now. `budget`: what a step's end left to admit (admit_on publish)."""
     target = decisions.target_groups
-    if decisions.count_awaited and not ledger.batch:
-        target += ledger.groups_per_step
+    if decisions.count_awaited:
+        target += ledger.missing
     room = min(target - ledger.total_outstanding, groups_to_issue(ledger, total_steps))
     if budget is not None:
         room = min(room, budget)

@@ -112,7 +112,7 @@ def swap_latecomers(s: State) -> None:
 def _preempt(s: State) -> None:
     """The trainer is idle, and an older version has samples but no instance: those of the younger version that is to
     make room are put aside instead of waited for. Older over younger only, so no two versions trade places."""
-    if s.ledger.batch:
+    if not s.ledger.missing:
         return
     for host in s.fleet.hosts.values():
         if host.target is not None and host.draining is not None and host.target < host.draining:

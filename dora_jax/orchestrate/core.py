@@ -94,8 +94,6 @@ class Orchestrator:
         s = self.state
         batch = s.ledger.take() if s.ledger.base < s.config.total_steps else ()
         if batch:
-            for lag, groups in s.ledger.batch_lags.items():
-                s.lags[lag] = s.lags.get(lag, 0) + groups
             s.out.append(ev.Train(group_ids=batch, base_version=s.ledger.base))
             s.count_tasks(batch, -1)
             s.wake_all()

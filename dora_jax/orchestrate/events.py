@@ -179,6 +179,8 @@ class Cancel:
 
 @record
 class Train:
+    """Part of a step, or all of it: the version is published once P groups of one base were trained."""
+
     group_ids: tuple[GroupId, ...]
     base_version: Version
 

@@ -2,13 +2,14 @@
 
 Consumes admissions and facts about groups, produces batches. It is the only place that knows the deadline rule:
 
-    b    base the next batch is taken at: the newest published version
-    b'   base of the batch after the one in training: b + 1 from `Train` until `StepPublished`, else b
+    b    base that batches are taken at: the newest published version
     outstanding(<= u)   groups of versions up to u, admitted and not yet taken, filtered, failed or evicted
+    taken               groups of the step at base b that the trainer has: 0 to P
 
-    take  P ready groups, in order of (version, group_id), iff each member has b <= v + max_lag and for every
-          live u <= b:            outstanding_after(<= u) <= (u + max_lag - b) * P
-    admit at v iff for every u in [v, newest]:  outstanding(<= u) < (u + max_lag - b' + 1) * P
+    take  the first P ready groups in order of (version, group_id), or the first P / parts of them, iff each member has
+          b <= v + max_lag and for every live u <= b:
+                                       outstanding_after(<= u) <= (u + max_lag - b) * P + (P - taken_after)
+    admit at v iff for every u in [v, newest]:  outstanding(<= u) < (u + max_lag - b + 1) * P - taken
 
 Law (`check`): admitted = waiting + running + scoring + ready + training + trained + filtered + failed + evicted.
 """
@@ -26,15 +27,17 @@ STATES = OUTSTANDING + (TRAINING,) + ENDS
 
 class Ledger:
     """`max_lag` bounds staleness; `capped` = False drops the two sums and leaves the members' test (mode `evict`);
-    `max_lag` = None bounds nothing (mode `partial`)."""
+    `max_lag` = None bounds nothing (mode `partial`); a step is taken in up to `parts`."""
 
-    def __init__(self, groups_per_step: int, max_lag: int | None, base: Version, *, capped: bool = True):
+    def __init__(self, groups_per_step: int, max_lag: int | None, base: Version, *, capped: bool = True,
+                 parts: int = 1):  # fmt: skip
         self.groups_per_step = groups_per_step
+        self.part = groups_per_step // parts
         self.max_lag = max_lag
         self.capped = capped and max_lag is not None
         self.base = base
         self.batch: tuple[GroupId, ...] = ()  # in the trainer
-        self.batch_lags: dict[int, int] = {}  # lag -> groups of that batch
+        self.lags: dict[int, int] = {}  # lag -> groups taken so far
         self.admitted = 0
         self.counts = dict.fromkeys(STATES, 0)
         self.live: dict[GroupId, tuple[str, Version]] = {}  # groups that have not ended
@@ -43,9 +46,14 @@ class Ledger:
         self.filtered_in_a_row = 0
 
     @property
+    def missing(self) -> int:
+        """Groups that the step at the present base still lacks."""
+        return self.groups_per_step - len(self.batch)
+
+    @property
     def next_base(self) -> Version:
-        """b' of the rule."""
-        return self.base + 1 if self.batch else self.base
+        """At which the next group is taken."""
+        return self.base if self.missing else self.base + 1
 
     @property
     def total_outstanding(self) -> int:
@@ -62,7 +70,7 @@ class Ledger:
         least = None
         for u in range(version, self.base + 1):
             older += self.outstanding.get(u, 0)
-            room = (u + self.max_lag - self.next_base + 1) * self.groups_per_step - older
+            room = (u + self.max_lag - self.base) * self.groups_per_step + self.missing - older
             least = room if least is None else min(least, room)
         return max(0, least)
 
@@ -130,23 +138,29 @@ class Ledger:
     # ------------------------------------------------------------------ take
 
     def take(self) -> tuple[GroupId, ...]:
-        """The next batch, which is in training from now on, or () while there is none that the rule allows."""
-        members = {} if self.batch else self.oldest_ready()
-        if not members or not self.may_take(members):
-            return ()
-        batch = []
+        """What the trainer gets next, a part or the rest of the step's batch; () while the rule allows none."""
+        taken: list[GroupId] = []
+        while self.missing:
+            members = self.oldest_ready(self.part)
+            if not members or not self.may_take(members):
+                break
+            taken += self._take(members)
+        return tuple(taken)
+
+    def _take(self, members: dict[Version, int]) -> list[GroupId]:
+        part: list[GroupId] = []
         for version, groups in members.items():
             pool = sorted(self.ready[version])
-            batch += pool[:groups]
+            part += pool[:groups]
             self.ready[version] = pool[groups:]
             self._release(version, groups)
-        self._enter(batch)
-        self.batch_lags = {self.base - version: groups for version, groups in members.items()}
-        return self.batch
+            lag = self.base - version
+            self.lags[lag] = self.lags.get(lag, 0) + groups
+        self._enter(part)
+        return part
 
-    def oldest_ready(self) -> dict[Version, int]:
-        """{version: groups} of the first P ready groups in order of (version, group_id); {} if there are fewer."""
-        missing = self.groups_per_step
+    def oldest_ready(self, missing: int) -> dict[Version, int]:
+        """{version: groups} of the first ready groups in order of (version, group_id); {} if there are fewer."""
         members: dict[Version, int] = {}
         for version in sorted(v for v, pool in self.ready.items() if pool):
             members[version] = min(missing, len(self.ready[version]))
@@ -163,27 +177,29 @@ class Ledger:
         """The oldest u whose outstanding groups forbid this batch; None: nothing does."""
         if not self.capped:
             return None
+        missing = self.missing - sum(members.values())
         after = sum(n for v, n in self.outstanding.items() if v < self.base - self.max_lag)
         for u in range(self.base - self.max_lag, self.base + 1):
             after += self.outstanding.get(u, 0) - members.get(u, 0)
-            if after > (u + self.max_lag - self.base) * self.groups_per_step:
+            if after > (u + self.max_lag - self.base) * self.groups_per_step + missing:
                 return u
         return None
 
     def _members_in_time(self, members: dict[Version, int]) -> bool:
         return self.max_lag is None or all(self.base <= v + self.max_lag for v in members)
 
-    def _enter(self, batch: list[GroupId]) -> None:
+    def _enter(self, part: list[GroupId]) -> None:
         live, state = self.live, TRAINING
-        for group_id in batch:
+        for group_id in part:
             live[group_id] = (state, live[group_id][1])
-        self.counts[READY] -= len(batch)
-        self.counts[TRAINING] += len(batch)
-        self.batch = tuple(batch)
+        self.counts[READY] -= len(part)
+        self.counts[TRAINING] += len(part)
+        self.batch += tuple(part)
 
     def published(self, version: Version) -> None:
-        if not self.batch or version != self.base + 1:
-            raise RuntimeError(f"version {version} is published, but the trainer works on base {self.base}")
+        if self.missing or version != self.base + 1:
+            has = f"has {len(self.batch)} of {self.groups_per_step} groups of base {self.base}"
+            raise RuntimeError(f"version {version} is published, but the trainer {has}")
         self.counts[TRAINING] -= len(self.batch)
         self.counts[TRAINED] += len(self.batch)
         for group_id in self.batch:
@@ -213,7 +229,7 @@ class Ledger:
         return {
             "base": self.base,
             "batch": list(self.batch),
-            "batch_lags": [[lag, n] for lag, n in self.batch_lags.items()],
+            "lags": [[lag, n] for lag, n in self.lags.items()],
             "admitted": self.admitted,
             "counts": dict(self.counts),
             "live": [[g, state, version] for g, (state, version) in self.live.items()],
@@ -224,7 +240,7 @@ class Ledger:
     def load(self, data: dict) -> None:
         """Take the state that `snapshot` gave."""
         self.base, self.batch, self.admitted = data["base"], tuple(data["batch"]), data["admitted"]
-        self.batch_lags = {lag: n for lag, n in data["batch_lags"]}
+        self.lags = {lag: n for lag, n in data["lags"]}
         self.counts = dict(data["counts"])
         self.live = {g: (state, version) for g, state, version in data["live"]}
         self.ready = {v: list(pool) for v, pool in data["ready"]}

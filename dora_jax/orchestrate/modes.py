@@ -34,6 +34,8 @@ class Decisions:
     spread          "remainder": largest remainder and minimum needs; "round": the paper's plain rounding
     on_publish      "keep": running samples stay at their version; "swap": all go on under the new weights;
                     "evict": groups past their deadline are cancelled and their prompts redone
+    parts           a step's batch is taken in up to so many parts, each as soon as its groups are ready: the trainer
+                    works while the step still waits for its stragglers
     """
 
     max_lag: int | None
@@ -46,6 +48,7 @@ class Decisions:
     refill_margin: int | None = None
     spread: str = "remainder"
     on_publish: str = "keep"
+    parts: int = 1
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -65,6 +68,7 @@ class OrchestratorConfig:
     eval_groups: int = 0  # 0: no evaluation
     eval_samples: int = 1
     kv_pressure: float = 0.03  # share of free pages below which an instance sheds samples
+    updates: int = 1  # optimizer updates a step; mode `dora` takes the groups of each when they are ready
     refill_margin: int = 2  # mode `dora`: refill version v while v + max_lag - b' is at least this
     older_slots: float = 1.0  # share of an instance's slots that new groups of an older version may fill
     task_cycle: tuple[str, ...] = ()  # the task of group g is task_cycle[g % len]; empty: tasks are not told apart
@@ -93,7 +97,7 @@ class OrchestratorConfig:
             )
         return Decisions(
             max_lag=self.max_lag, capped=True, target_groups=target, count_awaited=True, kv_weight=KV_WEIGHT,
-            refill_margin=self.refill_margin,
+            refill_margin=self.refill_margin, parts=self.updates,
         )  # fmt: skip
 
     # ------------------------------------------------------------------ tasks
@@ -153,12 +157,14 @@ class OrchestratorConfig:
 
     def _value_problems(self) -> list[str]:
         found = [] if self.mode in MODES else [f"mode {self.mode!r} is none of {', '.join(MODES)}"]
-        positive = ("groups_per_step", "group_size", "max_versions", "max_new_tokens", "max_filtered_rounds",
+        positive = ("groups_per_step", "updates", "group_size", "max_versions", "max_new_tokens", "max_filtered_rounds",
                     "eval_samples", "rebalance_period_s")  # fmt: skip
         not_negative = ("total_steps", "eval_groups", "eval_every", "max_prompt_tokens", "inflight",
                         "expected_new_tokens")  # fmt: skip
         found += [f"{n} is {getattr(self, n)}: it must be positive" for n in positive if getattr(self, n) <= 0]
         found += [f"{n} is {getattr(self, n)}: it must not be negative" for n in not_negative if getattr(self, n) < 0]
+        if self.updates > 0 and self.groups_per_step % self.updates:
+            found.append(f"updates is {self.updates}: it does not divide groups_per_step, {self.groups_per_step}")
         found += [f"task_ratios names {task!r}, which task_cycle does not" for task, _ in self.task_ratios
                   if task not in self.task_cycle]
         return found

@@ -12,7 +12,7 @@ from dora_jax.orchestrate.fleet import Fleet, Group, Host, Unit
 from dora_jax.orchestrate.queue import Queue
 from dora_jax.orchestrate.state import State
 
-FORMAT = 1
+FORMAT = 2
 PLAIN = (
     "budget", "now_s", "rebalanced_s", "halted", "moves_total", "reloads_total", "take_due",
     "step_ended", "rebalance_due", "retire_due",
@@ -40,7 +40,6 @@ def save(s: State) -> dict[str, Any]:
         "fleet": _save_fleet(s.fleet),
         "redo": list(s.redo),
         "evaluating": _pairs(s.evaluating),
-        "lags": _pairs(s.lags),
         "task_open": _pairs(s.task_open),
         "drained": _pairs(s.drained),
         "cursors": _pairs(s.cursors),
@@ -68,7 +67,7 @@ def load(s: State, data: dict[str, Any]) -> None:
     for name, rows in data["counts"].items():
         setattr(s.queue, name, dict(rows))
     s.queue.training_unfinished = data["training_unfinished"]
-    s.redo, s.evaluating, s.lags = list(data["redo"]), dict(data["evaluating"]), dict(data["lags"])
+    s.redo, s.evaluating = list(data["redo"]), dict(data["evaluating"])
     s.drained = dict(data["drained"])
     s.task_open, s.cursors = dict(data["task_open"]), dict(data["cursors"])
     for name, keys in data["sets"].items():

@@ -22,7 +22,7 @@ class State:
         self.config = config
         self.decisions = config.decisions
         d = self.decisions
-        self.ledger = Ledger(config.groups_per_step, d.max_lag, start_version, capped=d.capped)
+        self.ledger = Ledger(config.groups_per_step, d.max_lag, start_version, capped=d.capped, parts=d.parts)
         self.fleet = Fleet(config.max_prompt_tokens, config.max_new_tokens, config.expected_new_tokens)
         self.queue = Queue()
         self.groups: dict[GroupId, Group] = {}  # admitted and not scored
@@ -38,7 +38,6 @@ class State:
         self.halted = False
         self.moves_total = 0
         self.reloads_total = 0
-        self.lags: dict[int, int] = {}  # lag -> groups taken
         # due
         self.woken: dict[Version, None] = {}  # versions whose queue or whose free slots have changed
         self.pressed: dict[InstanceId, None] = {}  # instances that run out of pages

@@ -61,7 +61,7 @@ def summary(s: State) -> dict[str, Any]:
         "waiting": {v: n - running.get(v, 0) for v, n in sorted(s.queue.unfinished.items()) if n > running.get(v, 0)},
         "outstanding": dict(sorted(s.ledger.outstanding.items())),
         "groups": dict(s.ledger.counts),
-        "lags": dict(sorted(s.lags.items())),
+        "lags": dict(sorted(s.ledger.lags.items())),
         "waits": waits(s),
         "moves": s.moves_total,
         "reloads": s.reloads_total,
@@ -76,7 +76,7 @@ def waits(s: State) -> str:
         return "everything waits for an instance"
     if s.ledger.base >= s.config.total_steps:
         return f"the end waits for the evaluation of versions {sorted(s.evaluating)}" if s.evaluating else "nothing"
-    parts = [] if s.ledger.batch else [_trainer_waits(s)]
+    parts = [_trainer_waits(s)] if s.ledger.missing else []
     if not s.queue.unfinished:
         parts.append("rollout waits for " + ("rewards" if s.ledger.counts["scoring"] else "the trainer"))
     loading = sum(h.loading is not None for h in s.fleet.hosts.values())
@@ -86,10 +86,10 @@ def waits(s: State) -> str:
 
 
 def _trainer_waits(s: State) -> str:
-    members = s.ledger.oldest_ready()
+    members = s.ledger.oldest_ready(s.ledger.part)
     if not members:
         ready, scoring = s.ledger.counts["ready"], s.ledger.counts["scoring"]
-        return f"trainer waits for groups ({ready} of {s.config.groups_per_step} ready, {scoring} scoring)"
+        return f"trainer waits for groups ({ready} of {s.ledger.part} ready, {scoring} scoring)"
     version = s.ledger.blocking_version(members)
     running = any(v <= version for v in s.queue.unfinished)
     return f"trainer waits for the {'stragglers' if running else 'rewards'} of version {version} at their deadline"

@@ -14,7 +14,7 @@ from __future__ import annotations
 import dataclasses
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from dora_jax.rollout.ticks import TickResult
@@ -149,33 +149,51 @@ class PacedEngine:
 
 
 class PacedTrainer:
-    """The trainer of `TrainerWorker`, and its `pack`: a step lasts what `train_s` says for the groups packed last."""
+    """The trainer of a `TrainerWorker`, and its `pack`: what was packed lasts as long as `train_s` says. A step's fixed
+    time is spread over its parts."""
 
     def __init__(self, trainer: Any, pack: Callable[[Sequence[ScoredGroup], Version], Any], costs: Costs, pace: float,
-                 *, gate: Gate | None = None):
+                 groups_per_step: int, *, gate: Gate | None = None):  # fmt: skip
         self.trainer = trainer
+        self.train_s = 0.0  # real seconds, waits for a part aside
         self._pack, self._costs, self._pace = pack, costs, pace
+        self._groups_per_step = groups_per_step
         self._gate = gate or Gate(colocated=False)
-        self._began = self._seconds = 0.0
+        self._began = self._due = 0.0
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.trainer, name)
 
     def pack(self, groups: Sequence[ScoredGroup], base: Version) -> Any:
-        self._began = time.monotonic()
         self._gate.close()
+        self._began = time.monotonic()
         lengths = [len(s.prompt_ids) + len(s.out_ids) for group in groups for s in group.samples]
         squares = float(sum(n * n for n in lengths))
-        self._seconds = self._costs.train_s(len(lengths), sum(lengths), squares)
+        later = 1 - len(groups) / self._groups_per_step
+        seconds = self._costs.train_s(len(lengths), sum(lengths), squares) - later * self._costs.train_s(0, 0, 0.0)
+        self._due = max(self._due, self._began) + self._pace * seconds
         return self._pack(groups, base)
 
-    def step(self, batch: Any) -> Any:
+    def step(self, batches: Any) -> Any:
+        """One batch, or an iterable that may wait for the next."""
         try:
-            metrics = self.trainer.step(batch)
-            time.sleep(max(0.0, self._began + self._pace * self._seconds - time.monotonic()))
+            metrics = self.trainer.step(self._one_by_one(batches) if isinstance(batches, Iterator) else batches)
+            self._sleep()
         finally:
             self._gate.open()
         return metrics
+
+    def _one_by_one(self, batches: Iterator[Any]) -> Iterator[Any]:
+        for batch in batches:
+            yield batch
+            self._sleep()
+            self._gate.open()
+
+    def _sleep(self) -> None:
+        time.sleep(max(0.0, self._due - time.monotonic()))
+        now = time.monotonic()
+        self.train_s += now - self._began
+        self._began = now
 
 
 class PacedWeights:

@@ -113,6 +113,7 @@ class OrchestratorSection:
     groups_per_step: int = 512
     group_size: int = 16
     inflight: float = 1.25
+    updates: int = 1  # optimizer updates a step; mode `dora` trains each as soon as its groups are ready
     rebalance_period_s: float = 20.0
     peer_weights: bool = True
     decisions: Mapping[str, Any] = dataclasses.field(default_factory=dict)  # replaces choices of the mode

@@ -59,7 +59,8 @@ class Meter:
         self._warmup = config.warmup_steps
         self._repair_s = config.fault.repair_s
         self._instances = config.hardware.instances
-        self._groups_per_step = config.orchestrator.groups_per_step
+        section = config.orchestrator
+        self._part = section.groups_per_step // section.updates  # groups that the trainer takes at once
         self._tokens = 0
         self._lags: dict[int, int] = {}
         self._live_sum = self._live_count = self._live_max = 0
@@ -79,16 +80,24 @@ class Meter:
 
     def ready(self, now: float, groups: int) -> None:
         """So many groups are ready; enough of them, and the trainer waits for the deadline rule."""
-        if self._state == WAIT_GROUPS and groups >= self._groups_per_step:
+        if self._state == WAIT_GROUPS and groups >= self._part:
             self._trainer_state(now, WAIT_DEADLINE)
 
-    def train_begins(self, now: float, lags: Mapping[int, int], tokens: int, idle_s: float) -> None:
+    def train_begins(self, now: float, idle_s: float) -> None:
         """`idle_s`: instance-seconds idle so far."""
         self._trainer_state(now, TRAIN)
         self._idle_tail += idle_s - self._idle_before
+
+    def train_ends(self, now: float, idle_s: float, ready: int) -> None:
+        """The trainer has nothing to do; `ready`: groups that it may not take yet."""
+        self._trainer_state(now, WAIT_DEADLINE if ready >= self._part else WAIT_GROUPS)
+        self._idle_before = idle_s
+
+    def trained(self, lags: Iterable[int], tokens: int) -> None:
+        """`lags`: of the groups of one part."""
         self._tokens += tokens
-        for lag, groups in lags.items():
-            self._lags[lag] = self._lags.get(lag, 0) + groups
+        for lag in lags:
+            self._lags[lag] = self._lags.get(lag, 0) + 1
 
     def live(self, versions: int) -> None:
         self._live_sum += versions
@@ -101,8 +110,7 @@ class Meter:
 
     def published(self, now: float, version: Version, hosts: Iterable[Instance], ready: int) -> None:
         """Every instance stands at `now`. After the warm-up counting begins; the result is always up to date."""
-        self._trainer_state(now, WAIT_DEADLINE if ready >= self._groups_per_step else WAIT_GROUPS)
-        self._idle_before = idle_s(hosts) + self._lost.get(IDLE, 0.0)
+        self.train_ends(now, idle_s(hosts) + self._lost.get(IDLE, 0.0), ready)
         self._ready_left += ready
         self.step_ends.append(now)
         if version <= self._warmup:

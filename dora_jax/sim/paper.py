@@ -67,6 +67,7 @@ def setting(chips: int) -> ml_collections.ConfigDict:
     c.cost.train_fixed_s, c.cost.train_utilisation = 165.0, 0.21
     c.orchestrator.inflight = 1.15
     c.orchestrator.max_versions = 3
+    c.orchestrator.updates = 16  # as published; only mode `dora` begins with the first before the last is there
     c.workload.mean_tokens = _mean_tokens(chips, "dora_paper")
     c.workload.prompt_tokens = PROMPT_TOKENS
     c.workload.max_prompt_tokens, c.workload.max_new_tokens = 512, 30000

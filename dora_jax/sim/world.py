@@ -24,6 +24,7 @@ from dora_jax.sim.instance import Instance, Job
 from dora_jax.sim.meter import Meter, idle_s
 from dora_jax.sim.network import Network
 from dora_jax.sim.trace import Trace
+from dora_jax.sim.trainer import SimGroup, SimTrainer
 from dora_jax.sim.workload import Workload
 from dora_jax.types import GroupId, InstanceId, SampleId, Version
 
@@ -35,18 +36,6 @@ CLOCK_SHARE = 1e-3
 
 class EndOfMeasurement(Exception):
     """The last step to be measured is published."""
-
-
-class SimGroup:
-    """What the world knows of a group: its tag, and what its finished samples add up to."""
-
-    __slots__ = ("done", "squares", "tokens", "version")
-
-    def __init__(self, version: Version):
-        self.version = version
-        self.done = 0
-        self.tokens = 0
-        self.squares = 0.0
 
 
 class SimWorld:
@@ -69,7 +58,7 @@ class SimWorld:
         self._away: dict[SampleId, Job] = {}  # parked, recorded, or on their way
         self._groups: dict[GroupId, SimGroup] = {}
         self._ready: set[GroupId] = set()
-        self._training = False
+        self._trainer = SimTrainer(config.orchestrator, self.costs)
         self._outbox: list[ev.Event] = []
         self._quiet = 0
         self._told_s = 0.0
@@ -185,24 +174,19 @@ class SimWorld:
         self._groups.pop(group_id, None)
 
     def _train(self, command: ev.Train) -> None:
-        groups = {g: self._groups.pop(g) for g in command.group_ids}
-        self._ready.difference_update(groups)
-        samples = len(groups) * self._config.orchestrator.group_size
-        tokens = sum(g.tokens for g in groups.values())
-        seconds = self.costs.train_s(samples, tokens, sum(g.squares for g in groups.values()))
-        self._training = True
-        lags: dict[int, int] = {}
-        for group in groups.values():
-            lag = command.base_version - group.version
-            lags[lag] = lags.get(lag, 0) + 1
-        for host in self.instances:
-            host.advance(self.now)
-        self.meter.train_begins(self.now, lags, tokens, idle_s(self.instances))
+        groups = [self._groups.pop(g) for g in command.group_ids]
+        self._ready.difference_update(command.group_ids)
+        if not self._trainer.busy:
+            for host in self.instances:
+                host.advance(self.now)
+            self.meter.train_begins(self.now, idle_s(self.instances))
+            if self._config.hardware.colocated:
+                self._pause_all(True)
+        self.meter.trained([command.base_version - g.version for g in groups], sum(g.tokens for g in groups))
+        begin, end, last = self._trainer.begins(self.now, groups)
         if self._trace:
-            self._trace.train(self.now, self.now + seconds, command)
-        if self._config.hardware.colocated:
-            self._pause_all(True)
-        self._at(self.now + seconds, self._published, command.base_version + 1)
+            self._trace.train(begin, end, command)
+        self._at(end, self._part_trained, command.base_version + 1, last)
 
     def _pause_all(self, paused: bool) -> None:
         for host in self.instances:
@@ -336,12 +320,16 @@ class SimWorld:
             self._settle(job, host)
             self._say(ev.SampleResumed(id=job.id, instance=host.id))
 
-    def _published(self, version: Version) -> None:
-        self._training = False
+    def _part_trained(self, version: Version, last: bool) -> None:
+        if not self._trainer.ends(self.now):
+            return
         if self._config.hardware.colocated:
             self._pause_all(False)
         for host in self.instances:
             host.advance(self.now)
+        if not last:
+            self.meter.train_ends(self.now, idle_s(self.instances), len(self._ready))
+            return
         self.meter.published(self.now, version, self.instances, len(self._ready))
         if version >= self._until:
             raise EndOfMeasurement
@@ -356,7 +344,7 @@ class SimWorld:
             id, self.costs, self._live, slots=hardware.slots, page_size=hardware.page_size, speed=speed,
             report_ticks=self._config.report_tokens)  # fmt: skip
         host.time = self.now
-        host.paused = hardware.colocated and self._training
+        host.paused = hardware.colocated and self._trainer.busy
         self._instances[id] = host
         self._lives[id] += 1
         self._say(ev.InstanceUp(

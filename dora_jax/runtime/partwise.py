@@ -1,0 +1,59 @@
+"""A trainer whose step comes in parts: each `Train` brings the groups of some of its updates, the version follows the last.
+
+The orchestrator takes a part as soon as its groups may be trained (`updates` in its configuration), so that the first
+updates run while the step's last groups are still being sampled. `Trainer.step` takes an iterable of batches and asks
+for one after the other; here the wait for the next part is inside that iterable.
+"""
+
+from __future__ import annotations
+
+import queue
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from dora_jax.runtime.workers import StepDone, TrainerWorker
+from dora_jax.types import ScoredGroup, Version
+
+
+class PartwiseTrainer(TrainerWorker):
+    """`pack` turns the groups of one part into an iterable of batches."""
+
+    def __init__(self, trainer: Any, pack: Callable, groups: Any, weights: Any, max_lag: int | None,
+                 outbox: queue.SimpleQueue, groups_per_step: int):
+        super().__init__(trainer, pack, groups, weights, max_lag, outbox)
+        self._groups_per_step = groups_per_step
+
+    def train(self, group_ids: tuple[int, ...], base: Version) -> None:
+        began = time.monotonic()
+        before_s, self._reported_wait_s = self._reported_wait_s, self.wait_s
+        taken: list[ScoredGroup] = []
+        metrics = self.trainer.step(self._batches(group_ids, base, taken))
+        waited_s = self.wait_s - self._reported_wait_s  # for later parts of this step
+        self._weights.put(base + 1, self.trainer.params)
+        self.outbox.put(StepDone(version=base + 1, groups=tuple(taken), metrics=metrics,
+                                 wait_s=self._reported_wait_s - before_s + waited_s,
+                                 step_s=time.monotonic() - began - waited_s))
+        self._reported_wait_s = self.wait_s
+
+    def _batches(self, group_ids: tuple[int, ...], base: Version, taken: list[ScoredGroup]) -> Iterator[Any]:
+        while True:
+            part = tuple(self._groups.take(group_ids))
+            self._check(part, base)
+            taken += part
+            yield from self._pack(part, base)
+            if len(taken) >= self._groups_per_step:
+                return
+            job = self._next()
+            if job is None:
+                raise RuntimeError(f"the run ended when {len(taken)} of {self._groups_per_step} groups were trained")
+            _, (group_ids, next_base) = job
+            if next_base != base:
+                raise RuntimeError(f"a part of base {next_base} came before the step at base {base} was whole")
+
+    def _check(self, part: tuple[ScoredGroup, ...], base: Version) -> None:
+        for group in part:
+            if self._max_lag is not None and not 0 <= base - group.version <= self._max_lag:
+                raise RuntimeError(
+                    f"group {group.group_id} of version {group.version} was taken at base {base}: "
+                    f"its lag exceeds the bound of {self._max_lag}")

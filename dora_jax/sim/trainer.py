@@ -1,0 +1,56 @@
+"""The trainer in virtual time: the parts of a step one after the other, a version behind the last.
+
+Consumes whole groups as they were taken; produces times. What a step costs whatever its tokens is spread over its parts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from dora_jax.sim.config import OrchestratorSection
+from dora_jax.sim.cost import Costs
+from dora_jax.types import Version
+
+
+class SimGroup:
+    """What the world knows of a group: its tag, and what its finished samples add up to."""
+
+    __slots__ = ("done", "squares", "tokens", "version")
+
+    def __init__(self, version: Version):
+        self.version = version
+        self.done = 0
+        self.tokens = 0
+        self.squares = 0.0
+
+
+class SimTrainer:
+    """`busy` from the first part that finds it idle until `ends` says that it is idle again."""
+
+    def __init__(self, section: OrchestratorSection, costs: Costs):
+        self.busy = False
+        self._section, self._costs = section, costs
+        self._missing = section.groups_per_step  # groups that the step in progress still lacks
+        self._free_s = 0.0  # when the last part so far is done
+
+    def begins(self, now: float, groups: Sequence[SimGroup]) -> tuple[float, float, bool]:
+        """(when this part begins, when it ends, whether it is the step's last)."""
+        begin = max(now, self._free_s)
+        self._free_s = begin + self._seconds(groups)
+        self._missing -= len(groups)
+        last = self._missing == 0
+        if last:
+            self._missing = self._section.groups_per_step
+        self.busy = True
+        return begin, self._free_s, last
+
+    def ends(self, now: float) -> bool:
+        """A part has ended; False: another one has come meanwhile."""
+        self.busy = now < self._free_s
+        return not self.busy
+
+    def _seconds(self, groups: Sequence[SimGroup]) -> float:
+        share = len(groups) / self._section.groups_per_step
+        tokens, squares = sum(g.tokens for g in groups), sum(g.squares for g in groups)
+        samples = len(groups) * self._section.group_size
+        return self._costs.train_s(samples, tokens, squares) - (1 - share) * self._costs.train_s(0, 0, 0.0)

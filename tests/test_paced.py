@@ -1,0 +1,199 @@
+"""Paced parts: what they compute is the wrapped part's own, what it takes is the cost model's. Times are generous."""
+
+import queue
+import time
+
+import numpy as np
+import pytest
+
+from dora_jax.bench import end_to_end, paced_run
+from dora_jax.buffer.store import MemoryGroupStore
+from dora_jax.config import RolloutSection
+from dora_jax.rollout.oracle import OracleEngine
+from dora_jax.runtime.paced import Gate, PacedEngine, PacedTrainer, PacedWeights
+from dora_jax.runtime.partwise import PartwiseTrainer
+from dora_jax.runtime.workers import Crashed, StepDone
+from dora_jax.sim import config as sims
+from dora_jax.sim.run import simulate
+from dora_jax.types import Sample, SampleId, ScoredGroup, Span
+
+SECTION = RolloutSection(slots=4, pages=64, page_size=8, max_prompt_tokens=8, max_new_tokens=16, decode_steps=2)
+
+
+class Costs:
+    """Seconds: 10 a decode step and one a sample in it, 100 a token of prefill, 5 a move, 7 a load."""
+
+    decode_kv_s = 0.001
+
+    def decode_base_s(self, batch):
+        return 10.0 + batch
+
+    def prefill_s(self, tokens, past):
+        return 100.0 * tokens
+
+    def move_s(self, tokens):
+        return 5.0
+
+    def load_s(self):
+        return 7.0
+
+    def train_s(self, samples, tokens, squares):
+        return 8.0 + tokens
+
+
+@pytest.fixture
+def slept(monkeypatch):
+    """Time stands still but for sleeping."""
+    now = [100.0]
+    monkeypatch.setattr(time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(time, "sleep", lambda s: now.__setitem__(0, now[0] + s))
+    return now
+
+
+def engine(**kwargs):
+    inner = OracleEngine(SECTION, length=lambda v, g, i, limit: 4)
+    inner.load(0, None)
+    return PacedEngine(inner, Costs(), 0.5, **kwargs)
+
+
+def test_a_tick_lasts_its_prefill_and_its_decode_steps(slept):
+    paced, plain = engine(), engine().engine
+    for e in (paced, plain):
+        for i in range(2):
+            e.submit(SampleId(0, i), np.arange(3), 0, 16)
+    result, want = paced.tick(), plain.tick()
+    # prefill 2 x 3 tokens; two decode steps at batch 2; context: samples hold 3, then 4 tokens
+    assert slept[0] == pytest.approx(100 + 0.5 * (600 + 2 * 12 + 0.001 * 4 * (3 + 1)))
+    assert result.progress == want.progress and result.tokens == want.tokens == 4
+    before = slept[0]
+    assert len(paced.tick().finished) == 2 and paced.idle
+    assert slept[0] - before == pytest.approx(0.5 * (2 * 12 + 0.001 * 4 * (3 + 3)))
+
+
+def test_an_engine_that_rested_begins_anew_and_a_late_one_catches_up(slept):
+    paced = engine()
+    paced.submit(SampleId(0, 0), np.arange(1), 0, 16)
+    paced.tick()
+    due = slept[0]
+    slept[0] += 2.0  # its thread woke late, in the middle of the work
+    paced.tick()
+    assert slept[0] == pytest.approx(due + 0.5 * 22, abs=0.01)
+    slept[0] += 50.0  # nothing to do
+    paced.submit(SampleId(0, 1), np.arange(1), 0, 16)
+    before = slept[0]
+    paced.tick()
+    assert slept[0] == pytest.approx(before + 0.5 * (100 + 22), abs=0.01)
+
+
+def test_a_move_costs_the_source_and_is_not_prefilled_again(slept):
+    src, dst = engine(), engine()
+    src.submit(SampleId(0, 0), np.arange(3), 0, 16)
+    src.tick()
+    before = slept[0]
+    parcel = src.export(SampleId(0, 0))
+    assert slept[0] - before == pytest.approx(0.5 * 5) and src.move_s == pytest.approx(2.5)
+    dst.import_(parcel)
+    before = slept[0]
+    (sample,) = dst.tick().finished
+    assert slept[0] - before < 0.5 * 23  # two decode steps, no prefill
+    np.testing.assert_array_equal(sample.out_ids, dst.expected(0, 0, 0, 4))
+
+
+def test_progress_is_handed_on_as_seldom_as_asked(slept):
+    paced = engine(report_ticks=2)
+    paced.submit(SampleId(0, 0), np.arange(1), 0, 16)
+    assert not paced.tick().progress
+    assert paced.tick().progress
+
+
+def test_a_transfer_of_weights_lasts(slept):
+    weights = PacedWeights(paced_run.Weights(), Costs(), 0.5, lanes=1)
+    assert weights.get(0, None) == 0 and slept[0] == pytest.approx(103.5) and weights.load_s == pytest.approx(3.5)
+    with pytest.raises(RuntimeError, match="version 9 is not in the store"):
+        weights.get(9, None)
+
+
+def test_colocated_roles_take_turns(slept):
+    gate = Gate(colocated=True)
+    trainer = PacedTrainer(paced_run.Trainer(), lambda groups, base: [1], Costs(), 0.5, 1, gate=gate)
+    trainer.pack([group(0)], 0)
+    assert not gate._open.is_set()
+    trainer.step([1])
+    assert gate._open.is_set() and not gate.wait()
+    apart = Gate(colocated=False)
+    apart.close()
+    assert not apart.wait()
+
+
+def group(group_id, version=0):
+    id = SampleId(group_id, 0)
+    sample = Sample(id=id, prompt_ids=np.zeros(1, np.int32), out_ids=np.zeros(1, np.int32), finish="stop",
+                    logprobs=np.zeros(1, np.float32), mask=np.ones(1, bool), spans=(Span(version=version, start=0, stop=1),))
+    return ScoredGroup(group_id=group_id, version=version, samples=(sample,), rewards=np.zeros(1, np.float32), parts={})
+
+
+def part_trainer(outbox, max_lag=1):
+    store = MemoryGroupStore()
+    for i in range(4):
+        store.put(group(i))
+    trainer = PacedTrainer(paced_run.Trainer(), lambda groups, base: [len(groups)], Costs(), 1e-3, 4)
+    return PartwiseTrainer(trainer, trainer.pack, store, paced_run.Weights(), max_lag, outbox, 4)
+
+
+def test_a_step_in_parts_is_published_once_behind_its_last_part():
+    outbox = queue.SimpleQueue()
+    worker = part_trainer(outbox)
+    worker.start()
+    worker.post(worker.train, (0,), 0)
+    time.sleep(0.05)
+    assert outbox.empty()  # one group of four is no step
+    worker.post(worker.train, (1, 2), 0)
+    worker.post(worker.train, (3,), 0)
+    done = outbox.get(timeout=10)
+    worker.stop()
+    assert isinstance(done, StepDone) and done.version == 1 and done.metrics == {"groups": 4.0}
+    assert [g.group_id for g in done.groups] == [0, 1, 2, 3]
+    assert 1e-3 * (8 + 4 * 2) <= worker.trainer.train_s < 1.0
+    assert done.wait_s + done.step_s < 5.0
+
+
+@pytest.mark.parametrize(("base", "sentence"), [(1, "part of base 1 came before the step at base 0"), (None, "the run ended")])
+def test_a_step_that_is_never_whole_says_so(base, sentence):
+    outbox = queue.SimpleQueue()
+    worker = part_trainer(outbox)
+    worker.start()
+    worker.post(worker.train, (0,), 0)
+    worker.post(worker.train, (1,), base) if base is not None else worker.stop()
+    crashed = outbox.get(timeout=10)
+    assert isinstance(crashed, Crashed) and sentence in str(crashed.error)
+
+
+def test_the_bound_is_asserted_where_a_part_is_taken():
+    outbox = queue.SimpleQueue()
+    worker = part_trainer(outbox)
+    worker.start()
+    worker.post(worker.train, (0,), 2)
+    assert "its lag exceeds the bound of 1" in str(outbox.get(timeout=10).error)
+
+
+SMALL = {"orchestrator.groups_per_step": 16, "orchestrator.group_size": 4, "orchestrator.updates": 4,
+         "workload.max_new_tokens": 200, "cost.train_fixed_s": 60.0, "hardware.rollout_chips": 4}  # fmt: skip
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", ["sync", "partial", "evict", "dora"])
+def test_prediction_and_paced_run_agree(mode):
+    """A small one; the full size is bench.end_to_end."""
+    config = sims.replace(end_to_end.setting(steps=3, warmup=2), SMALL)
+    row = sims.Row(label=mode, mode=mode, config=config, published={})
+    ran, predicted = paced_run.run(row, pace=1 / 60), simulate(row)
+    assert ran.step_s == pytest.approx(predicted.step_s, rel=0.2)
+    assert bool(ran.mixed) == (mode == "partial")
+    if mode != "partial":
+        assert ran.lag_mean <= 2
+
+
+def test_the_table_and_its_verdicts():
+    config = end_to_end.setting(steps=3, warmup=2)
+    rows = end_to_end.rows(config, ["sync", "partial", "dora"], "half")
+    assert [row.label for row in rows] == ["sync 8+8", "partial 8+8", "partial colocated", "dora 8+8"]

@@ -1,0 +1,60 @@
+"""The trainer in virtual time: parts one after the other, the fixed time spread over them; what parts are worth."""
+
+import pytest
+
+from dora_jax.sim import config, run
+from dora_jax.sim.config import OrchestratorSection
+from dora_jax.sim.trainer import SimGroup, SimTrainer
+
+
+class Costs:
+    """One second a token, and eight a step."""
+
+    def train_s(self, samples, tokens, squares):
+        return 8.0 + tokens
+
+
+def groups(n, tokens=1):
+    made = [SimGroup(0) for _ in range(n)]
+    for group in made:
+        group.tokens = tokens
+    return made
+
+
+def test_parts_follow_one_another_and_cost_what_a_whole_step_costs():
+    trainer = SimTrainer(OrchestratorSection(groups_per_step=4, group_size=1), Costs())
+    assert trainer.begins(10.0, groups(4)) == (10.0, 22.0, True)
+    trainer = SimTrainer(OrchestratorSection(groups_per_step=4, group_size=1), Costs())
+    assert trainer.begins(10.0, groups(1)) == (10.0, 13.0, False)
+    assert trainer.begins(11.0, groups(2)) == (13.0, 19.0, False)  # it waits for its turn
+    assert not trainer.ends(13.0) and trainer.busy
+    assert trainer.ends(19.0) and not trainer.busy
+    assert trainer.begins(30.0, groups(1)) == (30.0, 33.0, True)
+    assert trainer.ends(33.0)
+    assert trainer.begins(40.0, groups(4)) == (40.0, 52.0, True)  # the next step
+
+
+SMALL = {
+    "steps": 8, "warmup_steps": 2, "report_tokens": 64, "hardware.chips": 16, "hardware.rollout_chips": 8,
+    "hardware.tensor": 2, "hardware.slots": 64, "workload.mean_tokens": 200.0, "workload.max_new_tokens": 4000,
+    "workload.max_prompt_tokens": 256, "orchestrator.groups_per_step": 16, "orchestrator.group_size": 4,
+    "orchestrator.rebalance_period_s": 2.0, "cost.train_fixed_s": 12.0, "orchestrator.inflight": 1.15,
+}  # fmt: skip
+
+
+def step_s(mode, **changes):
+    made = config.replace(config.SimConfig(), SMALL | changes)
+    result = run.simulate(config.Row(label=mode, mode=mode, config=made, published={}))
+    assert sum(result.trainer.values()) == pytest.approx(1.0) and sum(result.rollout.values()) == pytest.approx(1.0)
+    return result
+
+
+def test_a_step_in_parts_hides_the_wait_for_its_stragglers():
+    whole, parts = step_s("dora"), step_s("dora", **{"orchestrator.updates": 8})
+    assert parts.step_s < 0.95 * whole.step_s
+    assert parts.rollout_only < whole.rollout_only / 2
+    assert max(parts.lags) <= 2
+
+
+def test_only_mode_dora_takes_parts():
+    assert step_s("sync").step_s == step_s("sync", **{"orchestrator.updates": 8}).step_s
