@@ -81,6 +81,8 @@ class RolloutSection:
     min_new_tokens: int = 0  # no stop token is drawn before so many
     max_repeats: int = 0  # one token is drawn at most so often in a row; 0: any number
     stop_strings: tuple[str, ...] = ()  # the text that ends a sample; its tokens stay
+    weights: str = ""  # int8 or float8: projections in 8 bits; empty: as published
+    kv: str = ""  # float8: the KV pool in 8 bits; empty: as computed
     keep_set: bool = False  # send along which ids each token was drawn from; needs top_k
 
 
@@ -157,6 +159,15 @@ class CheckpointSection:
 
 
 @section
+class JournalSection:
+    """WORKDIR/journal: what makes running the same command again lose nothing and repeat nothing."""
+
+    on: bool = True
+    partial_s: float = 2.0  # how often running samples' tokens are written; 0 (always so in mode sync): they start over
+    watchdog_s: float = 600.0  # a run in which nothing moves for so long ends with exit code 42; 0: never
+
+
+@section
 class SftSection:
     """Supervised warm start; `python -m dora_jax.sft` reads this section and writes a Hugging Face folder."""
 
@@ -193,6 +204,7 @@ class Config:
     trainer: TrainerSection = TrainerSection()
     eval: EvalSection = EvalSection()
     checkpoint: CheckpointSection = CheckpointSection()
+    journal: JournalSection = JournalSection()
     sft: SftSection = SftSection()
 
 

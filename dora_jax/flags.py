@@ -35,7 +35,8 @@ from dora_jax.models.hf_config import read_config
 BAD_USAGE = 2  # exit code: wrong input, trying again cannot help
 
 MAY_CHANGE = (  # between two runs of one workdir: how long, how often, and on which machine
-    "steps", "cpu_devices", "placement", "checkpoint.", "eval.", "rollout.instances", "rollout.tensor", "trainer.data",
+    "steps", "cpu_devices", "placement", "checkpoint.", "journal.", "eval.", "rollout.instances",
+    "rollout.tensor", "trainer.data",
     "trainer.fsdp", "trainer.tensor", "trainer.context", "trainer.optimizer_memory",
     "trainer.peak_tflops", "task.reward_workers", "task.reward_timeout_s", "task.reward_retries")
 

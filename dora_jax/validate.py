@@ -39,7 +39,7 @@ RANGES: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
         sft.d_model sft.n_layers sft.n_heads sft.n_kv_heads sft.head_dim sft.d_ff"""),
     ("at least 0", lambda x: x >= 0, """
         seed cpu_devices task.reward_retries rollout.instances rollout.decode_rows eval.every checkpoint.every
-        checkpoint.keep_best checkpoint.keep_every
+        checkpoint.keep_best checkpoint.keep_every journal.partial_s journal.watchdog_s
         sft.warmup_steps sft.vocab_size"""),
     ("above 0", lambda x: x > 0, "task.reward_timeout_s trainer.eps sft.learning_rate"),
     ("between 0 and 1", lambda x: 0 <= x <= 1, "task.max_failed_share task.max_bad_rows_share sft.slip_rate"),

@@ -236,7 +236,7 @@ class History:
             world = DurableWorld(body, journal, body.brain, Book())
         else:
             body = self._again(found)
-            world = DurableWorld(body, journal, body.brain, found.book, found.epoch)
+            world = DurableWorld(body, journal, body.brain, found.book, found.epoch, found.segments)
         self._arm(body, world, kill_fact, kill_command)
         halt = run(body.brain, world, [lambda event, commands: self._observe(body, world, journal, event)])
         journal.close()

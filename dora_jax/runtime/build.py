@@ -55,12 +55,15 @@ class Parts:
         return sharding.make_mesh(chosen, *self.plan.trainer_mesh)
 
     def instances(self, model: Any) -> list[InstanceWorker]:
+        # A sample that goes on from its tokens may differ in the last bits from one that was never cut: not in mode
+        # sync, whose runs are the same bit for bit however often they are killed.
+        partial_s = self.config.journal.partial_s if self.config.orchestrator.mode != "sync" else 0.0
         workers = []
         for instance, indices in enumerate(self.plan.instances):
             mesh = sharding.make_mesh([jax.devices()[i] for i in indices], 1, 1, len(indices))
             engine = Engine(model, self.config.rollout, mesh, seed=self.config.seed,
                             eos_ids=self.tokenizer.eos_ids, vocab_limit=self.tokenizer.vocab_size)
-            workers.append(InstanceWorker(instance, engine, self.weights, self.outbox))
+            workers.append(InstanceWorker(instance, engine, self.weights, self.outbox, partial_s))
         return workers
 
     def world(self, instances: Sequence[InstanceWorker], trainer: TrainerWorker | None, groups: Any) -> LocalWorld:

@@ -35,9 +35,10 @@ class DurableWorld:
     """`World` in front of another; the orchestrator's only source of facts."""
 
     def __init__(self, world: TellingWorld, journal: Journal, orchestrator: Orchestrator, book: Book,
-                 epoch: int = 0):
+                 epoch: int = 0, segments: dict[int, Version] | None = None):
         self.book = book
-        self.segments: dict[int, Version] = {}  # of this run: number -> version at which it begins
+        self.segments = dict(segments or {})  # number -> version at which it begins
+        self._own = 0  # segments of this run
         self._world = world
         self._journal = journal
         self._orchestrator = orchestrator
@@ -75,10 +76,11 @@ class DurableWorld:
         try:
             number = self._journal.rotate(head_records(self._orchestrator, self.book, self._epoch))
         except OSError:
-            if not self.segments:
+            if not self._own:
                 raise
             return  # the journal has raised the alarm, or will at the next commit
         self._rotate_due = False
+        self._own += 1
         self.segments[number] = self._orchestrator.state.ledger.base
 
     def forget_before(self, version: Version) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,24 +17,35 @@ from dora_jax.metrics import Writer
 from dora_jax.models import decoder, hf
 from dora_jax.orchestrate.core import Orchestrator
 from dora_jax.orchestrate.events import Command, Event, Halt, StepPublished
-from dora_jax.runtime import build
+from dora_jax.digest import digest
+from dora_jax.runtime import build, resume
 from dora_jax.runtime.build import Parts
-from dora_jax.runtime.loop import Observer, run
+from dora_jax.runtime.durable import DurableWorld
+from dora_jax.runtime.guard import RETRY, Guard, GuardedWorld, Stop
+from dora_jax.runtime.journal import Journal
+from dora_jax.runtime.local import LocalWorld
+from dora_jax.runtime.loop import run
 from dora_jax.runtime.observe import RunLog
+from dora_jax.runtime.resume import Begun
 from dora_jax.runtime.workers import TrainerWorker
 from dora_jax.tokenizer import Tokenizer
 from dora_jax.trainer import checkpoint
 from dora_jax.trainer.checkpoint import Checkpoints
 from dora_jax.trainer.step import Trainer
+from dora_jax.types import Version
 
 
 def train(config: Config, workdir: Path) -> int:
     """Warm start where the base is missing, then RL until config.steps; resumes. Returns the exit code."""
     began = time.monotonic()
     devices.setup_platform(config)
-    with Writer(workdir) as writer:
-        make_base(config, workdir, writer)
-        halt, log = _train(Parts(config, workdir), writer)
+    with Writer(workdir) as writer, Guard(config.journal.watchdog_s) as guard:
+        try:
+            make_base(config, workdir, writer)
+            halt, log = _train(Parts(config, workdir), writer, guard)
+        except Stop as stop:
+            writer.close_with(f"{stop} (exit code {RETRY})")
+            return RETRY
         accuracies = ", ".join(f"{100 * a:.1f} % at version {v}" for v, a in sorted(log.accuracy.items()))
         writer.close_with(f"{halt.reason} ({time.monotonic() - began:.0f} s in all); held-out accuracy: {accuracies or 'not measured'}")
     return 0 if halt.ok else 1
@@ -51,7 +62,7 @@ def evaluate(config: Config, workdir: Path, step: int | None = None) -> int:
         parts.weights.put(version, checkpoint.read_params(directory, version))
         orchestrator = Orchestrator(build.orchestrator_config(dataclasses.replace(config, steps=version)),
                                     start_version=version)
-        _, log = _run(parts, writer, model, orchestrator)
+        _, log = _run(parts, writer, model, orchestrator, Guard(0.0))
     print(json.dumps({"step": version, **log.evaluations[version]}))
     return 0
 
@@ -85,80 +96,90 @@ def pick(directory: Path, step: int | None) -> int:
     return step
 
 
+@dataclasses.dataclass(frozen=True)
+class Backing:
+    """What a training run leaves on the disk, and what it found there."""
+
+    checkpoints: Checkpoints
+    journal: Journal | None
+    begun: Begun
+    trainer: Trainer
+    every: int  # steps between checkpoints; 0: none
+    last: Version  # always saved, unless none are
+
+    def due(self, version: Version) -> bool:
+        return bool(self.every) and (version % self.every == 0 or version == self.last)
+
+    def behind(self, world: LocalWorld) -> DurableWorld | None:
+        """The journal in front of `world`, which takes on what a killed process owed."""
+        begun = self.begun
+        if begun.debts is not None:
+            world.adopt(begun.debts, begun.book, begun.orchestrator.state.now_s)
+        if self.journal is None:
+            return None
+        return DurableWorld(world, self.journal, begun.orchestrator, begun.book, begun.epoch, begun.segments)
+
+
 class Saver:
     """Loop observer: saves right after a version is published, while the trainer is still idle."""
 
-    def __init__(self, checkpoints: Checkpoints, trainer: Trainer, orchestrator: Orchestrator, log: RunLog,
-                 due: Callable[[int], bool]):
-        self._checkpoints = checkpoints
-        self._trainer = trainer
-        self._orchestrator = orchestrator
+    def __init__(self, backing: Backing, durable: DurableWorld | None, log: RunLog):
+        self._backing = backing
+        self._durable = durable
         self._log = log
-        self._due = due
 
     def __call__(self, event: Event, commands: Sequence[Command]) -> None:
         if not isinstance(event, StepPublished):
             return
-        self._checkpoints.poll()
-        if self._due(event.version):
-            state = self._trainer.state
-            self._checkpoints.save(event.version, state.params, state.opt_state, self._orchestrator.resume_state(),
-                                   self._log.metrics)
+        checkpoints, orchestrator = self._backing.checkpoints, self._backing.begun.orchestrator
+        checkpoints.protect(min(orchestrator.state.alive))
+        checkpoints.poll()
+        if self._backing.due(event.version):
+            state = self._backing.trainer.state
+            checkpoints.save(event.version, state.params, state.opt_state, orchestrator.resume_state(), self._log.metrics)
+            if self._durable is not None:
+                self._durable.want_segment()
+        if self._durable is not None and (known := checkpoints.steps()):
+            self._durable.forget_before(known[0])
 
 
 # ---------------------------------------------------------------- private
 
 
-def _train(parts: Parts, writer: Writer) -> tuple[Halt, RunLog]:
+def _train(parts: Parts, writer: Writer, guard: Guard) -> tuple[Halt, RunLog]:
     config = parts.config
+    journal = resume.open_journal(parts.workdir, config.journal.on, writer)
     writer.phase("trainer", "loading the model")
     mesh = parts.trainer_mesh()
     model, params = hf.load(config.model.path, mesh)
     trainer = Trainer(model, config.trainer, mesh, params, total_steps=config.steps, dtype=config.model.dtype,
                       vocab_limit=parts.tokenizer.vocab_size, temperature=config.rollout.temperature,
                       dump_dir=str(parts.workdir))
-    checkpoints = Checkpoints(parts.workdir / "checkpoints", config.checkpoint)
-    resume = _restore(checkpoints, trainer, writer)
-    orchestrator = Orchestrator(build.orchestrator_config(config), **resume)
-    parts.weights.put(int(trainer.state.step), trainer.params)
-
-    def due(version: int) -> bool:
-        every = config.checkpoint.every
-        return bool(every) and (version % every == 0 or version == config.steps)
-
-    def saver(log: RunLog) -> list[Observer]:
-        return [Saver(checkpoints, trainer, orchestrator, log, due)]
-
+    checkpoints = Checkpoints(parts.workdir / "checkpoints", config.checkpoint, writer.note)
     try:
-        return _run(parts, writer, model, orchestrator, trainer, saver)
+        begun = resume.begin(journal, checkpoints, trainer, parts.weights, build.packer(config, trainer),
+                             build.orchestrator_config(config), writer)
+        backing = Backing(checkpoints, journal, begun, trainer, config.checkpoint.every, config.steps)
+        return _run(parts, writer, model, begun.orchestrator, guard, backing)
     finally:
         checkpoints.close()
 
 
-def _restore(checkpoints: Checkpoints, trainer: Trainer, writer: Writer) -> dict[str, Any]:
-    """Loads the newest good checkpoint into the trainer; what the orchestrator needs to go on from there."""
-    step = checkpoints.latest(full=True)
-    if step is None:
-        return {}
-    abstract = trainer.abstract_state()
-    restored = checkpoints.restore(step, abstract.params, abstract.opt_state)
-    trainer.load(restored.params, restored.opt_state, step)
-    writer.resume(step)
-    writer.note(f"resuming from step {step}")
-    return restored.rl_state
-
-
-def _run(parts: Parts, writer: Writer, model: Any, orchestrator: Orchestrator, trainer: Trainer | None = None,
-         observers: Callable[[RunLog], list[Observer]] = lambda log: []) -> tuple[Halt, RunLog]:
+def _run(parts: Parts, writer: Writer, model: Any, orchestrator: Orchestrator, guard: Guard,
+         backing: Backing | None = None) -> tuple[Halt, RunLog]:
     config, groups = parts.config, MemoryGroupStore()
     instances = parts.instances(model)
+    trainer = backing and backing.trainer
     trainer_worker = trainer and TrainerWorker(trainer, build.packer(config, trainer), groups, parts.weights,
-                                               build.orchestrator_config(config).decisions.max_lag, parts.outbox)
+                                               orchestrator.state.decisions.max_lag, parts.outbox, digest)
     world = parts.world(instances, trainer_worker, groups)
     log = RunLog(workdir=parts.workdir, writer=writer, orchestrator=orchestrator, instances=instances,
                  decode=parts.tokenizer.decode, prompt_of=parts.task.prompt_at, eval_groups=config.eval.prompts,
                  max_failed_share=config.task.max_failed_share)
     world.listen(log.record)
+    durable = backing and backing.behind(world)
+    guard.diagnose = lambda: f"{orchestrator.summary()['waits']}; {world.diagnosis()}"
+    observers = [log.event, *([Saver(backing, durable, log)] if backing else [])]
     try:
         writer.phase("all", "compiling")
         warmups = [worker.engine.warmup for worker in instances]
@@ -169,7 +190,9 @@ def _run(parts: Parts, writer: Writer, model: Any, orchestrator: Orchestrator, t
         writer.phase("all", "")
         writer.phase("rollout", "generating")
         world.start([build.instance_up(worker, config) for worker in instances])
-        return run(orchestrator, world, [log.event, *observers(log)]), log
+        return run(orchestrator, GuardedWorld(durable or world, guard), observers), log
     finally:
+        if durable:
+            durable.close()
         world.close()
         log.close()

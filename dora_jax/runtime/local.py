@@ -93,6 +93,9 @@ class LocalWorld:
             worker.stop()
         self._scorer.close()
 
+    def diagnosis(self) -> str:
+        return "; ".join(worker.state for worker in self._workers())
+
     def events(self) -> Iterator[ev.Event]:
         yield from self._drain()
         for scored in self._scorer.poll():

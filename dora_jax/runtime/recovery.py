@@ -47,6 +47,7 @@ class Recovered:
     epoch: int
     debts: Debts
     start: Version  # the trainer restores this checkpoint (or the initial weights) ...
+    segments: dict[int, Version]  # of the journal -> the version at which each begins
     steps: tuple[Step, ...]  # ... and makes these steps again, to the version that was published last
 
     @property
@@ -84,7 +85,9 @@ def recover(journal: Journal, config: OrchestratorConfig, checkpoints: Sequence[
         past = end if chain == [newest] else replay(journal, chain, lambda sentence: None)
         steps = tuple(step for step in past.steps if step.base >= start)
         if [step.base for step in steps] == list(range(start, end.base)):
-            return _recovered(end, debts, config, start, steps)
+            orchestrator = Orchestrator.restore(config, end.orchestrator.snapshot())
+            end.book.prune(orchestrator.state)
+            return Recovered(orchestrator, end.book, end.epoch, debts, start, heads, steps)
         say(f"the batches between version {start} and {end.base} are not all in the journal: an older start is tried")
     raise JournalError(f"no checkpoint that verifies fits the journal: live versions are {list(debts.versions)}, "
                        f"checkpoints {list(checkpoints)}")
@@ -102,13 +105,6 @@ def replay(journal: Journal, segments: Sequence[int], say: Say) -> Replay:
 
 
 # ---------------------------------------------------------------- private
-
-
-def _recovered(end: Replay, debts: Debts, config: OrchestratorConfig, start: Version,
-               steps: tuple[Step, ...]) -> Recovered:
-    orchestrator = Orchestrator.restore(config, end.orchestrator.snapshot())
-    end.book.prune(orchestrator.state)
-    return Recovered(orchestrator, end.book, end.epoch, debts, start, steps)
 
 
 def _replay_one(number: int, records: Sequence[bytes], steps: list[Step], say: Say) -> Replay:

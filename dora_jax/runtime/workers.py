@@ -83,6 +83,14 @@ class Worker:
         return self._waited_s + (time.monotonic() - since if since is not None else 0.0)
 
     @property
+    def state(self) -> str:
+        """In a few words, for a diagnosis."""
+        since = self._waiting_since
+        if not self._thread.is_alive():
+            return f"{self.role} is dead"
+        return f"{self.role} works" if since is None else f"{self.role} waits for work since {time.monotonic() - since:.0f} s"
+
+    @property
     def _busy(self) -> bool:
         return False
 
