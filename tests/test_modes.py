@@ -5,7 +5,7 @@ import dataclasses
 import pytest
 
 from dora_jax.orchestrate.core import Orchestrator
-from dora_jax.orchestrate.events import Halt, InstanceUp
+from dora_jax.orchestrate.events import GroupScored, Halt, InstanceUp
 from dora_jax.orchestrate.modes import MODES, OrchestratorConfig
 from orchestrator_world import Shape, World
 
@@ -169,3 +169,31 @@ def test_tasks_have_limits_of_their_own():
 
     world.run(after=watch).audit()
     assert most == {"a": 4, "b": 6, "c": 2}
+
+
+def test_a_task_with_many_filtered_groups_gets_more_of_the_load():
+    mixed = config(task_cycle=("easy", "hard"), task_adaptive=True, inflight=2.0, groups_per_step=8)
+    assert mixed.adapted_limits({"easy": 1.0, "hard": 1.0}) == mixed.task_limits == {"easy": 8, "hard": 8}
+    assert mixed.adapted_limits({"easy": 1.0, "hard": 0.5}) == {"easy": 5, "hard": 11}
+    assert mixed.adapted_limits({"easy": 1.0, "hard": 0.0}) == {"easy": 3, "hard": 13}  # four times, not more
+
+
+def test_past_pass_rates_keep_the_tasks_of_a_batch_in_proportion():
+    """Three of four hard groups are filtered; without adapting, the trained batches hold mostly easy ones."""
+
+    class Picky(World):
+        def on_score(self, group_id, attempt):
+            trainable = group_id % 2 == 0 or group_id % 8 == 1
+            if not trainable:
+                self.filtered_ids.append(group_id)
+            return [GroupScored(group_id=group_id, trainable=trainable)]
+
+    def hard_share(adaptive):
+        mixed = config(task_cycle=("easy", "hard"), task_ratios=(("easy", 1.0),), task_adaptive=adaptive, inflight=2.0,
+                       groups_per_step=8, total_steps=40, group_size=1)  # fmt: skip
+        world = Picky(mixed, Shape(instances=((40, 1.0, 1),))).run()
+        world.audit()
+        trained = [g for _, groups in world.trained[20:] for g in groups]
+        return sum(g % 2 for g in trained) / len(trained)
+
+    assert hard_share(False) < 0.3 < 0.4 < hard_share(True)

@@ -61,7 +61,12 @@ def in_parts(config: OrchestratorConfig, parts: int) -> OrchestratorConfig:
     return dataclasses.replace(config, updates=math.gcd(config.groups_per_step, parts))
 
 
-worlds = st.tuples(st.builds(in_parts, configs, st.sampled_from([1, 2, 3, 4, 5])), st.sampled_from([{}, {}, TASKS]), shapes, st.one_of(st.just({}), faulty))
+worlds = st.tuples(
+    st.builds(in_parts, configs, st.sampled_from([1, 2, 3, 4, 5])),
+    st.sampled_from([{}, {}, TASKS, TASKS | {"task_adaptive": True}]),
+    shapes,
+    st.one_of(st.just({}), faulty),
+)
 many = settings(max_examples=EXAMPLES, derandomize=True, deadline=None, database=None,
                 suppress_health_check=list(HealthCheck))  # fmt: skip
 

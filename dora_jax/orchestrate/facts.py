@@ -186,6 +186,7 @@ def group_scored(s: State, event: ev.GroupScored) -> None:
         s.bury(group)
     else:
         s.ledger.scored(group.id, event.trainable)
+        s.observe_task(group.id, event.trainable)
         if event.trainable:
             s.take_due = True
         else:

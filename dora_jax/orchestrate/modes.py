@@ -8,13 +8,16 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from dora_jax.orchestrate.events import InstanceUp
 from dora_jax.types import Version
 
 # Between 3 and 8 the simulated step time is flat; 0 costs 5 to 12 % where stragglers hold the trainer.
 KV_WEIGHT = 4.0
+
+# A task is never given more than four times its share, however few of its groups teach anything.
+LEAST_RATE = 0.25
 
 MODES = ("sync", "one_step", "partial", "evict", "dora_paper", "dora")
 
@@ -73,6 +76,7 @@ class OrchestratorConfig:
     older_slots: float = 1.0  # share of an instance's slots that new groups of an older version may fill
     task_cycle: tuple[str, ...] = ()  # the task of group g is task_cycle[g % len]; empty: tasks are not told apart
     task_ratios: tuple[tuple[str, float], ...] = ()  # (task, oversampling in units of its share of `inflight`)
+    task_adaptive: bool = False  # a task of which many groups are filtered gets more of the load, up to 4 times as much
     peer_weights: bool = False  # a LoadWeights names a peer that holds the version where there is one
 
     @property
@@ -118,12 +122,20 @@ class OrchestratorConfig:
     @functools.cached_property
     def task_limits(self) -> dict[str, int]:
         """Groups of each task that may be outstanding; empty: no task has a limit of its own."""
-        if not self.task_ratios:
+        if not self.task_ratios and not (self.task_adaptive and self.task_cycle):
             return {}
         ratios = dict(self.task_ratios)
         each = self.inflight * self.groups_per_step / len(self.task_cycle)
         return {task: math.ceil(each * self.task_cycle.count(task) * ratios.get(task, 1.0))
                 for task in self.tasks}
+
+    def adapted_limits(self, rates: Mapping[str, float]) -> dict[str, int]:
+        """`task_limits` when only `rates` of each task's scored groups can be trained on: each in inverse proportion,
+        their sum as before."""
+        limits = self.task_limits
+        wanted = {task: limit / max(rates[task], LEAST_RATE) for task, limit in limits.items()}
+        scale = sum(limits.values()) / sum(wanted.values())
+        return {task: max(1, round(scale * n)) for task, n in wanted.items()}
 
     # ------------------------------------------------------------------ evaluation
 
@@ -165,6 +177,8 @@ class OrchestratorConfig:
         found += [f"{n} is {getattr(self, n)}: it must not be negative" for n in not_negative if getattr(self, n) < 0]
         if self.updates > 0 and self.groups_per_step % self.updates:
             found.append(f"updates is {self.updates}: it does not divide groups_per_step, {self.groups_per_step}")
+        if self.task_adaptive and not self.task_cycle:
+            found.append("task_adaptive is set, but task_cycle names no task")
         found += [f"task_ratios names {task!r}, which task_cycle does not" for task, _ in self.task_ratios
                   if task not in self.task_cycle]
         return found

@@ -129,7 +129,7 @@ def _next_group(s: State) -> GroupId | None:
     """Groups to redo first, then the prompt stream in order; a task at its own limit is passed over for a while."""
     if s.redo:
         return s.redo.pop(0)
-    limits = s.config.task_limits
+    limits = s.task_limits
     open_tasks = [task for task in s.cursors if not limits or s.task_open.get(task, 0) < limits[task]]
     if not open_tasks:
         return None

@@ -41,6 +41,7 @@ def save(s: State) -> dict[str, Any]:
         "redo": list(s.redo),
         "evaluating": _pairs(s.evaluating),
         "task_open": _pairs(s.task_open),
+        "task_rates": _pairs(s.task_rates),
         "drained": _pairs(s.drained),
         "cursors": _pairs(s.cursors),
         "sets": {name: list(getattr(s, name)) for name in ("alive", "woken", "emptied", "pressed")},
@@ -70,6 +71,9 @@ def load(s: State, data: dict[str, Any]) -> None:
     s.redo, s.evaluating = list(data["redo"]), dict(data["evaluating"])
     s.drained = dict(data["drained"])
     s.task_open, s.cursors = dict(data["task_open"]), dict(data["cursors"])
+    s.task_rates = dict(data["task_rates"])
+    if s.config.task_adaptive:
+        s.task_limits = s.config.adapted_limits(s.task_rates)
     for name, keys in data["sets"].items():
         setattr(s, name, dict.fromkeys(keys))
     for name, value in data["plain"].items():

@@ -16,6 +16,9 @@ from dora_jax.orchestrate.modes import OrchestratorConfig
 from dora_jax.orchestrate.queue import Queue
 from dora_jax.types import GroupId, InstanceId, SampleId, Version, is_eval
 
+# Groups over which a task's share of trainable groups is averaged: a few steps' worth of one task.
+RATE_GROUPS = 64
+
 
 class State:
     def __init__(self, config: OrchestratorConfig, start_version: Version, next_group_id: GroupId):
@@ -29,6 +32,8 @@ class State:
         # task -> its lowest group id never issued
         self.cursors: dict[str, GroupId] = {t: config.next_of_task(t, next_group_id) for t in config.tasks}
         self.task_open: dict[str, int] = {}  # outstanding groups by task, where tasks have limits
+        self.task_rates = dict.fromkeys(config.tasks, 1.0)  # running share of a task's groups that can be trained on
+        self.task_limits = config.task_limits
         self.redo: list[GroupId] = []  # issued again before new ones
         self.evaluating: dict[Version, int] = {}  # groups whose evaluation has not finished
         self.alive: dict[Version, None] = {start_version: None}  # not retired
@@ -128,6 +133,13 @@ class State:
             for group_id in group_ids:
                 task = self.config.task(group_id)
                 self.task_open[task] = self.task_open.get(task, 0) + by
+
+    def observe_task(self, group_id: GroupId, trainable: bool) -> None:
+        """A group of a task was scored: where asked for, the tasks' shares of the load follow."""
+        if self.config.task_adaptive:
+            task = self.config.task(group_id)
+            self.task_rates[task] += (trainable - self.task_rates[task]) / RATE_GROUPS
+            self.task_limits = self.config.adapted_limits(self.task_rates)
 
     def group_lost(self, group_id: GroupId) -> None:
         """A training group ended untrained: its credit returns, and a batch that it held back may be taken."""
