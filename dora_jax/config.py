@@ -15,6 +15,7 @@ The rules between fields are in validate.py, the command line in flags.py.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import difflib
 import functools
@@ -22,7 +23,7 @@ import json
 import math
 import re
 import typing
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import ml_collections
@@ -214,6 +215,21 @@ class ConfigError(ValueError):
     def __init__(self, problems: str | Iterable[str]):
         self.problems = (problems,) if isinstance(problems, str) else tuple(problems)
         super().__init__("\n".join(self.problems))
+
+
+class RunError(RuntimeError):
+    """A run that cannot go on, in one sentence for the person who started it; what it wrote so far stays."""
+
+
+@contextlib.contextmanager
+def blame(field: str) -> Iterator[None]:
+    """A ValueError inside says what is wrong with something that `field` names: the user's to mend."""
+    try:
+        yield
+    except ConfigError:
+        raise
+    except ValueError as error:
+        raise ConfigError(f"{field}: {error}") from error
 
 
 def defaults() -> ml_collections.ConfigDict:

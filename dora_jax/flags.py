@@ -28,10 +28,11 @@ from ml_collections import config_flags
 
 from dora_jax import config as configs
 from dora_jax import devices, validate
-from dora_jax.config import Config, ConfigError
+from dora_jax.config import Config, ConfigError, RunError
 from dora_jax.models import config as models
 from dora_jax.models.hf_config import read_config
 
+RUN_FAILED = 1  # exit code
 BAD_USAGE = 2  # exit code: wrong input, trying again cannot help
 
 MAY_CHANGE = (  # between two runs of one workdir: how long, how often, and on which machine
@@ -78,6 +79,9 @@ def run(main: Callable[[Config, Path], int | None], purpose: str = "train") -> N
         for problem in error.problems:
             print(f"error: {problem}", file=sys.stderr)
         sys.exit(BAD_USAGE)
+    except RunError as error:
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(RUN_FAILED)
 
 
 def parse(argv: Sequence[str], purpose: str = "train", flag_values: flags.FlagValues = flags.FLAGS) -> Run:

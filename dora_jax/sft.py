@@ -21,7 +21,7 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 
 from dora_jax import flags
-from dora_jax.config import Config, SftSection
+from dora_jax.config import Config, ConfigError, SftSection, blame
 
 END, PAD = "<|endoftext|>", "<|pad|>"
 TOKENIZER_SIZE = 512  # 256 bytes, two special tokens, merges for the task's words; a small head is a fast one
@@ -45,9 +45,10 @@ def run(config: Config, workdir: Path, progress: Progress) -> Path:
     began = time.monotonic()
     section, out = config.sft, Path(config.sft.out)
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
-        raise ValueError(f"sft.out: {out} exists and is not an empty folder; a model is never written over another")
+        raise ConfigError(f"sft.out: {out} exists and is not an empty folder; a model is never written over another")
     progress.phase("sft", "making examples")
-    pairs = examples(config, workdir)
+    with blame("task"):
+        pairs = examples(config, workdir)
     with tempfile.TemporaryDirectory() as scratch:
         source = Path(section.init) if section.init else make_tokenizer(pairs, Path(scratch), section.vocab_size)
         losses = _train(config, pairs, source, out, progress)
@@ -267,7 +268,6 @@ def _loss(cfg: Any, params: Any, batch: Rows) -> Any:
 
 def main(config: Config, workdir: Path) -> int:
     from dora_jax import devices
-    from dora_jax.config import ConfigError
     from dora_jax.metrics import Writer
 
     if (Path(config.sft.out) / "config.json").exists():

@@ -17,7 +17,7 @@ import numpy as np
 
 from dora_jax import devices, tasks
 from dora_jax.buffer.pack import Layout, layout, pack
-from dora_jax.config import Config
+from dora_jax.config import Config, blame
 from dora_jax.models import sharding
 from dora_jax.orchestrate.events import InstanceUp
 from dora_jax.orchestrate.modes import OrchestratorConfig
@@ -39,12 +39,14 @@ class Parts:
     def __init__(self, config: Config, workdir: Path):
         self.config = config
         self.workdir = workdir
-        self.tokenizer = Tokenizer.load(config.model.path)
+        with blame("model.path"):
+            self.tokenizer = Tokenizer.load(config.model.path)
         self.scorer = ScorerPool(config.task, self.tokenizer.decode)  # its processes start while we compile
-        self.task = tasks.open_task(
-            config.task, self.tokenizer, seed=config.seed, max_prompt_tokens=config.rollout.max_prompt_tokens,
-            max_new_tokens=config.rollout.max_new_tokens, heldout=config.task.heldout,
-            quarantine_path=workdir / "quarantine.jsonl")
+        with blame("task.path"):
+            self.task = tasks.open_task(
+                config.task, self.tokenizer, seed=config.seed, max_prompt_tokens=config.rollout.max_prompt_tokens,
+                max_new_tokens=config.rollout.max_new_tokens, heldout=config.task.heldout,
+                quarantine_path=workdir / "quarantine.jsonl")
         self.scorer.wait_ready()  # a reward that cannot be imported is named before anything is compiled
         self.plan = devices.plan(len(jax.devices()), config)
         self.weights = WeightStore(config.model.dtype)

@@ -12,7 +12,7 @@ from typing import Any
 from dora_jax import config as configs
 from dora_jax import devices, sft
 from dora_jax.buffer.store import MemoryGroupStore
-from dora_jax.config import Config, ConfigError
+from dora_jax.config import Config, ConfigError, blame
 from dora_jax.metrics import Writer
 from dora_jax.models import decoder, hf
 from dora_jax.orchestrate.core import Orchestrator
@@ -151,7 +151,8 @@ def _train(parts: Parts, writer: Writer, guard: Guard) -> tuple[Halt, RunLog]:
     journal = resume.open_journal(parts.workdir, config.journal.on, writer)
     writer.phase("trainer", "loading the model")
     mesh = parts.trainer_mesh()
-    model, params = hf.load(config.model.path, mesh)
+    with blame("model.path"):
+        model, params = hf.load(config.model.path, mesh)
     trainer = Trainer(model, config.trainer, mesh, params, total_steps=config.steps, dtype=config.model.dtype,
                       vocab_limit=parts.tokenizer.vocab_size, temperature=config.rollout.temperature,
                       dump_dir=str(parts.workdir))

@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 
+from dora_jax.config import RunError
 from dora_jax.orchestrate import events as ev
 from dora_jax.runtime.workers import Finished, StepDone
 from dora_jax.tasks.pool import GroupFailure
@@ -143,7 +144,7 @@ class RunLog:
         total = self._failed + self._scored
         if total >= MIN_GROUPS_FOR_FAILED_SHARE and self._failed > self._max_failed_share * total:
             lengths = np.quantile(self._failed_lengths or [0], [0.5, 0.9])
-            raise RuntimeError(
+            raise RunError(
                 f"{self._failed} of {total} groups could not be scored (limit {self._max_failed_share:.1%}); "
                 f"response length p50 {lengths[0]:.0f}, p90 {lengths[1]:.0f}; last reason: {failure.reason}")
 
