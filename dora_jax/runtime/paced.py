@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from dora_jax.rollout.ticks import TickResult
+from dora_jax.runtime.account import Account
 from dora_jax.sim.cost import Costs
 from dora_jax.types import SampleId, ScoredGroup, Version
 
@@ -58,9 +59,7 @@ class PacedEngine:
         self._gate = gate or Gate(colocated=False)
         self._report_ticks = report_ticks
         self._ticks = 0
-        self._prompts: dict[SampleId, int] = {}  # tokens of what runs or waits here
-        self._tokens: dict[SampleId, int] = {}  # sampled so far
-        self._to_prefill: dict[SampleId, int] = {}
+        self._account = Account()
         self._due = 0.0  # when the modelled time of everything so far is over
         self._rested = True  # the engine had nothing to do since: its timeline begins anew
 
@@ -76,9 +75,9 @@ class PacedEngine:
             self.paused_s += time.monotonic() - waited
         began = time.monotonic()
         result = self.engine.tick()
-        decode_s, prefill_s = self._decode_s(result), self._prefill_s(result)
-        for sample in result.finished:
-            self._forget(sample.id)
+        work = self._account.of(result)
+        decode_s = work.steps * self._costs.decode_base_s(round(work.batch)) + work.context * self._costs.decode_kv_s
+        prefill_s = sum(self._costs.prefill_s(tokens, 0) for tokens in work.prefills)
         self.decode_s += self._pace * decode_s
         self.prefill_s += self._pace * prefill_s
         self._spend(began, decode_s + prefill_s)
@@ -91,7 +90,7 @@ class PacedEngine:
         """The transfer's time is spent here, at the end that the sample leaves."""
         began = time.monotonic()
         parcel = self.engine.export(id)
-        self._forget(id)
+        self._account.leave(id)
         seconds = self._costs.move_s(parcel.kv_len)
         self.move_s += self._pace * seconds
         self._spend(began, seconds)
@@ -101,43 +100,17 @@ class PacedEngine:
 
     def submit(self, id: SampleId, prompt_ids: Any, version: Version, max_new_tokens: int) -> None:
         self.engine.submit(id, prompt_ids, version, max_new_tokens)
-        self._note(id, len(prompt_ids), 0, cached=0)
+        self._account.enter(id, len(prompt_ids))
 
     def import_(self, parcel: Any) -> None:
         self.engine.import_(parcel)
-        self._note(parcel.id, len(parcel.prompt_ids), len(parcel.out_ids), cached=parcel.kv_len)
+        self._account.enter(parcel.id, len(parcel.prompt_ids), len(parcel.out_ids), parcel.kv_len)
 
     def cancel(self, id: SampleId) -> bool:
-        self._forget(id)
+        self._account.leave(id)
         return self.engine.cancel(id)
 
     # ------------------------------------------------------------------ private
-
-    def _note(self, id: SampleId, prompt: int, tokens: int, cached: int) -> None:
-        self._prompts[id], self._tokens[id] = prompt, tokens
-        if not cached:
-            self._to_prefill[id] = prompt + tokens
-
-    def _forget(self, id: SampleId) -> None:
-        for known in (self._prompts, self._tokens, self._to_prefill):
-            known.pop(id, None)
-
-    def _prefill_s(self, result: TickResult) -> float:
-        """Of the samples that were prefilled: those that grew for the first time since they came without KV."""
-        fresh = [self._to_prefill.pop(id) for id in result.progress if id in self._to_prefill]
-        return sum(self._costs.prefill_s(tokens, 0) for tokens in fresh)
-
-    def _decode_s(self, result: TickResult) -> float:
-        """Of the decode steps of this tick, at their mean batch and their mean context."""
-        steps = grown = context = 0
-        for id, tokens in result.progress.items():
-            new = tokens - self._tokens[id]
-            self._tokens[id] = tokens
-            steps, grown = max(steps, new), grown + new
-            context += new * (self._prompts[id] + tokens - new / 2)  # token-steps of KV read
-        if not steps:
-            return 0.0
-        return steps * self._costs.decode_base_s(round(grown / steps)) + context * self._costs.decode_kv_s
 
     def _spend(self, began: float, seconds: float) -> None:
         """Sleep until the modelled time is over. It counts from where the last one ended while the engine was busy."""

@@ -63,12 +63,14 @@ class Differs(RuntimeError):
     """The replay's commands are not those of the recorded run."""
 
 
-def replay(path: str | Path) -> Replay:
-    """Feed a journal to a new orchestrator and compare every command; `Differs` names the first difference."""
+def replay(path: str | Path, warmup: int = 0) -> Replay:
+    """Feed a journal to a new orchestrator and compare every command; `Differs` names the first difference.
+
+    `warmup`: steps left out of the averages."""
     lines = _read(path)
     header = next(lines)
     config = OrchestratorConfig(**_frozen(header["config"]))
-    brain, digest, watch = Orchestrator(config, **_frozen(header["start"])), hashlib.blake2b(digest_size=8), _Watch()
+    brain, digest, watch = Orchestrator(config, **_frozen(header["start"])), hashlib.blake2b(digest_size=8), _Watch(warmup)
     for number, line in enumerate(lines, start=2):
         event = _event(line)
         commands = brain.step(event)
@@ -77,6 +79,21 @@ def replay(path: str | Path) -> Replay:
             raise Differs(f"{path}, line {number}: the replay's commands differ: {commands}")
         watch(event, commands)
     return watch.result(config.mode)
+
+
+def recorded_body(path: str | Path) -> tuple[OrchestratorConfig, list[ev.InstanceUp]]:
+    """What the run was told, and the instances that came up at its start."""
+    lines = _read(path)
+    header = next(lines)
+    ups = []
+    for line in lines:
+        if line["event"] not in ("InstanceUp", "TimePassed"):
+            break
+        if line["event"] == "InstanceUp":
+            ups.append(_event(line))
+    if not ups:
+        raise ConfigError(f"journal: {path} does not begin with an instance")
+    return OrchestratorConfig(**_frozen(header["config"])), ups
 
 
 def recorded_work(path: str | Path) -> tuple[dict[SampleId, int], frozenset[GroupId]]:
@@ -113,7 +130,8 @@ def render(result: Replay) -> str:
 class _Watch:
     """Adds up a journal."""
 
-    def __init__(self):
+    def __init__(self, warmup: int):
+        self._warmup = warmup
         self.now = self.began = self.busy = self.took = 0.0
         self.events = 0
         self.ends: list[float] = []
@@ -131,6 +149,8 @@ class _Watch:
             case ev.StepPublished():
                 self.busy += self.now - self.took
                 self.ends.append(self.now)
+                if len(self.ends) == self._warmup:
+                    self.began, self.busy, self.lags = self.now, 0.0, {}
         for command in commands:
             if isinstance(command, ev.Train):
                 self.took = self.now
@@ -140,9 +160,10 @@ class _Watch:
 
     def result(self, mode: str) -> Replay:
         seconds = (self.ends[-1] if self.ends else self.now) - self.began
+        steps = max(0, len(self.ends) - self._warmup)
         return Replay(
-            mode=mode, events=self.events, steps=len(self.ends), seconds=seconds,
-            step_s=seconds / max(1, len(self.ends)), rollout_only=1 - self.busy / seconds if seconds else 0.0,
+            mode=mode, events=self.events, steps=steps, seconds=seconds, step_s=seconds / max(1, steps),
+            rollout_only=1 - self.busy / seconds if seconds else 0.0,
             lags=self.lags)  # fmt: skip
 
 

@@ -1,0 +1,161 @@
+"""A run's journal and what things cost in it: what the simulator needs to run it again, under this mode or another.
+
+    recorder = Recorder(directory, config)              config: the OrchestratorConfig of the run
+    worker.engine = recorder.engine(worker.engine)      of every instance, before it starts
+    run(orchestrator, world, [recorder, ...])           then recorder.close()
+
+Produces journal.jsonl (sim/replay.py) and costs.json (sim/cost.py) in `directory`, read by `bench.recorded`. Costs are
+times of the wall clock between command and answer, so they hold whatever else went on on the machine at that time.
+"""
+
+from __future__ import annotations
+
+import collections
+import json
+import statistics
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from dora_jax.orchestrate import events as ev
+from dora_jax.orchestrate.modes import OrchestratorConfig
+from dora_jax.rollout.ticks import TickResult
+from dora_jax.runtime.account import Account
+from dora_jax.sim.replay import Journal
+from dora_jax.types import GroupId, SampleId, Version
+
+JOURNAL, COSTS = "journal.jsonl", "costs.json"
+
+
+class TimedEngine:
+    """The Engine seam around another engine: what each tick did and how long it took, the way to it included."""
+
+    def __init__(self, engine: Any):
+        self.engine = engine
+        self.ticks: list[tuple[float, float, float, float, float]] = []  # steps, batch, context, prefill tokens, seconds
+        self.prompts: list[int] = []
+        self._account = Account()
+        self._ended: float | None = None  # when the last tick did; None: the engine had nothing to do since
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.engine, name)
+
+    def tick(self) -> TickResult:
+        began = time.monotonic() if self._ended is None else self._ended
+        result = self.engine.tick()
+        now = time.monotonic()
+        work = self._account.of(result)
+        self.ticks.append((work.steps, work.batch, work.context, sum(work.prefills), now - began))
+        self._ended = None if self.engine.idle else now
+        return result
+
+    def submit(self, id: SampleId, prompt_ids: Any, version: Version, max_new_tokens: int) -> None:
+        self.engine.submit(id, prompt_ids, version, max_new_tokens)
+        self.prompts.append(len(prompt_ids))
+        self._account.enter(id, len(prompt_ids))
+
+    def import_(self, parcel: Any) -> None:
+        self.engine.import_(parcel)
+        self._account.enter(parcel.id, len(parcel.prompt_ids), len(parcel.out_ids), parcel.kv_len)
+
+    def export(self, id: SampleId) -> Any:
+        self._account.leave(id)
+        return self.engine.export(id)
+
+    def cancel(self, id: SampleId) -> bool:
+        self._account.leave(id)
+        return self.engine.cancel(id)
+
+
+class Recorder:
+    """Observer of the loop; see the page."""
+
+    def __init__(self, directory: str | Path, config: OrchestratorConfig, start: dict[str, Any] | None = None):
+        self._directory = Path(directory)
+        self._directory.mkdir(parents=True, exist_ok=True)
+        self._journal = Journal(self._directory / JOURNAL, config, start)
+        self._engines: list[TimedEngine] = []
+        self._asked: dict[tuple, float] = {}  # what was asked for and not answered, since when
+        self._took: dict[str, list[float]] = collections.defaultdict(list)
+        self._pages = 0
+
+    def engine(self, engine: Any) -> TimedEngine:
+        self._engines.append(TimedEngine(engine))
+        return self._engines[-1]
+
+    def __call__(self, event: ev.Event, commands: Sequence[ev.Command]) -> None:
+        self._journal(event, commands)
+        now = time.monotonic()
+        match event:
+            case ev.InstanceUp(pages=pages):
+                self._pages = pages
+            case ev.WeightsLoaded(instance=instance):
+                self._answered("load", instance, now)
+            case ev.SampleMoved(id=id):
+                self._answered("move", id, now)
+            case ev.SampleDone(id=id):
+                self._asked["score", id.group_id] = now  # of a group, the last one stays
+            case ev.GroupScored(group_id=group_id):
+                self._answered("score", group_id, now)
+            case ev.StepPublished():
+                self._answered("train", 0, now)
+        for command in commands:
+            match command:
+                case ev.LoadWeights(instance=instance):
+                    self._asked["load", instance] = now
+                case ev.Move(ids=ids):
+                    self._asked |= {("move", id): now for id in ids}
+                case ev.Train():
+                    self._asked["train", 0] = now
+
+    def close(self) -> None:
+        self._journal.close()
+        rows = [row for engine in self._engines for row in engine.ticks if row[0]]
+        if rows and self._took["train"]:
+            (self._directory / COSTS).write_text(json.dumps(self._costs(np.array(rows)), indent=1))
+
+    # ------------------------------------------------------------ private
+
+    def _answered(self, what: str, key: GroupId | SampleId, now: float) -> None:
+        since = self._asked.pop((what, key), None)
+        if since is not None:
+            self._took[what].append(now - since)
+
+    def _costs(self, rows: np.ndarray) -> dict[str, Any]:
+        """The first version's step is left out: it may hold the last compilation."""
+        train = self._took["train"][1:] or self._took["train"]
+        prompts = [n for engine in self._engines for n in engine.prompts]
+        return fit_ticks(rows) | {
+            "train_fixed_s": statistics.fmean(train), "train_s_per_token": 0.0,
+            "load_s": _median(self._took["load"]), "move_fixed_s": _median(self._took["move"]), "move_s_per_token": 0.0,
+            "score_s": statistics.fmean(self._took["score"]), "pages": self._pages,
+            "prompt_tokens": statistics.fmean(prompts)}  # fmt: skip
+
+
+def fit_ticks(rows: np.ndarray) -> dict[str, Any]:
+    """Least squares over all ticks: seconds of a decode step by batch, of a token of prefill, of a tick that prefills.
+
+    rows: (steps, batch, context, prefill tokens, seconds). Batches are taken together by powers of two; the KV that is
+    read is part of that, since context and batch grow together where nothing was built to tell them apart.
+    """
+    steps, batch, _, prefill, seconds = rows.T
+    bucket = np.ceil(np.log2(np.maximum(batch, 1.0))).astype(int)
+    kinds = np.unique(bucket)
+    columns = [steps * (bucket == kind) for kind in kinds] + [prefill, prefill > 0]
+    found = np.linalg.lstsq(np.stack(columns, 1).astype(float), seconds, rcond=None)[0].clip(0.0)
+    decode = [[int(round(batch[bucket == kind].mean())), float(s)] for kind, s in zip(kinds, found, strict=False)]
+    return {"decode": decode, "decode_kv_s": 0.0, "prefill_fixed_s": 0.0,
+            "prefill_s_per_token": _per_token(found[-2:], prefill)}  # fmt: skip
+
+
+def _per_token(found: np.ndarray, prefill: np.ndarray) -> float:
+    """A tick that prefills costs so much for each token and so much once: both, a token."""
+    ticks, tokens = int((prefill > 0).sum()), float(prefill.sum())
+    return float(found[0] + found[1] * ticks / tokens) if tokens else 0.0
+
+
+def _median(values: list[float]) -> float:
+    return statistics.median(values) if values else 0.0

@@ -1,0 +1,89 @@
+"""A real run on threads is recorded, replays to the same commands, and the simulator predicts it from its own costs."""
+
+import json
+import time
+
+import numpy as np
+import pytest
+
+from dora_jax.bench import recorded
+from dora_jax.runtime.recorder import COSTS, JOURNAL, Recorder, TimedEngine, fit_ticks
+from dora_jax.sim import replay
+from dora_jax.sim.config import Row
+from dora_jax.sim.run import simulate
+from dora_jax.types import SampleId
+from test_runtime import SECTION, STEPS, OracleEngine, Trainer, make, play
+
+
+class Engine(OracleEngine):
+    def tick(self):
+        time.sleep(0.010)
+        return super().tick()
+
+
+class SlowTrainer(Trainer):
+    def step(self, batch):
+        time.sleep(0.060)
+        return super().step(batch)
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    directory = tmp_path_factory.mktemp("recorded")
+    orchestrator, world, ups, _ = make("dora", engine=Engine)
+    recorder = Recorder(directory, orchestrator.state.config)
+    for worker in world._instances.values():
+        worker.engine = recorder.engine(worker.engine)
+    world._trainer.trainer = SlowTrainer()
+    halt, _ = play(orchestrator, world, ups, [recorder])
+    recorder.close()
+    assert halt.ok
+    return directory
+
+
+def test_the_journal_of_a_real_run_replays_to_the_same_commands(run):
+    assert replay.replay(run / JOURNAL).steps == STEPS
+    assert replay.replay(run / JOURNAL, warmup=2).steps == STEPS - 2
+
+
+def test_costs_are_what_the_engines_took(run):
+    costs = json.loads((run / COSTS).read_text())
+    batches, ticks_s = zip(*costs["decode"], strict=True)
+    assert list(batches) == sorted(batches)
+    assert 0.010 / SECTION.decode_steps * 0.9 < min(ticks_s) and costs["train_fixed_s"] > 0.059
+    assert costs["pages"] == 96 and 1 <= costs["prompt_tokens"] <= 5
+
+
+def test_the_simulator_predicts_the_recorded_run(run):
+    config, mode = recorded.setting(run, warmup=1)
+    result = simulate(Row(label=mode, mode=mode, config=config, published={}))
+    assert mode == "dora"
+    assert result.step_s == pytest.approx(replay.replay(run / JOURNAL, warmup=1).step_s, rel=0.6)
+
+
+def test_the_fit_finds_what_the_ticks_were_made_of():
+    random = np.random.default_rng(0)
+    batch = random.choice([1.0, 2.0, 4.0, 8.0], 400)
+    prefill = random.choice([0, 0, 0, 16, 32], 400)
+    steps = np.full(400, 8.0)
+    seconds = steps * (0.001 + 0.0002 * batch) + 0.0005 * prefill
+    found = fit_ticks(np.stack([steps, batch, 0 * batch, prefill, seconds], 1))
+    assert found["decode"] == [[int(b), pytest.approx(0.001 + 0.0002 * b)] for b in (1, 2, 4, 8)]
+    assert found["prefill_s_per_token"] == pytest.approx(0.0005)
+
+
+def test_a_tick_counts_the_way_to_it_unless_the_engine_rested(monkeypatch):
+    now = [0.0]
+    monkeypatch.setattr(time, "monotonic", lambda: now[0])
+    inner = OracleEngine(SECTION, length=lambda v, g, i, limit: 8)
+    inner.load(0, None)
+    timed = TimedEngine(inner)
+    timed.submit(SampleId(0, 0), np.arange(3), 0, 16)
+    timed.tick()
+    now[0] = 5.0
+    timed.tick()  # of 8 tokens: 4 a tick; done
+    now[0] = 9.0
+    timed.submit(SampleId(0, 1), np.arange(3), 0, 16)
+    timed.tick()
+    assert [row[-1] for row in timed.ticks] == [0.0, 5.0, 0.0]
+    assert [row[:4] for row in timed.ticks] == [(4, 1.0, 4 * 5.0, 3), (4, 1.0, 4 * 9.0, 0), (4, 1.0, 4 * 5.0, 3)]
