@@ -110,6 +110,16 @@ class Backing:
     def due(self, version: Version) -> bool:
         return bool(self.every) and (version % self.every == 0 or version == self.last)
 
+    def save(self, version: Version, log: RunLog) -> None:
+        state = self.trainer.state
+        self.checkpoints.save(version, state.params, state.opt_state, self.begun.orchestrator.resume_state(), log.metrics)
+
+    def save_last(self, log: RunLog) -> None:
+        """Where a killed process had published the last version and not saved it."""
+        self.checkpoints.wait()
+        if self.due(version := int(self.trainer.state.step)) and version not in self.checkpoints.steps():
+            self.save(version, log)
+
     def behind(self, world: LocalWorld) -> DurableWorld | None:
         """The journal in front of `world`, which takes on what a killed process owed."""
         begun = self.begun
@@ -135,8 +145,7 @@ class Saver:
         checkpoints.protect(min(orchestrator.state.alive))
         checkpoints.poll()
         if self._backing.due(event.version):
-            state = self._backing.trainer.state
-            checkpoints.save(event.version, state.params, state.opt_state, orchestrator.resume_state(), self._log.metrics)
+            self._backing.save(event.version, self._log)
             if self._durable is not None:
                 self._durable.want_segment()
         if self._durable is not None and (known := checkpoints.steps()):
@@ -161,7 +170,9 @@ def _train(parts: Parts, writer: Writer, guard: Guard) -> tuple[Halt, RunLog]:
         begun = resume.begin(journal, checkpoints, trainer, parts.weights, build.packer(config, trainer),
                              build.orchestrator_config(config), writer)
         backing = Backing(checkpoints, journal, begun, trainer, config.checkpoint.every, config.steps)
-        return _run(parts, writer, model, begun.orchestrator, guard, backing)
+        halt, log = _run(parts, writer, model, begun.orchestrator, guard, backing)
+        backing.save_last(log)
+        return halt, log
     finally:
         checkpoints.close()
 

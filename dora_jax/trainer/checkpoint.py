@@ -25,12 +25,15 @@ import orbax.checkpoint as ocp
 from absl import logging
 from orbax.checkpoint.checkpoint_managers import preservation_policy
 
+from dora_jax.fault import point
 from dora_jax.trainer import manifest
 from dora_jax.trainer.manifest import MANIFEST
 
 ITEMS = ("params", "opt_state", "rl_state", "metrics")
 JSON_FILES = {"rl_state": "metadata", "metrics": "metrics"}  # as Orbax names them: it knows an item called metrics
 TEMPORARY = ".orbax-checkpoint-tmp"
+# Orbax writes its metadata once a step and complains that an item, read alone, has none.
+logging.get_absl_logger().addFilter(lambda record: "Metadata file does not exist" not in record.getMessage())
 BEST_BY = "reward/mean"  # the metric by which the best steps are kept
 
 
@@ -80,6 +83,7 @@ class Checkpoints:
             raise RuntimeError(f"checkpoint of step {step} was refused: {self._dir} already holds step "
                                f"{self._manager.latest_step()}")
         self._saving = step
+        point("checkpoint.started")
         return True
 
     def protect(self, version: int) -> None:
@@ -149,6 +153,7 @@ class Checkpoints:
             self._manager.wait_until_finished()
         except Exception as error:  # as in `save`
             return self._failed(step, error)
+        point("checkpoint.before_manifest")
         if jax.process_index() == 0:
             self._sealing = step, self._pool.submit(manifest.write, self._dir / str(step))
         return None
@@ -159,6 +164,7 @@ class Checkpoints:
             future.result()
         except OSError as error:
             return self._failed(step, error)
+        point("checkpoint.after_manifest")
         self._forget()
         return None
 
