@@ -1,0 +1,47 @@
+"""Named points at which a test has the process die as if the power had failed: DORA_FAULT=NAME:N, at the Nth pass.
+
+Consumes one environment variable, produces nothing; without it a point is one comparison. Law: `POINTS` is all there are.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+
+POINTS = (
+    "journal.before_commit",  # facts are reported, nothing is written
+    "journal.half_commit",  # part of a record is in the file
+    "journal.after_commit",  # facts are durable, the orchestrator has not seen them
+    "journal.half_segment",  # a new segment is written under its temporary name
+    "journal.after_segment",  # a new segment stands, older ones are not dropped
+    "trainer.before_step",  # a batch was taken
+    "trainer.after_step",  # the weights have changed, nobody knows
+    "trainer.after_put",  # the version can be loaded, its fact is not written
+    "checkpoint.started",  # being written in the background
+    "checkpoint.before_manifest",  # all files are there, nothing vouches for them
+    "checkpoint.half_manifest",  # the manifest stands under its temporary name
+    "checkpoint.after_manifest",  # the step verifies, older ones are not deleted
+    "resume.replaying",  # a killed run is killed again while it makes a step again
+)
+
+_NAME, _, _NUMBER = os.environ.get("DORA_FAULT", "").partition(":")
+_passes = 0
+
+
+def point(name: str) -> None:
+    """Dies here, if this is the point and the pass."""
+    if armed(name):
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+def armed(name: str) -> bool:
+    """True at the pass at which the process is to die; for a point that has something to break first."""
+    global _passes
+    if name != _NAME:
+        return False
+    _passes += 1
+    return _passes == int(_NUMBER)
+
+
+if _NAME and _NAME not in POINTS:
+    raise ValueError(f"DORA_FAULT: {_NAME!r} is no fault point; there are {', '.join(POINTS)}")
