@@ -165,6 +165,7 @@ class JournalSection:
 
     on: bool = True
     partial_s: float = 2.0  # how often running samples' tokens are written; 0 (always so in mode sync): they start over
+    keep_all: bool = False  # never drop what no checkpoint needs any more: the audit can go back to the first fact
     watchdog_s: float = 600.0  # a run in which nothing moves for so long ends with exit code 42; 0: never
 
 

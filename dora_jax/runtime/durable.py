@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Any, Protocol
 
+from dora_jax.fault import point
 from dora_jax.orchestrate import events as ev
 from dora_jax.orchestrate.core import Orchestrator
 from dora_jax.runtime.book import CODEC, Book, Entry, Fact, Partial, Published, Scores
@@ -103,7 +104,9 @@ class DurableWorld:
         hard = any(isinstance(entry, Fact) and isinstance(entry.event, HARD) for entry in entries)
         if hard or now - self._committed_s > SOFT_PERIOD_S:
             self._committed_s = now
+            point("journal.before_commit")
             self._journal.commit()
+            point("journal.after_commit")
 
     def _hear(self, item: Any) -> None:
         match item:

@@ -106,6 +106,7 @@ class Backing:
     trainer: Trainer
     every: int  # steps between checkpoints; 0: none
     last: Version  # always saved, unless none are
+    keep_all: bool  # of the journal
 
     def due(self, version: Version) -> bool:
         return bool(self.every) and (version % self.every == 0 or version == self.last)
@@ -148,7 +149,7 @@ class Saver:
             self._backing.save(event.version, self._log)
             if self._durable is not None:
                 self._durable.want_segment()
-        if self._durable is not None and (known := checkpoints.steps()):
+        if self._durable is not None and not self._backing.keep_all and (known := checkpoints.steps()):
             self._durable.forget_before(known[0])
 
 
@@ -169,7 +170,8 @@ def _train(parts: Parts, writer: Writer, guard: Guard) -> tuple[Halt, RunLog]:
     try:
         begun = resume.begin(journal, checkpoints, trainer, parts.weights, build.packer(config, trainer),
                              build.orchestrator_config(config), writer)
-        backing = Backing(checkpoints, journal, begun, trainer, config.checkpoint.every, config.steps)
+        backing = Backing(checkpoints, journal, begun, trainer, config.checkpoint.every, config.steps,
+                          config.journal.keep_all)
         halt, log = _run(parts, writer, model, begun.orchestrator, guard, backing)
         backing.save_last(log)
         return halt, log

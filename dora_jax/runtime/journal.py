@@ -15,12 +15,15 @@ from __future__ import annotations
 
 import fcntl
 import os
+import signal
 import struct
 import time
 import zlib
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import NamedTuple, Protocol
+
+from dora_jax.fault import armed, point
 
 FRAME = struct.Struct("<II")
 MAX_RECORD_BYTES = 1 << 30  # a snapshot is many records; none comes near this
@@ -225,6 +228,7 @@ class FileLog:
             try:
                 _write_all(fd, data)
                 os.fsync(fd)
+                point("journal.half_segment")
                 os.rename(part, path)
                 sync_folder(self._dir)
             except BaseException:
@@ -236,9 +240,13 @@ class FileLog:
         if self._fd is not None:
             os.close(self._fd)
         self._fd, self._size = fd, len(data)
+        point("journal.after_segment")
 
     def append(self, data: bytes) -> None:
         try:
+            if armed("journal.half_commit"):
+                _write_all(self._fd, data[: len(data) // 2 + 1])
+                os.kill(os.getpid(), signal.SIGKILL)
             _write_all(self._fd, data)
             os.fdatasync(self._fd)
         except OSError:

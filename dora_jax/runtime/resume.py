@@ -16,6 +16,7 @@ from typing import Any
 
 from dora_jax.config import Config, ConfigError
 from dora_jax.digest import digest
+from dora_jax.fault import point
 from dora_jax.metrics import Writer
 from dora_jax.orchestrate.core import Orchestrator
 from dora_jax.orchestrate.modes import OrchestratorConfig
@@ -103,6 +104,7 @@ def _again(found: Recovered, checkpoints: Checkpoints, trainer: Trainer, weights
         version = step.base + 1
         writer.phase("trainer", f"making step {version} again")
         trainer.step(pack(step.groups, step.base))
+        point("resume.replaying")
         made = digest(trainer.params)
         if made != step.published.digest and epoch == found.epoch:
             epoch += 1

@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 
+from dora_jax.fault import point
 from dora_jax.orchestrate import events as ev
 from dora_jax.runtime.book import Partial
 from dora_jax.types import InstanceId, Prompt, Sample, SampleId, ScoredGroup, Version, record
@@ -255,7 +256,10 @@ class TrainerWorker(Worker):
                 raise RuntimeError(
                     f"group {group.group_id} of version {group.version} was taken at base {base}: "
                     f"its lag exceeds the bound of {self._max_lag}")
+        point("trainer.before_step")
         metrics = self.trainer.step(self._pack(groups, base))
+        point("trainer.after_step")
         self._weights.put(base + 1, self.trainer.params)
+        point("trainer.after_put")
         self.outbox.put(StepDone(version=base + 1, groups=groups, metrics=metrics, wait_s=wait_s,
                                  step_s=time.monotonic() - began, digest=self._digest(self.trainer.params)))

@@ -16,6 +16,8 @@ import zlib
 from pathlib import Path
 from typing import Any
 
+from dora_jax.fault import point
+
 MANIFEST = "manifest.json"
 CHUNK_BYTES = 1 << 22
 
@@ -29,6 +31,7 @@ def write(root: Path) -> None:
         json.dump({"step": int(root.name), "files": files, "tree": tree_hash(files)}, out)
         out.flush()
         os.fsync(out.fileno())
+    point("checkpoint.half_manifest")
     part.rename(root / MANIFEST)
     for folder in [root.parent, root, *(path for path in root.rglob("*") if path.is_dir())]:
         _sync(folder)

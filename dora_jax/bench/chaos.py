@@ -1,0 +1,176 @@
+"""The real run, killed with SIGKILL again and again, then its books.
+
+    python -m dora_jax.bench.chaos [--kills=10] [--points=all|none|NAME,...] [--seed=0] [--config=configs/quickstart.py:tiny]
+                                   [--workdir=DIR]
+
+Every life is a process of its own that runs the same command: `python -m dora_jax.train`. Each named fault point
+(dora_jax/fault.py) kills one life at its first or second pass; the random kills come up to LIFE_S after a life has begun
+to take facts. A run that reaches its end before all kills are spent is audited, and the next run begins. At the end
+every run is left alone until it is done. One row a run:
+    issued = trained + filtered + failed + in flight; lost, trained twice, generated again: 0
+and one SIGTERM per run, with the time until the process is gone and its exit code (42).
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import os
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+from dora_jax.fault import POINTS
+from dora_jax.runtime.audit import audit
+from dora_jax.runtime.guard import RETRY
+
+LIFE_S = 3.0  # a random kill comes within so long after the journal's segment of this life
+START_S = 900.0  # a life that has not begun by then is an error
+STEPS = 24
+OVERRIDES = (  # segments are kept, so that the audit sees the first fact; checkpoints often, so that their points are met
+    f"--config.steps={STEPS}", "--config.checkpoint.every=3", "--config.journal.keep_all=True",
+    "--config.journal.partial_s=0.2", "--config.orchestrator.filter_zero_variance=False")
+
+
+@dataclasses.dataclass
+class Run:
+    """One workdir and the processes that worked on it."""
+
+    folder: Path
+    config: str
+    cache: Path  # of compiled functions: a restart costs seconds, not a minute
+    lives: int = 0
+    kills: int = 0
+    start_s: list[float] = dataclasses.field(default_factory=list)  # until the journal takes facts
+    run_s: float = 0.0
+
+    def start(self, fault: str = "") -> subprocess.Popen:
+        self.lives += 1
+        self.folder.mkdir(parents=True, exist_ok=True)
+        env = {**os.environ, "DORA_FAULT": fault, "JAX_COMPILATION_CACHE_DIR": str(self.cache),
+               "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0"}
+        with (self.folder / "console.log").open("a") as log:
+            return subprocess.Popen(
+                [sys.executable, "-m", "dora_jax.train", f"--config={self.config}", f"--workdir={self.folder}", *OVERRIDES],
+                env=env, stdout=log, stderr=log, stdin=subprocess.DEVNULL)
+
+    def segments(self) -> int:
+        """Begun so far."""
+        return len(list((self.folder / "journal").glob("*.log")))
+
+    def wait_for_facts(self, process: subprocess.Popen, before: int) -> bool:
+        """Until this life has its own segment; False where it ended first."""
+        began = time.monotonic()
+        while self.segments() == before:
+            if process.poll() is not None:
+                return False
+            if time.monotonic() - began > START_S:
+                raise RuntimeError(f"a life has not begun within {START_S:.0f} s: {self.tail()}")
+            time.sleep(0.02)
+        self.start_s.append(time.monotonic() - began)
+        return True
+
+    def tail(self) -> str:
+        return (self.folder / "console.log").read_text()[-2000:]
+
+    # ------------------------------------------------------------ lives
+
+    def life_with_kill_after(self, delay_s: float) -> bool:
+        """True where the run reached its end first."""
+        before, process = self.segments(), self.start()
+        if self.wait_for_facts(process, before):
+            try:
+                process.wait(delay_s)
+            except subprocess.TimeoutExpired:
+                process.send_signal(signal.SIGKILL)
+        return self._ended(process)
+
+    def life_with_fault(self, name: str, passes: int) -> bool:
+        return self._ended(self.start(f"{name}:{passes}"))
+
+    def life_with_sigterm(self, delay_s: float) -> tuple[float, int | None]:
+        """(seconds until it was gone, exit code)."""
+        before, process = self.segments(), self.start()
+        if not self.wait_for_facts(process, before):
+            return 0.0, self._code(process)
+        try:
+            process.wait(delay_s)
+        except subprocess.TimeoutExpired:
+            process.send_signal(signal.SIGTERM)
+        began = time.monotonic()
+        return (process.wait(START_S), time.monotonic() - began)[1], process.returncode
+
+    def life_to_the_end(self) -> None:
+        began = time.monotonic()
+        if not self._ended(self.start()):
+            raise RuntimeError("a life that nobody killed was killed")
+        self.run_s = time.monotonic() - began
+
+    def _ended(self, process: subprocess.Popen) -> bool:
+        code = self._code(process)
+        if code == -signal.SIGKILL:
+            self.kills += 1
+            return False
+        if code != 0:
+            raise RuntimeError(f"a life ended with exit code {code}: {self.tail()}")
+        return True
+
+    def _code(self, process: subprocess.Popen) -> int:
+        return process.wait(START_S)
+
+
+def main() -> None:
+    flags = _flags()
+    draw = random.Random(flags.seed)
+    points = list(POINTS) if flags.points == "all" else [p for p in flags.points.split(",") if p != "none"]
+    kills = [("random", draw.uniform(0, LIFE_S)) for _ in range(flags.kills)]
+    kills += [(name, draw.randint(1, 2)) for name in points]
+    draw.shuffle(kills)
+    flags.workdir.mkdir(parents=True, exist_ok=True)
+    print(f"{len(kills)} kills: {flags.kills} at random, one at each of {len(points)} points")
+    print(f"{'run':>3} {'lives':>5} {'kills':>5} {'stop s':>6} {'code':>4} {'start s':>7}  books")
+    number, bad = 0, 0
+    while kills:
+        bad += not _one_run(number, kills, flags, draw)
+        number += 1
+    sys.exit(1 if bad else 0)
+
+
+def _one_run(number: int, kills: list, flags: argparse.Namespace, draw: random.Random) -> bool:
+    """One workdir until its end; takes what it can of `kills`. True: its books balance."""
+    run = Run(flags.workdir / f"run{number}", flags.config, flags.workdir / "cache")
+    shutil.rmtree(run.folder, ignore_errors=True)
+    ended, stop_s, code = False, 0.0, None
+    while kills and not ended:
+        what, number_or_s = kills.pop()
+        spent = run.kills
+        ended = run.life_with_kill_after(number_or_s) if what == "random" else run.life_with_fault(what, number_or_s)
+        if run.kills == spent and what != "random":
+            print(f"    the run ended before {what} was passed {number_or_s} times")
+        if code is None and not ended:
+            stop_s, code = run.life_with_sigterm(draw.uniform(0, LIFE_S))
+    if not ended:
+        run.life_to_the_end()
+    books = audit(run.folder / "journal")
+    starts = f"{sorted(run.start_s)[len(run.start_s) // 2]:.1f}" if run.start_s else "-"
+    print(f"{number:>3} {run.lives:>5} {run.kills:>5} {stop_s:>6.1f} {code if code is not None else '-':>4} {starts:>7}  {books}",
+          flush=True)
+    return books.ok and books.epochs == 1 and books.trained % STEPS == 0 and code in (None, RETRY, 0)
+
+
+def _flags() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--kills", type=int, default=10)
+    parser.add_argument("--points", default="all")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--config", default="configs/quickstart.py:tiny")
+    parser.add_argument("--workdir", type=Path, default=Path("runs/chaos"))
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    main()

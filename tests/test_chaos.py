@@ -1,0 +1,85 @@
+"""Fault points die where they say; the books find what is lost, trained twice or generated again; the real run survives."""
+
+import os
+import re
+import signal
+import subprocess
+import sys
+
+import pytest
+
+from dora_jax import fault
+from dora_jax.orchestrate import events as ev
+from dora_jax.runtime.audit import audit
+from dora_jax.runtime.book import CODEC, Fact
+from dora_jax.runtime.journal import Journal, frame
+from test_durable import Run
+
+
+def python(code, **env):
+    return subprocess.run([sys.executable, "-c", code], env={**os.environ, **env}, capture_output=True, text=True, check=False)
+
+
+def test_a_point_kills_at_its_pass_and_no_other():
+    code = "from dora_jax.fault import point\nfor i in range(5): point('trainer.after_put'); print(i, flush=True)"
+    out = python(code, DORA_FAULT="trainer.after_put:3")
+    assert out.returncode == -signal.SIGKILL and out.stdout.split() == ["0", "1"]
+    assert python(code, DORA_FAULT="trainer.after_step:1").returncode == 0
+    assert "no fault point" in python(code, DORA_FAULT="nowhere:1").stderr
+
+
+def test_every_point_is_somewhere_and_every_somewhere_is_a_point():
+    package = os.path.dirname(fault.__file__)
+    used = set()
+    for folder, _, names in os.walk(package):
+        for name in names:
+            if name.endswith(".py") and name != "fault.py":
+                used |= set(re.findall(r'(?:point|armed)\("([a-z_.]+)"\)', open(os.path.join(folder, name)).read()))
+    assert used == set(fault.POINTS)
+
+
+@pytest.fixture
+def finished(tmp_path):
+    """The journal of a run that was killed once."""
+    job = Run(tmp_path, eval_every=0)
+    assert job.life(kill_at=150) is None and job.life().ok
+    return tmp_path
+
+
+def test_the_books_of_a_good_run_balance(finished):
+    books = audit(finished)
+    assert books.ok and books.trained == 20 and books.failed == 1 and "999 tokens" in "".join(books.reasons)
+    assert books.issued == books.trained + books.filtered + books.failed + books.in_flight
+
+
+def entries(folder, number):
+    path = folder / f"{number:06d}.log"
+    return path, list(Journal(ReadFrom(path)).read(number).records)
+
+
+class ReadFrom:
+    def __init__(self, path):
+        self.read = lambda number: path.read_bytes()
+
+
+def test_the_books_find_a_sample_that_was_generated_again(finished):
+    path, records = entries(finished, 2)
+    done = next(data for data in records if isinstance(CODEC.decode(data), Fact)
+                and isinstance(CODEC.decode(data).event, ev.SampleDone) and CODEC.decode(data).event.id.group_id >= 0)
+    path.write_bytes(path.read_bytes() + frame(done))
+    books = audit(finished)
+    assert not books.ok and books.generated_again == (CODEC.decode(done).event.id,)
+
+
+def test_the_books_need_the_first_segment(finished):
+    (finished / "000001.log").unlink()
+    with pytest.raises(ValueError, match="first facts of the run are gone"):
+        audit(finished)
+
+
+@pytest.mark.slow
+def test_the_real_run_survives_ten_kills_and_every_fault_point(tmp_path):
+    out = subprocess.run([sys.executable, "-m", "dora_jax.bench.chaos", "--kills=10", f"--workdir={tmp_path}"],
+                         capture_output=True, text=True, check=False)
+    assert out.returncode == 0, out.stdout + out.stderr
+    assert "lost 0, trained twice 0, finished samples generated again 0" in out.stdout
