@@ -238,3 +238,26 @@ def test_an_unknown_family_lists_the_known():
 def test_configs_are_read_without_jax():
     code = "import sys, dora_jax.models.hf_config, dora_jax.tokenizer; sys.exit('jax' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+@pytest.mark.parametrize("context", [1, 2])
+def test_long_rows_attend_block_by_block_to_the_same_values(monkeypatch, context):
+    """Values and gradients against the short rows' way; the scores of one block at a time."""
+    rng = np.random.default_rng(0)
+    q, k, v = (jnp.asarray(rng.normal(size=(2, 32, heads, 8)), jnp.float32) for heads in (4, 2, 2))
+    segments = jnp.asarray(np.repeat([[1, 2, 2, 0], [1, 1, 1, 2]], 8, axis=1))
+    positions = jnp.asarray([[*range(8), *range(16), *range(8)], [*range(24), *range(8)]])
+    mesh = sharding.make_mesh(jax.devices()[:context], 1, 1, 1, context)
+
+    def gradients():
+        def loss(*qkv):
+            attend = decoder.segment_attention(segments, positions) if context == 1 else \
+                decoder.context_attention(segments, positions, mesh)
+            return jnp.sum(jnp.sin(attend(None, *qkv)))
+
+        return jax.jit(jax.value_and_grad(loss, argnums=(0, 1, 2)))(q, k, v)
+
+    short = gradients()
+    monkeypatch.setattr(decoder, "LONG_ROW", 32)
+    monkeypatch.setattr(decoder, "LONG_BLOCK", 7)  # 4 divides, 7 does not
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5), gradients(), short)

@@ -77,7 +77,7 @@ def every_mesh():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("data,fsdp,context,tensor", every_mesh())
+@pytest.mark.parametrize("data,fsdp,context,tensor", list(every_mesh()))
 def test_every_mesh(expected, data, fsdp, context, tensor):
     test_meshes(expected, data, fsdp, context, tensor)
 

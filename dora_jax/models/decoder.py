@@ -38,6 +38,8 @@ Constrain = Callable[..., jax.Array]  # (array, *logical axes) -> the same array
 REMAT = ("none", "full", "dots")
 MIN_QUERY_BLOCK = 128  # smaller blocks skip more of the scores, but cost compile time
 MAX_QUERY_BLOCKS = 8  # the blocks are unrolled: long rows take larger ones
+LONG_ROW = 8192  # keys; from here on only one block's scores exist at a time, backwards too: they grow with the square
+LONG_BLOCK = 512  # queries of such a block, at most
 
 
 def _param(key: jax.Array, name: str, shape: tuple[int, ...], axes: tuple[str, ...], scale: float | None) -> nnx.Param:
@@ -239,20 +241,41 @@ def context_attention(segment_ids_BxL, positions_BxL, mesh: jax.sharding.Mesh) -
 
 def _attend_blocks(q_BxLxHxD, k_BxMxKxD, v_BxMxKxD, q_where, k_where, *, triangular: bool):
     """`where`: (segment ids, positions) of queries and of keys. triangular: no query sees a key that stands after it."""
-    length, (n_kv, d) = q_BxLxHxD.shape[1], k_BxMxKxD.shape[2:]
-    block = max(MIN_QUERY_BLOCK, -(-length // MAX_QUERY_BLOCKS))
-    bounds = [(start, min(start + block, length)) for start in range(0, length, block)]
-    same = q_where[0][:, :, None] == k_where[0][:, None, :]
-    causal = q_where[1][:, :, None] >= k_where[1][:, None, :]
-    mask_Bx1x1xLxM = (same & causal)[:, None, None]
+    n_kv, d = k_BxMxKxD.shape[2:]
     q_BxKxGxLxD = jnp.einsum("blkgd->bkgld", (q_BxLxHxD * d**-0.5).reshape(*q_BxLxHxD.shape[:2], n_kv, -1, d))
     k_BxKxDxM, v_BxKxMxD = jnp.einsum("blkd->bkdl", k_BxMxKxD), jnp.einsum("blkd->bkld", v_BxMxKxD)
-    ends = [stop if triangular else k_BxKxDxM.shape[-1] for _, stop in bounds]
-    o_BxKxGxLxD = jnp.concatenate([
-        _attend_block(q_BxKxGxLxD[..., start:stop, :], k_BxKxDxM[..., :end], v_BxKxMxD[:, :, :end],
-                      mask_Bx1x1xLxM[..., start:stop, :end])
-        for (start, stop), end in zip(bounds, ends)], axis=3)
+
+    def mask(q_where, k_where):
+        same = q_where[0][:, :, None] == k_where[0][:, None, :]
+        return (same & (q_where[1][:, :, None] >= k_where[1][:, None, :]))[:, None, None]
+
+    if k_BxKxDxM.shape[-1] >= LONG_ROW:
+        o_BxKxGxLxD = _one_by_one(lambda q, *where: _attend_block(q, k_BxKxDxM, v_BxKxMxD, mask(where, k_where)),
+                                  q_BxKxGxLxD, *q_where)
+    else:
+        length = q_BxLxHxD.shape[1]
+        block = max(MIN_QUERY_BLOCK, -(-length // MAX_QUERY_BLOCKS))
+        bounds = [(start, min(start + block, length)) for start in range(0, length, block)]
+        ends = [stop if triangular else k_BxKxDxM.shape[-1] for _, stop in bounds]
+        mask_Bx1x1xLxM = mask(q_where, k_where)
+        o_BxKxGxLxD = jnp.concatenate([
+            _attend_block(q_BxKxGxLxD[..., start:stop, :], k_BxKxDxM[..., :end], v_BxKxMxD[:, :, :end],
+                          mask_Bx1x1xLxM[..., start:stop, :end])
+            for (start, stop), end in zip(bounds, ends)], axis=3)
     return jnp.einsum("bkgld->blkgd", o_BxKxGxLxD).reshape(q_BxLxHxD.shape)
+
+
+def _one_by_one(attend_block: Callable, q_BxKxGxLxD, segment_ids_BxL, positions_BxL):
+    """attend_block over blocks of queries, each computed again for the gradient."""
+    length = q_BxKxGxLxD.shape[3]
+    block = next(size for size in range(min(LONG_BLOCK, length), 0, -1) if length % size == 0)
+
+    def blocks(x, axis: int):
+        return jnp.moveaxis(x.reshape(*x.shape[:axis], -1, block, *x.shape[axis + 1:]), axis, 0)
+
+    o_NxBxKxGxCxD = jax.lax.map(lambda part: jax.checkpoint(attend_block)(*part),
+                                (blocks(q_BxKxGxLxD, 3), blocks(segment_ids_BxL, 1), blocks(positions_BxL, 1)))
+    return jnp.moveaxis(o_NxBxKxGxCxD, 0, 3).reshape(q_BxKxGxLxD.shape)
 
 
 def _attend_block(q_BxKxGxLxD, k_BxKxDxM, v_BxKxMxD, mask_Bx1x1xLxM):

@@ -115,12 +115,15 @@ def compile_update(model: ModelConfig, section: Any, slice_name: str, shape: Sha
         raise _verdict(error, slice_name, shape, section) from error
     memory = compiled.memory_analysis()
     grown = memory.output_size_in_bytes - memory.alias_size_in_bytes
-    return Compiled(
+    result = Compiled(
         slice_name=slice_name, chip=CHIPS[kind], chips=mesh.size, compile_s=time.monotonic() - began,
         state_bytes=memory.argument_size_in_bytes, host_bytes=memory.host_argument_size_in_bytes,
         temporary_bytes=memory.temp_size_in_bytes + grown + memory.generated_code_size_in_bytes,
         flops=flops.traced_flops(traced.jaxpr.jaxpr, section.micro_batches), tokens=shape.rows * shape.tokens,
         collectives=hlo.collectives(compiled.as_text(), section.micro_batches))
+    if result.chip_bytes > result.chip.hbm_bytes:  # XLA itself only refuses temporaries that are too large alone
+        raise _refusal(f"{result.chip_bytes / GIB:.2f}G", f"{result.chip.hbm_bytes / GIB:.2f}G", slice_name, shape, section)
+    return result
 
 
 def slice_devices(name: str) -> list[Any]:
@@ -173,11 +176,13 @@ OUT_OF_MEMORY = (  # XLA:TPU's two ways to say it: what is needed, what there is
 def _verdict(error: Exception, slice_name: str, shape: Shape, section: Any) -> Exception:
     """XLA's lack of memory as one sentence; anything else is no matter of size and stays as it is."""
     used = next(filter(None, (said.search(str(error)) for said in OUT_OF_MEMORY)), None)
-    if used is None:
-        return error
+    return error if used is None else _refusal(used[1], used[2], slice_name, shape, section)
+
+
+def _refusal(needed: str, there: str, slice_name: str, shape: Shape, section: Any) -> DoesNotFit:
     return DoesNotFit(
         f"trainer: one update of {shape.rows} rows of {shape.tokens} tokens in {section.micro_batches} micro-batches "
-        f"needs {used[1]}iB a chip on {slice_name}, which has {used[2]}iB: raise trainer.micro_batches or the mesh, "
+        f"needs {needed}iB a chip on {slice_name}, which has {there}iB: raise trainer.micro_batches or the mesh, "
         f"set trainer.remat=full (now {section.remat}), or trainer.optimizer_memory=host "
         f"(now {section.optimizer_memory})")
 
