@@ -1,6 +1,7 @@
 """Tokens a second of the rollout engine against other ways to sample from the same weights, log-probs included.
 
-    python -m dora_jax.bench.decode [--rows=1,8,32,128] [--rivals=plain,transformers] [--rounds=3] [--install]
+    python -m dora_jax.bench.decode [--rows=1,8,32,128] [--tail=256] [--rivals=plain,transformers,tunix]
+                                      [--rounds=3] [--install]
 
 Two kinds of work: fixed lengths (B prompts of 32 tokens, 128 new tokens each) and a long tail (256 samples, median 48,
 99 % quantile over 500 tokens, 32 at a time). Rivals run whole batches, as they do; a token beyond a sample's length
@@ -14,6 +15,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import importlib.util
 import json
 import subprocess
 import sys
@@ -59,14 +61,15 @@ class Work:
         return int(self.lengths.sum())
 
 
-def works(rows: list[int]) -> list[Work]:
+def works(rows: list[int], tail_samples: int) -> list[Work]:
     rng = np.random.default_rng(0)
 
     def work(name: str, batch: int, lengths: np.ndarray) -> Work:
         return Work(name, batch, rng.integers(3, MODEL.vocab_size, (len(lengths), PROMPT)).astype(np.int32), lengths)
 
-    tail = np.exp(rng.normal(np.log(TAIL_MEDIAN), TAIL_SIGMA, TAIL_SAMPLES)).astype(int).clip(1, TAIL_LIMIT)
-    return [*(work(f"fixed B={b}", b, np.full(b, FIXED)) for b in rows), work("long tail", TAIL_BATCH, tail)]
+    tail = np.exp(rng.normal(np.log(TAIL_MEDIAN), TAIL_SIGMA, tail_samples)).astype(int).clip(1, TAIL_LIMIT)
+    fixed = [work(f"fixed B={b}", b, np.full(b, FIXED)) for b in rows]
+    return [*fixed, work("long tail", TAIL_BATCH, tail)] if tail_samples else fixed
 
 
 def engine_runner(work: Work, params) -> Callable[[], None]:
@@ -144,6 +147,8 @@ class External:
             subprocess.run([python, "-m", "pip", "install", "-q", *ENVIRONMENTS[name]], check=True)
         script = Path(__file__).with_name(f"rival_{name}.py")
         interpreter = str(python) if python.exists() else sys.executable
+        if not python.exists() and importlib.util.find_spec(name) is None:
+            raise SystemExit(f"error: the rival {name} is not installed; --install makes its environment in {root}")
         self._process = subprocess.Popen([interpreter, str(script), str(folder)], stdin=subprocess.PIPE,
                                          stdout=subprocess.PIPE, text=True)
 
@@ -173,7 +178,8 @@ def timed(run: Callable[[], float | None]) -> float:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--rows", default="1,8,32,128")
-    parser.add_argument("--rivals", default="plain,transformers", help="of: plain, transformers, tunix")
+    parser.add_argument("--tail", type=int, default=TAIL_SAMPLES, help="samples of the long tail; 0 leaves it out")
+    parser.add_argument("--rivals", default="plain,transformers,tunix")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--install", action="store_true", help="make each rival's environment under .bench/")
     args = parser.parse_args()
@@ -187,7 +193,7 @@ def main() -> None:
         print(f"measured: {bandwidth / 1e9:.1f} GB/s copy, {flops / 1e9:.0f} GFLOP/s; jax {jax.__version__}")
         print(f"{'tokens/s':12s}{'engine':>10s}" + "".join(f"{name:>14s}" for name in rivals)
               + f"{'floor':>10s}{'of floor':>10s}{'best rival':>12s}", flush=True)
-        for work in works([int(b) for b in args.rows.split(",") if b]):
+        for work in works([int(b) for b in args.rows.split(",") if b], args.tail):
             runs = [engine_runner(work, params)]
             runs += [external[name].runner(work) if name in external else plain.runner(MODEL, params, work)
                      for name in rivals]

@@ -85,9 +85,11 @@ def paged_attention(q_SxLxHxD, kv_pages_NxPxCxD, kv_lens_S, tables_SxM, scale: f
     s, length, heads, d = q_SxLxHxD.shape
     block_pages = max(1, BLOCK_TOKENS // kv_pages_NxPxCxD.shape[1])
     tables_SxM = jnp.pad(tables_SxM, ((0, 0), (0, max(0, block_pages - tables_SxM.shape[1]))))
+    narrower = kv_pages_NxPxCxD.dtype != q_SxLxHxD.dtype
+    scales = {"k_scale": 1.0, "v_scale": 1.0} if narrower else {}  # with them the kernel widens what it reads
     o_TxHxD = ragged_paged_attention.ragged_paged_attention(
         q_SxLxHxD.reshape(-1, heads, d), kv_pages_NxPxCxD, kv_lens_S, tables_SxM,
-        jnp.arange(s + 1, dtype=jnp.int32) * length, jnp.full((1,), s, jnp.int32), sm_scale=scale,
+        jnp.arange(s + 1, dtype=jnp.int32) * length, jnp.full((1,), s, jnp.int32), sm_scale=scale, **scales,
         num_kv_pages_per_block=block_pages, num_queries_per_block=min(s * length, BLOCK_QUERIES))
     return o_TxHxD.reshape(q_SxLxHxD.shape)
 
@@ -96,7 +98,7 @@ def paged_reference(q_SxLxHxD, kv_pages_NxPxCxD, kv_lens_S, tables_SxM, scale: f
     """The same in plain XLA: every sequence's pages side by side, one softmax."""
     _check_pages(q_SxLxHxD, kv_pages_NxPxCxD, kv_lens_S, tables_SxM)
     s, length, heads, d = q_SxLxHxD.shape
-    kv = kv_pages_NxPxCxD[tables_SxM].reshape(s, -1, *kv_pages_NxPxCxD.shape[2:])
+    kv = kv_pages_NxPxCxD[tables_SxM].astype(q_SxLxHxD.dtype).reshape(s, -1, *kv_pages_NxPxCxD.shape[2:])
     at_T = jnp.arange(kv.shape[1])
     own_SxT = at_T[None] < kv_lens_S[:, None]
     k_SxTxKxD, v_SxTxKxD = (jnp.where(own_SxT[:, :, None, None], x, 0) for x in (kv[:, :, 0::2], kv[:, :, 1::2]))

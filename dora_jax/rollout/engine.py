@@ -38,7 +38,8 @@ def new_calls(cfg: decoder.ModelConfig, section: RolloutSection, mesh: jax.shard
     sampling = {"top_k": section.top_k, "top_p": section.top_p, "min_p": section.min_p,
                 "keep_set": section.keep_set}
     return Calls(cfg, shapes_of(section), mesh, seed=seed, eos_ids=eos_ids, vocab_limit=vocab_limit, sampling=sampling,
-                 min_new_tokens=section.min_new_tokens, temperature=section.temperature, dtype=dtype)
+                 min_new_tokens=section.min_new_tokens, temperature=section.temperature, weights=section.weights,
+                 dtype=dtype)
 
 
 class Engine:
@@ -55,8 +56,9 @@ class Engine:
         self._stops = StopStrings(section.stop_strings, decode)
         self.eos_ids = tuple(eos_ids)
         self.param_shardings = sharding.param_specs(cfg, mesh, layout="serving")
-        self._device = Device(new_calls(cfg, section, mesh, seed=seed, eos_ids=self.eos_ids, vocab_limit=vocab_limit,
-                                        dtype=dtype), self.shapes)
+        calls = new_calls(cfg, section, mesh, seed=seed, eos_ids=self.eos_ids, vocab_limit=vocab_limit, dtype=dtype)
+        self._device = Device(calls, self.shapes)
+        self._stored = calls.stored
         self._scheduler = Scheduler(self.shapes)
         self._weights: dict[Version, Any] = {}
         self._flights: list[tuple[DecodeCall, jax.Array]] = []  # launched, not yet read back
@@ -75,7 +77,7 @@ class Engine:
         if len(self._weights) >= self.section.residents:
             raise RuntimeError(f"cannot load version {version}: {self.section.residents} residents are held "
                                f"({', '.join(map(str, self.versions))})")
-        self._weights[version] = params
+        self._weights[version] = self._stored(params)
 
     def drop(self, version: Version) -> None:
         """Forgets a version with its prefixes; raises while a sample of it is here."""
@@ -246,7 +248,8 @@ class Engine:
         k, v = self._device.read_pages(pages) if pages else (None, None)
         return Parcel(id=seq.id, version=seq.version, prompt_ids=seq.prompt_ids,
                       out_ids=np.array(seq.sequence[n:], np.int32), logprobs=np.array(seq.logprobs, np.float32),
-                      max_new_tokens=seq.max_new_tokens, spans=seq.spans, kv_len=kv_len, page_size=self.shapes.page_size,
+                      max_new_tokens=seq.max_new_tokens, spans=seq.spans, kv_len=kv_len,
+                      page_size=self.shapes.page_size,
                       k_pages=k, v_pages=v, kept=self._kept(seq))
 
     def _kept(self, seq: Seq) -> np.ndarray | None:
@@ -257,7 +260,7 @@ class Engine:
         abstract = jax.eval_shape(decoder.serving_layout, decoder.abstract_params(self.cfg))
         zeros = jax.jit(lambda: jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), abstract),
                         out_shardings=self.param_shardings)
-        return zeros()
+        return self._stored(zeros())
 
     def _emit_all(self) -> TickResult:
         emit, self._emit = self._emit, _Emit()

@@ -20,7 +20,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from dora_jax.models import decoder
 from dora_jax.models.logits import policy_logits
 from dora_jax.ops import attention
-from dora_jax.rollout import sample
+from dora_jax.rollout import quantize, sample
 from dora_jax.rollout.gathered import Gathered
 from dora_jax.rollout.paged import Paged
 from dora_jax.rollout.shapes import (DRAWN, FRESH, GROUP, HEADER, INDEX, POSITION, REMAINING, REPEATS, SLOT, TOKEN,
@@ -33,7 +33,8 @@ class Calls:
     """The compiled calls of one engine on one mesh, and how their arrays are laid out. Owns no array."""
 
     def __init__(self, cfg: decoder.ModelConfig, shapes: Shapes, mesh: Mesh, *, seed: int, eos_ids: tuple[int, ...],
-                 vocab_limit: int, sampling: dict[str, Any], min_new_tokens: int, temperature: float, dtype):
+                 vocab_limit: int, sampling: dict[str, Any], min_new_tokens: int, temperature: float, weights: str,
+                 dtype):
         attention.check_platform(shapes.attention, mesh.devices.flat[0].platform)
         kv = Gathered(cfg, shapes, dtype) if shapes.attention == "reference" else Paged(cfg, shapes, dtype, mesh)
         self.replicated = NamedSharding(mesh, PartitionSpec())
@@ -49,9 +50,12 @@ class Calls:
                                    max_repeats=shapes.max_repeats)
         if not (min_new_tokens or shapes.max_repeats):
             limits = lambda last_B, repeats_B: None  # noqa: E731
-        decode = functools.partial(_decode, cfg, shapes, kv, logits, draw, limits, key, stop, dtype)
-        prefill = functools.partial(_prefill, cfg, shapes, kv, dtype)
+        restore = functools.partial(_restored, dtype=dtype) if weights else lambda params, step=None: params
+        decode = functools.partial(_decode, cfg, shapes, kv, restore, logits, draw, limits, key, stop, dtype)
+        prefill = functools.partial(_prefill, cfg, shapes, kv, restore, dtype)
         self.pool_sharding = pool
+        self.stored = jax.jit(functools.partial(quantize.quantized, dtype=quantize.WEIGHTS[weights])) if weights \
+            else lambda params: params  # a version's weights, as the calls take them
         self.empty = jax.jit(lambda: _empty(kv, shapes), out_shardings=(pool, rep))
         self.decode = jax.jit(decode, static_argnames="blocks", donate_argnums=(1, 2), out_shardings=(pool, rep, rep))
         self.prefill = jax.jit(prefill, static_argnames="blocks", donate_argnums=1, out_shardings=pool)
@@ -116,8 +120,8 @@ def _empty(kv, shapes: Shapes):
     return kv.empty(), jnp.zeros((shapes.slots + 1, 3), jnp.int32)
 
 
-def _decode(cfg, shapes: Shapes, kv, logits, draw, limits, key, stop, dtype, params, pool, state_Sx3, control_BxC, *,
-            blocks: int):
+def _decode(cfg, shapes: Shapes, kv, restore, logits, draw, limits, key, stop, dtype, params, pool, state_Sx3,
+            control_BxC, *, blocks: int):
     """Up to `steps` tokens for each row; see `_empty` for the state, Shapes.result for the result."""
     header, pages_BxP, window_BxW = jnp.split(control_BxC, [HEADER, HEADER + blocks * shapes.block_pages], axis=1)
     slot_B, past_B, drawn_B = header[:, SLOT], header[:, POSITION], header[:, DRAWN]
@@ -133,9 +137,10 @@ def _decode(cfg, shapes: Shapes, kv, logits, draw, limits, key, stop, dtype, par
         i, last_B, repeats_B, active_B, moving, (tokens_NxB, bits_NxB, kept_NxBxK), count_B = carry
         moving = jax.tree.map(lambda x: x, moving)  # `attend` puts each layer's new arrays into these lists
         attend = kv.attend_step(fixed, moving, i, active_B)
-        hidden_BxD = decoder.forward(cfg, params, last_B[:, None], past_B[:, None] + i, attend, dtype=dtype)[:, 0]
+        hidden_Bx1xD = decoder.forward(cfg, restore(params, i), last_B[:, None], past_B[:, None] + i, attend,
+                                       dtype=dtype)
         with jax.named_scope("sample"):
-            next_B, logprob_B, kept_BxK = draw(logits(params, hidden_BxD), keys_B, drawn_B + i,
+            next_B, logprob_B, kept_BxK = draw(logits(params, hidden_Bx1xD[:, 0]), keys_B, drawn_B + i,
                                                limits(last_B, repeats_B))
         token_B = jnp.where(active_B, next_B, last_B)
         repeats_B = jnp.where((token_B == last_B) & (repeats_B > 0), repeats_B + 1, 1)
@@ -156,14 +161,19 @@ def _decode(cfg, shapes: Shapes, kv, logits, draw, limits, key, stop, dtype, par
     return pool, state_Sx3, jnp.concatenate([tokens_NxB.T, bits_NxB.T, count_B[:, None], kept_BxNK], axis=1)
 
 
-def _prefill(cfg, shapes: Shapes, kv, dtype, params, pool, control_RxC, *, blocks: int):
+def _prefill(cfg, shapes: Shapes, kv, restore, dtype, params, pool, control_RxC, *, blocks: int):
     """KV of one chunk a row, given the pages before it. The last layer's output is not needed and not computed."""
     chunk, n_read = shapes.chunk, blocks * shapes.block_pages
     header, tokens_RxL, past_RxP, write_RxW = jnp.split(control_RxC, [2, 2 + chunk, 2 + chunk + n_read], axis=1)
     start_R, length_R = header[:, 0], header[:, 1]
     attend = kv.attend_chunk(pool, past_RxP, write_RxW, start_R, length_R)
-    decoder.forward(cfg, params, tokens_RxL, start_R[:, None] + jnp.arange(chunk)[None], attend, dtype=dtype)
+    decoder.forward(cfg, restore(params), tokens_RxL, start_R[:, None] + jnp.arange(chunk)[None], attend, dtype=dtype)
     return pool
+
+
+def _restored(params, step=None, *, dtype):
+    """Weights of 8 bits widened, tied to the step: else XLA does it before the loop and holds the wide ones."""
+    return quantize.restored(params if step is None else jax.lax.optimization_barrier((params, step))[0], dtype)
 
 
 def _is_stop(token_B, *, eos_ids: tuple[int, ...]):

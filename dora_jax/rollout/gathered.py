@@ -15,6 +15,7 @@ from jax.sharding import PartitionSpec
 
 from dora_jax.models.config import ModelConfig
 from dora_jax.ops.attention import chunk_attention
+from dora_jax.rollout.quantize import KV, narrow
 from dora_jax.rollout.shapes import Shapes
 
 
@@ -28,12 +29,13 @@ class Gathered:
         self.cfg = cfg
         self.shapes = shapes
         self.dtype = dtype
+        self.pool_dtype = KV[shapes.kv] or dtype
 
     def empty(self):
         s, c = self.shapes, self.cfg
-        k = [jnp.zeros((s.pages + 1, c.n_kv_heads, c.head_dim, s.page_size), self.dtype) for _ in range(c.n_layers)]
-        v = [jnp.zeros((s.pages + 1, c.n_kv_heads, s.page_size, c.head_dim), self.dtype) for _ in range(c.n_layers)]
-        return {"k": k, "v": v}
+        shapes = {"k": (s.pages + 1, c.n_kv_heads, c.head_dim, s.page_size),
+                  "v": (s.pages + 1, c.n_kv_heads, s.page_size, c.head_dim)}
+        return {name: [jnp.zeros(shape, self.pool_dtype) for _ in range(c.n_layers)] for name, shape in shapes.items()}
 
     # ------------------------------------------------------------ decode
 
@@ -71,6 +73,7 @@ class Gathered:
 
         def merge(pages, layer_new, cut, at: tuple):
             fresh = cut(jnp.take_along_axis(layer_new, source_BxT[at], axis=at.index(slice(None), 1)), size)
+            fresh = narrow(fresh, self.pool_dtype)
             return pages.at[window_BxW].set(jnp.where(cut(is_new_BxT[at], size), fresh, pages[old_BxW]))
 
         every = slice(None)  # time is the last axis of K, the one before of V
@@ -90,8 +93,8 @@ class Gathered:
 
         def attend(layer, q, k, v):
             k, v = k.transpose(0, 2, 3, 1), v.transpose(0, 2, 1, 3)
-            pool["k"][layer] = pool["k"][layer].at[write_RxW].set(_cut_k(k, size))
-            pool["v"][layer] = pool["v"][layer].at[write_RxW].set(_cut_v(v, size))
+            pool["k"][layer] = pool["k"][layer].at[write_RxW].set(narrow(_cut_k(k, size), self.pool_dtype))
+            pool["v"][layer] = pool["v"][layer].at[write_RxW].set(narrow(_cut_v(v, size), self.pool_dtype))
             return chunk_attention(q, past[layer], start_R, k, v, causal_LxL)
 
         return attend
@@ -103,6 +106,7 @@ class Gathered:
         return jnp.stack([k[pages_M] for k in pool["k"]]), jnp.stack([v[pages_M] for v in pool["v"]])
 
     def write(self, pool, pages_M, k_LxM, v_LxM):
+        k_LxM, v_LxM = narrow(k_LxM, self.pool_dtype), narrow(v_LxM, self.pool_dtype)
         return {"k": [k.at[pages_M].set(new) for k, new in zip(pool["k"], k_LxM, strict=True)],
                 "v": [v.at[pages_M].set(new) for v, new in zip(pool["v"], v_LxM, strict=True)]}
 
@@ -116,6 +120,7 @@ class Gathered:
             ids = pages_BxP[:, j * width : (j + 1) * width]
             k = pool["k"][layer][ids].transpose(0, 2, 3, 1, 4)  # [B, K, D, pages, page_size]
             v = pool["v"][layer][ids].transpose(0, 2, 1, 3, 4)  # [B, K, pages, page_size, D]
+            k, v = k.astype(self.dtype), v.astype(self.dtype)
             k, v = k.reshape(*k.shape[:3], -1), v.reshape(*v.shape[:2], -1, v.shape[-1])
             seen = j * s.block + jnp.arange(s.block)[None] < past_B[:, None]
             return k, jnp.where(seen[:, None, :, None], v, 0)

@@ -17,6 +17,7 @@ from jax.sharding import Mesh, PartitionSpec
 
 from dora_jax.models.config import ModelConfig
 from dora_jax.ops import attention
+from dora_jax.rollout.quantize import KV, narrow
 from dora_jax.rollout.shapes import Shapes
 
 HEADS = PartitionSpec(None, None, "tensor")  # of q, k, v [B, L, H, D] and of the pool
@@ -32,14 +33,14 @@ class Paged:
     def __init__(self, cfg: ModelConfig, shapes: Shapes, dtype, mesh: Mesh):
         self.cfg = cfg
         self.shapes = shapes
-        self.dtype = dtype
+        self.pool_dtype = KV[shapes.kv] or dtype
         self.mesh = mesh
         self.lanes = -(-cfg.head_dim // attention.LANES) * attention.LANES  # a head's width in the pool
 
     def empty(self):
         s, c = self.shapes, self.cfg
         shape = (s.pages + 1, s.page_size, 2 * c.n_kv_heads, self.lanes)
-        return [jnp.zeros(shape, self.dtype) for _ in range(c.n_layers)]
+        return [jnp.zeros(shape, self.pool_dtype) for _ in range(c.n_layers)]
 
     # ------------------------------------------------------------ decode
 
@@ -80,6 +81,7 @@ class Paged:
 
     def write(self, pool, pages_M, k_LxM, v_LxM):
         kv = self._padded(_interleaved(k_LxM.transpose(0, 1, 4, 2, 3), v_LxM.transpose(0, 1, 3, 2, 4)))
+        kv = narrow(kv, self.pool_dtype)
         return [pages.at[pages_M].set(new) for pages, new in zip(pool, kv, strict=True)]
 
     # ----------------------------------------------------------- private
@@ -95,7 +97,7 @@ class Paged:
         @split
         def run(q, k, v, pages, tables_SxM, kv_lens_S, page_SxL, offset_SxL, real_SxL):
             new_SxLxCxD = self._padded(jnp.where(real_SxL[:, :, None, None], _interleaved(k, v), 0))
-            pages = pages.at[page_SxL, offset_SxL].set(new_SxLxCxD)
+            pages = pages.at[page_SxL, offset_SxL].set(narrow(new_SxLxCxD, self.pool_dtype))
             o = attention.paged_attention(self._padded(q), pages, kv_lens_S, tables_SxM, self.cfg.head_dim**-0.5)
             return o[..., : self.cfg.head_dim], pages
 

@@ -29,6 +29,7 @@ class Shapes:
     block: int  # positions of one context block
     max_context: int  # prompt + new tokens
     attention: str  # reference or tpu: how KV lies in pages
+    kv: str  # type of the KV pool; empty: the compute type
     max_repeats: int  # 0: no limit
     kept: int  # ids of the keep set that come along with each token
 
@@ -85,6 +86,9 @@ def shapes_of(section: RolloutSection) -> Shapes:
         raise ValueError("rollout.attention gpu: jax has no paged kernel for GPUs that it still keeps up; use "
                          "reference, which XLA compiles for them")
     _check_sampling(section)
+    for name, known in (("weights", ("", "int8", "float8")), ("kv", ("", "float8"))):
+        if getattr(section, name) not in known:
+            raise ValueError(f"rollout.{name} {getattr(section, name)!r} is none of: {', '.join(map(repr, known))}")
     rows = section.decode_rows or section.slots
     if section.slots % rows:
         raise ValueError(f"rollout.slots {section.slots} is not a multiple of rollout.decode_rows {rows}")
@@ -99,7 +103,7 @@ def shapes_of(section: RolloutSection) -> Shapes:
         prefill_rows=prefill_rows, prefill_calls=section.prefill_tokens // (prefill_rows * chunk),
         page_size=size, pages=section.pages,
         block=min(_up(section.context_block, size), _up(max_context, size)), max_context=max_context,
-        attention=section.attention, max_repeats=section.max_repeats,
+        attention=section.attention, kv=section.kv, max_repeats=section.max_repeats,
         kept=section.top_k if section.keep_set else 0)
     needed = shapes.worst_pages(section.max_prompt_tokens, section.max_new_tokens)
     if needed > section.pages:
