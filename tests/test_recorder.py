@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from dora_jax.bench import recorded
+from dora_jax.config import ConfigError
 from dora_jax.runtime.recorder import COSTS, JOURNAL, Recorder, TimedEngine, fit_ticks
 from dora_jax.sim import replay
 from dora_jax.sim.config import Row
@@ -43,7 +44,9 @@ def run(tmp_path_factory):
 
 def test_the_journal_of_a_real_run_replays_to_the_same_commands(run):
     assert replay.replay(run / JOURNAL).steps == STEPS
-    assert replay.replay(run / JOURNAL, warmup=2).steps == STEPS - 2
+    assert replay.replay(run / JOURNAL, warmup=2, rundown=1).steps == STEPS - 3
+    with pytest.raises(ConfigError, match="6 steps leave none"):
+        replay.replay(run / JOURNAL, warmup=5, rundown=3)
 
 
 def test_costs_are_what_the_engines_took(run):

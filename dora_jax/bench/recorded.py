@@ -1,9 +1,10 @@
 """A recorded run beside the simulator's prediction of it from its own measured costs, and other modes on its work.
 
-    python -m dora_jax.bench.recorded DIRECTORY [--modes=sync,dora] [--warmup=2]
+    python -m dora_jax.bench.recorded DIRECTORY [--modes=sync,dora] [--warmup=2, as the recorder's]
 
 DIRECTORY is what runtime/recorder.py wrote. The journal must replay to the same commands first. Nothing here is paced:
-costs are those of the machine that ran it. Evaluations are not simulated: record a run that has none in its middle.
+costs are those of the machine that ran it. Evaluations are not simulated: record a run that has none in its middle. The
+last K steps are left out of the recorded average: nothing new is admitted for them.
 """
 
 from __future__ import annotations
@@ -45,9 +46,9 @@ def main() -> None:
     parser.add_argument("--modes", default="sync,one_step,partial,dora_paper,dora")
     parser.add_argument("--warmup", type=int, default=2, help="steps left out of every average")
     args = parser.parse_args()
-    ran = replay.replay(args.directory / JOURNAL, args.warmup)
-    print(replay.render(ran), "\n")
     config, recorded = setting(args.directory, args.warmup)
+    ran = replay.replay(args.directory / JOURNAL, args.warmup, config.orchestrator.max_versions)
+    print(replay.render(ran), "\n")
     rows = []
     for mode in dict.fromkeys([recorded, *args.modes.split(",")]):
         result = simulate(Row(label=mode, mode=mode, config=config, published={}))

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import scipy.optimize
 
 from dora_jax.orchestrate import events as ev
 from dora_jax.orchestrate.modes import OrchestratorConfig
@@ -71,9 +72,11 @@ class TimedEngine:
 
 
 class Recorder:
-    """Observer of the loop; see the page."""
+    """Observer of the loop; see the page. What the steps of the warm-up cost is forgotten."""
 
-    def __init__(self, directory: str | Path, config: OrchestratorConfig, start: dict[str, Any] | None = None):
+    def __init__(self, directory: str | Path, config: OrchestratorConfig, start: dict[str, Any] | None = None, *,
+                 warmup_steps: int = 2):  # fmt: skip
+        self._warmup_steps = warmup_steps
         self._directory = Path(directory)
         self._directory.mkdir(parents=True, exist_ok=True)
         self._journal = Journal(self._directory / JOURNAL, config, start)
@@ -100,8 +103,10 @@ class Recorder:
                 self._asked["score", id.group_id] = now  # of a group, the last one stays
             case ev.GroupScored(group_id=group_id):
                 self._answered("score", group_id, now)
-            case ev.StepPublished():
+            case ev.StepPublished(version=version):
                 self._answered("train", 0, now)
+                if version == self._warmup_steps:
+                    self._forget()
         for command in commands:
             match command:
                 case ev.LoadWeights(instance=instance):
@@ -113,11 +118,16 @@ class Recorder:
 
     def close(self) -> None:
         self._journal.close()
-        rows = [row for engine in self._engines for row in engine.ticks if row[0]]
+        rows = [row for engine in self._engines for row in engine.ticks]
         if rows and self._took["train"]:
             (self._directory / COSTS).write_text(json.dumps(self._costs(np.array(rows)), indent=1))
 
     # ------------------------------------------------------------ private
+
+    def _forget(self) -> None:
+        self._took.clear()
+        for engine in self._engines:
+            engine.ticks = []  # not cleared: its thread may be adding to the old one
 
     def _answered(self, what: str, key: GroupId | SampleId, now: float) -> None:
         since = self._asked.pop((what, key), None)
@@ -125,8 +135,7 @@ class Recorder:
             self._took[what].append(now - since)
 
     def _costs(self, rows: np.ndarray) -> dict[str, Any]:
-        """The first version's step is left out: it may hold the last compilation."""
-        train = self._took["train"][1:] or self._took["train"]
+        train = self._took["train"]
         prompts = [n for engine in self._engines for n in engine.prompts]
         return fit_ticks(rows) | {
             "train_fixed_s": statistics.fmean(train), "train_s_per_token": 0.0,
@@ -136,7 +145,7 @@ class Recorder:
 
 
 def fit_ticks(rows: np.ndarray) -> dict[str, Any]:
-    """Least squares over all ticks: seconds of a decode step by batch, of a token of prefill, of a tick that prefills.
+    """Least squares over all ticks, nothing below zero: seconds of a decode step by batch, of a token of prefill, of a tick that prefills.
 
     rows: (steps, batch, context, prefill tokens, seconds). Batches are taken together by powers of two; the KV that is
     read is part of that, since context and batch grow together where nothing was built to tell them apart.
@@ -145,7 +154,7 @@ def fit_ticks(rows: np.ndarray) -> dict[str, Any]:
     bucket = np.ceil(np.log2(np.maximum(batch, 1.0))).astype(int)
     kinds = np.unique(bucket)
     columns = [steps * (bucket == kind) for kind in kinds] + [prefill, prefill > 0]
-    found = np.linalg.lstsq(np.stack(columns, 1).astype(float), seconds, rcond=None)[0].clip(0.0)
+    found, _ = scipy.optimize.nnls(np.stack(columns, 1).astype(float), seconds)
     decode = [[int(round(batch[bucket == kind].mean())), float(s)] for kind, s in zip(kinds, found, strict=False)]
     return {"decode": decode, "decode_kv_s": 0.0, "prefill_fixed_s": 0.0,
             "prefill_s_per_token": _per_token(found[-2:], prefill)}  # fmt: skip

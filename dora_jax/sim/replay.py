@@ -10,6 +10,7 @@ sample its own length, whatever mode then runs on it (workload.distribution = "j
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import hashlib
 import json
@@ -63,14 +64,15 @@ class Differs(RuntimeError):
     """The replay's commands are not those of the recorded run."""
 
 
-def replay(path: str | Path, warmup: int = 0) -> Replay:
+def replay(path: str | Path, warmup: int = 0, rundown: int = 0) -> Replay:
     """Feed a journal to a new orchestrator and compare every command; `Differs` names the first difference.
 
-    `warmup`: steps left out of the averages."""
+    `warmup`, `rundown`: steps left out of the averages at the start, and at the end, where a run lives on its stock."""
     lines = _read(path)
     header = next(lines)
     config = OrchestratorConfig(**_frozen(header["config"]))
-    brain, digest, watch = Orchestrator(config, **_frozen(header["start"])), hashlib.blake2b(digest_size=8), _Watch(warmup)
+    brain, digest = Orchestrator(config, **_frozen(header["start"])), hashlib.blake2b(digest_size=8)
+    watch = _Watch(warmup, rundown)
     for number, line in enumerate(lines, start=2):
         event = _event(line)
         commands = brain.step(event)
@@ -128,43 +130,49 @@ def render(result: Replay) -> str:
 
 
 class _Watch:
-    """Adds up a journal."""
+    """Adds up a journal: (time, trainer's busy time, lags) at its start and at every publication."""
 
-    def __init__(self, warmup: int):
-        self._warmup = warmup
-        self.now = self.began = self.busy = self.took = 0.0
+    def __init__(self, warmup: int, rundown: int):
+        self._warmup, self._rundown = warmup, rundown
+        self._now = self._busy = self._took = 0.0
+        self._version: dict[GroupId, Version] = {}
+        self._lags: collections.Counter[int] = collections.Counter()
+        self._marks: list[tuple[float, float, collections.Counter[int]]] = []
         self.events = 0
-        self.ends: list[float] = []
-        self.version: dict[GroupId, Version] = {}
-        self.lags: dict[int, int] = {}
 
     def __call__(self, event: ev.Event, commands: Sequence[ev.Command]) -> None:
         self.events += 1
         match event:
             case ev.TimePassed(now_s=now_s):
-                self.began = self.began or now_s
-                self.now = now_s
+                self._now = now_s
+                if not self._marks:
+                    self._mark()
             case ev.SampleStarted(id=id, version=version):
-                self.version.setdefault(id.group_id, version)
+                self._version.setdefault(id.group_id, version)
             case ev.StepPublished():
-                self.busy += self.now - self.took
-                self.ends.append(self.now)
-                if len(self.ends) == self._warmup:
-                    self.began, self.busy, self.lags = self.now, 0.0, {}
+                self._busy += self._now - self._took
+                self._mark()
         for command in commands:
             if isinstance(command, ev.Train):
-                self.took = self.now
-                for group in command.group_ids:
-                    lag = command.base_version - self.version[group]
-                    self.lags[lag] = self.lags.get(lag, 0) + 1
+                self._took = self._now
+                self._lags.update(command.base_version - self._version[group] for group in command.group_ids)
 
     def result(self, mode: str) -> Replay:
-        seconds = (self.ends[-1] if self.ends else self.now) - self.began
-        steps = max(0, len(self.ends) - self._warmup)
+        if not self._marks:
+            self._mark()
+        first, last = self._warmup, len(self._marks) - 1 - self._rundown
+        if last < first:
+            steps = len(self._marks) - 1
+            raise ConfigError(f"journal: {steps} steps leave none beside {first} of warm-up and {self._rundown} at the end")
+        (began, busy_before, lags_before), (ended, busy, lags) = self._marks[first], self._marks[last]
+        seconds = ended - began
         return Replay(
-            mode=mode, events=self.events, steps=steps, seconds=seconds, step_s=seconds / max(1, steps),
-            rollout_only=1 - self.busy / seconds if seconds else 0.0,
-            lags=self.lags)  # fmt: skip
+            mode=mode, events=self.events, steps=last - first, seconds=seconds,
+            step_s=seconds / max(1, last - first),
+            rollout_only=1 - (busy - busy_before) / seconds if seconds else 0.0, lags=dict(lags - lags_before))
+
+    def _mark(self) -> None:
+        self._marks.append((self._now, self._busy, self._lags.copy()))
 
 
 def _read(path: str | Path) -> Iterator[dict[str, Any]]:
