@@ -144,7 +144,7 @@ def test_a_step_compiles_for_a_slice_that_is_not_here():
 @needs_libtpu
 @pytest.mark.slow
 def test_a_config_that_does_not_fit_says_so_before_it_is_launched():
-    large = dataclasses.replace(MODEL, d_model=4096, d_ff=16384, vocab_size=2**18)
+    large = dataclasses.replace(MODEL, d_model=8192, d_ff=2**17, vocab_size=2**18)
     shape = aot.Shape(fsdp=4, rows=8, tokens=512)
     (problem,) = aot.problems(large, cases.section(pack_tokens=512), "v5e-4", shape)
     assert problem.startswith("trainer: one update of 8 rows of 512 tokens in 1 micro-batches needs ")

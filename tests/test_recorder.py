@@ -68,9 +68,11 @@ def test_the_fit_finds_what_the_ticks_were_made_of():
     random = np.random.default_rng(0)
     batch = random.choice([1.0, 2.0, 4.0, 8.0], 400)
     prefill = random.choice([0, 0, 0, 16, 32], 400)
+    works = random.choice([0.0, 1.0], 400)
     steps = np.full(400, 8.0)
-    seconds = steps * (0.001 + 0.0002 * batch) + 0.0005 * prefill
-    found = fit_ticks(np.stack([steps, batch, 0 * batch, prefill, seconds], 1))
+    seconds = (steps * (0.001 + 0.0002 * batch) + 0.0005 * prefill) * (1 + 0.5 * works)
+    found = fit_ticks(np.stack([steps, batch, prefill, works, seconds], 1))
+    assert found["contention"] == pytest.approx(1.5)
     assert found["decode"] == [[int(b), pytest.approx(0.001 + 0.0002 * b)] for b in (1, 2, 4, 8)]
     assert found["prefill_s_per_token"] == pytest.approx(0.0005)
 
@@ -89,4 +91,4 @@ def test_a_tick_counts_the_way_to_it_unless_the_engine_rested(monkeypatch):
     timed.submit(SampleId(0, 1), np.arange(3), 0, 16)
     timed.tick()
     assert [row[-1] for row in timed.ticks] == [0.0, 5.0, 0.0]
-    assert [row[:4] for row in timed.ticks] == [(4, 1.0, 4 * 5.0, 3), (4, 1.0, 4 * 9.0, 0), (4, 1.0, 4 * 5.0, 3)]
+    assert [row[:4] for row in timed.ticks] == [(4, 1.0, 3, False), (4, 1.0, 0, False), (4, 1.0, 3, False)]

@@ -14,7 +14,7 @@ import collections
 import json
 import statistics
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -28,16 +28,18 @@ from dora_jax.runtime.account import Account
 from dora_jax.sim.replay import Journal
 from dora_jax.types import GroupId, SampleId, Version
 
+ROUNDS = 8  # of the fit; the ratio settles in three
 JOURNAL, COSTS = "journal.jsonl", "costs.json"
 
 
 class TimedEngine:
     """The Engine seam around another engine: what each tick did and how long it took, the way to it included."""
 
-    def __init__(self, engine: Any):
+    def __init__(self, engine: Any, training: Callable[[], bool] = lambda: False):
         self.engine = engine
-        self.ticks: list[tuple[float, float, float, float, float]] = []  # steps, batch, context, prefill tokens, seconds
+        self.ticks: list[tuple[float, ...]] = []  # steps, batch, tokens of prefill, whether the trainer worked, seconds
         self.prompts: list[int] = []
+        self._training = training
         self._account = Account()
         self._ended: float | None = None  # when the last tick did; None: the engine had nothing to do since
 
@@ -49,7 +51,7 @@ class TimedEngine:
         result = self.engine.tick()
         now = time.monotonic()
         work = self._account.of(result)
-        self.ticks.append((work.steps, work.batch, work.context, sum(work.prefills), now - began))
+        self.ticks.append((work.steps, work.batch, sum(work.prefills), self._training(), now - began))
         self._ended = None if self.engine.idle else now
         return result
 
@@ -86,7 +88,7 @@ class Recorder:
         self._pages = 0
 
     def engine(self, engine: Any) -> TimedEngine:
-        self._engines.append(TimedEngine(engine))
+        self._engines.append(TimedEngine(engine, lambda: ("train", 0) in self._asked))
         return self._engines[-1]
 
     def __call__(self, event: ev.Event, commands: Sequence[ev.Command]) -> None:
@@ -145,19 +147,30 @@ class Recorder:
 
 
 def fit_ticks(rows: np.ndarray) -> dict[str, Any]:
-    """Least squares over all ticks, nothing below zero: seconds of a decode step by batch, of a token of prefill, of a tick that prefills.
+    """Least squares over all ticks, nothing below zero: seconds of a decode step by batch and of a token of prefill while
+    the trainer waits, and by how much they are longer while it works (roles on one machine share its cores).
 
-    rows: (steps, batch, context, prefill tokens, seconds). Batches are taken together by powers of two; the KV that is
-    read is part of that, since context and batch grow together where nothing was built to tell them apart.
+    rows: (steps, batch, prefill tokens, whether the trainer worked, seconds). Batches are taken together by powers of
+    two; the KV that is read is part of that, since context and batch grow together.
     """
-    steps, batch, _, prefill, seconds = rows.T
+    steps, batch, prefill, works, seconds = rows.astype(float).T
     bucket = np.ceil(np.log2(np.maximum(batch, 1.0))).astype(int)
     kinds = np.unique(bucket)
-    columns = [steps * (bucket == kind) for kind in kinds] + [prefill, prefill > 0]
-    found, _ = scipy.optimize.nnls(np.stack(columns, 1).astype(float), seconds)
+    columns = np.stack([*(steps * (bucket == kind) for kind in kinds), prefill, prefill > 0], 1).astype(float)
+    contention = 1.0
+    for _ in range(ROUNDS):
+        found, _ = scipy.optimize.nnls(columns, seconds / np.where(works, contention, 1.0))
+        contention = _ratio(seconds, columns @ found, works > 0)
     decode = [[int(round(batch[bucket == kind].mean())), float(s)] for kind, s in zip(kinds, found, strict=False)]
-    return {"decode": decode, "decode_kv_s": 0.0, "prefill_fixed_s": 0.0,
+    return {"decode": decode, "decode_kv_s": 0.0, "prefill_fixed_s": 0.0, "contention": contention,
             "prefill_s_per_token": _per_token(found[-2:], prefill)}  # fmt: skip
+
+
+def _ratio(seconds: np.ndarray, quiet_s: np.ndarray, works: np.ndarray) -> float:
+    """How many times as long ticks take beside a trainer that works."""
+    if not works.any() or works.all():
+        return 1.0
+    return float((seconds[works].sum() / quiet_s[works].sum()) / (seconds[~works].sum() / quiet_s[~works].sum()))
 
 
 def _per_token(found: np.ndarray, prefill: np.ndarray) -> float:

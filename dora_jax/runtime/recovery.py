@@ -10,6 +10,7 @@ over: an older segment, an older checkpoint; a group is never in two steps of wh
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -74,15 +75,17 @@ def recover(journal: Journal, config: OrchestratorConfig, checkpoints: Sequence[
     if not heads:
         return None
     newest = max(heads)
-    end = replay(journal, [newest], say)
-    debts = restart(end.orchestrator)
+    with _sensible(newest):
+        end = replay(journal, [newest], say)
+        debts = restart(end.orchestrator)
     floor = min(debts.versions, default=end.base)
     for start in sorted((v for v in checkpoints if v <= floor), reverse=True):
         first = max((n for n, base in heads.items() if base <= start), default=None)
         if first is None or not usable(start):
             continue
         chain = [n for n in sorted(heads) if n >= first]
-        past = end if chain == [newest] else replay(journal, chain, lambda sentence: None)
+        with _sensible(first):
+            past = end if chain == [newest] else replay(journal, chain, lambda sentence: None)
         steps = tuple(step for step in past.steps if step.base >= start)
         if [step.base for step in steps] == list(range(start, end.base)):
             orchestrator = Orchestrator.restore(config, end.orchestrator.snapshot())
@@ -158,8 +161,24 @@ def _open(number: int, records: Sequence[bytes]) -> tuple[Head, Book, Sequence[b
     return head, book, records[1 + head.book :]
 
 
+@contextlib.contextmanager
+def _sensible(number: int) -> Iterator[None]:
+    """Records whose checksums hold and which make no sense were written by another version, or by a bug."""
+    try:
+        yield
+    except (TypeError, KeyError, ValueError, AttributeError, IndexError, RuntimeError) as error:
+        if isinstance(error, JournalError):
+            raise
+        raise JournalError(f"the journal from segment {number} on cannot be followed by this version of dora_jax: "
+                           f"{type(error).__name__} {error}") from error
+
+
 def _config(data: dict[str, Any]) -> OrchestratorConfig:
     """The configuration under which a segment was written; tuples came back as lists."""
+    known = {field.name for field in dataclasses.fields(OrchestratorConfig)}
+    if set(data) != known:
+        raise JournalError(f"the journal was written by another version of dora_jax: its configuration differs in "
+                           f"{', '.join(sorted(map(str, set(data) ^ known)))}")
     data = dict(data)
     data["task_cycle"] = tuple(data["task_cycle"])
     data["task_ratios"] = tuple((task, ratio) for task, ratio in data["task_ratios"])

@@ -10,7 +10,9 @@ Consumes counts (batch, context, tokens, chips), produces seconds. Both kinds an
 
 A file of measured costs is JSON: {"decode": [[batch, seconds], ...], "decode_kv_s": s, "prefill_fixed_s": s,
 "prefill_s_per_token": s, "train_fixed_s": s, "train_s_per_token": s, "load_s": s, "move_fixed_s": s,
-"move_s_per_token": s, "score_s": s, "pages": n}. Between two batches a tick is interpolated.
+"move_s_per_token": s, "score_s": s, "pages": n, "contention": x}. Between two batches a tick is interpolated.
+contention: an instance takes so many times as long while the trainer works; above 1 where both share a machine, and 1
+where it is left out.
 
 Sources: the roofline of a transformer's decode as in arXiv 2211.05102; matmuls read the weights once a tick or are
 bound by FLOPs, attention is bound by the KV it reads, and the two follow one another.
@@ -33,6 +35,7 @@ FORWARD, BACKWARD = 2, 4  # FLOPs a parameter and token
 class Costs(Protocol):
     decode_kv_s: float
     score_s: float
+    contention: float
     pages: int  # KV pages of an instance
 
     def decode_base_s(self, batch: int) -> float: ...
@@ -50,6 +53,8 @@ def open_costs(config: SimConfig) -> Costs:
 
 
 class Roofline:
+    contention = 1.0  # every role has chips of its own
+
     def __init__(self, model: ModelSection, hardware: HardwareSection, cost: CostSection):
         self._model, self._hardware, self._cost = model, hardware, cost
         self._chip = chip = CHIPS[hardware.chip]
@@ -147,6 +152,7 @@ class Measured:
             names = ("decode_kv_s", "prefill_fixed_s", "prefill_s_per_token", "train_fixed_s", "train_s_per_token",
                      "load_s", "move_fixed_s", "move_s_per_token", "score_s", "pages")  # fmt: skip
             self._data = {name: float(data[name]) for name in names}
+            self.contention = float(data.get("contention", 1.0))
         except (ValueError, TypeError, KeyError) as error:
             what = f"{type(error).__name__} {error}"
             raise ConfigError(f"cost.path: {path} is no file of measured costs: {what}") from error

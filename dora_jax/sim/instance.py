@@ -69,6 +69,7 @@ class Instance:
         self.id = id
         self.slots = slots
         self.speed = speed
+        self.slowed = 1.0  # by others on its machine
         self.capacity = costs.pages * page_size  # tokens of KV
         self.time = 0.0
         self.ticks = 0.0
@@ -115,11 +116,11 @@ class Instance:
         activity = self.activity
         self.spent[activity] += elapsed
         if activity == PREFILL:
-            self._prefill_left_s = max(0.0, self._prefill_left_s - elapsed * self.speed)
+            self._prefill_left_s = max(0.0, self._prefill_left_s - elapsed * self.speed / self.slowed)
         elif activity == DECODE:
             batch = len(self.decoding)
             a, b = self._tick_s(), batch * self._costs.decode_kv_s
-            work = elapsed * self.speed
+            work = elapsed * self.speed / self.slowed
             self._grow(2 * work / (a + math.sqrt(a * a + 2 * b * work)))
             self.slot_s += batch * elapsed
 
@@ -127,12 +128,12 @@ class Instance:
         """When something happens here without outside help; inf: never."""
         activity = self.activity
         if activity == PREFILL:
-            return self.time + self._prefill_left_s / self.speed
+            return self.time + self._prefill_left_s * self.slowed / self.speed
         if activity != DECODE:
             return math.inf
         n = self._next_tick() - self.ticks
         batch = len(self.decoding)
-        return self.time + max(0.0, n * self._tick_s() + n * n * batch * self._costs.decode_kv_s / 2) / self.speed
+        return self.time + max(0.0, n * self._tick_s() + n * n * batch * self._costs.decode_kv_s / 2) * self.slowed / self.speed
 
     def happen(self) -> list[tuple[str, Job | None]]:
         """What has come to its end at this time: samples that entered the batch, turns that stopped, a report."""

@@ -180,18 +180,22 @@ class SimWorld:
             for host in self.instances:
                 host.advance(self.now)
             self.meter.train_begins(self.now, idle_s(self.instances))
-            if self._config.hardware.colocated:
-                self._pause_all(True)
+            self._trainer_works(True)
         self.meter.trained([command.base_version - g.version for g in groups], sum(g.tokens for g in groups))
         begin, end, last = self._trainer.begins(self.now, groups)
         if self._trace:
             self._trace.train(begin, end, command)
         self._at(end, self._part_trained, command.base_version + 1, last)
 
-    def _pause_all(self, paused: bool) -> None:
+    def _trainer_works(self, works: bool) -> None:
+        """Colocated instances stand still meanwhile; those that share its machine are slower."""
+        colocated, slower = self._config.hardware.colocated, self.costs.contention
+        if not colocated and slower == 1.0:
+            return
         for host in self.instances:
             host.advance(self.now)
-            host.paused = paused
+            host.paused = works and colocated
+            host.slowed = slower if works else 1.0
             self._schedule(host)
 
     def _pause(self, command: ev.Pause | ev.Unpause) -> None:
@@ -323,8 +327,7 @@ class SimWorld:
     def _part_trained(self, version: Version, last: bool) -> None:
         if not self._trainer.ends(self.now):
             return
-        if self._config.hardware.colocated:
-            self._pause_all(False)
+        self._trainer_works(False)
         for host in self.instances:
             host.advance(self.now)
         if not last:
@@ -345,6 +348,7 @@ class SimWorld:
             report_ticks=self._config.report_tokens)  # fmt: skip
         host.time = self.now
         host.paused = hardware.colocated and self._trainer.busy
+        host.slowed = self.costs.contention if self._trainer.busy else 1.0
         self._instances[id] = host
         self._lives[id] += 1
         self._say(ev.InstanceUp(
