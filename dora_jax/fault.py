@@ -24,8 +24,7 @@ POINTS = (
     "resume.replaying",  # a killed run is killed again while it makes a step again
 )
 
-_NAME, _, _NUMBER = os.environ.get("DORA_FAULT", "").partition(":")
-_passes = 0
+_name, _at, _passes = "", 0, 0
 
 
 def point(name: str) -> None:
@@ -37,11 +36,19 @@ def point(name: str) -> None:
 def armed(name: str) -> bool:
     """True at the pass at which the process is to die; for a point that has something to break first."""
     global _passes
-    if name != _NAME:
+    if name != _name:
         return False
     _passes += 1
-    return _passes == int(_NUMBER)
+    return _passes == _at
 
 
-if _NAME and _NAME not in POINTS:
-    raise ValueError(f"DORA_FAULT: {_NAME!r} is no fault point; there are {', '.join(POINTS)}")
+def arm(spec: str) -> None:
+    """NAME:N, or nothing."""
+    global _name, _at
+    _name, _, number = spec.partition(":")
+    if _name and _name not in POINTS:
+        raise ValueError(f"DORA_FAULT: {_name!r} is no fault point; there are {', '.join(POINTS)}")
+    _at = int(number or 0)
+
+
+arm(os.environ.get("DORA_FAULT", ""))

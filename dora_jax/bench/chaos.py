@@ -1,9 +1,11 @@
 """The real run, killed with SIGKILL again and again, then its books.
 
     python -m dora_jax.bench.chaos [--kills=10] [--points=all|none|NAME,...] [--seed=0] [--config=configs/quickstart.py:tiny]
-                                   [--workdir=DIR]
+                                   [--workdir=DIR] [--fresh]
 
-Every life is a process of its own that runs the same command: `python -m dora_jax.train`. Each named fault point
+Every life is a process of its own that runs the same command: `python -m dora_jax.train`. To save the seconds that a
+Python takes to import JAX, it is forked from one that has imported everything and begun nothing; --fresh starts an
+interpreter for each life, which is what the start-up time of a whole job is. Each named fault point
 (dora_jax/fault.py) kills one life at its first or second pass; the random kills come up to LIFE_S after a life has begun
 to take facts. A run that reaches its end before all kills are spent is audited, and the next run begins. At the end
 every run is left alone until it is done. One row a run:
@@ -15,6 +17,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import multiprocessing
 import os
 import random
 import shutil
@@ -24,6 +27,7 @@ import sys
 import time
 from pathlib import Path
 
+from dora_jax import fault, flags
 from dora_jax.fault import POINTS
 from dora_jax.runtime.audit import audit
 from dora_jax.runtime.guard import RETRY
@@ -31,9 +35,47 @@ from dora_jax.runtime.guard import RETRY
 LIFE_S = 3.0  # a random kill comes within so long after the journal's segment of this life
 START_S = 900.0  # a life that has not begun by then is an error
 STEPS = 24
+PRELOADED = ("dora_jax.runtime.job", "reasoning_gym", "tensorboardX")  # what a life imports before it begins
 OVERRIDES = (  # segments are kept, so that the audit sees the first fact; checkpoints often, so that their points are met
     f"--config.steps={STEPS}", "--config.checkpoint.every=3", "--config.journal.keep_all=True",
-    "--config.journal.partial_s=0.2", "--config.orchestrator.filter_zero_variance=False")
+    "--config.journal.partial_s=0.2", "--config.orchestrator.filter_zero_variance=False",
+    "--config.trainer.overlong_cache=64")  # answers differ in length: so every step has a gradient, and other weights
+
+
+class Forked:
+    """A process that imported everything before it began; what Popen offers of it."""
+
+    def __init__(self, command: list[str], dies_at: str, log: Path):
+        self._process = multiprocessing.get_context("forkserver").Process(target=_live, args=(command, dies_at, str(log)))
+        self._process.start()
+
+    @property
+    def returncode(self) -> int | None:
+        return self._process.exitcode
+
+    def poll(self) -> int | None:
+        return self._process.exitcode
+
+    def wait(self, timeout: float) -> int:
+        self._process.join(timeout)
+        if self._process.exitcode is None:
+            raise subprocess.TimeoutExpired("a life", timeout)
+        return self._process.exitcode
+
+    def send_signal(self, number: int) -> None:
+        os.kill(self._process.pid, number)
+
+
+def _live(command: list[str], dies_at: str, log: str) -> None:
+    """`python -m COMMAND` in this process."""
+    fd = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    os.dup2(fd, 1)
+    os.dup2(fd, 2)
+    fault.arm(dies_at)
+    sys.argv = command
+    from dora_jax import train
+
+    flags.run(train.main)
 
 
 @dataclasses.dataclass
@@ -42,21 +84,21 @@ class Run:
 
     folder: Path
     config: str
-    cache: Path  # of compiled functions: a restart costs seconds, not a minute
+    fresh: bool  # an interpreter for each life
     lives: int = 0
     kills: int = 0
     start_s: list[float] = dataclasses.field(default_factory=list)  # until the journal takes facts
     run_s: float = 0.0
 
-    def start(self, fault: str = "") -> subprocess.Popen:
+    def start(self, dies_at: str = "") -> subprocess.Popen | Forked:
         self.lives += 1
         self.folder.mkdir(parents=True, exist_ok=True)
-        env = {**os.environ, "DORA_FAULT": fault, "JAX_COMPILATION_CACHE_DIR": str(self.cache),
-               "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0"}
+        command = ["dora_jax.train", f"--config={self.config}", f"--workdir={self.folder}", *OVERRIDES]
+        if not self.fresh:
+            return Forked(command, dies_at, self.folder / "console.log")
         with (self.folder / "console.log").open("a") as log:
-            return subprocess.Popen(
-                [sys.executable, "-m", "dora_jax.train", f"--config={self.config}", f"--workdir={self.folder}", *OVERRIDES],
-                env=env, stdout=log, stderr=log, stdin=subprocess.DEVNULL)
+            return subprocess.Popen([sys.executable, "-m", *command], env={**os.environ, "DORA_FAULT": dies_at}, stdout=log,
+                                    stderr=log, stdin=subprocess.DEVNULL)
 
     def segments(self) -> int:
         """Begun so far."""
@@ -124,25 +166,28 @@ class Run:
 
 
 def main() -> None:
-    flags = _flags()
-    draw = random.Random(flags.seed)
-    points = list(POINTS) if flags.points == "all" else [p for p in flags.points.split(",") if p != "none"]
-    kills = [("random", draw.uniform(0, LIFE_S)) for _ in range(flags.kills)]
+    args = _arguments()
+    draw = random.Random(args.seed)
+    points = list(POINTS) if args.points == "all" else [p for p in args.points.split(",") if p != "none"]
+    kills = [("random", draw.uniform(0, LIFE_S)) for _ in range(args.kills)]
     kills += [(name, draw.randint(1, 2)) for name in points]
     draw.shuffle(kills)
-    flags.workdir.mkdir(parents=True, exist_ok=True)
-    print(f"{len(kills)} kills: {flags.kills} at random, one at each of {len(points)} points")
+    args.workdir.mkdir(parents=True, exist_ok=True)
+    os.environ["JAX_COMPILATION_CACHE_DIR"] = str(args.workdir / "cache")  # a restart costs seconds, not a minute
+    os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
+    multiprocessing.set_forkserver_preload(list(PRELOADED))
+    print(f"{len(kills)} kills: {args.kills} at random, one at each of {len(points)} points")
     print(f"{'run':>3} {'lives':>5} {'kills':>5} {'stop s':>6} {'code':>4} {'start s':>7}  books")
     number, bad = 0, 0
     while kills:
-        bad += not _one_run(number, kills, flags, draw)
+        bad += not _one_run(number, kills, args, draw)
         number += 1
     sys.exit(1 if bad else 0)
 
 
-def _one_run(number: int, kills: list, flags: argparse.Namespace, draw: random.Random) -> bool:
+def _one_run(number: int, kills: list, args: argparse.Namespace, draw: random.Random) -> bool:
     """One workdir until its end; takes what it can of `kills`. True: its books balance."""
-    run = Run(flags.workdir / f"run{number}", flags.config, flags.workdir / "cache")
+    run = Run(args.workdir / f"run{number}", args.config, args.fresh)
     shutil.rmtree(run.folder, ignore_errors=True)
     ended, stop_s, code = False, 0.0, None
     while kills and not ended:
@@ -159,16 +204,17 @@ def _one_run(number: int, kills: list, flags: argparse.Namespace, draw: random.R
     starts = f"{sorted(run.start_s)[len(run.start_s) // 2]:.1f}" if run.start_s else "-"
     print(f"{number:>3} {run.lives:>5} {run.kills:>5} {stop_s:>6.1f} {code if code is not None else '-':>4} {starts:>7}  {books}",
           flush=True)
-    return books.ok and books.epochs == 1 and books.trained % STEPS == 0 and code in (None, RETRY, 0)
+    return books.ok and books.epochs == 1 and books.weights == STEPS and code in (None, RETRY, 0)
 
 
-def _flags() -> argparse.Namespace:
+def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--kills", type=int, default=10)
     parser.add_argument("--points", default="all")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--config", default="configs/quickstart.py:tiny")
     parser.add_argument("--workdir", type=Path, default=Path("runs/chaos"))
+    parser.add_argument("--fresh", action="store_true")
     return parser.parse_args()
 
 

@@ -31,6 +31,7 @@ class Audit:
     trained_twice: tuple[GroupId, ...]
     generated_again: tuple[SampleId, ...]  # finished more than once
     epochs: int  # more than one: a step that was made again came out with other weights
+    weights: int  # different ones that were published
 
     @property
     def ok(self) -> bool:
@@ -39,7 +40,7 @@ class Audit:
     def __str__(self) -> str:
         return (f"issued {self.issued} = trained {self.trained} + filtered {self.filtered} + failed {self.failed} + in flight "
                 f"{self.in_flight}; lost {len(self.lost)}, trained twice {len(self.trained_twice)}, finished samples "
-                f"generated again {len(self.generated_again)}, epochs {self.epochs}")
+                f"generated again {len(self.generated_again)}, epochs {self.epochs}, weights {self.weights}")
 
 
 class ReadOnly:
@@ -92,4 +93,5 @@ def _balance(segments: int, end: Replay, finished: collections.Counter[SampleId]
         filtered=sum(reason == "filtered" for reason in ends.values()), failed=reasons.total(), in_flight=len(live),
         reasons=dict(reasons), lost=tuple(sorted(issued - set(trained) - set(ends) - live)),
         trained_twice=tuple(g for g, times in trained.items() if times > 1 or g in ends or g in live),
-        generated_again=tuple(id for id, times in finished.items() if times > 1), epochs=end.epoch + 1)
+        generated_again=tuple(id for id, times in finished.items() if times > 1), epochs=end.epoch + 1,
+        weights=len({step.published.digest for step in end.steps}))
