@@ -49,3 +49,8 @@ def get_config(arg=None):
         c.trainer.micro_batches = 1
         c.eval.prompts, c.eval.samples = 8, 1
     return c
+
+
+def sweep():
+    """python -m dora_jax.sweep --config=configs/quickstart.py: the paper's mode against the plain ones, two seeds each."""
+    return [{"orchestrator.mode": mode, "seed": seed} for mode in ("sync", "one_step", "dora") for seed in (0, 1)]

@@ -18,6 +18,7 @@ import os
 import re
 import sys
 import traceback
+import types
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -94,7 +95,7 @@ def parse(argv: Sequence[str], purpose: str = "train", flag_values: flags.FlagVa
         flag_values(rest)  # absl prints the help and exits
     tree = _saved(rest, spec) if purpose == "evaluate" else load_file(spec)
     overrides = _apply(tree, rest, flag_values)
-    workdir = Path(flag_values.workdir or Path("runs") / _run_name(spec))
+    workdir = Path(flag_values.workdir or Path("runs") / run_name(spec))
     if "://" in str(flag_values.workdir):
         raise ConfigError(f"workdir: {flag_values.workdir} is not a local folder")
     config = configs.from_config_dict(tree, purpose)
@@ -110,20 +111,47 @@ def parse(argv: Sequence[str], purpose: str = "train", flag_values: flags.FlagVa
 def load_file(spec: str) -> ml_collections.ConfigDict:
     """get_config(arg) of path.py[:arg], locked; whatever the file raises is reported with its line."""
     path, colon, arg = spec.partition(":")
+    module = load_module(path)
+    try:
+        tree = module.get_config(arg) if colon else module.get_config()
+    except Exception as error:  # the file is the user's: anything may come out of it
+        raise ConfigError(blame(path, error)) from error
+    if not isinstance(tree, ml_collections.ConfigDict):
+        raise ConfigError(f"config: get_config of {path} returned {type(tree).__name__}, not config.defaults()")
+    return tree.lock()
+
+
+def load_module(path: str) -> types.ModuleType:
+    """The config file, run; whatever it raises is reported with its line."""
     if not path:
         raise ConfigError("config: missing; name a file, e.g. --config=configs/quickstart.py")
     if not Path(path).is_file():
         raise ConfigError(f"config: {path} does not exist")
+    module_spec = importlib.util.spec_from_file_location(f"config_{Path(path).stem}", path)
+    module = importlib.util.module_from_spec(module_spec)
     try:
-        module_spec = importlib.util.spec_from_file_location(f"config_{Path(path).stem}", path)
-        module = importlib.util.module_from_spec(module_spec)
         module_spec.loader.exec_module(module)
-        tree = module.get_config(arg) if colon else module.get_config()
-    except Exception as error:  # the file is the user's: anything may come out of it
-        raise ConfigError(_blame(path, error)) from error
-    if not isinstance(tree, ml_collections.ConfigDict):
-        raise ConfigError(f"config: get_config of {path} returned {type(tree).__name__}, not config.defaults()")
-    return tree.lock()
+    except Exception as error:  # the file is the user's
+        raise ConfigError(blame(path, error)) from error
+    return module
+
+
+def blame(path: str, error: Exception) -> str:
+    """Where in the config file it happened, and what; an unknown field with its nearest known one."""
+    lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename.endswith(path)]
+    line = error.lineno if isinstance(error, SyntaxError) else (lines[-1] if lines else None)
+    unknown = re.match(r"\W*Key \"(\w+)\" does not exist", str(error))
+    if unknown:
+        what = f"unknown field {unknown[1]}; the nearest is {configs.nearest(unknown[1], configs.fields())}"
+    else:
+        what = f"{type(error).__name__}: {_one_line(error)}"
+    return f"{path}{f':{line}' if line else ''}: {what}"
+
+
+def run_name(spec: str) -> str:
+    """configs/x.py:arg -> x_arg"""
+    path, _, arg = spec.partition(":")
+    return re.sub(r"[^\w.=,-]", "_", "_".join(filter(None, (Path(path).stem, arg))))
 
 
 def describe(asked: Run) -> str:
@@ -237,26 +265,8 @@ def _flag_name(arg: str) -> str:
     return arg.lstrip("-").partition("=")[0]
 
 
-def _run_name(spec: str) -> str:
-    """configs/x.py:arg -> x_arg"""
-    path, _, arg = spec.partition(":")
-    return re.sub(r"[^\w.=,-]", "_", "_".join(filter(None, (Path(path).stem, arg))))
-
-
 def _one_line(error: BaseException) -> str:
     return " ".join(str(error).split())
-
-
-def _blame(path: str, error: Exception) -> str:
-    """Where in the config file it happened, and what; an unknown field with its nearest known one."""
-    lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename.endswith(path)]
-    line = error.lineno if isinstance(error, SyntaxError) else (lines[-1] if lines else None)
-    unknown = re.match(r"\W*Key \"(\w+)\" does not exist", str(error))
-    if unknown:
-        what = f"unknown field {unknown[1]}; the nearest is {configs.nearest(unknown[1], configs.fields())}"
-    else:
-        what = f"{type(error).__name__}: {_one_line(error)}"
-    return f"{path}{f':{line}' if line else ''}: {what}"
 
 
 def _machine(asked: Run, purpose: str) -> list[str]:
