@@ -117,7 +117,7 @@ class Run:
         return True
 
     def tail(self) -> str:
-        return (self.folder / "console.log").read_text()[-2000:]
+        return (self.folder / "console.log").read_text()[-8000:]
 
     # ------------------------------------------------------------ lives
 
