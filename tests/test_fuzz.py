@@ -27,6 +27,7 @@ from dora_jax.tasks.prompts import Wording
 from dora_jax.tasks.rows import RowsSource
 from dora_jax.trainer import manifest
 
+pytestmark = pytest.mark.slow
 N = 1000
 MAX_BYTES = 64 << 20
 MAX_S = 120.0
