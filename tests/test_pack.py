@@ -75,6 +75,18 @@ def test_the_order_of_groups_and_their_neighbours_do_not_matter():
     assert a.group_ids == b.group_ids == (0, 1, 2, 3, 4)
 
 
+@pytest.mark.parametrize("advantage", ["reinforce_pp", "grpo"])
+def test_advantages_are_of_the_whole_step_and_denominators_of_each_update(advantage):
+    section = cases.section(advantage=advantage)
+    groups = cases.groups(6, seed=5)
+    whole, shape = packed(groups, section)
+    parts = pack.pack_step([groups[0::2], groups[1::2]], shape, prepare.Prepare(section, cases.MAX_NEW))
+    assert sorted(t for part in parts for t in trajectories(part)) == trajectories(whole)
+    assert [part.group_ids for part in parts] == [(0, 2, 4), (1, 3, 5)]
+    for part in parts:
+        assert part.loss_weights.sum() == pytest.approx(1.0, rel=1e-5)
+
+
 def test_observed_tokens_and_spans():
     """Observed tokens are no targets; the version of each token is the one of its span, not of the newest."""
     sample = Sample(id=SampleId(0, 0), prompt_ids=np.array([1, 2], np.int32), out_ids=np.array([3, 4, 5, 6], np.int32),

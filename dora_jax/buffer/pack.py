@@ -3,8 +3,8 @@
 Each sample becomes one segment of P + U - 1 input tokens (the last token is only a target); segments are packed into
 rows by falling length, never share attention, and never straddle rows.
 Laws: the shape depends on the config alone, so one compiled step serves every batch; the rows that hold tokens fill
-whole micro-batches first, so the trainer can skip the empty ones; what a step divides by (`loss_weights`) is computed
-here, over the whole step; the result does not depend on the order of the groups.
+whole micro-batches first, so the trainer can skip the empty ones; what an update divides by (`loss_weights`) is
+computed here, over the whole update; the result does not depend on the order of the groups.
 """
 
 from __future__ import annotations
@@ -113,29 +113,63 @@ Score = Callable[[TrainBatch], dict[str, np.ndarray]]  # -> old_logprobs, ref_lo
 
 
 def pack(groups: Sequence[ScoredGroup], shape: Layout, objective: Objective, score: Score | None = None) -> TrainBatch:
-    """The step's batch. `score`, where the objective needs it, runs the models on the packed rows first."""
-    groups = sorted(groups, key=lambda g: g.group_id)
-    samples = [sample for group in groups for sample in group.samples]
-    places = _places([len(s.prompt_ids) + len(s.out_ids) - 1 for s in samples], shape)
-    spread = _Spread(samples, places, shape)
-    batch = _tokens(samples, places, spread, shape)
-    rewards = np.concatenate([np.asarray(group.rewards, np.float32) for group in groups])
-    group_ids = np.repeat([g.group_id for g in groups], [len(g.samples) for g in groups])
-    scored = score(TrainBatch(**batch, advantages=spread.zeros(), rewards=spread.zeros(),
-                              loss_weights=spread.zeros())) if score else {}
-    estimate = objective.estimate(_sequences(samples, group_ids, rewards, spread, batch, scored))
-    mask = spread.responses(estimate.mask, bool)
-    weights = objective.token_weights(mask, batch["segment_ids"], spread.segments(group_ids))
-    returns = {} if estimate.returns is None else {"returns": spread.responses(estimate.returns, np.float32)}
-    return TrainBatch(
-        **(batch | {"mask": mask}), **{name: x for name, x in scored.items() if name != "grad_sq"}, **returns,
-        advantages=spread.responses(estimate.advantages, np.float32) * mask,
-        rewards=spread.responses(rewards, np.float32),
-        loss_weights=np.asarray(weights, np.float32),
-        group_ids=tuple(g.group_id for g in groups))
+    """The batch of a step of one update, or of an update that takes its groups before the others are there."""
+    return pack_step([groups], shape, objective, score)[0]
+
+
+def pack_step(updates: Sequence[Sequence[ScoredGroup]], shape: Layout, objective: Objective,
+              score: Score | None = None) -> tuple[TrainBatch, ...]:
+    """A batch for the groups of each optimizer update. Advantages are of the whole step, denominators of each update.
+
+    `score`, where the objective needs it, runs the models on the packed rows first.
+    """
+    parts = [_Part(sorted(groups, key=lambda g: g.group_id), shape, score) for groups in updates]
+    longest = max(part.spread.longest for part in parts)
+    every = [part.sequences(longest) for part in parts]
+    estimate = objective.estimate(Sequences(**{
+        name: np.concatenate([s[name] for s in every]) for name in every[0]}))
+    stops = np.cumsum([len(part.samples) for part in parts])
+    return tuple(part.batch_of(estimate, slice(stop - len(part.samples), stop), objective)
+                 for part, stop in zip(parts, stops))
 
 
 # ---------------------------------------------------------------- private
+
+
+class _Part:
+    """The groups of one update in their rows, before they have advantages."""
+
+    def __init__(self, groups: Sequence[ScoredGroup], shape: Layout, score: Score | None):
+        self.samples = [sample for group in groups for sample in group.samples]
+        places = _places([len(s.prompt_ids) + len(s.out_ids) - 1 for s in self.samples], shape)
+        self.spread = _Spread(self.samples, places, shape)
+        self._batch = _tokens(self.samples, places, self.spread, shape)
+        self._rewards = np.concatenate([np.asarray(group.rewards, np.float32) for group in groups])
+        self._group_ids = np.repeat([g.group_id for g in groups], [len(g.samples) for g in groups])
+        zeros = dict.fromkeys(("advantages", "rewards", "loss_weights"), self.spread.zeros())
+        self._scored = score(TrainBatch(**self._batch, **zeros)) if score else {}
+
+    def sequences(self, longest: int) -> dict[str, np.ndarray]:
+        """The fields of `Sequences`, as wide as the step's longest response."""
+        per_token = {name: self._batch[name] for name in ("mask", "behavior_logprobs")} | self._scored
+        return {
+            "group_ids": self._group_ids, "rewards": self._rewards,
+            "lengths": np.array([len(s.out_ids) for s in self.samples]),
+            "truncated": np.array([s.finish == "length" for s in self.samples]),
+        } | {name: self.spread.gather(np.asarray(x), longest) for name, x in per_token.items()}
+
+    def batch_of(self, estimate: Estimate, mine: slice, objective: Objective) -> TrainBatch:
+        """`mine`: the rows of the step's estimate that are of this update."""
+        spread = self.spread
+        mask = spread.responses(estimate.mask[mine], bool)
+        weights = objective.token_weights(mask, self._batch["segment_ids"], spread.segments(self._group_ids))
+        returns = estimate.returns
+        returns = {} if returns is None else {"returns": spread.responses(returns[mine], np.float32)}
+        return TrainBatch(
+            **(self._batch | {"mask": mask}), **{name: x for name, x in self._scored.items() if name != "grad_sq"},
+            **returns, advantages=spread.responses(estimate.advantages[mine], np.float32) * mask,
+            rewards=spread.responses(self._rewards, np.float32), loss_weights=np.asarray(weights, np.float32),
+            group_ids=tuple(dict.fromkeys(self._group_ids.tolist())))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -194,9 +228,9 @@ class _Spread:
             out[row, start:start + n] = value
         return out
 
-    def gather(self, packed: np.ndarray) -> np.ndarray:
-        """[B, L] -> [n, T] over response tokens, 0 beyond each length."""
-        out = np.zeros((len(self._rows), self.longest), packed.dtype)
+    def gather(self, packed: np.ndarray, width: int) -> np.ndarray:
+        """[B, L] -> [n, width] over response tokens, 0 beyond each length."""
+        out = np.zeros((len(self._rows), width), packed.dtype)
         for i, (row, first, n) in enumerate(zip(self._rows, self._first, self._lengths)):
             out[i, :n] = packed[row, first:first + n]
         return out
@@ -222,14 +256,3 @@ def _tokens(samples: Sequence[Sample], places: Sequence[_Place], spread: _Spread
         for span in sample.spans:
             batch["version"][place.row, first + span.start:first + span.stop] = span.version
     return batch
-
-
-def _sequences(samples: Sequence[Sample], group_ids: np.ndarray, rewards: np.ndarray, spread: _Spread,
-               batch: dict[str, np.ndarray], scored: dict[str, np.ndarray]) -> Sequences:
-    return Sequences(
-        group_ids=group_ids, rewards=rewards,
-        lengths=np.array([len(s.out_ids) for s in samples]),
-        truncated=np.array([s.finish == "length" for s in samples]),
-        mask=spread.gather(batch["mask"]),
-        behavior_logprobs=spread.gather(batch["behavior_logprobs"]),
-        **{name: spread.gather(np.asarray(x)) for name, x in scored.items()})

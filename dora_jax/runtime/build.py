@@ -16,7 +16,7 @@ import jax
 import numpy as np
 
 from dora_jax import devices, tasks
-from dora_jax.buffer.pack import Layout, layout, pack
+from dora_jax.buffer.pack import Layout, layout, pack_step
 from dora_jax.config import Config, blame
 from dora_jax.models import sharding
 from dora_jax.orchestrate.events import InstanceUp
@@ -110,7 +110,7 @@ def packer(config: Config, trainer: Trainer) -> Callable[[Sequence[ScoredGroup],
         if config.task.shuffle_rewards:
             groups = shuffled(groups, config.seed, base)
         score = trainer.score if needs_scores(config.trainer) else None
-        return tuple(pack(groups[i::updates], shape, prepare, score) for i in range(updates))
+        return pack_step([groups[i::updates] for i in range(updates)], shape, prepare, score)
 
     return pack_step
 
