@@ -194,6 +194,21 @@ class SftSection:
 
 
 @section
+class ClusterSection:
+    """More than one process: the controller is this one, the trainer and each rollout instance are gangs of their own."""
+
+    launcher: str = ""  # process: children on this machine; ray: actors of a Ray cluster; empty: all in one process
+    trainer_hosts: int = 1  # processes of the trainer; its mesh spans their devices
+    hosts_per_replica: int = 1  # processes of each of the rollout.instances; rollout.tensor spans their devices
+    devices_per_host: int = 0  # virtual CPU devices of each process; 0: what its host has
+    wire: str = "storage"  # how weights reach the instances: storage or transfer
+    silence_s: float = 10.0  # a process that is not heard for so long is taken for dead
+    stall_s: float = 300.0  # as is one that has work and does not move; longer than any step takes
+    start_s: float = 900.0  # from starting a gang until it is compiled
+    max_restarts: int = 3  # of a gang in a row that come to nothing, before the run ends
+
+
+@section
 class Config:
     seed: int = 0
     steps: int = 100
@@ -208,6 +223,7 @@ class Config:
     checkpoint: CheckpointSection = CheckpointSection()
     journal: JournalSection = JournalSection()
     sft: SftSection = SftSection()
+    cluster: ClusterSection = ClusterSection()
 
 
 class ConfigError(ValueError):

@@ -51,7 +51,7 @@ def plan(n_devices: int, config: Config) -> DevicePlan:
         raise ConfigError(f"cpu_devices: {n_devices} devices are too few to run on")
     share_all = config.placement == "shared" or (config.placement == "auto" and n_devices == 1)
     size = n_devices if share_all else _trainer_devices(n_devices, config)
-    mesh = _trainer_mesh(size, config)
+    mesh = trainer_mesh(size, config)
     used = math.prod(mesh)
     if used > n_devices:
         axis = ("data", "fsdp", "tensor", "context")[mesh.index(max(mesh))]
@@ -61,6 +61,22 @@ def plan(n_devices: int, config: Config) -> DevicePlan:
     may_share = share_all or (config.placement == "auto" and config.rollout.tensor == 1)
     return DevicePlan(n_devices=n_devices, trainer=tuple(range(used)), trainer_mesh=mesh,
                       instances=_instances(rest, config, may_share))
+
+
+def trainer_mesh(size: int, config: Config) -> tuple[int, int, int, int]:
+    """data, fsdp, tensor, context of a trainer that has this many devices."""
+    t = config.trainer
+    unit = t.data * t.tensor * t.context
+    if t.fsdp > 0:
+        mesh = (t.data, t.fsdp, t.tensor, t.context)
+    elif size % unit:
+        raise ConfigError(f"trainer.fsdp: {size} devices are not divisible by data * tensor * context = {unit}")
+    else:
+        mesh = (t.data, size // unit, t.tensor, t.context)
+    if t.rows % (t.micro_batches * mesh[0] * mesh[1]):
+        raise ConfigError(f"trainer.rows: {t.rows} is not divisible by micro_batches * data * fsdp = "
+                          f"{t.micro_batches} * {mesh[0]} * {mesh[1]}")
+    return mesh
 
 
 def known_devices(config: Config) -> int | None:
@@ -105,21 +121,6 @@ def _trainer_devices(n_devices: int, config: Config) -> int:
     while 2 * fsdp * unit <= half:  # a power of two: what sizes of models divide by
         fsdp *= 2
     return fsdp * unit
-
-
-def _trainer_mesh(size: int, config: Config) -> tuple[int, int, int, int]:
-    t = config.trainer
-    unit = t.data * t.tensor * t.context
-    if t.fsdp > 0:
-        mesh = (t.data, t.fsdp, t.tensor, t.context)
-    elif size % unit:
-        raise ConfigError(f"trainer.fsdp: {size} devices are not divisible by data * tensor * context = {unit}")
-    else:
-        mesh = (t.data, size // unit, t.tensor, t.context)
-    if t.rows % (t.micro_batches * mesh[0] * mesh[1]):
-        raise ConfigError(f"trainer.rows: {t.rows} is not divisible by micro_batches * data * fsdp = "
-                          f"{t.micro_batches} * {mesh[0]} * {mesh[1]}")
-    return mesh
 
 
 def _instances(free: Indices, config: Config, may_share: bool) -> tuple[Indices, ...]:

@@ -37,8 +37,8 @@ RUN_FAILED = 1  # exit code
 BAD_USAGE = 2  # exit code: wrong input, trying again cannot help
 
 MAY_CHANGE = (  # between two runs of one workdir: how long, how often, and on which machine
-    "steps", "cpu_devices", "placement", "checkpoint.", "journal.", "eval.", "rollout.instances",
-    "rollout.tensor", "trainer.data",
+    "steps", "cpu_devices", "placement", "checkpoint.", "journal.", "eval.", "cluster.",
+    "rollout.instances", "rollout.tensor", "trainer.data",
     "trainer.fsdp", "trainer.tensor", "trainer.context", "trainer.optimizer_memory",
     "trainer.peak_tflops", "task.reward_workers", "task.reward_timeout_s", "task.reward_retries")
 
@@ -156,10 +156,17 @@ def run_name(spec: str) -> str:
 
 def describe(asked: Run) -> str:
     """What --dry_run prints: the resolved config as JSON, then who gets which device."""
-    n_devices = devices.known_devices(asked.config) or 1
+    config, n_devices = asked.config, devices.known_devices(asked.config) or 1
+    plan = _gangs(config) if config.cluster.launcher else devices.plan(n_devices, config).describe()
     notes = [f"note: {problem}" for problem in validate.missing_paths(asked.config)]
-    return "\n".join([json.dumps(configs.to_json(asked.config), indent=2), f"workdir: {asked.workdir}",
-                      devices.plan(n_devices, asked.config).describe(), *notes])
+    return "\n".join([json.dumps(configs.to_json(asked.config), indent=2), f"workdir: {asked.workdir}", plan, *notes])
+
+
+def _gangs(config: Config) -> str:
+    cluster, rollout = config.cluster, config.rollout
+    devices_each = f"{cluster.devices_per_host} virtual CPU devices" if cluster.devices_per_host else "its host's devices"
+    return (f"cluster of {cluster.launcher}: the controller, a trainer of {cluster.trainer_hosts} and {rollout.instances} "
+            f"instances of {cluster.hosts_per_replica} processes each; a process has {devices_each}")
 
 
 def record(asked: Run) -> None:
@@ -273,7 +280,7 @@ def _machine(asked: Run, purpose: str) -> list[str]:
     """What the devices of this machine cannot do, as far as their number and the model are known by now."""
     config = asked.config
     n_devices = devices.known_devices(config) or (1 if asked.dry_run else None)
-    if n_devices is None or purpose == "sft":
+    if n_devices is None or purpose == "sft" or config.cluster.launcher:
         return []
     try:
         mesh = devices.plan(n_devices, config).trainer_mesh

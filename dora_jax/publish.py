@@ -10,6 +10,7 @@ other threads see all of a version or none of it.
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -19,17 +20,22 @@ from dora_jax.models import decoder
 from dora_jax.types import Version
 
 
+def serving_copy(dtype: str) -> Callable[[Any], Any]:
+    """Stacked masters -> their copy in the serving layout and in `dtype`, on the same devices."""
+    dtype = jnp.dtype(dtype)
+
+    def copy(params: Any) -> Any:  # an explicit copy: an output that is its input could share the donated buffer
+        return jax.tree.map(lambda x: jnp.array(x, dtype, copy=True), decoder.serving_layout(params))
+
+    return jax.jit(copy)
+
+
 class WeightStore:
     """One process. Keeps each version on the trainer's devices, in the serving layout, until it is dropped."""
 
     def __init__(self, dtype: str = "float32"):
         """dtype: what engines compute in; the trainer's masters stay f32."""
-        dtype = jnp.dtype(dtype)
-
-        def copy(params: Any) -> Any:  # an explicit copy: an output that is its input could share the donated buffer
-            return jax.tree.map(lambda x: jnp.array(x, dtype, copy=True), decoder.serving_layout(params))
-
-        self._copy = jax.jit(copy)
+        self._copy = serving_copy(dtype)
         self._weights: dict[Version, Any] = {}
         self._newest: Version | None = None
         self._lock = threading.Lock()

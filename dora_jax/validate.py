@@ -27,6 +27,8 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "placement": ("auto", "disjoint", "shared"),
     "model.dtype": ("float32", "bfloat16"),
     "rollout.attention": ("reference", "tpu", "gpu"),
+    "cluster.launcher": ("", "process", "ray"),
+    "cluster.wire": ("storage", "transfer"),
     "sft.family": tuple(family.model_type for family in FAMILIES),
 }
 
@@ -36,12 +38,14 @@ RANGES: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
         rollout.max_prompt_tokens rollout.max_new_tokens rollout.prefill_tokens rollout.prefill_chunk
         rollout.decode_steps rollout.context_block
         eval.prompts eval.samples checkpoint.keep sft.examples sft.steps sft.batch_rows sft.pack_tokens
-        sft.d_model sft.n_layers sft.n_heads sft.n_kv_heads sft.head_dim sft.d_ff"""),
+        sft.d_model sft.n_layers sft.n_heads sft.n_kv_heads sft.head_dim sft.d_ff
+        cluster.trainer_hosts cluster.hosts_per_replica"""),
     ("at least 0", lambda x: x >= 0, """
         seed cpu_devices task.reward_retries rollout.instances rollout.decode_rows eval.every checkpoint.every
         checkpoint.keep_best checkpoint.keep_every journal.partial_s journal.watchdog_s
-        sft.warmup_steps sft.vocab_size"""),
-    ("above 0", lambda x: x > 0, "task.reward_timeout_s trainer.eps sft.learning_rate"),
+        sft.warmup_steps sft.vocab_size cluster.devices_per_host cluster.max_restarts"""),
+    ("above 0", lambda x: x > 0, """task.reward_timeout_s trainer.eps sft.learning_rate cluster.silence_s
+        cluster.stall_s cluster.start_s"""),
     ("between 0 and 1", lambda x: 0 <= x <= 1, "task.max_failed_share task.max_bad_rows_share sft.slip_rate"),
     ("a power of two", lambda x: x >= 1 and x & (x - 1) == 0, "rollout.page_size"),
 )
@@ -49,7 +53,7 @@ RANGES: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
 
 def problems(config: Config, purpose: str = "train") -> list[str]:
     """Every broken rule. Purpose: what is about to run; train needs a model to start from, sft a folder to write."""
-    rules = (_choices, _ranges, _task, _engine, _orchestrator, _trainer, _lengths, _sft)
+    rules = (_choices, _ranges, _task, _engine, _orchestrator, _trainer, _lengths, _sft, _cluster)
     return [*_folders(config, purpose), *(problem for rule in rules for problem in rule(config))]
 
 
@@ -172,3 +176,18 @@ def _sft(config: Config) -> Problems:
         yield f"sft.n_heads: {sft.n_heads} is not divisible by n_kv_heads = {sft.n_kv_heads}"
     if sft.head_dim % 2:
         yield f"sft.head_dim: {sft.head_dim} is odd, and rotary positions turn pairs"
+
+
+def _cluster(config: Config) -> Problems:
+    """What belongs to a run of several processes."""
+    cluster, rollout = config.cluster, config.rollout
+    if not cluster.launcher:
+        return
+    if not rollout.instances:
+        yield "rollout.instances: 0 derives their number from the devices of one process; a cluster wants a number"
+    devices = cluster.hosts_per_replica * cluster.devices_per_host
+    if devices and devices != rollout.tensor:
+        yield (f"rollout.tensor: {rollout.tensor} is not what a replica has, cluster.hosts_per_replica * "
+               f"cluster.devices_per_host = {devices}")
+    if config.cpu_devices:
+        yield "cpu_devices: belongs to a run in one process; in a cluster it is cluster.devices_per_host"

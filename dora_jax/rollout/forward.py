@@ -27,6 +27,7 @@ from dora_jax.rollout.shapes import (DRAWN, FRESH, GROUP, HEADER, INDEX, POSITIO
                                      Shapes)
 
 PAGES_A_COPY = 32  # pages that one call moves to or from the host; longer samples take several, others decode between
+HEADS_AXIS = 2  # of a copy of pages: [layers, pages, K, ...]
 
 
 class Calls:
@@ -77,27 +78,28 @@ class Device:
         self.pool, self.state = calls.empty()
 
     def prefill(self, params: Any, control: np.ndarray, blocks: int) -> None:
-        control = jax.device_put(control, self._calls.replicated)
+        control = _put(control, self._calls.replicated)
         self.pool = self._calls.prefill(params, self.pool, control, blocks=blocks)
 
     def generate(self, params: Any, control: np.ndarray, blocks: int) -> jax.Array:
         """i32[rows, shapes.result]: tokens, log-prob bits, how many of them count, keep sets."""
-        control = jax.device_put(control, self._calls.replicated)
+        control = _put(control, self._calls.replicated)
         self.pool, self.state, result = self._calls.decode(params, self.pool, self.state, control, blocks=blocks)
         result.copy_to_host_async()
         return result
 
     def read_pages(self, pages: list[int]) -> tuple[np.ndarray, np.ndarray]:
-        """Copies to the host: K [layers, pages, K, D, page_size] and V [layers, pages, K, page_size, D]."""
-        copies = [self._calls.read(self.pool, jax.device_put(ids, self._calls.replicated)) for ids, _ in _pieces(pages)]
-        k, v = (np.concatenate([np.asarray(copy[i]) for copy in copies], axis=1) for i in (0, 1))
+        """Copies to the host: K [layers, pages, K, D, page_size] and V [layers, pages, K, page_size, D]; of several
+        processes each gets the heads that it holds."""
+        copies = [self._calls.read(self.pool, _put(ids, self._calls.replicated)) for ids, _ in _pieces(pages)]
+        k, v = (np.concatenate([_local(copy[i]) for copy in copies], axis=1) for i in (0, 1))
         return k[:, : len(pages)], v[:, : len(pages)]
 
     def write_pages(self, pages: list[int], k_pages: np.ndarray, v_pages: np.ndarray) -> None:
         for ids, start in _pieces(pages):
             k, v = (_padded(x[:, start : start + PAGES_A_COPY]) for x in (k_pages, v_pages))
-            k, v = jax.device_put((k, v), self._calls.pages_sharding)
-            self.pool = self._calls.write(self.pool, jax.device_put(ids, self._calls.replicated), k, v)
+            k, v = _put(k, self._calls.pages_sharding), _put(v, self._calls.pages_sharding)
+            self.pool = self._calls.write(self.pool, _put(ids, self._calls.replicated), k, v)
 
     def warmup(self, params: Any) -> None:
         """Compiles every call by making it once with padding rows only."""
@@ -181,6 +183,21 @@ def _is_stop(token_B, *, eos_ids: tuple[int, ...]):
     for eos in eos_ids:
         stopped |= token_B == eos
     return stopped
+
+
+def _put(x: np.ndarray, sharding: NamedSharding) -> jax.Array:
+    """Of several processes each gives what its own devices get: all of it, or its heads."""
+    if sharding.is_fully_addressable:
+        return jax.device_put(x, sharding)
+    return jax.make_array_from_process_local_data(sharding, x)
+
+
+def _local(x: jax.Array) -> np.ndarray:
+    """This process's part of pages; what it holds lies side by side on the axis of heads."""
+    if x.is_fully_addressable:
+        return np.asarray(x)
+    parts = {shard.index[HEADS_AXIS].start or 0: shard.data for shard in x.addressable_shards}
+    return np.concatenate([np.asarray(parts[start]) for start in sorted(parts)], axis=HEADS_AXIS)
 
 
 def _bits(x):

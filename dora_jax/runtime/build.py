@@ -18,7 +18,8 @@ import numpy as np
 from dora_jax import devices, tasks
 from dora_jax.buffer.pack import Layout, layout, pack_step
 from dora_jax.config import Config, blame
-from dora_jax.models import sharding
+from dora_jax.digest import digest
+from dora_jax.models import hf, sharding
 from dora_jax.orchestrate.events import InstanceUp
 from dora_jax.orchestrate.modes import OrchestratorConfig
 from dora_jax.publish import WeightStore
@@ -27,14 +28,15 @@ from dora_jax.runtime.local import LocalWorld
 from dora_jax.runtime.workers import InstanceWorker, TrainerWorker
 from dora_jax.tasks.pool import ScorerPool
 from dora_jax.tokenizer import Tokenizer
+from dora_jax.trainer.checkpoint import Checkpoints
 from dora_jax.trainer.objective import needs_scores
 from dora_jax.trainer.prepare import Prepare
 from dora_jax.trainer.step import Trainer
-from dora_jax.types import ScoredGroup, Version
+from dora_jax.types import InstanceId, ScoredGroup, Version
 
 
 class Parts:
-    """What training and evaluation share: tokenizer, task, scorer, weight store, device plan, engines."""
+    """What every run has in its own process: tokenizer, task, scorer, the outbox of its workers, the world."""
 
     def __init__(self, config: Config, workdir: Path):
         self.config = config
@@ -48,33 +50,83 @@ class Parts:
                 max_new_tokens=config.rollout.max_new_tokens, heldout=config.task.heldout,
                 quarantine_path=workdir / "quarantine.jsonl")
         self.scorer.wait_ready()  # a reward that cannot be imported is named before anything is compiled
-        self.plan = devices.plan(len(jax.devices()), config)
-        self.weights = WeightStore(config.model.dtype)
         self.outbox: queue.SimpleQueue = queue.SimpleQueue()
 
-    def trainer_mesh(self) -> jax.sharding.Mesh:
-        chosen = [jax.devices()[i] for i in self.plan.trainer]
-        return sharding.make_mesh(chosen, *self.plan.trainer_mesh)
-
-    def instances(self, model: Any) -> list[InstanceWorker]:
-        # A sample that goes on from its tokens may differ in the last bits from one that was never cut: not in mode
-        # sync, whose runs are the same bit for bit however often they are killed.
-        partial_s = self.config.journal.partial_s if self.config.orchestrator.mode != "sync" else 0.0
-        workers = []
-        for instance, indices in enumerate(self.plan.instances):
-            mesh = sharding.make_mesh([jax.devices()[i] for i in indices], 1, 1, len(indices))
-            engine = Engine(model, self.config.rollout, mesh, seed=self.config.seed,
-                            eos_ids=self.tokenizer.eos_ids, vocab_limit=self.tokenizer.vocab_size)
-            workers.append(InstanceWorker(instance, engine, self.weights, self.outbox, partial_s))
-        return workers
-
-    def world(self, instances: Sequence[InstanceWorker], trainer: TrainerWorker | None, groups: Any) -> LocalWorld:
+    def world(self, instances: Sequence[Any], trainer: TrainerWorker | None, groups: Any, weights: Any) -> LocalWorld:
         section = self.config.orchestrator
         return LocalWorld(
             instances=instances, trainer=trainer, task=self.task, scorer=self.scorer, groups=groups,
-            weights=self.weights, outbox=self.outbox, group_size=section.group_size,
+            weights=weights, outbox=self.outbox, group_size=section.group_size,
             eval_samples=self.config.eval.samples,
             trainable=nonzero_variance if section.filter_zero_variance else lambda group: True)
+
+
+@dataclasses.dataclass(frozen=True)
+class TrainerSide:
+    """What a run asks of its trainer."""
+
+    trainer: Any  # Trainer, or what stands for one elsewhere
+    checkpoints: Any
+    pack: Callable[[Sequence[ScoredGroup], Version], Any]
+    digest: Callable[[Any], int]
+
+
+class OneProcess:
+    """The body of a run in one process: instances and trainer on sub-meshes of `jax.devices()`."""
+
+    def __init__(self, parts: Parts):
+        self._parts = parts
+        self._plan = devices.plan(len(jax.devices()), parts.config)
+        self.weights = WeightStore(parts.config.model.dtype)
+
+    def trainer_side(self, say: Callable[[str], None]) -> TrainerSide:
+        config, workdir = self._parts.config, self._parts.workdir
+        mesh = sharding.make_mesh([jax.devices()[i] for i in self._plan.trainer], *self._plan.trainer_mesh)
+        trainer = new_trainer(config, self._parts.tokenizer, mesh, workdir)
+        return TrainerSide(trainer=trainer, checkpoints=Checkpoints(workdir / "checkpoints", config.checkpoint, say),
+                           pack=packer(config, trainer), digest=digest)
+
+    def instances(self) -> list[InstanceWorker]:
+        parts = self._parts
+        model = hf.read_config(parts.config.model.path)
+        workers = []
+        for instance, indices in enumerate(self._plan.instances):
+            mesh = sharding.make_mesh([jax.devices()[i] for i in indices], 1, 1, len(indices))
+            engine = new_engine(parts.config, parts.tokenizer, model, mesh)
+            workers.append(InstanceWorker(instance, engine, self.weights, parts.outbox, partial_s(parts.config)))
+        return workers
+
+    def ready(self, instances: Sequence[InstanceWorker], trainer: TrainerWorker | None) -> list[InstanceUp]:
+        """Compiles; then all of them are there."""
+        config = self._parts.config
+        warmups = [worker.engine.warmup for worker in instances]
+        if trainer:
+            shape = batch_layout(config, trainer.trainer)
+            warmups.append(lambda: trainer.trainer.warmup(shape.rows, shape.tokens))
+        side_by_side(warmups)
+        return [instance_up(worker.instance, config) for worker in instances]
+
+    def close(self) -> None:
+        """Everything ends with the process."""
+
+
+def new_engine(config: Config, tokenizer: Tokenizer, model: Any, mesh: jax.sharding.Mesh) -> Engine:
+    return Engine(model, config.rollout, mesh, seed=config.seed, eos_ids=tokenizer.eos_ids,
+                  vocab_limit=tokenizer.vocab_size)
+
+
+def new_trainer(config: Config, tokenizer: Tokenizer, mesh: jax.sharding.Mesh, dump_dir: Path) -> Trainer:
+    """It holds the weights of model.path."""
+    with blame("model.path"):
+        model, params = hf.load(config.model.path, mesh)
+    return Trainer(model, config.trainer, mesh, params, total_steps=config.steps, dtype=config.model.dtype,
+                   vocab_limit=tokenizer.vocab_size, temperature=config.rollout.temperature, dump_dir=str(dump_dir))
+
+
+def partial_s(config: Config) -> float:
+    """How often running samples report their tokens. A sample that goes on from its tokens may differ in the last bits
+    from one that was never cut: not in mode sync, whose runs are the same bit for bit however often they are killed."""
+    return config.journal.partial_s if config.orchestrator.mode != "sync" else 0.0
 
 
 def orchestrator_config(config: Config) -> OrchestratorConfig:
@@ -87,9 +139,9 @@ def orchestrator_config(config: Config) -> OrchestratorConfig:
         eval_every=config.eval.every, eval_groups=config.eval.prompts, eval_samples=config.eval.samples)
 
 
-def instance_up(worker: InstanceWorker, config: Config) -> InstanceUp:
+def instance_up(instance: InstanceId, config: Config) -> InstanceUp:
     rollout = config.rollout
-    return InstanceUp(instance=worker.instance, slots=rollout.slots, pages=rollout.pages,
+    return InstanceUp(instance=instance, slots=rollout.slots, pages=rollout.pages,
                       page_size=rollout.page_size, residents=rollout.residents)
 
 

@@ -14,12 +14,11 @@ from dora_jax import devices, sft
 from dora_jax.buffer.store import MemoryGroupStore
 from dora_jax.config import Config, ConfigError, blame
 from dora_jax.metrics import Writer
-from dora_jax.models import decoder, hf
+from dora_jax.models import hf
 from dora_jax.orchestrate.core import Orchestrator
 from dora_jax.orchestrate.events import Command, Event, Halt, StepPublished
-from dora_jax.digest import digest
 from dora_jax.runtime import build, resume
-from dora_jax.runtime.build import Parts
+from dora_jax.runtime.build import OneProcess, Parts, TrainerSide
 from dora_jax.runtime.durable import DurableWorld
 from dora_jax.runtime.guard import RETRY, Guard, GuardedWorld, Stop
 from dora_jax.runtime.journal import Journal
@@ -30,15 +29,14 @@ from dora_jax.runtime.resume import Begun
 from dora_jax.runtime.workers import TrainerWorker
 from dora_jax.tokenizer import Tokenizer
 from dora_jax.trainer import checkpoint
-from dora_jax.trainer.checkpoint import Checkpoints
-from dora_jax.trainer.step import Trainer
 from dora_jax.types import Version
 
 
 def train(config: Config, workdir: Path) -> int:
     """Warm start where the base is missing, then RL until config.steps; resumes. Returns the exit code."""
     began = time.monotonic()
-    devices.setup_platform(config)
+    # a controller computes nothing, and must not hold the chips that its gangs want
+    devices.setup_platform(dataclasses.replace(config, cpu_devices=1) if config.cluster.launcher else config)
     with Writer(workdir) as writer, Guard(config.journal.watchdog_s) as guard:
         try:
             make_base(config, workdir, writer)
@@ -58,11 +56,11 @@ def evaluate(config: Config, workdir: Path, step: int | None = None) -> int:
     version = pick(directory, step)
     with Writer(workdir) as writer:
         parts = Parts(config, workdir)
-        model = hf.read_config(config.model.path)
-        parts.weights.put(version, checkpoint.read_params(directory, version))
+        body = OneProcess(parts)
+        body.weights.put(version, checkpoint.read_params(directory, version))
         orchestrator = Orchestrator(build.orchestrator_config(dataclasses.replace(config, steps=version)),
                                     start_version=version)
-        _, log = _run(parts, writer, model, orchestrator, Guard(0.0))
+        _, log = _run(parts, body, writer, orchestrator, Guard(0.0))
     print(json.dumps({"step": version, **log.evaluations[version]}))
     return 0
 
@@ -100,10 +98,9 @@ def pick(directory: Path, step: int | None) -> int:
 class Backing:
     """What a training run leaves on the disk, and what it found there."""
 
-    checkpoints: Checkpoints
+    side: TrainerSide
     journal: Journal | None
     begun: Begun
-    trainer: Trainer
     every: int  # steps between checkpoints; 0: none
     last: Version  # always saved, unless none are
     keep_all: bool  # of the journal
@@ -112,18 +109,20 @@ class Backing:
         return bool(self.every) and (version % self.every == 0 or version == self.last)
 
     def save(self, version: Version, log: RunLog) -> None:
-        state = self.trainer.state
-        self.checkpoints.save(version, state.params, state.opt_state, self.begun.orchestrator.resume_state(), log.metrics)
+        state = self.side.trainer.state
+        self.side.checkpoints.save(version, state.params, state.opt_state, self.begun.orchestrator.resume_state(), log.metrics)
 
     def save_last(self, log: RunLog) -> None:
         """Where a killed process had published the last version and not saved it."""
-        self.checkpoints.wait()
-        if self.due(version := int(self.trainer.state.step)) and version not in self.checkpoints.steps():
+        self.side.checkpoints.wait()
+        if self.due(version := int(self.side.trainer.state.step)) and version not in self.side.checkpoints.steps():
             self.save(version, log)
 
     def behind(self, world: LocalWorld) -> DurableWorld | None:
         """The journal in front of `world`, which takes on what a killed process owed."""
         begun = self.begun
+        world.recall(begun.book)
+        world.recall(begun.book)
         if begun.debts is not None:
             world.adopt(begun.debts, begun.book, begun.orchestrator.state.now_s)
         if self.journal is None:
@@ -142,7 +141,7 @@ class Saver:
     def __call__(self, event: Event, commands: Sequence[Command]) -> None:
         if not isinstance(event, StepPublished):
             return
-        checkpoints, orchestrator = self._backing.checkpoints, self._backing.begun.orchestrator
+        checkpoints, orchestrator = self._backing.side.checkpoints, self._backing.begun.orchestrator
         checkpoints.protect(min(orchestrator.state.alive))
         checkpoints.poll()
         if self._backing.due(event.version):
@@ -160,33 +159,39 @@ def _train(parts: Parts, writer: Writer, guard: Guard) -> tuple[Halt, RunLog]:
     config = parts.config
     journal = resume.open_journal(parts.workdir, config.journal.on, writer)
     writer.phase("trainer", "loading the model")
-    mesh = parts.trainer_mesh()
-    with blame("model.path"):
-        model, params = hf.load(config.model.path, mesh)
-    trainer = Trainer(model, config.trainer, mesh, params, total_steps=config.steps, dtype=config.model.dtype,
-                      vocab_limit=parts.tokenizer.vocab_size, temperature=config.rollout.temperature,
-                      dump_dir=str(parts.workdir))
-    checkpoints = Checkpoints(parts.workdir / "checkpoints", config.checkpoint, writer.note)
+    body = _body(parts, writer)
     try:
-        begun = resume.begin(journal, checkpoints, trainer, parts.weights, build.packer(config, trainer),
-                             build.orchestrator_config(config), writer)
-        backing = Backing(checkpoints, journal, begun, trainer, config.checkpoint.every, config.steps,
-                          config.journal.keep_all)
-        halt, log = _run(parts, writer, model, begun.orchestrator, guard, backing)
-        backing.save_last(log)
-        return halt, log
+        side = body.trainer_side(writer.note)
+        try:
+            begun = resume.begin(journal, side.checkpoints, side.trainer, body.weights, side.pack, side.digest,
+                                 build.orchestrator_config(config), writer)
+            backing = Backing(side, journal, begun, config.checkpoint.every, config.steps, config.journal.keep_all)
+            halt, log = _run(parts, body, writer, begun.orchestrator, guard, backing)
+            backing.save_last(log)
+            return halt, log
+        finally:
+            side.checkpoints.close()
     finally:
-        checkpoints.close()
+        body.close()
 
 
-def _run(parts: Parts, writer: Writer, model: Any, orchestrator: Orchestrator, guard: Guard,
+def _body(parts: Parts, writer: Writer) -> Any:
+    """One process, or a cluster."""
+    if not parts.config.cluster.launcher:
+        return OneProcess(parts)
+    from dora_jax.runtime.cluster.body import Cluster  # a run in one process needs none of it
+
+    return Cluster(parts, writer.note)
+
+
+def _run(parts: Parts, body: Any, writer: Writer, orchestrator: Orchestrator, guard: Guard,
          backing: Backing | None = None) -> tuple[Halt, RunLog]:
     config, groups = parts.config, MemoryGroupStore()
-    instances = parts.instances(model)
-    trainer = backing and backing.trainer
-    trainer_worker = trainer and TrainerWorker(trainer, build.packer(config, trainer), groups, parts.weights,
-                                               orchestrator.state.decisions.max_lag, parts.outbox, digest)
-    world = parts.world(instances, trainer_worker, groups)
+    instances = body.instances()
+    side = backing and backing.side
+    worker = side and TrainerWorker(side.trainer, side.pack, groups, body.weights,
+                                    orchestrator.state.decisions.max_lag, parts.outbox, side.digest)
+    world = parts.world(instances, worker, groups, body.weights)
     log = RunLog(workdir=parts.workdir, writer=writer, orchestrator=orchestrator, instances=instances,
                  decode=parts.tokenizer.decode, prompt_of=parts.task.prompt_at, eval_groups=config.eval.prompts,
                  max_failed_share=config.task.max_failed_share)
@@ -196,14 +201,10 @@ def _run(parts: Parts, writer: Writer, model: Any, orchestrator: Orchestrator, g
     observers = [log.event, *([Saver(backing, durable, log)] if backing else [])]
     try:
         writer.phase("all", "compiling")
-        warmups = [worker.engine.warmup for worker in instances]
-        if trainer:
-            shape = build.batch_layout(config, trainer)
-            warmups.append(lambda: trainer.warmup(shape.rows, shape.tokens))
-        build.side_by_side(warmups)
+        ups = body.ready(instances, worker)
         writer.phase("all", "")
         writer.phase("rollout", "generating")
-        world.start([build.instance_up(worker, config) for worker in instances])
+        world.start(ups)
         return run(orchestrator, GuardedWorld(durable or world, guard), observers), log
     finally:
         if durable:

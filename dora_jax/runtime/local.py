@@ -12,11 +12,12 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
+from dora_jax.config import RunError
 from dora_jax.orchestrate import events as ev
 from dora_jax.orchestrate.restart import Debts
 from dora_jax.rollout.migrate import Parcel, retagged
 from dora_jax.runtime.book import Book, Partial
-from dora_jax.runtime.workers import Crashed, Exported, Finished, InstanceWorker, StepDone, TrainerWorker
+from dora_jax.runtime.workers import Crashed, Exported, Finished, InstanceWorker, Risen, StepDone, TrainerWorker
 from dora_jax.tasks.pool import GroupFailure
 from dora_jax.tasks.prompts import PromptTooLong
 from dora_jax.types import GroupId, Prompt, Sample, SampleId, ScoredGroup, Version, is_eval
@@ -56,14 +57,19 @@ class LocalWorld:
         self._time_s = 0.0
         self._skew_s = 0.0  # the clock goes on from that of the process before
         self._book = Book()
+        self._risen: list[Risen] = []
 
     def listen(self, listener: Callable[[Any], None]) -> None:
         """`listener` sees every payload record: Finished, Partial, ScoredGroup, GroupFailure, StepDone."""
         self._listeners.append(listener)
 
-    def adopt(self, debts: Debts, book: Book, now_s: float) -> None:
-        """Takes on what an earlier process owed, before `start`. `book` stays the orchestrator's: it is only read."""
+    def recall(self, book: Book) -> None:
+        """Samples of a lost instance go on with the tokens that are recorded here. It is only read."""
         self._book = book
+
+    def adopt(self, debts: Debts, book: Book, now_s: float) -> None:
+        """Takes on what an earlier process owed, before `start`."""
+        self.recall(book)
         self._skew_s = now_s - time.monotonic()
         for group_id in debts.groups:
             try:
@@ -97,6 +103,10 @@ class LocalWorld:
         return "; ".join(worker.state for worker in self._workers())
 
     def events(self) -> Iterator[ev.Event]:
+        risen, self._risen = self._risen, []
+        for rise in risen:  # commands that were meant for its earlier life have been executed by now
+            rise.admit()
+            yield rise.event
         yield from self._drain()
         for scored in self._scorer.poll():
             yield from self._scored(scored)
@@ -134,6 +144,12 @@ class LocalWorld:
                     worker.post(worker.resume, retagged(self._parcel(sample, version), version))
             case ev.Retire(version=version):
                 self._weights.drop(version)
+            case ev.Pause(instance=instance):
+                worker = self._instances[instance]
+                worker.post(worker.pause)
+            case ev.Unpause(instance=instance):
+                worker = self._instances[instance]
+                worker.post(worker.unpause)
             case _:
                 raise NotImplementedError(f"the one-process world has no {type(command).__name__}")
 
@@ -195,6 +211,8 @@ class LocalWorld:
 
     def _to_events(self, item: Any) -> Iterator[ev.Event]:
         match item:
+            case Crashed(error=RunError() as error):
+                raise error
             case Crashed(role=role, error=error):
                 raise RuntimeError(f"{role} failed: {error}") from error
             case Finished(sample=sample, instance=instance):
@@ -207,6 +225,8 @@ class LocalWorld:
                 yield ev.StepPublished(version=version)
             case Partial():
                 self._tell(item)
+            case Risen():
+                self._risen.append(item)
             case Exported(id=sample, instance=instance, parcel=parcel):
                 self._parcels[sample] = parcel
                 yield ev.SampleParked(id=sample, instance=instance)

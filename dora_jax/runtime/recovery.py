@@ -96,6 +96,14 @@ def recover(journal: Journal, config: OrchestratorConfig, checkpoints: Sequence[
                        f"checkpoints {list(checkpoints)}")
 
 
+def steps_since(journal: Journal, version: Version) -> tuple[Step, ...]:
+    """The steps made since this version, oldest first; another thread may go on writing."""
+    heads = _heads(journal, lambda sentence: None)
+    first = max((n for n, base in heads.items() if base <= version), default=min(heads, default=0))
+    end = replay(journal, [n for n in sorted(heads) if n >= first], lambda sentence: None)
+    return tuple(step for step in end.steps if step.base >= version) if end else ()
+
+
 def replay(journal: Journal, segments: Sequence[int], say: Say) -> Replay:
     """The state after the last record of these segments that can be read."""
     state: Replay | None = None

@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any
 
 from dora_jax.config import Config, ConfigError
-from dora_jax.digest import digest
 from dora_jax.fault import point
 from dora_jax.metrics import Writer
 from dora_jax.orchestrate.core import Orchestrator
@@ -55,7 +54,8 @@ def open_journal(workdir: Path, on: bool, writer: Writer) -> Journal | None:
 
 
 def begin(journal: Journal | None, checkpoints: Checkpoints, trainer: Trainer, weights: Any,
-          pack: Callable[[Sequence[ScoredGroup], Version], Any], config: OrchestratorConfig, writer: Writer) -> Begun:
+          pack: Callable[[Sequence[ScoredGroup], Version], Any], digest: Callable[[Any], int],
+          config: OrchestratorConfig, writer: Writer) -> Begun:
     """The trainer holds the newest version on return, the weight store every live one."""
     found = None
     if journal is not None:
@@ -65,15 +65,15 @@ def begin(journal: Journal | None, checkpoints: Checkpoints, trainer: Trainer, w
         except JournalError as error:
             writer.note(f"{error}; the run goes on from its newest checkpoint, and what was in flight is generated again")
     if found is None:
-        return _from_checkpoint(checkpoints, trainer, weights, config, writer)
-    return _again(found, checkpoints, trainer, weights, pack, writer)
+        return _from_checkpoint(checkpoints, trainer, weights, digest, config, writer)
+    return _again(found, checkpoints, trainer, weights, pack, digest, writer)
 
 
 # ---------------------------------------------------------------- private
 
 
-def _from_checkpoint(checkpoints: Checkpoints, trainer: Trainer, weights: Any, config: OrchestratorConfig,
-                     writer: Writer) -> Begun:
+def _from_checkpoint(checkpoints: Checkpoints, trainer: Trainer, weights: Any, digest: Callable[[Any], int],
+                     config: OrchestratorConfig, writer: Writer) -> Begun:
     """Every group that was issued and has not ended is issued again."""
     step = next((step for step in reversed(checkpoints.steps()) if checkpoints.usable(step)), None)
     rl_state: dict[str, Any] = {}
@@ -90,11 +90,11 @@ def _from_checkpoint(checkpoints: Checkpoints, trainer: Trainer, weights: Any, c
 
 
 def _again(found: Recovered, checkpoints: Checkpoints, trainer: Trainer, weights: Any, pack: Callable,
-           writer: Writer) -> Begun:
+           digest: Callable[[Any], int], writer: Writer) -> Begun:
     """Replays the steps since the checkpoint, from the groups that they were made of."""
     if found.start != INITIAL:
         _load(found.start, checkpoints, trainer)
-    _check_start(found, trainer)
+    _check_start(found, digest(trainer.params))
     checkpoints.undo_after(found.base)
     writer.resume(found.base)
     live, epoch = found.debts.versions, found.epoch
@@ -129,8 +129,8 @@ def _load(step: int, checkpoints: Checkpoints, trainer: Trainer) -> dict[str, An
     return restored.rl_state
 
 
-def _check_start(found: Recovered, trainer: Trainer) -> None:
+def _check_start(found: Recovered, held: int) -> None:
     published = found.book.digests.get(found.start)
-    if published is not None and published.epoch == found.epoch and published.digest != digest(trainer.params):
+    if published is not None and published.epoch == found.epoch and published.digest != held:
         where = "model.path holds" if found.start == INITIAL else f"checkpoint {found.start} holds"
         raise ConfigError(f"model.path: {where} other weights than the run of this workdir began with")

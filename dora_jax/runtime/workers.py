@@ -17,6 +17,7 @@ import numpy as np
 
 from dora_jax.fault import point
 from dora_jax.orchestrate import events as ev
+from dora_jax.rollout.migrate import Parcel
 from dora_jax.runtime.book import Partial
 from dora_jax.types import InstanceId, Prompt, Sample, SampleId, ScoredGroup, Version, record
 
@@ -35,7 +36,15 @@ class Exported:
 
     id: SampleId
     instance: InstanceId
-    parcel: Any  # rollout.migrate.Parcel
+    parcel: Parcel
+
+
+@record
+class Risen:
+    """An instance elsewhere is there; `admit` lets commands reach it, from the moment that this is heard."""
+
+    event: ev.InstanceUp
+    admit: Callable[[], None]
 
 
 @record
@@ -55,7 +64,7 @@ class Crashed:
 
 
 class Worker:
-    """A thread that runs posted calls in order, and `_idle_work` between them while `_busy`."""
+    """A thread that runs posted calls in order, and `work` between them while `busy`."""
 
     def __init__(self, role: str, outbox: queue.SimpleQueue):
         self.role = role
@@ -92,17 +101,17 @@ class Worker:
         return f"{self.role} works" if since is None else f"{self.role} waits for work since {time.monotonic() - since:.0f} s"
 
     @property
-    def _busy(self) -> bool:
+    def busy(self) -> bool:
         return False
 
-    def _idle_work(self) -> None:
+    def work(self) -> None:
         raise NotImplementedError
 
     def _run(self) -> None:
         try:
             while True:
-                if self._inbox.empty() and self._busy:
-                    self._idle_work()
+                if self._inbox.empty() and self.busy:
+                    self.work()
                     continue
                 job = self._next()
                 if job is None:
@@ -131,6 +140,7 @@ class InstanceWorker(Worker):
         self.instance = instance
         self.engine = engine
         self.tokens = 0  # sampled since start
+        self._paused = False
         self._weights = weights
         self._versions: dict[SampleId, Version] = {}  # of samples submitted and not yet started
         self._progress: dict[SampleId, int] = {}
@@ -178,11 +188,18 @@ class InstanceWorker(Worker):
         self._import(parcel)
         self.outbox.put(ev.SampleResumed(id=parcel.id, instance=self.instance))
 
-    @property
-    def _busy(self) -> bool:
-        return not self.engine.idle
+    def pause(self) -> None:
+        """The trainer has the devices: no tick until `unpause`, while calls are answered as ever."""
+        self._paused = True
 
-    def _idle_work(self) -> None:
+    def unpause(self) -> None:
+        self._paused = False
+
+    @property
+    def busy(self) -> bool:
+        return not self._paused and not self.engine.idle
+
+    def work(self) -> None:
         result = self.engine.tick()
         self.tokens += result.tokens
         for sample in result.started:

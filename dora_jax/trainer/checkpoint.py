@@ -53,7 +53,7 @@ class Checkpoints:
         self._section = section
         self._say = say
         if jax.process_index() == 0:
-            _tidy(self._dir, say)
+            tidy(self._dir, say)
         arrays, text = ocp.StandardCheckpointHandler, ocp.JsonCheckpointHandler
         self._manager = ocp.CheckpointManager(
             self._dir, options=ocp.CheckpointManagerOptions(preservation_policy=preservation_policy.PreserveAll()),
@@ -124,10 +124,7 @@ class Checkpoints:
             self._put_aside(step, "undone")
 
     def restore(self, step: int, params: Any, opt_state: Any, *, cast: bool = False) -> Restored:
-        """`params`, `opt_state`: ShapeDtypeStructs with the shardings to restore onto (any mesh)."""
-        return Restored(read_params(self._dir, step, params, cast=cast),
-                        _read_arrays(self._dir, step, "opt_state", opt_state, cast),
-                        read_json(self._dir, step, "rl_state"), read_json(self._dir, step, "metrics"))
+        return restore(self._dir, step, params, opt_state, cast=cast)
 
     def restore_params(self, step: int, params: Any) -> Any:
         return read_params(self._dir, step, params)
@@ -191,11 +188,14 @@ class Checkpoints:
         if self._floor is not None:
             kept |= {max((step for step in known if step <= self._floor), default=known[0])}
         for step in known:
-            if step not in kept:
-                self._manager.delete(step)
+            if step not in kept:  # not by Orbax: its delete waits for every process, and one alone decides here
+                gone = self._dir / f"{step}{TEMPORARY}.deleted"
+                (self._dir / str(step)).rename(gone)
+                shutil.rmtree(gone)
+        self._manager.reload()
 
     def _put_aside(self, step: int, why: str) -> None:
-        _rename_aside(self._dir / str(step), why)
+        put_aside(self._dir / str(step), why)
         self._manager.reload()
 
 
@@ -222,6 +222,13 @@ def verify(directory: str | os.PathLike, step: int, full: bool = False) -> str |
     return manifest.fault(Path(directory) / str(step), full)
 
 
+def restore(directory: str | os.PathLike, step: int, params: Any, opt_state: Any, *, cast: bool = False) -> Restored:
+    """`params`, `opt_state`: ShapeDtypeStructs with the shardings to restore onto (any mesh)."""
+    return Restored(read_params(directory, step, params, cast=cast),
+                    _read_arrays(directory, step, "opt_state", opt_state, cast),
+                    read_json(directory, step, "rl_state"), read_json(directory, step, "metrics"))
+
+
 def read_params(directory: str | os.PathLike, step: int, like: Any = None, *, cast: bool = False) -> Any:
     """Params of a step onto `like` (ShapeDtypeStructs with shardings); None: as stored, whole on the first device."""
     return _read_arrays(directory, step, "params", like, cast)
@@ -229,6 +236,35 @@ def read_params(directory: str | os.PathLike, step: int, like: Any = None, *, ca
 
 def read_json(directory: str | os.PathLike, step: int, item: str) -> dict[str, Any]:
     return json.loads((Path(directory) / str(step) / item / JSON_FILES[item]).read_text())
+
+
+def tidy(directory: Path, say: Callable[[str], None]) -> None:
+    """What a killed writer left: half-written folders go, a whole step that only lacks its manifest gets one."""
+    for path in sorted(directory.iterdir()):
+        if TEMPORARY in path.name:
+            say(f"{path.name} was never finished and is removed")
+            shutil.rmtree(path)
+        elif not path.name.isdigit() or not path.is_dir():
+            continue
+        elif not (path / MANIFEST).exists():
+            if all((path / item).is_dir() for item in ITEMS) and (path / "_CHECKPOINT_METADATA").is_file():
+                manifest.write(path)  # Orbax renames a step into place only when all of it is written
+            else:
+                say(f"{path.name} is no checkpoint and is removed")
+                shutil.rmtree(path)
+        elif (fault := verify(directory, int(path.name))) is not None:
+            say(f"checkpoint {path.name} cannot be trusted and is put aside: {fault}")
+            put_aside(path, "broken")
+
+
+def put_aside(path: Path, why: str) -> None:
+    """Kept for a person, out of the way of the next save."""
+    target = path.with_name(f"{path.name}.{why}")
+    again = 1
+    while target.exists():
+        again += 1
+        target = path.with_name(f"{path.name}.{why}{again}")
+    path.rename(target)
 
 
 # ---------------------------------------------------------------- private
@@ -267,32 +303,3 @@ def _name(key: Any) -> str:
 def _all_finite(params: Any) -> jax.Array:
     finite = [jnp.all(jnp.isfinite(x)) for x in jax.tree.leaves(params) if jnp.issubdtype(x.dtype, jnp.floating)]
     return jnp.all(jnp.array(finite))
-
-
-def _rename_aside(path: Path, why: str) -> None:
-    """Kept for a person, out of the way of the next save."""
-    target = path.with_name(f"{path.name}.{why}")
-    again = 1
-    while target.exists():
-        again += 1
-        target = path.with_name(f"{path.name}.{why}{again}")
-    path.rename(target)
-
-
-def _tidy(directory: Path, say: Callable[[str], None]) -> None:
-    """What a killed writer left: half-written folders go, a whole step that only lacks its manifest gets one."""
-    for path in sorted(directory.iterdir()):
-        if TEMPORARY in path.name:
-            say(f"{path.name} was never finished and is removed")
-            shutil.rmtree(path)
-        elif not path.name.isdigit() or not path.is_dir():
-            continue
-        elif not (path / MANIFEST).exists():
-            if all((path / item).is_dir() for item in ITEMS) and (path / "_CHECKPOINT_METADATA").is_file():
-                manifest.write(path)  # Orbax renames a step into place only when all of it is written
-            else:
-                say(f"{path.name} is no checkpoint and is removed")
-                shutil.rmtree(path)
-        elif (fault := verify(directory, int(path.name))) is not None:
-            say(f"checkpoint {path.name} cannot be trusted and is put aside: {fault}")
-            _rename_aside(path, "broken")

@@ -1,0 +1,11 @@
+"""Many processes: the same orchestrator, loop, journal and scorer in a controller; the stages that compute in gangs.
+
+    controller  python -m dora_jax.train: LocalWorld whose workers are stand-ins (remote.py, learner.py)
+       | links: records of calls.py, encoded by runtime/codec.py, nothing that is read is ever run (link.py)
+    gang        N processes that live and die together, one jax.distributed world, one epoch (gang.py, host.py)
+       trainer      one Trainer, pjit over the gang           rollout      one Engine, tensor parallel over the gang
+
+Reading order: calls, link, launcher, gang, host, remote, learner, body. Laws: two roles never share a world; the first
+death ends its gang at once and a new one gets a new epoch; nothing of an earlier epoch is heard; the processes of a
+gang end when they lose the controller; Ray is imported by on_ray.py only.
+"""

@@ -1,0 +1,104 @@
+"""The cluster behind one run: what `runtime.build.OneProcess` is on one machine.
+
+Consumes a configuration with a launcher; produces the trainer, the instances, the weight store and the checkpoints that
+runtime/job.py assembles a run of. All gangs start at once; an instance takes part as soon as it is there.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import os
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from dora_jax import config as configs
+from dora_jax.config import ClusterSection, Config, ConfigError
+from dora_jax.orchestrate.events import InstanceUp
+from dora_jax.runtime import build, recovery
+from dora_jax.runtime.audit import ReadOnly
+from dora_jax.runtime.build import Parts, TrainerSide
+from dora_jax.runtime.cluster.calls import Begin
+from dora_jax.runtime.cluster.gang import Hub, Keeper, Limits
+from dora_jax.runtime.cluster.launcher import Launcher, Processes
+from dora_jax.runtime.cluster.learner import RemoteCheckpoints, RemoteTrainer, RemoteWeights, digest_of
+from dora_jax.runtime.cluster.remote import RemoteInstance
+from dora_jax.runtime.cluster.weights import StoredWeights
+from dora_jax.runtime.journal import Journal
+from dora_jax.types import InstanceId, Version
+
+
+class Cluster:
+    """Opened by the controller, which computes nothing itself."""
+
+    def __init__(self, parts: Parts, say: Callable[[str], None]):
+        self._parts, self._say = parts, say
+        config, workdir = parts.config, parts.workdir
+        self._stored = StoredWeights(workdir / "weights")
+        self._stored.clear()
+        self.weights = RemoteWeights(self._stored)
+        self._launcher = _launcher(config, workdir)
+        self._hub = Hub(self._launcher.ip)
+        self._trainer = RemoteTrainer(workdir / "checkpoints", self._steps_since, say,
+                                      functools.partial(self._keeper, None))
+        self._instances: dict[InstanceId, RemoteInstance] = {}
+        for instance in range(config.rollout.instances):
+            self._instances[instance] = RemoteInstance(
+                instance, build.instance_up(instance, config), parts.outbox, self._instances,
+                functools.partial(self._keeper, instance))
+        self._trainer.open()
+        for remote in self._instances.values():
+            remote.open()
+
+    def trainer_side(self, say: Callable[[str], None]) -> TrainerSide:
+        checkpoints = RemoteCheckpoints(self._parts.workdir / "checkpoints", self._trainer, say)
+        return TrainerSide(trainer=self._trainer, checkpoints=checkpoints, digest=digest_of,
+                           pack=lambda groups, base: (groups, base))
+
+    def instances(self) -> list[RemoteInstance]:
+        return list(self._instances.values())
+
+    def ready(self, instances: Sequence[RemoteInstance], worker: Any) -> list[InstanceUp]:
+        """Nobody is waited for: instances report themselves."""
+        self._trainer.on_up = lambda: worker.post(self._trainer.catch_up)
+        return []
+
+    def close(self) -> None:
+        self._trainer.close()
+        for instance in self._instances.values():
+            instance.stop()
+        self._hub.close()
+        self._launcher.close()
+
+    # ------------------------------------------------------------ private
+
+    def _keeper(self, instance: InstanceId | None, name: str, **hooks: Any) -> Keeper:
+        section = self._parts.config.cluster
+        hosts = section.trainer_hosts if instance is None else section.hosts_per_replica
+        tree = configs.to_json(dataclasses.replace(self._parts.config, cpu_devices=section.devices_per_host,
+                                                   cluster=ClusterSection()))
+
+        def begin(rank: int, coordinator: str, leader: str) -> Begin:
+            return Begin(config=tree, workdir=os.path.abspath(self._parts.workdir), instance=instance, rank=rank,
+                         hosts=hosts, coordinator=coordinator, leader=leader)
+
+        limits = Limits(silence_s=section.silence_s, stall_s=section.stall_s, start_s=section.start_s,
+                        restarts=section.max_restarts)
+        return Keeper(self._hub, self._launcher, name, hosts, begin=begin, say=self._say, limits=limits, **hooks)
+
+    def _steps_since(self, version: Version) -> Sequence[Any]:
+        folder = self._parts.workdir / "journal"
+        return recovery.steps_since(Journal(ReadOnly(folder)), version) if folder.exists() else ()
+
+
+def _launcher(config: Config, workdir: Path) -> Launcher:
+    match config.cluster.launcher:
+        case "process":
+            return Processes(workdir / "logs")
+        case "ray":
+            from dora_jax.runtime.cluster.on_ray import RayHosts  # an extra, needed here only
+
+            return RayHosts(config, workdir / "logs")
+        case other:
+            raise ConfigError(f"cluster.launcher: {other!r} starts no process")

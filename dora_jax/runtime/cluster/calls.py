@@ -1,0 +1,226 @@
+"""What travels between the controller and the processes of its gangs, and inside a gang: records, no behaviour.
+
+    Hello -> Begin -> Ready             a process joins its gang, and the gang its world
+    Call -> Answer                      to every process of a gang, each answers; in one order
+    posts (Submit, Swap, ...)           to the first process of a rollout gang, which shares them out as Turns
+    facts (events, Finished, ...)       back from the first process of a rollout gang
+    Beat                                from every process: it lives, and how far it is
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from dora_jax.rollout.migrate import Parcel
+from dora_jax.runtime.book import Partial
+from dora_jax.runtime.codec import Codec
+from dora_jax.runtime.workers import Exported, Finished
+from dora_jax.types import InstanceId, Prompt, SampleId, ScoredGroup, Version, record
+
+# ----------------------------------------------------------- joining
+
+
+@record
+class Hello:
+    gang: str
+    epoch: int
+    pid: int
+    worker: int  # TPU_WORKER_ID, which decides its rank; -1: there is none
+    coordinator: str  # where a world would meet, were this its first process
+    leader: str  # where the others would get their turns
+
+
+@record
+class Begin:
+    config: Any
+    workdir: str
+    instance: InstanceId | None  # None: the trainer
+    rank: int
+    hosts: int
+    coordinator: str  # of the gang's first process
+    leader: str
+
+
+@record
+class Ready:
+    version: Version  # the trainer's; 0 of an instance
+
+
+@record
+class Beat:
+    progress: int  # rises whenever something is done
+    busy: bool  # there is something to do
+    waited_s: float  # in all, with nothing to do
+
+
+@record
+class Failed:
+    """The process ends now; its gang with it."""
+
+    error: str
+
+
+@record
+class Note:
+    """A sentence for the person who watches the run."""
+
+    text: str
+
+
+# ------------------------------------------------------------- calls
+
+
+@record
+class Stage:
+    """Rollout: bring a version's weights beside those that decode."""
+
+    version: Version
+
+
+@record
+class Make:
+    """Trainer: one step."""
+
+    base: Version
+    groups: tuple[ScoredGroup, ...]
+
+
+@record
+class Publish:
+    """Trainer: write the weights of the version that it is at."""
+
+    version: Version
+
+
+@record
+class Restore:
+    """Trainer: go on from a checkpoint."""
+
+    step: int
+
+
+@record
+class Save:
+    """Trainer: start a checkpoint, where it is at this version."""
+
+    version: Version
+    rl_state: Any
+    metrics: dict[str, float]
+
+
+@record
+class Tend:
+    """Trainer: look after what is being saved; samples need the checkpoint before `floor`."""
+
+    floor: Version
+    wait: bool
+
+
+@record
+class Fingerprint:
+    """Trainer: the digest of the version that it is at."""
+
+
+@record
+class Call:
+    number: int
+    what: Stage | Make | Publish | Restore | Save | Tend | Fingerprint
+
+
+@record
+class Made:
+    digest: int
+    metrics: dict[str, float]
+
+
+@record
+class Done:
+    value: int
+
+
+@record
+class Refused:
+    """Not done, and nothing has changed."""
+
+    error: str
+
+
+@record
+class Answer:
+    number: int
+    what: Made | Done | Refused
+
+
+# ------------------------------------------------------------- posts
+
+
+@record
+class Swap:
+    """Take staged weights into use."""
+
+    version: Version
+    drop: Version | None
+
+
+@record
+class Submit:
+    id: SampleId
+    prompt: Prompt
+    version: Version
+
+
+@record
+class GiveUp:
+    id: SampleId
+    reason: str
+
+
+@record
+class MoveOut:
+    id: SampleId
+    dst: InstanceId
+
+
+@record
+class Receive:
+    parcel: Parcel
+    src: InstanceId
+    unstarted: Version | None
+
+
+@record
+class TakeOut:
+    id: SampleId
+
+
+@record
+class GoOn:
+    parcel: Parcel
+
+
+Post = Swap | Submit | GiveUp | MoveOut | Receive | TakeOut | GoOn
+
+
+@record
+class Turn:
+    """What every process of a gang does before its next tick."""
+
+    posts: tuple[Post, ...]
+
+
+# ------------------------------------------------------------- facts
+
+
+@record
+class Moving:
+    """A sample that has left its engine for another's."""
+
+    parcel: Parcel
+    src: InstanceId
+    dst: InstanceId
+    unstarted: Version | None
+
+
+CODEC = Codec(Hello, Begin, Ready, Beat, Failed, Note, Stage, Make, Publish, Restore, Save, Tend, Fingerprint, Call, Made,
+              Done, Refused, Answer, Swap, Submit, GiveUp, MoveOut, Receive, TakeOut, GoOn, Turn, Moving, Parcel,
+              Partial, Finished, Exported)

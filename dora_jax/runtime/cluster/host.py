@@ -1,0 +1,126 @@
+"""One process of a gang: `python -m dora_jax.runtime.cluster.host`, started by a launcher, told everything else.
+
+    Hello -> Begin -> [world, model, compile] -> Ready -> calls and posts, until the controller is gone
+
+Consumes the environment's ticket and token; the stages that it runs are those of one machine. Laws: whatever goes wrong
+ends this process, after one sentence to the controller; it ends at once when the controller does; it never waits in an
+exit barrier for a member that is gone.
+"""
+
+from __future__ import annotations
+
+import os
+import queue
+import socket
+import sys
+import threading
+import time
+import traceback
+from pathlib import Path
+from typing import Any
+
+from dora_jax.runtime.cluster.launcher import FORBIDDEN, Ticket, ticket_of
+
+BEAT_S = 1.0
+LAST_WORDS_S = 5.0
+HEARTBEAT_S = 60  # of jax.distributed, which aborts in C++ where a busy machine delays it: the controller comes first
+SHUTDOWN_S = 5
+
+
+def main() -> None:
+    serve(ticket_of(os.environ["DORA_TICKET"]), bytes.fromhex(os.environ.pop("DORA_TOKEN")))
+
+
+def serve(ticket: Ticket, token: bytes) -> None:
+    """Never returns."""
+    from dora_jax.runtime.cluster import calls
+    from dora_jax.runtime.cluster.link import Door, Link, dial
+
+    inbox: queue.SimpleQueue = queue.SimpleQueue()
+    link = Link(dial(ticket.controller, token), lambda _, item: inbox.put(item), lambda _, reason: os._exit(0))
+    link.start()
+    pulse = Pulse(link)
+    try:
+        ip, arrivals = link.own_ip, queue.SimpleQueue()
+        door = Door(ip, token, arrivals.put)  # for the other processes, should this one be the first
+        link.send(calls.Hello(gang=ticket.gang, epoch=ticket.epoch, pid=os.getpid(),
+                              worker=int(os.environ.get("TPU_WORKER_ID", "-1")),
+                              coordinator=f"{ip}:{_free_port(ip)}", leader=door.address))
+        pulse.start()
+        begin = inbox.get()
+        role = _open(begin, link, pulse, token, arrivals)
+        door.close()
+        link.send(calls.Ready(version=0))
+        role.run(inbox)
+    except BaseException as error:  # the controller says it, and starts another gang
+        traceback.print_exc()
+        sys.stderr.flush()
+        link.send(calls.Failed(error=f"{type(error).__name__}: {error}"))
+        link.flush(LAST_WORDS_S)
+    os._exit(1)
+
+
+class Pulse:
+    """Tells the controller every second that this process lives, and how far it is."""
+
+    def __init__(self, link: Any):
+        self.progress = 0
+        self.busy = False
+        self.waited_s = 0.0
+        self._link = link
+
+    def start(self) -> None:
+        threading.Thread(target=self._beat, name="pulse", daemon=True).start()
+
+    def _beat(self) -> None:
+        from dora_jax.runtime.cluster.calls import Beat
+
+        while True:
+            self._link.send(Beat(progress=self.progress, busy=self.busy, waited_s=self.waited_s))
+            time.sleep(BEAT_S)
+
+
+def _open(begin: Any, link: Any, pulse: Pulse, token: bytes, arrivals: queue.SimpleQueue) -> Any:
+    """The role, compiled and ready."""
+    from dora_jax import config as configs
+
+    config = configs.from_config_dict(begin.config)
+    _enter_world(begin, config)
+    from dora_jax.runtime.cluster.roles import RolloutRole, TrainerRole
+
+    if begin.instance is None:
+        return TrainerRole(begin, config, Path(begin.workdir), link, pulse)
+    from dora_jax.runtime.cluster.turns import turns
+
+    return RolloutRole(begin, config, Path(begin.workdir), link, pulse, turns(begin, token, arrivals))
+
+
+def _enter_world(begin: Any, config: Any) -> None:
+    """One world per gang; a gang of one process needs none."""
+    import jax
+    from absl import flags
+
+    from dora_jax import devices
+
+    if begin.instance is not None:
+        for name in [name for name in os.environ if name.startswith(FORBIDDEN)]:
+            del os.environ[name]
+    devices.setup_platform(config)
+    if begin.hosts == 1:
+        return
+    # Orbax would wait for the others inside a computation, from a thread of its own: between two steps, or in one.
+    flags.FLAGS(["host", "--experimental_orbax_use_distributed_barrier"], known_only=True)
+    if config.cpu_devices:
+        jax.config.update("jax_cpu_collectives_implementation", "gloo")
+    jax.distributed.initialize(begin.coordinator, begin.hosts, begin.rank, heartbeat_timeout_seconds=HEARTBEAT_S,
+                               shutdown_timeout_seconds=SHUTDOWN_S)
+
+
+def _free_port(ip: str) -> int:
+    with socket.socket() as free:
+        free.bind((ip, 0))
+        return free.getsockname()[1]
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,249 @@
+"""The trainer gang as the controller sees it: what TrainerWorker, resume and the checkpoints' observer ask of a trainer.
+
+    step((groups, base)) -> Make on every process        weights.put(version, params) -> Publish, then finish
+    load(..., step)      -> Restore                      checkpoints.save(version, ...) -> Save
+
+Consumes groups and versions; produces metrics and digests: arrays never come here. Laws: a new gang is brought to where
+the lost one was (newest checkpoint that verifies, then the steps since, from the journal) before it is asked for
+anything else, so whoever calls never learns that a gang died; a version that is published is never written again.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import queue
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from dora_jax.config import RunError
+from dora_jax.runtime.book import Step
+from dora_jax.runtime.cluster import calls
+from dora_jax.runtime.cluster.gang import CallRefused, Gang, GangDied, Keeper
+from dora_jax.runtime.cluster.weights import StoredWeights
+from dora_jax.runtime.resume import INITIAL
+from dora_jax.trainer import checkpoint
+from dora_jax.trainer.checkpoint import Restored
+from dora_jax.types import ScoredGroup, Version
+
+
+@dataclasses.dataclass
+class RemoteState:
+    """Where the gang's trainer is; its arrays stay there."""
+
+    step: Version = INITIAL
+    params: Any = None
+    opt_state: Any = None
+
+
+class RemoteTrainer:
+    """Used by one thread at a time: the main thread until the run begins, then the trainer worker's."""
+
+    def __init__(self, checkpoints: Path, steps_since: Callable[[Version], Sequence[Step]], say: Callable[[str], None],
+                 new_keeper: Callable[..., Keeper]):
+        self.state = RemoteState()
+        self.gang: Gang | None = None  # brought to where the trainer is
+        self.on_up: Callable[[], None] = lambda: None  # a new gang is there: asks for `catch_up`
+        self._digest: int | None = None
+        self._last: tuple[Version, tuple[ScoredGroup, ...]] | None = None  # the journal may not have this step yet
+        self._checkpoints, self._steps_since, self._say = checkpoints, steps_since, say
+        self._ups: queue.SimpleQueue[Gang | RunError] = queue.SimpleQueue()
+        self._keeper = new_keeper("trainer", heard=self._unexpected, up=self._up, down=lambda gang: None,
+                                  failed=self._ups.put)
+
+    def open(self) -> None:
+        self._keeper.start()
+
+    def close(self) -> None:
+        self._keeper.close()
+
+    # ----------------------------------------------------------- as a Trainer
+
+    @property
+    def params(self) -> RemoteTrainer:
+        """What `weights.put` and `digest_of` take for the weights."""
+        return self
+
+    def step(self, batch: tuple[Sequence[ScoredGroup], Version]) -> Mapping[str, float]:
+        groups, base = batch
+        self._last = base, tuple(groups)
+        made = self._do(calls.Make(base=base, groups=self._last[1]))
+        self.state.step, self._digest = base + 1, made.digest
+        return made.metrics
+
+    def load(self, params: Any, opt_state: Any, step: Version) -> None:
+        self._do(calls.Restore(step=step))
+        self.state.step, self._digest = step, None
+
+    def abstract_state(self) -> RemoteState:
+        return self.state
+
+    # -------------------------------------------------------------- its own
+
+    def digest(self) -> int:
+        if self._digest is None:
+            self._digest = self._do(calls.Fingerprint()).value
+        return self._digest
+
+    def publish(self, version: Version, stored: StoredWeights) -> None:
+        if version != self.state.step:
+            raise RuntimeError(f"version {version} cannot be published by a trainer at version {self.state.step}")
+        if not stored.has(version):
+            self._do(calls.Publish(version=version))
+            stored.finish(version)
+
+    def catch_up(self) -> None:
+        """Brings a new gang to where the lost one was; any later call would, this one does it early."""
+        try:
+            self._brought()
+        except GangDied:
+            return  # the next gang's turn
+
+    # -------------------------------------------------------------- private
+
+    def _up(self, gang: Gang) -> None:
+        self._ups.put(gang)
+        self.on_up()
+
+    def _unexpected(self, item: Any) -> None:
+        raise RuntimeError(f"a trainer said {type(item).__name__}")
+
+    def _do(self, what: Any) -> Any:
+        """What every process answered alike; again on the next gang where one dies over it."""
+        while True:
+            try:
+                answers = self._brought().call(what)
+            except GangDied:
+                continue
+            if len({_essence(answer) for answer in answers}) > 1:
+                raise RuntimeError(f"the processes of the trainer disagree over {type(what).__name__}: {answers}")
+            return answers[0]
+
+    def _brought(self) -> Gang:
+        while self.gang is None or self.gang.dead.is_set():
+            self.gang = None
+            gang = self._ups.get()
+            if isinstance(gang, RunError):
+                self._ups.put(gang)  # whoever asks next is told too
+                raise gang
+            try:
+                self._bring(gang)
+            except GangDied:
+                continue
+            self.gang = gang
+        return self.gang
+
+    def _bring(self, gang: Gang) -> None:
+        """From the weights of model.path to `self.state.step`."""
+        at = self.state.step
+        if at == INITIAL:
+            return
+        start = next((step for step in reversed(checkpoint.steps(self._checkpoints)) if step <= at
+                      and checkpoint.verify(self._checkpoints, step, full=True) is None), INITIAL)
+        steps = {step.base: (step.groups, step.published.digest) for step in self._steps_since(start)}
+        if self._last is not None:
+            steps.setdefault(self._last[0], (self._last[1], self._digest))
+        if start != INITIAL:
+            gang.call(calls.Restore(step=start))
+        for base in range(start, at):
+            if base not in steps:
+                raise RunError(f"the trainer is lost at version {at}, and step {base + 1} cannot be made again: the journal "
+                               f"does not hold its groups (journal.on keeps them)")
+            groups, published = steps[base]
+            made = gang.call(calls.Make(base=base, groups=groups))[0]
+            if published is not None and made.digest != published:
+                self._say(f"version {base + 1} came out with other weights ({made.digest:016x}, not {published:016x}); what "
+                          f"was published stays, training goes on from here")
+        self._say(f"the trainer is back at version {at}: checkpoint {start}, {at - start} steps made again")
+
+
+def _essence(answer: Any) -> Any:
+    return answer.digest if isinstance(answer, calls.Made) else answer
+
+
+def digest_of(trainer: RemoteTrainer) -> int:
+    return trainer.digest()
+
+
+class RemoteWeights:
+    """The weight store: versions by way of storage."""
+
+    def __init__(self, stored: StoredWeights):
+        self._stored = stored
+
+    def put(self, version: Version, params: RemoteTrainer) -> None:
+        params.publish(version, self._stored)
+
+    def drop(self, version: Version) -> None:
+        self._stored.drop(version)
+
+
+class RemoteCheckpoints:
+    """The gang writes, the controller reads. Used by the main thread; what it asks for is done between two steps."""
+
+    def __init__(self, folder: Path, trainer: RemoteTrainer, say: Callable[[str], None]):
+        self._folder, self._trainer, self._say = folder.absolute(), trainer, say
+        self._floor: Version = INITIAL
+        self._pending: list[Any] = []
+        self._folder.mkdir(parents=True, exist_ok=True)
+        checkpoint.tidy(self._folder, say)
+
+    def save(self, step: Version, params: Any, opt_state: Any, rl_state: Mapping[str, Any],
+             metrics: Mapping[str, float]) -> None:
+        floats = {name: float(value) for name, value in metrics.items()}
+        self._ask(calls.Save(version=step, rl_state=json.loads(json.dumps(rl_state)), metrics=floats))
+
+    def protect(self, version: Version) -> None:
+        self._floor = version
+
+    def poll(self) -> None:
+        self._ask(calls.Tend(floor=self._floor, wait=False))
+        done = [pending for pending in self._pending if pending.done.is_set()]
+        self._pending = [pending for pending in self._pending if not pending.done.is_set()]
+        for pending in done:
+            self._see(pending)
+
+    def wait(self) -> None:
+        self._ask(calls.Tend(floor=self._floor, wait=True))
+        pending, self._pending = self._pending, []
+        for each in pending:
+            self._see(each)
+
+    def steps(self) -> list[Version]:
+        return checkpoint.steps(self._folder)
+
+    def usable(self, step: Version) -> bool:
+        fault = checkpoint.verify(self._folder, step, full=True)
+        if fault is not None:
+            self._say(f"checkpoint {step} cannot be trusted and is stepped over: {fault}")
+            checkpoint.put_aside(self._folder / str(step), "broken")
+        return fault is None
+
+    def undo_after(self, version: Version) -> None:
+        for step in [step for step in self.steps() if step > version]:
+            self._say(f"checkpoint {step} is later than what can be recovered and is put aside")
+            checkpoint.put_aside(self._folder / str(step), "undone")
+
+    def restore(self, step: Version, params: Any, opt_state: Any) -> Restored:
+        return Restored(None, None, checkpoint.read_json(self._folder, step, "rl_state"),
+                        checkpoint.read_json(self._folder, step, "metrics"))
+
+    def close(self) -> None:
+        self.wait()
+
+    def _ask(self, what: Any) -> None:
+        gang = self._trainer.gang
+        try:
+            if gang is None:
+                raise GangDied("it is being started again")
+            self._pending.append(gang.cast(what))
+        except GangDied as error:
+            if isinstance(what, calls.Save):
+                self._say(f"checkpoint {what.version} is left out: the trainer is lost ({error})")
+
+    def _see(self, pending: Any) -> None:
+        try:
+            pending.wait()
+        except (GangDied, CallRefused) as error:
+            self._say(f"the trainer did not finish with its checkpoint: {error}")

@@ -1,0 +1,139 @@
+"""One connection between two processes: records in, records out, in order.
+
+Consumes and produces records of calls.py; the standard library's authenticated connections carry their bytes, many
+records a frame. Laws: nothing is unpickled; who does not know the token of the run is turned away before anything it
+says is decoded; `send` never blocks, so a peer that has stopped reading stops nobody; `ended` is called once.
+"""
+
+from __future__ import annotations
+
+import os
+import queue
+import socket
+import threading
+from collections.abc import Callable
+from multiprocessing import AuthenticationError, connection
+from typing import Any
+
+import msgpack
+
+from dora_jax.runtime.cluster.calls import CODEC
+from dora_jax.runtime.codec import CodecError
+
+MAX_FRAME_BYTES = 1 << 31
+BATCH_RECORDS = 256  # records that wait are sent together, so many at most
+
+
+class Link:
+    """Use `start` once `receive` may be called; it runs on the link's own thread, as does `ended`."""
+
+    def __init__(self, end: connection.Connection, receive: Callable[[Link, Any], None],
+                 ended: Callable[[Link, str], None]):
+        _send_at_once(end)
+        self._end = end
+        self._receive = receive
+        self._ended = ended
+        self._out: queue.SimpleQueue = queue.SimpleQueue()
+        self._closed = threading.Lock()  # held for ever by the first to end it
+        self._writer = threading.Thread(target=self._write, name="link writer", daemon=True)
+
+    def start(self) -> None:
+        self._writer.start()
+        threading.Thread(target=self._read, name="link reader", daemon=True).start()
+
+    @property
+    def own_ip(self) -> str:
+        """Of this machine, as the other side sees it."""
+        with socket.socket(fileno=os.dup(self._end.fileno())) as raw:
+            return raw.getsockname()[0]
+
+    def adopt(self, receive: Callable[[Link, Any], None], ended: Callable[[Link, str], None]) -> None:
+        """Somebody else goes on with this link; called from its `receive`, or before `start`."""
+        self._receive, self._ended = receive, ended
+
+    def send(self, record: Any) -> None:
+        """Encoded here, so that a record that cannot be written is its sender's error."""
+        self._out.put(CODEC.encode(record))
+
+    def flush(self, timeout_s: float) -> None:
+        """Sends what waits, then closes: the last thing a process does."""
+        self._out.put(None)
+        self._writer.join(timeout_s)
+
+    def close(self, reason: str = "closed") -> None:
+        if not self._closed.acquire(blocking=False):
+            return
+        self._out.put(None)
+        try:  # a shutdown wakes a thread that reads, where a close would not
+            with socket.socket(fileno=os.dup(self._end.fileno())) as raw:
+                raw.shutdown(socket.SHUT_RDWR)
+        except OSError:
+            pass  # the other side was faster
+        self._ended(self, reason)
+
+    # ------------------------------------------------------------ private
+
+    def _read(self) -> None:
+        try:
+            while True:
+                for data in msgpack.unpackb(self._end.recv_bytes(MAX_FRAME_BYTES)):
+                    self._receive(self, CODEC.decode(data))
+        except (EOFError, OSError) as error:
+            self.close(f"the connection ended: {type(error).__name__}")
+        except (CodecError, ValueError) as error:
+            self.close(f"something that is no record came in: {error}")
+
+    def _write(self) -> None:
+        try:
+            while (data := self._out.get()) is not None:
+                batch = [data]
+                while len(batch) < BATCH_RECORDS and not self._out.empty():
+                    if (data := self._out.get()) is None:
+                        self._end.send_bytes(msgpack.packb(batch))
+                        return
+                    batch.append(data)
+                self._end.send_bytes(msgpack.packb(batch))
+        except OSError as error:
+            self.close(f"the connection ended: {type(error).__name__}")
+
+
+class Door:
+    """Where others connect; whoever knows the token becomes a Link of `welcome`'s making."""
+
+    def __init__(self, ip: str, token: bytes, welcome: Callable[[connection.Connection], None]):
+        self._listener = connection.Listener((ip, 0))
+        self._token = token
+        self._welcome = welcome
+        self.address = f"{ip}:{self._listener.address[1]}"
+        threading.Thread(target=self._accept, name="door", daemon=True).start()
+
+    def close(self) -> None:
+        self._listener.close()
+
+    def _accept(self) -> None:
+        while True:
+            try:
+                end = self._listener.accept()
+            except OSError:
+                return  # closed
+            threading.Thread(target=self._let_in, args=(end,), name="doorkeeper", daemon=True).start()
+
+    def _let_in(self, end: connection.Connection) -> None:
+        try:
+            connection.deliver_challenge(end, self._token)
+            connection.answer_challenge(end, self._token)
+        except (AuthenticationError, EOFError, OSError):
+            end.close()
+            return
+        self._welcome(end)
+
+
+def dial(address: str, token: bytes) -> connection.Connection:
+    ip, _, port = address.rpartition(":")
+    return connection.Client((ip, int(port)), authkey=token)
+
+
+def _send_at_once(end: connection.Connection) -> None:
+    """Small records are answered by nobody: waiting for an acknowledgement would cost a tick 40 ms."""
+    with socket.socket(fileno=os.dup(end.fileno())) as raw:
+        raw.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)

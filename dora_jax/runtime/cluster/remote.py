@@ -1,0 +1,154 @@
+"""A rollout gang as LocalWorld sees it: an instance worker whose work is done elsewhere.
+
+Consumes the calls that an InstanceWorker takes; produces its outbox items. Laws: commands reach a gang only after the
+orchestrator has heard that it is there, so none meant for an earlier epoch does; what a lost gang still owed an answer
+to is answered here, right after its InstanceDown; weights are used only once every process of the gang holds them.
+"""
+
+from __future__ import annotations
+
+import concurrent.futures
+import queue
+import threading
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from dora_jax.config import RunError
+from dora_jax.orchestrate import events as ev
+from dora_jax.rollout.migrate import Parcel
+from dora_jax.runtime.cluster import calls
+from dora_jax.runtime.cluster.gang import CallRefused, Gang, GangDied, Keeper
+from dora_jax.runtime.workers import Crashed, Risen
+from dora_jax.types import InstanceId, Prompt, SampleId, Version
+
+
+class RemoteInstance:
+    """Called by the main thread, but for `_heard`, `_up`, `_down` (links and keeper) and `_stage`."""
+
+    def __init__(self, instance: InstanceId, up: ev.InstanceUp, outbox: queue.SimpleQueue,
+                 peers: Mapping[InstanceId, RemoteInstance], new_keeper: Callable[..., Keeper]):
+        self.instance = instance
+        self.role = f"rollout {instance}"
+        self._event = up
+        self._outbox = outbox
+        self._peers = peers
+        self._lock = threading.Lock()
+        self._gang: Gang | None = None  # that the orchestrator knows of
+        self._leaving: dict[SampleId, tuple[InstanceId, Gang | None]] = {}  # not yet out; where to, and its gang
+        self._arriving: dict[SampleId, InstanceId] = {}  # handed over, not yet in; where from
+        self._waited_s = 0.0  # of earlier epochs
+        self._stager = concurrent.futures.ThreadPoolExecutor(1, f"stager {instance}")
+        self._keeper = new_keeper(self.role, heard=self._heard, up=self._up, down=self._down, failed=self._failed)
+
+    # ---------------------------------------------------------- as a worker
+
+    def start(self) -> None:
+        """Its gang has been on its way since the cluster was opened."""
+
+    def open(self) -> None:
+        self._keeper.start()
+
+    def stop(self) -> None:
+        self._keeper.close()
+        self._stager.shutdown()
+
+    def post(self, call: Callable[..., None], *args: Any) -> None:
+        call(*args)
+
+    @property
+    def wait_s(self) -> float:
+        gang = self._gang
+        return self._waited_s + (gang.waited_s if gang else 0.0)
+
+    @property
+    def state(self) -> str:
+        gang = self._gang
+        return f"{self.role} is down" if gang is None else f"{self.role} is up (epoch {gang.epoch})"
+
+    def load(self, version: Version, drop: Version | None) -> None:
+        if gang := self._gang:
+            self._stager.submit(self._stage, gang, version, drop)
+
+    def submit(self, sample: SampleId, prompt: Prompt, version: Version) -> None:
+        self._send(calls.Submit(id=sample, prompt=prompt, version=version))
+
+    def cancel(self, sample: SampleId, reason: str) -> None:
+        self._send(calls.GiveUp(id=sample, reason=reason))
+
+    def park(self, sample: SampleId) -> None:
+        self._send(calls.TakeOut(id=sample))
+
+    def resume(self, parcel: Parcel) -> None:
+        self._send(calls.GoOn(parcel=parcel))
+
+    def move(self, sample: SampleId, dst: RemoteInstance) -> None:
+        with self._lock:
+            if self._gang is not None:
+                self._leaving[sample] = dst.instance, dst._gang
+                self._gang.post(calls.MoveOut(id=sample, dst=dst.instance))
+                return
+        self._outbox.put(ev.MoveFailed(id=sample, src=self.instance, dst=dst.instance, reason="its instance is lost"))
+
+    # -------------------------------------------------------------- private
+
+    def _send(self, post: Any) -> None:
+        """To nobody where the gang is lost: InstanceDown is on its way, and gives back what was asked for."""
+        if gang := self._gang:
+            gang.post(post)
+
+    def _stage(self, gang: Gang, version: Version, drop: Version | None) -> None:
+        try:
+            gang.call(calls.Stage(version=version))
+            gang.post(calls.Swap(version=version, drop=drop))
+        except GangDied:
+            return
+        except CallRefused as error:  # it cannot serve what it was asked to: another epoch may
+            gang.die(str(error))
+
+    def _heard(self, item: Any) -> None:
+        match item:
+            case calls.Moving(parcel=parcel, src=src, dst=dst, unstarted=unstarted):
+                with self._lock:
+                    _, gang = self._leaving.pop(parcel.id)
+                self._peers[dst]._take(parcel, src, unstarted, gang)
+                return
+            case ev.MoveFailed(id=id):
+                with self._lock:
+                    self._leaving.pop(id)
+            case ev.SampleMoved(id=id):
+                with self._lock:
+                    self._arriving.pop(id)
+        self._outbox.put(item)
+
+    def _take(self, parcel: Parcel, src: InstanceId, unstarted: Version | None, gang: Gang | None) -> None:
+        """A sample from another instance, meant for this gang; where that is lost, the journal's tokens go on."""
+        with self._lock:
+            if gang is not None and gang is self._gang:
+                self._arriving[parcel.id] = src
+                gang.post(calls.Receive(parcel=parcel, src=src, unstarted=unstarted))
+                return
+        self._outbox.put(ev.SampleMoved(id=parcel.id, src=src, dst=self.instance))
+
+    def _up(self, gang: Gang) -> None:
+        self._outbox.put(Risen(event=self._event, admit=lambda: self._admit(gang)))
+
+    def _admit(self, gang: Gang) -> None:
+        with self._lock:
+            if not gang.dead.is_set():
+                self._gang = gang
+
+    def _down(self, gang: Gang) -> None:
+        with self._lock:
+            if self._gang is gang:
+                self._waited_s += gang.waited_s
+            self._gang = None
+            leaving, self._leaving = self._leaving, {}
+            arriving, self._arriving = self._arriving, {}
+        self._outbox.put(ev.InstanceDown(instance=self.instance, reason=gang.reason))
+        for sample, (dst, _) in leaving.items():
+            self._outbox.put(ev.MoveFailed(id=sample, src=self.instance, dst=dst, reason="its instance is lost"))
+        for sample, src in arriving.items():
+            self._outbox.put(ev.SampleMoved(id=sample, src=src, dst=self.instance))
+
+    def _failed(self, error: RunError) -> None:
+        self._outbox.put(Crashed(role=self.role, error=error))

@@ -1,0 +1,219 @@
+"""What a process of a gang does: one part of the trainer, or of a rollout instance.
+
+Consumes calls and posts of the controller; produces answers and facts. The stages are those of one machine, unchanged:
+`Trainer`, `Checkpoints`, `Engine`, `InstanceWorker`. Laws: every process of a gang makes the same jitted calls in the
+same order (trainer: its calls come in one order; rollout: the first process decides what comes before each tick and
+tells the others); only the first process speaks for an instance.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from dora_jax import devices
+from dora_jax.config import Config, ConfigError
+from dora_jax.digest import digest
+from dora_jax.models import hf, sharding
+from dora_jax.publish import serving_copy
+from dora_jax.rollout.migrate import without_pages
+from dora_jax.runtime import build
+from dora_jax.runtime.cluster import calls
+from dora_jax.runtime.cluster.calls import Begin
+from dora_jax.runtime.cluster.link import Link
+from dora_jax.runtime.cluster.turns import Follower, Leader
+from dora_jax.runtime.cluster.weights import StoredWeights
+from dora_jax.runtime.workers import InstanceWorker
+from dora_jax.tokenizer import Tokenizer
+from dora_jax.trainer import checkpoint
+from dora_jax.trainer.checkpoint import Checkpoints
+from dora_jax.types import Version
+
+
+class TrainerRole:
+    """Answers calls one after the other, on the main thread."""
+
+    def __init__(self, begin: Begin, config: Config, workdir: Path, link: Link, pulse: Any):
+        self._config = config
+        self._link, self._pulse = link, pulse
+        self._folder = workdir / "checkpoints"
+        mesh = sharding.make_mesh(jax.devices(), *devices.trainer_mesh(len(jax.devices()), config))
+        self._trainer = build.new_trainer(config, Tokenizer.load(config.model.path), mesh, workdir)
+        self._pack = build.packer(config, self._trainer)
+        self._stored = StoredWeights(workdir / "weights")
+        self._serving = serving_copy(config.model.dtype)
+        self._checkpoints: Checkpoints | None = None  # opened by the first save: nothing else writes there by then
+        shape = build.batch_layout(config, self._trainer)
+        self._trainer.warmup(shape.rows, shape.tokens)
+
+    @property
+    def _version(self) -> Version:
+        return int(self._trainer.state.step)
+
+    def run(self, inbox: queue.SimpleQueue) -> None:
+        while True:
+            waiting_since = time.monotonic()
+            call = inbox.get()
+            self._pulse.waited_s += time.monotonic() - waiting_since
+            self._pulse.busy = True
+            self._link.send(calls.Answer(number=call.number, what=self._answer(call.what)))
+            self._pulse.progress += 1
+            self._pulse.busy = False
+
+    def _answer(self, what: Any) -> calls.Made | calls.Done | calls.Refused:
+        match what:
+            case calls.Make(base=base, groups=groups):
+                if base != self._version:
+                    raise RuntimeError(f"a step at base {base} was asked of a trainer at version {self._version}")
+                metrics = self._trainer.step(self._pack(groups, base))
+                return calls.Made(digest=digest(self._trainer.params),
+                                  metrics={name: float(value) for name, value in metrics.items()})
+            case calls.Publish(version=version):
+                self._stored.write(version, jax.block_until_ready(self._serving(self._trainer.params)))
+            case calls.Restore(step=step):
+                like = self._trainer.abstract_state()
+                restored = checkpoint.restore(self._folder, step, like.params, like.opt_state)
+                self._trainer.load(restored.params, restored.opt_state, step)
+            case calls.Save(version=version, rl_state=rl_state, metrics=metrics):
+                if version != self._version:
+                    return calls.Refused(error=f"the trainer is at version {self._version}")
+                state = self._trainer.state
+                self._saver().save(version, state.params, state.opt_state, rl_state, metrics)
+            case calls.Tend(floor=floor, wait=wait):
+                if self._checkpoints is not None:
+                    self._checkpoints.protect(floor)
+                    (self._checkpoints.wait if wait else self._checkpoints.poll)()
+            case calls.Fingerprint():
+                return calls.Done(value=digest(self._trainer.params))
+        return calls.Done(value=self._version)
+
+    def _saver(self) -> Checkpoints:
+        if self._checkpoints is None:
+            def say(text: str, *_: Any) -> None:
+                if jax.process_index() == 0:
+                    self._link.send(calls.Note(text=text))
+
+            self._checkpoints = Checkpoints(self._folder, self._config.checkpoint, say)
+        return self._checkpoints
+
+
+class RolloutRole:
+    """Ticks on the main thread; weights are staged on another."""
+
+    def __init__(self, begin: Begin, config: Config, workdir: Path, link: Link, pulse: Any,
+                 turns: Leader | Follower):
+        self._link, self._pulse = link, pulse
+        if len(jax.devices()) != config.rollout.tensor:
+            raise ConfigError(f"rollout.tensor: {config.rollout.tensor} is not the {len(jax.devices())} devices of a replica "
+                              f"of {begin.hosts} processes")
+        mesh = sharding.make_mesh(jax.devices(), 1, 1, len(jax.devices()))
+        model = hf.read_config(config.model.path)
+        engine = build.new_engine(config, Tokenizer.load(config.model.path), model, mesh)
+        self._staged = Staged(StoredWeights(workdir / "weights"), engine.param_shardings)
+        speaks = begin.rank == 0
+        self._worker = InstanceWorker(begin.instance, engine, self._staged, Outlet(link if speaks else None),
+                                      build.partial_s(config))
+        self._elsewhere = Elsewhere(begin.instance, link if speaks else None, whole=begin.hosts == 1)
+        self._turns = turns
+        engine.warmup()
+
+    def run(self, inbox: queue.SimpleQueue) -> None:
+        posts, staging = queue.SimpleQueue(), queue.SimpleQueue()
+        threading.Thread(target=self._sort, args=(inbox, posts, staging), name="sorter", daemon=True).start()
+        threading.Thread(target=self._stage, args=(staging,), name="stager", daemon=True).start()
+        while True:
+            waiting_since = time.monotonic()
+            turn = self._turns.next(posts, wait=not self._worker.busy)
+            self._pulse.waited_s += time.monotonic() - waiting_since
+            self._pulse.busy = True
+            for post in turn:
+                self._do(post)
+            if self._worker.busy:
+                self._worker.work()
+            self._pulse.progress += 1
+            self._pulse.busy = self._worker.busy
+
+    def _do(self, post: calls.Post) -> None:
+        worker = self._worker
+        match post:
+            case calls.Swap(version=version, drop=drop):
+                worker.load(version, drop)
+            case calls.Submit(id=id, prompt=prompt, version=version):
+                worker.submit(id, prompt, version)
+            case calls.GiveUp(id=id, reason=reason):
+                worker.cancel(id, reason)
+            case calls.MoveOut(id=id, dst=dst):
+                worker.move(id, self._elsewhere.at(dst))
+            case calls.Receive(parcel=parcel, src=src, unstarted=unstarted):
+                worker.receive(parcel, src, unstarted)
+            case calls.TakeOut(id=id):
+                worker.park(id)
+            case calls.GoOn(parcel=parcel):
+                worker.resume(parcel)
+
+    def _sort(self, inbox: queue.SimpleQueue, posts: queue.SimpleQueue, staging: queue.SimpleQueue) -> None:
+        while True:
+            item = inbox.get()
+            (staging if isinstance(item, calls.Call) else posts).put(item)
+
+    def _stage(self, staging: queue.SimpleQueue) -> None:
+        """A version that cannot be had is refused; the samples that run are not concerned."""
+        while True:
+            call = staging.get()
+            version = call.what.version
+            try:
+                self._staged.stage(version)
+                answer = calls.Done(value=version)
+            except (OSError, ValueError, TimeoutError, jax.errors.JaxRuntimeError) as error:
+                answer = calls.Refused(error=f"version {version} cannot be staged: {error}")
+            self._link.send(calls.Answer(number=call.number, what=answer))
+
+
+class Staged:
+    """Versions on their way into the engine; the weight store of an InstanceWorker."""
+
+    def __init__(self, stored: StoredWeights, shardings: Any):
+        self._stored, self._shardings = stored, shardings
+        self._versions: dict[Version, Any] = {}
+
+    def stage(self, version: Version) -> None:
+        self._versions[version] = self._stored.read(version, self._shardings)
+
+    def get(self, version: Version, shardings: Any) -> Any:
+        return self._versions.pop(version)
+
+
+class Outlet:
+    """The outbox of an InstanceWorker; that of a process that does not speak swallows."""
+
+    def __init__(self, link: Link | None):
+        self._link = link
+
+    def put(self, item: Any) -> None:
+        if self._link is not None:
+            self._link.send(item)
+
+
+class Elsewhere:
+    """Where a sample goes, as its instance sees it. `whole`: this process holds all of its pages."""
+
+    def __init__(self, src: int, link: Link | None, whole: bool):
+        self.instance = -1
+        self._src, self._outlet, self._whole = src, Outlet(link), whole
+
+    def at(self, instance: int) -> Elsewhere:
+        self.instance = instance
+        return self
+
+    def post(self, call: Callable[..., None], *args: Any) -> None:
+        call(*args)
+
+    def receive(self, parcel: Any, src: int, unstarted: Version | None) -> None:
+        parcel = parcel if self._whole else without_pages(parcel)
+        self._outlet.put(calls.Moving(parcel=parcel, src=src, dst=self.instance, unstarted=unstarted))
