@@ -126,7 +126,7 @@ class TrainerSection:
     aggregation: str = "token_mean"
     anchor: str = "behavior"  # behavior or proximal
     correction: str = "none"
-    loss_params: dict[str, Any] = dataclasses.field(default_factory=lambda: {"eps_lo": 0.2, "eps_hi": 0.2})
+    loss_params: dict[str, Any] = dataclasses.field(default_factory=dict)  # eps_lo, eps_hi, ...; empty: the loss's own
     advantage_params: dict[str, Any] = dataclasses.field(default_factory=dict)  # gamma, lam, eps, ...
     correction_params: dict[str, Any] = dataclasses.field(default_factory=dict)  # C, lo, hi, level, metric, ...
     updates: int = 1  # optimizer updates a step; each has its own share of the groups and its own denominators

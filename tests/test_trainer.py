@@ -236,7 +236,11 @@ def test_only_matrices_decay():
      "needs aggregation='seq_mean_token_sum_norm'"),
     ({"policy_loss": "longcat", "loss_params": {}, "anchor": "proximal", "aggregation": "seq_mean_token_sum_norm",
       "correction": "tis"}, "already weighs by the engine gap"),
-    ({"policy_loss": "sapo"}, "eps_hi, eps_lo not known to 'sapo', which takes tau_pos, tau_neg"),
+    ({"policy_loss": "sapo", "loss_params": {"eps_lo": 0.2}}, "eps_lo not known to 'sapo', which takes tau_pos, tau_neg"),
+    ({"loss_params": {"eps_lo": "0.2"}}, "loss_params.eps_lo: '0.2' is not a number"),
+    ({"loss_params": {"dual_clip": 0.5}}, "0.5 is neither None nor a number above 1"),
+    ({"correction": "mask", "correction_params": {"level": "row"}}, "'row' is unknown: known are token, seq_sum"),
+    ({"correction": "mask", "correction_params": {"level": "geometric", "metric": "k3"}}, "is of ratios, not of"),
     ({"kl_coef": 0.1}, "trainer.kl is 'none'"), ({"kl_in": "reward"}, "needs trainer.kl"),
     ({"fsdp": 0}, "trainer.fsdp=0 must be at least 1"), ({"b2": 1.0}, "must lie in"),
     ({"updates": 0}, "must be at least 1"),
@@ -254,6 +258,7 @@ def test_what_goes_together_passes():
 
     assert objective.check(cases.SECTION, RolloutSection()) == []
     for changes in ({"correction": "mask"}, {"correction": "tis", "anchor": "proximal"}, {"correction": "vcpo_lr"},
+                    {"policy_loss": "sapo"}, {"loss_params": {"dual_clip": 3.0}},
                     {"policy_loss": "gspo", "aggregation": "seq_mean_token_mean"}):
         assert objective.check(cases.section(**changes)) == []
     cut = objective.check(cases.SECTION, RolloutSection(top_p=0.9, temperature=0.0))

@@ -28,6 +28,11 @@ KLS = ("none", "k1", "k2", "k3")
 WHITENED = ("reinforce_pp", "reinforce_pp_baseline", "gae", "gae_turn")
 VALUE_ADVANTAGES = ("gae", "gae_turn")
 WEIGHTING = ("tis", "icepop")  # corrections that multiply the loss by exp(l_old - l_mu)
+WORDS: Mapping[tuple[str, str], tuple[str, ...]] = {  # keywords whose values are names; all others are numbers
+    ("tis", "level"): ("token", "sequence"),
+    ("mask", "level"): ("token", "seq_sum", "seq_mean", "seq_max", "geometric"),
+    ("mask", "metric"): ("ratio", "k1", "k2", "k3"),
+}
 
 
 def check(section: Any, rollout: Any = None) -> list[str]:
@@ -93,11 +98,27 @@ def _params(section: Any) -> list[str]:
               "correction_params": (CORRECTIONS, section.correction)}
     errors = []
     for field, (table, name) in tables.items():
-        surplus = sorted(set(getattr(section, field)) - set(table[name]))
+        params = getattr(section, field)
+        surplus = sorted(set(params) - set(table[name]))
         if surplus:
             takes = ", ".join(table[name]) or "nothing"
             errors.append(f"trainer.{field}: {', '.join(surplus)} not known to {name!r}, which takes {takes}")
+        errors += [f"trainer.{field}.{key}: {params[key]!r} is {wrong}" for key in table[name]
+                   if key in params and (wrong := _wrong_value(name, key, params[key]))]
+    mask = section.correction_params if section.correction == "mask" else {}
+    if mask.get("level") == "geometric" and mask.get("metric", "ratio") != "ratio":
+        errors.append(f"trainer.correction_params: level='geometric' is of ratios, not of metric={mask['metric']!r}")
     return errors
+
+
+def _wrong_value(name: str, key: str, value: Any) -> str:
+    words = WORDS.get((name, key))
+    if words:
+        return "" if value in words else f"unknown: known are {', '.join(words)}"
+    if key == "dual_clip":
+        fits = value is None or (type(value) in (int, float) and value > 1)
+        return "" if fits else "neither None nor a number above 1"
+    return "" if type(value) in (int, float) else "not a number"
 
 
 def _pairings(section: Any) -> list[str]:
@@ -133,9 +154,9 @@ def _pairings(section: Any) -> list[str]:
 
 
 def _numbers(section: Any) -> list[str]:
-    lowest = {"data": 1, "tensor": 1, "context": 1, "pack_tokens": 1, "peak_tflops": 0, "rows": 0, "micro_batches": 1, "updates": 1, "learning_rate": 0,
-              "warmup_steps": 0, "weight_decay": 0, "max_grad_norm": 0, "kl_coef": 0, "ref_refresh_steps": 0,
-              "value_learning_rate": 0, "value_clip": 0, "overlong_cache": 0, "max_mismatch": 0}
+    lowest = {"data": 1, "tensor": 1, "context": 1, "pack_tokens": 1, "peak_tflops": 0, "rows": 0, "micro_batches": 1,
+              "updates": 1, "learning_rate": 0, "warmup_steps": 0, "weight_decay": 0, "max_grad_norm": 0, "kl_coef": 0,
+              "ref_refresh_steps": 0, "value_learning_rate": 0, "value_clip": 0, "overlong_cache": 0, "max_mismatch": 0}
     errors = [f"trainer.{field}={getattr(section, field)} must be at least {low}"
               for field, low in lowest.items() if not getattr(section, field) >= low]
     if section.context >= 1 and section.pack_tokens % section.context:
