@@ -158,13 +158,13 @@ def packer(config: Config, trainer: Trainer) -> Callable[[Sequence[ScoredGroup],
     shape, updates = batch_layout(config, trainer), config.trainer.updates
     prepare = Prepare(config.trainer, config.rollout.max_new_tokens)
 
-    def pack_step(groups: Sequence[ScoredGroup], base: Version) -> Any:
+    def pack(groups: Sequence[ScoredGroup], base: Version) -> Any:
         if config.task.shuffle_rewards:
             groups = shuffled(groups, config.seed, base)
         score = trainer.score if needs_scores(config.trainer) else None
         return pack_step([groups[i::updates] for i in range(updates)], shape, prepare, score)
 
-    return pack_step
+    return pack
 
 
 def nonzero_variance(group: ScoredGroup) -> bool:
