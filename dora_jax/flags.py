@@ -164,9 +164,9 @@ def describe(asked: Run) -> str:
 
 def _gangs(config: Config) -> str:
     cluster, rollout = config.cluster, config.rollout
-    devices_each = f"{cluster.devices_per_host} virtual CPU devices" if cluster.devices_per_host else "its host's devices"
-    return (f"cluster of {cluster.launcher}: the controller, a trainer of {cluster.trainer_hosts} and {rollout.instances} "
-            f"instances of {cluster.hosts_per_replica} processes each; a process has {devices_each}")
+    each = f"{cluster.devices_per_host} virtual CPU devices" if cluster.devices_per_host else "its host's devices"
+    return (f"cluster of {cluster.launcher}: the controller, a trainer of {cluster.trainer_hosts} and "
+            f"{rollout.instances} instances of {cluster.hosts_per_replica} processes; each has {each}")
 
 
 def record(asked: Run) -> None:

@@ -51,8 +51,8 @@ class Cluster:
         for remote in self._instances.values():
             remote.open()
 
-    def trainer_side(self, say: Callable[[str], None]) -> TrainerSide:
-        checkpoints = RemoteCheckpoints(self._parts.workdir / "checkpoints", self._trainer, say)
+    def trainer_side(self) -> TrainerSide:
+        checkpoints = RemoteCheckpoints(self._parts.workdir / "checkpoints", self._trainer, self._say)
         return TrainerSide(trainer=self._trainer, checkpoints=checkpoints, digest=digest_of,
                            pack=lambda groups, base: (groups, base))
 
@@ -75,7 +75,8 @@ class Cluster:
 
     def _keeper(self, instance: InstanceId | None, name: str, **hooks: Any) -> Keeper:
         section = self._parts.config.cluster
-        hosts = section.trainer_hosts if instance is None else section.hosts_per_replica
+        hosts, slice_type = ((section.trainer_hosts, section.trainer_slice) if instance is None
+                             else (section.hosts_per_replica, section.replica_slice))
         tree = configs.to_json(dataclasses.replace(self._parts.config, cpu_devices=section.devices_per_host,
                                                    cluster=ClusterSection()))
 
@@ -85,7 +86,8 @@ class Cluster:
 
         limits = Limits(silence_s=section.silence_s, stall_s=section.stall_s, start_s=section.start_s,
                         restarts=section.max_restarts)
-        return Keeper(self._hub, self._launcher, name, hosts, begin=begin, say=self._say, limits=limits, **hooks)
+        return Keeper(self._hub, self._launcher, name, hosts, slice_type, begin=begin, say=self._say, limits=limits,
+                      **hooks)
 
     def _steps_since(self, version: Version) -> Sequence[Any]:
         folder = self._parts.workdir / "journal"
@@ -99,6 +101,6 @@ def _launcher(config: Config, workdir: Path) -> Launcher:
         case "ray":
             from dora_jax.runtime.cluster.on_ray import RayHosts  # an extra, needed here only
 
-            return RayHosts(config, workdir / "logs")
+            return RayHosts()
         case other:
             raise ConfigError(f"cluster.launcher: {other!r} starts no process")

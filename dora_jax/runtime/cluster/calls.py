@@ -221,6 +221,6 @@ class Moving:
     unstarted: Version | None
 
 
-CODEC = Codec(Hello, Begin, Ready, Beat, Failed, Note, Stage, Make, Publish, Restore, Save, Tend, Fingerprint, Call, Made,
-              Done, Refused, Answer, Swap, Submit, GiveUp, MoveOut, Receive, TakeOut, GoOn, Turn, Moving, Parcel,
-              Partial, Finished, Exported)
+CODEC = Codec(Hello, Begin, Ready, Beat, Failed, Note, Call, Answer, Turn, Parcel, Partial, Finished, Exported, Moving,
+              Stage, Make, Publish, Restore, Save, Tend, Fingerprint, Made, Done, Refused,
+              Swap, Submit, GiveUp, MoveOut, Receive, TakeOut, GoOn)

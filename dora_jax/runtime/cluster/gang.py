@@ -129,7 +129,8 @@ class Gang:
             if self.dead.is_set() or len(self._joined) >= self.hosts:
                 link.close("this gang is complete")
                 return
-            link.adopt(lambda _, item: self._hear(host, item), lambda _, reason: self.die(f"{self._who(host)}: {reason}"))
+            link.adopt(lambda _, item: self._hear(host, item),
+                       lambda _, reason: self.die(f"{self._who(host)}: {reason}"))
             self._joined.append(host)
             self._seat_if_complete()
 
@@ -255,12 +256,13 @@ class _Pending:
 class Keeper:
     """Has a gang of this name there: on a thread of its own, until `close`."""
 
-    def __init__(self, hub: Hub, launcher: Launcher, name: str, hosts: int, *,
+    def __init__(self, hub: Hub, launcher: Launcher, name: str, hosts: int, slice_type: str, *,
                  begin: Callable[[int, str, str], Begin], heard: Callable[[Any], None], up: Callable[[Gang], None],
                  down: Callable[[Gang], None], failed: Callable[[RunError], None], say: Callable[[str], None],
                  limits: Limits):
         self.name = name
-        self._hub, self._launcher, self._hosts, self._limits = hub, launcher, hosts, limits
+        self._hub, self._limits = hub, limits
+        self._launcher, self._hosts, self._slice_type = launcher, hosts, slice_type
         self._begin, self._heard, self._up, self._down = begin, heard, up, down
         self._failed, self._say = failed, say
         self._closed = threading.Event()
@@ -300,7 +302,7 @@ class Keeper:
         """From start to death; True where it was up."""
         self._hub.expect(gang)
         ticket = Ticket(controller=self._hub.address, gang=gang.name, epoch=gang.epoch)
-        started = self._launcher.start(ticket, self._hub.token, self._hosts)
+        started = self._launcher.start(ticket, self._hub.token, self._hosts, self._slice_type)
         try:
             gang.seat(self._begin)
             self._watch(gang, started, until=gang.ready)

@@ -38,7 +38,8 @@ class Started(Protocol):
 class Launcher(Protocol):
     ip: str  # where the controller is reached
 
-    def start(self, ticket: Ticket, token: bytes, hosts: int) -> Started: ...
+    def start(self, ticket: Ticket, token: bytes, hosts: int, slice_type: str) -> Started:
+        """`slice_type`: the TPU slice that they share; empty: any machine."""
 
     def close(self) -> None: ...
 
@@ -52,7 +53,7 @@ class Processes:
         self._logs = logs
         logs.mkdir(parents=True, exist_ok=True)
 
-    def start(self, ticket: Ticket, token: bytes, hosts: int) -> Started:
+    def start(self, ticket: Ticket, token: bytes, hosts: int, slice_type: str) -> Started:
         env = {**os.environ, "DORA_TICKET": _json(ticket), "DORA_TOKEN": token.hex()}
         children = []
         for number in range(hosts):

@@ -1,4 +1,4 @@
-"""The trainer gang as the controller sees it: what TrainerWorker, resume and the checkpoints' observer ask of a trainer.
+"""The trainer gang as the controller sees it: what TrainerWorker, resume and the saver of checkpoints ask of a trainer.
 
     step((groups, base)) -> Make on every process        weights.put(version, params) -> Publish, then finish
     load(..., step)      -> Restore                      checkpoints.save(version, ...) -> Save
@@ -148,13 +148,13 @@ class RemoteTrainer:
             gang.call(calls.Restore(step=start))
         for base in range(start, at):
             if base not in steps:
-                raise RunError(f"the trainer is lost at version {at}, and step {base + 1} cannot be made again: the journal "
-                               f"does not hold its groups (journal.on keeps them)")
+                raise RunError(f"the trainer is lost at version {at}, and step {base + 1} cannot be made again: the "
+                               f"journal does not hold its groups (journal.on keeps them)")
             groups, published = steps[base]
             made = gang.call(calls.Make(base=base, groups=groups))[0]
             if published is not None and made.digest != published:
-                self._say(f"version {base + 1} came out with other weights ({made.digest:016x}, not {published:016x}); what "
-                          f"was published stays, training goes on from here")
+                self._say(f"version {base + 1} came out with other weights ({made.digest:016x}, not {published:016x}); "
+                          f"what was published stays, training goes on from here")
         self._say(f"the trainer is back at version {at}: checkpoint {start}, {at - start} steps made again")
 
 

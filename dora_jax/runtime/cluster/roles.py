@@ -110,8 +110,8 @@ class RolloutRole:
                  turns: Leader | Follower):
         self._link, self._pulse = link, pulse
         if len(jax.devices()) != config.rollout.tensor:
-            raise ConfigError(f"rollout.tensor: {config.rollout.tensor} is not the {len(jax.devices())} devices of a replica "
-                              f"of {begin.hosts} processes")
+            raise ConfigError(f"rollout.tensor: {config.rollout.tensor} is not the {len(jax.devices())} devices of a "
+                              f"replica of {begin.hosts} processes")
         mesh = sharding.make_mesh(jax.devices(), 1, 1, len(jax.devices()))
         model = hf.read_config(config.model.path)
         engine = build.new_engine(config, Tokenizer.load(config.model.path), model, mesh)
