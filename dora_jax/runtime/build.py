@@ -6,6 +6,7 @@ The only place that knows every stage.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import queue
 import threading
 from collections.abc import Callable, Sequence
@@ -24,8 +25,9 @@ from dora_jax.orchestrate.events import InstanceUp
 from dora_jax.orchestrate.modes import OrchestratorConfig
 from dora_jax.publish import WeightStore
 from dora_jax.rollout.engine import Engine
+from dora_jax.runtime.instance import LocalInstance, Spare
 from dora_jax.runtime.local import LocalWorld
-from dora_jax.runtime.workers import InstanceWorker, TrainerWorker
+from dora_jax.runtime.workers import TrainerWorker
 from dora_jax.tasks.pool import ScorerPool
 from dora_jax.tokenizer import Tokenizer
 from dora_jax.trainer.checkpoint import Checkpoints
@@ -74,29 +76,31 @@ class TrainerSide:
 class OneProcess:
     """The body of a run in one process: instances and trainer on sub-meshes of `jax.devices()`."""
 
-    def __init__(self, parts: Parts):
-        self._parts = parts
+    def __init__(self, parts: Parts, say: Callable[[str], None]):
+        self._parts, self._say = parts, say
         self._plan = devices.plan(len(jax.devices()), parts.config)
         self.weights = WeightStore(parts.config.model.dtype)
 
-    def trainer_side(self, say: Callable[[str], None]) -> TrainerSide:
+    def trainer_side(self) -> TrainerSide:
         config, workdir = self._parts.config, self._parts.workdir
         mesh = sharding.make_mesh([jax.devices()[i] for i in self._plan.trainer], *self._plan.trainer_mesh)
         trainer = new_trainer(config, self._parts.tokenizer, mesh, workdir)
-        return TrainerSide(trainer=trainer, checkpoints=Checkpoints(workdir / "checkpoints", config.checkpoint, say),
+        return TrainerSide(trainer=trainer, checkpoints=Checkpoints(workdir / "checkpoints", config.checkpoint, self._say),
                            pack=packer(config, trainer), digest=digest)
 
-    def instances(self) -> list[InstanceWorker]:
-        parts = self._parts
-        model = hf.read_config(parts.config.model.path)
-        workers = []
+    def instances(self) -> list[LocalInstance]:
+        parts, config = self._parts, self._parts.config
+        model = hf.read_config(config.model.path)
+        pool: dict[InstanceId, LocalInstance] = {}
         for instance, indices in enumerate(self._plan.instances):
             mesh = sharding.make_mesh([jax.devices()[i] for i in indices], 1, 1, len(indices))
-            engine = new_engine(parts.config, parts.tokenizer, model, mesh)
-            workers.append(InstanceWorker(instance, engine, self.weights, parts.outbox, partial_s(parts.config)))
-        return workers
+            new = functools.partial(new_engine, config, parts.tokenizer, model, mesh)
+            spare = Spare(new_engine=new, vocab_size=parts.tokenizer.vocab_size, hung_s=config.cluster.stall_s)
+            pool[instance] = LocalInstance(instance_up(instance, config), new(), self.weights, parts.outbox,
+                                           partial_s(config), spare, pool, self._say)
+        return list(pool.values())
 
-    def ready(self, instances: Sequence[InstanceWorker], trainer: TrainerWorker | None) -> list[InstanceUp]:
+    def ready(self, instances: Sequence[LocalInstance], trainer: TrainerWorker | None) -> list[InstanceUp]:
         """Compiles; then all of them are there."""
         config = self._parts.config
         warmups = [worker.engine.warmup for worker in instances]

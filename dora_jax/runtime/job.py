@@ -56,7 +56,7 @@ def evaluate(config: Config, workdir: Path, step: int | None = None) -> int:
     version = pick(directory, step)
     with Writer(workdir) as writer:
         parts = Parts(config, workdir)
-        body = OneProcess(parts)
+        body = OneProcess(parts, writer.note)
         body.weights.put(version, checkpoint.read_params(directory, version))
         orchestrator = Orchestrator(build.orchestrator_config(dataclasses.replace(config, steps=version)),
                                     start_version=version)
@@ -122,7 +122,6 @@ class Backing:
         """The journal in front of `world`, which takes on what a killed process owed."""
         begun = self.begun
         world.recall(begun.book)
-        world.recall(begun.book)
         if begun.debts is not None:
             world.adopt(begun.debts, begun.book, begun.orchestrator.state.now_s)
         if self.journal is None:
@@ -161,7 +160,7 @@ def _train(parts: Parts, writer: Writer, guard: Guard) -> tuple[Halt, RunLog]:
     writer.phase("trainer", "loading the model")
     body = _body(parts, writer)
     try:
-        side = body.trainer_side(writer.note)
+        side = body.trainer_side()
         try:
             begun = resume.begin(journal, side.checkpoints, side.trainer, body.weights, side.pack, side.digest,
                                  build.orchestrator_config(config), writer)
@@ -178,7 +177,7 @@ def _train(parts: Parts, writer: Writer, guard: Guard) -> tuple[Halt, RunLog]:
 def _body(parts: Parts, writer: Writer) -> Any:
     """One process, or a cluster."""
     if not parts.config.cluster.launcher:
-        return OneProcess(parts)
+        return OneProcess(parts, writer.note)
     from dora_jax.runtime.cluster.body import Cluster  # a run in one process needs none of it
 
     return Cluster(parts, writer.note)
