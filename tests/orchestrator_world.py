@@ -66,6 +66,7 @@ class Engine:
         self.slots, self.speed, self.residents = slots, speed, residents
         self.versions = list(versions)
         self.loading: int | None = None
+        self.paused = False
         self.runs: dict[SampleId, Run] = {}
 
 
@@ -95,9 +96,8 @@ class World(Audit):
         self.evaluated: dict[int, list[int]] = {}
         self.stop: ev.Halt | None = None
         self.log: list[tuple[ev.Event, tuple[ev.Command, ...]]] = []
-        self.births = 0
+        self.births = self.epoch = 0
         self.retired: set[int] = set()
-        self.epoch = 0
         for i in range(len(shape.instances)):
             self.at(0.0, ("up", i))
         self.at(0.0, ("clock",))
@@ -133,6 +133,8 @@ class World(Audit):
     def facts(self, what: ev.Event | tuple) -> list[ev.Event]:
         if not isinstance(what, tuple):
             return [what]
+        if what[0] in ("begin", "progress") and (engine := self.engines.get(what[1])) and engine.paused:
+            return self.at(0.05, what) or []
         return getattr(self, "on_" + what[0])(*what[1:])
 
     def on_clock(self) -> list[ev.Event]:
@@ -240,6 +242,7 @@ class World(Audit):
         return [ev.MoveFailed(id=id, src=src, dst=dst, reason="the test said so")]
 
     def on_published(self, version: int) -> list[ev.Event]:
+        assert all(engine.paused for engine in self.engines.values()) == self.config.colocated or not self.engines
         self.published = version
         return [ev.StepPublished(version=version)]
 
@@ -253,7 +256,7 @@ class World(Audit):
 
     def advance(self, run: Run, engine: Engine) -> None:
         elapsed = (self.now_s - run.started_s) * engine.speed / self.shape.token_s
-        run.tokens = min(run.length, run.tokens + round(elapsed))
+        run.tokens = min(run.length, run.tokens + (0 if engine.paused else round(elapsed)))
         run.started_s = self.now_s
 
     def schedule(self, run: Run, i: int) -> None:
@@ -377,6 +380,15 @@ class World(Audit):
         self.trained.append((command.base_version, groups + command.group_ids))
         if len(groups + command.group_ids) == self.config.groups_per_step:
             self.at(self.shape.train_s, ("published", command.base_version + 1))
+
+    def do_pause(self, command: ev.Pause | ev.Unpause) -> None:
+        engine, pause = self.engines[command.instance], isinstance(command, ev.Pause)
+        assert engine.paused != pause, f"{command}: instance {command.instance} already does"
+        for run in filter(lambda run: run.began, engine.runs.values()):
+            self.advance(run, engine)
+        engine.paused = pause
+
+    do_unpause = do_pause
 
     def do_retire(self, command: ev.Retire) -> None:
         for engine in self.engines.values():

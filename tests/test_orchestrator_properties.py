@@ -34,6 +34,7 @@ configs = st.builds(
     refill_margin=st.integers(0, 2),
     older_slots=st.sampled_from([0.5, 1.0]),
     peer_weights=st.booleans(),
+    colocated=st.sampled_from([False, False, True]),
 )
 instances = st.tuples(st.sampled_from([1, 2, 5, 8]), st.sampled_from([0.5, 1.0, 3.0]), st.sampled_from([1, 1, 2, 3]))
 shapes = st.builds(

@@ -10,12 +10,12 @@ from dora_jax.bench import end_to_end, paced_run
 from dora_jax.buffer.store import MemoryGroupStore
 from dora_jax.config import RolloutSection
 from dora_jax.rollout.oracle import OracleEngine
-from dora_jax.runtime.paced import Gate, PacedEngine, PacedTrainer, PacedWeights
+from dora_jax.runtime.paced import PacedEngine, PacedTrainer, PacedWeights
 from dora_jax.runtime.partwise import PartwiseTrainer
-from dora_jax.runtime.workers import Crashed, StepDone
+from dora_jax.runtime.workers import Crashed, InstanceWorker, StepDone
 from dora_jax.sim import config as sims
 from dora_jax.sim.run import simulate
-from dora_jax.types import Sample, SampleId, ScoredGroup, Span
+from dora_jax.types import Prompt, Sample, SampleId, ScoredGroup, Span
 
 SECTION = RolloutSection(slots=4, pages=64, page_size=8, max_prompt_tokens=8, max_new_tokens=16, decode_steps=2)
 
@@ -113,16 +113,43 @@ def test_a_transfer_of_weights_lasts(slept):
         weights.get(9, None)
 
 
-def test_colocated_roles_take_turns(slept):
-    gate = Gate(colocated=True)
-    trainer = PacedTrainer(paced_run.Trainer(), lambda groups, base: [1], Costs(), 0.5, 1, gate=gate)
-    trainer.pack([group(0)], 0)
-    assert not gate._open.is_set()
-    trainer.step([1])
-    assert gate._open.is_set() and not gate.wait()
-    apart = Gate(colocated=False)
-    apart.close()
-    assert not apart.wait()
+def test_an_engine_that_stood_still_owes_no_time(slept):
+    """While it decodes, a late tick is made up for; after a pause the timeline begins anew."""
+
+    def late(rests):
+        paced = engine()
+        paced.submit(SampleId(0, 0), np.arange(1), 0, 16)
+        paced.tick()
+        slept[0] += 1000.0  # somebody else had the machine
+        if rests:
+            paced.rest()
+        before = slept[0]
+        paced.tick()
+        return slept[0] - before
+
+    assert late(rests=False) == 0.0 and late(rests=True) > 10.0
+
+
+def test_a_paused_worker_answers_calls_and_does_not_tick():
+    inner = OracleEngine(SECTION, length=lambda v, g, i, limit: 4)
+    inner.load(0, None)
+    outbox = queue.SimpleQueue()
+    worker = InstanceWorker(0, inner, paced_run.Weights(), outbox)
+    worker.post(worker.pause)
+    worker.post(worker.submit, SampleId(0, 0), Prompt(group_id=0, task="", uid="", text="", answer=None,
+                                                      token_ids=np.zeros(1, np.int32), max_new_tokens=16), 0)
+    worker.start()
+    time.sleep(0.1)  # time enough for all its ticks
+    worker.post(worker.park, SampleId(0, 0))
+    exported = outbox.get(timeout=10)
+    assert exported.parcel.out_ids.size == 0
+    worker.post(worker.unpause)
+    worker.post(worker.resume, exported.parcel)
+    facts = []
+    while "Finished" not in facts:
+        facts.append(type(outbox.get(timeout=10)).__name__)
+    worker.stop()
+    assert facts[0] == "SampleResumed"
 
 
 def group(group_id, version=0):
@@ -181,10 +208,10 @@ SMALL = {"orchestrator.groups_per_step": 16, "orchestrator.group_size": 4, "orch
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("mode", ["sync", "partial", "evict", "dora"])
-def test_prediction_and_paced_run_agree(mode):
+@pytest.mark.parametrize(("mode", "chips"), [("sync", 4), ("partial", 4), ("partial", 0), ("evict", 4), ("dora", 4)])
+def test_prediction_and_paced_run_agree(mode, chips):
     """A small one; the full size is bench.end_to_end."""
-    config = sims.replace(end_to_end.setting(steps=3, warmup=2), SMALL)
+    config = sims.replace(end_to_end.setting(steps=3, warmup=2), SMALL | {"hardware.rollout_chips": chips})
     row = sims.Row(label=mode, mode=mode, config=config, published={})
     ran, predicted = paced_run.run(row, pace=1 / 60), simulate(row)
     assert ran.step_s == pytest.approx(predicted.step_s, rel=0.2)

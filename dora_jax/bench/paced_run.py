@@ -21,7 +21,7 @@ from dora_jax.orchestrate.core import Orchestrator
 from dora_jax.rollout.oracle import OracleEngine
 from dora_jax.runtime.local import LocalWorld
 from dora_jax.runtime.loop import run as run_loop
-from dora_jax.runtime.paced import Gate, PacedEngine, PacedTrainer, PacedWeights
+from dora_jax.runtime.paced import PacedEngine, PacedTrainer, PacedWeights
 from dora_jax.runtime.partwise import PartwiseTrainer
 from dora_jax.runtime.workers import InstanceWorker
 from dora_jax.sim.config import Row
@@ -80,6 +80,27 @@ class TimedOrchestrator(Orchestrator):
         return commands
 
 
+class PacedWorker(InstanceWorker):
+    """Says how long it stood still beside a trainer on its chips."""
+
+    _stood_s = 0.0
+    _stands_since: float | None = None
+
+    @property
+    def paused_s(self) -> float:
+        since = self._stands_since
+        return self._stood_s + (time.monotonic() - since if since is not None else 0.0)
+
+    def pause(self) -> None:
+        super().pause()
+        self._stands_since = time.monotonic()
+
+    def unpause(self) -> None:
+        self._stood_s, self._stands_since = self.paused_s, None
+        self.engine.rest()
+        super().unpause()
+
+
 class _Parts:
     """The one-process world of a row."""
 
@@ -90,17 +111,16 @@ class _Parts:
             slots=hardware.slots, pages=costs.pages, page_size=hardware.page_size, residents=hardware.residents,
             max_prompt_tokens=told.max_prompt_tokens, max_new_tokens=told.max_new_tokens, decode_steps=1)
         outbox, store = queue.SimpleQueue(), MemoryGroupStore()
-        gate = Gate(hardware.colocated)
         self.weights = weights = PacedWeights(Weights(), costs, pace, hardware.trainer_chips // hardware.instance_chips)
         self.engines = [
             PacedEngine(OracleEngine(section, length=lambda v, g, i, limit: work.length(SampleId(g, i)), version_in=int),
-                        costs, pace, gate=gate, report_ticks=config.report_tokens)
+                        costs, pace, report_ticks=config.report_tokens)
             for _ in range(hardware.instances)]  # fmt: skip
-        self.workers = [InstanceWorker(i, engine, weights, outbox) for i, engine in enumerate(self.engines)]
+        self.workers = [PacedWorker(i, engine, weights, outbox) for i, engine in enumerate(self.engines)]
         for engine in self.engines:
             engine.load(0, 0)
         trainer = self.trainer = PacedTrainer(
-            Trainer(), lambda groups, base: [len(groups)], costs, pace, told.groups_per_step, gate=gate)
+            Trainer(), lambda groups, base: [len(groups)], costs, pace, told.groups_per_step)
         self.world = LocalWorld(
             instances=self.workers, trainer=PartwiseTrainer(
                 trainer, trainer.pack, store, weights, told.decisions.max_lag, outbox, told.groups_per_step),
@@ -233,7 +253,8 @@ class _Meter:
             raise EndOfMeasurement
 
     def _idle_now(self) -> float:
-        return sum(worker.wait_s for worker in self._parts.workers)
+        """A pause is no idleness."""
+        return sum(worker.wait_s - worker.paused_s for worker in self._parts.workers)
 
     def _counters(self, now: float) -> dict[str, float]:
         engines = self._parts.engines

@@ -95,12 +95,16 @@ class Orchestrator:
         batch = s.ledger.take() if s.ledger.base < s.config.total_steps else ()
         if batch:
             s.out.append(ev.Train(group_ids=batch, base_version=s.ledger.base))
+            if s.paused:
+                s.out += [ev.Pause(instance=id) for id in s.fleet.hosts]
             s.count_tasks(batch, -1)
             s.wake_all()
             s.rebalance_due = True
 
     def _end_step(self) -> None:
         s = self.state
+        if s.config.colocated:
+            s.out += [ev.Unpause(instance=id) for id in s.fleet.hosts]
         self._renew_budget()
         self._evaluate(s.ledger.base)
         if s.decisions.on_publish == "swap":

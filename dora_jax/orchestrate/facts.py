@@ -24,6 +24,8 @@ def instance_up(s: State, event: ev.InstanceUp) -> None:
         return
     host = Host(event.instance, event.slots, event.pages, event.page_size, event.residents, event.speed)
     s.fleet.add(host, event.versions)
+    if s.paused:
+        s.out.append(ev.Pause(instance=host.id))
     s.emptied[host.id] = None
     s.rebalance_due = True
     s.woken.update(dict.fromkeys(event.versions))

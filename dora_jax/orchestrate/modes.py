@@ -78,6 +78,7 @@ class OrchestratorConfig:
     task_ratios: tuple[tuple[str, float], ...] = ()  # (task, oversampling in units of its share of `inflight`)
     task_adaptive: bool = False  # a task of which many groups are filtered gets more of the load, up to 4 times as much
     peer_weights: bool = False  # a LoadWeights names a peer that holds the version where there is one
+    colocated: bool = False  # instances share the trainer's chips: they stand still from a whole batch to its version
 
     @property
     def max_lag(self) -> int:
@@ -101,7 +102,7 @@ class OrchestratorConfig:
             )
         return Decisions(
             max_lag=self.max_lag, capped=True, target_groups=target, count_awaited=True, kv_weight=KV_WEIGHT,
-            refill_margin=self.refill_margin, parts=self.updates,
+            refill_margin=self.refill_margin, parts=1 if self.colocated else self.updates,
         )  # fmt: skip
 
     # ------------------------------------------------------------------ tasks

@@ -55,6 +55,11 @@ class State:
         self.retire_due = False
         self.out: list[ev.Command] = []
 
+    @property
+    def paused(self) -> bool:
+        """Whether colocated instances stand still: the trainer has a whole batch."""
+        return self.config.colocated and not self.ledger.missing
+
     def unit(self, id: SampleId) -> Unit | None:
         group = self.groups.get(id.group_id)
         return None if group is None else group.units[id.index]

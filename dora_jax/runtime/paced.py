@@ -23,40 +23,16 @@ from dora_jax.sim.cost import Costs
 from dora_jax.types import SampleId, ScoredGroup, Version
 
 
-class Gate:
-    """Colocated roles take turns: engines stand still while the trainer works."""
-
-    def __init__(self, colocated: bool):
-        self._colocated = colocated
-        self._open = threading.Event()
-        self._open.set()
-
-    def close(self) -> None:
-        if self._colocated:
-            self._open.clear()
-
-    def open(self) -> None:
-        self._open.set()
-
-    def wait(self) -> bool:
-        """Until it is open; True where that took a while."""
-        if self._open.is_set():
-            return False
-        self._open.wait()
-        return True
-
-
 class PacedEngine:
     """The Engine seam around another engine; what is not defined here is the engine's own.
 
     `report_ticks`: progress is handed on every so many ticks, as an instance of the modelled size would in its time.
     """
 
-    def __init__(self, engine: Any, costs: Costs, pace: float, *, gate: Gate | None = None, report_ticks: int = 1):
+    def __init__(self, engine: Any, costs: Costs, pace: float, *, report_ticks: int = 1):
         self.engine = engine
-        self.decode_s = self.prefill_s = self.move_s = self.paused_s = 0.0  # real seconds, by their use
+        self.decode_s = self.prefill_s = self.move_s = 0.0  # real seconds, by their use
         self._costs, self._pace = costs, pace
-        self._gate = gate or Gate(colocated=False)
         self._report_ticks = report_ticks
         self._ticks = 0
         self._account = Account()
@@ -69,10 +45,6 @@ class PacedEngine:
     # ------------------------------------------------------------------ what takes time
 
     def tick(self) -> TickResult:
-        waited = time.monotonic()
-        if self._gate.wait():
-            self._rested = True
-            self.paused_s += time.monotonic() - waited
         began = time.monotonic()
         result = self.engine.tick()
         work = self._account.of(result)
@@ -85,6 +57,10 @@ class PacedEngine:
         if self._ticks % self._report_ticks:
             result = dataclasses.replace(result, progress={})
         return result
+
+    def rest(self) -> None:
+        """It stood still: its timeline begins anew."""
+        self._rested = True
 
     def export(self, id: SampleId) -> Any:
         """The transfer's time is spent here, at the end that the sample leaves."""
@@ -126,19 +102,17 @@ class PacedTrainer:
     time is spread over its parts."""
 
     def __init__(self, trainer: Any, pack: Callable[[Sequence[ScoredGroup], Version], Any], costs: Costs, pace: float,
-                 groups_per_step: int, *, gate: Gate | None = None):  # fmt: skip
+                 groups_per_step: int):
         self.trainer = trainer
         self.train_s = 0.0  # real seconds, waits for a part aside
         self._pack, self._costs, self._pace = pack, costs, pace
         self._groups_per_step = groups_per_step
-        self._gate = gate or Gate(colocated=False)
         self._began = self._due = 0.0
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.trainer, name)
 
     def pack(self, groups: Sequence[ScoredGroup], base: Version) -> Any:
-        self._gate.close()
         self._began = time.monotonic()
         lengths = [len(s.prompt_ids) + len(s.out_ids) for group in groups for s in group.samples]
         squares = float(sum(n * n for n in lengths))
@@ -149,18 +123,14 @@ class PacedTrainer:
 
     def step(self, batches: Any) -> Any:
         """One batch, or an iterable that may wait for the next."""
-        try:
-            metrics = self.trainer.step(self._one_by_one(batches) if isinstance(batches, Iterator) else batches)
-            self._sleep()
-        finally:
-            self._gate.open()
+        metrics = self.trainer.step(self._one_by_one(batches) if isinstance(batches, Iterator) else batches)
+        self._sleep()
         return metrics
 
     def _one_by_one(self, batches: Iterator[Any]) -> Iterator[Any]:
         for batch in batches:
             yield batch
             self._sleep()
-            self._gate.open()
 
     def _sleep(self) -> None:
         time.sleep(max(0.0, self._due - time.monotonic()))

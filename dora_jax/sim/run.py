@@ -52,7 +52,8 @@ def simulate(row: Row, *, trace: Trace | None = None, observers: tuple[Observer,
 def orchestrator_config(config: SimConfig, mode: str) -> OrchestratorConfig:
     section, work = config.orchestrator, config.workload
     fields = {name: getattr(section, name) for name in SHARED} | {
-        "mode": mode, "max_prompt_tokens": work.max_prompt_tokens, "max_new_tokens": work.max_new_tokens,
+        "mode": mode, "colocated": config.hardware.colocated,
+        "max_prompt_tokens": work.max_prompt_tokens, "max_new_tokens": work.max_new_tokens,
         # the work goes on behind the last measured step, so that this step is like those before it
         "total_steps": config.steps + section.max_versions + 2,
     }  # fmt: skip

@@ -188,14 +188,12 @@ class SimWorld:
         self._at(end, self._part_trained, command.base_version + 1, last)
 
     def _trainer_works(self, works: bool) -> None:
-        """Colocated instances stand still meanwhile; those that share its machine are slower."""
-        colocated, slower = self._config.hardware.colocated, self.costs.contention
-        if not colocated and slower == 1.0:
+        """Instances that share its machine are slower meanwhile."""
+        if self.costs.contention == 1.0:
             return
         for host in self.instances:
             host.advance(self.now)
-            host.paused = works and colocated
-            host.slowed = slower if works else 1.0
+            host.slowed = self.costs.contention if works else 1.0
             self._schedule(host)
 
     def _pause(self, command: ev.Pause | ev.Unpause) -> None:
@@ -347,7 +345,6 @@ class SimWorld:
             id, self.costs, self._live, slots=hardware.slots, page_size=hardware.page_size, speed=speed,
             report_ticks=self._config.report_tokens)  # fmt: skip
         host.time = self.now
-        host.paused = hardware.colocated and self._trainer.busy
         host.slowed = self.costs.contention if self._trainer.busy else 1.0
         self._instances[id] = host
         self._lives[id] += 1
