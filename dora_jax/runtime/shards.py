@@ -12,6 +12,8 @@ from dora_jax.runtime.codec import Codec
 from dora_jax.types import Version, record
 
 TRANSPORTS = 4  # sockets a connection: two sides that differ abort, so it is nowhere a setting
+EXPECTED_BYTES_PER_S = 0.4 * 2**30  # what two busy cores reach; links are faster
+GRACE_S = 30.0  # a first connection, a sender whose host is busy
 
 
 class WireError(RuntimeError):
@@ -71,6 +73,11 @@ def check(manifests: Sequence[Manifest], expected: Sequence[Shard], key: Key) ->
             offered[shard] = None
     if fault := _difference(tuple(offered), expected):
         raise WireError(f"{words(key)}: {fault}")
+
+
+def deadline_s(size: int) -> float:
+    """For a pull of so many bytes."""
+    return GRACE_S + size / (0.5 * EXPECTED_BYTES_PER_S)
 
 
 def words(key: Key) -> str:

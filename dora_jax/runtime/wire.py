@@ -24,10 +24,9 @@ from typing import Any
 import jax
 from jax.experimental import transfer
 
-from dora_jax.runtime.shards import TRANSPORTS, Key, Manifest, Shard, WireError, check, empty, refused, words
+from dora_jax.runtime.shards import (TRANSPORTS, Key, Manifest, Shard, WireError, check, deadline_s, empty, refused,
+                                     words)
 
-EXPECTED_BYTES_PER_S = 0.4 * 2**30  # what two busy cores reach; links are faster
-GRACE_S = 30.0  # a first connection, a sender whose host is busy
 POLL_S = 5e-4
 
 Box = tuple[tuple[int, ...], tuple[int, ...]]  # start and stop in each dimension
@@ -46,14 +45,15 @@ class Wire:
         self._last: dict[str, int] = {}  # receiver -> the last sequence number offered to it
         self._lock = threading.Lock()
 
-    def offer(self, key: Key, tree: Any, wanted: Sequence[Shard] | None = None) -> Manifest:
+    def offer(self, key: Key, tree: Any, wanted: Sequence[Shard] | None = None, private: bool = False) -> Manifest:
         """Offers the shards of `tree` that are `wanted` (None: all) and that this process is the one to send.
 
-        A wanted shard may be cut out of a larger one. WireError where none of the processes holds it in one piece."""
+        A wanted shard may be cut out of a larger one; WireError where none of the processes holds it in one piece.
+        `private`: nobody else has these arrays."""
         wanted = shards_of(tree) if wanted is None else wanted
         if fault := empty(wanted):
             raise WireError(f"{words(key)}: {fault}")
-        pieces = _pieces(dict(_named(tree)), wanted)
+        pieces = _pieces(dict(_named(tree)), wanted, private)
         with self._lock:
             last = self._last.get(key.receiver)
             if last is not None and key.sequence <= last:
@@ -67,12 +67,13 @@ class Wire:
                         shards=tuple(piece.shard for piece in pieces))
 
     def release(self, key: Key, pulled: bool = True) -> None:
-        """Forgets an offer. Where it may not have been pulled, what was cut for it is deleted; the arrays that were
-        offered whole stay in the transfer server until their owner deletes them."""
+        """Forgets an offer, made or still to come. Where it may not have been pulled, what is private or was cut for it
+        is deleted; the rest stays in the transfer server until its owner deletes it."""
         with self._lock:
+            self._last[key.receiver] = max(key.sequence, self._last.get(key.receiver, key.sequence))
             pieces = self._offered.pop(key, [])
         for piece in pieces:
-            if piece.cut and not pulled:
+            if piece.private and not pulled:
                 piece.array.delete()
 
     def pull(self, manifests: Manifest | Sequence[Manifest], like: Any, key: Key,
@@ -131,19 +132,14 @@ def shards_of(like: Any) -> tuple[Shard, ...]:
     return tuple(_places(like))
 
 
-def deadline_s(size: int) -> float:
-    """For a pull of so many bytes."""
-    return GRACE_S + size / (0.5 * EXPECTED_BYTES_PER_S)
-
-
 # ---------------------------------------------------------------- private
 
 
 class _Piece:
-    """A shard on its way out. `cut`: made for this offer, so that nobody else has it."""
+    """A shard on its way out."""
 
-    def __init__(self, shard: Shard, array: jax.Array, cut: bool):
-        self.shard, self.array, self.cut = shard, array, cut
+    def __init__(self, shard: Shard, array: jax.Array, private: bool):
+        self.shard, self.array, self.private = shard, array, private
 
 
 def _named(tree: Any) -> list[tuple[str, Any]]:
@@ -168,7 +164,7 @@ def _places(like: Any) -> dict[Shard, list[jax.Device]]:
     return places
 
 
-def _pieces(leaves: dict[str, jax.Array], wanted: Sequence[Shard]) -> list[_Piece]:
+def _pieces(leaves: dict[str, jax.Array], wanted: Sequence[Shard], private: bool) -> list[_Piece]:
     """The wanted shards that this process sends. Processes that hold the same one take turns."""
     pieces = []
     for number, shard in enumerate(wanted):
@@ -184,18 +180,18 @@ def _pieces(leaves: dict[str, jax.Array], wanted: Sequence[Shard]) -> list[_Piec
         if not holders:
             raise refused(shard, "and no device holds it in one piece: bring it into the receiver's layout first")
         if sorted(holders)[number % len(holders)] == jax.process_index():
-            pieces.append(_piece(leaf, shard))
+            pieces.append(_piece(leaf, shard, private))
     return pieces
 
 
-def _piece(leaf: jax.Array, shard: Shard) -> _Piece:
+def _piece(leaf: jax.Array, shard: Shard, private: bool) -> _Piece:
     boxes = {_box(local.index, leaf.shape): local.data for local in leaf.addressable_shards}
     whole = boxes.get((shard.start, shard.stop))
     if whole is not None:
-        return _Piece(shard, whole, cut=False)
+        return _Piece(shard, whole, private)
     (start, _), data = next(item for item in boxes.items() if _inside(shard, item[0]))
     part = tuple(slice(a - at, b - at) for a, b, at in zip(shard.start, shard.stop, start, strict=True))
-    return _Piece(shard, data[part], cut=True)
+    return _Piece(shard, data[part], private=True)
 
 
 def _sound(shard: Shard, itemsize: int) -> bool:

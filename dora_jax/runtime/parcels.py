@@ -1,0 +1,93 @@
+"""Running samples between processes: the tokens of a parcel over the control plane, its KV pages over the wire.
+
+    sender    lend(wire, key, parcel) -> Lent      what travels over the control plane
+    receiver  fetch(wire, lent, layout) -> Parcel  what `Engine.import_` takes
+    sender    release(key)                         once the receiver has said that it has them, or never will
+
+Of an instance of several processes each lends the heads that it holds to the process of the same number, whose heads
+are the same ones. Consumes and produces `rollout.migrate.Parcel`. Laws: pages arrive bit-equal, or not at all: another
+version, other heads or another dtype is refused before anything is pulled; a parcel without pages needs no wire.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax
+import numpy as np
+
+from dora_jax.rollout.migrate import Parcel, without_pages
+from dora_jax.runtime.codec import Codec
+from dora_jax.runtime.shards import Key, Manifest, Shard, WireError, words
+from dora_jax.runtime.wire import Wire
+from dora_jax.types import record
+
+HOST = "cpu"  # parcels lie in host memory on both sides, so they take the wire from there
+
+
+@record
+class Lent:
+    """A parcel on its way. `manifest` None: it has no pages, and all of it is here."""
+
+    parcel: Parcel  # without pages
+    kv_len: int
+    page_size: int
+    manifest: Manifest | None
+
+
+@record
+class Layout:
+    """Pages of one process of an engine."""
+
+    layers: int
+    heads: int  # that this process holds
+    head_dim: int
+    dtype: str
+
+
+CODEC = Codec(Parcel, Key, Shard, Manifest, Lent)
+
+
+def layout_of(parcel: Parcel) -> Layout:
+    layers, _, heads, dim, _ = parcel.k_pages.shape
+    return Layout(layers=layers, heads=heads, head_dim=dim, dtype=parcel.k_pages.dtype.name)
+
+
+def lend(wire: Wire, key: Key, parcel: Parcel) -> Lent:
+    """`wire` of the platform HOST. Its pages are offered until `release`."""
+    if key.version != parcel.version:
+        raise WireError(f"{words(key)} is a parcel of version {parcel.version}")
+    manifest = None
+    if parcel.k_pages is not None:
+        pages = jax.device_put({"k": parcel.k_pages, "v": parcel.v_pages}, _host())
+        manifest = wire.offer(key, pages, private=True)
+    return Lent(parcel=without_pages(parcel), kv_len=parcel.kv_len, page_size=parcel.page_size, manifest=manifest)
+
+
+def fetch(wire: Wire, lent: Lent, key: Key, layout: Layout, timeout_s: float | None = None) -> Parcel:
+    """`key`: the transfer that this process agreed to, of a version that its engine holds."""
+    if lent.parcel.version != key.version:
+        raise WireError(f"a parcel of version {lent.parcel.version} comes where {words(key)} is expected")
+    if lent.manifest is None:
+        return lent.parcel
+    if not (lent.page_size > 0 and 0 < lent.kv_len <= _tokens(lent.parcel)):
+        raise WireError(f"{words(key)}: {lent.kv_len} positions in pages of {lent.page_size} are no KV of "
+                        f"{_tokens(lent.parcel)} tokens")
+    pages = -(-lent.kv_len // lent.page_size)
+    shapes = {"k": (layout.layers, pages, layout.heads, layout.head_dim, lent.page_size),
+              "v": (layout.layers, pages, layout.heads, lent.page_size, layout.head_dim)}
+    like = {name: jax.ShapeDtypeStruct(shape, layout.dtype, sharding=_host()) for name, shape in shapes.items()}
+    got = wire.pull(lent.manifest, like, key, timeout_s)
+    return dataclasses.replace(lent.parcel, kv_len=lent.kv_len, page_size=lent.page_size,
+                               k_pages=np.asarray(got["k"]), v_pages=np.asarray(got["v"]))
+
+
+# ---------------------------------------------------------------- private
+
+
+def _host() -> jax.sharding.Sharding:
+    return jax.sharding.SingleDeviceSharding(jax.local_devices(backend=HOST)[0])
+
+
+def _tokens(parcel: Parcel) -> int:
+    return len(parcel.prompt_ids) + len(parcel.out_ids)

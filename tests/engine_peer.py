@@ -1,0 +1,28 @@
+"""An engine in a process of its own: `python -m tests.engine_peer`. A line on stdin is a lent parcel as hex and a
+sequence number; its sample is fetched, run to its end, and printed as hex."""
+
+import sys
+
+from tests import engine_rig
+
+
+def main():
+    from dora_jax.runtime.codec import Codec
+    from dora_jax.runtime.parcels import CODEC, HOST, Layout, fetch
+    from dora_jax.runtime.shards import Key
+    from dora_jax.runtime.wire import Wire
+
+    engine, wire = engine_rig.shared_engine("a"), Wire(platform=HOST)
+    engine.load(0, engine_rig.weights(engine))
+    layout = Layout(layers=2, heads=2, head_dim=16, dtype="float32")
+    print("ready", flush=True)
+    for line in sys.stdin:
+        data, sequence = line.split()
+        key = Key(epoch=1, version=0, receiver="peer/0", sequence=int(sequence))
+        engine.import_(fetch(wire, CODEC.decode(bytes.fromhex(data)), key, layout, 20))
+        (sample,) = engine_rig.finish(engine).values()
+        print(Codec().encode(sample).hex(), flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,146 @@
+"""A trainer and rollout replicas of two processes each, and a network between them that loses, repeats and reorders."""
+
+import jax
+import numpy as np
+
+from dora_jax.runtime import exchange as ex
+from dora_jax.runtime.publication import WIRE, Publication
+from dora_jax.runtime.shards import Manifest, WireError, check
+from dora_jax.runtime.staging import Versions, WeightHost
+from dora_jax.runtime.wire import shards_of
+
+ONE = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+LIKE = {"w": jax.ShapeDtypeStruct((2,), np.float32, sharding=ONE)}
+
+
+class CountingWire:
+    """Gives what was offered; knows what was never released."""
+
+    offers: dict = {}
+
+    def __init__(self, host):
+        self.host = host
+        self.failing = False
+        self.mine = {}
+
+    def offer(self, key, tree, wanted):
+        assert key not in self.mine
+        number = len(CountingWire.offers) + 1
+        CountingWire.offers[number] = tree
+        self.mine[key] = number
+        mine = tuple(wanted) if self.host == 0 else ()  # one process sends what all of them hold
+        return Manifest(key=key, address="here", transports=4, number=number, shards=mine)
+
+    def release(self, key, pulled=True):
+        self.mine.pop(key, None)
+
+    def pull(self, manifests, like, key, timeout_s):
+        if self.failing:
+            raise WireError("the peer is gone")
+        check(manifests, shards_of(like), key)
+        return CountingWire.offers[manifests[0].number]
+
+
+class World:
+    def __init__(self, name, epoch, hosts, read=None):
+        self.name, self.epoch = name, epoch
+        self.hosts = [WeightHost(h, CountingWire(h), Versions(), LIKE, read) for h in range(hosts)]
+
+    def up(self):
+        return ex.WorldUp(world=self.name, epoch=self.epoch, hosts=len(self.hosts), trainer=self.name == "trainer")
+
+
+def weights(version):
+    return {"w": np.full(2, version, np.float32)}
+
+
+class Net:
+    """A trainer and replicas of two processes; carries messages in any order, twice, or not at all."""
+
+    def __init__(self, replicas=2, paths=(WIRE,), hosts=2, fanout=2):
+        self.brain = Publication(paths, fanout=fanout)
+        self.stored = {}
+        self.messages = []  # (world, epoch, host, command), or a fact
+        self.outcomes = []
+        self.worlds = {}
+        self.fanout = fanout
+        for name in ("trainer", *(f"r{i}" for i in range(replicas))):
+            self.start(name, 1, hosts)
+
+    def start(self, name, epoch, hosts=2):
+        self.worlds[name] = World(name, epoch, hosts, self.read)
+        self.tell(self.worlds[name].up())
+
+    def read(self, version, shardings):
+        if version not in self.stored:
+            raise OSError(f"version {version} is not there")
+        return self.stored[version]
+
+    def publish(self, version, store=False, wire=True):
+        trainer = self.worlds["trainer"]
+        if store:
+            self.stored[version] = jax.device_put(weights(version), ONE)
+            self.tell(ex.Stored(version=version, there=True))
+        if wire:
+            for host in trainer.hosts:
+                host.weights.keep(version, weights(version))
+            self.tell(ex.Holds(world="trainer", epoch=trainer.epoch, version=version))
+
+    def want(self, name, version):
+        self.tell(ex.Wanted(world=name, version=version))
+
+    def tell(self, fact):
+        for item in self.brain.step(fact):
+            if isinstance(item, ex.Outcome):
+                self.happened(item)
+            else:
+                world = self.worlds[item.world]
+                self.messages += [(world.name, world.epoch, host, item) for host in range(len(world.hosts))]
+        serving = [self.brain._serving(name) for name in self.worlds]
+        assert max(serving, default=0) <= self.fanout
+
+    def happened(self, outcome):
+        self.outcomes.append(outcome)
+        if isinstance(outcome, ex.Loaded):
+            for host in self.worlds[outcome.world].hosts:
+                assert outcome.version in host.weights.versions, "loaded, and a process does not have it"
+
+    def deliver(self, message):
+        if not isinstance(message, tuple):
+            self.tell(message)
+            return
+        name, epoch, number, command = message
+        world = self.worlds[name]
+        if world.epoch != epoch:
+            return  # its process is gone
+        host = world.hosts[number]
+        if isinstance(command, ex.Commit) and (host._newest, host._phase) == (command.key, ex.Staged):
+            assert all(host._newest == command.key and host._phase in (ex.Staged, ex.Committed)
+                       for host in world.hosts), "half an update"
+        fact = host.execute(ex.CODEC.decode(ex.CODEC.encode(command)))
+        for host in world.hosts:
+            for version in host.weights.versions:
+                assert host.weights._weights[version]["w"].tolist() == [version, version]
+        if fact is not None:
+            self.messages.append(ex.CODEC.decode(ex.CODEC.encode(fact)))
+
+    def run(self):
+        while self.messages:
+            self.deliver(self.messages.pop(0))
+        return self
+
+    def kill(self, name, rebuild=True):
+        """All processes of a world are gone, the controller hears of it, another epoch comes up."""
+        epoch = self.worlds[name].epoch
+        self.worlds[name].epoch = -epoch  # nothing reaches the dead
+        self.worlds[name].hosts = [WeightHost(h, CountingWire(h), Versions(), LIKE, self.read)
+                                   for h in range(len(self.worlds[name].hosts))]
+        self.tell(ex.WorldDown(world=name, epoch=epoch))
+        if rebuild:
+            self.start(name, epoch + 1, len(self.worlds[name].hosts))
+
+    def offers(self):
+        return [key for world in self.worlds.values() for host in world.hosts for key in host._wire.mine]
+
+    def commands(self, kind):
+        return [m for m in self.messages if isinstance(m, tuple) and isinstance(m[3], kind)]
