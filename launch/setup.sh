@@ -1,3 +1,4 @@
+# shellcheck shell=bash
 # Sourced by launch/local.sh and tests/run.sh, from the root of the repository: makes a virtual environment and
 # installs the pinned requirements into it. Does nothing when nothing has changed.
 #
@@ -7,7 +8,7 @@
 # Sets    PY                 the environment's python
 # Stops with one line: code 2 where the caller asked for something impossible, 1 where the machine failed.
 
-die() { echo "error: $2" >&2; exit "$1"; }
+source launch/lib.sh
 
 SUPPORTED="3.12 3.11"  # newest first
 VENV=${DORA_VENV:-.venv}
@@ -27,7 +28,7 @@ find_python() {
     echo "$PYTHON"
     return
   fi
-  for candidate in $(printf 'python%s ' $SUPPORTED) python3 python; do
+  for candidate in ${SUPPORTED//3./python3.} python3 python; do
     if version=$(python_version "$candidate") && supported "$version"; then
       echo "$candidate"
       return

@@ -1,0 +1,75 @@
+# shellcheck shell=bash disable=SC2034
+# Sourced by launch/gke/apply.sh and launch/ray/apply.sh after lib.sh: a job of one trainer slice and several rollout
+# slices, which may be of another TPU type, on Kubernetes.
+
+name="" image="" trainer="" rollout="" bucket="" token_file="" secrets="" spot="" reservation="" delete="" cluster=""
+replicas=1 account=default
+trainer_accelerator="" trainer_topology="" trainer_hosts="" trainer_chips="" trainer_devices=""
+rollout_accelerator="" rollout_topology="" rollout_hosts="" rollout_chips="" rollout_devices=""
+
+# job ARGUMENT ...: reads the options and completes FLAGS, the flags of the program.
+job() {
+  options name image trainer rollout replicas bucket token_file secrets spot reservation account module -- "$@"
+  needs name image trainer rollout replicas bucket token_file
+  [[ $name =~ ^[a-z]([-a-z0-9]{0,26}[a-z0-9])?$ ]] || die 2 "--name=$name is not a DNS label of up to 28 characters."
+  [[ $replicas =~ ^[1-9][0-9]*$ ]] || die 2 "--replicas=$replicas is not a number of rollout slices."
+  private_file token_file
+  if [[ ${secrets} ]]; then private_file secrets; fi
+  kube_slice trainer
+  kube_slice rollout
+  folder=.cache/launch/$name
+  workdir=/runs/$name
+  FLAGS+=(--config.cluster.launcher=ray "--config.cluster.trainer_hosts=$trainer_hosts"
+          "--config.cluster.hosts_per_replica=$rollout_hosts" "--config.rollout.instances=$replicas" "--workdir=$workdir")
+  capacity=${spot:+", cloud.google.com/gke-spot: 'true'"}
+  if [[ ${reservation} ]]; then capacity+=", cloud.google.com/reservation-name: $reservation"; fi
+}
+
+# refuse_misfit: the meshes against the slices, before anything is allocated.
+refuse_misfit() {
+  check_plan $(( trainer_hosts + replicas * rollout_hosts )) "$trainer_devices" "$rollout_devices"
+}
+
+# put_secrets: as Kubernetes secrets, from files; their values are in no command and no manifest.
+put_secrets() {
+  put_secret token "--from-file=auth_token=$token_file"
+  if [[ ${secrets} ]]; then put_secret env "--from-env-file=$secrets"; fi
+}
+
+put_secret() {
+  run kubectl delete secret "$name-$1" --ignore-not-found
+  run kubectl create secret generic "$name-$1" "$2"
+}
+
+# filled TEMPLATE NAME=VALUE ...: the template's text, @NAME@ by @NAME@; names that do not match are an error.
+filled() {
+  local text pair
+  text=$(<"$1")
+  for pair in "${@:2}"; do
+    [[ $text == *"@${pair%%=*}@"* ]] || die 1 "$1 has no @${pair%%=*}@."
+    text=${text//"@${pair%%=*}@"/"${pair#*=}"}
+  done
+  [[ ! $text =~ @[a-z_]+@ ]] || die 1 "$1: nobody gives ${BASH_REMATCH[0]}."
+  echo "$text"
+}
+
+# manifest FILE TEXT: hands it to the cluster; a dry run shows it.
+manifest() {
+  mkdir -p "$folder"
+  echo "$2" >"$folder/$1"
+  if [[ $dry_run ]]; then echo "    ${2//$'\n'/$'\n'    }"; fi
+  run kubectl apply -f "$folder/$1"
+}
+
+# as_yaml WORD: one YAML string, whatever is in it.
+as_yaml() {
+  [[ $1 != *$'\n'* ]] || die 2 "a flag of more than one line: $1"
+  echo "'${1//\'/\'\'}'"
+}
+
+# as_yaml_list WORD ...: on one line.
+as_yaml_list() {
+  local word list=""
+  for word; do list+=", $(as_yaml "$word")"; done
+  echo "[${list#, }]"
+}

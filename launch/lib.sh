@@ -1,0 +1,109 @@
+# shellcheck shell=bash
+# Sourced by the scripts of launch/, from the root of the repository: options, commands that a dry run only prints, and
+# what a TPU slice is made of.
+
+# die CODE SENTENCE: 2 where the caller asked for something impossible, 1 where a machine failed.
+die() { echo "error: $2" >&2; exit "$1"; }
+
+dry_run=  # 1: print every command that would run, and run none
+
+# quoted WORD ...: one line that a shell reads back as these words.
+quoted() {
+  local word line=""
+  for word; do
+    [[ $word =~ ^[A-Za-z0-9_@%+=:,./-]+$ ]] || word=${word@Q}
+    line+="$word "
+  done
+  echo "${line% }"
+}
+
+# run COMMAND ...
+run() {
+  if [[ $dry_run ]]; then quoted "$@"; else "$@"; fi
+}
+
+# options NAME ... -- ARGUMENT ...: --NAME=value becomes $NAME, --NAME alone 1; everything else is left in FLAGS, for the
+# program that is launched.
+options() {
+  local _known=" dry_run " _argument _name
+  while [[ $1 != -- ]]; do _known+="$1 "; shift; done
+  shift
+  FLAGS=()
+  for _argument; do
+    _name=${_argument%%=*}
+    _name=${_name#--}
+    if [[ $_argument != --* || $_known != *" $_name "* ]]; then
+      FLAGS+=("$_argument")
+    elif [[ $_argument == *=* ]]; then
+      printf -v "$_name" %s "${_argument#*=}"
+    else
+      printf -v "$_name" 1
+    fi
+  done
+}
+
+# needs NAME ...: options without which nothing can be done.
+needs() {
+  local _name
+  for _name; do [[ ${!_name} ]] || die 2 "--$_name is missing; the first lines of $0 say what it is."; done
+}
+
+# private_file NAME: the file of the option is there, and nobody else reads it. What it holds never shows in a command.
+private_file() {
+  local file=${!1:-}
+  [[ -f $file ]] || die 2 "$1: ${file:-empty}: there is no such file."
+  (( (8#$(stat -Lc %a "$file") & 8#077) == 0 )) || die 2 "$1: $file can be read by others; run chmod 600 $file."
+}
+
+module=dora_jax.train  # --module
+
+# check_plan HOSTS TRAINER REPLICA: refuses meshes that do not fit so many machines, and so many devices on each machine
+# of the trainer and of a replica.
+check_plan() {
+  if [[ $module == dora_jax.train ]]; then
+    run bash launch/preflight.sh plan "--hosts=$1" "--trainer_devices=$2" "--replica_devices=$3" "${FLAGS[@]}"
+  else
+    run env "DORA_MODULE=$module" "DORA_DEVICES=$(( $1 * $2 ))" bash launch/local.sh "${FLAGS[@]}" --dry_run
+  fi
+}
+
+# vm_slice TYPE: sets chips, hosts and image of a Cloud TPU VM slice. v4 and v5p are named by cores, two a chip.
+# shellcheck disable=SC2034  # the callers use them
+vm_slice() {
+  local size=${1##*-}
+  [[ $size =~ ^[1-9][0-9]*$ ]] || die 2 "--type=$1 is not a name and a number such as v5p-8."
+  case ${1%-*} in
+    v4) chips=$((size / 2)) image=tpu-ubuntu2204-base ;;
+    v5p) chips=$((size / 2)) image=v2-alpha-tpuv5 ;;
+    v5litepod) chips=$size image=v2-alpha-tpuv5-lite ;;
+    v6e) chips=$size image=v2-alpha-tpuv6e ;;
+    tpu7x) die 2 "--type=$1 is not to be had as a Cloud TPU VM; use launch/gke or launch/ray." ;;
+    *) die 2 "--type=$1 is none of: v4-N, v5p-N, v5litepod-N, v6e-N." ;;
+  esac
+  hosts=$(( (chips + 3) / 4 ))
+  if [[ $1 =~ ^(v5litepod|v6e)-8$ ]]; then hosts=1; fi
+}
+
+# kube_slice ROLE: reads the option of that name, GENERATION:TOPOLOGY[:chips a host]; sets ROLE_accelerator,
+# ROLE_topology, ROLE_hosts, ROLE_chips and ROLE_devices, the last two of a host.
+kube_slice() {
+  local generation topology chips total cores=1
+  IFS=: read -r generation topology chips <<<"${!1}"
+  [[ $topology =~ ^[1-9][0-9]*(x[1-9][0-9]*){1,2}$ && $chips =~ ^[1-9]?$ ]] ||
+    die 2 "--$1=${!1} is not GENERATION:TOPOLOGY[:chips a host] such as v5p:2x2x2."
+  case $generation in
+    v4) printf -v "$1_accelerator" tpu-v4-podslice ;;
+    v5e) printf -v "$1_accelerator" tpu-v5-lite-podslice ;;
+    v5p) printf -v "$1_accelerator" tpu-v5p-slice ;;
+    v6e) printf -v "$1_accelerator" tpu-v6e-slice ;;
+    7x) printf -v "$1_accelerator" tpu7x && cores=2 ;;  # each core is a device
+    *) die 2 "--$1=${!1}: $generation is none of: v4, v5e, v5p, v6e, 7x." ;;
+  esac
+  total=$(( ${topology//x/ * } ))
+  chips=${chips:-$(( total < 4 ? total : 4 ))}
+  (( total % chips == 0 )) || die 2 "--$1=${!1}: $total chips are no whole number of hosts of $chips."
+  printf -v "$1_topology" %s "$topology"
+  printf -v "$1_chips" %s "$chips"
+  printf -v "$1_devices" %s $(( chips * cores ))
+  printf -v "$1_hosts" %s $(( total / chips ))
+}

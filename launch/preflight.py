@@ -1,0 +1,182 @@
+"""What would make a job fail minutes later, said before it starts; run by launch/preflight.sh.
+
+    plan    before anything is allocated: do the meshes of the configuration fit the chips
+    host    on a machine of the job: chips, disk of the workdir, clock, a stale libtpu lock, versions
+
+Consumes flags; prints a line a finding and, for host, one line `versions:` that is the same on machines that may work
+together. Laws: JAX is not started, for that would take the chips; nothing is repaired but a lock file that no process
+holds. Exit code: 0 all is well, 1 this machine is not fit, 2 wrong input.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import math
+import os
+import platform
+import re
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from importlib import metadata
+from pathlib import Path
+
+from absl import app
+from absl import flags as absl_flags
+
+LOCK = Path("/tmp/libtpu_lockfile")  # libtpu holds it with lockf; left by a killed process of another user it blocks all
+MAX_SKEW_S = 5.0  # between this clock and that of the workdir's file system
+PACKAGES = ("jax", "jaxlib", "libtpu", "flax", "ray")
+
+
+class Unfit(Exception):
+    """One sentence on what is wrong with this machine, and what to do."""
+
+
+def plan(hosts: int, trainer_devices: int, replica_devices: int, args: Sequence[str]) -> str:
+    """ConfigError where the meshes do not take the devices that each host of the trainer and of a replica has."""
+    from dora_jax import devices, flags
+    from dora_jax.config import ConfigError
+
+    os.environ["DORA_DEVICES"] = str(hosts * trainer_devices)
+    config = flags.parse(["dora_jax.train", *args, "--dry_run"], flag_values=absl_flags.FlagValues()).config
+    cluster, replicas = config.cluster, config.rollout.instances
+    if not cluster.launcher:
+        if hosts > 1:
+            raise ConfigError(f"cluster.launcher: empty, so the run is of one machine, not of {hosts}")
+        return devices.plan(trainer_devices, config).describe()
+    wanted = cluster.trainer_hosts + replicas * cluster.hosts_per_replica
+    if wanted != hosts:
+        raise ConfigError(f"cluster.trainer_hosts: {cluster.trainer_hosts}, and {replicas} instances of "
+                          f"{cluster.hosts_per_replica}, are {wanted} machines, not {hosts}")
+    mesh = devices.trainer_mesh(cluster.trainer_hosts * trainer_devices, config)
+    if math.prod(mesh) != cluster.trainer_hosts * trainer_devices:
+        raise ConfigError(f"trainer.fsdp: the mesh data * fsdp * tensor * context = {' * '.join(map(str, mesh))} is not "
+                          f"the trainer's {cluster.trainer_hosts} * {trainer_devices} devices")
+    if config.rollout.tensor != cluster.hosts_per_replica * replica_devices:
+        raise ConfigError(f"rollout.tensor: {config.rollout.tensor} is not a replica's "
+                          f"{cluster.hosts_per_replica} * {replica_devices} devices")
+    return (f"{hosts} machines; trainer: {cluster.trainer_hosts} of {trainer_devices} devices, data * fsdp * tensor * "
+            f"context = {' * '.join(map(str, mesh))}; {replicas} replicas: {cluster.hosts_per_replica} of {replica_devices}")
+
+
+def host(workdir: Path, chips: int, dry_run: bool) -> Iterator[str]:
+    """A line a check; Unfit at the first that fails."""
+    yield check_chips(chips)
+    yield check_lock(LOCK, dry_run)
+    yield f"{workdir}: not written to (dry run)" if dry_run else check_folder(workdir)
+    yield versions()
+
+
+def check_chips(expected: int, devices: Path = Path("/dev")) -> str:
+    """0: any number. One device file a chip: accel<n>, or vfio/<n> from v5e on."""
+    found = len([*devices.glob("accel[0-9]*"), *devices.glob("vfio/[0-9]*")])
+    if expected and found != expected:
+        raise Unfit(f"this host has {found} TPU chips, not the {expected} that the slice should give it")
+    return f"{found} TPU chips"
+
+
+def check_lock(lock: Path, dry_run: bool = False, locks: Path = Path("/proc/locks")) -> str:
+    """Removes a lock file that no process holds; a held one means that another program has the chips."""
+    if not lock.exists():
+        return f"{lock}: not there"
+    if holder := _holder(lock, locks):
+        raise Unfit(f"{lock}: process {holder} has the TPU; end it first")
+    if dry_run:
+        return f"{lock}: stale, would be removed"
+    try:
+        lock.unlink()
+    except PermissionError as error:
+        raise Unfit(f"{lock}: stale, but another user's; run sudo rm {lock}") from error
+    return f"{lock}: stale, removed"
+
+
+def check_folder(workdir: Path) -> str:
+    """Writes, renames and reads back as checkpoints do; the file's time is that of the storage's clock."""
+    probe = workdir / f".preflight-{platform.node()}-{os.getpid()}"
+    partial = probe.with_suffix(".partial")
+    try:
+        partial.mkdir(parents=True)
+        (partial / "file").write_bytes(b"dora")
+        written_s = time.time()
+        partial.rename(probe)
+        if (probe / "file").read_bytes() != b"dora":
+            raise Unfit(f"{workdir}: what was written is not what is read")
+        skew_s = (probe / "file").stat().st_mtime - written_s
+        (probe / "file").unlink()
+        probe.rmdir()
+    except OSError as error:
+        raise Unfit(f"{workdir}: {error}") from error
+    if abs(skew_s) > MAX_SKEW_S:
+        raise Unfit(f"{workdir}: this host's clock differs from its storage's by {skew_s:+.0f} s; mend the clock first")
+    return f"{workdir}: written, renamed and read; clocks differ by less than {MAX_SKEW_S:.0f} s"
+
+
+def versions() -> str:
+    """One line, the same on machines that run the same code on the same libraries."""
+    found = {"python": platform.python_version()}
+    for name in PACKAGES:
+        try:
+            found[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            found[name] = "none"
+    code = hashlib.sha256()
+    for path in sorted(Path("dora_jax").rglob("*.py")):
+        code.update(f"{path}\n".encode() + path.read_bytes())
+    return "versions: " + " ".join(f"{name}={version}" for name, version in (found | {"code": code.hexdigest()[:12]}).items())
+
+
+# ---------------------------------------------------------------- private
+
+
+def _holder(lock: Path, locks: Path) -> int | None:
+    """The process that holds a lock on the file; every user's are listed, where one may look into one's own only."""
+    inode = lock.stat().st_ino
+    for line in locks.read_text().splitlines():
+        if match := re.search(rf" (\d+) [0-9a-f]+:[0-9a-f]+:{inode} ", line):
+            return int(match[1])
+    try:  # once more by asking: /proc/locks shows only what this container may see
+        with lock.open("r+") as file:
+            fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return -1
+    except PermissionError:
+        pass  # another user's file, and nobody's lock
+    return None
+
+
+def main(argv: Sequence[str]) -> None:
+    values = absl_flags.FLAGS
+    if len(argv) > 1 and argv[1] == "plan":
+        print(plan(values.hosts, values.trainer_devices, values.replica_devices, argv[2:]))
+    elif argv[1:] == ["host"]:
+        for line in host(Path(values.workdir or "."), values.chips, values.dry_run):
+            print(line, flush=True)
+    else:
+        raise ValueError(f"{' '.join(argv[1:]) or 'nothing'}: the first argument is plan or host, and host takes flags only")
+
+
+def _parse(argv: Sequence[str]) -> list[str]:
+    if "plan" in argv[1:2]:
+        absl_flags.DEFINE_integer("hosts", 1, "machines that there will be", lower_bound=1)
+        absl_flags.DEFINE_integer("trainer_devices", 1, "of a machine of the trainer, or of the only one", lower_bound=1)
+        absl_flags.DEFINE_integer("replica_devices", 0, "of a machine of a replica", lower_bound=0)
+    else:
+        absl_flags.DEFINE_integer("chips", 0, "TPU chips of this machine; 0: any number", lower_bound=0)
+        absl_flags.DEFINE_string("workdir", "", "the folder that the job will write to")
+        absl_flags.DEFINE_boolean("dry_run", False, "change nothing")
+    absl_flags.FLAGS.set_gnu_getopt(True)
+    return absl_flags.FLAGS(list(argv), known_only=True)
+
+
+if __name__ == "__main__":
+    try:
+        app.run(main, flags_parser=_parse)
+    except (ValueError, absl_flags.Error) as error:  # a ConfigError is a ValueError: a line a problem
+        for problem in str(error).splitlines():
+            print(f"error: {problem}", file=sys.stderr)
+        sys.exit(2)
+    except Unfit as error:
+        print(f"error: {platform.node()}: {error}", file=sys.stderr)
+        sys.exit(1)

@@ -1,0 +1,74 @@
+"""A checkout of the launch scripts on a machine whose gcloud, kubectl, git and ray write down what they are told."""
+
+import dataclasses
+import os
+import shlex
+import shutil
+import subprocess
+from pathlib import Path
+
+ROOT = Path(__file__).parent.parent
+TOOLS = "bash cat chmod cut date dirname env grep mkdir sed sleep sort stat tail uniq".split()
+
+FAKE = """#!/bin/bash
+# Writes down how it was called, in words that a shell reads back, and answers as the test wants it.
+echo "${0##*/} ${*@Q}" >>"$FAKE/log"
+[[ -f $FAKE/answer.sh ]] && source "$FAKE/answer.sh"
+exit 0
+"""
+SETUP = """
+source launch/lib.sh
+VENV=.venv
+PY=.venv/bin/python
+install() { echo "install ${*@Q}" >>"$FAKE/log"; }
+"""
+STAND_IN = """#!/bin/bash
+exec "$FAKE/bin/bash_" "$0" "$@"
+"""
+
+
+@dataclasses.dataclass
+class Machine:
+    """Scripts run in `root`; `answer` is a shell text that a fake runs with its own arguments."""
+
+    folder: Path
+
+    @property
+    def root(self) -> Path:
+        return self.folder / "dora"
+
+    def answer(self, text: str) -> None:
+        (self.folder / "answer.sh").write_text(text)
+
+    def run(self, *args: str, **environment: str) -> subprocess.CompletedProcess:
+        env = {"PATH": str(self.folder / "bin"), "FAKE": str(self.folder), "HOME": str(self.folder), **environment}
+        return subprocess.run(["bash", *args], cwd=self.root, env=env, capture_output=True, text=True, timeout=60)
+
+    def told(self) -> list[list[str]]:
+        """The commands so far, in their order, and none of them twice."""
+        log = self.folder / "log"
+        lines = log.read_text().splitlines() if log.exists() else []
+        log.unlink(missing_ok=True)
+        return [[word.replace("bash_", "bash") for word in shlex.split(line)] for line in lines]
+
+
+def machine(folder: Path) -> Machine:
+    """Secrets of a user lie in the checkout, so that no golden file names this machine's folders."""
+    made = Machine(folder)
+    shutil.copytree(ROOT / "launch", made.root / "launch")
+    (made.root / "launch/setup.sh").write_text(SETUP)
+    for name in ("preflight.sh", "local.sh"):
+        (made.root / "launch" / name).write_text(STAND_IN)
+    tools = folder / "bin"
+    tools.mkdir()
+    for tool in TOOLS:
+        (tools / tool).symlink_to(shutil.which(tool))
+    fakes = [tools / name for name in ("gcloud", "kubectl", "git", "bash_")]
+    (made.root / ".venv/bin").mkdir(parents=True)
+    for path in (*fakes, made.root / ".venv/bin/ray", made.root / ".venv/bin/python"):
+        path.write_text(FAKE)
+        path.chmod(0o755)
+    for name, text in (("token", "sesame\n"), ("secrets", "# mine\nHF_TOKEN=open\n")):
+        (made.root / name).write_text(text)
+        os.chmod(made.root / name, 0o600)
+    return made

@@ -1,0 +1,122 @@
+"""What is found before a job starts: a lock that a process holds and one that none does, storage, clocks, chips, meshes."""
+
+import importlib.util
+import subprocess
+import sys
+import textwrap
+import time
+from pathlib import Path
+
+import pytest
+
+from dora_jax.config import ConfigError
+
+ROOT = Path(__file__).parent.parent
+SPEC = importlib.util.spec_from_file_location("preflight", ROOT / "launch/preflight.py")
+preflight = importlib.util.module_from_spec(SPEC)
+SPEC.loader.exec_module(preflight)
+
+CONFIG = f"--config={ROOT / 'configs/quickstart.py'}:tiny"
+CLUSTER = (CONFIG, "--config.cluster.launcher=ray", "--config.rollout.instances=2", "--config.cluster.trainer_hosts=2",
+           "--config.trainer.rows=8")
+
+
+@pytest.fixture(autouse=True)
+def elsewhere(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("DORA_DEVICES", "1")
+
+
+def test_a_lock_is_removed_when_its_process_is_gone_and_not_before(tmp_path):
+    lock = tmp_path / "libtpu_lockfile"
+    assert preflight.check_lock(lock).endswith("not there")
+    holder = subprocess.Popen([sys.executable, "-c", textwrap.dedent(f"""
+        import fcntl, sys
+        file = open({str(lock)!r}, "w")
+        fcntl.lockf(file, fcntl.LOCK_EX)
+        print("held", flush=True)
+        sys.stdin.read()
+        """)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    holder.stdout.readline()
+    try:
+        with pytest.raises(preflight.Unfit, match=f"process {holder.pid} has the TPU"):
+            preflight.check_lock(lock)
+        (tmp_path / "none").write_text("")  # /proc/locks of a container that may not see the holder
+        with pytest.raises(preflight.Unfit, match="has the TPU"):
+            preflight.check_lock(lock, locks=tmp_path / "none")
+        assert lock.exists()
+    finally:
+        holder.kill()
+        holder.wait()
+    assert preflight.check_lock(lock, dry_run=True).endswith("stale, would be removed") and lock.exists()
+    assert preflight.check_lock(lock).endswith("stale, removed") and not lock.exists()
+
+
+def test_a_workdir_is_written_renamed_and_left_empty(tmp_path):
+    assert "written, renamed and read" in preflight.check_folder(tmp_path / "runs/a")
+    assert list((tmp_path / "runs/a").iterdir()) == []
+    (tmp_path / "file").write_text("")
+    with pytest.raises(preflight.Unfit, match="Not a directory"):
+        preflight.check_folder(tmp_path / "file/runs")
+
+
+@pytest.mark.parametrize("ahead_s", [60.0, -60.0])
+def test_a_clock_that_differs_from_the_storages_is_found(tmp_path, monkeypatch, ahead_s):
+    now_s = time.time()
+    monkeypatch.setattr(preflight.time, "time", lambda: now_s + ahead_s)
+    with pytest.raises(preflight.Unfit, match="clock differs from its storage's by"):
+        preflight.check_folder(tmp_path)
+
+
+def test_chips_are_counted_by_their_device_files(tmp_path):
+    (tmp_path / "vfio").mkdir()
+    for name in ("vfio/vfio", "vfio/0", "vfio/1", "accelerator"):
+        (tmp_path / name).write_text("")
+    assert preflight.check_chips(2, tmp_path) == preflight.check_chips(0, tmp_path) == "2 TPU chips"
+    with pytest.raises(preflight.Unfit, match="2 TPU chips, not the 4"):
+        preflight.check_chips(4, tmp_path)
+
+
+def test_versions_are_equal_where_the_code_is(tmp_path):
+    code = tmp_path / "dora_jax/a.py"
+    code.parent.mkdir()
+    code.write_text("x = 1")
+    line = preflight.versions()
+    assert line.startswith(f"versions: python={sys.version.split()[0]} jax=") and line == preflight.versions()
+    code.write_text("x = 2")
+    assert preflight.versions() != line
+
+
+@pytest.mark.parametrize("hosts, trainer, replica, args, says", [
+    (1, 4, 0, (CONFIG,), "devices: 4, trainer and instances own theirs"),
+    (4, 4, 1, CLUSTER, "4 machines; trainer: 2 of 4 devices"),
+    (6, 4, 4, (*CLUSTER, "--config.cluster.hosts_per_replica=2", "--config.rollout.tensor=8"), "2 replicas: 2 of 4"),
+])
+def test_meshes_that_fit(hosts, trainer, replica, args, says):
+    assert says in preflight.plan(hosts, trainer, replica, args)
+
+
+@pytest.mark.parametrize("hosts, trainer, replica, args, says", [
+    (2, 4, 4, (CONFIG,), "cluster.launcher: empty, so the run is of one machine, not of 2"),
+    (5, 4, 1, CLUSTER, "cluster.trainer_hosts: 2, and 2 instances of 1, are 4 machines, not 5"),
+    (4, 4, 4, CLUSTER, "rollout.tensor: 1 is not a replica's 1 * 4 devices"),
+    (4, 4, 1, (*CLUSTER, "--config.trainer.fsdp=4"), "1 * 4 * 1 * 1 is not the trainer's 2 * 4 devices"),
+    (4, 4, 1, (*CLUSTER, "--config.trainer.tensor=3"), "trainer.fsdp: 8 devices are not divisible"),
+    (4, 4, 1, (*CLUSTER, "--config.stepz=1"), "config.stepz: unknown field"),
+])
+def test_meshes_that_do_not_fit(hosts, trainer, replica, args, says):
+    with pytest.raises(ConfigError) as caught:
+        preflight.plan(hosts, trainer, replica, args)
+    assert says in str(caught.value)
+
+
+@pytest.mark.parametrize("args, code, says", [
+    (("host", "--dry_run"), 0, "versions: python="),
+    (("host", "--chips=64"), 1, "0 TPU chips, not the 64"),
+    (("plan", "--hosts=2", CONFIG), 2, "error: cluster.launcher: empty"),
+    (("dance",), 2, "error: dance: the first argument is plan or host"),
+])
+def test_exit_codes(args, code, says):
+    done = subprocess.run([sys.executable, ROOT / "launch/preflight.py", *args], capture_output=True, text=True,
+                          cwd=ROOT, env={"PATH": "/usr/bin:/bin", "PYTHONPATH": "."}, timeout=60)
+    assert done.returncode == code and says in done.stdout + done.stderr

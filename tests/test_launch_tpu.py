@@ -1,0 +1,313 @@
+"""The scripts that start jobs on TPUs: what a dry run prints, that a real one runs just that, what is refused; and the
+manifests. Where an answer is meant to change:
+    DORA_REWRITE=1 python -m pytest tests/test_launch_tpu.py        and read the diff.
+"""
+
+import functools
+import os
+import shlex
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+from launch_fakes import ROOT, machine
+
+GOLDENS = ROOT / "tests/goldens/launch"
+CONFIG = "--config=configs/quickstart.py"
+VM = ("--name=demo", "--zone=us-east5-a")
+KUBE = ("--name=demo", "--image=example.org/dora:1", "--trainer=v5p:2x2x2", "--bucket=runs", "--token_file=token", CONFIG)
+CASES = {
+    "tpu_vm_create": ("tpu_vm.sh", "create", *VM, "--type=v5p-8", "--spot"),
+    "tpu_vm_one_host": ("tpu_vm.sh", "run", *VM, "--type=v6e-8", "--secrets=secrets", CONFIG,
+                        "--config.task.template={prompt} it's"),
+    "tpu_vm_four_hosts": ("tpu_vm.sh", "run", *VM, "--type=v5p-32", "--token_file=token", "--workdir=/mnt/runs/demo", CONFIG,
+                          "--config.cluster.trainer_hosts=2", "--config.rollout.tensor=4"),
+    "tpu_vm_sweep": ("tpu_vm.sh", "run", *VM, "--type=v5litepod-4", "--module=dora_jax.sweep", CONFIG, "--only=2"),
+    "tpu_vm_delete": ("tpu_vm.sh", "delete", *VM),
+    "queued_spot": ("queued_resources.sh", *VM, "--type=v5p-8", "--spot", CONFIG),
+    "queued_reserved": ("queued_resources.sh", *VM, "--type=v4-16", "--reserved", "--token_file=token",
+                        "--workdir=/mnt/runs/demo", CONFIG),
+    "gke": ("gke/apply.sh", *KUBE, "--rollout=v6e:2x4:8", "--replicas=3", "--secrets=secrets", "--config.rollout.tensor=8"),
+    "gke_spot": ("gke/apply.sh", *KUBE, "--rollout=v5p:2x2x1", "--spot"),
+    "gke_delete": ("gke/apply.sh", "--name=demo", "--delete"),
+    "ray": ("ray/apply.sh", *KUBE, "--rollout=v6e:4x4", "--replicas=2", "--config.task.template={prompt} \"it's\""),
+    "ray_cluster": ("ray/apply.sh", "--cluster", *KUBE, "--rollout=7x:2x2x1", "--reservation=mine"),
+    "ray_delete": ("ray/apply.sh", "--name=demo", "--delete"),
+}
+
+
+@pytest.fixture
+def here(tmp_path):
+    return machine(tmp_path)
+
+
+def launch(here, script, *args):
+    return here.run(f"launch/{script}", *args)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_dry_run_prints_what_it_always_did_and_runs_nothing(here, name):
+    done = launch(here, *CASES[name], "--dry_run")
+    assert (done.returncode, done.stderr, here.told()) == (0, "", [])
+    golden = GOLDENS / f"{name}.txt"
+    if os.environ.get("DORA_REWRITE"):
+        golden.write_text(done.stdout)
+    assert done.stdout == golden.read_text(), f"{golden.name}: if this is meant, run with DORA_REWRITE=1"
+    assert "sesame" not in done.stdout and "open" not in done.stdout.split()
+
+
+def commands(text):
+    """Of a dry run: its lines but manifests and remarks."""
+    lines = [line for line in text.splitlines() if line and not line.startswith((" ", "#"))]
+    return [shlex.split(line, comments=True) for line in lines]
+
+
+@pytest.mark.parametrize("name", [name for name in CASES if not name.startswith("queued")])
+def test_a_real_run_runs_what_the_dry_run_prints(here, name):
+    vm_slices = {"v5p-32": 4, "v6e-8": 1, "v5litepod-4": 1}
+    hosts = next((number for type, number in vm_slices.items() if f"--type={type}" in CASES[name]), 1)
+    here.answer(f"""
+        case "$*" in
+          *"preflight.sh host"*) for _ in {' '.join(map(str, range(hosts)))}; do echo "versions: jax=1"; done ;;
+          *"tpu-vm describe"*) echo HEAD ;;
+        esac""")
+    done = launch(here, *CASES[name])
+    assert done.returncode == 0, done.stderr
+    told = [words for words in here.told()]
+    printed = [words for words in commands(launch(here, *CASES[name], "--dry_run").stdout) if words[0] != "mkdir"]
+    printed = [words[words.index("bash"):] if words[0] == "env" else words for words in printed]
+    assert told == printed
+
+
+@pytest.mark.parametrize("said, fit", [
+    (["jax=1"] * 4, True), (["jax=1"] * 3, False), (["jax=1", "jax=1", "jax=2", "jax=1"], False), ([], False)])
+def test_workers_of_different_versions_start_nothing(here, said, fit):
+    lines = "; ".join(f'echo "versions: {version}"' for version in said) or "exit 1"
+    here.answer(f'[[ "$*" != *"preflight.sh host"* ]] || {{ {lines}; }}')
+    done = launch(here, *CASES["tpu_vm_four_hosts"])
+    assert (done.returncode == 0) == fit
+    assert any("host.sh train" in words[-1] for words in here.told()) == fit
+    assert fit or done.stderr.startswith("error: ")
+
+
+def test_the_exit_code_is_that_of_the_job_and_ray_is_stopped_all_the_same(here):
+    here.answer("""
+        case "$*" in
+          *"preflight.sh host"*) for _ in 0 1 2 3; do echo "versions: jax=1"; done ;;
+          *"host.sh train"*) exit 42 ;;
+        esac""")
+    assert launch(here, *CASES["tpu_vm_four_hosts"]).returncode == 42
+    assert "host.sh stop" in here.told()[-1][-1]
+
+
+def test_a_misfit_is_refused_before_anything_is_allocated(here):
+    here.answer('[[ "$*" != *"preflight.sh"*plan* ]] || exit 2')
+    for name in ("tpu_vm_one_host", "gke", "ray"):
+        assert launch(here, *CASES[name]).returncode == 2
+        assert [words[1:3] for words in here.told()] == [["launch/preflight.sh", "plan"]]
+
+
+def queue(here, states, codes=(0,), *args):
+    """Runs queued_resources.sh against these states of the request, one an asking, and these ends of the job."""
+    (here.folder / "states").write_text("".join(f"{state}\n" for state in states))
+    (here.folder / "codes").write_text("".join(f"{code}\n" for code in codes))
+    here.answer(r"""
+        next() { value=$(head -n 1 "$FAKE/$1"); sed -i 1d "$FAKE/$1"; }
+        head() { sed -n 1p "$3"; }
+        case "$*" in
+          *"queued-resources describe"*)
+            next states
+            [[ $value != NONE ]] || { echo "ERROR: (gcloud) NOT_FOUND: it does not exist" >&2; exit 1; }
+            [[ $value != BROKEN ]] || { echo "ERROR: (gcloud) you are nobody" >&2; exit 1; }
+            echo "WARNING: old" >&2
+            echo "$value" ;;
+          *"preflight.sh host"*) echo "versions: jax=1" ;;
+          *"host.sh train"*) next codes; exit "$value" ;;
+        esac""")
+    done = launch(here, "queued_resources.sh", *VM, "--type=v5p-8", "--spot", "--poll_s=0", *args, CONFIG)
+    short = {"create": "create", "delete": "delete", "host.sh train": "train"}
+    told = [" ".join(words) for words in here.told()]
+    return done, [short[key] for line in told for key in short if "gcloud" in line and key in line]
+
+
+@pytest.mark.parametrize("states, codes, expected", [
+    (["NONE", "WAITING_FOR_RESOURCES", "ACCEPTED", "PROVISIONING", "ACTIVE"], [0], ["create", "train", "delete"]),
+    (["SUSPENDED", "NONE", "WAITING_FOR_RESOURCES", "ACTIVE"], [0], ["delete", "create", "train", "delete"]),
+    (["FAILED", "NONE", "ACTIVE"], [0], ["delete", "create", "train", "delete"]),
+    (["ACTIVE", "SUSPENDING", "SUSPENDED", "NONE", "ACTIVE"], [255, 0],
+     ["train", "delete", "create", "train", "delete"]),
+    (["ACTIVE", "ACTIVE"], [42, 0], ["train", "train", "delete"]),
+    (["ACTIVE", "SUSPENDED", "SUSPENDED", "NONE", "ACTIVE"], [1, 0],
+     ["train", "delete", "create", "train", "delete"]),
+])
+def test_a_slice_that_is_taken_away_is_asked_for_again(here, states, codes, expected):
+    done, told = queue(here, states, codes)
+    assert (done.returncode, told) == (0, expected), done.stderr
+
+
+def test_what_waiting_cannot_mend_ends_the_queue(here):
+    for code in (1, 2):
+        done, told = queue(here, ["ACTIVE", "ACTIVE"], [code])
+        assert (done.returncode, told) == (code, ["train"]) and "still there" in done.stderr
+    done, told = queue(here, ["BROKEN"])
+    assert (done.returncode, told) == (1, []) and "you are nobody" in done.stderr
+    done, told = queue(here, ["NONE", "FAILED", "NONE", "FAILED"], [], "--attempts=2")
+    assert (done.returncode, told) == (1, ["create", "delete", "create"]) and "2 times" in done.stderr
+
+
+@pytest.mark.parametrize("args, why", [
+    (("tpu_vm.sh", "run", "--zone=z"), "--name is missing; the first lines of launch/tpu_vm.sh say what it is."),
+    (("tpu_vm.sh", "start", *VM), "start is none of: create, run, delete."),
+    (("tpu_vm.sh", "run", *VM, "--type=v9-8"), "--type=v9-8 is none of: v4-N, v5p-N, v5litepod-N, v6e-N."),
+    (("tpu_vm.sh", "run", *VM, "--type=tpu7x-8"),
+     "--type=tpu7x-8 is not to be had as a Cloud TPU VM; use launch/gke or launch/ray."),
+    (("tpu_vm.sh", "run", *VM, "--type=v5p-32"), "--token_file is missing; the first lines of launch/tpu_vm.sh say what it is."),
+    (("tpu_vm.sh", "run", *VM, "--type=v5p-32", "--token_file=open", "--workdir=w"),
+     "token_file: open can be read by others; run chmod 600 open."),
+    (("tpu_vm.sh", "run", *VM, "--type=v5p-8", "--secrets=none"), "secrets: none: there is no such file."),
+    (("gke/apply.sh", *KUBE, "--rollout=v5p-8"),
+     "--rollout=v5p-8 is not GENERATION:TOPOLOGY[:chips a host] such as v5p:2x2x2."),
+    (("gke/apply.sh", *KUBE, "--rollout=v3:2x2"), "--rollout=v3:2x2: v3 is none of: v4, v5e, v5p, v6e, 7x."),
+    (("gke/apply.sh", *KUBE, "--rollout=v6e:2x4:3"), "--rollout=v6e:2x4:3: 8 chips are no whole number of hosts of 3."),
+    (("ray/apply.sh", *KUBE, "--rollout=v6e:2x2", "--replicas=0"), "--replicas=0 is not a number of rollout slices."),
+    (("ray/apply.sh", *KUBE[1:], "--rollout=v6e:2x2", "--name=a_b"), "--name=a_b is not a DNS label of up to 28 characters."),
+])
+def test_what_cannot_be_is_refused_in_one_line(here, args, why):
+    (here.root / "open").write_text("token")
+    done = launch(here, *args)
+    assert (done.returncode, done.stderr, here.told()) == (2, f"error: {why}\n", [])
+
+
+# ---------------------------------------------------------------- on a host
+
+
+def test_a_host_joins_with_a_token_and_without_the_variables_of_several_slices(here):
+    here.answer('env | grep -E "^(MEGASCALE|RAY|DORA|HF|PYTHONPATH)" >>"$FAKE/env"')
+    done = here.run("launch/host.sh", "join", "10.0.0.2", "--block", DORA_TOKEN_FILE="token", DORA_SECRETS_FILE="secrets",
+                    MEGASCALE_NUM_SLICES="4", MEGASCALE_COORDINATOR_ADDRESS="head:8080")
+    assert done.returncode == 0, done.stderr
+    assert here.told() == [["install", "ray", "launch/ray/requirements.txt"],
+                           ["ray", "start", "--address=10.0.0.2:6379", "--disable-usage-stats", "--block"]]
+    environment = dict(line.split("=", 1) for line in (here.folder / "env").read_text().splitlines())
+    assert environment == {"DORA_TOKEN_FILE": "token", "DORA_SECRETS_FILE": "secrets", "DORA_ACCELERATOR": "tpu",
+                           "HF_TOKEN": "open", "RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN_PATH": "token",
+                           "PYTHONPATH": str(here.root)}
+
+
+def test_without_a_token_ray_is_reached_from_its_own_machine_only(here):
+    here.run("launch/host.sh", "head")
+    assert "--node-ip-address=127.0.0.1" in here.told()[-1]
+    assert here.run("launch/host.sh", "join", "10.0.0.2").returncode == 2
+    os.chmod(here.root / "token", 0o644)
+    assert here.run("launch/host.sh", "head", DORA_TOKEN_FILE="token").returncode == 2
+    assert all(words[0] == "install" for words in here.told())
+
+
+def test_a_job_on_a_host_is_the_local_one(here):
+    done = here.run("launch/host.sh", "train", "--config=c.py", "two  words")
+    assert done.returncode == 0 and here.told() == [["bash", "launch/local.sh", "--config=c.py", "two  words"]]
+    assert here.run("launch/host.sh", "dance").returncode == 2
+
+
+# ---------------------------------------------------------------- manifests
+
+
+def manifests(name):
+    """Of a golden file: what lies between its commands."""
+    text = (GOLDENS / f"{name}.txt").read_text()
+    blocks = "\n".join(line if line.startswith(" ") else "\0" for line in text.splitlines()).split("\0")
+    return [yaml.safe_load(block) for block in blocks if block.strip()]
+
+
+KUBE_CASES = [name for name in CASES if name.startswith(("gke", "ray")) and "delete" not in name]
+
+
+@pytest.mark.parametrize("name", KUBE_CASES)
+def test_manifests_have_the_fields_of_the_published_apis(name):
+    jsonschema = pytest.importorskip("jsonschema", reason="jsonschema, of tests/requirements.txt, is not installed")
+    schemas = yaml.safe_load((ROOT / "tests/data/launch_schemas.yaml").read_text())
+    for manifest in manifests(name):
+        kind = f"{manifest['apiVersion']} {manifest['kind']}"
+        schema = published(os.environ["DORA_CRDS"])[kind] if "DORA_CRDS" in os.environ else {
+            "$defs": schemas["$defs"], "additionalProperties": False, "properties": {
+                "apiVersion": {}, "kind": {}, "metadata": {"$ref": "#/$defs/metadata"}, "spec": schemas[kind]}}
+        jsonschema.Draft202012Validator(schema).validate(manifest)
+
+
+@functools.cache
+def published(folder):
+    """Kind -> schema of the custom resource definitions in a folder, made strict: what they do not name is refused."""
+    found = {}
+    for file in Path(folder).glob("*.yaml"):
+        definition = yaml.load(file.read_text(), yaml.CSafeLoader)["spec"]
+        for version in definition["versions"]:
+            schema = strict(version["schema"]["openAPIV3Schema"])
+            schema["properties"]["metadata"] = {"type": "object"}
+            found[f"{definition['group']}/{version['name']} {definition['names']['kind']}"] = schema
+    return found
+
+
+def strict(schema):
+    if isinstance(schema, list):
+        return [strict(part) for part in schema]
+    if not isinstance(schema, dict):
+        return schema
+    made = {key: strict(part) for key, part in schema.items()}
+    if isinstance(made.get("properties"), dict) and not made.get("x-kubernetes-preserve-unknown-fields"):
+        made.setdefault("additionalProperties", False)
+    if made.get("x-kubernetes-int-or-string"):
+        made.pop("type", None)
+    return made
+
+
+def pods(tree):
+    """Every pod template in a manifest, with the labels it gives."""
+    if isinstance(tree, dict):
+        if "containers" in tree.get("spec", {}):
+            yield tree
+        tree = list(tree.values())
+    for part in tree if isinstance(tree, list) else ():
+        yield from pods(part)
+
+
+@pytest.mark.parametrize("name", KUBE_CASES)
+def test_no_two_roles_share_a_world_and_no_secret_is_spelt_out(name):
+    roles = [pod["metadata"]["labels"]["dora-role"] for manifest in manifests(name) for pod in pods(manifest)]
+    assert sorted(roles) == ["controller", "rollout", "trainer"]  # one Job or group each, so one TPU_NAME each
+    text = (GOLDENS / f"{name}.txt").read_text()
+    assert "MEGASCALE" not in text and "JAX_COORDINATOR" not in text
+    for manifest in manifests(name):
+        for pod in pods(manifest):
+            for container in pod["spec"]["containers"]:
+                assert {entry["name"] for entry in container.get("env", [])} <= {
+                    "DORA_MODULE", "DORA_TOKEN_FILE", "JAX_PLATFORMS", "TPU_NAME"}
+
+
+def test_a_role_has_the_slice_that_was_asked_for():
+    groups = {pod["metadata"]["labels"]["dora-role"]: pod["spec"] for manifest in manifests("gke") for pod in pods(manifest)}
+    chips = {role: spec["containers"][0]["resources"].get("limits", {}).get("google.com/tpu") for role, spec in groups.items()}
+    assert chips == {"controller": None, "trainer": "4", "rollout": "8"}
+    workers = {group["groupName"]: group for manifest in manifests("ray")
+               for group in manifest["spec"]["rayClusterSpec"]["workerGroupSpecs"]}
+    assert {role: (group["replicas"], group["numOfHosts"]) for role, group in workers.items()} == {
+        "trainer": (1, 2), "rollout": (2, 4)}
+
+
+def test_ray_is_the_same_everywhere():
+    pin = (ROOT / "launch/ray/requirements.txt").read_text().partition("==")[2].split()[0]
+    assert manifests("ray")[0]["spec"]["rayClusterSpec"]["rayVersion"] == pin
+
+
+# ---------------------------------------------------------------- the scripts themselves
+
+
+def test_shellcheck_finds_nothing():
+    tool = shutil.which("shellcheck", path=f"{Path(sys.prefix) / 'bin'}:{os.environ['PATH']}")
+    if not tool:
+        pytest.skip("shellcheck, of tests/requirements.txt, is not installed")
+    scripts = [*sorted((ROOT / "launch").rglob("*.sh")), ROOT / "tests/run.sh", ROOT / ".ci/run"]
+    done = subprocess.run([tool, "-x", *scripts], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout
