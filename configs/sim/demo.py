@@ -9,7 +9,7 @@ from dora_jax.sim import config
 
 def get_config(arg=None):
     c = config.defaults()
-    c.steps, c.warmup_steps, c.report_tokens = 6, 2, 256
+    c.steps, c.warmup_steps, c.report_tokens = 14, 3, 256
 
     c.model.params = 1.5e9
     c.model.n_layers, c.model.d_model, c.model.n_heads, c.model.head_dim = 28, 1536, 12, 128

@@ -1,12 +1,13 @@
 """The table of modes: what each row of a simulation took, who waited on whom, and how that compares with the paper.
 
 Three blocks: the outcome, where the time of both roles went, and what was moved; a fourth where a row names published
-figures ("step_min", "rollout_only", "tokens_per_s"; "fitted" is 1 where parameters were fitted on that row).
+figures ("step_min", "rollout_only", "tokens_per_s"; "fitted" is 1 where parameters were fitted on that row, "misfit"
+where no parameters can meet it).
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from dora_jax.sim.config import Row
 from dora_jax.sim.meter import CAUSES, DOWN, IDLE_CAPPED, IDLE_TAIL, TRAIN, WAIT_DEADLINE, WAIT_GROUPS, Result
@@ -80,8 +81,14 @@ def _published(lines: Sequence[Line]) -> str:
             f"{r.rollout_only:.1%}", f"{share:.1%}", f"{100 * (r.rollout_only - share):+.1f} pt",
             f"{r.tokens_per_s / first_result.tokens_per_s:.2f}",
             f"{tokens_per_s / first.published['tokens_per_s']:.2f}",
-            "fitted here" if row.published["fitted"] else "not fitted here"])  # fmt: skip
+            _parameters(row.published)])
     return grid(head, rows)
+
+
+def _parameters(published: Mapping[str, float]) -> str:
+    if published["misfit"]:
+        return "misfit: none can meet it"
+    return "fitted here" if published["fitted"] else "not fitted here"
 
 
 def _minutes(seconds: float) -> str:
