@@ -16,15 +16,17 @@ import sys
 import threading
 import time
 import traceback
+from collections.abc import MutableMapping
 from pathlib import Path
 from typing import Any
 
-from dora_jax.runtime.cluster.launcher import FORBIDDEN, Ticket, ticket_of
+from dora_jax.runtime.cluster.launcher import Ticket, ticket_of
 
 BEAT_S = 1.0
 LAST_WORDS_S = 5.0
 HEARTBEAT_S = 60  # of jax.distributed, which aborts in C++ where a busy machine delays it: the controller comes first
 SHUTDOWN_S = 5
+MULTISLICE = "MEGASCALE_"
 
 
 def main() -> None:
@@ -86,13 +88,13 @@ def _open(begin: Any, link: Any, pulse: Pulse, token: bytes, arrivals: queue.Sim
 
     config = configs.from_config_dict(begin.config)
     _enter_world(begin, config)
-    from dora_jax.runtime.cluster.roles import RolloutRole, TrainerRole
+    from dora_jax.runtime.cluster.roles import TrainerRole, open_rollout
 
     if begin.instance is None:
         return TrainerRole(begin, config, Path(begin.workdir), link, pulse)
     from dora_jax.runtime.cluster.turns import turns
 
-    return RolloutRole(begin, config, Path(begin.workdir), link, pulse, turns(begin, token, arrivals))
+    return open_rollout(begin, config, Path(begin.workdir), link, pulse, turns(begin, token, arrivals))
 
 
 def _enter_world(begin: Any, config: Any) -> None:
@@ -103,8 +105,7 @@ def _enter_world(begin: Any, config: Any) -> None:
     from dora_jax import devices
 
     if begin.instance is not None:
-        for name in [name for name in os.environ if name.startswith(FORBIDDEN)]:
-            del os.environ[name]
+        leave_multislice(os.environ)
     devices.setup_platform(config)
     if begin.hosts == 1:
         return
@@ -114,6 +115,12 @@ def _enter_world(begin: Any, config: Any) -> None:
         jax.config.update("jax_cpu_collectives_implementation", "gloo")
     jax.distributed.initialize(begin.coordinator, begin.hosts, begin.rank, heartbeat_timeout_seconds=HEARTBEAT_S,
                                shutdown_timeout_seconds=SHUTDOWN_S)
+
+
+def leave_multislice(environ: MutableMapping[str, str]) -> None:
+    """A machine of a multislice job names all of its slices, and JAX would join a rollout's world to the trainer's."""
+    for name in [name for name in environ if name.startswith(MULTISLICE)]:
+        del environ[name]
 
 
 def _free_port(ip: str) -> int:

@@ -15,8 +15,6 @@ from typing import Protocol
 
 from dora_jax.types import record
 
-FORBIDDEN = "MEGASCALE_"  # where these are set, JAX would join a rollout's world to the trainer's
-
 
 @record
 class Ticket:

@@ -103,25 +103,31 @@ class TrainerRole:
         return self._checkpoints
 
 
+def open_rollout(begin: Begin, config: Config, workdir: Path, link: Link, pulse: Any,
+                 turns: Leader | Follower) -> RolloutRole:
+    """Its engine is compiled on return."""
+    n_devices = len(jax.devices())
+    if n_devices != config.rollout.tensor:
+        raise ConfigError(f"rollout.tensor: {config.rollout.tensor} is not the {n_devices} devices of a replica of "
+                          f"{begin.hosts} processes")
+    mesh = sharding.make_mesh(jax.devices(), 1, 1, n_devices)
+    model = hf.read_config(config.model.path)
+    engine = build.new_engine(config, Tokenizer.load(config.model.path), model, mesh)
+    engine.warmup()
+    stored = StoredWeights(workdir / "weights")
+    staged = Staged(lambda version: stored.read(version, engine.param_shardings))
+    return RolloutRole(begin, engine, staged, link, pulse, turns, build.partial_s(config))
+
+
 class RolloutRole:
     """Ticks on the main thread; weights are staged on another."""
 
-    def __init__(self, begin: Begin, config: Config, workdir: Path, link: Link, pulse: Any,
-                 turns: Leader | Follower):
-        self._link, self._pulse = link, pulse
-        if len(jax.devices()) != config.rollout.tensor:
-            raise ConfigError(f"rollout.tensor: {config.rollout.tensor} is not the {len(jax.devices())} devices of a "
-                              f"replica of {begin.hosts} processes")
-        mesh = sharding.make_mesh(jax.devices(), 1, 1, len(jax.devices()))
-        model = hf.read_config(config.model.path)
-        engine = build.new_engine(config, Tokenizer.load(config.model.path), model, mesh)
-        self._staged = Staged(StoredWeights(workdir / "weights"), engine.param_shardings)
-        speaks = begin.rank == 0
-        self._worker = InstanceWorker(begin.instance, engine, self._staged, Outlet(link if speaks else None),
-                                      build.partial_s(config))
-        self._elsewhere = Elsewhere(begin.instance, link if speaks else None, whole=begin.hosts == 1)
-        self._turns = turns
-        engine.warmup()
+    def __init__(self, begin: Begin, engine: Any, staged: Staged, link: Link, pulse: Any, turns: Leader | Follower,
+                 partial_s: float):
+        self._link, self._pulse, self._turns, self._staged = link, pulse, turns, staged
+        speaks = link if begin.rank == 0 else None
+        self._worker = InstanceWorker(begin.instance, engine, staged, Outlet(speaks), partial_s)
+        self._elsewhere = Elsewhere(speaks, whole=begin.hosts == 1)
 
     def run(self, inbox: queue.SimpleQueue) -> None:
         posts, staging = queue.SimpleQueue(), queue.SimpleQueue()
@@ -178,12 +184,12 @@ class RolloutRole:
 class Staged:
     """Versions on their way into the engine; the weight store of an InstanceWorker."""
 
-    def __init__(self, stored: StoredWeights, shardings: Any):
-        self._stored, self._shardings = stored, shardings
+    def __init__(self, read: Callable[[Version], Any]):
+        self._read = read
         self._versions: dict[Version, Any] = {}
 
     def stage(self, version: Version) -> None:
-        self._versions[version] = self._stored.read(version, self._shardings)
+        self._versions[version] = self._read(version)
 
     def get(self, version: Version, shardings: Any) -> Any:
         return self._versions.pop(version)
@@ -203,9 +209,9 @@ class Outlet:
 class Elsewhere:
     """Where a sample goes, as its instance sees it. `whole`: this process holds all of its pages."""
 
-    def __init__(self, src: int, link: Link | None, whole: bool):
+    def __init__(self, link: Link | None, whole: bool):
         self.instance = -1
-        self._src, self._outlet, self._whole = src, Outlet(link), whole
+        self._outlet, self._whole = Outlet(link), whole
 
     def at(self, instance: int) -> Elsewhere:
         self.instance = instance

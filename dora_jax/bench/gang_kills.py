@@ -1,0 +1,190 @@
+"""A run of many processes on this machine, whose processes are killed and frozen one after the other, then its books.
+
+    python -m dora_jax.bench.gang_kills [--each=3] [--kinds=rollout-kill,...] [--seed=0] [--workdir=DIR]
+                                        [--config=configs/quickstart.py:tiny] [-- --config.field=value ...]
+
+A kind names whose process it is and what happens to it: a kill is SIGKILL, a freeze SIGSTOP; `controller-kill` ends the
+run, whose children must end too, and starts the same command again. A blow falls once all gangs are up and another
+step has been published. One row a kind: seconds until the loss is said, until a new gang is up, and until it does its
+work again (an instance is at once, the trainer when it is back at its version; said of a controller: its children are gone).
+At the end the books of the whole run, from its journal:
+    issued = trained + filtered + failed + in flight; lost, trained twice, generated again: 0
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import os
+import random
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from dora_jax.runtime.audit import audit
+
+KINDS = ("rollout-kill", "rollout-freeze", "trainer-kill", "trainer-freeze", "controller-kill")
+PATIENCE_S = 600.0
+STEPS = 100_000  # it ends when the blows are over
+OVERRIDES = (
+    "--config.cluster.launcher=process", f"--config.steps={STEPS}", "--config.eval.every=0",
+    "--config.journal.keep_all=True", "--config.journal.partial_s=0.2", "--config.checkpoint.every=5")
+
+UP = re.compile(r"(trainer|rollout \d+) \(epoch (\d+)\) is up.*: pids ([\d, ]+)")
+LOST = re.compile(r"(trainer|rollout \d+) \(epoch (\d+)\) is lost: (.*)")
+
+
+@dataclasses.dataclass
+class Run:
+    """One workdir and the controller that works on it."""
+
+    command: list[str]
+    folder: Path
+    process: subprocess.Popen | None = None
+    read: int = 0  # bytes of the console that have been looked at
+    pids: dict[str, list[int]] = dataclasses.field(default_factory=dict)
+    lost: dict[str, str] = dataclasses.field(default_factory=dict)
+    steps: int = 0
+    back: int = 0  # times the trainer came back to its version
+
+    def start(self) -> None:
+        self.pids, self.lost = {}, {}
+        with self.console.open("a") as log:
+            self.process = subprocess.Popen(self.command, stdout=log, stderr=log, stdin=subprocess.DEVNULL)
+
+    @property
+    def console(self) -> Path:
+        return self.folder / "console.log"
+
+    def look(self) -> None:
+        """What has been said since the last look."""
+        with self.console.open("rb") as log:
+            log.seek(self.read)
+            text = log.read()
+        text = text[: text.rfind(b"\n") + 1]
+        self.read += len(text)
+        for line in text.decode(errors="replace").splitlines():
+            if up := UP.search(line):
+                self.pids[up[1]] = [int(pid) for pid in up[3].split(",")]
+                self.lost.pop(up[1], None)
+            elif lost := LOST.search(line):
+                self.lost[lost[1]] = lost[3]
+                self.pids.pop(lost[1], None)
+            self.steps += line.startswith("step ") and "reward" in line
+            self.back += "the trainer is back at version" in line
+
+    def wait(self, what: str, done: Callable[[], bool]) -> float:
+        """Seconds until it is so."""
+        began = time.monotonic()
+        while True:
+            self.look()
+            if done():
+                return time.monotonic() - began
+            if self.process.poll() is not None or time.monotonic() - began > PATIENCE_S:
+                raise RuntimeError(f"{what} did not come: {self.console.read_text()[-3000:]}")
+            time.sleep(0.02)
+
+    def ready(self, gangs: int) -> None:
+        self.wait("all gangs", lambda: len(self.pids) == gangs)
+        steps = self.steps
+        self.wait("a step", lambda: self.steps > steps)
+
+
+def main() -> None:
+    flags = _flags()
+    draw = random.Random(flags.seed)
+    blows = [kind for kind in flags.kinds.split(",") for _ in range(flags.each)]
+    draw.shuffle(blows)
+    shutil.rmtree(flags.workdir, ignore_errors=True)
+    flags.workdir.mkdir(parents=True)
+    run = Run([sys.executable, "-m", "dora_jax.train", f"--config={flags.config}", f"--workdir={flags.workdir}",
+               *OVERRIDES, *flags.overrides], flags.workdir)
+    times: dict[str, list[tuple[float, float, float]]] = {}
+    run.start()
+    try:
+        run.wait("all gangs", lambda: len(run.pids) == flags.gangs)
+        for kind in blows:
+            run.ready(flags.gangs)
+            time.sleep(draw.uniform(0, 1))
+            times.setdefault(kind, []).append(_strike(run, kind, draw))
+            print(f"  {kind:16} said {times[kind][-1][0]:5.1f} s  up {times[kind][-1][1]:5.1f} s  at work "
+                  f"{times[kind][-1][2]:5.1f} s", flush=True)
+        run.ready(flags.gangs)
+    finally:
+        run.process.terminate()
+        code = run.process.wait(PATIENCE_S)
+    _table(times)
+    books = audit(flags.workdir / "journal")
+    print(f"{run.steps} steps; exit code {code}; {books}")
+    sys.exit(0 if books.ok else 1)
+
+
+def _strike(run: Run, kind: str, draw: random.Random) -> tuple[float, float, float]:
+    """Seconds until the loss is said, a new gang is up, and at work."""
+    role, _, blow = kind.partition("-")
+    if role == "controller":
+        return _strike_controller(run)
+    gang = draw.choice([name for name in run.pids if name.startswith(role)])
+    pid, back = draw.choice(run.pids[gang]), run.back
+    began = time.monotonic()
+    os.kill(pid, signal.SIGKILL if blow == "kill" else signal.SIGSTOP)
+    run.wait(f"the loss of {gang}", lambda: gang not in run.pids)
+    said_s = time.monotonic() - began
+    run.wait(f"a new {gang}", lambda: gang in run.pids)
+    up_s = time.monotonic() - began
+    if role == "trainer":
+        run.wait("the trainer's return", lambda: run.back > back)
+    return said_s, up_s, time.monotonic() - began
+
+
+def _strike_controller(run: Run) -> tuple[float, float, float]:
+    pids, gangs = [pid for each in run.pids.values() for pid in each], len(run.pids)
+    began = time.monotonic()
+    run.process.kill()
+    run.process.wait()
+    while any(_lives(pid) for pid in pids):
+        if time.monotonic() - began > PATIENCE_S:
+            raise RuntimeError(f"children outlive their controller: {pids}")
+        time.sleep(0.02)
+    gone_s = time.monotonic() - began
+    run.start()
+    run.wait("all gangs", lambda: len(run.pids) == gangs)
+    return gone_s, time.monotonic() - began, time.monotonic() - began
+
+
+def _lives(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+def _table(times: dict[str, list[tuple[float, float, float]]]) -> None:
+    print(f"{'kind':16} {'blows':>5}  {'said s: median':>14} {'max':>5}  {'up s: median':>12} {'max':>5}  "
+          f"{'at work s: median':>17} {'max':>5}")
+    for kind, rows in times.items():
+        said, up, work = (sorted(column) for column in zip(*rows, strict=True))
+        middle = len(rows) // 2
+        print(f"{kind:16} {len(rows):>5}  {said[middle]:>14.2f} {said[-1]:>5.1f}  {up[middle]:>12.1f} {up[-1]:>5.1f}  "
+              f"{work[middle]:>17.1f} {work[-1]:>5.1f}")
+
+
+def _flags() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--each", type=int, default=3)
+    parser.add_argument("--kinds", default=",".join(KINDS))
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--gangs", type=int, default=3)
+    parser.add_argument("--config", default="configs/quickstart.py:tiny")
+    parser.add_argument("--workdir", type=Path, default=Path("runs/gang_kills"))
+    parser.add_argument("overrides", nargs="*", help="after --: overrides of the configuration")
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    main()
