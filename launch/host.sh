@@ -6,6 +6,7 @@
 #   bash launch/host.sh stop                 ends Ray on this machine
 # Reads   DORA_TOKEN_FILE    Ray's token; without one Ray listens on the loopback interface alone
 #         DORA_SECRETS_FILE  NAME=VALUE lines that the job finds in its environment
+#         DORA_ALONE         v5p-8, say: this machine, of a larger slice, is used as a slice of that type by itself
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 export DORA_ACCELERATOR=${DORA_ACCELERATOR:-tpu}
@@ -22,10 +23,18 @@ export_secrets() {
   done <"$DORA_SECRETS_FILE"
 }
 
+# Ray and libtpu take these before what the machine's metadata says of the whole slice.
+stand_alone() {
+  export TPU_NAME=$HOSTNAME TPU_WORKER_ID=0 TPU_ACCELERATOR_TYPE=$DORA_ALONE TPU_TOPOLOGY=2x2 TPU_SKIP_MDS_QUERY=1
+  export TPU_PROCESS_BOUNDS=1,1,1 TPU_CHIPS_PER_PROCESS_BOUNDS=2,2,1
+  if [[ $DORA_ALONE == v4-* || $DORA_ALONE == v5p-* ]]; then TPU_TOPOLOGY=2x2x1; fi
+}
+
 action=${1:-}
 (( $# )) && shift
 export PYTHONPATH=$PWD  # for the processes that Ray starts
 if [[ ${DORA_SECRETS_FILE:-} ]]; then export_secrets; fi
+if [[ ${DORA_ALONE:-} ]]; then stand_alone; fi
 interface=(--node-ip-address=127.0.0.1)
 if [[ ${DORA_TOKEN_FILE:-} ]]; then
   private_file DORA_TOKEN_FILE

@@ -4,8 +4,8 @@
 
 name="" image="" trainer="" rollout="" bucket="" token_file="" secrets="" spot="" reservation="" delete="" cluster=""
 replicas=1 account=default
-trainer_accelerator="" trainer_topology="" trainer_hosts="" trainer_chips="" trainer_devices=""
-rollout_accelerator="" rollout_topology="" rollout_hosts="" rollout_chips="" rollout_devices=""
+trainer_accelerator="" trainer_topology="" trainer_hosts="" trainer_chips="" trainer_devices="" trainer_type=""
+rollout_accelerator="" rollout_topology="" rollout_hosts="" rollout_chips="" rollout_devices="" rollout_type=""
 
 # job ARGUMENT ...: reads the options and completes FLAGS, the flags of the program.
 job() {
@@ -20,7 +20,8 @@ job() {
   folder=.cache/launch/$name
   workdir=/runs/$name
   FLAGS+=(--config.cluster.launcher=ray "--config.cluster.trainer_hosts=$trainer_hosts"
-          "--config.cluster.hosts_per_replica=$rollout_hosts" "--config.rollout.instances=$replicas" "--workdir=$workdir")
+          "--config.cluster.trainer_slice=$trainer_type" "--config.cluster.hosts_per_replica=$rollout_hosts"
+          "--config.cluster.replica_slice=$rollout_type" "--config.rollout.instances=$replicas" "--workdir=$workdir")
   capacity=${spot:+", cloud.google.com/gke-spot: 'true'"}
   if [[ ${reservation} ]]; then capacity+=", cloud.google.com/reservation-name: $reservation"; fi
 }

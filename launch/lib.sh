@@ -67,16 +67,17 @@ check_plan() {
   fi
 }
 
-# vm_slice TYPE: sets chips, hosts and image of a Cloud TPU VM slice. v4 and v5p are named by cores, two a chip.
+# vm_slice TYPE: sets chips, hosts and image of a Cloud TPU VM slice, and the type of slice that one machine of it would
+# be. v4 and v5p are named by cores, two a chip.
 # shellcheck disable=SC2034  # the callers use them
 vm_slice() {
   local size=${1##*-}
   [[ $size =~ ^[1-9][0-9]*$ ]] || die 2 "--type=$1 is not a name and a number such as v5p-8."
   case ${1%-*} in
-    v4) chips=$((size / 2)) image=tpu-ubuntu2204-base ;;
-    v5p) chips=$((size / 2)) image=v2-alpha-tpuv5 ;;
-    v5litepod) chips=$size image=v2-alpha-tpuv5-lite ;;
-    v6e) chips=$size image=v2-alpha-tpuv6e ;;
+    v4) chips=$((size / 2)) image=tpu-ubuntu2204-base machine=v4-8 ;;
+    v5p) chips=$((size / 2)) image=v2-alpha-tpuv5 machine=v5p-8 ;;
+    v5litepod) chips=$size image=v2-alpha-tpuv5-lite machine=v5litepod-4 ;;
+    v6e) chips=$size image=v2-alpha-tpuv6e machine=v6e-4 ;;
     tpu7x) die 2 "--type=$1 is not to be had as a Cloud TPU VM; use launch/gke or launch/ray." ;;
     *) die 2 "--type=$1 is none of: v4-N, v5p-N, v5litepod-N, v6e-N." ;;
   esac
@@ -84,26 +85,28 @@ vm_slice() {
   if [[ $1 =~ ^(v5litepod|v6e)-8$ ]]; then hosts=1; fi
 }
 
-# kube_slice ROLE: reads the option of that name, GENERATION:TOPOLOGY[:chips a host]; sets ROLE_accelerator,
-# ROLE_topology, ROLE_hosts, ROLE_chips and ROLE_devices, the last two of a host.
+# kube_slice ROLE: reads the option of that name, GENERATION:TOPOLOGY[:chips a host]; sets ROLE_accelerator and
+# ROLE_topology as GKE calls them, ROLE_type as Ray does, ROLE_hosts, and of a host ROLE_chips and ROLE_devices.
 kube_slice() {
-  local generation topology chips total cores=1
+  local generation topology chips total cores=1 accelerator type
   IFS=: read -r generation topology chips <<<"${!1}"
   [[ $topology =~ ^[1-9][0-9]*(x[1-9][0-9]*){1,2}$ && $chips =~ ^[1-9]?$ ]] ||
     die 2 "--$1=${!1} is not GENERATION:TOPOLOGY[:chips a host] such as v5p:2x2x2."
+  total=$(( ${topology//x/ * } ))
   case $generation in
-    v4) printf -v "$1_accelerator" tpu-v4-podslice ;;
-    v5e) printf -v "$1_accelerator" tpu-v5-lite-podslice ;;
-    v5p) printf -v "$1_accelerator" tpu-v5p-slice ;;
-    v6e) printf -v "$1_accelerator" tpu-v6e-slice ;;
-    7x) printf -v "$1_accelerator" tpu7x && cores=2 ;;  # each core is a device
+    v4) accelerator=tpu-v4-podslice type=v4-$((2 * total)) ;;
+    v5e) accelerator=tpu-v5-lite-podslice type=v5litepod-$total ;;
+    v5p) accelerator=tpu-v5p-slice type=v5p-$((2 * total)) ;;
+    v6e) accelerator=tpu-v6e-slice type=v6e-$total ;;
+    7x) accelerator=tpu7x type=v7x-$((2 * total)) cores=2 ;;  # each core is a device
     *) die 2 "--$1=${!1}: $generation is none of: v4, v5e, v5p, v6e, 7x." ;;
   esac
-  total=$(( ${topology//x/ * } ))
   chips=${chips:-$(( total < 4 ? total : 4 ))}
   (( total % chips == 0 )) || die 2 "--$1=${!1}: $total chips are no whole number of hosts of $chips."
+  printf -v "$1_accelerator" %s "$accelerator"
   printf -v "$1_topology" %s "$topology"
+  printf -v "$1_type" %s "$type"
+  printf -v "$1_hosts" %s $(( total / chips ))
   printf -v "$1_chips" %s "$chips"
   printf -v "$1_devices" %s $(( chips * cores ))
-  printf -v "$1_hosts" %s $(( total / chips ))
 }

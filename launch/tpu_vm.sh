@@ -3,15 +3,15 @@
 #   bash launch/tpu_vm.sh create --name=NAME --zone=ZONE --type=v5p-8 [--spot | --reserved]
 #   bash launch/tpu_vm.sh run    --name=NAME --zone=ZONE --type=v5p-8 [--secrets=FILE] FLAGS OF THE JOB
 #   bash launch/tpu_vm.sh delete --name=NAME --zone=ZONE
-# run ships the commit that is checked out. A slice of one machine runs the whole job in one process. On one of several
-# they become a Ray cluster that --config.cluster.* shares out among trainer and replicas; that wants --token_file=FILE (a
-# secret of your making) and a --workdir that all of them see. --module=dora_jax.sweep runs another program.
+# run ships the commit that is checked out. A slice of one machine runs the whole job in one process. Of several, one
+# trains and each other is a rollout replica, as a Ray cluster; that wants --token_file=FILE (a secret of your making) and
+# a --workdir that all of them see. --module=dora_jax.sweep runs another program.
 # Every action takes --dry_run: it prints the commands and runs none. The exit code is that of the job: 42 is run again.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 source launch/lib.sh
 
-name="" zone="" type="" spot="" reserved="" secrets="" token_file="" workdir="" chips="" hosts="" image=""
+name="" zone="" type="" spot="" reserved="" secrets="" token_file="" workdir="" chips="" hosts="" image="" machine=""
 action=${1:-}
 options name zone type spot reserved secrets token_file workdir module -- "${@:2}"
 needs name zone
@@ -43,8 +43,10 @@ prepare() {
 }
 
 start() {
-  local head others=1 code=0 host="cd dora &&${token_file:+ DORA_TOKEN_FILE=~/dora_token}${secrets:+ DORA_SECRETS_FILE=~/dora_secrets}"
+  local head others=1 code=0 host
+  host="cd dora &&${token_file:+ DORA_TOKEN_FILE=~/dora_token}${secrets:+ DORA_SECRETS_FILE=~/dora_secrets}"
   [[ $module == dora_jax.train ]] || host+=" DORA_MODULE=$module"
+  (( hosts == 1 )) || host+=" DORA_ALONE=$machine"
   host+=" bash launch/host.sh"
   if (( hosts > 1 )); then
     on all "$host stop"
@@ -69,7 +71,8 @@ case $action in
     if (( hosts > 1 )); then
       needs token_file workdir
       private_file token_file
-      FLAGS+=(--config.cluster.launcher=ray)
+      FLAGS+=(--config.cluster.launcher=ray "--config.rollout.instances=$((hosts - 1))"
+              "--config.cluster.trainer_slice=$machine" "--config.cluster.replica_slice=$machine")
     fi
     FLAGS+=(${workdir:+"--workdir=$workdir"})
     check_plan "$hosts" $((chips / hosts)) $((chips / hosts))

@@ -24,7 +24,7 @@ CASES = {
     "tpu_vm_one_host": ("tpu_vm.sh", "run", *VM, "--type=v6e-8", "--secrets=secrets", CONFIG,
                         "--config.task.template={prompt} it's"),
     "tpu_vm_four_hosts": ("tpu_vm.sh", "run", *VM, "--type=v5p-32", "--token_file=token", "--workdir=/mnt/runs/demo", CONFIG,
-                          "--config.cluster.trainer_hosts=2", "--config.rollout.tensor=4"),
+                          "--config.rollout.tensor=4"),
     "tpu_vm_sweep": ("tpu_vm.sh", "run", *VM, "--type=v5litepod-4", "--module=dora_jax.sweep", CONFIG, "--only=2"),
     "tpu_vm_delete": ("tpu_vm.sh", "delete", *VM),
     "queued_spot": ("queued_resources.sh", *VM, "--type=v5p-8", "--spot", CONFIG),
@@ -197,6 +197,17 @@ def test_a_host_joins_with_a_token_and_without_the_variables_of_several_slices(h
                            "PYTHONPATH": str(here.root)}
 
 
+@pytest.mark.parametrize("type, topology", [("v5p-8", "2x2x1"), ("v6e-4", "2x2")])
+def test_a_machine_of_a_larger_slice_can_be_one_by_itself(here, type, topology):
+    here.answer('env | grep "^TPU_" >"$FAKE/env"')
+    here.run("launch/host.sh", "head", DORA_TOKEN_FILE="token", DORA_ALONE=type, TPU_WORKER_ID="3")
+    environment = dict(line.split("=", 1) for line in (here.folder / "env").read_text().splitlines())
+    assert environment.pop("TPU_NAME")  # this machine's name: no two are taken for one slice
+    assert environment == {"TPU_WORKER_ID": "0", "TPU_ACCELERATOR_TYPE": type, "TPU_TOPOLOGY": topology,
+                           "TPU_SKIP_MDS_QUERY": "1", "TPU_PROCESS_BOUNDS": "1,1,1",
+                           "TPU_CHIPS_PER_PROCESS_BOUNDS": "2,2,1"}
+
+
 def test_without_a_token_ray_is_reached_from_its_own_machine_only(here):
     here.run("launch/host.sh", "head")
     assert "--node-ip-address=127.0.0.1" in here.told()[-1]
@@ -283,7 +294,7 @@ def test_no_two_roles_share_a_world_and_no_secret_is_spelt_out(name):
         for pod in pods(manifest):
             for container in pod["spec"]["containers"]:
                 assert {entry["name"] for entry in container.get("env", [])} <= {
-                    "DORA_MODULE", "DORA_TOKEN_FILE", "JAX_PLATFORMS", "TPU_NAME"}
+                    "DORA_MODULE", "DORA_TOKEN_FILE", "TPU_NAME"}
 
 
 def test_a_role_has_the_slice_that_was_asked_for():
