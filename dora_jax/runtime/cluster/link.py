@@ -76,12 +76,15 @@ class Link:
     def _read(self) -> None:
         try:
             while True:
-                for data in msgpack.unpackb(self._end.recv_bytes(MAX_FRAME_BYTES)):
+                frame = msgpack.unpackb(self._end.recv_bytes(MAX_FRAME_BYTES))
+                if not isinstance(frame, list):
+                    raise CodecError(f"a {type(frame).__name__} stands where records are expected")
+                for data in frame:
                     self._receive(self, CODEC.decode(data))
         except (EOFError, OSError) as error:
             self.close(f"the connection ended: {type(error).__name__}")
-        except (CodecError, ValueError) as error:
-            self.close(f"something that is no record came in: {error}")
+        except BaseException as error:  # of this peer's bytes, or of what they led to: it is the link that ends
+            self.close(f"{type(error).__name__}: {error}")
 
     def _write(self) -> None:
         try:

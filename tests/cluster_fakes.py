@@ -1,0 +1,123 @@
+"""Gangs without processes: threads that speak the protocol over real links, and a launcher that starts them."""
+
+import queue
+import threading
+import time
+
+from dora_jax.runtime.cluster import calls
+from dora_jax.runtime.cluster.gang import Hub, Keeper, Limits
+from dora_jax.runtime.cluster.link import Link, dial
+
+LIMITS = Limits(silence_s=60.0, stall_s=60.0, start_s=60.0, restarts=2)
+
+
+def eventually(done, timeout_s=10.0):
+    end = time.monotonic() + timeout_s
+    while not done():
+        assert time.monotonic() < end, "it did not come"
+        time.sleep(0.002)
+
+
+class FakeHost:
+    """One process: says Hello, then `answer`s calls; `life(host)` replaces that."""
+
+    def __init__(self, ticket, token, worker, answer, life):
+        self.inbox = queue.SimpleQueue()
+        self.done = threading.Event()
+        self.link = Link(dial(ticket.controller, token), lambda _, item: self.inbox.put(item), lambda _, reason: self.done.set())
+        self.link.start()
+        self.began = None
+        self.heard = []  # calls and posts
+        self._answer = answer
+        self._hello = calls.Hello(gang=ticket.gang, epoch=ticket.epoch, pid=1000 + worker, worker=worker,
+                                  coordinator=f"coordinator of {worker}", leader=f"leader of {worker}")
+        threading.Thread(target=life or FakeHost.live, args=(self,), daemon=True).start()
+
+    def join(self):
+        self.link.send(self._hello)
+        self.began = self.inbox.get()
+
+    def ready(self):
+        self.link.send(calls.Ready(version=0))
+
+    def beat(self, progress, busy=False):
+        self.link.send(calls.Beat(progress=progress, busy=busy, waited_s=0.0))
+
+    def live(self):
+        self.join()
+        self.ready()
+        while True:
+            item = self.inbox.get()
+            self.heard.append(item)
+            if isinstance(item, calls.Call) and (answer := self._answer(self, item.what)) is not None:
+                self.link.send(calls.Answer(number=item.number, what=answer))
+
+    def die(self):
+        self.link.close("killed")
+
+
+class FakeLauncher:
+    """`answer(host, what)`: what a call is answered with, None: nothing. `workers`: TPU worker ids, in order of arrival."""
+
+    ip = "127.0.0.1"
+
+    def __init__(self, answer=lambda host, what: calls.Done(value=0), workers=range(100), life=None):
+        self.answer, self.workers, self.life = answer, list(workers), life
+        self.gangs = {}  # (name, epoch) -> hosts
+        self.killed = []
+
+    def start(self, ticket, token, hosts, slice_type):
+        started = [FakeHost(ticket, token, worker, self.answer, self.life) for worker in self.workers[:hosts]]
+        self.gangs[ticket.gang, ticket.epoch] = started
+        return FakeStarted(self, ticket, started)
+
+    def close(self):
+        pass
+
+
+class FakeStarted:
+    def __init__(self, launcher, ticket, hosts):
+        self.launcher, self.ticket, self.hosts = launcher, ticket, hosts
+
+    def ended(self):
+        return None
+
+    def kill(self):
+        self.launcher.killed.append((self.ticket.gang, self.ticket.epoch))
+        for host in self.hosts:
+            host.die()
+
+
+class Kept:
+    """A keeper under test, and what it did."""
+
+    def __init__(self, launcher, name="rollout 0", hosts=2, limits=LIMITS):
+        self.launcher = launcher
+        self.events, self.said, self.gangs = [], [], []
+        self.hub = Hub("127.0.0.1")
+        self.keeper = Keeper(self.hub, launcher, name, hosts, "", begin=begin, heard=self.events.append, up=self._up,
+                             down=lambda gang: self.events.append(f"down {gang.epoch}"), failed=self.events.append,
+                             say=self.said.append, limits=limits)
+
+    def __enter__(self):
+        self.keeper.start()
+        return self
+
+    def __exit__(self, *error):
+        self.keeper.close()
+        self.hub.close()
+
+    def up(self, epoch=1):
+        eventually(lambda: len(self.gangs) >= epoch)
+        return self.gangs[epoch - 1]
+
+    def hosts(self, epoch=1, name="rollout 0"):
+        return self.launcher.gangs[name, epoch]
+
+    def _up(self, gang):
+        self.gangs.append(gang)
+        self.events.append(f"up {gang.epoch}")
+
+
+def begin(rank, coordinator, leader):
+    return calls.Begin(config={}, workdir="", instance=0, rank=rank, hosts=2, coordinator=coordinator, leader=leader)

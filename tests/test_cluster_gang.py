@@ -1,0 +1,232 @@
+"""Links and gangs: who is let in, who is heard, what a death does. Threads stand for processes."""
+
+import dataclasses
+import queue
+import socket
+import time
+from multiprocessing import AuthenticationError, connection
+
+import pytest
+
+from dora_jax.config import RunError
+from dora_jax.orchestrate import events as ev
+from dora_jax.runtime.cluster import calls
+from dora_jax.runtime.cluster.gang import CallRefused, Gang, GangDied, Limits
+from dora_jax.runtime.cluster.host import leave_multislice
+from dora_jax.runtime.cluster.launcher import Ticket
+from dora_jax.runtime.cluster.link import Door, Link, dial
+from tests.cluster_fakes import LIMITS, FakeHost, FakeLauncher, Kept, eventually
+
+
+class Ends:
+    """Both ends of one link, and what came out of them."""
+
+    def __init__(self):
+        self.heard, self.ended = {"a": [], "b": []}, {}
+        self.links = {}
+        self.door = Door("127.0.0.1", b"token", lambda end: self._link("b", end))
+        self._link("a", dial(self.door.address, b"token"))
+        eventually(lambda: len(self.links) == 2)
+
+    def _link(self, name, end):
+        link = Link(end, lambda _, item: self.heard[name].append(item),
+                    lambda _, reason: self.ended.setdefault(name, reason))
+        link.start()
+        self.links[name] = link
+
+
+def test_records_go_both_ways_in_order():
+    ends = Ends()
+    sent = [calls.Beat(progress=n, busy=False, waited_s=0.5) for n in range(1000)]
+    for item in sent:
+        ends.links["a"].send(item)
+    ends.links["b"].send(calls.Ready(version=3))
+    eventually(lambda: len(ends.heard["b"]) == 1000 and ends.heard["a"])
+    assert ends.heard["b"] == sent and ends.heard["a"] == [calls.Ready(version=3)]
+    ends.links["a"].close()
+    eventually(lambda: len(ends.ended) == 2)
+
+
+def test_a_stranger_is_turned_away_before_it_is_heard():
+    arrived = []
+    door = Door("127.0.0.1", b"token", arrived.append)
+    with pytest.raises(AuthenticationError):
+        dial(door.address, b"guess")
+    with socket.create_connection(door.address.split(":")) as silent:  # it does not hold up the others
+        assert dial(door.address, b"token")
+        eventually(lambda: len(arrived) == 1)
+        silent.close()
+    door.close()
+
+
+@pytest.mark.parametrize("frame", [b"\x80\x04K\x01.", b"", b"\x91\xc4\x02\x91\xa1", b"\x01"])
+def test_bytes_that_are_no_records_end_the_link(frame):
+    ends = Ends()
+    ends.links["a"]._end.send_bytes(frame)
+    eventually(lambda: "b" in ends.ended)
+    assert ends.heard["b"] == []
+
+
+def test_a_reader_that_stands_still_does_not_stop_the_sender():
+    door = Door("127.0.0.1", b"token", lambda end: None)  # nobody ever reads
+    link = Link(connection.Client(("127.0.0.1", int(door.address.split(":")[1])), authkey=b"token"),
+                lambda _, item: None, lambda _, reason: None)
+    link.start()
+    began = time.monotonic()
+    for _ in range(100):
+        link.send(calls.Failed(error="x" * 100_000))
+    assert time.monotonic() - began < 2.0
+    link.close()
+
+
+def test_ranks_follow_the_chips_not_the_order_of_arrival():
+    with Kept(FakeLauncher(workers=[1, 0])) as kept:
+        kept.up()
+        began = {host._hello.worker: host.began for host in kept.hosts()}
+    assert {worker: each.rank for worker, each in began.items()} == {0: 0, 1: 1}
+    assert {each.coordinator for each in began.values()} == {"coordinator of 0"}
+
+
+def test_hosts_without_chips_are_ranked_as_they_come():
+    with Kept(FakeLauncher(workers=[-1, -1])) as kept:
+        kept.up()
+        assert sorted(host.began.rank for host in kept.hosts()) == [0, 1]
+
+
+def test_a_call_is_answered_by_every_process():
+    with Kept(FakeLauncher(lambda host, what: calls.Done(value=host.began.rank))) as kept:
+        assert kept.up().call(calls.Stage(version=1)) == [calls.Done(value=0), calls.Done(value=1)]
+
+
+def test_a_call_that_one_process_refuses_is_refused_and_all_live():
+    def answer(host, what):
+        return calls.Refused(error="no such version") if host.began.rank else calls.Done(value=0)
+
+    with Kept(FakeLauncher(answer)) as kept:
+        with pytest.raises(CallRefused, match="no such version"):
+            kept.up().call(calls.Stage(version=1))
+        assert not kept.gangs[0].dead.is_set()
+
+
+def test_the_first_death_ends_the_gang_and_another_comes():
+    with Kept(FakeLauncher(lambda host, what: None)) as kept:
+        pending = kept.up().cast(calls.Stage(version=1))
+        kept.hosts()[0].link.send(ev.PagesReported(instance=0, free=7))
+        eventually(lambda: len(kept.events) == 2)
+        kept.hosts()[1].die()
+        with pytest.raises(GangDied):
+            pending.wait()
+        assert kept.up(2).epoch == 2
+        assert ("rollout 0", 1) in kept.launcher.killed
+        kept.hosts()[0].link.send(ev.PagesReported(instance=0, free=8))  # of the lost epoch: nobody hears it
+        kept.hosts(2)[0].link.send(ev.PagesReported(instance=0, free=9))
+        eventually(lambda: len(kept.events) == 5)
+        free = [event.free if isinstance(event, ev.PagesReported) else event for event in kept.events]
+        assert free == ["up 1", 7, "down 1", "up 2", 9]
+        with pytest.raises(GangDied):
+            kept.gangs[0].call(calls.Stage(version=1))
+
+
+def test_what_a_process_says_last_is_the_reason():
+    with Kept(FakeLauncher()) as kept:
+        kept.up()
+        kept.hosts()[1].link.send(calls.Failed(error="ValueError: no"))
+        kept.up(2)
+        assert "ValueError: no" in kept.said[1] and kept.said[1].startswith("rollout 0 (epoch 1) is lost")
+
+
+def beating(busy):
+    def life(host):
+        host.join()
+        host.ready()
+        while not host.done.wait(0.01):
+            host.beat(1, busy)
+
+    return life
+
+
+def test_silence_is_a_death():
+    def life(host):
+        host.join()
+        host.ready()
+
+    with Kept(FakeLauncher(life=life), limits=dataclasses.replace(LIMITS, silence_s=0.3)) as kept:
+        eventually(lambda: any("has not been heard" in text for text in kept.said))
+
+
+def test_standstill_is_a_death():
+    with Kept(FakeLauncher(life=beating(busy=True)), limits=dataclasses.replace(LIMITS, stall_s=0.3)) as kept:
+        eventually(lambda: any("has work and has not moved" in text for text in kept.said))
+
+
+def test_waiting_for_work_is_no_standstill():
+    with Kept(FakeLauncher(life=beating(busy=False)), limits=dataclasses.replace(LIMITS, stall_s=0.2)) as kept:
+        kept.up()
+        time.sleep(0.6)
+        assert not kept.gangs[0].dead.is_set()
+
+
+def test_a_controller_that_slept_blames_nobody():
+    gang = Gang("rollout 0", 1, 1, lambda item: None, lambda text: None, Limits(silence_s=1.0, stall_s=1.0, start_s=99.0,
+                                                                               restarts=1))
+    gang.join(FakeLink(), calls.Hello(gang="rollout 0", epoch=1, pid=1, worker=0, coordinator="", leader=""))
+    gang._joined[0].heard_s -= 60.0
+    assert "has not been heard" in gang.fault()
+    gang.excuse(60.0)
+    assert gang.fault() is None
+
+
+class FakeLink:
+    def adopt(self, receive, ended):
+        pass
+
+
+def test_a_gang_that_never_comes_up_ends_the_run_with_its_own_words():
+    def life(host):
+        host.join()
+        host.link.send(calls.Failed(error="ConfigError: rollout.tensor: 3 is wrong"))
+
+    with Kept(FakeLauncher(life=life)) as kept:
+        eventually(lambda: kept.events)
+        assert isinstance(kept.events[0], RunError) and "rollout.tensor: 3 is wrong" in str(kept.events[0])
+        assert len(kept.launcher.gangs) == 1
+
+
+def test_restarts_that_come_to_nothing_are_counted():
+    def life(host):
+        host.join()
+        host.ready()
+        time.sleep(0.05)
+        host.link.send(calls.Failed(error="again"))
+
+    with Kept(FakeLauncher(life=life)) as kept:
+        eventually(lambda: isinstance(kept.events[-1], RunError) if kept.events else False)
+        assert "3 times in a row" in str(kept.events[-1]) and len(kept.launcher.gangs) == LIMITS.restarts + 1
+
+
+def test_restarts_after_work_are_not_counted():
+    def life(host):
+        host.join()
+        host.ready()
+        host.beat(5)
+        time.sleep(0.02)
+        host.link.send(calls.Failed(error="again"))
+
+    with Kept(FakeLauncher(life=life)) as kept:
+        kept.up(LIMITS.restarts + 3)
+
+
+def test_nobody_of_another_epoch_is_let_in():
+    with Kept(FakeLauncher()) as kept:
+        gang = kept.up()
+        ticket = Ticket(controller=kept.hub.address, gang="rollout 0", epoch=7)
+        late = FakeHost(ticket, kept.hub.token, 0, None, lambda host: host.join())
+        with pytest.raises(queue.Empty):
+            late.inbox.get(timeout=0.3)
+        assert not gang.dead.is_set() and late.began is None
+
+
+def test_a_rollout_leaves_the_job_that_joins_slices():
+    environ = {"MEGASCALE_NUM_SLICES": "2", "MEGASCALE_COORDINATOR_ADDRESS": "x", "TPU_NAME": "a"}
+    leave_multislice(environ)
+    assert environ == {"TPU_NAME": "a"}
