@@ -84,7 +84,8 @@ class Run:
 
     folder: Path
     config: str
-    fresh: bool  # an interpreter for each life
+    fresh: bool = False  # an interpreter for each life
+    overrides: tuple[str, ...] = OVERRIDES
     lives: int = 0
     kills: int = 0
     start_s: list[float] = dataclasses.field(default_factory=list)  # until the journal takes facts
@@ -93,7 +94,7 @@ class Run:
     def start(self, dies_at: str = "") -> subprocess.Popen | Forked:
         self.lives += 1
         self.folder.mkdir(parents=True, exist_ok=True)
-        command = ["dora_jax.train", f"--config={self.config}", f"--workdir={self.folder}", *OVERRIDES]
+        command = ["dora_jax.train", f"--config={self.config}", f"--workdir={self.folder}", *self.overrides]
         if not self.fresh:
             return Forked(command, dies_at, self.folder / "console.log")
         with (self.folder / "console.log").open("a") as log:
@@ -172,10 +173,7 @@ def main() -> None:
     kills = [("random", draw.uniform(0, LIFE_S)) for _ in range(args.kills)]
     kills += [(name, draw.randint(1, 2)) for name in points]
     draw.shuffle(kills)
-    args.workdir.mkdir(parents=True, exist_ok=True)
-    os.environ["JAX_COMPILATION_CACHE_DIR"] = str(args.workdir / "cache")  # a restart costs seconds, not a minute
-    os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
-    multiprocessing.set_forkserver_preload(list(PRELOADED))
+    prepare(args.workdir)
     print(f"{len(kills)} kills: {args.kills} at random, one at each of {len(points)} points")
     print(f"{'run':>3} {'lives':>5} {'kills':>5} {'stop s':>6} {'code':>4} {'start s':>7}  books")
     number, bad = 0, 0
@@ -183,6 +181,15 @@ def main() -> None:
         bad += not _one_run(number, kills, args, draw)
         number += 1
     sys.exit(1 if bad else 0)
+
+
+def prepare(folder: Path) -> None:
+    """For lives that work below `folder`: they share what they compile, so that a restart costs seconds."""
+    folder.mkdir(parents=True, exist_ok=True)
+    os.environ["JAX_COMPILATION_CACHE_DIR"] = str(folder / "cache")
+    os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
+    os.environ["PYTHONWARNINGS"] = "ignore:resource_tracker"  # it tells what killed lives have left open
+    multiprocessing.set_forkserver_preload(list(PRELOADED))
 
 
 def _one_run(number: int, kills: list, args: argparse.Namespace, draw: random.Random) -> bool:
@@ -194,8 +201,8 @@ def _one_run(number: int, kills: list, args: argparse.Namespace, draw: random.Ra
         what, number_or_s = kills.pop()
         spent = run.kills
         ended = run.life_with_kill_after(number_or_s) if what == "random" else run.life_with_fault(what, number_or_s)
-        if run.kills == spent and what != "random":
-            print(f"    the run ended before {what} was passed {number_or_s} times")
+        if run.kills == spent and what != "random":  # once more, in a life that follows another
+            kills += [(what, 1), ("random", draw.uniform(0, LIFE_S))]
         if code is None and not ended:
             stop_s, code = run.life_with_sigterm(draw.uniform(0, LIFE_S))
     if not ended:

@@ -225,13 +225,25 @@ def verify(directory: str | os.PathLike, step: int, full: bool = False) -> str |
 def restore(directory: str | os.PathLike, step: int, params: Any, opt_state: Any, *, cast: bool = False) -> Restored:
     """`params`, `opt_state`: ShapeDtypeStructs with the shardings to restore onto (any mesh)."""
     return Restored(read_params(directory, step, params, cast=cast),
-                    _read_arrays(directory, step, "opt_state", opt_state, cast),
+                    read_arrays(directory, step, "opt_state", opt_state, cast),
                     read_json(directory, step, "rl_state"), read_json(directory, step, "metrics"))
 
 
 def read_params(directory: str | os.PathLike, step: int, like: Any = None, *, cast: bool = False) -> Any:
     """Params of a step onto `like` (ShapeDtypeStructs with shardings); None: as stored, whole on the first device."""
-    return _read_arrays(directory, step, "params", like, cast)
+    return read_arrays(directory, step, "params", like, cast)
+
+
+def read_arrays(directory: str | os.PathLike, step: int, item: str, like: Any = None, cast: bool = False) -> Any:
+    """An item of a step, `like` as in `read_params`."""
+    path = Path(directory).absolute() / str(step) / item
+    with ocp.StandardCheckpointer() as reader:
+        stored = reader.metadata(path).item_metadata.tree
+        if like is None:
+            like = _on_first_device(stored)
+        elif not cast:
+            _same_dtypes(stored, like, path)
+        return reader.restore(path, like)
 
 
 def read_json(directory: str | os.PathLike, step: int, item: str) -> dict[str, Any]:
@@ -268,17 +280,6 @@ def put_aside(path: Path, why: str) -> None:
 
 
 # ---------------------------------------------------------------- private
-
-
-def _read_arrays(directory: str | os.PathLike, step: int, item: str, like: Any, cast: bool) -> Any:
-    path = Path(directory).absolute() / str(step) / item
-    with ocp.StandardCheckpointer() as reader:
-        stored = reader.metadata(path).item_metadata.tree
-        if like is None:
-            like = _on_first_device(stored)
-        elif not cast:
-            _same_dtypes(stored, like, path)
-        return reader.restore(path, like)
 
 
 def _on_first_device(stored: Any) -> Any:
