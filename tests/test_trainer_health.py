@@ -6,7 +6,9 @@ import jax
 import numpy as np
 import pytest
 
+from dora_jax import config, publish
 from dora_jax.models import sharding
+from dora_jax.runtime import build
 from dora_jax.trainer import flops, objective, optim, step
 from tests import trainer_cases as cases
 
@@ -47,18 +49,25 @@ def shifted(trainer, batch, gap):
 # ------------------------------------------------------------------- probe
 
 
+def probe_of(trainer, gap, version=7):
+    """One group of `version`, whose weights are the trainer's present ones and those that the engine had, off by gap."""
+    batch = shifted(trainer, cases.batch(trainer, cases.groups(1, 4, seed=9), rows=16), gap)
+    batch = dataclasses.replace(batch, version=np.where(batch.mask, version, -1))
+    return step.Probe(batch, version, publish.serving_copy("float32")(trainer.params))
+
+
 def test_a_step_without_lag_0_measures_the_gap_on_its_probe(trainer):
     stale = dataclasses.replace(cases.batch(trainer), version=np.full((16, 32), -1, np.int32))
-    probe = shifted(trainer, cases.batch(trainer, cases.groups(1, 4, seed=9), rows=16), 0.25)
+    probe = probe_of(trainer, 0.25)
     assert "mismatch/mean" not in trainer.step(stale)
-    metrics = trainer.step(stale, probe=dataclasses.replace(probe, version=np.where(probe.mask, 1, -1)))
-    assert metrics["mismatch/tokens"] == probe.mask.sum()
+    metrics = trainer.step(stale, probe=probe)  # at other weights by now: the probe's are its own
+    assert metrics["mismatch/tokens"] == probe.batch.mask.sum() and metrics["mismatch/max"] == pytest.approx(0.25, abs=1e-5)
     own = trainer.step(shifted(trainer, dataclasses.replace(stale, version=np.where(stale.mask, 2, -1)), 0.0), probe=probe)
     assert own["mismatch/mean"] < 1e-5  # lag 0 in the batch itself: the probe is not looked at
 
 
 def test_the_probes_gap_by_hand_and_its_bound(trainer):
-    probe = shifted(trainer, cases.batch(trainer), 0.25)
+    probe = probe_of(trainer, 0.25)
     got = trainer.probe(probe)
     assert got["mismatch/mean"] == pytest.approx(0.25, abs=1e-5) == got["mismatch/p99"] == got["mismatch/max"]
     assert got["mismatch/kl"] == pytest.approx(np.exp(0.25) - 1.25, abs=1e-5)
@@ -71,9 +80,8 @@ def test_the_probes_gap_by_hand_and_its_bound(trainer):
 
 
 def test_a_probe_of_another_version_is_refused(trainer):
-    probe = dataclasses.replace(cases.batch(trainer), version=np.full((16, 32), 5, np.int32))
-    with pytest.raises(ValueError, match="the probe holds no token of version 0: only equal weights compare"):
-        trainer.probe(probe)
+    with pytest.raises(ValueError, match="the probe holds no token of version 5: only equal weights compare"):
+        trainer.probe(probe_of(trainer, 0.0)._replace(version=5))
 
 
 # ------------------------------------------------------------------- meter
@@ -170,6 +178,28 @@ def test_the_first_update_runs_before_the_second_batch_exists(trainer):
 ])
 def test_who_may_start_early(changes, early):
     assert objective.may_start_early(cases.section(**({"updates": 4} | changes))) is early
+
+
+def run_config(**changes):
+    return config.Config(trainer=cases.section(updates=2), rollout=config.RolloutSection(max_prompt_tokens=8, max_new_tokens=12),
+                         orchestrator=config.OrchestratorSection(groups_per_step=4, group_size=4), **changes)
+
+
+def test_updates_that_take_their_groups_apart_are_made_again_of_the_same_groups(trainer):
+    """Parts come one by one; a resume hands over the whole step in the order in which it was taken."""
+    pack = build.packer(run_config(), trainer)
+    taken = [cases.groups(4)[i] for i in (2, 0, 3, 1)]
+    alone = [batch.group_ids for part in (taken[:2], taken[2:]) for batch in pack(part, 0)]
+    assert alone == [batch.group_ids for batch in pack(taken, 0)] == [(0, 2), (1, 3)]
+
+
+def test_a_step_is_one_whole_where_its_updates_cannot_part(trainer):
+    assert build.updates_apart(run_config()) == 2
+    shuffled = config.TaskSection(shuffle_rewards=True)
+    elsewhere = config.ClusterSection(launcher="process")
+    for whole in (run_config(task=shuffled), run_config(cluster=elsewhere)):
+        assert build.updates_apart(whole) == 1
+    assert [batch.group_ids for batch in build.packer(run_config(task=shuffled), trainer)(cases.groups(4), 0)] == [(0, 2), (1, 3)]
 
 
 def test_rows_must_divide_over_the_context_axis():

@@ -27,11 +27,12 @@ from dora_jax.publish import WeightStore
 from dora_jax.rollout.engine import Engine
 from dora_jax.runtime.instance import LocalInstance, Spare
 from dora_jax.runtime.local import LocalWorld
+from dora_jax.runtime.partwise import PartwiseTrainer
 from dora_jax.runtime.workers import TrainerWorker
 from dora_jax.tasks.pool import ScorerPool
 from dora_jax.tokenizer import Tokenizer
 from dora_jax.trainer.checkpoint import Checkpoints
-from dora_jax.trainer.objective import needs_scores
+from dora_jax.trainer.objective import may_start_early, needs_scores
 from dora_jax.trainer.prepare import Prepare
 from dora_jax.trainer.step import Trainer
 from dora_jax.types import InstanceId, ScoredGroup, Version
@@ -133,12 +134,21 @@ def partial_s(config: Config) -> float:
     return config.journal.partial_s if config.orchestrator.mode != "sync" else 0.0
 
 
+def trainer_worker(config: Config, side: TrainerSide, groups: Any, weights: Any, max_lag: int | None,
+                   outbox: queue.SimpleQueue) -> TrainerWorker:
+    if updates_apart(config) > 1:
+        return PartwiseTrainer(side.trainer, side.pack, groups, weights, max_lag, outbox,
+                               config.orchestrator.groups_per_step, side.digest)
+    return TrainerWorker(side.trainer, side.pack, groups, weights, max_lag, outbox, side.digest)
+
+
 def orchestrator_config(config: Config) -> OrchestratorConfig:
     section, rollout = config.orchestrator, config.rollout
     return OrchestratorConfig(
         mode=section.mode, max_versions=section.max_versions, groups_per_step=section.groups_per_step,
         group_size=section.group_size, inflight=section.inflight, total_steps=config.steps,
-        rebalance_period_s=section.rebalance_period_s, max_filtered_rounds=section.max_filtered_rounds,
+        updates=updates_apart(config), rebalance_period_s=section.rebalance_period_s,
+        max_filtered_rounds=section.max_filtered_rounds,
         max_prompt_tokens=rollout.max_prompt_tokens, max_new_tokens=rollout.max_new_tokens,
         eval_every=config.eval.every, eval_groups=config.eval.prompts, eval_samples=config.eval.samples)
 
@@ -147,6 +157,16 @@ def instance_up(instance: InstanceId, config: Config) -> InstanceUp:
     rollout = config.rollout
     return InstanceUp(instance=instance, slots=rollout.slots, pages=rollout.pages,
                       page_size=rollout.page_size, residents=rollout.residents)
+
+
+def updates_apart(config: Config) -> int:
+    """Updates of a step that take their groups each for itself, as soon as they are there; 1: the step is one whole.
+
+    A trainer elsewhere gets its step whole, and shuffled rewards are shuffled over all of it.
+    """
+    updates, whole = config.trainer.updates, config.cluster.launcher or config.task.shuffle_rewards
+    divides = config.orchestrator.groups_per_step % updates == 0
+    return updates if may_start_early(config.trainer) and divides and not whole else 1
 
 
 def batch_layout(config: Config, trainer: Trainer) -> Layout:
@@ -158,14 +178,20 @@ def batch_layout(config: Config, trainer: Trainer) -> Layout:
 
 
 def packer(config: Config, trainer: Trainer) -> Callable[[Sequence[ScoredGroup], Version], Any]:
-    """(groups, base) -> the step's batches, one per optimizer update, all of one static shape."""
+    """(groups, base) -> the step's batches, one per optimizer update, all of one static shape.
+
+    Where updates take their groups apart, as many batches as there are groups for, each packed when it is asked for.
+    """
     shape, updates = batch_layout(config, trainer), config.trainer.updates
+    apart = config.orchestrator.groups_per_step // updates if updates_apart(config) > 1 else 0
     prepare = Prepare(config.trainer, config.rollout.max_new_tokens)
 
     def pack(groups: Sequence[ScoredGroup], base: Version) -> Any:
         if config.task.shuffle_rewards:
             groups = shuffled(groups, config.seed, base)
         score = trainer.score if needs_scores(config.trainer) else None
+        if apart:
+            return (pack_step([groups[i:i + apart]], shape, prepare)[0] for i in range(0, len(groups), apart))
         return pack_step([groups[i::updates] for i in range(updates)], shape, prepare, score)
 
     return pack

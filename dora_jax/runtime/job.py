@@ -26,7 +26,6 @@ from dora_jax.runtime.local import LocalWorld
 from dora_jax.runtime.loop import run
 from dora_jax.runtime.observe import RunLog
 from dora_jax.runtime.resume import Begun
-from dora_jax.runtime.workers import TrainerWorker
 from dora_jax.tokenizer import Tokenizer
 from dora_jax.trainer import checkpoint
 from dora_jax.types import Version
@@ -188,8 +187,8 @@ def _run(parts: Parts, body: Any, writer: Writer, orchestrator: Orchestrator, gu
     config, groups = parts.config, MemoryGroupStore()
     instances = body.instances()
     side = backing and backing.side
-    worker = side and TrainerWorker(side.trainer, side.pack, groups, body.weights,
-                                    orchestrator.state.decisions.max_lag, parts.outbox, side.digest)
+    worker = side and build.trainer_worker(config, side, groups, body.weights, orchestrator.state.decisions.max_lag,
+                                           parts.outbox)
     world = parts.world(instances, worker, groups, body.weights)
     log = RunLog(workdir=parts.workdir, writer=writer, orchestrator=orchestrator, instances=instances,
                  decode=parts.tokenizer.decode, prompt_of=parts.task.prompt_at, eval_groups=config.eval.prompts,

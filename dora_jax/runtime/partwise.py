@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
+from dora_jax.fault import point
 from dora_jax.runtime.workers import StepDone, TrainerWorker
 from dora_jax.types import ScoredGroup, Version
 
@@ -20,20 +21,25 @@ class PartwiseTrainer(TrainerWorker):
     """`pack` turns the groups of one part into an iterable of batches."""
 
     def __init__(self, trainer: Any, pack: Callable, groups: Any, weights: Any, max_lag: int | None,
-                 outbox: queue.SimpleQueue, groups_per_step: int):
-        super().__init__(trainer, pack, groups, weights, max_lag, outbox)
+                 outbox: queue.SimpleQueue, groups_per_step: int,
+                 digest: Callable[[Any], int] = lambda params: 0):
+        super().__init__(trainer, pack, groups, weights, max_lag, outbox, digest)
         self._groups_per_step = groups_per_step
 
     def train(self, group_ids: tuple[int, ...], base: Version) -> None:
         began = time.monotonic()
         before_s, self._reported_wait_s = self._reported_wait_s, self.wait_s
         taken: list[ScoredGroup] = []
+        point("trainer.before_step")
         metrics = self.trainer.step(self._batches(group_ids, base, taken))
+        point("trainer.after_step")
         waited_s = self.wait_s - self._reported_wait_s  # for later parts of this step
         self._weights.put(base + 1, self.trainer.params)
+        point("trainer.after_put")
         self.outbox.put(StepDone(version=base + 1, groups=tuple(taken), metrics=metrics,
                                  wait_s=self._reported_wait_s - before_s + waited_s,
-                                 step_s=time.monotonic() - began - waited_s))
+                                 step_s=time.monotonic() - began - waited_s,
+                                 digest=self._digest(self.trainer.params)))
         self._reported_wait_s = self.wait_s
 
     def _batches(self, group_ids: tuple[int, ...], base: Version, taken: list[ScoredGroup]) -> Iterator[Any]:

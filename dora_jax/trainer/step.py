@@ -38,6 +38,14 @@ class TrainState(NamedTuple):
     step: jax.Array  # i32[]: steps done = the version that these params are
 
 
+class Probe(NamedTuple):
+    """What the engine-trainer gap is measured on where a step has no token of lag 0."""
+
+    batch: Any  # TrainBatch
+    version: int
+    weights: Any  # of that version, in the serving layout, on the trainer's mesh
+
+
 class Model(NamedTuple):
     """What turns tokens into log-probs; static."""
 
@@ -87,6 +95,7 @@ class Trainer:
         scored = functools.partial(jax.jit, out_shardings=self._replicated)  # every process reads all of it
         self._logprobs = scored(functools.partial(by_micro_batch, lambda p, a: self._model.logprobs(p, a)[0],
                                                   section.micro_batches))
+        self._probed = scored(lambda p, a: self._model.logprobs(p, a)[0])
         self._values = scored(functools.partial(by_micro_batch, self._recipe.critic.values, section.micro_batches))
         self._grad_sq = scored(functools.partial(scores.grad_norms_sq, self._model))
         self._health = health.Health(section.max_mismatch, dump_dir)
@@ -144,20 +153,22 @@ class Trainer:
         _, shapes = abstract_inputs(self._recipe, rows, tokens)
         self._compiled[rows, tokens] = self._update.lower(self.state, shapes).compile()
 
-    def probe(self, batch: Any) -> dict[str, float]:
-        """The engine-trainer gap on a batch that was sampled by exactly the current weights; stops above the bound."""
-        fresh = batch.mask & (batch.version == int(self.state.step))
+    def probe(self, probe: Probe) -> dict[str, float]:
+        """The engine-trainer gap on the tokens that `probe.version` sampled, under its weights; stops above the bound."""
+        batch = probe.batch
+        fresh = batch.mask & (batch.version == probe.version)
         if not fresh.any():
-            raise ValueError(f"the probe holds no token of version {int(self.state.step)}: only equal weights compare")
-        metrics = health.gap(self.logprobs(batch)[fresh], batch.behavior_logprobs[fresh])
+            raise ValueError(f"the probe holds no token of version {probe.version}: only equal weights compare")
+        logprobs = np.asarray(self._probed(probe.weights, self._put(batch.arrays())))
+        metrics = health.gap(logprobs[fresh], batch.behavior_logprobs[fresh])
         self._health.check_mismatch(metrics)
         return metrics
 
-    def step(self, batch: Any, probe: Any = None) -> dict[str, float]:
+    def step(self, batch: Any, probe: Probe | None = None) -> dict[str, float]:
         """One step = one published version: an update per TrainBatch (or one, for a single batch). Blocks.
 
-        An iterator of batches is read one update at a time: the first runs before the second has to exist. `probe`: a
-        batch of lag 0, on which the engine-trainer gap is measured where the first batch has no such token.
+        An iterator of batches is read one update at a time: the first runs before the second has to exist. `probe` is
+        looked at where the first batch has no token of lag 0.
         """
         batches: Iterable[Any] = (batch,) if hasattr(batch, "arrays") else batch
         metrics: dict[str, float] = {}
@@ -316,7 +327,8 @@ def micro_loss(model: Model, section: Any, params: Any, arrays: Arrays) -> tuple
 
 def layers_of(cfg: decoder.ModelConfig, params: Any) -> Any:
     """The same weights as the forward pass runs them: unrolled where there are few layers, else scanned."""
-    return decoder.serving_layout(params) if cfg.n_layers <= UNROLLED_LAYERS else params
+    stacked = not isinstance(params["layers"], list)
+    return decoder.serving_layout(params) if stacked and cfg.n_layers <= UNROLLED_LAYERS else params
 
 
 def lag(step: jax.Array, arrays: Arrays) -> jax.Array:
