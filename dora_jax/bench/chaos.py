@@ -1,7 +1,7 @@
 """The real run, killed with SIGKILL again and again, then its books.
 
     python -m dora_jax.bench.chaos [--kills=10] [--points=all|none|NAME,...] [--seed=0] [--config=configs/quickstart.py:tiny]
-                                   [--workdir=DIR] [--fresh]
+                                   [--workdir=DIR] [--at_once=2] [--fresh]
 
 Every life is a process of its own that runs the same command: `python -m dora_jax.train`. To save the seconds that a
 Python takes to import JAX, it is forked from one that has imported everything and begun nothing; --fresh starts an
@@ -16,7 +16,9 @@ and one SIGTERM per run, with the time until the process is gone and its exit co
 from __future__ import annotations
 
 import argparse
+import concurrent.futures
 import dataclasses
+import itertools
 import multiprocessing
 import os
 import random
@@ -32,6 +34,7 @@ from dora_jax.fault import POINTS
 from dora_jax.runtime.audit import audit
 from dora_jax.runtime.guard import RETRY
 
+RANDOM = "at random"
 LIFE_S = 3.0  # a random kill comes within so long after the journal's segment of this life
 START_S = 900.0  # a life that has not begun by then is an error
 STEPS = 24
@@ -89,7 +92,8 @@ class Run:
     lives: int = 0
     kills: int = 0
     start_s: list[float] = dataclasses.field(default_factory=list)  # until the journal takes facts
-    run_s: float = 0.0
+    points: list[str] = dataclasses.field(default_factory=list)  # at which it was killed
+    ok: bool = False
 
     def start(self, dies_at: str = "") -> subprocess.Popen | Forked:
         self.lives += 1
@@ -148,10 +152,8 @@ class Run:
         return (process.wait(START_S), time.monotonic() - began)[1], process.returncode
 
     def life_to_the_end(self) -> None:
-        began = time.monotonic()
         if not self._ended(self.start()):
             raise RuntimeError("a life that nobody killed was killed")
-        self.run_s = time.monotonic() - began
 
     def _ended(self, process: subprocess.Popen) -> bool:
         code = self._code(process)
@@ -170,17 +172,25 @@ def main() -> None:
     args = _arguments()
     draw = random.Random(args.seed)
     points = list(POINTS) if args.points == "all" else [p for p in args.points.split(",") if p != "none"]
-    kills = [("random", draw.uniform(0, LIFE_S)) for _ in range(args.kills)]
-    kills += [(name, draw.randint(1, 2)) for name in points]
+    kills = [(RANDOM, 0)] * args.kills + [(name, draw.randint(1, 2)) for name in points]
     draw.shuffle(kills)
     prepare(args.workdir)
     print(f"{len(kills)} kills: {args.kills} at random, one at each of {len(points)} points")
-    print(f"{'run':>3} {'lives':>5} {'kills':>5} {'stop s':>6} {'code':>4} {'start s':>7}  books")
-    number, bad = 0, 0
-    while kills:
-        bad += not _one_run(number, kills, args, draw)
-        number += 1
-    sys.exit(1 if bad else 0)
+    print(f"{'run':>3} {'lives':>5} {'kills':>5} {'stop s':>6} {'code':>4} {'start s':>7}  books", flush=True)
+    numbers, runs = itertools.count(), []
+
+    def work() -> None:
+        while kills:
+            runs.append(_one_run(next(numbers), kills, args, draw))
+
+    with concurrent.futures.ThreadPoolExecutor(args.at_once) as pool:
+        for future in [pool.submit(work) for _ in range(args.at_once)]:
+            future.result()
+    starts = sorted(s for run in runs for s in run.start_s)
+    print(f"{len(runs)} runs, {sum(run.lives for run in runs)} lives, {sum(run.kills for run in runs)} kills, of which "
+          f"{sum(len(run.points) for run in runs)} at {len({p for run in runs for p in run.points})} points; a start takes "
+          f"{starts[len(starts) // 2]:.1f} s (median), up to {starts[-1]:.1f} s")
+    sys.exit(0 if all(run.ok for run in runs) else 1)
 
 
 def prepare(folder: Path) -> None:
@@ -192,26 +202,29 @@ def prepare(folder: Path) -> None:
     multiprocessing.set_forkserver_preload(list(PRELOADED))
 
 
-def _one_run(number: int, kills: list, args: argparse.Namespace, draw: random.Random) -> bool:
-    """One workdir until its end; takes what it can of `kills`. True: its books balance."""
+def _one_run(number: int, kills: list, args: argparse.Namespace, draw: random.Random) -> Run:
+    """One workdir until its end; takes what it can of `kills`, and gives back what did not come to pass."""
     run = Run(args.workdir / f"run{number}", args.config, args.fresh)
     shutil.rmtree(run.folder, ignore_errors=True)
     ended, stop_s, code = False, 0.0, None
     while kills and not ended:
-        what, number_or_s = kills.pop()
+        what, passes = kills.pop()
         spent = run.kills
-        ended = run.life_with_kill_after(number_or_s) if what == "random" else run.life_with_fault(what, number_or_s)
-        if run.kills == spent and what != "random":  # once more, in a life that follows another
-            kills += [(what, 1), ("random", draw.uniform(0, LIFE_S))]
+        ended = run.life_with_kill_after(draw.uniform(0, LIFE_S)) if what is RANDOM else run.life_with_fault(what, passes)
+        if run.kills == spent:  # a point once more in a life that follows another
+            kills += [(RANDOM, 0)] if what is RANDOM else [(what, 1), (RANDOM, 0)]
+        elif what is not RANDOM:
+            run.points.append(what)
         if code is None and not ended:
             stop_s, code = run.life_with_sigterm(draw.uniform(0, LIFE_S))
     if not ended:
         run.life_to_the_end()
     books = audit(run.folder / "journal")
+    run.ok = books.ok and books.epochs == 1 and books.weights == STEPS and code in (None, RETRY, 0)
     starts = f"{sorted(run.start_s)[len(run.start_s) // 2]:.1f}" if run.start_s else "-"
     print(f"{number:>3} {run.lives:>5} {run.kills:>5} {stop_s:>6.1f} {code if code is not None else '-':>4} {starts:>7}  {books}",
           flush=True)
-    return books.ok and books.epochs == 1 and books.weights == STEPS and code in (None, RETRY, 0)
+    return run
 
 
 def _arguments() -> argparse.Namespace:
@@ -222,6 +235,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--config", default="configs/quickstart.py:tiny")
     parser.add_argument("--workdir", type=Path, default=Path("runs/chaos"))
     parser.add_argument("--fresh", action="store_true")
+    parser.add_argument("--at_once", type=int, default=2)  # runs
     return parser.parse_args()
 
 
