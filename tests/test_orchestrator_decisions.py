@@ -7,6 +7,8 @@ import pytest
 from dora_jax.orchestrate import balance, place, snapshot
 from dora_jax.orchestrate.admission import may_refill, publish_budget
 from dora_jax.orchestrate.core import Orchestrator
+from dora_jax.orchestrate.events import SampleMoved
+from dora_jax.orchestrate.facts import sample_moved
 from dora_jax.orchestrate.fleet import Group, Host, Unit
 from dora_jax.orchestrate.ledger import Ledger
 from dora_jax.orchestrate.modes import OrchestratorConfig
@@ -90,6 +92,19 @@ def test_a_destination_that_died_and_came_back_holds_nothing():
     tell(made, "down 0\nup 0\nmoved 2.0")  # it arrived, and was lost with the instance that had been there
     unit = made.brain.state.unit(SampleId(2, 0))
     assert unit.instance is None or unit in made.brain.state.fleet.hosts[unit.instance].units
+
+
+def test_the_slots_left_beside_a_sample_on_its_way_are_found():
+    """A move changes the load of its destination, by which hosts are looked up."""
+    state = State(OrchestratorConfig(groups_per_step=1, group_size=1, total_steps=1), 0, 0)
+    host = Host(0, 4, 64, 16, 1, 1.0)
+    state.fleet.add(host, (0,))
+    state.open_group(0, 0)
+    unit = state.unit(SampleId(0, 0))
+    state.fleet.reserve_move(unit, host, 0.0)
+    assert state.fleet.best(0) is host
+    sample_moved(state, SampleMoved(id=unit.id, src=9, dst=0))
+    assert unit.instance == 0 and host.used == 1 and state.fleet.best(0) is host
 
 
 def test_a_sample_whose_moves_fail_is_left_alone_after_three():

@@ -83,7 +83,12 @@ def vars_of(record) -> dict:
 
 
 def balanced(world, event, commands):
+    """The ledger, and the index of hosts: wherever a version has room, it is found."""
     world.brain.state.ledger.check()
+    fleet = world.brain.state.fleet
+    for version, ids in fleet.holders.items():
+        serving = [host for host in map(fleet.hosts.get, ids) if version in host.versions and version != host.draining]
+        assert (fleet.best(version) is not None) == any(map(fleet.has_room, serving)), f"version {version}"
 
 
 @many

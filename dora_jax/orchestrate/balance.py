@@ -215,7 +215,6 @@ def relieve(s: State) -> None:
             other = s.fleet.best(unit.version, unit.tokens)  # never this host: it is pressed
             if other is not None and _movable(unit):
                 _issue_moves(s, [(unit.id, id, other.id)])
-                s.fleet.offer(other)
             else:
                 aside.append(unit)
         _park(s, host, aside)

@@ -137,6 +137,7 @@ def sample_moved(s: State, event: ev.SampleMoved) -> None:
         s.recorded(unit)
         return
     s.fleet.reserve(unit, dst, fl.RUNNING)
+    s.fleet.offer(dst)
     if unit.group.doomed is not None:
         s.cancel(unit)
 

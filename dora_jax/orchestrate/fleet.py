@@ -204,6 +204,7 @@ class Fleet:
         unit.state, unit.dst, unit.dst_pages = MOVING, dst, self.page_need(dst, unit.tokens)
         dst.incoming += 1
         _count(dst, unit.version, 1, unit.dst_pages)
+        self.offer(dst)
 
     def end_move(self, unit: Unit) -> Host | None:
         """Give back the slot reserved at the destination; returns the destination, None if that is gone."""
