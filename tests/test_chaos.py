@@ -77,3 +77,12 @@ def test_the_real_run_survives_ten_kills_and_every_fault_point(tmp_path):
                          capture_output=True, text=True, check=False)
     assert out.returncode == 0, out.stdout + out.stderr
     assert "lost 0, trained twice 0, finished samples generated again 0" in out.stdout
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("bench", ["exact --steps=4 --cuts=1", "damage --faults=60 --resumes=1"])
+def test_killed_runs_are_exact_and_damage_is_noticed(tmp_path, bench):
+    name, *flags = bench.split()
+    out = subprocess.run([sys.executable, "-m", f"dora_jax.bench.{name}", *flags, f"--workdir={tmp_path}"],
+                         capture_output=True, text=True, check=False)
+    assert out.returncode == 0, out.stdout + out.stderr
