@@ -212,7 +212,7 @@ def test_without_a_token_ray_is_reached_from_its_own_machine_only(here):
     here.run("launch/host.sh", "head")
     assert "--node-ip-address=127.0.0.1" in here.told()[-1]
     assert here.run("launch/host.sh", "join", "10.0.0.2").returncode == 2
-    os.chmod(here.root / "token", 0o644)
+    os.chmod(here.root / "token", 0o640)
     assert here.run("launch/host.sh", "head", DORA_TOKEN_FILE="token").returncode == 2
     assert all(words[0] == "install" for words in here.told())
 

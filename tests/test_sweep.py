@@ -38,9 +38,14 @@ with open("log", "a") as log:
 code = pathlib.Path("code" + args["--config.seed"])
 if code.exists() and code.read_text() == "wait":
     import signal
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(42))
+    heard = []
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, lambda number, _: heard.append(number))
     (workdir / "waits").touch()
-    time.sleep(60)
+    while signal.SIGTERM not in heard:
+        time.sleep(0.1)
+    pathlib.Path("heard").write_text(str(list(map(int, heard))))
+    sys.exit(42)
 sys.exit(int(code.read_text()) if code.exists() else 0)
 '''
 
@@ -129,13 +134,17 @@ def test_told_to_stop_it_tells_the_run_once_and_waits_for_it(folder, number):
         sys.exit(sweep.run(sweep.parse(["sweep", "--config=c.py"], flags.FlagValues())))
         """)
     process = subprocess.Popen([sys.executable, "-c", program], env={**os.environ, "PYTHONPATH": str(ROOT)},
-                               stdout=subprocess.PIPE, text=True)
-    until_s = time.monotonic() + 30
+                               stdout=subprocess.PIPE, text=True, start_new_session=True)
+    until_s = time.monotonic() + 60
     while not Path("runs/c_sweep/seed=1,trainer.learning_rate=0.1/waits").exists() and time.monotonic() < until_s:
         time.sleep(0.02)
-    process.send_signal(number)
-    out, _ = process.communicate(timeout=30)
+    if number == signal.SIGINT:
+        os.killpg(process.pid, number)  # as a terminal does
+    else:
+        process.send_signal(number)
+    out, _ = process.communicate(timeout=60)
     assert process.returncode == 42
+    assert Path("heard").read_text() == f"[{int(signal.SIGTERM)}]"
     assert [line.rpartition("  ")[2] for line in out.splitlines()[-3:]] == [
         "ended well", "stopped; the same command goes on from here", "not started"]
 
