@@ -50,9 +50,10 @@ class _Transfer:
 
 
 class Publication:
-    """`paths`: WIRE, STORAGE or both, tried in this order. `sequence`: higher than any that living worlds have seen."""
+    """`paths`: WIRE, STORAGE or both, tried in this order. `now_s`: on the clock of TimePassed. `sequence`: higher than
+    any that living worlds have seen."""
 
-    def __init__(self, paths: Sequence[str] = (WIRE,), sequence: int = 0, fanout: int = FANOUT):
+    def __init__(self, paths: Sequence[str] = (WIRE,), now_s: float = 0.0, sequence: int = 0, fanout: int = FANOUT):
         if not paths or any(path not in (WIRE, STORAGE) for path in paths):
             raise ValueError(f"weights travel by {WIRE}, by {STORAGE} or by both, not by {tuple(paths)}")
         self._paths = tuple(paths)
@@ -61,7 +62,7 @@ class Publication:
         self._worlds: dict[str, _World] = {}
         self._stored: set[Version] = set()
         self._transfers: dict[str, _Transfer] = {}  # receiver -> the one under way
-        self._now_s = 0.0
+        self._now_s = now_s
 
     def step(self, fact: Fact) -> tuple[Command | Outcome, ...]:
         return (*self._facts(fact), *self._start_all())
