@@ -1,4 +1,6 @@
-"""A config's sweep, one run after the other:  python -m dora_jax.sweep --config=configs/x.py [--only=2] [--workdir=DIR] [--dry_run]
+"""A config's sweep, one run after the other.
+
+    python -m dora_jax.sweep --config=configs/x.py [--only=2] [--workdir=DIR] [--dry_run]
 
 Consumes the config file's `sweep()`, which lists or yields {field: value}; every flag that is not its own goes to every
 run as it is. Produces a run folder a point under --workdir, each what `dora_jax.train` makes of it, and one table.
@@ -57,7 +59,7 @@ def parse(argv: Sequence[str], flag_values: absl_flags.FlagValues) -> tuple[Poin
     if "--" in argv:
         raise ConfigError("argument '--': nothing behind \"--\" is read; leave the \"--\" out")
     absl_flags.DEFINE_string("config", "", flags.CONFIG_HELP, flag_values=flag_values)
-    absl_flags.DEFINE_integer("only", None, "run this point alone, counted from 0", lower_bound=0, flag_values=flag_values)
+    absl_flags.DEFINE_integer("only", None, "this point alone, counted from 0", lower_bound=0, flag_values=flag_values)
     absl_flags.DEFINE_string("workdir", "", WORKDIR_HELP, flag_values=flag_values)
     absl_flags.DEFINE_boolean("dry_run", False, "print the command of every run, and stop", flag_values=flag_values)
     flag_values.set_gnu_getopt(True)  # "--config.steps 3 --only 2": ours may follow the value of one that is not
@@ -140,7 +142,8 @@ def _points(chosen: Sequence[tuple[int, Path, Mapping[str, Any]]], args: Sequenc
             for problem in error.problems:
                 problems.setdefault(problem, []).append(index)
     if problems:
-        raise ConfigError([f"sweep, point {', '.join(map(str, where))}: {problem}" for problem, where in problems.items()])
+        raise ConfigError([f"sweep, point {', '.join(map(str, where))}: {problem}"
+                           for problem, where in problems.items()])
     return tuple(points)
 
 

@@ -22,8 +22,8 @@ run() {
   if [[ $dry_run ]]; then quoted "$@"; else "$@"; fi
 }
 
-# options NAME ... -- ARGUMENT ...: --NAME=value becomes $NAME, --NAME alone 1; everything else is left in FLAGS, for the
-# program that is launched.
+# options NAME ... -- ARGUMENT ...: --NAME=value becomes $NAME, --NAME alone 1; everything else is left in FLAGS, for
+# the program that is launched.
 options() {
   local _known=" dry_run " _argument _name
   while [[ $1 != -- ]]; do _known+="$1 "; shift; done

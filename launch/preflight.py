@@ -25,7 +25,7 @@ from pathlib import Path
 from absl import app
 from absl import flags as absl_flags
 
-LOCK = Path("/tmp/libtpu_lockfile")  # libtpu holds it with lockf; left by a killed process of another user it blocks all
+LOCK = Path("/tmp/libtpu_lockfile")  # libtpu holds it with lockf; another user's, left behind, blocks all
 MAX_SKEW_S = 5.0  # between this clock and that of the workdir's file system
 PACKAGES = ("jax", "jaxlib", "libtpu", "flax", "ray")
 
@@ -52,13 +52,14 @@ def plan(hosts: int, trainer_devices: int, replica_devices: int, args: Sequence[
                           f"{cluster.hosts_per_replica}, are {wanted} machines, not {hosts}")
     mesh = devices.trainer_mesh(cluster.trainer_hosts * trainer_devices, config)
     if math.prod(mesh) != cluster.trainer_hosts * trainer_devices:
-        raise ConfigError(f"trainer.fsdp: the mesh data * fsdp * tensor * context = {' * '.join(map(str, mesh))} is not "
-                          f"the trainer's {cluster.trainer_hosts} * {trainer_devices} devices")
+        raise ConfigError(f"trainer.fsdp: the mesh data * fsdp * tensor * context = {' * '.join(map(str, mesh))} is "
+                          f"not the trainer's {cluster.trainer_hosts} * {trainer_devices} devices")
     if config.rollout.tensor != cluster.hosts_per_replica * replica_devices:
         raise ConfigError(f"rollout.tensor: {config.rollout.tensor} is not a replica's "
                           f"{cluster.hosts_per_replica} * {replica_devices} devices")
     return (f"{hosts} machines; trainer: {cluster.trainer_hosts} of {trainer_devices} devices, data * fsdp * tensor * "
-            f"context = {' * '.join(map(str, mesh))}; {replicas} replicas: {cluster.hosts_per_replica} of {replica_devices}")
+            f"context = {' * '.join(map(str, mesh))}; "
+            f"{replicas} replicas: {cluster.hosts_per_replica} of {replica_devices}")
 
 
 def host(workdir: Path, chips: int, dry_run: bool) -> Iterator[str]:
@@ -124,7 +125,8 @@ def versions() -> str:
     code = hashlib.sha256()
     for path in sorted(Path("dora_jax").rglob("*.py")):
         code.update(f"{path}\n".encode() + path.read_bytes())
-    return "versions: " + " ".join(f"{name}={version}" for name, version in (found | {"code": code.hexdigest()[:12]}).items())
+    found["code"] = code.hexdigest()[:12]
+    return "versions: " + " ".join(f"{name}={version}" for name, version in found.items())
 
 
 # ---------------------------------------------------------------- private
@@ -154,13 +156,13 @@ def main(argv: Sequence[str]) -> None:
         for line in host(Path(values.workdir or "."), values.chips, values.dry_run):
             print(line, flush=True)
     else:
-        raise ValueError(f"{' '.join(argv[1:]) or 'nothing'}: the first argument is plan or host, and host takes flags only")
+        raise ValueError(f"{' '.join(argv[1:]) or 'nothing'}: the first argument is plan or host, with flags only")
 
 
 def _parse(argv: Sequence[str]) -> list[str]:
     if "plan" in argv[1:2]:
         absl_flags.DEFINE_integer("hosts", 1, "machines that there will be", lower_bound=1)
-        absl_flags.DEFINE_integer("trainer_devices", 1, "of a machine of the trainer, or of the only one", lower_bound=1)
+        absl_flags.DEFINE_integer("trainer_devices", 1, "of a machine of the trainer", lower_bound=1)
         absl_flags.DEFINE_integer("replica_devices", 0, "of a machine of a replica", lower_bound=0)
     else:
         absl_flags.DEFINE_integer("chips", 0, "TPU chips of this machine; 0: any number", lower_bound=0)

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# A TPU slice from the queue: asks for it, waits, runs the job by launch/tpu_vm.sh, and asks again when it is taken away.
+# A TPU slice from the queue: asks for it, waits, runs the job by launch/tpu_vm.sh, asks again when it is taken away.
 #   bash launch/queued_resources.sh --name=NAME --zone=ZONE --type=v5p-8 [--spot | --reserved] [--attempts=100]
 #        [--secrets=FILE] [--token_file=FILE] FLAGS OF THE JOB
 # Request and slice are both called NAME. Run again, it goes on where it was. A job that ends with 0 gives the slice
@@ -69,7 +69,7 @@ while (( tried < attempts )); do
       echo "$name: the job has ended with $code" >&2
       if (( code == 0 )); then delete; exit 0; fi
       if (( code == 2 )) || { (( code == 1 )) && [[ $(state) == ACTIVE ]]; }; then
-        die "$code" "the job cannot go on; $name is still there: bash launch/tpu_vm.sh delete gives no request back, queued-resources delete --force does."
+        die "$code" "the job cannot go on; $name is still there, and paid for: queued-resources delete ends it."
       fi
       last=""
       sleep "$poll_s" ;;

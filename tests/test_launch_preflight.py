@@ -1,4 +1,4 @@
-"""What is found before a job starts: a lock that a process holds and one that none does, storage, clocks, chips, meshes."""
+"""What is found before a job starts: locks that a process holds and that none does, storage, clocks, chips, meshes."""
 
 import importlib.util
 import subprocess

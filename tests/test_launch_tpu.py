@@ -18,19 +18,21 @@ from launch_fakes import ROOT, machine
 GOLDENS = ROOT / "tests/goldens/launch"
 CONFIG = "--config=configs/quickstart.py"
 VM = ("--name=demo", "--zone=us-east5-a")
-KUBE = ("--name=demo", "--image=example.org/dora:1", "--trainer=v5p:2x2x2", "--bucket=runs", "--token_file=token", CONFIG)
+KUBE = ("--name=demo", "--image=example.org/dora:1", "--trainer=v5p:2x2x2", "--bucket=runs", "--token_file=token",
+        CONFIG)
 CASES = {
     "tpu_vm_create": ("tpu_vm.sh", "create", *VM, "--type=v5p-8", "--spot"),
     "tpu_vm_one_host": ("tpu_vm.sh", "run", *VM, "--type=v6e-8", "--secrets=secrets", CONFIG,
                         "--config.task.template={prompt} it's"),
-    "tpu_vm_four_hosts": ("tpu_vm.sh", "run", *VM, "--type=v5p-32", "--token_file=token", "--workdir=/mnt/runs/demo", CONFIG,
-                          "--config.rollout.tensor=4"),
+    "tpu_vm_four_hosts": ("tpu_vm.sh", "run", *VM, "--type=v5p-32", "--token_file=token", "--workdir=/mnt/runs/demo",
+                          CONFIG, "--config.rollout.tensor=4"),
     "tpu_vm_sweep": ("tpu_vm.sh", "run", *VM, "--type=v5litepod-4", "--module=dora_jax.sweep", CONFIG, "--only=2"),
     "tpu_vm_delete": ("tpu_vm.sh", "delete", *VM),
     "queued_spot": ("queued_resources.sh", *VM, "--type=v5p-8", "--spot", CONFIG),
     "queued_reserved": ("queued_resources.sh", *VM, "--type=v4-16", "--reserved", "--token_file=token",
                         "--workdir=/mnt/runs/demo", CONFIG),
-    "gke": ("gke/apply.sh", *KUBE, "--rollout=v6e:2x4:8", "--replicas=3", "--secrets=secrets", "--config.rollout.tensor=8"),
+    "gke": ("gke/apply.sh", *KUBE, "--rollout=v6e:2x4:8", "--replicas=3", "--secrets=secrets",
+            "--config.rollout.tensor=8"),
     "gke_spot": ("gke/apply.sh", *KUBE, "--rollout=v5p:2x2x1", "--spot"),
     "gke_delete": ("gke/apply.sh", "--name=demo", "--delete"),
     "ray": ("ray/apply.sh", *KUBE, "--rollout=v6e:4x4", "--replicas=2", "--config.task.template={prompt} \"it's\""),
@@ -164,7 +166,8 @@ def test_what_waiting_cannot_mend_ends_the_queue(here):
     (("tpu_vm.sh", "run", *VM, "--type=v9-8"), "--type=v9-8 is none of: v4-N, v5p-N, v5litepod-N, v6e-N."),
     (("tpu_vm.sh", "run", *VM, "--type=tpu7x-8"),
      "--type=tpu7x-8 is not to be had as a Cloud TPU VM; use launch/gke or launch/ray."),
-    (("tpu_vm.sh", "run", *VM, "--type=v5p-32"), "--token_file is missing; the first lines of launch/tpu_vm.sh say what it is."),
+    (("tpu_vm.sh", "run", *VM, "--type=v5p-32"),
+     "--token_file is missing; the first lines of launch/tpu_vm.sh say what it is."),
     (("tpu_vm.sh", "run", *VM, "--type=v5p-32", "--token_file=open", "--workdir=w"),
      "token_file: open can be read by others; run chmod 600 open."),
     (("tpu_vm.sh", "run", *VM, "--type=v5p-8", "--secrets=none"), "secrets: none: there is no such file."),
@@ -173,7 +176,8 @@ def test_what_waiting_cannot_mend_ends_the_queue(here):
     (("gke/apply.sh", *KUBE, "--rollout=v3:2x2"), "--rollout=v3:2x2: v3 is none of: v4, v5e, v5p, v6e, 7x."),
     (("gke/apply.sh", *KUBE, "--rollout=v6e:2x4:3"), "--rollout=v6e:2x4:3: 8 chips are no whole number of hosts of 3."),
     (("ray/apply.sh", *KUBE, "--rollout=v6e:2x2", "--replicas=0"), "--replicas=0 is not a number of rollout slices."),
-    (("ray/apply.sh", *KUBE[1:], "--rollout=v6e:2x2", "--name=a_b"), "--name=a_b is not a DNS label of up to 28 characters."),
+    (("ray/apply.sh", *KUBE[1:], "--rollout=v6e:2x2", "--name=a_b"),
+     "--name=a_b is not a DNS label of up to 28 characters."),
 ])
 def test_what_cannot_be_is_refused_in_one_line(here, args, why):
     (here.root / "open").write_text("token")
@@ -186,8 +190,8 @@ def test_what_cannot_be_is_refused_in_one_line(here, args, why):
 
 def test_a_host_joins_with_a_token_and_without_the_variables_of_several_slices(here):
     here.answer('env | grep -E "^(MEGASCALE|RAY|DORA|HF|PYTHONPATH)" >>"$FAKE/env"')
-    done = here.run("launch/host.sh", "join", "10.0.0.2", "--block", DORA_TOKEN_FILE="token", DORA_SECRETS_FILE="secrets",
-                    MEGASCALE_NUM_SLICES="4", MEGASCALE_COORDINATOR_ADDRESS="head:8080")
+    done = here.run("launch/host.sh", "join", "10.0.0.2", "--block", DORA_TOKEN_FILE="token",
+                    DORA_SECRETS_FILE="secrets", MEGASCALE_NUM_SLICES="4", MEGASCALE_COORDINATOR_ADDRESS="head:8080")
     assert done.returncode == 0, done.stderr
     assert here.told() == [["install", "ray", "launch/ray/requirements.txt"],
                            ["ray", "start", "--address=10.0.0.2:6379", "--disable-usage-stats", "--block"]]
@@ -298,8 +302,9 @@ def test_no_two_roles_share_a_world_and_no_secret_is_spelt_out(name):
 
 
 def test_a_role_has_the_slice_that_was_asked_for():
-    groups = {pod["metadata"]["labels"]["dora-role"]: pod["spec"] for manifest in manifests("gke") for pod in pods(manifest)}
-    chips = {role: spec["containers"][0]["resources"].get("limits", {}).get("google.com/tpu") for role, spec in groups.items()}
+    chips = {pod["metadata"]["labels"]["dora-role"]:
+             pod["spec"]["containers"][0]["resources"].get("limits", {}).get("google.com/tpu")
+             for manifest in manifests("gke") for pod in pods(manifest)}
     assert chips == {"controller": None, "trainer": "4", "rollout": "8"}
     workers = {group["groupName"]: group for manifest in manifests("ray")
                for group in manifest["spec"]["rayClusterSpec"]["workerGroupSpecs"]}

@@ -1,4 +1,4 @@
-"""A sweep: which runs it asks for, what it refuses before the first, which it skips, how it is stopped; with a trainer of paper."""
+"""A sweep: which runs it asks for, what it refuses, which it skips, how it is stopped; with a trainer of paper."""
 
 import json
 import os
@@ -78,7 +78,7 @@ def started():
     if not Path("log").exists():
         return []
     lines = [json.loads(line) for line in Path("log").read_text().splitlines()]
-    return [int(arg.removeprefix("--config.seed=")) for line in lines for arg in line if arg.startswith("--config.seed=")]
+    return [int(arg.partition("=")[2]) for line in lines for arg in line if arg.startswith("--config.seed=")]
 
 
 def test_every_point_gets_its_overrides_a_folder_of_its_own_and_all_other_flags(folder):

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # The job on GKE without a Ray operator: one JobSet a role (controller, trainer, rollout), which meet as a Ray cluster.
-#   bash launch/gke/apply.sh --name=NAME --image=IMAGE --trainer=v5p:2x2x2 --rollout=v6e:2x2 [--replicas=2] --bucket=BUCKET
-#        --token_file=FILE [--secrets=FILE] [--spot | --reservation=NAME] [--account=SERVICE_ACCOUNT] FLAGS OF THE JOB
+#   bash launch/gke/apply.sh --name=NAME --image=IMAGE --trainer=v5p:2x2x2 --rollout=v6e:2x2 [--replicas=2]
+#        --bucket=BUCKET --token_file=FILE [--secrets=FILE] [--spot | --reservation=NAME] [--account=ACCOUNT] FLAGS
 #   bash launch/gke/apply.sh --name=NAME --delete
 # Needs JobSet 0.8 or later and the Cloud Storage FUSE driver; IMAGE is made by launch/Dockerfile, BUCKET is seen at
 # /runs. A slice is GENERATION:TOPOLOGY[:chips a host]; --replicas counts rollout slices, each a replica of its own.

@@ -1,9 +1,9 @@
 #!/usr/bin/env bash
 # The job on Kubernetes by KubeRay: a RayJob with one TPU slice for the trainer and --replicas of them for rollouts, of
 # the same TPU type or another.
-#   bash launch/ray/apply.sh --name=NAME --image=IMAGE --trainer=v5p:2x2x2 --rollout=v6e:2x2 [--replicas=2] --bucket=BUCKET
-#        --token_file=FILE [--secrets=FILE] [--spot | --reservation=NAME] [--account=SERVICE_ACCOUNT] FLAGS OF THE JOB
-#   bash launch/ray/apply.sh --cluster ...       a RayCluster alone; `bash launch/host.sh train FLAGS` on its head is a job
+#   bash launch/ray/apply.sh --name=NAME --image=IMAGE --trainer=v5p:2x2x2 --rollout=v6e:2x2 [--replicas=2]
+#        --bucket=BUCKET --token_file=FILE [--secrets=FILE] [--spot | --reservation=NAME] [--account=ACCOUNT] FLAGS
+#   bash launch/ray/apply.sh --cluster ...    a RayCluster alone; `bash launch/host.sh train FLAGS` on its head is a job
 #   bash launch/ray/apply.sh --name=NAME --delete
 # Needs KubeRay 1.6 or later, its TPU webhook (both come with GKE's Ray add-on) and the Cloud Storage FUSE driver; IMAGE
 # is made by launch/Dockerfile, BUCKET is seen at /runs. A slice is GENERATION:TOPOLOGY[:chips a host].
