@@ -8,6 +8,7 @@ spinner, when nothing else was printed for `period_s`.
 from __future__ import annotations
 
 import collections
+import contextlib
 import sys
 import threading
 import time
@@ -89,7 +90,7 @@ class Console:
         if live:  # not under our lock: the redrawing thread takes Live's lock first, then ours
             live.console.print(text, markup=False, highlight=False, soft_wrap=True)
             return
-        with self._lock:
+        with self._lock, contextlib.suppress(OSError):  # a log on a full disk: the run goes on without this line
             print(text, file=self._file, flush=True)
 
     def progress(self) -> str:

@@ -16,13 +16,16 @@ import json
 import math
 import numbers
 import os
-from collections.abc import Iterable, Mapping
+import struct
+import time
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
 import numpy as np
 
 from dora_jax.console import Console
+from dora_jax.patient import PatientFile
 
 value_type = dataclasses.dataclass(frozen=True, slots=True)
 
@@ -97,8 +100,8 @@ class Writer:
         self._workdir.mkdir(parents=True, exist_ok=True)
         self._console = console or Console()
         self._resumed_at: int | None = None
-        self._lines: TextIO | None = None
-        self._board: Any = None
+        self._lines: PatientFile | None = None
+        self._board: _Board | None = None
 
     def __enter__(self) -> Writer:
         self._console.start()
@@ -130,10 +133,8 @@ class Writer:
         scalars = {name: _scalar(value) for name, value in metrics.items()}
         self._open()
         words = {"waits": waits} if waits else {}
-        self._lines.write(json.dumps({"step": step, **scalars, **words}, allow_nan=False) + "\n")
-        for name, value in scalars.items():
-            if value is not None:
-                self._board.add_scalar(name, value, step)
+        self._lines.write(json.dumps({"step": step, **scalars, **words}, allow_nan=False).encode() + b"\n")
+        self._board.write(step, {name: value for name, value in scalars.items() if value is not None})
         self._console.step(step, scalars, waits)
 
     def phase(self, role: str, text: str) -> None:
@@ -158,13 +159,40 @@ class Writer:
     def _open(self) -> None:
         if self._lines:
             return
-        from tensorboardX import SummaryWriter  # half a second that a dry run need not pay
-
-        purge = None if self._resumed_at is None else self._resumed_at + 1
-        self._board = SummaryWriter(str(self._workdir / "tensorboard"), purge_step=purge, flush_secs=10)
-        self._lines = self.file.open("a", buffering=1)
+        self._board = _Board(self._workdir / "tensorboard", self._resumed_at, self.note)
+        self._lines = PatientFile(self.file, self.note)
         if self.file.stat().st_size and not self.file.read_bytes().endswith(b"\n"):
-            self._lines.write("\n")  # a crash cut the last line short; ours start on their own
+            self._lines.write(b"\n")  # a crash cut the last line short; ours start on their own
+
+
+class _Board:
+    """TensorBoard's event file. tensorboardX's own writer is a thread that dies where the disk is full, and a queue that
+    then holds up the run."""
+
+    def __init__(self, folder: Path, resumed_at: int | None, say: Callable[[str], None]):
+        from tensorboardX import record_writer  # half a second that a dry run need not pay
+        from tensorboardX.proto import event_pb2, summary_pb2
+
+        self._crc, self._events, self._summaries = record_writer.masked_crc32c, event_pb2, summary_pb2
+        folder.mkdir(parents=True, exist_ok=True)
+        self._file = PatientFile(folder / f"events.out.tfevents.{time.time():.0f}.{os.getpid()}", say)
+        self._add(file_version="brain.Event:2")
+        if resumed_at is not None:  # hides what an earlier process wrote after this step
+            start = event_pb2.SessionLog(status=event_pb2.SessionLog.START)
+            self._add(step=resumed_at + 1, session_log=start)
+
+    def write(self, step: int, scalars: Mapping[str, float]) -> None:
+        value = self._summaries.Summary.Value
+        self._add(step=step, summary=self._summaries.Summary(
+            value=[value(tag=name, simple_value=number) for name, number in scalars.items()]))
+
+    def close(self) -> None:
+        self._file.close()
+
+    def _add(self, **fields: Any) -> None:
+        data = self._events.Event(wall_time=time.time(), **fields).SerializeToString()
+        size = struct.pack("<Q", len(data))
+        self._file.write(size + struct.pack("<I", self._crc(size)) + data + struct.pack("<I", self._crc(data)))
 
 
 # ---------------------------------------------------------------- private

@@ -317,9 +317,11 @@ def test_a_full_disk_keeps_training_with_an_alarm_and_the_last_good_step(tmp_pat
             store._settle()
         assert len(said) == 1 and "no space left" in said.pop() and checkpoint.latest(tmp_path, full=True) == 1
         assert {p.name for p in tmp_path.iterdir()} == {"1"}
-    save(store, small(2), 2)
+    (tmp_path / "2.orbax-checkpoint-tmp").mkdir()  # a part of the failed save that came late
+    save(store, small(2), 3)
     store.close()
-    assert not said and checkpoint.latest(tmp_path, full=True) == 2
+    assert not said and checkpoint.latest(tmp_path, full=True) == 3
+    assert {p.name for p in tmp_path.iterdir()} == {"3"}
 
 
 def test_another_dtype_on_request(tmp_path):

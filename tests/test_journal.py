@@ -215,9 +215,9 @@ def test_what_waits_for_space_is_bounded(tmp_path, monkeypatch):
 
 
 def test_a_journal_that_cannot_be_written_to_the_end_says_so(tmp_path, monkeypatch):
-    journal = Journal(FileLog(tmp_path))
+    journal = Journal(FileLog(tmp_path), (said := []).append)
     journal.rotate([b"head"])
     journal.append(b"x")
     monkeypatch.setattr(jn.os, "fdatasync", lambda fd: (_ for _ in ()).throw(OSError(5, "Input/output error")))
-    with pytest.raises(JournalError, match="1 journal records could not be written"):
-        journal.close()
+    journal.close()
+    assert "1 journal records could not be written before the end" in said[-1]

@@ -135,11 +135,12 @@ class Journal:
                 self._log.drop(old)
 
     def close(self) -> None:
-        """Commits; raises where that fails, because what is lost then will be generated again."""
+        """Commits; where that fails it is said, because what is lost then will be generated again."""
         try:
             self._tried_s = 0.0
             if not self.commit():
-                raise JournalError(f"{len(self._buffer)} journal records could not be written before the end")
+                self._alarm(f"{len(self._buffer)} journal records could not be written before the end: what they tell of "
+                            f"will be generated again")
         finally:
             self._log.close()
 

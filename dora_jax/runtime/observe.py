@@ -15,6 +15,7 @@ import numpy as np
 
 from dora_jax.config import RunError
 from dora_jax.orchestrate import events as ev
+from dora_jax.patient import PatientFile
 from dora_jax.runtime.workers import Finished, StepDone
 from dora_jax.tasks.pool import GroupFailure
 from dora_jax.types import GroupId, SampleId, ScoredGroup, Version, is_eval
@@ -73,7 +74,7 @@ class RunLog:
         self._prompt_of = prompt_of
         self._eval_groups = eval_groups
         self._max_failed_share = max_failed_share
-        self._trajectories = (workdir / "trajectories.txt").open("a")
+        self._trajectories = PatientFile(workdir / "trajectories.txt", writer.note)
         self._overlap = Overlap()
         self._evaluating: dict[Version, list[ScoredGroup]] = collections.defaultdict(list)
         self._moved: set[SampleId] = set()
@@ -184,14 +185,14 @@ class RunLog:
         group = max(done.groups, key=lambda g: float(np.std(g.rewards)))
         order = np.argsort(group.rewards, kind="stable")
         prompt = self._prompt_of(group.group_id)
-        self._trajectories.write(f"=== step {done.version}  group {group.group_id}  version {group.version}  "
-                                 f"reward mean {group.rewards.mean():.3f}  expected {prompt.answer!r:.80}\n"
-                                 f"prompt> {prompt.text}\n")
+        text = (f"=== step {done.version}  group {group.group_id}  version {group.version}  "
+                f"reward mean {group.rewards.mean():.3f}  expected {prompt.answer!r:.80}\n"
+                f"prompt> {prompt.text}\n")
         for i in (order[-1], order[0]):
             sample = group.samples[i]
-            self._trajectories.write(f"[{sample.id.index}] reward {group.rewards[i]:+.3f}, {len(sample.out_ids)} tokens, "
-                                     f"{sample.finish}> {self._decode(sample.out_ids)}\n")
-        self._trajectories.flush()
+            text += (f"[{sample.id.index}] reward {group.rewards[i]:+.3f}, {len(sample.out_ids)} tokens, "
+                     f"{sample.finish}> {self._decode(sample.out_ids)}\n")
+        self._trajectories.write(text.encode(errors="replace"))
 
 
 def group_metrics(groups: Sequence[ScoredGroup], base: Version) -> dict[str, Any]:

@@ -130,8 +130,9 @@ class Checkpoints:
         return read_params(self._dir, step, params)
 
     def close(self) -> None:
+        """What fails now has been said; `wait` first where that must not be."""
         try:
-            self.wait()
+            self._settle()
         finally:
             self._pool.shutdown()
             self._manager.close()
@@ -192,6 +193,9 @@ class Checkpoints:
                 gone = self._dir / f"{step}{TEMPORARY}.deleted"
                 (self._dir / str(step)).rename(gone)
                 shutil.rmtree(gone)
+        for path in self._dir.glob(f"*{TEMPORARY}*"):  # of a save that failed while its other files were being written
+            if not path.name.startswith(f"{self._saving}{TEMPORARY}"):
+                shutil.rmtree(path, ignore_errors=True)
         self._manager.reload()
 
     def _put_aside(self, step: int, why: str) -> None:
