@@ -116,6 +116,7 @@ class Backing:
         self.side.checkpoints.wait()
         if self.due(version := int(self.side.trainer.state.step)) and version not in self.side.checkpoints.steps():
             self.save(version, log)
+        self.side.checkpoints.wait()
 
     def behind(self, world: LocalWorld) -> DurableWorld | None:
         """The journal in front of `world`, which takes on what a killed process owed."""
