@@ -1,14 +1,18 @@
 """Probe, meter, moments in host memory, updates that start early: what surrounds the update."""
 
 import dataclasses
+import queue
+from types import SimpleNamespace
 
 import jax
 import numpy as np
 import pytest
 
 from dora_jax import config, publish
+from dora_jax.buffer.store import MemoryGroupStore
 from dora_jax.models import sharding
 from dora_jax.runtime import build
+from dora_jax.runtime.workers import TrainerWorker
 from dora_jax.trainer import flops, objective, optim, step
 from tests import trainer_cases as cases
 
@@ -82,6 +86,34 @@ def test_the_probes_gap_by_hand_and_its_bound(trainer):
 def test_a_probe_of_another_version_is_refused(trainer):
     with pytest.raises(ValueError, match="the probe holds no token of version 5: only equal weights compare"):
         trainer.probe(probe_of(trainer, 0.0)._replace(version=5))
+
+
+def test_a_probe_in_a_run_is_one_group_of_the_version_before(trainer):
+    """Versions are weights here: what a step of base 2 measures is a group of version 1 under the weights of version 1."""
+    seen, store = [], MemoryGroupStore()
+
+    def measured(batches, probe=None):
+        seen.append(probe)
+        return {}
+
+    worker = TrainerWorker(SimpleNamespace(step=measured, params=None), lambda groups, base: (), store, Versions(), 2,
+                           queue.SimpleQueue(), probe=build.prober(run_config(), trainer))
+    for base, version in enumerate((0, 0, 1, 1)):
+        scored = dataclasses.replace(cases.groups(1, 4, seed=base, version=version)[0], group_id=base)
+        store.put(scored)
+        worker.train((base,), base)
+    assert [probe and (probe.version, probe.weights) for probe in seen] == [None, (0, 0), (1, 1), None]
+    assert (seen[2].batch.version[seen[2].batch.mask] == 1).all() and not seen[2].batch.loss_weights.any()
+
+
+class Versions:
+    """A weight store in which the weights of version v are v."""
+
+    def put(self, version, params):
+        pass
+
+    def get(self, version, shardings):
+        return version
 
 
 # ------------------------------------------------------------------- meter

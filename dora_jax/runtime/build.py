@@ -33,8 +33,8 @@ from dora_jax.tasks.pool import ScorerPool
 from dora_jax.tokenizer import Tokenizer
 from dora_jax.trainer.checkpoint import Checkpoints
 from dora_jax.trainer.objective import may_start_early, needs_scores
-from dora_jax.trainer.prepare import Prepare
-from dora_jax.trainer.step import Trainer
+from dora_jax.trainer.prepare import Prepare, Unjudged
+from dora_jax.trainer.step import Probe, Trainer
 from dora_jax.types import InstanceId, ScoredGroup, Version
 
 
@@ -72,6 +72,7 @@ class TrainerSide:
     checkpoints: Any
     pack: Callable[[Sequence[ScoredGroup], Version], Any]
     digest: Callable[[Any], int]
+    probe: Callable[[ScoredGroup, Version, Any], Any] | None = None  # see TrainerWorker
 
 
 class OneProcess:
@@ -87,7 +88,7 @@ class OneProcess:
         mesh = sharding.make_mesh([jax.devices()[i] for i in self._plan.trainer], *self._plan.trainer_mesh)
         trainer = new_trainer(config, self._parts.tokenizer, mesh, workdir)
         return TrainerSide(trainer=trainer, checkpoints=Checkpoints(workdir / "checkpoints", config.checkpoint, self._say),
-                           pack=packer(config, trainer), digest=digest)
+                           pack=packer(config, trainer), digest=digest, probe=prober(config, trainer))
 
     def instances(self) -> list[LocalInstance]:
         parts, config = self._parts, self._parts.config
@@ -138,8 +139,8 @@ def trainer_worker(config: Config, side: TrainerSide, groups: Any, weights: Any,
                    outbox: queue.SimpleQueue) -> TrainerWorker:
     if updates_apart(config) > 1:
         return PartwiseTrainer(side.trainer, side.pack, groups, weights, max_lag, outbox,
-                               config.orchestrator.groups_per_step, side.digest)
-    return TrainerWorker(side.trainer, side.pack, groups, weights, max_lag, outbox, side.digest)
+                               config.orchestrator.groups_per_step, side.digest, side.probe)
+    return TrainerWorker(side.trainer, side.pack, groups, weights, max_lag, outbox, side.digest, side.probe)
 
 
 def orchestrator_config(config: Config) -> OrchestratorConfig:
@@ -150,7 +151,8 @@ def orchestrator_config(config: Config) -> OrchestratorConfig:
         updates=updates_apart(config), rebalance_period_s=section.rebalance_period_s,
         max_filtered_rounds=section.max_filtered_rounds,
         max_prompt_tokens=rollout.max_prompt_tokens, max_new_tokens=rollout.max_new_tokens,
-        eval_every=config.eval.every, eval_groups=config.eval.prompts, eval_samples=config.eval.samples)
+        eval_every=config.eval.every, eval_groups=config.eval.prompts, eval_samples=config.eval.samples,
+        colocated=section.colocated)
 
 
 def instance_up(instance: InstanceId, config: Config) -> InstanceUp:
@@ -195,6 +197,18 @@ def packer(config: Config, trainer: Trainer) -> Callable[[Sequence[ScoredGroup],
         return pack_step([groups[i::updates] for i in range(updates)], shape, prepare, score)
 
     return pack
+
+
+def prober(config: Config, trainer: Trainer) -> Callable[[ScoredGroup, Version, Any], Probe]:
+    """(group, version, its weights) -> what `trainer.step` takes as a probe."""
+    rollout = config.rollout
+    shape = layout(pack_tokens=config.trainer.pack_tokens, rows=0, micro_batches=1, shards=trainer.shards,
+                   samples=config.orchestrator.group_size, max_tokens=rollout.max_prompt_tokens + rollout.max_new_tokens)
+
+    def probe(group: ScoredGroup, version: Version, weights: Any) -> Probe:
+        return Probe(pack_step([[group]], shape, Unjudged())[0], version, weights)
+
+    return probe
 
 
 def nonzero_variance(group: ScoredGroup) -> bool:

@@ -22,30 +22,29 @@ class PartwiseTrainer(TrainerWorker):
 
     def __init__(self, trainer: Any, pack: Callable, groups: Any, weights: Any, max_lag: int | None,
                  outbox: queue.SimpleQueue, groups_per_step: int,
-                 digest: Callable[[Any], int] = lambda params: 0):
-        super().__init__(trainer, pack, groups, weights, max_lag, outbox, digest)
+                 digest: Callable[[Any], int] = lambda params: 0,
+                 probe: Callable[[ScoredGroup, Version, Any], Any] | None = None):
+        super().__init__(trainer, pack, groups, weights, max_lag, outbox, digest, probe)
         self._groups_per_step = groups_per_step
 
     def train(self, group_ids: tuple[int, ...], base: Version) -> None:
         began = time.monotonic()
         before_s, self._reported_wait_s = self._reported_wait_s, self.wait_s
         taken: list[ScoredGroup] = []
+        first = self._take(group_ids, base)
         point("trainer.before_step")
-        metrics = self.trainer.step(self._batches(group_ids, base, taken))
+        metrics = self.trainer.step(self._batches(first, base, taken), **self._probe_among(first, base))
         point("trainer.after_step")
         waited_s = self.wait_s - self._reported_wait_s  # for later parts of this step
-        self._weights.put(base + 1, self.trainer.params)
-        point("trainer.after_put")
+        self._publish(base)
         self.outbox.put(StepDone(version=base + 1, groups=tuple(taken), metrics=metrics,
                                  wait_s=self._reported_wait_s - before_s + waited_s,
                                  step_s=time.monotonic() - began - waited_s,
                                  digest=self._digest(self.trainer.params)))
         self._reported_wait_s = self.wait_s
 
-    def _batches(self, group_ids: tuple[int, ...], base: Version, taken: list[ScoredGroup]) -> Iterator[Any]:
+    def _batches(self, part: tuple[ScoredGroup, ...], base: Version, taken: list[ScoredGroup]) -> Iterator[Any]:
         while True:
-            part = tuple(self._groups.take(group_ids))
-            self._check(part, base)
             taken += part
             yield from self._pack(part, base)
             if len(taken) >= self._groups_per_step:
@@ -56,10 +55,4 @@ class PartwiseTrainer(TrainerWorker):
             _, (group_ids, next_base) = job
             if next_base != base:
                 raise RuntimeError(f"a part of base {next_base} came before the step at base {base} was whole")
-
-    def _check(self, part: tuple[ScoredGroup, ...], base: Version) -> None:
-        for group in part:
-            if self._max_lag is not None and not 0 <= base - group.version <= self._max_lag:
-                raise RuntimeError(
-                    f"group {group.group_id} of version {group.version} was taken at base {base}: "
-                    f"its lag exceeds the bound of {self._max_lag}")
+            part = self._take(group_ids, base)

@@ -251,12 +251,19 @@ class InstanceWorker(Worker):
 
 
 class TrainerWorker(Worker):
-    """Takes the named groups, checks the staleness bound (None: the mode has none), makes one step, publishes it."""
+    """Takes the named groups, checks the staleness bound (None: the mode has none), makes one step, publishes it.
+
+    probe(group, version, weights): what `trainer.step` measures the engine-trainer gap on where the batch has no group
+    of its base: one group of the version before, whose weights are kept for that; None: such a step is not measured.
+    """
 
     def __init__(self, trainer: Any, pack: Callable, groups: Any, weights: Any, max_lag: int | None,
-                 outbox: queue.SimpleQueue, digest: Callable[[Any], int] = lambda params: 0):
+                 outbox: queue.SimpleQueue, digest: Callable[[Any], int] = lambda params: 0,
+                 probe: Callable[[ScoredGroup, Version, Any], Any] | None = None):
         super().__init__("trainer", outbox)
         self._digest = digest
+        self._probe = probe if max_lag != 0 else None
+        self._before: tuple[Version, Any] | None = None  # the last step's base and its weights
         self.trainer = trainer
         self._pack = pack
         self._groups = groups
@@ -267,16 +274,36 @@ class TrainerWorker(Worker):
     def train(self, group_ids: tuple[int, ...], base: Version) -> None:
         began = time.monotonic()
         wait_s, self._reported_wait_s = self.wait_s - self._reported_wait_s, self.wait_s
+        groups = self._take(group_ids, base)
+        point("trainer.before_step")
+        metrics = self.trainer.step(self._pack(groups, base), **self._probe_among(groups, base))
+        point("trainer.after_step")
+        self._publish(base)
+        self.outbox.put(StepDone(version=base + 1, groups=groups, metrics=metrics, wait_s=wait_s,
+                                 step_s=time.monotonic() - began, digest=self._digest(self.trainer.params)))
+
+    def _take(self, group_ids: tuple[int, ...], base: Version) -> tuple[ScoredGroup, ...]:
         groups = tuple(self._groups.take(group_ids))
         for group in groups:
             if self._max_lag is not None and not 0 <= base - group.version <= self._max_lag:
                 raise RuntimeError(
                     f"group {group.group_id} of version {group.version} was taken at base {base}: "
                     f"its lag exceeds the bound of {self._max_lag}")
-        point("trainer.before_step")
-        metrics = self.trainer.step(self._pack(groups, base))
-        point("trainer.after_step")
+        return groups
+
+    def _probe_among(self, groups: tuple[ScoredGroup, ...], base: Version) -> dict[str, Any]:
+        """The keyword that `trainer.step` takes, if any."""
+        if self._probe is None or self._before is None or any(group.version == base for group in groups):
+            return {}
+        version, weights = self._before
+        for group in groups:
+            if any(span.version == version for sample in group.samples for span in sample.spans):
+                return {"probe": self._probe(group, version, weights)}
+        return {}
+
+    def _publish(self, base: Version) -> None:
+        """Until StepDone is heard, base is the newest version, which the store keeps."""
         self._weights.put(base + 1, self.trainer.params)
         point("trainer.after_put")
-        self.outbox.put(StepDone(version=base + 1, groups=groups, metrics=metrics, wait_s=wait_s,
-                                 step_s=time.monotonic() - began, digest=self._digest(self.trainer.params)))
+        if self._probe is not None:
+            self._before = base, self._weights.get(base, None)

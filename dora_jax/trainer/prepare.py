@@ -1,6 +1,6 @@
 """Stage 5, train: the trainer's part in packing a step: trajectories -> advantages, loss mask, denominators. Host only.
 
-`Prepare` is what `buffer.pack.pack` takes as its objective. Law: everything here sees the whole step at once.
+`Prepare` is what `buffer.pack` takes as its objective. Law: everything here sees the whole step at once.
 """
 
 from __future__ import annotations
@@ -20,6 +20,17 @@ class Estimate:
     advantages: np.ndarray
     mask: np.ndarray
     returns: np.ndarray | None = None
+
+
+class Unjudged:
+    """The objective of groups that are only looked at: no advantage, no weight."""
+
+    def estimate(self, sequences: Any) -> Estimate:
+        mask = np.asarray(sequences.mask, bool)
+        return Estimate(np.zeros(len(mask)), mask)
+
+    def token_weights(self, mask: np.ndarray, segment_ids: np.ndarray, group_ids: np.ndarray) -> np.ndarray:
+        return np.zeros(mask.shape)
 
 
 class Prepare:
