@@ -87,3 +87,11 @@ def test_the_keep_set_is_what_is_drawn_from():
     tokens, _, kept = draw(jnp.tile(jnp.log(probs), (n, 1)), keys(2, range(n)), jnp.zeros(n, jnp.int32), top_k=3,
                            top_p=0.5, keep_set=True)
     assert set(tokens.tolist()) == {0, 1} and (np.asarray(kept) == [0, 1, -1]).all()
+
+
+def test_of_equal_scores_the_first_is_taken_and_nan_gives_an_id_that_exists():
+    logits = jnp.asarray(np.random.default_rng(1).integers(0, 3, (20, 7)).astype(np.float32))
+    tokens, *_ = draw(logits, keys(0, range(20)), jnp.zeros(20, jnp.int32), greedy=True)
+    np.testing.assert_array_equal(tokens, logits.argmax(-1))
+    tokens, logprobs, _ = draw(logits.at[3, 2].set(jnp.nan), keys(0, range(20)), jnp.zeros(20, jnp.int32))
+    assert np.isnan(logprobs[3]) and (np.asarray(tokens) < 7).all() and (np.asarray(tokens) >= 0).all()
