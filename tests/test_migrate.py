@@ -96,3 +96,32 @@ def test_waiting_samples_travel_without_pages():
         done = finish(small)
     assert_undisturbed(done[SampleId(2, 0)])
     assert shared_engine("a").free_pages == 96
+
+
+def test_a_long_sample_moves_in_pieces_while_the_others_decode(monkeypatch):
+    """Seven pages, two a step, out of one engine and into the other; no bit of anybody changes."""
+    moved, others, there = SampleId(21, 2), [SampleId(2, 0), SampleId(4, 0), SampleId(4, 1)], ids((1, 5), size=1)
+    with loaded("a", "small") as (a, small):
+        for engine in (a, small):
+            pieces = dataclasses.replace(engine.shapes, copy_pages=2)
+            for part in (engine, engine._device, engine._scheduler):
+                monkeypatch.setattr(part, "shapes", pieces)
+        for id in (moved, *others):
+            submit(a, id)
+        done = {sample.id: sample for _ in range(4) for sample in a.tick().finished}
+        before = {id: len(a.sampled(id)[0]) for id in others if id not in done}
+        parcel = a.export(moved)
+        assert parcel.n_pages == 7 and parcel.kv_len == 27
+        result = a.tick()
+        assert any(result.progress[id] - n > a.shapes.steps for id, n in before.items()), "nobody decoded meanwhile"
+        for id in there:
+            submit(small, id)
+        first = small.tick()
+        small.import_(parcel)
+        ticks = [small.tick() for _ in range(4)]
+        assert [moved in tick.progress for tick in ticks] == [False, False, False, True] and ticks[0].tokens > 0
+        done |= {sample.id: sample for tick in (result, first, *ticks) for sample in tick.finished}
+        done |= finish(a, small)
+    assert set(done) == {moved, *others, *there}
+    for sample in done.values():
+        assert_undisturbed(sample)

@@ -1,10 +1,13 @@
 """Moving one running sample with its KV against computing that KV again, and what it costs those that stay.
 
-    python -m dora_jax.bench.migrate [--contexts=512,2048,8192] [--others=8] [--rounds=3]
+    python -m dora_jax.bench.migrate [--contexts=512,2048,8192,32768] [--others=8] [--rounds=3]
 
 move      export from one engine, import into another, until the sample's next tokens are back
 prefill   the same sample imported as tokens only, until its next tokens are back
-stall     by how much the tick of the destination's other samples that carries the import is longer than their median
+stay      the sample's next tokens where it is: the part of both that is no moving at all
+share     (move - stay) / (prefill - stay)
+out, in   by how much slower the other samples of the source and of the destination decode while it leaves and arrives,
+          and how many ticks that is
 Both engines stand on one device, and host memory lies between them: what one process does. Best of the rounds.
 """
 
@@ -24,15 +27,17 @@ from dora_jax.rollout.engine import Engine
 from dora_jax.rollout.migrate import Parcel, without_pages
 from dora_jax.types import SampleId
 
-NEW = 64  # tokens that a sample may still sample; enough to measure a few ticks
+NEW = 128  # tokens that the moved sample may still sample: enough to measure a few ticks
+OTHERS_NEW = 1280  # tokens of the others: they decode all the while
 MOVED = SampleId(0, 0)
 
 
 def new_engine(context: int, others: int, params) -> Engine:
-    pages = (context // 16 + 8) + others * 16
+    longest = OTHERS_NEW if others else NEW
     section = RolloutSection(
-        slots=1 + others, decode_rows=1, pages=pages, max_prompt_tokens=context, max_new_tokens=NEW,
-        prefill_tokens=1 << 20, prefill_chunk=512, context_block=max(128, context // 16))
+        slots=1 + others, decode_rows=1, pages=(context + longest) // 16 + 2 + others * (OTHERS_NEW // 16 + 3),
+        max_prompt_tokens=context, max_new_tokens=longest, prefill_tokens=1 << 20, prefill_chunk=512,
+        context_block=max(128, context // 16))
     engine = Engine(MODEL, section, sharding.make_mesh(jax.devices()[:1], 1, 1, 1), seed=0, eos_ids=(),
                     vocab_limit=MODEL.vocab_size)
     engine.load(0, jax.device_put(params, engine.param_shardings))
@@ -57,18 +62,27 @@ def forget(engine: Engine, params) -> None:
     engine.load(0, jax.device_put(params, engine.param_shardings))
 
 
-def stall_s(engine: Engine, parcel: Parcel, others: int) -> float:
-    """Extra seconds of the tick that carries the import, the moved sample's own decode call not counted."""
+def slowed(engine: Engine, parcel: Parcel, others: int) -> tuple[tuple[float, int], tuple[float, int]]:
+    """((share by which others decode slower while the sample arrives, ticks), the same while it leaves again)."""
     for index in range(others):
-        engine.submit(SampleId(1, index), np.arange(3, 35), 0, NEW)
+        engine.submit(SampleId(1, index), np.arange(3, 35), 0, OTHERS_NEW)
     engine.tick()
-    ticks = [timed_tick(engine) for _ in range(3)]
+    alone = statistics.median(timed_tick(engine) for _ in range(5))
     engine.import_(parcel)
-    with_import, after = timed_tick(engine), timed_tick(engine)
-    own = max(0.0, after - statistics.median(ticks))  # the moved sample decodes too
-    for id in [MOVED, *(SampleId(1, index) for index in range(others))]:
-        engine.cancel(id)
-    return max(0.0, with_import - statistics.median(ticks) - own)
+    arriving = [timed_tick(engine)]
+    while not len(engine.sampled(MOVED)[0]) > len(parcel.out_ids):
+        arriving.append(timed_tick(engine))
+    own = max(0.0, statistics.median(timed_tick(engine) for _ in range(3)) - alone)  # the moved sample decodes too
+    came = (sum(arriving) - own) / (len(arriving) * alone) - 1
+    before = len(engine.sampled(SampleId(1, 0))[0])
+    began = time.perf_counter()
+    engine.export(MOVED)
+    took = time.perf_counter() - began
+    steps = (len(engine.sampled(SampleId(1, 0))[0]) - before) // engine.shapes.steps
+    left = (took - steps * alone) / (max(1, steps) * alone)
+    for index in range(others):
+        engine.cancel(SampleId(1, index))
+    return (came, len(arriving)), (left, max(1, steps))
 
 
 def timed_tick(engine: Engine) -> float:
@@ -77,39 +91,44 @@ def timed_tick(engine: Engine) -> float:
     return time.perf_counter() - began
 
 
-def measure(context: int, others: int, rounds: int, params) -> tuple[float, float, float, int]:
-    """(move, prefill, stall) in seconds and the parcel's bytes."""
+def measure(context: int, others: int, rounds: int, params) -> str:
+    """One line of the page."""
     here, there = (new_engine(context, others, params) for _ in range(2))
     prompt = np.random.default_rng(0).integers(3, MODEL.vocab_size, context)
-    moves, prefills, stalls = [], [], []
+    moves, prefills, stays, comes, leaves = [], [], [], [], []
     for _ in range(rounds):
         here.submit(MOVED, prompt, 0, NEW)
         while MOVED not in here.tick().progress:
             pass
+        stays.append(timed_tick(here))
         began = time.perf_counter()
         parcel = here.export(MOVED)
         exported = time.perf_counter() - began
         moves.append(exported + next_tokens_s(there, parcel))
         forget(there, params)
-        stalls.append(stall_s(there, parcel, others))
+        came, left = slowed(there, parcel, others)
+        comes.append(came)
+        leaves.append(left)
         forget(there, params)
         prefills.append(next_tokens_s(there, without_pages(parcel)))
         forget(there, params)
-    return min(moves), min(prefills), min(stalls), parcel.kv_bytes
+    move, prefill, stay = min(moves), min(prefills), min(stays)
+    (out, out_ticks), (into, in_ticks) = min(leaves), min(comes)
+    return (f"{context:8d}{parcel.kv_bytes / 1e6:8.1f}{move * 1e3:9.1f}{prefill * 1e3:12.1f}{stay * 1e3:9.1f}"
+            f"{(move - stay) / (prefill - stay):8.1%}{out:9.1%} /{out_ticks:3d}{into:9.1%} /{in_ticks:3d}")
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--contexts", default="512,2048,8192")
+    parser.add_argument("--contexts", default="512,2048,8192,32768")
     parser.add_argument("--others", type=int, default=8)
     parser.add_argument("--rounds", type=int, default=3)
     args = parser.parse_args()
     params = jax.jit(decoder.serving_layout)(decoder.init_params(MODEL, 0))
-    print(f"{'context':>8s}{'KV MB':>8s}{'move ms':>9s}{'prefill ms':>12s}{'share':>8s}{'stall ms':>10s}")
+    print(f"{'context':>8s}{'KV MB':>8s}{'move ms':>9s}{'prefill ms':>12s}{'stay ms':>9s}{'share':>8s}"
+          f"{'out / ticks':>14s}{'in / ticks':>14s}")
     for context in [int(c) for c in args.contexts.split(",")]:
-        move, prefill, stall, size = measure(context, args.others, args.rounds, params)
-        print(f"{context:8d}{size / 1e6:8.1f}{move * 1e3:9.1f}{prefill * 1e3:12.1f}{move / prefill:8.0%}"
-              f"{stall * 1e3:10.1f}", flush=True)
+        print(measure(context, args.others, args.rounds, params), flush=True)
 
 
 if __name__ == "__main__":

@@ -21,9 +21,10 @@ import numpy as np
 
 from dora_jax.config import RolloutSection
 from dora_jax.models import decoder, sharding
-from dora_jax.rollout.forward import Calls, Device
+from dora_jax.rollout.forward import Calls, Device, joined
 from dora_jax.rollout.migrate import Parcel, repaged
-from dora_jax.rollout.plan import DecodeCall, PrefillCall, Prefix, Scheduler, Seq
+from dora_jax.rollout.plan import DecodeCall, PrefillCall, Prefix, Scheduler
+from dora_jax.rollout.seq import Seq, Upload
 from dora_jax.rollout.shapes import shapes_of
 from dora_jax.rollout.stops import StopStrings
 from dora_jax.rollout.ticks import TickResult
@@ -111,7 +112,9 @@ class Engine:
         self._check_loaded(version, "a prefix")
         prefix = self._scheduler.pin(version, np.asarray(prompt_ids, np.int32))
         while not prefix.ready:
-            self._run_prefill(self._scheduler.plan_prefill())
+            self._run_uploads(self._scheduler.plan_uploads())  # a part of it may be on its way from the host
+            if call := self._scheduler.plan_prefill():
+                self._run_prefill(call)
         return prefix
 
     def release(self, prefix: Prefix) -> None:
@@ -123,10 +126,15 @@ class Engine:
         self._add(repaged(parcel, self.shapes.page_size), announce=False)
 
     def export(self, id: SampleId) -> Parcel:
-        """Takes one sample out, with its KV as host arrays; `import_` anywhere continues it."""
+        """Takes one sample out, with its KV as host arrays; `import_` anywhere continues it.
+
+        The others decode while a long one is copied: what they sample comes with the next tick.
+        """
         self._land()
         seq = self._held(id)
-        parcel = self._parcel(seq, seq.pages_to_read()[: self.shapes.pages_for(seq.kv_len)], seq.kv_len)
+        seq.leaving = True
+        copied = self._copy_most(seq)
+        parcel = self._parcel(seq, self._pages(seq), seq.kv_len, copied)
         self._scheduler.remove(seq)
         return parcel
 
@@ -166,15 +174,19 @@ class Engine:
 
     def tick(self) -> TickResult:
         """One plan, its calls, their tokens."""
+        self._step()
+        return self._emit_all()
+
+    # ----------------------------------------------------------- private
+
+    def _step(self) -> None:
         plan = self._scheduler.plan()
         if plan.preempts:
             self._land()  # a parcel holds all tokens whose KV it holds
         for preempt in plan.preempts:
             if self._scheduler.seqs.get(preempt.seq.id) is preempt.seq:  # else it has just finished
                 preempt.seq.parcel = self._parcel(preempt.seq, preempt.pages, preempt.kv_len)
-        for upload in plan.uploads:
-            span = slice(upload.start, upload.start + len(upload.pages))
-            self._device.write_pages(upload.pages, upload.parcel.k_pages[:, span], upload.parcel.v_pages[:, span])
+        self._run_uploads(plan.uploads)
         for call in plan.prefills:
             self._run_prefill(call)
         flights = [(call, self._device.generate(self._weights[call.version], call.control, call.blocks))
@@ -184,13 +196,15 @@ class Engine:
         self._flights = flights
         if not self.section.late_results:
             self._land()
-        return self._emit_all()
-
-    # ----------------------------------------------------------- private
 
     def _check_loaded(self, version: Version, what: Any) -> None:
         if version not in self._weights:
             raise RuntimeError(f"{what} needs version {version}; loaded: {self.versions}")
+
+    def _run_uploads(self, uploads: list[Upload]) -> None:
+        for upload in uploads:
+            span = slice(upload.start, upload.start + len(upload.pages))
+            self._device.write_pages(upload.pages, upload.parcel.k_pages[:, span], upload.parcel.v_pages[:, span])
 
     def _run_prefill(self, call: PrefillCall) -> None:
         self._device.prefill(self._weights[call.version], call.control, call.blocks)
@@ -241,11 +255,28 @@ class Engine:
             return "stop"
         return "length" if seq.n_out == seq.max_new_tokens else None
 
-    def _parcel(self, seq: Seq, pages: list[int], kv_len: int) -> Parcel:
+    def _pages(self, seq: Seq) -> list[int]:
+        """Those that hold its KV."""
+        return seq.pages_to_read()[: self.shapes.pages_for(seq.kv_len)]
+
+    def _copy_most(self, seq: Seq) -> list[tuple[np.ndarray, np.ndarray]]:
+        """Host copies of a leaving sample's first pages, a piece a step, until one piece is left."""
+        copied, size, table = [], self.shapes.copy_pages, seq.table
+        while len(pages := self._pages(seq)[len(copied) * size :]) > size:
+            copied.append(self._device.read_pages(pages[:size]))
+            self._step()
+            if seq.table is not table:
+                return []  # preempted for an older one: its parcel, or other pages, hold the KV
+        return copied
+
+    def _parcel(self, seq: Seq, pages: list[int], kv_len: int,
+                copied: Sequence[tuple[np.ndarray, np.ndarray]] = ()) -> Parcel:
+        """`copied`: host copies of the first pages, whole pieces."""
         if seq.parcel is not None:
-            return seq.parcel  # it waits, and has not changed since it came
-        n = len(seq.prompt_ids)
-        k, v = self._device.read_pages(pages) if pages else (None, None)
+            return seq.parcel  # it waits or is uploaded, and has not changed since it came
+        n, first = len(seq.prompt_ids), len(copied) * self.shapes.copy_pages
+        parts = [*copied, self._device.read_pages(pages[first:])] if pages else []
+        k, v = map(joined, zip(*parts, strict=True)) if parts else (None, None)
         return Parcel(id=seq.id, version=seq.version, prompt_ids=seq.prompt_ids,
                       out_ids=np.array(seq.sequence[n:], np.int32), logprobs=np.array(seq.logprobs, np.float32),
                       max_new_tokens=seq.max_new_tokens, spans=seq.spans, kv_len=kv_len,

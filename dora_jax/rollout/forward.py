@@ -10,6 +10,7 @@ the pages that it was given; a shape is compiled once, by `warmup`.
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -26,7 +27,6 @@ from dora_jax.rollout.paged import Paged
 from dora_jax.rollout.shapes import (DRAWN, FRESH, GROUP, HEADER, INDEX, POSITION, REMAINING, REPEATS, SLOT, TOKEN,
                                      Shapes)
 
-PAGES_A_COPY = 32  # pages that one call moves to or from the host; longer samples take several, others decode between
 HEADS_AXIS = 2  # of a copy of pages: [layers, pages, K, ...]
 
 
@@ -91,13 +91,15 @@ class Device:
     def read_pages(self, pages: list[int]) -> tuple[np.ndarray, np.ndarray]:
         """Copies to the host: K [layers, pages, K, D, page_size] and V [layers, pages, K, page_size, D]; of several
         processes each gets the heads that it holds."""
-        copies = [self._calls.read(self.pool, _put(ids, self._calls.replicated)) for ids, _ in _pieces(pages)]
-        k, v = (np.concatenate([_local(copy[i]) for copy in copies], axis=1) for i in (0, 1))
+        copies = [self._calls.read(self.pool, _put(ids, self._calls.replicated))
+                  for ids, _ in _pieces(pages, self.shapes.copy_pages)]
+        k, v = (joined([_local(copy[i]) for copy in copies]) for i in (0, 1))
         return k[:, : len(pages)], v[:, : len(pages)]
 
     def write_pages(self, pages: list[int], k_pages: np.ndarray, v_pages: np.ndarray) -> None:
-        for ids, start in _pieces(pages):
-            k, v = (_padded(x[:, start : start + PAGES_A_COPY]) for x in (k_pages, v_pages))
+        size = self.shapes.copy_pages
+        for ids, start in _pieces(pages, size):
+            k, v = (_padded(x[:, start : start + size], size) for x in (k_pages, v_pages))
             k, v = _put(k, self._calls.pages_sharding), _put(v, self._calls.pages_sharding)
             self.pool = self._calls.write(self.pool, _put(ids, self._calls.replicated), k, v)
 
@@ -204,17 +206,24 @@ def _bits(x):
     return jax.lax.bitcast_convert_type(x.astype(jnp.float32), jnp.int32)
 
 
-def _pieces(pages: list[int]):
-    """(i32[PAGES_A_COPY] ids padded with the dummy page, start) for each piece of a page list."""
-    for start in range(0, len(pages), PAGES_A_COPY):
-        ids = np.zeros(PAGES_A_COPY, np.int32)
-        piece = pages[start : start + PAGES_A_COPY]
+def joined(parts: Sequence[np.ndarray]) -> np.ndarray:
+    """Pages one after another, on axis 1."""
+    return parts[0] if len(parts) == 1 else np.concatenate(parts, axis=1)
+
+
+def _pieces(pages: list[int], size: int):
+    """(i32[size] ids padded with the dummy page, start) for each piece of a page list."""
+    for start in range(0, len(pages), size):
+        ids = np.zeros(size, np.int32)
+        piece = pages[start : start + size]
         ids[: len(piece)] = piece
         yield ids, start
 
 
-def _padded(x: np.ndarray) -> np.ndarray:
-    """To PAGES_A_COPY pages on axis 1, contiguous."""
-    out = np.zeros((x.shape[0], PAGES_A_COPY, *x.shape[2:]), x.dtype)
+def _padded(x: np.ndarray, size: int) -> np.ndarray:
+    """To `size` pages on axis 1, contiguous."""
+    if x.shape[1] == size:
+        return np.ascontiguousarray(x)
+    out = np.zeros((x.shape[0], size, *x.shape[2:]), x.dtype)
     out[:, : x.shape[1]] = x
     return out

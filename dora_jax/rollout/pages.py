@@ -65,7 +65,7 @@ class PagePool:
 class Node:
     """One chunk of a prefix: positions start .. start + length, and the pages that hold their KV."""
 
-    __slots__ = ("version", "parent", "tokens", "start", "pages", "users", "children", "ready")
+    __slots__ = ("version", "parent", "tokens", "start", "pages", "users", "children", "ready", "uploading")
 
     def __init__(self, version: Version, parent: Node | None, tokens: tuple[int, ...], start: int, pages: list[int]):
         self.version = version
@@ -76,6 +76,7 @@ class Node:
         self.users = 0  # samples that hold a path through this node
         self.children: dict[bytes, Node] = {}
         self.ready = False  # its KV is written, or will be before any later call reads it
+        self.uploading = False  # its KV is on its way from the host: not to be computed
 
     @property
     def stop(self) -> int:

@@ -6,6 +6,7 @@ randomness: several hosts of one instance make the same plan from the same inbox
 Laws:
   the order of arrival decides; the oldest sample is never preempted, so every sample finishes (no starvation);
   a preempted sample keeps its KV in host memory and goes before new ones once pages are free again;
+  KV from the host comes in pieces, one a tick, between which the others decode;
   a sample's calls cut its positions at the same places whatever else runs (prefill at multiples of the chunk,
   decode at multiples of the steps from its first), so that its bits do not depend on the schedule;
   free + prefixes' + samples' pages = all pages (`check`).
@@ -22,71 +23,9 @@ import numpy as np
 
 from dora_jax.rollout.migrate import Parcel
 from dora_jax.rollout.pages import DUMMY, Node, OutOfPages, PagePool, PrefixIndex
+from dora_jax.rollout.seq import Seq, Upload
 from dora_jax.rollout.shapes import HEADER, SLOT, Shapes
 from dora_jax.types import SampleId, Version
-
-
-class Seq:
-    """One sample in this engine. `sequence` is prompt + sampled; all but its last token have KV once it decodes."""
-
-    def __init__(self, parcel: Parcel, arrival: int, announce: bool):
-        self.id = parcel.id
-        self.version = parcel.version
-        self.arrival = arrival
-        self.announce = announce  # report it as started when it gets a slot
-        self.prompt_ids = parcel.prompt_ids
-        self.spans = parcel.spans  # of earlier versions
-        self.max_new_tokens = parcel.max_new_tokens
-        self.sequence: list[int] = [*parcel.prompt_ids.tolist(), *parcel.out_ids.tolist()]
-        self.logprobs: list[float] = parcel.logprobs.tolist()
-        self.kept: list[np.ndarray] = [] if parcel.kept is None else list(parcel.kept)  # i32[top_k] a sampled token
-        self.parcel: Parcel | None = parcel  # its KV in host memory, while it waits
-        self.slot: int | None = None
-        self.path: list[Node] = []  # shared prefix
-        self.table: list[int] = []  # page of each page-sized stretch: the path's, then its own from first_private on
-        self.first_private = 0
-        self.tail_page: int | None = None  # the shared page to read in the place of the first private one, once
-        self.fresh = True  # the device does not hold its next token yet
-        self.inflight = 0  # decode steps launched and not yet read back
-
-    @property
-    def n_out(self) -> int:
-        return len(self.sequence) - len(self.prompt_ids)
-
-    @property
-    def position(self) -> int:
-        """Of the next token to feed, once what is in flight has come back."""
-        return len(self.sequence) - 1 + self.inflight
-
-    @property
-    def remaining(self) -> int:
-        return self.max_new_tokens - self.n_out - self.inflight
-
-    @property
-    def ready(self) -> bool:
-        """Its prefix has KV: it can decode. Nodes become ready in order."""
-        return self.slot is not None and (not self.path or self.path[-1].ready)
-
-    @property
-    def kv_len(self) -> int:
-        """Leading positions that have KV."""
-        if self.slot is None:
-            return 0
-        return self.position if self.ready else next(node.start for node in self.path if not node.ready)
-
-    def repeats(self, limit: int) -> int:
-        """How many of the last sampled tokens are the same, counted up to a limit."""
-        last = self.sequence[len(self.prompt_ids) :][-limit:] if limit else []
-        return next((n for n, token in enumerate(reversed(last)) if token != last[-1]), len(last))
-
-    @property
-    def private(self) -> list[int]:
-        return self.table[self.first_private :]
-
-    def pages_to_read(self) -> list[int]:
-        if self.tail_page is None:
-            return self.table
-        return [*self.table[: self.first_private], self.tail_page, *self.table[self.first_private + 1 :]]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -96,15 +35,6 @@ class Preempt:
     seq: Seq
     pages: list[int]
     kv_len: int
-
-
-@dataclasses.dataclass(frozen=True)
-class Upload:
-    """Write parcel pages [start, start + len(pages)) into these pages."""
-
-    parcel: Parcel
-    start: int
-    pages: list[int]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -155,6 +85,7 @@ class Scheduler:
         self.seqs: dict[SampleId, Seq] = {}
         self._pinned: dict[Prefix, None] = {}
         self._admitted: dict[Seq, None] = {}
+        self._uploading: dict[Seq, None] = {}
         self._resuming: list[tuple[int, Seq]] = []  # heap by arrival: preempted and imported, before new ones
         self._waiting: deque[Seq] = deque()
         self._free_slots = list(range(shapes.slots))  # a heap: low slots first
@@ -200,6 +131,7 @@ class Scheduler:
         self._grow(plan)
         if not plan.preempts:
             self._admit_all(plan)
+        plan.uploads = self.plan_uploads()
         while len(plan.prefills) < self.shapes.prefill_calls and (call := self.plan_prefill()):
             plan.prefills.append(call)
         plan.decodes = list(self._plan_decodes())
@@ -257,6 +189,11 @@ class Scheduler:
         heapq.heappush(self._resuming, (seq.arrival, seq))
 
     def _free(self, seq: Seq) -> None:
+        for _, node in seq.uploads:
+            if node is not None:
+                node.uploading = False
+        seq.uploads.clear()
+        self._uploading.pop(seq, None)
         self.index.release(seq.path)
         self.pool.release(seq.private)
         heapq.heappush(self._free_slots, seq.slot)
@@ -292,30 +229,53 @@ class Scheduler:
         seq.tail_page = nodes[first_private] if len(nodes) > first_private else None
         seq.slot = heapq.heappop(self._free_slots)
         self._admitted[seq] = None
-        self._upload(seq, kv_len, decoding, plan)
+        self._queue_uploads(seq, kv_len, decoding)
         if seq.announce:
             plan.started.append(seq.id)
-        seq.announce, seq.parcel = False, None
+        seq.announce = False
         return True
 
-    def _upload(self, seq: Seq, kv_len: int, decoding: bool, plan: TickPlan) -> None:
+    def _queue_uploads(self, seq: Seq, kv_len: int, decoding: bool) -> None:
         size = self.shapes.page_size
         for node in seq.path:
-            if not node.ready and node.stop <= kv_len:
-                plan.uploads.append(Upload(seq.parcel, node.start // size, node.pages))
-                node.ready = True
+            if not (node.ready or node.uploading) and node.stop <= kv_len:
+                seq.uploads.append((Upload(seq.parcel, node.start // size, node.pages), node))
+                node.uploading = True
         if decoding:
             stop = self.shapes.pages_for(kv_len)
-            plan.uploads.append(Upload(seq.parcel, seq.first_private, seq.table[seq.first_private : stop]))
+            seq.uploads.append((Upload(seq.parcel, seq.first_private, seq.table[seq.first_private : stop]), None))
+        if seq.uploads:
+            self._uploading[seq] = None
+        else:
+            seq.parcel = None
 
     # ----------------------------------------------------------- calls
+
+    def plan_uploads(self) -> list[Upload]:
+        """The next pieces of what came from the host, `copy_pages` in all, the first sample's first."""
+        plans, room = [], self.shapes.copy_pages
+        while room and self._uploading:
+            seq = next(iter(self._uploading))
+            upload, node = seq.uploads.popleft()
+            now, later = upload.pages[:room], upload.pages[room:]
+            plans.append(dataclasses.replace(upload, pages=now))
+            room -= len(now)
+            if later:
+                rest = dataclasses.replace(upload, start=upload.start + len(now), pages=later)
+                seq.uploads.appendleft((rest, node))
+            elif node is not None:
+                node.ready, node.uploading = True, False
+            if not seq.uploads:
+                del self._uploading[seq]
+                seq.parcel = None
+        return plans
 
     def plan_prefill(self) -> PrefillCall | None:
         """The next chunk of the longest-waiting prompts of one version, each chunk once for all who share it."""
         nodes: dict[Node, None] = {}
         for holder in [*self._pinned, *sorted(self._admitted, key=lambda seq: seq.arrival)]:
             node = next((node for node in holder.path if not node.ready), None)
-            if node is not None and (not nodes or node.version == next(iter(nodes)).version):
+            if node is not None and not node.uploading and (not nodes or node.version == next(iter(nodes)).version):
                 nodes[node] = None
                 if len(nodes) == self.shapes.prefill_rows:
                     break
@@ -339,7 +299,7 @@ class Scheduler:
         return control
 
     def _plan_decodes(self) -> Iterator[DecodeCall]:
-        ready = [seq for seq in self._admitted if seq.ready and seq.remaining > 0]
+        ready = [seq for seq in self._admitted if seq.ready and seq.remaining > 0 and not seq.leaving]
         # by context: a call costs what its longest row costs, and the call that is not full takes the shortest rows
         ready.sort(key=lambda seq: (seq.version, -seq.position, seq.slot))
         for version in sorted({seq.version for seq in ready}):

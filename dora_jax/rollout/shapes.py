@@ -13,6 +13,7 @@ from dora_jax.config import RolloutSection
 
 # columns of a decode call's control array; then the pages to read, then those to write
 SLOT, FRESH, TOKEN, POSITION, REMAINING, DRAWN, GROUP, INDEX, REPEATS, HEADER = range(10)
+COPY_PAGES = 32  # of a moving sample that one call takes, and one tick: the others decode in between
 PREFILL_CALL_TOKENS = 128  # enough for matrix products to run at speed; more would be padding when few prompts wait
 
 
@@ -26,6 +27,7 @@ class Shapes:
     prefill_calls: int  # of one tick, at most
     page_size: int
     pages: int
+    copy_pages: int  # that one call, and one tick, copies to or from the host
     block: int  # positions of one context block
     max_context: int  # prompt + new tokens
     attention: str  # reference or tpu: how KV lies in pages
@@ -101,7 +103,7 @@ def shapes_of(section: RolloutSection) -> Shapes:
     shapes = Shapes(
         slots=section.slots, rows=rows, steps=section.decode_steps, chunk=chunk,
         prefill_rows=prefill_rows, prefill_calls=section.prefill_tokens // (prefill_rows * chunk),
-        page_size=size, pages=section.pages,
+        page_size=size, pages=section.pages, copy_pages=COPY_PAGES,
         block=min(_up(section.context_block, size), _up(max_context, size)), max_context=max_context,
         attention=section.attention, kv=section.kv, max_repeats=section.max_repeats,
         kept=section.top_k if section.keep_set else 0)
