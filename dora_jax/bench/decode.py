@@ -1,14 +1,19 @@
 """Tokens a second of the rollout engine against other ways to sample from the same weights, log-probs included.
 
     python -m dora_jax.bench.decode [--rows=1,8,32,128] [--tail=256] [--rivals=plain,transformers,tunix]
-                                      [--rounds=3] [--install]
+                                      [--copies=1] [--instances=0] [--rounds=3] [--install]
+    python -m dora_jax.bench.decode --contexts=1024,32768 [--model=toy] [--rows=32] [--attention=reference] [--memory=2]
 
 Two kinds of work: fixed lengths (B prompts of 32 tokens, 128 new tokens each) and a long tail (256 samples, median 48,
-99 % quantile over 500 tokens, 32 at a time). Rivals run whole batches, as they do; a token beyond a sample's length
-counts for nobody. Prefill is included everywhere, compilation nowhere. Rounds are interleaved and the best of each
-counts, because neighbours on the machine only ever slow things down. The floor is what the measured memory bandwidth
-and matrix speed allow: weights and the KV of the running samples read once a step, or the flops, whichever is more.
-Rivals but `plain` run in an environment of their own (`--install` makes it under .bench/) on a folder written here.
+99 % quantile over 500 tokens, 32 at a time). The engine runs as a job runs it: an instance a core, each on a device of
+its own, fed from one queue of samples. Rivals run whole batches over all cores, as they do (`--copies=2`: each started
+twice, with half of the samples); a token beyond a sample's length counts for nobody. `plain` is the plain way in JAX
+and no rival. Prefill is included everywhere, compilation nowhere. Rounds are interleaved and the best of each counts,
+because neighbours on the machine only ever slow things down.
+The floor is what the machine's measured speeds allow: weights and the KV of the running samples read once a step, at
+the speed at which all cores read as many bytes over and over, or the flops at that of a large matrix product, whichever
+takes longer. Rivals run in an environment of their own (`--install` makes it under .bench/) on a folder written here.
+With --contexts: the decode call alone as a share of the memory's speed, see bandwidth.py.
 """
 
 from __future__ import annotations
@@ -17,31 +22,33 @@ import argparse
 import dataclasses
 import importlib.util
 import json
+import os
 import subprocess
 import sys
 import tempfile
 import time
 import venv
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from dora_jax.bench import plain
+from dora_jax.bench import bandwidth, plain
 from dora_jax.config import RolloutSection
 from dora_jax.models import decoder, hf, sharding
 from dora_jax.rollout.engine import Engine
 from dora_jax.types import SampleId
 
-MODEL = decoder.new_config("qwen3", vocab_size=512, d_model=256, n_layers=4, n_heads=8, n_kv_heads=4, head_dim=32,
-                           d_ff=768)
+MODEL = decoder.new_config("qwen3", **bandwidth.TOY)
 PROMPT = 32
 FIXED = 128
 TAIL_SAMPLES, TAIL_BATCH, TAIL_MEDIAN, TAIL_SIGMA, TAIL_LIMIT = 256, 32, 48, 1.1, 768
 TAIL_ROWS, TAIL_STEPS = 8, 16  # of an engine's decode call on the long tail: rows of like context share a call
 FIXED_STEPS = 32
+FIXED_BLOCK, TAIL_BLOCK = 64, 128
 ENVIRONMENTS = {  # rival -> what its environment needs
     "transformers": ("torch==2.13.0+cpu", "transformers==5.23.0", "--extra-index-url",
                      "https://download.pytorch.org/whl/cpu"),
@@ -74,52 +81,77 @@ def works(rows: list[int], tail_samples: int) -> list[Work]:
 
 def engine_runner(work: Work, params) -> Callable[[], None]:
     """A closure that samples the whole work once, on a fresh set of ids each time."""
-    longest = int(work.lengths.max())
-    pages = work.batch * (-(-(PROMPT + longest) // 16) + 1)
-    fixed = longest == work.lengths.min()
-    section = RolloutSection(slots=work.batch, pages=pages, max_prompt_tokens=PROMPT, max_new_tokens=longest,
-                             prefill_tokens=PROMPT * work.batch, decode_rows=0 if fixed else TAIL_ROWS,
-                             decode_steps=FIXED_STEPS if fixed else TAIL_STEPS)
-    engine = Engine(MODEL, section, sharding.make_mesh(jax.devices()[:1], 1, 1, 1), seed=0, eos_ids=(),
-                    vocab_limit=MODEL.vocab_size)
-    engine.load(0, jax.device_put(params, engine.param_shardings))
-    engine.warmup()
+    devices = jax.devices()[: work.batch]
+    engines = [new_engine(work, work.batch // len(devices), device) for device in devices]
+    for engine in engines:
+        engine.load(0, jax.device_put(params, engine.param_shardings))
+        engine.warmup()
     runs = iter(range(1 << 30))
+    threads = ThreadPoolExecutor(len(engines))
 
     def run() -> None:
         group = next(runs)
-        for index, (prompt, length) in enumerate(zip(work.prompts, work.lengths, strict=True)):
-            engine.submit(SampleId(group, index), prompt, 0, int(length))
-        tokens = 0
-        while not engine.idle:
-            tokens += engine.tick().tokens
+        todo = iter([(SampleId(group, index), prompt, 0, int(length))
+                     for index, (prompt, length) in enumerate(zip(work.prompts, work.lengths, strict=True))])
+        tokens = sum(threads.map(lambda engine: drain(engine, todo), engines))
         if tokens != work.tokens:
             raise RuntimeError(f"{tokens} tokens were sampled, not {work.tokens}")
-        engine.drop(0)  # no prefix is left for the next round
-        engine.load(0, jax.device_put(params, engine.param_shardings))
+        for engine in engines:
+            engine.drop(0)  # no prefix is left for the next round
+            engine.load(0, jax.device_put(params, engine.param_shardings))
 
     return run
+
+
+def new_engine(work: Work, slots: int, device: jax.Device) -> Engine:
+    longest = int(work.lengths.max())
+    fixed = longest == work.lengths.min()
+    section = RolloutSection(
+        slots=slots, pages=slots * (-(-(PROMPT + longest) // 16) + 1), max_prompt_tokens=PROMPT,
+        max_new_tokens=longest, prefill_tokens=PROMPT * slots, decode_rows=0 if fixed else min(TAIL_ROWS, slots),
+        decode_steps=FIXED_STEPS if fixed else TAIL_STEPS, context_block=FIXED_BLOCK if fixed else TAIL_BLOCK)
+    return Engine(MODEL, section, sharding.make_mesh([device], 1, 1, 1), seed=0, eos_ids=(),
+                  vocab_limit=MODEL.vocab_size)
+
+
+def drain(engine: Engine, todo: Iterator[tuple]) -> int:
+    """Tokens that this instance sampled: it takes a sample of the common queue whenever it has a free slot."""
+    held = tokens = 0
+    while True:
+        while held < engine.shapes.slots and (sample := next(todo, None)):
+            engine.submit(*sample)
+            held += 1
+        if not held:
+            return tokens
+        result = engine.tick()
+        tokens += result.tokens
+        held -= len(result.finished)
 
 
 # ------------------------------------------------------------------- floor
 
 
-def machine() -> tuple[float, float]:
-    """(bytes/s of a copy, reads and writes counted, flop/s of a matrix product), the best of a few."""
-    x = jnp.ones(16 << 20, jnp.float32)
+def flop_speed() -> float:
+    """flop/s of a large matrix product."""
     m = jnp.ones((2048, 2048), jnp.float32)
-    copy, product = jax.jit(lambda x: x + 1), jax.jit(lambda m: m @ m)
-    return 2 * x.nbytes / best_s(lambda: copy(x).block_until_ready(), 50), \
-        2 * 2048**3 / best_s(lambda: product(m).block_until_ready(), 20)
+    product = jax.jit(lambda m: m @ m)
+    return 2 * 2048**3 / best_s(lambda: product(m).block_until_ready(), 20)
 
 
-def floor_s(work: Work, bandwidth: float, flops: float) -> float:
+def read_speed(n_bytes: int) -> float:
+    """bytes/s of a product of a matrix of so many bytes with a vector, again and again."""
+    matrix, vector = jnp.ones((n_bytes // 4096, 1024), jnp.float32), jnp.ones(1024, jnp.float32)
+    product = jax.jit(lambda m, v: m @ v)
+    return matrix.nbytes / best_s(lambda: product(matrix, vector).block_until_ready(), 30)
+
+
+def floor_s(work: Work, flops: float) -> float:
     """Steps at full batches; each reads the weights once and each running sample's KV so far."""
     weights = sum(x.size for x in jax.tree.leaves(decoder.abstract_params(MODEL)))
     kv_token = 2 * MODEL.n_layers * MODEL.n_kv_heads * MODEL.head_dim * 4
     steps = work.tokens / work.batch
-    kv = sum(kv_token * (PROMPT * n + n * (n + 1) / 2) for n in work.lengths.tolist())
-    decode = max((steps * weights * 4 + kv) / bandwidth, 2 * weights * work.tokens / flops)
+    read = steps * weights * 4 + sum(kv_token * (PROMPT * n + n * (n + 1) / 2) for n in work.lengths.tolist())
+    decode = max(read / read_speed(int(read / steps)), 2 * weights * work.tokens / flops)
     return decode + 2 * weights * PROMPT * len(work.lengths) / flops
 
 
@@ -137,9 +169,9 @@ def best_s(call: Callable[[], object], rounds: int) -> float:
 
 
 class External:
-    """A rival in its own interpreter: one JSON line in (a work), one out (seconds)."""
+    """A rival in interpreters of its own, `copies` at once: one JSON line in (a share of a work), one out (seconds)."""
 
-    def __init__(self, name: str, folder: Path, install: bool):
+    def __init__(self, name: str, folder: Path, install: bool, copies: int):
         root = Path(".bench") / name
         python = root / "bin" / "python"
         if install and not python.exists():
@@ -149,24 +181,29 @@ class External:
         interpreter = str(python) if python.exists() else sys.executable
         if not python.exists() and importlib.util.find_spec(name) is None:
             raise SystemExit(f"error: the rival {name} is not installed; --install makes its environment in {root}")
-        self._process = subprocess.Popen([interpreter, str(script), str(folder)], stdin=subprocess.PIPE,
-                                         stdout=subprocess.PIPE, text=True)
+        self._processes = [subprocess.Popen([interpreter, str(script), str(folder)], stdin=subprocess.PIPE,
+                                            stdout=subprocess.PIPE, text=True) for _ in range(copies)]
 
     def runner(self, work: Work) -> Callable[[], float]:
-        line = json.dumps({"batch": work.batch, "prompts": work.prompts.tolist(), "lengths": work.lengths.tolist()})
+        processes = self._processes[: work.batch]
+        n = len(processes)
+        lines = [json.dumps({"batch": work.batch // n, "prompts": work.prompts[i::n].tolist(),
+                             "lengths": work.lengths[i::n].tolist()}) for i in range(n)]
 
         def run() -> float:
-            print(line, file=self._process.stdin, flush=True)
-            answer = self._process.stdout.readline()
-            if not answer:
-                raise RuntimeError(f"the rival ended with code {self._process.wait()}")
-            return float(answer)
+            for process, line in zip(processes, lines, strict=True):
+                print(line, file=process.stdin, flush=True)
+            answers = [process.stdout.readline() for process in processes]
+            if not all(answers):
+                raise RuntimeError(f"the rival ended with code {processes[answers.index('')].wait()}")
+            return max(map(float, answers))
 
         return run
 
     def close(self) -> None:
-        self._process.stdin.close()
-        self._process.wait()
+        for process in self._processes:
+            process.stdin.close()
+            process.wait()
 
 
 def timed(run: Callable[[], float | None]) -> float:
@@ -180,17 +217,30 @@ def main() -> None:
     parser.add_argument("--rows", default="1,8,32,128")
     parser.add_argument("--tail", type=int, default=TAIL_SAMPLES, help="samples of the long tail; 0 leaves it out")
     parser.add_argument("--rivals", default="plain,transformers,tunix")
+    parser.add_argument("--copies", type=int, default=1, help="processes of each rival")
+    parser.add_argument("--instances", type=int, default=0, help="of the engine; 0: one a core")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--install", action="store_true", help="make each rival's environment under .bench/")
+    parser.add_argument("--contexts", default="", help="lengths at which to time the decode call alone")
+    parser.add_argument("--model", default="toy", choices=bandwidth.SIZES, help="of --contexts")
+    parser.add_argument("--attention", default="reference", choices=bandwidth.PAGE, help="of --contexts")
+    parser.add_argument("--memory", type=float, default=2, help="GB that --contexts may fill")
     args = parser.parse_args()
+    if args.contexts:
+        contexts, rows = [int(c) for c in args.contexts.split(",")], int(args.rows.split(",")[-1])
+        for line in bandwidth.table(args.model, contexts, rows, args.attention, args.memory * 1e9, read_speed, best_s):
+            print(line, flush=True)
+        return
+    jax.config.update("jax_num_cpu_devices", args.instances or len(os.sched_getaffinity(0)))
     stacked = decoder.init_params(MODEL, 0)
     params = jax.jit(decoder.serving_layout)(stacked)
     rivals = [name for name in args.rivals.split(",") if name]
+    flops = flop_speed()  # before any rival starts: they load for a while
     with tempfile.TemporaryDirectory() as folder:
         hf.save(Path(folder) / "model", MODEL, stacked)
-        external = {name: External(name, Path(folder) / "model", args.install) for name in rivals if name != "plain"}
-        bandwidth, flops = machine()
-        print(f"measured: {bandwidth / 1e9:.1f} GB/s copy, {flops / 1e9:.0f} GFLOP/s; jax {jax.__version__}")
+        external = {name: External(name, Path(folder) / "model", args.install, args.copies)
+                    for name in rivals if name != "plain"}
+        print(f"measured: {flops / 1e9:.0f} GFLOP/s; {jax.device_count()} instances; jax {jax.__version__}")
         print(f"{'tokens/s':12s}{'engine':>10s}" + "".join(f"{name:>14s}" for name in rivals)
               + f"{'floor':>10s}{'of floor':>10s}{'best rival':>12s}", flush=True)
         for work in works([int(b) for b in args.rows.split(",") if b], args.tail):
@@ -200,17 +250,18 @@ def main() -> None:
             for run in runs:
                 timed(run)
             rounds = [[timed(run) for run in runs] for _ in range(args.rounds)]
-            times = [min(of_one) for of_one in zip(*rounds, strict=True)]
-            print_row(work, times, floor_s(work, bandwidth, flops))
+            times = dict(zip(("engine", *rivals), map(min, zip(*rounds, strict=True)), strict=True))
+            print_row(work, times, floor_s(work, flops))
         for rival in external.values():
             rival.close()
 
 
-def print_row(work: Work, times: list[float], floor: float) -> None:
-    speeds = [work.tokens / t for t in times]
-    against = f"{speeds[0] / max(speeds[1:]):.2f}x" if speeds[1:] else ""
-    print(f"{work.name:12s}{speeds[0]:10.0f}" + "".join(f"{speed:14.0f}" for speed in speeds[1:])
-          + f"{work.tokens / floor:10.0f}{times[0] / floor:9.2f}x{against:>12s}", flush=True)
+def print_row(work: Work, times: dict[str, float], floor: float) -> None:
+    rivals = [took for name, took in times.items() if name not in ("engine", "plain")]
+    against = f"{min(rivals) / times['engine']:.2f}x" if rivals else ""
+    speeds = [f"{work.tokens / took:{14 if i else 10}.0f}" for i, took in enumerate(times.values())]
+    print(f"{work.name:12s}{''.join(speeds)}{work.tokens / floor:10.0f}{times['engine'] / floor:9.2f}x{against:>12s}",
+          flush=True)
 
 
 if __name__ == "__main__":

@@ -1,0 +1,37 @@
+"""One process of an engine whose mesh spans several: `python -m tests.engine_process ADDRESS RANK PROCESSES`.
+
+Two devices in all, pages for few samples, one that leaves in the middle and comes back; prints {sample: [tokens,
+log-probs]} as JSON. PROCESSES 1 is the comparison.
+"""
+
+import json
+import os
+import sys
+
+ADDRESS, RANK, PROCESSES = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
+os.environ.update(JAX_PLATFORMS="cpu", JAX_NUM_CPU_DEVICES=str(2 // PROCESSES))
+sys.path.insert(0, os.path.dirname(__file__))
+
+import jax  # noqa: E402
+
+if PROCESSES > 1:
+    jax.config.update("jax_cpu_collectives_implementation", "gloo")
+    jax.distributed.initialize(ADDRESS, PROCESSES, RANK)
+
+from engine_rig import CFG, finish, ids, new_engine, submit  # noqa: E402
+
+from dora_jax.models import decoder  # noqa: E402
+
+engine = new_engine(tensor=2, pages=20, context_block=48)
+make = jax.jit(lambda: decoder.serving_layout(decoder.init_params(CFG, 0)), out_shardings=engine.param_shardings)
+engine.load(0, make())
+for id in ids((0, 3, 4), size=2):
+    submit(engine, id)
+done = {sample.id: sample for _ in range(4) for sample in engine.tick().finished}
+moved = next(id for id, seq in engine._scheduler.seqs.items() if seq.ready)
+parcel = engine.export(moved)
+assert parcel.k_pages.shape[2] == CFG.n_kv_heads // PROCESSES  # each process holds its own heads
+done |= {sample.id: sample for _ in range(2) for sample in engine.tick().finished}
+engine.import_(parcel)
+done |= finish(engine)
+print(json.dumps({str(id): [s.out_ids.tolist(), s.logprobs.tolist()] for id, s in sorted(done.items())}))
