@@ -1,0 +1,66 @@
+"""A trainer or a replica as a process of its own, in a network namespace where one is named."""
+
+import numpy as np
+
+from dora_jax.runtime import exchange as ex
+from dora_jax.runtime.codec import Codec
+from dora_jax.types import Version, record
+
+LEAVES = 16
+
+
+@record
+class Put:
+    version: Version
+
+
+@record
+class Look:
+    """Which versions are there, and are all numbers of each its own?"""
+
+
+@record
+class Seen:
+    versions: tuple[int, ...]
+    whole: bool
+
+
+CODEC = Codec(*ex.RECORDS, ex.Holds, Put, Look, Seen)
+
+
+def weights(version, size):
+    return {f"{i}": np.full(size // LEAVES // 4, version * 100 + i, np.float32) for i in range(LEAVES)}
+
+
+def run(end, size, ip="127.0.0.1", space=None):
+    if space is not None:
+        from tests.namespaces import enter
+
+        enter(space)
+    import jax
+
+    from dora_jax.runtime.staging import Versions, WeightHost
+    from dora_jax.runtime.wire import Wire
+
+    jax.config.update("jax_platforms", "cpu")
+    one = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+    like = {name: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=one) for name, x in weights(0, size).items()}
+    host = WeightHost(0, Wire(ip), Versions(), like)
+    while True:
+        try:
+            item = CODEC.decode(end.recv_bytes())
+        except EOFError:
+            return
+        match item:
+            case Put(version=version):
+                host.weights.keep(version, jax.device_put(weights(version, size), one))
+                answer = ex.Holds(world="trainer", epoch=1, version=version)
+            case Look():
+                versions = host.weights.versions
+                whole = all(bool((np.asarray(x) == version * 100 + int(name)).all()) for version in versions
+                            for name, x in host.weights.get(version, None).items())
+                answer = Seen(versions=versions, whole=whole)
+            case _:
+                answer = host.execute(item)
+        if answer is not None:
+            end.send_bytes(CODEC.encode(answer))
