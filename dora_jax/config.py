@@ -97,6 +97,7 @@ class OrchestratorSection:
     rebalance_period_s: float = 0.5
     max_filtered_rounds: int = 10  # filtered groups in a row, in units of P, that stop the run
     filter_zero_variance: bool = False  # DAPO dynamic sampling
+    colocated: bool = False  # instances stand still while the trainer works: for devices that they share
 
     @property
     def max_lag(self) -> int:
@@ -165,7 +166,9 @@ class JournalSection:
 
     on: bool = True
     partial_s: float = 2.0  # how often running samples' tokens are written; 0 (always so in mode sync): they start over
+    sync_s: float = 0.5  # facts outlive any process at once, and a power cut so much later; 0: that at once too
     keep_all: bool = False  # never drop what no checkpoint needs any more: the audit can go back to the first fact
+    record: bool = False  # WORKDIR/recorded: the orchestrator's facts and what things cost, for bench.recorded
     watchdog_s: float = 600.0  # a run in which nothing moves for so long ends with exit code 42; 0: never
 
 
@@ -216,6 +219,7 @@ class Config:
     steps: int = 100
     cpu_devices: int = 0  # virtual CPU devices; 0: as the platform has
     placement: str = "auto"  # auto, disjoint, shared: do trainer and instances own their devices
+    pace: str = ""  # a chip: ticks, steps and transfers last at least as long as a 32.8B model's on it (runtime/paced.py)
     model: ModelSection = ModelSection()
     task: TaskSection = TaskSection()
     rollout: RolloutSection = RolloutSection()

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from dora_jax.models.config import FAMILIES
 from dora_jax.orchestrate.modes import OrchestratorConfig
+from dora_jax.sim.chips import CHIPS
 from dora_jax.trainer import objective
 
 if TYPE_CHECKING:
@@ -25,6 +26,7 @@ MIN_AUTO_INSTANCES = 2  # rollout.instances = 0 makes at least so many: fewer co
 
 CHOICES: dict[str, tuple[str, ...]] = {
     "placement": ("auto", "disjoint", "shared"),
+    "pace": ("", *CHIPS),
     "model.dtype": ("float32", "bfloat16"),
     "rollout.attention": ("reference", "tpu", "gpu"),
     "cluster.launcher": ("", "process", "ray"),
@@ -42,7 +44,7 @@ RANGES: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
         cluster.trainer_hosts cluster.hosts_per_replica"""),
     ("at least 0", lambda x: x >= 0, """
         seed cpu_devices task.reward_retries rollout.instances rollout.decode_rows eval.every checkpoint.every
-        checkpoint.keep_best checkpoint.keep_every journal.partial_s journal.watchdog_s
+        checkpoint.keep_best checkpoint.keep_every journal.partial_s journal.sync_s journal.watchdog_s
         sft.warmup_steps sft.vocab_size cluster.devices_per_host cluster.max_restarts"""),
     ("above 0", lambda x: x > 0, """task.reward_timeout_s trainer.eps sft.learning_rate cluster.silence_s
         cluster.stall_s cluster.start_s"""),
@@ -191,3 +193,6 @@ def _cluster(config: Config) -> Problems:
                f"cluster.devices_per_host = {devices}")
     if config.cpu_devices:
         yield "cpu_devices: belongs to a run in one process; in a cluster it is cluster.devices_per_host"
+    for name in ("pace", "journal.record", "orchestrator.colocated"):
+        if get(config, name):
+            yield f"{name}: belongs to a run in one process"

@@ -2,8 +2,8 @@
 
     python -m dora_jax.bench.recorded DIRECTORY [--modes=sync,dora] [--warmup=2, as the recorder's]
 
-DIRECTORY is what runtime/recorder.py wrote. The journal must replay to the same commands first. Nothing here is paced:
-costs are those of the machine that ran it. Evaluations are not simulated: record a run that has none in its middle. The
+DIRECTORY is what runtime/recorder.py wrote: WORKDIR/recorded of a run with --config.journal.record=True. The journal
+must replay to the same commands first. Nothing here is paced: costs are those of the machine that ran it. Evaluations are not simulated: record a run that has none in its middle. The
 last K steps are left out of the recorded average: nothing new is admitted for them.
 """
 
@@ -46,6 +46,9 @@ def main() -> None:
     parser.add_argument("--modes", default="sync,one_step,partial,dora_paper,dora")
     parser.add_argument("--warmup", type=int, default=2, help="steps left out of every average")
     args = parser.parse_args()
+    for name in (JOURNAL, COSTS):
+        if not (args.directory / name).is_file():
+            parser.error(f"{args.directory} holds no {name}: it is no recorded run, or one that ended before its warm-up")
     config, recorded = setting(args.directory, args.warmup)
     ran = replay.replay(args.directory / JOURNAL, args.warmup, config.orchestrator.max_versions)
     print(replay.render(ran), "\n")

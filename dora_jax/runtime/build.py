@@ -151,7 +151,8 @@ def orchestrator_config(config: Config) -> OrchestratorConfig:
         updates=updates_apart(config), rebalance_period_s=section.rebalance_period_s,
         max_filtered_rounds=section.max_filtered_rounds,
         max_prompt_tokens=rollout.max_prompt_tokens, max_new_tokens=rollout.max_new_tokens,
-        eval_every=config.eval.every, eval_groups=config.eval.prompts, eval_samples=config.eval.samples)
+        eval_every=config.eval.every, eval_groups=config.eval.prompts, eval_samples=config.eval.samples,
+        colocated=section.colocated)
 
 
 def instance_up(instance: InstanceId, config: Config) -> InstanceUp:

@@ -51,7 +51,9 @@ class LocalInstance:
         self._spare = spare
         self._peers = peers
         self._say = say
-        self._new_life = lambda engine: _Life(self, engine, weights, partial_s)
+        self._around: Callable[[Any], Any] = lambda engine: engine
+        self._weights = weights
+        self._new_life = lambda engine: _Life(self, self._around(engine), self._weights, partial_s)
         self._lock = threading.Lock()
         self._life: _Life | None = self._new_life(engine)  # that the orchestrator knows of, or will
         self._leaving: dict[SampleId, tuple[InstanceId, _Life | None]] = {}  # not yet out; where to, and that life
@@ -60,6 +62,11 @@ class LocalInstance:
         self._waited_s = 0.0  # of earlier lives
         self._tokens = 0
         self._done = threading.Event()
+
+    def dress(self, around: Callable[[Any], Any], weights: Any) -> None:
+        """Before `start`: `around(engine)` stands for the engine of every life, `weights` for the store."""
+        self._around, self._weights = around, weights
+        self._life = self._new_life(self._life.engine)
 
     # ---------------------------------------------------------- as a worker
 
@@ -106,6 +113,12 @@ class LocalInstance:
 
     def resume(self, parcel: Parcel) -> None:
         self._send(InstanceWorker.resume, parcel)
+
+    def pause(self) -> None:
+        self._send(InstanceWorker.pause)
+
+    def unpause(self) -> None:
+        self._send(InstanceWorker.unpause)
 
     def move(self, sample: SampleId, dst: LocalInstance) -> None:
         with self._lock:

@@ -17,7 +17,7 @@ from dora_jax.metrics import Writer
 from dora_jax.models import hf
 from dora_jax.orchestrate.core import Orchestrator
 from dora_jax.orchestrate.events import Command, Event, Halt, StepPublished
-from dora_jax.runtime import build, resume
+from dora_jax.runtime import build, outfit, resume
 from dora_jax.runtime.build import OneProcess, Parts, TrainerSide
 from dora_jax.runtime.durable import DurableWorld
 from dora_jax.runtime.guard import RETRY, Guard, GuardedWorld, Stop
@@ -187,7 +187,8 @@ def _run(parts: Parts, body: Any, writer: Writer, orchestrator: Orchestrator, gu
          backing: Backing | None = None) -> tuple[Halt, RunLog]:
     config, groups = parts.config, MemoryGroupStore()
     instances = body.instances()
-    side = backing and backing.side
+    side, recorder = outfit.put_on(config, parts.workdir, instances, body.weights, backing and backing.side, orchestrator,
+                                   writer.note)
     worker = side and build.trainer_worker(config, side, groups, body.weights, orchestrator.state.decisions.max_lag,
                                            parts.outbox)
     world = parts.world(instances, worker, groups, body.weights)
@@ -197,7 +198,7 @@ def _run(parts: Parts, body: Any, writer: Writer, orchestrator: Orchestrator, gu
     world.listen(log.record)
     durable = backing and backing.behind(world)
     guard.diagnose = lambda: f"{orchestrator.summary()['waits']}; {world.diagnosis()}"
-    observers = [log.event, *([Saver(backing, durable, log)] if backing else [])]
+    observers = [*([recorder] if recorder else []), log.event, *([Saver(backing, durable, log)] if backing else [])]
     try:
         writer.phase("all", "compiling")
         ups = body.ready(instances, worker)
@@ -210,3 +211,5 @@ def _run(parts: Parts, body: Any, writer: Writer, orchestrator: Orchestrator, gu
             durable.close()
         world.close()
         log.close()
+        if recorder:
+            recorder.close()

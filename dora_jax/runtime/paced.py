@@ -17,10 +17,23 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+from dora_jax.config import ConfigError
 from dora_jax.rollout.ticks import TickResult
 from dora_jax.runtime.account import Account
-from dora_jax.sim.cost import Costs
+from dora_jax.sim import config as sims
+from dora_jax.sim.cost import Costs, open_costs
 from dora_jax.types import SampleId, ScoredGroup, Version
+
+
+def costs_of(chip: str, instances: int) -> Costs:
+    """Of the simulator's default model on `instances` of its default size, and as many chips again for the trainer."""
+    rollout = instances * sims.HardwareSection().instance_chips
+    modelled = sims.replace(sims.SimConfig(), {
+        "hardware.chip": chip, "hardware.chips": 2 * rollout, "hardware.rollout_chips": rollout})  # fmt: skip
+    try:
+        return open_costs(modelled)
+    except ConfigError as error:
+        raise ConfigError(f"pace: {error}") from error
 
 
 class PacedEngine:
@@ -121,9 +134,9 @@ class PacedTrainer:
         self._due = max(self._due, self._began) + self._pace * seconds
         return self._pack(groups, base)
 
-    def step(self, batches: Any) -> Any:
-        """One batch, or an iterable that may wait for the next."""
-        metrics = self.trainer.step(self._one_by_one(batches) if isinstance(batches, Iterator) else batches)
+    def step(self, batches: Any, **more: Any) -> Any:
+        """One batch, or an iterable that may wait for the next; `more` is the trainer's own."""
+        metrics = self.trainer.step(self._one_by_one(batches) if isinstance(batches, Iterator) else batches, **more)
         self._sleep()
         return metrics
 

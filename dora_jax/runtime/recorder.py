@@ -1,7 +1,9 @@
 """A run's journal and what things cost in it: what the simulator needs to run it again, under this mode or another.
 
+    python -m dora_jax.train ... --config.journal.record=True       writes them to WORKDIR/recorded
+
     recorder = Recorder(directory, config)              config: the OrchestratorConfig of the run
-    worker.engine = recorder.engine(worker.engine)      of every instance, before it starts
+    recorder.engine(engine)                             stands for the engine of every instance, from its start
     run(orchestrator, world, [recorder, ...])           then recorder.close()
 
 Produces journal.jsonl (sim/replay.py) and costs.json (sim/cost.py) in `directory`, read by `bench.recorded`. Costs are
