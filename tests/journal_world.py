@@ -51,7 +51,7 @@ class Disk:
         if whole is not None:
             raise Killed
 
-    def append(self, data):
+    def append(self, data, sync):
         part = self._tick()
         last = max(self.content)
         self.content[last] += data if part is None else data[: int(part * len(data))]

@@ -221,3 +221,24 @@ def test_a_journal_that_cannot_be_written_to_the_end_says_so(tmp_path, monkeypat
     monkeypatch.setattr(jn.os, "fdatasync", lambda fd: (_ for _ in ()).throw(OSError(5, "Input/output error")))
     journal.close()
     assert "1 journal records could not be written before the end" in said[-1]
+
+
+def test_what_is_written_is_made_durable_in_time(tmp_path, monkeypatch):
+    now, synced = [100.0], []
+    monkeypatch.setattr(jn.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(jn.os, "fdatasync", lambda fd: synced.append(now[0]))
+    journal = Journal(FileLog(tmp_path), sync_s=0.5)
+    journal.rotate([b"head"])
+    for now[0] in (100.1, 100.2, 100.3):
+        journal.append(b"x")
+        assert journal.commit() and not journal.sync_due
+    assert len(journal.read(1).records) == 4 and not synced, "written at once, for any process to read"
+    now[0] = 100.6
+    assert journal.sync_due and journal.commit() and synced == [100.6] and not journal.sync_due
+    journal.append(b"a step")
+    assert journal.commit(sync=True) and len(synced) == 2
+    assert journal.commit(sync=True) and len(synced) == 2, "nothing new"
+    journal.append(b"last")
+    journal.commit()
+    journal.close()
+    assert len(synced) == 3

@@ -1,10 +1,11 @@
 """A world whose facts outlive the process: what it reports is journaled before the orchestrator sees it.
 
-    world.events() -> [append every fact with its payload, one fsync] -> orchestrator.step -> world.execute
+    world.events() -> [append every fact with its payload, one write] -> orchestrator.step -> world.execute
 
 Consumes the facts and payload records of any `World` that tells listeners; produces the same facts. Laws: a sample, a
-group or a step that the orchestrator knows of is on disk; soft facts (progress, pages, time) ride with the next
-commit, and losing the last of them costs nothing; a segment is begun between two batches of facts, never inside one.
+group or a step that the orchestrator knows of is written, which no death of a process undoes; a step that is published,
+with all before it, is on the disk, and so is any fact after journal.sync_s, which no power cut undoes; soft facts
+(progress, pages, time) ride with the next write, and losing the last of them costs nothing; a segment is begun between two batches of facts, never inside one.
 """
 
 from __future__ import annotations
@@ -102,10 +103,11 @@ class DurableWorld:
             self._journal.append(CODEC.encode(entry))
         now = time.monotonic()
         hard = any(isinstance(entry, Fact) and isinstance(entry.event, HARD) for entry in entries)
-        if hard or now - self._committed_s > SOFT_PERIOD_S:
+        if hard or now - self._committed_s > SOFT_PERIOD_S or self._journal.sync_due:
             self._committed_s = now
             point("journal.before_commit")
-            self._journal.commit()
+            self._journal.commit(sync=any(isinstance(entry, Fact) and isinstance(entry.event, ev.StepPublished)
+                                          for entry in entries))
             point("journal.after_commit")
 
     def _hear(self, item: Any) -> None:

@@ -1,6 +1,7 @@
 """The event log: what makes a resume exact. Bytes of records in, the same bytes out after any crash.
 
-    append(record) ... commit()     a group of records becomes durable with one fsync
+    append(record) ... commit()     a group of records is written with one call: no death of a process undoes that
+    commit(sync=True), or every sync_s of those calls: with one fsync, all so far becomes durable: no power cut undoes it
     rotate(records)                 a new segment, there whole or not at all; it begins with a snapshot
     read(segment)                   its records, up to the first that is torn or damaged
 
@@ -44,8 +45,8 @@ class Log(Protocol):
     def begin(self, segment: int, data: bytes) -> None:
         """A new last segment with this content, durable, whole or not at all."""
 
-    def append(self, data: bytes) -> None:
-        """Adds to the last segment; durable on return. OSError: nothing was added."""
+    def append(self, data: bytes, sync: bool) -> None:
+        """Adds to the last segment; `sync`: it is durable on return, with all before it. OSError: nothing was added."""
 
     def drop(self, segment: int) -> None:
         """Forgets an old segment."""
@@ -64,11 +65,14 @@ class JournalError(RuntimeError):
 
 
 class Journal:
-    """One writer of one log; used by one thread."""
+    """One writer of one log; used by one thread. `sync_s`: what was written is durable so many seconds later; 0: at once."""
 
-    def __init__(self, log: Log, alarm: Callable[[str], None] = lambda sentence: None):
+    def __init__(self, log: Log, alarm: Callable[[str], None] = lambda sentence: None, sync_s: float = 0.0):
         self._log = log
         self._alarm = alarm
+        self._sync_s = sync_s
+        self._synced_s = time.monotonic()
+        self._unsynced = False
         self._buffer: list[bytes] = []
         self._bytes = 0
         self._alarmed_s = -ALARM_PERIOD_S
@@ -90,7 +94,7 @@ class Journal:
 
     def rotate(self, records: Iterable[bytes]) -> int:
         """Begins the next segment with these records and returns its number; later appends go there."""
-        self.commit()
+        self.commit(sync=True)
         if self._buffer:
             raise OSError("the journal cannot begin a segment while older records wait for space")
         number = max(self._log.segments(), default=0) + 1
@@ -109,17 +113,26 @@ class Journal:
             raise JournalError(f"the journal holds {self._bytes >> 20} MiB that it cannot write: the disk has been full "
                                f"for {time.monotonic() - (self._degraded_since or time.monotonic()):.0f} s")
 
-    def commit(self) -> bool:
-        """Makes what was appended durable; False where the storage refused: it is kept and tried again later."""
-        if not self._buffer:
+    @property
+    def sync_due(self) -> bool:
+        """Something has been written for `sync_s` and is not durable."""
+        return self._unsynced and time.monotonic() - self._synced_s >= self._sync_s
+
+    def commit(self, sync: bool = False) -> bool:
+        """Writes what was appended; False where the storage refused: it is kept and tried again later."""
+        sync = sync or time.monotonic() - self._synced_s >= self._sync_s
+        if not self._buffer and not (sync and self._unsynced):
             return True
         if self._degraded_since is not None and time.monotonic() - self._tried_s < RETRY_PERIOD_S:
             return False
         try:
-            self._log.append(b"".join(self._buffer))
+            self._log.append(b"".join(self._buffer), sync)
         except OSError as error:
             self._refused(error)
             return False
+        self._unsynced = not sync
+        if sync:
+            self._synced_s = time.monotonic()
         self.commits += 1
         self._buffer.clear()
         self._bytes = 0
@@ -138,7 +151,7 @@ class Journal:
         """Commits; where that fails it is said, because what is lost then will be generated again."""
         try:
             self._tried_s = 0.0
-            if not self.commit():
+            if not self.commit(sync=True):
                 self._alarm(f"{len(self._buffer)} journal records could not be written before the end: what they tell of "
                             f"will be generated again")
         finally:
@@ -243,13 +256,14 @@ class FileLog:
         self._fd, self._size = fd, len(data)
         point("journal.after_segment")
 
-    def append(self, data: bytes) -> None:
+    def append(self, data: bytes, sync: bool) -> None:
         try:
             if armed("journal.half_commit"):
                 _write_all(self._fd, data[: len(data) // 2 + 1])
                 os.kill(os.getpid(), signal.SIGKILL)
             _write_all(self._fd, data)
-            os.fdatasync(self._fd)
+            if sync:
+                os.fdatasync(self._fd)
         except OSError:
             os.ftruncate(self._fd, self._size)  # half a frame would hide what follows it
             os.lseek(self._fd, self._size, os.SEEK_SET)

@@ -48,7 +48,10 @@ class ObjectLog:
         self._folder, self._next = folder, 1
         self._tidy()
 
-    def append(self, data: bytes) -> None:
+    def append(self, data: bytes, sync: bool) -> None:
+        """An object is durable once it is put."""
+        if not data:
+            return
         self._put(f"{self._folder}/{self._next:06d}", data, ABSENT)
         self._next += 1
 

@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from dora_jax.config import Config, ConfigError
+from dora_jax.config import ConfigError, JournalSection
 from dora_jax.fault import point
 from dora_jax.metrics import Writer
 from dora_jax.orchestrate.core import Orchestrator
@@ -40,15 +40,15 @@ class Begun:
     redone: int = 0  # steps made again
 
 
-def open_journal(workdir: Path, on: bool, writer: Writer) -> Journal | None:
-    """`on` = False puts a journal out of the way: what a run without one does, it would not know of."""
+def open_journal(workdir: Path, section: JournalSection, writer: Writer) -> Journal | None:
+    """`section.on` = False puts a journal out of the way: what a run without one does, it would not know of."""
     folder = workdir / "journal"
-    if not on:
+    if not section.on:
         if folder.exists():
             folder.rename(workdir / f"journal.{time.time():.0f}.ended")
         return None
     try:
-        return Journal(FileLog(folder), writer.note)
+        return Journal(FileLog(folder), writer.note, section.sync_s)
     except JournalError as error:
         raise ConfigError(f"workdir: {error}") from error
 
