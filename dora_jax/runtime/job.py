@@ -156,7 +156,7 @@ class Saver:
 
 def _train(parts: Parts, writer: Writer, guard: Guard) -> tuple[Halt, RunLog]:
     config = parts.config
-    journal = resume.open_journal(parts.workdir, config.journal.on, writer)
+    journal = resume.open_journal(parts.workdir, config.journal, writer)
     writer.phase("trainer", "loading the model")
     body = _body(parts, writer)
     try:
