@@ -1,0 +1,256 @@
+"""Does staleness cost learning? Every mode on the same task, from the same base, over several seeds.
+
+    python -m dora_jax.bench.learning [--seeds=0,1,2,3,4] [--modes=sync,one_step,partial,evict,dora2,dora3,dora5]
+                                      [--workdir=runs/learning] [--base=DIR] [--steps=80]
+
+Each point is one run of `dora_jax.train` on the quickstart's config in a folder of its own; one that has ended is not
+run again, one that was cut short starts over, since its clock counts. All start from one base, made by `dora_jax.sft`
+where it is missing. The number behind a mode is K (3 where there is none and the mode has one).
+
+Printed are means over seeds and, behind +-, half of their 95 % confidence interval (Student's t); differences are
+taken seed by seed. Per step: the mean of the trained groups' reward over all steps, and of held-out accuracy over all
+evaluations but the first. A step's reward is of the weights that sampled its groups, so it is behind by the lag;
+`by version` is not: the mean over versions of what the groups of each scored. Per second: the same curves over time,
+averaged from the start to the end of the seed's fastest run. Seconds count from the first sample, compilation aside,
+on two clocks: `s in all` as it was, all others without evaluation: a step beside one counts as its neighbours do.
+
+The second table: pass rate of groups by their lag, less that of the mode's most frequent lag: raw, inside groups of
+equal difficulty (terms of the sum), and inside those of equal difficulty and version. The last holds the weights
+fixed: what is left there, is selection.
+"""
+
+from __future__ import annotations
+
+import argparse
+import collections
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+from scipy import stats
+
+from dora_jax.runtime.audit import ReadOnly
+from dora_jax.runtime.journal import Journal
+from dora_jax.runtime.recovery import replay
+from dora_jax.sim.table import grid
+from dora_jax.tokenizer import Tokenizer
+
+CONFIG = "configs/quickstart.py"
+MODES = ("sync", "one_step", "partial", "evict", "dora2", "dora3", "dora5")
+MEASURED, BASELINE = "dora3", "sync"  # of the verdict
+NO_LAG = ("sync", "partial")  # all groups have the same, or none: a trajectory has several versions
+EVAL_EVERY = 10
+SMOOTH, TARGET = 5, 0.9  # a run has learnt when the mean reward of so many steps is this
+LAST = 4  # versions at the end of a run whose groups, where they lag, are not trained any more
+RESULT = "groups.json"  # in a run's folder, last: its arguments and every trained group
+
+
+class Group(NamedTuple):
+    """A trained group as the journal has it."""
+
+    version: int
+    lag: int
+    terms: int  # numbers that the prompt adds up
+    passed: int
+    samples: int
+
+
+class Curve(NamedTuple):
+    """One run. Per step [n], but held-out accuracy, which has its own versions."""
+
+    clock: np.ndarray  # seconds at the end of each step
+    quiet_clock: np.ndarray  # without evaluation
+    reward: np.ndarray
+    lag: np.ndarray
+    wait: np.ndarray  # share of the step for which the trainer had no batch
+    idle: np.ndarray  # share of the step for which an instance had nothing to do
+    versions: np.ndarray
+    heldout: np.ndarray  # at `versions`
+    groups: list[Group]
+
+
+def run(folder: Path, mode: str, seed: int, base: Path, steps: int) -> None:
+    """Trains unless it has been done, and keeps of the journal what is read here."""
+    name, k = re.fullmatch(r"([a-z_]+)(\d*)", mode).groups()
+    overrides = {"seed": seed, "steps": steps, "model.path": base, "eval.every": EVAL_EVERY, "checkpoint.every": 0,
+                 "orchestrator.mode": name, "orchestrator.max_versions": k or 3}
+    arguments = [f"--config={CONFIG}", *(f"--config.{field}={value}" for field, value in overrides.items())]
+    if (folder / RESULT).exists():
+        if json.loads((folder / RESULT).read_text())["arguments"] != arguments:
+            raise SystemExit(f"error: {folder} holds a run of other settings; choose another --workdir")
+        return
+    shutil.rmtree(folder, ignore_errors=True)
+    call("dora_jax.train", *arguments, f"--workdir={folder}")
+    tokenizer, journal = Tokenizer.load(base), Journal(ReadOnly(folder / "journal"))
+    groups = []
+    for step in replay(journal, journal.segments(), print).steps:
+        for g in step.groups:
+            terms = len(re.findall(r"\d+", tokenizer.decode(g.samples[0].prompt_ids)))
+            groups.append(Group(g.version, step.base - g.version, terms, int((g.rewards >= 1).sum()), len(g.rewards)))
+    partial = folder / f".{RESULT}.partial"
+    partial.write_text(json.dumps({"arguments": arguments, "groups": groups}))
+    partial.replace(folder / RESULT)
+
+
+def call(module: str, *arguments: str) -> None:
+    print(f"{module} {arguments[-1]}", file=sys.stderr, flush=True)
+    done = subprocess.run([sys.executable, "-m", module, *arguments], capture_output=True, text=True)
+    if done.returncode:
+        raise SystemExit(f"error: {module} ended with code {done.returncode}: {done.stderr[-2000:]}")
+
+
+def load(folder: Path) -> Curve:
+    records = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    steps = [r for r in records if "reward/mean" in r]
+    evals = [r for r in records if "eval/accuracy" in r]
+    end, took = column(steps, "time/run_s"), column(steps, "time/step_s")
+    took[0] = steps[0]["trainer/wait_s"] + steps[0]["trainer/step_s"]  # without what was compiled before
+    start = end[0] - took[0]
+    windows = [(end[r["step"] - 1] if r["step"] else start, r["time/run_s"]) for r in evals]
+    return Curve(
+        end - start, np.cumsum(without(end - took, end, took, windows)), column(steps, "reward/mean"),
+        column(steps, "lag/mean"), column(steps, "trainer/wait_s") / took, column(steps, "rollout/idle_share"),
+        column(evals, "step"), column(evals, "eval/accuracy"),
+        [Group(*g) for g in json.loads((folder / RESULT).read_text())["groups"]])
+
+
+def column(records: list[dict], name: str) -> np.ndarray:
+    return np.array([r[name] for r in records], np.float64)
+
+
+def without(begin: np.ndarray, end: np.ndarray, took: np.ndarray, windows: list[tuple[float, float]]) -> np.ndarray:
+    """Seconds of each step; those that overlap a window are interpolated from the others."""
+    busy = np.zeros(len(took), bool)
+    for first, last in windows:
+        busy |= (begin < last) & (end > first)
+    index = np.arange(len(took))
+    return np.where(busy, np.interp(index, index[~busy], took[~busy]), took)
+
+
+def figures(curve: Curve, seconds: float) -> dict[str, float]:
+    """A run in numbers; `seconds`: how long its fastest companion took, without evaluation."""
+    smooth = np.convolve(curve.reward, np.ones(SMOOTH) / SMOOTH, "valid")
+    learnt = int(np.argmax(smooth >= TARGET)) if (smooth >= TARGET).any() else None
+    reached = curve.quiet_clock[learnt + SMOOTH - 1] if learnt is not None else np.nan
+    at = np.concatenate([[0.0], curve.quiet_clock])[curve.versions.astype(int)]
+    passed, samples = (np.bincount([g.version for g in curve.groups], [getattr(g, name) for g in curve.groups])
+                       for name in ("passed", "samples"))
+    rate = passed[samples > 0] / samples[samples > 0]
+    versions = np.arange(len(curve.reward) - LAST)
+    return {
+        "reward": curve.reward.mean(), "by version": np.interp(versions, np.flatnonzero(samples), rate).mean(),
+        "held-out": curve.heldout[1:].mean(), "last": curve.heldout[-1],
+        "lag": curve.lag.mean(), "reward/s": area(curve.quiet_clock, curve.reward, seconds),
+        "held-out/s": area(at, curve.heldout, seconds), "s to learn": reached,
+        "ms/step": 1e3 * curve.quiet_clock[-1] / len(curve.reward), "s in all": curve.clock[-1],
+        "trainer waits": curve.wait[1:].mean(), "rollout idle": curve.idle[1:].mean()}
+
+
+def area(at: np.ndarray, values: np.ndarray, stop: float) -> float:
+    return float(np.interp(np.linspace(0.0, stop, 1000), at, values).mean())
+
+
+def by_lag(groups: list[Group], lag: int, than: int) -> list[float]:
+    """Pass rate at `lag` less that at `than`: raw, within terms, within terms and version.
+
+    Strata weigh n m / (n + m), as Mantel and Haenszel's do: those that hold one side only say nothing.
+    """
+    keys = (lambda g: (), lambda g: (g.terms,), lambda g: (g.terms, g.version))
+    found = []
+    for key in keys:
+        strata = collections.defaultdict(lambda: np.zeros((2, 2)))  # [there or not, passed or all]
+        for g in groups:
+            if g.lag in (lag, than):
+                strata[key(g)][int(g.lag == lag)] += (g.passed, g.samples)
+        both = np.array([s for s in strata.values() if s[:, 1].all()]).reshape(-1, 2, 2)
+        weight = both[:, :, 1].prod(1) / both[:, :, 1].sum(1)
+        rate = both[:, :, 0] / both[:, :, 1]
+        found.append(float((weight * (rate[:, 1] - rate[:, 0])).sum() / weight.sum()) if len(both) else np.nan)
+    return found
+
+
+def interval(values: list[float]) -> tuple[float, float]:
+    """(mean, half of the 95 % interval of the mean); nan of one value."""
+    n = len(values)
+    half = stats.t.ppf(0.975, n - 1) * np.std(values, ddof=1) / np.sqrt(n) if n > 1 else np.nan
+    return float(np.mean(values)), float(half)
+
+
+def learning_table(found: dict[str, list[dict[str, float]]]) -> str:
+    digits = {"lag": 2, "s to learn": 1, "ms/step": 0, "s in all": 1, "trainer waits": 2, "rollout idle": 2}
+    head = list(next(iter(found.values()))[0])
+    rows = [[mode, *(cell(*interval([run[name] for run in runs]), digits.get(name, 3)) for name in head)]
+            for mode, runs in found.items()]
+    return grid(["mode", *head], rows)
+
+
+def lag_table(found: dict[str, list[Curve]]) -> str:
+    head = ["mode", "lag", "share", "pass rate", "against lag", "raw", "within terms", "within terms, version"]
+    rows = []
+    for mode, curves in found.items():
+        counts = collections.Counter(g.lag for curve in curves for g in curve.groups)
+        than = counts.most_common(1)[0][0]
+        for lag, count in sorted(counts.items()):
+            groups = [g for curve in curves for g in curve.groups if g.lag == lag]
+            rate = sum(g.passed for g in groups) / sum(g.samples for g in groups)
+            line = [mode, str(lag), f"{count / counts.total():.1%}", f"{rate:.1%}"]
+            if lag == than:
+                rows.append([*line, "-", "", "", ""])
+                continue
+            seeds = np.array([by_lag(curve.groups, lag, than) for curve in curves])
+            rows.append([*line, str(than), *(cell(*interval([x for x in s if np.isfinite(x)]), 3) for s in seeds.T)])
+    return grid(head, rows)
+
+
+def verdict(found: dict[str, list[dict[str, float]]]) -> list[str]:
+    """MEASURED against BASELINE, seed by seed."""
+    said, per_step = [], ("reward", "by version", "held-out", "last")
+    for label, names in (("per step", per_step), ("per second", ("reward/s", "held-out/s"))):
+        for name in names:
+            mean, half = interval([a[name] - b[name] for a, b in zip(found[MEASURED], found[BASELINE], strict=True)])
+            word = "above" if mean > half else "below" if mean < -half else "inside the interval"
+            said.append(f"{label}, {name}: {MEASURED} less {BASELINE} {cell(mean, half, 4)}: {word}")
+    for name in ("ms/step", "s to learn", "s in all"):
+        mean, half = interval([np.log(b[name] / a[name]) for a, b in zip(found[MEASURED], found[BASELINE])])
+        ratios = [f"{ratio:.2f}" for ratio in np.exp([mean, mean - half, mean + half])]
+        said.append(f"{name}: {BASELINE} / {MEASURED} = {ratios[0]} ({ratios[1]} to {ratios[2]})")
+    return said
+
+
+def cell(mean: float, half: float, digits: int) -> str:
+    return f"{mean:.{digits}f} +-{half:.{digits}f}"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--seeds", default="0,1,2,3,4")
+    parser.add_argument("--modes", default=",".join(MODES))
+    parser.add_argument("--workdir", type=Path, default=Path("runs/learning"))
+    parser.add_argument("--base", type=Path, help="a Hugging Face folder; default: WORKDIR/base, made where missing")
+    parser.add_argument("--steps", type=int, default=80)
+    args = parser.parse_args()
+    base, modes, seeds = args.base or args.workdir / "base", args.modes.split(","), args.seeds.split(",")
+    if not (base / "config.json").exists():
+        call("dora_jax.sft", f"--config={CONFIG}", f"--config.sft.out={base}", f"--workdir={args.workdir / 'sft'}")
+    folders = {mode: [args.workdir / f"{mode}-seed{seed}" for seed in seeds] for mode in modes}
+    for i, seed in enumerate(seeds):  # the modes of a seed run one after the other, another one first each time
+        for j in range(len(modes)):
+            mode = modes[(int(seed) + j) % len(modes)]
+            run(folders[mode][i], mode, int(seed), base, args.steps)
+    curves = {mode: [load(folder) for folder in of_mode] for mode, of_mode in folders.items()}
+    shortest = [min(curves[mode][i].quiet_clock[-1] for mode in modes) for i in range(len(seeds))]
+    found = {mode: [figures(c, s) for c, s in zip(of_mode, shortest)] for mode, of_mode in curves.items()}
+    print(f"{args.steps} steps, {len(seeds)} seeds, {os.cpu_count()} cores; mean +- half of the 95 % interval\n")
+    print(learning_table(found), lag_table({m: c for m, c in curves.items() if m not in NO_LAG}), sep="\n\n")
+    if {MEASURED, BASELINE} <= found.keys():
+        print("", *verdict(found), sep="\n")
+
+
+if __name__ == "__main__":
+    main()

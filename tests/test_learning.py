@@ -1,0 +1,52 @@
+"""bench.learning: the clock without evaluation, differences by lag inside strata, intervals. By hand."""
+
+import numpy as np
+import pytest
+
+from dora_jax.bench import learning
+from dora_jax.bench.learning import Curve, Group
+
+
+def test_a_step_beside_an_evaluation_counts_as_its_neighbours():
+    took = np.array([1.0, 1.0, 5.0, 3.0, 9.0])
+    end = np.cumsum(took)
+    quiet = learning.without(end - took, end, took, [(2.0, 6.5), (19.0, 19.0 + 1)])
+    np.testing.assert_allclose(quiet, [1.0, 1.0, 2.0, 3.0, 9.0])
+    np.testing.assert_allclose(learning.without(end - took, end, took, [(10.5, 11.0)]), [1.0, 1.0, 5.0, 3.0, 3.0])
+
+
+def test_what_only_the_difficulty_does_vanishes_inside_its_strata():
+    """Hard groups (7 terms) pass 2 of 8 and mostly come late, easy ones 6 of 8: lag itself does nothing."""
+    groups = [Group(version=0, lag=lag, terms=terms, passed=2 if terms == 7 else 6, samples=8)
+              for lag, hard in ((0, 1), (1, 3)) for terms in [7] * hard + [3] * (4 - hard)]
+    raw, within, _ = learning.by_lag(groups, lag=1, than=0)
+    assert raw == pytest.approx(12 / 32 - 20 / 32)
+    assert within == pytest.approx(0.0)
+
+
+def test_what_the_version_does_vanishes_inside_versions_alone():
+    groups = [Group(version=v, lag=lag, terms=3, passed=1 + v, samples=8)
+              for v in range(4) for lag in ([0] * (4 - v) + [1] * (1 + v))]
+    raw, within, fixed = learning.by_lag(groups, lag=1, than=0)
+    assert raw == within > 0.1 and fixed == pytest.approx(0.0)
+    assert np.isnan(learning.by_lag(groups, lag=2, than=0)).all()
+
+
+def test_interval_by_hand():
+    mean, half = learning.interval([1.0, 2.0, 3.0])
+    assert mean == 2.0 and half == pytest.approx(4.3027 / np.sqrt(3), rel=1e-4)  # t of 2 degrees of freedom
+    assert np.isnan(learning.interval([1.0])[1])
+
+
+def test_a_run_in_numbers():
+    n = 10
+    reward = np.array([0.0] * 4 + [1.0] * 6)
+    curve = Curve(np.arange(1, n + 1) * 2.0, np.arange(1, n + 1) * 1.0, reward, np.full(n, 0.5), np.full(n, 0.25),
+                  np.full(n, 0.1), np.array([0, 5, 10]), np.array([0.2, 0.6, 0.8]),
+                  [Group(0, 0, 3, 1, 8), Group(0, 1, 3, 3, 8), Group(5, 0, 3, 8, 8), Group(9, 0, 3, 0, 8)])
+    numbers = learning.figures(curve, seconds=10.0)
+    assert numbers["reward"] == pytest.approx(0.6) and numbers["held-out"] == pytest.approx(0.7)
+    assert numbers["by version"] == pytest.approx(np.mean(np.linspace(0.25, 1.0, 6)))  # versions 0 to 5 of 10 - 4
+    assert numbers["s to learn"] == 9.0  # steps 5 to 9 are the first five of reward 1
+    assert numbers["ms/step"] == pytest.approx(1000.0) and numbers["s in all"] == 20.0
+    assert numbers["held-out/s"] == pytest.approx(np.mean([0.4, 0.7]), abs=1e-3)
