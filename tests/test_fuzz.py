@@ -74,6 +74,7 @@ def refused(decode, *errors) -> bool:
     return False
 
 
+@pytest.mark.slow
 def test_configs():
     draw = random.Random(0)
     base = config.defaults()
