@@ -114,6 +114,23 @@ def test_packing_and_padding(expected):
     assert_same(loss_and_gradient(padded), expected)
 
 
+def test_logits_of_packed_rows_are_those_of_each_sequence_alone():
+    model = step.Model(MODEL, sharding.make_mesh(jax.devices()[:1], 1, 1, 1), jnp.float32, "none", 1.0, None)
+
+    def logits(arrays):
+        run = jax.jit(lambda p, a: decoder.logits(MODEL, p, model.hidden(p, a)), compiler_options=FAST_COMPILE)
+        return np.asarray(run(PARAMS, arrays))
+
+    packed = batch().arrays()
+    together, alone, n = logits(packed), logits(one_sequence_a_row(packed)), 0
+    for row, ids in enumerate(packed["segment_ids"]):
+        for segment in range(1, ids.max() + 1):
+            at = ids == segment
+            np.testing.assert_allclose(together[row, at], alone[n, :at.sum()], atol=1e-5)
+            n += 1
+    assert n == 28 and (packed["segment_ids"].max(1) > 1).sum() > 4  # rows of several sequences
+
+
 def test_row_order(expected):
     order = np.random.default_rng(0).permutation(16)
     assert_same(loss_and_gradient({name: x[order] for name, x in batch().arrays().items()}), expected)

@@ -1,5 +1,6 @@
 """The other models of a step: reference, value model; the gradient norms and the step scaling of VCPO."""
 
+import dataclasses
 import functools
 
 import jax
@@ -42,6 +43,14 @@ def test_value_model_and_reference_through_steps(trainer):
     critic = trainer.state.opt_state["critic"]
     assert int(optim.updates_done(critic.opt_state)) == 4
     assert np.abs(np.asarray(critic.params["head"])).max() > 0
+
+
+def test_a_value_gradient_that_is_not_finite_counts_and_moves_no_value(trainer):
+    batch = cases.batch(trainer, score=trainer.score)
+    before = np.array(trainer.state.opt_state["critic"].params["head"])
+    bad = dataclasses.replace(batch, returns=np.where(batch.mask, np.inf, 0).astype(np.float32))
+    assert trainer.step(bad)["trainer/updates_skipped"] == 1
+    np.testing.assert_array_equal(before, np.asarray(trainer.state.opt_state["critic"].params["head"]))
 
 
 def test_resume_refuses_a_step_whose_reference_is_lost(trainer):

@@ -101,7 +101,8 @@ def problems(model: ModelConfig, section: Any, slice_name: str, shape: Shape, dt
     return []
 
 
-def compile_update(model: ModelConfig, section: Any, slice_name: str, shape: Shape, dtype: str = "bfloat16") -> Compiled:
+def compile_update(model: ModelConfig, section: Any, slice_name: str, shape: Shape,
+                   dtype: str = "bfloat16") -> Compiled:
     """ValueError where the mesh does not fit the slice or the model; DoesNotFit where memory is too small."""
     kind, _ = parse(slice_name)
     check_mesh(model, fsdp=shape.fsdp, tensor=shape.tensor)
@@ -122,7 +123,8 @@ def compile_update(model: ModelConfig, section: Any, slice_name: str, shape: Sha
         flops=flops.traced_flops(traced.jaxpr.jaxpr, section.micro_batches), tokens=shape.rows * shape.tokens,
         collectives=hlo.collectives(compiled.as_text(), section.micro_batches))
     if result.chip_bytes > result.chip.hbm_bytes:  # XLA itself only refuses temporaries that are too large alone
-        raise _refusal(f"{result.chip_bytes / GIB:.2f}G", f"{result.chip.hbm_bytes / GIB:.2f}G", slice_name, shape, section)
+        needs, has = (f"{n / GIB:.2f}G" for n in (result.chip_bytes, result.chip.hbm_bytes))
+        raise _refusal(needs, has, slice_name, shape, section)
     return result
 
 

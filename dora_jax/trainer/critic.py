@@ -61,7 +61,7 @@ class Critic:
         return jnp.sum(arrays["loss_weights"] * per_token), {"value_loss": jnp.sum(per_token)}
 
     def update(self, state: CriticState, arrays: Any, accumulate: Any) -> tuple[CriticState, dict[str, jax.Array]]:
-        """One optimizer step; not finite: the state stays. `accumulate` is step.accumulate over micro-batches."""
+        """One optimizer step; not finite: the state stays, and `skipped` is 1. `accumulate` is step.accumulate."""
         grads, sums = accumulate(self.loss, state.params, self.shardings(self.model.mesh).params, arrays,
                                  self.section.micro_batches)
         norm = optax.tree.norm(grads)
@@ -70,4 +70,5 @@ class Critic:
         updates, opt_state = self._tx.update(grads, old, state.params)
         new = CriticState(optax.apply_updates(state.params, updates), opt_state)
         keep = functools.partial(jax.tree.map, lambda a, b: jnp.where(ok, a, b))
-        return keep(new, CriticState(state.params, old)), sums | {"value_grad_norm": norm}
+        sums |= {"value_grad_norm": norm, "skipped": 1.0 - ok.astype(jnp.float32)}
+        return keep(new, CriticState(state.params, old)), sums

@@ -1,8 +1,8 @@
 """Stage 5, train: floating-point operations of a step: what the model needs, and what a traced program does.
 
     Meter            tokens/s and MFU of a step, for its metrics
-    model_flops      forward and backward of the tokens that are there: the numerator of MFU (arXiv 2204.02311), with the
-                     causal half of attention only, and nothing for recomputation, padding or masked scores
+    model_flops      forward and backward of the tokens that are there: the numerator of MFU (arXiv 2204.02311), with
+                     the causal half of attention only, and nothing for recomputation, padding or masked scores
     traced_flops     every matrix product of a jaxpr, recomputation and masked scores included: what the chips execute
 """
 
@@ -54,7 +54,8 @@ def traced_flops(jaxpr: Any, loops: int = 1) -> float:
             shape = eqn.invars[0].aval.shape
             total += 2.0 * math.prod(eqn.outvars[0].aval.shape) * math.prod(shape[i] for i in contracted)
         else:
-            total += _times(eqn, loops) * sum(traced_flops(inner, loops) for inner in jax.extend.core.jaxprs_in_params(eqn.params))
+            inner = jax.extend.core.jaxprs_in_params(eqn.params)
+            total += _times(eqn, loops) * sum(traced_flops(each, loops) for each in inner)
     return total
 
 
@@ -84,7 +85,8 @@ class Meter:
 
     def take(self) -> dict[str, float]:
         """Metrics of the updates since the last call."""
-        metrics = {"trainer/tokens_per_s": self._tokens / self._seconds, "trainer/packed_share": self._tokens / self._places}
+        metrics = {"trainer/tokens_per_s": self._tokens / self._seconds,
+                   "trainer/packed_share": self._tokens / self._places}
         if self._peak:
             metrics["trainer/mfu"] = self._flops / self._seconds / self._peak
         self._clear()

@@ -44,7 +44,8 @@ def grad_norms_sq(model: Any, params: Any, rows: dict[str, jax.Array]) -> jax.Ar
 
     def one(row: dict[str, jax.Array]) -> jax.Array:
         def log_prob(params: Any) -> jax.Array:
-            logprobs, _ = model.logprobs(params, {name: jnp.pad(x[None], ((0, empty), (0, 0))) for name, x in row.items()})
+            alone = {name: jnp.pad(x[None], ((0, empty), (0, 0))) for name, x in row.items()}
+            logprobs, _ = model.logprobs(params, alone)
             return jnp.sum(jnp.where(row["mask"], logprobs[0], 0.0))
 
         return sum(jnp.sum(jnp.square(g)) for g in jax.tree.leaves(jax.grad(log_prob)(params)))

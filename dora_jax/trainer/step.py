@@ -154,7 +154,7 @@ class Trainer:
         self._compiled[rows, tokens] = self._update.lower(self.state, shapes).compile()
 
     def probe(self, probe: Probe) -> dict[str, float]:
-        """The engine-trainer gap on the tokens that `probe.version` sampled, under its weights; stops above the bound."""
+        """The engine-trainer gap on the tokens of `probe.version`, under its weights; stops above the bound."""
         batch = probe.batch
         fresh = batch.mask & (batch.version == probe.version)
         if not fresh.any():
@@ -259,7 +259,7 @@ def update(recipe: Recipe, state: TrainState, arrays: Arrays) -> tuple[TrainStat
     opt_state = {**state.opt_state, "policy": keep(new, old)}
     if "critic" in opt_state:
         opt_state["critic"], more = recipe.critic.update(opt_state["critic"], arrays, accumulate)
-        sums |= more
+        sums |= more | {"skipped": jnp.maximum(sums["skipped"], more["skipped"])}
     return TrainState(keep(optax.apply_updates(state.params, updates), state.params), opt_state, state.step), sums
 
 
