@@ -28,7 +28,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from dora_jax.bench import plain_step
-from dora_jax.bench.decode import ENVIRONMENTS, MODEL, machine, timed
+from dora_jax.bench.decode import ENVIRONMENTS, MODEL, flop_speed, timed
 from dora_jax.buffer import pack
 from dora_jax.config import TrainerSection
 from dora_jax.models import decoder, hf, logits, sharding
@@ -161,7 +161,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         hf.save(Path(folder) / "model", MODEL, params)
         external = External(Path(folder) / "model", args.install) if "transformers" in rivals else None
-        peak = machine()[1]
+        peak = flop_speed()
         print(f"measured: {peak / 1e9:.0f} GFLOP/s; jax {jax.__version__}; tokens/s (MFU) of one update")
         print(f"{'work':11s}{'tokens':>7s}{'packed':>8s}{'padded':>8s}{'ours':>16s}"
               + "".join(f"{name:>20s}" for name in rivals) + f"{'best rival':>12s}", flush=True)
