@@ -6,7 +6,8 @@
 A kind names whose process it is and what happens to it: a kill is SIGKILL, a freeze SIGSTOP; `controller-kill` ends the
 run, whose children must end too, and starts the same command again. A blow falls once all gangs are up and another
 step has been published. One row a kind: seconds until the loss is said, until a new gang is up, and until it does its
-work again (an instance is at once, the trainer when it is back at its version; said of a controller: its children are gone).
+work again (an instance is at once, the trainer when it is back at its version); of a controller "said" means that its
+children are gone.
 At the end the books of the whole run, from its journal:
     issued = trained + filtered + failed + in flight; lost, trained twice, generated again: 0
 """

@@ -227,6 +227,9 @@ class LocalWorld:
                 self._tell(item)
             case Risen():
                 self._risen.append(item)
+            case ev.InstanceDown(instance=instance):  # also of one that fell before its rise was heard
+                self._risen = [rise for rise in self._risen if rise.event.instance != instance]
+                yield item
             case Exported(id=sample, instance=instance, parcel=parcel):
                 self._parcels[sample] = parcel
                 yield ev.SampleParked(id=sample, instance=instance)
