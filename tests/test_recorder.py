@@ -8,6 +8,8 @@ import pytest
 
 from dora_jax.bench import recorded
 from dora_jax.config import ConfigError
+from dora_jax.orchestrate import events as ev
+from dora_jax.orchestrate.modes import OrchestratorConfig
 from dora_jax.runtime.recorder import COSTS, JOURNAL, Recorder, TimedEngine, fit_ticks
 from dora_jax.sim import replay
 from dora_jax.sim.config import Row
@@ -92,3 +94,16 @@ def test_a_tick_counts_the_way_to_it_unless_the_engine_rested(monkeypatch):
     timed.tick()
     assert [row[-1] for row in timed.ticks] == [0.0, 5.0, 0.0]
     assert [row[:4] for row in timed.ticks] == [(4, 1.0, 3, False), (4, 1.0, 0, False), (4, 1.0, 3, False)]
+
+
+def test_a_move_costs_what_it_adds_behind_the_one_before(tmp_path, monkeypatch):
+    """Three samples leave one instance at once; the simulator's link carries them one after the other."""
+    now = [100.0]
+    monkeypatch.setattr(time, "monotonic", lambda: now[0])
+    recorder = Recorder(tmp_path, OrchestratorConfig(groups_per_step=1, group_size=3, total_steps=1))
+    ids = tuple(SampleId(0, i) for i in range(3))
+    recorder(ev.TimePassed(now_s=0.0), (ev.Move(ids=ids, src=0, dst=1),))
+    for id, at in zip(ids, (100.3, 100.4, 100.5), strict=True):
+        now[0] = at
+        recorder(ev.SampleMoved(id=id, src=0, dst=1), ())
+    assert recorder._took["move"] == pytest.approx([0.3, 0.1, 0.1])

@@ -28,7 +28,7 @@ from dora_jax.orchestrate.modes import OrchestratorConfig
 from dora_jax.rollout.ticks import TickResult
 from dora_jax.runtime.account import Account
 from dora_jax.sim.replay import Journal
-from dora_jax.types import GroupId, SampleId, Version
+from dora_jax.types import GroupId, InstanceId, SampleId, Version
 
 ROUNDS = 8  # of the fit; the ratio settles in three
 JOURNAL, COSTS = "journal.jsonl", "costs.json"
@@ -87,6 +87,7 @@ class Recorder:
         self._engines: list[TimedEngine] = []
         self._asked: dict[tuple, float] = {}  # what was asked for and not answered, since when
         self._took: dict[str, list[float]] = collections.defaultdict(list)
+        self._left: dict[InstanceId, float] = {}  # when the last sample that moved had left an instance
         self._pages = 0
 
     def engine(self, engine: Any) -> TimedEngine:
@@ -101,8 +102,8 @@ class Recorder:
                 self._pages = pages
             case ev.WeightsLoaded(instance=instance):
                 self._answered("load", instance, now)
-            case ev.SampleMoved(id=id):
-                self._answered("move", id, now)
+            case ev.SampleMoved(id=id, src=src):
+                self._moved(id, src, now)
             case ev.SampleDone(id=id):
                 self._asked["score", id.group_id] = now  # of a group, the last one stays
             case ev.GroupScored(group_id=group_id):
@@ -133,6 +134,13 @@ class Recorder:
         for engine in self._engines:
             engine.ticks = []  # not cleared: its thread may be adding to the old one
 
+    def _moved(self, id: SampleId, src: InstanceId, now: float) -> None:
+        """Samples leave an instance one after the other: each costs what it adds behind the one before."""
+        since = self._asked.pop(("move", id), None)
+        if since is not None:
+            self._took["move"].append(now - max(since, self._left.get(src, 0.0)))
+        self._left[src] = now
+
     def _answered(self, what: str, key: GroupId | SampleId, now: float) -> None:
         since = self._asked.pop((what, key), None)
         if since is not None:
@@ -143,7 +151,7 @@ class Recorder:
         prompts = [n for engine in self._engines for n in engine.prompts]
         return fit_ticks(rows) | {
             "train_fixed_s": statistics.fmean(train), "train_s_per_token": 0.0,
-            "load_s": _median(self._took["load"]), "move_fixed_s": _median(self._took["move"]), "move_s_per_token": 0.0,
+            "load_s": _median(self._took["load"]), "move_fixed_s": _mean(self._took["move"]), "move_s_per_token": 0.0,
             "score_s": statistics.fmean(self._took["score"]), "pages": self._pages,
             "prompt_tokens": statistics.fmean(prompts)}  # fmt: skip
 
@@ -179,6 +187,10 @@ def _per_token(found: np.ndarray, prefill: np.ndarray) -> float:
     """A tick that prefills costs so much for each token and so much once: both, a token."""
     ticks, tokens = int((prefill > 0).sum()), float(prefill.sum())
     return float(found[0] + found[1] * ticks / tokens) if tokens else 0.0
+
+
+def _mean(values: list[float]) -> float:
+    return statistics.fmean(values) if values else 0.0
 
 
 def _median(values: list[float]) -> float:
