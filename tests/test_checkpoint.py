@@ -60,6 +60,7 @@ def save(store, trainer, number):
     store.save(number, trainer.params, trainer.state.opt_state, {"next_group_id": number * 10}, {"reward/mean": 0.5})
 
 
+@pytest.mark.slow
 def test_restores_on_another_mesh_though_the_next_step_donated_the_buffers(store, tmp_path):
     trainer = trainer_on(4, 2)
     batch = cases.batch(trainer)
@@ -213,6 +214,7 @@ def damaged(path, kind, draw):
     path.write_bytes(content)
 
 
+@pytest.mark.slow
 def test_500_faults_are_noticed_or_proved_harmless(tmp_path):
     """Every file, the manifest too; what verifies after a fault restores to the same bits."""
     store = store_of(tmp_path / "good", keep=3)

@@ -8,6 +8,7 @@ import json
 import math
 import os
 
+import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -96,6 +97,7 @@ def balanced(world, event, commands):
         assert found or not any(fleet.has_room(host, fleet.new_tokens) for host in serving), f"version {version}"
 
 
+@pytest.mark.slow
 @many
 @given(worlds, st.integers(1, 150))
 def test_every_mode_keeps_its_promises(drawn, at):

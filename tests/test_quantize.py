@@ -10,6 +10,8 @@ from dora_jax.models import decoder
 from dora_jax.rollout.quantize import PROJECTIONS, narrow, quantized, restored
 from dora_jax.types import SampleId
 
+pytestmark = pytest.mark.slow  # many compilations
+
 
 @pytest.mark.parametrize("dtype,step", [(jnp.int8, 1 / 127), (jnp.float8_e4m3fn, 1 / 8)])
 def test_projections_come_back_within_half_a_step(dtype, step):

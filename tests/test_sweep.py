@@ -134,7 +134,8 @@ def test_told_to_stop_it_tells_the_run_once_and_waits_for_it(folder, number):
         sys.exit(sweep.run(sweep.parse(["sweep", "--config=c.py"], flags.FlagValues())))
         """)
     process = subprocess.Popen([sys.executable, "-c", program], env={**os.environ, "PYTHONPATH": str(ROOT)},
-                               stdout=subprocess.PIPE, text=True, start_new_session=True)
+                               stdout=subprocess.PIPE, text=True, start_new_session=True,
+                               preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL))  # as at a terminal
     until_s = time.monotonic() + 60
     while not Path("runs/c_sweep/seed=1,trainer.learning_rate=0.1/waits").exists() and time.monotonic() < until_s:
         time.sleep(0.02)

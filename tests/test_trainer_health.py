@@ -161,6 +161,7 @@ def test_traced_flops_count_loops_shards_and_recomputation():
 # ---------------------------------------------------- moments in host memory
 
 
+@pytest.mark.slow
 def test_moments_in_host_memory_give_the_same_step():
     after, kinds = [], []
     for memory in ("device", "host"):
@@ -245,6 +246,7 @@ def test_rows_must_divide_over_the_context_axis():
 # --------------------------------------------------- scores on sharded batches
 
 
+@pytest.mark.slow
 def test_minimum_variance_baseline_on_a_sharded_packed_batch():
     model = dataclasses.replace(cases.MODEL, n_layers=1)
     section = cases.section(advantage="vcpo", policy_loss="reinforce", loss_params={})

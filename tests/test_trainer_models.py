@@ -12,6 +12,7 @@ from dora_jax.models import sharding
 from dora_jax.trainer import optim, score, step
 from tests import trainer_cases as cases
 
+pytestmark = pytest.mark.slow  # many compilations
 FAST_COMPILE = {"xla_backend_optimization_level": 0}
 
 
