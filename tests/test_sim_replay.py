@@ -78,3 +78,13 @@ def test_another_mode_runs_on_recorded_work(recorded):
     both = seen.keys() & lengths.keys()
     assert len(both) > 50 and all(seen[id] == lengths[id] for id in both)
     assert filtered and filtered <= replay.recorded_work(path)[1]
+
+
+def test_a_group_that_is_made_anew_is_of_its_last_life(tmp_path):
+    """Mode `evict` issues an evicted group again under the same ids."""
+    evicts = row("evict", **{"orchestrator.max_versions": 1, "orchestrator.inflight": 2.0})
+    journal = replay.Journal(tmp_path / "run.jsonl", run.orchestrator_config(evicts.config, "evict"),
+                             {"evaluate_start": False})  # fmt: skip
+    result = run.simulate(evicts, observers=(journal,))
+    journal.close()
+    assert result.cancelled_tokens and set(replay.replay(tmp_path / "run.jsonl").lags) == {0}

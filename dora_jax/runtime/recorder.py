@@ -103,7 +103,9 @@ class Recorder:
             case ev.WeightsLoaded(instance=instance):
                 self._answered("load", instance, now)
             case ev.SampleMoved(id=id, src=src):
-                self._moved(id, src, now)
+                self._left_at(id, src, now)
+            case ev.SampleParked(id=id, instance=instance):
+                self._left_at(id, instance, now)
             case ev.SampleDone(id=id):
                 self._asked["score", id.group_id] = now  # of a group, the last one stays
             case ev.GroupScored(group_id=group_id):
@@ -116,7 +118,7 @@ class Recorder:
             match command:
                 case ev.LoadWeights(instance=instance):
                     self._asked["load", instance] = now
-                case ev.Move(ids=ids):
+                case ev.Move(ids=ids) | ev.Park(ids=ids):
                     self._asked |= {("move", id): now for id in ids}
                 case ev.Train():
                     self._asked["train", 0] = now
@@ -134,8 +136,9 @@ class Recorder:
         for engine in self._engines:
             engine.ticks = []  # not cleared: its thread may be adding to the old one
 
-    def _moved(self, id: SampleId, src: InstanceId, now: float) -> None:
-        """Samples leave an instance one after the other: each costs what it adds behind the one before."""
+    def _left_at(self, id: SampleId, src: InstanceId, now: float) -> None:
+        """Samples leave an instance one after the other, to another or to be put aside: each costs what it adds behind
+        the one before."""
         since = self._asked.pop(("move", id), None)
         if since is not None:
             self._took["move"].append(now - max(since, self._left.get(src, 0.0)))

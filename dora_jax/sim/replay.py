@@ -135,7 +135,7 @@ class _Watch:
     def __init__(self, warmup: int, rundown: int):
         self._warmup, self._rundown = warmup, rundown
         self._now = self._busy = self._took = 0.0
-        self._version: dict[GroupId, Version] = {}
+        self._started: dict[GroupId, tuple[Version, set[int]]] = {}  # of a group's present life, which samples at which version
         self._lags: collections.Counter[int] = collections.Counter()
         self._marks: list[tuple[float, float, collections.Counter[int]]] = []
         self.events = 0
@@ -147,15 +147,17 @@ class _Watch:
                 self._now = now_s
                 if not self._marks:
                     self._mark()
-            case ev.SampleStarted(id=id, version=version):
-                self._version.setdefault(id.group_id, version)
             case ev.StepPublished():
                 self._busy += self._now - self._took
                 self._mark()
         for command in commands:
-            if isinstance(command, ev.Train):
-                self._took = self._now
-                self._lags.update(command.base_version - self._version[group] for group in command.group_ids)
+            match command:
+                case ev.Start(ids=ids, version=version):
+                    for id in ids:
+                        self._start(id, version)
+                case ev.Train(group_ids=groups, base_version=base):
+                    self._took = self._now
+                    self._lags.update(base - self._started.pop(group)[0] for group in groups)
 
     def result(self, mode: str) -> Replay:
         if not self._marks:
@@ -170,6 +172,12 @@ class _Watch:
             mode=mode, events=self.events, steps=last - first, seconds=seconds,
             step_s=seconds / max(1, last - first),
             rollout_only=1 - (busy - busy_before) / seconds if seconds else 0.0, lags=dict(lags - lags_before))
+
+    def _start(self, id: SampleId, version: Version) -> None:
+        """A group is of the version of its first sample; mode `evict` may make it anew."""
+        if id.index in self._started.setdefault(id.group_id, (version, set()))[1]:
+            self._started[id.group_id] = version, set()
+        self._started[id.group_id][1].add(id.index)
 
     def _mark(self) -> None:
         self._marks.append((self._now, self._busy, self._lags.copy()))
