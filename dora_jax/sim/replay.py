@@ -135,7 +135,7 @@ class _Watch:
     def __init__(self, warmup: int, rundown: int):
         self._warmup, self._rundown = warmup, rundown
         self._now = self._busy = self._took = 0.0
-        self._started: dict[GroupId, tuple[Version, set[int]]] = {}  # of a group's present life, which samples at which version
+        self._started: dict[GroupId, tuple[Version, set[int]]] = {}  # of a group's present life: version, samples
         self._lags: collections.Counter[int] = collections.Counter()
         self._marks: list[tuple[float, float, collections.Counter[int]]] = []
         self.events = 0
