@@ -41,16 +41,19 @@ class Guard:
         self._looked_s = self._moved_s = time.monotonic()
         self._done = threading.Event()
         self._old: dict[int, Any] = {}
+        self._threads: list[threading.Thread] = []
 
     def __enter__(self) -> Guard:
         for number in (signal.SIGTERM, signal.SIGINT):
             self._old[number] = signal.signal(number, self._told)
         if self._limit_s:
-            threading.Thread(target=self._watch, name="watchdog", daemon=True).start()
+            self._begin(self._watch, "watchdog")
         return self
 
     def __exit__(self, *error: object) -> None:
         self._done.set()
+        for thread in self._threads:  # one that wakes while the interpreter ends would abort the process
+            thread.join()
         for number, old in self._old.items():
             signal.signal(number, old)
 
@@ -68,11 +71,15 @@ class Guard:
 
     # ------------------------------------------------------------ private
 
+    def _begin(self, call: Callable[[], None], name: str) -> None:
+        self._threads.append(threading.Thread(target=call, name=name, daemon=True))
+        self._threads[-1].start()
+
     def _told(self, number: int, frame: Any) -> None:
         again = self._signal is not None
         self._signal = signal.Signals(number).name
         if not again:
-            threading.Thread(target=self._end_in_time, name="deadline", daemon=True).start()
+            self._begin(self._end_in_time, "deadline")
         if again or not self.looping:  # nothing runs yet that could be cut in half
             raise Stop(f"{self._signal}: stopped")
 

@@ -25,6 +25,7 @@ from dora_jax.runtime.workers import Crashed, Finished, InstanceWorker, Risen
 from dora_jax.types import InstanceId, Prompt, SampleId, Version, record
 
 MAX_LOSSES = 3  # lives in a row that finished no sample, after which an instance stays away
+STOP_S = 30.0  # an engine that is being made at the end is waited for so long
 LOOKS = 8  # at a life, in the time after which it counts as hung
 MAX_LOGPROB = 0.01  # rounding may lift one over 0
 
@@ -62,6 +63,7 @@ class LocalInstance:
         self._waited_s = 0.0  # of earlier lives
         self._tokens = 0
         self._done = threading.Event()
+        self._threads: list[threading.Thread] = []
 
     def dress(self, around: Callable[[Any], Any], weights: Any) -> None:
         """Before `start`: `around(engine)` stands for the engine of every life, `weights` for the store."""
@@ -73,12 +75,14 @@ class LocalInstance:
     def start(self) -> None:
         self._life.start()
         if self._spare.hung_s:
-            threading.Thread(target=self._watch, name=f"{self.role} watchdog", daemon=True).start()
+            self._begin(self._watch)
 
     def stop(self) -> None:
         self._done.set()
         if life := self._life:
             life.stop()
+        for thread in self._threads:  # one that wakes while the interpreter ends would abort the process
+            thread.join(STOP_S)
 
     def post(self, call: Callable[..., None], *args: Any) -> None:
         call(*args)
@@ -199,7 +203,7 @@ class LocalInstance:
         if self.gone:
             self._stay_away(error)
         else:
-            threading.Thread(target=self._rise, args=(life,), name=f"{self.role} rises", daemon=True).start()
+            self._begin(self._rise, life)
 
     # ------------------------------------------------------------ private
 
@@ -233,6 +237,10 @@ class LocalInstance:
         life = self._new_life(engine)
         life.start()
         self._outbox.put(Risen(event=self._event, admit=lambda: self._admit(life)))
+
+    def _begin(self, call: Callable[..., None], *args: Any) -> None:
+        self._threads.append(threading.Thread(target=call, args=args, name=f"{self.role} {call.__name__}", daemon=True))
+        self._threads[-1].start()
 
     def _stay_away(self, error: BaseException) -> None:
         self.gone = True
