@@ -113,7 +113,8 @@ class OneProcess:
         return [instance_up(worker.instance, config) for worker in instances]
 
     def close(self) -> None:
-        """Everything ends with the process."""
+        """Waits for what engines had dispatched: a thread of XLA that ends after the interpreter aborts the process."""
+        jax.block_until_ready(jax.live_arrays())
 
 
 def new_engine(config: Config, tokenizer: Tokenizer, model: Any, mesh: jax.sharding.Mesh) -> Engine:
