@@ -108,4 +108,4 @@ def test_a_move_costs_what_it_adds_behind_the_one_before(tmp_path, monkeypatch):
         recorder(ev.SampleMoved(id=id, src=0, dst=1), ())
     now[0] = 100.5
     recorder(ev.SampleParked(id=ids[2], instance=0), ())
-    assert recorder._took["move"] == pytest.approx([0.3, 0.1, 0.1])
+    assert recorder._took["move"] == pytest.approx([0.1, 0.1]) and recorder._took["first move"] == pytest.approx([0.3])

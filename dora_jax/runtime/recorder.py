@@ -138,10 +138,10 @@ class Recorder:
 
     def _left_at(self, id: SampleId, src: InstanceId, now: float) -> None:
         """Samples leave an instance one after the other, to another or to be put aside: each costs what it adds behind
-        the one before."""
-        since = self._asked.pop(("move", id), None)
+        the one before. The first goes on decoding until the present tick is over, which costs it nothing."""
+        since, before = self._asked.pop(("move", id), None), self._left.get(src, 0.0)
         if since is not None:
-            self._took["move"].append(now - max(since, self._left.get(src, 0.0)))
+            self._took["move" if before > since else "first move"].append(now - max(since, before))
         self._left[src] = now
 
     def _answered(self, what: str, key: GroupId | SampleId, now: float) -> None:
@@ -154,7 +154,8 @@ class Recorder:
         prompts = [n for engine in self._engines for n in engine.prompts]
         return fit_ticks(rows) | {
             "train_fixed_s": statistics.fmean(train), "train_s_per_token": 0.0,
-            "load_s": _median(self._took["load"]), "move_fixed_s": _mean(self._took["move"]), "move_s_per_token": 0.0,
+            "load_s": _median(self._took["load"]), "move_s_per_token": 0.0,
+            "move_fixed_s": _mean(self._took["move"] or self._took["first move"]),
             "score_s": statistics.fmean(self._took["score"]), "pages": self._pages,
             "prompt_tokens": statistics.fmean(prompts)}  # fmt: skip
 
