@@ -55,7 +55,8 @@ def test_costs_are_what_the_engines_took(run):
     costs = json.loads((run / COSTS).read_text())
     batches, ticks_s = zip(*costs["decode"], strict=True)
     assert list(batches) == sorted(batches)
-    assert 0.010 / SECTION.decode_steps * 0.9 < min(ticks_s) and costs["train_fixed_s"] > 0.059
+    slept_s = 0.010 / SECTION.decode_steps
+    assert sorted(ticks_s)[len(ticks_s) // 2] * costs["contention"] > 0.9 * slept_s and costs["train_fixed_s"] > 0.059
     assert costs["pages"] == 96 and 1 <= costs["prompt_tokens"] <= 5
 
 

@@ -161,8 +161,8 @@ class Recorder:
 
 
 def fit_ticks(rows: np.ndarray) -> dict[str, Any]:
-    """Least squares over all ticks, nothing below zero: seconds of a decode step by batch and of a token of prefill while
-    the trainer waits, and by how much they are longer while it works (roles on one machine share its cores).
+    """Least squares over all ticks, nothing below zero: seconds of a decode step by batch and of a token of prefill
+    while the trainer waits, and by how much they are longer while it works (roles on one machine share its cores).
 
     rows: (steps, batch, prefill tokens, whether the trainer worked, seconds). Batches are taken together by powers of
     two; the KV that is read is part of that, since context and batch grow together.
