@@ -98,7 +98,9 @@ class Run:
     def start(self, dies_at: str = "") -> subprocess.Popen | Forked:
         self.lives += 1
         self.folder.mkdir(parents=True, exist_ok=True)
-        command = ["dora_jax.train", f"--config={self.config}", f"--workdir={self.folder}", *self.overrides]
+        base = self.folder / "base"  # its own: runs at once would make it in one place together
+        command = ["dora_jax.train", f"--config={self.config}", f"--workdir={self.folder}",
+                   f"--config.model.path={base}", f"--config.sft.out={base}", *self.overrides]
         if not self.fresh:
             return Forked(command, dies_at, self.folder / "console.log")
         with (self.folder / "console.log").open("a") as log:
