@@ -98,9 +98,7 @@ class Run:
     def start(self, dies_at: str = "") -> subprocess.Popen | Forked:
         self.lives += 1
         self.folder.mkdir(parents=True, exist_ok=True)
-        base = self.folder / "base"  # its own: runs at once would make it in one place together
-        command = ["dora_jax.train", f"--config={self.config}", f"--workdir={self.folder}",
-                   f"--config.model.path={base}", f"--config.sft.out={base}", *self.overrides]
+        command = ["dora_jax.train", f"--config={self.config}", f"--workdir={self.folder}", *self.overrides]
         if not self.fresh:
             return Forked(command, dies_at, self.folder / "console.log")
         with (self.folder / "console.log").open("a") as log:
@@ -206,7 +204,9 @@ def prepare(folder: Path) -> None:
 
 def _one_run(number: int, kills: list, args: argparse.Namespace, draw: random.Random) -> Run:
     """One workdir until its end; takes what it can of `kills`, and gives back what did not come to pass."""
-    run = Run(args.workdir / f"run{number}", args.config, args.fresh)
+    folder = args.workdir / f"run{number}"
+    base = folder / "base"  # its own: runs at once would make one in the same place
+    run = Run(folder, args.config, args.fresh, (*OVERRIDES, f"--config.model.path={base}", f"--config.sft.out={base}"))
     shutil.rmtree(run.folder, ignore_errors=True)
     ended, stop_s, code = False, 0.0, None
     while kills and not ended:
