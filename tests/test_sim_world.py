@@ -104,6 +104,8 @@ def test_lost_instances_and_failed_moves_lose_no_sample(mode):
     assert audit.lost > 3 and audit.resumed > 0
     assert max(audit.ended.values()) == 1 and max(collections.Counter(audit.trained).values()) == 1
     assert result.rollout["down"] > 0
+    assert sum(result.rollout.values()) == pytest.approx(1.0)  # what the lost had spent is in it, their absence too
+    assert all(0 <= share <= 1 for share in result.rollout.values())
     trained = set(audit.trained)
     assert all(audit.ended[id] == 1 for id in audit.started if id.group_id in trained)
 

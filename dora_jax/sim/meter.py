@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping
 
 from dora_jax.sim.config import SimConfig
 from dora_jax.sim.instance import ACTIVITIES, IDLE, Instance
-from dora_jax.types import Version
+from dora_jax.types import InstanceId, Version
 
 DOWN = "down"
 IDLE_CAPPED = "idle: trainer busy"  # nothing admitted: the load target or the rule waits for the step in training
@@ -57,7 +57,6 @@ class Meter:
         self.move_bytes = self.weight_bytes = 0.0
         self.reprefilled = self.cancelled_tokens = 0
         self._warmup = config.warmup_steps
-        self._repair_s = config.fault.repair_s
         self._instances = config.hardware.instances
         section = config.orchestrator
         self._part = section.groups_per_step // section.updates  # groups that the trainer takes at once
@@ -70,6 +69,7 @@ class Meter:
         self._since = 0.0
         self._idle_tail = 0.0  # instance-seconds idle while the trainer waited
         self._lost: dict[str, float] = {}  # totals of instances that went down
+        self._down: dict[InstanceId, float] = {}  # since when
         self._idle_before = 0.0
         self._start: dict[str, float] | None = None
         self._start_lags: dict[int, int] = {}
@@ -83,15 +83,15 @@ class Meter:
         if self._state == WAIT_GROUPS and groups >= self._part:
             self._trainer_state(now, WAIT_DEADLINE)
 
-    def train_begins(self, now: float, idle_s: float) -> None:
-        """`idle_s`: instance-seconds idle so far."""
+    def train_begins(self, now: float, hosts: Iterable[Instance]) -> None:
+        """Every instance stands at `now`, here and where the trainer ends."""
         self._trainer_state(now, TRAIN)
-        self._idle_tail += idle_s - self._idle_before
+        self._idle_tail += self._idle_s(hosts) - self._idle_before
 
-    def train_ends(self, now: float, idle_s: float, ready: int) -> None:
+    def train_ends(self, now: float, hosts: Iterable[Instance], ready: int) -> None:
         """The trainer has nothing to do; `ready`: groups that it may not take yet."""
         self._trainer_state(now, WAIT_DEADLINE if ready >= self._part else WAIT_GROUPS)
-        self._idle_before = idle_s
+        self._idle_before = self._idle_s(hosts)
 
     def trained(self, lags: Iterable[int], tokens: int) -> None:
         """`lags`: of the groups of one part."""
@@ -104,13 +104,17 @@ class Meter:
         self._live_count += 1
         self._live_max = max(self._live_max, versions)
 
-    def lost(self, host: Instance) -> None:
-        for name, seconds in {**host.spent, DOWN: self._repair_s, "slot_s": host.slot_s}.items():
+    def lost(self, now: float, host: Instance) -> None:
+        self._down[host.id] = now
+        for name, seconds in {**host.spent, "slot_s": host.slot_s, "preempted": host.preempted}.items():
             self._lost[name] = self._lost.get(name, 0.0) + seconds
 
+    def up(self, now: float, id: InstanceId) -> None:
+        self._lost[DOWN] = self._lost.get(DOWN, 0.0) + now - self._down.pop(id, now)
+
     def published(self, now: float, version: Version, hosts: Iterable[Instance], ready: int) -> None:
-        """Every instance stands at `now`. After the warm-up counting begins; the result is always up to date."""
-        self.train_ends(now, idle_s(hosts) + self._lost.get(IDLE, 0.0), ready)
+        """After the warm-up counting begins; the result is always up to date."""
+        self.train_ends(now, hosts, ready)
         self._ready_left += ready
         self.step_ends.append(now)
         if version <= self._warmup:
@@ -125,6 +129,10 @@ class Meter:
         self._trainer[self._state] += now - self._since
         self._state, self._since = state, now
 
+    def _idle_s(self, hosts: Iterable[Instance]) -> float:
+        """Instance-seconds idle so far, those of the lost included."""
+        return self._lost.get(IDLE, 0.0) + sum(host.spent[IDLE] for host in hosts)
+
     def _counters(self, now: float, hosts: Iterable[Instance]) -> dict[str, float]:
         counters = {"now": now, "tokens": self._tokens, "moves": self.moves, "reloads": self.reloads}
         counters |= {"move_bytes": self.move_bytes, "weight_bytes": self.weight_bytes, "idle_tail": self._idle_tail}
@@ -132,7 +140,8 @@ class Meter:
         counters |= {f"trainer/{name}": seconds for name, seconds in self._trainer.items()}
         for name in (*ACTIVITIES, DOWN, "slot_s"):
             counters[f"rollout/{name}"] = self._lost.get(name, 0.0)
-        counters["preempted"] = 0
+        counters[f"rollout/{DOWN}"] += sum(now - since for since in self._down.values())
+        counters["preempted"] = self._lost.get("preempted", 0)
         for host in hosts:
             for name, seconds in host.spent.items():
                 counters[f"rollout/{name}"] += seconds
@@ -161,7 +170,3 @@ class Meter:
             weight_bytes=d["weight_bytes"] / steps, reprefilled_tokens=d["reprefilled"] / steps,
             cancelled_tokens=d["cancelled"] / steps, preempted=d["preempted"] / steps, ready_left=d["ready"] / steps,
         )  # fmt: skip
-
-
-def idle_s(hosts: Iterable[Instance]) -> float:
-    return sum(host.spent[IDLE] for host in hosts)

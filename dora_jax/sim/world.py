@@ -21,7 +21,7 @@ from dora_jax.sim import workload as work
 from dora_jax.sim.config import SimConfig
 from dora_jax.sim.cost import Costs, open_costs
 from dora_jax.sim.instance import Instance, Job
-from dora_jax.sim.meter import Meter, idle_s
+from dora_jax.sim.meter import Meter
 from dora_jax.sim.network import Network
 from dora_jax.sim.trace import Trace
 from dora_jax.sim.trainer import SimGroup, SimTrainer
@@ -179,7 +179,7 @@ class SimWorld:
         if not self._trainer.busy:
             for host in self.instances:
                 host.advance(self.now)
-            self.meter.train_begins(self.now, idle_s(self.instances))
+            self.meter.train_begins(self.now, self.instances)
             self._trainer_works(True)
         self.meter.trained([command.base_version - g.version for g in groups], sum(g.tokens for g in groups))
         begin, end, last = self._trainer.begins(self.now, groups)
@@ -329,7 +329,7 @@ class SimWorld:
         for host in self.instances:
             host.advance(self.now)
         if not last:
-            self.meter.train_ends(self.now, idle_s(self.instances), len(self._ready))
+            self.meter.train_ends(self.now, self.instances, len(self._ready))
             return
         self.meter.published(self.now, version, self.instances, len(self._ready))
         if version >= self._until:
@@ -347,6 +347,7 @@ class SimWorld:
         host.time = self.now
         host.slowed = self.costs.contention if self._trainer.busy else 1.0
         self._instances[id] = host
+        self.meter.up(self.now, id)
         self._lives[id] += 1
         self._say(ev.InstanceUp(
             instance=id, slots=hardware.slots, pages=self.costs.pages, page_size=hardware.page_size,
@@ -362,7 +363,7 @@ class SimWorld:
             self._away[job.id] = job
         host.wakeup += 1
         del self._instances[host.id]
-        self.meter.lost(host)
+        self.meter.lost(self.now, host)
         self._say(ev.InstanceDown(instance=host.id, reason="lost"))
         self._at(self.now + self._config.fault.repair_s, self._up, host.id)
 
