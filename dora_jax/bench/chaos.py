@@ -26,6 +26,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -48,22 +49,28 @@ OVERRIDES = (  # segments are kept, so that the audit sees the first fact; check
 class Forked:
     """A process that imported everything before it began; what Popen offers of it."""
 
+    _one_at_a_time = threading.Lock()  # a start asks for every process's exit code too, and a code can be read once
+
     def __init__(self, command: list[str], dies_at: str, log: Path):
         self._process = multiprocessing.get_context("forkserver").Process(target=_live, args=(command, dies_at, str(log)))
-        self._process.start()
+        with self._one_at_a_time:
+            self._process.start()
 
     @property
     def returncode(self) -> int | None:
-        return self._process.exitcode
+        with self._one_at_a_time:
+            return self._process.exitcode
 
     def poll(self) -> int | None:
-        return self._process.exitcode
+        return self.returncode
 
     def wait(self, timeout: float) -> int:
-        self._process.join(timeout)
-        if self._process.exitcode is None:
-            raise subprocess.TimeoutExpired("a life", timeout)
-        return self._process.exitcode
+        ends = time.monotonic() + timeout
+        while (code := self.returncode) is None:
+            if time.monotonic() > ends:
+                raise subprocess.TimeoutExpired("a life", timeout)
+            time.sleep(0.01)
+        return code
 
     def send_signal(self, number: int) -> None:
         os.kill(self._process.pid, number)
