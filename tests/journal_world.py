@@ -32,6 +32,8 @@ class Killed(BaseException):
 class Disk:
     """`Log` whose content outlives its writers; a write may be the last, and then leaves any part of its bytes."""
 
+    lasting = True
+
     def __init__(self):
         self.content: dict[int, bytes] = {}
         self.writes = 0
@@ -51,7 +53,10 @@ class Disk:
         if whole is not None:
             raise Killed
 
-    def append(self, data, sync):
+    def sync(self):
+        pass
+
+    def append(self, data):
         part = self._tick()
         last = max(self.content)
         self.content[last] += data if part is None else data[: int(part * len(data))]

@@ -7,21 +7,24 @@ import zlib
 
 import numpy as np
 import pytest
+import tensorstore
 
 from dora_jax.buffer.store import MemoryGroupStore
 from dora_jax.orchestrate import events as ev
 from dora_jax.orchestrate.core import Orchestrator
 from dora_jax.orchestrate.modes import OrchestratorConfig
 from dora_jax.rollout.oracle import OracleEngine
-from dora_jax.runtime.book import CODEC, Book
+from dora_jax.runtime.book import CODEC, Book, Fact, Progress, Published, decoded, encoded
+from dora_jax.runtime.codec import CodecError
 from dora_jax.runtime.durable import DurableWorld
 from dora_jax.runtime.guard import Guard, GuardedWorld, Stop
 from dora_jax.runtime.journal import FileLog, Journal
 from dora_jax.runtime.local import LocalWorld
 from dora_jax.runtime.loop import run
+from dora_jax.runtime.objects import ObjectLog
 from dora_jax.runtime.recovery import recover
 from dora_jax.runtime.workers import Finished, InstanceWorker, StepDone, TrainerWorker
-from dora_jax.types import is_eval
+from dora_jax.types import SampleId, is_eval
 from test_runtime import SECTION, G, P, Scorer, Task, Weights, expected
 
 STEPS = 5
@@ -70,7 +73,7 @@ class Run:
 
     def life(self, kill_at=None, log=None, guard=None):
         """Halt, or None where it was killed at its fact number `kill_at`."""
-        journal = Journal(log or FileLog(self.folder))
+        journal = Journal(log or FileLog(self.folder), sync_s=0.02 if log else 0.0)
         found = recover(journal, self.config, list(self.checkpoints), lambda v: True, lambda sentence: None)
         trainer, versions = Trainer(), [0]
         if found is not None:
@@ -151,6 +154,17 @@ def test_a_run_killed_again_and_again_trains_every_group_once(tmp_path, mode):
     assert job.went_on or mode == "sync"
 
 
+def test_a_run_whose_journal_is_in_object_storage_tells_nothing_before_it_is_there(tmp_path):
+    job, store = Run(tmp_path), tensorstore.KvStore.open("memory://j/").result()
+    lives, halt = 0, None
+    while halt is None:
+        lives += 1
+        halt = job.life(kill_at=60 + 37 * lives if lives < 12 else None, log=ObjectLog(store))
+    assert halt.ok and lives > 2 and job.went_on
+    job.audit()
+    assert len(store.list().result()) < 0.5 * sum(60 + 37 * n for n in range(1, lives)), "facts come in batches"
+
+
 def test_a_run_that_is_stopped_goes_on_and_a_finished_one_ends_at_once(tmp_path):
     job = Run(tmp_path)
     guard = Guard(0.0)
@@ -185,3 +199,16 @@ def test_a_run_in_which_nothing_moves_ends_with_a_diagnosis():
     with guard, pytest.raises(Stop, match="nothing has moved for .*everything waits for an instance"):
         while True:
             guard.look()
+
+
+def test_runs_of_progress_are_one_record_and_come_back_as_they_were():
+    def told(n):
+        return Fact(event=ev.SampleProgress(id=SampleId(-n, n % 3), tokens=n), payload=None)
+
+    other = Fact(event=ev.StepPublished(version=1), payload=Published(epoch=0, digest=7))
+    entries = [told(1), told(2), other, told(3), other, other, *map(told, range(4, 60))]
+    records = list(encoded(entries))
+    assert [entry for data in records for entry in decoded(data)] == entries and len(records) == 6
+    for wrong in (np.zeros((2, 2), np.int64), np.zeros(3, np.int64), np.zeros((1, 3), np.int32), np.zeros((), np.int64)):
+        with pytest.raises(CodecError, match="rows of three numbers"):
+            decoded(CODEC.encode(Progress(told=wrong)))

@@ -1,10 +1,13 @@
 """The journal as bytes: what was committed is read back after any crash; damage is found, said, and cut off."""
 
+import concurrent.futures
 import errno
 import os
 import random
 import subprocess
 import sys
+import threading
+import time
 
 import pytest
 import tensorstore
@@ -220,7 +223,7 @@ def test_a_journal_that_cannot_be_written_to_the_end_says_so(tmp_path, monkeypat
     journal.append(b"x")
     monkeypatch.setattr(jn.os, "fdatasync", lambda fd: (_ for _ in ()).throw(OSError(5, "Input/output error")))
     journal.close()
-    assert "1 journal records could not be written before the end" in said[-1]
+    assert "could not be made durable before the end" in said[-1]
 
 
 def test_what_is_written_is_made_durable_in_time(tmp_path, monkeypatch):
@@ -234,7 +237,8 @@ def test_what_is_written_is_made_durable_in_time(tmp_path, monkeypatch):
         assert journal.commit() and not journal.sync_due
     assert len(journal.read(1).records) == 4 and not synced, "written at once, for any process to read"
     now[0] = 100.6
-    assert journal.sync_due and journal.commit() and synced == [100.6] and not journal.sync_due
+    assert journal.sync_due and journal.commit() and not journal.sync_due
+    wait_until(lambda: synced == [100.6])  # behind the writer's back
     journal.append(b"a step")
     assert journal.commit(sync=True) and len(synced) == 2
     assert journal.commit(sync=True) and len(synced) == 2, "nothing new"
@@ -242,3 +246,73 @@ def test_what_is_written_is_made_durable_in_time(tmp_path, monkeypatch):
     journal.commit()
     journal.close()
     assert len(synced) == 3
+
+
+def wait_until(true):
+    deadline = time.perf_counter() + 5.0
+    while not true():
+        assert time.perf_counter() < deadline
+        time.sleep(0.001)
+
+
+def test_nobody_waits_for_a_disk_that_is_slow_and_what_it_forgets_is_written_again(tmp_path, monkeypatch):
+    now, may_end, failing = [100.0], threading.Event(), [True]
+
+    def slow_then_failing(fd):
+        assert may_end.wait(5.0)
+        if failing[0]:
+            os.ftruncate(fd, os.fstat(fd).st_size - 5)  # pages that the kernel could not write are gone
+            raise OSError(5, "Input/output error")
+
+    monkeypatch.setattr(jn.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(jn.os, "fdatasync", slow_then_failing)
+    journal = Journal(FileLog(tmp_path), (said := []).append, sync_s=0.5)
+    journal.rotate([b"head"])
+    for now[0] in (100.6, 100.7, 101.3):  # the second and the third while the first is still on its way
+        journal.append(b"%d" % (10 * now[0]))
+        assert journal.commit()
+    may_end.set()
+    concurrent.futures.wait([journal._syncing])
+    journal.append(b"later")
+    assert not journal.commit() and "Input/output" in said[-1]
+    now[0], failing[0] = 103.0, False
+    assert journal.commit() and "durable again" in said[-1]
+    assert journal.read(1) == jn.Segment((b"head", b"1006", b"1007", b"1013", b"later"), None, 0)
+    journal.close()
+
+
+def test_a_batch_for_object_storage_is_held_until_it_is_due(monkeypatch):
+    now, store = [100.0], tensorstore.KvStore.open("memory://j/").result()
+    monkeypatch.setattr(jn.time, "monotonic", lambda: now[0])
+    journal = Journal(ObjectLog(store), sync_s=0.5)
+    journal.rotate([b"head"])
+    for now[0] in (100.1, 100.2):
+        journal.append(b"%d" % (10 * now[0]))
+        assert journal.commit() and journal.holds
+    assert journal.read(1).records == (b"head",)
+    now[0] = 100.6
+    assert journal.commit() and not journal.holds and journal.read(1).records == (b"head", b"1001", b"1002")
+    journal.append(b"a step")
+    assert journal.commit(sync=True) and not journal.holds and journal.read(1).records[3:] == (b"a step",)
+
+
+def test_a_put_whose_answer_was_lost_is_not_taken_for_another_writers(monkeypatch):
+    store = tensorstore.KvStore.open("memory://j/").result()
+    monkeypatch.setattr(jn, "RETRY_PERIOD_S", 0.0)
+    log = ObjectLog(store)
+    journal = Journal(log, (said := []).append)
+    journal.rotate([b"head"])
+    put = log._try
+    for arrives in (True, False):
+        def unanswered(key, data, generation, arrives=arrives):
+            if arrives:
+                put(key, data, generation)
+            raise OSError("503")
+
+        log._try = unanswered
+        journal.append(b"one")
+        assert not journal.commit() and not journal.holds, "the run goes on without"
+        log._try = put
+        journal.append(b"two")
+        assert journal.commit()
+    assert journal.read(1).records == (b"head", b"one", b"two", b"one", b"two") and len(said) == 4

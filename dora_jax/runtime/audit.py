@@ -13,7 +13,7 @@ from pathlib import Path
 
 from dora_jax.orchestrate import events as ev
 from dora_jax.runtime import journal as jn
-from dora_jax.runtime.book import CODEC, Fact
+from dora_jax.runtime.book import Fact, decoded
 from dora_jax.runtime.recovery import Replay, replay
 from dora_jax.types import GroupId, SampleId, is_eval, record
 
@@ -78,8 +78,7 @@ def audit(folder: Path) -> Audit:
 
 
 def facts(records: tuple[bytes, ...]) -> list[Fact]:
-    decoded = [CODEC.decode(data) for data in records]
-    return [entry for entry in decoded if isinstance(entry, Fact)]
+    return [entry for data in records for entry in decoded(data) if isinstance(entry, Fact)]
 
 
 def _balance(segments: int, end: Replay, finished: collections.Counter[SampleId], ends: dict[GroupId, str]) -> Audit:

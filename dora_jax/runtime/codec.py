@@ -29,6 +29,8 @@ MAX_DIMENSIONS = 8
 DTYPES = {np.dtype(t).name: np.dtype(t) for t in (
     np.bool_, np.int8, np.int16, np.int32, np.int64, np.uint8, np.uint16, np.uint32, np.uint64,
     np.float16, np.float32, np.float64, ml_dtypes.bfloat16)}
+NAMES = {dtype: name for name, dtype in DTYPES.items()}
+BUFFER_BYTES = 1 << 10  # grows where a record needs more; msgpack's own choice, 1 MiB, costs more than the packing
 RECORDS = (*typing.get_args(ev.Event), *typing.get_args(ev.Command), Prompt, Span, Sample, ScoredGroup)
 
 Check = Callable[[Any], Any]  # what msgpack gave -> the field's value; raises CodecError
@@ -47,7 +49,7 @@ class Codec:
         self._checks = {cls: tuple(self._check(hint) for hint in _hints(cls)) for cls in self._classes.values()}
 
     def encode(self, record: Any) -> bytes:
-        return msgpack.packb(self._row(record), default=self._row)
+        return _pack(self._row(record), self._row)
 
     def decode(self, data: bytes) -> Any:
         try:
@@ -154,9 +156,14 @@ def _plain(value: Any) -> Any:
 
 
 def _extension(array: np.ndarray) -> msgpack.ExtType:
-    if array.dtype.name not in DTYPES or array.ndim > MAX_DIMENSIONS:
+    name = NAMES.get(array.dtype)
+    if name is None or array.ndim > MAX_DIMENSIONS:
         raise CodecError(f"an array of {array.dtype} with {array.ndim} dimensions cannot be written")
-    return msgpack.ExtType(ARRAY, msgpack.packb([array.dtype.name, array.shape, array.tobytes()]))
+    return msgpack.ExtType(ARRAY, _pack([name, array.shape, array.tobytes()]))
+
+
+def _pack(value: Any, default: Callable[[Any], Any] | None = None) -> bytes:
+    return msgpack.Packer(default=default, buf_size=BUFFER_BYTES).pack(value)
 
 
 def _array_of(code: int, data: bytes) -> np.ndarray:

@@ -5,7 +5,9 @@
 Consumes the facts and payload records of any `World` that tells listeners; produces the same facts. Laws: a sample, a
 group or a step that the orchestrator knows of is written, which no death of a process undoes; a step that is published,
 with all before it, is on the disk, and so is any fact after journal.sync_s, which no power cut undoes; soft facts
-(progress, pages, time) ride with the next write, and losing the last of them costs nothing; a segment is begun between two batches of facts, never inside one.
+(progress, pages, time) ride with the next write, and losing the last of them costs nothing; a segment is begun between
+two batches of facts, never inside one. On object storage a batch is what was reported in journal.sync_s, and no fact,
+soft or not, is told before the object that holds it is there.
 """
 
 from __future__ import annotations
@@ -17,7 +19,7 @@ from typing import Any, Protocol
 from dora_jax.fault import point
 from dora_jax.orchestrate import events as ev
 from dora_jax.orchestrate.core import Orchestrator
-from dora_jax.runtime.book import CODEC, Book, Entry, Fact, Partial, Published, Scores
+from dora_jax.runtime.book import Book, Entry, Fact, Partial, Published, Scores, encoded
 from dora_jax.runtime.journal import Journal
 from dora_jax.runtime.loop import World
 from dora_jax.runtime.recovery import head_records
@@ -48,12 +50,13 @@ class DurableWorld:
         self._payload: dict[SampleId | GroupId, Sample | Scores] = {}
         self._digests: dict[Version, int] = {}
         self._entries: list[Entry] = []
+        self._held: list[Entry] = []  # appended, not told
         self._committed_s = time.monotonic()
         self._rotate_due = True
         world.listen(self._hear)
 
     def events(self) -> Iterator[ev.Event]:
-        if self._rotate_due:
+        if self._rotate_due and not self._held:
             self.rotate()
         try:
             for event in self._world.events():
@@ -61,6 +64,10 @@ class DurableWorld:
         finally:  # what a stage reported before another one raised
             entries, self._entries = self._entries, []
             self._write(entries)
+            self._held += entries
+        if self._journal.holds:
+            return
+        entries, self._held = self._held, []
         for entry in entries:
             self.book.apply(entry, self._orchestrator.state)
             if isinstance(entry, Fact):
@@ -99,15 +106,14 @@ class DurableWorld:
     # ------------------------------------------------------------ private
 
     def _write(self, entries: list[Entry]) -> None:
-        for entry in entries:
-            self._journal.append(CODEC.encode(entry))
+        for record in encoded(entries):
+            self._journal.append(record)
+        kinds = {type(entry.event) for entry in entries if isinstance(entry, Fact)}
         now = time.monotonic()
-        hard = any(isinstance(entry, Fact) and isinstance(entry.event, HARD) for entry in entries)
-        if hard or now - self._committed_s > SOFT_PERIOD_S or self._journal.sync_due:
+        if not kinds.isdisjoint(HARD) or now - self._committed_s > SOFT_PERIOD_S or self._journal.sync_due:
             self._committed_s = now
             point("journal.before_commit")
-            self._journal.commit(sync=any(isinstance(entry, Fact) and isinstance(entry.event, ev.StepPublished)
-                                          for entry in entries))
+            self._journal.commit(sync=ev.StepPublished in kinds)
             point("journal.after_commit")
 
     def _hear(self, item: Any) -> None:

@@ -1,19 +1,22 @@
 """The event log: what makes a resume exact. Bytes of records in, the same bytes out after any crash.
 
     append(record) ... commit()     a group of records is written with one call: no death of a process undoes that
-    commit(sync=True), or every sync_s of those calls: with one fsync, all so far becomes durable: no power cut undoes it
+    commit(sync=True)               and is durable on return, with all before it: no power cut undoes that
+    every sync_s                    what was written becomes durable behind the writer's back: the disk holds up nobody
     rotate(records)                 a new segment, there whole or not at all; it begins with a snapshot
     read(segment)                   its records, up to the first that is torn or damaged
 
 Consumes encoded records (codec.py), knows nothing of what is in them. A record is framed as
     size u32 | crc32 of size and data u32 | data
-and a segment is one run of frames. Laws: what `commit` returned from is read back; what is read is a prefix of what
-was appended, record for record; a run never appends to the segment of an earlier run, so a torn tail stays where it
-is and is reported each time. Where bytes go is behind `Log`: a folder here, object storage in objects.py.
+and a segment is one run of frames. Laws: what `commit` returned from is read back, unless the journal `holds` it: a log
+that is slow to write to (object storage) takes one batch every sync_s; what is read is a prefix of what was appended,
+record for record; a run never appends to the segment of an earlier run, so a torn tail stays where it is and is
+reported each time. Where bytes go is behind `Log`: a folder here, object storage in objects.py.
 """
 
 from __future__ import annotations
 
+import concurrent.futures
 import fcntl
 import os
 import signal
@@ -36,6 +39,8 @@ ALARM_PERIOD_S = 30.0  # how often a disk that stays full is spoken of
 class Log(Protocol):
     """Where segments are kept; one writer."""
 
+    lasting: bool  # what was appended outlives this process before it is synced; else `append` takes long, and syncs
+
     def segments(self) -> list[int]:
         """Numbers of the segments that are there, oldest first."""
 
@@ -45,8 +50,11 @@ class Log(Protocol):
     def begin(self, segment: int, data: bytes) -> None:
         """A new last segment with this content, durable, whole or not at all."""
 
-    def append(self, data: bytes, sync: bool) -> None:
-        """Adds to the last segment; `sync`: it is durable on return, with all before it. OSError: nothing was added."""
+    def append(self, data: bytes) -> None:
+        """Adds to the last segment. OSError: nothing was added."""
+
+    def sync(self) -> None:
+        """What had been appended is durable on return; may run beside `append`. OSError: it will be written again."""
 
     def drop(self, segment: int) -> None:
         """Forgets an old segment."""
@@ -73,6 +81,8 @@ class Journal:
         self._sync_s = sync_s
         self._synced_s = time.monotonic()
         self._unsynced = False
+        self._pool = concurrent.futures.ThreadPoolExecutor(1, "journal")
+        self._syncing: concurrent.futures.Future | None = None
         self._buffer: list[bytes] = []
         self._bytes = 0
         self._alarmed_s = -ALARM_PERIOD_S
@@ -86,6 +96,12 @@ class Journal:
         """Everything appended has reached the log."""
         return not self._buffer
 
+    @property
+    def holds(self) -> bool:
+        """What was appended waits for its batch, and must not be acknowledged yet. Not while the storage refuses: then
+        the run goes on without, which has been said."""
+        return bool(self._buffer) and not self._log.lasting and self._degraded_since is None
+
     def segments(self) -> list[int]:
         return self._log.segments()
 
@@ -94,8 +110,7 @@ class Journal:
 
     def rotate(self, records: Iterable[bytes]) -> int:
         """Begins the next segment with these records and returns its number; later appends go there."""
-        self.commit(sync=True)
-        if self._buffer:
+        if not self.commit(sync=True):
             raise OSError("the journal cannot begin a segment while older records wait for space")
         number = max(self._log.segments(), default=0) + 1
         self._log.begin(number, b"".join(frame(record) for record in records))
@@ -115,27 +130,29 @@ class Journal:
 
     @property
     def sync_due(self) -> bool:
-        """Something has been written for `sync_s` and is not durable."""
-        return self._unsynced and time.monotonic() - self._synced_s >= self._sync_s
+        """Something waits to be written or made durable since `sync_s`."""
+        waits = self._unsynced or (bool(self._buffer) and not self._log.lasting)
+        return waits and time.monotonic() - self._synced_s >= self._sync_s
 
     def commit(self, sync: bool = False) -> bool:
         """Writes what was appended; False where the storage refused: it is kept and tried again later."""
-        sync = sync or time.monotonic() - self._synced_s >= self._sync_s
-        if not self._buffer and not (sync and self._unsynced):
+        now = time.monotonic()
+        due = now - self._synced_s >= self._sync_s
+        if not (self._log.lasting or sync or due):
             return True
-        if self._degraded_since is not None and time.monotonic() - self._tried_s < RETRY_PERIOD_S:
+        if not self._buffer and not ((sync or due) and (self._unsynced or self._syncing)):
+            return True
+        if self._degraded_since is not None and now - self._tried_s < RETRY_PERIOD_S:
             return False
         try:
-            self._log.append(b"".join(self._buffer), sync)
+            self._write()
+            if sync or not self._sync_s or self._degraded_since is not None:
+                self._make_durable()
+            elif due:
+                self._begin_sync()
         except OSError as error:
             self._refused(error)
             return False
-        self._unsynced = not sync
-        if sync:
-            self._synced_s = time.monotonic()
-        self.commits += 1
-        self._buffer.clear()
-        self._bytes = 0
         if self._degraded_since is not None:
             self._alarm(f"the journal is durable again after {time.monotonic() - self._degraded_since:.0f} s")
             self._degraded_since, self._alarmed_s = None, -ALARM_PERIOD_S
@@ -152,18 +169,55 @@ class Journal:
         try:
             self._tried_s = 0.0
             if not self.commit(sync=True):
-                self._alarm(f"{len(self._buffer)} journal records could not be written before the end: what they tell of "
-                            f"will be generated again")
+                self._alarm("the last journal records could not be made durable before the end: what they tell of may be "
+                            "generated again")
         finally:
+            self._pool.shutdown()
             self._log.close()
+
+    # ------------------------------------------------------------ private
+
+    def _write(self) -> None:
+        if not self._buffer:
+            return
+        self._log.append(b"".join(self._buffer))
+        self._unsynced = True
+        self.commits += 1
+        self._buffer.clear()
+        self._bytes = 0
+
+    def _make_durable(self) -> None:
+        """Waits for it."""
+        self._end_sync()
+        self._synced_s, self._unsynced = time.monotonic(), False
+        try:
+            self._log.sync()
+        except OSError:
+            self._unsynced = True
+            raise
+
+    def _begin_sync(self) -> None:
+        if self._syncing is not None and not self._syncing.done():
+            return  # the disk is slow: what is written meanwhile has its turn next
+        self._end_sync()
+        if self._unsynced:
+            self._synced_s, self._unsynced = time.monotonic(), False
+            self._syncing = self._pool.submit(self._log.sync)
+
+    def _end_sync(self) -> None:
+        """Raises what the sync behind failed of."""
+        syncing, self._syncing = self._syncing, None
+        if syncing is not None and (error := syncing.exception()):
+            self._unsynced = True
+            raise error
 
     def _refused(self, error: OSError) -> None:
         now = self._tried_s = time.monotonic()
         self._degraded_since = self._degraded_since or now
         if now - self._alarmed_s >= ALARM_PERIOD_S:
             self._alarmed_s = now
-            self._alarm(f"the journal cannot be written ({error}): {len(self._buffer)} commits wait in memory and "
-                        f"would be generated again after a kill")
+            self._alarm(f"the journal cannot be written ({error}): {len(self._buffer)} records wait in memory, and what "
+                        f"they tell of would be generated again after a kill")
 
 
 # ---------------------------------------------------------------- frames
@@ -214,6 +268,8 @@ def _checksum(size: int, data: bytes | memoryview) -> int:
 class FileLog:
     """Segments as files of one folder: NUMBER.log. A lock keeps a second run out."""
 
+    lasting = True
+
     def __init__(self, directory: str | os.PathLike):
         self._dir = Path(directory)
         self._dir.mkdir(parents=True, exist_ok=True)
@@ -227,6 +283,8 @@ class FileLog:
             part.unlink()
         self._fd: int | None = None
         self._size = 0
+        self._recent: list[bytes] = []  # appended, perhaps not durable
+        self._doubtful = False  # a sync has failed: nobody knows what of `_recent` is on the disk
 
     def segments(self) -> list[int]:
         return sorted(int(path.stem) for path in self._dir.glob("*.log") if path.stem.isdigit())
@@ -253,22 +311,33 @@ class FileLog:
             raise
         if self._fd is not None:
             os.close(self._fd)
-        self._fd, self._size = fd, len(data)
+        self._fd, self._size, self._recent, self._doubtful = fd, len(data), [], False
         point("journal.after_segment")
 
-    def append(self, data: bytes, sync: bool) -> None:
+    def append(self, data: bytes) -> None:
+        if self._doubtful:
+            self._write_again()
         try:
             if armed("journal.half_commit"):
                 _write_all(self._fd, data[: len(data) // 2 + 1])
                 os.kill(os.getpid(), signal.SIGKILL)
             _write_all(self._fd, data)
-            if sync:
-                os.fdatasync(self._fd)
         except OSError:
-            os.ftruncate(self._fd, self._size)  # half a frame would hide what follows it
-            os.lseek(self._fd, self._size, os.SEEK_SET)
+            self._cut(self._size)  # half a frame would hide what follows it
             raise
         self._size += len(data)
+        self._recent.append(data)
+
+    def sync(self) -> None:
+        if self._doubtful:
+            self._write_again()
+        covered = len(self._recent)
+        try:
+            os.fdatasync(self._fd)
+        except OSError:
+            self._doubtful = True
+            raise
+        del self._recent[:covered]
 
     def drop(self, segment: int) -> None:
         self._path(segment).unlink()
@@ -281,6 +350,17 @@ class FileLog:
 
     def _path(self, segment: int) -> Path:
         return self._dir / f"{segment:06d}.log"
+
+    def _write_again(self) -> None:
+        """After a failed sync the kernel may have forgotten pages that it could not write."""
+        recent = b"".join(self._recent)
+        self._cut(self._size - len(recent))
+        _write_all(self._fd, recent)
+        self._doubtful = False
+
+    def _cut(self, size: int) -> None:
+        os.ftruncate(self._fd, size)
+        os.lseek(self._fd, size, os.SEEK_SET)
 
 
 def sync_folder(path: Path) -> None:

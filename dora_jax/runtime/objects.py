@@ -9,6 +9,7 @@ the log seals its last segment, so a run that was taken for dead is refused at i
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 
@@ -23,6 +24,8 @@ ABSENT = b"\x02"  # tensorstore's generation of a key that is not there
 class ObjectLog:
     """`Log` over a key-value store; see `runtime.journal`."""
 
+    lasting = False
+
     def __init__(self, store: tensorstore.KvStore | str):
         if isinstance(store, str):
             store = tensorstore.KvStore.open(store if store.endswith("/") else store + "/").result()
@@ -32,6 +35,7 @@ class ObjectLog:
         self._folders = _folders(found.value) if found.state == "value" else {}
         self._folder = ""
         self._next = 0
+        self._done = self._tried = 0  # bytes of the append that was refused: put, and put or perhaps put
         if self._folders:
             self._seal(self._folders[max(self._folders)])
 
@@ -39,7 +43,8 @@ class ObjectLog:
         return sorted(self._folders)
 
     def read(self, segment: int) -> bytes:
-        return b"".join(self._parts(self._folders[segment]))
+        reads = [self._store.read(key) for key in self._keys(self._folders[segment])]  # all at once
+        return b"".join(bytes(read.result().value) for read in reads)
 
     def begin(self, segment: int, data: bytes) -> None:
         folder = f"{segment:06d}-{os.urandom(4).hex()}"
@@ -48,12 +53,19 @@ class ObjectLog:
         self._folder, self._next = folder, 1
         self._tidy()
 
-    def append(self, data: bytes, sync: bool) -> None:
-        """An object is durable once it is put."""
-        if not data:
-            return
-        self._put(f"{self._folder}/{self._next:06d}", data, ABSENT)
-        self._next += 1
+    def append(self, data: bytes) -> None:
+        """One object, durable once it is put. `data` begins with what was refused before: that is put as it was then,
+        because perhaps only the answer was lost."""
+        for end in (self._tried, len(data)):
+            if end > self._done:
+                self._tried = end
+                self._put(f"{self._folder}/{self._next:06d}", data[self._done : end], ABSENT)
+                self._done = end
+                self._next += 1
+        self._done = self._tried = 0
+
+    def sync(self) -> None:
+        """Nothing is left to do."""
 
     def drop(self, segment: int) -> None:
         self._name({number: folder for number, folder in self._folders.items() if number != segment})
@@ -64,16 +76,16 @@ class ObjectLog:
 
     # ------------------------------------------------------------ private
 
-    def _parts(self, folder: str) -> list[bytes]:
-        parts = []
-        while (part := self._store.read(f"{folder}/{len(parts):06d}").result()).state == "value":
-            parts.append(bytes(part.value))
-        return parts
+    def _keys(self, folder: str) -> list[str]:
+        """Of its objects, up to the first that is missing."""
+        within = tensorstore.KvStore.KeyRange(f"{folder}/", f"{folder}0")  # "0" is what follows "/"
+        there = {key.decode() for key in self._store.list(within).result()}
+        return list(itertools.takewhile(there.__contains__, (f"{folder}/{n:06d}" for n in itertools.count())))
 
     def _seal(self, folder: str) -> None:
         """An empty object stands where its writer would put the next one."""
-        while parts := self._parts(folder):
-            if self._try(f"{folder}/{len(parts):06d}", b"", ABSENT):
+        while keys := self._keys(folder):
+            if self._try(f"{folder}/{len(keys):06d}", b"", ABSENT):
                 return
         raise JournalError(f"the manifest names {folder}, which is not there")
 
@@ -85,6 +97,8 @@ class ObjectLog:
 
     def _put(self, key: str, data: bytes, generation: bytes) -> bytes:
         stamp = self._try(key, data, generation)
+        if not stamp and (found := self._store.read(key).result()).value == data:
+            stamp = found.stamp.generation  # ours: the answer to an earlier try was lost
         if not stamp:
             raise JournalError(f"{key} has another writer: this run was taken for dead and is over")
         return stamp

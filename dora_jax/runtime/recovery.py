@@ -18,7 +18,7 @@ from typing import Any
 from dora_jax.orchestrate.core import Orchestrator
 from dora_jax.orchestrate.modes import OrchestratorConfig
 from dora_jax.orchestrate.restart import Debts, restart
-from dora_jax.runtime.book import CODEC, FORMAT, Book, Fact, Head, Partial, Step
+from dora_jax.runtime.book import CODEC, FORMAT, Book, Fact, Head, Partial, Step, decoded
 from dora_jax.runtime.codec import CodecError
 from dora_jax.runtime.journal import Journal, JournalError
 from dora_jax.types import Version
@@ -125,20 +125,25 @@ def _replay_one(number: int, records: Sequence[bytes], steps: list[Step], say: S
     state.steps = [step for step in steps if step.base < state.base]  # later ones were undone by a fallback
     for i, data in enumerate(entries):
         try:
-            entry = CODEC.decode(data)
+            known = decoded(data)
         except CodecError as error:
             say(f"journal segment {number}: record {i + 2 + head.book} {error}; the {len(entries) - i} from there on are "
                 f"not read")
             break
-        if not isinstance(entry, Fact | Partial):
-            raise JournalError(f"journal segment {number}: a {type(entry).__name__} stands among its facts")
-        step = book.apply(entry, orchestrator.state)
-        if isinstance(entry, Fact):
-            orchestrator.step(entry.event)
-            state.facts += 1
-        if step is not None:
-            state.steps.append(step)
+        for entry in known:
+            _follow(number, state, entry)
     return state
+
+
+def _follow(number: int, state: Replay, entry: Any) -> None:
+    if not isinstance(entry, Fact | Partial):
+        raise JournalError(f"journal segment {number}: a {type(entry).__name__} stands among its facts")
+    step = state.book.apply(entry, state.orchestrator.state)
+    if isinstance(entry, Fact):
+        state.orchestrator.step(entry.event)
+        state.facts += 1
+    if step is not None:
+        state.steps.append(step)
 
 
 def _heads(journal: Journal, say: Say) -> dict[int, Version]:
