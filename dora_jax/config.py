@@ -59,6 +59,20 @@ class TaskSection:
 
 
 @section
+class RewardModelSection:
+    """A trained judge of finished samples: weight * score is a term of the reward, beside task.rewards if any."""
+
+    path: str = ""  # a Hugging Face folder with a head `score.weight` [1, D] and the policy's token ids; empty: none
+    weight: float = 1.0
+    placement: str = "own"  # own: devices that nobody else has; trainer: the first of the trainer's
+    data: int = 1  # mesh axis: batch rows, parameters replicated
+    fsdp: int = 1  # mesh axis: batch rows and parameters
+    tensor: int = 1  # mesh axis: heads, d_ff
+    pack_tokens: int = 512  # L: packed row length
+    rows: int = 0  # B: packed rows a batch; 0: one a shard of data and fsdp
+
+
+@section
 class RolloutSection:
     instances: int = 2
     tensor: int = 1  # devices an instance (tensor parallel)
@@ -221,6 +235,7 @@ class Config:
     pace: str = ""  # a chip: ticks, steps and transfers last at least as long as a 32.8B model's on it (runtime/paced.py)
     model: ModelSection = ModelSection()
     task: TaskSection = TaskSection()
+    reward_model: RewardModelSection = RewardModelSection()
     rollout: RolloutSection = RolloutSection()
     orchestrator: OrchestratorSection = OrchestratorSection()
     trainer: TrainerSection = TrainerSection()

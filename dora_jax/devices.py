@@ -24,6 +24,7 @@ class DevicePlan:
     trainer: Indices
     trainer_mesh: tuple[int, int, int, int]  # data, fsdp, tensor, context
     instances: tuple[Indices, ...]
+    reward_model: Indices = ()
 
     @property
     def shared(self) -> bool:
@@ -35,7 +36,8 @@ class DevicePlan:
         lines = [f"devices: {self.n_devices}, trainer and instances {'share' if self.shared else 'own'} theirs",
                  f"  trainer     {_span(self.trainer)}  mesh data={data} fsdp={fsdp} tensor={tensor} context={context}"]
         lines += [f"  instance {i}  {_span(group)}  tensor={len(group)}" for i, group in enumerate(self.instances)]
-        idle = set(range(self.n_devices)).difference(self.trainer, *self.instances)
+        lines += [f"  reward model  {_span(self.reward_model)}"] if self.reward_model else []
+        idle = set(range(self.n_devices)).difference(self.trainer, self.reward_model, *self.instances)
         if idle:
             lines.append(f"  idle        {_span(tuple(sorted(idle)))}")
         return "\n".join(lines)
@@ -46,9 +48,26 @@ def plan(n_devices: int, config: Config) -> DevicePlan:
 
     auto: the trainer takes up to half, the instances the rest, where single-device instances may share a device;
     one device is shared by all. disjoint: as auto, and nobody shares. shared: everybody on all devices.
+    A reward model takes the last devices for itself before that, or the first of the trainer's.
     """
     if n_devices < 1:
         raise ConfigError(f"cpu_devices: {n_devices} devices are too few to run on")
+    model = config.reward_model
+    size = model.data * model.fsdp * model.tensor if model.path else 0
+    own = size if model.placement == "own" else 0
+    if own >= n_devices:
+        raise ConfigError(f"reward_model.placement: \"own\" takes {own} of {n_devices} devices, which leaves none to the "
+                          f"trainer; \"trainer\" shares the trainer's")
+    planned = _plan(n_devices - own, config)
+    if size > own and size > len(planned.trainer):
+        raise ConfigError(f"reward_model.data: the mesh data * fsdp * tensor = {size} is larger than the trainer's "
+                          f"{len(planned.trainer)} devices, which it is to share")
+    first = n_devices - own if own else 0
+    return dataclasses.replace(planned, n_devices=n_devices, reward_model=tuple(range(first, first + size)))
+
+
+def _plan(n_devices: int, config: Config) -> DevicePlan:
+    """Trainer and instances on these devices."""
     share_all = config.placement == "shared" or (config.placement == "auto" and n_devices == 1)
     size = n_devices if share_all else _trainer_devices(n_devices, config)
     mesh = trainer_mesh(size, config)

@@ -40,7 +40,8 @@ MAY_CHANGE = (  # between two runs of one workdir: how long, how often, and on w
     "steps", "cpu_devices", "placement", "checkpoint.", "journal.", "eval.", "cluster.",
     "rollout.instances", "rollout.tensor", "trainer.data",
     "trainer.fsdp", "trainer.tensor", "trainer.context", "trainer.optimizer_memory",
-    "trainer.peak_tflops", "task.reward_workers", "task.reward_timeout_s", "task.reward_retries")
+    "trainer.peak_tflops", "task.reward_workers", "task.reward_timeout_s", "task.reward_retries",
+    "reward_model.placement", "reward_model.data", "reward_model.fsdp", "reward_model.tensor", "reward_model.rows")
 
 CONFIG_HELP = "path.py[:argument]; --config.field=value overrides a field"
 WORKDIR_HELP = "where the run keeps its files; default: runs/<name of the config file>"

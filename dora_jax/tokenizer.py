@@ -73,6 +73,14 @@ class Tokenizer:
             raise ValueError(f"the chat template of {self.path} refused the messages: {error}") from error
 
 
+def vocabulary(path: str | Path) -> dict[str, int]:
+    """Token -> id of a folder's tokenizer.json, added tokens included."""
+    file = Path(path) / "tokenizer.json"
+    if not file.is_file():
+        raise ValueError(f"{file} is missing")
+    return _backend(file).get_vocab(with_added_tokens=True)
+
+
 def _backend(file: Path) -> tokenizers.Tokenizer:
     text = file.read_text(encoding="utf-8")
     try:

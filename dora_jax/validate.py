@@ -26,6 +26,7 @@ MIN_AUTO_INSTANCES = 2  # rollout.instances = 0 makes at least so many: fewer co
 
 CHOICES: dict[str, tuple[str, ...]] = {
     "placement": ("auto", "disjoint", "shared"),
+    "reward_model.placement": ("own", "trainer"),
     "pace": ("", *CHIPS),
     "model.dtype": ("float32", "bfloat16"),
     "rollout.attention": ("reference", "tpu", "gpu"),
@@ -36,13 +37,15 @@ CHOICES: dict[str, tuple[str, ...]] = {
 RANGES: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
     ("at least 1", lambda x: x >= 1, """
         steps task.heldout task.reward_workers rollout.tensor rollout.residents rollout.slots
+        reward_model.data reward_model.fsdp reward_model.tensor
         rollout.max_prompt_tokens rollout.max_new_tokens rollout.prefill_tokens rollout.prefill_chunk
         rollout.decode_steps rollout.context_block
         eval.prompts eval.samples checkpoint.keep sft.examples sft.steps sft.batch_rows sft.pack_tokens
         sft.d_model sft.n_layers sft.n_heads sft.n_kv_heads sft.head_dim sft.d_ff
         cluster.trainer_hosts cluster.hosts_per_replica"""),
     ("at least 0", lambda x: x >= 0, """
-        seed cpu_devices task.reward_retries rollout.instances rollout.decode_rows eval.every checkpoint.every
+        seed cpu_devices task.reward_retries reward_model.rows rollout.instances rollout.decode_rows
+        eval.every checkpoint.every
         checkpoint.keep_best checkpoint.keep_every journal.partial_s journal.sync_s journal.watchdog_s
         sft.warmup_steps sft.vocab_size cluster.devices_per_host cluster.max_restarts"""),
     ("above 0", lambda x: x > 0, """task.reward_timeout_s trainer.eps sft.learning_rate cluster.silence_s
@@ -54,14 +57,14 @@ RANGES: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
 
 def problems(config: Config, purpose: str = "train") -> list[str]:
     """Every broken rule. Purpose: what is about to run; train needs a model to start from, sft a folder to write."""
-    rules = (_choices, _ranges, _task, _engine, _orchestrator, _trainer, _lengths, _sft, _cluster)
+    rules = (_choices, _ranges, _task, _reward_model, _engine, _orchestrator, _trainer, _lengths, _sft, _cluster)
     return [*_folders(config, purpose), *(problem for rule in rules for problem in rule(config))]
 
 
 def missing_paths(config: Config, purpose: str = "train") -> list[str]:
     """Files and folders that are named and not there; a model that the warm start will write is not missing."""
     named = {"task.path": config.task.path, "task.heldout_path": config.task.heldout_path,
-             "sft.rows": config.sft.rows, "sft.init": config.sft.init}
+             "sft.rows": config.sft.rows, "sft.init": config.sft.init, "reward_model.path": config.reward_model.path}
     if purpose == "train" and config.model.path != config.sft.out:
         named["model.path"] = config.model.path
     return [f"{field}: {path} does not exist" for field, path in named.items() if path and not Path(path).exists()]
@@ -102,7 +105,7 @@ def _task(config: Config) -> Problems:
         yield "task.path: empty; the task \"rows\" reads a .jsonl or .parquet file"
     if task.template != "chat" and "{prompt}" not in task.template:
         yield f"task.template: {task.template!r} is neither \"chat\" nor a text with {{prompt}} in it"
-    if not task.rewards:
+    if not task.rewards and not config.reward_model.path:
         yield "task.rewards: empty; name at least one callable"
     for path in task.rewards:
         if not re.fullmatch(r"[^\W\d]\w*(\.[^\W\d]\w*)+", path):
@@ -111,6 +114,21 @@ def _task(config: Config) -> Problems:
         yield from _pattern(f"task.{name}", getattr(task, name))
     if config.eval.prompts > task.heldout:
         yield f"eval.prompts: {config.eval.prompts} is more than the {task.heldout} held-out prompts of task.heldout"
+
+
+def _reward_model(config: Config) -> Problems:
+    model, rollout = config.reward_model, config.rollout
+    if not model.path:
+        return
+    if model.weight == 0:
+        yield "reward_model.weight: 0 makes its score no part of the reward; leave reward_model.path empty instead"
+    tokens = rollout.max_prompt_tokens + rollout.max_new_tokens
+    if tokens > model.pack_tokens:
+        yield (f"reward_model.pack_tokens: the longest sample, max_prompt_tokens + max_new_tokens = {tokens}, does not "
+               f"fit a row of {model.pack_tokens}")
+    shards = max(model.data, 1) * max(model.fsdp, 1)
+    if model.rows % shards:
+        yield f"reward_model.rows: {model.rows} is not divisible by data * fsdp = {shards}"
 
 
 def _pattern(name: str, pattern: str) -> Problems:
@@ -192,6 +210,6 @@ def _cluster(config: Config) -> Problems:
                f"cluster.devices_per_host = {devices}")
     if config.cpu_devices:
         yield "cpu_devices: belongs to a run in one process; in a cluster it is cluster.devices_per_host"
-    for name in ("pace", "journal.record", "orchestrator.colocated"):
+    for name in ("pace", "journal.record", "orchestrator.colocated", "reward_model.path"):
         if get(config, name):
             yield f"{name}: belongs to a run in one process"

@@ -89,6 +89,8 @@ def test_a_locked_free_form_field_can_still_be_replaced():
     ("task__template", "Solve!", "{prompt}"),
     ("task__rewards", (), "empty"),
     ("task__rewards", ("exact",), "import path"),
+    ("reward_model__placement", "shared", "none of: own, trainer"),
+    ("reward_model__tensor", 0, "at least 1"),
     ("task__answer_pattern", "(", "not a regular expression"),
     ("task__extract", "abc", "no group"),
     ("task__max_failed_share", 1.5, "between 0 and 1"),
@@ -148,6 +150,18 @@ def test_out_of_range_numbers_do_not_break_the_rules_that_divide_by_them():
         if kind in (int, float):
             problems(**{name.replace(".", "__"): kind(0)})
             problems(**{name.replace(".", "__"): kind(-1)})
+
+
+@pytest.mark.parametrize("fields, why", [
+    ({"task__rewards": ()}, None),  # its score is the reward
+    ({"reward_model__weight": 0.0}, "no part of the reward"),
+    ({"reward_model__pack_tokens": 255}, "max_prompt_tokens + max_new_tokens = 256"),
+    ({"reward_model__data": 2, "reward_model__rows": 3}, "not divisible by data * fsdp = 2"),
+    ({"cluster__launcher": "process"}, "reward_model.path: belongs to a run in one process"),
+])
+def test_a_reward_model(fields, why):
+    found = problems(reward_model__path="judge", **fields)
+    assert [why in problem for problem in found] == [True] * bool(why)
 
 
 def test_purpose_decides_what_must_be_named():

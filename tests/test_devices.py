@@ -49,7 +49,30 @@ def test_who_owns_what(n_devices, asked, expected):
     assert owners(devices.plan(n_devices, asked)) == expected
 
 
+def judged(asked, reward_placement="own", **mesh):
+    """The same config with a reward model."""
+    section = dataclasses.replace(asked.reward_model, path="judge", placement=reward_placement, **mesh)
+    return dataclasses.replace(asked, reward_model=section)
+
+
+@pytest.mark.parametrize("n_devices, asked, expected", [
+    (3, judged(config()), ((0,), (1, 1, 1), ((1,), (1,)), (2,))),  # the last; the others as if there were two
+    (8, judged(config(), data=2, tensor=2), ((0, 1), (1, 2, 1), ((2,), (3,)), (4, 5, 6, 7))),
+    (2, judged(config()), ((0,), (1, 1, 1), ((0,), (0,)), (1,))),
+    (4, judged(config(), "trainer", fsdp=2), ((0, 1), (1, 2, 1), ((2,), (3,)), (0, 1))),
+    (1, judged(config(), "trainer"), ((0,), (1, 1, 1), ((0,), (0,)), (0,))),
+    (4, config(), ((0, 1), (1, 2, 1), ((2,), (3,)), ())),
+])
+def test_where_a_reward_model_lives(n_devices, asked, expected):
+    plan = devices.plan(n_devices, asked)
+    assert (*owners(plan), plan.reward_model) == expected
+    assert ("reward model" in plan.describe()) == bool(plan.reward_model) and plan.n_devices == n_devices
+
+
 @pytest.mark.parametrize("n_devices, asked, field", [
+    (1, judged(config()), "reward_model.placement"),
+    (4, judged(config(), tensor=4), "reward_model.placement"),
+    (4, judged(config(), "trainer", tensor=4), "reward_model.data"),
     (1, config("disjoint"), "rollout.instances"),
     (2, config("disjoint"), "rollout.instances"),
     (1, config(rollout_tensor=2), "rollout.instances"),

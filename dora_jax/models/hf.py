@@ -2,8 +2,9 @@
 
 Consumes a folder; `load` produces stacked params on their shards, each device's slice read from disk on its own, one
 parameter at a time, so that the host never holds the tree twice. `save` writes a folder that transformers (4 and 5)
-and servers load. Laws: everything that can be wrong with a folder is found before device memory is touched; on disk
-weights are [out, in], in memory [in, out]; a folder appears whole or not at all.
+and servers load. `load_scorer` reads a reward model: the same body under a head `score.weight`. Laws: everything that
+can be wrong with a folder is found before device memory is touched; on disk weights are [out, in], in memory [in, out];
+a folder appears whole or not at all.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from dora_jax.models.config import ModelConfig
 from dora_jax.models.hf_config import config_json, read_config, read_json
 from dora_jax.tokenizer import TOKENIZER_FILES, Tokenizer
 
-__all__ = ["check", "check_vacant", "load", "save", "read_config"]
+__all__ = ["check", "check_scorer", "check_vacant", "load", "load_scorer", "save", "read_config"]
 
 # our name -> (name on disk, stored transposed)
 END_TENSORS = {"embed": ("model.embed_tokens.weight", False), "final_norm": ("model.norm.weight", False),
@@ -39,6 +40,7 @@ LAYER_TENSORS = {
     **{f"{x}_norm": (f"self_attn.{x}_norm.weight", False) for x in "qk"},
     **{f"{x}_proj": (f"mlp.{x}_proj.weight", True) for x in ("gate", "up", "down")},
 }
+SCORE = "score.weight"  # of a reward model: [1, D]
 DISK_DTYPES = ("F32", "F16", "BF16")
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 MAX_SHARD_BYTES = 4 << 30
@@ -52,14 +54,33 @@ def check(path: str | Path) -> ModelConfig:
     cfg = read_config(path)
     _check_tokenizer(cfg, Path(path))
     with _open(Path(path)) as files:
-        _check_tensors(cfg, files, Path(path))
+        _check_tensors(cfg, files, Path(path), {})
+    return cfg
+
+
+def check_scorer(path: str | Path) -> ModelConfig:
+    """The same for `load_scorer`; its tokenizer is not looked at."""
+    cfg = read_config(path, scorer=True)
+    with _open(Path(path)) as files:
+        _check_tensors(cfg, files, Path(path), {SCORE: (1, cfg.d_model)})
     return cfg
 
 
 def load(path: str | Path, mesh: jax.sharding.Mesh | None = None, dtype=jnp.float32) -> tuple[ModelConfig, dict]:
     """(config, stacked params in `dtype` on their shards); without a mesh on the default device."""
-    path = Path(path)
     cfg = check(path)
+    return cfg, _load(Path(path), cfg, mesh, dtype)
+
+
+def load_scorer(path: str | Path, mesh: jax.sharding.Mesh, dtype=jnp.float32) -> tuple[ModelConfig, dict, np.ndarray]:
+    """(config, stacked params in `dtype` on their shards, head f32[D] on the host) of a reward model."""
+    cfg = check_scorer(path)
+    with _open(Path(path)) as files:
+        head = _read(files, SCORE, False, ((0, 1), (0, cfg.d_model)))[0].astype(np.float32)
+    return cfg, _load(Path(path), cfg, mesh, dtype), head
+
+
+def _load(path: Path, cfg: ModelConfig, mesh: jax.sharding.Mesh | None, dtype) -> dict:
     abstract = decoder.abstract_params(cfg, dtype)
     if mesh is None:
         device = jax.sharding.SingleDeviceSharding(jax.devices()[0])
@@ -74,7 +95,7 @@ def load(path: str | Path, mesh: jax.sharding.Mesh | None = None, dtype=jnp.floa
             name: _place(leaf, shardings["layers"][name],
                          functools.partial(_read_stacked, files, _layer_tensors(cfg, name), leaf.dtype))
             for name, leaf in abstract["layers"].items()}
-    return cfg, params
+    return params
 
 
 def save(path: str | Path, cfg: ModelConfig, params: dict, source_path: str | Path | None = None, *,
@@ -152,8 +173,8 @@ def _expected(cfg: ModelConfig) -> Iterator[tuple[str, tuple[int, ...]]]:
             yield tensor, leaf.shape[:0:-1] if transposed else leaf.shape[1:]
 
 
-def _check_tensors(cfg: ModelConfig, tensors: Tensors, path: Path) -> None:
-    expected = dict(_expected(cfg))
+def _check_tensors(cfg: ModelConfig, tensors: Tensors, path: Path, head: dict[str, tuple[int, ...]]) -> None:
+    expected = {**dict(_expected(cfg)), **head}
     for name, shape in expected.items():
         if name not in tensors:
             raise ValueError(f"{path} lacks the tensor {name}, which {cfg.family} of its config.json needs")

@@ -15,6 +15,7 @@ from dora_jax.models.config import FAMILIES, Family, ModelConfig, RopeScaling
 # Switches that would change the function; the value here is the only one the decoder computes.
 FIXED = {"hidden_act": "silu", "use_sliding_window": False, "attention_bias": False, "mlp_bias": False,
          "partial_rotary_factor": 1.0, "quantization_config": None}
+SCORER = "ForSequenceClassification"  # ends the class name of a model whose head is a score, not a vocabulary
 QWEN3_HEAD_DIM = 128  # Qwen3's own default where config.json leaves head_dim out
 
 
@@ -31,11 +32,14 @@ def read_json(file: Path) -> dict[str, Any]:
     return value
 
 
-def read_config(path: str | Path) -> ModelConfig:
-    """ModelConfig of this folder; ValueError names the file and the field that the decoder cannot take."""
+def read_config(path: str | Path, *, scorer: bool = False) -> ModelConfig:
+    """ModelConfig of this folder; ValueError names the file and the field that the decoder cannot take.
+
+    scorer: of a reward model, which has no head over the vocabulary (here: it counts as tied).
+    """
     file = Path(path) / "config.json"
     raw = read_json(file)
-    known = _family(raw, file)
+    known = _family(raw, file, scorer)
     for name, value in FIXED.items():
         if raw.get(name, value) not in (value, None):
             raise ValueError(f"{file} has {name}={raw[name]!r}; the decoder computes {name}={value!r} only")
@@ -50,8 +54,8 @@ def read_config(path: str | Path) -> ModelConfig:
             vocab_size=_size(raw, "vocab_size", file), d_model=d_model, n_layers=_size(raw, "num_hidden_layers", file),
             n_heads=n_heads, n_kv_heads=raw.get("num_key_value_heads") or n_heads, head_dim=head_dim,
             d_ff=_size(raw, "intermediate_size", file), rope_theta=theta, rope_scaling=scaling,
-            tie_embeddings=bool(raw.get("tie_word_embeddings", False)), norm_eps=float(raw.get("rms_norm_eps", 1e-6)),
-            max_position=_size(raw, "max_position_embeddings", file))
+            tie_embeddings=scorer or bool(raw.get("tie_word_embeddings", False)),
+            norm_eps=float(raw.get("rms_norm_eps", 1e-6)), max_position=_size(raw, "max_position_embeddings", file))
     except ValueError as error:
         raise ValueError(f"{file}: {error}") from error
 
@@ -73,12 +77,14 @@ def config_json(cfg: ModelConfig, dtype: str, base: dict[str, Any]) -> dict[str,
     }
 
 
-def _family(raw: dict, file: Path) -> Family:
+def _family(raw: dict, file: Path, scorer: bool) -> Family:
     listed = raw.get("architectures") or []
-    for known in FAMILIES:
-        if raw.get("model_type") == known.model_type and listed in ([], [known.architecture]):
+    endings = ("ForCausalLM", SCORER) if scorer else ("ForCausalLM",)
+    names = {known: [known.architecture.replace("ForCausalLM", ending) for ending in endings] for known in FAMILIES}
+    for known, its_own in names.items():
+        if raw.get("model_type") == known.model_type and listed in ([], *([name] for name in its_own)):
             return known
-    names = ", ".join(known.architecture for known in FAMILIES)
+    names = ", ".join(name for its_own in names.values() for name in its_own)
     raise ValueError(f"{file} names the architecture {(listed or [raw.get('model_type')])[0]!r}; known: {names}")
 
 

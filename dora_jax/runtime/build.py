@@ -46,13 +46,16 @@ class Parts:
         self.workdir = workdir
         with blame("model.path"):
             self.tokenizer = Tokenizer.load(config.model.path)
-        self.scorer = ScorerPool(config.task, self.tokenizer.decode)  # its processes start while we compile
+        # its processes start while we compile
+        pool = ScorerPool(config.task, self.tokenizer.decode) if config.task.rewards else None
         with blame("task.path"):
             self.task = tasks.open_task(
                 config.task, self.tokenizer, seed=config.seed, max_prompt_tokens=config.rollout.max_prompt_tokens,
                 max_new_tokens=config.rollout.max_new_tokens, heldout=config.task.heldout,
                 quarantine_path=workdir / "quarantine.jsonl")
-        self.scorer.wait_ready()  # a reward that cannot be imported is named before anything is compiled
+        if pool:
+            pool.wait_ready()  # a reward that cannot be imported is named before anything is compiled
+        self.scorer = _judge(config, pool) if config.reward_model.path else pool
         self.outbox: queue.SimpleQueue = queue.SimpleQueue()
 
     def world(self, instances: Sequence[Any], trainer: TrainerWorker | None, groups: Any, weights: Any) -> LocalWorld:
@@ -62,6 +65,19 @@ class Parts:
             weights=weights, outbox=self.outbox, group_size=section.group_size,
             eval_samples=self.config.eval.samples,
             trainable=nonzero_variance if section.filter_zero_variance else lambda group: True)
+
+
+def _judge(config: Config, pool: ScorerPool | None) -> Any:
+    """The reward model behind the task's own rewards, on its mesh."""
+    from dora_jax.tasks import reward_model  # most runs have none
+
+    section, rollout = config.reward_model, config.rollout
+    indices = devices.plan(len(jax.devices()), config).reward_model
+    mesh = sharding.make_mesh([jax.devices()[i] for i in indices], section.data, section.fsdp, section.tensor)
+    with blame("reward_model.path"):
+        reward_model.check(section.path, config.model.path, rollout.max_prompt_tokens + rollout.max_new_tokens)
+        model = reward_model.RewardModel(section, mesh, config.model.dtype)
+    return reward_model.ModelScorer(model, section.weight, pool)
 
 
 @dataclasses.dataclass(frozen=True)

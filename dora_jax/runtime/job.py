@@ -12,7 +12,7 @@ from typing import Any
 from dora_jax import config as configs
 from dora_jax import devices, sft
 from dora_jax.buffer.store import MemoryGroupStore
-from dora_jax.config import Config, ConfigError, blame
+from dora_jax.config import Config, ConfigError, RewardModelSection, blame
 from dora_jax.metrics import Writer
 from dora_jax.models import hf
 from dora_jax.orchestrate.core import Orchestrator
@@ -51,6 +51,8 @@ def train(config: Config, workdir: Path) -> int:
 def evaluate(config: Config, workdir: Path, step: int | None = None) -> int:
     """avg@k and pass@k of one checkpoint on the held-out prompts. A run of no steps: no trainer, the same engines."""
     devices.setup_platform(config)
+    if config.task.rewards:  # held-out groups have the reward of their task
+        config = dataclasses.replace(config, reward_model=RewardModelSection())
     directory = workdir / "checkpoints"
     version = pick(directory, step)
     with Writer(workdir) as writer:

@@ -6,6 +6,7 @@
     worked.py    worked solutions of some datasets, for the supervised warm start
     rewards.py   (prompt, response, answer) -> float | {name: float}: the shipped ones, and how a path is resolved
     pool.py      ScorerPool: rewards in killable processes (worker.py), beside generation
+    reward_model.py  ModelScorer: a trained judge on a mesh of its own, behind the pool
     identity.py  randomness by identity, and what makes two prompts the same
 
 Laws: training and held-out prompts never share a uid; an error or a time-out is never a reward.

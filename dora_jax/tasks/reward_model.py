@@ -1,0 +1,202 @@
+"""Stage 3, a trained judge: groups with the rewards of their task -> the same groups with a model's score added.
+
+    submit -> [reward workers] -> poll -> queue -> [thread: pack -> one jit on the model's mesh] -> results -> poll
+
+Consumes finished samples and a Hugging Face folder `...ForSequenceClassification` of one label (or weights of our
+families with a head `score.weight` [1, D]); produces weight * score as the term `reward_model`, beside decoding.
+The score is what transformers returns: the head over the hidden state of the last token that is not the model's pad.
+Laws:
+  generated ids are never encoded again: the model reads the sample's own, so every token of the policy's tokenizer has
+  the same id in the model's;
+  a score depends on its group alone: its samples are packed by themselves into rows of one static shape, which is
+  compiled once; neither when it was scored nor beside what moves a bit of it;
+  neither submit nor poll waits; a score that is not finite fails its group and is never a reward;
+  held-out groups keep the reward of their task where there is one, so that accuracy means what it meant.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import queue
+import threading
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from dora_jax.config import RewardModelSection
+from dora_jax.models import decoder, hf, sharding
+from dora_jax.models.hf_config import read_json
+from dora_jax.tasks.pool import GroupFailure
+from dora_jax.tokenizer import vocabulary
+from dora_jax.types import Prompt, Sample, ScoredGroup, is_eval
+
+TERM = "reward_model"
+CLOSE_TIMEOUT_S = 60.0  # for the batch that is being computed
+
+
+def check(path: str | Path, policy: str | Path, max_tokens: int) -> None:
+    """ValueError says in a sentence why this folder cannot score samples of the policy's folder."""
+    cfg = hf.check_scorer(path)
+    theirs = vocabulary(path)
+    for token, i in vocabulary(policy).items():
+        if theirs.get(token) != i:
+            found = f"id {theirs[token]}" if token in theirs else "no id"
+            raise ValueError(f"{path} gives the token {token!r} {found}, the policy's tokenizer {i}: a reward model "
+                             "reads the policy's own ids")
+        if i >= cfg.vocab_size:
+            raise ValueError(f"{path} embeds {cfg.vocab_size} ids, and the policy's token {token!r} is {i}")
+    if max_tokens > cfg.max_position:
+        raise ValueError(f"{path} has {cfg.max_position} positions, the longest sample {max_tokens} tokens")
+
+
+class RewardModel:
+    """The weights on their mesh and the forward pass; used by one thread."""
+
+    def __init__(self, section: RewardModelSection, mesh: Mesh, dtype: str = "float32"):
+        self._cfg, self._params, head_D = hf.load_scorer(section.path, mesh, dtype)
+        self._whole, self._rows_over = NamedSharding(mesh, PartitionSpec()), sharding.batch_spec(mesh)
+        self._head_D = jax.device_put(head_D, self._whole)
+        self._shape = section.rows or section.data * section.fsdp, section.pack_tokens
+        self._pad_id = read_json(Path(section.path) / "config.json").get("pad_token_id")
+        self._forward = functools.partial(_scores, self._cfg, mesh, jnp.dtype(dtype))
+        self._run: Any = None
+
+    def compile(self) -> None:
+        """Once; every batch has this shape."""
+        rows = jax.ShapeDtypeStruct(self._shape, jnp.int32, sharding=self._rows_over)
+        jitted = jax.jit(self._forward, out_shardings=self._whole)
+        self._run = jitted.lower(self._params, self._head_D, rows, rows, rows).compile()
+
+    def scores(self, samples: Sequence[Sample]) -> np.ndarray:
+        """f32[n]; the samples share batches with each other only."""
+        texts = [np.concatenate([sample.prompt_ids, sample.out_ids]) for sample in samples]
+        places = _places([len(text) for text in texts], self._shape[1])
+        batches = [self._batch(texts, places, first)
+                   for first in range(0, max(place.row for place in places) + 1, self._shape[0])]
+        values = np.concatenate([np.asarray(self._run(self._params, self._head_D, *batch)) for batch in batches])
+        return np.array([values[place.row, place.start + self._last(text)] for text, place in zip(texts, places)])
+
+    # ------------------------------------------------------------ private
+
+    def _batch(self, texts: Sequence[np.ndarray], places: Sequence[_Place], first: int) -> list[jax.Array]:
+        """Tokens, segment ids and positions i32[B, L] of the rows from `first` on."""
+        tokens, segments, positions = (np.zeros(self._shape, np.int32) for _ in range(3))
+        for text, place in zip(texts, places):
+            if first <= place.row < first + self._shape[0]:
+                here = place.row - first, slice(place.start, place.start + len(text))
+                tokens[here], segments[here], positions[here] = text, place.segment, np.arange(len(text))
+        return [jax.device_put(x, self._rows_over) for x in (tokens, segments, positions)]
+
+    def _last(self, ids: np.ndarray) -> int:
+        """Where transformers reads the head; with the end token as pad that is the token before it."""
+        real = np.flatnonzero(ids != self._pad_id) if self._pad_id is not None else [len(ids) - 1]
+        return int(real[-1]) if len(real) else 0
+
+
+class ModelScorer:
+    """A `Scorer` behind another, `task` (None: there are no other rewards). Closes it too."""
+
+    def __init__(self, model: RewardModel, weight: float, task: Any | None):
+        self._model, self._weight, self._task = model, weight, task
+        self._jobs: queue.SimpleQueue[ScoredGroup | None] = queue.SimpleQueue()
+        self._results: queue.SimpleQueue[ScoredGroup | GroupFailure] = queue.SimpleQueue()
+        self._error: Exception | None = None
+        self._closed = False
+        self._thread = threading.Thread(target=self._serve, name="reward-model", daemon=True)
+        self._thread.start()
+
+    def submit(self, prompt: Prompt, samples: tuple[Sample, ...]) -> None:
+        self._check()
+        if self._task:
+            self._task.submit(prompt, samples)
+        else:
+            self._jobs.put(ScoredGroup(group_id=prompt.group_id, version=samples[0].version, samples=samples, parts={},
+                                       rewards=np.zeros(len(samples), np.float32)))
+
+    def poll(self) -> list[ScoredGroup | GroupFailure]:
+        """What has finished since the last call; each group once."""
+        self._check()
+        done = []
+        for group in self._task.poll() if self._task else ():
+            if isinstance(group, GroupFailure) or is_eval(group.group_id):
+                done.append(group)
+            else:
+                self._jobs.put(group)
+        while True:
+            try:
+                done.append(self._results.get_nowait())
+            except queue.Empty:
+                return done
+
+    def close(self) -> None:
+        """Groups not yet polled are gone. May be called twice."""
+        self._closed = True
+        self._jobs.put(None)
+        if self._task:
+            self._task.close()
+        self._thread.join(timeout=CLOSE_TIMEOUT_S)
+
+    # ------------------------------------------------------------ private
+
+    def _check(self) -> None:
+        if self._error is not None:
+            raise self._error
+        if self._closed:
+            raise RuntimeError("the reward model is closed")
+
+    def _serve(self) -> None:
+        try:
+            self._model.compile()
+            while (group := self._jobs.get()) is not None and not self._closed:
+                self._results.put(self._judged(group))
+        except Exception as error:  # handed to whoever calls next: a thread has nobody to raise to
+            self._error = error
+
+    def _judged(self, group: ScoredGroup) -> ScoredGroup | GroupFailure:
+        failed = [sample for sample in group.samples if sample.finish == "error"]
+        if failed:
+            return _failure(group, f"sample {tuple(failed[0].id)} ended in an error")
+        scores = self._model.scores(group.samples)
+        if not np.isfinite(scores).all():
+            worst = int(np.flatnonzero(~np.isfinite(scores))[0])
+            return _failure(group, f"the reward model scored sample {tuple(group.samples[worst].id)} {scores[worst]}")
+        term = np.float32(self._weight) * scores
+        return dataclasses.replace(group, rewards=group.rewards + term, parts={**group.parts, TERM: term})
+
+
+class _Place(NamedTuple):
+    row: int  # over all batches of the group
+    start: int
+    segment: int  # 1.. within the row
+
+
+def _failure(group: ScoredGroup, reason: str) -> GroupFailure:
+    return GroupFailure(group_id=group.group_id, reason=reason, lengths=tuple(len(s.out_ids) for s in group.samples))
+
+
+def _places(lengths: Sequence[int], tokens: int) -> list[_Place]:
+    """First fit by falling length, ties by index; as many rows as that takes."""
+    used: list[tuple[int, int]] = []  # (tokens, segments) of each row
+    places: dict[int, _Place] = {}
+    for i in sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)):
+        row = next((r for r, (length, _) in enumerate(used) if length + lengths[i] <= tokens), len(used))
+        used += [(0, 0)] if row == len(used) else []
+        start, segments = used[row]
+        places[i] = _Place(row, start, segments + 1)
+        used[row] = start + lengths[i], segments + 1
+    return [places[i] for i in range(len(lengths))]
+
+
+def _scores(cfg: decoder.ModelConfig, mesh: Mesh, dtype: Any, params: Any, head_D: jax.Array, tokens_BxL: jax.Array,
+            segment_ids_BxL: jax.Array, positions_BxL: jax.Array) -> jax.Array:
+    """f32[B, L]: the head over every token, each segment on its own."""
+    attend = decoder.segment_attention(segment_ids_BxL, positions_BxL)
+    hidden_BxLxD = decoder.forward(cfg, params, tokens_BxL, positions_BxL, attend, dtype=dtype,
+                                   constrain=sharding.constrain_rows(mesh))
+    return jnp.einsum("bld,d->bl", hidden_BxLxD.astype(jnp.float32), head_D)
