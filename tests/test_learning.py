@@ -50,3 +50,13 @@ def test_a_run_in_numbers():
     assert numbers["s to learn"] == 9.0  # steps 5 to 9 are the first five of reward 1
     assert numbers["ms/step"] == pytest.approx(1000.0) and numbers["s in all"] == 20.0
     assert numbers["held-out/s"] == pytest.approx(np.mean([0.4, 0.7]), abs=1e-3)
+
+
+def test_steps_by_the_lag_of_their_youngest_group():
+    step = {"reward/mean": 0.5, "trainer/clip_fraction": 0.0, "trainer/ess_share": 1.0, "trainer/ratio_max": 1.0,
+            "trainer/grad_norm": 0.1, "lag/max": 3, "lag/mean": 1.0, "lag/2": 0.25}
+    records = [{"eval/accuracy": 1.0}, step | {"lag/3": 0.75}, step | {"lag/0": 0.75, "mismatch/mean": 0.0},
+               step | {"lag/3": 0.75, "reward/mean": 0.7}]
+    lines = [line.split() for line in learning.youngest_table({"dora": records}).splitlines()[1:]]
+    assert [line[:4] for line in lines] == [["dora", "0", "33.3%", "0.5000"], ["dora", "2", "66.7%", "0.6000"]]
+    assert [line[-1] for line in lines] == ["100%", "0%"]

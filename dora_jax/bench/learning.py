@@ -16,7 +16,8 @@ on two clocks: `s in all` as it was, all others without evaluation: a step besid
 
 The second table: pass rate of groups by their lag, less that of the mode's most frequent lag: raw, inside groups of
 equal difficulty (terms of the sum), and inside those of equal difficulty and version. The last holds the weights
-fixed: what is left there, is selection.
+fixed: what is left there, is selection. The third: steps by the lag of their youngest group, and what the loss met
+there; from 2 on no group is left on which the engine-trainer gap could be measured.
 """
 
 from __future__ import annotations
@@ -106,7 +107,7 @@ def call(module: str, *arguments: str) -> None:
 
 
 def load(folder: Path) -> Curve:
-    records = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    records = records_of(folder)
     steps = [r for r in records if "reward/mean" in r]
     evals = [r for r in records if "eval/accuracy" in r]
     end, took = column(steps, "time/run_s"), column(steps, "time/step_s")
@@ -118,6 +119,10 @@ def load(folder: Path) -> Curve:
         column(steps, "lag/mean"), column(steps, "trainer/wait_s") / took, column(steps, "rollout/idle_share"),
         column(evals, "step"), column(evals, "eval/accuracy"),
         [Group(*g) for g in json.loads((folder / RESULT).read_text())["groups"]])
+
+
+def records_of(folder: Path) -> list[dict]:
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
 
 
 def column(records: list[dict], name: str) -> np.ndarray:
@@ -208,6 +213,24 @@ def lag_table(found: dict[str, list[Curve]]) -> str:
     return grid(head, rows)
 
 
+def youngest_table(records: dict[str, list[dict]]) -> str:
+    """`records`: of all runs of a mode."""
+    means = {"reward": "reward/mean", "clipped": "trainer/clip_fraction", "ESS": "trainer/ess_share",
+             "largest ratio": "trainer/ratio_max", "gradient norm": "trainer/grad_norm"}
+    rows = []
+    for mode, of_mode in records.items():
+        by_youngest = collections.defaultdict(list)
+        for record in of_mode:
+            if lags := [int(name[4:]) for name in record if re.fullmatch(r"lag/\d+", name)]:
+                by_youngest[min(lags)].append(record)
+        for lag, steps in sorted(by_youngest.items()):
+            share = len(steps) / sum(map(len, by_youngest.values()))
+            measured = sum("mismatch/mean" in step for step in steps) / len(steps)
+            cells = [f"{column(steps, name).mean():.4f}" for name in means.values()]
+            rows.append([mode, str(lag), f"{share:.1%}", *cells, f"{measured:.0%}"])
+    return grid(["mode", "youngest", "steps", *means, "gap measured"], rows)
+
+
 def verdict(found: dict[str, list[dict[str, float]]]) -> list[str]:
     """MEASURED against BASELINE, seed by seed."""
     said, per_step = [], ("reward", "by version", "held-out", "last")
@@ -247,7 +270,9 @@ def main() -> None:
     shortest = [min(curves[mode][i].quiet_clock[-1] for mode in modes) for i in range(len(seeds))]
     found = {mode: [figures(c, s) for c, s in zip(of_mode, shortest)] for mode, of_mode in curves.items()}
     print(f"{args.steps} steps, {len(seeds)} seeds, {os.cpu_count()} cores; mean +- half of the 95 % interval\n")
-    print(learning_table(found), lag_table({m: c for m, c in curves.items() if m not in NO_LAG}), sep="\n\n")
+    lagging = [mode for mode in modes if mode not in NO_LAG]
+    records = {mode: [r for folder in folders[mode] for r in records_of(folder)] for mode in lagging}
+    print(learning_table(found), lag_table({m: curves[m] for m in lagging}), youngest_table(records), sep="\n\n")
     if {MEASURED, BASELINE} <= found.keys():
         print("", *verdict(found), sep="\n")
 
