@@ -220,6 +220,7 @@ class ClusterSection:
     devices_per_host: int = 0  # virtual CPU devices of each process; 0: what its host has
     trainer_slice: str = ""  # ray: the TPU slice type of the trainer, e.g. v5litepod-16; empty: any machine
     replica_slice: str = ""  # ray: that of each instance; it may be another
+    wire: str = "storage"  # weights reach the instances by storage, or by transfer, to which storage is the fallback
     silence_s: float = 10.0  # a process that is not heard for so long is taken for dead
     stall_s: float = 300.0  # as is one that has work and does not move; longer than any step takes
     start_s: float = 900.0  # from starting a gang until it is compiled

@@ -20,14 +20,14 @@ from dora_jax.models import decoder
 from dora_jax.types import Version
 
 
-def serving_copy(dtype: str) -> Callable[[Any], Any]:
-    """Stacked masters -> their copy in the serving layout and in `dtype`, on the same devices."""
+def serving_copy(dtype: str, shardings: Any = None) -> Callable[[Any], Any]:
+    """Stacked masters -> their copy in the serving layout and in `dtype`, on the same devices, so laid out."""
     dtype = jnp.dtype(dtype)
 
     def copy(params: Any) -> Any:  # an explicit copy: an output that is its input could share the donated buffer
         return jax.tree.map(lambda x: jnp.array(x, dtype, copy=True), decoder.serving_layout(params))
 
-    return jax.jit(copy)
+    return jax.jit(copy, out_shardings=shardings)
 
 
 class WeightStore:

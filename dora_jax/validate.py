@@ -31,6 +31,7 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "model.dtype": ("float32", "bfloat16"),
     "rollout.attention": ("reference", "tpu", "gpu"),
     "cluster.launcher": ("", "process", "ray"),
+    "cluster.wire": ("storage", "transfer"),
     "sft.family": tuple(family.model_type for family in FAMILIES),
 }
 

@@ -24,7 +24,8 @@ class FakeHost:
     def __init__(self, ticket, token, worker, answer, life):
         self.inbox = queue.SimpleQueue()
         self.done = threading.Event()
-        self.link = Link(dial(ticket.controller, token), lambda _, item: self.inbox.put(item), lambda _, reason: self.done.set())
+        self.link = Link(dial(ticket.controller, token), lambda _, item: self.inbox.put(item),
+                         lambda _, reason: self.done.set())
         self.link.start()
         self.began = None
         self.heard = []  # calls and posts
@@ -51,13 +52,14 @@ class FakeHost:
             self.heard.append(item)
             if isinstance(item, calls.Call) and (answer := self._answer(self, item.what)) is not None:
                 self.link.send(calls.Answer(number=item.number, what=answer))
+                self.beat(len(self.heard))
 
     def die(self):
         self.link.close("killed")
 
 
 class FakeLauncher:
-    """`answer(host, what)`: what a call is answered with, None: nothing. `workers`: TPU worker ids, in order of arrival."""
+    """`answer(host, what)`: what a call is answered with, None: nothing. `workers`: TPU worker ids, as they arrive."""
 
     ip = "127.0.0.1"
 

@@ -95,7 +95,7 @@ def test_hosts_without_chips_are_ranked_as_they_come():
 
 def test_a_call_is_answered_by_every_process():
     with Kept(FakeLauncher(lambda host, what: calls.Done(value=host.began.rank))) as kept:
-        assert kept.up().call(calls.Stage(version=1)) == [calls.Done(value=0), calls.Done(value=1)]
+        assert kept.up().call(calls.Publish(version=1)) == [calls.Done(value=0), calls.Done(value=1)]
 
 
 def test_a_call_that_one_process_refuses_is_refused_and_all_live():
@@ -104,13 +104,13 @@ def test_a_call_that_one_process_refuses_is_refused_and_all_live():
 
     with Kept(FakeLauncher(answer)) as kept:
         with pytest.raises(CallRefused, match="no such version"):
-            kept.up().call(calls.Stage(version=1))
+            kept.up().call(calls.Publish(version=1))
         assert not kept.gangs[0].dead.is_set()
 
 
 def test_the_first_death_ends_the_gang_and_another_comes():
     with Kept(FakeLauncher(lambda host, what: None)) as kept:
-        pending = kept.up().cast(calls.Stage(version=1))
+        pending = kept.up().cast(calls.Publish(version=1))
         kept.hosts()[0].link.send(ev.PagesReported(instance=0, free=7))
         eventually(lambda: len(kept.events) == 2)
         kept.hosts()[1].die()
@@ -124,7 +124,7 @@ def test_the_first_death_ends_the_gang_and_another_comes():
         free = [event.free if isinstance(event, ev.PagesReported) else event for event in kept.events]
         assert free == ["up 1", 7, "down 1", "up 2", 9]
         with pytest.raises(GangDied):
-            kept.gangs[0].call(calls.Stage(version=1))
+            kept.gangs[0].call(calls.Publish(version=1))
 
 
 def test_what_a_process_says_last_is_the_reason():
@@ -167,8 +167,8 @@ def test_waiting_for_work_is_no_standstill():
 
 
 def test_a_controller_that_slept_blames_nobody():
-    gang = Gang("rollout 0", 1, 1, lambda item: None, lambda text: None, Limits(silence_s=1.0, stall_s=1.0, start_s=99.0,
-                                                                               restarts=1))
+    limits = Limits(silence_s=1.0, stall_s=1.0, start_s=99.0, restarts=1)
+    gang = Gang("rollout 0", 1, 1, lambda item: None, lambda text: None, limits)
     gang.join(FakeLink(), calls.Hello(gang="rollout 0", epoch=1, pid=1, worker=0, coordinator="", leader=""))
     gang._joined[0].heard_s -= 60.0
     assert "has not been heard" in gang.fault()

@@ -102,6 +102,48 @@ def test_storage_is_a_path_only_where_it_was_chosen():
         Publication(("pigeon",))
 
 
+@pytest.mark.parametrize("paths", [(WIRE,), (WIRE, STORAGE)])
+def test_a_version_that_is_due_is_waited_for_while_its_trainer_is_lost(paths):
+    net = Net(replicas=2, paths=paths)
+    net.tell(ex.Due(version=5, due=True))
+    net.publish(5)
+    net.want("r0", 5)
+    while not net.commands(ex.Pull):
+        net.deliver(net.messages.pop(0))
+    net.kill("trainer")
+    net.want("r1", 5), net.run()
+    assert net.outcomes == [] and net.brain.busy
+    net.publish(5), net.run()
+    assert [type(o) for o in net.outcomes] == [ex.Loaded] * 2
+
+
+def test_what_is_due_no_more_and_what_everybody_failed_to_bring_is_given_up():
+    net = Net(replicas=1)
+    net.tell(ex.Due(version=5, due=True))
+    net.want("r0", 5), net.run()
+    assert net.outcomes == []
+    net.tell(ex.Due(version=5, due=False))
+    assert isinstance(net.outcomes[-1], ex.NotLoaded)
+    net.tell(ex.Due(version=6, due=True))
+    net.publish(6)
+    for host in net.worlds["r0"].hosts:
+        host._wire.failing = True
+    net.want("r0", 6), net.run()
+    assert net.outcomes[-1].version == 6 and "the peer is gone" in net.outcomes[-1].reason
+
+
+def test_storage_is_waited_for_where_the_wire_fails_and_it_is_still_being_written():
+    net = Net(replicas=1, paths=(WIRE, STORAGE))
+    net.tell(ex.Due(version=5, due=True))
+    net.publish(5)
+    for host in net.worlds["r0"].hosts:
+        host._wire.failing = True
+    net.want("r0", 5), net.run()
+    assert net.outcomes == [] and net.brain.busy
+    net.publish(5, store=True), net.run()
+    assert net.outcomes == [ex.Loaded(world="r0", version=5)]
+
+
 def test_storage_serves_a_late_joiner_with_nobody_there():
     net = Net(replicas=1, paths=(WIRE, STORAGE))
     net.publish(5, store=True, wire=False)

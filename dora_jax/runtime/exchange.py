@@ -55,6 +55,14 @@ class Stored:
 
 
 @record
+class Due:
+    """The trainer has published a version: where nobody holds it, the trainer that comes next will; False: no more."""
+
+    version: Version
+    due: bool
+
+
+@record
 class Wanted:
     """A world is to load a version."""
 
@@ -139,6 +147,7 @@ class Commit:
 class Abort:
     world: str
     key: Key
+    reason: str
 
 
 @record
@@ -178,7 +187,7 @@ class Broken:
     reason: str
 
 
-Fact = WorldUp | WorldDown | Holds | Dropped | Stored | Wanted | Accepted | Offered | Staged | Committed | \
+Fact = WorldUp | WorldDown | Holds | Dropped | Stored | Due | Wanted | Accepted | Offered | Staged | Committed | \
     TransferFailed | TimePassed
 Command = Propose | Offer | Pull | Read | Commit | Abort | Release
 Outcome = Loaded | NotLoaded | Broken

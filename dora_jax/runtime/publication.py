@@ -8,7 +8,8 @@ each for all processes of one world, and outcomes: the records of exchange.py. `
 Laws: no process commits before all of its world have staged the same transfer; a transfer that fails or is late is
 aborted everywhere and its world keeps what it had, while others go on; every attempt has a key of its own, and facts
 under any other key change nothing, so that they may come twice, late, or from a world that is gone; a world serves at
-most `fanout` transfers at once, and whoever has a version serves it: replicas before the trainer.
+most `fanout` transfers at once, and whoever has a version serves it: replicas before the trainer; a version that is due
+is waited for while its trainer is lost or storage has yet to take it.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from dora_jax.orchestrate.events import TimePassed
-from dora_jax.runtime.exchange import (Abort, Accepted, Broken, Command, Commit, Committed, Dropped, Fact, Holds,
+from dora_jax.runtime.exchange import (Abort, Accepted, Broken, Command, Commit, Committed, Dropped, Due, Fact, Holds,
                                        Loaded, NotLoaded, Offer, Offered, Outcome, Propose, Pull, Read, Release, Staged,
                                        Stored, TransferFailed, Wanted, WorldDown, WorldUp)
 from dora_jax.runtime.shards import GRACE_S, Key, deadline_s, words
@@ -61,6 +62,7 @@ class Publication:
         self._fanout = fanout
         self._worlds: dict[str, _World] = {}
         self._stored: set[Version] = set()
+        self._due: set[Version] = set()
         self._transfers: dict[str, _Transfer] = {}  # receiver -> the one under way
         self._now_s = now_s
 
@@ -93,6 +95,8 @@ class Publication:
                     self._worlds[name].holds.discard(version)
             case Stored(version=version, there=there):
                 (self._stored.add if there else self._stored.discard)(version)
+            case Due(version=version, due=due):
+                (self._due.add if due else self._due.discard)(version)
             case Wanted(world=name, version=version):
                 yield from self._want(name, version)
             case _:
@@ -162,7 +166,7 @@ class Publication:
                 free = [source for source in sources if source == STORAGE or self._serving(source) < self._fanout]
                 if free:
                     yield self._start(name, version, min(free, key=self._cost))
-                elif not sources:
+                elif not sources and not self._is_to_come(version, failed):
                     del world.wanted[version]
                     reasons = [f"from {source}: {reason}" for source, reason in failed.items()]
                     yield NotLoaded(world=name, version=version,
@@ -207,7 +211,7 @@ class Publication:
             yield Broken(world=key.receiver, epoch=key.epoch, reason=f"{words(key)}: {reason}")
             return
         world.wanted[key.version][transfer.source] = reason
-        yield Abort(world=key.receiver, key=key)
+        yield Abort(world=key.receiver, key=key, reason=f"from {transfer.source}: {reason}")
         yield from self._release(transfer, pulled=False)
 
     # ----------------------------------------------------------- private
@@ -243,6 +247,14 @@ class Publication:
             if sources := [source for source in there if source not in failed]:
                 return sources
         return []
+
+    def _is_to_come(self, version: Version, failed: dict[str, str]) -> bool:
+        """A source that is not there yet will be."""
+        if version not in self._due or len(failed) >= ATTEMPTS:
+            return False
+        if STORAGE in self._paths:
+            return version not in self._stored
+        return not any(world.trainer and version in world.holds for world in self._worlds.values())
 
     def _cost(self, source: str) -> tuple[int, bool]:
         return self._serving(source), source != STORAGE and self._worlds[source].trainer

@@ -45,7 +45,7 @@ class Versions:
             if version not in self._weights:
                 raise KeyError(f"version {version} has not been committed here: there are {sorted(self._weights)}")
             weights = self._weights[version]
-        return jax.block_until_ready(jax.device_put(weights, shardings))
+        return weights if shardings is None else jax.block_until_ready(jax.device_put(weights, shardings))
 
     def drop(self, version: Version) -> None:
         with self._lock:

@@ -23,9 +23,11 @@ from dora_jax.runtime.cluster.calls import Begin
 from dora_jax.runtime.cluster.gang import Hub, Keeper, Limits
 from dora_jax.runtime.cluster.launcher import Launcher, Processes
 from dora_jax.runtime.cluster.learner import RemoteCheckpoints, RemoteTrainer, RemoteWeights, digest_of
+from dora_jax.runtime.cluster.publisher import Publisher
 from dora_jax.runtime.cluster.remote import RemoteInstance
 from dora_jax.runtime.cluster.weights import StoredWeights
 from dora_jax.runtime.journal import Journal
+from dora_jax.runtime.publication import STORAGE, WIRE
 from dora_jax.types import InstanceId, Version
 
 
@@ -37,15 +39,17 @@ class Cluster:
         config, workdir = parts.config, parts.workdir
         self._stored = StoredWeights(workdir / "weights")
         self._stored.clear()
-        self.weights = RemoteWeights(self._stored)
+        wire = config.cluster.wire == "transfer"
+        self._publisher = Publisher(self._stored, (WIRE, STORAGE) if wire else (STORAGE,), say)
+        self.weights = RemoteWeights(self._publisher)
         self._launcher = _launcher(config, workdir)
         self._hub = Hub(self._launcher.ip)
-        self._trainer = RemoteTrainer(workdir / "checkpoints", self._steps_since, say,
+        self._trainer = RemoteTrainer(workdir / "checkpoints", self._steps_since, self._publisher, say,
                                       functools.partial(self._keeper, None))
         self._instances: dict[InstanceId, RemoteInstance] = {}
         for instance in range(config.rollout.instances):
             self._instances[instance] = RemoteInstance(
-                instance, build.instance_up(instance, config), parts.outbox, self._instances,
+                instance, build.instance_up(instance, config), parts.outbox, self._instances, self._publisher,
                 functools.partial(self._keeper, instance))
         self._trainer.open()
         for remote in self._instances.values():
@@ -68,6 +72,7 @@ class Cluster:
         self._trainer.close()
         for instance in self._instances.values():
             instance.stop()
+        self._publisher.close()
         self._hub.close()
         self._launcher.close()
 
@@ -78,7 +83,7 @@ class Cluster:
         hosts, slice_type = ((section.trainer_hosts, section.trainer_slice) if instance is None
                              else (section.hosts_per_replica, section.replica_slice))
         tree = configs.to_json(dataclasses.replace(self._parts.config, cpu_devices=section.devices_per_host,
-                                                   cluster=ClusterSection()))
+                                                   cluster=ClusterSection(wire=section.wire)))
 
         def begin(rank: int, coordinator: str, leader: str) -> Begin:
             return Begin(config=tree, workdir=os.path.abspath(self._parts.workdir), instance=instance, rank=rank,

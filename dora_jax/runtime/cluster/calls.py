@@ -2,6 +2,7 @@
 
     Hello -> Begin -> Ready             a process joins its gang, and the gang its world
     Call -> Answer                      to every process of a gang, each answers; in one order
+    exchange.py's commands and facts    between the controller and every process: how a version travels
     posts (Submit, Swap, ...)           to the first process of a rollout gang, which shares them out as Turns
     facts (events, Finished, ...)       back from the first process of a rollout gang
     Beat                                from every process: it lives, and how far it is
@@ -12,6 +13,7 @@ from __future__ import annotations
 from typing import Any
 
 from dora_jax.rollout.migrate import Parcel
+from dora_jax.runtime import exchange
 from dora_jax.runtime.book import Partial
 from dora_jax.runtime.codec import Codec
 from dora_jax.runtime.workers import Exported, Finished
@@ -71,13 +73,6 @@ class Note:
 
 
 @record
-class Stage:
-    """Rollout: bring a version's weights beside those that decode."""
-
-    version: Version
-
-
-@record
 class Make:
     """Trainer: one step."""
 
@@ -87,7 +82,14 @@ class Make:
 
 @record
 class Publish:
-    """Trainer: write the weights of the version that it is at."""
+    """Trainer: keep the weights of the version that it is at, to be served and written."""
+
+    version: Version
+
+
+@record
+class Write:
+    """Trainer: this process's part of a version that is kept, into storage."""
 
     version: Version
 
@@ -124,7 +126,7 @@ class Fingerprint:
 @record
 class Call:
     number: int
-    what: Stage | Make | Publish | Restore | Save | Tend | Fingerprint
+    what: Make | Publish | Write | Restore | Save | Tend | Fingerprint
 
 
 @record
@@ -151,12 +153,19 @@ class Answer:
     what: Made | Done | Refused
 
 
+@record
+class Forget:
+    """Trainer, without an answer: nobody will want this version any more."""
+
+    version: Version
+
+
 # ------------------------------------------------------------- posts
 
 
 @record
 class Swap:
-    """Take staged weights into use."""
+    """Take weights into use that every process of the gang holds."""
 
     version: Version
     drop: Version | None
@@ -222,5 +231,5 @@ class Moving:
 
 
 CODEC = Codec(Hello, Begin, Ready, Beat, Failed, Note, Call, Answer, Turn, Parcel, Partial, Finished, Exported, Moving,
-              Stage, Make, Publish, Restore, Save, Tend, Fingerprint, Made, Done, Refused,
-              Swap, Submit, GiveUp, MoveOut, Receive, TakeOut, GoOn)
+              Make, Publish, Write, Forget, Restore, Save, Tend, Fingerprint, Made, Done, Refused,
+              Swap, Submit, GiveUp, MoveOut, Receive, TakeOut, GoOn, *exchange.RECORDS)

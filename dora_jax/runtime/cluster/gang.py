@@ -138,17 +138,22 @@ class Gang:
         """To the first process; whether it arrives, only later facts tell."""
         self._ranks[0].link.send(what)
 
+    def tell_all(self, what: Any) -> None:
+        """As `post`, to every process."""
+        for host in self._ranks:
+            host.link.send(what)
+
     def call(self, what: Any, timeout_s: float | None = None) -> list[Any]:
         """What every process answered, by rank."""
         return self.cast(what).wait(timeout_s)
 
-    def cast(self, what: Any) -> _Pending:
-        """As `call`, without waiting."""
+    def cast(self, what: Any, then: Callable[[], None] = lambda: None) -> _Pending:
+        """As `call`, without waiting; `then`, where all of them did it."""
         with self.lock:
             if self.dead.is_set():
                 raise GangDied(self.reason)
             self._number += 1
-            pending = self._calls[self._number] = _Pending(self, type(what).__name__)
+            pending = self._calls[self._number] = _Pending(self, type(what).__name__, then)
             for host in self._ranks:
                 host.link.send(Call(number=self._number, what=what))
             return pending
@@ -229,17 +234,20 @@ class Gang:
 class _Pending:
     """A call under way."""
 
-    def __init__(self, gang: Gang, name: str):
+    def __init__(self, gang: Gang, name: str, then: Callable[[], None]):
         self.done = threading.Event()
-        self._gang, self._name = gang, name
+        self._gang, self._name, self._then = gang, name, then
         self._answers: dict[int, Made | Done | Refused] = {}
 
     def answer(self, rank: int, what: Made | Done | Refused) -> bool:
         """True where all have answered."""
         self._answers[rank] = what
-        if len(self._answers) == self._gang.hosts:
-            self.done.set()
-        return self.done.is_set()
+        if len(self._answers) < self._gang.hosts:
+            return False
+        if not any(isinstance(each, Refused) for each in self._answers.values()):
+            self._then()
+        self.done.set()
+        return True
 
     def wait(self, timeout_s: float | None = None) -> list[Any]:
         if not self.done.wait(timeout_s):

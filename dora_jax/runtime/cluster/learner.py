@@ -21,7 +21,7 @@ from dora_jax.config import RunError
 from dora_jax.runtime.book import Step
 from dora_jax.runtime.cluster import calls
 from dora_jax.runtime.cluster.gang import CallRefused, Gang, GangDied, Keeper
-from dora_jax.runtime.cluster.weights import StoredWeights
+from dora_jax.runtime.cluster.publisher import TRAINER, Publisher
 from dora_jax.runtime.resume import INITIAL
 from dora_jax.trainer import checkpoint
 from dora_jax.trainer.checkpoint import Restored
@@ -40,16 +40,17 @@ class RemoteState:
 class RemoteTrainer:
     """Used by one thread at a time: the main thread until the run begins, then the trainer worker's."""
 
-    def __init__(self, checkpoints: Path, steps_since: Callable[[Version], Sequence[Step]], say: Callable[[str], None],
-                 new_keeper: Callable[..., Keeper]):
+    def __init__(self, checkpoints: Path, steps_since: Callable[[Version], Sequence[Step]], publisher: Publisher,
+                 say: Callable[[str], None], new_keeper: Callable[..., Keeper]):
         self.state = RemoteState()
         self.gang: Gang | None = None  # brought to where the trainer is
         self.on_up: Callable[[], None] = lambda: None  # a new gang is there: asks for `catch_up`
         self._digest: int | None = None
         self._last: tuple[Version, tuple[ScoredGroup, ...]] | None = None  # the journal may not have this step yet
         self._checkpoints, self._steps_since, self._say = checkpoints, steps_since, say
+        self._publisher = publisher
         self._ups: queue.SimpleQueue[Gang | RunError] = queue.SimpleQueue()
-        self._keeper = new_keeper("trainer", heard=self._unexpected, up=self._up, down=lambda gang: None,
+        self._keeper = new_keeper(TRAINER, heard=publisher.tell, up=self._up, down=publisher.down,
                                   failed=self._ups.put)
 
     def open(self) -> None:
@@ -86,12 +87,17 @@ class RemoteTrainer:
             self._digest = self._do(calls.Fingerprint()).value
         return self._digest
 
-    def publish(self, version: Version, stored: StoredWeights) -> None:
+    def publish(self, version: Version) -> None:
+        """On return it can be had: from the trainer's processes where there is a wire, else from storage."""
         if version != self.state.step:
             raise RuntimeError(f"version {version} cannot be published by a trainer at version {self.state.step}")
-        if not stored.has(version):
-            self._do(calls.Publish(version=version))
-            stored.finish(version)
+        self._publisher.begin(version)
+        while True:
+            gang = self._brought()  # a gang that comes anew publishes what is live and nowhere
+            try:
+                return self._publish(gang, version)
+            except GangDied:
+                continue
 
     def catch_up(self) -> None:
         """Brings a new gang to where the lost one was; any later call would, this one does it early."""
@@ -103,11 +109,16 @@ class RemoteTrainer:
     # -------------------------------------------------------------- private
 
     def _up(self, gang: Gang) -> None:
+        self._publisher.up(gang)
         self._ups.put(gang)
         self.on_up()
 
-    def _unexpected(self, item: Any) -> None:
-        raise RuntimeError(f"a trainer said {type(item).__name__}")
+    def _publish(self, gang: Gang, version: Version) -> None:
+        """Unless it lies in storage already."""
+        if self._publisher.stored.has(version):
+            return
+        gang.call(calls.Publish(version=version))
+        self._publisher.kept(gang, version)
 
     def _do(self, what: Any) -> Any:
         """What every process answered alike; again on the next gang where one dies over it."""
@@ -136,16 +147,17 @@ class RemoteTrainer:
 
     def _bring(self, gang: Gang) -> None:
         """From the weights of model.path to `self.state.step`."""
-        at = self.state.step
-        if at == INITIAL:
-            return
-        start = next((step for step in reversed(checkpoint.steps(self._checkpoints)) if step <= at
+        at, nowhere = self.state.step, self._publisher.nowhere_else()
+        oldest = min([at, *nowhere])
+        start = next((step for step in reversed(checkpoint.steps(self._checkpoints)) if step <= oldest
                       and checkpoint.verify(self._checkpoints, step, full=True) is None), INITIAL)
         steps = {step.base: (step.groups, step.published.digest) for step in self._steps_since(start)}
         if self._last is not None:
             steps.setdefault(self._last[0], (self._last[1], self._digest))
         if start != INITIAL:
             gang.call(calls.Restore(step=start))
+        if start in nowhere:
+            self._publish(gang, start)
         for base in range(start, at):
             if base not in steps:
                 raise RunError(f"the trainer is lost at version {at}, and step {base + 1} cannot be made again: the "
@@ -155,7 +167,11 @@ class RemoteTrainer:
             if published is not None and made.digest != published:
                 self._say(f"version {base + 1} came out with other weights ({made.digest:016x}, not {published:016x}); "
                           f"what was published stays, training goes on from here")
-        self._say(f"the trainer is back at version {at}: checkpoint {start}, {at - start} steps made again")
+                self._publisher.never_again(base + 1)
+            elif base + 1 in nowhere:
+                self._publish(gang, base + 1)
+        if at != INITIAL:
+            self._say(f"the trainer is back at version {at}: checkpoint {start}, {at - start} steps made again")
 
 
 def _essence(answer: Any) -> Any:
@@ -167,16 +183,16 @@ def digest_of(trainer: RemoteTrainer) -> int:
 
 
 class RemoteWeights:
-    """The weight store: versions by way of storage."""
+    """The weight store of a run whose weights never come here."""
 
-    def __init__(self, stored: StoredWeights):
-        self._stored = stored
+    def __init__(self, publisher: Publisher):
+        self._publisher = publisher
 
     def put(self, version: Version, params: RemoteTrainer) -> None:
-        params.publish(version, self._stored)
+        params.publish(version)
 
     def drop(self, version: Version) -> None:
-        self._stored.drop(version)
+        self._publisher.drop(version)
 
 
 class RemoteCheckpoints:

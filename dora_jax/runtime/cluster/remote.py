@@ -7,7 +7,6 @@ to is answered here, right after its InstanceDown; weights are used only once ev
 
 from __future__ import annotations
 
-import concurrent.futures
 import queue
 import threading
 from collections.abc import Callable, Mapping
@@ -17,27 +16,29 @@ from dora_jax.config import RunError
 from dora_jax.orchestrate import events as ev
 from dora_jax.rollout.migrate import Parcel
 from dora_jax.runtime.cluster import calls
-from dora_jax.runtime.cluster.gang import CallRefused, Gang, GangDied, Keeper
+from dora_jax.runtime.cluster.gang import Gang, Keeper
+from dora_jax.runtime.cluster.publisher import Publisher
+from dora_jax.runtime.exchange import Accepted, Committed, Offered, Staged, TransferFailed
 from dora_jax.runtime.workers import Crashed, Risen
 from dora_jax.types import InstanceId, Prompt, SampleId, Version
 
 
 class RemoteInstance:
-    """Called by the main thread, but for `_heard`, `_up`, `_down` (links and keeper) and `_stage`."""
+    """Called by the main thread, but for `_heard`, `_up`, `_down` (links and keeper) and `_swap` (publisher)."""
 
     def __init__(self, instance: InstanceId, up: ev.InstanceUp, outbox: queue.SimpleQueue,
-                 peers: Mapping[InstanceId, RemoteInstance], new_keeper: Callable[..., Keeper]):
+                 peers: Mapping[InstanceId, RemoteInstance], publisher: Publisher, new_keeper: Callable[..., Keeper]):
         self.instance = instance
         self.role = f"rollout {instance}"
         self._event = up
         self._outbox = outbox
         self._peers = peers
+        self._publisher = publisher
         self._lock = threading.Lock()
         self._gang: Gang | None = None  # that the orchestrator knows of
         self._leaving: dict[SampleId, tuple[InstanceId, Gang | None]] = {}  # not yet out; where to, and its gang
         self._arriving: dict[SampleId, InstanceId] = {}  # handed over, not yet in; where from
         self._waited_s = 0.0  # of earlier epochs
-        self._stager = concurrent.futures.ThreadPoolExecutor(1, f"stager {instance}")
         self._keeper = new_keeper(self.role, heard=self._heard, up=self._up, down=self._down, failed=self._failed)
 
     # ---------------------------------------------------------- as a worker
@@ -50,7 +51,6 @@ class RemoteInstance:
 
     def stop(self) -> None:
         self._keeper.close()
-        self._stager.shutdown()
 
     def post(self, call: Callable[..., None], *args: Any) -> None:
         call(*args)
@@ -67,7 +67,7 @@ class RemoteInstance:
 
     def load(self, version: Version, drop: Version | None) -> None:
         if gang := self._gang:
-            self._stager.submit(self._stage, gang, version, drop)
+            self._publisher.want(gang, version, lambda: self._swap(gang, version, drop))
 
     def submit(self, sample: SampleId, prompt: Prompt, version: Version) -> None:
         self._send(calls.Submit(id=sample, prompt=prompt, version=version))
@@ -96,17 +96,16 @@ class RemoteInstance:
         if gang := self._gang:
             gang.post(post)
 
-    def _stage(self, gang: Gang, version: Version, drop: Version | None) -> None:
-        try:
-            gang.call(calls.Stage(version=version))
-            gang.post(calls.Swap(version=version, drop=drop))
-        except GangDied:
-            return
-        except CallRefused as error:  # it cannot serve what it was asked to: another epoch may
-            gang.die(str(error))
+    def _swap(self, gang: Gang, version: Version, drop: Version | None) -> None:
+        gang.post(calls.Swap(version=version, drop=drop))
+        if drop is not None:
+            self._publisher.dropped(gang, drop)
 
     def _heard(self, item: Any) -> None:
         match item:
+            case Accepted() | Offered() | Staged() | Committed() | TransferFailed():
+                self._publisher.tell(item)
+                return
             case calls.Moving(parcel=parcel, src=src, dst=dst, unstarted=unstarted):
                 with self._lock:
                     _, gang = self._leaving.pop(parcel.id)
@@ -130,6 +129,7 @@ class RemoteInstance:
         self._outbox.put(ev.SampleMoved(id=parcel.id, src=src, dst=self.instance))
 
     def _up(self, gang: Gang) -> None:
+        self._publisher.up(gang)
         self._outbox.put(Risen(event=self._event, admit=lambda: self._admit(gang)))
 
     def _admit(self, gang: Gang) -> None:
@@ -144,6 +144,7 @@ class RemoteInstance:
             self._gang = None
             leaving, self._leaving = self._leaving, {}
             arriving, self._arriving = self._arriving, {}
+        self._publisher.down(gang)
         self._outbox.put(ev.InstanceDown(instance=self.instance, reason=gang.reason))
         for sample, (dst, _) in leaving.items():
             self._outbox.put(ev.MoveFailed(id=sample, src=self.instance, dst=dst, reason="its instance is lost"))

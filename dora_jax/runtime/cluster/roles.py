@@ -8,6 +8,7 @@ tells the others); only the first process speaks for an instance.
 
 from __future__ import annotations
 
+import dataclasses
 import queue
 import threading
 import time
@@ -29,7 +30,10 @@ from dora_jax.runtime.cluster.calls import Begin
 from dora_jax.runtime.cluster.link import Link
 from dora_jax.runtime.cluster.turns import Follower, Leader
 from dora_jax.runtime.cluster.weights import StoredWeights
-from dora_jax.runtime.workers import InstanceWorker
+from dora_jax.runtime.exchange import Abort, Commit, Offer, Propose, Pull, Read, Release
+from dora_jax.runtime.staging import Versions, WeightHost, like, serving_shardings
+from dora_jax.runtime.wire import Wire
+from dora_jax.runtime.workers import Exported, InstanceWorker
 from dora_jax.tokenizer import Tokenizer
 from dora_jax.trainer import checkpoint
 from dora_jax.trainer.checkpoint import Checkpoints
@@ -46,8 +50,12 @@ class TrainerRole:
         mesh = sharding.make_mesh(jax.devices(), *devices.trainer_mesh(len(jax.devices()), config))
         self._trainer = build.new_trainer(config, Tokenizer.load(config.model.path), mesh, workdir)
         self._pack = build.packer(config, self._trainer)
-        self._stored = StoredWeights(workdir / "weights")
-        self._serving = serving_copy(config.model.dtype)
+        self._stored, self._kept = StoredWeights(workdir / "weights"), Versions()
+        model = hf.read_config(config.model.path)
+        layout = serving_shardings(model, jax.devices(), config.rollout.tensor)
+        self._serving = serving_copy(config.model.dtype, layout)
+        wire = Wire(link.own_ip) if config.cluster.wire == "transfer" else None
+        self._courier = Courier(WeightHost(begin.rank, wire, self._kept), link, self._write)
         self._checkpoints: Checkpoints | None = None  # opened by the first save: nothing else writes there by then
         shape = build.batch_layout(config, self._trainer)
         self._trainer.warmup(shape.rows, shape.tokens)
@@ -57,9 +65,10 @@ class TrainerRole:
         return int(self._trainer.state.step)
 
     def run(self, inbox: queue.SimpleQueue) -> None:
+        mine = self._courier.sort(inbox)
         while True:
             waiting_since = time.monotonic()
-            call = inbox.get()
+            call = mine.get()
             self._pulse.waited_s += time.monotonic() - waiting_since
             self._pulse.busy = True
             self._link.send(calls.Answer(number=call.number, what=self._answer(call.what)))
@@ -75,7 +84,7 @@ class TrainerRole:
                 return calls.Made(digest=digest(self._trainer.params),
                                   metrics={name: float(value) for name, value in metrics.items()})
             case calls.Publish(version=version):
-                self._stored.write(version, jax.block_until_ready(self._serving(self._trainer.params)))
+                self._kept.keep(version, jax.block_until_ready(self._serving(self._trainer.params)))
             case calls.Restore(step=step):
                 like = self._trainer.abstract_state()
                 restored = checkpoint.restore(self._folder, step, like.params, like.opt_state)
@@ -92,6 +101,11 @@ class TrainerRole:
             case calls.Fingerprint():
                 return calls.Done(value=digest(self._trainer.params))
         return calls.Done(value=self._version)
+
+    def _write(self, version: Version) -> None:
+        self._stored.write(version, self._kept.get(version, None))
+        if self._config.cluster.wire == "storage":
+            self._kept.drop(version)
 
     def _saver(self) -> Checkpoints:
         if self._checkpoints is None:
@@ -114,25 +128,26 @@ def open_rollout(begin: Begin, config: Config, workdir: Path, link: Link, pulse:
     model = hf.read_config(config.model.path)
     engine = build.new_engine(config, Tokenizer.load(config.model.path), model, mesh)
     engine.warmup()
-    stored = StoredWeights(workdir / "weights")
-    staged = Staged(lambda version: stored.read(version, engine.param_shardings))
-    return RolloutRole(begin, engine, staged, link, pulse, turns, build.partial_s(config))
+    stored, versions = StoredWeights(workdir / "weights"), Versions()
+    wire = Wire(link.own_ip) if config.cluster.wire == "transfer" else None
+    wanted = like(model, engine.param_shardings, config.model.dtype)
+    weights = WeightHost(begin.rank, wire, versions, wanted, stored.read)
+    return RolloutRole(begin, engine, weights, link, pulse, turns, build.partial_s(config))
 
 
 class RolloutRole:
-    """Ticks on the main thread; weights are staged on another."""
+    """Ticks on the main thread; weights come in on others."""
 
-    def __init__(self, begin: Begin, engine: Any, staged: Staged, link: Link, pulse: Any, turns: Leader | Follower,
+    def __init__(self, begin: Begin, engine: Any, weights: WeightHost, link: Link, pulse: Any, turns: Leader | Follower,
                  partial_s: float):
-        self._link, self._pulse, self._turns, self._staged = link, pulse, turns, staged
-        speaks = link if begin.rank == 0 else None
-        self._worker = InstanceWorker(begin.instance, engine, staged, Outlet(speaks), partial_s)
-        self._elsewhere = Elsewhere(speaks, whole=begin.hosts == 1)
+        self._pulse, self._turns, self._weights = pulse, turns, weights
+        self._courier = Courier(weights, link)
+        outlet = Outlet(link if begin.rank == 0 else None, whole=begin.hosts == 1)
+        self._worker = InstanceWorker(begin.instance, engine, weights.weights, outlet, partial_s)
+        self._elsewhere = Elsewhere(outlet)
 
     def run(self, inbox: queue.SimpleQueue) -> None:
-        posts, staging = queue.SimpleQueue(), queue.SimpleQueue()
-        threading.Thread(target=self._sort, args=(inbox, posts, staging), name="sorter", daemon=True).start()
-        threading.Thread(target=self._stage, args=(staging,), name="stager", daemon=True).start()
+        posts = self._courier.sort(inbox)
         while True:
             waiting_since = time.monotonic()
             turn = self._turns.next(posts, wait=not self._worker.busy)
@@ -150,6 +165,8 @@ class RolloutRole:
         match post:
             case calls.Swap(version=version, drop=drop):
                 worker.load(version, drop)
+                if drop is not None:
+                    self._weights.drop(drop)
             case calls.Submit(id=id, prompt=prompt, version=version):
                 worker.submit(id, prompt, version)
             case calls.GiveUp(id=id, reason=reason):
@@ -163,55 +180,73 @@ class RolloutRole:
             case calls.GoOn(parcel=parcel):
                 worker.resume(parcel)
 
-    def _sort(self, inbox: queue.SimpleQueue, posts: queue.SimpleQueue, staging: queue.SimpleQueue) -> None:
+
+class Courier:
+    """Versions of weights in and out, beside what the main thread does. `write(version)`: a trainer's, into storage."""
+
+    def __init__(self, weights: WeightHost, link: Link, write: Callable[[Version], None] | None = None):
+        self._weights, self._link, self._write = weights, link, write
+        self._own: queue.SimpleQueue = queue.SimpleQueue()
+
+    def sort(self, inbox: queue.SimpleQueue) -> queue.SimpleQueue:
+        """What is left for the main thread."""
+        rest: queue.SimpleQueue = queue.SimpleQueue()
+        threading.Thread(target=self._sort, args=(inbox, rest), name="sorter", daemon=True).start()
+        threading.Thread(target=self._run, name="courier", daemon=True).start()
+        return rest
+
+    def _sort(self, inbox: queue.SimpleQueue, rest: queue.SimpleQueue) -> None:
         while True:
-            item = inbox.get()
-            (staging if isinstance(item, calls.Call) else posts).put(item)
+            match item := inbox.get():
+                case Pull() | Read():  # they take their time, and an Abort may come meanwhile
+                    threading.Thread(target=self._do, args=(item,), name="pull", daemon=True).start()
+                case Propose() | Offer() | Commit() | Abort() | Release() | calls.Forget():
+                    self._own.put(item)
+                case calls.Call(what=calls.Write()):
+                    self._own.put(item)
+                case _:
+                    rest.put(item)
 
-    def _stage(self, staging: queue.SimpleQueue) -> None:
-        """A version that cannot be had is refused; the samples that run are not concerned."""
+    def _run(self) -> None:
         while True:
-            call = staging.get()
-            version = call.what.version
-            try:
-                self._staged.stage(version)
-                answer = calls.Done(value=version)
-            except (OSError, ValueError, TimeoutError, jax.errors.JaxRuntimeError) as error:
-                answer = calls.Refused(error=f"version {version} cannot be staged: {error}")
-            self._link.send(calls.Answer(number=call.number, what=answer))
+            self._do(self._own.get())
 
-
-class Staged:
-    """Versions on their way into the engine; the weight store of an InstanceWorker."""
-
-    def __init__(self, read: Callable[[Version], Any]):
-        self._read = read
-        self._versions: dict[Version, Any] = {}
-
-    def stage(self, version: Version) -> None:
-        self._versions[version] = self._read(version)
-
-    def get(self, version: Version, shardings: Any) -> Any:
-        return self._versions.pop(version)
+    def _do(self, item: Any) -> None:
+        try:
+            match item:
+                case calls.Call(number=number, what=calls.Write(version=version)):
+                    self._write(version)
+                    self._link.send(calls.Answer(number=number, what=calls.Done(value=version)))
+                case calls.Forget(version=version):
+                    self._weights.drop(version)
+                case _:
+                    if (fact := self._weights.execute(item)) is not None:
+                        self._link.send(fact)
+        except BaseException as error:  # a courier that fell silent would only look slow: its process ends, its gang
+            self._link.send(calls.Failed(error=f"{type(error).__name__}: {error}"))
 
 
 class Outlet:
-    """The outbox of an InstanceWorker; that of a process that does not speak swallows."""
+    """The outbox of an InstanceWorker; that of a process that does not speak swallows. `whole`: this process holds all
+    of a sample's pages; parts of them are of no use elsewhere."""
 
-    def __init__(self, link: Link | None):
-        self._link = link
+    def __init__(self, link: Link | None, whole: bool):
+        self._link, self._whole = link, whole
 
     def put(self, item: Any) -> None:
-        if self._link is not None:
-            self._link.send(item)
+        if self._link is None:
+            return
+        if isinstance(item, Exported | calls.Moving) and not self._whole:
+            item = dataclasses.replace(item, parcel=without_pages(item.parcel))
+        self._link.send(item)
 
 
 class Elsewhere:
-    """Where a sample goes, as its instance sees it. `whole`: this process holds all of its pages."""
+    """Where a sample goes, as its instance sees it."""
 
-    def __init__(self, link: Link | None, whole: bool):
+    def __init__(self, outlet: Outlet):
         self.instance = -1
-        self._outlet, self._whole = Outlet(link), whole
+        self._outlet = outlet
 
     def at(self, instance: int) -> Elsewhere:
         self.instance = instance
@@ -221,5 +256,4 @@ class Elsewhere:
         call(*args)
 
     def receive(self, parcel: Any, src: int, unstarted: Version | None) -> None:
-        parcel = parcel if self._whole else without_pages(parcel)
         self._outlet.put(calls.Moving(parcel=parcel, src=src, dst=self.instance, unstarted=unstarted))

@@ -47,7 +47,10 @@ class StoredWeights:
 
     def finish(self, version: Version) -> None:
         """All parts are there: from now on the version can be read."""
-        self._partial(version).rename(self._whole(version))
+        if self.has(version):  # a second trainer wrote it again
+            shutil.rmtree(self._partial(version))
+        else:
+            self._partial(version).rename(self._whole(version))
 
     def read(self, version: Version, shardings: Any) -> Any:
         """On `shardings` (a pytree of the serving layout)."""

@@ -1,0 +1,370 @@
+"""A whole run over gangs: the same world, orchestrator, journal; threads stand for processes, arithmetic for a model.
+
+Gangs are of two processes: what the second one does shows that it does as the first."""
+
+import dataclasses
+import queue
+import random
+import threading
+import time
+
+import numpy as np
+import pytest
+
+from dora_jax.buffer.store import MemoryGroupStore
+from dora_jax.orchestrate import events as ev
+from dora_jax.orchestrate.core import Orchestrator
+from dora_jax.orchestrate.modes import OrchestratorConfig
+from dora_jax.rollout.migrate import Parcel
+from dora_jax.runtime.audit import audit
+from dora_jax.runtime.book import Book, Partial
+from dora_jax.runtime.cluster import calls
+from dora_jax.runtime.cluster.gang import Hub, Keeper
+from dora_jax.runtime.cluster.publisher import Publisher
+from dora_jax.runtime.cluster.remote import RemoteInstance
+from dora_jax.runtime.cluster.roles import Elsewhere, Outlet, RolloutRole
+from dora_jax.runtime.cluster.turns import Follower, Leader
+from dora_jax.runtime.cluster.weights import StoredWeights
+from dora_jax.runtime.durable import DurableWorld
+from dora_jax.runtime import exchange as ex
+from dora_jax.runtime.journal import FileLog, Journal
+from dora_jax.runtime.local import LocalWorld
+from dora_jax.runtime.loop import run
+from dora_jax.runtime.publication import STORAGE
+from dora_jax.runtime.staging import Versions, WeightHost
+from dora_jax.runtime.workers import Exported, Risen, TrainerWorker
+from dora_jax.types import SampleId
+from tests.cluster_fakes import LIMITS, FakeLauncher, eventually
+from tests.test_runtime import SECTION, G, P, Scorer, SlowEngine, STEPS, Task, Trainer, Weights, expected, trained_by
+
+
+class Pulse:
+    """A Pulse whose beats are sent as they change."""
+
+    def __init__(self, link):
+        self.busy, self.waited_s, self._link, self._progress = False, 0.0, link, 0
+
+    @property
+    def progress(self):
+        return self._progress
+
+    @progress.setter
+    def progress(self, value):
+        self._progress = value
+        self._link.send(calls.Beat(progress=value, busy=self.busy, waited_s=0.0))
+
+
+class Wire:
+    """The link from the first process of a gang to another, without a socket."""
+
+    def __init__(self, turns):
+        self._turns = turns
+
+    def send(self, turn):
+        self._turns.put(turn)
+
+
+class Brought(Versions):
+    """Version v's weights are the number v."""
+
+    def get(self, version, shardings):
+        assert super().get(version, shardings) == {}
+        return version
+
+
+class Published(Weights):
+    """The trainer's side: what is put lies in storage at once."""
+
+    def __init__(self, publisher):
+        super().__init__()
+        self._publisher = publisher
+        publisher.tell(ex.Stored(version=0, there=True))
+
+    def put(self, version, params):
+        super().put(version, params)
+        self._publisher.tell(ex.Stored(version=version, there=True))
+
+    def drop(self, version):
+        super().drop(version)
+        self._publisher.drop(version)
+
+
+class Oracles(FakeLauncher):
+    """Rollout gangs whose engines are arithmetic, over the weights of one store."""
+
+    def __init__(self, weights, length):
+        super().__init__(life=self.live_as_rollout)
+        self.engines = {}  # (gang, epoch) -> engines by rank
+        self._weights, self._length, self._turns = weights, length, {}
+        self._lock = threading.Lock()
+
+    def live_as_rollout(self, host):
+        host.join()
+        name = host._hello.gang, host._hello.epoch
+        with self._lock:
+            turns = self._turns.setdefault(name, queue.SimpleQueue())
+            engines = self.engines.setdefault(name, {})
+        engine = engines[host.began.rank] = SlowEngine(SECTION, length=self._length, version_in=int)
+        leads = host.began.rank == 0
+        weights = WeightHost(host.began.rank, None, Brought(), {}, self._read)
+        role = RolloutRole(host.began, engine, weights, host.link, Pulse(host.link),
+                           Leader([Wire(turns)]) if leads else Follower(turns), 0.005)
+        host.ready()
+        role.run(host.inbox)
+
+    def _read(self, version, shardings):
+        self._weights.get(version, shardings)
+        return {}
+
+
+class World:
+    def __init__(self, folder, mode="dora", max_versions=3, instances=3, length=None):
+        self.config = OrchestratorConfig(
+            mode=mode, max_versions=max_versions, groups_per_step=P, group_size=G, inflight=1.5, total_steps=STEPS,
+            max_prompt_tokens=8, max_new_tokens=64)
+        self.folder, self.outbox, self.said = folder, queue.SimpleQueue(), []
+        self.publisher = Publisher(StoredWeights(folder.parent / "weights"), (STORAGE,), self.said.append)
+        self.weights = Published(self.publisher)
+        length = length or (lambda version, group, index, limit: 60 if (group + index) % 5 == 0 else 2 + index % 5)
+        self.launcher, self.hub = Oracles(self.weights, length), Hub("127.0.0.1")
+        self.remotes = {}
+        for i in range(instances):
+            up = ev.InstanceUp(instance=i, slots=8, pages=96, page_size=8)
+            self.remotes[i] = RemoteInstance(i, up, self.outbox, self.remotes, self.publisher,
+                                             self._keeper(i))
+        groups = MemoryGroupStore()
+        self.orchestrator, self.book = Orchestrator(self.config), Book()
+        trainer = TrainerWorker(Trainer(), lambda groups, base: None, groups, self.weights,
+                                self.config.decisions.max_lag, self.outbox)
+        world = LocalWorld(instances=list(self.remotes.values()), trainer=trainer, task=Task(),
+                           scorer=Scorer(mixed=mode == "partial"), groups=groups, weights=self.weights,
+                           outbox=self.outbox, group_size=G, eval_samples=2)
+        world.recall(self.book)
+        self.world, self.records = world, []
+        world.listen(self.records.append)
+        self.durable = DurableWorld(world, Journal(FileLog(folder)), self.orchestrator, self.book)
+
+    def run(self, observers=()):
+        for remote in self.remotes.values():
+            remote.open()
+        self.world.start([])
+        try:
+            return run(self.orchestrator, self.durable, observers)
+        finally:
+            self.durable.close()
+            self.world.close()
+            self.publisher.close()
+            self.hub.close()
+
+    def hosts(self, instance):
+        """The processes of its newest gang; empty before it has one."""
+        gangs = [name for name in list(self.launcher.gangs) if name[0] == f"rollout {instance}"]
+        return self.launcher.gangs[max(gangs)] if gangs else ()
+
+    def _keeper(self, instance):
+        def begin(rank, coordinator, leader):
+            return calls.Begin(config={}, workdir="", instance=instance, rank=rank, hosts=2, coordinator="", leader="")
+
+        return lambda name, **hooks: Keeper(self.hub, self.launcher, name, 2, "", begin=begin, say=self.said.append,
+                                            limits=LIMITS, **hooks)
+
+
+def check(world, halt):
+    assert halt.ok, halt
+    trained = trained_by(world.records)
+    assert len({group.group_id for _, group in trained}) == len(trained) == STEPS * P
+    for base, group in trained:
+        for sample in group.samples:
+            np.testing.assert_array_equal(sample.out_ids, expected(sample))
+    books = audit(world.folder)
+    assert books.ok and books.trained == STEPS * P, books
+
+
+@pytest.mark.parametrize("mode, max_versions", [("dora", 3), ("partial", 2), ("sync", 1)])
+def test_a_run_over_gangs_is_a_run(tmp_path, mode, max_versions):
+    world = World(tmp_path / "journal", mode, max_versions)
+    check(world, world.run())
+    for engines in world.launcher.engines.values():
+        eventually(lambda: not engines[1]._samples)  # the second process did what the first did
+        assert engines[0].versions == engines[1].versions
+
+
+@pytest.mark.parametrize("mode, max_versions, seed", [("dora", 3, 0), ("dora", 2, 2), ("partial", 2, 3)])
+def test_gangs_that_are_killed_lose_nothing_and_repeat_nothing(tmp_path, mode, max_versions, seed):
+    world, draw, kills = World(tmp_path / "journal", mode, max_versions), random.Random(seed), []
+
+    def killer(event, commands):
+        if isinstance(event, (ev.SampleDone, ev.SampleMoved)) and draw.random() < 0.15 and len(kills) < 8:
+            instance = draw.randrange(3)
+            if world.hosts(instance):
+                kills.append(instance)
+                draw.choice(world.hosts(instance)).die()
+
+    check(world, world.run([killer]))
+    lost = [text for text in world.said if "is lost" in text]
+    assert len(kills) > 1 and lost, (kills, world.said)
+
+
+def test_samples_of_a_lost_gang_go_on_from_their_tokens(tmp_path):
+    world = World(tmp_path / "journal", length=lambda version, group, index, limit: 60, instances=2)
+    begun, seen = set(), []
+
+    def note(record):
+        if isinstance(record, Partial) and record.id in begun and not seen:
+            seen.append(record)
+            world.hosts(0)[1].die()
+
+    def watch(event, commands):
+        if isinstance(event, ev.SampleStarted) and event.instance == 0:
+            begun.add(event.id)
+
+    world.world.listen(note)
+    check(world, world.run([watch]))
+    resumed = [event for event in _events(world.folder) if isinstance(event, ev.SampleResumed)]
+    assert seen and resumed
+
+
+def _events(folder):
+    from dora_jax.runtime.audit import ReadOnly, facts
+
+    journal = Journal(ReadOnly(folder))
+    return [fact.event for number in journal.segments() for fact in facts(journal.read(number).records)]
+
+
+# ---------------------------------------------------------- one stand-in
+
+
+class Nobody:
+    """A keeper that keeps nothing; the test plays the gang."""
+
+    def __init__(self, name, **hooks):
+        self.hooks = hooks
+
+    def close(self):
+        pass
+
+
+class Publishing:
+    """A publisher that nobody asks anything."""
+
+    def up(self, gang):
+        pass
+
+    def down(self, gang):
+        pass
+
+
+class Posted:
+    def __init__(self, epoch=1):
+        self.epoch, self.posts, self.reason, self.waited_s = epoch, [], "killed", 0.0
+        self.dead = threading.Event()
+
+    def post(self, what):
+        self.posts.append(what)
+
+
+@pytest.fixture
+def pair():
+    """Two stand-ins whose gangs are up: (remotes, gangs, outbox)."""
+    outbox, remotes = queue.SimpleQueue(), {}
+    for i in range(2):
+        up = ev.InstanceUp(instance=i, slots=8, pages=96, page_size=8)
+        remotes[i] = RemoteInstance(i, up, outbox, remotes, Publishing(), Nobody)
+    gangs = [rise(remotes[i], outbox) for i in range(2)]
+    return remotes, gangs, outbox
+
+
+def rise(remote, outbox, epoch=1):
+    gang = Posted(epoch)
+    remote._keeper.hooks["up"](gang)
+    item = outbox.get_nowait()
+    assert isinstance(item, Risen)
+    item.admit()
+    return gang
+
+
+def drained(outbox):
+    items = []
+    while not outbox.empty():
+        items.append(outbox.get())
+    return items
+
+
+A = SampleId(3, 1)
+PARCEL = Parcel(id=A, version=0, prompt_ids=np.zeros(1, np.int32), out_ids=np.zeros(2, np.int32),
+                logprobs=np.zeros(2, np.float32), max_new_tokens=9)
+
+
+def test_commands_reach_a_gang_only_after_its_coming_was_heard(pair):
+    remotes, gangs, outbox = pair
+    remotes[0]._keeper.hooks["down"](gangs[0])
+    again = Posted(2)
+    remotes[0]._keeper.hooks["up"](again)
+    remotes[0].cancel(A, "meant for the lost one")
+    down, risen = drained(outbox)
+    assert isinstance(down, ev.InstanceDown)
+    risen.admit()
+    remotes[0].cancel(A, "meant for this one")
+    assert [post.reason for post in again.posts] == ["meant for this one"] and not gangs[0].posts
+
+
+def test_a_move_out_of_a_lost_gang_fails_right_behind_its_loss(pair):
+    remotes, gangs, outbox = pair
+    remotes[0].move(A, remotes[1])
+    remotes[0]._keeper.hooks["down"](gangs[0])
+    down, failed = drained(outbox)
+    assert isinstance(down, ev.InstanceDown) and (failed.id, failed.src, failed.dst) == (A, 0, 1)
+    remotes[0].move(A, remotes[1])  # asked for before the orchestrator has heard
+    assert isinstance(drained(outbox)[0], ev.MoveFailed)
+
+
+def moving():
+    return calls.Moving(parcel=PARCEL, src=0, dst=1, unstarted=None)
+
+
+def test_a_sample_on_its_way_to_a_lost_gang_counts_as_moved(pair):
+    remotes, gangs, outbox = pair
+    remotes[0].move(A, remotes[1])
+    remotes[0]._keeper.hooks["heard"](moving())
+    assert isinstance(gangs[1].posts[-1], calls.Receive)
+    remotes[1]._keeper.hooks["down"](gangs[1])
+    down, moved = drained(outbox)
+    assert isinstance(down, ev.InstanceDown) and (moved.id, moved.dst) == (A, 1)
+
+
+def test_a_sample_is_not_handed_to_a_later_epoch_of_its_destination(pair):
+    remotes, gangs, outbox = pair
+    remotes[0].move(A, remotes[1])
+    remotes[1]._keeper.hooks["down"](gangs[1])
+    drained(outbox)
+    later = rise(remotes[1], outbox, 2)
+    remotes[0]._keeper.hooks["heard"](moving())
+    assert not later.posts and isinstance(drained(outbox)[0], ev.SampleMoved)
+
+
+def test_a_move_that_arrives_is_owed_no_more(pair):
+    remotes, gangs, outbox = pair
+    remotes[0].move(A, remotes[1])
+    remotes[0]._keeper.hooks["heard"](moving())
+    remotes[1]._keeper.hooks["heard"](ev.SampleMoved(id=A, src=0, dst=1))
+    for i in (0, 1):
+        remotes[i]._keeper.hooks["down"](gangs[i])
+    assert [type(item) for item in drained(outbox)] == [ev.SampleMoved, ev.InstanceDown, ev.InstanceDown]
+
+
+# ---------------------------------------------------------- one process of several
+
+
+class Sent(list):
+    send = list.append
+
+
+@pytest.mark.parametrize("whole", [True, False])
+def test_a_process_that_holds_a_part_of_the_pages_sends_none(whole):
+    pages = np.zeros((1, 1, 1, 2, 4), np.float32)
+    parcel = dataclasses.replace(PARCEL, kv_len=3, page_size=4, k_pages=pages, v_pages=pages)
+    outlet = Outlet(sent := Sent(), whole)
+    outlet.put(Exported(id=A, instance=0, parcel=parcel))
+    Elsewhere(outlet).at(1).receive(parcel, 0, None)
+    assert [item.parcel.n_pages for item in sent] == [int(whole)] * 2
+    Outlet(None, whole).put(sent[0])

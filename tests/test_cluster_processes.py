@@ -1,0 +1,59 @@
+"""The real thing, small: a controller, a trainer of two processes and two instances, one of which is killed."""
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+from dora_jax.runtime.audit import audit
+
+CONFIG = """
+from dora_jax import config
+
+def get_config():
+    c = config.defaults()
+    c.steps = 4
+    c.task.name, c.task.template = "reasoning_gym:chain_sum", "{{prompt}} "
+    c.sft.out = c.model.path = {base!r}
+    c.sft.steps, c.sft.examples, c.sft.batch_rows = 10, 64, 8
+    c.sft.d_model, c.sft.n_layers, c.sft.d_ff = 16, 1, 32
+    c.sft.n_heads, c.sft.n_kv_heads, c.sft.head_dim = 2, 1, 8
+    c.rollout.slots, c.rollout.pages, c.rollout.max_new_tokens = 8, 128, 32
+    c.orchestrator.groups_per_step, c.orchestrator.group_size = 2, 4
+    c.trainer.pack_tokens, c.checkpoint.every = 160, 2
+    c.eval.prompts = c.task.heldout = 8
+    c.journal.keep_all = True
+    c.cluster.launcher, c.cluster.trainer_hosts, c.cluster.devices_per_host = "process", 2, 1
+    c.cluster.silence_s = 60.0
+    c.cluster.wire = "transfer"
+    return c
+"""
+
+
+def lines_of(console, pattern):
+    return re.findall(pattern, console.read_text(), re.MULTILINE)
+
+
+@pytest.mark.slow
+def test_a_run_of_many_processes_outlives_one_of_them(tmp_path):
+    (tmp_path / "config.py").write_text(CONFIG.format(base=str(tmp_path / "base")))
+    console = tmp_path / "console.log"
+    with console.open("w") as log:
+        run = subprocess.Popen([sys.executable, "-m", "dora_jax.train", f"--config={tmp_path}/config.py",
+                                f"--workdir={tmp_path}/run"], stdout=log, stderr=log,
+                               env={**os.environ, "DORA_COMPILE_CACHE": str(tmp_path / "cache")})
+    try:
+        while not (up := lines_of(console, r"^rollout 1 \(epoch 1\) is up.*pids (\d+)")) and run.poll() is None:
+            time.sleep(0.05)
+        os.kill(int(up[0]), signal.SIGKILL)
+        assert run.wait(400) == 0, console.read_text()
+    finally:
+        run.kill()
+    text = console.read_text()
+    assert "rollout 1 (epoch 1) is lost" in text and "version 4 is published" in text
+    books = audit(tmp_path / "run" / "journal")
+    assert books.ok and books.trained == 8, books

@@ -1,0 +1,251 @@
+"""The trainer gang behind its stand-in: deaths at any moment, and what is asked of the gang that follows."""
+
+import dataclasses
+import json
+
+import jax
+import numpy as np
+import pytest
+
+from dora_jax.config import RunError
+from dora_jax.models import sharding
+from dora_jax.runtime.book import Published, Step
+from dora_jax.runtime.cluster import calls
+from dora_jax.runtime.cluster.gang import Hub, Keeper
+from dora_jax.runtime.cluster.learner import RemoteCheckpoints, RemoteTrainer, RemoteWeights
+from dora_jax.runtime.cluster.publisher import Publisher
+from dora_jax.runtime.cluster.weights import StoredWeights
+from dora_jax.runtime.publication import STORAGE, WIRE
+from dora_jax.trainer import manifest
+from dora_jax.types import ScoredGroup
+from tests.cluster_fakes import LIMITS, FakeLauncher, begin, eventually
+
+
+def group(group_id):
+    return ScoredGroup(group_id=group_id, version=0, samples=(), rewards=np.zeros(1, np.float32), parts={})
+
+
+class Learners(FakeLauncher):
+    """Trainer gangs whose weights are the list of what they were trained on; `dies`: calls that a process dies over."""
+
+    def __init__(self, folder, dies=()):
+        super().__init__(self._do)
+        self.folder, self.dies, self.log = folder, list(dies), []
+
+    def _do(self, host, what):
+        name = type(what).__name__
+        trained = host.__dict__.setdefault("trained", [])
+        rank = host.began.rank
+        if rank == 0:
+            self.log.append((host._hello.epoch, name))
+        match what:
+            case calls.Make(base=base, groups=groups):
+                assert base == len(trained), "steps come in order"
+                trained.append([g.group_id for g in groups])
+            case calls.Restore(step=step):
+                trained[:] = json.loads((self.folder / str(step) / "trained").read_text())
+            case calls.Publish(version=version):
+                assert version == len(trained)
+                host.__dict__.setdefault("kept", set()).add(version)
+            case calls.Write(version=version):
+                assert version in host.kept
+                (self.folder.parent / "weights" / f"v{version}.partial").mkdir(exist_ok=True, parents=True)
+        if rank == 1 and name in self.dies:
+            self.dies.remove(name)
+            host.die()
+            return None
+        if isinstance(what, calls.Make | calls.Fingerprint):
+            digest = hash(str(trained)) & 0xFFFF
+            made = calls.Made(digest=digest, metrics={"loss": float(len(trained))})
+            return made if isinstance(what, calls.Make) else calls.Done(value=digest)
+        return calls.Done(value=len(trained))
+
+    def save(self, step, trained):
+        """A checkpoint that verifies."""
+        path = self.folder / str(step)
+        path.mkdir(parents=True)
+        (path / "trained").write_text(json.dumps(trained))
+        manifest.write(path)
+
+
+class Rig:
+    def __init__(self, tmp_path, dies=(), journaled=True, paths=(STORAGE,)):
+        self.launcher = Learners(tmp_path / "checkpoints", dies)
+        self.stored = StoredWeights(tmp_path / "weights")
+        self.stored.clear()
+        self.hub, self.said, self.journal = Hub("127.0.0.1"), [], []
+        self.publisher = Publisher(self.stored, paths, self.said.append)
+        self.journaled = journaled
+        self.trainer = RemoteTrainer(self.launcher.folder, lambda v: [s for s in self.journal if s.base >= v],
+                                     self.publisher, self.said.append, self._keeper)
+        self.weights = RemoteWeights(self.publisher)
+
+    def __enter__(self):
+        self.trainer.open()
+        return self
+
+    def __exit__(self, *error):
+        self.trainer.close()
+        self.publisher.close()
+        self.hub.close()
+
+    def step(self, base):
+        """As TrainerWorker does it; then the journal has it, as a rule."""
+        groups = (group(2 * base), group(2 * base + 1))
+        metrics = self.trainer.step((groups, base))
+        self.weights.put(base + 1, self.trainer.params)
+        if self.journaled:
+            self.journal.append(Step(base=base, groups=groups,
+                                     published=Published(epoch=0, digest=self.trainer.digest())))
+        return metrics
+
+    def kill(self):
+        gang = self.trainer.gang
+        self.launcher.gangs["trainer", gang.epoch][0].die()
+        eventually(gang.dead.is_set)
+
+    def trained(self):
+        """What every process of the newest gang was trained on."""
+        hosts = self.launcher.gangs[max(self.launcher.gangs)]
+        return [host.trained for host in hosts]
+
+    def _keeper(self, name, **hooks):
+        return Keeper(self.hub, self.launcher, name, 2, "", begin=begin, say=self.said.append, limits=LIMITS, **hooks)
+
+
+def steps(n):
+    return [[2 * base, 2 * base + 1] for base in range(n)]
+
+
+@pytest.mark.parametrize("dies", [(), ("Make",), ("Publish",), ("Write",), ("Make", "Make", "Publish")])
+def test_each_step_is_made_once_whoever_dies_over_it(tmp_path, dies):
+    with Rig(tmp_path, dies) as rig:
+        assert [rig.step(base)["loss"] for base in range(3)] == [1.0, 2.0, 3.0]
+        assert rig.trained() == [steps(3), steps(3)]
+        assert all(rig.stored.has(version) for version in (1, 2, 3))
+        assert len({epoch for epoch, _ in rig.launcher.log}) == 1 + len(dies)
+
+
+def test_a_lost_trainer_comes_back_from_its_checkpoint_and_the_journal(tmp_path):
+    with Rig(tmp_path) as rig:
+        for base in range(5):
+            rig.step(base)
+        rig.launcher.save(3, steps(3))
+        rig.kill()
+        rig.trainer.catch_up()
+        assert rig.trained() == [steps(5), steps(5)]
+        assert [name for epoch, name in rig.launcher.log if epoch == 2] == ["Restore", "Make", "Make"]
+        assert "the trainer is back at version 5: checkpoint 3, 2 steps made again" in rig.said[-1]
+
+
+def test_versions_that_only_the_lost_trainer_held_are_published_again(tmp_path):
+    with Rig(tmp_path, paths=(WIRE, STORAGE)) as rig:
+        rig.weights.put(0, rig.trainer.params)
+        for base in range(3):
+            rig.step(base)
+        eventually(lambda: all(rig.stored.has(version) for version in range(4)))
+        for version in (1, 3):
+            rig.stored.drop(version)  # as if they had not been written yet
+        rig.weights.drop(0)
+        rig.kill()
+        rig.trainer.catch_up()
+        eventually(lambda: rig.stored.has(1) and rig.stored.has(3))
+        assert [name for epoch, name in rig.launcher.log if epoch == 2 and name == "Publish"] == ["Publish"] * 2
+
+
+def test_a_checkpoint_later_than_a_version_that_only_the_lost_trainer_held_is_no_start(tmp_path):
+    with Rig(tmp_path, paths=(WIRE, STORAGE)) as rig:
+        for base in range(4):
+            rig.step(base)
+        eventually(lambda: all(rig.stored.has(version) for version in range(1, 5)))
+        rig.stored.drop(2)
+        rig.launcher.save(1, steps(1))
+        rig.launcher.save(3, steps(3))
+        rig.kill()
+        rig.trainer.catch_up()
+        eventually(lambda: rig.stored.has(2))
+        assert "the trainer is back at version 4: checkpoint 1, 3 steps made again" in rig.said[-1]
+
+
+def test_a_checkpoint_that_does_not_verify_is_no_start(tmp_path):
+    with Rig(tmp_path) as rig:
+        for base in range(3):
+            rig.step(base)
+        rig.launcher.save(2, steps(2))
+        (rig.launcher.folder / "2" / "trained").write_text("[[9]]")
+        rig.kill()
+        rig.step(3)
+        assert rig.trained() == [steps(4), steps(4)]
+
+
+def test_the_step_that_the_journal_does_not_have_yet_is_made_again_too(tmp_path):
+    with Rig(tmp_path) as rig:
+        rig.step(0)
+        rig.journaled = False
+        rig.step(1)
+        rig.kill()
+        rig.trainer.catch_up()
+        assert rig.trained() == [steps(2), steps(2)]
+
+
+def test_without_a_journal_a_lost_trainer_ends_the_run_in_one_sentence(tmp_path):
+    with Rig(tmp_path, journaled=False) as rig:
+        rig.step(0)
+        rig.step(1)
+        rig.kill()
+        with pytest.raises(RunError, match="step 1 cannot be made again.*journal.on"):
+            rig.step(2)
+
+
+def test_weights_that_come_out_otherwise_are_spoken_of(tmp_path):
+    with Rig(tmp_path) as rig:
+        rig.step(0)
+        rig.step(1)
+        rig.journal[0] = dataclasses.replace(rig.journal[0], published=Published(epoch=0, digest=1))
+        rig.kill()
+        rig.trainer.catch_up()
+        assert any("version 1 came out with other weights" in text for text in rig.said)
+
+
+def test_processes_that_disagree_end_the_run(tmp_path):
+    with Rig(tmp_path) as rig:
+        rig.launcher.answer = lambda host, what: calls.Made(digest=host.began.rank, metrics={})
+        with pytest.raises(RuntimeError, match="disagree over Make"):
+            rig.trainer.step(((group(0),), 0))
+
+
+def test_a_save_that_a_death_cuts_short_is_said_and_the_run_goes_on(tmp_path):
+    with Rig(tmp_path, dies=("Save",)) as rig:
+        checkpoints = RemoteCheckpoints(rig.launcher.folder, rig.trainer, rig.said.append)
+        rig.step(0)
+        checkpoints.save(1, None, None, {"cursors": (1, 2)}, {"reward/mean": np.float32(0.5)})
+        checkpoints.wait()
+        assert any("did not finish with its checkpoint" in text for text in rig.said)
+        rig.step(1)
+        checkpoints.save(2, None, None, {}, {})
+        checkpoints.close()
+        assert (2, "Save") in rig.launcher.log
+
+
+def mesh_of(tensor):
+    return sharding.make_mesh(jax.devices()[:tensor], 1, 1, tensor)
+
+
+def test_stored_weights_come_back_on_another_mesh_and_only_when_whole(tmp_path):
+    stored = StoredWeights(tmp_path / "weights")
+    stored.clear()
+    where = jax.sharding.NamedSharding(mesh_of(1), jax.sharding.PartitionSpec())
+    tree = {"embed": np.arange(24, dtype=np.float32).reshape(4, 6),
+            "layers": [{"w": np.ones((2, 2), jax.numpy.bfloat16)}]}
+    weights = jax.device_put(tree, where)
+    shardings = jax.tree.map(lambda _: where, tree)
+    stored.write(3, weights)
+    assert not stored.has(3)
+    with pytest.raises(ValueError):
+        stored.read(3, shardings)
+    stored.finish(3)
+    back = stored.read(3, shardings)
+    jax.tree.map(np.testing.assert_array_equal, back, tree)
+    assert back["layers"][0]["w"].dtype == jax.numpy.bfloat16
+    stored.drop(3)
+    assert not stored.has(3)
