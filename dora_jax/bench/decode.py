@@ -47,7 +47,7 @@ PROMPT = 32
 FIXED = 128
 TAIL_SAMPLES, TAIL_BATCH, TAIL_MEDIAN, TAIL_SIGMA, TAIL_LIMIT = 256, 32, 48, 1.1, 768
 TAIL_ROWS, TAIL_STEPS = 8, 16  # of an engine's decode call on the long tail: rows of like context share a call
-FIXED_STEPS = 32
+FIXED_ROWS, FIXED_STEPS = 32, 32  # more rows at once outgrow a core's cache
 FIXED_BLOCK, TAIL_BLOCK = 64, 128
 ENVIRONMENTS = {  # rival -> what its environment needs
     "transformers": ("torch==2.13.0+cpu", "transformers==5.23.0", "--extra-index-url",
@@ -108,7 +108,7 @@ def new_engine(work: Work, slots: int, device: jax.Device) -> Engine:
     fixed = longest == work.lengths.min()
     section = RolloutSection(
         slots=slots, pages=slots * (-(-(PROMPT + longest) // 16) + 1), max_prompt_tokens=PROMPT,
-        max_new_tokens=longest, prefill_tokens=PROMPT * slots, decode_rows=0 if fixed else min(TAIL_ROWS, slots),
+        max_new_tokens=longest, prefill_tokens=PROMPT * slots, decode_rows=min(FIXED_ROWS if fixed else TAIL_ROWS, slots),
         decode_steps=FIXED_STEPS if fixed else TAIL_STEPS, context_block=FIXED_BLOCK if fixed else TAIL_BLOCK)
     return Engine(MODEL, section, sharding.make_mesh([device], 1, 1, 1), seed=0, eos_ids=(),
                   vocab_limit=MODEL.vocab_size)
