@@ -281,6 +281,24 @@ def test_nobody_waits_for_a_disk_that_is_slow_and_what_it_forgets_is_written_aga
     journal.close()
 
 
+def test_what_a_step_is_made_of_is_synced_while_it_is_made(tmp_path, monkeypatch):
+    may_end, synced = threading.Event(), []
+    monkeypatch.setattr(jn.os, "fdatasync", lambda fd: (may_end.wait(5.0), synced.append(os.fstat(fd).st_size)))
+    journal = Journal(FileLog(tmp_path), sync_s=100.0)
+    journal.rotate([b"head"])
+    journal.append(b"a scored group")
+    journal.commit()
+    whole = (tmp_path / "000001.log").stat().st_size
+    journal.sync_soon()  # Train
+    journal.append(b"other samples go on")
+    assert journal.commit(urgent=True) and synced == []
+    threading.Timer(0.05, may_end.set).start()
+    journal.wait_synced()  # StepPublished
+    assert len(synced) == 1 and synced[0] >= whole
+    journal.close()
+    assert len(synced) == 2
+
+
 def test_a_batch_for_object_storage_is_held_until_it_is_due(monkeypatch):
     now, store = [100.0], tensorstore.KvStore.open("memory://j/").result()
     monkeypatch.setattr(jn.time, "monotonic", lambda: now[0])

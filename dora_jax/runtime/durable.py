@@ -3,8 +3,9 @@
     world.events() -> [append every fact with its payload, one write] -> orchestrator.step -> world.execute
 
 Consumes the facts and payload records of any `World` that tells listeners; produces the same facts. Laws: a sample, a
-group or a step that the orchestrator knows of is written, which no death of a process undoes; a step that is published,
-with all before it, is on the disk, and so is any fact after journal.sync_s, which no power cut undoes; soft facts
+group or a step that the orchestrator knows of is written, which no death of a process undoes; what a step was made of is
+on the disk before the step is told, and so is any fact after journal.sync_s, so that no power cut undoes more than can be
+made again, a step bit for bit; soft facts
 (progress, pages, time) ride with the next write, and losing the last of them costs nothing; a segment is begun between
 two batches of facts, never inside one. On object storage a batch is what was reported in journal.sync_s, and no fact,
 soft or not, is told before the object that holds it is there.
@@ -75,6 +76,8 @@ class DurableWorld:
 
     def execute(self, command: ev.Command) -> None:
         self._world.execute(command)
+        if isinstance(command, ev.Train):  # its groups: while the trainer works
+            self._journal.sync_soon()
 
     def want_segment(self) -> None:
         """Asks for a new segment before the next facts: a checkpoint has been started."""
@@ -113,7 +116,9 @@ class DurableWorld:
         if not kinds.isdisjoint(HARD) or now - self._committed_s > SOFT_PERIOD_S or self._journal.sync_due:
             self._committed_s = now
             point("journal.before_commit")
-            self._journal.commit(sync=ev.StepPublished in kinds)
+            if ev.StepPublished in kinds:
+                self._journal.wait_synced()
+            self._journal.commit(urgent=ev.StepPublished in kinds)
             point("journal.after_commit")
 
     def _hear(self, item: Any) -> None:

@@ -2,7 +2,7 @@
 
     append(record) ... commit()     a group of records is written with one call: no death of a process undoes that
     commit(sync=True)               and is durable on return, with all before it: no power cut undoes that
-    every sync_s                    what was written becomes durable behind the writer's back: the disk holds up nobody
+    sync_soon(), and every sync_s   what was written becomes durable behind the writer's back: the disk holds up nobody
     rotate(records)                 a new segment, there whole or not at all; it begins with a snapshot
     read(segment)                   its records, up to the first that is torn or damaged
 
@@ -51,10 +51,10 @@ class Log(Protocol):
         """A new last segment with this content, durable, whole or not at all."""
 
     def append(self, data: bytes) -> None:
-        """Adds to the last segment. OSError: nothing was added."""
+        """Adds to the last segment, after what a failed sync has left in doubt. OSError: nothing was added."""
 
     def sync(self) -> None:
-        """What had been appended is durable on return; may run beside `append`. OSError: it will be written again."""
+        """What had been appended is durable on return; may run beside `append`. OSError: it is in doubt."""
 
     def drop(self, segment: int) -> None:
         """Forgets an old segment."""
@@ -134,10 +134,11 @@ class Journal:
         waits = self._unsynced or (bool(self._buffer) and not self._log.lasting)
         return waits and time.monotonic() - self._synced_s >= self._sync_s
 
-    def commit(self, sync: bool = False) -> bool:
-        """Writes what was appended; False where the storage refused: it is kept and tried again later."""
+    def commit(self, sync: bool = False, urgent: bool = False) -> bool:
+        """Writes what was appended; False where the storage refused: it is kept and tried again later. `urgent`: a log
+        that takes batches takes this one now."""
         now = time.monotonic()
-        due = now - self._synced_s >= self._sync_s
+        due = now - self._synced_s >= self._sync_s or (urgent and not self._log.lasting)
         if not (self._log.lasting or sync or due):
             return True
         if not self._buffer and not ((sync or due) and (self._unsynced or self._syncing)):
@@ -145,6 +146,8 @@ class Journal:
         if self._degraded_since is not None and now - self._tried_s < RETRY_PERIOD_S:
             return False
         try:
+            if self._syncing is not None and self._syncing.done():
+                self._end_sync()
             self._write()
             if sync or not self._sync_s or self._degraded_since is not None:
                 self._make_durable()
@@ -158,11 +161,25 @@ class Journal:
             self._degraded_since, self._alarmed_s = None, -ALARM_PERIOD_S
         return True
 
+    def sync_soon(self) -> None:
+        """What was committed so far becomes durable behind the writer's back, as soon as the disk can."""
+        if self._log.lasting and self._unsynced and self._degraded_since is None:
+            self._synced_s, self._unsynced = time.monotonic(), False
+            self._syncing = self._pool.submit(self._log.sync)  # behind an earlier one, whose failure fails it too
+
+    def wait_synced(self) -> None:
+        """Until the last `sync_soon` has come to its end; what it failed of is heard at the next commit."""
+        if self._syncing is not None:
+            concurrent.futures.wait([self._syncing])
+
     def drop_before(self, segment: int) -> None:
         """Segments older than this one are no longer needed."""
         for old in self._log.segments():
             if old < segment:
-                self._log.drop(old)
+                try:
+                    self._log.drop(old)
+                except OSError:
+                    return  # it goes with the next
 
     def close(self) -> None:
         """Commits; where that fails it is said, because what is lost then will be generated again."""
@@ -178,7 +195,7 @@ class Journal:
     # ------------------------------------------------------------ private
 
     def _write(self) -> None:
-        if not self._buffer:
+        if not self._buffer and self._degraded_since is None:
             return
         self._log.append(b"".join(self._buffer))
         self._unsynced = True
@@ -200,9 +217,7 @@ class Journal:
         if self._syncing is not None and not self._syncing.done():
             return  # the disk is slow: what is written meanwhile has its turn next
         self._end_sync()
-        if self._unsynced:
-            self._synced_s, self._unsynced = time.monotonic(), False
-            self._syncing = self._pool.submit(self._log.sync)
+        self.sync_soon()
 
     def _end_sync(self) -> None:
         """Raises what the sync behind failed of."""
@@ -330,7 +345,7 @@ class FileLog:
 
     def sync(self) -> None:
         if self._doubtful:
-            self._write_again()
+            raise OSError("what was written before is not on the disk")
         covered = len(self._recent)
         try:
             os.fdatasync(self._fd)

@@ -9,9 +9,11 @@ the log seals its last segment, so a run that was taken for dead is refused at i
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import json
 import os
+from typing import Any
 
 import tensorstore
 
@@ -19,6 +21,7 @@ from dora_jax.runtime.journal import JournalError
 
 MANIFEST = "MANIFEST"
 ABSENT = b"\x02"  # tensorstore's generation of a key that is not there
+ANSWER_S = 60.0  # the store has answered by then, or has failed
 
 
 class ObjectLog:
@@ -26,17 +29,16 @@ class ObjectLog:
 
     lasting = False
 
-    def __init__(self, store: tensorstore.KvStore | str):
-        if isinstance(store, str):
-            store = tensorstore.KvStore.open(store if store.endswith("/") else store + "/").result()
+    def __init__(self, store: tensorstore.KvStore, read_only: bool = False):
         self._store = store
-        found = store.read(MANIFEST).result()
+        found = self._answer(store.read(MANIFEST))
+        self._unanswered = b""  # a manifest that was put, or not
         self._generation = found.stamp.generation
         self._folders = _folders(found.value) if found.state == "value" else {}
         self._folder = ""
         self._next = 0
         self._done = self._tried = 0  # bytes of the append that was refused: put, and put or perhaps put
-        if self._folders:
+        if self._folders and not read_only:
             self._seal(self._folders[max(self._folders)])
 
     def segments(self) -> list[int]:
@@ -44,14 +46,15 @@ class ObjectLog:
 
     def read(self, segment: int) -> bytes:
         reads = [self._store.read(key) for key in self._keys(self._folders[segment])]  # all at once
-        return b"".join(bytes(read.result().value) for read in reads)
+        return b"".join(bytes(self._answer(read).value) for read in reads)
 
     def begin(self, segment: int, data: bytes) -> None:
         folder = f"{segment:06d}-{os.urandom(4).hex()}"
         self._put(f"{folder}/{0:06d}", data, ABSENT)
         self._name({**self._folders, segment: folder})
         self._folder, self._next = folder, 1
-        self._tidy()
+        with contextlib.suppress(OSError):  # what is left is swept with the next segment
+            self._tidy()
 
     def append(self, data: bytes) -> None:
         """One object, durable once it is put. `data` begins with what was refused before: that is put as it was then,
@@ -79,7 +82,7 @@ class ObjectLog:
     def _keys(self, folder: str) -> list[str]:
         """Of its objects, up to the first that is missing."""
         within = tensorstore.KvStore.KeyRange(f"{folder}/", f"{folder}0")  # "0" is what follows "/"
-        there = {key.decode() for key in self._store.list(within).result()}
+        there = {key.decode() for key in self._answer(self._store.list(within))}
         return list(itertools.takewhile(there.__contains__, (f"{folder}/{n:06d}" for n in itertools.count())))
 
     def _seal(self, folder: str) -> None:
@@ -91,13 +94,17 @@ class ObjectLog:
 
     def _name(self, folders: dict[int, str]) -> None:
         """The manifest, put where it is still the one that was read or written last."""
-        data = json.dumps({"segments": {str(number): folder for number, folder in folders.items()}}).encode()
-        self._generation = self._put(MANIFEST, data, self._generation)
-        self._folders = folders
+        if self._unanswered:
+            found = self._answer(self._store.read(MANIFEST))
+            if found.value == self._unanswered:
+                self._generation = found.stamp.generation
+        self._unanswered = json.dumps({"segments": {str(number): folder for number, folder in folders.items()}}).encode()
+        self._generation = self._put(MANIFEST, self._unanswered, self._generation)
+        self._unanswered, self._folders = b"", folders
 
     def _put(self, key: str, data: bytes, generation: bytes) -> bytes:
         stamp = self._try(key, data, generation)
-        if not stamp and (found := self._store.read(key).result()).value == data:
+        if not stamp and (found := self._answer(self._store.read(key))).value == data:
             stamp = found.stamp.generation  # ours: the answer to an earlier try was lost
         if not stamp:
             raise JournalError(f"{key} has another writer: this run was taken for dead and is over")
@@ -105,18 +112,21 @@ class ObjectLog:
 
     def _try(self, key: str, data: bytes, generation: bytes) -> bytes:
         """The new generation; empty where another one was found."""
+        return self._answer(self._store.write(key, data, if_equal=generation)).generation
+
+    def _answer(self, asked: tensorstore.Future) -> Any:
         try:
-            return self._store.write(key, data, if_equal=generation).result().generation
+            return asked.result(timeout=ANSWER_S)
         except ValueError as error:  # tensorstore's statuses: no space, no route, no permission
-            raise OSError(f"{key} could not be written: {error}") from error
+            raise OSError(f"the journal's store did not do it: {error}") from error
 
     def _tidy(self) -> None:
         """Objects that no manifest names: of dropped segments, and of runs that died before theirs was named."""
         named = set(self._folders.values())
-        for key in self._store.list().result():
+        for key in self._answer(self._store.list()):
             folder, slash, _ = key.decode().partition("/")
             if slash and folder not in named:
-                self._store.write(key, None).result()
+                self._answer(self._store.write(key, None))
 
 
 def _folders(data: bytes) -> dict[int, str]:
