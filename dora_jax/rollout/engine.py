@@ -21,7 +21,7 @@ import numpy as np
 
 from dora_jax.config import RolloutSection
 from dora_jax.models import decoder, sharding
-from dora_jax.rollout.forward import Calls, Device, joined
+from dora_jax.rollout.forward import Calls, Device
 from dora_jax.rollout.migrate import Parcel, repaged
 from dora_jax.rollout.plan import DecodeCall, PrefillCall, Prefix, Scheduler
 from dora_jax.rollout.seq import Seq, Upload
@@ -133,7 +133,7 @@ class Engine:
         self._land()
         seq = self._held(id)
         seq.leaving = True
-        copied = self._copy_most(seq)
+        copied = self._copied(seq)
         parcel = self._parcel(seq, self._pages(seq), seq.kv_len, copied)
         self._scheduler.remove(seq)
         return parcel
@@ -259,24 +259,26 @@ class Engine:
         """Those that hold its KV."""
         return seq.pages_to_read()[: self.shapes.pages_for(seq.kv_len)]
 
-    def _copy_most(self, seq: Seq) -> list[tuple[np.ndarray, np.ndarray]]:
-        """Host copies of a leaving sample's first pages, a piece a step, until one piece is left."""
-        copied, size, table = [], self.shapes.copy_pages, seq.table
-        while len(pages := self._pages(seq)[len(copied) * size :]) > size:
-            copied.append(self._device.read_pages(pages[:size]))
+    def _copied(self, seq: Seq) -> tuple[np.ndarray, np.ndarray] | None:
+        """Host copies of a leaving sample's pages: each piece lands while the others' next step is on the device."""
+        copy, table = self._device.copy_pages(self._pages(seq)), seq.table
+        if not copy.launch():
+            return None
+        while copy.more:
             self._step()
+            copy.land()
             if seq.table is not table:
-                return []  # preempted for an older one: its parcel, or other pages, hold the KV
-        return copied
+                return None  # preempted for an older one: its parcel, or other pages, hold the KV
+            copy.launch()
+        copy.land()
+        return copy.arrays
 
     def _parcel(self, seq: Seq, pages: list[int], kv_len: int,
-                copied: Sequence[tuple[np.ndarray, np.ndarray]] = ()) -> Parcel:
-        """`copied`: host copies of the first pages, whole pieces."""
+                copied: tuple[np.ndarray, np.ndarray] | None = None) -> Parcel:
         if seq.parcel is not None:
             return seq.parcel  # it waits or is uploaded, and has not changed since it came
-        n, first = len(seq.prompt_ids), len(copied) * self.shapes.copy_pages
-        parts = [*copied, self._device.read_pages(pages[first:])] if pages else []
-        k, v = map(joined, zip(*parts, strict=True)) if parts else (None, None)
+        n = len(seq.prompt_ids)
+        k, v = copied or (self._device.read_pages(pages) if pages else (None, None))
         return Parcel(id=seq.id, version=seq.version, prompt_ids=seq.prompt_ids,
                       out_ids=np.array(seq.sequence[n:], np.int32), logprobs=np.array(seq.logprobs, np.float32),
                       max_new_tokens=seq.max_new_tokens, spans=seq.spans, kv_len=kv_len,

@@ -10,7 +10,7 @@ the pages that it was given; a shape is compiled once, by `warmup`.
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -88,13 +88,15 @@ class Device:
         result.copy_to_host_async()
         return result
 
+    def copy_pages(self, pages: list[int]) -> PagesCopy:
+        return PagesCopy(lambda ids: self._calls.read(self.pool, _put(ids, self._calls.replicated)), pages,
+                         self.shapes.copy_pages)
+
     def read_pages(self, pages: list[int]) -> tuple[np.ndarray, np.ndarray]:
-        """Copies to the host: K [layers, pages, K, D, page_size] and V [layers, pages, K, page_size, D]; of several
-        processes each gets the heads that it holds."""
-        copies = [self._calls.read(self.pool, _put(ids, self._calls.replicated))
-                  for ids, _ in _pieces(pages, self.shapes.copy_pages)]
-        k, v = (joined([_local(copy[i]) for copy in copies]) for i in (0, 1))
-        return k[:, : len(pages)], v[:, : len(pages)]
+        copy = self.copy_pages(pages)
+        while copy.launch():
+            copy.land()
+        return copy.arrays
 
     def write_pages(self, pages: list[int], k_pages: np.ndarray, v_pages: np.ndarray) -> None:
         size = self.shapes.copy_pages
@@ -113,6 +115,43 @@ class Device:
             control[:, SLOT] = s.slots
             self.generate(params, control, blocks).block_until_ready()
         self.write_pages([0], *self.read_pages([0]))
+
+
+class PagesCopy:
+    """Pages on their way to the host, a piece at a time: between `launch` and `land` the device goes on with others.
+
+    arrays: K [layers, pages, K, D, page_size] and V [layers, pages, K, page_size, D], of which what has landed is
+    there; of several processes each gets the heads that it holds.
+    """
+
+    def __init__(self, read: Callable[[np.ndarray], tuple[jax.Array, jax.Array]], pages: list[int], size: int):
+        self._read, self._n, self._size = read, len(pages), size
+        self._todo = _pieces(pages, size)
+        self._launched: tuple[jax.Array, jax.Array] | None = None
+        self._start = 0  # of the piece that was launched last
+        self.arrays: tuple[np.ndarray, np.ndarray] | None = None
+
+    @property
+    def more(self) -> bool:
+        """Whether pieces follow the one launched last."""
+        return self._start + self._size < self._n
+
+    def launch(self) -> bool:
+        """Starts the next piece; False where none is left."""
+        ids, self._start = next(self._todo, (None, self._n))
+        self._launched = None if ids is None else self._read(ids)
+        return self._launched is not None
+
+    def land(self) -> None:
+        piece = tuple(map(_local, self._launched))
+        if self._n <= self._size:
+            self.arrays = tuple(x[:, : self._n] for x in piece)
+            return
+        if self.arrays is None:
+            self.arrays = tuple(np.empty((x.shape[0], self._n, *x.shape[2:]), x.dtype) for x in piece)
+        for whole, part in zip(self.arrays, piece, strict=True):
+            into = whole[:, self._start : self._start + self._size]
+            into[:] = part[:, : into.shape[1]]
 
 
 # ------------------------------------------------------------------ the calls
@@ -204,11 +243,6 @@ def _local(x: jax.Array) -> np.ndarray:
 
 def _bits(x):
     return jax.lax.bitcast_convert_type(x.astype(jnp.float32), jnp.int32)
-
-
-def joined(parts: Sequence[np.ndarray]) -> np.ndarray:
-    """Pages one after another, on axis 1."""
-    return parts[0] if len(parts) == 1 else np.concatenate(parts, axis=1)
 
 
 def _pieces(pages: list[int], size: int):
