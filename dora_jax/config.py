@@ -225,6 +225,7 @@ class ClusterSection:
     stall_s: float = 300.0  # as is one that has work and does not move; longer than any step takes
     start_s: float = 900.0  # from starting a gang until it is compiled
     max_restarts: int = 3  # of a gang in a row that come to nothing, before the run ends
+    elastic: bool = False  # an instance without room waits for it; WORKDIR/replicas says how many there are to be
 
 
 @section

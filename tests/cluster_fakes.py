@@ -66,18 +66,21 @@ class FakeLauncher:
     def __init__(self, answer=lambda host, what: calls.Done(value=0), workers=range(100), life=None):
         self.answer, self.workers, self.life = answer, list(workers), life
         self.gangs = {}  # (name, epoch) -> hosts
-        self.killed = []
+        self.started, self.killed = [], []
 
     def start(self, ticket, token, hosts, slice_type):
         started = [FakeHost(ticket, token, worker, self.answer, self.life) for worker in self.workers[:hosts]]
         self.gangs[ticket.gang, ticket.epoch] = started
-        return FakeStarted(self, ticket, started)
+        self.started.append(FakeStarted(self, ticket, started))
+        return self.started[-1]
 
     def close(self):
         pass
 
 
 class FakeStarted:
+    placed = True
+
     def __init__(self, launcher, ticket, hosts):
         self.launcher, self.ticket, self.hosts = launcher, ticket, hosts
 

@@ -16,8 +16,8 @@ from dora_jax.orchestrate import events as ev
 from dora_jax.orchestrate.core import Orchestrator
 from dora_jax.orchestrate.modes import OrchestratorConfig
 from dora_jax.rollout.migrate import Parcel
-from dora_jax.runtime.audit import audit
-from dora_jax.runtime.book import Book, Partial
+from dora_jax.runtime.audit import ReadOnly, audit
+from dora_jax.runtime.book import Book, Fact, Partial, decoded
 from dora_jax.runtime.cluster import calls
 from dora_jax.runtime.cluster.gang import Hub, Keeper
 from dora_jax.runtime.cluster.publisher import Publisher
@@ -92,9 +92,11 @@ class Published(Weights):
 class Oracles(FakeLauncher):
     """Rollout gangs whose engines are arithmetic, over the weights of one store."""
 
-    def __init__(self, weights, length):
+    def __init__(self, weights, length, partial_s):
         super().__init__(life=self.live_as_rollout)
         self.engines = {}  # (gang, epoch) -> engines by rank
+        self.imported = []  # parcels, by any engine
+        self._partial_s = partial_s
         self._weights, self._length, self._turns = weights, length, {}
         self._lock = threading.Lock()
 
@@ -105,10 +107,11 @@ class Oracles(FakeLauncher):
             turns = self._turns.setdefault(name, queue.SimpleQueue())
             engines = self.engines.setdefault(name, {})
         engine = engines[host.began.rank] = SlowEngine(SECTION, length=self._length, version_in=int)
-        leads = host.began.rank == 0
+        engine.import_ = lambda parcel, then=engine.import_: (self.imported.append(parcel), then(parcel))
+        led = [Wire(turns)] * (host.began.hosts - 1)
         weights = WeightHost(host.began.rank, None, Brought(), {}, self._read)
         role = RolloutRole(host.began, engine, weights, host.link, Pulse(host.link),
-                           Leader([Wire(turns)]) if leads else Follower(turns), 0.005)
+                           Follower(turns) if host.began.rank else Leader(led), self._partial_s)
         host.ready()
         role.run(host.inbox)
 
@@ -118,15 +121,17 @@ class Oracles(FakeLauncher):
 
 
 class World:
-    def __init__(self, folder, mode="dora", max_versions=3, instances=3, length=None):
+    def __init__(self, folder, mode="dora", max_versions=3, instances=3, length=None, partial_s=0.005,
+                 hosts=2):
         self.config = OrchestratorConfig(
             mode=mode, max_versions=max_versions, groups_per_step=P, group_size=G, inflight=1.5, total_steps=STEPS,
             max_prompt_tokens=8, max_new_tokens=64)
         self.folder, self.outbox, self.said = folder, queue.SimpleQueue(), []
+        self._hosts = hosts
         self.publisher = Publisher(StoredWeights(folder.parent / "weights"), (STORAGE,), self.said.append)
         self.weights = Published(self.publisher)
         length = length or (lambda version, group, index, limit: 60 if (group + index) % 5 == 0 else 2 + index % 5)
-        self.launcher, self.hub = Oracles(self.weights, length), Hub("127.0.0.1")
+        self.launcher, self.hub = Oracles(self.weights, length, partial_s), Hub("127.0.0.1")
         self.remotes = {}
         for i in range(instances):
             up = ev.InstanceUp(instance=i, slots=8, pages=96, page_size=8)
@@ -163,10 +168,12 @@ class World:
 
     def _keeper(self, instance):
         def begin(rank, coordinator, leader):
-            return calls.Begin(config={}, workdir="", instance=instance, rank=rank, hosts=2, coordinator="", leader="")
+            return calls.Begin(config={}, workdir="", instance=instance, rank=rank, hosts=self._hosts, coordinator="",
+                               leader="")
 
-        return lambda name, **hooks: Keeper(self.hub, self.launcher, name, 2, "", begin=begin, say=self.said.append,
-                                            limits=dataclasses.replace(LIMITS, restarts=20), **hooks)
+        return lambda name, **hooks: Keeper(self.hub, self.launcher, name, self._hosts, "", begin=begin,
+                                            say=self.said.append, limits=dataclasses.replace(LIMITS, restarts=20),
+                                            **hooks)
 
 
 def check(world, halt):
@@ -220,15 +227,17 @@ def test_samples_of_a_lost_gang_go_on_from_their_tokens(tmp_path):
 
     world.world.listen(note)
     check(world, world.run([watch]))
-    resumed = [event for event in _events(world.folder) if isinstance(event, ev.SampleResumed)]
+    resumed = [event for event in events(world.folder) if isinstance(event, ev.SampleResumed)]
     assert seen and resumed
 
 
-def _events(folder):
-    from dora_jax.runtime.audit import ReadOnly, facts
-
+def entries(folder):
     journal = Journal(ReadOnly(folder))
-    return [fact.event for number in journal.segments() for fact in facts(journal.read(number).records)]
+    return [entry for n in journal.segments() for data in journal.read(n).records for entry in decoded(data)]
+
+
+def events(folder):
+    return [entry.event for entry in entries(folder) if isinstance(entry, Fact)]
 
 
 # ---------------------------------------------------------- one stand-in

@@ -3,6 +3,7 @@
 import dataclasses
 import queue
 import socket
+import threading
 import time
 from multiprocessing import AuthenticationError, connection
 
@@ -160,16 +161,23 @@ def test_standstill_is_a_death():
 
 
 def test_waiting_for_work_is_no_standstill():
-    with Kept(FakeLauncher(life=beating(busy=False)), limits=dataclasses.replace(LIMITS, stall_s=0.2)) as kept:
-        kept.up()
-        time.sleep(0.6)
-        assert not kept.gangs[0].dead.is_set()
+    gang = lone_gang()
+    for busy, wrong in ((False, False), (True, True)):
+        gang._joined[0].moved_s -= 60.0
+        gang._hear(gang._joined[0], calls.Beat(progress=0, busy=busy, waited_s=0.0))
+        assert bool(gang.fault()) == wrong
 
 
-def test_a_controller_that_slept_blames_nobody():
+def lone_gang():
     limits = Limits(silence_s=1.0, stall_s=1.0, start_s=99.0, restarts=1)
     gang = Gang("rollout 0", 1, 1, lambda item: None, lambda text: None, limits)
     gang.join(FakeLink(), calls.Hello(gang="rollout 0", epoch=1, pid=1, worker=0, coordinator="", leader=""))
+    gang.ready.set()
+    return gang
+
+
+def test_a_controller_that_slept_blames_nobody():
+    gang = lone_gang()
     gang._joined[0].heard_s -= 60.0
     assert "has not been heard" in gang.fault()
     gang.excuse(60.0)
@@ -214,6 +222,70 @@ def test_restarts_after_work_are_not_counted():
 
     with Kept(FakeLauncher(life=life)) as kept:
         kept.up(LIMITS.restarts + 3)
+
+
+def test_a_gang_that_is_told_to_leave_hands_over_first_and_another_comes():
+    def life(host):
+        host.join()
+        host.ready()
+        assert isinstance(host.inbox.get(), calls.HandOver)
+        host.link.send(ev.PagesReported(instance=0, free=3))
+        host.link.send(calls.Left())
+
+    with Kept(FakeLauncher(life=life), limits=dataclasses.replace(LIMITS, restarts=0)) as kept:
+        kept.up()
+        kept.hosts()[1].link.send(calls.Notice(reason="SIGTERM"))
+        kept.up(2)
+        kept.hosts(2)[0].link.send(calls.Notice(reason="SIGTERM"))
+        kept.up(3)  # who leaves with notice has not come to nothing
+        assert kept.events[:4] == ["up 1", ev.PagesReported(instance=0, free=3), "down 1", "up 2"]
+        assert kept.gangs[0].reason == "preempted: process 1 (pid 1001) was told SIGTERM"
+        assert any(text.startswith("rollout 0 (epoch 1) has left: preempted") for text in kept.said)
+
+
+def test_a_gang_that_does_not_hand_over_in_time_is_ended(monkeypatch):
+    monkeypatch.setattr("dora_jax.runtime.cluster.gang.LEAVE_S", 0.2)
+    with Kept(FakeLauncher(life=beating(busy=False))) as kept:
+        kept.up().leave("preempted")
+        kept.up(2)
+        assert "has not handed over" in kept.gangs[0].reason
+
+
+def test_a_gang_that_is_not_wanted_leaves_and_comes_back_when_it_is():
+    with Kept(FakeLauncher(life=leaving)) as kept:
+        kept.up()
+        kept.keeper.want(False)
+        eventually(lambda: "down 1" in kept.events)
+        time.sleep(0.3)
+        assert len(kept.gangs) == 1
+        kept.keeper.want(True)
+        assert kept.up(2).epoch == 2
+
+
+def leaving(host):
+    host.join()
+    host.ready()
+    while not isinstance(host.inbox.get(), calls.HandOver):
+        pass
+    host.link.send(calls.Left())
+
+
+@pytest.mark.parametrize("elastic", [True, False])
+def test_only_an_elastic_gang_waits_for_room_without_an_end(elastic):
+    launcher = FakeLauncher(life=lambda host: None)
+    limits = dataclasses.replace(LIMITS, start_s=0.4, elastic=elastic)
+    with Kept(launcher, limits=limits) as kept:
+        eventually(lambda: launcher.started)
+        launcher.started[0].placed = False
+        if not elastic:
+            eventually(lambda: kept.events)
+            assert "was not ready" in str(kept.events[0])
+            return
+        time.sleep(1.0)
+        assert len(launcher.started) == 1 and kept.said == ["rollout 0 waits for a place; the others go on"]
+        for host in kept.hosts():
+            threading.Thread(target=host.live, daemon=True).start()
+        kept.up()
 
 
 def test_nobody_of_another_epoch_is_let_in():

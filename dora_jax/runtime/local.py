@@ -17,7 +17,7 @@ from dora_jax.orchestrate import events as ev
 from dora_jax.orchestrate.restart import Debts
 from dora_jax.rollout.migrate import Parcel, retagged
 from dora_jax.runtime.book import Book, Partial
-from dora_jax.runtime.workers import Crashed, Exported, Finished, InstanceWorker, Risen, StepDone, TrainerWorker
+from dora_jax.runtime.workers import Crashed, Exported, Finished, Handed, InstanceWorker, Risen, StepDone, TrainerWorker
 from dora_jax.tasks.pool import GroupFailure
 from dora_jax.tasks.prompts import PromptTooLong
 from dora_jax.types import GroupId, Prompt, Sample, SampleId, ScoredGroup, Version, is_eval
@@ -51,7 +51,7 @@ class LocalWorld:
         self._size = lambda group_id: eval_samples if is_eval(group_id) else group_size
         self._trainable = trainable
         self._open: dict[GroupId, _Group] = {}
-        self._parcels: dict[SampleId, Parcel] = {}  # what Park took out of the engines
+        self._parcels: dict[SampleId, Parcel] = {}  # what Park, or a leaving instance, took out of the engines
         self._refused: set[GroupId] = set()  # their prompts are too long
         self._listeners: list[Callable[[Any], None]] = []
         self._time_s = 0.0
@@ -174,6 +174,7 @@ class LocalWorld:
         if group.given_up or group.submitted:  # mode `evict` makes it again: nothing of its first life is used
             self._groups.discard(group_id)
             group = self._open[group_id] = _Group(group.prompt)
+        self._parcels.pop(sample, None)
         worker.post(worker.submit, sample, group.prompt, version)
 
     def _cancel(self, sample: SampleId, instance: InstanceId | None, reason: str) -> None:
@@ -230,6 +231,8 @@ class LocalWorld:
             case ev.InstanceDown(instance=instance):  # also of one that fell before its rise was heard
                 self._risen = [rise for rise in self._risen if rise.event.instance != instance]
                 yield item
+            case Handed(parcel=parcel):
+                self._parcels[parcel.id] = parcel
             case Exported(id=sample, instance=instance, parcel=parcel):
                 self._parcels[sample] = parcel
                 yield ev.SampleParked(id=sample, instance=instance)

@@ -40,6 +40,13 @@ class Exported:
 
 
 @record
+class Handed:
+    """A sample that has begun, of an instance that leaves: its InstanceDown follows."""
+
+    parcel: Parcel
+
+
+@record
 class Risen:
     """An instance elsewhere is there; `admit` lets commands reach it, from the moment that this is heard."""
 
@@ -149,6 +156,7 @@ class InstanceWorker(Worker):
         self._partials_s = time.monotonic()
         self._grown: dict[SampleId, None] = {}  # run here and have more tokens than were reported
         self._told: dict[SampleId, int] = {}  # tokens reported
+        self._begun: dict[SampleId, None] = {}  # here and not ended
 
     def load(self, version: Version, drop: Version | None) -> None:
         if drop is not None:
@@ -188,6 +196,17 @@ class InstanceWorker(Worker):
         self._import(parcel)
         self.outbox.put(ev.SampleResumed(id=parcel.id, instance=self.instance))
 
+    def hand_over(self) -> None:
+        """It leaves: what has begun goes on elsewhere from its last token, what has not is asked for again."""
+        for sample in self._versions:
+            self.engine.cancel(sample)
+        self._versions.clear()
+        for sample in list(self._begun):
+            if self.engine.holds(sample):  # others go on while one is copied
+                self.outbox.put(Handed(parcel=self._export(sample)))
+        if not self.engine.idle:
+            self.work()  # hands out what finished meanwhile
+
     def pause(self) -> None:
         """The trainer has the devices: no tick until `unpause`, while calls are answered as ever."""
         self._paused = True
@@ -204,6 +223,7 @@ class InstanceWorker(Worker):
         self.tokens += result.tokens
         for sample in result.started:
             version = self._versions.pop(sample, None)
+            self._begun[sample] = None
             if version is not None:  # None: it started on another instance and moved here
                 self.outbox.put(ev.SampleStarted(id=sample, instance=self.instance, version=version))
         self._progress.update(result.progress)
@@ -227,6 +247,7 @@ class InstanceWorker(Worker):
 
     def _import(self, parcel: Any) -> None:
         self.engine.import_(parcel)
+        self._begun[parcel.id] = None
         self._told[parcel.id] = len(parcel.out_ids)
 
     def _export(self, sample: SampleId) -> Any:
@@ -246,6 +267,7 @@ class InstanceWorker(Worker):
                                     logprobs=np.array(logprobs[start:], np.float32)))
 
     def _forget(self, sample: SampleId) -> None:
+        self._begun.pop(sample, None)
         self._grown.pop(sample, None)
         self._told.pop(sample, None)
 

@@ -20,6 +20,7 @@ from dora_jax.runtime import build, recovery
 from dora_jax.runtime.audit import ReadOnly
 from dora_jax.runtime.build import Parts, TrainerSide
 from dora_jax.runtime.cluster.calls import Begin
+from dora_jax.runtime.cluster.elastic import Replicas
 from dora_jax.runtime.cluster.gang import Hub, Keeper, Limits
 from dora_jax.runtime.cluster.launcher import Launcher, Processes
 from dora_jax.runtime.cluster.learner import RemoteCheckpoints, RemoteTrainer, RemoteWeights, digest_of
@@ -51,6 +52,7 @@ class Cluster:
             self._instances[instance] = RemoteInstance(
                 instance, build.instance_up(instance, config), parts.outbox, self._instances, self._publisher,
                 functools.partial(self._keeper, instance))
+        self._replicas = Replicas(workdir, self.instances(), say) if config.cluster.elastic else None
         self._trainer.open()
         for remote in self._instances.values():
             remote.open()
@@ -69,6 +71,8 @@ class Cluster:
         return []
 
     def close(self) -> None:
+        if self._replicas:
+            self._replicas.close()
         self._trainer.close()
         for instance in self._instances.values():
             instance.stop()
@@ -90,7 +94,7 @@ class Cluster:
                          hosts=hosts, coordinator=coordinator, leader=leader)
 
         limits = Limits(silence_s=section.silence_s, stall_s=section.stall_s, start_s=section.start_s,
-                        restarts=section.max_restarts)
+                        restarts=section.max_restarts, elastic=section.elastic and instance is not None)
         return Keeper(self._hub, self._launcher, name, hosts, slice_type, begin=begin, say=self._say, limits=limits,
                       **hooks)
 

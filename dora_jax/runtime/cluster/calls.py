@@ -16,7 +16,7 @@ from dora_jax.rollout.migrate import Parcel
 from dora_jax.runtime import exchange
 from dora_jax.runtime.book import Partial
 from dora_jax.runtime.codec import Codec
-from dora_jax.runtime.workers import Exported, Finished
+from dora_jax.runtime.workers import Exported, Finished, Handed
 from dora_jax.types import InstanceId, Prompt, SampleId, ScoredGroup, Version, record
 
 # ----------------------------------------------------------- joining
@@ -53,6 +53,13 @@ class Beat:
     progress: int  # rises whenever something is done
     busy: bool  # there is something to do
     waited_s: float  # in all, with nothing to do
+
+
+@record
+class Notice:
+    """The machine under this process is about to be taken away."""
+
+    reason: str
 
 
 @record
@@ -207,7 +214,12 @@ class GoOn:
     parcel: Parcel
 
 
-Post = Swap | Submit | GiveUp | MoveOut | Receive | TakeOut | GoOn
+@record
+class HandOver:
+    """Give all samples back, then do nothing more."""
+
+
+Post = Swap | Submit | GiveUp | MoveOut | Receive | TakeOut | GoOn | HandOver
 
 
 @record
@@ -230,6 +242,12 @@ class Moving:
     unstarted: Version | None
 
 
-CODEC = Codec(Hello, Begin, Ready, Beat, Failed, Note, Call, Answer, Turn, Parcel, Partial, Finished, Exported, Moving,
+@record
+class Left:
+    """Everything has been handed over, and was heard before this."""
+
+
+CODEC = Codec(Hello, Begin, Ready, Beat, Notice, Failed, Note, Call, Answer, Turn, Parcel, Partial, Finished, Exported,
+              Handed, Moving, Left,
               Make, Publish, Write, Forget, Restore, Save, Tend, Fingerprint, Made, Done, Refused,
-              Swap, Submit, GiveUp, MoveOut, Receive, TakeOut, GoOn, *exchange.RECORDS)
+              Swap, Submit, GiveUp, MoveOut, Receive, TakeOut, GoOn, HandOver, *exchange.RECORDS)

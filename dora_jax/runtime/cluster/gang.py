@@ -1,10 +1,12 @@
 """N processes that live and die together, as the controller sees them; and what keeps a gang there.
 
     start -> every Hello -> Begin to each -> every Ready -> up ... first death, silence or standstill -> down -> start
+                                                               ... notice -> HandOver -> Left -> down -> start
 
 Consumes what its processes send; produces facts for `heard`, answers for `call`. Laws: the first sign of death ends the
 whole gang, for a world without one member only hangs; `down` comes after everything that was heard of this epoch and
-nothing comes after it; a call is answered by all processes or by none; restarts that come to nothing are counted.
+nothing comes after it; a call is answered by all processes or by none; restarts that come to nothing are counted; who
+leaves with notice hands over first, and counts for nothing.
 """
 
 from __future__ import annotations
@@ -17,12 +19,14 @@ from multiprocessing import connection
 from typing import Any
 
 from dora_jax.config import RunError
-from dora_jax.runtime.cluster.calls import Answer, Beat, Begin, Call, Done, Failed, Hello, Made, Note, Ready, Refused
+from dora_jax.runtime.cluster.calls import Answer, Beat, Begin, Call, Done, Failed, HandOver, Hello
+from dora_jax.runtime.cluster.calls import Left, Made, Note, Notice, Ready, Refused
 from dora_jax.runtime.cluster.launcher import Launcher, Started, Ticket
 from dora_jax.runtime.cluster.link import Door, Link
 from dora_jax.types import record
 
 LOOK_S = 0.1  # how often a keeper looks after its gang
+LEAVE_S = 12.0  # to hand over in; spot machines give 15 s between the notice and the end
 
 
 class GangDied(Exception):
@@ -39,6 +43,7 @@ class Limits:
     stall_s: float  # it has work, and gets nowhere
     start_s: float  # from the launcher to Ready
     restarts: int  # in a row that come to nothing
+    elastic: bool = False  # while there is no room for it, it is waited for without an end
 
 
 class Hub:
@@ -92,6 +97,7 @@ class Gang:
                  say: Callable[[str], None], limits: Limits):
         self.name, self.epoch, self.hosts = name, epoch, hosts
         self.reason = ""
+        self.leaving: str | None = None  # why
         self.dead, self.ready = threading.Event(), threading.Event()
         self.down: Callable[[], None] | None = None  # set once the gang is up
         self.lock = threading.RLock()
@@ -104,6 +110,7 @@ class Gang:
         self._number = 0
         self._calls: dict[int, _Pending] = {}
         self._began_s = time.monotonic()
+        self._leaves_s = 0.0
 
     @property
     def pids(self) -> tuple[int, ...]:
@@ -173,11 +180,24 @@ class Gang:
         for host in self._joined:
             host.link.close(reason)
 
+    def leave(self, why: str) -> None:
+        """Hands over what it holds, then ends; one that is not up ends at once."""
+        with self.lock:
+            if self.leaving is not None or self.dead.is_set():
+                return
+            self.leaving, self._leaves_s = why, time.monotonic()
+            if self.down is None:
+                self.die(why)
+            else:
+                self.post(HandOver())
+
     def fault(self) -> str | None:
         """What is wrong with it, judged by its silence or its standstill."""
         now, limits = time.monotonic(), self._limits
         if not self.ready.is_set() and now - self._began_s > limits.start_s:
             return f"it was not ready within {limits.start_s:.0f} s: {len(self._joined)} of {self.hosts} processes came"
+        if self.leaving is not None and now - self._leaves_s > LEAVE_S:
+            return f"{self.leaving}; it has not handed over within {LEAVE_S:.0f} s"
         for host in self._joined:
             if now - host.heard_s > limits.silence_s:
                 return f"{self._who(host)} has not been heard for {limits.silence_s:.0f} s"
@@ -190,6 +210,10 @@ class Gang:
         for host in self._joined:
             host.heard_s += seconds
             host.moved_s += seconds
+
+    def waits_for_room(self) -> None:
+        """Its time to start begins when it has a place."""
+        self._began_s = time.monotonic()
 
     # ------------------------------------------------------------ private
 
@@ -221,6 +245,10 @@ class Gang:
                         del self._calls[number]
                 case Failed(error=error):
                     self.die(f"{self._who(host)}: {error}")
+                case Notice(reason=reason):
+                    self.leave(f"preempted: {self._who(host)} was told {reason}")
+                case Left():
+                    self.die(self.leaving)
                 case Note(text=text):
                     self._say(f"{self.name}: {text}")
                 case _:
@@ -273,12 +301,17 @@ class Keeper:
         self._launcher, self._hosts, self._slice_type = launcher, hosts, slice_type
         self._begin, self._heard, self._up, self._down = begin, heard, up, down
         self._failed, self._say = failed, say
-        self._closed = threading.Event()
+        self._closed, self._wanted = threading.Event(), threading.Event()
+        self._wanted.set()
         self._gang: Gang | None = None
         self._thread = threading.Thread(target=self._run, name=f"keeper {name}", daemon=True)
 
     def start(self) -> None:
         self._thread.start()
+
+    def want(self, wanted: bool) -> None:
+        """Whether there is to be a gang at all; one that is not wanted any more leaves with notice."""
+        (self._wanted.set if wanted else self._wanted.clear)()
 
     def close(self) -> None:
         """Ends the gang; returns when its processes are gone."""
@@ -293,12 +326,17 @@ class Keeper:
     def _run(self) -> None:
         epoch, fruitless, lost_s, was_up = 0, 0, None, False
         while not self._closed.is_set():
+            if not self._wanted.wait(LOOK_S):
+                continue
             epoch += 1
             gang = self._gang = Gang(self.name, epoch, self._hosts, self._heard, self._say, self._limits)
             came = self._one_life(gang, lost_s)
             if self._closed.is_set():
                 return
             was_up, lost_s = was_up or came, time.monotonic()
+            if gang.leaving is not None:
+                self._say(f"{self.name} (epoch {epoch}) has left: {gang.reason}")
+                continue
             fruitless = 0 if gang.progress else fruitless + 1
             if not was_up or fruitless > self._limits.restarts:
                 again = f", {fruitless} times in a row" if fruitless > 1 else ""
@@ -330,12 +368,19 @@ class Keeper:
             started.kill()
 
     def _watch(self, gang: Gang, started: Started, until: threading.Event) -> None:
-        looked_s = time.monotonic()
+        looked_s, said = time.monotonic(), False
         while not until.wait(LOOK_S) and not gang.dead.is_set():
             now = time.monotonic()
             if now - looked_s > 10 * LOOK_S:
                 gang.excuse(now - looked_s)
             looked_s = now
+            if self._limits.elastic and not started.placed:
+                gang.waits_for_room()
+                if not said:
+                    self._say(f"{self.name} waits for a place; the others go on")
+                said = True
+            if not self._wanted.is_set():
+                gang.leave("it is not wanted any more")
             fault = started.ended() or gang.fault()
             if fault:
                 gang.die(fault)

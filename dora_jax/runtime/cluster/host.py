@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import os
 import queue
+import signal
 import socket
 import sys
 import threading
@@ -41,6 +42,7 @@ def serve(ticket: Ticket, token: bytes) -> None:
     inbox: queue.SimpleQueue = queue.SimpleQueue()
     link = Link(dial(ticket.controller, token), lambda _, item: inbox.put(item), lambda _, reason: os._exit(0))
     link.start()
+    pass_on_notice(link)
     pulse = Pulse(link)
     try:
         ip, arrivals = link.own_ip, queue.SimpleQueue()
@@ -54,12 +56,30 @@ def serve(ticket: Ticket, token: bytes) -> None:
         door.close()
         link.send(calls.Ready(version=0))
         role.run(inbox)
+        threading.Event().wait()  # it has handed over: the controller ends it
     except BaseException as error:  # the controller says it, and starts another gang
         traceback.print_exc()
         sys.stderr.flush()
         link.send(calls.Failed(error=f"{type(error).__name__}: {error}"))
         link.flush(LAST_WORDS_S)
     os._exit(1)
+
+
+def pass_on_notice(link: Any) -> None:
+    """SIGTERM: the machine goes. The controller is told, whatever the main thread is stuck in, and decides."""
+    from dora_jax.runtime.cluster.calls import Notice
+
+    told, tell = socket.socketpair()
+    tell.setblocking(False)
+    signal.signal(signal.SIGTERM, lambda number, frame: None)
+    signal.set_wakeup_fd(tell.detach())
+
+    def wait() -> None:
+        while told.recv(1) != bytes([signal.SIGTERM]):
+            pass
+        link.send(Notice(reason="SIGTERM"))
+
+    threading.Thread(target=wait, name="notice", daemon=True).start()
 
 
 class Pulse:
@@ -109,6 +129,7 @@ def _enter_world(begin: Any, config: Any) -> None:
     devices.setup_platform(config)
     if begin.hosts == 1:
         return
+    jax.config.update("jax_enable_preemption_service", False)  # it would take SIGTERM for itself
     # Orbax would wait for the others inside a computation, from a thread of its own: between two steps, or in one.
     flags.FLAGS(["host", "--experimental_orbax_use_distributed_barrier"], known_only=True)
     if config.cpu_devices:

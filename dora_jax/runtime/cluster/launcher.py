@@ -26,6 +26,8 @@ class Ticket:
 
 
 class Started(Protocol):
+    placed: bool  # False: there is no room for them yet
+
     def ended(self) -> str | None:
         """Which of them is gone, in a few words; None: all live."""
 
@@ -65,6 +67,8 @@ class Processes:
 
 
 class Children:
+    placed = True
+
     def __init__(self, children: list[subprocess.Popen]):
         self._children = children
 

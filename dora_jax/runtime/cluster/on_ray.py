@@ -62,6 +62,10 @@ class RayGang:
         self._actors: list[Any] = []
         self._ends: list[Any] = []
 
+    @property
+    def placed(self) -> bool:
+        return bool(self._actors)
+
     def ended(self) -> str | None:
         if not self._actors:
             self._place()

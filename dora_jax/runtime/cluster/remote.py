@@ -49,6 +49,9 @@ class RemoteInstance:
     def open(self) -> None:
         self._keeper.start()
 
+    def want(self, wanted: bool) -> None:
+        self._keeper.want(wanted)
+
     def stop(self) -> None:
         self._keeper.close()
 

@@ -3,7 +3,7 @@
 Consumes calls and posts of the controller; produces answers and facts. The stages are those of one machine, unchanged:
 `Trainer`, `Checkpoints`, `Engine`, `InstanceWorker`. Laws: every process of a gang makes the same jitted calls in the
 same order (trainer: its calls come in one order; rollout: the first process decides what comes before each tick and
-tells the others); only the first process speaks for an instance.
+tells the others); only the first process speaks for an instance; who hands over has then done its last.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from dora_jax.runtime.cluster.weights import StoredWeights
 from dora_jax.runtime.exchange import Abort, Commit, Offer, Propose, Pull, Read, Release
 from dora_jax.runtime.staging import Versions, WeightHost, like, serving_shardings
 from dora_jax.runtime.wire import Wire
-from dora_jax.runtime.workers import Exported, InstanceWorker
+from dora_jax.runtime.workers import Exported, Handed, InstanceWorker
 from dora_jax.tokenizer import Tokenizer
 from dora_jax.trainer import checkpoint
 from dora_jax.trainer.checkpoint import Checkpoints
@@ -70,6 +70,8 @@ class TrainerRole:
             waiting_since = time.monotonic()
             call = mine.get()
             self._pulse.waited_s += time.monotonic() - waiting_since
+            if isinstance(call, calls.HandOver):  # whoever waits for a later call asks the next gang
+                return self._link.send(calls.Left())
             self._pulse.busy = True
             self._link.send(calls.Answer(number=call.number, what=self._answer(call.what)))
             self._pulse.progress += 1
@@ -142,9 +144,9 @@ class RolloutRole:
                  partial_s: float):
         self._pulse, self._turns, self._weights = pulse, turns, weights
         self._courier = Courier(weights, link)
-        outlet = Outlet(link if begin.rank == 0 else None, whole=begin.hosts == 1)
-        self._worker = InstanceWorker(begin.instance, engine, weights.weights, outlet, partial_s)
-        self._elsewhere = Elsewhere(outlet)
+        self._outlet = Outlet(link if begin.rank == 0 else None, whole=begin.hosts == 1)
+        self._worker = InstanceWorker(begin.instance, engine, weights.weights, self._outlet, partial_s)
+        self._elsewhere = Elsewhere(self._outlet)
 
     def run(self, inbox: queue.SimpleQueue) -> None:
         posts = self._courier.sort(inbox)
@@ -154,11 +156,18 @@ class RolloutRole:
             self._pulse.waited_s += time.monotonic() - waiting_since
             self._pulse.busy = True
             for post in turn:
+                if isinstance(post, calls.HandOver):
+                    return self._leave()
                 self._do(post)
             if self._worker.busy:
                 self._worker.work()
             self._pulse.progress += 1
             self._pulse.busy = self._worker.busy
+
+    def _leave(self) -> None:
+        self._worker.hand_over()
+        self._outlet.put(calls.Left())
+        self._pulse.busy = False
 
     def _do(self, post: calls.Post) -> None:
         worker = self._worker
@@ -236,7 +245,7 @@ class Outlet:
     def put(self, item: Any) -> None:
         if self._link is None:
             return
-        if isinstance(item, Exported | calls.Moving) and not self._whole:
+        if not self._whole and isinstance(item, Exported | Handed | calls.Moving):
             item = dataclasses.replace(item, parcel=without_pages(item.parcel))
         self._link.send(item)
 

@@ -1,0 +1,57 @@
+"""How many rollout gangs a run has while it goes on: whoever writes a number into WORKDIR/replicas decides.
+
+Consumes that file, once a second; produces `want` of each instance, the first ones first. Laws: a gang that is not
+wanted any more hands its samples over before it ends; one that is wanted again comes as any late joiner does; without
+the file all of rollout.instances are wanted; what is no number from 1 to rollout.instances changes nothing.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Protocol
+
+LOOK_S = 1.0
+FILE = "replicas"
+
+
+class Wanted(Protocol):
+    def want(self, wanted: bool) -> None: ...
+
+
+class Replicas:
+    """Looks once before it returns, so that no gang is started for nothing; then on a thread of its own."""
+
+    def __init__(self, workdir: Path, instances: Sequence[Wanted], say: Callable[[str], None], look_s: float = LOOK_S):
+        self._path, self._instances, self._say = workdir / FILE, instances, say
+        self._look_s = look_s
+        self._text: str | None = None  # as it was read last; None: no file
+        self._closed = threading.Event()
+        self._look()
+        self._thread = threading.Thread(target=self._run, name="replicas", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        self._closed.set()
+        self._thread.join()
+
+    # ------------------------------------------------------------ private
+
+    def _run(self) -> None:
+        while not self._closed.wait(self._look_s):
+            self._look()
+
+    def _look(self) -> None:
+        text = self._path.read_text().strip() if self._path.exists() else None
+        if text in (self._text, ""):  # empty: somebody is about to write it
+            return
+        self._text = text
+        most = len(self._instances)
+        n = most if text is None else int(text) if text.isdecimal() else 0
+        if not 1 <= n <= most:
+            self._say(f"{self._path}: {text!r} is no number of rollout gangs from 1 to {most}; nothing is changed")
+            return
+        self._say(f"{n} of {most} rollout gangs are wanted from now on")
+        for number, instance in enumerate(self._instances):
+            instance.want(number < n)
