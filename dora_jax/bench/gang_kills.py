@@ -1,13 +1,15 @@
-"""A run of many processes on this machine, whose processes are killed and frozen one after the other, then its books.
+"""A run of many processes on this machine, whose processes and machines are taken away one by one, then its books.
 
     python -m dora_jax.bench.gang_kills [--each=3] [--kinds=rollout-kill,...] [--seed=0] [--workdir=DIR]
                                         [--config=configs/quickstart.py:tiny] [-- --config.field=value ...]
+    ... --kinds=node-kill,node-freeze   on a local Ray cluster of fake TPU slices, one more than there are gangs
 
-A kind names whose process it is and what happens to it: a kill is SIGKILL, a freeze SIGSTOP; `controller-kill` ends the
-run, whose children must end too, and starts the same command again. A blow falls once all gangs are up and another
-step has been published. One row a kind: seconds until the loss is said, until a new gang is up, and until it does its
-work again (an instance is at once, the trainer when it is back at its version); of a controller "said" means that its
-children are gone.
+A kind names whose process it is and what happens to it: a kill is SIGKILL, a freeze SIGSTOP, a notice SIGTERM, upon
+which a gang hands over and leaves; `resize` asks for one instance less, then for all again; `controller-kill` ends the run,
+whose children must end too, and starts the same command again; a node is a raylet with all that it started, and another
+one takes its place. A blow falls once all gangs are up and another step has been published. One row a kind: seconds
+until the loss is said, until a new gang is up, and until it does its work again (an instance is at once, the trainer
+when it is back at its version); of a controller "said" means that its children are gone.
 At the end the books of the whole run, from its journal:
     issued = trained + filtered + failed + in flight; lost, trained twice, generated again: 0
 """
@@ -26,18 +28,22 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 from dora_jax.runtime.audit import audit
 
-KINDS = ("rollout-kill", "rollout-freeze", "trainer-kill", "trainer-freeze", "controller-kill")
+KINDS = ("rollout-kill", "rollout-freeze", "rollout-notice", "resize", "trainer-kill", "trainer-freeze",
+         "controller-kill")
+NODE_KINDS = ("node-kill", "node-freeze")
+BLOWS = {"kill": signal.SIGKILL, "freeze": signal.SIGSTOP, "notice": signal.SIGTERM}
 PATIENCE_S = 600.0
 STEPS = 100_000  # it ends when the blows are over
 OVERRIDES = (
-    "--config.cluster.launcher=process", f"--config.steps={STEPS}", "--config.eval.every=0",
+    f"--config.steps={STEPS}", "--config.eval.every=0", "--config.cluster.elastic=True",
     "--config.journal.keep_all=True", "--config.journal.partial_s=0.2", "--config.checkpoint.every=5")
 
 UP = re.compile(r"(trainer|rollout \d+) \(epoch (\d+)\) is up.*: pids ([\d, ]+)")
-LOST = re.compile(r"(trainer|rollout \d+) \(epoch (\d+)\) is lost: (.*)")
+LOST = re.compile(r"(trainer|rollout \d+) \(epoch (\d+)\) (?:is lost|has left): (.*)")
 
 
 @dataclasses.dataclass
@@ -52,6 +58,7 @@ class Run:
     lost: dict[str, str] = dataclasses.field(default_factory=dict)
     steps: int = 0
     back: int = 0  # times the trainer came back to its version
+    slices: Any = None  # FakeSlices, where nodes are taken away
 
     def start(self) -> None:
         self.pids, self.lost = {}, {}
@@ -103,8 +110,11 @@ def main() -> None:
     draw.shuffle(blows)
     shutil.rmtree(flags.workdir, ignore_errors=True)
     flags.workdir.mkdir(parents=True)
+    slices = _slices(flags) if set(blows) & set(NODE_KINDS) else None
+    launcher = ["--config.cluster.launcher=ray", "--config.cluster.trainer_slice=v4-8",
+                "--config.cluster.replica_slice=v4-8"] if slices else ["--config.cluster.launcher=process"]
     run = Run([sys.executable, "-m", "dora_jax.train", f"--config={flags.config}", f"--workdir={flags.workdir}",
-               *OVERRIDES, *flags.overrides], flags.workdir)
+               *OVERRIDES, *launcher, *flags.overrides], flags.workdir, slices=slices)
     times: dict[str, list[tuple[float, float, float]]] = {}
     run.start()
     try:
@@ -119,6 +129,8 @@ def main() -> None:
     finally:
         run.process.terminate()
         code = run.process.wait(PATIENCE_S)
+        if slices:
+            slices.close()
     _table(times)
     books = audit(flags.workdir / "journal")
     print(f"{run.steps} steps; exit code {code}; {books}")
@@ -130,17 +142,44 @@ def _strike(run: Run, kind: str, draw: random.Random) -> tuple[float, float, flo
     role, _, blow = kind.partition("-")
     if role == "controller":
         return _strike_controller(run)
-    gang = draw.choice([name for name in run.pids if name.startswith(role)])
+    if role == "resize":
+        return _resize(run)
+    gang = draw.choice(sorted(name for name in run.pids if role == "node" or name.startswith(role)))
     pid, back = draw.choice(run.pids[gang]), run.back
-    began = time.monotonic()
-    os.kill(pid, signal.SIGKILL if blow == "kill" else signal.SIGSTOP)
+    if role == "node":
+        began = run.slices.take(pid, BLOWS[blow])
+    else:
+        began = time.monotonic()
+        os.kill(pid, BLOWS[blow])
     run.wait(f"the loss of {gang}", lambda: gang not in run.pids)
     said_s = time.monotonic() - began
     run.wait(f"a new {gang}", lambda: gang in run.pids)
     up_s = time.monotonic() - began
-    if role == "trainer":
+    if gang == "trainer":
         run.wait("the trainer's return", lambda: run.back > back)
-    return said_s, up_s, time.monotonic() - began
+    work_s = time.monotonic() - began
+    if role == "node":
+        run.slices.add()
+    return said_s, up_s, work_s
+
+
+def _resize(run: Run) -> tuple[float, float, float]:
+    """Of its seconds the wait for the next look at the number is a part."""
+    replicas, wanted = run.folder / "replicas", sum(name.startswith("rollout") for name in run.pids)
+    last = f"rollout {wanted - 1}"
+    replicas.write_text(f"{wanted - 1}\n")
+    left_s = run.wait(f"the end of {last}", lambda: last not in run.pids)
+    replicas.write_text(f"{wanted}\n")
+    up_s = run.wait(f"a new {last}", lambda: last in run.pids)
+    return left_s, up_s, up_s
+
+
+def _slices(flags: argparse.Namespace) -> Any:
+    from dora_jax.bench.fake_slices import FakeSlices  # needs Ray, an extra
+
+    slices = FakeSlices(flags.gangs + 1)
+    os.environ["RAY_ADDRESS"] = slices.address
+    return slices
 
 
 def _strike_controller(run: Run) -> tuple[float, float, float]:
