@@ -1,4 +1,4 @@
-"""The real thing, small: a controller, a trainer of two processes and two instances, one of which is killed."""
+"""The real thing, small: a controller, a trainer of two processes, two instances; one is killed, one told to leave."""
 
 import os
 import re
@@ -39,7 +39,7 @@ def lines_of(console, pattern):
 
 
 @pytest.mark.slow
-def test_a_run_of_many_processes_outlives_one_of_them(tmp_path):
+def test_a_run_of_many_processes_outlives_those_that_are_killed_or_preempted(tmp_path):
     (tmp_path / "config.py").write_text(CONFIG.format(base=str(tmp_path / "base")))
     console = tmp_path / "console.log"
     with console.open("w") as log:
@@ -47,13 +47,17 @@ def test_a_run_of_many_processes_outlives_one_of_them(tmp_path):
                                 f"--workdir={tmp_path}/run"], stdout=log, stderr=log,
                                env={**os.environ, "DORA_COMPILE_CACHE": str(tmp_path / "cache")})
     try:
-        while not (up := lines_of(console, r"^rollout 1 \(epoch 1\) is up.*pids (\d+)")) and run.poll() is None:
-            time.sleep(0.05)
-        os.kill(int(up[0]), signal.SIGKILL)
+        for instance, blow in ((1, signal.SIGKILL), (0, signal.SIGTERM)):
+            up = rf"^rollout {instance} \(epoch 1\) is up.*pids (\d+)"
+            while not (pids := lines_of(console, up)) and run.poll() is None:
+                time.sleep(0.05)
+            os.kill(int(pids[0]), blow)
         assert run.wait(400) == 0, console.read_text()
     finally:
         run.kill()
     text = console.read_text()
-    assert "rollout 1 (epoch 1) is lost" in text and "version 4 is published" in text
+    assert "rollout 1 (epoch 1) is lost" in text
+    assert re.search(r"rollout 0 \(epoch 1\) has left: preempted: process 0 \(pid \d+\) was told SIGTERM", text), text
+    assert "version 4 is published" in text
     books = audit(tmp_path / "run" / "journal")
     assert books.ok and books.trained == 8, books
