@@ -23,6 +23,7 @@ class FakeSlices:
     """Close it: its processes outlive this one otherwise."""
 
     def __init__(self, slices: int):
+        Path(tempfile.gettempdir(), "ray").mkdir(exist_ok=True)  # which Ray expects without making it
         head = {"num_cpus": 2, "object_store_memory": STORE_BYTES, "include_dashboard": False,
                 "temp_dir": tempfile.mkdtemp(prefix="ray")}
         self._cluster = Cluster(initialize_head=True, head_node_args=head)
