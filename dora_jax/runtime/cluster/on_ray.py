@@ -8,6 +8,7 @@ because Ray itself would wait for ever for the rest of a broken one; what actors
 from __future__ import annotations
 
 import os
+import signal
 import time
 from collections.abc import Mapping
 from typing import Any
@@ -38,8 +39,10 @@ class RayHosts:
     """Joins the cluster of RAY_ADDRESS, or starts one on this machine."""
 
     def __init__(self) -> None:
+        told_to_stop = signal.getsignal(signal.SIGTERM)
         if not ray.is_initialized():
             ray.init(address=os.environ.get("RAY_ADDRESS"), log_to_driver=False, include_dashboard=False)
+        signal.signal(signal.SIGTERM, told_to_stop)  # Ray's own ends the process where it stands
         self.ip = ray.util.get_node_ip_address()
         self._taken: dict[str, str] = {}  # slice -> gang
 
