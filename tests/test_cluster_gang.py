@@ -248,7 +248,7 @@ def test_a_gang_that_does_not_hand_over_in_time_is_ended(monkeypatch):
     with Kept(FakeLauncher(life=beating(busy=False))) as kept:
         kept.up().leave("preempted")
         kept.up(2)
-        assert "has not handed over" in kept.gangs[0].reason
+        assert kept.gangs[0].reason == "preempted; it has not handed over within 0 s"
 
 
 def test_a_gang_that_is_not_wanted_leaves_and_comes_back_when_it_is():
@@ -271,7 +271,8 @@ def leaving(host):
 
 
 @pytest.mark.parametrize("elastic", [True, False])
-def test_only_an_elastic_gang_waits_for_room_without_an_end(elastic):
+def test_only_an_elastic_gang_waits_for_room_without_an_end(elastic, monkeypatch):
+    monkeypatch.setattr("dora_jax.runtime.cluster.gang.ROOM_S", 0.2)
     launcher = FakeLauncher(life=lambda host: None)
     limits = dataclasses.replace(LIMITS, start_s=0.4, elastic=elastic)
     with Kept(launcher, limits=limits) as kept:

@@ -22,7 +22,8 @@ STORE_BYTES = 100 << 20
 class FakeSlices:
     """Close it: its processes outlive this one otherwise."""
 
-    def __init__(self, slices: int):
+    def __init__(self, slices: int, spare: int):
+        self.spare = spare
         Path(tempfile.gettempdir(), "ray").mkdir(exist_ok=True)  # which Ray expects without making it
         head = {"num_cpus": 2, "object_store_memory": STORE_BYTES, "include_dashboard": False,
                 "temp_dir": tempfile.mkdtemp(prefix="ray")}
@@ -31,7 +32,7 @@ class FakeSlices:
         self._nodes: dict[int, Any] = {}  # pid of the raylet -> node
         self._frozen: list[int] = []
         self._made = 0
-        for _ in range(slices):
+        for _ in range(slices + spare):
             self.add()
         self._cluster.wait_for_nodes()
 

@@ -2,14 +2,15 @@
 
     python -m dora_jax.bench.gang_kills [--each=3] [--kinds=rollout-kill,...] [--seed=0] [--workdir=DIR]
                                         [--config=configs/quickstart.py:tiny] [-- --config.field=value ...]
-    ... --kinds=node-kill,node-freeze   on a local Ray cluster of fake TPU slices, one more than there are gangs
+    ... --kinds=node-kill,node-freeze [--spare=1]    on a local Ray cluster of fake TPU slices
 
 A kind names whose process it is and what happens to it: a kill is SIGKILL, a freeze SIGSTOP, a notice SIGTERM, upon
-which a gang hands over and leaves; `resize` asks for one instance less, then for all again; `controller-kill` ends the run,
-whose children must end too, and starts the same command again; a node is a raylet with all that it started, and another
-one takes its place. A blow falls once all gangs are up and another step has been published. One row a kind: seconds
-until the loss is said, until a new gang is up, and until it does its work again (an instance is at once, the trainer
-when it is back at its version); of a controller "said" means that its children are gone.
+which a gang hands over and leaves; `resize` asks for one instance less, then for all again; `controller-kill` ends the
+run, whose children must end too, and starts the same command again; a node is a raylet with all that it started, and
+another one takes its place: with a spare one afterwards, else the gang has to wait for it. A blow falls once all gangs
+are up and another step has been published. One row a kind: seconds until the loss is said, until a new gang is up, and until it
+does its work again (an instance is at once, the trainer when it is back at its version); of a controller "said" means
+that its children are gone.
 At the end the books of the whole run, from its journal:
     issued = trained + filtered + failed + in flight; lost, trained twice, generated again: 0
 """
@@ -34,7 +35,7 @@ from dora_jax.runtime.audit import audit
 
 KINDS = ("rollout-kill", "rollout-freeze", "rollout-notice", "resize", "trainer-kill", "trainer-freeze",
          "controller-kill")
-NODE_KINDS = ("node-kill", "node-freeze")
+NODE_KINDS = ("node-kill", "node-freeze", "node-notice")
 BLOWS = {"kill": signal.SIGKILL, "freeze": signal.SIGSTOP, "notice": signal.SIGTERM}
 PATIENCE_S = 600.0
 STEPS = 100_000  # it ends when the blows are over
@@ -153,12 +154,14 @@ def _strike(run: Run, kind: str, draw: random.Random) -> tuple[float, float, flo
         os.kill(pid, BLOWS[blow])
     run.wait(f"the loss of {gang}", lambda: gang not in run.pids)
     said_s = time.monotonic() - began
+    if role == "node" and not run.slices.spare:
+        run.slices.add()
     run.wait(f"a new {gang}", lambda: gang in run.pids)
     up_s = time.monotonic() - began
     if gang == "trainer":
         run.wait("the trainer's return", lambda: run.back > back)
     work_s = time.monotonic() - began
-    if role == "node":
+    if role == "node" and run.slices.spare:
         run.slices.add()
     return said_s, up_s, work_s
 
@@ -177,7 +180,7 @@ def _resize(run: Run) -> tuple[float, float, float]:
 def _slices(flags: argparse.Namespace) -> Any:
     from dora_jax.bench.fake_slices import FakeSlices  # needs Ray, an extra
 
-    slices = FakeSlices(flags.gangs + 1)
+    slices = FakeSlices(flags.gangs, flags.spare)
     os.environ["RAY_ADDRESS"] = slices.address
     return slices
 
@@ -220,6 +223,7 @@ def _flags() -> argparse.Namespace:
     parser.add_argument("--kinds", default=",".join(KINDS))
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--gangs", type=int, default=3)
+    parser.add_argument("--spare", type=int, default=1)
     parser.add_argument("--config", default="configs/quickstart.py:tiny")
     parser.add_argument("--workdir", type=Path, default=Path("runs/gang_kills"))
     parser.add_argument("overrides", nargs="*", help="after --: overrides of the configuration")

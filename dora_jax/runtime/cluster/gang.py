@@ -26,6 +26,7 @@ from dora_jax.runtime.cluster.link import Door, Link
 from dora_jax.types import record
 
 LOOK_S = 0.1  # how often a keeper looks after its gang
+ROOM_S = 20.0  # a gang that has no place by then is said to wait
 LEAVE_S = 12.0  # to hand over in; spot machines give 15 s between the notice and the end
 
 
@@ -170,7 +171,7 @@ class Gang:
         with self.lock:
             if self.dead.is_set():
                 return
-            self.reason = reason
+            self.reason = reason if self.leaving in (None, reason) else f"{self.leaving}; {reason}"
             self.dead.set()
             self.ready.set()
             for pending in self._calls.values():
@@ -197,7 +198,7 @@ class Gang:
         if not self.ready.is_set() and now - self._began_s > limits.start_s:
             return f"it was not ready within {limits.start_s:.0f} s: {len(self._joined)} of {self.hosts} processes came"
         if self.leaving is not None and now - self._leaves_s > LEAVE_S:
-            return f"{self.leaving}; it has not handed over within {LEAVE_S:.0f} s"
+            return f"it has not handed over within {LEAVE_S:.0f} s"
         for host in self._joined:
             if now - host.heard_s > limits.silence_s:
                 return f"{self._who(host)} has not been heard for {limits.silence_s:.0f} s"
@@ -368,7 +369,8 @@ class Keeper:
             started.kill()
 
     def _watch(self, gang: Gang, started: Started, until: threading.Event) -> None:
-        looked_s, said = time.monotonic(), False
+        began_s = looked_s = time.monotonic()
+        said = False
         while not until.wait(LOOK_S) and not gang.dead.is_set():
             now = time.monotonic()
             if now - looked_s > 10 * LOOK_S:
@@ -376,9 +378,9 @@ class Keeper:
             looked_s = now
             if self._limits.elastic and not started.placed:
                 gang.waits_for_room()
-                if not said:
+                if not said and now - began_s > ROOM_S:
+                    said = True
                     self._say(f"{self.name} waits for a place; the others go on")
-                said = True
             if not self._wanted.is_set():
                 gang.leave("it is not wanted any more")
             fault = started.ended() or gang.fault()
