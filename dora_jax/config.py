@@ -180,7 +180,7 @@ class JournalSection:
 
     on: bool = True
     partial_s: float = 2.0  # how often running samples' tokens are written; 0 (always so in mode sync): they start over
-    sync_s: float = 0.5  # facts outlive any process at once, and a power cut so much later; 0: that at once too
+    sync_s: float = 0.5  # facts outlive a kill at once, a power cut so much later (0: at once); in a bucket: a batch
     keep_all: bool = False  # never drop what no checkpoint needs any more: the audit can go back to the first fact
     record: bool = False  # WORKDIR/recorded: the orchestrator's facts and what things cost, for bench.recorded
     watchdog_s: float = 600.0  # a run in which nothing moves for so long ends with exit code 42; 0: never

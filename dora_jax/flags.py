@@ -1,6 +1,6 @@
 """The command line of every entry point: absl flags around one --config, checked in full before JAX is imported.
 
-    --config=configs/x.py[:arg] --config.field=value --workdir=DIR --dry_run
+    --config=configs/x.py[:arg] --config.field=value --workdir=DIR|gs://BUCKET/DIR --dry_run
 
 Consumes argv; produces a `Config` and a workdir that belongs to it: config.json (resolved, secrets blanked) and
 overrides.json are written there, and a workdir of another config is refused.
@@ -44,7 +44,7 @@ MAY_CHANGE = (  # between two runs of one workdir: how long, how often, and on w
     "reward_model.placement", "reward_model.data", "reward_model.fsdp", "reward_model.tensor", "reward_model.rows")
 
 CONFIG_HELP = "path.py[:argument]; --config.field=value overrides a field"
-WORKDIR_HELP = "where the run keeps its files; default: runs/<name of the config file>"
+WORKDIR_HELP = "where the run keeps its files, a folder or gs://bucket/folder; default: runs/<name of the config file>"
 DRY_RUN_HELP = "print the resolved config and the device plan, and stop"
 
 
@@ -56,6 +56,7 @@ class Run:
     workdir: Path
     overrides: dict[str, Any]  # --config.field=value: {"field": value}
     dry_run: bool
+    in_bucket: bool = False  # the workdir is a scratch folder
 
 
 def run(main: Callable[[Config, Path], int | None], purpose: str = "train") -> None:
@@ -96,14 +97,15 @@ def parse(argv: Sequence[str], purpose: str = "train", flag_values: flags.FlagVa
         flag_values(rest)  # absl prints the help and exits
     tree = _saved(rest, spec) if purpose == "evaluate" else load_file(spec)
     overrides = _apply(tree, rest, flag_values)
-    workdir = Path(flag_values.workdir or Path("runs") / run_name(spec))
-    if "://" in str(flag_values.workdir):
-        raise ConfigError(f"workdir: {flag_values.workdir} is not a local folder")
+    workdir = _local(flag_values.workdir or str(Path("runs") / run_name(spec)), purpose)
     config = configs.from_config_dict(tree, purpose)
-    asked = Run(config=config, workdir=workdir, overrides=overrides, dry_run=flag_values.dry_run)
+    asked = Run(config=config, workdir=workdir, overrides=overrides, dry_run=flag_values.dry_run,
+                in_bucket="://" in flag_values.workdir)
     if purpose != "evaluate":
         missing = [] if asked.dry_run else validate.missing_paths(config, purpose)
-        problems = [*_machine(asked, purpose), *missing, *_conflicts(asked)]
+        shared = ["workdir: the processes of a cluster share its files: name a folder that all of them see, no bucket"]
+        problems = [*_machine(asked, purpose), *missing, *_conflicts(asked),
+                    *(shared if config.cluster.launcher and asked.in_bucket else [])]
         if problems:
             raise ConfigError(problems)
     return asked
@@ -178,9 +180,24 @@ def record(asked: Run) -> None:
         partial = asked.workdir / f".{name}.partial"
         partial.write_text(json.dumps(tree, indent=2, default=dict) + "\n")
         os.replace(partial, asked.workdir / name)
+    if asked.in_bucket:
+        from dora_jax.runtime import bucket  # a local run needs none of it
+
+        bucket.claim(asked.workdir)
 
 
 # ---------------------------------------------------------------- private
+
+
+def _local(workdir: str, purpose: str) -> Path:
+    """The folder in which the run works: a bucket's is a scratch folder that stands for it."""
+    if "://" not in workdir:
+        return Path(workdir)
+    if purpose == "sft":
+        raise ConfigError("workdir: the warm start keeps its files in a local folder, not in a bucket")
+    from dora_jax.runtime import bucket  # as above
+
+    return bucket.attach(workdir, purpose)
 
 
 def _define(flag_values: flags.FlagValues) -> None:
@@ -214,7 +231,7 @@ def _saved(rest: Sequence[str], spec: str) -> ml_collections.ConfigDict:
     workdirs = [arg.partition("=")[2] for arg in rest if re.match(r"--?workdir=", arg)]
     if not workdirs:
         raise ConfigError("workdir: missing; name the folder of a run, --workdir=DIR")
-    file = Path(workdirs[-1]) / "config.json"
+    file = _local(workdirs[-1], "evaluate") / "config.json"
     if not file.is_file():
         raise ConfigError(f"workdir: {workdirs[-1]} holds no run: {file} does not exist")
     config = configs.from_config_dict(json.loads(file.read_text()), "evaluate")

@@ -75,6 +75,8 @@ def parse(argv: Sequence[str], flag_values: absl_flags.FlagValues) -> tuple[Poin
         problems.append(f"only: {only} is not below {len(sweep)}, the number of points of {spec}")
     if problems:
         raise ConfigError(problems)
+    if "://" in flag_values.workdir:
+        raise ConfigError("workdir: a sweep keeps its runs in a folder of this machine, not in a bucket")
     root = Path(flag_values.workdir or Path("runs") / f"{flags.run_name(spec)}_sweep")
     chosen = range(len(sweep)) if only is None else [only]
     return _points([(i, root / names[i], sweep[i]) for i in chosen], [f"--config={spec}", *rest])

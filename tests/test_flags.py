@@ -99,7 +99,6 @@ def test_the_default_workdir_is_named_after_the_config_and_its_argument(workspac
     (["--", "--config.steps=3"], "argument '--config.steps=3': nothing behind \"--\" is read"),
     (["--"], "nothing behind \"--\""),
     (["--wrkdir=x"], "Unknown command line flag 'wrkdir'. Did you mean: workdir ?"),
-    (["--workdir=gs://bucket/run"], "workdir: gs://bucket/run is not a local folder"),
     (["--config.cpu_devices=4", "--config.trainer.data=3", "--config.trainer.fsdp=2"], "trainer.data: the mesh data * fsdp * tensor * context = 3 * 2 * 1 * 1 needs 6 devices, there are 4"),
     (["--config.cpu_devices=3", "--config.placement=shared", "--config.trainer.tensor=2"], "trainer.fsdp: 3 devices are not divisible"),
     (["--config.model.path=gone"], "model.path: gone does not exist"),

@@ -14,6 +14,8 @@ from pathlib import Path
 from dora_jax.orchestrate import events as ev
 from dora_jax.runtime import journal as jn
 from dora_jax.runtime.book import Fact, decoded
+from dora_jax.runtime.bucket import opened
+from dora_jax.runtime.objects import ObjectLog
 from dora_jax.runtime.recovery import Replay, replay
 from dora_jax.types import GroupId, SampleId, is_eval, record
 
@@ -56,9 +58,9 @@ class ReadOnly:
         return (self._folder / f"{segment:06d}.log").read_bytes()
 
 
-def audit(folder: Path) -> Audit:
-    """Of WORKDIR/journal."""
-    journal = jn.Journal(ReadOnly(folder))
+def audit(folder: Path | str) -> Audit:
+    """Of WORKDIR/journal; a URL: of a bucket's."""
+    journal = jn.Journal(ObjectLog(opened(folder), read_only=True) if isinstance(folder, str) else ReadOnly(folder))
     numbers = journal.segments()
     if not numbers or numbers[0] != 1:
         raise ValueError(f"{folder} begins at segment {numbers[:1]}: the first facts of the run are gone")

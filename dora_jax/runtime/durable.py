@@ -2,13 +2,12 @@
 
     world.events() -> [append every fact with its payload, one write] -> orchestrator.step -> world.execute
 
-Consumes the facts and payload records of any `World` that tells listeners; produces the same facts. Laws: a sample, a
-group or a step that the orchestrator knows of is written, which no death of a process undoes; what a step was made of is
-on the disk before the step is told, and so is any fact after journal.sync_s, so that no power cut undoes more than can be
-made again, a step bit for bit; soft facts
-(progress, pages, time) ride with the next write, and losing the last of them costs nothing; a segment is begun between
-two batches of facts, never inside one. On object storage a batch is what was reported in journal.sync_s, and no fact,
-soft or not, is told before the object that holds it is there.
+Consumes the facts and payload records of any `World` that tells listeners; produces the same facts. Laws: a sample,
+a group or a step that the orchestrator knows of is written, which no death of a process undoes; what a step was made of
+is on the disk before the step is told, and so is any fact after journal.sync_s, so that no power cut undoes more than
+can be made again, a step bit for bit; soft facts (progress, pages, time) ride with the next write, and losing the last
+of them costs nothing; a segment is begun between two batches of facts, never inside one. On object storage a batch is
+what was reported in journal.sync_s, and no fact, soft or not, is told before the object that holds it is there.
 """
 
 from __future__ import annotations

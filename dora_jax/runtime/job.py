@@ -18,6 +18,7 @@ from dora_jax.models import hf
 from dora_jax.orchestrate.core import Orchestrator
 from dora_jax.orchestrate.events import Command, Event, Halt, StepPublished
 from dora_jax.runtime import build, outfit, resume
+from dora_jax.runtime.bucket import Mirror, fetch, mirrored
 from dora_jax.runtime.build import OneProcess, Parts, TrainerSide
 from dora_jax.runtime.durable import DurableWorld
 from dora_jax.runtime.guard import RETRY, Guard, GuardedWorld, Stop
@@ -36,10 +37,10 @@ def train(config: Config, workdir: Path) -> int:
     began = time.monotonic()
     # a controller computes nothing, and must not hold the chips that its gangs want
     devices.setup_platform(dataclasses.replace(config, cpu_devices=1) if config.cluster.launcher else config)
-    with Writer(workdir) as writer, Guard(config.journal.watchdog_s) as guard:
+    with Writer(workdir) as writer, Guard(config.journal.watchdog_s) as guard, mirrored(workdir, writer.note) as mirror:
         try:
             make_base(config, workdir, writer)
-            halt, log = _train(Parts(config, workdir), writer, guard)
+            halt, log = _train(Parts(config, workdir), writer, guard, mirror)
         except Stop as stop:
             writer.close_with(f"{stop} (exit code {RETRY})")
             return RETRY
@@ -82,6 +83,7 @@ def make_base(config: Config, workdir: Path, writer: Writer) -> None:
 
 def pick(directory: Path, step: int | None) -> int:
     """The step asked for, or the newest that verifies; ConfigError where there is none."""
+    fetch(directory.parent)
     if step is None:
         newest = checkpoint.latest(directory, full=True)
         if newest is None:
@@ -105,6 +107,12 @@ class Backing:
     every: int  # steps between checkpoints; 0: none
     last: Version  # always saved, unless none are
     keep_all: bool  # of the journal
+    mirror: Mirror | None = None  # the workdir is in a bucket
+
+    @property
+    def steps(self) -> list[Version]:
+        """Checkpoints that outlive whatever happens to this machine."""
+        return self.mirror.steps() if self.mirror else self.side.checkpoints.steps()
 
     def due(self, version: Version) -> bool:
         return bool(self.every) and (version % self.every == 0 or version == self.last)
@@ -119,6 +127,8 @@ class Backing:
         if self.due(version := int(self.side.trainer.state.step)) and version not in self.side.checkpoints.steps():
             self.save(version, log)
         self.side.checkpoints.wait()
+        if self.mirror:
+            self.mirror.settle()
 
     def behind(self, world: LocalWorld) -> DurableWorld | None:
         """The journal in front of `world`, which takes on what a killed process owed."""
@@ -145,18 +155,20 @@ class Saver:
         checkpoints, orchestrator = self._backing.side.checkpoints, self._backing.begun.orchestrator
         checkpoints.protect(min(orchestrator.state.alive))
         checkpoints.poll()
+        if self._backing.mirror:
+            self._backing.mirror.poll()
         if self._backing.due(event.version):
             self._backing.save(event.version, self._log)
             if self._durable is not None:
                 self._durable.want_segment()
-        if self._durable is not None and not self._backing.keep_all and (known := checkpoints.steps()):
+        if self._durable is not None and not self._backing.keep_all and (known := self._backing.steps):
             self._durable.forget_before(known[0])
 
 
 # ---------------------------------------------------------------- private
 
 
-def _train(parts: Parts, writer: Writer, guard: Guard) -> tuple[Halt, RunLog]:
+def _train(parts: Parts, writer: Writer, guard: Guard, mirror: Mirror | None) -> tuple[Halt, RunLog]:
     config = parts.config
     journal = resume.open_journal(parts.workdir, config.journal, writer)
     writer.phase("trainer", "loading the model")
@@ -166,7 +178,10 @@ def _train(parts: Parts, writer: Writer, guard: Guard) -> tuple[Halt, RunLog]:
         try:
             begun = resume.begin(journal, side.checkpoints, side.trainer, body.weights, side.pack, side.digest,
                                  build.orchestrator_config(config), writer)
-            backing = Backing(side, journal, begun, config.checkpoint.every, config.steps, config.journal.keep_all)
+            backing = Backing(side, journal, begun, config.checkpoint.every, config.steps, config.journal.keep_all,
+                              mirror)
+            if mirror:
+                mirror.settle()  # what the resume has put aside goes from the store before anything new is told
             halt, log = _run(parts, body, writer, begun.orchestrator, guard, backing)
             backing.save_last(log)
             return halt, log

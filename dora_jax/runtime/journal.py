@@ -149,7 +149,7 @@ class Journal:
             if self._syncing is not None and self._syncing.done():
                 self._end_sync()
             self._write()
-            if sync or not self._sync_s or self._degraded_since is not None:
+            if sync or not self._sync_s or not self._log.lasting or self._degraded_since is not None:
                 self._make_durable()
             elif due:
                 self._begin_sync()
@@ -186,8 +186,8 @@ class Journal:
         try:
             self._tried_s = 0.0
             if not self.commit(sync=True):
-                self._alarm("the last journal records could not be made durable before the end: what they tell of may be "
-                            "generated again")
+                self._alarm("the last journal records could not be made durable before the end: what they tell of may "
+                            "be generated again")
         finally:
             self._pool.shutdown()
             self._log.close()
@@ -231,8 +231,8 @@ class Journal:
         self._degraded_since = self._degraded_since or now
         if now - self._alarmed_s >= ALARM_PERIOD_S:
             self._alarmed_s = now
-            self._alarm(f"the journal cannot be written ({error}): {len(self._buffer)} records wait in memory, and what "
-                        f"they tell of would be generated again after a kill")
+            self._alarm(f"the journal cannot be written ({error}): {len(self._buffer)} records wait in memory, and "
+                        f"what they tell of would be generated again after a kill")
 
 
 # ---------------------------------------------------------------- frames

@@ -98,7 +98,8 @@ class ObjectLog:
             found = self._answer(self._store.read(MANIFEST))
             if found.value == self._unanswered:
                 self._generation = found.stamp.generation
-        self._unanswered = json.dumps({"segments": {str(number): folder for number, folder in folders.items()}}).encode()
+        names = {str(number): folder for number, folder in folders.items()}
+        self._unanswered = json.dumps({"segments": names}).encode()
         self._generation = self._put(MANIFEST, self._unanswered, self._generation)
         self._unanswered, self._folders = b"", folders
 

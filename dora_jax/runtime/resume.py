@@ -20,8 +20,10 @@ from dora_jax.metrics import Writer
 from dora_jax.orchestrate.core import Orchestrator
 from dora_jax.orchestrate.modes import OrchestratorConfig
 from dora_jax.orchestrate.restart import Debts
+from dora_jax.runtime import bucket
 from dora_jax.runtime.book import Book, Published
 from dora_jax.runtime.journal import FileLog, Journal, JournalError
+from dora_jax.runtime.objects import ObjectLog
 from dora_jax.runtime.recovery import Recovered, recover
 from dora_jax.trainer.checkpoint import Checkpoints
 from dora_jax.trainer.step import Trainer
@@ -43,6 +45,13 @@ class Begun:
 def open_journal(workdir: Path, section: JournalSection, writer: Writer) -> Journal | None:
     """`section.on` = False puts a journal out of the way: what a run without one does, it would not know of."""
     folder = workdir / "journal"
+    if url := bucket.url_of(workdir):
+        if not section.on:
+            raise ConfigError("journal.on: a run in a bucket is what its journal says: leave it on")
+        try:
+            return Journal(ObjectLog(bucket.opened(f"{url}/{bucket.JOURNAL}")), writer.note, section.sync_s)
+        except (JournalError, OSError) as error:
+            raise ConfigError(f"workdir: {error}") from error
     if not section.on:
         if folder.exists():
             folder.rename(workdir / f"journal.{time.time():.0f}.ended")

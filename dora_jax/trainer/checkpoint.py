@@ -27,11 +27,10 @@ from orbax.checkpoint.checkpoint_managers import preservation_policy
 
 from dora_jax.fault import point
 from dora_jax.trainer import manifest
-from dora_jax.trainer.manifest import MANIFEST
+from dora_jax.trainer.manifest import MANIFEST, TEMPORARY, steps
 
 ITEMS = ("params", "opt_state", "rl_state", "metrics")
 JSON_FILES = {"rl_state": "metadata", "metrics": "metrics"}  # as Orbax names them: it knows an item called metrics
-TEMPORARY = ".orbax-checkpoint-tmp"
 # Orbax writes its metadata once a step and complains that an item, read alone, has none.
 logging.get_absl_logger().addFilter(lambda record: "Metadata file does not exist" not in record.getMessage())
 BEST_BY = "reward/mean"  # the metric by which the best steps are kept
@@ -214,11 +213,6 @@ def latest(directory: str | os.PathLike, full: bool = False) -> int | None:
             return step
         logging.warning("checkpoint %s is passed over: %s", Path(directory) / str(step), fault)
     return None
-
-
-def steps(directory: str | os.PathLike) -> list[int]:
-    """Steps with a manifest, oldest first."""
-    return sorted(int(path.parent.name) for path in Path(directory).glob(f"*/{MANIFEST}") if path.parent.name.isdigit())
 
 
 def verify(directory: str | os.PathLike, step: int, full: bool = False) -> str | None:

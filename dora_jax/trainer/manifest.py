@@ -19,7 +19,13 @@ from typing import Any
 from dora_jax.fault import point
 
 MANIFEST = "manifest.json"
+TEMPORARY = ".orbax-checkpoint-tmp"  # in the name of a step that is being written
 CHUNK_BYTES = 1 << 22
+
+
+def steps(directory: str | os.PathLike) -> list[int]:
+    """Steps with a manifest, oldest first."""
+    return sorted(int(path.parent.name) for path in Path(directory).glob(f"*/{MANIFEST}") if path.parent.name.isdigit())
 
 
 def write(root: Path) -> None:
