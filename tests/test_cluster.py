@@ -22,7 +22,7 @@ from dora_jax.runtime.cluster import calls
 from dora_jax.runtime.cluster.gang import Hub, Keeper
 from dora_jax.runtime.cluster.publisher import Publisher
 from dora_jax.runtime.cluster.remote import RemoteInstance
-from dora_jax.runtime.cluster.roles import Elsewhere, Outlet, RolloutRole
+from dora_jax.runtime.cluster.roles import RolloutRole
 from dora_jax.runtime.cluster.turns import Follower, Leader
 from dora_jax.runtime.cluster.weights import StoredWeights
 from dora_jax.runtime.durable import DurableWorld
@@ -31,8 +31,9 @@ from dora_jax.runtime.journal import FileLog, Journal
 from dora_jax.runtime.local import LocalWorld
 from dora_jax.runtime.loop import run
 from dora_jax.runtime.publication import STORAGE
+from dora_jax.runtime.shards import Lent
 from dora_jax.runtime.staging import Versions, WeightHost
-from dora_jax.runtime.workers import Exported, Risen, TrainerWorker
+from dora_jax.runtime.workers import Risen, TrainerWorker
 from dora_jax.types import SampleId
 from tests.cluster_fakes import LIMITS, FakeLauncher, eventually
 from tests.test_runtime import SECTION, G, P, Scorer, SlowEngine, STEPS, Task, Trainer, Weights, expected, trained_by
@@ -90,13 +91,13 @@ class Published(Weights):
 
 
 class Oracles(FakeLauncher):
-    """Rollout gangs whose engines are arithmetic, over the weights of one store."""
+    """Rollout gangs whose engines are arithmetic, over the weights of one store. `porter(instance, host)`: for KV."""
 
-    def __init__(self, weights, length, partial_s):
+    def __init__(self, weights, length, partial_s, porter):
         super().__init__(life=self.live_as_rollout)
         self.engines = {}  # (gang, epoch) -> engines by rank
         self.imported = []  # parcels, by any engine
-        self._partial_s = partial_s
+        self._partial_s, self._porter = partial_s, porter
         self._weights, self._length, self._turns = weights, length, {}
         self._lock = threading.Lock()
 
@@ -111,7 +112,8 @@ class Oracles(FakeLauncher):
         led = [Wire(turns)] * (host.began.hosts - 1)
         weights = WeightHost(host.began.rank, None, Brought(), {}, self._read)
         role = RolloutRole(host.began, engine, weights, host.link, Pulse(host.link),
-                           Follower(turns) if host.began.rank else Leader(led), self._partial_s)
+                           Follower(turns) if host.began.rank else Leader(led), self._partial_s,
+                           self._porter(host.began.instance, host.began.rank))
         host.ready()
         role.run(host.inbox)
 
@@ -122,7 +124,7 @@ class Oracles(FakeLauncher):
 
 class World:
     def __init__(self, folder, mode="dora", max_versions=3, instances=3, length=None, partial_s=0.005,
-                 hosts=2):
+                 hosts=2, porter=lambda instance, host: None):
         self.config = OrchestratorConfig(
             mode=mode, max_versions=max_versions, groups_per_step=P, group_size=G, inflight=1.5, total_steps=STEPS,
             max_prompt_tokens=8, max_new_tokens=64)
@@ -131,12 +133,12 @@ class World:
         self.publisher = Publisher(StoredWeights(folder.parent / "weights"), (STORAGE,), self.said.append)
         self.weights = Published(self.publisher)
         length = length or (lambda version, group, index, limit: 60 if (group + index) % 5 == 0 else 2 + index % 5)
-        self.launcher, self.hub = Oracles(self.weights, length, partial_s), Hub("127.0.0.1")
+        self.launcher, self.hub = Oracles(self.weights, length, partial_s, porter), Hub("127.0.0.1")
         self.remotes = {}
         for i in range(instances):
             up = ev.InstanceUp(instance=i, slots=8, pages=96, page_size=8)
             self.remotes[i] = RemoteInstance(i, up, self.outbox, self.remotes, self.publisher,
-                                             self._keeper(i))
+                                             self._keeper(i), self.said.append)
         groups = MemoryGroupStore()
         self.orchestrator, self.book = Orchestrator(self.config), Book()
         trainer = TrainerWorker(Trainer(), lambda groups, base: None, groups, self.weights,
@@ -265,21 +267,24 @@ class Publishing:
 
 class Posted:
     def __init__(self, epoch=1):
-        self.epoch, self.posts, self.reason, self.waited_s = epoch, [], "killed", 0.0
+        self.epoch, self.posts, self.reason, self.waited_s, self.hosts = epoch, [], "killed", 0.0, 2
         self.dead = threading.Event()
 
     def post(self, what):
         self.posts.append(what)
 
+    tell_all = post
+
 
 @pytest.fixture
 def pair():
     """Two stand-ins whose gangs are up: (remotes, gangs, outbox)."""
-    outbox, remotes = queue.SimpleQueue(), {}
+    outbox, remotes, said = queue.SimpleQueue(), {}, []
     for i in range(2):
         up = ev.InstanceUp(instance=i, slots=8, pages=96, page_size=8)
-        remotes[i] = RemoteInstance(i, up, outbox, remotes, Publishing(), Nobody)
+        remotes[i] = RemoteInstance(i, up, outbox, remotes, Publishing(), Nobody, said.append)
     gangs = [rise(remotes[i], outbox) for i in range(2)]
+    gangs[1].said = said
     return remotes, gangs, outbox
 
 
@@ -327,8 +332,9 @@ def test_a_move_out_of_a_lost_gang_fails_right_behind_its_loss(pair):
     assert isinstance(drained(outbox)[0], ev.MoveFailed)
 
 
-def moving():
-    return calls.Moving(parcel=PARCEL, src=0, dst=1, unstarted=None)
+def moving(number=1, host=0, hosts=1, manifest=None):
+    lent = Lent(parcel=PARCEL, kv_len=0, page_size=0, manifest=manifest)
+    return calls.Moving(lent=lent, src=0, dst=1, unstarted=None, number=number, host=host, hosts=hosts)
 
 
 def test_a_sample_on_its_way_to_a_lost_gang_counts_as_moved(pair):
@@ -359,21 +365,3 @@ def test_a_move_that_arrives_is_owed_no_more(pair):
     for i in (0, 1):
         remotes[i]._keeper.hooks["down"](gangs[i])
     assert [type(item) for item in drained(outbox)] == [ev.SampleMoved, ev.InstanceDown, ev.InstanceDown]
-
-
-# ---------------------------------------------------------- one process of several
-
-
-class Sent(list):
-    send = list.append
-
-
-@pytest.mark.parametrize("whole", [True, False])
-def test_a_process_that_holds_a_part_of_the_pages_sends_none(whole):
-    pages = np.zeros((1, 1, 1, 2, 4), np.float32)
-    parcel = dataclasses.replace(PARCEL, kv_len=3, page_size=4, k_pages=pages, v_pages=pages)
-    outlet = Outlet(sent := Sent(), whole)
-    outlet.put(Exported(id=A, instance=0, parcel=parcel))
-    Elsewhere(outlet).at(1).receive(parcel, 0, None)
-    assert [item.parcel.n_pages for item in sent] == [int(whole)] * 2
-    Outlet(None, whole).put(sent[0])

@@ -121,6 +121,10 @@ class Engine:
         """The samples that share it keep it; without any, it goes when pages run short."""
         self._scheduler.unpin(prefix)
 
+    def page(self) -> tuple[np.ndarray, np.ndarray]:
+        """One as parcels carry it, of the heads that this process holds; what is in it means nothing."""
+        return self._device.read_pages([0])
+
     def import_(self, parcel: Parcel) -> None:
         """Continues a sample of another engine; without pages its tokens are prefilled again."""
         self._add(repaged(parcel, self.shapes.page_size), announce=False)

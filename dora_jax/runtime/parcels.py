@@ -18,21 +18,11 @@ import numpy as np
 
 from dora_jax.rollout.migrate import Parcel, without_pages
 from dora_jax.runtime.codec import Codec
-from dora_jax.runtime.shards import Key, Manifest, Shard, WireError, words
+from dora_jax.runtime.shards import Key, Lent, Manifest, Shard, WireError, words
 from dora_jax.runtime.wire import Wire
 from dora_jax.types import record
 
 HOST = "cpu"  # parcels lie in host memory on both sides, so they take the wire from there
-
-
-@record
-class Lent:
-    """A parcel on its way. `manifest` None: it has no pages, and all of it is here."""
-
-    parcel: Parcel  # without pages
-    kv_len: int
-    page_size: int
-    manifest: Manifest | None
 
 
 @record
@@ -48,9 +38,9 @@ class Layout:
 CODEC = Codec(Parcel, Key, Shard, Manifest, Lent)
 
 
-def layout_of(parcel: Parcel) -> Layout:
-    layers, _, heads, dim, _ = parcel.k_pages.shape
-    return Layout(layers=layers, heads=heads, head_dim=dim, dtype=parcel.k_pages.dtype.name)
+def layout_of(k_pages: np.ndarray) -> Layout:
+    layers, _, heads, dim, _ = k_pages.shape
+    return Layout(layers=layers, heads=heads, head_dim=dim, dtype=k_pages.dtype.name)
 
 
 def lend(wire: Wire, key: Key, parcel: Parcel) -> Lent:

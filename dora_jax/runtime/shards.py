@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from dora_jax.rollout.migrate import Parcel
 from dora_jax.runtime.codec import Codec
 from dora_jax.types import Version, record
 
@@ -51,6 +52,16 @@ class Manifest:
     transports: int
     number: int  # of the offer at that address
     shards: tuple[Shard, ...]
+
+
+@record
+class Lent:
+    """A running sample on its way to another engine. `manifest` None: nothing is offered, all there is is here."""
+
+    parcel: Parcel  # without pages, where they are offered
+    kv_len: int
+    page_size: int
+    manifest: Manifest | None
 
 
 CODEC = Codec(Key, Shard, Manifest)

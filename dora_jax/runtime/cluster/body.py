@@ -51,7 +51,7 @@ class Cluster:
         for instance in range(config.rollout.instances):
             self._instances[instance] = RemoteInstance(
                 instance, build.instance_up(instance, config), parts.outbox, self._instances, self._publisher,
-                functools.partial(self._keeper, instance))
+                functools.partial(self._keeper, instance), say)
         self._replicas = Replicas(workdir, self.instances(), say) if config.cluster.elastic else None
         self._trainer.open()
         for remote in self._instances.values():

@@ -5,6 +5,7 @@
     exchange.py's commands and facts    between the controller and every process: how a version travels
     posts (Submit, Swap, ...)           to the first process of a rollout gang, which shares them out as Turns
     facts (events, Finished, ...)       back from the first process of a rollout gang
+    Moving, Carry, Carried, GiveBack    between the controller and every process: how a sample's KV travels
     Beat                                from every process: it lives, and how far it is
 """
 
@@ -16,6 +17,7 @@ from dora_jax.rollout.migrate import Parcel
 from dora_jax.runtime import exchange
 from dora_jax.runtime.book import Partial
 from dora_jax.runtime.codec import Codec
+from dora_jax.runtime.shards import Lent
 from dora_jax.runtime.workers import Exported, Finished, Handed
 from dora_jax.types import InstanceId, Prompt, SampleId, ScoredGroup, Version, record
 
@@ -195,13 +197,16 @@ class GiveUp:
 class MoveOut:
     id: SampleId
     dst: InstanceId
+    epoch: int  # of dst
+    number: int  # of this move, higher than that of any before
 
 
 @record
 class Receive:
-    parcel: Parcel
+    parcel: Parcel  # with the KV that every process has fetched under `number`
     src: InstanceId
     unstarted: Version | None
+    number: int  # 0: with what it has here
 
 
 @record
@@ -234,12 +239,49 @@ class Turn:
 
 @record
 class Moving:
-    """A sample that has left its engine for another's."""
+    """A sample that has left its engine for another's; where its KV is offered, every process says so of its part."""
 
-    parcel: Parcel
+    lent: Lent
     src: InstanceId
     dst: InstanceId
     unstarted: Version | None
+    number: int
+    host: int
+    hosts: int  # that say it
+
+
+# ------------------------------------------------- KV of moving samples
+
+
+@record
+class Carry:
+    """Rollout, every process: fetch the part of the process of the same number."""
+
+    number: int
+    epoch: int  # of the gang that fetches
+    lent: tuple[Lent, ...]
+
+
+@record
+class Carried:
+    number: int
+    host: int
+    fault: str  # empty: it is here
+
+
+@record
+class Leave:
+    """What was fetched under this number is not wanted: another process could not."""
+
+    number: int
+
+
+@record
+class GiveBack:
+    """What was offered under this number is over."""
+
+    number: int
+    pulled: bool
 
 
 @record
@@ -250,4 +292,5 @@ class Left:
 CODEC = Codec(Hello, Begin, Ready, Beat, Notice, Failed, Note, Call, Answer, Turn, Parcel, Partial, Finished, Exported,
               Handed, Moving, Left,
               Make, Publish, Write, Forget, Restore, Save, Tend, Fingerprint, Made, Done, Refused,
-              Swap, Submit, GiveUp, MoveOut, Receive, TakeOut, GoOn, HandOver, *exchange.RECORDS)
+              Swap, Submit, GiveUp, MoveOut, Receive, TakeOut, GoOn, HandOver, Lent, Carry, Carried, Leave, GiveBack,
+              *exchange.RECORDS)

@@ -2,14 +2,18 @@
 
 Consumes the calls that an InstanceWorker takes; produces its outbox items. Laws: commands reach a gang only after the
 orchestrator has heard that it is there, so none meant for an earlier epoch does; what a lost gang still owed an answer
-to is answered here, right after its InstanceDown; weights are used only once every process of the gang holds them.
+to is answered here, right after its InstanceDown; weights are used only once every process of the gang holds them, as
+is the KV of a sample that moves: where one process cannot fetch its part, all of them make it again from the tokens.
 """
 
 from __future__ import annotations
 
+import dataclasses
+import itertools
 import queue
 import threading
-from collections.abc import Callable, Mapping
+import time
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from dora_jax.config import RunError
@@ -22,22 +26,37 @@ from dora_jax.runtime.exchange import Accepted, Committed, Offered, Staged, Tran
 from dora_jax.runtime.workers import Crashed, Risen
 from dora_jax.types import InstanceId, Prompt, SampleId, Version
 
+NUMBERS = itertools.count(time.time_ns())  # of moves: higher than those of any controller before
+
+
+@dataclasses.dataclass
+class _Carry:
+    """KV on its way here, and who offers it."""
+
+    sample: calls.Moving
+    source: Gang
+    answers: dict[int, str] = dataclasses.field(default_factory=dict)  # by process: what went wrong; empty: nothing
+
 
 class RemoteInstance:
     """Called by the main thread, but for `_heard`, `_up`, `_down` (links and keeper) and `_swap` (publisher)."""
 
     def __init__(self, instance: InstanceId, up: ev.InstanceUp, outbox: queue.SimpleQueue,
-                 peers: Mapping[InstanceId, RemoteInstance], publisher: Publisher, new_keeper: Callable[..., Keeper]):
+                 peers: Mapping[InstanceId, RemoteInstance], publisher: Publisher, new_keeper: Callable[..., Keeper],
+                 say: Callable[[str], None]):
         self.instance = instance
         self.role = f"rollout {instance}"
         self._event = up
         self._outbox = outbox
         self._peers = peers
         self._publisher = publisher
+        self._say = say
         self._lock = threading.Lock()
         self._gang: Gang | None = None  # that the orchestrator knows of
         self._leaving: dict[SampleId, tuple[InstanceId, Gang | None]] = {}  # not yet out; where to, and its gang
+        self._parts: dict[int, dict[int, calls.Moving]] = {}  # of moves out that not every process has spoken of
         self._arriving: dict[SampleId, InstanceId] = {}  # handed over, not yet in; where from
+        self._carries: dict[int, _Carry] = {}
         self._waited_s = 0.0  # of earlier epochs
         self._keeper = new_keeper(self.role, heard=self._heard, up=self._up, down=self._down, failed=self._failed)
 
@@ -87,8 +106,10 @@ class RemoteInstance:
     def move(self, sample: SampleId, dst: RemoteInstance) -> None:
         with self._lock:
             if self._gang is not None:
-                self._leaving[sample] = dst.instance, dst._gang
-                self._gang.post(calls.MoveOut(id=sample, dst=dst.instance))
+                gang = dst._gang
+                self._leaving[sample] = dst.instance, gang
+                self._gang.post(calls.MoveOut(id=sample, dst=dst.instance, epoch=gang.epoch if gang else 0,
+                                              number=next(NUMBERS)))
                 return
         self._outbox.put(ev.MoveFailed(id=sample, src=self.instance, dst=dst.instance, reason="its instance is lost"))
 
@@ -109,10 +130,11 @@ class RemoteInstance:
             case Accepted() | Offered() | Staged() | Committed() | TransferFailed():
                 self._publisher.tell(item)
                 return
-            case calls.Moving(parcel=parcel, src=src, dst=dst, unstarted=unstarted):
-                with self._lock:
-                    _, gang = self._leaving.pop(parcel.id)
-                self._peers[dst]._take(parcel, src, unstarted, gang)
+            case calls.Moving():
+                self._part(item)
+                return
+            case calls.Carried():
+                self._carried(item)
                 return
             case ev.MoveFailed(id=id):
                 with self._lock:
@@ -122,14 +144,51 @@ class RemoteInstance:
                     self._arriving.pop(id)
         self._outbox.put(item)
 
-    def _take(self, parcel: Parcel, src: InstanceId, unstarted: Version | None, gang: Gang | None) -> None:
-        """A sample from another instance, meant for this gang; where that is lost, the journal's tokens go on."""
+    def _part(self, part: calls.Moving) -> None:
+        """One process's word that a sample has left."""
         with self._lock:
-            if gang is not None and gang is self._gang:
-                self._arriving[parcel.id] = src
-                gang.post(calls.Receive(parcel=parcel, src=src, unstarted=unstarted))
+            parts = self._parts.setdefault(part.number, {})
+            parts[part.host] = part
+            if len(parts) < part.hosts:
                 return
-        self._outbox.put(ev.SampleMoved(id=parcel.id, src=src, dst=self.instance))
+            del self._parts[part.number]
+            _, gang = self._leaving.pop(part.lent.parcel.id)
+            source = self._gang
+        self._peers[part.dst]._take([parts[host] for host in range(part.hosts)], source, gang)
+
+    def _take(self, parts: Sequence[calls.Moving], source: Gang, gang: Gang | None) -> None:
+        """A sample from another instance, meant for this gang; where that is lost, the journal's tokens go on."""
+        first, lent = parts[0], tuple(part.lent for part in parts)
+        by_wire = all(each.manifest is not None for each in lent)
+        with self._lock:
+            there = gang is not None and gang is self._gang
+            if there:
+                self._arriving[first.lent.parcel.id] = first.src
+            if there and by_wire:
+                self._carries[first.number] = _Carry(first, source)
+                gang.tell_all(calls.Carry(number=first.number, epoch=gang.epoch, lent=lent))
+            elif there:
+                gang.post(_receive(first, 0))
+        if not there:
+            if by_wire:
+                source.tell_all(calls.GiveBack(number=first.number, pulled=False))
+            self._outbox.put(ev.SampleMoved(id=first.lent.parcel.id, src=first.src, dst=self.instance))
+
+    def _carried(self, answer: calls.Carried) -> None:
+        with self._lock:
+            carry, gang = self._carries[answer.number], self._gang
+            carry.answers[answer.host] = answer.fault
+            if len(carry.answers) < gang.hosts:
+                return
+            del self._carries[answer.number]
+            fault = next(filter(None, carry.answers.values()), "")
+            gang.post(_receive(carry.sample, 0 if fault else answer.number))
+            if fault:
+                gang.tell_all(calls.Leave(number=answer.number))
+        carry.source.tell_all(calls.GiveBack(number=answer.number, pulled=not fault))
+        if fault:
+            self._say(f"the KV of sample {tuple(carry.sample.lent.parcel.id)} did not reach {self.role}, where it is "
+                      f"made again: {fault}")
 
     def _up(self, gang: Gang) -> None:
         self._publisher.up(gang)
@@ -147,7 +206,10 @@ class RemoteInstance:
             self._gang = None
             leaving, self._leaving = self._leaving, {}
             arriving, self._arriving = self._arriving, {}
+            carries, self._carries, self._parts = self._carries, {}, {}
         self._publisher.down(gang)
+        for number, carry in carries.items():
+            carry.source.tell_all(calls.GiveBack(number=number, pulled=False))
         self._outbox.put(ev.InstanceDown(instance=self.instance, reason=gang.reason))
         for sample, (dst, _) in leaving.items():
             self._outbox.put(ev.MoveFailed(id=sample, src=self.instance, dst=dst, reason="its instance is lost"))
@@ -156,3 +218,7 @@ class RemoteInstance:
 
     def _failed(self, error: RunError) -> None:
         self._outbox.put(Crashed(role=self.role, error=error))
+
+
+def _receive(sample: calls.Moving, number: int) -> calls.Receive:
+    return calls.Receive(parcel=sample.lent.parcel, src=sample.src, unstarted=sample.unstarted, number=number)

@@ -23,14 +23,17 @@ from dora_jax.config import Config, ConfigError
 from dora_jax.digest import digest
 from dora_jax.models import hf, sharding
 from dora_jax.publish import serving_copy
-from dora_jax.rollout.migrate import without_pages
+from dora_jax.rollout.migrate import Parcel, without_pages
 from dora_jax.runtime import build
 from dora_jax.runtime.cluster import calls
 from dora_jax.runtime.cluster.calls import Begin
 from dora_jax.runtime.cluster.link import Link
+from dora_jax.runtime.cluster.porter import Porter
 from dora_jax.runtime.cluster.turns import Follower, Leader
 from dora_jax.runtime.cluster.weights import StoredWeights
 from dora_jax.runtime.exchange import Abort, Commit, Offer, Propose, Pull, Read, Release
+from dora_jax.runtime.parcels import HOST, layout_of
+from dora_jax.runtime.shards import Lent
 from dora_jax.runtime.staging import Versions, WeightHost, like, serving_shardings
 from dora_jax.runtime.wire import Wire
 from dora_jax.runtime.workers import Exported, Handed, InstanceWorker
@@ -134,19 +137,24 @@ def open_rollout(begin: Begin, config: Config, workdir: Path, link: Link, pulse:
     wire = Wire(link.own_ip) if config.cluster.wire == "transfer" else None
     wanted = like(model, engine.param_shardings, config.model.dtype)
     weights = WeightHost(begin.rank, wire, versions, wanted, stored.read)
-    return RolloutRole(begin, engine, weights, link, pulse, turns, build.partial_s(config))
+    porter = None
+    if wire is not None:
+        layout = layout_of(engine.page()[0])
+        porter = Porter(begin.instance, begin.rank, Wire(link.own_ip, HOST), layout)
+    return RolloutRole(begin, engine, weights, link, pulse, turns, build.partial_s(config), porter)
 
 
 class RolloutRole:
-    """Ticks on the main thread; weights come in on others."""
+    """Ticks on the main thread; weights and KV come in on others."""
 
     def __init__(self, begin: Begin, engine: Any, weights: WeightHost, link: Link, pulse: Any, turns: Leader | Follower,
-                 partial_s: float):
-        self._pulse, self._turns, self._weights = pulse, turns, weights
-        self._courier = Courier(weights, link)
-        self._outlet = Outlet(link if begin.rank == 0 else None, whole=begin.hosts == 1)
-        self._worker = InstanceWorker(begin.instance, engine, weights.weights, self._outlet, partial_s)
-        self._elsewhere = Elsewhere(self._outlet)
+                 partial_s: float, porter: Porter | None = None):
+        self._pulse, self._turns, self._weights, self._porter = pulse, turns, weights, porter
+        self._courier = Courier(weights, link, porter=porter)
+        self._outlet = outlet = Outlet(link if begin.rank == 0 else None, whole=begin.hosts == 1)
+        self._worker = InstanceWorker(begin.instance, engine, weights.weights, outlet, partial_s)
+        self._elsewhere = (lambda move: Elsewhere(move, outlet)) if porter is None else (
+            lambda move: Lender(move, link, porter, begin.rank, begin.hosts))
 
     def run(self, inbox: queue.SimpleQueue) -> None:
         posts = self._courier.sort(inbox)
@@ -180,10 +188,10 @@ class RolloutRole:
                 worker.submit(id, prompt, version)
             case calls.GiveUp(id=id, reason=reason):
                 worker.cancel(id, reason)
-            case calls.MoveOut(id=id, dst=dst):
-                worker.move(id, self._elsewhere.at(dst))
-            case calls.Receive(parcel=parcel, src=src, unstarted=unstarted):
-                worker.receive(parcel, src, unstarted)
+            case calls.MoveOut(id=id):
+                worker.move(id, self._elsewhere(post))
+            case calls.Receive(parcel=parcel, src=src, unstarted=unstarted, number=number):
+                worker.receive(self._porter.take(number) if number else parcel, src, unstarted)
             case calls.TakeOut(id=id):
                 worker.park(id)
             case calls.GoOn(parcel=parcel):
@@ -191,10 +199,11 @@ class RolloutRole:
 
 
 class Courier:
-    """Versions of weights in and out, beside what the main thread does. `write(version)`: a trainer's, into storage."""
+    """Weights and KV in and out, beside what the main thread does. `write(version)`: a trainer's, into storage."""
 
-    def __init__(self, weights: WeightHost, link: Link, write: Callable[[Version], None] | None = None):
-        self._weights, self._link, self._write = weights, link, write
+    def __init__(self, weights: WeightHost, link: Link, write: Callable[[Version], None] | None = None,
+                 porter: Porter | None = None):
+        self._weights, self._link, self._write, self._porter = weights, link, write, porter
         self._own: queue.SimpleQueue = queue.SimpleQueue()
 
     def sort(self, inbox: queue.SimpleQueue) -> queue.SimpleQueue:
@@ -207,11 +216,11 @@ class Courier:
     def _sort(self, inbox: queue.SimpleQueue, rest: queue.SimpleQueue) -> None:
         while True:
             match item := inbox.get():
-                case Pull() | Read():  # they take their time, and an Abort may come meanwhile
+                case Pull() | Read() | calls.Carry():  # they take their time, and an Abort may come meanwhile
                     threading.Thread(target=self._do, args=(item,), name="pull", daemon=True).start()
-                case Propose() | Offer() | Commit() | Abort() | Release() | calls.Forget():
+                case Propose() | Offer() | Commit() | Abort() | Release():
                     self._own.put(item)
-                case calls.Call(what=calls.Write()):
+                case calls.Forget() | calls.GiveBack() | calls.Leave() | calls.Call(what=calls.Write()):
                     self._own.put(item)
                 case _:
                     rest.put(item)
@@ -228,6 +237,12 @@ class Courier:
                     self._link.send(calls.Answer(number=number, what=calls.Done(value=version)))
                 case calls.Forget(version=version):
                     self._weights.drop(version)
+                case calls.Carry():
+                    self._link.send(self._porter.fetch(item))
+                case calls.GiveBack(number=number, pulled=pulled):
+                    self._porter.give_back(number, pulled)
+                case calls.Leave(number=number):
+                    self._porter.leave(number)
                 case _:
                     if (fact := self._weights.execute(item)) is not None:
                         self._link.send(fact)
@@ -245,24 +260,41 @@ class Outlet:
     def put(self, item: Any) -> None:
         if self._link is None:
             return
-        if not self._whole and isinstance(item, Exported | Handed | calls.Moving):
-            item = dataclasses.replace(item, parcel=without_pages(item.parcel))
+        if isinstance(item, Exported | Handed):
+            item = dataclasses.replace(item, parcel=self.fit(item.parcel))
         self._link.send(item)
+
+    def fit(self, parcel: Parcel) -> Parcel:
+        return parcel if self._whole else without_pages(parcel)
 
 
 class Elsewhere:
-    """Where a sample goes, as its instance sees it."""
+    """Where a sample goes, as its instance sees it: through the controller."""
 
-    def __init__(self, outlet: Outlet):
-        self.instance = -1
-        self._outlet = outlet
-
-    def at(self, instance: int) -> Elsewhere:
-        self.instance = instance
-        return self
+    def __init__(self, move: calls.MoveOut, outlet: Outlet):
+        self.instance = move.dst
+        self._number, self._outlet = move.number, outlet
 
     def post(self, call: Callable[..., None], *args: Any) -> None:
         call(*args)
 
-    def receive(self, parcel: Any, src: int, unstarted: Version | None) -> None:
-        self._outlet.put(calls.Moving(parcel=parcel, src=src, dst=self.instance, unstarted=unstarted))
+    def receive(self, parcel: Parcel, src: int, unstarted: Version | None) -> None:
+        lent = Lent(parcel=self._outlet.fit(parcel), kv_len=0, page_size=0, manifest=None)
+        self._outlet.put(calls.Moving(lent=lent, src=src, dst=self.instance, unstarted=unstarted, number=self._number,
+                                      host=0, hosts=1))
+
+
+class Lender:
+    """As `Elsewhere`; its KV goes from process to process."""
+
+    def __init__(self, move: calls.MoveOut, link: Link, porter: Porter, host: int, hosts: int):
+        self.instance = move.dst
+        self._move, self._link, self._porter, self._host, self._hosts = move, link, porter, host, hosts
+
+    def post(self, call: Callable[..., None], *args: Any) -> None:
+        call(*args)
+
+    def receive(self, parcel: Parcel, src: int, unstarted: Version | None) -> None:
+        lent = self._porter.lend(parcel, self._move)
+        self._link.send(calls.Moving(lent=lent, src=src, dst=self.instance, unstarted=unstarted,
+                                     number=self._move.number, host=self._host, hosts=self._hosts))

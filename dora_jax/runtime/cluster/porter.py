@@ -1,0 +1,80 @@
+"""KV of running samples from one gang to another, one process's part in it: host i of the one to host i of the other.
+
+    source       lend -> Moving ................................ GiveBack -> it is forgotten
+    destination             Carry -> fetch -> Carried ... Receive -> take, in every process; or Leave, in every process
+
+Consumes parcels with the pages of this process's heads; produces the same in the process of the same number. Laws:
+pages are taken into an engine by every process of its gang or by none; whatever fails, the sample goes on from its
+tokens.
+"""
+
+from __future__ import annotations
+
+import threading
+
+import jax
+
+from dora_jax.rollout.migrate import Parcel
+from dora_jax.runtime import parcels
+from dora_jax.runtime.cluster import calls
+from dora_jax.runtime.parcels import Layout
+from dora_jax.runtime.shards import EXPECTED_BYTES_PER_S, Key, Lent, WireError
+from dora_jax.runtime.wire import Wire
+from dora_jax.types import InstanceId
+
+GRACE_S = 5.0  # of a sample that waits longer the KV is sooner made again
+
+
+class Porter:
+    """Any thread may use it. `wire` of the platform parcels.HOST; `layout` of this process's pages."""
+
+    def __init__(self, instance: InstanceId, host: int, wire: Wire, layout: Layout):
+        self._instance, self._host, self._wire, self._layout = instance, host, wire, layout
+        self._lent: dict[int, Key] = {}
+        self._fetched: dict[int, Parcel] = {}
+        self._lock = threading.Lock()
+
+    # --------------------------------------------------------- as a source
+
+    def lend(self, parcel: Parcel, move: calls.MoveOut) -> Lent:
+        key = self._key(move.dst, move.epoch, parcel, move.number)
+        lent = parcels.lend(self._wire, key, parcel)
+        if lent.manifest is not None:
+            with self._lock:
+                self._lent[move.number] = key
+        return lent
+
+    def give_back(self, number: int, pulled: bool) -> None:
+        with self._lock:
+            key = self._lent.pop(number, None)
+        if key is not None:
+            self._wire.release(key, pulled)
+
+    # ----------------------------------------------------- as a destination
+
+    def fetch(self, carry: calls.Carry) -> calls.Carried:
+        """Takes its time; until `take` or `leave` the pages lie in host memory."""
+        lent = carry.lent[self._host]
+        key = self._key(self._instance, carry.epoch, lent.parcel, carry.number)
+        size = sum(shard.bytes for shard in lent.manifest.shards)
+        try:
+            parcel = parcels.fetch(self._wire, lent, key, self._layout, GRACE_S + size / (0.5 * EXPECTED_BYTES_PER_S))
+        except (WireError, ValueError, jax.errors.JaxRuntimeError) as error:  # of this transfer, and of it alone
+            fault = f"process {self._host}: {' '.join(str(error).split())}"
+            return calls.Carried(number=carry.number, host=self._host, fault=fault)
+        with self._lock:
+            self._fetched[carry.number] = parcel
+        return calls.Carried(number=carry.number, host=self._host, fault="")
+
+    def take(self, number: int) -> Parcel:
+        with self._lock:
+            return self._fetched.pop(number)
+
+    def leave(self, number: int) -> None:
+        with self._lock:
+            self._fetched.pop(number, None)
+
+    # ------------------------------------------------------------ private
+
+    def _key(self, receiver: InstanceId, epoch: int, parcel: Parcel, number: int) -> Key:
+        return Key(epoch=epoch, version=parcel.version, receiver=f"rollout {receiver}/{self._host}", sequence=number)

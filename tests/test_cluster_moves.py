@@ -1,0 +1,299 @@
+"""Samples that move between gangs: their KV goes from process to process, and where it cannot, their tokens go on."""
+
+import dataclasses
+import random
+import threading
+
+import numpy as np
+import pytest
+from engine_rig import assert_undisturbed, finish, loaded
+
+from dora_jax.orchestrate import events as ev
+from dora_jax.rollout.migrate import without_pages
+from dora_jax.runtime.cluster import calls
+from dora_jax.runtime.cluster.porter import Porter
+from dora_jax.runtime.cluster.roles import Elsewhere, Outlet
+from dora_jax.runtime.parcels import HOST
+from dora_jax.runtime.shards import Key, Lent, Manifest
+from dora_jax.runtime.wire import Wire
+from dora_jax.runtime.workers import Exported, Finished, Risen
+from dora_jax.types import SampleId
+from tests.cluster_fakes import eventually
+from tests.test_cluster import A, PARCEL, World, drained, moving, pair
+from tests.test_parcels import LAYOUT, bits, taken_out
+from tests.test_runtime import Task, expected
+
+__all__ = ["pair"]  # a fixture
+
+
+# ---------------------------------------------------------- a whole run
+
+
+class Porters:
+    """Of all processes; `share` of what is offered cannot be fetched."""
+
+    def __init__(self, share, seed=0):
+        self.offered, self.taken, self.all = {}, 0, []
+        self._share, self._draw, self._lock = share, random.Random(seed), threading.Lock()
+
+    def __call__(self, instance, host):
+        self.all.append(OnePorter(self, host))
+        return self.all[-1]
+
+    def fetch(self, number, host):
+        with self._lock:
+            return None if self._draw.random() < self._share else self.offered.get((number, host))
+
+
+class OnePorter:
+    def __init__(self, all, host):
+        self._all, self._host, self._here = all, host, {}
+
+    def lend(self, parcel, move):
+        assert parcel.n_pages
+        self._all.offered[move.number, self._host] = parcel
+        return Lent(parcel=without_pages(parcel), kv_len=parcel.kv_len, page_size=parcel.page_size, manifest=OFFER)
+
+    def give_back(self, number, pulled):
+        self._all.offered.pop((number, self._host), None)
+
+    def fetch(self, carry):
+        parcel = self._here[carry.number] = self._all.fetch(carry.number, self._host)
+        return calls.Carried(number=carry.number, host=self._host, fault="" if parcel else "it did not come")
+
+    def take(self, number):
+        self._all.taken += 1
+        return self._here.pop(number)
+
+    def leave(self, number):
+        del self._here[number]
+
+
+OFFER = Manifest(key=Key(epoch=1, version=0, receiver="rollout 1/0", sequence=1), address="", transports=4, number=1,
+                 shards=())
+
+
+class Driver:
+    """Two gangs without an orchestrator: whatever runs is moved to the other one as soon as it has arrived."""
+
+    def __init__(self, world, samples):
+        self.world, self.samples, self.left = world, samples, set(samples)
+        self.where, self.moves, self.done, self.loaded = {}, 0, {}, set()
+        self.moving = {}  # and which life of instance 1 it was then
+        self.lives, self.there = 0, False
+
+    def run(self, kill_after=None):
+        for remote in self.world.remotes.values():
+            remote.open()
+        while self.left:
+            self._hear(self.world.outbox.get(timeout=30))
+            if kill_after is not None and self.moves >= kill_after:
+                kill_after = None
+                self.world.hosts(1)[1].die()
+        for remote in self.world.remotes.values():
+            remote.stop()
+        self.world.publisher.close()
+        self.world.hub.close()
+
+    def _hear(self, item):
+        remotes = self.world.remotes
+        match item:
+            case Risen():
+                item.admit()
+                self.there |= item.event.instance == 1
+                remotes[item.event.instance].load(0, None)
+            case ev.WeightsLoaded(instance=instance):
+                self.loaded.add(instance)
+                if len(self.loaded) == 2 and not self.where:
+                    for id in self.samples:
+                        self._submit(id)
+            case ev.SampleStarted(id=id):
+                self._move(id)
+            case ev.SampleMoved(id=id, dst=dst):
+                self.moves += 1
+                lost = dst == 1 and self.moving[id] < self.lives  # it had left for an earlier life
+                del self.moving[id]
+                self.where[id] = dst
+                if lost:
+                    self._submit(id)
+                else:
+                    self._move(id)
+            case ev.MoveFailed(id=id, reason="its instance is lost"):
+                self._submit(id)
+            case ev.InstanceDown(instance=1):
+                self.lives, self.there = self.lives + 1, False
+                for id in [id for id in self.left - set(self.moving) if self.where[id] == 1]:
+                    self._submit(id)
+            case Finished(sample=sample):
+                self.done[sample.id] = sample
+                self.left.discard(sample.id)
+                self.moving.pop(sample.id, None)
+
+    def _submit(self, id):
+        self.moving.pop(id, None)
+        self.where[id] = 0
+        self.world.remotes[0].submit(id, PROMPT, 0)
+
+    def _move(self, id):
+        src, dst = self.where[id], 1 - self.where[id]
+        if src == 1 or self.there:
+            self.moving[id] = self.lives
+            self.world.remotes[src].move(id, self.world.remotes[dst])
+
+
+PROMPT = Task().prompt_at(0)
+IDS = [SampleId(group, index) for group in range(2) for index in range(4)]
+
+
+@pytest.mark.parametrize("share, kill_after", [(0.0, None), (0.4, None), (0.2, 6)])
+def test_kv_that_comes_and_kv_that_does_not_change_no_token(tmp_path, share, kill_after):
+    """The engines refuse KV that is not the sample's own at its version."""
+    porters = Porters(share)
+    world = World(tmp_path / "journal", instances=2, porter=porters, length=lambda *_: 60)
+    driver = Driver(world, IDS)
+    driver.run(kill_after)
+    for sample in driver.done.values():
+        np.testing.assert_array_equal(sample.out_ids, expected(sample))
+    said = [text for text in world.said if "did not reach" in text]
+    assert set(driver.done) == set(IDS) and driver.moves > 5 and porters.taken, (driver.moves, porters.taken)
+    assert share or not said, world.said
+    if kill_after is None:
+        assert bool(said) == bool(share), world.said
+        eventually(lambda: not porters.offered)
+        assert not any(porter._here for porter in porters.all), "what was fetched was taken or left"
+
+
+@pytest.fixture
+def carried(pair):
+    """The pair, with a sample on its way whose KV both processes of its source offer: (..., its number)."""
+    remotes, gangs, outbox = pair
+    remotes[0].move(A, remotes[1])
+    number = gangs[0].posts[-1].number
+    for host in (1, 0):
+        assert not gangs[1].posts, "every process speaks of its part first"
+        remotes[0]._keeper.hooks["heard"](moving(number, host, 2, OFFER))
+    carry = gangs[1].posts.pop()
+    assert isinstance(carry, calls.Carry) and (carry.number, carry.epoch, len(carry.lent)) == (number, 1, 2)
+    return remotes, gangs, outbox, number
+
+
+def answer(remotes, number, host, fault=""):
+    remotes[1]._keeper.hooks["heard"](calls.Carried(number=number, host=host, fault=fault))
+
+
+def test_kv_is_taken_once_every_process_has_its_part(carried):
+    remotes, gangs, outbox, number = carried
+    answer(remotes, number, 1)
+    assert not gangs[1].posts
+    answer(remotes, number, 0)
+    receive, = gangs[1].posts
+    assert (type(receive), receive.number) == (calls.Receive, number) and not gangs[1].said
+    assert gangs[0].posts[-1] == calls.GiveBack(number=number, pulled=True)
+
+
+def test_where_one_process_cannot_fetch_its_part_all_make_the_kv_again(carried):
+    remotes, gangs, outbox, number = carried
+    answer(remotes, number, 0)
+    answer(remotes, number, 1, "process 1: the peer is gone")
+    receive, leave = gangs[1].posts
+    assert (type(receive), receive.number, leave) == (calls.Receive, 0, calls.Leave(number=number))
+    assert gangs[0].posts[-1] == calls.GiveBack(number=number, pulled=False)
+    assert gangs[1].said == ["the KV of sample (3, 1) did not reach rollout 1, where it is made again: process 1: the "
+                             "peer is gone"]
+
+
+def test_kv_on_its_way_to_a_gang_that_is_lost_is_given_back(carried):
+    remotes, gangs, outbox, number = carried
+    answer(remotes, number, 0)
+    remotes[1]._keeper.hooks["down"](gangs[1])
+    down, moved = drained(outbox)
+    assert isinstance(down, ev.InstanceDown) and (moved.id, moved.dst) == (A, 1)
+    assert gangs[0].posts[-1] == calls.GiveBack(number=number, pulled=False) and not remotes[1]._carries
+    remotes[0].move(A, remotes[1])
+    number = gangs[0].posts[-1].number
+    for host in (0, 1):
+        remotes[0]._keeper.hooks["heard"](moving(number, host, 2, OFFER))
+    assert gangs[0].posts[-1] == calls.GiveBack(number=number, pulled=False), "nobody is there to fetch it"
+
+
+def test_a_source_that_is_lost_before_all_of_it_has_spoken_has_moved_nothing(pair):
+    remotes, gangs, outbox = pair
+    remotes[0].move(A, remotes[1])
+    number = gangs[0].posts[-1].number
+    remotes[0]._keeper.hooks["heard"](moving(number, 1, 2, OFFER))
+    remotes[0]._keeper.hooks["down"](gangs[0])
+    down, failed = drained(outbox)
+    assert isinstance(failed, ev.MoveFailed) and not remotes[0]._parts and not gangs[1].posts
+
+
+def test_a_sample_without_kv_is_handed_over_at_once(pair):
+    remotes, gangs, outbox = pair
+    remotes[0].move(A, remotes[1])
+    number = gangs[0].posts[-1].number
+    for host in (0, 1):
+        remotes[0]._keeper.hooks["heard"](moving(number, host, 2))
+    assert [(type(post), post.number) for post in gangs[1].posts] == [(calls.Receive, 0)]
+
+
+# ---------------------------------------------------------- the wire
+
+
+@pytest.fixture(scope="module")
+def porters():
+    """Of the first process of instance 0 and of instance 1."""
+    return [Porter(instance, 0, Wire(platform=HOST), LAYOUT) for instance in (0, 1)]
+
+
+def lent(porters, parcel, number, epoch=2):
+    move = calls.MoveOut(id=parcel.id, dst=1, epoch=epoch, number=number)
+    lent = calls.CODEC.decode(calls.CODEC.encode(porters[0].lend(parcel, move)))
+    return calls.Carry(number=number, epoch=2, lent=(lent,))
+
+
+def test_pages_go_from_process_to_process_and_the_sample_as_if_it_had_stayed(porters):
+    id = SampleId(3, 1)
+    parcel = taken_out(id)
+    assert porters[1].fetch(lent(porters, parcel, 7)) == calls.Carried(number=7, host=0, fault="")
+    porters[0].give_back(7, True)
+    got = porters[1].take(7)
+    assert bits(got.k_pages) == bits(parcel.k_pages) and bits(got.v_pages) == bits(parcel.v_pages)
+    with loaded("small") as small:
+        small.import_(got)
+        assert_undisturbed(finish(small)[id])
+    with pytest.raises(KeyError):
+        porters[1].take(7)
+
+
+def test_kv_of_another_epoch_is_not_fetched_and_what_is_left_is_gone(porters):
+    parcel = taken_out(SampleId(3, 1))
+    carried = porters[1].fetch(lent(porters, parcel, 8, epoch=1))
+    assert "process 0: version 0 for rollout 1/0 (epoch 1, transfer 8) is offered where" in carried.fault
+    porters[0].give_back(8, False)
+    porters[0].give_back(8, False)
+    assert porters[1].fetch(lent(porters, parcel, 9)).fault == ""
+    porters[1].leave(9)
+    with pytest.raises(KeyError):
+        porters[1].take(9)
+
+
+def test_a_sample_that_has_no_kv_yet_needs_no_wire(porters):
+    carry = lent(porters, without_pages(taken_out(SampleId(2, 0))), 10)
+    assert carry.lent[0].manifest is None
+
+
+# ---------------------------------------------------------- one process of several
+
+
+class Sent(list):
+    send = list.append
+
+
+@pytest.mark.parametrize("whole", [True, False])
+def test_a_process_that_holds_a_part_of_the_pages_sends_none(whole):
+    pages = np.zeros((1, 1, 1, 2, 4), np.float32)
+    parcel = dataclasses.replace(PARCEL, kv_len=3, page_size=4, k_pages=pages, v_pages=pages)
+    outlet = Outlet(sent := Sent(), whole)
+    outlet.put(Exported(id=A, instance=0, parcel=parcel))
+    Elsewhere(calls.MoveOut(id=A, dst=1, epoch=1, number=1), outlet).receive(parcel, 0, None)
+    assert [parcel.n_pages for parcel in (sent[0].parcel, sent[1].lent.parcel)] == [int(whole)] * 2
+    Outlet(None, whole).put(sent[0])
