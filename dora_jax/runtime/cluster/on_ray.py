@@ -45,9 +45,10 @@ class RayHosts:
         signal.signal(signal.SIGTERM, told_to_stop)  # Ray's own ends the process where it stands
         self.ip = ray.util.get_node_ip_address()
         self._taken: dict[str, str] = {}  # slice -> gang
+        self._left_s: dict[str, float] = {}  # slice -> when a gang there ended
 
     def start(self, ticket: Ticket, token: bytes, hosts: int, slice_type: str) -> Started:
-        return RayGang(self._taken, ticket, token, hosts, slice_type)
+        return RayGang(self._taken, self._left_s, ticket, token, hosts, slice_type)
 
     def close(self) -> None:
         ray.shutdown()
@@ -56,8 +57,9 @@ class RayHosts:
 class RayGang:
     """One gang's actors; placed when there is room for all of them, and not before."""
 
-    def __init__(self, taken: dict[str, str], ticket: Ticket, token: bytes, hosts: int, slice_type: str):
-        self._taken, self._ticket, self._token = taken, ticket, token
+    def __init__(self, taken: dict[str, str], left_s: dict[str, float], ticket: Ticket, token: bytes, hosts: int,
+                 slice_type: str):
+        self._taken, self._left_s, self._ticket, self._token = taken, left_s, ticket, token
         self._hosts, self._slice_type = hosts, slice_type
         self._room: PlacementGroup | None = None
         self._slice: str | None = None
@@ -107,8 +109,9 @@ class RayGang:
             self._room = placement_group([{"CPU": 1}] * self._hosts)
             return
         slices = intact_slices(ray.nodes(), self._slice_type, self._hosts)
-        name = next((name for name in slices if name not in self._taken), None)
-        if name is not None:
+        free = [name for name in slices if name not in self._taken]
+        if free:  # Ray takes its time to see that a host is gone: where a gang has just ended is tried last
+            name = min(free, key=lambda name: self._left_s.get(name, 0.0))
             self._slice, self._taken[name] = name, self._ticket.gang
             self._room = placement_group([{"TPU": slices[name]}] * self._hosts, strategy="STRICT_SPREAD",
                                          bundle_label_selector=[{SLICE: name}] * self._hosts)
@@ -130,6 +133,7 @@ class RayGang:
             self._room = None
         if self._slice is not None:
             del self._taken[self._slice]
+            self._left_s[self._slice] = time.monotonic()
             self._slice = None
 
 
