@@ -261,3 +261,23 @@ def test_long_rows_attend_block_by_block_to_the_same_values(monkeypatch, context
     monkeypatch.setattr(decoder, "LONG_ROW", 32)
     monkeypatch.setattr(decoder, "LONG_BLOCK", 7)  # 4 divides, 7 does not
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5), gradients(), short)
+
+
+@pytest.mark.parametrize("dtype, tolerance", [(jnp.float32, 1e-5), (jnp.bfloat16, 4e-2)])
+def test_attention_and_its_gradient_are_those_of_a_plain_softmax(dtype, tolerance):
+    """Two query heads on one KV head, two segments, large scores."""
+    rng = np.random.default_rng(0)
+    draw = lambda *shape: jnp.asarray(rng.normal(size=shape), dtype)  # noqa: E731
+    q, k, v, do = 3 * draw(1, 1, 2, 6, 4), 3 * draw(1, 1, 4, 6), draw(1, 1, 6, 4), draw(1, 1, 2, 6, 4)
+    segments, at = np.array([1, 1, 1, 2, 2, 2]), np.arange(6)
+    mask = jnp.asarray((segments[:, None] == segments) & (at[:, None] >= at))[None, None, None]
+
+    def plain(q, k, v):
+        scores = jnp.where(mask, jnp.einsum("bkgld,bkdm->bkglm", q, k, preferred_element_type=jnp.float32), -jnp.inf)
+        return jnp.einsum("bkglm,bkmd->bkgld", jax.nn.softmax(scores, axis=-1), v.astype(jnp.float32)).astype(dtype)
+
+    expected, plain_vjp = jax.vjp(plain, q, k, v)
+    found, vjp = jax.vjp(lambda q, k, v: decoder._attend_block(q, k, v, mask), q, k, v)
+    for a, b in zip((found, *vjp(do)), (expected, *plain_vjp(do)), strict=True):
+        a, b = np.asarray(a, np.float32), np.asarray(b, np.float32)
+        np.testing.assert_allclose(a, b, atol=tolerance * np.abs(b).max())

@@ -4,8 +4,8 @@
 
 The same f32 weights, trajectories, PPO loss and AdamW everywhere; the first loss and gradient norm of all are compared
 before anything is timed. Two kinds of work: equal lengths (16 sequences of 256 tokens) and a long tail (32 of 16 + a
-log-normal number, median 48, at most 496). Ours packs the sequences into rows; the rivals pad them to the longest, as
-they do. Tokens are those of prompts and responses, padding counts for nobody. MFU: the model's own FLOPs (no padding,
+log-normal number, median 48, at most 496). Ours packs the sequences into rows that hold the longest (a multiple of
+128 tokens, as trainer.pack_tokens would be set for such work); the rivals pad them to the longest, as they do. Tokens are those of prompts and responses, padding counts for nobody. MFU: the model's own FLOPs (no padding,
 causal attention) over what a large f32 matrix product reaches on this machine. Compilation is left out; rounds are
 interleaved and the best of each counts. torch runs in an environment of its own (`--install` makes it under .bench/).
 The second table: what the step holds at its peak beside the state, by how the log-probs are taken.
@@ -36,7 +36,7 @@ from dora_jax.trainer import flops, score, step
 from dora_jax.trainer.prepare import Prepare
 from dora_jax.types import Sample, SampleId, ScoredGroup, Span
 
-PROMPT, GROUP, PACK_TOKENS = 16, 8, 512
+PROMPT, GROUP, LONGEST, ROW_UNIT = 16, 8, 512, 128
 WIDE_VOCAB = 32768  # of the memory table: where B x L x V is what fills a device
 AGREE = 1e-3  # relative: f32 sums in another order
 
@@ -54,7 +54,7 @@ class Work:
 
 def works() -> list[Work]:
     rng = np.random.default_rng(0)
-    tail = np.exp(rng.normal(np.log(48), 1.1, 32)).astype(int).clip(1, PACK_TOKENS - PROMPT)
+    tail = np.exp(rng.normal(np.log(48), 1.1, 32)).astype(int).clip(1, LONGEST - PROMPT)
     return [_work("equal", np.full(16, 256 - PROMPT + 1), rng), _work("long tail", tail, rng)]
 
 
@@ -72,8 +72,9 @@ def _work(name: str, lengths: np.ndarray, rng: np.random.Generator) -> Work:
                 spans=(Span(version=0, start=0, stop=n),)))
         groups.append(ScoredGroup(group_id=group_id, version=0, samples=tuple(samples), parts={},
                                   rewards=rng.normal(size=GROUP).astype(np.float32)))
-    rows = -(-int((lengths + PROMPT - 1).sum()) // PACK_TOKENS) + 1  # first fit by falling length wastes less than one
-    shape = pack.Layout(rows=rows, tokens=PACK_TOKENS, micro_batches=1)
+    row = -(-int(lengths.max() + PROMPT - 1) // ROW_UNIT) * ROW_UNIT
+    rows = -(-int((lengths + PROMPT - 1).sum()) // row) + 1  # first fit by falling length wastes less than one
+    shape = pack.Layout(rows=rows, tokens=row, micro_batches=1)
     batch = pack.pack(groups, shape, Prepare(section(), int(lengths.max())))
     filled = (batch.segment_ids > 0).any(1)
     batch = dataclasses.replace(batch, **{name: x[filled] for name, x in batch.arrays().items()})
@@ -92,7 +93,7 @@ def _one_a_row(batch: pack.TrainBatch, names: tuple[str, ...]) -> dict[str, np.n
 
 
 def section() -> TrainerSection:
-    return dataclasses.replace(TrainerSection(), pack_tokens=PACK_TOKENS, warmup_steps=0, learning_rate=1e-5)
+    return dataclasses.replace(TrainerSection(), pack_tokens=LONGEST, warmup_steps=0, learning_rate=1e-5)
 
 
 # ----------------------------------------------------------------- runners

@@ -278,13 +278,47 @@ def _one_by_one(attend_block: Callable, q_BxKxGxLxD, segment_ids_BxL, positions_
     return jnp.moveaxis(o_NxBxKxGxCxD, 0, 3).reshape(q_BxKxGxLxD.shape)
 
 
+@jax.custom_vjp
 def _attend_block(q_BxKxGxLxD, k_BxKxDxM, v_BxKxMxD, mask_Bx1x1xLxM):
-    """Softmax attention; the G query heads of a KV head are folded into rows, so that each is one large matmul."""
-    b, n_kv, g, length, d = q_BxKxGxLxD.shape
-    rows = q_BxKxGxLxD.reshape(b, n_kv, g * length, d)
-    scores = jnp.matmul(rows, k_BxKxDxM, preferred_element_type=jnp.float32).reshape(b, n_kv, g, length, -1)
-    probs = jax.nn.softmax(jnp.where(mask_Bx1x1xLxM, scores, -jnp.inf), axis=-1).astype(v_BxKxMxD.dtype)
-    return jnp.matmul(probs.reshape(b, n_kv, g * length, -1), v_BxKxMxD).reshape(q_BxKxGxLxD.shape)
+    """Softmax attention; the G query heads of a KV head are folded into rows, so that each is one large matmul.
+
+    Passes over the scores are what it costs, so they are divided by their sums after the second matmul, and the
+    gradient takes sum(probs * d probs) of a row as sum(o * d o) (FlashAttention, arXiv 2205.14135, appendix B.4).
+    """
+    return _attend_block_forward(q_BxKxGxLxD, k_BxKxDxM, v_BxKxMxD, mask_Bx1x1xLxM)[0]
+
+
+def _attend_block_forward(q_BxKxGxLxD, k_BxKxDxM, v_BxKxMxD, mask_Bx1x1xLxM):
+    scores = jnp.matmul(_folded(q_BxKxGxLxD), k_BxKxDxM, preferred_element_type=jnp.float32)
+    scores = scores.reshape(*q_BxKxGxLxD.shape[:4], -1)
+    scores = jnp.where(mask_Bx1x1xLxM, scores, -jnp.inf)
+    weights_BxKxGxLxM = jnp.exp(scores - jnp.max(scores, axis=-1, keepdims=True))
+    total = jnp.sum(weights_BxKxGxLxM, axis=-1, keepdims=True)
+    o = jnp.matmul(_folded(weights_BxKxGxLxM).astype(v_BxKxMxD.dtype), v_BxKxMxD, preferred_element_type=jnp.float32)
+    o_BxKxGxLxD = o.reshape(q_BxKxGxLxD.shape) / total  # kept in f32: the gradient takes a difference with it
+    kept = q_BxKxGxLxD, k_BxKxDxM, v_BxKxMxD, o_BxKxGxLxD, weights_BxKxGxLxM, total
+    return o_BxKxGxLxD.astype(q_BxKxGxLxD.dtype), kept
+
+
+def _attend_block_backward(kept, do_BxKxGxLxD):
+    q, k_BxKxDxM, v_BxKxMxD, o, weights, total = kept
+    do = (do_BxKxGxLxD / total).astype(q.dtype)  # of the weights before they are divided
+    along = jnp.sum(do.astype(jnp.float32) * o, axis=-1, keepdims=True)
+    do, rows = _folded(do), _folded(q)
+    dv = jnp.matmul(_folded(weights).astype(q.dtype).swapaxes(-1, -2), do)
+    dweights = jnp.matmul(do, v_BxKxMxD.swapaxes(-1, -2), preferred_element_type=jnp.float32).reshape(weights.shape)
+    dscores = _folded(weights * (dweights - along)).astype(q.dtype)
+    dq = jnp.matmul(dscores, k_BxKxDxM.swapaxes(-1, -2)).reshape(q.shape)
+    return dq, jnp.matmul(rows.swapaxes(-1, -2), dscores), dv, None
+
+
+_attend_block.defvjp(_attend_block_forward, _attend_block_backward)
+
+
+def _folded(x_BxKxGxLxN):
+    """[B, K, G L, N]"""
+    b, n_kv, g, length, n = x_BxKxGxLxN.shape
+    return x_BxKxGxLxN.reshape(b, n_kv, g * length, n)
 
 
 def _remat(body: Callable, remat: str) -> Callable:
