@@ -33,7 +33,7 @@ class PartwiseTrainer(TrainerWorker):
         taken: list[ScoredGroup] = []
         first = self._take(group_ids, base)
         point("trainer.before_step")
-        metrics = self.trainer.step(self._batches(first, base, taken), **self._probe_among(first, base))
+        metrics = self.trainer.step(self._batches(first, base, taken), **self._gap.among(first, base))
         point("trainer.after_step")
         waited_s = self.wait_s - self._reported_wait_s  # for later parts of this step
         self._publish(base)

@@ -19,6 +19,7 @@ from dora_jax.fault import point
 from dora_jax.orchestrate import events as ev
 from dora_jax.rollout.migrate import Parcel
 from dora_jax.runtime.book import Partial
+from dora_jax.runtime.gap import GapProbe
 from dora_jax.types import InstanceId, Prompt, Sample, SampleId, ScoredGroup, Version, record
 
 PROGRESS_PERIOD_S = 0.1  # progress and page reports per instance: often enough to decide on, rare enough to ignore
@@ -275,8 +276,7 @@ class InstanceWorker(Worker):
 class TrainerWorker(Worker):
     """Takes the named groups, checks the staleness bound (None: the mode has none), makes one step, publishes it.
 
-    probe(group, version, weights): what `trainer.step` measures the engine-trainer gap on where the batch has no group
-    of its base: one group of the version before, whose weights are kept for that; None: such a step is not measured.
+    probe: see gap.py.
     """
 
     def __init__(self, trainer: Any, pack: Callable, groups: Any, weights: Any, max_lag: int | None,
@@ -284,8 +284,7 @@ class TrainerWorker(Worker):
                  probe: Callable[[ScoredGroup, Version, Any], Any] | None = None):
         super().__init__("trainer", outbox)
         self._digest = digest
-        self._probe = probe if max_lag != 0 else None
-        self._before: tuple[Version, Any] | None = None  # the last step's base and its weights
+        self._gap = GapProbe(probe if max_lag != 0 else None)
         self.trainer = trainer
         self._pack = pack
         self._groups = groups
@@ -298,7 +297,7 @@ class TrainerWorker(Worker):
         wait_s, self._reported_wait_s = self.wait_s - self._reported_wait_s, self.wait_s
         groups = self._take(group_ids, base)
         point("trainer.before_step")
-        metrics = self.trainer.step(self._pack(groups, base), **self._probe_among(groups, base))
+        metrics = self.trainer.step(self._pack(groups, base), **self._gap.among(groups, base))
         point("trainer.after_step")
         self._publish(base)
         self.outbox.put(StepDone(version=base + 1, groups=groups, metrics=metrics, wait_s=wait_s,
@@ -313,19 +312,9 @@ class TrainerWorker(Worker):
                     f"its lag exceeds the bound of {self._max_lag}")
         return groups
 
-    def _probe_among(self, groups: tuple[ScoredGroup, ...], base: Version) -> dict[str, Any]:
-        """The keyword that `trainer.step` takes, if any."""
-        if self._probe is None or self._before is None or any(group.version == base for group in groups):
-            return {}
-        version, weights = self._before
-        for group in groups:
-            if any(span.version == version for sample in group.samples for span in sample.spans):
-                return {"probe": self._probe(group, version, weights)}
-        return {}
-
     def _publish(self, base: Version) -> None:
         """Until StepDone is heard, base is the newest version, which the store keeps."""
         self._weights.put(base + 1, self.trainer.params)
         point("trainer.after_put")
-        if self._probe is not None:
-            self._before = base, self._weights.get(base, None)
+        if self._gap.wanted:
+            self._gap.keep(base, self._weights.get(base, None))

@@ -32,6 +32,7 @@ from dora_jax.runtime.cluster.porter import Porter
 from dora_jax.runtime.cluster.turns import Follower, Leader
 from dora_jax.runtime.cluster.weights import StoredWeights
 from dora_jax.runtime.exchange import Abort, Commit, Offer, Propose, Pull, Read, Release
+from dora_jax.runtime.gap import GapProbe
 from dora_jax.runtime.parcels import HOST, layout_of
 from dora_jax.runtime.shards import Lent
 from dora_jax.runtime.staging import Versions, WeightHost, like, serving_shardings
@@ -53,6 +54,9 @@ class TrainerRole:
         mesh = sharding.make_mesh(jax.devices(), *devices.trainer_mesh(len(jax.devices()), config))
         self._trainer = build.new_trainer(config, Tokenizer.load(config.model.path), mesh, workdir)
         self._pack = build.packer(config, self._trainer)
+        self._gap = GapProbe(build.prober(config, self._trainer) if config.orchestrator.mode != "sync" else None)
+        self._newest: tuple[Version, Any] | None = None  # published last, on the trainer's own mesh
+        self._own_copy = serving_copy(config.model.dtype)
         self._stored, self._kept = StoredWeights(workdir / "weights"), Versions()
         model = hf.read_config(config.model.path)
         layout = serving_shardings(model, jax.devices(), config.rollout.tensor)
@@ -85,11 +89,12 @@ class TrainerRole:
             case calls.Make(base=base, groups=groups):
                 if base != self._version:
                     raise RuntimeError(f"a step at base {base} was asked of a trainer at version {self._version}")
-                metrics = self._trainer.step(self._pack(groups, base))
+                metrics = self._trainer.step(self._pack(groups, base), **self._gap.among(groups, base))
                 return calls.Made(digest=digest(self._trainer.params),
                                   metrics={name: float(value) for name, value in metrics.items()})
             case calls.Publish(version=version):
                 self._kept.keep(version, jax.block_until_ready(self._serving(self._trainer.params)))
+                self._keep_for_gap(version)
             case calls.Restore(step=step):
                 like = self._trainer.abstract_state()
                 restored = checkpoint.restore(self._folder, step, like.params, like.opt_state)
@@ -106,6 +111,13 @@ class TrainerRole:
             case calls.Fingerprint():
                 return calls.Done(value=digest(self._trainer.params))
         return calls.Done(value=self._version)
+
+    def _keep_for_gap(self, version: Version) -> None:
+        if not self._gap.wanted:
+            return
+        if self._newest is not None:
+            self._gap.keep(*self._newest)
+        self._newest = version, self._own_copy(self._trainer.params)
 
     def _write(self, version: Version) -> None:
         self._stored.write(version, self._kept.get(version, None))
