@@ -8,9 +8,9 @@ A kind names whose process it is and what happens to it: a kill is SIGKILL, a fr
 which a gang hands over and leaves; `resize` asks for one instance less, then for all again; `controller-kill` ends the
 run, whose children must end too, and starts the same command again; a node is a raylet with all that it started, and
 another one takes its place: with a spare one afterwards, else the gang has to wait for it. A blow falls once all gangs
-are up and another step has been published. One row a kind: seconds until the loss is said, until a new gang is up, and until
-it does its work again (an instance is at once, the trainer when it is back at its version); of a controller "said" means
-that its children are gone.
+are up and another step has been published. One row a kind: seconds until the loss is said, until a new gang is up, and
+until it does its work again (an instance is at once, the trainer when it is back at its version); of a controller
+"said" means that its children are gone.
 At the end the books of the whole run, from its journal:
     issued = trained + filtered + failed + in flight; lost, trained twice, generated again: 0
 """
