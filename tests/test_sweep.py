@@ -127,15 +127,15 @@ def test_a_run_that_asks_to_be_started_again_ends_the_sweep_with_the_same_wish(f
 def test_told_to_stop_it_tells_the_run_once_and_waits_for_it(folder, number):
     Path("code1").write_text("wait")
     program = textwrap.dedent("""
-        import sys
+        import signal, sys
+        signal.signal(signal.SIGINT, signal.default_int_handler)  # as at a terminal, whatever this was started from
         from absl import flags
         from dora_jax import sweep
         sweep.TRAIN = ("trainer.py",)
         sys.exit(sweep.run(sweep.parse(["sweep", "--config=c.py"], flags.FlagValues())))
         """)
     process = subprocess.Popen([sys.executable, "-c", program], env={**os.environ, "PYTHONPATH": str(ROOT)},
-                               stdout=subprocess.PIPE, text=True, start_new_session=True,
-                               preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL))  # as at a terminal
+                               stdout=subprocess.PIPE, text=True, start_new_session=True)
     until_s = time.monotonic() + 60
     while not Path("runs/c_sweep/seed=1,trainer.learning_rate=0.1/waits").exists() and time.monotonic() < until_s:
         time.sleep(0.02)
