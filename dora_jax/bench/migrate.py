@@ -67,22 +67,30 @@ def slowed(engine: Engine, parcel: Parcel, others: int) -> tuple[tuple[float, in
     for index in range(others):
         engine.submit(SampleId(1, index), np.arange(3, 35), 0, OTHERS_NEW)
     engine.tick()
-    alone = statistics.median(timed_tick(engine) for _ in range(5))
+    before = statistics.median(timed_tick(engine) for _ in range(5))
     engine.import_(parcel)
     arriving = [timed_tick(engine)]
     while not len(engine.sampled(MOVED)[0]) > len(parcel.out_ids):
         arriving.append(timed_tick(engine))
-    own = max(0.0, statistics.median(timed_tick(engine) for _ in range(3)) - alone)  # the moved sample decodes too
-    came = (sum(arriving) - own) / (len(arriving) * alone) - 1
-    before = len(engine.sampled(SampleId(1, 0))[0])
+    both = statistics.median(timed_tick(engine) for _ in range(3))
+    sampled = len(engine.sampled(SampleId(1, 0))[0])
     began = time.perf_counter()
     engine.export(MOVED)
     took = time.perf_counter() - began
-    steps = (len(engine.sampled(SampleId(1, 0))[0]) - before) // engine.shapes.steps
-    left = (took - steps * alone) / (max(1, steps) * alone)
+    leaving = max(1, (len(engine.sampled(SampleId(1, 0))[0]) - sampled) // engine.shapes.steps)
+    after = statistics.median(timed_tick(engine) for _ in range(5))
+    ticks = len(arriving) + 3 + leaving
+
+    def alone(tick: float) -> float:
+        """Seconds a tick of the others by themselves: they grow, and slow down, all the while."""
+        return before + (after - before) * tick / ticks
+
+    own = max(0.0, both - alone(len(arriving) + 1.5))  # the moved sample decodes too, once it is there
+    came = (sum(arriving) - own) / (len(arriving) * alone(len(arriving) / 2)) - 1
+    left = took / (leaving * alone(ticks - leaving / 2)) - 1
     for index in range(others):
         engine.cancel(SampleId(1, index))
-    return (came, len(arriving)), (left, max(1, steps))
+    return (came, len(arriving)), (left, leaving)
 
 
 def timed_tick(engine: Engine) -> float:
