@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+import threading
 
 import numpy as np
 import pytest
@@ -11,11 +12,16 @@ from dora_jax.rollout.jetstream import import_jetstream, new_adapter
 from dora_jax.types import SampleId
 
 BOS = 1
+ERRORS = []  # of JetStream's threads
 
 
 @pytest.fixture(scope="module")
 def orchestrator():
-    """The module; importing it gives the root logger a handler and the level DEBUG, which a test must not keep."""
+    """The module; importing it gives the root logger a handler and the level DEBUG, which a test must not keep.
+
+    A thread of its that fails kills the process; here it is heard of. `Driver.stop` makes them fail now and then: it
+    takes the channel of a request away while another thread closes it.
+    """
     for name in ("jetstream", "grpc", "shortuuid", "prometheus_client"):
         pytest.importorskip(name, reason=f"{name} is not installed: see dora_jax/rollout/jetstream.py")
     import_jetstream()
@@ -25,7 +31,16 @@ def orchestrator():
 
     root.setLevel(level)
     root.handlers[:] = handlers
-    return orchestrator
+
+    def run(thread):
+        try:
+            threading.Thread.run(thread)
+        except Exception as error:
+            ERRORS.append(error)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(orchestrator.JetThread, "run", run)
+        yield orchestrator
 
 
 @pytest.fixture
@@ -51,11 +66,14 @@ def decode(orchestrator, adapter, requests):
         return out
 
     async def every():
-        return await asyncio.gather(*(one(*request) for request in requests))
+        return await asyncio.wait_for(asyncio.gather(*(one(*request) for request in requests)), timeout=120)
 
-    answers = asyncio.run(every())
-    driver.stop()
-    return answers
+    try:
+        return asyncio.run(every())
+    finally:
+        assert not ERRORS
+        driver.stop()
+        ERRORS.clear()
 
 
 def test_their_orchestrator_gets_the_samples_of_the_engine(orchestrator, engine):
