@@ -42,6 +42,7 @@ STEPS = 100_000  # it ends when the blows are over
 OVERRIDES = (
     f"--config.steps={STEPS}", "--config.eval.every=0", "--config.cluster.elastic=True",
     "--config.journal.keep_all=True", "--config.journal.partial_s=0.2", "--config.checkpoint.every=5")
+PROCESSES = ("--config.cluster.launcher=process",)
 
 UP = re.compile(r"(trainer|rollout \d+) \(epoch (\d+)\) is up.*: pids ([\d, ]+)")
 LOST = re.compile(r"(trainer|rollout \d+) \(epoch (\d+)\) (?:is lost|has left): (.*)")
@@ -113,7 +114,7 @@ def main() -> None:
     flags.workdir.mkdir(parents=True)
     slices = _slices(flags) if set(blows) & set(NODE_KINDS) else None
     launcher = ["--config.cluster.launcher=ray", "--config.cluster.trainer_slice=v4-8",
-                "--config.cluster.replica_slice=v4-8"] if slices else ["--config.cluster.launcher=process"]
+                "--config.cluster.replica_slice=v4-8"] if slices else PROCESSES
     run = Run([sys.executable, "-m", "dora_jax.train", f"--config={flags.config}", f"--workdir={flags.workdir}",
                *OVERRIDES, *launcher, *flags.overrides], flags.workdir, slices=slices)
     times: dict[str, list[tuple[float, float, float]]] = {}

@@ -23,7 +23,7 @@ import sys
 import time
 from pathlib import Path
 
-from dora_jax.bench.gang_kills import OVERRIDES, PATIENCE_S, Run
+from dora_jax.bench.gang_kills import OVERRIDES, PATIENCE_S, PROCESSES, Run
 from dora_jax.runtime.audit import audit
 
 LOOK_S = 0.2
@@ -69,7 +69,7 @@ def main() -> None:
     args.workdir.mkdir(parents=True)
     os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(args.workdir / "cache"))  # as any job that may restart has
     run = Run([sys.executable, "-m", "dora_jax.train", f"--config={args.config}", f"--workdir={args.workdir}",
-               *OVERRIDES, *args.overrides], args.workdir)
+               *OVERRIDES, *PROCESSES, *args.overrides], args.workdir)
     phases: list[Phase] = []
     print(f"{'phase':>5} {'kills':>5} {'s':>6} {'steps':>5} {'tokens/s':>9}  back after s", flush=True)
     run.start()
