@@ -17,7 +17,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import MutableMapping
+from collections.abc import Callable, MutableMapping
 from pathlib import Path
 from typing import Any
 
@@ -34,13 +34,17 @@ def main() -> None:
     serve(ticket_of(os.environ["DORA_TICKET"]), bytes.fromhex(os.environ.pop("DORA_TOKEN")))
 
 
-def serve(ticket: Ticket, token: bytes) -> None:
-    """Never returns."""
+def serve(ticket: Ticket, token: bytes, leave: Callable[[], None] = lambda: None) -> None:
+    """Never returns; `leave` is the last thing that this process does."""
     from dora_jax.runtime.cluster import calls
     from dora_jax.runtime.cluster.link import Door, Link, dial
 
+    def end(code: int) -> None:
+        leave()
+        os._exit(code)
+
     inbox: queue.SimpleQueue = queue.SimpleQueue()
-    link = Link(dial(ticket.controller, token), lambda _, item: inbox.put(item), lambda _, reason: os._exit(0))
+    link = Link(dial(ticket.controller, token), lambda _, item: inbox.put(item), lambda _, reason: end(0))
     link.start()
     pass_on_notice(link)
     pulse = Pulse(link)
@@ -62,7 +66,7 @@ def serve(ticket: Ticket, token: bytes) -> None:
         sys.stderr.flush()
         link.send(calls.Failed(error=f"{type(error).__name__}: {error}"))
         link.flush(LAST_WORDS_S)
-    os._exit(1)
+    end(1)
 
 
 def pass_on_notice(link: Any) -> None:
