@@ -51,6 +51,9 @@ class WeightStore:
             raise ValueError(f"version {version} cannot be published after version {self._newest}: versions are "
                              f"immutable and only rise")
         weights = jax.block_until_ready(self._copy(params))
+        # An array lists its shards at the first look; two engines that look at once leave it with some of them twice
+        # (JAX 0.10), and no device_put of it works any more.
+        jax.tree.map(lambda x: x.addressable_shards, weights)
         with self._lock:
             self._weights[version] = weights
             self._newest = version

@@ -1,5 +1,8 @@
 """Publication: a version never changes, whatever the trainer does to its buffers, and reaches any devices."""
 
+import sys
+from concurrent.futures import ThreadPoolExecutor
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -55,6 +58,22 @@ def test_versions_on_the_trainers_own_device_do_not_share_its_buffers():
     store.put(1, place(4, one))
     assert_equal(first, want)
     assert not np.array_equal(store.get(1, specs)["embed"], want["embed"])
+
+
+def test_engines_may_ask_at_the_same_moment():
+    params = place(3, mesh(jax.devices()[:4]))
+    engines = [sharding.param_specs(MODEL, mesh([device]), "serving") for device in jax.devices()[4:]]
+    store, switch_s = WeightStore(), sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        with ThreadPoolExecutor(len(engines)) as threads:
+            for version in range(30):
+                store.put(version, params)
+                got = list(threads.map(lambda engine: store.get(version, engine), engines))
+    finally:
+        sys.setswitchinterval(switch_s)
+    for weights in got:
+        assert_equal(weights, decoder.serving_layout(cases.params(3)))
 
 
 def test_a_number_is_put_once_and_only_rises():
