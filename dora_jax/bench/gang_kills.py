@@ -2,15 +2,16 @@
 
     python -m dora_jax.bench.gang_kills [--each=3] [--kinds=rollout-kill,...] [--seed=0] [--workdir=DIR]
                                         [--config=configs/quickstart.py:tiny] [-- --config.field=value ...]
-    ... --kinds=node-kill,node-freeze [--spare=1]    on a local Ray cluster of fake TPU slices
+    ... --kinds=node-kill,node-freeze [--hosts=2] [--spare=1]    on a local Ray cluster of fake TPU slices
 
 A kind names whose process it is and what happens to it: a kill is SIGKILL, a freeze SIGSTOP, a notice SIGTERM, upon
 which a gang hands over and leaves; `resize` asks for one instance less, then for all again; `controller-kill` ends the
-run, whose children must end too, and starts the same command again; a node is a raylet with all that it started, and
-another one takes its place: with a spare one afterwards, else the gang has to wait for it. A blow falls once all gangs
-are up and another step has been published. One row a kind: seconds until the loss is said, until a new gang is up, and
-until it does its work again (an instance is at once, the trainer when it is back at its version); of a controller
-"said" means that its children are gone.
+run, whose children must end too, and starts the same command again; a node is a raylet with all that it started, one
+host of a slice of `hosts`, and another slice takes the place of this one: with a spare one afterwards, else the gang
+has to wait for it; a drain is what Ray is told of a node that is about to go. A blow falls once all gangs are up and
+another step has been published. One row a kind: seconds until the loss is said, until a new gang is up, and until it
+does its work again (an instance is at once, the trainer when it is back at its version); of a controller "said" means
+that its children are gone.
 At the end the books of the whole run, from its journal:
     issued = trained + filtered + failed + in flight; lost, trained twice, generated again: 0
 """
@@ -35,7 +36,7 @@ from dora_jax.runtime.audit import audit
 
 KINDS = ("rollout-kill", "rollout-freeze", "rollout-notice", "resize", "trainer-kill", "trainer-freeze",
          "controller-kill")
-NODE_KINDS = ("node-kill", "node-freeze", "node-notice")
+NODE_KINDS = ("node-kill", "node-freeze", "node-notice", "node-drain")
 BLOWS = {"kill": signal.SIGKILL, "freeze": signal.SIGSTOP, "notice": signal.SIGTERM}
 PATIENCE_S = 600.0
 STEPS = 100_000  # it ends when the blows are over
@@ -113,8 +114,7 @@ def main() -> None:
     shutil.rmtree(flags.workdir, ignore_errors=True)
     flags.workdir.mkdir(parents=True)
     slices = _slices(flags) if set(blows) & set(NODE_KINDS) else None
-    launcher = ["--config.cluster.launcher=ray", "--config.cluster.trainer_slice=v4-8",
-                "--config.cluster.replica_slice=v4-8"] if slices else PROCESSES
+    launcher = _on_slices(slices.type, flags.hosts) if slices else PROCESSES
     run = Run([sys.executable, "-m", "dora_jax.train", f"--config={flags.config}", f"--workdir={flags.workdir}",
                *OVERRIDES, *launcher, *flags.overrides], flags.workdir, slices=slices)
     times: dict[str, list[tuple[float, float, float]]] = {}
@@ -148,7 +148,9 @@ def _strike(run: Run, kind: str, draw: random.Random) -> tuple[float, float, flo
         return _resize(run)
     gang = draw.choice(sorted(name for name in run.pids if role == "node" or name.startswith(role)))
     pid, back = draw.choice(run.pids[gang]), run.back
-    if role == "node":
+    if blow == "drain":
+        began = run.slices.drain(pid)
+    elif role == "node":
         began = run.slices.take(pid, BLOWS[blow])
     else:
         began = time.monotonic()
@@ -156,14 +158,14 @@ def _strike(run: Run, kind: str, draw: random.Random) -> tuple[float, float, flo
     run.wait(f"the loss of {gang}", lambda: gang not in run.pids)
     said_s = time.monotonic() - began
     if role == "node" and not run.slices.spare:
-        run.slices.add()
+        run.slices.replace()
     run.wait(f"a new {gang}", lambda: gang in run.pids)
     up_s = time.monotonic() - began
     if gang == "trainer":
         run.wait("the trainer's return", lambda: run.back > back)
     work_s = time.monotonic() - began
     if role == "node" and run.slices.spare:
-        run.slices.add()
+        run.slices.replace()
     return said_s, up_s, work_s
 
 
@@ -181,9 +183,17 @@ def _resize(run: Run) -> tuple[float, float, float]:
 def _slices(flags: argparse.Namespace) -> Any:
     from dora_jax.bench.fake_slices import FakeSlices  # needs Ray, an extra
 
-    slices = FakeSlices(flags.gangs, flags.spare)
+    slices = FakeSlices(flags.gangs, flags.spare, flags.hosts)
     os.environ["RAY_ADDRESS"] = slices.address
     return slices
+
+
+def _on_slices(slice_type: str, hosts: int) -> list[str]:
+    """Every gang has a slice of its own, and a device of each host."""
+    return ["--config.cluster.launcher=ray", f"--config.cluster.trainer_slice={slice_type}",
+            f"--config.cluster.replica_slice={slice_type}", f"--config.cluster.trainer_hosts={hosts}",
+            f"--config.cluster.hosts_per_replica={hosts}", "--config.cluster.devices_per_host=1",
+            f"--config.rollout.tensor={hosts}"]
 
 
 def _strike_controller(run: Run) -> tuple[float, float, float]:
@@ -225,6 +235,7 @@ def _flags() -> argparse.Namespace:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--gangs", type=int, default=3)
     parser.add_argument("--spare", type=int, default=1)
+    parser.add_argument("--hosts", type=int, default=1)
     parser.add_argument("--config", default="configs/quickstart.py:tiny")
     parser.add_argument("--workdir", type=Path, default=Path("runs/gang_kills"))
     parser.add_argument("overrides", nargs="*", help="after --: overrides of the configuration")

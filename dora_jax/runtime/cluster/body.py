@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import hashlib
 import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -110,6 +111,6 @@ def _launcher(config: Config, workdir: Path) -> Launcher:
         case "ray":
             from dora_jax.runtime.cluster.on_ray import RayHosts  # an extra, needed here only
 
-            return RayHosts()
+            return RayHosts(hashlib.sha256(os.path.abspath(workdir).encode()).hexdigest()[:16])
         case other:
             raise ConfigError(f"cluster.launcher: {other!r} starts no process")
