@@ -160,8 +160,9 @@ def _lags(metrics: Metrics) -> str:
 def _waits(metrics: Metrics, waits: str) -> list[str]:
     """Who waited, for what share of the step, and in words on whom."""
     shares = []
-    if metrics.get("trainer/wait_s") is not None and metrics.get("time/step_s"):
-        shares.append(f"trainer {metrics['trainer/wait_s'] / metrics['time/step_s']:.0%}")
+    wait_s, step_s = metrics.get("trainer/wait_s"), metrics.get("trainer/step_s")
+    if wait_s is not None and step_s:
+        shares.append(f"trainer {wait_s / (wait_s + step_s):.0%}")
     if metrics.get("rollout/idle_share") is not None:
         shares.append(f"rollout {metrics['rollout/idle_share']:.0%}")
     return ([f"waiting: {', '.join(shares)}"] if shares else []) + ([waits] if waits else [])

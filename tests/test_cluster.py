@@ -33,6 +33,7 @@ from dora_jax.runtime.loop import run
 from dora_jax.runtime.publication import STORAGE
 from dora_jax.runtime.shards import Lent
 from dora_jax.runtime.staging import Versions, WeightHost
+from dora_jax.runtime.waits import Waits
 from dora_jax.runtime.workers import Risen, TrainerWorker
 from dora_jax.types import SampleId
 from tests.cluster_fakes import LIMITS, FakeLauncher, eventually
@@ -43,7 +44,7 @@ class Pulse:
     """A Pulse whose beats are sent as they change."""
 
     def __init__(self, link):
-        self.busy, self.waited_s, self._link, self._progress = False, 0.0, link, 0
+        self.busy, self.waits, self._link, self._progress = False, Waits(), link, 0
 
     @property
     def progress(self):

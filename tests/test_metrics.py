@@ -119,7 +119,7 @@ def scalars(folder):
 
 def test_the_step_line_shows_what_a_person_watches():
     metrics = {"reward/mean": 0.4321, "response/length": 33.4, "lag/max": 2, "lag/0": 0.25, "lag/1": 0.75,
-               "versions/live": 3, "trainer/wait_s": 0.5, "time/step_s": 2.0, "rollout/idle_share": 0.1,
+               "versions/live": 3, "trainer/wait_s": 0.5, "trainer/step_s": 1.5, "rollout/idle_share": 0.1,
                "rollout/tokens_per_s": 1234.4}
     assert step_line(12, metrics, "held-out 41.0% (version 10)", "trainer waits on group 7") == (
         "step   12  reward 0.432  held-out 41.0% (version 10)  length 33  lag 0:25% 1:75%  3 versions live  "

@@ -152,7 +152,8 @@ class RunLog:
     def _step_done(self, done: StepDone) -> None:
         now = time.monotonic()
         elapsed_s, self._step_s = now - self._step_s, now
-        idle = [worker.wait_s for worker in self._instances]
+        idle = [min(worker.wait_s, old + elapsed_s)  # of another process it comes once a second, which steps may not be
+                for worker, old in zip(self._instances, self._idle_s, strict=True)]
         idle_s = [new - old for new, old in zip(idle, self._idle_s, strict=True)]
         self._idle_s = idle
         metrics = group_metrics(done.groups, done.version - 1)

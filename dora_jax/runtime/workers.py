@@ -20,6 +20,7 @@ from dora_jax.orchestrate import events as ev
 from dora_jax.rollout.migrate import Parcel
 from dora_jax.runtime.book import Partial
 from dora_jax.runtime.gap import GapProbe
+from dora_jax.runtime.waits import Waits
 from dora_jax.types import InstanceId, Prompt, Sample, SampleId, ScoredGroup, Version, record
 
 PROGRESS_PERIOD_S = 0.1  # progress and page reports per instance: often enough to decide on, rare enough to ignore
@@ -77,8 +78,7 @@ class Worker:
     def __init__(self, role: str, outbox: queue.SimpleQueue):
         self.role = role
         self.outbox = outbox
-        self._waited_s = 0.0
-        self._waiting_since: float | None = None
+        self._waits = Waits()
         self._inbox: queue.SimpleQueue = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name=role, daemon=True)
 
@@ -97,16 +97,15 @@ class Worker:
     @property
     def wait_s(self) -> float:
         """Time with nothing to do since the start, the present wait included; any thread may ask."""
-        since = self._waiting_since
-        return self._waited_s + (time.monotonic() - since if since is not None else 0.0)
+        return self._waits.total_s
 
     @property
     def state(self) -> str:
         """In a few words, for a diagnosis."""
-        since = self._waiting_since
+        waited_s = self._waits.present_s
         if not self._thread.is_alive():
             return f"{self.role} is dead"
-        return f"{self.role} works" if since is None else f"{self.role} waits for work since {time.monotonic() - since:.0f} s"
+        return f"{self.role} works" if waited_s is None else f"{self.role} waits for work since {waited_s:.0f} s"
 
     @property
     def busy(self) -> bool:
@@ -130,11 +129,8 @@ class Worker:
             self.outbox.put(Crashed(role=self.role, error=error))
 
     def _next(self) -> tuple[Callable[..., None], tuple] | None:
-        began = self._waiting_since = time.monotonic()
-        job = self._inbox.get()
-        self._waiting_since = None
-        self._waited_s += time.monotonic() - began
-        return job
+        with self._waits:
+            return self._inbox.get()
 
 
 class InstanceWorker(Worker):

@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from dora_jax.runtime.cluster.launcher import Ticket, ticket_of
+from dora_jax.runtime.waits import Waits
 
 BEAT_S = 1.0
 LAST_WORDS_S = 5.0
@@ -92,7 +93,7 @@ class Pulse:
     def __init__(self, link: Any):
         self.progress = 0
         self.busy = False
-        self.waited_s = 0.0
+        self.waits = Waits()  # of the main thread
         self._link = link
 
     def start(self) -> None:
@@ -102,7 +103,7 @@ class Pulse:
         from dora_jax.runtime.cluster.calls import Beat
 
         while True:
-            self._link.send(Beat(progress=self.progress, busy=self.busy, waited_s=self.waited_s))
+            self._link.send(Beat(progress=self.progress, busy=self.busy, waited_s=self.waits.total_s))
             time.sleep(BEAT_S)
 
 

@@ -74,9 +74,8 @@ class TrainerRole:
     def run(self, inbox: queue.SimpleQueue) -> None:
         mine = self._courier.sort(inbox)
         while True:
-            waiting_since = time.monotonic()
-            call = mine.get()
-            self._pulse.waited_s += time.monotonic() - waiting_since
+            with self._pulse.waits:
+                call = mine.get()
             if isinstance(call, calls.HandOver):  # whoever waits for a later call asks the next gang
                 return self._link.send(calls.Left())
             self._pulse.busy = True
@@ -171,9 +170,8 @@ class RolloutRole:
     def run(self, inbox: queue.SimpleQueue) -> None:
         posts = self._courier.sort(inbox)
         while True:
-            waiting_since = time.monotonic()
-            turn = self._turns.next(posts, wait=not self._worker.busy)
-            self._pulse.waited_s += time.monotonic() - waiting_since
+            with self._pulse.waits:
+                turn = self._turns.next(posts, wait=not self._worker.busy)
             self._pulse.busy = True
             for post in turn:
                 if isinstance(post, calls.HandOver):
