@@ -190,6 +190,20 @@ def check(world, halt):
     assert books.ok and books.trained == STEPS * P, books
 
 
+def at_random(world, seed, blow):
+    """(an observer that strikes up to eight processes, the instances that it struck)"""
+    draw, struck = random.Random(seed), []
+
+    def strike(event, commands):
+        if isinstance(event, (ev.SampleDone, ev.SampleMoved)) and draw.random() < 0.15 and len(struck) < 8:
+            instance = draw.randrange(3)
+            if world.remotes[instance]._gang is not None:  # a gang that never comes up ends the run
+                struck.append(instance)
+                blow(draw.choice(world.hosts(instance)))
+
+    return strike, struck
+
+
 @pytest.mark.parametrize("mode, max_versions", [("dora", 3), ("partial", 2), ("sync", 1)])
 def test_a_run_over_gangs_is_a_run(tmp_path, mode, max_versions):
     world = World(tmp_path / "journal", mode, max_versions)
@@ -201,15 +215,8 @@ def test_a_run_over_gangs_is_a_run(tmp_path, mode, max_versions):
 
 @pytest.mark.parametrize("mode, max_versions, seed", [("dora", 3, 0), ("dora", 2, 2), ("partial", 2, 3)])
 def test_gangs_that_are_killed_lose_nothing_and_repeat_nothing(tmp_path, mode, max_versions, seed):
-    world, draw, kills = World(tmp_path / "journal", mode, max_versions), random.Random(seed), []
-
-    def killer(event, commands):
-        if isinstance(event, (ev.SampleDone, ev.SampleMoved)) and draw.random() < 0.15 and len(kills) < 8:
-            instance = draw.randrange(3)
-            if world.remotes[instance]._gang is not None:  # a gang that never comes up ends the run
-                kills.append(instance)
-                draw.choice(world.hosts(instance)).die()
-
+    world = World(tmp_path / "journal", mode, max_versions)
+    killer, kills = at_random(world, seed, lambda host: host.die())
     check(world, world.run([killer]))
     lost = [text for text in world.said if "is lost" in text]
     assert len(kills) > 1 and lost, (kills, world.said)

@@ -1,7 +1,5 @@
 """Gangs that come and go during a run: with notice nothing is lost, not even a token; a later one takes work."""
 
-import random
-
 import pytest
 
 from dora_jax.orchestrate import events as ev
@@ -9,20 +7,13 @@ from dora_jax.runtime.book import Partial
 from dora_jax.runtime.cluster import calls
 from dora_jax.runtime.cluster.elastic import Replicas
 from tests.cluster_fakes import eventually
-from tests.test_cluster import World, check, entries, events
+from tests.test_cluster import World, at_random, check, entries, events
 
 
 @pytest.mark.parametrize("mode, max_versions, seed", [("dora", 3, 0), ("partial", 2, 1), ("sync", 1, 2)])
 def test_gangs_that_come_and_go_lose_nothing_and_repeat_nothing(tmp_path, mode, max_versions, seed):
-    world, draw, left = World(tmp_path / "journal", mode, max_versions), random.Random(seed), []
-
-    def preempt(event, commands):
-        if isinstance(event, (ev.SampleDone, ev.SampleMoved)) and draw.random() < 0.15 and len(left) < 8:
-            instance = draw.randrange(3)
-            if world.remotes[instance]._gang is not None:
-                left.append(instance)
-                draw.choice(world.hosts(instance)).link.send(calls.Notice(reason="SIGTERM"))
-
+    world = World(tmp_path / "journal", mode, max_versions)
+    preempt, left = at_random(world, seed, lambda host: host.link.send(calls.Notice(reason="SIGTERM")))
     check(world, world.run([preempt]))
     reasons = [event.reason for event in events(world.folder) if isinstance(event, ev.InstanceDown)]
     assert len(left) > 1 and reasons and all(reason.startswith("preempted") for reason in reasons), world.said
