@@ -114,7 +114,7 @@ def main() -> None:
     shutil.rmtree(flags.workdir, ignore_errors=True)
     flags.workdir.mkdir(parents=True)
     slices = _slices(flags) if set(blows) & set(NODE_KINDS) else None
-    launcher = _on_slices(slices.type, flags.hosts) if slices else PROCESSES
+    launcher = _on_slices(slices.type, flags) if slices else PROCESSES
     run = Run([sys.executable, "-m", "dora_jax.train", f"--config={flags.config}", f"--workdir={flags.workdir}",
                *OVERRIDES, *launcher, *flags.overrides], flags.workdir, slices=slices)
     times: dict[str, list[tuple[float, float, float]]] = {}
@@ -188,12 +188,14 @@ def _slices(flags: argparse.Namespace) -> Any:
     return slices
 
 
-def _on_slices(slice_type: str, hosts: int) -> list[str]:
-    """Every gang has a slice of its own, and a device of each host."""
+def _on_slices(slice_type: str, flags: argparse.Namespace) -> list[str]:
+    """Every gang has a slice of its own, a device of each host, and a model that these can divide among them."""
+    hosts = flags.hosts
     return ["--config.cluster.launcher=ray", f"--config.cluster.trainer_slice={slice_type}",
             f"--config.cluster.replica_slice={slice_type}", f"--config.cluster.trainer_hosts={hosts}",
             f"--config.cluster.hosts_per_replica={hosts}", "--config.cluster.devices_per_host=1",
-            f"--config.rollout.tensor={hosts}"]
+            f"--config.rollout.tensor={hosts}", f"--config.sft.n_kv_heads={hosts}",
+            f"--config.sft.out={flags.workdir / 'base'}", f"--config.model.path={flags.workdir / 'base'}"]
 
 
 def _strike_controller(run: Run) -> tuple[float, float, float]:
