@@ -19,91 +19,20 @@ At the end the books of the whole run, from its journal:
 from __future__ import annotations
 
 import argparse
-import dataclasses
+import contextlib
 import os
 import random
-import re
-import shutil
 import signal
-import subprocess
-import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from dora_jax.runtime.audit import audit
+from dora_jax.bench.gang_run import PATIENCE_S, PROCESSES, Run, new_parser, running, settle
 
 KINDS = ("rollout-kill", "rollout-freeze", "rollout-notice", "resize", "trainer-kill", "trainer-freeze",
-         "controller-kill")
+         "trainer-notice", "controller-kill")
 NODE_KINDS = ("node-kill", "node-freeze", "node-notice", "node-drain")
 BLOWS = {"kill": signal.SIGKILL, "freeze": signal.SIGSTOP, "notice": signal.SIGTERM}
-PATIENCE_S = 600.0
-STEPS = 100_000  # it ends when the blows are over
-OVERRIDES = (
-    f"--config.steps={STEPS}", "--config.eval.every=0", "--config.cluster.elastic=True",
-    "--config.journal.keep_all=True", "--config.journal.partial_s=0.2", "--config.checkpoint.every=5")
-PROCESSES = ("--config.cluster.launcher=process",)
-
-UP = re.compile(r"(trainer|rollout \d+) \(epoch (\d+)\) is up.*: pids ([\d, ]+)")
-LOST = re.compile(r"(trainer|rollout \d+) \(epoch (\d+)\) (?:is lost|has left): (.*)")
-
-
-@dataclasses.dataclass
-class Run:
-    """One workdir and the controller that works on it."""
-
-    command: list[str]
-    folder: Path
-    process: subprocess.Popen | None = None
-    read: int = 0  # bytes of the console that have been looked at
-    pids: dict[str, list[int]] = dataclasses.field(default_factory=dict)
-    lost: dict[str, str] = dataclasses.field(default_factory=dict)
-    steps: int = 0
-    back: int = 0  # times the trainer came back to its version
-    slices: Any = None  # FakeSlices, where nodes are taken away
-
-    def start(self) -> None:
-        self.pids, self.lost = {}, {}
-        with self.console.open("a") as log:
-            self.process = subprocess.Popen(self.command, stdout=log, stderr=log, stdin=subprocess.DEVNULL)
-
-    @property
-    def console(self) -> Path:
-        return self.folder / "console.log"
-
-    def look(self) -> None:
-        """What has been said since the last look."""
-        with self.console.open("rb") as log:
-            log.seek(self.read)
-            text = log.read()
-        text = text[: text.rfind(b"\n") + 1]
-        self.read += len(text)
-        for line in text.decode(errors="replace").splitlines():
-            if up := UP.search(line):
-                self.pids[up[1]] = [int(pid) for pid in up[3].split(",")]
-                self.lost.pop(up[1], None)
-            elif lost := LOST.search(line):
-                self.lost[lost[1]] = lost[3]
-                self.pids.pop(lost[1], None)
-            self.steps += line.startswith("step ") and "reward" in line
-            self.back += "the trainer is back at version" in line
-
-    def wait(self, what: str, done: Callable[[], bool]) -> float:
-        """Seconds until it is so."""
-        began = time.monotonic()
-        while True:
-            self.look()
-            if done():
-                return time.monotonic() - began
-            if self.process.poll() is not None or time.monotonic() - began > PATIENCE_S:
-                raise RuntimeError(f"{what} did not come: {self.console.read_text()[-3000:]}")
-            time.sleep(0.02)
-
-    def ready(self, gangs: int) -> None:
-        self.wait("all gangs", lambda: len(self.pids) == gangs)
-        steps = self.steps
-        self.wait("a step", lambda: self.steps > steps)
 
 
 def main() -> None:
@@ -111,16 +40,10 @@ def main() -> None:
     draw = random.Random(flags.seed)
     blows = [kind for kind in flags.kinds.split(",") for _ in range(flags.each)]
     draw.shuffle(blows)
-    shutil.rmtree(flags.workdir, ignore_errors=True)
-    flags.workdir.mkdir(parents=True)
     slices = _slices(flags) if set(blows) & set(NODE_KINDS) else None
     launcher = _on_slices(slices.type, flags) if slices else PROCESSES
-    run = Run([sys.executable, "-m", "dora_jax.train", f"--config={flags.config}", f"--workdir={flags.workdir}",
-               *OVERRIDES, *launcher, *flags.overrides], flags.workdir, slices=slices)
     times: dict[str, list[tuple[float, float, float]]] = {}
-    run.start()
-    try:
-        run.wait("all gangs", lambda: len(run.pids) == flags.gangs)
+    with contextlib.closing(slices) if slices else contextlib.nullcontext(), running(flags, launcher, slices) as run:
         for kind in blows:
             run.ready(flags.gangs)
             time.sleep(draw.uniform(0, 1))
@@ -128,15 +51,8 @@ def main() -> None:
             print(f"  {kind:16} said {times[kind][-1][0]:5.1f} s  up {times[kind][-1][1]:5.1f} s  at work "
                   f"{times[kind][-1][2]:5.1f} s", flush=True)
         run.ready(flags.gangs)
-    finally:
-        run.process.terminate()
-        code = run.process.wait(PATIENCE_S)
-        if slices:
-            slices.close()
     _table(times)
-    books = audit(flags.workdir / "journal")
-    print(f"{run.steps} steps; exit code {code}; {books}")
-    sys.exit(0 if books.ok else 1)
+    settle(run, f"{run.steps} steps")
 
 
 def _strike(run: Run, kind: str, draw: random.Random) -> tuple[float, float, float]:
@@ -231,16 +147,11 @@ def _table(times: dict[str, list[tuple[float, float, float]]]) -> None:
 
 
 def _flags() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = new_parser(__doc__, "runs/gang_kills", gangs=3)
     parser.add_argument("--each", type=int, default=3)
     parser.add_argument("--kinds", default=",".join(KINDS))
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--gangs", type=int, default=3)
     parser.add_argument("--spare", type=int, default=1)
     parser.add_argument("--hosts", type=int, default=1)
-    parser.add_argument("--config", default="configs/quickstart.py:tiny")
-    parser.add_argument("--workdir", type=Path, default=Path("runs/gang_kills"))
-    parser.add_argument("overrides", nargs="*", help="after --: overrides of the configuration")
     return parser.parse_args()
 
 

@@ -16,15 +16,12 @@ import dataclasses
 import json
 import os
 import random
-import shutil
 import signal
 import statistics
-import sys
 import time
 from pathlib import Path
 
-from dora_jax.bench.gang_kills import OVERRIDES, PATIENCE_S, PROCESSES, Run
-from dora_jax.runtime.audit import audit
+from dora_jax.bench.gang_run import Run, new_parser, running, settle
 
 LOOK_S = 0.2
 
@@ -65,16 +62,10 @@ class Trained:
 def main() -> None:
     args = _arguments()
     draw = random.Random(args.seed)
-    shutil.rmtree(args.workdir, ignore_errors=True)
-    args.workdir.mkdir(parents=True)
     os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(args.workdir / "cache"))  # as any job that may restart has
-    run = Run([sys.executable, "-m", "dora_jax.train", f"--config={args.config}", f"--workdir={args.workdir}",
-               *OVERRIDES, *PROCESSES, *args.overrides], args.workdir)
     phases: list[Phase] = []
     print(f"{'phase':>5} {'kills':>5} {'s':>6} {'steps':>5} {'tokens/s':>9}  back after s", flush=True)
-    run.start()
-    try:
-        run.wait("all gangs", lambda: len(run.pids) == args.gangs)
+    with running(args) as run:
         run.ready(args.gangs)
         trained = Trained(args.workdir)
         for pair in range(args.pairs):
@@ -82,16 +73,10 @@ def main() -> None:
                 run.wait("all gangs", lambda: len(run.pids) == args.gangs)
                 phases.append(_phase(run, trained, kills, args, draw))
                 _say(len(phases), phases[-1])
-    finally:
-        run.process.terminate()
-        code = run.process.wait(PATIENCE_S)
     quiet, struck = ([phase.rate for phase in phases if phase.kills == kills] for kills in (False, True))
     share = [b / a for a, b in zip(quiet, struck, strict=True)]
-    print(f"{100 * sum(struck) / sum(quiet):.1f} % of the undisturbed rate; pairs: "
-          f"{', '.join(f'{100 * x:.1f}' for x in share)} %; exit code {code}")
-    books = audit(args.workdir / "journal")
-    print(books)
-    sys.exit(0 if books.ok else 1)
+    settle(run, f"{100 * sum(struck) / sum(quiet):.1f} % of the undisturbed rate; pairs: "
+                f"{', '.join(f'{100 * x:.1f}' for x in share)} %")
 
 
 def _phase(run: Run, trained: Trained, kills: bool, args: argparse.Namespace, draw: random.Random) -> Phase:
@@ -126,15 +111,10 @@ def _say(number: int, phase: Phase) -> None:
 
 
 def _arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = new_parser(__doc__, "runs/kill_rate", gangs=4)
     parser.add_argument("--every_s", type=float, default=60.0)
     parser.add_argument("--phase_s", type=float, default=120.0)
     parser.add_argument("--pairs", type=int, default=2)
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--gangs", type=int, default=4)
-    parser.add_argument("--config", default="configs/quickstart.py:tiny")
-    parser.add_argument("--workdir", type=Path, default=Path("runs/kill_rate"))
-    parser.add_argument("overrides", nargs="*", help="after --: overrides of the configuration")
     return parser.parse_args()
 
 
