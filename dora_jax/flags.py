@@ -97,16 +97,13 @@ def parse(argv: Sequence[str], purpose: str = "train", flag_values: flags.FlagVa
         flag_values(rest)  # absl prints the help and exits
     tree = _saved(rest, spec) if purpose == "evaluate" else load_file(spec)
     overrides = _apply(tree, rest, flag_values)
-    workdir = _local(flag_values.workdir or str(Path("runs") / run_name(spec)), purpose)
+    workdir = _local(flag_values.workdir or str(Path("runs") / run_name(spec)), purpose, flag_values.dry_run)
     config = configs.from_config_dict(tree, purpose)
     asked = Run(config=config, workdir=workdir, overrides=overrides, dry_run=flag_values.dry_run,
                 in_bucket="://" in flag_values.workdir)
     if purpose != "evaluate":
         missing = [] if asked.dry_run else validate.missing_paths(config, purpose)
-        shared = ["workdir: the processes of a cluster share its files: name a folder that all of them see, no bucket"]
-        problems = [*_machine(asked, purpose), *missing, *_conflicts(asked),
-                    *(shared if config.cluster.launcher and asked.in_bucket else [])]
-        if problems:
+        if problems := [*_machine(asked, purpose), *missing, *_conflicts(asked)]:
             raise ConfigError(problems)
     return asked
 
@@ -189,15 +186,15 @@ def record(asked: Run) -> None:
 # ---------------------------------------------------------------- private
 
 
-def _local(workdir: str, purpose: str) -> Path:
-    """The folder in which the run works: a bucket's is a scratch folder that stands for it."""
+def _local(workdir: str, purpose: str, dry_run: bool = False) -> Path:
+    """The folder in which the run works: a bucket's is a scratch folder that stands for it. Dry runs ask no bucket."""
     if "://" not in workdir:
         return Path(workdir)
     if purpose == "sft":
         raise ConfigError("workdir: the warm start keeps its files in a local folder, not in a bucket")
     from dora_jax.runtime import bucket  # as above
 
-    return bucket.attach(workdir, purpose)
+    return bucket.scratch(workdir, purpose) if dry_run else bucket.attach(workdir, purpose)
 
 
 def _define(flag_values: flags.FlagValues) -> None:

@@ -10,6 +10,7 @@ holds. Exit code: 0 all is well, 1 this machine is not fit, 2 wrong input.
 
 from __future__ import annotations
 
+import email.utils
 import fcntl
 import hashlib
 import math
@@ -18,6 +19,8 @@ import platform
 import re
 import sys
 import time
+import urllib.error
+import urllib.request
 from collections.abc import Iterator, Sequence
 from importlib import metadata
 from pathlib import Path
@@ -26,7 +29,9 @@ from absl import app
 from absl import flags as absl_flags
 
 LOCK = Path("/tmp/libtpu_lockfile")  # libtpu holds it with lockf; another user's, left behind, blocks all
-MAX_SKEW_S = 5.0  # between this clock and that of the workdir's file system
+MAX_SKEW_S = 5.0  # between this clock and that of the workdir's storage
+ANSWER_S = 60.0  # a bucket has answered by then
+GOOGLE_STORAGE = "https://storage.googleapis.com"
 PACKAGES = ("jax", "jaxlib", "libtpu", "flax", "ray")
 
 
@@ -62,11 +67,14 @@ def plan(hosts: int, trainer_devices: int, replica_devices: int, args: Sequence[
             f"{replicas} replicas: {cluster.hosts_per_replica} of {replica_devices}")
 
 
-def host(workdir: Path, chips: int, dry_run: bool) -> Iterator[str]:
+def host(workdir: str, chips: int, dry_run: bool) -> Iterator[str]:
     """A line a check; Unfit at the first that fails."""
     yield check_chips(chips)
     yield check_lock(LOCK, dry_run)
-    yield f"{workdir}: not written to (dry run)" if dry_run else check_folder(workdir)
+    if dry_run:
+        yield f"{workdir}: not written to (dry run)"
+    else:
+        yield check_bucket(workdir) if "://" in workdir else check_folder(Path(workdir))
     yield versions()
 
 
@@ -114,6 +122,35 @@ def check_folder(workdir: Path) -> str:
     return f"{workdir}: written, renamed and read; clocks differ by less than {MAX_SKEW_S:.0f} s"
 
 
+def check_bucket(url: str) -> str:
+    """Puts, reads back and deletes an object as checkpoints do; Google's bucket also tells the time."""
+    import tensorstore
+
+    name = f".preflight-{platform.node()}-{os.getpid()}"
+    try:
+        store = tensorstore.KvStore.open(url.rstrip("/") + "/").result(timeout=ANSWER_S)
+        store.write(name, b"dora").result(timeout=ANSWER_S)
+        if store.read(name).result(timeout=ANSWER_S).value != b"dora":
+            raise Unfit(f"{url}: what was written is not what is read")
+        store.write(name, None).result(timeout=ANSWER_S)
+        skew_s = bucket_time_s() - time.time() if url.startswith("gs://") else 0.0
+    except (ValueError, OSError) as error:
+        raise Unfit(f"{url}: {' '.join(str(error).split())}") from error
+    if abs(skew_s) > MAX_SKEW_S:
+        raise Unfit(f"{url}: this host's clock differs from its storage's by {skew_s:+.0f} s; mend the clock first")
+    clock = f"; clocks differ by less than {MAX_SKEW_S:.0f} s" if url.startswith("gs://") else ""
+    return f"{url}: written, read and deleted{clock}"
+
+
+def bucket_time_s() -> float:
+    """What every answer of Google's storage begins with."""
+    try:
+        answer = urllib.request.urlopen(GOOGLE_STORAGE, timeout=ANSWER_S)
+    except urllib.error.HTTPError as error:  # it asks who we are, and says the time all the same
+        answer = error
+    return email.utils.parsedate_to_datetime(answer.headers["Date"]).timestamp()
+
+
 def versions() -> str:
     """One line, the same on machines that run the same code on the same libraries."""
     found = {"python": platform.python_version()}
@@ -153,7 +190,7 @@ def main(argv: Sequence[str]) -> None:
     if len(argv) > 1 and argv[1] == "plan":
         print(plan(values.hosts, values.trainer_devices, values.replica_devices, argv[2:]))
     elif argv[1:] == ["host"]:
-        for line in host(Path(values.workdir or "."), values.chips, values.dry_run):
+        for line in host(values.workdir or ".", values.chips, values.dry_run):
             print(line, flush=True)
     else:
         raise ValueError(f"{' '.join(argv[1:]) or 'nothing'}: the first argument is plan or host, with flags only")
@@ -166,7 +203,7 @@ def _parse(argv: Sequence[str]) -> list[str]:
         absl_flags.DEFINE_integer("replica_devices", 0, "of a machine of a replica", lower_bound=0)
     else:
         absl_flags.DEFINE_integer("chips", 0, "TPU chips of this machine; 0: any number", lower_bound=0)
-        absl_flags.DEFINE_string("workdir", "", "the folder that the job will write to")
+        absl_flags.DEFINE_string("workdir", "", "the folder or bucket that the job will write to")
         absl_flags.DEFINE_boolean("dry_run", False, "change nothing")
     absl_flags.FLAGS.set_gnu_getopt(True)
     return absl_flags.FLAGS(list(argv), known_only=True)

@@ -5,7 +5,7 @@
 #   bash launch/tpu_vm.sh delete --name=NAME --zone=ZONE
 # run ships the commit that is checked out. A slice of one machine runs the whole job in one process. Of several, one
 # trains and each other is a rollout replica, as a Ray cluster; that wants --token_file=FILE (a secret of your making)
-# and a --workdir that all of them see. --module=dora_jax.sweep runs another program.
+# and a --workdir that all of them see, a bucket's at best. --module=dora_jax.sweep runs another program.
 # Every action takes --dry_run: it prints the commands and runs none. The exit code is that of the job: 42 is run again.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."

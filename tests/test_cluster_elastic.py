@@ -5,7 +5,7 @@ import pytest
 from dora_jax.orchestrate import events as ev
 from dora_jax.runtime.book import Partial
 from dora_jax.runtime.cluster import calls
-from dora_jax.runtime.cluster.elastic import Replicas
+from dora_jax.runtime.cluster.elastic import Replicas, wish_at
 from tests.cluster_fakes import eventually
 from tests.test_cluster import World, at_random, check, entries, events
 
@@ -71,14 +71,14 @@ def test_a_number_in_the_workdir_says_how_many_there_are_to_be(tmp_path, text, w
     if text is not None:
         (tmp_path / "replicas").write_text(text)
     instances, said = [Instance() for _ in range(3)], []
-    Replicas(tmp_path, instances, said.append).close()
+    Replicas(wish_at(str(tmp_path)), instances, said.append).close()
     assert [instance.wanted for instance in instances] == [number < wanted for number in range(3)]
     assert bool(said) == bool(text) and all(repr(text.strip()) in each or f"{wanted} of 3" in each for each in said)
 
 
 def test_the_number_may_change_and_go_again(tmp_path):
     instances, said = [Instance() for _ in range(3)], []
-    replicas = Replicas(tmp_path, instances, said.append, look_s=0.01)
+    replicas = Replicas(wish_at(str(tmp_path)), instances, said.append, look_s=0.01)
     (tmp_path / "replicas").write_text("1")
     eventually(lambda: [instance.wanted for instance in instances] == [True, False, False])
     (tmp_path / "replicas").write_text("many")

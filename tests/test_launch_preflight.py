@@ -5,6 +5,7 @@ import subprocess
 import sys
 import textwrap
 import time
+import urllib.error
 from pathlib import Path
 
 import pytest
@@ -66,6 +67,23 @@ def test_a_clock_that_differs_from_the_storages_is_found(tmp_path, monkeypatch, 
     monkeypatch.setattr(preflight.time, "time", lambda: now_s + ahead_s)
     with pytest.raises(preflight.Unfit, match="clock differs from its storage's by"):
         preflight.check_folder(tmp_path)
+
+
+def test_a_bucket_is_written_read_and_left_empty(tmp_path):
+    url = f"file://{tmp_path}/bucket"
+    assert preflight.check_bucket(url) == f"{url}: written, read and deleted"
+    assert list((tmp_path / "bucket").iterdir()) == []
+    (tmp_path / "file").write_text("")
+    with pytest.raises(preflight.Unfit, match="file/runs"):
+        preflight.check_bucket(f"file://{tmp_path}/file/runs")
+
+
+def test_googles_storage_tells_the_time_even_to_who_may_not_ask(monkeypatch):
+    def refuse(url, timeout):
+        raise urllib.error.HTTPError(url, 400, "Bad Request", {"Date": "Sat, 21 Nov 2026 15:00:00 GMT"}, None)
+
+    monkeypatch.setattr(preflight.urllib.request, "urlopen", refuse)
+    assert preflight.bucket_time_s() == 1795273200.0
 
 
 def test_chips_are_counted_by_their_device_files(tmp_path):

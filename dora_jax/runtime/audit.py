@@ -58,9 +58,14 @@ class ReadOnly:
         return (self._folder / f"{segment:06d}.log").read_bytes()
 
 
+def reading(place: Path | str) -> ReadOnly | ObjectLog:
+    """The log of WORKDIR/journal; of a bucket's, by its URL."""
+    return ObjectLog(opened(place), read_only=True) if "://" in str(place) else ReadOnly(Path(place))
+
+
 def audit(folder: Path | str) -> Audit:
-    """Of WORKDIR/journal; a URL: of a bucket's."""
-    journal = jn.Journal(ObjectLog(opened(folder), read_only=True) if isinstance(folder, str) else ReadOnly(folder))
+    """Of WORKDIR/journal, which may be a URL."""
+    journal = jn.Journal(reading(folder))
     numbers = journal.segments()
     if not numbers or numbers[0] != 1:
         raise ValueError(f"{folder} begins at segment {numbers[:1]}: the first facts of the run are gone")

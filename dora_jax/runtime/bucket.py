@@ -3,6 +3,7 @@
     URL/journal/                   the event log, written through (objects.py)
     URL/checkpoints/STEP/...       each completed step, its manifest put last
     URL/config.json, metrics.jsonl, ...     copies of the scratch folder's files, every now and then
+    URL/weights/, replicas         of a cluster, whose processes share no more than the store (cluster/parts.py)
 
 Consumes a scratch folder that Checkpoints and the writers of logs fill as ever; produces its mirror. Laws: the store
 alone decides: a step that it does not hold, byte for byte, is removed from the scratch folder when a run begins; no
@@ -24,6 +25,7 @@ import urllib.parse
 import zlib
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import tensorstore
 
@@ -31,10 +33,11 @@ from dora_jax.config import ConfigError
 from dora_jax.runtime.guard import Stop
 from dora_jax.runtime.objects import ANSWER_S
 from dora_jax.trainer import manifest
-from dora_jax.trainer.manifest import MANIFEST, TEMPORARY
+from dora_jax.trainer.manifest import MANIFEST, TEMPORARY, Files
 
 MARK = ".store"  # in a scratch folder: the URL that it stands for
-STEPS, JOURNAL, BOARD = "checkpoints", "journal", "tensorboard"
+STEPS, JOURNAL, WEIGHTS, REPLICAS = "checkpoints", "journal", "weights", "replicas"
+LOGS = ("tensorboard", "logs")  # folders of files that are copied as those of the workdir itself
 CONFIG = ("config.json", "overrides.json")
 LOGS_PERIOD_S = 30.0  # a log is copied whole
 RETRIES = {"max_retries": 5, "initial_delay": "500ms", "max_delay": "4s"}  # a main thread waits for them
@@ -42,26 +45,30 @@ RETRIES = {"max_retries": 5, "initial_delay": "500ms", "max_delay": "4s"}  # a m
 
 def attach(url: str, purpose: str) -> Path:
     """The scratch folder of this URL, with the config.json that the store holds. ConfigError: it cannot be read."""
-    folder = Path(tempfile.gettempdir()) / "dora_jax" / purpose / urllib.parse.quote(url.rstrip("/"), safe="")
-    store = opened(url)
+    folder, store = scratch(url, purpose), Objects(url)
     try:
-        found = store.read("config.json").result(timeout=ANSWER_S)
-    except (ValueError, OSError) as error:
+        found = store.get("config.json")
+    except OSError as error:
         raise ConfigError(f"workdir: {url} cannot be read: {_line(error)}") from error
     folder.mkdir(parents=True, exist_ok=True)
     (folder / MARK).write_text(url)
     (folder / "config.json").unlink(missing_ok=True)
-    if found.state == "value":
-        (folder / "config.json").write_bytes(found.value)
+    if found is not None:
+        (folder / "config.json").write_bytes(found)
     return folder
+
+
+def scratch(url: str, purpose: str) -> Path:
+    """On this machine."""
+    return Path(tempfile.gettempdir()) / "dora_jax" / purpose / urllib.parse.quote(url.rstrip("/"), safe="")
 
 
 def claim(workdir: Path) -> None:
     """The store gets the run's config; ConfigError: it cannot be written."""
     url = url_of(workdir)
     try:
-        _Copy(opened(url), workdir).push_files(CONFIG)
-    except (ValueError, OSError) as error:
+        _Copy(Objects(url), workdir).push_files(CONFIG)
+    except OSError as error:
         raise ConfigError(f"workdir: {url} cannot be written: {_line(error)}") from error
 
 
@@ -82,12 +89,13 @@ def opened(url: str) -> tensorstore.KvStore:
 def fetch(workdir: Path) -> None:
     """For a reader: all of the store's steps, in the scratch folder of an evaluation."""
     if url := url_of(workdir):
-        _Copy(opened(url), workdir).pull_steps()
+        _Copy(Objects(url), workdir).pull_steps()
 
 
 @contextlib.contextmanager
-def mirrored(workdir: Path, say: Callable[[str], None]) -> Iterator[Mirror | None]:
-    """The mirror of a scratch folder while a run lasts; None where the workdir is a local folder."""
+def mirrored(workdir: Path, say: Callable[[str], None], steps: bool = True) -> Iterator[Mirror | None]:
+    """The mirror of a scratch folder while a run lasts; None where the workdir is a local folder. `steps`: they are
+    saved here; else others put them into the store themselves."""
     url = url_of(workdir)
     if url is None:
         yield None
@@ -97,7 +105,7 @@ def mirrored(workdir: Path, say: Callable[[str], None]) -> Iterator[Mirror | Non
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
             raise ConfigError(f"workdir: another run on this machine writes {url}: end it first") from error
-        mirror = Mirror(url, workdir, say)
+        mirror = Mirror(url, workdir, say, steps)
         try:
             yield mirror
         finally:
@@ -107,22 +115,24 @@ def mirrored(workdir: Path, say: Callable[[str], None]) -> Iterator[Mirror | Non
 class Mirror:
     """Of one run; used by one thread. Copies on a thread of its own."""
 
-    def __init__(self, url: str, workdir: Path, say: Callable[[str], None]):
+    def __init__(self, url: str, workdir: Path, say: Callable[[str], None], steps: bool = True):
+        self.copies_steps = steps
         self._url, self._say = url, say
-        self._copy = _Copy(opened(url), workdir)
+        self._copy = _Copy(Objects(url), workdir, steps)
         self._pool = concurrent.futures.ThreadPoolExecutor(1, "mirror")
         self._under_way: concurrent.futures.Future | None = None
         self._failing = False
         try:
-            self._copy.pull_steps()
-            self._copy.sweep()
+            if steps:
+                self._copy.pull_steps()
+                self._copy.steps.sweep()
             self._copy.pull_files()
-        except (ValueError, OSError) as error:
+        except OSError as error:
             raise ConfigError(f"workdir: {url} cannot be used: {_line(error)}") from error
 
     def steps(self) -> list[int]:
         """Whole in the store, oldest first."""
-        return sorted(self._copy.stored)
+        return self._copy.steps.steps()
 
     def poll(self) -> None:
         """Cheap; call it every step."""
@@ -145,48 +155,116 @@ class Mirror:
         self._pool.shutdown()
         try:
             self._copy.push_files()
-        except (ValueError, OSError) as error:
+        except OSError as error:
             self._say(f"{self._url} does not take the last lines of the logs: {_line(error)}")
 
     def _heard(self) -> str | None:
         """What the last pass failed of; said when it begins and when it ends."""
         error = self._under_way.exception() if self._under_way else None
         self._under_way = None
-        if error is not None and not isinstance(error, ValueError | OSError):
+        if error is not None and not isinstance(error, OSError):
             raise error
         if error is not None and not self._failing:
-            self._say(f"{self._url} cannot be written ({_line(error)}): the newest step that it holds is "
-                      f"{max(self.steps(), default=None)}")
+            newest = f": the newest step that it holds is {max(self.steps(), default=None)}" if self.copies_steps else ""
+            self._say(f"{self._url} cannot be written ({_line(error)}){newest}")
         if error is None and self._failing:
             self._say(f"{self._url} is written again")
         self._failing = error is not None
         return _line(error) if error is not None else None
 
 
-class _Copy:
-    """Files <-> objects. ValueError, OSError: the store did not do it."""
+class StoreError(OSError, Stop):
+    """The store did not do it: an alarm where the run can go on without, and where it cannot, its end for now."""
 
-    def __init__(self, store: tensorstore.KvStore, workdir: Path):
-        self._store, self._dir = store, workdir
+
+class Objects:
+    """What is under a URL, whole objects by name; all of it may raise StoreError."""
+
+    def __init__(self, url: str):
+        self.url = url.rstrip("/")
+        self._store = opened(url)
+
+    def keys(self, folder: str = "") -> list[str]:
+        return sorted(key.decode() for key in self._done(self._store.list(_within(folder) if folder else None)))
+
+    def get(self, key: str) -> bytes | None:
+        found = self._done(self._store.read(key))
+        return bytes(found.value) if found.state == "value" else None
+
+    def put(self, key: str, data: bytes) -> None:
+        self._done(self._store.write(key, data))
+
+    def drop(self, key: str) -> None:
+        self._done(self._store.write(key, None))
+
+    def drop_folder(self, folder: str) -> None:
+        self._done(self._store.delete_range(_within(folder)))
+
+    def _done(self, asked: tensorstore.Future) -> Any:
+        try:
+            return asked.result(timeout=ANSWER_S)
+        except (ValueError, OSError) as error:  # tensorstore's statuses: no space, no route, no permission
+            raise StoreError(f"{self.url}: {_line(error)}") from error
+
+
+class StoredSteps:
+    """The steps that the store holds; knows those that it has looked for or put itself. StoreError as of `Objects`."""
+
+    def __init__(self, store: Objects):
+        self._store = store
+        self._whole: dict[int, bytes] = {}  # step -> its manifest
+
+    def look(self) -> list[str]:
+        """The names of all that is there, also of steps that are not whole."""
+        keys = self._store.keys(STEPS)
+        self._whole = {int(key.split("/")[1]): self._store.get(key) for key in keys if key.endswith(f"/{MANIFEST}")}
+        return keys
+
+    def sweep(self) -> None:
+        """What is left of steps that were never whole."""
+        for step in {int(key.split("/")[1]) for key in self.look()} - set(self._whole):
+            self._store.drop_folder(f"{STEPS}/{step}")
+
+    def steps(self) -> list[int]:
+        return sorted(self._whole)
+
+    def manifest(self, step: int) -> bytes | None:
+        return self._whole.get(step)
+
+    def seal(self, step: int, vouched: bytes) -> None:
+        """All of it is there: from now on it is a step."""
+        self._store.put(f"{STEPS}/{step}/{MANIFEST}", vouched)
+        self._whole[step] = vouched
+
+    def drop(self, step: int) -> None:
+        del self._whole[step]
+        self._store.drop(f"{STEPS}/{step}/{MANIFEST}")
+        self._store.drop_folder(f"{STEPS}/{step}")
+
+
+class _Copy:
+    """Files <-> objects. OSError: the store did not do it."""
+
+    def __init__(self, store: Objects, workdir: Path, copies_steps: bool = True):
+        self._store, self._dir, self._copies_steps = store, workdir, copies_steps
         self.abandoned = False
         self._pushed: dict[str, tuple[int, int]] = {}  # name -> size and time, as they were
         self._pushed_s = 0.0
-        self.stored: dict[int, bytes] = {}  # step -> its manifest
+        self.steps = StoredSteps(store)
 
     # ------------------------------------------------------------ from the store
 
     def pull_steps(self) -> None:
         """What is here and not there is removed."""
-        keys = self._keys(STEPS)
-        self.stored = {int(key.split("/")[1]): self._get(key) for key in keys if key.endswith(f"/{MANIFEST}")}
+        keys = self.steps.look()
         folder = self._dir / STEPS
         folder.mkdir(exist_ok=True)
         for path in folder.iterdir():
             step = int(path.name) if path.name.isdigit() else None
-            same = step is None or self._same(path, self.stored.get(step))
+            same = step is None or self._same(path)
             if not same or (step is not None and manifest.fault(path, full=True)):
                 shutil.rmtree(path)
-        for step in self.stored:
+        for step in self.steps.steps():
             if not (folder / str(step)).exists():
                 part = folder / f"{step}{TEMPORARY}.pulled"
                 for key in [key for key in keys if key.startswith(f"{STEPS}/{step}/")]:
@@ -195,15 +273,9 @@ class _Copy:
                     path.write_bytes(self._get(key))
                 part.rename(folder / str(step))
 
-    def sweep(self) -> None:
-        """What is left of steps that were never whole."""
-        for key in self._keys(STEPS):
-            if int(key.split("/")[1]) not in self.stored:
-                self._store.write(key, None).result(timeout=ANSWER_S)
-
     def pull_files(self) -> None:
-        for key in self._keys():
-            if not key.startswith((f"{STEPS}/", f"{JOURNAL}/")) and key not in CONFIG:
+        for key in self._store.keys():
+            if key.split("/")[0] not in (STEPS, JOURNAL, WEIGHTS, REPLICAS, *CONFIG):
                 (self._dir / key).parent.mkdir(exist_ok=True)
                 (self._dir / key).write_bytes(self._get(key))
 
@@ -211,65 +283,72 @@ class _Copy:
 
     def push(self) -> None:
         """A pass: new steps, then the end of old ones, then the logs."""
-        here = manifest.steps(self._dir / STEPS)
-        for step in here:
-            if not self._same(self._dir / STEPS / str(step), self.stored.get(step)):
-                self._push_step(step)
-        for step in [step for step in self.stored if step not in here]:
-            self._drop_step(step)
+        if self._copies_steps:
+            self._push_steps()
         if time.monotonic() - self._pushed_s > LOGS_PERIOD_S:
             self._pushed_s = time.monotonic()
             self.push_files()
 
     def push_files(self, names: Sequence[str] = ()) -> None:
         """Those that have changed; all of them, without `names`."""
-        files = [self._dir / name for name in names] or [*self._dir.glob("[!.]*.*"), *(self._dir / BOARD).glob("*")]
+        logs = [path for folder in LOGS for path in (self._dir / folder).glob("*")]
+        files = [self._dir / name for name in names] or [*self._dir.glob("[!.]*.*"), *logs]
         for path in filter(Path.is_file, files):
             stat, name = path.stat(), str(path.relative_to(self._dir))
             if self._pushed.get(name) != (stat.st_size, stat.st_mtime_ns):
                 self._put(name, path.read_bytes())
                 self._pushed[name] = stat.st_size, stat.st_mtime_ns
 
+    def _push_steps(self) -> None:
+        here = manifest.steps(self._dir / STEPS)
+        for step in here:
+            if not self._same(self._dir / STEPS / str(step)):
+                self._push_step(step)
+        for step in [step for step in self.steps.steps() if step not in here]:
+            self.steps.drop(step)
+
     def _push_step(self, step: int) -> None:
         root = self._dir / STEPS / str(step)
-        if step in self.stored:
-            self._drop_step(step)  # it was made again
+        if step in self.steps.steps():
+            self.steps.drop(step)  # it was made again
         try:
             vouched = (root / MANIFEST).read_bytes()
-            for name, (size, crc) in json.loads(vouched)["files"].items():
-                data = (root / name).read_bytes()
-                if len(data) != size or zlib.crc32(data) != crc:
-                    raise OSError(f"{root / name} does not match its checksum")
-                self._put(f"{STEPS}/{step}/{name}", data)
+            push_part(self._put, root, json.loads(vouched)["files"])
         except FileNotFoundError:
             if root.exists():
                 raise
             return  # a newer step has taken its place meanwhile
-        self._put(f"{STEPS}/{step}/{MANIFEST}", vouched)
-        self.stored[step] = vouched
-
-    def _drop_step(self, step: int) -> None:
-        del self.stored[step]
-        self._store.write(f"{STEPS}/{step}/{MANIFEST}", None).result(timeout=ANSWER_S)
-        for key in self._keys(f"{STEPS}/{step}"):
-            self._store.write(key, None).result(timeout=ANSWER_S)
+        self.steps.seal(step, vouched)
 
     # ------------------------------------------------------------ private
 
-    def _same(self, root: Path, vouched: bytes | None) -> bool:
+    def _same(self, root: Path) -> bool:
+        vouched = self.steps.manifest(int(root.name))
         return vouched is not None and (root / MANIFEST).is_file() and (root / MANIFEST).read_bytes() == vouched
 
-    def _keys(self, folder: str = "") -> list[str]:
-        within = tensorstore.KvStore.KeyRange(f"{folder}/", f"{folder}0") if folder else None
-        return sorted(key.decode() for key in self._store.list(within).result(timeout=ANSWER_S))
-
     def _get(self, key: str) -> bytes:
-        return bytes(self._store.read(key).result(timeout=ANSWER_S).value)
+        found = self._store.get(key)
+        if found is None:
+            raise StoreError(f"{key} was listed, and is not there")
+        return found
 
     def _put(self, key: str, data: bytes) -> None:
         if self.abandoned and key.startswith(f"{STEPS}/"):
             raise OSError("the run ends")
-        self._store.write(key, data).result(timeout=ANSWER_S)
+        self._store.put(key, data)
+
+
+def push_part(put: Callable[[str, bytes], None], root: Path, files: Files) -> None:
+    """These files of a step, as they were when its manifest was written."""
+    for name, (size, crc) in files.items():
+        data = (root / name).read_bytes()
+        if len(data) != size or zlib.crc32(data) != crc:
+            raise OSError(f"{root / name} does not match its checksum")
+        put(f"{STEPS}/{root.name}/{name}", data)
+
+
+def _within(folder: str) -> tensorstore.KvStore.KeyRange:
+    return tensorstore.KvStore.KeyRange(f"{folder}/", f"{folder}0")  # "0" is what follows "/"
 
 
 def _line(error: BaseException) -> str:

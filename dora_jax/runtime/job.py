@@ -37,7 +37,8 @@ def train(config: Config, workdir: Path) -> int:
     began = time.monotonic()
     # a controller computes nothing, and must not hold the chips that its gangs want
     devices.setup_platform(dataclasses.replace(config, cpu_devices=1) if config.cluster.launcher else config)
-    with Writer(workdir) as writer, Guard(config.journal.watchdog_s) as guard, mirrored(workdir, writer.note) as mirror:
+    with Writer(workdir) as writer, Guard(config.journal.watchdog_s) as guard, mirrored(
+            workdir, writer.note, steps=not config.cluster.launcher) as mirror:
         try:
             make_base(config, workdir, writer)
             halt, log = _train(Parts(config, workdir), writer, guard, mirror)
@@ -112,7 +113,7 @@ class Backing:
     @property
     def steps(self) -> list[Version]:
         """Checkpoints that outlive whatever happens to this machine."""
-        return self.mirror.steps() if self.mirror else self.side.checkpoints.steps()
+        return self.mirror.steps() if self.mirror and self.mirror.copies_steps else self.side.checkpoints.steps()
 
     def due(self, version: Version) -> bool:
         return bool(self.every) and (version % self.every == 0 or version == self.last)
@@ -129,6 +130,8 @@ class Backing:
         self.side.checkpoints.wait()
         if self.mirror:
             self.mirror.settle()
+            if self.due(version) and version not in self.steps:
+                raise Stop(f"the checkpoint of version {version} is not in the bucket; the same command makes it")
 
     def behind(self, world: LocalWorld) -> DurableWorld | None:
         """The journal in front of `world`, which takes on what a killed process owed."""

@@ -17,6 +17,7 @@ from dora_jax.orchestrate import events as ev
 from dora_jax.orchestrate.restart import Debts
 from dora_jax.rollout.migrate import Parcel, retagged
 from dora_jax.runtime.book import Book, Partial
+from dora_jax.runtime.guard import Stop
 from dora_jax.runtime.workers import Crashed, Exported, Finished, Handed, InstanceWorker, Risen, StepDone, TrainerWorker
 from dora_jax.tasks.pool import GroupFailure
 from dora_jax.tasks.prompts import PromptTooLong
@@ -212,7 +213,7 @@ class LocalWorld:
 
     def _to_events(self, item: Any) -> Iterator[ev.Event]:
         match item:
-            case Crashed(error=RunError() as error):
+            case Crashed(error=RunError() | Stop() as error):
                 raise error
             case Crashed(role=role, error=error):
                 raise RuntimeError(f"{role} failed: {error}") from error

@@ -15,7 +15,7 @@ import concurrent.futures
 import json
 import os
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -23,16 +23,19 @@ import jax
 import jax.numpy as jnp
 import orbax.checkpoint as ocp
 from absl import logging
+from orbax.checkpoint import type_handlers
 from orbax.checkpoint.checkpoint_managers import preservation_policy
+from orbax.checkpoint.options import MultiprocessingOptions
 
 from dora_jax.fault import point
 from dora_jax.trainer import manifest
-from dora_jax.trainer.manifest import MANIFEST, TEMPORARY, steps
+from dora_jax.trainer.manifest import MANIFEST, TEMPORARY, Files, steps
 
 ITEMS = ("params", "opt_state", "rl_state", "metrics")
 JSON_FILES = {"rl_state": "metadata", "metrics": "metrics"}  # as Orbax names them: it knows an item called metrics
-# Orbax writes its metadata once a step and complains that an item, read alone, has none.
-logging.get_absl_logger().addFilter(lambda record: "Metadata file does not exist" not in record.getMessage())
+# Orbax writes its metadata once a step and complains that an item, read alone, has none; nor is it asked to merge.
+NOISE = ("Metadata file does not exist", "Skipping merge of OCDBT checkpoints")
+logging.get_absl_logger().addFilter(lambda record: not any(noise in record.getMessage() for noise in NOISE))
 BEST_BY = "reward/mean"  # the metric by which the best steps are kept
 
 
@@ -44,19 +47,23 @@ class Restored(NamedTuple):
 
 
 class Checkpoints:
-    """The one writer of a checkpoint folder; used by one thread. `section`: keep, keep_best, keep_every."""
+    """The one writer of a checkpoint folder; used by one thread. `section`: keep, keep_best, keep_every.
 
-    def __init__(self, directory: str | os.PathLike, section: Any, say: Callable[[str], None] = logging.warning):
+    `put(folder)`: each process of the trainer has a folder of its own, and its part of a step is as good as saved once
+    this has taken it to where it meets the others; what it gives is `part`, with the newest step.
+    """
+
+    def __init__(self, directory: str | os.PathLike, section: Any, say: Callable[[str], None] = logging.warning,
+                 put: Callable[[Path], Files] | None = None):
         self._dir = Path(directory).absolute()
         self._dir.mkdir(parents=True, exist_ok=True)
         self._section = section
-        self._say = say
-        if jax.process_index() == 0:
+        self._say, self._put = say, put
+        self._seals = put is not None or jax.process_index() == 0
+        if self._seals:
             tidy(self._dir, say)
-        arrays, text = ocp.StandardCheckpointHandler, ocp.JsonCheckpointHandler
-        self._manager = ocp.CheckpointManager(
-            self._dir, options=ocp.CheckpointManagerOptions(preservation_policy=preservation_policy.PreserveAll()),
-            item_handlers={"params": arrays(), "opt_state": arrays(), "rl_state": text(), "metrics": text()})
+        self._manager = _own_manager(self._dir) if put else _manager(self._dir)
+        self.part: tuple[int, Files] | None = None
         self._finite = jax.jit(_all_finite)
         self._pool = concurrent.futures.ThreadPoolExecutor(1, "manifest")  # checksums read every byte
         self._saving: int | None = None
@@ -69,7 +76,7 @@ class Checkpoints:
         self._settle()
         if not self._finite(params):
             raise ValueError(f"version {step} has parameters that are not finite: it is not saved")
-        save = ocp.args.StandardSave
+        save = ocp.args.PyTreeSave if self._put else ocp.args.StandardSave
         args = ocp.args.Composite(
             params=save(params), opt_state=save(opt_state), rl_state=ocp.args.JsonSave(dict(rl_state)),
             metrics=ocp.args.JsonSave(dict(metrics)))
@@ -151,16 +158,22 @@ class Checkpoints:
         except Exception as error:  # as in `save`
             return self._failed(step, error)
         point("checkpoint.before_manifest")
-        if jax.process_index() == 0:
-            self._sealing = step, self._pool.submit(manifest.write, self._dir / str(step))
+        if self._seals:
+            self._sealing = step, self._pool.submit(self._finish, self._dir / str(step))
         return None
+
+    def _finish(self, root: Path) -> Files | None:
+        manifest.write(root)
+        return self._put(root) if self._put else None
 
     def _sealed(self) -> str | None:
         (step, future), self._sealing = self._sealing, None
         try:
-            future.result()
+            files = future.result()
         except OSError as error:
             return self._failed(step, error)
+        if files is not None:
+            self.part = step, files
         point("checkpoint.after_manifest")
         self._forget()
         return None
@@ -177,16 +190,8 @@ class Checkpoints:
 
     def _forget(self) -> None:
         """Deletes the steps that no rule keeps; one has just verified, so the newest is good."""
-        known, section = steps(self._dir), self._section
-        kept = set(known[-section.keep :])
-        if section.keep_every:
-            kept |= {step for step in known if step % section.keep_every == 0}
-        if section.keep_best:
-            best = {step: read_json(self._dir, step, "metrics").get(BEST_BY) for step in known}
-            ranked = sorted((step for step in known if best[step] is not None), key=lambda s: (best[s], s))
-            kept |= set(ranked[-section.keep_best :])
-        if self._floor is not None:
-            kept |= {max((step for step in known if step <= self._floor), default=known[0])}
+        known = steps(self._dir)
+        kept = to_keep(known, self._section, self._floor, lambda step: read_json(self._dir, step, "metrics"))
         for step in known:
             if step not in kept:  # not by Orbax: its delete waits for every process, and one alone decides here
                 gone = self._dir / f"{step}{TEMPORARY}.deleted"
@@ -248,6 +253,21 @@ def read_json(directory: str | os.PathLike, step: int, item: str) -> dict[str, A
     return json.loads((Path(directory) / str(step) / item / JSON_FILES[item]).read_text())
 
 
+def to_keep(known: Sequence[int], section: Any, floor: int | None,
+            metrics_of: Callable[[int], Mapping[str, float]]) -> set[int]:
+    """Of the steps that there are, oldest first."""
+    kept = set(known[-section.keep :])
+    if section.keep_every:
+        kept |= {step for step in known if step % section.keep_every == 0}
+    if section.keep_best:
+        best = {step: metrics_of(step).get(BEST_BY) for step in known}
+        ranked = sorted((step for step in known if best[step] is not None), key=lambda s: (best[s], s))
+        kept |= set(ranked[-section.keep_best :])
+    if floor is not None:
+        kept |= {max((step for step in known if step <= floor), default=known[0])}
+    return kept
+
+
 def tidy(directory: Path, say: Callable[[str], None]) -> None:
     """What a killed writer left: half-written folders go, a whole step that only lacks its manifest gets one."""
     for path in sorted(directory.iterdir()):
@@ -278,6 +298,34 @@ def put_aside(path: Path, why: str) -> None:
 
 
 # ---------------------------------------------------------------- private
+
+
+def _manager(directory: Path) -> ocp.CheckpointManager:
+    arrays, text = ocp.StandardCheckpointHandler, ocp.JsonCheckpointHandler
+    return ocp.CheckpointManager(
+        directory, options=ocp.CheckpointManagerOptions(preservation_policy=preservation_policy.PreserveAll()),
+        item_handlers={"params": arrays(), "opt_state": arrays(), "rl_state": text(), "metrics": text()})
+
+
+def _own_manager(directory: Path) -> ocp.CheckpointManager:
+    """Of this process alone, in a folder of its own. A chunk of an array is a file, so that the parts of all processes,
+    laid over one another, are a step like any other; Orbax's usual format would have to be merged."""
+    me = jax.process_index()
+    alone = MultiprocessingOptions(primary_host=me, active_processes={me}, barrier_sync_key_prefix=f"part{me}")
+    types = type_handlers.create_type_handler_registry((jax.Array, type_handlers.ArrayHandler(primary_host=None)))
+
+    def arrays() -> ocp.PyTreeCheckpointHandler:
+        return ocp.PyTreeCheckpointHandler(use_ocdbt=False, multiprocessing_options=alone, type_handler_registry=types)
+
+    def text() -> ocp.JsonCheckpointHandler:
+        return ocp.JsonCheckpointHandler(multiprocessing_options=alone)
+
+    options = ocp.CheckpointManagerOptions(
+        create=False, multiprocessing_options=alone, preservation_policy=preservation_policy.PreserveAll(),
+        # made beside the save, folders are said to be there under a name that all processes of a world share
+        async_options=ocp.AsyncOptions(create_directories_asynchronously=False))
+    return ocp.CheckpointManager(directory, options=options, item_handlers={
+        "params": arrays(), "opt_state": arrays(), "rl_state": text(), "metrics": text()})
 
 
 def _on_first_device(stored: Any) -> Any:

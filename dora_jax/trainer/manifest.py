@@ -13,6 +13,7 @@ import hashlib
 import json
 import os
 import zlib
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,9 @@ from dora_jax.fault import point
 MANIFEST = "manifest.json"
 TEMPORARY = ".orbax-checkpoint-tmp"  # in the name of a step that is being written
 CHUNK_BYTES = 1 << 22
+
+Files = dict[str, list[int]]  # name -> [bytes, crc32]
+Held = tuple[int | None, int | None]  # bytes and crc32; None: it is not looked at
 
 
 def steps(directory: str | os.PathLike) -> list[int]:
@@ -34,7 +38,7 @@ def write(root: Path) -> None:
     files = {str(path.relative_to(root)): [path.stat().st_size, checksum(path, durable=True)] for path in paths}
     part = root / (MANIFEST + ".part")
     with part.open("w") as out:
-        json.dump({"step": int(root.name), "files": files, "tree": tree_hash(files)}, out)
+        out.write(text(int(root.name), files))
         out.flush()
         os.fsync(out.fileno())
     point("checkpoint.half_manifest")
@@ -45,27 +49,48 @@ def write(root: Path) -> None:
 
 def fault(root: Path, full: bool) -> str | None:
     """What is wrong with a step's folder. `full` reads every byte; otherwise names and sizes."""
+
+    def held(name: str) -> Held | None:
+        path = root / name
+        return (path.stat().st_size, checksum(path) if full else None) if path.is_file() else None
+
     try:
-        manifest = json.loads((root / MANIFEST).read_bytes())
-        files = _listing(manifest)
+        vouched = (root / MANIFEST).read_bytes()
     except FileNotFoundError:
         return "it has no manifest"
+    return fault_of(vouched, int(root.name), held)
+
+
+def fault_of(vouched: bytes, step: int, held: Callable[[str], Held | None]) -> str | None:
+    """As `fault`, of files that lie anywhere: `held(name)` is what is there of one, None where nothing is."""
+    try:
+        manifest = json.loads(vouched)
+        files = _listing(manifest)
     except (ValueError, RecursionError):
         return "its manifest is not what was written"
-    if manifest["tree"] != tree_hash(files) or manifest["step"] != int(root.name):
+    if manifest["tree"] != tree_hash(files) or manifest["step"] != step:
         return "its manifest does not match its own hash"
     for name, (size, crc) in files.items():
-        path = root / name
-        if not path.is_file():
+        found = held(name)
+        if found is None:
             return f"{name} is missing"
-        if path.stat().st_size != size:
-            return f"{name} has {path.stat().st_size} bytes, not {size}"
-        if full and checksum(path) != crc:
+        if found[0] not in (None, size):
+            return f"{name} has {found[0]} bytes, not {size}"
+        if found[1] not in (None, crc):
             return f"{name} does not match its checksum"
     return None
 
 
-def tree_hash(files: dict[str, list[int]]) -> str:
+def text(step: int, files: Files) -> str:
+    return json.dumps({"step": step, "files": files, "tree": tree_hash(files)})
+
+
+def listing(root: Path) -> Files:
+    """Of a step that verifies."""
+    return _listing(json.loads((root / MANIFEST).read_bytes()))
+
+
+def tree_hash(files: Files) -> str:
     return hashlib.sha256(json.dumps(files, sort_keys=True).encode()).hexdigest()
 
 
@@ -80,7 +105,7 @@ def checksum(path: Path, durable: bool = False) -> int:
     return crc
 
 
-def _listing(manifest: Any) -> dict[str, list[int]]:
+def _listing(manifest: Any) -> Files:
     if not isinstance(manifest, dict) or set(manifest) != {"step", "files", "tree"}:
         raise ValueError("not a manifest")
     files = manifest["files"]

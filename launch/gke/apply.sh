@@ -3,8 +3,9 @@
 #   bash launch/gke/apply.sh --name=NAME --image=IMAGE --trainer=v5p:2x2x2 --rollout=v6e:2x2 [--replicas=2]
 #        --bucket=BUCKET --token_file=FILE [--secrets=FILE] [--spot | --reservation=NAME] [--account=ACCOUNT] FLAGS
 #   bash launch/gke/apply.sh --name=NAME --delete
-# Needs JobSet 0.8 or later and the Cloud Storage FUSE driver; IMAGE is made by launch/Dockerfile, BUCKET is seen at
-# /runs. A slice is GENERATION:TOPOLOGY[:chips a host]; --replicas counts rollout slices, each a replica of its own.
+# Needs JobSet 0.8 or later and the Cloud Storage FUSE driver; IMAGE is made by launch/Dockerfile. The workdir is
+# gs://BUCKET/NAME, which ACCOUNT may write; models and data are read at /runs, where BUCKET is seen. A slice is
+# GENERATION:TOPOLOGY[:chips a host]; --replicas counts rollout slices, each a replica of its own.
 # The controller is run again after every exit code but 0, 1 and 2; a slice that is lost is waited for while the others
 # go on. --dry_run prints the manifests and the commands and runs none.
 set -euo pipefail

@@ -6,7 +6,8 @@
 #   bash launch/ray/apply.sh --cluster ...    a RayCluster alone; `bash launch/host.sh train FLAGS` on its head is a job
 #   bash launch/ray/apply.sh --name=NAME --delete
 # Needs KubeRay 1.6 or later, its TPU webhook (both come with GKE's Ray add-on) and the Cloud Storage FUSE driver; IMAGE
-# is made by launch/Dockerfile, BUCKET is seen at /runs. A slice is GENERATION:TOPOLOGY[:chips a host].
+# is made by launch/Dockerfile. The workdir is gs://BUCKET/NAME, which ACCOUNT may write; models and data are read at
+# /runs, where BUCKET is seen. A slice is GENERATION:TOPOLOGY[:chips a host].
 # --dry_run prints the manifest and the commands and runs none.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/../.."

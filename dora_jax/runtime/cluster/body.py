@@ -17,17 +17,19 @@ from typing import Any
 from dora_jax import config as configs
 from dora_jax.config import ClusterSection, Config, ConfigError
 from dora_jax.orchestrate.events import InstanceUp
-from dora_jax.runtime import build, recovery
-from dora_jax.runtime.audit import ReadOnly
+from dora_jax.runtime import bucket, build, recovery
+from dora_jax.runtime.audit import reading
+from dora_jax.runtime.bucket import JOURNAL
 from dora_jax.runtime.build import Parts, TrainerSide
 from dora_jax.runtime.cluster.calls import Begin
-from dora_jax.runtime.cluster.elastic import Replicas
+from dora_jax.runtime.cluster.elastic import Replicas, wish_at
 from dora_jax.runtime.cluster.gang import Hub, Keeper, Limits
 from dora_jax.runtime.cluster.launcher import Launcher, Processes
 from dora_jax.runtime.cluster.learner import RemoteCheckpoints, RemoteTrainer, RemoteWeights, digest_of
+from dora_jax.runtime.cluster.parts import steps_at
 from dora_jax.runtime.cluster.publisher import Publisher
 from dora_jax.runtime.cluster.remote import RemoteInstance
-from dora_jax.runtime.cluster.weights import StoredWeights
+from dora_jax.runtime.cluster.weights import weights_at
 from dora_jax.runtime.journal import Journal
 from dora_jax.runtime.publication import STORAGE, WIRE
 from dora_jax.types import InstanceId, Version
@@ -39,27 +41,28 @@ class Cluster:
     def __init__(self, parts: Parts, say: Callable[[str], None]):
         self._parts, self._say = parts, say
         config, workdir = parts.config, parts.workdir
-        self._stored = StoredWeights(workdir / "weights")
+        self._place = bucket.url_of(workdir) or os.path.abspath(workdir)
+        self._steps, self._stored = steps_at(self._place, say), weights_at(self._place)
         self._stored.clear()
         wire = config.cluster.wire == "transfer"
         self._publisher = Publisher(self._stored, (WIRE, STORAGE) if wire else (STORAGE,), say)
         self.weights = RemoteWeights(self._publisher)
         self._launcher = _launcher(config, workdir)
         self._hub = Hub(self._launcher.ip)
-        self._trainer = RemoteTrainer(workdir / "checkpoints", self._steps_since, self._publisher, say,
+        self._trainer = RemoteTrainer(self._steps, self._steps_since, self._publisher, say,
                                       functools.partial(self._keeper, None))
         self._instances: dict[InstanceId, RemoteInstance] = {}
         for instance in range(config.rollout.instances):
             self._instances[instance] = RemoteInstance(
                 instance, build.instance_up(instance, config), parts.outbox, self._instances, self._publisher,
                 functools.partial(self._keeper, instance), say)
-        self._replicas = Replicas(workdir, self.instances(), say) if config.cluster.elastic else None
+        self._replicas = Replicas(wish_at(self._place), self.instances(), say) if config.cluster.elastic else None
         self._trainer.open()
         for remote in self._instances.values():
             remote.open()
 
     def trainer_side(self) -> TrainerSide:
-        checkpoints = RemoteCheckpoints(self._parts.workdir / "checkpoints", self._trainer, self._say)
+        checkpoints = RemoteCheckpoints(self._steps, self._parts.config.checkpoint, self._trainer, self._say)
         return TrainerSide(trainer=self._trainer, checkpoints=checkpoints, digest=digest_of,
                            pack=lambda groups, base: (groups, base))
 
@@ -91,8 +94,8 @@ class Cluster:
                                                    cluster=ClusterSection(wire=section.wire)))
 
         def begin(rank: int, coordinator: str, leader: str) -> Begin:
-            return Begin(config=tree, workdir=os.path.abspath(self._parts.workdir), instance=instance, rank=rank,
-                         hosts=hosts, coordinator=coordinator, leader=leader)
+            return Begin(config=tree, workdir=self._place, instance=instance, rank=rank, hosts=hosts,
+                         coordinator=coordinator, leader=leader)
 
         limits = Limits(silence_s=section.silence_s, stall_s=section.stall_s, start_s=section.start_s,
                         restarts=section.max_restarts, elastic=section.elastic and instance is not None)
@@ -100,8 +103,7 @@ class Cluster:
                       **hooks)
 
     def _steps_since(self, version: Version) -> Sequence[Any]:
-        folder = self._parts.workdir / "journal"
-        return recovery.steps_since(Journal(ReadOnly(folder)), version) if folder.exists() else ()
+        return recovery.steps_since(Journal(reading(f"{self._place}/{JOURNAL}")), version)
 
 
 def _launcher(config: Config, workdir: Path) -> Launcher:

@@ -150,6 +150,14 @@ class Done:
 
 
 @record
+class Part:
+    """Done, and what this process has put into the bucket of the newest step that it has all put of."""
+
+    step: Version
+    files: Any  # name -> [bytes, crc32]
+
+
+@record
 class Refused:
     """Not done, and nothing has changed."""
 
@@ -159,7 +167,7 @@ class Refused:
 @record
 class Answer:
     number: int
-    what: Made | Done | Refused
+    what: Made | Done | Part | Refused
 
 
 @record
@@ -291,6 +299,6 @@ class Left:
 
 CODEC = Codec(Hello, Begin, Ready, Beat, Notice, Failed, Note, Call, Answer, Turn, Parcel, Partial, Finished, Exported,
               Handed, Moving, Left,
-              Make, Publish, Write, Forget, Restore, Save, Tend, Fingerprint, Made, Done, Refused,
+              Make, Publish, Write, Forget, Restore, Save, Tend, Fingerprint, Made, Done, Part, Refused,
               Swap, Submit, GiveUp, MoveOut, Receive, TakeOut, GoOn, HandOver, Lent, Carry, Carried, Leave, GiveBack,
               *exchange.RECORDS)

@@ -1,8 +1,8 @@
 """How many rollout gangs a run has while it goes on: whoever writes a number into WORKDIR/replicas decides.
 
-Consumes that file, once a second; produces `want` of each instance, the first ones first. Laws: a gang that is not
-wanted any more hands its samples over before it ends; one that is wanted again comes as any late joiner does; without
-the file all of rollout.instances are wanted; what is no number from 1 to rollout.instances changes nothing.
+Consumes that file or object, once a second; produces `want` of each instance, the first ones first. Laws: a gang that
+is not wanted any more hands its samples over before it ends; one that is wanted again comes as any late joiner does;
+without the file all of rollout.instances are wanted; what is no number from 1 to rollout.instances changes nothing.
 """
 
 from __future__ import annotations
@@ -12,8 +12,18 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Protocol
 
+from dora_jax.runtime.bucket import REPLICAS, Objects, StoreError
+
 LOOK_S = 1.0
-FILE = "replicas"
+
+
+def wish_at(place: str) -> Callable[[], str | None]:
+    """What is written there; None: nothing is. `place`: a workdir, which may be a URL."""
+    if "://" in place:
+        store = Objects(place)
+        return lambda: None if (data := store.get(REPLICAS)) is None else data.decode(errors="replace").strip()
+    path = Path(place) / REPLICAS
+    return lambda: path.read_text().strip() if path.exists() else None
 
 
 class Wanted(Protocol):
@@ -23,8 +33,9 @@ class Wanted(Protocol):
 class Replicas:
     """Looks once before it returns, so that no gang is started for nothing; then on a thread of its own."""
 
-    def __init__(self, workdir: Path, instances: Sequence[Wanted], say: Callable[[str], None], look_s: float = LOOK_S):
-        self._path, self._instances, self._say = workdir / FILE, instances, say
+    def __init__(self, wish: Callable[[], str | None], instances: Sequence[Wanted], say: Callable[[str], None],
+                 look_s: float = LOOK_S):
+        self._wish, self._instances, self._say = wish, instances, say
         self._look_s = look_s
         self._text: str | None = None  # as it was read last; None: no file
         self._closed = threading.Event()
@@ -43,14 +54,17 @@ class Replicas:
             self._look()
 
     def _look(self) -> None:
-        text = self._path.read_text().strip() if self._path.exists() else None
+        try:
+            text = self._wish()
+        except StoreError:
+            return  # of which others speak
         if text in (self._text, ""):  # empty: somebody is about to write it
             return
         self._text = text
         most = len(self._instances)
         n = most if text is None else int(text) if text.isdecimal() else 0
         if not 1 <= n <= most:
-            self._say(f"{self._path}: {text!r} is no number of rollout gangs from 1 to {most}; nothing is changed")
+            self._say(f"{REPLICAS}: {text!r} is no number of rollout gangs from 1 to {most}; nothing is changed")
             return
         self._say(f"{n} of {most} rollout gangs are wanted from now on")
         for number, instance in enumerate(self._instances):

@@ -18,7 +18,6 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, MutableMapping
-from pathlib import Path
 from typing import Any
 
 from dora_jax.runtime.cluster.launcher import Ticket, ticket_of
@@ -116,10 +115,10 @@ def _open(begin: Any, link: Any, pulse: Pulse, token: bytes, arrivals: queue.Sim
     from dora_jax.runtime.cluster.roles import TrainerRole, open_rollout
 
     if begin.instance is None:
-        return TrainerRole(begin, config, Path(begin.workdir), link, pulse)
+        return TrainerRole(begin, config, link, pulse)
     from dora_jax.runtime.cluster.turns import turns
 
-    return open_rollout(begin, config, Path(begin.workdir), link, pulse, turns(begin, token, arrivals))
+    return open_rollout(begin, config, link, pulse, turns(begin, token, arrivals))
 
 
 def _enter_world(begin: Any, config: Any) -> None:

@@ -10,17 +10,18 @@ anything else, so whoever calls never learns that a gang died; a version that is
 
 from __future__ import annotations
 
+import concurrent.futures
 import dataclasses
 import json
 import queue
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
-from dora_jax.config import RunError
+from dora_jax.config import CheckpointSection, RunError
 from dora_jax.runtime.book import Step
 from dora_jax.runtime.cluster import calls
 from dora_jax.runtime.cluster.gang import CallRefused, Gang, GangDied, Keeper
+from dora_jax.runtime.cluster.parts import Steps
 from dora_jax.runtime.cluster.publisher import TRAINER, Publisher
 from dora_jax.runtime.resume import INITIAL
 from dora_jax.trainer import checkpoint
@@ -40,7 +41,7 @@ class RemoteState:
 class RemoteTrainer:
     """Used by one thread at a time: the main thread until the run begins, then the trainer worker's."""
 
-    def __init__(self, checkpoints: Path, steps_since: Callable[[Version], Sequence[Step]], publisher: Publisher,
+    def __init__(self, checkpoints: Steps, steps_since: Callable[[Version], Sequence[Step]], publisher: Publisher,
                  say: Callable[[str], None], new_keeper: Callable[..., Keeper]):
         self.state = RemoteState()
         self.gang: Gang | None = None  # brought to where the trainer is
@@ -149,8 +150,8 @@ class RemoteTrainer:
         """From the weights of model.path to `self.state.step`."""
         at, nowhere = self.state.step, self._publisher.nowhere_else()
         oldest = min([at, *nowhere])
-        start = next((step for step in reversed(checkpoint.steps(self._checkpoints)) if step <= oldest
-                      and checkpoint.verify(self._checkpoints, step, full=True) is None), INITIAL)
+        start = next((step for step in reversed(self._checkpoints.steps()) if step <= oldest
+                      and self._checkpoints.fault(step) is None), INITIAL)
         steps = {step.base: (step.groups, step.published.digest) for step in self._steps_since(start)}
         if self._last is not None:
             steps.setdefault(self._last[0], (self._last[1], self._digest))
@@ -196,14 +197,16 @@ class RemoteWeights:
 
 
 class RemoteCheckpoints:
-    """The gang writes, the controller reads. Used by the main thread; what it asks for is done between two steps."""
+    """The gang writes, the controller reads; in a bucket it makes a step of what the processes have put, and keeps the
+    steps. Used by the main thread; what it asks for is done between two steps."""
 
-    def __init__(self, folder: Path, trainer: RemoteTrainer, say: Callable[[str], None]):
-        self._folder, self._trainer, self._say = folder.absolute(), trainer, say
+    def __init__(self, stored: Steps, section: CheckpointSection, trainer: RemoteTrainer, say: Callable[[str], None]):
+        self._stored, self._section, self._trainer, self._say = stored, section, trainer, say
         self._floor: Version = INITIAL
         self._pending: list[Any] = []
-        self._folder.mkdir(parents=True, exist_ok=True)
-        checkpoint.tidy(self._folder, say)
+        self._pool = concurrent.futures.ThreadPoolExecutor(1, "seal")
+        self._sealing: concurrent.futures.Future | None = None
+        self._failing = False
 
     def save(self, step: Version, params: Any, opt_state: Any, rl_state: Mapping[str, Any],
              metrics: Mapping[str, float]) -> None:
@@ -225,28 +228,30 @@ class RemoteCheckpoints:
         pending, self._pending = self._pending, []
         for each in pending:
             self._see(each)
+            concurrent.futures.wait([self._sealing] if self._sealing else [])
+        self._heard()
 
     def steps(self) -> list[Version]:
-        return checkpoint.steps(self._folder)
+        return self._stored.steps()
 
     def usable(self, step: Version) -> bool:
-        fault = checkpoint.verify(self._folder, step, full=True)
+        fault = self._stored.fault(step)
         if fault is not None:
             self._say(f"checkpoint {step} cannot be trusted and is stepped over: {fault}")
-            checkpoint.put_aside(self._folder / str(step), "broken")
+            self._stored.put_aside(step, "broken")
         return fault is None
 
     def undo_after(self, version: Version) -> None:
         for step in [step for step in self.steps() if step > version]:
             self._say(f"checkpoint {step} is later than what can be recovered and is put aside")
-            checkpoint.put_aside(self._folder / str(step), "undone")
+            self._stored.put_aside(step, "undone")
 
     def restore(self, step: Version, params: Any, opt_state: Any) -> Restored:
-        return Restored(None, None, checkpoint.read_json(self._folder, step, "rl_state"),
-                        checkpoint.read_json(self._folder, step, "metrics"))
+        return Restored(None, None, self._stored.read_json(step, "rl_state"), self._stored.read_json(step, "metrics"))
 
     def close(self) -> None:
         self.wait()
+        self._pool.shutdown()
 
     def _ask(self, what: Any) -> None:
         gang = self._trainer.gang
@@ -260,6 +265,36 @@ class RemoteCheckpoints:
 
     def _see(self, pending: Any) -> None:
         try:
-            pending.wait()
+            answers = pending.wait()
         except (GangDied, CallRefused) as error:
             self._say(f"the trainer did not finish with its checkpoint: {error}")
+            return
+        put = {answer.step: answer for answer in answers if isinstance(answer, calls.Part)}
+        if len(put) == 1 and all(isinstance(answer, calls.Part) for answer in answers):
+            self._seal(answers[0].step, [answer.files for answer in answers])
+
+    def _seal(self, step: Version, parts: Sequence[Any]) -> None:
+        """Beside the run; a store that fails is asked again with the next poll."""
+        if self._sealing is not None and not self._sealing.done():
+            return
+        self._heard()
+        if step not in self.steps():
+            self._sealing = self._pool.submit(self._finish, step, parts)
+
+    def _finish(self, step: Version, parts: Sequence[Any]) -> None:
+        self._stored.seal(step, parts)
+        known = self.steps()
+        kept = checkpoint.to_keep(known, self._section, self._floor, lambda s: self._stored.read_json(s, "metrics"))
+        for old in known:
+            if old not in kept:
+                self._stored.put_aside(old, "forgotten")
+
+    def _heard(self) -> None:
+        if self._sealing is None:
+            return
+        error, self._sealing = self._sealing.exception(), None
+        if error is not None and not isinstance(error, OSError):
+            raise error
+        if error is not None and not self._failing:
+            self._say(f"a checkpoint cannot be completed ({error}): the newest is {max(self.steps(), default=None)}")
+        self._failing = error is not None

@@ -13,7 +13,6 @@ import queue
 import threading
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -28,9 +27,10 @@ from dora_jax.runtime import build
 from dora_jax.runtime.cluster import calls
 from dora_jax.runtime.cluster.calls import Begin
 from dora_jax.runtime.cluster.link import Link
+from dora_jax.runtime.cluster.parts import home
 from dora_jax.runtime.cluster.porter import Porter
 from dora_jax.runtime.cluster.turns import Follower, Leader
-from dora_jax.runtime.cluster.weights import StoredWeights
+from dora_jax.runtime.cluster.weights import weights_at
 from dora_jax.runtime.exchange import Abort, Commit, Offer, Propose, Pull, Read, Release
 from dora_jax.runtime.gap import GapProbe
 from dora_jax.runtime.parcels import HOST, layout_of
@@ -39,7 +39,6 @@ from dora_jax.runtime.staging import Versions, WeightHost, like, serving_shardin
 from dora_jax.runtime.wire import Wire
 from dora_jax.runtime.workers import Exported, Handed, InstanceWorker
 from dora_jax.tokenizer import Tokenizer
-from dora_jax.trainer import checkpoint
 from dora_jax.trainer.checkpoint import Checkpoints
 from dora_jax.types import Version
 
@@ -47,17 +46,17 @@ from dora_jax.types import Version
 class TrainerRole:
     """Answers calls one after the other, on the main thread."""
 
-    def __init__(self, begin: Begin, config: Config, workdir: Path, link: Link, pulse: Any):
+    def __init__(self, begin: Begin, config: Config, link: Link, pulse: Any):
         self._config = config
         self._link, self._pulse = link, pulse
-        self._folder = workdir / "checkpoints"
+        self._home = home(begin)
         mesh = sharding.make_mesh(jax.devices(), *devices.trainer_mesh(len(jax.devices()), config))
-        self._trainer = build.new_trainer(config, Tokenizer.load(config.model.path), mesh, workdir)
+        self._trainer = build.new_trainer(config, Tokenizer.load(config.model.path), mesh, self._home.folder)
         self._pack = build.packer(config, self._trainer)
         self._gap = GapProbe(build.prober(config, self._trainer) if config.orchestrator.mode != "sync" else None)
         self._newest: tuple[Version, Any] | None = None  # published last, on the trainer's own mesh
         self._own_copy = serving_copy(config.model.dtype)
-        self._stored, self._kept = StoredWeights(workdir / "weights"), Versions()
+        self._stored, self._kept = weights_at(begin.workdir), Versions()
         model = hf.read_config(config.model.path)
         layout = serving_shardings(model, jax.devices(), config.rollout.tensor)
         self._serving = serving_copy(config.model.dtype, layout)
@@ -83,7 +82,7 @@ class TrainerRole:
             self._pulse.progress += 1
             self._pulse.busy = False
 
-    def _answer(self, what: Any) -> calls.Made | calls.Done | calls.Refused:
+    def _answer(self, what: Any) -> calls.Made | calls.Done | calls.Part | calls.Refused:
         match what:
             case calls.Make(base=base, groups=groups):
                 if base != self._version:
@@ -96,8 +95,7 @@ class TrainerRole:
                 self._keep_for_gap(version)
             case calls.Restore(step=step):
                 like = self._trainer.abstract_state()
-                restored = checkpoint.restore(self._folder, step, like.params, like.opt_state)
-                self._trainer.load(restored.params, restored.opt_state, step)
+                self._trainer.load(*self._home.restore(step, like.params, like.opt_state), step)
             case calls.Save(version=version, rl_state=rl_state, metrics=metrics):
                 if version != self._version:
                     return calls.Refused(error=f"the trainer is at version {self._version}")
@@ -107,6 +105,9 @@ class TrainerRole:
                 if self._checkpoints is not None:
                     self._checkpoints.protect(floor)
                     (self._checkpoints.wait if wait else self._checkpoints.poll)()
+                    if self._checkpoints.part is not None:
+                        step, files = self._checkpoints.part
+                        return calls.Part(step=step, files=files)
             case calls.Fingerprint():
                 return calls.Done(value=digest(self._trainer.params))
         return calls.Done(value=self._version)
@@ -126,15 +127,14 @@ class TrainerRole:
     def _saver(self) -> Checkpoints:
         if self._checkpoints is None:
             def say(text: str, *_: Any) -> None:
-                if jax.process_index() == 0:
+                if self._home.speaks:
                     self._link.send(calls.Note(text=text))
 
-            self._checkpoints = Checkpoints(self._folder, self._config.checkpoint, say)
+            self._checkpoints = self._home.checkpoints(self._config.checkpoint, say)
         return self._checkpoints
 
 
-def open_rollout(begin: Begin, config: Config, workdir: Path, link: Link, pulse: Any,
-                 turns: Leader | Follower) -> RolloutRole:
+def open_rollout(begin: Begin, config: Config, link: Link, pulse: Any, turns: Leader | Follower) -> RolloutRole:
     """Its engine is compiled on return."""
     n_devices = len(jax.devices())
     if n_devices != config.rollout.tensor:
@@ -144,7 +144,7 @@ def open_rollout(begin: Begin, config: Config, workdir: Path, link: Link, pulse:
     model = hf.read_config(config.model.path)
     engine = build.new_engine(config, Tokenizer.load(config.model.path), model, mesh)
     engine.warmup()
-    stored, versions = StoredWeights(workdir / "weights"), Versions()
+    stored, versions = weights_at(begin.workdir), Versions()
     wire = Wire(link.own_ip) if config.cluster.wire == "transfer" else None
     wanted = like(model, engine.param_shardings, config.model.dtype)
     weights = WeightHost(begin.rank, wire, versions, wanted, stored.read)

@@ -1,33 +1,62 @@
-"""Weights by storage: versions as folders that trainer and instances share. The durable path, and the late joiner's.
+"""Weights by storage: versions that trainer and instances share. The durable path, and the late joiner's.
 
-    write (every process of the trainer: its shards, into v7.partial) -> finish (the controller: v7) -> read
+    write (every process of the trainer: its shards) -> finish (the controller) -> read
 
-Consumes a version in the serving layout; produces the same weights on any other mesh. Laws: a folder without
-".partial" is whole, and never written again; a process reads and writes what its own devices hold and nothing else.
+Consumes a version in the serving layout; produces the same weights on any other mesh. In a folder a version is v7, and
+v7.partial until it is finished; in a bucket, where nothing is renamed, an object v7.whole says that v7 is. Laws: what
+is finished is whole, and never written again; a process reads and writes what its own devices hold and nothing else.
 """
 
 from __future__ import annotations
 
 import shutil
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import jax
 import numpy as np
 import tensorstore as ts
 
+from dora_jax.runtime.bucket import WEIGHTS, Objects
 from dora_jax.types import Version
 
 # A version is remade from checkpoint and journal where the machine fails, so it need not survive that: no fsync.
 CONTEXT = ts.Context({"file_io_sync": False})
 
 
+class Stored(Protocol):
+    """OSError: the storage did not do it."""
+
+    def clear(self) -> None:
+        """At the start of a run: what an earlier one left is made again."""
+
+    def has(self, version: Version) -> bool: ...
+
+    def write(self, version: Version, weights: Any) -> None:
+        """This process's part of it; each slice is written by the process that holds its first copy."""
+
+    def finish(self, version: Version) -> None:
+        """All parts are there: from now on the version can be read."""
+
+    def read(self, version: Version, shardings: Any) -> Any:
+        """On `shardings` (a pytree of the serving layout)."""
+
+    def drop(self, version: Version) -> None: ...
+
+
+def weights_at(place: str) -> Stored:
+    """`place`: a workdir, which may be a URL."""
+    return BucketWeights(place) if "://" in place else StoredWeights(Path(place) / WEIGHTS)
+
+
 class StoredWeights:
+    """In a folder that all processes see."""
+
     def __init__(self, folder: Path):
         self.folder = folder.absolute()
 
     def clear(self) -> None:
-        """At the start of a run: what an earlier one left is made again."""
         shutil.rmtree(self.folder, ignore_errors=True)
         self.folder.mkdir(parents=True)
 
@@ -35,29 +64,16 @@ class StoredWeights:
         return self._whole(version).exists()
 
     def write(self, version: Version, weights: Any) -> None:
-        """This process's part of it; each slice is written by the process that holds its first copy."""
-        partial = self._partial(version)
-        leaves = jax.tree_util.tree_leaves_with_path(weights)
-        stores = [_create(partial / _name(path), leaf) for path, leaf in leaves]
-        writes = [store.result()[shard.index].write(np.asarray(shard.data))
-                  for store, (_, leaf) in zip(stores, leaves, strict=True)
-                  for shard in leaf.addressable_shards if shard.replica_id == 0]
-        for write in writes:
-            write.result()
+        _write(_folder(self._partial(version)), weights)
 
     def finish(self, version: Version) -> None:
-        """All parts are there: from now on the version can be read."""
         if self.has(version):  # a second trainer wrote it again
             shutil.rmtree(self._partial(version))
         else:
             self._partial(version).rename(self._whole(version))
 
     def read(self, version: Version, shardings: Any) -> Any:
-        """On `shardings` (a pytree of the serving layout)."""
-        whole = self._whole(version)
-        stores = jax.tree_util.tree_map_with_path(lambda path, _: _open(whole / _name(path)), shardings)
-        weights = jax.tree.map(lambda store, sharding: _load(store.result(), sharding), stores, shardings)
-        return jax.block_until_ready(weights)
+        return _read(_folder(self._whole(version)), shardings)
 
     def drop(self, version: Version) -> None:
         for path in (self._whole(version), self._partial(version)):
@@ -70,24 +86,82 @@ class StoredWeights:
         return self.folder / f"v{version}.partial"
 
 
-def _name(path: Any) -> str:
+class BucketWeights:
+    """In a bucket. Who reads a version has been told by the controller that it is whole."""
+
+    def __init__(self, url: str):
+        self._store = Objects(url)
+
+    def clear(self) -> None:
+        self._store.drop_folder(WEIGHTS)
+
+    def has(self, version: Version) -> bool:
+        return self._store.get(f"{_key(version)}.whole") is not None
+
+    def write(self, version: Version, weights: Any) -> None:
+        _write(self._at(version), weights)
+
+    def finish(self, version: Version) -> None:
+        self._store.put(f"{_key(version)}.whole", b"")
+
+    def read(self, version: Version, shardings: Any) -> Any:
+        return _read(self._at(version), shardings)
+
+    def drop(self, version: Version) -> None:
+        self._store.drop(f"{_key(version)}.whole")
+        self._store.drop_folder(_key(version))
+
+    def _at(self, version: Version) -> Place:
+        return lambda name: f"{self._store.url}/{_key(version)}/{name}/"
+
+
+def name_of(path: Any) -> str:
+    """Of an array in a tree, as Orbax names it too."""
     return jax.tree_util.keystr(path, simple=True, separator=".")
 
 
-def _spec(path: Path) -> dict[str, Any]:
-    return {"driver": "zarr3", "kvstore": {"driver": "file", "path": f"{path}/"}}
+def read_arrays(spec_of: Callable[[str], dict[str, Any]], shardings: Any) -> Any:
+    """Of each stored array, what this process's devices hold."""
+    stores = jax.tree_util.tree_map_with_path(
+        lambda path, _: ts.open(spec_of(name_of(path)), open=True, context=CONTEXT), shardings)
+    arrays = jax.tree.map(lambda store, sharding: _load(store.result(), sharding), stores, shardings)
+    return jax.block_until_ready(arrays)
 
 
-def _create(path: Path, leaf: jax.Array) -> ts.Future:
+# ---------------------------------------------------------------- private
+
+Place = Callable[[str], Any]  # name of an array -> where it lies, as tensorstore is told
+
+
+def _key(version: Version) -> str:
+    return f"{WEIGHTS}/v{version}"
+
+
+def _folder(folder: Path) -> Place:
+    return lambda name: {"driver": "file", "path": f"{folder / name}/"}
+
+
+def _write(place: Place, weights: Any) -> None:
+    leaves = jax.tree_util.tree_leaves_with_path(weights)
+    stores = [_create(place(name_of(path)), leaf) for path, leaf in leaves]
+    writes = [store.result()[shard.index].write(np.asarray(shard.data))
+              for store, (_, leaf) in zip(stores, leaves, strict=True)
+              for shard in leaf.addressable_shards if shard.replica_id == 0]
+    for write in writes:
+        write.result()
+
+
+def _read(place: Place, shardings: Any) -> Any:
+    return read_arrays(lambda name: {"driver": "zarr3", "kvstore": place(name)}, shardings)
+
+
+def _create(kvstore: Any, leaf: jax.Array) -> ts.Future:
     """A chunk is what one device holds."""
     chunk = leaf.sharding.shard_shape(leaf.shape)
     metadata = {"shape": leaf.shape, "data_type": leaf.dtype.name,
                 "chunk_grid": {"name": "regular", "configuration": {"chunk_shape": chunk}}}
-    return ts.open({**_spec(path), "metadata": metadata}, create=True, open=True, context=CONTEXT)
-
-
-def _open(path: Path) -> ts.Future:
-    return ts.open(_spec(path), open=True, context=CONTEXT)
+    spec = {"driver": "zarr3", "kvstore": kvstore, "metadata": metadata}
+    return ts.open(spec, create=True, open=True, context=CONTEXT)
 
 
 def _load(store: ts.TensorStore, sharding: jax.sharding.Sharding) -> jax.Array:

@@ -1,0 +1,37 @@
+"""One process of a trainer with a scratch folder of its own: `python -m tests.parts_process ADDRESS RANK PROCESSES`.
+
+Puts its part of two steps into the bucket of $DORA_TEST_URL, then restores one; prints what it put, and was it the same.
+"""
+
+import json
+import os
+import sys
+
+ADDRESS, RANK, PROCESSES = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
+os.environ.update(JAX_PLATFORMS="cpu", JAX_NUM_CPU_DEVICES=str(4 // PROCESSES))
+
+import jax  # noqa: E402
+import numpy as np  # noqa: E402
+from jax.experimental import multihost_utils  # noqa: E402
+
+if PROCESSES > 1:
+    jax.config.update("jax_cpu_collectives_implementation", "gloo")
+    jax.distributed.initialize(ADDRESS, PROCESSES, RANK)
+
+from dora_jax.config import CheckpointSection  # noqa: E402
+from dora_jax.runtime.cluster.parts import OwnHome  # noqa: E402
+from tests.test_cluster_parts import like_on, values_of  # noqa: E402
+
+home = OwnHome(f"{os.environ['DORA_TEST_URL']}/{PROCESSES}", RANK)
+like = like_on(jax.devices())
+values = values_of(like)
+checkpoints = home.checkpoints(CheckpointSection(), print)
+for step in (2, 3):  # the second of them while the folder of the first is there
+    checkpoints.save(step, values["params"], values["opt_state"], {"cursors": [step]}, {"reward/mean": 0.5})
+    checkpoints.wait()
+    assert checkpoints.part[0] == step and os.listdir(home.folder / "checkpoints") == [str(step)]
+multihost_utils.sync_global_devices("all parts are there")
+back = home.restore(3, like["params"], like["opt_state"])
+print(json.dumps({"files": checkpoints.part[1], "same": [
+    bool(np.array_equal(a.data, b.data)) for x, y in zip(jax.tree.leaves(back), jax.tree.leaves((values["params"], values["opt_state"])))
+    for a, b in zip(x.addressable_shards, y.addressable_shards)]}))
