@@ -19,7 +19,7 @@ job() {
   kube_slice rollout
   folder=.cache/launch/$name
   workdir=gs://$bucket/$name
-  if [[ $module == dora_jax.sweep ]]; then workdir=/runs/$name; fi  # its runs are folders
+  if [[ ${module:-} == dora_jax.sweep ]]; then workdir=/runs/$name; fi  # its runs are folders
   FLAGS+=(--config.cluster.launcher=ray "--config.cluster.trainer_hosts=$trainer_hosts"
           "--config.cluster.trainer_slice=$trainer_type" "--config.cluster.hosts_per_replica=$rollout_hosts"
           "--config.cluster.replica_slice=$rollout_type" "--config.rollout.instances=$replicas" "--workdir=$workdir")
