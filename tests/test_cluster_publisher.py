@@ -1,5 +1,8 @@
 """Versions on their way through the controller: a storage that is slow, a version dropped while it is written."""
 
+import threading
+import types
+
 import pytest
 
 from dora_jax.runtime import exchange as ex
@@ -27,6 +30,8 @@ class Gang:
             raise GangDied("killed")
         (self._stored.folder / f"v{what.version}.partial").mkdir(parents=True, exist_ok=True)
         self.casts.append((what, then))
+        self.call = types.SimpleNamespace(done=threading.Event())
+        return self.call
 
     def written(self):
         self.casts[-1][1]()
@@ -79,6 +84,16 @@ def test_a_version_that_is_dropped_while_it_is_written_leaves_nothing(rig):
     publisher.drop(2)
     publisher.down(trainer)
     assert left(publisher) == []
+
+
+def test_a_storage_that_refuses_a_version_gets_the_next_one(rig):
+    publisher, trainer, _ = rig
+    publish(publisher, trainer, 1)
+    trainer.call.done.set()  # without `then`
+    publish(publisher, trainer, 2)
+    assert trainer.writes() == [1, 2] and left(publisher) == ["v2.partial"]
+    trainer.written()
+    assert left(publisher) == ["v2"] and publisher.nowhere_else() == [1]
 
 
 def test_a_trainer_lost_over_a_write_leaves_it_to_the_next(rig):

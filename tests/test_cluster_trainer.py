@@ -254,3 +254,4 @@ def test_stored_weights_come_back_on_another_mesh_and_only_when_whole(tmp_path, 
     assert back["layers"][0]["w"].dtype == jax.numpy.bfloat16
     stored.drop(3)
     assert not stored.has(3)
+    eventually(lambda: not list((tmp_path / "weights").rglob("zarr.json")))

@@ -17,13 +17,15 @@ from __future__ import annotations
 import concurrent.futures
 import contextlib
 import fcntl
+import functools
 import json
+import math
 import shutil
 import tempfile
 import time
 import urllib.parse
 import zlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +41,7 @@ MARK = ".store"  # in a scratch folder: the URL that it stands for
 STEPS, JOURNAL, WEIGHTS, REPLICAS = "checkpoints", "journal", "weights", "replicas"
 LOGS = ("tensorboard", "logs")  # folders of files that are copied as those of the workdir itself
 CONFIG = ("config.json", "overrides.json")
+STREAMS = 8  # whole objects at a time
 LOGS_PERIOD_S = 30.0  # a log is copied whole
 RETRIES = {"max_retries": 5, "initial_delay": "500ms", "max_delay": "4s"}  # a main thread waits for them
 
@@ -165,7 +168,7 @@ class Mirror:
         if error is not None and not isinstance(error, OSError):
             raise error
         if error is not None and not self._failing:
-            newest = f": the newest step that it holds is {max(self.steps(), default=None)}" if self.copies_steps else ""
+            newest = f"; the newest step there: {max(self.steps(), default=None)}" if self.copies_steps else ""
             self._say(f"{self._url} cannot be written ({_line(error)}){newest}")
         if error is None and self._failing:
             self._say(f"{self._url} is written again")
@@ -220,10 +223,11 @@ class StoredSteps:
         self._whole = {int(key.split("/")[1]): self._store.get(key) for key in keys if key.endswith(f"/{MANIFEST}")}
         return keys
 
-    def sweep(self) -> None:
-        """What is left of steps that were never whole."""
-        for step in {int(key.split("/")[1]) for key in self.look()} - set(self._whole):
-            self._store.drop_folder(f"{STEPS}/{step}")
+    def sweep(self, before: float = math.inf) -> None:
+        """What is left of steps that were never whole; those from `before` on may be under way."""
+        for step in {int(key.split("/")[1]) for key in self._store.keys(STEPS)} - set(self._whole):
+            if step < before:
+                self._store.drop_folder(f"{STEPS}/{step}")
 
     def steps(self) -> list[int]:
         return sorted(self._whole)
@@ -267,11 +271,13 @@ class _Copy:
         for step in self.steps.steps():
             if not (folder / str(step)).exists():
                 part = folder / f"{step}{TEMPORARY}.pulled"
-                for key in [key for key in keys if key.startswith(f"{STEPS}/{step}/")]:
-                    path = part / key.split("/", 2)[2]
-                    path.parent.mkdir(parents=True, exist_ok=True)
-                    path.write_bytes(self._get(key))
+                names = [key.split("/", 2)[2] for key in keys if key.startswith(f"{STEPS}/{step}/")]
+                side_by_side(functools.partial(self._pull, step, part), names)
                 part.rename(folder / str(step))
+
+    def _pull(self, step: int, folder: Path, name: str) -> None:
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_bytes(self._get(f"{STEPS}/{step}/{name}"))
 
     def pull_files(self) -> None:
         for key in self._store.keys():
@@ -340,11 +346,23 @@ class _Copy:
 
 def push_part(put: Callable[[str, bytes], None], root: Path, files: Files) -> None:
     """These files of a step, as they were when its manifest was written."""
-    for name, (size, crc) in files.items():
+
+    def push(name: str) -> None:
         data = (root / name).read_bytes()
-        if len(data) != size or zlib.crc32(data) != crc:
+        if [len(data), zlib.crc32(data)] != files[name]:
             raise OSError(f"{root / name} does not match its checksum")
         put(f"{STEPS}/{root.name}/{name}", data)
+
+    side_by_side(push, files)
+
+
+def side_by_side(do: Callable[[str], Any], names: Iterable[str]) -> list[Any]:
+    """`do` of each name, several at a time: one stream to a bucket is slow."""
+    pool = concurrent.futures.ThreadPoolExecutor(STREAMS, "stream")
+    try:
+        return list(pool.map(do, names))
+    finally:
+        pool.shutdown(cancel_futures=True)
 
 
 def _within(folder: str) -> tensorstore.KvStore.KeyRange:

@@ -19,7 +19,7 @@ from dora_jax.config import ClusterSection, Config, ConfigError
 from dora_jax.orchestrate.events import InstanceUp
 from dora_jax.runtime import bucket, build, recovery
 from dora_jax.runtime.audit import reading
-from dora_jax.runtime.bucket import JOURNAL
+from dora_jax.runtime.bucket import JOURNAL, StoreError
 from dora_jax.runtime.build import Parts, TrainerSide
 from dora_jax.runtime.cluster.calls import Begin
 from dora_jax.runtime.cluster.elastic import Replicas, wish_at
@@ -43,7 +43,10 @@ class Cluster:
         config, workdir = parts.config, parts.workdir
         self._place = bucket.url_of(workdir) or os.path.abspath(workdir)
         self._steps, self._stored = steps_at(self._place, say), weights_at(self._place)
-        self._stored.clear()
+        try:
+            self._stored.clear()
+        except StoreError as error:
+            raise ConfigError(f"workdir: {error}") from error
         wire = config.cluster.wire == "transfer"
         self._publisher = Publisher(self._stored, (WIRE, STORAGE) if wire else (STORAGE,), say)
         self.weights = RemoteWeights(self._publisher)
@@ -103,7 +106,10 @@ class Cluster:
                       **hooks)
 
     def _steps_since(self, version: Version) -> Sequence[Any]:
-        return recovery.steps_since(Journal(reading(f"{self._place}/{JOURNAL}")), version)
+        try:
+            return recovery.steps_since(Journal(reading(f"{self._place}/{JOURNAL}")), version)
+        except OSError as error:
+            raise StoreError(str(error)) from error
 
 
 def _launcher(config: Config, workdir: Path) -> Launcher:

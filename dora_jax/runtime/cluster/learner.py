@@ -296,5 +296,6 @@ class RemoteCheckpoints:
         if error is not None and not isinstance(error, OSError):
             raise error
         if error is not None and not self._failing:
-            self._say(f"a checkpoint cannot be completed ({error}): the newest is {max(self.steps(), default=None)}")
+            self._say(f"the bucket's checkpoints cannot be kept up ({error}): the newest that is whole is "
+                      f"{max(self.steps(), default=None)}")
         self._failing = error is not None

@@ -77,6 +77,7 @@ class StepBucket:
     def __init__(self, url: str):
         self._store = Objects(url)
         self._stored = StoredSteps(self._store)
+        self._stored.look()
         self._stored.sweep()
 
     def steps(self) -> list[Version]:
@@ -86,13 +87,14 @@ class StepBucket:
         if (vouched := self._stored.manifest(step)) is None:
             return "it has no manifest"
         folder = f"{STEPS}/{step}/"
-        there = set(self._store.keys(folder[:-1]))
 
-        def held(name: str) -> manifest.Held | None:
-            data = self._store.get(folder + name) if folder + name in there else None
+        def held(key: str) -> manifest.Held | None:
+            data = self._store.get(key)
             return None if data is None else (len(data), zlib.crc32(data))
 
-        return manifest.fault_of(vouched, step, held)
+        keys = self._store.keys(folder[:-1])
+        there = dict(zip(keys, bucket.side_by_side(held, keys), strict=True))
+        return manifest.fault_of(vouched, step, lambda name: there.get(folder + name))
 
     def read_json(self, step: Version, item: str) -> dict[str, Any]:
         name = f"{STEPS}/{step}/{item}/{checkpoint.JSON_FILES[item]}"
@@ -113,6 +115,7 @@ class StepBucket:
         if missing := {folder + name for name in files} - set(self._store.keys(folder[:-1])):
             raise StoreError(f"{min(missing)} was put, and is not there")
         self._stored.seal(step, manifest.text(step, dict(sorted(files.items()))).encode())
+        self._stored.sweep(before=step)  # of those that not all processes came to put
 
 
 def steps_at(place: str, say: Callable[[str], None]) -> StepFolder | StepBucket:

@@ -18,8 +18,9 @@ from typing import Any
 
 from dora_jax.orchestrate.events import TimePassed
 from dora_jax.runtime import exchange as ex
+from dora_jax.runtime.bucket import StoreError
 from dora_jax.runtime.cluster import calls
-from dora_jax.runtime.cluster.gang import Gang, GangDied
+from dora_jax.runtime.cluster.gang import CallRefused, Gang, GangDied
 from dora_jax.runtime.cluster.weights import StoredWeights
 from dora_jax.runtime.publication import WIRE, Publication
 from dora_jax.types import Version
@@ -37,6 +38,7 @@ class Publisher:
         self._live: set[Version] = set()  # published and not dropped
         self._unwritten: list[Version] = []  # kept by the trainer's gang, to be stored in this order
         self._writing: Version | None = None
+        self._write: Any = None  # the call; once it is done, it was refused where `_writing` is still set
         self._gangs: dict[str, Gang] = {}
         self._then: dict[tuple[str, Version], Callable[[], None]] = {}
         self._lock = threading.RLock()  # taken where a gang's own may be held, so nothing in it takes one
@@ -91,7 +93,10 @@ class Publisher:
                 self.tell(ex.Holds(world=gang.name, epoch=gang.epoch, version=version))
             self._write_next(gang)
         else:
-            gang.call(calls.Write(version=version))
+            try:
+                gang.call(calls.Write(version=version))
+            except CallRefused as error:
+                raise StoreError(f"version {version} cannot be published: {error}") from error
             self._written(version)
 
     def never_again(self, version: Version) -> None:
@@ -123,7 +128,8 @@ class Publisher:
     def _write_next(self, gang: Gang) -> None:
         with self._lock:
             self._unwritten = [version for version in self._unwritten if version in self._live]
-            if self._writing is not None or not self._unwritten:
+            refused = self._writing if self._write is not None and self._write.done.is_set() else None
+            if (self._writing is not None and refused is None) or not self._unwritten:
                 return
             version = self._writing = self._unwritten.pop(0)
 
@@ -131,15 +137,17 @@ class Publisher:
             self._written(version)
             self._write_next(gang)
 
+        if refused is not None:
+            self.stored.drop(refused)
         try:
-            gang.cast(calls.Write(version=version), written)
+            self._write = gang.cast(calls.Write(version=version), written)
         except GangDied:
             self._writing = None
 
     def _written(self, version: Version) -> None:
         """Every process of the trainer has written its part."""
         with self._lock:
-            self._writing = None
+            self._writing = self._write = None
             wanted = version in self._live
             if wanted:
                 self.stored.finish(version)

@@ -24,6 +24,7 @@ from dora_jax.models import hf, sharding
 from dora_jax.publish import serving_copy
 from dora_jax.rollout.migrate import Parcel, without_pages
 from dora_jax.runtime import build
+from dora_jax.runtime.bucket import StoreError
 from dora_jax.runtime.cluster import calls
 from dora_jax.runtime.cluster.calls import Begin
 from dora_jax.runtime.cluster.link import Link
@@ -243,8 +244,7 @@ class Courier:
         try:
             match item:
                 case calls.Call(number=number, what=calls.Write(version=version)):
-                    self._write(version)
-                    self._link.send(calls.Answer(number=number, what=calls.Done(value=version)))
+                    self._link.send(calls.Answer(number=number, what=self._written(version)))
                 case calls.Forget(version=version):
                     self._weights.drop(version)
                 case calls.Carry():
@@ -258,6 +258,14 @@ class Courier:
                         self._link.send(fact)
         except BaseException as error:  # a courier that fell silent would only look slow: its process ends, its gang
             self._link.send(calls.Failed(error=f"{type(error).__name__}: {error}"))
+
+    def _written(self, version: Version) -> calls.Done | calls.Refused:
+        try:
+            self._write(version)
+        except StoreError as error:
+            self._link.send(calls.Note(text=f"version {version} does not come into storage: {error}"))
+            return calls.Refused(error=str(error))
+        return calls.Done(value=version)
 
 
 class Outlet:

@@ -3,13 +3,16 @@
     write (every process of the trainer: its shards) -> finish (the controller) -> read
 
 Consumes a version in the serving layout; produces the same weights on any other mesh. In a folder a version is v7, and
-v7.partial until it is finished; in a bucket, where nothing is renamed, an object v7.whole says that v7 is. Laws: what
-is finished is whole, and never written again; a process reads and writes what its own devices hold and nothing else.
+v7.partial until it is finished; in a bucket, where nothing is renamed, it is whole when the controller says so, and
+nobody reads before. Laws: what is finished is whole, and never written again; a process reads and writes what its own
+devices hold and nothing else.
 """
 
 from __future__ import annotations
 
+import contextlib
 import shutil
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Protocol
@@ -18,7 +21,7 @@ import jax
 import numpy as np
 import tensorstore as ts
 
-from dora_jax.runtime.bucket import WEIGHTS, Objects
+from dora_jax.runtime.bucket import WEIGHTS, Objects, StoreError
 from dora_jax.types import Version
 
 # A version is remade from checkpoint and journal where the machine fails, so it need not survive that: no fsync.
@@ -26,7 +29,7 @@ CONTEXT = ts.Context({"file_io_sync": False})
 
 
 class Stored(Protocol):
-    """OSError: the storage did not do it."""
+    """StoreError: the storage did not do it."""
 
     def clear(self) -> None:
         """At the start of a run: what an earlier one left is made again."""
@@ -87,29 +90,34 @@ class StoredWeights:
 
 
 class BucketWeights:
-    """In a bucket. Who reads a version has been told by the controller that it is whole."""
+    """In a bucket. The controller never waits for it but in `clear`: `write` and `read` are the gangs'."""
 
     def __init__(self, url: str):
         self._store = Objects(url)
+        self._whole: set[Version] = set()
 
     def clear(self) -> None:
         self._store.drop_folder(WEIGHTS)
 
     def has(self, version: Version) -> bool:
-        return self._store.get(f"{_key(version)}.whole") is not None
+        return version in self._whole
 
     def write(self, version: Version, weights: Any) -> None:
         _write(self._at(version), weights)
 
     def finish(self, version: Version) -> None:
-        self._store.put(f"{_key(version)}.whole", b"")
+        self._whole.add(version)
 
     def read(self, version: Version, shardings: Any) -> Any:
         return _read(self._at(version), shardings)
 
     def drop(self, version: Version) -> None:
-        self._store.drop(f"{_key(version)}.whole")
-        self._store.drop_folder(_key(version))
+        self._whole.discard(version)
+        threading.Thread(target=self._delete, args=(version,), name="drop", daemon=True).start()
+
+    def _delete(self, version: Version) -> None:
+        with contextlib.suppress(StoreError):  # what is left of it, the next `clear` deletes
+            self._store.drop_folder(_key(version))
 
     def _at(self, version: Version) -> Place:
         return lambda name: f"{self._store.url}/{_key(version)}/{name}/"
@@ -143,12 +151,15 @@ def _folder(folder: Path) -> Place:
 
 def _write(place: Place, weights: Any) -> None:
     leaves = jax.tree_util.tree_leaves_with_path(weights)
-    stores = [_create(place(name_of(path)), leaf) for path, leaf in leaves]
-    writes = [store.result()[shard.index].write(np.asarray(shard.data))
-              for store, (_, leaf) in zip(stores, leaves, strict=True)
-              for shard in leaf.addressable_shards if shard.replica_id == 0]
-    for write in writes:
-        write.result()
+    try:
+        stores = [_create(place(name_of(path)), leaf) for path, leaf in leaves]
+        writes = [store.result()[shard.index].write(np.asarray(shard.data))
+                  for store, (_, leaf) in zip(stores, leaves, strict=True)
+                  for shard in leaf.addressable_shards if shard.replica_id == 0]
+        for write in writes:
+            write.result()
+    except (ValueError, OSError) as error:  # tensorstore's statuses, as of `Objects`
+        raise StoreError(" ".join(str(error).split())) from error
 
 
 def _read(place: Place, shardings: Any) -> Any:
