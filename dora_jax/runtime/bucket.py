@@ -43,7 +43,7 @@ LOGS = ("tensorboard", "logs")  # folders of files that are copied as those of t
 CONFIG = ("config.json", "overrides.json")
 STREAMS = 8  # whole objects at a time
 LOGS_PERIOD_S = 30.0  # a log is copied whole
-RETRIES = {"max_retries": 5, "initial_delay": "500ms", "max_delay": "4s"}  # a main thread waits for them
+RETRIES = {"max_retries": 5, "initial_delay": "500ms", "max_delay": "4s"}  # a thread with other work waits
 
 
 def attach(url: str, purpose: str) -> Path:

@@ -21,11 +21,11 @@ import jax
 import numpy as np
 import tensorstore as ts
 
-from dora_jax.runtime.bucket import WEIGHTS, Objects, StoreError
+from dora_jax.runtime.bucket import RETRIES, WEIGHTS, Objects, StoreError, side_by_side
 from dora_jax.types import Version
 
 # A version is remade from checkpoint and journal where the machine fails, so it need not survive that: no fsync.
-CONTEXT = ts.Context({"file_io_sync": False})
+CONTEXT = ts.Context({"file_io_sync": False, "gcs_request_retries": RETRIES, "s3_request_retries": RETRIES})
 
 
 class Stored(Protocol):
@@ -130,9 +130,13 @@ def name_of(path: Any) -> str:
 
 def read_arrays(spec_of: Callable[[str], dict[str, Any]], shardings: Any) -> Any:
     """Of each stored array, what this process's devices hold."""
-    stores = jax.tree_util.tree_map_with_path(
-        lambda path, _: ts.open(spec_of(name_of(path)), open=True, context=CONTEXT), shardings)
-    arrays = jax.tree.map(lambda store, sharding: _load(store.result(), sharding), stores, shardings)
+    leaves = {name_of(path): sharding for path, sharding in jax.tree_util.tree_leaves_with_path(shardings)}
+
+    def load(name: str) -> jax.Array:
+        store = ts.open(spec_of(name), open=True, context=CONTEXT).result()
+        return jax.make_array_from_callback(store.shape, leaves[name], lambda index: store[index].read().result())
+
+    arrays = jax.tree.unflatten(jax.tree.structure(shardings), side_by_side(load, leaves))
     return jax.block_until_ready(arrays)
 
 
@@ -173,7 +177,3 @@ def _create(kvstore: Any, leaf: jax.Array) -> ts.Future:
                 "chunk_grid": {"name": "regular", "configuration": {"chunk_shape": chunk}}}
     spec = {"driver": "zarr3", "kvstore": kvstore, "metadata": metadata}
     return ts.open(spec, create=True, open=True, context=CONTEXT)
-
-
-def _load(store: ts.TensorStore, sharding: jax.sharding.Sharding) -> jax.Array:
-    return jax.make_array_from_callback(store.shape, sharding, lambda index: store[index].read().result())
