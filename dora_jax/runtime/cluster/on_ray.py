@@ -25,7 +25,7 @@ from dora_jax.runtime.cluster.launcher import Started, Ticket
 
 NAMESPACE = "dora_jax"  # of names in the cluster
 SLICE, POD_TYPE = "ray.io/tpu-slice-name", "ray.io/tpu-pod-type"  # labels of a TPU host's node
-PLACED_S = 20.0  # a reservation that is not granted by then is for a slice that has just lost a host
+PLACED_S = 5.0  # a slice that is not granted by then has just lost a host, which Ray learns up to a minute later
 GONE_S = 15.0  # until a killed actor's end is known
 LEAVE_S = 5.0  # for a process to give its gang's reservation back
 LOOK_S = 1.0
@@ -160,7 +160,7 @@ class RayGang:
                 self._reserve()
         elif self._room.wait(timeout_seconds=0.01):
             self._start()
-        elif now - self._asked_s > PLACED_S:
+        elif self._slice_type and now - self._asked_s > PLACED_S:
             self._give_back()
 
     def _reserve(self) -> None:
