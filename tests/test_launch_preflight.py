@@ -108,6 +108,7 @@ def test_versions_are_equal_where_the_code_is(tmp_path):
 @pytest.mark.parametrize("hosts, trainer, replica, args, says", [
     (1, 4, 0, (CONFIG,), "devices: 4, trainer and instances own theirs"),
     (4, 4, 1, CLUSTER, "4 machines; trainer: 2 of 4 devices"),
+    (4, 4, 1, (*CLUSTER, "--workdir=gs://of-others/run"), "4 machines"),  # where nobody is logged in yet
     (6, 4, 4, (*CLUSTER, "--config.cluster.hosts_per_replica=2", "--config.rollout.tensor=8"), "2 replicas: 2 of 4"),
 ])
 def test_meshes_that_fit(hosts, trainer, replica, args, says):
