@@ -20,6 +20,7 @@ class Gang:
     def __init__(self, name, stored, epoch=1):
         self.name, self.epoch, self.hosts = name, epoch, 1
         self.told, self.casts, self.reason, self.dead = [], [], None, False
+        self.swift = False  # the next write is answered before whoever asks for it goes on
         self._stored = stored
 
     def tell_all(self, what):
@@ -30,8 +31,12 @@ class Gang:
             raise GangDied("killed")
         (self._stored.folder / f"v{what.version}.partial").mkdir(parents=True, exist_ok=True)
         self.casts.append((what, then))
-        self.call = types.SimpleNamespace(done=threading.Event())
-        return self.call
+        self.call = call = types.SimpleNamespace(done=threading.Event())
+        if self.swift:
+            self.swift = False
+            then()
+            call.done.set()
+        return call
 
     def written(self):
         self.casts[-1][1]()
@@ -94,6 +99,15 @@ def test_a_storage_that_refuses_a_version_gets_the_next_one(rig):
     assert trainer.writes() == [1, 2] and left(publisher) == ["v2.partial"]
     trainer.written()
     assert left(publisher) == ["v2"] and publisher.nowhere_else() == [1]
+
+
+def test_a_write_that_is_answered_at_once_is_not_taken_for_refused(rig):
+    publisher, trainer, _ = rig
+    publish(publisher, trainer, 1, 2, 3)
+    trainer.swift = True
+    trainer.written()  # 1; then 2 at once, and 3 is begun
+    publish(publisher, trainer, 4)
+    assert trainer.writes() == [1, 2, 3] and left(publisher) == ["v1", "v2", "v3.partial"]
 
 
 def test_a_trainer_lost_over_a_write_leaves_it_to_the_next(rig):

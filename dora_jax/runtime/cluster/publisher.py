@@ -131,7 +131,8 @@ class Publisher:
             refused = self._writing if self._write is not None and self._write.done.is_set() else None
             if (self._writing is not None and refused is None) or not self._unwritten:
                 return
-            version = self._writing = self._unwritten.pop(0)
+            version, self._write = self._unwritten.pop(0), None
+            self._writing = version
 
         def written() -> None:
             self._written(version)
@@ -140,14 +141,18 @@ class Publisher:
         if refused is not None:
             self.stored.drop(refused)
         try:
-            self._write = gang.cast(calls.Write(version=version), written)
+            write = gang.cast(calls.Write(version=version), written)
         except GangDied:
             self._writing = None
+            return
+        with self._lock:
+            if self._writing == version:  # it may have been written meanwhile, and the next begun
+                self._write = write
 
     def _written(self, version: Version) -> None:
         """Every process of the trainer has written its part."""
         with self._lock:
-            self._writing = self._write = None
+            self._writing = None
             wanted = version in self._live
             if wanted:
                 self.stored.finish(version)
