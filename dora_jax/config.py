@@ -224,6 +224,7 @@ class ClusterSection:
     silence_s: float = 10.0  # a process that is not heard for so long is taken for dead
     stall_s: float = 300.0  # as is one that has work and does not move; longer than any step takes
     start_s: float = 900.0  # from starting a gang until it is compiled
+    reattach_s: float = 120.0  # a gang whose controller is killed goes on so long, for the next to take over; 0: it ends
     max_restarts: int = 3  # of a gang in a row that come to nothing, before the run ends
     elastic: bool = False  # an instance without room waits for it; WORKDIR/replicas says how many there are to be
 

@@ -47,7 +47,8 @@ RANGES: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
     ("at least 0", lambda x: x >= 0, """
         seed cpu_devices task.reward_retries reward_model.rows rollout.instances rollout.decode_rows
         eval.every checkpoint.every
-        checkpoint.keep_best checkpoint.keep_every journal.partial_s journal.sync_s journal.watchdog_s
+        checkpoint.keep_best checkpoint.keep_every cluster.reattach_s journal.partial_s journal.sync_s
+        journal.watchdog_s
         sft.warmup_steps sft.vocab_size cluster.devices_per_host cluster.max_restarts"""),
     ("above 0", lambda x: x > 0, """task.reward_timeout_s trainer.eps sft.learning_rate cluster.silence_s
         cluster.stall_s cluster.start_s"""),

@@ -1,12 +1,13 @@
 """Gangs without processes: threads that speak the protocol over real links, and a launcher that starts them."""
 
-import queue
 import threading
 import time
 
 from dora_jax.runtime.cluster import calls
-from dora_jax.runtime.cluster.gang import Hub, Keeper, Limits
-from dora_jax.runtime.cluster.link import Link, dial
+from dora_jax.runtime.cluster.gang import Hub, Limits
+from dora_jax.runtime.cluster.keeper import Keeper
+from dora_jax.runtime.cluster.roster import Roster
+from dora_jax.runtime.cluster.uplink import Uplink
 
 LIMITS = Limits(silence_s=60.0, stall_s=60.0, start_s=60.0, restarts=2)
 
@@ -22,11 +23,9 @@ class FakeHost:
     """One process: says Hello, then `answer`s calls; `life(host)` replaces that."""
 
     def __init__(self, ticket, token, worker, answer, life):
-        self.inbox = queue.SimpleQueue()
         self.done = threading.Event()
-        self.link = Link(dial(ticket.controller, token), lambda _, item: self.inbox.put(item),
-                         lambda _, reason: self.done.set())
-        self.link.start()
+        self.link = Uplink(ticket.controller, token, self.done.set)
+        self.inbox = self.link.inbox
         self.began = None
         self.heard = []  # calls and posts
         self._answer = answer
@@ -35,11 +34,11 @@ class FakeHost:
         threading.Thread(target=life or FakeHost.live, args=(self,), daemon=True).start()
 
     def join(self):
-        self.link.send(self._hello)
+        self.link.hello(self._hello)
         self.began = self.inbox.get()
 
     def ready(self):
-        self.link.send(calls.Ready(version=0))
+        self.link.send(calls.Ready())
 
     def beat(self, progress, busy=False):
         self.link.send(calls.Beat(progress=progress, busy=busy, waited_s=0.0))
@@ -55,7 +54,7 @@ class FakeHost:
                 self.beat(len(self.heard))
 
     def die(self):
-        self.link.close("killed")
+        self.link._link.close("killed")
 
 
 class FakeLauncher:
@@ -67,6 +66,7 @@ class FakeLauncher:
         self.answer, self.workers, self.life = answer, list(workers), life
         self.gangs = {}  # (name, epoch) -> hosts
         self.started, self.killed = [], []
+        self.spares = False  # as a controller that is killed
 
     def start(self, ticket, token, hosts, slice_type):
         started = [FakeHost(ticket, token, worker, self.answer, self.life) for worker in self.workers[:hosts]]
@@ -74,12 +74,16 @@ class FakeLauncher:
         self.started.append(FakeStarted(self, ticket, started))
         return self.started[-1]
 
+    def find(self, ticket, token, hosts, slice_type, pids):
+        started = self.gangs.get((ticket.gang, ticket.epoch), [])
+        return FakeStarted(self, ticket, started) if len(started) == hosts else None
+
     def close(self):
         pass
 
 
 class FakeStarted:
-    placed = True
+    placed, pids = True, (1, 2)
 
     def __init__(self, launcher, ticket, hosts):
         self.launcher, self.ticket, self.hosts = launcher, ticket, hosts
@@ -87,7 +91,11 @@ class FakeStarted:
     def ended(self):
         return None
 
+    notice = ended
+
     def kill(self):
+        if self.launcher.spares:
+            return
         self.launcher.killed.append((self.ticket.gang, self.ticket.epoch))
         for host in self.hosts:
             host.die()
@@ -99,7 +107,7 @@ class Kept:
     def __init__(self, launcher, name="rollout 0", hosts=2, limits=LIMITS):
         self.launcher = launcher
         self.events, self.said, self.gangs = [], [], []
-        self.hub = Hub("127.0.0.1")
+        self.hub = Hub("127.0.0.1", Roster())
         self.keeper = Keeper(self.hub, launcher, name, hosts, "", begin=begin, heard=self.events.append, up=self._up,
                              down=lambda gang: self.events.append(f"down {gang.epoch}"), failed=self.events.append,
                              say=self.said.append, limits=limits)

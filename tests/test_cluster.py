@@ -19,7 +19,9 @@ from dora_jax.rollout.migrate import Parcel
 from dora_jax.runtime.audit import ReadOnly, audit
 from dora_jax.runtime.book import Book, Fact, Partial, decoded
 from dora_jax.runtime.cluster import calls
-from dora_jax.runtime.cluster.gang import Hub, Keeper
+from dora_jax.runtime.cluster.gang import Hub
+from dora_jax.runtime.cluster.keeper import Keeper
+from dora_jax.runtime.cluster.roster import Roster
 from dora_jax.runtime.cluster.publisher import Publisher
 from dora_jax.runtime.cluster.remote import RemoteInstance
 from dora_jax.runtime.cluster.roles import RolloutRole
@@ -84,6 +86,7 @@ class Published(Weights):
 
     def put(self, version, params):
         super().put(version, params)
+        self._publisher.begin(version)
         self._publisher.tell(ex.Stored(version=version, there=True))
 
     def drop(self, version):
@@ -94,16 +97,19 @@ class Published(Weights):
 class Oracles(FakeLauncher):
     """Rollout gangs whose engines are arithmetic, over the weights of one store. `porter(instance, host)`: for KV."""
 
-    def __init__(self, weights, length, partial_s, porter):
+    def __init__(self, length, partial_s, porter):
         super().__init__(life=self.live_as_rollout)
+        self.place = None  # where gangs that are left alone look for another controller
         self.engines = {}  # (gang, epoch) -> engines by rank
         self.imported = []  # parcels, by any engine
         self._partial_s, self._porter = partial_s, porter
-        self._weights, self._length, self._turns = weights, length, {}
+        self.weights, self._length, self._turns = None, length, {}
         self._lock = threading.Lock()
 
     def live_as_rollout(self, host):
         host.join()
+        if self.place is not None:
+            host.link.wait_for_another(self.place, host.began.rank, 20.0)
         name = host._hello.gang, host._hello.epoch
         with self._lock:
             turns = self._turns.setdefault(name, queue.SimpleQueue())
@@ -119,7 +125,7 @@ class Oracles(FakeLauncher):
         role.run(host.inbox)
 
     def _read(self, version, shardings):
-        self._weights.get(version, shardings)
+        self.weights.get(version, shardings)
         return {}
 
 
@@ -129,28 +135,37 @@ class World:
         self.config = OrchestratorConfig(
             mode=mode, max_versions=max_versions, groups_per_step=P, group_size=G, inflight=1.5, total_steps=STEPS,
             max_prompt_tokens=8, max_new_tokens=64)
-        self.folder, self.outbox, self.said = folder, queue.SimpleQueue(), []
-        self._hosts = hosts
-        self.publisher = Publisher(StoredWeights(folder.parent / "weights"), (STORAGE,), self.said.append)
-        self.weights = Published(self.publisher)
+        self.folder, self.said = folder, []
+        self._hosts, self._instances, self._mode = hosts, instances, mode
         length = length or (lambda version, group, index, limit: 60 if (group + index) % 5 == 0 else 2 + index % 5)
-        self.launcher, self.hub = Oracles(self.weights, length, partial_s, porter), Hub("127.0.0.1")
-        self.remotes = {}
-        for i in range(instances):
+        self.launcher = Oracles(length, partial_s, porter)
+        self.open()
+
+    def new_roster(self):
+        return Roster()
+
+    def open(self, found=None):
+        """A controller, on what the journal told it, if it told anything."""
+        self.roster, self.outbox, self.remotes = self.new_roster(), queue.SimpleQueue(), {}
+        self.hub = Hub("127.0.0.1", self.roster)
+        self.publisher = Publisher(StoredWeights(self.folder.parent / "weights"), (STORAGE,), self.said.append,
+                                   past=found is not None)
+        self.weights = self.launcher.weights = Published(self.publisher)
+        for i in range(self._instances):
             up = ev.InstanceUp(instance=i, slots=8, pages=96, page_size=8)
             self.remotes[i] = RemoteInstance(i, up, self.outbox, self.remotes, self.publisher,
                                              self._keeper(i), self.said.append)
         groups = MemoryGroupStore()
-        self.orchestrator, self.book = Orchestrator(self.config), Book()
+        self.orchestrator, self.book = (found.orchestrator, found.book) if found else (Orchestrator(self.config), Book())
         trainer = TrainerWorker(Trainer(), lambda groups, base: None, groups, self.weights,
                                 self.config.decisions.max_lag, self.outbox)
-        world = LocalWorld(instances=list(self.remotes.values()), trainer=trainer, task=Task(),
-                           scorer=Scorer(mixed=mode == "partial"), groups=groups, weights=self.weights,
-                           outbox=self.outbox, group_size=G, eval_samples=2)
-        world.recall(self.book)
-        self.world, self.records = world, []
-        world.listen(self.records.append)
-        self.durable = DurableWorld(world, Journal(FileLog(folder)), self.orchestrator, self.book)
+        self.world = LocalWorld(instances=list(self.remotes.values()), trainer=trainer, task=Task(),
+                                scorer=Scorer(mixed=self._mode == "partial"), groups=groups, weights=self.weights,
+                                outbox=self.outbox, group_size=G, eval_samples=2)
+        self.world.recall(self.book)
+        self.records = []
+        self.world.listen(self.records.append)
+        self.durable = DurableWorld(self.world, Journal(FileLog(self.folder)), self.orchestrator, self.book)
 
     def run(self, observers=()):
         for remote in self.remotes.values():
@@ -271,6 +286,9 @@ class Publishing:
 
     def down(self, gang):
         pass
+
+    def recognise(self, gang):
+        return False
 
 
 class Posted:

@@ -41,9 +41,9 @@ def test_records_go_both_ways_in_order():
     sent = [calls.Beat(progress=n, busy=False, waited_s=0.5) for n in range(1000)]
     for item in sent:
         ends.links["a"].send(item)
-    ends.links["b"].send(calls.Ready(version=3))
+    ends.links["b"].send(calls.Ready(holds=(3,)))
     eventually(lambda: len(ends.heard["b"]) == 1000 and ends.heard["a"])
-    assert ends.heard["b"] == sent and ends.heard["a"] == [calls.Ready(version=3)]
+    assert ends.heard["b"] == sent and ends.heard["a"] == [calls.Ready(holds=(3,))]
     ends.links["a"].close()
     eventually(lambda: len(ends.ended) == 2)
 
@@ -272,7 +272,7 @@ def leaving(host):
 
 @pytest.mark.parametrize("elastic", [True, False])
 def test_only_an_elastic_gang_waits_for_room_without_an_end(elastic, monkeypatch):
-    monkeypatch.setattr("dora_jax.runtime.cluster.gang.ROOM_S", 0.2)
+    monkeypatch.setattr("dora_jax.runtime.cluster.keeper.ROOM_S", 0.2)
     launcher = FakeLauncher(life=lambda host: None)
     limits = dataclasses.replace(LIMITS, start_s=0.4, elastic=elastic)
     with Kept(launcher, limits=limits) as kept:

@@ -12,7 +12,7 @@ from dora_jax.orchestrate import events as ev
 from dora_jax.rollout.migrate import without_pages
 from dora_jax.runtime.cluster import calls
 from dora_jax.runtime.cluster.porter import Porter
-from dora_jax.runtime.cluster.roles import Elsewhere, Outlet
+from dora_jax.runtime.cluster.outlet import Elsewhere, Outlet
 from dora_jax.runtime.parcels import HOST
 from dora_jax.runtime.shards import Key, Lent, Manifest
 from dora_jax.runtime.wire import Wire

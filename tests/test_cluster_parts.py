@@ -64,6 +64,7 @@ def test_the_parts_of_two_processes_are_a_step_like_any_other(tmp_path, monkeypa
         for name in ("params/embed", "opt_state/0.mu.layers.w"):
             assert all(any(re.fullmatch(rf"{name}/[0-9.]+", each) for each in mine) for mine in names)
         steps = StepBucket(url)
+        steps.tidy()
         assert steps.steps() == [], "a step without a manifest is none, and is swept"
         assert not any("/2/" in key or "/3/" in key for key in Objects(url).keys())
 

@@ -1,4 +1,5 @@
-"""The real thing, small: a controller, a trainer of two processes, two instances; one is killed, one told to leave."""
+"""The real thing, small: a controller, a trainer of two processes, two instances; one is killed, one told to leave, and then
+the controller is killed, too."""
 
 import os
 import re
@@ -42,22 +43,34 @@ def lines_of(console, pattern):
 def test_a_run_of_many_processes_outlives_those_that_are_killed_or_preempted(tmp_path):
     (tmp_path / "config.py").write_text(CONFIG.format(base=str(tmp_path / "base")))
     console = tmp_path / "console.log"
-    with console.open("w") as log:
-        run = subprocess.Popen([sys.executable, "-m", "dora_jax.train", f"--config={tmp_path}/config.py",
-                                f"--workdir={tmp_path}/run"], stdout=log, stderr=log,
-                               env={**os.environ, "DORA_COMPILE_CACHE": str(tmp_path / "cache")})
+    run = start(tmp_path, console)
     try:
         for instance, blow in ((1, signal.SIGKILL), (0, signal.SIGTERM)):
             up = rf"^rollout {instance} \(epoch 1\) is up.*pids (\d+)"
             while not (pids := lines_of(console, up)) and run.poll() is None:
                 time.sleep(0.05)
             os.kill(int(pids[0]), blow)
+        while not (trainers := lines_of(console, r"^trainer \(epoch 1\) is up: pids (.*)")) and run.poll() is None:
+            time.sleep(0.05)
+        while not lines_of(console, "^step +1 ") and run.poll() is None:
+            time.sleep(0.05)
+        run.kill()  # the controller alone
+        run.wait()
+        run = start(tmp_path, console)
         assert run.wait(400) == 0, console.read_text()
     finally:
         run.kill()
     text = console.read_text()
     assert "rollout 1 (epoch 1) is lost" in text
     assert re.search(r"rollout 0 \(epoch 1\) has left: preempted: process 0 \(pid \d+\) was told SIGTERM", text), text
+    assert f"trainer (epoch 1) is up, taken over: pids {trainers[0]}" in text, text
     assert "version 4 is published" in text
     books = audit(tmp_path / "run" / "journal")
     assert books.ok and books.trained == 8, books
+
+
+def start(folder, console):
+    with console.open("a") as log:
+        return subprocess.Popen([sys.executable, "-m", "dora_jax.train", f"--config={folder}/config.py",
+                                 f"--workdir={folder}/run"], stdout=log, stderr=log,
+                                env={**os.environ, "DORA_COMPILE_CACHE": str(folder / "cache")})

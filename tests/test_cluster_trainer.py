@@ -11,7 +11,9 @@ from dora_jax.config import CheckpointSection, RunError
 from dora_jax.models import sharding
 from dora_jax.runtime.book import Published, Step
 from dora_jax.runtime.cluster import calls
-from dora_jax.runtime.cluster.gang import Hub, Keeper
+from dora_jax.runtime.cluster.gang import Hub
+from dora_jax.runtime.cluster.keeper import Keeper
+from dora_jax.runtime.cluster.roster import Roster
 from dora_jax.runtime.cluster.learner import RemoteCheckpoints, RemoteTrainer, RemoteWeights
 from dora_jax.runtime.cluster.parts import StepFolder
 from dora_jax.runtime.cluster.publisher import Publisher
@@ -74,7 +76,7 @@ class Rig:
         self.launcher = Learners(tmp_path / "checkpoints", dies)
         self.stored = StoredWeights(tmp_path / "weights")
         self.stored.clear()
-        self.hub, self.said, self.journal = Hub("127.0.0.1"), [], []
+        self.hub, self.said, self.journal = Hub("127.0.0.1", Roster()), [], []
         self.steps = StepFolder(self.launcher.folder, self.said.append)
         self.publisher = Publisher(self.stored, paths, self.said.append)
         self.journaled = journaled

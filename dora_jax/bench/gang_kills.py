@@ -6,12 +6,12 @@
 
 A kind names whose process it is and what happens to it: a kill is SIGKILL, a freeze SIGSTOP, a notice SIGTERM, upon
 which a gang hands over and leaves; `resize` asks for one instance less, then for all again; `controller-kill` ends the
-run, whose children must end too, and starts the same command again; a node is a raylet with all that it started, one
-host of a slice of `hosts`, and another slice takes the place of this one: with a spare one afterwards, else the gang
-has to wait for it; a drain is what Ray is told of a node that is about to go. A blow falls once all gangs are up and
-another step has been published. One row a kind: seconds until the loss is said, until a new gang is up, and until it
-does its work again (an instance is at once, the trainer when it is back at its version); of a controller "said" means
-that its children are gone.
+controller alone and starts the same command again, which must take over the gangs that are there; a node is a raylet
+with all that it started, one host of a slice of `hosts`, and another slice takes the place of this one: with a spare
+one afterwards, else the gang has to wait for it; a drain is what Ray is told of a node that is about to go. A blow
+falls once all gangs are up and another step has been published. One row a kind: seconds until the loss is said, until a
+new gang is up, and until it does its work again (an instance is at once, the trainer when it is back at its version);
+of a controller "said" means that the next one has its first gang, and at work that another step is published.
 At the end the books of the whole run, from its journal:
     issued = trained + filtered + failed + in flight; lost, trained twice, generated again: 0
 """
@@ -115,25 +115,21 @@ def _on_slices(slice_type: str, flags: argparse.Namespace) -> list[str]:
 
 
 def _strike_controller(run: Run) -> tuple[float, float, float]:
-    pids, gangs = [pid for each in run.pids.values() for pid in each], len(run.pids)
+    """The same command again; the gangs are those that were there."""
+    before = dict(run.pids)
     began = time.monotonic()
     run.process.kill()
     run.process.wait()
-    while any(_lives(pid) for pid in pids):
-        if time.monotonic() - began > PATIENCE_S:
-            raise RuntimeError(f"children outlive their controller: {pids}")
-        time.sleep(0.02)
-    gone_s = time.monotonic() - began
     run.start()
-    run.wait("all gangs", lambda: len(run.pids) == gangs)
-    return gone_s, time.monotonic() - began, time.monotonic() - began
-
-
-def _lives(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except OSError:
-        return False
+    run.wait("a gang", lambda: run.pids)
+    said_s = time.monotonic() - began
+    run.wait("all gangs", lambda: len(run.pids) == len(before))
+    up_s = time.monotonic() - began
+    if run.pids != before:
+        raise RuntimeError(f"the controller has not taken over {before}: there are {run.pids}")
+    steps = run.steps
+    run.wait("a step", lambda: run.steps > steps)
+    return said_s, up_s, time.monotonic() - began
 
 
 def _table(times: dict[str, list[tuple[float, float, float]]]) -> None:

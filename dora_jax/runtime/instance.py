@@ -247,9 +247,10 @@ class LocalInstance:
         if all(peer.gone for peer in self._peers.values()):
             self._outbox.put(Crashed(role=self.role, error=error))
 
-    def _admit(self, life: _Life) -> None:
+    def _admit(self, life: _Life) -> tuple[()]:
         with self._lock:
             self._life = life
+        return ()
 
     def _watch(self) -> None:
         while not self._done.wait(self._spare.hung_s / LOOKS):

@@ -12,13 +12,16 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
+import numpy as np
+
 from dora_jax.config import RunError
 from dora_jax.orchestrate import events as ev
 from dora_jax.orchestrate.restart import Debts
 from dora_jax.rollout.migrate import Parcel, retagged
 from dora_jax.runtime.book import Book, Partial
 from dora_jax.runtime.guard import Stop
-from dora_jax.runtime.workers import Crashed, Exported, Finished, Handed, InstanceWorker, Risen, StepDone, TrainerWorker
+from dora_jax.runtime.workers import Crashed, Ended, Exported, Finished, Handed, InstanceWorker, Risen, StepDone
+from dora_jax.runtime.workers import TrainerWorker
 from dora_jax.tasks.pool import GroupFailure
 from dora_jax.tasks.prompts import PromptTooLong
 from dora_jax.types import GroupId, Prompt, Sample, SampleId, ScoredGroup, Version, is_eval
@@ -58,6 +61,8 @@ class LocalWorld:
         self._time_s = 0.0
         self._skew_s = 0.0  # the clock goes on from that of the process before
         self._book = Book()
+        self._recorded: dict[SampleId, Version] = {}  # begun under an earlier process, and not asked for yet
+        self._ended: dict[SampleId, Sample] = {}  # of these, finished while nobody listened
         self._risen: list[Risen] = []
 
     def listen(self, listener: Callable[[Any], None]) -> None:
@@ -71,6 +76,7 @@ class LocalWorld:
     def adopt(self, debts: Debts, book: Book, now_s: float) -> None:
         """Takes on what an earlier process owed, before `start`."""
         self.recall(book)
+        self._recorded = dict(debts.recorded)
         self._skew_s = now_s - time.monotonic()
         for group_id in debts.groups:
             try:
@@ -106,7 +112,8 @@ class LocalWorld:
     def events(self) -> Iterator[ev.Event]:
         risen, self._risen = self._risen, []
         for rise in risen:  # commands that were meant for its earlier life have been executed by now
-            rise.admit()
+            for brought in rise.admit():
+                self._find(brought)
             yield rise.event
         yield from self._drain()
         for scored in self._scorer.poll():
@@ -140,9 +147,8 @@ class LocalWorld:
                 for sample in ids:
                     worker.post(worker.park, sample)
             case ev.Resume(ids=ids, instance=instance, version=version):
-                worker = self._instances[instance]
                 for sample in ids:
-                    worker.post(worker.resume, retagged(self._parcel(sample, version), version))
+                    self._resume(sample, self._instances[instance], version)
             case ev.Retire(version=version):
                 self._weights.drop(version)
             case ev.Pause(instance=instance):
@@ -190,6 +196,30 @@ class LocalWorld:
             self._outbox.put(ev.SampleCancelled(id=sample, reason=reason))
         else:
             self._groups.discard(sample.group_id)
+
+    def _resume(self, sample: SampleId, worker: InstanceWorker, version: Version) -> None:
+        self._recorded.pop(sample, None)
+        if sample in self._ended:
+            self._outbox.put(ev.SampleResumed(id=sample, instance=worker.instance))
+            self._outbox.put(Finished(sample=self._ended.pop(sample), instance=worker.instance))
+        else:
+            worker.post(worker.resume, retagged(self._parcel(sample, version), version))
+
+    def _find(self, brought: Handed | Ended) -> None:
+        """What an instance still has from an earlier process: used where it goes on from what is recorded."""
+        held = brought.sample if isinstance(brought, Ended) else brought.parcel
+        version = held.spans[-1].version if isinstance(brought, Ended) else held.version
+        out_ids, _, _ = self._book.tokens(held.id)
+        n = len(out_ids)
+        if self._recorded.get(held.id) != version or not np.array_equal(held.out_ids[:n], out_ids):
+            return
+        if isinstance(brought, Ended):
+            self._ended[held.id] = held
+            return
+        self._parcels[held.id] = held
+        if len(held.out_ids) > n:
+            self._tell(Partial(id=held.id, version=version, start=n, out_ids=held.out_ids[n:],
+                               logprobs=held.logprobs[n:]))
 
     def _parcel(self, sample: SampleId, version: Version) -> Parcel:
         """What Park took out; else what the journal knows of it, to be prefilled again."""

@@ -104,6 +104,14 @@ class WeightHost:
         for array in arrays:
             array.delete()
 
+    def settle(self) -> tuple[Version, ...]:
+        """Ends all that is under way, for nobody will ask for it any more; the versions that are held."""
+        for offered in tuple(self._offers.values()):
+            self._release(ex.Release(world="", key=offered.key, hosts=len(offered.manifests), pulled=False))
+        with self._lock:
+            self._newest = self._phase = self._staged = None
+        return self.weights.versions
+
     # --------------------------------------------------------- as a source
 
     def _offer(self, offer: ex.Offer) -> ex.Offered | None:

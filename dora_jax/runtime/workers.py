@@ -10,7 +10,7 @@ from __future__ import annotations
 import queue
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -43,17 +43,25 @@ class Exported:
 
 @record
 class Handed:
-    """A sample that has begun, of an instance that leaves: its InstanceDown follows."""
+    """A sample that has begun, of an instance that leaves, or was left alone: what it has goes on anywhere."""
 
     parcel: Parcel
 
 
 @record
+class Ended:
+    """A sample that finished while nobody listened; it is told once somebody asks for the sample again."""
+
+    sample: Sample
+
+
+@record
 class Risen:
-    """An instance elsewhere is there; `admit` lets commands reach it, from the moment that this is heard."""
+    """An instance elsewhere is there; `admit` lets commands reach it, from the moment that this is heard, and gives the
+    samples that it has from before."""
 
     event: ev.InstanceUp
-    admit: Callable[[], None]
+    admit: Callable[[], Sequence[Handed | Ended]]
 
 
 @record
@@ -203,6 +211,7 @@ class InstanceWorker(Worker):
                 self.outbox.put(Handed(parcel=self._export(sample)))
         if not self.engine.idle:
             self.work()  # hands out what finished meanwhile
+        self._progress.clear()
 
     def pause(self) -> None:
         """The trainer has the devices: no tick until `unpause`, while calls are answered as ever."""

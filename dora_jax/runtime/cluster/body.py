@@ -23,12 +23,14 @@ from dora_jax.runtime.bucket import JOURNAL, StoreError
 from dora_jax.runtime.build import Parts, TrainerSide
 from dora_jax.runtime.cluster.calls import Begin
 from dora_jax.runtime.cluster.elastic import Replicas, wish_at
-from dora_jax.runtime.cluster.gang import Hub, Keeper, Limits
+from dora_jax.runtime.cluster.gang import Hub, Limits
+from dora_jax.runtime.cluster.keeper import Keeper
 from dora_jax.runtime.cluster.launcher import Launcher, Processes
 from dora_jax.runtime.cluster.learner import RemoteCheckpoints, RemoteTrainer, RemoteWeights, digest_of
 from dora_jax.runtime.cluster.parts import steps_at
 from dora_jax.runtime.cluster.publisher import Publisher
 from dora_jax.runtime.cluster.remote import RemoteInstance
+from dora_jax.runtime.cluster.roster import Roster, build_of
 from dora_jax.runtime.cluster.weights import weights_at
 from dora_jax.runtime.journal import Journal
 from dora_jax.runtime.publication import STORAGE, WIRE
@@ -42,16 +44,20 @@ class Cluster:
         self._parts, self._say = parts, say
         config, workdir = parts.config, parts.workdir
         self._place = bucket.url_of(workdir) or os.path.abspath(workdir)
-        self._steps, self._stored = steps_at(self._place, say), weights_at(self._place)
+        self._tree = _gang_config(config)
         try:
-            self._stored.clear()
+            self._roster = Roster(self._place if config.journal.on else None,  # a journal says what gangs are about
+                                  build_of([self._tree, dataclasses.asdict(config.cluster)]))
+            self._past = bool(self._roster.left) and self._roster.fits
+            self._steps, stored = steps_at(self._place, say), weights_at(self._place)
+            (stored.look if self._past else stored.clear)()
         except StoreError as error:
             raise ConfigError(f"workdir: {error}") from error
         wire = config.cluster.wire == "transfer"
-        self._publisher = Publisher(self._stored, (WIRE, STORAGE) if wire else (STORAGE,), say)
+        self._publisher = Publisher(stored, (WIRE, STORAGE) if wire else (STORAGE,), say, self._past)
         self.weights = RemoteWeights(self._publisher)
         self._launcher = _launcher(config, workdir)
-        self._hub = Hub(self._launcher.ip)
+        self._hub = Hub(self._launcher.ip, self._roster)
         self._trainer = RemoteTrainer(self._steps, self._steps_since, self._publisher, say,
                                       functools.partial(self._keeper, None))
         self._instances: dict[InstanceId, RemoteInstance] = {}
@@ -60,12 +66,17 @@ class Cluster:
                 instance, build.instance_up(instance, config), parts.outbox, self._instances, self._publisher,
                 functools.partial(self._keeper, instance), say)
         self._replicas = Replicas(wish_at(self._place), self.instances(), say) if config.cluster.elastic else None
+        self._roster.announce(self._hub.address)
         self._trainer.open()
         for remote in self._instances.values():
             remote.open()
 
     def trainer_side(self) -> TrainerSide:
         checkpoints = RemoteCheckpoints(self._steps, self._parts.config.checkpoint, self._trainer, self._say)
+        if self._past:  # a trainer that is taken over may be about to finish one
+            self._trainer.catch_up()
+            checkpoints.wait()
+        self._steps.tidy()
         return TrainerSide(trainer=self._trainer, checkpoints=checkpoints, digest=digest_of,
                            pack=lambda groups, base: (groups, base))
 
@@ -74,6 +85,7 @@ class Cluster:
 
     def ready(self, instances: Sequence[RemoteInstance], worker: Any) -> list[InstanceUp]:
         """Nobody is waited for: instances report themselves."""
+        self._publisher.settle()
         self._trainer.on_up = lambda: worker.post(self._trainer.catch_up)
         return []
 
@@ -86,6 +98,7 @@ class Cluster:
         self._publisher.close()
         self._hub.close()
         self._launcher.close()
+        self._roster.close()
 
     # ------------------------------------------------------------ private
 
@@ -93,11 +106,9 @@ class Cluster:
         section = self._parts.config.cluster
         hosts, slice_type = ((section.trainer_hosts, section.trainer_slice) if instance is None
                              else (section.hosts_per_replica, section.replica_slice))
-        tree = configs.to_json(dataclasses.replace(self._parts.config, cpu_devices=section.devices_per_host,
-                                                   cluster=ClusterSection(wire=section.wire)))
 
         def begin(rank: int, coordinator: str, leader: str) -> Begin:
-            return Begin(config=tree, workdir=self._place, instance=instance, rank=rank, hosts=hosts,
+            return Begin(config=self._tree, workdir=self._place, instance=instance, rank=rank, hosts=hosts,
                          coordinator=coordinator, leader=leader)
 
         limits = Limits(silence_s=section.silence_s, stall_s=section.stall_s, start_s=section.start_s,
@@ -110,6 +121,12 @@ class Cluster:
             return recovery.steps_since(Journal(reading(f"{self._place}/{JOURNAL}")), version)
         except OSError as error:
             raise StoreError(str(error)) from error
+
+
+def _gang_config(config: Config) -> dict[str, Any]:
+    section = config.cluster
+    mine = ClusterSection(wire=section.wire, reattach_s=section.reattach_s if config.journal.on else 0.0)
+    return configs.to_json(dataclasses.replace(config, cpu_devices=section.devices_per_host, cluster=mine))
 
 
 def _launcher(config: Config, workdir: Path) -> Launcher:

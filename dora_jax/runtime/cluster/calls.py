@@ -1,6 +1,7 @@
 """What travels between the controller and the processes of its gangs, and inside a gang: records, no behaviour.
 
     Hello -> Begin -> Ready             a process joins its gang, and the gang its world
+    Hello -> Again -> Ready             a gang that has outlived its controller joins the next one
     Call -> Answer                      to every process of a gang, each answers; in one order
     exchange.py's commands and facts    between the controller and every process: how a version travels
     posts (Submit, Swap, ...)           to the first process of a rollout gang, which shares them out as Turns
@@ -18,7 +19,7 @@ from dora_jax.runtime import exchange
 from dora_jax.runtime.book import Partial
 from dora_jax.runtime.codec import Codec
 from dora_jax.runtime.shards import Lent
-from dora_jax.runtime.workers import Exported, Finished, Handed
+from dora_jax.runtime.workers import Ended, Exported, Finished, Handed
 from dora_jax.types import InstanceId, Prompt, SampleId, ScoredGroup, Version, record
 
 # ----------------------------------------------------------- joining
@@ -32,6 +33,7 @@ class Hello:
     worker: int  # TPU_WORKER_ID, which decides its rank; -1: there is none
     coordinator: str  # where a world would meet, were this its first process
     leader: str  # where the others would get their turns
+    rank: int = -1  # of one that has begun under an earlier controller
 
 
 @record
@@ -46,8 +48,13 @@ class Begin:
 
 
 @record
+class Again:
+    """To every process of a gang that all have come back: end what the earlier controller asked for."""
+
+
+@record
 class Ready:
-    version: Version  # the trainer's; 0 of an instance
+    holds: tuple[Version, ...] = ()  # weights from before; of a new gang none
 
 
 @record
@@ -232,7 +239,7 @@ class HandOver:
     """Give all samples back, then do nothing more."""
 
 
-Post = Swap | Submit | GiveUp | MoveOut | Receive | TakeOut | GoOn | HandOver
+Post = Swap | Submit | GiveUp | MoveOut | Receive | TakeOut | GoOn | HandOver | Again
 
 
 @record
@@ -297,8 +304,8 @@ class Left:
     """Everything has been handed over, and was heard before this."""
 
 
-CODEC = Codec(Hello, Begin, Ready, Beat, Notice, Failed, Note, Call, Answer, Turn, Parcel, Partial, Finished, Exported,
-              Handed, Moving, Left,
+CODEC = Codec(Hello, Begin, Again, Ready, Beat, Notice, Failed, Note, Call, Answer, Turn, Parcel, Partial, Finished,
+              Exported, Handed, Ended, Moving, Left,
               Make, Publish, Write, Forget, Restore, Save, Tend, Fingerprint, Made, Done, Part, Refused,
               Swap, Submit, GiveUp, MoveOut, Receive, TakeOut, GoOn, HandOver, Lent, Carry, Carried, Leave, GiveBack,
               *exchange.RECORDS)

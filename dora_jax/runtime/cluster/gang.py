@@ -1,33 +1,30 @@
-"""N processes that live and die together, as the controller sees them; and what keeps a gang there.
+"""N processes that live and die together, as the controller sees them.
 
-    start -> every Hello -> Begin to each -> every Ready -> up ... first death, silence or standstill -> down -> start
-                                                               ... notice -> HandOver -> Left -> down -> start
+    start -> every Hello -> Begin to each -> every Ready -> up ... first death, silence or standstill -> down
+    found -> every Hello -> Again to each -> every Ready -> up ... notice -> HandOver -> Left -> down
 
 Consumes what its processes send; produces facts for `heard`, answers for `call`. Laws: the first sign of death ends the
 whole gang, for a world without one member only hangs; `down` comes after everything that was heard of this epoch and
-nothing comes after it; a call is answered by all processes or by none; restarts that come to nothing are counted; who
-leaves with notice hands over first, and counts for nothing.
+nothing comes after it; a call is answered by all processes or by none; who leaves with notice hands over first; a gang
+that an earlier controller has left is taken over whole, or ended.
 """
 
 from __future__ import annotations
 
-import secrets
 import threading
 import time
 from collections.abc import Callable
 from multiprocessing import connection
 from typing import Any
 
-from dora_jax.config import RunError
-from dora_jax.runtime.cluster.calls import Answer, Beat, Begin, Call, Done, Failed, HandOver, Hello
+from dora_jax.runtime.cluster.calls import Again, Answer, Beat, Begin, Call, Done, Failed, HandOver, Hello
 from dora_jax.runtime.cluster.calls import Left, Made, Note, Notice, Ready, Refused
-from dora_jax.runtime.cluster.launcher import Launcher, Started, Ticket
 from dora_jax.runtime.cluster.link import Door, Link
-from dora_jax.types import record
+from dora_jax.runtime.cluster.roster import Roster
+from dora_jax.types import Version, record
 
-LOOK_S = 0.1  # how often a keeper looks after its gang
-ROOM_S = 20.0  # a gang that has no place by then is said to wait
 LEAVE_S = 12.0  # to hand over in; spot machines give 15 s between the notice and the end
+RETURN_S = 30.0  # for all processes of a gang to find the new controller, on a file system that is slow to tell
 
 
 class GangDied(Exception):
@@ -50,8 +47,9 @@ class Limits:
 class Hub:
     """The controller's door, and who is expected there."""
 
-    def __init__(self, ip: str):
-        self.token = secrets.token_bytes(32)
+    def __init__(self, ip: str, roster: Roster):
+        self.roster = roster
+        self.token = roster.token
         self._expected: dict[tuple[str, int], Gang] = {}
         self._door = Door(ip, self.token, self._welcome)
         self.address = self._door.address
@@ -84,19 +82,28 @@ class Host:
         self.ready: Ready | None = None
         self.beat = Beat(progress=0, busy=False, waited_s=0.0)
         self.heard_s = self.moved_s = time.monotonic()
+        self._before_s = 0.0 if hello.rank < 0 else None  # its waits under an earlier controller; None: not known yet
+
+    @property
+    def waited_s(self) -> float:
+        return self.beat.waited_s - (self._before_s or 0.0)
 
     def heard(self, item: Any) -> None:
         self.heard_s = time.monotonic()
         if isinstance(item, Beat):
+            if self._before_s is None:
+                self._before_s = item.waited_s
             if item.progress != self.beat.progress or not item.busy:
                 self.moved_s = self.heard_s
             self.beat = item
 
 
 class Gang:
+    """`again`: it has begun under an earlier controller."""
+
     def __init__(self, name: str, epoch: int, hosts: int, heard: Callable[[Any], None],
-                 say: Callable[[str], None], limits: Limits):
-        self.name, self.epoch, self.hosts = name, epoch, hosts
+                 say: Callable[[str], None], limits: Limits, again: bool = False):
+        self.name, self.epoch, self.hosts, self.again = name, epoch, hosts, again
         self.reason = ""
         self.leaving: str | None = None  # why
         self.dead, self.ready = threading.Event(), threading.Event()
@@ -122,8 +129,13 @@ class Gang:
         return max((host.beat.progress for host in self._ranks), default=0)
 
     @property
+    def holds(self) -> tuple[Version, ...]:
+        """Weights that all of its processes have from before."""
+        return tuple(sorted(set.intersection(*(set(host.ready.holds) for host in self._ranks))))
+
+    @property
     def waited_s(self) -> float:
-        return self._ranks[0].beat.waited_s if self._ranks else 0.0
+        return self._ranks[0].waited_s if self._ranks else 0.0
 
     def seat(self, begin: Callable[[int, str, str], Begin]) -> None:
         """`begin(rank, coordinator, leader)`: what each process is told once all have come."""
@@ -195,8 +207,9 @@ class Gang:
     def fault(self) -> str | None:
         """What is wrong with it, judged by its silence or its standstill."""
         now, limits = time.monotonic(), self._limits
-        if not self.ready.is_set() and now - self._began_s > limits.start_s:
-            return f"it was not ready within {limits.start_s:.0f} s: {len(self._joined)} of {self.hosts} processes came"
+        start_s = limits.start_s if not self.again else limits.stall_s if self._ranks else RETURN_S
+        if not self.ready.is_set() and now - self._began_s > start_s:
+            return f"it was not ready within {start_s:.0f} s: {len(self._joined)} of {self.hosts} processes came"
         if self.leaving is not None and now - self._leaves_s > LEAVE_S:
             return f"it has not handed over within {LEAVE_S:.0f} s"
         for host in self._joined:
@@ -222,12 +235,14 @@ class Gang:
         if self._begin is None or self._ranks or len(self._joined) < self.hosts:
             return
         workers = [host.hello.worker for host in self._joined]
-        if len(set(workers)) == len(workers):  # on a TPU slice ranks follow the chips, not the order of arrival
+        if self.again:
+            self._joined.sort(key=lambda host: host.hello.rank)
+        elif len(set(workers)) == len(workers):  # on a TPU slice ranks follow the chips, not the order of arrival
             self._joined.sort(key=lambda host: host.hello.worker)
         self._ranks = list(self._joined)
         first = self._ranks[0].hello
         for rank, host in enumerate(self._ranks):
-            host.link.send(self._begin(rank, first.coordinator, first.leader))
+            host.link.send(Again() if self.again else self._begin(rank, first.coordinator, first.leader))
 
     def _hear(self, host: Host, item: Any) -> None:
         with self.lock:
@@ -288,103 +303,3 @@ class _Pending:
             if isinstance(answer, Refused):
                 raise CallRefused(answer.error)
         return answers
-
-
-class Keeper:
-    """Has a gang of this name there: on a thread of its own, until `close`."""
-
-    def __init__(self, hub: Hub, launcher: Launcher, name: str, hosts: int, slice_type: str, *,
-                 begin: Callable[[int, str, str], Begin], heard: Callable[[Any], None], up: Callable[[Gang], None],
-                 down: Callable[[Gang], None], failed: Callable[[RunError], None], say: Callable[[str], None],
-                 limits: Limits):
-        self.name = name
-        self._hub, self._limits = hub, limits
-        self._launcher, self._hosts, self._slice_type = launcher, hosts, slice_type
-        self._begin, self._heard, self._up, self._down = begin, heard, up, down
-        self._failed, self._say = failed, say
-        self._closed, self._wanted = threading.Event(), threading.Event()
-        self._wanted.set()
-        self._gang: Gang | None = None
-        self._thread = threading.Thread(target=self._run, name=f"keeper {name}", daemon=True)
-
-    def start(self) -> None:
-        self._thread.start()
-
-    def want(self, wanted: bool) -> None:
-        """Whether there is to be a gang at all; one that is not wanted any more leaves with notice."""
-        (self._wanted.set if wanted else self._wanted.clear)()
-
-    def close(self) -> None:
-        """Ends the gang; returns when its processes are gone."""
-        self._closed.set()
-        if self._gang is not None:
-            self._gang.down = None
-            self._gang.die("the run is over")
-        self._thread.join()
-
-    # ------------------------------------------------------------ private
-
-    def _run(self) -> None:
-        epoch, fruitless, lost_s, was_up = 0, 0, None, False
-        while not self._closed.is_set():
-            if not self._wanted.wait(LOOK_S):
-                continue
-            epoch += 1
-            gang = self._gang = Gang(self.name, epoch, self._hosts, self._heard, self._say, self._limits)
-            came = self._one_life(gang, lost_s)
-            if self._closed.is_set():
-                return
-            was_up, lost_s = was_up or came, time.monotonic()
-            if gang.leaving is not None:
-                self._say(f"{self.name} (epoch {epoch}) has left: {gang.reason}")
-                continue
-            fruitless = 0 if gang.progress else fruitless + 1
-            if not was_up or fruitless > self._limits.restarts:
-                again = f", {fruitless} times in a row" if fruitless > 1 else ""
-                self._failed(RunError(f"{self.name} cannot be kept up{again}: {gang.reason}"))
-                return
-            self._say(f"{self.name} (epoch {epoch}) is lost: {gang.reason}")
-
-    def _one_life(self, gang: Gang, lost_s: float | None) -> bool:
-        """From start to death; True where it was up."""
-        self._hub.expect(gang)
-        ticket = Ticket(controller=self._hub.address, gang=gang.name, epoch=gang.epoch)
-        started = self._launcher.start(ticket, self._hub.token, self._hosts, self._slice_type)
-        try:
-            gang.seat(self._begin)
-            self._watch(gang, started, until=gang.ready)
-            if gang.dead.is_set():
-                return False
-            with gang.lock:
-                if gang.dead.is_set():
-                    return False
-                self._up(gang)
-                gang.down = lambda: self._down(gang)
-            after = f", {time.monotonic() - lost_s:.1f} s after the loss was seen" if lost_s else ""
-            self._say(f"{self.name} (epoch {gang.epoch}) is up{after}: pids {', '.join(map(str, gang.pids))}")
-            self._watch(gang, started, until=gang.dead)
-            return True
-        finally:
-            self._hub.forget(gang)
-            started.kill()
-
-    def _watch(self, gang: Gang, started: Started, until: threading.Event) -> None:
-        began_s = looked_s = time.monotonic()
-        said = False
-        while not until.wait(LOOK_S) and not gang.dead.is_set():
-            now = time.monotonic()
-            if now - looked_s > 10 * LOOK_S:
-                gang.excuse(now - looked_s)
-            looked_s = now
-            if self._limits.elastic and not started.placed:
-                gang.waits_for_room()
-                if not said and now - began_s > ROOM_S:
-                    said = True
-                    self._say(f"{self.name} waits for a place; the others go on")
-            if not self._wanted.is_set():
-                gang.leave("it is not wanted any more")
-            fault = started.ended() or gang.fault()
-            if fault:
-                gang.die(fault)
-            if self._closed.is_set():
-                gang.die("the run is over")

@@ -3,8 +3,8 @@
     Hello -> Begin -> [world, model, compile] -> Ready -> calls and posts, until the controller is gone
 
 Consumes the environment's ticket and token; the stages that it runs are those of one machine. Laws: whatever goes wrong
-ends this process, after one sentence to the controller; it ends at once when the controller does; it never waits in an
-exit barrier for a member that is gone.
+ends this process, after one sentence to the controller; where the controller is killed it goes on, and ends if no other
+one comes; it never waits in an exit barrier for a member that is gone.
 """
 
 from __future__ import annotations
@@ -37,29 +37,29 @@ def main() -> None:
 def serve(ticket: Ticket, token: bytes, leave: Callable[[], None] = lambda: None) -> None:
     """Never returns; `leave` is the last thing that this process does."""
     from dora_jax.runtime.cluster import calls
-    from dora_jax.runtime.cluster.link import Door, Link, dial
+    from dora_jax.runtime.cluster.link import Door
+    from dora_jax.runtime.cluster.uplink import Uplink
 
     def end(code: int) -> None:
         leave()
         os._exit(code)
 
-    inbox: queue.SimpleQueue = queue.SimpleQueue()
-    link = Link(dial(ticket.controller, token), lambda _, item: inbox.put(item), lambda _, reason: end(0))
-    link.start()
+    link = Uplink(ticket.controller, token, lambda: end(0))
     pass_on_notice(link)
     pulse = Pulse(link)
     try:
         ip, arrivals = link.own_ip, queue.SimpleQueue()
         door = Door(ip, token, arrivals.put)  # for the other processes, should this one be the first
-        link.send(calls.Hello(gang=ticket.gang, epoch=ticket.epoch, pid=os.getpid(),
-                              worker=int(os.environ.get("TPU_WORKER_ID", "-1")),
-                              coordinator=f"{ip}:{_free_port(ip)}", leader=door.address))
+        link.hello(calls.Hello(gang=ticket.gang, epoch=ticket.epoch, pid=os.getpid(),
+                               worker=int(os.environ.get("TPU_WORKER_ID", "-1")),
+                               coordinator=f"{ip}:{_free_port(ip)}", leader=door.address))
         pulse.start()
-        begin = inbox.get()
+        begin = link.inbox.get()
         role = _open(begin, link, pulse, token, arrivals)
         door.close()
-        link.send(calls.Ready(version=0))
-        role.run(inbox)
+        link.send(calls.Ready())
+        role.run(link.inbox)
+        link.part()
         threading.Event().wait()  # it has handed over: the controller ends it
     except BaseException as error:  # the controller says it, and starts another gang
         traceback.print_exc()
@@ -111,6 +111,7 @@ def _open(begin: Any, link: Any, pulse: Pulse, token: bytes, arrivals: queue.Sim
     from dora_jax import config as configs
 
     config = configs.from_config_dict(begin.config)
+    link.wait_for_another(begin.workdir, begin.rank, config.cluster.reattach_s)
     _enter_world(begin, config)
     from dora_jax.runtime.cluster.roles import TrainerRole, open_rollout
 

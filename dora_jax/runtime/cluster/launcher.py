@@ -1,6 +1,7 @@
 """Starts processes where a gang is to run, and ends them; knows nothing of what they do.
 
-Consumes a gang's name, size and epoch; produces `Started`: who they are, whether they live, how to kill them.
+Consumes a gang's name, size and epoch; produces `Started`: who they are, whether they live, how to kill them; also of
+those that an earlier controller has started and left.
 `Processes` runs all of them on this machine; the other launcher is on_ray.py.
 """
 
@@ -8,8 +9,11 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
+import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Protocol
 
@@ -27,9 +31,13 @@ class Ticket:
 
 class Started(Protocol):
     placed: bool  # False: there is no room for them yet
+    pids: tuple[int, ...]  # by which `find` knows them; empty: it needs none
 
     def ended(self) -> str | None:
         """Which of them is gone, in a few words; None: all live."""
+
+    def notice(self) -> str | None:
+        """That a machine of theirs is about to go, in a few words."""
 
     def kill(self) -> None:
         """Ends all of them at once, whatever they are doing; returns when they are gone."""
@@ -40,6 +48,11 @@ class Launcher(Protocol):
 
     def start(self, ticket: Ticket, token: bytes, hosts: int, slice_type: str) -> Started:
         """`slice_type`: the TPU slice that they share; empty: any machine."""
+
+    def find(self, ticket: Ticket, token: bytes, hosts: int, slice_type: str,
+             pids: Sequence[int]) -> Started | None:
+        """The processes that an earlier controller has started for this gang and epoch; None: they are not all there,
+        and whoever was has been ended."""
 
     def close(self) -> None: ...
 
@@ -65,12 +78,21 @@ class Processes:
     def close(self) -> None:
         """Children are ended with their gangs."""
 
+    def find(self, ticket: Ticket, token: bytes, hosts: int, slice_type: str,
+             pids: Sequence[int]) -> Started | None:
+        found = Orphans([pid for pid in pids if _knows(pid, token)])
+        if len(found.pids) == hosts:
+            return found
+        found.kill()
+        return None
+
 
 class Children:
     placed = True
 
     def __init__(self, children: list[subprocess.Popen]):
         self._children = children
+        self.pids = tuple(child.pid for child in children)
 
     def ended(self) -> str | None:
         for child in self._children:
@@ -78,11 +100,51 @@ class Children:
                 return f"process {child.pid} ended with code {child.returncode}"
         return None
 
+    def notice(self) -> None:
+        """The machine tells them itself: SIGTERM."""
+
     def kill(self) -> None:
         for child in self._children:
             child.kill()
         for child in self._children:
             child.wait()
+
+
+class Orphans:
+    """Children of an earlier controller."""
+
+    placed = True
+
+    def __init__(self, pids: Sequence[int]):
+        self.pids = tuple(pids)
+
+    def ended(self) -> str | None:
+        return next((f"process {pid} has ended" for pid in self.pids if not _lives(pid)), None)
+
+    def notice(self) -> None:
+        """As of children."""
+
+    def kill(self) -> None:
+        for pid in self.pids:
+            if _lives(pid):
+                os.kill(pid, signal.SIGKILL)
+        while any(map(_lives, self.pids)):
+            time.sleep(0.01)
+
+
+def _lives(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+def _knows(pid: int, token: bytes) -> bool:
+    """It is a process of this run, and no other that has got its number since."""
+    try:
+        return f"DORA_TOKEN={token.hex()}".encode() in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+    except OSError:
+        return False
 
 
 def _json(ticket: Ticket) -> str:

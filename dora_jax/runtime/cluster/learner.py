@@ -20,7 +20,8 @@ from typing import Any
 from dora_jax.config import CheckpointSection, RunError
 from dora_jax.runtime.book import Step
 from dora_jax.runtime.cluster import calls
-from dora_jax.runtime.cluster.gang import CallRefused, Gang, GangDied, Keeper
+from dora_jax.runtime.cluster.gang import CallRefused, Gang, GangDied
+from dora_jax.runtime.cluster.keeper import Keeper
 from dora_jax.runtime.cluster.parts import Steps
 from dora_jax.runtime.cluster.publisher import TRAINER, Publisher
 from dora_jax.runtime.resume import INITIAL

@@ -69,7 +69,7 @@ class RayHosts:
             behind.kill()
         return RayGang(self._slices, self._name(ticket), hosts, slice_type, (ticket, token, self._lasting))
 
-    def find(self, ticket: Ticket, hosts: int, slice_type: str, pids: Sequence[int]) -> Started | None:
+    def find(self, ticket: Ticket, token: bytes, hosts: int, slice_type: str, pids: Sequence[int]) -> Started | None:
         """As an earlier controller left it; whatever else there is of this gang ends."""
         found = None
         for behind in self._left_behind(ticket.gang, hosts, slice_type):
@@ -102,6 +102,8 @@ class RayHosts:
 
 class RayGang:
     """One gang's actors; placed when there is room for all of them, and not before. Without work: one that is there."""
+
+    pids = ()  # it is found by its name
 
     def __init__(self, slices: Slices, name: str, hosts: int, slice_type: str, work: tuple[Ticket, bytes, bool] | None):
         self.name = name

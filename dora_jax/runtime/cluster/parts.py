@@ -39,6 +39,9 @@ OCDBT = "manifest.ocdbt"  # an item that has it was written by a run in one proc
 class Steps(Protocol):
     """What the controller knows of the steps. OSError: the storage did not do it."""
 
+    def tidy(self) -> None:
+        """What is half done is removed, while nobody writes."""
+
     def steps(self) -> list[Version]: ...
 
     def fault(self, step: Version) -> str | None:
@@ -54,9 +57,11 @@ class StepFolder:
     """In a folder that all processes see."""
 
     def __init__(self, folder: Path, say: Callable[[str], None]):
-        self._folder = folder.absolute()
+        self._folder, self._say = folder.absolute(), say
         self._folder.mkdir(parents=True, exist_ok=True)
-        checkpoint.tidy(self._folder, say)
+
+    def tidy(self) -> None:
+        checkpoint.tidy(self._folder, self._say)
 
     def steps(self) -> list[Version]:
         return checkpoint.steps(self._folder)
@@ -78,6 +83,8 @@ class StepBucket:
         self._store = Objects(url)
         self._stored = StoredSteps(self._store)
         self._stored.look()
+
+    def tidy(self) -> None:
         self._stored.sweep()
 
     def steps(self) -> list[Version]:

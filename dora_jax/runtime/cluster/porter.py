@@ -50,6 +50,13 @@ class Porter:
         if key is not None:
             self._wire.release(key, pulled)
 
+    def settle(self) -> None:
+        """Ends all that is under way, for nobody will ask for it any more."""
+        for number in tuple(self._lent):
+            self.give_back(number, pulled=False)
+        with self._lock:
+            self._fetched.clear()
+
     # ----------------------------------------------------- as a destination
 
     def fetch(self, carry: calls.Carry) -> calls.Carried:

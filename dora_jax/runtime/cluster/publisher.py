@@ -5,7 +5,8 @@
 Consumes facts from every process of every gang; sends commands to all processes of the gang that they name. Used by any
 thread. Laws: an instance takes a version into use only after every process of its gang has committed it; a gang that
 cannot be brought what it must serve, or may have committed by halves, is ended; storage takes one version at a time and
-passes over those that nobody wants any more, so a slow one holds nothing up.
+passes over those that nobody wants any more, so a slow one holds nothing up; weights from an earlier controller's time
+are used only where the trainer that made them has been taken over too.
 """
 
 from __future__ import annotations
@@ -30,11 +31,15 @@ TRAINER = "trainer"
 
 
 class Publisher:
-    def __init__(self, stored: StoredWeights, paths: Sequence[str], say: Callable[[str], None]):
+    """`past`: gangs and storage may hold weights of an earlier controller's time."""
+
+    def __init__(self, stored: StoredWeights, paths: Sequence[str], say: Callable[[str], None], past: bool = False):
         self.stored = stored
         self.by_wire = WIRE in paths
         self._say = say
-        self._publication = Publication(paths, now_s=time.monotonic())
+        self._publication = Publication(paths, now_s=time.monotonic(), sequence=time.time_ns())
+        self._trusted = past  # weights of an earlier controller's time are what they are called
+        self._settled = False  # it is known what is live of them
         self._live: set[Version] = set()  # published and not dropped
         self._unwritten: list[Version] = []  # kept by the trainer's gang, to be stored in this order
         self._writing: Version | None = None
@@ -52,6 +57,11 @@ class Publisher:
 
     def up(self, gang: Gang) -> None:
         with self._lock:
+            if gang.name == TRAINER and self._trusted and not self._settled and not gang.again:
+                self._trusted = False  # what it makes may differ in the last bit
+                self.stored.clear()
+                for version in self._live:
+                    self.tell(ex.Stored(version=version, there=False))
             self._gangs[gang.name] = gang
             self.tell(ex.WorldUp(world=gang.name, epoch=gang.epoch, hosts=gang.hosts, trainer=gang.name == TRAINER))
 
@@ -64,6 +74,24 @@ class Publisher:
             over = half is not None and half not in self._live
         if over:
             self.stored.drop(half)
+
+    def settle(self) -> None:
+        """The run begins: of what is there from before, what is not live is dropped."""
+        with self._lock:
+            self._settled = True
+            self.stored.keep_only(self._live)
+        if gang := self._gangs.get(TRAINER):
+            self.recognise(gang)
+
+    def recognise(self, gang: Gang) -> bool:
+        """What a gang holds from before is used, or dropped; True where it may be used."""
+        with self._lock:
+            for version in gang.holds:
+                if self._trusted and version in self._live:
+                    self.tell(ex.Holds(world=gang.name, epoch=gang.epoch, version=version))
+                else:
+                    gang.tell_all(calls.Forget(version=version))
+            return self._trusted
 
     def want(self, gang: Gang, version: Version, then: Callable[[], None]) -> None:
         """`then`, once every process of the gang holds the version."""
@@ -78,6 +106,8 @@ class Publisher:
         with self._lock:
             self._live.add(version)
             self.tell(ex.Due(version=version, due=True))
+            if self.stored.has(version):  # from before
+                self.tell(ex.Stored(version=version, there=True))
 
     def nowhere_else(self) -> list[Version]:
         """Live, and only the trainer's gang is sure to have it."""

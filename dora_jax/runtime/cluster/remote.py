@@ -20,10 +20,11 @@ from dora_jax.config import RunError
 from dora_jax.orchestrate import events as ev
 from dora_jax.rollout.migrate import Parcel
 from dora_jax.runtime.cluster import calls
-from dora_jax.runtime.cluster.gang import Gang, Keeper
+from dora_jax.runtime.cluster.gang import Gang
+from dora_jax.runtime.cluster.keeper import Keeper
 from dora_jax.runtime.cluster.publisher import Publisher
 from dora_jax.runtime.exchange import Accepted, Committed, Offered, Staged, TransferFailed
-from dora_jax.runtime.workers import Crashed, Risen
+from dora_jax.runtime.workers import Crashed, Ended, Handed, Risen
 from dora_jax.types import InstanceId, Prompt, SampleId, Version
 
 NUMBERS = itertools.count(time.time_ns())  # of moves: higher than those of any controller before
@@ -57,6 +58,7 @@ class RemoteInstance:
         self._parts: dict[int, dict[int, calls.Moving]] = {}  # of moves out that not every process has spoken of
         self._arriving: dict[SampleId, InstanceId] = {}  # handed over, not yet in; where from
         self._carries: dict[int, _Carry] = {}
+        self._brought: list[Handed | Ended] = []  # samples of a gang that is taken over
         self._waited_s = 0.0  # of earlier epochs
         self._keeper = new_keeper(self.role, heard=self._heard, up=self._up, down=self._down, failed=self._failed)
 
@@ -136,6 +138,9 @@ class RemoteInstance:
             case calls.Carried():
                 self._carried(item)
                 return
+            case Handed() | Ended() if self._gang is None:
+                self._brought.append(item)
+                return
             case ev.MoveFailed(id=id):
                 with self._lock:
                     self._leaving.pop(id)
@@ -176,7 +181,9 @@ class RemoteInstance:
 
     def _carried(self, answer: calls.Carried) -> None:
         with self._lock:
-            carry, gang = self._carries[answer.number], self._gang
+            carry, gang = self._carries.get(answer.number), self._gang
+            if carry is None:
+                return  # an earlier controller asked for it
             carry.answers[answer.host] = answer.fault
             if len(carry.answers) < gang.hosts:
                 return
@@ -194,10 +201,14 @@ class RemoteInstance:
         self._publisher.up(gang)
         self._outbox.put(Risen(event=self._event, admit=lambda: self._admit(gang)))
 
-    def _admit(self, gang: Gang) -> None:
+    def _admit(self, gang: Gang) -> Sequence[Handed | Ended]:
+        trusted = self._publisher.recognise(gang)
         with self._lock:
-            if not gang.dead.is_set():
-                self._gang = gang
+            brought, self._brought = self._brought, []
+            if gang.dead.is_set():
+                return ()
+            self._gang = gang
+        return brought if trusted else ()
 
     def _down(self, gang: Gang) -> None:
         with self._lock:
@@ -207,6 +218,7 @@ class RemoteInstance:
             leaving, self._leaving = self._leaving, {}
             arriving, self._arriving = self._arriving, {}
             carries, self._carries, self._parts = self._carries, {}, {}
+            self._brought = []
         self._publisher.down(gang)
         for number, carry in carries.items():
             carry.source.tell_all(calls.GiveBack(number=number, pulled=False))

@@ -3,12 +3,12 @@
 Consumes calls and posts of the controller; produces answers and facts. The stages are those of one machine, unchanged:
 `Trainer`, `Checkpoints`, `Engine`, `InstanceWorker`. Laws: every process of a gang makes the same jitted calls in the
 same order (trainer: its calls come in one order; rollout: the first process decides what comes before each tick and
-tells the others); only the first process speaks for an instance; who hands over has then done its last.
+tells the others); only the first process speaks for an instance; who hands over has then done its last; a role that is
+taken over by another controller has ended all that the earlier one asked for before it says so.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import queue
 import threading
 import time
@@ -22,23 +22,23 @@ from dora_jax.config import Config, ConfigError
 from dora_jax.digest import digest
 from dora_jax.models import hf, sharding
 from dora_jax.publish import serving_copy
-from dora_jax.rollout.migrate import Parcel, without_pages
 from dora_jax.runtime import build
 from dora_jax.runtime.bucket import StoreError
 from dora_jax.runtime.cluster import calls
 from dora_jax.runtime.cluster.calls import Begin
-from dora_jax.runtime.cluster.link import Link
+from dora_jax.runtime.cluster.memory import Memory
+from dora_jax.runtime.cluster.outlet import Elsewhere, Lender, Outlet
 from dora_jax.runtime.cluster.parts import home
 from dora_jax.runtime.cluster.porter import Porter
 from dora_jax.runtime.cluster.turns import Follower, Leader
+from dora_jax.runtime.cluster.uplink import Uplink
 from dora_jax.runtime.cluster.weights import weights_at
 from dora_jax.runtime.exchange import Abort, Commit, Offer, Propose, Pull, Read, Release
 from dora_jax.runtime.gap import GapProbe
 from dora_jax.runtime.parcels import HOST, layout_of
-from dora_jax.runtime.shards import Lent
 from dora_jax.runtime.staging import Versions, WeightHost, like, serving_shardings
 from dora_jax.runtime.wire import Wire
-from dora_jax.runtime.workers import Exported, Handed, InstanceWorker
+from dora_jax.runtime.workers import InstanceWorker
 from dora_jax.tokenizer import Tokenizer
 from dora_jax.trainer.checkpoint import Checkpoints
 from dora_jax.types import Version
@@ -47,7 +47,7 @@ from dora_jax.types import Version
 class TrainerRole:
     """Answers calls one after the other, on the main thread."""
 
-    def __init__(self, begin: Begin, config: Config, link: Link, pulse: Any):
+    def __init__(self, begin: Begin, config: Config, link: Uplink, pulse: Any):
         self._config = config
         self._link, self._pulse = link, pulse
         self._home = home(begin)
@@ -64,11 +64,17 @@ class TrainerRole:
         wire = Wire(link.own_ip) if config.cluster.wire == "transfer" else None
         self._courier = Courier(WeightHost(begin.rank, wire, self._kept), link, self._write)
         self._checkpoints: Checkpoints | None = None  # opened by the first save: nothing else writes there by then
+        self._memory = Memory()
         shape = build.batch_layout(config, self._trainer)
         self._trainer.warmup(shape.rows, shape.tokens)
 
     @property
     def _version(self) -> Version:
+        """Where the controller has it."""
+        return self._memory.at(self._held)
+
+    @property
+    def _held(self) -> Version:
         return int(self._trainer.state.step)
 
     def run(self, inbox: queue.SimpleQueue) -> None:
@@ -79,24 +85,37 @@ class TrainerRole:
             if isinstance(call, calls.HandOver):  # whoever waits for a later call asks the next gang
                 return self._link.send(calls.Left())
             self._pulse.busy = True
-            self._link.send(calls.Answer(number=call.number, what=self._answer(call.what)))
+            if isinstance(call, calls.Again):
+                self._settle()
+            else:
+                self._link.send(calls.Answer(number=call.number, what=self._answer(call.what)))
             self._pulse.progress += 1
             self._pulse.busy = False
 
+    def _settle(self) -> None:
+        """Another controller has come: it starts from a checkpoint, and asks for the steps since."""
+        holds = self._courier.settle()
+        if self._checkpoints is not None:
+            self._checkpoints.wait()
+        self._memory.doubt()
+        self._link.rejoin()
+        self._link.send(calls.Ready(holds=holds))
+
     def _answer(self, what: Any) -> calls.Made | calls.Done | calls.Part | calls.Refused:
         match what:
-            case calls.Make(base=base, groups=groups):
-                if base != self._version:
-                    raise RuntimeError(f"a step at base {base} was asked of a trainer at version {self._version}")
-                metrics = self._trainer.step(self._pack(groups, base), **self._gap.among(groups, base))
-                return calls.Made(digest=digest(self._trainer.params),
-                                  metrics={name: float(value) for name, value in metrics.items()})
+            case calls.Make():
+                return self._make(what)
+            case calls.Publish(version=version) if version < self._held:
+                if version not in self._kept.versions:
+                    raise RuntimeError(f"version {version} is asked for of a trainer at version {self._held}")
             case calls.Publish(version=version):
                 self._kept.keep(version, jax.block_until_ready(self._serving(self._trainer.params)))
                 self._keep_for_gap(version)
             case calls.Restore(step=step):
-                like = self._trainer.abstract_state()
-                self._trainer.load(*self._home.restore(step, like.params, like.opt_state), step)
+                if not self._memory.rewind(step, self._held):
+                    like = self._trainer.abstract_state()
+                    self._trainer.load(*self._home.restore(step, like.params, like.opt_state), step)
+                    self._memory.restored()
             case calls.Save(version=version, rl_state=rl_state, metrics=metrics):
                 if version != self._version:
                     return calls.Refused(error=f"the trainer is at version {self._version}")
@@ -110,8 +129,30 @@ class TrainerRole:
                         step, files = self._checkpoints.part
                         return calls.Part(step=step, files=files)
             case calls.Fingerprint():
-                return calls.Done(value=digest(self._trainer.params))
+                return calls.Done(value=self._digest())
         return calls.Done(value=self._version)
+
+    def _make(self, make: calls.Make) -> calls.Made:
+        base, groups = make.base, make.groups
+        if self._version < self._held:
+            return self._memory.recall(make)
+        if base != self._held:
+            raise RuntimeError(f"a step at base {base} was asked of a trainer at version {self._held}")
+        self._digest()
+        metrics = self._trainer.step(self._pack(groups, base), **self._gap.among(groups, base))
+        made = calls.Made(digest=digest(self._trainer.params),
+                          metrics={name: float(value) for name, value in metrics.items()})
+        self._memory.made(make, made)
+        return made
+
+    def _digest(self) -> int:
+        """Of the version where the controller has it."""
+        digests, version = self._memory.digests, self._version
+        if version not in digests and version < self._held:
+            raise RuntimeError(f"the weights of version {version} are gone from a trainer at version {self._held}")
+        if version not in digests:
+            digests[version] = digest(self._trainer.params)
+        return digests[version]
 
     def _keep_for_gap(self, version: Version) -> None:
         if not self._gap.wanted:
@@ -135,7 +176,7 @@ class TrainerRole:
         return self._checkpoints
 
 
-def open_rollout(begin: Begin, config: Config, link: Link, pulse: Any, turns: Leader | Follower) -> RolloutRole:
+def open_rollout(begin: Begin, config: Config, link: Uplink, pulse: Any, turns: Leader | Follower) -> RolloutRole:
     """Its engine is compiled on return."""
     n_devices = len(jax.devices())
     if n_devices != config.rollout.tensor:
@@ -159,10 +200,11 @@ def open_rollout(begin: Begin, config: Config, link: Link, pulse: Any, turns: Le
 class RolloutRole:
     """Ticks on the main thread; weights and KV come in on others."""
 
-    def __init__(self, begin: Begin, engine: Any, weights: WeightHost, link: Link, pulse: Any, turns: Leader | Follower,
-                 partial_s: float, porter: Porter | None = None):
-        self._pulse, self._turns, self._weights, self._porter = pulse, turns, weights, porter
+    def __init__(self, begin: Begin, engine: Any, weights: WeightHost, link: Uplink, pulse: Any,
+                 turns: Leader | Follower, partial_s: float, porter: Porter | None = None):
+        self._engine, self._pulse, self._turns, self._weights, self._porter = engine, pulse, turns, weights, porter
         self._courier = Courier(weights, link, porter=porter)
+        self._link = link
         self._outlet = outlet = Outlet(link if begin.rank == 0 else None, whole=begin.hosts == 1)
         self._worker = InstanceWorker(begin.instance, engine, weights.weights, outlet, partial_s)
         self._elsewhere = (lambda move: Elsewhere(move, outlet)) if porter is None else (
@@ -188,6 +230,17 @@ class RolloutRole:
         self._outlet.put(calls.Left())
         self._pulse.busy = False
 
+    def _settle(self) -> None:
+        """Another controller has come, and takes it for a new gang that has samples and weights from before."""
+        samples = self._outlet.recall(self._worker.hand_over)  # the first process tells of all
+        for version in tuple(self._engine.versions):
+            self._engine.drop(version)
+        holds = self._courier.settle()
+        self._link.rejoin()
+        for sample in samples:
+            self._link.send(sample)
+        self._link.send(calls.Ready(holds=holds))
+
     def _do(self, post: calls.Post) -> None:
         worker = self._worker
         match post:
@@ -195,6 +248,7 @@ class RolloutRole:
                 worker.load(version, drop)
                 if drop is not None:
                     self._weights.drop(drop)
+                    self._outlet.forget(drop)
             case calls.Submit(id=id, prompt=prompt, version=version):
                 worker.submit(id, prompt, version)
             case calls.GiveUp(id=id, reason=reason):
@@ -206,13 +260,15 @@ class RolloutRole:
             case calls.TakeOut(id=id):
                 worker.park(id)
             case calls.GoOn(parcel=parcel):
-                worker.resume(parcel)
+                worker.resume(self._outlet.with_own_pages(parcel))
+            case calls.Again():
+                self._settle()
 
 
 class Courier:
     """Weights and KV in and out, beside what the main thread does. `write(version)`: a trainer's, into storage."""
 
-    def __init__(self, weights: WeightHost, link: Link, write: Callable[[Version], None] | None = None,
+    def __init__(self, weights: WeightHost, link: Uplink, write: Callable[[Version], None] | None = None,
                  porter: Porter | None = None):
         self._weights, self._link, self._write, self._porter = weights, link, write, porter
         self._own: queue.SimpleQueue = queue.SimpleQueue()
@@ -223,6 +279,15 @@ class Courier:
         threading.Thread(target=self._sort, args=(inbox, rest), name="sorter", daemon=True).start()
         threading.Thread(target=self._run, name="courier", daemon=True).start()
         return rest
+
+    def settle(self) -> tuple[Version, ...]:
+        """Ends what the earlier controller has asked for; the versions that are held."""
+        done = threading.Event()
+        self._own.put(done)
+        done.wait()
+        if self._porter is not None:
+            self._porter.settle()
+        return self._weights.settle()
 
     def _sort(self, inbox: queue.SimpleQueue, rest: queue.SimpleQueue) -> None:
         while True:
@@ -243,6 +308,8 @@ class Courier:
     def _do(self, item: Any) -> None:
         try:
             match item:
+                case threading.Event():
+                    item.set()
                 case calls.Call(number=number, what=calls.Write(version=version)):
                     self._link.send(calls.Answer(number=number, what=self._written(version)))
                 case calls.Forget(version=version):
@@ -266,53 +333,3 @@ class Courier:
             self._link.send(calls.Note(text=f"version {version} does not come into storage: {error}"))
             return calls.Refused(error=str(error))
         return calls.Done(value=version)
-
-
-class Outlet:
-    """The outbox of an InstanceWorker; that of a process that does not speak swallows. `whole`: this process holds all
-    of a sample's pages; parts of them are of no use elsewhere."""
-
-    def __init__(self, link: Link | None, whole: bool):
-        self._link, self._whole = link, whole
-
-    def put(self, item: Any) -> None:
-        if self._link is None:
-            return
-        if isinstance(item, Exported | Handed):
-            item = dataclasses.replace(item, parcel=self.fit(item.parcel))
-        self._link.send(item)
-
-    def fit(self, parcel: Parcel) -> Parcel:
-        return parcel if self._whole else without_pages(parcel)
-
-
-class Elsewhere:
-    """Where a sample goes, as its instance sees it: through the controller."""
-
-    def __init__(self, move: calls.MoveOut, outlet: Outlet):
-        self.instance = move.dst
-        self._number, self._outlet = move.number, outlet
-
-    def post(self, call: Callable[..., None], *args: Any) -> None:
-        call(*args)
-
-    def receive(self, parcel: Parcel, src: int, unstarted: Version | None) -> None:
-        lent = Lent(parcel=self._outlet.fit(parcel), kv_len=0, page_size=0, manifest=None)
-        self._outlet.put(calls.Moving(lent=lent, src=src, dst=self.instance, unstarted=unstarted, number=self._number,
-                                      host=0, hosts=1))
-
-
-class Lender:
-    """As `Elsewhere`; its KV goes from process to process."""
-
-    def __init__(self, move: calls.MoveOut, link: Link, porter: Porter, host: int, hosts: int):
-        self.instance = move.dst
-        self._move, self._link, self._porter, self._host, self._hosts = move, link, porter, host, hosts
-
-    def post(self, call: Callable[..., None], *args: Any) -> None:
-        call(*args)
-
-    def receive(self, parcel: Parcel, src: int, unstarted: Version | None) -> None:
-        lent = self._porter.lend(parcel, self._move)
-        self._link.send(calls.Moving(lent=lent, src=src, dst=self.instance, unstarted=unstarted,
-                                     number=self._move.number, host=self._host, hosts=self._hosts))

@@ -4,8 +4,8 @@
 
 Consumes a version in the serving layout; produces the same weights on any other mesh. In a folder a version is v7, and
 v7.partial until it is finished; in a bucket, where nothing is renamed, it is whole when the controller says so, and
-nobody reads before. Laws: what is finished is whole, and never written again; a process reads and writes what its own
-devices hold and nothing else.
+nobody reads before; v7.whole says it to the next controller. Laws: what is finished is whole, and never written again;
+a process reads and writes what its own devices hold and nothing else.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from __future__ import annotations
 import contextlib
 import shutil
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -33,6 +33,12 @@ class Stored(Protocol):
 
     def clear(self) -> None:
         """At the start of a run: what an earlier one left is made again."""
+
+    def look(self) -> None:
+        """In place of `clear`, where an earlier controller's weights are used: what of them is whole."""
+
+    def keep_only(self, versions: Collection[Version]) -> None:
+        """Drops all others; of these some may be being written."""
 
     def has(self, version: Version) -> bool: ...
 
@@ -62,6 +68,14 @@ class StoredWeights:
     def clear(self) -> None:
         shutil.rmtree(self.folder, ignore_errors=True)
         self.folder.mkdir(parents=True)
+
+    def look(self) -> None:
+        self.folder.mkdir(parents=True, exist_ok=True)
+
+    def keep_only(self, versions: Collection[Version]) -> None:
+        kept = {path for version in versions for path in (self._whole(version), self._partial(version))}
+        for path in [path for path in self.folder.iterdir() if path not in kept]:
+            shutil.rmtree(path)
 
     def has(self, version: Version) -> bool:
         return self._whole(version).exists()
@@ -99,6 +113,13 @@ class BucketWeights:
     def clear(self) -> None:
         self._store.drop_folder(WEIGHTS)
 
+    def look(self) -> None:
+        self._whole = {version for version, name in self._there() if name.endswith(WHOLE)}
+
+    def keep_only(self, versions: Collection[Version]) -> None:
+        for version in {version for version, _ in self._there()}.difference(versions):
+            self.drop(version)
+
     def has(self, version: Version) -> bool:
         return version in self._whole
 
@@ -107,17 +128,26 @@ class BucketWeights:
 
     def finish(self, version: Version) -> None:
         self._whole.add(version)
+        self._beside(lambda: self._store.put(_key(version) + WHOLE, b""))  # for a controller that comes anew
 
     def read(self, version: Version, shardings: Any) -> Any:
         return _read(self._at(version), shardings)
 
     def drop(self, version: Version) -> None:
         self._whole.discard(version)
-        threading.Thread(target=self._delete, args=(version,), name="drop", daemon=True).start()
+        self._beside(lambda: (self._store.drop(_key(version) + WHOLE), self._store.drop_folder(_key(version))))
 
-    def _delete(self, version: Version) -> None:
-        with contextlib.suppress(StoreError):  # what is left of it, the next `clear` deletes
-            self._store.drop_folder(_key(version))
+    def _there(self) -> list[tuple[Version, str]]:
+        """(version, the name of an object of it)"""
+        names = [key.removeprefix(f"{WEIGHTS}/v") for key in self._store.keys(WEIGHTS)]
+        return [(int(name.split("/")[0].removesuffix(WHOLE)), name) for name in names]
+
+    def _beside(self, do: Callable[[], Any]) -> None:
+        def run() -> None:
+            with contextlib.suppress(StoreError):  # what is left over, the next `clear` deletes
+                do()
+
+        threading.Thread(target=run, name="bucket", daemon=True).start()
 
     def _at(self, version: Version) -> Place:
         return lambda name: f"{self._store.url}/{_key(version)}/{name}/"
@@ -142,6 +172,7 @@ def read_arrays(spec_of: Callable[[str], dict[str, Any]], shardings: Any) -> Any
 
 # ---------------------------------------------------------------- private
 
+WHOLE = ".whole"  # an empty object behind a version that is finished
 Place = Callable[[str], Any]  # name of an array -> where it lies, as tensorstore is told
 
 

@@ -1,0 +1,106 @@
+"""What leaves a rollout process: facts to the controller, samples to other gangs.
+
+Consumes the outbox items of an InstanceWorker; produces records on the uplink, and keeps what only this process can
+give: its part of the pages of samples that may come back, and samples that finished when nobody may have listened.
+"""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import time
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from dora_jax.rollout.migrate import Parcel, without_pages
+from dora_jax.runtime.cluster import calls
+from dora_jax.runtime.cluster.porter import Porter
+from dora_jax.runtime.cluster.uplink import Uplink
+from dora_jax.runtime.shards import Lent
+from dora_jax.runtime.workers import Ended, Exported, Finished, Handed
+from dora_jax.types import Sample, SampleId, Version
+
+UNHEARD_S = 5.0  # what was said so long before a controller's end may not be in its journal
+
+
+class Outlet:
+    """The outbox of an InstanceWorker; that of a process that does not speak swallows. `whole`: this process holds all
+    of a sample's pages; parts of them are of no use elsewhere, and stay here until the sample comes back."""
+
+    def __init__(self, link: Uplink | None, whole: bool):
+        self._link, self._whole = link, whole
+        self._pages: dict[SampleId, Parcel] = {}  # of samples that have left, and may come back
+        self._finished: collections.deque[tuple[float, Sample]] = collections.deque()  # that may not have been heard
+        self._recalled: list[Handed | Ended] | None = None
+
+    def put(self, item: Any) -> None:
+        if isinstance(item, Exported | Handed) and not (self._whole and self._recalled is None):
+            self._pages[item.parcel.id] = item.parcel
+            item = dataclasses.replace(item, parcel=without_pages(item.parcel))
+        if self._link is None:
+            return
+        if isinstance(item, Finished):
+            self._remember(item.sample)
+        if self._recalled is None:
+            self._link.send(item)
+        elif isinstance(item, Handed):
+            self._recalled.append(item)
+
+    def recall(self, hand_over: Callable[[], None]) -> list[Handed | Ended]:
+        """What the next controller may not know of: what is running, and what has finished when nobody listened."""
+        self._recalled = []
+        hand_over()
+        handed, self._recalled = self._recalled, None
+        return [*(Ended(sample=sample) for _, sample in self._finished), *handed]
+
+    def with_own_pages(self, parcel: Parcel) -> Parcel:
+        """As it has left, where it comes back so."""
+        left = self._pages.pop(parcel.id, None)
+        same = left is not None and left.version == parcel.version and np.array_equal(left.out_ids, parcel.out_ids)
+        return left if same and not parcel.kv_len else parcel
+
+    def forget(self, version: Version) -> None:
+        self._pages = {id: parcel for id, parcel in self._pages.items() if parcel.version != version}
+
+    def fit(self, parcel: Parcel) -> Parcel:
+        return parcel if self._whole else without_pages(parcel)
+
+    def _remember(self, sample: Sample) -> None:
+        now = time.monotonic()
+        self._finished.append((now, sample))
+        while not self._link.alone and self._finished[0][0] < now - UNHEARD_S:
+            self._finished.popleft()
+
+
+class Elsewhere:
+    """Where a sample goes, as its instance sees it: through the controller."""
+
+    def __init__(self, move: calls.MoveOut, outlet: Outlet):
+        self.instance = move.dst
+        self._number, self._outlet = move.number, outlet
+
+    def post(self, call: Callable[..., None], *args: Any) -> None:
+        call(*args)
+
+    def receive(self, parcel: Parcel, src: int, unstarted: Version | None) -> None:
+        lent = Lent(parcel=self._outlet.fit(parcel), kv_len=0, page_size=0, manifest=None)
+        self._outlet.put(calls.Moving(lent=lent, src=src, dst=self.instance, unstarted=unstarted, number=self._number,
+                                      host=0, hosts=1))
+
+
+class Lender:
+    """As `Elsewhere`; its KV goes from process to process."""
+
+    def __init__(self, move: calls.MoveOut, link: Uplink, porter: Porter, host: int, hosts: int):
+        self.instance = move.dst
+        self._move, self._link, self._porter, self._host, self._hosts = move, link, porter, host, hosts
+
+    def post(self, call: Callable[..., None], *args: Any) -> None:
+        call(*args)
+
+    def receive(self, parcel: Parcel, src: int, unstarted: Version | None) -> None:
+        lent = self._porter.lend(parcel, self._move)
+        self._link.send(calls.Moving(lent=lent, src=src, dst=self.instance, unstarted=unstarted,
+                                     number=self._move.number, host=self._host, hosts=self._hosts))

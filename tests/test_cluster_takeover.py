@@ -1,0 +1,241 @@
+"""A controller is killed, its gangs live on, the next one takes them over: threads stand for processes."""
+
+import random
+import subprocess
+import threading
+import time
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from dora_jax.orchestrate import events as ev
+from dora_jax.rollout.oracle import OracleEngine
+from dora_jax.rollout.ticks import TickResult
+from dora_jax.runtime.audit import ReadOnly, audit
+from dora_jax.runtime.bucket import Objects
+from dora_jax.runtime.cluster import calls
+from dora_jax.runtime.cluster.launcher import Processes, Ticket
+from dora_jax.runtime.cluster.memory import Memory
+from dora_jax.runtime.cluster.roster import FILE, Roster, address_in
+from dora_jax.runtime.cluster.weights import StoredWeights, weights_at
+from dora_jax.runtime.journal import Journal
+from dora_jax.runtime.recovery import recover
+from tests.cluster_fakes import eventually
+from tests.test_cluster import World, events
+from tests.test_runtime import P, STEPS, SlowEngine, expected, trained_by
+
+
+IDLE = TickResult(started=(), finished=(), progress={}, tokens=0, free_pages=0)
+
+
+class Killed(Exception):
+    pass
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch):
+    monkeypatch.setattr("dora_jax.runtime.cluster.uplink.LOOK_S", 0.02)
+
+
+class Lives(World):
+    """One workdir and the controllers that came after each other."""
+
+    def __init__(self, folder, *args, **options):
+        super().__init__(folder, *args, **options)
+        StoredWeights(folder.parent / "weights").clear()
+        self.launcher.place = str(folder.parent)
+        self.heard = []  # by all controllers
+
+    def new_roster(self):
+        return Roster(str(self.folder.parent), "this build")
+
+    def life(self, kill=lambda event: False, found=None, trusted=True):
+        """Halt, or None where the controller was killed at a fact."""
+        if found is not None:
+            self.launcher.spares = False
+            self.open(found)
+            self.publisher._trusted = trusted
+            self.weights.held.clear()
+            for version in found.debts.versions:
+                self.weights.put(version, None)
+            self.world.adopt(found.debts, found.book, found.orchestrator.state.now_s)
+            self.publisher.settle()
+        self.roster.announce(self.hub.address)
+
+        def killer(event, commands):
+            if kill(event):
+                self.roster.announce("127.0.0.1:1")  # its door is shut before any of its connections ends
+                self.launcher.spares, self.roster._page = True, None
+                self.durable._journal._log.close()
+                self.durable.close = lambda: None
+                raise Killed
+
+        try:
+            return self.run([killer])
+        except Killed:
+            return None
+        finally:
+            self.heard += self.records
+
+    def again(self, kill=lambda event: False, trusted=True):
+        found = recover(Journal(ReadOnly(self.folder)), self.config, [0], lambda v: True, self.said.append)
+        return self.life(kill, found, trusted)
+
+    def check(self, halt):
+        assert halt.ok, halt
+        for base, group in trained_by(self.heard):
+            for sample in group.samples:
+                np.testing.assert_array_equal(sample.out_ids, expected(sample))
+        books = audit(self.folder)
+        assert books.ok and books.trained == STEPS * P, books
+
+
+def counted(kind, n):
+    seen = []
+
+    def kill(event):
+        seen.extend([event] if isinstance(event, kind) else [])
+        return len(seen) == n
+
+    return kill
+
+
+@pytest.mark.parametrize("mode, max_versions, seed", [("dora", 3, 0), ("partial", 2, 1), ("sync", 1, 2),
+                                                      ("dora", 2, 3)])
+def test_gangs_go_on_and_the_next_controller_takes_them_over(tmp_path, mode, max_versions, seed):
+    draw, lives = random.Random(seed), Lives(tmp_path / "journal", mode, max_versions)
+    halt = lives.life(counted(ev.SampleDone, draw.randrange(2, 20)))
+    for _ in range(4):
+        if halt is None:
+            time.sleep(draw.choice([0.0, 0.1]))
+            halt = lives.again(counted(ev.SampleDone, draw.randrange(2, 20)))
+    lives.check(halt or lives.again())
+    assert {epoch for _, epoch in lives.launcher.gangs} == {1}, lives.said
+
+
+@pytest.mark.parametrize("hosts", [1, 2])
+def test_what_was_sampled_while_nobody_listened_is_kept(tmp_path, hosts, monkeypatch):
+    """Also by a journal that was told no token."""
+    released = threading.Event()
+
+    def tick(engine):
+        time.sleep(0.002)
+        long_ones = not any(id.index % 2 for id in engine._samples)
+        return OracleEngine.tick(engine) if released.is_set() or not long_ones else IDLE  # these do not end
+
+    monkeypatch.setattr(SlowEngine, "tick", tick)
+    lives = Lives(tmp_path / "journal", length=lambda version, group, index, limit: (60, 8, 60, 32)[index],
+                  instances=1, partial_s=1e9, hosts=hosts)
+    assert lives.life(counted(ev.SampleDone, 2)) is None  # by then the journal knows of all that has started
+    started = {event.id for event in events(lives.folder) if isinstance(event, ev.SampleStarted)}
+    lives.launcher.imported.clear()
+    engines = [engine for each in lives.launcher.engines.values() for engine in each.values()]
+    eventually(lambda: not any(id.index == 3 for engine in engines for id in list(engine._samples)))
+    lives.check(lives.again(lambda event: isinstance(event, ev.SampleResumed) and released.set()))
+    imported = {parcel.id: parcel for parcel in reversed(lives.launcher.imported)}
+    resumed = {event.id for event in events(lives.folder) if isinstance(event, ev.SampleResumed)}
+    assert resumed - imported.keys(), "one has ended alone, and is only told of"
+    went_on = [imported[id] for id in resumed & started & imported.keys()]
+    assert went_on and all(len(parcel.out_ids) for parcel in went_on)
+    assert any(parcel.kv_len for parcel in went_on)  # its pages had stayed where it came back to
+
+
+def test_a_gang_whose_process_ended_meanwhile_is_begun_anew_and_the_others_are_taken_over(tmp_path):
+    lives = Lives(tmp_path / "journal")
+    assert lives.life(counted(ev.SampleDone, 9)) is None
+    eventually(lambda: lives.hosts(1)[0].link.alone)
+    lives.hosts(1)[0].link._end()
+    lives.launcher.gangs["rollout 1", 1].pop()
+    lives.check(lives.again())
+    assert set(lives.launcher.gangs) == {("rollout 0", 1), ("rollout 1", 1), ("rollout 1", 2), ("rollout 2", 1)}
+    assert "rollout 1 (epoch 1) is not taken over: it has ended" in lives.said
+
+
+def test_gangs_of_another_build_are_ended_and_begun_anew(tmp_path, monkeypatch):
+    lives = Lives(tmp_path / "journal")
+    assert lives.life(counted(ev.SampleDone, 9)) is None
+    monkeypatch.setattr(Lives, "new_roster", lambda self: Roster(str(self.folder.parent), "another build"))
+    lives.check(lives.again())
+    assert {epoch for _, epoch in lives.launcher.gangs} == {1, 2}
+    assert lives.launcher.killed.count(("rollout 0", 1)) == 1 and any("by other code" in text for text in lives.said)
+
+
+def test_without_the_trainer_of_before_nothing_but_the_processes_is_used(tmp_path):
+    """A trainer that is made again may come to other weights: what gangs hold and have sampled is left."""
+    lives = Lives(tmp_path / "journal", length=lambda version, group, index, limit: 9 if index == 1 else 60,
+                  partial_s=1e9)
+    assert lives.life(counted(ev.SampleDone, 2)) is None
+    started = [event.id for event in events(lives.folder) if isinstance(event, ev.SampleStarted)]
+    lives.launcher.imported.clear()
+    lives.check(lives.again(trusted=False))
+    assert {epoch for _, epoch in lives.launcher.gangs} == {1}
+    again = {parcel.id: len(parcel.out_ids) for parcel in reversed(lives.launcher.imported)}
+    assert again.keys() & set(started) and not any(again[id] for id in again.keys() & set(started))
+
+
+# ---------------------------------------------------------------- parts
+
+
+@pytest.mark.parametrize("scheme", ["", "file://"])
+def test_a_run_that_ends_itself_leaves_nobody_waiting(tmp_path, scheme):
+    place = f"{scheme}{tmp_path}"
+    roster = Roster(place, "build")
+    roster.announce("127.0.0.1:9")
+    assert address_in(place) == "127.0.0.1:9" and (scheme or (tmp_path / FILE).stat().st_mode & 0o77 == 0)
+    roster.enter("trainer", 3, (7, 8))
+    again = Roster(place, "build")
+    assert again.fits and again.token == roster.token and again.left["trainer"].pids == (7, 8)
+    roster.close()
+    assert address_in(place) is None
+
+
+@pytest.mark.parametrize("scheme", ["", "file://"])
+def test_of_weights_from_before_what_is_live_is_kept(tmp_path, scheme):
+    stored = weights_at(f"{scheme}{tmp_path}")
+    stored.clear()
+    for version in (1, 2, 3):
+        stored.write(version, {"w": jnp.full(2, version)})
+        if version != 3:
+            stored.finish(version)
+    def names():
+        return {key.split("/")[1] for key in Objects(f"file://{tmp_path}").keys("weights")}
+
+    all_of_them = {"v1", "v1.whole", "v2", "v2.whole", "v3"} if scheme else {"v1", "v2", "v3.partial"}
+    eventually(lambda: names() == all_of_them)
+    stored = weights_at(f"{scheme}{tmp_path}")  # of the next controller
+    stored.look()
+    stored.keep_only([2, 3])
+    assert [stored.has(version) for version in (1, 2, 3)] == [False, True, False]
+    eventually(lambda: names() == all_of_them - {"v1", "v1.whole"})
+
+
+def test_a_process_is_ended_by_its_number_only_where_it_is_of_this_run(tmp_path):
+    """Numbers are given again."""
+    processes = Processes(tmp_path)
+    ticket = Ticket(controller="", gang="trainer", epoch=1)
+    child = subprocess.Popen(["sleep", "60"], env={"DORA_TOKEN": b"mine".hex()})
+    other = subprocess.Popen(["sleep", "60"], env={"DORA_TOKEN": b"another".hex()})
+    try:
+        eventually(lambda: processes.find(ticket, b"mine", 1, "", [child.pid]) is not None)
+        found = processes.find(ticket, b"mine", 1, "", [child.pid])
+        assert found.ended() is None
+        assert processes.find(ticket, b"mine", 2, "", [child.pid, other.pid]) is None  # one is gone: so is the gang
+        assert child.wait(10) == -9 and found.ended() is not None and other.poll() is None
+    finally:
+        child.kill()
+        other.kill()
+
+
+def test_a_trainer_recalls_the_steps_that_are_asked_for_again_and_no_others():
+    memory, makes = Memory(), [calls.Make(base=base, groups=()) for base in range(4)]
+    memory.digests[0] = 100
+    for make in makes:
+        memory.made(make, calls.Made(digest=make.base, metrics={}))
+    memory.doubt()
+    assert memory.at(4) == 0 and memory.rewind(2, 4) and memory.at(4) == 2
+    assert [memory.recall(make).digest for make in makes[2:]] == [2, 3] and memory.at(4) == 4
+    memory.doubt()
+    assert not memory.rewind(7, 4)
+    with pytest.raises(RuntimeError, match="other groups"):
+        memory.recall(makes[1])
