@@ -121,6 +121,13 @@ def sealed(tmp_path, step=5, name="params/w/0"):
     return store, steps
 
 
+def test_what_a_gang_ended_over_is_left_for_a_person(tmp_path, monkeypatch):
+    monkeypatch.setattr(bucket.tempfile, "gettempdir", lambda: str(tmp_path / "scratch"))
+    url = f"file://{tmp_path}/store"
+    (OwnHome(url, 1).folder / "bad_batch_3.npz").write_bytes(b"batch")
+    assert list(OwnHome(url, 1).folder.iterdir()) == [] and Objects(url).get("bad_batch_3.npz") == b"batch"
+
+
 def test_what_was_damaged_or_is_missing_in_the_bucket_is_found(tmp_path):
     store, steps = sealed(tmp_path)
     assert steps.fault(5) is None and "no manifest" in steps.fault(6)

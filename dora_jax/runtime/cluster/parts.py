@@ -33,6 +33,7 @@ from dora_jax.trainer.manifest import Files
 from dora_jax.types import Version
 
 CHUNK = re.compile(r".+/[0-9.]+")  # of an array; what has another name all processes write alike
+BAD_BATCHES = "bad_batch_*"  # left for a person by trainer/health.py
 OCDBT = "manifest.ocdbt"  # an item that has it was written by a run in one process
 
 
@@ -160,9 +161,11 @@ class OwnHome:
 
     def __init__(self, url: str, rank: int):
         self.folder = bucket.scratch(url, f"trainer.{rank}")
+        self._store, self._rank = Objects(url), rank
+        for path in self.folder.glob(BAD_BATCHES):  # an earlier gang ended over it
+            self._store.put(path.name, path.read_bytes())
         shutil.rmtree(self.folder, ignore_errors=True)
         self.folder.mkdir(parents=True)
-        self._store, self._rank = Objects(url), rank
 
     def checkpoints(self, section: Any, say: Callable[[str], None]) -> Checkpoints:
         newest = dataclasses.replace(section, keep=1, keep_best=0, keep_every=0)  # the bucket has the others
