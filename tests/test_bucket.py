@@ -62,6 +62,19 @@ def test_a_fresh_machine_gets_the_steps_that_are_whole_and_the_logs(url):
     assert not any(b"/15/" in key or b"/5/" in key for key in store.list().result())
 
 
+def test_what_only_the_store_holds_is_neither_brought_here_nor_overwritten(url):
+    theirs = {"controller.json": b"{}", "replicas": b"2", "weights/v1/w/c/0": b"w", "journal/MANIFEST": b"{}"}
+    for key, data in theirs.items():
+        bucket.Objects(url).put(key, data)
+    folder = begun(url)
+    with bucket.mirrored(folder, print):
+        assert sorted(path.name for path in folder.iterdir() if path.name[0] != ".") == [
+            "checkpoints", *sorted(bucket.CONFIG)]
+        for key in theirs:
+            bucket.Objects(url).put(key, b"newer")
+    assert all(bucket.Objects(url).get(key) == b"newer" for key in theirs)
+
+
 def test_a_step_that_was_damaged_here_comes_from_the_store_and_one_made_again_goes_there(url):
     folder = begun(url)
     with bucket.mirrored(folder, print) as mirror:

@@ -13,11 +13,11 @@ from dora_jax.orchestrate import events as ev
 from dora_jax.rollout.oracle import OracleEngine
 from dora_jax.rollout.ticks import TickResult
 from dora_jax.runtime.audit import ReadOnly, audit
-from dora_jax.runtime.bucket import Objects
+from dora_jax.runtime.bucket import ROSTER, Objects
 from dora_jax.runtime.cluster import calls
 from dora_jax.runtime.cluster.launcher import Processes, Ticket
 from dora_jax.runtime.cluster.memory import Memory
-from dora_jax.runtime.cluster.roster import FILE, Roster, address_in
+from dora_jax.runtime.cluster.roster import Roster, address_in
 from dora_jax.runtime.cluster.weights import StoredWeights, weights_at
 from dora_jax.runtime.journal import Journal
 from dora_jax.runtime.recovery import recover
@@ -182,7 +182,7 @@ def test_a_run_that_ends_itself_leaves_nobody_waiting(tmp_path, scheme):
     place = f"{scheme}{tmp_path}"
     roster = Roster(place, "build")
     roster.announce("127.0.0.1:9")
-    assert address_in(place) == "127.0.0.1:9" and (scheme or (tmp_path / FILE).stat().st_mode & 0o77 == 0)
+    assert address_in(place) == "127.0.0.1:9" and (scheme or (tmp_path / ROSTER).stat().st_mode & 0o77 == 0)
     roster.enter("trainer", 3, (7, 8))
     again = Roster(place, "build")
     assert again.fits and again.token == roster.token and again.left["trainer"].pids == (7, 8)

@@ -38,7 +38,7 @@ from dora_jax.trainer import manifest
 from dora_jax.trainer.manifest import MANIFEST, TEMPORARY, Files
 
 MARK = ".store"  # in a scratch folder: the URL that it stands for
-STEPS, JOURNAL, WEIGHTS, REPLICAS = "checkpoints", "journal", "weights", "replicas"
+STEPS, JOURNAL, WEIGHTS, REPLICAS, ROSTER = "checkpoints", "journal", "weights", "replicas", "controller.json"
 LOGS = ("tensorboard", "logs")  # folders of files that are copied as those of the workdir itself
 CONFIG = ("config.json", "overrides.json")
 STREAMS = 8  # whole objects at a time
@@ -281,7 +281,7 @@ class _Copy:
 
     def pull_files(self) -> None:
         for key in self._store.keys():
-            if key.split("/")[0] not in (STEPS, JOURNAL, WEIGHTS, REPLICAS, *CONFIG):
+            if key.split("/")[0] not in (STEPS, JOURNAL, WEIGHTS, REPLICAS, ROSTER, *CONFIG):
                 (self._dir / key).parent.mkdir(exist_ok=True)
                 (self._dir / key).write_bytes(self._get(key))
 

@@ -17,10 +17,9 @@ from pathlib import Path
 from typing import Any
 
 import dora_jax
-from dora_jax.runtime.bucket import Objects
+from dora_jax.runtime.bucket import ROSTER, Objects
 from dora_jax.types import record
 
-FILE = "controller.json"
 
 
 @record
@@ -104,17 +103,17 @@ class _Object:
         self._store = Objects(url)
 
     def read(self) -> str | None:
-        return None if (data := self._store.get(FILE)) is None else data.decode()
+        return None if (data := self._store.get(ROSTER)) is None else data.decode()
 
     def write(self, text: str) -> None:
-        self._store.put(FILE, text.encode())
+        self._store.put(ROSTER, text.encode())
 
     def remove(self) -> None:
-        self._store.drop(FILE)
+        self._store.drop(ROSTER)
 
 
 def page_at(place: str) -> _File | _Object:
-    return _Object(place) if "://" in place else _File(Path(place) / FILE)
+    return _Object(place) if "://" in place else _File(Path(place) / ROSTER)
 
 
 def build_of(config: Any) -> str:
