@@ -15,6 +15,7 @@ from dora_jax.runtime.cluster import calls  # noqa: E402
 from dora_jax.runtime.cluster.gang import Gang, Hub  # noqa: E402
 from dora_jax.runtime.cluster.launcher import Ticket  # noqa: E402
 from dora_jax.runtime.cluster.on_ray import RayHosts, intact_slices  # noqa: E402
+from dora_jax.runtime.cluster.roster import Roster  # noqa: E402
 from tests.cluster_fakes import LIMITS, eventually  # noqa: E402
 
 
@@ -58,11 +59,11 @@ class Controller:
         """A gang that is there, and waits to be told what to do."""
         gang = self.expect(name, epoch)
         started = self.launcher.start(self.ticket(name, epoch), self.hub.token, 2, "v4-16")
-        eventually(lambda: started.ended() is None and len(gang._joined) == 2, 60)
+        eventually(lambda: started.ended() is None and len(gang._joined) == 2, 120)
         return gang, started
 
     def find(self, name, epoch=1):
-        return self.launcher.find(self.ticket(name, epoch), 2, "v4-16", ())
+        return self.launcher.find(self.ticket(name, epoch), self.hub.token, 2, "v4-16", ())
 
     def ticket(self, name, epoch):
         return Ticket(controller=self.hub.address, gang=name, epoch=epoch)
@@ -72,7 +73,7 @@ class Controller:
 def controller(slices, monkeypatch):
     monkeypatch.setenv("RAY_ADDRESS", slices.address)
     monkeypatch.setenv("PYTHONPATH", os.getcwd())
-    hub = Hub("0.0.0.0")
+    hub = Hub("0.0.0.0", Roster())
     first = Controller(hub)
     hub.address = f"{first.launcher.ip}:{hub.address.rpartition(':')[2]}"
     yield first
@@ -115,7 +116,7 @@ def test_the_next_controller_finds_a_gang_and_sees_it_die(controller):
 def test_a_gang_of_which_a_part_is_there_ends(controller):
     gang, _ = controller.start("trainer")
     os.kill(pids(gang)[0], signal.SIGKILL)
-    eventually(lambda: len(ray.util.list_named_actors()) == 1)
+    eventually(lambda: len(ray.util.list_named_actors()) == 1, 20)
     second = controller.again()
     assert second.find("trainer") is None and rooms() == [] and ray.util.list_named_actors() == []
     second.launcher.close()
@@ -134,7 +135,7 @@ def test_a_gang_that_gives_up_gives_its_place_back(controller):
     gang, started = controller.start("rollout 0")
     gang.seat(lambda rank, coordinator, leader: calls.Begin(
         config={}, workdir="", instance=0, rank=rank, hosts=2, coordinator=coordinator, leader=leader))
-    eventually(lambda: rooms() == [], 30)
+    eventually(lambda: rooms() == [], 60)
     assert ray.util.list_named_actors() == [] and started.ended() is not None
 
 
@@ -144,7 +145,7 @@ def test_a_node_that_is_drained_is_notice_and_its_slice_is_not_taken_again(contr
     assert started.notice() is None
     there = controller.launcher._slices._taken["run/rollout 0/1"]
     slices.drain(pids(gang)[0])
-    eventually(started.notice, 5)
+    eventually(started.notice)
     started.kill()
     controller.start("rollout 0", epoch=2)
     assert controller.launcher._slices._taken["run/rollout 0/2"] != there

@@ -27,7 +27,7 @@ NAMESPACE = "dora_jax"  # of names in the cluster
 SLICE, POD_TYPE = "ray.io/tpu-slice-name", "ray.io/tpu-pod-type"  # labels of a TPU host's node
 PLACED_S = 5.0  # a slice that is not granted by then has just lost a host, which Ray learns up to a minute later
 GONE_S = 15.0  # until a killed actor's end is known
-LEAVE_S = 5.0  # for a process to give its gang's reservation back
+LEAVE_S = 20.0  # for a process to give its gang's reservation back
 LOOK_S = 1.0
 FORWARDED = ("DORA_", "XLA_", "LIBTPU_", "PYTHONHASHSEED")  # of the controller's environment
 
