@@ -208,6 +208,8 @@ def test_of_weights_from_before_what_is_live_is_kept(tmp_path, scheme):
     stored.keep_only([2, 3])
     assert [stored.has(version) for version in (1, 2, 3)] == [False, True, False]
     eventually(lambda: names() == all_of_them - {"v1", "v1.whole"})
+    stored.clear()  # the trainer was not to be had
+    assert not stored.has(2) and names() == set()
 
 
 def test_a_process_is_ended_by_its_number_only_where_it_is_of_this_run(tmp_path):

@@ -11,6 +11,7 @@ a process reads and writes what its own devices hold and nothing else.
 from __future__ import annotations
 
 import contextlib
+import queue
 import shutil
 import threading
 from collections.abc import Callable, Collection
@@ -109,8 +110,11 @@ class BucketWeights:
     def __init__(self, url: str):
         self._store = Objects(url)
         self._whole: set[Version] = set()
+        self._later: queue.SimpleQueue[Callable[[], Any]] = queue.SimpleQueue()
+        threading.Thread(target=self._run, name="bucket", daemon=True).start()
 
     def clear(self) -> None:
+        self._whole.clear()
         self._store.drop_folder(WEIGHTS)
 
     def look(self) -> None:
@@ -128,26 +132,25 @@ class BucketWeights:
 
     def finish(self, version: Version) -> None:
         self._whole.add(version)
-        self._beside(lambda: self._store.put(_key(version) + WHOLE, b""))  # for a controller that comes anew
+        self._later.put(lambda: self._store.put(_key(version) + WHOLE, b""))  # for a controller that comes anew
 
     def read(self, version: Version, shardings: Any) -> Any:
         return _read(self._at(version), shardings)
 
     def drop(self, version: Version) -> None:
         self._whole.discard(version)
-        self._beside(lambda: (self._store.drop(_key(version) + WHOLE), self._store.drop_folder(_key(version))))
+        self._later.put(lambda: (self._store.drop(_key(version) + WHOLE), self._store.drop_folder(_key(version))))
 
     def _there(self) -> list[tuple[Version, str]]:
         """(version, the name of an object of it)"""
         names = [key.removeprefix(f"{WEIGHTS}/v") for key in self._store.keys(WEIGHTS)]
         return [(int(name.split("/")[0].removesuffix(WHOLE)), name) for name in names]
 
-    def _beside(self, do: Callable[[], Any]) -> None:
-        def run() -> None:
+    def _run(self) -> None:
+        """In order: what was dropped after it was finished leaves no word that it is whole."""
+        while True:
             with contextlib.suppress(StoreError):  # what is left over, the next `clear` deletes
-                do()
-
-        threading.Thread(target=run, name="bucket", daemon=True).start()
+                self._later.get()()
 
     def _at(self, version: Version) -> Place:
         return lambda name: f"{self._store.url}/{_key(version)}/{name}/"
