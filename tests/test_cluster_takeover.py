@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from dora_jax.config import ConfigError
 from dora_jax.orchestrate import events as ev
 from dora_jax.rollout.oracle import OracleEngine
 from dora_jax.rollout.ticks import TickResult
@@ -24,7 +25,6 @@ from dora_jax.runtime.recovery import recover
 from tests.cluster_fakes import eventually
 from tests.test_cluster import World, events
 from tests.test_runtime import P, STEPS, SlowEngine, expected, trained_by
-
 
 IDLE = TickResult(started=(), finished=(), progress={}, tokens=0, free_pages=0)
 
@@ -188,6 +188,14 @@ def test_a_run_that_ends_itself_leaves_nobody_waiting(tmp_path, scheme):
     assert again.fits and again.token == roster.token and again.left["trainer"].pids == (7, 8)
     roster.close()
     assert address_in(place) is None
+
+
+@pytest.mark.parametrize("text", ["{", "[1]", '{"gangs": {}}', '{"token": "x"}',
+                                  '{"token": "00", "gangs": {"trainer": 3}}'])
+def test_what_no_controller_has_written_is_refused_in_a_sentence(tmp_path, text):
+    (tmp_path / ROSTER).write_text(text)
+    with pytest.raises(ConfigError, match=f"{ROSTER} is not what a controller writes"):
+        Roster(str(tmp_path), "build")
 
 
 @pytest.mark.parametrize("scheme", ["", "file://"])

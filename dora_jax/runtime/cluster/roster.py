@@ -17,9 +17,9 @@ from pathlib import Path
 from typing import Any
 
 import dora_jax
+from dora_jax.config import ConfigError
 from dora_jax.runtime.bucket import ROSTER, Objects
 from dora_jax.types import record
-
 
 
 @record
@@ -34,11 +34,15 @@ class Roster:
 
     def __init__(self, place: str | None = None, build: str = ""):
         self._page, self._build = None if place is None else page_at(place), build
-        found = json.loads((self._page and self._page.read()) or "{}")
-        self.token = bytes.fromhex(found["token"]) if found else secrets.token_bytes(32)
-        self.fits = found.get("build") == build
-        self.left = {name: Member(epoch=epoch, pids=tuple(pids))
-                     for name, (epoch, pids) in found.get("gangs", {}).items()}
+        try:
+            found = json.loads((self._page and self._page.read()) or "{}")
+            self.token = bytes.fromhex(found["token"]) if found else secrets.token_bytes(32)
+            self.left = {name: Member(epoch=epoch, pids=tuple(pids))
+                         for name, (epoch, pids) in (found["gangs"].items() if found else ())}
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise ConfigError(f"workdir: {place}/{ROSTER} is not what a controller writes ({error}): delete it once no "
+                              f"process of this run is left") from error
+        self.fits = bool(found) and found.get("build") == build
         self._gangs = dict(self.left)
         self._address = ""
         self._lock = threading.Lock()

@@ -7,7 +7,6 @@ process makes one tick if its engine is busy; the engines are equal, so all of t
 from __future__ import annotations
 
 import queue
-from typing import Any
 
 from dora_jax.runtime.cluster.calls import Begin, Post, Turn
 from dora_jax.runtime.cluster.link import Link, dial
