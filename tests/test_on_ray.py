@@ -103,7 +103,7 @@ def test_the_next_controller_finds_a_gang_and_sees_it_die(controller):
     assert second.launcher._slices.take("another", "v4-16", 2) is None, "its slice is taken"
     os.kill(pids(gang)[1], signal.SIGKILL)
     eventually(found.ended, 20)
-    assert "ActorDiedError" in found.ended()
+    assert found.ended().startswith(("ActorDiedError", "ActorUnavailableError"))  # the connection may be seen first
     found.kill()
     assert rooms() == ["run/rollout 10/1"] and len(ray.util.list_named_actors()) == 2
     assert second.find("rollout 10", epoch=2) is None
@@ -136,8 +136,7 @@ def test_a_gang_that_gives_up_gives_its_place_back(controller):
     gang, started = controller.start("rollout 0")
     gang.seat(lambda rank, coordinator, leader: calls.Begin(
         config={}, workdir="", instance=0, rank=rank, hosts=2, coordinator=coordinator, leader=leader))
-    eventually(lambda: rooms() == [], 60)
-    assert ray.util.list_named_actors() == [] and started.ended() is not None
+    eventually(lambda: rooms() == [] and ray.util.list_named_actors() == [] and started.ended() is not None, 60)
 
 
 @pytest.mark.slow
