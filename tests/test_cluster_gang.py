@@ -60,6 +60,26 @@ def test_a_stranger_is_turned_away_before_it_is_heard():
     door.close()
 
 
+def test_many_who_come_at_once_are_all_let_in():
+    """With room for few, the kernel takes a connection for made of which the door never hears."""
+    arrived, dialled = [], []
+    door = Door("127.0.0.1", b"token", arrived.append)
+    threads = [threading.Thread(target=lambda: dialled.append(dial(door.address, b"token"))) for _ in range(100)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(20)
+    assert len(dialled) == 100
+    eventually(lambda: len(arrived) == 100)
+    door.close()
+
+
+def test_who_is_connected_and_never_spoken_to_gives_up(monkeypatch):
+    monkeypatch.setattr("dora_jax.runtime.cluster.link.ANSWER_S", 0.2)
+    with socket.create_server(("127.0.0.1", 0)) as mute, pytest.raises(OSError, match="has not said a word"):
+        dial(f"127.0.0.1:{mute.getsockname()[1]}", b"token")
+
+
 @pytest.mark.parametrize("frame", [b"\x80\x04K\x01.", b"", b"\x91\xc4\x02\x91\xa1", b"\x01"])
 def test_bytes_that_are_no_records_end_the_link(frame):
     ends = Ends()

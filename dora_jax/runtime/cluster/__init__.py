@@ -5,8 +5,8 @@
     gang        N processes that live and die together, one jax.distributed world, one epoch (gang.py, host.py)
        trainer      one Trainer, pjit over the gang           rollout      one Engine, tensor parallel over the gang
 
-Reading order: calls, link, launcher, gang, keeper, host, remote, learner, elastic, body. Laws: two roles never share a
-world; the first death ends its gang at once and a new one gets a new epoch; nothing of an earlier epoch is heard; gangs
-outlive a controller that is killed, and the next one takes them over (roster.py, uplink.py, memory.py); instances come
-and go during a run, with notice without losing a token; Ray is imported by on_ray.py only.
+Reading order: calls, link, launcher, gang, keeper, host, remote, learner, weights, parts, elastic, body. Laws: two roles
+never share a world; the first death ends its gang at once and a new one gets a new epoch; nothing of an earlier epoch
+is heard; gangs outlive a controller that is killed, and the next one takes them over (roster.py, uplink.py, memory.py);
+instances come and go during a run, with notice without losing a token; Ray is imported by on_ray.py only.
 """

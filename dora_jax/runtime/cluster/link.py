@@ -22,6 +22,8 @@ from dora_jax.runtime.codec import CodecError
 
 MAX_FRAME_BYTES = 1 << 31
 BATCH_RECORDS = 256  # records that wait are sent together, so many at most
+CALLERS = 1024  # that come at once; whom the kernel has no room for it may forget, and they would wait for ever
+ANSWER_S = 5.0  # for a door to say its first word
 
 
 class Link:
@@ -104,7 +106,7 @@ class Door:
     """Where others connect; whoever knows the token becomes a Link of `welcome`'s making."""
 
     def __init__(self, ip: str, token: bytes, welcome: Callable[[connection.Connection], None]):
-        self._listener = connection.Listener((ip, 0))
+        self._listener = connection.Listener((ip, 0), backlog=CALLERS)
         self._token = token
         self._welcome = welcome
         self.address = f"{ip}:{self._listener.address[1]}"
@@ -132,8 +134,15 @@ class Door:
 
 
 def dial(address: str, token: bytes) -> connection.Connection:
+    """OSError: nobody is there, or nobody who speaks."""
     ip, _, port = address.rpartition(":")
-    return connection.Client((ip, int(port)), authkey=token)
+    end = connection.Client((ip, int(port)))
+    if not end.poll(ANSWER_S):
+        end.close()
+        raise TimeoutError(f"{address} has not said a word within {ANSWER_S:.0f} s")
+    connection.answer_challenge(end, token)
+    connection.deliver_challenge(end, token)
+    return end
 
 
 def _send_at_once(end: connection.Connection) -> None:
