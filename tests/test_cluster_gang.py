@@ -209,10 +209,10 @@ class FakeLink:
         pass
 
 
-def test_a_gang_that_never_comes_up_ends_the_run_with_its_own_words():
+def test_a_gang_that_can_never_come_up_ends_the_run_with_its_own_words():
     def life(host):
         host.join()
-        host.link.send(calls.Failed(error="ConfigError: rollout.tensor: 3 is wrong"))
+        host.link.send(calls.Failed(error="ConfigError: rollout.tensor: 3 is wrong", final=True))
 
     with Kept(FakeLauncher(life=life)) as kept:
         eventually(lambda: kept.events)
@@ -220,10 +220,12 @@ def test_a_gang_that_never_comes_up_ends_the_run_with_its_own_words():
         assert len(kept.launcher.gangs) == 1
 
 
-def test_restarts_that_come_to_nothing_are_counted():
+@pytest.mark.parametrize("comes_up", [True, False])
+def test_restarts_that_come_to_nothing_are_counted(comes_up):
     def life(host):
         host.join()
-        host.ready()
+        if comes_up:
+            host.ready()
         time.sleep(0.05)
         host.link.send(calls.Failed(error="again"))
 

@@ -76,6 +76,7 @@ class Failed:
     """The process ends now; its gang with it."""
 
     error: str
+    final: bool = False  # whoever is started in its place would end over the same
 
 
 @record

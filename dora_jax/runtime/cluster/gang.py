@@ -106,6 +106,7 @@ class Gang:
         self.name, self.epoch, self.hosts, self.again = name, epoch, hosts, again
         self.reason = ""
         self.leaving: str | None = None  # why
+        self.final = False  # a first start that another one would end as
         self.dead, self.ready = threading.Event(), threading.Event()
         self.down: Callable[[], None] | None = None  # set once the gang is up
         self.lock = threading.RLock()
@@ -209,6 +210,7 @@ class Gang:
         now, limits = time.monotonic(), self._limits
         start_s = limits.start_s if not self.again else limits.stall_s if self._ranks else RETURN_S
         if not self.ready.is_set() and now - self._began_s > start_s:
+            self.final = True
             return f"it was not ready within {start_s:.0f} s: {len(self._joined)} of {self.hosts} processes came"
         if self.leaving is not None and now - self._leaves_s > LEAVE_S:
             return f"it has not handed over within {LEAVE_S:.0f} s"
@@ -259,7 +261,8 @@ class Gang:
                 case Answer(number=number, what=what):
                     if self._calls[number].answer(self._ranks.index(host), what):
                         del self._calls[number]
-                case Failed(error=error):
+                case Failed(error=error, final=final):
+                    self.final = final
                     self.die(f"{self._who(host)}: {error}")
                 case Notice(reason=reason):
                     self.leave(f"preempted: {self._who(host)} was told {reason}")

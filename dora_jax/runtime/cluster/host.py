@@ -36,6 +36,7 @@ def main() -> None:
 
 def serve(ticket: Ticket, token: bytes, leave: Callable[[], None] = lambda: None) -> None:
     """Never returns; `leave` is the last thing that this process does."""
+    from dora_jax.config import ConfigError
     from dora_jax.runtime.cluster import calls
     from dora_jax.runtime.cluster.link import Door
     from dora_jax.runtime.cluster.uplink import Uplink
@@ -64,7 +65,7 @@ def serve(ticket: Ticket, token: bytes, leave: Callable[[], None] = lambda: None
     except BaseException as error:  # the controller says it, and starts another gang
         traceback.print_exc()
         sys.stderr.flush()
-        link.send(calls.Failed(error=f"{type(error).__name__}: {error}"))
+        link.send(calls.Failed(error=f"{type(error).__name__}: {error}", final=isinstance(error, ConfigError)))
         link.flush(LAST_WORDS_S)
     end(1)
 

@@ -79,7 +79,7 @@ class Keeper:
                 self._say(f"{self.name} (epoch {gang.epoch}) is not taken over: {gang.reason}")
                 continue
             fruitless = 0 if gang.progress else fruitless + 1
-            if not was_up or fruitless > self._limits.restarts:
+            if (gang.final and not was_up) or fruitless > self._limits.restarts:
                 again = f", {fruitless} times in a row" if fruitless > 1 else ""
                 self._failed(RunError(f"{self.name} cannot be kept up{again}: {gang.reason}"))
                 return
