@@ -16,13 +16,14 @@ from dora_jax.rollout.ticks import TickResult
 from dora_jax.runtime.audit import ReadOnly, audit
 from dora_jax.runtime.bucket import ROSTER, Objects
 from dora_jax.runtime.cluster import calls
+from dora_jax.runtime.cluster.gang import Gang, Hub
 from dora_jax.runtime.cluster.launcher import Processes, Ticket
 from dora_jax.runtime.cluster.memory import Memory
 from dora_jax.runtime.cluster.roster import Roster, address_in
 from dora_jax.runtime.cluster.weights import StoredWeights, weights_at
 from dora_jax.runtime.journal import Journal
 from dora_jax.runtime.recovery import recover
-from tests.cluster_fakes import eventually
+from tests.cluster_fakes import LIMITS, FakeHost, begin, eventually
 from tests.test_cluster import World, events
 from tests.test_runtime import P, STEPS, SlowEngine, expected, trained_by
 
@@ -175,6 +176,23 @@ def test_without_the_trainer_of_before_nothing_but_the_processes_is_used(tmp_pat
 
 
 # ---------------------------------------------------------------- parts
+
+
+def test_a_gang_of_which_one_process_alone_was_asked_for_something_is_ended_soon(monkeypatch):
+    """It waits inside a computation for the others, which will never be asked."""
+    monkeypatch.setattr("dora_jax.runtime.cluster.gang.RETURN_S", 0.3)
+    hub = Hub("127.0.0.1", Roster())
+    gang = Gang("trainer", 4, 2, lambda item: None, lambda text: None, LIMITS, again=True)
+    hub.expect(gang)
+    ticket = Ticket(controller=hub.address, gang="trainer", epoch=4)
+    hosts = [FakeHost(ticket, hub.token, rank, None, lambda host: host.join()) for rank in (0, 1)]
+    gang.seat(begin)
+    eventually(lambda: all(isinstance(host.began, calls.Again) for host in hosts))
+    time.sleep(0.4)
+    assert gang.fault() is None, "both may be at work"
+    hosts[1].ready()
+    eventually(lambda: "2 of 2 processes came, 1 were ready" in (gang.fault() or ""))
+    hub.close()
 
 
 @pytest.mark.parametrize("scheme", ["", "file://"])

@@ -208,10 +208,12 @@ class Gang:
     def fault(self) -> str | None:
         """What is wrong with it, judged by its silence or its standstill."""
         now, limits = time.monotonic(), self._limits
-        start_s = limits.start_s if not self.again else limits.stall_s if self._ranks else RETURN_S
+        start_s = self._start_s()
         if not self.ready.is_set() and now - self._began_s > start_s:
             self.final = True
-            return f"it was not ready within {start_s:.0f} s: {len(self._joined)} of {self.hosts} processes came"
+            ready = sum(host.ready is not None for host in self._ranks)
+            return (f"it was not ready within {start_s:.0f} s: {len(self._joined)} of {self.hosts} processes came, "
+                    f"{ready} were ready")
         if self.leaving is not None and now - self._leaves_s > LEAVE_S:
             return f"it has not handed over within {LEAVE_S:.0f} s"
         for host in self._joined:
@@ -232,6 +234,13 @@ class Gang:
         self._began_s = time.monotonic()
 
     # ------------------------------------------------------------ private
+
+    def _start_s(self) -> float:
+        """How long it may take; of one that was left alone a step may have to end first, for all of its processes."""
+        if not self.again:
+            return self._limits.start_s
+        at_work = self._ranks and not any(host.ready for host in self._ranks)
+        return self._limits.stall_s if at_work else RETURN_S
 
     def _seat_if_complete(self) -> None:
         if self._begin is None or self._ranks or len(self._joined) < self.hosts:
@@ -256,6 +265,8 @@ class Gang:
                     pass
                 case Ready():
                     host.ready = item
+                    if self.again:
+                        self._began_s = time.monotonic()
                     if all(other.ready for other in self._ranks):
                         self.ready.set()
                 case Answer(number=number, what=what):
