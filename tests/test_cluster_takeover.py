@@ -208,6 +208,22 @@ def test_a_run_that_ends_itself_leaves_nobody_waiting(tmp_path, scheme):
     assert address_in(place) is None
 
 
+def test_a_storage_that_refuses_is_spoken_of_and_stops_no_keeper(tmp_path, monkeypatch):
+    said = []
+    roster = Roster(str(tmp_path), "build", said.append)
+    roster.announce("127.0.0.1:9")
+
+    def full(text):
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(roster._page, "write", full)
+        roster.enter("trainer", 3, (7, 8))
+    assert len(said) == 1 and "No space left" in said[0] and Roster(str(tmp_path), "build").left == {}
+    roster.strike("rollout 0")  # whatever is written next says all of it
+    assert Roster(str(tmp_path), "build").left.keys() == {"trainer"}
+
+
 @pytest.mark.parametrize("text", ["{", "[1]", '{"gangs": {}}', '{"token": "x"}',
                                   '{"token": "00", "gangs": {"trainer": 3}}'])
 def test_what_no_controller_has_written_is_refused_in_a_sentence(tmp_path, text):

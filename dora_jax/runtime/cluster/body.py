@@ -46,8 +46,7 @@ class Cluster:
         self._place = bucket.url_of(workdir) or os.path.abspath(workdir)
         self._tree = _gang_config(config)
         try:
-            self._roster = Roster(self._place if config.journal.on else None,  # a journal says what gangs are about
-                                  build_of([self._tree, dataclasses.asdict(config.cluster)]))
+            self._roster = Roster(self._place, build_of([self._tree, dataclasses.asdict(config.cluster)]), say)
             self._past = bool(self._roster.left) and self._roster.fits
             self._steps, stored = steps_at(self._place, say), weights_at(self._place)
             (stored.look if self._past else stored.clear)()
@@ -56,7 +55,7 @@ class Cluster:
         wire = config.cluster.wire == "transfer"
         self._publisher = Publisher(stored, (WIRE, STORAGE) if wire else (STORAGE,), say, self._past)
         self.weights = RemoteWeights(self._publisher)
-        self._launcher = _launcher(config, workdir)
+        self._launcher = _launcher(config, workdir, self._place)
         self._hub = Hub(self._launcher.ip, self._roster)
         self._trainer = RemoteTrainer(self._steps, self._steps_since, self._publisher, say,
                                       functools.partial(self._keeper, None))
@@ -124,18 +123,19 @@ class Cluster:
 
 
 def _gang_config(config: Config) -> dict[str, Any]:
+    """What its gangs are told; without a journal nobody could know what they were about, and they end with it."""
     section = config.cluster
     mine = ClusterSection(wire=section.wire, reattach_s=section.reattach_s if config.journal.on else 0.0)
     return configs.to_json(dataclasses.replace(config, cpu_devices=section.devices_per_host, cluster=mine))
 
 
-def _launcher(config: Config, workdir: Path) -> Launcher:
+def _launcher(config: Config, workdir: Path, place: str) -> Launcher:
     match config.cluster.launcher:
         case "process":
             return Processes(workdir / "logs")
         case "ray":
             from dora_jax.runtime.cluster.on_ray import RayHosts  # an extra, needed here only
 
-            return RayHosts(hashlib.sha256(os.path.abspath(workdir).encode()).hexdigest()[:16])
+            return RayHosts(hashlib.sha256(place.encode()).hexdigest()[:16])
         case other:
             raise ConfigError(f"cluster.launcher: {other!r} starts no process")

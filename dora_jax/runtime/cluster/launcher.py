@@ -7,15 +7,17 @@ those that an earlier controller has started and left.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
-import signal
 import subprocess
 import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Protocol
+
+import psutil
 
 from dora_jax.types import record
 
@@ -80,7 +82,7 @@ class Processes:
 
     def find(self, ticket: Ticket, token: bytes, hosts: int, slice_type: str,
              pids: Sequence[int]) -> Started | None:
-        found = Orphans([pid for pid in pids if _knows(pid, token)])
+        found = Orphans([process for pid in pids if (process := _of_run(pid, token)) is not None])
         if len(found.pids) == hosts:
             return found
         found.kill()
@@ -115,36 +117,39 @@ class Orphans:
 
     placed = True
 
-    def __init__(self, pids: Sequence[int]):
-        self.pids = tuple(pids)
+    def __init__(self, processes: Sequence[psutil.Process]):
+        self._processes = processes
+        self.pids = tuple(process.pid for process in processes)
 
     def ended(self) -> str | None:
-        return next((f"process {pid} has ended" for pid in self.pids if not _lives(pid)), None)
+        return next((f"process {each.pid} has ended" for each in self._processes if not _lives(each)), None)
 
     def notice(self) -> None:
         """As of children."""
 
     def kill(self) -> None:
-        for pid in self.pids:
-            if _lives(pid):
-                os.kill(pid, signal.SIGKILL)
-        while any(map(_lives, self.pids)):
+        for process in self._processes:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.kill()
+        while any(map(_lives, self._processes)):
             time.sleep(0.01)
 
 
-def _lives(pid: int) -> bool:
+def _lives(process: psutil.Process) -> bool:
+    """One that nobody has reaped has ended."""
     try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except OSError:
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
         return False
 
 
-def _knows(pid: int, token: bytes) -> bool:
-    """It is a process of this run, and no other that has got its number since."""
+def _of_run(pid: int, token: bytes) -> psutil.Process | None:
+    """None: it has ended, and another may have got its number since."""
     try:
-        return f"DORA_TOKEN={token.hex()}".encode() in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
-    except OSError:
-        return False
+        process = psutil.Process(pid)
+        return process if process.environ().get("DORA_TOKEN") == token.hex() else None
+    except psutil.Error:
+        return None
 
 
 def _json(ticket: Ticket) -> str:

@@ -3,7 +3,8 @@
     WORKDIR/controller.json      token, address, build, {gang: [epoch, pids]}; in a folder only its owner may read it
 
 Consumes what the keepers start and end; produces what an earlier controller has left. Laws: it is always whole; no
-gang runs that is not in it; a run that ends itself removes it, so whoever finds none ends too.
+gang runs that is not in it, unless the storage refuses, which is said and stops nobody; a run that ends itself removes
+it, so whoever finds none ends too.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import json
 import os
 import secrets
 import threading
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -32,8 +34,8 @@ class Roster:
     """`place`: a workdir, which may be a URL; None: nobody will look for it. `build`: what gangs are begun with; those
     of another are of no use."""
 
-    def __init__(self, place: str | None = None, build: str = ""):
-        self._page, self._build = None if place is None else page_at(place), build
+    def __init__(self, place: str | None = None, build: str = "", say: Callable[[str], None] = print):
+        self._page, self._build, self._say = None if place is None else page_at(place), build, say
         try:
             found = json.loads((self._page and self._page.read()) or "{}")
             self.token = bytes.fromhex(found["token"]) if found else secrets.token_bytes(32)
@@ -62,7 +64,7 @@ class Roster:
 
     def close(self) -> None:
         if self._page is not None:
-            self._page.remove()
+            self._try(self._page.remove)
 
     # ------------------------------------------------------------ private
 
@@ -71,8 +73,16 @@ class Roster:
             return
         with self._lock:
             gangs = {name: [member.epoch, member.pids] for name, member in self._gangs.copy().items()}
-            self._page.write(json.dumps({"token": self.token.hex(), "address": self._address, "build": self._build,
-                                         "gangs": gangs}))
+            text = json.dumps({"token": self.token.hex(), "address": self._address, "build": self._build,
+                               "gangs": gangs})
+            self._try(lambda: self._page.write(text))
+
+    def _try(self, do: Callable[[], None]) -> None:
+        """A keeper must go on where a disk is full, or a bucket does not answer."""
+        try:
+            do()
+        except OSError as error:
+            self._say(f"{ROSTER} is not up to date ({error}): another controller would not find all gangs of this one")
 
 
 def address_in(place: str) -> str | None:
