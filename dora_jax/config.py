@@ -300,7 +300,7 @@ def to_json(config: Config) -> dict[str, Any]:
 def fields(cls: type = Config, prefix: str = "") -> dict[str, Any]:
     """Dotted name -> declared type of every field, sections left out: "steps", "trainer.rows", ..."""
     found = {}
-    for name, kind in typing.get_type_hints(cls).items():
+    for name, kind in _hints(cls).items():
         if dataclasses.is_dataclass(kind):
             found |= fields(kind, f"{prefix}{name}.")
         else:
@@ -315,6 +315,8 @@ def free_form() -> list[str]:
 
 def nearest(name: str, known: Iterable[str]) -> str:
     """The known dotted name most like this one: in its last word or that word's initials, then as a whole."""
+    known = list(known)
+    name = name[:2 * max(map(len, known))]  # the comparison is quadratic, and a name may be a file put in its place
     word = name.rpartition(".")[2]
 
     def likeness(other: str) -> float:
@@ -328,6 +330,8 @@ def nearest(name: str, known: Iterable[str]) -> str:
 def _ratio(a: str, b: str) -> float:
     return difflib.SequenceMatcher(None, a, b).ratio()
 
+
+_hints = functools.cache(typing.get_type_hints)  # which compiles every annotation anew
 
 _SECRETS = {"token", "key", "secret", "password"}
 
@@ -345,7 +349,7 @@ def redact(tree: Any, name: str = "") -> Any:
 
 def _build(cls: type, tree: Mapping[str, Any], prefix: str, problems: list[str]) -> Any:
     """A section from a mapping; a field that cannot be read keeps its default and adds a problem."""
-    hints = typing.get_type_hints(cls)
+    hints = _hints(cls)
     for name in sorted(tree.keys() - hints.keys()):
         problems.append(f"{prefix}{name}: unknown field; the nearest is {nearest(prefix + name, fields())}")
     values = {}

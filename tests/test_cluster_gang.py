@@ -93,10 +93,8 @@ def test_a_reader_that_stands_still_does_not_stop_the_sender():
     link = Link(connection.Client(("127.0.0.1", int(door.address.split(":")[1])), authkey=b"token"),
                 lambda _, item: None, lambda _, reason: None)
     link.start()
-    began = time.monotonic()
     for _ in range(100):
-        link.send(calls.Failed(error="x" * 100_000))
-    assert time.monotonic() - began < 2.0
+        link.send(calls.Failed(error="x" * 100_000))  # far more than sockets hold: who waited would wait for ever
     link.close()
 
 

@@ -2,7 +2,6 @@
 
 import dataclasses
 import random
-import time
 import tracemalloc
 import typing
 
@@ -153,7 +152,7 @@ def fuzzed(seed, good):
 def test_fuzzed_bytes_are_a_record_or_an_error_with_a_sentence():
     good = [CODEC.encode(r) for r in (scored(), sample(), example(ev.Start), example(ev.InstanceUp))]
     tracemalloc.start()
-    began, refused = time.monotonic(), 0
+    refused = 0
     for seed in range(FUZZED):
         try:
             record = CODEC.decode(fuzzed(seed, good))
@@ -163,7 +162,7 @@ def test_fuzzed_bytes_are_a_record_or_an_error_with_a_sentence():
         else:
             CODEC.encode(record)
     assert refused > FUZZED // 2
-    assert tracemalloc.get_traced_memory()[1] < 20 << 20 and time.monotonic() - began < 60
+    assert tracemalloc.get_traced_memory()[1] < 20 << 20
     tracemalloc.stop()
 
 

@@ -4,7 +4,6 @@ import json
 import subprocess
 import sys
 import textwrap
-import time
 from pathlib import Path
 
 import pytest
@@ -14,7 +13,6 @@ from dora_jax import flags
 from dora_jax.config import ConfigError
 
 ROOT = Path(__file__).parent.parent
-LIMIT_S = 3.0  # from the command to its message
 
 
 @pytest.fixture
@@ -57,10 +55,8 @@ def refusal(*args, purpose="train"):
 
 
 def program(*args):
-    began_s = time.monotonic()
-    done = subprocess.run([sys.executable, "program.py", *args], capture_output=True, text=True,
+    return subprocess.run([sys.executable, "program.py", *args], capture_output=True, text=True,
                           env={"PYTHONPATH": str(ROOT), "PATH": "/usr/bin:/bin"}, timeout=60)
-    return done, time.monotonic() - began_s
 
 
 def test_overrides_reach_the_config(workspace):
@@ -177,20 +173,20 @@ def test_evaluate_reads_the_config_of_the_workdir(workspace):
 
 
 def test_a_program_runs_with_its_config_and_exit_code(workspace):
-    done, _ = program("--config=c.py", "--workdir=w")
+    done = program("--config=c.py", "--workdir=w")
     assert (done.stdout, done.returncode) == ("ran 7 w False\n", 3), done.stderr
     assert Path("w/config.json").exists()
 
 
-def test_a_program_refuses_in_one_line_before_jax_and_in_time(workspace):
-    done, wall_s = program("--config=c.py", "--config.stepss=3")
+def test_a_program_refuses_in_one_line_before_jax(workspace):
+    Path("jax.py").write_text("raise SystemExit('jax is imported')")
+    done = program("--config=c.py", "--config.stepss=3")
     assert (done.stdout, done.returncode) == ("", 2)
     assert done.stderr == "error: config.stepss: unknown field; the nearest is config.steps\n"
-    assert wall_s < LIMIT_S
 
 
 def test_dry_run_prints_config_and_mesh_and_writes_nothing(workspace):
-    done, _ = program("--config=c.py", "--dry_run", "--config.cpu_devices=4", "--workdir=w", "--config.model.path=gone")
+    done = program("--config=c.py", "--dry_run", "--config.cpu_devices=4", "--workdir=w", "--config.model.path=gone")
     assert done.returncode == 0, done.stderr
     printed, _, plan = done.stdout.partition("workdir: w\n")
     assert json.loads(printed)["cpu_devices"] == 4 and "sesame" not in done.stdout
@@ -200,7 +196,7 @@ def test_dry_run_prints_config_and_mesh_and_writes_nothing(workspace):
 
 
 def test_help_shows_what_the_program_is_and_its_flags(workspace):
-    done, _ = program("--help")
+    done = program("--help")
     assert "Says what it got." in done.stdout
     assert all(flag in done.stdout for flag in ("--config:", "--workdir:", "--[no]dry_run:"))
 

@@ -1,4 +1,5 @@
 """1,000 fuzzed inputs to every decoder: what it holds, or an error with a sentence; never a hang, a crash or a flood.
+(What hangs ends at pytest's own time limit.)
 
 The codec and the frames of the journal are fuzzed in test_codec.py and test_journal.py; whole segments here.
 """
@@ -6,7 +7,6 @@ The codec and the frames of the journal are fuzzed in test_codec.py and test_jou
 import json
 import random
 import shutil
-import time
 import tracemalloc
 
 import ml_collections
@@ -30,18 +30,16 @@ from dora_jax.trainer import manifest
 pytestmark = pytest.mark.slow
 N = 1000
 MAX_BYTES = 64 << 20
-MAX_S = 120.0
 JSON_NOISE = ["null", "1e999", "-1", "[]", "{}", "NaN", '"\\ud800"', "9" * 40, "[" * 2000, '{"a":' * 500, "true", '""']
 
 
 @pytest.fixture(autouse=True)
 def bounded():
     tracemalloc.start()
-    began = time.process_time()
     yield
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
-    assert peak < MAX_BYTES and time.process_time() - began < MAX_S
+    assert peak < MAX_BYTES
 
 
 def damaged(draw: random.Random, good: bytes) -> bytes:

@@ -146,24 +146,20 @@ def test_rewards_see_what_the_answer_pattern_takes_and_nothing_where_it_does_not
 
 def test_many_groups_on_two_workers_each_come_back_once(opened):
     pool = opened("short", reward_workers=2)
-    pool.wait_ready()
-    began_s = time.perf_counter()
     for i in range(200):
         pool.submit(*group("4", "5", group_id=i))
-    assert time.perf_counter() - began_s < 0.5  # submit does not wait
     done = results(pool, 200)
     assert sorted(result.group_id for result in done) == list(range(200))
     assert all(result.rewards.tolist() == [1.0, 0.0] for result in done)
     assert pool.stats()["rewards/queued_groups"] == 0
 
 
-def test_poll_does_not_wait(opened):
-    pool = opened("trouble")
-    pool.submit(*group("hang", answer="log"))
-    began_s = time.perf_counter()
+def test_neither_submit_nor_poll_waits_for_a_reward(opened):
+    pool = opened("trouble", reward_timeout_s=60.0)
+    for i in range(200):
+        pool.submit(*group("hang", answer="log", group_id=i))
     assert pool.poll() == []
-    assert time.perf_counter() - began_s < 0.1
-    assert pool.stats()["rewards/queued_groups"] == 1
+    assert pool.stats()["rewards/queued_groups"] == 200
 
 
 def test_what_a_reward_prints_is_only_noise(opened):
@@ -200,19 +196,17 @@ def test_a_reward_that_fails_is_tried_again_and_then_fails_its_group(opened, fol
 def test_a_reward_that_hangs_is_killed_at_the_deadline(opened, folder, response):
     pool = opened("trouble", reward_retries=0, reward_timeout_s=0.3)
     pool.wait_ready()
-    began_s = time.perf_counter()
     result = scored(pool, response, answer=str(folder / "calls"))
     assert isinstance(result, GroupFailure)
     assert result.reason == "reward trouble took over 0.3 s (4 tokens, sample (0, 0), 1 attempts)"
-    assert time.perf_counter() - began_s < 5.0
     assert scored(pool, "fine", answer=str(folder / "calls")).rewards.tolist() == [1.0]
 
 
 def test_a_hanging_reward_does_not_hold_up_the_other_worker(opened, folder):
-    pool = opened("trouble", reward_workers=2, reward_timeout_s=10.0)
+    pool = opened("trouble", reward_workers=2, reward_timeout_s=60.0)
     pool.submit(*group("hang", answer=str(folder / "a"), group_id=0))
     pool.submit(*group("fine", answer=str(folder / "b"), group_id=1))
-    assert [result.group_id for result in results(pool, 1, timeout_s=9.0)] == [1]
+    assert [result.group_id for result in results(pool, 1, timeout_s=50.0)] == [1]
 
 
 def test_a_failure_of_the_moment_is_forgiven(opened, folder):
@@ -298,7 +292,7 @@ def test_close_kills_the_workers_even_in_the_middle_of_a_job(opened, folder):
     began_s = time.perf_counter()
     pool.close()
     pool.close()
-    assert time.perf_counter() - began_s < 2.0
+    assert time.perf_counter() - began_s < 30.0  # half of what the reward takes
     for pid in pids:
         with pytest.raises(ProcessLookupError):
             os.kill(pid, 0)

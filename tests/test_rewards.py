@@ -47,9 +47,9 @@ def test_numeric_reads_numbers_as_people_write_them(response, answer):
     ("1.000002", "1"),
 ])
 def test_numeric_gives_nothing_for_the_rest_and_never_raises_on_a_response(response, answer):
-    began_s = time.perf_counter()
+    began_s = time.thread_time()
     assert rewards.numeric("", response, answer) == 0.0
-    assert time.perf_counter() - began_s < 2.0
+    assert time.thread_time() - began_s < 2.0  # no pattern that backtracks for ever
 
 
 def test_an_answer_that_is_no_number_is_an_error_not_a_zero():

@@ -64,7 +64,7 @@ def test_peers_that_die_freeze_and_come_back(ends, peers):
     began = time.monotonic()
     with pytest.raises(WireError, match="has not come within 1.0 s"):
         receiver.pull(manifest, like(wire_peer.tree(8)), k, 1)
-    assert time.monotonic() - began < 4
+    assert time.monotonic() - began < 20
     os.kill(peer.process.pid, signal.SIGCONT)
     pulls(receiver, peer)  # over a new connection
 
