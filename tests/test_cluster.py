@@ -21,6 +21,7 @@ from dora_jax.runtime.book import Book, Fact, Partial, decoded
 from dora_jax.runtime.cluster import calls
 from dora_jax.runtime.cluster.gang import Hub
 from dora_jax.runtime.cluster.keeper import Keeper
+from dora_jax.runtime.cluster.porter import Porter
 from dora_jax.runtime.cluster.roster import Roster
 from dora_jax.runtime.cluster.publisher import Publisher
 from dora_jax.runtime.cluster.remote import RemoteInstance
@@ -131,7 +132,7 @@ class Oracles(FakeLauncher):
 
 class World:
     def __init__(self, folder, mode="dora", max_versions=3, instances=3, length=None, partial_s=0.005,
-                 hosts=2, porter=lambda instance, host: None):
+                 hosts=2, porter=lambda instance, host: Porter(instance, host, None, None)):
         self.config = OrchestratorConfig(
             mode=mode, max_versions=max_versions, groups_per_step=P, group_size=G, inflight=1.5, total_steps=STEPS,
             max_prompt_tokens=8, max_new_tokens=64)
@@ -300,6 +301,9 @@ class Posted:
         self.posts.append(what)
 
     tell_all = post
+
+    def tell_each(self, what):
+        self.posts += what
 
 
 @pytest.fixture

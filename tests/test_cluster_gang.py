@@ -48,6 +48,15 @@ def test_records_go_both_ways_in_order():
     eventually(lambda: len(ends.ended) == 2)
 
 
+def test_large_records_that_wait_together_are_no_frame_too_large(monkeypatch):
+    monkeypatch.setattr("dora_jax.runtime.cluster.link.MAX_FRAME_BYTES", 3 << 20)
+    ends = Ends()
+    for _ in range(20):
+        ends.links["a"].send(calls.Failed(error="x" * (1 << 20)))
+    eventually(lambda: len(ends.heard["b"]) == 20 or ends.ended)
+    assert not ends.ended
+
+
 def test_a_stranger_is_turned_away_before_it_is_heard():
     arrived = []
     door = Door("127.0.0.1", b"token", arrived.append)
@@ -250,7 +259,7 @@ def test_a_gang_that_is_told_to_leave_hands_over_first_and_another_comes():
         host.ready()
         assert isinstance(host.inbox.get(), calls.HandOver)
         host.link.send(ev.PagesReported(instance=0, free=3))
-        host.link.send(calls.Left())
+        host.link.send(calls.Left(hosts=1))
 
     with Kept(FakeLauncher(life=life), limits=dataclasses.replace(LIMITS, restarts=0)) as kept:
         kept.up()
@@ -261,6 +270,23 @@ def test_a_gang_that_is_told_to_leave_hands_over_first_and_another_comes():
         assert kept.events[:4] == ["up 1", ev.PagesReported(instance=0, free=3), "down 1", "up 2"]
         assert kept.gangs[0].reason == "preempted: process 1 (pid 1001) was told SIGTERM"
         assert any(text.startswith("rollout 0 (epoch 1) has left: preempted") for text in kept.said)
+
+
+def test_who_leaves_has_left_once_every_process_has_said_so():
+    def life(host):
+        host.join()
+        host.ready()
+        if host.began.rank == 0:
+            assert isinstance(host.inbox.get(), calls.HandOver)
+            host.link.send(calls.Left(hosts=2))
+
+    with Kept(FakeLauncher(life=life)) as kept:
+        kept.up().leave("preempted")
+        eventually(lambda: kept.gangs[0]._left == 1)
+        kept.hosts()[1].link.send(ev.PagesReported(instance=0, free=3))  # its part takes longer
+        kept.hosts()[1].link.send(calls.Left(hosts=2))
+        kept.up(2)
+        assert kept.events[:3] == ["up 1", ev.PagesReported(instance=0, free=3), "down 1"]
 
 
 def test_a_gang_that_does_not_hand_over_in_time_is_ended(monkeypatch):
@@ -287,7 +313,7 @@ def leaving(host):
     host.ready()
     while not isinstance(host.inbox.get(), calls.HandOver):
         pass
-    host.link.send(calls.Left())
+    host.link.send(calls.Left(hosts=1))
 
 
 @pytest.mark.parametrize("elastic", [True, False])

@@ -4,6 +4,7 @@ import dataclasses
 import random
 import threading
 
+import ml_dtypes
 import numpy as np
 import pytest
 from engine_rig import assert_undisturbed, finish, loaded
@@ -16,7 +17,7 @@ from dora_jax.runtime.cluster.outlet import Elsewhere, Outlet
 from dora_jax.runtime.parcels import HOST
 from dora_jax.runtime.shards import Key, Lent, Manifest
 from dora_jax.runtime.wire import Wire
-from dora_jax.runtime.workers import Exported, Finished, Risen
+from dora_jax.runtime.workers import Exported, Finished, Handed, Risen
 from dora_jax.types import SampleId
 from tests.cluster_fakes import eventually
 from tests.test_cluster import A, PARCEL, World, drained, moving, pair
@@ -46,6 +47,8 @@ class Porters:
 
 
 class OnePorter:
+    lends = True
+
     def __init__(self, all, host):
         self._all, self._host, self._here = all, host, {}
 
@@ -60,6 +63,10 @@ class OnePorter:
     def fetch(self, carry):
         parcel = self._here[carry.number] = self._all.fetch(carry.number, self._host)
         return calls.Carried(number=carry.number, host=self._host, fault="" if parcel else "it did not come")
+
+    def keep(self, bring):
+        self._here[bring.number] = bring.parcel
+        return calls.Carried(number=bring.number, host=self._host, fault="")
 
     def take(self, number):
         self._all.taken += 1
@@ -288,12 +295,75 @@ class Sent(list):
     send = list.append
 
 
-@pytest.mark.parametrize("whole", [True, False])
-def test_a_process_that_holds_a_part_of_the_pages_sends_none(whole):
-    pages = np.zeros((1, 1, 1, 2, 4), np.float32)
-    parcel = dataclasses.replace(PARCEL, kv_len=3, page_size=4, k_pages=pages, v_pages=pages)
-    outlet = Outlet(sent := Sent(), whole)
-    outlet.put(Exported(id=A, instance=0, parcel=parcel))
-    Elsewhere(calls.MoveOut(id=A, dst=1, epoch=1, number=1), outlet).receive(parcel, 0, None)
-    assert [parcel.n_pages for parcel in (sent[0].parcel, sent[1].lent.parcel)] == [int(whole)] * 2
-    Outlet(None, whole).put(sent[0])
+def with_pages(host, heads=1):
+    """The tokens of PARCEL; every head's pages hold its number."""
+    k = np.full((1, 2, heads, 3, 4), 1.0, ml_dtypes.bfloat16)
+    k *= np.arange(host * heads, (host + 1) * heads)[:, None, None]
+    return dataclasses.replace(PARCEL, kv_len=7, page_size=4, k_pages=k, v_pages=k.swapaxes(3, 4))
+
+
+@pytest.mark.parametrize("hosts", [1, 2])
+def test_a_process_that_holds_a_part_of_the_pages_sends_none(hosts):
+    outlet = Outlet(sent := Sent(), 0, hosts)
+    outlet.put(Exported(id=A, instance=0, parcel=with_pages(0)))
+    Elsewhere(calls.MoveOut(id=A, dst=1, epoch=1, number=1), outlet).receive(with_pages(0), 0, None)
+    assert [bool(parcel.n_pages) for parcel in (sent[0].parcel, sent[1].lent.parcel)] == [hosts == 1] * 2
+    other = Outlet(silent := Sent(), 1, 2)
+    other.put(sent[0])
+    assert not silent, "the first process speaks for both"
+
+
+# ------------------------------------------- with notice: by the controller
+
+
+@pytest.fixture
+def handed(pair):
+    """The pair; a sample of the first one is handed over by both of its processes. (..., what the controller has)"""
+    remotes, gangs, outbox = pair
+    for host in (1, 0):
+        assert not drained(outbox), "every process gives its part first"
+        outlet = Outlet(sent := Sent(), host, 2)
+        outlet.leave(lambda outlet=outlet, host=host: outlet.put(Handed(parcel=with_pages(host, 2))))
+        part, left = (calls.CODEC.decode(calls.CODEC.encode(item)) for item in sent)
+        assert left == calls.Left(hosts=2)
+        remotes[0]._keeper.hooks["heard"](part)
+    handed, = drained(outbox)
+    return remotes, gangs, outbox, handed.parcel
+
+
+def test_a_sample_of_a_gang_that_leaves_goes_on_with_all_of_its_pages(handed):
+    remotes, gangs, outbox, parcel = handed
+    assert parcel.k_pages.shape == (1, 2, 4, 3, 4) and parcel.v_pages.shape == (1, 2, 4, 4, 3)
+    remotes[1].resume(parcel)
+    porters = [Porter(1, host, None, None) for host in range(2)]
+    brought, gangs[1].posts = gangs[1].posts, []
+    carried = [porter.keep(calls.CODEC.decode(calls.CODEC.encode(each)))
+               for porter, each in zip(porters, brought, strict=True)]
+    remotes[1].cancel(A, "its group failed")  # which it may be at any time
+    answer(remotes, carried[1].number, 1)
+    assert not gangs[1].posts, "every process has its part first"
+    answer(remotes, carried[0].number, 0)
+    go_on, give_up = gangs[1].posts
+    assert (go_on.parcel.n_pages, go_on.number, type(give_up)) == (0, carried[0].number, calls.GiveUp)
+    for host, porter in enumerate(porters):
+        assert bits(porter.take(go_on.number).k_pages) == bits(with_pages(host, 2).k_pages)
+
+
+def test_pages_on_their_way_to_a_gang_that_is_lost_are_forgotten(handed):
+    remotes, gangs, outbox, parcel = handed
+    remotes[1].resume(parcel)
+    answer(remotes, gangs[1].posts[-1].number, 0)
+    remotes[1]._keeper.hooks["down"](gangs[1])
+    assert not remotes[1]._carries and isinstance(drained(outbox)[0], ev.InstanceDown)
+    remotes[1].resume(parcel)  # asked for before the orchestrator has heard
+    assert not remotes[1]._carries
+
+
+@pytest.mark.parametrize("host", [0, 1])
+def test_where_a_part_does_not_come_in_time_the_tokens_go_on(pair, host):
+    remotes, gangs, outbox = pair
+    remotes[0]._keeper.hooks["heard"](calls.PartHanded(parcel=with_pages(host), host=host, hosts=2))
+    remotes[0]._keeper.hooks["down"](gangs[0])
+    *found, down = drained(outbox)
+    assert isinstance(down, ev.InstanceDown)
+    assert [each.parcel.n_pages for each in found] == [0] * (host == 0)  # the journal has what the first one gave

@@ -8,10 +8,13 @@ instance) is prefilled again from its tokens, which costs time and, across shape
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 
 import numpy as np
 
 from dora_jax.types import SampleId, Span, Version, record
+
+HEADS = 2  # the axis of K in pages
 
 
 @record
@@ -43,6 +46,20 @@ class Parcel:
 def without_pages(parcel: Parcel) -> Parcel:
     """The tokens alone: what a journal keeps."""
     return dataclasses.replace(parcel, kv_len=0, page_size=0, k_pages=None, v_pages=None)
+
+
+def joined(parts: Sequence[Parcel]) -> Parcel:
+    """One sample whose processes each hold the pages of some of its heads, in the order of the processes."""
+    if parts[0].k_pages is None:
+        return parts[0]
+    k, v = (np.concatenate([getattr(part, name) for part in parts], axis=HEADS) for name in ("k_pages", "v_pages"))
+    return dataclasses.replace(parts[0], k_pages=k, v_pages=v)
+
+
+def parted(parcel: Parcel, parts: int) -> list[Parcel]:
+    """Undoes `joined`; the pages are views."""
+    k, v = (np.split(pages, parts, axis=HEADS) for pages in (parcel.k_pages, parcel.v_pages))
+    return [dataclasses.replace(parcel, k_pages=k[i], v_pages=v[i]) for i in range(parts)]
 
 
 def spans_of(parcel: Parcel) -> tuple[Span, ...]:

@@ -233,6 +233,7 @@ class TakeOut:
 @record
 class GoOn:
     parcel: Parcel
+    number: int  # of the KV that every process has here; 0: with what it kept when the sample left
 
 
 @record
@@ -286,6 +287,14 @@ class Carried:
 
 
 @record
+class Bring:
+    """Rollout, every process: its part of the pages of a sample that is to go on here. Answered as Carry is."""
+
+    number: int
+    parcel: Parcel
+
+
+@record
 class Leave:
     """What was fetched under this number is not wanted: another process could not."""
 
@@ -301,12 +310,24 @@ class GiveBack:
 
 
 @record
+class PartHanded:
+    """One process's part of a sample that its gang hands over: its own heads' pages."""
+
+    parcel: Parcel
+    host: int
+    hosts: int
+
+
+@record
 class Left:
     """Everything has been handed over, and was heard before this."""
 
+    hosts: int  # that say it
+
 
 CODEC = Codec(Hello, Begin, Again, Ready, Beat, Notice, Failed, Note, Call, Answer, Turn, Parcel, Partial, Finished,
-              Exported, Handed, Ended, Moving, Left,
+              Exported, Handed, PartHanded, Ended, Moving, Left,
               Make, Publish, Write, Forget, Restore, Save, Tend, Fingerprint, Made, Done, Part, Refused,
-              Swap, Submit, GiveUp, MoveOut, Receive, TakeOut, GoOn, HandOver, Lent, Carry, Carried, Leave, GiveBack,
+              Swap, Submit, GiveUp, MoveOut, Receive, TakeOut, GoOn, HandOver, Lent, Carry, Carried, Bring, Leave,
+              GiveBack,
               *exchange.RECORDS)

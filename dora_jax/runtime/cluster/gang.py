@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from multiprocessing import connection
 from typing import Any
 
@@ -120,6 +120,7 @@ class Gang:
         self._calls: dict[int, _Pending] = {}
         self._began_s = time.monotonic()
         self._leaves_s = 0.0
+        self._left = 0  # processes that have handed over
 
     @property
     def pids(self) -> tuple[int, ...]:
@@ -163,6 +164,11 @@ class Gang:
         """As `post`, to every process."""
         for host in self._ranks:
             host.link.send(what)
+
+    def tell_each(self, what: Sequence[Any]) -> None:
+        """As `post`, to every process its own, by rank."""
+        for host, each in zip(self._ranks, what, strict=True):
+            host.link.send(each)
 
     def call(self, what: Any, timeout_s: float | None = None) -> list[Any]:
         """What every process answered, by rank."""
@@ -277,8 +283,10 @@ class Gang:
                     self.die(f"{self._who(host)}: {error}")
                 case Notice(reason=reason):
                     self.leave(f"preempted: {self._who(host)} was told {reason}")
-                case Left():
-                    self.die(self.leaving)
+                case Left(hosts=hosts):
+                    self._left += 1
+                    if self._left == hosts:
+                        self.die(self.leaving)
                 case Note(text=text):
                     self._say(f"{self.name}: {text}")
                 case _:

@@ -22,6 +22,7 @@ from dora_jax.runtime.codec import CodecError
 
 MAX_FRAME_BYTES = 1 << 31
 BATCH_RECORDS = 256  # records that wait are sent together, so many at most
+BATCH_BYTES = 1 << 20  # and none are added to so much: records with KV are large
 CALLERS = 1024  # that come at once; whom the kernel has no room for it may forget, and they would wait for ever
 ANSWER_S = 5.0  # for a door to say its first word
 
@@ -91,12 +92,13 @@ class Link:
     def _write(self) -> None:
         try:
             while (data := self._out.get()) is not None:
-                batch = [data]
-                while len(batch) < BATCH_RECORDS and not self._out.empty():
+                batch, size = [data], len(data)
+                while len(batch) < BATCH_RECORDS and size < BATCH_BYTES and not self._out.empty():
                     if (data := self._out.get()) is None:
                         self._end.send_bytes(msgpack.packb(batch))
                         return
                     batch.append(data)
+                    size += len(data)
                 self._end.send_bytes(msgpack.packb(batch))
         except OSError as error:
             self.close(f"the connection ended: {type(error).__name__}")

@@ -1,7 +1,8 @@
 """What leaves a rollout process: facts to the controller, samples to other gangs.
 
 Consumes the outbox items of an InstanceWorker; produces records on the uplink, and keeps what only this process can
-give: its part of the pages of samples that may come back, and samples that finished when nobody may have listened.
+give: its part of the pages of samples that may come back, and samples that finished when nobody may have listened. Law:
+the first process of a gang speaks for all, but of pages each gives its own part, once the gang leaves.
 """
 
 from __future__ import annotations
@@ -26,20 +27,22 @@ UNHEARD_S = 5.0  # what was said so long before a controller's end may not be in
 
 
 class Outlet:
-    """The outbox of an InstanceWorker; that of a process that does not speak swallows. `whole`: this process holds all
-    of a sample's pages; parts of them are of no use elsewhere, and stay here until the sample comes back."""
+    """The outbox of an InstanceWorker."""
 
-    def __init__(self, link: Uplink | None, whole: bool):
-        self._link, self._whole = link, whole
+    def __init__(self, link: Uplink, host: int, hosts: int):
+        self._link, self._host, self._hosts = link, host, hosts
+        self._whole = hosts == 1  # of a sample's pages; a part is of no use elsewhere without the others
         self._pages: dict[SampleId, Parcel] = {}  # of samples that have left, and may come back
         self._finished: collections.deque[tuple[float, Sample]] = collections.deque()  # that may not have been heard
         self._recalled: list[Handed | Ended] | None = None
 
     def put(self, item: Any) -> None:
+        if isinstance(item, Handed) and self._recalled is None and not self._whole:
+            return self._link.send(calls.PartHanded(parcel=item.parcel, host=self._host, hosts=self._hosts))
         if isinstance(item, Exported | Handed) and not (self._whole and self._recalled is None):
             self._pages[item.parcel.id] = item.parcel
             item = dataclasses.replace(item, parcel=without_pages(item.parcel))
-        if self._link is None:
+        if self._host:
             return
         if isinstance(item, Finished):
             self._remember(item.sample)
@@ -47,6 +50,11 @@ class Outlet:
             self._link.send(item)
         elif isinstance(item, Handed):
             self._recalled.append(item)
+
+    def leave(self, hand_over: Callable[[], None]) -> None:
+        """Everything that is running goes elsewhere."""
+        hand_over()
+        self._link.send(calls.Left(hosts=self._hosts))
 
     def recall(self, hand_over: Callable[[], None]) -> list[Handed | Ended]:
         """What the next controller may not know of: what is running, and what has finished when nobody listened."""

@@ -2,6 +2,7 @@
 
     source       lend -> Moving ................................ GiveBack -> it is forgotten
     destination             Carry -> fetch -> Carried ... Receive -> take, in every process; or Leave, in every process
+                            Bring -> keep  -> Carried ... GoOn ...: of a source that had to leave, by the controller
 
 Consumes parcels with the pages of this process's heads; produces the same in the process of the same number. Laws:
 pages are taken into an engine by every process of its gang or by none; whatever fails, the sample goes on from its
@@ -26,13 +27,18 @@ GRACE_S = 5.0  # of a sample that waits longer the KV is sooner made again
 
 
 class Porter:
-    """Any thread may use it. `wire` of the platform parcels.HOST; `layout` of this process's pages."""
+    """Any thread may use it. `wire` of the platform parcels.HOST, None: nothing is lent; `layout` of this process's
+    pages."""
 
-    def __init__(self, instance: InstanceId, host: int, wire: Wire, layout: Layout):
+    def __init__(self, instance: InstanceId, host: int, wire: Wire | None, layout: Layout):
         self._instance, self._host, self._wire, self._layout = instance, host, wire, layout
         self._lent: dict[int, Key] = {}
         self._fetched: dict[int, Parcel] = {}
         self._lock = threading.Lock()
+
+    @property
+    def lends(self) -> bool:
+        return self._wire is not None
 
     # --------------------------------------------------------- as a source
 
@@ -72,6 +78,11 @@ class Porter:
         with self._lock:
             self._fetched[carry.number] = parcel
         return calls.Carried(number=carry.number, host=self._host, fault="")
+
+    def keep(self, bring: calls.Bring) -> calls.Carried:
+        with self._lock:
+            self._fetched[bring.number] = bring.parcel
+        return calls.Carried(number=bring.number, host=self._host, fault="")
 
     def take(self, number: int) -> Parcel:
         with self._lock:

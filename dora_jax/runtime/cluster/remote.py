@@ -3,7 +3,7 @@
 Consumes the calls that an InstanceWorker takes; produces its outbox items. Laws: commands reach a gang only after the
 orchestrator has heard that it is there, so none meant for an earlier epoch does; what a lost gang still owed an answer
 to is answered here, right after its InstanceDown; weights are used only once every process of the gang holds them, as
-is the KV of a sample that moves: where one process cannot fetch its part, all of them make it again from the tokens.
+is the KV of a sample that comes: where one process cannot fetch its part, all of them make it again from the tokens.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import Any
 
 from dora_jax.config import RunError
 from dora_jax.orchestrate import events as ev
-from dora_jax.rollout.migrate import Parcel
+from dora_jax.rollout.migrate import Parcel, joined, parted, without_pages
 from dora_jax.runtime.cluster import calls
 from dora_jax.runtime.cluster.gang import Gang
 from dora_jax.runtime.cluster.keeper import Keeper
@@ -32,11 +32,17 @@ NUMBERS = itertools.count(time.time_ns())  # of moves: higher than those of any 
 
 @dataclasses.dataclass
 class _Carry:
-    """KV on its way here, and who offers it."""
+    """KV on its way here: what takes it in, by its number or 0, and who offers it, if it is not the controller."""
 
-    sample: calls.Moving
-    source: Gang
+    id: SampleId
+    take_in: Callable[[int], calls.Receive | calls.GoOn]
+    source: Gang | None = None
     answers: dict[int, str] = dataclasses.field(default_factory=dict)  # by process: what went wrong; empty: nothing
+    later: list[calls.GiveUp] = dataclasses.field(default_factory=list)  # what it is told once it is in
+
+    def give_back(self, number: int, pulled: bool) -> None:
+        if self.source is not None:
+            self.source.tell_all(calls.GiveBack(number=number, pulled=pulled))
 
 
 class RemoteInstance:
@@ -58,6 +64,7 @@ class RemoteInstance:
         self._parts: dict[int, dict[int, calls.Moving]] = {}  # of moves out that not every process has spoken of
         self._arriving: dict[SampleId, InstanceId] = {}  # handed over, not yet in; where from
         self._carries: dict[int, _Carry] = {}
+        self._handed: dict[SampleId, dict[int, Parcel]] = {}  # parts of samples that are handed over, by process
         self._brought: list[Handed | Ended] = []  # samples of a gang that is taken over
         self._waited_s = 0.0  # of earlier epochs
         self._keeper = new_keeper(self.role, heard=self._heard, up=self._up, down=self._down, failed=self._failed)
@@ -97,13 +104,27 @@ class RemoteInstance:
         self._send(calls.Submit(id=sample, prompt=prompt, version=version))
 
     def cancel(self, sample: SampleId, reason: str) -> None:
-        self._send(calls.GiveUp(id=sample, reason=reason))
+        post = calls.GiveUp(id=sample, reason=reason)
+        with self._lock:
+            for carry in self._carries.values():
+                if carry.id == sample:
+                    return carry.later.append(post)
+        self._send(post)
 
     def park(self, sample: SampleId) -> None:
         self._send(calls.TakeOut(id=sample))
 
     def resume(self, parcel: Parcel) -> None:
-        self._send(calls.GoOn(parcel=parcel))
+        if (gang := self._gang) is None:
+            return
+        if gang.hosts == 1 or not parcel.n_pages:
+            return gang.post(calls.GoOn(parcel=parcel, number=0))
+        number, tokens = next(NUMBERS), without_pages(parcel)
+        parts = [calls.Bring(number=number, parcel=part) for part in parted(parcel, gang.hosts)]
+        with self._lock:
+            if gang is self._gang:
+                self._carries[number] = _Carry(parcel.id, lambda number: calls.GoOn(parcel=tokens, number=number))
+                gang.tell_each(parts)
 
     def move(self, sample: SampleId, dst: RemoteInstance) -> None:
         with self._lock:
@@ -138,6 +159,9 @@ class RemoteInstance:
             case calls.Carried():
                 self._carried(item)
                 return
+            case calls.PartHanded():
+                self._part_handed(item)
+                return
             case Handed() | Ended() if self._gang is None:
                 self._brought.append(item)
                 return
@@ -170,7 +194,7 @@ class RemoteInstance:
             if there:
                 self._arriving[first.lent.parcel.id] = first.src
             if there and by_wire:
-                self._carries[first.number] = _Carry(first, source)
+                self._carries[first.number] = _Carry(first.lent.parcel.id, lambda number: _receive(first, number), source)
                 gang.tell_all(calls.Carry(number=first.number, epoch=gang.epoch, lent=lent))
             elif there:
                 gang.post(_receive(first, 0))
@@ -189,13 +213,23 @@ class RemoteInstance:
                 return
             del self._carries[answer.number]
             fault = next(filter(None, carry.answers.values()), "")
-            gang.post(_receive(carry.sample, 0 if fault else answer.number))
+            for post in (carry.take_in(0 if fault else answer.number), *carry.later):
+                gang.post(post)
             if fault:
                 gang.tell_all(calls.Leave(number=answer.number))
-        carry.source.tell_all(calls.GiveBack(number=answer.number, pulled=not fault))
+        carry.give_back(answer.number, pulled=not fault)
         if fault:
-            self._say(f"the KV of sample {tuple(carry.sample.lent.parcel.id)} did not reach {self.role}, where it is "
+            self._say(f"the KV of sample {tuple(carry.id)} did not reach {self.role}, where it is "
                       f"made again: {fault}")
+
+    def _part_handed(self, part: calls.PartHanded) -> None:
+        with self._lock:
+            parts = self._handed.setdefault(part.parcel.id, {})
+            parts[part.host] = part.parcel
+            if len(parts) < part.hosts:
+                return
+            del self._handed[part.parcel.id]
+        self._heard(Handed(parcel=joined([parts[host] for host in range(part.hosts)])))
 
     def _up(self, gang: Gang) -> None:
         self._publisher.up(gang)
@@ -212,16 +246,20 @@ class RemoteInstance:
 
     def _down(self, gang: Gang) -> None:
         with self._lock:
-            if self._gang is gang:
+            if was_known := self._gang is gang:
                 self._waited_s += gang.waited_s
             self._gang = None
             leaving, self._leaving = self._leaving, {}
             arriving, self._arriving = self._arriving, {}
             carries, self._carries, self._parts = self._carries, {}, {}
+            handed, self._handed = self._handed if was_known else {}, {}
             self._brought = []
         self._publisher.down(gang)
         for number, carry in carries.items():
-            carry.source.tell_all(calls.GiveBack(number=number, pulled=False))
+            carry.give_back(number, pulled=False)
+        for parts in handed.values():  # not all of it came in time; what the first process hands over is in the journal
+            if 0 in parts:
+                self._outbox.put(Handed(parcel=without_pages(parts[0])))
         self._outbox.put(ev.InstanceDown(instance=self.instance, reason=gang.reason))
         for sample, (dst, _) in leaving.items():
             self._outbox.put(ev.MoveFailed(id=sample, src=self.instance, dst=dst, reason="its instance is lost"))

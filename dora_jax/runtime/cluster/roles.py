@@ -83,7 +83,7 @@ class TrainerRole:
             with self._pulse.waits:
                 call = mine.get()
             if isinstance(call, calls.HandOver):  # whoever waits for a later call asks the next gang
-                return self._link.send(calls.Left())
+                return self._link.send(calls.Left(hosts=1))
             self._pulse.busy = True
             if isinstance(call, calls.Again):
                 self._settle()
@@ -190,10 +190,7 @@ def open_rollout(begin: Begin, config: Config, link: Uplink, pulse: Any, turns: 
     wire = Wire(link.own_ip) if config.cluster.wire == "transfer" else None
     wanted = like(model, engine.param_shardings, config.model.dtype)
     weights = WeightHost(begin.rank, wire, versions, wanted, stored.read)
-    porter = None
-    if wire is not None:
-        layout = layout_of(engine.page()[0])
-        porter = Porter(begin.instance, begin.rank, Wire(link.own_ip, HOST), layout)
+    porter = Porter(begin.instance, begin.rank, wire and Wire(link.own_ip, HOST), layout_of(engine.page()[0]))
     return RolloutRole(begin, engine, weights, link, pulse, turns, build.partial_s(config), porter)
 
 
@@ -201,14 +198,14 @@ class RolloutRole:
     """Ticks on the main thread; weights and KV come in on others."""
 
     def __init__(self, begin: Begin, engine: Any, weights: WeightHost, link: Uplink, pulse: Any,
-                 turns: Leader | Follower, partial_s: float, porter: Porter | None = None):
+                 turns: Leader | Follower, partial_s: float, porter: Porter):
         self._engine, self._pulse, self._turns, self._weights, self._porter = engine, pulse, turns, weights, porter
         self._courier = Courier(weights, link, porter=porter)
         self._link = link
-        self._outlet = outlet = Outlet(link if begin.rank == 0 else None, whole=begin.hosts == 1)
+        self._outlet = outlet = Outlet(link, begin.rank, begin.hosts)
         self._worker = InstanceWorker(begin.instance, engine, weights.weights, outlet, partial_s)
-        self._elsewhere = (lambda move: Elsewhere(move, outlet)) if porter is None else (
-            lambda move: Lender(move, link, porter, begin.rank, begin.hosts))
+        self._elsewhere = (lambda move: Lender(move, link, porter, begin.rank, begin.hosts)) if porter.lends else (
+            lambda move: Elsewhere(move, outlet))
 
     def run(self, inbox: queue.SimpleQueue) -> None:
         posts = self._courier.sort(inbox)
@@ -226,8 +223,7 @@ class RolloutRole:
             self._pulse.busy = self._worker.busy
 
     def _leave(self) -> None:
-        self._worker.hand_over()
-        self._outlet.put(calls.Left())
+        self._outlet.leave(self._worker.hand_over)
         self._pulse.busy = False
 
     def _settle(self) -> None:
@@ -259,8 +255,8 @@ class RolloutRole:
                 worker.receive(self._porter.take(number) if number else parcel, src, unstarted)
             case calls.TakeOut(id=id):
                 worker.park(id)
-            case calls.GoOn(parcel=parcel):
-                worker.resume(self._outlet.with_own_pages(parcel))
+            case calls.GoOn(parcel=parcel, number=number):
+                worker.resume(self._porter.take(number) if number else self._outlet.with_own_pages(parcel))
             case calls.Again():
                 self._settle()
 
@@ -296,7 +292,7 @@ class Courier:
                     threading.Thread(target=self._do, args=(item,), name="pull", daemon=True).start()
                 case Propose() | Offer() | Commit() | Abort() | Release():
                     self._own.put(item)
-                case calls.Forget() | calls.GiveBack() | calls.Leave() | calls.Call(what=calls.Write()):
+                case calls.Bring() | calls.GiveBack() | calls.Leave() | calls.Forget() | calls.Call(what=calls.Write()):
                     self._own.put(item)
                 case _:
                     rest.put(item)
@@ -316,6 +312,8 @@ class Courier:
                     self._weights.drop(version)
                 case calls.Carry():
                     self._link.send(self._porter.fetch(item))
+                case calls.Bring():
+                    self._link.send(self._porter.keep(item))
                 case calls.GiveBack(number=number, pulled=pulled):
                     self._porter.give_back(number, pulled)
                 case calls.Leave(number=number):
