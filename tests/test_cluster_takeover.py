@@ -278,7 +278,8 @@ def test_a_trainer_recalls_the_steps_that_are_asked_for_again_and_no_others():
         memory.made(make, calls.Made(digest=make.base, metrics={}))
     memory.doubt()
     assert memory.at(4) == 0 and memory.rewind(2, 4) and memory.at(4) == 2
-    assert [memory.recall(make).digest for make in makes[2:]] == [2, 3] and memory.at(4) == 4
+    again = [memory.recall(make) for make in makes[2:]]
+    assert [(made.digest, made.recalled) for made in again] == [(2, True), (3, True)] and memory.at(4) == 4
     memory.doubt()
     assert not memory.rewind(7, 4)
     with pytest.raises(RuntimeError, match="other groups"):

@@ -140,7 +140,7 @@ def test_a_lost_trainer_comes_back_from_its_checkpoint_and_the_journal(tmp_path)
         rig.trainer.catch_up()
         assert rig.trained() == [steps(5), steps(5)]
         assert [name for epoch, name in rig.launcher.log if epoch == 2] == ["Restore", "Make", "Make"]
-        assert "the trainer is back at version 5: checkpoint 3, 2 steps made again" in rig.said[-1]
+        assert "the trainer is back at version 5: checkpoint 3, 2 steps made again, 0 remembered" in rig.said[-1]
 
 
 def test_versions_that_only_the_lost_trainer_held_are_published_again(tmp_path):

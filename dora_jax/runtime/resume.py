@@ -126,7 +126,7 @@ def _again(found: Recovered, checkpoints: Checkpoints, trainer: Trainer, weights
             weights.put(version, trainer.params)
     samples = sum(len(done) for done in found.book.samples.values())
     tokens = sum(len(found.book.tokens(id)[0]) for id in found.debts.recorded)
-    writer.note(f"resuming at step {found.base}: {len(found.steps)} steps made again, {len(found.book.scored)} scored groups "
+    writer.note(f"resuming at step {found.base}, {len(found.steps)} after its checkpoint: {len(found.book.scored)} scored groups "
                 f"and {samples} finished samples kept, {len(found.debts.recorded)} samples go on with {tokens} tokens")
     return Begun(found.orchestrator, found.book, epoch, found.debts, dict(found.segments), len(found.steps))
 

@@ -150,6 +150,7 @@ class Call:
 class Made:
     digest: int
     metrics: dict[str, float]
+    recalled: bool = False  # it had been made for an earlier controller
 
 
 @record

@@ -160,12 +160,14 @@ class RemoteTrainer:
             gang.call(calls.Restore(step=start))
         if start in nowhere:
             self._publish(gang, start)
+        recalled = 0
         for base in range(start, at):
             if base not in steps:
                 raise RunError(f"the trainer is lost at version {at}, and step {base + 1} cannot be made again: the "
                                f"journal does not hold its groups (journal.on keeps them)")
             groups, published = steps[base]
             made = gang.call(calls.Make(base=base, groups=groups))[0]
+            recalled += made.recalled
             if published is not None and made.digest != published:
                 self._say(f"version {base + 1} came out with other weights ({made.digest:016x}, not {published:016x}); "
                           f"what was published stays, training goes on from here")
@@ -173,7 +175,8 @@ class RemoteTrainer:
             elif base + 1 in nowhere:
                 self._publish(gang, base + 1)
         if at != INITIAL:
-            self._say(f"the trainer is back at version {at}: checkpoint {start}, {at - start} steps made again")
+            self._say(f"the trainer is back at version {at}: checkpoint {start}, {at - start - recalled} steps made "
+                      f"again, {recalled} remembered")
 
 
 def _essence(answer: Any) -> Any:

@@ -9,6 +9,7 @@ anew from the checkpoint.
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 
 from dora_jax.runtime.cluster.calls import CODEC, Made, Make
@@ -57,7 +58,7 @@ class Memory:
         if make.base != self._at or asked != _fingerprint(make):
             raise RuntimeError(f"the step from version {make.base} is asked for again with other groups")
         self._at += 1
-        return answer
+        return dataclasses.replace(answer, recalled=True)
 
 
 def _fingerprint(make: Make) -> bytes:
