@@ -1,12 +1,36 @@
 """Before anything imports jax: one CPU platform with eight virtual devices, and no state of an earlier run.
 
-A test that needs other settings starts a process of its own.
+All processes of a session (pytest, its xdist workers, what the tests start) share one compilation cache of their own:
+what one has compiled the others load. A test that needs other settings starts a process of its own.
 """
 
 import os
+import shutil
+import tempfile
+
+import pytest
 
 os.environ["JAX_PLATFORMS"] = "cpu"
 os.environ["JAX_NUM_CPU_DEVICES"] = "8"
 os.environ["JAX_NUMPY_RANK_PROMOTION"] = "raise"
 for name in ("DORA_DEVICES", "XLA_FLAGS"):
     os.environ.pop(name, None)
+
+OWNS_CACHE = "PYTEST_XDIST_WORKER" not in os.environ  # a worker inherits the folder of the process that started it
+if OWNS_CACHE:
+    os.environ["DORA_COMPILE_CACHE"] = tempfile.mkdtemp(prefix="dora_tests_")
+    os.environ["JAX_COMPILATION_CACHE_DIR"] = os.environ["DORA_COMPILE_CACHE"]
+    os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
+    os.environ["JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES"] = "-1"
+
+
+def pytest_unconfigure():
+    if OWNS_CACHE:
+        shutil.rmtree(os.environ["DORA_COMPILE_CACHE"], ignore_errors=True)
+
+
+@pytest.hookimpl(optionalhook=True)  # pytest-xdist's: what `-n auto` means
+def pytest_xdist_auto_num_workers():
+    """A process a core that this process may use: most of them compile, each on one core. Four need 8 GB together."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    return min(4, cores)

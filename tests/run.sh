@@ -1,18 +1,24 @@
 #!/usr/bin/env bash
-# Sets the environment up and runs all tests, the quick ones first.
-#   bash tests/run.sh [arguments of pytest]     e.g. bash tests/run.sh -k config -x
+# Sets the environment up and runs all tests, the quick ones first, one process a core (at most 4), and at the end,
+# one at a time, those that need the machine for themselves.
+#   bash tests/run.sh [arguments of pytest]     e.g. bash tests/run.sh -k config -x; -n 0: all in one process
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 source launch/setup.sh
 install tests tests/requirements.txt
 install tests-nodeps tests/requirements-nodeps.txt --no-deps
 
-NOTHING_SELECTED=5  # pytest's code; an error only when both parts say it
+NOTHING_SELECTED=5  # pytest's code; an error only when every part says it
 ran=0
-for part in "not slow" "slow"; do
-  code=0
-  "$PY" -m pytest -m "$part" "$@" || code=$?
+
+part() {
+  local code=0
+  "$PY" -m pytest "$@" || code=$?
   (( code == 0 || code == NOTHING_SELECTED )) || exit "$code"
-  (( code == 0 )) && ran=1
-done
+  (( code == NOTHING_SELECTED )) || ran=1
+}
+
+part -m "not slow" -n auto --dist loadfile "$@"
+part -m "slow and not alone" -n auto --dist load --maxschedchunk=1 "$@"
+part -m "slow and alone" "$@"
 (( ran )) || die "$NOTHING_SELECTED" "no test was selected by: $*"

@@ -18,8 +18,9 @@ case "$1 $2" in
   *) (IFS="$JOIN"; echo "$*") >>"$LOG"
      case "$*" in
        *"pip install"*) exit "${PIP_CODE:-0}" ;;
-       *"pytest -m slow"*) exit "${SLOW_CODE:-0}" ;;
-       *"pytest"*) exit "${QUICK_CODE:-0}" ;;
+       *"pytest -m not slow"*) exit "${QUICK_CODE:-0}" ;;
+       *"pytest -m slow and not alone"*) exit "${SLOW_CODE:-0}" ;;
+       *"pytest -m slow and alone"*) exit "${ALONE_CODE:-0}" ;;
        *dora_jax.train*) exit "${TRAIN_CODE:-0}" ;;
      esac ;;
 esac
@@ -168,15 +169,17 @@ def test_tests_run_quick_ones_first_and_pass_arguments_on(clone):
     put(clone, "python3.12", "3.12")
     done, told = run(clone, "clone/tests/run.sh", "-k", "config")
     assert done.returncode == 0, done.stderr
+    parts = ["-m pytest -m not slow -n auto --dist loadfile",
+             "-m pytest -m slow and not alone -n auto --dist load --maxschedchunk=1", "-m pytest -m slow and alone"]
     assert told == [PIP + "requirements.txt", PIP + "tests/requirements.txt",
-                    PIP + "tests/requirements-nodeps.txt --no-deps",
-                    "-m pytest -m not slow -k config", "-m pytest -m slow -k config"]
-    assert run(clone, "clone/.ci/run")[1] == ["-m pytest -m not slow", "-m pytest -m slow"]
+                    PIP + "tests/requirements-nodeps.txt --no-deps", *(f"{part} -k config" for part in parts)]
+    assert run(clone, "clone/.ci/run")[1] == parts
 
 
 @pytest.mark.parametrize("codes, expected, parts", [
-    ({"QUICK_CODE": "1"}, 1, 1), ({"SLOW_CODE": "1"}, 1, 2), ({"QUICK_CODE": "2", "SLOW_CODE": "0"}, 2, 1),
-    ({"QUICK_CODE": "5"}, 0, 2), ({"SLOW_CODE": "5"}, 0, 2), ({"QUICK_CODE": "5", "SLOW_CODE": "5"}, 5, 2)])
+    ({"QUICK_CODE": "1"}, 1, 1), ({"SLOW_CODE": "1"}, 1, 2), ({"ALONE_CODE": "1"}, 1, 3), ({"QUICK_CODE": "2"}, 2, 1),
+    ({"QUICK_CODE": "5"}, 0, 3), ({"SLOW_CODE": "5"}, 0, 3), ({"ALONE_CODE": "5"}, 0, 3),
+    ({"QUICK_CODE": "5", "SLOW_CODE": "5", "ALONE_CODE": "5"}, 5, 3)])
 def test_any_failing_part_fails_the_tests(clone, codes, expected, parts):
     put(clone, "python3.12", "3.12")
     done, told = run(clone, "clone/tests/run.sh", **codes)

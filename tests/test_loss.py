@@ -1,5 +1,6 @@
 """Policy losses, KL, value loss and aggregation against plain numpy, and the traps of each."""
 
+import functools
 import inspect
 
 import jax
@@ -67,9 +68,19 @@ CASES = [
 ]
 
 
+@functools.cache
+def compiled(name, **params):
+    """((its sum, the loss of each token), the gradient to log-probs) of log-probs, anchor, advantages, behavior."""
+    def total(l, anchor, adv, behavior):
+        got = loss.policy_loss(name, l, anchor, adv, MASK, behavior_logprobs=behavior, rewards=REWARDS, **params)
+        return got.sum(), got
+
+    return jax.jit(jax.value_and_grad(total, has_aux=True))
+
+
 @pytest.mark.parametrize("name,params", CASES)
 def test_against_numpy(name, params):
-    got = loss.policy_loss(name, L, ANCHOR, ADV, MASK, behavior_logprobs=BEHAVIOR, rewards=REWARDS, **params)
+    (_, got), _ = compiled(name, **params)(L, ANCHOR, ADV, BEHAVIOR)
     want = numpy_loss(name, L, ANCHOR, ADV, MASK, BEHAVIOR, REWARDS, **params)
     assert got.dtype == jnp.float32
     np.testing.assert_allclose(got, want, rtol=2e-5, atol=2e-6)
@@ -82,12 +93,6 @@ def test_every_loss_has_a_case_and_the_config_table_names_its_keywords():
         keywords = [p.name for p in inspect.signature(function).parameters.values() if p.kind == p.KEYWORD_ONLY]
         assert tuple(k for k in keywords if k not in given) == objective.LOSSES[name], name
     assert objective.AGGREGATIONS == loss.AGGREGATIONS
-
-
-def gradient(name, l, **params):
-    def total(x):
-        return loss.policy_loss(name, x, ANCHOR, ADV, MASK, behavior_logprobs=BEHAVIOR, rewards=REWARDS, **params).sum()
-    return jax.grad(total)(jnp.asarray(l))
 
 
 @pytest.mark.parametrize("name,params", CASES)
@@ -112,7 +117,8 @@ def test_gradients(name, params):
         up, down = (numpy_loss(name, L.astype(np.float64) + s, ANCHOR, ADV, MASK, BEHAVIOR, REWARDS, **params)
                     for s in (step, -step))
         want = (up - down) / (2 * step)
-    np.testing.assert_allclose(gradient(name, L, **params), np.where(MASK, want, 0), rtol=2e-3, atol=1e-3)
+    _, gradient = compiled(name, **params)(L, ANCHOR, ADV, BEHAVIOR)
+    np.testing.assert_allclose(gradient, np.where(MASK, want, 0), rtol=2e-3, atol=1e-3)
 
 
 def test_ppo_by_hand():
@@ -133,12 +139,8 @@ def test_cispo_without_lower_clip_keeps_small_weights():
 @pytest.mark.parametrize("poison", [-np.inf, np.nan, np.inf])
 def test_what_lies_under_the_mask_reaches_nothing(name, params, poison):
     l, a, adv, mu = (np.where(MASK, x, poison).astype(np.float32) for x in (L, ANCHOR, ADV, BEHAVIOR))
-
-    def total(x):
-        return loss.policy_loss(name, x, a, adv, MASK, behavior_logprobs=mu, rewards=REWARDS, **params).sum()
-
-    value, grad = jax.value_and_grad(total)(jnp.asarray(l))
-    want = loss.policy_loss(name, L, ANCHOR, ADV, MASK, behavior_logprobs=BEHAVIOR, rewards=REWARDS, **params).sum()
+    (value, _), grad = compiled(name, **params)(l, a, adv, mu)
+    (want, _), _ = compiled(name, **params)(L, ANCHOR, ADV, BEHAVIOR)
     assert float(value) == pytest.approx(float(want), rel=1e-6)
     assert np.isfinite(grad).all() and not np.asarray(grad)[~MASK].any()
 

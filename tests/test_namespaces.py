@@ -73,6 +73,7 @@ class Controller:
 
 
 @pytest.mark.slow
+@pytest.mark.alone  # how long a transfer may take is what the first one took
 def test_a_cut_slow_or_lossy_link_concerns_one_replica_and_never_half_a_version(monkeypatch):
     if reason := namespaces.forbidden():
         pytest.skip(reason)

@@ -208,6 +208,7 @@ SMALL = {"orchestrator.groups_per_step": 16, "orchestrator.group_size": 4, "orch
 
 
 @pytest.mark.slow
+@pytest.mark.alone
 @pytest.mark.parametrize(("mode", "chips"), [("sync", 4), ("partial", 4), ("partial", 0), ("evict", 4), ("dora", 4)])
 def test_prediction_and_paced_run_agree(mode, chips):
     """A small one; the full size is bench.end_to_end."""

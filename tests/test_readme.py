@@ -24,7 +24,7 @@ def environment(home):
     """A fresh home; `python` and the launch scripts use the interpreter that runs the tests."""
     prefix = Path(sys.prefix)
     return os.environ | {"HOME": str(home), "DORA_VENV": str(prefix), "PATH": f"{prefix / 'bin'}:{os.environ['PATH']}",
-                         "DORA_COMPILE_CACHE": str(home / "cache"), "XLA_FLAGS": "", "JAX_PLATFORMS": "cpu"}
+                         "XLA_FLAGS": "", "JAX_PLATFORMS": "cpu"}
 
 
 @pytest.mark.slow

@@ -281,9 +281,9 @@ def test_a_score_that_is_not_finite_fails_its_group(opened):
 # -- a run -----------------------------------------------------------------------------------------------------------
 
 
-def run(module, *arguments, **environment):
+def run(module, *arguments):
     done = subprocess.run([sys.executable, "-m", module, *arguments], cwd=ROOT, capture_output=True, text=True,
-                          env=os.environ | {"JAX_PLATFORMS": "cpu"} | environment)
+                          env=os.environ | {"JAX_PLATFORMS": "cpu"})
     assert done.returncode == 0, f"{done.stdout[-2000:]}\n{done.stderr[-4000:]}"
 
 
@@ -291,9 +291,8 @@ def run(module, *arguments, **environment):
 def test_a_run_whose_reward_is_the_models(tmp_path):
     """Rewards in the journal are the judge's scores of the journal's samples, on a device that nobody else has."""
     base, judge, workdir = tmp_path / "base", tmp_path / "judge", tmp_path / "run"
-    config, cache = "--config=configs/quickstart.py:tiny", {"DORA_COMPILE_CACHE": str(tmp_path / "cache")}
-    run("dora_jax.sft", config, f"--config.sft.out={base}", "--config.sft.steps=1", f"--workdir={tmp_path / 'sft'}",
-        **cache)
+    config = "--config=configs/quickstart.py:tiny"
+    run("dora_jax.sft", config, f"--config.sft.out={base}", "--config.sft.steps=1", f"--workdir={tmp_path / 'sft'}")
     cfg = decoder.new_config("qwen2", vocab_size=hf.read_config(base).vocab_size, d_model=16, n_layers=2, n_heads=2,
                              n_kv_heads=1, head_dim=8, d_ff=32)
     hf.save(judge, cfg, decoder.init_params(cfg, 0), base)
@@ -301,7 +300,7 @@ def test_a_run_whose_reward_is_the_models(tmp_path):
     save_file({**load_file(judge / hf.SINGLE), hf.SCORE: head}, judge / hf.SINGLE)
     run("dora_jax.train", config, f"--config.model.path={base}", f"--config.reward_model.path={judge}",
         "--config.task.rewards=()", "--config.reward_model.weight=2.0", "--config.cpu_devices=3", "--config.steps=2",
-        f"--workdir={workdir}", **cache)
+        f"--workdir={workdir}")
     journal = Journal(ReadOnly(workdir / "journal"))
     steps = replay(journal, journal.segments(), print).steps
     made = model(judge, pack_tokens=512)

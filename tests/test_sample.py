@@ -1,22 +1,39 @@
 """Sampling: the noise of a token is its identity's; the cuts keep what they say; log-probs are those of the whole."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from dora_jax.models.logits import MASKED
-from dora_jax.rollout.sample import Limits, draw, keep, sample_key
+from dora_jax.rollout import sample
+from dora_jax.rollout.sample import Limits, keep, sample_key
+
+STATIC = ("greedy", "top_k", "top_p", "min_p", "keep_set")
 
 
+@jax.jit
 def keys(group, indices):
     return jax.vmap(lambda index: sample_key(3, group, index))(jnp.asarray(indices))
+
+
+@functools.partial(jax.jit, static_argnames=STATIC)  # as the engine draws; one operation at a time is compiled slowly
+def _draw(logits, keys, positions, **options):
+    return sample.draw(logits, keys, positions, **options)
+
+
+def draw(logits, keys, positions, limits=None, **options):
+    if limits is None:
+        return _draw(logits, keys, positions, **options)
+    return jax.jit(lambda *inputs: sample.draw(*inputs, limits, **options))(logits, keys, positions)
 
 
 def test_frequencies_follow_the_distribution():
     logits = jnp.log(jnp.array([0.5, 0.3, 0.15, 0.05]))
     n = 20_000
-    tokens, logprobs, _ = draw(jnp.tile(logits, (n, 1)), keys(0, range(n)), jnp.zeros(n, jnp.int32))
+    tokens, logprobs, _ = draw(jnp.tile(logits, (n, 1)), keys(0, np.arange(n)), jnp.zeros(n, jnp.int32))
     np.testing.assert_allclose(np.bincount(tokens, minlength=4) / n, np.exp(logits), atol=0.012)
     np.testing.assert_allclose(logprobs, logits[tokens], rtol=0, atol=1e-6)
 
@@ -24,12 +41,12 @@ def test_frequencies_follow_the_distribution():
 def test_noise_is_of_the_identity_not_of_the_row():
     logits = jnp.asarray(np.random.default_rng(0).normal(size=(6, 50)).astype(np.float32))
     positions = jnp.arange(6)
-    tokens, logprobs, _ = draw(logits, keys(-4, range(6)), positions)
+    tokens, logprobs, _ = draw(logits, keys(-4, np.arange(6)), positions)
     order = np.array([3, 0, 5, 1, 4, 2])
-    shuffled, *_ = draw(logits[order], keys(-4, range(6))[order], positions[order])
+    shuffled, *_ = draw(logits[order], keys(-4, np.arange(6))[order], positions[order])
     np.testing.assert_array_equal(shuffled, tokens[order])
     flat = jnp.zeros((64, 50))
-    draws = [draw(flat, keys(group, range(64)), jnp.full(64, position))[0].tolist()
+    draws = [draw(flat, keys(group, np.arange(64)), jnp.full(64, position))[0].tolist()
              for group, position in ((-4, 0), (4, 0), (-4, 1))]
     assert draws[0] != draws[1] != draws[2] != draws[0]
 
@@ -43,14 +60,15 @@ def test_cuts_keep_what_they_say(cut, kept):
     logprobs = jnp.log(jnp.array([[0.5, 0.3, 0.15, 0.05]]))
     settings = {"top_k": 0, "top_p": 1.0, "min_p": 0.0, **cut}
     assert np.flatnonzero(keep(logprobs, **settings)[0] > MASKED).tolist() == kept
-    tokens, reported, _ = draw(jnp.tile(logprobs, (500, 1)), keys(1, range(500)), jnp.zeros(500, jnp.int32), **settings)
+    n = 500
+    tokens, reported, _ = draw(jnp.tile(logprobs, (n, 1)), keys(1, np.arange(n)), jnp.zeros(n, jnp.int32), **settings)
     assert sorted(set(tokens.tolist())) == kept
     np.testing.assert_allclose(reported, logprobs[0, tokens], rtol=0, atol=1e-6)
 
 
 def test_greedy_ignores_the_noise():
     logits = jnp.asarray(np.random.default_rng(0).normal(size=(6, 50)).astype(np.float32))
-    tokens, logprobs, _ = draw(logits, keys(0, range(6)), jnp.zeros(6, jnp.int32), greedy=True)
+    tokens, logprobs, _ = draw(logits, keys(0, np.arange(6)), jnp.zeros(6, jnp.int32), greedy=True)
     np.testing.assert_array_equal(tokens, logits.argmax(-1))
     np.testing.assert_allclose(logprobs, jax.nn.log_softmax(logits).max(-1), rtol=0, atol=1e-6)
 
@@ -67,12 +85,12 @@ def test_no_stop_token_comes_too_early_and_no_token_too_often():
     assert allowed(early.cut(logprobs, jnp.array([0, 1, 2]))) == [[0, 2], [0, 2], [0, 1, 2, 3]]
     often = limits([2, 2, 0], [1, 2, 5], max_repeats=2)
     assert allowed(often.cut(logprobs, jnp.array([5, 5, 5]))) == [[0, 1, 2, 3], [0, 1, 3], [1, 2, 3]]
-    n = 200
+    n = 500
     many = limits([2] * n, [2] * n, max_repeats=2, min_new_tokens=9)
-    tokens, reported, _ = draw(jnp.zeros((n, 4)), keys(0, range(n)), jnp.zeros(n, jnp.int32), many)
+    tokens, reported, _ = draw(jnp.zeros((n, 4)), keys(0, np.arange(n)), jnp.zeros(n, jnp.int32), many)
     assert set(tokens.tolist()) == {0}
     np.testing.assert_allclose(reported, np.log(0.25), rtol=1e-6)  # before the cut
-    greedy, _, _ = draw(jnp.array([[0.0, 9.0, 5.0, 7.0]]), keys(0, [0]), jnp.zeros(1, jnp.int32),
+    greedy, _, _ = draw(jnp.array([[0.0, 9.0, 5.0, 7.0]]), keys(0, np.arange(1)), jnp.zeros(1, jnp.int32),
                         limits([0], [1], min_new_tokens=1), greedy=True)
     assert greedy.tolist() == [2]
 
@@ -81,17 +99,17 @@ def test_the_keep_set_is_what_is_drawn_from():
     """Five tokens tie for the last place of three: only those that are sent along may be drawn."""
     probs = np.array([0.3, 0.2, 0.1, 0.1, 0.1, 0.1, 0.1], np.float32)
     n = 500
-    tokens, _, kept = draw(jnp.tile(jnp.log(probs), (n, 1)), keys(2, range(n)), jnp.zeros(n, jnp.int32), top_k=3,
+    tokens, _, kept = draw(jnp.tile(jnp.log(probs), (n, 1)), keys(2, np.arange(n)), jnp.zeros(n, jnp.int32), top_k=3,
                            top_p=1.0, keep_set=True)
     assert set(tokens.tolist()) == {0, 1, 2} and (np.asarray(kept) == [0, 1, 2]).all()
-    tokens, _, kept = draw(jnp.tile(jnp.log(probs), (n, 1)), keys(2, range(n)), jnp.zeros(n, jnp.int32), top_k=3,
+    tokens, _, kept = draw(jnp.tile(jnp.log(probs), (n, 1)), keys(2, np.arange(n)), jnp.zeros(n, jnp.int32), top_k=3,
                            top_p=0.5, keep_set=True)
     assert set(tokens.tolist()) == {0, 1} and (np.asarray(kept) == [0, 1, -1]).all()
 
 
 def test_of_equal_scores_the_first_is_taken_and_nan_gives_an_id_that_exists():
     logits = jnp.asarray(np.random.default_rng(1).integers(0, 3, (20, 7)).astype(np.float32))
-    tokens, *_ = draw(logits, keys(0, range(20)), jnp.zeros(20, jnp.int32), greedy=True)
+    tokens, *_ = draw(logits, keys(0, np.arange(20)), jnp.zeros(20, jnp.int32), greedy=True)
     np.testing.assert_array_equal(tokens, logits.argmax(-1))
-    tokens, logprobs, _ = draw(logits.at[3, 2].set(jnp.nan), keys(0, range(20)), jnp.zeros(20, jnp.int32))
+    tokens, logprobs, _ = draw(logits.at[3, 2].set(jnp.nan), keys(0, np.arange(20)), jnp.zeros(20, jnp.int32))
     assert np.isnan(logprobs[3]) and (np.asarray(tokens) < 7).all() and (np.asarray(tokens) >= 0).all()

@@ -199,8 +199,7 @@ def test_two_points_of_the_quickstart_then_nothing_to_do(tmp_path):
             return [{{"orchestrator.mode": mode}} for mode in ("sync", "dora")]
         """))
     command = [sys.executable, "-m", "dora_jax.sweep", f"--config={config}", "--workdir=sweep"]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "DORA_COMPILE_CACHE": str(tmp_path / "cache"),
-                   "JAX_NUM_CPU_DEVICES": "1"}
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "JAX_NUM_CPU_DEVICES": "1"}
     done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=540)
     assert done.returncode == 0, done.stdout + done.stderr
     for mode in ("sync", "dora"):

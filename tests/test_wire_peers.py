@@ -13,7 +13,6 @@ from dora_jax.runtime.shards import CODEC, WireError
 from tests import wire_peer
 from tests.test_wire import assert_same, ends, key, like  # noqa: F401  (ends: a fixture)
 
-
 class Peer:
     def __init__(self):
         env = {**os.environ, "JAX_NUM_CPU_DEVICES": "2"}

@@ -203,8 +203,7 @@ def main() -> None:
 def prepare(folder: Path) -> None:
     """For lives that work below `folder`: they share what they compile, so that a restart costs seconds."""
     folder.mkdir(parents=True, exist_ok=True)
-    os.environ["JAX_COMPILATION_CACHE_DIR"] = str(folder / "cache")
-    os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
+    os.environ.setdefault("DORA_COMPILE_CACHE", str(folder / "cache"))
     os.environ["PYTHONWARNINGS"] = "ignore:resource_tracker"  # it tells what killed lives have left open
     multiprocessing.set_forkserver_preload(list(PRELOADED))
 
