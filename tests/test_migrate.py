@@ -125,3 +125,24 @@ def test_a_long_sample_moves_in_pieces_while_the_others_decode(monkeypatch):
     assert set(done) == {moved, *others, *there}
     for sample in done.values():
         assert_undisturbed(sample)
+
+
+def test_a_sample_that_nobody_decodes_beside_moves_in_larger_pieces(monkeypatch):
+    """Five pages and then two, in calls that `warmup` has compiled; no bit changes."""
+    moved = SampleId(21, 2)
+    with loaded("a", "small") as (a, small):
+        for engine in (a, small):
+            pieces = dataclasses.replace(engine.shapes, copy_pages=2, alone_pages=5)
+            for part in (engine, engine._device, engine._scheduler):
+                monkeypatch.setattr(part, "shapes", pieces)
+            engine.warmup()
+        compiled = a.compiled, small.compiled
+        submit(a, moved)
+        for _ in range(4):
+            a.tick()
+        parcel = a.export(moved)
+        assert parcel.n_pages == 7 and parcel.kv_len == 27
+        small.import_(parcel)
+        assert [moved in small.tick().progress for _ in range(2)] == [False, True]
+        assert_undisturbed(finish(small)[moved])
+        assert (a.compiled, small.compiled) == compiled

@@ -275,6 +275,7 @@ def host_parcel(group, index=0, kv_len=19, n_prompt=20):
 @pytest.fixture
 def pieces_of_two(monkeypatch):
     monkeypatch.setattr(columns, "COPY_PAGES", 2)
+    monkeypatch.setattr(columns, "ALONE_PAGES", 2)
 
 
 def test_kv_from_the_host_comes_in_pieces_between_which_the_others_decode(pieces_of_two):
@@ -292,6 +293,35 @@ def test_kv_from_the_host_comes_in_pieces_between_which_the_others_decode(pieces
     assert not any(plan.prefills for plan in device.plans)
     device.finish()
     assert len(device.done) == 2
+
+
+def test_kv_from_the_host_comes_in_larger_pieces_while_nobody_decodes(pieces_of_two, monkeypatch):
+    monkeypatch.setattr(columns, "ALONE_PAGES", 4)
+    device = FakeDevice()
+    device.add(host_parcel(0), announce=False)  # five pages: two chunks of two, and its own
+    device.tick()
+    assert [(upload.start, len(upload.pages)) for upload in device.plans[-1].uploads] == [(0, 4)]  # one call for both
+    device.add(parcel(1, n_prompt=1))
+    device.add(host_parcel(2), announce=False)
+    device.tick()
+    assert [(upload.parcel.id.group_id, upload.start, len(upload.pages)) for upload in device.plans[-1].uploads] == [
+        (0, 4, 1), (2, 0, 1)]
+    device.finish()
+    assert len(device.done) == 3
+
+
+def test_one_call_never_copies_for_two_samples(monkeypatch):
+    """The pages of the one end where those of the other begin, whose first ones are here already."""
+    monkeypatch.setattr(columns, "COPY_PAGES", 3)
+    device = FakeDevice()
+    device.add(host_parcel(0), announce=False)
+    device.tick()
+    device.add(host_parcel(0, 1, n_prompt=16, kv_len=15), announce=False)
+    device.add(host_parcel(0, 2), announce=False)
+    device.tick()
+    assert [(upload.parcel.id.index, upload.start, len(upload.pages)) for upload in device.plans[-1].uploads] == [
+        (1, 2, 2), (2, 4, 1)]
+    device.finish()
 
 
 @pytest.mark.parametrize("ticks", range(1, 4))

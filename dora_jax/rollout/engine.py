@@ -207,7 +207,7 @@ class Engine:
 
     def _run_uploads(self, uploads: list[Upload]) -> None:
         for upload in uploads:
-            span = slice(upload.start, upload.start + len(upload.pages))
+            span = slice(upload.start, upload.stop)
             self._device.write_pages(upload.pages, upload.parcel.k_pages[:, span], upload.parcel.v_pages[:, span])
 
     def _run_prefill(self, call: PrefillCall) -> None:
@@ -266,14 +266,14 @@ class Engine:
     def _copied(self, seq: Seq) -> tuple[np.ndarray, np.ndarray] | None:
         """Host copies of a leaving sample's pages: each piece lands while the others' next step is on the device."""
         copy, table = self._device.copy_pages(self._pages(seq)), seq.table
-        if not copy.launch():
+        if not copy.launch(self._scheduler.copy_room):
             return None
         while copy.more:
             self._step()
             copy.land()
             if seq.table is not table:
                 return None  # preempted for an older one: its parcel, or other pages, hold the KV
-            copy.launch()
+            copy.launch(self._scheduler.copy_room)
         copy.land()
         return copy.arrays
 

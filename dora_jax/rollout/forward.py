@@ -90,18 +90,21 @@ class Device:
 
     def copy_pages(self, pages: list[int]) -> PagesCopy:
         return PagesCopy(lambda ids: self._calls.read(self.pool, _put(ids, self._calls.replicated)), pages,
-                         self.shapes.copy_pages)
+                         self.shapes.copy_call)
 
     def read_pages(self, pages: list[int]) -> tuple[np.ndarray, np.ndarray]:
         copy = self.copy_pages(pages)
-        while copy.launch():
+        while copy.launch(len(pages)):
             copy.land()
         return copy.arrays
 
     def write_pages(self, pages: list[int], k_pages: np.ndarray, v_pages: np.ndarray) -> None:
-        size = self.shapes.copy_pages
-        for ids, start in _pieces(pages, size):
+        start = 0
+        while start < len(pages):
+            size = self.shapes.copy_call(len(pages) - start)
+            ids = _ids(pages[start : start + size], size)
             k, v = (_padded(x[:, start : start + size], size) for x in (k_pages, v_pages))
+            start += size
             k, v = _put(k, self._calls.pages_sharding), _put(v, self._calls.pages_sharding)
             self.pool = self._calls.write(self.pool, _put(ids, self._calls.replicated), k, v)
 
@@ -114,7 +117,8 @@ class Device:
             control = np.zeros(s.decode_control(blocks), np.int32)
             control[:, SLOT] = s.slots
             self.generate(params, control, blocks).block_until_ready()
-        self.write_pages([0], *self.read_pages([0]))
+        for size in (s.copy_pages, s.alone_pages):
+            self.write_pages([0] * size, *self.read_pages([0] * size))
 
 
 class PagesCopy:
@@ -124,34 +128,36 @@ class PagesCopy:
     there; of several processes each gets the heads that it holds.
     """
 
-    def __init__(self, read: Callable[[np.ndarray], tuple[jax.Array, jax.Array]], pages: list[int], size: int):
-        self._read, self._n, self._size = read, len(pages), size
-        self._todo = _pieces(pages, size)
+    def __init__(self, read: Callable[[np.ndarray], tuple[jax.Array, jax.Array]], pages: list[int],
+                 call: Callable[[int], int]):
+        self._read, self._pages, self._call = read, pages, call
         self._launched: tuple[jax.Array, jax.Array] | None = None
-        self._start = 0  # of the piece that was launched last
+        self._start = self._stop = 0  # of the piece that was launched last
         self.arrays: tuple[np.ndarray, np.ndarray] | None = None
 
     @property
     def more(self) -> bool:
         """Whether pieces follow the one launched last."""
-        return self._start + self._size < self._n
+        return self._stop < len(self._pages)
 
-    def launch(self) -> bool:
-        """Starts the next piece; False where none is left."""
-        ids, self._start = next(self._todo, (None, self._n))
-        self._launched = None if ids is None else self._read(ids)
-        return self._launched is not None
+    def launch(self, most: int) -> bool:
+        """Starts the next piece, of so many pages at most; False where none is left."""
+        piece = self._pages[self._stop :][:most]
+        size = self._call(len(piece))
+        self._start, self._stop = self._stop, self._stop + min(len(piece), size)
+        self._launched = self._read(_ids(piece[:size], size)) if piece else None
+        return bool(piece)
 
     def land(self) -> None:
         piece = tuple(map(_local, self._launched))
-        if self._n <= self._size:
-            self.arrays = tuple(x[:, : self._n] for x in piece)
+        n = len(self._pages)
+        if self._stop - self._start == n:
+            self.arrays = tuple(x[:, :n] for x in piece)
             return
         if self.arrays is None:
-            self.arrays = tuple(np.empty((x.shape[0], self._n, *x.shape[2:]), x.dtype) for x in piece)
+            self.arrays = tuple(np.empty((x.shape[0], n, *x.shape[2:]), x.dtype) for x in piece)
         for whole, part in zip(self.arrays, piece, strict=True):
-            into = whole[:, self._start : self._start + self._size]
-            into[:] = part[:, : into.shape[1]]
+            whole[:, self._start : self._stop] = part[:, : self._stop - self._start]
 
 
 # ------------------------------------------------------------------ the calls
@@ -245,13 +251,11 @@ def _bits(x):
     return jax.lax.bitcast_convert_type(x.astype(jnp.float32), jnp.int32)
 
 
-def _pieces(pages: list[int], size: int):
-    """(i32[size] ids padded with the dummy page, start) for each piece of a page list."""
-    for start in range(0, len(pages), size):
-        ids = np.zeros(size, np.int32)
-        piece = pages[start : start + size]
-        ids[: len(piece)] = piece
-        yield ids, start
+def _ids(pages: list[int], size: int) -> np.ndarray:
+    """i32[size], padded with the dummy page."""
+    ids = np.zeros(size, np.int32)
+    ids[: len(pages)] = pages
+    return ids
 
 
 def _padded(x: np.ndarray, size: int) -> np.ndarray:

@@ -6,7 +6,7 @@ randomness: several hosts of one instance make the same plan from the same inbox
 Laws:
   the order of arrival decides; the oldest sample is never preempted, so every sample finishes (no starvation);
   a preempted sample keeps its KV in host memory and goes before new ones once pages are free again;
-  KV from the host comes in pieces, one a tick, between which the others decode;
+  KV from the host comes in pieces, one a tick, between which the others decode; where none does, in larger ones;
   a sample's calls cut its positions at the same places whatever else runs (prefill at multiples of the chunk,
   decode at multiples of the steps from its first), so that its bits do not depend on the schedule;
   free + prefixes' + samples' pages = all pages (`check`).
@@ -251,23 +251,32 @@ class Scheduler:
 
     # ----------------------------------------------------------- calls
 
+    @property
+    def copy_room(self) -> int:
+        """Pages that may be copied to or from the host before the next decode calls."""
+        return self.shapes.copy_pages if any(seq.decodes for seq in self._admitted) else self.shapes.alone_pages
+
     def plan_uploads(self) -> list[Upload]:
-        """The next pieces of what came from the host, `copy_pages` in all, the first sample's first."""
-        plans, room = [], self.shapes.copy_pages
+        """The next pieces of what came from the host, `copy_room` in all, the first sample's first."""
+        plans: list[Upload] = []
+        room = self.copy_room
         while room and self._uploading:
             seq = next(iter(self._uploading))
             upload, node = seq.uploads.popleft()
-            now, later = upload.pages[:room], upload.pages[room:]
-            plans.append(dataclasses.replace(upload, pages=now))
-            room -= len(now)
-            if later:
-                rest = dataclasses.replace(upload, start=upload.start + len(now), pages=later)
+            piece = dataclasses.replace(upload, pages=upload.pages[:room])
+            room -= len(piece.pages)
+            if piece.stop < upload.stop:
+                rest = dataclasses.replace(upload, start=piece.stop, pages=upload.pages[len(piece.pages) :])
                 seq.uploads.appendleft((rest, node))
             elif node is not None:
                 node.ready, node.uploading = True, False
             if not seq.uploads:
                 del self._uploading[seq]
                 seq.parcel = None
+            if plans and plans[-1].parcel is piece.parcel and plans[-1].stop == piece.start:
+                plans[-1] = dataclasses.replace(plans[-1], pages=[*plans[-1].pages, *piece.pages])  # one call for both
+            else:
+                plans.append(piece)
         return plans
 
     def plan_prefill(self) -> PrefillCall | None:
@@ -299,7 +308,7 @@ class Scheduler:
         return control
 
     def _plan_decodes(self) -> Iterator[DecodeCall]:
-        ready = [seq for seq in self._admitted if seq.ready and seq.remaining > 0 and not seq.leaving]
+        ready = [seq for seq in self._admitted if seq.decodes]
         # by context: a call costs what its longest row costs, and the call that is not full takes the shortest rows
         ready.sort(key=lambda seq: (seq.version, -seq.position, seq.slot))
         for version in sorted({seq.version for seq in ready}):

@@ -22,6 +22,10 @@ class Upload:
     start: int
     pages: list[int]
 
+    @property
+    def stop(self) -> int:
+        return self.start + len(self.pages)
+
 
 class Seq:
     """One sample in this engine. `sequence` is prompt + sampled; all but its last token have KV once it decodes."""
@@ -65,6 +69,11 @@ class Seq:
     def ready(self) -> bool:
         """Its prefix has KV: it can decode. Nodes become ready in order."""
         return self.slot is not None and not self.uploads and (not self.path or self.path[-1].ready)
+
+    @property
+    def decodes(self) -> bool:
+        """In the next call of its version."""
+        return self.ready and self.remaining > 0 and not self.leaving
 
     @property
     def kv_len(self) -> int:

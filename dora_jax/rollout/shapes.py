@@ -14,6 +14,7 @@ from dora_jax.config import RolloutSection
 # columns of a decode call's control array; then the pages to read, then those to write
 SLOT, FRESH, TOKEN, POSITION, REMAINING, DRAWN, GROUP, INDEX, REPEATS, HEADER = range(10)
 COPY_PAGES = 16  # of a moving sample that one call takes, and one tick: the others decode in between
+ALONE_PAGES = 128  # where nobody decodes: to begin a call costs as much as to copy many pages
 PREFILL_CALL_TOKENS = 128  # enough for matrix products to run at speed; more would be padding when few prompts wait
 
 
@@ -27,7 +28,8 @@ class Shapes:
     prefill_calls: int  # of one tick, at most
     page_size: int
     pages: int
-    copy_pages: int  # that one call, and one tick, copies to or from the host
+    copy_pages: int  # that one call, and one tick, copies to or from the host while samples decode
+    alone_pages: int  # the same where none does
     block: int  # positions of one context block
     max_context: int  # prompt + new tokens
     attention: str  # reference or tpu: how KV lies in pages
@@ -76,6 +78,10 @@ class Shapes:
     def pages_for(self, positions: int) -> int:
         return -(-positions // self.page_size)
 
+    def copy_call(self, pages: int) -> int:
+        """Pages of the compiled call that copies so many, or the first of them: the larger where half of it is used."""
+        return self.alone_pages if 2 * pages > self.alone_pages else self.copy_pages
+
     def worst_pages(self, n_prompt: int, max_new_tokens: int) -> int:
         """Pages that one sample may need at the end; one more where the prompt ends inside a shared page."""
         return self.pages_for(n_prompt + max_new_tokens - 1) + int((n_prompt - 1) % self.page_size > 0)
@@ -104,6 +110,7 @@ def shapes_of(section: RolloutSection) -> Shapes:
         slots=section.slots, rows=rows, steps=section.decode_steps, chunk=chunk,
         prefill_rows=prefill_rows, prefill_calls=section.prefill_tokens // (prefill_rows * chunk),
         page_size=size, pages=section.pages, copy_pages=COPY_PAGES,
+        alone_pages=max(COPY_PAGES, min(ALONE_PAGES, -(-max_context // size))),
         block=min(_up(section.context_block, size), _up(max_context, size)), max_context=max_context,
         attention=section.attention, kv=section.kv, max_repeats=section.max_repeats,
         kept=section.top_k if section.keep_set else 0)
