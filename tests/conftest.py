@@ -24,6 +24,19 @@ if OWNS_CACHE:
     os.environ["JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES"] = "-1"
 
 
+@pytest.fixture
+def quick_compile(request):
+    """XLA spends less time on making programs fast: for comparisons that have a tolerance, not for those of bits.
+
+    A test of a module that uses it is exempt by parametrizing it, indirectly, with False.
+    """
+    import jax
+
+    jax.config.update("jax_disable_most_optimizations", getattr(request, "param", True))
+    yield
+    jax.config.update("jax_disable_most_optimizations", False)
+
+
 def pytest_unconfigure():
     if OWNS_CACHE:
         shutil.rmtree(os.environ["DORA_COMPILE_CACHE"], ignore_errors=True)

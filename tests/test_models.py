@@ -12,6 +12,7 @@ import pytest
 from dora_jax.models import decoder, sharding
 from dora_jax.models.config import check_mesh, new_config
 
+pytestmark = pytest.mark.usefixtures("quick_compile")
 SIZES = dict(vocab_size=64, d_model=32, n_layers=3, n_heads=4, n_kv_heads=2, head_dim=8, d_ff=48)
 ROPE = decoder.RopeScaling(factor=4.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position=16)
 CONFIGS = {
@@ -77,6 +78,7 @@ def test_layouts_and_shards_agree(cfg):
     assert {str(axis) for s in jax.tree.leaves(serving) for axis in s.spec} <= {"None", "tensor"}
 
 
+@pytest.mark.parametrize("quick_compile", [False], indirect=True, ids=["bits"])
 def test_initial_values_depend_on_no_mesh():
     cfg, mesh = CONFIGS["qwen2"], sharding.make_mesh(jax.devices(), 1, 4, 2)
     plain, placed = initial(cfg), decoder.init_params(cfg, 7, mesh)
@@ -87,6 +89,7 @@ def test_initial_values_depend_on_no_mesh():
     assert shapes == jax.tree.map(lambda x: (x.shape, x.dtype), decoder.abstract_params(cfg))
 
 
+@pytest.mark.parametrize("quick_compile", [False], indirect=True, ids=["values"])
 def test_a_new_parameter_or_layer_shifts_no_other():
     deep = initial(CONFIGS["qwen2"])  # three biases and a layer more
     shallow = initial(new_config("llama", **SIZES | {"n_layers": 2}))
