@@ -1,6 +1,8 @@
 """The edge between a ConfigDict and the frozen dataclasses: types, defaults, rules, secrets."""
 
 import dataclasses
+import difflib
+import random
 import typing
 
 import ml_collections
@@ -204,3 +206,22 @@ def test_nearest_known_field(typed, meant):
 
 def test_a_plain_mapping_is_read_like_a_config_dict():
     assert from_config_dict(ml_collections.ConfigDict({"steps": 3, "model": {"path": "m"}, "task": {"name": "reasoning_gym:x"}}))
+
+
+def test_the_nearest_name_is_the_nearest_of_all_though_few_are_compared_in_full():
+    known, draw = list(configs.fields()), random.Random(0)
+    for name in ["", ".", "lr", *draw.sample(known, 20)]:
+        letters = list(name)
+        for _ in range(3):
+            at = draw.randrange(len(letters) + 1)
+            letters[at:at + draw.randrange(3)] = draw.choice(["", "a", "e.", "_s"])
+        name = "".join(letters)
+        word = name.rpartition(".")[2]
+
+        def likeness(other):
+            leaf = other.rpartition(".")[2]
+            ratio = lambda a, b: difflib.SequenceMatcher(None, a, b).ratio()  # noqa: E731
+            initials = "".join(part[0] for part in leaf.split("_"))
+            return max(ratio(word, leaf), ratio(word, initials) - 0.1) + 0.5 * ratio(name, other)
+
+        assert configs.nearest(name, known) == max(known, key=likeness), name
