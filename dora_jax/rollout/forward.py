@@ -150,12 +150,8 @@ class PagesCopy:
 
     def land(self) -> None:
         piece = tuple(map(_local, self._launched))
-        n = len(self._pages)
-        if self._stop - self._start == n:
-            self.arrays = tuple(x[:, :n] for x in piece)
-            return
         if self.arrays is None:
-            self.arrays = tuple(np.empty((x.shape[0], n, *x.shape[2:]), x.dtype) for x in piece)
+            self.arrays = tuple(np.empty((x.shape[0], len(self._pages), *x.shape[2:]), x.dtype) for x in piece)
         for whole, part in zip(self.arrays, piece, strict=True):
             whole[:, self._start : self._stop] = part[:, : self._stop - self._start]
 

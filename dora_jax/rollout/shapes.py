@@ -14,7 +14,7 @@ from dora_jax.config import RolloutSection
 # columns of a decode call's control array; then the pages to read, then those to write
 SLOT, FRESH, TOKEN, POSITION, REMAINING, DRAWN, GROUP, INDEX, REPEATS, HEADER = range(10)
 COPY_PAGES = 16  # of a moving sample that one call takes, and one tick: the others decode in between
-ALONE_PAGES = 128  # where nobody decodes: to begin a call costs as much as to copy many pages
+ALONE_PAGES = 144  # where nobody decodes, for a call costs as much as many pages: 128, and what has been sampled since
 PREFILL_CALL_TOKENS = 128  # enough for matrix products to run at speed; more would be padding when few prompts wait
 
 
