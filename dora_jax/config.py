@@ -17,13 +17,13 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import difflib
 import functools
 import json
 import math
 import re
 import typing
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from difflib import SequenceMatcher
 from typing import Any
 
 import ml_collections
@@ -319,26 +319,18 @@ def nearest(name: str, known: Iterable[str]) -> str:
     name = name[:2 * max(map(len, known))]  # the comparison is quadratic, and a name may be a file put in its place
     word = name.rpartition(".")[2]
 
-    def likeness(other: str, ratio: Callable[[str, str], float]) -> float:
+    def likeness(other: str, ratio: Callable[[SequenceMatcher], float]) -> float:
         leaf = other.rpartition(".")[2]
         initials = "".join(part[0] for part in leaf.split("_") if part)  # lr is learning_rate
-        return max(ratio(word, leaf), ratio(word, initials) - 0.1) + 0.5 * ratio(name, other)
+        of_leaf, of_initials, of_all = (ratio(SequenceMatcher(None, a, b))
+                                        for a, b in ((word, leaf), (word, initials), (name, other)))
+        return max(of_leaf, of_initials - 0.1) + 0.5 * of_all
 
     best, most = known[0], -1.0
-    for other in known:
-        if likeness(other, _ratio_at_most) > most and (found := likeness(other, _ratio)) > most:
-            best, most = other, found
+    for other in known:  # most cannot be it, which is found sooner than how like they are
+        if likeness(other, SequenceMatcher.quick_ratio) > most:
+            best, most = max((best, most), (other, likeness(other, SequenceMatcher.ratio)), key=lambda pair: pair[1])
     return best
-
-
-def _ratio_at_most(a: str, b: str) -> float:
-    """`_ratio` if the letters of both came in the same order: no less than it, and found in a tenth of the time."""
-    common = sum(min(a.count(letter), b.count(letter)) for letter in set(a))
-    return 2 * common / (len(a) + len(b)) if a or b else 1.0
-
-
-def _ratio(a: str, b: str) -> float:
-    return difflib.SequenceMatcher(None, a, b).ratio()
 
 
 _hints = functools.cache(typing.get_type_hints)  # which compiles every annotation anew
