@@ -62,7 +62,6 @@ class Trained:
 def main() -> None:
     args = _arguments()
     draw = random.Random(args.seed)
-    os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(args.workdir / "cache"))  # as any job that may restart has
     phases: list[Phase] = []
     print(f"{'phase':>5} {'kills':>5} {'s':>6} {'steps':>5} {'tokens/s':>9}  back after s", flush=True)
     with running(args) as run:
