@@ -359,6 +359,17 @@ def test_pages_on_their_way_to_a_gang_that_is_lost_are_forgotten(handed):
     assert not remotes[1]._carries
 
 
+@pytest.mark.parametrize("hosts", [1, 2])
+def test_kv_that_is_more_than_a_record_holds_stays_behind(monkeypatch, hosts):
+    monkeypatch.setattr("dora_jax.runtime.cluster.outlet.MAX_KV_BYTES", with_pages(0).kv_bytes)
+    outlet = Outlet(sent := Sent(), 0, hosts)
+    for heads in (1, 2):
+        outlet.put(Handed(parcel=with_pages(0, heads)))
+    assert [item.parcel.n_pages for item in sent if not isinstance(item, calls.Note)] == [2, 0]
+    assert "sample (3, 1) leaves without its KV" in sent[1].text
+    assert outlet.fit(with_pages(0, 2)).n_pages == 0 and outlet.fit(with_pages(0)).n_pages == 2 * (hosts == 1)
+
+
 @pytest.mark.parametrize("host", [0, 1])
 def test_where_a_part_does_not_come_in_time_the_tokens_go_on(pair, host):
     remotes, gangs, outbox = pair

@@ -17,12 +17,14 @@ import numpy as np
 
 from dora_jax.rollout.migrate import Parcel, without_pages
 from dora_jax.runtime.cluster import calls
+from dora_jax.runtime.cluster.link import MAX_FRAME_BYTES
 from dora_jax.runtime.cluster.porter import Porter
 from dora_jax.runtime.cluster.uplink import Uplink
 from dora_jax.runtime.shards import Lent
 from dora_jax.runtime.workers import Ended, Exported, Finished, Handed
 from dora_jax.types import Sample, SampleId, Version
 
+MAX_KV_BYTES = 3 * MAX_FRAME_BYTES // 4  # of one record: more would end the link, and with it all that still waits
 UNHEARD_S = 5.0  # what was said so long before a controller's end may not be in its journal
 
 
@@ -37,11 +39,15 @@ class Outlet:
         self._recalled: list[Handed | Ended] | None = None
 
     def put(self, item: Any) -> None:
-        if isinstance(item, Handed) and self._recalled is None and not self._whole:
-            return self._link.send(calls.PartHanded(parcel=item.parcel, host=self._host, hosts=self._hosts))
-        if isinstance(item, Exported | Handed) and not (self._whole and self._recalled is None):
-            self._pages[item.parcel.id] = item.parcel
-            item = dataclasses.replace(item, parcel=without_pages(item.parcel))
+        match item:
+            case Handed(parcel=parcel) if self._recalled is None and not self._whole:
+                part = calls.PartHanded(parcel=self._limited(parcel), host=self._host, hosts=self._hosts)
+                return self._link.send(part)
+            case Exported(parcel=parcel) | Handed(parcel=parcel) if self._recalled is None and self._whole:
+                item = dataclasses.replace(item, parcel=self._limited(parcel))
+            case Exported(parcel=parcel) | Handed(parcel=parcel):  # it may come back
+                self._pages[parcel.id] = parcel
+                item = dataclasses.replace(item, parcel=without_pages(parcel))
         if self._host:
             return
         if isinstance(item, Finished):
@@ -73,7 +79,14 @@ class Outlet:
         self._pages = {id: parcel for id, parcel in self._pages.items() if parcel.version != version}
 
     def fit(self, parcel: Parcel) -> Parcel:
-        return parcel if self._whole else without_pages(parcel)
+        return self._limited(parcel) if self._whole else without_pages(parcel)
+
+    def _limited(self, parcel: Parcel) -> Parcel:
+        if parcel.kv_bytes <= MAX_KV_BYTES:
+            return parcel
+        self._link.send(calls.Note(text=f"sample {tuple(parcel.id)} leaves without its KV, which is made again: "
+                                        f"{parcel.kv_bytes / 2**30:.1f} GiB are more than one record holds"))
+        return without_pages(parcel)
 
     def _remember(self, sample: Sample) -> None:
         now = time.monotonic()
