@@ -258,9 +258,10 @@ def _loss(cfg: Any, params: Any, batch: Rows) -> Any:
 
     from dora_jax.models import decoder
     from dora_jax.models.logits import target_logprobs
+    from dora_jax.ops.segment_attention import segment_attention
     from dora_jax.trainer.step import layers_of
 
-    attend = decoder.segment_attention(batch.segment_ids, batch.positions)
+    attend = segment_attention(batch.segment_ids, batch.positions)
     hidden = decoder.forward(cfg, layers_of(cfg, params), batch.tokens, batch.positions, attend)
     logprobs, _ = target_logprobs(cfg, params, hidden, batch.targets)
     return -jnp.sum(jnp.where(batch.mask, logprobs, 0.0)) / jnp.maximum(batch.mask.sum(), 1)

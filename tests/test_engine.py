@@ -9,12 +9,13 @@ from engine_rig import (CFG, EOS, VOCAB, assert_undisturbed, finish, ids, loaded
 
 from dora_jax.models import decoder
 from dora_jax.models.logits import target_logprobs
+from dora_jax.ops.segment_attention import segment_attention
 from dora_jax.types import SampleId
 
 
 @jax.jit
 def recompute(params, tokens, positions, segments):
-    hidden = decoder.forward(CFG, params, tokens, positions, decoder.segment_attention(segments, positions))
+    hidden = decoder.forward(CFG, params, tokens, positions, segment_attention(segments, positions))
     return target_logprobs(CFG, params, hidden[:, :-1], tokens[:, 1:], vocab_limit=VOCAB)[0]
 
 

@@ -8,6 +8,7 @@ from engine_rig import CFG, EOS, VOCAB, ids, new_engine, params, submit, weights
 
 from dora_jax.models import decoder
 from dora_jax.models.logits import policy_logits
+from dora_jax.ops.segment_attention import segment_attention
 
 MIN, REPEATS, STOP = 6, 2, "bb"
 SETTINGS = dict(top_k=5, top_p=0.95, keep_set=True, min_new_tokens=MIN, max_repeats=REPEATS, stop_strings=(STOP,),
@@ -74,7 +75,7 @@ def test_limits_hold(alone):
 @jax.jit
 def logits_of(weights, tokens, positions):
     segments = jnp.ones_like(positions)
-    hidden = decoder.forward(CFG, weights, tokens, positions, decoder.segment_attention(segments, positions))
+    hidden = decoder.forward(CFG, weights, tokens, positions, segment_attention(segments, positions))
     return policy_logits(CFG, weights, hidden, vocab_limit=VOCAB, temperature=0.4)[0]
 
 

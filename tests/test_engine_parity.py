@@ -13,6 +13,7 @@ from test_parity import FAMILIES, torch_model
 from dora_jax.config import RolloutSection
 from dora_jax.models import decoder, hf, sharding
 from dora_jax.models.logits import target_logprobs
+from dora_jax.ops.segment_attention import segment_attention
 from dora_jax.rollout.engine import Engine
 from dora_jax.types import SampleId
 
@@ -52,7 +53,7 @@ def trainer_logprobs(cfg, params, samples):
 
     @jax.jit
     def recompute(params, tokens, positions, segments):
-        hidden = decoder.forward(cfg, params, tokens, positions, decoder.segment_attention(segments, positions))
+        hidden = decoder.forward(cfg, params, tokens, positions, segment_attention(segments, positions))
         return target_logprobs(cfg, params, hidden[:, :-1], tokens[:, 1:], vocab_limit=cfg.vocab_size)[0]
 
     logprobs = np.asarray(recompute(params, jnp.asarray(tokens), jnp.asarray(positions), jnp.asarray(segments)))

@@ -11,6 +11,8 @@ import pytest
 
 from dora_jax.models import decoder, sharding
 from dora_jax.models.config import check_mesh, new_config
+from dora_jax.ops import segment_attention as ops
+from dora_jax.ops.segment_attention import context_attention, segment_attention
 
 pytestmark = pytest.mark.usefixtures("quick_compile")
 SIZES = dict(vocab_size=64, d_model=32, n_layers=3, n_heads=4, n_kv_heads=2, head_dim=8, d_ff=48)
@@ -40,7 +42,7 @@ def batch(length=L):
 
 
 def run(cfg, params, tokens, positions, segments, **options):
-    attend = decoder.segment_attention(segments, positions)
+    attend = segment_attention(segments, positions)
     return decoder.logits(cfg, params, decoder.forward(cfg, params, tokens, positions, attend, **options))
 
 
@@ -107,7 +109,7 @@ def gradient(cfg):
     tokens = jnp.broadcast_to(jnp.arange(L), (B, L))  # all distinct: one embedding row per position
 
     def hidden(embed, params, position, segments, positions):
-        attend = decoder.segment_attention(segments, positions)
+        attend = segment_attention(segments, positions)
         out = decoder.forward(cfg, {**params, "embed": embed}, tokens, positions, attend)
         return jnp.sum(jnp.sin(out[0, position]))
 
@@ -145,7 +147,7 @@ def test_query_blocks_equal_plain_attention(length):
     q = rng.normal(size=(1, length, 4, 8)).astype(np.float32)
     k, v = rng.normal(size=(2, 1, length, 2, 8)).astype(np.float32)
     segments, positions = np.divmod(np.arange(length)[None], 70)
-    found = jax.jit(lambda q, k, v: decoder.segment_attention(segments, positions)(None, q, k, v))(q, k, v)
+    found = jax.jit(lambda q, k, v: segment_attention(segments, positions)(None, q, k, v))(q, k, v)
 
     k, v = (np.repeat(x, 2, axis=2) for x in (k, v))
     scores = np.einsum("blhd,bmhd->bhlm", q, k) / 8**0.5
@@ -174,7 +176,7 @@ def test_remat_changes_no_gradient():
 
 def test_bfloat16_activations_with_f32_masters():
     cfg, (tokens, positions, segments) = CONFIGS["llama"], batch()
-    params, attend = noisy(cfg), decoder.segment_attention(segments, positions)
+    params, attend = noisy(cfg), segment_attention(segments, positions)
 
     @jax.jit
     def narrow(params):
@@ -189,7 +191,7 @@ def test_bfloat16_activations_with_f32_masters():
 
 def test_attend_learns_its_layer_from_the_list_layout_only():
     cfg, (tokens, positions, segments) = CONFIGS["qwen3"], batch()
-    plain, calls = decoder.segment_attention(segments, positions), []
+    plain, calls = segment_attention(segments, positions), []
 
     def attend(layer, q, k, v):
         calls.append((layer, q.shape, k.shape, v.shape))
@@ -254,15 +256,15 @@ def test_long_rows_attend_block_by_block_to_the_same_values(monkeypatch, context
 
     def gradients():
         def loss(*qkv):
-            attend = decoder.segment_attention(segments, positions) if context == 1 else \
-                decoder.context_attention(segments, positions, mesh)
+            attend = segment_attention(segments, positions) if context == 1 else \
+                context_attention(segments, positions, mesh)
             return jnp.sum(jnp.sin(attend(None, *qkv)))
 
         return jax.jit(jax.value_and_grad(loss, argnums=(0, 1, 2)))(q, k, v)
 
     short = gradients()
-    monkeypatch.setattr(decoder, "LONG_ROW", 32)
-    monkeypatch.setattr(decoder, "LONG_BLOCK", 7)  # 4 divides, 7 does not
+    monkeypatch.setattr(ops, "LONG_ROW", 32)
+    monkeypatch.setattr(ops, "LONG_BLOCK", 7)  # 4 divides, 7 does not
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5), gradients(), short)
 
 

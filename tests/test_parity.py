@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 
 from dora_jax.models import decoder, hf
+from dora_jax.ops.segment_attention import segment_attention
 
 GOLDEN = Path(__file__).parent / "data" / "golden"
 TOLERANCE = 1e-4  # f32, CPU
@@ -59,7 +60,7 @@ def torch_logits(model, tokens_BxL) -> np.ndarray:
 def our_logits(path, tokens_BxL, serving: bool = False) -> np.ndarray:
     cfg, params = hf.load(path)
     positions = jnp.broadcast_to(jnp.arange(tokens_BxL.shape[1]), tokens_BxL.shape)
-    attend = decoder.segment_attention(jnp.zeros_like(positions), positions)
+    attend = segment_attention(jnp.zeros_like(positions), positions)
 
     @jax.jit
     def logits(params):

@@ -19,6 +19,7 @@ from safetensors.numpy import load_file, save_file
 
 from dora_jax.config import ConfigError, RewardModelSection, blame
 from dora_jax.models import decoder, hf, sharding
+from dora_jax.ops.segment_attention import segment_attention
 from dora_jax.runtime.audit import ReadOnly
 from dora_jax.runtime.journal import Journal
 from dora_jax.runtime.recovery import replay
@@ -117,7 +118,7 @@ def test_our_own_weights_with_a_score_head(tmp_path):
     tokens = np.concatenate([samples()[0].prompt_ids, samples()[0].out_ids])[None]
     at = np.arange(tokens.shape[1])[None]
     hidden = decoder.forward(cfg, hf.load_scorer(tmp_path / "ours", None)[1], tokens, at,
-                             decoder.segment_attention(np.zeros_like(at), at))
+                             segment_attention(np.zeros_like(at), at))
     np.testing.assert_allclose(model(tmp_path / "ours").scores(samples()[:1]), hidden[:, -1].sum(-1), atol=TOLERANCE)
 
 

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from dora_jax.models import decoder, sharding
+from dora_jax.ops.segment_attention import segment_attention
 from dora_jax.trainer import optim, prepare, step
 from tests import trainer_cases as cases
 
@@ -149,7 +150,7 @@ def test_logprobs_are_after_temperature_without_padding_ids(temperature, limit):
     tokens = np.random.default_rng(0).integers(0, 40, (1, 9)).astype(np.int32)
     arrays = {"tokens": tokens[:, :-1], "targets": tokens[:, 1:], "segment_ids": np.ones((1, 8), np.int32),
               "positions": np.arange(8, dtype=np.int32)[None]}
-    attend = decoder.segment_attention(arrays["segment_ids"], arrays["positions"])
+    attend = segment_attention(arrays["segment_ids"], arrays["positions"])
 
     def head(params):
         return decoder.logits(cases.MODEL, params, decoder.forward(

@@ -21,6 +21,7 @@ from dora_jax.bench.decode import MODEL
 from dora_jax.config import RolloutSection
 from dora_jax.models import decoder, hf, sharding
 from dora_jax.models.logits import target_logprobs
+from dora_jax.ops.segment_attention import segment_attention
 from dora_jax.rollout.engine import Engine
 from dora_jax.rollout.quantize import KV, PROJECTIONS, WEIGHTS
 from dora_jax.types import Sample, SampleId
@@ -51,7 +52,7 @@ def drift_of(cfg: decoder.ModelConfig, params, samples: list[Sample]) -> np.ndar
 
     @jax.jit
     def score(params, rows, positions):
-        attend = decoder.segment_attention(jnp.zeros_like(positions), positions)
+        attend = segment_attention(jnp.zeros_like(positions), positions)
         hidden = decoder.forward(cfg, params, rows, positions, attend)
         return target_logprobs(cfg, params, hidden[:, :-1], rows[:, 1:], vocab_limit=cfg.vocab_size)[0]
 

@@ -15,6 +15,7 @@ import numpy as np
 
 from dora_jax.models import decoder
 from dora_jax.ops.attention import MASKED
+from dora_jax.ops.segment_attention import segment_attention
 
 
 def runner(cfg: decoder.ModelConfig, params, work) -> Callable[[], None]:
@@ -41,7 +42,7 @@ def _generate(cfg: decoder.ModelConfig, n: int, params, prompts_BxT, key):
         return attend(q, k, v)
 
     positions = jnp.tile(jnp.arange(prompt)[None], (b, 1))
-    attend_prompt = decoder.segment_attention(jnp.ones((b, prompt), jnp.int32), positions)
+    attend_prompt = segment_attention(jnp.ones((b, prompt), jnp.int32), positions)
     attend = lambda q, k, v: attend_prompt(None, q, k, v)  # noqa: E731
     hidden = decoder.forward(cfg, params, prompts_BxT, positions, keep)[:, -1]
     first, first_logprob = _sample(decoder.logits(cfg, params, hidden), jax.random.fold_in(key, 0))

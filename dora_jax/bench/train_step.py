@@ -32,6 +32,7 @@ from dora_jax.bench.decode import ENVIRONMENTS, MODEL, flop_speed, timed
 from dora_jax.buffer import pack
 from dora_jax.config import TrainerSection
 from dora_jax.models import decoder, hf, logits, sharding
+from dora_jax.ops.segment_attention import segment_attention
 from dora_jax.trainer import flops, score, step
 from dora_jax.trainer.prepare import Prepare
 from dora_jax.types import Sample, SampleId, ScoredGroup, Span
@@ -209,7 +210,7 @@ def print_memory() -> None:
 
     def temporary(max_bytes: int) -> int:
         def loss(params, arrays):
-            attend = decoder.segment_attention(arrays["segment_ids"], arrays["positions"])
+            attend = segment_attention(arrays["segment_ids"], arrays["positions"])
             hidden = decoder.forward(cfg, decoder.serving_layout(params), arrays["tokens"], arrays["positions"], attend,
                                      remat="full")
             l, _ = logits.target_logprobs(cfg, params, hidden, arrays["targets"], max_bytes=max_bytes)

@@ -32,6 +32,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from dora_jax.config import RewardModelSection
 from dora_jax.models import decoder, hf, sharding
 from dora_jax.models.hf_config import read_json
+from dora_jax.ops.segment_attention import segment_attention
 from dora_jax.tasks.pool import GroupFailure
 from dora_jax.tokenizer import vocabulary
 from dora_jax.types import Prompt, Sample, ScoredGroup, is_eval
@@ -196,7 +197,7 @@ def _places(lengths: Sequence[int], tokens: int) -> list[_Place]:
 def _scores(cfg: decoder.ModelConfig, mesh: Mesh, dtype: Any, params: Any, head_D: jax.Array, tokens_BxL: jax.Array,
             segment_ids_BxL: jax.Array, positions_BxL: jax.Array) -> jax.Array:
     """f32[B, L]: the head over every token, each segment on its own."""
-    attend = decoder.segment_attention(segment_ids_BxL, positions_BxL)
+    attend = segment_attention(segment_ids_BxL, positions_BxL)
     hidden_BxLxD = decoder.forward(cfg, params, tokens_BxL, positions_BxL, attend, dtype=dtype,
                                    constrain=sharding.constrain_rows(mesh))
     return jnp.einsum("bld,d->bl", hidden_BxLxD.astype(jnp.float32), head_D)

@@ -24,6 +24,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from dora_jax.models import decoder, sharding
 from dora_jax.models.logits import LOGITS_BYTES, target_logprobs
+from dora_jax.ops.segment_attention import context_attention, segment_attention
 from dora_jax.trainer import correction, flops, health, loss, objective, optim
 from dora_jax.trainer import score as scores
 from dora_jax.trainer.critic import Critic
@@ -59,7 +60,7 @@ class Model(NamedTuple):
     def hidden(self, params: Any, arrays: Arrays) -> jax.Array:
         """[B, L, D] after the last norm, each segment on its own."""
         where, sharded = (arrays["segment_ids"], arrays["positions"]), self.mesh.shape["context"] > 1
-        attend = decoder.context_attention(*where, self.mesh) if sharded else decoder.segment_attention(*where)
+        attend = context_attention(*where, self.mesh) if sharded else segment_attention(*where)
         return decoder.forward(self.cfg, layers_of(self.cfg, params), arrays["tokens"], arrays["positions"], attend,
                                dtype=self.dtype, remat=self.remat, constrain=sharding.constrain_rows(self.mesh),
                                merge=not sharded)
