@@ -37,6 +37,7 @@ class Calls:
                  vocab_limit: int, sampling: dict[str, Any], min_new_tokens: int, temperature: float, weights: str,
                  dtype):
         attention.check_platform(shapes.attention, mesh.devices.flat[0].platform)
+        self.shapes = shapes
         kv = Gathered(cfg, shapes, dtype) if shapes.attention == "reference" else Paged(cfg, shapes, dtype, mesh)
         self.replicated = NamedSharding(mesh, PartitionSpec())
         self.pages_sharding = NamedSharding(mesh, kv.pages_spec)
@@ -62,6 +63,27 @@ class Calls:
         self.prefill = jax.jit(prefill, static_argnames="blocks", donate_argnums=1, out_shardings=pool)
         self.read = jax.jit(kv.read, out_shardings=(self.pages_sharding,) * 2)
         self.write = jax.jit(kv.write, donate_argnums=0, out_shardings=pool)
+
+    def programs(self, params: Any) -> dict[str, tuple[Any, tuple, dict[str, int]]]:
+        """What `Device.warmup` compiles, by name: (jitted call, abstract arguments, static arguments).
+
+        params: abstract, with shardings, as `stored` returns them.
+        """
+        s, rep = self.shapes, self.replicated
+        placed = lambda x, where: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=where)  # noqa: E731
+        pool, state = jax.tree.map(placed, self.abstract_pool, self.pool_sharding), placed(self.abstract_state, rep)
+        ints = lambda *shape: jax.ShapeDtypeStruct(shape, jnp.int32, sharding=rep)  # noqa: E731
+        found: dict[str, tuple[Any, tuple, dict[str, int]]] = {}
+        for blocks in s.decode_buckets:
+            control = ints(*s.decode_control(blocks))
+            found[f"decode {blocks}"] = self.decode, (params, pool, state, control), {"blocks": blocks}
+        for blocks in s.prefill_buckets:
+            found[f"prefill {blocks}"] = self.prefill, (params, pool, ints(*s.prefill_control(blocks))), {"blocks": blocks}
+        for size in sorted({s.copy_pages, s.alone_pages}):
+            pages = jax.eval_shape(self.read, pool, ints(size))
+            found[f"read {size}"] = self.read, (pool, ints(size)), {}
+            found[f"write {size}"] = self.write, (pool, ints(size), *(placed(x, self.pages_sharding) for x in pages)), {}
+        return found
 
     def compiled(self) -> int:
         """How many shapes have been compiled so far."""

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from dora_jax import devices, tasks
@@ -23,18 +24,20 @@ from dora_jax.digest import digest
 from dora_jax.models import hf, sharding
 from dora_jax.orchestrate.events import InstanceUp
 from dora_jax.orchestrate.modes import OrchestratorConfig
-from dora_jax.publish import WeightStore
-from dora_jax.rollout.engine import Engine
+from dora_jax.publish import WeightStore, serving_copy
+from dora_jax.rollout.engine import Engine, new_calls
+from dora_jax.rollout.forward import Calls
 from dora_jax.runtime.instance import LocalInstance, Spare
 from dora_jax.runtime.local import LocalWorld
 from dora_jax.runtime.partwise import PartwiseTrainer
+from dora_jax.runtime.staging import serving_shardings
 from dora_jax.runtime.workers import TrainerWorker
 from dora_jax.tasks.pool import ScorerPool
 from dora_jax.tokenizer import Tokenizer
 from dora_jax.trainer.checkpoint import Checkpoints
 from dora_jax.trainer.objective import may_start_early, needs_scores
 from dora_jax.trainer.prepare import Prepare, Unjudged
-from dora_jax.trainer.step import Probe, Trainer
+from dora_jax.trainer.step import Probe, Recipe, Trainer, new_recipe
 from dora_jax.types import InstanceId, ScoredGroup, Version
 
 
@@ -123,7 +126,7 @@ class OneProcess:
         config = self._parts.config
         warmups = [worker.engine.warmup for worker in instances]
         if trainer:
-            shape = batch_layout(config, trainer.trainer)
+            shape = batch_layout(config, trainer.trainer.shards)
             warmups.append(lambda: trainer.trainer.warmup(shape.rows, shape.tokens))
         side_by_side(warmups)
         return [instance_up(worker.instance, config) for worker in instances]
@@ -133,16 +136,42 @@ class OneProcess:
 
 
 def new_engine(config: Config, tokenizer: Tokenizer, model: Any, mesh: jax.sharding.Mesh) -> Engine:
-    return Engine(model, config.rollout, mesh, seed=config.seed, eos_ids=tokenizer.eos_ids,
-                  vocab_limit=tokenizer.vocab_size)
+    return Engine(model, config.rollout, mesh, **_engine_options(config, tokenizer.eos_ids, tokenizer.vocab_size))
+
+
+def engine_calls(config: Config, model: Any, mesh: jax.sharding.Mesh, eos_ids: tuple[int, ...],
+                 vocab_limit: int) -> Calls:
+    """The calls of `new_engine`; the devices of the mesh may be descriptions."""
+    return new_calls(model, config.rollout, mesh, **_engine_options(config, eos_ids, vocab_limit))
+
+
+def _engine_options(config: Config, eos_ids: tuple[int, ...], vocab_limit: int) -> dict[str, Any]:
+    return {"seed": config.seed, "eos_ids": tuple(eos_ids), "vocab_limit": vocab_limit,
+            "dtype": jnp.dtype(config.model.dtype)}
 
 
 def new_trainer(config: Config, tokenizer: Tokenizer, mesh: jax.sharding.Mesh, dump_dir: Path) -> Trainer:
     """It holds the weights of model.path."""
     with blame("model.path"):
         model, params = hf.load(config.model.path, mesh)
-    return Trainer(model, config.trainer, mesh, params, total_steps=config.steps, dtype=config.model.dtype,
-                   vocab_limit=tokenizer.vocab_size, temperature=config.rollout.temperature, dump_dir=str(dump_dir))
+    return Trainer(model, config.trainer, mesh, params, dump_dir=str(dump_dir),
+                   **_trainer_options(config, tokenizer.vocab_size))
+
+
+def trainer_recipe(config: Config, model: Any, mesh: jax.sharding.Mesh, vocab_limit: int) -> Recipe:
+    """The recipe of `new_trainer`; the devices of the mesh may be descriptions."""
+    return new_recipe(model, config.trainer, mesh, **_trainer_options(config, vocab_limit))
+
+
+def _trainer_options(config: Config, vocab_limit: int) -> dict[str, Any]:
+    return {"total_steps": config.steps, "dtype": config.model.dtype, "vocab_limit": vocab_limit,
+            "temperature": config.rollout.temperature}
+
+
+def publishing_copy(config: Config, model: Any, mesh: jax.sharding.Mesh) -> Callable[[Any], Any]:
+    """Masters on the trainer's mesh -> the copy of them that is published, jitted."""
+    layout = serving_shardings(model, list(mesh.devices.flat), config.rollout.tensor) if config.cluster.launcher else None
+    return serving_copy(config.model.dtype, layout)
 
 
 def partial_s(config: Config) -> float:
@@ -187,12 +216,12 @@ def updates_apart(config: Config) -> int:
     return updates if may_start_early(config.trainer) and divides and not whole else 1
 
 
-def batch_layout(config: Config, trainer: Trainer) -> Layout:
-    """The static shape of one optimizer update's batch."""
+def batch_layout(config: Config, shards: int) -> Layout:
+    """The static shape of one optimizer update's batch, for so many data-parallel shards."""
     section, rollout = config.trainer, config.rollout
     samples = -(-config.orchestrator.groups_per_step // section.updates) * config.orchestrator.group_size
     return layout(pack_tokens=section.pack_tokens, rows=section.rows, micro_batches=section.micro_batches,
-                  samples=samples, shards=trainer.shards, max_tokens=rollout.max_prompt_tokens + rollout.max_new_tokens)
+                  samples=samples, shards=shards, max_tokens=rollout.max_prompt_tokens + rollout.max_new_tokens)
 
 
 def packer(config: Config, trainer: Trainer) -> Callable[[Sequence[ScoredGroup], Version], Any]:
@@ -200,7 +229,7 @@ def packer(config: Config, trainer: Trainer) -> Callable[[Sequence[ScoredGroup],
 
     Where updates take their groups apart, as many batches as there are groups for, each packed when it is asked for.
     """
-    shape, updates = batch_layout(config, trainer), config.trainer.updates
+    shape, updates = batch_layout(config, trainer.shards), config.trainer.updates
     apart = config.orchestrator.groups_per_step // updates if updates_apart(config) > 1 else 0
     prepare = Prepare(config.trainer, config.rollout.max_new_tokens)
 

@@ -81,8 +81,9 @@ class Trainer:
                  dump_dir: str | None = None):
         """Copies `params` (stacked, any sharding); they stay the caller's."""
         self.section, self.mesh = section, mesh
-        self._model = Model(model_cfg, mesh, jnp.dtype(dtype), section.remat, temperature, vocab_limit)
-        self._recipe = Recipe(self._model, section, total_steps)
+        self._recipe = new_recipe(model_cfg, section, mesh, total_steps=total_steps, temperature=temperature,
+                                  vocab_limit=vocab_limit, dtype=dtype)
+        self._model = self._recipe.model
         self._rows, self._replicated = sharding.batch_spec(mesh), NamedSharding(mesh, PartitionSpec())
         self.shardings = self._recipe.shardings()
         self._copy = jax.jit(lambda tree: jax.tree.map(lambda x: jnp.array(x, jnp.float32, copy=True), tree),
@@ -222,6 +223,12 @@ class Recipe:
         opt = {"policy": optim.state_shardings(self.tx, like, specs, whole, memory)}
         opt |= {"critic": self.critic.shardings(mesh)} if objective.needs_value(self.section) else {}
         return TrainState(specs, opt, whole)
+
+
+def new_recipe(model_cfg: decoder.ModelConfig, section: Any, mesh: Mesh, *, total_steps: int, temperature: float = 1.0,
+               vocab_limit: int | None = None, dtype: str = "float32") -> Recipe:
+    """What a trainer of this section compiles; the devices of the mesh may be descriptions."""
+    return Recipe(Model(model_cfg, mesh, jnp.dtype(dtype), section.remat, temperature, vocab_limit), section, total_steps)
 
 
 def jitted_update(recipe: Recipe) -> Any:

@@ -36,7 +36,7 @@ from dora_jax.runtime.cluster.weights import weights_at
 from dora_jax.runtime.exchange import Abort, Commit, Offer, Propose, Pull, Read, Release
 from dora_jax.runtime.gap import GapProbe
 from dora_jax.runtime.parcels import HOST, layout_of
-from dora_jax.runtime.staging import Versions, WeightHost, like, serving_shardings
+from dora_jax.runtime.staging import Versions, WeightHost, like
 from dora_jax.runtime.wire import Wire
 from dora_jax.runtime.workers import InstanceWorker
 from dora_jax.tokenizer import Tokenizer
@@ -59,13 +59,12 @@ class TrainerRole:
         self._own_copy = serving_copy(config.model.dtype)
         self._stored, self._kept = weights_at(begin.workdir), Versions()
         model = hf.read_config(config.model.path)
-        layout = serving_shardings(model, jax.devices(), config.rollout.tensor)
-        self._serving = serving_copy(config.model.dtype, layout)
+        self._serving = build.publishing_copy(config, model, mesh)
         wire = Wire(link.own_ip) if config.cluster.wire == "transfer" else None
         self._courier = Courier(WeightHost(begin.rank, wire, self._kept), link, self._write)
         self._checkpoints: Checkpoints | None = None  # opened by the first save: nothing else writes there by then
         self._memory = Memory()
-        shape = build.batch_layout(config, self._trainer)
+        shape = build.batch_layout(config, self._trainer.shards)
         self._trainer.warmup(shape.rows, shape.tokens)
 
     @property
