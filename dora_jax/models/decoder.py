@@ -36,6 +36,7 @@ Attend = Callable[[int | None, jax.Array, jax.Array, jax.Array], jax.Array]
 Constrain = Callable[..., jax.Array]  # (array, *logical axes) -> the same array, pinned to the table's mesh axes
 
 REMAT = ("none", "full", "dots")
+KEPT = "attention"  # what an attention kernel names of its results: they are as small as a layer's input, and kept
 
 
 def _param(key: jax.Array, name: str, shape: tuple[int, ...], axes: tuple[str, ...], scale: float | None) -> nnx.Param:
@@ -203,10 +204,13 @@ def logits(cfg: ModelConfig, params: Params, hidden) -> jax.Array:
 def _remat(body: Callable, remat: str) -> Callable:
     if remat == "none":
         return body
+    policies = jax.checkpoint_policies
+    kept = policies.save_only_these_names(KEPT)
     if remat == "full":
-        return jax.checkpoint(body)
+        return jax.checkpoint(body, policy=kept)
     if remat == "dots":
-        return jax.checkpoint(body, policy=jax.checkpoint_policies.dots_with_no_batch_dims_saveable)
+        dots = policies.dots_with_no_batch_dims_saveable
+        return jax.checkpoint(body, policy=policies.save_from_both_policies(dots, kept))
     raise ValueError(f"remat {remat!r} is unknown; known: {', '.join(REMAT)}")
 
 

@@ -1,22 +1,136 @@
 """Causal attention inside the segments of packed rows, forward and backward: what the trainer attends with.
 
-Consumes the rows' segment ids and positions; produces an `attend` function for models/decoder.py.
+Consumes the rows' segment ids and positions; produces an `attend` function for models/decoder.py. By
+`trainer.attention`:
+  reference  products that XLA compiles anywhere, their scores in memory block by block
+  splash     the flash attention kernel that jax ships for TPUs: scores stay on the chip, masked blocks are left out
+  cudnn      cuDNN's flash attention, through jax; the segments' mask is dense, one number for two tokens of a row
+Law: inside a segment the three give the same values and gradients; what a padding token gets is nobody's input.
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
+import numpy as np
+from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as splash
+from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask as splash_mask
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from dora_jax.models.decoder import Attend
+from dora_jax.models.decoder import KEPT, Attend
 from dora_jax.models.sharding import spec
 
 MIN_QUERY_BLOCK = 128  # smaller blocks skip more of the scores, but cost compile time
 MAX_QUERY_BLOCKS = 8  # the blocks are unrolled: long rows take larger ones
 LONG_ROW = 8192  # keys; from here on only one block's scores exist at a time, backwards too: they grow with the square
 LONG_BLOCK = 512  # queries of such a block, at most
+LANES = 128  # a TPU's vector: splash's blocks are multiples of it
+SPLASH_BLOCK = 1024  # queries and keys of a block that splash holds on the chip; more of both does not fit its memory
+SPLASH_COMPUTE = 512  # keys of one product in it: f32[1024, 512] scores take 2 MiB
+SPLASH_FUSED = 8192  # keys; up to here one backward kernel makes all gradients, writing dq once a block of keys
+
+
+def packed_attention(kind: str, segment_ids_BxL, positions_BxL, mesh: Mesh) -> Attend:
+    """Attention of packed rows on this mesh, by `trainer.attention`; objective.attention_problems says where it runs."""
+    where = segment_ids_BxL, positions_BxL
+    if kind == "splash":
+        return splash_attention(*where, mesh)
+    if kind == "cudnn":
+        return cudnn_attention(*where, mesh)
+    if kind != "reference":
+        raise ValueError(f"trainer.attention={kind!r} is unknown: known are reference, splash, cudnn")
+    return context_attention(*where, mesh) if mesh.shape["context"] > 1 else segment_attention(*where)
+
+
+def splash_attention(segment_ids_BxL, positions_BxL, mesh: Mesh, *, interpret: bool = False) -> Attend:
+    """The TPU's kernel, one shard of rows, positions and heads at a time; queries of a KV head share its keys.
+
+    Over `context` keys and values are gathered, and each shard's queries see those up to their own place in the row: a
+    later shard computes more. Positions only count through their order, which is that of the row. `interpret` runs the
+    kernel as XLA operations on any platform, for tests.
+    """
+    del positions_BxL
+    context = mesh.shape["context"]
+
+    def local(kernel, segment_ids_BxC, q_BxCxHxD, k_BxCxKxD, v_BxCxKxD):
+        def whole(x):
+            return x if context == 1 else jax.lax.all_gather(x, "context", axis=1, tiled=True)
+
+        q_BxKxGxCxD = _grouped(q_BxCxHxD, k_BxCxKxD.shape[2])
+        k_BxKxLxD, v_BxKxLxD = (jnp.einsum("blkd->bkld", whole(x)) for x in (k_BxCxKxD, v_BxCxKxD))
+
+        def one_row(queries, keys, q_KxGxCxD, k_KxLxD, v_KxLxD):
+            segments = splash.SegmentIds(queries, keys)
+            return jax.vmap(functools.partial(kernel, segment_ids=segments))(q_KxGxCxD, k_KxLxD, v_KxLxD)
+
+        o_BxKxGxCxD = jax.vmap(one_row)(segment_ids_BxC, whole(segment_ids_BxC), q_BxKxGxCxD, k_BxKxLxD, v_BxKxLxD)
+        return jnp.einsum("bkgld->blkgd", o_BxKxGxCxD).reshape(q_BxCxHxD.shape)
+
+    def attend(layer, q_BxLxHxD, k_BxLxKxD, v_BxLxKxD):
+        length, group = q_BxLxHxD.shape[1], q_BxLxHxD.shape[2] // k_BxLxKxD.shape[2]
+        kernel = _splash_kernel(group, length, context, interpret)
+        shards = kernel.manual_sharding_spec(NamedSharding(mesh, PartitionSpec(None, "context")))
+        rows, heads = spec("batch", "sequence"), spec("batch", "sequence", "heads")
+        keys = spec("batch", "sequence", "kv_heads")
+        run = jax.shard_map(local, mesh=mesh, in_specs=(shards, rows, heads, keys, keys), out_specs=heads,
+                            check_vma=False)  # the kernel's outputs do not say over which axes they vary
+        return run(kernel, segment_ids_BxL, q_BxLxHxD, k_BxLxKxD, v_BxLxKxD)
+
+    return attend
+
+
+@functools.cache
+def _splash_kernel(group: int, length: int, context: int, interpret: bool) -> splash.SplashAttentionKernel:
+    """`group` query heads on one KV head; its tables of blocks are numpy arrays, whoever's trace asks first."""
+    queries, keys = (_block(n, SPLASH_BLOCK) for n in (length // context, length))
+    compute = _block(keys, SPLASH_COMPUTE)
+    backward = {"block_q_dkv": queries, "block_kv_dkv": keys, "block_kv_dkv_compute": compute}
+    if length > SPLASH_FUSED:
+        backward |= {"block_q_dq": queries, "block_kv_dq": keys}
+    else:
+        backward |= {"use_fused_bwd_kernel": True}
+    sizes = splash.BlockSizes(block_q=queries, block_kv=keys, block_kv_compute=compute, **backward)
+    mask = splash_mask.MultiHeadMask([splash_mask.CausalMask((length, length)) for _ in range(group)])
+    with jax.ensure_compile_time_eval():
+        kernel = splash.make_splash_mqa(mask, head_shards=1, q_seq_shards=context, block_sizes=sizes,
+                                        residual_checkpoint_name=KEPT, interpret=interpret)
+        return jax.tree.map(np.asarray, kernel)
+
+
+def _block(length: int, most: int) -> int:
+    """The longest divisor of `length` that is a multiple of LANES and at most `most`."""
+    sizes = [size for size in range(LANES, min(length, most) + 1, LANES) if length % size == 0]
+    if not sizes:
+        raise ValueError(f"trainer.attention=splash: {length} positions of a row are not a multiple of {LANES}")
+    return sizes[-1]
+
+
+def _grouped(q_BxLxHxD, n_kv: int):
+    """[B, K, G, L, D]: queries by KV head, scaled by the root of their width."""
+    b, length, heads, d = q_BxLxHxD.shape
+    return jnp.einsum("blkgd->bkgld", (q_BxLxHxD * d**-0.5).reshape(b, length, n_kv, heads // n_kv, d))
+
+
+def cudnn_attention(segment_ids_BxL, positions_BxL, mesh: Mesh) -> Attend:
+    """cuDNN's kernel, one shard of rows and heads at a time; bfloat16 or float16, positions whole.
+
+    Segments reach it as a dense mask, which it reads as a bias of 2 bytes for two tokens of a row, and whose gradient
+    it writes.
+    """
+    del positions_BxL
+
+    def local(segment_ids_BxL, q_BxLxHxD, k_BxLxKxD, v_BxLxKxD):
+        same_Bx1xLxL = (segment_ids_BxL[:, :, None] == segment_ids_BxL[:, None, :])[:, None]
+        o_BxLxHxD = jax.nn.dot_product_attention(q_BxLxHxD, k_BxLxKxD, v_BxLxKxD, mask=same_Bx1xLxL, is_causal=True,
+                                                 implementation="cudnn")
+        return jax.ad_checkpoint.checkpoint_name(o_BxLxHxD, KEPT)
+
+    rows, heads, keys = spec("batch"), spec("batch", None, "heads"), spec("batch", None, "kv_heads")
+    run = jax.shard_map(local, mesh=mesh, in_specs=(rows, heads, keys, keys), out_specs=heads, check_vma=False)
+    return lambda layer, q, k, v: run(segment_ids_BxL, q, k, v)
 
 
 def segment_attention(segment_ids_BxL, positions_BxL) -> Attend:
@@ -33,7 +147,7 @@ def segment_attention(segment_ids_BxL, positions_BxL) -> Attend:
     return attend
 
 
-def context_attention(segment_ids_BxL, positions_BxL, mesh: jax.sharding.Mesh) -> Attend:
+def context_attention(segment_ids_BxL, positions_BxL, mesh: Mesh) -> Attend:
     """`segment_attention` where positions are sharded over the mesh's `context`: each shard's queries against all keys.
 
     Keys and values are gathered, in the backward pass their gradients scattered. Every shard computes the whole width,
@@ -54,8 +168,7 @@ def context_attention(segment_ids_BxL, positions_BxL, mesh: jax.sharding.Mesh) -
 
 def _attend_blocks(q_BxLxHxD, k_BxMxKxD, v_BxMxKxD, q_where, k_where, *, triangular: bool):
     """`where`: (segment ids, positions) of queries and of keys. triangular: no query sees a key that stands after it."""
-    n_kv, d = k_BxMxKxD.shape[2:]
-    q_BxKxGxLxD = jnp.einsum("blkgd->bkgld", (q_BxLxHxD * d**-0.5).reshape(*q_BxLxHxD.shape[:2], n_kv, -1, d))
+    q_BxKxGxLxD = _grouped(q_BxLxHxD, k_BxMxKxD.shape[2])
     k_BxKxDxM, v_BxKxMxD = jnp.einsum("blkd->bkdl", k_BxMxKxD), jnp.einsum("blkd->bkld", v_BxMxKxD)
 
     def mask(q_where, k_where):
