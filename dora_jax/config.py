@@ -36,7 +36,7 @@ section = dataclasses.dataclass(frozen=True, kw_only=True)
 @section
 class ModelSection:
     path: str = ""  # a Hugging Face folder
-    dtype: str = "float32"  # compute dtype: float32 or bfloat16; masters stay f32
+    dtype: str = "auto"  # compute dtype: float32 or bfloat16; auto: by platform (presets.py); masters stay f32
 
 
 @section
@@ -78,27 +78,29 @@ class RolloutSection:
     tensor: int = 1  # devices an instance (tensor parallel)
     residents: int = 1  # R: versions an instance holds at once
     slots: int = 32  # samples that decode at once, per instance
-    pages: int = 512  # KV pages per instance
-    page_size: int = 16  # tokens a page
+    pages: int = 0  # KV pages per instance; 0: as many as memory_share allows, on a CPU as many as the slots need
+    memory_share: float = 0.9  # of the memory that weights and programs leave: what KV pages take
+    page_size: int = 0  # tokens a page; 0: by platform
     max_prompt_tokens: int = 128
     max_new_tokens: int = 128
-    prefill_tokens: int = 256  # prompt tokens a tick may prefill
+    prefill_tokens: int = 0  # prompt tokens a tick may prefill; 0: by platform
     decode_steps: int = 8  # decode steps a dispatch
     decode_rows: int = 0  # rows of a decode dispatch, a divisor of slots; 0: slots
-    prefill_chunk: int = 64  # prompt tokens of one sample that one prefill dispatch takes; prefixes are shared in chunks
+    prefill_chunk: int = 0  # prompt tokens of one sample in one prefill dispatch; prefixes are shared in chunks; 0: by platform
     context_block: int = 128  # the past is attended to in blocks of so many tokens
-    late_results: bool = False  # read a dispatch back after the next has been launched: hides host work on accelerators
+    late_results: str = "auto"  # on: a dispatch is read back after the next is launched, which hides host work; off; auto
     temperature: float = 1.0
     top_k: int = 0  # 0: off
     top_p: float = 1.0  # 1: off
     min_p: float = 0.0
-    attention: str = "reference"  # reference, tpu, gpu
+    attention: str = "auto"  # reference, tpu, tokamax, gpu; auto: by platform
     min_new_tokens: int = 0  # no stop token is drawn before so many
     max_repeats: int = 0  # one token is drawn at most so often in a row; 0: any number
     stop_strings: tuple[str, ...] = ()  # the text that ends a sample; its tokens stay
     weights: str = ""  # int8 or float8: projections in 8 bits; empty: as published
     kv: str = ""  # float8: the KV pool in 8 bits; empty: as computed
     keep_set: bool = False  # send along which ids each token was drawn from; needs top_k
+    compiler_options: dict[str, Any] = dataclasses.field(default_factory=dict)  # XLA's, for the engine; empty: the chip's
 
 
 @section
@@ -136,6 +138,9 @@ class TrainerSection:
     weight_decay: float = 0.0
     max_grad_norm: float = 1.0
     remat: str = "none"  # none, full, dots
+    attention: str = "auto"  # reference, splash (TPU), cudnn (GPU); auto: by platform
+    logits_bytes: int = 0  # f32 logits alive at once on a device; 0: by platform
+    compiler_options: dict[str, Any] = dataclasses.field(default_factory=dict)  # XLA's, for the update; empty: the chip's
     advantage: str = "grpo"
     policy_loss: str = "ppo"
     aggregation: str = "token_mean"
@@ -154,6 +159,7 @@ class TrainerSection:
     value_clip: float = 0.2  # e of the clipped value loss; 0: not clipped
     overlong_cache: int = 0  # last tokens before the limit over which the soft penalty grows to -1; 0: off
     overlong_filter: bool = False  # samples that hit the limit have no loss, but count in the group statistics
+    moments: str = "float32"  # type of Adam's moments: float32 or bfloat16
     optimizer_memory: str = "device"  # device or host: where Adam's moments rest between updates
     peak_tflops: float = 0.0  # of one device, for trainer/mfu; 0: known from its name, else there is no such metric
     max_mismatch: float = 0.0  # mean |trainer - engine| log-prob at lag 0 that stops the run; 0: off
@@ -233,6 +239,7 @@ class ClusterSection:
 class Config:
     seed: int = 0
     steps: int = 100
+    slice: str = ""  # the machine that the run is for: v5e-8, v5p-16, h100-8, laptop; empty: what JAX finds
     cpu_devices: int = 0  # virtual CPU devices; 0: as the platform has
     placement: str = "auto"  # auto, disjoint, shared: do trainer and instances own their devices
     pace: str = ""  # a chip: ticks, steps and transfers last at least as long as a 32.8B model's on it (runtime/paced.py)

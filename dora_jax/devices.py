@@ -12,6 +12,7 @@ import math
 import os
 from pathlib import Path
 
+from dora_jax import chips, presets, validate
 from dora_jax.config import Config, ConfigError
 from dora_jax.validate import MIN_AUTO_INSTANCES
 
@@ -106,6 +107,30 @@ def known_devices(config: Config) -> int | None:
     if stated and not stated.isdecimal():
         raise ConfigError(f"DORA_DEVICES: {stated!r} is not a number of devices")
     return int(stated) if stated else None
+
+
+def machine(config: Config) -> presets.Machine:
+    """The machine that this process computes on: the one that the configuration names, else the devices of JAX."""
+    if config.slice:
+        return presets.machine_of(config)
+    import jax
+
+    found = jax.devices()[0]
+    platform = "gpu" if found.platform in ("cuda", "rocm") else found.platform
+    return presets.Machine(platform=platform, chip=chips.DEVICE_KINDS.get(found.device_kind, ("", 1))[0])
+
+
+def filled(config: Config) -> Config:
+    """The configuration with nothing left open, for the devices that this process computes on; starts JAX."""
+    return presets.resolve(config, machine(config))[0]
+
+
+def resolved(config: Config) -> Config:
+    """`filled`, checked again: ConfigError where what the machine chooses breaks a rule."""
+    found = filled(config)
+    if problems := validate.problems(found, "evaluate"):
+        raise ConfigError(problems)
+    return found
 
 
 def setup_platform(config: Config) -> None:

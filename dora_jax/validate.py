@@ -12,9 +12,10 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from dora_jax import presets
+from dora_jax.chips import CHIPS
 from dora_jax.models.config import FAMILIES
 from dora_jax.orchestrate.modes import OrchestratorConfig
-from dora_jax.sim.chips import CHIPS
 from dora_jax.trainer import objective
 
 if TYPE_CHECKING:
@@ -28,8 +29,11 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "placement": ("auto", "disjoint", "shared"),
     "reward_model.placement": ("own", "trainer"),
     "pace": ("", *CHIPS),
-    "model.dtype": ("float32", "bfloat16"),
-    "rollout.attention": ("reference", "tpu", "gpu"),
+    "model.dtype": ("auto", "float32", "bfloat16"),
+    "rollout.attention": ("auto", "reference", "tpu", "tokamax", "gpu"),
+    "rollout.late_results": ("auto", "on", "off"),
+    "trainer.attention": ("auto", "reference", "splash", "cudnn"),
+    "trainer.moments": ("float32", "bfloat16"),
     "cluster.launcher": ("", "process", "ray"),
     "cluster.wire": ("storage", "transfer"),
     "sft.family": tuple(family.model_type for family in FAMILIES),
@@ -39,28 +43,36 @@ RANGES: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
     ("at least 1", lambda x: x >= 1, """
         steps task.heldout task.reward_workers rollout.tensor rollout.residents rollout.slots
         reward_model.data reward_model.fsdp reward_model.tensor
-        rollout.max_prompt_tokens rollout.max_new_tokens rollout.prefill_tokens rollout.prefill_chunk
+        rollout.max_prompt_tokens rollout.max_new_tokens
         rollout.decode_steps rollout.context_block
         eval.prompts eval.samples checkpoint.keep sft.examples sft.steps sft.batch_rows sft.pack_tokens
         sft.d_model sft.n_layers sft.n_heads sft.n_kv_heads sft.head_dim sft.d_ff
         cluster.trainer_hosts cluster.hosts_per_replica"""),
     ("at least 0", lambda x: x >= 0, """
         seed cpu_devices task.reward_retries reward_model.rows rollout.instances rollout.decode_rows
+        rollout.pages rollout.prefill_tokens rollout.prefill_chunk trainer.logits_bytes
         eval.every checkpoint.every
         checkpoint.keep_best checkpoint.keep_every cluster.reattach_s journal.partial_s journal.sync_s
         journal.watchdog_s
         sft.warmup_steps sft.vocab_size cluster.devices_per_host cluster.max_restarts"""),
     ("above 0", lambda x: x > 0, """task.reward_timeout_s trainer.eps sft.learning_rate cluster.silence_s
         cluster.stall_s cluster.start_s"""),
-    ("between 0 and 1", lambda x: 0 <= x <= 1, "task.max_failed_share task.max_bad_rows_share sft.slip_rate"),
-    ("a power of two", lambda x: x >= 1 and x & (x - 1) == 0, "rollout.page_size"),
+    ("between 0 and 1", lambda x: 0 <= x <= 1, """task.max_failed_share task.max_bad_rows_share
+        sft.slip_rate rollout.memory_share"""),
+    ("0 or a power of two", lambda x: x >= 0 and x & (x - 1) == 0, "rollout.page_size"),
 )
 
 
 def problems(config: Config, purpose: str = "train") -> list[str]:
-    """Every broken rule. Purpose: what is about to run; train needs a model to start from, sft a folder to write."""
+    """Every broken rule. Purpose: what is about to run; train needs a model to start from, sft a folder to write.
+
+    Open fields count as the machine that the configuration names fills them in, a CPU where it names none.
+    """
+    found = [*_folders(config, purpose), *(unknown := list(_slice(config)))]
+    machine = presets.CPU if unknown else presets.machine_of(config)
+    config, _ = presets.resolve(config, machine)
     rules = (_choices, _ranges, _task, _reward_model, _engine, _orchestrator, _trainer, _lengths, _sft, _cluster)
-    return [*_folders(config, purpose), *(problem for rule in rules for problem in rule(config))]
+    return [*found, *(problem for rule in rules for problem in rule(config))]
 
 
 def missing_paths(config: Config, purpose: str = "train") -> list[str]:
@@ -89,6 +101,13 @@ def _ranges(config: Config) -> Problems:
         for name in names.split():
             if not holds(get(config, name)):
                 yield f"{name}: {get(config, name)} is not {text}"
+
+
+def _slice(config: Config) -> Problems:
+    try:
+        presets.machine_of(config)
+    except ValueError as error:
+        yield str(error)
 
 
 def _folders(config: Config, purpose: str) -> Problems:

@@ -5,6 +5,7 @@ import functools
 import jax
 import numpy as np
 
+from dora_jax import presets
 from dora_jax.config import RolloutSection
 from dora_jax.models import decoder, sharding
 from dora_jax.rollout.engine import Engine
@@ -28,7 +29,7 @@ def weights(engine, seed=0, scale=1.0):
 
 
 def new_engine(device=0, decode=None, **changes):
-    section = RolloutSection(**{**SIZES, **changes})
+    section = presets.on_cpu(RolloutSection(**{**SIZES, **changes}))
     mesh = sharding.make_mesh(jax.devices()[device : device + section.tensor], 1, 1, section.tensor)
     return Engine(CFG, section, mesh, seed=7, eos_ids=EOS, vocab_limit=VOCAB, decode=decode)
 

@@ -103,7 +103,7 @@ def test_a_locked_free_form_field_can_still_be_replaced():
     ("rollout__decode_rows", 5, "not a multiple"),
     ("rollout__temperature", 0.0, "temperature"),
     ("rollout__top_k", 5, "top_k"),
-    ("rollout__attention", "flash", "reference, tpu, gpu"),
+    ("rollout__attention", "flash", "reference, tpu, tokamax, gpu"),
     ("orchestrator__mode", "asynch", "dora_paper"),
     ("orchestrator__max_versions", 0, "must be positive"),
     ("orchestrator__group_size", 65, "64 slots"),

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from test_parity import FAMILIES, torch_model
 
+from dora_jax import presets
 from dora_jax.config import RolloutSection
 from dora_jax.models import decoder, hf, sharding
 from dora_jax.models.logits import target_logprobs
@@ -37,8 +38,8 @@ def theirs(model, prompt):
 
 def new_engine(path):
     cfg, stacked = hf.load(path)
-    section = RolloutSection(slots=2, pages=36, page_size=16, max_prompt_tokens=32, max_new_tokens=NEW,
-                             decode_steps=16, context_block=256, temperature=0.0)
+    section = presets.on_cpu(RolloutSection(slots=2, pages=36, page_size=16, max_prompt_tokens=32, max_new_tokens=NEW,
+                                            decode_steps=16, context_block=256, temperature=0.0))
     engine = Engine(cfg, section, sharding.make_mesh(jax.devices()[:1], 1, 1, 1), seed=0, eos_ids=(),
                     vocab_limit=cfg.vocab_size)
     engine.load(0, jax.device_put(decoder.serving_layout(stacked), engine.param_shardings))

@@ -121,7 +121,7 @@ def test_late_results_change_nothing_but_when_they_are_seen():
     mates = ids((3, 9, 21), size=3)  # more than the pages hold: they preempt each other
     with loaded("small") as engine:
         plain = engine.section
-        engine.section = dataclasses.replace(plain, late_results=True)
+        engine.section = dataclasses.replace(plain, late_results="on")
         for id in mates:
             submit(engine, id)
         first, second, third = engine.tick(), engine.tick(), engine.tick()
@@ -143,7 +143,7 @@ def test_exporting_lands_what_is_in_flight():
     id = SampleId(21, 2)
     with loaded("small", "a") as (engine, other):
         plain = engine.section
-        engine.section = dataclasses.replace(plain, late_results=True)
+        engine.section = dataclasses.replace(plain, late_results="on")
         submit(engine, id)
         for _ in range(4):
             engine.tick()

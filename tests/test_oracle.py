@@ -5,11 +5,12 @@ import dataclasses
 import numpy as np
 import pytest
 
+from dora_jax import presets
 from dora_jax.config import RolloutSection
 from dora_jax.rollout.oracle import OracleEngine, mix
 from dora_jax.types import SampleId
 
-SECTION = RolloutSection(residents=2, slots=3, decode_steps=4)
+SECTION = presets.on_cpu(RolloutSection(residents=2, slots=3, decode_steps=4))
 
 
 def engine(**options):

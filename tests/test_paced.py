@@ -6,6 +6,7 @@ import time
 import numpy as np
 import pytest
 
+from dora_jax import presets
 from dora_jax.bench import end_to_end, paced_run
 from dora_jax.buffer.store import MemoryGroupStore
 from dora_jax.config import RolloutSection
@@ -17,7 +18,7 @@ from dora_jax.sim import config as sims
 from dora_jax.sim.run import simulate
 from dora_jax.types import Prompt, Sample, SampleId, ScoredGroup, Span
 
-SECTION = RolloutSection(slots=4, pages=64, page_size=8, max_prompt_tokens=8, max_new_tokens=16, decode_steps=2)
+SECTION = presets.on_cpu(RolloutSection(slots=4, pages=64, page_size=8, max_prompt_tokens=8, max_new_tokens=16, decode_steps=2))
 
 
 class Costs:

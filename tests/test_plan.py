@@ -6,6 +6,7 @@ import random
 import numpy as np
 import pytest
 
+from dora_jax import presets
 from dora_jax.config import RolloutSection
 from dora_jax.rollout import plan as p
 from dora_jax.rollout import shapes as columns
@@ -13,8 +14,8 @@ from dora_jax.rollout.migrate import Parcel
 from dora_jax.rollout.shapes import shapes_of
 from dora_jax.types import SampleId
 
-SECTION = RolloutSection(slots=4, pages=40, page_size=4, max_prompt_tokens=20, max_new_tokens=30, prefill_tokens=16,
-                         prefill_chunk=8, context_block=16, decode_steps=4)
+SECTION = presets.on_cpu(RolloutSection(slots=4, pages=40, page_size=4, max_prompt_tokens=20, max_new_tokens=30,
+                                        prefill_tokens=16, prefill_chunk=8, context_block=16, decode_steps=4))
 
 
 def parcel(group, index=0, version=0, prompt=None, n_prompt=9, limit=30):

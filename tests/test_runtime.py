@@ -6,6 +6,7 @@ import time
 import numpy as np
 import pytest
 
+from dora_jax import presets
 from dora_jax.buffer.store import MemoryGroupStore
 from dora_jax.orchestrate import events as ev
 from dora_jax.orchestrate.core import Orchestrator
@@ -19,7 +20,7 @@ from dora_jax.tasks.prompts import PromptTooLong
 from dora_jax.types import Prompt, ScoredGroup, is_eval
 
 P, G, STEPS = 4, 4, 6
-SECTION = RolloutSection(slots=8, pages=96, page_size=8, max_prompt_tokens=8, max_new_tokens=64, decode_steps=4)
+SECTION = presets.on_cpu(RolloutSection(slots=8, pages=96, page_size=8, max_prompt_tokens=8, max_new_tokens=64, decode_steps=4))
 ORACLE = OracleEngine(SECTION)
 
 

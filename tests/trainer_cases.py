@@ -5,14 +5,14 @@ import dataclasses
 import jax
 import numpy as np
 
-from dora_jax import config
+from dora_jax import config, presets
 from dora_jax.buffer import pack
 from dora_jax.models import decoder
 from dora_jax.trainer import prepare
 from dora_jax.types import Sample, SampleId, ScoredGroup, Span
 
 MODEL = decoder.new_config("qwen3", vocab_size=48, d_model=16, n_layers=2, n_heads=4, n_kv_heads=2, head_dim=8, d_ff=32)
-SECTION = dataclasses.replace(config.TrainerSection(), pack_tokens=32, warmup_steps=0, learning_rate=1e-2)
+SECTION = presets.on_cpu(config.TrainerSection(pack_tokens=32, warmup_steps=0, learning_rate=1e-2))
 MAX_PROMPT, MAX_NEW = 8, 12
 
 

@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 
 import jax
 
-from dora_jax import config, flags
+from dora_jax import config, flags, presets
 from dora_jax.models.config import ModelConfig, new_config
 from dora_jax.models.hf_config import read_config
 from dora_jax.trainer import aot, flops
@@ -76,7 +76,7 @@ def run(row: Row) -> bool:
     mesh = " ".join(f"{axis}{size}" for axis, size in
                     (("data", s.data), ("fsdp", s.fsdp), ("ctx", s.context), ("tp", s.tensor)) if size > 1)
     print(f"{row.name:34s}{row.slice_name:9s}{mesh or '1':18s}{f'{s.rows} x {s.tokens}':14s}", end="", flush=True)
-    section = dataclasses.replace(config.TrainerSection(), pack_tokens=s.tokens, **row.changes)
+    section = presets.on_cpu(config.TrainerSection(pack_tokens=s.tokens, **row.changes))
     try:
         c = aot.compile_update(row.model, section, row.slice_name, s, row.dtype)
     except ValueError as refusal:

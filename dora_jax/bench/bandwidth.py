@@ -14,10 +14,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from dora_jax import devices
 from dora_jax.bench.decode_tpu import MODELS
-from dora_jax.config import RolloutSection
+from dora_jax.config import Config, ModelSection, RolloutSection
 from dora_jax.models import decoder, sharding
 from dora_jax.rollout.engine import Engine
+from dora_jax.runtime.build import engine_of
 from dora_jax.rollout.shapes import FRESH, HEADER, POSITION, REMAINING, SLOT, TOKEN
 
 TOY = dict(vocab_size=512, d_model=256, n_layers=4, n_heads=8, n_kv_heads=4, head_dim=32, d_ff=768)
@@ -43,8 +45,8 @@ def new_engine(cfg: decoder.ModelConfig, rows: int, context: int, attention: str
         slots=rows, pages=rows * (context // size), page_size=size, max_prompt_tokens=size,
         max_new_tokens=context - size, decode_steps=STEPS, prefill_tokens=size * rows, attention=attention,
         context_block=min(1024, context))
-    return Engine(cfg, section, sharding.make_mesh(jax.devices()[:1], 1, 1, 1), seed=0, eos_ids=(),
-                  vocab_limit=cfg.vocab_size, dtype=dtype)
+    asked = Config(rollout=section, model=ModelSection(dtype=jnp.dtype(dtype).name))
+    return engine_of(devices.filled(asked), cfg, sharding.make_mesh(jax.devices()[:1], 1, 1, 1))
 
 
 def control_of(engine: Engine, context: int) -> tuple[np.ndarray, int]:

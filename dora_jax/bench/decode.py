@@ -36,10 +36,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from dora_jax import devices
 from dora_jax.bench import bandwidth, plain
-from dora_jax.config import RolloutSection
+from dora_jax.config import Config, RolloutSection
 from dora_jax.models import decoder, hf, sharding
 from dora_jax.rollout.engine import Engine
+from dora_jax.runtime.build import engine_of
 from dora_jax.types import SampleId
 
 MODEL = decoder.new_config("qwen3", **bandwidth.TOY)
@@ -110,8 +112,7 @@ def new_engine(work: Work, slots: int, device: jax.Device) -> Engine:
         slots=slots, pages=slots * (-(-(PROMPT + longest) // 16) + 1), max_prompt_tokens=PROMPT,
         max_new_tokens=longest, prefill_tokens=PROMPT * slots, decode_rows=min(FIXED_ROWS if fixed else TAIL_ROWS, slots),
         decode_steps=FIXED_STEPS if fixed else TAIL_STEPS, context_block=FIXED_BLOCK if fixed else TAIL_BLOCK)
-    return Engine(MODEL, section, sharding.make_mesh([device], 1, 1, 1), seed=0, eos_ids=(),
-                  vocab_limit=MODEL.vocab_size)
+    return engine_of(devices.filled(Config(rollout=section)), MODEL, sharding.make_mesh([device], 1, 1, 1))
 
 
 def drain(engine: Engine, todo: Iterator[tuple]) -> int:

@@ -102,7 +102,7 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=0, help="instead of the model's own; 0: all of them")
     args = parser.parse_args()
     prepare()
-    from dora_jax.sim.chips import CHIPS
+    from dora_jax.chips import CHIPS
 
     print(f"{SLOTS} slots, pages for {SLOTS} x {CONTEXT} tokens, {STEPS} decode steps a call, prefill {PREFILL} tokens")
     print(f"{'model':10s}{'slice':>13s}{'chips':>6s}{'call':>9s}{'weights':>9s}{'KV':>7s}{'scratch':>9s}{'of HBM':>8s}"

@@ -17,13 +17,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from dora_jax import devices
 from dora_jax.bench.decode import MODEL
-from dora_jax.config import RolloutSection
+from dora_jax.config import Config, RolloutSection
 from dora_jax.models import decoder, hf, sharding
 from dora_jax.models.logits import target_logprobs
 from dora_jax.ops.segment_attention import segment_attention
-from dora_jax.rollout.engine import Engine
 from dora_jax.rollout.quantize import KV, PROJECTIONS, WEIGHTS
+from dora_jax.runtime.build import engine_of
 from dora_jax.types import Sample, SampleId
 
 PROMPT = 32
@@ -33,8 +34,7 @@ OPTIONS = (("", ""), ("int8", ""), ("float8", ""), ("", "float8"), ("int8", "flo
 def samples_of(cfg: decoder.ModelConfig, params, weights: str, kv: str, count: int, tokens: int) -> list[Sample]:
     section = RolloutSection(slots=count, pages=count * (-(-(PROMPT + tokens) // 16) + 1), max_prompt_tokens=PROMPT,
                              max_new_tokens=tokens, prefill_tokens=512, weights=weights, kv=kv)
-    engine = Engine(cfg, section, sharding.make_mesh(jax.devices()[:1], 1, 1, 1), seed=0, eos_ids=(),
-                    vocab_limit=cfg.vocab_size)
+    engine = engine_of(devices.filled(Config(rollout=section)), cfg, sharding.make_mesh(jax.devices()[:1], 1, 1, 1))
     engine.load(0, jax.device_put(decoder.serving_layout(params), engine.param_shardings))
     rng = np.random.default_rng(0)
     for index in range(count):

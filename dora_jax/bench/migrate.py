@@ -20,11 +20,13 @@ import time
 import jax
 import numpy as np
 
+from dora_jax import devices
 from dora_jax.bench.decode import MODEL
-from dora_jax.config import RolloutSection
+from dora_jax.config import Config, RolloutSection
 from dora_jax.models import decoder, sharding
 from dora_jax.rollout.engine import Engine
 from dora_jax.rollout.migrate import Parcel, without_pages
+from dora_jax.runtime.build import engine_of
 from dora_jax.types import SampleId
 
 NEW = 128  # tokens that the moved sample may still sample: enough to measure a few ticks
@@ -38,8 +40,7 @@ def new_engine(context: int, others: int, params) -> Engine:
         slots=1 + others, decode_rows=1, pages=(context + longest) // 16 + 2 + others * (OTHERS_NEW // 16 + 3),
         max_prompt_tokens=context, max_new_tokens=longest, prefill_tokens=1 << 20, prefill_chunk=512,
         context_block=max(128, context // 16))
-    engine = Engine(MODEL, section, sharding.make_mesh(jax.devices()[:1], 1, 1, 1), seed=0, eos_ids=(),
-                    vocab_limit=MODEL.vocab_size)
+    engine = engine_of(devices.filled(Config(rollout=section)), MODEL, sharding.make_mesh(jax.devices()[:1], 1, 1, 1))
     engine.load(0, jax.device_put(params, engine.param_shardings))
     engine.warmup()
     return engine

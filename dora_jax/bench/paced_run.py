@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 
+from dora_jax import presets
 from dora_jax.buffer.store import MemoryGroupStore
 from dora_jax.config import RolloutSection
 from dora_jax.orchestrate import events as ev
@@ -107,9 +108,9 @@ class _Parts:
     def __init__(self, row: Row, costs: Costs, pace: float):
         config, hardware, work = row.config, row.config.hardware, Workload(row.config.workload)
         told = orchestrator_config(config, row.mode)
-        section = RolloutSection(
+        section = presets.on_cpu(RolloutSection(
             slots=hardware.slots, pages=costs.pages, page_size=hardware.page_size, residents=hardware.residents,
-            max_prompt_tokens=told.max_prompt_tokens, max_new_tokens=told.max_new_tokens, decode_steps=1)
+            max_prompt_tokens=told.max_prompt_tokens, max_new_tokens=told.max_new_tokens, decode_steps=1))
         outbox, store = queue.SimpleQueue(), MemoryGroupStore()
         self.weights = weights = PacedWeights(Weights(), costs, pace, hardware.trainer_chips // hardware.instance_chips)
         self.engines = [

@@ -27,6 +27,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from dora_jax import presets
 from dora_jax.bench import plain_step
 from dora_jax.bench.decode import ENVIRONMENTS, MODEL, flop_speed, timed
 from dora_jax.buffer import pack
@@ -94,7 +95,7 @@ def _one_a_row(batch: pack.TrainBatch, names: tuple[str, ...]) -> dict[str, np.n
 
 
 def section() -> TrainerSection:
-    return dataclasses.replace(TrainerSection(), pack_tokens=LONGEST, warmup_steps=0, learning_rate=1e-5)
+    return presets.on_cpu(TrainerSection(pack_tokens=LONGEST, warmup_steps=0, learning_rate=1e-5))
 
 
 # ----------------------------------------------------------------- runners

@@ -198,7 +198,7 @@ class Engine:
         self._emit.started += plan.started
         self._land()
         self._flights = flights
-        if not self.section.late_results:
+        if self.section.late_results == "off":
             self._land()
 
     def _check_loaded(self, version: Version, what: Any) -> None:

@@ -22,6 +22,7 @@ from dora_jax.buffer.pack import Layout, layout, pack_step
 from dora_jax.config import Config, blame
 from dora_jax.digest import digest
 from dora_jax.models import hf, sharding
+from dora_jax.models.config import ModelConfig
 from dora_jax.orchestrate.events import InstanceUp
 from dora_jax.orchestrate.modes import OrchestratorConfig
 from dora_jax.publish import WeightStore, serving_copy
@@ -135,13 +136,21 @@ class OneProcess:
         """Everything ends with the process."""
 
 
-def new_engine(config: Config, tokenizer: Tokenizer, model: Any, mesh: jax.sharding.Mesh) -> Engine:
-    return Engine(model, config.rollout, mesh, **_engine_options(config, tokenizer.eos_ids, tokenizer.vocab_size))
+def new_engine(config: Config, tokenizer: Tokenizer, model: ModelConfig, mesh: jax.sharding.Mesh) -> Engine:
+    return engine_of(config, model, mesh, eos_ids=tokenizer.eos_ids, vocab_limit=tokenizer.vocab_size,
+                     decode=tokenizer.decode)
 
 
-def engine_calls(config: Config, model: Any, mesh: jax.sharding.Mesh, eos_ids: tuple[int, ...],
+def engine_of(config: Config, model: ModelConfig, mesh: jax.sharding.Mesh, *, eos_ids: tuple[int, ...] = (),
+              vocab_limit: int = 0, decode: Callable[[Sequence[int]], str] | None = None) -> Engine:
+    """The engine of a resolved configuration. vocab_limit: ids that the tokenizer knows; 0: every row of the embedding."""
+    return Engine(model, config.rollout, mesh, decode=decode,
+                  **_engine_options(config, eos_ids, vocab_limit or model.vocab_size))
+
+
+def engine_calls(config: Config, model: ModelConfig, mesh: jax.sharding.Mesh, eos_ids: tuple[int, ...],
                  vocab_limit: int) -> Calls:
-    """The calls of `new_engine`; the devices of the mesh may be descriptions."""
+    """The calls of `engine_of`; the devices of the mesh may be descriptions."""
     return new_calls(model, config.rollout, mesh, **_engine_options(config, eos_ids, vocab_limit))
 
 

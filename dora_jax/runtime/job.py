@@ -37,6 +37,7 @@ def train(config: Config, workdir: Path) -> int:
     began = time.monotonic()
     # a controller computes nothing, and must not hold the chips that its gangs want
     devices.setup_platform(dataclasses.replace(config, cpu_devices=1) if config.cluster.launcher else config)
+    config = devices.resolved(config)
     with Writer(workdir) as writer, Guard(config.journal.watchdog_s) as guard, mirrored(
             workdir, writer.note, steps=not config.cluster.launcher) as mirror:
         try:
@@ -53,6 +54,7 @@ def train(config: Config, workdir: Path) -> int:
 def evaluate(config: Config, workdir: Path, step: int | None = None) -> int:
     """avg@k and pass@k of one checkpoint on the held-out prompts. A run of no steps: no trainer, the same engines."""
     devices.setup_platform(config)
+    config = devices.resolved(config)
     if config.task.rewards:  # held-out groups have the reward of their task
         config = dataclasses.replace(config, reward_model=RewardModelSection())
     directory = workdir / "checkpoints"

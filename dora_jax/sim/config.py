@@ -21,7 +21,7 @@ import ml_collections
 
 from dora_jax.config import ConfigError, nearest
 from dora_jax.orchestrate.modes import MODES, Decisions
-from dora_jax.sim.chips import CHIPS
+from dora_jax.chips import CHIPS
 
 section = dataclasses.dataclass(frozen=True, kw_only=True)
 

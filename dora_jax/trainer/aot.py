@@ -19,14 +19,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from dora_jax.chips import CHIPS, Chip, parse
 from dora_jax.models import sharding
 from dora_jax.models.config import ModelConfig, check_mesh
-from dora_jax.sim.chips import CHIPS, Chip
 from dora_jax.trainer import flops, hlo, step
 
-CORES_IN_NAME = {"v4": 2, "v5p": 2, "tpu7x": 2}  # such names count cores, two a chip; the others count chips
 FLAT = ("v5e", "v6e")  # two-dimensional slices; the others have three
-ALIASES = {"v5litepod": "v5e"}
 QUIET = {  # libtpu would ask a metadata server and lock the machine's chips; there are none
     "TPU_SKIP_MDS_QUERY": "1", "TPU_ACCELERATOR_TYPE": "v5litepod-4", "TPU_WORKER_HOSTNAMES": "localhost",
     "ALLOW_MULTIPLE_LIBTPU_LOAD": "true"}
@@ -152,19 +150,6 @@ def topology(name: str) -> str:
     else:
         dimensions.sort()
     return f"{kind}:{'x'.join(map(str, dimensions))}"
-
-
-def parse(name: str) -> tuple[str, int]:
-    """(chip, number of chips) of a slice's name."""
-    match = re.fullmatch(r"(\w+?)-(\d+)", name)
-    kind = ALIASES.get(match[1], match[1]) if match else ""
-    if kind not in (*CORES_IN_NAME, *FLAT):
-        raise ValueError(f"slice {name!r} is unknown: name one such as v5e-64, v5p-16, v6e-16, v4-32, tpu7x-128")
-    count, cores = int(match[2]), CORES_IN_NAME.get(kind, 1)
-    chips = count // cores
-    if chips * cores != count or chips < 1 or chips & (chips - 1):
-        raise ValueError(f"slice {name!r}: {count} is not {'twice ' if cores == 2 else ''}a power of two")
-    return kind, chips
 
 
 # ---------------------------------------------------------------- private

@@ -15,14 +15,9 @@ from typing import Any
 import jax.extend.core
 import numpy as np
 
+from dora_jax.chips import CHIPS, DEVICE_KINDS
 from dora_jax.models.config import ModelConfig
-from dora_jax.sim.chips import CHIPS
 
-DEVICE_KINDS = {  # what JAX calls a device -> (row of the hardware table, devices a chip)
-    "TPU v4": ("v4", 1), "TPU v5 lite": ("v5e", 1), "TPU v5": ("v5p", 1), "TPU v5p": ("v5p", 1),
-    "TPU v6 lite": ("v6e", 1), "TPU7x": ("tpu7x", 2), "NVIDIA H100 80GB HBM3": ("h100", 1), "NVIDIA H800": ("h800", 1),
-    "NVIDIA H200": ("h200", 1),
-}
 BACKWARD = 2  # gradients of weights and of inputs: two products for each of the forward pass
 
 

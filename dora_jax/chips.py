@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 
 GB = 1e9
 GBIT = 1e9 / 8
@@ -35,3 +36,28 @@ CHIPS = {
     "h800": _chip(80, 3350, 989, 200, 400),
     "h200": _chip(141, 4800, 989, 450, 400),
 }
+
+DEVICE_KINDS = {  # what JAX calls a device -> (row of the hardware table, devices a chip)
+    "TPU v4": ("v4", 1), "TPU v5 lite": ("v5e", 1), "TPU v5": ("v5p", 1), "TPU v5p": ("v5p", 1),
+    "TPU v6 lite": ("v6e", 1), "TPU7x": ("tpu7x", 2), "NVIDIA H100 80GB HBM3": ("h100", 1), "NVIDIA H800": ("h800", 1),
+    "NVIDIA H200": ("h200", 1),
+}
+GPUS = ("h100", "h800", "h200")
+CORES_IN_NAME = {"v4": 2, "v5p": 2, "tpu7x": 2}  # such names count cores, two a chip; the others count chips
+ALIASES = {"v5litepod": "v5e"}
+
+
+def parse(name: str) -> tuple[str, int]:
+    """(chip, number of chips) of a machine's name: a TPU slice such as v5e-64 or v5p-16, or GPUs such as h100-8.
+
+    ValueError where there is no such chip or slice.
+    """
+    match = re.fullmatch(r"(\w+?)-(\d+)", name)
+    chip = ALIASES.get(match[1], match[1]) if match else ""
+    if chip not in CHIPS:
+        raise ValueError(f"slice {name!r} is unknown: name one such as v5e-64, v5p-16, v6e-16, v4-32, tpu7x-128, h100-8")
+    count, cores = int(match[2]), CORES_IN_NAME.get(chip, 1)
+    number = count // cores
+    if number * cores != count or number < 1 or number & (number - 1):
+        raise ValueError(f"slice {name!r}: {count} is not {'twice ' if cores == 2 else ''}a power of two")
+    return chip, number
