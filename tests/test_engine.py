@@ -166,8 +166,6 @@ def test_errors_name_the_culprit():
         new_engine(pages=6)
     with pytest.raises(ValueError, match="not a multiple of rollout.decode_rows 3"):
         new_engine(decode_rows=3)
-    with pytest.raises(ValueError, match="rollout.attention gpu: jax has no paged kernel"):
-        new_engine(attention="gpu")
 
 
 def test_tensor_parallel_instance():

@@ -1,8 +1,8 @@
 """Attention of a few new positions over their own past, in two forms: contiguous blocks, or pages of a pool.
 
 `chunk_attention` is the XLA reference, which runs anywhere (`rollout.attention = reference`); `paged_attention` is the
-ragged paged attention kernel that jax ships for TPUs (`rollout.attention = tpu`), with `paged_reference` beside it,
-which a test holds equal to both.
+ragged paged attention kernel that jax ships for TPUs (`rollout.attention = tpu`), paged_gpu.py the kernel for GPUs
+(`rollout.attention = gpu`), with `paged_reference` beside them, which a test holds equal to all three.
 
 The reference's past comes in blocks of equal width, K as [B, K, D, S] and V as [B, K, S, D]: the layouts that a CPU
 streams at memory speed. The new positions stand apart, so that the past is read only while a chunk is decoded.
@@ -13,10 +13,11 @@ in the batch therefore changes nobody else's tokens, though it makes the bucket 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import jax
 import jax.numpy as jnp
+from jax.experimental import pallas as pl
 from jax.experimental.pallas.ops.tpu.ragged_paged_attention import kernel as ragged_paged_attention
 
 MASKED = -1e30  # finite, so that a row with nothing but masked scores makes no nan
@@ -67,12 +68,26 @@ def _combine(parts, dtype) -> jax.Array:
 # and a sample's bits would then depend on the longest context of its call.
 BLOCK_TOKENS = 512  # KV positions that one step of the kernel streams: enough to keep the memory busy
 BLOCK_QUERIES = 32
-LANES = 128  # the kernel takes head sizes that are a multiple of it
+LANES = 128  # the TPU's kernel takes head sizes that are a multiple of it
 
 
 def check_platform(impl: str, platform: str) -> None:
-    if impl == "tpu" and platform != "tpu":
-        raise ValueError(f"rollout.attention tpu needs TPU devices; this instance's are {platform}")
+    if impl != "reference" and platform != impl:
+        raise ValueError(f"rollout.attention {impl} needs {impl.upper()} devices; this instance's are {platform}")
+
+
+def paged_kernel(impl: str) -> Callable[..., jax.Array]:
+    """What `rollout.attention` names, tpu or gpu: a function with the arguments of `paged_reference`."""
+    if impl == "tpu":
+        return paged_attention
+    from dora_jax.ops import paged_gpu  # Triton is not part of every jax
+
+    return paged_gpu.paged_attention
+
+
+def lanes(impl: str, head_dim: int) -> int:
+    """The width of a head in pages that the kernel reads."""
+    return -(-head_dim // LANES) * LANES if impl == "tpu" else pl.next_power_of_2(max(16, head_dim))
 
 
 def paged_attention(q_SxLxHxD, kv_pages_NxPxCxD, kv_lens_S, tables_SxM, scale: float) -> jax.Array:
@@ -81,7 +96,7 @@ def paged_attention(q_SxLxHxD, kv_pages_NxPxCxD, kv_lens_S, tables_SxM, scale: f
     Pages hold K and V of each KV head side by side (C = 2K); tables_SxM says which pages hold a sequence, of which the
     first kv_lens positions are read. Those must be finite. D is a multiple of LANES: smaller heads come padded.
     """
-    _check_pages(q_SxLxHxD, kv_pages_NxPxCxD, kv_lens_S, tables_SxM)
+    check_pages(q_SxLxHxD, kv_pages_NxPxCxD, kv_lens_S, tables_SxM)
     s, length, heads, d = q_SxLxHxD.shape
     block_pages = max(1, BLOCK_TOKENS // kv_pages_NxPxCxD.shape[1])
     tables_SxM = jnp.pad(tables_SxM, ((0, 0), (0, max(0, block_pages - tables_SxM.shape[1]))))
@@ -96,7 +111,7 @@ def paged_attention(q_SxLxHxD, kv_pages_NxPxCxD, kv_lens_S, tables_SxM, scale: f
 
 def paged_reference(q_SxLxHxD, kv_pages_NxPxCxD, kv_lens_S, tables_SxM, scale: float) -> jax.Array:
     """The same in plain XLA: every sequence's pages side by side, one softmax."""
-    _check_pages(q_SxLxHxD, kv_pages_NxPxCxD, kv_lens_S, tables_SxM)
+    check_pages(q_SxLxHxD, kv_pages_NxPxCxD, kv_lens_S, tables_SxM)
     s, length, heads, d = q_SxLxHxD.shape
     kv = kv_pages_NxPxCxD[tables_SxM].astype(q_SxLxHxD.dtype).reshape(s, -1, *kv_pages_NxPxCxD.shape[2:])
     at_T = jnp.arange(kv.shape[1])
@@ -110,7 +125,8 @@ def paged_reference(q_SxLxHxD, kv_pages_NxPxCxD, kv_lens_S, tables_SxM, scale: f
     return jnp.einsum("skglt,stkd->slkgd", weights, v_SxTxKxD).reshape(q_SxLxHxD.shape).astype(q_SxLxHxD.dtype)
 
 
-def _check_pages(q_SxLxHxD, kv_pages_NxPxCxD, kv_lens_S, tables_SxM) -> None:
+def check_pages(q_SxLxHxD, kv_pages_NxPxCxD, kv_lens_S, tables_SxM) -> None:
+    """Raises ValueError where queries, pages, lengths and tables do not belong together."""
     (s, _, heads, d), (_, _, kv, kv_d) = q_SxLxHxD.shape, kv_pages_NxPxCxD.shape
     if kv % 2 or d != kv_d or heads % (kv // 2):
         raise ValueError(f"queries of {heads} heads of {d} do not fit pages of {kv} K and V heads of {kv_d}")

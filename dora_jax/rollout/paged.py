@@ -1,7 +1,6 @@
-"""Stage 2, device side: KV pages as a paged kernel reads them, `rollout.attention = tpu`.
+"""Stage 2, device side: KV pages as a paged kernel reads them, `rollout.attention` = tpu or gpu.
 
-The pool is [pages, page_size, 2K, D] a layer, K and V of a head side by side: what the ragged paged attention kernel
-streams. Every step writes its KV into the pages themselves and attends straight from them, so nothing is gathered.
+The pool is [pages, page_size, 2K, D] a layer, K and V of a head side by side: what the kernels of ops/ stream. Every step writes its KV into the pages themselves and attends straight from them, so nothing is gathered.
 Laws: a row writes to pages of its own window only, and zeros once it has finished; the positions that the kernel reads
 of a page are those that its row wrote, so that nothing of another version leaks; what goes to the host has the layout
 of gathered.py, so that a sample moves between instances with different kernels.
@@ -35,7 +34,8 @@ class Paged:
         self.shapes = shapes
         self.pool_dtype = KV[shapes.kv] or dtype
         self.mesh = mesh
-        self.lanes = -(-cfg.head_dim // attention.LANES) * attention.LANES  # a head's width in the pool
+        self.kernel = attention.paged_kernel(shapes.attention)
+        self.lanes = attention.lanes(shapes.attention, cfg.head_dim)  # a head's width in the pool
 
     def empty(self):
         s, c = self.shapes, self.cfg
@@ -98,7 +98,7 @@ class Paged:
         def run(q, k, v, pages, tables_SxM, kv_lens_S, page_SxL, offset_SxL, real_SxL):
             new_SxLxCxD = self._padded(jnp.where(real_SxL[:, :, None, None], _interleaved(k, v), 0))
             pages = pages.at[page_SxL, offset_SxL].set(narrow(new_SxLxCxD, self.pool_dtype))
-            o = attention.paged_attention(self._padded(q), pages, kv_lens_S, tables_SxM, self.cfg.head_dim**-0.5)
+            o = self.kernel(self._padded(q), pages, kv_lens_S, tables_SxM, self.cfg.head_dim**-0.5)
             return o[..., : self.cfg.head_dim], pages
 
         def attend(layer, q, k, v):

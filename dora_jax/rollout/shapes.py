@@ -32,7 +32,7 @@ class Shapes:
     alone_pages: int  # the same where none does
     block: int  # positions of one context block
     max_context: int  # prompt + new tokens
-    attention: str  # reference or tpu: how KV lies in pages
+    attention: str  # reference, tpu or gpu: how KV lies in pages
     kv: str  # type of the KV pool; empty: the compute type
     max_repeats: int  # 0: no limit
     kept: int  # ids of the keep set that come along with each token
@@ -90,9 +90,6 @@ class Shapes:
 def shapes_of(section: RolloutSection) -> Shapes:
     """Raises ValueError where the section's sizes cannot work together."""
     size = section.page_size
-    if section.attention == "gpu":
-        raise ValueError("rollout.attention gpu: jax has no paged kernel for GPUs that it still keeps up; use "
-                         "reference, which XLA compiles for them")
     _check_sampling(section)
     for name, known in (("weights", ("", "int8", "float8")), ("kv", ("", "float8"))):
         if getattr(section, name) not in known:
