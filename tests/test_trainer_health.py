@@ -180,6 +180,36 @@ def test_moments_in_host_memory_give_the_same_step():
     jax.tree.map(np.testing.assert_array_equal, *after)
 
 
+def adam_of(trainer):
+    """The state with both moments."""
+    (adam,) = (s for s in jax.tree.leaves(trainer.state.opt_state, is_leaf=lambda s: hasattr(s, "mu")) if hasattr(s, "mu"))
+    return adam
+
+
+def test_moments_in_bfloat16_are_half_as_large_and_the_trainer_learns_as_well():
+    model = dataclasses.replace(cases.MODEL, n_layers=1)
+    sizes, gained = [], []
+    for moments in ("float32", "bfloat16"):
+        trainer = step.Trainer(model, cases.section(moments=moments, max_grad_norm=0.0), mesh(), cases.params(3, model),
+                               total_steps=20)
+        batch = cases.batch(trainer)
+        before = trainer.logprobs(batch)
+        for _ in range(8):
+            trainer.step(batch)
+        adam = adam_of(trainer)
+        sizes.append(sum(x.nbytes for x in jax.tree.leaves((adam.mu, adam.nu))))
+        gained.append(float(((trainer.logprobs(batch) - before) * batch.advantages * batch.mask).sum()))
+    assert {x.dtype.name for x in jax.tree.leaves((adam.mu, adam.nu))} == {"bfloat16"} and adam.count.dtype == np.int32
+    assert sizes[0] == 2 * sizes[1]
+    assert gained[1] == pytest.approx(gained[0], rel=0.05) and gained[0] > 1
+
+
+def test_bfloat16_moments_refuse_a_decay_that_they_would_round_away():
+    assert objective.check(cases.section(moments="bfloat16")) == []
+    (problem,) = objective.check(cases.section(moments="bfloat16", b2=0.999))
+    assert problem.startswith("trainer.b2=0.999: a second moment in bfloat16")
+
+
 def test_a_backend_without_host_memory_is_named(monkeypatch):
     monkeypatch.setattr(optim, "HOST", "pinned_elsewhere")
     with pytest.raises(ValueError, match="trainer.optimizer_memory='host': cpu devices have no pinned_elsewhere memory, only"):

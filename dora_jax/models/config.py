@@ -73,11 +73,53 @@ class ModelConfig:
         if self.head_dim % 2:
             raise ValueError(f"model head_dim {self.head_dim} is odd; rotary embeddings need pairs")
 
+    @property
+    def q_width(self) -> int:
+        return self.n_heads * self.head_dim
+
+    @property
+    def kv_width(self) -> int:
+        return self.n_kv_heads * self.head_dim
+
+    def kv_width_on(self, tensor: int) -> int:
+        """Of keys, or values, on one of `tensor` devices: at least one whole head."""
+        return max(self.n_kv_heads // tensor, 1) * self.head_dim
+
+    @property
+    def layer_params(self) -> int:
+        """Of one layer's matrices."""
+        return self.d_model * (2 * self.q_width + 2 * self.kv_width + 3 * self.d_ff)
+
+    @property
+    def matrix_params(self) -> int:
+        """Of all matrices: what a mesh cuts."""
+        ends = (1 if self.tie_embeddings else 2) * self.vocab_size * self.d_model
+        return self.n_layers * self.layer_params + ends
+
+    @property
+    def gain_params(self) -> int:
+        """Gains and biases: small, and replicated but for the biases."""
+        layer = 2 * self.d_model
+        layer += 2 * self.head_dim if self.qk_norm else 0
+        layer += self.q_width + 2 * self.kv_width if self.qkv_bias else 0
+        return self.n_layers * layer + self.d_model
+
 
 def new_config(model_type: str, **sizes) -> ModelConfig:
     """A config for a fresh model of this family: the family's switches, the given sizes, defaults for the rest."""
     known = family(model_type)
     return ModelConfig(family=model_type, qk_norm=known.qk_norm, qkv_bias=known.qkv_bias, **sizes)
+
+
+_QWEN3 = {"vocab_size": 151936, "head_dim": 128, "n_kv_heads": 8, "rope_theta": 1e6, "max_position": 40960}
+KNOWN = {  # sizes as in the config.json of the same name at Hugging Face
+    "Qwen3-0.6B": new_config("qwen3", d_model=1024, n_layers=28, n_heads=16, d_ff=3072, **_QWEN3),
+    "Qwen3-1.7B": new_config("qwen3", d_model=2048, n_layers=28, n_heads=16, d_ff=6144, **_QWEN3),
+    "Qwen3-4B": new_config("qwen3", d_model=2560, n_layers=36, n_heads=32, d_ff=9728, **_QWEN3),
+    "Qwen3-8B": new_config("qwen3", d_model=4096, n_layers=36, n_heads=32, d_ff=12288, tie_embeddings=False, **_QWEN3),
+    "Qwen3-14B": new_config("qwen3", d_model=5120, n_layers=40, n_heads=40, d_ff=17408, tie_embeddings=False, **_QWEN3),
+    "Qwen3-32B": new_config("qwen3", d_model=5120, n_layers=64, n_heads=64, d_ff=25600, tie_embeddings=False, **_QWEN3),
+}
 
 
 def check_mesh(cfg: ModelConfig, *, fsdp: int, tensor: int) -> None:

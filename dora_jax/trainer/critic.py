@@ -31,7 +31,7 @@ class Critic:
         self.model, self.section = model, section
         rate = optax.constant_schedule(section.value_learning_rate)
         self._tx = optim.optimizer(rate, b1=section.b1, b2=section.b2, eps=section.eps,
-                                   weight_decay=section.weight_decay, max_grad_norm=section.max_grad_norm)
+                                   weight_decay=section.weight_decay, max_grad_norm=section.max_grad_norm, moments=section.moments)
 
     def init(self, policy: Any) -> CriticState:
         """Jittable; copies the policy's weights."""

@@ -28,6 +28,7 @@ KLS = ("none", "k1", "k2", "k3")
 WHITENED = ("reinforce_pp", "reinforce_pp_baseline", "gae", "gae_turn")
 VALUE_ADVANTAGES = ("gae", "gae_turn")
 WEIGHTING = ("tis", "icepop")  # corrections that multiply the loss by exp(l_old - l_mu)
+MAX_BFLOAT16_B2 = 0.99  # of its 8 bits the last is worth up to 1/128 of the value, and a decay must move it by half of that
 WORDS: Mapping[tuple[str, str], tuple[str, ...]] = {  # keywords whose values are names; all others are numbers
     ("tis", "level"): ("token", "sequence"),
     ("mask", "level"): ("token", "seq_sum", "seq_mean", "seq_max", "geometric"),
@@ -166,6 +167,9 @@ def _numbers(section: Any) -> list[str]:
         errors.append(f"trainer.fsdp={section.fsdp} must be at least 1, or -1 for every device left")
     errors += [f"trainer.{field}={getattr(section, field)} must lie in [0, 1)"
                for field in ("b1", "b2") if not 0 <= getattr(section, field) < 1]
+    if section.moments == "bfloat16" and section.b2 > MAX_BFLOAT16_B2:
+        errors.append(f"trainer.b2={section.b2}: a second moment in bfloat16 rounds away what an update changes above "
+                      f"{MAX_BFLOAT16_B2}; lower it, or keep trainer.moments=float32")
     return errors
 
 

@@ -1,7 +1,7 @@
-"""Stage 5, train: the optax chain and its schedule. Masters and both moments are f32 and live on the params' shards.
+"""Stage 5, train: the optax chain and its schedule. Masters and both moments live on the params' shards.
 
-Between updates the moments may rest in host memory, on the same shards: two thirds of the state then leave the device
-while activations need its room.
+Masters are f32. Moments are f32 or bfloat16, which halves them; every update computes in f32. Between updates the
+moments may rest in host memory, on the same shards, which leaves their room to the activations.
 """
 
 from __future__ import annotations
@@ -31,10 +31,13 @@ def schedule(kind: str, learning_rate: float, warmup_steps: int, total_steps: in
 
 
 def optimizer(rate: optax.Schedule, *, b1: float, b2: float, eps: float, weight_decay: float,
-              max_grad_norm: float) -> optax.GradientTransformation:
-    """Clip by global norm (0: off), Adam, decoupled decay of matrices only."""
+              max_grad_norm: float, moments: str = "float32") -> optax.GradientTransformation:
+    """Clip by global norm (0: off), Adam, decoupled decay of matrices only; moments: the type that both rest in."""
     clip = optax.clip_by_global_norm(max_grad_norm) if max_grad_norm else optax.identity()
-    return optax.chain(clip, optax.adamw(rate, b1=b1, b2=b2, eps=eps, weight_decay=weight_decay, mask=decays))
+    adam = optax.adamw(rate, b1=b1, b2=b2, eps=eps, weight_decay=weight_decay, mask=decays, mu_dtype=moments)
+    tx = optax.chain(clip, adam)
+    # optax has no nu_dtype: it keeps the second moment in the type that it is initialised in
+    return tx._replace(init=lambda params: tx.init(optax.tree.cast(params, moments)))
 
 
 def decays(params: Any) -> Any:

@@ -208,7 +208,7 @@ class Recipe:
         self.rate = optim.schedule(section.schedule, section.learning_rate, section.warmup_steps,
                                    total_steps * section.updates)
         self.tx = optim.optimizer(self.rate, b1=section.b1, b2=section.b2, eps=section.eps,
-                                  weight_decay=section.weight_decay, max_grad_norm=section.max_grad_norm)
+                                  weight_decay=section.weight_decay, max_grad_norm=section.max_grad_norm, moments=section.moments)
         self.critic = Critic(model, section)
 
     def init(self, params: Any) -> dict[str, Any]:
