@@ -1,13 +1,15 @@
 """8 bits: values come back within half a step, the pool does not overflow, an engine drifts as far as 8 bits go."""
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from engine_rig import CFG, assert_undisturbed, finish, ids, loaded, new_engine, params, submit, weights
 
 from dora_jax.bench import drift
-from dora_jax.models import decoder
+from dora_jax.models import decoder, sharding
 from dora_jax.rollout.quantize import PROJECTIONS, narrow, quantized, restored
+from dora_jax.runtime.build import engine_of
 from dora_jax.types import SampleId
 
 pytestmark = pytest.mark.slow  # many compilations
@@ -45,12 +47,19 @@ def test_the_pool_does_not_overflow():
 
 
 def test_drift_is_small_and_is_there():
-    sizes = {}
-    for option in (("", ""), ("int8", ""), ("", "float8")):
-        samples = drift.samples_of(CFG, params(0), *option, 4, 24)
-        sizes[option] = np.abs(drift.drift_of(CFG, params(0), samples)).mean()
+    sizes = {option: np.abs(drift.measure(CFG, params(0), ("float32", *option), 4, 24)[0]).mean()
+             for option in (("", ""), ("int8", ""), ("", "float8"))}
     assert sizes["", ""] < 1e-5 < 1e-4 < sizes["int8", ""] < 0.05
     assert 1e-4 < sizes["", "float8"] < 0.2
+
+
+def test_an_engine_of_a_bfloat16_run_computes_in_bfloat16():
+    """From the assembly that a run uses: the pool's type, and a gap no larger than two independent roundings make."""
+    config = drift.config_of("bfloat16", "", "", 4, 24)
+    engine = engine_of(config, CFG, sharding.make_mesh(jax.devices()[:1], 1, 1, 1))
+    assert {x.dtype.name for x in jax.tree.leaves(engine._device.pool)} == {"bfloat16"}
+    gap, forward = drift.measure(CFG, params(0), ("bfloat16", "", ""), 4, 24)
+    assert 1e-4 < np.abs(gap).mean() <= 1.5 * forward
 
 
 def test_narrow_kv_moves_bit_for_bit_and_to_wide_pools():
