@@ -24,11 +24,12 @@ import re
 import typing
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from difflib import SequenceMatcher
-from typing import Any
-
-import ml_collections
+from typing import TYPE_CHECKING, Any
 
 from dora_jax import validate
+
+if TYPE_CHECKING:
+    import ml_collections
 
 section = dataclasses.dataclass(frozen=True, kw_only=True)
 
@@ -281,6 +282,8 @@ def blame(field: str) -> Iterator[None]:
 
 def defaults() -> ml_collections.ConfigDict:
     """The ConfigDict that a config file fills in: locked, but for the free-form dictionaries."""
+    import ml_collections  # for config files: a Config itself does without
+
     tree = ml_collections.ConfigDict(dataclasses.asdict(Config())).lock()
     for path in free_form():
         functools.reduce(getattr, path.split("."), tree).unlock()
@@ -289,8 +292,7 @@ def defaults() -> ml_collections.ConfigDict:
 
 def from_config_dict(tree: Mapping[str, Any] | ml_collections.ConfigDict, purpose: str = "train") -> Config:
     """Converts and validates everything at once; purpose: train, sft or evaluate (see validate.problems)."""
-    if isinstance(tree, ml_collections.ConfigDict):
-        tree = tree.to_dict()
+    tree = tree if isinstance(tree, Mapping) else tree.to_dict()
     problems: list[str] = []
     config = _build(Config, tree, "", problems)
     problems += validate.problems(config, purpose)

@@ -1,6 +1,7 @@
 """Assembles a run from its configuration: devices, model, task, engines, trainer, world.
 
-The only place that knows every stage.
+The only place that knows every stage. What reads folders (tokenizer, weights, checkpoints) is imported where it is
+needed: engine and trainer of weights in memory do without it.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import queue
 import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
@@ -21,8 +22,9 @@ from dora_jax import devices, tasks
 from dora_jax.buffer.pack import Layout, layout, pack_step
 from dora_jax.config import Config, blame
 from dora_jax.digest import digest
-from dora_jax.models import hf, sharding
+from dora_jax.models import sharding
 from dora_jax.models.config import ModelConfig
+from dora_jax.models.hf_config import read_config
 from dora_jax.orchestrate.events import InstanceUp
 from dora_jax.orchestrate.modes import OrchestratorConfig
 from dora_jax.publish import WeightStore, serving_copy
@@ -34,18 +36,21 @@ from dora_jax.runtime.partwise import PartwiseTrainer
 from dora_jax.runtime.staging import serving_shardings
 from dora_jax.runtime.workers import TrainerWorker
 from dora_jax.tasks.pool import ScorerPool
-from dora_jax.tokenizer import Tokenizer
-from dora_jax.trainer.checkpoint import Checkpoints
 from dora_jax.trainer.objective import may_start_early, needs_scores
 from dora_jax.trainer.prepare import Prepare, Unjudged
 from dora_jax.trainer.step import Probe, Recipe, Trainer, new_recipe
 from dora_jax.types import InstanceId, ScoredGroup, Version
+
+if TYPE_CHECKING:
+    from dora_jax.tokenizer import Tokenizer
 
 
 class Parts:
     """What every run has in its own process: tokenizer, task, scorer, the outbox of its workers, the world."""
 
     def __init__(self, config: Config, workdir: Path):
+        from dora_jax.tokenizer import Tokenizer
+
         self.config = config
         self.workdir = workdir
         with blame("model.path"):
@@ -104,6 +109,8 @@ class OneProcess:
         self.weights = WeightStore(parts.config.model.dtype)
 
     def trainer_side(self) -> TrainerSide:
+        from dora_jax.trainer.checkpoint import Checkpoints
+
         config, workdir = self._parts.config, self._parts.workdir
         mesh = sharding.make_mesh([jax.devices()[i] for i in self._plan.trainer], *self._plan.trainer_mesh)
         trainer = new_trainer(config, self._parts.tokenizer, mesh, workdir)
@@ -112,7 +119,7 @@ class OneProcess:
 
     def instances(self) -> list[LocalInstance]:
         parts, config = self._parts, self._parts.config
-        model = hf.read_config(config.model.path)
+        model = read_config(config.model.path)
         pool: dict[InstanceId, LocalInstance] = {}
         for instance, indices in enumerate(self._plan.instances):
             mesh = sharding.make_mesh([jax.devices()[i] for i in indices], 1, 1, len(indices))
@@ -161,10 +168,18 @@ def _engine_options(config: Config, eos_ids: tuple[int, ...], vocab_limit: int) 
 
 def new_trainer(config: Config, tokenizer: Tokenizer, mesh: jax.sharding.Mesh, dump_dir: Path) -> Trainer:
     """It holds the weights of model.path."""
+    from dora_jax.models import hf
+
     with blame("model.path"):
         model, params = hf.load(config.model.path, mesh)
-    return Trainer(model, config.trainer, mesh, params, dump_dir=str(dump_dir),
-                   **_trainer_options(config, tokenizer.vocab_size))
+    return trainer_of(config, model, mesh, params, vocab_limit=tokenizer.vocab_size, dump_dir=str(dump_dir))
+
+
+def trainer_of(config: Config, model: ModelConfig, mesh: jax.sharding.Mesh, params: Any, *, vocab_limit: int = 0,
+               dump_dir: str | None = None) -> Trainer:
+    """The trainer of a resolved configuration and of these weights (stacked), which it copies; see `engine_of`."""
+    return Trainer(model, config.trainer, mesh, params, dump_dir=dump_dir,
+                   **_trainer_options(config, vocab_limit or model.vocab_size))
 
 
 def trainer_recipe(config: Config, model: Any, mesh: jax.sharding.Mesh, vocab_limit: int) -> Recipe:

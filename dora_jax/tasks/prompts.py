@@ -11,15 +11,17 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
 from dora_jax.config import TaskSection
 from dora_jax.tasks import worked
 from dora_jax.tasks.identity import Question, identity_hash, share_hash, shorten
-from dora_jax.tokenizer import Tokenizer
 from dora_jax.types import GroupId, Prompt, is_eval, record
+
+if TYPE_CHECKING:
+    from dora_jax.tokenizer import Tokenizer
 
 
 class PromptTooLong(ValueError):
