@@ -4,10 +4,10 @@ import jax
 import numpy as np
 
 from dora_jax.runtime import exchange as ex
+from dora_jax.runtime import slices
 from dora_jax.runtime.publication import WIRE, Publication
 from dora_jax.runtime.shards import Manifest, WireError, check
 from dora_jax.runtime.staging import Versions, WeightHost
-from dora_jax.runtime.wire import shards_of
 
 ONE = jax.sharding.SingleDeviceSharding(jax.devices()[0])
 LIKE = {"w": jax.ShapeDtypeStruct((2,), np.float32, sharding=ONE)}
@@ -23,21 +23,21 @@ class CountingWire:
         self.failing = False
         self.mine = {}
 
-    def offer(self, key, tree, wanted):
+    def give(self, key, pieces):
         assert key not in self.mine
         number = len(CountingWire.offers) + 1
-        CountingWire.offers[number] = tree
+        CountingWire.offers[number] = pieces
         self.mine[key] = number
-        mine = tuple(wanted) if self.host == 0 else ()  # one process sends what all of them hold
+        mine = tuple(pieces) if self.host == 0 else ()  # one process sends what all of them hold
         return Manifest(key=key, address="here", transports=4, number=number, shards=mine)
 
     def release(self, key, pulled=True):
         self.mine.pop(key, None)
 
-    def pull(self, manifests, like, key, timeout_s):
+    def take(self, manifests, wanted, key, timeout_s):
         if self.failing:
             raise WireError("the peer is gone")
-        check(manifests, shards_of(like), key)
+        check(manifests, wanted, key)
         return CountingWire.offers[manifests[0].number]
 
 
@@ -51,7 +51,7 @@ class World:
 
 
 def weights(version):
-    return {"w": np.full(2, version, np.float32)}
+    return slices.offered({"w": jax.device_put(np.full(2, version, np.float32), ONE)})
 
 
 class Net:
@@ -71,15 +71,15 @@ class Net:
         self.worlds[name] = World(name, epoch, hosts, self.read)
         self.tell(self.worlds[name].up())
 
-    def read(self, version, shardings):
+    def read(self, version, shards):
         if version not in self.stored:
             raise OSError(f"version {version} is not there")
-        return self.stored[version]
+        return slices.pieces(self.stored[version], shards)
 
     def publish(self, version, store=False, wire=True):
         trainer = self.worlds["trainer"]
         if store:
-            self.stored[version] = jax.device_put(weights(version), ONE)
+            self.stored[version] = weights(version)
             self.tell(ex.Stored(version=version, there=True))
         if wire:
             for host in trainer.hosts:
@@ -120,7 +120,7 @@ class Net:
         fact = host.execute(ex.CODEC.decode(ex.CODEC.encode(command)))
         for host in world.hosts:
             for version in host.weights.versions:
-                assert host.weights._weights[version]["w"].tolist() == [version, version]
+                assert host.weights._weights[version]["w"].at(((0,), (2,))).tolist() == [version, version]
         if fact is not None:
             self.messages.append(ex.CODEC.decode(ex.CODEC.encode(fact)))
 

@@ -13,6 +13,7 @@ from dora_jax.config import ConfigError
 from dora_jax.orchestrate import events as ev
 from dora_jax.rollout.oracle import OracleEngine
 from dora_jax.rollout.ticks import TickResult
+from dora_jax.runtime import slices
 from dora_jax.runtime.audit import ReadOnly, audit
 from dora_jax.runtime.bucket import ROSTER, Objects
 from dora_jax.runtime.cluster import calls
@@ -237,7 +238,7 @@ def test_of_weights_from_before_what_is_live_is_kept(tmp_path, scheme):
     stored = weights_at(f"{scheme}{tmp_path}")
     stored.clear()
     for version in (1, 2, 3):
-        stored.write(version, {"w": jnp.full(2, version)})
+        stored.write(version, slices.offered({"w": jnp.full(2, version)}))
         if version != 3:
             stored.finish(version)
     def names():

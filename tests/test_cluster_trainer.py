@@ -6,9 +6,12 @@ import json
 import jax
 import numpy as np
 import pytest
+from jax.sharding import PartitionSpec as P
 
 from dora_jax.config import CheckpointSection, RunError
 from dora_jax.models import sharding
+from dora_jax.publish import placed
+from dora_jax.runtime import slices
 from dora_jax.runtime.book import Published, Step
 from dora_jax.runtime.bucket import Objects
 from dora_jax.runtime.cluster import calls
@@ -20,6 +23,7 @@ from dora_jax.runtime.cluster.parts import StepFolder
 from dora_jax.runtime.cluster.publisher import Publisher
 from dora_jax.runtime.cluster.weights import StoredWeights, weights_at
 from dora_jax.runtime.publication import STORAGE, WIRE
+from dora_jax.runtime.shards import WireError
 from dora_jax.trainer import manifest
 from dora_jax.types import ScoredGroup
 from tests.cluster_fakes import LIMITS, FakeLauncher, begin, eventually
@@ -240,21 +244,26 @@ def mesh_of(tensor):
 def test_stored_weights_come_back_on_another_mesh_and_only_when_whole(tmp_path, scheme):
     stored = weights_at(f"{scheme}{tmp_path}")
     stored.clear()
-    where = jax.sharding.NamedSharding(mesh_of(1), jax.sharding.PartitionSpec())
     tree = {"embed": np.arange(24, dtype=np.float32).reshape(4, 6),
-            "layers": [{"w": np.ones((2, 2), jax.numpy.bfloat16)}]}
-    weights = jax.device_put(tree, where)
-    shardings = jax.tree.map(lambda _: where, tree)
-    stored.write(3, weights)
+            "layers": {"w": np.arange(32, dtype=jax.numpy.bfloat16).reshape(2, 4, 4)}}
+    rows = jax.sharding.NamedSharding(sharding.make_mesh(jax.devices()[:4], 2, 2, 1), P("fsdp"))
+    columns = jax.sharding.NamedSharding(mesh_of(2), P(None, "tensor"))
+    stored.write(3, slices.offered(jax.device_put(tree, rows)))
     assert not stored.has(3)
+    like = {"embed": jax.ShapeDtypeStruct((4, 6), np.float32, sharding=columns),
+            "layers": {"w": jax.ShapeDtypeStruct((2, 4, 4), jax.numpy.bfloat16, sharding=columns)}}
     if not scheme:  # in a bucket it is the controller that tells nobody
         with pytest.raises(ValueError):
-            stored.read(3, shardings)
+            stored.read(3, slices.wanted(like))
     stored.finish(3)
     assert stored.has(3)
-    back = stored.read(3, shardings)
-    jax.tree.map(np.testing.assert_array_equal, back, tree)
-    assert back["layers"][0]["w"].dtype == jax.numpy.bfloat16
+    back = placed(slices.received(like, stored.read(3, slices.wanted(like))),
+                  {"embed": columns, "layers": [{"w": jax.sharding.NamedSharding(mesh_of(2), P("tensor"))}] * 2})
+    jax.tree.map(np.testing.assert_array_equal, back, {**tree, "layers": [{"w": w} for w in tree["layers"]["w"]]})
+    assert back["layers"][0]["w"].dtype == jax.numpy.bfloat16 and back["embed"].sharding == columns
+    other = {"embed": jax.ShapeDtypeStruct((4, 6), jax.numpy.bfloat16, sharding=columns)}
+    with pytest.raises(WireError, match=r"bfloat16\[4, 6\] is wanted, and is stored as float32\[4, 6\]"):
+        stored.read(3, slices.wanted(other))
     stored.drop(3)
     assert not stored.has(3)
     eventually(lambda: not Objects(f"file://{tmp_path}").keys("weights"))

@@ -99,7 +99,7 @@ def test_sizes_that_cannot_be_are_refused(ends, change):
 def test_pages_that_nobody_fetches_are_freed(ends):
     k = key()
     lend(ends[0], k, taken_out(SampleId(3, 1)))
-    arrays = [piece.array for piece in ends[0]._offered[k]]
+    arrays, _ = ends[0]._offered[k]
     ends[0].release(k, pulled=False)
     assert all(array.is_deleted() for array in arrays)
 

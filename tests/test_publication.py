@@ -13,11 +13,11 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from dora_jax.models import sharding
+from dora_jax.models import decoder, sharding
 from dora_jax.orchestrate.events import TimePassed
-from dora_jax.publish import WeightStore
+from dora_jax.publish import offered_copy
 from dora_jax.runtime import exchange as ex
-from dora_jax.runtime import staging
+from dora_jax.runtime import slices, staging
 from dora_jax.runtime.publication import STORAGE, WIRE, Publication
 from dora_jax.runtime.shards import Key
 from dora_jax.runtime.staging import Versions, WeightHost
@@ -320,12 +320,11 @@ def carry(brain, worlds, *facts):
 
 def test_trained_weights_reach_replicas_in_their_layout_and_from_each_other():
     devices = jax.devices()
-    store = WeightStore("bfloat16")
-    masters = sharding.param_specs(cases.MODEL, sharding.make_mesh(devices[:2], 1, 2, 1))
-    store.put(3, jax.device_put(cases.params(), masters))
-    served = jax.device_put(store.get(3, None), staging.serving_shardings(cases.MODEL, devices[:2], 2))
+    on = sharding.make_mesh(devices[:2], 1, 2, 1)
+    params = jax.device_put(cases.params(), sharding.param_specs(cases.MODEL, on))
+    copy = offered_copy("bfloat16", sharding.param_specs(cases.MODEL, on))(params)
     trainer = Versions()
-    trainer.keep(3, served)
+    trainer.keep(3, slices.offered(copy))
     worlds = {"trainer": [WeightHost(0, Wire(), trainer)]}
     brain = Publication()
     facts = [ex.WorldUp(world="trainer", epoch=1, hosts=1, trainer=True),
@@ -338,6 +337,7 @@ def test_trained_weights_reach_replicas_in_their_layout_and_from_each_other():
         facts += [ex.WorldUp(world=f"r{i}", epoch=1, hosts=1), ex.Wanted(world=f"r{i}", version=3)]
     outcomes = carry(brain, worlds, *facts)
     assert outcomes == [ex.Loaded(world=f"r{i}", version=3) for i in range(3)]
+    served = decoder.serving_layout(copy)
     for name, sharded in shardings.items():
         got = worlds[name][0].weights.get(3, sharded)
         for x, y, s in zip(*map(jax.tree.leaves, (got, served, sharded)), strict=True):
@@ -346,8 +346,8 @@ def test_trained_weights_reach_replicas_in_their_layout_and_from_each_other():
 
 def test_a_replica_with_another_model_is_refused_and_the_version_stays_whole():
     one = sharding.make_mesh(jax.devices()[:1], 1, 1, 1)
-    store = WeightStore()
-    store.put(0, jax.device_put(cases.params(), sharding.param_specs(cases.MODEL, one)))
+    store = Versions()
+    store.keep(0, slices.offered(jax.device_put(cases.params(), sharding.param_specs(cases.MODEL, one))))
     smaller = dataclasses.replace(cases.MODEL, n_layers=1)
     like = staging.like(smaller, sharding.param_specs(smaller, one, "serving"), jnp.bfloat16)
     worlds = {"trainer": [WeightHost(0, Wire(), store)], "r0": [WeightHost(0, Wire(), Versions(), like)]}
@@ -358,16 +358,17 @@ def test_a_replica_with_another_model_is_refused_and_the_version_stays_whole():
     assert worlds["r0"][0].weights.versions == ()
 
 
-def test_dropping_a_version_frees_what_a_dead_receiver_never_pulled():
+def test_what_a_dead_receiver_never_pulled_is_let_go():
     x = {"w": jax.device_put(np.ones(4, np.float32), ONE)}
     source = WeightHost(0, Wire(), Versions())
-    source.weights.keep(1, x), source.weights.keep(2, {"w": x["w"] + 1})
-    for version in (1, 2):
-        key = Key(epoch=1, version=version, receiver="r0", sequence=version)
-        assert isinstance(source.execute(ex.Offer(world="t", key=key, wanted=(shards_of(x),))), ex.Offered)
-        source.execute(ex.Release(world="t", key=key, hosts=1, pulled=version == 2))
-    kept = source.weights.get(2, None)["w"]
-    source.drop(1), source.drop(2)
-    assert x["w"].is_deleted() and not kept.is_deleted() and source.weights.versions == ()
-    late = Key(epoch=1, version=2, receiver="r0", sequence=2)
+    source.weights.keep(1, slices.offered(x))
+    key = Key(epoch=1, version=1, receiver="r0", sequence=1)
+    assert isinstance(source.execute(ex.Offer(world="t", key=key, wanted=(shards_of(x),))), ex.Offered)
+    (arrays, _), = source._wire._offered.values()
+    source.execute(ex.Release(world="t", key=key, hosts=1, pulled=False))
+    assert arrays[0].is_deleted() and not x["w"].is_deleted()
+    assert np.asarray(source.weights.get(1, None)["w"].at(((0,), (4,)))).tolist() == [1, 1, 1, 1]
+    source.weights.drop(1)
+    assert source.weights.versions == ()
+    late = Key(epoch=1, version=2, receiver="r0", sequence=1)
     assert source.execute(ex.Offer(world="t", key=late, wanted=(shards_of(LIKE),))) is None  # it is released already

@@ -57,7 +57,7 @@ def probe_of(trainer, gap, version=7):
     """One group of `version`, whose weights are the trainer's present ones and those that the engine had, off by gap."""
     batch = shifted(trainer, cases.batch(trainer, cases.groups(1, 4, seed=9), rows=16), gap)
     batch = dataclasses.replace(batch, version=np.where(batch.mask, version, -1))
-    return step.Probe(batch, version, publish.serving_copy("float32")(trainer.params))
+    return step.Probe(batch, version, publish.offered_copy("float32")(trainer.params))
 
 
 def test_a_step_without_lag_0_measures_the_gap_on_its_probe(trainer):

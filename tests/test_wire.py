@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 
 from dora_jax.runtime.codec import CodecError
+from dora_jax.runtime import slices
 from dora_jax.runtime.shards import CODEC, Key, Manifest, Shard, WireError, check, deadline_s
 from dora_jax.runtime.wire import Wire, shards_of
 from tests import wire_peer
@@ -89,16 +90,40 @@ def test_not_a_number_and_the_sign_of_zero_arrive(ends):
     assert_same(receiver.pull(sender.offer(k, tree), like(tree), k, 20), tree)
 
 
+def cut(tree, want):
+    return slices.pieces(slices.offered(tree), shards_of(want))
+
+
 def test_the_receivers_layout_is_cut_out_of_the_senders(ends):
     sender, receiver = ends
     tree = {"layers": [{"q": placed(np.arange(64.0).reshape(8, 8), "a")}, {"q": placed(np.eye(8))}]}
     target = jax.sharding.NamedSharding(mesh(2, 2), P("a", "b"))
     want = like(tree, {"layers": [{"q": target}, {"q": jax.sharding.NamedSharding(mesh(4), P(None, "a"))}]})
     k = key()
-    manifest = sender.offer(k, tree, shards_of(want))
+    manifest = sender.give(k, cut(tree, want))
     got = receiver.pull(CODEC.decode(CODEC.encode(manifest)), want, k, 20)
     assert_same(got, tree)
     assert got["layers"][0]["q"].sharding == target and len(manifest.shards) == 8
+
+
+def test_a_shard_that_lies_nowhere_in_one_piece_is_put_together(ends):
+    sender, receiver = ends
+    tree = {"x": placed(np.arange(64, dtype=np.float32).reshape(8, 8), "a")}
+    want = like(tree, {"x": jax.sharding.NamedSharding(mesh(2, 2), P(None, "a"))})
+    for take in (receiver.pull, lambda m, want, k, s: receiver.take(m, shards_of(want), k, s)):
+        k = key()
+        manifest = sender.give(k, cut(tree, want))
+        assert [shard.bytes for shard in manifest.shards] == [64] * 4
+        got = take(manifest, want, k, 20)
+        if "x" in got:
+            assert_same(got, tree)
+        else:
+            assert [x.tolist() for x in got.values()] == [np.asarray(tree["x"])[:, half].tolist()
+                                                          for half in (np.s_[0:4], np.s_[4:8])]
+    k = key()
+    part = dataclasses.replace(manifest, key=k, shards=manifest.shards[:3])
+    with pytest.raises(WireError, match=r"x\[0:4, 0:4\].* among 3 pieces where x\[0:8, 4:8\] .* is expected"):
+        receiver.take(part, shards_of(want), k, 20)
 
 
 def test_what_several_devices_hold_travels_once(ends):
@@ -111,24 +136,15 @@ def test_what_several_devices_hold_travels_once(ends):
     assert len(got.addressable_shards) == 4 and all(bits(s.data) == bits(tree["x"]) for s in got.addressable_shards)
 
 
-def test_a_shard_that_lies_nowhere_in_one_piece_is_not_offered(ends, works):
-    sender, _ = ends
-    tree = {"x": placed(np.zeros((8, 8), np.float32), "a")}
-    want = shards_of(like(tree, {"x": jax.sharding.NamedSharding(mesh(2, 2), P(None, "a"))}))
-    with pytest.raises(WireError, match=r"x\[0:8, 0:4\] of float32\[8, 8\] is wanted, and no device holds it in one"):
-        sender.offer(key(), tree, want)
-    works()
-
-
 @pytest.mark.parametrize(("change", "message"), [
     (dict(path="y"), "nothing of that name"), (dict(shape=(4, 4)), r"it is float32\[8, 8\] here"),
     (dict(dtype="bfloat16"), r"it is float32\[8, 8\] here"), (dict(start=(0, 9)), "no part of it"),
-    (dict(stop=(8,)), "no part of it"), (dict(bytes=4), "no part of it"), (dict(stop=(8, 9), bytes=288), "no device")])
-def test_what_the_sender_does_not_have_is_not_offered(ends, change, message):
+    (dict(stop=(8,)), "no part of it"), (dict(bytes=4), "no part of it"), (dict(stop=(8, 9), bytes=288), "no part of it")])
+def test_what_the_sender_does_not_have_is_not_offered(change, message):
     tree = {"x": placed(np.zeros((8, 8), np.float32), on=(1,))}
     shard = shards_of(tree)[0]
     with pytest.raises(WireError, match=message):
-        ends[0].offer(key(), tree, [dataclasses.replace(shard, **change)])
+        slices.pieces(slices.offered(tree), [dataclasses.replace(shard, **change)])
 
 
 # ------------------------------------- what is refused before it is pulled
@@ -167,7 +183,7 @@ def test_another_layout_is_refused(ends, works):
     tree = {"x": placed(np.zeros((8, 8), np.float32), "a")}
     other = like(tree, {"x": jax.sharding.NamedSharding(mesh(2, 2), P("b", "a"))})
     k = key()
-    with pytest.raises(WireError, match=r"x\[0:4, 0:8\].* with 128 bytes is offered where x\[0:4, 0:4\].* 64 bytes"):
+    with pytest.raises(WireError, match=r"x\[0:4, 0:8\].* with 128 bytes is offered .*where x\[0:4, 0:4\].* 64 bytes"):
         ends[1].pull(ends[0].offer(k, tree), other, k, 5)
     works()
 
@@ -261,10 +277,10 @@ def test_what_was_cut_for_an_offer_that_nobody_pulls_is_freed(ends):
     x = {"x": placed(np.zeros((8, 8), np.float32), on=(1,))}
     want = like(x, {"x": jax.sharding.NamedSharding(mesh(2), P("a"))})
     k = key()
-    ends[0].offer(k, x, shards_of(want))
-    pieces = ends[0]._offered[k]
+    ends[0].give(k, cut(x, want))
+    pieces, _ = ends[0]._offered[k]
     ends[0].release(k, pulled=False)
-    assert all(piece.array.is_deleted() for piece in pieces) and not x["x"].is_deleted()
+    assert pieces and all(array.is_deleted() for array in pieces) and not x["x"].is_deleted()
 
 
 def test_pulls_of_several_threads_do_not_disturb_each_other(ends):

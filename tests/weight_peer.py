@@ -39,6 +39,7 @@ def run(end, size, ip="127.0.0.1", space=None):
         enter(space)
     import jax
 
+    from dora_jax.runtime import slices
     from dora_jax.runtime.staging import Versions, WeightHost
     from dora_jax.runtime.wire import Wire
 
@@ -53,11 +54,11 @@ def run(end, size, ip="127.0.0.1", space=None):
             return
         match item:
             case Put(version=version):
-                host.weights.keep(version, jax.device_put(weights(version, size), one))
+                host.weights.keep(version, slices.offered(jax.device_put(weights(version, size), one)))
                 answer = ex.Holds(world="trainer", epoch=1, version=version)
             case Look():
                 versions = host.weights.versions
-                whole = all(bool((np.asarray(x) == version * 100 + int(name)).all()) for version in versions
+                whole = all(bool((x.at(((0,), x.shape)) == version * 100 + int(name)).all()) for version in versions
                             for name, x in host.weights.get(version, None).items())
                 answer = Seen(versions=versions, whole=whole)
             case _:

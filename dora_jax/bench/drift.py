@@ -25,6 +25,7 @@ from dora_jax.bench.decode import MODEL
 from dora_jax.config import Config, ModelSection, RolloutSection
 from dora_jax.models import decoder, hf, sharding
 from dora_jax.models.config import ModelConfig
+from dora_jax.publish import placed, sliced
 from dora_jax.rollout.quantize import KV, PROJECTIONS, WEIGHTS
 from dora_jax.runtime.build import engine_of, publishing_copy, trainer_recipe
 from dora_jax.types import Sample, SampleId
@@ -44,7 +45,7 @@ def samples_of(config: Config, cfg: ModelConfig, params: Any, count: int) -> lis
     """Samples of the run's engine, under weights as it gets them: published in its type."""
     mesh = sharding.make_mesh(jax.devices()[:1], 1, 1, 1)
     engine = engine_of(config, cfg, mesh)
-    engine.load(0, jax.device_put(publishing_copy(config, cfg, mesh)(params), engine.param_shardings))
+    engine.load(0, placed(sliced(publishing_copy(config, cfg, mesh)(params)), engine.param_shardings))
     rng = np.random.default_rng(0)
     for index in range(count):
         engine.submit(SampleId(0, index), rng.integers(3, cfg.vocab_size, PROMPT), 0, config.rollout.max_new_tokens)

@@ -105,6 +105,8 @@ def run_host(end: connection.Connection, size: int, folder: str) -> None:
     import jax
 
     from dora_jax.runtime.cluster.weights import StoredWeights
+    from dora_jax.runtime import slices
+    from dora_jax.runtime.parcels import HOST
     from dora_jax.runtime.staging import Versions, WeightHost
     from dora_jax.runtime.wire import Wire
 
@@ -116,19 +118,19 @@ def run_host(end: connection.Connection, size: int, folder: str) -> None:
         like = {f"{i}": jax.ShapeDtypeStruct((total // LEAVES // 4,), np.float32, sharding=one) for i in range(LEAVES)}
         return WeightHost(0, wire, versions, like, stored.read)
 
-    wire, versions = Wire(), Versions()
+    wire, versions = Wire(platform=HOST), Versions()
     host = new_host(size)
     while data := _next(end):
         match item := CODEC.decode(data):
             case Put(version=version, bytes=total, write=write):
                 host = new_host(total)
                 tree = {f"{i}": np.full(total // LEAVES // 4, version + i, np.float32) for i in range(LEAVES)}
-                versions.keep(version, jax.device_put(tree, one))
+                versions.keep(version, slices.offered(jax.device_put(tree, one)))
                 if write:
                     stored.write(version, versions.get(version, None))
                 answer = Made(version=version)
             case Forget(version=version):
-                host.drop(version)
+                versions.drop(version)
                 answer = Made(version=version)
             case _:
                 answer = host.execute(item)

@@ -11,6 +11,7 @@ Law: a size that its mesh axis does not divide is an error that names both, neve
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import jax
 import numpy as np
@@ -58,6 +59,21 @@ def param_specs(cfg: ModelConfig, mesh: Mesh, layout: str = "stacked"):
         one_layer = {name: names[1:] for name, names in axes["layers"].items()}
         axes = {**axes, "layers": [one_layer] * cfg.n_layers}
     return jax.tree.map(place, axes, is_leaf=lambda x: isinstance(x, tuple))
+
+
+def stacked_like(serving: Any) -> Any:
+    """Serving shardings -> where the same devices would have the stacked tensors."""
+    layers = serving["layers"]
+    if not isinstance(layers, list):
+        return serving
+    return {**serving, "layers": {name: NamedSharding(where.mesh, PartitionSpec(None, *where.spec))
+                                  for name, where in layers[0].items()}}
+
+
+def mesh_axes(axis: str) -> tuple[str, ...]:
+    """The mesh axes over which the trainer splits a logical axis."""
+    where = TABLE[axis]
+    return (where,) if isinstance(where, str) else where or ()
 
 
 def spec(*axes: str | None) -> PartitionSpec:

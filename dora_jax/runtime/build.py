@@ -17,23 +17,23 @@ from typing import TYPE_CHECKING, Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import Mesh
 
 from dora_jax import devices, tasks
 from dora_jax.buffer.pack import Layout, layout, pack_step
 from dora_jax.config import Config, blame
 from dora_jax.digest import digest
-from dora_jax.models import sharding
+from dora_jax.models import decoder, sharding
 from dora_jax.models.config import ModelConfig
 from dora_jax.models.hf_config import read_config
 from dora_jax.orchestrate.events import InstanceUp
 from dora_jax.orchestrate.modes import OrchestratorConfig
-from dora_jax.publish import WeightStore, serving_copy
+from dora_jax.publish import WeightStore, offered_copy
 from dora_jax.rollout.engine import Engine, new_calls
 from dora_jax.rollout.forward import Calls
 from dora_jax.runtime.instance import LocalInstance, Spare
 from dora_jax.runtime.local import LocalWorld
 from dora_jax.runtime.partwise import PartwiseTrainer
-from dora_jax.runtime.staging import serving_shardings
 from dora_jax.runtime.workers import TrainerWorker
 from dora_jax.tasks.pool import ScorerPool
 from dora_jax.trainer.objective import may_start_early, needs_scores
@@ -143,19 +143,19 @@ class OneProcess:
         """Everything ends with the process."""
 
 
-def new_engine(config: Config, tokenizer: Tokenizer, model: ModelConfig, mesh: jax.sharding.Mesh) -> Engine:
+def new_engine(config: Config, tokenizer: Tokenizer, model: ModelConfig, mesh: Mesh) -> Engine:
     return engine_of(config, model, mesh, eos_ids=tokenizer.eos_ids, vocab_limit=tokenizer.vocab_size,
                      decode=tokenizer.decode)
 
 
-def engine_of(config: Config, model: ModelConfig, mesh: jax.sharding.Mesh, *, eos_ids: tuple[int, ...] = (),
+def engine_of(config: Config, model: ModelConfig, mesh: Mesh, *, eos_ids: tuple[int, ...] = (),
               vocab_limit: int = 0, decode: Callable[[Sequence[int]], str] | None = None) -> Engine:
     """The engine of a resolved configuration. vocab_limit: ids that the tokenizer knows; 0: every row of the embedding."""
     return Engine(model, config.rollout, mesh, decode=decode,
                   **_engine_options(config, eos_ids, vocab_limit or model.vocab_size))
 
 
-def engine_calls(config: Config, model: ModelConfig, mesh: jax.sharding.Mesh, eos_ids: tuple[int, ...],
+def engine_calls(config: Config, model: ModelConfig, mesh: Mesh, eos_ids: tuple[int, ...],
                  vocab_limit: int) -> Calls:
     """The calls of `engine_of`; the devices of the mesh may be descriptions."""
     return new_calls(model, config.rollout, mesh, **_engine_options(config, eos_ids, vocab_limit))
@@ -166,7 +166,7 @@ def _engine_options(config: Config, eos_ids: tuple[int, ...], vocab_limit: int) 
             "dtype": jnp.dtype(config.model.dtype)}
 
 
-def new_trainer(config: Config, tokenizer: Tokenizer, mesh: jax.sharding.Mesh, dump_dir: Path) -> Trainer:
+def new_trainer(config: Config, tokenizer: Tokenizer, mesh: Mesh, dump_dir: Path) -> Trainer:
     """It holds the weights of model.path."""
     from dora_jax.models import hf
 
@@ -175,14 +175,14 @@ def new_trainer(config: Config, tokenizer: Tokenizer, mesh: jax.sharding.Mesh, d
     return trainer_of(config, model, mesh, params, vocab_limit=tokenizer.vocab_size, dump_dir=str(dump_dir))
 
 
-def trainer_of(config: Config, model: ModelConfig, mesh: jax.sharding.Mesh, params: Any, *, vocab_limit: int = 0,
+def trainer_of(config: Config, model: ModelConfig, mesh: Mesh, params: Any, *, vocab_limit: int = 0,
                dump_dir: str | None = None) -> Trainer:
     """The trainer of a resolved configuration and of these weights (stacked), which it copies; see `engine_of`."""
     return Trainer(model, config.trainer, mesh, params, dump_dir=dump_dir,
                    **_trainer_options(config, vocab_limit or model.vocab_size))
 
 
-def trainer_recipe(config: Config, model: Any, mesh: jax.sharding.Mesh, vocab_limit: int) -> Recipe:
+def trainer_recipe(config: Config, model: Any, mesh: Mesh, vocab_limit: int) -> Recipe:
     """The recipe of `new_trainer`; the devices of the mesh may be descriptions."""
     return new_recipe(model, config.trainer, mesh, **_trainer_options(config, vocab_limit))
 
@@ -192,10 +192,14 @@ def _trainer_options(config: Config, vocab_limit: int) -> dict[str, Any]:
             "temperature": config.rollout.temperature}
 
 
-def publishing_copy(config: Config, model: Any, mesh: jax.sharding.Mesh) -> Callable[[Any], Any]:
-    """Masters on the trainer's mesh -> the copy of them that is published, jitted."""
-    layout = serving_shardings(model, list(mesh.devices.flat), config.rollout.tensor) if config.cluster.launcher else None
-    return serving_copy(config.model.dtype, layout)
+def publishing_copy(config: Config, model: ModelConfig, mesh: Mesh) -> Callable[[Any], Any]:
+    """The jit that copies the trainer's masters (`publishing_inputs` says where they lie) into what is offered."""
+    return offered_copy(config.model.dtype, sharding.param_specs(model, mesh))
+
+
+def publishing_inputs(model: ModelConfig, mesh: Mesh) -> Any:
+    return jax.tree.map(lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s),
+                        decoder.abstract_params(model), sharding.param_specs(model, mesh))
 
 
 def partial_s(config: Config) -> float:

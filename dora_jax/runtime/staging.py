@@ -2,7 +2,8 @@
 
     Propose -> Accepted   Offer -> Offered   Pull | Read -> Staged   Commit -> Committed   Abort, Release -> nothing
 
-Consumes the commands of `publication.Publication`, produces its facts. Laws: what is staged is seen by nobody before
+Consumes the commands of `publication.Publication`, produces its facts; what comes waits in host memory until an engine
+takes it. Laws: what is staged is seen by nobody before
 its commit, and then whole; a process takes part in one transfer at a time, the newest: what belongs to an older one is
 refused, and what was done already is said again, so that commands may come twice, late and in any order.
 """
@@ -10,16 +11,19 @@ refused, and what was done already is said again, so that commands may come twic
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
+import numpy as np
 
 from dora_jax.models import decoder, sharding
 from dora_jax.models.config import ModelConfig
+from dora_jax.publish import placed
 from dora_jax.runtime import exchange as ex
-from dora_jax.runtime.shards import Key, WireError, words
-from dora_jax.runtime.wire import Wire, shards_of
+from dora_jax.runtime import slices
+from dora_jax.runtime.shards import Key, Shard, WireError, words
+from dora_jax.runtime.wire import Wire
 from dora_jax.types import Version
 
 
@@ -35,17 +39,18 @@ class Versions:
         with self._lock:
             return tuple(sorted(self._weights))
 
-    def keep(self, version: Version, weights: Any) -> None:
+    def keep(self, version: Version, slices: Any) -> None:
+        """`slices`: tree of `publish.Slices`, in host memory or on its way there."""
         with self._lock:
-            self._weights[version] = weights
+            self._weights[version] = slices
 
     def get(self, version: Version, shardings: Any) -> Any:
-        """On these shardings; None: as they came."""
+        """The serving layout on these shardings; None: the slices."""
         with self._lock:
             if version not in self._weights:
                 raise KeyError(f"version {version} has not been committed here: there are {sorted(self._weights)}")
             weights = self._weights[version]
-        return weights if shardings is None else jax.block_until_ready(jax.device_put(weights, shardings))
+        return weights if shardings is None else jax.block_until_ready(placed(weights, shardings))
 
     def drop(self, version: Version) -> None:
         with self._lock:
@@ -53,20 +58,20 @@ class Versions:
 
 
 class WeightHost:
-    """`host`: this process's number in its world. `weights`: what it serves, by `get`, and keeps, by `keep`. `like`:
-    what it is to be sent, as ShapeDtypeStructs with shardings; None: it only serves. `read(version, shardings)`: from
-    storage. Any thread may call it."""
+    """`host`: this process's number in its world. `wire`: of host memory. `weights`: what it serves and keeps. `like`:
+    what it is to be sent, as stacked ShapeDtypeStructs with shardings; None: it only serves. `read(version, shards)`:
+    from storage. Any thread may call it."""
 
-    def __init__(self, host: int, wire: Wire, weights: Any, like: Any = None,
-                 read: Callable[[Version, Any], Any] | None = None):
+    def __init__(self, host: int, wire: Wire, weights: Versions, like: Any = None,
+                 read: Callable[[Version, Sequence[Shard]], Mapping[Shard, np.ndarray]] | None = None):
         self.weights = weights
         self._host = host
         self._wire = wire
         self._like = like
+        self._wanted = slices.wanted(like) if like is not None else ()
         self._read = read
         self._offers: dict[Key, ex.Offered] = {}
         self._released: dict[str, int] = {}  # receiver -> the newest transfer whose offer is over
-        self._unpulled: set[Version] = set()  # the transfer server may hold their arrays for ever
         self._newest: Key | None = None  # of the transfers that were proposed or aborted here
         self._phase: type | None = None  # what was answered to it last; None: it was aborted
         self._brought: Key | None = None  # the last transfer that was pulled or read, or is being
@@ -96,14 +101,6 @@ class WeightHost:
             reason = " ".join(str(error).split())
             return ex.TransferFailed(key=command.key, host=self._host, reason=f"process {self._host}: {reason}")
 
-    def drop(self, version: Version) -> None:
-        """Once no engine uses it: what the transfer server still holds of it is deleted."""
-        arrays = jax.tree.leaves(self.weights.get(version, None)) if version in self._unpulled else ()
-        self._unpulled.discard(version)
-        self.weights.drop(version)
-        for array in arrays:
-            array.delete()
-
     def settle(self) -> tuple[Version, ...]:
         """Ends all that is under way, for nobody will ask for it any more; the versions that are held."""
         for offered in tuple(self._offers.values()):
@@ -121,7 +118,7 @@ class WeightHost:
                 return None  # it came late: nobody waits for it
             if key not in self._offers:
                 weights = self.weights.get(key.version, None)
-                manifests = [self._wire.offer(_of_host(key, host), weights, shards)
+                manifests = [self._wire.give(_of_host(key, host), slices.pieces(weights, shards))
                              for host, shards in enumerate(offer.wanted)]
                 self._offers[key] = ex.Offered(key=key, host=self._host, manifests=tuple(manifests))
             return self._offers[key]
@@ -130,8 +127,7 @@ class WeightHost:
         key = release.key
         with self._lock:
             self._released[key.receiver] = max(key.sequence, self._released.get(key.receiver, 0))
-            if self._offers.pop(key, None) is not None and not release.pulled:
-                self._unpulled.add(key.version)
+            self._offers.pop(key, None)
             for host in range(release.hosts):
                 self._wire.release(_of_host(key, host), release.pulled)
 
@@ -144,7 +140,7 @@ class WeightHost:
             if key != self._newest:
                 self._newest, self._phase, self._staged = key, ex.Accepted, None
             self._check(key)
-        return ex.Accepted(key=key, host=self._host, shards=shards_of(self._like))
+        return ex.Accepted(key=key, host=self._host, shards=self._wanted)
 
     def _stage(self, key: Key, bring: Callable[[], Any]) -> ex.Staged | None:
         with self._lock:
@@ -161,13 +157,11 @@ class WeightHost:
         return ex.Staged(key=key, host=self._host)
 
     def _pull(self, pull: ex.Pull) -> Any:
-        return self._wire.pull(pull.manifests[self._host], self._like, _of_host(pull.key, self._host), pull.timeout_s)
+        key = _of_host(pull.key, self._host)
+        return slices.received(self._like, self._wire.take(pull.manifests[self._host], self._wanted, key, pull.timeout_s))
 
     def _read_stored(self, key: Key) -> Any:
-        tree = self._read(key.version, jax.tree.map(lambda x: x.sharding, self._like))
-        if shards_of(tree) != shards_of(self._like):
-            raise WireError(f"{words(key)} is stored with other shapes or dtypes than this process takes")
-        return tree
+        return slices.received(self._like, self._read(key.version, self._wanted))
 
     def _commit(self, key: Key) -> ex.Committed:
         with self._lock:
@@ -192,17 +186,10 @@ class WeightHost:
         return WireError(f"{words(key)} is over here, or has not begun")
 
 
-def serving_shardings(cfg: ModelConfig, devices: Sequence[jax.Device], tensor: int) -> Any:
-    """How the trainer lays out what it publishes: every shard of `tensor` ways on one device in one piece, and every
-    device with shards to send."""
-    ways = tensor if len(devices) % tensor == 0 else 1
-    return sharding.param_specs(cfg, sharding.make_mesh(devices, len(devices) // ways, 1, ways), layout="serving")
-
-
 def like(cfg: ModelConfig, shardings: Any, dtype: Any) -> Any:
-    """What an engine with these shardings is to be sent."""
-    abstract = jax.eval_shape(decoder.serving_layout, decoder.abstract_params(cfg))
-    return jax.tree.map(lambda x, s: jax.ShapeDtypeStruct(x.shape, dtype, sharding=s), abstract, shardings)
+    """What an engine with these shardings is to be sent: the trainer's tensors, split as the engine's are."""
+    return jax.tree.map(lambda x, s: jax.ShapeDtypeStruct(x.shape, dtype, sharding=s), decoder.abstract_params(cfg),
+                        sharding.stacked_like(shardings))
 
 
 # ---------------------------------------------------------------- private

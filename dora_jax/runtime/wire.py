@@ -1,9 +1,11 @@
 """Device arrays between processes of different worlds: a guard round `jax.experimental.transfer`, which alone hangs,
 aborts or reinterprets bytes where the two sides do not agree.
 
-    sender    offer(key, tree, wanted) -> Manifest    what is offered, shard by shard; it travels over the control plane
+    sender    offer(key, tree) -> Manifest            what is offered, shard by shard; it travels over the control plane
     receiver  pull(manifests, like, key) -> tree      checked against `like` and `key` first, then pulled to a deadline
     sender    release(key)                            once the receiver has said that it holds them, or never will
+
+    give and take are the same for shards that several processes hold in other pieces than the receiver wants them.
 
 Consumes and produces pytrees of arrays, bit for bit. Laws: a receiver pulls exactly the shards that it expects, or
 nothing; a key is offered once; every pull ends by its deadline; after a pull that failed the next one finds a new
@@ -14,22 +16,21 @@ network of the cluster; the number of an offer is random.
 
 from __future__ import annotations
 
-import math
 import secrets
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 from jax.experimental import transfer
 
-from dora_jax.runtime.shards import (TRANSPORTS, Key, Manifest, Shard, WireError, check, deadline_s, empty, refused,
-                                     words)
+from dora_jax.publish import Box, box_of, name_of, volume, within
+from dora_jax.runtime.shards import TRANSPORTS, Key, Manifest, Shard, WireError, check, deadline_s, empty, inside, words
 
 POLL_S = 5e-4
-
-Box = tuple[tuple[int, ...], tuple[int, ...]]  # start and stop in each dimension
 
 
 class Wire:
@@ -37,68 +38,86 @@ class Wire:
     hold what is sent and received; None: the default one's."""
 
     def __init__(self, ip: str = "127.0.0.1", platform: str | None = None):
-        client = jax.local_devices(backend=platform)[0].client
-        self._server = transfer.start_transfer_server(client, f"{ip}:0", [f"{ip}:0"] * TRANSPORTS)
+        self._device = jax.local_devices(backend=platform)[0]
+        self._server = transfer.start_transfer_server(self._device.client, f"{ip}:0", [f"{ip}:0"] * TRANSPORTS)
         self.address: str = self._server.address()
         self._connections: dict[str, Any] = {}
-        self._offered: dict[Key, list[_Piece]] = {}
+        self._offered: dict[Key, tuple[list[jax.Array], bool]] = {}
         self._last: dict[str, int] = {}  # receiver -> the last sequence number offered to it
         self._lock = threading.Lock()
 
-    def offer(self, key: Key, tree: Any, wanted: Sequence[Shard] | None = None, private: bool = False) -> Manifest:
-        """Offers the shards of `tree` that are `wanted` (None: all) and that this process is the one to send.
+    def offer(self, key: Key, tree: Any, private: bool = False) -> Manifest:
+        """Offers all shards of `tree` that this process holds. `private`: nobody else has these arrays."""
+        pieces = {shard_of(path, leaf, box_of(local.index, leaf.shape)): local.data
+                  for path, leaf in _named(tree) for local in leaf.addressable_shards}
+        return self.give(key, pieces, private)
 
-        A wanted shard may be cut out of a larger one; WireError where none of the processes holds it in one piece.
-        `private`: nobody else has these arrays."""
-        wanted = shards_of(tree) if wanted is None else wanted
-        if fault := empty(wanted):
+    def give(self, key: Key, pieces: Mapping[Shard, Any], private: bool = True) -> Manifest:
+        """Offers these arrays, which may be NumPy's."""
+        if fault := empty(tuple(pieces)):
             raise WireError(f"{words(key)}: {fault}")
-        pieces = _pieces(dict(_named(tree)), wanted, private)
+        arrays = [x if isinstance(x, jax.Array) else jax.device_put(x, self._device) for x in pieces.values()]
         with self._lock:
             last = self._last.get(key.receiver)
             if last is not None and key.sequence <= last:
                 raise WireError(f"{words(key)} is not offered again: the last transfer to it was {last}")
             self._last[key.receiver] = key.sequence
-            self._offered[key] = pieces
+            self._offered[key] = arrays, private
         number = secrets.randbits(62) + 1
         if pieces:
-            self._server.await_pull(number, [piece.array for piece in pieces])
-        return Manifest(key=key, address=self.address, transports=TRANSPORTS, number=number,
-                        shards=tuple(piece.shard for piece in pieces))
+            self._server.await_pull(number, arrays)
+        return Manifest(key=key, address=self.address, transports=TRANSPORTS, number=number, shards=tuple(pieces))
 
     def release(self, key: Key, pulled: bool = True) -> None:
-        """Forgets an offer, made or still to come. Where it may not have been pulled, what is private or was cut for it
-        is deleted; the rest stays in the transfer server until its owner deletes it."""
+        """Forgets an offer, made or still to come. Where it may not have been pulled, what is private is deleted; the
+        rest stays in the transfer server until its owner deletes it."""
         with self._lock:
             self._last[key.receiver] = max(key.sequence, self._last.get(key.receiver, key.sequence))
-            pieces = self._offered.pop(key, [])
-        for piece in pieces:
-            if piece.private and not pulled:
-                piece.array.delete()
+            arrays, private = self._offered.pop(key, ((), False))
+        for array in arrays if private and not pulled else ():
+            array.delete()
 
     def pull(self, manifests: Manifest | Sequence[Manifest], like: Any, key: Key,
              timeout_s: float | None = None) -> Any:
         """The tree that `like` describes (ShapeDtypeStructs with shardings), from all the sender's processes.
 
         `key` is the transfer that this process has agreed to. timeout_s None: by size. Raises WireError."""
-        manifests = (manifests,) if isinstance(manifests, Manifest) else tuple(manifests)
         places = _places(like)
-        check(manifests, tuple(places), key)
-        timeout_s = deadline_s(sum(shard.bytes for shard in places)) if timeout_s is None else timeout_s
-        until = time.monotonic() + timeout_s
-        pulls = [(manifest, self._begin(manifest, places)) for manifest in manifests if manifest.shards]
-        for manifest, arrays in pulls:
-            self._finish(manifest, arrays, until, timeout_s)
-        got = {shard: array for manifest, arrays in pulls for shard, array in zip(manifest.shards, arrays, strict=True)}
-        return _assembled(like, places, got)
+        got = self._take(manifests, {shard: devices[0] for shard, devices in places.items()}, key, timeout_s)
+        return _assembled(like, places, {
+            shard: pieces[0][1] if len(pieces) == 1 else jax.device_put(_joined(shard, pieces), places[shard][0])
+            for shard, pieces in got.items()})
+
+    def take(self, manifests: Manifest | Sequence[Manifest], wanted: Sequence[Shard], key: Key,
+             timeout_s: float | None = None) -> dict[Shard, np.ndarray]:
+        """The wanted shards in host memory, each put together from the pieces that were given."""
+        got = self._take(manifests, dict.fromkeys(wanted, self._device), key, timeout_s)
+        return {shard: _joined(shard, pieces) for shard, pieces in got.items()}
 
     # ------------------------------------------------------------ private
 
-    def _begin(self, manifest: Manifest, places: dict[Shard, list[jax.Device]]) -> list[jax.Array]:
+    def _take(self, manifests: Manifest | Sequence[Manifest], places: Mapping[Shard, jax.Device], key: Key,
+              timeout_s: float | None) -> dict[Shard, list[tuple[Shard, jax.Array]]]:
+        """Of every shard the pieces that came."""
+        manifests = (manifests,) if isinstance(manifests, Manifest) else tuple(manifests)
+        check(manifests, tuple(places), key)
+        timeout_s = deadline_s(sum(shard.bytes for shard in places)) if timeout_s is None else timeout_s
+        until = time.monotonic() + timeout_s
+        homes = _homes(manifests, places)
+        pulls = [(manifest, self._begin(manifest, [places[homes[piece]] for piece in manifest.shards]))
+                 for manifest in manifests if manifest.shards]
+        got: dict[Shard, list[tuple[Shard, jax.Array]]] = {shard: [] for shard in places}
+        for manifest, arrays in pulls:
+            self._finish(manifest, arrays, until, timeout_s)
+            for piece, array in zip(manifest.shards, arrays, strict=True):
+                got[homes[piece]].append((piece, array))
+        return got
+
+    def _begin(self, manifest: Manifest, devices: list[jax.Device]) -> list[jax.Array]:
         """Arrays that become ready, or never."""
         specs = [jax.ShapeDtypeStruct([b - a for a, b in zip(s.start, s.stop, strict=True)], s.dtype,
-                                      sharding=jax.sharding.SingleDeviceSharding(places[s][0]))
-                 for s in manifest.shards]
+                                      sharding=jax.sharding.SingleDeviceSharding(device))
+                 for s, device in zip(manifest.shards, devices, strict=True)]
         with self._lock:
             try:
                 if manifest.address not in self._connections:
@@ -132,24 +151,16 @@ def shards_of(like: Any) -> tuple[Shard, ...]:
     return tuple(_places(like))
 
 
+def shard_of(path: str, leaf: Any, box: Box) -> Shard:
+    return Shard(path=path, shape=tuple(leaf.shape), dtype=leaf.dtype.name, start=box[0], stop=box[1],
+                 bytes=volume(box) * leaf.dtype.itemsize)
+
+
 # ---------------------------------------------------------------- private
 
 
-class _Piece:
-    """A shard on its way out."""
-
-    def __init__(self, shard: Shard, array: jax.Array, private: bool):
-        self.shard, self.array, self.private = shard, array, private
-
-
 def _named(tree: Any) -> list[tuple[str, Any]]:
-    return [(jax.tree_util.keystr(path, simple=True, separator="/"), leaf)
-            for path, leaf in jax.tree_util.tree_leaves_with_path(tree)]
-
-
-def _box(index: tuple[slice, ...], shape: tuple[int, ...]) -> Box:
-    spans = [part.indices(size) for part, size in zip(index, shape, strict=True)]
-    return tuple(a for a, _, _ in spans), tuple(b for _, b, _ in spans)
+    return [(name_of(path), leaf) for path, leaf in jax.tree_util.tree_leaves_with_path(tree)]
 
 
 def _places(like: Any) -> dict[Shard, list[jax.Device]]:
@@ -157,53 +168,27 @@ def _places(like: Any) -> dict[Shard, list[jax.Device]]:
     places: dict[Shard, list[jax.Device]] = {}
     for path, leaf in _named(like):
         for device, index in leaf.sharding.addressable_devices_indices_map(leaf.shape).items():
-            start, stop = _box(index, leaf.shape)
-            size = math.prod(b - a for a, b in zip(start, stop, strict=True)) * leaf.dtype.itemsize
-            shard = Shard(path=path, shape=tuple(leaf.shape), dtype=leaf.dtype.name, start=start, stop=stop, bytes=size)
-            places.setdefault(shard, []).append(device)
+            places.setdefault(shard_of(path, leaf, box_of(index, leaf.shape)), []).append(device)
     return places
 
 
-def _pieces(leaves: dict[str, jax.Array], wanted: Sequence[Shard], private: bool) -> list[_Piece]:
-    """The wanted shards that this process sends. Processes that hold the same one take turns."""
-    pieces = []
-    for number, shard in enumerate(wanted):
-        leaf = leaves.get(shard.path)
-        if leaf is None:
-            raise refused(shard, "and nothing of that name is there")
-        if tuple(leaf.shape) != shard.shape or leaf.dtype.name != shard.dtype:
-            raise refused(shard, f"and it is {leaf.dtype.name}{list(leaf.shape)} here")
-        if not _sound(shard, leaf.dtype.itemsize):
-            raise refused(shard, "and is no part of it")
-        holders = {device.process_index for device, index in leaf.sharding.devices_indices_map(leaf.shape).items()
-                   if _inside(shard, _box(index, leaf.shape))}
-        if not holders:
-            raise refused(shard, "and no device holds it in one piece: bring it into the receiver's layout first")
-        if sorted(holders)[number % len(holders)] == jax.process_index():
-            pieces.append(_piece(leaf, shard, private))
-    return pieces
+def _homes(manifests: Sequence[Manifest], wanted: Iterable[Shard]) -> dict[Shard, Shard]:
+    """Of each piece the wanted shard in which it lies."""
+    by_path: dict[str, list[Shard]] = {}
+    for shard in wanted:
+        by_path.setdefault(shard.path, []).append(shard)
+    return {piece: next(shard for shard in by_path[piece.path] if inside(piece, shard))
+            for manifest in manifests for piece in manifest.shards}
 
 
-def _piece(leaf: jax.Array, shard: Shard, private: bool) -> _Piece:
-    boxes = {_box(local.index, leaf.shape): local.data for local in leaf.addressable_shards}
-    whole = boxes.get((shard.start, shard.stop))
-    if whole is not None:
-        return _Piece(shard, whole, private)
-    (start, _), data = next(item for item in boxes.items() if _inside(shard, item[0]))
-    part = tuple(slice(a - at, b - at) for a, b, at in zip(shard.start, shard.stop, start, strict=True))
-    return _Piece(shard, data[part], private=True)
-
-
-def _sound(shard: Shard, itemsize: int) -> bool:
-    """It came from another process: its box must be one, of as many bytes as it says."""
-    if not len(shard.start) == len(shard.stop) == len(shard.shape):
-        return False
-    sizes = [b - a for a, b in zip(shard.start, shard.stop, strict=True)]
-    return all(size > 0 for size in sizes) and shard.bytes == math.prod(sizes) * itemsize
-
-
-def _inside(shard: Shard, box: Box) -> bool:
-    return all(a >= low and b <= high for a, b, low, high in zip(shard.start, shard.stop, *box, strict=True))
+def _joined(shard: Shard, pieces: list[tuple[Shard, jax.Array]]) -> np.ndarray:
+    if len(pieces) == 1:
+        return np.asarray(pieces[0][1])
+    whole = np.empty([b - a for a, b in zip(shard.start, shard.stop, strict=True)], jnp.dtype(shard.dtype))
+    while pieces:  # each is let go of once it is copied
+        piece, array = pieces.pop()
+        whole[within((piece.start, piece.stop), (shard.start, shard.stop))] = np.asarray(array)
+    return whole
 
 
 def _assembled(like: Any, places: dict[Shard, list[jax.Device]], got: dict[Shard, jax.Array]) -> Any:

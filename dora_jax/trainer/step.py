@@ -44,7 +44,7 @@ class Probe(NamedTuple):
 
     batch: Any  # TrainBatch
     version: int
-    weights: Any  # of that version, in the serving layout, on the trainer's mesh
+    weights: Any  # of that version, in the engines' dtype, stacked, on the trainer's mesh
 
 
 class Model(NamedTuple):

@@ -9,6 +9,7 @@ taken over by another controller has ended all that the earlier one asked for be
 
 from __future__ import annotations
 
+import functools
 import queue
 import threading
 import time
@@ -21,8 +22,8 @@ from dora_jax import devices
 from dora_jax.config import Config, ConfigError
 from dora_jax.digest import digest
 from dora_jax.models import hf, sharding
-from dora_jax.publish import serving_copy
-from dora_jax.runtime import build
+from dora_jax.publish import Slices
+from dora_jax.runtime import build, slices
 from dora_jax.runtime.bucket import StoreError
 from dora_jax.runtime.cluster import calls
 from dora_jax.runtime.cluster.calls import Begin
@@ -55,12 +56,10 @@ class TrainerRole:
         self._trainer = build.new_trainer(config, Tokenizer.load(config.model.path), mesh, self._home.folder)
         self._pack = build.packer(config, self._trainer)
         self._gap = GapProbe(build.prober(config, self._trainer) if config.orchestrator.mode != "sync" else None)
-        self._newest: tuple[Version, Any] | None = None  # published last, on the trainer's own mesh
-        self._own_copy = serving_copy(config.model.dtype)
+        self._newest: tuple[Version, Any] | None = None  # published last, on the trainer's shards, for the gap
+        self._copy = build.publishing_copy(config, hf.read_config(config.model.path), mesh)
         self._stored, self._kept = weights_at(begin.workdir), Versions()
-        model = hf.read_config(config.model.path)
-        self._serving = build.publishing_copy(config, model, mesh)
-        wire = Wire(link.own_ip) if config.cluster.wire == "transfer" else None
+        wire = Wire(link.own_ip, HOST) if config.cluster.wire == "transfer" else None
         self._courier = Courier(WeightHost(begin.rank, wire, self._kept), link, self._write)
         self._checkpoints: Checkpoints | None = None  # opened by the first save: nothing else writes there by then
         self._memory = Memory()
@@ -108,8 +107,7 @@ class TrainerRole:
                 if version not in self._kept.versions:
                     raise RuntimeError(f"version {version} is asked for of a trainer at version {self._held}")
             case calls.Publish(version=version):
-                self._kept.keep(version, jax.block_until_ready(self._serving(self._trainer.params)))
-                self._keep_for_gap(version)
+                self._publish(version)
             case calls.Restore(step=step):
                 if not self._memory.rewind(step, self._held):
                     like = self._trainer.abstract_state()
@@ -153,12 +151,14 @@ class TrainerRole:
             digests[version] = digest(self._trainer.params)
         return digests[version]
 
-    def _keep_for_gap(self, version: Version) -> None:
-        if not self._gap.wanted:
-            return
+    def _publish(self, version: Version) -> None:
         if self._newest is not None:
-            self._gap.keep(*self._newest)
-        self._newest = version, self._own_copy(self._trainer.params)
+            self._gap.keep(*self._newest)  # before the next copy is made: two at most are on the devices
+        copy = jax.block_until_ready(self._copy(self._trainer.params))
+        self._newest = (version, copy) if self._gap.wanted else None
+        given = slices.offered(copy)
+        self._kept.keep(version, given)
+        self._courier.soon(functools.partial(jax.tree.map, Slices.bring_home, given))
 
     def _write(self, version: Version) -> None:
         self._stored.write(version, self._kept.get(version, None))
@@ -186,7 +186,7 @@ def open_rollout(begin: Begin, config: Config, link: Uplink, pulse: Any, turns: 
     engine = build.new_engine(config, Tokenizer.load(config.model.path), model, mesh)
     engine.warmup()
     stored, versions = weights_at(begin.workdir), Versions()
-    wire = Wire(link.own_ip) if config.cluster.wire == "transfer" else None
+    wire = Wire(link.own_ip, HOST) if config.cluster.wire == "transfer" else None
     wanted = like(model, engine.param_shardings, config.model.dtype)
     weights = WeightHost(begin.rank, wire, versions, wanted, stored.read)
     porter = Porter(begin.instance, begin.rank, wire and Wire(link.own_ip, HOST), layout_of(engine.page()[0]))
@@ -242,7 +242,7 @@ class RolloutRole:
             case calls.Swap(version=version, drop=drop):
                 worker.load(version, drop)
                 if drop is not None:
-                    self._weights.drop(drop)
+                    self._weights.weights.drop(drop)
                     self._outlet.forget(drop)
             case calls.Submit(id=id, prompt=prompt, version=version):
                 worker.submit(id, prompt, version)
@@ -275,6 +275,10 @@ class Courier:
         threading.Thread(target=self._run, name="courier", daemon=True).start()
         return rest
 
+    def soon(self, work: functools.partial) -> None:
+        """Between what comes."""
+        self._own.put(work)
+
     def settle(self) -> tuple[Version, ...]:
         """Ends what the earlier controller has asked for; the versions that are held."""
         done = threading.Event()
@@ -305,10 +309,12 @@ class Courier:
             match item:
                 case threading.Event():
                     item.set()
+                case functools.partial():
+                    item()
                 case calls.Call(number=number, what=calls.Write(version=version)):
                     self._link.send(calls.Answer(number=number, what=self._written(version)))
                 case calls.Forget(version=version):
-                    self._weights.drop(version)
+                    self._weights.weights.drop(version)
                 case calls.Carry():
                     self._link.send(self._porter.fetch(item))
                 case calls.Bring():

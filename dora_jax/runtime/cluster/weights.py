@@ -1,11 +1,12 @@
 """Weights by storage: versions that trainer and instances share. The durable path, and the late joiner's.
 
-    write (every process of the trainer: its shards) -> finish (the controller) -> read
+    write (every process of the trainer: what it gives) -> finish (the controller) -> read (a receiver: what it wants)
 
-Consumes a version in the serving layout; produces the same weights on any other mesh. In a folder a version is v7, and
+Consumes the slices of a version (`runtime.slices`), a chunk for each shard of the trainer's; produces any others. In a folder a version is v7, and
 v7.partial until it is finished; in a bucket, where nothing is renamed, it is whole when the controller says so, and
 nobody reads before; v7.whole says it to the next controller. Laws: what is finished is whole, and never written again;
-a process reads and writes what its own devices hold and nothing else.
+a process writes what it gives and nothing else, so that all write about as much, and reads what it wants, each
+chunk once.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import contextlib
 import queue
 import shutil
 import threading
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -22,7 +23,9 @@ import jax
 import numpy as np
 import tensorstore as ts
 
+from dora_jax.publish import Box, Slices, within
 from dora_jax.runtime.bucket import RETRIES, WEIGHTS, Objects, StoreError, side_by_side
+from dora_jax.runtime.shards import Shard, refused
 from dora_jax.types import Version
 
 # A version is remade from checkpoint and journal where the machine fails, so it need not survive that: no fsync.
@@ -43,14 +46,14 @@ class Stored(Protocol):
 
     def has(self, version: Version) -> bool: ...
 
-    def write(self, version: Version, weights: Any) -> None:
-        """This process's part of it; each slice is written by the process that holds its first copy."""
+    def write(self, version: Version, slices: Any) -> None:
+        """What this process gives of it."""
 
     def finish(self, version: Version) -> None:
         """All parts are there: from now on the version can be read."""
 
-    def read(self, version: Version, shardings: Any) -> Any:
-        """On `shardings` (a pytree of the serving layout)."""
+    def read(self, version: Version, shards: Sequence[Shard]) -> dict[Shard, np.ndarray]:
+        """These parts of it; WireError where the version has no such tensors."""
 
     def drop(self, version: Version) -> None: ...
 
@@ -81,8 +84,8 @@ class StoredWeights:
     def has(self, version: Version) -> bool:
         return self._whole(version).exists()
 
-    def write(self, version: Version, weights: Any) -> None:
-        _write(_folder(self._partial(version)), weights)
+    def write(self, version: Version, slices: Any) -> None:
+        _write(_folder(self._partial(version)), slices)
 
     def finish(self, version: Version) -> None:
         if self.has(version):  # a second trainer wrote it again
@@ -90,8 +93,8 @@ class StoredWeights:
         else:
             self._partial(version).rename(self._whole(version))
 
-    def read(self, version: Version, shardings: Any) -> Any:
-        return _read(_folder(self._whole(version)), shardings)
+    def read(self, version: Version, shards: Sequence[Shard]) -> dict[Shard, np.ndarray]:
+        return _read(_folder(self._whole(version)), shards)
 
     def drop(self, version: Version) -> None:
         for path in (self._whole(version), self._partial(version)):
@@ -127,15 +130,15 @@ class BucketWeights:
     def has(self, version: Version) -> bool:
         return version in self._whole
 
-    def write(self, version: Version, weights: Any) -> None:
-        _write(self._at(version), weights)
+    def write(self, version: Version, slices: Any) -> None:
+        _write(self._at(version), slices)
 
     def finish(self, version: Version) -> None:
         self._whole.add(version)
         self._later.put(lambda: self._store.put(_key(version) + WHOLE, b""))  # for a controller that comes anew
 
-    def read(self, version: Version, shardings: Any) -> Any:
-        return _read(self._at(version), shardings)
+    def read(self, version: Version, shards: Sequence[Shard]) -> dict[Shard, np.ndarray]:
+        return _read(self._at(version), shards)
 
     def drop(self, version: Version) -> None:
         self._whole.discard(version)
@@ -187,27 +190,39 @@ def _folder(folder: Path) -> Place:
     return lambda name: {"driver": "file", "path": f"{folder / name}/"}
 
 
-def _write(place: Place, weights: Any) -> None:
-    leaves = jax.tree_util.tree_leaves_with_path(weights)
+def _write(place: Place, slices: Any) -> None:
+    leaves = jax.tree_util.tree_leaves_with_path(slices)
     try:
         stores = [_create(place(name_of(path)), leaf) for path, leaf in leaves]
-        writes = [store.result()[shard.index].write(np.asarray(shard.data))
-                  for store, (_, leaf) in zip(stores, leaves, strict=True)
-                  for shard in leaf.addressable_shards if shard.replica_id == 0]
+        writes = [store.result()[within(box, _whole(leaf))].write(leaf.at(box))
+                  for store, (_, leaf) in zip(stores, leaves, strict=True) for box in leaf.given]
         for write in writes:
             write.result()
     except (ValueError, OSError) as error:  # tensorstore's statuses, as of `Objects`
         raise StoreError(" ".join(str(error).split())) from error
 
 
-def _read(place: Place, shardings: Any) -> Any:
-    return read_arrays(lambda name: {"driver": "zarr3", "kvstore": place(name)}, shardings)
+def _read(place: Place, shards: Sequence[Shard]) -> dict[Shard, np.ndarray]:
+    def load(path: str) -> dict[Shard, np.ndarray]:
+        kvstore = place(path.replace("/", "."))
+        store = ts.open({"driver": "zarr3", "kvstore": kvstore}, open=True, context=CONTEXT).result()
+        mine = [shard for shard in shards if shard.path == path]
+        if (tuple(store.shape), store.dtype.name) != (mine[0].shape, mine[0].dtype):
+            raise refused(mine[0], f"and is stored as {store.dtype.name}{list(store.shape)}")
+        reads = {shard: store[within((shard.start, shard.stop), _whole(shard))].read() for shard in mine}
+        return {shard: read.result() for shard, read in reads.items()}
+
+    loaded = side_by_side(load, dict.fromkeys(shard.path for shard in shards))
+    return {shard: array for part in loaded for shard, array in part.items()}
 
 
-def _create(kvstore: Any, leaf: jax.Array) -> ts.Future:
-    """A chunk is what one device holds."""
-    chunk = leaf.sharding.shard_shape(leaf.shape)
+def _create(kvstore: Any, leaf: Slices) -> ts.Future:
+    """A chunk is what one device of the trainer holds."""
     metadata = {"shape": leaf.shape, "data_type": leaf.dtype.name,
-                "chunk_grid": {"name": "regular", "configuration": {"chunk_shape": chunk}}}
+                "chunk_grid": {"name": "regular", "configuration": {"chunk_shape": leaf.part}}}
     spec = {"driver": "zarr3", "kvstore": kvstore, "metadata": metadata}
     return ts.open(spec, create=True, open=True, context=CONTEXT)
+
+
+def _whole(leaf: Slices | Shard) -> Box:
+    return (0,) * len(leaf.shape), tuple(leaf.shape)
