@@ -1,4 +1,4 @@
-"""The hardware table: what one chip can do. Figures as published, or measured by others where the maker's round up."""
+"""The hardware table: what one chip can do, and what a slice of them is called. Figures as published, or measured by others where the maker's round up."""
 
 from __future__ import annotations
 
@@ -44,7 +44,11 @@ DEVICE_KINDS = {  # what JAX calls a device -> (row of the hardware table, devic
 }
 GPUS = ("h100", "h800", "h200")
 CORES_IN_NAME = {"v4": 2, "v5p": 2, "tpu7x": 2}  # such names count cores, two a chip; the others count chips
-ALIASES = {"v5litepod": "v5e"}
+ALIASES = {"v5litepod": "v5e", "v7x": "tpu7x"}  # Google Cloud's, Ray's
+FLAT = ("v5e", "v6e")  # two-dimensional slices; the others have three
+DEVICES_A_CHIP = dict(DEVICE_KINDS.values())
+LAPTOP_BYTES = 32 * GB  # of memory, which virtual devices share
+HOST_CHIPS = 4  # of a TPU host
 
 
 def parse(name: str) -> tuple[str, int]:
@@ -55,9 +59,46 @@ def parse(name: str) -> tuple[str, int]:
     match = re.fullmatch(r"(\w+?)-(\d+)", name)
     chip = ALIASES.get(match[1], match[1]) if match else ""
     if chip not in CHIPS:
-        raise ValueError(f"slice {name!r} is unknown: name one such as v5e-64, v5p-16, v6e-16, v4-32, tpu7x-128, h100-8")
+        raise ValueError(f"slice {name!r} is unknown: name one such as v5e-64, v5p-16, v6e-16, v4-32, "
+                         f"tpu7x-128, h100-8, laptop")
     count, cores = int(match[2]), CORES_IN_NAME.get(chip, 1)
     number = count // cores
     if number * cores != count or number < 1 or number & (number - 1):
         raise ValueError(f"slice {name!r}: {count} is not {'twice ' if cores == 2 else ''}a power of two")
     return chip, number
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Machine:
+    """The devices of one role of a run, as JAX counts them. What is not known is 0 or empty."""
+
+    name: str = ""  # v5p-16, laptop
+    platform: str = "cpu"  # cpu, tpu or gpu
+    chip: str = ""  # a key of CHIPS; empty on a CPU
+    devices: int = 0
+    host_devices: int = 0  # of each host
+    memory_bytes: float = 0.0  # of each device
+
+    @property
+    def hosts(self) -> int:
+        return self.devices // self.host_devices if self.host_devices else 0
+
+    def split(self, devices: int) -> Machine:
+        """The same memory as so many virtual devices."""
+        return dataclasses.replace(self, devices=devices, host_devices=devices,
+                                   memory_bytes=self.memory_bytes * self.devices / devices)
+
+    def __str__(self) -> str:
+        return self.name or self.chip or self.platform
+
+
+def machine(name: str) -> Machine:
+    """The machine of this name, "laptop" or what `parse` knows; ValueError for any other."""
+    if name == "laptop":
+        return Machine(name=name, devices=1, host_devices=1, memory_bytes=LAPTOP_BYTES)
+    chip, chips = parse(name)
+    per_chip = DEVICES_A_CHIP.get(chip, 1)
+    one_host = chip in GPUS or (chip in FLAT and chips <= 2 * HOST_CHIPS)  # larger slices have hosts of four
+    return Machine(name=name, platform="gpu" if chip in GPUS else "tpu", chip=chip, devices=chips * per_chip,
+                   host_devices=per_chip * (chips if one_host else min(chips, HOST_CHIPS)),
+                   memory_bytes=CHIPS[chip].hbm_bytes / per_chip)

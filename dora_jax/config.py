@@ -37,6 +37,7 @@ section = dataclasses.dataclass(frozen=True, kw_only=True)
 @section
 class ModelSection:
     path: str = ""  # a Hugging Face folder
+    size: str = ""  # Qwen3-8B, say: what a dry run reckons with where path is not there; a folder of other sizes is refused
     dtype: str = "auto"  # compute dtype: float32 or bfloat16; auto: by platform (presets.py); masters stay f32
 
 
@@ -292,13 +293,17 @@ def defaults() -> ml_collections.ConfigDict:
 
 def from_config_dict(tree: Mapping[str, Any] | ml_collections.ConfigDict, purpose: str = "train") -> Config:
     """Converts and validates everything at once; purpose: train, sft or evaluate (see validate.problems)."""
-    tree = tree if isinstance(tree, Mapping) else tree.to_dict()
     problems: list[str] = []
-    config = _build(Config, tree, "", problems)
+    config = _build(Config, _plain(tree), "", problems)
     problems += validate.problems(config, purpose)
     if problems:
         raise ConfigError(problems)
     return config
+
+
+def from_tree(tree: Mapping[str, Any] | ml_collections.ConfigDict) -> Config:
+    """Converts alone: for a config file that asks about what it is filling in."""
+    return _build(Config, _plain(tree), "", [])
 
 
 def to_json(config: Config) -> dict[str, Any]:
@@ -356,6 +361,10 @@ def redact(tree: Any, name: str = "") -> Any:
     if isinstance(tree, Mapping):
         return {key: redact(value, str(key)) for key, value in tree.items()}
     return tree
+
+
+def _plain(tree: Mapping[str, Any] | ml_collections.ConfigDict) -> Mapping[str, Any]:
+    return tree if isinstance(tree, Mapping) else tree.to_dict()
 
 
 def _build(cls: type, tree: Mapping[str, Any], prefix: str, problems: list[str]) -> Any:

@@ -12,7 +12,8 @@ import math
 import os
 from pathlib import Path
 
-from dora_jax import chips, presets, validate
+from dora_jax import chips, validate
+from dora_jax.chips import Machine
 from dora_jax.config import Config, ConfigError
 from dora_jax.validate import MIN_AUTO_INSTANCES
 
@@ -103,34 +104,43 @@ def known_devices(config: Config) -> int | None:
     """How many devices there will be, as far as that can be said without starting JAX."""
     if config.cpu_devices:
         return config.cpu_devices
+    named = chips.machine(config.slice).devices if config.slice else None
     stated = os.environ.get("DORA_DEVICES", "")
     if stated and not stated.isdecimal():
         raise ConfigError(f"DORA_DEVICES: {stated!r} is not a number of devices")
-    return int(stated) if stated else None
+    if stated and named and named != int(stated):
+        raise ConfigError(f"slice: {config.slice} has {named} devices, and there are {stated}")
+    return int(stated) if stated else named
 
 
-def machine(config: Config) -> presets.Machine:
-    """The machine that this process computes on: the one that the configuration names, else the devices of JAX."""
-    if config.slice:
-        return presets.machine_of(config)
+def found() -> Machine:
+    """The devices of this process, as JAX tells of them; starts it. Memory is 0 where the platform does not tell it."""
     import jax
 
-    found = jax.devices()[0]
-    platform = "gpu" if found.platform in ("cuda", "rocm") else found.platform
-    return presets.Machine(platform=platform, chip=chips.DEVICE_KINDS.get(found.device_kind, ("", 1))[0])
+    first, count = jax.devices()[0], len(jax.devices())
+    chip, per_chip = chips.DEVICE_KINDS.get(first.device_kind, ("", 1))
+    told = (first.memory_stats() or {}).get("bytes_limit", 0) if first.process_index == jax.process_index() else 0
+    known = chips.CHIPS[chip].hbm_bytes / per_chip if chip else 0
+    return Machine(platform=first.platform, chip=chip, devices=count, host_devices=jax.local_device_count(),
+                   memory_bytes=told or known)
+
+
+def check_slice(field: str, name: str) -> None:
+    """ConfigError where the devices of this process are not of the slice that the field names, CPUs where it names none.
+
+    A configuration is resolved for that slice, by a controller that has no devices at all.
+    """
+    wanted, here = chips.machine(name) if name else Machine(), found()
+    if wanted.platform != here.platform or (here.chip and wanted.chip != here.chip):
+        raise ConfigError(f"{field}: {name or 'empty, which is a CPU'}, but this process has {here.devices} devices of "
+                          f"{here}; name their slice")
 
 
 def filled(config: Config) -> Config:
     """The configuration with nothing left open, for the devices that this process computes on; starts JAX."""
-    return presets.resolve(config, machine(config))[0]
+    from dora_jax import presets  # it plans with this module
 
-
-def resolved(config: Config) -> Config:
-    """`filled`, checked again: ConfigError where what the machine chooses breaks a rule."""
-    found = filled(config)
-    if problems := validate.problems(found, "evaluate"):
-        raise ConfigError(problems)
-    return found
+    return presets.resolve(config, presets.here(config), presets.model_of(config))[0]
 
 
 def setup_platform(config: Config) -> None:

@@ -28,7 +28,7 @@ from absl import app, flags, logging
 from ml_collections import config_flags
 
 from dora_jax import config as configs
-from dora_jax import devices, validate
+from dora_jax import budget, devices, presets, validate
 from dora_jax.config import Config, ConfigError, RunError
 from dora_jax.models import config as models
 from dora_jax.models.hf_config import read_config
@@ -37,15 +37,15 @@ RUN_FAILED = 1  # exit code
 BAD_USAGE = 2  # exit code: wrong input, trying again cannot help
 
 MAY_CHANGE = (  # between two runs of one workdir: how long, how often, and on which machine
-    "steps", "cpu_devices", "placement", "checkpoint.", "journal.", "eval.", "cluster.",
-    "rollout.instances", "rollout.tensor", "trainer.data",
+    "steps", "slice", "cpu_devices", "placement", "model.size", "checkpoint.", "journal.", "eval.", "cluster.",
+    "rollout.instances", "rollout.tensor", "rollout.memory_share", "rollout.compiler_options", "trainer.compiler_options", "trainer.data",
     "trainer.fsdp", "trainer.tensor", "trainer.context", "trainer.optimizer_memory",
     "trainer.peak_tflops", "task.reward_workers", "task.reward_timeout_s", "task.reward_retries",
     "reward_model.placement", "reward_model.data", "reward_model.fsdp", "reward_model.tensor", "reward_model.rows")
 
 CONFIG_HELP = "path.py[:argument]; --config.field=value overrides a field"
 WORKDIR_HELP = "where the run keeps its files, a folder or gs://bucket/folder; default: runs/<name of the config file>"
-DRY_RUN_HELP = "print the resolved config and the device plan, and stop"
+DRY_RUN_HELP = "print the resolved config, what was chosen and why, devices and memory, and stop"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -156,10 +156,16 @@ def run_name(spec: str) -> str:
 
 def describe(asked: Run) -> str:
     """What --dry_run prints: the resolved config as JSON, then who gets which device."""
-    config, n_devices = asked.config, devices.known_devices(asked.config) or 1
+    found, model = presets.machines(asked.config), presets.model_of(asked.config)
+    config, choices = presets.resolve(asked.config, found, model)
+    n_devices = devices.known_devices(config) or 1
     plan = _gangs(config) if config.cluster.launcher else devices.plan(n_devices, config).describe()
+    planned = budget.of(config, found, model)
+    memory = budget.describe(planned) if planned else "memory: not planned, for the machine or the model is not known yet"
     notes = [f"note: {problem}" for problem in validate.missing_paths(asked.config)]
-    return "\n".join([json.dumps(configs.to_json(asked.config), indent=2), f"workdir: {asked.workdir}", plan, *notes])
+    return "\n".join([json.dumps(configs.to_json(config), indent=2), f"workdir: {asked.workdir}",
+                      f"chosen for {found}{'' if all(machine.name for machine in found) else ', as no slice is named'}:",
+                      *presets.table(choices), plan, memory, *notes])
 
 
 def _gangs(config: Config) -> str:
@@ -295,7 +301,11 @@ def _machine(asked: Run, purpose: str) -> list[str]:
     """What the devices of this machine cannot do, as far as their number and the model are known by now."""
     config = asked.config
     n_devices = devices.known_devices(config) or (1 if asked.dry_run else None)
-    if n_devices is None or purpose == "sft" or config.cluster.launcher:
+    if purpose == "sft":
+        return []
+    if config.cluster.launcher:
+        return _unfit(config)
+    if n_devices is None:
         return []
     try:
         mesh = devices.plan(n_devices, config).trainer_mesh
@@ -305,9 +315,18 @@ def _machine(asked: Run, purpose: str) -> list[str]:
     except ValueError as error:  # a sentence of models.config or hf_config
         return [f"model.path: {error}"]
     if not model:
-        return []
+        return _unfit(config)
     axes = {"trainer.fsdp": (mesh[1], 1), "trainer.tensor": (1, mesh[2]), "rollout.tensor": (1, config.rollout.tensor)}
-    return [problem for field, sizes in axes.items() for problem in _indivisible(field, model, *sizes)]
+    return [problem for field, sizes in axes.items() for problem in _indivisible(field, model, *sizes)] or _unfit(config)
+
+
+def _unfit(config: Config) -> list[str]:
+    """What the machines that the configuration names cannot do, or cannot hold."""
+    found, model = presets.machines(config), presets.model_of(config)
+    if not any(machine.name for machine in found):
+        return []  # JAX will tell
+    resolved, _ = presets.resolve(config, found, model)
+    return presets.problems(resolved, found, model)
 
 
 def _indivisible(field: str, model: models.ModelConfig, fsdp: int, tensor: int) -> list[str]:

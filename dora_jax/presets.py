@@ -1,31 +1,45 @@
-"""What a platform chooses where the configuration leaves a field open: kernels, types, sizes. No JAX.
+"""What a platform chooses where the configuration leaves a field open: types, kernels, sizes, options. No JAX.
 
-Consumes a `config.Config` as asked and the `Machine` that it runs on; produces a Config in which nothing is open, and
-one `Choice` with its reason for each field that it filled in. Every stage gets the resolved Config.
-Laws: what the user sets is kept; the same configuration and machine give the same choices; a CPU keeps what is tuned
-for it.
+Consumes a `config.Config` as asked, the machines of the trainer and of the instances, and the model's sizes where they
+are known; produces a Config in which nothing is open, and a `Choice` with its reason for each field that it filled in.
+Every stage gets the resolved Config. Trainer fields follow the trainer's machine, rollout fields the instances'.
+Laws: what the user sets is kept; the same configuration, machines and model give the same choices, in every process of
+a run; a CPU keeps what is tuned for it.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from typing import TYPE_CHECKING, Any, NamedTuple
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
 
-from dora_jax import chips
-
-if TYPE_CHECKING:
-    from dora_jax.config import Config, RolloutSection, TrainerSection
+from dora_jax import budget, chips, devices, memory, validate
+from dora_jax import config as configs
+from dora_jax.budget import Machines
+from dora_jax.chips import Machine
+from dora_jax.config import Config, ConfigError, RolloutSection
+from dora_jax.models import config as models
+from dora_jax.models.config import ModelConfig
+from dora_jax.models.hf_config import read_config
 
 OPEN: tuple[Any, ...] = ("auto", 0, {})  # the values that leave a field to the platform
 MIB = 2**20
+PAGE_SIZES = (64, 128, 256, 512)  # tokens, on accelerators
+KERNELS = {"reference": ("cpu", "tpu", "gpu"), "tpu": ("tpu",), "tokamax": ("tpu",), "gpu": ("gpu",),
+           "splash": ("tpu",), "cudnn": ("gpu",)}  # kernel -> platforms
+TRAINER_OPTIONS = {  # platform -> XLA's options of the update
+    "tpu": ({"xla_jf_spmd_threshold_for_windowed_einsum_mib": 1_000_000},
+            "weights are gathered whole: windowed einsums send partial sums, twice the bytes"),
+}
+ROLLOUT_OPTIONS = {  # chip -> XLA's options of the engine's calls
+    "tpu7x": ({"xla_tpu_control_large_2nd_minor_layout_for_x16": 0},
+              "weights keep the tiles that they come in, where each call would tile them anew"),
+}
+NONE = ({}, "")
+UNKNOWN = Machines(Machine(), Machine())
 
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Machine:
-    """The devices of one role; the trainer's and the instances' may differ."""
-
-    platform: str  # cpu, tpu or gpu
-    chip: str = ""  # a key of chips.CHIPS; empty on a CPU
+Presets = dict[str, tuple[Any, str]]  # field of a section -> value, reason
 
 
 class Choice(NamedTuple):
@@ -34,71 +48,200 @@ class Choice(NamedTuple):
     reason: str
 
 
-CPU = Machine(platform="cpu")
+def machines(config: Config) -> Machines:
+    """The machines that the configuration names; CPUs where it names none. ValueError where a name is unknown.
+
+    The controller of a cluster asks here too, so that it reports the pages that its replicas have.
+    """
+    cluster, virtual = config.cluster, config.cluster.devices_per_host
+    if cluster.launcher:
+        return Machines(
+            _named("cluster.trainer_slice", cluster.trainer_slice, virtual * cluster.trainer_hosts),
+            _named("cluster.replica_slice", cluster.replica_slice, virtual * cluster.hosts_per_replica))
+    found = _named("slice", config.slice, 0 if config.slice else config.cpu_devices)
+    if found.platform == "cpu" and config.slice and config.cpu_devices:
+        found = found.split(config.cpu_devices)
+    return Machines(found, found)
 
 
-def machine_of(config: Config) -> Machine:
-    """The machine that the configuration names, else a CPU; ValueError where the name is unknown."""
-    if config.slice in ("", "laptop"):
-        return CPU
-    chip, _ = chips.parse(config.slice)
-    return Machine(platform="gpu" if chip in chips.GPUS else "tpu", chip=chip)
+def here(config: Config) -> Machines:
+    """`machines` for the process that runs: one that the configuration does not name is the devices that JAX finds.
+
+    ConfigError where the devices are not those of the slice that it names.
+    """
+    if config.cluster.launcher:
+        return machines(config)
+    if config.slice:
+        devices.check_slice("slice", config.slice)
+        return machines(config)
+    return Machines(found := devices.found(), found)
 
 
-def resolve(config: Config, machine: Machine) -> tuple[Config, tuple[Choice, ...]]:
+def model_of(config: Config) -> ModelConfig | None:
+    """The sizes of the model that will run: its folder's, or those that the configuration names; None: not known yet.
+
+    ValueError in a sentence where the folder's config.json is not one that the decoder computes.
+    """
+    if (Path(config.model.path) / "config.json").is_file():
+        return read_config(config.model.path)
+    return models.KNOWN.get(config.model.size)
+
+
+def resolve(config: Config, found: Machines, model: ModelConfig | None = None) -> tuple[Config, tuple[Choice, ...]]:
     """(the configuration with every open field filled in, what was filled in and why)."""
     choices: list[Choice] = []
-    rollout = _filled("rollout", config.rollout, _rollout(config.rollout, machine), choices)
-    trainer = _filled("trainer", config.trainer, _trainer(machine), choices)
-    model = _filled("model", config.model, _model(machine), choices)
-    return dataclasses.replace(config, rollout=rollout, trainer=trainer, model=model), tuple(choices)
+    rollout = _filled("rollout", config.rollout, _rollout(config.rollout, found.instances), choices)
+    config = dataclasses.replace(
+        config, rollout=rollout, model=_filled("model", config.model, _model(found), choices),
+        trainer=_filled("trainer", config.trainer, _trainer(found.trainer), choices))
+    pages = {"pages": _pages(config, found, model)} if config.rollout.pages in OPEN else {}
+    rollout = _filled("rollout", config.rollout, pages, choices)
+    return dataclasses.replace(config, rollout=rollout), tuple(choices)
+
+
+def problems(config: Config, found: Machines, model: ModelConfig | None = None) -> list[str]:
+    """What a resolved configuration asks of these machines that they do not have; each names its field.
+
+    ConfigError where the meshes do not fit the devices.
+    """
+    said = [*_size(config, model), *_kernels(config, found), *_tables(config, found)]
+    planned = None if said else budget.of(config, found, model)
+    return [*said, *(budget.problems(planned) if planned else ())]
+
+
+def settle(config: Config) -> tuple[Config, list[str]]:
+    """(the configuration that this process runs, lines that say what was chosen for it); starts JAX.
+
+    ConfigError where a choice breaks a rule, or where the memory plan does not fit.
+    """
+    found, model = here(config), model_of(config)
+    config, choices = resolve(config, found, model)
+    if said := [*validate.problems(config, "evaluate"), *problems(config, found, model)]:
+        raise ConfigError(said)
+    return config, [f"chosen for {found}:", *table(choices)] if choices else []
+
+
+def micro_batches(tree: Any) -> int:
+    """For config files: the fewest micro-batches with which their ConfigDict fits the slices and the model that it names,
+    with room in the pages for its slots; 0: no number of them does."""
+    config = configs.from_tree(tree)
+    found, model = machines(config), models.KNOWN.get(config.model.size)
+    try:
+        planned = budget.of(resolve(config, found, model)[0], found, model)
+    except ConfigError:  # the meshes do not take these devices
+        return 0
+    if planned is None:
+        raise ValueError("model.size and the slices have to be named for a memory plan")
+    count = planned.micro_batches
+    return count if count and planned.slots >= config.rollout.slots and not budget.problems(
+        planned.with_trainer(micro_batches=count)) else 0
+
+
+def table(choices: tuple[Choice, ...]) -> list[str]:
+    """One line of text a choice: field, value, reason."""
+    width = max((len(f"{choice.field}={choice.value}") for choice in choices), default=0)
+    return [f"  {f'{choice.field}={choice.value}':{width}s}  {choice.reason}" for choice in choices]
 
 
 def on_cpu(section: Any) -> Any:
     """A RolloutSection or TrainerSection as a CPU runs it: for sections that no Config holds."""
-    open_ = _rollout(section, CPU) if hasattr(section, "slots") else _trainer(CPU)
-    return _filled("", section, open_, [])
+    if not hasattr(section, "slots"):
+        return _filled("", section, _trainer(Machine()), [])
+    section = _filled("", section, _rollout(section, Machine()), [])
+    return _filled("", section, {"pages": _pages_of_slots(section)}, [])
 
 
 # ---------------------------------------------------------------- private
 
 
-def _filled(prefix: str, section: Any, presets: dict[str, tuple[Any, str]], choices: list[Choice]) -> Any:
-    filled = {name: found for name, found in presets.items() if getattr(section, name) in OPEN}
+def _named(field: str, name: str, virtual_devices: int) -> Machine:
+    if virtual_devices:  # of a CPU: a cluster's slice then only says where the processes go
+        return Machine(devices=virtual_devices)
+    try:
+        return chips.machine(name) if name else Machine()
+    except ValueError as error:
+        raise ValueError(f"{field}: {str(error).removeprefix('slice ')}") from error
+
+
+def _filled(prefix: str, section: Any, presets: Presets, choices: list[Choice]) -> Any:
+    filled = {name: found for name, found in presets.items() if getattr(section, name) in OPEN and found[0] not in OPEN}
     choices += [Choice(f"{prefix}.{name}", value, reason) for name, (value, reason) in filled.items()]
     return dataclasses.replace(section, **{name: value for name, (value, _) in filled.items()})
 
 
-def _model(machine: Machine) -> dict[str, tuple[Any, str]]:
-    if machine.platform == "cpu":
+def _model(found: Machines) -> Presets:
+    if all(machine.platform == "cpu" for machine in found):
         return {"dtype": ("float32", "a CPU computes bfloat16 no faster")}
-    return {"dtype": ("bfloat16", "the chip's matrix units take it, and weights and KV take half the memory")}
+    return {"dtype": ("bfloat16", "matrix units take it, and weights and KV take half the memory")}
 
 
-def _rollout(section: RolloutSection, machine: Machine) -> dict[str, tuple[Any, str]]:
-    on_cpu = machine.platform == "cpu"
+def _rollout(section: RolloutSection, machine: Machine) -> Presets:
     kernel = {"cpu": "reference", "tpu": "tpu", "gpu": "gpu"}[machine.platform]
-    page = section.page_size or (16 if on_cpu else 64)
-    context = section.max_prompt_tokens + section.max_new_tokens
-    pages = max(section.slots * -(-context // page), -(-context // page) + 1)
-    return {
-        "attention": (kernel, f"the kernel for this platform, {machine.platform}"),
-        "page_size": (page, "small pages waste little" if on_cpu else "a table of larger pages fits the chip's memory"),
-        "prefill_chunk": ((64, "prompts share chunks of it") if on_cpu else
-                          (512, "one pass over the weights serves so many tokens")),
-        "prefill_tokens": ((256, "so many keep decoding samples waiting only a moment") if on_cpu else
-                           (1024, "matrix products of so many rows are bound by compute")),
-        "pages": (pages, "every slot can hold a longest sample"),
-        "late_results": (("off", "host and device are the same cores") if on_cpu else
-                         ("on", "the device decodes while the host plans")),
-    }
+    kernel = section.attention if section.attention not in OPEN else kernel
+    if machine.platform == "cpu":
+        return {"attention": (kernel, "the one that XLA compiles for a CPU"),
+                "page_size": (16, "small pages waste little"),
+                "prefill_chunk": (64, "prompts share their prefixes in chunks of it"),
+                "prefill_tokens": (256, "so many keep running samples waiting only a moment"),
+                "late_results": ("off", "host and device are the same cores")}
+    size, why = _page_size(section, kernel)
+    return {"attention": (kernel, f"the paged kernel for {machine}"),
+            "page_size": (size, why),
+            "prefill_chunk": (512, "one pass over the weights serves so many tokens of a prompt"),
+            "prefill_tokens": (1024, "matrix products of so many tokens are bound by compute, not by the weights"),
+            "late_results": ("on", "the device decodes while the host plans the next call"),
+            "compiler_options": ROLLOUT_OPTIONS.get(machine.chip, NONE)}
 
 
-def _trainer(machine: Machine) -> dict[str, tuple[Any, str]]:
-    on_cpu = machine.platform == "cpu"
-    kernel = {"cpu": "reference", "tpu": "splash", "gpu": "cudnn"}[machine.platform]
-    return {
-        "attention": (kernel, f"the kernel for this platform, {machine.platform}"),
-        "logits_bytes": ((64 * MIB, "larger chunks leave the cache") if on_cpu else
-                         (1024 * MIB, "the head is read once for so many logits")),
-    }
+def _page_size(section: RolloutSection, kernel: str) -> tuple[int, str]:
+    if kernel != "tpu":
+        return PAGE_SIZES[0], "a page is one read of the kernel"
+    for size in PAGE_SIZES:
+        if memory.table_fits(section, size):
+            return size, "the page table fits the chip's scalar memory, 1 MiB"
+    return PAGE_SIZES[-1], "the largest that there is"
+
+
+def _pages(config: Config, found: Machines, model: ModelConfig | None) -> tuple[int, str]:
+    planned = budget.of(config, found, model) if found.instances.platform != "cpu" else None
+    if planned is None:
+        return _pages_of_slots(config.rollout)
+    share = f"{config.rollout.memory_share:.0%} of what weights and programs leave of a device's memory"
+    return max(planned.pages, 1), share
+
+
+def _pages_of_slots(section: RolloutSection) -> tuple[int, str]:
+    each = -(-(section.max_prompt_tokens + section.max_new_tokens) // section.page_size)
+    return max(section.slots * each, each + 1), "every slot can hold a longest sample"
+
+
+def _trainer(machine: Machine) -> Presets:
+    if machine.platform == "cpu":
+        return {"attention": ("reference", "the one that XLA compiles for a CPU"),
+                "logits_bytes": (64 * MIB, "larger chunks leave the cache")}
+    kernel = {"tpu": "splash", "gpu": "cudnn"}[machine.platform]
+    return {"attention": (kernel, "scores never reach the memory"),
+            "logits_bytes": (1024 * MIB, "the head is read once for so many logits"),
+            "compiler_options": TRAINER_OPTIONS.get(machine.platform, NONE)}
+
+
+def _size(config: Config, model: ModelConfig | None) -> Iterator[str]:
+    expected = models.KNOWN.get(config.model.size)
+    if model and expected and (model.n_layers, model.d_model) != (expected.n_layers, expected.d_model):
+        yield (f"model.path: {config.model.path} has {model.n_layers} layers of width {model.d_model}, and model.size "
+               f"{config.model.size} has {expected.n_layers} of {expected.d_model}")
+
+
+def _kernels(config: Config, found: Machines) -> Iterator[str]:
+    for field, kernel, machine in (("rollout.attention", config.rollout.attention, found.instances),
+                                   ("trainer.attention", config.trainer.attention, found.trainer)):
+        if machine.platform not in KERNELS[kernel]:
+            yield f"{field}: the kernel {kernel!r} is for {', '.join(KERNELS[kernel])}, and this is {machine}"
+
+
+def _tables(config: Config, found: Machines) -> Iterator[str]:
+    rollout = config.rollout
+    if rollout.attention == "tpu" and found.instances.platform == "tpu" and not memory.table_fits(rollout, rollout.page_size):
+        size = memory.table_bytes(rollout, rollout.page_size)
+        yield (f"rollout.page_size: with pages of {rollout.page_size} tokens the page table takes {size} bytes, and the "
+               f"kernel keeps it in {memory.SMEM_BYTES} of scalar memory; take larger pages, or fewer rollout.slots")

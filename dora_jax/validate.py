@@ -12,9 +12,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from dora_jax import presets
 from dora_jax.chips import CHIPS
-from dora_jax.models.config import FAMILIES
+from dora_jax.models.config import FAMILIES, KNOWN
 from dora_jax.orchestrate.modes import OrchestratorConfig
 from dora_jax.trainer import objective
 
@@ -29,6 +28,7 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "placement": ("auto", "disjoint", "shared"),
     "reward_model.placement": ("own", "trainer"),
     "pace": ("", *CHIPS),
+    "model.size": ("", *KNOWN),
     "model.dtype": ("auto", "float32", "bfloat16"),
     "rollout.attention": ("auto", "reference", "tpu", "tokamax", "gpu"),
     "rollout.late_results": ("auto", "on", "off"),
@@ -68,9 +68,15 @@ def problems(config: Config, purpose: str = "train") -> list[str]:
 
     Open fields count as the machine that the configuration names fills them in, a CPU where it names none.
     """
-    found = [*_folders(config, purpose), *(unknown := list(_slice(config)))]
-    machine = presets.CPU if unknown else presets.machine_of(config)
-    config, _ = presets.resolve(config, machine)
+    from dora_jax import presets  # it imports config.py, which imports this file
+
+    found = [*_folders(config, purpose)]
+    try:
+        machines = presets.machines(config)
+    except ValueError as error:
+        found.append(str(error))
+        machines = presets.UNKNOWN
+    config, _ = presets.resolve(config, machines)
     rules = (_choices, _ranges, _task, _reward_model, _engine, _orchestrator, _trainer, _lengths, _sft, _cluster)
     return [*found, *(problem for rule in rules for problem in rule(config))]
 
@@ -101,13 +107,6 @@ def _ranges(config: Config) -> Problems:
         for name in names.split():
             if not holds(get(config, name)):
                 yield f"{name}: {get(config, name)} is not {text}"
-
-
-def _slice(config: Config) -> Problems:
-    try:
-        presets.machine_of(config)
-    except ValueError as error:
-        yield str(error)
 
 
 def _folders(config: Config, purpose: str) -> Problems:
@@ -231,6 +230,6 @@ def _cluster(config: Config) -> Problems:
                f"cluster.devices_per_host = {devices}")
     if config.cpu_devices:
         yield "cpu_devices: belongs to a run in one process; in a cluster it is cluster.devices_per_host"
-    for name in ("pace", "journal.record", "orchestrator.colocated", "reward_model.path"):
+    for name in ("slice", "pace", "journal.record", "orchestrator.colocated", "reward_model.path"):
         if get(config, name):
             yield f"{name}: belongs to a run in one process"

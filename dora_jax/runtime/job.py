@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from dora_jax import config as configs
-from dora_jax import devices, sft
+from dora_jax import devices, presets, sft
 from dora_jax.buffer.store import MemoryGroupStore
 from dora_jax.config import Config, ConfigError, RewardModelSection, blame
 from dora_jax.metrics import Writer
@@ -37,9 +37,10 @@ def train(config: Config, workdir: Path) -> int:
     began = time.monotonic()
     # a controller computes nothing, and must not hold the chips that its gangs want
     devices.setup_platform(dataclasses.replace(config, cpu_devices=1) if config.cluster.launcher else config)
-    config = devices.resolved(config)
+    config, chosen = presets.settle(config)
     with Writer(workdir) as writer, Guard(config.journal.watchdog_s) as guard, mirrored(
             workdir, writer.note, steps=not config.cluster.launcher) as mirror:
+        writer.note("\n".join(chosen))
         try:
             make_base(config, workdir, writer)
             halt, log = _train(Parts(config, workdir), writer, guard, mirror)
@@ -54,7 +55,7 @@ def train(config: Config, workdir: Path) -> int:
 def evaluate(config: Config, workdir: Path, step: int | None = None) -> int:
     """avg@k and pass@k of one checkpoint on the held-out prompts. A run of no steps: no trainer, the same engines."""
     devices.setup_platform(config)
-    config = devices.resolved(config)
+    config = devices.filled(dataclasses.replace(config, slice="", cluster=dataclasses.replace(config.cluster, launcher="")))
     if config.task.rewards:  # held-out groups have the reward of their task
         config = dataclasses.replace(config, reward_model=RewardModelSection())
     directory = workdir / "checkpoints"

@@ -125,7 +125,8 @@ class Cluster:
 def _gang_config(config: Config) -> dict[str, Any]:
     """What its gangs are told; without a journal nobody could know what they were about, and they end with it."""
     section = config.cluster
-    mine = ClusterSection(wire=section.wire, reattach_s=section.reattach_s if config.journal.on else 0.0)
+    mine = ClusterSection(wire=section.wire, trainer_slice=section.trainer_slice, replica_slice=section.replica_slice,
+                          reattach_s=section.reattach_s if config.journal.on else 0.0)
     return configs.to_json(dataclasses.replace(config, cpu_devices=section.devices_per_host, cluster=mine))
 
 

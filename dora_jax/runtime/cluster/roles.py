@@ -49,6 +49,7 @@ class TrainerRole:
     """Answers calls one after the other, on the main thread."""
 
     def __init__(self, begin: Begin, config: Config, link: Uplink, pulse: Any):
+        devices.check_slice("cluster.trainer_slice", "" if config.cpu_devices else config.cluster.trainer_slice)
         self._config = config
         self._link, self._pulse = link, pulse
         self._home = home(begin)
@@ -177,6 +178,7 @@ class TrainerRole:
 
 def open_rollout(begin: Begin, config: Config, link: Uplink, pulse: Any, turns: Leader | Follower) -> RolloutRole:
     """Its engine is compiled on return."""
+    devices.check_slice("cluster.replica_slice", "" if config.cpu_devices else config.cluster.replica_slice)
     n_devices = len(jax.devices())
     if n_devices != config.rollout.tensor:
         raise ConfigError(f"rollout.tensor: {config.rollout.tensor} is not the {n_devices} devices of a replica of "

@@ -1,0 +1,213 @@
+"""The memory plan of a run: what the trainer and an instance need of a device, against what it has. No JAX.
+
+Consumes a resolved configuration, the machines of both roles and the model's sizes; produces a `Budget`: its lines, the
+pages that fit, advice, and a refusal that names the field that helps. The formulas are in memory.py.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections import Counter
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+from dora_jax import devices, memory
+from dora_jax.chips import Machine
+from dora_jax.config import Config
+from dora_jax.memory import GIB, Line
+from dora_jax.models.config import ModelConfig
+
+TRAINER_KNOBS: tuple[tuple[str, Any], ...] = (  # in the order of what they cost
+    ("micro_batches", 0), ("remat", "full"), ("moments", "bfloat16"), ("optimizer_memory", "host"))
+
+
+class Machines(NamedTuple):
+    """Of the two roles; equal where one process has both."""
+
+    trainer: Machine
+    instances: Machine
+
+    def __str__(self) -> str:
+        return " and ".join(dict.fromkeys(map(str, self)))
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Budget:
+    """Of the device that has the most to hold."""
+
+    config: Config
+    model: ModelConfig
+    machines: Machines
+    mesh: memory.Mesh  # the trainer's
+    shared: bool  # trainer and instances have devices in common
+    crowd: int  # instances on one device
+    aliased: bool  # all on one device: an instance runs the published version itself
+
+    @property
+    def trainer(self) -> list[Line]:
+        return [*memory.trainer_state(self.model, self.config, self.mesh),
+                *memory.trainer_work(self.model, self.config, self.mesh)]
+
+    @property
+    def instance(self) -> list[Line]:
+        """Without its pages; of all instances on the device."""
+        weights = [] if self.aliased else memory.instance_weights(self.model, self.config)
+        lines = [*weights, *memory.instance_work(self.model, self.config)]
+        return [line._replace(bytes=self.crowd * line.bytes) for line in lines]
+
+    @property
+    def pages_bytes(self) -> float:
+        return self.crowd * (self.config.rollout.pages + 1) * self._page_bytes  # one takes what no row wants
+
+    @property
+    def pages(self) -> int:
+        """KV pages of an instance in `memory_share` of what the rest leaves."""
+        free = self.machines.instances.memory_bytes - memory.total(self.instance)
+        free -= memory.total(self.trainer) if self.shared else 0
+        return max(int(self.config.rollout.memory_share * free / self.crowd / self._page_bytes) - 1, 0)
+
+    @property
+    def needed_pages(self) -> int:
+        """Of one longest sample."""
+        rollout = self.config.rollout
+        return -(-(rollout.max_prompt_tokens + rollout.max_new_tokens) // rollout.page_size) + 1
+
+    @property
+    def slots(self) -> int:
+        """Samples that the pages hold at once: half of them at full length, the others half way."""
+        return max(int(self.config.rollout.pages / (0.75 * self.needed_pages)), 1)
+
+    @property
+    def micro_batches(self) -> int:
+        """The fewest that fit; 0: none do."""
+        rows = memory.batch_layout(self.config, self.mesh).rows // (self.mesh.data * self.mesh.fsdp)
+        fitting = (n for n in range(1, rows + 1) if rows % n == 0 and self._trainer_fits(micro_batches=n))
+        return next(fitting, 0)
+
+    @property
+    def _page_bytes(self) -> float:
+        return memory.page_bytes(self.model, self.config.rollout, self.config.model.dtype)
+
+    def with_trainer(self, **changes: Any) -> Budget:
+        section = dataclasses.replace(self.config.trainer, **changes)
+        return dataclasses.replace(self, config=dataclasses.replace(self.config, trainer=section))
+
+    def _trainer_fits(self, **changes: Any) -> bool:
+        return memory.total(self.with_trainer(**changes).trainer) <= self.machines.trainer.memory_bytes
+
+
+def of(config: Config, machines: Machines, model: ModelConfig | None) -> Budget | None:
+    """The plan of a configuration in which all but `rollout.pages` is resolved; None where something is not known.
+
+    ConfigError where the meshes do not fit the devices.
+    """
+    if model is None or not all(machine.devices and machine.memory_bytes for machine in machines):
+        return None
+    if config.cluster.launcher:
+        mesh = devices.trainer_mesh(machines.trainer.devices, config)
+        return Budget(config=config, model=model, machines=machines, mesh=memory.Mesh(*mesh), shared=False, crowd=1,
+                      aliased=False)
+    plan = devices.plan(machines.trainer.devices, config)
+    crowd = max(Counter(itertools.chain(*plan.instances)).values())
+    return Budget(config=config, model=model, machines=machines, mesh=memory.Mesh(*plan.trainer_mesh),
+                  shared=plan.shared, crowd=crowd, aliased=plan.n_devices == 1)
+
+
+def problems(budget: Budget) -> list[str]:
+    """Why it cannot run, each with the field that helps."""
+    return [*_trainer_problems(budget), *_instance_problems(budget)]
+
+
+def describe(budget: Budget) -> str:
+    """What --dry_run prints."""
+    lines = []
+    for who, machine, parts in (("trainer", budget.machines.trainer, budget.trainer),
+                                ("instance", budget.machines.instances, [*budget.instance, _pages_line(budget)])):
+        has = machine.memory_bytes / GIB
+        lines += [f"memory of a device of the {who}: {memory.total(parts) / GIB:.2f} of {has:.2f} GiB", *memory.table(parts)]
+    if budget.shared:
+        lines.append("trainer and instances share devices: both sums together have to fit")
+    return "\n".join([*lines, *_advice(budget)])
+
+
+# ---------------------------------------------------------------- private
+
+
+def _pages_line(budget: Budget) -> Line:
+    rollout = budget.config.rollout
+    of_all = f"{budget.crowd} instances of " if budget.crowd > 1 else ""
+    return Line("KV pages", budget.pages_bytes, f"{of_all}{rollout.pages} pages of {rollout.page_size} tokens")
+
+
+def _advice(budget: Budget) -> Iterator[str]:
+    rollout, t = budget.config.rollout, budget.config.trainer
+    yield (f"rollout.slots: {rollout.slots}; the pages hold {rollout.pages // budget.needed_pages} longest samples, or "
+           f"{budget.slots} of mixed lengths")
+    if fewest := budget.micro_batches:
+        yield f"trainer.micro_batches: {t.micro_batches}; the fewest that fit are {fewest}"
+
+
+def _trainer_problems(budget: Budget) -> Iterator[str]:
+    has, needs = budget.machines.trainer.memory_bytes, memory.total(budget.trainer)
+    if needs <= has:
+        return
+    yield (f"trainer.{_knob(budget)}: an update needs {needs / GIB:.1f} GiB a device of {budget.machines.trainer}, "
+           f"which has {has / GIB:.1f}; {_help(budget)}")
+
+
+def _knobs(budget: Budget) -> Iterator[dict[str, Any]]:
+    """Changes of the trainer's section, the gentlest first: each alone, then all up to each."""
+    rows = memory.batch_layout(budget.config, budget.mesh).rows // (budget.mesh.data * budget.mesh.fsdp)
+    changes = [{name: value or rows} for name, value in TRAINER_KNOBS
+               if getattr(budget.config.trainer, name) != (value or rows)]
+    yield from changes
+    for count in range(2, len(changes) + 1):
+        yield {name: value for change in changes[:count] for name, value in change.items()}
+
+
+def _enough(budget: Budget) -> dict[str, Any]:
+    """The first of the knobs that makes the update fit; empty where none does."""
+    return next((change for change in _knobs(budget) if budget._trainer_fits(**change)), {})
+
+
+def _knob(budget: Budget) -> str:
+    return next(iter(_enough(budget)), "fsdp")
+
+
+def _help(budget: Budget) -> str:
+    change = dict(_enough(budget))
+    if not change:
+        return "no setting of one device is enough: give the trainer more devices"
+    if "micro_batches" in change:
+        less = budget.with_trainer(**{k: v for k, v in change.items() if k != "micro_batches"})
+        change["micro_batches"] = less.micro_batches
+    return "it fits with " + ", ".join(f"trainer.{name}={value}" for name, value in change.items())
+
+
+def _instance_problems(budget: Budget) -> Iterator[str]:
+    rollout, machine = budget.config.rollout, budget.machines.instances
+    with_trainer = memory.total(budget.trainer) if budget.shared else 0.0
+    needs = memory.total(budget.instance) + with_trainer
+    least = needs + budget.crowd * (budget.needed_pages + 1) * budget._page_bytes
+    beside = ", the trainer's part included," if budget.shared else ""
+    if least > machine.memory_bytes:
+        yield (f"rollout.{_instance_knob(budget)}: weights, calls and one longest sample{beside} need {least / GIB:.1f} "
+               f"GiB a device of {machine}, which has {machine.memory_bytes / GIB:.1f}; {_instance_help(budget)}")
+    elif needs + budget.pages_bytes > machine.memory_bytes:
+        yield (f"rollout.pages: {rollout.pages} pages take {budget.pages_bytes / GIB:.1f} GiB of a device of {machine}, "
+               f"where weights and calls{beside} leave {(machine.memory_bytes - needs) / GIB:.1f}; 0 takes what fits")
+
+
+def _instance_knob(budget: Budget) -> str:
+    return "residents" if budget.config.rollout.residents > 1 else "tensor"
+
+
+def _instance_help(budget: Budget) -> str:
+    rollout = budget.config.rollout
+    if budget.shared:
+        return "placement=disjoint gives the instances devices of their own"
+    if rollout.residents > 1:
+        return "fewer residents need less"
+    return f"more than {rollout.tensor} devices an instance need less of each" + (
+        "" if rollout.weights else ", as does rollout.weights=int8")

@@ -1,0 +1,188 @@
+"""What a device has to hold, line by line: arithmetic without JAX.
+
+Consumes a model's sizes and a resolved configuration; produces `Line`s of bytes a device, for the trainer and for a
+rollout instance. State (masters, moments, weights, KV pages) is exact; what a compiled program needs beside it is an
+estimate, which `python -m dora_jax.bench.aot` holds against XLA's own.
+Law: every line is a closed formula in the sizes below, so that a dry run prints what a refusal is made of.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, NamedTuple
+
+from dora_jax.buffer.pack import Layout, layout
+from dora_jax.models.config import ModelConfig
+from dora_jax.trainer import objective
+
+if TYPE_CHECKING:
+    from dora_jax.config import Config, RolloutSection
+
+BYTES = {"float32": 4, "bfloat16": 2}
+GIB = 2**30
+PREFILL_CALL_TOKENS = 128  # of a prefill call at least, see rollout/shapes.py
+REFERENCE_KV = 2.2  # the reference kernel's copies of the KV that a decode call reads
+LOGITS_COPIES = 3  # logits, their probabilities, their gradient or noise
+SMEM_BYTES = 2**20  # a TPU core's scalar memory, which holds the page table of the kernel that jax ships
+SMEM_SPARE_BYTES = 2**14  # lengths, offsets and semaphores beside it
+
+
+class Line(NamedTuple):
+    what: str
+    bytes: float
+    note: str = ""
+
+
+class Mesh(NamedTuple):
+    """The trainer's."""
+
+    data: int
+    fsdp: int
+    tensor: int
+    context: int
+
+    @property
+    def shards(self) -> int:
+        """That a matrix is cut into."""
+        return self.fsdp * self.tensor
+
+
+def total(lines: list[Line]) -> float:
+    return sum(line.bytes for line in lines)
+
+
+def table(lines: list[Line]) -> list[str]:
+    """One line of text each, in GiB a device."""
+    return [f"  {line.bytes / GIB:9.3f} GiB  {line.what}{f': {line.note}' if line.note else ''}" for line in lines]
+
+
+# ---------------------------------------------------------------- trainer
+
+
+def batch_layout(config: Config, mesh: Mesh) -> Layout:
+    """The static shape of one optimizer update's batch."""
+    t, rollout, section = config.trainer, config.rollout, config.orchestrator
+    samples = -(-section.groups_per_step // t.updates) * section.group_size
+    return layout(pack_tokens=t.pack_tokens, rows=t.rows, micro_batches=t.micro_batches, samples=samples,
+                  shards=mesh.data * mesh.fsdp, max_tokens=rollout.max_prompt_tokens + rollout.max_new_tokens)
+
+
+def trainer_state(model: ModelConfig, config: Config, mesh: Mesh) -> list[Line]:
+    """What stays on a device between updates."""
+    t, dtype = config.trainer, config.model.dtype
+    weights = model.matrix_params / mesh.shards + model.gain_params  # gains are replicated
+    moments = 2 * BYTES[t.moments] * weights
+    lines = [Line("masters", 4 * weights, "float32"),
+             Line("moments", 0.0 if t.optimizer_memory == "host" else moments,
+                  f"{t.moments}, {moments / GIB:.3f} GiB in host memory" if t.optimizer_memory == "host" else t.moments)]
+    if objective.needs_reference(t):
+        lines.append(Line("reference model", 4 * weights, "float32, trainer.kl"))
+    if objective.needs_value(t):
+        lines.append(Line("value model", 4 * weights + moments, "float32 and its moments, trainer.advantage"))
+    copies = published_copies(config)
+    lines.append(Line("published versions", copies * BYTES[dtype] * weights, f"{copies} in {dtype}, until they are read"))
+    return lines
+
+
+def published_copies(config: Config) -> int:
+    """Versions that the trainer's devices hold for the instances: all that may live, or the one being written."""
+    if config.cluster.launcher and config.cluster.wire == "storage":
+        return 1
+    return config.orchestrator.max_versions
+
+
+def trainer_work(model: ModelConfig, config: Config, mesh: Mesh) -> list[Line]:
+    """What an update needs beside the state."""
+    t, size = config.trainer, BYTES[config.model.dtype]
+    shape = batch_layout(config, mesh)
+    rows = shape.rows // (t.micro_batches * mesh.data * mesh.fsdp)  # of a device and micro-batch
+    tokens = rows * shape.tokens // mesh.context
+    weights = 4 * (model.matrix_params / mesh.shards + model.gain_params)
+    widest = model.layer_params / mesh.tensor
+    logits = min(t.logits_bytes, 4 * tokens * model.vocab_size / mesh.tensor)
+    lines = [Line("gradients", weights * (1 if t.micro_batches == 1 else 2),
+                  "float32" if t.micro_batches == 1 else "float32: the sum and one micro-batch's"),
+             Line("gathered weights", 2 * size * widest if mesh.fsdp > 1 else size * widest, "this layer's and the next's"),
+             Line("head", (size + 4) * model.vocab_size * model.d_model / mesh.tensor, "gathered, and its gradient"),
+             Line("saved activations", model.n_layers * saved_activations(model, t.remat, tokens, mesh.tensor, size),
+                  f"{tokens} tokens, remat {t.remat}"),
+             Line("one layer", layer_activations(model, tokens, mesh.tensor, size)),
+             Line("attention", attention_scores(model, t.attention, rows, shape.tokens, mesh)),
+             Line("logits", LOGITS_COPIES * logits, "trainer.logits_bytes, their gradient")]
+    return lines
+
+
+def saved_activations(model: ModelConfig, remat: str, tokens: int, tensor: int, size: int) -> float:
+    """Bytes of one layer that the backward pass finds again."""
+    if remat == "full":
+        return tokens * model.d_model * size
+    dots = tokens * size * (2 * model.d_model + (model.q_width + 2 * model.kv_width + 2 * model.d_ff) / tensor)
+    if remat == "dots":
+        return dots
+    return dots + tokens * size * (2 * model.d_model + (2 * model.q_width + 2 * model.d_ff) / tensor)
+
+
+def layer_activations(model: ModelConfig, tokens: int, tensor: int, size: int) -> float:
+    """Bytes that one layer's forward and backward pass have alive at once."""
+    return 2 * saved_activations(model, "none", tokens, tensor, size)
+
+
+def attention_scores(model: ModelConfig, kernel: str, rows: int, length: int, mesh: Mesh) -> float:
+    """Bytes of the scores that exist at once: the reference's, f32, of one block of queries and its gradient."""
+    if kernel != "reference":
+        return 0.0
+    block = max(128, length // 8)
+    return 2 * 4 * rows * model.n_heads / mesh.tensor * block * length / mesh.context
+
+
+# --------------------------------------------------------------- instance
+
+
+def instance_weights(model: ModelConfig, config: Config) -> list[Line]:
+    """Resident versions, and the one that comes in while they run."""
+    rollout = config.rollout
+    whole = BYTES[config.model.dtype] * serving_params(model, rollout.tensor)
+    stored = whole
+    if rollout.weights:  # 8 bits for the projections, the ends as published
+        stored -= (BYTES[config.model.dtype] - 1) * model.n_layers * model.layer_params / rollout.tensor
+    return [Line("resident versions", rollout.residents * stored, f"{rollout.residents} in {rollout.weights or config.model.dtype}"),
+            Line("incoming version", whole, f"in {config.model.dtype}")]
+
+
+def serving_params(model: ModelConfig, tensor: int) -> float:
+    """Parameters on one device of an instance; KV heads are replicated where there are more devices than heads."""
+    replicated = 2 * model.d_model * model.n_layers * (model.kv_width_on(tensor) - model.kv_width / tensor)
+    return model.matrix_params / tensor + model.gain_params + replicated
+
+
+def instance_work(model: ModelConfig, config: Config) -> list[Line]:
+    """What the compiled calls need beside weights and pages."""
+    rollout, size = config.rollout, BYTES[config.model.dtype]
+    rows = rollout.decode_rows or rollout.slots
+    tokens = max(rows, min(max(PREFILL_CALL_TOKENS, rollout.prefill_chunk), rollout.prefill_tokens))
+    lines = [Line("logits and noise", LOGITS_COPIES * 4 * rows * model.vocab_size / rollout.tensor, f"{rows} rows"),
+             Line("one layer", layer_activations(model, tokens, rollout.tensor, size), f"{tokens} tokens")]
+    if rollout.attention == "reference":
+        past = rows * (rollout.max_prompt_tokens + rollout.max_new_tokens)
+        lines.append(Line("gathered KV", REFERENCE_KV * past * token_bytes(model, rollout, config.model.dtype),
+                          f"{rows} rows, by the reference kernel"))
+    return lines
+
+
+def token_bytes(model: ModelConfig, rollout: RolloutSection, dtype: str) -> float:
+    """KV of one token on one device."""
+    size = 1 if rollout.kv else BYTES[dtype]
+    return 2 * model.n_layers * model.kv_width_on(rollout.tensor) * size
+
+
+def page_bytes(model: ModelConfig, rollout: RolloutSection, dtype: str) -> float:
+    return rollout.page_size * token_bytes(model, rollout, dtype)
+
+
+def table_fits(rollout: RolloutSection, page_size: int) -> bool:
+    return table_bytes(rollout, page_size) <= SMEM_BYTES - SMEM_SPARE_BYTES
+
+
+def table_bytes(rollout: RolloutSection, page_size: int) -> int:
+    """Page table of a decode call: 32 bits a page of the longest context, for every row."""
+    context = rollout.max_prompt_tokens + rollout.max_new_tokens
+    return 4 * (rollout.decode_rows or rollout.slots) * -(-context // page_size)

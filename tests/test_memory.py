@@ -1,0 +1,91 @@
+"""The memory plan against sums made by hand, and against the parameters that the decoder makes."""
+
+import dataclasses
+import math
+
+import jax
+import pytest
+
+from dora_jax import budget, memory, presets
+from dora_jax.config import Config, ModelSection, OrchestratorSection, RolloutSection, TrainerSection
+from dora_jax.models import decoder
+from dora_jax.models.config import KNOWN, new_config
+
+QWEN_8B = KNOWN["Qwen3-8B"]
+GIB = 2**30
+SMALL = new_config("qwen3", vocab_size=100, d_model=8, n_layers=3, n_heads=4, n_kv_heads=2, head_dim=4, d_ff=16)
+SECTION = presets.on_cpu(RolloutSection(slots=4, max_prompt_tokens=32, max_new_tokens=32))
+CONFIG = Config(rollout=SECTION, trainer=presets.on_cpu(TrainerSection(pack_tokens=64, micro_batches=2)),
+                orchestrator=OrchestratorSection(groups_per_step=2, group_size=4), model=ModelSection(dtype="bfloat16"))
+
+
+def changed(**sections):
+    return dataclasses.replace(CONFIG, **{name: dataclasses.replace(getattr(CONFIG, name), **changes)
+                                          for name, changes in sections.items()})
+
+
+@pytest.mark.parametrize("model", [SMALL, dataclasses.replace(SMALL, tie_embeddings=False), KNOWN["Qwen3-0.6B"], QWEN_8B,
+                                   new_config("qwen2", vocab_size=90, d_model=8, n_layers=2, n_heads=4, n_kv_heads=2,
+                                              head_dim=2, d_ff=12)])
+def test_parameters_are_those_of_the_decoder(model):
+    made = sum(math.prod(x.shape) for x in jax.tree.leaves(decoder.abstract_params(model)))
+    assert model.matrix_params + model.gain_params == made
+
+
+def test_state_by_hand():
+    mesh = memory.Mesh(1, 2, 2, 1)
+    weights = SMALL.matrix_params / 4 + SMALL.gain_params
+    lines = {line.what: line.bytes for line in memory.trainer_state(SMALL, CONFIG, mesh)}
+    assert lines == {"masters": 4 * weights, "moments": 8 * weights, "published versions": 3 * 2 * weights}
+    assert memory.trainer_state(SMALL, changed(trainer={"moments": "bfloat16"}), mesh)[1].bytes == 4 * weights
+    assert memory.trainer_state(SMALL, changed(trainer={"optimizer_memory": "host"}), mesh)[1].bytes == 0
+    kl = {line.what for line in memory.trainer_state(SMALL, changed(trainer={"kl": "k3"}), mesh)}
+    assert "reference model" in kl
+
+
+def test_state_of_8b_over_eight_chips():
+    """12 bytes a parameter: what XLA says of the update's arguments, but for the batch."""
+    state = memory.trainer_state(QWEN_8B, CONFIG, memory.Mesh(1, 8, 1, 1))[:2]
+    assert memory.total(state) / GIB == pytest.approx(11.45, abs=0.01)
+
+
+@pytest.mark.parametrize("tensor, heads", [(1, 8), (4, 2), (8, 1), (16, 1)])
+def test_kv_of_a_token_by_hand(tensor, heads):
+    """Two of 36 layers x heads x 128 x bfloat16; beyond 8 devices heads are replicated."""
+    rollout = dataclasses.replace(SECTION, tensor=tensor)
+    assert memory.token_bytes(QWEN_8B, rollout, "bfloat16") == 2 * 36 * heads * 128 * 2
+    assert memory.token_bytes(QWEN_8B, dataclasses.replace(rollout, kv="float8"), "bfloat16") == 2 * 36 * heads * 128
+
+
+def test_weights_of_an_instance_by_hand():
+    resident, incoming = memory.instance_weights(SMALL, changed(rollout={"residents": 2}))
+    whole = 2 * (SMALL.matrix_params + SMALL.gain_params)
+    assert (resident.bytes, incoming.bytes) == (2 * whole, whole)
+    small, _ = memory.instance_weights(SMALL, changed(rollout={"weights": "int8"}))
+    assert small.bytes == whole - 3 * SMALL.layer_params
+
+
+def test_page_table_by_hand():
+    rollout = dataclasses.replace(SECTION, slots=256, max_prompt_tokens=1024, max_new_tokens=31744)
+    assert memory.table_bytes(rollout, 64) == 256 * 512 * 4
+    assert not memory.table_fits(rollout, 32)
+
+
+def test_pages_are_their_share_of_what_is_left():
+    asked = Config(slice="v6e-8", placement="disjoint", model=ModelSection(size="Qwen3-8B"),
+                   rollout=RolloutSection(instances=2, tensor=2, memory_share=0.5, max_prompt_tokens=1024, max_new_tokens=3072),
+                   trainer=TrainerSection(pack_tokens=4096, remat="full", micro_batches=32))
+    found = presets.machines(asked)
+    done, _ = presets.resolve(asked, found, QWEN_8B)
+    planned = budget.of(done, found, QWEN_8B)
+    left = 32e9 - memory.total(planned.instance)
+    page = 64 * 2 * 36 * 4 * 128 * 2
+    assert done.rollout.pages == int(0.5 * left / page) - 1
+    assert 0.49 * left < planned.pages_bytes <= 0.5 * left
+
+
+def test_one_device_holds_a_version_once():
+    asked = Config(slice="laptop", model=ModelSection(size="Qwen3-0.6B"), rollout=RolloutSection())
+    found = presets.machines(asked)
+    planned = budget.of(presets.resolve(asked, found, KNOWN["Qwen3-0.6B"])[0], found, KNOWN["Qwen3-0.6B"])
+    assert planned.aliased and planned.crowd == 2 and "resident versions" not in {line.what for line in planned.instance}

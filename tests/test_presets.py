@@ -1,0 +1,191 @@
+"""What a platform chooses, per platform; what it refuses; every pair of configs/qwen3.py."""
+
+import dataclasses
+from pathlib import Path
+
+import pytest
+from absl import flags as absl_flags
+
+from dora_jax import config, devices, flags, presets
+from dora_jax.config import (ClusterSection, Config, ConfigError, ModelSection, RolloutSection, TaskSection,
+                             TrainerSection)
+from dora_jax.models.config import KNOWN
+from dora_jax.runtime.cluster import body
+from dora_jax.validate import get
+
+CONFIGS = Path(__file__).resolve().parent.parent / "configs"
+LENGTHS = {"max_prompt_tokens": 1024, "max_new_tokens": 3072}
+
+
+def on(slice_name, rollout=None, trainer=None, size="Qwen3-0.6B", **changes):
+    """A Config for this slice: answers of 4096 tokens in all."""
+    return Config(slice=slice_name, task=TaskSection(name="rows", path="rows.jsonl"), placement="disjoint", model=ModelSection(size=size),
+                  rollout=RolloutSection(instances=0, **(LENGTHS | (rollout or {}))),
+                  trainer=TrainerSection(**({"pack_tokens": 4096, "remat": "full", "micro_batches": 8} | (trainer or {}))),
+                  **changes)
+
+
+def resolved(asked):
+    return presets.resolve(asked, presets.machines(asked), presets.model_of(asked))
+
+
+def said(asked):
+    found, model = presets.machines(asked), presets.model_of(asked)
+    return presets.problems(presets.resolve(asked, found, model)[0], found, model)
+
+
+def chosen(asked):
+    return {choice.field: choice.value for choice in resolved(asked)[1]}
+
+
+# ------------------------------------------------------------- what is chosen
+
+CPU = {"model.dtype": "float32", "rollout.attention": "reference", "rollout.page_size": 16, "rollout.prefill_chunk": 64,
+       "rollout.prefill_tokens": 256, "rollout.late_results": "off", "trainer.attention": "reference",
+       "trainer.logits_bytes": 64 * 2**20}
+TPU = {"model.dtype": "bfloat16", "rollout.attention": "tpu", "rollout.page_size": 64, "rollout.late_results": "on",
+       "trainer.attention": "splash", "trainer.logits_bytes": 2**30,
+       "trainer.compiler_options": {"xla_jf_spmd_threshold_for_windowed_einsum_mib": 1_000_000}}
+GPU = TPU | {"rollout.attention": "gpu", "trainer.attention": "cudnn", "trainer.compiler_options": None}
+
+
+@pytest.mark.parametrize("slice_name, expected", [
+    ("", CPU), ("laptop", CPU), ("v5e-8", TPU), ("v5litepod-8", TPU), ("v6e-8", TPU), ("h100-8", GPU),
+    ("tpu7x-8", TPU | {"rollout.compiler_options": {"xla_tpu_control_large_2nd_minor_layout_for_x16": 0}}),
+])
+def test_a_platform_chooses(slice_name, expected):
+    found = chosen(on(slice_name))
+    assert {field: found.get(field) for field in expected} == expected
+    assert all(choice.reason for choice in resolved(on(slice_name))[1])
+
+
+def test_nothing_stays_open_and_resolving_again_changes_nothing():
+    done, _ = resolved(on("v6e-8"))
+    again, choices = presets.resolve(done, presets.machines(done), presets.model_of(done))
+    assert again == done and choices == ()
+    assert not {field for field in CPU if get(done, field) in presets.OPEN} and done.rollout.pages
+
+
+def test_what_the_user_sets_is_kept():
+    asked = on("v6e-8", {"attention": "tokamax", "page_size": 256, "pages": 77, "late_results": "off"},
+               {"logits_bytes": 5, "compiler_options": {"a": 1}})
+    done, choices = resolved(asked)
+    assert done.rollout == dataclasses.replace(asked.rollout, prefill_chunk=512, prefill_tokens=1024)
+    assert done.trainer == dataclasses.replace(asked.trainer, attention="splash")
+    assert {choice.field for choice in choices} == {"rollout.prefill_chunk", "rollout.prefill_tokens", "trainer.attention",
+                                                    "model.dtype"}
+
+
+@pytest.mark.parametrize("slots, new, size", [(32, 3072, 64), (256, 31744, 64), (256, 64512, 128), (512, 64512, 256)])
+def test_the_page_table_fits_the_scalar_memory(slots, new, size):
+    rollout = {"slots": slots, "max_new_tokens": new}
+    assert resolved(on("v5e-8", rollout))[0].rollout.page_size == size
+    if size > 64:
+        refusal, = (p for p in said(on("v5e-8", rollout | {"page_size": size // 2, "pages": 2000})) if "page_size" in p)
+        assert refusal.startswith(f"rollout.page_size: with pages of {size // 2} tokens")
+
+
+def test_the_quickstart_runs_on_a_cpu_as_it_was_tuned():
+    tree = flags.load_file(f"{CONFIGS / 'quickstart.py'}")
+    done, _ = resolved(config.from_config_dict(tree))
+    assert {field: get(done, field) for field in CPU} == CPU
+    assert done.rollout.pages == 512 and done.rollout.compiler_options == done.trainer.compiler_options == {}
+    assert done.trainer.moments == "float32"
+
+
+# ------------------------------------------------------------------ clusters
+
+
+def cluster(**changes):
+    section = ClusterSection(launcher="ray", trainer_slice="v5p-8", replica_slice="v6e-4")
+    asked = on("", {"tensor": 4, "attention": "auto"}, size="Qwen3-8B", cluster=section)
+    return dataclasses.replace(asked, rollout=dataclasses.replace(asked.rollout, instances=3), **changes)
+
+
+def test_trainer_fields_follow_the_trainers_slice_and_rollout_fields_the_replicas():
+    found = presets.machines(cluster())
+    assert [machine.chip for machine in found] == ["v5p", "v6e"] and [machine.hosts for machine in found] == [1, 1]
+    small, large = (resolved(cluster(cluster=dataclasses.replace(cluster().cluster, replica_slice=name)))[0].rollout.pages
+                    for name in ("v6e-4", "v5p-8"))
+    assert large > 2.5 * small > 0
+
+
+def test_a_gang_has_the_pages_that_its_controller_reports():
+    done, _ = resolved(cluster())
+    told = config.from_config_dict(body._gang_config(done), "evaluate")
+    assert told.rollout == done.rollout and told.trainer == done.trainer and told.model == done.model
+    assert told.cluster.replica_slice == "v6e-4"
+
+
+def test_a_process_refuses_what_was_resolved_for_another_machine():
+    devices.check_slice("cluster.replica_slice", "")
+    with pytest.raises(ConfigError, match="cluster.replica_slice: v6e-4, but this process has .* devices of cpu"):
+        devices.check_slice("cluster.replica_slice", "v6e-4")
+    with pytest.raises(ConfigError, match="^slice: v5e-8, but this process"):
+        presets.settle(on("v5e-8"))
+
+
+def test_virtual_devices_of_a_cluster_are_a_cpu_wherever_ray_puts_them():
+    section = dataclasses.replace(cluster().cluster, devices_per_host=4, trainer_hosts=2)
+    found = presets.machines(cluster(cluster=section))
+    assert [(machine.platform, machine.devices) for machine in found] == [("cpu", 8), ("cpu", 4)]
+
+
+# ------------------------------------------------------------------ refusals
+
+
+@pytest.mark.parametrize("asked, problem", [
+    (on("v5e-8", {"attention": "gpu"}), "rollout.attention: the kernel 'gpu' is for gpu, and this is v5e-8"),
+    (on("laptop", {"attention": "tpu"}), "rollout.attention: the kernel 'tpu' is for tpu, and this is laptop"),
+    (on("h100-8", trainer={"attention": "splash"}), "trainer.attention: the kernel 'splash' is for tpu, and this is h100-8"),
+    (on("v6e-8", {"pages": 10**6}), "rollout.pages: 1000000 pages take"),
+    (on("v5e-8", {"tensor": 1}, size="Qwen3-8B", trainer={"fsdp": 4}), "rollout.tensor: weights, calls and one longest sample need"),
+    (on("v6e-8", trainer={"fsdp": 4, "remat": "none", "micro_batches": 1}, size="Qwen3-1.7B"), "trainer.micro_batches: an update needs"),
+    (on("v6e-8", trainer={"fsdp": 4, "micro_batches": 32}, size="Qwen3-32B"), "trainer.fsdp: an update needs"),
+])
+def test_what_does_not_go_together_is_refused_by_its_field(asked, problem):
+    assert any(line.startswith(problem) for line in said(asked)), said(asked)
+
+
+def test_a_refusal_names_what_helps():
+    line, = (line for line in said(on("v6e-8", trainer={"fsdp": 4, "remat": "none", "micro_batches": 1}, size="Qwen3-1.7B"))
+             if line.startswith("trainer."))
+    count = int(line.rpartition("trainer.micro_batches=")[2])
+    assert not any(p.startswith("trainer.") for p in said(
+        on("v6e-8", trainer={"fsdp": 4, "remat": "none", "micro_batches": count}, size="Qwen3-1.7B")))
+
+
+@pytest.mark.parametrize("name, problem", [("v5e-7", "'v5e-7': 7 is not a power of two"), ("mars-8", "'mars-8' is unknown")])
+def test_an_unknown_slice_is_refused(name, problem):
+    tree = flags.load_file(f"{CONFIGS / 'quickstart.py'}")
+    tree.slice = name
+    with pytest.raises(ConfigError, match=f"^slice: {problem}"):
+        config.from_config_dict(tree)
+
+
+def test_a_folder_of_another_size_is_refused():
+    asked = on("v6e-8", size="Qwen3-8B")
+    found = presets.machines(asked)
+    line, *_ = presets.problems(resolved(asked)[0], found, KNOWN["Qwen3-0.6B"])
+    assert line.endswith("has 28 layers of width 1024, and model.size Qwen3-8B has 36 of 4096")
+
+
+# ------------------------------------------------------------------- qwen3.py
+
+SMALLEST = {"0.6B": "laptop", "1.7B": "v5e-8", "8B": "h100-8", "32B": "v5p-128"}
+SLICES = ("laptop", "v5e-8", "v6e-8", "h100-8", "v5p-16", "v5p-128")
+
+
+@pytest.mark.parametrize("slice_name", SLICES)
+@pytest.mark.parametrize("size", SMALLEST)
+def test_every_pair_passes_a_dry_run_or_names_the_smallest_slice(size, slice_name, monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    asks = [f"--config={CONFIGS / 'qwen3.py'}:{size},{slice_name}", "--config.model.path=a", "--config.task.path=b.jsonl"]
+    if SLICES.index(slice_name) < SLICES.index(SMALLEST[size]):
+        with pytest.raises(ConfigError, match=f"does not fit {slice_name}; the smallest slice that holds it is {SMALLEST[size]}"):
+            flags.parse(["program", *asks, "--dry_run"], "train", absl_flags.FlagValues())
+        return
+    asked = flags.parse(["program", *asks, "--dry_run"], "train", absl_flags.FlagValues())
+    printed = flags.describe(asked)
+    assert "memory of a device of the trainer" in printed and "rollout.pages=" in printed
+    assert slice_name == "laptop" or "model.dtype=bfloat16" in printed
