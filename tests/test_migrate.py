@@ -80,7 +80,7 @@ def test_a_group_that_moves_shares_its_prompt_again():
         for id in ids((21,), size=3):
             small.import_(a.export(id))
         small.tick()
-        tables = [small._scheduler.seqs[id].table for id in ids((21,), size=3)]
+        tables = [small._scheduler.seqs[id].table.tolist() for id in ids((21,), size=3)]
         assert tables[0][:4] == tables[1][:4] == tables[2][:4]  # 16 positions of two whole chunks
         done = finish(small)
     for sample in done.values():

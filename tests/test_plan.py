@@ -60,10 +60,9 @@ class FakeDevice:
     def preempt(self, preempt):
         seq = preempt.seq
         kv = dict(enumerate(self.read(preempt.pages, preempt.kv_len)))
-        n = len(seq.prompt_ids)
         seq.parcel = dataclasses.replace(
-            parcel(seq.id.group_id, seq.id.index, seq.version, seq.prompt_ids), out_ids=np.array(seq.sequence[n:]),
-            kv_len=preempt.kv_len, k_pages=kv)
+            parcel(seq.id.group_id, seq.id.index, seq.version, seq.prompt_ids), out_ids=seq.out_ids.copy(),
+            logprobs=seq.logprobs.copy(), kv_len=preempt.kv_len, k_pages=kv)
 
     def prefill(self, call):
         s = self.s
@@ -96,7 +95,7 @@ class FakeDevice:
                 page = window[i // s.page_size - first // s.page_size]
                 assert page != p.DUMMY
                 self.kv[page, i % s.page_size] = (call.version, seq.sequence[-1], i)
-                seq.sequence.append(1000 + i)
+                seq.extend(np.array([1000 + i]), np.zeros(1), np.zeros((1, 0)))
                 if seq.n_out == length(seq.id):
                     break
             if seq.n_out >= length(seq.id):
@@ -218,7 +217,7 @@ def test_the_victim_came_later_or_is_the_sample_itself():
     device.tick()
     scheduler = device.scheduler
     first, second, third = scheduler.seqs.values()
-    first.table, second.table, third.table = [1], [2, 3, 4], [5, 6]
+    first.table, second.table, third.table = (np.zeros(n, np.int32) for n in (1, 3, 2))
     assert scheduler._victim(first) is third  # the cheaper one
     assert scheduler._victim(second) is third
     assert scheduler._victim(third) is third

@@ -111,7 +111,7 @@ class Engine:
         """Computes a prompt's KV now and holds it until `release`: samples of this prompt share it."""
         self._check_loaded(version, "a prefix")
         prefix = self._scheduler.pin(version, np.asarray(prompt_ids, np.int32))
-        while not prefix.ready:
+        while not prefix.computed:
             self._run_uploads(self._scheduler.plan_uploads())  # a part of it may be on its way from the host
             if call := self._scheduler.plan_prefill():
                 self._run_prefill(call)
@@ -136,7 +136,7 @@ class Engine:
         """
         self._land()
         seq = self._held(id)
-        seq.leaving = True
+        self._scheduler.leave(seq)
         copied = self._copied(seq)
         parcel = self._parcel(seq, self._pages(seq), seq.kv_len, copied)
         self._scheduler.remove(seq)
@@ -157,10 +157,10 @@ class Engine:
     def version_of(self, id: SampleId) -> Version:
         return self._held(id).version
 
-    def sampled(self, id: SampleId) -> tuple[list[int], list[float]]:
-        """(tokens, log-probs) of a running sample so far, without what is in flight."""
+    def sampled(self, id: SampleId, start: int = 0) -> tuple[np.ndarray, np.ndarray]:
+        """(i32[n] tokens, f32[n] log-probs) of a running sample, from the token `start` on, without what is in flight."""
         seq = self._held(id)
-        return seq.sequence[len(seq.prompt_ids) :], list(seq.logprobs)
+        return seq.out_ids[start:].copy(), seq.logprobs[start:].copy()
 
     @property
     def idle(self) -> bool:
@@ -231,33 +231,31 @@ class Engine:
             self._commit(call, np.asarray(result))
 
     def _commit(self, call: DecodeCall, result: np.ndarray) -> None:
-        steps = self.shapes.steps
-        logprobs = result[:, steps : 2 * steps].view(np.float32)
-        kept = result[:, 2 * steps + 1 :].reshape(len(result), steps, -1)
-        for row, (seq, planned) in enumerate(call.rows):
+        steps, rows, emit, held = self.shapes.steps, len(call.rows), self._emit, self._scheduler.seqs
+        tokens, logprobs = result[:rows, :steps], result[:rows, steps : 2 * steps].view(np.float32)
+        counts, kept = result[:rows, 2 * steps], result[:rows, 2 * steps + 1 :].reshape(rows, steps, -1)
+        ends = np.isin(tokens[np.arange(rows), counts - 1], self.eos_ids) & (counts > 0)
+        sound = (np.isfinite(logprobs) | (np.arange(steps) >= counts[:, None])).all(axis=1)
+        said = zip(call.rows, counts.tolist(), ends.tolist(), sound.tolist(), strict=True)
+        for row, ((seq, planned), count, stops, numbers) in enumerate(said):
             seq.inflight -= planned
-            if self._scheduler.seqs.get(seq.id) is not seq:
+            if held.get(seq.id) is not seq:
                 continue  # cancelled while in flight
-            count, text_stops = self._stops.end(seq.sequence[len(seq.prompt_ids) :],
-                                                result[row, : result[row, 2 * steps]].tolist())
-            seq.sequence += result[row, :count].tolist()
-            seq.logprobs += logprobs[row, :count].tolist()
-            if self.shapes.kept:
-                seq.kept += list(kept[row, :count])
-            self._emit.tokens += count
-            self._emit.progress[seq.id] = seq.n_out
-            if finish := self._finish(seq, logprobs[row, :count], text_stops):
-                self._emit.finished.append(_sample(seq, finish))
-                if self.shapes.kept:
-                    self._emit.kept[seq.id] = self._kept(seq)
-                self._scheduler.remove(seq)
+            if self._stops:
+                count, text_stops = self._stops.end(seq.out_ids, tokens[row, :count])
+                stops |= text_stops
+            seq.extend(tokens[row, :count], logprobs[row, :count], kept[row, :count])
+            emit.tokens += count
+            emit.progress[seq.id] = seq.n_out
+            if stops or not numbers or seq.n_out == seq.max_new_tokens:
+                self._end(seq, "error" if not numbers else "stop" if stops else "length")
 
-    def _finish(self, seq: Seq, logprobs: np.ndarray, text_stops: bool) -> str | None:
-        if not np.isfinite(logprobs).all():
-            return "error"  # its weights or KV are not numbers: never a sample to train on
-        if text_stops or (seq.sequence[-1] in self.eos_ids and seq.n_out):
-            return "stop"
-        return "length" if seq.n_out == seq.max_new_tokens else None
+    def _end(self, seq: Seq, finish: str) -> None:
+        """`error`: its weights or KV are not numbers: never a sample to train on."""
+        self._emit.finished.append(_sample(seq, finish))
+        if self.shapes.kept:
+            self._emit.kept[seq.id] = seq.kept.copy()
+        self._scheduler.remove(seq)
 
     def _pages(self, seq: Seq) -> list[int]:
         """Those that hold its KV."""
@@ -265,13 +263,13 @@ class Engine:
 
     def _copied(self, seq: Seq) -> tuple[np.ndarray, np.ndarray] | None:
         """Host copies of a leaving sample's pages: each piece lands while the others' next step is on the device."""
-        copy, table = self._device.copy_pages(self._pages(seq)), seq.table
+        copy, path = self._device.copy_pages(self._pages(seq)), seq.path
         if not copy.launch(self._scheduler.copy_room):
             return None
         while copy.more:
             self._step()
             copy.land()
-            if seq.table is not table:
+            if seq.path is not path:
                 return None  # preempted for an older one: its parcel, or other pages, hold the KV
             copy.launch(self._scheduler.copy_room)
         copy.land()
@@ -281,17 +279,11 @@ class Engine:
                 copied: tuple[np.ndarray, np.ndarray] | None = None) -> Parcel:
         if seq.parcel is not None:
             return seq.parcel  # it waits or is uploaded, and has not changed since it came
-        n = len(seq.prompt_ids)
         k, v = copied or (self._device.read_pages(pages) if pages else (None, None))
         return Parcel(id=seq.id, version=seq.version, prompt_ids=seq.prompt_ids,
-                      out_ids=np.array(seq.sequence[n:], np.int32), logprobs=np.array(seq.logprobs, np.float32),
-                      max_new_tokens=seq.max_new_tokens, spans=seq.spans, kv_len=kv_len,
-                      page_size=self.shapes.page_size,
-                      k_pages=k, v_pages=v, kept=self._kept(seq))
-
-    def _kept(self, seq: Seq) -> np.ndarray | None:
-        width = self.shapes.kept
-        return np.array(seq.kept, np.int32).reshape(-1, width) if width else None
+                      out_ids=seq.out_ids.copy(), logprobs=seq.logprobs.copy(), max_new_tokens=seq.max_new_tokens,
+                      spans=seq.spans, kv_len=kv_len, page_size=self.shapes.page_size, k_pages=k, v_pages=v,
+                      kept=seq.kept.copy() if self.shapes.kept else None)
 
     def _zeros(self) -> Any:
         abstract = jax.eval_shape(decoder.serving_layout, decoder.abstract_params(self.cfg))
@@ -318,6 +310,6 @@ class _Emit:
 
 def _sample(seq: Seq, finish: str) -> Sample:
     n, start = seq.n_out, seq.spans[-1].stop if seq.spans else 0
-    return Sample(id=seq.id, prompt_ids=seq.prompt_ids, out_ids=np.array(seq.sequence[len(seq.prompt_ids) :], np.int32),
-                  logprobs=np.array(seq.logprobs, np.float32), mask=np.ones(n, bool),
-                  spans=(*seq.spans, Span(version=seq.version, start=start, stop=n)), finish=finish)
+    return Sample(id=seq.id, prompt_ids=seq.prompt_ids, out_ids=seq.out_ids.copy(), logprobs=seq.logprobs.copy(),
+                  mask=np.ones(n, bool), spans=(*seq.spans, Span(version=seq.version, start=start, stop=n)),
+                  finish=finish)

@@ -129,10 +129,10 @@ class OracleEngine:
     def version_of(self, id: SampleId) -> Version:
         return self._samples[id].parcel.version
 
-    def sampled(self, id: SampleId) -> tuple[list[int], list[float]]:
-        """(tokens, log-probs) of a running sample so far."""
+    def sampled(self, id: SampleId, start: int = 0) -> tuple[np.ndarray, np.ndarray]:
+        """(i32[n] tokens, f32[n] log-probs) of a running sample, from the token `start` on."""
         running = self._samples[id]
-        return list(running.out), self._logprobs(running).tolist()
+        return np.array(running.out[start:], np.int32), self._logprobs(running)[start:]
 
     @property
     def idle(self) -> bool:

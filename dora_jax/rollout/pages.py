@@ -1,4 +1,4 @@
-"""Stage 2, pure: who owns which KV page, and which prompts' pages can be shared. Standard library only.
+"""Stage 2, pure: who owns which KV page, and which prompts' pages can be shared. numpy only.
 
 A page is owned by exactly one holder: a running sample (it writes there) or a prefix node (read only once ready).
 Nodes form one tree a version: a path from the root spells a prefix, chunk by chunk, and each node holds the pages of
@@ -10,8 +10,9 @@ a node outlives its users and is evicted, leaf first and least recently used fir
 
 from __future__ import annotations
 
-from array import array
 from collections.abc import Iterable, Iterator, Sequence
+
+import numpy as np
 
 from dora_jax.types import Version
 
@@ -67,10 +68,10 @@ class Node:
 
     __slots__ = ("version", "parent", "tokens", "start", "pages", "users", "children", "ready", "uploading")
 
-    def __init__(self, version: Version, parent: Node | None, tokens: tuple[int, ...], start: int, pages: list[int]):
+    def __init__(self, version: Version, parent: Node | None, tokens: np.ndarray, start: int, pages: list[int]):
         self.version = version
         self.parent = parent
-        self.tokens = tokens
+        self.tokens = tokens  # i32[n]
         self.start = start
         self.pages = pages
         self.users = 0  # samples that hold a path through this node
@@ -103,17 +104,17 @@ class PrefixIndex:
             self._remove(next(node for node in self._unused if not node.children))
         return self._pool.allocate(version, n)
 
-    def cost(self, version: Version, tokens: Sequence[int]) -> int:
+    def cost(self, version: Version, tokens: Sequence[int] | np.ndarray) -> int:
         """By how much `acquire` lowers `available`."""
         cost, siblings = 0, self._roots.get(version, {})
         for _, chunk in self._chunks(tokens):
-            node = siblings.get(_key(chunk))
+            node = siblings.get(chunk.tobytes())
             siblings = node.children if node else {}
             if node is None or not node.users:
                 cost += self._pages_for(len(chunk))
         return cost
 
-    def acquire(self, version: Version, tokens: Sequence[int]) -> list[Node]:
+    def acquire(self, version: Version, tokens: Sequence[int] | np.ndarray) -> list[Node]:
         """The path of these tokens; new nodes are not ready. OutOfPages leaves the index as it was."""
         if self.cost(version, tokens) > self.available:
             raise OutOfPages(f"a prefix of {len(tokens)} tokens costs {self.cost(version, tokens)} pages, "
@@ -122,7 +123,7 @@ class PrefixIndex:
         siblings = self._roots.setdefault(version, {})
         chunks = list(self._chunks(tokens))
         for _, chunk in chunks:  # take what exists first, so that no allocation evicts it
-            node = siblings.get(_key(chunk))
+            node = siblings.get(chunk.tobytes())
             if node is None:
                 break
             self._use(node)
@@ -130,8 +131,8 @@ class PrefixIndex:
             siblings = node.children
         for start, chunk in chunks[len(path) :]:
             pages = self.allocate(version, self._pages_for(len(chunk)))
-            node = Node(version, path[-1] if path else None, chunk, start, pages)
-            siblings[_key(chunk)] = node
+            node = Node(version, path[-1] if path else None, chunk.copy(), start, pages)
+            siblings[chunk.tobytes()] = node
             node.users = 1
             path.append(node)
             siblings = node.children
@@ -179,9 +180,10 @@ class PrefixIndex:
 
     # ----------------------------------------------------------- private
 
-    def _chunks(self, tokens: Sequence[int]) -> Iterator[tuple[int, tuple[int, ...]]]:
+    def _chunks(self, tokens: Sequence[int] | np.ndarray) -> Iterator[tuple[int, np.ndarray]]:
+        tokens = np.asarray(tokens, np.int32)
         for start in range(0, len(tokens), self._chunk):
-            yield start, tuple(tokens[start : start + self._chunk])
+            yield start, tokens[start : start + self._chunk]
 
     def _pages_for(self, tokens: int) -> int:
         return -(-tokens // self._pool.page_size)
@@ -194,11 +196,7 @@ class PrefixIndex:
 
     def _remove(self, node: Node) -> None:
         siblings = node.parent.children if node.parent else self._roots[node.version]
-        del siblings[_key(node.tokens)]
+        del siblings[node.tokens.tobytes()]
         del self._unused[node]
         self._evictable -= len(node.pages)
         self._pool.release(node.pages)
-
-
-def _key(tokens: Sequence[int]) -> bytes:
-    return array("q", tokens).tobytes()

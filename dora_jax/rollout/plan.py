@@ -17,14 +17,14 @@ from __future__ import annotations
 import dataclasses
 import heapq
 from collections import deque
-from collections.abc import Iterator
 
 import numpy as np
 
 from dora_jax.rollout.migrate import Parcel
 from dora_jax.rollout.pages import DUMMY, Node, OutOfPages, PagePool, PrefixIndex
+from dora_jax.rollout.rows import Rows
 from dora_jax.rollout.seq import Seq, Upload
-from dora_jax.rollout.shapes import HEADER, SLOT, Shapes
+from dora_jax.rollout.shapes import Shapes
 from dora_jax.types import SampleId, Version
 
 
@@ -70,7 +70,7 @@ class Prefix:
         self.path = path
 
     @property
-    def ready(self) -> bool:
+    def computed(self) -> bool:
         return not self.path or self.path[-1].ready
 
 
@@ -84,7 +84,9 @@ class Scheduler:
         self.index = PrefixIndex(self.pool, shapes.chunk)
         self.seqs: dict[SampleId, Seq] = {}
         self._pinned: dict[Prefix, None] = {}
+        self._rows = Rows(shapes)
         self._admitted: dict[Seq, None] = {}
+        self._coming: dict[Seq, None] = {}  # admitted, and a part of their prefix has no KV yet
         self._uploading: dict[Seq, None] = {}
         self._resuming: list[tuple[int, Seq]] = []  # heap by arrival: preempted and imported, before new ones
         self._waiting: deque[Seq] = deque()
@@ -94,7 +96,7 @@ class Scheduler:
     def add(self, parcel: Parcel, *, announce: bool) -> None:
         """ValueError where the sample can never run here."""
         self._check_fits(parcel)
-        seq = Seq(parcel, self._arrivals, announce)
+        seq = Seq(parcel, self._arrivals, announce, self.shapes.kept)
         self._arrivals += 1
         self.seqs[seq.id] = seq
         if announce:
@@ -118,7 +120,7 @@ class Scheduler:
 
     def pin(self, version: Version, prompt_ids: np.ndarray) -> Prefix:
         """OutOfPages where they are short: a pinned prefix is never evicted."""
-        prefix = Prefix(version, prompt_ids, self.index.acquire(version, prompt_ids[:-1].tolist()))
+        prefix = Prefix(version, prompt_ids, self.index.acquire(version, prompt_ids[:-1]))
         self._pinned[prefix] = None
         return prefix
 
@@ -126,15 +128,24 @@ class Scheduler:
         del self._pinned[prefix]
         self.index.release(prefix.path)
 
+    def leave(self, seq: Seq) -> None:
+        """It decodes no more; its pages stay until `remove`."""
+        seq.leaving = True
+        if seq.slot is not None:
+            self._rows.pause(seq)
+
     def plan(self) -> TickPlan:
         plan = TickPlan()
         self._grow(plan)
         if not plan.preempts:
             self._admit_all(plan)
+        self._begin_ready()
         plan.uploads = self.plan_uploads()
-        while len(plan.prefills) < self.shapes.prefill_calls and (call := self.plan_prefill()):
+        holders = self._holders()
+        while len(plan.prefills) < self.shapes.prefill_calls and (call := self._prefill(holders)):
             plan.prefills.append(call)
-        plan.decodes = list(self._plan_decodes())
+        self._begin_ready()
+        plan.decodes = [DecodeCall(version, *self._rows.call(slots)) for version, slots in self._rows.batches()]
         return plan
 
     def check(self) -> None:
@@ -142,6 +153,7 @@ class Scheduler:
         held = [(node.version, node.pages) for node in self.index.nodes()]
         self.pool.check([*held, *((seq.version, seq.private) for seq in self._admitted)])
         self.index.check()
+        self._rows.check(list(self._admitted))
         slots = [seq.slot for seq in self._admitted]
         if sorted(slots + self._free_slots) != list(range(self.shapes.slots)):
             raise RuntimeError(f"slots {slots} in use and {self._free_slots} free are not {self.shapes.slots}")
@@ -160,20 +172,12 @@ class Scheduler:
             raise ValueError(f"{parcel.id} may reach {n_prompt + parcel.max_new_tokens} tokens; the engine is "
                              f"compiled for {s.max_context} (rollout.max_prompt_tokens + max_new_tokens)")
 
-    def _growth(self, seq: Seq) -> int:
-        """Pages that the next decode call of this sample needs beyond those it has."""
-        steps = min(self.shapes.steps, seq.remaining)
-        return max(0, self.shapes.pages_for(seq.position + steps) - len(seq.table)) if steps > 0 else 0
-
     def _grow(self, plan: TickPlan) -> None:
-        for seq in sorted(self._admitted, key=lambda seq: seq.arrival):
-            if seq.slot is None:
-                continue  # preempted for an older one
-            need = self._growth(seq)
-            while need > self.index.available and seq.slot is not None:
+        for seq, need in self._rows.growth():
+            while need > self.index.available and seq.slot is not None:  # else preempted for an older one
                 self._preempt(self._victim(seq), plan)
             if seq.slot is not None:
-                seq.table += self.index.allocate(seq.version, need)
+                self._rows.append(seq, self.index.allocate(seq.version, need))
 
     def _victim(self, seq: Seq) -> Seq:
         """The cheapest to copy among those that came later; the sample itself when it is the youngest."""
@@ -194,11 +198,13 @@ class Scheduler:
                 node.uploading = False
         seq.uploads.clear()
         self._uploading.pop(seq, None)
+        self._coming.pop(seq, None)
         self.index.release(seq.path)
         self.pool.release(seq.private)
+        self._rows.free(seq)
         heapq.heappush(self._free_slots, seq.slot)
         del self._admitted[seq]
-        seq.slot, seq.path, seq.table, seq.first_private, seq.tail_page = None, [], [], 0, None
+        seq.slot, seq.path, seq.first_private, seq.tail_page = None, [], 0, None
         seq.fresh = True
 
     # ------------------------------------------------------- admission
@@ -215,7 +221,7 @@ class Scheduler:
         prefix = seq.sequence[:-1]
         kv_len = 0 if seq.parcel is None else seq.parcel.kv_len
         decoding = 0 < kv_len == len(prefix)  # it comes with all its KV: share whole chunks of the prompt only
-        shared = (len(seq.prompt_ids) - 1) // s.chunk * s.chunk if decoding else len(prefix)
+        shared = (seq.n_prompt - 1) // s.chunk * s.chunk if decoding else len(prefix)
         first_private = shared // s.page_size
         private = s.pages_for(len(prefix) + min(s.steps, seq.remaining)) - first_private
         cost = self.index.cost(seq.version, prefix[:shared]) + private
@@ -224,11 +230,11 @@ class Scheduler:
             return False
         seq.path = self.index.acquire(seq.version, prefix[:shared])
         nodes = [page for node in seq.path for page in node.pages]
-        seq.table = nodes[:first_private] + self.index.allocate(seq.version, private)
         seq.first_private = first_private
         seq.tail_page = nodes[first_private] if len(nodes) > first_private else None
         seq.slot = heapq.heappop(self._free_slots)
-        self._admitted[seq] = None
+        self._rows.take(seq, nodes[:first_private] + self.index.allocate(seq.version, private))
+        self._admitted[seq] = self._coming[seq] = None
         self._queue_uploads(seq, kv_len, decoding)
         if seq.announce:
             plan.started.append(seq.id)
@@ -243,7 +249,7 @@ class Scheduler:
                 node.uploading = True
         if decoding:
             stop = self.shapes.pages_for(kv_len)
-            seq.uploads.append((Upload(seq.parcel, seq.first_private, seq.table[seq.first_private : stop]), None))
+            seq.uploads.append((Upload(seq.parcel, seq.first_private, seq.table[seq.first_private : stop].tolist()), None))
         if seq.uploads:
             self._uploading[seq] = None
         else:
@@ -251,10 +257,16 @@ class Scheduler:
 
     # ----------------------------------------------------------- calls
 
+    def _begin_ready(self) -> None:
+        for seq in [seq for seq in self._coming if seq.ready]:
+            del self._coming[seq]
+            if not seq.leaving:
+                self._rows.begin(seq)
+
     @property
     def copy_room(self) -> int:
         """Pages that may be copied to or from the host before the next decode calls."""
-        return self.shapes.copy_pages if any(seq.decodes for seq in self._admitted) else self.shapes.alone_pages
+        return self.shapes.copy_pages if self._rows.any_decodes else self.shapes.alone_pages
 
     def plan_uploads(self) -> list[Upload]:
         """The next pieces of what came from the host, `copy_room` in all, the first sample's first."""
@@ -281,9 +293,15 @@ class Scheduler:
 
     def plan_prefill(self) -> PrefillCall | None:
         """The next chunk of the longest-waiting prompts of one version, each chunk once for all who share it."""
+        return self._prefill(self._holders())
+
+    def _holders(self) -> list[Prefix | Seq]:
+        return [*self._pinned, *sorted(self._coming, key=lambda seq: seq.arrival)]
+
+    def _prefill(self, holders: list[Prefix | Seq]) -> PrefillCall | None:
         nodes: dict[Node, None] = {}
-        for holder in [*self._pinned, *sorted(self._admitted, key=lambda seq: seq.arrival)]:
-            node = next((node for node in holder.path if not node.ready), None)
+        for holder in holders:
+            node = None if holder.computed else next(node for node in holder.path if not node.ready)
             if node is not None and not node.uploading and (not nodes or node.version == next(iter(nodes)).version):
                 nodes[node] = None
                 if len(nodes) == self.shapes.prefill_rows:
@@ -306,36 +324,6 @@ class Scheduler:
             row[read : read + len(past)] = past
             row[write : write + len(node.pages)] = node.pages
         return control
-
-    def _plan_decodes(self) -> Iterator[DecodeCall]:
-        ready = [seq for seq in self._admitted if seq.decodes]
-        # by context: a call costs what its longest row costs, and the call that is not full takes the shortest rows
-        ready.sort(key=lambda seq: (seq.version, -seq.position, seq.slot))
-        for version in sorted({seq.version for seq in ready}):
-            seqs = [seq for seq in ready if seq.version == version]
-            for first in range(0, len(seqs), self.shapes.rows):
-                yield self._decode_call(version, seqs[first : first + self.shapes.rows])
-
-    def _decode_call(self, version: Version, seqs: list[Seq]) -> DecodeCall:
-        s = self.shapes
-        blocks = s.bucket(max(seq.position for seq in seqs), s.decode_buckets)
-        read, write = HEADER, HEADER + blocks * s.block_pages
-        control = np.full(s.decode_control(blocks), DUMMY, np.int32)
-        control[:, SLOT] = s.slots  # padding rows keep their state in a slot of their own
-        rows = []
-        for row, seq in zip(control, seqs, strict=False):
-            steps = min(s.steps, seq.remaining)
-            row[:HEADER] = (seq.slot, seq.fresh, seq.sequence[-1], seq.position, seq.remaining,
-                            seq.n_out + seq.inflight, seq.id.group_id, seq.id.index, seq.repeats(s.max_repeats))
-            past = seq.pages_to_read()[: s.pages_for(seq.position)]
-            row[read : read + len(past)] = past
-            first = seq.position // s.page_size
-            new = seq.table[first : s.pages_for(seq.position + steps)]
-            row[write : write + len(new)] = new
-            rows.append((seq, steps))
-            seq.fresh, seq.tail_page = False, None
-            seq.inflight += steps
-        return DecodeCall(version, blocks, control, tuple(rows))
 
 
 def _ancestor_pages(node: Node) -> list[int]:

@@ -1,6 +1,7 @@
 """Stage 2, pure: one sample as the scheduler sees it: what it has sampled, which pages it holds, what is on its way.
 
 Consumes a parcel; plan.py changes it, engine.py appends what comes back from the device. No JAX.
+Law: what has been sampled is written once, behind what there was; nothing copies the past until the sample ends.
 """
 
 from __future__ import annotations
@@ -30,7 +31,8 @@ class Upload:
 class Seq:
     """One sample in this engine. `sequence` is prompt + sampled; all but its last token have KV once it decodes."""
 
-    def __init__(self, parcel: Parcel, arrival: int, announce: bool):
+    def __init__(self, parcel: Parcel, arrival: int, announce: bool, kept: int = 0):
+        """`kept`: ids of the keep set that come along with each token."""
         self.id = parcel.id
         self.version = parcel.version
         self.arrival = arrival
@@ -38,37 +40,68 @@ class Seq:
         self.prompt_ids = parcel.prompt_ids
         self.spans = parcel.spans  # of earlier versions
         self.max_new_tokens = parcel.max_new_tokens
-        self.sequence: list[int] = [*parcel.prompt_ids.tolist(), *parcel.out_ids.tolist()]
-        self.logprobs: list[float] = parcel.logprobs.tolist()
-        self.kept: list[np.ndarray] = [] if parcel.kept is None else list(parcel.kept)  # i32[top_k] a sampled token
+        self.n_prompt = len(parcel.prompt_ids)
+        self.n_out = 0
+        self._tokens = np.empty(self.n_prompt + parcel.max_new_tokens, np.int32)  # memory that nothing has touched
+        self._tokens[: self.n_prompt] = parcel.prompt_ids  # takes none
+        self._logprobs = np.empty(parcel.max_new_tokens, np.float32)
+        self._kept = np.empty((parcel.max_new_tokens, kept), np.int32)  # ids of the keep set a sampled token
+        absent = np.full((len(parcel.out_ids), kept), -1, np.int32)
+        self.extend(parcel.out_ids, parcel.logprobs, absent if parcel.kept is None else parcel.kept)
         self.parcel: Parcel | None = parcel  # its KV in host memory, while it waits or is uploaded
         self.uploads: deque[tuple[Upload, Node | None]] = deque()  # not yet planned; the prefix node that each fills
         self.leaving = False  # is being exported, in pieces: it decodes no more
         self.slot: int | None = None
         self.path: list[Node] = []  # shared prefix
-        self.table: list[int] = []  # page of each page-sized stretch: the path's, then its own from first_private on
+        self.table = np.zeros(0, np.int32)  # page of each page-sized stretch: the path's, then its own from first_private
         self.first_private = 0
         self.tail_page: int | None = None  # the shared page to read in the place of the first private one, once
         self.fresh = True  # the device does not hold its next token yet
         self.inflight = 0  # decode steps launched and not yet read back
 
+    def extend(self, tokens: np.ndarray, logprobs: np.ndarray, kept: np.ndarray) -> None:
+        """Newly sampled: i32[n], f32[n], i32[n, top_k]."""
+        start, self.n_out = self.n_out, self.n_out + len(tokens)
+        self._tokens[self.n_prompt + start : self.n_prompt + self.n_out] = tokens
+        self._logprobs[start : self.n_out] = logprobs
+        if kept.shape[1]:
+            self._kept[start : self.n_out] = kept
+
     @property
-    def n_out(self) -> int:
-        return len(self.sequence) - len(self.prompt_ids)
+    def sequence(self) -> np.ndarray:
+        """A view, as those below."""
+        return self._tokens[: self.n_prompt + self.n_out]
+
+    @property
+    def out_ids(self) -> np.ndarray:
+        return self._tokens[self.n_prompt : self.n_prompt + self.n_out]
+
+    @property
+    def logprobs(self) -> np.ndarray:
+        return self._logprobs[: self.n_out]
+
+    @property
+    def kept(self) -> np.ndarray:
+        return self._kept[: self.n_out]
 
     @property
     def position(self) -> int:
         """Of the next token to feed, once what is in flight has come back."""
-        return len(self.sequence) - 1 + self.inflight
+        return self.n_prompt + self.n_out - 1 + self.inflight
 
     @property
     def remaining(self) -> int:
         return self.max_new_tokens - self.n_out - self.inflight
 
     @property
+    def computed(self) -> bool:
+        """Its prefix has KV, or will have before any later call reads it. Nodes become ready in order."""
+        return not self.path or self.path[-1].ready
+
+    @property
     def ready(self) -> bool:
-        """Its prefix has KV: it can decode. Nodes become ready in order."""
-        return self.slot is not None and not self.uploads and (not self.path or self.path[-1].ready)
+        """It can decode."""
+        return self.slot is not None and not self.uploads and self.computed
 
     @property
     def decodes(self) -> bool:
@@ -84,14 +117,22 @@ class Seq:
 
     def repeats(self, limit: int) -> int:
         """How many of the last sampled tokens are the same, counted up to a limit."""
-        last = self.sequence[len(self.prompt_ids) :][-limit:] if limit else []
-        return next((n for n, token in enumerate(reversed(last)) if token != last[-1]), len(last))
+        last = self.out_ids[max(0, self.n_out - limit) :]
+        other = np.flatnonzero(last != last[-1:])
+        return len(last) - (int(other[-1]) + 1 if len(other) else 0)
 
     @property
     def private(self) -> list[int]:
-        return self.table[self.first_private :]
+        return self.table[self.first_private :].tolist()
+
+    def take_tail(self) -> int | None:
+        """The shared page to read in the place of the first private one: in the first call only."""
+        tail, self.tail_page = self.tail_page, None
+        return tail
 
     def pages_to_read(self) -> list[int]:
-        if self.tail_page is None:
-            return self.table
-        return [*self.table[: self.first_private], self.tail_page, *self.table[self.first_private + 1 :]]
+        """Those that hold its KV."""
+        pages = self.table.tolist()
+        if self.tail_page is not None:
+            pages[self.first_private] = self.tail_page
+        return pages

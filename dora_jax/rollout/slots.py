@@ -76,13 +76,13 @@ class Slots:
         data = np.zeros((self.max_concurrent_decodes, 3 * steps + 1), np.int32)
         for slot, (id, seen) in list(self._running.items()):
             done = finished.get(id)
-            tokens, logprobs = (done.out_ids, done.logprobs) if done else self.engine.sampled(id)
-            new = len(tokens) - seen
-            data[slot, :new] = tokens[seen:]
+            tokens, logprobs = ((done.out_ids[seen:], done.logprobs[seen:]) if done else self.engine.sampled(id, seen))
+            new = len(tokens)
+            data[slot, :new] = tokens
             data[slot, steps : steps + new] = 1
-            data[slot, 2 * steps : 2 * steps + new] = np.asarray(logprobs[seen:], np.float32).view(np.int32)
-            data[slot, -1] = len(tokens)
-            self._running[slot] = id, len(tokens)
+            data[slot, 2 * steps : 2 * steps + new] = logprobs.view(np.int32)
+            data[slot, -1] = seen + new
+            self._running[slot] = id, seen + new
             if done:
                 del self._running[slot]
         return ResultTokens(data=data, steps=steps), tuple(finished.values())

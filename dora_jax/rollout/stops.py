@@ -22,11 +22,14 @@ class StopStrings:
         # a token is at least one byte of text, but for SLACK of them
         self._window = max((len(text.encode()) for text in strings), default=0) + SLACK
 
-    def end(self, old: list[int], new: list[int]) -> tuple[int, bool]:
+    def __bool__(self) -> bool:
+        return bool(self._strings)
+
+    def end(self, old: Sequence[int], new: Sequence[int]) -> tuple[int, bool]:
         """(how many of the new tokens count, whether the last of them completes a stop string)."""
-        if not self._strings or not new:
+        if not self._strings or not len(new):
             return len(new), False
-        tokens = old[-self._window :] + new
+        tokens = [*map(int, old[-self._window :]), *map(int, new)]
         if not self._contains(tokens):  # most calls: one look at all of it
             return len(new), False
         first = len(tokens) - len(new)

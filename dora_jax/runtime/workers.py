@@ -248,7 +248,8 @@ class InstanceWorker(Worker):
         if self._partial_s and now - self._partials_s >= self._partial_s:
             self._partials_s = now
             for sample_id in self._grown:
-                self._report(sample_id, self.engine.version_of(sample_id), *self.engine.sampled(sample_id))
+                new = self.engine.sampled(sample_id, self._told.get(sample_id, 0))
+                self._report(sample_id, self.engine.version_of(sample_id), *new)
             self._grown.clear()
 
     def _import(self, parcel: Any) -> None:
@@ -260,17 +261,17 @@ class InstanceWorker(Worker):
         """Out of the engine; what it had sampled is reported first, because its version may change on the way."""
         parcel = self.engine.export(sample)
         if self._partial_s:
-            self._report(sample, parcel.version, parcel.out_ids, parcel.logprobs)
+            start = self._told.get(sample, 0)
+            self._report(sample, parcel.version, parcel.out_ids[start:], parcel.logprobs[start:])
         self._forget(sample)
         return parcel
 
-    def _report(self, sample: SampleId, version: Version, out_ids: Any, logprobs: Any) -> None:
-        start = self._told.get(sample, 0)
-        if len(out_ids) > start:
-            self._told[sample] = len(out_ids)
-            self.outbox.put(Partial(id=sample, version=version, start=start,
-                                    out_ids=np.array(out_ids[start:], np.int32),
-                                    logprobs=np.array(logprobs[start:], np.float32)))
+    def _report(self, sample: SampleId, version: Version, out_ids: np.ndarray, logprobs: np.ndarray) -> None:
+        """What it has sampled since the last report."""
+        if len(out_ids):
+            start = self._told.get(sample, 0)
+            self._told[sample] = start + len(out_ids)
+            self.outbox.put(Partial(id=sample, version=version, start=start, out_ids=out_ids, logprobs=logprobs))
 
     def _forget(self, sample: SampleId) -> None:
         self._begun.pop(sample, None)

@@ -1,0 +1,185 @@
+"""Host time of a rollout instance: what the plan, the commit and the reports of a tick cost beside the device's work.
+
+    python -m dora_jax.bench.host_time [--rows=256] [--contexts=2048,30720] [--pages=16,64] [--steps=8] [--ticks=60]
+                                         [--partial_s=2] [--instances=1]
+
+The engine is the one that `train` assembles, with a device in its place that answers at once: every row samples
+`steps` tokens in every call. Rows stand just below the context, each at a position of its own. `plan`, `commit` and
+`rest` (launches, page uploads, the tick's result) are milliseconds of a tick; `us` is their sum by row and step; all
+are medians. `report` is what one report of all rows' new tokens costs, each partial_s, in milliseconds.
+With --instances=N: N instances on threads of one process for a second; `tokens/s` is what all of them commit, reports
+included, and so the most that one interpreter lock lets through.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import queue
+import statistics
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+import numpy as np
+
+from dora_jax import devices
+from dora_jax.config import Config, RolloutSection
+from dora_jax.models import decoder, sharding
+from dora_jax.rollout.engine import Engine
+from dora_jax.rollout.migrate import Parcel
+from dora_jax.runtime import build
+from dora_jax.runtime.workers import InstanceWorker
+from dora_jax.types import SampleId
+
+MODEL = decoder.new_config("qwen3", vocab_size=64, d_model=8, n_layers=1, n_heads=1, n_kv_heads=1, head_dim=2, d_ff=8)
+GROUP = 8
+TOKEN = 5  # what every row samples
+WINDOW_S = 1.0  # of a measurement with several instances
+
+
+class InstantDevice:
+    """A `forward.Device` that has computed everything before it is asked."""
+
+    def __init__(self, engine: Engine):
+        s = self.shapes = engine.shapes
+        self.compiled = lambda: 0
+        self._result = np.zeros((s.rows, s.result), np.int32)
+        self._result[:, : s.steps] = TOKEN
+        self._result[:, s.steps : 2 * s.steps] = np.float32(-1).view(np.int32)
+        self._result[:, 2 * s.steps] = s.steps
+
+    def prefill(self, params: Any, control: np.ndarray, blocks: int) -> None:
+        """Nothing to compute."""
+
+    def generate(self, params: Any, control: np.ndarray, blocks: int) -> np.ndarray:
+        return self._result
+
+
+@dataclasses.dataclass(frozen=True)
+class Row:
+    """Milliseconds of a tick, and of a report."""
+
+    plan: float
+    commit: float
+    rest: float
+    report: float
+
+
+def section(rows: int, context: int, page: int, steps: int, spare: int) -> RolloutSection:
+    chunk = context // 4  # few and large ones, all in the first tick: prefill is not what is timed
+    return RolloutSection(slots=rows, pages=rows * (context + spare) // page + 2 * rows, page_size=page,
+                          max_prompt_tokens=chunk, max_new_tokens=context + spare - chunk, decode_steps=steps,
+                          prefill_tokens=rows * 2 * context, prefill_chunk=chunk)
+
+
+def new_worker(instance: int, rollout: RolloutSection, partial_s: float, context: int) -> InstanceWorker:
+    """An instance whose slots all decode, at positions up to `context`."""
+    config = devices.filled(Config(rollout=rollout))
+    engine = build.engine_of(config, MODEL, sharding.make_mesh(jax.devices()[:1], 1, 1, 1), eos_ids=(1,))
+    engine._device = InstantDevice(engine)
+    engine._weights[0] = None
+    worker = InstanceWorker(instance, engine, None, queue.SimpleQueue(), partial_s)
+    for i in range(rollout.slots):
+        n = context - rollout.max_prompt_tokens - i * rollout.decode_steps % 128
+        worker.receive(Parcel(id=SampleId(i // GROUP, i % GROUP), version=0, out_ids=np.full(n, TOKEN, np.int32),
+                              prompt_ids=np.arange(rollout.max_prompt_tokens, dtype=np.int32) + i // GROUP,
+                              logprobs=np.full(n, -1, np.float32), max_new_tokens=rollout.max_new_tokens), 1, None)
+    while len(engine.tick().progress) < rollout.slots:
+        pass
+    return worker
+
+
+def measured(worker: InstanceWorker, ticks: int) -> Row:
+    engine, spent = worker.engine, {"plan": [], "commit": []}
+
+    def timed(owner: Any, name: str, into: list[float]) -> None:
+        call: Callable[..., Any] = getattr(owner, name)
+
+        def clocked(*args: Any) -> Any:
+            began = time.perf_counter()
+            result = call(*args)
+            into.append(time.perf_counter() - began)
+            return result
+
+        setattr(owner, name, clocked)
+
+    timed(engine._scheduler, "plan", spent["plan"])
+    timed(engine, "_commit", spent["commit"])
+    whole = []
+    for _ in range(ticks):
+        began = time.perf_counter()
+        engine.tick()
+        whole.append(time.perf_counter() - began)
+    worker.work()  # all rows have grown
+    worker._partials_s = worker._reported_s = 0.0
+    began = time.perf_counter()
+    worker.work()
+    report = time.perf_counter() - began - statistics.median(whole)
+    plan, commit, tick = (1e3 * statistics.median(times) for times in (spent["plan"], spent["commit"], whole))
+    return Row(plan=plan, commit=commit, rest=tick - plan - commit, report=1e3 * report)
+
+
+def together(workers: list[InstanceWorker], ticks: int) -> float:
+    """Tokens a second of all workers, each on a thread of its own, while one thread takes what they report."""
+    over = threading.Event()
+
+    def run(worker: InstanceWorker) -> None:
+        for _ in range(ticks):
+            if over.is_set():
+                return
+            worker.work()
+
+    threads = [threading.Thread(target=run, args=(worker,)) for worker in workers]
+    before, began = sum(worker.tokens for worker in workers), time.perf_counter()
+    for thread in threads:
+        thread.start()
+    while time.perf_counter() - began < WINDOW_S and any(thread.is_alive() for thread in threads):
+        for worker in workers:
+            while not worker.outbox.empty():
+                worker.outbox.get()
+        time.sleep(0.01)
+    tokens, took_s = sum(worker.tokens for worker in workers) - before, time.perf_counter() - began
+    over.set()
+    for thread in threads:
+        thread.join()
+    return tokens / took_s
+
+
+def table(args: argparse.Namespace) -> Iterator[str]:
+    numbers = lambda text: [int(n) for n in text.split(",")]  # noqa: E731
+    several = args.instances > 1
+    yield f"{args.rows} rows, {args.steps} steps a call, {args.instances} instance{'s' * several}"
+    yield f"{'context':>8s}{'page':>6s}" + (f"{'tokens/s':>12s}" if several else
+                                              f"{'plan':>8s}{'commit':>8s}{'rest':>8s}{'us':>8s}{'report':>9s}")
+    for context in numbers(args.contexts):
+        for page in numbers(args.pages):
+            rollout = section(args.rows, context, page, args.steps, (args.ticks + 8) * args.steps)
+            workers = [new_worker(i, rollout, args.partial_s, context) for i in range(args.instances)]
+            line = f"{context:8d}{page:6d}"
+            if several:
+                yield line + f"{together(workers, args.ticks):12.0f}"
+            else:
+                row = measured(workers[0], args.ticks)
+                us = 1e3 * (row.plan + row.commit + row.rest) / args.rows / args.steps
+                yield line + f"{row.plan:8.2f}{row.commit:8.2f}{row.rest:8.2f}{us:8.2f}{row.report:9.2f}"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--rows", type=int, default=256)
+    parser.add_argument("--contexts", default="2048,30720")
+    parser.add_argument("--pages", default="16,64")
+    parser.add_argument("--steps", type=int, default=8)
+    parser.add_argument("--ticks", type=int, default=60)
+    parser.add_argument("--partial_s", type=float, default=2.0)
+    parser.add_argument("--instances", type=int, default=1)
+    args = parser.parse_args()
+    for line in table(args):
+        print(line, flush=True)
+
+
+if __name__ == "__main__":
+    main()

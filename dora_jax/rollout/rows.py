@@ -1,0 +1,132 @@
+"""Stage 2, pure: one row of numbers a slot, from which decode calls are gathered. numpy only.
+
+Consumes admissions, pages and departures; produces the control arrays of decode calls. A row is a decode call's header
+(shapes.py) and its sample's page table; it is written where something changes, never made anew.
+Law: a row of a slot in use says of its sample what the sample says of itself (`check`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+
+from dora_jax.rollout.pages import DUMMY
+from dora_jax.rollout.seq import Seq
+from dora_jax.rollout.shapes import (DRAWN, FRESH, GROUP, HEADER, INDEX, POSITION, REMAINING, REPEATS, SLOT, TOKEN,
+                                     Shapes)
+from dora_jax.types import Version
+
+SAID = (SLOT, FRESH, POSITION, REMAINING, DRAWN, GROUP, INDEX)  # the others are the device's from the first call on
+
+class Rows:
+    def __init__(self, shapes: Shapes):
+        self.shapes = shapes
+        self._width = shapes.pages_for(shapes.max_context)
+        self._rows = np.zeros((shapes.slots, HEADER + self._width), np.int32)
+        self._rows[:, SLOT] = np.arange(shapes.slots)
+        self._pages = np.zeros(shapes.slots, np.int32)  # of the table that are in use
+        self._versions = np.zeros(shapes.slots, np.int64)
+        self._arrivals = np.zeros(shapes.slots, np.int64)
+        self._decodes = np.zeros(shapes.slots, bool)  # its prefix has KV, and it is not leaving
+        self._seqs = np.full(shapes.slots, None, object)
+
+    @property
+    def any_decodes(self) -> bool:
+        return bool((self._decodes & (self._rows[:, REMAINING] > 0)).any())
+
+    def take(self, seq: Seq, pages: list[int]) -> None:
+        """The sample got its slot and these pages; it does not decode before `begin`."""
+        slot = seq.slot
+        self._rows[slot, :HEADER] = self._header(seq)
+        self._versions[slot], self._arrivals[slot], self._seqs[slot] = seq.version, seq.arrival, seq
+        seq.table = self._rows[slot, HEADER:HEADER]
+        self.append(seq, pages)
+
+    def append(self, seq: Seq, pages: list[int]) -> None:
+        start, stop = HEADER + len(seq.table), HEADER + len(seq.table) + len(pages)
+        self._rows[seq.slot, start:stop] = pages
+        self._pages[seq.slot] += len(pages)
+        seq.table = self._rows[seq.slot, HEADER:stop]
+
+    def begin(self, seq: Seq) -> None:
+        self._decodes[seq.slot] = True
+
+    def pause(self, seq: Seq) -> None:
+        self._decodes[seq.slot] = False
+
+    def free(self, seq: Seq) -> None:
+        slot = seq.slot
+        self._rows[slot, REMAINING], self._pages[slot], self._decodes[slot], self._seqs[slot] = 0, 0, False, None
+        seq.table = self._rows[slot, :0]
+
+    def growth(self) -> list[tuple[Seq, int]]:
+        """(sample, pages that its next decode call needs beyond those it has), in order of arrival."""
+        need = self.shapes.pages_for(self._rows[:, POSITION] + self._steps(self._rows)) - self._pages
+        slots = np.flatnonzero((need > 0) & (self._rows[:, REMAINING] > 0))
+        slots = slots[np.argsort(self._arrivals[slots])]
+        return list(zip(self._seqs[slots].tolist(), need[slots].tolist(), strict=True))
+
+    def batches(self) -> Iterator[tuple[Version, np.ndarray]]:
+        """(version, slots of one decode call).
+
+        By context where a version needs several calls: a call costs what its longest row costs, and the one that is not
+        full takes the shortest rows."""
+        ready = np.flatnonzero(self._decodes & (self._rows[:, REMAINING] > 0))
+        versions, most = self._versions[ready], self.shapes.rows
+        for version in np.unique(versions).tolist():
+            slots = ready[versions == version]
+            if len(slots) > most:
+                slots = slots[np.argsort(-self._rows[slots, POSITION], kind="stable")]
+            for first in range(0, len(slots), most):
+                yield version, slots[first : first + most]
+
+    def call(self, slots: np.ndarray) -> tuple[int, np.ndarray, tuple[tuple[Seq, int], ...]]:
+        """(blocks, control array, (sample, steps it may take) by row) of a decode call, whose steps are in flight now."""
+        s, rows, seqs = self.shapes, self._rows[slots], self._seqs[slots].tolist()
+        position, table, steps = rows[:, POSITION], rows[:, HEADER:], self._steps(rows)
+        blocks = s.bucket(int(position.max()), s.decode_buckets)
+        window = HEADER + blocks * s.block_pages
+        control = np.full(s.decode_control(blocks), DUMMY, np.int32)
+        control[len(slots) :, SLOT] = s.slots  # padding rows keep their state in a slot of their own
+        used = control[: len(slots)]
+        used[:, :HEADER] = rows[:, :HEADER]
+        width = min(self._width, window - HEADER)
+        past = np.arange(width) < s.pages_for(position)[:, None]
+        np.copyto(used[:, HEADER : HEADER + width], table[:, :width], where=past)
+        for row in np.flatnonzero(rows[:, FRESH]).tolist():
+            if (shared := seqs[row].take_tail()) is not None:
+                used[row, HEADER + seqs[row].first_private] = shared
+        at = position[:, None] // s.page_size + np.arange(s.window)
+        new = np.take_along_axis(table, np.minimum(at, self._width - 1), axis=1)
+        np.copyto(used[:, window:], new, where=at < s.pages_for(position + steps)[:, None])
+        self._launched(slots, seqs, steps)
+        return blocks, control, tuple(zip(seqs, steps.tolist(), strict=True))
+
+    def check(self, admitted: list[Seq]) -> None:
+        if sorted(map(id, admitted)) != sorted(map(id, filter(None, self._seqs))):
+            raise RuntimeError("the rows in use are not those of the samples that run")
+        for seq in admitted:
+            said, true = self._rows[seq.slot, :HEADER], np.array(self._header(seq), np.int32)
+            columns = list(range(HEADER) if seq.fresh else SAID)
+            if (said != true)[columns].any() or self._pages[seq.slot] != len(seq.table):
+                raise RuntimeError(f"the row of {seq.id} says {said.tolist()}, the sample {true.tolist()}")
+            if self._decodes[seq.slot] and (seq.leaving or not seq.ready):
+                raise RuntimeError(f"{seq.id} decodes although it leaves or its prefix has no KV")
+
+    # ----------------------------------------------------------- private
+
+    def _steps(self, rows: np.ndarray) -> np.ndarray:
+        return np.minimum(rows[:, REMAINING], self.shapes.steps)
+
+    def _header(self, seq: Seq) -> tuple[int, ...]:
+        return (seq.slot, seq.fresh, seq.sequence[-1], seq.position, seq.remaining, seq.n_out + seq.inflight,
+                seq.id.group_id, seq.id.index, seq.repeats(self.shapes.max_repeats))
+
+    def _launched(self, slots: np.ndarray, seqs: list[Seq], steps: np.ndarray) -> None:
+        self._rows[slots, FRESH] = 0
+        for column, sign in ((POSITION, 1), (DRAWN, 1), (REMAINING, -1)):
+            self._rows[slots, column] += sign * steps
+        for seq, taken in zip(seqs, steps.tolist(), strict=True):
+            seq.inflight += taken
+            seq.fresh = False

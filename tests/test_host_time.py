@@ -1,0 +1,52 @@
+"""The host's part of a tick: its bench runs, and nothing that a tick does copies what has been sampled before."""
+
+import argparse
+
+import numpy as np
+from engine_rig import new_engine
+
+from dora_jax.bench import host_time
+from dora_jax.rollout.migrate import Parcel
+from dora_jax.rollout.seq import Seq
+from dora_jax.types import SampleId
+
+
+def arguments(**changes):
+    return argparse.Namespace(**{"rows": 6, "contexts": "256", "pages": "16", "steps": 4, "ticks": 4, "partial_s": 0.01,
+                                 "instances": 1, **changes})
+
+
+def test_the_bench_measures_the_assembled_engine():
+    alone, together = [list(host_time.table(arguments(instances=n))) for n in (1, 2)]
+    plan, commit, *_ = map(float, alone[-1].split()[2:])
+    assert plan > 0 and commit > 0
+    assert float(together[-1].split()[-1]) > 0
+
+
+def test_what_was_sampled_stays_where_it_was_written():
+    out = np.arange(100, dtype=np.int32)
+    seq = Seq(Parcel(id=SampleId(0, 0), version=0, prompt_ids=out[:7], out_ids=out, logprobs=-out.astype(np.float32),
+                     max_new_tokens=120), 0, True)
+    before = seq.sequence, seq.out_ids, seq.logprobs
+    seq.extend(np.array([5, 6]), np.zeros(2), np.zeros((2, 0)))
+    for old, new in zip(before, (seq.sequence, seq.out_ids, seq.logprobs), strict=True):
+        assert np.shares_memory(old, new) and len(new) == len(old) + 2
+        np.testing.assert_array_equal(old, new[:-2])
+
+
+def test_a_page_table_is_written_where_it_grows_only():
+    """A page added to one sample leaves the other rows as they are; a row is its sample's table."""
+    engine = new_engine()
+    engine._weights[0] = None
+    engine._device = host_time.InstantDevice(engine)
+    for index in range(3):
+        engine.submit(SampleId(0, index), np.arange(9 + index), 0, 20)
+    engine.tick()
+    engine.tick()
+    rows = engine._scheduler._rows
+    before = {id: seq.table.tolist() for id, seq in engine._scheduler.seqs.items()}
+    engine.tick()
+    for id, seq in engine._scheduler.seqs.items():
+        assert np.shares_memory(seq.table, rows._rows) and seq.table.tolist()[: len(before[id])] == before[id]
+        assert len(seq.table) == engine.shapes.pages_for(seq.position)
+    engine.check()
