@@ -20,6 +20,7 @@ from dora_jax.models.config import ModelConfig
 
 TRAINER_KNOBS: tuple[tuple[str, Any], ...] = (  # in the order of what they cost
     ("micro_batches", 0), ("remat", "full"), ("moments", "bfloat16"), ("optimizer_memory", "host"))
+SPARE = 0.1  # of a device's memory, where the plan may choose
 
 
 class Machines(NamedTuple):
@@ -42,7 +43,7 @@ class Budget:
     mesh: memory.Mesh  # the trainer's
     shared: bool  # trainer and instances have devices in common
     crowd: int  # instances on one device
-    aliased: bool  # all on one device: an instance runs the published version itself
+    aliased: bool  # all on one CPU: an instance runs the published version itself
 
     @property
     def trainer(self) -> list[Line]:
@@ -80,10 +81,14 @@ class Budget:
 
     @property
     def micro_batches(self) -> int:
-        """The fewest that fit; 0: none do."""
-        rows = memory.batch_layout(self.config, self.mesh).rows // (self.mesh.data * self.mesh.fsdp)
-        fitting = (n for n in range(1, rows + 1) if rows % n == 0 and self._trainer_fits(micro_batches=n))
+        """The fewest that fit and leave a tenth, for what is only estimated; 0: none do."""
+        fitting = (n for n in range(1, self.rows + 1) if self.rows % n == 0 and self._trainer_fits(1 - SPARE, micro_batches=n))
         return next(fitting, 0)
+
+    @property
+    def rows(self) -> int:
+        """Of an update, on one shard."""
+        return memory.batch_layout(self.config, self.mesh).rows // (self.mesh.data * self.mesh.fsdp)
 
     @property
     def _page_bytes(self) -> float:
@@ -93,8 +98,8 @@ class Budget:
         section = dataclasses.replace(self.config.trainer, **changes)
         return dataclasses.replace(self, config=dataclasses.replace(self.config, trainer=section))
 
-    def _trainer_fits(self, **changes: Any) -> bool:
-        return memory.total(self.with_trainer(**changes).trainer) <= self.machines.trainer.memory_bytes
+    def _trainer_fits(self, share: float = 1.0, **changes: Any) -> bool:
+        return memory.total(self.with_trainer(**changes).trainer) <= share * self.machines.trainer.memory_bytes
 
 
 def of(config: Config, machines: Machines, model: ModelConfig | None) -> Budget | None:
@@ -111,7 +116,8 @@ def of(config: Config, machines: Machines, model: ModelConfig | None) -> Budget 
     plan = devices.plan(machines.trainer.devices, config)
     crowd = max(Counter(itertools.chain(*plan.instances)).values())
     return Budget(config=config, model=model, machines=machines, mesh=memory.Mesh(*plan.trainer_mesh),
-                  shared=plan.shared, crowd=crowd, aliased=plan.n_devices == 1)
+                  shared=plan.shared, crowd=crowd,
+                  aliased=plan.n_devices == 1 and machines.trainer.platform == "cpu")
 
 
 def problems(budget: Budget) -> list[str]:
@@ -145,7 +151,7 @@ def _advice(budget: Budget) -> Iterator[str]:
     yield (f"rollout.slots: {rollout.slots}; the pages hold {rollout.pages // budget.needed_pages} longest samples, or "
            f"{budget.slots} of mixed lengths")
     if fewest := budget.micro_batches:
-        yield f"trainer.micro_batches: {t.micro_batches}; the fewest that fit are {fewest}"
+        yield f"trainer.micro_batches: {t.micro_batches}; the fewest that fit, and leave a tenth, are {fewest}"
 
 
 def _trainer_problems(budget: Budget) -> Iterator[str]:
@@ -158,9 +164,8 @@ def _trainer_problems(budget: Budget) -> Iterator[str]:
 
 def _knobs(budget: Budget) -> Iterator[dict[str, Any]]:
     """Changes of the trainer's section, the gentlest first: each alone, then all up to each."""
-    rows = memory.batch_layout(budget.config, budget.mesh).rows // (budget.mesh.data * budget.mesh.fsdp)
-    changes = [{name: value or rows} for name, value in TRAINER_KNOBS
-               if getattr(budget.config.trainer, name) != (value or rows)]
+    changes = [{name: value or budget.rows} for name, value in TRAINER_KNOBS
+               if getattr(budget.config.trainer, name) != (value or budget.rows)]
     yield from changes
     for count in range(2, len(changes) + 1):
         yield {name: value for change in changes[:count] for name, value in change.items()}

@@ -84,9 +84,10 @@ def trainer_state(model: ModelConfig, config: Config, mesh: Mesh) -> list[Line]:
 
 
 def published_copies(config: Config) -> int:
-    """Versions that the trainer's devices hold for the instances: all that may live, or the one being written."""
-    if config.cluster.launcher and config.cluster.wire == "storage":
-        return 1
+    """Versions that the trainer's devices hold for others: all that may live; in a cluster, which sends them to host
+    memory, the newest, and the one that the engine-trainer gap is measured on."""
+    if config.cluster.launcher:
+        return 1 if config.orchestrator.mode == "sync" else 2
     return config.orchestrator.max_versions
 
 

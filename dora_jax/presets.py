@@ -104,7 +104,8 @@ def problems(config: Config, found: Machines, model: ModelConfig | None = None) 
 
     ConfigError where the meshes do not fit the devices.
     """
-    said = [*_size(config, model), *_kernels(config, found), *_tables(config, found)]
+    said = [*_size(config, model), *_kernels(config, found), *_types(config),
+            *_tables(config, found)]
     planned = None if said else budget.of(config, found, model)
     return [*said, *(budget.problems(planned) if planned else ())]
 
@@ -139,8 +140,7 @@ def micro_batches(tree: Any) -> int:
 
 def table(choices: tuple[Choice, ...]) -> list[str]:
     """One line of text a choice: field, value, reason."""
-    width = max((len(f"{choice.field}={choice.value}") for choice in choices), default=0)
-    return [f"  {f'{choice.field}={choice.value}':{width}s}  {choice.reason}" for choice in choices]
+    return [f"  {f'{choice.field}={choice.value}':38s}  {choice.reason}" for choice in choices]
 
 
 def on_cpu(section: Any) -> Any:
@@ -237,6 +237,11 @@ def _kernels(config: Config, found: Machines) -> Iterator[str]:
                                    ("trainer.attention", config.trainer.attention, found.trainer)):
         if machine.platform not in KERNELS[kernel]:
             yield f"{field}: the kernel {kernel!r} is for {', '.join(KERNELS[kernel])}, and this is {machine}"
+
+
+def _types(config: Config) -> Iterator[str]:
+    if config.trainer.attention == "cudnn" and config.model.dtype == "float32":
+        yield "trainer.attention: the kernel 'cudnn' computes in 16 bits, and model.dtype is float32; take reference"
 
 
 def _tables(config: Config, found: Machines) -> Iterator[str]:
