@@ -28,6 +28,7 @@ TOKENIZER_SIZE = 512  # 256 bytes, two special tokens, merges for the task's wor
 # Merges stay inside a piece: a word, one digit, a sign with the blanks around it. Digits have one form wherever they
 # stand, and a sign never merges with what it follows ("= -" would have to be decided a token too early).
 PIECES = r"\p{N}| ?#+ ?| ?[^\s\p{L}\p{N}#] ?| ?\p{L}+|\s+"
+LOGITS_BYTES = 64 * 2**20  # alive at once on a device
 STEPS_PER_DISPATCH = 10  # one compiled scan: also how often the progress line moves
 Pair = tuple[str, str]
 
@@ -263,7 +264,7 @@ def _loss(cfg: Any, params: Any, batch: Rows) -> Any:
 
     attend = segment_attention(batch.segment_ids, batch.positions)
     hidden = decoder.forward(cfg, layers_of(cfg, params), batch.tokens, batch.positions, attend)
-    logprobs, _ = target_logprobs(cfg, params, hidden, batch.targets)
+    logprobs, _ = target_logprobs(cfg, params, hidden, batch.targets, max_bytes=LOGITS_BYTES)
     return -jnp.sum(jnp.where(batch.mask, logprobs, 0.0)) / jnp.maximum(batch.mask.sum(), 1)
 
 

@@ -74,7 +74,7 @@ def test_clones_of_one_channel_are_one_collective():
     assert hlo.collectives(TEXT.replace("channel_id=7", "channel_id=8", 1))["all-gather"] == hlo.Traffic(7, 7 * 64)
 
 
-def test_the_head_is_gathered_once_however_many_chunks_there_are(monkeypatch):
+def test_the_head_is_gathered_once_however_many_chunks_there_are():
     """Left to XLA, it would be gathered, and its gradient summed over the mesh, chunk by chunk."""
     from dora_jax.trainer import step
 
@@ -87,11 +87,18 @@ def test_the_head_is_gathered_once_however_many_chunks_there_are(monkeypatch):
               for name in ("tokens", "targets", "segment_ids", "positions")}
     sent = []
     for chunks in (1, 8):
-        monkeypatch.setattr(step, "LOGITS_BYTES", 4 * 48 * 32 // chunks)
-        grad = jax.jit(jax.grad(lambda p, a: model.logprobs(p, a)[0].sum()), out_shardings=params)
+        chunked_model = model._replace(logits_bytes=4 * 48 * 32 // chunks)
+        grad = jax.jit(jax.grad(lambda p, a, m=chunked_model: m.logprobs(p, a)[0].sum()), out_shardings=params)
         sent.append(hlo.collectives(grad.lower(shapes, arrays).compile().as_text()))
     whole, chunked = ({kind: t.bytes for kind, t in found.items()} for found in sent)
     assert whole == chunked and sent[0]["all-gather"] == sent[1]["all-gather"]
+
+
+def test_a_kernels_metadata_does_not_end_its_computation():
+    """What a Pallas kernel says of itself may stand on lines of its own, and start with a brace."""
+    kernel = '  %k = bf16[4]{0} custom-call(%p), custom_call_target="tpu_custom_call", kernel_metadata={\n"a":1\n}}, x=1\n'
+    marked = TEXT.replace("  %start = ", kernel + "  %start = ")
+    assert marked != TEXT and hlo.collectives(marked) == hlo.collectives(TEXT)
 
 
 @pytest.mark.parametrize("name,topology,chips", [

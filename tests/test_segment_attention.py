@@ -1,6 +1,9 @@
 """The kernels of the trainer's attention against the reference: values and gradients, in interpret mode on CPU."""
 
+import collections
+import dataclasses
 import functools
+import re
 
 import jax
 import jax.numpy as jnp
@@ -9,6 +12,8 @@ import pytest
 
 from dora_jax.models import sharding
 from dora_jax.ops import segment_attention as ops
+from dora_jax.trainer import objective, step
+from tests import trainer_cases as cases
 
 L = 512
 LENGTHS = ((200, 1, 183, 100), (512,))  # of each row's segments; the rest is padding, segment 0
@@ -64,3 +69,52 @@ def test_splash_gives_the_values_and_gradients_of_the_reference(monkeypatch, dty
     tolerance = 2e-5 if dtype == jnp.float32 else 6e-2
     for a, b in zip(found, reference(dtype, *shape), strict=True):
         np.testing.assert_allclose(np.asarray(a, np.float32), np.asarray(b, np.float32), rtol=tolerance, atol=tolerance)
+
+
+def test_cudnn_is_lowered_to_its_own_call(monkeypatch):
+    """Without a GPU its values cannot be seen: the program for one holds cuDNN's call, forward and backward."""
+    from jax._src.cudnn import fused_attention_stablehlo as cudnn
+
+    monkeypatch.setattr(cudnn, "check_cudnn_version", lambda: 91000)
+    monkeypatch.setattr(cudnn, "check_compute_capability", lambda capability: True)
+    segments, positions, inside = packed()
+    mesh = sharding.make_mesh(jax.devices()[:1], 1, 1, 1)
+    attend = ops.packed_attention("cudnn", segments, positions, mesh)
+    grad = jax.jit(jax.grad(lambda *qkv: attend(None, *qkv).astype(jnp.float32).sum(), argnums=(0, 1, 2)))
+    text = grad.trace(*heads(jnp.bfloat16, 4, 2, 64)).lower(lowering_platforms=("cuda",)).as_text()
+    for call in ("__cudnn$fmhaScaleBiasSoftmax(", "__cudnn$fmhaScaleBiasSoftmaxBackward("):
+        assert f"@{call}" in text, call
+
+
+@pytest.mark.parametrize("changes,platform,dtype,said", [
+    ({"attention": "splash"}, "cpu", "float32", "trainer.attention=splash is a kernel for TPUs; the trainer's devices are cpu"),
+    ({"attention": "splash", "pack_tokens": 384, "context": 2}, "tpu", "bfloat16", "multiples of 128 positions a shard, not"),
+    ({"attention": "cudnn"}, "tpu", "bfloat16", "trainer.attention=cudnn is a kernel for NVIDIA GPUs"),
+    ({"attention": "cudnn"}, "gpu", "float32", "not in model.dtype=float32"),
+    ({"attention": "cudnn", "context": 2}, "gpu", "bfloat16", "trainer.context=2 needs reference"),
+    ({"attention": "cudnn", "pack_tokens": 32768}, "gpu", "bfloat16", "which must be even and at most 16384"),
+    ({"attention": "auto"}, "cpu", "float32", "trainer.attention='auto' is unknown")])
+def test_what_cannot_run_as_asked_is_refused(changes, platform, dtype, said):
+    section = cases.section(**({"pack_tokens": 512} | changes))
+    assert said in objective.attention_problems(section, platform, dtype)[0]
+    if platform == "cpu":
+        with pytest.raises(ValueError, match=said.split(";")[0]):
+            step.Trainer(cases.MODEL, section, sharding.make_mesh(jax.devices()[:1], 1, 1, 1), None, total_steps=1)
+
+
+@pytest.mark.parametrize("kind,platform", [("reference", "cpu"), ("splash", "tpu"), ("cudnn", "gpu")])
+def test_what_can_run_is_not(kind, platform):
+    section = cases.section(pack_tokens=512, attention=kind)
+    assert objective.attention_problems(section, platform, "bfloat16") == []
+
+
+@pytest.mark.parametrize("remat", ["full", "dots"])
+def test_the_kernels_output_is_kept_where_the_layer_is_computed_again(remat):
+    """Under remat, the gradient of a layer still runs the kernel forward once and backward once; over context too."""
+    cfg = dataclasses.replace(cases.MODEL, head_dim=64, n_layers=1)
+    mesh = sharding.make_mesh(jax.devices()[:2], 1, 1, 1, 2)
+    model = step.Model(cfg, mesh, jnp.float32, remat, 1.0, None, "splash")
+    arrays = {name: jnp.zeros((1, L), jnp.int32) for name in ("tokens", "targets", "segment_ids", "positions")}
+    grad = jax.jit(jax.grad(lambda p: model.logprobs(p, arrays)[0].sum()))
+    text = grad.trace(step.decoder.abstract_params(cfg)).lower(lowering_platforms=("tpu",)).as_text()
+    assert collections.Counter(re.findall('kernel_name = "splash_mqa_([a-z]+)', text)) == {"fwd": 1, "dkv": 1}

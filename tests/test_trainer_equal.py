@@ -31,10 +31,10 @@ def batch(micro_batches=1, shards=1):
     return cases.batch(trainer, cases.groups(7, 4), score=score, rows=16)  # 12 of the 16 rows hold tokens
 
 
-def loss_and_gradient(arrays, *, data=1, fsdp=1, tensor=1, context=1, micro_batches=1, remat="none"):
+def loss_and_gradient(arrays, *, data=1, fsdp=1, tensor=1, context=1, micro_batches=1, remat="none", **more):
     mesh = sharding.make_mesh(jax.devices()[:data * fsdp * tensor * context], data, fsdp, tensor, context)
     section = cases.section(micro_batches=micro_batches, **RICH)
-    model = step.Model(MODEL, mesh, jnp.float32, remat, 0.9, 40)
+    model = step.Model(MODEL, mesh, jnp.float32, remat, 0.9, 40, **more)
     specs = sharding.param_specs(MODEL, mesh)
     rows = sharding.batch_spec(mesh)
 
@@ -148,9 +148,9 @@ def test_scanned_layers(expected, monkeypatch):
     assert_same(loss_and_gradient(batch().arrays()), expected)
 
 
-def test_head_in_chunks(expected, monkeypatch):
-    monkeypatch.setattr(step, "LOGITS_BYTES", 4 * 16 * 48 * 8)  # 8 of the 32 positions at once
-    assert_same(loss_and_gradient(batch().arrays()), expected)
+def test_head_in_chunks(expected):
+    eight_of_32 = 4 * 16 * 48 * 8  # positions at once
+    assert_same(loss_and_gradient(batch().arrays(), logits_bytes=eight_of_32), expected)
 
 
 def test_causality_and_segment_isolation_by_gradients():

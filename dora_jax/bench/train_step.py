@@ -222,7 +222,7 @@ def print_memory() -> None:
 
     whole = 4 * rows * length * WIDE_VOCAB
     print(f"\nlog-probs of {rows} x {length} tokens over {WIDE_VOCAB} ids: temporary memory of the gradient")
-    for name, limit in (("B x L x V at once", whole), ("in chunks", logits.LOGITS_BYTES)):
+    for name, limit in (("B x L x V at once", whole), ("in chunks", section().logits_bytes)):
         print(f"{name:20s}{temporary(limit) / 2**20:9.0f} MiB   (logits {min(limit, whole) / 2**20:.0f} MiB at once)")
 
 

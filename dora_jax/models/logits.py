@@ -16,7 +16,6 @@ from jax.sharding import Mesh
 from dora_jax.models import decoder
 
 MASKED = -1e30  # finite: p * logit of a masked id is 0, not nan
-LOGITS_BYTES = 64 * 2**20  # per device; a larger f32[B, L, V] is computed in chunks
 
 
 def policy_logits(cfg: decoder.ModelConfig, params: Any, hidden: jax.Array, *, vocab_limit: int | None = None,
@@ -31,8 +30,8 @@ def policy_logits(cfg: decoder.ModelConfig, params: Any, hidden: jax.Array, *, v
 
 def target_logprobs(cfg: decoder.ModelConfig, params: Any, hidden_BxLxD: jax.Array, targets_BxL: jax.Array, *,
                     vocab_limit: int | None = None, temperature: float = 1.0, entropy_grad: bool = False,
-                    max_bytes: int = LOGITS_BYTES, mesh: Mesh | None = None) -> tuple[jax.Array, jax.Array]:
-    """(log-prob of each target, entropy), f32[B, L]. `max_bytes` a device bounds the logits alive at once.
+                    max_bytes: int | None = None, mesh: Mesh | None = None) -> tuple[jax.Array, jax.Array]:
+    """(log-prob of each target, entropy), f32[B, L]. `max_bytes` a device bounds the logits alive at once; None: all.
 
     On a mesh each shard of rows and positions walks its own chunks, with the head gathered over fsdp once: left to
     itself, XLA gathers it, and sums its gradient over the mesh, chunk by chunk.
@@ -86,10 +85,10 @@ def chunk_length(rows: int, length: int, vocab: int, max_bytes: int) -> int:
 
 
 def _in_chunks(run: Any, hidden_BxLxD: jax.Array, targets_BxL: jax.Array, vocab: int,
-               max_bytes: int) -> tuple[jax.Array, jax.Array]:
+               max_bytes: int | None) -> tuple[jax.Array, jax.Array]:
     """run(hidden, targets) over chunks of the positions, recomputed in the backward pass."""
     rows, length = targets_BxL.shape
-    chunk = chunk_length(rows, length, vocab, max_bytes)
+    chunk = length if max_bytes is None else chunk_length(rows, length, vocab, max_bytes)
     if chunk == length:
         return run(hidden_BxLxD, targets_BxL)
     split = (rows, length // chunk, chunk)

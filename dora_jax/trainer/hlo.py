@@ -64,10 +64,12 @@ def _computations(text: str) -> tuple[dict[str, list[str]], str]:
         if head:
             lines = bodies.setdefault(head[2], [])
             entry = head[2] if head[1] else entry
-        elif line.startswith("}"):
+        elif line.rstrip() == "}":
             lines = None
-        elif lines is not None:
+        elif lines is not None and line.startswith(" "):
             lines.append(line.strip())
+        elif lines:  # a kernel's metadata holds line breaks: the rest of the last instruction
+            lines[-1] += line
     return bodies, entry
 
 

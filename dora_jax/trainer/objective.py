@@ -25,6 +25,9 @@ CORRECTIONS: Mapping[str, tuple[str, ...]] = {
 AGGREGATIONS = ("token_mean", "seq_mean_token_mean", "seq_mean_token_sum", "seq_mean_token_sum_norm", "prompt_mean")
 ANCHORS = ("behavior", "proximal")
 KLS = ("none", "k1", "k2", "k3")
+ATTENTIONS = ("reference", "splash", "cudnn")
+SPLASH_UNIT = 128  # positions: a TPU's vector, of which the kernel's blocks are multiples
+CUDNN_LONGEST = 16384  # positions: the mask of a longer row and its gradient take more than 1 GiB
 WHITENED = ("reinforce_pp", "reinforce_pp_baseline", "gae", "gae_turn")
 VALUE_ADVANTAGES = ("gae", "gae_turn")
 WEIGHTING = ("tis", "icepop")  # corrections that multiply the loss by exp(l_old - l_mu)
@@ -83,6 +86,29 @@ def batch_dtypes(section: Any) -> dict[str, str]:
     if needs_value(section):
         floats += ["values", "returns"]
     return names | dict.fromkeys(floats, "float32")
+
+
+def attention_problems(section: Any, platform: str, dtype: str) -> list[str]:
+    """Why trainer.attention does not run on these devices (platform cpu, tpu or gpu) in this type; one sentence each."""
+    kind, local = section.attention, section.pack_tokens // section.context
+    rules = [
+        (kind not in ATTENTIONS, f"trainer.attention={kind!r} is unknown: known are {', '.join(ATTENTIONS)}"),
+        (kind == "splash" and platform != "tpu",
+         f"trainer.attention=splash is a kernel for TPUs; the trainer's devices are {platform}: use reference"),
+        (kind == "splash" and local % SPLASH_UNIT != 0,
+         f"trainer.attention=splash takes multiples of {SPLASH_UNIT} positions a shard, not trainer.pack_tokens="
+         f"{section.pack_tokens} over trainer.context={section.context}"),
+        (kind == "cudnn" and platform != "gpu",
+         f"trainer.attention=cudnn is a kernel for NVIDIA GPUs; the trainer's devices are {platform}: use reference"),
+        (kind == "cudnn" and dtype not in ("bfloat16", "float16"),
+         f"trainer.attention=cudnn computes in bfloat16 or float16, not in model.dtype={dtype}"),
+        (kind == "cudnn" and section.context > 1,
+         f"trainer.attention=cudnn keeps rows whole: trainer.context={section.context} needs reference"),
+        (kind == "cudnn" and (section.pack_tokens > CUDNN_LONGEST or section.pack_tokens % 2 == 1),
+         f"trainer.attention=cudnn holds a mask of the square of trainer.pack_tokens={section.pack_tokens}, which must be "
+         f"even and at most {CUDNN_LONGEST}"),
+    ]
+    return [sentence for broken, sentence in rules if broken]
 
 
 def _unknown_names(section: Any) -> list[str]:

@@ -23,8 +23,8 @@ import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from dora_jax.models import decoder, sharding
-from dora_jax.models.logits import LOGITS_BYTES, target_logprobs
-from dora_jax.ops.segment_attention import context_attention, segment_attention
+from dora_jax.models.logits import target_logprobs
+from dora_jax.ops.segment_attention import packed_attention
 from dora_jax.trainer import correction, flops, health, loss, objective, optim
 from dora_jax.trainer import score as scores
 from dora_jax.trainer.critic import Critic
@@ -56,20 +56,21 @@ class Model(NamedTuple):
     remat: str
     temperature: float
     vocab_limit: int | None
+    attention: str = "reference"  # reference, splash, cudnn
+    logits_bytes: int | None = None  # of f32 logits alive at once on a device; None: all
 
     def hidden(self, params: Any, arrays: Arrays) -> jax.Array:
         """[B, L, D] after the last norm, each segment on its own."""
-        where, sharded = (arrays["segment_ids"], arrays["positions"]), self.mesh.shape["context"] > 1
-        attend = context_attention(*where, self.mesh) if sharded else segment_attention(*where)
+        attend = packed_attention(self.attention, arrays["segment_ids"], arrays["positions"], self.mesh)
         return decoder.forward(self.cfg, layers_of(self.cfg, params), arrays["tokens"], arrays["positions"], attend,
                                dtype=self.dtype, remat=self.remat, constrain=sharding.constrain_rows(self.mesh),
-                               merge=not sharded)
+                               merge=self.mesh.shape["context"] == 1)
 
     def logprobs(self, params: Any, arrays: Arrays, entropy_grad: bool = False) -> tuple[jax.Array, jax.Array]:
         """(log-prob of each target, entropy) f32[B, L], after temperature, padding ids masked as in the engine."""
         hidden = self.hidden(params, arrays)
         return target_logprobs(self.cfg, params, hidden, arrays["targets"], vocab_limit=self.vocab_limit,
-                               temperature=self.temperature, entropy_grad=entropy_grad, max_bytes=LOGITS_BYTES,
+                               temperature=self.temperature, entropy_grad=entropy_grad, max_bytes=self.logits_bytes,
                                mesh=self.mesh)
 
 
@@ -86,15 +87,16 @@ class Trainer:
         self._model = self._recipe.model
         self._rows, self._replicated = sharding.batch_spec(mesh), NamedSharding(mesh, PartitionSpec())
         self.shardings = self._recipe.shardings()
-        self._copy = jax.jit(lambda tree: jax.tree.map(lambda x: jnp.array(x, jnp.float32, copy=True), tree),
-                             out_shardings=self.shardings.params)
+        jit = self._recipe.jit
+        self._copy = jit(lambda tree: jax.tree.map(lambda x: jnp.array(x, jnp.float32, copy=True), tree),
+                         out_shardings=self.shardings.params)
         params = self._copy(jax.device_put(params, self.shardings.params))  # steps donate: never the caller's buffers
-        opt_state = jax.jit(self._recipe.init, out_shardings=self.shardings.opt_state)(params)
+        opt_state = jit(self._recipe.init, out_shardings=self.shardings.opt_state)(params)
         self.state = TrainState(params, opt_state, jax.device_put(np.int32(step), self._replicated))
         self._reference = self._copy(params) if objective.needs_reference(section) else None
         self._update = jitted_update(self._recipe)
         self._compiled: dict[tuple[int, int], Any] = {}  # by shape of the batch, where `warmup` made it
-        scored = functools.partial(jax.jit, out_shardings=self._replicated)  # every process reads all of it
+        scored = functools.partial(jit, out_shardings=self._replicated)  # every process reads all of it
         self._logprobs = scored(functools.partial(by_micro_batch, lambda p, a: self._model.logprobs(p, a)[0],
                                                   section.micro_batches))
         self._probed = scored(lambda p, a: self._model.logprobs(p, a)[0])
@@ -210,6 +212,7 @@ class Recipe:
         self.tx = optim.optimizer(self.rate, b1=section.b1, b2=section.b2, eps=section.eps,
                                   weight_decay=section.weight_decay, max_grad_norm=section.max_grad_norm, moments=section.moments)
         self.critic = Critic(model, section)
+        self.jit = functools.partial(jax.jit, compiler_options=dict(section.compiler_options) or None)
 
     def init(self, params: Any) -> dict[str, Any]:
         state = {"policy": self.tx.init(params)}
@@ -228,13 +231,18 @@ class Recipe:
 def new_recipe(model_cfg: decoder.ModelConfig, section: Any, mesh: Mesh, *, total_steps: int, temperature: float = 1.0,
                vocab_limit: int | None = None, dtype: str = "float32") -> Recipe:
     """What a trainer of this section compiles; the devices of the mesh may be descriptions."""
-    return Recipe(Model(model_cfg, mesh, jnp.dtype(dtype), section.remat, temperature, vocab_limit), section, total_steps)
+    wrong = objective.attention_problems(section, mesh.devices.flat[0].platform, dtype)
+    if wrong:
+        raise ValueError("; ".join(wrong))
+    model = Model(model_cfg, mesh, jnp.dtype(dtype), section.remat, temperature, vocab_limit, section.attention,
+                  section.logits_bytes)
+    return Recipe(model, section, total_steps)
 
 
 def jitted_update(recipe: Recipe) -> Any:
     """(state, arrays) -> (state, sums): THE jit. Donates the state."""
     whole = NamedSharding(recipe.model.mesh, PartitionSpec())
-    return jax.jit(functools.partial(update, recipe), donate_argnums=0, out_shardings=(recipe.shardings(), whole))
+    return recipe.jit(functools.partial(update, recipe), donate_argnums=0, out_shardings=(recipe.shardings(), whole))
 
 
 def abstract_inputs(recipe: Recipe, rows: int, tokens: int) -> tuple[TrainState, dict[str, jax.ShapeDtypeStruct]]:
