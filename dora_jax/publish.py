@@ -100,10 +100,13 @@ def sliced(copy: Any, given: Callable[[str, Box], bool] = lambda path, box: True
 
 
 def placed(slices: Any, shardings: Any) -> Any:
-    """The serving layout on these shardings (its pytree, or one for all): ready, or on its way to the devices."""
-    serving = decoder.serving_layout(slices)
+    """An engine's layout on these shardings (its pytree, or one for the serving layout): ready, or on its way to the
+    devices."""
     if isinstance(shardings, jax.sharding.Sharding):
+        serving = decoder.serving_layout(slices)
         shardings = jax.tree.map(lambda _: shardings, serving)
+    else:
+        serving = decoder.serving_layout(slices, decoder.layout_of(shardings))
     return jax.tree.map(lambda leaf, where: jax.make_array_from_callback(
         leaf.shape, where, lambda index: leaf.at(box_of(index, leaf.shape))), serving, shardings)
 

@@ -24,7 +24,7 @@ def params(seed=0):
 
 
 def weights(engine, seed=0, scale=1.0):
-    tree = jax.tree.map(lambda x: x * scale, decoder.serving_layout(params(seed)))
+    tree = jax.tree.map(lambda x: x * scale, decoder.serving_layout(params(seed), engine.shapes.layout))
     return jax.device_put(tree, engine.param_shardings)
 
 

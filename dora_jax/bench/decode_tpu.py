@@ -55,14 +55,13 @@ def prepare() -> None:
 
 def compile_calls(model: str, topology: str, names: list[str], layers: int):
     """Yields a Row per named call of an engine of this model on all devices of this topology."""
-    import jax
+
     import jax.numpy as jnp
     from jax.experimental import topologies
 
     from dora_jax.config import RolloutSection
     from dora_jax.models import decoder, sharding
     from dora_jax.rollout.engine import new_calls
-    from dora_jax.rollout.shapes import shapes_of
 
     sizes = MODELS[model] | ({"n_layers": layers} if layers else {})
     cfg = decoder.new_config("qwen3", **sizes)
@@ -73,22 +72,11 @@ def compile_calls(model: str, topology: str, names: list[str], layers: int):
         attention="tpu")
     mesh = sharding.make_mesh(devices, 1, 1, len(devices))
     calls = new_calls(cfg, section, mesh, seed=0, eos_ids=(1,), vocab_limit=VOCAB, dtype=jnp.bfloat16)
-    placed = lambda x, s, dtype=None: jax.ShapeDtypeStruct(x.shape, dtype or x.dtype, sharding=s)  # noqa: E731
-    params = jax.tree.map(lambda x, s: placed(x, s, jnp.bfloat16),
-                          jax.eval_shape(decoder.serving_layout, decoder.abstract_params(cfg)),
-                          sharding.param_specs(cfg, mesh, layout="serving"))
-    pool = jax.tree.map(placed, calls.abstract_pool, calls.pool_sharding)
-    state = placed(calls.abstract_state, calls.replicated)
-    shapes = shapes_of(section)
-    blocks = shapes.decode_buckets[-1]  # the longest context
-    controls = [jax.ShapeDtypeStruct(shape, jnp.int32, sharding=calls.replicated)
-                for shape in (shapes.decode_control(blocks), shapes.prefill_control(blocks))]
-    compiled = {"decode": (calls.decode, (params, pool, state, controls[0])),
-                "prefill": (calls.prefill, (params, pool, controls[1]))}
+    programs = {name.split()[0]: program for name, program in calls.programs().items()}
     for name in names:
-        call, args = compiled[name]
+        call, args, static = programs[name]
         began = time.perf_counter()
-        memory = call.trace(*args, blocks=blocks).lower(lowering_platforms=("tpu",)).compile().memory_analysis()
+        memory = call.trace(*args, **static).lower(lowering_platforms=("tpu",)).compile().memory_analysis()
         kv = memory.alias_size_in_bytes
         yield Row(devices=len(devices), call=name, weights=memory.argument_size_in_bytes - kv, kv=kv,
                   scratch=memory.temp_size_in_bytes, compile_s=time.perf_counter() - began)

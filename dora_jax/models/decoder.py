@@ -9,6 +9,7 @@ produces hidden states and logits. Two layouts of the same weights, kept [in, ou
   stacked (canonical)  params["layers"] = {name: [n_layers, ...]}  -> lax.scan, for training
   serving              params["layers"] = [{name: [...]}, ...]     -> Python loop; on CPU a static index into
                        stacked weights copies them at every step
+An engine whose kernel reads pages takes the stacked layout too ("scanned"): a loop compiles in the time of one layer.
 Laws: the layouts give the same function; a parameter's first value depends on (seed, layer, name) alone, so a new
 parameter shifts no other; norms, rotary angles and softmax are computed in f32.
 """
@@ -27,11 +28,11 @@ from flax import nnx
 
 from dora_jax.models.config import ModelConfig, RopeScaling, new_config
 
-__all__ = ["ModelConfig", "RopeScaling", "new_config", "abstract_params", "init_params", "serving_layout", "forward",
-           "logits", "logical_axes"]
+__all__ = ["ModelConfig", "RopeScaling", "new_config", "abstract_params", "init_params", "serving_layout", "layout_of", "forward",
+           "forward_carrying", "logits", "logical_axes"]
 
 Params = dict[str, Any]
-# (layer or None under scan, q_BxLxHxD, k_BxLxKxD, v_BxLxKxD) -> o_BxLxHxD; q and k rotated, q not scaled
+# (layer, traced or None under scan, q_BxLxHxD, k_BxLxKxD, v_BxLxKxD) -> o_BxLxHxD; q and k rotated, q not scaled
 Attend = Callable[[int | None, jax.Array, jax.Array, jax.Array], jax.Array]
 Constrain = Callable[..., jax.Array]  # (array, *logical axes) -> the same array, pinned to the table's mesh axes
 
@@ -159,11 +160,21 @@ def init_params(cfg: ModelConfig, seed: int, mesh: jax.sharding.Mesh | None = No
     return jax.jit(functools.partial(_init, cfg, seed, dtype), out_shardings=shardings)()
 
 
-def serving_layout(params: Params) -> Params:
-    """Stacked -> one dict a layer. Jittable: give the jit the serving shardings to reshard in the same call."""
+def serving_layout(params: Params, layout: str = "serving") -> Params:
+    """Stacked -> what an engine's calls take. Jittable: give the jit the serving shardings to reshard in the same call.
+
+    layout: "serving", one dict a layer, or "scanned", stacked as they are; rollout/shapes.py says which.
+    """
     stacked = params["layers"]
+    if layout == "scanned":
+        return params
     n_layers = next(iter(stacked.values())).shape[0]
     return {**params, "layers": [{name: w[i] for name, w in stacked.items()} for i in range(n_layers)]}
+
+
+def layout_of(params: Params) -> str:
+    """"serving" or "scanned", of an engine's weights or of a tree like them (shardings)."""
+    return "serving" if isinstance(params["layers"], list) else "scanned"
 
 
 def forward(cfg: ModelConfig, params: Params, tokens_BxL, positions_BxL, attend: Attend, *, dtype=jnp.float32,
@@ -189,6 +200,30 @@ def forward(cfg: ModelConfig, params: Params, tokens_BxL, positions_BxL, attend:
         body = _remat(functools.partial(run, None), remat)
         x_BxLxD, _ = jax.lax.scan(lambda x, weights: (body(weights, x), None), x_BxLxD, params["layers"])
     return _rms_norm(x_BxLxD, params["final_norm"], cfg.norm_eps)
+
+
+def forward_carrying(cfg: ModelConfig, params: Params, tokens_BxL, positions_BxL, attend_with: Callable[[Any], Attend],
+                     state: Any, *, dtype=jnp.float32) -> tuple[jax.Array, Any]:
+    """(hidden states after the last norm, state) for serving. `attend_with(state)` gives an `attend` that puts the new
+    arrays into the containers of the state that it was given; stacked layers hand them on through the loop, in place."""
+    state = jax.tree.map(lambda x: x, state)  # its containers are ours
+    if layout_of(params) == "serving":
+        return forward(cfg, params, tokens_BxL, positions_BxL, attend_with(state), dtype=dtype), state
+    layer_def = _described(Layer, cfg)[0]
+    with jax.named_scope("embed"):
+        x_BxLxD = params["embed"][tokens_BxL].astype(dtype)
+    rotary = _rotary(cfg, positions_BxL)
+
+    def body(carry, numbered):
+        x_BxLxD, state = carry
+        layer, weights = numbered
+        state = jax.tree.map(lambda x: x, state)
+        x_BxLxD = nnx.merge(layer_def, weights)(cfg, layer, x_BxLxD, rotary, attend_with(state), True)
+        return (x_BxLxD, state), None
+
+    numbered = jnp.arange(cfg.n_layers), params["layers"]
+    (x_BxLxD, state), _ = jax.lax.scan(body, (x_BxLxD, state), numbered)
+    return _rms_norm(x_BxLxD, params["final_norm"], cfg.norm_eps), state
 
 
 def logits(cfg: ModelConfig, params: Params, hidden) -> jax.Array:

@@ -47,8 +47,9 @@ def make_mesh(devices: Sequence[jax.Device], data: int, fsdp: int, tensor: int, 
 
 
 def param_specs(cfg: ModelConfig, mesh: Mesh, layout: str = "stacked"):
-    """Pytree of NamedSharding that matches the params of this layout: "stacked" or "serving" (tensor only)."""
-    table = {"stacked": TABLE, "serving": SERVING_TABLE}[layout]
+    """Pytree of NamedSharding that matches the params of this layout: "stacked", or an engine's, tensor only: "serving"
+    or "scanned" (see decoder.serving_layout)."""
+    table = {"stacked": TABLE, "serving": SERVING_TABLE, "scanned": SERVING_TABLE}[layout]
     check_mesh(cfg, fsdp=mesh.shape["fsdp"] if layout == "stacked" else 1, tensor=mesh.shape["tensor"])
 
     def place(axes: tuple[str, ...]) -> NamedSharding:

@@ -1,8 +1,9 @@
 """Attention of a few new positions over their own past, in two forms: contiguous blocks, or pages of a pool.
 
-`chunk_attention` is the XLA reference, which runs anywhere (`rollout.attention = reference`); `paged_attention` is the
-ragged paged attention kernel that jax ships for TPUs (`rollout.attention = tpu`), paged_gpu.py the kernel for GPUs
-(`rollout.attention = gpu`), with `paged_reference` beside them, which a test holds equal to all three.
+`chunk_attention` is the XLA reference, which runs anywhere (`rollout.attention = reference`). `paged_step` writes a
+step's KV into pages and attends over them, by the kernel that `rollout.attention` names: tpu, the ragged paged
+attention that jax ships; tokamax, the batched one of that package, which writes the pages itself; gpu, paged_gpu.py.
+`paged_reference` attends in plain XLA; tests hold all of them equal to it.
 
 The reference's past comes in blocks of equal width, K as [B, K, D, S] and V as [B, K, S, D]: the layouts that a CPU
 streams at memory speed. The new positions stand apart, so that the past is read only while a chunk is decoded.
@@ -64,16 +65,24 @@ def _combine(parts, dtype) -> jax.Array:
 
 # ------------------------------------------------------------------- pages
 
-# The kernel's blocks. Fixed, though jax has a table of tuned ones: that depends on the number of pages in the table,
-# and a sample's bits would then depend on the longest context of its call.
-BLOCK_TOKENS = 512  # KV positions that one step of the kernel streams: enough to keep the memory busy
-BLOCK_QUERIES = 32
-LANES = 128  # the TPU's kernel takes head sizes that are a multiple of it
+# The kernels' blocks. Fixed, though both packages have tables of tuned ones: those depend on the number of pages in the
+# table, and a sample's bits would then depend on the longest context of its call.
+BLOCK_TOKENS = 512  # KV positions that one step of a kernel streams: enough to keep the memory busy
+BLOCK_QUERIES = 32  # of a prompt's chunk; a sequence with a single query has a block of its own, else it would be
+# computed once for each of its neighbours
+LANES = 128  # the TPU's kernels take head sizes that are a multiple of it
+PLATFORMS = {"tpu": "tpu", "tokamax": "tpu", "gpu": "gpu"}  # where a kernel runs
 
 
 def check_platform(impl: str, platform: str) -> None:
-    if impl != "reference" and platform != impl:
-        raise ValueError(f"rollout.attention {impl} needs {impl.upper()} devices; this instance's are {platform}")
+    needed = PLATFORMS.get(impl, platform)
+    if platform != needed:
+        raise ValueError(f"rollout.attention {impl} needs {needed.upper()} devices; this instance's are {platform}")
+
+
+def lanes(impl: str, head_dim: int) -> int:
+    """The width of a head in pages that the kernel reads."""
+    return pl.next_power_of_2(max(16, head_dim)) if impl == "gpu" else -(-head_dim // LANES) * LANES
 
 
 def paged_kernel(impl: str) -> Callable[..., jax.Array]:
@@ -85,17 +94,26 @@ def paged_kernel(impl: str) -> Callable[..., jax.Array]:
     return paged_gpu.paged_attention
 
 
-def lanes(impl: str, head_dim: int) -> int:
-    """The width of a head in pages that the kernel reads."""
-    return -(-head_dim // LANES) * LANES if impl == "tpu" else pl.next_power_of_2(max(16, head_dim))
+def paged_step(q_SxLxHxD, new_SxLxCxD, kv_pages_NxPxCxD, kv_lens_S, tables_SxM, scale: float,
+               impl: str) -> tuple[jax.Array, jax.Array]:
+    """(o[S, L, H, D], the pages with the new KV): the L queries of a sequence are its last L positions, whose K and V
+    `new` holds side by side, in the pages' type; each query sees itself and what is before it.
+
+    tables_SxM says which pages hold a sequence, of which the first kv_lens positions are read and must be finite; the
+    last L of them are written here. D is `lanes`: smaller heads come padded.
+    """
+    check_pages(q_SxLxHxD, kv_pages_NxPxCxD, kv_lens_S, tables_SxM)
+    if impl == "tokamax":
+        return tokamax_step(q_SxLxHxD, new_SxLxCxD, kv_pages_NxPxCxD, kv_lens_S, tables_SxM, scale)
+    length, size = q_SxLxHxD.shape[1], kv_pages_NxPxCxD.shape[1]
+    at_SxL = (kv_lens_S - length)[:, None] + jnp.arange(length)[None]
+    page_SxL = jnp.take_along_axis(tables_SxM, at_SxL // size, axis=1)
+    kv_pages_NxPxCxD = kv_pages_NxPxCxD.at[page_SxL, at_SxL % size].set(new_SxLxCxD)
+    return paged_kernel(impl)(q_SxLxHxD, kv_pages_NxPxCxD, kv_lens_S, tables_SxM, scale), kv_pages_NxPxCxD
 
 
 def paged_attention(q_SxLxHxD, kv_pages_NxPxCxD, kv_lens_S, tables_SxM, scale: float) -> jax.Array:
-    """o[S, L, H, D]: the L queries of a sequence are its last L positions, each sees itself and what is before it.
-
-    Pages hold K and V of each KV head side by side (C = 2K); tables_SxM says which pages hold a sequence, of which the
-    first kv_lens positions are read. Those must be finite. D is a multiple of LANES: smaller heads come padded.
-    """
+    """`paged_step` with the KV written already, by jax's ragged paged attention for TPUs."""
     check_pages(q_SxLxHxD, kv_pages_NxPxCxD, kv_lens_S, tables_SxM)
     s, length, heads, d = q_SxLxHxD.shape
     block_pages = max(1, BLOCK_TOKENS // kv_pages_NxPxCxD.shape[1])
@@ -105,8 +123,30 @@ def paged_attention(q_SxLxHxD, kv_pages_NxPxCxD, kv_lens_S, tables_SxM, scale: f
     o_TxHxD = ragged_paged_attention.ragged_paged_attention(
         q_SxLxHxD.reshape(-1, heads, d), kv_pages_NxPxCxD, kv_lens_S, tables_SxM,
         jnp.arange(s + 1, dtype=jnp.int32) * length, jnp.full((1,), s, jnp.int32), sm_scale=scale, **scales,
-        num_kv_pages_per_block=block_pages, num_queries_per_block=min(s * length, BLOCK_QUERIES))
+        num_kv_pages_per_block=block_pages, num_queries_per_block=min(length, BLOCK_QUERIES))
     return o_TxHxD.reshape(q_SxLxHxD.shape)
+
+
+def tokamax_step(q_SxLxHxD, new_SxLxCxD, kv_pages_NxPxCxD, kv_lens_S, tables_SxM, scale: float,
+                 implementation: str = "mosaic_tpu") -> tuple[jax.Array, jax.Array]:
+    """`paged_step` by tokamax. implementation: the kernel, or "reference", which is its plain XLA."""
+    from tokamax._src import config  # Python 3.12 only, and seconds to import
+    from tokamax._src.ops.batched_rpa import api
+
+    s, length, heads, d = q_SxLxHxD.shape
+    new_TxCxD = new_SxLxCxD.reshape(s * length, -1, d)
+    decoding = s if length == 1 else 0
+    narrower = kv_pages_NxPxCxD.dtype != q_SxLxHxD.dtype
+    scales = {"k_scale": 1.0, "v_scale": 1.0} if narrower else {}
+    blocks = dict(bkv_sz=BLOCK_TOKENS, n_buffer=3)
+    with config.cross_compile(True):  # `check_platform` has seen the devices, which may be descriptions
+        o_TxHxD, kv_pages_NxPxCxD = api.batched_ragged_paged_attention(
+            q_SxLxHxD.reshape(s * length, heads, d), new_TxCxD[:, 0::2], new_TxCxD[:, 1::2], kv_pages_NxPxCxD,
+            kv_lens_S, tables_SxM.reshape(-1), jnp.arange(s + 1, dtype=jnp.int32) * length,
+            jnp.array([decoding, decoding, s], jnp.int32), sm_scale=scale, **scales, implementation=implementation,
+            decode_block_sizes=api.BlockSizes(bq_sz=1, bq_c_sz=1, batch_size=8, **blocks),
+            prefill_block_sizes=api.BlockSizes(bq_sz=128, bq_c_sz=64, batch_size=2, **blocks))
+    return o_TxHxD.reshape(q_SxLxHxD.shape), kv_pages_NxPxCxD
 
 
 def paged_reference(q_SxLxHxD, kv_pages_NxPxCxD, kv_lens_S, tables_SxM, scale: float) -> jax.Array:

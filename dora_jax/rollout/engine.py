@@ -20,7 +20,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from dora_jax.config import RolloutSection
-from dora_jax.models import decoder, sharding
+from dora_jax.models import decoder
 from dora_jax.rollout.forward import Calls, Device
 from dora_jax.rollout.migrate import Parcel, repaged
 from dora_jax.rollout.plan import DecodeCall, PrefillCall, Prefix, Scheduler
@@ -40,7 +40,7 @@ def new_calls(cfg: decoder.ModelConfig, section: RolloutSection, mesh: jax.shard
                 "keep_set": section.keep_set}
     return Calls(cfg, shapes_of(section), mesh, seed=seed, eos_ids=eos_ids, vocab_limit=vocab_limit, sampling=sampling,
                  min_new_tokens=section.min_new_tokens, temperature=section.temperature, weights=section.weights,
-                 dtype=dtype)
+                 dtype=dtype, compiler_options=section.compiler_options)
 
 
 class Engine:
@@ -56,10 +56,10 @@ class Engine:
         self.shapes = shapes_of(section)
         self._stops = StopStrings(section.stop_strings, decode)
         self.eos_ids = tuple(eos_ids)
-        self.param_shardings = sharding.param_specs(cfg, mesh, layout="serving")
         calls = new_calls(cfg, section, mesh, seed=seed, eos_ids=self.eos_ids, vocab_limit=vocab_limit, dtype=dtype)
         self._device = Device(calls, self.shapes)
-        self._stored = calls.stored
+        self._calls = calls
+        self.param_shardings = calls.param_shardings
         self._scheduler = Scheduler(self.shapes)
         self._weights: dict[Version, Any] = {}
         self._flights: list[tuple[DecodeCall, jax.Array]] = []  # launched, not yet read back
@@ -72,13 +72,13 @@ class Engine:
         return tuple(sorted(self._weights))
 
     def load(self, version: Version, params: Any) -> None:
-        """Takes a version's weights (serving layout, on `param_shardings`) beside those that run."""
+        """Takes a version's weights (in the layout of `param_shardings`) beside those that run."""
         if version in self._weights:
             raise RuntimeError(f"version {version} is already loaded")
         if len(self._weights) >= self.section.residents:
             raise RuntimeError(f"cannot load version {version}: {self.section.residents} residents are held "
                                f"({', '.join(map(str, self.versions))})")
-        self._weights[version] = self._stored(params)
+        self._weights[version] = self._calls.stored(params)
 
     def drop(self, version: Version) -> None:
         """Forgets a version with its prefixes; raises while a sample of it is here."""
@@ -92,7 +92,7 @@ class Engine:
         if self._scheduler.seqs:
             raise RuntimeError("warmup before the first sample: it writes to the KV pool's dummy page")
         params = next(iter(self._weights.values()), None)
-        self._device.warmup(self._zeros() if params is None else params)
+        self._device.warmup(self._calls.zeros() if params is None else params)
 
     @property
     def compiled(self) -> int:
@@ -284,12 +284,6 @@ class Engine:
                       out_ids=seq.out_ids.copy(), logprobs=seq.logprobs.copy(), max_new_tokens=seq.max_new_tokens,
                       spans=seq.spans, kv_len=kv_len, page_size=self.shapes.page_size, k_pages=k, v_pages=v,
                       kept=seq.kept.copy() if self.shapes.kept else None)
-
-    def _zeros(self) -> Any:
-        abstract = jax.eval_shape(decoder.serving_layout, decoder.abstract_params(self.cfg))
-        zeros = jax.jit(lambda: jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), abstract),
-                        out_shardings=self.param_shardings)
-        return self._stored(zeros())
 
     def _emit_all(self) -> TickResult:
         emit, self._emit = self._emit, _Emit()

@@ -16,9 +16,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.experimental.layout import Format, Layout
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from dora_jax.models import decoder
+from dora_jax.models import decoder, sharding
 from dora_jax.models.logits import policy_logits
 from dora_jax.ops import attention
 from dora_jax.rollout import quantize, sample
@@ -27,6 +28,7 @@ from dora_jax.rollout.paged import Paged
 from dora_jax.rollout.shapes import (DRAWN, FRESH, GROUP, HEADER, INDEX, POSITION, REMAINING, REPEATS, SLOT, TOKEN,
                                      Shapes)
 
+CHOOSERS = ("tpu",)  # platforms whose calls choose how the weights lie; else XLA may turn them round in every call
 HEADS_AXIS = 2  # of a copy of pages: [layers, pages, K, ...]
 
 
@@ -35,7 +37,7 @@ class Calls:
 
     def __init__(self, cfg: decoder.ModelConfig, shapes: Shapes, mesh: Mesh, *, seed: int, eos_ids: tuple[int, ...],
                  vocab_limit: int, sampling: dict[str, Any], min_new_tokens: int, temperature: float, weights: str,
-                 dtype):
+                 dtype, compiler_options: dict[str, Any] | None = None):
         attention.check_platform(shapes.attention, mesh.devices.flat[0].platform)
         self.shapes = shapes
         kv = Gathered(cfg, shapes, dtype) if shapes.attention == "reference" else Paged(cfg, shapes, dtype, mesh)
@@ -52,42 +54,88 @@ class Calls:
                                    max_repeats=shapes.max_repeats)
         if not (min_new_tokens or shapes.max_repeats):
             limits = lambda last_B, repeats_B: None  # noqa: E731
-        restore = functools.partial(_restored, dtype=dtype) if weights else lambda params, step=None: params
-        decode = functools.partial(_decode, cfg, shapes, kv, restore, logits, draw, limits, key, stop, dtype)
-        prefill = functools.partial(_prefill, cfg, shapes, kv, restore, dtype)
+        decode = functools.partial(_decode, cfg, shapes, kv, logits, draw, limits, key, stop, dtype)
+        prefill = functools.partial(_prefill, cfg, shapes, kv, dtype)
         self.pool_sharding = pool
-        self.stored = jax.jit(functools.partial(quantize.quantized, dtype=quantize.WEIGHTS[weights])) if weights \
-            else lambda params: params  # a version's weights, as the calls take them
+        self._narrows = bool(weights)
+        self._stored = functools.partial(quantize.stored, dtype=quantize.WEIGHTS[weights])
+        published = jax.eval_shape(functools.partial(decoder.serving_layout, layout=shapes.layout),
+                                   decoder.abstract_params(cfg, dtype))
+        self.param_shardings = sharding.param_specs(cfg, mesh, layout=shapes.layout)  # as they are published
+        stored_shardings = quantize.specs(self.param_shardings) if weights else self.param_shardings
+        self.abstract_params = jax.tree.map(lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s),
+                                            jax.eval_shape(self._stored, published), stored_shardings)
+        self._platform = mesh.devices.flat[0].platform
+        self.chooses = shapes.paged and self._platform in CHOOSERS
+        jit = functools.partial(jax.jit, compiler_options=compiler_options or None)
         self.empty = jax.jit(lambda: _empty(kv, shapes), out_shardings=(pool, rep))
-        self.decode = jax.jit(decode, static_argnames="blocks", donate_argnums=(1, 2), out_shardings=(pool, rep, rep))
-        self.prefill = jax.jit(prefill, static_argnames="blocks", donate_argnums=1, out_shardings=pool)
-        self.read = jax.jit(kv.read, out_shardings=(self.pages_sharding,) * 2)
-        self.write = jax.jit(kv.write, donate_argnums=0, out_shardings=pool)
+        how = dict(donate_argnums=(1, 2), out_shardings=(pool, rep, rep))
+        if self.chooses:
+            weights_in = jax.tree.map(lambda s: Format(Layout.AUTO, s), stored_shardings)
+            decode = functools.partial(decode, blocks=shapes.decode_buckets[0])  # the only one
+            self.decode = jit(decode, in_shardings=(weights_in, pool, rep, rep), **how)
+        else:
+            self.decode = jit(decode, static_argnames="blocks", **how)
+        self.prefill = jit(prefill, static_argnames="blocks", donate_argnums=1, out_shardings=pool)
+        self.read = jit(kv.read, out_shardings=(self.pages_sharding,) * 2)
+        self.write = jit(kv.write, donate_argnums=0, out_shardings=pool)
 
-    def programs(self, params: Any) -> dict[str, tuple[Any, tuple, dict[str, int]]]:
+    @functools.cached_property
+    def decode_chosen(self) -> Any:
+        """The compiled decode call, which has chosen how its weights lie."""
+        call, arguments, static = self._decode_program(self.shapes.decode_buckets[0])
+        return call.trace(*arguments, **static).lower(lowering_platforms=(self._platform,)).compile()
+
+    @functools.cached_property
+    def param_formats(self) -> Any:
+        """How `stored` weights lie on the devices: as the decode call likes them best, where it may choose."""
+        if not self.chooses:
+            return jax.tree.map(lambda x: x.sharding, self.abstract_params)
+        return self.decode_chosen.input_formats[0][0]
+
+    def stored(self, params: Any) -> Any:
+        """A version's weights as the calls take them; what lies right already is not copied."""
+        if self._narrows:
+            return jax.jit(self._stored, out_shardings=self.param_formats)(params)
+        return jax.tree.map(_laid_out, params, self.abstract_params, self.param_formats) if self.chooses else params
+
+    def zeros(self) -> Any:
+        """`stored` weights that are nothing."""
+        make = jax.jit(lambda: jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), self.abstract_params),
+                       out_shardings=self.param_formats)
+        return make()
+
+    def programs(self) -> dict[str, tuple[Any, tuple, dict[str, int]]]:
         """What `Device.warmup` compiles, by name: (jitted call, abstract arguments, static arguments).
 
-        params: abstract, with shardings, as `stored` returns them.
+        Where weights lie as the decode call likes them, that call is compiled here already: see `decode_chosen`.
         """
         s, rep = self.shapes, self.replicated
-        placed = lambda x, where: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=where)  # noqa: E731
-        pool, state = jax.tree.map(placed, self.abstract_pool, self.pool_sharding), placed(self.abstract_state, rep)
+        params = self.abstract_params
+        if self.chooses:
+            params = jax.tree.map(lambda x, f: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=f), params,
+                                  self.param_formats)
+        pool = jax.tree.map(_placed, self.abstract_pool, self.pool_sharding)
         ints = lambda *shape: jax.ShapeDtypeStruct(shape, jnp.int32, sharding=rep)  # noqa: E731
-        found: dict[str, tuple[Any, tuple, dict[str, int]]] = {}
-        for blocks in s.decode_buckets:
-            control = ints(*s.decode_control(blocks))
-            found[f"decode {blocks}"] = self.decode, (params, pool, state, control), {"blocks": blocks}
+        found = {f"decode {blocks}": self._decode_program(blocks) for blocks in s.decode_buckets}
         for blocks in s.prefill_buckets:
             found[f"prefill {blocks}"] = self.prefill, (params, pool, ints(*s.prefill_control(blocks))), {"blocks": blocks}
         for size in sorted({s.copy_pages, s.alone_pages}):
             pages = jax.eval_shape(self.read, pool, ints(size))
             found[f"read {size}"] = self.read, (pool, ints(size)), {}
-            found[f"write {size}"] = self.write, (pool, ints(size), *(placed(x, self.pages_sharding) for x in pages)), {}
+            found[f"write {size}"] = self.write, (pool, ints(size), *(_placed(x, self.pages_sharding) for x in pages)), {}
         return found
+
+    def _decode_program(self, blocks: int) -> tuple[Any, tuple, dict[str, int]]:
+        rep = self.replicated
+        pool, state = jax.tree.map(_placed, self.abstract_pool, self.pool_sharding), _placed(self.abstract_state, rep)
+        control = jax.ShapeDtypeStruct(self.shapes.decode_control(blocks), jnp.int32, sharding=rep)
+        return self.decode, (self.abstract_params, pool, state, control), {} if self.chooses else {"blocks": blocks}
 
     def compiled(self) -> int:
         """How many shapes have been compiled so far."""
-        return sum(call._cache_size() for call in (self.decode, self.prefill, self.read, self.write))
+        calls = sum(call._cache_size() for call in (self.decode, self.prefill, self.read, self.write))
+        return calls + ("decode_chosen" in self.__dict__)
 
 
 class Device:
@@ -106,7 +154,9 @@ class Device:
     def generate(self, params: Any, control: np.ndarray, blocks: int) -> jax.Array:
         """i32[rows, shapes.result]: tokens, log-prob bits, how many of them count, keep sets."""
         control = _put(control, self._calls.replicated)
-        self.pool, self.state, result = self._calls.decode(params, self.pool, self.state, control, blocks=blocks)
+        call = self._calls.decode_chosen if self._calls.chooses else \
+            functools.partial(self._calls.decode, blocks=blocks)
+        self.pool, self.state, result = call(params, self.pool, self.state, control)
         result.copy_to_host_async()
         return result
 
@@ -187,7 +237,7 @@ def _empty(kv, shapes: Shapes):
     return kv.empty(), jnp.zeros((shapes.slots + 1, 3), jnp.int32)
 
 
-def _decode(cfg, shapes: Shapes, kv, restore, logits, draw, limits, key, stop, dtype, params, pool, state_Sx3,
+def _decode(cfg, shapes: Shapes, kv, logits, draw, limits, key, stop, dtype, params, pool, state_Sx3,
             control_BxC, *, blocks: int):
     """Up to `steps` tokens for each row; see `_empty` for the state, Shapes.result for the result."""
     header, pages_BxP, window_BxW = jnp.split(control_BxC, [HEADER, HEADER + blocks * shapes.block_pages], axis=1)
@@ -202,10 +252,9 @@ def _decode(cfg, shapes: Shapes, kv, restore, logits, draw, limits, key, stop, d
 
     def step(carry):
         i, last_B, repeats_B, active_B, moving, (tokens_NxB, bits_NxB, kept_NxBxK), count_B = carry
-        moving = jax.tree.map(lambda x: x, moving)  # `attend` puts each layer's new arrays into these lists
-        attend = kv.attend_step(fixed, moving, i, active_B)
-        hidden_Bx1xD = decoder.forward(cfg, restore(params, i), last_B[:, None], past_B[:, None] + i, attend,
-                                       dtype=dtype)
+        hidden_Bx1xD, moving = decoder.forward_carrying(
+            cfg, quantize.tied(params, i), last_B[:, None], past_B[:, None] + i,
+            lambda moving: kv.attend_step(fixed, moving, i, active_B), moving, dtype=dtype)
         with jax.named_scope("sample"):
             next_B, logprob_B, kept_BxK = draw(logits(params, hidden_Bx1xD[:, 0]), keys_B, drawn_B + i,
                                                limits(last_B, repeats_B))
@@ -228,19 +277,26 @@ def _decode(cfg, shapes: Shapes, kv, restore, logits, draw, limits, key, stop, d
     return pool, state_Sx3, jnp.concatenate([tokens_NxB.T, bits_NxB.T, count_B[:, None], kept_BxNK], axis=1)
 
 
-def _prefill(cfg, shapes: Shapes, kv, restore, dtype, params, pool, control_RxC, *, blocks: int):
-    """KV of one chunk a row, given the pages before it. The last layer's output is not needed and not computed."""
+def _prefill(cfg, shapes: Shapes, kv, dtype, params, pool, control_RxC, *, blocks: int):
+    """KV of one chunk a row, given the pages before it. The last layer's output is not needed; of unrolled layers it is
+    not computed."""
     chunk, n_read = shapes.chunk, blocks * shapes.block_pages
     header, tokens_RxL, past_RxP, write_RxW = jnp.split(control_RxC, [2, 2 + chunk, 2 + chunk + n_read], axis=1)
     start_R, length_R = header[:, 0], header[:, 1]
-    attend = kv.attend_chunk(pool, past_RxP, write_RxW, start_R, length_R)
-    decoder.forward(cfg, restore(params), tokens_RxL, start_R[:, None] + jnp.arange(chunk)[None], attend, dtype=dtype)
-    return pool
+    positions_RxL = start_R[:, None] + jnp.arange(chunk)[None]
+    return decoder.forward_carrying(
+        cfg, params, tokens_RxL, positions_RxL,
+        lambda pool: kv.attend_chunk(pool, past_RxP, write_RxW, start_R, length_R), pool, dtype=dtype)[1]
 
 
-def _restored(params, step=None, *, dtype):
-    """Weights of 8 bits widened, tied to the step: else XLA does it before the loop and holds the wide ones."""
-    return quantize.restored(params if step is None else jax.lax.optimization_barrier((params, step))[0], dtype)
+def _laid_out(x: jax.Array, like: jax.ShapeDtypeStruct, format: Format) -> jax.Array:
+    if x.dtype == like.dtype and x.format == format:
+        return x
+    return jax.jit(lambda x: x.astype(like.dtype), out_shardings=format)(x)
+
+
+def _placed(x: Any, sharding: NamedSharding) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
 
 
 def _is_stop(token_B, *, eos_ids: tuple[int, ...]):

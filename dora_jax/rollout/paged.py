@@ -1,14 +1,15 @@
-"""Stage 2, device side: KV pages as a paged kernel reads them, `rollout.attention` = tpu or gpu.
+"""Stage 2, device side: KV pages as a kernel reads them: every `rollout.attention` but reference.
 
-The pool is [pages, page_size, 2K, D] a layer, K and V of a head side by side: what the kernels of ops/ stream. Every step writes its KV into the pages themselves and attends straight from them, so nothing is gathered.
+The pool is one array [layers x pages, page_size, 2K, D], K and V of a head side by side, which the kernels stream; a
+layer's pages stand after those of the layer before, so that a loop over layers hands the whole pool on in place.
+Every step writes its KV into the pages themselves and attends straight from them, so nothing is gathered.
 Laws: a row writes to pages of its own window only, and zeros once it has finished; the positions that the kernel reads
-of a page are those that its row wrote, so that nothing of another version leaks; what goes to the host has the layout
+of a page are those that its row wrote, so that nothing of another version leaks; the pool is finite, for kernels
+multiply what they mask by zero (weights that are not numbers still end a sample: by its logits); what goes to the host has the layout
 of gathered.py, so that a sample moves between instances with different kernels.
 """
 
 from __future__ import annotations
-
-import functools
 
 import jax
 import jax.numpy as jnp
@@ -34,13 +35,11 @@ class Paged:
         self.shapes = shapes
         self.pool_dtype = KV[shapes.kv] or dtype
         self.mesh = mesh
-        self.kernel = attention.paged_kernel(shapes.attention)
         self.lanes = attention.lanes(shapes.attention, cfg.head_dim)  # a head's width in the pool
 
     def empty(self):
         s, c = self.shapes, self.cfg
-        shape = (s.pages + 1, s.page_size, 2 * c.n_kv_heads, self.lanes)
-        return [jnp.zeros(shape, self.pool_dtype) for _ in range(c.n_layers)]
+        return [jnp.zeros((c.n_layers * (s.pages + 1), s.page_size, 2 * c.n_kv_heads, self.lanes), self.pool_dtype)]
 
     # ------------------------------------------------------------ decode
 
@@ -49,8 +48,8 @@ class Paged:
         first_B = past_B // self.shapes.page_size
         rows = jnp.arange(pages_BxP.shape[0])
         tables_BxM = jnp.pad(pages_BxP, ((0, 0), (0, window_BxW.shape[1])))
-        shared_B = tables_BxM[rows, first_B]
-        pool = [pages.at[window_BxW[:, 0]].set(pages[shared_B]) for pages in pool]
+        shared_B, own_B = tables_BxM[rows, first_B], window_BxW[:, 0]
+        pool = [self._copied(pool[0], shared_B, own_B, (past_B % self.shapes.page_size > 0) & (shared_B != own_B))]
         at_BxW = first_B[:, None] + jnp.arange(window_BxW.shape[1])[None]
         return (tables_BxM.at[rows[:, None], at_BxW].set(window_BxW), past_B), pool
 
@@ -75,35 +74,51 @@ class Paged:
     # -------------------------------------------------------------- host
 
     def read(self, pool, pages_M):
-        kv = jnp.stack([pages[pages_M] for pages in pool])  # [layers, M, page_size, 2K, D]
+        kv = self._by_layer(pool[0])[:, pages_M]  # [layers, M, page_size, 2K, D]
         k, v = kv[..., 0::2, : self.cfg.head_dim], kv[..., 1::2, : self.cfg.head_dim]
         return k.transpose(0, 1, 3, 4, 2), v.transpose(0, 1, 3, 2, 4)
 
     def write(self, pool, pages_M, k_LxM, v_LxM):
         kv = self._padded(_interleaved(k_LxM.transpose(0, 1, 4, 2, 3), v_LxM.transpose(0, 1, 3, 2, 4)))
-        kv = narrow(kv, self.pool_dtype)
-        return [pages.at[pages_M].set(new) for pages, new in zip(pool, kv, strict=True)]
+        kv = jnp.where(jnp.isfinite(kv), kv, 0)
+        by_layer = self._by_layer(pool[0]).at[:, pages_M].set(narrow(kv, self.pool_dtype))
+        return [by_layer.reshape(pool[0].shape)]
 
     # ----------------------------------------------------------- private
 
+    def _by_layer(self, pool):
+        return pool.reshape(self.cfg.n_layers, -1, *pool.shape[1:])
+
+    def _copied(self, pool, from_B, to_B, needed_B):
+        """The pool with the pages of the rows that need it copied in every layer; in most calls no row does."""
+        from_B, to_B = jnp.where(needed_B, from_B, 0), jnp.where(needed_B, to_B, 0)
+        every = jnp.arange(self.shapes.page_size)[None]  # position by position, as KV is written: whole pages at once
+        # would make XLA turn the pool round for this loop
+
+        def copy(layer, pool):
+            first = layer * (self.shapes.pages + 1)
+            return pool.at[(first + to_B)[:, None], every].set(pool[(first + from_B)[:, None], every])
+
+        return jax.lax.fori_loop(0, jnp.where(needed_B.any(), self.cfg.n_layers, 0), copy, pool)
+
     def _attend(self, pool, tables_SxM, positions_SxL, real_SxL):
         """`attend` that writes the new KV into `pool`, zeros where it is not real, then reads all of it."""
-        page_SxL = jnp.take_along_axis(tables_SxM, positions_SxL // self.shapes.page_size, axis=1)
-        offset_SxL = positions_SxL % self.shapes.page_size
-        split = functools.partial(
-            jax.shard_map, mesh=self.mesh, in_specs=(HEADS,) * 4 + (WHOLE,) * 5, out_specs=(HEADS, HEADS),
-            check_vma=False)  # a kernel is opaque to the check
+        impl, scale = self.shapes.attention, self.cfg.head_dim**-0.5
+        lens_S = positions_SxL[:, -1] + 1
 
-        @split
-        def run(q, k, v, pages, tables_SxM, kv_lens_S, page_SxL, offset_SxL, real_SxL):
-            new_SxLxCxD = self._padded(jnp.where(real_SxL[:, :, None, None], _interleaved(k, v), 0))
-            pages = pages.at[page_SxL, offset_SxL].set(narrow(new_SxLxCxD, self.pool_dtype))
-            o = self.kernel(self._padded(q), pages, kv_lens_S, tables_SxM, self.cfg.head_dim**-0.5)
+        def run(q, k, v, pages, tables_SxM, lens_S, real_SxL):
+            new_SxLxCxD = _interleaved(k, v)
+            kept_SxLxCxD = real_SxL[:, :, None, None] & jnp.isfinite(new_SxLxCxD)
+            new_SxLxCxD = self._padded(jnp.where(kept_SxLxCxD, new_SxLxCxD, 0))
+            o, pages = attention.paged_step(self._padded(q), narrow(new_SxLxCxD, self.pool_dtype), pages, lens_S,
+                                            tables_SxM, scale, impl)
             return o[..., : self.cfg.head_dim], pages
 
+        split = jax.shard_map(run, mesh=self.mesh, in_specs=(HEADS,) * 4 + (WHOLE,) * 3, out_specs=(HEADS, HEADS),
+                              check_vma=False)  # a kernel is opaque to the check
+
         def attend(layer, q, k, v):
-            o, pool[layer] = run(q, k, v, pool[layer], tables_SxM, positions_SxL[:, -1] + 1, page_SxL, offset_SxL,
-                                 real_SxL)
+            o, pool[0] = split(q, k, v, pool[0], tables_SxM + layer * (self.shapes.pages + 1), lens_S, real_SxL)
             return o
 
         return attend

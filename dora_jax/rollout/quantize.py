@@ -1,7 +1,7 @@
 """Stage 2, device side: weights and KV in 8 bits, where `rollout.weights` and `rollout.kv` ask for it.
 
-Consumes one version's params in the serving layout; produces the same tree with each projection as 8-bit values and
-one f32 scale an output channel, which `restored` turns back inside a compiled call. Embedding, head, gains and biases
+Consumes one version's params in an engine's layout; produces the same tree with each projection as 8-bit values and
+one f32 scale an output channel, by which the product is multiplied. Embedding, head, gains and biases
 stay: they are read row by row, or decide between tokens. KV in float8 has no scale: its values are of order one, and
 the kernels take one scale a pool at most.
 Law: the trainer never sees these weights, so the engine's log-probs drift from its own; bench/drift.py prints by how
@@ -10,36 +10,71 @@ much, and trainer.max_mismatch stops a run that drifts too far.
 
 from __future__ import annotations
 
+import dataclasses
+from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import NamedSharding, PartitionSpec
 
 WEIGHTS = {"": None, "int8": jnp.int8, "float8": jnp.float8_e4m3fn}
 KV = {"": None, "float8": jnp.float8_e4m3fn}
 PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 
 
-def quantized(params: Any, dtype) -> Any:
-    """Each projection as {"values", "scale"}; the largest value of an output channel maps to the type's largest."""
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Narrow:
+    """A weight [..., D, F] in 8 bits: `x @ weight` is what the decoder asks of it, and scales after the product, so that
+    no wide weight is ever made."""
+
+    values: Any  # int8 or float8 [..., D, F]
+    scale: Any  # f32[..., 1, F]
+
+    def __getitem__(self, every: Any) -> Narrow:
+        return self
+
+    def astype(self, dtype: Any) -> Narrow:
+        """It takes the type of what it is multiplied with."""
+        return self
+
+    def __rmatmul__(self, x: jax.Array) -> jax.Array:
+        y = jnp.matmul(x, self.values.astype(x.dtype), preferred_element_type=jnp.float32)
+        return (y * self.scale.reshape((1,) * (y.ndim - 1) + (-1,))).astype(x.dtype)
+
+
+def stored(params: Any, dtype) -> Any:
+    """Each projection as Narrow, or as it is where dtype is None; the largest value of an output channel maps to the
+    type's largest."""
+    if dtype is None:
+        return params
     largest = float(jnp.iinfo(dtype).max if jnp.issubdtype(dtype, jnp.integer) else jnp.finfo(dtype).max)
 
-    def one(weight_DxF):
-        scale_1xF = jnp.abs(weight_DxF).max(0, keepdims=True).astype(jnp.float32) / largest
-        scaled = weight_DxF.astype(jnp.float32) / jnp.where(scale_1xF == 0, 1.0, scale_1xF)
-        scaled = jnp.round(scaled) if jnp.issubdtype(dtype, jnp.integer) else scaled
-        return {"values": jnp.clip(scaled, -largest, largest).astype(dtype), "scale": scale_1xF}
-
-    return _layers(params, one)
-
-
-def restored(params: Any, dtype) -> Any:
-    """The tree that decoder.forward takes; inside a loop XLA then converts as it reads."""
-
     def one(weight):
-        return (weight["values"].astype(jnp.float32) * weight["scale"]).astype(dtype)
+        scale = jnp.abs(weight).max(-2, keepdims=True).astype(jnp.float32) / largest
+        scaled = weight.astype(jnp.float32) / jnp.where(scale == 0, 1.0, scale)
+        scaled = jnp.round(scaled) if jnp.issubdtype(dtype, jnp.integer) else scaled
+        return Narrow(jnp.clip(scaled, -largest, largest).astype(dtype), scale)
 
     return _layers(params, one)
+
+
+def specs(shardings: Any) -> Any:
+    """Those of `stored` weights, given those of the weights."""
+
+    def one(sharding: NamedSharding) -> Narrow:
+        *others, _, last = sharding.spec
+        return Narrow(sharding, NamedSharding(sharding.mesh, PartitionSpec(*others, None, last)))
+
+    return _layers(shardings, one)
+
+
+def tied(params: Any, step) -> Any:
+    """Narrow weights tied to the step: else XLA widens them before the loop and holds the wide ones."""
+    if not any(isinstance(x, Narrow) for x in jax.tree.leaves(params, is_leaf=lambda x: isinstance(x, Narrow))):
+        return params
+    return jax.lax.optimization_barrier((params, step))[0]
 
 
 def narrow(x, dtype) -> jax.Array:
@@ -50,6 +85,9 @@ def narrow(x, dtype) -> jax.Array:
     return jnp.clip(x, -largest, largest).astype(dtype)
 
 
-def _layers(params: Any, one) -> Any:
-    layers = [{name: one(w) if name in PROJECTIONS else w for name, w in layer.items()} for layer in params["layers"]]
-    return {**params, "layers": layers}
+def _layers(params: Any, one: Callable[[Any], Any]) -> Any:
+    def layer(weights: dict[str, Any]) -> dict[str, Any]:
+        return {name: one(w) if name in PROJECTIONS else w for name, w in weights.items()}
+
+    layers = params["layers"]
+    return {**params, "layers": [layer(w) for w in layers] if isinstance(layers, list) else layer(layers)}

@@ -15,7 +15,11 @@ from dora_jax.config import RolloutSection
 SLOT, FRESH, TOKEN, POSITION, REMAINING, DRAWN, GROUP, INDEX, REPEATS, HEADER = range(10)
 COPY_PAGES = 16  # of a moving sample that one call takes, and one tick: the others decode in between
 ALONE_PAGES = 144  # where nobody decodes, for a call costs as much as many pages: 128, and what has been sampled since
-PREFILL_CALL_TOKENS = 128  # enough for matrix products to run at speed; more would be padding when few prompts wait
+PREFILL_CALL_TOKENS = 128  # on CPUs: enough for matrix products to run at speed; more would be padding when few wait
+COPY_TOKENS = 1024  # of pages in one copy where a kernel reads pages, so that reading and writing are compiled once
+SMEM_BYTES = 2**20  # of a TPU core: the kernels prefetch a call's whole page table into it
+SMEM_KEPT = 64 * 2**10  # of it, for what else a kernel and the compiler hold there
+SMEM_LANES = 128  # a table's rows are padded to it
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -32,10 +36,21 @@ class Shapes:
     alone_pages: int  # the same where none does
     block: int  # positions of one context block
     max_context: int  # prompt + new tokens
-    attention: str  # reference, tpu or gpu: how KV lies in pages
+    attention: str  # how KV lies in pages, and what reads it; see ops/attention.py
     kv: str  # type of the KV pool; empty: the compute type
     max_repeats: int  # 0: no limit
     kept: int  # ids of the keep set that come along with each token
+
+    @property
+    def paged(self) -> bool:
+        """Whether a kernel reads the pages themselves: then a call's cost follows its rows' lengths, not its table's
+        width, and there is one width."""
+        return self.attention != "reference"
+
+    @property
+    def layout(self) -> str:
+        """Of the weights, see decoder.serving_layout."""
+        return weights_layout(self.attention)
 
     @property
     def block_pages(self) -> int:
@@ -48,15 +63,16 @@ class Shapes:
 
     @property
     def decode_buckets(self) -> tuple[int, ...]:
-        """Context lengths that decode calls are compiled for, in blocks: powers of two, then the longest."""
+        """Context lengths that decode calls are compiled for, in blocks: powers of two, then the longest; where pages
+        are read by a kernel, the longest alone."""
         longest = -(-(self.max_context - 1) // self.block)
-        powers = [1 << i for i in range(longest.bit_length()) if 1 << i < longest]
+        powers = [1 << i for i in range(longest.bit_length()) if 1 << i < longest and not self.paged]
         return (*powers, longest)
 
     @property
     def prefill_buckets(self) -> tuple[int, ...]:
-        """Past lengths that prefill calls are compiled for: most prompts have none."""
-        return (0, self.decode_buckets[-1])
+        """Past lengths that prefill calls are compiled for: most prompts have none, which a kernel sees by itself."""
+        return self.decode_buckets if self.paged else (0, self.decode_buckets[-1])
 
     @property
     def result(self) -> int:
@@ -89,7 +105,7 @@ class Shapes:
 
 def shapes_of(section: RolloutSection) -> Shapes:
     """Raises ValueError where the section's sizes cannot work together."""
-    size = section.page_size
+    size, paged = section.page_size, section.attention != "reference"
     _check_sampling(section)
     for name, known in (("weights", ("", "int8", "float8")), ("kv", ("", "float8"))):
         if getattr(section, name) not in known:
@@ -102,19 +118,40 @@ def shapes_of(section: RolloutSection) -> Shapes:
     max_context = section.max_prompt_tokens + section.max_new_tokens
     chunk = min(_up(section.prefill_chunk, size), _up(section.max_prompt_tokens, size),
                 section.prefill_tokens // size * size)
-    prefill_rows = max(1, min(PREFILL_CALL_TOKENS, section.prefill_tokens) // chunk)
+    call_tokens = section.prefill_tokens if paged else min(PREFILL_CALL_TOKENS, section.prefill_tokens)
+    prefill_rows = max(1, call_tokens // chunk)
+    copy_pages = max(1, COPY_TOKENS // size) if paged else COPY_PAGES
     shapes = Shapes(
         slots=section.slots, rows=rows, steps=section.decode_steps, chunk=chunk,
         prefill_rows=prefill_rows, prefill_calls=section.prefill_tokens // (prefill_rows * chunk),
-        page_size=size, pages=section.pages, copy_pages=COPY_PAGES,
-        alone_pages=max(COPY_PAGES, min(ALONE_PAGES, -(-max_context // size))),
+        page_size=size, pages=section.pages, copy_pages=copy_pages,
+        alone_pages=copy_pages if paged else max(copy_pages, min(ALONE_PAGES, -(-max_context // size))),
         block=min(_up(section.context_block, size), _up(max_context, size)), max_context=max_context,
         attention=section.attention, kv=section.kv, max_repeats=section.max_repeats,
         kept=section.top_k if section.keep_set else 0)
     needed = shapes.worst_pages(section.max_prompt_tokens, section.max_new_tokens)
     if needed > section.pages:
         raise ValueError(f"rollout.pages {section.pages} cannot hold one longest sample, which needs {needed}")
+    if section.attention in ("tpu", "tokamax"):
+        _check_tables(shapes)
     return shapes
+
+
+def weights_layout(attention: str) -> str:
+    """The layout of the weights that an engine with this `rollout.attention` takes, see decoder.serving_layout."""
+    return "serving" if attention == "reference" else "scanned"
+
+
+def _check_tables(shapes: Shapes) -> None:
+    """A TPU kernel holds a call's page table in SMEM."""
+    blocks, room = shapes.decode_buckets[-1], SMEM_BYTES - SMEM_KEPT
+    for name, rows, window in (("decode_rows", shapes.rows, shapes.window),
+                               ("prefill_tokens", shapes.prefill_rows, shapes.chunk // shapes.page_size)):
+        table = 4 * rows * _up(blocks * shapes.block_pages + window, SMEM_LANES)
+        if table > room:
+            raise ValueError(f"rollout.page_size {shapes.page_size} makes a page table of {table} bytes for {rows} rows "
+                             f"of {shapes.max_context} positions, and the kernel has {room}: raise rollout.page_size, "
+                             f"or lower rollout.{name}")
 
 
 def _check_sampling(section: RolloutSection) -> None:
