@@ -100,14 +100,12 @@ def trainer_work(model: ModelConfig, config: Config, mesh: Mesh) -> list[Line]:
     weights = 4 * (model.matrix_params / mesh.shards + model.gain_params)
     widest = model.layer_params / mesh.tensor
     logits = min(t.logits_bytes, 4 * tokens * model.vocab_size / mesh.tensor)
-    saved = saved_activations(model, t.remat, tokens, mesh.tensor, size)
-    if t.attention != "reference" and t.remat != "none":  # the kernel's output and its sums are kept
-        saved += tokens * (size * model.q_width + 4 * model.n_heads) / mesh.tensor
     lines = [Line("gradients", weights * (1 if t.micro_batches == 1 else 2),
                   "float32" if t.micro_batches == 1 else "float32: the sum and one micro-batch's"),
              Line("gathered weights", 2 * size * widest if mesh.fsdp > 1 else size * widest, "this layer's and the next's"),
              Line("head", (size + 4) * model.vocab_size * model.d_model / mesh.tensor, "gathered, and its gradient"),
-             Line("saved activations", model.n_layers * saved, f"{tokens} tokens, remat {t.remat}"),
+             Line("saved activations", model.n_layers * saved_activations(model, t.remat, tokens, mesh.tensor, size),
+                  f"{tokens} tokens, remat {t.remat}"),
              Line("one layer", layer_activations(model, tokens, mesh.tensor, size)),
              Line("attention", attention_scores(model, t.attention, rows, shape.tokens, mesh)),
              Line("logits", LOGITS_COPIES * logits, "trainer.logits_bytes, their gradient")]
