@@ -1,0 +1,53 @@
+"""bench.device goes through its stages on a CPU; what a GPU makes of them is for a GPU to say."""
+
+import json
+
+import pytest
+
+from dora_jax.bench import device, device_stages
+
+pytestmark = pytest.mark.usefixtures("quick_compile")
+
+
+def measured(tmp_path, *stages):
+    """The entries by stage, without what failed."""
+    for stage in stages:
+        device_stages.run(stage, device.Record(tmp_path / "out.json", stage), "tiny")
+    entries = json.loads((tmp_path / "out.json").read_text())
+    assert not [e for e in entries if e.get("error")]
+    return {stage: {e["name"]: e for e in entries if e["stage"] == stage} for stage in stages}
+
+
+def test_the_kernel_and_the_engine_are_measured(tmp_path):
+    found = measured(tmp_path, "read", "kernel", "decode-0.6B")
+    assert found["kernel"]["tiny: ours"]["value"] > 0
+    assert found["kernel"]["tiny: error of ours against the reference"]["value"] < 0.02
+    for late in ("on", "off"):
+        assert found["decode-0.6B"][f"results late: {late}"]["value"] > 0
+        assert 0 <= found["decode-0.6B"][f"results late: {late}: idle"]["value"] < 1
+
+
+@pytest.mark.slow
+def test_the_other_stages(tmp_path):
+    found = measured(tmp_path, "read", "flashinfer", "gap", "train-0.6B", "memory")
+    assert 0 < found["gap"]["ratio of the two, bfloat16, reference"]["value"] < 2
+    assert found["train-0.6B"]["reference, remat full"]["value"] > 0
+    assert "peak memory with both" in found["memory"]
+
+
+def test_a_run_goes_on_where_it_stopped_and_records_what_failed(tmp_path, monkeypatch):
+    """A stage in a process of its own; the second run finds it done."""
+    out = tmp_path / "out.json"
+    device.run(["read"], out, "tiny", again=False)
+    entries = device.Record(out).entries
+    assert {"read speed", device.DONE} <= {e["name"] for e in entries}
+    device.run(["read"], out, "tiny", again=False)
+    assert device.Record(out).entries == entries
+    monkeypatch.setattr(device, "LIMIT_S", 0.01)
+    device.run(["read"], out, "tiny", again=True)
+    [failed] = device.Record(out).entries
+    assert "cut off after 0.01 s" in failed["error"]
+    record = device.Record(out, "kernel")
+    with record.attempt("one kernel"):
+        raise RuntimeError("RESOURCE_EXHAUSTED: out of memory")
+    assert "RESOURCE_EXHAUSTED" in device.Record(out).entries[-1]["error"]
