@@ -17,6 +17,7 @@ from dora_jax.chips import Machine
 from dora_jax.config import Config
 from dora_jax.memory import GIB, Line
 from dora_jax.models.config import ModelConfig
+from dora_jax.trainer.expected import expected
 
 TRAINER_KNOBS: tuple[tuple[str, Any], ...] = (  # in the order of what they cost
     ("micro_batches", 0), ("remat", "full"), ("moments", "bfloat16"), ("optimizer_memory", "host"))
@@ -152,6 +153,9 @@ def _advice(budget: Budget) -> Iterator[str]:
            f"{budget.slots} of mixed lengths")
     if fewest := budget.micro_batches:
         yield f"trainer.micro_batches: {t.micro_batches}; the fewest that fit, and leave a tenth, are {fewest}"
+    if chip := budget.machines.trainer.chip:
+        shape = memory.batch_layout(budget.config, budget.mesh)
+        yield f"trainer: {expected(budget.model, t, budget.mesh, chip, shape.rows, shape.tokens)}"
 
 
 def _trainer_problems(budget: Budget) -> Iterator[str]:

@@ -22,12 +22,12 @@ from dora_jax.config import Config, ConfigError, RolloutSection
 from dora_jax.models import config as models
 from dora_jax.models.config import ModelConfig
 from dora_jax.models.hf_config import read_config
+from dora_jax.trainer import objective
 
 OPEN: tuple[Any, ...] = ("auto", 0, {})  # the values that leave a field to the platform
 MIB = 2**20
 PAGE_SIZES = (64, 128, 256, 512)  # tokens, on accelerators
-KERNELS = {"reference": ("cpu", "tpu", "gpu"), "tpu": ("tpu",), "tokamax": ("tpu",), "gpu": ("gpu",),
-           "splash": ("tpu",), "cudnn": ("gpu",)}  # kernel -> platforms
+KERNELS = {"reference": ("cpu", "tpu", "gpu"), "tpu": ("tpu",), "tokamax": ("tpu",), "gpu": ("gpu",)}  # kernel -> platforms
 TRAINER_OPTIONS = {  # platform -> XLA's options of the update
     "tpu": ({"xla_jf_spmd_threshold_for_windowed_einsum_mib": 1_000_000},
             "weights are gathered whole: windowed einsums send partial sums, twice the bytes"),
@@ -104,8 +104,7 @@ def problems(config: Config, found: Machines, model: ModelConfig | None = None) 
 
     ConfigError where the meshes do not fit the devices.
     """
-    said = [*_size(config, model), *_kernels(config, found), *_types(config),
-            *_tables(config, found)]
+    said = [*_size(config, model), *_kernels(config, found), *_tables(config, found)]
     planned = None if said else budget.of(config, found, model)
     return [*said, *(budget.problems(planned) if planned else ())]
 
@@ -233,15 +232,10 @@ def _size(config: Config, model: ModelConfig | None) -> Iterator[str]:
 
 
 def _kernels(config: Config, found: Machines) -> Iterator[str]:
-    for field, kernel, machine in (("rollout.attention", config.rollout.attention, found.instances),
-                                   ("trainer.attention", config.trainer.attention, found.trainer)):
-        if machine.platform not in KERNELS[kernel]:
-            yield f"{field}: the kernel {kernel!r} is for {', '.join(KERNELS[kernel])}, and this is {machine}"
-
-
-def _types(config: Config) -> Iterator[str]:
-    if config.trainer.attention == "cudnn" and config.model.dtype == "float32":
-        yield "trainer.attention: the kernel 'cudnn' computes in 16 bits, and model.dtype is float32; take reference"
+    kernel, machine = config.rollout.attention, found.instances
+    if machine.platform not in KERNELS[kernel]:
+        yield f"rollout.attention: the kernel {kernel!r} is for {', '.join(KERNELS[kernel])}, and this is {machine}"
+    yield from objective.attention_problems(config.trainer, found.trainer.platform, config.model.dtype)
 
 
 def _tables(config: Config, found: Machines) -> Iterator[str]:

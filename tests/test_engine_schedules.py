@@ -108,7 +108,9 @@ def test_random_schedules(seed, late, monkeypatch):
             elif act < 0.6 and parked and parked[-1].version in engine.versions:
                 engine.import_(parked.pop())
             else:
-                done |= {s.id: s for s in engine.tick().finished}
+                result = engine.tick()
+                done |= {s.id: s for s in result.finished}
+                assert set(result.progress) <= {*done, *engine._scheduler.seqs}, "what left is spoken of"
             engine.check()
         for engine in engines:
             for version in (0, 1):

@@ -137,8 +137,8 @@ def test_virtual_devices_of_a_cluster_are_a_cpu_wherever_ray_puts_them():
 @pytest.mark.parametrize("asked, problem", [
     (on("v5e-8", {"attention": "gpu"}), "rollout.attention: the kernel 'gpu' is for gpu, and this is v5e-8"),
     (on("laptop", {"attention": "tpu"}), "rollout.attention: the kernel 'tpu' is for tpu, and this is laptop"),
-    (on("h100-8", trainer={"attention": "splash"}), "trainer.attention: the kernel 'splash' is for tpu, and this is h100-8"),
-    (dataclasses.replace(on("h100-8"), model=ModelSection(dtype="float32")), "trainer.attention: the kernel 'cudnn' computes in 16"),
+    (on("h100-8", trainer={"attention": "splash"}), "trainer.attention=splash is a kernel for TPUs; the trainer's devices are gpu"),
+    (dataclasses.replace(on("h100-8"), model=ModelSection(dtype="float32")), "trainer.attention=cudnn computes in bfloat16 or float16, not in"),
     (on("v6e-8", {"pages": 10**6}), "rollout.pages: 1000000 pages take"),
     (on("v5e-8", {"tensor": 1}, size="Qwen3-8B", trainer={"fsdp": 4}), "rollout.tensor: weights, calls and one longest sample need"),
     (on("v6e-8", trainer={"fsdp": 4, "remat": "none", "micro_batches": 1}, size="Qwen3-1.7B"), "trainer.micro_batches: an update needs"),

@@ -13,7 +13,7 @@ from dora_jax.buffer.store import MemoryGroupStore
 from dora_jax.models import sharding
 from dora_jax.runtime import build
 from dora_jax.runtime.workers import TrainerWorker
-from dora_jax.trainer import flops, objective, optim, step
+from dora_jax.trainer import expected, flops, objective, optim, step
 from tests import trainer_cases as cases
 
 
@@ -123,9 +123,9 @@ def test_model_flops_by_hand():
     """One layer, d = 16, 4 and 2 heads of 8, ff 32, 48 ids; a sequence of 3 tokens looks at 1 + 2 + 3 of them."""
     cfg = dataclasses.replace(cases.MODEL, n_layers=1)
     params = 16 * 32 + 2 * 16 * 16 + 32 * 16 + 3 * 16 * 32 + 16 * 48
-    assert flops.matmul_params(cfg) == params
-    assert flops.model_flops(cfg, [3]) == 3 * (2 * params * 3 + 4 * 4 * 8 * 6)
-    assert flops.model_flops(cfg, [3, 3]) == 2 * flops.model_flops(cfg, [3])
+    assert expected.matmul_params(cfg) == params
+    assert expected.model_flops(cfg, [3]) == 3 * (2 * params * 3 + 4 * 4 * 8 * 6)
+    assert expected.model_flops(cfg, [3, 3]) == 2 * expected.model_flops(cfg, [3])
 
 
 def test_step_reports_its_use_of_the_chip(trainer):
@@ -135,7 +135,7 @@ def test_step_reports_its_use_of_the_chip(trainer):
     lengths = flops.segment_lengths(batch.segment_ids)
     assert sum(lengths) == (batch.segment_ids > 0).sum() and len(lengths) == 16
     seconds = lengths.sum() / metrics["trainer/tokens_per_s"]
-    assert metrics["trainer/mfu"] == pytest.approx(flops.model_flops(cases.MODEL, lengths) / seconds / 1e9)
+    assert metrics["trainer/mfu"] == pytest.approx(expected.model_flops(cases.MODEL, lengths) / seconds / 1e9)
     assert metrics["trainer/packed_share"] == pytest.approx(lengths.sum() / batch.tokens.size)
     assert 1 < metrics["trainer/effective_batch"] <= 16
     assert flops.peak_flops("TPU v5 lite") == 197e12 and flops.peak_flops("TPU7x") == 2307e12 / 2

@@ -23,7 +23,7 @@ import jax
 from dora_jax import config, flags, presets
 from dora_jax.models.config import ModelConfig, new_config
 from dora_jax.models.hf_config import read_config
-from dora_jax.trainer import aot, flops
+from dora_jax.trainer import aot, expected
 
 QWEN3 = {"vocab_size": 151936, "head_dim": 128, "n_kv_heads": 8, "rope_theta": 1e6, "tie_embeddings": False}
 QWEN3_8B = new_config("qwen3", d_model=4096, n_layers=36, n_heads=32, d_ff=12288, **QWEN3)
@@ -82,7 +82,7 @@ def run(row: Row) -> bool:
     except ValueError as refusal:
         print(f"  {refusal}", flush=True)
         return False
-    useful = flops.model_flops(row.model, [s.tokens] * s.rows) / c.flops
+    useful = expected.model_flops(row.model, [s.tokens] * s.rows) / c.flops
     sent = ", ".join(f"{kind} {t.bytes / 1e9:.1f} in {t.runs}" for kind, t in sorted(c.collectives.items()))
     host = f"; host {c.host_bytes / aot.GIB:.2f} GiB" if c.host_bytes else ""
     print(f"{c.state_bytes / aot.GIB:7.2f}{c.temporary_bytes / aot.GIB:7.2f}{c.chip.hbm_bytes / aot.GIB:8.1f}"

@@ -139,14 +139,14 @@ class Engine:
         self._scheduler.leave(seq)
         copied = self._copied(seq)
         parcel = self._parcel(seq, self._pages(seq), seq.kv_len, copied)
-        self._scheduler.remove(seq)
+        self._forget(seq)
         return parcel
 
     def cancel(self, id: SampleId) -> bool:
         """True where the sample was here."""
         if id not in self._scheduler.seqs:
             return False
-        self._scheduler.remove(self._scheduler.seqs[id])
+        self._forget(self._scheduler.seqs[id])
         return True
 
     def holds(self, id: SampleId) -> bool:
@@ -223,6 +223,11 @@ class Engine:
         if id not in self._scheduler.seqs:
             raise KeyError(f"{id} is not in this engine")
         return self._scheduler.seqs[id]
+
+    def _forget(self, seq: Seq) -> None:
+        """It ends here without a result: no tick speaks of it any more."""
+        self._scheduler.remove(seq)
+        self._emit.progress.pop(seq.id, None)
 
     def _land(self) -> None:
         """Reads back what is in flight and commits it."""

@@ -1,15 +1,12 @@
-"""Stage 5, train: floating-point operations of a step: what the model needs, and what a traced program does.
+"""Stage 5, train: floating-point operations of a step as it runs: a rate, and what a traced program does.
 
-    Meter            tokens/s and MFU of a step, for its metrics
-    model_flops      forward and backward of the tokens that are there: the numerator of MFU (arXiv 2204.02311), with
-                     the causal half of attention only, and nothing for recomputation, padding or masked scores
+    Meter            tokens/s and MFU of a step, for its metrics; what the model needs is expected.model_flops
     traced_flops     every matrix product of a jaxpr, recomputation and masked scores included: what the chips execute
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
 from typing import Any
 
 import jax.extend.core
@@ -17,21 +14,7 @@ import numpy as np
 
 from dora_jax.chips import CHIPS, DEVICE_KINDS
 from dora_jax.models.config import ModelConfig
-
-BACKWARD = 2  # gradients of weights and of inputs: two products for each of the forward pass
-
-
-def matmul_params(cfg: ModelConfig) -> int:
-    """Parameters that a token is multiplied with: all but the embedding's lookup, the gains and the biases."""
-    attention = cfg.d_model * cfg.head_dim * 2 * (cfg.n_heads + cfg.n_kv_heads)
-    return cfg.n_layers * (attention + 3 * cfg.d_model * cfg.d_ff) + cfg.d_model * cfg.vocab_size
-
-
-def model_flops(cfg: ModelConfig, lengths: Iterable[int]) -> float:
-    """Of one training pass over sequences of these lengths."""
-    n = np.asarray(list(lengths), np.float64)
-    scores = 2 * 2 * cfg.n_heads * cfg.head_dim * (n * (n + 1) / 2).sum()  # q k and p v of every pair that may look
-    return float((1 + BACKWARD) * (2 * matmul_params(cfg) * n.sum() + cfg.n_layers * scores))
+from dora_jax.trainer.expected import model_flops
 
 
 def segment_lengths(segment_ids_BxL: np.ndarray) -> np.ndarray:

@@ -1,0 +1,48 @@
+"""Seconds of an update by arithmetic: against what XLA's compiler estimates of the same updates."""
+
+import dataclasses
+import subprocess
+import sys
+
+import pytest
+
+from dora_jax.config import TrainerSection
+from dora_jax.memory import Mesh
+from dora_jax.models.config import KNOWN
+from dora_jax.trainer.expected import expected, model_flops
+
+SECTION = TrainerSection(micro_batches=4, remat="full", attention="splash", logits_bytes=2**30)
+QWEN_8B, V5P_16 = KNOWN["Qwen3-8B"], Mesh(1, 8, 1, 1)
+
+
+def of_8b(**changes):
+    return expected(QWEN_8B, dataclasses.replace(SECTION, **changes), V5P_16, "v5p", 32, 4096)
+
+
+@pytest.mark.parametrize("changes,seconds,sent", [({}, 3.47, 192.5), ({"remat": "dots"}, 3.24, 180.4)])
+def test_agrees_with_the_compiler_on_8b(changes, seconds, sent):
+    """libtpu 0.0.42.1: estimated cycles at 1.75 GHz, splash charged twice its floor; GB sent a chip."""
+    found = of_8b(**changes)
+    assert found.seconds == pytest.approx(seconds, rel=0.1)
+    assert found.sent.seconds * 540 == pytest.approx(sent, rel=0.1)
+
+
+def test_the_parts_are_what_the_mfu_is_made_of():
+    found = of_8b()
+    assert found.mfu == pytest.approx(model_flops(QWEN_8B, [4096] * 32) / (8 * 459e12 * sum(p.seconds for p in found.parts)))
+    slow = of_8b(micro_batches=128)  # weights travel so often that nothing hides them
+    assert slow.seconds == slow.sent.seconds > found.seconds and slow.mfu < found.mfu
+    text = str(found)
+    assert "MFU 50%" in text and "matrix products 2.49 s (at 80% of the peak)" in text and "it sends 0.36" in text
+
+
+@pytest.mark.parametrize("changes,part", [({"attention": "reference"}, 1), ({"remat": "full"}, 0), ({"micro_batches": 8}, 3)])
+def test_what_costs_more(changes, part):
+    base = dataclasses.replace(SECTION, remat="dots")
+    more = expected(QWEN_8B, dataclasses.replace(base, **changes), V5P_16, "v5p", 32, 4096)
+    assert more.parts[part].seconds > expected(QWEN_8B, base, V5P_16, "v5p", 32, 4096).parts[part].seconds
+
+
+def test_a_dry_run_computes_it_without_jax():
+    code = "import sys, dora_jax.trainer.expected; sys.exit('jax' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
