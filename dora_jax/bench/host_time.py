@@ -1,14 +1,16 @@
 """Host time of a rollout instance: what the plan, the commit and the reports of a tick cost beside the device's work.
 
     python -m dora_jax.bench.host_time [--rows=256] [--contexts=2048,30720] [--pages=16,64] [--steps=8] [--ticks=60]
-                                         [--partial_s=2] [--instances=1]
+                                         [--partial_s=2] [--instances=1] [--step_ms=0]
 
 The engine is the one that `train` assembles, with a device in its place that answers at once: every row samples
 `steps` tokens in every call. Rows stand just below the context, each at a position of its own. `plan`, `commit` and
 `rest` (launches, page uploads, the tick's result) are milliseconds of a tick; `us` is their sum by row and step; all
 are medians. `report` is what one report of all rows' new tokens costs, each partial_s, in milliseconds.
-With --instances=N: N instances on threads of one process for a second; `tokens/s` is what all of them commit, reports
-included, and so the most that one interpreter lock lets through.
+With --instances=N: N instances on threads of one process for a few seconds; `tokens/s` is what all of them commit,
+reports included, and so the most that one interpreter lock lets through; `core` is what the process uses of one core.
+With --step_ms as well a decode step takes so long, during which the host is free and results are read one call behind
+(rollout.late_results); `idle` is the share of the time in which a device waits for its host.
 """
 
 from __future__ import annotations
@@ -37,13 +39,27 @@ from dora_jax.types import SampleId
 MODEL = decoder.new_config("qwen3", vocab_size=64, d_model=8, n_layers=1, n_heads=1, n_kv_heads=1, head_dim=2, d_ff=8)
 GROUP = 8
 TOKEN = 5  # what every row samples
-WINDOW_S = 1.0  # of a measurement with several instances
+WINDOW_S = 3.0  # of a measurement with several instances
+
+
+class Pending:
+    """A result that is there at a time."""
+
+    def __init__(self, data: np.ndarray, due_s: float):
+        self._data, self._due_s = data, due_s
+
+    def __array__(self, *_: Any, **__: Any) -> np.ndarray:
+        time.sleep(max(0.0, self._due_s - time.perf_counter()))
+        return self._data
 
 
 class InstantDevice:
-    """A `forward.Device` that has computed everything before it is asked."""
+    """A `forward.Device` that computes nothing; a call takes `call_s`, after the one before."""
 
-    def __init__(self, engine: Engine):
+    def __init__(self, engine: Engine, call_s: float = 0.0):
+        self._call_s = call_s
+        self.idle_s = 0.0  # between calls
+        self._due_s: float | None = None
         s = self.shapes = engine.shapes
         self.compiled = lambda: 0
         self._result = np.zeros((s.rows, s.result), np.int32)
@@ -51,11 +67,21 @@ class InstantDevice:
         self._result[:, s.steps : 2 * s.steps] = np.float32(-1).view(np.int32)
         self._result[:, 2 * s.steps] = s.steps
 
+    def forget(self) -> None:
+        """What comes next is its first call."""
+        self.idle_s, self._due_s = 0.0, None
+
     def prefill(self, params: Any, control: np.ndarray, blocks: int) -> None:
         """Nothing to compute."""
 
-    def generate(self, params: Any, control: np.ndarray, blocks: int) -> np.ndarray:
-        return self._result
+    def generate(self, params: Any, control: np.ndarray, blocks: int) -> np.ndarray | Pending:
+        if not self._call_s:
+            return self._result
+        now_s = time.perf_counter()
+        begins_s = max(now_s, self._due_s or now_s)
+        self.idle_s += begins_s - (self._due_s or now_s)
+        self._due_s = begins_s + self._call_s
+        return Pending(self._result, self._due_s)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -68,20 +94,20 @@ class Row:
     report: float
 
 
-def section(rows: int, context: int, page: int, steps: int, spare: int) -> RolloutSection:
-    chunk = context // 4  # few and large ones, all in the first tick: prefill is not what is timed
-    return RolloutSection(slots=rows, pages=rows * (context + spare) // page + 2 * rows, page_size=page,
-                          max_prompt_tokens=chunk, max_new_tokens=context + spare - chunk, decode_steps=steps,
-                          prefill_tokens=rows * 2 * context, prefill_chunk=chunk)
-
-
-def new_worker(instance: int, rollout: RolloutSection, partial_s: float, context: int) -> InstanceWorker:
+def new_worker(instance: int, args: argparse.Namespace, context: int, page: int) -> InstanceWorker:
     """An instance whose slots all decode, at positions up to `context`."""
+    rows, steps = args.rows, args.steps
+    spare = (args.ticks + 8) * steps
+    chunk = context // 4  # few and large ones, all in the first tick: prefill is not what is timed
+    rollout = RolloutSection(
+        slots=rows, pages=rows * (context + spare) // page + 2 * rows, page_size=page, max_prompt_tokens=chunk,
+        max_new_tokens=context + spare - chunk, decode_steps=steps, prefill_tokens=rows * 2 * context,
+        prefill_chunk=chunk, late_results="on" if args.step_ms else "off")
     config = devices.filled(Config(rollout=rollout))
     engine = build.engine_of(config, MODEL, sharding.make_mesh(jax.devices()[:1], 1, 1, 1), eos_ids=(1,))
-    engine._device = InstantDevice(engine)
+    engine._device = InstantDevice(engine, args.step_ms * 1e-3 * steps)
     engine._weights[0] = None
-    worker = InstanceWorker(instance, engine, None, queue.SimpleQueue(), partial_s)
+    worker = InstanceWorker(instance, engine, None, queue.SimpleQueue(), args.partial_s)
     for i in range(rollout.slots):
         n = context - rollout.max_prompt_tokens - i * rollout.decode_steps % 128
         worker.receive(Parcel(id=SampleId(i // GROUP, i % GROUP), version=0, out_ids=np.full(n, TOKEN, np.int32),
@@ -122,8 +148,17 @@ def measured(worker: InstanceWorker, ticks: int) -> Row:
     return Row(plan=plan, commit=commit, rest=tick - plan - commit, report=1e3 * report)
 
 
-def together(workers: list[InstanceWorker], ticks: int) -> float:
-    """Tokens a second of all workers, each on a thread of its own, while one thread takes what they report."""
+@dataclasses.dataclass(frozen=True)
+class Rate:
+    """Of several instances in one process."""
+
+    tokens_s: float
+    core: float  # share of one core's time
+    idle: float  # share of the time, mean over the devices
+
+
+def together(workers: list[InstanceWorker], ticks: int) -> Rate:
+    """Each on a thread of its own, while one thread takes what they report."""
     over = threading.Event()
 
     def run(worker: InstanceWorker) -> None:
@@ -132,35 +167,41 @@ def together(workers: list[InstanceWorker], ticks: int) -> float:
                 return
             worker.work()
 
+    def sums() -> tuple[float, float, float, float]:
+        idle_s = statistics.mean(worker.engine._device.idle_s for worker in workers)
+        return time.perf_counter(), sum(worker.tokens for worker in workers), time.process_time(), idle_s
+
     threads = [threading.Thread(target=run, args=(worker,)) for worker in workers]
-    before, began = sum(worker.tokens for worker in workers), time.perf_counter()
+    for worker in workers:
+        worker.engine._device.forget()
+    before = sums()
     for thread in threads:
         thread.start()
-    while time.perf_counter() - began < WINDOW_S and any(thread.is_alive() for thread in threads):
+    while time.perf_counter() - before[0] < WINDOW_S and all(thread.is_alive() for thread in threads):
         for worker in workers:
             while not worker.outbox.empty():
                 worker.outbox.get()
         time.sleep(0.01)
-    tokens, took_s = sum(worker.tokens for worker in workers) - before, time.perf_counter() - began
+    took_s, tokens, cpu_s, idle_s = (after - start for start, after in zip(before, sums(), strict=True))
     over.set()
     for thread in threads:
         thread.join()
-    return tokens / took_s
+    return Rate(tokens_s=tokens / took_s, core=cpu_s / took_s, idle=idle_s / took_s)
 
 
 def table(args: argparse.Namespace) -> Iterator[str]:
     numbers = lambda text: [int(n) for n in text.split(",")]  # noqa: E731
     several = args.instances > 1
     yield f"{args.rows} rows, {args.steps} steps a call, {args.instances} instance{'s' * several}"
-    yield f"{'context':>8s}{'page':>6s}" + (f"{'tokens/s':>12s}" if several else
+    yield f"{'context':>8s}{'page':>6s}" + (f"{'tokens/s':>12s}{'core':>7s}{'idle':>7s}" if several else
                                               f"{'plan':>8s}{'commit':>8s}{'rest':>8s}{'us':>8s}{'report':>9s}")
     for context in numbers(args.contexts):
         for page in numbers(args.pages):
-            rollout = section(args.rows, context, page, args.steps, (args.ticks + 8) * args.steps)
-            workers = [new_worker(i, rollout, args.partial_s, context) for i in range(args.instances)]
+            workers = [new_worker(i, args, context, page) for i in range(args.instances)]
             line = f"{context:8d}{page:6d}"
             if several:
-                yield line + f"{together(workers, args.ticks):12.0f}"
+                rate = together(workers, args.ticks)
+                yield line + f"{rate.tokens_s:12.0f}{rate.core:7.0%}{rate.idle:7.1%}"
             else:
                 row = measured(workers[0], args.ticks)
                 us = 1e3 * (row.plan + row.commit + row.rest) / args.rows / args.steps
@@ -176,6 +217,7 @@ def main() -> None:
     parser.add_argument("--ticks", type=int, default=60)
     parser.add_argument("--partial_s", type=float, default=2.0)
     parser.add_argument("--instances", type=int, default=1)
+    parser.add_argument("--step_ms", type=float, default=0.0)
     args = parser.parse_args()
     for line in table(args):
         print(line, flush=True)
