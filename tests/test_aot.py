@@ -1,7 +1,6 @@
-"""What a compiled step sends and holds: the reading of HLO, names of slices, and one compilation for a real TPU slice."""
+"""What a compiled program sends and holds: the reading of HLO, names of slices, and a run compiled for a small TPU slice."""
 
 import dataclasses
-import functools
 
 import jax
 import jax.numpy as jnp
@@ -9,8 +8,9 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec
 
+from dora_jax import aot, chips, config, presets
 from dora_jax.models import sharding
-from dora_jax.trainer import aot, hlo
+from dora_jax.trainer import hlo
 from tests import trainer_cases as cases
 
 needs_libtpu = pytest.mark.skipif(not aot.installed(), reason="libtpu is not installed: the extra aot")
@@ -31,14 +31,68 @@ def test_collectives_of_a_loop_count_as_often_as_it_runs():
         return jax.lax.scan(body, x_local, length=5)[0]
 
     rows = PartitionSpec("fsdp")
-    found = hlo.collectives(compiled_text(jax.shard_map(run, mesh=mesh, in_specs=rows, out_specs=rows), x))
+    found = hlo.Program(compiled_text(jax.shard_map(run, mesh=mesh, in_specs=rows, out_specs=rows), x)).collectives()
     assert found == {"all-gather": hlo.Traffic(5, 5 * 8 * 16 * 4), "all-reduce": hlo.Traffic(5, 5 * 16 * 4)}
 
     def unknown(x_local, n):
         return jax.lax.fori_loop(0, n, lambda i, c: c + jax.lax.psum(c, "fsdp"), x_local)
 
     text = compiled_text(jax.shard_map(unknown, mesh=mesh, in_specs=(rows, PartitionSpec()), out_specs=rows), x, 3)
-    assert hlo.collectives(text, loops=7) == {"all-reduce": hlo.Traffic(7, 7 * 2 * 16 * 4)}
+    assert hlo.Program(text, loops=7).collectives() == {"all-reduce": hlo.Traffic(7, 7 * 2 * 16 * 4)}
+
+
+def test_loops_in_loops_multiply():
+    """A scan in a scan, as micro-batches, layers and head chunks are: 4 x 3 runs, and 4 x 5 of the one beside it."""
+    mesh = sharding.make_mesh(jax.devices()[:4], 1, 4, 1)
+    rows = PartitionSpec("fsdp")
+
+    def run(x_local):
+        def inner(carry, _):
+            return carry + jax.lax.psum(carry, "fsdp"), None
+
+        def beside(carry, _):
+            return carry * jax.lax.all_gather(carry, "fsdp", tiled=True).sum(0, keepdims=True), None
+
+        def outer(carry, _):
+            return jax.lax.scan(beside, jax.lax.scan(inner, carry, length=3)[0], length=5)[0], None
+
+        return jax.lax.scan(outer, x_local, length=4)[0]
+
+    text = compiled_text(jax.shard_map(run, mesh=mesh, in_specs=rows, out_specs=rows), np.ones((8, 16), np.float32))
+    found = hlo.Program(text).collectives()
+    assert {kind: one.runs for kind, one in found.items()} == {"all-reduce": 4 * 3, "all-gather": 4 * 5}
+
+
+KERNELS = """
+HloModule m
+%body (s: (s32[], bf16[4])) -> (s32[], bf16[4]) {
+  %f.1 = bf16[8,4]{1,0} fusion(%x), kind=kOutput, calls=%fused, backend_config={"window_config":{"estimated_cycles":"10"}}
+  %k.2 = (bf16[8,4]{1,0}, f32[2]{0}) custom-call(%a, %b), custom_call_target="tpu_custom_call", operand_layout_constraints={bf16[8,4]{1,0}, s8[3]{0}}, output_to_operand_aliasing={{0}: (0, {})}, frontend_attributes={kernel_metadata={
+"xprof_metadata":"{\\"block_q\\": 1024}"
+}}, metadata={op_name="jit(f)/while/body/flash/flash_fwd/pallas_call"}
+  %g.3 = bf16[8]{0} fusion(%y), kind=kOutput, calls=%fused, backend_config={"window_config":{"estimated_cycles":"9223372036854775807"}}
+  %buffer = bf16[8]{0} custom-call(), custom_call_target="AllocateBuffer"
+  ROOT %t = (s32[], bf16[4]) tuple(%i, %y)
+}
+%cond (s: (s32[], bf16[4])) -> pred[] {
+  %c = s32[]{:T(128)} constant(6)
+  ROOT %lt = pred[] compare(%i, %c), direction=LT
+}
+%fused (p: bf16[4]) -> bf16[8,4] {
+  ROOT %ag.1 = bf16[8,4]{1,0} broadcast(%p)
+}, execution_thread="main"
+ENTRY %main (a: bf16[4]) -> bf16[4] {
+  %f.9 = bf16[8,4]{1,0} fusion(%x), calls=%fused, backend_config={"window_config":{"estimated_cycles":"7"}}
+  ROOT %w = (s32[], bf16[4]) while(%t0), condition=%cond, body=%body
+}
+"""
+
+
+def test_kernels_have_lines_of_their_own_and_cycles_are_those_of_the_rest():
+    """A kernel's metadata runs over lines; what it updates in place counts once; XLA's largest number is no estimate."""
+    program = hlo.Program(KERNELS)
+    assert program.cycles() == 6 * 10 + 7
+    assert program.kernels() == (hlo.Kernel("flash_fwd", 6, 6 * (8 * 4 * 2 + 3 + 2 * 4)),)
 
 
 TEXT = """
@@ -69,9 +123,9 @@ ENTRY %main (a: bf16[4]) -> bf16[4] {
 
 def test_clones_of_one_channel_are_one_collective():
     """XLA:TPU clones an all-gather into the fusions that it overlaps with: it still runs once."""
-    found = hlo.collectives(TEXT)
+    found = hlo.Program(TEXT).collectives()
     assert found == {"all-gather": hlo.Traffic(1, 8 * 4 * 2), "reduce-scatter": hlo.Traffic(1, 20)}
-    assert hlo.collectives(TEXT.replace("channel_id=7", "channel_id=8", 1))["all-gather"] == hlo.Traffic(7, 7 * 64)
+    assert hlo.Program(TEXT.replace("channel_id=7", "channel_id=8", 1)).collectives()["all-gather"] == hlo.Traffic(7, 7 * 64)
 
 
 def test_the_head_is_gathered_once_however_many_chunks_there_are():
@@ -89,7 +143,7 @@ def test_the_head_is_gathered_once_however_many_chunks_there_are():
     for chunks in (1, 8):
         chunked_model = model._replace(logits_bytes=4 * 48 * 32 // chunks)
         grad = jax.jit(jax.grad(lambda p, a, m=chunked_model: m.logprobs(p, a)[0].sum()), out_shardings=params)
-        sent.append(hlo.collectives(grad.lower(shapes, arrays).compile().as_text()))
+        sent.append(hlo.Program(grad.lower(shapes, arrays).compile().as_text()).collectives())
     whole, chunked = ({kind: t.bytes for kind, t in found.items()} for found in sent)
     assert whole == chunked and sent[0]["all-gather"] == sent[1]["all-gather"]
 
@@ -98,63 +152,95 @@ def test_a_kernels_metadata_does_not_end_its_computation():
     """What a Pallas kernel says of itself may stand on lines of its own, and start with a brace."""
     kernel = '  %k = bf16[4]{0} custom-call(%p), custom_call_target="tpu_custom_call", kernel_metadata={\n"a":1\n}}, x=1\n'
     marked = TEXT.replace("  %start = ", kernel + "  %start = ")
-    assert marked != TEXT and hlo.collectives(marked) == hlo.collectives(TEXT)
+    assert marked != TEXT and hlo.Program(marked).collectives() == hlo.Program(TEXT).collectives()
 
 
-@pytest.mark.parametrize("name,topology,chips", [
+@pytest.mark.parametrize("name,topology,number", [
     ("v5e-4", "v5e:2x2", 4), ("v5litepod-64", "v5e:8x8", 64), ("v5e-32", "v5e:4x8", 32), ("v6e-16", "v6e:4x4", 16),
     ("v5p-8", "v5p:2x2x1", 4), ("v5p-16", "v5p:2x2x2", 8), ("v5p-32", "v5p:2x2x4", 16), ("v5p-128", "v5p:4x4x4", 64),
     ("v4-64", "v4:2x4x4", 32), ("tpu7x-128", "tpu7x:4x4x4", 64),
 ])
-def test_names_of_slices(name, topology, chips):
-    assert aot.topology(name) == topology and aot.parse(name)[1] == chips
+def test_names_of_slices(name, topology, number):
+    assert aot.topology(name) == topology and chips.parse(name)[1] == number
 
 
 @pytest.mark.parametrize("name,reason", [
+    ("", "slice: empty; --aot compiles for a TPU slice such as v5e-8"), ("laptop", "slice: laptop; --aot compiles"),
+    ("h100-8", "slice: XLA compiles programs for h100-8 only where there is such a GPU; --aot is for TPUs"),
     ("v9-8", "slice 'v9-8' is unknown: name one such as v5e-64"), ("v5e", "is unknown"),
     ("v5p-5", "slice 'v5p-5': 5 is not twice a power of two"), ("v5e-12", "12 is not a power of two")])
-def test_slices_that_do_not_exist(name, reason):
-    with pytest.raises(ValueError, match=reason):
-        aot.parse(name)
+def test_slices_that_nothing_is_compiled_for(name, reason):
+    with pytest.raises(config.ConfigError, match=reason):
+        aot.slice_devices(name)
+
+
+def test_without_libtpu_the_extra_is_named(monkeypatch):
+    monkeypatch.setattr(aot, "installed", lambda: False)
+    with pytest.raises(config.ConfigError, match=r"compiling for v5e-4 needs libtpu: pip install 'dora_jax\[aot\]'"):
+        aot.slice_devices("v5e-4")
+
+
+MODEL = dataclasses.replace(cases.MODEL, d_model=256, head_dim=128, d_ff=512, vocab_size=1024)
+
+
+def run_of(slice_name="v5e-4", rollout=None, **trainer):
+    """A run on half of the slice for training, an instance on two chips of the other half."""
+    c = config.Config()
+    sizes = {"tensor": 2, "slots": 8, "max_prompt_tokens": 64, "max_new_tokens": 64} | (rollout or {})
+    section = {"pack_tokens": 256, "remat": "full", "micro_batches": 2} | trainer
+    c = dataclasses.replace(c, slice=slice_name, trainer=dataclasses.replace(c.trainer, **section), rollout=dataclasses.replace(
+        c.rollout, instances=1, **sizes), orchestrator=dataclasses.replace(c.orchestrator, groups_per_step=2, group_size=2))
+    return presets.resolve(c, presets.machines(c))[0]
+
+
+@needs_libtpu
+def test_a_run_is_compiled_for_a_slice_that_is_not_here():
+    trainer, instance = aot.compile_roles(run_of(), MODEL, only=("train", "publish", "decode", "prefill"))
+    weights = sum(x.size for x in jax.tree.leaves(cases.decoder.abstract_params(MODEL)))
+    train, publish = trainer.programs
+    assert (trainer.chips, instance.chips) == (2, 2)
+    assert trainer.held["masters"] == pytest.approx(4 * weights / 2, rel=0.01)  # over fsdp=2
+    assert trainer.held["moments"] == pytest.approx(8 * weights / 2, rel=0.01)
+    assert train.argument_bytes == pytest.approx(sum(trainer.held[name] for name in ("masters", "moments", "batch")), rel=0.05)
+    assert trainer.held["3 published versions"] == 3 * publish.output_bytes > 0
+    assert {"all-gather", "all-reduce"} <= set(train.sent) and train.temporary_bytes > 0 and train.model_s > 0
+    tokens = 4 * 256 / 2  # a chip
+    assert 6 * tokens * weights < train.flops < 20 * tokens * weights  # recomputed, and the scores
+    decode = instance.programs[0]
+    assert decode.name.startswith("decode") and "all-reduce" in decode.sent and decode.kernels[0].bytes > 0
+    assert instance.held["1 resident version"] == instance.held["the incoming one"] == pytest.approx(2 * weights / 2, rel=0.02)
+    rollout = run_of().rollout
+    assert instance.held["KV pool"] == pytest.approx((rollout.pages + 1) * rollout.page_size * 2 * 2 * 128 * 2 * 2 / 2)
+    assert trainer.chip_bytes == sum(trainer.held.values()) + trainer.work_bytes < trainer.chip.hbm_bytes
+
+
+@needs_libtpu
+@pytest.mark.slow
+def test_moments_in_host_memory_leave_the_chip():
+    (here,), (hosted,) = (aot.compile_roles(run_of(optimizer_memory=memory), MODEL, only=("train",))
+                          for memory in ("device", "host"))
+    assert hosted.programs[0].host_bytes > 0.6 * here.programs[0].argument_bytes and hosted.held["moments"] < 1e3
+
+
+@needs_libtpu
+@pytest.mark.slow
+def test_what_does_not_fit_is_refused_with_the_field_that_helps():
+    large = dataclasses.replace(MODEL, d_model=8192, d_ff=2**17, vocab_size=2**18)
+    with pytest.raises(aot.DoesNotFit, match=r"^trainer: .* GiB a chip on v5e-4, which has 14.9.*trainer.micro_batches"):
+        aot.compile_roles(run_of(), large, only=("train",))
+    with pytest.raises(aot.DoesNotFit, match=r"^instance: .* GiB a chip on v5e-4.*lower rollout.pages \(now 99999\)"):
+        aot.compile_roles(run_of(rollout={"pages": 99_999, "max_new_tokens": 3968}), dataclasses.replace(MODEL, n_kv_heads=4),
+                          only=("decode",))
 
 
 def test_the_compilers_verdict_becomes_one_sentence():
-    shape = aot.Shape(fsdp=4, rows=8, tokens=512)
+    place = aot._Place(slice_name="v5e-4", mesh=sharding.make_mesh(jax.devices()[:4], 1, 4, 1))
     for said in ("RESOURCE_EXHAUSTED: Ran out of memory on HBM, the total memory required for HLO temporaries (21.34G) "
                  "exceeds available HBM (15.75G).", "Ran out of memory in memory space hbm. Used 21.34G of 15.75G hbm."):
-        got = aot._verdict(RuntimeError(said), "v5e-4", shape, cases.SECTION)
+        got = aot._verdict(RuntimeError(said), run_of(), aot.TRAINER, "train", place)
         assert isinstance(got, aot.DoesNotFit)
-        assert "8 rows of 512 tokens in 1 micro-batches needs 21.34GiB a chip on v5e-4, which has 15.75GiB" in str(got)
+        assert "trainer: train needs 21.3 GiB a chip on v5e-4, which has 14.9: " in str(got)
+    scalars = RuntimeError("RESOURCE_EXHAUSTED: allocation (size=2097152) would exceed memory, space=smem")
+    assert "raise rollout.page_size (now 64)" in str(aot._verdict(scalars, run_of(), aot.INSTANCE, "decode", place))
     other = RuntimeError("INTERNAL: something else")
-    assert aot._verdict(other, "v5e-4", shape, cases.SECTION) is other
-
-
-MODEL = dataclasses.replace(cases.MODEL, d_model=256, head_dim=64, d_ff=512, vocab_size=1024)
-compile_small = functools.partial(aot.compile_update, MODEL, slice_name="v5e-4",
-                                  shape=aot.Shape(fsdp=2, context=2, rows=8, tokens=512))
-
-
-@needs_libtpu
-@pytest.mark.slow
-def test_a_step_compiles_for_a_slice_that_is_not_here():
-    section = cases.section(remat="full", micro_batches=2, pack_tokens=512)
-    c = compile_small(section)
-    weights = sum(x.size for x in jax.tree.leaves(jax.eval_shape(lambda: cases.decoder.abstract_params(MODEL))))
-    assert 12 * weights / 2 < c.state_bytes < 13 * weights / 2  # masters and two moments over fsdp=2
-    assert c.chips == 4 and c.tokens == 4096 and c.host_bytes == 0 and c.temporary_bytes > 0
-    assert {"all-gather", "reduce-scatter"} <= set(c.collectives)
-    assert 6 * c.tokens * weights < c.flops < 16 * c.tokens * weights  # recomputed, and the scores
-    hosted = compile_small(dataclasses.replace(section, optimizer_memory="host"))
-    assert hosted.host_bytes > 0.6 * c.state_bytes and hosted.state_bytes < 0.4 * c.state_bytes
-
-
-@needs_libtpu
-@pytest.mark.slow
-def test_a_config_that_does_not_fit_says_so_before_it_is_launched():
-    large = dataclasses.replace(MODEL, d_model=8192, d_ff=2**17, vocab_size=2**18)
-    shape = aot.Shape(fsdp=4, rows=8, tokens=512)
-    (problem,) = aot.problems(large, cases.section(pack_tokens=512), "v5e-4", shape)
-    assert problem.startswith("trainer: one update of 8 rows of 512 tokens in 1 micro-batches needs ")
-    assert "a chip on v5e-4, which has 15.75GiB: raise trainer.micro_batches" in problem
-    (problem,) = aot.problems(large, cases.SECTION, "v5e-8", shape)
-    assert problem == "mesh data=1 x fsdp=4 x context=1 x tensor=1 needs 4 devices, not 8"
+    assert aot._verdict(other, run_of(), aot.TRAINER, "train", place) is other

@@ -15,7 +15,6 @@ import jax.numpy as jnp
 import numpy as np
 
 from dora_jax import devices
-from dora_jax.bench.decode_tpu import MODELS
 from dora_jax.config import Config, ModelSection, RolloutSection
 from dora_jax.models import decoder, sharding
 from dora_jax.rollout.engine import Engine
@@ -25,7 +24,8 @@ from dora_jax.rollout.shapes import FRESH, HEADER, POSITION, REMAINING, SLOT, TO
 TOY = dict(vocab_size=512, d_model=256, n_layers=4, n_heads=8, n_kv_heads=4, head_dim=32, d_ff=768)
 SMALL = dict(vocab_size=151936, d_model=1024, n_layers=28, n_heads=16, n_kv_heads=8, head_dim=128, d_ff=3072,
              rope_theta=1e6)  # Qwen3-0.6B
-SIZES = {"toy": TOY, "qwen3-0.6b": SMALL, "qwen3-8b": MODELS["qwen3-8b"]}
+LARGE = SMALL | dict(d_model=4096, n_layers=36, n_heads=32, d_ff=12288, tie_embeddings=False)  # Qwen3-8B
+SIZES = {"toy": TOY, "qwen3-0.6b": SMALL, "qwen3-8b": LARGE}
 PAGE = {"reference": 16, "tpu": 32}
 STEPS = 16
 

@@ -33,11 +33,32 @@ def traced_flops(jaxpr: Any, loops: int = 1) -> float:
             total += 2.0 * math.prod(eqn.outvars[0].aval.shape) * math.prod(shape[i] for i in contracted)
         else:
             inner = jax.extend.core.jaxprs_in_params(eqn.params)
-            total += _times(eqn, loops) * sum(traced_flops(each, loops) for each in inner)
+            unknown = 1 if eqn.primitive.name == "pallas_call" else loops
+            total += _times(eqn, loops) * sum(traced_flops(each, unknown) for each in inner)
     return total
 
 
+def kernel_flops(jaxpr: Any) -> dict[str, float]:
+    """Of one run of each Pallas kernel, by its name, on one device: every block of the grid, skipped ones too, and one
+    round of a loop whose count is only known at run time. The largest where a name comes twice."""
+    found: dict[str, float] = {}
+    for eqn in jaxpr.eqns:
+        if eqn.primitive.name == "pallas_call":
+            inner = {eqn.params["name"]: _blocks(eqn) * traced_flops(eqn.params["jaxpr"])}
+        else:
+            inner = {name: most for each in jax.extend.core.jaxprs_in_params(eqn.params)
+                     for name, most in kernel_flops(each).items()}
+        found |= {name: max(most, found.get(name, 0.0)) for name, most in inner.items()}
+    return found
+
+
+def _blocks(eqn: Any) -> int:
+    return math.prod(n for n in eqn.params["grid_mapping"].grid if isinstance(n, int))
+
+
 def _times(eqn: Any, loops: int) -> int:
+    if eqn.primitive.name == "pallas_call":
+        return _blocks(eqn)
     if eqn.primitive.name == "scan":
         return eqn.params["length"]
     if eqn.primitive.name == "while":

@@ -1,0 +1,117 @@
+"""A run's programs compiled for TPU slices, on a machine without one: what each chip holds, computes and sends.
+
+    python -m dora_jax.bench.aot [--only=TEXT] [--programs=train,publish,decode,prefill,read,write] [--layers=N]
+
+Needs libtpu (the extra `aot`) and a minute or more a row. Each row is a configuration that names its slice, resolved by
+the presets; its programs are those that `python -m dora_jax.train` would compile there (dora_jax/aot.py). `model` is
+XLA's own estimate of the cycles at the chip's clock. It counts no kernel: each has a line of its own and is charged
+twice the larger of FLOPs over the chip's peak and bytes over its bandwidth. Nor does it count what is sent, which
+overlap has to hide. It proves that the programs compile and fit, never that they are right or fast.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import sys
+from typing import Any, NamedTuple
+
+from dora_jax import aot, presets
+from dora_jax.config import Config
+from dora_jax.models.config import KNOWN, ModelConfig
+from dora_jax.trainer import expected
+
+VOCAB = 151669  # ids that Qwen3's tokenizer has
+TRAIN = ("train", "publish")
+ROLLOUT = ("decode", "prefill", "read", "write")
+
+
+class Row(NamedTuple):
+    name: str
+    config: Config
+    programs: tuple[str, ...]
+
+
+def _training(what: str, model: str, slice_name: str, *, rows: int, tokens: int, serving: int = 4, **trainer: Any) -> Row:
+    """A trainer that has the slice to itself, and instances of `serving` devices elsewhere."""
+    section = {"remat": "full", "micro_batches": 4, "rows": rows, "pack_tokens": tokens} | trainer
+    config = Config()
+    return Row(f"{model} {slice_name}{what}", _on(config, model, slice_name,
+        trainer=dataclasses.replace(config.trainer, **section), rollout=dataclasses.replace(
+            config.rollout, tensor=serving, max_prompt_tokens=1024, max_new_tokens=tokens - 1024)), TRAIN)
+
+
+def _decoding(what: str, model: str, slice_name: str, *, slots: int = 32, context: int = 4096, tensor: int = 4,
+              **rollout: Any) -> Row:
+    section = {"slots": slots, "tensor": tensor, "max_prompt_tokens": 1024, "max_new_tokens": context - 1024} | rollout
+    config = Config()
+    return Row(f"{model} {slice_name} {slots} x {context}{what}", _on(
+        config, model, slice_name, rollout=dataclasses.replace(config.rollout, **section),
+        trainer=dataclasses.replace(config.trainer, pack_tokens=context)), ROLLOUT)
+
+
+def _on(config: Config, model: str, slice_name: str, **sections: Any) -> Config:
+    """The slice is the role's own: the other role is elsewhere."""
+    cluster = dataclasses.replace(config.cluster, launcher="ray", trainer_slice=slice_name, replica_slice=slice_name)
+    return dataclasses.replace(config, model=dataclasses.replace(config.model, size=model), cluster=cluster, **sections)
+
+
+ROWS = (
+    _training("", "Qwen3-8B", "v5e-64", fsdp=16, tensor=4, rows=64, tokens=4096),
+    _training("", "Qwen3-8B", "v5p-16", fsdp=8, rows=32, tokens=4096),
+    _training("", "Qwen3-32B", "v5p-128", fsdp=32, tensor=2, rows=128, tokens=4096),
+    _training(", long rows", "Qwen3-8B", "v5e-64", fsdp=8, tensor=4, context=2, rows=32, tokens=16384),
+    _training(", moments in host memory", "Qwen3-8B", "v5p-16", fsdp=8, rows=32, tokens=4096, optimizer_memory="host"),
+    _training(", nothing recomputed", "Qwen3-8B", "v5e-64", fsdp=16, tensor=4, rows=64, tokens=4096, remat="none"),
+    *(_decoding("", model, slice_name, tensor=tensor) for model, slice_name, tensor in (
+        ("Qwen3-8B", "v5e-4", 4), ("Qwen3-8B", "v5p-8", 4), ("Qwen3-8B", "v6e-4", 4), ("Qwen3-8B", "tpu7x-8", 8),
+        ("Qwen3-32B", "v5e-8", 8), ("Qwen3-32B", "v5p-8", 4), ("Qwen3-32B", "v6e-4", 4), ("Qwen3-32B", "tpu7x-8", 8))),
+    *(_decoding("", "Qwen3-8B", slice_name, slots=256, context=32768, tensor=8)
+      for slice_name in ("v5e-8", "v6e-8", "tpu7x-8")),
+)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--only", default="", help="rows whose name contains this")
+    parser.add_argument("--programs", default="", help="of these kinds only")
+    parser.add_argument("--layers", type=int, default=0, help="instead of the model's own; 0: all of them")
+    args = parser.parse_args()
+    asked = tuple(filter(None, args.programs.split(",")))
+    fits = [run(row, args.layers, asked) for row in ROWS if args.only in row.name]
+    return 0 if all(fits) else 1
+
+
+def run(row: Row, layers: int, asked: tuple[str, ...]) -> bool:
+    """Prints the row; whether it fits."""
+    programs = tuple(name for name in row.programs if not asked or name in asked)
+    if not programs:
+        return True
+    model = KNOWN[row.config.model.size]
+    config, _ = presets.resolve(row.config, presets.machines(row.config), model)  # with the pages of the whole model
+    if layers:
+        model = dataclasses.replace(model, n_layers=layers)
+    print(f"{row.name}{f', {layers} layers' if layers else ''}", flush=True)
+    try:
+        for role in aot.compile_roles(config, model, vocab_limit=VOCAB, eos_ids=(1,), only=programs,
+                                      done=lambda _, one: print(*_lines(one, config, model), sep="\n", flush=True)):
+            print(aot.describe_role(role), flush=True)
+    except aot.DoesNotFit as refusal:
+        print(f"  {refusal}", flush=True)
+        return False
+    return True
+
+
+def _lines(one: aot.Compiled, config: Config, model: ModelConfig) -> list[str]:
+    lines = aot.describe(one)
+    if one.name == "train":
+        t = config.trainer
+        chips = t.data * t.fsdp * t.tensor * t.context
+        useful = expected.model_flops(model, [t.pack_tokens] * t.rows) / chips
+        lines.append(f"    {useful / one.flops:.0%} of the FLOPs are the model's own; model and kernels {one.seconds:.2f} s, "
+                     f"sends {one.sent_bytes / 1e9:.0f} GB")
+    return lines
+
+
+if __name__ == "__main__":
+    sys.exit(main())
