@@ -71,7 +71,7 @@ def expected(cfg: ModelConfig, section: Any, mesh: Any, chip: str, rows: int, to
     peak, bandwidth = CHIPS[chip].flops / each, CHIPS[chip].hbm_bytes_per_s / each
     local = rows * tokens / (mesh.data * mesh.fsdp * mesh.context)  # tokens of a device; tensor shards share them
     params = cfg.matrix_params / (mesh.fsdp * mesh.tensor)
-    moved = PASSES * 2 * local * cfg.d_model * cfg.n_layers
+    moved = PASSES * 2 * local * cfg.d_model * cfg.n_layers / mesh.tensor
     state = (UPDATE_BYTES + ADD_BYTES * (section.micro_batches if section.micro_batches > 1 else 0)) * params
     parts = (
         Part("matrix products", _product_flops(cfg, section, local, mesh) / (PRODUCTS * peak), f"at {PRODUCTS:.0%} of the peak"),
