@@ -12,6 +12,7 @@ other threads see all of a version or none of it.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 import threading
 from collections.abc import Callable, Mapping
@@ -102,26 +103,27 @@ def sliced(copy: Any, given: Callable[[str, Box], bool] = lambda path, box: True
 def placed(slices: Any, shardings: Any) -> Any:
     """An engine's layout on these shardings (its pytree, or one for the serving layout): ready, or on its way to the
     devices."""
+    engine = _engine_layout(slices, shardings)
     if isinstance(shardings, jax.sharding.Sharding):
-        serving = decoder.serving_layout(slices)
-        shardings = jax.tree.map(lambda _: shardings, serving)
-    else:
-        serving = decoder.serving_layout(slices, decoder.layout_of(shardings))
+        shardings = jax.tree.map(lambda _: shardings, engine)
     return jax.tree.map(lambda leaf, where: jax.make_array_from_callback(
-        leaf.shape, where, lambda index: leaf.at(box_of(index, leaf.shape))), serving, shardings)
+        leaf.shape, where, lambda index: leaf.at(box_of(index, leaf.shape))), engine, shardings)
 
 
 class WeightStore:
-    """One process. Keeps each version on the trainer's shards, and in host memory once an engine elsewhere asked for
-    it, until it is dropped."""
+    """One process. Keeps each version on the trainer's devices until it is dropped: on the trainer's shards, and in host
+    memory once an engine elsewhere has asked; or in the serving layout, where engines share the trainer's devices."""
 
     def __init__(self, dtype: str = "float32"):
         """dtype: what engines compute in; the trainer's masters stay f32."""
         self._dtype = dtype
         self._copy: Callable[[Any], Any] | None = None
-        self._weights: dict[Version, Any] = {}  # (the copy, its slices)
+        self._weights: dict[Version, Any] = {}
+        self._slices: dict[Version, Any] = {}  # of these versions, on the host or on their way there
+        self._elsewhere = False  # an engine has asked that does not share the trainer's devices
         self._newest: Version | None = None
         self._lock = threading.Lock()
+        self._making = threading.Lock()  # what several engines ask for at once is made once
 
     @property
     def versions(self) -> tuple[Version, ...]:
@@ -136,24 +138,75 @@ class WeightStore:
         if self._copy is None:
             self._copy = offered_copy(self._dtype, jax.tree.map(lambda x: x.sharding, params))
         copy = jax.block_until_ready(self._copy(params))
+        slices = sliced(copy) if self._elsewhere else None
         with self._lock:
-            self._weights[version] = copy, sliced(copy)
+            self._weights[version] = copy
+            if slices is not None:
+                self._slices[version] = slices
             self._newest = version
 
     def get(self, version: Version, shardings: Any) -> Any:
-        """The weights on these shardings (a pytree of the serving layout, or one sharding for all); None: stacked, on
-        the trainer's. Read-only."""
-        with self._lock:
-            if version not in self._weights:
-                raise KeyError(f"version {version} is not in the weight store: it holds {sorted(self._weights)}")
-            copy, slices = self._weights[version]
-        return copy if shardings is None else jax.block_until_ready(placed(slices, shardings))
+        """The weights on these shardings (an engine's, or one for the serving layout); None: as they are kept, stacked
+        or in the serving layout. Read-only."""
+        weights = self._held(version)
+        if shardings is None:
+            return weights
+        with self._making:
+            if _devices(weights) == _devices(shardings):
+                weights = _replaced(weights, shardings)
+                self._keep(self._weights, version, weights)
+                return weights
+            self._elsewhere = True
+            if (slices := self._slices.get(version)) is None:
+                slices = sliced(weights)
+                self._keep(self._slices, version, slices)
+        return jax.block_until_ready(placed(slices, shardings))
 
     def drop(self, version: Version) -> None:
+        self._held(version)
+        with self._lock:
+            del self._weights[version]
+            self._slices.pop(version, None)
+
+    # ------------------------------------------------------------ private
+
+    def _held(self, version: Version) -> Any:
         with self._lock:
             if version not in self._weights:
                 raise KeyError(f"version {version} is not in the weight store: it holds {sorted(self._weights)}")
-            del self._weights[version]
+            return self._weights[version]
+
+    def _keep(self, there: dict[Version, Any], version: Version, made: Any) -> None:
+        with self._lock:
+            if version in self._weights:  # it may have been dropped meanwhile
+                there[version] = made
+
+
+def _devices(tree: Any) -> set[jax.Device]:
+    leaf = jax.tree.leaves(tree)[0]
+    return (leaf if isinstance(leaf, jax.sharding.Sharding) else leaf.sharding).device_set
+
+
+def _engine_layout(weights: Any, shardings: Any) -> Any:
+    """Arrays or slices as `shardings` have them: a pytree, or one for the serving layout."""
+    wanted = "serving" if isinstance(shardings, jax.sharding.Sharding) else decoder.layout_of(shardings)
+    return weights if decoder.layout_of(weights) == wanted else decoder.serving_layout(weights, wanted)
+
+
+def _replaced(copy: Any, shardings: Any) -> Any:
+    """An engine's layout on the same devices, without a way over the host; what lies so already is not copied."""
+    engine = jax.eval_shape(lambda copy: _engine_layout(copy, shardings), copy)
+    if jax.tree.structure(engine) == jax.tree.structure(copy):
+        return jax.block_until_ready(jax.device_put(copy, shardings))
+    if isinstance(shardings, jax.sharding.Sharding):
+        shardings = jax.tree.map(lambda _: shardings, engine)
+    leaves, shape = jax.tree.flatten(shardings)
+    return jax.block_until_ready(_to_serving(tuple(leaves), shape)(copy))
+
+
+@functools.lru_cache(maxsize=4)
+def _to_serving(shardings: tuple[Any, ...], shape: Any) -> Callable[[Any], Any]:
+    return jax.jit(decoder.serving_layout, out_shardings=jax.tree.unflatten(shape, shardings))
 
 
 # ------------------------------------------------------------------- boxes

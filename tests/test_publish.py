@@ -108,3 +108,31 @@ def test_engines_may_compute_in_bfloat16():
     got = store.get(0, jax.sharding.SingleDeviceSharding(jax.devices()[7]))
     assert got["embed"].dtype == jnp.bfloat16 and params["embed"].dtype == jnp.float32
     assert got["embed"].devices() == {jax.devices()[7]}
+
+
+def test_engines_on_the_trainers_devices_get_one_copy_that_goes_over_no_host(monkeypatch):
+    on = mesh(jax.devices()[:2])
+    shardings = sharding.param_specs(MODEL, mesh(jax.devices()[:2], tensor=2), "serving")
+    store = WeightStore("bfloat16")
+    store.put(0, place(3, on))
+    monkeypatch.setattr("dora_jax.publish.sliced", None)
+    first, second = store.get(0, shardings), store.get(0, shardings)
+    assert_equal(first, jax.tree.map(lambda x: np.asarray(x, jnp.bfloat16), decoder.serving_layout(cases.params())))
+    for a, b, where in zip(*map(jax.tree.leaves, (first, second, shardings)), strict=True):
+        assert a is b and a.sharding == where
+    assert store.get(0, None)["layers"][0]["q_proj"] is first["layers"][0]["q_proj"], "the stacked copy is let go"
+    monkeypatch.undo()
+    apart = store.get(0, jax.sharding.SingleDeviceSharding(jax.devices()[5]))
+    assert_equal(apart, first)
+
+
+@pytest.mark.parametrize("devices", [slice(0, 4), slice(4, 6)])
+def test_engines_that_scan_their_layers_get_them_stacked(devices):
+    params = place(3, mesh(jax.devices()[:4]))
+    found = jax.devices()[devices]
+    scanned = sharding.param_specs(MODEL, mesh(found, tensor=2 if len(found) == 2 else 1), "scanned")
+    store = WeightStore()
+    store.put(0, params)
+    got = store.get(0, scanned)
+    assert_equal(got, cases.params())
+    assert got["layers"]["q_proj"].sharding == scanned["layers"]["q_proj"]

@@ -1,14 +1,17 @@
 """Every mode in virtual time: nothing lost or done twice, bounds kept, one configuration gives one run."""
 
 import collections
+import dataclasses
 import json
 
 import pytest
 
+from dora_jax.chips import CHIPS
 from dora_jax.config import ConfigError
 from dora_jax.orchestrate import events as ev
 from dora_jax.orchestrate.modes import MODES
 from dora_jax.sim import config, run, table
+from dora_jax.sim.network import Speeds, publication, speeds_of
 from dora_jax.sim.trace import Trace
 
 SMALL = {
@@ -182,3 +185,21 @@ def test_the_table_shows_every_row_and_the_published_misfit():
     line = config.Row(label="ours", mode="dora", config=line.config, published=PUBLISHED)
     text = table.render([(line, run.simulate(line))])
     assert text.count("ours") == 4 and "not fitted here" in text and "wait: rule" in text
+
+
+def test_a_publication_takes_its_stages_and_doubles_its_sources():
+    speeds = Speeds(copy=100, home=50, out=10, into=10, join=float("inf"), place=20)
+    one, four = (publication(100, speeds, count) for count in (1, 4))
+    assert (one.copy_s, one.home_s, one.pause_s) == (1, 2, 5)
+    assert one.first_s == one.last_s == four.first_s == 13
+    assert four.last_s == 33  # the trainer and the first feed the next two, and these the last
+    wide = publication(100, dataclasses.replace(speeds, out=40), 4)
+    assert wide.last_s == 13, "a trainer of four times as many hosts feeds all four at once"
+
+
+def test_speeds_are_those_of_all_chips_together():
+    v5e = CHIPS["v5e"]
+    speeds = speeds_of(v5e, 64, v5e, 8, link_share=0.5)
+    assert speeds.out == 8 * speeds.into == 64 * v5e.dcn_bytes_per_s / 2
+    assert speeds.place == 8 * v5e.host_bytes_per_s
+    assert speeds_of(v5e, 64, v5e, 8, 0.5, host_link_bytes_per_s=1e9).into == 2e9

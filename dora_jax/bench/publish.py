@@ -1,11 +1,16 @@
-"""A version from one trainer process to 1 to 4 replica processes, by both paths, against what this machine can do.
+"""A version from a trainer to replicas, in processes of their own, by both wires: what each stage takes, what the model
+of the simulator says to that, and what it says of 8B, 32B and 560B.
 
-    python -m dora_jax.bench.publish [--mib=256] [--replicas=1,2,4] [--rounds=3] [--folder=FOLDER]
+    python -m dora_jax.bench.publish [--mib=1024] [--replicas=1,2] [--rounds=3] [--folder=FOLDER]
 
-transfer   the two-phase publication over the wire: from Wanted until every replica has committed
+The trainer casts its masters (f32, fsdp=4) as a run does, the replicas have the engine of a run (tensor=2); a version
+for n replicas has mib/n MiB in bfloat16, so that all fit.
+copy       the cast on the trainer's shards; the next step waits for it
+transfer   from Wanted until every replica has committed: `first` and `all`; GiB/s of all replicas together
+empty      the same with almost no bytes, for one replica: what the phases and the control plane cost
 storage    the trainer writes the version to FOLDER (default: a temporary one), then every replica reads it
-first, all   when the first replica and the last one has it; GiB/s: all replicas' bytes over the time of the last
-4 KiB      the same with almost no bytes: what the phases and the control plane cost
+pause      the engine takes the version that lies in host memory; h2d: the same bytes onto the same devices, alone
+model      `sim.network.publication` with the speeds of a quarter of the size and one replica, over what is measured
 The floors: memcpy onto pages already there and onto fresh ones, and one TCP connection between two processes.
 Medians of the rounds, after one that is not counted. Controller, trainer and replicas share the cores.
 """
@@ -13,36 +18,43 @@ Medians of the rounds, after one that is not counted. Controller, trainer and re
 from __future__ import annotations
 
 import argparse
+import itertools
 import multiprocessing
 import socket
 import statistics
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Iterator
 from multiprocessing import connection
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from dora_jax.chips import CHIPS
+from dora_jax.models.config import ModelConfig, new_config
 from dora_jax.orchestrate.events import TimePassed
 from dora_jax.runtime import exchange as ex
 from dora_jax.runtime.codec import Codec
 from dora_jax.runtime.publication import STORAGE, WIRE, Publication
+from dora_jax.sim.network import Speeds, publication, speeds_of
 from dora_jax.types import Version, record
 
 MIB = 1 << 20
 GIB = 1 << 30
-LEAVES = 64
-SMALL_BYTES = 4096
+FSDP, TENSOR = 4, 2
+DTYPE = "bfloat16"
+LAYER_MIB, EMBED_MIB = 25.2, 64.0  # of `model_of`, in DTYPE
+SIZES = (("8B", 8.2e9, "v5e", 64, 4, 16), ("8B", 8.2e9, "v6e", 64, 4, 16), ("32B", 32.8e9, "v5p", 64, 4, 16),
+         ("560B", 560e9, "v5p", 512, 32, 16))  # parameters, chip, the trainer's, an instance's, instances
+HOST_TCP_BYTES_PER_S = 3.6e9  # between two v6e hosts, as others measured it
 
 
 @record
 class Put:
-    """The trainer makes a version; `write`: to storage too."""
+    """The trainer makes a version; `write`: to storage too. A replica takes it into its engine."""
 
     version: Version
-    bytes: int
     write: bool
 
 
@@ -54,9 +66,26 @@ class Forget:
 @record
 class Made:
     version: Version
+    seconds: tuple[float, ...]
 
 
 CODEC = Codec(*ex.RECORDS, Put, Forget, Made)
+
+
+def model_of(mib: float) -> ModelConfig:
+    """About so large; tiny for 0."""
+    if not mib:
+        return new_config("qwen3", vocab_size=256, d_model=64, n_layers=1, n_heads=4, n_kv_heads=4, head_dim=16, d_ff=64)
+    layers = max(1, round((mib - EMBED_MIB) / LAYER_MIB))
+    return new_config("qwen3", vocab_size=32768, d_model=1024, n_layers=layers, n_heads=16, n_kv_heads=8, head_dim=64,
+                      d_ff=3072)
+
+
+def size_of(model: ModelConfig) -> int:
+    """Bytes in DTYPE."""
+    d, heads = model.d_model, model.head_dim * (model.n_heads + model.n_kv_heads)
+    layer = 2 * d * heads + 3 * d * model.d_ff + 2 * d + 2 * model.head_dim
+    return 2 * (model.n_layers * layer + model.vocab_size * d + d)
 
 
 # ------------------------------------------------------------------ floors
@@ -100,40 +129,22 @@ def _send(address: tuple[str, int], size: int) -> None:
 # --------------------------------------------------------------- processes
 
 
-def run_host(end: connection.Connection, size: int, folder: str) -> None:
+def run_host(end: connection.Connection, trainer: bool, mib: float, folder: str) -> None:
     """The trainer or a replica: executes what comes and answers."""
     import jax
 
-    from dora_jax.runtime.cluster.weights import StoredWeights
-    from dora_jax.runtime import slices
-    from dora_jax.runtime.parcels import HOST
-    from dora_jax.runtime.staging import Versions, WeightHost
-    from dora_jax.runtime.wire import Wire
-
     jax.config.update("jax_platforms", "cpu")
-    one = jax.sharding.SingleDeviceSharding(jax.devices()[0])
-    stored = StoredWeights(Path(folder))
-
-    def new_host(total: int) -> WeightHost:
-        like = {f"{i}": jax.ShapeDtypeStruct((total // LEAVES // 4,), np.float32, sharding=one) for i in range(LEAVES)}
-        return WeightHost(0, wire, versions, like, stored.read)
-
-    wire, versions = Wire(platform=HOST), Versions()
-    host = new_host(size)
+    jax.config.update("jax_num_cpu_devices", FSDP if trainer else TENSOR)
+    side = TrainerSide(mib, folder) if trainer else ReplicaSide(mib, folder)
     while data := _next(end):
         match item := CODEC.decode(data):
-            case Put(version=version, bytes=total, write=write):
-                host = new_host(total)
-                tree = {f"{i}": np.full(total // LEAVES // 4, version + i, np.float32) for i in range(LEAVES)}
-                versions.keep(version, slices.offered(jax.device_put(tree, one)))
-                if write:
-                    stored.write(version, versions.get(version, None))
-                answer = Made(version=version)
+            case Put(version=version):
+                answer = Made(version=version, seconds=side.put(version, item.write))
             case Forget(version=version):
-                versions.drop(version)
-                answer = Made(version=version)
+                side.forget(version)
+                answer = Made(version=version, seconds=())
             case _:
-                answer = host.execute(item)
+                answer = side.host.execute(item)
         if answer is not None:
             end.send_bytes(CODEC.encode(answer))
 
@@ -145,10 +156,101 @@ def _next(end: connection.Connection) -> bytes | None:
         return None
 
 
+def _config() -> Any:
+    from dora_jax import devices
+    from dora_jax.config import Config, ModelSection, RolloutSection
+
+    rollout = RolloutSection(slots=1, max_prompt_tokens=16, max_new_tokens=16)
+    return devices.filled(Config(model=ModelSection(dtype=DTYPE), rollout=rollout))
+
+
+class TrainerSide:
+    """Masters, their copy, and what is offered of it."""
+
+    def __init__(self, mib: float, folder: str):
+        import jax
+
+        from dora_jax.models import sharding
+        from dora_jax.runtime import build
+        from dora_jax.runtime.cluster.weights import StoredWeights
+        from dora_jax.runtime.parcels import HOST
+        from dora_jax.runtime.staging import Versions, WeightHost
+        from dora_jax.runtime.wire import Wire
+
+        model, mesh = model_of(mib), sharding.make_mesh(jax.devices(), 1, FSDP, 1)
+        self._like = build.publishing_inputs(model, mesh)
+        self._copy = build.publishing_copy(_config(), model, mesh).lower(self._like).compile()
+        self._stored, self._kept = StoredWeights(Path(folder)), Versions()
+        self.host = WeightHost(0, Wire(platform=HOST), self._kept)
+
+    def put(self, version: Version, write: bool) -> tuple[float, ...]:
+        """Seconds of the copy, of its way to the host and to storage."""
+        import jax
+
+        from dora_jax.publish import Slices
+        from dora_jax.runtime import slices
+
+        masters = jax.tree.map(lambda x: jax.make_array_from_callback(
+            x.shape, x.sharding, lambda index: np.full(x.sharding.shard_shape(x.shape), version + 1, x.dtype)), self._like)
+        began = time.perf_counter()
+        copy = jax.block_until_ready(self._copy(masters))
+        copied = time.perf_counter()
+        del masters
+        given = slices.offered(copy)
+        jax.tree.map(Slices.bring_home, given)
+        self._kept.keep(version, given)
+        home = time.perf_counter()
+        if write:
+            self._stored.write(version, given)
+        return copied - began, home - copied, time.perf_counter() - home
+
+    def forget(self, version: Version) -> None:
+        self._kept.drop(version)
+
+
+class ReplicaSide:
+    """An engine, and what it is sent."""
+
+    def __init__(self, mib: float, folder: str):
+        import jax
+
+        from dora_jax.models import sharding
+        from dora_jax.runtime import build
+        from dora_jax.runtime.cluster.weights import StoredWeights
+        from dora_jax.runtime.parcels import HOST
+        from dora_jax.runtime.staging import Versions, WeightHost, like
+        from dora_jax.runtime.wire import Wire
+
+        model, config = model_of(mib), _config()
+        self._engine = build.engine_of(config, model, sharding.make_mesh(jax.devices(), 1, 1, TENSOR))
+        wanted = like(model, self._engine.param_shardings, config.model.dtype)
+        self.host = WeightHost(0, Wire(platform=HOST), Versions(), wanted, StoredWeights(Path(folder)).read)
+
+    def put(self, version: Version, write: bool) -> tuple[float, ...]:
+        """Seconds that the engine stands still for it, and that the devices take for as many bytes."""
+        import jax
+
+        began = time.perf_counter()
+        self._engine.load(version, self.host.weights.get(version, self._engine.param_shardings))
+        pause_s = time.perf_counter() - began
+        here = self.host.weights.get(version, None)
+        shards = {id(array): array for leaf in jax.tree.leaves(here) for array in leaf.boxes.values()}
+        if any((array != version + 1).any() for array in shards.values()):
+            raise RuntimeError(f"version {version} is not what was put")
+        self._engine.drop(version)
+        began = time.perf_counter()
+        for array in shards.values():
+            jax.block_until_ready(jax.device_put(array, jax.devices()[0], may_alias=False))
+        return pause_s, time.perf_counter() - began
+
+    def forget(self, version: Version) -> None:
+        self.host.weights.drop(version)
+
+
 class Cluster:
     """A trainer and replicas as processes, and a controller here."""
 
-    def __init__(self, replicas: int, size: int, path: str, folder: Path):
+    def __init__(self, replicas: int, mib: float, path: str, folder: Path):
         context = multiprocessing.get_context("spawn")
         self.names = ["trainer", *(f"r{i}" for i in range(replicas))]
         self.path, self.folder = path, folder
@@ -156,8 +258,9 @@ class Cluster:
         self.ends, self.children = {}, []
         for name in self.names:
             self.ends[name], theirs = context.Pipe()
-            self.children.append(context.Process(target=run_host, args=(theirs, size, str(folder))))
-            self.children[-1].start()
+            child = context.Process(target=run_host, args=(theirs, name == "trainer", mib, str(folder)))
+            self.children.append(child)
+            child.start()
             theirs.close()
             self.brain.step(ex.WorldUp(world=name, epoch=1, hosts=1, trainer=name == "trainer"))
 
@@ -170,25 +273,25 @@ class Cluster:
         for child in self.children:
             child.join(20)
 
-    def ask(self, name: str, what: Any) -> None:
+    def ask(self, name: str, what: Any) -> tuple[float, ...]:
         self.ends[name].send_bytes(CODEC.encode(what))
-        CODEC.decode(self.ends[name].recv_bytes())
+        return CODEC.decode(self.ends[name].recv_bytes()).seconds
 
-    def publish(self, version: Version, size: int) -> tuple[float, float]:
-        """Seconds until the first replica has it, and until all have."""
+    def publish(self, version: Version) -> dict[str, float]:
+        """Seconds of each stage."""
         by_storage = self.path == STORAGE
-        if not by_storage:
-            self.ask("trainer", Put(version=version, bytes=size, write=False))
+        copy_s, home_s, write_s = self.ask("trainer", Put(version=version, write=by_storage))
         began = time.perf_counter()
         if by_storage:
-            self.ask("trainer", Put(version=version, bytes=size, write=True))
             (self.folder / f"v{version}.partial").rename(self.folder / f"v{version}")
             self.brain.step(ex.Stored(version=version, there=True))
         else:
             self.brain.step(ex.Holds(world="trainer", epoch=1, version=version))
         loaded = self._carry([ex.Wanted(world=name, version=version) for name in self.names[1:]])
+        paused = [self.ask(name, Put(version=version, write=False)) for name in self.names[1:]]
         self._forget(version)
-        return min(loaded) - began, max(loaded) - began
+        return {"copy": copy_s, "home": home_s, "write": write_s, "first": min(loaded) - began,
+                "all": max(loaded) - began, "pause": max(pause for pause, _ in paused), "h2d": min(h for _, h in paused)}
 
     def _carry(self, facts: list[ex.Fact]) -> list[float]:
         loaded: list[float] = []
@@ -220,40 +323,65 @@ class Cluster:
 # -------------------------------------------------------------------- table
 
 
-def measure(path: str, replicas: int, size: int, rounds: int, new_folder: Callable[[], Path]) -> tuple[float, float]:
-    with Cluster(replicas, size, path, new_folder()) as cluster:
-        times = [cluster.publish(version, size) for version in range(rounds + 1)][1:]
-    return tuple(statistics.median(column) for column in zip(*times, strict=True))
+def measure(path: str, replicas: int, mib: float, rounds: int, folder: str | None) -> dict[str, float]:
+    """Median seconds of each stage."""
+    with tempfile.TemporaryDirectory(dir=folder) as place, Cluster(replicas, mib, path, Path(place)) as cluster:
+        times = [cluster.publish(version) for version in range(rounds + 1)][1:]
+    return {name: statistics.median(each[name] for each in times) for name in times[0]}
+
+
+def speeds_from(size: int, times: dict[str, float]) -> Speeds:
+    """Of this machine, whose cores carry both ends: a transfer and the joining behind it are one figure."""
+    return Speeds(copy=size / times["copy"], home=size / times["home"], out=size / times["all"], into=size / times["all"],
+                  join=float("inf"), place=size / times["pause"])
+
+
+def table(args: argparse.Namespace) -> Iterator[str]:
+    """Lines, each as soon as it is measured."""
+    quarter = model_of(args.mib / 4)
+    calibrated = speeds_from(size_of(quarter), measure(WIRE, 1, args.mib / 4, args.rounds, args.folder))
+    yield (f"speeds at {size_of(quarter) / MIB:.0f} MiB, GiB/s: copy {calibrated.copy / GIB:.2f}, wire "
+           f"{calibrated.into / GIB:.2f}, pause {calibrated.place / GIB:.2f}")
+    yield (f"{'path':10s}{'replicas':>9s}{'MiB':>6s}{'empty ms':>10s}{'copy s':>8s}{'write s':>9s}{'first s':>9s}"
+           f"{'all s':>8s}{'GiB/s':>7s}{'pause s':>9s}{'h2d s':>7s}{'model/measured all':>20s}{'pause':>7s}")
+    for name, path in (("transfer", WIRE), ("storage", STORAGE)):
+        small = measure(path, 1, 0, args.rounds, args.folder)["all"]
+        for replicas in [int(r) for r in args.replicas.split(",")]:
+            mib = args.mib / replicas
+            size = size_of(model_of(mib))
+            t = measure(path, replicas, mib, args.rounds, args.folder)
+            said = publication(size, calibrated, replicas)
+            ratios = f"{(said.last_s - said.copy_s - said.home_s) / t['all']:20.2f}" if path == WIRE else " " * 20
+            yield (f"{name:10s}{replicas:9d}{size / MIB:6.0f}{small * 1e3:10.1f}{t['copy']:8.2f}{t['write']:9.2f}"
+                   f"{t['first']:9.2f}{t['all']:8.2f}{replicas * size / t['all'] / GIB:7.2f}{t['pause']:9.2f}{t['h2d']:7.2f}"
+                   f"{ratios}{said.pause_s / t['pause']:7.2f}")
+
+
+def at_size() -> Iterator[str]:
+    """Nothing of it is measured: the model at the hardware table's speeds."""
+    yield "model, bfloat16; links at 0.7 of the hardware table's / at 3.6 GB/s a host, as measured elsewhere on v6e"
+    yield (f"{'':6s}{'trainer':>10s}{'instances':>14s}{'copy GiB/chip':>15s}{'copy ms':>9s}{'home s':>8s}{'first s':>16s}"
+           f"{'all s':>16s}{'pause s':>9s}")
+    for name, params, chip, trainer, instance, count in SIZES:
+        fast, slow = (publication(2 * params, speeds_of(CHIPS[chip], trainer, CHIPS[chip], instance, 0.7, link), count)
+                      for link in (0.0, HOST_TCP_BYTES_PER_S))
+        yield (f"{name:6s}{f'{trainer} {chip}':>10s}{f'{count} x {instance}':>14s}{2 * params / trainer / GIB:15.2f}"
+               f"{fast.copy_s * 1e3:9.1f}{fast.home_s:8.2f}{f'{fast.first_s:.2f} / {slow.first_s:.2f}':>16s}"
+               f"{f'{fast.last_s:.2f} / {slow.last_s:.2f}':>16s}{fast.pause_s:9.2f}")
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--mib", type=int, default=256)
-    parser.add_argument("--replicas", default="1,2,4")
+    parser.add_argument("--mib", type=int, default=1024)
+    parser.add_argument("--replicas", default="1,2")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--folder")
     args = parser.parse_args()
-    size = args.mib * MIB
-    tcp = tcp_bytes_s(size)
-    print(f"floors, GiB/s: memcpy {memcpy_bytes_s(size, False) / GIB:.2f}, onto fresh pages "
-          f"{memcpy_bytes_s(size, True) / GIB:.2f}, loopback TCP {tcp / GIB:.2f}")
-    print(f"{'path':10s}{'replicas':>9s}{'4 KiB ms':>10s}{f'{args.mib} MiB: first s':>18s}{'all s':>8s}{'GiB/s':>8s}"
-          f"{'of TCP':>8s}")
-    with tempfile.TemporaryDirectory(dir=args.folder) as folder:
-        numbers = iter(range(1 << 20))
-
-        def new_folder() -> Path:
-            path = Path(folder) / f"{next(numbers)}"
-            path.mkdir()
-            return path
-
-        for name, path in (("transfer", WIRE), ("storage", STORAGE)):
-            for replicas in [int(r) for r in args.replicas.split(",")]:
-                _, small = measure(path, replicas, SMALL_BYTES, args.rounds, new_folder)
-                first, last = measure(path, replicas, size, args.rounds, new_folder)
-                speed = replicas * size / last
-                print(f"{name:10s}{replicas:9d}{small * 1e3:10.1f}{first:18.2f}{last:8.2f}{speed / GIB:8.2f}"
-                      f"{speed / tcp:8.0%}", flush=True)
+    floor = min(args.mib, 256) * MIB
+    print(f"floors, GiB/s: memcpy {memcpy_bytes_s(floor, False) / GIB:.2f}, onto fresh pages "
+          f"{memcpy_bytes_s(floor, True) / GIB:.2f}, loopback TCP {tcp_bytes_s(floor) / GIB:.2f}")
+    for line in itertools.chain(table(args), at_size()):
+        print(line, flush=True)
 
 
 if __name__ == "__main__":

@@ -1,18 +1,33 @@
 """Links in virtual time: a transfer takes its turn at both ends.
 
 Every instance has one link in and one out; the trainer has as many lanes out as instances could be fed at once.
+`publication` follows one version of given size through all its stages.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import heapq
+from typing import Protocol
 
-from dora_jax.sim.cost import Costs
+from dora_jax.chips import Chip
 from dora_jax.types import InstanceId
+
+HOST_CHIPS = 4  # of most TPU machines
+HOST_COPY_BYTES_PER_S = 8e9  # from one place of a host's memory to another
+COPY_TRAFFIC = 3  # bytes that a cast from f32 reads and writes, for each byte of bfloat16 that it makes
+HBM_SHARE = 0.8  # of the bandwidth that a cast reaches
+
+
+class Transfers(Protocol):
+    """What a network asks of `sim.cost.Costs`."""
+
+    def load_s(self) -> float: ...
+    def move_s(self, tokens: int) -> float: ...
 
 
 class Network:
-    def __init__(self, costs: Costs, lanes: int):
+    def __init__(self, costs: Transfers, lanes: int):
         self._costs = costs
         self._trainer = [0.0] * max(1, lanes)  # when each lane is free
         self._out: dict[InstanceId, float] = {}
@@ -36,3 +51,67 @@ class Network:
         end = max(now, self._out.get(src, 0.0), self._in.get(dst, 0.0)) + seconds
         self._out[src] = self._in[dst] = end
         return end
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Speeds:
+    """Bytes of a version that each stage of its publication handles in a second."""
+
+    copy: float  # cast on the trainer's devices, all together
+    home: float  # from these to their hosts
+    out: float  # out of the trainer's hosts
+    into: float  # into the hosts of one instance, and out of them
+    join: float  # in these, from pieces into what the devices need
+    place: float  # from these to the instance's devices
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Published:
+    copy_s: float  # that the next step waits
+    home_s: float
+    first_s: float  # until the first instance has it in host memory, everything before included
+    last_s: float  # until all have
+    pause_s: float  # of an instance
+
+
+def speeds_of(trainer: Chip, trainer_chips: int, instance: Chip, instance_chips: int, link_share: float,
+              host_link_bytes_per_s: float = 0.0) -> Speeds:
+    """`link_share` of the chips' links is reached; host_link_bytes_per_s: what one host's link carries instead."""
+    def link(chip: Chip, chips: int) -> float:
+        return chips * (host_link_bytes_per_s / HOST_CHIPS or chip.dcn_bytes_per_s * link_share)
+
+    return Speeds(copy=trainer_chips * trainer.hbm_bytes_per_s * HBM_SHARE / COPY_TRAFFIC,
+                  home=trainer_chips * trainer.host_bytes_per_s, out=link(trainer, trainer_chips),
+                  into=link(instance, instance_chips), join=instance_chips / HOST_CHIPS * HOST_COPY_BYTES_PER_S,
+                  place=instance_chips * instance.host_bytes_per_s)
+
+
+def publication(weight_bytes: float, speeds: Speeds, instances: int) -> Published:
+    """One version to so many instances; those that have it serve the others."""
+    copy_s, home_s = weight_bytes / speeds.copy, weight_bytes / speeds.home
+    send_s = weight_bytes / min(speeds.into, speeds.out) + weight_bytes / speeds.join
+    lanes = max(1, int(speeds.out // speeds.into))
+    network = Network(_Sent(send_s), lanes)
+    begin = copy_s + home_s
+    free: list[tuple[float, int, InstanceId | None]] = [(begin, -1, None)] * lanes  # when each source can send again
+    ends = []
+    for instance in range(instances):
+        at, order, source = heapq.heappop(free)
+        ends.append(network.load(at, source, instance))
+        heapq.heappush(free, (ends[-1], order, source))
+        heapq.heappush(free, (ends[-1], instance, instance))
+    return Published(copy_s=copy_s, home_s=home_s, first_s=min(ends), last_s=max(ends),
+                     pause_s=weight_bytes / speeds.place)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Sent:
+    """Every load takes as long."""
+
+    seconds: float
+
+    def load_s(self) -> float:
+        return self.seconds
+
+    def move_s(self, tokens: int) -> float:
+        raise NotImplementedError("only weights are published")
