@@ -70,6 +70,9 @@ def test_what_the_kernel_cannot_run_is_refused():
         paged_gpu.paged_attention(q, pool, lens[:1], tables, 1.0)
     with pytest.raises(ValueError, match="17 query heads share a KV head; the kernel takes 16"):
         paged_gpu.paged_attention(jnp.tile(q[:, :, :1], (1, 1, 34, 1)), pool, lens, tables, 1.0)
+    wide = jax.ShapeDtypeStruct((2**20, 16, 16, 16), jnp.float8_e4m3fn)
+    with pytest.raises(ValueError, match="this one has 4294967296 values; set rollout.pages"):
+        jax.eval_shape(functools.partial(paged_gpu.paged_attention, scale=1.0), jnp.tile(q, (1, 1, 8, 1)), wide, lens, tables)
     with pytest.raises(ValueError, match="rollout.attention gpu needs GPU devices; this instance's are cpu"):
         new_engine(attention="gpu")
 

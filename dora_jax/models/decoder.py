@@ -9,7 +9,7 @@ produces hidden states and logits. Two layouts of the same weights, kept [in, ou
   stacked (canonical)  params["layers"] = {name: [n_layers, ...]}  -> lax.scan, for training
   serving              params["layers"] = [{name: [...]}, ...]     -> Python loop; on CPU a static index into
                        stacked weights copies them at every step
-An engine whose kernel reads pages takes the stacked layout too ("scanned"): a loop compiles in the time of one layer.
+An engine on a TPU takes the stacked layout too ("scanned"): a loop compiles in the time of one layer.
 Laws: the layouts give the same function; a parameter's first value depends on (seed, layer, name) alone, so a new
 parameter shifts no other; norms, rotary angles and softmax are computed in f32.
 """

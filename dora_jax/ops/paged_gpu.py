@@ -48,8 +48,8 @@ def paged_attention(q_SxLxHxD, kv_pages_NxPxCxD, kv_lens_S, tables_SxM, scale: f
     if d != (width := attention.lanes("gpu", d)):
         raise ValueError(f"heads of {d} come padded to {width}, a power of two")
     if kv_pages_NxPxCxD.dtype.itemsize == 1 and 2**31 <= kv_pages_NxPxCxD.size <= 2**32:
-        raise ValueError("Pallas indexes this 8-bit pool of 2 to 4 GiB a layer with signed 32 bits; set rollout.pages "
-                         "so that it is smaller, or larger")
+        raise ValueError(f"Pallas indexes an 8-bit pool of 2 to 4 GiB with 31 bits, and this one has "
+                         f"{kv_pages_NxPxCxD.size} values; set rollout.pages so that it is smaller, or larger")
     group = heads // (kv // 2)
     most = MIN_ROWS if q_SxLxHxD.dtype == jnp.float32 else MAX_ROWS  # products in full precision take many registers
     rows = min(most, max(MIN_ROWS, pl.next_power_of_2(length * group)))

@@ -138,8 +138,11 @@ def shapes_of(section: RolloutSection) -> Shapes:
 
 
 def weights_layout(attention: str) -> str:
-    """The layout of the weights that an engine with this `rollout.attention` takes, see decoder.serving_layout."""
-    return "serving" if attention == "reference" else "scanned"
+    """The layout of the weights that an engine with this `rollout.attention` takes, see decoder.serving_layout.
+
+    On a GPU a product is a library's call, before which XLA copies the layer's slice of stacked weights.
+    """
+    return "serving" if attention in ("reference", "gpu") else "scanned"
 
 
 def _check_tables(shapes: Shapes) -> None:
