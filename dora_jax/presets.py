@@ -18,7 +18,7 @@ from dora_jax import budget, chips, devices, memory, validate
 from dora_jax import config as configs
 from dora_jax.budget import Machines
 from dora_jax.chips import Machine
-from dora_jax.config import Config, ConfigError, RolloutSection
+from dora_jax.config import Config, ConfigError, RolloutSection, TrainerSection
 from dora_jax.models import config as models
 from dora_jax.models.config import ModelConfig
 from dora_jax.models.hf_config import read_config
@@ -91,9 +91,10 @@ def resolve(config: Config, found: Machines, model: ModelConfig | None = None) -
     """(the configuration with every open field filled in, what was filled in and why)."""
     choices: list[Choice] = []
     rollout = _filled("rollout", config.rollout, _rollout(config.rollout, found.instances), choices)
-    config = dataclasses.replace(
-        config, rollout=rollout, model=_filled("model", config.model, _model(found), choices),
-        trainer=_filled("trainer", config.trainer, _trainer(found.trainer), choices))
+    model_section = _filled("model", config.model, _model(found), choices)
+    chosen = _trainer(config.trainer, found.trainer, model_section.dtype)
+    config = dataclasses.replace(config, rollout=rollout, model=model_section,
+                                 trainer=_filled("trainer", config.trainer, chosen, choices))
     pages = {"pages": _pages(config, found, model)} if config.rollout.pages in OPEN else {}
     rollout = _filled("rollout", config.rollout, pages, choices)
     return dataclasses.replace(config, rollout=rollout), tuple(choices)
@@ -145,7 +146,7 @@ def table(choices: tuple[Choice, ...]) -> list[str]:
 def on_cpu(section: Any) -> Any:
     """A RolloutSection or TrainerSection as a CPU runs it: for sections that no Config holds."""
     if not hasattr(section, "slots"):
-        return _filled("", section, _trainer(Machine()), [])
+        return _filled("", section, _trainer(section, Machine(), "float32"), [])
     section = _filled("", section, _rollout(section, Machine()), [])
     return _filled("", section, {"pages": _pages_of_slots(section)}, [])
 
@@ -214,12 +215,14 @@ def _pages_of_slots(section: RolloutSection) -> tuple[int, str]:
     return max(section.slots * each, each + 1), "every slot can hold a longest sample"
 
 
-def _trainer(machine: Machine) -> Presets:
+def _trainer(section: TrainerSection, machine: Machine, dtype: str) -> Presets:
     if machine.platform == "cpu":
         return {"attention": ("reference", "the one that XLA compiles for a CPU"),
                 "logits_bytes": (64 * MIB, "larger chunks leave the cache")}
-    kernel = {"tpu": "splash", "gpu": "cudnn"}[machine.platform]
-    return {"attention": (kernel, "scores never reach the memory"),
+    kernel, why = {"tpu": "splash", "gpu": "cudnn"}[machine.platform], "scores never reach the memory"
+    if wrong := objective.attention_problems(dataclasses.replace(section, attention=kernel), machine.platform, dtype):
+        kernel, why = "reference", wrong[0]
+    return {"attention": (kernel, why),
             "logits_bytes": (1024 * MIB, "the head is read once for so many logits"),
             "compiler_options": TRAINER_OPTIONS.get(machine.platform, NONE)}
 

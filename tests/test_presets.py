@@ -85,6 +85,12 @@ def test_the_page_table_fits_the_scalar_memory(slots, new, size):
         assert refusal.startswith(f"rollout.page_size: with pages of {size // 2} tokens")
 
 
+@pytest.mark.parametrize("slice_name, changes", [("v6e-8", {"pack_tokens": 4160}), ("h100-8", {"context": 2})])
+def test_a_kernel_that_does_not_take_the_rows_is_not_chosen_and_why_is_said(slice_name, changes):
+    choice, = (choice for choice in resolved(on(slice_name, trainer=changes))[1] if choice.field == "trainer.attention")
+    assert choice.value == "reference" and f"trainer.{next(iter(changes))}" in choice.reason
+
+
 def test_the_quickstart_runs_on_a_cpu_as_it_was_tuned():
     tree = flags.load_file(f"{CONFIGS / 'quickstart.py'}")
     done, _ = resolved(config.from_config_dict(tree))
@@ -137,8 +143,9 @@ def test_virtual_devices_of_a_cluster_are_a_cpu_wherever_ray_puts_them():
 @pytest.mark.parametrize("asked, problem", [
     (on("v5e-8", {"attention": "gpu"}), "rollout.attention: the kernel 'gpu' is for gpu, and this is v5e-8"),
     (on("laptop", {"attention": "tpu"}), "rollout.attention: the kernel 'tpu' is for tpu, and this is laptop"),
-    (on("h100-8", trainer={"attention": "splash"}), "trainer.attention=splash is a kernel for TPUs; the trainer's devices are gpu"),
-    (dataclasses.replace(on("h100-8"), model=ModelSection(dtype="float32")), "trainer.attention=cudnn computes in bfloat16 or float16, not in"),
+    (on("h100-8", trainer={"attention": "splash"}), "trainer.attention=splash is a kernel for TPUs"),
+    (dataclasses.replace(on("h100-8", trainer={"attention": "cudnn"}), model=ModelSection(dtype="float32")),
+     "trainer.attention=cudnn computes in bfloat16"),
     (on("v6e-8", {"pages": 10**6}), "rollout.pages: 1000000 pages take"),
     (on("v5e-8", {"tensor": 1}, size="Qwen3-8B", trainer={"fsdp": 4}), "rollout.tensor: weights, calls and one longest sample need"),
     (on("v6e-8", trainer={"fsdp": 4, "remat": "none", "micro_batches": 1}, size="Qwen3-1.7B"), "trainer.micro_batches: an update needs"),
