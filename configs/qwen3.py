@@ -13,7 +13,9 @@ from dora_jax import config, presets
 
 SIZES = ("0.6B", "1.7B", "8B", "32B")
 SLICES = ("laptop", "v5e-8", "v6e-8", "h100-8", "v5p-16", "v5p-128")  # the smallest first
-LEAN = ({}, {"moments": "bfloat16"}, {"moments": "bfloat16", "optimizer_memory": "host"})  # trainers
+LEAN = tuple({"moments": moments, "optimizer_memory": memory, "tensor": tensor}  # trainers
+             for moments, memory in (("float32", "device"), ("bfloat16", "device"), ("bfloat16", "host"))
+             for tensor in (1, 2))
 TENSORS = (1, 2, 4)  # devices of an instance
 
 

@@ -48,7 +48,8 @@ class Budget:
 
     @property
     def trainer(self) -> list[Line]:
-        return [*memory.trainer_state(self.model, self.config, self.mesh),
+        on_host = self.config.trainer.optimizer_memory == "host" and self.machines.trainer.platform != "cpu"
+        return [*memory.trainer_state(self.model, self.config, self.mesh, on_host),
                 *memory.trainer_work(self.model, self.config, self.mesh)]
 
     @property
@@ -190,7 +191,7 @@ def _help(budget: Budget) -> str:
         return "no setting of one device is enough: give the trainer more devices"
     if "micro_batches" in change:
         less = budget.with_trainer(**{k: v for k, v in change.items() if k != "micro_batches"})
-        change["micro_batches"] = less.micro_batches
+        change["micro_batches"] = less.micro_batches or change["micro_batches"]
     return "it fits with " + ", ".join(f"trainer.{name}={value}" for name, value in change.items())
 
 

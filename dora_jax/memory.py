@@ -66,14 +66,14 @@ def batch_layout(config: Config, mesh: Mesh) -> Layout:
                   shards=mesh.data * mesh.fsdp, max_tokens=rollout.max_prompt_tokens + rollout.max_new_tokens)
 
 
-def trainer_state(model: ModelConfig, config: Config, mesh: Mesh) -> list[Line]:
-    """What stays on a device between updates."""
+def trainer_state(model: ModelConfig, config: Config, mesh: Mesh, on_host: bool = False) -> list[Line]:
+    """What stays on a device between updates; on_host: the moments do not."""
     t, dtype = config.trainer, config.model.dtype
     weights = model.matrix_params / mesh.shards + model.gain_params  # gains are replicated
     moments = 2 * BYTES[t.moments] * weights
     lines = [Line("masters", 4 * weights, "float32"),
-             Line("moments", 0.0 if t.optimizer_memory == "host" else moments,
-                  f"{t.moments}, {moments / GIB:.3f} GiB in host memory" if t.optimizer_memory == "host" else t.moments)]
+             Line("moments", 0.0 if on_host else moments,
+                  f"{t.moments}, {moments / GIB:.3f} GiB in host memory" if on_host else t.moments)]
     if objective.needs_reference(t):
         lines.append(Line("reference model", 4 * weights, "float32, trainer.kl"))
     if objective.needs_value(t):
@@ -92,34 +92,37 @@ def published_copies(config: Config) -> int:
 
 
 def trainer_work(model: ModelConfig, config: Config, mesh: Mesh) -> list[Line]:
-    """What an update needs beside the state."""
-    t, size = config.trainer, BYTES[config.model.dtype]
+    """What an update needs beside the state: what lives through it, and the largest of what its phases need in turn."""
+    t, size, alone = config.trainer, BYTES[config.model.dtype], mesh.shards == 1
     shape = batch_layout(config, mesh)
     rows = shape.rows // (t.micro_batches * mesh.data * mesh.fsdp)  # of a device and micro-batch
     tokens = rows * shape.tokens // mesh.context
     weights = 4 * (model.matrix_params / mesh.shards + model.gain_params)
-    widest = model.layer_params / mesh.tensor
+    ends, layer = model.vocab_size * model.d_model / mesh.tensor, model.layer_params / mesh.tensor
     logits = min(t.logits_bytes, 4 * tokens * model.vocab_size / mesh.tensor)
-    lines = [Line("gradients", weights * (1 if t.micro_batches == 1 else 2),
-                  "float32" if t.micro_batches == 1 else "float32: the sum and one micro-batch's"),
-             Line("gathered weights", 2 * size * widest if mesh.fsdp > 1 else size * widest, "this layer's and the next's"),
-             Line("head", (size + 4) * model.vocab_size * model.d_model / mesh.tensor, "gathered, and its gradient"),
-             Line("saved activations", model.n_layers * saved_activations(model, t.remat, tokens, mesh.tensor, size),
-                  f"{tokens} tokens, remat {t.remat}"),
-             Line("one layer", layer_activations(model, tokens, mesh.tensor, size)),
-             Line("attention", attention_scores(model, t.attention, rows, shape.tokens, mesh)),
-             Line("logits", LOGITS_COPIES * logits, "trainer.logits_bytes, their gradient")]
-    return lines
+    copies = 1 if t.micro_batches == 1 else 2 if alone else 3  # the loop's sum, one micro-batch's, and those on their way
+    gathered = 0.0 if alone else 2 * size * layer
+    phases = {"the head": (0 if alone else size + 4) * ends + LOGITS_COPIES * logits,
+              "the gradients of head and embedding, float32": 0.0 if alone else (2 if copies == 1 else 4) * 4 * ends,
+              "one layer": layer_activations(model, tokens, mesh.tensor, size) + attention_scores(
+                  model, t.attention, rows, shape.tokens, mesh)}
+    largest = max(phases, key=phases.__getitem__)
+    return [Line("gradients", copies * weights, f"float32, {copies} times"),
+            Line("layers to compute with", (size if size < 4 else 0) * model.n_layers * layer / mesh.fsdp, config.model.dtype),
+            Line("gathered weights", gathered, "this layer's and the next's"),
+            Line("saved activations", model.n_layers * saved_activations(model, t.remat, tokens, mesh.tensor, size),
+                 f"{tokens} tokens, remat {t.remat}"),
+            Line("the largest phase", phases[largest], largest)]
 
 
 def saved_activations(model: ModelConfig, remat: str, tokens: int, tensor: int, size: int) -> float:
     """Bytes of one layer that the backward pass finds again."""
     if remat == "full":
         return tokens * model.d_model * size
-    dots = tokens * size * (2 * model.d_model + (model.q_width + 2 * model.kv_width + 2 * model.d_ff) / tensor)
+    dots = tokens * size * (3 * model.d_model + 2 * (model.q_width + model.kv_width + model.d_ff) / tensor)
     if remat == "dots":
         return dots
-    return dots + tokens * size * (2 * model.d_model + (2 * model.q_width + 2 * model.d_ff) / tensor)
+    return dots + tokens * size * (2 * model.d_model + (model.q_width + model.kv_width + 2 * model.d_ff) / tensor)
 
 
 def layer_activations(model: ModelConfig, tokens: int, tensor: int, size: int) -> float:

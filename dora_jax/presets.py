@@ -26,6 +26,8 @@ from dora_jax.trainer import objective
 
 OPEN: tuple[Any, ...] = ("auto", 0, {})  # the values that leave a field to the platform
 MIB = 2**20
+MAX_LOGITS_BYTES = 1024 * MIB
+LOGITS_SHARE = 32  # one such array may take this part of a device's memory
 PAGE_SIZES = (64, 128, 256, 512)  # tokens, on accelerators
 KERNELS = {"reference": ("cpu", "tpu", "gpu"), "tpu": ("tpu",), "tokamax": ("tpu",), "gpu": ("gpu",)}  # kernel -> platforms
 TRAINER_OPTIONS = {  # platform -> XLA's options of the update
@@ -223,7 +225,7 @@ def _trainer(section: TrainerSection, machine: Machine, dtype: str) -> Presets:
     if wrong := objective.attention_problems(dataclasses.replace(section, attention=kernel), machine.platform, dtype):
         kernel, why = "reference", wrong[0]
     return {"attention": (kernel, why),
-            "logits_bytes": (1024 * MIB, "the head is read once for so many logits"),
+            "logits_bytes": (_logits_bytes(machine), "the head is read once for so many logits"),
             "compiler_options": TRAINER_OPTIONS.get(machine.platform, NONE)}
 
 
@@ -232,6 +234,12 @@ def _size(config: Config, model: ModelConfig | None) -> Iterator[str]:
     if model and expected and (model.n_layers, model.d_model) != (expected.n_layers, expected.d_model):
         yield (f"model.path: {config.model.path} has {model.n_layers} layers of width {model.d_model}, and model.size "
                f"{config.model.size} has {expected.n_layers} of {expected.d_model}")
+
+
+def _logits_bytes(machine: Machine) -> int:
+    """1 GiB, less where three such arrays would be more than a tenth of the memory."""
+    share = machine.memory_bytes / LOGITS_SHARE or MAX_LOGITS_BYTES
+    return min(MAX_LOGITS_BYTES, 1 << int(share).bit_length() - 1)
 
 
 def _kernels(config: Config, found: Machines) -> Iterator[str]:

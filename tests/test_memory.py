@@ -38,7 +38,7 @@ def test_state_by_hand():
     lines = {line.what: line.bytes for line in memory.trainer_state(SMALL, CONFIG, mesh)}
     assert lines == {"masters": 4 * weights, "moments": 8 * weights, "published versions": 3 * 2 * weights}
     assert memory.trainer_state(SMALL, changed(trainer={"moments": "bfloat16"}), mesh)[1].bytes == 4 * weights
-    assert memory.trainer_state(SMALL, changed(trainer={"optimizer_memory": "host"}), mesh)[1].bytes == 0
+    assert memory.trainer_state(SMALL, CONFIG, mesh, on_host=True)[1].bytes == 0
     kl = {line.what for line in memory.trainer_state(SMALL, changed(trainer={"kl": "k3"}), mesh)}
     assert "reference model" in kl
 
@@ -89,3 +89,17 @@ def test_one_device_holds_a_version_once():
     found = presets.machines(asked)
     planned = budget.of(presets.resolve(asked, found, KNOWN["Qwen3-0.6B"])[0], found, KNOWN["Qwen3-0.6B"])
     assert planned.aliased and planned.crowd == 2 and "resident versions" not in {line.what for line in planned.instance}
+
+
+@pytest.mark.parametrize("layers, changes, mesh, gib", [
+    (36, {"rows": 32, "pack_tokens": 4096}, (1, 8, 1, 1), 24.64),
+    (36, {"rows": 32, "pack_tokens": 4096, "remat": "dots"}, (1, 8, 1, 1), 36.93),
+    (24, {"rows": 32, "pack_tokens": 4096, "attention": "reference", "logits_bytes": 2**26}, (1, 8, 1, 1), 20.12),
+    (12, {"rows": 32, "pack_tokens": 4096, "attention": "reference", "logits_bytes": 2**26}, (1, 8, 1, 1), 15.78),
+    (36, {"rows": 32, "pack_tokens": 16384}, (1, 8, 4, 2), 10.05),
+])
+def test_temporaries_are_those_that_xla_reported(layers, changes, mesh, gib):
+    """Of Qwen3-8B compiled for v5p-16, and for v5e-64 in the last row, by libtpu 0.0.42.1 in four micro-batches."""
+    options = {"micro_batches": 4, "remat": "full", "attention": "splash", "logits_bytes": 2**30} | changes
+    work = memory.trainer_work(dataclasses.replace(QWEN_8B, n_layers=layers), changed(trainer=options), memory.Mesh(*mesh))
+    assert memory.total(work) / GIB == pytest.approx(gib, rel=0.1)
