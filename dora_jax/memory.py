@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from dora_jax.buffer.pack import Layout, layout
 from dora_jax.models.config import ModelConfig
+from dora_jax.rollout import shapes
 from dora_jax.trainer import objective
 
 if TYPE_CHECKING:
@@ -22,8 +23,6 @@ GIB = 2**30
 PREFILL_CALL_TOKENS = 128  # of a prefill call at least, see rollout/shapes.py
 REFERENCE_KV = 2.2  # the reference kernel's copies of the KV that a decode call reads
 LOGITS_COPIES = 3  # logits, their probabilities, their gradient or noise
-SMEM_BYTES = 2**20  # a TPU core's scalar memory, which holds the page table of the kernel that jax ships
-SMEM_SPARE_BYTES = 2**14  # lengths, offsets and semaphores beside it
 
 
 class Line(NamedTuple):
@@ -183,10 +182,10 @@ def page_bytes(model: ModelConfig, rollout: RolloutSection, dtype: str) -> float
 
 
 def table_fits(rollout: RolloutSection, page_size: int) -> bool:
-    return table_bytes(rollout, page_size) <= SMEM_BYTES - SMEM_SPARE_BYTES
+    return table_bytes(rollout, page_size) <= shapes.SMEM_BYTES - shapes.SMEM_SPARE_BYTES
 
 
 def table_bytes(rollout: RolloutSection, page_size: int) -> int:
     """Page table of a decode call: 32 bits a page of the longest context, for every row."""
     context = rollout.max_prompt_tokens + rollout.max_new_tokens
-    return 4 * (rollout.decode_rows or rollout.slots) * -(-context // page_size)
+    return shapes.table_bytes(rollout.decode_rows or rollout.slots, context - 1, rollout.decode_steps, page_size)

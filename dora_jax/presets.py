@@ -22,6 +22,7 @@ from dora_jax.config import Config, ConfigError, RolloutSection, TrainerSection
 from dora_jax.models import config as models
 from dora_jax.models.config import ModelConfig
 from dora_jax.models.hf_config import read_config
+from dora_jax.rollout import shapes
 from dora_jax.trainer import objective
 
 OPEN: tuple[Any, ...] = ("auto", 0, {})  # the values that leave a field to the platform
@@ -254,4 +255,4 @@ def _tables(config: Config, found: Machines) -> Iterator[str]:
     if rollout.attention == "tpu" and found.instances.platform == "tpu" and not memory.table_fits(rollout, rollout.page_size):
         size = memory.table_bytes(rollout, rollout.page_size)
         yield (f"rollout.page_size: with pages of {rollout.page_size} tokens the page table takes {size} bytes, and the "
-               f"kernel keeps it in {memory.SMEM_BYTES} of scalar memory; take larger pages, or fewer rollout.slots")
+               f"kernel keeps it in {shapes.SMEM_BYTES} of scalar memory; take larger pages, or fewer rollout.slots")

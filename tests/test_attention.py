@@ -135,6 +135,21 @@ def test_the_tpu_kernel_equals_the_reference_in_interpret_mode(length, lens, mon
     np.testing.assert_allclose(got, paged_reference(*case, 128**-0.5), rtol=0, atol=2e-6)
 
 
+@pytest.mark.parametrize("length,lens", CASES)
+@pytest.mark.parametrize("dtype,atol", [(jnp.float32, 2e-6), (jnp.bfloat16, 0.01)])
+def test_tokamax_writes_and_attends_as_the_reference(length, lens, dtype, atol, monkeypatch):
+    """Its plain XLA, of which its tests hold the kernel; the pool is finite, as the engine keeps it."""
+    pytest.importorskip("tokamax", reason="tokamax is not installed: the extra tpu-kernels, Python 3.12")
+    q, pool, lens, tables = pages_case(length, lens)
+    new = np.random.default_rng(1).normal(size=(*q.shape[:2], *pool.shape[2:]))
+    inputs = (*(jnp.asarray(x, dtype) for x in (q, new, np.nan_to_num(pool))), jnp.asarray(lens), jnp.asarray(tables))
+    monkeypatch.setattr(attention, "paged_kernel", lambda impl: attention.paged_reference)
+    want, written = attention.paged_step(*inputs, 128**-0.5, "tpu")
+    got, pages = attention.tokamax_step(*inputs, 128**-0.5, implementation="reference")
+    np.testing.assert_array_equal(pages, written)
+    np.testing.assert_allclose(got.astype(jnp.float32), want.astype(jnp.float32), rtol=0, atol=atol)
+
+
 def test_pages_that_do_not_fit_the_queries_are_refused():
     q, pool, lens, tables = pages_case(1, (4, 7))
     with pytest.raises(ValueError, match="3 heads of 128 do not fit pages of 4 K and V heads"):

@@ -120,6 +120,25 @@ def test_shapes_of_the_configuration():
     assert shapes_of(dataclasses.replace(SECTION, decode_steps=6)).window == 3
 
 
+def test_a_kernel_that_reads_pages_has_one_table_and_one_prefill():
+    s = shapes_of(dataclasses.replace(SECTION, attention="tpu", prefill_tokens=32))
+    pages = -(-(SECTION.max_prompt_tokens + SECTION.max_new_tokens - 1) // SECTION.page_size)
+    assert s.decode_buckets == s.prefill_buckets == (pages,) and s.block_pages == 1
+    assert (s.prefill_rows, s.prefill_calls) == (4, 1) and s.copy_pages == s.alone_pages == 1024 // SECTION.page_size
+    assert s.layout == "scanned" and shapes_of(SECTION).layout == "serving"
+
+
+def test_a_page_table_that_a_tpu_cannot_hold_is_refused():
+    long = dataclasses.replace(SECTION, attention="tpu", slots=256, pages=4096, page_size=64, max_prompt_tokens=1024,
+                               max_new_tokens=31744, prefill_tokens=1024, prefill_chunk=512)
+    assert shapes_of(long).decode_buckets == (512,)
+    with pytest.raises(ValueError, match="rollout.page_size 32 makes a page table of 1179648 bytes for 256 rows of 32768 "
+                                         "positions, and the kernel has 1032192: raise .*, or lower rollout.decode_rows"):
+        shapes_of(dataclasses.replace(long, page_size=32))
+    assert shapes_of(dataclasses.replace(long, page_size=32, decode_rows=128)).rows == 128
+    assert shapes_of(dataclasses.replace(long, page_size=32, attention="gpu")).rows == 256
+
+
 def test_a_group_is_prefilled_once_then_decodes_together():
     device = FakeDevice()
     for index in range(4):

@@ -128,24 +128,28 @@ def paged_attention(q_SxLxHxD, kv_pages_NxPxCxD, kv_lens_S, tables_SxM, scale: f
 
 
 def tokamax_step(q_SxLxHxD, new_SxLxCxD, kv_pages_NxPxCxD, kv_lens_S, tables_SxM, scale: float,
-                 implementation: str = "mosaic_tpu") -> tuple[jax.Array, jax.Array]:
-    """`paged_step` by tokamax. implementation: the kernel, or "reference", which is its plain XLA."""
-    from tokamax._src import config  # Python 3.12 only, and seconds to import
-    from tokamax._src.ops.batched_rpa import api
+                 implementation: str = "kernel") -> tuple[jax.Array, jax.Array]:
+    """`paged_step` by tokamax's batched ragged paged attention. implementation: "kernel", or "reference", its plain XLA.
+
+    The kernel itself, not the package's operator around it, which looks for a TPU and asks a table for block sizes.
+    """
+    from tokamax._src.ops.batched_rpa import reference  # Python 3.12 only, and seconds to import
+    from tokamax._src.ops.batched_rpa.kernel import configs, wrapper
 
     s, length, heads, d = q_SxLxHxD.shape
     new_TxCxD = new_SxLxCxD.reshape(s * length, -1, d)
     decoding = s if length == 1 else 0
     narrower = kv_pages_NxPxCxD.dtype != q_SxLxHxD.dtype
-    scales = {"k_scale": 1.0, "v_scale": 1.0} if narrower else {}
-    blocks = dict(bkv_sz=BLOCK_TOKENS, n_buffer=3)
-    with config.cross_compile(True):  # `check_platform` has seen the devices, which may be descriptions
-        o_TxHxD, kv_pages_NxPxCxD = api.batched_ragged_paged_attention(
-            q_SxLxHxD.reshape(s * length, heads, d), new_TxCxD[:, 0::2], new_TxCxD[:, 1::2], kv_pages_NxPxCxD,
-            kv_lens_S, tables_SxM.reshape(-1), jnp.arange(s + 1, dtype=jnp.int32) * length,
-            jnp.array([decoding, decoding, s], jnp.int32), sm_scale=scale, **scales, implementation=implementation,
-            decode_block_sizes=api.BlockSizes(bq_sz=1, bq_c_sz=1, batch_size=8, **blocks),
-            prefill_block_sizes=api.BlockSizes(bq_sz=128, bq_c_sz=64, batch_size=2, **blocks))
+    options = dict(sm_scale=scale, **({"k_scale": 1.0, "v_scale": 1.0} if narrower else {}))
+    attend = reference.batched_ragged_paged_attention_reference
+    if implementation == "kernel":
+        blocks, attend = dict(bkv_sz=BLOCK_TOKENS, n_buffer=3), wrapper.ragged_paged_attention
+        options |= dict(decode_block_sizes=configs.BlockSizes(bq_sz=1, bq_c_sz=1, batch_size=8, **blocks),
+                        prefill_block_sizes=configs.BlockSizes(bq_sz=128, bq_c_sz=64, batch_size=2, **blocks))
+    o_TxHxD, kv_pages_NxPxCxD = attend(
+        q_SxLxHxD.reshape(s * length, heads, d), new_TxCxD[:, 0::2], new_TxCxD[:, 1::2], kv_pages_NxPxCxD,
+        kv_lens_S, tables_SxM.reshape(-1), jnp.arange(s + 1, dtype=jnp.int32) * length,
+        jnp.array([decoding, decoding, s], jnp.int32), **options)
     return o_TxHxD.reshape(q_SxLxHxD.shape), kv_pages_NxPxCxD
 
 

@@ -17,8 +17,8 @@ COPY_PAGES = 16  # of a moving sample that one call takes, and one tick: the oth
 ALONE_PAGES = 144  # where nobody decodes, for a call costs as much as many pages: 128, and what has been sampled since
 PREFILL_CALL_TOKENS = 128  # on CPUs: enough for matrix products to run at speed; more would be padding when few wait
 COPY_TOKENS = 1024  # of pages in one copy where a kernel reads pages, so that reading and writing are compiled once
-SMEM_BYTES = 2**20  # of a TPU core: the kernels prefetch a call's whole page table into it
-SMEM_KEPT = 64 * 2**10  # of it, for what else a kernel and the compiler hold there
+SMEM_BYTES = 2**20  # a TPU core's scalar memory: the kernels prefetch a call's whole page table into it
+SMEM_SPARE_BYTES = 2**14  # lengths, offsets and semaphores beside it
 SMEM_LANES = 128  # a table's rows are padded to it
 
 
@@ -126,7 +126,7 @@ def shapes_of(section: RolloutSection) -> Shapes:
         prefill_rows=prefill_rows, prefill_calls=section.prefill_tokens // (prefill_rows * chunk),
         page_size=size, pages=section.pages, copy_pages=copy_pages,
         alone_pages=copy_pages if paged else max(copy_pages, min(ALONE_PAGES, -(-max_context // size))),
-        block=min(_up(section.context_block, size), _up(max_context, size)), max_context=max_context,
+        block=size if paged else min(_up(section.context_block, size), _up(max_context, size)), max_context=max_context,
         attention=section.attention, kv=section.kv, max_repeats=section.max_repeats,
         kept=section.top_k if section.keep_set else 0)
     needed = shapes.worst_pages(section.max_prompt_tokens, section.max_new_tokens)
@@ -145,16 +145,22 @@ def weights_layout(attention: str) -> str:
     return "serving" if attention in ("reference", "gpu") else "scanned"
 
 
+def table_bytes(rows: int, positions: int, written: int, page_size: int) -> int:
+    """Page table of a call whose rows hold so many positions at most and write so many: 32 bits a page, the pages that
+    are read, then those that are written, for a write may begin inside a page."""
+    pages = -(-positions // page_size) + -(-written // page_size) + 1
+    return 4 * rows * _up(pages, SMEM_LANES)
+
+
 def _check_tables(shapes: Shapes) -> None:
     """A TPU kernel holds a call's page table in SMEM."""
-    blocks, room = shapes.decode_buckets[-1], SMEM_BYTES - SMEM_KEPT
-    for name, rows, window in (("decode_rows", shapes.rows, shapes.window),
-                               ("prefill_tokens", shapes.prefill_rows, shapes.chunk // shapes.page_size)):
-        table = 4 * rows * _up(blocks * shapes.block_pages + window, SMEM_LANES)
-        if table > room:
-            raise ValueError(f"rollout.page_size {shapes.page_size} makes a page table of {table} bytes for {rows} rows "
-                             f"of {shapes.max_context} positions, and the kernel has {room}: raise rollout.page_size, "
-                             f"or lower rollout.{name}")
+    for name, rows, written in (("decode_rows", shapes.rows, shapes.steps),
+                                ("prefill_tokens", shapes.prefill_rows, shapes.chunk)):
+        size = table_bytes(rows, shapes.max_context - 1, written, shapes.page_size)
+        if size > SMEM_BYTES - SMEM_SPARE_BYTES:
+            raise ValueError(f"rollout.page_size {shapes.page_size} makes a page table of {size} bytes for {rows} rows "
+                             f"of {shapes.max_context} positions, and the kernel has {SMEM_BYTES - SMEM_SPARE_BYTES}: "
+                             f"raise rollout.page_size, or lower rollout.{name}")
 
 
 def _check_sampling(section: RolloutSection) -> None:
