@@ -242,11 +242,12 @@ class Engine:
         ends = np.isin(tokens[np.arange(rows), counts - 1], self.eos_ids) & (counts > 0)
         sound = (np.isfinite(logprobs) | (np.arange(steps) >= counts[:, None])).all(axis=1)
         said = zip(call.rows, counts.tolist(), ends.tolist(), sound.tolist(), strict=True)
+        by_text = bool(self._stops)
         for row, ((seq, planned), count, stops, numbers) in enumerate(said):
             seq.inflight -= planned
             if held.get(seq.id) is not seq:
                 continue  # cancelled while in flight
-            if self._stops:
+            if by_text:
                 count, text_stops = self._stops.end(seq.out_ids, tokens[row, :count])
                 stops |= text_stops
             seq.extend(tokens[row, :count], logprobs[row, :count], kept[row, :count])
