@@ -39,6 +39,21 @@ def test_frequencies_follow_the_distribution():
     np.testing.assert_allclose(logprobs, logits[tokens], rtol=0, atol=1e-6)
 
 
+def test_frequencies_where_blocks_hold_several_ids():
+    """A vocabulary that the number of blocks does not divide, one that it does; some ids cut away with their block."""
+    n, rng = 20_000, np.random.default_rng(0)
+    for vocab in (48, 512):
+        scores = rng.normal(size=vocab).astype(np.float32)
+        scores[: vocab // 4] = MASKED
+        probs = np.asarray(jax.nn.softmax(scores))
+        tokens, *_ = draw(jnp.tile(scores, (n, 1)), keys(0, np.arange(n)), jnp.zeros(n, jnp.int32))
+        found, expected = np.bincount(tokens, minlength=vocab), n * probs
+        there = expected > 0
+        assert not found[~there].any()
+        chi_square = ((found - expected)[there] ** 2 / expected[there]).sum()
+        assert chi_square < there.sum() + 4 * np.sqrt(2 * there.sum())  # four standard deviations
+
+
 def test_noise_is_of_the_identity_not_of_the_row():
     logits = jnp.asarray(np.random.default_rng(0).normal(size=(6, 50)).astype(np.float32))
     positions = jnp.arange(6)

@@ -80,8 +80,10 @@ def table(model: str, contexts: list[int], rows: int, attention: str, memory_byt
             yield f"{context:8d}    0  one row of KV does not fit {memory_bytes / 1e9:.0f} GB beside the weights"
             continue
         engine = new_engine(cfg, fit, context, attention, dtype)
+        engine.load(0, jax.device_put(params, engine.param_shardings))
         control, blocks = control_of(engine, context)
-        took = best_s(lambda: engine._device.generate(params, control, blocks).block_until_ready(), 5) / STEPS
+        weights_of = engine._weights[0]  # as the calls take them
+        took = best_s(lambda: engine._device.generate(weights_of, control, blocks).block_until_ready(), 5) / STEPS
         kv *= fit
         yield (f"{context:8d}{fit:5d}{weights / 1e6:12.1f}{kv / 1e6:9.1f}{took * 1e3:11.2f}{fit / took:10.0f}"
                f"{(weights + kv) / took / speed:8.0%}")

@@ -57,15 +57,17 @@ class Calls:
         decode = functools.partial(_decode, cfg, shapes, kv, logits, draw, limits, key, stop, dtype)
         prefill = functools.partial(_prefill, cfg, shapes, kv, dtype)
         self.pool_sharding = pool
-        self._narrows = bool(weights)
-        self._stored = functools.partial(quantize.stored, dtype=quantize.WEIGHTS[weights])
+        self._platform = mesh.devices.flat[0].platform
+        turns = not weights and not shapes.paged and self._platform == "cpu"
+        self._converts = turns or bool(weights)
+        self._stored = quantize.turned if turns else functools.partial(quantize.stored, dtype=quantize.WEIGHTS[weights])
         published = jax.eval_shape(functools.partial(decoder.serving_layout, layout=shapes.layout),
                                    decoder.abstract_params(cfg, dtype))
         self.param_shardings = sharding.param_specs(cfg, mesh, layout=shapes.layout)  # as they are published
-        stored_shardings = quantize.specs(self.param_shardings) if weights else self.param_shardings
+        specs = quantize.turned_specs if turns else quantize.specs if weights else lambda shardings: shardings
+        stored_shardings = specs(self.param_shardings)
         self.abstract_params = jax.tree.map(lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s),
                                             jax.eval_shape(self._stored, published), stored_shardings)
-        self._platform = mesh.devices.flat[0].platform
         self.chooses = shapes.paged and self._platform in CHOOSERS
         jit = functools.partial(jax.jit, compiler_options=compiler_options or None)
         self.empty = jax.jit(lambda: _empty(kv, shapes), out_shardings=(pool, rep))
@@ -95,7 +97,7 @@ class Calls:
 
     def stored(self, params: Any) -> Any:
         """A version's weights as the calls take them; what lies right already is not copied."""
-        if self._narrows:
+        if self._converts:
             return jax.jit(self._stored, out_shardings=self.param_formats)(params)
         return jax.tree.map(_laid_out, params, self.abstract_params, self.param_formats) if self.chooses else params
 

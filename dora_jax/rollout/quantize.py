@@ -44,6 +44,37 @@ class Narrow:
         return (y * self.scale.reshape((1,) * (y.ndim - 1) + (-1,))).astype(x.dtype)
 
 
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Turned:
+    """A weight [D, F] kept as [F, D]: a CPU multiplies a few dozen rows by it a quarter sooner so."""
+
+    values: Any  # [F, D]
+
+    def __getitem__(self, every: Any) -> Turned:
+        return self
+
+    def astype(self, dtype: Any) -> Turned:
+        return Turned(self.values.astype(dtype))
+
+    def __rmatmul__(self, x: jax.Array) -> jax.Array:
+        return jax.lax.dot_general(x, self.values, (((x.ndim - 1,), (1,)), ((), ())))
+
+
+def turned(params: Any) -> Any:
+    """Each projection as Turned."""
+    return _layers(params, lambda weight: Turned(weight.T))
+
+
+def turned_specs(shardings: Any) -> Any:
+    """Those of `turned` weights, given those of the weights."""
+    def one(sharding: NamedSharding) -> Turned:
+        before, after = sharding.spec
+        return Turned(NamedSharding(sharding.mesh, PartitionSpec(after, before)))
+
+    return _layers(shardings, one)
+
+
 def stored(params: Any, dtype) -> Any:
     """Each projection as Narrow, or as it is where dtype is None; the largest value of an output channel maps to the
     type's largest."""

@@ -12,11 +12,14 @@ at temperature 1.
 from __future__ import annotations
 
 import dataclasses
+import math
 
 import jax
 import jax.numpy as jnp
 
 from dora_jax.models.logits import MASKED
+
+BLOCKS = 128  # of a vocabulary, at most; a power of two, so that a shard of the vocabulary holds whole blocks
 
 
 def sample_key(seed: int, group_id, index) -> jax.Array:
@@ -40,9 +43,7 @@ def draw(logits_BxV, keys_B, positions_B, limits: Limits | None = None, *, greed
         kept_BxK = jnp.where(values_BxK > MASKED, ids_BxK, -1)
         in_set_BxV = jnp.zeros(kept_BxV.shape, bool).at[jnp.arange(len(ids_BxK))[:, None], ids_BxK].set(True)
         kept_BxV = jnp.where(in_set_BxV, kept_BxV, MASKED)  # of ties with the last, only those that are sent along
-    if not greedy:
-        kept_BxV = kept_BxV + jax.vmap(_noise, (0, 0, None))(keys_B, positions_B, logits_BxV.shape[-1])
-    token_B = _likeliest(kept_BxV)
+    token_B = _likeliest(kept_BxV) if greedy else _drawn(kept_BxV, keys_B, positions_B)
     return token_B, jnp.take_along_axis(logprobs_BxV, token_B[:, None], axis=-1)[:, 0], kept_BxK
 
 
@@ -84,12 +85,28 @@ def keep(logprobs_BxV, *, top_k: int, top_p: float, min_p: float) -> jax.Array:
 
 
 def _likeliest(scores_BxV) -> jax.Array:
-    """argmax as two plain reductions, which CPUs vectorise together with the noise: four times as fast."""
+    """argmax as two plain reductions, which CPUs vectorise: four times as fast."""
     top_Bx1 = scores_BxV.max(-1, keepdims=True)
     vocab = scores_BxV.shape[-1]
     ids_1xV = jnp.arange(vocab, dtype=jnp.int32)[None]
     return jnp.where(scores_BxV == top_Bx1, ids_1xV, vocab - 1).min(-1)  # a row of nan takes the last id
 
 
-def _noise(key, position, vocab: int) -> jax.Array:
-    return jax.random.gumbel(jax.random.fold_in(key, position.astype(jnp.uint32)), (vocab,))
+def _drawn(logprobs_BxV, keys_B, positions_B) -> jax.Array:
+    """Gumbel-max in two stages: a block of ids by its mass, then an id of the block. The law is that of one stage.
+
+    A row takes noise for its blocks and for the ids of one block, not for every id: over a vocabulary of 49,152 that
+    is 512 random words a row, where the noise of every id costs as much as the head itself on a CPU.
+    """
+    rows, vocab = logprobs_BxV.shape
+    n_blocks = math.gcd(vocab, BLOCKS)
+    ids_BxNxW = logprobs_BxV.reshape(rows, n_blocks, vocab // n_blocks)
+    noise_BxT = jax.vmap(_noise, (0, 0, None))(keys_B, positions_B, n_blocks + vocab // n_blocks)
+    mass_BxN = jnp.log(jnp.exp(ids_BxNxW).sum(-1))
+    block_B = _likeliest(mass_BxN + noise_BxT[:, :n_blocks])
+    inside_BxW = jnp.take_along_axis(ids_BxNxW, block_B[:, None, None], axis=1)[:, 0]
+    return block_B * (vocab // n_blocks) + _likeliest(inside_BxW + noise_BxT[:, n_blocks:])
+
+
+def _noise(key, position, size: int) -> jax.Array:
+    return jax.random.gumbel(jax.random.fold_in(key, position.astype(jnp.uint32)), (size,))
