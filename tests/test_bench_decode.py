@@ -8,7 +8,7 @@ from dora_jax.models import decoder
 
 
 def test_the_long_tail_is_the_one_it_says():
-    fixed, tail = decode.works([8], 256)
+    fixed, tail = decode.works(decode.Subject(), [8], 256)
     assert (fixed.lengths == 128).all() and fixed.tokens == 1024 and fixed.prompts.shape == (8, 32)
     assert len(tail.lengths) == 256 and 40 < np.median(tail.lengths) < 56 and np.quantile(tail.lengths, 0.99) > 500
 

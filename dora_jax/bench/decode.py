@@ -2,6 +2,7 @@
 
     python -m dora_jax.bench.decode [--rows=1,8,32,128] [--tail=256] [--rivals=plain,transformers,tunix]
                                       [--copies=1] [--instances=0] [--rounds=3] [--install]
+    python -m dora_jax.bench.decode --smollm --rows=32 --tail=64 --rivals=transformers --rounds=1
     python -m dora_jax.bench.decode --contexts=1024,32768 [--model=toy] [--rows=32] [--attention=reference] [--memory=2]
 
 Two kinds of work: fixed lengths (B prompts of 32 tokens, 128 new tokens each) and a long tail (256 samples, median 48,
@@ -13,6 +14,9 @@ because neighbours on the machine only ever slow things down.
 The floor is what the machine's measured speeds allow: weights and the KV of the running samples read once a step, at
 the speed at which all cores read as many bytes over and over, or the flops at that of a large matrix product, whichever
 takes longer. Rivals run in an environment of their own (`--install` makes it under .bench/) on a folder written here.
+With --smollm the weights are those of a real model of 135M parameters (smollm.py): prompts of 48 tokens, 48 new ones
+each at fixed lengths, and one instance over all cores, because every instance reads all weights at every step.
+Tunix is the sampler of its newest published package, 0.1.7; the engine of its development branch is not published.
 With --contexts: the decode call alone as a share of the memory's speed, see bandwidth.py.
 """
 
@@ -37,7 +41,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from dora_jax import devices
-from dora_jax.bench import bandwidth, plain
+from dora_jax.bench import bandwidth, plain, smollm
 from dora_jax.config import Config, RolloutSection
 from dora_jax.models import decoder, hf, sharding
 from dora_jax.rollout.engine import Engine
@@ -45,12 +49,29 @@ from dora_jax.runtime.build import engine_of
 from dora_jax.types import SampleId
 
 MODEL = decoder.new_config("qwen3", **bandwidth.TOY)
-PROMPT = 32
-FIXED = 128
 TAIL_SAMPLES, TAIL_BATCH, TAIL_MEDIAN, TAIL_SIGMA, TAIL_LIMIT = 256, 32, 48, 1.1, 768
-TAIL_ROWS, TAIL_STEPS = 8, 16  # of an engine's decode call on the long tail: rows of like context share a call
-FIXED_ROWS, FIXED_STEPS = 32, 32  # more rows at once outgrow a core's cache
-FIXED_BLOCK, TAIL_BLOCK = 64, 128
+
+
+@dataclasses.dataclass(frozen=True)
+class Subject:
+    """A model, and how its engine is set up."""
+
+    model: decoder.ModelConfig = MODEL
+    prompt: int = 32
+    fixed: int = 128  # new tokens of a sample
+    fixed_rows: int = 32  # of a decode call; more rows at once outgrow a core's cache
+    fixed_steps: int = 32
+    fixed_block: int = 64
+    tail_rows: int = 8  # rows of like context share a call
+    tail_steps: int = 16
+    tail_block: int = 128
+
+    @classmethod
+    def real(cls, model: decoder.ModelConfig) -> Subject:
+        """All rows in one call, because it is the weights that a step reads."""
+        return cls(model, prompt=48, fixed=48, fixed_steps=48, fixed_block=48, tail_rows=TAIL_BATCH)
+
+
 ENVIRONMENTS = {  # rival -> what its environment needs
     "transformers": ("torch==2.13.0+cpu", "transformers==5.23.0", "--extra-index-url",
                      "https://download.pytorch.org/whl/cpu"),
@@ -61,8 +82,9 @@ ENVIRONMENTS = {  # rival -> what its environment needs
 @dataclasses.dataclass(frozen=True)
 class Work:
     name: str
+    subject: Subject
     batch: int  # samples at a time
-    prompts: np.ndarray  # i32[samples, PROMPT]
+    prompts: np.ndarray  # i32[samples, subject.prompt]
     lengths: np.ndarray  # i32[samples] tokens to sample
 
     @property
@@ -70,14 +92,15 @@ class Work:
         return int(self.lengths.sum())
 
 
-def works(rows: list[int], tail_samples: int) -> list[Work]:
+def works(subject: Subject, rows: list[int], tail_samples: int) -> list[Work]:
     rng = np.random.default_rng(0)
 
     def work(name: str, batch: int, lengths: np.ndarray) -> Work:
-        return Work(name, batch, rng.integers(3, MODEL.vocab_size, (len(lengths), PROMPT)).astype(np.int32), lengths)
+        prompts = rng.integers(3, subject.model.vocab_size, (len(lengths), subject.prompt)).astype(np.int32)
+        return Work(name, subject, batch, prompts, lengths)
 
     tail = np.exp(rng.normal(np.log(TAIL_MEDIAN), TAIL_SIGMA, tail_samples)).astype(int).clip(1, TAIL_LIMIT)
-    fixed = [work(f"fixed B={b}", b, np.full(b, FIXED)) for b in rows]
+    fixed = [work(f"fixed B={b}", b, np.full(b, subject.fixed)) for b in rows]
     return [*fixed, work("long tail", TAIL_BATCH, tail)] if tail_samples else fixed
 
 
@@ -106,13 +129,15 @@ def engine_runner(work: Work, params) -> Callable[[], None]:
 
 
 def new_engine(work: Work, slots: int, device: jax.Device) -> Engine:
-    longest = int(work.lengths.max())
+    longest, s = int(work.lengths.max()), work.subject
     fixed = longest == work.lengths.min()
+    sizes = (s.fixed_rows, s.fixed_steps, s.fixed_block) if fixed else (s.tail_rows, s.tail_steps, s.tail_block)
+    rows, steps, block = sizes
     section = RolloutSection(
-        slots=slots, pages=slots * (-(-(PROMPT + longest) // 16) + 1), max_prompt_tokens=PROMPT,
-        max_new_tokens=longest, prefill_tokens=PROMPT * slots, decode_rows=min(FIXED_ROWS if fixed else TAIL_ROWS, slots),
-        decode_steps=FIXED_STEPS if fixed else TAIL_STEPS, context_block=FIXED_BLOCK if fixed else TAIL_BLOCK)
-    return engine_of(devices.filled(Config(rollout=section)), MODEL, sharding.make_mesh([device], 1, 1, 1))
+        slots=slots, pages=slots * (-(-(s.prompt + longest) // 16) + 1), max_prompt_tokens=s.prompt,
+        max_new_tokens=longest, prefill_tokens=s.prompt * slots, decode_rows=min(rows, slots), decode_steps=steps,
+        context_block=block)
+    return engine_of(devices.filled(Config(rollout=section)), s.model, sharding.make_mesh([device], 1, 1, 1))
 
 
 def drain(engine: Engine, todo: Iterator[tuple]) -> int:
@@ -148,12 +173,13 @@ def read_speed(n_bytes: int) -> float:
 
 def floor_s(work: Work, flops: float) -> float:
     """Steps at full batches; each reads the weights once and each running sample's KV so far."""
-    weights = sum(x.size for x in jax.tree.leaves(decoder.abstract_params(MODEL)))
-    kv_token = 2 * MODEL.n_layers * MODEL.n_kv_heads * MODEL.head_dim * 4
+    model, prompt = work.subject.model, work.subject.prompt
+    weights = sum(x.size for x in jax.tree.leaves(decoder.abstract_params(model)))
+    kv_token = 2 * model.n_layers * model.n_kv_heads * model.head_dim * 4
     steps = work.tokens / work.batch
-    read = steps * weights * 4 + sum(kv_token * (PROMPT * n + n * (n + 1) / 2) for n in work.lengths.tolist())
+    read = steps * weights * 4 + sum(kv_token * (prompt * n + n * (n + 1) / 2) for n in work.lengths.tolist())
     decode = max(read / read_speed(int(read / steps)), 2 * weights * work.tokens / flops)
-    return decode + 2 * weights * PROMPT * len(work.lengths) / flops
+    return decode + 2 * weights * prompt * len(work.lengths) / flops
 
 
 def best_s(call: Callable[[], object], rounds: int) -> float:
@@ -222,6 +248,7 @@ def main() -> None:
     parser.add_argument("--instances", type=int, default=0, help="of the engine; 0: one a core")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--install", action="store_true", help="make each rival's environment under .bench/")
+    parser.add_argument("--smollm", action="store_true", help="SmolLM2-135M-Instruct in place of a toy")
     parser.add_argument("--contexts", default="", help="lengths at which to time the decode call alone")
     parser.add_argument("--model", default="toy", choices=bandwidth.SIZES, help="of --contexts")
     parser.add_argument("--attention", default="reference", choices=bandwidth.PAGE, help="of --contexts")
@@ -232,21 +259,18 @@ def main() -> None:
         for line in bandwidth.table(args.model, contexts, rows, args.attention, args.memory * 1e9, read_speed, best_s):
             print(line, flush=True)
         return
-    jax.config.update("jax_num_cpu_devices", args.instances or len(os.sched_getaffinity(0)))
-    stacked = decoder.init_params(MODEL, 0)
-    params = jax.jit(decoder.serving_layout)(stacked)
+    jax.config.update("jax_num_cpu_devices", args.instances or (1 if args.smollm else len(os.sched_getaffinity(0))))
     rivals = [name for name in args.rivals.split(",") if name]
     flops = flop_speed()  # before any rival starts: they load for a while
-    with tempfile.TemporaryDirectory() as folder:
-        hf.save(Path(folder) / "model", MODEL, stacked)
-        external = {name: External(name, Path(folder) / "model", args.install, args.copies)
-                    for name in rivals if name != "plain"}
+    with tempfile.TemporaryDirectory() as temporary:
+        folder, subject, params = real_model() if args.smollm else toy_model(Path(temporary) / "model")
+        external = {name: External(name, folder, args.install, args.copies) for name in rivals if name != "plain"}
         print(f"measured: {flops / 1e9:.0f} GFLOP/s; {jax.device_count()} instances; jax {jax.__version__}")
         print(f"{'tokens/s':12s}{'engine':>10s}" + "".join(f"{name:>14s}" for name in rivals)
               + f"{'floor':>10s}{'of floor':>10s}{'best rival':>12s}", flush=True)
-        for work in works([int(b) for b in args.rows.split(",") if b], args.tail):
+        for work in works(subject, [int(b) for b in args.rows.split(",") if b], args.tail):
             runs = [engine_runner(work, params)]
-            runs += [external[name].runner(work) if name in external else plain.runner(MODEL, params, work)
+            runs += [external[name].runner(work) if name in external else plain.runner(subject.model, params, work)
                      for name in rivals]
             for run in runs:
                 timed(run)
@@ -255,6 +279,18 @@ def main() -> None:
             print_row(work, times, floor_s(work, flops))
         for rival in external.values():
             rival.close()
+
+
+def toy_model(folder: Path) -> tuple[Path, Subject, decoder.Params]:
+    """(its folder, how it runs, its weights in the serving layout)."""
+    stacked = decoder.init_params(MODEL, 0)
+    hf.save(folder, MODEL, stacked)
+    return folder, Subject(), jax.jit(decoder.serving_layout)(stacked)
+
+
+def real_model() -> tuple[Path, Subject, decoder.Params]:
+    model, stacked = hf.load(folder := smollm.folder())
+    return folder, Subject.real(model), jax.jit(decoder.serving_layout)(stacked)
 
 
 def print_row(work: Work, times: dict[str, float], floor: float) -> None:
