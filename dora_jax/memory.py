@@ -20,7 +20,6 @@ if TYPE_CHECKING:
 
 BYTES = {"float32": 4, "bfloat16": 2}
 GIB = 2**30
-PREFILL_CALL_TOKENS = 128  # of a prefill call at least, see rollout/shapes.py
 REFERENCE_KV = 2.2  # the reference kernel's copies of the KV that a decode call reads
 LOGITS_COPIES = 3  # logits, their probabilities, their gradient or noise
 
@@ -161,7 +160,8 @@ def instance_work(model: ModelConfig, config: Config) -> list[Line]:
     """What the compiled calls need beside weights and pages."""
     rollout, size = config.rollout, BYTES[config.model.dtype]
     rows = rollout.decode_rows or rollout.slots
-    tokens = max(rows, min(max(PREFILL_CALL_TOKENS, rollout.prefill_chunk), rollout.prefill_tokens))
+    call = rollout.prefill_tokens if rollout.attention != "reference" else max(shapes.PREFILL_CALL_TOKENS, rollout.prefill_chunk)
+    tokens = max(rows, min(call, rollout.prefill_tokens))
     lines = [Line("logits and noise", LOGITS_COPIES * 4 * rows * model.vocab_size / rollout.tensor, f"{rows} rows"),
              Line("one layer", layer_activations(model, tokens, rollout.tensor, size), f"{tokens} tokens")]
     if rollout.attention == "reference":

@@ -22,7 +22,6 @@ from dora_jax.config import Config, ConfigError, RolloutSection, TrainerSection
 from dora_jax.models import config as models
 from dora_jax.models.config import ModelConfig
 from dora_jax.models.hf_config import read_config
-from dora_jax.rollout import shapes
 from dora_jax.trainer import objective
 
 OPEN: tuple[Any, ...] = ("auto", 0, {})  # the values that leave a field to the platform
@@ -108,7 +107,7 @@ def problems(config: Config, found: Machines, model: ModelConfig | None = None) 
 
     ConfigError where the meshes do not fit the devices.
     """
-    said = [*_size(config, model), *_kernels(config, found), *_tables(config, found)]
+    said = [*_size(config, model), *_kernels(config, found)]
     planned = None if said else budget.of(config, found, model)
     return [*said, *(budget.problems(planned) if planned else ())]
 
@@ -197,7 +196,7 @@ def _rollout(section: RolloutSection, machine: Machine) -> Presets:
 
 
 def _page_size(section: RolloutSection, kernel: str) -> tuple[int, str]:
-    if kernel != "tpu":
+    if kernel not in ("tpu", "tokamax"):
         return PAGE_SIZES[0], "a page is one read of the kernel"
     for size in PAGE_SIZES:
         if memory.table_fits(section, size):
@@ -248,11 +247,3 @@ def _kernels(config: Config, found: Machines) -> Iterator[str]:
     if machine.platform not in KERNELS[kernel]:
         yield f"rollout.attention: the kernel {kernel!r} is for {', '.join(KERNELS[kernel])}, and this is {machine}"
     yield from objective.attention_problems(config.trainer, found.trainer.platform, config.model.dtype)
-
-
-def _tables(config: Config, found: Machines) -> Iterator[str]:
-    rollout = config.rollout
-    if rollout.attention == "tpu" and found.instances.platform == "tpu" and not memory.table_fits(rollout, rollout.page_size):
-        size = memory.table_bytes(rollout, rollout.page_size)
-        yield (f"rollout.page_size: with pages of {rollout.page_size} tokens the page table takes {size} bytes, and the "
-               f"kernel keeps it in {shapes.SMEM_BYTES} of scalar memory; take larger pages, or fewer rollout.slots")
