@@ -19,17 +19,19 @@ import os
 import re
 import time
 from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax.experimental import topologies
 
-from dora_jax import chips, devices, memory, presets
-from dora_jax.config import Config, ConfigError
+from dora_jax import chips, devices, memory, presets, validate
+from dora_jax.config import Config, ConfigError, blame
 from dora_jax.models import decoder, sharding
 from dora_jax.models.config import ModelConfig
 from dora_jax.runtime import build
+from dora_jax.tokenizer import Tokenizer
 from dora_jax.trainer import flops, hlo, step
 
 QUIET = {  # libtpu would ask a metadata server and lock the machine's chips; there are none
@@ -128,18 +130,18 @@ def installed() -> bool:
     return importlib.util.find_spec("libtpu") is not None
 
 
-def slice_devices(name: str) -> list[Any]:
+def slice_devices(name: str, field: str = "slice") -> list[Any]:
     """Descriptions of the slice's devices, in the order in which JAX would list them; ConfigError says why not."""
     if name in ("", "laptop"):
-        raise ConfigError(f"slice: {name or 'empty'}; --aot compiles for a TPU slice such as v5e-8")
+        raise ConfigError(f"{field}: {name or 'empty'}; --aot compiles for a TPU slice such as v5e-8")
     try:
         chip, _ = chips.parse(name)
     except ValueError as error:
         raise ConfigError(str(error)) from error
     if chip in chips.GPUS:
-        raise ConfigError(f"slice: XLA compiles programs for {name} only where there is such a GPU; --aot is for TPUs")
+        raise ConfigError(f"{field}: XLA compiles programs for {name} only where there is such a GPU; --aot is for TPUs")
     if not installed():
-        raise ConfigError(f"slice: compiling for {name} needs libtpu: pip install 'dora_jax[aot]'")
+        raise ConfigError(f"{field}: compiling for {name} needs libtpu: pip install 'dora_jax[aot]'")
     os.environ.update(QUIET)
     jax.config.update("jax_platforms", "cpu")  # libtpu only compiles here: it must not look for chips
     return list(topologies.get_topology_desc(topology_name=topology(name), platform="tpu").devices)
@@ -207,10 +209,11 @@ class _Place:
 
 
 def _place(config: Config, role: str) -> _Place:
-    machines = presets.machines(config)
-    name = (machines.trainer if role == TRAINER else machines.instances).name
-    found = slice_devices(name)
-    if config.cluster.launcher:
+    cluster = config.cluster
+    field = {TRAINER: "cluster.trainer_slice", INSTANCE: "cluster.replica_slice"}[role] if cluster.launcher else "slice"
+    name = validate.get(config, field)
+    found = slice_devices(name, field)
+    if cluster.launcher:
         mine, shape = found, devices.trainer_mesh(len(found), config) if role == TRAINER else ()
         if role == INSTANCE:
             mine = found[: config.rollout.tensor]
@@ -370,6 +373,21 @@ def _instance_advice(config: Config, parts: dict[str, float]) -> list[str]:
 
 
 # --------------------------------------------------------------- what is said
+
+
+def report(config: Config) -> None:
+    """Prints what --aot adds to a dry run of a configuration as asked; ConfigError where the run would not fit."""
+    with blame("model.path"):
+        model = presets.model_of(config)
+    if model is None:
+        raise ConfigError(f"model.path: {config.model.path!r} has no config.json; --aot needs it, or model.size")
+    config, _ = presets.resolve(config, presets.machines(config), model)
+    known = Tokenizer.load(config.model.path) if (Path(config.model.path) / "tokenizer.json").is_file() else None
+    print("compiled from the run's assembly; a program that compiles and fits has been neither run nor timed:", flush=True)
+    for role in compile_roles(config, model, vocab_limit=known.vocab_size if known else 0,
+                              eos_ids=known.eos_ids if known else (),
+                              done=lambda _, one: print(*describe(one), sep="\n", flush=True)):
+        print(describe_role(role), flush=True)
 
 
 def describe(one: Compiled) -> list[str]:

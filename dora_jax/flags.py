@@ -1,6 +1,6 @@
 """The command line of every entry point: absl flags around one --config, checked in full before JAX is imported.
 
-    --config=configs/x.py[:arg] --config.field=value --workdir=DIR|gs://BUCKET/DIR --dry_run
+    --config=configs/x.py[:arg] --config.field=value --workdir=DIR|gs://BUCKET/DIR --dry_run [--aot]
 
 Consumes argv; produces a `Config` and a workdir that belongs to it: config.json (resolved, secrets blanked) and
 overrides.json are written there, and a workdir of another config is refused.
@@ -46,6 +46,7 @@ MAY_CHANGE = (  # between two runs of one workdir: how long, how often, and on w
 CONFIG_HELP = "path.py[:argument]; --config.field=value overrides a field"
 WORKDIR_HELP = "where the run keeps its files, a folder or gs://bucket/folder; default: runs/<name of the config file>"
 DRY_RUN_HELP = "print the resolved config, what was chosen and why, devices and memory, and stop"
+AOT_HELP = "with --dry_run: compile the run's programs for its TPU slice, which is not touched, and print what they need"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -56,6 +57,7 @@ class Run:
     workdir: Path
     overrides: dict[str, Any]  # --config.field=value: {"field": value}
     dry_run: bool
+    aot: bool = False
     in_bucket: bool = False  # the workdir is a scratch folder
 
 
@@ -70,8 +72,8 @@ def run(main: Callable[[Config, Path], int | None], purpose: str = "train") -> N
         if not flags.FLAGS["verbosity"].present:
             logging.set_verbosity(logging.WARNING)  # checkpoint libraries narrate at INFO, over the progress line
         if asked.dry_run:
-            print(describe(asked))
-            return 0
+            print(describe(asked), flush=True)
+            return _compile(asked.config) if asked.aot else 0
         if purpose != "evaluate":
             record(asked)
         return main(asked.config, asked.workdir)
@@ -99,7 +101,9 @@ def parse(argv: Sequence[str], purpose: str = "train", flag_values: flags.FlagVa
     overrides = _apply(tree, rest, flag_values)
     workdir = _local(flag_values.workdir or str(Path("runs") / run_name(spec)), purpose, flag_values.dry_run)
     config = configs.from_config_dict(tree, purpose)
-    asked = Run(config=config, workdir=workdir, overrides=overrides, dry_run=flag_values.dry_run,
+    if flag_values.aot and not (flag_values.dry_run and purpose == "train"):
+        raise ConfigError("aot: --aot goes with --dry_run, of dora_jax.train")
+    asked = Run(config=config, workdir=workdir, overrides=overrides, dry_run=flag_values.dry_run, aot=flag_values.aot,
                 in_bucket="://" in flag_values.workdir)
     if purpose != "evaluate":
         missing = [] if asked.dry_run else validate.missing_paths(config, purpose)
@@ -207,8 +211,16 @@ def _define(flag_values: flags.FlagValues) -> None:
     """Every program's own flags, shown by its --help."""
     flags.DEFINE_string("workdir", "", WORKDIR_HELP, flag_values=flag_values)
     flags.DEFINE_boolean("dry_run", False, DRY_RUN_HELP, flag_values=flag_values)
-    for name in ("workdir", "dry_run"):
+    flags.DEFINE_boolean("aot", False, AOT_HELP, flag_values=flag_values)
+    for name in ("workdir", "dry_run", "aot"):
         flag_values.register_key_flag_for_module(sys.argv[0], flag_values[name])
+
+
+def _compile(config: Config) -> int:
+    from dora_jax import aot  # it imports JAX
+
+    aot.report(config)
+    return 0
 
 
 def _split(argv: Sequence[str]) -> tuple[str, list[str]]:

@@ -6,9 +6,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from absl import flags as absl_flags
 from jax.sharding import PartitionSpec
 
-from dora_jax import aot, chips, config, presets
+from dora_jax import aot, chips, config, flags, presets
 from dora_jax.models import sharding
 from dora_jax.trainer import hlo
 from tests import trainer_cases as cases
@@ -178,6 +179,25 @@ def test_without_libtpu_the_extra_is_named(monkeypatch):
     monkeypatch.setattr(aot, "installed", lambda: False)
     with pytest.raises(config.ConfigError, match=r"compiling for v5e-4 needs libtpu: pip install 'dora_jax\[aot\]'"):
         aot.slice_devices("v5e-4")
+
+
+def parsed(*asked):
+    return flags.parse(["program", *asked], "train", absl_flags.FlagValues())
+
+
+def test_the_flag_belongs_to_a_dry_run_and_names_what_is_missing(tmp_path, monkeypatch):
+    monkeypatch.setattr("sys.argv", ["program"])
+    spec = str(tmp_path / "c.py")
+    (tmp_path / "c.py").write_text("from dora_jax import config\ndef get_config():\n    c = config.defaults()\n"
+                                   "    c.task.name, c.task.path, c.model.path = 'rows', 'rows.jsonl', 'gone'\n    return c\n")
+    with pytest.raises(config.ConfigError, match="aot: --aot goes with --dry_run, of dora_jax.train"):
+        parsed(f"--config={spec}", "--aot")
+    asked = parsed(f"--config={spec}", "--dry_run", "--aot")
+    with pytest.raises(config.ConfigError, match="model.path: 'gone' has no config.json; --aot needs it, or model.size"):
+        aot.report(asked.config)
+    asked = parsed(f"--config={spec}", "--dry_run", "--aot", "--config.model.size=Qwen3-0.6B")
+    with pytest.raises(config.ConfigError, match="slice: empty; --aot compiles for a TPU slice"):
+        aot.report(asked.config)
 
 
 MODEL = dataclasses.replace(cases.MODEL, d_model=256, head_dim=128, d_ff=512, vocab_size=1024)
