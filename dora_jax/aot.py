@@ -40,6 +40,8 @@ QUIET = {  # libtpu would ask a metadata server and lock the machine's chips; th
 KERNEL_MARGIN = 2  # a kernel is charged so many times its floor: XLA does not know how long it takes
 TRAINER, INSTANCE = "trainer", "instance"
 PUBLISH = "publish"
+PROGRAMS = {TRAINER: ("train", PUBLISH), INSTANCE: ("decode", "prefill", "read", "write")}
+ALL = (*PROGRAMS[TRAINER], *PROGRAMS[INSTANCE])
 GIB = 2**30
 
 
@@ -90,15 +92,6 @@ class Compiled:
     kernels: tuple[Kernel, ...]
     compile_s: float
 
-    @property
-    def sent_bytes(self) -> int:
-        return sum(one.bytes for one in self.sent.values())
-
-    @property
-    def seconds(self) -> float:
-        """XLA's estimate and the charge for kernels: what is sent is taken to be hidden."""
-        return self.model_s + sum(kernel.seconds for kernel in self.kernels)
-
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Role:
@@ -112,7 +105,7 @@ class Role:
 
     @property
     def chip(self) -> chips.Chip:
-        return chips.CHIPS[chips.parse(self.slice_name)[0]]
+        return _chip(self.slice_name)
 
     @property
     def work_bytes(self) -> int:
@@ -160,24 +153,23 @@ def topology(name: str) -> str:
 
 
 def compile_roles(config: Config, model: ModelConfig, *, vocab_limit: int = 0, eos_ids: tuple[int, ...] = (),
-                  only: Sequence[str] = (), done: Callable[[str, Compiled], None] = lambda role, one: None) -> list[Role]:
+                  only: Sequence[str] = ALL, done: Callable[[Compiled], None] = lambda one: None) -> list[Role]:
     """Trainer and instance of a resolved configuration; a minute or more for each program of a large model.
 
-    vocab_limit: ids that the tokenizer knows; 0: every row of the embedding. only: programs by their first word: train,
-    publish, decode, prefill, read, write; empty: all. `done` hears of each. DoesNotFit where a chip has too little
-    memory; ConfigError where nothing can be compiled for the slice.
+    vocab_limit: ids that the tokenizer knows; 0: every row of the embedding. only: the programs' first words. `done`
+    hears of each. DoesNotFit where a chip has too little memory; ConfigError where the slice is none for this.
     """
     found = []
     for name, programs_of in ((TRAINER, _trainer), (INSTANCE, _instance)):
-        place = _place(config, name)
+        if not set(only) & set(PROGRAMS[name]):
+            continue
+        place, compiled = _place(config, name), []
         programs, held = programs_of(config, model, place, vocab_limit or model.vocab_size, eos_ids)
-        programs = [one for one in programs if not only or one.name.split()[0] in only]
-        compiled = []
         for one in programs:
-            compiled.append(_compile(one, config, name, place))
-            done(name, compiled[-1])
-        if compiled:
-            found.append(_role(config, name, place, held, compiled))
+            if one.name.split()[0] in only:
+                compiled.append(_compile(one, config, name, place))
+                done(compiled[-1])
+        found.append(_role(config, name, place, held, compiled))
     for role in [*found, *_shared(config, found)]:
         if role.chip_bytes > role.chip.hbm_bytes:
             raise _refusal(config, role, role.chip_bytes)
@@ -195,10 +187,6 @@ class _Place:
     mesh: jax.sharding.Mesh
 
     @property
-    def chip(self) -> chips.Chip:
-        return chips.CHIPS[chips.parse(self.slice_name)[0]]
-
-    @property
     def cores(self) -> int:
         """Devices a chip."""
         return chips.DEVICES_A_CHIP[chips.parse(self.slice_name)[0]]
@@ -206,6 +194,10 @@ class _Place:
     @property
     def chips(self) -> int:
         return max(self.mesh.size // self.cores, 1)
+
+
+def _chip(slice_name: str) -> chips.Chip:
+    return chips.CHIPS[chips.parse(slice_name)[0]]
 
 
 def _place(config: Config, role: str) -> _Place:
@@ -269,12 +261,10 @@ def _role(config: Config, name: str, place: _Place, held: dict[str, float], comp
 
 def _shared(config: Config, found: list[Role]) -> Iterator[Role]:
     """Trainer and instance together, where they share chips."""
-    if len(found) < 2 or config.cluster.launcher:
-        return
-    if devices.plan(len(slice_devices(config.slice)), config).shared:
-        both = dataclasses.replace(found[0], name="trainer and instance", held=found[0].held | found[1].held,
-                                   programs=found[0].programs + found[1].programs)
-        yield both
+    apart = len(found) < 2 or config.cluster.launcher
+    if not apart and devices.plan(len(slice_devices(config.slice)), config).shared:
+        yield dataclasses.replace(found[0], name="trainer and instance", held=found[0].held | found[1].held,
+                                  programs=found[0].programs + found[1].programs)
 
 
 def _held(tree: Any) -> float:
@@ -298,14 +288,15 @@ def _compile(program: Program, config: Config, role: str, place: _Place) -> Comp
         output_bytes=per_chip(memory.output_size_in_bytes - memory.alias_size_in_bytes),
         flops=flops.traced_flops(traced.jaxpr.jaxpr, program.loops) / place.chips,
         sent={kind: hlo.Traffic(one.runs, per_chip(one.bytes)) for kind, one in text.collectives().items()},
-        model_s=text.cycles() / place.chip.clock_hz,
+        model_s=text.cycles() / _chip(place.slice_name).clock_hz,
         kernels=tuple(_kernels(text, flops.kernel_flops(traced.jaxpr.jaxpr), place)))
 
 
 def _kernels(text: hlo.Program, flops_of: dict[str, float], place: _Place) -> Iterator[Kernel]:
+    chip = _chip(place.slice_name)
     for one in text.kernels():
         done, moved = place.cores * one.runs * flops_of.get(one.name, 0.0), place.cores * one.bytes
-        floor_s = max(done / place.chip.flops, moved / place.chip.hbm_bytes_per_s)
+        floor_s = max(done / chip.flops, moved / chip.hbm_bytes_per_s)
         yield Kernel(name=one.name, runs=one.runs, flops=done, bytes=moved, floor_s=floor_s)
 
 
@@ -358,8 +349,7 @@ def _trainer_advice(config: Config, parts: dict[str, float]) -> list[str]:
     state = ["set trainer.moments=bfloat16"] if t.moments == "float32" else []
     state += ["set trainer.optimizer_memory=host"] if t.optimizer_memory == "device" else []
     state += ["raise trainer.fsdp or trainer.tensor with a larger slice"]
-    is_work = next(iter(parts)) == "the programs' work"
-    return work + state if is_work else state + work
+    return work + state if next(iter(parts)) == "the programs' work" else state + work
 
 
 def _instance_advice(config: Config, parts: dict[str, float]) -> list[str]:
@@ -386,7 +376,7 @@ def report(config: Config) -> None:
     print("compiled from the run's assembly; a program that compiles and fits has been neither run nor timed:", flush=True)
     for role in compile_roles(config, model, vocab_limit=known.vocab_size if known else 0,
                               eos_ids=known.eos_ids if known else (),
-                              done=lambda _, one: print(*describe(one), sep="\n", flush=True)):
+                              done=lambda one: print(*describe(one), sep="\n", flush=True)):
         print(describe_role(role), flush=True)
 
 
@@ -394,11 +384,11 @@ def describe(one: Compiled) -> list[str]:
     """Lines of a dry run."""
     sent = ", ".join(f"{kind} {t.bytes / 1e9:.2f} GB in {t.runs}" for kind, t in sorted(one.sent.items()))
     host = f", {one.host_bytes / GIB:.2f} in host memory" if one.host_bytes else ""
-    head = (f"  {one.name:12s} arguments {one.argument_bytes / GIB:.2f}, temporaries {one.temporary_bytes / GIB:.3f}, "
+    return [f"  {one.name:12s} arguments {one.argument_bytes / GIB:.2f}, temporaries {one.temporary_bytes / GIB:.3f}, "
             f"outputs {one.output_bytes / GIB:.2f} GiB{host}; {one.flops / 1e12:.2f} TFLOP; sends {sent or 'nothing'}; "
-            f"model {one.model_s:.4g} s; compiled in {one.compile_s:.0f} s")
-    return [head, *(f"    kernel {k.name} x {k.runs}: {k.flops / 1e12:.2f} TFLOP, {k.bytes / 1e9:.2f} GB, charged "
-                    f"{k.seconds:.4g} s" for k in one.kernels)]
+            f"model {one.model_s:.4g} s; compiled in {one.compile_s:.0f} s",
+            *(f"    kernel {k.name} x {k.runs}: {k.flops / 1e12:.2f} TFLOP, {k.bytes / 1e9:.2f} GB, charged "
+              f"{k.seconds:.4g} s" for k in one.kernels)]
 
 
 def describe_role(role: Role) -> str:

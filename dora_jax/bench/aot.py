@@ -22,8 +22,8 @@ from dora_jax.models.config import KNOWN, ModelConfig
 from dora_jax.trainer import expected
 
 VOCAB = 151669  # ids that Qwen3's tokenizer has
-TRAIN = ("train", "publish")
-ROLLOUT = ("decode", "prefill", "read", "write")
+TRAIN = aot.PROGRAMS[aot.TRAINER]
+ROLLOUT = aot.PROGRAMS[aot.INSTANCE]
 
 
 class Row(NamedTuple):
@@ -94,7 +94,7 @@ def run(row: Row, layers: int, asked: tuple[str, ...]) -> bool:
     print(f"{row.name}{f', {layers} layers' if layers else ''}", flush=True)
     try:
         for role in aot.compile_roles(config, model, vocab_limit=VOCAB, eos_ids=(1,), only=programs,
-                                      done=lambda _, one: print(*_lines(one, config, model), sep="\n", flush=True)):
+                                      done=lambda one: print(*_lines(one, config, model), sep="\n", flush=True)):
             print(aot.describe_role(role), flush=True)
     except aot.DoesNotFit as refusal:
         print(f"  {refusal}", flush=True)
@@ -108,8 +108,9 @@ def _lines(one: aot.Compiled, config: Config, model: ModelConfig) -> list[str]:
         t = config.trainer
         chips = t.data * t.fsdp * t.tensor * t.context
         useful = expected.model_flops(model, [t.pack_tokens] * t.rows) / chips
-        lines.append(f"    {useful / one.flops:.0%} of the FLOPs are the model's own; model and kernels {one.seconds:.2f} s, "
-                     f"sends {one.sent_bytes / 1e9:.0f} GB")
+        seconds = one.model_s + sum(kernel.seconds for kernel in one.kernels)
+        lines.append(f"    {useful / one.flops:.0%} of the FLOPs are the model's own; model and kernels {seconds:.2f} s, "
+                     f"sends {sum(kind.bytes for kind in one.sent.values()) / 1e9:.0f} GB")
     return lines
 
 
