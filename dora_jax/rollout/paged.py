@@ -81,19 +81,24 @@ class Paged:
     def write(self, pool, pages_M, k_LxM, v_LxM):
         kv = self._padded(_interleaved(k_LxM.transpose(0, 1, 4, 2, 3), v_LxM.transpose(0, 1, 3, 2, 4)))
         kv = jnp.where(jnp.isfinite(kv), kv, 0)
-        by_layer = self._by_layer(pool[0]).at[:, pages_M].set(narrow(kv, self.pool_dtype))
-        return [by_layer.reshape(pool[0].shape)]
+        first_L = jnp.arange(self.cfg.n_layers) * (self.shapes.pages + 1)
+        at_LxM = first_L[:, None] + pages_M[None]
+        return [pool[0].at[at_LxM[:, :, None], self._positions()[None]].set(narrow(kv, self.pool_dtype))]
 
     # ----------------------------------------------------------- private
 
     def _by_layer(self, pool):
         return pool.reshape(self.cfg.n_layers, -1, *pool.shape[1:])
 
+    def _positions(self):
+        """Of a page, [1, page_size]. Pages are written position by position, as KV is: to write them whole, XLA would
+        turn the whole pool round."""
+        return jnp.arange(self.shapes.page_size)[None]
+
     def _copied(self, pool, from_B, to_B, needed_B):
         """The pool with the pages of the rows that need it copied in every layer; in most calls no row does."""
         from_B, to_B = jnp.where(needed_B, from_B, 0), jnp.where(needed_B, to_B, 0)
-        every = jnp.arange(self.shapes.page_size)[None]  # position by position, as KV is written: whole pages at once
-        # would make XLA turn the pool round for this loop
+        every = self._positions()
 
         def copy(layer, pool):
             first = layer * (self.shapes.pages + 1)
