@@ -158,3 +158,9 @@ def test_pages_that_do_not_fit_the_queries_are_refused():
         attention.paged_attention(q, pool, lens[:1], tables, 1.0)
     with pytest.raises(ValueError, match="needs TPU devices; this instance's are cpu"):
         attention.check_platform("tpu", "cpu")
+
+
+def test_a_kernel_whose_package_is_missing_is_refused(monkeypatch):
+    monkeypatch.setattr(attention.importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(ValueError, match="tokamax needs that package.*tpu-kernels"):
+        attention.check_platform("tokamax", "tpu")

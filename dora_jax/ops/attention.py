@@ -14,6 +14,7 @@ in the batch therefore changes nobody else's tokens, though it makes the bucket 
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Callable, Sequence
 
 import jax
@@ -75,9 +76,13 @@ PLATFORMS = {"tpu": "tpu", "tokamax": "tpu", "gpu": "gpu"}  # where a kernel run
 
 
 def check_platform(impl: str, platform: str) -> None:
+    """Raises ValueError where this kernel cannot run."""
     needed = PLATFORMS.get(impl, platform)
     if platform != needed:
         raise ValueError(f"rollout.attention {impl} needs {needed.upper()} devices; this instance's are {platform}")
+    if impl == "tokamax" and importlib.util.find_spec("tokamax") is None:
+        raise ValueError("rollout.attention tokamax needs that package, which needs Python 3.12: "
+                         "pip install 'dora_jax[tpu-kernels]'")
 
 
 def lanes(impl: str, head_dim: int) -> int:
