@@ -41,7 +41,6 @@ KERNEL_MARGIN = 2  # a kernel is charged so many times its floor: XLA does not k
 TRAINER, INSTANCE = "trainer", "instance"
 PUBLISH = "publish"
 PROGRAMS = {TRAINER: ("train", PUBLISH), INSTANCE: ("decode", "prefill", "read", "write")}
-ALL = (*PROGRAMS[TRAINER], *PROGRAMS[INSTANCE])
 GIB = 2**30
 
 
@@ -60,6 +59,7 @@ class Program:
     loops: int = 1  # how often a loop runs whose count is only known at run time
     compiled: Any = None  # where the assembly has compiled it, in `compile_s`
     compile_s: float = 0.0
+    pool: tuple[float, int] = (math.inf, 1)  # bytes of the KV pool on a device, and the layers that share it
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -153,7 +153,7 @@ def topology(name: str) -> str:
 
 
 def compile_roles(config: Config, model: ModelConfig, *, vocab_limit: int = 0, eos_ids: tuple[int, ...] = (),
-                  only: Sequence[str] = ALL, done: Callable[[Compiled], None] = lambda one: None) -> list[Role]:
+                  only: Sequence[str] = sum(PROGRAMS.values(), ()), done: Callable[[Compiled], None] = lambda one: None) -> list[Role]:
     """Trainer and instance of a resolved configuration; a minute or more for each program of a large model.
 
     vocab_limit: ids that the tokenizer knows; 0: every row of the embedding. only: the programs' first words. `done`
@@ -217,9 +217,8 @@ def _place(config: Config, role: str) -> _Place:
 
 
 def _trainer(config: Config, model: ModelConfig, place: _Place, vocab_limit: int,
-             eos_ids: tuple[int, ...]) -> tuple[list[Program], dict[str, float]]:
+             _: tuple[int, ...]) -> tuple[list[Program], dict[str, float]]:
     """Its programs, and what stays on a device."""
-    del eos_ids  # an engine's
     recipe = build.trainer_recipe(config, model, place.mesh, vocab_limit)
     shape = build.batch_layout(config, place.mesh.shape["data"] * place.mesh.shape["fsdp"])
     state, arrays = step.abstract_inputs(recipe, shape.rows, shape.tokens)
@@ -245,10 +244,12 @@ def _instance(config: Config, model: ModelConfig, place: _Place, vocab_limit: in
     at = functools.partial(jax.tree.map, lambda x, where: x.update(sharding=where))
     published = jax.eval_shape(functools.partial(decoder.serving_layout, layout=calls.shapes.layout),
                                decoder.abstract_params(model, jnp.dtype(config.model.dtype)))
+    pool = _held(at(calls.abstract_pool, calls.pool_sharding))
+    programs = [dataclasses.replace(one, pool=(pool, model.n_layers)) for one in programs]
     residents = config.rollout.residents
     held = {f"{residents} resident version{'s' if residents > 1 else ''}": residents * _held(calls.abstract_params),
             "the incoming one": _held(at(published, calls.param_shardings)),
-            "KV pool": _held(at(calls.abstract_pool, calls.pool_sharding))}
+            "KV pool": pool}
     return programs, held
 
 
@@ -289,13 +290,16 @@ def _compile(program: Program, config: Config, role: str, place: _Place) -> Comp
         flops=flops.traced_flops(traced.jaxpr.jaxpr, program.loops) / place.chips,
         sent={kind: hlo.Traffic(one.runs, per_chip(one.bytes)) for kind, one in text.collectives().items()},
         model_s=text.cycles() / _chip(place.slice_name).clock_hz,
-        kernels=tuple(_kernels(text, flops.kernel_flops(traced.jaxpr.jaxpr), place)))
+        kernels=tuple(_kernels(program, text, flops.kernel_flops(traced.jaxpr.jaxpr), place)))
 
 
-def _kernels(text: hlo.Program, flops_of: dict[str, float], place: _Place) -> Iterator[Kernel]:
-    chip = _chip(place.slice_name)
+def _kernels(program: Program, text: hlo.Program, flops_of: dict[str, float], place: _Place) -> Iterator[Kernel]:
+    """A kernel that is handed the pool of all layers reads the pages of one, all of them at most."""
+    chip, (pool, layers) = _chip(place.slice_name), program.pool
     for one in text.kernels():
-        done, moved = place.cores * one.runs * flops_of.get(one.name, 0.0), place.cores * one.bytes
+        other_layers = pool * (1 - 1 / layers) if one.bytes >= one.runs * pool else 0.0
+        done = place.cores * one.runs * flops_of.get(one.name, 0.0)
+        moved = place.cores * (one.bytes - one.runs * other_layers)
         floor_s = max(done / chip.flops, moved / chip.hbm_bytes_per_s)
         yield Kernel(name=one.name, runs=one.runs, flops=done, bytes=moved, floor_s=floor_s)
 
@@ -306,7 +310,6 @@ def _kernels(text: hlo.Program, flops_of: dict[str, float], place: _Place) -> It
 OUT_OF_MEMORY = (  # XLA:TPU's two ways to say it: what is needed, what there is
     re.compile(r"HLO temporaries \(([\d.]+)G\) exceeds available HBM \(([\d.]+)G\)"),
     re.compile(r"[Uu]sed ([\d.]+)G of ([\d.]+)G hbm"))
-SCALAR_MEMORY = re.compile(r"space=smem|memory space smem")
 
 
 @contextlib.contextmanager
@@ -320,7 +323,7 @@ def _in_words(config: Config, role: str, program: str, place: _Place) -> Iterato
 def _verdict(error: Exception, config: Config, role: str, program: str, place: _Place) -> Exception:
     """XLA's lack of memory as one sentence; anything else is no matter of size and stays as it is."""
     said = str(error)
-    if "RESOURCE_EXHAUSTED" in said and SCALAR_MEMORY.search(said):
+    if "RESOURCE_EXHAUSTED" in said and re.search(r"space[ =]smem", said):
         rollout = config.rollout
         return DoesNotFit(f"rollout.page_size: the page table of {program}, for {rollout.slots} slots, is larger "
                           f"than the scalar memory of {place.slice_name}: raise rollout.page_size (now "
@@ -329,7 +332,7 @@ def _verdict(error: Exception, config: Config, role: str, program: str, place: _
     if used is None:
         return error
     empty = Role(name=role, slice_name=place.slice_name, chips=place.chips, held={}, programs=())
-    return _refusal(config, empty, float(used[1]) * GIB, program)
+    return _refusal(config, empty, place.cores * float(used[1]) * GIB, program)
 
 
 def _refusal(config: Config, role: Role, needed: float, program: str = "") -> DoesNotFit:
