@@ -41,6 +41,7 @@ KERNEL_MARGIN = 2  # a kernel is charged so many times its floor: XLA does not k
 TRAINER, INSTANCE = "trainer", "instance"
 PUBLISH = "publish"
 PROGRAMS = {TRAINER: ("train", PUBLISH), INSTANCE: ("decode", "prefill", "read", "write")}
+ALL = sum(PROGRAMS.values(), ())
 GIB = 2**30
 
 
@@ -147,13 +148,12 @@ def topology(name: str) -> str:
     while number > 1:
         dimensions[dimensions.index(min(dimensions))] *= 2
         number //= 2
-    is_plane = kind not in chips.FLAT and dimensions[2] == 1  # slices of three dimensions start at 2x2x1
-    dimensions.sort(reverse=is_plane)
+    dimensions.sort(reverse=kind not in chips.FLAT and dimensions[2] == 1)  # of three dimensions the least is 2x2x1
     return f"{kind}:{'x'.join(map(str, dimensions))}"
 
 
 def compile_roles(config: Config, model: ModelConfig, *, vocab_limit: int = 0, eos_ids: tuple[int, ...] = (),
-                  only: Sequence[str] = sum(PROGRAMS.values(), ()), done: Callable[[Compiled], None] = lambda one: None) -> list[Role]:
+                  only: Sequence[str] = ALL, done: Callable[[Compiled], None] = lambda one: None) -> list[Role]:
     """Trainer and instance of a resolved configuration; a minute or more for each program of a large model.
 
     vocab_limit: ids that the tokenizer knows; 0: every row of the embedding. only: the programs' first words. `done`
