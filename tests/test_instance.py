@@ -21,6 +21,7 @@ from dora_jax.runtime.journal import Journal
 from dora_jax.runtime.local import LocalWorld
 from dora_jax.runtime.loop import run
 from dora_jax.runtime.workers import Finished, TrainerWorker
+from dora_jax.types import SampleId
 from journal_world import Disk
 from test_runtime import SECTION, STEPS, G, P, Scorer, Task, Trainer, Weights, expected, long_tailed, trained_by
 
@@ -211,3 +212,48 @@ def play_with_deaths(draw):
     assert job.play(watch).ok
     job.audit()
     return job
+
+
+class SlowWeights(Weights):
+    """Version 1 takes as long as an engine takes for `ticks` ticks; version 2 cannot be had."""
+
+    def __init__(self, ticks):
+        super().__init__()
+        self.held |= {1, 2}
+        self.ticks = ticks
+
+    def get(self, version, shardings):
+        if version == 1:
+            for _ in range(4):
+                assert self.ticks.acquire(timeout=20), "the engine stood still while its weights came"
+        if version == 2:
+            raise Dies("no such weights")
+        return super().get(version, shardings)
+
+
+def test_samples_go_on_while_weights_come():
+    ticks, outbox = threading.Semaphore(0), queue.SimpleQueue()
+
+    def ticked(result):
+        ticks.release()
+        return result
+
+    engine = Engine(lambda *which: 60, ticked)
+    engine.section = dataclasses.replace(SECTION, residents=2)
+    spare = Spare(new_engine=None, vocab_size=256, hung_s=0.0)
+    instance = LocalInstance(ev.InstanceUp(instance=0, **UP), engine, SlowWeights(ticks), outbox, 0.0, spare, {}, print)
+    instance._peers = {0: instance}
+    instance.start()
+    instance.load(0, None)
+    for index in range(8):
+        instance.submit(SampleId(0, index), Task().prompt_at(0), 0)
+    instance.load(1, None)
+    heard = []
+    while not any(isinstance(item, ev.WeightsLoaded) and item.version == 1 for item in heard):
+        heard.append(outbox.get(timeout=20))
+    assert engine.versions == (0, 1)
+    instance.load(2, 1)  # it ends this life, as on the worker's own thread
+    while not isinstance(heard[-1], ev.InstanceDown):
+        heard.append(outbox.get(timeout=20))
+    assert "Dies: no such weights" in heard[-1].reason
+    instance.stop()

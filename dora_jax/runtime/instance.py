@@ -104,7 +104,7 @@ class LocalInstance:
         return self._life.state if self._life else f"{self.role} is lost"
 
     def load(self, version: Version, drop: Version | None) -> None:
-        self._send(InstanceWorker.load, version, drop)
+        self._send(_Life.bring, version, drop)
 
     def submit(self, sample: SampleId, prompt: Prompt, version: Version) -> None:
         self._send(InstanceWorker.submit, sample, prompt, version)
@@ -267,16 +267,46 @@ class _Life(InstanceWorker):
         super().__init__(owner.instance, engine, weights, _Tap(owner, self), partial_s)
         self.hung = False  # nothing can end it
         self._called_s: float | None = None
+        self._bringing: threading.Thread | None = None
+        self._brought_s: float | None = None  # since when it is bringing weights
 
     @property
     def call_s(self) -> float:
-        """How long the present call or tick has lasted."""
-        began = self._called_s
-        return 0.0 if began is None else time.monotonic() - began
+        """How long the present call or tick has lasted, or the weights are on their way."""
+        began = [at for at in (self._called_s, self._brought_s) if at is not None]
+        return time.monotonic() - min(began) if began else 0.0
 
     def do(self, call: Callable[..., None], *args: Any) -> None:
-        """`call`: a method of InstanceWorker."""
+        """`call`: a method of InstanceWorker, or `bring`."""
         self.post(call, self, *args)
+
+    def bring(self, version: Version, drop: Version | None) -> None:
+        """As `load`; samples go on while the weights come to the devices."""
+        if self._bringing is not None and self._bringing.is_alive():
+            self._bringing.join()
+            self.post(self.bring, version, drop)  # behind what that one has brought
+            return
+        if drop is not None:
+            self.engine.drop(drop)
+        if self.engine.idle:
+            self.load(version, None)
+            return
+        self._brought_s = time.monotonic()
+        args = version, self.engine.param_shardings
+        self._bringing = threading.Thread(target=self._bring, args=args, name=f"{self.role} weights", daemon=True)
+        self._bringing.start()
+
+    def _bring(self, version: Version, shardings: Any) -> None:
+        try:
+            weights = self._weights.get(version, shardings)
+        except BaseException as error:  # raised on the worker's own thread
+            self.post(self._fail, error)
+        else:
+            self.post(self.take_into_use, version, weights)
+        self._brought_s = None
+
+    def _fail(self, error: BaseException) -> None:
+        raise error
 
     def work(self) -> None:
         self._called_s = time.monotonic()

@@ -166,7 +166,10 @@ class InstanceWorker(Worker):
     def load(self, version: Version, drop: Version | None) -> None:
         if drop is not None:
             self.engine.drop(drop)
-        self.engine.load(version, self._weights.get(version, self.engine.param_shardings))
+        self.take_into_use(version, self._weights.get(version, self.engine.param_shardings))
+
+    def take_into_use(self, version: Version, weights: Any) -> None:
+        self.engine.load(version, weights)
         self.outbox.put(ev.WeightsLoaded(instance=self.instance, version=version))
 
     def submit(self, sample: SampleId, prompt: Prompt, version: Version) -> None:
