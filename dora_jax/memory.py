@@ -65,13 +65,14 @@ def batch_layout(config: Config, mesh: Mesh) -> Layout:
 
 
 def trainer_state(model: ModelConfig, config: Config, mesh: Mesh, on_host: bool = False) -> list[Line]:
-    """What stays on a device between updates; on_host: the moments do not."""
+    """What stays on a device between updates; on_host: the moments come array by array."""
     t, dtype = config.trainer, config.model.dtype
     weights = model.matrix_params / mesh.shards + model.gain_params  # gains are replicated
     moments = 2 * BYTES[t.moments] * weights
+    largest = 2 * BYTES[t.moments] * model.n_layers * model.d_model * model.d_ff / mesh.shards
     lines = [Line("masters", 4 * weights, "float32"),
-             Line("moments", 0.0 if on_host else moments,
-                  f"{t.moments}, {moments / GIB:.3f} GiB in host memory" if on_host else t.moments)]
+             Line("moments", largest, f"{t.moments}, of the largest array; all {moments / GIB:.3f} GiB rest in host memory")
+             if on_host else Line("moments", moments, t.moments)]
     if objective.needs_reference(t):
         lines.append(Line("reference model", 4 * weights, "float32, trainer.kl"))
     if objective.needs_value(t):
