@@ -47,7 +47,8 @@ def test_decode_equals_the_reference(group, dim, size, dtype, atol):
     np.testing.assert_array_equal(got[0], 0)
 
 
-@pytest.mark.parametrize("length,group,size,dtype,atol", [(8, 2, 16, jnp.float32, 2e-6), (37, 4, 64, jnp.bfloat16, 0.01)])
+@pytest.mark.parametrize("length,group,size,dtype,atol", [
+    (8, 2, 16, jnp.float32, 2e-6), (37, 4, 64, jnp.bfloat16, 0.01)])  # fmt: skip
 def test_a_chunk_equals_the_reference(length, group, size, dtype, atol):
     inputs = case(length, (length, length + 1, 64, 200), group, 64, size, dtype)
     got = interpreted(*inputs, 64**-0.5, block=32)

@@ -7,13 +7,13 @@ and with the kernels of its presets. Each stage runs in a process of its own, fo
 measurement is added to --out as soon as there is one: the same command goes on where it was cut off; a failure is an
 entry and not tried again unless --again says so. --size=tiny goes through everything on a CPU and means nothing.
   read         reading 8 GiB, and a large bf16 matrix product: what the shares below are of
-  kernel       paged attention alone, 64 ragged rows of up to 4k: the reference, ours, and ours by block, span and stages
+  kernel       paged attention alone, 64 ragged rows of up to 4k: the reference, ours, ours by block, span and stages
   flashinfer   the same by FlashInfer's own wrapper, where it and torch are installed
   decode-SIZE  the engine, 64 ragged rows of up to 4k: (weights + live KV bytes) / time of a step, of the read speed,
                with results read late and not; idle: the share of that time in which the device has nothing to do
   gap          |engine - trainer| log-probs in bf16, beside those of one bf16 forward pass against f32
   train-0.6B   an update by kernel and remat: the model's FLOPs over the time, of the matrix product's
-  memory       trainer and engine of 0.6B on this device, with the pages that the plan leaves: their peak, and the plan's
+  memory       trainer and engine of 0.6B on this device, with the pages that the plan leaves: their peak, and its
 Targets on an H100 or H200: decode-0.6B and decode-8B read at 60 %, our kernel at 80 % of FlashInfer, training at 40 %
 MFU, idle 2 % at most.
 """
@@ -91,7 +91,7 @@ def run(stages: list[str], out: Path, size: str, again: bool) -> None:
         try:
             code = subprocess.run(command, env=environment(), timeout=LIMIT_S).returncode
         except subprocess.TimeoutExpired:
-            Record(out, stage).add("stage", None, "failed", error=f"cut off after {LIMIT_S} s; the next run goes on here")
+            Record(out, stage).add("stage", None, "failed", error=f"cut off after {LIMIT_S} s; the next run goes on")
             continue
         record = Record(out, stage)
         if code:

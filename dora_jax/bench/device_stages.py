@@ -135,7 +135,8 @@ def decode_variant(record: Record, name: str, config: Config, cfg: ModelConfig, 
     lengths = np.random.default_rng(1).integers(1, size.context + 1, size.rows)
     began = time.perf_counter()
     submit(engine, cfg, lengths, size.new)
-    record.add(f"{name}: prefill", lengths.sum() / (time.perf_counter() - began), "tokens/s", note=f"{lengths.sum()} tokens")
+    record.add(f"{name}: prefill", lengths.sum() / (time.perf_counter() - began), "tokens/s",
+               note=f"{lengths.sum()} tokens")
     calls: list[tuple[Any, ...]] = []
     recorded(engine, calls)
     taken = []
@@ -150,7 +151,8 @@ def decode_variant(record: Record, name: str, config: Config, cfg: ModelConfig, 
     speed = record.value("read", device_kernels.READ)
     with record.attempt(f"{name}: idle"):
         device_s = device_seconds(engine, calls) / config.rollout.decode_steps
-        record.add(f"{name}: idle", max(0.0, 1 - device_s / step_s), "of step", note=f"device {device_s * 1e3:.3f} ms a step")
+        record.add(f"{name}: idle", max(0.0, 1 - device_s / step_s), "of step",
+                   note=f"device {device_s * 1e3:.3f} ms a step")
     record.add(f"{name}: warm-up", warmup_s, "s", note=f"{compiled} programs; attention {config.rollout.attention}, "
                f"page {config.rollout.page_size}, {config.rollout.pages} pages")
     record.add(f"{name}: peak memory", peak_gib(), "GiB", note=f"since the process began; weights and live KV "
@@ -200,7 +202,8 @@ def train_config(work: Work, **changes: Any) -> Config:
     dtype = changes.pop("dtype", "bfloat16")
     return devices.filled(Config(
         model=ModelSection(dtype=dtype),
-        rollout=RolloutSection(slots=work.groups * work.group_size, max_prompt_tokens=work.prompt, max_new_tokens=work.new),
+        rollout=RolloutSection(slots=work.groups * work.group_size, max_prompt_tokens=work.prompt,
+                               max_new_tokens=work.new),
         orchestrator=OrchestratorSection(groups_per_step=work.groups, group_size=work.group_size),
         trainer=TrainerSection(pack_tokens=work.pack, micro_batches=work.micro_batches, learning_rate=1e-6, **changes)))
 
@@ -223,7 +226,8 @@ def gap(record: Record, cfg: ModelConfig, tiny: bool) -> None:
             changed = train_config(work, dtype=dtype, attention=attention)
             trainer = trainer_of(changed, cfg, one_device(), masters)
             [batch] = packer(changed, trainer)(groups, 0)
-            with jax.default_matmul_precision("float32"):  # a GPU rounds products of f32 to 10 bits unless told
+            exactly = jax.default_matmul_precision("float32" if dtype == "float32" else None)
+            with exactly:  # a GPU rounds factors of f32 to 10 bits unless told
                 forward[label] = trainer.logprobs(batch)[batch.mask]
             behavior = batch.behavior_logprobs[batch.mask]
             del trainer
@@ -233,13 +237,14 @@ def gap(record: Record, cfg: ModelConfig, tiny: bool) -> None:
         add_gap(record, f"engine against trainer in {label}", behavior - logprobs)
         if exact is not None and logprobs is not exact:
             add_gap(record, f"one forward pass in {label} against f32", logprobs - exact)
-            record.add(f"ratio of the two, {label}", np.abs(behavior - logprobs).mean() / np.abs(logprobs - exact).mean(),
-                       "times", note="at most 1.5")
+            ratio = np.abs(behavior - logprobs).mean() / np.abs(logprobs - exact).mean()
+            record.add(f"ratio of the two, {label}", ratio, "times", note="at most 1.5")
 
 
 def add_gap(record: Record, name: str, d: np.ndarray) -> None:
     size = np.abs(d)
-    record.add(name, size.mean(), "mean", note=f"p99 {np.quantile(size, 0.99):.3g}, largest {size.max():.3g}, {size.size} tokens")
+    record.add(name, size.mean(), "mean",
+               note=f"p99 {np.quantile(size, 0.99):.3g}, largest {size.max():.3g}, {size.size} tokens")
 
 
 def sampled(engine: Engine, cfg: ModelConfig, work: Work) -> list[ScoredGroup]:
@@ -252,7 +257,8 @@ def sampled(engine: Engine, cfg: ModelConfig, work: Work) -> list[ScoredGroup]:
     done: dict[SampleId, Sample] = {}
     while not engine.idle:
         done |= {sample.id: sample for sample in engine.tick().finished}
-    return [_scored([done[SampleId(group, index)] for index in range(work.group_size)], rng) for group in range(work.groups)]
+    return [_scored([done[SampleId(group, index)] for index in range(work.group_size)], rng)
+            for group in range(work.groups)]
 
 
 def ragged(cfg: ModelConfig, work: Work) -> list[ScoredGroup]:
@@ -263,7 +269,8 @@ def ragged(cfg: ModelConfig, work: Work) -> list[ScoredGroup]:
         n = int(rng.integers(1, work.new + 1))
         return Sample(id=SampleId(group, index), prompt_ids=prompt, mask=np.ones(n, bool), finish="length",
                       out_ids=rng.integers(0, cfg.vocab_size, n).astype(np.int32),
-                      logprobs=np.full(n, -np.log(cfg.vocab_size), np.float32), spans=(Span(version=0, start=0, stop=n),))
+                      logprobs=np.full(n, -np.log(cfg.vocab_size), np.float32),
+                      spans=(Span(version=0, start=0, stop=n),))
 
     prompts = rng.integers(0, cfg.vocab_size, (work.groups, work.prompt)).astype(np.int32)
     return [_scored([sample(group, index, prompt) for index in range(work.group_size)], rng)
@@ -296,7 +303,8 @@ def train(record: Record, cfg: ModelConfig, tiny: bool) -> None:
             record.add(f"{name}: warm-up", warmup_s, "s")
             record.add(f"{name}: peak memory", peak_gib(), "GiB", note="since the process began")
             record.add(name, needed / seconds / 1e12 / peak if peak else None, "MFU", seconds=seconds,
-                       note=f"{seconds:.3f} s, {tokens} tokens, {tokens / seconds:.0f} tokens/s, {needed / 1e12:.1f} TFLOP")
+                       note=f"{seconds:.3f} s, {tokens} tokens, {tokens / seconds:.0f} tokens/s, "
+                            f"{needed / 1e12:.1f} TFLOP")
             del trainer
         gc.collect()
 
@@ -316,7 +324,7 @@ def best_step_s(step: Callable[[], Any], rounds: int = 3) -> float:
 
 
 def shared_device(record: Record, cfg: ModelConfig, tiny: bool) -> None:
-    """Trainer and engine on one device, with the pages that the memory plan leaves: what they hold, against the plan."""
+    """Trainer and engine on one device, with the pages that the memory plan leaves: their peak, against the plan's."""
     config = train_config(TRAIN[tiny], remat="full")
     config = devices.filled(dataclasses.replace(
         config, model=dataclasses.replace(config.model, size="" if tiny else "Qwen3-0.6B"),
@@ -335,7 +343,8 @@ def shared_device(record: Record, cfg: ModelConfig, tiny: bool) -> None:
     trainer.warmup(*batch.tokens.shape)
     record.add("warm-up of the trainer", time.perf_counter() - began, "s")
     trainer.step(batch)
-    record.add("peak memory with both", peak_gib(), "GiB", note=f"{config.rollout.pages} pages of {config.rollout.page_size}")
+    record.add("peak memory with both", peak_gib(), "GiB",
+               note=f"{config.rollout.pages} pages of {config.rollout.page_size}")
     if planned := budget.of(config, presets.here(config), cfg):
         bytes_ = memory.total(planned.trainer) + memory.total(planned.instance) + planned.pages_bytes
         record.add("planned memory", bytes_ / GIB, "GiB")
