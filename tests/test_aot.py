@@ -248,8 +248,8 @@ def test_what_does_not_fit_is_refused_with_the_field_that_helps():
     large = dataclasses.replace(MODEL, d_model=8192, d_ff=2**17, vocab_size=2**18)
     with pytest.raises(aot.DoesNotFit, match=r"^trainer: .* GiB a chip on v5e-4, which has 14.9.*trainer.micro_batches"):
         aot.compile_roles(run_of(), large, only=("train",))
-    with pytest.raises(aot.DoesNotFit, match=r"^instance: .* GiB a chip on v5e-4.*lower rollout.pages \(now 99999\)"):
-        aot.compile_roles(run_of(rollout={"pages": 99_999, "max_new_tokens": 3968}), dataclasses.replace(MODEL, n_kv_heads=4),
+    with pytest.raises(aot.DoesNotFit, match=r"^instance: .* GiB a chip on v5e-4.*lower rollout.pages \(now 199999\)"):
+        aot.compile_roles(run_of(rollout={"pages": 199_999, "max_new_tokens": 3968}), dataclasses.replace(MODEL, n_kv_heads=4),
                           only=("decode",))
 
 
