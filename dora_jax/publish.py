@@ -111,8 +111,8 @@ def placed(slices: Any, shardings: Any) -> Any:
 
 
 class WeightStore:
-    """One process. Keeps each version on the trainer's devices until it is dropped: on the trainer's shards, and in host
-    memory once an engine elsewhere has asked; or in the serving layout, where engines share the trainer's devices."""
+    """One process. Keeps each version on the trainer's devices until it is dropped: on the trainer's shards, and in
+    host memory once an engine elsewhere has asked; or in the serving layout, where engines share these devices."""
 
     def __init__(self, dtype: str = "float32"):
         """dtype: what engines compute in; the trainer's masters stay f32."""

@@ -139,7 +139,8 @@ def test_what_several_devices_hold_travels_once(ends):
 @pytest.mark.parametrize(("change", "message"), [
     (dict(path="y"), "nothing of that name"), (dict(shape=(4, 4)), r"it is float32\[8, 8\] here"),
     (dict(dtype="bfloat16"), r"it is float32\[8, 8\] here"), (dict(start=(0, 9)), "no part of it"),
-    (dict(stop=(8,)), "no part of it"), (dict(bytes=4), "no part of it"), (dict(stop=(8, 9), bytes=288), "no part of it")])
+    (dict(stop=(8,)), "no part of it"), (dict(bytes=4), "no part of it"),
+    (dict(stop=(8, 9), bytes=288), "no part of it")])
 def test_what_the_sender_does_not_have_is_not_offered(change, message):
     tree = {"x": placed(np.zeros((8, 8), np.float32), on=(1,))}
     shard = shards_of(tree)[0]

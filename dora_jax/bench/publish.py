@@ -75,7 +75,8 @@ CODEC = Codec(*ex.RECORDS, Put, Forget, Made)
 def model_of(mib: float) -> ModelConfig:
     """About so large; tiny for 0."""
     if not mib:
-        return new_config("qwen3", vocab_size=256, d_model=64, n_layers=1, n_heads=4, n_kv_heads=4, head_dim=16, d_ff=64)
+        return new_config("qwen3", vocab_size=256, d_model=64, n_layers=1, n_heads=4, n_kv_heads=4, head_dim=16,
+                          d_ff=64)
     layers = max(1, round((mib - EMBED_MIB) / LAYER_MIB))
     return new_config("qwen3", vocab_size=32768, d_model=1024, n_layers=layers, n_heads=16, n_kv_heads=8, head_dim=64,
                       d_ff=3072)
@@ -190,8 +191,11 @@ class TrainerSide:
         from dora_jax.publish import Slices
         from dora_jax.runtime import slices
 
-        masters = jax.tree.map(lambda x: jax.make_array_from_callback(
-            x.shape, x.sharding, lambda index: np.full(x.sharding.shard_shape(x.shape), version + 1, x.dtype)), self._like)
+        def full(x: jax.ShapeDtypeStruct) -> jax.Array:
+            part = np.full(x.sharding.shard_shape(x.shape), version + 1, x.dtype)
+            return jax.make_array_from_callback(x.shape, x.sharding, lambda index: part)
+
+        masters = jax.tree.map(full, self._like)
         began = time.perf_counter()
         copy = jax.block_until_ready(self._copy(masters))
         copied = time.perf_counter()
@@ -291,7 +295,8 @@ class Cluster:
         paused = [self.ask(name, Put(version=version, write=False)) for name in self.names[1:]]
         self._forget(version)
         return {"copy": copy_s, "home": home_s, "write": write_s, "first": min(loaded) - began,
-                "all": max(loaded) - began, "pause": max(pause for pause, _ in paused), "h2d": min(h for _, h in paused)}
+                "all": max(loaded) - began, "pause": max(pause for pause, _ in paused),
+                "h2d": min(h2d for _, h2d in paused)}
 
     def _carry(self, facts: list[ex.Fact]) -> list[float]:
         loaded: list[float] = []
@@ -332,8 +337,8 @@ def measure(path: str, replicas: int, mib: float, rounds: int, folder: str | Non
 
 def speeds_from(size: int, times: dict[str, float]) -> Speeds:
     """Of this machine, whose cores carry both ends: a transfer and the joining behind it are one figure."""
-    return Speeds(copy=size / times["copy"], home=size / times["home"], out=size / times["all"], into=size / times["all"],
-                  join=float("inf"), place=size / times["pause"])
+    return Speeds(copy=size / times["copy"], home=size / times["home"], out=size / times["all"],
+                  into=size / times["all"], join=float("inf"), place=size / times["pause"])
 
 
 def table(args: argparse.Namespace) -> Iterator[str]:
@@ -353,15 +358,15 @@ def table(args: argparse.Namespace) -> Iterator[str]:
             said = publication(size, calibrated, replicas)
             ratios = f"{(said.last_s - said.copy_s - said.home_s) / t['all']:20.2f}" if path == WIRE else " " * 20
             yield (f"{name:10s}{replicas:9d}{size / MIB:6.0f}{small * 1e3:10.1f}{t['copy']:8.2f}{t['write']:9.2f}"
-                   f"{t['first']:9.2f}{t['all']:8.2f}{replicas * size / t['all'] / GIB:7.2f}{t['pause']:9.2f}{t['h2d']:7.2f}"
-                   f"{ratios}{said.pause_s / t['pause']:7.2f}")
+                   f"{t['first']:9.2f}{t['all']:8.2f}{replicas * size / t['all'] / GIB:7.2f}{t['pause']:9.2f}"
+                   f"{t['h2d']:7.2f}{ratios}{said.pause_s / t['pause']:7.2f}")
 
 
 def at_size() -> Iterator[str]:
     """Nothing of it is measured: the model at the hardware table's speeds."""
     yield "model, bfloat16; links at 0.7 of the hardware table's / at 3.6 GB/s a host, as measured elsewhere on v6e"
-    yield (f"{'':6s}{'trainer':>10s}{'instances':>14s}{'copy GiB/chip':>15s}{'copy ms':>9s}{'home s':>8s}{'first s':>16s}"
-           f"{'all s':>16s}{'pause s':>9s}")
+    yield (f"{'':6s}{'trainer':>10s}{'instances':>14s}{'copy GiB/chip':>15s}{'copy ms':>9s}{'home s':>8s}"
+           f"{'first s':>16s}{'all s':>16s}{'pause s':>9s}")
     for name, params, chip, trainer, instance, count in SIZES:
         fast, slow = (publication(2 * params, speeds_of(CHIPS[chip], trainer, CHIPS[chip], instance, 0.7, link), count)
                       for link in (0.0, HOST_TCP_BYTES_PER_S))

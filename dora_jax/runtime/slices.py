@@ -1,7 +1,7 @@
-"""Which slices of a version travel: what a receiver wants of the stacked tensors, and who gives which part of it.
+"""Which slices of a version travel: what a receiver wants of the stacked tensors, and which process gives which part.
 
     source    offered(copy) -> slices         every shard of the trainer's is given by one of the processes that hold it
-              pieces(slices, wanted)          what this process gives of what somebody wants
+              pieces(slices, wanted)          what this process gives of what a receiver wants
     receiver  wanted(like)                    the boxes that this process's devices need, as few as can be
               received(like, got) -> slices   on the host; `publish.placed` brings them to the devices
 

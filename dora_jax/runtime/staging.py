@@ -158,7 +158,8 @@ class WeightHost:
 
     def _pull(self, pull: ex.Pull) -> Any:
         key = _of_host(pull.key, self._host)
-        return slices.received(self._like, self._wire.take(pull.manifests[self._host], self._wanted, key, pull.timeout_s))
+        got = self._wire.take(pull.manifests[self._host], self._wanted, key, pull.timeout_s)
+        return slices.received(self._like, got)
 
     def _read_stored(self, key: Key) -> Any:
         return slices.received(self._like, self._read(key.version, self._wanted))
