@@ -1,6 +1,6 @@
 """One optimizer update, host work included, against the plainest JAX step and against transformers + torch.
 
-    python -m dora_jax.bench.train_step [--rivals=plain,transformers] [--rounds=3] [--install]
+    python -m dora_jax.bench.train_step [--smollm] [--rivals=plain,transformers] [--rounds=3] [--install]
 
 The same f32 weights, trajectories, PPO loss and AdamW everywhere; the first loss and gradient norm of all are compared
 before anything is timed. Two kinds of work: equal lengths (16 sequences of 256 tokens) and a long tail (32 of 16 + a
@@ -8,6 +8,8 @@ log-normal number, median 48, at most 496). Ours packs the sequences into rows t
 128 tokens, as trainer.pack_tokens would be set for such work); the rivals pad them to the longest, as they do. Tokens are those of prompts and responses, padding counts for nobody. MFU: the model's own FLOPs (no padding,
 causal attention) over what a large f32 matrix product reaches on this machine. Compilation is left out; rounds are
 interleaved and the best of each counts. torch runs in an environment of its own (`--install` makes it under .bench/).
+With --smollm the weights are those of a real model of 135M parameters (smollm.py), the work is two sequences of 512
+tokens, one a micro-batch.
 The second table: what the step holds at its peak beside the state, by how the log-probs are taken.
 """
 
@@ -28,13 +30,14 @@ import jax.numpy as jnp
 import numpy as np
 
 from dora_jax import presets
-from dora_jax.bench import plain_step
+from dora_jax.bench import plain_step, smollm
 from dora_jax.bench.decode import ENVIRONMENTS, MODEL, flop_speed, timed
 from dora_jax.buffer import pack
 from dora_jax.config import TrainerSection
 from dora_jax.models import decoder, hf, logits, sharding
 from dora_jax.ops.segment_attention import segment_attention
 from dora_jax.trainer import expected, score, step
+from dora_jax.trainer.flops import segment_lengths
 from dora_jax.trainer.prepare import Prepare
 from dora_jax.types import Sample, SampleId, ScoredGroup, Span
 
@@ -46,34 +49,40 @@ AGREE = 1e-3  # relative: f32 sums in another order
 @dataclasses.dataclass(frozen=True)
 class Work:
     name: str
+    model: decoder.ModelConfig
     batch: pack.TrainBatch
     padded: dict[str, np.ndarray]  # one sequence a row, as wide as the longest
 
     @property
     def lengths(self) -> np.ndarray:
-        return flops.segment_lengths(self.batch.segment_ids)
+        return segment_lengths(self.batch.segment_ids)
 
 
 def works() -> list[Work]:
     rng = np.random.default_rng(0)
     tail = np.exp(rng.normal(np.log(48), 1.1, 32)).astype(int).clip(1, LONGEST - PROMPT)
-    return [_work("equal", np.full(16, 256 - PROMPT + 1), rng), _work("long tail", tail, rng)]
+    return [_work(MODEL, "equal", np.full(16, 256 - PROMPT + 1), rng), _work(MODEL, "long tail", tail, rng)]
 
 
-def _work(name: str, lengths: np.ndarray, rng: np.random.Generator) -> Work:
+def real_works(model: decoder.ModelConfig) -> list[Work]:
+    return [_work(model, "2 x 512", np.full(2, 512 - PROMPT + 1), np.random.default_rng(0), group=2)]
+
+
+def _work(model: decoder.ModelConfig, name: str, lengths: np.ndarray, rng: np.random.Generator,
+          group: int = GROUP) -> Work:
     """Groups of random tokens whose log-probs are near those of an untrained model, so that some ratios clip."""
     groups = []
-    for group_id in range(len(lengths) // GROUP):
-        prompt = rng.integers(0, MODEL.vocab_size, PROMPT).astype(np.int32)
+    for group_id in range(len(lengths) // group):
+        prompt = rng.integers(0, model.vocab_size, PROMPT).astype(np.int32)
         samples = []
-        for index, n in enumerate(lengths[group_id * GROUP:(group_id + 1) * GROUP].tolist()):
+        for index, n in enumerate(lengths[group_id * group:(group_id + 1) * group].tolist()):
             samples.append(Sample(
                 id=SampleId(group_id, index), prompt_ids=prompt, mask=np.ones(n, bool), finish="stop",
-                out_ids=rng.integers(0, MODEL.vocab_size, n).astype(np.int32),
-                logprobs=rng.normal(-np.log(MODEL.vocab_size), 0.3, n).astype(np.float32),
+                out_ids=rng.integers(0, model.vocab_size, n).astype(np.int32),
+                logprobs=rng.normal(-np.log(model.vocab_size), 0.3, n).astype(np.float32),
                 spans=(Span(version=0, start=0, stop=n),)))
         groups.append(ScoredGroup(group_id=group_id, version=0, samples=tuple(samples), parts={},
-                                  rewards=rng.normal(size=GROUP).astype(np.float32)))
+                                  rewards=rng.normal(size=group).astype(np.float32)))
     row = -(-int(lengths.max() + PROMPT - 1) // ROW_UNIT) * ROW_UNIT
     rows = -(-int((lengths + PROMPT - 1).sum()) // row) + 1  # first fit by falling length wastes less than one
     shape = pack.Layout(rows=rows, tokens=row, micro_batches=1)
@@ -81,7 +90,7 @@ def _work(name: str, lengths: np.ndarray, rng: np.random.Generator) -> Work:
     filled = (batch.segment_ids > 0).any(1)
     batch = dataclasses.replace(batch, **{name: x[filled] for name, x in batch.arrays().items()})
     names = ("tokens", "targets", "mask", "behavior_logprobs", "advantages", "loss_weights")
-    return Work(name, batch, _one_a_row(batch, names))
+    return Work(name, model, batch, _one_a_row(batch, names))
 
 
 def _one_a_row(batch: pack.TrainBatch, names: tuple[str, ...]) -> dict[str, np.ndarray]:
@@ -94,8 +103,9 @@ def _one_a_row(batch: pack.TrainBatch, names: tuple[str, ...]) -> dict[str, np.n
     return out
 
 
-def section() -> TrainerSection:
-    return presets.on_cpu(TrainerSection(pack_tokens=LONGEST, warmup_steps=0, learning_rate=1e-5))
+def section(micro_batches: int = 1) -> TrainerSection:
+    return presets.on_cpu(TrainerSection(pack_tokens=LONGEST, warmup_steps=0, learning_rate=1e-5,
+                                         micro_batches=micro_batches))
 
 
 # ----------------------------------------------------------------- runners
@@ -105,7 +115,8 @@ Step = Callable[[], tuple[float, float]]  # one update on the same trajectories 
 
 def ours(work: Work, params) -> Step:
     mesh = sharding.make_mesh(jax.devices()[:1], 1, 1, 1)
-    trainer = step.Trainer(MODEL, section(), mesh, params, total_steps=1000)
+    micro_batches = 1 if work.model == MODEL else len(work.batch.tokens)
+    trainer = step.Trainer(work.model, section(micro_batches), mesh, params, total_steps=1000)
     trainer.warmup(*work.batch.tokens.shape)
 
     def run() -> tuple[float, float]:
@@ -156,29 +167,33 @@ def _imports_torch(python: Path) -> bool:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--rivals", default="plain,transformers", help="of: plain, transformers")
+    parser.add_argument("--smollm", action="store_true", help="SmolLM2-135M-Instruct in place of a toy")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--install", action="store_true", help="make the environment of torch under .bench/")
     args = parser.parse_args()
     rivals = [name for name in args.rivals.split(",") if name]
-    params = decoder.init_params(MODEL, 0)
-    with tempfile.TemporaryDirectory() as folder:
-        hf.save(Path(folder) / "model", MODEL, params)
-        external = External(Path(folder) / "model", args.install) if "transformers" in rivals else None
+    model, params = hf.load(smollm.folder()) if args.smollm else (MODEL, decoder.init_params(MODEL, 0))
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = smollm.folder() if args.smollm else Path(temporary) / "model"
+        if not args.smollm:
+            hf.save(folder, MODEL, params)
+        external = External(folder, args.install) if "transformers" in rivals else None
         peak = flop_speed()
         print(f"measured: {peak / 1e9:.0f} GFLOP/s; jax {jax.__version__}; tokens/s (MFU) of one update")
         print(f"{'work':11s}{'tokens':>7s}{'packed':>8s}{'padded':>8s}{'ours':>16s}"
               + "".join(f"{name:>20s}" for name in rivals) + f"{'best rival':>12s}", flush=True)
-        for work in works():
+        for work in real_works(model) if args.smollm else works():
             print_row(work, measure(work, params, rivals, external, args.rounds), peak)
         if external:
             external.close()
-    print_memory()
+    if not args.smollm:
+        print_memory()
 
 
 def measure(work: Work, params, rivals: list[str], external: External | None, rounds: int) -> list[float]:
     """Seconds of the best update of each; refuses to compare what does not compute the same."""
     runs: list[Step] = [ours(work, params)]
-    runs += [plain_step.runner(MODEL, params, work.padded) for name in rivals if name == "plain"]
+    runs += [plain_step.runner(work.model, params, work.padded) for name in rivals if name == "plain"]
     first = [run() for run in runs]
     if external:
         first.append(external.ask(work)[1:])
@@ -194,7 +209,7 @@ def measure(work: Work, params, rivals: list[str], external: External | None, ro
 
 
 def print_row(work: Work, times: list[float], peak: float) -> None:
-    tokens, needed = int(work.lengths.sum()), expected.model_flops(MODEL, work.lengths)
+    tokens, needed = int(work.lengths.sum()), expected.model_flops(work.model, work.lengths)
     cells = [f"{tokens / t:.0f} ({needed / t / peak:.0%})" for t in times]
     shares = [tokens / work.batch.tokens.size, tokens / work.padded["tokens"].size]
     against = f"{min(times[1:]) / times[0]:.2f}x" if times[1:] else ""
