@@ -42,7 +42,7 @@ def chosen(asked):
 
 CPU = {"model.dtype": "float32", "rollout.attention": "reference", "rollout.page_size": 16, "rollout.prefill_chunk": 64,
        "rollout.prefill_tokens": 256, "rollout.late_results": "off", "trainer.attention": "reference",
-       "trainer.logits_bytes": 64 * 2**20}
+       "trainer.logits_bytes": 256 * 2**20}
 TPU = {"model.dtype": "bfloat16", "rollout.attention": "tpu", "rollout.page_size": 64, "rollout.late_results": "on",
        "trainer.attention": "splash",
        "trainer.compiler_options": {"xla_jf_spmd_threshold_for_windowed_einsum_mib": 1_000_000}}

@@ -172,6 +172,14 @@ def serving_layout(params: Params, layout: str = "serving") -> Params:
     return {**params, "layers": [{name: w[i] for name, w in stacked.items()} for i in range(n_layers)]}
 
 
+def stacked_layout(params: Params) -> Params:
+    """One dict a layer -> stacked; what is stacked stays."""
+    layers = params["layers"]
+    if not isinstance(layers, list):
+        return params
+    return {**params, "layers": jax.tree.map(lambda *of_layers: jnp.stack(of_layers), *layers)}
+
+
 def layout_of(params: Params) -> str:
     """"serving" or "scanned", of an engine's weights or of a tree like them (shardings)."""
     return "serving" if isinstance(params["layers"], list) else "scanned"

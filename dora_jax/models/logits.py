@@ -72,7 +72,9 @@ def logprobs_of(logits: jax.Array, targets: jax.Array, *, entropy_grad: bool = F
     lse = jnp.log(total(jnp.exp(logits - peak[..., None]))) + peak
     chosen = total(jnp.where(_token_ids(logits, axis) == targets[..., None], logits, 0.0))
     source, norm = (logits, lse) if entropy_grad else jax.lax.stop_gradient((logits, lse))
-    entropy = norm - total(jnp.exp(source - norm[..., None]) * source)
+    # a product, not a sum of products: a CPU takes a quarter of the time
+    mean = jnp.einsum("...v,...v->...", jnp.exp(source - norm[..., None]), source, precision=jax.lax.Precision.HIGHEST)
+    entropy = norm - (mean if axis is None else jax.lax.psum(mean, axis))
     return chosen - lse, entropy
 
 
