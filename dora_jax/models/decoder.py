@@ -72,10 +72,12 @@ class Layer(nnx.Module):
             self.q_norm = param("q_norm", (cfg.head_dim,), ("norm",), None)
             self.k_norm = param("k_norm", (cfg.head_dim,), ("norm",), None)
 
-    def __call__(self, cfg: ModelConfig, layer: int | None, x_BxLxD, rotary, attend: Attend, merge: bool):
+    def __call__(self, cfg: ModelConfig, layer: int | None, x_BxLxD, rotary, attend: Attend, merge: bool,
+                 looped: bool = False):
+        """looped: whether the weights are slices of stacked ones; see `_qkv`."""
         matmul = functools.partial(self._matmul, merge)
         with jax.named_scope("attention"):
-            q, k, v = self._qkv(cfg, _rms_norm(x_BxLxD, self.attn_norm[...], cfg.norm_eps), rotary, matmul)
+            q, k, v = self._qkv(cfg, _rms_norm(x_BxLxD, self.attn_norm[...], cfg.norm_eps), rotary, matmul, looped)
             o_BxLxHxD = attend(layer, q, k, v)
             x_BxLxD = x_BxLxD + matmul(o_BxLxHxD.reshape(*x_BxLxD.shape[:2], -1), "o_proj")
         with jax.named_scope("mlp"):
@@ -94,9 +96,11 @@ class Layer(nnx.Module):
         """Masters may be wider than the activations: compute in the activations' type."""
         return getattr(self, name)[...].astype(like.dtype)
 
-    def _qkv(self, cfg: ModelConfig, h_BxLxD, rotary, matmul: Callable):
+    def _qkv(self, cfg: ModelConfig, h_BxLxD, rotary, matmul: Callable, looped: bool):
         def heads(which: str, count: int):
             y = matmul(h_BxLxD, f"{which}_proj")
+            if looped:  # else XLA splits the heads inside the product, and copies the layer's weights out for that
+                y = jax.lax.optimization_barrier(y)
             if cfg.qkv_bias:
                 y = y + _last(self._weight(f"{which}_bias", h_BxLxD), y)
             y = y.reshape(*y.shape[:2], count, cfg.head_dim)
@@ -226,7 +230,8 @@ def forward_carrying(cfg: ModelConfig, params: Params, tokens_BxL, positions_BxL
         x_BxLxD, state = carry
         layer, weights = numbered
         state = jax.tree.map(lambda x: x, state)
-        x_BxLxD = nnx.merge(layer_def, weights)(cfg, layer, x_BxLxD, rotary, attend_with(state), True)
+        x_BxLxD = nnx.merge(layer_def, weights)(cfg, layer, x_BxLxD, rotary, attend_with(state), True,
+                                             looped=True)
         return (x_BxLxD, state), None
 
     numbered = jnp.arange(cfg.n_layers), params["layers"]
