@@ -86,6 +86,7 @@ class RolloutSection:
     max_prompt_tokens: int = 128
     max_new_tokens: int = 128
     prefill_tokens: int = 0  # prompt tokens a tick may prefill; 0: by platform
+    prefill_call_tokens: int = 0  # of them, in one dispatch; 0: by platform
     decode_steps: int = 8  # decode steps a dispatch
     decode_rows: int = 0  # rows of a decode dispatch, a divisor of slots; 0: slots
     prefill_chunk: int = 0  # prompt tokens of one sample in one prefill dispatch; prefixes are shared in chunks; 0: by platform

@@ -185,11 +185,14 @@ def _rollout(section: RolloutSection, machine: Machine) -> Presets:
                 "page_size": (16, "small pages waste little"),
                 "prefill_chunk": (64, "prompts share their prefixes in chunks of it"),
                 "prefill_tokens": (256, "so many keep running samples waiting only a moment"),
+                "prefill_call_tokens": (128 if kernel == "reference" else section.prefill_tokens or 256,
+                                        "products of so many run at speed; more is padding when few prompts wait"),
                 "late_results": ("off", "host and device are the same cores")}
     size, why = _page_size(section, kernel)
     return {"attention": (kernel, f"the paged kernel for {machine}"),
             "page_size": (size, why),
             "prefill_chunk": (512, "one pass over the weights serves so many tokens of a prompt"),
+            "prefill_call_tokens": (section.prefill_tokens or 1024, "one pass over the weights serves all of a tick's"),
             "prefill_tokens": (1024, "matrix products of so many tokens are bound by compute, not by the weights"),
             "late_results": ("on", "the device decodes while the host plans the next call"),
             "compiler_options": ROLLOUT_OPTIONS.get(machine.chip, NONE)}

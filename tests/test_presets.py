@@ -41,7 +41,7 @@ def chosen(asked):
 # ------------------------------------------------------------- what is chosen
 
 CPU = {"model.dtype": "float32", "rollout.attention": "reference", "rollout.page_size": 16, "rollout.prefill_chunk": 64,
-       "rollout.prefill_tokens": 256, "rollout.late_results": "off", "trainer.attention": "reference",
+       "rollout.prefill_tokens": 256, "rollout.prefill_call_tokens": 128, "rollout.late_results": "off", "trainer.attention": "reference",
        "trainer.logits_bytes": 256 * 2**20}
 TPU = {"model.dtype": "bfloat16", "rollout.attention": "tpu", "rollout.page_size": 64, "rollout.late_results": "on",
        "trainer.attention": "splash",
@@ -71,10 +71,11 @@ def test_what_the_user_sets_is_kept():
     asked = on("v6e-8", {"attention": "tokamax", "page_size": 256, "pages": 77, "late_results": "off"},
                {"logits_bytes": 5, "compiler_options": {"a": 1}})
     done, choices = resolved(asked)
-    assert done.rollout == dataclasses.replace(asked.rollout, prefill_chunk=512, prefill_tokens=1024)
+    assert done.rollout == dataclasses.replace(asked.rollout, prefill_chunk=512, prefill_tokens=1024,
+                                               prefill_call_tokens=1024)
     assert done.trainer == dataclasses.replace(asked.trainer, attention="splash")
     assert {choice.field for choice in choices} == {"rollout.prefill_chunk", "rollout.prefill_tokens", "trainer.attention",
-                                                    "model.dtype"}
+                                                    "rollout.prefill_call_tokens", "model.dtype"}
 
 
 @pytest.mark.parametrize("slots, new, size", [(32, 3072, 64), (256, 31744, 64), (256, 64512, 128), (512, 64512, 256)])

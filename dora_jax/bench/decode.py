@@ -16,6 +16,7 @@ the speed at which all cores read as many bytes over and over, or the flops at t
 takes longer. Rivals run in an environment of their own (`--install` makes it under .bench/) on a folder written here.
 With --smollm the weights are those of a real model of 135M parameters (smollm.py): prompts of 48 tokens, 48 new ones
 each at fixed lengths, and one instance over all cores, because every instance reads all weights at every step.
+Pages are what all slots need, and one a slot more, which admission keeps free for running samples to grow into.
 Tunix is the sampler of its newest published package, 0.1.7; the engine of its development branch is not published.
 With --contexts: the decode call alone as a share of the memory's speed, see bandwidth.py.
 """
@@ -65,11 +66,12 @@ class Subject:
     tail_rows: int = 8  # rows of like context share a call
     tail_steps: int = 16
     tail_block: int = 128
+    prefill: int = 128  # prompt tokens of a call
 
     @classmethod
     def real(cls, model: decoder.ModelConfig) -> Subject:
         """All rows in one call, because it is the weights that a step reads."""
-        return cls(model, prompt=48, fixed=48, fixed_steps=48, fixed_block=48, tail_rows=TAIL_BATCH)
+        return cls(model, prompt=48, fixed=48, fixed_steps=48, fixed_block=48, tail_rows=TAIL_BATCH, prefill=768)
 
 
 ENVIRONMENTS = {  # rival -> what its environment needs
@@ -134,9 +136,9 @@ def new_engine(work: Work, slots: int, device: jax.Device) -> Engine:
     sizes = (s.fixed_rows, s.fixed_steps, s.fixed_block) if fixed else (s.tail_rows, s.tail_steps, s.tail_block)
     rows, steps, block = sizes
     section = RolloutSection(
-        slots=slots, pages=slots * (-(-(s.prompt + longest) // 16) + 1), max_prompt_tokens=s.prompt,
-        max_new_tokens=longest, prefill_tokens=s.prompt * slots, decode_rows=min(rows, slots), decode_steps=steps,
-        context_block=block)
+        slots=slots, pages=slots * (-(-(s.prompt + longest) // 16) + 2), max_prompt_tokens=s.prompt,
+        max_new_tokens=longest, prefill_tokens=s.prompt * slots, prefill_call_tokens=s.prefill,
+        decode_rows=min(rows, slots), decode_steps=steps, context_block=block)
     return engine_of(devices.filled(Config(rollout=section)), s.model, sharding.make_mesh([device], 1, 1, 1))
 
 

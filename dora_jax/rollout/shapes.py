@@ -15,7 +15,6 @@ from dora_jax.config import RolloutSection
 SLOT, FRESH, TOKEN, POSITION, REMAINING, DRAWN, GROUP, INDEX, REPEATS, HEADER = range(10)
 COPY_PAGES = 16  # of a moving sample that one call takes, and one tick: the others decode in between
 ALONE_PAGES = 144  # where nobody decodes, for a call costs as much as many pages: 128, and what has been sampled since
-PREFILL_CALL_TOKENS = 128  # on CPUs: enough for matrix products to run at speed; more would be padding when few wait
 COPY_TOKENS = 1024  # of pages in one copy where a kernel reads pages, so that reading and writing are compiled once
 SMEM_BYTES = 2**20  # a TPU core's scalar memory: the kernels prefetch a call's whole page table into it
 SMEM_SPARE_BYTES = 2**14  # lengths, offsets and semaphores beside it
@@ -118,8 +117,7 @@ def shapes_of(section: RolloutSection) -> Shapes:
     max_context = section.max_prompt_tokens + section.max_new_tokens
     chunk = min(_up(section.prefill_chunk, size), _up(section.max_prompt_tokens, size),
                 section.prefill_tokens // size * size)
-    call_tokens = section.prefill_tokens if paged else min(PREFILL_CALL_TOKENS, section.prefill_tokens)
-    prefill_rows = max(1, call_tokens // chunk)
+    prefill_rows = max(1, min(section.prefill_call_tokens, section.prefill_tokens) // chunk)
     copy_pages = max(1, COPY_TOKENS // size) if paged else COPY_PAGES
     shapes = Shapes(
         slots=section.slots, rows=rows, steps=section.decode_steps, chunk=chunk,
