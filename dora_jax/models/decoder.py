@@ -37,6 +37,7 @@ Attend = Callable[[int | None, jax.Array, jax.Array, jax.Array], jax.Array]
 Constrain = Callable[..., jax.Array]  # (array, *logical axes) -> the same array, pinned to the table's mesh axes
 
 REMAT = ("none", "full", "dots")
+TOGETHER = 4  # layers of a serving loop's body, at most: XLA fetches the next one's weights while it computes with one's
 KEPT = "attention"  # what an attention kernel names of its results: they are as small as a layer's input, and kept
 
 
@@ -217,7 +218,9 @@ def forward(cfg: ModelConfig, params: Params, tokens_BxL, positions_BxL, attend:
 def forward_carrying(cfg: ModelConfig, params: Params, tokens_BxL, positions_BxL, attend_with: Callable[[Any], Attend],
                      state: Any, *, dtype=jnp.float32) -> tuple[jax.Array, Any]:
     """(hidden states after the last norm, state) for serving. `attend_with(state)` gives an `attend` that puts the new
-    arrays into the containers of the state that it was given; stacked layers hand them on through the loop, in place."""
+    arrays into the containers of the state that it was given; stacked layers hand them on through the loop, in place.
+
+    Each layer's slice is taken by its own number: of a scan unrolled, XLA copies several layers' weights out first."""
     state = jax.tree.map(lambda x: x, state)  # its containers are ours
     if layout_of(params) == "serving":
         return forward(cfg, params, tokens_BxL, positions_BxL, attend_with(state), dtype=dtype), state
@@ -226,16 +229,17 @@ def forward_carrying(cfg: ModelConfig, params: Params, tokens_BxL, positions_BxL
         x_BxLxD = params["embed"][tokens_BxL].astype(dtype)
     rotary = _rotary(cfg, positions_BxL)
 
-    def body(carry, numbered):
-        x_BxLxD, state = carry
-        layer, weights = numbered
-        state = jax.tree.map(lambda x: x, state)
-        x_BxLxD = nnx.merge(layer_def, weights)(cfg, layer, x_BxLxD, rotary, attend_with(state), True,
-                                             looped=True)
-        return (x_BxLxD, state), None
+    together = next(n for n in range(TOGETHER, 0, -1) if cfg.n_layers % n == 0)
 
-    numbered = jnp.arange(cfg.n_layers), params["layers"]
-    (x_BxLxD, state), _ = jax.lax.scan(body, (x_BxLxD, state), numbered)
+    def body(i, carry):
+        x_BxLxD, state = carry
+        for layer in [i * together + j for j in range(together)]:
+            weights = jax.tree.map(lambda w: jax.lax.dynamic_index_in_dim(w, layer, 0, keepdims=False), params["layers"])
+            state = jax.tree.map(lambda x: x, state)
+            x_BxLxD = nnx.merge(layer_def, weights)(cfg, layer, x_BxLxD, rotary, attend_with(state), True, looped=True)
+        return x_BxLxD, state
+
+    x_BxLxD, state = jax.lax.fori_loop(0, cfg.n_layers // together, body, (x_BxLxD, state))
     return _rms_norm(x_BxLxD, params["final_norm"], cfg.norm_eps), state
 
 
