@@ -77,7 +77,7 @@ class RewardModelSection:
 @section
 class RolloutSection:
     instances: int = 2
-    tensor: int = 1  # devices an instance (tensor parallel)
+    tensor: int = 1  # devices an instance (tensor parallel); of more than KV heads, neighbours share one
     residents: int = 1  # R: versions an instance holds at once
     slots: int = 32  # samples that decode at once, per instance
     pages: int = 0  # KV pages per instance; 0: as many as memory_share allows, on a CPU as many as the slots need

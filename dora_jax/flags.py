@@ -316,7 +316,7 @@ def _machine(asked: Run, purpose: str) -> list[str]:
     if purpose == "sft":
         return []
     if config.cluster.launcher:
-        return _unfit(config)
+        return _uneven(config) or _unfit(config)
     if n_devices is None:
         return []
     try:
@@ -328,8 +328,20 @@ def _machine(asked: Run, purpose: str) -> list[str]:
         return [f"model.path: {error}"]
     if not model:
         return _unfit(config)
-    axes = {"trainer.fsdp": (mesh[1], 1), "trainer.tensor": (1, mesh[2]), "rollout.tensor": (1, config.rollout.tensor)}
-    return [problem for field, sizes in axes.items() for problem in _indivisible(field, model, *sizes)] or _unfit(config)
+    axes = {"trainer.fsdp": {"fsdp": mesh[1], "tensor": 1}, "trainer.tensor": {"fsdp": 1, "tensor": mesh[2]},
+            "rollout.tensor": {"fsdp": 1, "tensor": config.rollout.tensor, "serving": True}}
+    return [problem for field, mesh in axes.items() for problem in _indivisible(field, model, mesh)] or _unfit(config)
+
+
+def _uneven(config: Config) -> list[str]:
+    """What the model's heads cannot be on a replica's processes."""
+    model, hosts = presets.model_of(config), config.cluster.hosts_per_replica
+    if model is None:
+        return []
+    if model.n_kv_heads % hosts and hosts % model.n_kv_heads:
+        return [f"cluster.hosts_per_replica: {hosts} processes can neither split nor share the model's "
+                f"{model.n_kv_heads} KV heads evenly"]
+    return _indivisible("rollout.tensor", model, {"fsdp": 1, "tensor": config.rollout.tensor, "serving": True})
 
 
 def _unfit(config: Config) -> list[str]:
@@ -341,9 +353,9 @@ def _unfit(config: Config) -> list[str]:
     return presets.problems(resolved, found, model)
 
 
-def _indivisible(field: str, model: models.ModelConfig, fsdp: int, tensor: int) -> list[str]:
+def _indivisible(field: str, model: models.ModelConfig, mesh: dict[str, int]) -> list[str]:
     try:
-        models.check_mesh(model, fsdp=fsdp, tensor=tensor)
+        models.check_mesh(model, **mesh)
     except ValueError as error:
         return [f"{field}: {error}"]
     return []

@@ -10,7 +10,7 @@ import pytest
 from engine_rig import assert_undisturbed, finish, loaded
 
 from dora_jax.orchestrate import events as ev
-from dora_jax.rollout.migrate import without_pages
+from dora_jax.rollout.migrate import holders_alike, parted, without_pages
 from dora_jax.runtime.cluster import calls
 from dora_jax.runtime.cluster.porter import Porter
 from dora_jax.runtime.cluster.outlet import Elsewhere, Outlet
@@ -347,6 +347,19 @@ def test_a_sample_of_a_gang_that_leaves_goes_on_with_all_of_its_pages(handed):
     assert (go_on.parcel.n_pages, go_on.number, type(give_up)) == (0, carried[0].number, calls.GiveUp)
     for host, porter in enumerate(porters):
         assert bits(porter.take(go_on.number).k_pages) == bits(with_pages(host, 2).k_pages)
+
+
+def test_a_head_that_several_processes_hold_is_carried_once(pair):
+    """Two processes, one KV head: the parcel has it once, and each process of the next gang gets it."""
+    remotes, gangs, outbox = pair
+    for host in range(2):
+        Outlet(sent := Sent(), host, 2, holders_alike(2, 1)).put(Handed(parcel=with_pages(0)))
+        remotes[0]._keeper.hooks["heard"](sent[0])
+    handed, = drained(outbox)
+    assert bits(handed.parcel.k_pages) == bits(with_pages(0).k_pages)
+    parts = parted(handed.parcel, 4)
+    assert [bits(part.v_pages) for part in parts] == [bits(with_pages(0).v_pages)] * 4
+    assert [part.k_pages[0, 0, 0, 0, 0] for part in parted(with_pages(0, 2), 4)] == [0, 0, 1, 1]
 
 
 def test_pages_on_their_way_to_a_gang_that_is_lost_are_forgotten(handed):

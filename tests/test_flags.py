@@ -138,6 +138,22 @@ def test_an_indivisible_mesh_names_its_axis(workspace):
         "rollout.tensor: model n_heads 2 is not divisible by mesh axis tensor=4",)
 
 
+def test_an_instance_may_have_more_devices_than_kv_heads(workspace):
+    sizes = ["--config.sft.out=base", "--config.model.path=base", "--config.rollout.instances=1", "--config.trainer.fsdp=2"]
+    parse("--config=c.py", "--config.cpu_devices=8", *sizes, "--config.rollout.tensor=4", "--config.sft.n_heads=4")
+    assert refusal("--config=c.py", "--config.cpu_devices=8", *sizes, "--config.rollout.tensor=3",
+                   "--config.sft.n_heads=6") == (
+        "rollout.tensor: model n_kv_heads 2 is not divisible by mesh axis tensor=3",)
+
+
+def test_processes_that_cannot_divide_or_share_the_kv_heads_are_refused(workspace):
+    cluster = ["--config.cluster.launcher=process", "--config.model.size=Qwen3-8B", "--config.rollout.instances=1",
+               "--config.cluster.devices_per_host=1"]
+    parse("--config=c.py", *cluster, "--config.cluster.hosts_per_replica=16", "--config.rollout.tensor=16")
+    assert refusal("--config=c.py", *cluster, "--config.cluster.hosts_per_replica=3", "--config.rollout.tensor=3") == (
+        "cluster.hosts_per_replica: 3 processes can neither split nor share the model's 8 KV heads evenly",)
+
+
 def test_problems_of_several_kinds_come_together(workspace):
     assert len(refusal("--config=c.py", "--config.steps=0", "--config.seed=-1", "--config.rollout.page_size=3")) == 3
 

@@ -80,6 +80,37 @@ def test_layouts_and_shards_agree(cfg):
     assert {str(axis) for s in jax.tree.leaves(serving) for axis in s.spec} <= {"None", "tensor"}
 
 
+def test_a_loop_over_layers_takes_each_once_and_in_order(monkeypatch):
+    """Three passes of two layers; what a layer's attention leaves behind is handed on."""
+    cfg = new_config("qwen2", **SIZES | {"n_layers": 6})
+    params, (tokens, positions, segments) = noisy(cfg), batch()
+    monkeypatch.setattr(decoder, "TOGETHER", 2)
+
+    def attend_with(state):
+        def attend(layer, q, k, v):
+            state[0] = state[0].at[layer].add(1 + state[0].sum())
+            return segment_attention(segments, positions)(layer, q, k, v)
+
+        return attend
+
+    run = jax.jit(functools.partial(decoder.forward_carrying, cfg, attend_with=attend_with))
+    for layout in ("serving", "scanned"):
+        hidden, state = run(decoder.serving_layout(params, layout), tokens, positions, state=[jnp.zeros(6)])
+        np.testing.assert_array_equal(state[0], 2.0 ** np.arange(6))
+        expected = hidden if layout == "serving" else expected
+        np.testing.assert_allclose(hidden, expected, atol=1e-5)
+
+
+def test_an_engine_with_more_devices_than_kv_heads_lets_neighbours_share_one():
+    cfg, mesh = CONFIGS["qwen2"], sharding.make_mesh(jax.devices()[:4], 1, 1, 4)
+    serving = sharding.param_specs(cfg, mesh, "scanned")["layers"]
+    for name, shared in {"k_proj": True, "v_bias": True, "q_proj": False, "o_proj": False, "up_proj": False}.items():
+        shape = decoder.abstract_params(cfg)["layers"][name].shape
+        where = serving[name].devices_indices_map(shape)
+        assert len({str(where[device]) for device in jax.devices()[:4]}) == (2 if shared else 4)
+        assert (where[jax.devices()[0]] == where[jax.devices()[1]]) == shared
+
+
 @pytest.mark.parametrize("quick_compile", [False], indirect=True, ids=["bits"])
 def test_initial_values_depend_on_no_mesh():
     cfg, mesh = CONFIGS["qwen2"], sharding.make_mesh(jax.devices(), 1, 4, 2)
@@ -218,6 +249,13 @@ def test_a_mesh_that_does_not_divide_is_named(fsdp, tensor, message):
     mesh = sharding.make_mesh(jax.devices()[: fsdp * tensor], 1, fsdp, tensor)
     with pytest.raises(ValueError, match=message):
         sharding.param_specs(CONFIGS["qwen3"], mesh)
+
+
+def test_devices_that_cannot_share_kv_heads_evenly_are_refused():
+    cfg = new_config("qwen3", **SIZES | {"n_heads": 12, "n_kv_heads": 4})
+    check_mesh(cfg, fsdp=1, tensor=4, serving=True)
+    with pytest.raises(ValueError, match="model n_kv_heads 4 is not divisible by mesh axis tensor=6"):
+        check_mesh(cfg, fsdp=1, tensor=6, serving=True)
 
 
 def test_a_mesh_of_the_wrong_size_is_named():

@@ -331,7 +331,7 @@ def test_trained_weights_reach_replicas_in_their_layout_and_from_each_other():
              ex.Holds(world="trainer", epoch=1, version=3)]
     shardings = {}
     for i in range(3):
-        shardings[f"r{i}"] = meshed(devices[2 + 2 * i:4 + 2 * i], 2)
+        shardings[f"r{i}"] = meshed(devices[2:4] if i == 0 else devices[4:8], 4 if i else 2)  # four share two KV heads
         like = staging.like(cases.MODEL, shardings[f"r{i}"], jnp.bfloat16)
         worlds[f"r{i}"] = [WeightHost(0, Wire(), Versions(), like)]
         facts += [ex.WorldUp(world=f"r{i}", epoch=1, hosts=1), ex.Wanted(world=f"r{i}", version=3)]

@@ -122,10 +122,14 @@ KNOWN = {  # sizes as in the config.json of the same name at Hugging Face
 }
 
 
-def check_mesh(cfg: ModelConfig, *, fsdp: int, tensor: int) -> None:
-    """ValueError naming the first size that a mesh axis does not divide. Mirrors the table in sharding.py."""
+def check_mesh(cfg: ModelConfig, *, fsdp: int, tensor: int, serving: bool = False) -> None:
+    """ValueError naming the first size that a mesh axis does not divide. Mirrors the tables in sharding.py.
+
+    serving: of an engine, several of whose devices may hold the same KV head.
+    """
     sizes = {"fsdp": ("d_model",), "tensor": ("n_heads", "n_kv_heads", "d_ff", "vocab_size")}
     for axis, size in (("fsdp", fsdp), ("tensor", tensor)):
         for name in sizes[axis]:
-            if getattr(cfg, name) % size:
+            shared = serving and name == "n_kv_heads" and size % cfg.n_kv_heads == 0
+            if getattr(cfg, name) % size and not shared:
                 raise ValueError(f"model {name} {getattr(cfg, name)} is not divisible by mesh axis {axis}={size}")

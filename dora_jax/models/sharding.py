@@ -5,7 +5,9 @@ Consumes the logical axes that decoder.py's modules carry; produces NamedShardin
   fsdp     batch rows, and parameters sharded over d_model (gathered layer by layer)
   context  positions of a row; attention gathers keys and values, a fraction of the activations under shared KV heads
   tensor   heads, d_ff, vocabulary
-Law: a size that its mesh axis does not divide is an error that names both, never a replicated fallback.
+  copies   the same, but for KV heads: the devices of an engine that hold the same one
+Law: a size that its mesh axis does not divide is an error that names both, never a replicated fallback; of an engine's
+KV heads alone, neighbours may share one.
 """
 
 from __future__ import annotations
@@ -33,7 +35,7 @@ TABLE = {
     "mlp": "tensor",
     "vocab": "tensor",
 }
-SERVING_TABLE = {**TABLE, "embed": None}  # an engine gathers nothing per layer: tensor parallel only
+COPIES = "copies"  # of an engine's mesh only, see `serving_mesh`
 
 
 def make_mesh(devices: Sequence[jax.Device], data: int, fsdp: int, tensor: int, context: int = 1) -> Mesh:
@@ -46,11 +48,33 @@ def make_mesh(devices: Sequence[jax.Device], data: int, fsdp: int, tensor: int, 
     return Mesh(grid, AXES, axis_types=(AxisType.Auto,) * len(AXES))
 
 
+def serving_mesh(cfg: ModelConfig, mesh: Mesh) -> Mesh:
+    """An engine's devices as its arrays lie on them. Of more devices than the model has KV heads, neighbours share one:
+    the axis "tensor" counts the KV heads, and "copies" the devices that hold the same one."""
+    if COPIES in mesh.shape:
+        return mesh
+    check_mesh(cfg, fsdp=1, tensor=mesh.shape["tensor"], serving=True)
+    if mesh.shape["tensor"] <= cfg.n_kv_heads:
+        return mesh
+    grid = mesh.devices.reshape(*mesh.devices.shape[:-1], cfg.n_kv_heads, -1)
+    return Mesh(grid, (*AXES, COPIES), axis_types=(AxisType.Auto,) * grid.ndim)
+
+
+def serving_table(mesh: Mesh) -> dict[str, Any]:
+    """The table on a `serving_mesh`: an engine gathers nothing per layer, so it is tensor parallel only."""
+    all_devices = ("tensor", COPIES) if COPIES in mesh.shape else "tensor"
+    return {**TABLE, "embed": None, **dict.fromkeys(("heads", "mlp", "vocab"), all_devices)}
+
+
 def param_specs(cfg: ModelConfig, mesh: Mesh, layout: str = "stacked"):
     """Pytree of NamedSharding that matches the params of this layout: "stacked", or an engine's, tensor only: "serving"
     or "scanned" (see decoder.serving_layout)."""
-    table = {"stacked": TABLE, "serving": SERVING_TABLE, "scanned": SERVING_TABLE}[layout]
-    check_mesh(cfg, fsdp=mesh.shape["fsdp"] if layout == "stacked" else 1, tensor=mesh.shape["tensor"])
+    if layout == "stacked":
+        check_mesh(cfg, fsdp=mesh.shape["fsdp"], tensor=mesh.shape["tensor"])
+        table = TABLE
+    else:
+        mesh = serving_mesh(cfg, mesh)
+        table = serving_table(mesh)
 
     def place(axes: tuple[str, ...]) -> NamedSharding:
         return NamedSharding(mesh, PartitionSpec(*(table[axis] for axis in axes)))

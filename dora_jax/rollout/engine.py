@@ -44,7 +44,7 @@ def new_calls(cfg: decoder.ModelConfig, section: RolloutSection, mesh: jax.shard
 
 
 class Engine:
-    """One replica on its own mesh (axis "tensor": KV heads). Samples are keyed by id, never by slot."""
+    """One replica on its own mesh (axis "tensor"). Samples are keyed by id, never by slot."""
 
     def __init__(self, cfg: decoder.ModelConfig, section: RolloutSection, mesh: jax.sharding.Mesh, *, seed: int,
                  eos_ids: tuple[int, ...], vocab_limit: int, dtype=jnp.float32,

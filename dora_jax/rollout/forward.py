@@ -40,6 +40,7 @@ class Calls:
                  dtype, compiler_options: dict[str, Any] | None = None):
         attention.check_platform(shapes.attention, mesh.devices.flat[0].platform)
         self.shapes = shapes
+        mesh = sharding.serving_mesh(cfg, mesh)
         kv = Gathered(cfg, shapes, dtype) if shapes.attention == "reference" else Paged(cfg, shapes, dtype, mesh)
         self.replicated = NamedSharding(mesh, PartitionSpec())
         self.pages_sharding = NamedSharding(mesh, kv.pages_spec)

@@ -49,7 +49,8 @@ def without_pages(parcel: Parcel) -> Parcel:
 
 
 def joined(parts: Sequence[Parcel]) -> Parcel:
-    """One sample whose processes each hold the pages of some of its heads, in the order of the processes."""
+    """One sample whose processes each hold the pages of some of its heads, in the order of the processes; of those that
+    hold the same ones, one part."""
     if parts[0].k_pages is None:
         return parts[0]
     k, v = (np.concatenate([getattr(part, name) for part in parts], axis=HEADS) for name in ("k_pages", "v_pages"))
@@ -57,9 +58,16 @@ def joined(parts: Sequence[Parcel]) -> Parcel:
 
 
 def parted(parcel: Parcel, parts: int) -> list[Parcel]:
-    """Undoes `joined`; the pages are views."""
-    k, v = (np.split(pages, parts, axis=HEADS) for pages in (parcel.k_pages, parcel.v_pages))
-    return [dataclasses.replace(parcel, k_pages=k[i], v_pages=v[i]) for i in range(parts)]
+    """A part for each of so many processes, of which neighbours hold the same head where there are fewer heads; the
+    pages are views."""
+    alike = holders_alike(parts, parcel.k_pages.shape[HEADS])
+    k, v = (np.split(pages, parts // alike, axis=HEADS) for pages in (parcel.k_pages, parcel.v_pages))
+    return [dataclasses.replace(parcel, k_pages=k[i // alike], v_pages=v[i // alike]) for i in range(parts)]
+
+
+def holders_alike(processes: int, heads: int) -> int:
+    """How many processes of an instance hold the same KV heads."""
+    return max(processes // heads, 1)
 
 
 def spans_of(parcel: Parcel) -> tuple[Span, ...]:

@@ -16,18 +16,19 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, PartitionSpec
 
 from dora_jax.models.config import ModelConfig
+from dora_jax.models.sharding import serving_table
 from dora_jax.ops import attention
 from dora_jax.rollout.quantize import KV, narrow
 from dora_jax.rollout.shapes import Shapes
 
-HEADS = PartitionSpec(None, None, "tensor")  # of q, k, v [B, L, H, D] and of the pool
+KV_HEADS = PartitionSpec(None, None, "tensor")  # of k, v [B, L, K, D] and of the pool
 WHOLE = PartitionSpec()
 
 
 class Paged:
     """What forward.py asks of a KV pool; see gathered.py, which has the same methods."""
 
-    pool_spec = HEADS
+    pool_spec = KV_HEADS
     pages_spec = PartitionSpec(None, None, "tensor")
 
     def __init__(self, cfg: ModelConfig, shapes: Shapes, dtype, mesh: Mesh):
@@ -119,8 +120,9 @@ class Paged:
                                             tables_SxM, scale, impl)
             return o[..., : self.cfg.head_dim], pages
 
-        split = jax.shard_map(run, mesh=self.mesh, in_specs=(HEADS,) * 4 + (WHOLE,) * 3, out_specs=(HEADS, HEADS),
-                              check_vma=False)  # a kernel is opaque to the check
+        heads = PartitionSpec(None, None, serving_table(self.mesh)["heads"])
+        split = jax.shard_map(run, mesh=self.mesh, in_specs=(heads, *(KV_HEADS,) * 3, *(WHOLE,) * 3),
+                              out_specs=(heads, KV_HEADS), check_vma=False)  # a kernel is opaque to the check
 
         def attend(layer, q, k, v):
             o, pool[0] = split(q, k, v, pool[0], tables_SxM + layer * (self.shapes.pages + 1), lens_S, real_SxL)

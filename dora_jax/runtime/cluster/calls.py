@@ -317,6 +317,7 @@ class PartHanded:
     parcel: Parcel
     host: int
     hosts: int
+    alike: int = 1  # neighbouring processes whose heads are the same ones
 
 
 @record

@@ -31,8 +31,9 @@ UNHEARD_S = 5.0  # what was said so long before a controller's end may not be in
 class Outlet:
     """The outbox of an InstanceWorker."""
 
-    def __init__(self, link: Uplink, host: int, hosts: int):
-        self._link, self._host, self._hosts = link, host, hosts
+    def __init__(self, link: Uplink, host: int, hosts: int, alike: int = 1):
+        """alike: neighbouring processes that hold the same KV heads."""
+        self._link, self._host, self._hosts, self._alike = link, host, hosts, alike
         self._whole = hosts == 1  # of a sample's pages; a part is of no use elsewhere without the others
         self._pages: dict[SampleId, Parcel] = {}  # of samples that have left, and may come back
         self._finished: collections.deque[tuple[float, Sample]] = collections.deque()  # that may not have been heard
@@ -41,7 +42,8 @@ class Outlet:
     def put(self, item: Any) -> None:
         match item:
             case Handed(parcel=parcel) if self._recalled is None and not self._whole:
-                part = calls.PartHanded(parcel=self._limited(parcel), host=self._host, hosts=self._hosts)
+                part = calls.PartHanded(parcel=self._limited(parcel), host=self._host, hosts=self._hosts,
+                                        alike=self._alike)
                 return self._link.send(part)
             case Exported(parcel=parcel) | Handed(parcel=parcel) if self._recalled is None and self._whole:
                 item = dataclasses.replace(item, parcel=self._limited(parcel))

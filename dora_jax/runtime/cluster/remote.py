@@ -229,7 +229,7 @@ class RemoteInstance:
             if len(parts) < part.hosts:
                 return
             del self._handed[part.parcel.id]
-        self._heard(Handed(parcel=joined([parts[host] for host in range(part.hosts)])))
+        self._heard(Handed(parcel=joined([parts[host] for host in range(0, part.hosts, part.alike)])))
 
     def _up(self, gang: Gang) -> None:
         self._publisher.up(gang)

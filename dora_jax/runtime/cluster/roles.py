@@ -23,6 +23,7 @@ from dora_jax.config import Config, ConfigError
 from dora_jax.digest import digest
 from dora_jax.models import hf, sharding
 from dora_jax.publish import Slices
+from dora_jax.rollout.migrate import holders_alike
 from dora_jax.runtime import build, slices
 from dora_jax.runtime.bucket import StoreError
 from dora_jax.runtime.cluster import calls
@@ -192,18 +193,20 @@ def open_rollout(begin: Begin, config: Config, link: Uplink, pulse: Any, turns: 
     wanted = like(model, engine.param_shardings, config.model.dtype)
     weights = WeightHost(begin.rank, wire, versions, wanted, stored.read)
     porter = Porter(begin.instance, begin.rank, wire and Wire(link.own_ip, HOST), layout_of(engine.page()[0]))
-    return RolloutRole(begin, engine, weights, link, pulse, turns, build.partial_s(config), porter)
+    return RolloutRole(begin, engine, weights, link, pulse, turns, build.partial_s(config), porter,
+                       holders_alike(begin.hosts, model.n_kv_heads))
 
 
 class RolloutRole:
     """Ticks on the main thread; weights and KV come in on others."""
 
     def __init__(self, begin: Begin, engine: Any, weights: WeightHost, link: Uplink, pulse: Any,
-                 turns: Leader | Follower, partial_s: float, porter: Porter):
+                 turns: Leader | Follower, partial_s: float, porter: Porter, alike: int = 1):
+        """alike: neighbouring processes that hold the same KV heads."""
         self._engine, self._pulse, self._turns, self._weights, self._porter = engine, pulse, turns, weights, porter
         self._courier = Courier(weights, link, porter=porter)
         self._link = link
-        self._outlet = outlet = Outlet(link, begin.rank, begin.hosts)
+        self._outlet = outlet = Outlet(link, begin.rank, begin.hosts, alike)
         self._worker = InstanceWorker(begin.instance, engine, weights.weights, outlet, partial_s)
         self._elsewhere = (lambda move: Lender(move, link, porter, begin.rank, begin.hosts)) if porter.lends else (
             lambda move: Elsewhere(move, outlet))
