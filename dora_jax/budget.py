@@ -130,10 +130,10 @@ def problems(budget: Budget) -> list[str]:
 def describe(budget: Budget) -> str:
     """What --dry_run prints."""
     lines = []
-    for who, machine, parts in (("trainer", budget.machines.trainer, budget.trainer),
+    for role, machine, parts in (("trainer", budget.machines.trainer, budget.trainer),
                                 ("instance", budget.machines.instances, [*budget.instance, _pages_line(budget)])):
         has = machine.memory_bytes / GIB
-        lines += [f"memory of a device of the {who}: {memory.total(parts) / GIB:.2f} of {has:.2f} GiB", *memory.table(parts)]
+        lines += [f"memory of a device of the {role}: {memory.total(parts) / GIB:.2f} of {has:.2f} GiB", *memory.table(parts)]
     if budget.shared:
         lines.append("trainer and instances share devices: both sums together have to fit")
     return "\n".join([*lines, *_advice(budget)])

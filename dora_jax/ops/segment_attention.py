@@ -84,7 +84,7 @@ def splash_attention(segment_ids_BxL, positions_BxL, mesh: Mesh, *, interpret: b
 
 @functools.cache
 def _splash_kernel(group: int, length: int, context: int, interpret: bool) -> splash.SplashAttentionKernel:
-    """`group` query heads on one KV head; its tables of blocks are numpy arrays, whoever's trace asks first."""
+    """`group` query heads on one KV head; its tables of blocks are numpy arrays, so that no trace owns them."""
     queries, keys = (_block(n, SPLASH_BLOCK) for n in (length // context, length))
     compute = _block(keys, SPLASH_COMPUTE)
     backward = {"block_q_dkv": queries, "block_kv_dkv": keys, "block_kv_dkv_compute": compute}

@@ -1,4 +1,4 @@
-"""Stage 2, pure: who owns which KV page, and which prompts' pages can be shared. numpy only.
+"""Stage 2, pure: the owner of each KV page, and which prompts' pages can be shared. numpy only.
 
 A page is owned by exactly one holder: a running sample (it writes there) or a prefix node (read only once ready).
 Nodes form one tree a version: a path from the root spells a prefix, chunk by chunk, and each node holds the pages of
