@@ -58,3 +58,14 @@ def test_a_step_in_parts_hides_the_wait_for_its_stragglers():
 
 def test_only_mode_dora_takes_parts():
     assert step_s("sync").step_s == step_s("sync", **{"orchestrator.updates": 8}).step_s
+
+
+@pytest.mark.parametrize("mode", ["partial", "evict"])
+def test_a_trainer_without_a_deadline_rule_waits_for_groups(mode):
+    for updates in (1, 8):
+        assert step_s(mode, **{"orchestrator.updates": updates}).trainer["wait: deadline"] == 0
+
+
+def test_modes_that_take_whole_steps_wait_for_whole_steps():
+    for mode in ("sync", "one_step", "dora_paper"):
+        assert step_s(mode).trainer == step_s(mode, **{"orchestrator.updates": 8}).trainer

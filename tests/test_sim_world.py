@@ -150,8 +150,10 @@ def test_an_orchestrator_that_says_nothing_stalls():
         def step(self, event):
             return ()
 
+    config = row("dora").config
+    decisions = run.orchestrator_config(config, "dora").decisions
     with pytest.raises(RuntimeError, match="stalled after .* only the clock goes on"):
-        run.run(Silent(), run.SimWorld(row("dora").config, until=3))
+        run.run(Silent(), run.SimWorld(config, decisions, until=3))
 
 
 def test_a_group_larger_than_the_load_is_refused():

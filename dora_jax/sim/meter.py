@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterable, Mapping
 
+from dora_jax.orchestrate.modes import Decisions
 from dora_jax.sim.config import SimConfig
 from dora_jax.sim.instance import ACTIVITIES, IDLE, Instance
 from dora_jax.types import InstanceId, Version
@@ -52,14 +53,14 @@ class Result:
 
 
 class Meter:
-    def __init__(self, config: SimConfig):
+    def __init__(self, config: SimConfig, decisions: Decisions):
         self.moves = self.reloads = self.filtered = 0
         self.move_bytes = self.weight_bytes = 0.0
         self.reprefilled = self.cancelled_tokens = 0
         self._warmup = config.warmup_steps
         self._instances = config.hardware.instances
-        section = config.orchestrator
-        self._part = section.groups_per_step // section.updates  # groups that the trainer takes at once
+        self._capped = decisions.capped  # else nothing but the groups themselves is waited for
+        self._part = config.orchestrator.groups_per_step // decisions.parts  # groups that the trainer takes at once
         self._tokens = 0
         self._lags: dict[int, int] = {}
         self._live_sum = self._live_count = self._live_max = 0
@@ -80,8 +81,8 @@ class Meter:
 
     def ready(self, now: float, groups: int) -> None:
         """So many groups are ready; enough of them, and the trainer waits for the deadline rule."""
-        if self._state == WAIT_GROUPS and groups >= self._part:
-            self._trainer_state(now, WAIT_DEADLINE)
+        if self._state == WAIT_GROUPS:
+            self._trainer_state(now, self._waits(groups))
 
     def train_begins(self, now: float, hosts: Iterable[Instance]) -> None:
         """Every instance stands at `now`, here and where the trainer ends."""
@@ -90,7 +91,7 @@ class Meter:
 
     def train_ends(self, now: float, hosts: Iterable[Instance], ready: int) -> None:
         """The trainer has nothing to do; `ready`: groups that it may not take yet."""
-        self._trainer_state(now, WAIT_DEADLINE if ready >= self._part else WAIT_GROUPS)
+        self._trainer_state(now, self._waits(ready))
         self._idle_before = self._idle_s(hosts)
 
     def trained(self, lags: Iterable[int], tokens: int) -> None:
@@ -124,6 +125,10 @@ class Meter:
             self.result = self._result(version - self._warmup, self._counters(now, hosts))
 
     # ------------------------------------------------------------------ private
+
+    def _waits(self, ready: int) -> str:
+        """What the trainer waits for while so many groups are ready."""
+        return WAIT_DEADLINE if self._capped and ready >= self._part else WAIT_GROUPS
 
     def _trainer_state(self, now: float, state: str) -> None:
         self._trainer[self._state] += now - self._since

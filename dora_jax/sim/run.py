@@ -40,7 +40,7 @@ def simulate(row: Row, *, trace: Trace | None = None, observers: tuple[Observer,
     told = orchestrator_config(config, row.mode)
     if told.problems():
         raise ConfigError([f"row {row.label!r} could never progress: {problem}" for problem in told.problems()])
-    world = SimWorld(config, until=config.steps, trace=trace)
+    world = SimWorld(config, told.decisions, until=config.steps, trace=trace)
     brain = Orchestrator(told, evaluate_start=False)
     try:
         halt = run(brain, world, observers)

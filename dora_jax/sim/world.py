@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 from dora_jax.orchestrate import events as ev
+from dora_jax.orchestrate.modes import Decisions
 from dora_jax.sim import instance as inst
 from dora_jax.sim import workload as work
 from dora_jax.sim.config import SimConfig
@@ -39,12 +40,12 @@ class EndOfMeasurement(Exception):
 
 
 class SimWorld:
-    """See the page. `until`: the version whose publication ends the simulation."""
+    """See the page. `until`: the version whose publication ends the simulation; `decisions`: of the mode that runs."""
 
-    def __init__(self, config: SimConfig, *, until: Version, trace: Trace | None = None):
+    def __init__(self, config: SimConfig, decisions: Decisions, *, until: Version, trace: Trace | None = None):
         self.now = 0.0
         self.costs: Costs = open_costs(config)
-        self.meter = Meter(config)
+        self.meter = Meter(config, decisions)
         self._config = config
         self._until = until
         self._trace = trace
