@@ -48,7 +48,7 @@ def trouble(prompt, response, answer):
     if response == "raise": raise ValueError("no good")
     if response == "hang": time.sleep(60)
     if response == "spin": threading.Event().wait(60)
-    if response == "exit": os._exit(0)
+    if response == "exit": print("bye", flush=True); os._exit(0)
     if response == "sysexit": sys.exit(0)
     if response == "segv": os.kill(os.getpid(), 11)
     if response == "text": return "1.0"
@@ -169,15 +169,17 @@ def test_what_a_reward_prints_is_only_noise(opened):
 # ---------------------------------------------------------------- failures
 
 
-@pytest.mark.parametrize("response, reason", [
-    ("raise", "reward trouble raised ValueError: no good (my_rewards.py:"),
-    ("sysexit", "reward trouble raised SystemExit: 0"),
-    ("exit", "reward trouble: the worker exited with code 0"),
-    ("segv", "reward trouble: the worker was killed by SIGSEGV"),
-    ("text", "reward trouble returned '1.0', a str, not a number"),
-    ("nan", "reward trouble returned nan"),
+@pytest.mark.parametrize("response, reason, kind", [
+    ("raise", "reward trouble raised ValueError: no good (my_rewards.py:",
+     "reward trouble raised ValueError (my_rewards.py:"),
+    ("sysexit", "reward trouble raised SystemExit: 0", "reward trouble raised SystemExit (my_rewards.py:"),
+    ("exit", "reward trouble: the worker exited with code 0; it last printed: bye",
+     "reward trouble: the worker exited with code 0"),
+    ("segv", "reward trouble: the worker was killed by SIGSEGV", "reward trouble: the worker was killed by SIGSEGV"),
+    ("text", "reward trouble returned '1.0', a str, not a number", "reward trouble returned a str"),
+    ("nan", "reward trouble returned nan", "reward trouble returned nan"),
 ])
-def test_a_reward_that_fails_is_tried_again_and_then_fails_its_group(opened, folder, response, reason):
+def test_a_reward_that_fails_is_tried_again_and_then_fails_its_group(opened, folder, response, reason, kind):
     pool = opened("trouble", reward_retries=1)
     log = folder / "calls"
     result = scored(pool, "fine", response, "never reached", answer=str(log), group_id=5)
@@ -185,6 +187,8 @@ def test_a_reward_that_fails_is_tried_again_and_then_fails_its_group(opened, fol
     assert result.reason.startswith(reason) and result.reason.endswith(
         f"({len(response)} tokens, sample (5, 1), 2 attempts)")
     assert result.lengths == (4, len(response), 13)
+    assert result.kind.startswith(kind) and "no good" not in result.kind and "printed" not in result.kind
+    assert result.response == response
     assert log.read_text() == "..."  # one call for the first sample, two for the second, none for the third
     assert scored(pool, "fine", answer=str(log)).rewards.tolist() == [1.0]  # and the pool goes on
     stats = pool.stats()

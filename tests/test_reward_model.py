@@ -259,7 +259,8 @@ def test_the_model_alone_and_samples_without_a_score(judge, opened):
     scorer.submit(prompt(2), broken)
     done = collect(scorer, 2)
     np.testing.assert_array_equal(done[1].rewards, judge.scores(group))
-    assert done[2] == GroupFailure(group_id=2, reason="sample (2, 1) ended in an error", lengths=(1, 1))
+    assert done[2] == GroupFailure(group_id=2, reason="sample (2, 1) ended in an error", lengths=(1, 1),
+                                   kind="a sample ended in an error")
 
 
 def test_a_score_that_is_not_finite_fails_its_group(opened):

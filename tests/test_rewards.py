@@ -165,7 +165,9 @@ def test_terms_of_all_rewards_come_together():
 
 @pytest.mark.parametrize("value, told", [
     ("1.0", "reward mine returned '1.0', a str, not a number"), (None, "reward mine returned None, a NoneType"),
-    (math.nan, "reward mine returned nan"), (-math.inf, "reward mine returned -inf"), ({}, "returned no terms"),
+    (math.nan, "reward mine returned nan"), (-math.inf, "reward mine returned -inf"),
+    (1e300, "reward mine returned a number beyond 1e+15"), (-10**400, "reward mine returned a number beyond 1e+15"),
+    ({}, "returned no terms"),
     ({"a": "x"}, "reward mine, term 'a', returned 'x', a str"), ([1.0], "a list, not a number"), (1j, "a complex"),
     ({"a": 1.0, "b": math.nan}, "reward mine, term 'b', returned nan"),
 ])

@@ -50,10 +50,16 @@ class GroupFailure:
     group_id: GroupId
     reason: str
     lengths: tuple[int, ...]  # tokens of each response
+    kind: str = ""  # what failures from one cause share; empty: the reason
+    response: str = ""  # the text that has no score, where it is one response's fault
 
 
 class NoScore(Exception):
-    """Why a response has no score: one sentence. Its process is gone."""
+    """Why a response has no score: one sentence. Its process is gone. kind, response: see GroupFailure."""
+
+    def __init__(self, reason: str, kind: str = "", response: str = ""):
+        super().__init__(reason)
+        self.kind, self.response = kind or reason, response
 
 
 class ScorerPool:
@@ -153,7 +159,8 @@ class ScorerPool:
             terms = [self._score_sample(process, prompt, sample) for sample in samples]
             parts = _columns(terms)
         except NoScore as error:
-            return GroupFailure(group_id=prompt.group_id, reason=str(error), lengths=lengths)
+            return GroupFailure(group_id=prompt.group_id, reason=str(error), lengths=lengths, kind=error.kind,
+                                response=error.response)
         rewards = np.sum(list(parts.values()), axis=0, dtype=np.float32)
         return ScoredGroup(group_id=prompt.group_id, version=samples[0].version, samples=samples,
                            rewards=rewards, parts=parts)
@@ -161,7 +168,7 @@ class ScorerPool:
     def _score_sample(self, process: WorkerProcess, prompt: Prompt, sample: Sample) -> dict[str, float]:
         """The sample's terms; raises NoScore with the last reason after all retries."""
         if sample.finish == "error":
-            raise NoScore(f"sample {tuple(sample.id)} ended in an error")
+            raise NoScore(f"sample {tuple(sample.id)} ended in an error", "a sample ended in an error")
         request = {"prompt": prompt.text, "response": self._decode(sample.out_ids), "answer": prompt.answer}
         attempts = 1 + self._section.reward_retries
         for attempt in range(1, attempts + 1):
@@ -172,8 +179,8 @@ class ScorerPool:
                     raise
                 process.start()  # fresh for the next attempt, and for the next group
                 if attempt == attempts:
-                    raise NoScore(f"{error} ({len(sample.out_ids)} tokens, sample {tuple(sample.id)}, "
-                                     f"{attempts} attempts)") from error
+                    told = f"{error} ({len(sample.out_ids)} tokens, sample {tuple(sample.id)}, {attempts} attempts)"
+                    raise NoScore(told, error.kind, request["response"]) from error
                 with self._lock:
                     self._counts["retries"] += 1
         raise AssertionError("unreachable")
@@ -229,7 +236,7 @@ class WorkerProcess:
             raise NoScore(f"reward {names} answered out of turn")
         if "error" in reply:
             self._kill()
-            raise NoScore(reply["error"])
+            raise NoScore(reply["error"], reply.get("kind", ""))
         return reply["parts"]
 
     def close(self) -> None:
@@ -262,13 +269,14 @@ class WorkerProcess:
             worker.send(sock, message, deadline_s)
             return worker.receive(sock, deadline_s)
         except TimeoutError:
-            reason = f"{who} took over {timeout_s:g} s"
+            reason = kind = f"{who} took over {timeout_s:g} s"
         except (EOFError, OSError):
-            reason = f"{who}: the worker {self._exit_status()}{self._noise_tail()}"
+            kind = f"{who}: the worker {self._exit_status()}"
+            reason = kind + self._noise_tail()
         except ValueError as error:
-            reason = f"{who}: {error}"
+            reason = kind = f"{who}: {error}"
         self._kill()
-        raise NoScore(reason)
+        raise NoScore(reason, kind)
 
     def _exit_status(self) -> str:
         try:

@@ -162,11 +162,12 @@ class ModelScorer:
     def _judged(self, group: ScoredGroup) -> ScoredGroup | GroupFailure:
         failed = [sample for sample in group.samples if sample.finish == "error"]
         if failed:
-            return _failure(group, f"sample {tuple(failed[0].id)} ended in an error")
+            return _failure(group, f"sample {tuple(failed[0].id)} ended in an error", "a sample ended in an error")
         scores = self._model.scores(group.samples)
         if not np.isfinite(scores).all():
             worst = int(np.flatnonzero(~np.isfinite(scores))[0])
-            return _failure(group, f"the reward model scored sample {tuple(group.samples[worst].id)} {scores[worst]}")
+            return _failure(group, f"the reward model scored sample {tuple(group.samples[worst].id)} {scores[worst]}",
+                            "a score of the reward model is not finite")
         term = np.float32(self._weight) * scores
         return dataclasses.replace(group, rewards=group.rewards + term, parts={**group.parts, TERM: term})
 
@@ -177,8 +178,9 @@ class _Place(NamedTuple):
     segment: int  # 1.. within the row
 
 
-def _failure(group: ScoredGroup, reason: str) -> GroupFailure:
-    return GroupFailure(group_id=group.group_id, reason=reason, lengths=tuple(len(s.out_ids) for s in group.samples))
+def _failure(group: ScoredGroup, reason: str, kind: str) -> GroupFailure:
+    return GroupFailure(group_id=group.group_id, reason=reason, kind=kind,
+                        lengths=tuple(len(s.out_ids) for s in group.samples))
 
 
 def _places(lengths: Sequence[int], tokens: int) -> list[_Place]:

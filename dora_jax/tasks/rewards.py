@@ -7,7 +7,7 @@ the working directory is on sys.path. Yours in my_rewards.py, with --config.task
         return 1.0 if str(answer) in response and len(response) < 80 else 0.0
 
 Laws: what a policy wrote never makes a reward raise, it scores 0.0; an answer that a reward cannot use, or a value
-that is no finite number, is an error and never a score. With task.answer_pattern rewards see the first group of its
+that is no finite number within +-MAX_REWARD, is an error and never a score. With task.answer_pattern rewards see the first group of its
 first match in the response, and "" where it does not match.
 Optional attributes of a reward: `prepare`, called once when its worker starts; `takes_item = True`, where it wants the
 reasoning-gym item and not the plain answer.
@@ -31,10 +31,15 @@ Reward = Callable[[str, str, Any], float | Mapping[str, float]]
 RELATIVE_TOLERANCE = 1e-6  # of numbers that are not equal as fractions: 0.333333 is 1/3
 MAX_NUMBER_CHARS = 200  # longer ones are no answer, and arithmetic on them takes forever
 MAX_EXPONENT = 300
+MAX_REWARD = 1e15  # of a term: float32 holds the squares of a group's differences from its mean
 
 
 class RewardError(Exception):
-    """One sentence that names the reward."""
+    """One sentence that names the reward. kind: the part of it that every failure from the same cause shares."""
+
+    def __init__(self, reason: str, kind: str = ""):
+        super().__init__(reason)
+        self.kind = kind or reason
 
 
 # ---------------------------------------------------------------- shipped
@@ -224,14 +229,17 @@ def _call(name: str, reward: Reward, prompt: str, response: str, answer: Any) ->
         raise
     except BaseException as error:  # sys.exit included; always raised again, with the reward's name
         frame = traceback.extract_tb(error.__traceback__)[-1]
-        raise RewardError(f"reward {name} raised {type(error).__name__}: {error} "
-                          f"({os.path.basename(frame.filename)}:{frame.lineno})") from error
+        kind, where = f"reward {name} raised {type(error).__name__}", f"{os.path.basename(frame.filename)}:{frame.lineno}"
+        raise RewardError(f"{kind}: {error} ({where})", f"{kind} ({where})") from error
 
 
 def _finite(number: Any, name: str, term: Any) -> float:
     where = f"reward {name}" + (f", term {term!r}," if term != name else "")
     if not isinstance(number, numbers.Real):
-        raise RewardError(f"{where} returned {number!r:.100}, a {type(number).__name__}, not a number")
-    if not math.isfinite(number):
+        kind = type(number).__name__
+        raise RewardError(f"{where} returned {number!r:.100}, a {kind}, not a number", f"{where} returned a {kind}")
+    if abs(number) <= MAX_REWARD:
+        return float(number)
+    if number in (math.inf, -math.inf) or number != number:
         raise RewardError(f"{where} returned {number}")
-    return float(number)
+    raise RewardError(f"{where} returned a number beyond {MAX_REWARD:g}, the largest that a reward may have")

@@ -2,7 +2,7 @@
 
 Consumes requests and produces replies on the socket FD, never on stdout, so that what a reward prints is only noise.
 Protocol: frames of a 4-byte length and UTF-8 JSON. First {"rewards", "answer_pattern"} -> {"ready": true} or {"error"};
-then {"job", "prompt", "response", "answer"} -> {"job", "parts": {name: number}} or {"job", "error"}.
+then {"job", "prompt", "response", "answer"} -> {"job", "parts": {name: number}} or {"job", "error", "kind"}.
 Laws: imports neither JAX nor the models; ends when its parent does; a reply repeats the number of its job.
 """
 
@@ -100,7 +100,7 @@ def _run(terms: dict[str, rewards.Reward], pattern: re.Pattern[str] | None, job:
             response = (match.group(1) or "") if match else ""
         return {"parts": rewards.score(terms, job["prompt"], response, job["answer"])}
     except rewards.RewardError as error:
-        return {"error": str(error)}
+        return {"error": str(error), "kind": error.kind}
 
 
 def _limit_memory() -> None:
