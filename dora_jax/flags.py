@@ -14,12 +14,11 @@ import dataclasses
 import functools
 import importlib.util
 import json
-import os
 import re
 import sys
 import traceback
 import types
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -28,20 +27,13 @@ from absl import app, flags, logging
 from ml_collections import config_flags
 
 from dora_jax import config as configs
-from dora_jax import budget, devices, presets, validate
+from dora_jax import budget, devices, presets, validate, workdirs
 from dora_jax.config import Config, ConfigError, RunError
 from dora_jax.models import config as models
 from dora_jax.models.hf_config import read_config
 
 RUN_FAILED = 1  # exit code
 BAD_USAGE = 2  # exit code: wrong input, trying again cannot help
-
-MAY_CHANGE = (  # between two runs of one workdir: how long, how often, and on which machine
-    "steps", "slice", "cpu_devices", "placement", "model.size", "checkpoint.", "journal.", "eval.", "cluster.",
-    "rollout.instances", "rollout.tensor", "rollout.memory_share", "rollout.compiler_options", "trainer.compiler_options", "trainer.data",
-    "trainer.fsdp", "trainer.tensor", "trainer.context", "trainer.optimizer_memory",
-    "trainer.peak_tflops", "task.reward_workers", "task.reward_timeout_s", "task.reward_retries",
-    "reward_model.placement", "reward_model.data", "reward_model.fsdp", "reward_model.tensor", "reward_model.rows")
 
 CONFIG_HELP = "path.py[:argument]; --config.field=value overrides a field"
 WORKDIR_HELP = "where the run keeps its files, a folder or gs://bucket/folder; default: runs/<name of the config file>"
@@ -107,7 +99,7 @@ def parse(argv: Sequence[str], purpose: str = "train", flag_values: flags.FlagVa
                 in_bucket="://" in flag_values.workdir)
     if purpose != "evaluate":
         missing = [] if asked.dry_run else validate.missing_paths(config, purpose)
-        if problems := [*_machine(asked, purpose), *missing, *_conflicts(asked)]:
+        if problems := [*_machine(asked, purpose), *missing, *workdirs.conflicts(asked.workdir, config)]:
             raise ConfigError(problems)
     return asked
 
@@ -180,13 +172,8 @@ def _gangs(config: Config) -> str:
 
 
 def record(asked: Run) -> None:
-    """Writes config.json and overrides.json into the workdir, each whole or not at all."""
-    asked.workdir.mkdir(parents=True, exist_ok=True)
-    overrides = configs.redact(asked.overrides)
-    for name, tree in (("config.json", configs.to_json(asked.config)), ("overrides.json", overrides)):
-        partial = asked.workdir / f".{name}.partial"
-        partial.write_text(json.dumps(tree, indent=2, default=dict) + "\n")
-        os.replace(partial, asked.workdir / name)
+    """Writes config.json and overrides.json into the workdir, and into the bucket that it stands for."""
+    workdirs.record(asked.workdir, asked.config, asked.overrides)
     if asked.in_bucket:
         from dora_jax.runtime import bucket  # a local run needs none of it
 
@@ -371,26 +358,3 @@ def _model(config: Config) -> models.ModelConfig | None:
     rows = sft.vocab_size or config.trainer.tensor * config.rollout.tensor  # 0: the tokenizer decides, later
     return models.new_config(sft.family, vocab_size=rows, **{
         name: getattr(sft, name) for name in ("d_model", "n_layers", "n_heads", "n_kv_heads", "head_dim", "d_ff")})
-
-
-def _conflicts(asked: Run) -> list[str]:
-    """Fields in which the workdir's config differs from this one, but for those that may change between runs."""
-    file = asked.workdir / "config.json"
-    if not file.is_file():
-        return []
-    old, new = json.loads(file.read_text()), configs.to_json(asked.config)
-    differing = [name for name in configs.fields() if not name.startswith(MAY_CHANGE)
-                 and _get(old, name, _get(new, name)) != _get(new, name)]
-    if not differing:
-        return []
-    return [f"workdir: {asked.workdir} belongs to another config, which differs in {', '.join(differing)}; "
-            f"choose another --workdir"]
-
-
-def _get(tree: Mapping[str, Any], name: str, missing: Any = None) -> Any:
-    """A field of a JSON config; `missing` where the config was written before the field existed."""
-    for part in name.split("."):
-        if part not in tree:
-            return missing
-        tree = tree[part]
-    return tree
