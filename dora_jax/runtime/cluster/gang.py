@@ -19,8 +19,9 @@ from typing import Any
 
 from dora_jax.runtime.cluster.calls import Again, Answer, Beat, Begin, Call, Done, Failed, HandOver, Hello
 from dora_jax.runtime.cluster.calls import Left, Made, Note, Notice, Ready, Refused
-from dora_jax.runtime.cluster.link import Door, Link
+from dora_jax.runtime.cluster.link import Link
 from dora_jax.runtime.cluster.roster import Roster
+from dora_jax.runtime.door import Door
 from dora_jax.types import Version, record
 
 LEAVE_S = 12.0  # to hand over in; spot machines give 15 s between the notice and the end

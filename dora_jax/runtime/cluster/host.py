@@ -38,8 +38,8 @@ def serve(ticket: Ticket, token: bytes, leave: Callable[[], None] = lambda: None
     """Never returns; `leave` is the last thing that this process does."""
     from dora_jax.config import ConfigError
     from dora_jax.runtime.cluster import calls
-    from dora_jax.runtime.cluster.link import Door
     from dora_jax.runtime.cluster.uplink import Uplink
+    from dora_jax.runtime.door import Door
 
     def end(code: int) -> None:
         leave()

@@ -1,8 +1,8 @@
 """One connection between two processes: records in, records out, in order.
 
-Consumes and produces records of calls.py; the standard library's authenticated connections carry their bytes, many
-records a frame. Laws: nothing is unpickled; who does not know the token of the run is turned away before anything it
-says is decoded; `send` never blocks, so a peer that has stopped reading stops nobody; `ended` is called once.
+Consumes and produces records of calls.py; authenticated connections (runtime/door.py) carry their bytes, many records a
+frame. Laws: nothing is unpickled; `send` never blocks, so a peer that has stopped reading stops nobody; `ended` is
+called once.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import queue
 import socket
 import threading
 from collections.abc import Callable
-from multiprocessing import AuthenticationError, connection
+from multiprocessing import connection
 from typing import Any
 
 import msgpack
@@ -23,8 +23,6 @@ from dora_jax.runtime.codec import CodecError
 MAX_FRAME_BYTES = 1 << 31
 BATCH_RECORDS = 256  # records that wait are sent together, so many at most
 BATCH_BYTES = 1 << 20  # and none are added to so much: records with KV are large
-CALLERS = 1024  # that come at once; whom the kernel has no room for it may forget, and they would wait for ever
-ANSWER_S = 5.0  # for a door to say its first word
 
 
 class Link:
@@ -102,49 +100,6 @@ class Link:
                 self._end.send_bytes(msgpack.packb(batch))
         except OSError as error:
             self.close(f"the connection ended: {type(error).__name__}")
-
-
-class Door:
-    """Where others connect; whoever knows the token becomes a Link of `welcome`'s making."""
-
-    def __init__(self, ip: str, token: bytes, welcome: Callable[[connection.Connection], None]):
-        self._listener = connection.Listener((ip, 0), backlog=CALLERS)
-        self._token = token
-        self._welcome = welcome
-        self.address = f"{ip}:{self._listener.address[1]}"
-        threading.Thread(target=self._accept, name="door", daemon=True).start()
-
-    def close(self) -> None:
-        self._listener.close()
-
-    def _accept(self) -> None:
-        while True:
-            try:
-                end = self._listener.accept()
-            except OSError:
-                return  # closed
-            threading.Thread(target=self._let_in, args=(end,), name="doorkeeper", daemon=True).start()
-
-    def _let_in(self, end: connection.Connection) -> None:
-        try:
-            connection.deliver_challenge(end, self._token)
-            connection.answer_challenge(end, self._token)
-        except (AuthenticationError, EOFError, OSError):
-            end.close()
-            return
-        self._welcome(end)
-
-
-def dial(address: str, token: bytes) -> connection.Connection:
-    """OSError: nobody is there, or nobody who speaks."""
-    ip, _, port = address.rpartition(":")
-    end = connection.Client((ip, int(port)))
-    if not end.poll(ANSWER_S):
-        end.close()
-        raise TimeoutError(f"{address} has not said a word within {ANSWER_S:.0f} s")
-    connection.answer_challenge(end, token)
-    connection.deliver_challenge(end, token)
-    return end
 
 
 def _send_at_once(end: connection.Connection) -> None:

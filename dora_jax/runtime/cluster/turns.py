@@ -9,7 +9,8 @@ from __future__ import annotations
 import queue
 
 from dora_jax.runtime.cluster.calls import Begin, Post, Turn
-from dora_jax.runtime.cluster.link import Link, dial
+from dora_jax.runtime.cluster.link import Link
+from dora_jax.runtime.door import dial
 
 
 class Leader:

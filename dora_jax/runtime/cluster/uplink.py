@@ -20,8 +20,9 @@ from multiprocessing import AuthenticationError
 from typing import Any
 
 from dora_jax.runtime.cluster.calls import Beat, Failed, Hello, Notice
-from dora_jax.runtime.cluster.link import Link, dial
+from dora_jax.runtime.cluster.link import Link
 from dora_jax.runtime.cluster.roster import address_in
+from dora_jax.runtime.door import dial
 
 LOOK_S = 0.5
 
