@@ -27,7 +27,7 @@ from absl import app, flags, logging
 from ml_collections import config_flags
 
 from dora_jax import config as configs
-from dora_jax import budget, devices, presets, validate, workdirs
+from dora_jax import budget, devices, hub, presets, validate, workdirs
 from dora_jax.config import Config, ConfigError, RunError
 from dora_jax.models import config as models
 from dora_jax.models.hf_config import read_config
@@ -38,6 +38,7 @@ BAD_USAGE = 2  # exit code: wrong input, trying again cannot help
 CONFIG_HELP = "path.py[:argument]; --config.field=value overrides a field"
 WORKDIR_HELP = "where the run keeps its files, a folder or gs://bucket/folder; default: runs/<name of the config file>"
 DRY_RUN_HELP = "print the resolved config, what was chosen and why, devices and memory, and stop"
+DOWNLOAD_HELP = "fetch models that are named as the Hugging Face hub does, OWNER/NAME, into models/OWNER/NAME first"
 AOT_HELP = "with --dry_run: compile the run's programs for its TPU slice, which is not touched, and print what they need"
 
 
@@ -51,6 +52,7 @@ class Run:
     dry_run: bool
     aot: bool = False
     in_bucket: bool = False  # the workdir is a scratch folder
+    downloads: dict[str, str] = dataclasses.field(default_factory=dict)  # field -> name of the hub, for --download
 
 
 def run(main: Callable[[Config, Path], int | None], purpose: str = "train") -> None:
@@ -66,6 +68,10 @@ def run(main: Callable[[Config, Path], int | None], purpose: str = "train") -> N
         if asked.dry_run:
             print(describe(asked), flush=True)
             return _compile(asked.config) if asked.aot else 0
+        if asked.downloads:
+            for field, name in asked.downloads.items():
+                hub.fetch(field, name)
+            _check(asked, purpose)  # once more: what has come may be no model
         if purpose != "evaluate":
             record(asked)
         return main(asked.config, asked.workdir)
@@ -92,15 +98,13 @@ def parse(argv: Sequence[str], purpose: str = "train", flag_values: flags.FlagVa
     tree = _saved(rest, spec) if purpose == "evaluate" else load_file(spec)
     overrides = _apply(tree, rest, flag_values)
     workdir = _local(flag_values.workdir or str(Path("runs") / run_name(spec)), purpose, flag_values.dry_run)
+    downloads = hub.settle(tree) if flag_values.download else {}
     config = configs.from_config_dict(tree, purpose)
     if flag_values.aot and not (flag_values.dry_run and purpose == "train"):
         raise ConfigError("aot: --aot goes with --dry_run, of dora_jax.train")
     asked = Run(config=config, workdir=workdir, overrides=overrides, dry_run=flag_values.dry_run, aot=flag_values.aot,
-                in_bucket="://" in flag_values.workdir)
-    if purpose != "evaluate":
-        missing = [] if asked.dry_run else validate.missing_paths(config, purpose)
-        if problems := [*_machine(asked, purpose), *missing, *workdirs.conflicts(asked.workdir, config)]:
-            raise ConfigError(problems)
+                in_bucket="://" in flag_values.workdir, downloads=downloads)
+    _check(asked, purpose)
     return asked
 
 
@@ -158,7 +162,8 @@ def describe(asked: Run) -> str:
     plan = _gangs(config) if config.cluster.launcher else devices.plan(n_devices, config).describe()
     planned = budget.of(config, found, model)
     memory = budget.describe(planned) if planned else "memory: not planned, for the machine or the model is not known yet"
-    notes = [f"note: {problem}" for problem in validate.missing_paths(asked.config)]
+    notes = [f"note: {field}: --download would fetch {name}" for field, name in asked.downloads.items()]
+    notes += [f"note: {problem}" for problem in validate.missing_paths(asked.config, coming=asked.downloads)]
     return "\n".join([json.dumps(configs.to_json(config), indent=2), f"workdir: {asked.workdir}",
                       f"chosen for {found}{'' if all(machine.name for machine in found) else ', as no slice is named'}:",
                       *presets.table(choices), plan, memory, *notes])
@@ -183,6 +188,19 @@ def record(asked: Run) -> None:
 # ---------------------------------------------------------------- private
 
 
+def _check(asked: Run, purpose: str) -> None:
+    """ConfigError lists what the files and the machine that are there say against this run."""
+    if purpose == "evaluate":
+        return
+    config = asked.config
+    problems = validate.model_problems(config) if purpose == "train" else []
+    problems = problems or _machine(asked, purpose)
+    if not asked.dry_run:
+        problems += validate.missing_paths(config, purpose, asked.downloads)
+    if problems := [*problems, *workdirs.conflicts(asked.workdir, config)]:
+        raise ConfigError(problems)
+
+
 def _local(workdir: str, purpose: str, dry_run: bool = False) -> Path:
     """The folder in which the run works: a bucket's is a scratch folder that stands for it. Dry runs ask no bucket."""
     if "://" not in workdir:
@@ -199,7 +217,8 @@ def _define(flag_values: flags.FlagValues) -> None:
     flags.DEFINE_string("workdir", "", WORKDIR_HELP, flag_values=flag_values)
     flags.DEFINE_boolean("dry_run", False, DRY_RUN_HELP, flag_values=flag_values)
     flags.DEFINE_boolean("aot", False, AOT_HELP, flag_values=flag_values)
-    for name in ("workdir", "dry_run", "aot"):
+    flags.DEFINE_boolean("download", False, DOWNLOAD_HELP, flag_values=flag_values)
+    for name in ("workdir", "dry_run", "aot", "download"):
         flag_values.register_key_flag_for_module(sys.argv[0], flag_values[name])
 
 
@@ -353,7 +372,7 @@ def _model(config: Config) -> models.ModelConfig | None:
     if (Path(config.model.path) / "config.json").is_file():
         return read_config(config.model.path)
     sft = config.sft
-    if config.model.path != sft.out or sft.init:
+    if sft.init or not validate.makes_base(config):
         return None
     rows = sft.vocab_size or config.trainer.tensor * config.rollout.tensor  # 0: the tokenizer decides, later
     return models.new_config(sft.family, vocab_size=rows, **{

@@ -119,7 +119,7 @@ def settle(config: Config) -> tuple[Config, list[str]]:
     """
     found, model = here(config), model_of(config)
     config, choices = resolve(config, found, model)
-    if said := [*validate.problems(config, "evaluate"), *problems(config, found, model)]:
+    if said := [*validate.problems(config, "evaluate"), *validate.model_problems(config), *problems(config, found, model)]:
         raise ConfigError(said)
     return config, [f"chosen for {found}:", *table(choices)] if choices else []
 

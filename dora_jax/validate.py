@@ -1,4 +1,5 @@
-"""The rules of a configuration: each a line of a table or a small function; no JAX, no files but in `missing_paths`.
+"""The rules of a configuration: each a line of a table or a small function; no JAX, no files but in `missing_paths` and
+`model_problems`.
 
 Consumes a `config.Config` whose types are right; produces sentences, each naming its field. Nothing is repaired.
 Rules that a stage knows better are asked of its own standard-library module (trainer.objective, orchestrate.modes,
@@ -8,12 +9,13 @@ rollout.shapes, models.config); what depends on the number of devices is in devi
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Container, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dora_jax.chips import CHIPS
-from dora_jax.models.config import FAMILIES, KNOWN
+from dora_jax.models.config import FAMILIES, KNOWN, ModelConfig
+from dora_jax.models.hf_config import read_config
 from dora_jax.orchestrate.modes import OrchestratorConfig
 from dora_jax.trainer import objective
 
@@ -81,13 +83,44 @@ def problems(config: Config, purpose: str = "train") -> list[str]:
     return [*found, *(problem for rule in rules for problem in rule(config))]
 
 
-def missing_paths(config: Config, purpose: str = "train") -> list[str]:
-    """Files and folders that are named and not there; a model that the warm start will write is not missing."""
+def makes_base(config: Config) -> bool:
+    """True where the warm start was asked for: it writes the folder that the run starts from, unless that is there."""
+    return bool(config.sft.out) and Path(config.sft.out) == Path(config.model.path)
+
+
+def missing_paths(config: Config, purpose: str = "train", coming: Container[str] = ()) -> list[str]:
+    """Files and folders that are named and not there; neither what the warm start will write nor fields of `coming`, whose
+    models will be downloaded, are missing."""
+    from dora_jax import hub  # it imports config.py, which imports this file
+
     named = {"task.path": config.task.path, "task.heldout_path": config.task.heldout_path,
              "sft.rows": config.sft.rows, "sft.init": config.sft.init, "reward_model.path": config.reward_model.path}
-    if purpose == "train" and config.model.path != config.sft.out:
+    if purpose == "train" and not makes_base(config):
         named["model.path"] = config.model.path
-    return [f"{field}: {path} does not exist" for field, path in named.items() if path and not Path(path).exists()]
+    return [f"{field}: {path} does not exist{hub.advice(path) if field in hub.FIELDS else ''}"
+            for field, path in named.items() if path and field not in coming and not Path(path).exists()]
+
+
+def model_problems(config: Config) -> list[str]:
+    """Why the folder that the run starts from holds no model, or none for samples of this length; nothing where it is
+    not known yet."""
+    field, path = "model.path", config.model.path
+    if makes_base(config) and not (Path(path) / "config.json").is_file():
+        if Path(path).exists() and not (Path(path).is_dir() and not any(Path(path).iterdir())):
+            return [f"sft.out: {path} exists and is not an empty folder; a model is never written over another"]
+        field, path = "sft.init", config.sft.init
+    if path and Path(path).exists() and not (Path(path) / "config.json").is_file():
+        return [f"{field}: {path} holds no config.json, so it is no Hugging Face folder"]
+    try:
+        known = read_config(path) if path and Path(path).exists() else KNOWN.get(config.model.size)
+    except ValueError as error:
+        return [f"{field}: {error}"]
+    positions = known.max_position if known else None if path else ModelConfig.max_position  # of a new model
+    tokens = config.rollout.max_prompt_tokens + config.rollout.max_new_tokens
+    if positions is None or tokens <= positions:
+        return []
+    return [f"rollout.max_new_tokens: the longest sample, max_prompt_tokens + max_new_tokens = {tokens}, is longer than "
+            f"the model's {positions} positions"]
 
 
 def get(config: Config, name: str) -> Any:

@@ -13,14 +13,17 @@ from dora_jax import flags
 from dora_jax.config import ConfigError
 
 ROOT = Path(__file__).parent.parent
+MODEL = {"model_type": "qwen3", "vocab_size": 64, "hidden_size": 24, "num_hidden_layers": 1, "num_attention_heads": 12,
+         "num_key_value_heads": 12, "head_dim": 2, "intermediate_size": 24, "max_position_embeddings": 300}
 
 
 @pytest.fixture
 def workspace(tmp_path, monkeypatch):
-    """A folder with a config file, a model folder of nothing and a program that says what it got."""
+    """A folder with a config file, a model folder without weights and a program that says what it got."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.delenv("DORA_DEVICES", raising=False)
     Path("model").mkdir()
+    Path("model/config.json").write_text(json.dumps(MODEL))
     Path("c.py").write_text(textwrap.dedent("""
         from dora_jax import config
         def get_config(arg=None):
@@ -98,6 +101,16 @@ def test_the_default_workdir_is_named_after_the_config_and_its_argument(workspac
     (["--config.cpu_devices=4", "--config.trainer.data=3", "--config.trainer.fsdp=2"], "trainer.data: the mesh data * fsdp * tensor * context = 3 * 2 * 1 * 1 needs 6 devices, there are 4"),
     (["--config.cpu_devices=3", "--config.placement=shared", "--config.trainer.tensor=2"], "trainer.fsdp: 3 devices are not divisible"),
     (["--config.model.path=gone"], "model.path: gone does not exist"),
+    (["--config.model.path=."], "model.path: . holds no config.json, so it is no Hugging Face folder"),
+    (["--config.model.path=.", "--config.sft.out=."], "sft.out: . exists and is not an empty folder"),
+    (["--config.model.path=new", "--config.sft.out=new/", "--config.sft.init=."], "sft.init: . holds no config.json"),
+    (["--config.model.path=new", "--config.sft.out=old"], "model.path: new does not exist"),
+    (["--config.rollout.max_new_tokens=173", "--config.trainer.pack_tokens=301"],
+     "rollout.max_new_tokens: the longest sample, max_prompt_tokens + max_new_tokens = 301, is longer than the model's 300 positions"),
+    (["--config.rollout.max_new_tokens=65536", "--config.trainer.pack_tokens=65664", "--config.model.path=new",
+      "--config.sft.out=new"], "= 65664, is longer than the model's 32768 positions"),
+    (["--config.rollout.max_new_tokens=65536", "--config.trainer.pack_tokens=65664", "--config.model.path=new",
+      "--config.model.size=Qwen3-8B", "--dry_run"], "= 65664, is longer than the model's 40960 positions"),
 ])
 def test_a_wrong_argument_is_one_line_that_names_it(workspace, args, why):
     (problem,) = refusal("--config=c.py", *args)
@@ -147,8 +160,8 @@ def test_an_instance_may_have_more_devices_than_kv_heads(workspace):
 
 
 def test_processes_that_cannot_divide_or_share_the_kv_heads_are_refused(workspace):
-    cluster = ["--config.cluster.launcher=process", "--config.model.size=Qwen3-8B", "--config.rollout.instances=1",
-               "--config.cluster.devices_per_host=1"]
+    cluster = ["--config.cluster.launcher=process", "--config.model.path=gone", "--config.model.size=Qwen3-8B", "--dry_run",
+               "--config.rollout.instances=1", "--config.cluster.devices_per_host=1"]
     parse("--config=c.py", *cluster, "--config.cluster.hosts_per_replica=16", "--config.rollout.tensor=16")
     assert refusal("--config=c.py", *cluster, "--config.cluster.hosts_per_replica=3", "--config.rollout.tensor=3") == (
         "cluster.hosts_per_replica: 3 processes can neither split nor share the model's 8 KV heads evenly",)

@@ -12,6 +12,8 @@ from pathlib import Path
 import pytest
 from absl import flags as absl_flags
 
+from test_flags import MODEL
+
 from dora_jax import sweep
 from dora_jax.config import ConfigError
 
@@ -56,6 +58,7 @@ def folder(tmp_path, monkeypatch):
     monkeypatch.delenv("DORA_DEVICES", raising=False)
     monkeypatch.setattr(sweep, "TRAIN", ("trainer.py",))
     Path("model").mkdir()
+    Path("model/config.json").write_text(json.dumps(MODEL))
     Path("c.py").write_text(CONFIG)
     Path("trainer.py").write_text(TRAINER)
     old = signal.getsignal(signal.SIGTERM)

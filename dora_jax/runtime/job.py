@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from dora_jax import config as configs
-from dora_jax import devices, presets, sft
+from dora_jax import devices, presets, sft, validate
 from dora_jax.buffer.store import MemoryGroupStore
 from dora_jax.config import Config, ConfigError, RewardModelSection, blame
 from dora_jax.metrics import Writer
@@ -81,7 +81,7 @@ def load_policy(workdir: str | Path, step: int | None = None) -> tuple[Any, Any,
 
 def make_base(config: Config, workdir: Path, writer: Writer) -> None:
     """The quickstart's way: model.path is the warm start's own output and does not exist yet."""
-    if not (Path(config.model.path) / "config.json").exists():
+    if validate.makes_base(config) and not (Path(config.model.path) / "config.json").exists():
         sft.run(config, workdir, writer)
 
 
