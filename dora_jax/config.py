@@ -22,11 +22,11 @@ import json
 import math
 import re
 import typing
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from difflib import SequenceMatcher
+from collections.abc import Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 from dora_jax import validate
+from dora_jax.spelling import nearest
 
 if TYPE_CHECKING:
     import ml_collections
@@ -326,26 +326,6 @@ def fields(cls: type = Config, prefix: str = "") -> dict[str, Any]:
 def free_form() -> list[str]:
     """The fields that are dictionaries: what they hold is for the task or the objective to know."""
     return [name for name, kind in fields().items() if typing.get_origin(kind) is dict]
-
-
-def nearest(name: str, known: Iterable[str]) -> str:
-    """The known dotted name most like this one: in its last word or that word's initials, then as a whole."""
-    known = list(known)
-    name = name[:2 * max(map(len, known))]  # the comparison is quadratic, and a name may be a file put in its place
-    word = name.rpartition(".")[2]
-
-    def likeness(other: str, ratio: Callable[[SequenceMatcher], float]) -> float:
-        leaf = other.rpartition(".")[2]
-        initials = "".join(part[0] for part in leaf.split("_") if part)  # lr is learning_rate
-        of_leaf, of_initials, of_all = (ratio(SequenceMatcher(None, a, b))
-                                        for a, b in ((word, leaf), (word, initials), (name, other)))
-        return max(of_leaf, of_initials - 0.1) + 0.5 * of_all
-
-    best, most = known[0], -1.0
-    for other in known:  # most cannot be it, which is found sooner than how like they are
-        if likeness(other, SequenceMatcher.quick_ratio) > most:
-            best, most = max((best, most), (other, likeness(other, SequenceMatcher.ratio)), key=lambda pair: pair[1])
-    return best
 
 
 _hints = functools.cache(typing.get_type_hints)  # which compiles every annotation anew

@@ -20,11 +20,12 @@ import ml_collections
 from absl import app, flags
 from ml_collections import config_flags
 
-from dora_jax.config import ConfigError, nearest
+from dora_jax.config import ConfigError
 from dora_jax.sim import advise, config, replay, table
 from dora_jax.sim.config import SimConfig
 from dora_jax.sim.run import StoppedEarly, simulate
 from dora_jax.sim.trace import Trace
+from dora_jax.spelling import nearest
 
 BAD_USAGE = 2  # exit code: wrong input, trying again cannot help
 

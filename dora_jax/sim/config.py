@@ -19,9 +19,10 @@ from typing import Any
 
 import ml_collections
 
-from dora_jax.config import ConfigError, nearest
+from dora_jax.config import ConfigError
 from dora_jax.orchestrate.modes import MODES, Decisions
 from dora_jax.chips import CHIPS
+from dora_jax.spelling import nearest
 
 section = dataclasses.dataclass(frozen=True, kw_only=True)
 
