@@ -173,6 +173,7 @@ class EvalSection:
     every: int = 0  # steps; 0: only the first and the last version
     prompts: int = 64
     samples: int = 1  # k of avg@k and pass@k
+    solved: str = ""  # what accuracy counts: "TERM" or "TERM >= 0.5" of the reward, or total; empty: its first term >= 1
 
 
 @section

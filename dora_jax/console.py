@@ -12,12 +12,16 @@ import contextlib
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TextIO
 
 REFRESHES_PER_S = 8
 RATE_WINDOW_S = 10.0  # tokens/s are counted over this much of the past
 SPINNER = "⠋⠙⠹⠸⠼⠴⠦⠧⠇⠏"
+WIDTH = 120  # columns of a line that stays
+SHARES = {"failed": "groups/failed_share", "skipped": "prompts/skipped_share"}  # shown where they are not 0
+EVAL_TERM = "eval/reward/term/"
+UNITS = (("days", 86400.0), ("h", 3600.0), ("min", 60.0), ("s", 1.0))  # of the time that is left; at least two of one
 
 Metrics = Mapping[str, float | int | None]
 
@@ -35,7 +39,6 @@ class Console:
         self._began_s = self._printed_s = clock()
         self._phases: dict[str, str] = {}
         self._facts: Mapping[str, Any] = {}
-        self._held_out = ""
         self._tokens = 0
         self._recent: collections.deque[tuple[float, int]] = collections.deque()
         self._stopping = threading.Event()
@@ -77,11 +80,9 @@ class Console:
         """facts: versions (live version -> samples that decode) and waits (words); either may be missing."""
         self._facts = facts
 
-    def step(self, step: int, metrics: Metrics, waits: str = "") -> None:
-        accuracy = metrics.get("eval/accuracy")
-        if accuracy is not None:
-            self._held_out = f"held-out {accuracy:.1%} (version {step})"
-        self.note(step_line(step, metrics, self._held_out, waits))
+    def step(self, step: int, metrics: Metrics, waits: Sequence[str] = ()) -> None:
+        """waits: phrases, the most important first."""
+        self.note(evaluation_line(step, metrics) if "eval/prompts" in metrics else step_line(step, metrics, waits))
 
     def note(self, text: str) -> None:
         """One line that stays."""
@@ -132,37 +133,53 @@ class Console:
                 self.note("... " + self.progress())
 
 
-def step_line(step: int, metrics: Metrics, held_out: str = "", waits: str = "") -> str:
-    """A record in one line: what a person watches, in a fixed order; what the record lacks is left out."""
-    parts = [f"step {step:>4}"]
-    for name, form in (("reward/mean", "reward {:.3f}"), ("sft/loss", "loss {:.3f}")):
-        if metrics.get(name) is not None:
-            parts.append(form.format(metrics[name]))
-    parts += [held_out] if held_out else []
-    if metrics.get("response/length") is not None:
-        parts.append(f"length {metrics['response/length']:.0f}")
-    parts += [_lags(metrics)] if _lags(metrics) else []
-    if metrics.get("versions/live") is not None:
-        parts.append(f"{metrics['versions/live']} versions live")
-    parts += _waits(metrics, waits)
-    if metrics.get("rollout/tokens_per_s") is not None:
-        parts.append(f"{metrics['rollout/tokens_per_s']:,.0f} tokens/s")
-    return "  ".join(parts)
+def step_line(step: int, metrics: Metrics, waits: Sequence[str] = ()) -> str:
+    """A record in one line of at most WIDTH columns: what a person watches, in a fixed order; what the record lacks is
+    left out, and what matters least where the line is too long."""
+    live = metrics.get("versions/live")
+    versions = "" if live is None else f"{live} version{'s' * (live != 1)}"
+    length, lag = _form(metrics, "response/length", "length {:.0f}"), _form(metrics, "lag/mean", "lag {:.1f}")
+    shares = [f"{word} {metrics[name]:.0%}" for word, name in SHARES.items() if metrics.get(name)]
+    speed = _form(metrics, "rollout/tokens_per_s", "{:,.0f} tok/s")
+    parts = [f"step {step:>4}", _form(metrics, "reward/mean", "reward {:.3f}"), _form(metrics, "sft/loss", "loss {:.3f}"),
+             *shares, length, lag, versions, speed, _eta(metrics), *waits]
+    return _fitting(parts, [*waits[1:], versions, length, lag, speed])
 
 
-def _lags(metrics: Metrics) -> str:
-    """The histogram of groups over lags, from lag/0, lag/1, ..."""
-    found = {name.removeprefix("lag/"): share for name, share in metrics.items() if name.startswith("lag/")}
-    shares = sorted((int(lag), share) for lag, share in found.items() if lag.isdecimal())
-    return "lag " + " ".join(f"{lag}:{share:.0%}" for lag, share in shares) if shares else ""
+def evaluation_line(version: int, metrics: Metrics) -> str:
+    """The same for the evaluation of a version."""
+    k = metrics.get("eval/k")
+    terms = [(name.removeprefix(EVAL_TERM), value) for name, value in metrics.items() if name.startswith(EVAL_TERM)]
+    each = f"({', '.join(f'{name} {value:.3f}' for name, value in terms)})" if len(terms) > 1 else ""
+    pass_at_k = _form(metrics, "eval/pass_at_k", f"pass@{k} {{:.1%}}") if k != 1 else ""
+    length = _form(metrics, "eval/response_length", "length {:.0f}")
+    prompts = _form(metrics, "eval/prompts", "{} prompts")
+    parts = [f"eval {version:>4}", _form(metrics, "eval/accuracy", "accuracy {:.1%}"), pass_at_k,
+             _form(metrics, "eval/reward/mean", "reward {:.3f}"), each, length, prompts,
+             _form(metrics, "eval/failed", "{} without a score")]
+    return _fitting(parts, [prompts, length, each, pass_at_k])
 
 
-def _waits(metrics: Metrics, waits: str) -> list[str]:
-    """Who waited, for what share of the step, and in words on whom."""
-    shares = []
-    wait_s, step_s = metrics.get("trainer/wait_s"), metrics.get("trainer/step_s")
-    if wait_s is not None and step_s:
-        shares.append(f"trainer {wait_s / (wait_s + step_s):.0%}")
-    if metrics.get("rollout/idle_share") is not None:
-        shares.append(f"rollout {metrics['rollout/idle_share']:.0%}")
-    return ([f"waiting: {', '.join(shares)}"] if shares else []) + ([waits] if waits else [])
+# ---------------------------------------------------------------- private
+
+
+def _form(metrics: Metrics, name: str, form: str) -> str:
+    return "" if metrics.get(name) is None else form.format(metrics[name])
+
+
+def _eta(metrics: Metrics) -> str:
+    """Time until the last step is published."""
+    left_s = metrics.get("time/left_s")
+    if not left_s:
+        return ""
+    unit, seconds = next((u for u in UNITS if left_s >= 2 * u[1]), UNITS[-1])
+    return f"ETA {left_s / seconds:.0f} {unit}"
+
+
+def _fitting(parts: Sequence[str], expendable: Sequence[str]) -> str:
+    """The parts that there are; of the expendable ones the first go while the line is over WIDTH."""
+    kept = [part for part in parts if part]
+    for part in expendable:
+        if len("  ".join(kept)) > WIDTH and part in kept:
+            kept.remove(part)
+    return "  ".join(kept)

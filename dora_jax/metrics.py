@@ -18,7 +18,7 @@ import numbers
 import os
 import struct
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -100,6 +100,7 @@ class Writer:
         self._workdir.mkdir(parents=True, exist_ok=True)
         self._console = console or Console()
         self._resumed_at: int | None = None
+        self.evaluations: dict[int, dict[str, float]] = {}  # version -> record, of what an earlier process evaluated
         self._lines: PatientFile | None = None
         self._board: _Board | None = None
 
@@ -124,15 +125,17 @@ class Writer:
         self._resumed_at = step
         if self.file.exists():
             kept = [line for line in self.file.read_text().splitlines() if _step_of(line) <= step]
+            records = [json.loads(line) for line in kept]
+            self.evaluations = {r["step"]: r for r in records if "eval/prompts" in r}
             partial = self.file.with_suffix(".partial")
             partial.write_text("".join(line + "\n" for line in kept))
             os.replace(partial, self.file)
 
-    def write(self, step: int, metrics: Mapping[str, Value | float], *, waits: str = "") -> None:
-        """One record in every sink; waits: who waits on whom, in words."""
+    def write(self, step: int, metrics: Mapping[str, Value | float], *, waits: Sequence[str] = ()) -> None:
+        """One record in every sink; waits: phrases that say what waited for what, the longest wait first."""
         scalars = {name: _scalar(value) for name, value in metrics.items()}
         self._open()
-        words = {"waits": waits} if waits else {}
+        words = {"waits": "; ".join(waits)} if waits else {}
         self._lines.write(json.dumps({"step": step, **scalars, **words}, allow_nan=False).encode() + b"\n")
         self._board.write(step, {name: value for name, value in scalars.items() if value is not None})
         self._console.step(step, scalars, waits)

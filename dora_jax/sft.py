@@ -12,6 +12,7 @@ import dataclasses
 import functools
 import json
 import math
+import sys
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
@@ -29,6 +30,7 @@ TOKENIZER_SIZE = 512  # 256 bytes, two special tokens, merges for the task's wor
 # stand, and a sign never merges with what it follows ("= -" would have to be decided a token too early).
 PIECES = r"\p{N}| ?#+ ?| ?[^\s\p{L}\p{N}#] ?| ?\p{L}+|\s+"
 LOGITS_BYTES = 64 * 2**20  # alive at once on a device
+ANY_LENGTH = sys.maxsize  # tokens: a limit that no prompt is over
 STEPS_PER_DISPATCH = 10  # one compiled scan: also how often the progress line moves
 Pair = tuple[str, str]
 
@@ -61,10 +63,9 @@ def run(config: Config, workdir: Path, progress: Progress) -> Path:
 def examples(config: Config, workdir: Path) -> list[Pair]:
     """The (prompt, completion) texts that `config.sft` asks for; none of a held-out prompt."""
     from dora_jax import tasks
-    from dora_jax.tokenizer import Tokenizer
 
     section = config.sft
-    tokenizer = Tokenizer.load(section.init) if section.init else _Bytes()
+    tokenizer = tokenizer_of(section)
     limits = {"max_prompt_tokens": section.pack_tokens, "max_new_tokens": section.pack_tokens}
     task = tasks.open_task(config.task, tokenizer, seed=config.seed, heldout=config.task.heldout, **limits,
                            quarantine_path=workdir / "quarantine.jsonl")
@@ -75,11 +76,19 @@ def examples(config: Config, workdir: Path) -> list[Pair]:
     return [task.worked(i, slip_rate=section.slip_rate) for i in range(section.examples)]
 
 
-class _Bytes:
-    """Measures prompts while the tokenizer that their texts will make does not exist yet."""
+def tokenizer_of(section: SftSection) -> Any:
+    """That of `section.init`; without one, bytes: the tokenizer that the texts will make does not exist yet."""
+    from dora_jax.tokenizer import Tokenizer
 
+    return Tokenizer.load(section.init) if section.init else _Bytes()
+
+
+class _Bytes:
     def encode(self, text: str) -> list[int]:
         return list(text.encode())
+
+    def decode(self, ids: Sequence[int]) -> str:
+        return bytes(map(int, ids)).decode(errors="replace")
 
 
 # ------------------------------------------------------------- tokenizer

@@ -3,7 +3,7 @@
 
 Consumes a `config.Config` whose types are right; produces sentences, each naming its field. Nothing is repaired.
 Rules that a stage knows better are asked of its own standard-library module (trainer.objective, orchestrate.modes,
-rollout.shapes, models.config); what depends on the number of devices is in devices.plan.
+rollout.shapes, tasks.solved, models.config); what depends on the number of devices is in devices.plan.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from dora_jax.chips import CHIPS
 from dora_jax.models.config import FAMILIES, KNOWN, ModelConfig
 from dora_jax.models.hf_config import read_config
 from dora_jax.orchestrate.modes import OrchestratorConfig
+from dora_jax.tasks import solved
 from dora_jax.trainer import objective
 
 if TYPE_CHECKING:
@@ -165,6 +166,10 @@ def _task(config: Config) -> Problems:
             yield f"task.rewards: {path!r} is not an import path such as dora_jax.tasks.rewards.exact"
     for name in ("extract", "answer_pattern"):
         yield from _pattern(f"task.{name}", getattr(task, name))
+    try:
+        solved.read(config.eval.solved)
+    except ValueError as error:
+        yield f"eval.solved: {error}"
     if config.eval.prompts > task.heldout:
         yield f"eval.prompts: {config.eval.prompts} is more than the {task.heldout} held-out prompts of task.heldout"
 
@@ -213,6 +218,12 @@ def _orchestrator(config: Config) -> Problems:
         rebalance_period_s=section.rebalance_period_s, max_filtered_rounds=section.max_filtered_rounds,
         max_prompt_tokens=rollout.max_prompt_tokens, max_new_tokens=rollout.max_new_tokens)
     yield from (f"orchestrator.{problem}" for problem in told.problems())
+    if section.group_size == 1 and config.trainer.advantage in objective.GROUP_RELATIVE:
+        yield (f"orchestrator.group_size: trainer.advantage = {config.trainer.advantage} compares the samples of a group, and a "
+               "group of 1 has nothing to compare; take 2 or more, or an advantage that needs no group: "
+               f"{', '.join(name for name in objective.ADVANTAGES if name not in objective.GROUP_RELATIVE)}")
+    if section.group_size == 1 and section.filter_zero_variance:
+        yield "orchestrator.filter_zero_variance: a group of 1 has no variance, so every group would be filtered"
     slots = rollout.slots * (rollout.instances or MIN_AUTO_INSTANCES)
     if section.group_size > slots:
         yield f"orchestrator.group_size: {section.group_size} is more than the {slots} slots of all instances"

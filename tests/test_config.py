@@ -225,3 +225,19 @@ def test_the_nearest_name_is_the_nearest_of_all_though_few_are_compared_in_full(
             return max(ratio(word, leaf), ratio(word, initials) - 0.1) + 0.5 * ratio(name, other)
 
         assert configs.nearest(name, known) == max(known, key=likeness), name
+
+
+@pytest.mark.parametrize("fields, told", [
+    ({"orchestrator__group_size": 1}, "orchestrator.group_size: trainer.advantage = grpo compares the samples of a group"),
+    ({"orchestrator__group_size": 1, "trainer__advantage": "rloo"}, "an advantage that needs no group: reinforce_pp, gae, gae_turn"),
+    ({"orchestrator__group_size": 1, "trainer__advantage": "reinforce_pp", "orchestrator__filter_zero_variance": True},
+     "orchestrator.filter_zero_variance: a group of 1 has no variance"),
+    ({"eval__solved": "right > 1"}, "eval.solved: 'right > 1' is not of the form TERM or TERM >= NUMBER"),
+])
+def test_what_would_learn_or_measure_nothing_is_refused(fields, told):
+    (problem,) = problems(**fields)
+    assert told in problem
+
+
+def test_a_group_of_one_goes_with_advantages_that_need_no_group():
+    assert problems(orchestrator__group_size=1, trainer__advantage="reinforce_pp") == []

@@ -56,10 +56,10 @@ def test_a_name_keeps_one_type():
 def test_every_line_is_strict_json(tmp_path):
     with Writer(tmp_path, quiet()) as writer:
         writer.write(3, {"nan": math.nan, "inf": np.float32(np.inf), "f32": np.float32(0.5), "i64": np.int64(7),
-                         "yes": np.bool_(True), "mean": Mean(1, 4), "empty": Mean.of([])}, waits="trainer on rollout")
+                         "yes": np.bool_(True), "mean": Mean(1, 4), "empty": Mean.of([])}, waits=["trainer idle 9%", "rollouts idle 1%"])
     (line,) = lines(tmp_path)
     assert line == {"step": 3, "nan": None, "inf": None, "f32": 0.5, "i64": 7, "yes": 1, "mean": 0.25, "empty": None,
-                    "waits": "trainer on rollout"}
+                    "waits": "trainer idle 9%; rollouts idle 1%"}
 
 
 def test_lines_are_there_before_the_file_is_closed(tmp_path):
@@ -78,6 +78,17 @@ def test_resume_cuts_what_came_later_and_appends(tmp_path):
         writer.resume(1)
         writer.write(2, {"x": 20})
     assert [(line["step"], line["x"]) for line in lines(tmp_path)] == [(0, 0), (1, 1), (2, 20)]
+
+
+def test_a_resumed_run_knows_the_evaluations_up_to_where_it_goes_on(tmp_path):
+    with Writer(tmp_path, quiet()) as writer:
+        assert writer.evaluations == {}
+        for step in (0, 1, 2, 3):
+            writer.write(step, {"reward/mean": 0.1})
+            writer.write(step, {"eval/prompts": 2, "eval/accuracy": step / 4})
+    with Writer(tmp_path, quiet()) as writer:
+        writer.resume(2)
+        assert {v: m["eval/accuracy"] for v, m in writer.evaluations.items()} == {0: 0.0, 1: 0.25, 2: 0.5}
 
 
 def test_a_line_that_a_crash_cut_short_does_not_swallow_the_next(tmp_path):
@@ -117,22 +128,49 @@ def scalars(folder):
 # ---------------------------------------------------------------- console
 
 
+STEP = {"reward/mean": 0.4321, "groups/failed_share": 0.0, "prompts/skipped_share": 0.0, "response/length": 33.4,
+        "lag/mean": 0.75, "versions/live": 3, "rollout/tokens_per_s": 1234.4, "time/left_s": 300.0}
+WAITS = ["trainer idle 34%: waiting for rollouts", "rollouts idle 2%"]
+
+
 def test_the_step_line_shows_what_a_person_watches():
-    metrics = {"reward/mean": 0.4321, "response/length": 33.4, "lag/max": 2, "lag/0": 0.25, "lag/1": 0.75,
-               "versions/live": 3, "trainer/wait_s": 0.5, "trainer/step_s": 1.5, "rollout/idle_share": 0.1,
-               "rollout/tokens_per_s": 1234.4}
-    assert step_line(12, metrics, "held-out 41.0% (version 10)", "trainer waits on group 7") == (
-        "step   12  reward 0.432  held-out 41.0% (version 10)  length 33  lag 0:25% 1:75%  3 versions live  "
-        "waiting: trainer 25%, rollout 10%  trainer waits on group 7  1,234 tokens/s")
+    assert step_line(12, STEP, WAITS[:1]) == (
+        "step   12  reward 0.432  length 33  lag 0.8  3 versions  1,234 tok/s  ETA 5 min  trainer idle 34%: waiting for rollouts")
     assert step_line(1, {"reward/mean": None}) == "step    1"
 
 
-def test_the_last_evaluation_stays_on_the_following_lines():
+@pytest.mark.parametrize("changed, told", [
+    ({"versions/live": 1}, "  1 version  "), ({"groups/failed_share": 0.76}, "reward 0.432  failed 76%  "),
+    ({"prompts/skipped_share": 0.9}, "  skipped 90%  "), ({"time/left_s": 44.4}, "  ETA 44 s  "),
+    ({"time/left_s": 7200.0}, "  ETA 2 h  "), ({"time/left_s": 86400 * 3.2}, "  ETA 3 days  "),
+])
+def test_a_step_line_says(changed, told):
+    assert told in step_line(12, STEP | changed, WAITS)
+
+
+def test_a_step_line_that_is_too_long_loses_what_matters_least():
+    long = STEP | {"reward/mean": -1234.5, "groups/failed_share": 1.0, "prompts/skipped_share": 1.0, "response/length": 31_072.0,
+                   "lag/mean": 31.0, "versions/live": 12, "rollout/tokens_per_s": 12_345_678.0}
+    line = step_line(100_000, long, ["trainer idle 100%: waiting for a rollout instance", WAITS[1]])
+    assert line == ("step 100000  reward -1234.500  failed 100%  skipped 100%  ETA 5 min  "
+                    "trainer idle 100%: waiting for a rollout instance") and len(line) <= 120
+    assert "rollouts idle" not in step_line(12, STEP, WAITS) and "3 versions" in step_line(12, STEP, WAITS)
+
+
+EVAL = {"eval/prompts": 64, "eval/accuracy": 0.25, "eval/pass_at_k": 0.5, "eval/k": 4, "eval/reward/mean": 0.2,
+        "eval/reward/term/right": 0.25, "eval/response_length": 20.4}
+
+
+def test_an_evaluation_has_a_line_of_its_own():
     file = io.StringIO()
     console = Console(file, tty=False)
-    console.step(0, {"eval/accuracy": 0.25})
-    console.step(1, {"reward/mean": 0.5})
-    assert file.getvalue() == "step    0  held-out 25.0% (version 0)\nstep    1  reward 0.500  held-out 25.0% (version 0)\n"
+    console.step(7, EVAL)
+    console.step(8, EVAL | {"eval/reward/term/short": -0.05, "eval/failed": 3, "eval/k": 1})
+    console.step(9, {name: value for name, value in EVAL.items() if name not in ("eval/accuracy", "eval/pass_at_k")})
+    assert file.getvalue().splitlines() == [
+        "eval    7  accuracy 25.0%  pass@4 50.0%  reward 0.200  length 20  64 prompts",
+        "eval    8  accuracy 25.0%  reward 0.200  (right 0.250, short -0.050)  length 20  64 prompts  3 without a score",
+        "eval    9  reward 0.200  length 20  64 prompts"]
 
 
 def test_the_progress_line_says_who_does_what_and_how_fast():

@@ -209,8 +209,8 @@ def test_what_it_says():
     line = describe(event, brain.step(event))
     assert line == "WeightsLoaded instance=0 version=0 -> Start ids=0.0-1,1.0-1,2.0-1 instance=0 version=0"
     summary = brain.summary()
-    assert summary["versions"] == {0: 6} and summary["waits"].startswith("trainer waits for groups (0 of 2 ready")
-    assert make().summary()["waits"] == "everything waits for an instance"
+    assert summary["versions"] == {0: 6} and summary["waits"].startswith("trainer waits for rollouts (0 of 2 groups ready")
+    assert make().summary()["waits"].startswith("trainer waits for a rollout instance")
 
 
 def test_resume_state_after_a_published_step():

@@ -164,6 +164,10 @@ class Orchestrator:
         """Live facts for the console."""
         return view.summary(self.state)
 
+    def waiting(self) -> dict[str, str]:
+        """What the trainer and the rollout instances wait for now; see view.py."""
+        return view.waiting(self.state)
+
     def resume_state(self) -> dict:
         """Arguments for a new Orchestrator that goes on after a restart from the newest published version: every
         group that was issued and not trained, filtered or failed is issued again."""

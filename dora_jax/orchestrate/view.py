@@ -70,26 +70,45 @@ def summary(s: State) -> dict[str, Any]:
     }
 
 
+def waiting(s: State) -> dict[str, str]:
+    """What the trainer and the idle rollout instances wait for, in a word or two; "" where none of them is idle."""
+    return {"trainer": _trainer_waits(s), "rollouts": _rollouts_wait(s)}
+
+
 def waits(s: State) -> str:
-    """Who waits on whom, in a few words."""
-    if not s.fleet.hosts:
-        return "everything waits for an instance"
-    if s.ledger.base >= s.config.total_steps:
-        return f"the end waits for the evaluation of versions {sorted(s.evaluating)}" if s.evaluating else "nothing"
-    parts = [_trainer_waits(s)] if s.ledger.missing else []
-    if not s.queue.unfinished:
-        parts.append("rollout waits for " + ("rewards" if s.ledger.counts["scoring"] else "the trainer"))
-    loading = sum(h.loading is not None for h in s.fleet.hosts.values())
-    if loading:
-        parts.append(f"{loading} instances load weights")
-    return "; ".join(parts) or "nobody waits"
+    """The same as one line, with what is missing."""
+    counts = s.ledger.counts
+    missing = f" ({counts['ready']} of {s.ledger.part} groups ready, {counts['scoring']} scoring)" if s.ledger.missing else ""
+    said = [f"{role} wait{'s' * (role == 'trainer')} for {cause}{missing if role == 'trainer' else ''}"
+            for role, cause in waiting(s).items() if cause]
+    return "; ".join(said) or "trainer and rollouts work"
 
 
 def _trainer_waits(s: State) -> str:
+    if s.ledger.base >= s.config.total_steps:
+        return "evaluation" if s.evaluating else ""
+    if not s.ledger.missing:
+        return ""
+    if not s.fleet.hosts:
+        return "a rollout instance"
     members = s.ledger.oldest_ready(s.ledger.part)
     if not members:
-        ready, scoring = s.ledger.counts["ready"], s.ledger.counts["scoring"]
-        return f"trainer waits for groups ({ready} of {s.ledger.part} ready, {scoring} scoring)"
+        counts = s.ledger.counts
+        return "rewards" if counts["scoring"] and counts["ready"] + counts["scoring"] >= s.ledger.part else "rollouts"
     version = s.ledger.blocking_version(members)
-    running = any(v <= version for v in s.queue.unfinished)
-    return f"trainer waits for the {'stragglers' if running else 'rewards'} of version {version} at their deadline"
+    if version is None:  # the batch is about to be taken
+        return "rollouts"
+    return "stragglers" if any(v <= version for v in s.queue.unfinished) else "rewards"
+
+
+def _rollouts_wait(s: State) -> str:
+    idle = [host for host in s.fleet.hosts.values() if not host.used]
+    if not idle:
+        return ""
+    if s.paused:
+        return "the trainer"
+    if any(host.loading is not None for host in idle):
+        return "weights"
+    if s.queue.unfinished:
+        return "stragglers" if s.ledger.missing else "the trainer"
+    return "rewards" if s.ledger.counts["scoring"] else "the trainer"

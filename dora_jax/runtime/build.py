@@ -6,6 +6,7 @@ needed: engine and trainer of weights in memory do without it.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import queue
@@ -21,7 +22,7 @@ from jax.sharding import Mesh
 
 from dora_jax import devices, tasks
 from dora_jax.buffer.pack import Layout, layout, pack_step
-from dora_jax.config import Config, blame
+from dora_jax.config import Config, ConfigError, blame
 from dora_jax.digest import digest
 from dora_jax.models import decoder, sharding
 from dora_jax.models.config import ModelConfig
@@ -35,7 +36,9 @@ from dora_jax.runtime.instance import LocalInstance, Spare
 from dora_jax.runtime.local import LocalWorld
 from dora_jax.runtime.partwise import PartwiseTrainer
 from dora_jax.runtime.workers import TrainerWorker
+from dora_jax.tasks import solved
 from dora_jax.tasks.pool import ScorerPool
+from dora_jax.tasks.trial import try_rewards
 from dora_jax.trainer.objective import may_start_early, needs_scores
 from dora_jax.trainer.prepare import Prepare, Unjudged
 from dora_jax.trainer.step import Probe, Recipe, Trainer, new_recipe
@@ -46,7 +49,9 @@ if TYPE_CHECKING:
 
 
 class Parts:
-    """What every run has in its own process: tokenizer, task, scorer, the outbox of its workers, the world."""
+    """What every run has in its own process: tokenizer, task, scorer, the outbox of its workers, the world.
+
+    remarks: sentences on its data, for the console. solved: the rule of held-out accuracy; None: there is none."""
 
     def __init__(self, config: Config, workdir: Path):
         from dora_jax.tokenizer import Tokenizer
@@ -55,17 +60,23 @@ class Parts:
         self.workdir = workdir
         with blame("model.path"):
             self.tokenizer = Tokenizer.load(config.model.path)
-        # its processes start while we compile
-        pool = ScorerPool(config.task, self.tokenizer.decode) if config.task.rewards else None
-        with blame("task.path"):
-            self.task = tasks.open_task(
-                config.task, self.tokenizer, seed=config.seed, max_prompt_tokens=config.rollout.max_prompt_tokens,
-                max_new_tokens=config.rollout.max_new_tokens, heldout=config.task.heldout,
-                quarantine_path=workdir / "quarantine.jsonl")
-        if pool:
-            pool.wait_ready()  # a reward that cannot be imported is named before anything is compiled
-        self.scorer = _judge(config, pool) if config.reward_model.path else pool
         self.outbox: queue.SimpleQueue = queue.SimpleQueue()
+        pool = ScorerPool(config.task, self.tokenizer.decode) if config.task.rewards else None  # starts in the background
+        with contextlib.ExitStack() as undo:
+            if pool:
+                undo.callback(pool.close)
+            with blame("task.path"):
+                self.task = tasks.open_task(
+                    config.task, self.tokenizer, seed=config.seed, max_prompt_tokens=config.rollout.max_prompt_tokens,
+                    max_new_tokens=config.rollout.max_new_tokens, heldout=config.task.heldout,
+                    quarantine_path=workdir / "quarantine.jsonl")
+            prompt, self.remarks = self.task.survey()
+            terms = try_rewards(pool, prompt, self.tokenizer.encode) if pool else ()
+            with blame("eval.solved"):
+                self.solved = solved.among(config.eval.solved, terms)
+            self.remarks += _said_of_evaluation(config, self)
+            self.scorer = _judge(config, pool, terms) if config.reward_model.path else pool
+            undo.pop_all()
 
     def world(self, instances: Sequence[Any], trainer: TrainerWorker | None, groups: Any, weights: Any) -> LocalWorld:
         section = self.config.orchestrator
@@ -76,11 +87,23 @@ class Parts:
             trainable=nonzero_variance if section.filter_zero_variance else lambda group: True)
 
 
-def _judge(config: Config, pool: ScorerPool | None) -> Any:
+def _said_of_evaluation(config: Config, parts: Parts) -> list[str]:
+    said: list[str] = []
+    if parts.task.n_heldout < config.eval.prompts:
+        said.append(f"eval.prompts = {config.eval.prompts}, and {parts.task.n_heldout} held-out prompts are left: they are "
+                    "evaluated more than once each")
+    if parts.solved:
+        said.append(f"held-out accuracy is the share of samples with {parts.solved} (eval.solved)")
+    return said
+
+
+def _judge(config: Config, pool: ScorerPool | None, terms: tuple[str, ...]) -> Any:
     """The reward model behind the task's own rewards, on its mesh."""
     from dora_jax.tasks import reward_model  # most runs have none
 
     section, rollout = config.reward_model, config.rollout
+    if reward_model.TERM in terms:
+        raise ConfigError(f"task.rewards: a term is named {reward_model.TERM}, which is the name of the reward model's score")
     indices = devices.plan(len(jax.devices()), config).reward_model
     mesh = sharding.make_mesh([jax.devices()[i] for i in indices], section.data, section.fsdp, section.tensor)
     with blame("reward_model.path"):

@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from dora_jax import config as configs
-from dora_jax import devices, presets, sft, validate
+from dora_jax import devices, presets, sft, tasks, validate
 from dora_jax.buffer.store import MemoryGroupStore
-from dora_jax.config import Config, ConfigError, RewardModelSection, blame
+from dora_jax.config import Config, ConfigError, RewardModelSection, RunError, blame
 from dora_jax.metrics import Writer
 from dora_jax.models import hf
 from dora_jax.orchestrate.core import Orchestrator
@@ -21,12 +21,15 @@ from dora_jax.runtime import build, outfit, resume
 from dora_jax.runtime.bucket import Mirror, fetch, mirrored
 from dora_jax.runtime.build import OneProcess, Parts, TrainerSide
 from dora_jax.runtime.durable import DurableWorld
+from dora_jax.runtime.evaluations import closing
 from dora_jax.runtime.guard import RETRY, Guard, GuardedWorld, Stop
 from dora_jax.runtime.journal import Journal
 from dora_jax.runtime.local import LocalWorld
 from dora_jax.runtime.loop import run
 from dora_jax.runtime.observe import RunLog
 from dora_jax.runtime.resume import Begun
+from dora_jax.tasks.pool import ScorerPool
+from dora_jax.tasks.trial import try_rewards
 from dora_jax.tokenizer import Tokenizer
 from dora_jax.trainer import checkpoint
 from dora_jax.types import Version
@@ -43,12 +46,11 @@ def train(config: Config, workdir: Path) -> int:
         writer.note("\n".join(chosen))
         try:
             make_base(config, workdir, writer)
-            halt, log = _train(Parts(config, workdir), writer, guard, mirror)
+            halt, log = _train(_opened(config, workdir, writer), writer, guard, mirror)
         except Stop as stop:
             writer.close_with(f"{stop} (exit code {RETRY})")
             return RETRY
-        accuracies = ", ".join(f"{100 * a:.1f} % at version {v}" for v, a in sorted(log.accuracy.items()))
-        writer.close_with(f"{halt.reason} ({time.monotonic() - began:.0f} s in all); held-out accuracy: {accuracies or 'not measured'}")
+        writer.close_with(f"{halt.reason} ({time.monotonic() - began:.0f} s in all); {closing(log.evaluations)}")
     return 0 if halt.ok else 1
 
 
@@ -61,12 +63,14 @@ def evaluate(config: Config, workdir: Path, step: int | None = None) -> int:
     directory = workdir / "checkpoints"
     version = pick(directory, step)
     with Writer(workdir) as writer:
-        parts = Parts(config, workdir)
+        parts = _opened(config, workdir, writer)
         body = OneProcess(parts, writer.note)
         body.weights.put(version, checkpoint.read_params(directory, version))
         orchestrator = Orchestrator(build.orchestrator_config(dataclasses.replace(config, steps=version)),
                                     start_version=version)
         _, log = _run(parts, body, writer, orchestrator, Guard(0.0))
+    if version not in log.evaluations:
+        raise RunError(f"version {version} is not evaluated: none of its held-out groups has a score")
     print(json.dumps({"step": version, **log.evaluations[version]}))
     return 0
 
@@ -82,6 +86,8 @@ def load_policy(workdir: str | Path, step: int | None = None) -> tuple[Any, Any,
 def make_base(config: Config, workdir: Path, writer: Writer) -> None:
     """The quickstart's way: model.path is the warm start's own output and does not exist yet."""
     if validate.makes_base(config) and not (Path(config.model.path) / "config.json").exists():
+        writer.phase("all", "scoring one row")
+        _try_early(config, workdir)
         sft.run(config, workdir, writer)
 
 
@@ -174,6 +180,30 @@ class Saver:
 # ---------------------------------------------------------------- private
 
 
+def _opened(config: Config, workdir: Path, writer: Writer) -> Parts:
+    writer.phase("all", "scoring one row")
+    parts = Parts(config, workdir)
+    for remark in parts.remarks:
+        writer.note(remark)
+    return parts
+
+
+def _try_early(config: Config, workdir: Path) -> None:
+    """The rewards on one row before a warm start, which takes minutes and makes the tokenizer of the run."""
+    section = dataclasses.replace(config.task, reward_workers=1)
+    if not section.rewards:
+        return
+    tokenizer = sft.tokenizer_of(config.sft)
+    pool = ScorerPool(section, tokenizer.decode)
+    try:
+        with blame("task"):
+            task = tasks.open_task(section, tokenizer, seed=config.seed, max_prompt_tokens=sft.ANY_LENGTH, max_new_tokens=1,
+                                   heldout=section.heldout, quarantine_path=workdir / "quarantine.jsonl")
+        try_rewards(pool, task.survey()[0], tokenizer.encode)
+    finally:
+        pool.close()
+
+
 def _train(parts: Parts, writer: Writer, guard: Guard, mirror: Mirror | None) -> tuple[Halt, RunLog]:
     config = parts.config
     journal = resume.open_journal(parts.workdir, config.journal, writer)
@@ -216,8 +246,8 @@ def _run(parts: Parts, body: Any, writer: Writer, orchestrator: Orchestrator, gu
                                            parts.outbox)
     world = parts.world(instances, worker, groups, body.weights)
     log = RunLog(workdir=parts.workdir, writer=writer, orchestrator=orchestrator, instances=instances,
-                 decode=parts.tokenizer.decode, prompt_of=parts.task.prompt_at, eval_groups=config.eval.prompts,
-                 max_failed_share=config.task.max_failed_share)
+                 decode=parts.tokenizer.decode, prompt_of=parts.task.prompt_at, solved=parts.solved, steps=config.steps,
+                 max_failed_share=config.task.max_failed_share, evaluations=writer.evaluations)
     world.listen(log.record)
     durable = backing and backing.behind(world)
     guard.diagnose = lambda: f"{orchestrator.summary()['waits']}; {world.diagnosis()}"
@@ -226,7 +256,6 @@ def _run(parts: Parts, body: Any, writer: Writer, orchestrator: Orchestrator, gu
         writer.phase("all", "compiling")
         ups = body.ready(instances, worker)
         writer.phase("all", "")
-        writer.phase("rollout", "generating")
         world.start(ups)
         return run(orchestrator, GuardedWorld(durable or world, guard), observers), log
     finally:

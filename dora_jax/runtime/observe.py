@@ -7,20 +7,24 @@ from __future__ import annotations
 
 import collections
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from dora_jax.config import RunError
 from dora_jax.orchestrate import events as ev
 from dora_jax.patient import PatientFile
+from dora_jax.runtime.evaluations import Evaluations, reward_metrics
+from dora_jax.runtime.idle import Idle
+from dora_jax.runtime.unscored import Unscored
 from dora_jax.runtime.workers import Finished, StepDone
 from dora_jax.tasks.pool import GroupFailure
+from dora_jax.tasks.prompts import PromptTooLong
+from dora_jax.tasks.solved import Solved
 from dora_jax.types import GroupId, SampleId, ScoredGroup, Version, is_eval
 
-MIN_GROUPS_FOR_FAILED_SHARE = 100  # below this one failure says nothing about a share
+RECENT_STEPS = 20  # whose mean duration says when the run will end
 
 
 class Overlap:
@@ -59,32 +63,33 @@ class Overlap:
 
 
 class RunLog:
-    """Turns records and events into metrics, console lines and `trajectories.txt`."""
+    """Turns records and events into metrics, console lines and `trajectories.txt`.
+
+    evaluations: records of versions that an earlier process of this run has evaluated; those to come are added."""
 
     def __init__(self, *, workdir: Path, writer: Any, orchestrator: Any, instances: Sequence[Any],
                  decode: Callable[[Sequence[int]], str], prompt_of: Callable[[GroupId], Any],
-                 eval_groups: int, max_failed_share: float):
-        self.accuracy: dict[Version, float] = {}
-        self.evaluations: dict[Version, dict[str, float]] = {}
+                 solved: Solved | None, steps: int, max_failed_share: float,
+                 evaluations: Mapping[Version, Mapping[str, float]]):
+        self.evaluations = dict(evaluations)
         self.metrics: dict[str, float] = {}
         self._writer = writer
         self._orchestrator = orchestrator
         self._instances = instances
         self._decode = decode
         self._prompt_of = prompt_of
-        self._eval_groups = eval_groups
-        self._max_failed_share = max_failed_share
+        self._steps = steps
         self._trajectories = PatientFile(workdir / "trajectories.txt", writer.note)
         self._overlap = Overlap()
-        self._evaluating: dict[Version, list[ScoredGroup]] = collections.defaultdict(list)
+        self._idle = Idle(orchestrator.waiting)
+        self._evaluating = Evaluations(orchestrator.state, solved, self._evaluated, writer.note)
+        self._unscored = Unscored(max_failed_share, prompt_of, writer.note)
         self._moved: set[SampleId] = set()
         self._moved_finished = 0
-        self._scored = 0
-        self._failed_lengths: list[int] = []
-        self._failed = 0
-        self._skipped = 0
         self._tokens = 0
-        self._began_s = self._step_s = time.monotonic()
+        self._began_s = time.monotonic()
+        self._step_s: float | None = None  # when the last step ended; None: nothing has happened yet
+        self._recent_s: collections.deque[float] = collections.deque(maxlen=RECENT_STEPS)  # of steps but the first
         self._idle_s = [0.0] * len(instances)
 
     def close(self) -> None:
@@ -102,19 +107,24 @@ class RunLog:
                     self._moved.discard(sample.id)
                     self._moved_finished += 1
             case ScoredGroup() if is_eval(record.group_id):
-                self._evaluated(record)
+                self._evaluating.scored(record)
             case ScoredGroup():
-                self._scored += 1
+                self._unscored.scored()
             case GroupFailure():
-                self._group_failed(record)
+                if is_eval(record.group_id):
+                    self._evaluating.failed(record)
+                self._unscored.failed(record)
             case StepDone():
                 self._step_done(record)
-            case Exception():
-                self._skipped += 1
+            case PromptTooLong():
+                self._unscored.skipped()
 
     def event(self, event: ev.Event, commands: Sequence[ev.Command]) -> None:
         """Observer of the loop."""
+        if self._step_s is None:  # compiling and waiting for instances is no part of the first step
+            self._step_s = time.monotonic()
         self._overlap(event)
+        self._idle(event)
         if isinstance(event, ev.SampleMoved):
             self._moved.add(event.id)
         elif isinstance(event, ev.TimePassed):
@@ -125,61 +135,56 @@ class RunLog:
 
     # ------------------------------------------------------------ private
 
-    def _evaluated(self, group: ScoredGroup) -> None:
-        done = self._evaluating[group.version]
-        done.append(group)
-        if len(done) < self._eval_groups:
-            return
-        del self._evaluating[group.version]
-        metrics = accuracy([g.rewards for g in done])
-        self.accuracy[group.version] = metrics["eval/accuracy"]
-        self.evaluations[group.version] = metrics
-        lengths = [len(s.out_ids) for g in done for s in g.samples]
-        metrics["eval/response_length"] = float(np.mean(lengths))
+    def _evaluated(self, version: Version, metrics: dict[str, float]) -> None:
         metrics["time/run_s"] = time.monotonic() - self._began_s
-        self._writer.write(group.version, metrics)
-
-    def _group_failed(self, failure: GroupFailure) -> None:
-        self._failed += 1
-        self._failed_lengths.extend(failure.lengths)
-        total = self._failed + self._scored
-        if total >= MIN_GROUPS_FOR_FAILED_SHARE and self._failed > self._max_failed_share * total:
-            lengths = np.quantile(self._failed_lengths or [0], [0.5, 0.9])
-            raise RunError(
-                f"{self._failed} of {total} groups could not be scored (limit {self._max_failed_share:.1%}); "
-                f"response length p50 {lengths[0]:.0f}, p90 {lengths[1]:.0f}; last reason: {failure.reason}")
+        self.evaluations[version] = metrics
+        self._writer.write(version, metrics)
 
     def _step_done(self, done: StepDone) -> None:
         now = time.monotonic()
-        elapsed_s, self._step_s = now - self._step_s, now
-        idle = [min(worker.wait_s, old + elapsed_s)  # of another process it comes once a second, which steps may not be
-                for worker, old in zip(self._instances, self._idle_s, strict=True)]
-        idle_s = [new - old for new, old in zip(idle, self._idle_s, strict=True)]
-        self._idle_s = idle
+        elapsed_s = self._elapsed_s(now)
+        idle_share = self._idle_share(elapsed_s)
         metrics = group_metrics(done.groups, done.version - 1)
         metrics |= done.metrics
+        metrics |= self._unscored.metrics()
         metrics |= {
             "rollout/tokens_per_s": self._tokens / elapsed_s,
-            "rollout/idle_share": float(np.mean(idle_s)) / elapsed_s,
+            "rollout/idle_share": idle_share,
             "trainer/wait_s": done.wait_s,
             "trainer/step_s": done.step_s,
             "versions/side_by_side_share": self._overlap.share,
             "moves/finished": self._moved_finished,
-            "groups/failed_share": self._failed / max(1, self._failed + self._scored),
-            "groups/failed_length_p50": float(np.quantile(self._failed_lengths, 0.5)) if self._failed_lengths else 0.0,
-            "groups/failed_length_p90": float(np.quantile(self._failed_lengths, 0.9)) if self._failed_lengths else 0.0,
-            "prompts/skipped": self._skipped,
             "time/step_s": elapsed_s,
             "time/run_s": now - self._began_s,
         }
+        if self._recent_s:
+            metrics["time/left_s"] = (self._steps - done.version) * float(np.mean(self._recent_s))
         facts = self._orchestrator.summary()
         metrics |= {"versions/live": len(facts["versions"]), "moves/total": facts["moves"],
                     "reloads/total": facts["reloads"]}
         self._tokens = 0
         self.metrics = metrics
-        self._writer.phase("trainer", "idle")
-        self._writer.write(done.version, metrics, waits=facts["waits"])
+        self._writer.phase("trainer", "")
+        waits = self._idle.phrases({"trainer": done.wait_s / max(done.wait_s + done.step_s, 1e-9),
+                                    "rollouts": idle_share})
+        self._writer.write(done.version, metrics, waits=waits)
         self._write_trajectories(done)
+
+    def _elapsed_s(self, now: float) -> float:
+        """Since the last step ended."""
+        first, began_s, self._step_s = not self.metrics, self._step_s, now
+        elapsed_s = now - (self._began_s if began_s is None else began_s)
+        if not first:
+            self._recent_s.append(elapsed_s)
+        return elapsed_s
+
+    def _idle_share(self, elapsed_s: float) -> float:
+        """Of the instances' time since the last step."""
+        idle = [min(worker.wait_s, old + elapsed_s)  # of another process it comes once a second, which steps may not be
+                for worker, old in zip(self._instances, self._idle_s, strict=True)]
+        idle_s = [new - old for new, old in zip(idle, self._idle_s, strict=True)]
+        self._idle_s = idle
+        return float(np.mean(idle_s)) / elapsed_s
 
     def _write_trajectories(self, done: StepDone) -> None:
         """The best and the worst answer of the step's most mixed group."""
@@ -198,12 +203,9 @@ class RunLog:
 
 def group_metrics(groups: Sequence[ScoredGroup], base: Version) -> dict[str, Any]:
     """Rewards, lengths and lags of one step's batch."""
-    rewards = np.concatenate([g.rewards for g in groups])
     samples = [s for g in groups for s in g.samples]
     lags = collections.Counter(base - g.version for g in groups)
-    metrics = {
-        "reward/mean": float(rewards.mean()),
-        "reward/std": float(rewards.std()),
+    metrics = reward_metrics(groups) | {
         "reward/solved_all": float(np.mean([np.all(g.rewards == g.rewards[0]) and g.rewards[0] > 0 for g in groups])),
         "reward/solved_none": float(np.mean([np.all(g.rewards == g.rewards[0]) and g.rewards[0] <= 0 for g in groups])),
         "response/length": float(np.mean([len(s.out_ids) for s in samples])),
@@ -212,20 +214,4 @@ def group_metrics(groups: Sequence[ScoredGroup], base: Version) -> dict[str, Any
         "lag/max": max(lags),
         "lag/mean": float(np.mean([base - g.version for g in groups])),
     }
-    metrics |= {f"reward/{name}": float(np.mean([g.parts[name].mean() for g in groups])) for name in groups[0].parts}
     return metrics | {f"lag/{lag}": count / len(groups) for lag, count in sorted(lags.items())}
-
-
-def accuracy(rewards: Sequence[np.ndarray]) -> dict[str, float]:
-    """avg@k and pass@k over held-out groups; a sample passes with a reward of at least 1.
-
-    Returns eval/accuracy (= avg@k) and eval/pass_at_k with their k; source: Chen et al. 2021, arXiv 2107.03374
-    (with all k samples used, pass@k is the share of groups with a pass).
-    """
-    passed = [np.asarray(r) >= 1.0 for r in rewards]
-    return {
-        "eval/accuracy": float(np.mean([p.mean() for p in passed])),
-        "eval/pass_at_k": float(np.mean([p.any() for p in passed])),
-        "eval/k": len(passed[0]),
-        "eval/prompts": len(passed),
-    }

@@ -5,6 +5,8 @@
     rows.py      source of prompts: your own jsonl or parquet
     worked.py    worked solutions of some datasets, for the supervised warm start
     rewards.py   (prompt, response, answer) -> float | {name: float}: the shipped ones, and how a path is resolved
+    trial.py     the rewards score one real row before anything is compiled
+    solved.py    what counts as solved on held-out prompts
     pool.py      ScorerPool: rewards in killable processes (worker.py), beside generation
     reward_model.py  ModelScorer: a trained judge on a mesh of its own, behind the pool
     identity.py  randomness by identity, and what makes two prompts the same

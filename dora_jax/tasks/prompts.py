@@ -15,13 +15,16 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
-from dora_jax.config import TaskSection
+from dora_jax.config import ConfigError, TaskSection
 from dora_jax.tasks import worked
 from dora_jax.tasks.identity import Question, identity_hash, share_hash, shorten
 from dora_jax.types import GroupId, Prompt, is_eval, record
 
 if TYPE_CHECKING:
     from dora_jax.tokenizer import Tokenizer
+
+
+SURVEYED = 64  # training prompts that are measured before a run: enough to tell a few that are too long from most of them
 
 
 class PromptTooLong(ValueError):
@@ -121,6 +124,28 @@ class Task:
         return Prompt(group_id=group_id, task=row.task, uid=row.uid, text=text,
                       token_ids=np.asarray(ids, dtype=np.int32), answer=row.answer,
                       max_new_tokens=self._max_new_tokens)
+
+    def survey(self) -> tuple[Prompt, list[str]]:
+        """The first training prompt within the limit, and a sentence on each kind that is over it; ConfigError: all are."""
+        prompts, tokens = [], []
+        for i in range(SURVEYED):
+            try:
+                prompts.append(self.prompt_at(i))
+                tokens.append(len(prompts[-1].token_ids))
+            except PromptTooLong as error:
+                tokens.append(error.tokens)
+        over = f"over rollout.max_prompt_tokens = {self._limit}"
+        if not prompts:
+            raise ConfigError(f"rollout.max_prompt_tokens: the first {SURVEYED} prompts of {self._source.name} are all {over}; "
+                              f"the shortest has {min(tokens)} tokens")
+        remarks = []
+        if len(prompts) < SURVEYED:
+            remarks.append(f"{SURVEYED - len(prompts)} of the first {SURVEYED} prompts of {self._source.name} are {over} and are "
+                           f"skipped (median {np.median(tokens):.0f} tokens, longest {max(tokens)})")
+        if self.heldout_too_long:
+            remarks.append(f"{self.heldout_too_long} of {len(self._source.heldout)} held-out prompts are {over} and are not "
+                           "evaluated")
+        return prompts[0], remarks
 
     def worked(self, i: int, *, slip_rate: float = 0.0, answer_only: bool = False) -> tuple[str, str]:
         """(prompt text, solution text) number i, never of a held-out prompt; see worked.solution."""

@@ -29,6 +29,7 @@ ATTENTIONS = ("reference", "splash", "cudnn")
 SPLASH_UNIT = 128  # positions: a TPU's vector, of which the kernel's blocks are multiples
 CUDNN_LONGEST = 16384  # positions: the mask of a longer row and its gradient take more than 1 GiB
 WHITENED = ("reinforce_pp", "reinforce_pp_baseline", "gae", "gae_turn")
+GROUP_RELATIVE = ("grpo", "dr_grpo", "rloo", "reinforce_pp_baseline", "max_rl", "opo", "vcpo")  # a group is its own baseline
 VALUE_ADVANTAGES = ("gae", "gae_turn")
 WEIGHTING = ("tis", "icepop")  # corrections that multiply the loss by exp(l_old - l_mu)
 MAX_BFLOAT16_B2 = 0.99  # of its 8 bits the last is worth up to 1/128 of the value, and a decay must move it by half of that
