@@ -55,6 +55,8 @@ class TaskSection:
     reward_workers: int = 1  # processes
     reward_timeout_s: float = 10.0
     reward_retries: int = 2
+    reward_walls: str = "auto"  # full: rewards see no other process; weak: they could; auto: full, for shipped rewards if possible
+    reward_env: tuple[str, ...] = ()  # names of environment variables that rewards may read, beside PATH and the like
     max_failed_share: float = 0.01  # above this the run stops
     max_bad_rows_share: float = 0.01
     shuffle_rewards: bool = False  # control experiment: rewards permuted among a step's samples

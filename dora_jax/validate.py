@@ -29,6 +29,7 @@ MIN_AUTO_INSTANCES = 2  # rollout.instances = 0 makes at least so many: fewer co
 
 CHOICES: dict[str, tuple[str, ...]] = {
     "placement": ("auto", "disjoint", "shared"),
+    "task.reward_walls": ("auto", "full", "weak"),
     "reward_model.placement": ("own", "trainer"),
     "pace": ("", *CHIPS),
     "model.size": ("", *KNOWN),

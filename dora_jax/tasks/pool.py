@@ -10,37 +10,33 @@ Laws:
   A reward that raises, hangs, dies or returns no finite number is tried again on a fresh process, task.reward_retries
   times; then its group fails. Nothing of the kind is ever a reward of 0.
   A reward that cannot be loaded breaks the pool: wait_ready, submit and poll raise the reason.
-  Workers see no environment variable whose name speaks of a secret, and no pickle crosses the socket.
+  Workers (calls.py, sandbox.py) see no variable that task.reward_env does not name, and no other process, unless
+  task.reward_walls allows the weak form; what they start ends with them. No pickle crosses the socket.
 """
 
 from __future__ import annotations
 
 import collections
+import logging
+import math
 import os
 import queue
-import signal
-import socket
-import subprocess
-import sys
-import tempfile
 import threading
-import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 
 from dora_jax.config import ConfigError, TaskSection
-from dora_jax.tasks import worker
+from dora_jax.tasks import calls, sandbox
+from dora_jax.tasks.calls import NoAnswer
 from dora_jax.types import GroupId, Prompt, Sample, ScoredGroup, record
 
-START_TIMEOUT_S = 120.0  # importing a user's reward may take long on a loaded machine
-START_ATTEMPTS = 3  # a process that dies while starting may be the machine's fault; three in a row are not
 CLOSE_TIMEOUT_S = 10.0  # for threads whose processes were just killed
-NOISE_LIMIT_BYTES = 2**20  # of what a worker printed; cut between jobs
-NOISE_TAIL_BYTES = 2000  # of it, quoted when the worker dies
 FAILED_LENGTHS_KEPT = 10_000  # for the quantiles
-SECRET_WORDS = ("TOKEN", "KEY", "SECRET", "PASSWORD", "PASSWD", "CREDENTIAL")
+SHIPPED = "dora_jax.tasks.rewards."  # rewards of ours
+
+_log = logging.getLogger(__name__)
 
 
 @record
@@ -54,12 +50,12 @@ class GroupFailure:
     response: str = ""  # the text that has no score, where it is one response's fault
 
 
-class NoScore(Exception):
-    """Why a response has no score: one sentence. Its process is gone. kind, response: see GroupFailure."""
+class NoScore(NoAnswer):
+    """Why a response has no score: one sentence. kind, response: see GroupFailure."""
 
     def __init__(self, reason: str, kind: str = "", response: str = ""):
-        super().__init__(reason)
-        self.kind, self.response = kind or reason, response
+        super().__init__(reason, kind)
+        self.response = response
 
 
 class ScorerPool:
@@ -68,6 +64,7 @@ class ScorerPool:
     def __init__(self, section: TaskSection, decode: Callable[[Sequence[int]], str]):
         self._section = section
         self._decode = decode
+        self._who = "reward " + ", ".join(path.rpartition(".")[2] for path in section.rewards)
         self._jobs: queue.SimpleQueue[tuple[Prompt, tuple[Sample, ...]] | None] = queue.SimpleQueue()
         self._results: queue.SimpleQueue[ScoredGroup | GroupFailure] = queue.SimpleQueue()
         self._ready = threading.Event()  # some worker is ready, or the pool is broken
@@ -76,13 +73,16 @@ class ScorerPool:
         self._lock = threading.Lock()
         self._counts: collections.Counter[str] = collections.Counter()
         self._failed_lengths: collections.deque[int] = collections.deque(maxlen=FAILED_LENGTHS_KEPT)
-        self._processes = [WorkerProcess(section) for _ in range(section.reward_workers)]
+        setup = {"rewards": list(section.rewards), "answer_pattern": section.answer_pattern}
+        form, variables = form_of_walls(section), _variables(section)
+        self._processes = [calls.Process("dora_jax.tasks.worker", setup, form=form, variables=variables)
+                           for _ in range(section.reward_workers)]
         self._threads = [threading.Thread(target=self._serve, args=(process,), name=f"rewards-{i}", daemon=True)
                          for i, process in enumerate(self._processes)]
         for thread in self._threads:
             thread.start()
 
-    def wait_ready(self, timeout_s: float = START_TIMEOUT_S * START_ATTEMPTS) -> None:
+    def wait_ready(self, timeout_s: float = calls.START_TIMEOUT_S * calls.START_ATTEMPTS) -> None:
         """Returns once a worker has loaded every reward; raises ConfigError with the reason if none can."""
         if not self._ready.wait(timeout_s):
             raise RuntimeError(f"no reward worker was ready within {timeout_s:.0f} s")
@@ -134,9 +134,9 @@ class ScorerPool:
         if self._closed:
             raise RuntimeError("the reward workers are closed")
 
-    def _serve(self, process: WorkerProcess) -> None:
+    def _serve(self, process: calls.Process) -> None:
         try:
-            process.start()
+            self._start(process)
             self._ready.set()
             while (job := self._jobs.get()) is not None:
                 result = self._score_group(process, *job)
@@ -152,7 +152,7 @@ class ScorerPool:
             process.close()
             self._ready.set()
 
-    def _score_group(self, process: WorkerProcess, prompt: Prompt,
+    def _score_group(self, process: calls.Process, prompt: Prompt,
                      samples: tuple[Sample, ...]) -> ScoredGroup | GroupFailure:
         lengths = tuple(len(sample.out_ids) for sample in samples)
         try:
@@ -165,7 +165,7 @@ class ScorerPool:
         return ScoredGroup(group_id=prompt.group_id, version=samples[0].version, samples=samples,
                            rewards=rewards, parts=parts)
 
-    def _score_sample(self, process: WorkerProcess, prompt: Prompt, sample: Sample) -> dict[str, float]:
+    def _score_sample(self, process: calls.Process, prompt: Prompt, sample: Sample) -> dict[str, float]:
         """The sample's terms; raises NoScore with the last reason after all retries."""
         if sample.finish == "error":
             raise NoScore(f"sample {tuple(sample.id)} ended in an error", "a sample ended in an error")
@@ -173,17 +173,34 @@ class ScorerPool:
         attempts = 1 + self._section.reward_retries
         for attempt in range(1, attempts + 1):
             try:
-                return process.ask(request)
-            except NoScore as error:
+                return self._terms(process.ask(request, self._section.reward_timeout_s, self._who))
+            except NoAnswer as error:
                 if self._closed:
-                    raise
-                process.start()  # fresh for the next attempt, and for the next group
+                    raise NoScore(str(error)) from error
+                self._start(process)  # fresh for the next attempt, and for the next group
                 if attempt == attempts:
                     told = f"{error} ({len(sample.out_ids)} tokens, sample {tuple(sample.id)}, {attempts} attempts)"
                     raise NoScore(told, error.kind, request["response"]) from error
                 with self._lock:
                     self._counts["retries"] += 1
         raise AssertionError("unreachable")
+
+    def _start(self, process: calls.Process) -> None:
+        try:
+            process.start()
+        except calls.Refused as error:
+            raise ConfigError(str(error)) from error
+        except NoAnswer as error:
+            raise RuntimeError(f"reward workers failed {calls.START_ATTEMPTS} times to load "
+                               f"{', '.join(self._section.rewards)}; {error}") from error
+
+    def _terms(self, reply: calls.Request) -> dict[str, float]:
+        """What the worker checks already (rewards.py), checked again: a worker may lie."""
+        parts = reply.get("parts")
+        values = parts.values() if isinstance(parts, dict) else ()
+        if not values or not all(isinstance(value, float) and math.isfinite(value) for value in values):
+            raise NoAnswer(f"{self._who}: the worker replied without a finite number for each term")
+        return parts
 
 
 def _columns(terms: list[dict[str, float]]) -> dict[str, np.ndarray]:
@@ -195,119 +212,22 @@ def _columns(terms: list[dict[str, float]]) -> dict[str, np.ndarray]:
     return {name: np.array([row[name] for row in terms], dtype=np.float32) for name in names}
 
 
-class WorkerProcess:
-    """One killable process. start, ask: from its own thread only; close: from any."""
-
-    def __init__(self, section: TaskSection):
-        self._section = section
-        self._process: subprocess.Popen | None = None
-        self._sock: socket.socket | None = None
-        self._noise = tempfile.TemporaryFile("a+b")  # what rewards print; the worker appends
-        self._jobs = 0
-        self._closed = False
-        self._lock = threading.Lock()  # of kill: close comes from another thread
-
-    def start(self) -> None:
-        """A fresh process with every reward loaded; ConfigError if they cannot be, RuntimeError if it keeps dying."""
-        for _ in range(START_ATTEMPTS):
-            self._kill()
-            self._spawn()
-            setup = {"rewards": list(self._section.rewards), "answer_pattern": self._section.answer_pattern}
-            try:
-                reply = self._exchange(setup, START_TIMEOUT_S, "start-up")
-            except NoScore as error:
-                last = error
-                if self._closed:
-                    raise
-                continue
-            if "error" in reply:
-                raise ConfigError(reply["error"])
-            return
-        raise RuntimeError(f"reward workers failed {START_ATTEMPTS} times to load "
-                           f"{', '.join(self._section.rewards)}; {last}")
-
-    def ask(self, request: dict[str, Any]) -> dict[str, float]:
-        """The terms of one response; NoScore, with the process killed, where there are none."""
-        self._jobs += 1
-        names = ", ".join(path.rpartition(".")[2] for path in self._section.rewards)
-        reply = self._exchange({"job": self._jobs, **request}, self._section.reward_timeout_s, f"reward {names}")
-        if reply.get("job") != self._jobs:
-            self._kill()
-            raise NoScore(f"reward {names} answered out of turn")
-        if "error" in reply:
-            self._kill()
-            raise NoScore(reply["error"], reply.get("kind", ""))
-        return reply["parts"]
-
-    def close(self) -> None:
-        """Kills the process; its thread, if it waits for a reply, wakes up and gives up."""
-        self._closed = True
-        self._end_process()
-
-    # ------------------------------------------------------------ private
-
-    def _spawn(self) -> None:
-        ours, theirs = socket.socketpair()
-        with theirs:
-            self._process = subprocess.Popen(
-                # -P: the working directory comes last in PYTHONPATH, where it hides nothing
-                [sys.executable, "-P", "-m", "dora_jax.tasks.worker", str(theirs.fileno())],
-                stdin=subprocess.DEVNULL, stdout=self._noise, stderr=self._noise, pass_fds=(theirs.fileno(),),
-                env=worker_environment(), start_new_session=True)  # a session: its children are killed with it
-        self._sock = ours
-        if self._closed:  # close() came between
-            self._end_process()
-
-    def _exchange(self, message: dict[str, Any], timeout_s: float, who: str) -> dict[str, Any]:
-        sock = self._sock
-        if sock is None:
-            raise NoScore(f"{who}: the worker is gone")
-        if os.fstat(self._noise.fileno()).st_size > NOISE_LIMIT_BYTES:
-            os.ftruncate(self._noise.fileno(), 0)
-        try:
-            deadline_s = time.monotonic() + timeout_s
-            worker.send(sock, message, deadline_s)
-            return worker.receive(sock, deadline_s)
-        except TimeoutError:
-            reason = kind = f"{who} took over {timeout_s:g} s"
-        except (EOFError, OSError):
-            kind = f"{who}: the worker {self._exit_status()}"
-            reason = kind + self._noise_tail()
-        except ValueError as error:
-            reason = kind = f"{who}: {error}"
-        self._kill()
-        raise NoScore(reason, kind)
-
-    def _exit_status(self) -> str:
-        try:
-            code = self._process.wait(timeout=1.0)
-        except subprocess.TimeoutExpired:
-            return "closed its socket"
-        return f"was killed by {signal.Signals(-code).name}" if code < 0 else f"exited with code {code}"
-
-    def _noise_tail(self) -> str:
-        size = os.fstat(self._noise.fileno()).st_size
-        tail = os.pread(self._noise.fileno(), NOISE_TAIL_BYTES, max(0, size - NOISE_TAIL_BYTES))
-        lines = tail.decode(errors="replace").strip().splitlines()
-        return f"; it last printed: {lines[-1]}" if lines else ""
-
-    def _kill(self) -> None:
-        self._end_process()
-        if self._sock is not None:
-            self._sock.close()
-            self._sock = None
-
-    def _end_process(self) -> None:
-        with self._lock:
-            process = self._process
-            if process is not None and process.poll() is None:
-                os.killpg(process.pid, signal.SIGKILL)  # the whole session; its leader is not reaped yet
-                process.wait()
+def form_of_walls(section: TaskSection) -> str:
+    """The form (sandbox.py) of these rewards' walls; ConfigError where the machine lacks what the section asks for."""
+    if section.reward_walls == sandbox.WEAK:
+        return sandbox.WEAK
+    try:
+        return sandbox.full()
+    except sandbox.NoWalls as error:
+        if section.reward_walls == "auto" and all(path.startswith(SHIPPED) for path in section.rewards):
+            _log.warning("the shipped rewards run behind the weak form of walls: %s", error)
+            return sandbox.WEAK
+        raise ConfigError(f"task.reward_walls: {error}; \"{sandbox.WEAK}\" lets rewards run that could read the run's "
+                          "environment and signal its processes") from error
 
 
-def worker_environment() -> dict[str, str]:
-    """Ours without secrets; the modules that we can import; no accelerator, which belongs to the run."""
-    env = {name: value for name, value in os.environ.items()
-           if not any(word in name.upper() for word in SECRET_WORDS)}
-    path = [entry for entry in sys.path if entry] + [os.getcwd()]
-    return {**env, "PYTHONPATH": os.pathsep.join(dict.fromkeys(path)), "JAX_PLATFORMS": "cpu"}
+def _variables(section: TaskSection) -> tuple[str, ...]:
+    for name in section.reward_env:
+        if name not in os.environ:
+            raise ConfigError(f"task.reward_env: the environment has no {name}")
+    return section.reward_env

@@ -1,0 +1,140 @@
+"""Programs behind walls: a clean environment, no view of other processes, and one end for them and all that they start.
+
+    caller -- leash (a pipe) --> guard (guard.py) --> the program and its descendants
+
+`start` returns at once; the guard sets the walls up, starts the program, waits for it or for the end of the leash,
+kills what is left and exits as the program did. A caller that is killed lets the leash go like one that lets go itself.
+
+    form        other processes                        its own descendants end          needs
+    namespaces  are not there: /proc shows its own     by the kernel, all at once       user namespaces
+    landlock    /proc, ptrace, signals are refused     by one signal to all of them     Linux 6.12 with Landlock
+    weak        can be read and signalled              one by one, as often as needed   nothing
+
+Every form: only the descriptors and variables that the caller names, no controlling terminal, no privileges by set-uid
+programs, limited memory. The first two give up every capability as well. None of them hides files or the network.
+Laws: imports the standard library only; a form is what was asked for or NoWalls, never another.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import threading
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import IO
+
+FULL = ("namespaces", "landlock")  # in the order of preference: the kernel itself keeps the first one's books
+WEAK = "weak"
+GUARD = str(Path(__file__).with_name("guard.py"))
+KEPT_VARIABLES = ("HOME", "LANG", "LANGUAGE", "LD_LIBRARY_PATH", "LOGNAME", "PATH", "PYTHONHASHSEED", "SHELL", "TMPDIR",
+                  "TZ", "USER", "VIRTUAL_ENV")
+PROBE_TIMEOUT_S = 30.0  # two interpreters start, on a machine that may be busy
+END_TIMEOUT_S = 5.0  # for a guard whose leash is gone; then it is killed itself
+
+
+class NoWalls(RuntimeError):
+    """What this machine lacks, in one sentence."""
+
+
+class Walled:
+    """A program that `start` has started. wait, poll: the program's exit code, negative for a signal."""
+
+    def __init__(self, guard: subprocess.Popen, leash: int):
+        self.pid = guard.pid  # of the guard
+        self._guard = guard
+        self._leash = leash
+        self._lock = threading.Lock()
+
+    def poll(self) -> int | None:
+        return self._guard.poll()
+
+    def wait(self, timeout_s: float | None = None) -> int:
+        """Returns once every descendant is gone too; raises subprocess.TimeoutExpired."""
+        return self._guard.wait(timeout_s)
+
+    def end(self) -> None:
+        """Kills the program and every descendant, and waits for that. May be called from any thread, and again."""
+        with self._lock:
+            if self._leash >= 0:
+                os.close(self._leash)
+                self._leash = -1
+            try:
+                self._guard.wait(END_TIMEOUT_S)
+            except subprocess.TimeoutExpired:
+                self._guard.kill()  # the kernel then ends the program, and behind namespaces all of its descendants
+                self._guard.wait()
+
+
+def start(argv: Sequence[str], *, form: str, env: Mapping[str, str], pass_fds: Sequence[int] = (), stdout: IO | None = None,
+          memory_bytes: int = 0, cwd: str | None = None) -> Walled:
+    """Starts argv in one of the forms; `stdout` takes stderr as well, None discards both. 0 bytes: no limit.
+
+    memory_bytes: of the data of each process. What goes wrong before argv runs is on stdout, with exit code 125.
+    """
+    held, leash = os.pipe()
+    spec = {"form": form, "leash": held, "fds": list(pass_fds), "memory_bytes": memory_bytes,
+            "argv": list(argv)}
+    try:
+        guard = subprocess.Popen(
+            [sys.executable, "-I", "-S", GUARD, json.dumps(spec)], stdin=subprocess.DEVNULL, cwd=cwd, env=dict(env),
+            stdout=subprocess.DEVNULL if stdout is None else stdout, stderr=subprocess.STDOUT,
+            pass_fds=(held, *pass_fds), start_new_session=True)
+    except BaseException:
+        os.close(leash)
+        raise
+    finally:
+        os.close(held)
+    return Walled(guard, leash)
+
+
+@functools.cache
+def full() -> str:
+    """The form of full walls that this machine has, tried out once; NoWalls says what each of them lacks."""
+    lacks = []
+    for form in FULL:
+        reason = _lacks(form)
+        if not reason:
+            return form
+        lacks.append(f"{form}: {reason}")
+    raise NoWalls("this machine cannot hide other processes from a program (" + "; ".join(lacks) + ")")
+
+
+def clean_environment(more: Iterable[str] = ()) -> dict[str, str]:
+    """Our variables for paths and language, and those named in `more`; nothing else, so no secret by accident."""
+    kept = {*KEPT_VARIABLES, *more}
+    return {name: value for name, value in os.environ.items() if name in kept or name.startswith("LC_")}
+
+
+# What a program must not find: processes other than itself and, behind namespaces, the first one of its own.
+_LOOK_AROUND = """
+import os
+try:
+    seen = {int(name) for name in os.listdir("/proc") if name.isdigit()} - {1, os.getpid()}
+except PermissionError:
+    seen = set()
+try:
+    reached = os.getppid() and not os.kill(os.getppid(), 0)
+except PermissionError:
+    reached = False
+raise SystemExit("other processes are still seen" if seen or reached else 0)
+"""
+
+
+def _lacks(form: str) -> str:
+    """"" where a program behind this form really sees no other process, else the reason."""
+    with tempfile.TemporaryFile("w+") as told:
+        walled = start([sys.executable, "-I", "-S", "-c", _LOOK_AROUND], form=form, env=clean_environment(), stdout=told)
+        try:
+            code = walled.wait(PROBE_TIMEOUT_S)
+        except subprocess.TimeoutExpired:
+            return f"a program did not end within {PROBE_TIMEOUT_S:.0f} s"
+        finally:
+            walled.end()
+        told.seek(0)
+        lines = told.read().strip().splitlines()
+    return "" if code == 0 else lines[-1] if lines else f"exit code {code}"
