@@ -22,6 +22,13 @@ run() {
   if [[ $dry_run ]]; then quoted "$@"; else "$@"; fi
 }
 
+# check COMMAND ...: in a dry run too, for it asks this machine alone and changes nothing; what it says is then a remark.
+check() {
+  if [[ ! $dry_run ]]; then "$@"; return; fi
+  quoted "$@"
+  "$@" | sed 's/^/# /'
+}
+
 # options NAME ... -- ARGUMENT ...: --NAME=value becomes $NAME, --NAME alone 1; everything else is left in FLAGS, for
 # the program that is launched.
 options() {
@@ -61,10 +68,37 @@ module=dora_jax.train  # --module
 # of the trainer and of a replica.
 check_plan() {
   if [[ $module == dora_jax.train ]]; then
-    run bash launch/preflight.sh plan "--hosts=$1" "--trainer_devices=$2" "--replica_devices=$3" "${FLAGS[@]}"
+    check bash launch/preflight.sh plan "--hosts=$1" "--trainer_devices=$2" "--replica_devices=$3" "${FLAGS[@]}"
   else
-    run env "DORA_MODULE=$module" "DORA_DEVICES=$(( $1 * $2 ))" bash launch/local.sh "${FLAGS[@]}" --dry_run
+    check env "DORA_MODULE=$module" "DORA_DEVICES=$(( $1 * $2 ))" bash launch/local.sh "${FLAGS[@]}" --dry_run
   fi
+}
+
+# vm_name NAME ZONE: refuses what Google Cloud does not take.
+vm_name() {
+  [[ $1 =~ ^[a-z]([-a-z0-9]{0,58}[a-z0-9])?$ ]] || die 2 "--name=$1 is not a DNS label of up to 60 characters."
+  [[ $2 =~ ^[a-z]+-[a-z]+[0-9]+-[a-z]$ ]] || die 2 "--zone=$2 is not a zone such as us-east5-a."
+}
+
+# lasting_workdir MACHINE WORKDIR: refuses a workdir that goes with a machine of this kind.
+lasting_workdir() {
+  [[ $module == dora_jax.train ]] || die 2 "--module=$module keeps its runs on the machine, and $1 takes them with it."
+  [[ $2 == gs://?*/?* ]] ||
+    die 2 "--workdir=${2:-(none)}: $1 takes with it what it holds; name a folder of a bucket, gs://BUCKET/FOLDER."
+}
+
+# shipped: names what a machine will not get, for only what is committed is sent; a config file must be.
+shipped() {
+  local left config
+  for config in "${FLAGS[@]}"; do
+    [[ $config == --config=* ]] || continue
+    config=${config#--config=} config=${config%%:*}
+    [[ $config == *.py ]] || config=configs/$config.py  # by its name
+    git cat-file -e "HEAD:./$config" 2>/dev/null ||
+      die 2 "--config=$config is not in the commit that is checked out, and only that is sent: commit it."
+  done
+  left=$(git status --porcelain) || die 1 "git cannot say what is committed; its message is above."
+  if [[ $left ]]; then echo "note: not committed, so left behind: $(cut -c4- <<<"$left" | paste -sd ' ')" >&2; fi
 }
 
 # vm_slice TYPE: sets chips, hosts and image of a Cloud TPU VM slice, and the type of slice that one machine of it would
@@ -81,6 +115,7 @@ vm_slice() {
     tpu7x) die 2 "--type=$1 is not to be had as a Cloud TPU VM; use launch/gke or launch/ray." ;;
     *) die 2 "--type=$1 is none of: v4-N, v5p-N, v5litepod-N, v6e-N." ;;
   esac
+  (( (size & (size - 1)) == 0 && size != 2 && (chips == size || chips >= 4) )) || die 2 "--type=$1: there is no slice of that size."
   hosts=$(( (chips + 3) / 4 ))
   if [[ $1 =~ ^(v5litepod|v6e)-8$ ]]; then hosts=1; fi
 }
@@ -93,6 +128,11 @@ kube_slice() {
   [[ $topology =~ ^[1-9][0-9]*(x[1-9][0-9]*){1,2}$ && $chips =~ ^[1-9]?$ ]] ||
     die 2 "--$1=${!1} is not GENERATION:TOPOLOGY[:chips a host] such as v5p:2x2x2."
   total=$(( ${topology//x/ * } ))
+  if [[ $generation == v[56]e ]]; then
+    [[ $topology =~ ^(1x1|2x2|2x4|4x4|4x8|8x8|8x16|16x16)$ ]] || die 2 "--$1=${!1}: there is no $topology of $generation."
+  elif [[ $generation =~ ^(v4|v5p|7x)$ ]]; then
+    [[ $topology == *x*x* ]] || die 2 "--$1=${!1}: slices of $generation have three dimensions, such as 2x2x1."
+  fi
   case $generation in
     v4) accelerator=tpu-v4-podslice type=v4-$((2 * total)) ;;
     v5e) accelerator=tpu-v5-lite-podslice type=v5litepod-$total ;;

@@ -1,22 +1,25 @@
 #!/usr/bin/env bash
 # A TPU slice from the queue: asks for it, waits, runs the job by launch/tpu_vm.sh, asks again when it is taken away.
 #   bash launch/queued_resources.sh --name=NAME --zone=ZONE --type=v5p-8 [--spot | --reserved] [--attempts=100]
-#        [--secrets=FILE] [--token_file=FILE] FLAGS OF THE JOB
-# Request and slice are both called NAME. Run again, it goes on where it was. A job that ends with 0 gives the slice
-# back; one that ends with 1 or 2 leaves it, to be looked at. --dry_run prints the commands and runs none.
+#        --workdir=gs://BUCKET/FOLDER [--secrets=FILE] [--token_file=FILE] FLAGS OF THE JOB
+# The workdir is in a bucket, for the slice is deleted when the job has ended, and whenever it was taken away. What
+# `launch/tpu_vm.sh check` refuses is refused before the slice is asked for. Request and slice are both called NAME. Run again, it goes on where it was. A job that ends with 0 gives the slice
+# back; one that ends with 1 or 2 leaves it, to be looked at. --dry_run prints the commands and
+# runs none but that check.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 source launch/lib.sh
 
-name="" zone="" type="" spot="" reserved="" image="" poll_s=30 attempts=100
-options name zone type spot reserved attempts poll_s -- "$@"
+name="" zone="" type="" spot="" reserved="" image="" workdir="" poll_s=30 attempts=100
+options name zone type spot reserved attempts poll_s workdir module -- "$@"
 needs name zone type
 vm_slice "$type"
+lasting_workdir "a slice of the queue" "$workdir"
+FLAGS+=("--workdir=$workdir")
 request=("$name" "--zone=$zone")
 queue() { run gcloud compute tpus queued-resources "$@"; }
 vm() {
-  if [[ $dry_run ]]; then set -- "$@" --dry_run; fi
-  bash launch/tpu_vm.sh run "--name=$name" "--zone=$zone" "--type=$type" "$@"
+  bash launch/tpu_vm.sh "$1" "--name=$name" "--zone=$zone" "--type=$type" "${FLAGS[@]}" ${dry_run:+--dry_run}
 }
 
 create() {
@@ -38,6 +41,7 @@ state() {
   fi
 }
 
+vm check
 if [[ $dry_run ]]; then
   describe
   echo "# not found:"
@@ -47,7 +51,7 @@ if [[ $dry_run ]]; then
   delete
   create
   echo "# ACTIVE:"
-  vm "${FLAGS[@]}"
+  vm run
   echo "# the job has ended with 0:"
   delete
   exit
@@ -65,7 +69,7 @@ while (( tried < attempts )); do
     SUSPENDED | FAILED) delete ;;
     ACTIVE)
       code=0
-      vm "${FLAGS[@]}" || code=$?
+      vm run || code=$?
       echo "$name: the job has ended with $code" >&2
       if (( code == 0 )); then delete; exit 0; fi
       if (( code == 2 )) || { (( code == 1 )) && [[ $(state) == ACTIVE ]]; }; then

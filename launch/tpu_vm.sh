@@ -3,10 +3,13 @@
 #   bash launch/tpu_vm.sh create --name=NAME --zone=ZONE --type=v5p-8 [--spot | --reserved]
 #   bash launch/tpu_vm.sh run    --name=NAME --zone=ZONE --type=v5p-8 [--secrets=FILE] FLAGS OF THE JOB
 #   bash launch/tpu_vm.sh delete --name=NAME --zone=ZONE
-# run ships the commit that is checked out. A slice of one machine runs the whole job in one process. Of several, one
+#   bash launch/tpu_vm.sh check  as run: what it refuses, before a machine is paid for
+# run sends the commit that is checked out. A slice of one machine runs the whole job in one process. Of several, one
 # trains and each other is a rollout replica, as a Ray cluster; that wants --token_file=FILE (a secret of your making)
 # and a --workdir that all of them see, a bucket's at best. --module=dora_jax.sweep runs another program.
-# Every action takes --dry_run: it prints the commands and runs none. The exit code is that of the job: 42 is run again.
+# With --spot the workdir is in a bucket: what only a spot machine holds goes with it.
+# Every action takes --dry_run: it prints the commands and runs none but its checks of the configuration on this machine.
+# The exit code is that of the job: 42 is run again.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 source launch/lib.sh
@@ -15,6 +18,7 @@ name="" zone="" type="" spot="" reserved="" secrets="" token_file="" workdir="" 
 action=${1:-}
 options name zone type spot reserved secrets token_file workdir module -- "${@:2}"
 needs name zone
+vm_name "$name" "$zone"
 slice=("$name" "--zone=$zone")
 tpu() { run gcloud compute tpus tpu-vm "$@"; }
 on() { tpu ssh "${slice[@]}" "--worker=$1" "--command=$2"; }
@@ -61,22 +65,30 @@ start() {
   return "$code"
 }
 
+# Completes FLAGS, the flags of the program, and refuses what could not end well.
+check_job() {
+  needs type
+  vm_slice "$type"
+  if [[ ${spot} ]]; then lasting_workdir "a spot machine" "$workdir"; fi
+  [[ ! ${secrets} ]] || private_file secrets
+  if (( hosts > 1 )); then
+    needs token_file workdir
+    private_file token_file
+    FLAGS+=(--config.cluster.launcher=ray "--config.rollout.instances=$((hosts - 1))"
+            "--config.cluster.trainer_slice=$machine" "--config.cluster.replica_slice=$machine")
+  fi
+  FLAGS+=(${workdir:+"--workdir=$workdir"})
+  shipped
+  check_plan "$hosts" $((chips / hosts)) $((chips / hosts))
+}
+
 case $action in
   create) create ;;
   delete) tpu delete "${slice[@]}" --quiet ;;
+  check) check_job ;;
   run)
-    needs type
-    vm_slice "$type"
-    [[ ! ${secrets} ]] || private_file secrets
-    if (( hosts > 1 )); then
-      needs token_file workdir
-      private_file token_file
-      FLAGS+=(--config.cluster.launcher=ray "--config.rollout.instances=$((hosts - 1))"
-              "--config.cluster.trainer_slice=$machine" "--config.cluster.replica_slice=$machine")
-    fi
-    FLAGS+=(${workdir:+"--workdir=$workdir"})
-    check_plan "$hosts" $((chips / hosts)) $((chips / hosts))
+    check_job
     prepare
     start ;;
-  *) die 2 "${action:-nothing} is none of: create, run, delete." ;;
+  *) die 2 "${action:-nothing} is none of: create, check, run, delete." ;;
 esac

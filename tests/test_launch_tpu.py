@@ -4,6 +4,7 @@ manifests. Where an answer is meant to change:
 """
 
 import functools
+import itertools
 import os
 import shlex
 import shutil
@@ -17,6 +18,7 @@ from launch_fakes import ROOT, machine
 
 GOLDENS = ROOT / "tests/goldens/launch"
 CONFIG = "--config=configs/quickstart.py"
+BUCKET = "--workdir=gs://runs/demo"
 VM = ("--name=demo", "--zone=us-east5-a")
 KUBE = ("--name=demo", "--image=example.org/dora:1", "--trainer=v5p:2x2x2", "--bucket=runs", "--token_file=token",
         CONFIG)
@@ -28,9 +30,8 @@ CASES = {
                           CONFIG, "--config.rollout.tensor=4"),
     "tpu_vm_sweep": ("tpu_vm.sh", "run", *VM, "--type=v5litepod-4", "--module=dora_jax.sweep", CONFIG, "--only=2"),
     "tpu_vm_delete": ("tpu_vm.sh", "delete", *VM),
-    "queued_spot": ("queued_resources.sh", *VM, "--type=v5p-8", "--spot", CONFIG),
-    "queued_reserved": ("queued_resources.sh", *VM, "--type=v4-16", "--reserved", "--token_file=token",
-                        "--workdir=/mnt/runs/demo", CONFIG),
+    "queued_spot": ("queued_resources.sh", *VM, "--type=v5p-8", "--spot", BUCKET, CONFIG),
+    "queued_reserved": ("queued_resources.sh", *VM, "--type=v4-16", "--reserved", "--token_file=token", BUCKET, CONFIG),
     "gke": ("gke/apply.sh", *KUBE, "--rollout=v6e:2x4:8", "--replicas=3", "--secrets=secrets",
             "--config.rollout.tensor=8"),
     "gke_spot": ("gke/apply.sh", *KUBE, "--rollout=v5p:2x2x1", "--spot"),
@@ -51,9 +52,10 @@ def launch(here, script, *args):
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_a_dry_run_prints_what_it_always_did_and_runs_nothing(here, name):
+def test_a_dry_run_prints_what_it_always_did_and_runs_its_checks_alone(here, name):
     done = launch(here, *CASES[name], "--dry_run")
-    assert (done.returncode, done.stderr, here.told()) == (0, "", [])
+    assert (done.returncode, done.stderr) == (0, "")
+    assert all(words[:2] in (["bash", "launch/preflight.sh"], ["bash", "launch/local.sh"]) for words in here.told())
     golden = GOLDENS / f"{name}.txt"
     if os.environ.get("DORA_REWRITE"):
         golden.write_text(done.stdout)
@@ -107,9 +109,21 @@ def test_the_exit_code_is_that_of_the_job_and_ray_is_stopped_all_the_same(here):
 
 def test_a_misfit_is_refused_before_anything_is_allocated(here):
     here.answer('[[ "$*" != *"preflight.sh"*plan* ]] || exit 2')
-    for name in ("tpu_vm_one_host", "gke", "ray"):
-        assert launch(here, *CASES[name]).returncode == 2
+    for name, dry in itertools.product(("tpu_vm_one_host", "queued_spot", "gke", "ray"), ((), ("--dry_run",))):
+        assert launch(here, *CASES[name], *dry).returncode == 2
         assert [words[1:3] for words in here.told()] == [["launch/preflight.sh", "plan"]]
+
+
+def test_what_is_not_committed_is_named_and_a_config_that_is_not_is_refused(here):
+    here.answer("""
+        [[ "$*" != "status --porcelain" ]] || printf '%s\\n' ' M dora_jax/sft.py' '?? my_rewards.py'
+        [[ "$*" != "cat-file -e HEAD:./mine.py" ]] || exit 128""")
+    done = launch(here, *CASES["tpu_vm_one_host"], "--dry_run")
+    assert (done.returncode, done.stderr) == (0, "note: not committed, so left behind: dora_jax/sft.py my_rewards.py\n")
+    here.told()
+    done = launch(here, "tpu_vm.sh", "run", *VM, "--type=v6e-8", "--config=mine.py:8", "--dry_run")
+    assert (done.returncode, done.stdout, done.stderr, here.told()) == (
+        2, "", "error: --config=mine.py is not in the commit that is checked out, and only that is sent: commit it.\n", [])
 
 
 def queue(here, states, codes=(0,), *args):
@@ -129,7 +143,7 @@ def queue(here, states, codes=(0,), *args):
           *"preflight.sh host"*) echo "versions: jax=1" ;;
           *"host.sh train"*) next codes; exit "$value" ;;
         esac""")
-    done = launch(here, "queued_resources.sh", *VM, "--type=v5p-8", "--spot", "--poll_s=0", *args, CONFIG)
+    done = launch(here, "queued_resources.sh", *VM, "--type=v5p-8", "--spot", "--poll_s=0", *args, BUCKET, CONFIG)
     short = {"create": "create", "delete": "delete", "host.sh train": "train"}
     told = [" ".join(words) for words in here.told()]
     return done, [short[key] for line in told for key in short if "gcloud" in line and key in line]
@@ -162,7 +176,18 @@ def test_what_waiting_cannot_mend_ends_the_queue(here):
 
 @pytest.mark.parametrize("args, why", [
     (("tpu_vm.sh", "run", "--zone=z"), "--name is missing; the first lines of launch/tpu_vm.sh say what it is."),
-    (("tpu_vm.sh", "start", *VM), "start is none of: create, run, delete."),
+    (("tpu_vm.sh", "start", *VM), "start is none of: create, check, run, delete."),
+    (("tpu_vm.sh", "create", "--name=Demo_1", "--zone=us-east5-a", "--type=v5p-8", "--dry_run"),
+     "--name=Demo_1 is not a DNS label of up to 60 characters."),
+    (("tpu_vm.sh", "delete", "--name=demo", "--zone=Ohio"), "--zone=Ohio is not a zone such as us-east5-a."),
+    (("tpu_vm.sh", "create", *VM, "--type=v5p-12"), "--type=v5p-12: there is no slice of that size."),
+    (("tpu_vm.sh", "create", *VM, "--type=v4-4"), "--type=v4-4: there is no slice of that size."),
+    (("tpu_vm.sh", "run", *VM, "--type=v5p-8", "--spot", "--workdir=/mnt/runs", CONFIG),
+     "--workdir=/mnt/runs: a spot machine takes with it what it holds; name a folder of a bucket, gs://BUCKET/FOLDER."),
+    (("queued_resources.sh", *VM, "--type=v5p-8", "--spot", CONFIG, "--dry_run"),
+     "--workdir=(none): a slice of the queue takes with it what it holds; name a folder of a bucket, gs://BUCKET/FOLDER."),
+    (("queued_resources.sh", *VM, "--type=v5p-8", "--module=dora_jax.sweep", CONFIG),
+     "--module=dora_jax.sweep keeps its runs on the machine, and a slice of the queue takes them with it."),
     (("tpu_vm.sh", "run", *VM, "--type=v9-8"), "--type=v9-8 is none of: v4-N, v5p-N, v5litepod-N, v6e-N."),
     (("tpu_vm.sh", "run", *VM, "--type=tpu7x-8"),
      "--type=tpu7x-8 is not to be had as a Cloud TPU VM; use launch/gke or launch/ray."),
@@ -173,6 +198,9 @@ def test_what_waiting_cannot_mend_ends_the_queue(here):
     (("tpu_vm.sh", "run", *VM, "--type=v5p-8", "--secrets=none"), "secrets: none: there is no such file."),
     (("gke/apply.sh", *KUBE, "--rollout=v5p-8"),
      "--rollout=v5p-8 is not GENERATION:TOPOLOGY[:chips a host] such as v5p:2x2x2."),
+    (("gke/apply.sh", *KUBE, "--rollout=v6e:2x3"), "--rollout=v6e:2x3: there is no 2x3 of v6e."),
+    (("gke/apply.sh", *KUBE, "--rollout=v5p:2x2"),
+     "--rollout=v5p:2x2: slices of v5p have three dimensions, such as 2x2x1."),
     (("gke/apply.sh", *KUBE, "--rollout=v3:2x2"), "--rollout=v3:2x2: v3 is none of: v4, v5e, v5p, v6e, 7x."),
     (("gke/apply.sh", *KUBE, "--rollout=v6e:2x4:3"), "--rollout=v6e:2x4:3: 8 chips are no whole number of hosts of 3."),
     (("ray/apply.sh", *KUBE, "--rollout=v6e:2x2", "--replicas=0"), "--replicas=0 is not a number of rollout slices."),
@@ -315,6 +343,7 @@ def test_a_role_has_the_slice_that_was_asked_for():
 def test_ray_is_the_same_everywhere():
     pin = (ROOT / "launch/ray/requirements.txt").read_text().partition("==")[2].split()[0]
     assert manifests("ray")[0]["spec"]["rayClusterSpec"]["rayVersion"] == pin
+    assert f"\nray=={pin} " in (ROOT / "tests/requirements.txt").read_text()
 
 
 # ---------------------------------------------------------------- the scripts themselves

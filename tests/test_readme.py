@@ -38,6 +38,8 @@ def test_every_command_of_the_readme_runs(tmp_path):
             shutil.copytree(source, clone / name, ignore=shutil.ignore_patterns("__pycache__"))
         else:
             shutil.copy(source, clone / name)
+    for command in (["init", "-q"], ["add", "-A"], ["-c", "user.name=a", "-c", "user.email=a@example.org", "commit", "-qm", "all"]):
+        subprocess.run(["git", *command], cwd=clone, check=True)  # the scripts send what is committed
     for language, text in blocks():
         if language == "python":
             (clone / text.split("\n", 1)[0].removeprefix("# ").strip()).write_text(text)
