@@ -261,6 +261,16 @@ def test_a_folder_appears_whole_or_not_at_all(tmp_path):
         folder(tmp_path / "a")
 
 
+@pytest.mark.parametrize("umask, mode", [(0o022, 0o644), (0o027, 0o640), (0o002, 0o664)])
+def test_the_umask_alone_says_who_reads_a_folder(umask, mode, tmp_path):
+    before = os.umask(umask)
+    try:
+        out = folder(tmp_path / "out", max_shard_bytes=4096)
+    finally:
+        os.umask(before)
+    assert {file.stat().st_mode & 0o777 for file in out.iterdir()} == {mode}
+
+
 def test_params_of_another_model_are_refused(tmp_path):
     with pytest.raises(ValueError, match=r"layers.attn_norm of shape \(2, 16\), but the model's config implies \(3,"):
         hf.save(tmp_path / "a", dataclasses.replace(QWEN3, n_layers=3), draw(QWEN3))

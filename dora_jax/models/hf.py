@@ -269,8 +269,10 @@ def _save_tensors(folder: Path, cfg: ModelConfig, params: dict, dtype: np.dtype,
     total_bytes = 0
 
     def flush() -> None:
-        files.append((f"part-{len(files)}", list(shard)))
-        save_file(shard, folder / files[-1][0], metadata={"format": "pt"})  # transformers insists on the metadata
+        file = folder / f"part-{len(files)}"
+        files.append((file.name, list(shard)))
+        save_file(shard, file, metadata={"format": "pt"})  # transformers insists on the metadata
+        file.chmod(folder.stat().st_mode & 0o666)  # safetensors lets the owner alone read; the folder has what umask allows
         shard.clear()
 
     for name, value in _disk_tensors(cfg, params, dtype):
