@@ -12,12 +12,9 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import importlib.util
 import json
 import re
 import sys
-import traceback
-import types
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -27,7 +24,7 @@ from absl import app, flags, logging
 from ml_collections import config_flags
 
 from dora_jax import config as configs
-from dora_jax import budget, devices, hub, presets, validate, workdirs
+from dora_jax import budget, config_files, devices, hub, presets, validate, workdirs
 from dora_jax.config import Config, ConfigError, RunError
 from dora_jax.models import config as models
 from dora_jax.models.hf_config import read_config
@@ -35,7 +32,7 @@ from dora_jax.models.hf_config import read_config
 RUN_FAILED = 1  # exit code
 BAD_USAGE = 2  # exit code: wrong input, trying again cannot help
 
-CONFIG_HELP = "path.py[:argument]; --config.field=value overrides a field"
+CONFIG_HELP = "path.py[:argument], or the name of a config that comes with dora_jax; --config.field=value overrides a field"
 WORKDIR_HELP = "where the run keeps its files, a folder or gs://bucket/folder; default: runs/<name of the config file>"
 DRY_RUN_HELP = "print the resolved config, what was chosen and why, devices and memory, and stop"
 DOWNLOAD_HELP = "fetch models that are named as the Hugging Face hub does, OWNER/NAME, into models/OWNER/NAME first"
@@ -95,9 +92,9 @@ def parse(argv: Sequence[str], purpose: str = "train", flag_values: flags.FlagVa
         flags.DEFINE_string("config", None, CONFIG_HELP, flag_values=flag_values)
         flag_values.register_key_flag_for_module(sys.argv[0], flag_values["config"])
         flag_values(rest)  # absl prints the help and exits
-    tree = _saved(rest, spec) if purpose == "evaluate" else load_file(spec)
+    tree = _saved(rest, spec) if purpose == "evaluate" else config_files.load_file(spec)
     overrides = _apply(tree, rest, flag_values)
-    workdir = _local(flag_values.workdir or str(Path("runs") / run_name(spec)), purpose, flag_values.dry_run)
+    workdir = _local(flag_values.workdir or str(Path("runs") / config_files.run_name(spec)), purpose, flag_values.dry_run)
     downloads = hub.settle(tree) if flag_values.download else {}
     config = configs.from_config_dict(tree, purpose)
     if flag_values.aot and not (flag_values.dry_run and purpose == "train"):
@@ -106,52 +103,6 @@ def parse(argv: Sequence[str], purpose: str = "train", flag_values: flags.FlagVa
                 in_bucket="://" in flag_values.workdir, downloads=downloads)
     _check(asked, purpose)
     return asked
-
-
-def load_file(spec: str) -> ml_collections.ConfigDict:
-    """get_config(arg) of path.py[:arg], locked; whatever the file raises is reported with its line."""
-    path, colon, arg = spec.partition(":")
-    module = load_module(path)
-    try:
-        tree = module.get_config(arg) if colon else module.get_config()
-    except Exception as error:  # the file is the user's: anything may come out of it
-        raise ConfigError(blame(path, error)) from error
-    if not isinstance(tree, ml_collections.ConfigDict):
-        raise ConfigError(f"config: get_config of {path} returned {type(tree).__name__}, not config.defaults()")
-    return tree.lock()
-
-
-def load_module(path: str) -> types.ModuleType:
-    """The config file, run; whatever it raises is reported with its line."""
-    if not path:
-        raise ConfigError("config: missing; name a file, e.g. --config=configs/quickstart.py")
-    if not Path(path).is_file():
-        raise ConfigError(f"config: {path} does not exist")
-    module_spec = importlib.util.spec_from_file_location(f"config_{Path(path).stem}", path)
-    module = importlib.util.module_from_spec(module_spec)
-    try:
-        module_spec.loader.exec_module(module)
-    except Exception as error:  # the file is the user's
-        raise ConfigError(blame(path, error)) from error
-    return module
-
-
-def blame(path: str, error: Exception) -> str:
-    """Where in the config file it happened, and what; an unknown field with its nearest known one."""
-    lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename.endswith(path)]
-    line = error.lineno if isinstance(error, SyntaxError) else (lines[-1] if lines else None)
-    unknown = re.match(r"\W*Key \"(\w+)\" does not exist", str(error))
-    if unknown:
-        what = f"unknown field {unknown[1]}; the nearest is {configs.nearest(unknown[1], configs.fields())}"
-    else:
-        what = f"{type(error).__name__}: {_one_line(error)}"
-    return f"{path}{f':{line}' if line else ''}: {what}"
-
-
-def run_name(spec: str) -> str:
-    """configs/x.py:arg -> x_arg"""
-    path, _, arg = spec.partition(":")
-    return re.sub(r"[^\w.=,-]", "_", "_".join(filter(None, (Path(path).stem, arg))))
 
 
 def describe(asked: Run) -> str:

@@ -21,6 +21,7 @@ from absl import app, flags
 from ml_collections import config_flags
 
 from dora_jax.config import ConfigError
+from dora_jax.config_files import config_file
 from dora_jax.sim import advise, config, replay, table
 from dora_jax.sim.config import SimConfig
 from dora_jax.sim.run import StoppedEarly, simulate
@@ -100,8 +101,7 @@ def load_file(spec: str) -> ml_collections.ConfigDict:
     path, colon, arg = spec.partition(":")
     if not path:
         raise ConfigError("config: missing; name a file, e.g. --config=configs/sim/paper_64.py")
-    if not Path(path).is_file():
-        raise ConfigError(f"config: {path} does not exist")
+    path = config_file(path)
     try:
         module_spec = importlib.util.spec_from_file_location(f"config_{Path(path).stem}", path)
         module = importlib.util.module_from_spec(module_spec)

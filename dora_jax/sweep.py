@@ -28,7 +28,7 @@ from absl import app
 from absl import flags as absl_flags
 
 from dora_jax import config as configs
-from dora_jax import flags
+from dora_jax import config_files, flags
 from dora_jax.config import ConfigError
 
 TRAIN = ("-m", "dora_jax.train")  # arguments of this interpreter
@@ -77,7 +77,7 @@ def parse(argv: Sequence[str], flag_values: absl_flags.FlagValues) -> tuple[Poin
         raise ConfigError(problems)
     if "://" in flag_values.workdir:
         raise ConfigError("workdir: a sweep keeps its runs in a folder of this machine, not in a bucket")
-    root = Path(flag_values.workdir or Path("runs") / f"{flags.run_name(spec)}_sweep")
+    root = Path(flag_values.workdir or Path("runs") / f"{config_files.run_name(spec)}_sweep")
     chosen = range(len(sweep)) if only is None else [only]
     return _points([(i, root / names[i], sweep[i]) for i in chosen], [f"--config={spec}", *rest])
 
@@ -85,13 +85,13 @@ def parse(argv: Sequence[str], flag_values: absl_flags.FlagValues) -> tuple[Poin
 def load_sweep(spec: str) -> list[dict[str, Any]]:
     """What sweep() of path.py[:arg] returns, its lists made tuples; ConfigError where it is no list of overrides."""
     path = spec.partition(":")[0]
-    module = flags.load_module(path)
+    module = config_files.load_module(path)
     if not hasattr(module, "sweep"):
         raise ConfigError(f"config: {path} has no sweep(); add one that returns a list of {{field: value}}")
     try:
         points = list(module.sweep())
     except Exception as error:  # the function is the user's: anything may come out of it
-        raise ConfigError(flags.blame(path, error)) from error
+        raise ConfigError(config_files.blame(config_files.config_file(path), error)) from error
     if not points or not all(isinstance(point, Mapping) and point for point in points):
         raise ConfigError(f"config: sweep() of {path} returned no list of {{field: value}}")
     return [{field: tuple(value) if isinstance(value, list) else value for field, value in point.items()}

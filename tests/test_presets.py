@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from absl import flags as absl_flags
 
-from dora_jax import config, devices, flags, presets, validate
+from dora_jax import config, config_files, devices, flags, presets, validate
 from dora_jax.config import (ClusterSection, Config, ConfigError, ModelSection, RolloutSection, TaskSection,
                              TrainerSection)
 from dora_jax.models.config import KNOWN
@@ -94,7 +94,7 @@ def test_a_kernel_that_does_not_take_the_rows_is_not_chosen_and_why_is_said(slic
 
 
 def test_the_quickstart_runs_on_a_cpu_as_it_was_tuned():
-    tree = flags.load_file(f"{CONFIGS / 'quickstart.py'}")
+    tree = config_files.load_file(f"{CONFIGS / 'quickstart.py'}")
     done, _ = resolved(config.from_config_dict(tree))
     assert {field: get(done, field) for field in CPU} == CPU
     assert done.rollout.pages == 512 and done.rollout.compiler_options == done.trainer.compiler_options == {}
@@ -167,7 +167,7 @@ def test_a_refusal_names_what_helps():
 
 @pytest.mark.parametrize("name, problem", [("v5e-7", "'v5e-7': 7 is not a power of two"), ("mars-8", "'mars-8' is unknown")])
 def test_an_unknown_slice_is_refused(name, problem):
-    tree = flags.load_file(f"{CONFIGS / 'quickstart.py'}")
+    tree = config_files.load_file(f"{CONFIGS / 'quickstart.py'}")
     tree.slice = name
     with pytest.raises(ConfigError, match=f"^slice: {problem}"):
         config.from_config_dict(tree)

@@ -126,7 +126,7 @@ def test_a_last_line_without_newline_is_fine_when_whole(folder):
 
 
 def test_parquet_reads_like_jsonl_and_a_truncated_one_stops(folder):
-    pyarrow = pytest.importorskip("pyarrow")
+    import pyarrow
     from pyarrow import parquet
 
     parquet.write_table(pyarrow.Table.from_pylist(sums(50)), folder / "rows.parquet")

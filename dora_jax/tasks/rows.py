@@ -134,11 +134,8 @@ def _read_jsonl(path: Path) -> Iterator[tuple[int, Any]]:
 
 
 def _read_parquet(path: Path) -> Iterator[tuple[int, Any]]:
-    try:
-        import pyarrow
-        import pyarrow.parquet
-    except ImportError as error:
-        raise ValueError(f"{path} needs pyarrow, which is not installed: pip install pyarrow") from error
+    import pyarrow.parquet  # other rows do without
+
     try:
         with pyarrow.parquet.ParquetFile(path) as file:
             line = 0
