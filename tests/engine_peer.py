@@ -4,15 +4,15 @@ sequence number; its sample is fetched, run to its end, and printed as hex."""
 import sys
 
 from tests import engine_rig
+from tests.wire_peer import new_wire
 
 
 def main():
     from dora_jax.runtime.codec import Codec
-    from dora_jax.runtime.parcels import CODEC, HOST, Layout, fetch
+    from dora_jax.runtime.parcels import CODEC, Layout, fetch
     from dora_jax.runtime.shards import Key
-    from dora_jax.runtime.wire import Wire
 
-    engine, wire = engine_rig.shared_engine("a"), Wire(platform=HOST)
+    engine, wire = engine_rig.shared_engine("a"), new_wire()
     engine.load(0, engine_rig.weights(engine))
     layout = Layout(layers=2, heads=2, head_dim=16, dtype="float32")
     print("ready", flush=True)

@@ -14,15 +14,14 @@ from dora_jax.rollout.migrate import holders_alike, parted, without_pages
 from dora_jax.runtime.cluster import calls
 from dora_jax.runtime.cluster.porter import Porter
 from dora_jax.runtime.cluster.outlet import Elsewhere, Outlet
-from dora_jax.runtime.parcels import HOST
 from dora_jax.runtime.shards import Key, Lent, Manifest
-from dora_jax.runtime.wire import Wire
 from dora_jax.runtime.workers import Exported, Finished, Handed, Risen
 from dora_jax.types import SampleId
 from tests.cluster_fakes import eventually
 from tests.test_cluster import A, PARCEL, World, drained, moving, pair
 from tests.test_parcels import LAYOUT, bits, taken_out
 from tests.test_runtime import Task, expected
+from tests.wire_peer import new_wire
 
 __all__ = ["pair"]  # a fixture
 
@@ -57,7 +56,7 @@ class OnePorter:
         self._all.offered[move.number, self._host] = parcel
         return Lent(parcel=without_pages(parcel), kv_len=parcel.kv_len, page_size=parcel.page_size, manifest=OFFER)
 
-    def give_back(self, number, pulled):
+    def give_back(self, number):
         self._all.offered.pop((number, self._host), None)
 
     def fetch(self, carry):
@@ -76,7 +75,7 @@ class OnePorter:
         del self._here[number]
 
 
-OFFER = Manifest(key=Key(epoch=1, version=0, receiver="rollout 1/0", sequence=1), address="", transports=4, number=1,
+OFFER = Manifest(key=Key(epoch=1, version=0, receiver="rollout 1/0", sequence=1), address="", number=1,
                  shards=())
 
 
@@ -195,7 +194,7 @@ def test_kv_is_taken_once_every_process_has_its_part(carried):
     answer(remotes, number, 0)
     receive, = gangs[1].posts
     assert (type(receive), receive.number) == (calls.Receive, number) and not gangs[1].said
-    assert gangs[0].posts[-1] == calls.GiveBack(number=number, pulled=True)
+    assert gangs[0].posts[-1] == calls.GiveBack(number=number)
 
 
 def test_where_one_process_cannot_fetch_its_part_all_make_the_kv_again(carried):
@@ -204,7 +203,7 @@ def test_where_one_process_cannot_fetch_its_part_all_make_the_kv_again(carried):
     answer(remotes, number, 1, "process 1: the peer is gone")
     receive, leave = gangs[1].posts
     assert (type(receive), receive.number, leave) == (calls.Receive, 0, calls.Leave(number=number))
-    assert gangs[0].posts[-1] == calls.GiveBack(number=number, pulled=False)
+    assert gangs[0].posts[-1] == calls.GiveBack(number=number)
     assert gangs[1].said == ["the KV of sample (3, 1) did not reach rollout 1, where it is made again: process 1: the "
                              "peer is gone"]
 
@@ -215,12 +214,12 @@ def test_kv_on_its_way_to_a_gang_that_is_lost_is_given_back(carried):
     remotes[1]._keeper.hooks["down"](gangs[1])
     down, moved = drained(outbox)
     assert isinstance(down, ev.InstanceDown) and (moved.id, moved.dst) == (A, 1)
-    assert gangs[0].posts[-1] == calls.GiveBack(number=number, pulled=False) and not remotes[1]._carries
+    assert gangs[0].posts[-1] == calls.GiveBack(number=number) and not remotes[1]._carries
     remotes[0].move(A, remotes[1])
     number = gangs[0].posts[-1].number
     for host in (0, 1):
         remotes[0]._keeper.hooks["heard"](moving(number, host, 2, OFFER))
-    assert gangs[0].posts[-1] == calls.GiveBack(number=number, pulled=False), "nobody is there to fetch it"
+    assert gangs[0].posts[-1] == calls.GiveBack(number=number), "nobody is there to fetch it"
 
 
 def test_a_source_that_is_lost_before_all_of_it_has_spoken_has_moved_nothing(pair):
@@ -248,7 +247,7 @@ def test_a_sample_without_kv_is_handed_over_at_once(pair):
 @pytest.fixture(scope="module")
 def porters():
     """Of the first process of instance 0 and of instance 1."""
-    return [Porter(instance, 0, Wire(platform=HOST), LAYOUT) for instance in (0, 1)]
+    return [Porter(instance, 0, new_wire(), LAYOUT) for instance in (0, 1)]
 
 
 def lent(porters, parcel, number, epoch=2):
@@ -261,7 +260,7 @@ def test_pages_go_from_process_to_process_and_the_sample_as_if_it_had_stayed(por
     id = SampleId(3, 1)
     parcel = taken_out(id)
     assert porters[1].fetch(lent(porters, parcel, 7)) == calls.Carried(number=7, host=0, fault="")
-    porters[0].give_back(7, True)
+    porters[0].give_back(7)
     got = porters[1].take(7)
     assert bits(got.k_pages) == bits(parcel.k_pages) and bits(got.v_pages) == bits(parcel.v_pages)
     with loaded("small") as small:
@@ -275,8 +274,8 @@ def test_kv_of_another_epoch_is_not_fetched_and_what_is_left_is_gone(porters):
     parcel = taken_out(SampleId(3, 1))
     carried = porters[1].fetch(lent(porters, parcel, 8, epoch=1))
     assert "process 0: version 0 for rollout 1/0 (epoch 1, transfer 8) is offered where" in carried.fault
-    porters[0].give_back(8, False)
-    porters[0].give_back(8, False)
+    porters[0].give_back(8)
+    porters[0].give_back(8)
     assert porters[1].fetch(lent(porters, parcel, 9)).fault == ""
     porters[1].leave(9)
     with pytest.raises(KeyError):

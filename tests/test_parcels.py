@@ -11,10 +11,10 @@ from engine_rig import assert_undisturbed, finish, loaded, shared_engine, submit
 
 from dora_jax.rollout.migrate import without_pages
 from dora_jax.runtime.codec import Codec
-from dora_jax.runtime.parcels import CODEC, HOST, Layout, fetch, layout_of, lend
+from dora_jax.runtime.parcels import CODEC, Layout, fetch, layout_of, lend
 from dora_jax.runtime.shards import Key, WireError
-from dora_jax.runtime.wire import Wire
 from dora_jax.types import SampleId
+from tests.wire_peer import new_wire
 
 LAYOUT = Layout(layers=2, heads=2, head_dim=16, dtype="float32")
 NUMBERS = iter(range(1, 1000))
@@ -22,7 +22,7 @@ NUMBERS = iter(range(1, 1000))
 
 @pytest.fixture(scope="module")
 def ends():
-    return Wire(platform=HOST), Wire(platform=HOST)
+    return new_wire(), new_wire()
 
 
 def key(version=0):
@@ -76,7 +76,7 @@ def test_an_engine_of_another_layout_refuses(ends, layout, message):
     lent = lend(ends[0], k, parcel)
     with pytest.raises(WireError, match=f"is offered where .*{message} with .* is expected"):
         fetch(ends[1], lent, k, dataclasses.replace(LAYOUT, **layout), 5)
-    assert bits(fetch(ends[1], lent, k, LAYOUT, 20).k_pages) == bits(parcel.k_pages)  # nothing had been pulled
+    assert bits(fetch(ends[1], lent, k, LAYOUT, 20).k_pages) == bits(parcel.k_pages)  # nothing had been taken
 
 
 def test_another_version_refuses(ends):
@@ -99,9 +99,10 @@ def test_sizes_that_cannot_be_are_refused(ends, change):
 def test_pages_that_nobody_fetches_are_freed(ends):
     k = key()
     lend(ends[0], k, taken_out(SampleId(3, 1)))
-    arrays, _ = ends[0]._offered[k]
-    ends[0].release(k, pulled=False)
-    assert all(array.is_deleted() for array in arrays)
+    number = ends[0]._offered[k]
+    assert number in ends[0]._pieces
+    ends[0].release(k)
+    assert number not in ends[0]._pieces
 
 
 @pytest.mark.slow

@@ -21,9 +21,9 @@ from dora_jax.runtime import slices, staging
 from dora_jax.runtime.publication import STORAGE, WIRE, Publication
 from dora_jax.runtime.shards import Key
 from dora_jax.runtime.staging import Versions, WeightHost
-from dora_jax.runtime.wire import Wire, shards_of
 from tests import trainer_cases as cases
 from tests.publication_world import LIKE, ONE, Net
+from tests.wire_peer import new_wire
 
 
 # ---------------------------------------------------------- the machine
@@ -325,7 +325,7 @@ def test_trained_weights_reach_replicas_in_their_layout_and_from_each_other():
     copy = offered_copy("bfloat16", sharding.param_specs(cases.MODEL, on))(params)
     trainer = Versions()
     trainer.keep(3, slices.offered(copy))
-    worlds = {"trainer": [WeightHost(0, Wire(), trainer)]}
+    worlds = {"trainer": [WeightHost(0, new_wire(), trainer)]}
     brain = Publication()
     facts = [ex.WorldUp(world="trainer", epoch=1, hosts=1, trainer=True),
              ex.Holds(world="trainer", epoch=1, version=3)]
@@ -333,7 +333,7 @@ def test_trained_weights_reach_replicas_in_their_layout_and_from_each_other():
     for i in range(3):
         shardings[f"r{i}"] = meshed(devices[2:4] if i == 0 else devices[4:8], 4 if i else 2)  # four share two KV heads
         like = staging.like(cases.MODEL, shardings[f"r{i}"], jnp.bfloat16)
-        worlds[f"r{i}"] = [WeightHost(0, Wire(), Versions(), like)]
+        worlds[f"r{i}"] = [WeightHost(0, new_wire(), Versions(), like)]
         facts += [ex.WorldUp(world=f"r{i}", epoch=1, hosts=1), ex.Wanted(world=f"r{i}", version=3)]
     outcomes = carry(brain, worlds, *facts)
     assert outcomes == [ex.Loaded(world=f"r{i}", version=3) for i in range(3)]
@@ -350,7 +350,7 @@ def test_a_replica_with_another_model_is_refused_and_the_version_stays_whole():
     store.keep(0, slices.offered(jax.device_put(cases.params(), sharding.param_specs(cases.MODEL, one))))
     smaller = dataclasses.replace(cases.MODEL, n_layers=1)
     like = staging.like(smaller, sharding.param_specs(smaller, one, "serving"), jnp.bfloat16)
-    worlds = {"trainer": [WeightHost(0, Wire(), store)], "r0": [WeightHost(0, Wire(), Versions(), like)]}
+    worlds = {"trainer": [WeightHost(0, new_wire(), store)], "r0": [WeightHost(0, new_wire(), Versions(), like)]}
     up = [ex.WorldUp(world="trainer", epoch=1, hosts=1), ex.Holds(world="trainer", epoch=1, version=0),
           ex.WorldUp(world="r0", epoch=4, hosts=1), ex.Wanted(world="r0", version=0)]
     outcome, = carry(Publication(), worlds, *up)
@@ -358,17 +358,17 @@ def test_a_replica_with_another_model_is_refused_and_the_version_stays_whole():
     assert worlds["r0"][0].weights.versions == ()
 
 
-def test_what_a_dead_receiver_never_pulled_is_let_go():
+def test_what_a_dead_receiver_never_took_is_let_go():
     x = {"w": jax.device_put(np.ones(4, np.float32), ONE)}
-    source = WeightHost(0, Wire(), Versions())
+    source = WeightHost(0, new_wire(), Versions())
     source.weights.keep(1, slices.offered(x))
     key = Key(epoch=1, version=1, receiver="r0", sequence=1)
-    assert isinstance(source.execute(ex.Offer(world="t", key=key, wanted=(shards_of(x),))), ex.Offered)
-    (arrays, _), = source._wire._offered.values()
-    source.execute(ex.Release(world="t", key=key, hosts=1, pulled=False))
-    assert arrays[0].is_deleted() and not x["w"].is_deleted()
+    assert isinstance(source.execute(ex.Offer(world="t", key=key, wanted=(slices.wanted(x),))), ex.Offered)
+    source.execute(ex.Release(world="t", key=key, hosts=1))
+    assert not source._wire._pieces
     assert np.asarray(source.weights.get(1, None)["w"].at(((0,), (4,)))).tolist() == [1, 1, 1, 1]
     source.weights.drop(1)
     assert source.weights.versions == ()
     late = Key(epoch=1, version=2, receiver="r0", sequence=1)
-    assert source.execute(ex.Offer(world="t", key=late, wanted=(shards_of(LIKE),))) is None  # it is released already
+    late_offer = ex.Offer(world="t", key=late, wanted=(slices.wanted(LIKE),))
+    assert source.execute(late_offer) is None  # it is released already

@@ -41,12 +41,12 @@ def run(end, size, ip="127.0.0.1", space=None):
 
     from dora_jax.runtime import slices
     from dora_jax.runtime.staging import Versions, WeightHost
-    from dora_jax.runtime.wire import Wire
+    from tests.wire_peer import new_wire
 
     jax.config.update("jax_platforms", "cpu")
     one = jax.sharding.SingleDeviceSharding(jax.devices()[0])
     like = {name: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=one) for name, x in weights(0, size).items()}
-    host = WeightHost(0, Wire(ip), Versions(), like)
+    host = WeightHost(0, new_wire(ip), Versions(), like)
     while True:
         try:
             item = CODEC.decode(end.recv_bytes())

@@ -23,10 +23,11 @@ from dora_jax.bench.decode import MODEL
 from dora_jax.bench.migrate import MOVED, NEW, forget, new_engine, next_tokens_s
 from dora_jax.models import decoder
 from dora_jax.rollout.migrate import Parcel, without_pages
-from dora_jax.runtime.parcels import CODEC, HOST, Layout, fetch, lend
+from dora_jax.runtime.parcels import CODEC, Layout, fetch, lend
 from dora_jax.runtime.shards import Key
 from dora_jax.runtime.wire import Wire
 
+HERE = "127.0.0.1", b"bench"  # where the wires listen, and what they know each other by
 LAYOUT = Layout(layers=MODEL.n_layers, heads=MODEL.n_kv_heads, head_dim=MODEL.head_dim, dtype="float32")
 
 
@@ -40,7 +41,7 @@ def new_params():
 
 def run_there(end: connection.Connection, context: int) -> None:
     """The destination: fetches and imports what is lent; says when it has the pages, and when it has sampled."""
-    params, wire = new_params(), Wire(platform=HOST)
+    params, wire = new_params(), Wire(*HERE)
     engine = new_engine(context, 0, params)
     end.send_bytes(b"ready")
     number = 0
@@ -60,7 +61,7 @@ class There:
         self.child = multiprocessing.get_context("spawn").Process(target=run_there, args=(theirs, context))
         self.child.start()
         theirs.close()
-        self.wire = Wire(platform=HOST)
+        self.wire = Wire(*HERE)
         self.number = 0
 
     def goes_on(self, parcel: Parcel, began: float) -> tuple[float, float]:

@@ -155,7 +155,6 @@ class Release:
     world: str
     key: Key
     hosts: int  # of the receiver
-    pulled: bool
 
 
 # ---------------------------------------------------------- outcomes

@@ -6,7 +6,7 @@
 
 Of an instance of several processes each lends the heads that it holds to the process of the same number, whose heads
 are the same ones. Consumes and produces `rollout.migrate.Parcel`. Laws: pages arrive bit-equal, or not at all: another
-version, other heads or another dtype is refused before anything is pulled; a parcel without pages needs no wire.
+version, other heads or another dtype is refused before anything is taken; a parcel without pages needs no wire.
 """
 
 from __future__ import annotations
@@ -19,10 +19,9 @@ import numpy as np
 from dora_jax.rollout.migrate import Parcel, without_pages
 from dora_jax.runtime.codec import Codec
 from dora_jax.runtime.shards import Key, Lent, Manifest, Shard, WireError, words
+from dora_jax.runtime.slices import shard_of
 from dora_jax.runtime.wire import Wire
 from dora_jax.types import record
-
-HOST = "cpu"  # parcels lie in host memory on both sides, so they take the wire from there
 
 
 @record
@@ -44,13 +43,13 @@ def layout_of(k_pages: np.ndarray) -> Layout:
 
 
 def lend(wire: Wire, key: Key, parcel: Parcel) -> Lent:
-    """`wire` of the platform HOST. Its pages are offered until `release`."""
+    """Its pages are offered until `release`."""
     if key.version != parcel.version:
         raise WireError(f"{words(key)} is a parcel of version {parcel.version}")
     manifest = None
     if parcel.k_pages is not None:
-        pages = jax.device_put({"k": parcel.k_pages, "v": parcel.v_pages}, _host())
-        manifest = wire.offer(key, pages, private=True)
+        pages = {"k": parcel.k_pages, "v": parcel.v_pages}
+        manifest = wire.give(key, {_whole(name, pages[name]): pages[name] for name in pages})
     return Lent(parcel=without_pages(parcel), kv_len=parcel.kv_len, page_size=parcel.page_size, manifest=manifest)
 
 
@@ -66,17 +65,17 @@ def fetch(wire: Wire, lent: Lent, key: Key, layout: Layout, timeout_s: float | N
     pages = -(-lent.kv_len // lent.page_size)
     shapes = {"k": (layout.layers, pages, layout.heads, layout.head_dim, lent.page_size),
               "v": (layout.layers, pages, layout.heads, lent.page_size, layout.head_dim)}
-    like = {name: jax.ShapeDtypeStruct(shape, layout.dtype, sharding=_host()) for name, shape in shapes.items()}
-    got = wire.pull(lent.manifest, like, key, timeout_s)
-    return dataclasses.replace(lent.parcel, kv_len=lent.kv_len, page_size=lent.page_size,
-                               k_pages=np.asarray(got["k"]), v_pages=np.asarray(got["v"]))
+    wanted = [_whole(name, jax.ShapeDtypeStruct(shape, layout.dtype)) for name, shape in shapes.items()]
+    got = wire.take(lent.manifest, wanted, key, timeout_s)
+    return dataclasses.replace(lent.parcel, kv_len=lent.kv_len, page_size=lent.page_size, k_pages=got[wanted[0]],
+                               v_pages=got[wanted[1]])
 
 
 # ---------------------------------------------------------------- private
 
 
-def _host() -> jax.sharding.Sharding:
-    return jax.sharding.SingleDeviceSharding(jax.local_devices(backend=HOST)[0])
+def _whole(name: str, pages: np.ndarray | jax.ShapeDtypeStruct) -> Shard:
+    return shard_of(name, pages, ((0,) * len(pages.shape), tuple(pages.shape)))
 
 
 def _tokens(parcel: Parcel) -> int:

@@ -124,7 +124,7 @@ class Publication:
 
     def _down(self, name: str) -> Iterator[Command | Outcome]:
         if (transfer := self._transfers.pop(name, None)) is not None:
-            yield from self._release(transfer, pulled=False)
+            yield from self._release(transfer)
         del self._worlds[name]
         for transfer in [t for t in self._transfers.values() if t.source == name]:
             if transfer.phase is not Committed:  # by then it is not needed any more
@@ -196,7 +196,7 @@ class Publication:
     def _staged(self, transfer: _Transfer, answers: list[Staged]) -> Iterator[Command]:
         self._enter(transfer, Committed, GRACE_S)
         yield Commit(world=transfer.key.receiver, key=transfer.key)
-        yield from self._release(transfer, pulled=True)
+        yield from self._release(transfer, staged=True)
 
     def _committed(self, transfer: _Transfer, answers: list[Committed]) -> Iterator[Outcome]:
         world, version = self._end(transfer), transfer.key.version
@@ -212,7 +212,7 @@ class Publication:
             return
         world.wanted[key.version][transfer.source] = reason
         yield Abort(world=key.receiver, key=key, reason=f"from {transfer.source}: {reason}")
-        yield from self._release(transfer, pulled=False)
+        yield from self._release(transfer)
 
     # ----------------------------------------------------------- private
 
@@ -223,11 +223,10 @@ class Publication:
         del self._transfers[transfer.key.receiver]
         return self._worlds[transfer.key.receiver]
 
-    def _release(self, transfer: _Transfer, pulled: bool) -> Iterator[Release]:
-        asked = pulled or transfer.phase in (Offered, Staged)  # else nothing was asked of the source yet, or no more
+    def _release(self, transfer: _Transfer, staged: bool = False) -> Iterator[Release]:
+        asked = staged or transfer.phase in (Offered, Staged)  # else nothing was asked of the source yet, or no more
         if asked and transfer.source in self._worlds:
-            yield Release(world=transfer.source, key=transfer.key, hosts=self._worlds[transfer.key.receiver].hosts,
-                          pulled=pulled)
+            yield Release(world=transfer.source, key=transfer.key, hosts=self._worlds[transfer.key.receiver].hosts)
 
     def _answers(self, transfer: _Transfer) -> str:
         return transfer.source if transfer.phase is Offered else transfer.key.receiver

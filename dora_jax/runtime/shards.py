@@ -1,7 +1,7 @@
 """What travels ahead of arrays: which shards somebody needs, which are offered, and whether the two are the same.
 
 Consumes and produces records (`CODEC` writes and reads them); knows neither JAX nor the wire. Law: `check` passes
-exactly those manifests that, pulled, give every element of the expected shards once and nothing else.
+exactly those manifests that, taken, give every element of the expected shards once and nothing else.
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ from dora_jax.rollout.migrate import Parcel
 from dora_jax.runtime.codec import Codec
 from dora_jax.types import Version, record
 
-TRANSPORTS = 4  # sockets a connection: two sides that differ abort, so it is nowhere a setting
 EXPECTED_BYTES_PER_S = 0.4 * 2**30  # what two busy cores reach; links are faster
 GRACE_S = 30.0  # a first connection, a sender whose host is busy
 
@@ -48,11 +47,10 @@ class Shard:
 
 @record
 class Manifest:
-    """What one process offers under a key, in the order in which it must be pulled."""
+    """What one process offers under a key, in the order in which it is sent."""
 
     key: Key
     address: str
-    transports: int
     number: int  # of the offer at that address
     shards: tuple[Shard, ...]
 
@@ -71,14 +69,11 @@ CODEC = Codec(Key, Shard, Manifest)
 
 
 def check(manifests: Sequence[Manifest], expected: Sequence[Shard], key: Key) -> None:
-    """WireError where the manifests are not exactly the expected shards under this key: pulled, they hang or lie."""
+    """WireError where the manifests are not exactly the expected shards under this key."""
     offered: dict[Shard, None] = {}
     for manifest in manifests:
         if manifest.key != key:
             raise WireError(f"{words(manifest.key)} is offered where {words(key)} is expected")
-        if manifest.transports != TRANSPORTS:
-            raise WireError(f"{manifest.address} uses {manifest.transports} transports, not {TRANSPORTS}: both sides "
-                            f"must run the same release")
         if not 0 < manifest.number < 1 << 63:
             raise WireError(f"{manifest.number} cannot be the number of an offer")
         for shard in manifest.shards:
@@ -124,7 +119,7 @@ def words(key: Key) -> str:
 
 
 def empty(shards: Sequence[Shard]) -> str | None:
-    """The sentence about the first shard that has no elements: one of those makes a pull wait for ever."""
+    """The sentence about the first shard that has no elements."""
     paths = [shard.path for shard in shards if shard.bytes <= 0]
     return f"{paths[0]} has no elements: it cannot be sent, and both sides can make it" if paths else None
 

@@ -5,9 +5,9 @@
     receiver  wanted(like)                    the boxes that this process's devices need, as few as can be
               received(like, got) -> slices   on the host; `publish.placed` brings them to the devices
 
-Consumes shardings and `publish.Slices`; produces shards that both wires carry. Laws: all processes of a world deal out
-the same shards, so each is given by one of them, and all give about as many bytes; a receiver gets every element that
-its devices need, and each once.
+Consumes shardings and `publish.Slices`; produces shards that wire and storage carry. Laws: all processes of a world
+deal out the same shards, so each is given by one of them, and all give about as many bytes; a receiver gets every
+element that its devices need, and each once.
 """
 
 from __future__ import annotations
@@ -20,7 +20,6 @@ import numpy as np
 
 from dora_jax.publish import Box, Slices, box_of, common, name_of, sliced, volume, within
 from dora_jax.runtime.shards import Shard, refused, sound, turns
-from dora_jax.runtime.wire import shard_of
 
 Holders = dict[Box, list[int]]  # of one tensor: each box, and the processes that hold it
 
@@ -79,6 +78,12 @@ def received(like: Any, got: Mapping[Shard, np.ndarray]) -> Any:
         return Slices(tuple(leaf.shape), np.dtype(leaf.dtype), leaf.sharding.shard_shape(leaf.shape), mine, given)
 
     return jax.tree_util.tree_map_with_path(slices, like)
+
+
+def shard_of(path: str, leaf: Any, box: Box) -> Shard:
+    """`leaf`: the whole array, or what describes it."""
+    return Shard(path=path, shape=tuple(leaf.shape), dtype=leaf.dtype.name, start=box[0], stop=box[1],
+                 bytes=volume(box) * leaf.dtype.itemsize)
 
 
 # ---------------------------------------------------------------- private

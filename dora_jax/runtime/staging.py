@@ -58,11 +58,11 @@ class Versions:
 
 
 class WeightHost:
-    """`host`: this process's number in its world. `wire`: of host memory. `weights`: what it serves and keeps. `like`:
-    what it is to be sent, as stacked ShapeDtypeStructs with shardings; None: it only serves. `read(version, shards)`:
-    from storage. Any thread may call it."""
+    """`host`: this process's number in its world. `wire` None: storage alone. `weights`: what it serves and keeps.
+    `like`: what it is to be sent, as stacked ShapeDtypeStructs with shardings; None: it only serves.
+    `read(version, shards)`: from storage. Any thread may call it."""
 
-    def __init__(self, host: int, wire: Wire, weights: Versions, like: Any = None,
+    def __init__(self, host: int, wire: Wire | None, weights: Versions, like: Any = None,
                  read: Callable[[Version, Sequence[Shard]], Mapping[Shard, np.ndarray]] | None = None):
         self.weights = weights
         self._host = host
@@ -104,7 +104,7 @@ class WeightHost:
     def settle(self) -> tuple[Version, ...]:
         """Ends all that is under way, for nobody will ask for it any more; the versions that are held."""
         for offered in tuple(self._offers.values()):
-            self._release(ex.Release(world="", key=offered.key, hosts=len(offered.manifests), pulled=False))
+            self._release(ex.Release(world="", key=offered.key, hosts=len(offered.manifests)))
         with self._lock:
             self._newest = self._phase = self._staged = None
         return self.weights.versions
@@ -129,7 +129,7 @@ class WeightHost:
             self._released[key.receiver] = max(key.sequence, self._released.get(key.receiver, 0))
             self._offers.pop(key, None)
             for host in range(release.hosts):
-                self._wire.release(_of_host(key, host), release.pulled)
+                self._wire.release(_of_host(key, host))
 
     # ------------------------------------------------------- as a receiver
 

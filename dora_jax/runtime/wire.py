@@ -1,175 +1,187 @@
-"""Device arrays between processes of different worlds: a guard round `jax.experimental.transfer`, which alone hangs,
-aborts or reinterprets bytes where the two sides do not agree.
+"""Arrays in host memory between processes of different worlds: weights and KV, shard by shard, over TCP.
 
-    sender    offer(key, tree) -> Manifest            what is offered, shard by shard; it travels over the control plane
-    receiver  pull(manifests, like, key) -> tree      checked against `like` and `key` first, then pulled to a deadline
+    sender    give(key, pieces) -> Manifest           what is offered, shard by shard; the control plane carries it
+    receiver  take(manifests, wanted, key) -> arrays  checked against `wanted` and `key` first, then read to a deadline
     sender    release(key)                            once the receiver has said that it holds them, or never will
 
-    give and take are the same for shards that several processes hold in other pieces than the receiver wants them.
-
-Consumes and produces pytrees of arrays, bit for bit. Laws: a receiver pulls exactly the shards that it expects, or
-nothing; a key is offered once; every pull ends by its deadline; after a pull that failed the next one finds a new
-connection. Offer only to a receiver that has said that it will pull: the transfer server holds an offer that nobody
-pulls for ever, unless its arrays are deleted. The server has no authentication: bind it to loopback or to the private
-network of the cluster; the number of an offer is random.
+Consumes and produces NumPy arrays, bit for bit; what lies on devices is brought to the host by its owner. Laws: a
+receiver takes exactly the shards that it expects, or nothing; a key is offered once; every transfer ends by its
+deadline, on both sides; nobody is served who does not know the token of the run (runtime/door.py), so whatever a
+stranger sends to the port, it ends the stranger's connection and nothing else. `jax.experimental.transfer` is not used:
+it has no authentication, and a few bytes of garbage on one of its ports abort the process.
 """
 
 from __future__ import annotations
 
+import contextlib
+import os
 import secrets
+import socket
+import struct
 import threading
 import time
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from multiprocessing import AuthenticationError, connection
 
-import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.experimental import transfer
 
-from dora_jax.publish import Box, box_of, name_of, volume, within
-from dora_jax.runtime.shards import TRANSPORTS, Key, Manifest, Shard, WireError, check, deadline_s, empty, inside, words
+from dora_jax.publish import within
+from dora_jax.runtime.door import ANSWER_S, Door, dial
+from dora_jax.runtime.shards import Key, Manifest, Shard, WireError, check, deadline_s, empty, inside, words
 
-POLL_S = 5e-4
+STREAMS = 4  # connections over which an offer is read: one alone does not fill a fast network
+STREAM_BYTES = 8 << 20  # an offer of less than two such parts is read over one
+READERS = 16  # connections that a receiver reads at a time
+ASK = struct.Struct("!QQQ")  # number of an offer; first byte and end of a part of its pieces, laid end to end
+HAS, HAS_NOT = b"\1", b"\0"
 
 
 class Wire:
-    """One process's end; any thread may use it. `ip`: the interface that other hosts reach. `platform`: whose devices
-    hold what is sent and received; None: the default one's."""
+    """One process's end; any thread may use it. `ip`: the interface that other hosts reach."""
 
-    def __init__(self, ip: str = "127.0.0.1", platform: str | None = None):
-        self._device = jax.local_devices(backend=platform)[0]
-        self._server = transfer.start_transfer_server(self._device.client, f"{ip}:0", [f"{ip}:0"] * TRANSPORTS)
-        self.address: str = self._server.address()
-        self._connections: dict[str, Any] = {}
-        self._offered: dict[Key, tuple[list[jax.Array], bool]] = {}
+    def __init__(self, ip: str, token: bytes):
+        self._token = token
+        self._offered: dict[Key, int] = {}
+        self._pieces: dict[int, list[np.ndarray]] = {}  # by the number of their offer
         self._last: dict[str, int] = {}  # receiver -> the last sequence number offered to it
         self._lock = threading.Lock()
+        self._door = Door(ip, token, self._serve)
+        self.address = self._door.address
 
-    def offer(self, key: Key, tree: Any, private: bool = False) -> Manifest:
-        """Offers all shards of `tree` that this process holds. `private`: nobody else has these arrays."""
-        pieces = {shard_of(path, leaf, box_of(local.index, leaf.shape)): local.data
-                  for path, leaf in _named(tree) for local in leaf.addressable_shards}
-        return self.give(key, pieces, private)
-
-    def give(self, key: Key, pieces: Mapping[Shard, Any], private: bool = True) -> Manifest:
-        """Offers these arrays, which may be NumPy's."""
+    def give(self, key: Key, pieces: Mapping[Shard, np.ndarray]) -> Manifest:
+        """Offers these arrays until `release`; they must not change meanwhile."""
         if fault := empty(tuple(pieces)):
             raise WireError(f"{words(key)}: {fault}")
-        arrays = [x if isinstance(x, jax.Array) else jax.device_put(x, self._device) for x in pieces.values()]
+        number = secrets.randbits(62) + 1
         with self._lock:
             last = self._last.get(key.receiver)
             if last is not None and key.sequence <= last:
                 raise WireError(f"{words(key)} is not offered again: the last transfer to it was {last}")
             self._last[key.receiver] = key.sequence
-            self._offered[key] = arrays, private
-        number = secrets.randbits(62) + 1
-        if pieces:
-            self._server.await_pull(number, arrays)
-        return Manifest(key=key, address=self.address, transports=TRANSPORTS, number=number, shards=tuple(pieces))
+            self._offered[key] = number
+            self._pieces[number] = [_bytes(np.ascontiguousarray(piece)) for piece in pieces.values()]
+        return Manifest(key=key, address=self.address, number=number, shards=tuple(pieces))
 
-    def release(self, key: Key, pulled: bool = True) -> None:
-        """Forgets an offer, made or still to come. Where it may not have been pulled, what is private is deleted; the
-        rest stays in the transfer server until its owner deletes it."""
+    def release(self, key: Key) -> None:
+        """Forgets an offer, made or still to come; one that is being read stays until its reader has ended."""
         with self._lock:
             self._last[key.receiver] = max(key.sequence, self._last.get(key.receiver, key.sequence))
-            arrays, private = self._offered.pop(key, ((), False))
-        for array in arrays if private and not pulled else ():
-            array.delete()
-
-    def pull(self, manifests: Manifest | Sequence[Manifest], like: Any, key: Key,
-             timeout_s: float | None = None) -> Any:
-        """The tree that `like` describes (ShapeDtypeStructs with shardings), from all the sender's processes.
-
-        `key` is the transfer that this process has agreed to. timeout_s None: by size. Raises WireError."""
-        places = _places(like)
-        got = self._take(manifests, {shard: devices[0] for shard, devices in places.items()}, key, timeout_s)
-        return _assembled(like, places, {
-            shard: pieces[0][1] if len(pieces) == 1 else jax.device_put(_joined(shard, pieces), places[shard][0])
-            for shard, pieces in got.items()})
+            self._pieces.pop(self._offered.pop(key, 0), None)
 
     def take(self, manifests: Manifest | Sequence[Manifest], wanted: Sequence[Shard], key: Key,
              timeout_s: float | None = None) -> dict[Shard, np.ndarray]:
-        """The wanted shards in host memory, each put together from the pieces that were given."""
-        got = self._take(manifests, dict.fromkeys(wanted, self._device), key, timeout_s)
+        """The wanted shards, each put together from the pieces that were given by all the sender's processes.
+
+        `key` is the transfer that this process has agreed to. timeout_s None: by size. Raises WireError."""
+        manifests = (manifests,) if isinstance(manifests, Manifest) else tuple(manifests)
+        check(manifests, wanted, key)
+        timeout_s = deadline_s(sum(shard.bytes for shard in wanted)) if timeout_s is None else timeout_s
+        until_s = time.monotonic() + timeout_s
+        homes = _homes(manifests, wanted)
+        got: dict[Shard, list[tuple[Shard, np.ndarray]]] = {shard: [] for shard in wanted}
+        jobs = []
+        for manifest in manifests:
+            pieces = {piece: np.empty(_extent(piece), jnp.dtype(piece.dtype)) for piece in manifest.shards}
+            for piece, array in pieces.items():
+                got[homes[piece]].append((piece, array))
+            targets = [_bytes(array) for array in pieces.values()]
+            jobs += [(manifest, targets, *bounds) for bounds in _streams(sum(x.nbytes for x in targets))]
+        self._read_all(jobs, until_s, timeout_s)
         return {shard: _joined(shard, pieces) for shard, pieces in got.items()}
+
+    def close(self) -> None:
+        self._door.close()
 
     # ------------------------------------------------------------ private
 
-    def _take(self, manifests: Manifest | Sequence[Manifest], places: Mapping[Shard, jax.Device], key: Key,
-              timeout_s: float | None) -> dict[Shard, list[tuple[Shard, jax.Array]]]:
-        """Of every shard the pieces that came."""
-        manifests = (manifests,) if isinstance(manifests, Manifest) else tuple(manifests)
-        check(manifests, tuple(places), key)
-        timeout_s = deadline_s(sum(shard.bytes for shard in places)) if timeout_s is None else timeout_s
-        until = time.monotonic() + timeout_s
-        homes = _homes(manifests, places)
-        pulls = [(manifest, self._begin(manifest, [places[homes[piece]] for piece in manifest.shards]))
-                 for manifest in manifests if manifest.shards]
-        got: dict[Shard, list[tuple[Shard, jax.Array]]] = {shard: [] for shard in places}
-        for manifest, arrays in pulls:
-            self._finish(manifest, arrays, until, timeout_s)
-            for piece, array in zip(manifest.shards, arrays, strict=True):
-                got[homes[piece]].append((piece, array))
-        return got
+    def _serve(self, end: connection.Connection) -> None:
+        """One part of one offer, to a process of the run."""
+        with _socket(end) as peer, contextlib.suppress(OSError):  # the reader will say that it did not come
+            ask = bytearray(ASK.size)
+            _fill(peer, ask, time.monotonic() + ANSWER_S)
+            number, start, stop = ASK.unpack(ask)
+            pieces = self._pieces.get(number)
+            if pieces is None:
+                return peer.sendall(HAS_NOT)
+            stop = min(stop, sum(piece.nbytes for piece in pieces))
+            peer.settimeout(deadline_s(max(stop - start, 0)))  # of every sendall, all of its bytes together
+            peer.sendall(HAS)
+            for part in _parts(pieces, start, stop):
+                peer.sendall(part)
 
-    def _begin(self, manifest: Manifest, devices: list[jax.Device]) -> list[jax.Array]:
-        """Arrays that become ready, or never."""
-        specs = [jax.ShapeDtypeStruct([b - a for a, b in zip(s.start, s.stop, strict=True)], s.dtype,
-                                      sharding=jax.sharding.SingleDeviceSharding(device))
-                 for s, device in zip(manifest.shards, devices, strict=True)]
-        with self._lock:
-            try:
-                if manifest.address not in self._connections:
-                    self._connections[manifest.address] = self._server.connect(manifest.address)
-            except jax.errors.JaxRuntimeError as error:
-                raise WireError(f"{words(manifest.key)}: {manifest.address[:60]!r} is no address: {error}") from error
-            connection = self._connections[manifest.address]
-        return connection.pull(manifest.number, specs)
-
-    def _finish(self, manifest: Manifest, arrays: list[jax.Array], until: float, timeout_s: float) -> None:
-        """The deadline is kept here: the one that the transfer library takes has no effect."""
-        what = f"{words(manifest.key)} from {manifest.address}"
-        while not all(array.is_ready() for array in arrays):
-            if time.monotonic() > until:
-                self._drop(manifest.address)
-                raise WireError(f"{what} has not come within {timeout_s:.1f} s")
-            time.sleep(POLL_S)
+    def _read_all(self, jobs: Sequence[Job], until_s: float, timeout_s: float) -> None:
+        pool = ThreadPoolExecutor(READERS, "wire")
         try:
-            jax.block_until_ready(arrays)  # what failed is ready too
-        except jax.errors.JaxRuntimeError as error:
-            self._drop(manifest.address)
-            raise WireError(f"{what} failed: {' '.join(str(error).split())[:200]}") from error
+            for done in as_completed([pool.submit(self._read, job, until_s, timeout_s) for job in jobs]):
+                done.result()
+        finally:
+            pool.shutdown(wait=False, cancel_futures=True)  # the first that fails ends it; the others end by themselves
 
-    def _drop(self, address: str) -> None:
-        with self._lock:
-            self._connections.pop(address, None)
-
-
-def shards_of(like: Any) -> tuple[Shard, ...]:
-    """What this process holds, or must be sent, of `like` (arrays, or ShapeDtypeStructs with shardings); each once."""
-    return tuple(_places(like))
-
-
-def shard_of(path: str, leaf: Any, box: Box) -> Shard:
-    return Shard(path=path, shape=tuple(leaf.shape), dtype=leaf.dtype.name, start=box[0], stop=box[1],
-                 bytes=volume(box) * leaf.dtype.itemsize)
+    def _read(self, job: Job, until_s: float, timeout_s: float) -> None:
+        manifest, targets, start, stop = job
+        what = f"{words(manifest.key)} from {manifest.address}"
+        try:
+            with _socket(dial(manifest.address, self._token, max(until_s - time.monotonic(), 0.0))) as peer:
+                peer.sendall(ASK.pack(manifest.number, start, stop))
+                answer = bytearray(len(HAS))
+                _fill(peer, answer, until_s)
+                if answer != HAS:
+                    raise WireError(f"{what} is not offered there any more")
+                for part in _parts(targets, start, stop):
+                    _fill(peer, part, until_s)
+        except TimeoutError as error:
+            raise WireError(f"{what} has not come within {timeout_s:.1f} s") from error
+        except (OverflowError, ValueError) as error:
+            raise WireError(f"{words(manifest.key)}: {manifest.address[:60]!r} is no address: {error}") from error
+        except (OSError, EOFError, AuthenticationError) as error:
+            raise WireError(f"{what} failed: {type(error).__name__} {error}") from error
 
 
 # ---------------------------------------------------------------- private
 
-
-def _named(tree: Any) -> list[tuple[str, Any]]:
-    return [(name_of(path), leaf) for path, leaf in jax.tree_util.tree_leaves_with_path(tree)]
+Job = tuple[Manifest, list[np.ndarray], int, int]  # what is read, into which bytes, from where to where
 
 
-def _places(like: Any) -> dict[Shard, list[jax.Device]]:
-    """Every distinct shard of this process, and its devices that hold it."""
-    places: dict[Shard, list[jax.Device]] = {}
-    for path, leaf in _named(like):
-        for device, index in leaf.sharding.addressable_devices_indices_map(leaf.shape).items():
-            places.setdefault(shard_of(path, leaf, box_of(index, leaf.shape)), []).append(device)
-    return places
+def _socket(end: connection.Connection) -> socket.socket:
+    """In its place."""
+    with end:
+        return socket.socket(fileno=os.dup(end.fileno()))
+
+
+def _fill(peer: socket.socket, target: memoryview | bytearray, until_s: float) -> None:
+    view = memoryview(target)
+    while view:
+        peer.settimeout(max(until_s - time.monotonic(), 1e-3))
+        if not (count := peer.recv_into(view)):
+            raise ConnectionError("the sender has ended it")
+        view = view[count:]
+
+
+def _bytes(array: np.ndarray) -> np.ndarray:
+    """u8[nbytes] of a contiguous array, the same memory."""
+    return array.reshape(-1).view(np.uint8)
+
+
+def _streams(size: int) -> list[tuple[int, int]]:
+    """Parts of so many bytes, about equal."""
+    count = min(STREAMS, max(1, size // STREAM_BYTES)) if size else 0
+    return [(size * i // count, size * (i + 1) // count) for i in range(count)]
+
+
+def _parts(pieces: Iterable[np.ndarray], start: int, stop: int) -> Iterator[memoryview]:
+    """What lies in these bytes of the pieces laid end to end."""
+    at = 0
+    for piece in pieces:
+        low, high = max(start - at, 0), min(stop - at, piece.nbytes)
+        if low < high:
+            yield memoryview(piece)[low:high]
+        at += piece.nbytes
+
+
+def _extent(shard: Shard) -> list[int]:
+    return [b - a for a, b in zip(shard.start, shard.stop, strict=True)]
 
 
 def _homes(manifests: Sequence[Manifest], wanted: Iterable[Shard]) -> dict[Shard, Shard]:
@@ -181,21 +193,11 @@ def _homes(manifests: Sequence[Manifest], wanted: Iterable[Shard]) -> dict[Shard
             for manifest in manifests for piece in manifest.shards}
 
 
-def _joined(shard: Shard, pieces: list[tuple[Shard, jax.Array]]) -> np.ndarray:
+def _joined(shard: Shard, pieces: list[tuple[Shard, np.ndarray]]) -> np.ndarray:
     if len(pieces) == 1:
-        return np.asarray(pieces[0][1])
-    whole = np.empty([b - a for a, b in zip(shard.start, shard.stop, strict=True)], jnp.dtype(shard.dtype))
+        return pieces[0][1]
+    whole = np.empty(_extent(shard), jnp.dtype(shard.dtype))
     while pieces:  # each is let go of once it is copied
         piece, array = pieces.pop()
-        whole[within((piece.start, piece.stop), (shard.start, shard.stop))] = np.asarray(array)
+        whole[within((piece.start, piece.stop), (shard.start, shard.stop))] = array
     return whole
-
-
-def _assembled(like: Any, places: dict[Shard, list[jax.Device]], got: dict[Shard, jax.Array]) -> Any:
-    by_path: dict[str, list[jax.Array]] = {}
-    for shard, devices in places.items():
-        copies = [got[shard], *(jax.device_put(got[shard], device) for device in devices[1:])]
-        by_path.setdefault(shard.path, []).extend(copies)
-    arrays = [jax.make_array_from_single_device_arrays(leaf.shape, leaf.sharding, by_path.get(path, []))
-              for path, leaf in _named(like)]
-    return jax.tree.unflatten(jax.tree.structure(like), arrays)

@@ -307,7 +307,6 @@ class GiveBack:
     """What was offered under this number is over."""
 
     number: int
-    pulled: bool
 
 
 @record

@@ -30,7 +30,6 @@ class Link:
 
     def __init__(self, end: connection.Connection, receive: Callable[[Link, Any], None],
                  ended: Callable[[Link, str], None]):
-        _send_at_once(end)
         self._end = end
         self._receive = receive
         self._ended = ended
@@ -100,9 +99,3 @@ class Link:
                 self._end.send_bytes(msgpack.packb(batch))
         except OSError as error:
             self.close(f"the connection ended: {type(error).__name__}")
-
-
-def _send_at_once(end: connection.Connection) -> None:
-    """Small records are answered by nobody: waiting for an acknowledgement would cost a tick 40 ms."""
-    with socket.socket(fileno=os.dup(end.fileno())) as raw:
-        raw.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)

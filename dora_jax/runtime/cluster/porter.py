@@ -13,8 +13,6 @@ from __future__ import annotations
 
 import threading
 
-import jax
-
 from dora_jax.rollout.migrate import Parcel
 from dora_jax.runtime import parcels
 from dora_jax.runtime.cluster import calls
@@ -27,7 +25,7 @@ GRACE_S = 5.0  # of a sample that waits longer the KV is sooner made again
 
 
 class Porter:
-    """Any thread may use it. `wire` of the platform parcels.HOST, None: nothing is lent; `layout` of this process's
+    """Any thread may use it. `wire` None: nothing is lent; `layout` of this process's
     pages."""
 
     def __init__(self, instance: InstanceId, host: int, wire: Wire | None, layout: Layout):
@@ -50,16 +48,16 @@ class Porter:
                 self._lent[move.number] = key
         return lent
 
-    def give_back(self, number: int, pulled: bool) -> None:
+    def give_back(self, number: int) -> None:
         with self._lock:
             key = self._lent.pop(number, None)
         if key is not None:
-            self._wire.release(key, pulled)
+            self._wire.release(key)
 
     def settle(self) -> None:
         """Ends all that is under way, for nobody will ask for it any more."""
         for number in tuple(self._lent):
-            self.give_back(number, pulled=False)
+            self.give_back(number)
         with self._lock:
             self._fetched.clear()
 
@@ -72,7 +70,7 @@ class Porter:
         size = sum(shard.bytes for shard in lent.manifest.shards)
         try:
             parcel = parcels.fetch(self._wire, lent, key, self._layout, GRACE_S + size / (0.5 * EXPECTED_BYTES_PER_S))
-        except (WireError, ValueError, jax.errors.JaxRuntimeError) as error:  # of this transfer, and of it alone
+        except WireError as error:  # of this transfer, and of it alone
             fault = f"process {self._host}: {' '.join(str(error).split())}"
             return calls.Carried(number=carry.number, host=self._host, fault=fault)
         with self._lock:

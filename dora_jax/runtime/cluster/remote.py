@@ -40,9 +40,9 @@ class _Carry:
     answers: dict[int, str] = dataclasses.field(default_factory=dict)  # by process: what went wrong; empty: nothing
     later: list[calls.GiveUp] = dataclasses.field(default_factory=list)  # what it is told once it is in
 
-    def give_back(self, number: int, pulled: bool) -> None:
+    def give_back(self, number: int) -> None:
         if self.source is not None:
-            self.source.tell_all(calls.GiveBack(number=number, pulled=pulled))
+            self.source.tell_all(calls.GiveBack(number=number))
 
 
 class RemoteInstance:
@@ -200,7 +200,7 @@ class RemoteInstance:
                 gang.post(_receive(first, 0))
         if not there:
             if by_wire:
-                source.tell_all(calls.GiveBack(number=first.number, pulled=False))
+                source.tell_all(calls.GiveBack(number=first.number))
             self._outbox.put(ev.SampleMoved(id=first.lent.parcel.id, src=first.src, dst=self.instance))
 
     def _carried(self, answer: calls.Carried) -> None:
@@ -217,7 +217,7 @@ class RemoteInstance:
                 gang.post(post)
             if fault:
                 gang.tell_all(calls.Leave(number=answer.number))
-        carry.give_back(answer.number, pulled=not fault)
+        carry.give_back(answer.number)
         if fault:
             self._say(f"the KV of sample {tuple(carry.id)} did not reach {self.role}, where it is "
                       f"made again: {fault}")
@@ -256,7 +256,7 @@ class RemoteInstance:
             self._brought = []
         self._publisher.down(gang)
         for number, carry in carries.items():
-            carry.give_back(number, pulled=False)
+            carry.give_back(number)
         for parts in handed.values():  # not all of it came in time; what the first process hands over is in the journal
             if 0 in parts:
                 self._outbox.put(Handed(parcel=without_pages(parts[0])))

@@ -37,7 +37,7 @@ from dora_jax.runtime.cluster.uplink import Uplink
 from dora_jax.runtime.cluster.weights import weights_at
 from dora_jax.runtime.exchange import Abort, Commit, Offer, Propose, Pull, Read, Release
 from dora_jax.runtime.gap import GapProbe
-from dora_jax.runtime.parcels import HOST, layout_of
+from dora_jax.runtime.parcels import layout_of
 from dora_jax.runtime.staging import Versions, WeightHost, like
 from dora_jax.runtime.wire import Wire
 from dora_jax.runtime.workers import InstanceWorker
@@ -61,7 +61,7 @@ class TrainerRole:
         self._newest: tuple[Version, Any] | None = None  # published last, on the trainer's shards, for the gap
         self._copy = build.publishing_copy(config, hf.read_config(config.model.path), mesh)
         self._stored, self._kept = weights_at(begin.workdir), Versions()
-        wire = Wire(link.own_ip, HOST) if config.cluster.wire == "transfer" else None
+        wire = Wire(link.own_ip, link.token) if config.cluster.wire == "transfer" else None
         self._courier = Courier(WeightHost(begin.rank, wire, self._kept), link, self._write)
         self._checkpoints: Checkpoints | None = None  # opened by the first save: nothing else writes there by then
         self._memory = Memory()
@@ -189,10 +189,10 @@ def open_rollout(begin: Begin, config: Config, link: Uplink, pulse: Any, turns: 
     engine = build.new_engine(config, Tokenizer.load(config.model.path), model, mesh)
     engine.warmup()
     stored, versions = weights_at(begin.workdir), Versions()
-    wire = Wire(link.own_ip, HOST) if config.cluster.wire == "transfer" else None
+    wire = Wire(link.own_ip, link.token) if config.cluster.wire == "transfer" else None
     wanted = like(model, engine.param_shardings, config.model.dtype)
     weights = WeightHost(begin.rank, wire, versions, wanted, stored.read)
-    porter = Porter(begin.instance, begin.rank, wire and Wire(link.own_ip, HOST), layout_of(engine.page()[0]))
+    porter = Porter(begin.instance, begin.rank, wire and Wire(link.own_ip, link.token), layout_of(engine.page()[0]))
     return RolloutRole(begin, engine, weights, link, pulse, turns, build.partial_s(config), porter,
                        holders_alike(begin.hosts, model.n_kv_heads))
 
@@ -324,8 +324,8 @@ class Courier:
                     self._link.send(self._porter.fetch(item))
                 case calls.Bring():
                     self._link.send(self._porter.keep(item))
-                case calls.GiveBack(number=number, pulled=pulled):
-                    self._porter.give_back(number, pulled)
+                case calls.GiveBack(number=number):
+                    self._porter.give_back(number)
                 case calls.Leave(number=number):
                     self._porter.leave(number)
                 case _:

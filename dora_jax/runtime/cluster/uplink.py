@@ -32,7 +32,7 @@ class Uplink:
 
     def __init__(self, address: str, token: bytes, end: Callable[[], None] = lambda: os._exit(0)):
         self.inbox: queue.SimpleQueue = queue.SimpleQueue()
-        self._token, self._end = token, end
+        self.token, self._end = token, end
         self._hello: Hello | None = None
         self._place = ""
         self._patience_s = 0.0
@@ -72,7 +72,7 @@ class Uplink:
     # ------------------------------------------------------------ private
 
     def _linked(self, address: str) -> Link:
-        link = Link(dial(address, self._token), lambda _, item: self.inbox.put(item), self._lost)
+        link = Link(dial(address, self.token), lambda _, item: self.inbox.put(item), self._lost)
         link.start()
         return link
 
