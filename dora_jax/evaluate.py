@@ -5,6 +5,11 @@ Reads the run's own config and, of its checkpoint, the params only.
 
 from __future__ import annotations
 
+from dora_jax import exits
+
+if __name__ == "__main__":
+    exits.listen()  # before the imports, which take a second
+
 from absl import flags as absl_flags
 
 from dora_jax import flags

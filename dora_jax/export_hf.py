@@ -6,6 +6,11 @@ folder that the run started from (model.path). transformers, vLLM and lm-eval lo
 
 from __future__ import annotations
 
+from dora_jax import exits
+
+if __name__ == "__main__":
+    exits.listen()  # before the imports, which take a second
+
 import os
 from pathlib import Path
 

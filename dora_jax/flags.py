@@ -24,13 +24,10 @@ from absl import app, flags, logging
 from ml_collections import config_flags
 
 from dora_jax import config as configs
-from dora_jax import budget, config_files, devices, hub, presets, validate, workdirs
+from dora_jax import budget, config_files, devices, exits, hub, presets, validate, workdirs
 from dora_jax.config import Config, ConfigError, RunError
 from dora_jax.models import config as models
 from dora_jax.models.hf_config import read_config
-
-RUN_FAILED = 1  # exit code
-BAD_USAGE = 2  # exit code: wrong input, trying again cannot help
 
 CONFIG_HELP = "path.py[:argument], or the name of a config that comes with dora_jax; --config.field=value overrides a field"
 WORKDIR_HELP = "where the run keeps its files, a folder or gs://bucket/folder; default: runs/<name of the config file>"
@@ -71,17 +68,21 @@ def run(main: Callable[[Config, Path], int | None], purpose: str = "train") -> N
             _check(asked, purpose)  # once more: what has come may be no model
         if purpose != "evaluate":
             record(asked)
-        return main(asked.config, asked.workdir)
+        code = main(asked.config, asked.workdir)
+        return exits.leave(code) if code == exits.RETRY else code  # what is unfinished still computes
 
+    exits.listen()
     try:
         app.run(start, flags_parser=functools.partial(parse, purpose=purpose))
     except ConfigError as error:
         for problem in error.problems:
             print(f"error: {problem}", file=sys.stderr)
-        sys.exit(BAD_USAGE)
+        sys.exit(exits.BAD_USAGE)
     except RunError as error:
         print(f"error: {error}", file=sys.stderr)
-        sys.exit(RUN_FAILED)
+        sys.exit(exits.FAILED)
+    except exits.Stop as stop:
+        exits.leave(exits.RETRY, f"{stop} (exit code {exits.RETRY})")
 
 
 def parse(argv: Sequence[str], purpose: str = "train", flag_values: flags.FlagValues = flags.FLAGS) -> Run:

@@ -2,27 +2,36 @@
 
 Consumes (prompt, completion) texts: rows of a file, or worked solutions of the config's task; produces a Hugging Face
 folder at `sft.out`, from the folder `sft.init` or from a new model with a tokenizer trained on these texts.
-Laws: the loss is on completion tokens and the end token only; the result depends on config and seed alone; the folder
-appears whole or not at all, so the main job may make it when it is missing and trust it when it is there.
+Laws: the loss is on completion tokens and the end token only; the result depends on config and seed alone, however often
+it was stopped and went on; the folder appears whole or not at all, so the main job may make it when it is missing and
+trust it when it is there.
 """
 
 from __future__ import annotations
 
+from dora_jax import exits
+
+if __name__ == "__main__":
+    exits.listen()  # before the imports, which take a second
+
 import dataclasses
 import functools
+import hashlib
 import json
 import math
+import shutil
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
 from dora_jax import flags
-from dora_jax.config import Config, ConfigError, SftSection, blame
+from dora_jax.config import CheckpointSection, Config, ConfigError, RunError, SftSection, blame
+from dora_jax.exits import Stop
 
 END, PAD = "<|endoftext|>", "<|pad|>"
 TOKENIZER_SIZE = 512  # 256 bytes, two special tokens, merges for the task's words; a small head is a fast one
@@ -31,7 +40,8 @@ TOKENIZER_SIZE = 512  # 256 bytes, two special tokens, merges for the task's wor
 PIECES = r"\p{N}| ?#+ ?| ?[^\s\p{L}\p{N}#] ?| ?\p{L}+|\s+"
 LOGITS_BYTES = 64 * 2**20  # alive at once on a device
 ANY_LENGTH = sys.maxsize  # tokens: a limit that no prompt is over
-STEPS_PER_DISPATCH = 10  # one compiled scan: also how often the progress line moves
+STEPS_PER_DISPATCH = 10  # one compiled scan: also how often the progress line moves, and a signal is heard
+SAVE_PERIOD_S = 60.0  # a kill costs at most so much of it
 Pair = tuple[str, str]
 
 
@@ -43,8 +53,12 @@ class Progress(Protocol):
     def note(self, text: str) -> None: ...
 
 
-def run(config: Config, workdir: Path, progress: Progress) -> Path:
-    """Makes the folder `config.sft.out`; returns it."""
+def run(config: Config, workdir: Path, progress: Progress, stepped: Callable[[], None] = lambda: None) -> Path:
+    """Makes the folder `config.sft.out`; returns it.
+
+    stepped: called between dispatches; where it raises Stop, the state is kept in the workdir, and the next run goes on
+    from it.
+    """
     began = time.monotonic()
     section, out = config.sft, Path(config.sft.out)
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
@@ -54,7 +68,7 @@ def run(config: Config, workdir: Path, progress: Progress) -> Path:
         pairs = examples(config, workdir)
     with tempfile.TemporaryDirectory() as scratch:
         source = Path(section.init) if section.init else make_tokenizer(pairs, Path(scratch), section.vocab_size)
-        losses = _train(config, pairs, source, out, progress)
+        losses = _train(config, pairs, source, out, workdir / "sft", progress, stepped)
     progress.note(f"warm start: {section.steps} steps on {len(pairs)} examples in {time.monotonic() - began:.0f} s, "
                   f"loss {losses[0]:.3f} -> {losses[-1]:.3f}, written to {out}")
     return out
@@ -175,8 +189,17 @@ def row_order(n_rows: int, per_step: int, steps: int, seed: int) -> np.ndarray:
 # -------------------------------------------------------------- training
 
 
-def _train(config: Config, pairs: Sequence[Pair], source: Path, out: Path, progress: Progress) -> list[float]:
-    """Trains and writes the folder; returns the loss of every step."""
+class State(NamedTuple):
+    """What a dispatch leaves; its arrays are valid until the next."""
+
+    params: Any
+    moments: Any
+    losses: list[float]  # of every step so far
+
+
+def _train(config: Config, pairs: Sequence[Pair], source: Path, out: Path, keep: Path, progress: Progress,
+           stepped: Callable[[], None]) -> list[float]:
+    """Trains and writes the folder; returns the loss of every step. What is unfinished is in `keep`."""
     import jax
 
     from dora_jax.models import hf
@@ -191,14 +214,91 @@ def _train(config: Config, pairs: Sequence[Pair], source: Path, out: Path, progr
     progress.phase("sft", "compiling")
     cfg, params = _model(config, tokenizer.vocab_size, mesh)
     order = row_order(len(data.tokens), section.batch_rows, section.steps, config.seed)
-    losses: list[float] = []
-    for params, chunk in _steps(cfg, section, mesh, params, data, order):
-        losses += chunk
-        progress.phase("sft", f"step {len(losses)}/{section.steps}, loss {losses[-1]:.3f}")
-        if not np.isfinite(losses[-1]):
-            raise RuntimeError(f"warm start: the loss is {losses[-1]} at step {len(losses)}; lower sft.learning_rate")
-    hf.save(out, cfg, jax.device_get(params), source)
-    return losses
+    kept = _Kept(keep, _identity(section, data, order, params), progress.note)
+    for state in _steps(cfg, section, mesh, params, data, order, kept):
+        last = state.losses[-1]
+        progress.phase("sft", f"step {len(state.losses)}/{section.steps}, loss {last:.3f}")
+        if not np.isfinite(last):
+            raise RunError(f"warm start: the loss is {last} at step {len(state.losses)}; lower sft.learning_rate")
+        if len(state.losses) == section.steps:
+            break
+        try:
+            kept.poll(state)
+            stepped()
+        except Stop:
+            kept.keep(state)
+            raise
+    hf.save(out, cfg, jax.device_get(state.params), source)
+    kept.forget()
+    return state.losses
+
+
+def _identity(section: SftSection, data: Rows, order: np.ndarray, params: Any) -> str:
+    """Of everything that the result depends on."""
+    from dora_jax.digest import digest
+
+    fields = {**dataclasses.asdict(section), "out": ""}
+    return hashlib.sha256(b"".join([repr(fields).encode(), *(x.tobytes() for x in (*data, order)),
+                                    str(digest(params)).encode()])).hexdigest()
+
+
+class _Kept:
+    """The state of an unfinished warm start, as the newest checkpoint of a folder. `identity`: see `_identity`."""
+
+    def __init__(self, folder: Path, identity: str, say: Callable[[str], None]):
+        self._folder, self._identity, self._say = folder, identity, say
+        self._saved_s = time.monotonic()
+        self._writer: Any = None
+
+    def load(self, fresh: State) -> State:
+        """Where an earlier run was, on the devices of `fresh`, the beginning; that one where no run was stopped."""
+        import jax
+
+        from dora_jax.trainer import checkpoint
+
+        step = checkpoint.latest(self._folder, full=True)
+        if step is None:
+            return fresh
+        told = checkpoint.read_json(self._folder, step, "rl_state")
+        if told["identity"] != self._identity:
+            self._say(f"warm start: what {self._folder} keeps is of another one, which is given up: this one begins")
+            self.forget()
+            return fresh
+        params, moments = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), fresh[:2])
+        found = checkpoint.restore(self._folder, step, params, moments)
+        self._say(f"warm start: goes on from step {step}")
+        return State(found.params, found.opt_state, told["losses"])
+
+    def poll(self, state: State) -> None:
+        """Saves now and then, in the background."""
+        if time.monotonic() - self._saved_s < SAVE_PERIOD_S:
+            return
+        self._saved_s = time.monotonic()
+        self._save(state)
+
+    def keep(self, state: State) -> None:
+        """Returns when it is on the disk, or why it is not has been said."""
+        self._save(state)
+        self._close()
+
+    def forget(self) -> None:
+        self._close()
+        shutil.rmtree(self._folder, ignore_errors=True)
+
+    def _save(self, state: State) -> None:
+        from dora_jax.trainer.checkpoint import Checkpoints
+
+        if self._writer is None:
+            self._writer = Checkpoints(self._folder, CheckpointSection(keep=1), self._say)
+        self._writer.wait()
+        if len(state.losses) not in self._writer.steps():
+            self._writer.save(len(state.losses), state.params, state.moments,
+                              {"identity": self._identity, "losses": state.losses}, {})
+
+    def _close(self) -> None:
+        if self._writer is not None:
+            self._writer.close()
+            self._writer = None
 
 
 def _mesh(section: SftSection) -> Any:
@@ -224,9 +324,9 @@ def _model(config: Config, tokenizer_size: int, mesh: Any) -> tuple[Any, Any]:
     return cfg, decoder.init_params(cfg, config.seed, mesh)
 
 
-def _steps(cfg: Any, section: SftSection, mesh: Any, params: Any, data: Rows,
-           order: np.ndarray) -> Iterator[tuple[Any, list[float]]]:
-    """Yields (params, losses) a dispatch; the params are valid until the next."""
+def _steps(cfg: Any, section: SftSection, mesh: Any, params: Any, data: Rows, order: np.ndarray,
+           kept: _Kept) -> Iterator[State]:
+    """Yields the state after each dispatch, from where an earlier run was; donates params."""
     import jax
     from jax.sharding import NamedSharding, PartitionSpec
 
@@ -240,10 +340,12 @@ def _steps(cfg: Any, section: SftSection, mesh: Any, params: Any, data: Rows,
     specs = sharding.param_specs(cfg, mesh)
     moments = jax.jit(tx.init, out_shardings=optim.state_shardings(tx, params, specs, replicated))(params)
     dispatch = jax.jit(functools.partial(_dispatch, cfg, sharding.batch_spec(mesh), tx), donate_argnums=(0, 1))
-    for start in range(0, len(order), STEPS_PER_DISPATCH):
+    params, moments, past = kept.load(State(params, moments, []))
+    for start in range(len(past), len(order), STEPS_PER_DISPATCH):
         chosen = jax.device_put(order[start:start + STEPS_PER_DISPATCH], replicated)
         params, moments, losses = dispatch(params, moments, rows, chosen)
-        yield params, np.asarray(losses).tolist()
+        past = past + np.asarray(losses).tolist()
+        yield State(params, moments, past)
 
 
 def _dispatch(cfg: Any, spec: Any, tx: Any, params: Any, moments: Any, rows: Rows, order_SxB: Any) -> tuple[Any, Any, Any]:
@@ -280,12 +382,13 @@ def _loss(cfg: Any, params: Any, batch: Rows) -> Any:
 def main(config: Config, workdir: Path) -> int:
     from dora_jax import devices
     from dora_jax.metrics import Writer
+    from dora_jax.runtime.guard import Guard
 
     if (Path(config.sft.out) / "config.json").exists():
         raise ConfigError(f"sft.out: {config.sft.out} already holds a model; name another folder, or remove it")
     devices.setup_platform(config)
-    with Writer(workdir) as writer:
-        run(config, workdir, writer)
+    with Writer(workdir) as writer, Guard(0.0, owner=True) as guard:
+        run(config, workdir, writer, guard.stepped)
     return 0
 
 

@@ -8,6 +8,11 @@ Starts without JAX.
 
 from __future__ import annotations
 
+from dora_jax import exits
+
+if __name__ == "__main__":
+    exits.listen()  # before the imports, which take a second
+
 import dataclasses
 import importlib.util
 import sys
@@ -27,8 +32,6 @@ from dora_jax.sim.config import SimConfig
 from dora_jax.sim.run import StoppedEarly, simulate
 from dora_jax.sim.trace import Trace
 from dora_jax.spelling import nearest
-
-BAD_USAGE = 2  # exit code: wrong input, trying again cannot help
 
 CONFIG_HELP = "path.py[:argument]; --config.field=value overrides a field"
 TRACE_HELP = "write the last row as a Chrome trace, to be opened in Perfetto"
@@ -151,7 +154,7 @@ def _run() -> None:
             print(f"error: {problem}", file=sys.stderr)
     except (StoppedEarly, replay.Differs) as error:  # the orchestrator gave the run up, or is another than recorded
         print(f"error: {error}", file=sys.stderr)
-    sys.exit(BAD_USAGE)
+    sys.exit(exits.BAD_USAGE)
 
 
 if __name__ == "__main__":

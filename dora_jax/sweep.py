@@ -12,6 +12,11 @@ Exit code: 0 all have ended well, 1 one has not, 2 wrong input, 42 told to stop:
 
 from __future__ import annotations
 
+from dora_jax import exits
+
+if __name__ == "__main__":
+    exits.listen()  # before the imports, which take a second
+
 import dataclasses
 import hashlib
 import json
@@ -30,9 +35,9 @@ from absl import flags as absl_flags
 from dora_jax import config as configs
 from dora_jax import config_files, flags
 from dora_jax.config import ConfigError
+from dora_jax.exits import RETRY
 
 TRAIN = ("-m", "dora_jax.train")  # arguments of this interpreter
-RETRY = 42  # as dora_jax.train says it
 MARKER = "finished.json"  # in a run folder: the resolved config under which it ended well
 MAX_NAME = 120  # characters; file systems take 255, and what people read takes less
 
@@ -109,7 +114,8 @@ def run_name(overrides: Mapping[str, Any]) -> str:
 
 def run(points: Sequence[Point]) -> int:
     """Runs what has not ended well; the exit code of the whole."""
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # it ends the sweep as Ctrl-C does
+    for number in exits.SIGNALS:  # KeyboardInterrupt, here, whichever it is
+        signal.signal(number, signal.default_int_handler)
     outcomes: dict[int, str] = {}
     code = 0
     for point in points:
@@ -186,6 +192,6 @@ if __name__ == "__main__":
     except ConfigError as error:
         for problem in error.problems:
             print(f"error: {problem}", file=sys.stderr)
-        sys.exit(flags.BAD_USAGE)
+        sys.exit(exits.BAD_USAGE)
     except KeyboardInterrupt:  # between two runs
         sys.exit(RETRY)

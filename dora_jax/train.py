@@ -5,13 +5,18 @@ Run again with the same workdir it resumes from the newest checkpoint.
 
 from __future__ import annotations
 
+from dora_jax import exits
+
+if __name__ == "__main__":
+    exits.listen()  # before the imports, which take a second
+
 from dora_jax import flags
 
 
 def main(config, workdir):
     from dora_jax.runtime.job import train  # JAX starts only after the configuration has passed
 
-    return train(config, workdir)
+    return train(config, workdir, owner=True)
 
 
 if __name__ == "__main__":

@@ -10,9 +10,9 @@ import sys
 import pytest
 
 from dora_jax.config import ConfigError
+from dora_jax.exits import Stop
 from dora_jax.runtime import bucket
 from dora_jax.runtime.audit import audit
-from dora_jax.runtime.guard import Stop
 from dora_jax.trainer import manifest
 
 

@@ -10,6 +10,7 @@ import pytest
 import tensorstore
 
 from dora_jax.buffer.store import MemoryGroupStore
+from dora_jax.exits import Stop
 from dora_jax.orchestrate import events as ev
 from dora_jax.orchestrate.core import Orchestrator
 from dora_jax.orchestrate.modes import OrchestratorConfig
@@ -17,7 +18,7 @@ from dora_jax.rollout.oracle import OracleEngine
 from dora_jax.runtime.book import CODEC, Book, Fact, Progress, Published, decoded, encoded
 from dora_jax.runtime.codec import CodecError
 from dora_jax.runtime.durable import DurableWorld
-from dora_jax.runtime.guard import Guard, GuardedWorld, Stop
+from dora_jax.runtime.guard import Guard, GuardedWorld
 from dora_jax.runtime.journal import FileLog, Journal
 from dora_jax.runtime.local import LocalWorld
 from dora_jax.runtime.loop import run

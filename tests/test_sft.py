@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from dora_jax import config, sft
+from dora_jax.exits import Stop
 from dora_jax.models import decoder, hf, sharding
 from dora_jax.tokenizer import Tokenizer
 from dora_jax.trainer import step
@@ -106,6 +107,39 @@ def test_run_leaves_a_folder_that_loads_and_learned(made):
     trained = -np.asarray(jax.jit(model.logprobs)(params, arrays)[0])[0, completion].mean()
     fresh = decoder.init_params(cfg, 0)
     assert trained < -np.asarray(jax.jit(model.logprobs)(fresh, arrays)[0])[0, completion].mean() - 1.5
+
+
+class Signal:
+    """What a guard does: it stops the warm start after so many dispatches."""
+
+    def __init__(self, dispatches):
+        self.left = dispatches
+
+    def __call__(self):
+        self.left -= 1
+        if not self.left:
+            raise Stop("told to")
+
+
+def test_what_was_stopped_goes_on_to_the_same_bytes(made, tmp_path, monkeypatch):
+    monkeypatch.setattr(sft, "examples", lambda cfg, workdir: PAIRS)
+    cfg, progress = config.Config(sft=dataclasses.replace(TINY, out=str(tmp_path / "base"))), Quiet()
+    with pytest.raises(Stop):
+        sft.run(cfg, tmp_path, progress, Signal(1))
+    assert not (tmp_path / "base").exists() and (tmp_path / "sft/10/manifest.json").is_file()
+    sft.run(cfg, tmp_path, progress)
+    assert progress.notes[0] == "warm start: goes on from step 10" and not (tmp_path / "sft").exists()
+    written, expected = (folder / "model.safetensors" for folder in (tmp_path / "base", made[0]))
+    assert written.read_bytes() == expected.read_bytes()
+
+
+def test_what_another_warm_start_left_is_not_gone_on_from(tmp_path, monkeypatch):
+    monkeypatch.setattr(sft, "examples", lambda cfg, workdir: PAIRS)
+    cfg, progress = config.Config(sft=dataclasses.replace(TINY, out=str(tmp_path / "base"))), Quiet()
+    with pytest.raises(Stop):
+        sft.run(cfg, tmp_path, progress, Signal(1))
+    sft.run(dataclasses.replace(cfg, seed=1), tmp_path, progress)
+    assert "is of another one" in progress.notes[0]
 
 
 def test_a_folder_is_never_written_over(made, monkeypatch):

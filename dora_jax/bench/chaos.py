@@ -31,9 +31,9 @@ import time
 from pathlib import Path
 
 from dora_jax import fault, flags
+from dora_jax.exits import RETRY
 from dora_jax.fault import POINTS
 from dora_jax.runtime.audit import audit
-from dora_jax.runtime.guard import RETRY
 
 RANDOM = "at random"
 LIFE_S = 3.0  # a random kill comes within so long after the journal's segment of this life

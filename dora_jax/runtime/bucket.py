@@ -32,7 +32,7 @@ from typing import Any
 import tensorstore
 
 from dora_jax.config import ConfigError
-from dora_jax.runtime.guard import Stop
+from dora_jax.exits import Stop
 from dora_jax.runtime.objects import ANSWER_S
 from dora_jax.trainer import manifest
 from dora_jax.trainer.manifest import MANIFEST, TEMPORARY, Files

@@ -330,7 +330,8 @@ def side_by_side(calls: Sequence[Callable[[], None]]) -> None:
         except BaseException as error:  # raised below, on the caller's thread
             errors.append(error)
 
-    threads = [threading.Thread(target=guarded, args=(call,), daemon=True) for call in calls]
+    # no daemons: an interpreter that ends while one compiles would abort
+    threads = [threading.Thread(target=guarded, args=(call,)) for call in calls]
     for thread in threads:
         thread.start()
     for thread in threads:

@@ -1,61 +1,67 @@
-"""How a run ends when it is told to, or when nothing moves any more: in time, with a reason, and an exit code.
-
-    0 done    1 it cannot go on    2 wrong input (flags.py)    42 start me again: told to stop, or stuck
+"""How a run ends when it is told to, or when nothing moves any more: in time, with a reason and an exit code (exits.py).
 
 Consumes signals and facts; raises `Stop` between two batches of facts, so that nothing is cut in half. Laws: 14 s after
-the first signal the process is gone, whatever hangs; what was acknowledged is in the journal by then.
+the first signal a program of ours is gone, whatever hangs; what was acknowledged is in the journal by then; the process
+of a caller of `dora_jax.fit` is never ended.
 """
 
 from __future__ import annotations
 
+import contextlib
 import faulthandler
-import os
 import signal
+import socket
 import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
+from dora_jax.exits import RETRY, SIGNALS, Stop, leave
 from dora_jax.orchestrate import events as ev
 from dora_jax.runtime.loop import World
 
-RETRY = 42  # what JobSet and XPK take for "restart"
-GRACE_S = 14.0  # spot machines give 15 s between the notice and the end
+GRACE_S = 13.0  # spot machines give 15 s between the notice and the end; freeing what a process holds takes some of it
 HUNG_S = 60.0  # the main thread itself stands still so much longer than the limit
+STAGE_END_S = 30.0  # a stage that is told to end is waited for so long
 IDLE_FACTS = (ev.TimePassed, ev.PagesReported)  # said whether or not anything moves
 
 
-class Stop(Exception):
-    """The run ends now and can be started again; the message says why."""
-
-
 class Guard:
-    """Signals and the watchdog of one run. Use as a context on the main thread. `limit_s` 0: no watchdog."""
+    """Signals and the watchdog of one run; use as a context.
 
-    def __init__(self, limit_s: float, diagnose: Callable[[], str] = lambda: ""):
+    `limit_s` 0: no watchdog. `owner`: the process is there for this run alone, and is ended where the run hangs.
+    On another thread than the main one, where Python takes no handlers, signals stay as they are.
+    """
+
+    def __init__(self, limit_s: float, diagnose: Callable[[], str] = lambda: "", *, owner: bool = False):
         self.diagnose = diagnose
         self.looping = False  # signals wait for the loop, which looks in between facts
         self._limit_s = limit_s
+        self._owner = owner
         self._signal: str | None = None
         self._looked_s = self._moved_s = time.monotonic()
         self._done = threading.Event()
-        self._old: dict[int, Any] = {}
-        self._threads: list[threading.Thread] = []
+        self._undo = contextlib.ExitStack()
 
     def __enter__(self) -> Guard:
-        for number in (signal.SIGTERM, signal.SIGINT):
-            self._old[number] = signal.signal(number, self._told)
+        if threading.current_thread() is threading.main_thread():
+            if self._owner:
+                self._keep_deadline()
+            for number in SIGNALS:
+                self._undo.callback(signal.signal, number, signal.signal(number, self._told))
         if self._limit_s:
             self._begin(self._watch, "watchdog")
         return self
 
     def __exit__(self, *error: object) -> None:
         self._done.set()
-        for thread in self._threads:  # one that wakes while the interpreter ends would abort the process
-            thread.join()
-        for number, old in self._old.items():
-            signal.signal(number, old)
+        self._undo.close()
+
+    @property
+    def patience_s(self) -> float:
+        """How long a stopped run waits for what a stage is in the middle of, which will be made again."""
+        return 0.0 if self._owner else STAGE_END_S
 
     def look(self) -> None:
         """Raises Stop where the run has been told to end, or nothing has moved for the limit."""
@@ -69,24 +75,40 @@ class Guard:
     def moved(self) -> None:
         self._moved_s = time.monotonic()
 
+    def stepped(self) -> None:
+        """For a loop without facts: once a step."""
+        self.moved()
+        self.look()
+
     # ------------------------------------------------------------ private
 
     def _begin(self, call: Callable[[], None], name: str) -> None:
-        self._threads.append(threading.Thread(target=call, name=name, daemon=True))
-        self._threads[-1].start()
+        thread = threading.Thread(target=call, name=name, daemon=True)
+        self._undo.callback(thread.join)  # one that wakes while the interpreter ends would abort the process
+        thread.start()
 
     def _told(self, number: int, frame: Any) -> None:
-        again = self._signal is not None
-        self._signal = signal.Signals(number).name
-        if not again:
-            self._begin(self._end_in_time, "deadline")
-        if again or not self.looping:  # nothing runs yet that could be cut in half
-            raise Stop(f"{self._signal}: stopped")
+        """Interrupts what runs before the loop; a caller who asks twice interrupts the loop too."""
+        again, self._signal = self._signal is not None, signal.Signals(number).name
+        if not self._owner if again else not self.looping:
+            raise Stop(f"{self._signal}: stopped; the same command goes on from here")
 
-    def _end_in_time(self) -> None:
-        if not self._done.wait(GRACE_S):
-            print(f"{self._signal}: {GRACE_S:.0f} s are over; what is unfinished is abandoned", file=sys.stderr, flush=True)
-            os._exit(RETRY)
+    def _keep_deadline(self) -> None:
+        """By a thread that hears of a signal at once: a handler waits until the main thread is out of XLA."""
+        told, tell = socket.socketpair()
+        tell.setblocking(False)
+
+        def wait() -> None:
+            while (heard := told.recv(1)) and heard[0] not in SIGNALS:
+                pass
+            if heard and not self._done.wait(GRACE_S):
+                leave(RETRY, f"{signal.Signals(heard[0]).name}: {GRACE_S:.0f} s are over; what is unfinished is abandoned, "
+                             f"and the same command makes it again (exit code {RETRY})")
+
+        self._undo.callback(told.close)
+        self._begin(wait, "deadline")
+        self._undo.callback(tell.close)
+        self._undo.callback(signal.set_wakeup_fd, signal.set_wakeup_fd(tell.fileno(), warn_on_full_buffer=False))
 
     def _watch(self) -> None:
         """The last resort: the main thread is stuck inside a call."""
@@ -94,7 +116,9 @@ class Guard:
             if self.looping and time.monotonic() - self._looked_s > self._limit_s + HUNG_S:
                 print(f"the main thread has stood still for {self._limit_s + HUNG_S:.0f} s", file=sys.stderr, flush=True)
                 faulthandler.dump_traceback(all_threads=True)
-                os._exit(RETRY)
+                if self._owner:
+                    leave(RETRY)
+                return
 
 
 class GuardedWorld:
@@ -103,6 +127,7 @@ class GuardedWorld:
     def __init__(self, world: World, guard: Guard):
         self._world = world
         self._guard = guard
+        guard.moved()  # it was made before the run was compiled
 
     def events(self) -> Iterator[ev.Event]:
         self._guard.look()

@@ -21,11 +21,11 @@ import numpy as np
 from dora_jax.orchestrate import events as ev
 from dora_jax.rollout.migrate import Parcel
 from dora_jax.runtime.book import Partial
+from dora_jax.runtime.guard import STAGE_END_S
 from dora_jax.runtime.workers import Crashed, Finished, InstanceWorker, Risen
 from dora_jax.types import InstanceId, Prompt, SampleId, Version, record
 
 MAX_LOSSES = 3  # lives in a row that finished no sample, after which an instance stays away
-STOP_S = 30.0  # an engine that is being made at the end is waited for so long
 LOOKS = 8  # at a life, in the time after which it counts as hung
 MAX_LOGPROB = 0.01  # rounding may lift one over 0
 
@@ -77,12 +77,12 @@ class LocalInstance:
         if self._spare.hung_s:
             self._begin(self._watch)
 
-    def stop(self) -> None:
+    def stop(self, timeout_s: float = STAGE_END_S) -> None:
         self._done.set()
         if life := self._life:
-            life.stop()
+            life.stop(timeout_s)
         for thread in self._threads:  # one that wakes while the interpreter ends would abort the process
-            thread.join(STOP_S)
+            thread.join(timeout_s)
 
     def post(self, call: Callable[..., None], *args: Any) -> None:
         call(*args)

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from dora_jax import config as configs
 from dora_jax import devices, presets, sft, tasks, validate
 from dora_jax.buffer.store import MemoryGroupStore
 from dora_jax.config import Config, ConfigError, RewardModelSection, RunError, blame
+from dora_jax.exits import FAILED, RETRY, Stop
 from dora_jax.metrics import Writer
 from dora_jax.models import hf
 from dora_jax.orchestrate.core import Orchestrator
@@ -22,7 +24,7 @@ from dora_jax.runtime.bucket import Mirror, fetch, mirrored
 from dora_jax.runtime.build import OneProcess, Parts, TrainerSide
 from dora_jax.runtime.durable import DurableWorld
 from dora_jax.runtime.evaluations import closing
-from dora_jax.runtime.guard import RETRY, Guard, GuardedWorld, Stop
+from dora_jax.runtime.guard import STAGE_END_S, Guard, GuardedWorld
 from dora_jax.runtime.journal import Journal
 from dora_jax.runtime.local import LocalWorld
 from dora_jax.runtime.loop import run
@@ -35,40 +37,46 @@ from dora_jax.trainer import checkpoint
 from dora_jax.types import Version
 
 
-def train(config: Config, workdir: Path) -> int:
-    """Warm start where the base is missing, then RL until config.steps; resumes. Returns the exit code."""
+def train(config: Config, workdir: Path, *, owner: bool = False) -> int:
+    """Warm start where the base is missing, then RL until config.steps; resumes. Returns the exit code.
+
+    owner: the process is there for this run alone, and is ended where the run does not end in time.
+    """
     began = time.monotonic()
     # a controller computes nothing, and must not hold the chips that its gangs want
     devices.setup_platform(dataclasses.replace(config, cpu_devices=1) if config.cluster.launcher else config)
     config, chosen = presets.settle(config)
-    with Writer(workdir) as writer, Guard(config.journal.watchdog_s) as guard, mirrored(
+    with Writer(workdir) as writer, Guard(config.journal.watchdog_s, owner=owner) as guard, mirrored(
             workdir, writer.note, steps=not config.cluster.launcher) as mirror:
         writer.note("\n".join(chosen))
         try:
-            make_base(config, workdir, writer)
+            make_base(config, workdir, writer, guard)
             halt, log = _train(_opened(config, workdir, writer), writer, guard, mirror)
         except Stop as stop:
             writer.close_with(f"{stop} (exit code {RETRY})")
             return RETRY
         writer.close_with(f"{halt.reason} ({time.monotonic() - began:.0f} s in all); {closing(log.evaluations)}")
-    return 0 if halt.ok else 1
+    return 0 if halt.ok else FAILED
 
 
 def evaluate(config: Config, workdir: Path, step: int | None = None) -> int:
-    """avg@k and pass@k of one checkpoint on the held-out prompts. A run of no steps: no trainer, the same engines."""
+    """avg@k and pass@k of one checkpoint on the held-out prompts. A run of no steps: no trainer, the same engines.
+
+    For a process of its own: it is ended where it is told to stop and does not end in time.
+    """
     devices.setup_platform(config)
     config = devices.filled(dataclasses.replace(config, slice="", cluster=dataclasses.replace(config.cluster, launcher="")))
     if config.task.rewards:  # held-out groups have the reward of their task
         config = dataclasses.replace(config, reward_model=RewardModelSection())
     directory = workdir / "checkpoints"
     version = pick(directory, step)
-    with Writer(workdir) as writer:
+    with Writer(workdir) as writer, Guard(0.0, owner=True) as guard:
         parts = _opened(config, workdir, writer)
         body = OneProcess(parts, writer.note)
         body.weights.put(version, checkpoint.read_params(directory, version))
         orchestrator = Orchestrator(build.orchestrator_config(dataclasses.replace(config, steps=version)),
                                     start_version=version)
-        _, log = _run(parts, body, writer, orchestrator, Guard(0.0))
+        _, log = _run(parts, body, writer, orchestrator, guard)
     if version not in log.evaluations:
         raise RunError(f"version {version} is not evaluated: none of its held-out groups has a score")
     print(json.dumps({"step": version, **log.evaluations[version]}))
@@ -83,12 +91,14 @@ def load_policy(workdir: str | Path, step: int | None = None) -> tuple[Any, Any,
     return hf.read_config(path), checkpoint.read_params(directory, pick(directory, step)), Tokenizer.load(path)
 
 
-def make_base(config: Config, workdir: Path, writer: Writer) -> None:
+def make_base(config: Config, workdir: Path, writer: Writer, guard: Guard) -> None:
     """The quickstart's way: model.path is the warm start's own output and does not exist yet."""
     if validate.makes_base(config) and not (Path(config.model.path) / "config.json").exists():
         writer.phase("all", "scoring one row")
         _try_early(config, workdir)
-        sft.run(config, workdir, writer)
+        sft.run(config, workdir, writer, guard.stepped)
+        guard.stepped()
+        guard.looping = False  # what follows is only being put together: a signal may interrupt it
 
 
 def pick(directory: Path, step: int | None) -> int:
@@ -252,16 +262,30 @@ def _run(parts: Parts, body: Any, writer: Writer, orchestrator: Orchestrator, gu
     durable = backing and backing.behind(world)
     guard.diagnose = lambda: f"{orchestrator.summary()['waits']}; {world.diagnosis()}"
     observers = [*([recorder] if recorder else []), log.event, *([Saver(backing, durable, log)] if backing else [])]
-    try:
+    with _ending(durable, world, body, log, recorder, guard):
         writer.phase("all", "compiling")
         ups = body.ready(instances, worker)
         writer.phase("all", "")
         world.start(ups)
         return run(orchestrator, GuardedWorld(durable or world, guard), observers), log
+
+
+@contextlib.contextmanager
+def _ending(durable: DurableWorld | None, world: LocalWorld, body: Any, log: RunLog, recorder: Any,
+            guard: Guard) -> Iterator[None]:
+    """Closes these at the end. The stages of a stopped run are not seen to the end of what they are in the middle of."""
+    stopped = False
+    try:
+        yield
+    except Stop:
+        stopped = True
+        raise
     finally:
         if durable:
             durable.close()
-        world.close()
+        if stopped:
+            body.close()  # a gang that is gone lets go of the threads that wait for its answers
+        world.close(guard.patience_s if stopped else STAGE_END_S)
         log.close()
         if recorder:
             recorder.close()

@@ -15,11 +15,12 @@ from typing import Any
 import numpy as np
 
 from dora_jax.config import RunError
+from dora_jax.exits import Stop
 from dora_jax.orchestrate import events as ev
 from dora_jax.orchestrate.restart import Debts
 from dora_jax.rollout.migrate import Parcel, retagged
 from dora_jax.runtime.book import Book, Partial
-from dora_jax.runtime.guard import Stop
+from dora_jax.runtime.guard import STAGE_END_S
 from dora_jax.runtime.workers import Crashed, Ended, Exported, Finished, Handed, InstanceWorker, Risen, StepDone
 from dora_jax.runtime.workers import TrainerWorker
 from dora_jax.tasks.pool import GroupFailure
@@ -101,9 +102,10 @@ class LocalWorld:
         for worker in self._workers():
             worker.start()
 
-    def close(self) -> None:
+    def close(self, patience_s: float = STAGE_END_S) -> None:
+        """Each stage is waited for so long."""
         for worker in self._workers():
-            worker.stop()
+            worker.stop(patience_s)
         self._scorer.close()
 
     def diagnosis(self) -> str:

@@ -20,6 +20,7 @@ from dora_jax.orchestrate import events as ev
 from dora_jax.rollout.migrate import Parcel
 from dora_jax.runtime.book import Partial
 from dora_jax.runtime.gap import GapProbe
+from dora_jax.runtime.guard import STAGE_END_S
 from dora_jax.runtime.waits import Waits
 from dora_jax.types import InstanceId, Prompt, Sample, SampleId, ScoredGroup, Version, record
 
@@ -96,7 +97,7 @@ class Worker:
     def post(self, call: Callable[..., None], *args: Any) -> None:
         self._inbox.put((call, args))
 
-    def stop(self, timeout_s: float = 30.0) -> None:
+    def stop(self, timeout_s: float = STAGE_END_S) -> None:
         """Ends the thread after what is posted; waits for it."""
         self._inbox.put(None)
         if self._thread.is_alive():

@@ -66,6 +66,7 @@ class Cluster:
                 functools.partial(self._keeper, instance), say)
         self._replicas = Replicas(wish_at(self._place), self.instances(), say) if config.cluster.elastic else None
         self._roster.announce(self._hub.address)
+        self._closed = False
         self._trainer.open()
         for remote in self._instances.values():
             remote.open()
@@ -89,6 +90,10 @@ class Cluster:
         return []
 
     def close(self) -> None:
+        """May be called twice."""
+        if self._closed:
+            return
+        self._closed = True
         if self._replicas:
             self._replicas.close()
         self._trainer.close()

@@ -80,7 +80,8 @@ class RemoteInstance:
     def want(self, wanted: bool) -> None:
         self._keeper.want(wanted)
 
-    def stop(self) -> None:
+    def stop(self, timeout_s: float = 0.0) -> None:
+        """A gang is not waited for: it is ended."""
         self._keeper.close()
 
     def post(self, call: Callable[..., None], *args: Any) -> None:

@@ -1,0 +1,52 @@
+"""Exit codes, and what Ctrl-C and SIGTERM do to a program of ours that has no run yet (see runtime/guard.py).
+
+    0 done    1 it cannot go on    2 wrong input, trying again cannot help    42 start me again: told to stop, or stuck
+
+Standard library only: a program listens before it imports anything else.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import sys
+from types import FrameType
+from typing import NoReturn
+
+FAILED, BAD_USAGE, RETRY = 1, 2, 42  # 42 is what JobSet and XPK take for "restart"
+SIGNALS = (signal.SIGINT, signal.SIGTERM)
+SHOW_CURSOR = "\x1b[?25h"  # which a progress line that was not closed has hidden
+
+
+class Stop(BaseException):
+    """The run ends now and can be started again; the message says why.
+
+    It may be raised inside any library, many of which catch every `Exception`; so it is none.
+    """
+
+
+def listen() -> None:
+    """From here on a signal ends the process at once with code 42: nothing runs yet that would have to be put away.
+
+    For the main thread of a program of ours.
+    """
+    for number in SIGNALS:
+        signal.signal(number, _end_at_once)
+
+
+def leave(code: int, sentence: str = "") -> NoReturn:
+    """Ends the process without the interpreter's own end, which aborts where a thread still compiles or computes."""
+    with contextlib.suppress(OSError, RuntimeError, ValueError):  # a full disk, a closed pipe, a print cut in half
+        sys.stdout.flush()
+        sys.stderr.flush()
+    with contextlib.suppress(OSError):
+        if os.isatty(1):
+            os.write(1, f"\r{SHOW_CURSOR}".encode())
+        if sentence:
+            os.write(2, f"{sentence}\n".encode())
+    os._exit(code)
+
+
+def _end_at_once(number: int, frame: FrameType | None) -> None:
+    leave(RETRY, f"{signal.Signals(number).name}: stopped before a run began (exit code {RETRY})")
