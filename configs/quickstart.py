@@ -44,7 +44,7 @@ def get_config(arg=None):
         c.sft.out = c.model.path = "runs/quickstart_tiny_base"
         c.sft.steps, c.sft.examples = 20, 256
         c.sft.d_model, c.sft.n_layers, c.sft.d_ff = 32, 2, 64
-        c.sft.n_heads, c.sft.n_kv_heads, c.sft.head_dim = 2, 1, 16
+        c.sft.n_heads, c.sft.n_kv_heads, c.sft.head_dim = 4, 1, 8
         c.orchestrator.groups_per_step, c.orchestrator.group_size = 2, 4
         c.trainer.micro_batches = 1
         c.eval.prompts, c.eval.samples = 8, 1

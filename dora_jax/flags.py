@@ -201,13 +201,10 @@ def _saved(rest: Sequence[str], spec: str) -> ml_collections.ConfigDict:
     """The ConfigDict of the workdir that --workdir names, before absl has parsed anything."""
     if spec:
         raise ConfigError("config: this program reads the config of --workdir; leave --config out")
-    workdirs = [arg.partition("=")[2] for arg in rest if re.match(r"--?workdir=", arg)]
-    if not workdirs:
+    named = [arg.partition("=")[2] for arg in rest if re.match(r"--?workdir=", arg)]
+    if not named:
         raise ConfigError("workdir: missing; name the folder of a run, --workdir=DIR")
-    file = _local(workdirs[-1], "evaluate") / "config.json"
-    if not file.is_file():
-        raise ConfigError(f"workdir: {workdirs[-1]} holds no run: {file} does not exist")
-    config = configs.from_config_dict(json.loads(file.read_text()), "evaluate")
+    config = configs.from_config_dict(workdirs.read(_local(named[-1], "evaluate")), "evaluate")
     return ml_collections.ConfigDict(dataclasses.asdict(config)).lock()
 
 

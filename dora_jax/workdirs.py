@@ -1,19 +1,22 @@
 """What a workdir remembers of its run's configuration: config.json (resolved, secrets blanked) and overrides.json.
 
 Consumes a `Config` and a folder; produces the two files, or the sentence that says why the folder is not this run's.
-Law: a file is there whole or not at all.
+Laws: a file is there whole or not at all; a workdir of a version whose journal and checkpoints this one does not read is
+refused with the name of the version that does.
 """
 
 from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+import dora_jax
 from dora_jax import config as configs
-from dora_jax.config import Config
+from dora_jax.config import Config, ConfigError
+from dora_jax.models.hf_config import read_json
 
 MAY_CHANGE = (  # between two runs of one workdir: how long, how often, and on which machine
     "steps", "slice", "cpu_devices", "placement", "model.size", "checkpoint.", "journal.", "eval.", "cluster.",
@@ -23,21 +26,50 @@ MAY_CHANGE = (  # between two runs of one workdir: how long, how often, and on w
     "reward_model.placement", "reward_model.data", "reward_model.fsdp", "reward_model.tensor", "reward_model.rows")
 
 
+READS = (dora_jax.__version__,)  # versions of dora_jax whose workdirs this one goes on with
+UNNAMED = "0.1.0"  # the version that wrote a workdir which names none
+VERSION = "dora_jax"  # in config.json, beside the fields
+
+
 def record(workdir: Path, config: Config, overrides: Mapping[str, Any]) -> None:
     """Writes both files, each whole or not at all; overrides: what the command line changed."""
     workdir.mkdir(parents=True, exist_ok=True)
-    for name, tree in (("config.json", configs.to_json(config)), ("overrides.json", configs.redact(overrides))):
+    resolved = {VERSION: dora_jax.__version__, **configs.to_json(config)}
+    for name, tree in (("config.json", resolved), ("overrides.json", configs.redact(overrides))):
         partial = workdir / f".{name}.partial"
         partial.write_text(json.dumps(tree, indent=2, default=dict) + "\n")
         os.replace(partial, workdir / name)
 
 
-def conflicts(workdir: Path, config: Config) -> list[str]:
-    """Fields in which the workdir's config differs from this one, but for those that may change between runs."""
+def read(workdir: Path) -> dict[str, Any]:
+    """The tree in its config.json, for `config.from_config_dict`; ConfigError where there is none for this version."""
     file = workdir / "config.json"
     if not file.is_file():
+        raise ConfigError(f"workdir: {workdir} holds no run: {file} does not exist")
+    try:
+        tree = read_json(file)
+    except ValueError as error:
+        raise ConfigError(f"workdir: {error}") from error
+    version = str(tree.pop(VERSION, UNNAMED))
+    if version not in READS:
+        raise ConfigError(f"workdir: {workdir} was written by dora_jax {version}, and this is {dora_jax.__version__}, which "
+                          f"does not read it: go on with dora_jax {version}, or choose another --workdir")
+    return tree
+
+
+def conflicts(workdir: Path, config: Config) -> list[str]:
+    """Why a run of this configuration cannot go on in this folder: it is another version's, or a field that may not change
+    between runs has another value."""
+    if not (workdir / "config.json").is_file():
         return []
-    old, new = json.loads(file.read_text()), configs.to_json(config)
+    try:
+        old = read(workdir)
+    except ConfigError as error:
+        return list(error.problems)
+    if unknown := sorted(_unknown(old)):
+        return [f"workdir: {workdir} was written by another version of dora_jax: its config.json has {', '.join(unknown)}, which "
+                f"this one does not know; choose another --workdir"]
+    new = configs.to_json(config)
     differing = [name for name in configs.fields() if not name.startswith(MAY_CHANGE)
                  and _get(old, name, _get(new, name)) != _get(new, name)]
     if not differing:
@@ -52,7 +84,18 @@ def conflicts(workdir: Path, config: Config) -> list[str]:
 def _get(tree: Mapping[str, Any], name: str, missing: Any = None) -> Any:
     """A field of a JSON config; `missing` where the config was written before the field existed."""
     for part in name.split("."):
-        if part not in tree:
+        if not isinstance(tree, Mapping) or part not in tree:
             return missing
         tree = tree[part]
     return tree
+
+
+def _unknown(tree: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
+    """Fields of a JSON config that there are no more."""
+    known = configs.fields()
+    for name, value in tree.items():
+        inside = any(field.startswith(f"{prefix}{name}.") for field in known)
+        if inside and isinstance(value, Mapping):
+            yield from _unknown(value, f"{prefix}{name}.")
+        elif prefix + name not in known:
+            yield prefix + name

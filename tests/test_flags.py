@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 from absl import flags as absl_flags
 
-from dora_jax import flags
+import dora_jax
+from dora_jax import flags, workdirs
 from dora_jax.config import ConfigError
 
 ROOT = Path(__file__).parent.parent
@@ -174,6 +175,7 @@ def test_problems_of_several_kinds_come_together(workspace):
 def test_the_workdir_remembers_its_config(workspace):
     flags.record(parse("--config=c.py", "--workdir=w", "--config.seed=5", "--config.task.params.token=open"))
     saved = json.loads(Path("w/config.json").read_text())
+    assert saved["dora_jax"] == dora_jax.__version__
     assert saved["seed"] == 5 and saved["task"]["params"] == {"terms": 2, "label": "a", "token": "<redacted>"}
     assert json.loads(Path("w/overrides.json").read_text()) == {"seed": 5, "task.params.token": "<redacted>"}
     assert sorted(p.name for p in Path("w").iterdir()) == ["config.json", "overrides.json"]
@@ -190,6 +192,34 @@ def test_a_field_that_an_older_config_lacks_is_no_difference(workspace):
     del saved["rollout"]["decode_steps"], saved["sft"]
     Path("w/config.json").write_text(json.dumps(saved))
     parse("--config=c.py", "--workdir=w")
+
+
+@pytest.mark.parametrize("change, why", [
+    ({"dora_jax": "9.1.0"}, f"workdir: w was written by dora_jax 9.1.0, and this is {dora_jax.__version__}, which does not "
+                            "read it: go on with dora_jax 9.1.0, or choose another --workdir"),
+    ({"dora_jax": 7}, "workdir: w was written by dora_jax 7, and this is"),
+    ({"trainer": {"learning_rat": 1, "rows": 0}, "task": 3}, "workdir: w was written by another version of dora_jax: its "
+     "config.json has task, trainer.learning_rat, which this one does not know; choose another --workdir"),
+    (None, "workdir: w/config.json is not JSON: "),
+])
+def test_a_workdir_of_another_version_is_refused(workspace, change, why):
+    flags.record(parse("--config=c.py", "--workdir=w"))
+    text = Path("w/config.json").read_text()
+    Path("w/config.json").write_text(json.dumps(json.loads(text) | change) if change else text[:99])
+    (problem,) = refusal("--config=c.py", "--workdir=w")
+    assert problem.startswith(why)
+    if "trainer" not in (change or ()):
+        assert refusal("--workdir=w", purpose="evaluate") == (problem,)
+
+
+def test_a_workdir_that_names_no_version_is_of_the_first(workspace, monkeypatch):
+    flags.record(parse("--config=c.py", "--workdir=w"))
+    saved = json.loads(Path("w/config.json").read_text())
+    del saved["dora_jax"]
+    Path("w/config.json").write_text(json.dumps(saved))
+    assert parse("--workdir=w", purpose="evaluate").config.steps == 7
+    monkeypatch.setattr(workdirs, "READS", ("0.2.0",))
+    assert "was written by dora_jax 0.1.0, and" in refusal("--config=c.py", "--workdir=w")[0]
 
 
 def test_evaluate_reads_the_config_of_the_workdir(workspace):

@@ -25,6 +25,7 @@ import numpy as np
 from absl import logging
 
 from dora_jax import config as configs
+from dora_jax import workdirs
 from dora_jax.bench.chaos import OVERRIDES, Run, prepare
 from dora_jax.runtime.audit import ReadOnly
 from dora_jax.runtime.book import CODEC
@@ -108,8 +109,7 @@ class _Journal:
         self._folder = folder
         self.files = sorted(folder.glob("*.log"))
         self._checkpoints = [0, *checkpoint.steps(folder.parent / "checkpoints")]
-        tree = json.loads((folder.parent / "config.json").read_text())
-        self._config = orchestrator_config(configs.from_config_dict(tree, "evaluate"))
+        self._config = orchestrator_config(configs.from_config_dict(workdirs.read(folder.parent), "evaluate"))
         self._true, _ = self._recover()
         whole, _ = self._recover([0])
         self._steps = _bytes_of(whole)

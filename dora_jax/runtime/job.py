@@ -85,8 +85,7 @@ def evaluate(config: Config, workdir: Path, step: int | None = None) -> int:
 
 def load_policy(workdir: str | Path, step: int | None = None) -> tuple[Any, Any, Tokenizer]:
     """(ModelConfig, params in the stacked layout, Tokenizer) of a run's checkpoint."""
-    tree = json.loads((Path(workdir) / "config.json").read_text())
-    path = configs.from_config_dict(tree, "evaluate").model.path
+    path = configs.from_config_dict(workdirs.read(Path(workdir)), "evaluate").model.path
     directory = Path(workdir) / "checkpoints"
     return hf.read_config(path), checkpoint.read_params(directory, pick(directory, step)), Tokenizer.load(path)
 
