@@ -31,6 +31,15 @@ class SampleId(NamedTuple):
     index: int
 
 
+RENEWAL = 100_000_000  # added to the id of a group that is given up when its prompt is issued again
+MAX_RENEWALS = 20  # ids stay within 31 bits
+
+
+def issued_first_as(group_id: GroupId) -> GroupId:
+    """The number in the prompt stream: that of a group's first issue."""
+    return group_id % RENEWAL if group_id >= 0 else group_id
+
+
 def is_eval(group_id: GroupId) -> bool:
     """Evaluation groups live on negative ids: pinned to a version, never trained."""
     return group_id < 0

@@ -21,7 +21,7 @@ from dora_jax.runtime.journal import Journal
 from dora_jax.runtime.loop import run
 from dora_jax.runtime.recovery import Recovered, recover
 from dora_jax.runtime.workers import Finished, StepDone
-from dora_jax.types import Sample, SampleId, ScoredGroup, Span
+from dora_jax.types import Sample, SampleId, ScoredGroup, Span, issued_first_as
 from orchestrator_world import Run, World, chance
 
 
@@ -201,7 +201,7 @@ class Body(World):
         for group_id, group in book.scored.items():
             self.group_version[group_id] = group.version
         for group_id in debts.score:
-            self.at(self.shape.score_s, ("score", group_id, 0))
+            self.at(self.shape.score_s, ("score", group_id))
         if debts.cancel is not None:
             self.do_cancel(debts.cancel)
         if debts.train is not None:
@@ -314,7 +314,7 @@ class History:
         assert sorted(self.batches) == list(range(self.config.total_steps))
         state = brain.state
         issued = {g for g in range(max(state.cursors.values())) if g < state.cursors[self.config.task(g)]}
-        lost = issued - set(ids) - set(self.ends) - set(state.ledger.live) - set(state.redo)
+        lost = issued - {issued_first_as(g) for g in (*ids, *self.ends, *state.ledger.live, *state.redo)}
         assert not lost, f"groups {sorted(lost)} were issued and are nowhere"
         assert not set(ids) & set(self.ends)
         counts = state.ledger.counts

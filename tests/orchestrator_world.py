@@ -14,7 +14,7 @@ import heapq
 from dora_jax.orchestrate import events as ev
 from dora_jax.orchestrate.core import Orchestrator
 from dora_jax.orchestrate.modes import OrchestratorConfig
-from dora_jax.types import SampleId
+from dora_jax.types import SampleId, issued_first_as
 from orchestrator_audit import Audit
 
 
@@ -62,9 +62,10 @@ class Run:
 
 
 class Engine:
-    def __init__(self, slots: int, speed: float, residents: int, versions: tuple[int, ...]):
+    def __init__(self, slots: int, speed: float, residents: int, life: int):
+        self.life = life
         self.slots, self.speed, self.residents = slots, speed, residents
-        self.versions = list(versions)
+        self.versions: list[int] = []
         self.loading: int | None = None
         self.paused = False
         self.runs: dict[SampleId, Run] = {}
@@ -79,16 +80,16 @@ class World(Audit):
         self.now_s = 0.0
         self.engines: dict[int, Engine] = {}
         self.recorded: dict[SampleId, Run] = {}  # tokens of samples that run nowhere
-        self.flying: dict[SampleId, tuple[Run, int, int]] = {}
+        self.flying: dict[SampleId, tuple[Run, ev.Move, Engine, Engine | None]] = {}
         self.spans: dict[SampleId, list[int]] = {}
         self.started: dict[SampleId, int] = {}
         self.ended: dict[SampleId, str] = {}
         self.ends: dict[SampleId, int] = {}
-        self.attempts: dict[int, int] = {}
         self.finished: dict[int, set[int]] = {}
         self.group_version: dict[int, int] = {}
         self.trained: list[tuple[int, tuple[int, ...]]] = []  # base, groups
         self.given_up: set[SampleId] = set()  # ended by Cancel
+        self.given_up_ids: set[int] = set()  # groups of which something was cancelled
         self.first_version = self.published = kwargs.get("start_version", 0)
         self.filtered_ids: list[int] = []
         self.failed_ids: list[int] = []
@@ -139,7 +140,7 @@ class World(Audit):
 
     def on_clock(self) -> list[ev.Event]:
         self.at(self.shape.period_s / 2, ("clock",))
-        reports = [ev.PagesReported(instance=i, free=self.free(e)) for i, e in self.engines.items()]
+        reports = [ev.PagesReported(instance=i, free=self.free(e), life=e.life) for i, e in self.engines.items()]
         return [*(reports if self.shape.reports_pages else ()), ev.TimePassed(now_s=self.now_s)]
 
     def free(self, engine: Engine) -> int:
@@ -148,12 +149,13 @@ class World(Audit):
 
     def on_up(self, i: int) -> list[ev.Event]:
         slots, speed, residents = self.shape.instances[i]
-        self.engines[i] = Engine(slots, speed, residents, ())
         self.births += 1
+        self.engines[i] = Engine(slots, speed, residents, self.births)
         if chance(self.shape.seed, "death", i, self.births) < self.shape.deaths:
             self.at(self.shape.life_s * chance(self.shape.seed, "life", i, self.births), ("down", i))
         pages, size = self.shape.pages, self.shape.page_size
-        return [ev.InstanceUp(instance=i, slots=slots, pages=pages, page_size=size, residents=residents, speed=speed)]
+        return [ev.InstanceUp(instance=i, slots=slots, pages=pages, page_size=size, residents=residents, speed=speed,
+                              life=self.births)]
 
     def on_down(self, i: int) -> list[ev.Event]:
         if self.shape.back_s < 0 and len(self.engines) == 1:
@@ -166,14 +168,14 @@ class World(Audit):
                 self.recorded[run.id] = run
         if self.shape.back_s >= 0:
             self.at(self.shape.back_s, ("up", i))
-        return [ev.InstanceDown(instance=i, reason="killed by the test")]
+        return [ev.InstanceDown(instance=i, reason="killed by the test", life=engine.life)]
 
     def on_loaded(self, i: int, version: int, engine: Engine) -> list[ev.Event]:
         if self.engines.get(i) is not engine:
             return []
         engine.loading = None
         engine.versions.append(version)
-        return [ev.WeightsLoaded(instance=i, version=version)]
+        return [ev.WeightsLoaded(instance=i, version=version, life=engine.life)]
 
     def on_begin(self, i: int, run: Run, epoch: int, resumed: bool) -> list[ev.Event]:
         if run.epoch != epoch or i not in self.engines or self.engines[i].runs.get(run.id) is not run:
@@ -181,11 +183,12 @@ class World(Audit):
         run.began = True
         run.started_s = self.now_s
         self.schedule(run, i)
+        life = self.engines[i].life
         if resumed:
-            return [ev.SampleResumed(id=run.id, instance=i)]
+            return [ev.SampleResumed(id=run.id, instance=i, life=life)]
         self.started[run.id] = self.started.get(run.id, 0) + 1
-        assert self.started[run.id] == 1 or self.config.mode == "evict", f"{run.id} is started twice"
-        return [ev.SampleStarted(id=run.id, instance=i, version=run.version)]
+        assert self.started[run.id] == 1, f"{run.id} is started twice"
+        return [ev.SampleStarted(id=run.id, instance=i, version=run.version, life=life)]
 
     def on_progress(self, i: int, run: Run, epoch: int) -> list[ev.Event]:
         if run.epoch != epoch or i not in self.engines:
@@ -193,7 +196,7 @@ class World(Audit):
         self.advance(run, self.engines[i])
         if run.tokens < run.length:
             self.schedule(run, i)
-            return [ev.SampleProgress(id=run.id, tokens=run.tokens)]
+            return [ev.SamplesProgressed(instance=i, ids=(run.id,), tokens=(run.tokens,), life=self.engines[i].life)]
         del self.engines[i].runs[run.id]
         self.epoch += 1
         run.epoch = self.epoch
@@ -204,16 +207,18 @@ class World(Audit):
         self.finished.setdefault(run.id.group_id, set()).add(run.id.index)
         n = self.config.eval_samples if run.id.group_id < 0 else self.config.group_size
         if len(self.finished[run.id.group_id]) == n:
-            self.at(self.shape.score_s, ("score", run.id.group_id, self.attempts.get(run.id.group_id, 0)))
-        return [ev.SampleDone(id=run.id, instance=i, tokens=run.tokens, finish="stop")]
+            self.at(self.shape.score_s, ("score", run.id.group_id))
+        return [ev.SampleDone(id=run.id, instance=i, tokens=run.tokens, finish="stop", life=self.engines[i].life)]
 
     def end(self, id: SampleId, how: str) -> None:
         assert id not in self.ended, f"{id} ends twice: {self.ended[id]}, {how}"
         self.ended[id] = how
         self.ends[id] = self.ends.get(id, 0) + 1
 
-    def on_score(self, group_id: int, attempt: int) -> list[ev.Event]:
-        key = (self.shape.seed, group_id, attempt)
+    def on_score(self, group_id: int) -> list[ev.Event]:
+        if group_id in self.given_up_ids:
+            return []
+        key = (self.shape.seed, group_id)
         if chance(*key, "failed") < self.shape.failed:
             self.failed_ids.append(group_id)
             return [ev.GroupFailed(group_id=group_id, reason="the reward raised")]
@@ -226,20 +231,21 @@ class World(Audit):
         return [ev.GroupScored(group_id=group_id, trainable=trainable)]
 
     def on_moved(self, id: SampleId) -> list[ev.Event]:
-        run, src, dst = self.flying.pop(id)
+        run, move, source, target = self.flying.pop(id)
+        src, dst = move.src, move.dst
         self.epoch += 1
         run.epoch, run.started_s = self.epoch, self.now_s
         fails = chance(self.shape.seed, "move", id, src, dst, self.epoch) < self.shape.move_fails
-        if dst in self.engines and not fails:
+        if target is not None and self.engines.get(dst) is target and not fails:
             self.host(run, dst)
             self.schedule(run, dst)
-            return [ev.SampleMoved(id=id, src=src, dst=dst)]
-        if src in self.engines and run.version in self.engines[src].versions:
+            return [ev.SampleMoved(id=id, src=src, dst=dst, attempt=move.attempt)]
+        if self.engines.get(src) is source:
             self.host(run, src)
             self.schedule(run, src)
         else:
             self.recorded[id] = run
-        return [ev.MoveFailed(id=id, src=src, dst=dst, reason="the test said so")]
+        return [ev.MoveFailed(id=id, src=src, dst=dst, attempt=move.attempt, reason="the test said so")]
 
     def on_published(self, version: int) -> list[ev.Event]:
         assert all(engine.paused for engine in self.engines.values()) == self.config.colocated or not self.engines
@@ -289,16 +295,14 @@ class World(Audit):
 
     def do_start(self, command: ev.Start) -> None:
         for id in command.ids:
-            self.made_again(id)
-            self.spans.pop(id, None)
-            attempt = self.attempts.get(id.group_id, 0)
-            if chance(self.shape.seed, "refused", id.group_id, attempt) < self.shape.refused:
+            assert id not in self.ended and id.group_id not in self.given_up_ids, f"{id} starts over"
+            if chance(self.shape.seed, "refused", issued_first_as(id.group_id)) < self.shape.refused:
                 self.refuse(id.group_id)
                 continue
             self.epoch += 1
             run = Run(id, command.version, 0, self.length(id), self.now_s, self.epoch)
             tagged = self.group_version.setdefault(id.group_id, command.version)
-            assert tagged == command.version or self.config.mode in ("evict", "partial"), f"{command} mixes versions"
+            assert tagged == command.version or self.config.mode == "partial", f"{command} mixes versions"
             self.group_version[id.group_id] = command.version
             self.host(run, command.instance)
             self.at(0.01, ("begin", command.instance, run, run.epoch, False))
@@ -321,7 +325,8 @@ class World(Audit):
         for id in command.ids:
             run = self.take_off(id, command.src)
             if run is not None:
-                self.flying[id] = (run, command.src, command.dst)
+                source, target = self.engines[command.src], self.engines.get(command.dst)
+                self.flying[id] = (run, command, source, target)
                 self.at(self.shape.move_s * (0.5 + chance(self.shape.seed, "slow", id)), ("moved", id))
 
     def do_park(self, command: ev.Park) -> None:
@@ -345,9 +350,11 @@ class World(Audit):
         return None
 
     def on_parked(self, id: SampleId, instance: int) -> list[ev.Event]:
-        return [ev.SampleParked(id=id, instance=instance)] if instance in self.engines else []
+        engine = self.engines.get(instance)
+        return [ev.SampleParked(id=id, instance=instance, life=engine.life)] if engine else []
 
     def do_cancel(self, command: ev.Cancel) -> None:
+        self.given_up_ids |= {id.group_id for id in command.ids}
         for id in command.ids:
             if command.instance is None:
                 run = self.recorded.pop(id, None)
@@ -362,16 +369,6 @@ class World(Audit):
                     self.end(id, "cancelled")
                     self.given_up.add(id)
                 self.at(0.02, ev.SampleCancelled(id=id, reason=command.reason))
-
-    def made_again(self, id: SampleId) -> None:
-        """Mode `evict`: the first sample of an evicted group starts again; its siblings' first lives are over too."""
-        if id in self.ended:
-            assert self.config.mode == "evict", f"{id} starts over"
-            self.attempts[id.group_id] = self.attempts.get(id.group_id, 0) + 1
-            self.finished.pop(id.group_id, None)
-            del self.group_version[id.group_id]
-            for i in range(self.config.group_size):
-                self.ended.pop(SampleId(id.group_id, i), None)
 
     def do_train(self, command: ev.Train) -> None:
         assert command.base_version == self.published

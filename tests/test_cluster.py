@@ -17,7 +17,7 @@ from dora_jax.orchestrate.core import Orchestrator
 from dora_jax.orchestrate.modes import OrchestratorConfig
 from dora_jax.rollout.migrate import Parcel
 from dora_jax.runtime.audit import ReadOnly, audit
-from dora_jax.runtime.book import Book, Fact, Partial, decoded
+from dora_jax.runtime.book import CODEC, Book, Fact, Partial
 from dora_jax.runtime.cluster import calls
 from dora_jax.runtime.cluster.gang import Hub
 from dora_jax.runtime.cluster.keeper import Keeper
@@ -259,7 +259,7 @@ def test_samples_of_a_lost_gang_go_on_from_their_tokens(tmp_path):
 
 def entries(folder):
     journal = Journal(ReadOnly(folder))
-    return [entry for n in journal.segments() for data in journal.read(n).records for entry in decoded(data)]
+    return [CODEC.decode(data) for n in journal.segments() for data in journal.read(n).records]
 
 
 def events(folder):
@@ -354,22 +354,22 @@ def test_commands_reach_a_gang_only_after_its_coming_was_heard(pair):
 
 def test_a_move_out_of_a_lost_gang_fails_right_behind_its_loss(pair):
     remotes, gangs, outbox = pair
-    remotes[0].move(A, remotes[1])
+    remotes[0].move(A, remotes[1], 1)
     remotes[0]._keeper.hooks["down"](gangs[0])
     down, failed = drained(outbox)
     assert isinstance(down, ev.InstanceDown) and (failed.id, failed.src, failed.dst) == (A, 0, 1)
-    remotes[0].move(A, remotes[1])  # asked for before the orchestrator has heard
+    remotes[0].move(A, remotes[1], 1)  # asked for before the orchestrator has heard
     assert isinstance(drained(outbox)[0], ev.MoveFailed)
 
 
 def moving(number=1, host=0, hosts=1, manifest=None):
     lent = Lent(parcel=PARCEL, kv_len=0, page_size=0, manifest=manifest)
-    return calls.Moving(lent=lent, src=0, dst=1, unstarted=None, number=number, host=host, hosts=hosts)
+    return calls.Moving(lent=lent, src=0, dst=1, attempt=1, number=number, host=host, hosts=hosts)
 
 
 def test_a_sample_on_its_way_to_a_lost_gang_counts_as_moved(pair):
     remotes, gangs, outbox = pair
-    remotes[0].move(A, remotes[1])
+    remotes[0].move(A, remotes[1], 1)
     remotes[0]._keeper.hooks["heard"](moving())
     assert isinstance(gangs[1].posts[-1], calls.Receive)
     remotes[1]._keeper.hooks["down"](gangs[1])
@@ -379,7 +379,7 @@ def test_a_sample_on_its_way_to_a_lost_gang_counts_as_moved(pair):
 
 def test_a_sample_is_not_handed_to_a_later_epoch_of_its_destination(pair):
     remotes, gangs, outbox = pair
-    remotes[0].move(A, remotes[1])
+    remotes[0].move(A, remotes[1], 1)
     remotes[1]._keeper.hooks["down"](gangs[1])
     drained(outbox)
     later = rise(remotes[1], outbox, 2)
@@ -389,9 +389,9 @@ def test_a_sample_is_not_handed_to_a_later_epoch_of_its_destination(pair):
 
 def test_a_move_that_arrives_is_owed_no_more(pair):
     remotes, gangs, outbox = pair
-    remotes[0].move(A, remotes[1])
+    remotes[0].move(A, remotes[1], 1)
     remotes[0]._keeper.hooks["heard"](moving())
-    remotes[1]._keeper.hooks["heard"](ev.SampleMoved(id=A, src=0, dst=1))
+    remotes[1]._keeper.hooks["heard"](ev.SampleMoved(id=A, src=0, dst=1, attempt=1))
     for i in (0, 1):
         remotes[i]._keeper.hooks["down"](gangs[i])
     assert [type(item) for item in drained(outbox)] == [ev.SampleMoved, ev.InstanceDown, ev.InstanceDown]

@@ -144,7 +144,7 @@ class Driver:
         src, dst = self.where[id], 1 - self.where[id]
         if src == 1 or self.there:
             self.moving[id] = self.lives
-            self.world.remotes[src].move(id, self.world.remotes[dst])
+            self.world.remotes[src].move(id, self.world.remotes[dst], self.lives)
 
 
 PROMPT = Task().prompt_at(0)
@@ -173,7 +173,7 @@ def test_kv_that_comes_and_kv_that_does_not_change_no_token(tmp_path, share, kil
 def carried(pair):
     """The pair, with a sample on its way whose KV both processes of its source offer: (..., its number)."""
     remotes, gangs, outbox = pair
-    remotes[0].move(A, remotes[1])
+    remotes[0].move(A, remotes[1], 1)
     number = gangs[0].posts[-1].number
     for host in (1, 0):
         assert not gangs[1].posts, "every process speaks of its part first"
@@ -215,7 +215,7 @@ def test_kv_on_its_way_to_a_gang_that_is_lost_is_given_back(carried):
     down, moved = drained(outbox)
     assert isinstance(down, ev.InstanceDown) and (moved.id, moved.dst) == (A, 1)
     assert gangs[0].posts[-1] == calls.GiveBack(number=number) and not remotes[1]._carries
-    remotes[0].move(A, remotes[1])
+    remotes[0].move(A, remotes[1], 1)
     number = gangs[0].posts[-1].number
     for host in (0, 1):
         remotes[0]._keeper.hooks["heard"](moving(number, host, 2, OFFER))
@@ -224,7 +224,7 @@ def test_kv_on_its_way_to_a_gang_that_is_lost_is_given_back(carried):
 
 def test_a_source_that_is_lost_before_all_of_it_has_spoken_has_moved_nothing(pair):
     remotes, gangs, outbox = pair
-    remotes[0].move(A, remotes[1])
+    remotes[0].move(A, remotes[1], 1)
     number = gangs[0].posts[-1].number
     remotes[0]._keeper.hooks["heard"](moving(number, 1, 2, OFFER))
     remotes[0]._keeper.hooks["down"](gangs[0])
@@ -234,7 +234,7 @@ def test_a_source_that_is_lost_before_all_of_it_has_spoken_has_moved_nothing(pai
 
 def test_a_sample_without_kv_is_handed_over_at_once(pair):
     remotes, gangs, outbox = pair
-    remotes[0].move(A, remotes[1])
+    remotes[0].move(A, remotes[1], 1)
     number = gangs[0].posts[-1].number
     for host in (0, 1):
         remotes[0]._keeper.hooks["heard"](moving(number, host, 2))
@@ -251,7 +251,7 @@ def porters():
 
 
 def lent(porters, parcel, number, epoch=2):
-    move = calls.MoveOut(id=parcel.id, dst=1, epoch=epoch, number=number)
+    move = calls.MoveOut(id=parcel.id, dst=1, epoch=epoch, number=number, attempt=1)
     lent = calls.CODEC.decode(calls.CODEC.encode(porters[0].lend(parcel, move)))
     return calls.Carry(number=number, epoch=2, lent=(lent,))
 
@@ -305,7 +305,7 @@ def with_pages(host, heads=1):
 def test_a_process_that_holds_a_part_of_the_pages_sends_none(hosts):
     outlet = Outlet(sent := Sent(), 0, hosts)
     outlet.put(Exported(id=A, instance=0, parcel=with_pages(0)))
-    Elsewhere(calls.MoveOut(id=A, dst=1, epoch=1, number=1), outlet).receive(with_pages(0), 0, None)
+    Elsewhere(calls.MoveOut(id=A, dst=1, epoch=1, number=1, attempt=1), outlet).receive(with_pages(0), 0, 1)
     assert [bool(parcel.n_pages) for parcel in (sent[0].parcel, sent[1].lent.parcel)] == [hosts == 1] * 2
     other = Outlet(silent := Sent(), 1, 2)
     other.put(sent[0])

@@ -15,7 +15,7 @@ from dora_jax.orchestrate import events as ev
 from dora_jax.orchestrate.core import Orchestrator
 from dora_jax.orchestrate.modes import OrchestratorConfig
 from dora_jax.rollout.oracle import OracleEngine
-from dora_jax.runtime.book import CODEC, Book, Fact, Progress, Published, decoded, encoded
+from dora_jax.runtime.book import CODEC, Book, Fact, Published
 from dora_jax.runtime.codec import CodecError
 from dora_jax.runtime.durable import DurableWorld
 from dora_jax.runtime.guard import Guard, GuardedWorld
@@ -200,16 +200,3 @@ def test_a_run_in_which_nothing_moves_ends_with_a_diagnosis():
     with guard, pytest.raises(Stop, match="nothing has moved for .*everything waits for an instance"):
         while True:
             guard.look()
-
-
-def test_runs_of_progress_are_one_record_and_come_back_as_they_were():
-    def told(n):
-        return Fact(event=ev.SampleProgress(id=SampleId(-n, n % 3), tokens=n), payload=None)
-
-    other = Fact(event=ev.StepPublished(version=1), payload=Published(epoch=0, digest=7))
-    entries = [told(1), told(2), other, told(3), other, other, *map(told, range(4, 60))]
-    records = list(encoded(entries))
-    assert [entry for data in records for entry in decoded(data)] == entries and len(records) == 6
-    for wrong in (np.zeros((2, 2), np.int64), np.zeros(3, np.int64), np.zeros((1, 3), np.int32), np.zeros((), np.int64)):
-        with pytest.raises(CodecError, match="rows of three numbers"):
-            decoded(CODEC.encode(Progress(told=wrong)))

@@ -5,13 +5,16 @@ DORA_EXAMPLES sets the number of kill schedules (300 by default).
 
 import os
 
+import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from dora_jax.orchestrate import events as ev
 from dora_jax.orchestrate.modes import OrchestratorConfig
-from dora_jax.runtime.book import CODEC
+from dora_jax.runtime.book import CODEC, Fact
 from dora_jax.runtime.journal import Journal
 from dora_jax.runtime.recovery import replay
+from dora_jax.types import SampleId
 from journal_world import History
 from orchestrator_world import Shape
 
@@ -67,3 +70,36 @@ def test_the_schedules_reach_what_they_are_for():
         if history.live(kill_fact=fact) is not None:
             break
     assert history.lives > 3 and history.continued and history.replayed and len(history.disk.content) > 1
+
+
+IMPOSSIBLE = (ev.SampleCancelled(id=SampleId(0, 0), reason="nobody asked"), ev.StepPublished(version=9),
+              ev.GroupScored(group_id=0, trainable=True))
+
+
+@pytest.mark.parametrize("fact", IMPOSSIBLE, ids=lambda fact: type(fact).__name__)
+def test_a_fact_that_cannot_be_ends_one_life_and_not_the_run(fact):
+    config = OrchestratorConfig(groups_per_step=2, group_size=2, total_steps=3)
+    history, brains = History(config, Shape()), []
+    original = history._arm
+
+    def says_it_once(body, world, *rest):
+        brains.append(body.brain)
+        if history.lives == 1:
+            body.at(0.32, fact)  # the first samples have just begun
+            body.payload_of = lambda event: event is not fact and type(body).payload_of(body, event)
+        original(body, world, *rest)
+
+    history._arm = says_it_once
+    with pytest.raises(ev.ImpossibleFact):
+        history.live()
+    assert fact in [entry.event for entry in facts(history.disk)]
+    assert history.live().ok
+    assert any("cannot be followed" in sentence for sentence in history.said)
+    history.audit(brains[-1])
+    whole_chain_agrees_with_its_last_segment(history)
+
+
+def facts(disk):
+    journal = Journal(disk)
+    for number in journal.segments():
+        yield from (entry for entry in map(CODEC.decode, journal.read(number).records) if isinstance(entry, Fact))

@@ -182,7 +182,7 @@ def test_past_pass_rates_keep_the_tasks_of_a_batch_in_proportion():
     """Three of four hard groups are filtered; without adapting, the trained batches hold mostly easy ones."""
 
     class Picky(World):
-        def on_score(self, group_id, attempt):
+        def on_score(self, group_id):
             trainable = group_id % 2 == 0 or group_id % 8 == 1
             if not trainable:
                 self.filtered_ids.append(group_id)

@@ -53,34 +53,18 @@ def test_imports_the_standard_library_and_types_only():
     subprocess.run([sys.executable, "-c", code], check=True)
 
 
-def test_a_refused_prompt_frees_its_slots_without_a_cancel():
+def test_the_slots_of_a_failed_group_are_held_until_its_samples_are_cancelled():
     brain = make()
     assert ready(brain) == (ev.Start(ids=(A, B, (1, 0), (1, 1), (2, 0), (2, 1)), instance=0, version=0),)
-    (start,) = brain.step(ev.GroupFailed(group_id=0, reason="the prompt is too long"))
-    assert start == ev.Start(ids=((3, 0), (3, 1)), instance=0, version=0)
-    assert brain.state.fleet.hosts[0].used == 6
-    assert brain.summary()["groups"]["failed"] == 1
-
-
-def test_a_started_sample_of_a_failed_group_is_cancelled_and_awaited():
-    brain = make()
-    ready(brain)
     begin(brain, A)
-    commands = brain.step(ev.GroupFailed(group_id=0, reason="the environment broke"))
-    assert commands[0] == ev.Cancel(ids=(A,), instance=0, reason="the environment broke")
-    assert brain.state.fleet.hosts[0].units  # its slot is held until the body answers
-    held = brain.state.fleet.hosts[0].units
-    assert A in {unit.id for unit in held}
+    (cancel,) = brain.step(ev.GroupFailed(group_id=0, reason="the environment broke"))
+    assert cancel == ev.Cancel(ids=(A, B), instance=0, reason="the environment broke")
+    assert brain.step(ev.SampleStarted(id=B, instance=0, version=0)) == ()  # said before it heard of the Cancel
     brain.step(ev.SampleCancelled(id=A, reason="done"))
-    assert A not in {unit.id for unit in held}
-    assert 0 not in brain.state.groups
-
-
-def test_a_sample_that_starts_after_its_group_failed_is_cancelled():
-    brain = make()
-    ready(brain)
-    brain.step(ev.GroupFailed(group_id=0, reason="the prompt is too long"))
-    assert brain.step(ev.SampleStarted(id=A, instance=0, version=0))[0].ids == (A,)
+    (start,) = brain.step(ev.SampleCancelled(id=B, reason="done"))
+    assert start == ev.Start(ids=((3, 1),), instance=0, version=0)
+    assert 0 not in brain.state.groups and brain.state.fleet.hosts[0].used == 6
+    assert brain.summary()["groups"]["failed"] == 1 and brain.summary()["dropped"] == {"SampleStarted": 1}
 
 
 def test_lost_samples_resume_or_start_again_at_their_version():
@@ -108,25 +92,80 @@ def test_words_of_a_lost_instance_are_not_heard():
     ):
         assert brain.step(event) == ()
     assert brain.state.unit(A) is not None
+    assert sum(brain.summary()["dropped"].values()) == 5
+
+
+def test_words_of_an_earlier_life_change_nothing():
+    brain = make(inflight=2.0)
+    ready(brain)
+    begin(brain, A, B)
+    brain.step(ev.InstanceDown(instance=0, reason="lost"))
+    brain.step(up(0, slots=8, life=1))
+    brain.step(ev.WeightsLoaded(instance=0, version=0, life=1))
+    host = brain.state.fleet.hosts[0]
+    assert brain.state.unit(A).state == "resuming" and host.used == 8
+    before = brain.snapshot()
+    for event in (
+        ev.SampleDone(id=A, instance=0, tokens=5, finish="stop"),
+        ev.SampleResumed(id=A, instance=0),
+        ev.SamplesProgressed(instance=0, ids=(A,), tokens=(9,)),
+        ev.PagesReported(instance=0, free=0),
+        ev.WeightsLoaded(instance=0, version=0),
+        ev.InstanceDown(instance=0, reason="heard of it late"),
+        up(0),
+    ):
+        assert brain.step(event) == ()
+    after = brain.snapshot()
+    assert after.pop("dropped") and not before.pop("dropped")
+    assert after == before
+    brain.step(ev.SampleResumed(id=A, instance=0, life=1))
+    assert brain.state.unit(A).state == "running"
+
+
+def test_an_instance_that_is_up_again_has_lost_its_earlier_life():
+    brain = make()
+    ready(brain)
+    begin(brain, A)
+    (load,) = brain.step(up(0, life=1))
+    assert load == ev.LoadWeights(instance=0, version=0) and brain.state.unit(A).state == "parked"
+    assert brain.step(ev.InstanceDown(instance=0, reason="heard of it late")) == ()
+    assert brain.step(ev.InstanceDown(instance=0, reason="lost", life=2)) == () and not brain.state.fleet.hosts
+    assert brain.step(up(0, life=2)) == () and not brain.state.fleet.hosts  # it was over before it was heard of
+
+
+def test_what_is_said_twice_counts_once():
+    brain = make()
+    ready(brain)
+    log = []
+    for id in (A, B):
+        log.append(ev.SampleStarted(id=id, instance=0, version=0))
+        log.append(ev.SampleDone(id=id, instance=0, tokens=5, finish="stop"))
+    log.append(ev.GroupScored(group_id=0, trainable=True))
+    for event in log:
+        brain.step(event)
+        before = brain.snapshot()
+        assert brain.step(event) == ()
+        assert brain.snapshot() | {"dropped": 0} == before | {"dropped": 0}
+    assert brain.step(log[0]) == () and 0 not in brain.state.groups  # a start after its end
 
 
 @pytest.mark.parametrize(
     ("event", "message"),
     [
-        (ev.GroupScored(group_id=5, trainable=True), "group 5 is scored"),
         (ev.GroupScored(group_id=0, trainable=True), "group 0 is scored"),
         (ev.StepPublished(version=1), "version 1 is published"),
         (ev.WeightsLoaded(instance=0, version=3), "instance 0 loaded version 3"),
         (ev.SampleStarted(id=A, instance=0, version=2), "started at version 2"),
         (ev.SampleCancelled(id=A, reason="?"), "cancelled without a command"),
-        (up(0), "instance 0 is up twice"),
     ],
 )
 def test_a_fact_that_contradicts_a_command_raises(event, message):
     brain = make()
     ready(brain)
-    with pytest.raises(RuntimeError, match=message):
+    before = brain.snapshot()
+    with pytest.raises(ev.ImpossibleFact, match=message):
         brain.step(event)
+    assert brain.snapshot() == before
 
 
 def test_a_move_that_keeps_failing_is_given_up():

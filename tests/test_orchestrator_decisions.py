@@ -97,13 +97,13 @@ def test_a_destination_that_died_and_came_back_holds_nothing():
 def test_the_slots_left_beside_a_sample_on_its_way_are_found():
     """A move changes the load of its destination, by which hosts are looked up."""
     state = State(OrchestratorConfig(groups_per_step=1, group_size=1, total_steps=1), 0, 0)
-    host = Host(0, 4, 64, 16, 1, 1.0)
+    host = Host(0, 1, 4, 64, 16, 1, 1.0)
     state.fleet.add(host, (0,))
     state.open_group(0, 0)
     unit = state.unit(SampleId(0, 0))
-    state.fleet.reserve_move(unit, host, 0.0)
+    state.fleet.reserve_move(unit, host, 1, 0.0)
     assert state.fleet.best(0) is host
-    sample_moved(state, SampleMoved(id=unit.id, src=9, dst=0))
+    sample_moved(state, SampleMoved(id=unit.id, src=9, dst=0, attempt=1))
     assert unit.instance == 0 and host.used == 1 and state.fleet.best(0) is host
 
 
@@ -304,6 +304,15 @@ def test_a_snapshot_holds_everything(mode):
             assert everything(fresh) == everything(world.brain.state)
 
     World(config, shape).run(after=compare)
+
+
+def test_a_snapshot_tells_the_lives_of_a_destination_apart():
+    """The destination of a move dies and comes back: the sample has arrived nowhere, before and after a restart."""
+    made, again = two_stragglers(), two_stragglers()
+    for body in (made, again):
+        tell(body, "down 0\nup 0")
+    again._brain = Orchestrator.restore(made.brain.state.config, json.loads(json.dumps(made.brain.snapshot())))
+    assert tell(made, "moved 2.0") == tell(again, "moved 2.0") != []
 
 
 def test_a_snapshot_of_another_mode_is_refused():

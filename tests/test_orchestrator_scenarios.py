@@ -77,6 +77,7 @@ class Body:
     def __init__(self):
         self.config: dict = {}
         self.answers: set[str] = set()
+        self.lives: dict[int, int] = {}
         self._brain: Orchestrator | None = None
 
     @property
@@ -105,45 +106,49 @@ class Body:
     def _react(self, command: ev.Command) -> list[ev.Event]:
         match command:
             case ev.LoadWeights(instance=i, version=v) if "loaded" in self.answers:
-                return [ev.WeightsLoaded(instance=i, version=v)]
+                return [ev.WeightsLoaded(instance=i, version=v, life=self.lives[i])]
             case ev.Start(ids=ids, instance=i, version=v) if "started" in self.answers:
-                return [ev.SampleStarted(id=id, instance=i, version=v) for id in ids]
+                return [ev.SampleStarted(id=id, instance=i, version=v, life=self.lives[i]) for id in ids]
             case ev.Resume(ids=ids, instance=i) if "resumed" in self.answers:
-                return [ev.SampleResumed(id=id, instance=i) for id in ids]
+                return [ev.SampleResumed(id=id, instance=i, life=self.lives[i]) for id in ids]
             case ev.Park(ids=ids, instance=i) if "parked" in self.answers:
-                return [ev.SampleParked(id=id, instance=i) for id in ids]
+                return [ev.SampleParked(id=id, instance=i, life=self.lives[i]) for id in ids]
             case ev.Cancel(ids=ids, reason=reason) if "cancelled" in self.answers:
                 return [ev.SampleCancelled(id=id, reason=reason) for id in ids]
-            case ev.Move(ids=ids, src=src, dst=dst) if "moved" in self.answers:
-                return [ev.SampleMoved(id=id, src=src, dst=dst) for id in ids]
+            case ev.Move(ids=ids, src=src, dst=dst, attempt=attempt) if "moved" in self.answers:
+                return [ev.SampleMoved(id=id, src=src, dst=dst, attempt=attempt) for id in ids]
         return []
 
     # ------------------------------------------------------------------ the verbs of a scenario
 
     def _up(self, instance, *rest):
         size = {"slots": 4, "pages": 64, "page_size": 16, **fields(rest)}
-        yield ev.InstanceUp(instance=int(instance), **size)
+        i = int(instance)
+        self.lives[i] = self.lives.get(i, 0) + 1
+        yield ev.InstanceUp(instance=i, life=self.lives[i], **size)
 
     def _down(self, instance):
-        yield ev.InstanceDown(instance=int(instance), reason="lost")
+        yield ev.InstanceDown(instance=int(instance), reason="lost", life=self.lives[int(instance)])
 
     def _loaded(self, instance, version):
-        yield ev.WeightsLoaded(instance=int(instance), version=int(version))
+        yield ev.WeightsLoaded(instance=int(instance), version=int(version), life=self.lives[int(instance)])
 
     def _started(self, text):
         for id in ids(text):
             unit = self.brain.state.unit(id)
-            yield ev.SampleStarted(id=id, instance=unit.instance, version=unit.version)
+            yield ev.SampleStarted(id=id, instance=unit.instance, version=unit.version, life=self.lives[unit.instance])
 
     def _progress(self, text, tokens):
         for id in ids(text):
-            yield ev.SampleProgress(id=id, tokens=int(tokens))
+            i = self.brain.state.unit(id).instance
+            yield ev.SamplesProgressed(instance=i, ids=(id,), tokens=(int(tokens),), life=self.lives[i])
 
     def _done(self, text, tokens=24):
         for id in ids(text):
             group = self.brain.state.groups[id.group_id]
             unit = group.units[id.index]
-            yield ev.SampleDone(id=id, instance=unit.instance, tokens=int(tokens), finish="stop")
+            life = self.lives[unit.instance]
+            yield ev.SampleDone(id=id, instance=unit.instance, tokens=int(tokens), finish="stop", life=life)
             if group.left == 0 and "scored" in self.answers:
                 yield ev.GroupScored(group_id=id.group_id, trainable=True)
 
@@ -159,24 +164,27 @@ class Body:
     def _moved(self, text):
         for id in ids(text):
             unit = self.brain.state.unit(id)
-            yield ev.SampleMoved(id=id, src=-1 if unit.instance is None else unit.instance, dst=unit.dst.id)
+            src = -1 if unit.instance is None else unit.instance
+            yield ev.SampleMoved(id=id, src=src, dst=unit.dst.id, attempt=unit.attempt)
 
     def _movefailed(self, text, *reason):
         for id in ids(text):
             unit = self.brain.state.unit(id)
             src = -1 if unit.instance is None else unit.instance
-            yield ev.MoveFailed(id=id, src=src, dst=unit.dst.id, reason=" ".join(reason) or "cut off")
+            why = " ".join(reason) or "cut off"
+            yield ev.MoveFailed(id=id, src=src, dst=unit.dst.id, attempt=unit.attempt, reason=why)
 
     def _parked(self, text):
         for id in ids(text):
-            yield ev.SampleParked(id=id, instance=self.brain.state.unit(id).instance)
+            i = self.brain.state.unit(id).instance
+            yield ev.SampleParked(id=id, instance=i, life=self.lives[i])
 
     def _cancelled(self, text):
         for id in ids(text):
             yield ev.SampleCancelled(id=id, reason="asked for")
 
     def _pages(self, instance, free):
-        yield ev.PagesReported(instance=int(instance), free=int(free))
+        yield ev.PagesReported(instance=int(instance), free=int(free), life=self.lives[int(instance)])
 
     def _time(self, now_s):
         yield ev.TimePassed(now_s=float(now_s))

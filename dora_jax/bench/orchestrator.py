@@ -76,7 +76,7 @@ class Fleet:
         row = self.place[id]
         row[2] += 1
         if row[2] < 3:
-            return ev.SampleProgress(id=id, tokens=TOKENS * row[2] // 3)
+            return ev.SamplesProgressed(instance=row[0], ids=(id,), tokens=(TOKENS * row[2] // 3,))
         self._drop(id)
         self._ended(id)
         self.now_s += 60.0 / (self.groups * GROUP_SIZE)
@@ -111,7 +111,7 @@ class Fleet:
     def _move(self, command: ev.Move) -> None:
         for id in command.ids:
             self.place[id][0] = command.dst
-            self.facts.append(ev.SampleMoved(id=id, src=command.src, dst=command.dst))
+            self.facts.append(ev.SampleMoved(id=id, src=command.src, dst=command.dst, attempt=command.attempt))
 
     def _park(self, command: ev.Park) -> None:
         for id in command.ids:

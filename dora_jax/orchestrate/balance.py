@@ -189,11 +189,12 @@ def _worth_moving(s: State, host: Host, units: list[Unit]) -> bool:
 
 def _issue_moves(s: State, moves: list[tuple[SampleId, InstanceId, InstanceId]]) -> None:
     routes: dict[tuple[InstanceId, InstanceId], list[SampleId]] = {}
+    s.attempts += 1
     for id, src, dst in moves:
-        s.fleet.reserve_move(s.unit(id), s.fleet.hosts[dst], s.now_s)
+        s.fleet.reserve_move(s.unit(id), s.fleet.hosts[dst], s.attempts, s.now_s)
         routes.setdefault((src, dst), []).append(id)
     for (src, dst), ids in routes.items():
-        s.out.append(ev.Move(ids=tuple(ids), src=src, dst=dst))
+        s.out.append(ev.Move(ids=tuple(ids), src=src, dst=dst, attempt=s.attempts))
 
 
 def relieve(s: State) -> None:

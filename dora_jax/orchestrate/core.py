@@ -3,7 +3,7 @@
 Consumes the facts of `events.py` one at a time and produces requests. No clock, no I/O, no randomness: the same
 configuration and events give the same commands.
 
-    fact -> commit (facts.py) -> [end of a step] -> take -> rebalance, if triggered (balance.py)
+    fact -> does it count? (verdict.py) -> commit (facts.py) -> [end of a step] -> take -> rebalance, if triggered (balance.py)
          -> fill free slots (place.py) -> give emptied instances their next weights -> retire versions -> halt
 
 Laws: a command reserves, the event that answers it commits. Every started sample ends in exactly one SampleDone or
@@ -11,18 +11,19 @@ SampleCancelled. Triggers of a rebalance: a step's end, a batch taken, an instan
 period; moves alone are planned again whenever enough slots of a draining version have come free.
 What the body owes: a Move answers each id with SampleMoved or MoveFailed (or SampleDone by the source), even if an
 end dies; MoveFailed means that the sample runs at the source again, or that its tokens are recorded if the source is
-down. A Cancel with instance None discards recorded tokens, or a scored group, and is answered by SampleCancelled for
-each sample that had not ended. Mode `evict` issues an evicted group again under the same ids.
+down. A Cancel gives its group up, and answers each id with SampleCancelled unless it had ended, whether or not it had
+begun; with instance None it discards recorded tokens, or a scored group. Mode `evict` issues an evicted prompt again
+under a new group id.
 """
 
 from __future__ import annotations
 
-from dora_jax.orchestrate import admission, balance, place, snapshot, view
+from dora_jax.orchestrate import admission, balance, place, snapshot, verdict, view
 from dora_jax.orchestrate import events as ev
 from dora_jax.orchestrate.facts import COMMIT
 from dora_jax.orchestrate.modes import OrchestratorConfig
 from dora_jax.orchestrate.state import State
-from dora_jax.types import GroupId, SampleId, Version
+from dora_jax.types import RENEWAL, GroupId, SampleId, Version
 
 
 class Orchestrator:
@@ -50,7 +51,10 @@ class Orchestrator:
 
     def step(self, event: ev.Event) -> tuple[ev.Command, ...]:
         s = self.state
-        if s.halted:
+        if not self.counts(event):
+            if not s.halted:
+                name = type(event).__name__
+                s.dropped[name] = s.dropped.get(name, 0) + 1
             return ()
         COMMIT[type(event)](s, event)
         if s.woken or s.take_due or s.rebalance_due or s.emptied or s.pressed or s.retire_due or s.latecomers:
@@ -59,6 +63,10 @@ class Orchestrator:
             return ()
         out, s.out = s.out, []
         return tuple(out)
+
+    def counts(self, event: ev.Event) -> bool:
+        """Whether `step` would take this fact in: a body asks before it keeps what came with it. ImpossibleFact."""
+        return not self.state.halted and verdict.counts(self.state, event)
 
     def _decide(self) -> None:
         s = self.state
@@ -134,13 +142,16 @@ class Orchestrator:
             s.ledger.evicted(group_id)
             s.count_tasks((group_id,), -1)
             group = s.groups.get(group_id)
+            if group is not None and not group.left:  # whole, and being scored
+                del s.groups[group_id]
+                group = None
             reason = f"its version is more than {s.decisions.max_lag} behind version {s.ledger.base}"
-            if group is None:  # scored: only its payload is left
+            if group is None:  # only its payload is left
                 ids = tuple(SampleId(group_id, i) for i in range(s.config.group_size))
                 s.out.append(ev.Cancel(ids=ids, instance=None, reason=reason))
-                s.redo.append(group_id)
+                s.renew(group_id)
             else:
-                s.doom(group, "evicted", reason, never_start=False)
+                s.doom(group, "evicted", reason)
 
     # ------------------------------------------------------------------ the ends of a version and of the run
 
@@ -174,7 +185,7 @@ class Orchestrator:
         s = self.state
         furthest = max(s.cursors.values())
         skipped = {g for g in range(min(s.cursors.values()), furthest) if g >= s.cursors[s.config.task(g)]}
-        evicted = {g for g, group in s.groups.items() if group.doomed == "evicted"}
+        evicted = {g + RENEWAL for g, group in s.groups.items() if group.doomed == "evicted"}
         redo = sorted(set(s.ledger.live) | set(s.redo) | skipped | evicted)
         return {"start_version": s.ledger.base, "next_group_id": furthest, "redo": redo}
 

@@ -2,11 +2,19 @@
 
 Only ids and counts travel here; payload (tokens, log-probs, rewards, weights) goes from stage to stage.
 A command reserves, the event that answers it commits.
+
+Events of an instance carry its life: a number that rises each time the instance comes up. Answers to a move carry the
+attempt that the Move named. Facts of one life come in order; what else is late, or said twice, is dropped and counted.
 """
 
 from __future__ import annotations
 
 from dora_jax.types import GroupId, InstanceId, SampleId, Version, record
+
+
+class ImpossibleFact(RuntimeError):
+    """No body that does what it was asked can report this. Nothing has changed; the message is a sentence."""
+
 
 # ---------------------------------------------------------------- events
 
@@ -20,18 +28,21 @@ class InstanceUp:
     residents: int = 1  # versions it can hold at once (R)
     speed: float = 1.0  # relative decode speed
     versions: tuple[Version, ...] = ()  # already loaded
+    life: int = 0
 
 
 @record
 class InstanceDown:
     instance: InstanceId
     reason: str
+    life: int = 0
 
 
 @record
 class WeightsLoaded:
     instance: InstanceId
     version: Version
+    life: int = 0
 
 
 @record
@@ -39,14 +50,17 @@ class SampleStarted:
     id: SampleId
     instance: InstanceId
     version: Version
+    life: int = 0
 
 
 @record
-class SampleProgress:
-    """Tokens sampled so far; emitted once a tick for what runs (the payload stays in the engine)."""
+class SamplesProgressed:
+    """Tokens sampled so far, of samples that run on an instance; the payload stays in the engine."""
 
-    id: SampleId
-    tokens: int
+    instance: InstanceId
+    ids: tuple[SampleId, ...]
+    tokens: tuple[int, ...]
+    life: int = 0
 
 
 @record
@@ -55,6 +69,7 @@ class SampleDone:
     instance: InstanceId
     tokens: int
     finish: str
+    life: int = 0
 
 
 @record
@@ -68,6 +83,7 @@ class SampleMoved:
     id: SampleId
     src: InstanceId
     dst: InstanceId
+    attempt: int
 
 
 @record
@@ -75,6 +91,7 @@ class MoveFailed:
     id: SampleId
     src: InstanceId
     dst: InstanceId
+    attempt: int
     reason: str
 
 
@@ -82,12 +99,14 @@ class MoveFailed:
 class SampleParked:
     id: SampleId
     instance: InstanceId
+    life: int = 0
 
 
 @record
 class SampleResumed:
     id: SampleId
     instance: InstanceId
+    life: int = 0
 
 
 @record
@@ -115,6 +134,7 @@ class StepPublished:
 class PagesReported:
     instance: InstanceId
     free: int
+    life: int = 0
 
 
 @record
@@ -123,8 +143,8 @@ class TimePassed:
 
 
 Event = (
-    InstanceUp | InstanceDown | WeightsLoaded | SampleStarted | SampleProgress | SampleDone | SampleCancelled
-    | SampleMoved | MoveFailed | SampleParked | SampleResumed | GroupScored | GroupFailed | StepPublished
+    InstanceUp | InstanceDown | WeightsLoaded | SampleStarted | SamplesProgressed | SampleDone
+    | SampleCancelled | SampleMoved | MoveFailed | SampleParked | SampleResumed | GroupScored | GroupFailed | StepPublished
     | PagesReported | TimePassed
 )
 
@@ -153,6 +173,7 @@ class Move:
     ids: tuple[SampleId, ...]
     src: InstanceId
     dst: InstanceId
+    attempt: int  # higher than that of any Move before; its answers carry it
 
 
 @record

@@ -1,8 +1,4 @@
-"""Commits: what each event changes in the state. Nothing is decided here.
-
-A fact about something that was given up (an instance that went down, a sample that ended first) is a race that
-happens and is ignored; a fact that contradicts a command raises.
-"""
+"""Commits: what each event that counts (verdict.py) changes in the state. Nothing is decided here."""
 
 from __future__ import annotations
 
@@ -16,13 +12,15 @@ from dora_jax.types import is_eval
 
 
 def instance_up(s: State, event: ev.InstanceUp) -> None:
+    """The end of its earlier life may be heard later, and is then late."""
     if event.instance in s.fleet.hosts:
-        raise RuntimeError(f"instance {event.instance} is up twice")
+        _lost(s, s.fleet.hosts[event.instance])
+    s.fleet.lives[event.instance] = event.life
     problem = s.config.instance_problem(event.pages, event.page_size, event.slots)
     if problem:
         s.halt(False, f"instance {event.instance} cannot serve this run: {problem}")
         return
-    host = Host(event.instance, event.slots, event.pages, event.page_size, event.residents, event.speed)
+    host = Host(event.instance, event.life, event.slots, event.pages, event.page_size, event.residents, event.speed)
     s.fleet.add(host, event.versions)
     if s.paused:
         s.out.append(ev.Pause(instance=host.id))
@@ -32,9 +30,13 @@ def instance_up(s: State, event: ev.InstanceUp) -> None:
 
 
 def instance_down(s: State, event: ev.InstanceDown) -> None:
+    s.fleet.lives[event.instance] = event.life
     host = s.fleet.hosts.get(event.instance)
-    if host is None:
-        return
+    if host is not None:
+        _lost(s, host)
+
+
+def _lost(s: State, host: Host) -> None:
     s.fleet.remove(host)
     unstarted = []
     for unit in host.units:
@@ -51,11 +53,7 @@ def instance_down(s: State, event: ev.InstanceDown) -> None:
 
 
 def weights_loaded(s: State, event: ev.WeightsLoaded) -> None:
-    host = s.fleet.hosts.get(event.instance)
-    if host is None:
-        return
-    if host.loading != event.version:
-        raise RuntimeError(f"instance {host.id} loaded version {event.version}, not {host.loading}")
+    host = s.fleet.hosts[event.instance]
     s.fleet.end_load(host)
     s.wake_all()  # older versions too: credit that was kept for this instance may be left
     s.emptied[host.id] = None
@@ -63,9 +61,7 @@ def weights_loaded(s: State, event: ev.WeightsLoaded) -> None:
 
 
 def pages_reported(s: State, event: ev.PagesReported) -> None:
-    host = s.fleet.hosts.get(event.instance)
-    if host is None:
-        return
+    host = s.fleet.hosts[event.instance]
     host.free_reported = event.free
     if event.free < s.config.kv_pressure * host.pages and host.units:
         host.pressed = True
@@ -87,29 +83,23 @@ def time_passed(s: State, event: ev.TimePassed) -> None:
 
 def sample_started(s: State, event: ev.SampleStarted) -> None:
     unit = s.unit(event.id)
-    if unit is None:  # its group failed while it started
-        s.out.append(ev.Cancel(ids=(event.id,), instance=event.instance, reason="its group has ended"))
-    elif unit.state == fl.STARTING and unit.instance == event.instance:
-        if unit.version != event.version:
-            raise RuntimeError(f"sample {event.id} started at version {event.version}, not {unit.version}")
-        unit.state, unit.began_s = fl.RUNNING, s.now_s
-        group = unit.group
-        if not group.started and not is_eval(group.id):
-            s.ledger.running(group.id)
-        group.started = True
-        _swap_latecomer(s, unit)
+    unit.state, unit.began_s = fl.RUNNING, s.now_s
+    group = unit.group
+    if not group.started and not is_eval(group.id):
+        s.ledger.running(group.id)
+    group.started = True
+    _swap_latecomer(s, unit)
 
 
-def sample_progress(s: State, event: ev.SampleProgress) -> None:
-    unit = s.unit(event.id)
-    if unit is not None:
-        s.fleet.grow(unit, event.tokens)
+def samples_progressed(s: State, event: ev.SamplesProgressed) -> None:
+    for id, tokens in zip(event.ids, event.tokens, strict=True):
+        unit = s.unit(id)
+        if unit is not None and unit.instance == event.instance:
+            s.fleet.grow(unit, tokens)
 
 
 def sample_done(s: State, event: ev.SampleDone) -> None:
     unit = s.unit(event.id)
-    if unit is None or event.instance != unit.instance:
-        return  # said by an instance that was given up: the sample goes on elsewhere
     s.fleet.observe(event.tokens, s.now_s - unit.began_s)
     s.end_unit(unit)
     group = unit.group
@@ -118,17 +108,11 @@ def sample_done(s: State, event: ev.SampleDone) -> None:
 
 
 def sample_cancelled(s: State, event: ev.SampleCancelled) -> None:
-    unit = s.unit(event.id)
-    if unit is not None:
-        if unit.state != fl.CANCELLING:
-            raise RuntimeError(f"sample {event.id} was cancelled without a command: {event.reason}")
-        s.end_unit(unit)
+    s.end_unit(s.unit(event.id))
 
 
 def sample_moved(s: State, event: ev.SampleMoved) -> None:
     unit = s.unit(event.id)
-    if unit is None or unit.state != fl.MOVING or unit.dst.id != event.dst:
-        return  # it finished at the source first
     dst = s.fleet.end_move(unit)
     s.freed(s.fleet.release(unit), unit.version)
     s.fleet.observe_move(s.now_s - unit.moved_s)
@@ -144,8 +128,6 @@ def sample_moved(s: State, event: ev.SampleMoved) -> None:
 
 def move_failed(s: State, event: ev.MoveFailed) -> None:
     unit = s.unit(event.id)
-    if unit is None or unit.state != fl.MOVING or unit.dst.id != event.dst:
-        return
     unit.failed_moves += 1
     s.freed(s.fleet.end_move(unit), unit.version)
     if unit.instance is None:
@@ -158,16 +140,14 @@ def move_failed(s: State, event: ev.MoveFailed) -> None:
 
 def sample_parked(s: State, event: ev.SampleParked) -> None:
     unit = s.unit(event.id)
-    if unit is not None and unit.state == fl.PARKING:
-        s.freed(s.fleet.release(unit), unit.version)
-        s.recorded(unit)
+    s.freed(s.fleet.release(unit), unit.version)
+    s.recorded(unit)
 
 
 def sample_resumed(s: State, event: ev.SampleResumed) -> None:
     unit = s.unit(event.id)
-    if unit is not None and unit.state == fl.RESUMING and unit.instance == event.instance:
-        unit.state = fl.RUNNING
-        _swap_latecomer(s, unit)
+    unit.state = fl.RUNNING
+    _swap_latecomer(s, unit)
 
 
 def _swap_latecomer(s: State, unit: Unit) -> None:
@@ -180,13 +160,9 @@ def _swap_latecomer(s: State, unit: Unit) -> None:
 
 
 def group_scored(s: State, event: ev.GroupScored) -> None:
-    group = s.groups.pop(event.group_id, None)
-    if group is None or group.left:
-        raise RuntimeError(f"group {event.group_id} is scored, but it is not there to be scored")
+    group = s.groups.pop(event.group_id)
     if is_eval(group.id):
         _evaluated(s, group.version)
-    elif group.doomed is not None:  # evicted while it was scored
-        s.bury(group)
     else:
         s.ledger.scored(group.id, event.trainable)
         s.observe_task(group.id, event.trainable)
@@ -204,9 +180,7 @@ def _stop_if_nothing_to_learn(s: State) -> None:
 
 
 def group_failed(s: State, event: ev.GroupFailed) -> None:
-    group = s.groups.get(event.group_id)
-    if group is None or (group.doomed is not None and group.left):
-        return
+    group = s.groups[event.group_id]
     if is_eval(group.id):
         _evaluated(s, group.version)
     elif group.doomed is None:
@@ -215,7 +189,7 @@ def group_failed(s: State, event: ev.GroupFailed) -> None:
     if group.left == 0:
         s.bury(group)
     else:
-        s.doom(group, "failed", event.reason, never_start=True)
+        s.doom(group, "failed", event.reason)
 
 
 def _evaluated(s: State, version: int) -> None:
@@ -238,7 +212,7 @@ COMMIT = {
     ev.PagesReported: pages_reported,
     ev.TimePassed: time_passed,
     ev.SampleStarted: sample_started,
-    ev.SampleProgress: sample_progress,
+    ev.SamplesProgressed: samples_progressed,
     ev.SampleDone: sample_done,
     ev.SampleCancelled: sample_cancelled,
     ev.SampleMoved: sample_moved,

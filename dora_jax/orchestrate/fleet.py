@@ -26,8 +26,8 @@ class Unit:
     """One unfinished sample."""
 
     __slots__ = (
-        "began_s", "dst", "dst_pages", "failed_moves", "group", "index", "instance", "moved_s", "pages", "state",
-        "tokens", "version",
+        "attempt", "began_s", "dst", "dst_pages", "failed_moves", "group", "index", "instance", "moved_s", "pages",
+        "state", "tokens", "version",
     )  # fmt: skip
 
     def __init__(self, group: Group, index: int):
@@ -40,6 +40,7 @@ class Unit:
         self.instance: InstanceId | None = None
         self.dst: Host | None = None  # while MOVING
         self.dst_pages = 0
+        self.attempt = 0  # of its present move
         self.failed_moves = 0
         self.began_s = 0.0  # when it started
         self.moved_s = 0.0  # when its present move was asked for
@@ -64,15 +65,17 @@ class Group:
 
 
 class Host:
-    """One instance that is up."""
+    """One life of an instance that is up."""
 
     __slots__ = (
-        "counts", "draining", "free_reported", "id", "incoming", "loading", "page_size", "pages", "pages_used",
+        "counts", "draining", "free_reported", "id", "incoming", "life", "loading", "page_size", "pages", "pages_used",
         "pressed", "residents", "slots", "speed", "target", "tokens", "units", "used", "versions",
     )  # fmt: skip
 
-    def __init__(self, id: InstanceId, slots: int, pages: int, page_size: int, residents: int, speed: float):
+    def __init__(self, id: InstanceId, life: int, slots: int, pages: int, page_size: int, residents: int,
+                 speed: float):  # fmt: skip
         self.id = id
+        self.life = life
         self.slots = slots
         self.pages = pages
         self.page_size = page_size
@@ -114,6 +117,7 @@ class Fleet:
         self.new_tokens = new_tokens  # bound of a response
         self.guessed_tokens = expected_tokens or new_tokens  # of a response, until lengths are known
         self.hosts: dict[InstanceId, Host] = {}
+        self.lives: dict[InstanceId, int] = {}  # the latest that was heard of, over or not
         self.open: dict[Version, list[tuple[float, InstanceId]]] = {}  # heaps; entries may be stale
         self.holders: dict[Version, dict[InstanceId, None]] = {}  # instances that serve or load a version
         self.promised: dict[Version, int] = {}  # weight of hosts that load a version or make room for it
@@ -198,9 +202,9 @@ class Fleet:
         self.offer(host)
         return host
 
-    def reserve_move(self, unit: Unit, dst: Host, now_s: float) -> None:
+    def reserve_move(self, unit: Unit, dst: Host, attempt: int, now_s: float) -> None:
         """The sample holds a slot at both ends until the move is answered."""
-        unit.moved_s = now_s
+        unit.attempt, unit.moved_s = attempt, now_s
         unit.state, unit.dst, unit.dst_pages = MOVING, dst, self.page_need(dst, unit.tokens)
         dst.incoming += 1
         _count(dst, unit.version, 1, unit.dst_pages)

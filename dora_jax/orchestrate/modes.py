@@ -11,7 +11,7 @@ import math
 from collections.abc import Mapping, Sequence
 
 from dora_jax.orchestrate.events import InstanceUp
-from dora_jax.types import Version
+from dora_jax.types import Version, issued_first_as
 
 # Between 3 and 8 the simulated step time is flat; 0 costs 5 to 12 % where stragglers hold the trainer.
 KV_WEIGHT = 4.0
@@ -112,7 +112,7 @@ class OrchestratorConfig:
         return tuple(dict.fromkeys(self.task_cycle)) or ("",)
 
     def task(self, group_id: int) -> str:
-        return self.task_cycle[group_id % len(self.task_cycle)] if self.task_cycle else ""
+        return self.task_cycle[issued_first_as(group_id) % len(self.task_cycle)] if self.task_cycle else ""
 
     def next_of_task(self, task: str, group_id: int) -> int:
         """The first group from `group_id` on that is of this task."""

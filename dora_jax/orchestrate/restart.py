@@ -25,7 +25,6 @@ class Debts:
     score: tuple[GroupId, ...]  # whole groups without rewards
     cancel: ev.Cancel | None  # samples that must not go on, to be answered one by one
     groups: tuple[GroupId, ...]  # admitted and not scored
-    doomed: tuple[GroupId, ...]  # of these: they will not be trained
     recorded: dict[SampleId, Version]  # started and not ended: a Resume will ask for their tokens
     versions: tuple[Version, ...]  # whose weights are needed, oldest first
 
@@ -35,10 +34,11 @@ def restart(orchestrator: Orchestrator) -> Debts:
 
     A run that had halted looks again: it goes on where more steps are asked for now, else it halts once more."""
     s = orchestrator.state
-    for instance in list(s.fleet.hosts):
-        _commit(orchestrator, ev.InstanceDown(instance=instance, reason=LOST))
+    for host in list(s.fleet.hosts.values()):
+        _commit(orchestrator, ev.InstanceDown(instance=host.id, life=host.life, reason=LOST))
+    s.fleet.lives.clear()  # the next body counts anew
     for unit in [u for u in _units(orchestrator) if u.state == fl.MOVING]:
-        failed = ev.MoveFailed(id=unit.id, src=_NOWHERE, dst=unit.dst.id, reason=LOST)
+        failed = ev.MoveFailed(id=unit.id, src=_NOWHERE, dst=unit.dst.id, attempt=unit.attempt, reason=LOST)
         _commit(orchestrator, failed)
     s.halted = False
     s.take_due = s.rebalance_due = s.retire_due = True
@@ -50,7 +50,7 @@ def restart(orchestrator: Orchestrator) -> Debts:
         train=ev.Train(group_ids=ledger.batch, base_version=ledger.base) if ledger.batch else None,
         score=tuple(group.id for group in s.groups.values() if not group.left),
         cancel=ev.Cancel(ids=doomed, instance=None, reason=LOST) if doomed else None,
-        groups=tuple(s.groups), doomed=tuple(g.id for g in s.groups.values() if g.doomed is not None),
+        groups=tuple(s.groups),
         recorded={u.id: u.version for u in units if u.state == fl.PARKED},
         versions=tuple(sorted(s.alive)))
 

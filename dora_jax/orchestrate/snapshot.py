@@ -11,18 +11,20 @@ from typing import Any
 from dora_jax.orchestrate.fleet import Fleet, Group, Host, Unit
 from dora_jax.orchestrate.queue import Queue
 from dora_jax.orchestrate.state import State
+from dora_jax.types import InstanceId
 
-FORMAT = 2
+FORMAT = 3
 PLAIN = (
-    "budget", "now_s", "rebalanced_s", "halted", "moves_total", "reloads_total", "take_due",
+    "attempts", "budget", "now_s", "rebalanced_s", "halted", "moves_total", "reloads_total", "take_due",
     "step_ended", "rebalance_due", "retire_due",
 )  # fmt: skip
 HOST_PLAIN = (
-    "id", "slots", "pages", "page_size", "residents", "speed", "loading", "draining", "target", "used", "pages_used",
+    "id", "life", "slots", "pages", "page_size", "residents", "speed", "loading", "draining", "target", "used", "pages_used",
     "incoming", "free_reported", "pressed", "tokens",
 )  # fmt: skip
 UNIT_PLAIN = (
-    "index", "version", "state", "tokens", "pages", "instance", "dst_pages", "failed_moves", "began_s", "moved_s",
+    "index", "version", "state", "tokens", "pages", "instance", "dst_pages", "attempt", "failed_moves", "began_s",
+    "moved_s",
 )  # fmt: skip
 FLEET_COUNTS = ("promised", "arriving", "capacity", "drains")
 FLEET_PLAIN = ("finished", "finished_tokens", "finished_s", "move_s")
@@ -39,6 +41,7 @@ def save(s: State) -> dict[str, Any]:
         "training_unfinished": s.queue.training_unfinished,
         "fleet": _save_fleet(s.fleet),
         "redo": list(s.redo),
+        "dropped": dict(s.dropped),
         "evaluating": _pairs(s.evaluating),
         "task_open": _pairs(s.task_open),
         "task_rates": _pairs(s.task_rates),
@@ -69,7 +72,7 @@ def load(s: State, data: dict[str, Any]) -> None:
         setattr(s.queue, name, dict(rows))
     s.queue.training_unfinished = data["training_unfinished"]
     s.redo, s.evaluating = list(data["redo"]), dict(data["evaluating"])
-    s.drained = dict(data["drained"])
+    s.drained, s.dropped = dict(data["drained"]), dict(data["dropped"])
     s.task_open, s.cursors = dict(data["task_open"]), dict(data["cursors"])
     s.task_rates = dict(data["task_rates"])
     if s.config.task_adaptive:
@@ -106,7 +109,7 @@ def _save_group(group: Group) -> dict[str, Any]:
 
 
 def _save_unit(unit: Unit) -> list:
-    dst = None if unit.dst is None else unit.dst.id
+    dst = None if unit.dst is None else [unit.dst.id, unit.dst.life]
     return [dst, *(getattr(unit, name) for name in UNIT_PLAIN)]
 
 
@@ -118,14 +121,21 @@ def _load_group(fleet: Fleet, data: dict[str, Any]) -> Group:
         unit = group.units[index] = units[index]
         for name, value in zip(UNIT_PLAIN[1:], values, strict=True):
             setattr(unit, name, value)
-        # A destination that died before the snapshot is gone for good: any host that is not in the fleet stands for it.
-        unit.dst = None if dst is None else fleet.hosts.get(dst, Host(dst, 1, 0, 1, 1, 1.0))
+        unit.dst = None if dst is None else _destination(fleet, *dst)
     return group
+
+
+def _destination(fleet: Fleet, id: InstanceId, life: int) -> Host:
+    """Of a move under way. A life that ended before the snapshot is gone for good: a host that is not in the fleet stands
+    for it."""
+    host = fleet.hosts.get(id)
+    return host if host is not None and host.life == life else Host(id, life, 1, 0, 1, 1, 1.0)
 
 
 def _save_fleet(fleet: Fleet) -> dict[str, Any]:
     return {
         "plain": {name: getattr(fleet, name) for name in FLEET_PLAIN},
+        "lives": _pairs(fleet.lives),
         "hosts": [
             {
                 "plain": {name: getattr(host, name) for name in HOST_PLAIN},
@@ -145,10 +155,11 @@ def _save_fleet(fleet: Fleet) -> dict[str, Any]:
 def _load_fleet(fleet: Fleet, data: dict[str, Any]) -> None:
     for name, value in data["plain"].items():
         setattr(fleet, name, value)
+    fleet.lives = dict(data["lives"])
     fleet.hosts = {}
     for item in data["hosts"]:
         plain = item["plain"]
-        host = Host(*(plain[name] for name in ("id", "slots", "pages", "page_size", "residents", "speed")))
+        host = Host(*(plain[name] for name in ("id", "life", "slots", "pages", "page_size", "residents", "speed")))
         for name, value in plain.items():
             setattr(host, name, value)
         host.versions, host.counts = list(item["versions"]), dict(item["counts"])

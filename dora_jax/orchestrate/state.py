@@ -14,7 +14,7 @@ from dora_jax.orchestrate.fleet import Fleet, Group, Host, Unit
 from dora_jax.orchestrate.ledger import Ledger
 from dora_jax.orchestrate.modes import OrchestratorConfig
 from dora_jax.orchestrate.queue import Queue
-from dora_jax.types import GroupId, InstanceId, SampleId, Version, is_eval
+from dora_jax.types import MAX_RENEWALS, RENEWAL, GroupId, InstanceId, SampleId, Version, is_eval, issued_first_as
 
 # Groups over which a task's share of trainable groups is averaged: a few steps' worth of one task.
 RATE_GROUPS = 64
@@ -28,7 +28,7 @@ class State:
         self.ledger = Ledger(config.groups_per_step, d.max_lag, start_version, capped=d.capped, parts=d.parts)
         self.fleet = Fleet(config.max_prompt_tokens, config.max_new_tokens, config.expected_new_tokens)
         self.queue = Queue()
-        self.groups: dict[GroupId, Group] = {}  # admitted and not scored
+        self.groups: dict[GroupId, Group] = {}  # admitted and not scored, or given up and not yet gone
         # task -> its lowest group id never issued
         self.cursors: dict[str, GroupId] = {t: config.next_of_task(t, next_group_id) for t in config.tasks}
         self.task_open: dict[str, int] = {}  # outstanding groups by task, where tasks have limits
@@ -41,6 +41,8 @@ class State:
         self.now_s = 0.0
         self.rebalanced_s = 0.0
         self.halted = False
+        self.dropped: dict[str, int] = {}  # facts that came late, by kind
+        self.attempts = 0  # moves that were asked for, in groups
         self.moves_total = 0
         self.reloads_total = 0
         # due
@@ -110,15 +112,12 @@ class State:
         reason = f"its group {unit.group.doomed}"
         self.out.append(ev.Cancel(ids=(unit.id,), instance=unit.instance, reason=reason))
 
-    def doom(self, group: Group, how: str, reason: str, never_start: bool) -> None:
-        """End a group that will not be trained: waiting samples at once, the others by Cancel.
-
-        `never_start`: samples whose Start was issued will not start either (the prompt was refused)."""
+    def doom(self, group: Group, how: str, reason: str) -> None:
+        """End a group that will not be trained: samples that wait for their first slot at once, the others by Cancel."""
         group.doomed = how
-        silent = (fl.PENDING, fl.STARTING) if never_start else (fl.PENDING,)
         by_instance: dict[InstanceId | None, list[SampleId]] = {}
         for unit in [u for u in group.units if u is not None]:
-            if unit.state in silent:
+            if unit.state == fl.PENDING:
                 self.end_unit(unit)
             elif unit.state in (fl.STARTING, fl.RUNNING, fl.RESUMING, fl.PARKED):
                 by_instance.setdefault(unit.instance, []).append(unit.id)
@@ -130,8 +129,16 @@ class State:
         """The last sample of a group that will not be trained has ended."""
         self.groups.pop(group.id, None)
         if group.doomed == "evicted":
-            self.redo.append(group.id)
-            self.woken[self.ledger.base] = None
+            self.renew(group.id)
+
+    def renew(self, group_id: GroupId) -> None:
+        """Issue the prompt of a group that was given up again, under an id of its own."""
+        renewed = group_id + RENEWAL
+        if renewed >= MAX_RENEWALS * RENEWAL:
+            self.halt(False, f"prompt {issued_first_as(group_id)} was given up {MAX_RENEWALS} times: no step could take "
+                             f"its answers in time")
+        self.redo.append(renewed)
+        self.woken[self.ledger.base] = None
 
     def count_tasks(self, group_ids: Iterable[GroupId], by: int) -> None:
         if self.config.task_cycle:

@@ -18,7 +18,7 @@ def say(item: ev.Event | ev.Command) -> str:
     fields = []
     for name in type(item).__slots__:
         value = getattr(item, name)
-        if value is None or value == ():
+        if value is None or value == () or name == "attempt" or (name == "life" and not value):
             continue
         if name == "ids":
             value = _ids(value)
@@ -65,6 +65,7 @@ def summary(s: State) -> dict[str, Any]:
         "waits": waits(s),
         "moves": s.moves_total,
         "reloads": s.reloads_total,
+        "dropped": dict(s.dropped),
         "instances": {h.id: h.serving for h in s.fleet.hosts.values()},
         "next_group_id": min(s.cursors.values()),
     }

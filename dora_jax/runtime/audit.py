@@ -13,11 +13,11 @@ from pathlib import Path
 
 from dora_jax.orchestrate import events as ev
 from dora_jax.runtime import journal as jn
-from dora_jax.runtime.book import Fact, decoded
+from dora_jax.runtime.book import CODEC, Fact
 from dora_jax.runtime.bucket import opened
 from dora_jax.runtime.objects import ObjectLog
 from dora_jax.runtime.recovery import Replay, replay
-from dora_jax.types import GroupId, SampleId, is_eval, record
+from dora_jax.types import GroupId, SampleId, is_eval, issued_first_as, record
 
 
 @record
@@ -85,7 +85,7 @@ def audit(folder: Path | str) -> Audit:
 
 
 def facts(records: tuple[bytes, ...]) -> list[Fact]:
-    return [entry for data in records for entry in decoded(data) if isinstance(entry, Fact)]
+    return [entry for entry in map(CODEC.decode, records) if isinstance(entry, Fact)]
 
 
 def _balance(segments: int, end: Replay, finished: collections.Counter[SampleId], ends: dict[GroupId, str]) -> Audit:
@@ -97,7 +97,7 @@ def _balance(segments: int, end: Replay, finished: collections.Counter[SampleId]
     return Audit(
         segments=segments, issued=len(issued), trained=len(trained),
         filtered=sum(reason == "filtered" for reason in ends.values()), failed=reasons.total(), in_flight=len(live),
-        reasons=dict(reasons), lost=tuple(sorted(issued - set(trained) - set(ends) - live)),
+        reasons=dict(reasons), lost=tuple(sorted(issued - {issued_first_as(g) for g in (*trained, *ends, *live)})),
         trained_twice=tuple(g for g, times in trained.items() if times > 1 or g in ends or g in live),
         generated_again=tuple(id for id, times in finished.items() if times > 1), epochs=end.epoch + 1,
         weights=len({step.published.digest for step in end.steps}))

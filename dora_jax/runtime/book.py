@@ -2,28 +2,27 @@
 
     Head                    begins a segment: the orchestrator's snapshot, then the records of the book
     Fact(event, payload)    one event that the orchestrator consumed
-    Progress                a run of SampleProgress facts: most facts are such
     Partial                 tokens that a running sample has grown by
 
 Consumes facts in order; holds the payload of everything unfinished: samples of unscored groups, scored groups not yet
-trained, trajectories so far, evaluations under way. Law: `apply` is called right before the orchestrator steps the
-event, while it runs and when it is replayed, so both give the same book.
+trained, trajectories so far, evaluations under way. Law: `apply` is called right before the orchestrator steps an event
+that counts, while it runs and when it is replayed, so both give the same book.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 
 from dora_jax.orchestrate import events as ev
 from dora_jax.orchestrate.state import State
-from dora_jax.runtime.codec import Codec, CodecError
+from dora_jax.runtime.codec import Codec
 from dora_jax.types import GroupId, Sample, SampleId, ScoredGroup, Span, Version, is_eval, record
 
-FORMAT = 1
+FORMAT = 2
 
 
 @record
@@ -68,13 +67,8 @@ class Partial:
     logprobs: np.ndarray  # f32
 
 
-@record
-class Progress:
-    told: np.ndarray  # i64[n, 3]: group_id, index, tokens
-
-
 Entry = Fact | Partial
-CODEC = Codec(Head, Scores, Published, Fact, Progress, Partial)
+CODEC = Codec(Head, Scores, Published, Fact, Partial)
 
 
 @record
@@ -84,33 +78,6 @@ class Step:
     base: Version
     groups: tuple[ScoredGroup, ...]
     published: Published
-
-
-def encoded(entries: Sequence[Entry]) -> Iterator[bytes]:
-    """Records of these entries; `decoded` gives them back, in order."""
-    run: list[tuple[int, int, int]] = []
-    for entry in entries:
-        event = entry.event if type(entry) is Fact else None
-        if type(event) is ev.SampleProgress:
-            run.append((*event.id, event.tokens))
-            continue
-        if run:
-            yield CODEC.encode(Progress(told=np.array(run, np.int64)))
-            run = []
-        yield CODEC.encode(entry)
-    if run:
-        yield CODEC.encode(Progress(told=np.array(run, np.int64)))
-
-
-def decoded(data: bytes) -> list[Any]:
-    """The entries of one record; CodecError where it is none that can be read."""
-    entry = CODEC.decode(data)
-    if not isinstance(entry, Progress):
-        return [entry]
-    if entry.told.shape[1:] != (3,) or entry.told.dtype != np.int64:
-        raise CodecError(f"progress is told in rows of three numbers, not as {entry.told.dtype}{list(entry.told.shape)}")
-    return [Fact(event=ev.SampleProgress(id=SampleId(group_id, index), tokens=tokens), payload=None)
-            for group_id, index, tokens in entry.told.tolist()]
 
 
 class Book:
@@ -127,15 +94,13 @@ class Book:
             self._grow(entry, state)
             return None
         match entry.event:
-            case ev.SampleDone(id=id, instance=instance):
-                unit = state.unit(id)
-                if unit is not None and unit.instance == instance:  # else it goes on elsewhere
-                    self.samples.setdefault(id.group_id, {})[id.index] = entry.payload
-                    self.partial.pop(id, None)
+            case ev.SampleDone(id=id):
+                self.samples.setdefault(id.group_id, {})[id.index] = entry.payload
+                self.partial.pop(id, None)
             case ev.SampleCancelled(id=id):
                 self.partial.pop(id, None)
             case ev.GroupScored(group_id=group_id, trainable=trainable):
-                self._scored(group_id, trainable, entry.payload, state)
+                self._scored(group_id, trainable, entry.payload)
             case ev.GroupFailed(group_id=group_id):
                 self.samples.pop(group_id, None)
             case ev.StepPublished(version=version):
@@ -200,9 +165,9 @@ class Book:
             raise RuntimeError(f"tokens of {chunk.id} are missing in front of {chunk.start}")
         chunks.append(chunk)
 
-    def _scored(self, group_id: GroupId, trainable: bool, scores: Scores | None, state: State) -> None:
+    def _scored(self, group_id: GroupId, trainable: bool, scores: Scores | None) -> None:
         done = self.samples.pop(group_id)
-        if state.groups[group_id].doomed is not None or not (trainable or is_eval(group_id)):
+        if not (trainable or is_eval(group_id)):
             return
         group = ScoredGroup(group_id=group_id, version=scores.version, samples=tuple(done[i] for i in sorted(done)),
                             rewards=scores.rewards, parts=scores.parts)

@@ -19,7 +19,7 @@ from typing import Any, Protocol
 from dora_jax.fault import point
 from dora_jax.orchestrate import events as ev
 from dora_jax.orchestrate.core import Orchestrator
-from dora_jax.runtime.book import Book, Entry, Fact, Partial, Published, Scores, encoded
+from dora_jax.runtime.book import CODEC, Book, Entry, Fact, Partial, Published, Scores
 from dora_jax.runtime.journal import Journal
 from dora_jax.runtime.loop import World
 from dora_jax.runtime.recovery import head_records
@@ -69,7 +69,8 @@ class DurableWorld:
             return
         entries, self._held = self._held, []
         for entry in entries:
-            self.book.apply(entry, self._orchestrator.state)
+            if not isinstance(entry, Fact) or self._orchestrator.counts(entry.event):
+                self.book.apply(entry, self._orchestrator.state)
             if isinstance(entry, Fact):
                 yield entry.event
 
@@ -108,8 +109,8 @@ class DurableWorld:
     # ------------------------------------------------------------ private
 
     def _write(self, entries: list[Entry]) -> None:
-        for record in encoded(entries):
-            self._journal.append(record)
+        for entry in entries:
+            self._journal.append(CODEC.encode(entry))
         kinds = {type(entry.event) for entry in entries if isinstance(entry, Fact)}
         now = time.monotonic()
         if not kinds.isdisjoint(HARD) or now - self._committed_s > SOFT_PERIOD_S or self._journal.sync_due:
@@ -134,9 +135,9 @@ class DurableWorld:
     def _payload_of(self, event: ev.Event) -> Any:
         match event:
             case ev.SampleDone(id=id):
-                return self._payload.pop(id)
+                return self._payload.pop(id, None)
             case ev.GroupScored(group_id=group_id):
-                return self._payload.pop(group_id)
-            case ev.StepPublished(version=version):
+                return self._payload.pop(group_id, None)
+            case ev.StepPublished(version=version) if version in self._digests:  # else it is said twice
                 return Published(epoch=self._epoch, digest=self._digests.pop(version))
         return None

@@ -11,6 +11,7 @@ to nothing are counted, and where no instance is left the run ends with the last
 
 from __future__ import annotations
 
+import dataclasses
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -39,6 +40,15 @@ class Spare:
     hung_s: float  # one call or tick lasts so long; 0: any time
 
 
+@record
+class _Leaving:
+    """A sample that has been asked to move."""
+
+    dst: InstanceId
+    life: _Life | None  # of dst
+    attempt: int
+
+
 class LocalInstance:
     """Called by the main thread; `heard`, `take` and `_watch` also by the threads of lives and by the watchdog."""
 
@@ -54,11 +64,12 @@ class LocalInstance:
         self._say = say
         self._around: Callable[[Any], Any] = lambda engine: engine
         self._weights = weights
-        self._new_life = lambda engine: _Life(self, self._around(engine), self._weights, partial_s)
+        self._new_life = lambda engine: _Life(self, self._around(engine), self._weights, partial_s, self._lives)
         self._lock = threading.Lock()
+        self._lives = up.life
         self._life: _Life | None = self._new_life(engine)  # that the orchestrator knows of, or will
-        self._leaving: dict[SampleId, tuple[InstanceId, _Life | None]] = {}  # not yet out; where to, and that life
-        self._arriving: dict[SampleId, InstanceId] = {}  # handed over, not yet in; where from
+        self._leaving: dict[SampleId, _Leaving] = {}  # not yet out
+        self._arriving: dict[SampleId, tuple[InstanceId, int]] = {}  # handed over, not yet in; where from, which attempt
         self._losses = 0
         self._waited_s = 0.0  # of earlier lives
         self._tokens = 0
@@ -86,6 +97,11 @@ class LocalInstance:
 
     def post(self, call: Callable[..., None], *args: Any) -> None:
         call(*args)
+
+    @property
+    def life(self) -> int:
+        """The latest."""
+        return self._lives
 
     @property
     def engine(self) -> Any:
@@ -124,13 +140,14 @@ class LocalInstance:
     def unpause(self) -> None:
         self._send(InstanceWorker.unpause)
 
-    def move(self, sample: SampleId, dst: LocalInstance) -> None:
+    def move(self, sample: SampleId, dst: LocalInstance, attempt: int) -> None:
+        leaving = _Leaving(dst=dst.instance, life=dst._life, attempt=attempt)
         with self._lock:
             if self._life is not None:
-                self._leaving[sample] = dst.instance, dst._life
-                self._life.do(InstanceWorker.move, sample, _Way(self, self._life, dst))
+                self._leaving[sample] = leaving
+                self._life.do(InstanceWorker.move, sample, _Way(self, self._life, dst), attempt)
                 return
-        self._outbox.put(ev.MoveFailed(id=sample, src=self.instance, dst=dst.instance, reason="its instance is lost"))
+        self._move_failed(sample, leaving)
 
     def lose(self, reason: str) -> None:
         """Ends the present life, whatever it does."""
@@ -171,16 +188,16 @@ class LocalInstance:
         with self._lock:
             if self._life is not life:
                 return False, None
-            return True, self._leaving.pop(id)[1]
+            return True, self._leaving.pop(id).life
 
-    def take(self, parcel: Parcel, src: InstanceId, unstarted: Version | None, life: _Life | None) -> None:
+    def take(self, parcel: Parcel, src: InstanceId, attempt: int, life: _Life | None) -> None:
         """A sample from another instance, meant for this life; where that is over, its recorded tokens go on."""
         with self._lock:
             if life is not None and self._life is life:
-                self._arriving[parcel.id] = src
-                life.do(InstanceWorker.receive, parcel, src, unstarted)
+                self._arriving[parcel.id] = src, attempt
+                life.do(InstanceWorker.receive, parcel, src, attempt)
                 return
-        self._outbox.put(ev.SampleMoved(id=parcel.id, src=src, dst=self.instance))
+        self._outbox.put(ev.SampleMoved(id=parcel.id, src=src, dst=self.instance, attempt=attempt))
 
     def over(self, life: _Life, reason: str, error: BaseException) -> None:
         """The life has ended, or is treated so: its instance is down, its debts are paid, another life may begin."""
@@ -192,11 +209,11 @@ class LocalInstance:
             self._life = None
             self._losses += 1
             self.gone = life.hung or self._spare.new_engine is None or self._losses >= MAX_LOSSES
-            self._outbox.put(ev.InstanceDown(instance=self.instance, reason=reason))
-            for sample, (dst, _) in self._leaving.items():
-                self._outbox.put(ev.MoveFailed(id=sample, src=self.instance, dst=dst, reason="its instance is lost"))
-            for sample, src in self._arriving.items():
-                self._outbox.put(ev.SampleMoved(id=sample, src=src, dst=self.instance))
+            self._outbox.put(ev.InstanceDown(instance=self.instance, reason=reason, life=life.life))
+            for sample, leaving in self._leaving.items():
+                self._move_failed(sample, leaving)
+            for sample, (src, attempt) in self._arriving.items():
+                self._outbox.put(ev.SampleMoved(id=sample, src=src, dst=self.instance, attempt=attempt))
             self._leaving, self._arriving = {}, {}
         self._say(f"{self.role} is lost ({reason}); its samples go on elsewhere"
                   f"{', and it stays away' if self.gone else ', and it is made again'}")
@@ -206,6 +223,10 @@ class LocalInstance:
             self._begin(self._rise, life)
 
     # ------------------------------------------------------------ private
+
+    def _move_failed(self, sample: SampleId, leaving: _Leaving) -> None:
+        self._outbox.put(ev.MoveFailed(id=sample, src=self.instance, dst=leaving.dst, attempt=leaving.attempt,
+                                       reason="its instance is lost"))
 
     def _send(self, call: Callable[..., None], *args: Any) -> None:
         """To nobody where the life is over: InstanceDown is on its way, and gives back what was asked for."""
@@ -234,9 +255,11 @@ class LocalInstance:
             self._say(f"{self.role} could not be made again ({error}); it stays away")
             self._stay_away(error)
             return
+        self._lives += 1
         life = self._new_life(engine)
         life.start()
-        self._outbox.put(Risen(event=self._event, admit=lambda: self._admit(life)))
+        event = dataclasses.replace(self._event, life=life.life)
+        self._outbox.put(Risen(event=event, admit=lambda: self._admit(life)))
 
     def _begin(self, call: Callable[..., None], *args: Any) -> None:
         self._threads.append(threading.Thread(target=call, args=args, name=f"{self.role} {call.__name__}", daemon=True))
@@ -263,8 +286,8 @@ class LocalInstance:
 class _Life(InstanceWorker):
     """One engine and its thread, from start to end."""
 
-    def __init__(self, owner: LocalInstance, engine: Any, weights: Any, partial_s: float):
-        super().__init__(owner.instance, engine, weights, _Tap(owner, self), partial_s)
+    def __init__(self, owner: LocalInstance, engine: Any, weights: Any, partial_s: float, life: int):
+        super().__init__(owner.instance, engine, weights, _Tap(owner, self), partial_s, life)
         self.hung = False  # nothing can end it
         self._called_s: float | None = None
         self._bringing: threading.Thread | None = None
@@ -339,7 +362,7 @@ class _Way:
     def post(self, call: Callable[..., None], *args: Any) -> None:
         call(*args)
 
-    def receive(self, parcel: Parcel, src: InstanceId, unstarted: Version | None) -> None:
+    def receive(self, parcel: Parcel, src: InstanceId, attempt: int) -> None:
         heard, life = self._src.left(self._life, parcel.id)
         if heard:
-            self._dst.take(parcel, src, unstarted, life)
+            self._dst.take(parcel, src, attempt, life)

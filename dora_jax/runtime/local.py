@@ -25,18 +25,17 @@ from dora_jax.runtime.workers import Crashed, Ended, Exported, Finished, Handed,
 from dora_jax.runtime.workers import TrainerWorker
 from dora_jax.tasks.pool import GroupFailure
 from dora_jax.tasks.prompts import PromptTooLong
-from dora_jax.types import GroupId, Prompt, Sample, SampleId, ScoredGroup, Version, is_eval
+from dora_jax.types import GroupId, InstanceId, Prompt, Sample, SampleId, ScoredGroup, Version, is_eval
 
 TIME_PERIOD_S = 0.05  # how often the orchestrator learns the time; also the longest wait for an event
 
 
 @dataclasses.dataclass
 class _Group:
-    """A group from its first Start until it is trained, filtered or failed."""
+    """A group from its first Start until it is trained, filtered, failed or given up."""
 
     prompt: Prompt
     done: dict[int, Sample] = dataclasses.field(default_factory=dict)
-    given_up: bool = False  # a sample of it was cancelled: it will not be scored
     submitted: tuple[Sample, ...] = ()  # what the scorer was handed
 
 
@@ -81,10 +80,9 @@ class LocalWorld:
         self._skew_s = now_s - time.monotonic()
         for group_id in debts.groups:
             try:
-                prompt = self._task.prompt_at(group_id)
+                self._open[group_id] = _Group(self._task.prompt_at(group_id), dict(book.samples.get(group_id, {})))
             except PromptTooLong:
                 continue  # no sample of it has started: its Start will be refused
-            self._open[group_id] = _Group(prompt, dict(book.samples.get(group_id, {})), group_id in debts.doomed)
         for group in (*book.evaluated.values(), *book.scored.values()):
             self._tell(group)
         for group_id, group in book.scored.items():
@@ -133,17 +131,16 @@ class LocalWorld:
             case ev.LoadWeights(instance=instance, version=version, drop=drop):
                 worker = self._instances[instance]
                 worker.post(worker.load, version, drop)
-            case ev.Move(ids=ids, src=src, dst=dst):
+            case ev.Move(ids=ids, src=src, dst=dst, attempt=attempt):
                 source = self._instances[src]
                 for sample in ids:
-                    source.post(source.move, sample, self._instances[dst])
+                    source.post(source.move, sample, self._instances[dst], attempt)
             case ev.Train(group_ids=group_ids, base_version=base):
                 for group_id in group_ids:
                     del self._open[group_id]
                 self._trainer.post(self._trainer.train, group_ids, base)
             case ev.Cancel(ids=ids, instance=instance, reason=reason):
-                for sample in ids:
-                    self._cancel(sample, instance, reason)
+                self._cancel(ids, instance, reason)
             case ev.Park(ids=ids, instance=instance):
                 worker = self._instances[instance]
                 for sample in ids:
@@ -179,31 +176,28 @@ class LocalWorld:
                 self._tell(error)
                 self._outbox.put(ev.GroupFailed(group_id=group_id, reason=str(error)))
                 return
-        group = self._open[group_id]
-        if group.given_up or group.submitted:  # mode `evict` makes it again: nothing of its first life is used
-            self._groups.discard(group_id)
-            group = self._open[group_id] = _Group(group.prompt)
-        self._parcels.pop(sample, None)
-        worker.post(worker.submit, sample, group.prompt, version)
+        worker.post(worker.submit, sample, self._open[group_id].prompt, version)
 
-    def _cancel(self, sample: SampleId, instance: InstanceId | None, reason: str) -> None:
-        """Instance None: what is recorded of the sample, or of its scored group, is discarded."""
-        group = self._open[sample.group_id]
-        group.given_up = True
-        if instance is not None:
-            worker = self._instances[instance]
-            worker.post(worker.cancel, sample, reason)
-        elif sample.index not in group.done:
+    def _cancel(self, ids: Sequence[SampleId], instance: InstanceId | None, reason: str) -> None:
+        """The groups are given up. Instance None: what is recorded of the samples, or of a scored group, is discarded."""
+        groups = {group_id: self._open.pop(group_id, None) for group_id in {id.group_id: None for id in ids}}
+        for group_id, group in groups.items():
+            if group is not None and group.submitted:
+                self._groups.discard(group_id)
+        for sample in ids:
             self._parcels.pop(sample, None)
-            self._outbox.put(ev.SampleCancelled(id=sample, reason=reason))
-        else:
-            self._groups.discard(sample.group_id)
+            group = groups[sample.group_id]
+            if instance is not None:
+                worker = self._instances[instance]
+                worker.post(worker.cancel, sample, reason)
+            elif group is None or sample.index not in group.done and not group.submitted:
+                self._outbox.put(ev.SampleCancelled(id=sample, reason=reason))
 
     def _resume(self, sample: SampleId, worker: InstanceWorker, version: Version) -> None:
         self._recorded.pop(sample, None)
         if sample in self._ended:
-            self._outbox.put(ev.SampleResumed(id=sample, instance=worker.instance))
-            self._outbox.put(Finished(sample=self._ended.pop(sample), instance=worker.instance))
+            self._outbox.put(ev.SampleResumed(id=sample, instance=worker.instance, life=worker.life))
+            self._outbox.put(Finished(sample=self._ended.pop(sample), instance=worker.instance, life=worker.life))
         else:
             worker.post(worker.resume, retagged(self._parcel(sample, version), version))
 
@@ -253,7 +247,7 @@ class LocalWorld:
                 self._tell(item)
                 self._collect(sample)
                 yield ev.SampleDone(id=sample.id, instance=instance, tokens=len(sample.out_ids),
-                                    finish=sample.finish)
+                                    finish=sample.finish, life=item.life)
             case StepDone(version=version):
                 self._tell(item)
                 yield ev.StepPublished(version=version)
@@ -265,20 +259,24 @@ class LocalWorld:
                 self._risen = [rise for rise in self._risen if rise.event.instance != instance]
                 yield item
             case Handed(parcel=parcel):
-                self._parcels[parcel.id] = parcel
+                if parcel.id.group_id in self._open:
+                    self._parcels[parcel.id] = parcel
             case Exported(id=sample, instance=instance, parcel=parcel):
-                self._parcels[sample] = parcel
-                yield ev.SampleParked(id=sample, instance=instance)
+                if sample.group_id in self._open:
+                    self._parcels[sample] = parcel
+                yield ev.SampleParked(id=sample, instance=instance, life=item.life)
             case _:
                 yield item
 
     def _collect(self, sample: Sample) -> None:
         group_id = sample.id.group_id
-        group = self._open[group_id]
+        group = self._open.get(group_id)
+        if group is None:
+            return  # it was given up
         if sample.id.index in group.done:
             raise RuntimeError(f"sample {sample.id} finished twice")
         group.done[sample.id.index] = sample
-        if len(group.done) == self._size(group_id) and not group.given_up:
+        if len(group.done) == self._size(group_id):
             self._submit_scores(group)
 
     def _submit_scores(self, group: _Group) -> None:
@@ -286,14 +284,14 @@ class LocalWorld:
         self._scorer.submit(group.prompt, group.submitted)
 
     def _scored(self, scored: ScoredGroup | GroupFailure) -> Iterator[ev.Event]:
-        self._tell(scored)
         group_id = scored.group_id
+        if group_id not in self._open:
+            return  # it was given up
+        self._tell(scored)
         if isinstance(scored, GroupFailure):
             del self._open[group_id]
             yield ev.GroupFailed(group_id=group_id, reason=scored.reason)
             return
-        if scored.samples is not self._open[group_id].submitted:
-            return  # of a life that mode `evict` has ended since
         trainable = not is_eval(group_id) and self._trainable(scored)
         if trainable:
             self._groups.put(scored)

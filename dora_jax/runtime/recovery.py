@@ -5,7 +5,8 @@
     redo    = the batches trained since; every live version's weights come by on the way
 
 Consumes a `Journal`; produces `Recovered`. Laws: snapshot + tail = full replay; what is damaged is said and stepped
-over: an older segment, an older checkpoint; a group is never in two steps of what is returned.
+over: an older segment, an older checkpoint; a segment is followed up to the first fact that the orchestrator refuses,
+which is where the run that wrote it ended; a group is never in two steps of what is returned.
 """
 
 from __future__ import annotations
@@ -18,12 +19,14 @@ from typing import Any
 from dora_jax.orchestrate.core import Orchestrator
 from dora_jax.orchestrate.modes import OrchestratorConfig
 from dora_jax.orchestrate.restart import Debts, restart
-from dora_jax.runtime.book import CODEC, FORMAT, Book, Fact, Head, Partial, Step, decoded
+from dora_jax.runtime.book import CODEC, FORMAT, Book, Fact, Head, Partial, Step
 from dora_jax.runtime.codec import CodecError
 from dora_jax.runtime.journal import Journal, JournalError
 from dora_jax.types import Version
 
 Say = Callable[[str], None]
+# What following records raises that were written by other code, or by a run that ended over them; CodecError included.
+SENSELESS = (TypeError, KeyError, ValueError, AttributeError, IndexError, RuntimeError)
 
 
 @dataclasses.dataclass
@@ -120,24 +123,25 @@ def replay(journal: Journal, segments: Sequence[int], say: Say) -> Replay:
 
 def _replay_one(number: int, records: Sequence[bytes], steps: list[Step], say: Say) -> Replay:
     head, book, entries = _open(number, records)
-    orchestrator = Orchestrator.restore(_config(head.config), head.orchestrator)
+    with _sensible(number):
+        orchestrator = Orchestrator.restore(_config(head.config), head.orchestrator)
     state = Replay(orchestrator, book, head.epoch)
     state.steps = [step for step in steps if step.base < state.base]  # later ones were undone by a fallback
-    for i, data in enumerate(entries):
+    for i, data in enumerate(entries, start=1 + head.book):
         try:
-            known = decoded(data)
-        except CodecError as error:
-            say(f"journal segment {number}: record {i + 2 + head.book} {error}; the {len(entries) - i} from there on are "
-                f"not read")
-            break
-        for entry in known:
-            _follow(number, state, entry)
+            _follow(state, CODEC.decode(data))
+        except SENSELESS as error:
+            say(f"journal segment {number}: record {i + 1} cannot be followed ({error}); the {len(records) - i} from there "
+                f"on are not read")
+            return _replay_one(number, records[:i], steps, say)  # it may have been followed in part
     return state
 
 
-def _follow(number: int, state: Replay, entry: Any) -> None:
+def _follow(state: Replay, entry: Any) -> None:
     if not isinstance(entry, Fact | Partial):
-        raise JournalError(f"journal segment {number}: a {type(entry).__name__} stands among its facts")
+        raise JournalError(f"a {type(entry).__name__} stands among its facts")
+    if isinstance(entry, Fact) and not state.orchestrator.counts(entry.event):
+        return
     step = state.book.apply(entry, state.orchestrator.state)
     if isinstance(entry, Fact):
         state.orchestrator.step(entry.event)
@@ -179,7 +183,7 @@ def _sensible(number: int) -> Iterator[None]:
     """Records whose checksums hold and which make no sense were written by another version, or by a bug."""
     try:
         yield
-    except (TypeError, KeyError, ValueError, AttributeError, IndexError, RuntimeError) as error:
+    except SENSELESS as error:
         if isinstance(error, JournalError):
             raise
         raise JournalError(f"the journal from segment {number} on cannot be followed by this version of dora_jax: "

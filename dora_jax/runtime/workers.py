@@ -31,6 +31,7 @@ PROGRESS_PERIOD_S = 0.1  # progress and page reports per instance: often enough 
 class Finished:
     sample: Sample
     instance: InstanceId
+    life: int = 0
 
 
 @record
@@ -40,6 +41,7 @@ class Exported:
     id: SampleId
     instance: InstanceId
     parcel: Parcel
+    life: int = 0
 
 
 @record
@@ -143,14 +145,14 @@ class Worker:
 
 
 class InstanceWorker(Worker):
-    """One engine: starts, ticks, moves and loads on its own thread.
+    """One life of one engine: starts, ticks, moves and loads on its own thread.
 
     `partial_s`: how often the tokens of running samples are reported, so that they outlive this process; 0: never."""
 
     def __init__(self, instance: InstanceId, engine: Any, weights: Any, outbox: queue.SimpleQueue,
-                 partial_s: float = 0.0):
+                 partial_s: float = 0.0, life: int = 0):
         super().__init__(f"rollout {instance}", outbox)
-        self.instance = instance
+        self.instance, self.life = instance, life
         self.engine = engine
         self.tokens = 0  # sampled since start
         self._paused = False
@@ -171,39 +173,38 @@ class InstanceWorker(Worker):
 
     def take_into_use(self, version: Version, weights: Any) -> None:
         self.engine.load(version, weights)
-        self.outbox.put(ev.WeightsLoaded(instance=self.instance, version=version))
+        self.outbox.put(ev.WeightsLoaded(instance=self.instance, version=version, life=self.life))
 
     def submit(self, sample: SampleId, prompt: Prompt, version: Version) -> None:
         self._versions[sample] = version
         self.engine.submit(sample, prompt.token_ids, version, prompt.max_new_tokens)
 
     def cancel(self, sample: SampleId, reason: str) -> None:
+        """Answered whether or not it is here: behind its end, where it has ended."""
         self._forget(sample)
-        if self.engine.cancel(sample):
-            self.outbox.put(ev.SampleCancelled(id=sample, reason=reason))
+        self._versions.pop(sample, None)
+        self.engine.cancel(sample)
+        self.outbox.put(ev.SampleCancelled(id=sample, reason=reason))
 
-    def move(self, sample: SampleId, dst: InstanceWorker) -> None:
+    def move(self, sample: SampleId, dst: InstanceWorker, attempt: int) -> None:
         if not self.engine.holds(sample):
-            failed = ev.MoveFailed(id=sample, src=self.instance, dst=dst.instance, reason="finished")
-            self.outbox.put(failed)
+            self.outbox.put(ev.MoveFailed(id=sample, src=self.instance, dst=dst.instance, attempt=attempt,
+                                          reason="finished"))
             return
-        dst.post(dst.receive, self._export(sample), self.instance, self._versions.pop(sample, None))
+        dst.post(dst.receive, self._export(sample), self.instance, attempt)
 
-    def receive(self, parcel: Any, src: InstanceId, unstarted: Version | None) -> None:
-        """`unstarted`: its version where it had no slot yet; an import always gets one."""
+    def receive(self, parcel: Any, src: InstanceId, attempt: int) -> None:
         self._import(parcel)
-        if unstarted is not None:
-            self.outbox.put(ev.SampleStarted(id=parcel.id, instance=src, version=unstarted))
-        self.outbox.put(ev.SampleMoved(id=parcel.id, src=src, dst=self.instance))
+        self.outbox.put(ev.SampleMoved(id=parcel.id, src=src, dst=self.instance, attempt=attempt))
 
     def park(self, sample: SampleId) -> None:
         if self.engine.holds(sample):
             parcel = self._export(sample)
-            self.outbox.put(Exported(id=sample, instance=self.instance, parcel=parcel))
+            self.outbox.put(Exported(id=sample, instance=self.instance, parcel=parcel, life=self.life))
 
     def resume(self, parcel: Any) -> None:
         self._import(parcel)
-        self.outbox.put(ev.SampleResumed(id=parcel.id, instance=self.instance))
+        self.outbox.put(ev.SampleResumed(id=parcel.id, instance=self.instance, life=self.life))
 
     def hand_over(self) -> None:
         """It leaves: what has begun goes on elsewhere from its last token, what has not is asked for again."""
@@ -235,20 +236,21 @@ class InstanceWorker(Worker):
             version = self._versions.pop(sample, None)
             self._begun[sample] = None
             if version is not None:  # None: it started on another instance and moved here
-                self.outbox.put(ev.SampleStarted(id=sample, instance=self.instance, version=version))
+                self.outbox.put(ev.SampleStarted(id=sample, instance=self.instance, version=version, life=self.life))
         self._progress.update(result.progress)
         self._grown.update(dict.fromkeys(result.progress))
         for sample in result.finished:
             self._progress.pop(sample.id, None)
             self._forget(sample.id)
-            self.outbox.put(Finished(sample=sample, instance=self.instance))
+            self.outbox.put(Finished(sample=sample, instance=self.instance, life=self.life))
         now = time.monotonic()
         if now - self._reported_s >= PROGRESS_PERIOD_S:
             self._reported_s = now
-            for sample_id, tokens in self._progress.items():
-                self.outbox.put(ev.SampleProgress(id=sample_id, tokens=tokens))
+            if self._progress:
+                self.outbox.put(ev.SamplesProgressed(instance=self.instance, ids=tuple(self._progress),
+                                                     tokens=tuple(self._progress.values()), life=self.life))
             self._progress.clear()
-            self.outbox.put(ev.PagesReported(instance=self.instance, free=result.free_pages))
+            self.outbox.put(ev.PagesReported(instance=self.instance, free=result.free_pages, life=self.life))
         if self._partial_s and now - self._partials_s >= self._partial_s:
             self._partials_s = now
             for sample_id in self._grown:

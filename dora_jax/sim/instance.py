@@ -63,10 +63,11 @@ class Instance:
     """`live` is shared by all instances: version -> samples that decode."""
 
     def __init__(
-        self, id: InstanceId, costs: Costs, live: dict[Version, int], *,
+        self, id: InstanceId, life: int, costs: Costs, live: dict[Version, int], *,
         slots: int, page_size: int, speed: float, report_ticks: int,
     ):  # fmt: skip
         self.id = id
+        self.life = life
         self.slots = slots
         self.speed = speed
         self.slowed = 1.0  # by others on its machine

@@ -135,7 +135,7 @@ class _Watch:
     def __init__(self, warmup: int, rundown: int):
         self._warmup, self._rundown = warmup, rundown
         self._now = self._busy = self._took = 0.0
-        self._started: dict[GroupId, tuple[Version, set[int]]] = {}  # of a group's present life: version, samples
+        self._started: dict[GroupId, Version] = {}
         self._lags: collections.Counter[int] = collections.Counter()
         self._marks: list[tuple[float, float, collections.Counter[int]]] = []
         self.events = 0
@@ -153,11 +153,11 @@ class _Watch:
         for command in commands:
             match command:
                 case ev.Start(ids=ids, version=version):
-                    for id in ids:
-                        self._start(id, version)
+                    for id in ids:  # a group is of the version of its first sample
+                        self._started.setdefault(id.group_id, version)
                 case ev.Train(group_ids=groups, base_version=base):
                     self._took = self._now
-                    self._lags.update(base - self._started.pop(group)[0] for group in groups)
+                    self._lags.update(base - self._started.pop(group) for group in groups)
 
     def result(self, mode: str) -> Replay:
         if not self._marks:
@@ -172,12 +172,6 @@ class _Watch:
             mode=mode, events=self.events, steps=last - first, seconds=seconds,
             step_s=seconds / max(1, last - first),
             rollout_only=1 - (busy - busy_before) / seconds if seconds else 0.0, lags=dict(lags - lags_before))
-
-    def _start(self, id: SampleId, version: Version) -> None:
-        """A group is of the version of its first sample; mode `evict` may make it anew."""
-        if id.index in self._started.setdefault(id.group_id, (version, set()))[1]:
-            self._started[id.group_id] = version, set()
-        self._started[id.group_id][1].add(id.index)
 
     def _mark(self) -> None:
         self._marks.append((self._now, self._busy, self._lags.copy()))
@@ -203,6 +197,8 @@ def _event(line: dict[str, Any]) -> ev.Event:
     fields = _frozen({name: line[name] for name in cls.__slots__})
     if "id" in fields:
         fields["id"] = SampleId(*fields["id"])
+    if "ids" in fields:
+        fields["ids"] = tuple(SampleId(*id) for id in fields["ids"])
     return cls(**fields)
 
 

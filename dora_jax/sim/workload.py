@@ -17,7 +17,7 @@ from statistics import NormalDist
 from dora_jax.config import ConfigError
 from dora_jax.sim.config import WorkloadSection
 from dora_jax.sim.replay import recorded_work
-from dora_jax.types import GroupId, SampleId
+from dora_jax.types import GroupId, SampleId, issued_first_as
 
 _MASK = (1 << 64) - 1
 _NORMAL = NormalDist()
@@ -66,6 +66,7 @@ class Workload:
             self._recorded, self._untrainable = recorded_work(section.path)
 
     def prompt_tokens(self, group: GroupId) -> int:
+        group = issued_first_as(group)
         section = self._task(group).section
         mu = math.log(section.prompt_tokens) - section.prompt_sigma**2 / 2
         length = math.exp(mu + section.prompt_sigma * normal(self._seed, PROMPT, group))
@@ -73,6 +74,7 @@ class Workload:
 
     def length(self, id: SampleId) -> int:
         """Response tokens that the policy samples."""
+        id = SampleId(issued_first_as(id.group_id), id.index)
         if id in self._recorded:
             return self._recorded[id]
         task = self._task(id.group_id)
@@ -84,6 +86,7 @@ class Workload:
 
     def turns(self, id: SampleId) -> list[Turn]:
         """The response as it runs; one turn unless the task calls tools."""
+        id = SampleId(issued_first_as(id.group_id), id.index)
         task = self._task(id.group_id).section
         length = self.length(id)
         if task.turns <= 1:
@@ -99,11 +102,13 @@ class Workload:
         return turns
 
     def filtered(self, group: GroupId) -> bool:
+        group = issued_first_as(group)
         if self._untrainable is not None:
             return group in self._untrainable
         return uniform(self._seed, FILTERED, group) < self._task(group).section.filtered_share
 
     def failed(self, group: GroupId) -> bool:
+        group = issued_first_as(group)
         return uniform(self._seed, FAILED, group) < self._task(group).section.failed_share
 
     @functools.lru_cache(maxsize=4096)

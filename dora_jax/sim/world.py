@@ -119,11 +119,12 @@ class SimWorld:
         for id in command.ids:
             job = src.take(id)
             if job is None:
-                self._say(ev.MoveFailed(id=id, src=src.id, dst=command.dst, reason="finished"))
+                self._say(ev.MoveFailed(id=id, src=src.id, dst=command.dst, attempt=command.attempt,
+                                       reason="finished"))
                 continue
             self._away[id] = job
             end = self._network.move(self.now, src.id, command.dst, job.cached)
-            self._at(end, self._arrive, job, src, self._instances.get(command.dst), command.dst)
+            self._at(end, self._arrive, job, src, self._instances.get(command.dst), command)
         self._schedule(src)
 
     def _park(self, command: ev.Park) -> None:
@@ -166,11 +167,12 @@ class SimWorld:
                 job = self._away.pop(id, None)
             if job is not None:
                 self.meter.cancelled_tokens += job.sampled
+            if job is not None or command.instance is not None:
                 self._say(ev.SampleCancelled(id=id, reason=command.reason))
             self._forget(id.group_id)
 
     def _forget(self, group_id: GroupId) -> None:
-        """A group of which something was cancelled will not be trained; its prompt may come again."""
+        """A group of which something was cancelled will not be trained."""
         self._ready.discard(group_id)
         self._groups.pop(group_id, None)
 
@@ -236,9 +238,9 @@ class SimWorld:
 
     def _entered(self, host: Instance, job: Job) -> None:
         if job.arrival == "start":
-            self._say(ev.SampleStarted(id=job.id, instance=host.id, version=job.version))
+            self._say(ev.SampleStarted(id=job.id, instance=host.id, version=job.version, life=host.life))
         elif job.arrival == "resume":
-            self._say(ev.SampleResumed(id=job.id, instance=host.id))
+            self._say(ev.SampleResumed(id=job.id, instance=host.id, life=host.life))
         job.arrival = ""
 
     def _stopped(self, host: Instance, job: Job) -> None:
@@ -247,7 +249,7 @@ class SimWorld:
             host.wait_for_tool(job)
             self._at(self.now + turn.tool_s, self._tool_answered, host, job)
             return
-        self._say(ev.SampleDone(id=job.id, instance=host.id, tokens=job.sampled, finish="stop"))
+        self._say(ev.SampleDone(id=job.id, instance=host.id, tokens=job.sampled, finish="stop", life=host.life))
         if self._trace:
             self._trace.done(self.now, job, host)
         group = self._groups.get(job.id.group_id)
@@ -260,9 +262,10 @@ class SimWorld:
             self._at(self.now + self.costs.score_s, self._scored, job.id.group_id, group)
 
     def _report(self, host: Instance) -> None:
-        for job in host.decoding.values():
-            self._say(ev.SampleProgress(id=job.id, tokens=host.sampled_of(job)))
-        self._say(ev.PagesReported(instance=host.id, free=host.free_tokens // self._config.hardware.page_size))
+        tokens = tuple(host.sampled_of(job) for job in host.decoding.values())
+        self._say(ev.SamplesProgressed(instance=host.id, ids=tuple(host.decoding), tokens=tokens, life=host.life))
+        free = host.free_tokens // self._config.hardware.page_size
+        self._say(ev.PagesReported(instance=host.id, free=free, life=host.life))
 
     def _scored(self, group_id: GroupId, group: SimGroup) -> None:
         if self._groups.get(group_id) is not group:
@@ -291,21 +294,22 @@ class SimWorld:
             host.advance(self.now)
             host.loading = False
             self._schedule(host)
-            self._say(ev.WeightsLoaded(instance=host.id, version=version))
+            self._say(ev.WeightsLoaded(instance=host.id, version=version, life=host.life))
 
-    def _arrive(self, job: Job, src: Instance, dst: Instance | None, dst_id: InstanceId) -> None:
+    def _arrive(self, job: Job, src: Instance, dst: Instance | None, move: ev.Move) -> None:
         if self._away.get(job.id) is not job:
             return  # cancelled on its way
         fate = work.uniform(self._seed, work.MOVE, *job.id, round(self.now * 1e3))
-        if self._instances.get(dst_id) is dst and dst is not None and fate >= self._config.fault.failed_moves:
+        way = {"id": job.id, "src": src.id, "dst": move.dst, "attempt": move.attempt}
+        if self._instances.get(move.dst) is dst and dst is not None and fate >= self._config.fault.failed_moves:
             self.meter.moves += 1
             self.meter.move_bytes += job.cached * self.costs.kv_bytes_per_token
             self._settle(job, dst)
-            self._say(ev.SampleMoved(id=job.id, src=src.id, dst=dst_id))
+            self._say(ev.SampleMoved(**way))
             return
         if self._instances.get(src.id) is src:
             self._settle(job, src)
-        self._say(ev.MoveFailed(id=job.id, src=src.id, dst=dst_id, reason="the transfer broke off"))
+        self._say(ev.MoveFailed(**way, reason="the transfer broke off"))
 
     def _settle(self, job: Job, host: Instance) -> None:
         """The sample goes on where its KV is."""
@@ -316,12 +320,12 @@ class SimWorld:
 
     def _parked(self, job: Job, host: Instance) -> None:
         if self._away.get(job.id) is job and self._instances.get(host.id) is host:
-            self._say(ev.SampleParked(id=job.id, instance=host.id))
+            self._say(ev.SampleParked(id=job.id, instance=host.id, life=host.life))
 
     def _resumed(self, job: Job, host: Instance) -> None:
         if self._away.get(job.id) is job and self._instances.get(host.id) is host:
             self._settle(job, host)
-            self._say(ev.SampleResumed(id=job.id, instance=host.id))
+            self._say(ev.SampleResumed(id=job.id, instance=host.id, life=host.life))
 
     def _part_trained(self, version: Version, last: bool) -> None:
         if not self._trainer.ends(self.now):
@@ -342,17 +346,17 @@ class SimWorld:
     def _up(self, id: InstanceId, versions: tuple[Version, ...] = ()) -> None:
         hardware = self._config.hardware
         speed = hardware.speeds[id % len(hardware.speeds)]
+        self._lives[id] += 1
         host = Instance(
-            id, self.costs, self._live, slots=hardware.slots, page_size=hardware.page_size, speed=speed,
+            id, self._lives[id], self.costs, self._live, slots=hardware.slots, page_size=hardware.page_size, speed=speed,
             report_ticks=self._config.report_tokens)  # fmt: skip
         host.time = self.now
         host.slowed = self.costs.contention if self._trainer.busy else 1.0
         self._instances[id] = host
         self.meter.up(self.now, id)
-        self._lives[id] += 1
         self._say(ev.InstanceUp(
             instance=id, slots=hardware.slots, pages=self.costs.pages, page_size=hardware.page_size,
-            residents=hardware.residents, speed=speed, versions=versions))  # fmt: skip
+            residents=hardware.residents, speed=speed, versions=versions, life=host.life))  # fmt: skip
         fault = self._config.fault
         if fault.mtbf_s:
             life_s = -fault.mtbf_s * math.log(work.uniform(self._seed, work.FAULT, id, self._lives[id]))
@@ -365,7 +369,7 @@ class SimWorld:
         host.wakeup += 1
         del self._instances[host.id]
         self.meter.lost(self.now, host)
-        self._say(ev.InstanceDown(instance=host.id, reason="lost"))
+        self._say(ev.InstanceDown(instance=host.id, reason="lost", life=host.life))
         self._at(self.now + self._config.fault.repair_s, self._up, host.id)
 
     # ------------------------------------------------------------------ private

@@ -1,7 +1,8 @@
 """Stage 1: group ids -> prompts. Consumes a source of questions and a tokenizer; produces `Prompt` records.
 
 Laws:
-  prompt_at is a pure function of (seed, group_id), so that a resumed run meets the same prompts.
+  prompt_at is a pure function of (seed, group_id), so that a resumed run meets the same prompts; a group that was given
+  up and is issued again (types.RENEWAL) has the prompt of its first issue.
   group_id >= 0 draws from the training stream, group_id < 0 is row (-1 - group_id) % n_heldout of a fixed held-out
   set that does not depend on the seed: a base warm-started under one seed is clean for every other.
   uid is a hash of the question as the model meets it; no uid is both held-out and drawn for training.
@@ -18,7 +19,7 @@ import numpy as np
 from dora_jax.config import ConfigError, TaskSection
 from dora_jax.tasks import worked
 from dora_jax.tasks.identity import Question, identity_hash, share_hash, shorten
-from dora_jax.types import GroupId, Prompt, is_eval, record
+from dora_jax.types import GroupId, Prompt, is_eval, issued_first_as, record
 
 if TYPE_CHECKING:
     from dora_jax.tokenizer import Tokenizer
@@ -157,7 +158,7 @@ class Task:
 
     def _row(self, group_id: GroupId) -> Row:
         if not is_eval(group_id):
-            return self._source.draw("train", self._seed, group_id)
+            return self._source.draw("train", self._seed, issued_first_as(group_id))
         if not self._heldout:
             raise ValueError(f"group {group_id} is held-out, and {self._source.name} was opened with none held out")
         return self._heldout[(-1 - group_id) % len(self._heldout)]

@@ -45,6 +45,7 @@ class Begin:
     hosts: int
     coordinator: str  # of the gang's first process
     leader: str
+    epoch: int = 0  # of the gang, and the life of its instance
 
 
 @record
@@ -216,13 +217,14 @@ class MoveOut:
     dst: InstanceId
     epoch: int  # of dst
     number: int  # of this move, higher than that of any before
+    attempt: int  # the orchestrator's number of it
 
 
 @record
 class Receive:
     parcel: Parcel  # with the KV that every process has fetched under `number`
     src: InstanceId
-    unstarted: Version | None
+    attempt: int
     number: int  # 0: with what it has here
 
 
@@ -262,7 +264,7 @@ class Moving:
     lent: Lent
     src: InstanceId
     dst: InstanceId
-    unstarted: Version | None
+    attempt: int
     number: int
     host: int
     hosts: int  # that say it

@@ -11,6 +11,7 @@ that an earlier controller has left is taken over whole, or ended.
 
 from __future__ import annotations
 
+import dataclasses
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -260,7 +261,8 @@ class Gang:
         self._ranks = list(self._joined)
         first = self._ranks[0].hello
         for rank, host in enumerate(self._ranks):
-            host.link.send(Again() if self.again else self._begin(rank, first.coordinator, first.leader))
+            begin = self._begin(rank, first.coordinator, first.leader)
+            host.link.send(Again() if self.again else dataclasses.replace(begin, epoch=self.epoch))
 
     def _hear(self, host: Host, item: Any) -> None:
         with self.lock:

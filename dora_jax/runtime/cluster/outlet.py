@@ -107,9 +107,9 @@ class Elsewhere:
     def post(self, call: Callable[..., None], *args: Any) -> None:
         call(*args)
 
-    def receive(self, parcel: Parcel, src: int, unstarted: Version | None) -> None:
+    def receive(self, parcel: Parcel, src: int, attempt: int) -> None:
         lent = Lent(parcel=self._outlet.fit(parcel), kv_len=0, page_size=0, manifest=None)
-        self._outlet.put(calls.Moving(lent=lent, src=src, dst=self.instance, unstarted=unstarted, number=self._number,
+        self._outlet.put(calls.Moving(lent=lent, src=src, dst=self.instance, attempt=attempt, number=self._number,
                                       host=0, hosts=1))
 
 
@@ -123,7 +123,7 @@ class Lender:
     def post(self, call: Callable[..., None], *args: Any) -> None:
         call(*args)
 
-    def receive(self, parcel: Parcel, src: int, unstarted: Version | None) -> None:
+    def receive(self, parcel: Parcel, src: int, attempt: int) -> None:
         lent = self._porter.lend(parcel, self._move)
-        self._link.send(calls.Moving(lent=lent, src=src, dst=self.instance, unstarted=unstarted,
+        self._link.send(calls.Moving(lent=lent, src=src, dst=self.instance, attempt=attempt,
                                      number=self._move.number, host=self._host, hosts=self._hosts))

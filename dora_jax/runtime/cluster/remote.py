@@ -60,13 +60,15 @@ class RemoteInstance:
         self._say = say
         self._lock = threading.Lock()
         self._gang: Gang | None = None  # that the orchestrator knows of
-        self._leaving: dict[SampleId, tuple[InstanceId, Gang | None]] = {}  # not yet out; where to, and its gang
+        self._leaving: dict[SampleId, tuple[ev.MoveFailed, Gang | None]] = {}  # not yet out; the answer that they get
+        # where this gang is lost, and the gang that they go to
         self._parts: dict[int, dict[int, calls.Moving]] = {}  # of moves out that not every process has spoken of
-        self._arriving: dict[SampleId, InstanceId] = {}  # handed over, not yet in; where from
+        self._arriving: dict[SampleId, ev.SampleMoved] = {}  # handed over, not yet in; the answer that they get
         self._carries: dict[int, _Carry] = {}
         self._handed: dict[SampleId, dict[int, Parcel]] = {}  # parts of samples that are handed over, by process
         self._brought: list[Handed | Ended] = []  # samples of a gang that is taken over
         self._waited_s = 0.0  # of earlier epochs
+        self.life = 0  # the latest: its gang's epoch
         self._keeper = new_keeper(self.role, heard=self._heard, up=self._up, down=self._down, failed=self._failed)
 
     # ---------------------------------------------------------- as a worker
@@ -127,15 +129,17 @@ class RemoteInstance:
                 self._carries[number] = _Carry(parcel.id, lambda number: calls.GoOn(parcel=tokens, number=number))
                 gang.tell_each(parts)
 
-    def move(self, sample: SampleId, dst: RemoteInstance) -> None:
+    def move(self, sample: SampleId, dst: RemoteInstance, attempt: int) -> None:
+        failed = ev.MoveFailed(id=sample, src=self.instance, dst=dst.instance, attempt=attempt,
+                               reason="its instance is lost")
         with self._lock:
             if self._gang is not None:
                 gang = dst._gang
-                self._leaving[sample] = dst.instance, gang
+                self._leaving[sample] = failed, gang
                 self._gang.post(calls.MoveOut(id=sample, dst=dst.instance, epoch=gang.epoch if gang else 0,
-                                              number=next(NUMBERS)))
+                                              number=next(NUMBERS), attempt=attempt))
                 return
-        self._outbox.put(ev.MoveFailed(id=sample, src=self.instance, dst=dst.instance, reason="its instance is lost"))
+        self._outbox.put(failed)
 
     # -------------------------------------------------------------- private
 
@@ -189,20 +193,22 @@ class RemoteInstance:
     def _take(self, parts: Sequence[calls.Moving], source: Gang, gang: Gang | None) -> None:
         """A sample from another instance, meant for this gang; where that is lost, the journal's tokens go on."""
         first, lent = parts[0], tuple(part.lent for part in parts)
+        id = first.lent.parcel.id
+        moved = ev.SampleMoved(id=id, src=first.src, dst=self.instance, attempt=first.attempt)
         by_wire = all(each.manifest is not None for each in lent)
         with self._lock:
             there = gang is not None and gang is self._gang
             if there:
-                self._arriving[first.lent.parcel.id] = first.src
+                self._arriving[id] = moved
             if there and by_wire:
-                self._carries[first.number] = _Carry(first.lent.parcel.id, lambda number: _receive(first, number), source)
+                self._carries[first.number] = _Carry(id, lambda number: _receive(first, number), source)
                 gang.tell_all(calls.Carry(number=first.number, epoch=gang.epoch, lent=lent))
             elif there:
                 gang.post(_receive(first, 0))
         if not there:
             if by_wire:
                 source.tell_all(calls.GiveBack(number=first.number))
-            self._outbox.put(ev.SampleMoved(id=first.lent.parcel.id, src=first.src, dst=self.instance))
+            self._outbox.put(moved)
 
     def _carried(self, answer: calls.Carried) -> None:
         with self._lock:
@@ -234,7 +240,9 @@ class RemoteInstance:
 
     def _up(self, gang: Gang) -> None:
         self._publisher.up(gang)
-        self._outbox.put(Risen(event=self._event, admit=lambda: self._admit(gang)))
+        self.life = gang.epoch
+        event = dataclasses.replace(self._event, life=gang.epoch)
+        self._outbox.put(Risen(event=event, admit=lambda: self._admit(gang)))
 
     def _admit(self, gang: Gang) -> Sequence[Handed | Ended]:
         trusted = self._publisher.recognise(gang)
@@ -261,15 +269,13 @@ class RemoteInstance:
         for parts in handed.values():  # not all of it came in time; what the first process hands over is in the journal
             if 0 in parts:
                 self._outbox.put(Handed(parcel=without_pages(parts[0])))
-        self._outbox.put(ev.InstanceDown(instance=self.instance, reason=gang.reason))
-        for sample, (dst, _) in leaving.items():
-            self._outbox.put(ev.MoveFailed(id=sample, src=self.instance, dst=dst, reason="its instance is lost"))
-        for sample, src in arriving.items():
-            self._outbox.put(ev.SampleMoved(id=sample, src=src, dst=self.instance))
+        self._outbox.put(ev.InstanceDown(instance=self.instance, reason=gang.reason, life=gang.epoch))
+        for answer in (*(failed for failed, _ in leaving.values()), *arriving.values()):
+            self._outbox.put(answer)
 
     def _failed(self, error: RunError) -> None:
         self._outbox.put(Crashed(role=self.role, error=error))
 
 
 def _receive(sample: calls.Moving, number: int) -> calls.Receive:
-    return calls.Receive(parcel=sample.lent.parcel, src=sample.src, unstarted=sample.unstarted, number=number)
+    return calls.Receive(parcel=sample.lent.parcel, src=sample.src, attempt=sample.attempt, number=number)

@@ -207,7 +207,7 @@ class RolloutRole:
         self._courier = Courier(weights, link, porter=porter)
         self._link = link
         self._outlet = outlet = Outlet(link, begin.rank, begin.hosts, alike)
-        self._worker = InstanceWorker(begin.instance, engine, weights.weights, outlet, partial_s)
+        self._worker = InstanceWorker(begin.instance, engine, weights.weights, outlet, partial_s, begin.epoch)
         self._elsewhere = (lambda move: Lender(move, link, porter, begin.rank, begin.hosts)) if porter.lends else (
             lambda move: Elsewhere(move, outlet))
 
@@ -253,10 +253,10 @@ class RolloutRole:
                 worker.submit(id, prompt, version)
             case calls.GiveUp(id=id, reason=reason):
                 worker.cancel(id, reason)
-            case calls.MoveOut(id=id):
-                worker.move(id, self._elsewhere(post))
-            case calls.Receive(parcel=parcel, src=src, unstarted=unstarted, number=number):
-                worker.receive(self._porter.take(number) if number else parcel, src, unstarted)
+            case calls.MoveOut(id=id, attempt=attempt):
+                worker.move(id, self._elsewhere(post), attempt)
+            case calls.Receive(parcel=parcel, src=src, attempt=attempt, number=number):
+                worker.receive(self._porter.take(number) if number else parcel, src, attempt)
             case calls.TakeOut(id=id):
                 worker.park(id)
             case calls.GoOn(parcel=parcel, number=number):

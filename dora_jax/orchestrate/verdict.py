@@ -1,0 +1,111 @@
+"""Whether a fact counts: before anything changes, and the same while a run works and when its journal is replayed.
+
+`counts(state, event)` is True for a fact that answers what the orchestrator has asked for; False for one that is late or
+said twice (of an earlier life of its instance, of an earlier attempt to move, of a sample or a group that has ended):
+it is dropped. A fact that no order of delivery can explain raises ImpossibleFact.
+"""
+
+from __future__ import annotations
+
+from dora_jax.orchestrate import events as ev
+from dora_jax.orchestrate import fleet as fl
+from dora_jax.orchestrate.state import State
+
+
+def counts(s: State, event: ev.Event) -> bool:
+    return _COUNTS[type(event)](s, event)
+
+
+def _up(s: State, event: ev.InstanceUp) -> bool:
+    return event.life > s.fleet.lives.get(event.instance, -1)
+
+
+def _down(s: State, event: ev.InstanceDown) -> bool:
+    host = s.fleet.hosts.get(event.instance)
+    return event.life > s.fleet.lives.get(event.instance, -1) or (host is not None and event.life == host.life)
+
+
+def _lives(s: State, event: ev.PagesReported | ev.SamplesProgressed) -> bool:
+    """Said by the present life of its instance."""
+    host = s.fleet.hosts.get(event.instance)
+    return host is not None and host.life == event.life
+
+
+def _loaded(s: State, event: ev.WeightsLoaded) -> bool:
+    if event.version > s.ledger.base:
+        raise ev.ImpossibleFact(f"instance {event.instance} loaded version {event.version}, which is not published")
+    return _lives(s, event) and s.fleet.hosts[event.instance].loading == event.version
+
+
+def _of_unit(*states: str):
+    """Said by the instance that has the sample, in one of these states."""
+
+    def said(s: State, event: ev.SampleStarted | ev.SampleDone | ev.SampleParked | ev.SampleResumed) -> bool:
+        unit = s.unit(event.id)
+        return unit is not None and unit.instance == event.instance and unit.state in states and _lives(s, event)
+
+    return said
+
+
+def _started(s: State, event: ev.SampleStarted) -> bool:
+    if not _of_unit(fl.STARTING)(s, event):
+        return False
+    if (version := s.unit(event.id).version) != event.version:
+        raise ev.ImpossibleFact(f"sample {tuple(event.id)} started at version {event.version}, not {version}")
+    return True
+
+
+def _cancelled(s: State, event: ev.SampleCancelled) -> bool:
+    unit = s.unit(event.id)
+    if unit is not None and unit.state != fl.CANCELLING:
+        raise ev.ImpossibleFact(f"sample {tuple(event.id)} was cancelled without a command: {event.reason}")
+    return unit is not None
+
+
+def _answered(s: State, event: ev.SampleMoved | ev.MoveFailed) -> bool:
+    unit = s.unit(event.id)
+    return unit is not None and unit.state == fl.MOVING and unit.attempt == event.attempt
+
+
+def _scored(s: State, event: ev.GroupScored) -> bool:
+    group = s.groups.get(event.group_id)
+    if group is not None and group.left:
+        raise ev.ImpossibleFact(f"group {event.group_id} is scored, but {group.left} of its samples have not ended")
+    return group is not None
+
+
+def _failed(s: State, event: ev.GroupFailed) -> bool:
+    group = s.groups.get(event.group_id)
+    return group is not None and not (group.doomed is not None and group.left)
+
+
+def _published(s: State, event: ev.StepPublished) -> bool:
+    ledger = s.ledger
+    if event.version > ledger.base and (ledger.missing or event.version != ledger.base + 1):
+        raise ev.ImpossibleFact(f"version {event.version} is published, but the trainer has {len(ledger.batch)} of "
+                                f"{ledger.groups_per_step} groups of base {ledger.base}")
+    return event.version > ledger.base
+
+
+def _passed(s: State, event: ev.TimePassed) -> bool:
+    return event.now_s >= s.now_s
+
+
+_COUNTS = {
+    ev.InstanceUp: _up,
+    ev.InstanceDown: _down,
+    ev.WeightsLoaded: _loaded,
+    ev.PagesReported: _lives,
+    ev.TimePassed: _passed,
+    ev.SampleStarted: _started,
+    ev.SamplesProgressed: _lives,
+    ev.SampleDone: _of_unit(fl.STARTING, fl.RUNNING, fl.MOVING, fl.PARKING, fl.RESUMING, fl.CANCELLING),
+    ev.SampleCancelled: _cancelled,
+    ev.SampleMoved: _answered,
+    ev.MoveFailed: _answered,
+    ev.SampleParked: _of_unit(fl.PARKING),
+    ev.SampleResumed: _of_unit(fl.RESUMING),
+    ev.GroupScored: _scored,
+    ev.GroupFailed: _failed,
+    ev.StepPublished: _published,
+}
