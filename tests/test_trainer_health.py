@@ -78,7 +78,7 @@ def test_the_probes_gap_by_hand_and_its_bound(trainer):
     before = jax.tree.map(np.array, trainer.params)
     trainer._health._max_mismatch = 0.2
     stale = dataclasses.replace(cases.batch(trainer), version=np.full((16, 32), -1, np.int32))
-    with pytest.raises(RuntimeError, match="disagree by 0.25 nats a token at equal weights, above trainer.max_mismatch=0.2"):
+    with pytest.raises(config.RunError, match="disagree by 0.25 nats a token at equal weights, above trainer.max_mismatch=0.2"):
         trainer.step(stale, probe=probe)
     jax.tree.map(np.testing.assert_array_equal, before, jax.tree.map(np.array, trainer.params))  # stopped before the update
 

@@ -93,7 +93,7 @@ def load_policy(workdir: str | Path, step: int | None = None) -> tuple[Any, Any,
 def make_base(config: Config, workdir: Path, writer: Writer, guard: Guard) -> None:
     """The quickstart's way: model.path is the warm start's own output and does not exist yet."""
     if validate.makes_base(config) and not (Path(config.model.path) / "config.json").exists():
-        writer.phase("all", "scoring one row")
+        writer.phase("all", "opening the task, scoring one row")
         _try_early(config, workdir)
         sft.run(config, workdir, writer, guard.stepped)
         guard.stepped()
@@ -190,7 +190,7 @@ class Saver:
 
 
 def _opened(config: Config, workdir: Path, writer: Writer) -> Parts:
-    writer.phase("all", "scoring one row")
+    writer.phase("all", "opening the task, scoring one row")
     parts = Parts(config, workdir)
     for remark in parts.remarks:
         writer.note(remark)

@@ -19,6 +19,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from dora_jax.config import RunError
+
 MAX_SKIPPED_IN_A_ROW = 3  # a third non-finite update is no accident
 BINS_PER_DECADE = 8
 LOWEST_DECADE, HIGHEST_DECADE = -7, 2  # of |trainer - engine|
@@ -117,14 +119,14 @@ class Health:
             path.parent.mkdir(parents=True, exist_ok=True)
             np.savez(path, group_ids=batch.group_ids, **batch.arrays())
             where = f"; the last batch is in {path}"
-        raise RuntimeError(f"{self._skipped} updates in a row were not finite (loss {float(sums['loss'])}, "
-                           f"gradient norm {float(sums['grad_norm'])}) at step {step}{where}")
+        raise RunError(f"{self._skipped} updates in a row were not finite (loss {float(sums['loss'])}, "
+                       f"gradient norm {float(sums['grad_norm'])}) at step {step}{where}")
 
     def check_mismatch(self, metrics: Mapping[str, float]) -> None:
         gap = metrics.get("mismatch/mean", 0.0)
         if self._max_mismatch and not gap <= self._max_mismatch:
-            raise RuntimeError(f"trainer and engine disagree by {gap:.3g} nats a token at equal weights, above "
-                               f"trainer.max_mismatch={self._max_mismatch}: what is trained on is not what was sampled")
+            raise RunError(f"trainer and engine disagree by {gap:.3g} nats a token at equal weights, above "
+                           f"trainer.max_mismatch={self._max_mismatch}: what is trained on is not what was sampled")
 
 
 def _histogram(x: jax.Array, where: jax.Array) -> jax.Array:
