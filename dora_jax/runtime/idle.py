@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping
 
 from dora_jax.orchestrate import events as ev
 
-SILENT = (ev.SampleProgress, ev.PagesReported)  # by far the most events, and nothing starts or stops waiting by one
+SILENT = (ev.SamplesProgressed, ev.PagesReported)  # by far the most events, and nothing starts or stops waiting by one
 
 
 class Idle:
