@@ -104,6 +104,9 @@ class _Bytes:
     def decode(self, ids: Sequence[int]) -> str:
         return bytes(map(int, ids)).decode(errors="replace")
 
+    def chat(self, messages: Sequence[dict[str, Any]]) -> str:
+        raise ValueError("the tokenizer that the warm start makes has no chat template; sft.init names a model that has one")
+
 
 # ------------------------------------------------------------- tokenizer
 

@@ -2,22 +2,19 @@
 
 Consumes a Hugging Face folder: tokenizer.json, and where present tokenizer_config.json, special_tokens_map.json,
 generation_config.json, config.json and chat_template.jinja. Produces ids and strings.
-Laws: `encode` adds nothing of its own (a template that wants a begin token writes it), generated ids are never encoded
-again, and a chat template sees no clock, so that a prompt is a pure function of its row.
+Laws: `encode` adds nothing of its own (a template that wants a begin token writes it), and generated ids are never encoded
+again. A chat template runs in a process of its own (tasks/render.py): it is a program that somebody else wrote.
 """
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
-import jinja2
-import jinja2.ext
-import jinja2.sandbox
 import tokenizers
 
 from dora_jax.models.hf_config import read_json
+from dora_jax.tasks import render
 
 # Everything a tokenizer may consist of; copied along when a model is saved.
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json",
@@ -29,10 +26,10 @@ class Tokenizer:
     """`Tokenizer.load(folder)`. Immutable and safe to share between threads."""
 
     def __init__(self, backend: tokenizers.Tokenizer, *, eos_ids: tuple[int, ...], pad_id: int,
-                 special: dict[str, str], template: jinja2.Template | None, path: Path):
+                 special: dict[str, str], template: str | None, path: Path):
         self._backend = backend
-        self._special = special  # {"eos_token": "<|im_end|>", ...}: what chat templates may name
-        self._template = template
+        setup = {"template": template, "special": special}  # special: {"eos_token": "<|im_end|>", ...}
+        self._chat = render.Renderer(f"the chat template of {path}", setup) if template is not None else None
         self.path = path
         self.eos_ids = eos_ids  # any of them ends a sample; several are normal
         self.pad_id = pad_id
@@ -63,14 +60,12 @@ class Tokenizer:
 
     def chat(self, messages: list[dict[str, Any]], *, add_generation_prompt: bool = True, **variables: Any) -> str:
         """Render the folder's chat template, by default up to where the assistant's turn begins."""
-        if self._template is None:
+        if self._chat is None:
             raise ValueError(f"{self.path} has no chat template: neither chat_template.jinja nor chat_template in "
                              "tokenizer_config.json")
-        names = {"tools": None, "documents": None, **self._special, **variables}
-        try:
-            return self._template.render(messages=messages, add_generation_prompt=add_generation_prompt, **names)
-        except jinja2.TemplateError as error:
-            raise ValueError(f"the chat template of {self.path} refused the messages: {error}") from error
+        text = self._chat.ask({"messages": messages, "add_generation_prompt": add_generation_prompt, "variables": variables})
+        assert text is not None  # which only expressions say
+        return text
 
 
 def vocabulary(path: str | Path) -> dict[str, int]:
@@ -139,42 +134,13 @@ def _pad_id(backend, special: dict[str, str], configs: list[dict], eos_ids: tupl
     return (named + sum((_ids(config, "pad_token_id") for config in configs), ()) + eos_ids)[0]
 
 
-class _Generation(jinja2.ext.Extension):
-    """{% generation %}...{% endgeneration %} marks the assistant's text for trainers elsewhere; here it is plain."""
-
-    tags = {"generation"}
-
-    def parse(self, parser):
-        next(parser.stream)
-        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
-
-
-def _chat_template(path: Path, settings: dict) -> jinja2.Template | None:
-    """Compiled template: the file first, then tokenizer_config.json (a string, or named templates with a default)."""
+def _chat_template(path: Path, settings: dict) -> str | None:
+    """The file first, then tokenizer_config.json (a string, or named templates with a default)."""
     file = path / "chat_template.jinja"
     source = file.read_text(encoding="utf-8") if file.is_file() else settings.get("chat_template")
     if isinstance(source, list):
-        source = {entry["name"]: entry["template"] for entry in source}.get("default")
-    if source is None:
-        return None
-    try:
-        return _environment().from_string(source)
-    except jinja2.TemplateError as error:
-        raise ValueError(f"the chat template of {path} does not compile: {error}") from error
-
-
-def _environment() -> jinja2.Environment:
-    """The sandbox and the extras that published templates count on; strftime_now is left out (no clock)."""
-    environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, jinja2.ext.loopcontrols])
-
-    def raise_exception(message: str) -> None:
-        raise jinja2.TemplateError(message)
-
-    def tojson(value, ensure_ascii=False, indent=None, separators=None, sort_keys=False) -> str:
-        # jinja's own filter escapes HTML characters, which would change the prompt
-        return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
-
-    environment.filters["tojson"] = tojson
-    environment.globals["raise_exception"] = raise_exception
-    return environment
+        named = [entry for entry in source if isinstance(entry, dict) and entry.get("name") == "default"]
+        source = named[-1].get("template") if named else None
+    if not isinstance(source, (str, type(None))):
+        raise ValueError(f"the chat template of {path} is a {type(source).__name__}, not a text")
+    return source

@@ -193,8 +193,8 @@ def _reward_model(config: Config) -> Problems:
 def _pattern(name: str, pattern: str) -> Problems:
     try:
         groups = re.compile(pattern).groups
-    except re.error as error:
-        yield f"{name}: {pattern!r} is not a regular expression: {error}"
+    except (re.error, OverflowError, RecursionError) as error:
+        yield f"{name}: {pattern[:80]!r} is not a regular expression: {error}"
     else:
         if pattern and not groups:
             yield f"{name}: {pattern!r} has no group to take"

@@ -94,6 +94,8 @@ def test_a_locked_free_form_field_can_still_be_replaced():
     ("reward_model__placement", "shared", "none of: own, trainer"),
     ("reward_model__tensor", 0, "at least 1"),
     ("task__answer_pattern", "(", "not a regular expression"),
+    ("task__extract", "(a{99999999999})", "not a regular expression: the repetition number is too large"),
+    ("task__extract", "(" * 5000 + ")" * 5000, "not a regular expression: maximum recursion depth"),
     ("task__extract", "abc", "no group"),
     ("task__max_failed_share", 1.5, "between 0 and 1"),
     ("eval__prompts", 257, "task.heldout"),

@@ -65,7 +65,8 @@ def test_end_ids_are_the_union(files, eos, pad, tmp_path):
 @pytest.mark.parametrize("files, message", [
     ({"settings": {}}, "names no end token"),
     ({"settings": {"eos_token": "<end>"}}, "names eos_token '<end>', which its tokenizer.json does not hold"),
-    ({"settings": {"eos_token": "<eos>", "chat_template": "{% for %}"}}, "does not compile"),
+    ({"settings": {"eos_token": "<eos>", "chat_template": 5}}, "is a int, not a text"),
+    ({"settings": {"eos_token": "<eos>", "chat_template": [{"name": "default", "template": 5}, 3]}}, "is a int, not a text"),
 ])
 def test_a_folder_that_cannot_be_used_is_named(files, message, tmp_path):
     with pytest.raises(ValueError, match=message) as error:

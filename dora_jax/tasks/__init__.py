@@ -8,6 +8,7 @@
     trial.py     the rewards score one real row before anything is compiled
     solved.py    what counts as solved on held-out prompts
     pool.py      ScorerPool: rewards in killable processes (worker.py), beside generation
+    render.py    chat templates and regular expressions, timed out in a process of their own (render_worker.py)
     calls.py     questions to a process that may be killed, and its answers
     sandbox.py   a program behind walls (guard.py sets them up); for rewards, templates, tools
     reward_model.py  ModelScorer: a trained judge on a mesh of its own, behind the pool

@@ -56,11 +56,13 @@ class Refused(NoAnswer):
 class Process:
     """One killable process of `python -m MODULE`. start, ask: from one thread at a time; close: from any."""
 
-    def __init__(self, module: str, setup: Request, *, form: str, variables: Iterable[str] = ()):
+    def __init__(self, module: str, setup: Request, *, form: str, variables: Iterable[str] = (),
+                 memory_bytes: int = MEMORY_BYTES):
         self._module = module
         self._setup = setup
         self._form = form  # of its walls: see sandbox.py
         self._variables = tuple(variables)
+        self._memory_bytes = memory_bytes
         self._walled: sandbox.Walled | None = None
         self._sock: socket.socket | None = None
         self._noise = tempfile.TemporaryFile("a+b")
@@ -130,7 +132,7 @@ class Process:
                 # -P: the working directory comes last in PYTHONPATH, where it hides nothing
                 [sys.executable, "-P", "-m", self._module, str(theirs.fileno())], form=self._form,
                 env=environment(self._variables), pass_fds=(theirs.fileno(),), stdout=self._noise,
-                memory_bytes=MEMORY_BYTES)
+                memory_bytes=self._memory_bytes)
         self._sock = ours
         if self._closed:  # close() came between
             self.close()

@@ -10,7 +10,6 @@ Laws:
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -19,6 +18,7 @@ import numpy as np
 from dora_jax.config import ConfigError, TaskSection
 from dora_jax.tasks import worked
 from dora_jax.tasks.identity import Question, identity_hash, share_hash, shorten
+from dora_jax.tasks.render import NeverEnds, Renderer
 from dora_jax.types import GroupId, Prompt, is_eval, issued_first_as, record
 
 if TYPE_CHECKING:
@@ -61,29 +61,37 @@ class Wording:
     """How a question is worded for the model: extract, then uid, then template."""
 
     def __init__(self, section: TaskSection, tokenizer: Tokenizer):
-        self._extract = re.compile(section.extract) if section.extract else None
+        self._extract = section.extract
+        self._extractor = Renderer(f"task.extract {section.extract!r}", {"extract": section.extract})
         self._template = section.template
         self._tokenizer = tokenizer
 
     def question(self, raw: Question) -> Question:
-        """What is left of the source's question; ValueError where the section does not fit it."""
+        """What is left of the source's question; ValueError where the section does not fit it, ConfigError where its
+        expression never ends."""
         if not isinstance(raw, str):
             if self._template != "chat":
                 raise ValueError('the prompt is a list of messages, which needs task.template = "chat"')
             if self._extract:
                 raise ValueError("the prompt is a list of messages, to which task.extract does not apply")
             return raw
-        if self._extract is None:
+        if not self._extract:
             return raw
-        match = self._extract.search(raw)
-        if match is None or match.group(1) is None:
-            raise ValueError(f"task.extract {self._extract.pattern!r} does not match the prompt {shorten(raw)!r}")
-        return match.group(1)
+        try:
+            text = self._extractor.ask({"raw": raw})
+        except NeverEnds as error:
+            raise ConfigError(f"{error}, on the prompt {shorten(raw)!r}") from error
+        if text is None:
+            raise ValueError(f"task.extract {self._extract!r} does not match the prompt {shorten(raw)!r}")
+        return text
 
     def text(self, question: Question) -> str:
         if self._template == "chat":
             messages = [{"role": "user", "content": question}] if isinstance(question, str) else question
-            return self._tokenizer.chat(messages)
+            try:
+                return self._tokenizer.chat(messages)
+            except ValueError as error:
+                raise ConfigError(f"task.template: {error}, on the prompt {shorten(str(question))!r}") from error
         return self._template.replace("{prompt}", question)  # not str.format: templates hold other braces
 
     def token_ids(self, text: str) -> list[int]:

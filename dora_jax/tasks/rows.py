@@ -18,7 +18,7 @@ from collections.abc import Iterator, Set
 from pathlib import Path
 from typing import Any
 
-from dora_jax.config import TaskSection
+from dora_jax.config import ConfigError, TaskSection
 from dora_jax.tasks.identity import identity_hash, shorten, uid_of
 from dora_jax.tasks.prompts import Row, Wording
 from dora_jax.types import record
@@ -75,6 +75,8 @@ class RowsSource:
             total += 1
             try:
                 good.append(_row(raw, wording, supervised, path.stem))
+            except ConfigError:
+                raise  # not this row's fault alone
             except ValueError as error:
                 text = raw if isinstance(raw, str) else json.dumps(raw, default=str)
                 bad.append(BadRow(file=str(path), line=line, reason=str(error), row=shorten(text, 200)))

@@ -104,6 +104,14 @@ def full() -> str:
     raise NoWalls("this machine cannot hide other processes from a program (" + "; ".join(lacks) + ")")
 
 
+def best() -> str:
+    """The strongest form of this machine: for what needs no walls."""
+    try:
+        return full()
+    except NoWalls:
+        return WEAK
+
+
 def clean_environment(more: Iterable[str] = ()) -> dict[str, str]:
     """Our variables for paths and language, and those named in `more`; nothing else, so no secret by accident."""
     kept = {*KEPT_VARIABLES, *more}
