@@ -176,9 +176,9 @@ def test_the_cause_of_a_wait_is_what_held_longest_in_the_step(monkeypatch):
     for trainer, rollouts, seconds in [("rollouts", "", 3.0), ("rewards", "", 2.0), ("", "the trainer", 9.0), ("", "", 1.0)]:
         waiting.update(trainer=trainer, rollouts=rollouts)
         log(happened)
-        clock.now_s += seconds
         waiting.update(trainer="stragglers")
-        log(ev.SamplesProgressed(instance=0, ids=(SampleId(0, 0),), tokens=(3,)))  # changes nothing
+        log(ev.SamplesProgressed(instance=0, ids=(SampleId(0, 0),), tokens=(3,)))  # not asked again
+        clock.now_s += seconds
     assert log.phrases({"trainer": 0.34, "rollouts": 0.6}) == [
         "rollouts idle 60%: waiting for the trainer", "trainer idle 34%: waiting for rollouts"]
     log(happened)
