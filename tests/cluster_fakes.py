@@ -28,6 +28,7 @@ class FakeHost:
         self.inbox = self.link.inbox
         self.began = None
         self.heard = []  # calls and posts
+        self.gang = []  # of its launcher's making
         self._answer = answer
         self._hello = calls.Hello(gang=ticket.gang, epoch=ticket.epoch, pid=1000 + worker, worker=worker,
                                   coordinator=f"coordinator of {worker}", leader=f"leader of {worker}")
@@ -49,6 +50,10 @@ class FakeHost:
         while True:
             item = self.inbox.get()
             self.heard.append(item)
+            if isinstance(item, calls.Call) and not isinstance(item.what, calls.Write) and not self.began.rank:
+                for other in self.gang:
+                    if other.began.rank:
+                        other.inbox.put(item)
             if isinstance(item, calls.Call) and (answer := self._answer(self, item.what)) is not None:
                 self.link.send(calls.Answer(number=item.number, what=answer))
                 self.beat(len(self.heard))
@@ -71,6 +76,8 @@ class FakeLauncher:
     def start(self, ticket, token, hosts, slice_type):
         started = [FakeHost(ticket, token, worker, self.answer, self.life) for worker in self.workers[:hosts]]
         self.gangs[ticket.gang, ticket.epoch] = started
+        for host in started:
+            host.gang = started
         self.started.append(FakeStarted(self, ticket, started))
         return self.started[-1]
 

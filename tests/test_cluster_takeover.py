@@ -1,9 +1,11 @@
 """A controller is killed, its gangs live on, the next one takes them over: threads stand for processes."""
 
+import queue
 import random
 import subprocess
 import threading
 import time
+from types import SimpleNamespace
 
 import jax.numpy as jnp
 import numpy as np
@@ -18,12 +20,16 @@ from dora_jax.runtime.audit import ReadOnly, audit
 from dora_jax.runtime.bucket import ROSTER, Objects
 from dora_jax.runtime.cluster import calls
 from dora_jax.runtime.cluster.gang import Gang, Hub
+from dora_jax.runtime.cluster.host import Pulse
 from dora_jax.runtime.cluster.launcher import Processes, Ticket
 from dora_jax.runtime.cluster.memory import Memory
+from dora_jax.runtime.cluster.roles import Courier, TrainerRole
 from dora_jax.runtime.cluster.roster import Roster, address_in
+from dora_jax.runtime.cluster.turns import Follower, Leader
 from dora_jax.runtime.cluster.weights import StoredWeights, weights_at
 from dora_jax.runtime.journal import Journal
 from dora_jax.runtime.recovery import recover
+from dora_jax.runtime.staging import Versions, WeightHost
 from tests.cluster_fakes import LIMITS, FakeHost, begin, eventually
 from tests.test_cluster import World, events
 from tests.test_runtime import P, STEPS, SlowEngine, expected, trained_by
@@ -179,8 +185,70 @@ def test_without_the_trainer_of_before_nothing_but_the_processes_is_used(tmp_pat
 # ---------------------------------------------------------------- parts
 
 
-def test_a_gang_of_which_one_process_alone_was_asked_for_something_is_ended_soon(monkeypatch):
-    """It waits inside a computation for the others, which will never be asked."""
+class Half(TrainerRole):
+    """One process of a trainer of two: what it is asked for ends once both are at it, as a collective does."""
+
+    def __init__(self, host, turns, both):
+        self._link, self._pulse, self._turns, self._both = host.link, Pulse(host.link), turns, both
+        self._courier = Courier(WeightHost(host.began.rank, None, Versions()), host.link)
+        self._checkpoints, self._memory = None, Memory()
+
+    def _answer(self, what):
+        self._both.wait(20)
+        return calls.Done(value=1)
+
+
+def halves(hub, place, both):
+    """The two processes of a trainer, at work."""
+    shared = queue.SimpleQueue()
+    follower = SimpleNamespace(send=shared.put)
+
+    def life(host):
+        host.join()
+        host.link.wait_for_another(place, host.began.rank, 20.0)
+        host.ready()
+        Half(host, Follower(shared) if host.began.rank else Leader([follower]), both).run(host.inbox)
+
+    ticket = Ticket(controller=hub.address, gang="trainer", epoch=4)
+    return [FakeHost(ticket, hub.token, rank, None, life) for rank in (0, 1)]
+
+
+def seated(hub, again):
+    gang = Gang("trainer", 4, 2, lambda item: None, lambda text: None, LIMITS, again=again)
+    hub.expect(gang)
+    gang.seat(begin)
+    return gang
+
+
+@pytest.mark.parametrize("reached", [(), (0,), (1,), (0, 1)])
+def test_a_step_that_is_on_its_way_to_some_of_the_processes_does_not_keep_the_next_controller_out(tmp_path, reached):
+    """`reached`: the processes that the killed controller's bytes came to."""
+    roster, both = Roster(str(tmp_path), "build"), threading.Barrier(2)
+    hub = Hub("127.0.0.1", roster)
+    gang = seated(hub, again=False)
+    hosts = halves(hub, str(tmp_path), both)
+    eventually(gang.ready.is_set)
+    for host in gang._ranks:
+        if gang._ranks.index(host) not in reached:
+            host.link.send = lambda record: None
+    gang.cast(calls.Publish(version=1))
+    time.sleep(0.2)  # until what comes has come
+    roster.announce("127.0.0.1:1")
+    hub.close()
+    for host in gang._joined:
+        host.link.close("killed")
+    eventually(lambda: all(host.link.alone for host in hosts))
+
+    roster = Roster(str(tmp_path), "build")
+    hub = Hub("127.0.0.1", roster)
+    gang = seated(hub, again=True)
+    roster.announce(hub.address)
+    eventually(gang.ready.is_set)
+    assert not gang.dead.is_set()
+    hub.close()
+
+
+def test_a_gang_of_which_one_process_does_not_come_back_is_ended_soon(monkeypatch):
     monkeypatch.setattr("dora_jax.runtime.cluster.gang.RETURN_S", 0.3)
     hub = Hub("127.0.0.1", Roster())
     gang = Gang("trainer", 4, 2, lambda item: None, lambda text: None, LIMITS, again=True)

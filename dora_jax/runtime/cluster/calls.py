@@ -2,7 +2,7 @@
 
     Hello -> Begin -> Ready             a process joins its gang, and the gang its world
     Hello -> Again -> Ready             a gang that has outlived its controller joins the next one
-    Call -> Answer                      to every process of a gang, each answers; in one order
+    Call -> Answer                      to the trainer's first process, which shares it out as a Turn; each answers
     exchange.py's commands and facts    between the controller and every process: how a version travels
     posts (Submit, Swap, ...)           to the first process of a rollout gang, which shares them out as Turns
     facts (events, Finished, ...)       back from the first process of a rollout gang
@@ -244,7 +244,7 @@ class HandOver:
     """Give all samples back, then do nothing more."""
 
 
-Post = Swap | Submit | GiveUp | MoveOut | Receive | TakeOut | GoOn | HandOver | Again
+Post = Swap | Submit | GiveUp | MoveOut | Receive | TakeOut | GoOn | HandOver | Again | Call
 
 
 @record

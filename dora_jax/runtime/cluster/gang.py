@@ -19,7 +19,7 @@ from multiprocessing import connection
 from typing import Any
 
 from dora_jax.runtime.cluster.calls import Again, Answer, Beat, Begin, Call, Done, Failed, HandOver, Hello
-from dora_jax.runtime.cluster.calls import Left, Made, Note, Notice, Ready, Refused
+from dora_jax.runtime.cluster.calls import Left, Made, Note, Notice, Ready, Refused, Write
 from dora_jax.runtime.cluster.link import Link
 from dora_jax.runtime.cluster.roster import Roster
 from dora_jax.runtime.door import Door
@@ -177,13 +177,17 @@ class Gang:
         return self.cast(what).wait(timeout_s)
 
     def cast(self, what: Any, then: Callable[[], None] = lambda: None) -> _Pending:
-        """As `call`, without waiting; `then`, where all of them did it."""
+        """As `call`, without waiting; `then`, where all of them did it.
+
+        The first process shares it with the others: they all get it, or none, wherever a controller that is killed
+        has stopped."""
         with self.lock:
             if self.dead.is_set():
                 raise GangDied(self.reason)
             self._number += 1
             pending = self._calls[self._number] = _Pending(self, type(what).__name__, then)
-            for host in self._ranks:
+            alone = isinstance(what, Write)  # the others are done by all processes together, in one order
+            for host in self._ranks if alone else self._ranks[:1]:
                 host.link.send(Call(number=self._number, what=what))
             return pending
 

@@ -116,11 +116,10 @@ def _open(begin: Any, link: Any, pulse: Pulse, token: bytes, arrivals: queue.Sim
     _enter_world(begin, config)
     from dora_jax.runtime.cluster.roles import TrainerRole, open_rollout
 
-    if begin.instance is None:
-        return TrainerRole(begin, config, link, pulse)
     from dora_jax.runtime.cluster.turns import turns
 
-    return open_rollout(begin, config, link, pulse, turns(begin, token, arrivals))
+    open_role = TrainerRole if begin.instance is None else open_rollout
+    return open_role(begin, config, link, pulse, turns(begin, token, arrivals))
 
 
 def _enter_world(begin: Any, config: Any) -> None:

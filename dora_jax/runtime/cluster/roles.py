@@ -2,8 +2,7 @@
 
 Consumes calls and posts of the controller; produces answers and facts. The stages are those of one machine, unchanged:
 `Trainer`, `Checkpoints`, `Engine`, `InstanceWorker`. Laws: every process of a gang makes the same jitted calls in the
-same order (trainer: its calls come in one order; rollout: the first process decides what comes before each tick and
-tells the others); only the first process speaks for an instance; who hands over has then done its last; a role that is
+same order (the first process decides what comes next, in a rollout before each tick, and tells the others); only the first process speaks for an instance; who hands over has then done its last; a role that is
 taken over by another controller has ended all that the earlier one asked for before it says so.
 """
 
@@ -49,10 +48,10 @@ from dora_jax.types import Version
 class TrainerRole:
     """Answers calls one after the other, on the main thread."""
 
-    def __init__(self, begin: Begin, config: Config, link: Uplink, pulse: Any):
+    def __init__(self, begin: Begin, config: Config, link: Uplink, pulse: Any, turns: Leader | Follower):
         devices.check_slice("cluster.trainer_slice", "" if config.cpu_devices else config.cluster.trainer_slice)
         self._config = config
-        self._link, self._pulse = link, pulse
+        self._link, self._pulse, self._turns = link, pulse, turns
         self._home = home(begin)
         mesh = sharding.make_mesh(jax.devices(), *devices.trainer_mesh(len(jax.devices()), config))
         self._trainer = build.new_trainer(config, Tokenizer.load(config.model.path), mesh, self._home.folder)
@@ -81,15 +80,16 @@ class TrainerRole:
         mine = self._courier.sort(inbox)
         while True:
             with self._pulse.waits:
-                call = mine.get()
-            if isinstance(call, calls.HandOver):  # whoever waits for a later call asks the next gang
-                return self._link.send(calls.Left(hosts=1))
+                turn = self._turns.next(mine, wait=True)
             self._pulse.busy = True
-            if isinstance(call, calls.Again):
-                self._settle()
-            else:
-                self._link.send(calls.Answer(number=call.number, what=self._answer(call.what)))
-            self._pulse.progress += 1
+            for call in turn:
+                if isinstance(call, calls.HandOver):  # what waits for a later call asks the next gang
+                    return self._link.send(calls.Left(hosts=1))
+                if isinstance(call, calls.Again):
+                    self._settle()
+                else:
+                    self._link.send(calls.Answer(number=call.number, what=self._answer(call.what)))
+                self._pulse.progress += 1
             self._pulse.busy = False
 
     def _settle(self) -> None:

@@ -1,7 +1,8 @@
-"""Who does what before which tick, in a gang of several processes: the first one decides, the others do the same.
+"""What all processes of a gang do next: the first one decides, the others do the same.
 
-Consumes what is posted to the first process; produces the same turns in every process. Law: after each turn every
-process makes one tick if its engine is busy; the engines are equal, so all of them do or none.
+Consumes what the controller sends to the first process; produces the same turns in every process. Laws: what one of
+them does, all do, for the way between them outlives the controller; in a rollout gang every process makes one tick
+after each turn if its engine is busy; the engines are equal, so all of them do or none.
 """
 
 from __future__ import annotations
