@@ -20,12 +20,12 @@ import dataclasses
 import functools
 import json
 import math
-import re
 import typing
 from collections.abc import Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 from dora_jax import validate
+from dora_jax.redaction import redact
 from dora_jax.spelling import nearest
 
 if TYPE_CHECKING:
@@ -332,20 +332,6 @@ def free_form() -> list[str]:
 
 
 _hints = functools.cache(typing.get_type_hints)  # which compiles every annotation anew
-
-_SECRETS = {"token", "key", "secret", "password"}
-
-
-def redact(tree: Any, name: str = "") -> Any:
-    """Blanks values by the words of their name; counts such as max_new_tokens are no secrets."""
-    words = set(re.split(r"[^a-z]+", name.lower()))
-    plural = {word + "s" for word in _SECRETS}
-    if words & _SECRETS or (words & plural and not isinstance(tree, (int, float))):
-        return "<redacted>" if tree else tree
-    if isinstance(tree, Mapping):
-        return {key: redact(value, str(key)) for key, value in tree.items()}
-    return tree
-
 
 def _plain(tree: Mapping[str, Any] | ml_collections.ConfigDict) -> Mapping[str, Any]:
     return tree if isinstance(tree, Mapping) else tree.to_dict()

@@ -36,6 +36,7 @@ from dora_jax import config as configs
 from dora_jax import config_files, flags
 from dora_jax.config import ConfigError
 from dora_jax.exits import RETRY
+from dora_jax.redaction import redact
 
 TRAIN = ("-m", "dora_jax.train")  # arguments of this interpreter
 MARKER = "finished.json"  # in a run folder: the resolved config under which it ended well
@@ -105,7 +106,7 @@ def load_sweep(spec: str) -> list[dict[str, Any]]:
 
 def run_name(overrides: Mapping[str, Any]) -> str:
     """The folder of a point: readable, and different for different overrides."""
-    full = ",".join(f"{field}={value}" for field, value in sorted(configs.redact(dict(overrides)).items()))
+    full = ",".join(f"{field}={value}" for field, value in sorted(redact(dict(overrides)).items()))
     name = re.sub(r"[^\w.=,+-]", "_", full)
     if name != full or len(name) > MAX_NAME:
         name = f"{name[:MAX_NAME]}-{hashlib.sha256(full.encode()).hexdigest()[:8]}"

@@ -13,7 +13,7 @@ from typing import Any
 
 import tokenizers
 
-from dora_jax.models.hf_config import read_json
+from dora_jax.models.hf_config import read_json, read_text
 from dora_jax.tasks import render
 
 # Everything a tokenizer may consist of; copied along when a model is saved.
@@ -77,7 +77,7 @@ def vocabulary(path: str | Path) -> dict[str, int]:
 
 
 def _backend(file: Path) -> tokenizers.Tokenizer:
-    text = file.read_text(encoding="utf-8")
+    text = read_text(file)
     try:
         backend = tokenizers.Tokenizer.from_str(text)
     except Exception as error:  # the library raises bare Exception for every malformed file
@@ -137,7 +137,7 @@ def _pad_id(backend, special: dict[str, str], configs: list[dict], eos_ids: tupl
 def _chat_template(path: Path, settings: dict) -> str | None:
     """The file first, then tokenizer_config.json (a string, or named templates with a default)."""
     file = path / "chat_template.jinja"
-    source = file.read_text(encoding="utf-8") if file.is_file() else settings.get("chat_template")
+    source = read_text(file) if file.is_file() else settings.get("chat_template")
     if isinstance(source, list):
         named = [entry for entry in source if isinstance(entry, dict) and entry.get("name") == "default"]
         source = named[-1].get("template") if named else None

@@ -17,6 +17,7 @@ import dora_jax
 from dora_jax import config as configs
 from dora_jax.config import Config, ConfigError
 from dora_jax.models.hf_config import read_json
+from dora_jax.redaction import redact
 
 MAY_CHANGE = (  # between two runs of one workdir: how long, how often, and on which machine
     "steps", "slice", "cpu_devices", "placement", "model.size", "checkpoint.", "journal.", "eval.", "cluster.",
@@ -35,7 +36,7 @@ def record(workdir: Path, config: Config, overrides: Mapping[str, Any]) -> None:
     """Writes both files, each whole or not at all; overrides: what the command line changed."""
     workdir.mkdir(parents=True, exist_ok=True)
     resolved = {VERSION: dora_jax.__version__, **configs.to_json(config)}
-    for name, tree in (("config.json", resolved), ("overrides.json", configs.redact(overrides))):
+    for name, tree in (("config.json", resolved), ("overrides.json", redact(overrides))):
         partial = workdir / f".{name}.partial"
         partial.write_text(json.dumps(tree, indent=2, default=dict) + "\n")
         os.replace(partial, workdir / name)

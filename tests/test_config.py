@@ -2,6 +2,7 @@
 
 import dataclasses
 import difflib
+import json
 import random
 import typing
 
@@ -11,6 +12,7 @@ import pytest
 from dora_jax import config as configs
 from dora_jax import validate
 from dora_jax.config import Config, ConfigError, from_config_dict, to_json
+from dora_jax.redaction import redact
 
 
 def good():
@@ -187,13 +189,38 @@ def test_missing_paths_but_not_what_the_warm_start_writes(tmp_path):
     assert validate.missing_paths(from_config_dict(c)) == []
 
 
+@pytest.mark.parametrize("name", [
+    "token", "hf_token", "api_key", "apikey", "APIKEY", "wandbApiKey", "api-keys", "passwd", "db_passwd", "pwd",
+    "password", "passphrase", "auth", "oauth", "Authorization", "bearer", "X-Auth-Token", "credentials", "accesskey",
+    "client_secret", "jwt", "cookie", "authtokens"])
+def test_secrets_are_blanked_by_many_names(name):
+    assert redact({"a": [{name: "sesame"}]}) == {"a": [{name: "<redacted>"}]}
+    assert redact({f"task.params.{name}": ("sesame",)}) == {f"task.params.{name}": "<redacted>"}
+
+
+@pytest.mark.parametrize("name", ["author", "monkey", "keyboard", "top_k", "tokenizer", "secretary", "passage"])
+def test_names_that_only_look_alike_are_kept(name):
+    assert redact({name: "open"}) == {name: "open"}
+
+
+@pytest.mark.parametrize(("text", "kept"), [
+    ("https://me:sesame@host:80/x", "https://<redacted>@host:80/x"),
+    ("s3://sesame@bucket/x", "s3://<redacted>@bucket/x"),
+    ("https://h/x?a=1&api_key=sesame&b=2#c", "https://h/x?a=1&api_key=<redacted>&b=2#c"),
+    ("https://h/x?X-Amz-Signature=sesame", "https://h/x?X-Amz-Signature=<redacted>"),
+    ("from http://a/b, then https://u:sesame@c/d", "from http://a/b, then https://<redacted>@c/d"),
+    ("gs://bucket/runs/me@home", "gs://bucket/runs/me@home"), ("mail me@home, token=x", "mail me@home, token=x")])
+def test_secrets_in_urls_are_blanked_wherever_they_stand(text, kept):
+    assert redact({"rows": (text,), "url": text}) == {"rows": (kept,), "url": kept}
+
+
 def test_secrets_are_blanked_by_name_and_counts_are_not():
     tree = {"hf_token": "abc", "max_new_tokens": 5, "num_memory_tokens": 7, "api_keys": ("a", "b"), "keyboard": "k",
             "nested": {"password": "x", "page_size": 16, "empty_secret": ""}}
-    assert configs.redact(tree) == {
+    assert redact(tree) == {
         "hf_token": "<redacted>", "max_new_tokens": 5, "num_memory_tokens": 7, "api_keys": "<redacted>", "keyboard": "k",
         "nested": {"password": "<redacted>", "page_size": 16, "empty_secret": ""}}
-    assert to_json(Config())["rollout"]["max_new_tokens"] == Config().rollout.max_new_tokens
+    assert json.loads(json.dumps(dataclasses.asdict(Config()))) == to_json(Config()), "no field of ours is one"
     c = good()
     c.task.params.api_key = "sesame"
     assert "sesame" not in str(to_json(from_config_dict(c)))

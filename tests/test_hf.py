@@ -221,6 +221,32 @@ def test_a_missing_shard_is_named(tmp_path):
         hf.check(path)
 
 
+@pytest.mark.parametrize("name", ["../outside.safetensors", "/etc/passwd", "a/../../outside.safetensors", "sub/in",
+                                  "..", ".", "", 7, None, ["x"], "a\0b", "x" * 5000])
+def test_an_index_that_leads_out_of_its_folder_is_refused(name, tmp_path):
+    path = folder(tmp_path / "a", max_shard_bytes=4000)
+    shard = sorted(path.glob("*.safetensors"))[0]
+    index = path / "model.safetensors.index.json"
+    shard.rename(tmp_path / "outside.safetensors")
+    weight_map = json.loads(index.read_text())["weight_map"]
+    edit(index, weight_map={tensor: name if file == shard.name else file for tensor, file in weight_map.items()})
+    with pytest.raises(ValueError, match="nothing outside its folder is read|is missing"):
+        hf.check(path)
+
+
+@pytest.mark.parametrize("name", ["config.json", "model.safetensors.index.json", "tokenizer.json",
+                                  "generation_config.json"])
+def test_a_file_that_is_too_large_is_refused_before_it_is_read(name, tmp_path, monkeypatch):
+    path = folder(tmp_path / "a", max_shard_bytes=4000)
+    add_tokenizer(path)
+    with (path / name).open("wb") as file:
+        file.truncate(2 << 30)  # without a block on the disk
+    monkeypatch.setattr(Path, "read_text", lambda file, **_: pytest.fail(f"{file} was read") if file.name == name else
+                        file.read_bytes().decode())
+    with pytest.raises(ValueError, match=rf"{name} holds 2048 MiB; more than 128 MiB are not read"):
+        hf.check(path)
+
+
 def test_a_mesh_that_does_not_divide_is_named_before_a_device_is_touched(tmp_path, monkeypatch):
     path = folder(tmp_path / "a")
     monkeypatch.setattr(jax, "make_array_from_callback", lambda *_: pytest.fail("device memory was touched"))

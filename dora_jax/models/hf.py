@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import json
+import os
 import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -155,9 +156,13 @@ def _files(path: Path) -> list[Path]:
     weight_map = read_json(path / INDEX).get("weight_map")
     if not isinstance(weight_map, dict):
         raise ValueError(f"{path / INDEX} has no weight_map")
+    there = set(os.listdir(path))
     for tensor, name in weight_map.items():
-        if not (path / name).is_file():
-            raise ValueError(f"{path / name} is missing; {INDEX} says that it holds {tensor}")
+        if not isinstance(name, str) or Path(name).name != name:
+            raise ValueError(f"{path / INDEX} says that {name!r:.80} holds {tensor}; a shard is a file beside it, and "
+                             f"nothing outside its folder is read")
+        if name not in there or not (path / name).is_file():
+            raise ValueError(f"{path / name[:200]} is missing; {INDEX} says that it holds {tensor}")
     return sorted({path / name for name in weight_map.values()})
 
 

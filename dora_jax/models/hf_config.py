@@ -16,15 +16,27 @@ from dora_jax.models.config import FAMILIES, Family, ModelConfig, RopeScaling
 FIXED = {"hidden_act": "silu", "use_sliding_window": False, "attention_bias": False, "mlp_bias": False,
          "partial_rotary_factor": 1.0, "quantization_config": None}
 SCORER = "ForSequenceClassification"  # ends the class name of a model whose head is a score, not a vocabulary
+MAX_TEXT_BYTES = 128 << 20  # of a JSON file, a tokenizer, a template; the largest tokenizer.json in use has 33 MB
 QWEN3_HEAD_DIM = 128  # Qwen3's own default where config.json leaves head_dim out
 
 
-def read_json(file: Path) -> dict[str, Any]:
-    """The object in this file; ValueError names the file when it is missing or malformed."""
+def read_text(file: Path) -> str:
+    """All of it; ValueError names the file when it is missing, larger than such a file ever is, or no text."""
     if not file.is_file():
         raise ValueError(f"{file} is missing")
+    if (size := file.stat().st_size) > MAX_TEXT_BYTES:
+        raise ValueError(f"{file} holds {size >> 20} MiB; more than {MAX_TEXT_BYTES >> 20} MiB are not read")
     try:
-        value = json.loads(file.read_text(encoding="utf-8"))
+        return file.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{file} is not text in UTF-8: {error}") from error
+
+
+def read_json(file: Path) -> dict[str, Any]:
+    """The object in this file; ValueError names the file when it is missing, too large or malformed."""
+    text = read_text(file)
+    try:
+        value = json.loads(text)
     except ValueError as error:
         raise ValueError(f"{file} is not JSON: {error}") from error
     if not isinstance(value, dict):
