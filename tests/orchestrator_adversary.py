@@ -1,0 +1,405 @@
+"""A body without time that is out to confuse the orchestrator: it keeps what a body owes, in the worst order.
+
+Each source (a life of an instance, its supervisor, the scorer, the trainer, the clock) says its facts in order; between
+sources any order and any delay is possible. A fact may be said twice. Instances die whenever they like, with commands
+and facts on their way; a life that is over goes on being heard. The job is killed, or the orchestrator restored from a
+snapshot, between any two facts. Faults stop after `calm_after` moves, so that a run that can end does.
+
+    python tests/orchestrator_adversary.py 5000        so many configurations, one after the other
+"""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import json
+import random
+import sys
+
+from dora_jax.orchestrate import events as ev
+from dora_jax.orchestrate.core import Orchestrator
+from dora_jax.orchestrate.modes import MODES, OrchestratorConfig
+from dora_jax.orchestrate.restart import restart
+from dora_jax.types import SampleId, is_eval
+
+MAX_MOVES = 60_000
+DEATH, REBIRTH, TWICE, RESTORED, KILLED, PROGRESS = 0.01, 0.1, 0.1, 0.01, 0.003, 0.3
+
+
+@dataclasses.dataclass
+class Parcel:
+    """A sample on its way between two lives."""
+
+    id: SampleId
+    version: int
+    move: ev.Move
+    src: Life
+    dst: Life | None
+
+
+class Life:
+    """One life of an instance: what it runs, what it was told and what it has said, in order."""
+
+    def __init__(self, instance: int, number: int, slots: int, residents: int):
+        self.instance, self.number, self.slots, self.residents = instance, number, slots, residents
+        self.versions: list[int] = []
+        self.loading: list[int] = []
+        self.runs: dict[SampleId, int] = {}  # id -> version
+        self.begun: set[SampleId] = set()
+        self.inbox: collections.deque = collections.deque()
+        self.destinations: collections.deque = collections.deque()  # of the moves in the inbox
+        self.said: collections.deque = collections.deque()
+        self.paused = self.over = False
+
+
+class Adversary:
+    def __init__(self, config: OrchestratorConfig, sizes: list[tuple[int, int]], seed: int, calm_after: int):
+        self.config, self.sizes, self.calm_after = config, sizes, calm_after
+        self.draw = random.Random(seed)
+        self.brain = Orchestrator(config)
+        self.lives: dict[int, Life] = {}
+        self.born = collections.Counter()
+        self.says: dict[object, collections.deque] = collections.defaultdict(collections.deque)
+        self.dead: list[Life] = []  # that are still to be heard
+        self.parcels: list[Parcel] = []
+        self.recorded: dict[SampleId, int] = {}
+        self.done: dict[int, set[int]] = collections.defaultdict(set)
+        self.started: set[SampleId] = set()
+        self.versions: dict[int, int] = {}
+        self.given_up: set[int] = set()
+        self.scoring: list[int] = []
+        self.ready: set[int] = set()
+        self.batches: dict[int, list[int]] = collections.defaultdict(list)
+        self.retired: set[int] = set()
+        self.published = self.moves = self.heard = 0
+        self.now_s = 0.0
+        self.halt: ev.Halt | None = None
+
+    # ------------------------------------------------------------------ the game
+
+    def play(self) -> Adversary:
+        while self.halt is None:
+            self.moves += 1
+            assert self.moves < MAX_MOVES, f"nothing ends: {self.brain.summary()}"
+            self.fault()
+            acts = self.acts()
+            self.draw.choice(acts)()
+        return self
+
+    def fault(self) -> None:
+        calm = self.moves > self.calm_after
+        for i in range(len(self.sizes)):
+            if i not in self.lives and (calm or self.draw.random() < REBIRTH):
+                self.rise(i)
+        if calm:
+            return
+        if self.lives and self.draw.random() < DEATH:
+            self.die(self.draw.choice(sorted(self.lives)))
+        if self.draw.random() < RESTORED:
+            self.brain = Orchestrator.restore(self.config, json.loads(json.dumps(self.brain.snapshot())))
+        if self.draw.random() < KILLED:
+            self.kill()
+
+    def acts(self) -> list:
+        """Everything that may happen next; what is overheard least often is as likely as the rest."""
+        sources = [*(life.said for life in (*self.lives.values(), *self.dead)), *self.says.values()]
+        acts = [lambda said=said: self.deliver(said) for said in sources if said]
+        for life in self.lives.values():
+            if life.inbox:
+                acts.append(lambda life=life: self.obey(life))
+            if life.loading or (life.runs and not life.paused):
+                acts.append(lambda life=life: self.work(life))
+        acts += [lambda parcel=parcel: self.arrive(parcel) for parcel in self.parcels]
+        if self.scoring:
+            acts.append(self.score)
+        acts.append(self.tick)
+        return acts
+
+    def deliver(self, said: collections.deque) -> None:
+        twice = self.moves <= self.calm_after and self.draw.random() < TWICE
+        self.hear(said[0] if twice else said.popleft())
+
+    def hear(self, event: ev.Event) -> None:
+        """The controller keeps what comes with a fact that counts, as the journal would."""
+        if self.halt is not None:
+            return
+        if self.brain.counts(event):
+            self.keep(event)
+        self.heard += 1
+        commands = self.brain.step(event)
+        self.brain.state.ledger.check()
+        for command in commands:
+            getattr(self, "do_" + type(command).__name__.lower())(command)
+
+    def keep(self, event: ev.Event) -> None:
+        match event:
+            case ev.SampleStarted(id=id):
+                assert id not in self.started, f"{id} is started twice"
+                self.started.add(id)
+            case ev.SampleDone(id=id):
+                assert id.index not in self.done[id.group_id], f"{id} ends twice"
+                assert id.group_id not in self.given_up or self.brain.state.unit(id).state == "cancelling"
+                self.done[id.group_id].add(id.index)
+                size = self.config.eval_samples if is_eval(id.group_id) else self.config.group_size
+                if len(self.done[id.group_id]) == size and id.group_id not in self.given_up:
+                    self.scoring.append(id.group_id)
+            case ev.GroupScored(group_id=group_id, trainable=True):
+                self.ready.add(group_id)
+
+    # ------------------------------------------------------------------ instances
+
+    def rise(self, i: int) -> None:
+        self.born[i] += 1
+        slots, residents = self.sizes[i]
+        self.lives[i] = Life(i, self.born[i], slots, residents)
+        self.says["supervisor", i].append(ev.InstanceUp(
+            instance=i, slots=slots, pages=64, page_size=16, residents=residents, life=self.born[i]))
+
+    def die(self, i: int) -> None:
+        """Its debts are paid right behind its end; what it said before may be heard before or after."""
+        life = self.lives.pop(i)
+        life.over = True
+        self.dead.append(life)
+        said = self.says["supervisor", i]
+        said.append(ev.InstanceDown(instance=i, reason="killed", life=life.number))
+        self.recorded |= {id: version for id, version in life.runs.items() if id in life.begun}
+        for command in life.inbox:
+            if isinstance(command, ev.Move):
+                self.move_failed(said, command)
+        for parcel in [parcel for parcel in self.parcels if parcel.dst is life]:
+            self.parcels.remove(parcel)
+            self.recorded[parcel.id] = parcel.version
+            said.append(ev.SampleMoved(id=parcel.id, src=parcel.move.src, dst=i, attempt=parcel.move.attempt))
+
+    def obey(self, life: Life) -> None:
+        command = life.inbox.popleft()
+        i, number, said = life.instance, life.number, life.said
+        match command:
+            case ev.LoadWeights(version=version, drop=drop):
+                if drop is not None:
+                    assert drop not in life.runs.values(), f"{command} drops weights under {life.runs}"
+                    life.versions.remove(drop)
+                assert len(life.versions) + len(life.loading) < life.residents, f"{command} has no room"
+                life.loading.append(version)
+            case ev.Park(ids=ids):
+                for id in ids:
+                    if id in life.runs:
+                        self.recorded[id] = life.runs.pop(id)
+                        said.append(ev.SampleParked(id=id, instance=i, life=number))
+            case ev.Cancel(ids=ids):
+                for id in ids:
+                    life.runs.pop(id, None)
+                    said.append(ev.SampleCancelled(id=id, reason=command.reason))
+            case ev.Move(ids=ids):
+                dst = life.destinations.popleft()
+                for id in ids:
+                    if id in life.runs:
+                        self.parcels.append(Parcel(id, life.runs.pop(id), command, life, dst))
+                    else:
+                        self.move_failed(said, dataclasses.replace(command, ids=(id,)))
+            case ev.Pause() | ev.Unpause():
+                life.paused = isinstance(command, ev.Pause)
+            case tuple():
+                id, version, resumed = command
+                self.take_in(life, id, version)
+                if resumed:
+                    life.begun.add(id)
+                    said.append(ev.SampleResumed(id=id, instance=i, life=number))
+
+    def take_in(self, life: Life, id: SampleId, version: int) -> None:
+        assert version in life.versions, f"{id} goes to instance {life.instance}, which has {life.versions}"
+        assert len(life.runs) < life.slots, f"instance {life.instance} has no slot for {id}"
+        elsewhere = [other for other in self.lives.values() if id in other.runs]
+        assert not elsewhere, f"{id} runs twice"
+        life.runs[id] = version
+
+    def move_failed(self, said: collections.deque, command: ev.Move) -> None:
+        said.extend(ev.MoveFailed(id=id, src=command.src, dst=command.dst, attempt=command.attempt, reason="gone")
+                    for id in command.ids)
+
+    def work(self, life: Life) -> None:
+        i, number, said = life.instance, life.number, life.said
+        if life.loading and (not life.runs or self.draw.random() < 0.5):
+            life.versions.append(life.loading.pop(0))
+            said.append(ev.WeightsLoaded(instance=i, version=life.versions[-1], life=number))
+            return
+        if not life.runs or life.paused:
+            return
+        id = self.draw.choice(sorted(life.runs))
+        if id not in life.begun:
+            life.begun.add(id)
+            said.append(ev.SampleStarted(id=id, instance=i, version=life.runs[id], life=number))
+        elif self.draw.random() < PROGRESS:
+            ids = tuple(life.runs)
+            tokens = tuple(self.draw.randrange(1, self.config.max_new_tokens) for _ in ids)
+            said.append(ev.SamplesProgressed(instance=i, ids=ids, tokens=tokens, life=number))
+            said.append(ev.PagesReported(instance=i, free=self.draw.randrange(64), life=number))
+        else:
+            del life.runs[id]
+            said.append(ev.SampleDone(id=id, instance=i, tokens=3, finish="stop", life=number))
+
+    def arrive(self, parcel: Parcel) -> None:
+        self.parcels.remove(parcel)
+        way = {"id": parcel.id, "src": parcel.move.src, "dst": parcel.move.dst, "attempt": parcel.move.attempt}
+        fails = self.moves <= self.calm_after and self.draw.random() < 0.2
+        lost = parcel.dst is None or parcel.dst.over
+        if lost or (fails and parcel.src.over):
+            self.recorded[parcel.id] = parcel.version
+            self.says["controller"].append(ev.SampleMoved(**way) if lost else ev.MoveFailed(**way, reason="cut off"))
+        elif fails:
+            parcel.src.runs[parcel.id] = parcel.version
+            parcel.src.said.append(ev.MoveFailed(**way, reason="cut off"))
+        else:
+            self.take_in(parcel.dst, parcel.id, parcel.version)
+            parcel.dst.begun.add(parcel.id)
+            parcel.dst.said.append(ev.SampleMoved(**way))
+
+    # ------------------------------------------------------------------ the other sources
+
+    def score(self) -> None:
+        group_id = self.scoring.pop(self.draw.randrange(len(self.scoring)))
+        if group_id in self.given_up:
+            return
+        if self.draw.random() < 0.1 and self.moves < self.calm_after:
+            self.says["scorer"].append(ev.GroupFailed(group_id=group_id, reason="the reward raised"))
+            return
+        trainable = not is_eval(group_id) and self.draw.random() > 0.1
+        self.says["scorer"].append(ev.GroupScored(group_id=group_id, trainable=trainable))
+
+    def tick(self) -> None:
+        self.now_s += self.draw.random()
+        self.hear(ev.TimePassed(now_s=self.now_s))
+
+    # ------------------------------------------------------------------ commands
+
+    def post(self, instance: int, command: object) -> None:
+        """To the life that the orchestrator means, or to nobody: it hears of a life before it sends it anything."""
+        life = self.known(instance)
+        if life is not None:
+            life.inbox.append(command)
+            if isinstance(command, ev.Move):
+                life.destinations.append(self.known(command.dst))
+        elif isinstance(command, ev.Move):
+            self.move_failed(self.says["supervisor", instance], command)
+
+    def known(self, instance: int) -> Life | None:
+        """The life that the orchestrator has heard of, while it lasts."""
+        life, host = self.lives.get(instance), self.brain.state.fleet.hosts.get(instance)
+        return life if life is not None and host is not None and host.life == life.number else None
+
+    def do_loadweights(self, command: ev.LoadWeights) -> None:
+        assert command.version <= self.published and command.version not in self.retired
+        self.post(command.instance, command)
+
+    def do_start(self, command: ev.Start) -> None:
+        for id in command.ids:
+            assert id.group_id not in self.given_up and id not in self.started, f"{id} starts over"
+            tagged = self.versions.setdefault(id.group_id, command.version)
+            assert tagged == command.version or self.config.mode == "partial", f"{command} mixes versions"
+            self.post(command.instance, (id, command.version, False))
+            if self.draw.random() < 0.002 and self.moves < self.calm_after:
+                self.says["controller"].append(ev.GroupFailed(group_id=id.group_id, reason="the prompt is too long"))
+
+    def do_resume(self, command: ev.Resume) -> None:
+        for id in command.ids:  # without a record it goes on from its prompt
+            version = self.recorded.pop(id, command.version)
+            assert version == command.version or self.config.mode == "partial", f"{command} mixes versions"
+            self.post(command.instance, (id, command.version, True))
+
+    def do_move(self, command: ev.Move) -> None:
+        self.post(command.src, command)
+
+    def do_park(self, command: ev.Park) -> None:
+        self.post(command.instance, command)
+
+    def do_cancel(self, command: ev.Cancel) -> None:
+        self.given_up |= {id.group_id for id in command.ids}
+        self.ready -= {id.group_id for id in command.ids}
+        if command.instance is not None:
+            return self.post(command.instance, command)
+        for id in command.ids:
+            self.recorded.pop(id, None)
+            self.says["controller"].append(ev.SampleCancelled(id=id, reason=command.reason))
+        return None
+
+    def do_train(self, command: ev.Train) -> None:
+        assert command.base_version == self.published and set(command.group_ids) <= self.ready
+        self.ready -= set(command.group_ids)
+        batch = self.batches[command.base_version]
+        batch += command.group_ids
+        if len(batch) == self.config.groups_per_step:
+            self.says["trainer"].append(ev.StepPublished(version=command.base_version + 1))
+            self.published = command.base_version + 1
+
+    def do_retire(self, command: ev.Retire) -> None:
+        assert not any(command.version in life.runs.values() for life in self.lives.values())
+        self.retired.add(command.version)
+
+    def do_pause(self, command: ev.Pause | ev.Unpause) -> None:
+        self.post(command.instance, command)
+
+    do_unpause = do_pause
+
+    def do_halt(self, command: ev.Halt) -> None:
+        self.halt = command
+
+    # ------------------------------------------------------------------ the job is killed
+
+    def kill(self) -> None:
+        """All that is left is the orchestrator at the last fact, and what the journal kept."""
+        self.brain = Orchestrator.restore(self.config, json.loads(json.dumps(self.brain.snapshot())))
+        debts = restart(self.brain)
+        self.lives, self.dead, self.parcels, self.scoring = {}, [], [], list(debts.score)
+        self.born.clear()
+        self.says.clear()
+        self.recorded = dict(debts.recorded)
+        self.published = self.brain.state.ledger.base
+        if debts.cancel is not None:
+            self.do_cancel(debts.cancel)
+        if debts.train is not None:
+            self.batches[debts.train.base_version] = []
+            self.ready |= set(debts.train.group_ids)
+            self.do_train(debts.train)
+
+    # ------------------------------------------------------------------ what must hold
+
+    def audit(self) -> None:
+        assert self.halt.ok, self.halt.reason
+        trained = [g for groups in self.batches.values() for g in groups]
+        assert len(trained) == len(set(trained)) == self.config.total_steps * self.config.groups_per_step
+        lag = self.brain.state.decisions.max_lag
+        for base, groups in self.batches.items():
+            for g in groups:
+                assert len(self.done[g]) == self.config.group_size, f"group {g} is trained, but not whole"
+                assert lag is None or base - self.versions[g] <= lag, f"group {g} of {self.versions[g]} at base {base}"
+
+
+def drawn(seed: int) -> Adversary:
+    draw = random.Random(seed)
+    parts = draw.choice([1, 2, 3])
+    config = OrchestratorConfig(
+        mode=MODES[seed % len(MODES)], groups_per_step=parts * draw.choice([1, 2]), group_size=draw.choice([1, 2, 4]),
+        total_steps=draw.randint(1, 4), max_versions=draw.randint(1, 4), inflight=draw.choice([1.0, 1.25, 2.0, 3.0]),
+        updates=parts, eval_every=draw.randint(0, 2), eval_groups=draw.choice([0, 0, 2]), max_filtered_rounds=50,
+        max_prompt_tokens=16, max_new_tokens=48, kv_pressure=draw.choice([0.03, 0.3]), colocated=draw.random() < 0.2,
+        peer_weights=draw.random() < 0.5)  # fmt: skip
+    sizes = [(draw.choice([1, 2, 4]), draw.choice([1, 1, 2, 3])) for _ in range(draw.randint(1, 4))]
+    return Adversary(config, sizes, seed, calm_after=draw.choice([300, 1000, 3000]))
+
+
+def main(configurations: int, first: int = 0) -> None:
+    facts, dropped = 0, collections.Counter()
+    for seed in range(first, first + configurations):
+        try:
+            game = drawn(seed).play()
+            game.audit()
+        except BaseException:
+            print(f"configuration {seed}", flush=True)
+            raise
+        facts += game.heard
+        dropped.update(game.brain.state.dropped)
+    print(f"{configurations} configurations, {facts} facts, no law broken; dropped: {dict(dropped)}")
+
+
+if __name__ == "__main__":
+    main(*map(int, sys.argv[1:]))

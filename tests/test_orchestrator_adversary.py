@@ -1,0 +1,22 @@
+"""The orchestrator against a body that says everything in the worst order; see `orchestrator_adversary`.
+
+`python tests/orchestrator_adversary.py 5000` plays more of the same.
+"""
+
+import pytest
+
+from dora_jax.orchestrate.modes import MODES
+from orchestrator_adversary import drawn
+
+GAMES = 20  # of each mode
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_no_order_of_facts_breaks_a_law(mode):
+    dropped = 0
+    for n in range(GAMES):
+        game = drawn(MODES.index(mode) + n * len(MODES))
+        assert game.config.mode == mode
+        game.play().audit()
+        dropped += sum(game.brain.state.dropped.values())
+    assert dropped > GAMES  # late facts were there to be dropped
