@@ -69,15 +69,6 @@ def test_sync_is_dora_with_one_version():
     assert same[0] == same[1]
 
 
-def test_young_groups_are_preferred():
-    """At equal K and load, streaming admission into the newest version ages the data less than refilling old ones."""
-    shape = Shape(instances=((4, 1.0, 1),) * 6, train_s=0.5, seed=1)
-    def mean_lag(margin):
-        lags = World(config(inflight=2.0, total_steps=12, refill_margin=margin), shape).run().lags()
-        return sum(lag * n for lag, n in lags.items()) / sum(lags.values())
-    assert mean_lag(margin=1) <= mean_lag(margin=0)
-
-
 # ---------------------------------------------------------------- evaluation
 
 

@@ -5,7 +5,7 @@ import json
 import pytest
 
 from dora_jax.orchestrate import balance, place, snapshot
-from dora_jax.orchestrate.admission import may_refill, publish_budget
+from dora_jax.orchestrate.admission import publish_budget
 from dora_jax.orchestrate.core import Orchestrator
 from dora_jax.orchestrate.events import SampleMoved
 from dora_jax.orchestrate.facts import sample_moved
@@ -135,45 +135,7 @@ def test_moves_are_planned_again_as_soon_as_they_fit():
     assert tell(made, "done 5.0") == ["Move ids=2.1,5.1 src=1 dst=0"]
 
 
-# ---------------------------------------------------------------- refill
-
-
-def test_credit_waits_for_slots_that_are_about_to_take_the_newest_version():
-    """Instance 1 loads version 1: a free slot of version 0 does not take the credit away from it."""
-    made = body("started scored", groups_per_step=2, max_versions=4, inflight=3.0, refill_margin=1)
-    tell(made, """
-        up 0 slots=2
-        up 1 slots=2
-        loaded 0 0
-        loaded 1 0
-        done 2.0,3.0
-        published 1
-        done 4.0,5.0""")  # fmt: skip
-    assert made.brain.state.fleet.hosts[1].loading == 1
-    assert tell(made, "done 1.0") == []
-    assert tell(made, "loaded 1 1") == ["Start ids=6.0,7.0 instance=1 version=1", "Start ids=8.0 instance=0 version=0"]
-
-
-def test_a_version_that_drains_or_was_retired_is_not_refilled():
-    state = State(OrchestratorConfig(groups_per_step=1, group_size=1, total_steps=9, max_versions=4), 0, 0)
-    state.ledger.base = 1
-    assert place._may_refill(state, 0)
-    state.fleet.drains = {0: 1}
-    assert not place._may_refill(state, 0)
-    state.fleet.drains, state.alive = {}, {1: None}
-    assert not place._may_refill(state, 0)
-
-
-@pytest.mark.parametrize(
-    ("version", "base", "training", "margin", "may"),
-    [(0, 0, False, 1, True), (0, 1, False, 1, True), (0, 1, True, 1, False), (1, 1, True, 1, True),
-     (0, 2, False, 1, False), (0, 2, False, 0, True), (2, 2, True, None, False)],
-)  # fmt: skip
-def test_refilling_stops_before_the_deadline(version, base, training, margin, may):
-    config = OrchestratorConfig(groups_per_step=1, group_size=1, total_steps=9, max_versions=3, refill_margin=margin)
-    book = Ledger(1, 2, base)
-    book.batch = (7,) if training else ()
-    assert may_refill(config.decisions, book, version) is may
+# ---------------------------------------------------------------- admission
 
 
 def test_the_paper_injects_what_is_missing_to_rbs():
@@ -207,7 +169,7 @@ def test_one_step_keeps_the_version_of_its_batch_until_the_batch_is_taken():
 
 def test_the_first_instance_that_is_free_takes_a_version_without_a_host():
     """Version 0 lost its host while the trainer works; one instance was told to make room, the other is free first."""
-    made = body(max_versions=6, inflight=4.0, refill_margin=9)
+    made = body(max_versions=6, inflight=4.0)
     tell(made, """
         up 0 slots=1
         up 1 slots=1

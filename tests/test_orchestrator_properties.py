@@ -32,8 +32,6 @@ configs = st.builds(
     eval_samples=st.integers(1, 2),
     max_filtered_rounds=st.just(50),
     kv_pressure=st.sampled_from([0.03, 0.3]),
-    refill_margin=st.integers(0, 2),
-    older_slots=st.sampled_from([0.5, 1.0]),
     peer_weights=st.booleans(),
     colocated=st.sampled_from([False, False, True]),
 )

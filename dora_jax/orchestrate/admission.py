@@ -1,8 +1,8 @@
 """Admission: how many new groups may start, and at which version. Values in, values out.
 
 The ledger's test bounds staleness; this page adds what is a matter of load: the target of groups outstanding
-(the paper's RBS), the number of groups that the remaining steps can still train, and where an older version may
-be refilled. A group is admitted only when a slot of its version is free, so its tag is never older than its start.
+(the paper's RBS), and the number of groups that the remaining steps can still train. A group is admitted only when a
+slot of its version is free, so its tag is never older than its start.
 """
 
 from __future__ import annotations
@@ -37,14 +37,6 @@ def credit(decisions: Decisions, ledger: Ledger, version: Version, total_steps: 
         return 0
     cap = ledger.admissible(version)
     return room if cap is None else min(room, cap)
-
-
-def may_refill(decisions: Decisions, ledger: Ledger, version: Version) -> bool:
-    """Whether an older version's free slots may take new groups: its deadline must lie far enough ahead, or a
-    straggler among them would hold the trainer."""
-    if decisions.refill_margin is None or decisions.max_lag is None:
-        return False
-    return version + decisions.max_lag - ledger.next_base >= decisions.refill_margin
 
 
 def publish_budget(decisions: Decisions, group_size: int, samples_in_flight: int) -> int:

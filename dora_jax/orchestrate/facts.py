@@ -55,7 +55,7 @@ def _lost(s: State, host: Host) -> None:
 def weights_loaded(s: State, event: ev.WeightsLoaded) -> None:
     host = s.fleet.hosts[event.instance]
     s.fleet.end_load(host)
-    s.wake_all()  # older versions too: credit that was kept for this instance may be left
+    s.woken[event.version] = None
     s.emptied[host.id] = None
     s.retire_due = True
 

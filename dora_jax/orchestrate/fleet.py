@@ -120,7 +120,7 @@ class Fleet:
         self.lives: dict[InstanceId, int] = {}  # the latest that was heard of, over or not
         self.open: dict[Version, list[tuple[float, InstanceId]]] = {}  # heaps; entries may be stale
         self.holders: dict[Version, dict[InstanceId, None]] = {}  # instances that serve or load a version
-        self.promised: dict[Version, int] = {}  # weight of hosts that load a version or make room for it
+        self.promised: dict[Version, int] = {}  # hosts that load a version or make room for it
         self.arriving: dict[Version, int] = {}  # weight of hosts that load a version
         self.capacity: dict[Version, int] = {}  # weight of hosts that hold a version
         self.drains: dict[Version, int] = {}  # hosts on which a version drains
@@ -266,12 +266,12 @@ class Fleet:
             self._drop(host, drop)
         host.loading = version
         self.holders.setdefault(version, {})[host.id] = None
-        self._promise(host, version, 1)
+        _add(self.promised, version, 1)
         _add(self.arriving, version, host.weight)
 
     def end_load(self, host: Host) -> None:
         version, host.loading = host.loading, None
-        self._promise(host, version, -1)
+        _add(self.promised, version, -1)
         _add(self.arriving, version, -host.weight)
         self._keep(host, version)
         self.offer(host)
@@ -290,18 +290,15 @@ class Fleet:
         if host.target == target and host.draining == draining:
             return
         if host.target is not None:
-            self._promise(host, host.target, -1)
+            _add(self.promised, host.target, -1)
         if host.draining is not None:
             _add(self.drains, host.draining, -1)
         host.target, host.draining = target, draining
         if target is not None:
-            self._promise(host, target, 1)
+            _add(self.promised, target, 1)
         if draining is not None:
             _add(self.drains, draining, 1)
         self.offer(host)
-
-    def _promise(self, host: Host, version: Version, sign: int) -> None:
-        _add(self.promised, version, sign * host.slots)
 
     def _keep(self, host: Host, version: Version) -> None:
         host.versions.append(version)
@@ -334,7 +331,7 @@ class Fleet:
         """Forget an instance; its samples are the caller's to place again."""
         self.set_target(host, None)
         if host.loading is not None:
-            self._promise(host, host.loading, -1)
+            _add(self.promised, host.loading, -1)
             _add(self.arriving, host.loading, -host.weight)
             self._unhold(host, host.loading)
         for version in list(host.versions):

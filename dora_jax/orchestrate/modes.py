@@ -33,7 +33,6 @@ class Decisions:
                     admitted when their version is published and not when the batch is taken, with the same tag
     kv_weight       a version's share of the instances counts its samples, and this times their tokens in mean lengths:
                     by samples alone a few long ones end in one batch, where each token takes the longest
-    refill_margin   an older version v is refilled while v + max_lag - b' >= refill_margin; None: never
     spread          "remainder": largest remainder and minimum needs; "round": the paper's plain rounding
     on_publish      "keep": running samples stay at their version; "swap": all go on under the new weights;
                     "evict": groups past their deadline are cancelled and their prompts redone
@@ -48,7 +47,6 @@ class Decisions:
     admit_at: str = "newest"
     count_awaited: bool = False
     kv_weight: float = 0.0
-    refill_margin: int | None = None
     spread: str = "remainder"
     on_publish: str = "keep"
     parts: int = 1
@@ -72,8 +70,6 @@ class OrchestratorConfig:
     eval_samples: int = 1
     kv_pressure: float = 0.03  # share of free pages below which an instance sheds samples
     updates: int = 1  # optimizer updates a step; mode `dora` takes the groups of each when they are ready
-    refill_margin: int = 2  # mode `dora`: refill version v while v + max_lag - b' is at least this
-    older_slots: float = 1.0  # share of an instance's slots that new groups of an older version may fill
     task_cycle: tuple[str, ...] = ()  # the task of group g is task_cycle[g % len]; empty: tasks are not told apart
     task_ratios: tuple[tuple[str, float], ...] = ()  # (task, oversampling in units of its share of `inflight`)
     task_adaptive: bool = False  # a task of which many groups are filtered gets more of the load, up to 4 times as much
@@ -102,7 +98,7 @@ class OrchestratorConfig:
             )
         return Decisions(
             max_lag=self.max_lag, capped=True, target_groups=target, count_awaited=True, kv_weight=KV_WEIGHT,
-            refill_margin=self.refill_margin, parts=1 if self.colocated else self.updates,
+            parts=1 if self.colocated else self.updates,
         )  # fmt: skip
 
     # ------------------------------------------------------------------ tasks

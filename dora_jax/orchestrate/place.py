@@ -20,27 +20,18 @@ PLACED_A_STEP = 1024
 
 
 def fill_woken(s: State) -> None:
-    """Waiting samples first, the oldest version first; then new groups, the version they are meant for first."""
+    """Waiting samples first, the oldest version first; then new groups, at the version that they are meant for."""
     fill, versions = _Fill(s), sorted(s.woken)
     for version in versions:
         fill.place_waiting(version)
     meant = admission.admission_version(s.decisions, s.ledger)
     if meant in versions:
         fill.admit(meant)
-    for version in reversed(versions):
-        if version < meant and _may_refill(s, version):
-            kept = s.fleet.promised.get(meant, 0) // s.config.group_size
-            fill.admit(version, kept=kept, share=s.config.older_slots)
     for command, by_place in ((ev.Resume, fill.resumes), (ev.Start, fill.starts)):
         for (instance, version), ids in by_place.items():
             s.out.append(command(ids=tuple(ids), instance=instance, version=version))
     if fill.left > 0:
         s.woken.clear()
-
-
-def _may_refill(s: State, version: Version) -> bool:
-    live = version in s.alive and version not in s.fleet.drains
-    return live and admission.may_refill(s.decisions, s.ledger, version)
 
 
 class _Fill:
@@ -103,15 +94,13 @@ class _Fill:
             self.left -= 1
             unit = s.queue.first(version)
 
-    def admit(self, version: Version, kept: int = 0, share: float = 1.0) -> None:
-        """Admit groups while the rule, the load target and a free slot allow. `kept`: groups of credit that stay for
-        slots about to take the newest version; `share`: of a host's slots that new groups may fill."""
+    def admit(self, version: Version) -> None:
+        """Admit groups while the rule, the load target and a free slot allow."""
         s = self.s
         if s.queue.first(version) is not None:
             return
-        while admission.credit(s.decisions, s.ledger, version, s.config.total_steps, s.budget) > kept:
-            host = self._host(version)
-            if host is None or host.used >= share * host.slots:
+        while admission.credit(s.decisions, s.ledger, version, s.config.total_steps, s.budget):
+            if self._host(version) is None:
                 return
             group_id = _next_group(s)
             if group_id is None:
