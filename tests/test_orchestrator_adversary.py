@@ -1,8 +1,10 @@
-"""The orchestrator against a body that says everything in the worst order; see `orchestrator_adversary`.
+"""The orchestrator against a body that says everything in the worst order (`orchestrator_adversary`), and the coordinator
+of production with every thread's turn in the worst order (`coordinator_adversary`).
 
 `python tests/orchestrator_adversary.py 5000` plays more of the same.
 """
 
+import coordinator_adversary
 import pytest
 
 from dora_jax.orchestrate.modes import MODES
@@ -20,3 +22,11 @@ def test_no_order_of_facts_breaks_a_law(mode):
         game.play().audit()
         dropped += sum(game.brain.state.dropped.values())
     assert dropped > GAMES  # late facts were there to be dropped
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_no_order_of_turns_breaks_a_law_of_the_coordinator(mode):
+    for n in range(GAMES // 2):
+        game = coordinator_adversary.drawn(MODES.index(mode) + n * len(MODES))
+        assert game.config.mode == mode
+        game.play().audit()

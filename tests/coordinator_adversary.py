@@ -1,0 +1,228 @@
+"""The production coordinator without threads or time: a driver decides whose turn it is, and whose facts are heard.
+
+LocalWorld, LocalInstance, InstanceWorker, TrainerWorker, DurableWorld and the arithmetic engine are the real ones; what
+would be a thread is a list of things that the driver may do next. Instances die with calls and facts on their way, and
+are made again; events are said twice; the process is killed at any fact and begun again from its journal.
+
+    python tests/coordinator_adversary.py 500        so many configurations, one after the other
+"""
+
+from __future__ import annotations
+
+import collections
+import json
+import queue
+import random
+import sys
+from unittest import mock
+
+import numpy as np
+
+from dora_jax.buffer.store import MemoryGroupStore
+from dora_jax.orchestrate import events as ev
+from dora_jax.orchestrate.core import Orchestrator
+from dora_jax.orchestrate.modes import MODES, OrchestratorConfig
+from dora_jax.rollout.oracle import OracleEngine
+from dora_jax.runtime import instance as instances
+from dora_jax.runtime import local
+from dora_jax.runtime.book import Book
+from dora_jax.runtime.durable import DurableWorld
+from dora_jax.runtime.instance import LocalInstance, Spare
+from dora_jax.runtime.journal import Journal
+from dora_jax.runtime.local import LocalWorld
+from dora_jax.runtime.recovery import recover
+from dora_jax.runtime.workers import StepDone, TrainerWorker
+from journal_world import Disk
+from test_runtime import SECTION, Scorer, Task, Trainer, Weights, expected
+
+MAX_MOVES = 40_000
+DEATH, TWICE, KILLED = 0.03, 0.2, 0.01
+UP = {"slots": 8, "pages": 96, "page_size": 8}
+# What a duplicate of would be a second payload: no queue says one twice.
+TWICE_SAID = (ev.WeightsLoaded, ev.SampleStarted, ev.SamplesProgressed, ev.SampleCancelled, ev.SampleMoved, ev.MoveFailed,
+              ev.SampleResumed, ev.PagesReported, ev.InstanceDown)
+
+
+class Pipe(queue.SimpleQueue):
+    """A queue that nobody waits at."""
+
+    def get(self, block=True, timeout=None):
+        return super().get(block=False)
+
+
+class NoThread:
+    """Stands for threading.Thread: what it would run is run at once, so that nothing happens behind the driver."""
+
+    def __init__(self, target=None, args=(), **_):
+        self._target, self._args = target, args
+
+    def start(self):
+        self._target(*self._args)
+
+    def is_alive(self):
+        return False
+
+    def join(self, timeout=None):
+        pass
+
+
+class SlowScorer(Scorer):
+    """Hands out one group now and then."""
+
+    def __init__(self, mixed, draw):
+        super().__init__(mixed)
+        self._draw = draw
+
+    def poll(self):
+        if not self.done or self._draw.random() < 0.7:
+            return []
+        return [self.done.pop(self._draw.randrange(len(self.done)))]
+
+
+class Process:
+    """One process of a run: its stages, its queues, its orchestrator."""
+
+    def __init__(self, game: Game, found):
+        config, self.draw = game.config, game.draw
+        self.heard = Pipe()
+        self.pipes = [Pipe() for _ in range(game.instances + 1)]  # of the instances, then of the trainer
+        base = found.base if found else 0
+        self.weights, groups = Weights(), MemoryGroupStore()
+        self.weights.held = set(found.debts.versions) if found else {0}
+        self.brain = found.orchestrator if found else Orchestrator(config)
+        self.pool: dict[int, LocalInstance] = {}
+        for i in range(game.instances):
+            spare = Spare(new_engine=game.new_engine, vocab_size=256, hung_s=0.0)
+            self.pool[i] = LocalInstance(ev.InstanceUp(instance=i, **UP), game.new_engine(), self.weights, self.pipes[i],
+                                         1e-9, spare, self.pool, lambda sentence: None)
+        self.trainer = TrainerWorker(Trainer(), lambda groups, base: None, groups, self.weights,
+                                     config.decisions.max_lag, self.pipes[-1])
+        self.world = LocalWorld(instances=list(self.pool.values()), trainer=self.trainer, task=Task(game.too_long),
+                                scorer=SlowScorer(config.mode == "partial", self.draw), groups=groups,
+                                weights=self.weights, outbox=self.heard, group_size=config.group_size,
+                                eval_samples=config.eval_samples)
+        self.world.listen(game.records.append)
+        book = found.book if found else Book()
+        journal = Journal(game.disk)
+        self.durable = DurableWorld(self.world, journal, self.brain, book, segments=dict(found.segments) if found else {})
+        if found:
+            self.world.adopt(found.debts, book, self.brain.state.now_s)
+        else:
+            self.world.recall(book)
+        self.world.start([ev.InstanceUp(instance=i, **UP) for i in self.pool])
+        assert base == self.brain.state.ledger.base
+
+    def acts(self) -> list:
+        acts = [lambda pipe=pipe: self.pass_on(pipe) for pipe in self.pipes if not pipe.empty()]
+        for worker in [self.trainer, *(pool._life for pool in self.pool.values() if pool._life)]:
+            if worker.busy or not worker._inbox.empty():
+                acts.append(lambda worker=worker: self.turn(worker))
+        return acts or [lambda: None]
+
+    def pass_on(self, pipe: Pipe) -> None:
+        item = pipe.get()
+        self.heard.put(item)
+        if isinstance(item, TWICE_SAID) and self.draw.random() < TWICE:
+            self.heard.put(item)
+
+    def turn(self, worker) -> None:
+        """What the worker's thread would do next; a life that ends in it is over, as it would be for its thread."""
+        if worker._inbox.empty():
+            return worker.work()
+        call, args = worker._inbox.get()
+        return call(*args)
+
+
+class Game:
+    def __init__(self, config: OrchestratorConfig, instances: int, too_long: tuple[int, ...], seed: int, kills: bool):
+        self.config, self.instances, self.too_long, self.kills = config, instances, too_long, kills
+        self.draw = random.Random(seed)
+        self.disk, self.records = Disk(), []
+        self.moves = self.lives = 0
+        self.dropped: collections.Counter = collections.Counter()
+
+    def new_engine(self) -> OracleEngine:
+        return OracleEngine(SECTION, length=self.length, version_in=int)
+
+    def length(self, version, group, index, limit):
+        return 60 if (group + index) % 7 == 0 else 2 + (group + index) % 9
+
+    def play(self) -> Game:
+        with mock.patch.object(instances, "threading", mock.Mock(wraps=instances.threading, Thread=NoThread)), \
+                mock.patch.object(instances._Life, "start", lambda life: None), \
+                mock.patch.object(TrainerWorker, "start", lambda worker: None), \
+                mock.patch.object(local, "TIME_PERIOD_S", 0.0):
+            while not self.life():
+                pass
+        return self
+
+    def life(self) -> bool:
+        """One process, to its end or to the run's."""
+        self.lives += 1
+        process = Process(self, recover(Journal(self.disk), self.config, [0], lambda v: True, lambda sentence: None))
+        while True:
+            self.moves += 1
+            assert self.moves < MAX_MOVES, f"nothing ends: {process.brain.summary()}"
+            if self.moves < MAX_MOVES // 8:
+                if self.draw.random() < DEATH:
+                    process.pool[self.draw.randrange(self.instances)].lose("killed by the test")
+                    for pool in process.pool.values():
+                        pool._losses = 0
+                if self.kills and self.draw.random() < KILLED:
+                    return self.ended(process, False)
+            self.draw.choice(process.acts())()
+            for event in process.durable.events():
+                for command in process.brain.step(event):
+                    if isinstance(command, ev.Halt):
+                        assert command.ok, command.reason
+                        return self.ended(process, True)
+                    process.durable.execute(command)
+                process.brain.state.ledger.check()
+
+    def ended(self, process: Process, over: bool) -> bool:
+        self.dropped.update(process.brain.state.dropped)
+        self.state = process.brain.state
+        return over
+
+    def audit(self) -> None:
+        """Every group once, whole, in time, and every token by the version that is claimed."""
+        steps = {r.version: r for r in self.records if isinstance(r, StepDone)}  # of a step made again: its last making
+        assert sorted(steps) == list(range(1, self.config.total_steps + 1))
+        ids = [group.group_id for step in steps.values() for group in step.groups]
+        assert len(ids) == len(set(ids)) == self.config.total_steps * self.config.groups_per_step
+        bound = self.config.decisions.max_lag
+        for step in steps.values():
+            for group in step.groups:
+                assert bound is None or step.version - 1 - group.version <= bound
+                assert len(group.samples) == self.config.group_size
+                for sample in group.samples:
+                    np.testing.assert_array_equal(sample.out_ids, expected(sample))
+
+
+def drawn(seed: int) -> Game:
+    draw = random.Random(seed)
+    mode = MODES[seed % len(MODES)]
+    config = OrchestratorConfig(
+        mode=mode, groups_per_step=draw.choice([1, 2, 4]), group_size=draw.choice([1, 2, 4]), total_steps=draw.randint(1, 4),
+        max_versions={"sync": 1, "one_step": 2}.get(mode, draw.randint(1, 3)), inflight=draw.choice([1.0, 1.25, 3.0]),
+        max_prompt_tokens=8, max_new_tokens=64, eval_every=draw.randint(0, 2), eval_groups=draw.choice([0, 2]),
+        rebalance_period_s=1e-3)  # fmt: skip
+    too_long = tuple(draw.sample(range(12), draw.choice([0, 2])))
+    return Game(config, draw.randint(1, 3), too_long, seed, kills=mode != "partial" and draw.random() < 0.5)
+
+
+def main(configurations: int, first: int = 0) -> None:
+    dropped, lives, moves = collections.Counter(), 0, 0
+    for seed in range(first, first + configurations):
+        try:
+            game = drawn(seed).play()
+            game.audit()
+        except BaseException:
+            print(f"configuration {seed}: {json.dumps(drawn(seed).config.__dict__)}", flush=True)
+            raise
+        dropped, lives, moves = dropped + game.dropped, lives + game.lives, moves + game.moves
+    print(f"{configurations} configurations, {lives} processes, {moves} moves, no law broken; dropped: {dict(dropped)}")
+
+
+if __name__ == "__main__":
+    main(*map(int, sys.argv[1:]))
