@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 
+import psutil
 import pytest
 
 from dora_jax.runtime.audit import audit
@@ -55,6 +56,7 @@ def test_a_run_of_many_processes_outlives_those_that_are_killed_or_preempted(tmp
             time.sleep(0.05)
         while not lines_of(console, "^step +1 ") and run.poll() is None:
             time.sleep(0.05)
+        assert set(listening(run.pid)) == {"127.0.0.1"}
         run.kill()  # the controller alone
         run.wait()
         run = start(tmp_path, console)
@@ -68,6 +70,15 @@ def test_a_run_of_many_processes_outlives_those_that_are_killed_or_preempted(tmp
     assert "version 4 is published" in text
     books = audit(tmp_path / "run" / "journal")
     assert books.ok and books.trained == 8, books
+
+
+def listening(pid):
+    """The addresses at which a controller and its gangs' processes wait for callers."""
+    controller = psutil.Process(pid)
+    hosts = [child for child in controller.children() if "dora_jax.runtime.cluster.host" in child.cmdline()]
+    assert hosts
+    return [found.laddr.ip.removeprefix("::ffff:") for each in (controller, *hosts) for found in each.net_connections("tcp")
+            if found.status == psutil.CONN_LISTEN]
 
 
 def start(folder, console):

@@ -139,8 +139,9 @@ def _enter_world(begin: Any, config: Any) -> None:
     flags.FLAGS(["host", "--experimental_orbax_use_distributed_barrier"], known_only=True)
     if config.cpu_devices:
         jax.config.update("jax_cpu_collectives_implementation", "gloo")
-    jax.distributed.initialize(begin.coordinator, begin.hosts, begin.rank, heartbeat_timeout_seconds=HEARTBEAT_S,
-                               shutdown_timeout_seconds=SHUTDOWN_S)
+    jax.distributed.initialize(
+        begin.coordinator, begin.hosts, begin.rank, heartbeat_timeout_seconds=HEARTBEAT_S, shutdown_timeout_seconds=SHUTDOWN_S,
+        coordinator_bind_address=begin.coordinator)  # else on every interface: it asks nobody for a token
 
 
 def leave_multislice(environ: MutableMapping[str, str]) -> None:
