@@ -130,7 +130,7 @@ def test_moves_are_planned_again_as_soon_as_they_fit():
     """Both instances are full when one is told to take version 1: no trigger comes, but slots come free."""
     made = body("loaded started resumed scored", groups_per_step=2, group_size=2, max_versions=4, inflight=4.0)
     tell(made, "up 0\nup 1\ndone 1.0-1\ndone 3.0-1\npublished 1")
-    assert made.brain.state.fleet.hosts[1].target == 1 and made.brain.state.fleet.hosts[0].used == 4
+    assert made.brain.state.fleet.hosts[1].coming == 1 and made.brain.state.fleet.hosts[0].used == 4
     assert tell(made, "done 0.0-1\ndone 2.0") == []  # three left on instance 1, two slots on instance 0
     assert tell(made, "done 5.0") == ["Move ids=2.1,5.1 src=1 dst=0"]
 
@@ -180,7 +180,7 @@ def test_the_first_instance_that_is_free_takes_a_version_without_a_host():
         done 3.0
         down 0""")  # fmt: skip
     hosts = made.brain.state.fleet.hosts
-    asked = next(h for h in hosts.values() if h.target == 0)
+    asked = next(h for h in hosts.values() if h.coming == 0)
     free = next(h for h in hosts.values() if h is not asked)
     (running,) = free.units
     said = tell(made, f"done {running.group.id}.0")

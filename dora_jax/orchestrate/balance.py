@@ -1,8 +1,8 @@
 """Balance: which instance serves which version, which samples move or are put aside. Issues LoadWeights, Move, Park.
 
 `rebalance` runs on triggers only and looks at every instance; the other functions look at one. An instance never
-drops weights under running samples: it starts nothing more of the version (`draining`), its samples end or move, and
-then it loads its `target`.
+drops weights under running samples: it starts nothing more of the version that is leaving, the samples of that end or
+move, and then it loads the one that is coming.
 """
 
 from __future__ import annotations
@@ -30,11 +30,12 @@ def rebalance(s: State) -> None:
     else:
         changes = _plan_single(s, demand)
     for host in s.fleet.hosts.values():
-        if host.loading is None:
-            target, draining = changes.get(host.id, (None, None))
-            s.fleet.set_target(host, target, draining)
-            if target is not None or not host.used:
-                s.emptied[host.id] = None
+        if host.phase != fl.LOADING:
+            coming, leaving = changes.get(host.id, (None, None))
+            if (coming, leaving) != (host.coming, host.leaving):
+                s.fleet.turn(host, fl.STEADY if coming is None else fl.CLEARING, coming, leaving)
+            if coming is not None or not host.used:
+                s.due.emptied[host.id] = None
     if s.decisions.on_publish == "swap":
         _swap(s)
     for version in sorted(s.fleet.drains):
@@ -85,10 +86,10 @@ def _plan_residents(s: State, demand: dict[Version, int]) -> dict[InstanceId, tu
     """Some instances hold several versions: the wanted ones come beside the others while there is room."""
     berths = []
     for host in s.fleet.hosts.values():
-        if host.loading is None:
+        if host.phase != fl.LOADING:
             counts = tuple((v, host.counts.get(v, 0)) for v in host.versions)
             berths.append(partition.Berth(host.id, counts, host.residents - len(host.versions), host.slots))
-    loading = {h.loading for h in s.fleet.hosts.values() if h.loading is not None}
+    loading = {h.coming for h in s.fleet.hosts.values() if h.phase == fl.LOADING}
     return partition.plan_berths(berths, demand, s.ledger.base, loading)
 
 
@@ -96,17 +97,10 @@ def _plan_residents(s: State, demand: dict[Version, int]) -> dict[InstanceId, tu
 
 
 def _swap(s: State) -> None:
-    """Mode `partial`: training samples under older weights are put aside, to go on under the newest."""
+    """Mode `partial`: training samples that run under older weights are put aside, to go on under the newest."""
     for host in s.fleet.hosts.values():
         units = [u for u in host.units if u.version < s.ledger.base and not is_eval(u.group.id)]
         _park(s, host, units)
-
-
-def swap_latecomers(s: State) -> None:
-    """Mode `partial`: those that had not begun to run when their weights were replaced."""
-    latecomers, s.latecomers = s.latecomers, {}
-    for unit in latecomers:
-        _park(s, s.fleet.hosts[unit.instance], [unit])
 
 
 def _preempt(s: State) -> None:
@@ -115,9 +109,8 @@ def _preempt(s: State) -> None:
     if not s.ledger.missing:
         return
     for host in s.fleet.hosts.values():
-        if host.target is not None and host.draining is not None and host.target < host.draining:
-            if host.target not in s.fleet.holders:
-                _park(s, host, [u for u in host.units if u.version == host.draining])
+        if host.leaving is not None and host.coming < host.leaving and host.coming not in s.fleet.holders:
+            _park(s, host, [u for u in host.units if u.version == host.leaving])
 
 
 def _park(s: State, host: Host, units: list[Unit]) -> None:
@@ -132,20 +125,20 @@ def _park(s: State, host: Host, units: list[Unit]) -> None:
 def consolidate(s: State) -> None:
     """Plan moves of a draining version again once as many slots are free as it has hosts: a look at each host costs
     no more than that a slot then."""
-    for version in sorted(s.drained):
+    for version in sorted(s.due.drained):
         if version not in s.fleet.drains:
-            del s.drained[version]
-        elif s.drained[version] >= len(s.fleet.holders[version]):
+            del s.due.drained[version]
+        elif s.due.drained[version] >= len(s.fleet.holders[version]):
             _move(s, version)
 
 
 def _move(s: State, version: Version) -> None:
     """Empty the hosts on which `version` drains, onto those that keep it."""
-    s.drained.pop(version, None)
+    s.due.drained.pop(version, None)
     drained, sinks = [], []
     for id in sorted(s.fleet.holders.get(version, ())):
         host = s.fleet.hosts[id]
-        if host.draining == version:
+        if host.leaving == version:
             drained.append(host)
         elif version in host.versions and s.fleet.has_room(host):
             free_pages = host.pages - host.pages_used
@@ -200,7 +193,7 @@ def _issue_moves(s: State, moves: list[tuple[SampleId, InstanceId, InstanceId]])
 def relieve(s: State) -> None:
     """KV pressure: the youngest samples of an instance that runs out of pages move to another host of their version,
     or are put aside until pages are free. The longest stay: they are the tail that a step waits for."""
-    pressed, s.pressed = sorted(s.pressed), {}
+    pressed, s.due.pressed = sorted(s.due.pressed), {}
     for id in pressed:
         host = s.fleet.hosts.get(id)
         if host is None or any(u.state in (fl.PARKING, fl.MOVING) for u in host.units):
@@ -226,19 +219,19 @@ def relieve(s: State) -> None:
 
 def settle_emptied(s: State) -> None:
     """Hosts with nothing left to run of their version take the weights meant for them, or else the newest."""
-    emptied, s.emptied = sorted(s.emptied), {}
+    emptied, s.due.emptied = sorted(s.due.emptied), {}
     for id in emptied:
         host = s.fleet.hosts.get(id)
-        if host is None or host.loading is not None:
+        if host is None or host.phase == fl.LOADING:
             continue
-        target, drop = host.target, host.draining
-        if target is None:
-            target, drop = _wanted(s), _idle_resident(host)
-            if target is None:
+        coming, drop = host.coming, host.leaving
+        if coming is None:
+            coming, drop = _wanted(s), _idle_resident(host)
+            if coming is None:
                 continue
         full = len(host.versions) >= host.residents
-        if target not in host.versions and not (full and (drop is None or drop in host.counts)):
-            _load(s, host, target, drop if full else None)
+        if coming not in host.versions and not (full and (drop is None or drop in host.counts)):
+            _load(s, host, coming, drop if full else None)
 
 
 def _idle_resident(host: Host) -> Version | None:

@@ -47,7 +47,7 @@ class Orchestrator:
         self._renew_budget()
         if evaluate_start:
             self._evaluate(start_version)
-        self.state.retire_due = True  # nothing to do at all: halt at the first event
+        self.state.due.retire = True  # nothing to do at all: halt at the first event
 
     def step(self, event: ev.Event) -> tuple[ev.Command, ...]:
         s = self.state
@@ -57,7 +57,7 @@ class Orchestrator:
                 s.dropped[name] = s.dropped.get(name, 0) + 1
             return ()
         COMMIT[type(event)](s, event)
-        if s.woken or s.take_due or s.rebalance_due or s.emptied or s.pressed or s.retire_due or s.latecomers:
+        if s.due:
             self._decide()
         if not s.out:
             return ()
@@ -72,27 +72,25 @@ class Orchestrator:
         s = self.state
         if s.halted:
             return
-        if s.step_ended:
-            s.step_ended = False
+        if s.due.end_of_step:
+            s.due.end_of_step = False
             self._end_step()
-        if s.take_due:
-            s.take_due = False
+        if s.due.take:
+            s.due.take = False
             self._take()
-        if s.pressed:
+        if s.due.pressed:
             balance.relieve(s)
-        if s.rebalance_due:
-            s.rebalance_due = False
+        if s.due.rebalance:
+            s.due.rebalance = False
             balance.rebalance(s)
-        if s.latecomers:
-            balance.swap_latecomers(s)
-        if s.woken:
+        if s.due.woken:
             place.fill_woken(s)
-        if s.drained:
+        if s.due.drained:
             balance.consolidate(s)
-        if s.emptied:
+        if s.due.emptied:
             balance.settle_emptied(s)
-        if s.retire_due:
-            s.retire_due = False
+        if s.due.retire:
+            s.due.retire = False
             self._retire()
             self._halt_if_done()
 
@@ -107,7 +105,7 @@ class Orchestrator:
                 s.out += [ev.Pause(instance=id) for id in s.fleet.hosts]
             s.count_tasks(batch, -1)
             s.wake_all()
-            s.rebalance_due = True
+            s.due.rebalance = True
 
     def _end_step(self) -> None:
         s = self.state

@@ -24,9 +24,9 @@ def instance_up(s: State, event: ev.InstanceUp) -> None:
     s.fleet.add(host, event.versions)
     if s.paused:
         s.out.append(ev.Pause(instance=host.id))
-    s.emptied[host.id] = None
-    s.rebalance_due = True
-    s.woken.update(dict.fromkeys(event.versions))
+    s.due.emptied[host.id] = None
+    s.due.rebalance = True
+    s.due.woken.update(dict.fromkeys(event.versions))
 
 
 def instance_down(s: State, event: ev.InstanceDown) -> None:
@@ -48,16 +48,16 @@ def _lost(s: State, host: Host) -> None:
         elif unit.state != fl.MOVING:  # a move is answered even so
             s.recorded(unit)
     s.queue.put_back(unstarted)
-    s.woken.update(dict.fromkeys(unit.version for unit in host.units))
-    s.rebalance_due = s.retire_due = True
+    s.due.woken.update(dict.fromkeys(unit.version for unit in host.units))
+    s.due.rebalance = s.due.retire = True
 
 
 def weights_loaded(s: State, event: ev.WeightsLoaded) -> None:
     host = s.fleet.hosts[event.instance]
     s.fleet.end_load(host)
-    s.woken[event.version] = None
-    s.emptied[host.id] = None
-    s.retire_due = True
+    s.due.woken[event.version] = None
+    s.due.emptied[host.id] = None
+    s.due.retire = True
 
 
 def pages_reported(s: State, event: ev.PagesReported) -> None:
@@ -65,7 +65,7 @@ def pages_reported(s: State, event: ev.PagesReported) -> None:
     host.free_reported = event.free
     if event.free < s.config.kv_pressure * host.pages and host.units:
         host.pressed = True
-        s.pressed[host.id] = None
+        s.due.pressed[host.id] = None
     elif host.pressed and event.free >= 2 * s.config.kv_pressure * host.pages:
         host.pressed = False
         s.fleet.offer(host)
@@ -75,7 +75,7 @@ def pages_reported(s: State, event: ev.PagesReported) -> None:
 def time_passed(s: State, event: ev.TimePassed) -> None:
     s.now_s = event.now_s
     if event.now_s - s.rebalanced_s >= s.config.rebalance_period_s:
-        s.rebalance_due = True
+        s.due.rebalance = True
 
 
 # ---------------------------------------------------------------- samples
@@ -83,12 +83,12 @@ def time_passed(s: State, event: ev.TimePassed) -> None:
 
 def sample_started(s: State, event: ev.SampleStarted) -> None:
     unit = s.unit(event.id)
-    unit.state, unit.began_s = fl.RUNNING, s.now_s
+    unit.began_s = s.now_s
     group = unit.group
     if not group.started and not is_eval(group.id):
         s.ledger.running(group.id)
     group.started = True
-    _swap_latecomer(s, unit)
+    _runs(s, unit)
 
 
 def samples_progressed(s: State, event: ev.SamplesProgressed) -> None:
@@ -145,15 +145,15 @@ def sample_parked(s: State, event: ev.SampleParked) -> None:
 
 
 def sample_resumed(s: State, event: ev.SampleResumed) -> None:
-    unit = s.unit(event.id)
+    _runs(s, s.unit(event.id))
+
+
+def _runs(s: State, unit: Unit) -> None:
+    """Mode `partial`: what begins to run under weights that were replaced meanwhile is put aside at once."""
     unit.state = fl.RUNNING
-    _swap_latecomer(s, unit)
-
-
-def _swap_latecomer(s: State, unit: Unit) -> None:
-    """Mode `partial`: a sample that began to run under weights which were replaced meanwhile."""
     if s.decisions.on_publish == "swap" and unit.version < s.ledger.base and not is_eval(unit.group.id):
-        s.latecomers[unit] = None
+        unit.state = fl.PARKING
+        s.out.append(ev.Park(ids=(unit.id,), instance=unit.instance))
 
 
 # ---------------------------------------------------------------- groups and steps
@@ -167,7 +167,7 @@ def group_scored(s: State, event: ev.GroupScored) -> None:
         s.ledger.scored(group.id, event.trainable)
         s.observe_task(group.id, event.trainable)
         if event.trainable:
-            s.take_due = True
+            s.due.take = True
         else:
             s.group_lost(group.id)
             _stop_if_nothing_to_learn(s)
@@ -196,13 +196,13 @@ def _evaluated(s: State, version: int) -> None:
     s.evaluating[version] -= 1
     if not s.evaluating[version]:
         del s.evaluating[version]
-        s.retire_due = True
+        s.due.retire = True
 
 
 def step_published(s: State, event: ev.StepPublished) -> None:
     s.ledger.published(event.version)
     s.alive[event.version] = None
-    s.take_due = s.rebalance_due = s.retire_due = s.step_ended = True
+    s.due.take = s.due.rebalance = s.due.retire = s.due.end_of_step = True
 
 
 COMMIT = {

@@ -17,6 +17,7 @@ PEER_LOOKS = 4
 
 PENDING = "pending"  # waits for its first slot
 STARTING, RUNNING, MOVING, PARKING, RESUMING = "starting", "running", "moving", "parking", "resuming"
+STEADY, CLEARING, LOADING = "steady", "clearing", "loading"  # of a host's weights
 PARKED = "parked"  # its tokens are recorded outside any instance; waits for a slot
 CANCELLING = "cancelling"
 ENDED = "ended"
@@ -65,11 +66,15 @@ class Group:
 
 
 class Host:
-    """One life of an instance that is up."""
+    """One life of an instance that is up.
+
+    Its weights: STEADY -> CLEARING (it starts nothing of `leaving`, which makes room for `coming`, where it has to)
+    -> LOADING (`coming` is on its way, and nothing leaves) -> STEADY. `Fleet.turn` is the only way from one to another.
+    """
 
     __slots__ = (
-        "counts", "draining", "free_reported", "id", "incoming", "life", "loading", "page_size", "pages", "pages_used",
-        "pressed", "residents", "slots", "speed", "target", "tokens", "units", "used", "versions",
+        "coming", "counts", "free_reported", "id", "incoming", "leaving", "life", "page_size", "pages", "pages_used",
+        "phase", "pressed", "residents", "slots", "speed", "tokens", "units", "versions",
     )  # fmt: skip
 
     def __init__(self, id: InstanceId, life: int, slots: int, pages: int, page_size: int, residents: int,
@@ -82,17 +87,21 @@ class Host:
         self.residents = residents
         self.speed = speed
         self.versions: list[Version] = []  # loaded
-        self.loading: Version | None = None
-        self.draining: Version | None = None  # starts nothing of this version: it makes room for `target`
-        self.target: Version | None = None
+        self.phase = STEADY
+        self.coming: Version | None = None
+        self.leaving: Version | None = None
         self.units: dict[Unit, None] = {}
         self.counts: dict[Version, int] = {}  # samples by version, incoming moves included
-        self.used = 0  # slots, incoming moves included
         self.pages_used = 0
         self.tokens = 0  # of the samples that hold a slot, as far as reported
         self.incoming = 0
         self.free_reported = pages
         self.pressed = False  # short of pages: starts nothing until enough are free
+
+    @property
+    def used(self) -> int:
+        """Slots, those of incoming moves included."""
+        return len(self.units) + self.incoming
 
     @property
     def load(self) -> float:
@@ -106,8 +115,8 @@ class Host:
     @property
     def serving(self) -> Version | None:
         """The version that it was given last."""
-        if self.loading is not None:
-            return self.loading
+        if self.phase == LOADING:
+            return self.coming
         return self.versions[-1] if self.versions else None
 
 
@@ -228,7 +237,7 @@ class Fleet:
             return
         entry = (host.load, host.id)
         for version in host.versions:
-            if version != host.draining:
+            if version != host.leaving:
                 heap = self.open.setdefault(version, [])
                 heapq.heappush(heap, entry)
                 if len(heap) > 4 * len(self.holders[version]) + 64:
@@ -261,18 +270,14 @@ class Fleet:
     # ------------------------------------------------------------------ weights
 
     def begin_load(self, host: Host, version: Version, drop: Version | None) -> None:
-        self.set_target(host, None)
+        self.turn(host, LOADING, version)
         if drop is not None:
             self._drop(host, drop)
-        host.loading = version
         self.holders.setdefault(version, {})[host.id] = None
-        _add(self.promised, version, 1)
-        _add(self.arriving, version, host.weight)
 
     def end_load(self, host: Host) -> None:
-        version, host.loading = host.loading, None
-        _add(self.promised, version, -1)
-        _add(self.arriving, version, -host.weight)
+        version = host.coming
+        self.turn(host, STEADY)
         self._keep(host, version)
         self.offer(host)
 
@@ -285,20 +290,20 @@ class Fleet:
                 return host.id
         return None
 
-    def set_target(self, host: Host, target: Version | None, draining: Version | None = None) -> None:
-        """`draining` starts no more samples on this host, and makes room for `target` once it has none."""
-        if host.target == target and host.draining == draining:
-            return
-        if host.target is not None:
-            _add(self.promised, host.target, -1)
-        if host.draining is not None:
-            _add(self.drains, host.draining, -1)
-        host.target, host.draining = target, draining
-        if target is not None:
-            _add(self.promised, target, 1)
-        if draining is not None:
-            _add(self.drains, draining, 1)
+    def turn(self, host: Host, phase: str, coming: Version | None = None, leaving: Version | None = None) -> None:
+        """The host's weights enter a phase; what is counted by version follows."""
+        self._count_phase(host, -1)
+        host.phase, host.coming, host.leaving = phase, coming, leaving
+        self._count_phase(host, 1)
         self.offer(host)
+
+    def _count_phase(self, host: Host, sign: int) -> None:
+        if host.phase != STEADY:
+            _add(self.promised, host.coming, sign)
+        if host.phase == LOADING:
+            _add(self.arriving, host.coming, sign * host.weight)
+        if host.leaving is not None:
+            _add(self.drains, host.leaving, sign)
 
     def _keep(self, host: Host, version: Version) -> None:
         host.versions.append(version)
@@ -329,22 +334,19 @@ class Fleet:
 
     def remove(self, host: Host) -> None:
         """Forget an instance; its samples are the caller's to place again."""
-        self.set_target(host, None)
-        if host.loading is not None:
-            _add(self.promised, host.loading, -1)
-            _add(self.arriving, host.loading, -host.weight)
-            self._unhold(host, host.loading)
+        if host.phase == LOADING:
+            self._unhold(host, host.coming)
+        self.turn(host, STEADY)
         for version in list(host.versions):
             self._drop(host, version)
         del self.hosts[host.id]
 
 
 def _serves(host: Host, version: Version) -> bool:
-    return version in host.versions and version != host.draining
+    return version in host.versions and version != host.leaving
 
 
 def _count(host: Host, version: Version, samples: int, pages: int) -> None:
-    host.used += samples
     host.pages_used += pages
     _add(host.counts, version, samples)
 

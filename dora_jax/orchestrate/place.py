@@ -21,7 +21,7 @@ PLACED_A_STEP = 1024
 
 def fill_woken(s: State) -> None:
     """Waiting samples first, the oldest version first; then new groups, at the version that they are meant for."""
-    fill, versions = _Fill(s), sorted(s.woken)
+    fill, versions = _Fill(s), sorted(s.due.woken)
     for version in versions:
         fill.place_waiting(version)
     meant = admission.admission_version(s.decisions, s.ledger)
@@ -31,7 +31,7 @@ def fill_woken(s: State) -> None:
         for (instance, version), ids in by_place.items():
             s.out.append(command(ids=tuple(ids), instance=instance, version=version))
     if fill.left > 0:
-        s.woken.clear()
+        s.due.woken.clear()
 
 
 class _Fill:

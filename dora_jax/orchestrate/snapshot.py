@@ -10,16 +10,15 @@ from typing import Any
 
 from dora_jax.orchestrate.fleet import Fleet, Group, Host, Unit
 from dora_jax.orchestrate.queue import Queue
-from dora_jax.orchestrate.state import State
+from dora_jax.orchestrate.state import Due, State
 from dora_jax.types import InstanceId
 
 FORMAT = 3
 PLAIN = (
-    "attempts", "budget", "now_s", "rebalanced_s", "halted", "moves_total", "reloads_total", "take_due",
-    "step_ended", "rebalance_due", "retire_due",
+    "attempts", "budget", "now_s", "rebalanced_s", "halted", "moves_total", "reloads_total",
 )  # fmt: skip
 HOST_PLAIN = (
-    "id", "life", "slots", "pages", "page_size", "residents", "speed", "loading", "draining", "target", "used", "pages_used",
+    "id", "life", "slots", "pages", "page_size", "residents", "speed", "phase", "coming", "leaving", "pages_used",
     "incoming", "free_reported", "pressed", "tokens",
 )  # fmt: skip
 UNIT_PLAIN = (
@@ -45,9 +44,9 @@ def save(s: State) -> dict[str, Any]:
         "evaluating": _pairs(s.evaluating),
         "task_open": _pairs(s.task_open),
         "task_rates": _pairs(s.task_rates),
-        "drained": _pairs(s.drained),
+        "due": {name: _due(getattr(s.due, name)) for name in Due.__slots__},
         "cursors": _pairs(s.cursors),
-        "sets": {name: list(getattr(s, name)) for name in ("alive", "woken", "emptied", "pressed")},
+        "alive": list(s.alive),
         "plain": {name: getattr(s, name) for name in PLAIN},
     }
 
@@ -72,13 +71,14 @@ def load(s: State, data: dict[str, Any]) -> None:
         setattr(s.queue, name, dict(rows))
     s.queue.training_unfinished = data["training_unfinished"]
     s.redo, s.evaluating = list(data["redo"]), dict(data["evaluating"])
-    s.drained, s.dropped = dict(data["drained"]), dict(data["dropped"])
+    s.dropped = dict(data["dropped"])
+    for name, value in data["due"].items():
+        setattr(s.due, name, value if isinstance(value, bool) else dict(value))
     s.task_open, s.cursors = dict(data["task_open"]), dict(data["cursors"])
     s.task_rates = dict(data["task_rates"])
     if s.config.task_adaptive:
         s.task_limits = s.config.adapted_limits(s.task_rates)
-    for name, keys in data["sets"].items():
-        setattr(s, name, dict.fromkeys(keys))
+    s.alive = dict.fromkeys(data["alive"])
     for name, value in data["plain"].items():
         setattr(s, name, value)
 
@@ -90,6 +90,10 @@ def _lines(queue: Queue) -> dict[str, dict]:
 def _save_lines(lines: dict) -> list[list]:
     """Without the samples that were cancelled while they waited: they are dropped when their turn comes."""
     return [[v, [[u.group.id, u.index] for u in line if u.group.units[u.index] is u]] for v, line in lines.items()]
+
+
+def _due(value: bool | dict) -> bool | list[list]:
+    return value if isinstance(value, bool) else _pairs(value)
 
 
 def _pairs(counts: dict) -> list[list]:

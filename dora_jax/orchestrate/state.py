@@ -1,7 +1,7 @@
 """What the orchestrator knows, and the few changes that facts and decisions share.
 
 `facts.py` commits events into it, `core.py` decides from it, `view.py` shows it, `snapshot.py` writes it down.
-The fields under "due" say which decisions the present event calls for; they are empty between events.
+`Due` says which decisions the present event calls for: nothing is due between events but what one step could not do.
 """
 
 from __future__ import annotations
@@ -18,6 +18,25 @@ from dora_jax.types import MAX_RENEWALS, RENEWAL, GroupId, InstanceId, SampleId,
 
 # Groups over which a task's share of trainable groups is averaged: a few steps' worth of one task.
 RATE_GROUPS = 64
+
+
+class Due:
+    """Decisions that are to be taken."""
+
+    __slots__ = ("drained", "emptied", "end_of_step", "pressed", "rebalance", "retire", "take", "woken")
+
+    def __init__(self) -> None:
+        self.end_of_step = False  # a version was published
+        self.take = False  # the trainer may be given groups
+        self.rebalance = False
+        self.retire = False  # a version, or the run, may be over
+        self.woken: dict[Version, None] = {}  # versions whose queue or whose free slots have changed
+        self.pressed: dict[InstanceId, None] = {}  # instances that run out of pages
+        self.emptied: dict[InstanceId, None] = {}  # instances that may take other weights now
+        self.drained: dict[Version, int] = {}  # slots freed since a draining version's moves were last planned
+
+    def __bool__(self) -> bool:
+        return bool(self.woken or self.take or self.rebalance or self.emptied or self.pressed or self.retire)
 
 
 class State:
@@ -45,16 +64,7 @@ class State:
         self.attempts = 0  # moves that were asked for, in groups
         self.moves_total = 0
         self.reloads_total = 0
-        # due
-        self.woken: dict[Version, None] = {}  # versions whose queue or whose free slots have changed
-        self.pressed: dict[InstanceId, None] = {}  # instances that run out of pages
-        self.emptied: dict[InstanceId, None] = {}  # instances that may take other weights now
-        self.latecomers: dict[Unit, None] = {}  # began to run under weights that were replaced meanwhile
-        self.drained: dict[Version, int] = {}  # slots freed since a draining version's moves were last planned
-        self.take_due = False
-        self.step_ended = False
-        self.rebalance_due = False
-        self.retire_due = False
+        self.due = Due()
         self.out: list[ev.Command] = []
 
     @property
@@ -71,16 +81,16 @@ class State:
         group = Group(group_id, version, samples)
         self.groups[group_id] = group
         self.queue.add(group)
-        self.woken[version] = None
+        self.due.woken[version] = None
 
     def freed(self, host: Host | None, version: Version) -> None:
         """A slot of `host` that served `version` is free."""
         if host is not None:
-            self.woken[version] = None
+            self.due.woken[version] = None
             if version in self.fleet.drains:
-                self.drained[version] = self.drained.get(version, 0) + 1
+                self.due.drained[version] = self.due.drained.get(version, 0) + 1
             if not host.counts.get(version):
-                self.emptied[host.id] = None
+                self.due.emptied[host.id] = None
 
     def end_unit(self, unit: Unit) -> None:
         """The sample is done, cancelled, or will never start."""
@@ -90,7 +100,7 @@ class State:
         unit.state = fl.ENDED
         self.freed(self.fleet.release(unit), unit.version)
         if self.queue.ended(unit):
-            self.retire_due = True
+            self.due.retire = True
         if group.left == 0 and group.doomed is not None:
             self.bury(group)
 
@@ -101,11 +111,11 @@ class State:
             return
         if self.decisions.on_publish == "swap" and not is_eval(unit.group.id):
             self.queue.retag(unit, self.ledger.base)
-            self.retire_due = True
+            self.due.retire = True
         self.queue.park(unit)
-        self.woken[unit.version] = None
+        self.due.woken[unit.version] = None
         if unit.version not in self.fleet.holders and unit.version not in self.fleet.promised:
-            self.rebalance_due = True
+            self.due.rebalance = True
 
     def cancel(self, unit: Unit) -> None:
         unit.state = fl.CANCELLING
@@ -138,7 +148,7 @@ class State:
             self.halt(False, f"prompt {issued_first_as(group_id)} was given up {MAX_RENEWALS} times: no step could take "
                              f"its answers in time")
         self.redo.append(renewed)
-        self.woken[self.ledger.base] = None
+        self.due.woken[self.ledger.base] = None
 
     def count_tasks(self, group_ids: Iterable[GroupId], by: int) -> None:
         if self.config.task_cycle:
@@ -158,12 +168,12 @@ class State:
         self.count_tasks((group_id,), -1)
         if self.budget is not None:
             self.budget += 1
-        self.take_due = True
+        self.due.take = True
         self.wake_all()
 
     def wake_all(self) -> None:
         """Groups may be admitted, or samples placed, that could not before: look at every version."""
-        self.woken.update(dict.fromkeys(self.alive))
+        self.due.woken.update(dict.fromkeys(self.alive))
 
     def halt(self, ok: bool, reason: str) -> None:
         self.halted = True

@@ -34,7 +34,10 @@ def _lives(s: State, event: ev.PagesReported | ev.SamplesProgressed) -> bool:
 def _loaded(s: State, event: ev.WeightsLoaded) -> bool:
     if event.version > s.ledger.base:
         raise ev.ImpossibleFact(f"instance {event.instance} loaded version {event.version}, which is not published")
-    return _lives(s, event) and s.fleet.hosts[event.instance].loading == event.version
+    if not _lives(s, event):
+        return False
+    host = s.fleet.hosts[event.instance]
+    return host.phase == fl.LOADING and host.coming == event.version
 
 
 def _of_unit(*states: str):

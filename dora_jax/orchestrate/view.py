@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from dora_jax.orchestrate import events as ev
+from dora_jax.orchestrate.fleet import LOADING
 from dora_jax.orchestrate.state import State
 
 
@@ -108,7 +109,7 @@ def _rollouts_wait(s: State) -> str:
         return ""
     if s.paused:
         return "the trainer"
-    if any(host.loading is not None for host in idle):
+    if any(host.phase == LOADING for host in idle):
         return "weights"
     if s.queue.unfinished:
         return "stragglers" if s.ledger.missing else "the trainer"
