@@ -134,6 +134,7 @@ class TrainerSection:
     pack_tokens: int = 512  # L: packed row length
     rows: int = 0  # B: packed rows a step; 0: derived from groups, G and the length limits
     micro_batches: int = 1
+    share_prompts: str = "auto"  # on: a row holds a group's prompt once; off: once a sample; auto: on where attention can
     learning_rate: float = 1e-3
     warmup_steps: int = 5
     schedule: str = "constant"  # constant, cosine, linear

@@ -7,9 +7,11 @@ what does not divide or does not fit is refused, never rounded to something that
 
 from __future__ import annotations
 
+import ctypes
 import dataclasses
 import math
 import os
+import sys
 from pathlib import Path
 
 from dora_jax import chips, validate
@@ -18,6 +20,11 @@ from dora_jax.config import Config, ConfigError
 from dora_jax.validate import MIN_AUTO_INSTANCES
 
 Indices = tuple[int, ...]
+MALLOC_OPTIONS = {  # mallopt(3), numbers of <malloc.h>
+    -8: 1,  # M_ARENA_MAX: one heap, since those of other threads cannot grow
+    -4: 0,  # M_MMAP_MAX: large blocks come from the heap too, instead of a mapping that ends with them
+    -1: -1,  # M_TRIM_THRESHOLD: the heap's free end stays
+}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -151,12 +158,23 @@ def setup_platform(config: Config) -> None:
     import jax
 
     if config.cpu_devices:
+        keep_freed_memory()
         jax.config.update("jax_platforms", "cpu")
         jax.config.update("jax_num_cpu_devices", config.cpu_devices)
     cache = os.environ.get("DORA_COMPILE_CACHE") or Path.home() / ".cache" / "dora_jax"
     jax.config.update("jax_compilation_cache_dir", str(cache))
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
     jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
+
+
+def keep_freed_memory() -> None:
+    """Makes glibc keep the memory that XLA's CPU programs free: the next call takes as much, and to be given new pages
+    costs an update of a model of 135M parameters a sixth of its time. Nothing happens where the C library is another.
+    """
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None) if sys.platform == "linux" else None
+    if mallopt:
+        for option, value in MALLOC_OPTIONS.items():
+            mallopt(option, value)
 
 
 # ---------------------------------------------------------------- private

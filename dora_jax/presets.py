@@ -223,13 +223,23 @@ def _pages_of_slots(section: RolloutSection) -> tuple[int, str]:
 def _trainer(section: TrainerSection, machine: Machine, dtype: str) -> Presets:
     if machine.platform == "cpu":
         return {"attention": ("reference", "the one that XLA compiles for a CPU"),
+                "share_prompts": _share_prompts(section, "reference"),
                 "logits_bytes": (256 * MIB, "smaller chunks are computed twice")}
     kernel, why = {"tpu": "splash", "gpu": "cudnn"}[machine.platform], "scores never reach the memory"
     if wrong := objective.attention_problems(dataclasses.replace(section, attention=kernel), machine.platform, dtype):
         kernel, why = "reference", wrong[0]
     return {"attention": (kernel, why),
+            "share_prompts": _share_prompts(section, section.attention if section.attention not in OPEN else kernel),
             "logits_bytes": (_logits_bytes(machine), "the head is read once for so many logits"),
             "compiler_options": TRAINER_OPTIONS.get(machine.platform, NONE)}
+
+
+def _share_prompts(section: TrainerSection, kernel: str) -> tuple[str, str]:
+    if kernel == "splash":
+        return "off", "splash compares segment ids alone"
+    if not objective.may_share_prompts(section):
+        return "off", f"the advantage {section.advantage} takes the gradient of each trajectory alone"
+    return "on", "a group's prompt is computed once a row"
 
 
 def _size(config: Config, model: ModelConfig | None) -> Iterator[str]:

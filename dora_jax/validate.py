@@ -36,6 +36,7 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "model.dtype": ("auto", "float32", "bfloat16"),
     "rollout.attention": ("auto", "reference", "tpu", "tokamax", "gpu"),
     "rollout.late_results": ("auto", "on", "off"),
+    "trainer.share_prompts": ("auto", "on", "off"),
     "trainer.attention": ("auto", "reference", "splash", "cudnn"),
     "trainer.moments": ("float32", "bfloat16"),
     "cluster.launcher": ("", "process", "ray"),

@@ -295,7 +295,7 @@ def test_long_rows_attend_block_by_block_to_the_same_values(monkeypatch, context
     def gradients():
         def loss(*qkv):
             attend = segment_attention(segments, positions) if context == 1 else \
-                context_attention(segments, positions, mesh)
+                context_attention(segments, positions, mesh=mesh)
             return jnp.sum(jnp.sin(attend(None, *qkv)))
 
         return jax.jit(jax.value_and_grad(loss, argnums=(0, 1, 2)))(q, k, v)

@@ -24,9 +24,14 @@ def trajectories(batch):
     """(tokens with the last target, mask, log-probs, advantage, version) of every segment, as a set to compare."""
     found = []
     for row in range(len(batch.tokens)):
-        for segment in range(1, batch.segment_ids[row].max() + 1):
-            at = np.flatnonzero(batch.segment_ids[row] == segment)
-            assert (np.diff(at) == 1).all() and (batch.positions[row, at] == np.arange(len(at))).all()
+        ids = batch.segment_ids[row]
+        prefixes = ids if batch.prefix_ids is None else batch.prefix_ids[row]
+        continued = set(prefixes[prefixes != ids].tolist())  # of prompts that are shared: no trajectories
+        for segment in sorted(set(range(1, ids.max() + 1)) - continued):
+            at = np.flatnonzero(ids == segment)
+            if prefixes[at[0]] != segment:
+                at = np.concatenate([np.flatnonzero(ids == prefixes[at[0]]), at])
+            assert (np.diff(at) >= 1).all() and (batch.positions[row, at] == np.arange(len(at))).all()
             assert (batch.targets[row, at[:-1]] == batch.tokens[row, at[1:]]).all()
             sampled = at[batch.mask[row, at]]
             text = (*batch.tokens[row, at], batch.targets[row, at[-1]])
@@ -36,12 +41,12 @@ def trajectories(batch):
 
 
 @given(seed=st.integers(0, 10_000), n=st.integers(1, 6), size=st.integers(1, 5), shards=st.sampled_from([1, 2, 4]),
-       micro=st.sampled_from([1, 2, 4]))
-@settings(max_examples=30, deadline=None)
-def test_every_trajectory_stands_once_in_one_row(seed, n, size, shards, micro):
+       micro=st.sampled_from([1, 2, 4]), share=st.booleans())
+@settings(max_examples=40, deadline=None)
+def test_every_trajectory_stands_once_in_one_row(seed, n, size, shards, micro, share):
     scored = cases.groups(n, size, seed)
     section = cases.section(micro_batches=micro)
-    batch, shape = packed(scored, section, shards)
+    batch, shape = packed(scored, section, shards, share_prompts=share)
     advantages = prepare.advantage.estimate("grpo", np.concatenate([g.rewards for g in scored]),
                                             np.repeat([g.group_id for g in scored], size))
     samples = [s for g in scored for s in g.samples]
@@ -166,3 +171,16 @@ def test_store_gives_each_group_once():
     assert len(groups) == 1  # a refused take removes nothing
     with pytest.raises(ValueError, match="named twice"):
         groups.take((1, 1))
+
+
+def test_a_shared_prompt_stands_once_a_row():
+    rng = np.random.default_rng(0)
+    prompt = rng.integers(0, cases.MODEL.vocab_size, 6).astype(np.int32)
+    samples = tuple(cases.sample(rng, 0, i, prompt, length=9) for i in range(4))
+    group = ScoredGroup(group_id=0, version=0, samples=samples, rewards=np.arange(4, dtype=np.float32), parts={})
+    batch, _ = packed([group], max_tokens=15, share_prompts=True)
+    # rows of 32: 5 tokens of the prompt and 9 of each sample, so three samples in the first row and one in the second
+    assert [int((row > 0).sum()) for row in batch.segment_ids] == [5 + 3 * 9, 5 + 9]
+    assert batch.prefix_ids[0].tolist() == [1] * 32 and batch.positions[0, 5:14].tolist() == list(range(5, 14))
+    alone, _ = packed([group], max_tokens=15)
+    assert alone.prefix_ids is None and trajectories(batch) == trajectories(alone)

@@ -73,9 +73,9 @@ def test_what_the_user_sets_is_kept():
     done, choices = resolved(asked)
     assert done.rollout == dataclasses.replace(asked.rollout, prefill_chunk=512, prefill_tokens=1024,
                                                prefill_call_tokens=1024)
-    assert done.trainer == dataclasses.replace(asked.trainer, attention="splash")
+    assert done.trainer == dataclasses.replace(asked.trainer, attention="splash", share_prompts="off")
     assert {choice.field for choice in choices} == {"rollout.prefill_chunk", "rollout.prefill_tokens", "trainer.attention",
-                                                    "rollout.prefill_call_tokens", "model.dtype"}
+                                                    "rollout.prefill_call_tokens", "model.dtype", "trainer.share_prompts"}
 
 
 @pytest.mark.parametrize("slots, new, size", [(32, 3072, 64), (256, 31744, 64), (256, 64512, 128), (512, 64512, 256)])

@@ -21,19 +21,19 @@ PARAMS = cases.params(3, MODEL)
 FAST_COMPILE = {"xla_backend_optimization_level": 0}
 
 
-def batch(micro_batches=1, shards=1):
-    trainer = type("Shape", (), {"section": cases.section(micro_batches=micro_batches, **RICH), "shards": shards})
+def batch(micro_batches=1, shards=1, objective=RICH, **layout):
+    trainer = type("Shape", (), {"section": cases.section(micro_batches=micro_batches, **objective), "shards": shards})
 
     def score(packed):
         ref = np.random.default_rng(5).normal(-4, 0.3, 48 * 48).astype(np.float32).reshape(48, 48)
         return {"ref_logprobs": ref[packed.tokens, packed.targets]}  # a function of the tokens, wherever they stand
 
-    return cases.batch(trainer, cases.groups(7, 4), score=score, rows=16)  # 12 of the 16 rows hold tokens
+    return cases.batch(trainer, cases.groups(7, 4), score=score, rows=16, **layout)  # 12 of the 16 rows hold tokens
 
 
-def loss_and_gradient(arrays, *, data=1, fsdp=1, tensor=1, context=1, micro_batches=1, remat="none", **more):
+def loss_and_gradient(arrays, *, data=1, fsdp=1, tensor=1, context=1, micro_batches=1, remat="none", objective=RICH, **more):
     mesh = sharding.make_mesh(jax.devices()[:data * fsdp * tensor * context], data, fsdp, tensor, context)
-    section = cases.section(micro_batches=micro_batches, **RICH)
+    section = cases.section(micro_batches=micro_batches, **objective)
     model = step.Model(MODEL, mesh, jnp.float32, remat, 0.9, 40, **more)
     specs = sharding.param_specs(MODEL, mesh)
     rows = sharding.batch_spec(mesh)
@@ -67,6 +67,22 @@ QUICK = [(2, 1, 1, 1), (1, 1, 1, 2), (1, 4, 1, 1), (2, 2, 1, 2), (1, 1, 4, 1), (
 def test_meshes(expected, data, fsdp, context, tensor):
     arrays = batch(shards=data * fsdp).arrays()
     assert_same(loss_and_gradient(arrays, data=data, fsdp=fsdp, context=context, tensor=tensor), expected)
+
+
+@pytest.mark.parametrize("context,micro_batches", [(1, 1), (1, 4), (2, 1)])
+def test_prompts_shared_by_the_samples_of_a_group(expected, context, micro_batches):
+    shared = batch(micro_batches, share_prompts=True)
+    assert (shared.segment_ids > 0).sum() < (batch().segment_ids > 0).sum()
+    assert_same(loss_and_gradient(shared.arrays(), context=context, micro_batches=micro_batches), expected)
+
+
+@pytest.mark.parametrize("objective", [
+    {"policy_loss": "gspo", "aggregation": "seq_mean_token_mean"},
+    {"advantage": "dr_grpo", "aggregation": "seq_mean_token_sum_norm"},
+])
+def test_a_shared_prompt_is_no_sequence(objective):
+    alone, shared = (batch(objective=objective, share_prompts=share) for share in (False, True))
+    assert_same(loss_and_gradient(shared.arrays(), objective=objective), loss_and_gradient(alone.arrays(), objective=objective))
 
 
 def every_mesh():

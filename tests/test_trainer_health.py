@@ -126,6 +126,15 @@ def test_model_flops_by_hand():
     assert expected.matmul_params(cfg) == params
     assert expected.model_flops(cfg, [3]) == 3 * (2 * params * 3 + 4 * 4 * 8 * 6)
     assert expected.model_flops(cfg, [3, 3]) == 2 * expected.model_flops(cfg, [3])
+    assert expected.model_flops(cfg, [2], [3]) == 3 * (2 * params * 2 + 4 * 4 * 8 * (3 + 2 * 3))  # behind a shared prompt
+
+
+def test_lengths_of_shared_prompts():
+    ids, prefixes = np.array([[1, 1, 2, 2, 2, 3, 0], [1, 2, 2, 2, 0, 0, 0]]), np.array([[1, 1, 1, 1, 1, 3, 0], [1, 1, 1, 1, 0, 0, 0]])
+    batch = SimpleNamespace(segment_ids=ids, prefix_ids=prefixes)
+    assert flops.segment_lengths(ids).tolist() == [2, 3, 1, 1, 3]
+    assert flops.prefix_lengths(batch).tolist() == [0, 2, 0, 0, 1]
+    assert flops.prefix_lengths(SimpleNamespace(segment_ids=ids, prefix_ids=None)).tolist() == [0] * 5
 
 
 def test_step_reports_its_use_of_the_chip(trainer):

@@ -12,7 +12,7 @@ from dora_jax.trainer import prepare
 from dora_jax.types import Sample, SampleId, ScoredGroup, Span
 
 MODEL = decoder.new_config("qwen3", vocab_size=48, d_model=16, n_layers=2, n_heads=4, n_kv_heads=2, head_dim=8, d_ff=32)
-SECTION = presets.on_cpu(config.TrainerSection(pack_tokens=32, warmup_steps=0, learning_rate=1e-2))
+SECTION = presets.on_cpu(config.TrainerSection(pack_tokens=32, warmup_steps=0, learning_rate=1e-2, share_prompts="off"))
 MAX_PROMPT, MAX_NEW = 8, 12
 
 

@@ -29,7 +29,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from dora_jax import presets
+from dora_jax import devices, presets
 from dora_jax.bench import plain_step, smollm
 from dora_jax.bench.decode import ENVIRONMENTS, MODEL, flop_speed, timed
 from dora_jax.buffer import pack
@@ -105,7 +105,7 @@ def _one_a_row(batch: pack.TrainBatch, names: tuple[str, ...]) -> dict[str, np.n
 
 def section(micro_batches: int = 1) -> TrainerSection:
     return presets.on_cpu(TrainerSection(pack_tokens=LONGEST, warmup_steps=0, learning_rate=1e-5,
-                                         micro_batches=micro_batches))
+                                         micro_batches=micro_batches, share_prompts="off"))  # as the rivals
 
 
 # ----------------------------------------------------------------- runners
@@ -171,6 +171,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--install", action="store_true", help="make the environment of torch under .bench/")
     args = parser.parse_args()
+    devices.keep_freed_memory()  # as a run's set-up does
     rivals = [name for name in args.rivals.split(",") if name]
     model, params = hf.load(smollm.folder()) if args.smollm else (MODEL, decoder.init_params(MODEL, 0))
     with tempfile.TemporaryDirectory() as temporary:

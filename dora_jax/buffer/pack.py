@@ -1,7 +1,9 @@
 """Stage 4, buffer: scored groups -> one TrainBatch of static shape. Pure, numpy only.
 
 Each sample becomes one segment of P + U - 1 input tokens (the last token is only a target); segments are packed into
-rows by falling length, never share attention, and never straddle rows.
+rows by falling length, never share attention, and never straddle rows. Where prompts are shared, the first P - 1 tokens
+of a group's prompt are a segment of their own, once a row, that the group's samples in this row continue and look at:
+each then has U tokens, from the prompt's last one on.
 Laws: the shape depends on the config alone, so one compiled step serves every batch; the rows that hold tokens fill
 whole micro-batches first, so the trainer can skip the empty ones; what an update divides by (`loss_weights`) is
 computed here, over the whole update; the result does not depend on the order of the groups.
@@ -9,10 +11,11 @@ computed here, over the whole update; the result does not depend on the order of
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import math
 from collections.abc import Callable, Sequence
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import numpy as np
 
@@ -38,6 +41,7 @@ class TrainBatch:
     old_logprobs: np.ndarray | None = None  # f32, by the trainer at the start of the step
     ref_logprobs: np.ndarray | None = None  # f32, by the reference model
     values: np.ndarray | None = None  # f32, by the value model at the start of the step
+    prefix_ids: np.ndarray | None = None  # i32, the segment that the token's own continues, its own where none
     returns: np.ndarray | None = None  # f32, its target
     group_ids: tuple[GroupId, ...] = ()
 
@@ -55,6 +59,7 @@ class Layout:
     tokens: int  # L
     micro_batches: int  # M; B is a multiple of M * shards
     shards: int = 1  # data-parallel shards of the mesh
+    share_prompts: bool = False
 
     def row_order(self) -> np.ndarray:
         """Row of the k-th filled bin: micro-batch by micro-batch, dealt over the shards inside each."""
@@ -64,7 +69,7 @@ class Layout:
 
 
 def layout(*, pack_tokens: int, rows: int, micro_batches: int, samples: int, max_tokens: int,
-           shards: int = 1) -> Layout:
+           shards: int = 1, share_prompts: bool = False) -> Layout:
     """rows 0: enough for `samples` of `max_tokens` each (prompt and response), rounded up to the mesh."""
     longest = max_tokens - 1
     if longest > pack_tokens:
@@ -74,7 +79,8 @@ def layout(*, pack_tokens: int, rows: int, micro_batches: int, samples: int, max
     needed = rows or math.ceil(samples / (pack_tokens // longest))
     if rows and rows % unit:
         raise ValueError(f"trainer.rows={rows} is not a multiple of micro_batches x data-parallel shards = {unit}")
-    return Layout(rows=-(-needed // unit) * unit, tokens=pack_tokens, micro_batches=micro_batches, shards=shards)
+    return Layout(rows=-(-needed // unit) * unit, tokens=pack_tokens, micro_batches=micro_batches, shards=shards,
+                  share_prompts=share_prompts)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -141,7 +147,7 @@ class _Part:
 
     def __init__(self, groups: Sequence[ScoredGroup], shape: Layout, score: Score | None):
         self.samples = [sample for group in groups for sample in group.samples]
-        places = _places([len(s.prompt_ids) + len(s.out_ids) - 1 for s in self.samples], shape)
+        places = _places(_items(self.samples, shape.share_prompts), shape)
         self.spread = _Spread(self.samples, places, shape)
         self._batch = _tokens(self.samples, places, self.spread, shape)
         self._rewards = np.concatenate([np.asarray(group.rewards, np.float32) for group in groups])
@@ -162,7 +168,9 @@ class _Part:
         """`mine`: the rows of the step's estimate that are of this update."""
         spread = self.spread
         mask = spread.responses(estimate.mask[mine], bool)
-        weights = objective.token_weights(mask, self._batch["segment_ids"], spread.segments(self._group_ids))
+        group_ids = spread.segments(self._group_ids)
+        own = np.where(group_ids < 0, 0, self._batch["segment_ids"])  # a shared prompt is no trajectory
+        weights = objective.token_weights(mask, own, group_ids)
         returns = estimate.returns
         returns = {} if returns is None else {"returns": spread.responses(returns[mine], np.float32)}
         return TrainBatch(
@@ -172,30 +180,75 @@ class _Part:
             group_ids=tuple(dict.fromkeys(self._group_ids.tolist())))
 
 
+class _Item(NamedTuple):
+    """A sample that wants a place: `length` tokens of its own, behind `shared` ones of its prompt."""
+
+    prompt: bytes  # what samples must have in common to share it
+    shared: int
+    length: int
+
+    @property
+    def whole(self) -> int:
+        return self.shared + self.length
+
+
+def _items(samples: Sequence[Sample], share_prompts: bool) -> list[_Item]:
+    shared = [len(s.prompt_ids) - 1 if share_prompts else 0 for s in samples]
+    return [_Item(s.prompt_ids.tobytes() if n else b"", n, len(s.prompt_ids) + len(s.out_ids) - 1 - n)
+            for s, n in zip(samples, shared)]
+
+
 @dataclasses.dataclass(frozen=True)
 class _Place:
     row: Row
-    start: int
+    start: int  # of the sample's own tokens
     segment: int
+    shared: int = 0  # tokens of the prompt that stand elsewhere in the row
+    prompt_start: int = 0
+    prompt_segment: int = 0
 
 
-def _places(lengths: Sequence[int], shape: Layout) -> list[_Place]:
-    """First fit by falling length; ties by index, so the same samples always land in the same place."""
-    free: list[int] = []
-    count: list[int] = []
+class _Bin:
+    """A row that is being filled from the left."""
+
+    def __init__(self, row: Row, tokens: int):
+        self.free = tokens
+        self._row, self._tokens, self._segments = row, tokens, 0
+        self._prompts: dict[bytes, tuple[int, int]] = {}  # start and segment
+
+    def place(self, item: _Item) -> _Place:
+        if item.shared and item.prompt not in self._prompts:
+            self._prompts[item.prompt] = self._take(item.shared)
+        return _Place(self._row, *self._take(item.length), item.shared, *self._prompts.get(item.prompt, (0, 0)))
+
+    def _take(self, tokens: int) -> tuple[int, int]:
+        start, self.free, self._segments = self._tokens - self.free, self.free - tokens, self._segments + 1
+        return start, self._segments
+
+
+def _places(items: Sequence[_Item], shape: Layout) -> list[_Place]:
+    """First fit by falling length, samples that share a prompt one after another and first into rows that hold it.
+
+    Ties by index, so the same samples always land in the same place."""
+    bins: list[_Bin] = []
     rows = shape.row_order()
-    places: list[_Place | None] = [None] * len(lengths)
-    for i in sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)):
-        bin_ = next((k for k, room in enumerate(free) if room >= lengths[i]), len(free))
-        if bin_ == len(free):
-            if bin_ == shape.rows or lengths[i] > shape.tokens:
-                raise ValueError(f"{len(lengths)} samples with {sum(lengths)} tokens do not fit into {shape.rows} rows "
-                                 f"of {shape.tokens}: raise trainer.rows or trainer.pack_tokens")
-            free.append(shape.tokens)
-            count.append(0)
-        count[bin_] += 1
-        places[i] = _Place(int(rows[bin_]), shape.tokens - free[bin_], count[bin_])
-        free[bin_] -= lengths[i]
+    places: list[_Place | None] = [None] * len(items)
+    holding: dict[bytes, list[_Bin]] = collections.defaultdict(list)
+    total = collections.Counter()
+    for item in items:
+        total[item.prompt] += item.length if item.shared else 0
+    for i in sorted(range(len(items)), key=lambda i: (-total[items[i].prompt], items[i].prompt, -items[i].length, i)):
+        item = items[i]
+        found = next((b for b in holding[item.prompt] if b.free >= item.length), None)
+        if found is None:
+            found = next((b for b in bins if b.free >= item.whole), None)
+            if found is None:
+                if len(bins) == shape.rows or item.whole > shape.tokens:
+                    raise ValueError(f"{len(items)} samples with {sum(item.whole for item in items)} tokens do not fit into "
+                                     f"{shape.rows} rows of {shape.tokens}: raise trainer.rows or trainer.pack_tokens")
+                bins.append(found := _Bin(int(rows[len(bins)]), shape.tokens))
+            holding[item.prompt] += [found] if item.shared else []
+        places[i] = found.place(item)
     return places
 
 
@@ -204,11 +257,11 @@ class _Spread:
 
     def __init__(self, samples: Sequence[Sample], places: Sequence[_Place], shape: Layout):
         self._shape = (shape.rows, shape.tokens)
-        self._first = [place.start + len(s.prompt_ids) - 1 for s, place in zip(samples, places)]
+        self._first = [place.start + len(s.prompt_ids) - 1 - place.shared for s, place in zip(samples, places)]
         self._rows = [place.row for place in places]
         self._starts = [place.start for place in places]
         self._lengths = [len(s.out_ids) for s in samples]
-        self._totals = [len(s.prompt_ids) + len(s.out_ids) - 1 for s in samples]
+        self._totals = [len(s.prompt_ids) + len(s.out_ids) - 1 - place.shared for s, place in zip(samples, places)]
         self.longest = max(self._lengths)
 
     def zeros(self, dtype: type = np.float32) -> np.ndarray:
@@ -222,7 +275,7 @@ class _Spread:
         return out
 
     def segments(self, values: np.ndarray) -> np.ndarray:
-        """Each trajectory's value over its whole segment; -1 in padding."""
+        """Each trajectory's value over its whole segment; -1 in padding and in shared prompts."""
         out = np.full(self._shape, -1, np.int64)
         for row, start, n, value in zip(self._rows, self._starts, self._totals, values):
             out[row, start:start + n] = value
@@ -238,18 +291,27 @@ class _Spread:
 
 def _tokens(samples: Sequence[Sample], places: Sequence[_Place], spread: _Spread,
             shape: Layout) -> dict[str, np.ndarray]:
-    names = ("tokens", "targets", "segment_ids", "positions")
+    names = ("tokens", "targets", "segment_ids", "positions") + ("prefix_ids",) * shape.share_prompts
     batch = {name: spread.zeros(np.int32) for name in names}
     batch["version"] = np.full((shape.rows, shape.tokens), -1, np.int32)
     batch["mask"] = spread.zeros(bool)
     batch["behavior_logprobs"] = spread.zeros(np.float32)
-    for sample, place in zip(samples, places):
-        text = np.concatenate([sample.prompt_ids, sample.out_ids])
+
+    def write(row: Row, start: int, segment: int, prefix: int, text: np.ndarray, position: int) -> None:
         n = len(text) - 1
-        here = (place.row, slice(place.start, place.start + n))
+        here = (row, slice(start, start + n))
         batch["tokens"][here], batch["targets"][here] = text[:-1], text[1:]
-        batch["segment_ids"][here], batch["positions"][here] = place.segment, np.arange(n)
-        first = place.start + len(sample.prompt_ids) - 1
+        batch["segment_ids"][here], batch["positions"][here] = segment, np.arange(position, position + n)
+        if shape.share_prompts:
+            batch["prefix_ids"][here] = prefix
+
+    for sample, place in zip(samples, places):
+        text, shared = np.concatenate([sample.prompt_ids, sample.out_ids]), place.shared
+        if shared:  # written again by every sample of the group, the same each time
+            prompt = place.prompt_segment
+            write(place.row, place.prompt_start, prompt, prompt, sample.prompt_ids, 0)
+        write(place.row, place.start, place.segment, prompt if shared else place.segment, text[shared:], shared)
+        first = place.start + len(sample.prompt_ids) - 1 - shared
         response = (place.row, slice(first, first + len(sample.out_ids)))
         batch["mask"][response] = sample.mask
         batch["behavior_logprobs"][response] = np.where(sample.mask, sample.logprobs, 0.0)

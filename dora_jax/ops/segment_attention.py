@@ -1,7 +1,7 @@
 """Causal attention inside the segments of packed rows, forward and backward: what the trainer attends with.
 
-Consumes the rows' segment ids and positions; produces an `attend` function for models/decoder.py. By
-`trainer.attention`:
+Consumes the rows' segment ids and positions, and the ids of shared prompts where there are any; produces an `attend`
+function for models/decoder.py. By `trainer.attention`:
   reference  products that XLA compiles anywhere, their scores in memory block by block
   splash     the flash attention kernel that jax ships for TPUs: scores stay on the chip, masked blocks are left out
   cudnn      cuDNN's flash attention, through jax; the segments' mask is dense, one number for two tokens of a row
@@ -33,16 +33,21 @@ SPLASH_COMPUTE = 512  # keys of one product in it: f32[1024, 512] scores take 2 
 SPLASH_FUSED = 8192  # keys; up to here one backward kernel makes all gradients, writing dq once a block of keys
 
 
-def packed_attention(kind: str, segment_ids_BxL, positions_BxL, mesh: Mesh) -> Attend:
-    """Attention of packed rows on this mesh, by `trainer.attention`; objective.attention_problems says where it runs."""
-    where = segment_ids_BxL, positions_BxL
+def packed_attention(kind: str, segment_ids_BxL, positions_BxL, mesh: Mesh, prefix_ids_BxL=None) -> Attend:
+    """Attention of packed rows on this mesh, by `trainer.attention`; objective.attention_problems says where it runs.
+
+    prefix_ids_BxL: the segment that a token's own segment continues, which it sees too; its own where there is none.
+    """
+    where = (segment_ids_BxL, positions_BxL) + (() if prefix_ids_BxL is None else (prefix_ids_BxL,))
     if kind == "splash":
+        if prefix_ids_BxL is not None:
+            raise ValueError("trainer.attention=splash cannot share prompts: its kernel compares segment ids alone")
         return splash_attention(*where, mesh)
     if kind == "cudnn":
-        return cudnn_attention(*where, mesh)
+        return cudnn_attention(*where, mesh=mesh)
     if kind != "reference":
         raise ValueError(f"trainer.attention={kind!r} is unknown: known are reference, splash, cudnn")
-    return context_attention(*where, mesh) if mesh.shape["context"] > 1 else segment_attention(*where)
+    return context_attention(*where, mesh=mesh) if mesh.shape["context"] > 1 else segment_attention(*where)
 
 
 def splash_attention(segment_ids_BxL, positions_BxL, mesh: Mesh, *, interpret: bool = False) -> Attend:
@@ -114,32 +119,33 @@ def _grouped(q_BxLxHxD, n_kv: int):
     return jnp.einsum("blkgd->bkgld", (q_BxLxHxD * d**-0.5).reshape(b, length, n_kv, heads // n_kv, d))
 
 
-def cudnn_attention(segment_ids_BxL, positions_BxL, mesh: Mesh) -> Attend:
+def cudnn_attention(segment_ids_BxL, positions_BxL, *prefix_ids, mesh: Mesh) -> Attend:
     """cuDNN's kernel, one shard of rows and heads at a time; bfloat16 or float16, positions whole.
 
     Segments reach it as a dense mask, which it reads as a bias of 2 bytes for two tokens of a row, and whose gradient
     it writes.
     """
-    del positions_BxL
-
-    def local(segment_ids_BxL, q_BxLxHxD, k_BxLxKxD, v_BxLxKxD):
-        same_Bx1xLxL = (segment_ids_BxL[:, :, None] == segment_ids_BxL[:, None, :])[:, None]
+    def local(q_BxLxHxD, k_BxLxKxD, v_BxLxKxD, *where):
+        same_Bx1xLxL = _may_see(where, where)[:, None]
         o_BxLxHxD = jax.nn.dot_product_attention(q_BxLxHxD, k_BxLxKxD, v_BxLxKxD, mask=same_Bx1xLxL, is_causal=True,
                                                  implementation="cudnn")
         return jax.ad_checkpoint.checkpoint_name(o_BxLxHxD, KEPT)
 
+    where = (segment_ids_BxL, positions_BxL, *prefix_ids)
     rows, heads, keys = spec("batch"), spec("batch", None, "heads"), spec("batch", None, "kv_heads")
-    run = jax.shard_map(local, mesh=mesh, in_specs=(rows, heads, keys, keys), out_specs=heads, check_vma=False)
-    return lambda layer, q, k, v: run(segment_ids_BxL, q, k, v)
+    run = jax.shard_map(local, mesh=mesh, in_specs=(heads, keys, keys, *[rows] * len(where)), out_specs=heads,
+                        check_vma=False)
+    return lambda layer, q, k, v: run(q, k, v, *where)
 
 
-def segment_attention(segment_ids_BxL, positions_BxL) -> Attend:
-    """Causal attention inside each segment of a packed row; a segment's tokens stand in the order of their positions.
+def segment_attention(segment_ids_BxL, positions_BxL, *prefix_ids) -> Attend:
+    """Causal attention inside each segment of a packed row, and on the segment that it continues, if any, whose id
+    `prefix_ids` gives; tokens that see each other stand in the order of their positions.
 
     Every token sees itself, so padding makes no NaN. Queries go block by block against the keys up to the block's end,
     which leaves out up to half of the score matrix and keeps a block's scores nearer to the cache.
     """
-    where_BxL = segment_ids_BxL, positions_BxL
+    where_BxL = (segment_ids_BxL, positions_BxL, *prefix_ids)
 
     def attend(layer, q_BxLxHxD, k_BxLxKxD, v_BxLxKxD):
         return _attend_blocks(q_BxLxHxD, k_BxLxKxD, v_BxLxKxD, where_BxL, where_BxL, triangular=True)
@@ -147,33 +153,41 @@ def segment_attention(segment_ids_BxL, positions_BxL) -> Attend:
     return attend
 
 
-def context_attention(segment_ids_BxL, positions_BxL, mesh: Mesh) -> Attend:
+def context_attention(segment_ids_BxL, positions_BxL, *prefix_ids, mesh: Mesh) -> Attend:
     """`segment_attention` where positions are sharded over the mesh's `context`: each shard's queries against all keys.
 
     Keys and values are gathered, in the backward pass their gradients scattered. Every shard computes the whole width,
     so that none waits for another; the half that `segment_attention` leaves out is the price.
     """
-    def local(segment_ids_BxC, positions_BxC, q_BxCxHxD, k_BxCxKxD, v_BxCxKxD):
+    def local(q_BxCxHxD, k_BxCxKxD, v_BxCxKxD, *mine):
         def whole(x):
             return jax.lax.all_gather(x, "context", axis=1, tiled=True)
 
-        mine = segment_ids_BxC, positions_BxC
         return _attend_blocks(q_BxCxHxD, whole(k_BxCxKxD), whole(v_BxCxKxD), mine, tuple(map(whole, mine)),
                               triangular=False)
 
     rows, heads = spec("batch", "sequence"), (spec("batch", "sequence", name) for name in ("heads", "kv_heads", "kv_heads"))
-    sharded = jax.shard_map(local, mesh=mesh, in_specs=(rows, rows, *heads), out_specs=spec("batch", "sequence", "heads"))
-    return lambda layer, q, k, v: sharded(segment_ids_BxL, positions_BxL, q, k, v)
+    where = (segment_ids_BxL, positions_BxL, *prefix_ids)
+    sharded = jax.shard_map(local, mesh=mesh, in_specs=(*heads, *[rows] * len(where)),
+                            out_specs=spec("batch", "sequence", "heads"))
+    return lambda layer, q, k, v: sharded(q, k, v, *where)
+
+
+def _may_see(q_where, k_where):
+    """bool[B, L, M]: whether a query looks at a key, by (segment ids, positions) and ids of shared prompts, if any."""
+    same = q_where[0][:, :, None] == k_where[0][:, None, :]
+    if len(q_where) > 2:
+        same |= q_where[2][:, :, None] == k_where[0][:, None, :]
+    return same & (q_where[1][:, :, None] >= k_where[1][:, None, :])
 
 
 def _attend_blocks(q_BxLxHxD, k_BxMxKxD, v_BxMxKxD, q_where, k_where, *, triangular: bool):
-    """`where`: (segment ids, positions) of queries and of keys. triangular: no query sees a key that stands after it."""
+    """`where` of queries and of keys: see `_may_see`. triangular: no query sees a key that stands after it."""
     q_BxKxGxLxD = _grouped(q_BxLxHxD, k_BxMxKxD.shape[2])
     k_BxKxDxM, v_BxKxMxD = jnp.einsum("blkd->bkdl", k_BxMxKxD), jnp.einsum("blkd->bkld", v_BxMxKxD)
 
     def mask(q_where, k_where):
-        same = q_where[0][:, :, None] == k_where[0][:, None, :]
-        return (same & (q_where[1][:, :, None] >= k_where[1][:, None, :]))[:, None, None]
+        return _may_see(q_where, k_where)[:, None, None]
 
     if k_BxKxDxM.shape[-1] >= LONG_ROW:
         o_BxKxGxLxD = _one_by_one(lambda q, *where: _attend_block(q, k_BxKxDxM, v_BxKxMxD, mask(where, k_where)),
@@ -191,7 +205,7 @@ def _attend_blocks(q_BxLxHxD, k_BxMxKxD, v_BxMxKxD, q_where, k_where, *, triangu
     return jnp.einsum("bkgld->blkgd", o_BxKxGxLxD).reshape(q_BxLxHxD.shape)
 
 
-def _one_by_one(attend_block: Callable, q_BxKxGxLxD, segment_ids_BxL, positions_BxL):
+def _one_by_one(attend_block: Callable, q_BxKxGxLxD, *where_BxL):
     """attend_block over blocks of queries, each computed again for the gradient."""
     length = q_BxKxGxLxD.shape[3]
     block = next(size for size in range(min(LONG_BLOCK, length), 0, -1) if length % size == 0)
@@ -200,7 +214,7 @@ def _one_by_one(attend_block: Callable, q_BxKxGxLxD, segment_ids_BxL, positions_
         return jnp.moveaxis(x.reshape(*x.shape[:axis], -1, block, *x.shape[axis + 1:]), axis, 0)
 
     o_NxBxKxGxCxD = jax.lax.map(lambda part: jax.checkpoint(attend_block)(*part),
-                                (blocks(q_BxKxGxLxD, 3), blocks(segment_ids_BxL, 1), blocks(positions_BxL, 1)))
+                                (blocks(q_BxKxGxLxD, 3), *(blocks(x, 1) for x in where_BxL)))
     return jnp.moveaxis(o_NxBxKxGxCxD, 0, 3).reshape(q_BxKxGxLxD.shape)
 
 
@@ -231,7 +245,7 @@ def _attend_block_backward(kept, do_BxKxGxLxD):
     do = (do_BxKxGxLxD / total).astype(q.dtype)  # of the weights before they are divided
     along = jnp.sum(do.astype(jnp.float32) * o, axis=-1, keepdims=True)
     do, rows = _folded(do), _folded(q)
-    dv = jnp.matmul(_folded(weights).astype(q.dtype).swapaxes(-1, -2), do)
+    dv = jnp.matmul(do.swapaxes(-1, -2), _folded(weights).astype(q.dtype)).swapaxes(-1, -2)
     dweights = jnp.matmul(do, v_BxKxMxD.swapaxes(-1, -2), preferred_element_type=jnp.float32).reshape(weights.shape)
     dscores = _folded(weights * (dweights - along)).astype(q.dtype)
     dq = jnp.matmul(dscores, k_BxKxDxM.swapaxes(-1, -2)).reshape(q.shape)

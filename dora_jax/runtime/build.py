@@ -272,7 +272,8 @@ def batch_layout(config: Config, shards: int) -> Layout:
     section, rollout = config.trainer, config.rollout
     samples = -(-config.orchestrator.groups_per_step // section.updates) * config.orchestrator.group_size
     return layout(pack_tokens=section.pack_tokens, rows=section.rows, micro_batches=section.micro_batches,
-                  samples=samples, shards=shards, max_tokens=rollout.max_prompt_tokens + rollout.max_new_tokens)
+                  samples=samples, shards=shards, max_tokens=rollout.max_prompt_tokens + rollout.max_new_tokens,
+                  share_prompts=section.share_prompts == "on")
 
 
 def packer(config: Config, trainer: Trainer) -> Callable[[Sequence[ScoredGroup], Version], Any]:
@@ -299,7 +300,8 @@ def prober(config: Config, trainer: Trainer) -> Callable[[ScoredGroup, Version, 
     """(group, version, its weights) -> what `trainer.step` takes as a probe."""
     rollout = config.rollout
     shape = layout(pack_tokens=config.trainer.pack_tokens, rows=0, micro_batches=1, shards=trainer.shards,
-                   samples=config.orchestrator.group_size, max_tokens=rollout.max_prompt_tokens + rollout.max_new_tokens)
+                   samples=config.orchestrator.group_size, max_tokens=rollout.max_prompt_tokens + rollout.max_new_tokens,
+                   share_prompts=config.trainer.share_prompts == "on")
 
     def probe(group: ScoredGroup, version: Version, weights: Any) -> Probe:
         return Probe(pack_step([[group]], shape, Unjudged())[0], version, weights)

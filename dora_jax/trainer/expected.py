@@ -56,11 +56,12 @@ def matmul_params(cfg: ModelConfig) -> int:
     return cfg.n_layers * cfg.layer_params + cfg.d_model * cfg.vocab_size
 
 
-def model_flops(cfg: ModelConfig, lengths: Iterable[int]) -> float:
+def model_flops(cfg: ModelConfig, lengths: Iterable[int], before: Iterable[int] = (0,)) -> float:
     """Of one training pass over sequences of these lengths: the numerator of MFU (arXiv 2204.02311), with the causal half
-    of attention only, and nothing for recomputation, padding or masked scores."""
-    n = np.asarray(list(lengths), np.float64)
-    scores = 2 * 2 * cfg.q_width * (n * (n + 1) / 2).sum()  # q k and p v of every pair that may look
+    of attention only, and nothing for recomputation, padding or masked scores. before: tokens of a shared prompt that
+    each of them sees besides."""
+    n, seen = (np.asarray(list(x), np.float64) for x in (lengths, before))
+    scores = 2 * 2 * cfg.q_width * (n * (n + 1) / 2 + n * seen).sum()  # q k and p v of every pair that may look
     return float((1 + BACKWARD) * (2 * matmul_params(cfg) * n.sum() + cfg.n_layers * scores))
 
 

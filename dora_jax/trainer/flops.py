@@ -23,6 +23,16 @@ def segment_lengths(segment_ids_BxL: np.ndarray) -> np.ndarray:
     return np.concatenate([c[c > 0] for c in counts])
 
 
+def prefix_lengths(batch: Any) -> np.ndarray:
+    """Tokens of the shared prompt that each segment continues, in the order of `segment_lengths`."""
+    found = []
+    for ids, prefixes in zip(batch.segment_ids, batch.segment_ids if batch.prefix_ids is None else batch.prefix_ids):
+        counts = np.bincount(ids)
+        segments, first = np.unique(ids, return_index=True)
+        found.append(np.where(prefixes[first] == segments, 0, counts[prefixes[first]])[segments > 0])
+    return np.concatenate(found)
+
+
 def traced_flops(jaxpr: Any, loops: int = 1) -> float:
     """Of all devices together. `loops`: how often a loop runs whose count is only known at run time."""
     total = 0.0
@@ -75,11 +85,12 @@ class Meter:
         self._peak = mesh.size * (1e12 * peak_tflops or peak_flops(mesh.devices.flat[0].device_kind) or 0.0)
         self._clear()
 
-    def add(self, segment_ids_BxL: np.ndarray, seconds: float) -> None:
-        lengths = segment_lengths(segment_ids_BxL)
+    def add(self, batch: Any, seconds: float) -> None:
+        """A TrainBatch; a prompt that is shared counts once."""
+        lengths = segment_lengths(batch.segment_ids)
         self._tokens += int(lengths.sum())
-        self._places += segment_ids_BxL.size
-        self._flops += model_flops(self._cfg, lengths)
+        self._places += batch.segment_ids.size
+        self._flops += model_flops(self._cfg, lengths, prefix_lengths(batch))
         self._seconds += seconds
 
     def take(self) -> dict[str, float]:

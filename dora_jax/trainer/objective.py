@@ -78,7 +78,9 @@ def may_start_early(section: Any) -> bool:
 
 def batch_dtypes(section: Any) -> dict[str, str]:
     """Arrays of a packed batch as this objective uses it: name -> dtype."""
-    names = dict.fromkeys(("tokens", "targets", "segment_ids", "positions", "version"), "int32") | {"mask": "bool"}
+    integers = ("tokens", "targets", "segment_ids", "positions", "version")
+    integers += ("prefix_ids",) if section.share_prompts == "on" else ()
+    names = dict.fromkeys(integers, "int32") | {"mask": "bool"}
     floats = ["behavior_logprobs", "advantages", "rewards", "loss_weights"]
     if needs_scores(section):
         floats.append("old_logprobs")
@@ -87,6 +89,11 @@ def batch_dtypes(section: Any) -> dict[str, str]:
     if needs_value(section):
         floats += ["values", "returns"]
     return names | dict.fromkeys(floats, "float32")
+
+
+def may_share_prompts(section: Any) -> bool:
+    """Not where a trajectory has to stand alone for the norm of its gradient."""
+    return section.advantage != "vcpo"
 
 
 def attention_problems(section: Any, platform: str, dtype: str) -> list[str]:
@@ -99,6 +106,8 @@ def attention_problems(section: Any, platform: str, dtype: str) -> list[str]:
         (kind == "splash" and local % SPLASH_UNIT != 0,
          f"trainer.attention=splash takes multiples of {SPLASH_UNIT} positions a shard, not trainer.pack_tokens="
          f"{section.pack_tokens} over trainer.context={section.context}"),
+        (kind == "splash" and section.share_prompts == "on",
+         "trainer.share_prompts=on: the kernel trainer.attention=splash compares segments only; use reference, or off"),
         (kind == "cudnn" and platform != "gpu",
          f"trainer.attention=cudnn is a kernel for NVIDIA GPUs; the trainer's devices are {platform}: use reference"),
         (kind == "cudnn" and dtype not in ("bfloat16", "float16"),
@@ -153,6 +162,8 @@ def _pairings(section: Any) -> list[str]:
     loss, adv = section.policy_loss, section.advantage
     aggregation, correction = section.aggregation, section.correction
     rules = [
+        (section.share_prompts == "on" and not may_share_prompts(section),
+         f"trainer.share_prompts=on: advantage={adv!r} takes the gradient of each trajectory alone, so set it off"),
         (loss == "gspo" and aggregation != "seq_mean_token_mean",
          f"trainer.policy_loss='gspo' clips whole sequences and needs aggregation='seq_mean_token_mean', "
          f"not {aggregation!r}"),

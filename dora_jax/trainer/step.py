@@ -62,7 +62,8 @@ class Model(NamedTuple):
 
     def hidden(self, params: Any, arrays: Arrays) -> jax.Array:
         """[B, L, D] after the last norm, each segment on its own."""
-        attend = packed_attention(self.attention, arrays["segment_ids"], arrays["positions"], self.mesh)
+        attend = packed_attention(self.attention, arrays["segment_ids"], arrays["positions"], self.mesh,
+                                  arrays.get("prefix_ids"))
         return decoder.forward(self.cfg, layers_of(self.cfg, params), arrays["tokens"], arrays["positions"], attend,
                                dtype=self.dtype, remat=self.remat, constrain=sharding.constrain_rows(self.mesh),
                                merge=self.mesh.shape["context"] == 1)
@@ -185,7 +186,7 @@ class Trainer:
             run = self._compiled.get(part.tokens.shape, self._update)
             self.state, sums = run(self.state, self._put(part.arrays()))
             every.append(jax.device_get(sums))
-            self._meter.add(part.segment_ids, time.perf_counter() - began)
+            self._meter.add(part, time.perf_counter() - began)
             self._health.check(every[-1], part, int(self.state.step) + 1)
         done = int(self.state.step) + 1  # a skipped update still publishes: the same weights, a new version
         self.state = self.state._replace(step=jax.device_put(np.int32(done), self._replicated))
