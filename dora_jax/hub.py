@@ -1,7 +1,8 @@
 """Models that a configuration names as the Hugging Face hub does, OWNER/NAME, where a folder is meant.
 
-Consumes such fields; produces the command that downloads the model, or, with --download, the folder models/OWNER/NAME. Laws: nothing is fetched that --download did not ask for; a folder appears whole or not at all;
-weights and texts are fetched, never code.
+Consumes such fields; produces the command that downloads the model, or, with --download, the folder models/OWNER/NAME.
+Laws: nothing is fetched that --download did not ask for; a folder appears whole or not at all; weights and texts are
+fetched, never code.
 """
 
 from __future__ import annotations

@@ -115,7 +115,8 @@ vm_slice() {
     tpu7x) die 2 "--type=$1 is not to be had as a Cloud TPU VM; use launch/gke or launch/ray." ;;
     *) die 2 "--type=$1 is none of: v4-N, v5p-N, v5litepod-N, v6e-N." ;;
   esac
-  (( (size & (size - 1)) == 0 && size != 2 && (chips == size || chips >= 4) )) || die 2 "--type=$1: there is no slice of that size."
+  (( (size & (size - 1)) == 0 && size != 2 && (chips == size || chips >= 4) )) ||
+    die 2 "--type=$1: there is no slice of that size."
   hosts=$(( (chips + 3) / 4 ))
   if [[ $1 =~ ^(v5litepod|v6e)-8$ ]]; then hosts=1; fi
 }

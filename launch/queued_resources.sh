@@ -3,9 +3,9 @@
 #   bash launch/queued_resources.sh --name=NAME --zone=ZONE --type=v5p-8 [--spot | --reserved] [--attempts=100]
 #        --workdir=gs://BUCKET/FOLDER [--secrets=FILE] [--token_file=FILE] FLAGS OF THE JOB
 # The workdir is in a bucket, for the slice is deleted when the job has ended, and whenever it was taken away. What
-# `launch/tpu_vm.sh check` refuses is refused before the slice is asked for. Request and slice are both called NAME. Run again, it goes on where it was. A job that ends with 0 gives the slice
-# back; one that ends with 1 or 2 leaves it, to be looked at. --dry_run prints the commands and
-# runs none but that check.
+# `launch/tpu_vm.sh check` refuses is refused before the slice is asked for. Request and slice are both called NAME. Run
+# again, it goes on where it was. A job that ends with 0 gives the slice back; one that ends with 1 or 2 leaves it, to be
+# looked at. --dry_run prints the commands and runs none but that check.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 source launch/lib.sh
