@@ -217,6 +217,13 @@ def test_a_reward_that_hangs_is_killed_at_the_deadline(opened, folder, response)
     assert scored(pool, "fine", answer=str(folder / "calls")).rewards.tolist() == [1.0]
 
 
+def test_an_answer_pattern_that_never_ends_is_named(opened):
+    pool = opened(EXACT, answer_pattern="^((?:a+)+)$", reward_retries=0, reward_timeout_s=0.5)
+    pool.wait_ready()
+    result = scored(pool, "a" * 40 + "b")
+    assert result.kind == "task.answer_pattern '^((?:a+)+)$' or reward exact took over 0.5 s"
+
+
 def test_a_hanging_reward_does_not_hold_up_the_other_worker(opened, folder):
     pool = opened("trouble", reward_workers=2, reward_timeout_s=60.0)
     pool.submit(*group("hang", answer=str(folder / "a"), group_id=0))

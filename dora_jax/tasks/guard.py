@@ -255,8 +255,11 @@ def _call(name: str, *arguments: Any) -> int:
     return result
 
 
-def _syscall(number: int, *arguments: Any) -> int:
-    return _call("syscall", ctypes.c_long(number), *arguments)
+def _landlock_call(number: int, *arguments: Any) -> int:
+    try:
+        return _call("syscall", ctypes.c_long(number), *arguments)
+    except OSError as error:
+        raise OSError(error.errno, os.strerror(error.errno)) from error
 
 
 def _prctl(option: int, *arguments: int) -> None:
@@ -277,18 +280,18 @@ def _drop_capabilities() -> None:
 def _restrict(*, hide_proc: bool) -> None:
     """A Landlock domain for this process and its descendants: no ptrace, no signal, no abstract socket leaves it."""
     _prctl(PR_SET_NO_NEW_PRIVS, 1)
-    abi = _syscall(SYS_LANDLOCK_CREATE, None, ctypes.c_size_t(0), ctypes.c_uint32(1))
+    abi = _landlock_call(SYS_LANDLOCK_CREATE, None, ctypes.c_size_t(0), ctypes.c_uint32(1))
     if abi < LANDLOCK_ABI:
         raise OSError(0, f"Landlock of this kernel is ABI {abi}, and {LANDLOCK_ABI} is needed")
     reading = LANDLOCK_READ_FILE | LANDLOCK_READ_DIR if hide_proc else 0
     asked = _Ruleset(fs=reading, scoped=LANDLOCK_SCOPE_SOCKETS | LANDLOCK_SCOPE_SIGNALS)
     size = ctypes.c_size_t(ctypes.sizeof(asked))
-    ruleset = _syscall(SYS_LANDLOCK_CREATE, ctypes.byref(asked), size, ctypes.c_uint32(0))
+    ruleset = _landlock_call(SYS_LANDLOCK_CREATE, ctypes.byref(asked), size, ctypes.c_uint32(0))
     if hide_proc:
         outside_proc = [f"/{name}" for name in os.listdir("/") if name != "proc"]
         for path in [*outside_proc, *(f"/proc/{name}" for name in PROC_ALLOWED)]:
             _allow_reading(ruleset, path)
-    _syscall(SYS_LANDLOCK_RESTRICT, ruleset, ctypes.c_uint32(0))
+    _landlock_call(SYS_LANDLOCK_RESTRICT, ruleset, ctypes.c_uint32(0))
     os.close(ruleset)
 
 
@@ -300,7 +303,7 @@ def _allow_reading(ruleset: int, path: str) -> None:
     try:
         allowed = LANDLOCK_READ_FILE | (LANDLOCK_READ_DIR if os.path.isdir(f"/proc/self/fd/{fd}") else 0)
         rule = _Beneath(allowed=allowed, fd=fd)
-        _syscall(SYS_LANDLOCK_ADD, ruleset, LANDLOCK_BENEATH, ctypes.byref(rule), ctypes.c_uint32(0))
+        _landlock_call(SYS_LANDLOCK_ADD, ruleset, LANDLOCK_BENEATH, ctypes.byref(rule), ctypes.c_uint32(0))
     finally:
         os.close(fd)
 

@@ -65,6 +65,8 @@ class ScorerPool:
         self._section = section
         self._decode = decode
         self._who = "reward " + ", ".join(path.rpartition(".")[2] for path in section.rewards)
+        if section.answer_pattern:  # runs right before them, and takes as long as it likes
+            self._who = f"task.answer_pattern {section.answer_pattern!r} or {self._who}"
         self._jobs: queue.SimpleQueue[tuple[Prompt, tuple[Sample, ...]] | None] = queue.SimpleQueue()
         self._results: queue.SimpleQueue[ScoredGroup | GroupFailure] = queue.SimpleQueue()
         self._ready = threading.Event()  # some worker is ready, or the pool is broken

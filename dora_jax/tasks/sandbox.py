@@ -144,5 +144,5 @@ def _lacks(form: str) -> str:
         finally:
             walled.end()
         told.seek(0)
-        lines = told.read().strip().splitlines()
-    return "" if code == 0 else lines[-1] if lines else f"exit code {code}"
+        lines = told.read().strip().splitlines() or [f"exit code {code}"]
+    return "" if code == 0 else lines[-1].removeprefix("sandbox: ")
