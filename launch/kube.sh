@@ -13,6 +13,7 @@ job() {
   needs name image trainer rollout replicas bucket token_file
   [[ $name =~ ^[a-z]([-a-z0-9]{0,26}[a-z0-9])?$ ]] || die 2 "--name=$name is not a DNS label of up to 28 characters."
   [[ $replicas =~ ^[1-9][0-9]*$ ]] || die 2 "--replicas=$replicas is not a number of rollout slices."
+  [[ $bucket =~ ^[a-z0-9][-a-z0-9_.]{1,61}[a-z0-9]$ ]] || die 2 "--bucket=$bucket is not the name of a bucket."
   private_file token_file
   if [[ ${secrets} ]]; then private_file secrets; fi
   kube_slice trainer

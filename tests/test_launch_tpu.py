@@ -204,6 +204,8 @@ def test_what_waiting_cannot_mend_ends_the_queue(here):
     (("gke/apply.sh", *KUBE, "--rollout=v3:2x2"), "--rollout=v3:2x2: v3 is none of: v4, v5e, v5p, v6e, 7x."),
     (("gke/apply.sh", *KUBE, "--rollout=v6e:2x4:3"), "--rollout=v6e:2x4:3: 8 chips are no whole number of hosts of 3."),
     (("ray/apply.sh", *KUBE, "--rollout=v6e:2x2", "--replicas=0"), "--replicas=0 is not a number of rollout slices."),
+    (("gke/apply.sh", *KUBE, "--rollout=v6e:2x2", "--bucket=gs://runs", "--dry_run"),
+     "--bucket=gs://runs is not the name of a bucket."),
     (("ray/apply.sh", *KUBE[1:], "--rollout=v6e:2x2", "--name=a_b"),
      "--name=a_b is not a DNS label of up to 28 characters."),
 ])
