@@ -135,6 +135,7 @@ class TrainerSection:
     rows: int = 0  # B: packed rows a step; 0: derived from groups, G and the length limits
     micro_batches: int = 1
     share_prompts: str = "auto"  # on: a row holds a group's prompt once; off: once a sample; auto: on where attention can
+    skip_zero_advantage: bool = False  # samples that move no weight are not computed; metrics are then of the others
     learning_rate: float = 1e-3
     warmup_steps: int = 5
     schedule: str = "constant"  # constant, cosine, linear

@@ -184,3 +184,11 @@ def test_a_shared_prompt_stands_once_a_row():
     assert batch.prefix_ids[0].tolist() == [1] * 32 and batch.positions[0, 5:14].tolist() == list(range(5, 14))
     alone, _ = packed([group], max_tokens=15)
     assert alone.prefix_ids is None and trajectories(batch) == trajectories(alone)
+
+
+def test_where_no_sample_moves_the_weights_one_is_kept_for_its_metrics():
+    scored = [dataclasses.replace(g, rewards=np.ones(4, np.float32)) for g in cases.groups(3, 4)]
+    batch, _ = packed(scored, skip_zero_advantage=True)
+    every, _ = packed(scored)
+    assert len(trajectories(batch)) == 1 and batch.group_ids == every.group_ids
+    assert not batch.advantages.any() and batch.loss_weights.sum() < every.loss_weights.sum()

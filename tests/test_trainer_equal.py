@@ -85,6 +85,19 @@ def test_a_shared_prompt_is_no_sequence(objective):
     assert_same(loss_and_gradient(shared.arrays(), objective=objective), loss_and_gradient(alone.arrays(), objective=objective))
 
 
+@pytest.mark.parametrize("share", [False, True])
+def test_samples_of_no_advantage_are_skipped(share):
+    objective = {"policy_loss": "ppo", "aggregation": "token_mean"}
+    shape = type("Shape", (), {"section": cases.section(**objective), "shards": 1})
+    scored = [dataclasses.replace(g, rewards=g.rewards if g.group_id % 3 == 0 else np.zeros_like(g.rewards))
+              for g in cases.groups(7, 4)]
+    every = cases.batch(shape, scored, rows=16, share_prompts=share)
+    moving = cases.batch(shape, scored, rows=16, share_prompts=share, skip_zero_advantage=True)
+    assert moving.mask.sum() < 0.6 * every.mask.sum() and moving.group_ids == every.group_ids
+    got, want = (loss_and_gradient(batch.arrays(), objective=objective) for batch in (moving, every))
+    assert_same(got, want)
+
+
 def every_mesh():
     """All shapes of 1, 2, 4 and 8 devices; two KV heads allow a tensor axis of 2."""
     for n in (1, 2, 4, 8):

@@ -33,6 +33,7 @@ FIELDS = {
     "rollout.prefill_chunk": 16, "rollout.prefill_tokens": 512,  # pages of the system prompt are shared by all
     "orchestrator.groups_per_step": 8, "orchestrator.group_size": 8,
     "trainer.pack_tokens": 512, "trainer.micro_batches": 16, "trainer.learning_rate": 2e-5,
+    "trainer.skip_zero_advantage": True,  # at first most groups have no right answer
     "checkpoint.every": 0,
 }
 RESULT = "result.json"  # in a run's folder, last

@@ -3,7 +3,8 @@
 Each sample becomes one segment of P + U - 1 input tokens (the last token is only a target); segments are packed into
 rows by falling length, never share attention, and never straddle rows. Where prompts are shared, the first P - 1 tokens
 of a group's prompt are a segment of their own, once a row, that the group's samples in this row continue and look at:
-each then has U tokens, from the prompt's last one on.
+each then has U tokens, from the prompt's last one on. Where the layout asks for it, samples whose advantage is zero get
+no place: their loss and gradient are zero, and what an update divides by still counts them.
 Laws: the shape depends on the config alone, so one compiled step serves every batch; the rows that hold tokens fill
 whole micro-batches first, so the trainer can skip the empty ones; what an update divides by (`loss_weights`) is
 computed here, over the whole update; the result does not depend on the order of the groups.
@@ -60,6 +61,7 @@ class Layout:
     micro_batches: int  # M; B is a multiple of M * shards
     shards: int = 1  # data-parallel shards of the mesh
     share_prompts: bool = False
+    skip_zero_advantage: bool = False
 
     def row_order(self) -> np.ndarray:
         """Row of the k-th filled bin: micro-batch by micro-batch, dealt over the shards inside each."""
@@ -69,7 +71,7 @@ class Layout:
 
 
 def layout(*, pack_tokens: int, rows: int, micro_batches: int, samples: int, max_tokens: int,
-           shards: int = 1, share_prompts: bool = False) -> Layout:
+           shards: int = 1, share_prompts: bool = False, skip_zero_advantage: bool = False) -> Layout:
     """rows 0: enough for `samples` of `max_tokens` each (prompt and response), rounded up to the mesh."""
     longest = max_tokens - 1
     if longest > pack_tokens:
@@ -80,7 +82,7 @@ def layout(*, pack_tokens: int, rows: int, micro_batches: int, samples: int, max
     if rows and rows % unit:
         raise ValueError(f"trainer.rows={rows} is not a multiple of micro_batches x data-parallel shards = {unit}")
     return Layout(rows=-(-needed // unit) * unit, tokens=pack_tokens, micro_batches=micro_batches, shards=shards,
-                  share_prompts=share_prompts)
+                  share_prompts=share_prompts, skip_zero_advantage=skip_zero_advantage)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -129,7 +131,7 @@ def pack_step(updates: Sequence[Sequence[ScoredGroup]], shape: Layout, objective
 
     `score`, where the objective needs it, runs the models on the packed rows first.
     """
-    parts = [_Part(sorted(groups, key=lambda g: g.group_id), shape, score) for groups in updates]
+    parts = [_Part.of(sorted(groups, key=lambda g: g.group_id), shape, score) for groups in updates]
     longest = max(part.spread.longest for part in parts)
     every = [part.sequences(longest) for part in parts]
     estimate = objective.estimate(Sequences(**{
@@ -145,13 +147,18 @@ def pack_step(updates: Sequence[Sequence[ScoredGroup]], shape: Layout, objective
 class _Part:
     """The groups of one update in their rows, before they have advantages."""
 
-    def __init__(self, groups: Sequence[ScoredGroup], shape: Layout, score: Score | None):
-        self.samples = [sample for group in groups for sample in group.samples]
+    @classmethod
+    def of(cls, groups: Sequence[ScoredGroup], shape: Layout, score: Score | None) -> _Part:
+        return cls([sample for group in groups for sample in group.samples], shape, score,
+                   np.concatenate([np.asarray(group.rewards, np.float32) for group in groups]),
+                   np.repeat([g.group_id for g in groups], [len(g.samples) for g in groups]))
+
+    def __init__(self, samples: list[Sample], shape: Layout, score: Score | None, rewards: np.ndarray,
+                 group_ids: np.ndarray):
+        self.samples, self._shape, self._rewards, self._group_ids = samples, shape, rewards, group_ids
         places = _places(_items(self.samples, shape.share_prompts), shape)
         self.spread = _Spread(self.samples, places, shape)
         self._batch = _tokens(self.samples, places, self.spread, shape)
-        self._rewards = np.concatenate([np.asarray(group.rewards, np.float32) for group in groups])
-        self._group_ids = np.repeat([g.group_id for g in groups], [len(g.samples) for g in groups])
         zeros = dict.fromkeys(("advantages", "rewards", "loss_weights"), self.spread.zeros())
         self._scored = score(TrainBatch(**self._batch, **zeros)) if score else {}
 
@@ -167,16 +174,33 @@ class _Part:
     def batch_of(self, estimate: Estimate, mine: slice, objective: Objective) -> TrainBatch:
         """`mine`: the rows of the step's estimate that are of this update."""
         spread = self.spread
-        mask = spread.responses(estimate.mask[mine], bool)
-        group_ids = spread.segments(self._group_ids)
+        mask, advantages = estimate.mask[mine], estimate.advantages[mine]
+        placed, group_ids = spread.responses(mask, bool), spread.segments(self._group_ids)
         own = np.where(group_ids < 0, 0, self._batch["segment_ids"])  # a shared prompt is no trajectory
-        weights = objective.token_weights(mask, own, group_ids)
+        weights = np.asarray(objective.token_weights(placed, own, group_ids), np.float32)
+        if self._shape.skip_zero_advantage and not self._scored:
+            moving = mask & (advantages[:, None] if advantages.ndim == 1 else advantages).astype(bool)
+            if not moving.any(1).all():
+                return self._only(moving.any(1), mask, advantages, spread.gather(weights, mask.shape[1]))
         returns = estimate.returns
         returns = {} if returns is None else {"returns": spread.responses(returns[mine], np.float32)}
+        return self._batch_with(placed, advantages, weights, **returns)
+
+    def _only(self, moving: np.ndarray, mask: np.ndarray, advantages: np.ndarray, weights: np.ndarray) -> TrainBatch:
+        """The batch of the samples that move the weights; of the first one where none does, for its metrics."""
+        kept = np.flatnonzero(moving) if moving.any() else np.array([0])
+        part = _Part([self.samples[i] for i in kept], self._shape, None, self._rewards[kept], self._group_ids[kept])
+        placed, weights = part.spread.responses(mask[kept], bool), part.spread.responses(weights[kept], np.float32)
+        batch = part._batch_with(placed, advantages[kept], weights)
+        return dataclasses.replace(batch, group_ids=tuple(dict.fromkeys(self._group_ids.tolist())))
+
+    def _batch_with(self, placed: np.ndarray, advantages: np.ndarray, weights: np.ndarray,
+                    **returns: np.ndarray) -> TrainBatch:
+        spread = self.spread
         return TrainBatch(
-            **(self._batch | {"mask": mask}), **{name: x for name, x in self._scored.items() if name != "grad_sq"},
-            **returns, advantages=spread.responses(estimate.advantages[mine], np.float32) * mask,
-            rewards=spread.responses(self._rewards, np.float32), loss_weights=np.asarray(weights, np.float32),
+            **(self._batch | {"mask": placed}), **{name: x for name, x in self._scored.items() if name != "grad_sq"},
+            **returns, advantages=spread.responses(advantages, np.float32) * placed,
+            rewards=spread.responses(self._rewards, np.float32), loss_weights=weights,
             group_ids=tuple(dict.fromkeys(self._group_ids.tolist())))
 
 

@@ -273,7 +273,7 @@ def batch_layout(config: Config, shards: int) -> Layout:
     samples = -(-config.orchestrator.groups_per_step // section.updates) * config.orchestrator.group_size
     return layout(pack_tokens=section.pack_tokens, rows=section.rows, micro_batches=section.micro_batches,
                   samples=samples, shards=shards, max_tokens=rollout.max_prompt_tokens + rollout.max_new_tokens,
-                  share_prompts=section.share_prompts == "on")
+                  share_prompts=section.share_prompts == "on", skip_zero_advantage=section.skip_zero_advantage)
 
 
 def packer(config: Config, trainer: Trainer) -> Callable[[Sequence[ScoredGroup], Version], Any]:

@@ -96,6 +96,11 @@ def may_share_prompts(section: Any) -> bool:
     return section.advantage != "vcpo"
 
 
+def may_skip_zero_advantage(section: Any) -> bool:
+    """Where nothing but the advantage moves the weights, and no score or weight is taken over all trajectories."""
+    return not needs_scores(section) and not section.entropy_coef and section.correction != "vcpo_lr"
+
+
 def attention_problems(section: Any, platform: str, dtype: str) -> list[str]:
     """Why trainer.attention does not run on these devices (platform cpu, tpu or gpu) in this type; one sentence each."""
     kind, local = section.attention, section.pack_tokens // section.context
@@ -162,6 +167,9 @@ def _pairings(section: Any) -> list[str]:
     loss, adv = section.policy_loss, section.advantage
     aggregation, correction = section.aggregation, section.correction
     rules = [
+        (section.skip_zero_advantage and not may_skip_zero_advantage(section),
+         "trainer.skip_zero_advantage: a sample of no advantage still counts with trainer.entropy_coef, trainer.kl, values "
+         "or old log-probs of several updates, or correction='vcpo_lr'; set it to False"),
         (section.share_prompts == "on" and not may_share_prompts(section),
          f"trainer.share_prompts=on: advantage={adv!r} takes the gradient of each trajectory alone, so set it off"),
         (loss == "gspo" and aggregation != "seq_mean_token_mean",
