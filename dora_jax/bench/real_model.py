@@ -1,6 +1,6 @@
 """RL of a real model on two cores: does a 135M chat model learn to add, and in how many seconds?
 
-    python -m dora_jax.bench.real_model [--seeds=0,1,2] [--control] [--steps=14] [--workdir=runs/real_model]
+    python -m dora_jax.bench.real_model [--seeds=0,1,2] [--control] [--steps=16] [--workdir=runs/real_model]
 
 SmolLM2-135M-Instruct (smollm.py) on 600 sums of two numbers of two digits, of which 256 are held out, in the model's
 chat template; the reward is that the last number of the answer is the sum. One run of `dora_jax.train` a seed, on
@@ -77,7 +77,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--seeds", default="0,1,2")
     parser.add_argument("--control", action="store_true", help="one more run, with shuffled rewards")
-    parser.add_argument("--steps", type=int, default=14)
+    parser.add_argument("--steps", type=int, default=16)
     parser.add_argument("--workdir", type=Path, default=Path("runs/real_model"))
     args = parser.parse_args()
     rows = args.workdir / "sums.jsonl"
