@@ -122,7 +122,8 @@ def main() -> None:
     _table(fuzzer, owners, files)
     lost = [found.group(0) for found in LOST.finditer(run.console.read_text())]
     print("\n".join(lost) or "no gang was lost")
-    settle(run, f"{sum(fuzzer.connections.values())} connections in {flags.minutes:g} minutes, {run.steps - steps} steps")
+    said = f"{sum(fuzzer.connections.values())} connections in {flags.minutes:g} minutes, {run.steps - steps} steps"
+    settle(run, said)
 
 
 def _look(run: Run, fuzzer: Fuzzer, owners: dict[tuple[str, int], str], files: collections.Counter[str]) -> None:

@@ -1,6 +1,6 @@
-"""Where a process of a run listens: one port, and nobody is let in who does not know the token of the run.
+"""Where a process of a run listens: one port, and only what knows the token of the run is let in.
 
-Consumes connections of anybody; produces authenticated ones, for `welcome`. Laws: nothing that a stranger sends is
+Consumes connections from anywhere; produces authenticated ones, for `welcome`. Laws: nothing that a stranger sends is
 decoded; a stranger has ANSWER_S to answer the challenge, however slowly its bytes come; so many strangers are heard at
 a time, and where more come the oldest give way: what they hold of this process is bounded, and members of the run come
 through between them. The bytes are not encrypted: the port belongs on loopback or on the private network of the run.

@@ -6,8 +6,8 @@
 
 Consumes and produces NumPy arrays, bit for bit; what lies on devices is brought to the host by its owner. Laws: a
 receiver takes exactly the shards that it expects, or nothing; a key is offered once; every transfer ends by its
-deadline, on both sides; nobody is served who does not know the token of the run (runtime/door.py), so whatever a
-stranger sends to the port, it ends the stranger's connection and nothing else. `jax.experimental.transfer` is not used:
+deadline, on both sides; only what knows the token of the run is served (runtime/door.py), so whatever a stranger sends
+to the port, it ends the stranger's connection and nothing else. `jax.experimental.transfer` is not used:
 it has no authentication, and a few bytes of garbage on one of its ports abort the process.
 """
 
