@@ -1,4 +1,4 @@
-"""Garbage on the ports of a controller and of a wire for a second; `python -m dora_jax.bench.fuzz_ports` takes minutes."""
+"""Garbage on the ports of a controller and of a wire for a second; bench.fuzz_ports takes minutes."""
 
 import os
 import random
