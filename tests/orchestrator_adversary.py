@@ -82,8 +82,7 @@ class Adversary:
             self.moves += 1
             assert self.moves < MAX_MOVES, f"nothing ends: {self.brain.summary()}"
             self.fault()
-            acts = self.acts()
-            self.draw.choice(acts)()
+            self.draw.choice(self.acts())()
         return self
 
     def fault(self) -> None:
@@ -309,9 +308,6 @@ class Adversary:
     def do_move(self, command: ev.Move) -> None:
         self.post(command.src, command)
 
-    def do_park(self, command: ev.Park) -> None:
-        self.post(command.instance, command)
-
     def do_cancel(self, command: ev.Cancel) -> None:
         self.given_up |= {id.group_id for id in command.ids}
         self.ready -= {id.group_id for id in command.ids}
@@ -320,7 +316,6 @@ class Adversary:
         for id in command.ids:
             self.recorded.pop(id, None)
             self.says["controller"].append(ev.SampleCancelled(id=id, reason=command.reason))
-        return None
 
     def do_train(self, command: ev.Train) -> None:
         assert command.base_version == self.published and set(command.group_ids) <= self.ready
@@ -335,10 +330,10 @@ class Adversary:
         assert not any(command.version in life.runs.values() for life in self.lives.values())
         self.retired.add(command.version)
 
-    def do_pause(self, command: ev.Pause | ev.Unpause) -> None:
+    def do_park(self, command: ev.Park | ev.Pause | ev.Unpause) -> None:
         self.post(command.instance, command)
 
-    do_unpause = do_pause
+    do_pause = do_unpause = do_park
 
     def do_halt(self, command: ev.Halt) -> None:
         self.halt = command
@@ -396,8 +391,7 @@ def main(configurations: int, first: int = 0) -> None:
         except BaseException:
             print(f"configuration {seed}", flush=True)
             raise
-        facts += game.heard
-        dropped.update(game.brain.state.dropped)
+        facts, _ = facts + game.heard, dropped.update(game.brain.state.dropped)
     print(f"{configurations} configurations, {facts} facts, no law broken; dropped: {dict(dropped)}")
 
 

@@ -15,8 +15,7 @@ from dora_jax.orchestrate import events as ev
 from dora_jax.orchestrate.core import Orchestrator
 from dora_jax.orchestrate.modes import OrchestratorConfig
 from dora_jax.rollout.oracle import OracleEngine
-from dora_jax.runtime.book import CODEC, Book, Fact, Published
-from dora_jax.runtime.codec import CodecError
+from dora_jax.runtime.book import CODEC, Book
 from dora_jax.runtime.durable import DurableWorld
 from dora_jax.runtime.guard import Guard, GuardedWorld
 from dora_jax.runtime.journal import FileLog, Journal
@@ -25,7 +24,7 @@ from dora_jax.runtime.loop import run
 from dora_jax.runtime.objects import ObjectLog
 from dora_jax.runtime.recovery import recover
 from dora_jax.runtime.workers import Finished, InstanceWorker, StepDone, TrainerWorker
-from dora_jax.types import SampleId, is_eval
+from dora_jax.types import is_eval
 from test_runtime import SECTION, G, P, Scorer, Task, Weights, expected
 
 STEPS = 5

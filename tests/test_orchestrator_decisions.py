@@ -4,13 +4,12 @@ import json
 
 import pytest
 
-from dora_jax.orchestrate import balance, place, snapshot
+from dora_jax.orchestrate import balance, snapshot
 from dora_jax.orchestrate.admission import publish_budget
 from dora_jax.orchestrate.core import Orchestrator
 from dora_jax.orchestrate.events import SampleMoved
 from dora_jax.orchestrate.facts import sample_moved
 from dora_jax.orchestrate.fleet import Group, Host, Unit
-from dora_jax.orchestrate.ledger import Ledger
 from dora_jax.orchestrate.modes import OrchestratorConfig
 from dora_jax.orchestrate.queue import Queue
 from dora_jax.orchestrate.state import State
@@ -91,7 +90,7 @@ def test_a_destination_that_died_and_came_back_holds_nothing():
     made = two_stragglers()
     tell(made, "down 0\nup 0\nmoved 2.0")  # it arrived, and was lost with the instance that had been there
     unit = made.brain.state.unit(SampleId(2, 0))
-    assert unit.instance is None or unit in made.brain.state.fleet.hosts[unit.instance].units
+    assert unit.instance is None or unit.id in made.brain.state.fleet.hosts[unit.instance].units
 
 
 def test_the_slots_left_beside_a_sample_on_its_way_are_found():
@@ -182,7 +181,7 @@ def test_the_first_instance_that_is_free_takes_a_version_without_a_host():
     hosts = made.brain.state.fleet.hosts
     asked = next(h for h in hosts.values() if h.coming == 0)
     free = next(h for h in hosts.values() if h is not asked)
-    (running,) = free.units
+    (running,) = free.units.values()
     said = tell(made, f"done {running.group.id}.0")
     assert said == [f"LoadWeights instance={free.id} version=0 drop=1", f"Resume ids=0.0 instance={free.id} version=0"]
 

@@ -77,7 +77,7 @@ def _weights(s: State, demand: dict[Version, int]) -> dict[Version, int]:
     tokens = dict.fromkeys(demand, 0)
     for host in s.fleet.hosts.values():
         if host.serving in tokens:
-            tokens[host.serving] += host.tokens
+            tokens[host.serving] += sum(host.reported.values())
     of_mean = s.decisions.kv_weight / max(1.0, s.fleet.mean_tokens)
     return {version: samples + round(of_mean * tokens[version]) for version, samples in demand.items()}
 
@@ -99,7 +99,7 @@ def _plan_residents(s: State, demand: dict[Version, int]) -> dict[InstanceId, tu
 def _swap(s: State) -> None:
     """Mode `partial`: training samples that run under older weights are put aside, to go on under the newest."""
     for host in s.fleet.hosts.values():
-        units = [u for u in host.units if u.version < s.ledger.base and not is_eval(u.group.id)]
+        units = [u for u in s.fleet.settle(host) if u.version < s.ledger.base and not is_eval(u.group.id)]
         _park(s, host, units)
 
 
@@ -110,7 +110,7 @@ def _preempt(s: State) -> None:
         return
     for host in s.fleet.hosts.values():
         if host.leaving is not None and host.coming < host.leaving and host.coming not in s.fleet.holders:
-            _park(s, host, [u for u in host.units if u.version == host.leaving])
+            _park(s, host, [u for u in s.fleet.settle(host) if u.version == host.leaving])
 
 
 def _park(s: State, host: Host, units: list[Unit]) -> None:
@@ -158,7 +158,7 @@ def _move(s: State, version: Version) -> None:
 
 def _source(s: State, host: Host, version: Version) -> migration.Source:
     """The samples to take off `host`: all of the version, or none where that is not possible or not worth it."""
-    units = [u for u in host.units if u.version == version]
+    units = [u for u in s.fleet.settle(host) if u.version == version]
     if not units or host.incoming or not all(map(_movable, units)) or not _worth_moving(s, host, units):
         return migration.Source(host.id, [])
     movers = [migration.Mover(u.id, u.tokens, s.fleet.page_need(host, u.tokens)) for u in units]
@@ -196,9 +196,9 @@ def relieve(s: State) -> None:
     pressed, s.due.pressed = sorted(s.due.pressed), {}
     for id in pressed:
         host = s.fleet.hosts.get(id)
-        if host is None or any(u.state in (fl.PARKING, fl.MOVING) for u in host.units):
+        if host is None or any(u.state in (fl.PARKING, fl.MOVING) for u in host.units.values()):
             continue
-        running = [u for u in host.units if u.state == fl.RUNNING]
+        running = [u for u in s.fleet.settle(host) if u.state == fl.RUNNING]
         running.sort(key=lambda u: (u.tokens, -u.group.id, -u.index))
         missing = 2 * s.config.kv_pressure * host.pages - host.free_reported
         aside = []

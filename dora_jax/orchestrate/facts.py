@@ -39,7 +39,7 @@ def instance_down(s: State, event: ev.InstanceDown) -> None:
 def _lost(s: State, host: Host) -> None:
     s.fleet.remove(host)
     unstarted = []
-    for unit in host.units:
+    for unit in s.fleet.settle(host):
         unit.instance = None
         if unit.state == fl.STARTING:
             unstarted.append(unit)
@@ -48,7 +48,7 @@ def _lost(s: State, host: Host) -> None:
         elif unit.state != fl.MOVING:  # a move is answered even so
             s.recorded(unit)
     s.queue.put_back(unstarted)
-    s.due.woken.update(dict.fromkeys(unit.version for unit in host.units))
+    s.due.woken.update(dict.fromkeys(unit.version for unit in host.units.values()))
     s.due.rebalance = s.due.retire = True
 
 
@@ -92,10 +92,7 @@ def sample_started(s: State, event: ev.SampleStarted) -> None:
 
 
 def samples_progressed(s: State, event: ev.SamplesProgressed) -> None:
-    for id, tokens in zip(event.ids, event.tokens, strict=True):
-        unit = s.unit(id)
-        if unit is not None and unit.instance == event.instance:
-            s.fleet.grow(unit, tokens)
+    s.fleet.progressed(s.fleet.hosts[event.instance], event.ids, event.tokens)
 
 
 def sample_done(s: State, event: ev.SampleDone) -> None:

@@ -7,6 +7,7 @@ Law: a slot and its pages are reserved from the command to the event that frees 
 from __future__ import annotations
 
 import heapq
+from collections.abc import Iterable
 
 from dora_jax.types import GroupId, InstanceId, SampleId, Version
 
@@ -15,6 +16,7 @@ LENGTHS_KNOWN = 32
 # Instances that are asked for a version's weights before the store is.
 PEER_LOOKS = 4
 
+NO_BOUND = 1 << 60
 PENDING = "pending"  # waits for its first slot
 STARTING, RUNNING, MOVING, PARKING, RESUMING = "starting", "running", "moving", "parking", "resuming"
 STEADY, CLEARING, LOADING = "steady", "clearing", "loading"  # of a host's weights
@@ -74,7 +76,7 @@ class Host:
 
     __slots__ = (
         "coming", "counts", "free_reported", "id", "incoming", "leaving", "life", "page_size", "pages", "pages_used",
-        "phase", "pressed", "residents", "slots", "speed", "tokens", "units", "versions",
+        "phase", "pressed", "reported", "residents", "room_tokens", "slots", "speed", "units", "versions",
     )  # fmt: skip
 
     def __init__(self, id: InstanceId, life: int, slots: int, pages: int, page_size: int, residents: int,
@@ -90,10 +92,11 @@ class Host:
         self.phase = STEADY
         self.coming: Version | None = None
         self.leaving: Version | None = None
-        self.units: dict[Unit, None] = {}
+        self.units: dict[SampleId, Unit] = {}
         self.counts: dict[Version, int] = {}  # samples by version, incoming moves included
         self.pages_used = 0
-        self.tokens = 0  # of the samples that hold a slot, as far as reported
+        self.reported: dict[SampleId, int] = {}  # tokens of its units; `settle` tells them
+        self.room_tokens = NO_BOUND  # none of its samples needs more pages than are reserved before it has so many
         self.incoming = 0
         self.free_reported = pages
         self.pressed = False  # short of pages: starts nothing until enough are free
@@ -174,16 +177,35 @@ class Fleet:
             return False
         return host.pages_used + self.page_need(host, tokens) <= host.pages
 
-    def grow(self, unit: Unit, tokens: int) -> None:
-        """The sample has `tokens` now; its reservation is raised if it outgrew that."""
-        host = self.hosts.get(unit.instance)
-        if host is not None:
-            host.tokens += tokens - unit.tokens
-        unit.tokens = tokens
-        if host is not None and self.prompt_tokens + tokens > unit.pages * host.page_size:
-            pages = max(unit.pages, self.page_need(host, tokens))
-            host.pages_used += pages - unit.pages
-            unit.pages = pages
+    def progressed(self, host: Host, ids: tuple[SampleId, ...], tokens: tuple[int, ...]) -> None:
+        """What samples of the host have by now. Units are told when a decision looks at them (`settle`), or when one of
+        them has outgrown its pages: most reports are followed by another one first."""
+        host.reported.update(zip(ids, tokens, strict=True))
+        if len(host.reported) > len(host.units):  # what left before this was heard
+            host.reported = {id: host.reported[id] for id in host.units}
+        if tokens and max(tokens) > host.room_tokens:
+            self._raise(host)
+
+    def _raise(self, host: Host) -> None:
+        """Raise the reservations of samples that have outgrown theirs."""
+        size, prompt, least = host.page_size, self.prompt_tokens, NO_BOUND
+        for unit in self.settle(host):
+            room = unit.pages * size - prompt
+            if unit.tokens > room:
+                pages = max(unit.pages, self.page_need(host, unit.tokens))
+                host.pages_used += pages - unit.pages
+                unit.pages = pages
+                room = pages * size - prompt
+            if room < least:
+                least = room
+        host.room_tokens = least
+
+    def settle(self, host: Host) -> Iterable[Unit]:
+        """The host's samples, with the tokens that were reported last."""
+        reported = host.reported
+        for id, unit in host.units.items():
+            unit.tokens = reported[id]
+        return host.units.values()
 
     # ------------------------------------------------------------------ reserve and release
 
@@ -191,8 +213,9 @@ class Fleet:
         """The sample holds a slot of `host` from now on; `offer` the host when its last one is placed."""
         unit.state, unit.instance = state, host.id
         unit.pages = self.page_need(host, unit.tokens)
-        host.units[unit] = None
-        host.tokens += unit.tokens
+        id = unit.id
+        host.units[id], host.reported[id] = unit, unit.tokens
+        host.room_tokens = min(host.room_tokens, unit.pages * host.page_size - self.prompt_tokens)
         _count(host, unit.version, 1, unit.pages)
 
     def release(self, unit: Unit) -> Host | None:
@@ -201,10 +224,10 @@ class Fleet:
             self.end_move(unit)
         host = self.hosts.get(unit.instance)
         unit.instance = None
-        if host is None or unit not in host.units:
+        id = unit.id
+        if host is None or host.units.pop(id, None) is None:
             return None
-        del host.units[unit]
-        host.tokens -= unit.tokens
+        unit.tokens = host.reported.pop(id)
         _count(host, unit.version, -1, -unit.pages)
         if not host.units:
             host.pressed = False  # nothing is left that could hold its pages

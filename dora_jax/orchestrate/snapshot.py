@@ -11,7 +11,7 @@ from typing import Any
 from dora_jax.orchestrate.fleet import Fleet, Group, Host, Unit
 from dora_jax.orchestrate.queue import Queue
 from dora_jax.orchestrate.state import Due, State
-from dora_jax.types import InstanceId
+from dora_jax.types import InstanceId, SampleId
 
 FORMAT = 3
 PLAIN = (
@@ -19,7 +19,7 @@ PLAIN = (
 )  # fmt: skip
 HOST_PLAIN = (
     "id", "life", "slots", "pages", "page_size", "residents", "speed", "phase", "coming", "leaving", "pages_used",
-    "incoming", "free_reported", "pressed", "tokens",
+    "incoming", "free_reported", "pressed", "room_tokens",
 )  # fmt: skip
 UNIT_PLAIN = (
     "index", "version", "state", "tokens", "pages", "instance", "dst_pages", "attempt", "failed_moves", "began_s",
@@ -63,7 +63,8 @@ def load(s: State, data: dict[str, Any]) -> None:
         group = _load_group(s.fleet, item)
         s.groups[group.id] = group
     for host, rows in zip(s.fleet.hosts.values(), data["fleet"]["hosts"], strict=True):
-        host.units = {s.groups[g].units[i]: None for g, i in rows["units"]}
+        host.units = {SampleId(g, i): s.groups[g].units[i] for g, i, _ in rows["units"]}
+        host.reported = {SampleId(g, i): tokens for g, i, tokens in rows["units"]}
     for name, rows in data["queue"].items():
         lines = {v: deque(s.groups[g].units[i] for g, i in ids) for v, ids in rows}
         setattr(s.queue, name, lines)
@@ -145,7 +146,7 @@ def _save_fleet(fleet: Fleet) -> dict[str, Any]:
                 "plain": {name: getattr(host, name) for name in HOST_PLAIN},
                 "versions": list(host.versions),
                 "counts": _pairs(host.counts),
-                "units": [[u.group.id, u.index] for u in host.units],
+                "units": [[*id, host.reported[id]] for id in host.units],
             }
             for host in fleet.hosts.values()
         ],

@@ -27,7 +27,7 @@ from dora_jax.runtime.evaluations import closing
 from dora_jax.runtime.guard import STAGE_END_S, Guard, GuardedWorld
 from dora_jax.runtime.journal import Journal
 from dora_jax.runtime.local import LocalWorld
-from dora_jax.runtime.loop import run
+from dora_jax.runtime.loop import quiet_collector, run
 from dora_jax.runtime.observe import RunLog
 from dora_jax.runtime.resume import Begun
 from dora_jax.tasks.pool import ScorerPool
@@ -266,7 +266,8 @@ def _run(parts: Parts, body: Any, writer: Writer, orchestrator: Orchestrator, gu
         ups = body.ready(instances, worker)
         writer.phase("all", "")
         world.start(ups)
-        return run(orchestrator, GuardedWorld(durable or world, guard), observers), log
+        with quiet_collector():
+            return run(orchestrator, GuardedWorld(durable or world, guard), observers), log
 
 
 @contextlib.contextmanager

@@ -7,11 +7,16 @@ Consumes whatever the world reports, produces nothing itself; ends when the orch
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+import contextlib
+import gc
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Protocol
 
 from dora_jax.orchestrate.core import Orchestrator
 from dora_jax.orchestrate.events import Command, Event, Halt
+
+YOUNG_OBJECTS = 50_000  # that come, beyond those that go, before the collector looks at them
+FULL_PASSES = 1_000_000  # in practice none
 
 Observer = Callable[[Event, Sequence[Command]], None]
 
@@ -24,6 +29,23 @@ class World(Protocol):
 
     def execute(self, command: Command) -> None:
         """Begin the work; its outcome is a later event."""
+
+
+@contextlib.contextmanager
+def quiet_collector() -> Iterator[None]:
+    """What is there now is never looked at by the cycle collector, and what comes is looked at once in many allocations.
+
+    A full pass over a million live samples takes a second, and the orchestrator leaves no cycles behind (a test holds
+    that); those of other stages are young when they are collected."""
+    before = gc.get_threshold()
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(YOUNG_OBJECTS, 10, FULL_PASSES)
+    try:
+        yield
+    finally:
+        gc.set_threshold(*before)
+        gc.unfreeze()
 
 
 def run(orchestrator: Orchestrator, world: World, observers: Sequence[Observer] = ()) -> Halt:
