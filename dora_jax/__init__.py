@@ -25,14 +25,26 @@ __all__ = ["fit", "load_policy"]
 
 
 def fit(config, workdir) -> int:
-    """Runs a `dora_jax.config.Config` to its end, resuming what `workdir` holds; returns the exit code."""
-    from dora_jax.runtime.job import train
+    """Runs a configuration to its end, resuming what `workdir` (a path, or gs://bucket/folder) holds; returns the exit
+    code of dora_jax.train. config: a `dora_jax.config.Config`, or what a config file's get_config returns.
 
-    return train(config, workdir)
+    Raises ConfigError for wrong input and RunError for a run that cannot go on. On the main thread Ctrl-C and SIGTERM
+    stop the run, which then returns 42; any other thread may call it too. The process is the caller's and never ended.
+    """
+    from dora_jax import flags
+
+    asked = flags.taken(config, workdir)
+    from dora_jax.runtime.job import train  # JAX starts only after the configuration has passed
+
+    return train(asked.config, asked.workdir)
 
 
 def load_policy(workdir, step=None):
-    """The trained policy of a run: (ModelConfig, params, Tokenizer); `step` None means the newest that verifies."""
-    from dora_jax.runtime.job import load_policy as load
+    """The trained policy of the run in `workdir`, as of `fit`: (ModelConfig, params, Tokenizer); `step` None means the
+    newest that verifies. ConfigError says what is missing."""
+    from dora_jax import flags
 
-    return load(workdir, step)
+    folder = flags.local(workdir, "evaluate")
+    from dora_jax.runtime.job import load_policy as load  # JAX starts only now
+
+    return load(folder, step)

@@ -153,7 +153,7 @@ def filled(config: Config) -> Config:
 def setup_platform(config: Config) -> None:
     """Call before the first use of a device: virtual CPU devices, and a compilation cache that keeps everything.
 
-    The cache is $DORA_COMPILE_CACHE or ~/.cache/dora_jax.
+    The cache is $DORA_COMPILE_CACHE, else JAX's own setting (JAX_COMPILATION_CACHE_DIR), else ~/.cache/dora_jax.
     """
     import jax
 
@@ -161,10 +161,12 @@ def setup_platform(config: Config) -> None:
         keep_freed_memory()
         jax.config.update("jax_platforms", "cpu")
         jax.config.update("jax_num_cpu_devices", config.cpu_devices)
-    cache = os.environ.get("DORA_COMPILE_CACHE") or Path.home() / ".cache" / "dora_jax"
-    jax.config.update("jax_compilation_cache_dir", str(cache))
-    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
-    jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
+    wanted = os.environ.get("DORA_COMPILE_CACHE") or jax.config.jax_compilation_cache_dir
+    jax.config.update("jax_compilation_cache_dir", wanted or str(Path.home() / ".cache" / "dora_jax"))
+    for name, everything in (("jax_persistent_cache_min_compile_time_secs", 0),
+                             ("jax_persistent_cache_min_entry_size_bytes", -1)):
+        if name.upper() not in os.environ:
+            jax.config.update(name, everything)
 
 
 def keep_freed_memory() -> None:

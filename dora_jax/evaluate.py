@@ -1,4 +1,4 @@
-"""avg@k and pass@k on held-out prompts:  python -m dora_jax.evaluate --workdir=runs/a [--step=40] [--config.eval.samples=8]
+"""avg@k, pass@k on held-out prompts:  python -m dora_jax.evaluate --workdir=runs/a [--step=40] [--config.eval.samples=8]
 
 Reads the run's own config and, of its checkpoint, the params only.
 """

@@ -8,6 +8,7 @@ Standard library only: a program listens before it imports anything else.
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import signal
 import sys
@@ -16,6 +17,8 @@ from typing import NoReturn
 
 FAILED, BAD_USAGE, RETRY = 1, 2, 42  # 42 is what JobSet and XPK take for "restart"
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
+NO_ROOM, NOT_ALLOWED = (errno.ENOSPC, errno.EDQUOT), (errno.EROFS, errno.EACCES, errno.EPERM)
+XLA_NO_MEMORY = ("RESOURCE_EXHAUSTED", "Out of memory")  # in what it raises
 SHOW_CURSOR = "\x1b[?25h"  # which a progress line that was not closed has hidden
 
 
@@ -46,6 +49,21 @@ def leave(code: int, sentence: str = "") -> NoReturn:
         if sentence:
             os.write(2, f"{sentence}\n".encode())
     os._exit(code)
+
+
+def refusal(error: BaseException) -> str | None:
+    """What the machine refuses, in a sentence; None where an error is no refusal, and its trace is wanted."""
+    text, cause = " ".join(str(error).split()), error
+    while cause is not None:
+        code, where = getattr(cause, "errno", None), getattr(cause, "filename", None)
+        if code in NO_ROOM or os.strerror(errno.ENOSPC) in str(cause):
+            return f"the disk is full: {text}; make room, and the same command goes on from what is written"
+        if code in NOT_ALLOWED and where:
+            return f"{where}: {os.strerror(code)}"
+        if isinstance(cause, MemoryError) or any(words in str(cause) for words in XLA_NO_MEMORY):
+            return f"out of memory: {text or 'of this machine'}; a smaller model, or fewer slots and rows, need less"
+        cause = cause.__cause__
+    return None
 
 
 def _end_at_once(number: int, frame: FrameType | None) -> None:

@@ -13,6 +13,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import json
+import os
 import re
 import sys
 from collections.abc import Callable, Sequence
@@ -24,7 +25,7 @@ from absl import app, flags, logging
 from ml_collections import config_flags
 
 from dora_jax import config as configs
-from dora_jax import budget, config_files, devices, exits, hub, presets, validate, workdirs
+from dora_jax import budget, config_files, devices, exits, helping, hub, presets, validate, workdirs
 from dora_jax.config import Config, ConfigError, RunError
 from dora_jax.models import config as models
 from dora_jax.models.hf_config import read_config
@@ -78,8 +79,11 @@ def run(main: Callable[[Config, Path], int | None], purpose: str = "train") -> N
         for problem in error.problems:
             print(f"error: {problem}", file=sys.stderr)
         sys.exit(exits.BAD_USAGE)
-    except RunError as error:
-        print(f"error: {error}", file=sys.stderr)
+    except Exception as error:
+        sentence = str(error) if isinstance(error, RunError) else exits.refusal(error)
+        if sentence is None:
+            raise
+        print(f"error: {sentence}", file=sys.stderr)
         sys.exit(exits.FAILED)
     except exits.Stop as stop:
         exits.leave(exits.RETRY, f"{stop} (exit code {exits.RETRY})")
@@ -89,13 +93,13 @@ def parse(argv: Sequence[str], purpose: str = "train", flag_values: flags.FlagVa
     """What argv (program name first) asks for; ConfigError lists everything that is wrong with it."""
     spec, rest = _split(argv)
     _define(flag_values)
-    if any(re.match(r"--?help", arg) for arg in rest):
+    if helping.asked_for(rest):
         flags.DEFINE_string("config", None, CONFIG_HELP, flag_values=flag_values)
         flag_values.register_key_flag_for_module(sys.argv[0], flag_values["config"])
-        flag_values(rest)  # absl prints the help and exits
+        helping.show(rest, Config)
     tree = _saved(rest, spec) if purpose == "evaluate" else config_files.load_file(spec)
     overrides = _apply(tree, rest, flag_values)
-    workdir = _local(flag_values.workdir or str(Path("runs") / config_files.run_name(spec)), purpose, flag_values.dry_run)
+    workdir = local(flag_values.workdir or str(Path("runs") / config_files.run_name(spec)), purpose, flag_values.dry_run)
     downloads = hub.settle(tree) if flag_values.download else {}
     config = configs.from_config_dict(tree, purpose)
     if flag_values.aot and not (flag_values.dry_run and purpose == "train"):
@@ -128,6 +132,16 @@ def _gangs(config: Config) -> str:
             f"{rollout.instances} instances of {cluster.hosts_per_replica} processes; each has {each}")
 
 
+def taken(config: Config | Mapping[str, Any] | ml_collections.ConfigDict, workdir: str | os.PathLike) -> Run:
+    """What a script asks for, checked and recorded as a command line is."""
+    tree = dataclasses.asdict(config) if isinstance(config, Config) else config
+    asked = Run(config=configs.from_config_dict(tree), workdir=local(workdir, "train"), overrides={},
+                dry_run=False, in_bucket="://" in os.fspath(workdir))
+    _check(asked, "train")
+    record(asked)
+    return asked
+
+
 def record(asked: Run) -> None:
     """Writes config.json and overrides.json into the workdir, and into the bucket that it stands for."""
     workdirs.record(asked.workdir, asked.config, asked.overrides)
@@ -135,6 +149,18 @@ def record(asked: Run) -> None:
         from dora_jax.runtime import bucket  # a local run needs none of it
 
         bucket.claim(asked.workdir)
+
+
+def local(workdir: str | os.PathLike, purpose: str, dry_run: bool = False) -> Path:
+    """The folder in which the run works: a bucket's is a scratch folder that stands for it. Dry runs ask no bucket."""
+    workdir = os.fspath(workdir)
+    if "://" not in workdir:
+        return Path(workdir)
+    if purpose == "sft":
+        raise ConfigError("workdir: the warm start keeps its files in a local folder, not in a bucket")
+    from dora_jax.runtime import bucket  # a local run needs none of it
+
+    return bucket.scratch(workdir, purpose) if dry_run else bucket.attach(workdir, purpose)
 
 
 # ---------------------------------------------------------------- private
@@ -151,17 +177,6 @@ def _check(asked: Run, purpose: str) -> None:
         problems += validate.missing_paths(config, purpose, asked.downloads)
     if problems := [*problems, *workdirs.conflicts(asked.workdir, config)]:
         raise ConfigError(problems)
-
-
-def _local(workdir: str, purpose: str, dry_run: bool = False) -> Path:
-    """The folder in which the run works: a bucket's is a scratch folder that stands for it. Dry runs ask no bucket."""
-    if "://" not in workdir:
-        return Path(workdir)
-    if purpose == "sft":
-        raise ConfigError("workdir: the warm start keeps its files in a local folder, not in a bucket")
-    from dora_jax.runtime import bucket  # as above
-
-    return bucket.scratch(workdir, purpose) if dry_run else bucket.attach(workdir, purpose)
 
 
 def _define(flag_values: flags.FlagValues) -> None:
@@ -204,7 +219,7 @@ def _saved(rest: Sequence[str], spec: str) -> ml_collections.ConfigDict:
     named = [arg.partition("=")[2] for arg in rest if re.match(r"--?workdir=", arg)]
     if not named:
         raise ConfigError("workdir: missing; name the folder of a run, --workdir=DIR")
-    config = configs.from_config_dict(workdirs.read(_local(named[-1], "evaluate")), "evaluate")
+    config = configs.from_config_dict(workdirs.read(local(named[-1], "evaluate")), "evaluate")
     return ml_collections.ConfigDict(dataclasses.asdict(config)).lock()
 
 

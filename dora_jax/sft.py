@@ -2,9 +2,9 @@
 
 Consumes (prompt, completion) texts: rows of a file, or worked solutions of the config's task; produces a Hugging Face
 folder at `sft.out`, from the folder `sft.init` or from a new model with a tokenizer trained on these texts.
-Laws: the loss is on completion tokens and the end token only; the result depends on config and seed alone, however often
-it was stopped and went on; the folder appears whole or not at all, so the main job may make it when it is missing and
-trust it when it is there.
+Laws: the loss is on completion tokens and the end token only; the result depends on config and seed alone, however
+often it was stopped and went on; the folder appears whole or not at all, so the main job may make it when it is
+missing and trust it when it is there.
 """
 
 from __future__ import annotations

@@ -25,6 +25,7 @@ import ml_collections
 from absl import app, flags
 from ml_collections import config_flags
 
+from dora_jax import helping
 from dora_jax.config import ConfigError
 from dora_jax.config_files import config_file
 from dora_jax.sim import advise, config, replay, table
@@ -78,9 +79,9 @@ def parse(argv: Sequence[str], flag_values: flags.FlagValues = flags.FLAGS) -> A
     flags.DEFINE_string("trace", "", TRACE_HELP, flag_values=flag_values)
     flags.DEFINE_boolean("advise", False, ADVISE_HELP, flag_values=flag_values)
     flags.DEFINE_string("replay", "", REPLAY_HELP, flag_values=flag_values)
-    if any(arg.startswith(("--help", "-help")) for arg in rest):
+    if helping.asked_for(rest):
         flags.DEFINE_string("config", None, CONFIG_HELP, flag_values=flag_values)
-        flag_values(rest)  # absl prints the help and exits
+        helping.show(rest, SimConfig)
     replays = any(arg.lstrip("-").startswith("replay") for arg in rest)
     tree = config.defaults() if replays and not spec else load_file(spec)
     for arg in rest:

@@ -33,7 +33,7 @@ from absl import app
 from absl import flags as absl_flags
 
 from dora_jax import config as configs
-from dora_jax import config_files, flags
+from dora_jax import config_files, flags, helping
 from dora_jax.config import ConfigError
 from dora_jax.exits import RETRY
 from dora_jax.redaction import redact
@@ -68,6 +68,8 @@ def parse(argv: Sequence[str], flag_values: absl_flags.FlagValues) -> tuple[Poin
     absl_flags.DEFINE_integer("only", None, "this point alone, counted from 0", lower_bound=0, flag_values=flag_values)
     absl_flags.DEFINE_string("workdir", "", WORKDIR_HELP, flag_values=flag_values)
     absl_flags.DEFINE_boolean("dry_run", False, "print the command of every run, and stop", flag_values=flag_values)
+    if helping.asked_for(argv[1:]):
+        helping.show(argv, configs.Config)
     flag_values.set_gnu_getopt(True)  # "--config.steps 3 --only 2": ours may follow the value of one that is not
     try:
         rest = flag_values(list(argv), known_only=True)[1:]

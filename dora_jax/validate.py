@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dora_jax.chips import CHIPS
-from dora_jax.models.config import FAMILIES, KNOWN, ModelConfig
+from dora_jax.models.config import FAMILIES, KNOWN, MAX_LAYERS, ModelConfig
 from dora_jax.models.hf_config import read_config
 from dora_jax.orchestrate.modes import OrchestratorConfig
 from dora_jax.tasks import solved
@@ -54,7 +54,7 @@ RANGES: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
         sft.d_model sft.n_layers sft.n_heads sft.n_kv_heads sft.head_dim sft.d_ff
         cluster.trainer_hosts cluster.hosts_per_replica"""),
     ("at least 0", lambda x: x >= 0, """
-        seed cpu_devices task.reward_retries reward_model.rows rollout.instances rollout.decode_rows
+        cpu_devices task.reward_retries reward_model.rows rollout.instances rollout.decode_rows
         rollout.pages rollout.prefill_tokens rollout.prefill_call_tokens rollout.prefill_chunk trainer.logits_bytes
         eval.every checkpoint.every
         checkpoint.keep_best checkpoint.keep_every cluster.reattach_s journal.partial_s journal.sync_s
@@ -64,6 +64,7 @@ RANGES: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
         cluster.stall_s cluster.start_s"""),
     ("between 0 and 1", lambda x: 0 <= x <= 1, """task.max_failed_share task.max_bad_rows_share
         sft.slip_rate rollout.memory_share"""),
+    ("at least 0 and below 2**63", lambda x: 0 <= x < 2**63, "seed"),
     ("0 or a power of two", lambda x: x >= 0 and x & (x - 1) == 0, "rollout.page_size"),
 )
 
@@ -261,6 +262,8 @@ def _sft(config: Config) -> Problems:
         yield f"sft.n_heads: {sft.n_heads} is not divisible by n_kv_heads = {sft.n_kv_heads}"
     if sft.head_dim % 2:
         yield f"sft.head_dim: {sft.head_dim} is odd, and rotary positions turn pairs"
+    if sft.n_layers > MAX_LAYERS:
+        yield f"sft.n_layers: {sft.n_layers} is more than {MAX_LAYERS}, ten times what any model has"
 
 
 def _cluster(config: Config) -> Problems:

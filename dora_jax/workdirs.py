@@ -32,14 +32,24 @@ UNNAMED = "0.1.0"  # the version that wrote a workdir which names none
 VERSION = "dora_jax"  # in config.json, beside the fields
 
 
+def begun(workdir: Path) -> bool:
+    """Whether a run has left more there than its configuration: a fact, a step, a checkpoint; a bucket's folder has its
+    config.json only then."""
+    what = (".store", "journal/*.log", "journal.*.ended", "metrics.jsonl", "checkpoints/[0-9]*")
+    return any(True for pattern in what for _ in workdir.glob(pattern))
+
+
 def record(workdir: Path, config: Config, overrides: Mapping[str, Any]) -> None:
-    """Writes both files, each whole or not at all; overrides: what the command line changed."""
-    workdir.mkdir(parents=True, exist_ok=True)
+    """Writes both files, each whole or not at all; overrides: what the command line changed. ConfigError: it cannot."""
     resolved = {VERSION: dora_jax.__version__, **configs.to_json(config)}
-    for name, tree in (("config.json", resolved), ("overrides.json", redact(overrides))):
-        partial = workdir / f".{name}.partial"
-        partial.write_text(json.dumps(tree, indent=2, default=dict) + "\n")
-        os.replace(partial, workdir / name)
+    try:
+        workdir.mkdir(parents=True, exist_ok=True)
+        for name, tree in (("config.json", resolved), ("overrides.json", redact(overrides))):
+            partial = workdir / f".{name}.partial"
+            partial.write_text(json.dumps(tree, indent=2, default=dict) + "\n")
+            os.replace(partial, workdir / name)
+    except OSError as error:
+        raise ConfigError(f"workdir: {workdir} cannot be written: {error.strerror}") from error
 
 
 def read(workdir: Path) -> dict[str, Any]:
@@ -50,7 +60,7 @@ def read(workdir: Path) -> dict[str, Any]:
     try:
         tree = read_json(file)
     except ValueError as error:
-        raise ConfigError(f"workdir: {error}") from error
+        raise ConfigError(f"workdir: {error}; where this command is the run's own, remove that file") from error
     version = str(tree.pop(VERSION, UNNAMED))
     if version not in READS:
         raise ConfigError(f"workdir: {workdir} was written by dora_jax {version}, and this is {dora_jax.__version__}, which "
@@ -61,7 +71,7 @@ def read(workdir: Path) -> dict[str, Any]:
 def conflicts(workdir: Path, config: Config) -> list[str]:
     """Why a run of this configuration cannot go on in this folder: it is another version's, or a field that may not change
     between runs has another value."""
-    if not (workdir / "config.json").is_file():
+    if not begun(workdir) or not (workdir / "config.json").is_file():
         return []
     try:
         old = read(workdir)

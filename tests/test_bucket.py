@@ -23,6 +23,30 @@ def url(tmp_path, monkeypatch):
     return f"file://{tmp_path}/store"
 
 
+def test_a_scratch_folder_that_others_could_change_is_refused(url, tmp_path):
+    mine = tmp_path / f"scratch/dora_jax-{os.getuid()}"
+    mine.parent.mkdir()
+    (tmp_path / "theirs").mkdir()
+    mine.symlink_to(tmp_path / "theirs")
+    with pytest.raises(ConfigError, match=f"workdir: .*{mine.name}, which is not a folder of this user's alone"):
+        bucket.attach(url, "train")
+    mine.unlink()
+    mine.mkdir()
+    mine.chmod(0o777)
+    with pytest.raises(ConfigError, match="this user's alone"):
+        bucket.attach(url, "train")
+    mine.rmdir()
+    assert bucket.attach(url, "train").is_relative_to(mine) and mine.stat().st_mode & 0o077 == 0
+
+
+def test_a_run_in_a_bucket_that_never_began_leaves_no_config_to_keep_to(url):
+    (bucket.attach(url, "train") / "config.json").write_text("{}")
+    (bucket.scratch(url, "train") / "overrides.json").write_text("{}")
+    bucket.claim(bucket.scratch(url, "train"))
+    assert not (bucket.attach(url, "train") / "config.json").exists()
+    assert (bucket.attach(url, "evaluate") / "config.json").exists()
+
+
 def begun(url):
     """A run's scratch folder, as the command line leaves it."""
     folder = bucket.attach(url, "train")
@@ -130,12 +154,12 @@ def test_a_killed_run_goes_on_from_the_store_alone(tmp_path):
     (tmp_path / "store").mkdir()
     for point in ("trainer.after_put:8", "journal.before_commit:4"):
         assert train(url, tmp_path, DORA_FAULT=point).returncode == -signal.SIGKILL
-        shutil.rmtree(tmp_path / "dora_jax")  # the scratch folders: another machine
+        shutil.rmtree(tmp_path / f"dora_jax-{os.getuid()}")  # the scratch folders: another machine
     done = train(url, tmp_path)
     assert done.returncode == 0 and "resuming at step" in done.stdout + done.stderr, done.stdout + done.stderr
     books = audit(f"{url}/journal")
     assert books.ok and books.trained == 24 and books.epochs == 1 and books.weights == 12
-    shutil.rmtree(tmp_path / "dora_jax")
+    shutil.rmtree(tmp_path / f"dora_jax-{os.getuid()}")
     reader = bucket.opened(url)
     assert reader.read("checkpoints/12/manifest.json").result().state == "value"
     rows = reader.read("metrics.jsonl").result().value.splitlines()

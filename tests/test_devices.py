@@ -4,6 +4,7 @@ import dataclasses
 import math
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 from hypothesis import given
@@ -114,6 +115,24 @@ def test_laws_of_every_plan(n_devices, placement, instances, rollout_tensor, dat
     if placement == "auto" and n_devices > 1:
         assert not plan.shared
     assert all(f"instance {i}" in plan.describe() for i in range(len(plan.instances)))
+
+
+@pytest.mark.parametrize("ours, jaxs, used", [("a", "b", "a"), ("", "b", "b"), ("", None, str(Path.home() / ".cache/dora_jax"))])
+def test_the_compilation_cache_is_where_the_user_says(monkeypatch, ours, jaxs, used):
+    import jax
+
+    names = ("jax_compilation_cache_dir", "jax_persistent_cache_min_compile_time_secs")
+    old = {name: getattr(jax.config, name) for name in names}
+    monkeypatch.setenv("DORA_COMPILE_CACHE", ours)
+    monkeypatch.setenv("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "7")
+    try:
+        jax.config.update("jax_compilation_cache_dir", jaxs)
+        jax.config.update("jax_persistent_cache_min_compile_time_secs", 7.0)
+        devices.setup_platform(Config())
+        assert [getattr(jax.config, name) for name in names] == [used, 7.0]
+    finally:
+        for name, value in old.items():
+            jax.config.update(name, value)
 
 
 def test_description_names_idle_devices():

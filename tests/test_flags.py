@@ -1,6 +1,8 @@
 """The command line: what is understood, what is refused in one line, what a workdir remembers."""
 
+import errno
 import json
+import re
 import subprocess
 import sys
 import textwrap
@@ -10,7 +12,8 @@ import pytest
 from absl import flags as absl_flags
 
 import dora_jax
-from dora_jax import flags, workdirs
+from dora_jax import config as configs
+from dora_jax import config_files, exits, flags, workdirs
 from dora_jax.config import ConfigError
 
 ROOT = Path(__file__).parent.parent
@@ -95,6 +98,8 @@ def test_the_default_workdir_is_named_after_the_config_and_its_argument(workspac
     (["--config.task.shuffle_rewards=no"], "is not of its type, bool"),
     (["--config.task.rewards=(1,2)"], "task.rewards: 1 is not a str"),
     (["--config.steps=0"], "steps: 0 is not at least 1"),
+    ([f"--config.seed={2**64}"], "seed: 18446744073709551616 is not at least 0 and below 2**63"),
+    ([f"--config.sft.n_layers={10**9}"], "sft.n_layers: 1000000000 is more than 10000"),
     (["steps=3"], "argument 'steps=3': not a flag; the nearest is --config.steps=..."),
     (["--", "--config.steps=3"], "argument '--config.steps=3': nothing behind \"--\" is read"),
     (["--"], "nothing behind \"--\""),
@@ -172,6 +177,73 @@ def test_problems_of_several_kinds_come_together(workspace):
     assert len(refusal("--config=c.py", "--config.steps=0", "--config.seed=-1", "--config.rollout.page_size=3")) == 3
 
 
+def begin(workdir):
+    """As a run does with its first step."""
+    Path(workdir, "metrics.jsonl").touch()
+
+
+@pytest.mark.parametrize("left", ["journal/000001.log", "metrics.jsonl", "checkpoints/3/manifest.json"])
+def test_a_run_that_never_began_does_not_hold_its_workdir(workspace, left):
+    flags.record(parse("--config=c.py", "--workdir=w", "--config.task.rewards=no.such"))
+    Path("w/journal").mkdir()  # the journal is opened before the model is
+    parse("--config=c.py", "--workdir=w")
+    Path("w", left).parent.mkdir(parents=True, exist_ok=True)
+    Path("w", left).touch()
+    assert "differs in task.rewards" in refusal("--config=c.py", "--workdir=w")[0]
+
+
+@pytest.mark.parametrize("workdir, why", [
+    ("c.py", "File exists"), ("c.py/below", "Not a directory"), ("/proc/nowhere", "No such file or directory")])
+def test_a_workdir_that_cannot_be_written(workspace, workdir, why):
+    done = program("--config=c.py", f"--workdir={workdir}")
+    assert (done.returncode, done.stderr) == (2, f"error: workdir: {workdir} cannot be written: {why}\n")
+
+
+def test_a_config_of_a_run_that_was_cut_short_or_is_nested_too_deep(workspace):
+    Path("w").mkdir()
+    begin("w")
+    for text, why in (("{", "is not JSON: "), ("[" * 10**6, "is nested too deep to be read")):
+        Path("w/config.json").write_text(text)
+        for args in (["--config=c.py", "--workdir=w"], ["--workdir=w"]):
+            (problem,) = refusal(*args, purpose="train" if len(args) == 2 else "evaluate")
+            assert problem.startswith(f"workdir: w/config.json {why}")
+
+
+@pytest.mark.parametrize("error, sentence", [
+    (OSError(errno.ENOSPC, "No space left on device"), "the disk is full: .*No space left"),
+    (RuntimeError("I/O error: No space left on device (os error 28)"), "the disk is full"),
+    (PermissionError(errno.EACCES, "Permission denied", "a/b"), "a/b: Permission denied"),
+    (OSError(errno.EROFS, "Read-only file system", "a/b"), "a/b: Read-only file system"),
+    (MemoryError(), "out of memory: of this machine"),
+    (RuntimeError("trainer failed: RESOURCE_EXHAUSTED: 8 GB"), "out of memory: trainer failed"),
+    (OSError(errno.ENOENT, "No such file or directory", "a"), None),
+    (KeyError("a"), None),
+])
+def test_what_the_machine_refuses_is_a_sentence(error, sentence):
+    for raised in (error, RuntimeError("a stage failed")):
+        raised.__cause__ = None if raised is error else error
+        found = exits.refusal(raised)
+        assert found is None if sentence is None else re.match(sentence if raised is error else sentence[:9], found)
+
+
+def test_a_script_may_name_its_workdir_by_a_string(workspace, monkeypatch):
+    from dora_jax.runtime import job
+
+    ran = []
+    monkeypatch.setattr(job, "train", lambda config, workdir: ran.append((config, workdir)) or 0)
+    tree = parse("--config=c.py").config
+    assert dora_jax.fit(config_files.load_file("c.py"), "w") == dora_jax.fit(tree, "w") == 0
+    assert ran[0] == ran[1]
+    assert ran[-1] == (tree, Path("w")) and json.loads(Path("w/config.json").read_text())["steps"] == 7
+    with pytest.raises(ConfigError, match="workdir: gone holds no run"):
+        dora_jax.load_policy("gone")
+    monkeypatch.setattr(job, "pick", lambda directory, step: 3)
+    monkeypatch.setattr(job.hf, "read_config", lambda path: path)
+    monkeypatch.setattr(job.checkpoint, "read_params", lambda directory, step: (directory, step))
+    monkeypatch.setattr(job.Tokenizer, "load", lambda path: None)
+    assert dora_jax.load_policy("w") == ("model", (Path("w/checkpoints"), 3), None)
+
+
 def test_the_workdir_remembers_its_config(workspace):
     flags.record(parse("--config=c.py", "--workdir=w", "--config.seed=5", "--config.task.params.token=open"))
     saved = json.loads(Path("w/config.json").read_text())
@@ -180,6 +252,7 @@ def test_the_workdir_remembers_its_config(workspace):
     assert json.loads(Path("w/overrides.json").read_text()) == {"seed": 5, "task.params.token": "<redacted>"}
     assert sorted(p.name for p in Path("w").iterdir()) == ["config.json", "overrides.json"]
 
+    begin("w")
     parse("--config=c.py:99", "--workdir=w", "--config.seed=5", "--config.eval.every=3", "--config.checkpoint.keep=9")
     (problem,) = refusal("--config=c.py", "--workdir=w", "--config.rollout.temperature=0.5")
     assert problem == ("workdir: w belongs to another config, which differs in seed, rollout.temperature; "
@@ -190,6 +263,7 @@ def test_a_field_that_an_older_config_lacks_is_no_difference(workspace):
     flags.record(parse("--config=c.py", "--workdir=w"))
     saved = json.loads(Path("w/config.json").read_text())
     del saved["rollout"]["decode_steps"], saved["sft"]
+    begin("w")
     Path("w/config.json").write_text(json.dumps(saved))
     parse("--config=c.py", "--workdir=w")
 
@@ -204,6 +278,7 @@ def test_a_field_that_an_older_config_lacks_is_no_difference(workspace):
 ])
 def test_a_workdir_of_another_version_is_refused(workspace, change, why):
     flags.record(parse("--config=c.py", "--workdir=w"))
+    begin("w")
     text = Path("w/config.json").read_text()
     Path("w/config.json").write_text(json.dumps(json.loads(text) | change) if change else text[:99])
     (problem,) = refusal("--config=c.py", "--workdir=w")
@@ -216,6 +291,7 @@ def test_a_workdir_that_names_no_version_is_of_the_first(workspace, monkeypatch)
     flags.record(parse("--config=c.py", "--workdir=w"))
     saved = json.loads(Path("w/config.json").read_text())
     del saved["dora_jax"]
+    begin("w")
     Path("w/config.json").write_text(json.dumps(saved))
     assert parse("--workdir=w", purpose="evaluate").config.steps == 7
     monkeypatch.setattr(workdirs, "READS", ("0.2.0",))
@@ -257,10 +333,23 @@ def test_dry_run_prints_config_and_mesh_and_writes_nothing(workspace):
     assert not Path("w").exists()
 
 
-def test_help_shows_what_the_program_is_and_its_flags(workspace):
+def test_help_shows_what_the_program_is_its_flags_and_every_field(workspace):
     done = program("--help")
+    assert done.returncode == 0 and done.stderr == ""
     assert "Says what it got." in done.stdout
     assert all(flag in done.stdout for flag in ("--config:", "--workdir:", "--[no]dry_run:"))
+    words = " ".join(done.stdout.split())
+    assert "trainer.pack_tokens=512 L: packed row length" in words and "placement=auto auto, disjoint, shared:" in words
+    assert all(f" {name}=" in words for name in configs.fields())
+
+
+@pytest.mark.parametrize("name, said", [
+    ("train", "seed=0"), ("sft", "sft.steps=300"), ("evaluate", "--step:"), ("export_hf", "--out:"), ("sweep", "--only:"),
+    ("simulate", "hardware.chip=h800")])
+def test_every_program_has_help(workspace, name, said):
+    done = subprocess.run([sys.executable, "-m", f"dora_jax.{name}", "-h"], capture_output=True, text=True, timeout=60,
+                          env={"PYTHONPATH": str(ROOT), "PATH": "/usr/bin:/bin"})
+    assert (done.returncode, done.stderr) == (0, "") and said in done.stdout
 
 
 @pytest.mark.parametrize("spec", [f"{path}{arg}" for path in sorted((ROOT / "configs").glob("*.py"))

@@ -145,7 +145,17 @@ def test_head_dim_left_out(model_type, head_dim, tmp_path):
     ({"use_sliding_window": True}, "has use_sliding_window=True"),
     ({"layer_types": ["full_attention", "sliding_attention"]}, "has layer_types other than full_attention"),
     ({"quantization_config": {"bits": 4}}, "has quantization_config="),
-    ({"hidden_size": None}, "has hidden_size=None; a whole number is needed"),
+    ({"hidden_size": None}, "has hidden_size=None; a whole number of at least 1 is needed"),
+    ({"hidden_size": "16"}, "has hidden_size='16'; a whole number"),
+    ({"head_dim": "4"}, "has head_dim='4'; a whole number"),
+    ({"num_key_value_heads": 0}, "has num_key_value_heads=0; a whole number"),
+    ({"vocab_size": True}, "has vocab_size=True; a whole number"),
+    ({"rope_theta": "a"}, "has rope_theta='a'; a number is needed"),
+    ({"rms_norm_eps": float("inf")}, "has rms_norm_eps=inf; a number is needed"),
+    ({"rope_parameters": [1]}, "has rope_parameters=\\[1\\]; a JSON object is needed"),
+    ({"architectures": "Qwen3ForCausalLM"}, "has architectures='Qwen3ForCausalLM'; a JSON array is needed"),
+    ({"tie_word_embeddings": "no"}, "has tie_word_embeddings='no'; a JSON true or false is needed"),
+    ({"num_hidden_layers": 10**9}, "model n_layers is 1000000000; it must be at most 10000"),
     ({"num_key_value_heads": 3}, "model n_heads 4 is not a multiple of n_kv_heads 3"),
     ({"rope_parameters": {"rope_type": "yarn", "factor": 2.0}}, "asks for rope scaling 'yarn'; known: default, llama3"),
     ({"rope_parameters": {"rope_type": "llama3", "factor": 2.0}}, "rope scaling llama3 without low_freq_factor"),
@@ -158,6 +168,12 @@ def test_configs_that_are_refused(changes, message, tmp_path):
     with pytest.raises(ValueError, match=message) as error:
         hf.read_config(tmp_path)
     assert str(tmp_path / "config.json") in str(error.value)
+
+
+def test_json_that_is_nested_too_deep_is_refused(tmp_path):
+    (tmp_path / "config.json").write_text("[" * 10**6)
+    with pytest.raises(ValueError, match="config.json is nested too deep to be read"):
+        hf.read_config(tmp_path)
 
 
 # -- bad folders -----------------------------------------------------------------------------------------------------

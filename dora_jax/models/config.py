@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import dataclasses
 
+MAX_LAYERS = 10_000  # ten times what any model has; the names of a billion layers' tensors take all memory
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Family:
@@ -68,6 +70,8 @@ class ModelConfig:
         for name in ("vocab_size", "d_model", "n_layers", "n_heads", "n_kv_heads", "head_dim", "d_ff"):
             if getattr(self, name) < 1:
                 raise ValueError(f"model {name} is {getattr(self, name)}; it must be at least 1")
+        if self.n_layers > MAX_LAYERS:
+            raise ValueError(f"model n_layers is {self.n_layers}; it must be at most {MAX_LAYERS}")
         if self.n_heads % self.n_kv_heads:
             raise ValueError(f"model n_heads {self.n_heads} is not a multiple of n_kv_heads {self.n_kv_heads}")
         if self.head_dim % 2:

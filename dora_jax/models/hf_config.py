@@ -7,6 +7,7 @@ transformers 5 (rope_parameters, dtype). Law: what the decoder does not compute 
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ FIXED = {"hidden_act": "silu", "use_sliding_window": False, "attention_bias": Fa
          "partial_rotary_factor": 1.0, "quantization_config": None}
 SCORER = "ForSequenceClassification"  # ends the class name of a model whose head is a score, not a vocabulary
 MAX_TEXT_BYTES = 128 << 20  # of a JSON file, a tokenizer, a template; the largest tokenizer.json in use has 33 MB
+JSON_NAMES = {list: "array", dict: "object", bool: "true or false"}
 QWEN3_HEAD_DIM = 128  # Qwen3's own default where config.json leaves head_dim out
 
 
@@ -37,6 +39,8 @@ def read_json(file: Path) -> dict[str, Any]:
     text = read_text(file)
     try:
         value = json.loads(text)
+    except RecursionError as error:
+        raise ValueError(f"{file} is nested too deep to be read") from error
     except ValueError as error:
         raise ValueError(f"{file} is not JSON: {error}") from error
     if not isinstance(value, dict):
@@ -55,19 +59,22 @@ def read_config(path: str | Path, *, scorer: bool = False) -> ModelConfig:
     for name, value in FIXED.items():
         if raw.get(name, value) not in (value, None):
             raise ValueError(f"{file} has {name}={raw[name]!r}; the decoder computes {name}={value!r} only")
-    if set(raw.get("layer_types") or ()) - {"full_attention"}:
+    if set(_of(raw, "layer_types", list, file) or ()) - {"full_attention"}:
         raise ValueError(f"{file} has layer_types other than full_attention; the decoder attends in full only")
     theta, scaling = _rope(raw, file)
     d_model, n_heads = _size(raw, "hidden_size", file), _size(raw, "num_attention_heads", file)
-    head_dim = raw.get("head_dim") or (QWEN3_HEAD_DIM if known.model_type == "qwen3" else d_model // n_heads)
+    head_dim = QWEN3_HEAD_DIM if known.model_type == "qwen3" else d_model // n_heads
+    sizes = {
+        "vocab_size": _size(raw, "vocab_size", file), "d_model": d_model, "n_heads": n_heads,
+        "n_layers": _size(raw, "num_hidden_layers", file), "n_kv_heads": _size(raw, "num_key_value_heads", file, n_heads),
+        "head_dim": _size(raw, "head_dim", file, head_dim), "d_ff": _size(raw, "intermediate_size", file),
+        "max_position": _size(raw, "max_position_embeddings", file)}
+    tied, norm_eps = _of(raw, "tie_word_embeddings", bool, file), _number(raw, "rms_norm_eps", file)
     try:
         return ModelConfig(
-            family=known.model_type, qk_norm=known.qk_norm, qkv_bias=known.qkv_bias,
-            vocab_size=_size(raw, "vocab_size", file), d_model=d_model, n_layers=_size(raw, "num_hidden_layers", file),
-            n_heads=n_heads, n_kv_heads=raw.get("num_key_value_heads") or n_heads, head_dim=head_dim,
-            d_ff=_size(raw, "intermediate_size", file), rope_theta=theta, rope_scaling=scaling,
-            tie_embeddings=scorer or bool(raw.get("tie_word_embeddings", False)),
-            norm_eps=float(raw.get("rms_norm_eps", 1e-6)), max_position=_size(raw, "max_position_embeddings", file))
+            family=known.model_type, qk_norm=known.qk_norm, qkv_bias=known.qkv_bias, rope_theta=theta,
+            rope_scaling=scaling, tie_embeddings=scorer or bool(tied), norm_eps=1e-6 if norm_eps is None else norm_eps,
+            **sizes)
     except ValueError as error:
         raise ValueError(f"{file}: {error}") from error
 
@@ -90,7 +97,7 @@ def config_json(cfg: ModelConfig, dtype: str, base: dict[str, Any]) -> dict[str,
 
 
 def _family(raw: dict, file: Path, scorer: bool) -> Family:
-    listed = raw.get("architectures") or []
+    listed = _of(raw, "architectures", list, file) or []
     endings = ("ForCausalLM", SCORER) if scorer else ("ForCausalLM",)
     names = {known: [known.architecture.replace("ForCausalLM", ending) for ending in endings] for known in FAMILIES}
     for known, its_own in names.items():
@@ -100,16 +107,32 @@ def _family(raw: dict, file: Path, scorer: bool) -> Family:
     raise ValueError(f"{file} names the architecture {(listed or [raw.get('model_type')])[0]!r}; known: {names}")
 
 
-def _size(raw: dict, name: str, file: Path) -> int:
-    if not isinstance(raw.get(name), int):
-        raise ValueError(f"{file} has {name}={raw.get(name)!r}; a whole number is needed")
-    return raw[name]
+def _of(raw: dict, name: str, kind: type, file: Path) -> Any:
+    """The value of a field that may be left out (None)."""
+    value = raw.get(name)
+    if value is not None and not isinstance(value, kind):
+        raise ValueError(f"{file} has {name}={value!r:.60}; a JSON {JSON_NAMES[kind]} is needed")
+    return value
+
+
+def _size(raw: dict, name: str, file: Path, absent: int | None = None) -> int:
+    value = absent if raw.get(name) is None else raw[name]
+    if type(value) is not int or value < 1:  # a bool is an int too
+        raise ValueError(f"{file} has {name}={value!r:.60}; a whole number of at least 1 is needed")
+    return value
+
+
+def _number(raw: dict, name: str, file: Path) -> float | None:
+    value = raw.get(name)
+    if value is not None and not (type(value) in (int, float) and math.isfinite(value)):
+        raise ValueError(f"{file} has {name}={value!r:.60}; a number is needed")
+    return None if value is None else float(value)
 
 
 def _rope(raw: dict, file: Path) -> tuple[float, RopeScaling | None]:
     """Base and scaling; where both spellings stand in one file they have to agree."""
-    new, old = raw.get("rope_parameters") or {}, raw.get("rope_scaling") or {}
-    thetas = {float(theta) for theta in (raw.get("rope_theta"), new.get("rope_theta")) if theta is not None}
+    new, old = (_of(raw, name, dict, file) or {} for name in ("rope_parameters", "rope_scaling"))
+    thetas = {theta for told in (raw, new) if (theta := _number(told, "rope_theta", file)) is not None}
     scalings = [_scaling(entry, raw, file) for entry in (new, old) if entry]
     if len(thetas) > 1 or len(set(scalings)) > 1:
         raise ValueError(f"{file} gives rope_parameters that disagree with its rope_theta or rope_scaling")
@@ -125,12 +148,11 @@ def _scaling(entry: dict, raw: dict, file: Path) -> RopeScaling | None:
         return None
     if kind != "llama3":
         raise ValueError(f"{file} asks for rope scaling {kind!r}; known: default, llama3")
-    lacking = [name for name in ("factor", "low_freq_factor", "high_freq_factor") if name not in entry]
-    if lacking:
+    factors = {name: _number(entry, name, file) for name in ("factor", "low_freq_factor", "high_freq_factor")}
+    if lacking := [name for name, value in factors.items() if value is None]:
         raise ValueError(f"{file} asks for rope scaling llama3 without {lacking[0]}")
-    original = entry.get("original_max_position_embeddings") or _size(raw, "max_position_embeddings", file)
-    return RopeScaling(factor=float(entry["factor"]), low_freq_factor=float(entry["low_freq_factor"]),
-                       high_freq_factor=float(entry["high_freq_factor"]), original_max_position=int(original))
+    original = _size(entry, "original_max_position_embeddings", file, raw.get("max_position_embeddings"))
+    return RopeScaling(**factors, original_max_position=original)
 
 
 def _scaling_json(scaling: RopeScaling | None) -> dict[str, Any] | None:

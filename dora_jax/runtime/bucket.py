@@ -20,7 +20,9 @@ import fcntl
 import functools
 import json
 import math
+import os
 import shutil
+import stat
 import tempfile
 import time
 import urllib.parse
@@ -47,23 +49,37 @@ RETRIES = {"max_retries": 5, "initial_delay": "500ms", "max_delay": "4s"}  # a t
 
 
 def attach(url: str, purpose: str) -> Path:
-    """The scratch folder of this URL, with the config.json that the store holds. ConfigError: it cannot be read."""
+    """The scratch folder of this URL, with the config.json of the run that the store holds, if one has begun. ConfigError:
+    it cannot be read."""
     folder, store = scratch(url, purpose), Objects(url)
     try:
         found = store.get("config.json")
+        begun = purpose == "evaluate" or any(store.keys(folder) for folder in (JOURNAL, STEPS))
     except OSError as error:
         raise ConfigError(f"workdir: {url} cannot be read: {_line(error)}") from error
+    _own(folder.parent.parent)
     folder.mkdir(parents=True, exist_ok=True)
     (folder / MARK).write_text(url)
     (folder / "config.json").unlink(missing_ok=True)
-    if found is not None:
+    if found is not None and begun:
         (folder / "config.json").write_bytes(found)
     return folder
 
 
 def scratch(url: str, purpose: str) -> Path:
-    """On this machine."""
-    return Path(tempfile.gettempdir()) / "dora_jax" / purpose / urllib.parse.quote(url.rstrip("/"), safe="")
+    """On this machine, where other users may be: the folder is this one's alone."""
+    mine = Path(tempfile.gettempdir()) / f"dora_jax-{os.getuid()}"
+    return mine / purpose / urllib.parse.quote(url.rstrip("/"), safe="")
+
+
+def _own(folder: Path) -> None:
+    """Makes this folder; ConfigError where it is there and is another user's, a link, or writable by others."""
+    with contextlib.suppress(FileExistsError):
+        folder.mkdir(mode=0o700, parents=True)
+    found = folder.lstat()
+    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or found.st_mode & 0o022:
+        raise ConfigError(f"workdir: a run in a bucket works in {folder}, which is not a folder of this user's alone: remove "
+                          f"it, or set TMPDIR")
 
 
 def claim(workdir: Path) -> None:

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from dora_jax import config as configs
-from dora_jax import devices, presets, sft, tasks, validate
+from dora_jax import devices, presets, sft, tasks, validate, workdirs
 from dora_jax.buffer.store import MemoryGroupStore
 from dora_jax.config import Config, ConfigError, RewardModelSection, RunError, blame
 from dora_jax.exits import FAILED, RETRY, Stop

@@ -1,0 +1,60 @@
+"""What --help prints: what a program is, its own flags, and every field of its configuration with default and comment.
+
+Consumes the configuration's dataclasses, whose comments are the documentation of the fields; ends with exit code 0.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+import re
+import textwrap
+import typing
+from collections.abc import Iterator, Sequence
+
+from absl import app
+
+HELP = re.compile(r"--?(help|helpshort|helpfull|h|\?)")
+WIDTH = 120
+COMMENT_AT = 46  # column
+
+
+def asked_for(args: Sequence[str]) -> bool:
+    return any(HELP.fullmatch(arg) for arg in args)
+
+
+def show(args: Sequence[str], config: type) -> None:
+    """Prints it and exits; the flags are those that are defined by now. config: the dataclass of all sections."""
+    app.usage(shorthelp="--helpfull" not in args, writeto_stdout=True)
+    print("\n".join(["", "configuration, as --config.field=value; a field's default and what it means:", *fields(config)]))
+    raise SystemExit(0)
+
+
+def fields(cls: type, prefix: str = "") -> Iterator[str]:
+    """Fields of this section, then those inside its sections, each under its heading."""
+    comments = dict(re.findall(r"^    (\w+): .*?  # (.*)$", inspect.getsource(cls), re.M))
+    hints = typing.get_type_hints(cls)
+    sections = {field.name: hints[field.name] for field in dataclasses.fields(cls)
+                if dataclasses.is_dataclass(hints[field.name])}
+    yield ""
+    if re.match(r"\w", doc := inspect.getdoc(cls) or "") and not doc.startswith(f"{cls.__name__}("):  # not a generated one
+        yield from textwrap.wrap(" ".join(doc.split()), WIDTH, initial_indent="  ", subsequent_indent="  ")
+    for field in dataclasses.fields(cls):
+        if field.name not in sections:
+            yield from _line(f"{prefix}{field.name}={_default(field)}", comments.get(field.name, ""))
+    for name, inner in sections.items():
+        yield from fields(inner, f"{prefix}{name}.")
+
+
+def _default(field: dataclasses.Field) -> str:
+    made = field.default_factory is not dataclasses.MISSING
+    value = field.default_factory() if made else field.default
+    return value if isinstance(value, str) and value else repr(value)
+
+
+def _line(setting: str, comment: str) -> list[str]:
+    head = f"  {setting}"
+    if not comment:
+        return [head]
+    head = head.ljust(COMMENT_AT) if len(head) < COMMENT_AT else f"{head}  "
+    return textwrap.wrap(comment, WIDTH, initial_indent=head, subsequent_indent=" " * COMMENT_AT)
