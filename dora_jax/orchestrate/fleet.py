@@ -29,13 +29,13 @@ class Unit:
     """One unfinished sample."""
 
     __slots__ = (
-        "attempt", "began_s", "dst", "dst_pages", "failed_moves", "group", "index", "instance", "moved_s", "pages",
+        "attempt", "began_s", "dst", "dst_pages", "failed_moves", "group", "id", "instance", "moved_s", "pages",
         "state", "tokens", "version",
     )  # fmt: skip
 
     def __init__(self, group: Group, index: int):
         self.group = group
-        self.index = index
+        self.id = SampleId(group.id, index)
         self.version: Version = group.version  # of its weights now: the group's, except in mode `partial`
         self.state = PENDING
         self.tokens = 0
@@ -49,8 +49,8 @@ class Unit:
         self.moved_s = 0.0  # when its present move was asked for
 
     @property
-    def id(self) -> SampleId:
-        return SampleId(self.group.id, self.index)
+    def index(self) -> int:
+        return self.id.index
 
 
 class Group:
