@@ -28,7 +28,7 @@ for number in (0, 19, 18, 9):
     os.kill(stranger, number)
 print("killed")
 """
-KILL_GUARD = """
+KILL_SUPERVISOR = """
 daemon()
 print("daemon", flush=True)
 os.kill(os.getppid(), 9)
@@ -207,8 +207,8 @@ def test_processes_that_only_ever_fork_and_exit_end_too(run, form, tmp_path):
 
 
 @full
-def test_a_program_that_strikes_at_its_guard_hits_nothing(run, form, tmp_path):
-    code, out = run(KILL_GUARD, form)
+def test_a_program_that_strikes_at_its_supervisor_hits_nothing(run, form, tmp_path):
+    code, out = run(KILL_SUPERVISOR, form)
     # behind namespaces the parent's number is 0, which is the program's own group
     assert (code == 1 and "PermissionError" in out) or (form == "namespaces" and code == -signal.SIGKILL)
     assert "killed" not in out and not beating(tmp_path)

@@ -1,8 +1,8 @@
 """Programs behind walls: a clean environment, no view of other processes, and one end for them and all that they start.
 
-    caller -- leash (a pipe) --> guard (guard.py) --> the program and its descendants
+    caller -- leash (a pipe) --> supervisor (supervisor.py) --> the program and its descendants
 
-`start` returns at once; the guard sets the walls up, starts the program, waits for it or for the end of the leash,
+`start` returns at once; the supervisor sets the walls up, starts the program, waits for it or for the end of the leash,
 kills what is left and exits as the program did. A caller that is killed lets the leash go like one that lets go itself.
 
     form        other processes                        its own descendants end          needs
@@ -30,11 +30,11 @@ from typing import IO
 
 FULL = ("namespaces", "landlock")  # in the order of preference: the kernel itself keeps the first one's books
 WEAK = "weak"
-GUARD = str(Path(__file__).with_name("guard.py"))
+SUPERVISOR = str(Path(__file__).with_name("supervisor.py"))
 KEPT_VARIABLES = ("HOME", "LANG", "LANGUAGE", "LD_LIBRARY_PATH", "LOGNAME", "PATH", "PYTHONHASHSEED", "SHELL", "TMPDIR",
                   "TZ", "USER", "VIRTUAL_ENV")
 PROBE_TIMEOUT_S = 30.0  # two interpreters start, on a machine that may be busy
-END_TIMEOUT_S = 5.0  # for a guard whose leash is gone; then it is killed itself
+END_TIMEOUT_S = 5.0  # for a supervisor whose leash is gone; then it is killed itself
 
 
 class NoWalls(RuntimeError):
@@ -44,18 +44,18 @@ class NoWalls(RuntimeError):
 class Walled:
     """A program that `start` has started. wait, poll: the program's exit code, negative for a signal."""
 
-    def __init__(self, guard: subprocess.Popen, leash: int):
-        self.pid = guard.pid  # of the guard
-        self._guard = guard
+    def __init__(self, supervisor: subprocess.Popen, leash: int):
+        self.pid = supervisor.pid  # of the supervisor
+        self._supervisor = supervisor
         self._leash = leash
         self._lock = threading.Lock()
 
     def poll(self) -> int | None:
-        return self._guard.poll()
+        return self._supervisor.poll()
 
     def wait(self, timeout_s: float | None = None) -> int:
         """Returns once every descendant is gone too; raises subprocess.TimeoutExpired."""
-        return self._guard.wait(timeout_s)
+        return self._supervisor.wait(timeout_s)
 
     def end(self) -> None:
         """Kills the program and every descendant, and waits for that. May be called from any thread, and again."""
@@ -64,10 +64,10 @@ class Walled:
                 os.close(self._leash)
                 self._leash = -1
             try:
-                self._guard.wait(END_TIMEOUT_S)
+                self._supervisor.wait(END_TIMEOUT_S)
             except subprocess.TimeoutExpired:
-                self._guard.kill()  # the kernel then ends the program, and behind namespaces all of its descendants
-                self._guard.wait()
+                self._supervisor.kill()  # the kernel then ends the program, and behind namespaces all of its descendants
+                self._supervisor.wait()
 
 
 def start(argv: Sequence[str], *, form: str, env: Mapping[str, str], pass_fds: Sequence[int] = (), stdout: IO | None = None,
@@ -80,8 +80,8 @@ def start(argv: Sequence[str], *, form: str, env: Mapping[str, str], pass_fds: S
     spec = {"form": form, "leash": held, "fds": list(pass_fds), "memory_bytes": memory_bytes,
             "argv": list(argv)}
     try:
-        guard = subprocess.Popen(
-            [sys.executable, "-I", "-S", GUARD, json.dumps(spec)], stdin=subprocess.DEVNULL, cwd=cwd, env=dict(env),
+        supervisor = subprocess.Popen(
+            [sys.executable, "-I", "-S", SUPERVISOR, json.dumps(spec)], stdin=subprocess.DEVNULL, cwd=cwd, env=dict(env),
             stdout=subprocess.DEVNULL if stdout is None else stdout, stderr=subprocess.STDOUT,
             pass_fds=(held, *pass_fds), start_new_session=True)
     except BaseException:
@@ -89,7 +89,7 @@ def start(argv: Sequence[str], *, form: str, env: Mapping[str, str], pass_fds: S
         raise
     finally:
         os.close(held)
-    return Walled(guard, leash)
+    return Walled(supervisor, leash)
 
 
 @functools.cache

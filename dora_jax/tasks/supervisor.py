@@ -1,4 +1,4 @@
-"""The guard of a program behind walls: `python guard.py SPEC`, started by sandbox.py, which says what the forms are.
+"""The supervisor of a program behind walls: `python supervisor.py SPEC`, started by sandbox.py, which says what the forms are.
 
 Consumes {"form", "leash", "fds", "memory_bytes", "argv"}; ends when the program has ended, when the leash has, or on
 SIGTERM: with every descendant of the program killed, and with the program's exit code.
@@ -24,7 +24,7 @@ STRIKE_PERIOD_S = 0.002
 SETUP_FAILED = 125  # exit code where the walls cannot be set up
 
 
-class _Guard:
+class _Supervisor:
     """Starts the program behind its walls, waits, and leaves nothing of it behind."""
 
     def __init__(self, spec: dict[str, Any]):
@@ -143,7 +143,7 @@ class _Guard:
             signal.signal(signal.SIGCHLD, signal.SIG_IGN)
             for fd in (alive, *self._spec["fds"]):
                 os.close(fd)
-            os.read(held, 1)  # until the guard is gone
+            os.read(held, 1)  # until the supervisor is gone
             os._exit(0)
 
         def enter() -> None:
@@ -157,13 +157,13 @@ class _Guard:
         return enter, strike
 
     def _landlock(self) -> tuple[Callable[[], None], Callable[[], None]]:
-        _restrict(hide_proc=False)  # the guard's own signals reach nothing outside, so that -1 means its descendants
+        _restrict(hide_proc=False)  # the supervisor's own signals reach nothing outside, so that -1 means its descendants
         if not _confined():
             raise OSError(0, "Landlock lets signals through")
         _prctl(PR_SET_CHILD_SUBREAPER, 1)
 
         def enter() -> None:
-            _restrict(hide_proc=True)  # within the guard's domain: the guard is out of reach
+            _restrict(hide_proc=True)  # within the supervisor's domain: the supervisor is out of reach
             _drop_capabilities()
 
         return enter, _strike_domain
@@ -317,4 +317,4 @@ def _limit_memory(limit_bytes: int) -> None:
 
 
 if __name__ == "__main__":
-    _Guard(json.loads(sys.argv[1])).run()
+    _Supervisor(json.loads(sys.argv[1])).run()
