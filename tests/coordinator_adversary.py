@@ -25,7 +25,7 @@ from dora_jax.orchestrate.modes import MODES, OrchestratorConfig
 from dora_jax.rollout.oracle import OracleEngine
 from dora_jax.runtime import instance as instances
 from dora_jax.runtime import local
-from dora_jax.runtime.book import Book
+from dora_jax.runtime.book import Book, Partial
 from dora_jax.runtime.durable import DurableWorld
 from dora_jax.runtime.instance import LocalInstance, Spare
 from dora_jax.runtime.journal import Journal
@@ -48,6 +48,17 @@ class Pipe(queue.SimpleQueue):
 
     def get(self, block=True, timeout=None):
         return super().get(block=False)
+
+
+class Source(Pipe):
+    """What one stage says. Tokens are recorded before the sample that they belong to is handed on: that much order all
+    queues of production keep."""
+
+    def __init__(self, heard: Pipe):
+        self._heard = heard
+
+    def put(self, item):
+        (self._heard if isinstance(item, Partial) else super()).put(item)
 
 
 class NoThread:
@@ -85,7 +96,7 @@ class Process:
     def __init__(self, game: Game, found):
         config, self.draw = game.config, game.draw
         self.heard = Pipe()
-        self.pipes = [Pipe() for _ in range(game.instances + 1)]  # of the instances, then of the trainer
+        self.pipes = [Source(self.heard) for _ in range(game.instances + 1)]  # of the instances, then of the trainer
         base = found.base if found else 0
         self.weights, groups = Weights(), MemoryGroupStore()
         self.weights.held = set(found.debts.versions) if found else {0}
