@@ -18,7 +18,7 @@ from dora_jax.exits import FAILED, RETRY, Stop
 from dora_jax.metrics import Writer
 from dora_jax.models import hf
 from dora_jax.orchestrate.core import Orchestrator
-from dora_jax.orchestrate.events import Command, Event, Halt, StepPublished
+from dora_jax.orchestrate.events import Command, Event, Halt, ImpossibleFact, StepPublished
 from dora_jax.runtime import build, outfit, resume
 from dora_jax.runtime.bucket import Mirror, fetch, mirrored
 from dora_jax.runtime.build import OneProcess, Parts, TrainerSide
@@ -266,8 +266,11 @@ def _run(parts: Parts, body: Any, writer: Writer, orchestrator: Orchestrator, gu
         ups = body.ready(instances, worker)
         writer.phase("all", "")
         world.start(ups)
-        with quiet_collector():
-            return run(orchestrator, GuardedWorld(durable or world, guard), observers), log
+        try:
+            with quiet_collector():
+                return run(orchestrator, GuardedWorld(durable or world, guard), observers), log
+        except ImpossibleFact as error:
+            raise RunError(f"{error}; the same command goes on from before that") from error
 
 
 @contextlib.contextmanager
