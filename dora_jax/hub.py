@@ -23,7 +23,8 @@ NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 
 def is_name(path: str) -> bool:
     """True where a path can only be a name of the hub: neither it nor the folder that it would lie in exists."""
-    return bool(NAME.fullmatch(path)) and not Path(path).parent.exists()
+    parent = Path(path).parent
+    return bool(NAME.fullmatch(path)) and parent != FOLDER and not parent.exists()
 
 
 def folder_of(name: str) -> Path:
