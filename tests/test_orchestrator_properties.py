@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 from dora_jax.orchestrate.core import Orchestrator
 from dora_jax.orchestrate.modes import MODES, OrchestratorConfig
+from dora_jax.types import issued_first_as
 from orchestrator_world import Shape, World
 
 EXAMPLES = int(os.environ.get("DORA_EXAMPLES", "2000"))
@@ -146,15 +147,16 @@ def test_a_restart_at_a_step_trains_every_group_once(drawn, at):
         return
     second = World(config, first.shape, **resume).run(after=balanced, max_events=30_000)
     second.audit()
-    done = [g for base, groups in first.trained if base < stop for g in groups]
-    again = [g for _, groups in second.trained for g in groups]
+    done = [issued_first_as(g) for base, groups in first.trained if base < stop for g in groups]
+    again = [issued_first_as(g) for _, groups in second.trained for g in groups]
     lost = set(first.filtered_ids) | set(first.failed_ids) | first.refused_ids
     lost |= set(second.filtered_ids) | set(second.failed_ids) | second.refused_ids
     assert not set(done) & set(again)
     state = second.brain.state
     issued = {g for g in range(max(state.cursors.values())) if g < state.cursors[config.task(g)]}
-    lost = {group_id for group_id in lost if group_id >= 0}  # evaluation aside
-    assert (set(done) | set(again) | lost) - set(state.redo) == issued - set(state.redo)
+    lost = {issued_first_as(group_id) for group_id in lost if group_id >= 0}  # evaluation aside
+    redo = set(map(issued_first_as, state.redo))
+    assert (set(done) | set(again) | lost) - redo == issued - redo
 
 
 class Killed(Exception):

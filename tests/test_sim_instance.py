@@ -27,7 +27,7 @@ class Costs:
 
 def make(costs=None, **changes):
     options = {"slots": 64, "page_size": 16, "speed": 1.0, "report_ticks": 10**9} | changes
-    return Instance(0, costs or Costs(), {}, **options)
+    return Instance(0, 0, costs or Costs(), {}, **options)
 
 
 def job(index, prompt, *lengths, tool_s=1.0, observed=0):
