@@ -20,7 +20,7 @@ The algorithm is DORA (arXiv 2604.26256): each trajectory by exactly one version
 
 from __future__ import annotations
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 __all__ = ["fit", "load_policy"]
 
 

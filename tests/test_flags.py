@@ -293,6 +293,7 @@ def test_a_workdir_that_names_no_version_is_of_the_first(workspace, monkeypatch)
     del saved["dora_jax"]
     begin("w")
     Path("w/config.json").write_text(json.dumps(saved))
+    monkeypatch.setattr(workdirs, "READS", ("0.1.0",))
     assert parse("--workdir=w", purpose="evaluate").config.steps == 7
     monkeypatch.setattr(workdirs, "READS", ("0.2.0",))
     assert "was written by dora_jax 0.1.0, and" in refusal("--config=c.py", "--workdir=w")[0]
