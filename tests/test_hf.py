@@ -15,6 +15,7 @@ import pytest
 import tokenizers
 from safetensors.numpy import load_file, save_file
 
+import dora_jax
 from dora_jax import config as configs
 from dora_jax import export_hf
 from dora_jax.config import CheckpointSection, ModelSection, TaskSection
@@ -330,7 +331,7 @@ def a_run(path):
     workdir.mkdir()
     task = TaskSection(name="reasoning_gym:chain_sum")
     recorded = configs.to_json(configs.Config(task=task, model=ModelSection(path=str(source))))
-    (workdir / "config.json").write_text(json.dumps(recorded))
+    (workdir / "config.json").write_text(json.dumps(recorded | {"dora_jax": dora_jax.__version__}))
     params = jax.tree.map(lambda x: jnp.asarray(x) + 1, draw(QWEN3))
     checkpoints = Checkpoints(workdir / "checkpoints", CheckpointSection())
     checkpoints.save(5, params, {"count": jnp.zeros(())}, {"step": 5}, {"loss": 1.0})
