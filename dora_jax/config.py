@@ -273,7 +273,7 @@ class ConfigError(ValueError):
 
 
 class RunError(RuntimeError):
-    """A run that cannot go on, in one sentence for the person who started it; what it wrote so far stays."""
+    """A run that cannot go on, in one sentence for the console; what it wrote so far stays."""
 
 
 @contextlib.contextmanager

@@ -111,7 +111,7 @@ def parse(argv: Sequence[str], purpose: str = "train", flag_values: flags.FlagVa
 
 
 def describe(asked: Run) -> str:
-    """What --dry_run prints: the resolved config as JSON, then who gets which device."""
+    """What --dry_run prints: the resolved config as JSON, then which part gets which device."""
     found, model = presets.machines(asked.config), presets.model_of(asked.config)
     config, choices = presets.resolve(asked.config, found, model)
     n_devices = devices.known_devices(config) or 1

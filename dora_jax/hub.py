@@ -68,7 +68,7 @@ def fetch(field: str, name: str) -> None:
     try:
         huggingface_hub.snapshot_download(name, local_dir=partial, allow_patterns=list(PATTERNS))
     except errors.GatedRepoError as error:
-        raise ConfigError(f"{field}: the hub gives {name} only to those who have accepted its terms: do so on its page, "
+        raise ConfigError(f"{field}: the hub gives {name} only to accounts that have accepted its terms: do so on its page, "
                           f"and set HF_TOKEN") from error
     except errors.RepositoryNotFoundError as error:
         raise ConfigError(f"{field}: the hub has no model {name}, or does not show it without HF_TOKEN") from error

@@ -82,7 +82,7 @@ def _backend(file: Path) -> tokenizers.Tokenizer:
         backend = tokenizers.Tokenizer.from_str(text)
     except Exception as error:  # the library raises bare Exception for every malformed file
         raise ValueError(f"{file} is not a tokenizer: {error}") from error
-    backend.no_truncation()  # settings of whoever saved the file: prompts are never cut silently
+    backend.no_truncation()  # settings of the program that saved the file: prompts are never cut silently
     backend.no_padding()
     return backend
 

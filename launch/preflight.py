@@ -146,7 +146,7 @@ def bucket_time_s() -> float:
     """What every answer of Google's storage begins with."""
     try:
         answer = urllib.request.urlopen(GOOGLE_STORAGE, timeout=ANSWER_S)
-    except urllib.error.HTTPError as error:  # it asks who we are, and says the time all the same
+    except urllib.error.HTTPError as error:  # it asks for an account, and says the time all the same
         answer = error
     return email.utils.parsedate_to_datetime(answer.headers["Date"]).timestamp()
 

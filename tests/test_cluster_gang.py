@@ -1,4 +1,4 @@
-"""Links and gangs: who is let in, who is heard, what a death does. Threads stand for processes."""
+"""Links and gangs: which callers are let in and heard, what a death does. Threads stand for processes."""
 
 import dataclasses
 import queue
@@ -71,7 +71,7 @@ def test_a_reader_that_stands_still_does_not_stop_the_sender():
                 lambda _, item: None, lambda _, reason: None)
     link.start()
     for _ in range(100):
-        link.send(calls.Failed(error="x" * 100_000))  # far more than sockets hold: who waited would wait for ever
+        link.send(calls.Failed(error="x" * 100_000))  # far more than sockets hold: a call that waited would wait for ever
     link.close()
 
 
@@ -234,7 +234,7 @@ def test_a_gang_that_is_told_to_leave_hands_over_first_and_another_comes():
         kept.hosts()[1].link.send(calls.Notice(reason="SIGTERM"))
         kept.up(2)
         kept.hosts(2)[0].link.send(calls.Notice(reason="SIGTERM"))
-        kept.up(3)  # who leaves with notice has not come to nothing
+        kept.up(3)  # a process that leaves with notice has not come to nothing
         assert kept.events[:4] == ["up 1", ev.PagesReported(instance=0, free=3), "down 1", "up 2"]
         assert kept.gangs[0].reason == "preempted: process 1 (pid 1001) was told SIGTERM"
         assert any(text.startswith("rollout 0 (epoch 1) has left: preempted") for text in kept.said)

@@ -41,7 +41,7 @@ def lines_of(console, pattern):
 
 
 @pytest.mark.slow
-@pytest.mark.alone  # who is not heard for ten seconds is taken for dead
+@pytest.mark.alone  # a process that is not heard for ten seconds is taken for dead
 def test_a_run_of_many_processes_outlives_those_that_are_killed_or_preempted(tmp_path):
     (tmp_path / "config.py").write_text(CONFIG.format(base=str(tmp_path / "base")))
     console = tmp_path / "console.log"

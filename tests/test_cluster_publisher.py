@@ -20,7 +20,7 @@ class Gang:
     def __init__(self, name, stored, epoch=1):
         self.name, self.epoch, self.hosts = name, epoch, 1
         self.told, self.casts, self.reason, self.dead = [], [], None, False
-        self.swift = False  # the next write is answered before whoever asks for it goes on
+        self.swift = False  # the next write is answered before its caller goes on
         self._stored = stored
 
     def tell_all(self, what):

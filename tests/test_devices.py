@@ -1,4 +1,4 @@
-"""The device plan: who owns what, for every number of devices, and what is refused."""
+"""The device plan: which devices own what, for every number of devices, and what is refused."""
 
 import dataclasses
 import math
@@ -37,7 +37,7 @@ def owners(plan):
     (8, config(instances=0), ((0, 1, 2, 3), (1, 4, 1), ((4,), (5,), (6,), (7,)))),
     (2, config(instances=0), ((0,), (1, 1, 1), ((1,), (1,)))),
     (8, config(instances=2, rollout_tensor=2), ((0, 1, 2, 3), (1, 4, 1), ((4, 5), (6, 7)))),
-    (6, config(instances=2, rollout_tensor=2), ((0, 1), (1, 2, 1), ((2, 3), (4, 5)))),  # who cannot share goes first
+    (6, config(instances=2, rollout_tensor=2), ((0, 1), (1, 2, 1), ((2, 3), (4, 5)))),  # what cannot share goes first
     (4, config(data=2, fsdp=1), ((0, 1), (2, 1, 1), ((2,), (3,)))),
     (8, config(tensor=2), ((0, 1, 2, 3), (1, 2, 2), ((4,), (5,)))),
     (4, config(fsdp=3), ((0, 1, 2), (1, 3, 1), ((3,), (3,)))),

@@ -110,7 +110,7 @@ def test_a_download_is_whole_holds_no_code_and_is_made_once(download, tmp_path):
 
 @pytest.mark.parametrize("name, endpoint, code, why", [
     ("org/none", {}, 2, "error: model.path: the hub has no model org/none, or does not show it without HF_TOKEN"),
-    ("org/gated", {}, 2, "error: model.path: the hub gives org/gated only to those who have accepted its terms: "),
+    ("org/gated", {}, 2, "error: model.path: the hub gives org/gated only to accounts that have accepted its terms: "),
     ("org/tiny", {"endpoint": "http://127.0.0.1:9"}, 1, "error: model.path: org/tiny cannot be downloaded: "),
     ("c.py/tiny", {}, 2, "error: model.path: c.py/tiny does not exist"),
     ("models/tiny", {}, 2, "error: model.path: models/tiny does not exist"),

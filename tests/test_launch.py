@@ -102,7 +102,7 @@ def test_a_failed_change_leaves_nothing_to_trust(clone):
     local(clone)
     before = (clone / "requirements.txt").read_text()
     (clone / "requirements.txt").write_text(before + "# more\n")
-    local(clone, PIP_CODE="1")  # who knows what it changed
+    local(clone, PIP_CODE="1")  # what it changed is not known
     (clone / "requirements.txt").write_text(before)
     assert len(local(clone)[1]) == 2
 

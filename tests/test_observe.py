@@ -1,4 +1,4 @@
-"""What a run says of its groups: failures with their sample, evaluations term by term, and who waited for what."""
+"""What a run says of its groups: failures with their sample, evaluations term by term, and what waited for what."""
 
 import types
 

@@ -183,7 +183,7 @@ def test_moved_samples_go_on_to_finish():
         if isinstance(event, ev.SampleDone):
             finished.add(event.id)
 
-    for _ in range(5):  # threads decide who is behind: a run in which nobody was says nothing
+    for _ in range(5):  # threads decide which is behind: a run in which nobody was says nothing
         orchestrator, world, ups, _ = make("dora", instances=3, inflight=3.0, length=long_tailed)
         halt, _ = play(orchestrator, world, ups, [watch])
         assert halt.ok

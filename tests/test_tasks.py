@@ -133,7 +133,7 @@ def test_the_chat_template_is_the_tokenizer_s():
     section = dataclasses.replace(SUMS, template="chat")
     text = opened(section).prompt_at(0).text
     assert text.startswith("<user>") and text.endswith("<assistant>")
-    assert opened(section).prompt_at(0).uid == opened().prompt_at(0).uid  # wording does not change who it is
+    assert opened(section).prompt_at(0).uid == opened().prompt_at(0).uid  # wording does not change its identity
 
 
 def test_an_extract_that_does_not_match_is_named():

@@ -183,7 +183,7 @@ def test_head_in_chunks(expected):
 
 
 def test_causality_and_segment_isolation_by_gradients():
-    """Each position has a token of its own, so the gradient to that token's embedding says who was looked at."""
+    """Each position has a token of its own, so the gradient to that token's embedding says which were looked at."""
     cfg = dataclasses.replace(MODEL, tie_embeddings=False)
     mesh = sharding.make_mesh(jax.devices()[:1], 1, 1, 1)
     model = step.Model(cfg, mesh, jnp.float32, "none", 1.0, None)

@@ -1,4 +1,4 @@
-"""The same step where the mesh spans two processes: values of the whole batch, whoever holds them."""
+"""The same step where the mesh spans two processes: values of the whole batch, whichever process holds them."""
 
 import pytest
 

@@ -285,7 +285,7 @@ def test_deadlines_grow_with_the_bytes():
     assert deadline_s(0) == 30 and deadline_s(1 << 30) == pytest.approx(35)
 
 
-# --------------------------------------------------- who is not served
+# --------------------------------------------------- callers that are not served
 
 
 def test_a_process_of_another_run_is_given_nothing(ends, works):

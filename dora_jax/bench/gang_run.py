@@ -1,6 +1,6 @@
 """A run of many processes on this machine, watched by what its console says. Bench pages strike at it.
 
-Consumes a configuration, its overrides and a workdir, which is emptied first; produces who is up, by process id, and at
+Consumes a configuration, its overrides and a workdir, which is emptied first; produces the processes that are up, by id, and at
 the end the books of the whole run. Law: however the page ends, the run is told to stop and waited for.
 """
 

@@ -1,4 +1,4 @@
-"""Stage 4, buffer: group id -> payload, from scoring to training. Holds no rules: who is taken is decided elsewhere."""
+"""Stage 4, buffer: group id -> payload, from scoring to training. Holds no rules: what is taken is decided elsewhere."""
 
 from __future__ import annotations
 

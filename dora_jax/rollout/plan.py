@@ -292,7 +292,7 @@ class Scheduler:
         return plans
 
     def plan_prefill(self) -> PrefillCall | None:
-        """The next chunk of the longest-waiting prompts of one version, each chunk once for all who share it."""
+        """The next chunk of the longest-waiting prompts of one version, each chunk once for all samples that share it."""
         return self._prefill(self._holders())
 
     def _holders(self) -> list[Prefix | Seq]:

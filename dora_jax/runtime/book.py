@@ -110,7 +110,7 @@ class Book:
         return None
 
     def tokens(self, id: SampleId) -> tuple[np.ndarray, np.ndarray, tuple[Span, ...]]:
-        """(out_ids i32[U], logprobs f32[U], who sampled them) of a running sample; empty: it starts over."""
+        """(out_ids i32[U], logprobs f32[U], the versions that sampled them) of a running sample; empty: it starts over."""
         chunks = self.partial.get(id, [])
         spans: list[Span] = []
         for chunk in chunks:

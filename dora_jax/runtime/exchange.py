@@ -2,7 +2,7 @@
 
     facts      to `publication.Publication`: of worlds that come and go, of versions, and answers of processes
     commands   from it, each for all processes of one world; `staging.WeightHost` executes them
-    outcomes   for whoever wanted a version
+    outcomes   for the callers that wanted a version
 
 `CODEC` writes and reads those that travel.
 """

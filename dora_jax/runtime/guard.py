@@ -88,7 +88,7 @@ class Guard:
         thread.start()
 
     def _told(self, number: int, frame: Any) -> None:
-        """Interrupts what runs before the loop; a caller who asks twice interrupts the loop too."""
+        """Interrupts what runs before the loop; a second signal interrupts the loop too."""
         again, self._signal = self._signal is not None, signal.Signals(number).name
         if not self._owner if again else not self.looping:
             raise Stop(f"{self._signal}: stopped; the same command goes on from here")

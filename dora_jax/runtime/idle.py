@@ -1,6 +1,6 @@
 """What the trainer and the rollout instances waited for, and for what share of a step.
 
-Consumes the orchestrator's account of who waits after each event, and the threads' own measured waits; produces one
+Consumes the orchestrator's account of what waits after each event, and the threads' own measured waits; produces one
 phrase a role: the share is the measured one, the cause the one that held longest while the role was idle in that step.
 """
 

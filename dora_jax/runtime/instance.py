@@ -35,7 +35,7 @@ MAX_LOGPROB = 0.01  # rounding may lift one over 0
 class Spare:
     """What a life is made of, and when it is over."""
 
-    new_engine: Callable[[], Any] | None  # None: who is lost stays away
+    new_engine: Callable[[], Any] | None  # None: an instance that is lost stays away
     vocab_size: int
     hung_s: float  # one call or tick lasts so long; 0: any time
 

@@ -1,4 +1,4 @@
-"""Stage 6, publish, between worlds: who brings which version where. PURE: facts in, commands out, time is a fact.
+"""Stage 6, publish, between worlds: which world brings which version where. PURE: facts in, commands out, time is a fact.
 
     Wanted -> Propose -> Accepted* -> Offer -> Offered* -> Pull -> Staged* -> Commit, Release -> Committed* -> Loaded
                                       (from storage: Read -> Staged*)             * of every process of that world
@@ -8,7 +8,7 @@ each for all processes of one world, and outcomes: the records of exchange.py. `
 Laws: no process commits before all of its world have staged the same transfer; a transfer that fails or is late is
 aborted everywhere and its world keeps what it had, while others go on; every attempt has a key of its own, and facts
 under any other key change nothing, so that they may come twice, late, or from a world that is gone; a world serves at
-most `fanout` transfers at once, and whoever has a version serves it: replicas before the trainer; a version that is due
+most `fanout` transfers at once, and every world that has a version serves it: replicas before the trainer; a version that is due
 is waited for while its trainer is lost or storage has yet to take it.
 """
 

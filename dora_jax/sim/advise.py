@@ -1,7 +1,7 @@
 """Advice: which staleness bound, split of the chips and load suit this model, these chips and these lengths.
 
 Consumes a configuration (its mode `dora`, first row's changes included); produces the best few settings with the
-reasons: who waits on whom. A hill climb per K over (rollout instances, inflight), each point one simulation; settings
+reasons: what waits on what. A hill climb per K over (rollout instances, inflight), each point one simulation; settings
 within `NEAR` of the fastest are ordered by mean lag, because age costs learning and a few seconds do not.
 """
 
@@ -57,7 +57,7 @@ def report(config: SimConfig, progress: Callable[[str], None], versions: tuple[i
 
 
 def reason(result: Result) -> str:
-    """Who waits on whom, and what would change it."""
+    """What waits on what, and what would change it."""
     groups, rule = result.trainer[WAIT_GROUPS], result.trainer[WAIT_DEADLINE]
     idle = result.rollout[IDLE_CAPPED] + result.rollout[IDLE_TAIL]
     if rule > max(groups, IDLE_NOTICE):

@@ -1,4 +1,4 @@
-"""The table of modes: what each row of a simulation took, who waited on whom, and how that compares with the paper.
+"""The table of modes: what each row of a simulation took, what waited on what, and how that compares with the paper.
 
 Three blocks: the outcome, where the time of both roles went, and what was moved; a fourth where a row names published
 figures ("step_min", "rollout_only", "tokens_per_s"; "fitted" is 1 where parameters were fitted on that row, "misfit"

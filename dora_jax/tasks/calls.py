@@ -88,11 +88,11 @@ class Process:
                 if self._closed or attempt == START_ATTEMPTS:
                     raise
 
-    def ask(self, request: Request, timeout_s: float, who: str) -> Request:
-        """The reply. `who` is what a sentence calls the code that is asked."""
+    def ask(self, request: Request, timeout_s: float, what: str) -> Request:
+        """The reply. `what` is what a sentence calls the code that is asked."""
         sock = self._sock
         if sock is None:
-            raise NoAnswer(f"{who}: the worker is gone")
+            raise NoAnswer(f"{what}: the worker is gone")
         if os.fstat(self._noise.fileno()).st_size > NOISE_LIMIT_BYTES:
             os.ftruncate(self._noise.fileno(), 0)
         nonce = secrets.token_hex(16)
@@ -103,12 +103,12 @@ class Process:
             if reply.pop("nonce", None) != nonce:
                 raise ValueError("a reply without the request's nonce was written to the worker's own socket")
         except TimeoutError:
-            reason = kind = f"{who} took over {timeout_s:g} s"
+            reason = kind = f"{what} took over {timeout_s:g} s"
         except (EOFError, OSError):
-            kind = f"{who}: the worker {self._exit_status()}"
+            kind = f"{what}: the worker {self._exit_status()}"
             reason = kind + self._noise_tail()
         except ValueError as error:
-            reason = kind = f"{who}: {error}"
+            reason = kind = f"{what}: {error}"
         else:
             if "error" in reply:
                 raise Refused(str(reply["error"]), str(reply.get("kind", "")))

@@ -19,7 +19,7 @@ from dora_jax.tasks.prompts import Row, Wording
 
 MAX_REDRAWS = 1000  # draws in a row that meet nothing new before a dataset counts as exhausted
 MIN_TRAINING_SHARE = 0.1  # of draws that must stay outside the held-out set
-SLOW_S = 3.0  # held-out prompts that take longer are worth a line to the person who waits
+SLOW_S = 3.0  # held-out prompts that take longer are worth a line on the console
 
 _log = logging.getLogger(__name__)
 

@@ -147,7 +147,7 @@ class ScorerPool:
                     if isinstance(result, GroupFailure):
                         self._failed_lengths.extend(result.lengths)
                 self._results.put(result)
-        except Exception as error:  # handed to whoever calls next: a thread has nobody to raise to
+        except Exception as error:  # handed to the next call: a thread has no caller to raise to
             if not self._closed:
                 self._error = error
         finally:

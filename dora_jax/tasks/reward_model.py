@@ -156,7 +156,7 @@ class ModelScorer:
             self._model.compile()
             while (group := self._jobs.get()) is not None and not self._closed:
                 self._results.put(self._judged(group))
-        except Exception as error:  # handed to whoever calls next: a thread has nobody to raise to
+        except Exception as error:  # handed to the next call: a thread has no caller to raise to
             self._error = error
 
     def _judged(self, group: ScoredGroup) -> ScoredGroup | GroupFailure:

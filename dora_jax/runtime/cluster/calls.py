@@ -77,12 +77,12 @@ class Failed:
     """The process ends now; its gang with it."""
 
     error: str
-    final: bool = False  # whoever is started in its place would end over the same
+    final: bool = False  # a process started in its place would end over the same
 
 
 @record
 class Note:
-    """A sentence for the person who watches the run."""
+    """A sentence for the console of the run."""
 
     text: str
 

@@ -1,4 +1,4 @@
-"""How many rollout gangs a run has while it goes on: whoever writes a number into WORKDIR/replicas decides.
+"""How many rollout gangs a run has while it goes on: the number in WORKDIR/replicas decides.
 
 Consumes that file or object, once a second; produces `want` of each instance, the first ones first. Laws: a gang that
 is not wanted any more hands its samples over before it ends; one that is wanted again comes as any late joiner does;

@@ -5,7 +5,7 @@
 
 Consumes what its processes send; produces facts for `heard`, answers for `call`. Laws: the first sign of death ends the
 whole gang, for a world without one member only hangs; `down` comes after everything that was heard of this epoch and
-nothing comes after it; a call is answered by all processes or by none; who leaves with notice hands over first; a gang
+nothing comes after it; a call is answered by all processes or by none; a process that leaves with notice hands over first; a gang
 that an earlier controller has left is taken over whole, or ended.
 """
 
@@ -47,7 +47,7 @@ class Limits:
 
 
 class Hub:
-    """The controller's door, and who is expected there."""
+    """The controller's door, and the gangs that are expected there."""
 
     def __init__(self, ip: str, roster: Roster):
         self.roster = roster

@@ -3,8 +3,8 @@
     start -> up ... down -> start                a gang that an earlier controller has left is taken over first
 
 Consumes a launcher, and what the gang's processes say; produces `up` and `down` of each epoch. Laws: a gang has ended
-before the next one starts; restarts that come to nothing are counted; who leaves with notice counts for nothing, nor
-does who was found and does not come back.
+before the next one starts; restarts that come to nothing are counted; a gang that leaves with notice counts for nothing, nor
+does one that was found and does not come back.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Starts processes where a gang is to run, and ends them; knows nothing of what they do.
 
-Consumes a gang's name, size and epoch; produces `Started`: who they are, whether they live, how to kill them; also of
+Consumes a gang's name, size and epoch; produces `Started`: their identities, whether they live, how to kill them; also of
 those that an earlier controller has started and left.
 `Processes` runs all of them on this machine; the other launcher is on_ray.py.
 """
@@ -54,7 +54,7 @@ class Launcher(Protocol):
     def find(self, ticket: Ticket, token: bytes, hosts: int, slice_type: str,
              pids: Sequence[int]) -> Started | None:
         """The processes that an earlier controller has started for this gang and epoch; None: they are not all there,
-        and whoever was has been ended."""
+        and every process that was has been ended."""
 
     def close(self) -> None: ...
 

@@ -5,7 +5,7 @@
 
 Consumes groups and versions; produces metrics and digests: arrays never come here. Laws: a new gang is brought to where
 the lost one was (newest checkpoint that verifies, then the steps since, from the journal) before it is asked for
-anything else, so whoever calls never learns that a gang died; a version that is published is never written again.
+anything else, so a caller never learns that a gang died; a version that is published is never written again.
 """
 
 from __future__ import annotations
@@ -138,7 +138,7 @@ class RemoteTrainer:
             self.gang = None
             gang = self._ups.get()
             if isinstance(gang, RunError):
-                self._ups.put(gang)  # whoever asks next is told too
+                self._ups.put(gang)  # the next caller is told too
                 raise gang
             try:
                 self._bring(gang)

@@ -211,7 +211,7 @@ class Publisher:
             gang.tell_all(command)
 
     def _end(self, world: str, reason: str) -> None:
-        """On a thread of its own: whoever reports may hold the lock of another gang."""
+        """On a thread of its own: the reporting thread may hold the lock of another gang."""
         gang = self._gangs[world]
         threading.Thread(target=functools.partial(gang.die, reason), name="end of a gang", daemon=True).start()
 

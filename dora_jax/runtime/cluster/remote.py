@@ -32,7 +32,7 @@ NUMBERS = itertools.count(time.time_ns())  # of moves: higher than those of any 
 
 @dataclasses.dataclass
 class _Carry:
-    """KV on its way here: what takes it in, by its number or 0, and who offers it, if it is not the controller."""
+    """KV on its way here: what takes it in, by its number or 0, and the process that offers it, if not the controller."""
 
     id: SampleId
     take_in: Callable[[int], calls.Receive | calls.GoOn]

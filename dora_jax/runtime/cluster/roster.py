@@ -4,7 +4,7 @@
 
 Consumes what the keepers start and end; produces what an earlier controller has left. Laws: it is always whole; no
 gang runs that is not in it, unless the storage refuses, which is said and stops nobody; a run that ends itself removes
-it, so whoever finds none ends too.
+it, so a process that finds none ends too.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class Roster:
         self._lock = threading.Lock()
 
     def announce(self, address: str) -> None:
-        """From now on whoever was left alone may come."""
+        """From now on processes that were left alone may come."""
         self._address = address
         self._write()
 

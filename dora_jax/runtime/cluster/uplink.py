@@ -2,7 +2,7 @@
 
     joined ... the connection ends -> alone: looks for the next controller -> found -> Again -> `rejoin` -> joined
 
-Consumes the roster of the run; produces records in `inbox`, whoever sends them. Laws: alone, and until the role has
+Consumes the roster of the run; produces records in `inbox`, whichever process sends them. Laws: alone, and until the role has
 settled what the earlier controller had asked for, nothing of it is said; this process ends where the run has ended,
 where nobody comes in time, and where it is not wanted any more.
 """
