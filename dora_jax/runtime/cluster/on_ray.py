@@ -214,7 +214,7 @@ class RayGang:
 
 
 class Slices:
-    """Who is where; called by every keeper."""
+    """Which gang is on which slice; every keeper calls it."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
