@@ -1,5 +1,7 @@
 """What a hostile reward tries against the run: one attack a test, through the pool as a run has it."""
 
+import contextlib
+import os
 import subprocess
 import sys
 import time
@@ -17,7 +19,7 @@ import json, os, socket, struct, time
 def write(message, times=1):
     """On every descriptor that may be the worker's own socket."""
     body = message if isinstance(message, bytes) else json.dumps(message).encode()
-    for fd in range(3, 64):
+    for fd in range(3, 4096):
         try:
             os.write(fd, (struct.pack("!I", len(body)) + body) * times)
         except OSError:
@@ -74,7 +76,11 @@ def folder(tmp_path, monkeypatch):
     ("deep", "a frame is nested too deeply"),
 ])
 def test_a_reply_that_the_worker_did_not_write_is_no_score(opened, response, told):
-    pool = opened("hostile", reward_retries=0)
+    with contextlib.ExitStack() as files:  # the socket's number is high, as it is in a process that has many files open
+        for _ in range(100):
+            files.enter_context(open(os.devnull))
+        pool = opened("hostile", reward_retries=0)
+        pool.wait_ready()
     result = scored(pool, response)
     assert isinstance(result, GroupFailure) and result.reason.startswith(f"reward hostile: {told}")
     assert scored(pool, "fine").rewards.tolist() == [0.0]
