@@ -39,8 +39,8 @@ MAX_MOVES = 40_000
 DEATH, TWICE, KILLED = 0.03, 0.2, 0.01
 UP = {"slots": 8, "pages": 96, "page_size": 8}
 # What a duplicate of would be a second payload: no queue says one twice.
-TWICE_SAID = (ev.WeightsLoaded, ev.SampleStarted, ev.SamplesProgressed, ev.SampleCancelled, ev.SampleMoved, ev.MoveFailed,
-              ev.SampleResumed, ev.PagesReported, ev.InstanceDown)
+TWICE_SAID = (ev.WeightsLoaded, ev.SampleStarted, ev.InstanceReported, ev.SampleCancelled, ev.SampleMoved, ev.MoveFailed,
+              ev.SampleResumed, ev.InstanceDown)
 
 
 class Pipe(queue.SimpleQueue):

@@ -231,8 +231,7 @@ class Adversary:
         elif self.draw.random() < PROGRESS:
             ids = tuple(life.runs)
             tokens = tuple(self.draw.randrange(1, self.config.max_new_tokens) for _ in ids)
-            said.append(ev.SamplesProgressed(instance=i, ids=ids, tokens=tokens, life=number))
-            said.append(ev.PagesReported(instance=i, free=self.draw.randrange(64), life=number))
+            said.append(ev.InstanceReported(instance=i, free=self.draw.randrange(64), ids=ids, tokens=tokens, life=number))
         else:
             del life.runs[id]
             said.append(ev.SampleDone(id=id, instance=i, tokens=3, finish="stop", life=number))

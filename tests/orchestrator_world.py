@@ -140,8 +140,14 @@ class World(Audit):
 
     def on_clock(self) -> list[ev.Event]:
         self.at(self.shape.period_s / 2, ("clock",))
-        reports = [ev.PagesReported(instance=i, free=self.free(e), life=e.life) for i, e in self.engines.items()]
+        reports = [ev.InstanceReported(instance=i, free=self.free(e), life=e.life) for i, e in self.engines.items()]
         return [*(reports if self.shape.reports_pages else ()), ev.TimePassed(now_s=self.now_s)]
+
+    def report(self, i: int, engine: Engine) -> ev.InstanceReported:
+        runs = [run for run in engine.runs.values() if run.tokens]
+        free = self.free(engine) if self.shape.reports_pages else self.shape.pages
+        return ev.InstanceReported(instance=i, free=free, ids=tuple(run.id for run in runs),
+                                   tokens=tuple(run.tokens for run in runs), life=engine.life)
 
     def free(self, engine: Engine) -> int:
         used = sum(-(-(self.shape.prompt_tokens + run.tokens) // self.shape.page_size) for run in engine.runs.values())
@@ -196,7 +202,7 @@ class World(Audit):
         self.advance(run, self.engines[i])
         if run.tokens < run.length:
             self.schedule(run, i)
-            return [ev.SamplesProgressed(instance=i, ids=(run.id,), tokens=(run.tokens,), life=self.engines[i].life)]
+            return [self.report(i, self.engines[i])]
         del self.engines[i].runs[run.id]
         self.epoch += 1
         run.epoch = self.epoch

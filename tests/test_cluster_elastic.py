@@ -29,7 +29,7 @@ def test_a_gang_that_leaves_takes_no_token_with_it(tmp_path, hosts):
     def preempt(event, commands):
         if isinstance(event, ev.SampleStarted) and event.instance == 0:
             started.add(event.id)
-        elif isinstance(event, ev.SamplesProgressed) and started.intersection(event.ids) and not seen:
+        elif isinstance(event, ev.InstanceReported) and started.intersection(event.ids) and not seen:
             seen.append(event)
             world.hosts(0)[-1].link.send(calls.Notice(reason="SIGTERM"))
 

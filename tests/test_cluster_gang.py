@@ -107,17 +107,17 @@ def test_a_call_that_one_process_refuses_is_refused_and_all_live():
 def test_the_first_death_ends_the_gang_and_another_comes():
     with Kept(FakeLauncher(lambda host, what: None)) as kept:
         pending = kept.up().cast(calls.Publish(version=1))
-        kept.hosts()[0].link.send(ev.PagesReported(instance=0, free=7))
+        kept.hosts()[0].link.send(ev.InstanceReported(instance=0, free=7))
         eventually(lambda: len(kept.events) == 2)
         kept.hosts()[1].die()
         with pytest.raises(GangDied):
             pending.wait()
         assert kept.up(2).epoch == 2
         assert ("rollout 0", 1) in kept.launcher.killed
-        kept.hosts()[0].link.send(ev.PagesReported(instance=0, free=8))  # of the lost epoch: nobody hears it
-        kept.hosts(2)[0].link.send(ev.PagesReported(instance=0, free=9))
+        kept.hosts()[0].link.send(ev.InstanceReported(instance=0, free=8))  # of the lost epoch: nobody hears it
+        kept.hosts(2)[0].link.send(ev.InstanceReported(instance=0, free=9))
         eventually(lambda: len(kept.events) == 5)
-        free = [event.free if isinstance(event, ev.PagesReported) else event for event in kept.events]
+        free = [event.free if isinstance(event, ev.InstanceReported) else event for event in kept.events]
         assert free == ["up 1", 7, "down 1", "up 2", 9]
         with pytest.raises(GangDied):
             kept.gangs[0].call(calls.Publish(version=1))
@@ -226,7 +226,7 @@ def test_a_gang_that_is_told_to_leave_hands_over_first_and_another_comes():
         host.join()
         host.ready()
         assert isinstance(host.inbox.get(), calls.HandOver)
-        host.link.send(ev.PagesReported(instance=0, free=3))
+        host.link.send(ev.InstanceReported(instance=0, free=3))
         host.link.send(calls.Left(hosts=1))
 
     with Kept(FakeLauncher(life=life), limits=dataclasses.replace(LIMITS, restarts=0)) as kept:
@@ -235,7 +235,7 @@ def test_a_gang_that_is_told_to_leave_hands_over_first_and_another_comes():
         kept.up(2)
         kept.hosts(2)[0].link.send(calls.Notice(reason="SIGTERM"))
         kept.up(3)  # a process that leaves with notice has not come to nothing
-        assert kept.events[:4] == ["up 1", ev.PagesReported(instance=0, free=3), "down 1", "up 2"]
+        assert kept.events[:4] == ["up 1", ev.InstanceReported(instance=0, free=3), "down 1", "up 2"]
         assert kept.gangs[0].reason == "preempted: process 1 (pid 1001) was told SIGTERM"
         assert any(text.startswith("rollout 0 (epoch 1) has left: preempted") for text in kept.said)
 
@@ -251,10 +251,10 @@ def test_who_leaves_has_left_once_every_process_has_said_so():
     with Kept(FakeLauncher(life=life)) as kept:
         kept.up().leave("preempted")
         eventually(lambda: kept.gangs[0]._left == 1)
-        kept.hosts()[1].link.send(ev.PagesReported(instance=0, free=3))  # its part takes longer
+        kept.hosts()[1].link.send(ev.InstanceReported(instance=0, free=3))  # its part takes longer
         kept.hosts()[1].link.send(calls.Left(hosts=2))
         kept.up(2)
-        assert kept.events[:3] == ["up 1", ev.PagesReported(instance=0, free=3), "down 1"]
+        assert kept.events[:3] == ["up 1", ev.InstanceReported(instance=0, free=3), "down 1"]
 
 
 def test_a_gang_that_does_not_hand_over_in_time_is_ended(monkeypatch):

@@ -8,6 +8,7 @@ import pytest
 
 from dora_jax.orchestrate import events as ev
 from dora_jax.orchestrate.core import Orchestrator
+from dora_jax.orchestrate.fleet import REPORTS_A_LOOK
 from dora_jax.orchestrate.modes import OrchestratorConfig
 from dora_jax.orchestrate.view import describe
 from dora_jax.types import SampleId
@@ -87,7 +88,7 @@ def test_words_of_a_lost_instance_are_not_heard():
         ev.SampleDone(id=A, instance=0, tokens=5, finish="stop"),
         ev.WeightsLoaded(instance=0, version=0),
         ev.SampleParked(id=A, instance=0),
-        ev.PagesReported(instance=0, free=1),
+        ev.InstanceReported(instance=0, free=1),
         ev.InstanceDown(instance=0, reason="again"),
     ):
         assert brain.step(event) == ()
@@ -108,8 +109,7 @@ def test_words_of_an_earlier_life_change_nothing():
     for event in (
         ev.SampleDone(id=A, instance=0, tokens=5, finish="stop"),
         ev.SampleResumed(id=A, instance=0),
-        ev.SamplesProgressed(instance=0, ids=(A,), tokens=(9,)),
-        ev.PagesReported(instance=0, free=0),
+        ev.InstanceReported(instance=0, free=0, ids=(A,), tokens=(9,)),
         ev.WeightsLoaded(instance=0, version=0),
         ev.InstanceDown(instance=0, reason="heard of it late"),
         up(0),
@@ -157,6 +157,7 @@ def test_what_is_said_twice_counts_once():
         (ev.WeightsLoaded(instance=0, version=3), "instance 0 loaded version 3"),
         (ev.SampleStarted(id=A, instance=0, version=2), "started at version 2"),
         (ev.SampleCancelled(id=A, reason="?"), "cancelled without a command"),
+        (ev.InstanceReported(instance=0, free=9, ids=(A, B), tokens=(3,)), "instance 0 reports 1 counts of 2 samples"),
     ],
 )
 def test_a_fact_that_contradicts_a_command_raises(event, message):
@@ -261,3 +262,19 @@ def test_resume_state_after_a_published_step():
     again = Orchestrator(again.state.config, **brain.resume_state())
     (start,) = ready(again)
     assert [id.group_id for id in start.ids] == [0, 0, 1, 1, 2, 2]
+
+
+def test_reports_are_told_when_a_decision_looks_and_reservations_follow_after_some():
+    brain = make(max_new_tokens=512, expected_new_tokens=16)
+    ready(brain)
+    begin(brain, A, B)
+    fleet, host = brain.state.fleet, brain.state.fleet.hosts[0]
+    reserved = host.pages_used
+    for n in range(1, REPORTS_A_LOOK):
+        brain.step(ev.InstanceReported(instance=0, free=8, ids=(A, B), tokens=(50 * n, n)))
+        assert brain.state.unit(A).tokens == 0 and host.tokens == 51 * n and host.pages_used == reserved
+    assert {u.id: u.tokens for u in fleet.settle(host) if u.tokens} == {A: 50 * n, B: n}
+    brain.step(ev.InstanceReported(instance=0, free=8))  # none has grown
+    assert brain.state.unit(A).tokens == 50 * n
+    brain.step(ev.InstanceReported(instance=0, free=8, ids=(A,), tokens=(400,)))
+    assert host.pages_used > reserved and brain.state.unit(A).tokens == 400

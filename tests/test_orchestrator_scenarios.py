@@ -78,6 +78,8 @@ class Body:
         self.config: dict = {}
         self.answers: set[str] = set()
         self.lives: dict[int, int] = {}
+        self.tokens: dict[SampleId, int] = {}
+        self.free: dict[int, int] = {}
         self._brain: Orchestrator | None = None
 
     @property
@@ -139,9 +141,13 @@ class Body:
             yield ev.SampleStarted(id=id, instance=unit.instance, version=unit.version, life=self.lives[unit.instance])
 
     def _progress(self, text, tokens):
-        for id in ids(text):
-            i = self.brain.state.unit(id).instance
-            yield ev.SamplesProgressed(instance=i, ids=(id,), tokens=(int(tokens),), life=self.lives[i])
+        """Each instance reports all that it runs."""
+        self.tokens |= dict.fromkeys(ids(text), int(tokens))
+        for i, host in self.brain.state.fleet.hosts.items():
+            if host.units.keys() & set(ids(text)):
+                known = [id for id in host.units if id in self.tokens]
+                yield ev.InstanceReported(instance=i, free=self.free.get(i, host.pages), ids=tuple(known),
+                                          tokens=tuple(self.tokens[id] for id in known), life=self.lives[i])
 
     def _done(self, text, tokens=24):
         for id in ids(text):
@@ -184,7 +190,8 @@ class Body:
             yield ev.SampleCancelled(id=id, reason="asked for")
 
     def _pages(self, instance, free):
-        yield ev.PagesReported(instance=int(instance), free=int(free), life=self.lives[int(instance)])
+        self.free[int(instance)] = int(free)
+        yield ev.InstanceReported(instance=int(instance), free=int(free), life=self.lives[int(instance)])
 
     def _time(self, now_s):
         yield ev.TimePassed(now_s=float(now_s))

@@ -15,9 +15,9 @@ from dora_jax.config import RolloutSection
 from dora_jax.rollout.oracle import OracleEngine
 from dora_jax.runtime.local import LocalWorld
 from dora_jax.runtime.loop import run
-from dora_jax.runtime.workers import InstanceWorker, StepDone, TrainerWorker
+from dora_jax.runtime.workers import Finished, InstanceWorker, StepDone, TrainerWorker, report_period_s
 from dora_jax.tasks.prompts import PromptTooLong
-from dora_jax.types import RENEWAL, Prompt, ScoredGroup, is_eval
+from dora_jax.types import RENEWAL, Prompt, SampleId, ScoredGroup, is_eval
 
 P, G, STEPS = 4, 4, 6
 SECTION = presets.on_cpu(RolloutSection(slots=8, pages=96, page_size=8, max_prompt_tokens=8, max_new_tokens=64, decode_steps=4))
@@ -213,3 +213,19 @@ def test_an_error_in_a_worker_ends_the_run_with_its_role():
     weights.held.clear()
     with pytest.raises(RuntimeError, match=r"rollout \d failed: version 0 was dropped"):
         play(orchestrator, world, ups)
+
+
+def test_an_instance_says_how_far_all_its_samples_are_in_one_report():
+    outbox = queue.SimpleQueue()
+    worker = InstanceWorker(0, OracleEngine(SECTION, length=lambda v, g, i, limit: 6 + 6 * i), Weights(), outbox, report_s=0.0)
+    worker.load(0, None)
+    for i in range(2):
+        worker.submit(SampleId(0, i), Task().prompt_at(0), 0)
+    while worker.busy:
+        worker.work()
+    said = [outbox.get() for _ in range(outbox.qsize())]
+    reports = [item for item in said if isinstance(item, ev.InstanceReported)]
+    ended = said.index(next(item for item in said if isinstance(item, Finished)))
+    assert any(len(r.ids) == 2 for r in reports) and all(len(r.ids) == len(r.tokens) for r in reports)
+    assert all(SampleId(0, 0) not in r.ids for r in said[ended:] if isinstance(r, ev.InstanceReported))
+    assert report_period_s(2) == 0.1 and report_period_s(10_000) == 1.0

@@ -1,191 +1,324 @@
-"""Events a second and the slowest single step of the orchestrator, with every slot of a fleet busy.
+"""What share of one core the orchestrator takes in front of a fleet at work, in real time: its events, reports, ends, moves,
+deaths, its snapshots and the cycle collector.
 
-    python -m dora_jax.bench.orchestrator [--instances=100,1000,10000] [--mode=dora] [--steps=2]
+    python -m dora_jax.bench.orchestrator [--instances=10000] [--seconds=60] [--residents=1] [--updates=4]
 
-A driver without time answers each command at once and ends samples in random order (fixed seed): all samples of a
-fleet of `instances` x 100 slots run, groups are scored as they end, each training step ends after half of the next
-one's groups are done. Only `Orchestrator.step` is timed, in CPU time of its thread, so that neighbours on the machine
-do not show. The fleet fills before the clock starts; the slowest step of the fill has a column of its own.
+A body in virtual time: 100 slots an instance, log-normal answers of 3,000 tokens on average (sigma 1, at most 12,000) at 30
+tokens/s: at a million live samples 10,000 start and as many end in a second. Every instance reports once in `report_s`,
+one is lost every `mtbf_s` of instance time, and a step takes a quarter of the groups that run. The fleet works for
+`warm_s` first, without reports until the last seconds. Timed is the CPU of the thread in `Orchestrator.step`; the share
+is that by the virtual time that went by. `codec` adds what a controller's journal and wire do with the same facts.
 """
 
 from __future__ import annotations
 
 import argparse
+import collections
+import cProfile
+import dataclasses
 import gc
+import heapq
+import itertools
+import pstats
 import random
+import resource
+import sys
 import time
-from collections import deque
+from collections.abc import Callable, Iterator
+from typing import Any
 
 from dora_jax.orchestrate import events as ev
 from dora_jax.orchestrate.core import Orchestrator
 from dora_jax.orchestrate.modes import OrchestratorConfig
+from dora_jax.runtime.book import CODEC
+from dora_jax.runtime.loop import quiet_collector
 from dora_jax.types import SampleId
 
-SLOTS = 100
-GROUP_SIZE = 16
-IN_FLIGHT = 1.25
-TOKENS = 256  # of every sample; it says so twice before it ends
+SLOTS, GROUP_SIZE, IN_FLIGHT, STEPS_IN_FLIGHT, VERSIONS = 100, 16, 15.0, 4, 16
+SIGMA, MU, MAX_TOKENS, TOKENS_PER_S = 1.0, 7.59, 12_000, 30.0  # a mean of 3,000
+PROMPT_TOKENS, PAGE_SIZE, PAGES = 512, 64, 100 * 120
+LOAD_S, MOVE_S, SCORE_S, STEP_S, BACK_S, BEGIN_S, PARK_S, CLOCK_S = 2.0, 0.2, 0.5, 20.0, 60.0, 0.05, 0.02, 0.1
+LENGTHS = 1 << 16
+REPORTS_BEFORE_S = 10.0  # the clock starts
 
 
-class Fleet:
-    """Answers commands; ends running samples one by one."""
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Options:
+    instances: int = 10_000
+    seconds: float = 60.0  # of the fleet, timed
+    warm_s: float = 200.0  # of the fleet, before that
+    residents: int = 1  # versions an instance holds (R)
+    updates: int = 4  # parts of a step
+    mode: str = "dora"
+    report_s: float = 1.0
+    mtbf_s: float = 100_000.0  # of one instance; 0: none is lost
+    codec: bool = False  # what journal and wire cost, too
+    profile: int = 0  # so many functions that take most
 
-    def __init__(self, instances: int, mode: str, steps: int, seed: int):
-        self.groups = max(1, int(instances * SLOTS / GROUP_SIZE / IN_FLIGHT))
-        self.config = OrchestratorConfig(
-            mode=mode, groups_per_step=self.groups, group_size=GROUP_SIZE, total_steps=steps, inflight=IN_FLIGHT,
-            max_prompt_tokens=64, max_new_tokens=TOKENS, rebalance_period_s=10.0,
-        )  # fmt: skip
-        self.brain = Orchestrator(self.config)
-        self.random = random.Random(seed)
-        self.facts: deque[ev.Event] = deque()
-        self.running: list[SampleId] = []
-        self.place: dict[SampleId, list] = {}  # sample -> [instance, index in running, progress reports so far]
+
+class Cost:
+    """CPU of this thread by kind of event, and the collector's passes."""
+
+    def __init__(self) -> None:
+        self.step_ns: collections.Counter[str] = collections.Counter()
+        self.events: collections.Counter[str] = collections.Counter()
+        self.worst = (0, "")
+        self.encode_ns = self.decode_ns = self.bytes = 0
+        self.collector_ns = self.passes = 0
+        self._began_ns = 0
+
+    def step(self, name: str, took_ns: int) -> None:
+        self.step_ns[name] += took_ns
+        self.events[name] += 1
+        if took_ns > self.worst[0]:
+            self.worst = took_ns, name
+
+    def codec(self, event: ev.Event) -> None:
+        began = time.thread_time_ns()
+        data = CODEC.encode(event)
+        encoded = time.thread_time_ns()
+        CODEC.decode(data)
+        self.encode_ns += encoded - began
+        self.decode_ns += time.thread_time_ns() - encoded
+        self.bytes += len(data)
+
+    def collected(self, phase: str, info: dict[str, int]) -> None:
+        if phase == "start":
+            self._began_ns = time.thread_time_ns()
+        else:
+            self.collector_ns += time.thread_time_ns() - self._began_ns
+            self.passes += 1
+
+
+class Body:
+    """Answers commands in virtual time."""
+
+    def __init__(self, options: Options, seed: int = 0):
+        self.options, self.draw = options, random.Random(seed)
+        self.brain = Orchestrator(_config(options))
+        self.cost = Cost()
+        self.lengths = [min(MAX_TOKENS, 1 + int(self.draw.lognormvariate(MU, SIGMA))) for _ in range(LENGTHS)]
+        self.now = 0.0
+        self.heap: list[tuple[float, int, Callable, tuple]] = []
+        self.count = itertools.count()
+        # of each instance: sample -> tokens that it would have had at time 0
+        self.runs: list[dict[SampleId, float]] = [{} for _ in range(options.instances)]
+        self.lives = [0] * options.instances
+        self.sampled: dict[SampleId, float] = {}  # of samples that run nowhere
         self.left: dict[int, int] = {}
-        self.training: int | None = None
-        self.trained_after = 0
-        self.now_s = 0.0
-        self.halted = False
-        self.times: dict[str, list[int]] = {}
-        for i in range(instances):
-            self.facts.append(ev.InstanceUp(instance=i, slots=SLOTS, pages=SLOTS * 20, page_size=16))
+        self.batch = 0
+        for i in range(options.instances):
+            self.at(0.0, self.up, i)
+            self.at(max(0.0, options.warm_s - REPORTS_BEFORE_S) + self.draw.random() * options.report_s, self.report, i)
+        self.at(0.0, self.clock)
 
-    def run(self, events: int | None) -> int:
-        """Feed up to `events` events (None: until the run halts); returns how many."""
-        fed = 0
-        while not self.halted and (events is None or fed < events):
-            event = self.facts.popleft() if self.facts else self._next()
-            if event is None:
-                break
-            began = time.thread_time_ns()
-            commands = self.brain.step(event)
-            self.times.setdefault(type(event).__name__, []).append(time.thread_time_ns() - began)
-            fed += 1
-            for command in commands:
-                getattr(self, "_" + type(command).__name__.lower())(command)
-        return fed
+    def run(self, until_s: float) -> None:
+        while self.heap[0][0] <= until_s:
+            self.now, _, call, args = heapq.heappop(self.heap)
+            call(*args)
 
-    def _next(self) -> ev.Event | None:
-        """The next fact of a body in which everything that was asked for has happened."""
-        if self.training is not None and (self.trained_after <= 0 or not self.running):
-            version, self.training = self.training, None
-            return ev.StepPublished(version=version)
-        if not self.running:
-            return None
-        id = self.running[self.random.randrange(len(self.running))]
-        row = self.place[id]
-        row[2] += 1
-        if row[2] < 3:
-            return ev.SamplesProgressed(instance=row[0], ids=(id,), tokens=(TOKENS * row[2] // 3,))
-        self._drop(id)
-        self._ended(id)
-        self.now_s += 60.0 / (self.groups * GROUP_SIZE)
-        if self.random.random() < 0.01:
-            self.facts.append(ev.TimePassed(now_s=self.now_s))
-        return ev.SampleDone(id=id, instance=row[0], tokens=TOKENS, finish="stop")
+    def at(self, delay_s: float, call: Callable, *args: Any) -> None:
+        heapq.heappush(self.heap, (self.now + delay_s, next(self.count), call, args))
 
-    def _drop(self, id: SampleId) -> None:
-        index = self.place.pop(id)[1]
-        last = self.running.pop()
-        if last != id:
-            self.running[index] = last
-            self.place[last][1] = index
+    def tell(self, event: ev.Event) -> None:
+        if self.options.codec:
+            self.cost.codec(event)
+        began = time.thread_time_ns()
+        commands = self.brain.step(event)
+        self.cost.step(type(event).__name__, time.thread_time_ns() - began)
+        for command in commands:
+            self._COMMANDS[type(command)](self, command)
 
-    def _ended(self, id: SampleId) -> None:
+    # ------------------------------------------------------------------ facts
+
+    def clock(self) -> None:
+        self.at(CLOCK_S, self.clock)
+        self.tell(ev.TimePassed(now_s=self.now))
+
+    def up(self, i: int) -> None:
+        self.lives[i] += 1
+        if self.options.mtbf_s:
+            self.at(self.draw.expovariate(1 / self.options.mtbf_s), self.down, i, self.lives[i])
+        self.tell(ev.InstanceUp(instance=i, slots=SLOTS, pages=PAGES, page_size=PAGE_SIZE, residents=self.options.residents,
+                                life=self.lives[i]))
+
+    def down(self, i: int, life: int) -> None:
+        runs, self.runs[i] = self.runs[i], {}
+        self.sampled |= {id: self.tokens(zero) for id, zero in runs.items()}
+        self.at(BACK_S, self.up, i)
+        self.tell(ev.InstanceDown(instance=i, reason="lost", life=life))
+
+    def report(self, i: int) -> None:
+        self.at(self.options.report_s, self.report, i)
+        if runs := self.runs[i]:
+            now_tokens = self.now * TOKENS_PER_S
+            tokens = tuple([int(now_tokens + zero) for zero in runs.values()])
+            free = max(0, PAGES - (sum(tokens) + len(runs) * PROMPT_TOKENS) // PAGE_SIZE)
+            self.tell(ev.InstanceReported(instance=i, free=free, ids=tuple(runs), tokens=tokens, life=self.lives[i]))
+
+    def tokens(self, zero: float) -> float:
+        return self.now * TOKENS_PER_S + zero
+
+    def done(self, i: int, life: int, id: SampleId, zero: float) -> None:
+        if self.runs[i].get(id) != zero or self.lives[i] != life:
+            return
+        del self.runs[i][id]
         self.left[id.group_id] -= 1
         if not self.left[id.group_id]:
             del self.left[id.group_id]
-            self.facts.append(ev.GroupScored(group_id=id.group_id, trainable=self.random.random() > 0.02))
-            self.trained_after -= 1
+            self.at(SCORE_S, self.tell, ev.GroupScored(group_id=id.group_id, trainable=self.draw.random() > 0.02))
+        self.tell(ev.SampleDone(id=id, instance=i, tokens=self.length(id), finish="stop", life=life))
 
-    def _start(self, command: ev.Start) -> None:
+    def length(self, id: SampleId) -> int:
+        return self.lengths[hash(id) % LENGTHS]
+
+    def place(self, i: int, id: SampleId, sampled: float) -> None:
+        length = self.length(id)
+        if self.now < 2 * LOAD_S:  # the first samples are somewhere in their answers
+            sampled = self.draw.random() * length
+        zero = self.runs[i][id] = sampled - self.now * TOKENS_PER_S
+        self.at(max(0.0, length - sampled) / TOKENS_PER_S, self.done, i, self.lives[i], id, zero)
+
+    # ------------------------------------------------------------------ commands
+
+    def start(self, command: ev.Start) -> None:
+        i, life = command.instance, self.lives[command.instance]
         for id in command.ids:
             self.left.setdefault(id.group_id, GROUP_SIZE)
-            self.place[id] = [command.instance, len(self.running), 0]
-            self.running.append(id)
-            self.facts.append(ev.SampleStarted(id=id, instance=command.instance, version=command.version))
+            self.place(i, id, 0.0)
+            self.at(BEGIN_S, self.tell, ev.SampleStarted(id=id, instance=i, version=command.version, life=life))
 
-    def _loadweights(self, command: ev.LoadWeights) -> None:
-        self.facts.append(ev.WeightsLoaded(instance=command.instance, version=command.version))
-
-    def _move(self, command: ev.Move) -> None:
+    def resume(self, command: ev.Resume) -> None:
+        i, life = command.instance, self.lives[command.instance]
         for id in command.ids:
-            self.place[id][0] = command.dst
-            self.facts.append(ev.SampleMoved(id=id, src=command.src, dst=command.dst, attempt=command.attempt))
+            self.place(i, id, self.sampled.pop(id, 0.0))
+            self.at(BEGIN_S, self.tell, ev.SampleResumed(id=id, instance=i, life=life))
 
-    def _park(self, command: ev.Park) -> None:
+    def load(self, command: ev.LoadWeights) -> None:
+        i = command.instance
+        self.at(LOAD_S, self.tell, ev.WeightsLoaded(instance=i, version=command.version, life=self.lives[i]))
+
+    def move(self, command: ev.Move) -> None:
+        way = {"src": command.src, "dst": command.dst, "attempt": command.attempt}
         for id in command.ids:
-            self._drop(id)
-            self.facts.append(ev.SampleParked(id=id, instance=command.instance))
+            zero = self.runs[command.src].pop(id, None)
+            if zero is not None:
+                self.at(MOVE_S, self.moved, ev.SampleMoved(id=id, **way), self.tokens(zero), self.lives[command.dst])
+            else:
+                self.at(0.0, self.tell, ev.MoveFailed(id=id, **way, reason="finished"))
 
-    def _resume(self, command: ev.Resume) -> None:
+    def moved(self, event: ev.SampleMoved, sampled: float, life: int) -> None:
+        if self.lives[event.dst] == life:
+            self.place(event.dst, event.id, sampled)
+        else:
+            self.sampled[event.id] = sampled
+        self.tell(event)
+
+    def park(self, command: ev.Park) -> None:
+        i, life = command.instance, self.lives[command.instance]
         for id in command.ids:
-            self.place[id] = [command.instance, len(self.running), 0]
-            self.running.append(id)
-            self.facts.append(ev.SampleResumed(id=id, instance=command.instance))
+            zero = self.runs[i].pop(id, None)
+            if zero is not None:
+                self.sampled[id] = self.tokens(zero)
+                self.at(PARK_S, self.tell, ev.SampleParked(id=id, instance=i, life=life))
 
-    def _cancel(self, command: ev.Cancel) -> None:
-        for id in command.ids:
-            if id in self.place:
-                self._drop(id)
-                self.left.pop(id.group_id, None)
-                self.facts.append(ev.SampleCancelled(id=id, reason=command.reason))
+    def train(self, command: ev.Train) -> None:
+        self.batch += len(command.group_ids)
+        if self.batch == self.brain.state.config.groups_per_step:
+            self.batch = 0
+            self.at(STEP_S, self.tell, ev.StepPublished(version=command.base_version + 1))
 
-    def _train(self, command: ev.Train) -> None:
-        self.training = command.base_version + 1
-        self.trained_after = self.groups // 2
+    def nothing(self, command: ev.Retire) -> None:
+        """Weights take no room here."""
 
-    def _retire(self, command: ev.Retire) -> None:
-        pass
-
-    def _halt(self, command: ev.Halt) -> None:
-        assert command.ok, command.reason
-        self.halted = True
+    _COMMANDS = {ev.Start: start, ev.Resume: resume, ev.LoadWeights: load, ev.Move: move, ev.Park: park, ev.Train: train,
+                 ev.Retire: nothing}  # fmt: skip
 
 
-def measure(instances: int, mode: str, steps: int) -> dict[str, object]:
-    gc.disable()  # the orchestrator leaves no reference cycles behind; a controller of this size runs without
-    fleet = Fleet(instances, mode, steps, seed=0)
-    fleet.run(instances * (2 + SLOTS))  # instances up, weights loaded, every slot taken
-    filled = {name: max(values) for name, values in fleet.times.items()}
-    fleet.times = {}
-    events = fleet.run(None)
-    every = sorted(t for values in fleet.times.values() for t in values)
-    name, worst = max(((name, max(values)) for name, values in fleet.times.items()), key=lambda item: item[1])
-    summary = fleet.brain.summary()
-    return {
-        "instances": instances,
-        "events": events,
-        "median_us": every[len(every) // 2] / 1e3,
-        "mean_us": sum(every) / len(every) / 1e3,
-        "p99_us": every[len(every) * 99 // 100] / 1e3,
-        "worst_ms": worst / 1e6,
-        "worst_event": name,
-        "fill_worst_ms": max(filled.values()) / 1e6,
-        "events_per_s": len(every) / (sum(every) / 1e9),
-        "moves": summary["moves"],
-        "reloads": summary["reloads"],
-        "by_event": {k: (len(v), sorted(v)[len(v) // 2] / 1e3, max(v) / 1e6) for k, v in fleet.times.items()},
-    }
+def measure(options: Options) -> Body:
+    """The fleet after its time; `cost` is of the timed part."""
+    body = Body(options)
+    with quiet_collector():
+        body.run(options.warm_s)
+        cost = body.cost = Cost()
+        gc.callbacks.append(cost.collected)
+        with _profile(options.profile):
+            body.run(options.warm_s + options.seconds)
+        gc.callbacks.remove(cost.collected)
+    return body
+
+
+def report(body: Body) -> Iterator[str]:
+    options, cost, summary = body.options, body.cost, body.brain.summary()
+    seconds, live = options.seconds, sum(map(len, body.runs))
+    steps_ns, events = sum(cost.step_ns.values()), sum(cost.events.values())
+    share = {"events": steps_ns, "the collector": cost.collector_ns}
+    yield (f"{options.instances:,} instances, {live:,} live samples, R = {options.residents}, {options.updates} parts, "
+           f"{seconds:.0f} s of the fleet: {sum(share.values()) / 1e9 / seconds:.1%} of one core ("
+           f"{', '.join(f'{name} {ns / 1e9 / seconds:.1%}' for name, ns in share.items())})")
+    yield (f"    {events / seconds:,.0f} events/s of {events / max(1, steps_ns) * 1e9:,.0f} that one core takes; slowest step "
+           f"{cost.worst[0] / 1e6:.1f} ms ({cost.worst[1]}); {cost.passes} passes of the collector")
+    yield (f"    base {summary['base']}, {len(summary['versions'])} versions, moves {summary['moves']}, reloads "
+           f"{summary['reloads']}, dropped {summary['dropped']}")
+    yield (f"    the orchestrator's memory {_bytes(body.brain) / max(1, live):,.0f} bytes a live sample; the process with its "
+           f"fleet {resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20:.2f} GiB")
+    for name, n in sorted(cost.events.items()):
+        ns = cost.step_ns[name]
+        yield f"    {name:<18} {n / seconds:>9,.0f}/s {ns / 1e3 / n:>9.1f} us {ns / 1e9 / seconds:>7.1%}"
+    if options.codec:
+        yield (f"    journal and wire: {cost.bytes / seconds / 1e6:.1f} MB/s, to write them {cost.encode_ns / 1e9 / seconds:.1%}, "
+               f"to read them {cost.decode_ns / 1e9 / seconds:.1%} of one core")
+
+
+# ---------------------------------------------------------------- private
+
+
+def _config(options: Options) -> OrchestratorConfig:
+    groups = options.instances * SLOTS // GROUP_SIZE // STEPS_IN_FLIGHT
+    return OrchestratorConfig(
+        mode=options.mode, groups_per_step=max(1, groups // options.updates) * options.updates, group_size=GROUP_SIZE,
+        total_steps=1000, inflight=IN_FLIGHT, updates=options.updates, max_versions=VERSIONS,
+        max_prompt_tokens=PROMPT_TOKENS, max_new_tokens=MAX_TOKENS, expected_new_tokens=3000, rebalance_period_s=10.0)
+
+
+class _profile:
+    """Prints the functions that took most of what is run inside."""
+
+    def __init__(self, functions: int):
+        self._functions, self._profile = functions, cProfile.Profile(time.thread_time)
+
+    def __enter__(self) -> None:
+        if self._functions:
+            self._profile.enable()
+
+    def __exit__(self, *error: object) -> None:
+        self._profile.disable()
+        if self._functions:
+            pstats.Stats(self._profile).sort_stats("tottime").print_stats("orchestrate", self._functions)
+
+
+def _bytes(brain: Orchestrator) -> int:
+    """Everything that the orchestrator's state holds."""
+    seen, found, total = {id(brain.state.config)}, [brain.state], 0
+    while found:
+        item = found.pop()
+        if id(item) in seen or isinstance(item, type):
+            continue
+        seen.add(id(item))
+        total += sys.getsizeof(item)
+        found += gc.get_referents(item)
+    return total
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--instances", default="100,1000,10000")
-    parser.add_argument("--mode", default="dora")
-    parser.add_argument("--steps", type=int, default=2)
-    parser.add_argument("--by_event", action="store_true", help="a line for each kind of event")
-    args = parser.parse_args()
-    columns = ("instances", "events", "median_us", "mean_us", "p99_us", "worst_ms", "worst_event", "fill_worst_ms",
-               "events_per_s", "moves", "reloads")  # fmt: skip
-    print("  ".join(f"{c:>13}" for c in columns))
-    for count in (int(n) for n in args.instances.split(",")):
-        row = measure(count, args.mode, args.steps)
-        cells = (f"{row[c]:.1f}" if isinstance(row[c], float) else str(row[c]) for c in columns)
-        print("  ".join(f"{cell:>13}" for cell in cells), flush=True)
-        if args.by_event:
-            for name, (n, median_us, worst_ms) in sorted(row["by_event"].items()):
-                print(f"    {name:<16} {n:>9} events, median {median_us:7.1f} us, slowest {worst_ms:8.2f} ms")
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    for field in dataclasses.fields(Options):
+        if field.type == "bool":
+            parser.add_argument(f"--{field.name}", action="store_true")
+        else:
+            parser.add_argument(f"--{field.name}", type=type(field.default), default=field.default)
+    for line in report(measure(Options(**vars(parser.parse_args())))):
+        print(line)
 
 
 if __name__ == "__main__":

@@ -77,7 +77,7 @@ def _weights(s: State, demand: dict[Version, int]) -> dict[Version, int]:
     tokens = dict.fromkeys(demand, 0)
     for host in s.fleet.hosts.values():
         if host.serving in tokens:
-            tokens[host.serving] += sum(host.reported.values())
+            tokens[host.serving] += host.tokens
     of_mean = s.decisions.kv_weight / max(1.0, s.fleet.mean_tokens)
     return {version: samples + round(of_mean * tokens[version]) for version, samples in demand.items()}
 

@@ -54,16 +54,6 @@ class SampleStarted:
 
 
 @record
-class SamplesProgressed:
-    """Tokens sampled so far, of samples that run on an instance; the payload stays in the engine."""
-
-    instance: InstanceId
-    ids: tuple[SampleId, ...]
-    tokens: tuple[int, ...]
-    life: int = 0
-
-
-@record
 class SampleDone:
     id: SampleId
     instance: InstanceId
@@ -131,9 +121,14 @@ class StepPublished:
 
 
 @record
-class PagesReported:
+class InstanceReported:
+    """How far an instance is, once a period: every sample that it runs and that has a token, or none of them where none
+    has grown since its last report. The tokens themselves stay in the engine."""
+
     instance: InstanceId
-    free: int
+    free: int  # KV pages, evictable prefixes included
+    ids: tuple[SampleId, ...] = ()
+    tokens: tuple[int, ...] = ()  # sampled so far, of each
     life: int = 0
 
 
@@ -143,9 +138,8 @@ class TimePassed:
 
 
 Event = (
-    InstanceUp | InstanceDown | WeightsLoaded | SampleStarted | SamplesProgressed | SampleDone
-    | SampleCancelled | SampleMoved | MoveFailed | SampleParked | SampleResumed | GroupScored | GroupFailed | StepPublished
-    | PagesReported | TimePassed
+    InstanceUp | InstanceDown | WeightsLoaded | SampleStarted | SampleDone | SampleCancelled | SampleMoved | MoveFailed
+    | SampleParked | SampleResumed | GroupScored | GroupFailed | StepPublished | InstanceReported | TimePassed
 )
 
 # -------------------------------------------------------------- commands

@@ -60,8 +60,10 @@ def weights_loaded(s: State, event: ev.WeightsLoaded) -> None:
     s.due.retire = True
 
 
-def pages_reported(s: State, event: ev.PagesReported) -> None:
+def instance_reported(s: State, event: ev.InstanceReported) -> None:
     host = s.fleet.hosts[event.instance]
+    if event.ids:
+        s.fleet.reported(host, event.ids, event.tokens)
     host.free_reported = event.free
     if event.free < s.config.kv_pressure * host.pages and host.units:
         host.pressed = True
@@ -89,10 +91,6 @@ def sample_started(s: State, event: ev.SampleStarted) -> None:
         s.ledger.running(group.id)
     group.started = True
     _runs(s, unit)
-
-
-def samples_progressed(s: State, event: ev.SamplesProgressed) -> None:
-    s.fleet.progressed(s.fleet.hosts[event.instance], event.ids, event.tokens)
 
 
 def sample_done(s: State, event: ev.SampleDone) -> None:
@@ -206,10 +204,9 @@ COMMIT = {
     ev.InstanceUp: instance_up,
     ev.InstanceDown: instance_down,
     ev.WeightsLoaded: weights_loaded,
-    ev.PagesReported: pages_reported,
+    ev.InstanceReported: instance_reported,
     ev.TimePassed: time_passed,
     ev.SampleStarted: sample_started,
-    ev.SamplesProgressed: samples_progressed,
     ev.SampleDone: sample_done,
     ev.SampleCancelled: sample_cancelled,
     ev.SampleMoved: sample_moved,

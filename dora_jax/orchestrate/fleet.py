@@ -16,7 +16,10 @@ LENGTHS_KNOWN = 32
 # Instances that are asked for a version's weights before the store is.
 PEER_LOOKS = 4
 
-NO_BOUND = 1 << 60
+# Reports of an instance after which what its samples have outgrown is reserved: an estimate does not get better by a look
+# at every sample each time.
+REPORTS_A_LOOK = 8
+
 PENDING = "pending"  # waits for its first slot
 STARTING, RUNNING, MOVING, PARKING, RESUMING = "starting", "running", "moving", "parking", "resuming"
 STEADY, CLEARING, LOADING = "steady", "clearing", "loading"  # of a host's weights
@@ -67,6 +70,9 @@ class Group:
         self.units: list[Unit | None] = [Unit(self, i) for i in range(samples)]
 
 
+NOTHING: tuple[tuple[SampleId, ...], tuple[int, ...]] = ((), ())
+
+
 class Host:
     """One life of an instance that is up.
 
@@ -76,7 +82,7 @@ class Host:
 
     __slots__ = (
         "coming", "counts", "free_reported", "id", "incoming", "leaving", "life", "page_size", "pages", "pages_used",
-        "phase", "pressed", "reported", "residents", "room_tokens", "slots", "speed", "units", "versions",
+        "phase", "pressed", "report", "reports", "residents", "slots", "speed", "tokens", "units", "versions",
     )  # fmt: skip
 
     def __init__(self, id: InstanceId, life: int, slots: int, pages: int, page_size: int, residents: int,
@@ -95,8 +101,9 @@ class Host:
         self.units: dict[SampleId, Unit] = {}
         self.counts: dict[Version, int] = {}  # samples by version, incoming moves included
         self.pages_used = 0
-        self.reported: dict[SampleId, int] = {}  # tokens of its units; `settle` tells them
-        self.room_tokens = NO_BOUND  # none of its samples needs more pages than are reserved before it has so many
+        self.report: tuple[tuple[SampleId, ...], tuple[int, ...]] = NOTHING  # ids and tokens that units were not told
+        self.reports = 0
+        self.tokens = 0  # of all its samples, in its last report
         self.incoming = 0
         self.free_reported = pages
         self.pressed = False  # short of pages: starts nothing until enough are free
@@ -177,57 +184,56 @@ class Fleet:
             return False
         return host.pages_used + self.page_need(host, tokens) <= host.pages
 
-    def progressed(self, host: Host, ids: tuple[SampleId, ...], tokens: tuple[int, ...]) -> None:
-        """What samples of the host have by now. Units are told when a decision looks at them (`settle`), or when one of
-        them has outgrown its pages: most reports are followed by another one first."""
-        host.reported.update(zip(ids, tokens, strict=True))
-        if len(host.reported) > len(host.units):  # what left before this was heard
-            host.reported = {id: host.reported[id] for id in host.units}
-        if tokens and max(tokens) > host.room_tokens:
+    def reported(self, host: Host, ids: tuple[SampleId, ...], tokens: tuple[int, ...]) -> None:
+        """What the samples of the host have by now. Units are told when a decision looks at them (`settle`): most reports
+        are followed by another one first."""
+        host.report, host.tokens = (ids, tokens), sum(tokens)
+        host.reports += 1
+        if not host.reports % REPORTS_A_LOOK:
             self._raise(host)
 
     def _raise(self, host: Host) -> None:
         """Raise the reservations of samples that have outgrown theirs."""
-        size, prompt, least = host.page_size, self.prompt_tokens, NO_BOUND
+        size, prompt = host.page_size, self.prompt_tokens
         for unit in self.settle(host):
-            room = unit.pages * size - prompt
-            if unit.tokens > room:
+            if unit.tokens > unit.pages * size - prompt:
                 pages = max(unit.pages, self.page_need(host, unit.tokens))
                 host.pages_used += pages - unit.pages
                 unit.pages = pages
-                room = pages * size - prompt
-            if room < least:
-                least = room
-        host.room_tokens = least
 
     def settle(self, host: Host) -> Iterable[Unit]:
-        """The host's samples, with the tokens that were reported last."""
-        reported = host.reported
-        for id, unit in host.units.items():
-            unit.tokens = reported[id]
-        return host.units.values()
+        """The host's samples, with the tokens that were reported last. Law: whatever reads `tokens` of a unit that holds
+        a slot settles its host first, so that nothing depends on when that was done before."""
+        units, (ids, tokens), host.report = host.units, host.report, NOTHING
+        for id, n in zip(ids, tokens, strict=True):
+            unit = units.get(id)
+            if unit is not None:
+                unit.tokens = n
+        return units.values()
 
     # ------------------------------------------------------------------ reserve and release
 
     def reserve(self, unit: Unit, host: Host, state: str) -> None:
         """The sample holds a slot of `host` from now on; `offer` the host when its last one is placed."""
+        if state != STARTING:  # it may have been here before: what was reported of it then is over
+            self.settle(host)
         unit.state, unit.instance = state, host.id
         unit.pages = self.page_need(host, unit.tokens)
-        id = unit.id
-        host.units[id], host.reported[id] = unit, unit.tokens
-        host.room_tokens = min(host.room_tokens, unit.pages * host.page_size - self.prompt_tokens)
+        host.units[unit.id] = unit
         _count(host, unit.version, 1, unit.pages)
 
     def release(self, unit: Unit) -> Host | None:
-        """Free the sample's slot (at both ends of a move); returns its host, None if that is gone."""
+        """Free the sample's slot (at both ends of a move); returns its host, None if that is gone. What has not ended
+        knows its tokens then."""
         if unit.dst is not None:
             self.end_move(unit)
         host = self.hosts.get(unit.instance)
         unit.instance = None
-        id = unit.id
-        if host is None or host.units.pop(id, None) is None:
+        if host is None or unit.id not in host.units:
             return None
-        unit.tokens = host.reported.pop(id)
+        if unit.state != ENDED:
+            self.settle(host)
+        del host.units[unit.id]
         _count(host, unit.version, -1, -unit.pages)
         if not host.units:
             host.pressed = False  # nothing is left that could hold its pages

@@ -13,13 +13,13 @@ from dora_jax.orchestrate.queue import Queue
 from dora_jax.orchestrate.state import Due, State
 from dora_jax.types import InstanceId, SampleId
 
-FORMAT = 3
+FORMAT = 4
 PLAIN = (
     "attempts", "budget", "now_s", "rebalanced_s", "halted", "moves_total", "reloads_total",
 )  # fmt: skip
 HOST_PLAIN = (
     "id", "life", "slots", "pages", "page_size", "residents", "speed", "phase", "coming", "leaving", "pages_used",
-    "incoming", "free_reported", "pressed", "room_tokens",
+    "incoming", "free_reported", "pressed", "reports", "tokens",
 )  # fmt: skip
 UNIT_PLAIN = (
     "index", "version", "state", "tokens", "pages", "instance", "dst_pages", "attempt", "failed_moves", "began_s",
@@ -30,6 +30,8 @@ FLEET_PLAIN = ("finished", "finished_tokens", "finished_s", "move_s")
 
 
 def save(s: State) -> dict[str, Any]:
+    for host in s.fleet.hosts.values():
+        s.fleet.settle(host)
     return {
         "format": FORMAT,
         "mode": s.config.mode,
@@ -63,8 +65,7 @@ def load(s: State, data: dict[str, Any]) -> None:
         group = _load_group(s.fleet, item)
         s.groups[group.id] = group
     for host, rows in zip(s.fleet.hosts.values(), data["fleet"]["hosts"], strict=True):
-        host.units = {SampleId(g, i): s.groups[g].units[i] for g, i, _ in rows["units"]}
-        host.reported = {SampleId(g, i): tokens for g, i, tokens in rows["units"]}
+        host.units = {unit.id: unit for unit in (s.groups[g].units[i] for g, i in rows["units"])}
     for name, rows in data["queue"].items():
         lines = {v: deque(s.groups[g].units[i] for g, i in ids) for v, ids in rows}
         setattr(s.queue, name, lines)
@@ -146,7 +147,7 @@ def _save_fleet(fleet: Fleet) -> dict[str, Any]:
                 "plain": {name: getattr(host, name) for name in HOST_PLAIN},
                 "versions": list(host.versions),
                 "counts": _pairs(host.counts),
-                "units": [[*id, host.reported[id]] for id in host.units],
+                "units": list(host.units),
             }
             for host in fleet.hosts.values()
         ],

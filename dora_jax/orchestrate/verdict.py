@@ -25,10 +25,16 @@ def _down(s: State, event: ev.InstanceDown) -> bool:
     return event.life > s.fleet.lives.get(event.instance, -1) or (host is not None and event.life == host.life)
 
 
-def _lives(s: State, event: ev.PagesReported | ev.SamplesProgressed) -> bool:
+def _lives(s: State, event: ev.InstanceReported | ev.WeightsLoaded) -> bool:
     """Said by the present life of its instance."""
     host = s.fleet.hosts.get(event.instance)
     return host is not None and host.life == event.life
+
+
+def _reported(s: State, event: ev.InstanceReported) -> bool:
+    if len(event.ids) != len(event.tokens):
+        raise ev.ImpossibleFact(f"instance {event.instance} reports {len(event.tokens)} counts of {len(event.ids)} samples")
+    return _lives(s, event)
 
 
 def _loaded(s: State, event: ev.WeightsLoaded) -> bool:
@@ -98,10 +104,9 @@ _COUNTS = {
     ev.InstanceUp: _up,
     ev.InstanceDown: _down,
     ev.WeightsLoaded: _loaded,
-    ev.PagesReported: _lives,
+    ev.InstanceReported: _reported,
     ev.TimePassed: _passed,
     ev.SampleStarted: _started,
-    ev.SamplesProgressed: _lives,
     ev.SampleDone: _of_unit(fl.STARTING, fl.RUNNING, fl.MOVING, fl.PARKING, fl.RESUMING, fl.CANCELLING),
     ev.SampleCancelled: _cancelled,
     ev.SampleMoved: _answered,

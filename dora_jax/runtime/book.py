@@ -22,7 +22,7 @@ from dora_jax.orchestrate.state import State
 from dora_jax.runtime.codec import Codec
 from dora_jax.types import GroupId, Sample, SampleId, ScoredGroup, Span, Version, is_eval, record
 
-FORMAT = 2
+FORMAT = 3
 
 
 @record

@@ -24,7 +24,6 @@ from dora_jax.runtime.loop import World
 GRACE_S = 13.0  # spot machines give 15 s between the notice and the end; freeing what a process holds takes some of it
 HUNG_S = 60.0  # the main thread itself stands still so much longer than the limit
 STAGE_END_S = 30.0  # a stage that is told to end is waited for so long
-IDLE_FACTS = (ev.TimePassed, ev.PagesReported)  # said whether or not anything moves
 
 
 class Guard:
@@ -132,9 +131,14 @@ class GuardedWorld:
     def events(self) -> Iterator[ev.Event]:
         self._guard.look()
         for event in self._world.events():
-            if not isinstance(event, IDLE_FACTS):
+            if _moves(event):
                 self._guard.moved()
             yield event
 
     def execute(self, command: ev.Command) -> None:
         self._world.execute(command)
+
+
+def _moves(event: ev.Event) -> bool:
+    """The clock goes on, and an instance reports, whether or not anything moves."""
+    return not isinstance(event, ev.TimePassed) and not (isinstance(event, ev.InstanceReported) and not event.ids)

@@ -12,8 +12,6 @@ from collections.abc import Callable, Mapping
 
 from dora_jax.orchestrate import events as ev
 
-SILENT = (ev.SamplesProgressed, ev.PagesReported)  # by far the most events, and nothing starts or stops waiting by one
-
 
 class Idle:
     """Observer of the loop. `waiting`: role -> what it waits for, "" while it works."""
@@ -25,7 +23,7 @@ class Idle:
         self._spent_s: dict[str, collections.Counter[str]] = collections.defaultdict(collections.Counter)
 
     def __call__(self, event: ev.Event) -> None:
-        if not isinstance(event, SILENT):
+        if not isinstance(event, ev.InstanceReported):  # by far the most events; nothing starts or stops waiting by one
             self._count()
             self._present = self._waiting()
 

@@ -24,7 +24,8 @@ from dora_jax.runtime.guard import STAGE_END_S
 from dora_jax.runtime.waits import Waits
 from dora_jax.types import InstanceId, Prompt, Sample, SampleId, ScoredGroup, Version, record
 
-PROGRESS_PERIOD_S = 0.1  # progress and page reports per instance: often enough to decide on, rare enough to ignore
+REPORT_PERIOD_S = 0.1  # of an instance: often enough to decide on, rare enough to ignore
+FLEET_REPORTS_PER_S = 10_000  # of all instances: what a controller hears beside everything else
 
 
 @record
@@ -144,13 +145,18 @@ class Worker:
             return self._inbox.get()
 
 
+def report_period_s(instances: int) -> float:
+    """Of each instance of a fleet: a larger fleet's are heard less often, so that all together stay in bounds."""
+    return max(REPORT_PERIOD_S, instances / FLEET_REPORTS_PER_S)
+
+
 class InstanceWorker(Worker):
     """One life of one engine: starts, ticks, moves and loads on its own thread.
 
     `partial_s`: how often the tokens of running samples are reported, so that they outlive this process; 0: never."""
 
     def __init__(self, instance: InstanceId, engine: Any, weights: Any, outbox: queue.SimpleQueue,
-                 partial_s: float = 0.0, life: int = 0):
+                 partial_s: float = 0.0, life: int = 0, report_s: float = REPORT_PERIOD_S):
         super().__init__(f"rollout {instance}", outbox)
         self.instance, self.life = instance, life
         self.engine = engine
@@ -158,7 +164,9 @@ class InstanceWorker(Worker):
         self._paused = False
         self._weights = weights
         self._versions: dict[SampleId, Version] = {}  # of samples submitted and not yet started
-        self._progress: dict[SampleId, int] = {}
+        self._progress: dict[SampleId, int] = {}  # tokens of what runs here
+        self._grew = False  # since the last report
+        self._report_s = report_s
         self._reported_s = 0.0
         self._partial_s = partial_s
         self._partials_s = time.monotonic()
@@ -216,7 +224,6 @@ class InstanceWorker(Worker):
                 self.outbox.put(Handed(parcel=self._export(sample)))
         if not self.engine.idle:
             self.work()  # hands out what finished meanwhile
-        self._progress.clear()
 
     def pause(self) -> None:
         """The trainer has the devices: no tick until `unpause`, while calls are answered as ever."""
@@ -238,19 +245,17 @@ class InstanceWorker(Worker):
             if version is not None:  # None: it started on another instance and moved here
                 self.outbox.put(ev.SampleStarted(id=sample, instance=self.instance, version=version, life=self.life))
         self._progress.update(result.progress)
+        self._grew |= bool(result.progress)
         self._grown.update(dict.fromkeys(result.progress))
         for sample in result.finished:
-            self._progress.pop(sample.id, None)
             self._forget(sample.id)
             self.outbox.put(Finished(sample=sample, instance=self.instance, life=self.life))
         now = time.monotonic()
-        if now - self._reported_s >= PROGRESS_PERIOD_S:
+        if now - self._reported_s >= self._report_s:
             self._reported_s = now
-            if self._progress:
-                self.outbox.put(ev.SamplesProgressed(instance=self.instance, ids=tuple(self._progress),
-                                                     tokens=tuple(self._progress.values()), life=self.life))
-            self._progress.clear()
-            self.outbox.put(ev.PagesReported(instance=self.instance, free=result.free_pages, life=self.life))
+            progress, self._grew = self._progress if self._grew else {}, False
+            self.outbox.put(ev.InstanceReported(instance=self.instance, free=result.free_pages, ids=tuple(progress),
+                                                tokens=tuple(progress.values()), life=self.life))
         if self._partial_s and now - self._partials_s >= self._partial_s:
             self._partials_s = now
             for sample_id in self._grown:
@@ -261,6 +266,7 @@ class InstanceWorker(Worker):
     def _import(self, parcel: Any) -> None:
         self.engine.import_(parcel)
         self._begun[parcel.id] = None
+        self._progress[parcel.id] = len(parcel.out_ids)
         self._told[parcel.id] = len(parcel.out_ids)
 
     def _export(self, sample: SampleId) -> Any:
@@ -281,6 +287,7 @@ class InstanceWorker(Worker):
 
     def _forget(self, sample: SampleId) -> None:
         self._begun.pop(sample, None)
+        self._progress.pop(sample, None)
         self._grown.pop(sample, None)
         self._told.pop(sample, None)
 

@@ -263,9 +263,8 @@ class SimWorld:
 
     def _report(self, host: Instance) -> None:
         tokens = tuple(host.sampled_of(job) for job in host.decoding.values())
-        self._say(ev.SamplesProgressed(instance=host.id, ids=tuple(host.decoding), tokens=tokens, life=host.life))
         free = host.free_tokens // self._config.hardware.page_size
-        self._say(ev.PagesReported(instance=host.id, free=free, life=host.life))
+        self._say(ev.InstanceReported(instance=host.id, free=free, ids=tuple(host.decoding), tokens=tokens, life=host.life))
 
     def _scored(self, group_id: GroupId, group: SimGroup) -> None:
         if self._groups.get(group_id) is not group:

@@ -39,7 +39,7 @@ from dora_jax.runtime.gap import GapProbe
 from dora_jax.runtime.parcels import layout_of
 from dora_jax.runtime.staging import Versions, WeightHost, like
 from dora_jax.runtime.wire import Wire
-from dora_jax.runtime.workers import InstanceWorker
+from dora_jax.runtime.workers import REPORT_PERIOD_S, InstanceWorker, report_period_s
 from dora_jax.tokenizer import Tokenizer
 from dora_jax.trainer.checkpoint import Checkpoints
 from dora_jax.types import Version
@@ -194,20 +194,21 @@ def open_rollout(begin: Begin, config: Config, link: Uplink, pulse: Any, turns: 
     weights = WeightHost(begin.rank, wire, versions, wanted, stored.read)
     porter = Porter(begin.instance, begin.rank, wire and Wire(link.own_ip, link.token), layout_of(engine.page()[0]))
     return RolloutRole(begin, engine, weights, link, pulse, turns, build.partial_s(config), porter,
-                       holders_alike(begin.hosts, model.n_kv_heads))
+                       holders_alike(begin.hosts, model.n_kv_heads), report_period_s(config.rollout.instances))
 
 
 class RolloutRole:
     """Ticks on the main thread; weights and KV come in on others."""
 
     def __init__(self, begin: Begin, engine: Any, weights: WeightHost, link: Uplink, pulse: Any,
-                 turns: Leader | Follower, partial_s: float, porter: Porter, alike: int = 1):
+                 turns: Leader | Follower, partial_s: float, porter: Porter, alike: int = 1,
+                 report_s: float = REPORT_PERIOD_S):
         """alike: neighbouring processes that hold the same KV heads."""
         self._engine, self._pulse, self._turns, self._weights, self._porter = engine, pulse, turns, weights, porter
         self._courier = Courier(weights, link, porter=porter)
         self._link = link
         self._outlet = outlet = Outlet(link, begin.rank, begin.hosts, alike)
-        self._worker = InstanceWorker(begin.instance, engine, weights.weights, outlet, partial_s, begin.epoch)
+        self._worker = InstanceWorker(begin.instance, engine, weights.weights, outlet, partial_s, begin.epoch, report_s)
         self._elsewhere = (lambda move: Lender(move, link, porter, begin.rank, begin.hosts)) if porter.lends else (
             lambda move: Elsewhere(move, outlet))
 

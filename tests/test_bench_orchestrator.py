@@ -1,0 +1,17 @@
+"""The bench of the orchestrator on a small fleet: it does all that the large one does, and adds up."""
+
+from __future__ import annotations
+
+from dora_jax.bench.orchestrator import Options, measure, report
+
+
+def test_a_fleet_at_work():
+    body = measure(Options(instances=8, seconds=60.0, warm_s=400.0, residents=2, mtbf_s=200.0, codec=True))
+    cost, summary = body.cost, body.brain.summary()
+    assert summary["base"] >= 3 and summary["moves"] and cost.events["InstanceDown"]
+    assert cost.events["InstanceReported"] > 300 and cost.events["SampleDone"] > 200
+    assert sum(map(len, body.runs)) > 400
+    assert set(cost.step_ns) == set(cost.events) and cost.bytes and cost.decode_ns
+    body.brain.state.ledger.check()
+    lines = list(report(body))
+    assert "of one core" in lines[0] and any("journal and wire" in line for line in lines)
