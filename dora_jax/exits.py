@@ -18,6 +18,7 @@ from typing import NoReturn
 FAILED, BAD_USAGE, RETRY = 1, 2, 42  # 42 is what JobSet and XPK take for "restart"
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
 NO_ROOM, NOT_ALLOWED = (errno.ENOSPC, errno.EDQUOT), (errno.EROFS, errno.EACCES, errno.EPERM)
+NO_ROOM_WORDS = tuple(map(os.strerror, NO_ROOM))  # in what libraries raise
 XLA_NO_MEMORY = ("RESOURCE_EXHAUSTED", "Out of memory")  # in what it raises
 SHOW_CURSOR = "\x1b[?25h"  # which a progress line that was not closed has hidden
 
@@ -56,7 +57,7 @@ def refusal(error: BaseException) -> str | None:
     text, cause = " ".join(str(error).split()), error
     while cause is not None:
         code, where = getattr(cause, "errno", None), getattr(cause, "filename", None)
-        if code in NO_ROOM or os.strerror(errno.ENOSPC) in str(cause):
+        if code in NO_ROOM or any(words in str(cause) for words in NO_ROOM_WORDS):
             return f"the disk is full: {text}; make room, and the same command goes on from what is written"
         if code in NOT_ALLOWED and where:
             return f"{where}: {os.strerror(code)}"

@@ -1,6 +1,8 @@
 """Checkpoints: what was saved comes back, elsewhere too; what is broken is never latest."""
 
+import gc
 import random
+import resource
 import subprocess
 import types
 import sys
@@ -324,6 +326,36 @@ def test_a_full_disk_keeps_training_with_an_alarm_and_the_last_good_step(tmp_pat
     store.close()
     assert not said and checkpoint.latest(tmp_path, full=True) == 3
     assert {p.name for p in tmp_path.iterdir()} == {"3"}
+
+
+@pytest.mark.filterwarnings("error::pytest.PytestUnraisableExceptionWarning")
+def test_of_a_save_that_the_system_refuses_one_sentence_is_left(tmp_path, caplog):
+    """Arrays larger than a file may be, met by the library's own threads."""
+    store = store_of(tmp_path, said := [])
+    rng = np.random.default_rng(0)
+    params = {f"w{i}": jax.numpy.asarray(rng.normal(size=(100, 100)), np.float32) for i in range(6)}
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, limits[1]))
+    try:
+        store.save(1, params, params, {}, {})
+        store._settle()
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    gc.collect()
+    assert len(said) == 1 and "step 1 failed in the background" in said[0]
+    assert [record.getMessage() for record in caplog.records] == []
+    store.save(1, params, params, {}, {})  # there is room again
+    store.wait()
+    assert store.latest(full=True) == 1
+    store.close()
+
+
+def test_a_disk_without_room_is_named_and_not_what_was_being_written(tmp_path):
+    store = store_of(tmp_path, said := [])
+    store._failed(3, ValueError('RESOURCE_EXHAUSTED: Error writing "w/0.0" in OCDBT database: No space left on device [...]'))
+    store.close()
+    assert said == [f"the checkpoint of step 3 failed in the background: {tmp_path}: No space left on device; training goes "
+                    "on, and the newest good one is None"]
 
 
 def test_another_dtype_on_request(tmp_path):

@@ -212,6 +212,7 @@ def test_a_config_of_a_run_that_was_cut_short_or_is_nested_too_deep(workspace):
 @pytest.mark.parametrize("error, sentence", [
     (OSError(errno.ENOSPC, "No space left on device"), "the disk is full: .*No space left"),
     (RuntimeError("I/O error: No space left on device (os error 28)"), "the disk is full"),
+    (RuntimeError("Failed writing: Disk quota exceeded"), "the disk is full"),
     (PermissionError(errno.EACCES, "Permission denied", "a/b"), "a/b: Permission denied"),
     (OSError(errno.EROFS, "Read-only file system", "a/b"), "a/b: Read-only file system"),
     (MemoryError(), "out of memory: of this machine"),

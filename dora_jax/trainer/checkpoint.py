@@ -15,6 +15,7 @@ import concurrent.futures
 import json
 import os
 import shutil
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -27,16 +28,32 @@ from orbax.checkpoint import type_handlers
 from orbax.checkpoint.checkpoint_managers import preservation_policy
 from orbax.checkpoint.options import MultiprocessingOptions
 
+from dora_jax.config import RunError
+from dora_jax.exits import NO_ROOM_WORDS
 from dora_jax.fault import point
 from dora_jax.trainer import manifest
 from dora_jax.trainer.manifest import MANIFEST, TEMPORARY, Files, steps
 
 ITEMS = ("params", "opt_state", "rl_state", "metrics")
 JSON_FILES = {"rl_state": "metadata", "metrics": "metrics"}  # as Orbax names them: it knows an item called metrics
-# Orbax writes its metadata once a step and complains that an item, read alone, has none; nor is it asked to merge.
-NOISE = ("Metadata file does not exist", "Skipping merge of OCDBT checkpoints")
+# Orbax writes its metadata once a step and complains that an item, read alone, has none; nor is it asked to merge. What a
+# save fails of it logs on every thread, with the trace, and then raises: `_failed` says it once.
+NOISE = ("Metadata file does not exist", "Skipping merge of OCDBT checkpoints", "_SignalingThread.run() raised an exception",
+         "Handler Commit operations or the Commit callback", "[wait_until_finished] Save Finalize thread")
 logging.get_absl_logger().addFilter(lambda record: not any(noise in record.getMessage() for noise in NOISE))
 BEST_BY = "reward/mean"  # the metric by which the best steps are kept
+
+
+_unraisable = sys.unraisablehook
+
+
+def _unless_left_behind(what: sys.UnraisableHookArgs) -> None:
+    """The writes of a save that has failed find their event loop closed, which TensorStore prints with a trace each."""
+    if not (isinstance(what.exc_value, RuntimeError) and str(what.exc_value) == "Event loop is closed"):
+        _unraisable(what)
+
+
+sys.unraisablehook = _unless_left_behind
 
 
 class Restored(NamedTuple):
@@ -106,7 +123,7 @@ class Checkpoints:
     def wait(self) -> None:
         """Blocks until what was saved is on disk and verified; raises where it failed."""
         if error := self._settle():
-            raise RuntimeError(error)
+            raise RunError(f"{error}; the same command goes on from what is written")
 
     def latest(self, full: bool = False) -> int | None:
         self.poll()
@@ -180,7 +197,10 @@ class Checkpoints:
 
     def _failed(self, step: int, error: Exception) -> str:
         """Alarm; what is left of the step makes room."""
-        sentence = f"the checkpoint of step {step} failed in the background: {' '.join(str(error).split())}"
+        why = " ".join(str(error).split())
+        if full := [words for words in NO_ROOM_WORDS if words in why]:
+            why = f"{self._dir}: {full[0]}"  # of which file, and how TensorStore met it, helps nobody
+        sentence = f"the checkpoint of step {step} failed in the background: {why}"
         self._say(f"{sentence}; training goes on, and the newest good one is {latest(self._dir)}")
         for path in self._dir.iterdir():
             if path.name == str(step) or path.name.startswith(f"{step}{TEMPORARY}"):
