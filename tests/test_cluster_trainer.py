@@ -18,7 +18,7 @@ from dora_jax.runtime.cluster import calls
 from dora_jax.runtime.cluster.gang import Hub
 from dora_jax.runtime.cluster.keeper import Keeper
 from dora_jax.runtime.cluster.roster import Roster
-from dora_jax.runtime.cluster.learner import RemoteCheckpoints, RemoteTrainer, RemoteWeights
+from dora_jax.runtime.cluster.learner import RemoteCheckpoints, RemoteTrainer, RemoteWeights, part
 from dora_jax.runtime.cluster.parts import StepFolder
 from dora_jax.runtime.cluster.publisher import Publisher
 from dora_jax.runtime.cluster.weights import StoredWeights, weights_at
@@ -42,14 +42,18 @@ class Learners(FakeLauncher):
 
     def _do(self, host, what):
         name = type(what).__name__
-        trained = host.__dict__.setdefault("trained", [])
+        trained, begun = host.__dict__.setdefault("trained", []), host.__dict__.setdefault("begun", [])
         rank = host.began.rank
         if rank == 0:
             self.log.append((host._hello.epoch, name))
         match what:
-            case calls.Make(base=base, groups=groups):
+            case calls.Learn(base=base, groups=groups):
                 assert base == len(trained), "steps come in order"
-                trained.append([g.group_id for g in groups])
+                begun += [g.group_id for g in groups]
+            case calls.Make(base=base):
+                assert base == len(trained), "steps come in order"
+                trained.append(begun.copy())
+                begun.clear()
             case calls.Restore(step=step):
                 trained[:] = json.loads((self.folder / str(step) / "trained").read_text())
             case calls.Publish(version=version):
@@ -101,7 +105,20 @@ class Rig:
     def step(self, base):
         """As TrainerWorker does it; then the journal has it, as a rule."""
         groups = (group(2 * base), group(2 * base + 1))
-        metrics = self.trainer.step((groups, base))
+        return self.published(base, groups, self.trainer.step(part(groups, base)))
+
+    def step_in_parts(self, base, between=lambda: None):
+        """As PartwiseTrainer does it; `between`: while the second part is waited for."""
+        groups = (group(2 * base), group(2 * base + 1))
+
+        def parts():
+            yield from part(groups[:1], base)
+            between()
+            yield from part(groups[1:], base)
+
+        return self.published(base, groups, self.trainer.step(parts()))
+
+    def published(self, base, groups, metrics):
         self.weights.put(base + 1, self.trainer.params)
         if self.journaled:
             self.journal.append(Step(base=base, groups=groups,
@@ -126,13 +143,36 @@ def steps(n):
     return [[2 * base, 2 * base + 1] for base in range(n)]
 
 
-@pytest.mark.parametrize("dies", [(), ("Make",), ("Publish",), ("Write",), ("Make", "Make", "Publish")])
+@pytest.mark.parametrize("dies", [(), ("Learn",), ("Make",), ("Publish",), ("Write",), ("Learn", "Make", "Publish")])
 def test_each_step_is_made_once_whoever_dies_over_it(tmp_path, dies):
     with Rig(tmp_path, dies) as rig:
         assert [rig.step(base)["loss"] for base in range(3)] == [1.0, 2.0, 3.0]
         assert rig.trained() == [steps(3), steps(3)]
         assert all(rig.stored.has(version) for version in (1, 2, 3))
         assert len(rig.launcher.gangs) == 1 + len(dies)  # a gang a death
+
+
+@pytest.mark.parametrize("dies", [(), ("Learn",), ("Learn", "Learn", "Make"), ("Make", "Learn", "Publish")])
+def test_a_step_in_parts_is_made_once_whoever_dies_over_them(tmp_path, dies):
+    with Rig(tmp_path, dies) as rig:
+        for base in range(3):
+            rig.step_in_parts(base)
+        assert rig.trained() == [steps(3), steps(3)] and len(rig.launcher.gangs) == 1 + len(dies)
+
+
+def test_a_trainer_that_is_lost_between_two_parts_is_brought_back_before_the_second_comes(tmp_path):
+    def lose():
+        rig.kill()
+        rig.trainer.catch_up()  # what its worker is told once the new gang is there
+        assert [host.begun for host in rig.launcher.gangs["trainer", 2]] == [[4], [4]]
+
+    with Rig(tmp_path) as rig:
+        rig.step(0)
+        rig.step_in_parts(1)
+        rig.step_in_parts(2, between=lose)
+        assert rig.trained() == [steps(3), steps(3)]
+        again = [name for epoch, name in rig.launcher.log if epoch == 2]
+        assert [name for name in again if name in ("Learn", "Make")] == ["Learn", "Make"] * 2 + ["Learn"] * 2 + ["Make"]
 
 
 def test_a_lost_trainer_comes_back_from_its_checkpoint_and_the_journal(tmp_path):
@@ -143,7 +183,7 @@ def test_a_lost_trainer_comes_back_from_its_checkpoint_and_the_journal(tmp_path)
         rig.kill()
         rig.trainer.catch_up()
         assert rig.trained() == [steps(5), steps(5)]
-        assert [name for epoch, name in rig.launcher.log if epoch == 2] == ["Restore", "Make", "Make"]
+        assert [name for epoch, name in rig.launcher.log if epoch == 2] == ["Restore", *["Learn", "Make"] * 2]
         assert "the trainer is back at version 5: checkpoint 3, 2 steps made again, 0 remembered" in rig.said[-1]
 
 
@@ -218,9 +258,10 @@ def test_weights_that_come_out_otherwise_are_spoken_of(tmp_path):
 
 def test_processes_that_disagree_end_the_run(tmp_path):
     with Rig(tmp_path) as rig:
-        rig.launcher.answer = lambda host, what: calls.Made(digest=host.began.rank, metrics={})
+        rig.launcher.answer = lambda host, what: (calls.Made(digest=host.began.rank, metrics={})
+                                                  if isinstance(what, calls.Make) else calls.Done(value=0))
         with pytest.raises(RuntimeError, match="disagree over Make"):
-            rig.trainer.step(((group(0),), 0))
+            rig.trainer.step(part((group(0),), 0))
 
 
 def test_a_save_that_a_death_cuts_short_is_said_and_the_run_goes_on(tmp_path):

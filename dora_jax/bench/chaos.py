@@ -43,6 +43,7 @@ PRELOADED = ("dora_jax.runtime.job", "reasoning_gym", "tensorboardX")  # what a 
 OVERRIDES = (  # segments are kept, so that the audit sees the first fact; checkpoints often, so that their points are met
     f"--config.steps={STEPS}", "--config.checkpoint.every=3", "--config.journal.keep_all=True",
     "--config.journal.partial_s=0.2", "--config.orchestrator.filter_zero_variance=False",
+    "--config.trainer.updates=2",  # a step in parts, so that the point between them is met
     "--config.trainer.overlong_cache=64")  # answers differ in length: so every step has a gradient, and other weights
 
 

@@ -260,11 +260,11 @@ def instance_up(instance: InstanceId, config: Config) -> InstanceUp:
 def updates_apart(config: Config) -> int:
     """Updates of a step that take their groups each for itself, as soon as they are there; 1: the step is one whole.
 
-    A trainer elsewhere gets its step whole, and shuffled rewards are shuffled over all of it.
+    Shuffled rewards are shuffled over all of it.
     """
-    updates, whole = config.trainer.updates, config.cluster.launcher or config.task.shuffle_rewards
+    updates = config.trainer.updates
     divides = config.orchestrator.groups_per_step % updates == 0
-    return updates if may_start_early(config.trainer) and divides and not whole else 1
+    return updates if may_start_early(config.trainer) and divides and not config.task.shuffle_rewards else 1
 
 
 def batch_layout(config: Config, shards: int) -> Layout:

@@ -49,10 +49,20 @@ class PartwiseTrainer(TrainerWorker):
             yield from self._pack(part, base)
             if len(taken) >= self._groups_per_step:
                 return
-            job = self._next()
+            point("trainer.in_step")
+            job = self._next_part()
             if job is None:
                 raise RuntimeError(f"the run ended when {len(taken)} of {self._groups_per_step} groups were trained")
-            _, (group_ids, next_base) = job
+            group_ids, next_base = job
             if next_base != base:
                 raise RuntimeError(f"a part of base {next_base} came before the step at base {base} was whole")
             part = self._take(group_ids, base)
+
+    def _next_part(self) -> tuple[tuple[int, ...], Version] | None:
+        """Other calls are run meanwhile: a trainer elsewhere may have to be brought to where a lost one was."""
+        while (job := self._next()) is not None:
+            call, args = job
+            if call == self.train:
+                return args
+            call(*args)
+        return None

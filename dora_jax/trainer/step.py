@@ -106,6 +106,7 @@ class Trainer:
         self._grad_sq = scored(functools.partial(scores.grad_norms_sq, self._model))
         self._health = health.Health(section.max_mismatch, dump_dir)
         self._meter = flops.Meter(model_cfg, mesh, section.peak_tflops)
+        self._begun: tuple[dict[str, float], list[dict[str, Any]]] = {}, []  # of the step under way: metrics, sums an update
 
     @property
     def params(self) -> Any:
@@ -132,6 +133,7 @@ class Trainer:
         self.state = TrainState(jax.device_put(params, self.shardings.params),
                                 jax.device_put(opt_state, self.shardings.opt_state),
                                 jax.device_put(np.int32(step), self._replicated))
+        self._begun = {}, []
 
     def logprobs(self, batch: Any) -> np.ndarray:
         """f32[B, L] of the batch's targets under the current weights; 0 outside the segments."""
@@ -176,18 +178,26 @@ class Trainer:
         An iterator of batches is read one update at a time: the first runs before the second has to exist. `probe` is
         looked at where the first batch has no token of lag 0.
         """
-        batches: Iterable[Any] = (batch,) if hasattr(batch, "arrays") else batch
-        metrics: dict[str, float] = {}
-        every: list[dict[str, Any]] = []
+        self._begun = {}, []
+        self.learn((batch,) if hasattr(batch, "arrays") else batch, probe)
+        return self.finish()
+
+    def learn(self, batches: Iterable[Any], probe: Probe | None = None) -> None:
+        """Updates of the step that `finish` ends; the version of the weights is that of the step before until then."""
+        metrics, every = self._begun
         for part in batches:
             if probe is not None and not every and not (part.mask & (part.version == int(self.state.step))).any():
-                metrics |= self.probe(probe)
+                metrics.update(self.probe(probe))
             began = time.perf_counter()
             run = self._compiled.get(part.tokens.shape, self._update)
             self.state, sums = run(self.state, self._put(part.arrays()))
             every.append(jax.device_get(sums))
             self._meter.add(part, time.perf_counter() - began)
             self._health.check(every[-1], part, int(self.state.step) + 1)
+
+    def finish(self) -> dict[str, float]:
+        """The metrics of the step, whose updates are all done."""
+        (metrics, every), self._begun = self._begun, ({}, [])
         done = int(self.state.step) + 1  # a skipped update still publishes: the same weights, a new version
         self.state = self.state._replace(step=jax.device_put(np.int32(done), self._replicated))
         if self._reference is not None and self.section.ref_refresh_steps:

@@ -26,7 +26,7 @@ from dora_jax.runtime.cluster.elastic import Replicas, wish_at
 from dora_jax.runtime.cluster.gang import Hub, Limits
 from dora_jax.runtime.cluster.keeper import Keeper
 from dora_jax.runtime.cluster.launcher import Launcher, Processes
-from dora_jax.runtime.cluster.learner import RemoteCheckpoints, RemoteTrainer, RemoteWeights, digest_of
+from dora_jax.runtime.cluster.learner import RemoteCheckpoints, RemoteTrainer, RemoteWeights, digest_of, part
 from dora_jax.runtime.cluster.parts import steps_at
 from dora_jax.runtime.cluster.publisher import Publisher
 from dora_jax.runtime.cluster.remote import RemoteInstance
@@ -78,7 +78,7 @@ class Cluster:
             checkpoints.wait()
         self._steps.tidy()
         return TrainerSide(trainer=self._trainer, checkpoints=checkpoints, digest=digest_of,
-                           pack=lambda groups, base: (groups, base))
+                           pack=part)
 
     def instances(self) -> list[RemoteInstance]:
         return list(self._instances.values())

@@ -91,11 +91,18 @@ class Note:
 
 
 @record
-class Make:
-    """Trainer: one step."""
+class Learn:
+    """Trainer: updates on some groups of a step, or on all of them."""
 
     base: Version
     groups: tuple[ScoredGroup, ...]
+
+
+@record
+class Make:
+    """Trainer: a version of the step whose groups it has learned from."""
+
+    base: Version
 
 
 @record
@@ -144,7 +151,7 @@ class Fingerprint:
 @record
 class Call:
     number: int
-    what: Make | Publish | Write | Restore | Save | Tend | Fingerprint
+    what: Learn | Make | Publish | Write | Restore | Save | Tend | Fingerprint
 
 
 @record
@@ -330,7 +337,7 @@ class Left:
 
 CODEC = Codec(Hello, Begin, Again, Ready, Beat, Notice, Failed, Note, Call, Answer, Turn, Parcel, Partial, Finished,
               Exported, Handed, PartHanded, Ended, Moving, Left,
-              Make, Publish, Write, Forget, Restore, Save, Tend, Fingerprint, Made, Done, Part, Refused,
+              Learn, Make, Publish, Write, Forget, Restore, Save, Tend, Fingerprint, Made, Done, Part, Refused,
               Swap, Submit, GiveUp, MoveOut, Receive, TakeOut, GoOn, HandOver, Lent, Carry, Carried, Bring, Leave,
               GiveBack,
               *exchange.RECORDS)

@@ -1,11 +1,11 @@
 """The trainer gang as the controller sees it: what TrainerWorker, resume and the saver of checkpoints ask of a trainer.
 
-    step((groups, base)) -> Make on every process        weights.put(version, params) -> Publish, then finish
-    load(..., step)      -> Restore                      checkpoints.save(version, ...) -> Save
+    step(parts)     -> Learn for each of them, then Make        weights.put(version, params) -> Publish, then Write
+    load(..., step) -> Restore                                  checkpoints.save(version, ...) -> Save
 
 Consumes groups and versions; produces metrics and digests: arrays never come here. Laws: a new gang is brought to where
-the lost one was (newest checkpoint that verifies, then the steps since, from the journal) before it is asked for
-anything else, so a caller never learns that a gang died; a version that is published is never written again.
+the lost one was (newest checkpoint that verifies, then the steps since, from the journal, then the parts of the step
+under way) before it is asked for anything else, so a caller never learns that a gang died; a version that is published is never written again.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import concurrent.futures
 import dataclasses
 import json
 import queue
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from dora_jax.config import CheckpointSection, RunError
@@ -39,6 +39,14 @@ class RemoteState:
     opt_state: Any = None
 
 
+Part = tuple[Sequence[ScoredGroup], Version]  # groups of one step, and its base
+
+
+def part(groups: Sequence[ScoredGroup], base: Version) -> tuple[Part]:
+    """What packs groups for a trainer that is here: the gang packs its own."""
+    return ((groups, base),)
+
+
 class RemoteTrainer:
     """Used by one thread at a time: the main thread until the run begins, then the trainer worker's."""
 
@@ -49,6 +57,7 @@ class RemoteTrainer:
         self.on_up: Callable[[], None] = lambda: None  # a new gang is there: asks for `catch_up`
         self._digest: int | None = None
         self._last: tuple[Version, tuple[ScoredGroup, ...]] | None = None  # the journal may not have this step yet
+        self._begun: tuple[ScoredGroup, ...] = ()  # of the step under way, that the gang has learned from
         self._checkpoints, self._steps_since, self._say = checkpoints, steps_since, say
         self._publisher = publisher
         self._ups: queue.SimpleQueue[Gang | RunError] = queue.SimpleQueue()
@@ -68,10 +77,13 @@ class RemoteTrainer:
         """What `weights.put` and `digest_of` take for the weights."""
         return self
 
-    def step(self, batch: tuple[Sequence[ScoredGroup], Version]) -> Mapping[str, float]:
-        groups, base = batch
-        self._last = base, tuple(groups)
-        made = self._do(calls.Make(base=base, groups=self._last[1]))
+    def step(self, parts: Iterable[Part]) -> Mapping[str, float]:
+        """An iterator is asked for the next part when the gang has learned from the one before."""
+        for groups, base in parts:
+            self._do(calls.Learn(base=base, groups=tuple(groups)))
+            self._begun += tuple(groups)
+        made = self._do(calls.Make(base=base))
+        self._last, self._begun = (base, self._begun), ()
         self.state.step, self._digest = base + 1, made.digest
         return made.metrics
 
@@ -166,7 +178,8 @@ class RemoteTrainer:
                 raise RunError(f"the trainer is lost at version {at}, and step {base + 1} cannot be made again: the "
                                f"journal does not hold its groups (journal.on keeps them)")
             groups, published = steps[base]
-            made = gang.call(calls.Make(base=base, groups=groups))[0]
+            gang.call(calls.Learn(base=base, groups=groups))
+            made = gang.call(calls.Make(base=base))[0]
             recalled += made.recalled
             if published is not None and made.digest != published:
                 self._say(f"version {base + 1} came out with other weights ({made.digest:016x}, not {published:016x}); "
@@ -174,6 +187,8 @@ class RemoteTrainer:
                 self._publisher.never_again(base + 1)
             elif base + 1 in nowhere:
                 self._publish(gang, base + 1)
+        if self._begun:
+            gang.call(calls.Learn(base=at, groups=self._begun))
         if at != INITIAL:
             self._say(f"the trainer is back at version {at}: checkpoint {start}, {at - start - recalled} steps made "
                       f"again, {recalled} remembered")

@@ -12,7 +12,7 @@ import functools
 import queue
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -42,7 +42,7 @@ from dora_jax.runtime.wire import Wire
 from dora_jax.runtime.workers import REPORT_PERIOD_S, InstanceWorker, report_period_s
 from dora_jax.tokenizer import Tokenizer
 from dora_jax.trainer.checkpoint import Checkpoints
-from dora_jax.types import Version
+from dora_jax.types import ScoredGroup, Version
 
 
 class TrainerRole:
@@ -103,11 +103,15 @@ class TrainerRole:
 
     def _answer(self, what: Any) -> calls.Made | calls.Done | calls.Part | calls.Refused:
         match what:
-            case calls.Make():
-                return self._make(what)
-            case calls.Publish(version=version) if version < self._held:
+            case calls.Learn(base=base) | calls.Make(base=base) if base != self._version:
+                raise RuntimeError(f"a step at base {base} was asked of a trainer at version {self._version}")
+            case calls.Learn(base=base, groups=groups):
+                self._learn(base, groups)
+            case calls.Make(base=base):
+                return self._make(base)
+            case calls.Publish(version=version) if version < self._held or self._memory.mid_step:
                 if version not in self._kept.versions:
-                    raise RuntimeError(f"version {version} is asked for of a trainer at version {self._held}")
+                    raise RuntimeError(f"version {version} is asked for of a trainer that is beyond it")
             case calls.Publish(version=version):
                 self._publish(version)
             case calls.Restore(step=step):
@@ -116,8 +120,8 @@ class TrainerRole:
                     self._trainer.load(*self._home.restore(step, like.params, like.opt_state), step)
                     self._memory.restored()
             case calls.Save(version=version, rl_state=rl_state, metrics=metrics):
-                if version != self._version:
-                    return calls.Refused(error=f"the trainer is at version {self._version}")
+                if version != self._version or self._memory.mid_step:
+                    return calls.Refused(error=f"the trainer is at version {self._version}, or beyond it")
                 state = self._trainer.state
                 self._saver().save(version, state.params, state.opt_state, rl_state, metrics)
             case calls.Tend(floor=floor, wait=wait):
@@ -131,17 +135,19 @@ class TrainerRole:
                 return calls.Done(value=self._digest())
         return calls.Done(value=self._version)
 
-    def _make(self, make: calls.Make) -> calls.Made:
-        base, groups = make.base, make.groups
-        if self._version < self._held:
-            return self._memory.recall(make)
-        if base != self._held:
-            raise RuntimeError(f"a step at base {base} was asked of a trainer at version {self._held}")
-        self._digest()
-        metrics = self._trainer.step(self._pack(groups, base), **self._gap.among(groups, base))
+    def _learn(self, base: Version, groups: Sequence[ScoredGroup]) -> None:
+        self._digest()  # while the weights are those of a version
+        began = self._memory.mid_step
+        if new := self._memory.new(base, groups):
+            self._trainer.learn(self._pack(new, base), **({} if began else self._gap.among(new, base)))
+
+    def _make(self, base: Version) -> calls.Made:
+        if (known := self._memory.recall(base)) is not None:
+            return known
+        metrics = self._trainer.finish()
         made = calls.Made(digest=digest(self._trainer.params),
                           metrics={name: float(value) for name, value in metrics.items()})
-        self._memory.made(make, made)
+        self._memory.made(base, made)
         return made
 
     def _digest(self) -> int:
