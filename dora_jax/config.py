@@ -42,12 +42,27 @@ class ModelSection:
 
 
 @section
+class TaskPart:
+    """One of several tasks; templates and rewards are those of the section."""
+
+    name: str = ""  # as in the section, and so the next four
+    params: dict[str, Any] = dataclasses.field(default_factory=dict)
+    path: str = ""
+    heldout_path: str = ""
+    extract: str = ""
+    weight: int = 1  # prompts of it in each turn through the mix
+    limit: float = 1.0  # its groups outstanding, at most, in units of its share of inflight; where all are 1, none is limited
+
+
+@section
 class TaskSection:
     name: str = ""  # "reasoning_gym:<dataset>" or "rows"
     params: dict[str, Any] = dataclasses.field(default_factory=dict)  # handed to the reasoning-gym dataset
     path: str = ""  # rows: a .jsonl or .parquet file
     heldout_path: str = ""  # rows: held-out file; empty: a share of `path` by uid
-    heldout: int = 256  # distinct held-out prompts
+    mix: dict[str, TaskPart] = dataclasses.field(default_factory=dict)  # several tasks in place of `name`, by a name for each
+    adaptive: bool = False  # of a mix: a task of which many groups are filtered gets more of the load, up to 4 times as much
+    heldout: int = 256  # distinct held-out prompts; in a mix an equal part of each task's
     template: str = "{prompt}"  # "{prompt}" is the question; "chat" applies the tokenizer's chat template
     extract: str = ""  # regex; its first group in the question replaces the question
     rewards: tuple[str, ...] = ("dora_jax.tasks.rewards.exact",)  # import paths; values add up
@@ -117,6 +132,7 @@ class OrchestratorSection:
     inflight: float = 1.25  # groups outstanding beyond the batch in training, in units of P
     rebalance_period_s: float = 0.5
     max_filtered_rounds: int = 10  # filtered groups in a row, in units of P, that stop the run
+    kv_pressure: float = 0.03  # share of free pages below which an instance moves samples elsewhere, or puts them aside
     filter_zero_variance: bool = False  # DAPO dynamic sampling
     colocated: bool = False  # instances stand still while the trainer works: for devices that they share
 
@@ -343,7 +359,7 @@ def _build(cls: type, tree: Mapping[str, Any], prefix: str, problems: list[str])
     """A section from a mapping; a field that cannot be read keeps its default and adds a problem."""
     hints = _hints(cls)
     for name in sorted(tree.keys() - hints.keys()):
-        problems.append(f"{prefix}{name}: unknown field; the nearest is {nearest(prefix + name, fields())}")
+        problems.append(f"{prefix}{name}: unknown field; the nearest is {nearest(prefix + name, fields() | fields(cls, prefix))}")
     values = {}
     for name in sorted(hints.keys() & tree.keys()):
         try:
@@ -358,7 +374,9 @@ def _convert(value: Any, kind: Any, name: str, problems: list[str]) -> Any:
     if dataclasses.is_dataclass(origin) and isinstance(value, Mapping):
         return _build(origin, value, name + ".", problems)
     if origin is dict and isinstance(value, Mapping):
-        return dict(value)
+        _, of = typing.get_args(kind)
+        return {key: _convert(each, of, f"{name}.{key}", problems) if dataclasses.is_dataclass(of) else each
+                for key, each in value.items()}
     if origin is tuple and isinstance(value, (tuple, list)):
         element, _ = typing.get_args(kind)
         return tuple(_convert(each, element, name, problems) for each in value)

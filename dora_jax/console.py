@@ -21,6 +21,7 @@ SPINNER = "⠋⠙⠹⠸⠼⠴⠦⠧⠇⠏"
 WIDTH = 120  # columns of a line that stays
 SHARES = {"failed": "groups/failed_share", "skipped": "prompts/skipped_share"}  # shown where they are not 0
 EVAL_TERM = "eval/reward/term/"
+TASK_SHARE = "task/share/"
 UNITS = (("days", 86400.0), ("h", 3600.0), ("min", 60.0), ("s", 1.0))  # of the time that is left; at least two of one
 
 Metrics = Mapping[str, float | int | None]
@@ -140,10 +141,12 @@ def step_line(step: int, metrics: Metrics, waits: Sequence[str] = ()) -> str:
     versions = "" if live is None else f"{live} version{'s' * (live != 1)}"
     length, lag = _form(metrics, "response/length", "length {:.0f}"), _form(metrics, "lag/mean", "lag {:.1f}")
     shares = [f"{word} {metrics[name]:.0%}" for word, name in SHARES.items() if metrics.get(name)]
+    tasks = " ".join(f"{name.removeprefix(TASK_SHARE)} {share:.0%}" for name, share in metrics.items()
+                     if name.startswith(TASK_SHARE))
     speed = _form(metrics, "rollout/tokens_per_s", "{:,.0f} tok/s")
     parts = [f"step {step:>4}", _form(metrics, "reward/mean", "reward {:.3f}"), _form(metrics, "sft/loss", "loss {:.3f}"),
-             *shares, length, lag, versions, speed, _eta(metrics), *waits]
-    return _fitting(parts, [*waits[1:], versions, length, lag, speed])
+             *shares, tasks, length, lag, versions, speed, _eta(metrics), *waits]
+    return _fitting(parts, [*waits[1:], versions, length, lag, speed, tasks])
 
 
 def evaluation_line(version: int, metrics: Metrics) -> str:

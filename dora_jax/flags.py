@@ -244,9 +244,16 @@ def _overridable(tree: ml_collections.ConfigDict) -> list[str]:
     """Every field, and the entries that the config file gave the free-form ones."""
     known = list(configs.fields())
     for name in configs.free_form():
-        section = functools.reduce(getattr, name.split("."), tree)
-        known += [f"{name}.{entry}" for entry in section]
+        known += _entries(functools.reduce(getattr, name.split("."), tree), name)
     return known
+
+
+def _entries(tree: ml_collections.ConfigDict, prefix: str) -> list[str]:
+    """Of a free-form field, those inside its entries included."""
+    found = []
+    for name, value in tree.items():
+        found += [f"{prefix}.{name}", *(_entries(value, f"{prefix}.{name}") if isinstance(value, ml_collections.ConfigDict) else ())]
+    return found
 
 
 def _refuse_unknown(argv: Sequence[str], known: Sequence[str]) -> None:

@@ -17,14 +17,15 @@ from dora_jax.chips import CHIPS
 from dora_jax.models.config import FAMILIES, KNOWN, MAX_LAYERS, ModelConfig
 from dora_jax.models.hf_config import read_config
 from dora_jax.orchestrate.modes import OrchestratorConfig
-from dora_jax.tasks import solved
+from dora_jax.tasks import mixture, solved
 from dora_jax.trainer import objective
 
 if TYPE_CHECKING:
-    from dora_jax.config import Config
+    from dora_jax.config import Config, TaskPart, TaskSection
 
 Problems = Iterator[str]
 
+MOST_WEIGHT = 1000  # prompts of one turn through a mix: its shares are as exact as anybody can want
 MIN_AUTO_INSTANCES = 2  # rollout.instances = 0 makes at least so many: fewer could not hold two versions side by side
 
 CHOICES: dict[str, tuple[str, ...]] = {
@@ -62,6 +63,7 @@ RANGES: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
         sft.warmup_steps sft.vocab_size cluster.devices_per_host cluster.max_restarts"""),
     ("above 0", lambda x: x > 0, """task.reward_timeout_s trainer.eps sft.learning_rate cluster.silence_s
         cluster.stall_s cluster.start_s"""),
+    ("between 0 and 0.5", lambda x: 0 <= x <= 0.5, "orchestrator.kv_pressure"),  # relief ends at twice as many free pages
     ("between 0 and 1", lambda x: 0 <= x <= 1, """task.max_failed_share task.max_bad_rows_share
         sft.slip_rate rollout.memory_share"""),
     ("at least 0 and below 2**63", lambda x: 0 <= x < 2**63, "seed"),
@@ -97,8 +99,9 @@ def missing_paths(config: Config, purpose: str = "train", coming: Container[str]
     models will be downloaded, are missing."""
     from dora_jax import hub  # it imports config.py, which imports this file
 
-    named = {"task.path": config.task.path, "task.heldout_path": config.task.heldout_path,
-             "sft.rows": config.sft.rows, "sft.init": config.sft.init, "reward_model.path": config.reward_model.path}
+    named = {f"{where}.{field}": getattr(part, field) for where, part in {"task": config.task, **_parts(config.task)}.items()
+             for field in ("path", "heldout_path")}
+    named |= {"sft.rows": config.sft.rows, "sft.init": config.sft.init, "reward_model.path": config.reward_model.path}
     if purpose == "train" and not makes_base(config):
         named["model.path"] = config.model.path
     return [f"{field}: {path} does not exist{hub.advice(path) if field in hub.FIELDS else ''}"
@@ -153,13 +156,42 @@ def _folders(config: Config, purpose: str) -> Problems:
         yield "sft.out: empty; name the folder to write"
 
 
+def _parts(task: TaskSection) -> dict[str, TaskPart]:
+    return {f"task.mix.{name}": part for name, part in task.mix.items()}
+
+
+def _sources(task: TaskSection) -> Problems:
+    for where, part in (_parts(task) or {"task": task}).items():
+        kind, _, dataset = part.name.partition(":")
+        if part.name != "rows" and not (kind == "reasoning_gym" and dataset):
+            yield f"{where}.name: {part.name!r} is neither \"rows\" nor \"reasoning_gym:<dataset>\""
+        if part.name == "rows" and not part.path:
+            yield f"{where}.path: empty; the task \"rows\" reads a .jsonl or .parquet file"
+        yield from _pattern(f"{where}.extract", part.extract)
+
+
+def _mix(config: Config) -> Problems:
+    task = config.task
+    if task.adaptive and not (task.mix and config.orchestrator.filter_zero_variance):
+        yield "task.adaptive: it looks at the filtered groups of a mix: it needs task.mix and orchestrator.filter_zero_variance"
+    for field in mixture.OWN if task.mix else ():
+        if getattr(task, field):
+            yield f"task.{field}: there is a task.mix, whose entries have their own; leave it empty"
+    for where, part in _parts(task).items():
+        if not re.fullmatch(r"\w[\w-]*", where.rpartition(".")[2]):
+            yield f"{where}: a task's name is made of letters, digits, _ and -, for metrics bear it"
+        if part.weight < 1:
+            yield f"{where}.weight: {part.weight} is not at least 1"
+        if part.limit <= 0:
+            yield f"{where}.limit: {part.limit} is not above 0"
+    if (total := sum(part.weight for part in task.mix.values())) > MOST_WEIGHT:
+        yield f"task.mix: its weights add up to {total}: a turn through it has at most {MOST_WEIGHT} prompts"
+
+
 def _task(config: Config) -> Problems:
     task = config.task
-    kind, colon, dataset = task.name.partition(":")
-    if task.name != "rows" and not (kind == "reasoning_gym" and dataset):
-        yield f"task.name: {task.name!r} is neither \"rows\" nor \"reasoning_gym:<dataset>\""
-    if task.name == "rows" and not task.path:
-        yield "task.path: empty; the task \"rows\" reads a .jsonl or .parquet file"
+    yield from _sources(task)
+    yield from _mix(config)
     if task.template != "chat" and "{prompt}" not in task.template:
         yield f"task.template: {task.template!r} is neither \"chat\" nor a text with {{prompt}} in it"
     if not task.rewards and not config.reward_model.path:
@@ -167,8 +199,7 @@ def _task(config: Config) -> Problems:
     for path in task.rewards:
         if not re.fullmatch(r"[^\W\d]\w*(\.[^\W\d]\w*)+", path):
             yield f"task.rewards: {path!r} is not an import path such as dora_jax.tasks.rewards.exact"
-    for name in ("extract", "answer_pattern"):
-        yield from _pattern(f"task.{name}", getattr(task, name))
+    yield from _pattern("task.answer_pattern", task.answer_pattern)
     try:
         solved.read(config.eval.solved)
     except ValueError as error:

@@ -6,11 +6,13 @@ import numpy as np
 import pytest
 
 from dora_jax.config import RunError
+from dora_jax.console import step_line
 from dora_jax.orchestrate import events as ev
+from dora_jax.orchestrate.modes import OrchestratorConfig
 from dora_jax.runtime import idle
 from dora_jax.runtime.evaluations import Evaluations, closing, evaluation
 from dora_jax.runtime.idle import Idle
-from dora_jax.runtime.observe import group_metrics
+from dora_jax.runtime.observe import Served, group_metrics
 from dora_jax.runtime.unscored import Unscored
 from dora_jax.tasks.pool import GroupFailure
 from dora_jax.tasks.solved import Solved
@@ -40,6 +42,16 @@ def test_terms_of_any_name_leave_the_total_alone():
 def test_a_term_that_only_some_groups_have_is_the_mean_of_those():
     metrics = group_metrics([group(right=[0, 1]), group(right=[1, 1], short=[-1, -2])], base=0)
     assert (metrics["reward/term/right"], metrics["reward/term/short"]) == (0.75, -1.5)
+
+
+def test_the_shares_of_a_mix_are_those_that_were_trained_on():
+    served = Served(OrchestratorConfig(groups_per_step=2, group_size=2, total_steps=2, task_cycle=("sums", "games", "sums")))
+    first = served.metrics([group(0, right=[1, 0]), group(2, right=[1, 1])])
+    assert first == {"task/share/games": 0.0, "task/share/sums": 1.0, "task/reward/sums": 0.75}
+    second = served.metrics([group(4, right=[0, 0]), group(5, right=[0, 1])])
+    assert second == {"task/share/games": 0.25, "task/share/sums": 0.75, "task/reward/games": 0.0, "task/reward/sums": 0.5}
+    assert "  games 25% sums 75%  " in step_line(2, {"reward/mean": 0.2, "response/length": 2.0} | second)
+    assert not Served(OrchestratorConfig(groups_per_step=2, group_size=2, total_steps=2)).metrics([group(0, right=[1])])
 
 
 # ---------------------------------------------------------------- evaluations

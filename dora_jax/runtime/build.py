@@ -37,6 +37,7 @@ from dora_jax.runtime.local import LocalWorld
 from dora_jax.runtime.partwise import PartwiseTrainer
 from dora_jax.runtime.workers import TrainerWorker
 from dora_jax.tasks import solved
+from dora_jax.tasks.mixture import cycle_of
 from dora_jax.tasks.pool import ScorerPool
 from dora_jax.tasks.trial import try_rewards
 from dora_jax.trainer.objective import may_start_early, needs_scores
@@ -248,7 +249,13 @@ def orchestrator_config(config: Config) -> OrchestratorConfig:
         max_filtered_rounds=section.max_filtered_rounds,
         max_prompt_tokens=rollout.max_prompt_tokens, max_new_tokens=rollout.max_new_tokens,
         eval_every=config.eval.every, eval_groups=config.eval.prompts, eval_samples=config.eval.samples,
-        colocated=section.colocated)
+        kv_pressure=section.kv_pressure, colocated=section.colocated, task_cycle=cycle_of(config.task.mix),
+        task_ratios=_limits(config), task_adaptive=config.task.adaptive)
+
+
+def _limits(config: Config) -> tuple[tuple[str, float], ...]:
+    limits = tuple((name, part.limit) for name, part in sorted(config.task.mix.items()))
+    return limits if any(limit != 1 for _, limit in limits) else ()
 
 
 def instance_up(instance: InstanceId, config: Config) -> InstanceUp:

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 
 from dora_jax.orchestrate import events as ev
+from dora_jax.orchestrate.modes import OrchestratorConfig
 from dora_jax.patient import PatientFile
 from dora_jax.runtime.evaluations import Evaluations, reward_metrics
 from dora_jax.runtime.idle import Idle
@@ -62,6 +63,25 @@ class Overlap:
                 del self._running[version]
 
 
+class Served:
+    """Of a mix: each task's share of the groups trained on since this process began, and its rewards in the last step."""
+
+    def __init__(self, config: OrchestratorConfig):
+        self._config = config
+        self._groups: collections.Counter[str] = collections.Counter()
+
+    def metrics(self, groups: Sequence[ScoredGroup]) -> dict[str, float]:
+        """After a step on these groups; nothing where there is one task."""
+        if not self._config.task_cycle:
+            return {}
+        of_task: dict[str, list[np.ndarray]] = {task: [] for task in sorted(self._config.tasks)}
+        for group in groups:
+            of_task[self._config.task(group.group_id)].append(group.rewards)
+        self._groups.update({task: len(rewards) for task, rewards in of_task.items()})
+        shares = {f"task/share/{task}": self._groups[task] / self._groups.total() for task in of_task}
+        return shares | {f"task/reward/{task}": float(np.mean(rewards)) for task, rewards in of_task.items() if rewards}
+
+
 class RunLog:
     """Turns records and events into metrics, console lines and `trajectories.txt`.
 
@@ -86,6 +106,7 @@ class RunLog:
         self._unscored = Unscored(max_failed_share, prompt_of, writer.note)
         self._moved: set[SampleId] = set()
         self._moved_finished = 0
+        self._served = Served(orchestrator.state.config)
         self._tokens = 0
         self._began_s = time.monotonic()
         self._step_s: float | None = None  # when the last step ended; None: nothing has happened yet
@@ -145,7 +166,7 @@ class RunLog:
         elapsed_s = self._elapsed_s(now)
         idle_share = self._idle_share(elapsed_s)
         metrics = group_metrics(done.groups, done.version - 1)
-        metrics |= done.metrics
+        metrics |= self._served.metrics(done.groups) | done.metrics
         metrics |= self._unscored.metrics()
         metrics |= {
             "rollout/tokens_per_s": self._tokens / elapsed_s,

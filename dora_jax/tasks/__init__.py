@@ -3,6 +3,7 @@
     prompts.py   Task: prompt_at(group_id), pure in (seed, group_id); templates, length limit
     gym.py       source of prompts: reasoning-gym (datasets.py opens them)
     rows.py      source of prompts: your own jsonl or parquet
+    mixture.py   source of prompts: several of these, each with its share
     worked.py    worked solutions of some datasets, for the supervised warm start
     rewards.py   (prompt, response, answer) -> float | {name: float}: the shipped ones, and how a path is resolved
     trial.py     the rewards score one real row before anything is compiled
@@ -26,7 +27,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from dora_jax.config import TaskSection
-    from dora_jax.tasks.prompts import Task
+    from dora_jax.tasks.prompts import Source, Task, Wording
     from dora_jax.tokenizer import Tokenizer
 
 GYM_REWARD = "dora_jax.tasks.rewards.reasoning_gym"
@@ -41,23 +42,37 @@ def open_task(section: TaskSection, tokenizer: Tokenizer, *, seed: int, max_prom
     exclude: uids never drawn (a warm start on other rows passes the main task's `heldout_uids`).
     Bad rows are written to quarantine_path.
     """
-    from dora_jax.config import ConfigError
+    from dora_jax.tasks.mixture import Mixture, blamed, part_of
     from dora_jax.tasks.prompts import Task, Wording
 
+    path = Path(quarantine_path)
+
+    def open_one(name: str, n: int, held: Set[str]) -> Source:
+        part = part_of(section, name)
+        with blamed(name):
+            return _source(part, Wording(part, tokenizer), n, held, supervised, path.with_stem(f"{path.stem}.{name}"))
+
     wording = Wording(section, tokenizer)
+    source = (Mixture(section.mix, open_one, heldout, exclude) if section.mix
+              else _source(section, wording, heldout, exclude, supervised, path))
+    return Task(source, wording, seed=seed, max_prompt_tokens=max_prompt_tokens, max_new_tokens=max_new_tokens)
+
+
+def _source(section: TaskSection, wording: Wording, heldout: int, exclude: Set[str], supervised: bool,
+            quarantine_path: Path) -> Source:
+    from dora_jax.config import ConfigError
+
     kind, _, dataset = section.name.partition(":")
     if kind == "reasoning_gym":
         from dora_jax.tasks.gym import GymSource
 
-        source = GymSource(dataset, section.params, wording, heldout=heldout, exclude=exclude,
-                           scored_by_dataset=GYM_REWARD in section.rewards)
-    elif section.name == "rows":
+        return GymSource(dataset, section.params, wording, heldout=heldout, exclude=exclude,
+                         scored_by_dataset=GYM_REWARD in section.rewards)
+    if section.name == "rows":
         from dora_jax.tasks.rows import RowsSource
 
         if GYM_REWARD in section.rewards and not supervised:
             raise ConfigError(f"task.rewards: {GYM_REWARD} scores reasoning-gym datasets, not rows of your own")
-        source = RowsSource(section, wording, heldout=heldout, exclude=exclude, supervised=supervised,
-                            quarantine_path=Path(quarantine_path))
-    else:
-        raise ConfigError(f'task.name: {section.name!r} is neither "rows" nor "reasoning_gym:<dataset>"')
-    return Task(source, wording, seed=seed, max_prompt_tokens=max_prompt_tokens, max_new_tokens=max_new_tokens)
+        return RowsSource(section, wording, heldout=heldout, exclude=exclude, supervised=supervised,
+                          quarantine_path=quarantine_path)
+    raise ConfigError(f'task.name: {section.name!r} is neither "rows" nor "reasoning_gym:<dataset>"')

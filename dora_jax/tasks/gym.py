@@ -46,6 +46,9 @@ class GymSource:
                 return row
         raise ValueError(f"{self.name}: {MAX_REDRAWS} draws for number {i} were all held out; lower task.heldout")
 
+    def exclude(self, uids: Set[str]) -> None:
+        self._excluded |= uids
+
     def _hold_out(self, n: int) -> None:
         """Fills `heldout` with the first n distinct uids of the held-out stream."""
         began_s, told, draws, met = time.monotonic(), False, 0, 0

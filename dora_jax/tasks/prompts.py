@@ -10,7 +10,7 @@ Laws:
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
@@ -55,6 +55,9 @@ class Source(Protocol):
 
     def draw(self, stream: str, seed: int, i: int) -> Row:
         """Number i of an endless stream, pure in its arguments; never a held-out uid."""
+
+    def exclude(self, uids: Set[str]) -> None:
+        """Others hold these out: it never draws them."""
 
 
 class Wording:

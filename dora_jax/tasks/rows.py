@@ -56,12 +56,15 @@ class RowsSource:
         else:
             self.heldout = list(distinct.values())[:heldout]
             self.heldout_uids = frozenset(distinct)
-        self._training = [row for row in read[0] if row.uid not in self.heldout_uids and row.uid not in exclude]
+        self._training = read[0]
         if len(self.heldout) < heldout:
             raise ValueError(f"{files[-1]} has {len(distinct)} distinct prompts, and task.heldout = {heldout}")
+        self.exclude(self.heldout_uids | exclude)
+
+    def exclude(self, uids: Set[str]) -> None:
+        self._training = [row for row in self._training if row.uid not in uids]
         if not self._training:
-            raise ValueError(f"{section.path} has no prompt left to train on: task.heldout = {heldout} takes all "
-                             f"{len(distinct)} distinct ones")
+            raise ValueError(f"{self.name} has no prompt left to train on: task.heldout takes all distinct ones, of this file or of another")
 
     def draw(self, stream: str, seed: int, i: int) -> Row:
         n = len(self._training)

@@ -1,0 +1,86 @@
+"""Stage 1: several sources of prompts in one stream, each with its share of it.
+
+    {"sums": weight 2, "games": weight 1}  ->  sums games sums | sums games sums | ...
+
+Consumes the entries of `task.mix` and their sources; produces a source. Laws: the task of prompt i is `cycle[i % len]`,
+whatever the seed; each source's own stream is gone through in order, none of its prompts left out; what one source
+holds out no other one trains on.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Callable, Iterator, Mapping, Set
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from dora_jax.config import TaskPart, TaskSection
+    from dora_jax.tasks.prompts import Row, Source
+
+OWN = ("name", "params", "path", "heldout_path", "extract")  # fields of a section that each entry has for itself
+
+
+def cycle_of(mix: Mapping[str, TaskPart]) -> tuple[str, ...]:
+    """Each task `weight` times, spread evenly; () for no mix."""
+    turns = [((turn + 0.5) / part.weight, name) for name, part in mix.items() for turn in range(part.weight)]
+    return tuple(name for _, name in sorted(turns))
+
+
+def part_of(section: TaskSection, name: str) -> TaskSection:
+    """The section of one entry alone."""
+    part = section.mix[name]
+    return dataclasses.replace(section, mix={}, **{field: getattr(part, field) for field in OWN})
+
+
+@contextlib.contextmanager
+def blamed(name: str) -> Iterator[None]:
+    """What is wrong inside is said of the entry's fields."""
+    from dora_jax.config import ConfigError  # which asks this file for what may be wrong with a mix
+
+    try:
+        yield
+    except ConfigError as error:
+        raise ConfigError([_of_entry(problem, name) for problem in error.problems]) from error
+    except ValueError as error:
+        raise ConfigError(f"task.mix.{name}.path: {error}") from error
+
+
+def _of_entry(problem: str, name: str) -> str:
+    field = problem.partition(":")[0].partition(".")[2]
+    return f"task.mix.{name}.{problem.removeprefix('task.')}" if field.partition(".")[0] in OWN else problem
+
+
+class Mixture:
+    """`Source` of the entries of a mix; `open_one(name, held out, excluded uids)` opens each."""
+
+    def __init__(self, mix: Mapping[str, TaskPart], open_one: Callable[[str, int, Set[str]], Source], heldout: int,
+                 exclude: Set[str]):
+        self.name = "the mix of " + ", ".join(sorted(mix))
+        self._cycle = cycle_of(mix)
+        self._weights = {name: part.weight for name, part in mix.items()}
+        self._earlier = [self._cycle[:at].count(name) for at, name in enumerate(self._cycle)]  # turns of the same task
+        self._sources: dict[str, Source] = {}
+        uids = frozenset(exclude)
+        for order, name in enumerate(sorted(mix)):
+            source = self._sources[name] = open_one(name, _even_share(heldout, len(mix), order), uids)
+            uids |= source.heldout_uids
+        for source in self._sources.values():
+            source.exclude(uids)
+        self.heldout_uids = uids - exclude
+        self.heldout = _in_turn([list(source.heldout) for source in self._sources.values()])
+
+    def draw(self, stream: str, seed: int, i: int) -> Row:
+        turn, at = divmod(i, len(self._cycle))
+        name = self._cycle[at]
+        return self._sources[name].draw(f"{stream} {name}", seed, turn * self._weights[name] + self._earlier[at])
+
+
+def _even_share(total: int, among: int, order: int) -> int:
+    return total // among + (order < total % among)
+
+
+def _in_turn(lists: list[list[Row]]) -> list[Row]:
+    """The first of each, then the second of each: the beginning of it is a fair part of all."""
+    longest = max(map(len, lists))
+    return [rows[i] for i in range(longest) for rows in lists if i < len(rows)]
