@@ -1,6 +1,7 @@
-"""The orchestrator in virtual time:  python -m dora_jax.simulate --config=configs/sim/x.py [--trace=FILE] [--advise]
+"""The orchestrator in virtual time:  python -m dora_jax.simulate --config=configs/sim/x.py [--trace=FILE] [--tune] [--advise]
 
 Runs every row of the configuration and prints one table; --trace writes the last row as a Chrome trace for Perfetto;
+--tune first looks for each row's fastest point of the configuration's grid of splits, loads and bounds;
 --advise searches staleness bound, split and load for the configuration's chips and lengths instead.
 --replay=JOURNAL needs no configuration: it feeds a recorded run to a new orchestrator and compares every command.
 Starts without JAX.
@@ -16,7 +17,6 @@ if __name__ == "__main__":
 import dataclasses
 import importlib.util
 import sys
-import time
 import traceback
 from collections.abc import Sequence
 from pathlib import Path
@@ -28,8 +28,8 @@ from ml_collections import config_flags
 from dora_jax import helping
 from dora_jax.config import ConfigError
 from dora_jax.config_files import config_file
-from dora_jax.sim import advise, config, replay, table
-from dora_jax.sim.config import SimConfig
+from dora_jax.sim import advise, config, many, replay, table, tune
+from dora_jax.sim.config import Row, SimConfig
 from dora_jax.sim.run import StoppedEarly, simulate
 from dora_jax.sim.trace import Trace
 from dora_jax.spelling import nearest
@@ -37,6 +37,7 @@ from dora_jax.spelling import nearest
 CONFIG_HELP = "path.py[:argument]; --config.field=value overrides a field"
 TRACE_HELP = "write the last row as a Chrome trace, to be opened in Perfetto"
 REPLAY_HELP = "feed this journal to a new orchestrator and compare; needs no --config"
+TUNE_HELP = "each row at its fastest point of the configuration's grid; those points come first"
 ADVISE_HELP = "search staleness bound, split and load in place of the table"
 
 
@@ -46,6 +47,7 @@ class Asked:
 
     config: SimConfig
     trace: str
+    tune: bool
     advise: bool
     replay: str
 
@@ -56,20 +58,33 @@ def main(asked: Asked) -> int:
     elif asked.advise:
         print(advise.report(asked.config, progress=_progress))
     else:
-        print(table.render(run_rows(asked.config, asked.trace)))
+        rows = config.rows(asked.config)
+        ran = run_rows(tuned(rows) if asked.tune else rows, asked.config.seeds)
+        spreads = [line.spread for line in ran] if asked.config.seeds > 1 else []
+        print(table.render([(line.row, line.mean) for line in ran], spreads))
+        if asked.trace:
+            trace = Trace(rows[-1].label)
+            simulate(rows[-1], trace=trace)
+            trace.save(asked.trace)
     return 0
 
 
-def run_rows(settings: SimConfig, trace_path: str) -> list[table.Line]:
-    lines, rows = [], config.rows(settings)
-    for row in rows:
-        trace = Trace(row.label) if trace_path and row is rows[-1] else None
-        began = time.monotonic()
-        result = simulate(row, trace=trace)
-        _progress(f"{row.label}: {result.seconds / 60:.0f} minutes in {time.monotonic() - began:.1f} s")
-        lines.append((row, result))
-        if trace:
-            trace.save(trace_path)
+def tuned(rows: Sequence[Row]) -> list[Row]:
+    """The rows at their fastest points, which are printed."""
+    found = []
+    for best in many.each(tune.tune, rows):
+        _progress(f"{best.row.label}: {best.result.step_s / 60:.2f} min a step at {best.changes}")
+        found.append(best)
+    print(tune.render(found), "\n")
+    return [best.row for best in found]
+
+
+def run_rows(rows: Sequence[Row], seeds: int) -> list[many.Ran]:
+    lines = []
+    for ran in many.run_rows(rows, seeds):
+        minutes = sum(result.seconds for result in ran.results) / 60
+        _progress(f"{ran.row.label}: {minutes:.0f} minutes in {ran.seconds:.1f} s")
+        lines.append(ran)
     return lines
 
 
@@ -77,6 +92,7 @@ def parse(argv: Sequence[str], flag_values: flags.FlagValues = flags.FLAGS) -> A
     """What argv (program name first) asks for; ConfigError says what is wrong with it."""
     spec, rest = _split(argv)
     flags.DEFINE_string("trace", "", TRACE_HELP, flag_values=flag_values)
+    flags.DEFINE_boolean("tune", False, TUNE_HELP, flag_values=flag_values)
     flags.DEFINE_boolean("advise", False, ADVISE_HELP, flag_values=flag_values)
     flags.DEFINE_string("replay", "", REPLAY_HELP, flag_values=flag_values)
     if helping.asked_for(rest):
@@ -96,8 +112,8 @@ def parse(argv: Sequence[str], flag_values: flags.FlagValues = flags.FLAGS) -> A
         raise ConfigError(" ".join(str(error).split())) from error
     if leftover:
         raise ConfigError(f"argument {leftover[0]!r}: not a flag")
-    return Asked(config=config.from_config_dict(tree), trace=flag_values.trace, advise=flag_values.advise,
-                 replay=flag_values.replay)
+    return Asked(config=config.from_config_dict(tree), trace=flag_values.trace, tune=flag_values.tune,
+                 advise=flag_values.advise, replay=flag_values.replay)
 
 
 def load_file(spec: str) -> ml_collections.ConfigDict:

@@ -34,7 +34,7 @@ def test_a_mode_is_a_row_of_decisions(mode, max_lag, capped, target):
 
 def run(mode, **changes) -> World:
     shape = Shape(instances=((8, 1.0, 1), (8, 1.0, 1)), train_s=1.5, seed=3)
-    world = World(config(mode=mode, inflight=2.0, **changes), shape).run()
+    world = World(config(mode=mode, **{"inflight": 2.0, **changes}), shape).run()
     world.audit()
     return world
 
@@ -58,6 +58,12 @@ def test_the_lag_of_partial_is_unbounded():
     shape = Shape(instances=((8, 1.0, 1), (8, 1.0, 1)), train_s=0.1, seed=3)
     world = World(config(mode="partial", inflight=5.0, total_steps=12), shape).run()
     assert max(world.lags()) > world.config.max_lag
+
+
+@pytest.mark.parametrize("mode", ["partial", "evict", "dora"])
+def test_where_the_awaited_batch_counts_a_load_below_a_batch_is_enough(mode):
+    world = run(mode, inflight=0.5, updates=2)
+    assert world.stop.ok and sum(world.lags().values()) == 24
 
 
 def test_one_step_trains_each_batch_on_the_version_before():
@@ -111,7 +117,7 @@ def test_nothing_to_do_ends_at_once():
         ({"total_steps": -1}, "total_steps is -1: it must not be negative"),
         ({"rebalance_period_s": 0.0}, "rebalance_period_s is 0.0: it must be positive"),
         ({"inflight": 0.2}, "less than one group of 2"),
-        ({"inflight": 0.75}, "keeps at most 3 groups outstanding: a step takes 4 and would never start"),
+        ({"mode": "dora_paper", "inflight": 0.75}, "keeps at most 3 groups outstanding: a step takes 4 and would never start"),
         ({"task_ratios": (("sums", 2.0),)}, "task_ratios names 'sums', which task_cycle does not"),
         (
             {"task_cycle": ("a", "b"), "task_ratios": (("a", 0.1), ("b", 0.1))},

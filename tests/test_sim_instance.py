@@ -103,6 +103,26 @@ def test_tokens_are_conserved():
     assert sum(host.spent.values()) == pytest.approx(host.time)
 
 
+def test_versions_side_by_side_are_decoded_in_a_call_each():
+    def ended(version):
+        host, jobs = make(), [job(i, 10, 100) for i in range(4)]
+        for i, one in enumerate(jobs):
+            one.version = version(i)
+            host.submit(one, "start")
+        return run(host)[0]
+
+    one, two = ended(lambda i: 0), ended(lambda i: i % 2)
+    assert two - one == pytest.approx(100 * Costs().decode_base_s(0))  # what each of 100 more calls costs anyhow
+
+
+def test_an_instance_that_is_held_stands_still():
+    host = make()
+    host.submit(job(0, 10, 100), "start")
+    host.hold(3.0)
+    assert run(host)[0] == pytest.approx(3.0 + run(make(), [(0.0, job(0, 10, 100))])[0])
+    assert host.spent[inst.HELD] == pytest.approx(3.0)
+
+
 def test_a_faster_instance_takes_less_time():
     slow, fast = (run(make(speed=s), [(0.0, job(0, 10, 100))])[0] for s in (1.0, 2.0))
     assert slow == pytest.approx(2 * fast)

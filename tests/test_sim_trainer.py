@@ -55,9 +55,17 @@ def test_a_step_in_parts_hides_the_wait_for_its_stragglers():
     assert parts.rollout_only < whole.rollout_only / 2
     assert max(parts.lags) <= 2
 
+@pytest.mark.parametrize("mode", ["one_step", "partial", "evict"])
+def test_every_mode_that_can_takes_parts(mode):
+    whole, parts = step_s(mode), step_s(mode, **{"orchestrator.updates": 8})
+    assert parts.step_s < whole.step_s and parts.rollout_only < whole.rollout_only
 
-def test_only_mode_dora_takes_parts():
-    assert step_s("sync").step_s == step_s("sync", **{"orchestrator.updates": 8}).step_s
+
+def test_a_mode_that_promises_whole_steps_takes_parts_where_it_is_told_to():
+    for mode in ("sync", "dora_paper"):
+        updates = {"orchestrator.updates": 8}
+        whole, parts = step_s(mode, **updates), step_s(mode, **updates, **{"orchestrator.decisions": {"parts": 8}})
+        assert parts.step_s < whole.step_s and max(parts.lags) <= max(whole.lags)
 
 
 @pytest.mark.parametrize("mode", ["partial", "evict"])
@@ -67,5 +75,5 @@ def test_a_trainer_without_a_deadline_rule_waits_for_groups(mode):
 
 
 def test_modes_that_take_whole_steps_wait_for_whole_steps():
-    for mode in ("sync", "one_step", "dora_paper"):
+    for mode in ("sync", "dora_paper"):
         assert step_s(mode).trainer == step_s(mode, **{"orchestrator.updates": 8}).trainer

@@ -38,6 +38,12 @@ class Decisions:
                     "evict": groups past their deadline are cancelled and their prompts redone
     parts           a step's batch is taken in up to so many parts, each as soon as its groups are ready: the trainer
                     works while the step still waits for its stragglers
+
+    The last two are machinery, which a mode has unless its definition forbids it: a comparison is then one of modes.
+    No parts: `sync`, whose runs are the same bit for bit, so that a part may not be what finished first; `dora_paper`,
+    which trains when the whole batch is there; instances on the trainer's chips, which have nothing to overlap.
+    Nothing awaited counts: `sync` and `one_step`, which issue a batch at a time; `dora_paper`, which admits at a step's
+    end. What a mode would be with them is one row of the simulator: `orchestrator.decisions` replaces any choice.
     """
 
     max_lag: int | None
@@ -50,6 +56,11 @@ class Decisions:
     spread: str = "remainder"
     on_publish: str = "keep"
     parts: int = 1
+
+    @property
+    def repartitions(self) -> bool:
+        """Versions are sampled from side by side, and share the instances."""
+        return self.max_lag != 0 and self.admit_at == "newest" and self.on_publish != "swap"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -69,7 +80,7 @@ class OrchestratorConfig:
     eval_groups: int = 0  # 0: no evaluation
     eval_samples: int = 1
     kv_pressure: float = 0.03  # share of free pages below which an instance sheds samples
-    updates: int = 1  # optimizer updates a step; mode `dora` takes the groups of each when they are ready
+    updates: int = 1  # optimizer updates a step; modes that take parts take the groups of each when they are ready
     task_cycle: tuple[str, ...] = ()  # the task of group g is task_cycle[g % len]; empty: tasks are not told apart
     task_ratios: tuple[tuple[str, float], ...] = ()  # (task, oversampling in units of its share of `inflight`)
     task_adaptive: bool = False  # a task of which many groups are filtered gets more of the load, up to 4 times as much
@@ -84,21 +95,27 @@ class OrchestratorConfig:
     def decisions(self) -> Decisions:
         groups = self.groups_per_step
         target = sum(self.task_limits.values()) or max(1, math.ceil(self.inflight * groups))
+        parts = 1 if self.colocated else self.updates
         if self.mode == "sync":
             return Decisions(max_lag=0, capped=True, target_groups=groups)
         if self.mode == "one_step":
-            return Decisions(max_lag=1, capped=True, target_groups=groups, admit_at="batch")
+            return Decisions(max_lag=1, capped=True, target_groups=groups, admit_at="batch", parts=parts)
         if self.mode == "partial":
-            return Decisions(max_lag=None, capped=False, target_groups=target, on_publish="swap")
+            return Decisions(
+                max_lag=None, capped=False, target_groups=target, on_publish="swap", count_awaited=True, parts=parts
+            )
         if self.mode == "evict":
-            return Decisions(max_lag=self.max_lag, capped=False, target_groups=target, on_publish="evict")
+            return Decisions(
+                max_lag=self.max_lag, capped=False, target_groups=target, on_publish="evict", count_awaited=True,
+                parts=parts,
+            )  # fmt: skip
         if self.mode == "dora_paper":
             return Decisions(
                 max_lag=self.max_lag, capped=True, target_groups=target, admit_on="publish", spread="round"
             )
         return Decisions(
             max_lag=self.max_lag, capped=True, target_groups=target, count_awaited=True, kv_weight=KV_WEIGHT,
-            parts=1 if self.colocated else self.updates,
+            parts=parts,
         )  # fmt: skip
 
     # ------------------------------------------------------------------ tasks
@@ -189,7 +206,7 @@ class OrchestratorConfig:
             return [f"inflight {self.inflight} asks for {samples:g} samples in flight: "
                     f"that is less than one group of {self.group_size}"]
         target = self.decisions.target_groups
-        if target < self.groups_per_step:
+        if target < self.groups_per_step and (self.task_limits or not self.decisions.count_awaited):
             return [f"inflight {self.inflight} keeps at most {target} groups outstanding: a step takes "
                     f"{self.groups_per_step} and would never start"]
         return []

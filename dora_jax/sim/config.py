@@ -83,6 +83,9 @@ class CostSection:
     link_efficiency: float = 0.7
     load_fixed_s: float = 0.5  # of one weight transfer
     move_fixed_s: float = 0.02  # of one sample's migration
+    balance_s: float = 0.0  # of a step, that instances which versions share stand still to balance and to move samples
+    publish_s: float = 0.0  # from a step's end until its version is there to be loaded
+    control_s: float = 0.0  # from a fact to the command that follows from it
 
 
 @section
@@ -114,7 +117,7 @@ class OrchestratorSection:
     groups_per_step: int = 512
     group_size: int = 16
     inflight: float = 1.25
-    updates: int = 1  # optimizer updates a step; mode `dora` trains each as soon as its groups are ready
+    updates: int = 1  # optimizer updates a step; modes that take parts train each as soon as its groups are ready
     rebalance_period_s: float = 20.0
     peer_weights: bool = True
     decisions: Mapping[str, Any] = dataclasses.field(default_factory=dict)  # replaces choices of the mode
@@ -128,11 +131,21 @@ class FaultSection:
 
 
 @section
+class GridSection:
+    """What `--tune` tries, the same for every mode."""
+
+    rollout_shares: tuple[float, ...] = tuple(n / 16 for n in range(3, 15))  # of the chips; colocated is tried as well
+    inflight: tuple[float, ...] = (0.5, 0.75, 1.0, 1.15, 1.25, 1.5, 2.0)
+    max_versions: tuple[int, ...] = (2, 3, 4)
+
+
+@section
 class SimConfig:
     modes: tuple[str, ...] = MODES
     rows: tuple[Mapping[str, Any], ...] = ()
     steps: int = 8
     warmup_steps: int = 2  # left out of every average
+    seeds: int = 1  # runs of each row, from workload.seed on; of several the table shows mean and standard deviation
     report_tokens: int = 1024  # an instance reports progress every so many ticks
     model: ModelSection = ModelSection()
     hardware: HardwareSection = HardwareSection()
@@ -140,6 +153,7 @@ class SimConfig:
     workload: WorkloadSection = WorkloadSection()
     orchestrator: OrchestratorSection = OrchestratorSection()
     fault: FaultSection = FaultSection()
+    grid: GridSection = GridSection()
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -224,6 +238,8 @@ def _problems(config: SimConfig) -> Any:
     """Sentences about what no row can repair."""
     if config.steps <= config.warmup_steps:
         yield f"steps: {config.steps} steps leave none to measure after {config.warmup_steps} of warm-up"
+    if config.seeds < 1:
+        yield f"seeds: {config.seeds} is less than one run of a row"
     for mode in config.modes:
         if mode not in MODES:
             yield f"modes: {mode!r} is none of {', '.join(MODES)}"

@@ -4,6 +4,7 @@ Between two changes of its batch every sample in it gains one token a tick, and 
 
     base(batch) + kv * context      with the context growing by `batch` tokens a tick
 
+(where versions are decoded side by side, as the engine does it: one call a version, so a base for each one's samples)
 so n ticks take a * n + b * n^2 / 2 seconds, which is solved for n where a time is given. Prompts are prefilled before
 decoding goes on (the same work as chunked prefill, in one piece). When the pages run out, the sample that joined last
 goes back to the queue and is prefilled again.
@@ -22,8 +23,8 @@ from dora_jax.sim.cost import Costs
 from dora_jax.sim.workload import Turn
 from dora_jax.types import InstanceId, SampleId, Version
 
-DECODE, PREFILL, LOAD, TOOL, PAUSED, IDLE = "decode", "prefill", "load", "tool", "paused", "idle"
-ACTIVITIES = (DECODE, PREFILL, LOAD, TOOL, PAUSED, IDLE)
+DECODE, PREFILL, LOAD, TOOL, PAUSED, HELD, IDLE = "decode", "prefill", "load", "tool", "paused", "held", "idle"
+ACTIVITIES = (DECODE, PREFILL, LOAD, TOOL, PAUSED, HELD, IDLE)
 
 # What `happen` returns beside the sample.
 ENTERED, STOPPED, REPORT = "entered", "stopped", "report"
@@ -32,12 +33,14 @@ ENTERED, STOPPED, REPORT = "entered", "stopped", "report"
 ROOM_SHARE = 1 / 64
 # Two ends closer than this, in ticks, are one: floating point must not make an empty interval of them.
 TICK_EPS = 1e-6
+# What is left of standing still is over when it is shorter than this: added to a clock of days it must make a difference.
+HELD_EPS_S = 1e-9
 
 
 class Job:
     """One unfinished sample, wherever it is."""
 
-    __slots__ = ("arrival", "cached", "id", "join", "prompt", "sampled", "stop", "turn", "turns", "version", "visible")
+    __slots__ = ("arrival", "cached", "id", "join", "mixed", "prompt", "sampled", "stop", "turn", "turns", "version", "visible")
 
     def __init__(self, id: SampleId, version: Version, prompt: int, turns: list[Turn]):
         self.id = id
@@ -47,6 +50,7 @@ class Job:
         self.turn = 0
         self.sampled = 0  # tokens before it joined the batch
         self.cached = 0  # tokens with KV
+        self.mixed = False  # its tokens are of more than one version
         self.join = 0.0  # tick of its instance at which it joined
         self.stop = math.inf  # tick at which its turn ends
         self.arrival = ""  # how it entered: Start, Resume, ...; told when it decodes
@@ -54,6 +58,11 @@ class Job:
     @property
     def tokens(self) -> int:
         return self.prompt + self.sampled
+
+    def go_on_under(self, version: Version) -> None:
+        """Other weights: the KV so far is of no use."""
+        self.version, self.cached = version, 0
+        self.mixed = self.mixed or self.sampled > 0
 
     def left_in_turn(self) -> int:
         return sum(turn.tokens for turn in self.turns[: self.turn + 1]) - self.sampled
@@ -91,6 +100,7 @@ class Instance:
         self._queue: deque[Job] = deque()
         self._entering: list[Job] = []
         self._prefill_left_s = 0.0
+        self._still_s = 0.0  # that it still stands still
         self._tools: dict[SampleId, Job] = {}
         self._report_ticks = report_ticks
         self._report_at = float(report_ticks)
@@ -101,6 +111,8 @@ class Instance:
     def activity(self) -> str:
         if self.paused:
             return PAUSED
+        if self._still_s:
+            return HELD
         if self._entering:
             return PREFILL
         if self.decoding:
@@ -116,7 +128,10 @@ class Instance:
             return
         activity = self.activity
         self.spent[activity] += elapsed
-        if activity == PREFILL:
+        if activity == HELD:
+            left = self._still_s - elapsed
+            self._still_s = left if left > HELD_EPS_S else 0.0
+        elif activity == PREFILL:
             self._prefill_left_s = max(0.0, self._prefill_left_s - elapsed * self.speed / self.slowed)
         elif activity == DECODE:
             batch = len(self.decoding)
@@ -128,6 +143,8 @@ class Instance:
     def next_time(self) -> float:
         """When something happens here without outside help; inf: never."""
         activity = self.activity
+        if activity == HELD:
+            return self.time + self._still_s
         if activity == PREFILL:
             return self.time + self._prefill_left_s * self.slowed / self.speed
         if activity != DECODE:
@@ -152,6 +169,10 @@ class Instance:
                 found += self._due()
         self._prefill()
         return found
+
+    def hold(self, seconds: float) -> None:
+        """It stands still for so long, whatever it has to do."""
+        self._still_s += seconds
 
     # ------------------------------------------------------------------ samples
 
@@ -222,7 +243,8 @@ class Instance:
     # ------------------------------------------------------------------ private
 
     def _tick_s(self) -> float:
-        return self._costs.decode_base_s(len(self.decoding)) + self._context * self._costs.decode_kv_s
+        base_s = sum(map(self._costs.decode_base_s, self.counts.values()))
+        return base_s + self._context * self._costs.decode_kv_s
 
     def _grow(self, ticks: float) -> None:
         self.ticks += ticks

@@ -12,6 +12,7 @@ from collections.abc import Iterable, Mapping
 from dora_jax.orchestrate.modes import Decisions
 from dora_jax.sim.config import SimConfig
 from dora_jax.sim.instance import ACTIVITIES, IDLE, Instance
+from dora_jax.sim.trainer import SimGroup
 from dora_jax.types import InstanceId, Version
 
 DOWN = "down"
@@ -35,6 +36,7 @@ class Result:
     rollout: Mapping[str, float]  # share of the instances' time by cause
     occupancy: float  # mean samples in a batch while it decodes
     lags: Mapping[int, float]  # share of the trained groups
+    mixed: float  # share of the trained samples whose tokens are of more than one version
     live_mean: float
     live_max: int
     moves: float  # a step, as all that follow
@@ -61,7 +63,7 @@ class Meter:
         self._instances = config.hardware.instances
         self._capped = decisions.capped  # else nothing but the groups themselves is waited for
         self._part = config.orchestrator.groups_per_step // decisions.parts  # groups that the trainer takes at once
-        self._tokens = 0
+        self._tokens = self._samples = self._mixed = 0
         self._lags: dict[int, int] = {}
         self._live_sum = self._live_count = self._live_max = 0
         self._ready_left = 0
@@ -94,11 +96,13 @@ class Meter:
         self._trainer_state(now, self._waits(ready))
         self._idle_before = self._idle_s(hosts)
 
-    def trained(self, lags: Iterable[int], tokens: int) -> None:
-        """`lags`: of the groups of one part."""
-        self._tokens += tokens
-        for lag in lags:
-            self._lags[lag] = self._lags.get(lag, 0) + 1
+    def trained(self, base: Version, groups: Iterable[SimGroup]) -> None:
+        """One part of a step."""
+        for group in groups:
+            self._tokens += group.tokens
+            self._samples += group.done
+            self._mixed += group.mixed
+            self._lags[base - group.version] = self._lags.get(base - group.version, 0) + 1
 
     def live(self, versions: int) -> None:
         self._live_sum += versions
@@ -140,6 +144,7 @@ class Meter:
 
     def _counters(self, now: float, hosts: Iterable[Instance]) -> dict[str, float]:
         counters = {"now": now, "tokens": self._tokens, "moves": self.moves, "reloads": self.reloads}
+        counters |= {"samples": self._samples, "mixed": self._mixed}
         counters |= {"move_bytes": self.move_bytes, "weight_bytes": self.weight_bytes, "idle_tail": self._idle_tail}
         counters |= {"reprefilled": self.reprefilled, "cancelled": self.cancelled_tokens, "ready": self._ready_left}
         counters |= {f"trainer/{name}": seconds for name, seconds in self._trainer.items()}
@@ -169,7 +174,7 @@ class Meter:
             trainer={name: d[f"trainer/{name}"] / seconds for name in self._trainer},
             rollout={name: rollout[name] for name in CAUSES},
             occupancy=d["rollout/slot_s"] / decode_s if decode_s else 0.0,
-            lags={lag: n / groups for lag, n in lags.items() if n},
+            lags={lag: n / groups for lag, n in lags.items() if n}, mixed=d["mixed"] / d["samples"],
             live_mean=self._live_sum / max(1, self._live_count), live_max=self._live_max,
             moves=d["moves"] / steps, reloads=d["reloads"] / steps, move_bytes=d["move_bytes"] / steps,
             weight_bytes=d["weight_bytes"] / steps, reprefilled_tokens=d["reprefilled"] / steps,

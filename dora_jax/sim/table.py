@@ -1,5 +1,6 @@
 """The table of modes: what each row of a simulation took, what waited on what, and how that compares with the paper.
 
+Where a row ran with several seeds, its figures are means, and the first ones are followed by their standard deviation.
 Three blocks: the outcome, where the time of both roles went, and what was moved; a fourth where a row names published
 figures ("step_min", "rollout_only", "tokens_per_s"; "fitted" is 1 where parameters were fitted on that row, "misfit"
 where no parameters can meet it).
@@ -7,17 +8,18 @@ where no parameters can meet it).
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from dora_jax.sim.config import Row
 from dora_jax.sim.meter import CAUSES, DOWN, IDLE_CAPPED, IDLE_TAIL, TRAIN, WAIT_DEADLINE, WAIT_GROUPS, Result
 
 Line = tuple[Row, Result]
+Spread = Callable[[Callable[[Result], float]], float]  # figure -> its standard deviation over the seeds of a row
 TITLES = {IDLE_CAPPED: "idle: capped", IDLE_TAIL: "idle: tail"}
 
 
-def render(lines: Sequence[Line]) -> str:
-    blocks = [_outcome(lines), _time(lines), _traffic(lines)]
+def render(lines: Sequence[Line], spreads: Sequence[Spread] = ()) -> str:
+    blocks = [_outcome(lines, spreads), _time(lines), _traffic(lines)]
     if any(row.published for row, _ in lines):
         blocks.append(_published(lines))
     return "\n\n".join(blocks)
@@ -36,14 +38,19 @@ def grid(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 # ---------------------------------------------------------------- private
 
 
-def _outcome(lines: Sequence[Line]) -> str:
+def _outcome(lines: Sequence[Line], spreads: Sequence[Spread]) -> str:
     rows = []
-    for row, r in lines:
+    for i, (row, r) in enumerate(lines):
         lags = " ".join(f"{lag}:{share:.0%}" for lag, share in sorted(r.lags.items()))
+        minutes, share, tokens = _minutes(r.step_s), f"{r.rollout_only:.1%}", f"{r.tokens_per_s:,.0f}"
+        if spreads:
+            minutes += f" ± {_minutes(spreads[i](lambda r: r.step_s))}"
+            share += f" ± {spreads[i](lambda r: r.rollout_only):.1%}"
+            tokens += f" ± {spreads[i](lambda r: r.tokens_per_s):,.0f}"
         rows.append([
-            row.label, _minutes(r.step_s), f"{r.rollout_only:.1%}", f"{r.tokens_per_s:,.0f}", f"{r.occupancy:.1f}",
-            lags, f"{r.lag_mean:.2f}", f"{r.live_mean:.1f}/{r.live_max}"])  # fmt: skip
-    head = ["mode", "min/step", "rollout only", "tokens/s", "batch", "groups by lag", "mean lag", "versions mean/max"]
+            row.label, minutes, share, tokens, f"{r.occupancy:.1f}",
+            lags, f"{r.lag_mean:.2f}", f"{r.mixed:.1%}", f"{r.live_mean:.1f}/{r.live_max}"])  # fmt: skip
+    head = ["mode", "min/step", "rollout only", "tokens/s", "batch", "groups by lag", "mean lag", "mixed samples", "versions mean/max"]
     return grid(head, rows)
 
 

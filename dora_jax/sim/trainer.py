@@ -9,19 +9,27 @@ from collections.abc import Sequence
 
 from dora_jax.sim.config import OrchestratorSection
 from dora_jax.sim.cost import Costs
+from dora_jax.sim.instance import Job
 from dora_jax.types import Version
 
 
 class SimGroup:
     """What the world knows of a group: its tag, and what its finished samples add up to."""
 
-    __slots__ = ("done", "squares", "tokens", "version")
+    __slots__ = ("done", "mixed", "squares", "tokens", "version")
 
     def __init__(self, version: Version):
         self.version = version
         self.done = 0
         self.tokens = 0
         self.squares = 0.0
+        self.mixed = 0  # samples with tokens of more than one version
+
+    def ended(self, job: Job) -> None:
+        self.done += 1
+        self.tokens += job.tokens
+        self.squares += float(job.tokens) ** 2
+        self.mixed += job.mixed
 
 
 class SimTrainer:

@@ -9,8 +9,6 @@ same run. If nothing is left to happen the run has stalled, and that raises.
 
 from __future__ import annotations
 
-import heapq
-import itertools
 import math
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -19,6 +17,7 @@ from dora_jax.orchestrate import events as ev
 from dora_jax.orchestrate.modes import Decisions
 from dora_jax.sim import instance as inst
 from dora_jax.sim import workload as work
+from dora_jax.sim.agenda import Agenda
 from dora_jax.sim.config import SimConfig
 from dora_jax.sim.cost import Costs, open_costs
 from dora_jax.sim.instance import Instance, Job
@@ -34,6 +33,8 @@ STALLED_PERIODS = 10_000
 # The orchestrator learns the time with every fact, but not finer than this share of a rebalance period.
 CLOCK_SHARE = 1e-3
 
+_TO_ONE = (ev.Start, ev.LoadWeights, ev.Park, ev.Resume, ev.Pause, ev.Unpause)
+
 
 class EndOfMeasurement(Exception):
     """The last step to be measured is published."""
@@ -43,10 +44,11 @@ class SimWorld:
     """See the page. `until`: the version whose publication ends the simulation; `decisions`: of the mode that runs."""
 
     def __init__(self, config: SimConfig, decisions: Decisions, *, until: Version, trace: Trace | None = None):
-        self.now = 0.0
+        self._agenda = Agenda()
         self.costs: Costs = open_costs(config)
         self.meter = Meter(config, decisions)
-        self._config = config
+        self._config, self._cost = config, config.cost
+        self._repartitions = decisions.repartitions
         self._until = until
         self._trace = trace
         self._workload = Workload(config.workload)
@@ -64,26 +66,24 @@ class SimWorld:
         self._quiet = 0
         self._told_s = 0.0
         self._clock_s = CLOCK_SHARE * config.orchestrator.rebalance_period_s
-        self._heap: list[tuple[float, int, Callable[..., None], tuple]] = []
-        self._count = itertools.count()
         for id in range(hardware.instances):
             self._up(id, versions=(0,))
-        self._at(0.0, self._clock)
+        self._agenda.at(0.0, self._clock)
 
     @property
-    def instances(self) -> Iterable[Instance]:
-        return self._instances.values()
+    def now(self) -> float:
+        return self._agenda.now
 
     # ------------------------------------------------------------------ World
 
     def events(self) -> list[ev.Event]:
         """The facts of the next moment at which there are any."""
         while not self._outbox:
-            if not self._heap:
+            if not self._agenda:
                 raise RuntimeError(f"the run stalled after {self.now:.0f} s: nothing is left to happen")
-            self.now, _, call, args = heapq.heappop(self._heap)
-            call(*args)
-        out, self._outbox = self._outbox, []
+            self._agenda.next()
+        out = self._outbox.copy()
+        self._outbox.clear()
         if self.now - self._told_s >= self._clock_s:
             self._told_s = self.now
             out.insert(0, ev.TimePassed(now_s=self.now))
@@ -91,41 +91,40 @@ class SimWorld:
 
     def execute(self, command: ev.Command) -> None:
         self._quiet = 0
-        self._COMMANDS[type(command)](self, command)
+        if not isinstance(command, _TO_ONE) or command.instance in self._instances:
+            self._COMMANDS[type(command)](self, command)  # else it is lost, and the fact that says so on its way
 
     # ------------------------------------------------------------------ commands
 
     def _start(self, command: ev.Start) -> None:
         host = self._touch(command.instance)
         for id in command.ids:
-            if id.group_id not in self._groups:
-                self._groups[id.group_id] = SimGroup(command.version)
-            prompt = self._workload.prompt_tokens(id.group_id)
-            job = Job(id, command.version, prompt, self._workload.turns(id))
-            host.submit(job, "start")
+            self._groups.setdefault(id.group_id, SimGroup(command.version))
+            prompt, turns = self._workload.prompt_tokens(id.group_id), self._workload.turns(id)
+            host.submit(Job(id, command.version, prompt, turns), "start")
         self._schedule(host)
 
     def _load(self, command: ev.LoadWeights) -> None:
         host = self._touch(command.instance)
         host.loading = True
-        end = self._network.load(self.now, command.source, host.id)
         self.meter.reloads += 1
         self.meter.weight_bytes += self.costs.weight_bytes
-        self._at(end, self._loaded, host, command.version)
+        self._agenda.at(self._network.load(self.now, command.source, host.id), self._loaded, host, command.version)
         self._schedule(host)
 
     def _move(self, command: ev.Move) -> None:
-        src = self._touch(command.src)
+        src = self._touch(command.src) if command.src in self._instances else None
         for id in command.ids:
-            job = src.take(id)
+            job = src.take(id) if src else None
             if job is None:
-                self._say(ev.MoveFailed(id=id, src=src.id, dst=command.dst, attempt=command.attempt,
-                                       reason="finished"))
+                self._say(ev.MoveFailed(id=id, src=command.src, dst=command.dst, attempt=command.attempt,
+                                       reason="finished, or its instance is lost"))
                 continue
             self._away[id] = job
             end = self._network.move(self.now, src.id, command.dst, job.cached)
-            self._at(end, self._arrive, job, src, self._instances.get(command.dst), command)
-        self._schedule(src)
+            self._agenda.at(end, self._arrive, job, src, self._instances.get(command.dst), command)
+        if src:
+            self._schedule(src)
 
     def _park(self, command: ev.Park) -> None:
         host = self._touch(command.instance)
@@ -135,7 +134,7 @@ class SimWorld:
             if job is not None:
                 self._away[id] = job
                 end += self.costs.park_s(job.cached)
-                self._at(end, self._parked, job, host)
+                self._agenda.at(end, self._parked, job, host)
         self._schedule(host)
 
     def _resume(self, command: ev.Resume) -> None:
@@ -144,11 +143,11 @@ class SimWorld:
         for id in command.ids:
             job = self._away[id]
             if job.version != command.version:  # other weights: its KV is of no use
-                job.version, job.cached = command.version, 0
+                job.go_on_under(command.version)
             job.arrival = "resume"
             if job.cached:
                 end += self.costs.park_s(job.cached)
-                self._at(end, self._resumed, job, host)
+                self._agenda.at(end, self._resumed, job, host)
             else:
                 del self._away[id]
                 self.meter.reprefilled += job.tokens
@@ -180,22 +179,19 @@ class SimWorld:
         groups = [self._groups.pop(g) for g in command.group_ids]
         self._ready.difference_update(command.group_ids)
         if not self._trainer.busy:
-            for host in self.instances:
-                host.advance(self.now)
-            self.meter.train_begins(self.now, self.instances)
+            self.meter.train_begins(self.now, self._all())
             self._trainer_works(True)
-        self.meter.trained([command.base_version - g.version for g in groups], sum(g.tokens for g in groups))
+        self.meter.trained(command.base_version, groups)
         begin, end, last = self._trainer.begins(self.now, groups)
         if self._trace:
             self._trace.train(begin, end, command)
-        self._at(end, self._part_trained, command.base_version + 1, last)
+        self._agenda.at(end, self._part_trained, command.base_version + 1, last)
 
     def _trainer_works(self, works: bool) -> None:
         """Instances that share its machine are slower meanwhile."""
         if self.costs.contention == 1.0:
             return
-        for host in self.instances:
-            host.advance(self.now)
+        for host in self._all():
             host.slowed = self.costs.contention if works else 1.0
             self._schedule(host)
 
@@ -221,7 +217,7 @@ class SimWorld:
             raise RuntimeError(f"the run stalled after {self.now:.0f} s: only the clock goes on")
         self._told_s = self.now
         self._say(ev.TimePassed(now_s=self.now))
-        self._at(self.now + self._config.orchestrator.rebalance_period_s, self._clock)
+        self._agenda.at(self.now + self._config.orchestrator.rebalance_period_s, self._clock)
 
     def _wake(self, host: Instance, wakeup: int) -> None:
         if wakeup != host.wakeup:
@@ -247,7 +243,7 @@ class SimWorld:
         turn = job.turns[job.turn]
         if job.turn < len(job.turns) - 1:
             host.wait_for_tool(job)
-            self._at(self.now + turn.tool_s, self._tool_answered, host, job)
+            self._agenda.at(self.now + turn.tool_s, self._tool_answered, host, job)
             return
         self._say(ev.SampleDone(id=job.id, instance=host.id, tokens=job.sampled, finish="stop", life=host.life))
         if self._trace:
@@ -255,11 +251,9 @@ class SimWorld:
         group = self._groups.get(job.id.group_id)
         if group is None:
             return
-        group.done += 1
-        group.tokens += job.tokens
-        group.squares += float(job.tokens) ** 2
+        group.ended(job)
         if group.done == self._config.orchestrator.group_size:
-            self._at(self.now + self.costs.score_s, self._scored, job.id.group_id, group)
+            self._agenda.at(self.now + self.costs.score_s, self._scored, job.id.group_id, group)
 
     def _report(self, host: Instance) -> None:
         tokens = tuple(host.sampled_of(job) for job in host.decoding.values())
@@ -330,12 +324,16 @@ class SimWorld:
         if not self._trainer.ends(self.now):
             return
         self._trainer_works(False)
-        for host in self.instances:
-            host.advance(self.now)
-        if not last:
-            self.meter.train_ends(self.now, self.instances, len(self._ready))
-            return
-        self.meter.published(self.now, version, self.instances, len(self._ready))
+        self.meter.train_ends(self.now, self._all(), len(self._ready))
+        if last:
+            self._agenda.at(self.now + self._cost.publish_s, self._published, version)
+
+    def _published(self, version: Version) -> None:
+        self.meter.published(self.now, version, self._all(), len(self._ready))
+        if self._repartitions and self._cost.balance_s:
+            for host in self._instances.values():
+                host.hold(self._cost.balance_s)
+                self._schedule(host)
         if version >= self._until:
             raise EndOfMeasurement
         self._say(ev.StepPublished(version=version))
@@ -359,7 +357,7 @@ class SimWorld:
         fault = self._config.fault
         if fault.mtbf_s:
             life_s = -fault.mtbf_s * math.log(work.uniform(self._seed, work.FAULT, id, self._lives[id]))
-            self._at(self.now + life_s, self._down, host)
+            self._agenda.at(self.now + life_s, self._down, host)
 
     def _down(self, host: Instance) -> None:
         host.advance(self.now)
@@ -369,7 +367,7 @@ class SimWorld:
         del self._instances[host.id]
         self.meter.lost(self.now, host)
         self._say(ev.InstanceDown(instance=host.id, reason="lost", life=host.life))
-        self._at(self.now + self._config.fault.repair_s, self._up, host.id)
+        self._agenda.at(self.now + self._config.fault.repair_s, self._up, host.id)
 
     # ------------------------------------------------------------------ private
 
@@ -378,17 +376,24 @@ class SimWorld:
         host.advance(self.now)
         return host
 
+    def _all(self) -> Iterable[Instance]:
+        """The instances as they are now."""
+        for host in self._instances.values():
+            host.advance(self.now)
+        return self._instances.values()
+
     def _schedule(self, host: Instance) -> None:
         """Make the next appointment with an instance whose batch or state has changed; older ones are void."""
         host.wakeup += 1
         time = host.next_time()
         if time < math.inf:
-            self._at(time, self._wake, host, host.wakeup)
+            self._agenda.at(time, self._wake, host, host.wakeup)
         if self._trace:
             self._trace.state(self.now, host)
 
-    def _at(self, time: float, call: Callable[..., None], *args: Any) -> None:
-        heapq.heappush(self._heap, (time, next(self._count), call, args))
-
     def _say(self, event: ev.Event) -> None:
-        self._outbox.append(event)
+        """A fact takes its time to the orchestrator: the way of the command that follows from it is in it."""
+        if self._cost.control_s:
+            self._agenda.at(self.now + self._cost.control_s, self._outbox.append, event)
+        else:
+            self._outbox.append(event)

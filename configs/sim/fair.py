@@ -1,0 +1,75 @@
+# python -m dora_jax.simulate --config=configs/sim/fair.py
+"""Every mode with the same machinery, each at its fastest split, load and bound: the comparison to go by.
+
+Argument: 64, 128 (the published experiment, see sim/paper.py) or 4096 (production_4096.py); none: all three. The chips,
+the work and its costs are those of `dora` in the published table. In it are as well:
+
+    speeds          instances are up to 10 % faster or slower than their mean (assumed)
+    balance_s       in modes whose versions share the instances, these stand still as long as the paper's did for
+                    balancing (0.4 and 1.5 % of a step at 64 and 128 GPUs) and transfers (3.6 and 2.1 %)
+    publish_s       2 s from a step's end to its version (assumed); weights then take their time on the links
+    control_s       0.1 s from a fact to the command that follows from it (assumed)
+    parts           a step begins with the first of its 16 updates whose groups are there
+
+`sync` and `dora_paper` take no parts by their definition (orchestrate/modes.py); a second row shows them with parts.
+TUNED is what `--tune` finds on the grid of sim/config.py (GridSection); five seeds.
+"""
+
+import importlib.util
+import pathlib
+
+from dora_jax.sim import paper
+
+SIZES = ("64", "128", "4096")
+BALANCE_S = {"64": 0.04 * 14.67 * 60, "128": 0.036 * 10.46 * 60, "4096": 0.036 * 10.46 * 60}
+PARTS = {"orchestrator.decisions": {"parts": 16}}
+ROWS = (("sync", "sync", {}), ("sync, parts", "sync", PARTS), ("one_step", "one_step", {}), ("partial", "partial", {}),
+        ("evict", "evict", {}), ("dora_paper", "dora_paper", {}), ("dora_paper, parts", "dora_paper", PARTS),
+        ("dora", "dora", {}))  # fmt: skip
+
+# (size, row): rollout chips (0: colocated), groups outstanding beyond the batch in units of P, K
+TUNED = {}
+
+
+def get_config(arg=None):
+    if arg is not None and arg not in SIZES:
+        raise ValueError(f"the argument {arg!r} is none of {', '.join(SIZES)}")
+    sizes = SIZES if arg is None else (arg,)
+    c = _setting(sizes[0])
+    c.seeds = 5
+    c.rows = tuple(row for size in sizes for row in _rows(size, _differences(c, _setting(size))))
+    return c
+
+
+def _rows(size, changes):
+    for label, mode, machinery in ROWS:
+        chips, inflight, bound = TUNED.get((size, label), (int(size) // 2, 1.15, 3))
+        point = {"hardware.rollout_chips": chips, "orchestrator.inflight": inflight, "orchestrator.max_versions": bound}
+        yield {"label": f"{size} {label}", "mode": mode, "set": {**changes, **point, **machinery}}
+
+
+def _setting(size):
+    c = _production() if size == "4096" else paper.setting(int(size))
+    c.steps, c.warmup_steps, c.seeds = 10, 3, 5
+    c.hardware.speeds = (1.1, 1.0, 0.9, 1.0)
+    c.cost.balance_s, c.cost.publish_s, c.cost.control_s = BALANCE_S[size], 2.0, 0.1
+    return c
+
+
+def _differences(a, b, prefix=""):
+    """Dotted fields of `b` that `a` has otherwise."""
+    found = {}
+    for name, value in b.items():
+        if hasattr(value, "items"):
+            found |= _differences(a[name], value, f"{prefix}{name}.")
+        elif value != a[name]:
+            found[prefix + name] = value
+    return found
+
+
+def _production():
+    path = pathlib.Path(__file__).with_name("production_4096.py")
+    spec = importlib.util.spec_from_file_location("production_4096", path)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module.get_config()

@@ -1,0 +1,81 @@
+"""Many simulations side by side: the cores of this machine, one process each; what several seeds of a row add up to."""
+
+from __future__ import annotations
+
+import concurrent.futures
+import dataclasses
+import multiprocessing
+import os
+import statistics
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple, TypeVar
+
+from dora_jax.sim.config import Row, replace
+from dora_jax.sim.meter import Result
+from dora_jax.sim.run import simulate
+
+Job, Answer = TypeVar("Job"), TypeVar("Answer")
+
+
+class Ran(NamedTuple):
+    """One row, over its seeds."""
+
+    row: Row
+    results: list[Result]
+    seconds: float  # of computing
+
+    @property
+    def mean(self) -> Result:
+        """Every figure the mean of the seeds' figures; a lag that a seed does not have counts as none."""
+        return Result(**{field.name: _mean([getattr(result, field.name) for result in self.results])
+                         for field in dataclasses.fields(Result)})
+
+    def spread(self, figure: Callable[[Result], float]) -> float:
+        """Standard deviation over the seeds; 0 for one."""
+        return statistics.stdev(map(figure, self.results)) if len(self.results) > 1 else 0.0
+
+
+def run_rows(rows: Sequence[Row], seeds: int) -> Iterator[Ran]:
+    """In the order of `rows`, each with `seeds` seeds from its own on."""
+    jobs = [_with_seed(row, i) for row in rows for i in range(seeds)]
+    answers = each(_timed, jobs)
+    for row in rows:
+        results, seconds = zip(*(next(answers) for _ in range(seeds)), strict=True)
+        yield Ran(row, list(results), sum(seconds))
+
+
+def each(function: Callable[[Job], Answer], jobs: Sequence[Job]) -> Iterator[Answer]:
+    """`function` of every job, in order; several at a time where there are several jobs and cores."""
+    workers = min(len(os.sched_getaffinity(0)), len(jobs))
+    if workers < 2:
+        yield from map(function, jobs)
+        return
+    context = multiprocessing.get_context("spawn")
+    with concurrent.futures.ProcessPoolExecutor(workers, mp_context=context) as pool:
+        futures = [pool.submit(function, job) for job in jobs]
+        try:
+            for future in futures:
+                yield future.result()
+        finally:
+            pool.shutdown(cancel_futures=True)
+
+
+# ---------------------------------------------------------------- private
+
+
+def _with_seed(row: Row, more: int) -> Row:
+    config = replace(row.config, {"workload.seed": row.config.workload.seed + more})
+    return dataclasses.replace(row, config=config)
+
+
+def _timed(row: Row) -> tuple[Result, float]:
+    began = time.process_time()
+    return simulate(row), time.process_time() - began
+
+
+def _mean(values: list[Any]) -> Any:
+    if isinstance(values[0], Mapping):
+        keys = sorted({key for value in values for key in value}) if isinstance(next(iter(values[0])), int) else values[0]
+        return {key: statistics.fmean(value.get(key, 0.0) for value in values) for key in keys}
+    return max(values) if isinstance(values[0], int) else statistics.fmean(values)
