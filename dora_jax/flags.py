@@ -290,6 +290,9 @@ def _machine(asked: Run, purpose: str) -> list[str]:
     """What the devices of this machine cannot do, as far as their number and the model are known by now."""
     config = asked.config
     n_devices = devices.known_devices(config) or (1 if asked.dry_run else None)
+    makes_model = purpose == "sft" or (validate.makes_base(config) and not presets.model_of(config))
+    if problems := presets.warm_start_problems(config, presets.machines(config)) if makes_model else []:
+        return problems
     if purpose == "sft":
         return []
     if config.cluster.launcher:
@@ -346,5 +349,4 @@ def _model(config: Config) -> models.ModelConfig | None:
     if sft.init or not validate.makes_base(config):
         return None
     rows = sft.vocab_size or config.trainer.tensor * config.rollout.tensor  # 0: the tokenizer decides, later
-    return models.new_config(sft.family, vocab_size=rows, **{
-        name: getattr(sft, name) for name in ("d_model", "n_layers", "n_heads", "n_kv_heads", "head_dim", "d_ff")})
+    return presets.fresh_model(sft, rows)

@@ -10,6 +10,7 @@ a run; a CPU keeps what is tuned for it.
 from __future__ import annotations
 
 import dataclasses
+import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -18,7 +19,7 @@ from dora_jax import budget, chips, devices, memory, validate
 from dora_jax import config as configs
 from dora_jax.budget import Machines
 from dora_jax.chips import Machine
-from dora_jax.config import Config, ConfigError, RolloutSection, TrainerSection
+from dora_jax.config import Config, ConfigError, RolloutSection, SftSection, TrainerSection
 from dora_jax.models import config as models
 from dora_jax.models.config import ModelConfig
 from dora_jax.models.hf_config import read_config
@@ -27,6 +28,7 @@ from dora_jax.trainer import objective
 OPEN: tuple[Any, ...] = ("auto", 0, {})  # the values that leave a field to the platform
 MIB = 2**20
 MAX_LOGITS_BYTES = 1024 * MIB
+WARM_START_BYTES = 16  # a parameter of it: weight, gradient and two moments in float32
 LOGITS_SHARE = 32  # one such array may take this part of a device's memory
 PAGE_SIZES = (64, 128, 256, 512)  # tokens, on accelerators
 KERNELS = {"reference": ("cpu", "tpu", "gpu"), "tpu": ("tpu",), "tokamax": ("tpu",), "gpu": ("gpu",)}  # kernel -> platforms
@@ -110,6 +112,28 @@ def problems(config: Config, found: Machines, model: ModelConfig | None = None) 
     said = [*_size(config, model), *_kernels(config, found)]
     planned = None if said else budget.of(config, found, model)
     return [*said, *(budget.problems(planned) if planned else ())]
+
+
+def fresh_model(sft: SftSection, vocab_size: int) -> ModelConfig:
+    """The model that a warm start without `sft.init` makes; ValueError in a sentence where its sizes make none."""
+    sizes = ("d_model", "n_layers", "n_heads", "n_kv_heads", "head_dim", "d_ff")
+    return models.new_config(sft.family, vocab_size=vocab_size, **{name: getattr(sft, name) for name in sizes})
+
+
+def warm_start_problems(config: Config, found: Machines) -> list[str]:
+    """Why the new model of a warm start cannot be trained on one device, each of which holds all of it. Where the machine
+    is not known yet: on the largest."""
+    sft = config.sft
+    if sft.init or not sft.out:
+        return []
+    model = fresh_model(sft, sft.vocab_size or 1)
+    params = model.matrix_params + model.gain_params
+    memory_bytes = found.trainer.memory_bytes or max(*(chip.hbm_bytes for chip in chips.CHIPS.values()), _host_bytes())
+    if WARM_START_BYTES * params <= memory_bytes:
+        return []
+    where = f"a device of {found.trainer}" if found.trainer.memory_bytes else "the largest device"
+    return [f"sft: a new model of {params:.1e} parameters, of sft.d_model, n_layers, n_heads, head_dim and d_ff, takes "
+            f"{WARM_START_BYTES * params / memory.GIB:,.0f} GiB to train, and {where} has {memory_bytes / memory.GIB:,.0f}"]
 
 
 def settle(config: Config) -> tuple[Config, list[str]]:
@@ -247,6 +271,10 @@ def _size(config: Config, model: ModelConfig | None) -> Iterator[str]:
     if model and expected and (model.n_layers, model.d_model) != (expected.n_layers, expected.d_model):
         yield (f"model.path: {config.model.path} has {model.n_layers} layers of width {model.d_model}, and model.size "
                f"{config.model.size} has {expected.n_layers} of {expected.d_model}")
+
+
+def _host_bytes() -> int:
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
 def _logits_bytes(machine: Machine) -> int:

@@ -29,7 +29,7 @@ from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
-from dora_jax import flags
+from dora_jax import flags, presets
 from dora_jax.config import CheckpointSection, Config, ConfigError, RunError, SftSection, blame
 from dora_jax.exits import Stop
 
@@ -322,8 +322,7 @@ def _model(config: Config, tokenizer_size: int, mesh: Any) -> tuple[Any, Any]:
         return hf.load(section.init, mesh)
     unit = math.lcm(config.trainer.tensor, config.rollout.tensor)  # what splits the vocabulary later
     rows = section.vocab_size or math.ceil(tokenizer_size / unit) * unit
-    sizes = ("d_model", "n_layers", "n_heads", "n_kv_heads", "head_dim", "d_ff")
-    cfg = decoder.new_config(section.family, vocab_size=rows, **{name: getattr(section, name) for name in sizes})
+    cfg = presets.fresh_model(section, rows)
     return cfg, decoder.init_params(cfg, config.seed, mesh)
 
 

@@ -100,6 +100,8 @@ def test_the_default_workdir_is_named_after_the_config_and_its_argument(workspac
     (["--config.steps=0"], "steps: 0 is not at least 1"),
     ([f"--config.seed={2**64}"], "seed: 18446744073709551616 is not at least 0 and below 2**63"),
     ([f"--config.sft.n_layers={10**9}"], "sft.n_layers: 1000000000 is more than 10000"),
+    ([f"--config.sft.d_model={10**9}", "--config.sft.out=new", "--config.model.path=new"],
+     "of sft.d_model, n_layers, n_heads, head_dim and d_ff, takes"),
     (["steps=3"], "argument 'steps=3': not a flag; the nearest is --config.steps=..."),
     (["--", "--config.steps=3"], "argument '--config.steps=3': nothing behind \"--\" is read"),
     (["--"], "nothing behind \"--\""),
