@@ -67,11 +67,13 @@ class Subject:
     tail_steps: int = 16
     tail_block: int = 128
     prefill: int = 128  # prompt tokens of a call
+    tail_prefill: int = 128  # the same, where samples start a few at a time
 
     @classmethod
     def real(cls, model: decoder.ModelConfig) -> Subject:
-        """All rows in one call, because it is the weights that a step reads."""
-        return cls(model, prompt=48, fixed=48, fixed_steps=48, fixed_block=48, tail_rows=TAIL_BATCH, prefill=768)
+        """Few calls a step, because each reads all weights: one, and two where short and long contexts meet."""
+        return cls(model, prompt=48, fixed=48, fixed_steps=48, fixed_block=48, tail_rows=TAIL_BATCH // 2,
+                   prefill=768, tail_prefill=192)
 
 
 ENVIRONMENTS = {  # rival -> what its environment needs
@@ -133,11 +135,11 @@ def engine_runner(work: Work, params) -> Callable[[], None]:
 def new_engine(work: Work, slots: int, device: jax.Device) -> Engine:
     longest, s = int(work.lengths.max()), work.subject
     fixed = longest == work.lengths.min()
-    sizes = (s.fixed_rows, s.fixed_steps, s.fixed_block) if fixed else (s.tail_rows, s.tail_steps, s.tail_block)
-    rows, steps, block = sizes
+    sizes = (s.fixed_rows, s.fixed_steps, s.fixed_block, s.prefill)
+    rows, steps, block, prefill = sizes if fixed else (s.tail_rows, s.tail_steps, s.tail_block, s.tail_prefill)
     section = RolloutSection(
         slots=slots, pages=slots * (-(-(s.prompt + longest) // 16) + 2), max_prompt_tokens=s.prompt,
-        max_new_tokens=longest, prefill_tokens=s.prompt * slots, prefill_call_tokens=s.prefill,
+        max_new_tokens=longest, prefill_tokens=s.prompt * slots, prefill_call_tokens=prefill,
         decode_rows=min(rows, slots), decode_steps=steps, context_block=block)
     return engine_of(devices.filled(Config(rollout=section)), s.model, sharding.make_mesh([device], 1, 1, 1))
 
@@ -261,7 +263,8 @@ def main() -> None:
         for line in bandwidth.table(args.model, contexts, rows, args.attention, args.memory * 1e9, read_speed, best_s):
             print(line, flush=True)
         return
-    jax.config.update("jax_num_cpu_devices", args.instances or (1 if args.smollm else len(os.sched_getaffinity(0))))
+    instances = args.instances or (1 if args.smollm else len(os.sched_getaffinity(0)))
+    devices.setup_platform(Config(cpu_devices=instances))
     rivals = [name for name in args.rivals.split(",") if name]
     flops = flop_speed()  # before any rival starts: they load for a while
     with tempfile.TemporaryDirectory() as temporary:
@@ -274,8 +277,9 @@ def main() -> None:
             runs = [engine_runner(work, params)]
             runs += [external[name].runner(work) if name in external else plain.runner(subject.model, params, work)
                      for name in rivals]
-            for run in runs:
-                timed(run)
+            for name, run in zip(("engine", *rivals), runs, strict=True):
+                if name not in external:  # those warm up by themselves
+                    timed(run)
             rounds = [[timed(run) for run in runs] for _ in range(args.rounds)]
             times = dict(zip(("engine", *rivals), map(min, zip(*rounds, strict=True)), strict=True))
             print_row(work, times, floor_s(work, flops))
