@@ -229,9 +229,8 @@ class Adversary:
             life.begun.add(id)
             said.append(ev.SampleStarted(id=id, instance=i, version=life.runs[id], life=number))
         elif self.draw.random() < PROGRESS:
-            ids = tuple(life.runs)
-            tokens = tuple(self.draw.randrange(1, self.config.max_new_tokens) for _ in ids)
-            said.append(ev.InstanceReported(instance=i, free=self.draw.randrange(64), ids=ids, tokens=tokens, life=number))
+            progress = {id: self.draw.randrange(1, self.config.max_new_tokens) for id in life.runs}
+            said.append(ev.InstanceReported.of(i, self.draw.randrange(64), progress, number))
         else:
             del life.runs[id]
             said.append(ev.SampleDone(id=id, instance=i, tokens=3, finish="stop", life=number))

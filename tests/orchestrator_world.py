@@ -144,10 +144,9 @@ class World(Audit):
         return [*(reports if self.shape.reports_pages else ()), ev.TimePassed(now_s=self.now_s)]
 
     def report(self, i: int, engine: Engine) -> ev.InstanceReported:
-        runs = [run for run in engine.runs.values() if run.tokens]
         free = self.free(engine) if self.shape.reports_pages else self.shape.pages
-        return ev.InstanceReported(instance=i, free=free, ids=tuple(run.id for run in runs),
-                                   tokens=tuple(run.tokens for run in runs), life=engine.life)
+        progress = {run.id: run.tokens for run in engine.runs.values() if run.tokens}
+        return ev.InstanceReported.of(i, free, progress, engine.life)
 
     def free(self, engine: Engine) -> int:
         used = sum(-(-(self.shape.prompt_tokens + run.tokens) // self.shape.page_size) for run in engine.runs.values())

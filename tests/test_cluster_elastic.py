@@ -29,7 +29,8 @@ def test_a_gang_that_leaves_takes_no_token_with_it(tmp_path, hosts):
     def preempt(event, commands):
         if isinstance(event, ev.SampleStarted) and event.instance == 0:
             started.add(event.id)
-        elif isinstance(event, ev.InstanceReported) and started.intersection(event.ids) and not seen:
+        elif isinstance(event, ev.InstanceReported) and not seen and started.intersection(
+                zip(event.groups, event.indices, strict=True)):
             seen.append(event)
             world.hosts(0)[-1].link.send(calls.Notice(reason="SIGTERM"))
 

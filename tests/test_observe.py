@@ -189,7 +189,7 @@ def test_the_cause_of_a_wait_is_what_held_longest_in_the_step(monkeypatch):
         waiting.update(trainer=trainer, rollouts=rollouts)
         log(happened)
         waiting.update(trainer="stragglers")
-        log(ev.InstanceReported(instance=0, free=1, ids=(SampleId(0, 0),), tokens=(3,)))  # not asked again
+        log(ev.InstanceReported.of(0, 1, {SampleId(0, 0): 3}))  # not asked again
         clock.now_s += seconds
     assert log.phrases({"trainer": 0.34, "rollouts": 0.6}) == [
         "rollouts idle 60%: waiting for the trainer", "trainer idle 34%: waiting for rollouts"]

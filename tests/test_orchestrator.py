@@ -109,7 +109,7 @@ def test_words_of_an_earlier_life_change_nothing():
     for event in (
         ev.SampleDone(id=A, instance=0, tokens=5, finish="stop"),
         ev.SampleResumed(id=A, instance=0),
-        ev.InstanceReported(instance=0, free=0, ids=(A,), tokens=(9,)),
+        ev.InstanceReported.of(0, 0, {A: 9}),
         ev.WeightsLoaded(instance=0, version=0),
         ev.InstanceDown(instance=0, reason="heard of it late"),
         up(0),
@@ -157,7 +157,7 @@ def test_what_is_said_twice_counts_once():
         (ev.WeightsLoaded(instance=0, version=3), "instance 0 loaded version 3"),
         (ev.SampleStarted(id=A, instance=0, version=2), "started at version 2"),
         (ev.SampleCancelled(id=A, reason="?"), "cancelled without a command"),
-        (ev.InstanceReported(instance=0, free=9, ids=(A, B), tokens=(3,)), "instance 0 reports 1 counts of 2 samples"),
+        (ev.InstanceReported(instance=0, free=9, groups=(0, 0), indices=(0, 1), tokens=(3,)), "columns of 2, 2 and 1 rows"),
     ],
 )
 def test_a_fact_that_contradicts_a_command_raises(event, message):
@@ -271,10 +271,10 @@ def test_reports_are_told_when_a_decision_looks_and_reservations_follow_after_so
     fleet, host = brain.state.fleet, brain.state.fleet.hosts[0]
     reserved = host.pages_used
     for n in range(1, REPORTS_A_LOOK):
-        brain.step(ev.InstanceReported(instance=0, free=8, ids=(A, B), tokens=(50 * n, n)))
+        brain.step(ev.InstanceReported.of(0, 8, {A: 50 * n, B: n}))
         assert brain.state.unit(A).tokens == 0 and host.tokens == 51 * n and host.pages_used == reserved
     assert {u.id: u.tokens for u in fleet.settle(host) if u.tokens} == {A: 50 * n, B: n}
     brain.step(ev.InstanceReported(instance=0, free=8))  # none has grown
     assert brain.state.unit(A).tokens == 50 * n
-    brain.step(ev.InstanceReported(instance=0, free=8, ids=(A,), tokens=(400,)))
+    brain.step(ev.InstanceReported.of(0, 8, {A: 400}))
     assert host.pages_used > reserved and brain.state.unit(A).tokens == 400

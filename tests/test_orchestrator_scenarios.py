@@ -145,9 +145,8 @@ class Body:
         self.tokens |= dict.fromkeys(ids(text), int(tokens))
         for i, host in self.brain.state.fleet.hosts.items():
             if host.units.keys() & set(ids(text)):
-                known = [id for id in host.units if id in self.tokens]
-                yield ev.InstanceReported(instance=i, free=self.free.get(i, host.pages), ids=tuple(known),
-                                          tokens=tuple(self.tokens[id] for id in known), life=self.lives[i])
+                progress = {id: self.tokens[id] for id in host.units if id in self.tokens}
+                yield ev.InstanceReported.of(i, self.free.get(i, host.pages), progress, self.lives[i])
 
     def _done(self, text, tokens=24):
         for id in ids(text):

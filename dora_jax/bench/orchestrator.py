@@ -154,7 +154,9 @@ class Body:
             now_tokens = self.now * TOKENS_PER_S
             tokens = tuple([int(now_tokens + zero) for zero in runs.values()])
             free = max(0, PAGES - (sum(tokens) + len(runs) * PROMPT_TOKENS) // PAGE_SIZE)
-            self.tell(ev.InstanceReported(instance=i, free=free, ids=tuple(runs), tokens=tokens, life=self.lives[i]))
+            groups, indices = zip(*runs, strict=True)
+            self.tell(ev.InstanceReported(instance=i, free=free, groups=groups, indices=indices, tokens=tokens,
+                                          life=self.lives[i]))
 
     def tokens(self, zero: float) -> float:
         return self.now * TOKENS_PER_S + zero

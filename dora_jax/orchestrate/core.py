@@ -51,10 +51,11 @@ class Orchestrator:
 
     def step(self, event: ev.Event) -> tuple[ev.Command, ...]:
         s = self.state
-        if not self.counts(event):
-            if not s.halted:
-                name = type(event).__name__
-                s.dropped[name] = s.dropped.get(name, 0) + 1
+        if s.halted:
+            return ()
+        if not verdict.counts(s, event):
+            name = type(event).__name__
+            s.dropped[name] = s.dropped.get(name, 0) + 1
             return ()
         COMMIT[type(event)](s, event)
         if s.due:

@@ -9,6 +9,8 @@ attempt that the Move named. Facts of one life come in order; what else is late,
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from dora_jax.types import GroupId, InstanceId, SampleId, Version, record
 
 
@@ -123,13 +125,21 @@ class StepPublished:
 @record
 class InstanceReported:
     """How far an instance is, once a period: every sample that it runs and that has a token, or none of them where none
-    has grown since its last report. The tokens themselves stay in the engine."""
+    has grown since its last report. The tokens themselves stay in the engine. In columns: plain numbers cost journal and
+    wire a third of what ids do."""
 
     instance: InstanceId
     free: int  # KV pages, evictable prefixes included
-    ids: tuple[SampleId, ...] = ()
-    tokens: tuple[int, ...] = ()  # sampled so far, of each
+    groups: tuple[GroupId, ...] = ()  # of each sample: its group, its index in the group, its tokens so far
+    indices: tuple[int, ...] = ()
+    tokens: tuple[int, ...] = ()
     life: int = 0
+
+    @classmethod
+    def of(cls, instance: InstanceId, free: int, progress: Mapping[SampleId, int], life: int = 0) -> InstanceReported:
+        """progress: sample -> tokens so far."""
+        groups, indices = zip(*progress, strict=True) if progress else ((), ())
+        return cls(instance=instance, free=free, groups=groups, indices=indices, tokens=tuple(progress.values()), life=life)
 
 
 @record

@@ -62,8 +62,8 @@ def weights_loaded(s: State, event: ev.WeightsLoaded) -> None:
 
 def instance_reported(s: State, event: ev.InstanceReported) -> None:
     host = s.fleet.hosts[event.instance]
-    if event.ids:
-        s.fleet.reported(host, event.ids, event.tokens)
+    if event.tokens:
+        s.fleet.reported(host, event)
     host.free_reported = event.free
     if event.free < s.config.kv_pressure * host.pages and host.units:
         host.pressed = True

@@ -9,6 +9,7 @@ from __future__ import annotations
 import heapq
 from collections.abc import Iterable
 
+from dora_jax.orchestrate.events import InstanceReported
 from dora_jax.types import GroupId, InstanceId, SampleId, Version
 
 # Samples that must have ended before their mean length replaces the guess in reservations.
@@ -70,9 +71,6 @@ class Group:
         self.units: list[Unit | None] = [Unit(self, i) for i in range(samples)]
 
 
-NOTHING: tuple[tuple[SampleId, ...], tuple[int, ...]] = ((), ())
-
-
 class Host:
     """One life of an instance that is up.
 
@@ -101,7 +99,7 @@ class Host:
         self.units: dict[SampleId, Unit] = {}
         self.counts: dict[Version, int] = {}  # samples by version, incoming moves included
         self.pages_used = 0
-        self.report: tuple[tuple[SampleId, ...], tuple[int, ...]] = NOTHING  # ids and tokens that units were not told
+        self.report: InstanceReported | None = None  # that units were not told of
         self.reports = 0
         self.tokens = 0  # of all its samples, in its last report
         self.incoming = 0
@@ -134,7 +132,7 @@ class Fleet:
     def __init__(self, prompt_tokens: int, new_tokens: int, expected_tokens: int):
         self.prompt_tokens = prompt_tokens  # bound of a prompt
         self.new_tokens = new_tokens  # bound of a response
-        self.guessed_tokens = expected_tokens or new_tokens  # of a response, until lengths are known
+        self.likely_tokens: float = expected_tokens or new_tokens  # of a response: a guess, until lengths are known
         self.hosts: dict[InstanceId, Host] = {}
         self.lives: dict[InstanceId, int] = {}  # the latest that was heard of, over or not
         self.open: dict[Version, list[tuple[float, InstanceId]]] = {}  # heaps; entries may be stale
@@ -165,6 +163,8 @@ class Fleet:
         self.finished += 1
         self.finished_tokens += tokens
         self.finished_s += elapsed_s
+        if self.finished >= LENGTHS_KNOWN:
+            self.likely_tokens = 1.5 * self.finished_tokens / self.finished
 
     def observe_move(self, elapsed_s: float) -> None:
         self.move_s += (elapsed_s - self.move_s) * (0.1 if self.move_s else 1.0)
@@ -173,21 +173,21 @@ class Fleet:
 
     def expected_tokens(self, tokens: int = 0) -> int:
         """Response tokens to reserve for a sample that has `tokens`."""
-        known = 1.5 * self.mean_tokens if self.finished >= LENGTHS_KNOWN else self.guessed_tokens
-        return min(self.new_tokens, int(max(known, 1.25 * tokens)) + 1)
+        likely = int(max(self.likely_tokens, 1.25 * tokens)) + 1
+        return likely if likely < self.new_tokens else self.new_tokens
 
     def page_need(self, host: Host, tokens: int = 0) -> int:
         return -(-(self.prompt_tokens + self.expected_tokens(tokens)) // host.page_size)
 
     def has_room(self, host: Host, tokens: int = 0) -> bool:
-        if host.used >= host.slots or host.pressed:
+        if host.pressed or len(host.units) + host.incoming >= host.slots:
             return False
         return host.pages_used + self.page_need(host, tokens) <= host.pages
 
-    def reported(self, host: Host, ids: tuple[SampleId, ...], tokens: tuple[int, ...]) -> None:
+    def reported(self, host: Host, event: InstanceReported) -> None:
         """What the samples of the host have by now. Units are told when a decision looks at them (`settle`): most reports
         are followed by another one first."""
-        host.report, host.tokens = (ids, tokens), sum(tokens)
+        host.report, host.tokens = event, sum(event.tokens)
         host.reports += 1
         if not host.reports % REPORTS_A_LOOK:
             self._raise(host)
@@ -204,11 +204,12 @@ class Fleet:
     def settle(self, host: Host) -> Iterable[Unit]:
         """The host's samples, with the tokens that were reported last. Law: whatever reads `tokens` of a unit that holds
         a slot settles its host first, so that nothing depends on when that was done before."""
-        units, (ids, tokens), host.report = host.units, host.report, NOTHING
-        for id, n in zip(ids, tokens, strict=True):
-            unit = units.get(id)
-            if unit is not None:
-                unit.tokens = n
+        units, report, host.report = host.units, host.report, None
+        if report is not None:
+            for id, tokens in zip(zip(report.groups, report.indices, strict=True), report.tokens, strict=True):
+                unit = units.get(id)
+                if unit is not None:
+                    unit.tokens = tokens
         return units.values()
 
     # ------------------------------------------------------------------ reserve and release
@@ -264,10 +265,12 @@ class Fleet:
         """Enter a host with room into the heap of each version that it may start samples of."""
         if not self.has_room(host):
             return
-        entry = (host.load, host.id)
+        entry = ((len(host.units) + host.incoming) / (host.slots * host.speed), host.id)
         for version in host.versions:
             if version != host.leaving:
-                heap = self.open.setdefault(version, [])
+                heap = self.open.get(version)
+                if heap is None:
+                    heap = self.open[version] = []
                 heapq.heappush(heap, entry)
                 if len(heap) > 4 * len(self.holders[version]) + 64:
                     self._compact(version)

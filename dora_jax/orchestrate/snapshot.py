@@ -26,7 +26,7 @@ UNIT_PLAIN = (
     "moved_s",
 )  # fmt: skip
 FLEET_COUNTS = ("promised", "arriving", "capacity", "drains")
-FLEET_PLAIN = ("finished", "finished_tokens", "finished_s", "move_s")
+FLEET_PLAIN = ("finished", "finished_tokens", "finished_s", "likely_tokens", "move_s")
 
 
 def save(s: State) -> dict[str, Any]:

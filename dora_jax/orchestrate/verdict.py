@@ -32,8 +32,9 @@ def _lives(s: State, event: ev.InstanceReported | ev.WeightsLoaded) -> bool:
 
 
 def _reported(s: State, event: ev.InstanceReported) -> bool:
-    if len(event.ids) != len(event.tokens):
-        raise ev.ImpossibleFact(f"instance {event.instance} reports {len(event.tokens)} counts of {len(event.ids)} samples")
+    if not len(event.groups) == len(event.indices) == len(event.tokens):
+        raise ev.ImpossibleFact(f"instance {event.instance} reports columns of {len(event.groups)}, {len(event.indices)} and "
+                                f"{len(event.tokens)} rows")
     return _lives(s, event)
 
 
@@ -50,8 +51,13 @@ def _of_unit(*states: str):
     """Said by the instance that has the sample, in one of these states."""
 
     def said(s: State, event: ev.SampleStarted | ev.SampleDone | ev.SampleParked | ev.SampleResumed) -> bool:
-        unit = s.unit(event.id)
-        return unit is not None and unit.instance == event.instance and unit.state in states and _lives(s, event)
+        id = event.id
+        group = s.groups.get(id.group_id)
+        unit = group and group.units[id.index]
+        if unit is None or unit.instance != event.instance or unit.state not in states:
+            return False
+        host = s.fleet.hosts.get(event.instance)
+        return host is not None and host.life == event.life
 
     return said
 

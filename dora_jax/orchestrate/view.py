@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 from dora_jax.orchestrate import events as ev
 from dora_jax.orchestrate.fleet import LOADING
 from dora_jax.orchestrate.state import State
+from dora_jax.types import SampleId
 
 
 def describe(event: ev.Event, commands: tuple[ev.Command, ...]) -> str:
@@ -19,9 +21,11 @@ def say(item: ev.Event | ev.Command) -> str:
     fields = []
     for name in type(item).__slots__:
         value = getattr(item, name)
-        if value is None or value == () or name == "attempt" or (name == "life" and not value):
+        if value is None or value == () or name in ("attempt", "indices") or (name == "life" and not value):
             continue
-        if name == "ids":
+        if name == "groups":
+            name, value = "ids", _ids(map(SampleId, value, item.indices))
+        elif name == "ids":
             value = _ids(value)
         elif name == "id":
             value = f"{value.group_id}.{value.index}"
@@ -31,7 +35,7 @@ def say(item: ev.Event | ev.Command) -> str:
     return " ".join([type(item).__name__, *fields])
 
 
-def _ids(ids: tuple) -> str:
+def _ids(ids: Iterable[SampleId]) -> str:
     groups: dict[int, list[int]] = {}
     for id in ids:
         groups.setdefault(id.group_id, []).append(id.index)

@@ -141,4 +141,4 @@ class GuardedWorld:
 
 def _moves(event: ev.Event) -> bool:
     """The clock goes on, and an instance reports, whether or not anything moves."""
-    return not isinstance(event, ev.TimePassed) and not (isinstance(event, ev.InstanceReported) and not event.ids)
+    return not isinstance(event, ev.TimePassed) and not (isinstance(event, ev.InstanceReported) and not event.tokens)

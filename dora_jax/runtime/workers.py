@@ -254,8 +254,7 @@ class InstanceWorker(Worker):
         if now - self._reported_s >= self._report_s:
             self._reported_s = now
             progress, self._grew = self._progress if self._grew else {}, False
-            self.outbox.put(ev.InstanceReported(instance=self.instance, free=result.free_pages, ids=tuple(progress),
-                                                tokens=tuple(progress.values()), life=self.life))
+            self.outbox.put(ev.InstanceReported.of(self.instance, result.free_pages, progress, self.life))
         if self._partial_s and now - self._partials_s >= self._partial_s:
             self._partials_s = now
             for sample_id in self._grown:

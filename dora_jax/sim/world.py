@@ -256,9 +256,9 @@ class SimWorld:
             self._agenda.at(self.now + self.costs.score_s, self._scored, job.id.group_id, group)
 
     def _report(self, host: Instance) -> None:
-        tokens = tuple(host.sampled_of(job) for job in host.decoding.values())
+        progress = {id: host.sampled_of(job) for id, job in host.decoding.items()}
         free = host.free_tokens // self._config.hardware.page_size
-        self._say(ev.InstanceReported(instance=host.id, free=free, ids=tuple(host.decoding), tokens=tokens, life=host.life))
+        self._say(ev.InstanceReported.of(host.id, free, progress, host.life))
 
     def _scored(self, group_id: GroupId, group: SimGroup) -> None:
         if self._groups.get(group_id) is not group:
