@@ -45,7 +45,7 @@ def lines_of(console, pattern):
 def test_a_run_of_many_processes_outlives_those_that_are_killed_or_preempted(tmp_path):
     (tmp_path / "config.py").write_text(CONFIG.format(base=str(tmp_path / "base")))
     console = tmp_path / "console.log"
-    run = start(tmp_path, console, DORA_FAULT="trainer.in_step:6")  # at the earliest in the second step
+    run = start(tmp_path, console, DORA_FAULT="trainer.in_step:2")
     try:
         for instance, blow in ((1, signal.SIGKILL), (0, signal.SIGTERM)):
             up = rf"^rollout {instance} \(epoch 1\) is up.*pids (\d+)"
@@ -79,8 +79,9 @@ def listening(pid):
 
 
 def start(folder, console, **env):
+    """Instances that hold one group at a time: what a step takes comes one by one."""
     with console.open("a") as log:
         return subprocess.Popen([sys.executable, "-m", "dora_jax.train", f"--config={folder}/config.py",
                                  f"--workdir={folder}/run", "--config.orchestrator.groups_per_step=4",
-                                 "--config.trainer.updates=4"], stdout=log, stderr=log,
+                                 "--config.trainer.updates=4", "--config.rollout.slots=4"], stdout=log, stderr=log,
                                 env={**os.environ, **env, "DORA_COMPILE_CACHE": str(folder / "cache")})
