@@ -374,8 +374,7 @@ def drawn(seed: int) -> Adversary:
         mode=MODES[seed % len(MODES)], groups_per_step=parts * draw.choice([1, 2]), group_size=draw.choice([1, 2, 4]),
         total_steps=draw.randint(1, 4), max_versions=draw.randint(1, 4), inflight=draw.choice([1.0, 1.25, 2.0, 3.0]),
         updates=parts, eval_every=draw.randint(0, 2), eval_groups=draw.choice([0, 0, 2]), max_filtered_rounds=50,
-        max_prompt_tokens=16, max_new_tokens=48, kv_pressure=draw.choice([0.03, 0.3]), colocated=draw.random() < 0.2,
-        peer_weights=draw.random() < 0.5)  # fmt: skip
+        max_prompt_tokens=16, max_new_tokens=48, kv_pressure=draw.choice([0.03, 0.3]), colocated=draw.random() < 0.2)  # fmt: skip
     sizes = [(draw.choice([1, 2, 4]), draw.choice([1, 1, 2, 3])) for _ in range(draw.randint(1, 4))]
     return Adversary(config, sizes, seed, calm_after=draw.choice([300, 1000, 3000]))
 

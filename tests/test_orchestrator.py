@@ -201,14 +201,6 @@ def test_unequal_instances_share_work_by_slots_and_speed():
     assert started[1] > started[0] > 0
 
 
-def test_weights_come_from_peers_where_that_is_asked_for():
-    config = OrchestratorConfig(groups_per_step=4, group_size=2, total_steps=6, peer_weights=True)
-    world = World(config, Shape(instances=((4, 1.0, 1),) * 6)).run()
-    loads = [c for _, commands in world.log for c in commands if isinstance(c, ev.LoadWeights)]
-    assert {load.source is None for load in loads} == {True, False}
-    assert all(load.source != load.instance for load in loads)
-
-
 def test_every_version_is_retired_once_and_the_newest_kept():
     world = World(OrchestratorConfig(groups_per_step=2, group_size=2, total_steps=5), Shape()).run()
     retired = [c.version for _, commands in world.log for c in commands if isinstance(c, ev.Retire)]

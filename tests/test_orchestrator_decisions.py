@@ -253,7 +253,7 @@ def _field(item, name):
 def test_a_snapshot_holds_everything(mode):
     config = OrchestratorConfig(
         groups_per_step=4, group_size=2, total_steps=5, mode=mode, inflight=2.0, max_versions=2, eval_groups=2,
-        eval_every=1, task_cycle=("a", "b"), task_ratios=(("a", 2.0),), task_adaptive=True, peer_weights=True,
+        eval_every=1, task_cycle=("a", "b"), task_ratios=(("a", 2.0),), task_adaptive=True,
     )  # fmt: skip
     shape = Shape(instances=((2, 1.0, 1), (4, 2.0, 2), (2, 1.0, 1)), deaths=0.7, filtered=0.2, move_s=1.0, seed=5)
 

@@ -33,7 +33,6 @@ configs = st.builds(
     eval_samples=st.integers(1, 2),
     max_filtered_rounds=st.just(50),
     kv_pressure=st.sampled_from([0.03, 0.3]),
-    peer_weights=st.booleans(),
     colocated=st.sampled_from([False, False, True]),
 )
 instances = st.tuples(st.sampled_from([1, 2, 5, 8]), st.sampled_from([0.5, 1.0, 3.0]), st.sampled_from([1, 1, 2, 3]))

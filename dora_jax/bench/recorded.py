@@ -35,7 +35,7 @@ def setting(directory: Path, warmup: int) -> tuple[SimConfig, str]:
         "workload.max_prompt_tokens": told.max_prompt_tokens, "workload.max_new_tokens": told.max_new_tokens,
         "orchestrator.max_versions": told.max_versions, "orchestrator.groups_per_step": told.groups_per_step,
         "orchestrator.group_size": told.group_size, "orchestrator.inflight": told.inflight,
-        "orchestrator.updates": told.updates, "orchestrator.peer_weights": told.peer_weights,
+        "orchestrator.updates": told.updates, "orchestrator.peer_weights": False,
         "orchestrator.rebalance_period_s": told.rebalance_period_s})  # fmt: skip
     return config, told.mode
 

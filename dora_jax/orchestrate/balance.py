@@ -250,7 +250,6 @@ def _wanted(s: State) -> Version | None:
 
 
 def _load(s: State, host: Host, version: Version, drop: Version | None) -> None:
-    source = s.fleet.peer(version, s.reloads_total) if s.config.peer_weights else None
     s.fleet.begin_load(host, version, drop)
     s.reloads_total += 1
-    s.out.append(ev.LoadWeights(instance=host.id, version=version, source=source, drop=drop))
+    s.out.append(ev.LoadWeights(instance=host.id, version=version, drop=drop))

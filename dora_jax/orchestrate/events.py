@@ -157,11 +157,11 @@ Event = (
 
 @record
 class LoadWeights:
-    """Load `version`; `drop` names the resident version that makes room (None: there is room)."""
+    """Load `version`, from wherever the body finds it; `drop` names the resident version that makes room (None: there is
+    room)."""
 
     instance: InstanceId
     version: Version
-    source: InstanceId | None = None  # a peer that holds it; None: the weight store
     drop: Version | None = None
 
 

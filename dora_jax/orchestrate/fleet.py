@@ -14,9 +14,6 @@ from dora_jax.types import GroupId, InstanceId, SampleId, Version
 
 # Samples that must have ended before their mean length replaces the guess in reservations.
 LENGTHS_KNOWN = 32
-# Instances that are asked for a version's weights before the store is.
-PEER_LOOKS = 4
-
 # Reports of an instance after which what its samples have outgrown is reserved: an estimate does not get better by a look
 # at every sample each time.
 REPORTS_A_LOOK = 8
@@ -141,7 +138,6 @@ class Fleet:
         self.arriving: dict[Version, int] = {}  # weight of hosts that load a version
         self.capacity: dict[Version, int] = {}  # weight of hosts that hold a version
         self.drains: dict[Version, int] = {}  # hosts on which a version drains
-        self.sources: dict[Version, list[InstanceId]] = {}  # instances that loaded a version; some may have dropped it
         self.finished = 0
         self.finished_tokens = 0
         self.finished_s = 0.0  # from start to end, summed
@@ -313,15 +309,6 @@ class Fleet:
         self._keep(host, version)
         self.offer(host)
 
-    def peer(self, version: Version, turn: int) -> InstanceId | None:
-        """An instance that holds the version, another one each turn; None: none was found at a few looks."""
-        peers = self.sources.get(version, ())
-        for look in range(min(PEER_LOOKS, len(peers))):
-            host = self.hosts.get(peers[(turn + look) % len(peers)])
-            if host is not None and version in host.versions:
-                return host.id
-        return None
-
     def turn(self, host: Host, phase: str, coming: Version | None = None, leaving: Version | None = None) -> None:
         """The host's weights enter a phase; what is counted by version follows."""
         self._count_phase(host, -1)
@@ -340,7 +327,6 @@ class Fleet:
     def _keep(self, host: Host, version: Version) -> None:
         host.versions.append(version)
         _add(self.capacity, version, host.weight)
-        self.sources.setdefault(version, []).append(host.id)
 
     def _drop(self, host: Host, version: Version) -> None:
         host.versions.remove(version)
@@ -353,7 +339,6 @@ class Fleet:
         if not hosts:
             del self.holders[version]
             self.open.pop(version, None)
-            self.sources.pop(version, None)
 
     # ------------------------------------------------------------------ instances come and go
 

@@ -84,7 +84,6 @@ class OrchestratorConfig:
     task_cycle: tuple[str, ...] = ()  # the task of group g is task_cycle[g % len]; empty: tasks are not told apart
     task_ratios: tuple[tuple[str, float], ...] = ()  # (task, oversampling in units of its share of `inflight`)
     task_adaptive: bool = False  # a task of which many groups are filtered gets more of the load, up to 4 times as much
-    peer_weights: bool = False  # a LoadWeights names a peer that holds the version where there is one
     colocated: bool = False  # instances share the trainer's chips: they stand still from a whole batch to its version
 
     @property

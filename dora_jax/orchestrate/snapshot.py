@@ -153,7 +153,6 @@ def _save_fleet(fleet: Fleet) -> dict[str, Any]:
         ],
         "open": [[v, [list(entry) for entry in heap]] for v, heap in fleet.open.items()],
         "holders": [[v, list(ids)] for v, ids in fleet.holders.items()],
-        "sources": [[v, list(ids)] for v, ids in fleet.sources.items()],
         "counts": {name: _pairs(getattr(fleet, name)) for name in FLEET_COUNTS},
     }
 
@@ -172,6 +171,5 @@ def _load_fleet(fleet: Fleet, data: dict[str, Any]) -> None:
         fleet.hosts[host.id] = host
     fleet.open = {v: [(load, id) for load, id in heap] for v, heap in data["open"]}
     fleet.holders = {v: dict.fromkeys(ids) for v, ids in data["holders"]}
-    fleet.sources = {v: list(ids) for v, ids in data["sources"]}
     for name, rows in data["counts"].items():
         setattr(fleet, name, dict(rows))

@@ -11,8 +11,10 @@ import heapq
 from typing import Protocol
 
 from dora_jax.chips import Chip
-from dora_jax.types import InstanceId
+from dora_jax.orchestrate.events import LoadWeights
+from dora_jax.types import InstanceId, Version
 
+PEER_LOOKS = 4  # instances that are asked for a version's weights before the trainer is
 HOST_CHIPS = 4  # of most TPU machines
 HOST_COPY_BYTES_PER_S = 8e9  # from one place of a host's memory to another
 COPY_TRAFFIC = 3  # bytes that a cast from f32 reads and writes, for each byte of bfloat16 that it makes
@@ -27,11 +29,35 @@ class Transfers(Protocol):
 
 
 class Network:
-    def __init__(self, costs: Transfers, lanes: int):
-        self._costs = costs
+    """`peers`: instances serve weights to each other, another one each time, as a cluster's publication spreads its
+    transfers."""
+
+    def __init__(self, costs: Transfers, lanes: int, peers: bool = False):
+        self._costs, self._peers = costs, peers
+        self._holds: dict[InstanceId, set[Version]] = {}
+        self._loaded: dict[Version, list[InstanceId]] = {}  # some may have dropped it
+        self._loads = 0
         self._trainer = [0.0] * max(1, lanes)  # when each lane is free
         self._out: dict[InstanceId, float] = {}
         self._in: dict[InstanceId, float] = {}
+
+    def loaded(self, id: InstanceId, *versions: Version) -> None:
+        """The instance holds these too."""
+        self._holds.setdefault(id, set()).update(versions)
+        for version in versions:
+            self._loaded.setdefault(version, []).append(id)
+
+    def lost(self, id: InstanceId) -> None:
+        self._holds.pop(id, None)
+
+    def bring(self, now: float, command: LoadWeights) -> float:
+        """When the version has arrived, from an instance that holds it if there is one."""
+        turn, self._loads = self._loads, self._loads + 1
+        self._holds.get(command.instance, set()).discard(command.drop)
+        peers = self._loaded.get(command.version, ()) if self._peers else ()
+        asked = [peers[(turn + look) % len(peers)] for look in range(min(PEER_LOOKS, len(peers)))]
+        source = next((peer for peer in asked if command.version in self._holds.get(peer, ())), None)
+        return self.load(now, source, command.instance)
 
     def load(self, now: float, src: InstanceId | None, dst: InstanceId, speed: float = 1.0) -> float:
         """When the weights have arrived; `src` None: from the trainer."""

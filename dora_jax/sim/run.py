@@ -16,7 +16,7 @@ from dora_jax.sim.world import EndOfMeasurement, SimWorld
 
 
 # Fields of the configuration that go to the orchestrator as they are.
-SHARED = ("max_versions", "groups_per_step", "group_size", "inflight", "updates", "rebalance_period_s", "peer_weights")
+SHARED = ("max_versions", "groups_per_step", "group_size", "inflight", "updates", "rebalance_period_s")
 
 
 class StoppedEarly(RuntimeError):

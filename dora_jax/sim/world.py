@@ -54,7 +54,7 @@ class SimWorld:
         self._workload = Workload(config.workload)
         self._seed = config.workload.seed
         hardware = config.hardware
-        self._network = Network(self.costs, hardware.trainer_chips // hardware.instance_chips)
+        self._network = Network(self.costs, hardware.trainer_chips // hardware.instance_chips, config.orchestrator.peer_weights)
         self._instances: dict[InstanceId, Instance] = {}
         self._live: dict[Version, int] = {}
         self._lives = [0] * hardware.instances  # how often each instance came up
@@ -109,7 +109,7 @@ class SimWorld:
         host.loading = True
         self.meter.reloads += 1
         self.meter.weight_bytes += self.costs.weight_bytes
-        self._agenda.at(self._network.load(self.now, command.source, host.id), self._loaded, host, command.version)
+        self._agenda.at(self._network.bring(self.now, command), self._loaded, host, command.version)
         self._schedule(host)
 
     def _move(self, command: ev.Move) -> None:
@@ -286,6 +286,7 @@ class SimWorld:
         if self._instances.get(host.id) is host:
             host.advance(self.now)
             host.loading = False
+            self._network.loaded(host.id, version)
             self._schedule(host)
             self._say(ev.WeightsLoaded(instance=host.id, version=version, life=host.life))
 
@@ -344,16 +345,15 @@ class SimWorld:
         hardware = self._config.hardware
         speed = hardware.speeds[id % len(hardware.speeds)]
         self._lives[id] += 1
-        host = Instance(
-            id, self._lives[id], self.costs, self._live, slots=hardware.slots, page_size=hardware.page_size, speed=speed,
-            report_ticks=self._config.report_tokens)  # fmt: skip
+        host = Instance(id, self._lives[id], self.costs, self._live, slots=hardware.slots, page_size=hardware.page_size,
+                        speed=speed, report_ticks=self._config.report_tokens)
         host.time = self.now
         host.slowed = self.costs.contention if self._trainer.busy else 1.0
         self._instances[id] = host
         self.meter.up(self.now, id)
-        self._say(ev.InstanceUp(
-            instance=id, slots=hardware.slots, pages=self.costs.pages, page_size=hardware.page_size,
-            residents=hardware.residents, speed=speed, versions=versions, life=host.life))  # fmt: skip
+        self._network.loaded(id, *versions)
+        self._say(ev.InstanceUp(instance=id, slots=hardware.slots, pages=self.costs.pages, page_size=hardware.page_size,
+                                residents=hardware.residents, speed=speed, versions=versions, life=host.life))
         fault = self._config.fault
         if fault.mtbf_s:
             life_s = -fault.mtbf_s * math.log(work.uniform(self._seed, work.FAULT, id, self._lives[id]))
@@ -365,6 +365,7 @@ class SimWorld:
             self._away[job.id] = job
         host.wakeup += 1
         del self._instances[host.id]
+        self._network.lost(host.id)
         self.meter.lost(self.now, host)
         self._say(ev.InstanceDown(instance=host.id, reason="lost", life=host.life))
         self._agenda.at(self.now + self._config.fault.repair_s, self._up, host.id)
