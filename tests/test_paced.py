@@ -1,5 +1,6 @@
 """Paced parts: what they compute is the wrapped part's own, what it takes is the cost model's. Times are generous."""
 
+import dataclasses
 import queue
 import time
 
@@ -231,3 +232,26 @@ def test_the_table_and_its_verdicts():
     config = end_to_end.setting(steps=3, warmup=2)
     rows = end_to_end.rows(config, ["sync", "partial", "dora"], "half")
     assert [row.label for row in rows] == ["sync 8+8", "partial 8+8", "partial colocated", "dora 8+8"]
+
+
+def test_versions_side_by_side_take_a_call_each_and_a_fast_instance_takes_less(slept):
+    def tick(residents, **kwargs):
+        section = dataclasses.replace(SECTION, residents=2)
+        inner = OracleEngine(section, length=lambda v, g, i, limit: 4)
+        for version in range(2):
+            inner.load(version, None)
+        paced = PacedEngine(inner, Costs(), 0.5, **kwargs)
+        for i in range(4):
+            paced.submit(SampleId(0, i), np.arange(3), i % residents, 16)
+        before = slept[0]
+        paced.tick()
+        return slept[0] - before
+
+    assert tick(2) - tick(1) == pytest.approx(0.5 * 2 * 10)  # two decode steps of one call more
+    assert tick(1, speed=2.0) == pytest.approx(tick(1) / 2)
+
+
+def test_a_publication_lasts(slept):
+    weights = PacedWeights(paced_run.Weights(), Costs(), 0.5, lanes=1, publish_s=4.0)
+    weights.put(1, None)
+    assert slept[0] == pytest.approx(102.0) and weights.weights.held == {0, 1}

@@ -7,7 +7,7 @@ prove the version that made them; PACED are ticks, train steps and transfers: ea
 H800, divided by the speed-up, because nothing here has one. Not measured here: decoding and training as such.
 
 The work is the published experiment made small: log-normal lengths (sigma 1) cut at 12.5 x the mean, K = 3, a 7.6B model
-on 16 chips in place of 32.8B on 64 to 128, 2,048 samples a step in place of 8,192, and one token stands for 64, so that
+on 16 chips of unequal speed in place of 32.8B on 64 to 128, 2,048 samples a step in place of 8,192, and one token stands for 64, so that
 a tick lasts 64 times as long. Prediction and run share lengths (a function of seed, group and index), costs and the
 orchestrator's configuration, and nothing else. Each mode runs at the split of the chips that the simulator finds best
 for it; `partial` and `evict` also colocated, as `partial` was published.
@@ -55,7 +55,7 @@ def setting(steps: int, warmup: int) -> SimConfig:
         "model.params": 7.6e9, "model.n_layers": 28, "model.d_model": 3584, "model.n_heads": 28,
         "model.head_dim": 128, "model.kv_bytes_per_token": 57344.0 * TOKEN,
         "hardware.chip": "h800", "hardware.chips": CHIPS, "hardware.rollout_chips": CHIPS // 2, "hardware.tensor": 1,
-        "hardware.slots": 512, "cost.decode_overhead_s": 0.0175 * TOKEN, "cost.hbm_efficiency": 0.8 / TOKEN,
+        "hardware.slots": 512, "hardware.speeds": (1.1, 1.0, 0.9, 1.0), "cost.publish_s": 2.0, "cost.decode_overhead_s": 0.0175 * TOKEN, "cost.hbm_efficiency": 0.8 / TOKEN,
         "cost.flops_efficiency": 0.5 / TOKEN, "cost.train_utilisation": 0.21 / TOKEN, "cost.train_fixed_s": 165.0,
         "workload.mean_tokens": 2400 / TOKEN, "workload.max_new_tokens": 30000 // TOKEN,
         "workload.prompt_tokens": 160 / TOKEN, "workload.max_prompt_tokens": 512 // TOKEN,

@@ -112,11 +112,12 @@ class _Parts:
             slots=hardware.slots, pages=costs.pages, page_size=hardware.page_size, residents=hardware.residents,
             max_prompt_tokens=told.max_prompt_tokens, max_new_tokens=told.max_new_tokens, decode_steps=1))
         outbox, store = queue.SimpleQueue(), MemoryGroupStore()
-        self.weights = weights = PacedWeights(Weights(), costs, pace, hardware.trainer_chips // hardware.instance_chips)
+        self.weights = weights = PacedWeights(
+            Weights(), costs, pace, hardware.trainer_chips // hardware.instance_chips, config.cost.publish_s)
         self.engines = [
             PacedEngine(OracleEngine(section, length=lambda v, g, i, limit: work.length(SampleId(g, i)), version_in=int),
-                        costs, pace, report_ticks=config.report_tokens)
-            for _ in range(hardware.instances)]  # fmt: skip
+                        costs, pace, report_ticks=config.report_tokens, speed=hardware.speed(i))
+            for i in range(hardware.instances)]  # fmt: skip
         self.workers = [PacedWorker(i, engine, weights, outbox) for i, engine in enumerate(self.engines)]
         for engine in self.engines:
             engine.load(0, 0)
@@ -131,7 +132,8 @@ class _Parts:
         told = dataclasses.replace(told, rebalance_period_s=told.rebalance_period_s * pace)
         self.brain = TimedOrchestrator(told, evaluate_start=False)
         self.ups = [ev.InstanceUp(instance=worker.instance, slots=hardware.slots, pages=costs.pages,
-                                  page_size=hardware.page_size, residents=hardware.residents, versions=(0,))
+                                  page_size=hardware.page_size, residents=hardware.residents, versions=(0,),
+                                  speed=hardware.speed(worker.instance))
                     for worker in self.workers]  # fmt: skip
 
 

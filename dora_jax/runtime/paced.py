@@ -40,13 +40,14 @@ class PacedEngine:
     """The Engine seam around another engine; what is not defined here is the engine's own.
 
     `report_ticks`: progress is handed on every so many ticks, as an instance of the modelled size would in its time.
+    `speed`: of this instance, in that of the cost model.
     """
 
-    def __init__(self, engine: Any, costs: Costs, pace: float, *, report_ticks: int = 1):
+    def __init__(self, engine: Any, costs: Costs, pace: float, *, report_ticks: int = 1, speed: float = 1.0):
         self.engine = engine
         self.decode_s = self.prefill_s = self.move_s = 0.0  # real seconds, by their use
         self._costs, self._pace = costs, pace
-        self._report_ticks = report_ticks
+        self._report_ticks, self._speed = report_ticks, speed
         self._ticks = 0
         self._account = Account()
         self._due = 0.0  # when the modelled time of everything so far is over
@@ -61,8 +62,9 @@ class PacedEngine:
         began = time.monotonic()
         result = self.engine.tick()
         work = self._account.of(result)
-        decode_s = work.steps * self._costs.decode_base_s(round(work.batch)) + work.context * self._costs.decode_kv_s
-        prefill_s = sum(self._costs.prefill_s(tokens, 0) for tokens in work.prefills)
+        step_s = sum(self._costs.decode_base_s(max(1, round(batch))) for batch in work.batches)
+        decode_s = (work.steps * step_s + work.context * self._costs.decode_kv_s) / self._speed
+        prefill_s = sum(self._costs.prefill_s(tokens, 0) for tokens in work.prefills) / self._speed
         self.decode_s += self._pace * decode_s
         self.prefill_s += self._pace * prefill_s
         self._spend(began, decode_s + prefill_s)
@@ -89,11 +91,11 @@ class PacedEngine:
 
     def submit(self, id: SampleId, prompt_ids: Any, version: Version, max_new_tokens: int) -> None:
         self.engine.submit(id, prompt_ids, version, max_new_tokens)
-        self._account.enter(id, len(prompt_ids))
+        self._account.enter(id, version, len(prompt_ids))
 
     def import_(self, parcel: Any) -> None:
         self.engine.import_(parcel)
-        self._account.enter(parcel.id, len(parcel.prompt_ids), len(parcel.out_ids), parcel.kv_len)
+        self._account.enter(parcel.id, parcel.version, len(parcel.prompt_ids), len(parcel.out_ids), parcel.kv_len)
 
     def cancel(self, id: SampleId) -> bool:
         self._account.leave(id)
@@ -153,17 +155,21 @@ class PacedTrainer:
 
 
 class PacedWeights:
-    """The weight store: `get` lasts one transfer of weights, of which `lanes` run at a time."""
+    """The weight store: `get` lasts one transfer of weights, of which `lanes` run at a time; `put` lasts `publish_s`."""
 
-    def __init__(self, weights: Any, costs: Costs, pace: float, lanes: int):
+    def __init__(self, weights: Any, costs: Costs, pace: float, lanes: int, publish_s: float = 0.0):
         self.weights = weights
         self.load_s = 0.0  # real seconds of all transfers, and of the wait for a lane
-        self._costs, self._pace = costs, pace
+        self._costs, self._pace, self._publish_s = costs, pace, publish_s
         self._lanes = threading.BoundedSemaphore(max(1, lanes))
         self._lock = threading.Lock()
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.weights, name)
+
+    def put(self, version: Version, params: Any) -> None:
+        time.sleep(self._pace * self._publish_s)
+        self.weights.put(version, params)
 
     def get(self, version: Version, shardings: Any) -> Any:
         asked = time.monotonic()

@@ -60,11 +60,11 @@ class TimedEngine:
     def submit(self, id: SampleId, prompt_ids: Any, version: Version, max_new_tokens: int) -> None:
         self.engine.submit(id, prompt_ids, version, max_new_tokens)
         self.prompts.append(len(prompt_ids))
-        self._account.enter(id, len(prompt_ids))
+        self._account.enter(id, version, len(prompt_ids))
 
     def import_(self, parcel: Any) -> None:
         self.engine.import_(parcel)
-        self._account.enter(parcel.id, len(parcel.prompt_ids), len(parcel.out_ids), parcel.kv_len)
+        self._account.enter(parcel.id, parcel.version, len(parcel.prompt_ids), len(parcel.out_ids), parcel.kv_len)
 
     def export(self, id: SampleId) -> Any:
         self._account.leave(id)

@@ -58,6 +58,9 @@ class HardwareSection:
     def instance_chips(self) -> int:
         return self.tensor * self.expert
 
+    def speed(self, instance: int) -> float:
+        return self.speeds[instance % len(self.speeds)]
+
     @property
     def colocated(self) -> bool:
         return self.rollout_chips == 0

@@ -2,8 +2,8 @@
 
 The grid (`grid` in the configuration): the rollout chips' share of all, the load and the staleness bound; a mode that
 does not know one of them is not tuned along it. Colocated is one more split. One axis after the other is searched,
-from the middle of the grid and until nothing changes; along an axis a point is taken for the best when both of its
-neighbours are slower. One seed.
+from the point of the grid that is nearest to the row's own and until nothing changes; along an axis a point is taken
+for the best when both of its neighbours are slower. One seed.
 """
 
 from __future__ import annotations
@@ -33,8 +33,7 @@ class Tuned:
 def tune(row: Row) -> Tuned:
     """The fastest point of the row's grid."""
     search = _Search(row)
-    here = {name: values[len(values) // 2] for name, values in search.axes.items()}
-    before = None
+    here, before = search.start(), None
     while here != before:
         before = dict(here)
         for name in search.axes:
@@ -64,6 +63,12 @@ class _Search:
         self.row = row
         self.axes = _axes(row.config.grid, row.config.hardware, row.mode)
         self.seen: dict[tuple, Result] = {}
+
+    def start(self) -> dict[str, Any]:
+        config = self.row.config
+        own = {SPLIT: config.hardware.rollout_chips or config.hardware.chips // 2, INFLIGHT: config.orchestrator.inflight,
+               BOUND: config.orchestrator.max_versions}  # fmt: skip
+        return {name: min(values, key=lambda value: abs(value - own[name])) for name, values in self.axes.items()}
 
     def at(self, point: dict[str, Any]) -> Row:
         return dataclasses.replace(self.row, config=replace(self.row.config, point))

@@ -22,6 +22,7 @@ from dora_jax.types import GroupId, SampleId, issued_first_as
 _MASK = (1 << 64) - 1
 _NORMAL = NormalDist()
 _QUANTILES = 2048  # points at which a distribution's mean is taken
+KEPT = 4096  # groups of which an answer is kept: one is asked for each of their samples
 
 # streams: one for every question that is asked of the same sample
 LENGTH, PROMPT, TURNS, TOOL, FILTERED, FAILED, TASK, FAULT, MOVE = range(1, 10)
@@ -65,6 +66,7 @@ class Workload:
         if section.distribution == "journal":
             self._recorded, self._untrainable = recorded_work(section.path)
 
+    @functools.lru_cache(maxsize=KEPT)
     def prompt_tokens(self, group: GroupId) -> int:
         group = issued_first_as(group)
         section = self._task(group).section
@@ -81,7 +83,7 @@ class Workload:
         shared = task.section.group_correlation
         z = math.sqrt(1 - shared) * normal(self._seed, LENGTH, *id)
         if shared:
-            z += math.sqrt(shared) * normal(self._seed, LENGTH, id.group_id, -1)
+            z += math.sqrt(shared) * self._of_siblings(id.group_id)
         return task.length(z)
 
     def turns(self, id: SampleId) -> list[Turn]:
@@ -111,7 +113,11 @@ class Workload:
         group = issued_first_as(group)
         return uniform(self._seed, FAILED, group) < self._task(group).section.failed_share
 
-    @functools.lru_cache(maxsize=4096)
+    @functools.lru_cache(maxsize=KEPT)
+    def _of_siblings(self, group: GroupId) -> float:
+        return normal(self._seed, LENGTH, group, -1)
+
+    @functools.lru_cache(maxsize=KEPT)
     def _task(self, group: GroupId) -> _Task:
         if len(self._tasks) == 1:
             return self._tasks[0]

@@ -343,7 +343,7 @@ class SimWorld:
 
     def _up(self, id: InstanceId, versions: tuple[Version, ...] = ()) -> None:
         hardware = self._config.hardware
-        speed = hardware.speeds[id % len(hardware.speeds)]
+        speed = hardware.speed(id)
         self._lives[id] += 1
         host = Instance(id, self._lives[id], self.costs, self._live, slots=hardware.slots, page_size=hardware.page_size,
                         speed=speed, report_ticks=self._config.report_tokens)
