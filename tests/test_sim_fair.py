@@ -1,11 +1,18 @@
 """What every mode pays alike, seeds side by side, and each mode at its best point of one grid."""
 
+import os
+import pathlib
 import statistics
+import subprocess
+import sys
+import time
 
 import pytest
 
 from dora_jax.sim import config, many, run, table, tune
 from tests.test_sim_world import row, simulate
+
+ROOT = pathlib.Path(__file__).resolve().parent.parent
 
 
 def step_s(mode, **changes):
@@ -51,6 +58,25 @@ def test_seeds_of_a_row_are_run_side_by_side_and_averaged():
         assert sum(line.mean.lags.values()) == pytest.approx(1.0)
     text = table.render([(line.row, line.mean) for line in ran], [line.spread for line in ran])
     assert text.count(" ± ") == 6
+
+
+@pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="one core: no workers")
+def test_workers_end_with_the_command():
+    long = [f"--config={ROOT / 'configs' / 'sim' / 'demo.py'}", "--config.steps=100000"]
+    command = subprocess.Popen([sys.executable, "-m", "dora_jax.simulate", *long], cwd=ROOT, stderr=subprocess.DEVNULL)
+    children = pathlib.Path(f"/proc/{command.pid}/task/{command.pid}/children")
+    within(lambda: len(children.read_text().split()) >= 2)
+    workers = [pathlib.Path("/proc") / pid for pid in children.read_text().split()]
+    command.kill()
+    command.wait()
+    within(lambda: not any(worker.exists() for worker in workers))
+
+
+def within(condition, seconds=60.0):
+    until = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < until
+        time.sleep(0.05)
 
 
 def test_a_mode_is_tuned_along_the_axes_that_it_knows():

@@ -68,6 +68,13 @@ def test_a_mode_that_promises_whole_steps_takes_parts_where_it_is_told_to():
         assert parts.step_s < whole.step_s and max(parts.lags) <= max(whole.lags)
 
 
+def test_instances_on_the_chips_of_the_trainer_never_decode_beside_it():
+    told = {"orchestrator.updates": 8, "hardware.rollout_chips": 0}
+    parts = step_s("sync", **told, **{"orchestrator.decisions": {"parts": 8}})
+    assert parts == step_s("sync", **told)
+    assert parts.rollout["paused"] == pytest.approx(parts.trainer["train"], rel=1e-6)
+
+
 @pytest.mark.parametrize("mode", ["partial", "evict"])
 def test_a_trainer_without_a_deadline_rule_waits_for_groups(mode):
     for updates in (1, 8):

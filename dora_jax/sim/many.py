@@ -6,7 +6,9 @@ import concurrent.futures
 import dataclasses
 import multiprocessing
 import os
+import signal
 import statistics
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, TypeVar
@@ -52,7 +54,7 @@ def each(function: Callable[[Job], Answer], jobs: Sequence[Job]) -> Iterator[Ans
         yield from map(function, jobs)
         return
     context = multiprocessing.get_context("spawn")
-    with concurrent.futures.ProcessPoolExecutor(workers, mp_context=context) as pool:
+    with concurrent.futures.ProcessPoolExecutor(workers, context, _end_with_the_parent) as pool:
         futures = [pool.submit(function, job) for job in jobs]
         try:
             for future in futures:
@@ -62,6 +64,13 @@ def each(function: Callable[[Job], Answer], jobs: Sequence[Job]) -> Iterator[Ans
 
 
 # ---------------------------------------------------------------- private
+
+
+def _end_with_the_parent() -> None:
+    """Of a worker: a signal that ends the parent, or Ctrl-C, which both get, ends it as well, without a traceback."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    parent = multiprocessing.parent_process()
+    threading.Thread(target=lambda: (parent.join(), os._exit(1)), daemon=True).start()
 
 
 def _with_seed(row: Row, more: int) -> Row:

@@ -25,13 +25,14 @@ class StoppedEarly(RuntimeError):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SimOrchestratorConfig(OrchestratorConfig):
-    """With some of the mode's choices replaced, to see what each of them is worth."""
+    """With some of the mode's choices replaced, to see what each of them is worth. No trainer works on chips that decode."""
 
     changes: tuple[tuple[str, object], ...] = ()
 
     @functools.cached_property
     def decisions(self) -> Decisions:
-        return dataclasses.replace(OrchestratorConfig.decisions.fget(self), **dict(self.changes))
+        changed = dataclasses.replace(OrchestratorConfig.decisions.fget(self), **dict(self.changes))
+        return dataclasses.replace(changed, parts=1) if self.colocated else changed
 
 
 def simulate(row: Row, *, trace: Trace | None = None, observers: tuple[Observer, ...] = ()) -> Result:
