@@ -198,8 +198,8 @@ def test_evaluation_samples_keep_their_version_under_partial():
     for group in (evaluation, training):
         queue.add(group)
         queue.park(group.units[0])
-    queue.evaluation.clear()
-    queue.pending.clear()
+    for line in queue.lines[0][1:]:
+        line.clear()
     queue.retag_waiting(3)
     assert (evaluation.units[0].version, training.units[0].version) == (0, 3)
     assert queue.first(0) is evaluation.units[0] and queue.first(3) is training.units[0]

@@ -190,28 +190,25 @@ def _issue_moves(s: State, moves: list[tuple[SampleId, InstanceId, InstanceId]])
         s.out.append(ev.Move(ids=tuple(ids), src=src, dst=dst, attempt=s.attempts))
 
 
-def relieve(s: State) -> None:
+def relieve(s: State, host: Host) -> None:
     """KV pressure: the youngest samples of an instance that runs out of pages move to another host of their version,
     or are put aside until pages are free. The longest stay: they are the tail that a step waits for."""
-    pressed, s.due.pressed = sorted(s.due.pressed), {}
-    for id in pressed:
-        host = s.fleet.hosts.get(id)
-        if host is None or any(u.state in (fl.PARKING, fl.MOVING) for u in host.units.values()):
-            continue
-        running = [u for u in s.fleet.settle(host) if u.state == fl.RUNNING]
-        running.sort(key=lambda u: (u.tokens, -u.group.id, -u.index))
-        missing = 2 * s.config.kv_pressure * host.pages - host.free_reported
-        aside = []
-        for unit in running[: len(host.units) - 1]:
-            if missing <= 0:
-                break
-            missing -= -(-(unit.tokens + s.fleet.prompt_tokens) // host.page_size)
-            other = s.fleet.best(unit.version, unit.tokens)  # never this host: it is pressed
-            if other is not None and _movable(unit):
-                _issue_moves(s, [(unit.id, id, other.id)])
-            else:
-                aside.append(unit)
-        _park(s, host, aside)
+    if not s.short_of_pages(host) or any(u.state in (fl.PARKING, fl.MOVING) for u in host.units.values()):
+        return
+    running = [u for u in s.fleet.settle(host) if u.state == fl.RUNNING]
+    running.sort(key=lambda u: (u.tokens, -u.group.id, -u.index))
+    missing = 2 * s.config.kv_pressure * host.pages - host.free_reported
+    aside = []
+    for unit in running[: max(0, len(host.units) - 1)]:
+        if missing <= 0:
+            break
+        missing -= -(-(unit.tokens + s.fleet.prompt_tokens) // host.page_size)
+        other = s.fleet.best(unit.version, unit.tokens)  # never this host: it is pressed
+        if other is not None and _movable(unit):
+            _issue_moves(s, [(unit.id, host.id, other.id)])
+        else:
+            aside.append(unit)
+    _park(s, host, aside)
 
 
 # ---------------------------------------------------------------- weights

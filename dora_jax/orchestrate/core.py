@@ -26,6 +26,11 @@ from dora_jax.orchestrate.state import State
 from dora_jax.types import RENEWAL, GroupId, SampleId, Version
 
 
+# After these a batch may be taken that could not be before; after these no version and no run can be over.
+CHANGES_READY = {ev.GroupScored, ev.GroupFailed, ev.StepPublished, ev.InstanceUp}
+ENDS_NOTHING = {ev.InstanceReported, ev.SampleStarted}
+
+
 class Orchestrator:
     """`redo`: groups to issue again before new ones (resume). `evaluate_start`: False when the start version's
     evaluation is already recorded."""
@@ -47,7 +52,6 @@ class Orchestrator:
         self._renew_budget()
         if evaluate_start:
             self._evaluate(start_version)
-        self.state.due.retire = True  # nothing to do at all: halt at the first event
 
     def step(self, event: ev.Event) -> tuple[ev.Command, ...]:
         s = self.state
@@ -58,8 +62,8 @@ class Orchestrator:
             s.dropped[name] = s.dropped.get(name, 0) + 1
             return ()
         COMMIT[type(event)](s, event)
-        if s.due:
-            self._decide()
+        if not s.halted:
+            self._decide(event)
         if not s.out:
             return ()
         out, s.out = s.out, []
@@ -69,18 +73,14 @@ class Orchestrator:
         """Whether `step` would take this fact in: a body asks before it keeps what came with it. ImpossibleFact."""
         return not self.state.halted and verdict.counts(self.state, event)
 
-    def _decide(self) -> None:
-        s = self.state
-        if s.halted:
-            return
-        if s.due.end_of_step:
-            s.due.end_of_step = False
+    def _decide(self, event: ev.Event) -> None:
+        s, kind = self.state, type(event)
+        if kind is ev.StepPublished:
             self._end_step()
-        if s.due.take:
-            s.due.take = False
+        if kind in CHANGES_READY:
             self._take()
-        if s.due.pressed:
-            balance.relieve(s)
+        if kind is ev.InstanceReported:
+            balance.relieve(s, s.fleet.hosts[event.instance])
         if s.due.rebalance:
             s.due.rebalance = False
             balance.rebalance(s)
@@ -90,8 +90,7 @@ class Orchestrator:
             balance.consolidate(s)
         if s.due.emptied:
             balance.settle_emptied(s)
-        if s.due.retire:
-            s.due.retire = False
+        if kind not in ENDS_NOTHING:
             self._retire()
             self._halt_if_done()
 

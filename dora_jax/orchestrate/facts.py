@@ -49,7 +49,7 @@ def _lost(s: State, host: Host) -> None:
             s.recorded(unit)
     s.queue.put_back(unstarted)
     s.due.woken.update(dict.fromkeys(unit.version for unit in host.units.values()))
-    s.due.rebalance = s.due.retire = True
+    s.due.rebalance = True
 
 
 def weights_loaded(s: State, event: ev.WeightsLoaded) -> None:
@@ -57,7 +57,6 @@ def weights_loaded(s: State, event: ev.WeightsLoaded) -> None:
     s.fleet.end_load(host)
     s.due.woken[event.version] = None
     s.due.emptied[host.id] = None
-    s.due.retire = True
 
 
 def instance_reported(s: State, event: ev.InstanceReported) -> None:
@@ -65,10 +64,9 @@ def instance_reported(s: State, event: ev.InstanceReported) -> None:
     if event.tokens:
         s.fleet.reported(host, event)
     host.free_reported = event.free
-    if event.free < s.config.kv_pressure * host.pages and host.units:
+    if s.short_of_pages(host) and host.units:
         host.pressed = True
-        s.due.pressed[host.id] = None
-    elif host.pressed and event.free >= 2 * s.config.kv_pressure * host.pages:
+    elif host.pressed and not s.short_of_pages(host, times=2):
         host.pressed = False
         s.fleet.offer(host)
         s.wake_all()
@@ -87,9 +85,8 @@ def sample_started(s: State, event: ev.SampleStarted) -> None:
     unit = s.unit(event.id)
     unit.began_s = s.now_s
     group = unit.group
-    if not group.started and not is_eval(group.id):
+    if not is_eval(group.id):
         s.ledger.running(group.id)
-    group.started = True
     _runs(s, unit)
 
 
@@ -161,9 +158,7 @@ def group_scored(s: State, event: ev.GroupScored) -> None:
     else:
         s.ledger.scored(group.id, event.trainable)
         s.observe_task(group.id, event.trainable)
-        if event.trainable:
-            s.due.take = True
-        else:
+        if not event.trainable:
             s.group_lost(group.id)
             _stop_if_nothing_to_learn(s)
 
@@ -191,13 +186,12 @@ def _evaluated(s: State, version: int) -> None:
     s.evaluating[version] -= 1
     if not s.evaluating[version]:
         del s.evaluating[version]
-        s.due.retire = True
 
 
 def step_published(s: State, event: ev.StepPublished) -> None:
     s.ledger.published(event.version)
     s.alive[event.version] = None
-    s.due.take = s.due.rebalance = s.due.retire = s.due.end_of_step = True
+    s.due.rebalance = True
 
 
 COMMIT = {

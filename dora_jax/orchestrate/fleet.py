@@ -57,13 +57,12 @@ class Unit:
 class Group:
     """One prompt with its G samples; `units[i]` is None once sample i has ended."""
 
-    __slots__ = ("doomed", "id", "left", "started", "units", "version")
+    __slots__ = ("doomed", "id", "left", "units", "version")
 
     def __init__(self, group_id: GroupId, version: Version, samples: int):
         self.id = group_id
         self.version = version
         self.left = samples
-        self.started = False
         self.doomed: str | None = None  # "failed" or "evicted" while its last samples are being cancelled
         self.units: list[Unit | None] = [Unit(self, i) for i in range(samples)]
 
@@ -318,19 +317,19 @@ class Fleet:
 
     def _count_phase(self, host: Host, sign: int) -> None:
         if host.phase != STEADY:
-            _add(self.promised, host.coming, sign)
+            add(self.promised, host.coming, sign)
         if host.phase == LOADING:
-            _add(self.arriving, host.coming, sign * host.weight)
+            add(self.arriving, host.coming, sign * host.weight)
         if host.leaving is not None:
-            _add(self.drains, host.leaving, sign)
+            add(self.drains, host.leaving, sign)
 
     def _keep(self, host: Host, version: Version) -> None:
         host.versions.append(version)
-        _add(self.capacity, version, host.weight)
+        add(self.capacity, version, host.weight)
 
     def _drop(self, host: Host, version: Version) -> None:
         host.versions.remove(version)
-        _add(self.capacity, version, -host.weight)
+        add(self.capacity, version, -host.weight)
         self._unhold(host, version)
 
     def _unhold(self, host: Host, version: Version) -> None:
@@ -365,10 +364,10 @@ def _serves(host: Host, version: Version) -> bool:
 
 def _count(host: Host, version: Version, samples: int, pages: int) -> None:
     host.pages_used += pages
-    _add(host.counts, version, samples)
+    add(host.counts, version, samples)
 
 
-def _add(counts: dict[Version, int], version: Version, by: int) -> None:
+def add(counts: dict[Version, int], version: Version, by: int) -> None:
     """Add; a count of zero is not kept."""
     left = counts.get(version, 0) + by
     if left:

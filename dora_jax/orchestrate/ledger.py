@@ -93,7 +93,8 @@ class Ledger:
         return self.live[group_id][0]
 
     def running(self, group_id: GroupId) -> None:
-        self._move(group_id, (WAITING,), RUNNING)
+        """One of its samples has begun."""
+        self._move(group_id, (WAITING, RUNNING), RUNNING)
 
     def scoring(self, group_id: GroupId) -> None:
         self._move(group_id, (WAITING, RUNNING), SCORING)

@@ -5,97 +5,80 @@ Order within a version: samples with recorded tokens first, then evaluation, the
 
 from __future__ import annotations
 
+import itertools
 from collections import deque
 
-from dora_jax.orchestrate.fleet import PARKED, PENDING, Group, Unit
+from dora_jax.orchestrate.fleet import PARKED, PENDING, Group, Unit, add
 from dora_jax.types import Version, is_eval
 
 
 class Queue:
     def __init__(self):
-        self.parked: dict[Version, deque[Unit]] = {}
-        self.evaluation: dict[Version, deque[Unit]] = {}
-        self.pending: dict[Version, deque[Unit]] = {}
+        self.lines: dict[Version, tuple[deque[Unit], ...]] = {}  # with recorded tokens, evaluation, training
         self.unfinished: dict[Version, int] = {}  # every sample that has not ended, wherever it is
         self.evaluation_unfinished: dict[Version, int] = {}
-        self.training_unfinished = 0
+
+    @property
+    def training_unfinished(self) -> int:
+        return sum(self.unfinished.values()) - sum(self.evaluation_unfinished.values())
 
     def add(self, group: Group) -> None:
         """All samples of a new group wait for their first slot."""
-        line = self.evaluation if is_eval(group.id) else self.pending
-        line.setdefault(group.version, deque()).extend(group.units)
-        _count(self.unfinished, group.version, len(group.units))
-        if is_eval(group.id):
-            _count(self.evaluation_unfinished, group.version, len(group.units))
-        else:
-            self.training_unfinished += len(group.units)
+        self._line(group.units[0]).extend(group.units)
+        self._count(group, group.version, len(group.units))
 
     def park(self, unit: Unit) -> None:
         unit.state = PARKED
-        self.parked.setdefault(unit.version, deque()).append(unit)
+        self._line(unit).append(unit)
 
     def put_back(self, units: list[Unit]) -> None:
         """Samples that never started go before those that wait for their first time."""
         for unit in sorted(units, key=lambda u: (u.group.id, u.index), reverse=True):
             unit.state = PENDING
-            line = self.evaluation if is_eval(unit.group.id) else self.pending
-            line.setdefault(unit.version, deque()).appendleft(unit)
+            self._line(unit).appendleft(unit)
 
     def first(self, version: Version) -> Unit | None:
         """The sample to place next; those that were cancelled while they waited are dropped here."""
-        for lines, state in ((self.parked, PARKED), (self.evaluation, PENDING), (self.pending, PENDING)):
-            line = lines.get(version)
+        state = PARKED
+        for line in self.lines.get(version, ()):
             while line:
                 if line[0].state == state:
                     return line[0]
                 line.popleft()
-            if line is not None:
-                del lines[version]
+            state = PENDING
+        self.lines.pop(version, None)
         return None
 
     def pop(self, unit: Unit) -> None:
         """Take what `first` returned."""
-        if unit.state == PARKED:
-            self.parked[unit.version].popleft()
-        elif is_eval(unit.group.id):
-            self.evaluation[unit.version].popleft()
-        else:
-            self.pending[unit.version].popleft()
+        self._line(unit).popleft()
 
-    def ended(self, unit: Unit) -> bool:
-        """Count a sample out; True when it was the last unfinished one of its version."""
-        if is_eval(unit.group.id):
-            _count(self.evaluation_unfinished, unit.version, -1)
-        else:
-            self.training_unfinished -= 1
-        return _count(self.unfinished, unit.version, -1)
+    def ended(self, unit: Unit) -> None:
+        """Count a sample out."""
+        self._count(unit.group, unit.version, -1)
 
     def retag(self, unit: Unit, version: Version) -> None:
-        """The sample goes on under other weights (mode `partial`)."""
-        _count(self.unfinished, unit.version, -1)
+        """The training sample goes on under other weights (mode `partial`)."""
+        self._count(unit.group, unit.version, -1)
         unit.version = version
-        _count(self.unfinished, version, 1)
+        self._count(unit.group, version, 1)
 
     def retag_waiting(self, version: Version) -> None:
         """Every waiting training sample goes to `version`, oldest first."""
-        for lines in (self.parked, self.pending):
-            for old in sorted(v for v in lines if v < version):
-                kept = deque()
-                for unit in lines.pop(old):
-                    if is_eval(unit.group.id):
-                        kept.append(unit)
-                    elif unit.state in (PARKED, PENDING):
+        for old in sorted(v for v in self.lines if v < version):
+            for unit in itertools.chain(*self.lines.pop(old)):
+                if unit.state in (PARKED, PENDING):
+                    if not is_eval(unit.group.id):
                         self.retag(unit, version)
-                        lines.setdefault(version, deque()).append(unit)
-                if kept:
-                    lines[old] = kept
+                    self._line(unit).append(unit)
 
+    def _line(self, unit: Unit) -> deque[Unit]:
+        """Where it waits."""
+        lines = self.lines.get(unit.version)
+        if lines is None:
+            lines = self.lines[unit.version] = (deque(), deque(), deque())
+        return lines[0 if unit.state == PARKED else 1 if is_eval(unit.group.id) else 2]
 
-def _count(counts: dict[Version, int], version: Version, by: int) -> bool:
-    """Add; True when nothing is left."""
-    left = counts.get(version, 0) + by
-    if left:
-        counts[version] = left
-        return False
-    counts.pop(version, None)
-    return True
+    def _count(self, group: Group, version: Version, by: int) -> None:
+        for counts in (self.unfinished, self.evaluation_unfinished) if is_eval(group.id) else (self.unfinished,):
+            add(counts, version, by)

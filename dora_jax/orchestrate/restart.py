@@ -41,7 +41,7 @@ def restart(orchestrator: Orchestrator) -> Debts:
         failed = ev.MoveFailed(id=unit.id, src=_NOWHERE, dst=unit.dst.id, attempt=unit.attempt, reason=LOST)
         _commit(orchestrator, failed)
     s.halted = False
-    s.due.take = s.due.rebalance = s.due.retire = True
+    s.due.rebalance = True
     s.wake_all()
     ledger = s.ledger
     units = list(_units(orchestrator))

@@ -9,11 +9,10 @@ from collections import deque
 from typing import Any
 
 from dora_jax.orchestrate.fleet import Fleet, Group, Host, Unit
-from dora_jax.orchestrate.queue import Queue
 from dora_jax.orchestrate.state import Due, State
 from dora_jax.types import InstanceId, SampleId
 
-FORMAT = 4
+FORMAT = 5
 PLAIN = (
     "attempts", "budget", "now_s", "rebalanced_s", "halted", "moves_total", "reloads_total",
 )  # fmt: skip
@@ -37,9 +36,8 @@ def save(s: State) -> dict[str, Any]:
         "mode": s.config.mode,
         "ledger": s.ledger.snapshot(),
         "groups": [_save_group(group) for group in s.groups.values()],
-        "queue": {name: _save_lines(lines) for name, lines in _lines(s.queue).items()},
+        "queue": [[version, [_save_line(line) for line in lines]] for version, lines in s.queue.lines.items()],
         "counts": {name: _pairs(getattr(s.queue, name)) for name in ("unfinished", "evaluation_unfinished")},
-        "training_unfinished": s.queue.training_unfinished,
         "fleet": _save_fleet(s.fleet),
         "redo": list(s.redo),
         "dropped": dict(s.dropped),
@@ -66,12 +64,10 @@ def load(s: State, data: dict[str, Any]) -> None:
         s.groups[group.id] = group
     for host, rows in zip(s.fleet.hosts.values(), data["fleet"]["hosts"], strict=True):
         host.units = {unit.id: unit for unit in (s.groups[g].units[i] for g, i in rows["units"])}
-    for name, rows in data["queue"].items():
-        lines = {v: deque(s.groups[g].units[i] for g, i in ids) for v, ids in rows}
-        setattr(s.queue, name, lines)
+    s.queue.lines = {version: tuple(deque(s.groups[g].units[i] for g, i in line) for line in lines)
+                     for version, lines in data["queue"]}
     for name, rows in data["counts"].items():
         setattr(s.queue, name, dict(rows))
-    s.queue.training_unfinished = data["training_unfinished"]
     s.redo, s.evaluating = list(data["redo"]), dict(data["evaluating"])
     s.dropped = dict(data["dropped"])
     for name, value in data["due"].items():
@@ -85,13 +81,9 @@ def load(s: State, data: dict[str, Any]) -> None:
         setattr(s, name, value)
 
 
-def _lines(queue: Queue) -> dict[str, dict]:
-    return {"parked": queue.parked, "evaluation": queue.evaluation, "pending": queue.pending}
-
-
-def _save_lines(lines: dict) -> list[list]:
+def _save_line(line: deque[Unit]) -> list[list]:
     """Without the samples that were cancelled while they waited: they are dropped when their turn comes."""
-    return [[v, [[u.group.id, u.index] for u in line if u.group.units[u.index] is u]] for v, line in lines.items()]
+    return [[u.group.id, u.index] for u in line if u.group.units[u.index] is u]
 
 
 def _due(value: bool | dict) -> bool | list[list]:
@@ -108,7 +100,6 @@ def _save_group(group: Group) -> dict[str, Any]:
         "version": group.version,
         "samples": len(group.units),
         "left": group.left,
-        "started": group.started,
         "doomed": group.doomed,
         "units": [_save_unit(unit) for unit in group.units if unit is not None],
     }
@@ -121,7 +112,7 @@ def _save_unit(unit: Unit) -> list:
 
 def _load_group(fleet: Fleet, data: dict[str, Any]) -> Group:
     group = Group(data["id"], data["version"], data["samples"])
-    group.left, group.started, group.doomed = data["left"], data["started"], data["doomed"]
+    group.left, group.doomed = data["left"], data["doomed"]
     units, group.units = group.units, [None] * data["samples"]
     for dst, index, *values in data["units"]:
         unit = group.units[index] = units[index]

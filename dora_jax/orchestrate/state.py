@@ -1,7 +1,8 @@
 """What the orchestrator knows, and the few changes that facts and decisions share.
 
 `facts.py` commits events into it, `core.py` decides from it, `view.py` shows it, `snapshot.py` writes it down.
-`Due` says which decisions the present event calls for: nothing is due between events but what one step could not do.
+`Due` is where to look for decisions that would cost too much to look for everywhere: nothing is due between events but
+what one step could not do, and moves that wait for enough free slots.
 """
 
 from __future__ import annotations
@@ -21,22 +22,13 @@ RATE_GROUPS = 64
 
 
 class Due:
-    """Decisions that are to be taken."""
-
-    __slots__ = ("drained", "emptied", "end_of_step", "pressed", "rebalance", "retire", "take", "woken")
+    __slots__ = ("drained", "emptied", "rebalance", "woken")
 
     def __init__(self) -> None:
-        self.end_of_step = False  # a version was published
-        self.take = False  # the trainer may be given groups
-        self.rebalance = False
-        self.retire = False  # a version, or the run, may be over
+        self.rebalance = False  # at every instance
         self.woken: dict[Version, None] = {}  # versions whose queue or whose free slots have changed
-        self.pressed: dict[InstanceId, None] = {}  # instances that run out of pages
         self.emptied: dict[InstanceId, None] = {}  # instances that may take other weights now
         self.drained: dict[Version, int] = {}  # slots freed since a draining version's moves were last planned
-
-    def __bool__(self) -> bool:
-        return bool(self.woken or self.take or self.rebalance or self.emptied or self.pressed or self.retire)
 
 
 class State:
@@ -72,6 +64,9 @@ class State:
         """Whether colocated instances stand still: the trainer has a whole batch."""
         return self.config.colocated and not self.ledger.missing
 
+    def short_of_pages(self, host: Host, times: int = 1) -> bool:
+        return host.free_reported < times * self.config.kv_pressure * host.pages
+
     def unit(self, id: SampleId) -> Unit | None:
         group = self.groups.get(id.group_id)
         return None if group is None else group.units[id.index]
@@ -99,8 +94,7 @@ class State:
         group.left -= 1
         unit.state = fl.ENDED
         self.freed(self.fleet.release(unit), unit.version)
-        if self.queue.ended(unit):
-            self.due.retire = True
+        self.queue.ended(unit)
         if group.left == 0 and group.doomed is not None:
             self.bury(group)
 
@@ -111,7 +105,6 @@ class State:
             return
         if self.decisions.on_publish == "swap" and not is_eval(unit.group.id):
             self.queue.retag(unit, self.ledger.base)
-            self.due.retire = True
         self.queue.park(unit)
         self.due.woken[unit.version] = None
         if unit.version not in self.fleet.holders and unit.version not in self.fleet.promised:
@@ -168,7 +161,6 @@ class State:
         self.count_tasks((group_id,), -1)
         if self.budget is not None:
             self.budget += 1
-        self.due.take = True
         self.wake_all()
 
     def wake_all(self) -> None:
