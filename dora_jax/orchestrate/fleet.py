@@ -10,10 +10,13 @@ import heapq
 from collections.abc import Iterable
 
 from dora_jax.orchestrate.events import InstanceReported
+from dora_jax.orchestrate.lengths import Lengths
 from dora_jax.types import GroupId, InstanceId, SampleId, Version
 
-# Samples that must have ended before their mean length replaces the guess in reservations.
+# Samples that must have ended before their lengths replace the guess in reservations.
 LENGTHS_KNOWN = 32
+# Pages are reserved for so much of what samples are expected to hold: an instance has few, and siblings are alike.
+RESERVED = 1.5
 # Reports of an instance after which what its samples have outgrown is reserved: an estimate does not get better by a look
 # at every sample each time.
 REPORTS_A_LOOK = 8
@@ -128,7 +131,7 @@ class Fleet:
     def __init__(self, prompt_tokens: int, new_tokens: int, expected_tokens: int):
         self.prompt_tokens = prompt_tokens  # bound of a prompt
         self.new_tokens = new_tokens  # bound of a response
-        self.likely_tokens: float = expected_tokens or new_tokens  # of a response: a guess, until lengths are known
+        self.likely_tokens: float = expected_tokens or new_tokens  # to reserve for a response: a guess at first
         self.hosts: dict[InstanceId, Host] = {}
         self.lives: dict[InstanceId, int] = {}  # the latest that was heard of, over or not
         self.open: dict[Version, list[tuple[float, InstanceId]]] = {}  # heaps; entries may be stale
@@ -137,6 +140,7 @@ class Fleet:
         self.arriving: dict[Version, int] = {}  # weight of hosts that load a version
         self.capacity: dict[Version, int] = {}  # weight of hosts that hold a version
         self.drains: dict[Version, int] = {}  # hosts on which a version drains
+        self.lengths = Lengths()
         self.finished = 0
         self.finished_tokens = 0
         self.finished_s = 0.0  # from start to end, summed
@@ -155,11 +159,12 @@ class Fleet:
 
     def observe(self, tokens: int, elapsed_s: float) -> None:
         """A sample ended."""
+        self.lengths.observe(tokens)
         self.finished += 1
         self.finished_tokens += tokens
         self.finished_s += elapsed_s
         if self.finished >= LENGTHS_KNOWN:
-            self.likely_tokens = 1.5 * self.finished_tokens / self.finished
+            self.likely_tokens = RESERVED * self.lengths.held(0)
 
     def observe_move(self, elapsed_s: float) -> None:
         self.move_s += (elapsed_s - self.move_s) * (0.1 if self.move_s else 1.0)
@@ -168,8 +173,13 @@ class Fleet:
 
     def expected_tokens(self, tokens: int = 0) -> int:
         """Response tokens to reserve for a sample that has `tokens`."""
-        likely = int(max(self.likely_tokens, 1.25 * tokens)) + 1
-        return likely if likely < self.new_tokens else self.new_tokens
+        if not tokens:
+            likely = self.likely_tokens
+        elif self.finished < LENGTHS_KNOWN:
+            likely = max(self.likely_tokens, RESERVED * tokens)
+        else:
+            likely = RESERVED * self.lengths.held(tokens)
+        return min(self.new_tokens, int(likely) + 1)
 
     def page_need(self, host: Host, tokens: int = 0) -> int:
         return -(-(self.prompt_tokens + self.expected_tokens(tokens)) // host.page_size)

@@ -25,6 +25,7 @@ UNIT_PLAIN = (
     "moved_s",
 )  # fmt: skip
 FLEET_COUNTS = ("promised", "arriving", "capacity", "drains")
+LENGTHS = ("ended", "counts", "sums", "held_by", "left_by")
 FLEET_PLAIN = ("finished", "finished_tokens", "finished_s", "likely_tokens", "move_s")
 
 
@@ -132,6 +133,7 @@ def _destination(fleet: Fleet, id: InstanceId, life: int) -> Host:
 def _save_fleet(fleet: Fleet) -> dict[str, Any]:
     return {
         "plain": {name: getattr(fleet, name) for name in FLEET_PLAIN},
+        "lengths": {name: getattr(fleet.lengths, name) for name in LENGTHS},
         "lives": _pairs(fleet.lives),
         "hosts": [
             {
@@ -151,6 +153,8 @@ def _save_fleet(fleet: Fleet) -> dict[str, Any]:
 def _load_fleet(fleet: Fleet, data: dict[str, Any]) -> None:
     for name, value in data["plain"].items():
         setattr(fleet, name, value)
+    for name, value in data["lengths"].items():
+        setattr(fleet.lengths, name, value if isinstance(value, int) else list(value))
     fleet.lives = dict(data["lives"])
     fleet.hosts = {}
     for item in data["hosts"]:
