@@ -7,9 +7,13 @@ compared with what was published.
 
 from __future__ import annotations
 
+import concurrent.futures
 import dataclasses
 import heapq
+import os
+import tempfile
 import zlib
+from pathlib import Path
 
 import numpy as np
 
@@ -37,6 +41,7 @@ class Disk:
     def __init__(self):
         self.content: dict[int, bytes] = {}
         self.writes = 0
+        self.turned = 0  # segments whose head a child wrote
         self.kill_at: int | None = None
         self.kept = 1.0
 
@@ -46,10 +51,18 @@ class Disk:
     def read(self, segment):
         return self.content[segment]
 
-    def begin(self, segment, data):
+    def head(self, segment):
+        return Path(tempfile.gettempdir()) / f"head-{os.getpid()}-{id(self)}"
+
+    def stage(self, segment):
+        self.staged = self.head(segment).read_bytes()
+        self.head(segment).unlink()
+
+    def begin(self, segment, data, staged=False):
         whole = self._tick()  # a segment is there whole or not at all
         if whole is None or whole >= 0.5:
-            self.content[segment] = data
+            self.content[segment] = self.staged + data if staged else data
+            self.turned += staged
         if whole is not None:
             raise Killed
 
@@ -72,6 +85,33 @@ class Disk:
     def _tick(self):
         self.writes += 1
         return self.kept if self.writes == self.kill_at else None
+
+
+class SlowChild:
+    """Stands for a forked child: its work is done of the state as it is at the fork, and is there some looks later."""
+
+    def __init__(self, work, looks=5):
+        work()
+        self.looks = looks
+
+    def ended(self):
+        self.looks -= 1
+        return None if self.looks > 0 else True
+
+    def kill(self):
+        self.looks = 0
+
+
+class NoThreads:
+    """Stands for an executor: nothing happens behind the caller."""
+
+    def submit(self, call, *args):
+        future = concurrent.futures.Future()
+        future.set_result(call(*args))
+        return future
+
+    def shutdown(self):
+        pass
 
 
 def token(version, id, position):
@@ -235,6 +275,7 @@ class History:
 
     def _live(self, kill_fact, kill_command):
         journal = Journal(self.disk)
+        journal._pool = NoThreads()
         found = recover(journal, self.config, list(self.checkpoints), lambda v: True, self.said.append)
         if found is None:
             body = Body(self.config, self.shape, Orchestrator(self.config), {0: 1}, self.batches)

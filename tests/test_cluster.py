@@ -30,7 +30,8 @@ from dora_jax.runtime.cluster.turns import Follower, Leader
 from dora_jax.runtime.cluster.weights import StoredWeights
 from dora_jax.runtime.durable import DurableWorld
 from dora_jax.runtime import exchange as ex
-from dora_jax.runtime.journal import FileLog, Journal
+from dora_jax.runtime.filelog import FileLog
+from dora_jax.runtime.journal import Journal
 from dora_jax.runtime.local import LocalWorld
 from dora_jax.runtime.loop import run
 from dora_jax.runtime.publication import STORAGE

@@ -18,7 +18,8 @@ from dora_jax.rollout.oracle import OracleEngine
 from dora_jax.runtime.book import CODEC, Book
 from dora_jax.runtime.durable import DurableWorld
 from dora_jax.runtime.guard import Guard, GuardedWorld
-from dora_jax.runtime.journal import FileLog, Journal
+from dora_jax.runtime.filelog import FileLog
+from dora_jax.runtime.journal import Journal
 from dora_jax.runtime.local import LocalWorld
 from dora_jax.runtime.loop import run
 from dora_jax.runtime.objects import ObjectLog

@@ -4,6 +4,7 @@ import concurrent.futures
 import errno
 import os
 import random
+import signal
 import subprocess
 import sys
 import threading
@@ -13,7 +14,9 @@ import pytest
 import tensorstore
 
 from dora_jax.runtime import journal as jn
-from dora_jax.runtime.journal import FileLog, Journal, JournalError
+from dora_jax.runtime.behind import fork
+from dora_jax.runtime.filelog import FileLog
+from dora_jax.runtime.journal import Journal, JournalError
 from dora_jax.runtime.objects import ABSENT, ObjectLog
 
 FLIPS = 500
@@ -129,7 +132,7 @@ def test_a_segment_is_there_whole_or_not_at_all(tmp_path, monkeypatch):
 
 def test_a_second_run_is_refused(tmp_path):
     first = filled(FileLog(tmp_path))
-    code = "import sys; from dora_jax.runtime.journal import FileLog; FileLog(sys.argv[1])"
+    code = "import sys; from dora_jax.runtime.filelog import FileLog; FileLog(sys.argv[1])"
     out = subprocess.run([sys.executable, "-c", code, str(tmp_path)], capture_output=True, text=True, check=False)
     assert "another run writes" in out.stderr
     first.close()
@@ -336,3 +339,55 @@ def test_a_put_whose_answer_was_lost_is_not_taken_for_another_writers(monkeypatc
         journal.append(b"two")
         assert journal.commit()
     assert journal.read(1).records == (b"head", b"one", b"two", b"one", b"two") and len(said) == 4
+
+
+def test_a_segment_that_a_child_begins_holds_the_state_at_the_fork_and_what_came_since(new_log):
+    log, state = new_log(), [b"snapshot"]
+    journal = Journal(log, (said := []).append)
+    journal.rotate([b"head", *state])
+    journal.append(b"before")
+    journal.rotate_behind(lambda: [b"head", *state])
+    assert journal.turning and journal.turned() is None, "nobody waits for it"
+    state[0] = b"changed"  # in the parent
+    journal.append(b"meanwhile")
+    journal.commit()
+    while (number := journal.turned()) is None:
+        assert journal.turning
+    journal.append(b"later")
+    journal.close()
+    again = Journal(new_log())
+    assert number == 2 and again.segments() == [1, 2] and not said
+    assert again.read(1).records == (b"head", b"snapshot", b"before", b"meanwhile")
+    assert again.read(2).records == (b"head", b"snapshot", b"meanwhile", b"later")
+
+
+def test_a_child_that_fails_or_is_not_waited_for_leaves_the_present_segment(tmp_path, capfd):
+    journal = Journal(FileLog(tmp_path), (said := []).append)
+    journal.rotate([b"head"])
+    journal.rotate_behind(lambda: 1 / 0)
+    while journal.turning:
+        assert journal.turned() is None
+    assert "ZeroDivisionError" in capfd.readouterr().err and "could not be begun" in said[0]
+    journal.rotate_behind(lambda: iter(lambda: b"without end", b""))
+    journal.append(b"goes on")
+    journal.close()
+    assert [path.name for path in sorted(tmp_path.iterdir())] == ["000001.log", "lock"]
+    assert Journal(FileLog(tmp_path)).read(1).records == (b"head", b"goes on")
+
+
+def test_a_child_holds_nothing_of_its_parent(tmp_path):
+    """Its parent may be killed and begun again before it ends: the lock and every port are free then."""
+    pipe, path = os.pipe(), tmp_path / "seen"
+
+    def look():
+        blocked = signal.pthread_sigmask(signal.SIG_BLOCK, [])
+        path.write_text(f"{sorted(map(int, os.listdir('/proc/self/fd')))[:3]} {signal.SIGTERM in blocked}")
+
+    child = fork(look)
+    while child.ended() is None:
+        time.sleep(0.01)
+    fds, blocked = path.read_text().rsplit(" ", 1)
+    assert child.ended() and child.cpu_s > 0 and fds == "[0, 1, 2]" and blocked == "True"
+    assert signal.SIGTERM not in signal.pthread_sigmask(signal.SIG_BLOCK, [])
+    for fd in pipe:
+        os.close(fd)

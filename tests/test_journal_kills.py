@@ -3,7 +3,9 @@
 DORA_EXAMPLES sets the number of kill schedules (300 by default).
 """
 
+import contextlib
 import os
+from unittest import mock
 
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -11,11 +13,13 @@ from hypothesis import strategies as st
 
 from dora_jax.orchestrate import events as ev
 from dora_jax.orchestrate.modes import OrchestratorConfig
+from dora_jax.runtime import durable
+from dora_jax.runtime import journal as journals
 from dora_jax.runtime.book import CODEC, Fact
 from dora_jax.runtime.journal import Journal
 from dora_jax.runtime.recovery import replay
 from dora_jax.types import SampleId
-from journal_world import History
+from journal_world import History, SlowChild
 from orchestrator_world import Shape
 
 EXAMPLES = int(os.environ.get("DORA_EXAMPLES", "300"))
@@ -37,9 +41,22 @@ kills = st.one_of(
 
 
 @settings(max_examples=EXAMPLES, derandomize=True, deadline=None, database=None, suppress_health_check=list(HealthCheck))
-@given(configs, shapes, st.lists(kills, min_size=1, max_size=8), st.integers(1, 3), st.integers(1, 3))
-def test_any_kills_lose_nothing_and_repeat_nothing(config, shape, schedule, every, keep):
-    history = History(config, shape, every, keep)
+@given(configs, shapes, st.lists(kills, min_size=1, max_size=8), st.integers(1, 3), st.integers(1, 3), st.booleans())
+def test_any_kills_lose_nothing_and_repeat_nothing(config, shape, schedule, every, keep, behind):
+    with snapshots(behind):
+        history = History(config, shape, every, keep)
+        killed_again_and_again(history, schedule)
+
+
+@contextlib.contextmanager
+def snapshots(behind):
+    """Made by a child, or at once."""
+    with mock.patch.object(durable, "LARGE_SAMPLES", 0 if behind else 1 << 30), mock.patch.object(
+            journals, "fork", SlowChild):
+        yield
+
+
+def killed_again_and_again(history, schedule):
     halt, brains = None, []
     original = history._arm
     history._arm = lambda body, *rest: (brains.append(body.brain), original(body, *rest))
@@ -62,13 +79,16 @@ def whole_chain_agrees_with_its_last_segment(history):
     assert books[0] == books[1] and whole.book.digests == last.book.digests
 
 
-def test_the_schedules_reach_what_they_are_for():
+@pytest.mark.parametrize("behind", [False, True])
+def test_the_schedules_reach_what_they_are_for(behind):
     """Samples that go on from recorded tokens, steps made again, segments begun: or the test above proves nothing."""
     config = OrchestratorConfig(groups_per_step=2, group_size=4, total_steps=6, eval_groups=2)
     history = History(config, Shape(instances=((3, 1.0, 1), (2, 0.5, 1))), every=3, keep=1)
-    for fact in range(40, 2000, 40):
-        if history.live(kill_fact=fact) is not None:
-            break
+    with snapshots(behind):
+        for fact in range(40, 2000, 40):
+            if history.live(kill_fact=fact) is not None:
+                break
+    assert bool(history.disk.turned) == behind
     assert history.lives > 3 and history.continued and history.replayed and len(history.disk.content) > 1
 
 

@@ -125,12 +125,17 @@ class Book:
 
     def prune(self, state: State) -> None:
         """Forgets what the orchestrator will not ask for."""
-        live = state.ledger.live
+        self.prune_groups(state)
         self.samples = {g: {i: s for i, s in done.items() if state.groups[g].units[i] is None}
-                        for g, done in self.samples.items() if g in state.groups}
+                        for g, done in self.samples.items()}
+        self.partial = {id: chunks for id, chunks in self.partial.items() if state.unit(id) is not None}
+
+    def prune_groups(self, state: State) -> None:
+        """The same of whole groups, without a look at each sample."""
+        live = state.ledger.live
+        self.samples = {g: done for g, done in self.samples.items() if g in state.groups}
         self.scored = {g: group for g, group in self.scored.items() if live.get(g, ("",))[0] in ("ready", "training")}
         self.evaluated = {g: group for g, group in self.evaluated.items() if group.version in state.evaluating}
-        self.partial = {id: chunks for id, chunks in self.partial.items() if state.unit(id) is not None}
         self.digests = {v: published for v, published in self.digests.items() if v in state.alive or v == 0}
 
     def records(self) -> Iterator[Sample | ScoredGroup | Partial]:

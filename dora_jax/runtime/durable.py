@@ -12,6 +12,7 @@ what was reported in journal.sync_s, and no fact, soft or not, is told before th
 
 from __future__ import annotations
 
+import functools
 import time
 from collections.abc import Callable, Iterator
 from typing import Any, Protocol
@@ -28,6 +29,7 @@ from dora_jax.types import GroupId, Sample, SampleId, ScoredGroup, Version
 
 HARD = (ev.SampleDone, ev.GroupScored, ev.GroupFailed, ev.StepPublished, ev.SampleCancelled)
 SOFT_PERIOD_S = 1.0  # how long soft facts may wait for a commit
+LARGE_SAMPLES = 20_000  # unfinished ones of which a snapshot takes a tenth of a second: a forked child makes it
 
 
 class TellingWorld(World, Protocol):
@@ -53,10 +55,13 @@ class DurableWorld:
         self._held: list[Entry] = []  # appended, not told
         self._committed_s = time.monotonic()
         self._rotate_due = True
+        self._turning_base = 0  # at which the segment on its way begins
         world.listen(self._hear)
 
     def events(self) -> Iterator[ev.Event]:
-        if self._rotate_due and not self._held:
+        if self._journal.turning:
+            self._turn()
+        elif self._rotate_due and not self._held:
             self.rotate()
         try:
             for event in self._world.events():
@@ -85,15 +90,20 @@ class DurableWorld:
 
     def rotate(self) -> None:
         """Begins a segment with the state as it is. A full disk leaves the old one in use, and the wish."""
+        state = self._orchestrator.state
+        make = functools.partial(head_records, self._orchestrator, self.book, self._epoch)
         try:
-            number = self._journal.rotate(head_records(self._orchestrator, self.book, self._epoch))
+            if self._own and sum(state.queue.unfinished.values()) >= LARGE_SAMPLES:
+                self._journal.rotate_behind(make)
+                self._turning_base, self._rotate_due = state.ledger.base, False
+                return
+            number = self._journal.rotate(make())
         except OSError:
             if not self._own:
                 raise
             return  # the journal has raised the alarm, or will at the next commit
         self._rotate_due = False
-        self._own += 1
-        self.segments[number] = self._orchestrator.state.ledger.base
+        self._began(number, state.ledger.base)
 
     def forget_before(self, version: Version) -> None:
         """Segments that only a start older than this version would need are dropped."""
@@ -107,6 +117,16 @@ class DurableWorld:
         self._journal.close()
 
     # ------------------------------------------------------------ private
+
+    def _turn(self) -> None:
+        number = self._journal.turned()
+        if number is not None:
+            self.book.prune_groups(self._orchestrator.state)
+            self._began(number, self._turning_base)
+
+    def _began(self, number: int, base: Version) -> None:
+        self._own += 1
+        self.segments[number] = base
 
     def _write(self, entries: list[Entry]) -> None:
         for entry in entries:

@@ -4,6 +4,7 @@
     commit(sync=True)               and is durable on return, with all before it: no power cut undoes that
     sync_soon(), and every sync_s   what was written becomes durable behind the writer's back: the disk holds up nobody
     rotate(records)                 a new segment, there whole or not at all; it begins with a snapshot
+    rotate_behind(records)          the same, of the state as it is now, written by a forked child; `turned` says when
     read(segment)                   its records, up to the first that is torn or damaged
 
 Consumes encoded records (codec.py), knows nothing of what is in them. A record is framed as
@@ -11,15 +12,13 @@ Consumes encoded records (codec.py), knows nothing of what is in them. A record 
 and a segment is one run of frames. Laws: what `commit` returned from is read back, unless the journal `holds` it: a log
 that is slow to write to (object storage) takes one batch every sync_s; what is read is a prefix of what was appended,
 record for record; a run never appends to the segment of an earlier run, so a torn tail stays where it is and is
-reported each time. Where bytes go is behind `Log`: a folder here, object storage in objects.py.
+reported each time. Where bytes go is behind `Log`: a folder in filelog.py, object storage in objects.py.
 """
 
 from __future__ import annotations
 
 import concurrent.futures
-import fcntl
 import os
-import signal
 import struct
 import time
 import zlib
@@ -27,7 +26,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import NamedTuple, Protocol
 
-from dora_jax.fault import armed, point
+from dora_jax.runtime.behind import Child, fork
 
 FRAME = struct.Struct("<II")
 MAX_RECORD_BYTES = 1 << 30  # a snapshot is many records; none comes near this
@@ -47,8 +46,14 @@ class Log(Protocol):
     def read(self, segment: int) -> bytes:
         """Everything that was written to it, perhaps with a torn end."""
 
-    def begin(self, segment: int, data: bytes) -> None:
-        """A new last segment with this content, durable, whole or not at all."""
+    def begin(self, segment: int, data: bytes, staged: bool = False) -> None:
+        """A new last segment with this content, durable, whole or not at all; `staged`: behind the head of it."""
+
+    def head(self, segment: int) -> Path:
+        """The file in which the head of a segment to come is written; not yet part of the log."""
+
+    def stage(self, segment: int) -> None:
+        """That file goes to where `begin` wants it. May take long; may run beside `append`."""
 
     def append(self, data: bytes) -> None:
         """Adds to the last segment, after what a failed sync has left in doubt. OSError: nothing was added."""
@@ -72,6 +77,20 @@ class JournalError(RuntimeError):
     """The journal can no longer keep its promise."""
 
 
+class _Turn:
+    """A segment that is on its way."""
+
+    def __init__(self, number: int, head: Path, child: Child):
+        self.number, self.head, self.child = number, head, child
+        self.late: list[bytes] = []  # frames written since
+        self.late_bytes = 0
+        self.staged: concurrent.futures.Future | None = None
+
+    def drop(self) -> None:
+        self.child.kill()
+        self.head.unlink(missing_ok=True)
+
+
 class Journal:
     """One writer of one log; used by one thread. `sync_s`: what was written is durable so many seconds later; 0: at once."""
 
@@ -83,6 +102,7 @@ class Journal:
         self._unsynced = False
         self._pool = concurrent.futures.ThreadPoolExecutor(1, "journal")
         self._syncing: concurrent.futures.Future | None = None
+        self._turn: _Turn | None = None
         self._buffer: list[bytes] = []
         self._bytes = 0
         self._alarmed_s = -ALARM_PERIOD_S
@@ -116,6 +136,51 @@ class Journal:
         self._log.begin(number, b"".join(frame(record) for record in records))
         self._open = True
         return number
+
+    def rotate_behind(self, records: Callable[[], Iterable[bytes]]) -> None:
+        """As `rotate`, but a forked child makes the records and writes them, while appends go to the present segment:
+        the new one begins with both."""
+        if self._turn is not None:
+            return
+        if not self.commit(sync=not self._log.lasting) or self._buffer:
+            raise OSError("the journal cannot begin a segment while older records wait for space")
+        number = max(self._log.segments(), default=0) + 1
+        head = self._log.head(number)
+        self._turn = _Turn(number, head, fork(lambda: _write_frames(head, records())))
+
+    @property
+    def turning(self) -> bool:
+        """A segment is on its way."""
+        return self._turn is not None
+
+    def turned(self) -> int | None:
+        """Begins the segment that `rotate_behind` asked for, once its head is there, and returns its number; None: not
+        yet. What fails is said, and the present segment goes on."""
+        turn = self._turn
+        if turn is None or not (written := turn.child.ended()):
+            if turn is not None and written is False:
+                self._drop_turn("its child ended early")
+            return None
+        try:
+            if turn.staged is None:
+                turn.staged = self._pool.submit(self._log.stage, turn.number)
+            syncs = self._syncing is not None and not self._syncing.done()
+            if syncs or not turn.staged.done() or self._degraded_since is not None:
+                return None
+            turn.staged.result()
+            self._syncing = None  # of the old segment, which the new one holds: `begin` makes that durable
+            self._log.begin(turn.number, b"".join(turn.late), staged=True)
+        except OSError as error:
+            self._drop_turn(str(error))
+            return None
+        self._turn = None
+        self._synced_s, self._unsynced = time.monotonic(), False
+        return turn.number
+
+    def _drop_turn(self, why: str) -> None:
+        self._turn.drop()
+        self._turn = None
+        self._alarm(f"the journal's next segment could not be begun ({why}): this one goes on")
 
     def append(self, record: bytes) -> None:
         """Keeps a record for the next commit."""
@@ -185,6 +250,9 @@ class Journal:
         """Commits; where that fails it is said, because what is lost then will be generated again."""
         try:
             self._tried_s = 0.0
+            if self._turn is not None:
+                self._turn.drop()
+                self._turn = None
             if not self.commit(sync=True):
                 self._alarm("the last journal records could not be made durable before the end: what they tell of may "
                             "be generated again")
@@ -200,6 +268,11 @@ class Journal:
         self._log.append(b"".join(self._buffer))
         self._unsynced = True
         self.commits += 1
+        if self._turn is not None:
+            self._turn.late += self._buffer
+            self._turn.late_bytes += self._bytes
+            if self._turn.late_bytes > MAX_BACKLOG_BYTES:
+                self._drop_turn(f"{self._turn.late_bytes >> 20} MiB were written meanwhile")
         self._buffer.clear()
         self._bytes = 0
 
@@ -245,6 +318,16 @@ def frame(record: bytes) -> bytes:
     return FRAME.pack(size, _checksum(size, record)) + record
 
 
+def _write_frames(path: Path, records: Iterable[bytes]) -> None:
+    """In the child: nothing is buffered that a thread of the parent could have left locked."""
+    fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
+    for record in records:
+        view = memoryview(frame(record))
+        while view:
+            view = view[os.write(fd, view) :]
+    os.fsync(fd)
+
+
 def unframe(data: bytes) -> Segment:
     """The records of a segment's bytes, up to the first frame that is not whole."""
     records, view, at = [], memoryview(data), 0
@@ -275,119 +358,3 @@ def _fault(view: memoryview, at: int) -> str | None:
 
 def _checksum(size: int, data: bytes | memoryview) -> int:
     return zlib.crc32(data, zlib.crc32(size.to_bytes(4, "little")))
-
-
-# ----------------------------------------------------------------- files
-
-
-class FileLog:
-    """Segments as files of one folder: NUMBER.log. A lock keeps a second run out."""
-
-    lasting = True
-
-    def __init__(self, directory: str | os.PathLike):
-        self._dir = Path(directory)
-        self._dir.mkdir(parents=True, exist_ok=True)
-        self._lock = (self._dir / "lock").open("a+")
-        try:
-            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as error:
-            self._lock.close()
-            raise JournalError(f"another run writes {self._dir}: end it first") from error
-        for part in self._dir.glob("*.part"):  # a segment that a killed run never finished
-            part.unlink()
-        self._fd: int | None = None
-        self._size = 0
-        self._recent: list[bytes] = []  # appended, perhaps not durable
-        self._doubtful = False  # a sync has failed: nobody knows what of `_recent` is on the disk
-
-    def segments(self) -> list[int]:
-        return sorted(int(path.stem) for path in self._dir.glob("*.log") if path.stem.isdigit())
-
-    def read(self, segment: int) -> bytes:
-        return self._path(segment).read_bytes()
-
-    def begin(self, segment: int, data: bytes) -> None:
-        path = self._path(segment)
-        part = path.with_suffix(".part")
-        try:
-            fd = os.open(part, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o644)
-            try:
-                _write_all(fd, data)
-                os.fsync(fd)
-                point("journal.half_segment")
-                os.rename(part, path)
-                sync_folder(self._dir)
-            except BaseException:
-                os.close(fd)
-                raise
-        except OSError:
-            part.unlink(missing_ok=True)
-            raise
-        if self._fd is not None:
-            os.close(self._fd)
-        self._fd, self._size, self._recent, self._doubtful = fd, len(data), [], False
-        point("journal.after_segment")
-
-    def append(self, data: bytes) -> None:
-        if self._doubtful:
-            self._write_again()
-        try:
-            if armed("journal.half_commit"):
-                _write_all(self._fd, data[: len(data) // 2 + 1])
-                os.kill(os.getpid(), signal.SIGKILL)
-            _write_all(self._fd, data)
-        except OSError:
-            self._cut(self._size)  # half a frame would hide what follows it
-            raise
-        self._size += len(data)
-        self._recent.append(data)
-
-    def sync(self) -> None:
-        if self._doubtful:
-            raise OSError("what was written before is not on the disk")
-        covered = len(self._recent)
-        try:
-            os.fdatasync(self._fd)
-        except OSError:
-            self._doubtful = True
-            raise
-        del self._recent[:covered]
-
-    def drop(self, segment: int) -> None:
-        self._path(segment).unlink()
-
-    def close(self) -> None:
-        if self._fd is not None:
-            os.close(self._fd)
-            self._fd = None
-        self._lock.close()
-
-    def _path(self, segment: int) -> Path:
-        return self._dir / f"{segment:06d}.log"
-
-    def _write_again(self) -> None:
-        """After a failed sync the kernel may have forgotten pages that it could not write."""
-        recent = b"".join(self._recent)
-        self._cut(self._size - len(recent))
-        _write_all(self._fd, recent)
-        self._doubtful = False
-
-    def _cut(self, size: int) -> None:
-        os.ftruncate(self._fd, size)
-        os.lseek(self._fd, size, os.SEEK_SET)
-
-
-def sync_folder(path: Path) -> None:
-    """A rename is durable once the folder is."""
-    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)
-
-
-def _write_all(fd: int, data: bytes) -> None:
-    view = memoryview(data)
-    while view:
-        view = view[os.write(fd, view) :]

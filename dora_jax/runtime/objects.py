@@ -13,6 +13,8 @@ import contextlib
 import itertools
 import json
 import os
+import tempfile
+from pathlib import Path
 from typing import Any
 
 import tensorstore
@@ -35,7 +37,7 @@ class ObjectLog:
         self._unanswered = b""  # a manifest that was put, or not
         self._generation = found.stamp.generation
         self._folders = _folders(found.value) if found.state == "value" else {}
-        self._folder = ""
+        self._folder = self._staged = ""
         self._next = 0
         self._done = self._tried = 0  # bytes of the append that was refused: put, and put or perhaps put
         if self._folders and not read_only:
@@ -48,11 +50,21 @@ class ObjectLog:
         reads = [self._store.read(key) for key in self._keys(self._folders[segment])]  # all at once
         return b"".join(bytes(self._answer(read).value) for read in reads)
 
-    def begin(self, segment: int, data: bytes) -> None:
-        folder = f"{segment:06d}-{os.urandom(4).hex()}"
-        self._put(f"{folder}/{0:06d}", data, ABSENT)
+    def head(self, segment: int) -> Path:
+        return Path(tempfile.gettempdir()) / f"dora_jax-{os.getpid()}-{segment:06d}.part"
+
+    def stage(self, segment: int) -> None:
+        head, self._staged = self.head(segment), _folder(segment)
+        self._put(f"{self._staged}/{0:06d}", head.read_bytes(), ABSENT)
+        head.unlink()
+
+    def begin(self, segment: int, data: bytes, staged: bool = False) -> None:
+        folder, objects = self._staged if staged else _folder(segment), int(staged)
+        if data or not staged:
+            self._put(f"{folder}/{objects:06d}", data, ABSENT)
+            objects += 1
         self._name({**self._folders, segment: folder})
-        self._folder, self._next = folder, 1
+        self._folder, self._staged, self._next = folder, "", objects
         with contextlib.suppress(OSError):  # what is left is swept with the next segment
             self._tidy()
 
@@ -123,11 +135,16 @@ class ObjectLog:
 
     def _tidy(self) -> None:
         """Objects that no manifest names: of dropped segments, and of runs that died before theirs was named."""
-        named = set(self._folders.values())
+        named = {*self._folders.values(), self._staged}
         for key in self._answer(self._store.list()):
             folder, slash, _ = key.decode().partition("/")
             if slash and folder not in named:
                 self._answer(self._store.write(key, None))
+
+
+def _folder(segment: int) -> str:
+    """Of a new segment; the manifest does not name it yet."""
+    return f"{segment:06d}-{os.urandom(4).hex()}"
 
 
 def _folders(data: bytes) -> dict[int, str]:

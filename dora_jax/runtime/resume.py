@@ -22,7 +22,8 @@ from dora_jax.orchestrate.modes import OrchestratorConfig
 from dora_jax.orchestrate.restart import Debts
 from dora_jax.runtime import bucket
 from dora_jax.runtime.book import Book, Published
-from dora_jax.runtime.journal import FileLog, Journal, JournalError
+from dora_jax.runtime.filelog import FileLog
+from dora_jax.runtime.journal import Journal, JournalError
 from dora_jax.runtime.objects import ObjectLog
 from dora_jax.runtime.recovery import Recovered, recover
 from dora_jax.trainer.checkpoint import Checkpoints

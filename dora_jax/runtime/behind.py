@@ -1,0 +1,68 @@
+"""Work on the state as it is now, done by a forked child while this process goes on.
+
+    child = fork(work)      the child's memory is that of this process at the fork: a page is copied where either writes
+
+Law: the child holds no file, socket or device of its parent, hears no signal but SIGKILL, runs no thread, and does nothing
+that takes a lock of another thread: `work` is plain Python that writes files of its own. So it may be forked from a
+process that runs threads, of which only the one that forks goes on in it.
+"""
+
+from __future__ import annotations
+
+import gc
+import os
+import signal
+import traceback
+import warnings
+from collections.abc import Callable
+from typing import NoReturn
+
+FIRST_FD = 3  # behind stdin, stdout and stderr
+
+
+class Child:
+    def __init__(self, pid: int):
+        self._pid = pid
+        self._done: bool | None = None
+        self.cpu_s = 0.0  # that it took, once it has ended
+
+    def ended(self) -> bool | None:
+        """Whether its work is done; None while it works."""
+        if self._done is None:
+            pid, status, usage = os.wait4(self._pid, os.WNOHANG)
+            if pid:
+                self._done, self.cpu_s = status == 0, usage.ru_utime + usage.ru_stime
+        return self._done
+
+    def kill(self) -> None:
+        if self.ended() is None:
+            os.kill(self._pid, signal.SIGKILL)
+            os.waitpid(self._pid, 0)
+            self._done = False
+
+
+def fork(work: Callable[[], None]) -> Child:
+    blocked = signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of children that go on with what threads have left: this one does not
+            pid = os.fork()
+        if not pid:
+            _work(work)
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
+    return Child(pid)
+
+
+def _work(work: Callable[[], None]) -> NoReturn:
+    """In the child."""
+    code = 1
+    try:
+        gc.disable()  # a pass would copy every page
+        os.closerange(FIRST_FD, os.sysconf("SC_OPEN_MAX"))
+        work()
+        code = 0
+    except BaseException:  # nothing may go on from here: the parent hears of it by the exit code
+        os.write(2, traceback.format_exc().encode())
+    finally:
+        os._exit(code)
