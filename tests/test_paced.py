@@ -205,16 +205,13 @@ def test_the_bound_is_asserted_where_a_part_is_taken():
     assert "its lag exceeds the bound of 1" in str(outbox.get(timeout=10).error)
 
 
-SMALL = {"orchestrator.groups_per_step": 16, "orchestrator.group_size": 4, "orchestrator.updates": 4,
-         "workload.max_new_tokens": 200, "cost.train_fixed_s": 60.0, "hardware.rollout_chips": 4}  # fmt: skip
-
-
 @pytest.mark.slow
 @pytest.mark.alone
-@pytest.mark.parametrize(("mode", "chips"), [("sync", 4), ("partial", 4), ("partial", 0), ("evict", 4), ("dora", 4)])
+@pytest.mark.parametrize(("mode", "chips"), [("sync", 4), ("one_step", 4), ("partial", 4), ("partial", 0), ("evict", 4),
+                                             ("dora_paper", 4), ("dora", 4)])  # fmt: skip
 def test_prediction_and_paced_run_agree(mode, chips):
     """A small one; the full size is bench.end_to_end."""
-    config = sims.replace(end_to_end.setting(steps=3, warmup=2), SMALL | {"hardware.rollout_chips": chips})
+    config = sims.replace(end_to_end.setting(steps=3, warmup=2), end_to_end.SMALL | {"hardware.rollout_chips": chips})
     row = sims.Row(label=mode, mode=mode, config=config, published={})
     predicted = simulate(row)
     as_predicted = pytest.approx(predicted.step_s, rel=0.2)

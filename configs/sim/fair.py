@@ -28,7 +28,10 @@ ROWS = (("sync", "sync", {}), ("sync, parts", "sync", PARTS), ("one_step", "one_
         ("dora", "dora", {}))  # fmt: skip
 
 # (size, row): rollout chips (0: colocated), groups outstanding beyond the batch in units of P, K
-TUNED = {}
+TUNED = {
+    ("64", "partial"): (28, 1.15, 3), ("64", "dora"): (28, 1.0, 3),
+    ("128", "partial"): (48, 1.15, 3), ("128", "dora"): (56, 0.5, 4),
+}  # fmt: skip
 
 
 def get_config(arg=None):
@@ -50,7 +53,7 @@ def _rows(size, changes):
 
 def _setting(size):
     c = _production() if size == "4096" else paper.setting(int(size))
-    c.steps, c.warmup_steps, c.seeds = 10, 3, 5
+    c.steps, c.warmup_steps, c.seeds = 8, 3, 5
     c.hardware.speeds = (1.1, 1.0, 0.9, 1.0)
     c.cost.balance_s, c.cost.publish_s, c.cost.control_s = BALANCE_S[size], 2.0, 0.1
     return c

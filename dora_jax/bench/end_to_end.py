@@ -1,6 +1,6 @@
 """All modes, run for real at the pace of a chip, beside the simulator's prediction of the same work.
 
-    python -m dora_jax.bench.end_to_end [--modes=sync,dora] [--speedup=30] [--steps=6] [--split=predicted|half]
+    python -m dora_jax.bench.end_to_end [--modes=sync,dora] [--speedup=30] [--steps=6] [--split=predicted|half] [--small]
 
 Real are threads, queues, `LocalWorld`, workers, orchestrator, migrations, publications and the engine's tokens, which
 prove the version that made them; PACED are ticks, train steps and transfers: each lasts what the cost model says for an
@@ -10,7 +10,8 @@ The work is the published experiment made small: log-normal lengths (sigma 1) cu
 on 16 chips of unequal speed in place of 32.8B on 64 to 128, 2,048 samples a step in place of 8,192, and one token stands for 64, so that
 a tick lasts 64 times as long. Prediction and run share lengths (a function of seed, group and index), costs and the
 orchestrator's configuration, and nothing else. Each mode runs at the split of the chips that the simulator finds best
-for it; `partial` and `evict` also colocated, as `partial` was published.
+for it; `partial` and `evict` also colocated, as `partial` was published. --small is a fraction of that, for a machine of
+few cores or one with other work: 64 samples a step of at most 200 tokens.
 """
 
 from __future__ import annotations
@@ -31,6 +32,8 @@ from dora_jax.sim.table import grid
 TOKEN = 64  # tokens of the published experiment that one token here stands for
 CHIPS = 16
 COLOCATED = "colocated"
+SMALL = {"orchestrator.groups_per_step": 16, "orchestrator.group_size": 4, "orchestrator.updates": 4,
+         "workload.max_new_tokens": 200, "cost.train_fixed_s": 60.0, "hardware.rollout_chips": 4}  # fmt: skip
 # What the run is held against: tokens/s of `dora` over those of other modes, and its rollout-only share over sync's.
 AIMS = (("sync", 2.0, 2.5), ("partial", 1.15, 1.3))
 
@@ -55,7 +58,8 @@ def setting(steps: int, warmup: int) -> SimConfig:
         "model.params": 7.6e9, "model.n_layers": 28, "model.d_model": 3584, "model.n_heads": 28,
         "model.head_dim": 128, "model.kv_bytes_per_token": 57344.0 * TOKEN,
         "hardware.chip": "h800", "hardware.chips": CHIPS, "hardware.rollout_chips": CHIPS // 2, "hardware.tensor": 1,
-        "hardware.slots": 512, "hardware.speeds": (1.1, 1.0, 0.9, 1.0), "cost.publish_s": 2.0, "cost.decode_overhead_s": 0.0175 * TOKEN, "cost.hbm_efficiency": 0.8 / TOKEN,
+        "hardware.slots": 512, "hardware.speeds": (1.1, 1.0, 0.9, 1.0), "cost.publish_s": 2.0,
+        "cost.decode_overhead_s": 0.0175 * TOKEN, "cost.hbm_efficiency": 0.8 / TOKEN,
         "cost.flops_efficiency": 0.5 / TOKEN, "cost.train_utilisation": 0.21 / TOKEN, "cost.train_fixed_s": 165.0,
         "workload.mean_tokens": 2400 / TOKEN, "workload.max_new_tokens": 30000 // TOKEN,
         "workload.prompt_tokens": 160 / TOKEN, "workload.max_prompt_tokens": 512 // TOKEN,
@@ -129,9 +133,10 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=6, help="measured steps")
     parser.add_argument("--warmup", type=int, default=3, help="steps before them")
     parser.add_argument("--split", choices=("predicted", "half"), default="predicted")
+    parser.add_argument("--small", action="store_true", help="a fraction of the work")
     args = parser.parse_args()
-    lines = []
-    for row in rows(setting(args.steps, args.warmup), args.modes.split(","), args.split):
+    config, lines = sims.replace(setting(args.steps, args.warmup), SMALL if args.small else {}), []
+    for row in rows(config, args.modes.split(","), args.split):
         predicted = simulate(row)
         print(f"{row.label}: {predicted.step_s:.1f} s a step predicted", file=sys.stderr, flush=True)
         ran = paced_run.run(row, pace=1 / args.speedup)
