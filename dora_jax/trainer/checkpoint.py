@@ -39,7 +39,8 @@ JSON_FILES = {"rl_state": "metadata", "metrics": "metrics"}  # as Orbax names th
 # Orbax writes its metadata once a step and complains that an item, read alone, has none; nor is it asked to merge. What a
 # save fails of it logs on every thread, with the trace, and then raises: `_failed` says it once.
 NOISE = ("Metadata file does not exist", "Skipping merge of OCDBT checkpoints", "_SignalingThread.run() raised an exception",
-         "Handler Commit operations or the Commit callback", "[wait_until_finished] Save Finalize thread")
+         "Handler Commit operations or the Commit callback", "[wait_until_finished] Save Finalize thread",
+         "Failed to write metadata=", "Failed to update metadata=")
 logging.get_absl_logger().addFilter(lambda record: not any(noise in record.getMessage() for noise in NOISE))
 BEST_BY = "reward/mean"  # the metric by which the best steps are kept
 
