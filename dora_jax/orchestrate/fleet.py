@@ -128,6 +128,8 @@ class Host:
 
 
 class Fleet:
+    CONFIGURED = ("prompt_tokens", "new_tokens", "hosts")
+
     def __init__(self, prompt_tokens: int, new_tokens: int, expected_tokens: int):
         self.prompt_tokens = prompt_tokens  # bound of a prompt
         self.new_tokens = new_tokens  # bound of a response

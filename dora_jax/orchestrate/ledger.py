@@ -29,6 +29,8 @@ class Ledger:
     """`max_lag` bounds staleness; `capped` = False drops the two sums and leaves the members' test (mode `evict`);
     `max_lag` = None bounds nothing (mode `partial`); a step is taken in up to `parts`."""
 
+    CONFIGURED = ("groups_per_step", "part", "max_lag", "capped")
+
     def __init__(self, groups_per_step: int, max_lag: int | None, base: Version, *, capped: bool = True,
                  parts: int = 1):  # fmt: skip
         self.groups_per_step = groups_per_step
@@ -225,28 +227,3 @@ class Ledger:
             raise RuntimeError(f"the ledger's counters are off: {counted} against {self.counts}")
         if self.capped and any(v + self.max_lag < self.next_base for v in self.outstanding):
             raise RuntimeError(f"a group is past its deadline: {self.outstanding} at base {self.next_base}")
-
-    def snapshot(self) -> dict:
-        return {
-            "base": self.base,
-            "batch": list(self.batch),
-            "lags": [[lag, n] for lag, n in self.lags.items()],
-            "admitted": self.admitted,
-            "counts": dict(self.counts),
-            "live": [[g, state, version] for g, (state, version) in self.live.items()],
-            "ready": [[v, list(pool)] for v, pool in self.ready.items()],
-            "filtered_in_a_row": self.filtered_in_a_row,
-        }
-
-    def load(self, data: dict) -> None:
-        """Take the state that `snapshot` gave."""
-        self.base, self.batch, self.admitted = data["base"], tuple(data["batch"]), data["admitted"]
-        self.lags = {lag: n for lag, n in data["lags"]}
-        self.counts = dict(data["counts"])
-        self.live = {g: (state, version) for g, state, version in data["live"]}
-        self.ready = {v: list(pool) for v, pool in data["ready"]}
-        self.filtered_in_a_row = data["filtered_in_a_row"]
-        self.outstanding = {}
-        for state, version in self.live.values():
-            if state in OUTSTANDING:
-                self.outstanding[version] = self.outstanding.get(version, 0) + 1

@@ -1,32 +1,24 @@
 """The orchestrator's whole state as JSON and back: snapshot + later events = all events.
 
-Everything that any decision reads is written, the order of every queue and heap included.
+Every attribute is written that does not follow from the configuration (`CONFIGURED` of its class), the order of every
+queue and heap included: whatever a decision reads needs no line here. Of JSON, an object is one with attributes, and a
+list is a container, whose kind comes first.
 """
 
 from __future__ import annotations
 
 from collections import deque
+from operator import attrgetter
 from typing import Any
 
 from dora_jax.orchestrate.fleet import Fleet, Group, Host, Unit
-from dora_jax.orchestrate.state import Due, State
-from dora_jax.types import InstanceId, SampleId
+from dora_jax.orchestrate.state import State
+from dora_jax.types import InstanceId
 
-FORMAT = 5
-PLAIN = (
-    "attempts", "budget", "now_s", "rebalanced_s", "halted", "moves_total", "reloads_total",
-)  # fmt: skip
-HOST_PLAIN = (
-    "id", "life", "slots", "pages", "page_size", "residents", "speed", "phase", "coming", "leaving", "pages_used",
-    "incoming", "free_reported", "pressed", "reports", "tokens",
-)  # fmt: skip
-UNIT_PLAIN = (
-    "index", "version", "state", "tokens", "pages", "instance", "dst_pages", "attempt", "failed_moves", "began_s",
-    "moved_s",
-)  # fmt: skip
-FLEET_COUNTS = ("promised", "arriving", "capacity", "drains")
-LENGTHS = ("ended", "counts", "sums", "held_by", "left_by")
-FLEET_PLAIN = ("finished", "finished_tokens", "finished_s", "likely_tokens", "move_s")
+FORMAT = 6
+UNIT = tuple(name for name in Unit.__slots__ if name not in ("dst", "group", "id"))
+HOST = tuple(name for name in Host.__slots__ if name not in ("report", "units"))
+unit_values, host_values = attrgetter(*UNIT), attrgetter(*HOST)
 
 
 def save(s: State) -> dict[str, Any]:
@@ -35,136 +27,97 @@ def save(s: State) -> dict[str, Any]:
     return {
         "format": FORMAT,
         "mode": s.config.mode,
-        "ledger": s.ledger.snapshot(),
+        "tasks": list(s.config.task_cycle),
+        "hosts": [[[_encode(value) for value in host_values(host)], list(host.units)] for host in s.fleet.hosts.values()],
         "groups": [_save_group(group) for group in s.groups.values()],
-        "queue": [[version, [_save_line(line) for line in lines]] for version, lines in s.queue.lines.items()],
-        "counts": {name: _pairs(getattr(s.queue, name)) for name in ("unfinished", "evaluation_unfinished")},
-        "fleet": _save_fleet(s.fleet),
-        "redo": list(s.redo),
-        "dropped": dict(s.dropped),
-        "evaluating": _pairs(s.evaluating),
-        "task_open": _pairs(s.task_open),
-        "task_rates": _pairs(s.task_rates),
-        "due": {name: _due(getattr(s.due, name)) for name in Due.__slots__},
-        "cursors": _pairs(s.cursors),
-        "alive": list(s.alive),
-        "plain": {name: getattr(s, name) for name in PLAIN},
+        **_encode(s),
     }
 
 
 def load(s: State, data: dict[str, Any]) -> None:
-    """Fill a fresh state of the same configuration with what `save` wrote."""
-    if data["format"] != FORMAT or data["mode"] != s.config.mode:
-        found = f"format {data['format']} and mode {data['mode']}"
+    """Fill a fresh state of the same mode and tasks with what `save` wrote."""
+    if (data["format"], data["mode"], data["tasks"]) != (FORMAT, s.config.mode, list(s.config.task_cycle)):
+        found = f"format {data['format']}, mode {data['mode']} and tasks {data['tasks']}"
         raise ValueError(f"the snapshot is of {found}: this run cannot go on from it")
-    s.ledger.load(data["ledger"])
-    s.groups = {}
-    _load_fleet(s.fleet, data["fleet"])
-    for item in data["groups"]:
-        group = _load_group(s.fleet, item)
-        s.groups[group.id] = group
-    for host, rows in zip(s.fleet.hosts.values(), data["fleet"]["hosts"], strict=True):
-        host.units = {unit.id: unit for unit in (s.groups[g].units[i] for g, i in rows["units"])}
-    s.queue.lines = {version: tuple(deque(s.groups[g].units[i] for g, i in line) for line in lines)
-                     for version, lines in data["queue"]}
-    for name, rows in data["counts"].items():
-        setattr(s.queue, name, dict(rows))
-    s.redo, s.evaluating = list(data["redo"]), dict(data["evaluating"])
-    s.dropped = dict(data["dropped"])
-    for name, value in data["due"].items():
-        setattr(s.due, name, value if isinstance(value, bool) else dict(value))
-    s.task_open, s.cursors = dict(data["task_open"]), dict(data["cursors"])
-    s.task_rates = dict(data["task_rates"])
+    s.fleet.hosts = {host.id: host for host in (_load_host(s, values) for values, _ in data["hosts"])}
+    s.groups = {group.id: group for group in (_load_group(s.fleet, row) for row in data["groups"])}
+    for host, (_, ids) in zip(s.fleet.hosts.values(), data["hosts"], strict=True):
+        host.units = {unit.id: unit for unit in (s.groups[g].units[i] for g, i in ids)}
+    _fill(s, s, data)
     if s.config.task_adaptive:
         s.task_limits = s.config.adapted_limits(s.task_rates)
-    s.alive = dict.fromkeys(data["alive"])
-    for name, value in data["plain"].items():
-        setattr(s, name, value)
 
 
-def _save_line(line: deque[Unit]) -> list[list]:
-    """Without the samples that were cancelled while they waited: they are dropped when their turn comes."""
-    return [[u.group.id, u.index] for u in line if u.group.units[u.index] is u]
+def _names(thing: Any) -> list[str]:
+    return [name for name in getattr(thing, "__slots__", None) or vars(thing) if name not in getattr(thing, "CONFIGURED", ())]
 
 
-def _due(value: bool | dict) -> bool | list[list]:
-    return value if isinstance(value, bool) else _pairs(value)
+def _encode(value: Any) -> Any:
+    match value:
+        case None | bool() | int() | float() | str():
+            return value
+        case dict():
+            return ["dict", *([key, _encode(each)] for key, each in value.items())]
+        case deque():  # without the samples that were cancelled while they waited: they are dropped when their turn comes
+            return ["deque", *([u.group.id, u.index] for u in value if u.group.units[u.index] is u)]
+        case list() | tuple():
+            return [type(value).__name__, *map(_encode, value)]
+    return {name: _encode(getattr(value, name)) for name in _names(value)}
 
 
-def _pairs(counts: dict) -> list[list]:
-    return [[key, value] for key, value in counts.items()]
+def _decode(s: State, data: Any, present: Any = None) -> Any:
+    """`present`: the attribute of the fresh state, which is filled where it has attributes of its own."""
+    match data:
+        case ["dict", *pairs]:
+            return {key: _decode(s, each) for key, each in pairs}
+        case ["deque", *ids]:
+            return deque(s.groups[g].units[i] for g, i in ids)
+        case ["list", *items]:
+            return [_decode(s, each) for each in items]
+        case ["tuple", *items]:
+            return tuple(_decode(s, each) for each in items)
+        case dict():
+            _fill(s, present, data)
+            return present
+    return data
 
 
-def _save_group(group: Group) -> dict[str, Any]:
-    return {
-        "id": group.id,
-        "version": group.version,
-        "samples": len(group.units),
-        "left": group.left,
-        "doomed": group.doomed,
-        "units": [_save_unit(unit) for unit in group.units if unit is not None],
-    }
+def _fill(s: State, thing: Any, data: dict[str, Any]) -> None:
+    for name in _names(thing):
+        setattr(thing, name, _decode(s, data[name], getattr(thing, name)))
 
 
-def _save_unit(unit: Unit) -> list:
-    dst = None if unit.dst is None else [unit.dst.id, unit.dst.life]
-    return [dst, *(getattr(unit, name) for name in UNIT_PLAIN)]
+def _load_host(s: State, values: list) -> Host:
+    host = Host(0, 0, 1, 0, 1, 1, 1.0)
+    for name, value in zip(HOST, values, strict=True):
+        setattr(host, name, _decode(s, value))
+    return host
 
 
-def _load_group(fleet: Fleet, data: dict[str, Any]) -> Group:
-    group = Group(data["id"], data["version"], data["samples"])
-    group.left, group.doomed = data["left"], data["doomed"]
-    units, group.units = group.units, [None] * data["samples"]
-    for dst, index, *values in data["units"]:
+def _save_group(group: Group) -> list:
+    units = [[_destination(unit), unit_values(unit), unit.index] for unit in group.units if unit is not None]
+    return [group.id, group.version, len(group.units), group.left, group.doomed, units]
+
+
+def _destination(unit: Unit) -> list | None:
+    return None if unit.dst is None else [unit.dst.id, unit.dst.life]
+
+
+def _load_group(fleet: Fleet, row: list) -> Group:
+    id, version, samples, left, doomed, rows = row
+    group = Group(id, version, samples)
+    group.left, group.doomed = left, doomed
+    units, group.units = group.units, [None] * samples
+    for dst, values, index in rows:
         unit = group.units[index] = units[index]
-        for name, value in zip(UNIT_PLAIN[1:], values, strict=True):
+        for name, value in zip(UNIT, values, strict=True):
             setattr(unit, name, value)
-        unit.dst = None if dst is None else _destination(fleet, *dst)
+        unit.dst = None if dst is None else _host(fleet, *dst)
     return group
 
 
-def _destination(fleet: Fleet, id: InstanceId, life: int) -> Host:
+def _host(fleet: Fleet, id: InstanceId, life: int) -> Host:
     """Of a move under way. A life that ended before the snapshot is gone for good: a host that is not in the fleet stands
     for it."""
     host = fleet.hosts.get(id)
     return host if host is not None and host.life == life else Host(id, life, 1, 0, 1, 1, 1.0)
-
-
-def _save_fleet(fleet: Fleet) -> dict[str, Any]:
-    return {
-        "plain": {name: getattr(fleet, name) for name in FLEET_PLAIN},
-        "lengths": {name: getattr(fleet.lengths, name) for name in LENGTHS},
-        "lives": _pairs(fleet.lives),
-        "hosts": [
-            {
-                "plain": {name: getattr(host, name) for name in HOST_PLAIN},
-                "versions": list(host.versions),
-                "counts": _pairs(host.counts),
-                "units": list(host.units),
-            }
-            for host in fleet.hosts.values()
-        ],
-        "open": [[v, [list(entry) for entry in heap]] for v, heap in fleet.open.items()],
-        "holders": [[v, list(ids)] for v, ids in fleet.holders.items()],
-        "counts": {name: _pairs(getattr(fleet, name)) for name in FLEET_COUNTS},
-    }
-
-
-def _load_fleet(fleet: Fleet, data: dict[str, Any]) -> None:
-    for name, value in data["plain"].items():
-        setattr(fleet, name, value)
-    for name, value in data["lengths"].items():
-        setattr(fleet.lengths, name, value if isinstance(value, int) else list(value))
-    fleet.lives = dict(data["lives"])
-    fleet.hosts = {}
-    for item in data["hosts"]:
-        plain = item["plain"]
-        host = Host(*(plain[name] for name in ("id", "life", "slots", "pages", "page_size", "residents", "speed")))
-        for name, value in plain.items():
-            setattr(host, name, value)
-        host.versions, host.counts = list(item["versions"]), dict(item["counts"])
-        fleet.hosts[host.id] = host
-    fleet.open = {v: [(load, id) for load, id in heap] for v, heap in data["open"]}
-    fleet.holders = {v: dict.fromkeys(ids) for v, ids in data["holders"]}
-    for name, rows in data["counts"].items():
-        setattr(fleet, name, dict(rows))

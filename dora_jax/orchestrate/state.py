@@ -32,6 +32,8 @@ class Due:
 
 
 class State:
+    CONFIGURED = ("config", "decisions", "groups", "task_limits", "out")  # no part of a snapshot, or one of their own
+
     def __init__(self, config: OrchestratorConfig, start_version: Version, next_group_id: GroupId):
         self.config = config
         self.decisions = config.decisions
