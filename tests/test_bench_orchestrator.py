@@ -6,12 +6,13 @@ from dora_jax.bench.orchestrator import Options, measure, report
 
 
 def test_a_fleet_at_work():
-    body = measure(Options(instances=8, seconds=60.0, warm_s=400.0, residents=2, mtbf_s=200.0, codec=True))
+    body = measure(Options(instances=8, seconds=60.0, warm_s=400.0, residents=2, mtbf_s=200.0, codec=True, snapshot_s=30.0))
     cost, summary = body.cost, body.brain.summary()
     assert summary["base"] >= 3 and summary["moves"] and cost.events["InstanceDown"]
     assert cost.events["InstanceReported"] > 300 and cost.events["SampleDone"] > 200
     assert sum(map(len, body.runs)) > 400
     assert set(cost.step_ns) == set(cost.events) and cost.bytes and cost.decode_ns
+    assert cost.snapshots == 2 and cost.children_s > 0
     body.brain.state.ledger.check()
     lines = list(report(body))
     assert "of one core" in lines[0] and any("journal and wire" in line for line in lines)

@@ -7,7 +7,8 @@ A body in virtual time: 100 slots an instance, log-normal answers of 3,000 token
 tokens/s: at a million live samples 10,000 start and as many end in a second. Every instance reports once in `report_s`,
 one is lost every `mtbf_s` of instance time, and a step takes a quarter of the groups that run. The fleet works for
 `warm_s` first, without reports until the last seconds. Timed is the CPU of the thread in `Orchestrator.step`; the share
-is that by the virtual time that went by. `codec` adds what a controller's journal and wire do with the same facts.
+is that by the virtual time that went by. A snapshot is made each `snapshot_s` as a controller makes it: by a forked child
+(runtime/journal.py). `codec` adds what a controller's journal and wire do with the same facts.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import argparse
 import collections
 import cProfile
 import dataclasses
+import functools
 import gc
 import heapq
 import itertools
@@ -23,6 +25,7 @@ import pstats
 import random
 import resource
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -30,8 +33,11 @@ from typing import Any
 from dora_jax.orchestrate import events as ev
 from dora_jax.orchestrate.core import Orchestrator
 from dora_jax.orchestrate.modes import OrchestratorConfig
-from dora_jax.runtime.book import CODEC
+from dora_jax.runtime.book import CODEC, Book, Fact
+from dora_jax.runtime.filelog import FileLog
+from dora_jax.runtime.journal import Journal
 from dora_jax.runtime.loop import quiet_collector
+from dora_jax.runtime.recovery import head_records
 from dora_jax.types import SampleId
 
 SLOTS, GROUP_SIZE, IN_FLIGHT, STEPS_IN_FLIGHT, VERSIONS = 100, 16, 15.0, 4, 16
@@ -40,6 +46,7 @@ PROMPT_TOKENS, PAGE_SIZE, PAGES = 512, 64, 100 * 120
 LOAD_S, MOVE_S, SCORE_S, STEP_S, BACK_S, BEGIN_S, PARK_S, CLOCK_S = 2.0, 0.2, 0.5, 20.0, 60.0, 0.05, 0.02, 0.1
 LENGTHS = 1 << 16
 REPORTS_BEFORE_S = 10.0  # the clock starts
+SYNC_S = 0.5  # as a run's journal
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -52,6 +59,7 @@ class Options:
     mode: str = "dora"
     report_s: float = 1.0
     mtbf_s: float = 100_000.0  # of one instance; 0: none is lost
+    snapshot_s: float = 60.0  # 0: none is made
     codec: bool = False  # what journal and wire cost, too
     profile: int = 0  # so many functions that take most
 
@@ -64,6 +72,9 @@ class Cost:
         self.events: collections.Counter[str] = collections.Counter()
         self.worst = (0, "")
         self.encode_ns = self.decode_ns = self.bytes = 0
+        self.snapshot_ns = self.snapshots = 0
+        self.fork_s: list[float] = []  # that the loop stood still
+        self.children_s = _children_s()
         self.collector_ns = self.passes = 0
         self._began_ns = 0
 
@@ -73,11 +84,12 @@ class Cost:
         if took_ns > self.worst[0]:
             self.worst = took_ns, name
 
-    def codec(self, event: ev.Event) -> None:
+    def codec(self, event: ev.Event, journal: Journal) -> None:
         began = time.thread_time_ns()
-        data = CODEC.encode(event)
+        data = CODEC.encode(Fact(event=event, payload=None))
+        journal.append(data)
         encoded = time.thread_time_ns()
-        CODEC.decode(data)
+        CODEC.decode(data)  # on the wire it comes without the frame of a fact, which is little
         self.encode_ns += encoded - began
         self.decode_ns += time.thread_time_ns() - encoded
         self.bytes += len(data)
@@ -93,7 +105,8 @@ class Cost:
 class Body:
     """Answers commands in virtual time."""
 
-    def __init__(self, options: Options, seed: int = 0):
+    def __init__(self, options: Options, folder: str, seed: int = 0):
+        self.journal = Journal(FileLog(folder), sync_s=SYNC_S)
         self.options, self.draw = options, random.Random(seed)
         self.brain = Orchestrator(_config(options))
         self.cost = Cost()
@@ -111,6 +124,9 @@ class Body:
             self.at(0.0, self.up, i)
             self.at(max(0.0, options.warm_s - REPORTS_BEFORE_S) + self.draw.random() * options.report_s, self.report, i)
         self.at(0.0, self.clock)
+        self.journal.rotate(head_records(self.brain, Book(), 0))
+        if options.snapshot_s:
+            self.at(options.warm_s + options.snapshot_s / 2, self.snapshot)
 
     def run(self, until_s: float) -> None:
         while self.heap[0][0] <= until_s:
@@ -122,7 +138,7 @@ class Body:
 
     def tell(self, event: ev.Event) -> None:
         if self.options.codec:
-            self.cost.codec(event)
+            self.cost.codec(event, self.journal)
         began = time.thread_time_ns()
         commands = self.brain.step(event)
         self.cost.step(type(event).__name__, time.thread_time_ns() - began)
@@ -134,6 +150,26 @@ class Body:
     def clock(self) -> None:
         self.at(CLOCK_S, self.clock)
         self.tell(ev.TimePassed(now_s=self.now))
+        if self.options.codec:
+            began = time.thread_time_ns()
+            self.journal.commit()
+            self.cost.encode_ns += time.thread_time_ns() - began
+
+    def snapshot(self) -> None:
+        self.at(self.options.snapshot_s, self.snapshot)
+        began, began_s = time.thread_time_ns(), time.monotonic()
+        self.journal.rotate_behind(functools.partial(head_records, self.brain, Book(), 0))
+        self.cost.fork_s.append(time.monotonic() - began_s)
+        self.cost.snapshot_ns += time.thread_time_ns() - began
+        self.turn()
+
+    def turn(self) -> None:
+        began = time.thread_time_ns()
+        if self.journal.turned() is not None:
+            self.cost.snapshots += 1
+        self.cost.snapshot_ns += time.thread_time_ns() - began
+        if self.journal.turning:
+            self.at(CLOCK_S, self.turn)
 
     def up(self, i: int) -> None:
         self.lives[i] += 1
@@ -239,14 +275,18 @@ class Body:
 
 def measure(options: Options) -> Body:
     """The fleet after its time; `cost` is of the timed part."""
-    body = Body(options)
-    with quiet_collector():
+    with tempfile.TemporaryDirectory() as folder, quiet_collector():
+        body = Body(options, folder)
         body.run(options.warm_s)
         cost = body.cost = Cost()
         gc.callbacks.append(cost.collected)
         with _profile(options.profile):
             body.run(options.warm_s + options.seconds)
+            while body.journal.turning:
+                body.turn()
         gc.callbacks.remove(cost.collected)
+        cost.children_s = _children_s() - cost.children_s
+        body.journal.close()
     return body
 
 
@@ -254,12 +294,15 @@ def report(body: Body) -> Iterator[str]:
     options, cost, summary = body.options, body.cost, body.brain.summary()
     seconds, live = options.seconds, sum(map(len, body.runs))
     steps_ns, events = sum(cost.step_ns.values()), sum(cost.events.values())
-    share = {"events": steps_ns, "the collector": cost.collector_ns}
+    share = {"events": steps_ns, "the collector": cost.collector_ns, "snapshots": cost.snapshot_ns,
+             "their children": int(cost.children_s * 1e9)}
     yield (f"{options.instances:,} instances, {live:,} live samples, R = {options.residents}, {options.updates} parts, "
            f"{seconds:.0f} s of the fleet: {sum(share.values()) / 1e9 / seconds:.1%} of one core ("
            f"{', '.join(f'{name} {ns / 1e9 / seconds:.1%}' for name, ns in share.items())})")
     yield (f"    {events / seconds:,.0f} events/s of {events / max(1, steps_ns) * 1e9:,.0f} that one core takes; slowest step "
            f"{cost.worst[0] / 1e6:.1f} ms ({cost.worst[1]}); {cost.passes} passes of the collector")
+    yield (f"    {cost.snapshots} snapshots, for each of which the loop stood still for at most "
+           f"{1e3 * max(cost.fork_s, default=0):.0f} ms and a child worked for {cost.children_s / max(1, cost.snapshots):.1f} s")
     yield (f"    base {summary['base']}, {len(summary['versions'])} versions, moves {summary['moves']}, reloads "
            f"{summary['reloads']}, dropped {summary['dropped']}")
     yield (f"    the orchestrator's memory {_bytes(body.brain) / max(1, live):,.0f} bytes a live sample; the process with its "
@@ -297,6 +340,12 @@ class _profile:
         self._profile.disable()
         if self._functions:
             pstats.Stats(self._profile).sort_stats("tottime").print_stats("orchestrate", self._functions)
+
+
+def _children_s() -> float:
+    """CPU of children that have ended."""
+    usage = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return usage.ru_utime + usage.ru_stime
 
 
 def _bytes(brain: Orchestrator) -> int:
