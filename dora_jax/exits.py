@@ -12,6 +12,7 @@ import errno
 import os
 import signal
 import sys
+from collections.abc import Callable
 from types import FrameType
 from typing import NoReturn
 
@@ -50,6 +51,12 @@ def leave(code: int, sentence: str = "") -> NoReturn:
         if sentence:
             os.write(2, f"{sentence}\n".encode())
     os._exit(code)
+
+
+def never_print(drop: Callable[[BaseException | None], bool]) -> None:
+    """From here on, of what Python can raise to no caller and prints with a trace instead, nothing for which `drop` holds."""
+    report = sys.unraisablehook
+    sys.unraisablehook = lambda what: None if drop(what.exc_value) else report(what)
 
 
 def refusal(error: BaseException) -> str | None:

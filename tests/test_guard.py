@@ -104,6 +104,18 @@ def test_the_loop_of_a_program_is_not_cut_in_half():
             guard.look()
 
 
+@pytest.mark.filterwarnings("error::pytest.PytestUnraisableExceptionWarning")
+def test_a_stop_inside_a_callback_that_drops_it_leaves_no_trace_and_is_raised_again():
+    class Collected:
+        def __del__(self):
+            signal.raise_signal(signal.SIGTERM)
+
+    with Guard(0.0, owner=True) as guard:
+        Collected()
+        with pytest.raises(Stop, match="SIGTERM"):
+            guard.look()
+
+
 def test_off_the_main_thread_signals_are_left_alone():
     old, found = signal.getsignal(signal.SIGTERM), []
 

@@ -17,13 +17,15 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from dora_jax.exits import RETRY, SIGNALS, Stop, leave
+from dora_jax.exits import RETRY, SIGNALS, Stop, leave, never_print
 from dora_jax.orchestrate import events as ev
 from dora_jax.runtime.loop import World
 
 GRACE_S = 13.0  # spot machines give 15 s between the notice and the end; freeing what a process holds takes some of it
 HUNG_S = 60.0  # the main thread itself stands still so much longer than the limit
 STAGE_END_S = 30.0  # a stage that is told to end is waited for so long
+
+never_print(lambda error: isinstance(error, Stop))  # raised inside a callback, which drops it: the next look raises it again
 
 
 class Guard:

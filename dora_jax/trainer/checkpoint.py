@@ -15,7 +15,6 @@ import concurrent.futures
 import json
 import os
 import shutil
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -29,7 +28,7 @@ from orbax.checkpoint.checkpoint_managers import preservation_policy
 from orbax.checkpoint.options import MultiprocessingOptions
 
 from dora_jax.config import RunError
-from dora_jax.exits import NO_ROOM_WORDS
+from dora_jax.exits import NO_ROOM_WORDS, never_print
 from dora_jax.fault import point
 from dora_jax.trainer import manifest
 from dora_jax.trainer.manifest import MANIFEST, TEMPORARY, Files, steps
@@ -43,18 +42,8 @@ NOISE = ("Metadata file does not exist", "Skipping merge of OCDBT checkpoints", 
          "Failed to write metadata=", "Failed to update metadata=")
 logging.get_absl_logger().addFilter(lambda record: not any(noise in record.getMessage() for noise in NOISE))
 BEST_BY = "reward/mean"  # the metric by which the best steps are kept
-
-
-_unraisable = sys.unraisablehook
-
-
-def _unless_left_behind(what: sys.UnraisableHookArgs) -> None:
-    """The writes of a save that has failed find their event loop closed, which TensorStore prints with a trace each."""
-    if not (isinstance(what.exc_value, RuntimeError) and str(what.exc_value) == "Event loop is closed"):
-        _unraisable(what)
-
-
-sys.unraisablehook = _unless_left_behind
+# The writes of a save that has failed find their event loop closed.
+never_print(lambda error: isinstance(error, RuntimeError) and str(error) == "Event loop is closed")
 
 
 class Restored(NamedTuple):
