@@ -143,7 +143,6 @@ class Fleet:
         self.capacity: dict[Version, int] = {}  # weight of hosts that hold a version
         self.drains: dict[Version, int] = {}  # hosts on which a version drains
         self.lengths = Lengths()
-        self.finished = 0
         self.finished_tokens = 0
         self.finished_s = 0.0  # from start to end, summed
         self.move_s = 0.0  # running mean of the time a move takes; 0: none measured
@@ -152,7 +151,7 @@ class Fleet:
 
     @property
     def mean_tokens(self) -> float:
-        return self.finished_tokens / max(1, self.finished)
+        return self.finished_tokens / max(1, self.lengths.ended)
 
     @property
     def token_s(self) -> float:
@@ -162,10 +161,9 @@ class Fleet:
     def observe(self, tokens: int, elapsed_s: float) -> None:
         """A sample ended."""
         self.lengths.observe(tokens)
-        self.finished += 1
         self.finished_tokens += tokens
         self.finished_s += elapsed_s
-        if self.finished >= LENGTHS_KNOWN:
+        if self.lengths.ended >= LENGTHS_KNOWN:
             self.likely_tokens = RESERVED * self.lengths.held(0)
 
     def observe_move(self, elapsed_s: float) -> None:
@@ -177,7 +175,7 @@ class Fleet:
         """Response tokens to reserve for a sample that has `tokens`."""
         if not tokens:
             likely = self.likely_tokens
-        elif self.finished < LENGTHS_KNOWN:
+        elif self.lengths.ended < LENGTHS_KNOWN:
             likely = max(self.likely_tokens, RESERVED * tokens)
         else:
             likely = RESERVED * self.lengths.held(tokens)
