@@ -112,7 +112,6 @@ def test_a_locked_free_form_field_can_still_be_replaced():
     ("orchestrator__max_versions", 0, "must be positive"),
     ("orchestrator__group_size", 65, "64 slots"),
     ("orchestrator__inflight", 0.01, "less than one group"),
-    ("orchestrator__inflight", 0.5, "never start"),
     ("trainer__pack_tokens", 254, "255"),
     ("trainer__rows", 8, "64 always do"),
     ("trainer__policy_loss", "gpso", "gspo"),
@@ -130,6 +129,12 @@ def test_a_wrong_value_is_one_line_that_names_its_field(field, value, why):
     assert len(found) == 1, found
     assert why in found[0] and "\n" not in found[0]
     assert field.split("__")[-1] in found[0] or why in ("task.path", "n_kv_heads")
+
+
+@pytest.mark.parametrize("mode, starts", [("dora", True), ("partial", True), ("dora_paper", False)])
+def test_less_in_flight_than_a_batch_needs_a_mode_that_counts_the_awaited_one(mode, starts):
+    found = problems(orchestrator__inflight=0.5, orchestrator__mode=mode)
+    assert starts and not found or len(found) == 1 and "inflight" in found[0] and "never start" in found[0], found
 
 
 def test_rows_must_divide_over_micro_batches_and_the_mesh():

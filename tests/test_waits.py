@@ -67,7 +67,8 @@ def test_no_step_has_more_waiting_than_time(clock, tmp_path):
     group = ScoredGroup(group_id=0, version=0, samples=(sample,), rewards=np.zeros(1, np.float32), parts={})
     instance = types.SimpleNamespace(wait_s=0.0)
     writer = types.SimpleNamespace(note=print, phase=lambda *_: None, write=lambda *_, **__: None)
-    brain = types.SimpleNamespace(summary=lambda: {"versions": {}, "moves": 0, "reloads": 0}, waiting=dict, state=None)
+    brain = types.SimpleNamespace(summary=lambda: {"versions": {}, "moves": 0, "reloads": 0}, waiting=dict,
+                                  state=types.SimpleNamespace(config=types.SimpleNamespace(task_cycle=())))
     log = RunLog(workdir=tmp_path, writer=writer, orchestrator=brain, instances=[instance], decode=lambda ids: "",
                  prompt_of=lambda id: types.SimpleNamespace(text="", answer=""), solved=None, steps=9, max_failed_share=1.0,
                  evaluations={})
