@@ -1,7 +1,9 @@
 """Links and gangs: which callers are let in and heard, what a death does. Threads stand for processes."""
 
 import dataclasses
+import os
 import queue
+import signal
 import threading
 import time
 from multiprocessing import connection
@@ -13,7 +15,7 @@ from dora_jax.orchestrate import events as ev
 from dora_jax.runtime.cluster import calls
 from dora_jax.runtime.cluster.gang import CallRefused, Gang, GangDied, Limits
 from dora_jax.runtime.cluster.host import leave_multislice
-from dora_jax.runtime.cluster.launcher import Ticket
+from dora_jax.runtime.cluster.launcher import Processes, Ticket
 from dora_jax.runtime.cluster.link import Link
 from dora_jax.runtime.door import Door, dial
 from tests.cluster_fakes import LIMITS, FakeHost, FakeLauncher, Kept, eventually
@@ -317,3 +319,22 @@ def test_a_rollout_leaves_the_job_that_joins_slices():
     environ = {"MEGASCALE_NUM_SLICES": "2", "MEGASCALE_COORDINATOR_ADDRESS": "x", "TPU_NAME": "a"}
     leave_multislice(environ)
     assert environ == {"TPU_NAME": "a"}
+
+
+def test_ctrl_c_in_a_terminal_is_left_to_the_controller(tmp_path):
+    came, beats = queue.SimpleQueue(), []
+    door = Door("127.0.0.1", b"token", came.put)
+    ticket = Ticket(controller=door.address, gang="trainer", epoch=1)
+    started = Processes(tmp_path).start(ticket, b"token", 1, "")
+    link = Link(came.get(timeout=60), lambda _, item: beats.append(item), lambda _, reason: None)
+    try:
+        link.start()
+        eventually(lambda: len(beats) > 1)
+        os.kill(started.pids[0], signal.SIGINT)
+        said = len(beats)
+        eventually(lambda: len(beats) > said + 1 or started.ended())
+        assert not started.ended() and not any(isinstance(item, calls.Failed) for item in beats)
+    finally:
+        started.kill()
+        door.close()
+    assert not list(tmp_path.glob("*.log"))[0].read_text()

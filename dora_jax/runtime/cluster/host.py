@@ -9,9 +9,13 @@ one comes; it never waits in an exit barrier for a member that is gone.
 
 from __future__ import annotations
 
+import signal
+
+if __name__ == "__main__":  # Ctrl-C reaches every process of a terminal; the controller is the one that it is meant for
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+
 import os
 import queue
-import signal
 import socket
 import sys
 import threading
