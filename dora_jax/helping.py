@@ -36,6 +36,8 @@ def fields(cls: type, prefix: str = "") -> Iterator[str]:
     hints = typing.get_type_hints(cls)
     sections = {field.name: hints[field.name] for field in dataclasses.fields(cls)
                 if dataclasses.is_dataclass(hints[field.name])}
+    sections |= {f"{name}.NAME": each for name, hint in hints.items() if typing.get_origin(hint) is dict
+                 for each in typing.get_args(hint) if dataclasses.is_dataclass(each)}  # entries, by names of the user's
     yield ""
     if re.match(r"\w", doc := inspect.getdoc(cls) or "") and not doc.startswith(f"{cls.__name__}("):  # not a generated one
         yield from textwrap.wrap(" ".join(doc.split()), WIDTH, initial_indent="  ", subsequent_indent="  ")

@@ -3,13 +3,14 @@
 import collections
 import dataclasses
 import json
+import re
 
 import pytest
 from absl import flags
 from test_tasks import Letters
 from test_tasks_rows import sums, write
 
-from dora_jax import config, tasks
+from dora_jax import config, helping, tasks
 from dora_jax.config import ConfigError, TaskPart, TaskSection, from_config_dict
 from dora_jax.flags import _apply
 from dora_jax.runtime import build
@@ -125,6 +126,11 @@ def test_a_command_line_may_change_an_entry():
     assert _apply(of_mix(MIX).lock(), argv, flags.FlagValues()) == {"task.mix.sums.weight": 5}
     with pytest.raises(ConfigError, match="config.task.mix.sums.wieght: unknown field; the nearest is config.task.mix.sums.weight"):
         _apply(of_mix(MIX).lock(), ["", "--config.task.mix.sums.wieght=5"], flags.FlagValues())
+
+
+def test_help_shows_what_an_entry_takes():
+    shown = "\n".join(helping.fields(config.TaskSection, "task."))
+    assert re.search(r"task.mix.NAME.weight=1 +prompts of it in each turn", shown) and "task.mix.NAME.limit=1.0" in shown
 
 
 def test_names_are_such_as_metrics_can_bear():
