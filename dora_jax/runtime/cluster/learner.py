@@ -5,7 +5,8 @@
 
 Consumes groups and versions; produces metrics and digests: arrays never come here. Laws: a new gang is brought to where
 the lost one was (newest checkpoint that verifies, then the steps since, from the journal, then the parts of the step
-under way) before it is asked for anything else, so a caller never learns that a gang died; a version that is published is never written again.
+under way) before it is asked for anything else, so a caller never learns that a gang died; a version that is published
+is never written again.
 """
 
 from __future__ import annotations
