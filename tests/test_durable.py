@@ -113,8 +113,8 @@ class Run:
     def world(self, trainer, versions):
         outbox, groups, self.weights = queue.SimpleQueue(), MemoryGroupStore(), Weights()
         self.weights.held = set(versions)
-        workers = [InstanceWorker(i, Slow(SECTION, length=length, version_in=int), self.weights, outbox, 0.005)
-                   for i in range(2)]
+        workers = [InstanceWorker(i, Slow(SECTION, length=length, version_in=int), self.weights, outbox, 0.005,
+                                  report_s=0.0) for i in range(2)]
         worker = TrainerWorker(trainer, lambda groups, base: groups, groups, self.weights, self.config.decisions.max_lag,
                                outbox, lambda params: params)
         world = LocalWorld(instances=workers, trainer=worker, task=Task(too_long=(3,)), scorer=Scorer(mixed=self.config.mode == "partial"),
