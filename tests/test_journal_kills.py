@@ -7,17 +7,19 @@ import contextlib
 import os
 from unittest import mock
 
+import msgpack
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from dora_jax.orchestrate import events as ev
 from dora_jax.orchestrate.modes import OrchestratorConfig
+from dora_jax.runtime import book as books
 from dora_jax.runtime import durable
 from dora_jax.runtime import journal as journals
 from dora_jax.runtime.book import CODEC, Fact
-from dora_jax.runtime.journal import Journal
-from dora_jax.runtime.recovery import replay
+from dora_jax.runtime.journal import Journal, frame
+from dora_jax.runtime.recovery import recover, replay
 from dora_jax.types import SampleId
 from journal_world import History, SlowChild
 from orchestrator_world import Shape
@@ -123,3 +125,43 @@ def facts(disk):
     journal = Journal(disk)
     for number in journal.segments():
         yield from (entry for entry in map(CODEC.decode, journal.read(number).records) if isinstance(entry, Fact))
+
+
+def older(row):
+    """As if format 2 had told an end without the reason for it, and the head without its epoch."""
+    match row:
+        case ["Fact", ["SampleDone", id, instance, tokens, finish, life], payload]:
+            return ["Fact", ["SampleDone", id, instance, tokens, life], payload]
+        case ["Head", _, _, *rest]:
+            return ["Head", 2, *rest]
+    return row
+
+
+def newer(row, written):
+    """The step to format 3 that undoes it, as a later format would have one in `upgrade`."""
+    assert written == 2
+    match row:
+        case ["Fact", ["SampleDone", id, instance, tokens, life], payload]:
+            return ["Fact", ["SampleDone", id, instance, tokens, "stop", life], payload]
+        case ["Head", _, *rest]:
+            return ["Head", 2, 0, *rest]
+    return row
+
+
+def test_a_journal_of_an_older_format_is_read_through_one_function(monkeypatch):
+    config = OrchestratorConfig(groups_per_step=2, group_size=2, total_steps=4)
+    history, brains = History(config, Shape()), []
+    original = history._arm
+    history._arm = lambda body, *rest: (brains.append(body.brain), original(body, *rest))
+    assert history.live(kill_fact=60) is None
+    for number in history.disk.segments():
+        rows = [msgpack.unpackb(data) for data in Journal(history.disk).read(number).records]
+        history.disk.content[number] = b"".join(frame(msgpack.packb(older(row))) for row in rows)
+    before = dict(history.disk.content)
+    said = []
+    assert recover(Journal(history.disk), config, [0], lambda v: True, said.append) is None
+    assert "it is of format 2, and this version reads 3 to 3" in said[0] and history.disk.content == before
+    monkeypatch.setattr(books, "upgrade", newer)
+    known = len(history.known)
+    assert known and history.live().ok and history.lives == 2
+    history.audit(brains[-1])

@@ -12,17 +12,18 @@ that counts, while it runs and when it is replayed, so both give the same book.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
 
 from dora_jax.orchestrate import events as ev
 from dora_jax.orchestrate.state import State
-from dora_jax.runtime.codec import Codec
+from dora_jax.runtime.codec import Codec, CodecError
 from dora_jax.types import GroupId, Sample, SampleId, ScoredGroup, Span, Version, is_eval, record
 
-FORMAT = 3
+FORMAT = 3  # of the records of a segment: its head says which
+OLDEST = 3  # that `upgrade` knows
 
 
 @record
@@ -69,6 +70,28 @@ class Partial:
 
 Entry = Fact | Partial
 CODEC = Codec(Head, Scores, Published, Fact, Partial)
+
+
+def upgrade(row: Any, written: int) -> Any:
+    """What format `written` has for a record -> what FORMAT has for it; CodecError: this version does not know that format.
+
+    Rows are [class name, field, ...], records within them too. A change of a record raises FORMAT and has its step here:
+    from one format to the next, in order, and nothing else knows of the older ones."""
+    if not (type(written) is int and OLDEST <= written <= FORMAT):
+        raise CodecError(f"it is of format {written}, and this version reads {OLDEST} to {FORMAT}")
+    return row
+
+
+def reader(head: bytes) -> Callable[[bytes], Any]:
+    """Decodes the records of a segment that begins with this one, in whatever format it was written."""
+    formats: list[Any] = []
+
+    def note(row: Any) -> Any:
+        formats.append(row[1] if isinstance(row, list) and row[1:] and row[0] == Head.__name__ else None)
+        return upgrade(row, formats[0])
+
+    CODEC.decode(head, note)
+    return CODEC.decode if formats == [FORMAT] else lambda data: CODEC.decode(data, lambda row: upgrade(row, formats[0]))
 
 
 @record

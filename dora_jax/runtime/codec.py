@@ -51,14 +51,15 @@ class Codec:
     def encode(self, record: Any) -> bytes:
         return _pack(self._row(record), self._row)
 
-    def decode(self, data: bytes) -> Any:
+    def decode(self, data: bytes, upgrade: Callable[[Any], Any] | None = None) -> Any:
+        """upgrade: what was read, [class name, field, ...], as written before -> as it is written now."""
         try:
             row = msgpack.unpackb(data, ext_hook=_array_of)
         except CodecError:
             raise
         except (ValueError, msgpack.exceptions.UnpackException, RecursionError) as error:
             raise CodecError(f"{len(data)} bytes are not msgpack: {type(error).__name__} {error}".rstrip()) from error
-        return self._record(row)
+        return self._record(upgrade(row) if upgrade else row)
 
     # ------------------------------------------------------------ private
 

@@ -19,7 +19,7 @@ from typing import Any
 from dora_jax.orchestrate.core import Orchestrator
 from dora_jax.orchestrate.modes import OrchestratorConfig
 from dora_jax.orchestrate.restart import Debts, restart
-from dora_jax.runtime.book import CODEC, FORMAT, Book, Fact, Head, Partial, Step
+from dora_jax.runtime.book import CODEC, FORMAT, Book, Fact, Head, Partial, Step, reader
 from dora_jax.runtime.codec import CodecError
 from dora_jax.runtime.journal import Journal, JournalError
 from dora_jax.types import Version
@@ -122,14 +122,14 @@ def replay(journal: Journal, segments: Sequence[int], say: Say) -> Replay:
 
 
 def _replay_one(number: int, records: Sequence[bytes], steps: list[Step], say: Say) -> Replay:
-    head, book, entries = _open(number, records)
+    head, book, entries, read = _open(number, records)
     with _sensible(number):
         orchestrator = Orchestrator.restore(_config(head.config), head.orchestrator)
     state = Replay(orchestrator, book, head.epoch)
     state.steps = [step for step in steps if step.base < state.base]  # later ones were undone by a fallback
     for i, data in enumerate(entries, start=1 + head.book):
         try:
-            _follow(state, CODEC.decode(data))
+            _follow(state, read(data))
         except SENSELESS as error:
             say(f"journal segment {number}: record {i + 1} cannot be followed ({error}); the {len(records) - i} from there "
                 f"on are not read")
@@ -155,7 +155,7 @@ def _heads(journal: Journal, say: Say) -> dict[int, Version]:
     found = {}
     for number in journal.segments():
         try:
-            head, _, _ = _open(number, journal.read(number).records)
+            head, *_ = _open(number, journal.read(number).records)
         except JournalError as error:
             say(f"{error}; the segment is stepped over")
             continue
@@ -163,19 +163,20 @@ def _heads(journal: Journal, say: Say) -> dict[int, Version]:
     return found
 
 
-def _open(number: int, records: Sequence[bytes]) -> tuple[Head, Book, Sequence[bytes]]:
-    """A segment's head and book, and the entries that follow, undecoded."""
+def _open(number: int, records: Sequence[bytes]) -> tuple[Head, Book, Sequence[bytes], Callable[[bytes], Any]]:
+    """A segment's head and book, the entries that follow, and what decodes them."""
     try:
-        head = CODEC.decode(records[0]) if records else None
-        if not isinstance(head, Head) or head.format != FORMAT or len(records) <= head.book:
-            raise JournalError(f"journal segment {number} has no whole head of format {FORMAT}")
+        read = reader(records[0]) if records else None
+        head = read(records[0]) if read else None
+        if not isinstance(head, Head) or len(records) <= head.book:
+            raise JournalError(f"journal segment {number} has no whole head")
         book = Book()
         for data in records[1 : 1 + head.book]:
-            book.load(CODEC.decode(data))
+            book.load(read(data))
     except CodecError as error:
         raise JournalError(f"journal segment {number} has no readable head: {error}") from error
     book.digests = {int(version): published for version, published in head.digests.items()}
-    return head, book, records[1 + head.book :]
+    return head, book, records[1 + head.book :], read
 
 
 @contextlib.contextmanager
