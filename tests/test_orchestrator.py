@@ -6,6 +6,7 @@ import sys
 
 import pytest
 
+from dora_jax.orchestrate import balance
 from dora_jax.orchestrate import events as ev
 from dora_jax.orchestrate.core import Orchestrator
 from dora_jax.orchestrate.fleet import REPORTS_A_LOOK
@@ -270,3 +271,18 @@ def test_reports_are_told_when_a_decision_looks_and_reservations_follow_after_so
     assert brain.state.unit(A).tokens == 50 * n
     brain.step(ev.InstanceReported.of(0, 8, {A: 400}))
     assert host.pages_used > reserved and brain.state.unit(A).tokens == 400
+
+
+def test_a_large_fleet_that_comes_up_shares_rebalances(monkeypatch):
+    calls = []
+    original = balance.rebalance
+    monkeypatch.setattr(balance, "rebalance", lambda s: (calls.append(len(s.fleet.hosts)), original(s)))
+    monkeypatch.setattr(balance, "FREE_INSTANCES", 10)
+    brain = make()
+    for i in range(60):
+        brain.step(up(i))
+    assert max(calls) <= 10
+    brain.step(ev.TimePassed(now_s=0.004))
+    assert max(calls) <= 10, "too early"
+    brain.step(ev.TimePassed(now_s=0.006))
+    assert calls[-1] == 60 and not brain.state.due.rebalance

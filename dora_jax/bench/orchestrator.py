@@ -43,7 +43,7 @@ from dora_jax.types import SampleId
 SLOTS, GROUP_SIZE, IN_FLIGHT, STEPS_IN_FLIGHT, VERSIONS = 100, 16, 15.0, 4, 16
 SIGMA, MU, MAX_TOKENS, TOKENS_PER_S = 1.0, 7.59, 12_000, 30.0  # a mean of 3,000
 PROMPT_TOKENS, PAGE_SIZE, PAGES = 512, 64, 100 * 120
-LOAD_S, MOVE_S, SCORE_S, STEP_S, BACK_S, BEGIN_S, PARK_S, CLOCK_S = 2.0, 0.2, 0.5, 20.0, 60.0, 0.05, 0.02, 0.1
+LOAD_S, MOVE_S, SCORE_S, STEP_S, BACK_S, BEGIN_S, PARK_S, CLOCK_S, UP_S = 2.0, 0.2, 0.5, 20.0, 60.0, 0.05, 0.02, 0.1, 5.0
 LENGTHS = 1 << 16
 REPORTS_BEFORE_S = 10.0  # the clock starts
 SYNC_S = 0.5  # as a run's journal
@@ -120,10 +120,10 @@ class Body:
         self.sampled: dict[SampleId, float] = {}  # of samples that run nowhere
         self.left: dict[int, int] = {}
         self.batch = 0
-        for i in range(options.instances):
-            self.at(0.0, self.up, i)
-            self.at(max(0.0, options.warm_s - REPORTS_BEFORE_S) + self.draw.random() * options.report_s, self.report, i)
         self.at(0.0, self.clock)
+        for i in range(options.instances):
+            self.at(UP_S * self.draw.random(), self.up, i)
+            self.at(max(0.0, options.warm_s - REPORTS_BEFORE_S) + self.draw.random() * options.report_s, self.report, i)
         self.journal.rotate(head_records(self.brain, Book(), 0))
         if options.snapshot_s:
             self.at(options.warm_s + options.snapshot_s / 2, self.snapshot)
@@ -212,7 +212,7 @@ class Body:
 
     def place(self, i: int, id: SampleId, sampled: float) -> None:
         length = self.length(id)
-        if self.now < 2 * LOAD_S:  # the first samples are somewhere in their answers
+        if self.now < UP_S + 2 * LOAD_S:  # the first samples are somewhere in their answers
             sampled = self.draw.random() * length
         zero = self.runs[i][id] = sampled - self.now * TOKENS_PER_S
         self.at(max(0.0, length - sampled) / TOKENS_PER_S, self.done, i, self.lives[i], id, zero)

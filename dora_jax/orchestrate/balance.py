@@ -18,6 +18,13 @@ from dora_jax.types import InstanceId, SampleId, Version, is_eval
 MOVES_A_STEP = 1024
 # A sample whose moves failed this often stays where it is.
 MOVE_ATTEMPTS = 3
+# A rebalance looks at every instance: so much time lies between two of them for each beyond the first thousand.
+REBALANCE_S, FREE_INSTANCES = 1e-4, 1000
+
+
+def may_rebalance(s: State) -> bool:
+    """Ten thousand instances that come up one after the other ask for it ten thousand times."""
+    return s.now_s - s.rebalanced_s >= REBALANCE_S * (len(s.fleet.hosts) - FREE_INSTANCES)
 
 
 def rebalance(s: State) -> None:

@@ -8,7 +8,8 @@ configuration and events give the same commands.
 
 Laws: a command reserves, the event that answers it commits. Every started sample ends in exactly one SampleDone or
 SampleCancelled. Triggers of a rebalance: a step's end, a batch taken, an instance that comes or goes, KV pressure, a
-period; moves alone are planned again whenever enough slots of a draining version have come free.
+period; triggers of a large fleet share one (balance.py). Moves alone are planned again whenever enough slots of a
+draining version have come free.
 What the body owes: a Move answers each id with SampleMoved or MoveFailed (or SampleDone by the source), even if an
 end dies; MoveFailed means that the sample runs at the source again, or that its tokens are recorded if the source is
 down. A Cancel gives its group up, and answers each id with SampleCancelled unless it had ended, whether or not it had
@@ -81,7 +82,7 @@ class Orchestrator:
             self._take()
         if kind is ev.InstanceReported:
             balance.relieve(s, s.fleet.hosts[event.instance])
-        if s.due.rebalance:
+        if s.due.rebalance and balance.may_rebalance(s):
             s.due.rebalance = False
             balance.rebalance(s)
         if s.due.woken:
@@ -155,10 +156,10 @@ class Orchestrator:
 
     def _retire(self) -> None:
         s = self.state
-        for version in sorted(s.alive):
-            needed = version in s.queue.unfinished or version in s.fleet.promised
-            needed |= s.decisions.admit_at == "batch" and version in s.ledger.outstanding  # may be topped up
-            if version < s.ledger.base and not needed:
+        base, unfinished = s.ledger.base, s.queue.unfinished
+        for version in [v for v in s.alive if v < base and v not in unfinished]:  # oldest first
+            topped_up = s.decisions.admit_at == "batch" and version in s.ledger.outstanding  # it may be
+            if not topped_up and version not in s.fleet.promised:
                 del s.alive[version]
                 s.out.append(ev.Retire(version=version))
 
