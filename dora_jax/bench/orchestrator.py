@@ -111,6 +111,8 @@ class Body:
         self.brain = Orchestrator(_config(options))
         self.cost = Cost()
         self.lengths = [min(MAX_TOKENS, 1 + int(self.draw.lognormvariate(MU, SIGMA))) for _ in range(LENGTHS)]
+        self.first_lengths = self.draw.choices(self.lengths, self.lengths, k=LENGTHS)  # of what runs at any moment
+        self.first_groups = 0
         self.now = 0.0
         self.heap: list[tuple[float, int, Callable, tuple]] = []
         self.count = itertools.count()
@@ -139,9 +141,9 @@ class Body:
     def tell(self, event: ev.Event) -> None:
         if self.options.codec:
             self.cost.codec(event, self.journal)
-        began = time.thread_time_ns()
+        began = time.thread_time_ns() - self.cost.collector_ns
         commands = self.brain.step(event)
-        self.cost.step(type(event).__name__, time.thread_time_ns() - began)
+        self.cost.step(type(event).__name__, time.thread_time_ns() - self.cost.collector_ns - began)
         for command in commands:
             self._COMMANDS[type(command)](self, command)
 
@@ -208,11 +210,14 @@ class Body:
         self.tell(ev.SampleDone(id=id, instance=i, tokens=self.length(id), finish="stop", life=life))
 
     def length(self, id: SampleId) -> int:
-        return self.lengths[hash(id) % LENGTHS]
+        return (self.first_lengths if id.group_id < self.first_groups else self.lengths)[hash(id) % LENGTHS]
 
     def place(self, i: int, id: SampleId, sampled: float) -> None:
+        first = self.now < UP_S + 2 * LOAD_S  # the first samples are somewhere in their answers
+        if first:
+            self.first_groups = max(self.first_groups, id.group_id + 1)
         length = self.length(id)
-        if self.now < UP_S + 2 * LOAD_S:  # the first samples are somewhere in their answers
+        if first:
             sampled = self.draw.random() * length
         zero = self.runs[i][id] = sampled - self.now * TOKENS_PER_S
         self.at(max(0.0, length - sampled) / TOKENS_PER_S, self.done, i, self.lives[i], id, zero)

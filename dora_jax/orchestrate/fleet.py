@@ -19,7 +19,7 @@ LENGTHS_KNOWN = 32
 RESERVED = 1.5
 # Reports of an instance after which what its samples have outgrown is reserved: an estimate does not get better by a look
 # at every sample each time.
-REPORTS_A_LOOK = 8
+REPORTS_A_LOOK = 16
 
 PENDING = "pending"  # waits for its first slot
 STARTING, RUNNING, MOVING, PARKING, RESUMING = "starting", "running", "moving", "parking", "resuming"
@@ -112,7 +112,7 @@ class Host:
 
     @property
     def load(self) -> float:
-        return self.used / (self.slots * self.speed)
+        return (len(self.units) + self.incoming) / (self.slots * self.speed)
 
     @property
     def weight(self) -> int:
@@ -134,6 +134,7 @@ class Fleet:
         self.prompt_tokens = prompt_tokens  # bound of a prompt
         self.new_tokens = new_tokens  # bound of a response
         self.likely_tokens: float = expected_tokens or new_tokens  # to reserve for a response: a guess at first
+        self.fresh_pages: dict[int, int] = {}  # page size -> pages of a sample without tokens, as of `likely_tokens`
         self.hosts: dict[InstanceId, Host] = {}
         self.lives: dict[InstanceId, int] = {}  # the latest that was heard of, over or not
         self.open: dict[Version, list[tuple[float, InstanceId]]] = {}  # heaps; entries may be stale
@@ -163,8 +164,9 @@ class Fleet:
         self.lengths.observe(tokens)
         self.finished_tokens += tokens
         self.finished_s += elapsed_s
-        if self.lengths.ended >= LENGTHS_KNOWN:
+        if self.lengths.ended >= LENGTHS_KNOWN and self.lengths.renewed:
             self.likely_tokens = RESERVED * self.lengths.held(0)
+            self.fresh_pages.clear()
 
     def observe_move(self, elapsed_s: float) -> None:
         self.move_s += (elapsed_s - self.move_s) * (0.1 if self.move_s else 1.0)
@@ -182,7 +184,12 @@ class Fleet:
         return min(self.new_tokens, int(likely) + 1)
 
     def page_need(self, host: Host, tokens: int = 0) -> int:
-        return -(-(self.prompt_tokens + self.expected_tokens(tokens)) // host.page_size)
+        pages = None if tokens else self.fresh_pages.get(host.page_size)
+        if pages is None:
+            pages = -(-(self.prompt_tokens + self.expected_tokens(tokens)) // host.page_size)
+            if not tokens:
+                self.fresh_pages[host.page_size] = pages
+        return pages
 
     def has_room(self, host: Host, tokens: int = 0) -> bool:
         if host.pressed or len(host.units) + host.incoming >= host.slots:
@@ -289,7 +296,7 @@ class Fleet:
             host = self.hosts.get(id)
             if host is None or host.load != load or not self.has_room(host) or not _serves(host, version):
                 heapq.heappop(heap)
-            elif self.has_room(host, tokens):
+            elif not tokens or self.has_room(host, tokens):
                 found = host
                 break
             else:

@@ -37,8 +37,13 @@ class Lengths:
         self.counts[bucket] += 1
         self.sums[bucket] += tokens
         self.ended += 1
-        if self.ended % RENEWED_EVERY == 0:
+        if self.renewed:
             self._renew()
+
+    @property
+    def renewed(self) -> bool:
+        """The last sample to end has renewed the answers."""
+        return self.ended % RENEWED_EVERY == 0
 
     def held(self, tokens: int) -> float:
         bucket = _bucket(tokens)

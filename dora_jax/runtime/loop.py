@@ -16,6 +16,7 @@ from dora_jax.orchestrate.core import Orchestrator
 from dora_jax.orchestrate.events import Command, Event, Halt
 
 YOUNG_OBJECTS = 50_000  # that come, beyond those that go, before the collector looks at them
+MIDDLE_PASSES = 100  # at what was young then: a look at all of it holds up a controller of a million samples for a second
 FULL_PASSES = 1_000_000  # in practice none
 
 Observer = Callable[[Event, Sequence[Command]], None]
@@ -40,7 +41,7 @@ def quiet_collector() -> Iterator[None]:
     before = gc.get_threshold()
     gc.collect()
     gc.freeze()
-    gc.set_threshold(YOUNG_OBJECTS, 10, FULL_PASSES)
+    gc.set_threshold(YOUNG_OBJECTS, MIDDLE_PASSES, FULL_PASSES)
     try:
         yield
     finally:
