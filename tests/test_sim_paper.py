@@ -46,7 +46,7 @@ def seven_of_eight_rows_land_on_the_published_figures(chips, table):
     misfit = {key for key in paper.MISFIT if key[0] == chips}
     assert {key for key, value in off.items() if abs(value) > 0.10} == misfit, off
     for mode, (result, published) in table.items():
-        if published:
+        if published and (chips, mode) not in misfit:
             assert result.rollout_only == pytest.approx(published["rollout_only"], abs=0.05), mode
 
 
