@@ -15,8 +15,9 @@ from typing import Protocol
 from dora_jax.orchestrate.core import Orchestrator
 from dora_jax.orchestrate.events import Command, Event, Halt
 
-YOUNG_OBJECTS = 50_000  # that come, beyond those that go, before the collector looks at them
-MIDDLE_PASSES = 100  # at what was young then: a look at all of it holds up a controller of a million samples for a second
+# The collector looks at what is new while it is in the caches: after so many objects that come, beyond those that go.
+YOUNG_OBJECTS = 5_000
+MIDDLE_PASSES = 1_000  # of those, before it looks again at what they left: a second's work beside a million samples
 FULL_PASSES = 1_000_000  # in practice none
 
 Observer = Callable[[Event, Sequence[Command]], None]
