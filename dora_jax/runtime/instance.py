@@ -262,8 +262,9 @@ class LocalInstance:
         self._outbox.put(Risen(event=event, admit=lambda: self._admit(life)))
 
     def _begin(self, call: Callable[..., None], *args: Any) -> None:
-        self._threads.append(threading.Thread(target=call, args=args, name=f"{self.role} {call.__name__}", daemon=True))
-        self._threads[-1].start()
+        thread = threading.Thread(target=call, args=args, name=f"{self.role} {call.__name__}", daemon=True)
+        thread.start()  # before `stop` can find it: one that has not begun cannot be waited for
+        self._threads.append(thread)
 
     def _stay_away(self, error: BaseException) -> None:
         self.gone = True
