@@ -15,9 +15,8 @@ from typing import Protocol
 from dora_jax.orchestrate.core import Orchestrator
 from dora_jax.orchestrate.events import Command, Event, Halt
 
-# The collector looks at what is new while it is in the caches: after so many objects that come, beyond those that go.
-YOUNG_OBJECTS = 5_000
-MIDDLE_PASSES = 1_000  # of those, before it looks again at what they left: a second's work beside a million samples
+YOUNG_OBJECTS = 50_000  # that come, beyond those that go, before the collector looks at them; most are gone by then
+MIDDLE_PASSES = 1_000  # of those, before it looks again at what they left: seconds of work beside a million samples
 FULL_PASSES = 1_000_000  # in practice none
 
 Observer = Callable[[Event, Sequence[Command]], None]
