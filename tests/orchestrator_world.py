@@ -145,8 +145,7 @@ class World(Audit):
 
     def report(self, i: int, engine: Engine) -> ev.InstanceReported:
         free = self.free(engine) if self.shape.reports_pages else self.shape.pages
-        progress = {run.id: run.tokens for run in engine.runs.values() if run.tokens}
-        return ev.InstanceReported.of(i, free, progress, engine.life)
+        return ev.InstanceReported.of(i, free, {r.id: r.tokens for r in engine.runs.values() if r.tokens}, engine.life)
 
     def free(self, engine: Engine) -> int:
         used = sum(-(-(self.shape.prompt_tokens + run.tokens) // self.shape.page_size) for run in engine.runs.values())
@@ -158,9 +157,8 @@ class World(Audit):
         self.engines[i] = Engine(slots, speed, residents, self.births)
         if chance(self.shape.seed, "death", i, self.births) < self.shape.deaths:
             self.at(self.shape.life_s * chance(self.shape.seed, "life", i, self.births), ("down", i))
-        pages, size = self.shape.pages, self.shape.page_size
-        return [ev.InstanceUp(instance=i, slots=slots, pages=pages, page_size=size, residents=residents, speed=speed,
-                              life=self.births)]
+        return [ev.InstanceUp(instance=i, slots=slots, pages=self.shape.pages, page_size=self.shape.page_size,
+                              residents=residents, speed=speed, life=self.births)]
 
     def on_down(self, i: int) -> list[ev.Event]:
         if self.shape.back_s < 0 and len(self.engines) == 1:
