@@ -2,7 +2,7 @@
 
 import pytest
 
-from dora_jax.orchestrate.partition import Berth, Seat, plan_berths, plan_partition, plan_shares
+from dora_jax.orchestrate.partition import Seat, plan_partition, plan_shares
 
 
 @pytest.mark.parametrize(
@@ -44,44 +44,86 @@ def test_a_version_gets_no_more_than_it_has_a_use_for():
 
 
 def seats(*rows):
-    return [Seat(id, version, samples, 8) for id, version, samples in rows]
+    """(id, version or None, samples, speed 1)"""
+    return [Seat(id, () if v is None else ((v, n),), int(v is None), 8 * (speed or [1.0])[0], (speed or [1.0])[0])
+            for id, v, n, *speed in rows]
+
+
+def changed(rows, shares, newest=9):
+    return {id: version for id, (version, _) in plan_partition(rows, shares, newest).items()}
 
 
 def test_nothing_changes_where_shares_are_met():
-    assert plan_partition(seats((0, 0, 4), (1, 1, 4)), {0: 1, 1: 1}) == {}
+    assert changed(seats((0, 0, 4), (1, 1, 4)), {0: 1, 1: 1}) == {}
 
 
 def test_the_fewest_samples_are_disturbed_and_ties_go_by_id():
     now = seats((0, 0, 5), (1, 0, 2), (2, 0, 2), (3, 0, 7))
-    assert plan_partition(now, {0: 3, 1: 1}) == {2: 1}
-    assert plan_partition(now, {0: 2, 1: 2}) == {1: 1, 2: 1}
+    assert changed(now, {0: 3, 1: 1}) == {2: 1}
+    assert changed(now, {0: 2, 1: 2}) == {1: 1, 2: 1}
+    assert plan_partition(now, {0: 3, 1: 1}, 1) == {2: (1, 0)}
 
 
 def test_an_instance_without_a_version_goes_first():
-    assert plan_partition(seats((0, 0, 5), (1, 0, 5), (2, None, 0)), {0: 1, 1: 1}) == {2: 1}
+    assert plan_partition(seats((0, 0, 5), (1, 0, 5), (2, None, 0)), {0: 1, 1: 1}, 1) == {2: (1, None)}
 
 
 def test_a_version_without_a_host_comes_before_a_younger_one():
     now = seats((0, 2, 5), (1, 2, 3), (2, 2, 4))
-    assert plan_partition(now, {0: 1, 2: 1, 3: 1}) == {1: 0, 2: 3}
+    assert changed(now, {0: 1, 2: 1, 3: 1}) == {1: 0, 2: 3}
 
 
 def test_an_instance_nobody_asks_for_stays():
-    assert plan_partition(seats((0, 0, 0), (1, 0, 3)), {0: 1}) == {}
+    assert changed(seats((0, 0, 0), (1, 0, 3)), {0: 1}) == {}
+
+
+def test_an_older_version_keeps_the_fastest_instances_and_the_newest_the_fullest():
+    now = seats((0, 4, 9, 1.0), (1, 4, 2, 1.2), (2, 4, 7, 0.8), (3, 4, 8, 1.0))
+    assert changed(now, {4: 1, 5: 3}, newest=5) == {0: 5, 2: 5, 3: 5}
+    assert changed(now, {4: 3, 5: 1}, newest=4) == {1: 5}
+
+
+def test_a_share_is_capacity_and_not_heads():
+    now = seats(*((i, 4, 5, 1.5 if i < 4 else 0.5) for i in range(8)))
+    taken = changed(now, {4: 6, 5: 2}, newest=5)  # the tail keeps 6 of 8: the four fast ones
+    assert taken == dict.fromkeys((4, 5, 6, 7), 5)
+    assert sum(seat.capacity for seat in now if seat.id in taken) == 2 * 8.0
+
+
+def test_a_version_gets_an_instance_however_fast_the_only_spare_one_is():
+    now = seats((0, 1, 5, 0.1), (1, 1, 0, 3.0), (2, 1, 6, 0.1))
+    assert changed(now, {0: 1, 1: 2}, newest=1) == {1: 0}
+
+
+# ---------------------------------------------------------------- several versions an instance
+
+
+def berth(id, *samples, residents=2):
+    return Seat(id, samples, residents - len(samples), 8.0)
+
+
+def resident_changes(rows, demand, newest):
+    need = {v: -(-n // 8) for v, n in demand.items()}
+    cap = {v: len(rows) for v in demand if v < newest}
+    shares = plan_shares(len(rows), demand, need, cap, berths=2 * len(rows))
+    return plan_partition(rows, shares, newest)
 
 
 def test_resident_versions_take_the_newest_beside_the_others():
-    free = [Berth(0, ((0, 3),), 1, 8), Berth(1, ((0, 2),), 1, 8)]
-    assert plan_berths(free, {0: 5, 1: 4}, 1, set()) == {0: (1, None), 1: (1, None)}
+    assert resident_changes([berth(0, (0, 3)), berth(1, (0, 2))], {0: 5, 1: 4}, 1) == {0: (1, None), 1: (1, None)}
 
 
 def test_a_full_instance_gives_up_its_oldest_unless_its_samples_need_it():
-    full = [Berth(0, ((0, 6), (1, 2)), 0, 8), Berth(1, ((0, 1), (1, 7)), 0, 8)]
+    full = [berth(0, (0, 6), (1, 2)), berth(1, (0, 1), (1, 7))]
     # The 7 samples of version 0 fit on instance 0, which holds the most of them.
-    assert plan_berths(full, {0: 7, 1: 9, 2: 4}, 2, set()) == {1: (2, 0)}
+    assert resident_changes(full, {0: 7, 1: 9, 2: 4}, 2) == {1: (2, 0)}
 
 
 def test_a_lost_version_comes_first_where_it_disturbs_least():
-    berths = [Berth(0, ((1, 6), (2, 2)), 0, 8), Berth(1, ((1, 1), (2, 7)), 0, 8)]
-    assert plan_berths(berths, {0: 3, 1: 7}, 2, set()) == {1: (0, 1)}
-    assert plan_berths(berths, {0: 3, 1: 7}, 2, {0}) == {}  # it is on its way already
+    rows = [berth(0, (1, 6), (2, 2)), berth(1, (1, 1), (2, 7))]
+    assert resident_changes(rows, {0: 3, 1: 7}, 2) == {1: (0, 1)}
+
+
+def test_a_lost_version_gets_a_place_where_every_place_is_needed():
+    rows = [berth(0, (1, 8), (2, 8)), berth(1, (1, 8), (2, 8))]
+    assert resident_changes(rows, {0: 3, 1: 16, 2: 16}, 2) == {1: (0, 2)}

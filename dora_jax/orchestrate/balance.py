@@ -32,10 +32,7 @@ def rebalance(s: State) -> None:
     if not s.fleet.hosts:
         return
     demand = _demand(s)
-    if any(host.residents > 1 for host in s.fleet.hosts.values()):
-        changes = _plan_residents(s, demand)
-    else:
-        changes = _plan_single(s, demand)
+    changes = _plan(s, demand)
     for host in s.fleet.hosts.values():
         if host.phase != fl.LOADING:
             coming, leaving = changes.get(host.id, (None, None))
@@ -64,17 +61,22 @@ def _demand(s: State) -> dict[Version, int]:
     return {version: samples for version, samples in demand.items() if samples}
 
 
-def _plan_single(s: State, demand: dict[Version, int]) -> dict[InstanceId, tuple[Version, Version | None]]:
-    """Every instance holds one version: shares in proportion to the requests."""
+def _plan(s: State, demand: dict[Version, int]) -> dict[InstanceId, tuple[Version, Version | None]]:
+    """{instance: (the version that it is to take, the one that makes room)}: shares in proportion to the requests."""
     hosts = s.fleet.hosts.values()
     slots = sum(h.slots for h in hosts)
     need = {v: -(-min(n, s.queue.unfinished.get(v, 0)) * len(hosts) // slots) for v, n in demand.items()}
     # An older version only shrinks: what it has is enough for its samples, and more would soon have to be given back.
     cap = {v: len(s.fleet.holders.get(v, ())) for v in demand if v < s.ledger.base}
-    shares = partition.plan_shares(len(hosts), _weights(s, demand), need, cap, s.decisions.spread)
-    seats = [partition.Seat(h.id, h.serving, h.used, h.slots) for h in hosts]
-    changes = partition.plan_partition(seats, shares)
-    return {id: (version, s.fleet.hosts[id].serving) for id, version in changes.items()}
+    berths = sum(h.residents for h in hosts)
+    shares = partition.plan_shares(len(hosts), _weights(s, demand), need, cap, s.decisions.spread, berths)
+    return partition.plan_partition([_seat(h) for h in hosts], shares, s.ledger.base)
+
+
+def _seat(host: Host) -> partition.Seat:
+    versions = [*host.versions, host.coming] if host.phase == fl.LOADING else host.versions
+    samples = tuple((v, host.counts.get(v, 0)) for v in versions)
+    return partition.Seat(host.id, samples, host.residents - len(versions), host.slots * host.speed, host.speed)
 
 
 def _weights(s: State, demand: dict[Version, int]) -> dict[Version, int]:
@@ -87,17 +89,6 @@ def _weights(s: State, demand: dict[Version, int]) -> dict[Version, int]:
             tokens[host.serving] += host.tokens
     of_mean = s.decisions.kv_weight / max(1.0, s.fleet.mean_tokens)
     return {version: samples + round(of_mean * tokens[version]) for version, samples in demand.items()}
-
-
-def _plan_residents(s: State, demand: dict[Version, int]) -> dict[InstanceId, tuple[Version, Version | None]]:
-    """Some instances hold several versions: the wanted ones come beside the others while there is room."""
-    berths = []
-    for host in s.fleet.hosts.values():
-        if host.phase != fl.LOADING:
-            counts = tuple((v, host.counts.get(v, 0)) for v in host.versions)
-            berths.append(partition.Berth(host.id, counts, host.residents - len(host.versions), host.slots))
-    loading = {h.coming for h in s.fleet.hosts.values() if h.phase == fl.LOADING}
-    return partition.plan_berths(berths, demand, s.ledger.base, loading)
 
 
 # ---------------------------------------------------------------- samples

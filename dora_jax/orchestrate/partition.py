@@ -1,12 +1,13 @@
 """Partition: which instance serves which version. Values in, values out.
 
 `plan_shares` divides instances among versions in proportion to their requests in flight; `plan_partition` picks the
-instances, with the fewest reloads. Where there are fewer instances than versions, the oldest are served first: their
-deadline is the nearest, and they can only shrink.
+instances by their capacity, with the fewest reloads. Where there is room for fewer than all versions, the oldest are
+served first: their deadline is the nearest, and they can only shrink.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 from dora_jax.types import InstanceId, Version
@@ -16,9 +17,10 @@ class Seat(NamedTuple):
     """An instance as the partition sees it."""
 
     id: InstanceId
-    version: Version | None  # that it serves, loads, or made room for
-    samples: int
-    slots: int
+    samples: tuple[tuple[Version, int], ...]  # of each version that it holds, or that is on its way
+    free: int  # versions that it can still take
+    capacity: float  # slots by speed
+    speed: float = 1.0
 
 
 def plan_shares(
@@ -27,14 +29,21 @@ def plan_shares(
     need: dict[Version, int],
     cap: dict[Version, int] | None = None,
     spread: str = "remainder",
+    berths: int = 0,
 ) -> dict[Version, int]:
     """Instances for each version with demand. `need`: the least that its unfinished samples fit on; `cap`: the most
-    that it has a use for (missing: any number)."""
+    that it has a use for (missing: any number); `berths`: versions that all instances hold together, where some hold
+    more than one. A version without a cap is then wanted on every instance, an older one where its samples need it."""
     versions = sorted(v for v, n in demand.items() if n > 0)
-    if instances <= len(versions):
-        return {v: int(i < instances) for i, v in enumerate(versions)}
+    berths = max(berths, instances)
+    if berths <= len(versions):
+        return {v: int(i < berths) for i, v in enumerate(versions)}
     if not versions:
         return {}
+    if berths > instances:
+        floors = {v: min(instances, max(1, need.get(v, 0))) for v in versions}
+        everywhere = {v: instances for v in versions if v not in (cap or {})}
+        return _fit(floors | everywhere, floors, berths, spare_to_newest=False)
     total = sum(demand[v] for v in versions)
     if spread == "round":
         shares = {v: max(1, _half_up(instances * demand[v], total)) for v in versions}
@@ -57,7 +66,9 @@ def _largest_remainder(instances: int, demand: dict[Version, int], total: int) -
     return shares
 
 
-def _fit(shares: dict[Version, int], floors: dict[Version, int], instances: int) -> dict[Version, int]:
+def _fit(
+    shares: dict[Version, int], floors: dict[Version, int], instances: int, spare_to_newest: bool = True
+) -> dict[Version, int]:
     """Make the sum equal `instances`: spare ones go to the newest, missing ones come from the newest above its floor,
     then from the newest above one."""
     newest_first = sorted(shares, reverse=True)
@@ -67,7 +78,8 @@ def _fit(shares: dict[Version, int], floors: dict[Version, int], instances: int)
             give = min(max(0, excess), shares[version] - least[version])
             shares[version] -= max(0, give)
             excess -= max(0, give)
-    shares[newest_first[0]] += max(0, -excess)
+    if spare_to_newest:
+        shares[newest_first[0]] += max(0, -excess)
     return shares
 
 
@@ -80,80 +92,59 @@ def _capped(shares: dict[Version, int], floors: dict[Version, int], cap: dict[Ve
     return capped
 
 
-def plan_partition(seats: list[Seat], shares: dict[Version, int]) -> dict[InstanceId, Version]:
-    """{instance: version} for the instances that are to change.
-
-    A version with more hosts than its share keeps those with the most samples; what it gives up goes to the versions
-    short of hosts, oldest first. An instance that nobody asks for stays as it is.
-    """
-    hosts: dict[Version | None, list[Seat]] = {}
-    for seat in sorted(seats, key=lambda s: (-s.samples, s.id)):
-        hosts.setdefault(seat.version, []).append(seat)
-    spare: list[Seat] = []
-    for version, owned in hosts.items():
-        spare += owned[shares.get(version, 0) :] if version is not None else owned
-    spare.sort(key=lambda s: (s.samples, s.id), reverse=True)
-    changes: dict[InstanceId, Version] = {}
-    for version in sorted(shares):
-        for _ in range(shares[version] - len(hosts.get(version, ()))):
-            if not spare:
-                return changes
-            changes[spare.pop().id] = version
-    return changes
-
-
-class Berth(NamedTuple):
-    """An instance that can hold several versions, as the partition sees it."""
-
-    id: InstanceId
-    samples: tuple[tuple[Version, int], ...]  # of each version it holds
-    free: int  # versions it can still take
-    slots: int
-
-
-def plan_berths(
-    berths: list[Berth], demand: dict[Version, int], newest: Version, loading: set[Version]
+def plan_partition(
+    seats: list[Seat], shares: dict[Version, int], newest: Version
 ) -> dict[InstanceId, tuple[Version, Version | None]]:
-    """{instance: (version to load, version that makes room or None)}.
+    """{instance: (version to load, version that makes room or None)} for the instances that are to change.
 
-    A version with samples and no instance comes first, oldest first, where it disturbs least. Then every instance
-    takes the newest, if that is asked for: beside the others while there is room, else in place of its oldest, unless
-    the samples of that one need this instance among the fewest that hold them.
+    A share is so many instances of mean capacity. A version with more than its share keeps the instances with the most
+    samples, one older than the newest the fastest: it is at its tail, and its longest sample ends when one instance is
+    through. What it gives up goes to the versions short of capacity, oldest first. An instance that nobody asks for
+    stays as it is.
     """
+    mean = sum(seat.capacity for seat in seats) / len(seats)
+    missing = {version: share * mean for version, share in shares.items()}
+    spare = [_Place(0, 0, seat, None) for seat in seats if seat.free > 0]
+    kept: list[_Place] = []
+    for version in sorted({v for seat in seats for v, _ in seat.samples}):
+        hosts = sorted((seat for seat in seats if version in dict(seat.samples)), key=_kept_first(version, newest))
+        for i, seat in enumerate(hosts):
+            place = _Place(1, dict(seat.samples)[version], seat, version)
+            if missing.get(version, 0.0) > (seat.capacity / 2 if i else 0.0):
+                missing[version] -= seat.capacity
+                kept.append(place)
+            else:
+                spare.append(place)
+    spare.sort(key=lambda p: (p.taken, p.samples, p.seat.id, -1 if p.leaving is None else p.leaving))
     changes: dict[InstanceId, tuple[Version, Version | None]] = {}
-    held = {v for b in berths for v, _ in b.samples} | loading
-    for version in sorted(v for v in demand if v not in held):
-        open_berths = [b for b in berths if b.id not in changes]
-        if open_berths:
-            berth = min(open_berths, key=lambda b: (-b.free, min((n, v) for v, n in b.samples or ((0, 0),)), b.id))
-            changes[berth.id] = (version, _makes_room(berth))
-    if newest in demand:
-        keepers = _keepers(berths)
-        for berth in berths:
-            if berth.id not in changes and newest not in dict(berth.samples):
-                drop = None if berth.free else min(v for v, _ in berth.samples)
-                if drop is None or berth.id not in keepers.get(drop, ()):
-                    changes[berth.id] = (newest, drop)
+    for version in sorted(shares):
+        hosted = any(version in dict(seat.samples) for seat in seats)
+        for place in spare:
+            if _may_load(version, place, changes) and missing[version] > (place.seat.capacity / 2 if hosted else 0.0):
+                changes[place.seat.id] = (version, place.leaving)
+                missing[version] -= place.seat.capacity
+                hosted = True
+        if not hosted and shares[version]:  # none is spare: a younger version gives one up
+            younger = [p for p in kept if p.leaving > version and _may_load(version, p, changes)]
+            for place in sorted(younger, key=lambda p: (-p.leaving, p.samples, p.seat.id))[:1]:
+                changes[place.seat.id] = (version, place.leaving)
     return changes
 
 
-def _makes_room(berth: Berth) -> Version | None:
-    return None if berth.free else min((n, v) for v, n in berth.samples)[1]
+class _Place(NamedTuple):
+    """Where a version may be loaded."""
+
+    taken: int  # 0: beside what the instance holds
+    samples: int
+    seat: Seat
+    leaving: Version | None
 
 
-def _keepers(berths: list[Berth]) -> dict[Version, set[InstanceId]]:
-    """For each version the fewest instances that its samples fit on: those that hold the most of it."""
-    holders: dict[Version, list[tuple[int, InstanceId, int]]] = {}
-    for berth in berths:
-        for version, samples in berth.samples:
-            if samples:
-                holders.setdefault(version, []).append((-samples, berth.id, berth.slots))
-    keepers = {}
-    for version, rows in holders.items():
-        left = -sum(row[0] for row in rows)
-        keepers[version] = set()
-        for _, id, slots in sorted(rows):
-            if left > 0:
-                keepers[version].add(id)
-                left -= slots
-    return keepers
+def _may_load(version: Version, place: _Place, changes: dict) -> bool:
+    return place.seat.id not in changes and version not in dict(place.seat.samples)
+
+
+def _kept_first(version: Version, newest: Version) -> Callable[[Seat], tuple]:
+    if version < newest:
+        return lambda seat: (-seat.speed, -dict(seat.samples)[version], seat.id)
+    return lambda seat: (-dict(seat.samples)[version], seat.id)
