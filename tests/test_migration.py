@@ -55,15 +55,14 @@ def test_a_mass_migration_is_bounded():
 
 
 @pytest.mark.parametrize(
-    ("tokens", "move_s", "worth"),
+    ("left_tokens", "move_s", "worth"),
     [
         ([10], 0.0, True),  # nothing measured yet
-        ([10, 10], 19.0, True),  # 8 slots x 50 tokens x 0.1 s = 40 slot-seconds
-        ([10, 10], 21.0, False),
-        ([990, 990], 4.0, True),  # 10 tokens to the limit: 8 slot-seconds
-        ([990, 990], 4.1, False),
+        ([5, 50], 19.0, True),  # 8 slots x 50 tokens x 0.1 s = 40 slot-seconds
+        ([5, 50], 21.0, False),
+        ([10, 10], 4.0, True),  # about to end: 8 slot-seconds
+        ([10, 10], 4.1, False),
     ],
 )
-def test_a_move_must_gain_more_than_it_costs(tokens, move_s, worth):
-    measured = dict(slots=8, mean_tokens=50.0, max_tokens=1000, token_s=0.1)
-    assert worth_moving(tokens, move_s=move_s, **measured) is worth
+def test_a_move_must_gain_more_than_it_costs(left_tokens, move_s, worth):
+    assert worth_moving(left_tokens, slots=8, token_s=0.1, move_s=move_s) is worth

@@ -169,10 +169,8 @@ def _movable(unit: Unit) -> bool:
 
 def _worth_moving(s: State, host: Host, units: list[Unit]) -> bool:
     return migration.worth_moving(
-        [u.tokens for u in units],
+        [min(s.fleet.new_tokens - u.tokens, s.fleet.lengths.left(u.tokens)) for u in units],
         slots=host.slots,
-        mean_tokens=s.fleet.mean_tokens,
-        max_tokens=s.fleet.new_tokens,
         token_s=s.fleet.token_s / host.speed,
         move_s=s.fleet.move_s,
     )

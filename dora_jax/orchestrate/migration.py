@@ -66,13 +66,10 @@ def _place(source: Source, heap: list) -> list[tuple[SampleId, InstanceId, Insta
     return placed
 
 
-def worth_moving(
-    tokens: list[int], *, slots: int, mean_tokens: float, max_tokens: int, token_s: float, move_s: float
-) -> bool:
+def worth_moving(left_tokens: list[float], *, slots: int, token_s: float, move_s: float) -> bool:
     """Whether emptying an instance gains more than it costs, in slot-seconds, by what was measured so far.
 
-    Gain: its slots are free for as long as its longest sample would have run on; under a long tail a sample that has
-    n tokens is expected to run for about max(n, mean) more. Cost: each moved sample stands still for one move.
+    Gain: its slots are free for as long as the sample with the most tokens left would have run on. Cost: each moved
+    sample stands still for one move.
     """
-    rest = max(min(max_tokens - n, max(n, mean_tokens)) for n in tokens)
-    return slots * rest * token_s >= len(tokens) * move_s
+    return slots * max(left_tokens) * token_s >= len(left_tokens) * move_s
