@@ -2,7 +2,7 @@
 
 import pytest
 
-from dora_jax.orchestrate.partition import Seat, plan_partition, plan_shares
+from dora_jax.orchestrate.partition import Seat, plan_partition, plan_shares, speed_class
 
 
 @pytest.mark.parametrize(
@@ -77,17 +77,27 @@ def test_an_instance_nobody_asks_for_stays():
     assert changed(seats((0, 0, 0), (1, 0, 3)), {0: 1}) == {}
 
 
-def test_an_older_version_keeps_the_fastest_instances_and_the_newest_the_fullest():
-    now = seats((0, 4, 9, 1.0), (1, 4, 2, 1.2), (2, 4, 7, 0.8), (3, 4, 8, 1.0))
+def test_an_older_version_keeps_the_fast_instances_and_the_newest_the_fullest():
+    now = seats((0, 4, 9, 1.0), (1, 4, 2, 2.0), (2, 4, 7, 0.5), (3, 4, 8, 1.0))
     assert changed(now, {4: 1, 5: 3}, newest=5) == {0: 5, 2: 5, 3: 5}
     assert changed(now, {4: 3, 5: 1}, newest=4) == {1: 5}
 
 
+def test_a_tenth_of_speed_is_no_other_class():
+    assert [speed_class(x) for x in (0.5, 0.9, 1.0, 1.1, 2.0)] == [0.5, 1.0, 1.0, 1.0, 2.0]
+    assert speed_class(1.5) == pytest.approx(2**0.5)
+
+
 def test_a_share_is_capacity_and_not_heads():
-    now = seats(*((i, 4, 5, 1.5 if i < 4 else 0.5) for i in range(8)))
-    taken = changed(now, {4: 6, 5: 2}, newest=5)  # the tail keeps 6 of 8: the four fast ones
+    now = seats(*((i, 4, 8 - i, 1.5 if i < 4 else 0.5) for i in range(8)))
+    taken = changed(now, {4: 6, 5: 2}, newest=5)  # version 4 keeps 6 of 8, of which the fast ones are four
     assert taken == dict.fromkeys((4, 5, 6, 7), 5)
     assert sum(seat.capacity for seat in now if seat.id in taken) == 2 * 8.0
+
+
+def test_an_older_version_on_slow_instances_takes_no_more_of_them():
+    now = seats(*((i, 4, 5, 0.9) for i in range(6)), *((i, 5, 0, 1.1) for i in range(6, 12)))
+    assert changed(now, {4: 6, 5: 6}, newest=5) == {}
 
 
 def test_a_version_gets_an_instance_however_fast_the_only_spare_one_is():

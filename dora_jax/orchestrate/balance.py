@@ -76,7 +76,8 @@ def _plan(s: State, demand: dict[Version, int]) -> dict[InstanceId, tuple[Versio
 def _seat(host: Host) -> partition.Seat:
     versions = [*host.versions, host.coming] if host.phase == fl.LOADING else host.versions
     samples = tuple((v, host.counts.get(v, 0)) for v in versions)
-    return partition.Seat(host.id, samples, host.residents - len(versions), host.slots * host.speed, host.speed)
+    speed = partition.speed_class(host.speed)
+    return partition.Seat(host.id, samples, host.residents - len(versions), host.slots * speed, speed)
 
 
 def _weights(s: State, demand: dict[Version, int]) -> dict[Version, int]:

@@ -7,6 +7,7 @@ served first: their deadline is the nearest, and they can only shrink.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -20,7 +21,7 @@ class Seat(NamedTuple):
     samples: tuple[tuple[Version, int], ...]  # of each version that it holds, or that is on its way
     free: int  # versions that it can still take
     capacity: float  # slots by speed
-    speed: float = 1.0
+    speed: float = 1.0  # its class
 
 
 def plan_shares(
@@ -97,10 +98,9 @@ def plan_partition(
 ) -> dict[InstanceId, tuple[Version, Version | None]]:
     """{instance: (version to load, version that makes room or None)} for the instances that are to change.
 
-    A share is so many instances of mean capacity. A version with more than its share keeps the instances with the most
-    samples, one older than the newest the fastest: it is at its tail, and its longest sample ends when one instance is
-    through. What it gives up goes to the versions short of capacity, oldest first. An instance that nobody asks for
-    stays as it is.
+    A share is so many instances of mean capacity. A version with more than its share keeps those with the most samples;
+    one older than the newest is at its tail and keeps the fast ones, if they are. What it gives up goes to the versions
+    short of capacity, oldest first. An instance that nobody asks for stays as it is.
     """
     mean = sum(seat.capacity for seat in seats) / len(seats)
     missing = {version: share * mean for version, share in shares.items()}
@@ -118,13 +118,15 @@ def plan_partition(
     spare.sort(key=lambda p: (p.taken, p.samples, p.seat.id, -1 if p.leaving is None else p.leaving))
     changes: dict[InstanceId, tuple[Version, Version | None]] = {}
     for version in sorted(shares):
-        hosted = any(version in dict(seat.samples) for seat in seats)
+        hosts = sum(version in dict(seat.samples) for seat in seats)
         for place in spare:
-            if _may_load(version, place, changes) and missing[version] > (place.seat.capacity / 2 if hosted else 0.0):
+            grows = not hosts or version >= newest or hosts < shares[version]  # an older one by heads: it only shrinks
+            enough = place.seat.capacity / 2 if hosts else 0.0
+            if grows and missing[version] > enough and _may_load(version, place, changes):
                 changes[place.seat.id] = (version, place.leaving)
                 missing[version] -= place.seat.capacity
-                hosted = True
-        if not hosted and shares[version]:  # none is spare: a younger version gives one up
+                hosts += 1
+        if not hosts and shares[version]:  # none is spare: a younger version gives one up
             younger = [p for p in kept if p.leaving > version and _may_load(version, p, changes)]
             for place in sorted(younger, key=lambda p: (-p.leaving, p.samples, p.seat.id))[:1]:
                 changes[place.seat.id] = (version, place.leaving)
@@ -148,3 +150,8 @@ def _kept_first(version: Version, newest: Version) -> Callable[[Seat], tuple]:
     if version < newest:
         return lambda seat: (-seat.speed, -dict(seat.samples)[version], seat.id)
     return lambda seat: (-dict(seat.samples)[version], seat.id)
+
+
+def speed_class(speed: float) -> float:
+    """The nearest of 1, 1.41, 2, ... and 0.71, 0.5, ...: for less of a difference moves cost more than they gain."""
+    return 2 ** (round(2 * math.log2(speed)) / 2)
