@@ -12,7 +12,7 @@ def test_a_fleet_at_work():
     assert cost.events["InstanceReported"] > 300 and cost.events["SampleDone"] > 200
     assert sum(map(len, body.runs)) > 400
     assert set(cost.step_ns) == set(cost.events) and cost.bytes and cost.decode_ns
-    assert cost.snapshots == 2 and cost.children_s > 0
+    assert cost.snapshots and cost.children_s > 0  # the second is not begun where the first still goes on
     body.brain.state.ledger.check()
     lines = list(report(body))
     assert "of one core" in lines[0] and any("journal and wire" in line for line in lines)
