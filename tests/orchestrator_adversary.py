@@ -23,6 +23,8 @@ from dora_jax.orchestrate.restart import restart
 from dora_jax.types import SampleId, is_eval
 
 MAX_MOVES = 60_000
+# states of a given-up sample whose end is still heard: its Cancel is out, or follows when it is parked or has moved
+LEAVING = ("cancelling", "parking", "moving")
 DEATH, REBIRTH, TWICE, RESTORED, KILLED, PROGRESS = 0.01, 0.1, 0.1, 0.01, 0.003, 0.3
 
 
@@ -137,7 +139,7 @@ class Adversary:
                 self.started.add(id)
             case ev.SampleDone(id=id):
                 assert id.index not in self.done[id.group_id], f"{id} ends twice"
-                assert id.group_id not in self.given_up or self.brain.state.unit(id).state == "cancelling"
+                assert id.group_id not in self.given_up or self.brain.state.unit(id).state in LEAVING
                 self.done[id.group_id].add(id.index)
                 size = self.config.eval_samples if is_eval(id.group_id) else self.config.group_size
                 if len(self.done[id.group_id]) == size and id.group_id not in self.given_up:
