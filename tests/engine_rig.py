@@ -94,6 +94,7 @@ def finish(*engines, limit=300):
 @functools.cache
 def undisturbed(id, version=0):
     """This sample alone in engine a: what every disturbed run must reproduce bit for bit."""
+    assert not jax.config.read("jax_disable_most_optimizations"), "engine a keeps its programs, and others compare bits"
     with loaded("a", versions=(version,)) as engine:
         submit(engine, id, version)
         return finish(engine)[id]

@@ -118,7 +118,8 @@ def engine():
     patch.undo()
 
 
-def test_the_engine_gives_the_same_samples_as_with_the_reference(engine):
+@pytest.mark.parametrize("quick_compile", [False], indirect=True, ids=["bits"])
+def test_the_engine_gives_the_same_samples_as_with_the_reference(quick_compile, engine):
     for id in ids((0, 1, 3, 21), size=2):
         submit(engine, id)
     done = finish(engine)
