@@ -9,6 +9,7 @@ from pathlib import Path
 
 from dora_jax.fault import armed, point
 from dora_jax.runtime.journal import JournalError
+from dora_jax.trainer.manifest import sync_folder
 
 
 class FileLog:
@@ -113,15 +114,6 @@ class FileLog:
     def _cut(self, size: int) -> None:
         os.ftruncate(self._fd, size)
         os.lseek(self._fd, size, os.SEEK_SET)
-
-
-def sync_folder(path: Path) -> None:
-    """A rename is durable once the folder is."""
-    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)
 
 
 def _write_all(fd: int, data: bytes) -> None:

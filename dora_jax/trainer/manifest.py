@@ -44,7 +44,7 @@ def write(root: Path) -> None:
     point("checkpoint.half_manifest")
     part.rename(root / MANIFEST)
     for folder in [root.parent, root, *(path for path in root.rglob("*") if path.is_dir())]:
-        _sync(folder)
+        sync_folder(folder)
 
 
 def fault(root: Path, full: bool) -> str | None:
@@ -114,7 +114,8 @@ def _listing(manifest: Any) -> Files:
     return files
 
 
-def _sync(folder: Path) -> None:
+def sync_folder(folder: Path) -> None:
+    """A rename is durable once the folder is."""
     fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     try:
         os.fsync(fd)
