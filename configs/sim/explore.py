@@ -4,9 +4,7 @@
 Same work, same chips, K = 3 and the same load but where a row says otherwise. Judge by step time, then by mean lag.
 """
 
-import importlib.util
-import pathlib
-
+from dora_jax.config_files import load_file
 from dora_jax.sim import paper
 
 DECISIONS = "orchestrator.decisions"
@@ -15,7 +13,7 @@ DECISIONS = "orchestrator.decisions"
 def get_config(arg="128"):
     if arg not in ("64", "128", "4096"):
         raise ValueError(f"the argument {arg!r} is none of 64, 128, 4096")
-    c = _production() if arg == "4096" else paper.setting(int(arg))
+    c = load_file("sim/production_4096") if arg == "4096" else paper.setting(int(arg))
     chips = c.hardware.chips
     c.rows = (
         _row("dora"),
@@ -42,11 +40,3 @@ def get_config(arg="128"):
 
 def _row(label, changes=None, mode="dora"):
     return {"label": label, "mode": mode, "set": changes or {}}
-
-
-def _production():
-    path = pathlib.Path(__file__).with_name("production_4096.py")
-    spec = importlib.util.spec_from_file_location("production_4096", path)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module.get_config()

@@ -16,9 +16,7 @@ the work and its costs are those of `dora` in the published table. In it are as 
 runs at half of the chips. Five seeds.
 """
 
-import importlib.util
-import pathlib
-
+from dora_jax.config_files import load_file
 from dora_jax.sim import paper
 
 SIZES = ("64", "128", "4096")
@@ -56,7 +54,7 @@ def _rows(size, changes):
 
 
 def _setting(size):
-    c = _production() if size == "4096" else paper.setting(int(size))
+    c = load_file("sim/production_4096") if size == "4096" else paper.setting(int(size))
     c.steps, c.warmup_steps, c.seeds = 8, 3, 5
     c.hardware.speeds = (1.1, 1.0, 0.9, 1.0)
     c.cost.balance_s, c.cost.publish_s, c.cost.control_s = BALANCE_S[size], 2.0, 0.1
@@ -72,11 +70,3 @@ def _differences(a, b, prefix=""):
         elif value != a[name]:
             found[prefix + name] = value
     return found
-
-
-def _production():
-    path = pathlib.Path(__file__).with_name("production_4096.py")
-    spec = importlib.util.spec_from_file_location("production_4096", path)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module.get_config()
