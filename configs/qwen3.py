@@ -13,17 +13,21 @@ from dora_jax import config, presets
 
 SIZES = ("0.6B", "1.7B", "8B", "32B")
 SLICES = ("laptop", "v5e-8", "v6e-8", "h100-8", "v5p-16", "v5p-128")  # the smallest first
-LEAN = tuple({"moments": moments, "optimizer_memory": memory, "tensor": tensor}  # trainers
-             for moments, memory in (("float32", "device"), ("bfloat16", "device"), ("bfloat16", "host"))
-             for tensor in (1, 2))
+LEAN = tuple(
+    {"moments": moments, "optimizer_memory": memory, "tensor": tensor}  # trainers
+    for moments, memory in (("float32", "device"), ("bfloat16", "device"), ("bfloat16", "host"))
+    for tensor in (1, 2)
+)
 TENSORS = (1, 2, 4)  # devices of an instance
 
 
 def get_config(arg=None):
     size, _, slice_name = (arg or "").partition(",")
     if size not in SIZES or slice_name not in SLICES:
-        raise ValueError(f"the argument is {arg!r}; it is SIZE,SLICE with a size of {', '.join(SIZES)} and a slice of "
-                         f"{', '.join(SLICES)}")
+        raise ValueError(
+            f"the argument is {arg!r}; it is SIZE,SLICE with a size of {', '.join(SIZES)} and a slice of "
+            f"{', '.join(SLICES)}"
+        )
     found = fitting(size, slice_name)
     if found is None:
         smallest = next((name for name in SLICES if fitting(size, name)), "larger than all of these")

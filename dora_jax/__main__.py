@@ -20,8 +20,10 @@ def main() -> None:
     name, rest = (sys.argv[1] if len(sys.argv) > 1 else ""), sys.argv[2:]
     if name not in PROGRAMS:
         lines = [f"  {program:10s} {purpose}" for program, purpose in PROGRAMS.items()]
-        print("\n".join(["usage: dora-jax PROGRAM FLAGS; the flags of each: dora-jax PROGRAM --help", *lines]),
-              file=sys.stdout if name in ("--help", "-h") else sys.stderr)
+        print(
+            "\n".join(["usage: dora-jax PROGRAM FLAGS; the flags of each: dora-jax PROGRAM --help", *lines]),
+            file=sys.stdout if name in ("--help", "-h") else sys.stderr,
+        )
         sys.exit(0 if name in ("--help", "-h") else 2)
     sys.argv = [f"dora-jax {name}", *rest]
     runpy.run_module(f"dora_jax.{name}", run_name="__main__", alter_sys=True)

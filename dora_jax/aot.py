@@ -35,8 +35,11 @@ from dora_jax.tokenizer import Tokenizer
 from dora_jax.trainer import flops, hlo, step
 
 QUIET = {  # libtpu would ask a metadata server and lock the machine's chips; there are none
-    "TPU_SKIP_MDS_QUERY": "1", "TPU_ACCELERATOR_TYPE": "v5litepod-4", "TPU_WORKER_HOSTNAMES": "localhost",
-    "ALLOW_MULTIPLE_LIBTPU_LOAD": "true"}
+    "TPU_SKIP_MDS_QUERY": "1",
+    "TPU_ACCELERATOR_TYPE": "v5litepod-4",
+    "TPU_WORKER_HOSTNAMES": "localhost",
+    "ALLOW_MULTIPLE_LIBTPU_LOAD": "true",
+}
 KERNEL_MARGIN = 2  # a kernel is charged so many times its floor: XLA does not know how long it takes
 TRAINER, INSTANCE = "trainer", "instance"
 PUBLISH = "publish"
@@ -111,8 +114,9 @@ class Role:
     @property
     def work_bytes(self) -> int:
         """Of the neediest program, beside what is held."""
-        return max((one.temporary_bytes + (one.output_bytes if one.name != PUBLISH else 0) for one in self.programs),
-                   default=0)
+        return max(
+            (one.temporary_bytes + (one.output_bytes if one.name != PUBLISH else 0) for one in self.programs), default=0
+        )
 
     @property
     def chip_bytes(self) -> float:
@@ -133,7 +137,9 @@ def slice_devices(name: str, field: str = "slice") -> list[Any]:
     except ValueError as error:
         raise ConfigError(str(error)) from error
     if chip in chips.GPUS:
-        raise ConfigError(f"{field}: XLA compiles programs for {name} only where there is such a GPU; --aot is for TPUs")
+        raise ConfigError(
+            f"{field}: XLA compiles programs for {name} only where there is such a GPU; --aot is for TPUs"
+        )
     if not installed():
         raise ConfigError(f"{field}: compiling for {name} needs libtpu: pip install 'dora_jax[aot]'")
     os.environ.update(QUIET)
@@ -152,8 +158,15 @@ def topology(name: str) -> str:
     return f"{kind}:{'x'.join(map(str, dimensions))}"
 
 
-def compile_roles(config: Config, model: ModelConfig, *, vocab_limit: int = 0, eos_ids: tuple[int, ...] = (),
-                  only: Sequence[str] = ALL, done: Callable[[Compiled], None] = lambda one: None) -> list[Role]:
+def compile_roles(
+    config: Config,
+    model: ModelConfig,
+    *,
+    vocab_limit: int = 0,
+    eos_ids: tuple[int, ...] = (),
+    only: Sequence[str] = ALL,
+    done: Callable[[Compiled], None] = lambda one: None,
+) -> list[Role]:
     """Trainer and instance of a resolved configuration; a minute or more for each program of a large model.
 
     vocab_limit: ids that the tokenizer knows; 0: every row of the embedding. only: the programs' first words. `done`
@@ -216,40 +229,58 @@ def _place(config: Config, role: str) -> _Place:
     return _Place(slice_name=name, mesh=mesh)
 
 
-def _trainer(config: Config, model: ModelConfig, place: _Place, vocab_limit: int,
-             _: tuple[int, ...]) -> tuple[list[Program], dict[str, float]]:
+def _trainer(
+    config: Config, model: ModelConfig, place: _Place, vocab_limit: int, _: tuple[int, ...]
+) -> tuple[list[Program], dict[str, float]]:
     """Its programs, and what stays on a device."""
     recipe = build.trainer_recipe(config, model, place.mesh, vocab_limit)
     shape = build.batch_layout(config, place.mesh.shape["data"] * place.mesh.shape["fsdp"])
     state, arrays = step.abstract_inputs(recipe, shape.rows, shape.tokens)
-    publish = Program(name=PUBLISH, call=build.publishing_copy(config, model, place.mesh),
-                      arguments=(build.publishing_inputs(model, place.mesh),))
-    update = Program(name="train", call=step.jitted_update(recipe), arguments=(state, arrays),
-                     loops=config.trainer.micro_batches)
+    publish = Program(
+        name=PUBLISH,
+        call=build.publishing_copy(config, model, place.mesh),
+        arguments=(build.publishing_inputs(model, place.mesh),),
+    )
+    update = Program(
+        name="train", call=step.jitted_update(recipe), arguments=(state, arrays), loops=config.trainer.micro_batches
+    )
     held = {"masters": _held(state.params), "moments": _held(state.opt_state), "batch": _held(arrays)}
     return [update, publish], held
 
 
-def _instance(config: Config, model: ModelConfig, place: _Place, vocab_limit: int,
-              eos_ids: tuple[int, ...]) -> tuple[list[Program], dict[str, float]]:
+def _instance(
+    config: Config, model: ModelConfig, place: _Place, vocab_limit: int, eos_ids: tuple[int, ...]
+) -> tuple[list[Program], dict[str, float]]:
     calls, began = build.engine_calls(config, model, place.mesh, eos_ids, vocab_limit), time.monotonic()
     chosen: dict[str, Any] = {}
     if calls.chooses:  # the other calls take weights that lie as the decode call likes them best
         with _in_words(config, INSTANCE, "decode", place):
             chosen["compiled"] = calls.decode_chosen
         chosen["compile_s"] = time.monotonic() - began
-    programs = [Program(name=name, call=call, arguments=arguments, static=static, loops=config.rollout.decode_steps,
-                        **(chosen if name.startswith("decode") else {}))
-                for name, (call, arguments, static) in calls.programs().items()]
+    programs = [
+        Program(
+            name=name,
+            call=call,
+            arguments=arguments,
+            static=static,
+            loops=config.rollout.decode_steps,
+            **(chosen if name.startswith("decode") else {}),
+        )
+        for name, (call, arguments, static) in calls.programs().items()
+    ]
     at = functools.partial(jax.tree.map, lambda x, where: x.update(sharding=where))
-    published = jax.eval_shape(functools.partial(decoder.serving_layout, layout=calls.shapes.layout),
-                               decoder.abstract_params(model, jnp.dtype(config.model.dtype)))
+    published = jax.eval_shape(
+        functools.partial(decoder.serving_layout, layout=calls.shapes.layout),
+        decoder.abstract_params(model, jnp.dtype(config.model.dtype)),
+    )
     pool = _held(at(calls.abstract_pool, calls.pool_sharding))
     programs = [dataclasses.replace(one, pool=(pool, model.n_layers)) for one in programs]
     residents = config.rollout.residents
-    held = {f"{residents} resident version{'s' if residents > 1 else ''}": residents * _held(calls.abstract_params),
-            "the incoming one": _held(at(published, calls.param_shardings)),
-            "KV pool": pool}
+    held = {
+        f"{residents} resident version{'s' if residents > 1 else ''}": residents * _held(calls.abstract_params),
+        "the incoming one": _held(at(published, calls.param_shardings)),
+        "KV pool": pool,
+    }
     return programs, held
 
 
@@ -264,14 +295,23 @@ def _shared(config: Config, found: list[Role]) -> Iterator[Role]:
     """Trainer and instance together, where they share chips."""
     apart = len(found) < 2 or config.cluster.launcher
     if not apart and devices.plan(len(slice_devices(config.slice)), config).shared:
-        yield dataclasses.replace(found[0], name="trainer and instance", held=found[0].held | found[1].held,
-                                  programs=found[0].programs + found[1].programs)
+        yield dataclasses.replace(
+            found[0],
+            name="trainer and instance",
+            held=found[0].held | found[1].held,
+            programs=found[0].programs + found[1].programs,
+        )
 
 
 def _held(tree: Any) -> float:
     """Bytes of the tree on one device, without what rests in host memory."""
-    return float(sum(math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize for x in jax.tree.leaves(tree)
-                     if x.sharding.memory_kind != "pinned_host"))
+    return float(
+        sum(
+            math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize
+            for x in jax.tree.leaves(tree)
+            if x.sharding.memory_kind != "pinned_host"
+        )
+    )
 
 
 def _compile(program: Program, config: Config, role: str, place: _Place) -> Compiled:
@@ -283,14 +323,17 @@ def _compile(program: Program, config: Config, role: str, place: _Place) -> Comp
     memory, text = compiled.memory_analysis(), hlo.Program(compiled.as_text(), program.loops)
     per_chip = functools.partial(int.__mul__, place.cores)
     return Compiled(
-        name=program.name, compile_s=compile_s, host_bytes=per_chip(memory.host_argument_size_in_bytes),
+        name=program.name,
+        compile_s=compile_s,
+        host_bytes=per_chip(memory.host_argument_size_in_bytes),
         argument_bytes=per_chip(memory.argument_size_in_bytes),
         temporary_bytes=per_chip(memory.temp_size_in_bytes + memory.generated_code_size_in_bytes),
         output_bytes=per_chip(memory.output_size_in_bytes - memory.alias_size_in_bytes),
         flops=flops.traced_flops(traced.jaxpr.jaxpr, program.loops) / place.chips,
         sent={kind: hlo.Traffic(one.runs, per_chip(one.bytes)) for kind, one in text.collectives().items()},
         model_s=text.cycles() / _chip(place.slice_name).clock_hz,
-        kernels=tuple(_kernels(program, text, flops.kernel_flops(traced.jaxpr.jaxpr), place)))
+        kernels=tuple(_kernels(program, text, flops.kernel_flops(traced.jaxpr.jaxpr), place)),
+    )
 
 
 def _kernels(program: Program, text: hlo.Program, flops_of: dict[str, float], place: _Place) -> Iterator[Kernel]:
@@ -309,7 +352,8 @@ def _kernels(program: Program, text: hlo.Program, flops_of: dict[str, float], pl
 
 OUT_OF_MEMORY = (  # XLA:TPU's two ways to say it: what is needed, what there is
     re.compile(r"HLO temporaries \(([\d.]+)G\) exceeds available HBM \(([\d.]+)G\)"),
-    re.compile(r"[Uu]sed ([\d.]+)G of ([\d.]+)G hbm"))
+    re.compile(r"[Uu]sed ([\d.]+)G of ([\d.]+)G hbm"),
+)
 
 
 @contextlib.contextmanager
@@ -325,9 +369,11 @@ def _verdict(error: Exception, config: Config, role: str, program: str, place: _
     said = str(error)
     if "RESOURCE_EXHAUSTED" in said and re.search(r"space[ =]smem", said):
         rollout = config.rollout
-        return DoesNotFit(f"rollout.page_size: the page table of {program}, for {rollout.slots} slots, is larger "
-                          f"than the scalar memory of {place.slice_name}: raise rollout.page_size (now "
-                          f"{rollout.page_size}), or lower rollout.slots or rollout.decode_rows")
+        return DoesNotFit(
+            f"rollout.page_size: the page table of {program}, for {rollout.slots} slots, is larger "
+            f"than the scalar memory of {place.slice_name}: raise rollout.page_size (now "
+            f"{rollout.page_size}), or lower rollout.slots or rollout.decode_rows"
+        )
     used = next(filter(None, (pattern.search(said) for pattern in OUT_OF_MEMORY)), None)
     if used is None:
         return error
@@ -342,7 +388,8 @@ def _refusal(config: Config, role: Role, needed: float, program: str = "") -> Do
     advice = _trainer_advice(config, parts) if role.name == TRAINER else _instance_advice(config, parts)
     return DoesNotFit(
         f"{role.name}: {program or 'all together'} needs {needed / GIB:.1f} GiB a chip on {role.slice_name}, which has "
-        f"{role.chip.hbm_bytes / GIB:.1f}{f' ({listed})' if listed and not program else ''}: {', or '.join(advice)}")
+        f"{role.chip.hbm_bytes / GIB:.1f}{f' ({listed})' if listed and not program else ''}: {', or '.join(advice)}"
+    )
 
 
 def _trainer_advice(config: Config, parts: dict[str, float]) -> list[str]:
@@ -376,10 +423,16 @@ def report(config: Config) -> None:
         raise ConfigError(f"model.path: {config.model.path!r} has no config.json; --aot needs it, or model.size")
     config, _ = presets.resolve(config, presets.machines(config), model)
     known = Tokenizer.load(config.model.path) if (Path(config.model.path) / "tokenizer.json").is_file() else None
-    print("compiled from the run's assembly; a program that compiles and fits has been neither run nor timed:", flush=True)
-    for role in compile_roles(config, model, vocab_limit=known.vocab_size if known else 0,
-                              eos_ids=known.eos_ids if known else (),
-                              done=lambda one: print(*describe(one), sep="\n", flush=True)):
+    print(
+        "compiled from the run's assembly; a program that compiles and fits has been neither run nor timed:", flush=True
+    )
+    for role in compile_roles(
+        config,
+        model,
+        vocab_limit=known.vocab_size if known else 0,
+        eos_ids=known.eos_ids if known else (),
+        done=lambda one: print(*describe(one), sep="\n", flush=True),
+    ):
         print(describe_role(role), flush=True)
 
 
@@ -387,14 +440,21 @@ def describe(one: Compiled) -> list[str]:
     """Lines of a dry run."""
     sent = ", ".join(f"{kind} {t.bytes / 1e9:.2f} GB in {t.runs}" for kind, t in sorted(one.sent.items()))
     host = f", {one.host_bytes / GIB:.2f} in host memory" if one.host_bytes else ""
-    return [f"  {one.name:12s} arguments {one.argument_bytes / GIB:.2f}, temporaries {one.temporary_bytes / GIB:.3f}, "
-            f"outputs {one.output_bytes / GIB:.2f} GiB{host}; {one.flops / 1e12:.2f} TFLOP; sends {sent or 'nothing'}; "
-            f"model {one.model_s:.4g} s; compiled in {one.compile_s:.0f} s",
-            *(f"    kernel {k.name} x {k.runs}: {k.flops / 1e12:.2f} TFLOP, {k.bytes / 1e9:.2f} GB, charged "
-              f"{k.seconds:.4g} s" for k in one.kernels)]
+    return [
+        f"  {one.name:12s} arguments {one.argument_bytes / GIB:.2f}, temporaries {one.temporary_bytes / GIB:.3f}, "
+        f"outputs {one.output_bytes / GIB:.2f} GiB{host}; {one.flops / 1e12:.2f} TFLOP; sends {sent or 'nothing'}; "
+        f"model {one.model_s:.4g} s; compiled in {one.compile_s:.0f} s",
+        *(
+            f"    kernel {k.name} x {k.runs}: {k.flops / 1e12:.2f} TFLOP, {k.bytes / 1e9:.2f} GB, charged "
+            f"{k.seconds:.4g} s"
+            for k in one.kernels
+        ),
+    ]
 
 
 def describe_role(role: Role) -> str:
     parts = ", ".join(f"{what} {size / GIB:.2f}" for what, size in role.held.items())
-    return (f"  {role.name} on {role.chips} chips of {role.slice_name}: {role.chip_bytes / GIB:.2f} of "
-            f"{role.chip.hbm_bytes / GIB:.2f} GiB a chip ({parts}, the programs' work {role.work_bytes / GIB:.2f})")
+    return (
+        f"  {role.name} on {role.chips} chips of {role.slice_name}: {role.chip_bytes / GIB:.2f} of "
+        f"{role.chip.hbm_bytes / GIB:.2f} GiB a chip ({parts}, the programs' work {role.work_bytes / GIB:.2f})"
+    )

@@ -20,7 +20,11 @@ from dora_jax.models.config import ModelConfig
 from dora_jax.trainer.expected import expected
 
 TRAINER_KNOBS: tuple[tuple[str, Any], ...] = (  # in the order of what they cost
-    ("micro_batches", 0), ("remat", "full"), ("moments", "bfloat16"), ("optimizer_memory", "host"))
+    ("micro_batches", 0),
+    ("remat", "full"),
+    ("moments", "bfloat16"),
+    ("optimizer_memory", "host"),
+)
 SPARE = 0.1  # of a device's memory, where the plan may choose
 
 
@@ -49,8 +53,10 @@ class Budget:
     @property
     def trainer(self) -> list[Line]:
         on_host = self.config.trainer.optimizer_memory == "host" and self.machines.trainer.platform != "cpu"
-        return [*memory.trainer_state(self.model, self.config, self.mesh, on_host),
-                *memory.trainer_work(self.model, self.config, self.mesh)]
+        return [
+            *memory.trainer_state(self.model, self.config, self.mesh, on_host),
+            *memory.trainer_work(self.model, self.config, self.mesh),
+        ]
 
     @property
     def instance(self) -> list[Line]:
@@ -84,7 +90,9 @@ class Budget:
     @property
     def micro_batches(self) -> int:
         """The fewest that fit and leave a tenth, for what is only estimated; 0: none do."""
-        fitting = (n for n in range(1, self.rows + 1) if self.rows % n == 0 and self._trainer_fits(1 - SPARE, micro_batches=n))
+        fitting = (
+            n for n in range(1, self.rows + 1) if self.rows % n == 0 and self._trainer_fits(1 - SPARE, micro_batches=n)
+        )
         return next(fitting, 0)
 
     @property
@@ -113,13 +121,20 @@ def of(config: Config, machines: Machines, model: ModelConfig | None) -> Budget 
         return None
     if config.cluster.launcher:
         mesh = devices.trainer_mesh(machines.trainer.devices, config)
-        return Budget(config=config, model=model, machines=machines, mesh=memory.Mesh(*mesh), shared=False, crowd=1,
-                      aliased=False)
+        return Budget(
+            config=config, model=model, machines=machines, mesh=memory.Mesh(*mesh), shared=False, crowd=1, aliased=False
+        )
     plan = devices.plan(machines.trainer.devices, config)
     crowd = max(Counter(itertools.chain(*plan.instances)).values())
-    return Budget(config=config, model=model, machines=machines, mesh=memory.Mesh(*plan.trainer_mesh),
-                  shared=plan.shared, crowd=crowd,
-                  aliased=plan.n_devices == 1 and machines.trainer.platform == "cpu")
+    return Budget(
+        config=config,
+        model=model,
+        machines=machines,
+        mesh=memory.Mesh(*plan.trainer_mesh),
+        shared=plan.shared,
+        crowd=crowd,
+        aliased=plan.n_devices == 1 and machines.trainer.platform == "cpu",
+    )
 
 
 def problems(budget: Budget) -> list[str]:
@@ -130,10 +145,15 @@ def problems(budget: Budget) -> list[str]:
 def describe(budget: Budget) -> str:
     """What --dry_run prints."""
     lines = []
-    for role, machine, parts in (("trainer", budget.machines.trainer, budget.trainer),
-                                ("instance", budget.machines.instances, [*budget.instance, _pages_line(budget)])):
+    for role, machine, parts in (
+        ("trainer", budget.machines.trainer, budget.trainer),
+        ("instance", budget.machines.instances, [*budget.instance, _pages_line(budget)]),
+    ):
         has = machine.memory_bytes / GIB
-        lines += [f"memory of a device of the {role}: {memory.total(parts) / GIB:.2f} of {has:.2f} GiB", *memory.table(parts)]
+        lines += [
+            f"memory of a device of the {role}: {memory.total(parts) / GIB:.2f} of {has:.2f} GiB",
+            *memory.table(parts),
+        ]
     if budget.shared:
         lines.append("trainer and instances share devices: both sums together have to fit")
     return "\n".join([*lines, *_advice(budget)])
@@ -150,8 +170,10 @@ def _pages_line(budget: Budget) -> Line:
 
 def _advice(budget: Budget) -> Iterator[str]:
     rollout, t = budget.config.rollout, budget.config.trainer
-    yield (f"rollout.slots: {rollout.slots}; the pages hold {rollout.pages // budget.needed_pages} longest samples, or "
-           f"{budget.slots} of mixed lengths")
+    yield (
+        f"rollout.slots: {rollout.slots}; the pages hold {rollout.pages // budget.needed_pages} longest samples, or "
+        f"{budget.slots} of mixed lengths"
+    )
     if fewest := budget.micro_batches:
         yield f"trainer.micro_batches: {t.micro_batches}; the fewest that fit, and leave a tenth, are {fewest}"
     if chip := budget.machines.trainer.chip:
@@ -163,14 +185,19 @@ def _trainer_problems(budget: Budget) -> Iterator[str]:
     has, needs = budget.machines.trainer.memory_bytes, memory.total(budget.trainer)
     if needs <= has:
         return
-    yield (f"trainer.{_knob(budget)}: an update needs {needs / GIB:.1f} GiB a device of {budget.machines.trainer}, "
-           f"which has {has / GIB:.1f}; {_help(budget)}")
+    yield (
+        f"trainer.{_knob(budget)}: an update needs {needs / GIB:.1f} GiB a device of {budget.machines.trainer}, "
+        f"which has {has / GIB:.1f}; {_help(budget)}"
+    )
 
 
 def _knobs(budget: Budget) -> Iterator[dict[str, Any]]:
     """Changes of the trainer's section, the gentlest first: each alone, then all up to each."""
-    changes = [{name: value or budget.rows} for name, value in TRAINER_KNOBS
-               if getattr(budget.config.trainer, name) != (value or budget.rows)]
+    changes = [
+        {name: value or budget.rows}
+        for name, value in TRAINER_KNOBS
+        if getattr(budget.config.trainer, name) != (value or budget.rows)
+    ]
     yield from changes
     for count in range(2, len(changes) + 1):
         yield {name: value for change in changes[:count] for name, value in change.items()}
@@ -202,11 +229,15 @@ def _instance_problems(budget: Budget) -> Iterator[str]:
     least = needs + budget.crowd * (budget.needed_pages + 1) * budget._page_bytes
     beside = ", the trainer's part included," if budget.shared else ""
     if least > machine.memory_bytes:
-        yield (f"rollout.{_instance_knob(budget)}: weights, calls and one longest sample{beside} need {least / GIB:.1f} "
-               f"GiB a device of {machine}, which has {machine.memory_bytes / GIB:.1f}; {_instance_help(budget)}")
+        yield (
+            f"rollout.{_instance_knob(budget)}: weights, calls and one longest sample{beside} need {least / GIB:.1f} "
+            f"GiB a device of {machine}, which has {machine.memory_bytes / GIB:.1f}; {_instance_help(budget)}"
+        )
     elif needs + budget.pages_bytes > machine.memory_bytes:
-        yield (f"rollout.pages: {rollout.pages} pages take {budget.pages_bytes / GIB:.1f} GiB of a device of {machine}, "
-               f"where weights and calls{beside} leave {(machine.memory_bytes - needs) / GIB:.1f}; 0 takes what fits")
+        yield (
+            f"rollout.pages: {rollout.pages} pages take {budget.pages_bytes / GIB:.1f} GiB of a device of {machine}, "
+            f"where weights and calls{beside} leave {(machine.memory_bytes - needs) / GIB:.1f}; 0 takes what fits"
+        )
 
 
 def _instance_knob(budget: Budget) -> str:
@@ -220,4 +251,5 @@ def _instance_help(budget: Budget) -> str:
     if rollout.residents > 1:
         return "fewer residents need less"
     return f"more than {rollout.tensor} devices an instance need less of each" + (
-        "" if rollout.weights else ", as does rollout.weights=int8")
+        "" if rollout.weights else ", as does rollout.weights=int8"
+    )

@@ -21,8 +21,15 @@ class Chip:
     ici_latency_s: float = 5e-6  # one collective, whatever its size
 
 
-def _chip(hbm_gb: float, hbm_gbs: float, tflops: float, ici_gbs: float, dcn_gbit: float, host_gbs: float = 15,
-          clock_ghz: float = 0.0) -> Chip:
+def _chip(
+    hbm_gb: float,
+    hbm_gbs: float,
+    tflops: float,
+    ici_gbs: float,
+    dcn_gbit: float,
+    host_gbs: float = 15,
+    clock_ghz: float = 0.0,
+) -> Chip:
     return Chip(
         clock_hz=clock_ghz * 1e9,
         hbm_bytes=hbm_gb * GB, hbm_bytes_per_s=hbm_gbs * GB, flops=tflops * 1e12, ici_bytes_per_s=ici_gbs * GB,
@@ -41,8 +48,14 @@ CHIPS = {
 }
 
 DEVICE_KINDS = {  # what JAX calls a device -> (row of the hardware table, devices a chip)
-    "TPU v4": ("v4", 1), "TPU v5 lite": ("v5e", 1), "TPU v5": ("v5p", 1), "TPU v5p": ("v5p", 1),
-    "TPU v6 lite": ("v6e", 1), "TPU7x": ("tpu7x", 2), "NVIDIA H100 80GB HBM3": ("h100", 1), "NVIDIA H800": ("h800", 1),
+    "TPU v4": ("v4", 1),
+    "TPU v5 lite": ("v5e", 1),
+    "TPU v5": ("v5p", 1),
+    "TPU v5p": ("v5p", 1),
+    "TPU v6 lite": ("v6e", 1),
+    "TPU7x": ("tpu7x", 2),
+    "NVIDIA H100 80GB HBM3": ("h100", 1),
+    "NVIDIA H800": ("h800", 1),
     "NVIDIA H200": ("h200", 1),
 }
 GPUS = ("h100", "h800", "h200")
@@ -62,8 +75,9 @@ def parse(name: str) -> tuple[str, int]:
     match = re.fullmatch(r"(\w+?)-(\d+)", name)
     chip = ALIASES.get(match[1], match[1]) if match else ""
     if chip not in CHIPS:
-        raise ValueError(f"slice {name!r} is unknown: name one such as v5e-64, v5p-16, v6e-16, v4-32, "
-                         f"tpu7x-128, h100-8, laptop")
+        raise ValueError(
+            f"slice {name!r} is unknown: name one such as v5e-64, v5p-16, v6e-16, v4-32, tpu7x-128, h100-8, laptop"
+        )
     count, cores = int(match[2]), CORES_IN_NAME.get(chip, 1)
     number = count // cores
     if number * cores != count or number < 1 or number & (number - 1):
@@ -88,8 +102,9 @@ class Machine:
 
     def split(self, devices: int) -> Machine:
         """The same memory as so many virtual devices."""
-        return dataclasses.replace(self, devices=devices, host_devices=devices,
-                                   memory_bytes=self.memory_bytes * self.devices / devices)
+        return dataclasses.replace(
+            self, devices=devices, host_devices=devices, memory_bytes=self.memory_bytes * self.devices / devices
+        )
 
     def __str__(self) -> str:
         return self.name or self.chip or self.platform
@@ -102,6 +117,11 @@ def machine(name: str) -> Machine:
     chip, chips = parse(name)
     per_chip = DEVICES_A_CHIP.get(chip, 1)
     one_host = chip in GPUS or (chip in FLAT and chips <= 2 * HOST_CHIPS)  # larger slices have hosts of four
-    return Machine(name=name, platform="gpu" if chip in GPUS else "tpu", chip=chip, devices=chips * per_chip,
-                   host_devices=per_chip * (chips if one_host else min(chips, HOST_CHIPS)),
-                   memory_bytes=CHIPS[chip].hbm_bytes / per_chip)
+    return Machine(
+        name=name,
+        platform="gpu" if chip in GPUS else "tpu",
+        chip=chip,
+        devices=chips * per_chip,
+        host_devices=per_chip * (chips if one_host else min(chips, HOST_CHIPS)),
+        memory_bytes=CHIPS[chip].hbm_bytes / per_chip,
+    )

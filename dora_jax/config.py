@@ -37,7 +37,9 @@ section = dataclasses.dataclass(frozen=True, kw_only=True)
 @section
 class ModelSection:
     path: str = ""  # a Hugging Face folder
-    size: str = ""  # Qwen3-8B, say: what a dry run reckons with where path is not there; a folder of other sizes is refused
+    size: str = (
+        ""  # Qwen3-8B, say: what a dry run reckons with where path is not there; a folder of other sizes is refused
+    )
     dtype: str = "auto"  # compute dtype: float32 or bfloat16; auto: by platform (presets.py); masters stay f32
 
 
@@ -51,7 +53,9 @@ class TaskPart:
     heldout_path: str = ""
     extract: str = ""
     weight: int = 1  # prompts of it in each turn through the mix
-    limit: float = 1.0  # its groups outstanding, at most, in units of its share of inflight; where all are 1, none is limited
+    limit: float = (
+        1.0  # its groups outstanding, at most, in units of its share of inflight; where all are 1, none is limited
+    )
 
 
 @section
@@ -60,8 +64,12 @@ class TaskSection:
     params: dict[str, Any] = dataclasses.field(default_factory=dict)  # handed to the reasoning-gym dataset
     path: str = ""  # rows: a .jsonl or .parquet file
     heldout_path: str = ""  # rows: held-out file; empty: a share of `path` by uid
-    mix: dict[str, TaskPart] = dataclasses.field(default_factory=dict)  # several tasks in place of `name`, by a name for each
-    adaptive: bool = False  # of a mix: a task of which many groups are filtered gets more of the load, up to 4 times as much
+    mix: dict[str, TaskPart] = dataclasses.field(
+        default_factory=dict
+    )  # several tasks in place of `name`, by a name for each
+    adaptive: bool = (
+        False  # of a mix: a task of which many groups are filtered gets more of the load, up to 4 times as much
+    )
     heldout: int = 256  # distinct held-out prompts; in a mix an equal part of each task's
     template: str = "{prompt}"  # "{prompt}" is the question; "chat" applies the tokenizer's chat template
     extract: str = ""  # regex; its first group in the question replaces the question
@@ -70,7 +78,9 @@ class TaskSection:
     reward_workers: int = 1  # processes
     reward_timeout_s: float = 10.0
     reward_retries: int = 2
-    reward_walls: str = "auto"  # full: rewards see no other process; weak: they could; auto: full, for shipped rewards if possible
+    reward_walls: str = (
+        "auto"  # full: rewards see no other process; weak: they could; auto: full, for shipped rewards if possible
+    )
     reward_env: tuple[str, ...] = ()  # names of environment variables that rewards may read, beside PATH and the like
     max_failed_share: float = 0.01  # above this the run stops
     max_bad_rows_share: float = 0.01
@@ -106,9 +116,13 @@ class RolloutSection:
     prefill_call_tokens: int = 0  # of them, in one dispatch; 0: by platform
     decode_steps: int = 8  # decode steps a dispatch
     decode_rows: int = 0  # rows of a decode dispatch, a divisor of slots; 0: slots
-    prefill_chunk: int = 0  # prompt tokens of one sample in one prefill dispatch; prefixes are shared in chunks; 0: by platform
+    prefill_chunk: int = (
+        0  # prompt tokens of one sample in one prefill dispatch; prefixes are shared in chunks; 0: by platform
+    )
     context_block: int = 128  # the past is attended to in blocks of so many tokens
-    late_results: str = "auto"  # on: a dispatch is read back after the next is launched, which hides host work; off; auto
+    late_results: str = (
+        "auto"  # on: a dispatch is read back after the next is launched, which hides host work; off; auto
+    )
     temperature: float = 1.0
     top_k: int = 0  # 0: off
     top_p: float = 1.0  # 1: off
@@ -120,7 +134,9 @@ class RolloutSection:
     weights: str = ""  # int8 or float8: projections in 8 bits; empty: as published
     kv: str = ""  # float8: the KV pool in 8 bits; empty: as computed
     keep_set: bool = False  # send along which ids each token was drawn from; needs top_k
-    compiler_options: dict[str, Any] = dataclasses.field(default_factory=dict)  # XLA's, for the engine; empty: the chip's
+    compiler_options: dict[str, Any] = dataclasses.field(
+        default_factory=dict
+    )  # XLA's, for the engine; empty: the chip's
 
 
 @section
@@ -150,7 +166,9 @@ class TrainerSection:
     pack_tokens: int = 512  # L: packed row length
     rows: int = 0  # B: packed rows a step; 0: derived from groups, G and the length limits
     micro_batches: int = 1
-    share_prompts: str = "auto"  # on: a row holds a group's prompt once; off: once a sample; auto: on where attention can
+    share_prompts: str = (
+        "auto"  # on: a row holds a group's prompt once; off: once a sample; auto: on where attention can
+    )
     skip_zero_advantage: bool = False  # samples that move no weight are not computed; metrics are then of the others
     learning_rate: float = 1e-3
     warmup_steps: int = 5
@@ -163,7 +181,9 @@ class TrainerSection:
     remat: str = "none"  # none, full, dots
     attention: str = "auto"  # reference, splash (TPU), cudnn (GPU); auto: by platform
     logits_bytes: int = 0  # f32 logits alive at once on a device; 0: by platform
-    compiler_options: dict[str, Any] = dataclasses.field(default_factory=dict)  # XLA's, for the update; empty: the chip's
+    compiler_options: dict[str, Any] = dataclasses.field(
+        default_factory=dict
+    )  # XLA's, for the update; empty: the chip's
     advantage: str = "grpo"
     policy_loss: str = "ppo"
     aggregation: str = "token_mean"
@@ -193,7 +213,9 @@ class EvalSection:
     every: int = 0  # steps; 0: only the first and the last version
     prompts: int = 64
     samples: int = 1  # k of avg@k and pass@k
-    solved: str = ""  # what accuracy counts: "TERM" or "TERM >= 0.5" of the reward, or total; empty: its first term >= 1
+    solved: str = (
+        ""  # what accuracy counts: "TERM" or "TERM >= 0.5" of the reward, or total; empty: its first term >= 1
+    )
 
 
 @section
@@ -254,7 +276,9 @@ class ClusterSection:
     silence_s: float = 10.0  # a process that is not heard for so long is taken for dead
     stall_s: float = 300.0  # as is one that has work and does not move; longer than any step takes
     start_s: float = 900.0  # from starting a gang until it is compiled
-    reattach_s: float = 120.0  # a gang whose controller is killed goes on so long, for the next to take over; 0: it ends
+    reattach_s: float = (
+        120.0  # a gang whose controller is killed goes on so long, for the next to take over; 0: it ends
+    )
     max_restarts: int = 3  # of a gang in a row that come to nothing, before the run ends
     elastic: bool = False  # an instance without room waits for it; WORKDIR/replicas says how many there are to be
 
@@ -266,7 +290,9 @@ class Config:
     slice: str = ""  # the machine that the run is for: v5e-8, v5p-16, h100-8, laptop; empty: what JAX finds
     cpu_devices: int = 0  # virtual CPU devices; 0: as the platform has
     placement: str = "auto"  # auto, disjoint, shared: do trainer and instances own their devices
-    pace: str = ""  # a chip: ticks, steps and transfers last at least as long as a 32.8B model's on it (runtime/paced.py)
+    pace: str = (
+        ""  # a chip: ticks, steps and transfers last at least as long as a 32.8B model's on it (runtime/paced.py)
+    )
     model: ModelSection = ModelSection()
     task: TaskSection = TaskSection()
     reward_model: RewardModelSection = RewardModelSection()
@@ -351,6 +377,7 @@ def free_form() -> list[str]:
 
 _hints = functools.cache(typing.get_type_hints)  # which compiles every annotation anew
 
+
 def _plain(tree: Mapping[str, Any] | ml_collections.ConfigDict) -> Mapping[str, Any]:
     return tree if isinstance(tree, Mapping) else tree.to_dict()
 
@@ -359,7 +386,9 @@ def _build(cls: type, tree: Mapping[str, Any], prefix: str, problems: list[str])
     """A section from a mapping; a field that cannot be read keeps its default and adds a problem."""
     hints = _hints(cls)
     for name in sorted(tree.keys() - hints.keys()):
-        problems.append(f"{prefix}{name}: unknown field; the nearest is {nearest(prefix + name, fields() | fields(cls, prefix))}")
+        problems.append(
+            f"{prefix}{name}: unknown field; the nearest is {nearest(prefix + name, fields() | fields(cls, prefix))}"
+        )
     values = {}
     for name in sorted(hints.keys() & tree.keys()):
         try:
@@ -375,8 +404,10 @@ def _convert(value: Any, kind: Any, name: str, problems: list[str]) -> Any:
         return _build(origin, value, name + ".", problems)
     if origin is dict and isinstance(value, Mapping):
         _, of = typing.get_args(kind)
-        return {key: _convert(each, of, f"{name}.{key}", problems) if dataclasses.is_dataclass(of) else each
-                for key, each in value.items()}
+        return {
+            key: _convert(each, of, f"{name}.{key}", problems) if dataclasses.is_dataclass(of) else each
+            for key, each in value.items()
+        }
     if origin is tuple and isinstance(value, (tuple, list)):
         element, _ = typing.get_args(kind)
         return tuple(_convert(each, element, name, problems) for each in value)

@@ -30,8 +30,14 @@ Metrics = Mapping[str, float | int | None]
 class Console:
     """Thread-safe. `start` and `stop` bracket the moving line; step and note lines may come at any time."""
 
-    def __init__(self, file: TextIO | None = None, *, tty: bool | None = None, period_s: float = 10.0,
-                 clock: Callable[[], float] = time.monotonic):
+    def __init__(
+        self,
+        file: TextIO | None = None,
+        *,
+        tty: bool | None = None,
+        period_s: float = 10.0,
+        clock: Callable[[], float] = time.monotonic,
+    ):
         self._file = file or sys.stdout
         self._tty = self._file.isatty() if tty is None else tty
         self._period_s = period_s
@@ -141,11 +147,23 @@ def step_line(step: int, metrics: Metrics, waits: Sequence[str] = ()) -> str:
     versions = "" if live is None else f"{live} version{'s' * (live != 1)}"
     length, lag = _form(metrics, "response/length", "length {:.0f}"), _form(metrics, "lag/mean", "lag {:.1f}")
     shares = [f"{word} {metrics[name]:.0%}" for word, name in SHARES.items() if metrics.get(name)]
-    tasks = " ".join(f"{name.removeprefix(TASK_SHARE)} {share:.0%}" for name, share in metrics.items()
-                     if name.startswith(TASK_SHARE))
+    tasks = " ".join(
+        f"{name.removeprefix(TASK_SHARE)} {share:.0%}" for name, share in metrics.items() if name.startswith(TASK_SHARE)
+    )
     speed = _form(metrics, "rollout/tokens_per_s", "{:,.0f} tok/s")
-    parts = [f"step {step:>4}", _form(metrics, "reward/mean", "reward {:.3f}"), _form(metrics, "sft/loss", "loss {:.3f}"),
-             *shares, tasks, length, lag, versions, speed, _eta(metrics), *waits]
+    parts = [
+        f"step {step:>4}",
+        _form(metrics, "reward/mean", "reward {:.3f}"),
+        _form(metrics, "sft/loss", "loss {:.3f}"),
+        *shares,
+        tasks,
+        length,
+        lag,
+        versions,
+        speed,
+        _eta(metrics),
+        *waits,
+    ]
     return _fitting(parts, [*waits[1:], versions, length, lag, speed, tasks])
 
 
@@ -157,9 +175,16 @@ def evaluation_line(version: int, metrics: Metrics) -> str:
     pass_at_k = _form(metrics, "eval/pass_at_k", f"pass@{k} {{:.1%}}") if k != 1 else ""
     length = _form(metrics, "eval/response_length", "length {:.0f}")
     prompts = _form(metrics, "eval/prompts", "{} prompts")
-    parts = [f"eval {version:>4}", _form(metrics, "eval/accuracy", "accuracy {:.1%}"), pass_at_k,
-             _form(metrics, "eval/reward/mean", "reward {:.3f}"), each, length, prompts,
-             _form(metrics, "eval/failed", "{} without a score")]
+    parts = [
+        f"eval {version:>4}",
+        _form(metrics, "eval/accuracy", "accuracy {:.1%}"),
+        pass_at_k,
+        _form(metrics, "eval/reward/mean", "reward {:.3f}"),
+        each,
+        length,
+        prompts,
+        _form(metrics, "eval/failed", "{} without a score"),
+    ]
     return _fitting(parts, [prompts, length, each, pass_at_k])
 
 

@@ -42,8 +42,10 @@ class DevicePlan:
 
     def describe(self) -> str:
         data, fsdp, tensor, context = self.trainer_mesh
-        lines = [f"devices: {self.n_devices}, trainer and instances {'share' if self.shared else 'own'} theirs",
-                 f"  trainer     {_span(self.trainer)}  mesh data={data} fsdp={fsdp} tensor={tensor} context={context}"]
+        lines = [
+            f"devices: {self.n_devices}, trainer and instances {'share' if self.shared else 'own'} theirs",
+            f"  trainer     {_span(self.trainer)}  mesh data={data} fsdp={fsdp} tensor={tensor} context={context}",
+        ]
         lines += [f"  instance {i}  {_span(group)}  tensor={len(group)}" for i, group in enumerate(self.instances)]
         lines += [f"  reward model  {_span(self.reward_model)}"] if self.reward_model else []
         idle = set(range(self.n_devices)).difference(self.trainer, self.reward_model, *self.instances)
@@ -65,12 +67,16 @@ def plan(n_devices: int, config: Config) -> DevicePlan:
     size = model.data * model.fsdp * model.tensor if model.path else 0
     own = size if model.placement == "own" else 0
     if own >= n_devices:
-        raise ConfigError(f"reward_model.placement: \"own\" takes {own} of {n_devices} devices, which leaves none to the "
-                          f"trainer; \"trainer\" shares the trainer's")
+        raise ConfigError(
+            f'reward_model.placement: "own" takes {own} of {n_devices} devices, which leaves none to the '
+            f'trainer; "trainer" shares the trainer\'s'
+        )
     planned = _plan(n_devices - own, config)
     if size > own and size > len(planned.trainer):
-        raise ConfigError(f"reward_model.data: the mesh data * fsdp * tensor = {size} is larger than the trainer's "
-                          f"{len(planned.trainer)} devices, which it is to share")
+        raise ConfigError(
+            f"reward_model.data: the mesh data * fsdp * tensor = {size} is larger than the trainer's "
+            f"{len(planned.trainer)} devices, which it is to share"
+        )
     first = n_devices - own if own else 0
     return dataclasses.replace(planned, n_devices=n_devices, reward_model=tuple(range(first, first + size)))
 
@@ -83,12 +89,18 @@ def _plan(n_devices: int, config: Config) -> DevicePlan:
     used = math.prod(mesh)
     if used > n_devices:
         axis = ("data", "fsdp", "tensor", "context")[mesh.index(max(mesh))]
-        raise ConfigError(f"trainer.{axis}: the mesh data * fsdp * tensor * context = {' * '.join(map(str, mesh))} "
-                          f"needs {used} devices, there are {n_devices}")
+        raise ConfigError(
+            f"trainer.{axis}: the mesh data * fsdp * tensor * context = {' * '.join(map(str, mesh))} "
+            f"needs {used} devices, there are {n_devices}"
+        )
     rest = tuple(range(0 if share_all else used, n_devices))
     may_share = share_all or (config.placement == "auto" and config.rollout.tensor == 1)
-    return DevicePlan(n_devices=n_devices, trainer=tuple(range(used)), trainer_mesh=mesh,
-                      instances=_instances(rest, config, may_share))
+    return DevicePlan(
+        n_devices=n_devices,
+        trainer=tuple(range(used)),
+        trainer_mesh=mesh,
+        instances=_instances(rest, config, may_share),
+    )
 
 
 def trainer_mesh(size: int, config: Config) -> tuple[int, int, int, int]:
@@ -102,8 +114,10 @@ def trainer_mesh(size: int, config: Config) -> tuple[int, int, int, int]:
     else:
         mesh = (t.data, size // unit, t.tensor, t.context)
     if t.rows % (t.micro_batches * mesh[0] * mesh[1]):
-        raise ConfigError(f"trainer.rows: {t.rows} is not divisible by micro_batches * data * fsdp = "
-                          f"{t.micro_batches} * {mesh[0]} * {mesh[1]}")
+        raise ConfigError(
+            f"trainer.rows: {t.rows} is not divisible by micro_batches * data * fsdp = "
+            f"{t.micro_batches} * {mesh[0]} * {mesh[1]}"
+        )
     return mesh
 
 
@@ -128,8 +142,13 @@ def found() -> Machine:
     chip, per_chip = chips.DEVICE_KINDS.get(first.device_kind, ("", 1))
     told = (first.memory_stats() or {}).get("bytes_limit", 0) if first.process_index == jax.process_index() else 0
     known = chips.CHIPS[chip].hbm_bytes / per_chip if chip else 0
-    return Machine(platform=first.platform, chip=chip, devices=count, host_devices=jax.local_device_count(),
-                   memory_bytes=told or known)
+    return Machine(
+        platform=first.platform,
+        chip=chip,
+        devices=count,
+        host_devices=jax.local_device_count(),
+        memory_bytes=told or known,
+    )
 
 
 def check_slice(field: str, name: str) -> None:
@@ -139,8 +158,10 @@ def check_slice(field: str, name: str) -> None:
     """
     wanted, here = chips.machine(name) if name else Machine(), found()
     if wanted.platform != here.platform or (here.chip and wanted.chip != here.chip):
-        raise ConfigError(f"{field}: {name or 'empty, which is a CPU'}, but this process has {here.devices} devices of "
-                          f"{here}; name their slice")
+        raise ConfigError(
+            f"{field}: {name or 'empty, which is a CPU'}, but this process has {here.devices} devices of "
+            f"{here}; name their slice"
+        )
 
 
 def filled(config: Config) -> Config:
@@ -163,8 +184,10 @@ def setup_platform(config: Config) -> None:
         jax.config.update("jax_num_cpu_devices", config.cpu_devices)
     wanted = os.environ.get("DORA_COMPILE_CACHE") or jax.config.jax_compilation_cache_dir
     jax.config.update("jax_compilation_cache_dir", wanted or str(Path.home() / ".cache" / "dora_jax"))
-    for name, everything in (("jax_persistent_cache_min_compile_time_secs", 0),
-                             ("jax_persistent_cache_min_entry_size_bytes", -1)):
+    for name, everything in (
+        ("jax_persistent_cache_min_compile_time_secs", 0),
+        ("jax_persistent_cache_min_entry_size_bytes", -1),
+    ):
         if name.upper() not in os.environ:
             jax.config.update(name, everything)
 
@@ -200,12 +223,13 @@ def _trainer_devices(n_devices: int, config: Config) -> int:
 def _instances(free: Indices, config: Config, may_share: bool) -> tuple[Indices, ...]:
     """Consecutive devices each; instances beyond the devices go round robin where they may."""
     rollout = config.rollout
-    groups = [free[i:i + rollout.tensor] for i in range(0, len(free) - rollout.tensor + 1, rollout.tensor)]
+    groups = [free[i : i + rollout.tensor] for i in range(0, len(free) - rollout.tensor + 1, rollout.tensor)]
     count = rollout.instances or max(MIN_AUTO_INSTANCES, len(groups))
     if not groups or (count > len(groups) and not may_share):
         raise ConfigError(
             f"rollout.instances: {count} instances of {rollout.tensor} devices do not fit the {len(free)} devices "
-            f"that the trainer leaves; ask for fewer instances or a smaller mesh, or set placement=shared")
+            f"that the trainer leaves; ask for fewer instances or a smaller mesh, or set placement=shared"
+        )
     return tuple(groups[i % len(groups)] for i in range(count))
 
 

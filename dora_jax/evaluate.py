@@ -14,7 +14,9 @@ from absl import flags as absl_flags
 
 from dora_jax import flags
 
-STEP = absl_flags.DEFINE_integer("step", None, "checkpoint to evaluate; default: the newest that verifies", lower_bound=0)
+STEP = absl_flags.DEFINE_integer(
+    "step", None, "checkpoint to evaluate; default: the newest that verifies", lower_bound=0
+)
 
 
 def main(config, workdir):

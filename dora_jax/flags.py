@@ -30,11 +30,15 @@ from dora_jax.config import Config, ConfigError, RunError
 from dora_jax.models import config as models
 from dora_jax.models.hf_config import read_config
 
-CONFIG_HELP = "path.py[:argument], or the name of a config that comes with dora_jax; --config.field=value overrides a field"
+CONFIG_HELP = (
+    "path.py[:argument], or the name of a config that comes with dora_jax; --config.field=value overrides a field"
+)
 WORKDIR_HELP = "where the run keeps its files, a folder or gs://bucket/folder; default: runs/<name of the config file>"
 DRY_RUN_HELP = "print the resolved config, what was chosen and why, devices and memory, and stop"
 DOWNLOAD_HELP = "fetch models that are named as the Hugging Face hub does, OWNER/NAME, into models/OWNER/NAME first"
-AOT_HELP = "with --dry_run: compile the run's programs for its TPU slice, which is not touched, and print what they need"
+AOT_HELP = (
+    "with --dry_run: compile the run's programs for its TPU slice, which is not touched, and print what they need"
+)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -99,13 +103,22 @@ def parse(argv: Sequence[str], purpose: str = "train", flag_values: flags.FlagVa
         helping.show(rest, Config)
     tree = _saved(rest, spec) if purpose == "evaluate" else config_files.load_file(spec)
     overrides = _apply(tree, rest, flag_values)
-    workdir = local(flag_values.workdir or str(Path("runs") / config_files.run_name(spec)), purpose, flag_values.dry_run)
+    workdir = local(
+        flag_values.workdir or str(Path("runs") / config_files.run_name(spec)), purpose, flag_values.dry_run
+    )
     downloads = hub.settle(tree) if flag_values.download else {}
     config = configs.from_config_dict(tree, purpose)
     if flag_values.aot and not (flag_values.dry_run and purpose == "train"):
         raise ConfigError("aot: --aot goes with --dry_run, of dora_jax.train")
-    asked = Run(config=config, workdir=workdir, overrides=overrides, dry_run=flag_values.dry_run, aot=flag_values.aot,
-                in_bucket="://" in flag_values.workdir, downloads=downloads)
+    asked = Run(
+        config=config,
+        workdir=workdir,
+        overrides=overrides,
+        dry_run=flag_values.dry_run,
+        aot=flag_values.aot,
+        in_bucket="://" in flag_values.workdir,
+        downloads=downloads,
+    )
     _check(asked, purpose)
     return asked
 
@@ -117,26 +130,43 @@ def describe(asked: Run) -> str:
     n_devices = devices.known_devices(config) or 1
     plan = _gangs(config) if config.cluster.launcher else devices.plan(n_devices, config).describe()
     planned = budget.of(config, found, model)
-    memory = budget.describe(planned) if planned else "memory: not planned, for the machine or the model is not known yet"
+    memory = (
+        budget.describe(planned) if planned else "memory: not planned, for the machine or the model is not known yet"
+    )
     notes = [f"note: {field}: --download would fetch {name}" for field, name in asked.downloads.items()]
     notes += [f"note: {problem}" for problem in validate.missing_paths(asked.config, coming=asked.downloads)]
-    return "\n".join([json.dumps(configs.to_json(config), indent=2), f"workdir: {asked.workdir}",
-                      f"chosen for {found}{'' if all(machine.name for machine in found) else ', as no slice is named'}:",
-                      *presets.table(choices), plan, memory, *notes])
+    return "\n".join(
+        [
+            json.dumps(configs.to_json(config), indent=2),
+            f"workdir: {asked.workdir}",
+            f"chosen for {found}{'' if all(machine.name for machine in found) else ', as no slice is named'}:",
+            *presets.table(choices),
+            plan,
+            memory,
+            *notes,
+        ]
+    )
 
 
 def _gangs(config: Config) -> str:
     cluster, rollout = config.cluster, config.rollout
     each = f"{cluster.devices_per_host} virtual CPU devices" if cluster.devices_per_host else "its host's devices"
-    return (f"cluster of {cluster.launcher}: the controller, a trainer of {cluster.trainer_hosts} and "
-            f"{rollout.instances} instances of {cluster.hosts_per_replica} processes; each has {each}")
+    return (
+        f"cluster of {cluster.launcher}: the controller, a trainer of {cluster.trainer_hosts} and "
+        f"{rollout.instances} instances of {cluster.hosts_per_replica} processes; each has {each}"
+    )
 
 
 def taken(config: Config | Mapping[str, Any] | ml_collections.ConfigDict, workdir: str | os.PathLike) -> Run:
     """What a script asks for, checked and recorded as a command line is."""
     tree = dataclasses.asdict(config) if isinstance(config, Config) else config
-    asked = Run(config=configs.from_config_dict(tree), workdir=local(workdir, "train"), overrides={},
-                dry_run=False, in_bucket="://" in os.fspath(workdir))
+    asked = Run(
+        config=configs.from_config_dict(tree),
+        workdir=local(workdir, "train"),
+        overrides={},
+        dry_run=False,
+        in_bucket="://" in os.fspath(workdir),
+    )
     _check(asked, "train")
     record(asked)
     return asked
@@ -199,8 +229,8 @@ def _compile(config: Config) -> int:
 def _split(argv: Sequence[str]) -> tuple[str, list[str]]:
     """The last value of --config ("" where there is none) and argv without it."""
     if "--" in argv:
-        behind = list(argv)[list(argv).index("--") + 1:]
-        raise ConfigError(f"argument {' '.join(behind) or '--'!r}: nothing behind \"--\" is read; leave the \"--\" out")
+        behind = list(argv)[list(argv).index("--") + 1 :]
+        raise ConfigError(f'argument {" ".join(behind) or "--"!r}: nothing behind "--" is read; leave the "--" out')
     spec, rest = "", []
     args = iter(argv)
     for arg in args:
@@ -235,8 +265,10 @@ def _apply(tree: ml_collections.ConfigDict, argv: Sequence[str], flag_values: fl
     except flags.Error as error:
         raise ConfigError(_one_line(error)) from error
     if leftover:
-        raise ConfigError(f"argument {leftover[0]!r}: not a flag; the nearest is "
-                          f"--{configs.nearest(_flag_name(leftover[0]), [f'config.{name}' for name in known])}=...")
+        raise ConfigError(
+            f"argument {leftover[0]!r}: not a flag; the nearest is "
+            f"--{configs.nearest(_flag_name(leftover[0]), [f'config.{name}' for name in known])}=..."
+        )
     return config_flags.get_override_values(flag_values["config"])
 
 
@@ -252,7 +284,10 @@ def _entries(tree: ml_collections.ConfigDict, prefix: str) -> list[str]:
     """Of a free-form field, those inside its entries included."""
     found = []
     for name, value in tree.items():
-        found += [f"{prefix}.{name}", *(_entries(value, f"{prefix}.{name}") if isinstance(value, ml_collections.ConfigDict) else ())]
+        found += [
+            f"{prefix}.{name}",
+            *(_entries(value, f"{prefix}.{name}") if isinstance(value, ml_collections.ConfigDict) else ()),
+        ]
     return found
 
 
@@ -308,8 +343,11 @@ def _machine(asked: Run, purpose: str) -> list[str]:
         return [f"model.path: {error}"]
     if not model:
         return _unfit(config)
-    axes = {"trainer.fsdp": {"fsdp": mesh[1], "tensor": 1}, "trainer.tensor": {"fsdp": 1, "tensor": mesh[2]},
-            "rollout.tensor": {"fsdp": 1, "tensor": config.rollout.tensor, "serving": True}}
+    axes = {
+        "trainer.fsdp": {"fsdp": mesh[1], "tensor": 1},
+        "trainer.tensor": {"fsdp": 1, "tensor": mesh[2]},
+        "rollout.tensor": {"fsdp": 1, "tensor": config.rollout.tensor, "serving": True},
+    }
     return [problem for field, mesh in axes.items() for problem in _indivisible(field, model, mesh)] or _unfit(config)
 
 
@@ -319,8 +357,10 @@ def _uneven(config: Config) -> list[str]:
     if model is None:
         return []
     if model.n_kv_heads % hosts and hosts % model.n_kv_heads:
-        return [f"cluster.hosts_per_replica: {hosts} processes can neither split nor share the model's "
-                f"{model.n_kv_heads} KV heads evenly"]
+        return [
+            f"cluster.hosts_per_replica: {hosts} processes can neither split nor share the model's "
+            f"{model.n_kv_heads} KV heads evenly"
+        ]
     return _indivisible("rollout.tensor", model, {"fsdp": 1, "tensor": config.rollout.tensor, "serving": True})
 
 

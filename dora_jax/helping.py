@@ -26,7 +26,9 @@ def asked_for(args: Sequence[str]) -> bool:
 def show(args: Sequence[str], config: type) -> None:
     """Prints it and exits; the flags are those that are defined by now. config: the dataclass of all sections."""
     app.usage(shorthelp="--helpfull" not in args, writeto_stdout=True)
-    print("\n".join(["", "configuration, as --config.field=value; a field's default and what it means:", *fields(config)]))
+    print(
+        "\n".join(["", "configuration, as --config.field=value; a field's default and what it means:", *fields(config)])
+    )
     raise SystemExit(0)
 
 
@@ -34,12 +36,22 @@ def fields(cls: type, prefix: str = "") -> Iterator[str]:
     """Fields of this section, then those inside its sections, each under its heading."""
     comments = dict(re.findall(r"^    (\w+): .*?  # (.*)$", inspect.getsource(cls), re.M))
     hints = typing.get_type_hints(cls)
-    sections = {field.name: hints[field.name] for field in dataclasses.fields(cls)
-                if dataclasses.is_dataclass(hints[field.name])}
-    sections |= {f"{name}.NAME": each for name, hint in hints.items() if typing.get_origin(hint) is dict
-                 for each in typing.get_args(hint) if dataclasses.is_dataclass(each)}  # entries, by names of the user's
+    sections = {
+        field.name: hints[field.name]
+        for field in dataclasses.fields(cls)
+        if dataclasses.is_dataclass(hints[field.name])
+    }
+    sections |= {
+        f"{name}.NAME": each
+        for name, hint in hints.items()
+        if typing.get_origin(hint) is dict
+        for each in typing.get_args(hint)
+        if dataclasses.is_dataclass(each)
+    }  # entries, by names of the user's
     yield ""
-    if re.match(r"\w", doc := inspect.getdoc(cls) or "") and not doc.startswith(f"{cls.__name__}("):  # not a generated one
+    if re.match(r"\w", doc := inspect.getdoc(cls) or "") and not doc.startswith(
+        f"{cls.__name__}("
+    ):  # not a generated one
         yield from textwrap.wrap(" ".join(doc.split()), WIDTH, initial_indent="  ", subsequent_indent="  ")
     for field in dataclasses.fields(cls):
         if field.name not in sections:

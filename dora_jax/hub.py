@@ -38,8 +38,10 @@ def advice(path: str) -> str:
         return ""
     if folder.exists():
         return f", but {folder} does: name that"
-    return (f"; if it is a model of the Hugging Face hub, run `hf download {path} --local-dir {folder}` and name that folder, "
-            f"or add --download")
+    return (
+        f"; if it is a model of the Hugging Face hub, run `hf download {path} --local-dir {folder}` and name that folder, "
+        f"or add --download"
+    )
 
 
 def settle(tree: MutableMapping[str, Any]) -> dict[str, str]:
@@ -68,12 +70,16 @@ def fetch(field: str, name: str) -> None:
     try:
         huggingface_hub.snapshot_download(name, local_dir=partial, allow_patterns=list(PATTERNS))
     except errors.GatedRepoError as error:
-        raise ConfigError(f"{field}: the hub gives {name} only to accounts that have accepted its terms: do so on its page, "
-                          f"and set HF_TOKEN") from error
+        raise ConfigError(
+            f"{field}: the hub gives {name} only to accounts that have accepted its terms: do so on its page, "
+            f"and set HF_TOKEN"
+        ) from error
     except errors.RepositoryNotFoundError as error:
         raise ConfigError(f"{field}: the hub has no model {name}, or does not show it without HF_TOKEN") from error
     except OSError as error:  # the network, the hub, the disk
-        raise RunError(f"{field}: {name} cannot be downloaded: {_first_line(error)}; the same command goes on") from error
+        raise RunError(
+            f"{field}: {name} cannot be downloaded: {_first_line(error)}; the same command goes on"
+        ) from error
     partial.rename(folder)
 
 

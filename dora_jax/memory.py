@@ -61,8 +61,14 @@ def batch_layout(config: Config, mesh: Mesh) -> Layout:
     """The static shape of one optimizer update's batch."""
     t, rollout, section = config.trainer, config.rollout, config.orchestrator
     samples = -(-section.groups_per_step // t.updates) * section.group_size
-    return layout(pack_tokens=t.pack_tokens, rows=t.rows, micro_batches=t.micro_batches, samples=samples,
-                  shards=mesh.data * mesh.fsdp, max_tokens=rollout.max_prompt_tokens + rollout.max_new_tokens)
+    return layout(
+        pack_tokens=t.pack_tokens,
+        rows=t.rows,
+        micro_batches=t.micro_batches,
+        samples=samples,
+        shards=mesh.data * mesh.fsdp,
+        max_tokens=rollout.max_prompt_tokens + rollout.max_new_tokens,
+    )
 
 
 def trainer_state(model: ModelConfig, config: Config, mesh: Mesh, on_host: bool = False) -> list[Line]:
@@ -71,15 +77,20 @@ def trainer_state(model: ModelConfig, config: Config, mesh: Mesh, on_host: bool 
     weights = model.matrix_params / mesh.shards + model.gain_params  # gains are replicated
     moments = 2 * BYTES[t.moments] * weights
     largest = 2 * BYTES[t.moments] * model.n_layers * model.d_model * model.d_ff / mesh.shards
-    lines = [Line("masters", 4 * weights, "float32"),
-             Line("moments", largest, f"{t.moments}, of the largest array; all {moments / GIB:.3f} GiB rest in host memory")
-             if on_host else Line("moments", moments, t.moments)]
+    lines = [
+        Line("masters", 4 * weights, "float32"),
+        Line("moments", largest, f"{t.moments}, of the largest array; all {moments / GIB:.3f} GiB rest in host memory")
+        if on_host
+        else Line("moments", moments, t.moments),
+    ]
     if objective.needs_reference(t):
         lines.append(Line("reference model", 4 * weights, "float32, trainer.kl"))
     if objective.needs_value(t):
         lines.append(Line("value model", 4 * weights + moments, "float32 and its moments, trainer.advantage"))
     copies = published_copies(config)
-    lines.append(Line("published versions", copies * BYTES[dtype] * weights, f"{copies} in {dtype}, until they are read"))
+    lines.append(
+        Line("published versions", copies * BYTES[dtype] * weights, f"{copies} in {dtype}, until they are read")
+    )
     return lines
 
 
@@ -100,20 +111,31 @@ def trainer_work(model: ModelConfig, config: Config, mesh: Mesh) -> list[Line]:
     weights = 4 * (model.matrix_params / mesh.shards + model.gain_params)
     ends, layer = model.vocab_size * model.d_model / mesh.tensor, model.layer_params / mesh.tensor
     logits = min(t.logits_bytes, 4 * tokens * model.vocab_size / mesh.tensor)
-    copies = 1 if t.micro_batches == 1 else 2 if alone else 3  # the loop's sum, one micro-batch's, and those on their way
+    copies = (
+        1 if t.micro_batches == 1 else 2 if alone else 3
+    )  # the loop's sum, one micro-batch's, and those on their way
     gathered = 0.0 if alone else 2 * size * layer
-    phases = {"the head": (0 if alone else size + 4) * ends + LOGITS_COPIES * logits,
-              "the gradients of head and embedding, float32": 0.0 if alone else (2 if copies == 1 else 4) * 4 * ends,
-              "one layer, and gradients of head and embedding": (0.0 if alone else 2 * 4 * ends)
-              + LAYERS_AT_ONCE * layer_activations(model, tokens, mesh.tensor, size)
-              + attention_scores(model, t.attention, rows, shape.tokens, mesh)}
+    phases = {
+        "the head": (0 if alone else size + 4) * ends + LOGITS_COPIES * logits,
+        "the gradients of head and embedding, float32": 0.0 if alone else (2 if copies == 1 else 4) * 4 * ends,
+        "one layer, and gradients of head and embedding": (0.0 if alone else 2 * 4 * ends)
+        + LAYERS_AT_ONCE * layer_activations(model, tokens, mesh.tensor, size)
+        + attention_scores(model, t.attention, rows, shape.tokens, mesh),
+    }
     largest = max(phases, key=phases.__getitem__)
-    return [Line("gradients", copies * weights, f"float32, {copies} times"),
-            Line("layers to compute with", (size if size < 4 else 0) * model.n_layers * layer / mesh.fsdp, config.model.dtype),
-            Line("gathered weights", gathered, "this layer's and the next's"),
-            Line("saved activations", model.n_layers * saved_activations(model, t.remat, tokens, mesh.tensor, size),
-                 f"{tokens} tokens, remat {t.remat}"),
-            Line("the largest phase", phases[largest], largest)]
+    return [
+        Line("gradients", copies * weights, f"float32, {copies} times"),
+        Line(
+            "layers to compute with", (size if size < 4 else 0) * model.n_layers * layer / mesh.fsdp, config.model.dtype
+        ),
+        Line("gathered weights", gathered, "this layer's and the next's"),
+        Line(
+            "saved activations",
+            model.n_layers * saved_activations(model, t.remat, tokens, mesh.tensor, size),
+            f"{tokens} tokens, remat {t.remat}",
+        ),
+        Line("the largest phase", phases[largest], largest),
+    ]
 
 
 def saved_activations(model: ModelConfig, remat: str, tokens: int, tensor: int, size: int) -> float:
@@ -149,8 +171,14 @@ def instance_weights(model: ModelConfig, config: Config) -> list[Line]:
     stored = whole
     if rollout.weights:  # 8 bits for the projections, the ends as published
         stored -= (BYTES[config.model.dtype] - 1) * model.n_layers * model.layer_params / rollout.tensor
-    return [Line("resident versions", rollout.residents * stored, f"{rollout.residents} in {rollout.weights or config.model.dtype}"),
-            Line("incoming version", whole, f"in {config.model.dtype}")]
+    return [
+        Line(
+            "resident versions",
+            rollout.residents * stored,
+            f"{rollout.residents} in {rollout.weights or config.model.dtype}",
+        ),
+        Line("incoming version", whole, f"in {config.model.dtype}"),
+    ]
 
 
 def serving_params(model: ModelConfig, tensor: int) -> float:
@@ -165,12 +193,19 @@ def instance_work(model: ModelConfig, config: Config) -> list[Line]:
     rows = rollout.decode_rows or rollout.slots
     call = max(rollout.prefill_call_tokens, rollout.prefill_chunk)
     tokens = max(rows, min(call, rollout.prefill_tokens))
-    lines = [Line("logits and noise", LOGITS_COPIES * 4 * rows * model.vocab_size / rollout.tensor, f"{rows} rows"),
-             Line("one layer", layer_activations(model, tokens, rollout.tensor, size), f"{tokens} tokens")]
+    lines = [
+        Line("logits and noise", LOGITS_COPIES * 4 * rows * model.vocab_size / rollout.tensor, f"{rows} rows"),
+        Line("one layer", layer_activations(model, tokens, rollout.tensor, size), f"{tokens} tokens"),
+    ]
     if rollout.attention == "reference":
         past = rows * (rollout.max_prompt_tokens + rollout.max_new_tokens)
-        lines.append(Line("gathered KV", REFERENCE_KV * past * token_bytes(model, rollout, config.model.dtype),
-                          f"{rows} rows, by the reference kernel"))
+        lines.append(
+            Line(
+                "gathered KV",
+                REFERENCE_KV * past * token_bytes(model, rollout, config.model.dtype),
+                f"{rows} rows, by the reference kernel",
+            )
+        )
     return lines
 
 

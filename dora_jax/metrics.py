@@ -186,8 +186,12 @@ class _Board:
 
     def write(self, step: int, scalars: Mapping[str, float]) -> None:
         value = self._summaries.Summary.Value
-        self._add(step=step, summary=self._summaries.Summary(
-            value=[value(tag=name, simple_value=number) for name, number in scalars.items()]))
+        self._add(
+            step=step,
+            summary=self._summaries.Summary(
+                value=[value(tag=name, simple_value=number) for name, number in scalars.items()]
+            ),
+        )
 
     def close(self) -> None:
         self._file.close()

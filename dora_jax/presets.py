@@ -31,14 +31,23 @@ MAX_LOGITS_BYTES = 1024 * MIB
 WARM_START_BYTES = 16  # a parameter of it: weight, gradient and two moments in float32
 LOGITS_SHARE = 32  # one such array may take this part of a device's memory
 PAGE_SIZES = (64, 128, 256, 512)  # tokens, on accelerators
-KERNELS = {"reference": ("cpu", "tpu", "gpu"), "tpu": ("tpu",), "tokamax": ("tpu",), "gpu": ("gpu",)}  # kernel -> platforms
+KERNELS = {
+    "reference": ("cpu", "tpu", "gpu"),
+    "tpu": ("tpu",),
+    "tokamax": ("tpu",),
+    "gpu": ("gpu",),
+}  # kernel -> platforms
 TRAINER_OPTIONS = {  # platform -> XLA's options of the update
-    "tpu": ({"xla_jf_spmd_threshold_for_windowed_einsum_mib": 1_000_000},
-            "weights are gathered whole: windowed einsums send partial sums, twice the bytes"),
+    "tpu": (
+        {"xla_jf_spmd_threshold_for_windowed_einsum_mib": 1_000_000},
+        "weights are gathered whole: windowed einsums send partial sums, twice the bytes",
+    )
 }
 ROLLOUT_OPTIONS = {  # chip -> XLA's options of the engine's calls
-    "tpu7x": ({"xla_tpu_control_large_2nd_minor_layout_for_x16": 0},
-              "weights keep the tiles that they come in, where each call would tile them anew"),
+    "tpu7x": (
+        {"xla_tpu_control_large_2nd_minor_layout_for_x16": 0},
+        "weights keep the tiles that they come in, where each call would tile them anew",
+    )
 }
 NONE = ({}, "")
 UNKNOWN = Machines(Machine(), Machine())
@@ -61,7 +70,8 @@ def machines(config: Config) -> Machines:
     if cluster.launcher:
         return Machines(
             _named("cluster.trainer_slice", cluster.trainer_slice, virtual * cluster.trainer_hosts),
-            _named("cluster.replica_slice", cluster.replica_slice, virtual * cluster.hosts_per_replica))
+            _named("cluster.replica_slice", cluster.replica_slice, virtual * cluster.hosts_per_replica),
+        )
     found = _named("slice", config.slice, 0 if config.slice else config.cpu_devices)
     if found.platform == "cpu" and config.slice and config.cpu_devices:
         found = found.split(config.cpu_devices)
@@ -97,8 +107,9 @@ def resolve(config: Config, found: Machines, model: ModelConfig | None = None) -
     rollout = _filled("rollout", config.rollout, _rollout(config.rollout, found.instances), choices)
     model_section = _filled("model", config.model, _model(found), choices)
     chosen = _trainer(config.trainer, found.trainer, model_section.dtype)
-    config = dataclasses.replace(config, rollout=rollout, model=model_section,
-                                 trainer=_filled("trainer", config.trainer, chosen, choices))
+    config = dataclasses.replace(
+        config, rollout=rollout, model=model_section, trainer=_filled("trainer", config.trainer, chosen, choices)
+    )
     pages = {"pages": _pages(config, found, model)} if config.rollout.pages in OPEN else {}
     rollout = _filled("rollout", config.rollout, pages, choices)
     return dataclasses.replace(config, rollout=rollout), tuple(choices)
@@ -132,8 +143,10 @@ def warm_start_problems(config: Config, found: Machines) -> list[str]:
     if WARM_START_BYTES * params <= memory_bytes:
         return []
     where = f"a device of {found.trainer}" if found.trainer.memory_bytes else "the largest device"
-    return [f"sft: a new model of {params:.1e} parameters, of sft.d_model, n_layers, n_heads, head_dim and d_ff, takes "
-            f"{WARM_START_BYTES * params / memory.GIB:,.0f} GiB to train, and {where} has {memory_bytes / memory.GIB:,.0f}"]
+    return [
+        f"sft: a new model of {params:.1e} parameters, of sft.d_model, n_layers, n_heads, head_dim and d_ff, takes "
+        f"{WARM_START_BYTES * params / memory.GIB:,.0f} GiB to train, and {where} has {memory_bytes / memory.GIB:,.0f}"
+    ]
 
 
 def settle(config: Config) -> tuple[Config, list[str]]:
@@ -143,7 +156,11 @@ def settle(config: Config) -> tuple[Config, list[str]]:
     """
     found, model = here(config), model_of(config)
     config, choices = resolve(config, found, model)
-    if said := [*validate.problems(config, "evaluate"), *validate.model_problems(config), *problems(config, found, model)]:
+    if said := [
+        *validate.problems(config, "evaluate"),
+        *validate.model_problems(config),
+        *problems(config, found, model),
+    ]:
         raise ConfigError(said)
     return config, [f"chosen for {found}:", *table(choices)] if choices else []
 
@@ -160,8 +177,13 @@ def micro_batches(tree: Any) -> int:
     if planned is None:
         raise ValueError("model.size and the slices have to be named for a memory plan")
     count = planned.micro_batches
-    return count if count and planned.slots >= config.rollout.slots and not budget.problems(
-        planned.with_trainer(micro_batches=count)) else 0
+    return (
+        count
+        if count
+        and planned.slots >= config.rollout.slots
+        and not budget.problems(planned.with_trainer(micro_batches=count))
+        else 0
+    )
 
 
 def table(choices: tuple[Choice, ...]) -> list[str]:
@@ -205,21 +227,27 @@ def _rollout(section: RolloutSection, machine: Machine) -> Presets:
     kernel = {"cpu": "reference", "tpu": "tpu", "gpu": "gpu"}[machine.platform]
     kernel = section.attention if section.attention not in OPEN else kernel
     if machine.platform == "cpu":
-        return {"attention": (kernel, "the one that XLA compiles for a CPU"),
-                "page_size": (16, "small pages waste little"),
-                "prefill_chunk": (64, "prompts share their prefixes in chunks of it"),
-                "prefill_tokens": (256, "so many keep running samples waiting only a moment"),
-                "prefill_call_tokens": (128 if kernel == "reference" else section.prefill_tokens or 256,
-                                        "products of so many run at speed; more is padding when few prompts wait"),
-                "late_results": ("off", "host and device are the same cores")}
+        return {
+            "attention": (kernel, "the one that XLA compiles for a CPU"),
+            "page_size": (16, "small pages waste little"),
+            "prefill_chunk": (64, "prompts share their prefixes in chunks of it"),
+            "prefill_tokens": (256, "so many keep running samples waiting only a moment"),
+            "prefill_call_tokens": (
+                128 if kernel == "reference" else section.prefill_tokens or 256,
+                "products of so many run at speed; more is padding when few prompts wait",
+            ),
+            "late_results": ("off", "host and device are the same cores"),
+        }
     size, why = _page_size(section, kernel)
-    return {"attention": (kernel, f"the paged kernel for {machine}"),
-            "page_size": (size, why),
-            "prefill_chunk": (512, "one pass over the weights serves so many tokens of a prompt"),
-            "prefill_call_tokens": (section.prefill_tokens or 1024, "one pass over the weights serves all of a tick's"),
-            "prefill_tokens": (1024, "matrix products of so many tokens are bound by compute, not by the weights"),
-            "late_results": ("on", "the device decodes while the host plans the next call"),
-            "compiler_options": ROLLOUT_OPTIONS.get(machine.chip, NONE)}
+    return {
+        "attention": (kernel, f"the paged kernel for {machine}"),
+        "page_size": (size, why),
+        "prefill_chunk": (512, "one pass over the weights serves so many tokens of a prompt"),
+        "prefill_call_tokens": (section.prefill_tokens or 1024, "one pass over the weights serves all of a tick's"),
+        "prefill_tokens": (1024, "matrix products of so many tokens are bound by compute, not by the weights"),
+        "late_results": ("on", "the device decodes while the host plans the next call"),
+        "compiler_options": ROLLOUT_OPTIONS.get(machine.chip, NONE),
+    }
 
 
 def _page_size(section: RolloutSection, kernel: str) -> tuple[int, str]:
@@ -246,16 +274,20 @@ def _pages_of_slots(section: RolloutSection) -> tuple[int, str]:
 
 def _trainer(section: TrainerSection, machine: Machine, dtype: str) -> Presets:
     if machine.platform == "cpu":
-        return {"attention": ("reference", "the one that XLA compiles for a CPU"),
-                "share_prompts": _share_prompts(section, "reference"),
-                "logits_bytes": (256 * MIB, "smaller chunks are computed twice")}
+        return {
+            "attention": ("reference", "the one that XLA compiles for a CPU"),
+            "share_prompts": _share_prompts(section, "reference"),
+            "logits_bytes": (256 * MIB, "smaller chunks are computed twice"),
+        }
     kernel, why = {"tpu": "splash", "gpu": "cudnn"}[machine.platform], "scores never reach the memory"
     if wrong := objective.attention_problems(dataclasses.replace(section, attention=kernel), machine.platform, dtype):
         kernel, why = "reference", wrong[0]
-    return {"attention": (kernel, why),
-            "share_prompts": _share_prompts(section, section.attention if section.attention not in OPEN else kernel),
-            "logits_bytes": (_logits_bytes(machine), "the head is read once for so many logits"),
-            "compiler_options": TRAINER_OPTIONS.get(machine.platform, NONE)}
+    return {
+        "attention": (kernel, why),
+        "share_prompts": _share_prompts(section, section.attention if section.attention not in OPEN else kernel),
+        "logits_bytes": (_logits_bytes(machine), "the head is read once for so many logits"),
+        "compiler_options": TRAINER_OPTIONS.get(machine.platform, NONE),
+    }
 
 
 def _share_prompts(section: TrainerSection, kernel: str) -> tuple[str, str]:
@@ -269,8 +301,10 @@ def _share_prompts(section: TrainerSection, kernel: str) -> tuple[str, str]:
 def _size(config: Config, model: ModelConfig | None) -> Iterator[str]:
     expected = models.KNOWN.get(config.model.size)
     if model and expected and (model.n_layers, model.d_model) != (expected.n_layers, expected.d_model):
-        yield (f"model.path: {config.model.path} has {model.n_layers} layers of width {model.d_model}, and model.size "
-               f"{config.model.size} has {expected.n_layers} of {expected.d_model}")
+        yield (
+            f"model.path: {config.model.path} has {model.n_layers} layers of width {model.d_model}, and model.size "
+            f"{config.model.size} has {expected.n_layers} of {expected.d_model}"
+        )
 
 
 def _host_bytes() -> int:

@@ -41,6 +41,7 @@ def offered_copy(dtype: str, shardings: Any = None) -> Callable[[Any], Any]:
 
 def copy_bytes(cfg: ModelConfig, mesh: Mapping[str, int], dtype: str) -> int:
     """What one device of the trainer holds of an offered copy. `mesh`: the size of each axis."""
+
     def size(leaf: jax.ShapeDtypeStruct, axes: tuple[str, ...]) -> int:
         return math.prod(leaf.shape) // math.prod(mesh[name] for axis in axes for name in sharding.mesh_axes(axis))
 
@@ -59,8 +60,12 @@ class Slices:
     given: frozenset[Box]  # of these boxes, those that this process gives to others
 
     def __getitem__(self, layer: int) -> Slices:
-        boxes = {(start[1:], stop[1:]): self._host(box)[layer - start[0]] for box in self.boxes
-                 for start, stop in [box] if start[0] <= layer < stop[0]}
+        boxes = {
+            (start[1:], stop[1:]): self._host(box)[layer - start[0]]
+            for box in self.boxes
+            for start, stop in [box]
+            if start[0] <= layer < stop[0]
+        }
         return Slices(self.shape[1:], self.dtype, self.part[1:], boxes, frozenset())
 
     def at(self, box: Box) -> np.ndarray:
@@ -90,6 +95,7 @@ class Slices:
 
 def sliced(copy: Any, given: Callable[[str, Box], bool] = lambda path, box: True) -> Any:
     """Tree of Slices: the shards that this process holds, each once, and that are `given`; they leave their devices."""
+
     def slices(path: Any, leaf: jax.Array) -> Slices:
         shards = {box_of(shard.index, leaf.shape): shard.data for shard in leaf.addressable_shards}
         mine = {box: data for box, data in shards.items() if given(name_of(path), box)}
@@ -106,8 +112,13 @@ def placed(slices: Any, shardings: Any) -> Any:
     engine = _engine_layout(slices, shardings)
     if isinstance(shardings, jax.sharding.Sharding):
         shardings = jax.tree.map(lambda _: shardings, engine)
-    return jax.tree.map(lambda leaf, where: jax.make_array_from_callback(
-        leaf.shape, where, lambda index: leaf.at(box_of(index, leaf.shape))), engine, shardings)
+    return jax.tree.map(
+        lambda leaf, where: jax.make_array_from_callback(
+            leaf.shape, where, lambda index: leaf.at(box_of(index, leaf.shape))
+        ),
+        engine,
+        shardings,
+    )
 
 
 class WeightStore:
@@ -133,8 +144,10 @@ class WeightStore:
     def put(self, version: Version, params: Any) -> None:
         """Publish stacked params as `version`; blocks until the copy is whole."""
         if self._newest is not None and version <= self._newest:
-            raise ValueError(f"version {version} cannot be published after version {self._newest}: versions are "
-                             f"immutable and only rise")
+            raise ValueError(
+                f"version {version} cannot be published after version {self._newest}: versions are "
+                f"immutable and only rise"
+            )
         if self._copy is None:
             self._copy = offered_copy(self._dtype, jax.tree.map(lambda x: x.sharding, params))
         copy = jax.block_until_ready(self._copy(params))

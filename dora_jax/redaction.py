@@ -9,13 +9,18 @@ from typing import Any
 
 BLANK = "<redacted>"
 
-_WORDS = frozenset("""auth authorization bearer cookie credential jwt key oauth passphrase passwd password pwd secret
-                      token""".split())
-_JOINED = re.compile(r"(access|api|auth|bearer|client|encryption|id|private|refresh|secret|session|signing)"
-                     r"(key|token|secret|password)s?")  # apikey, accesstoken
+_WORDS = frozenset(
+    """auth authorization bearer cookie credential jwt key oauth passphrase passwd password pwd secret
+                      token""".split()
+)
+_JOINED = re.compile(
+    r"(access|api|auth|bearer|client|encryption|id|private|refresh|secret|session|signing)"
+    r"(key|token|secret|password)s?"
+)  # apikey, accesstoken
 _USER = re.compile(r"(?<=://)[^/\s?#@]+@(?=[^/\s])")  # me:secret@ of a URL
-_QUERY = re.compile(r"([?&;][\w.-]*(?:token|key|secret|passw(?:or)?d|pwd|auth|sig|signature|credential)=)[^&;\s#]+",
-                    re.IGNORECASE)
+_QUERY = re.compile(
+    r"([?&;][\w.-]*(?:token|key|secret|passw(?:or)?d|pwd|auth|sig|signature|credential)=)[^&;\s#]+", re.IGNORECASE
+)
 
 
 def redact(tree: Any, name: str = "") -> Any:

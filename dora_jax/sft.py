@@ -69,8 +69,10 @@ def run(config: Config, workdir: Path, progress: Progress, stepped: Callable[[],
     with tempfile.TemporaryDirectory() as scratch:
         source = Path(section.init) if section.init else make_tokenizer(pairs, Path(scratch), section.vocab_size)
         losses = _train(config, pairs, source, out, workdir / "sft", progress, stepped)
-    progress.note(f"warm start: {section.steps} steps on {len(pairs)} examples in {time.monotonic() - began:.0f} s, "
-                  f"loss {losses[0]:.3f} -> {losses[-1]:.3f}, written to {out}")
+    progress.note(
+        f"warm start: {section.steps} steps on {len(pairs)} examples in {time.monotonic() - began:.0f} s, "
+        f"loss {losses[0]:.3f} -> {losses[-1]:.3f}, written to {out}"
+    )
     return out
 
 
@@ -81,12 +83,26 @@ def examples(config: Config, workdir: Path) -> list[Pair]:
     section = config.sft
     tokenizer = tokenizer_of(section)
     limits = {"max_prompt_tokens": section.pack_tokens, "max_new_tokens": section.pack_tokens}
-    task = tasks.open_task(config.task, tokenizer, seed=config.seed, heldout=config.task.heldout, **limits,
-                           quarantine_path=workdir / "quarantine.jsonl")
+    task = tasks.open_task(
+        config.task,
+        tokenizer,
+        seed=config.seed,
+        heldout=config.task.heldout,
+        **limits,
+        quarantine_path=workdir / "quarantine.jsonl",
+    )
     if section.rows:
         rows = dataclasses.replace(config.task, name="rows", path=section.rows, heldout_path="")
-        task = tasks.open_task(rows, tokenizer, seed=config.seed, heldout=0, **limits, supervised=True,
-                               exclude=task.heldout_uids, quarantine_path=workdir / "sft_quarantine.jsonl")
+        task = tasks.open_task(
+            rows,
+            tokenizer,
+            seed=config.seed,
+            heldout=0,
+            **limits,
+            supervised=True,
+            exclude=task.heldout_uids,
+            quarantine_path=workdir / "sft_quarantine.jsonl",
+        )
     return [task.worked(i, slip_rate=section.slip_rate) for i in range(section.examples)]
 
 
@@ -105,7 +121,9 @@ class _Bytes:
         return bytes(map(int, ids)).decode(errors="replace")
 
     def chat(self, messages: Sequence[dict[str, Any]]) -> str:
-        raise ValueError("the tokenizer that the warm start makes has no chat template; sft.init names a model that has one")
+        raise ValueError(
+            "the tokenizer that the warm start makes has no chat template; sft.init names a model that has one"
+        )
 
 
 # ------------------------------------------------------------- tokenizer
@@ -124,18 +142,23 @@ def make_tokenizer(pairs: Sequence[Pair], folder: Path, rows: int = 0) -> Path:
     if size < len(alphabet) + 2:
         raise ValueError(f"sft.vocab_size={rows} is too small: bytes and special tokens take {len(alphabet) + 2} rows")
     backend = tokenizers.Tokenizer(models.BPE())
-    backend.pre_tokenizer = pre_tokenizers.Sequence([
-        pre_tokenizers.Split(tokenizers.Regex(PIECES), "isolated"),
-        pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)])
+    backend.pre_tokenizer = pre_tokenizers.Sequence(
+        [
+            pre_tokenizers.Split(tokenizers.Regex(PIECES), "isolated"),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+        ]
+    )
     backend.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(vocab_size=size, special_tokens=[END, PAD], initial_alphabet=alphabet,
-                                  show_progress=False)
+    trainer = trainers.BpeTrainer(
+        vocab_size=size, special_tokens=[END, PAD], initial_alphabet=alphabet, show_progress=False
+    )
     backend.train_from_iterator((text for pair in pairs for text in pair), trainer)
     backend.save(str(folder / "tokenizer.json"))
     ids = {"eos_token_id": backend.token_to_id(END), "pad_token_id": backend.token_to_id(PAD)}
     (folder / "generation_config.json").write_text(json.dumps(ids))
-    (folder / "tokenizer_config.json").write_text(json.dumps(
-        {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": END, "pad_token": PAD}))
+    (folder / "tokenizer_config.json").write_text(
+        json.dumps({"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": END, "pad_token": PAD})
+    )
     return folder
 
 
@@ -166,8 +189,13 @@ def pack_rows(pairs: Sequence[tuple[Sequence[int], Sequence[int]]], length: int,
         rows[-1].append(i)
         room -= n
     shape = (len(rows), length)
-    out = Rows(np.full(shape, pad_id, np.int32), np.full(shape, pad_id, np.int32), np.zeros(shape, np.int32),
-               np.zeros(shape, np.int32), np.zeros(shape, bool))
+    out = Rows(
+        np.full(shape, pad_id, np.int32),
+        np.full(shape, pad_id, np.int32),
+        np.zeros(shape, np.int32),
+        np.zeros(shape, np.int32),
+        np.zeros(shape, bool),
+    )
     for r, members in enumerate(rows):
         start = 0
         for segment, i in enumerate(members, 1):
@@ -176,7 +204,7 @@ def pack_rows(pairs: Sequence[tuple[Sequence[int], Sequence[int]]], length: int,
             here = slice(start, start + len(text) - 1)
             out.tokens[r, here], out.targets[r, here] = text[:-1], text[1:]
             out.segment_ids[r, here], out.positions[r, here] = segment, np.arange(len(text) - 1)
-            out.mask[r, start + len(prompt) - 1:here.stop] = True
+            out.mask[r, start + len(prompt) - 1 : here.stop] = True
             start = here.stop
     return out
 
@@ -186,7 +214,7 @@ def row_order(n_rows: int, per_step: int, steps: int, seed: int) -> np.ndarray:
     rng = np.random.default_rng(seed)
     epochs = math.ceil(steps * per_step / n_rows)
     order = np.concatenate([rng.permutation(n_rows) for _ in range(epochs)])
-    return order[:steps * per_step].reshape(steps, per_step).astype(np.int32)
+    return order[: steps * per_step].reshape(steps, per_step).astype(np.int32)
 
 
 # -------------------------------------------------------------- training
@@ -200,8 +228,15 @@ class State(NamedTuple):
     losses: list[float]  # of every step so far
 
 
-def _train(config: Config, pairs: Sequence[Pair], source: Path, out: Path, keep: Path, progress: Progress,
-           stepped: Callable[[], None]) -> list[float]:
+def _train(
+    config: Config,
+    pairs: Sequence[Pair],
+    source: Path,
+    out: Path,
+    keep: Path,
+    progress: Progress,
+    stepped: Callable[[], None],
+) -> list[float]:
     """Trains and writes the folder; returns the loss of every step. What is unfinished is in `keep`."""
     import jax
 
@@ -211,8 +246,11 @@ def _train(config: Config, pairs: Sequence[Pair], source: Path, out: Path, keep:
     section = config.sft
     tokenizer = Tokenizer.load(source)
     end = tokenizer.eos_ids[0]
-    data = pack_rows([(tokenizer.encode(prompt), [*tokenizer.encode(text), end]) for prompt, text in pairs],
-                     section.pack_tokens, tokenizer.pad_id)
+    data = pack_rows(
+        [(tokenizer.encode(prompt), [*tokenizer.encode(text), end]) for prompt, text in pairs],
+        section.pack_tokens,
+        tokenizer.pad_id,
+    )
     mesh = _mesh(section)
     progress.phase("sft", "compiling")
     cfg, params = _model(config, tokenizer.vocab_size, mesh)
@@ -241,8 +279,9 @@ def _identity(section: SftSection, data: Rows, order: np.ndarray, params: Any) -
     from dora_jax.digest import digest
 
     fields = {**dataclasses.asdict(section), "out": ""}
-    return hashlib.sha256(b"".join([repr(fields).encode(), *(x.tobytes() for x in (*data, order)),
-                                    str(digest(params)).encode()])).hexdigest()
+    return hashlib.sha256(
+        b"".join([repr(fields).encode(), *(x.tobytes() for x in (*data, order)), str(digest(params)).encode()])
+    ).hexdigest()
 
 
 class _Kept:
@@ -295,8 +334,9 @@ class _Kept:
             self._writer = Checkpoints(self._folder, CheckpointSection(keep=1), self._say)
         self._writer.wait()
         if len(state.losses) not in self._writer.steps():
-            self._writer.save(len(state.losses), state.params, state.moments,
-                              {"identity": self._identity, "losses": state.losses}, {})
+            self._writer.save(
+                len(state.losses), state.params, state.moments, {"identity": self._identity, "losses": state.losses}, {}
+            )
 
     def _close(self) -> None:
         if self._writer is not None:
@@ -326,8 +366,9 @@ def _model(config: Config, tokenizer_size: int, mesh: Any) -> tuple[Any, Any]:
     return cfg, decoder.init_params(cfg, config.seed, mesh)
 
 
-def _steps(cfg: Any, section: SftSection, mesh: Any, params: Any, data: Rows, order: np.ndarray,
-           kept: _Kept) -> Iterator[State]:
+def _steps(
+    cfg: Any, section: SftSection, mesh: Any, params: Any, data: Rows, order: np.ndarray, kept: _Kept
+) -> Iterator[State]:
     """Yields the state after each dispatch, from where an earlier run was; donates params."""
     import jax
     from jax.sharding import NamedSharding, PartitionSpec
@@ -344,13 +385,15 @@ def _steps(cfg: Any, section: SftSection, mesh: Any, params: Any, data: Rows, or
     dispatch = jax.jit(functools.partial(_dispatch, cfg, sharding.batch_spec(mesh), tx), donate_argnums=(0, 1))
     params, moments, past = kept.load(State(params, moments, []))
     for start in range(len(past), len(order), STEPS_PER_DISPATCH):
-        chosen = jax.device_put(order[start:start + STEPS_PER_DISPATCH], replicated)
+        chosen = jax.device_put(order[start : start + STEPS_PER_DISPATCH], replicated)
         params, moments, losses = dispatch(params, moments, rows, chosen)
         past = past + np.asarray(losses).tolist()
         yield State(params, moments, past)
 
 
-def _dispatch(cfg: Any, spec: Any, tx: Any, params: Any, moments: Any, rows: Rows, order_SxB: Any) -> tuple[Any, Any, Any]:
+def _dispatch(
+    cfg: Any, spec: Any, tx: Any, params: Any, moments: Any, rows: Rows, order_SxB: Any
+) -> tuple[Any, Any, Any]:
     """S optimizer steps; donates params and moments."""
     import jax
     import optax

@@ -112,8 +112,13 @@ def parse(argv: Sequence[str], flag_values: flags.FlagValues = flags.FLAGS) -> A
         raise ConfigError(" ".join(str(error).split())) from error
     if leftover:
         raise ConfigError(f"argument {leftover[0]!r}: not a flag")
-    return Asked(config=config.from_config_dict(tree), trace=flag_values.trace, tune=flag_values.tune,
-                 advise=flag_values.advise, replay=flag_values.replay)
+    return Asked(
+        config=config.from_config_dict(tree),
+        trace=flag_values.trace,
+        tune=flag_values.tune,
+        advise=flag_values.advise,
+        replay=flag_values.replay,
+    )
 
 
 def load_file(spec: str) -> ml_collections.ConfigDict:

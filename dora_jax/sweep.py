@@ -63,7 +63,7 @@ class Point:
 def parse(argv: Sequence[str], flag_values: absl_flags.FlagValues) -> tuple[Point, ...]:
     """The points that argv (program name first) asks for; ConfigError lists everything that is wrong with them."""
     if "--" in argv:
-        raise ConfigError("argument '--': nothing behind \"--\" is read; leave the \"--\" out")
+        raise ConfigError('argument \'--\': nothing behind "--" is read; leave the "--" out')
     absl_flags.DEFINE_string("config", "", flags.CONFIG_HELP, flag_values=flag_values)
     absl_flags.DEFINE_integer("only", None, "this point alone, counted from 0", lower_bound=0, flag_values=flag_values)
     absl_flags.DEFINE_string("workdir", "", WORKDIR_HELP, flag_values=flag_values)
@@ -102,8 +102,10 @@ def load_sweep(spec: str) -> list[dict[str, Any]]:
         raise ConfigError(config_files.blame(config_files.config_file(path), error)) from error
     if not points or not all(isinstance(point, Mapping) and point for point in points):
         raise ConfigError(f"config: sweep() of {path} returned no list of {{field: value}}")
-    return [{field: tuple(value) if isinstance(value, list) else value for field, value in point.items()}
-            for point in points]
+    return [
+        {field: tuple(value) if isinstance(value, list) else value for field, value in point.items()}
+        for point in points
+    ]
 
 
 def run_name(overrides: Mapping[str, Any]) -> str:
@@ -153,8 +155,9 @@ def _points(chosen: Sequence[tuple[int, Path, Mapping[str, Any]]], args: Sequenc
             for problem in error.problems:
                 problems.setdefault(problem, []).append(index)
     if problems:
-        raise ConfigError([f"sweep, point {', '.join(map(str, where))}: {problem}"
-                           for problem, where in problems.items()])
+        raise ConfigError(
+            [f"sweep, point {', '.join(map(str, where))}: {problem}" for problem, where in problems.items()]
+        )
     return tuple(points)
 
 

@@ -17,16 +17,32 @@ from dora_jax.models.hf_config import read_json, read_text
 from dora_jax.tasks import render
 
 # Everything a tokenizer may consist of; copied along when a model is saved.
-TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json",
-                   "chat_template.jinja", "vocab.json", "merges.txt", "tokenizer.model")
+TOKENIZER_FILES = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "chat_template.jinja",
+    "vocab.json",
+    "merges.txt",
+    "tokenizer.model",
+)
 SPECIAL_TOKENS = ("bos_token", "eos_token", "pad_token", "unk_token")
 
 
 class Tokenizer:
     """`Tokenizer.load(folder)`. Immutable and safe to share between threads."""
 
-    def __init__(self, backend: tokenizers.Tokenizer, *, eos_ids: tuple[int, ...], pad_id: int,
-                 special: dict[str, str], template: str | None, path: Path):
+    def __init__(
+        self,
+        backend: tokenizers.Tokenizer,
+        *,
+        eos_ids: tuple[int, ...],
+        pad_id: int,
+        special: dict[str, str],
+        template: str | None,
+        path: Path,
+    ):
         self._backend = backend
         setup = {"template": template, "special": special}  # special: {"eos_token": "<|im_end|>", ...}
         self._chat = render.Renderer(f"the chat template of {path}", setup) if template is not None else None
@@ -47,8 +63,9 @@ class Tokenizer:
         configs = [_json(path / name) for name in ("generation_config.json", "config.json")]
         eos_ids = _eos_ids(backend, special, configs, path)
         pad_id = _pad_id(backend, special, configs, eos_ids, path)
-        return cls(backend, eos_ids=eos_ids, pad_id=pad_id, special=special,
-                   template=_chat_template(path, settings), path=path)
+        return cls(
+            backend, eos_ids=eos_ids, pad_id=pad_id, special=special, template=_chat_template(path, settings), path=path
+        )
 
     def encode(self, text: str) -> list[int]:
         """Ids of exactly this text; special tokens written in it become their ids, none is added."""
@@ -61,9 +78,13 @@ class Tokenizer:
     def chat(self, messages: list[dict[str, Any]], *, add_generation_prompt: bool = True, **variables: Any) -> str:
         """Render the folder's chat template, by default up to where the assistant's turn begins."""
         if self._chat is None:
-            raise ValueError(f"{self.path} has no chat template: neither chat_template.jinja nor chat_template in "
-                             "tokenizer_config.json")
-        text = self._chat.ask({"messages": messages, "add_generation_prompt": add_generation_prompt, "variables": variables})
+            raise ValueError(
+                f"{self.path} has no chat template: neither chat_template.jinja nor chat_template in "
+                "tokenizer_config.json"
+            )
+        text = self._chat.ask(
+            {"messages": messages, "add_generation_prompt": add_generation_prompt, "variables": variables}
+        )
         assert text is not None  # which only expressions say
         return text
 
@@ -123,8 +144,10 @@ def _eos_ids(backend, special: dict[str, str], configs: list[dict], path: Path) 
     found = sum((_ids(config, "eos_token_id") for config in configs), ())
     found = tuple(dict.fromkeys(found + _token_id(backend, special, "eos_token", path)))
     if not found:
-        raise ValueError(f"{path} names no end token: generation_config.json, config.json and tokenizer_config.json "
-                         "have no eos, so no sample would ever stop")
+        raise ValueError(
+            f"{path} names no end token: generation_config.json, config.json and tokenizer_config.json "
+            "have no eos, so no sample would ever stop"
+        )
     return found
 
 

@@ -46,26 +46,46 @@ CHOICES: dict[str, tuple[str, ...]] = {
 }
 
 RANGES: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
-    ("at least 1", lambda x: x >= 1, """
+    (
+        "at least 1",
+        lambda x: x >= 1,
+        """
         steps task.heldout task.reward_workers rollout.tensor rollout.residents rollout.slots
         reward_model.data reward_model.fsdp reward_model.tensor
         rollout.max_prompt_tokens rollout.max_new_tokens
         rollout.decode_steps rollout.context_block
         eval.prompts eval.samples checkpoint.keep sft.examples sft.steps sft.batch_rows sft.pack_tokens
         sft.d_model sft.n_layers sft.n_heads sft.n_kv_heads sft.head_dim sft.d_ff
-        cluster.trainer_hosts cluster.hosts_per_replica"""),
-    ("at least 0", lambda x: x >= 0, """
+        cluster.trainer_hosts cluster.hosts_per_replica""",
+    ),
+    (
+        "at least 0",
+        lambda x: x >= 0,
+        """
         cpu_devices task.reward_retries reward_model.rows rollout.instances rollout.decode_rows
         rollout.pages rollout.prefill_tokens rollout.prefill_call_tokens rollout.prefill_chunk trainer.logits_bytes
         eval.every checkpoint.every
         checkpoint.keep_best checkpoint.keep_every cluster.reattach_s journal.partial_s journal.sync_s
         journal.watchdog_s
-        sft.warmup_steps sft.vocab_size cluster.devices_per_host cluster.max_restarts"""),
-    ("above 0", lambda x: x > 0, """task.reward_timeout_s trainer.eps sft.learning_rate cluster.silence_s
-        cluster.stall_s cluster.start_s"""),
-    ("between 0 and 0.5", lambda x: 0 <= x <= 0.5, "orchestrator.kv_pressure"),  # relief ends at twice as many free pages
-    ("between 0 and 1", lambda x: 0 <= x <= 1, """task.max_failed_share task.max_bad_rows_share
-        sft.slip_rate rollout.memory_share"""),
+        sft.warmup_steps sft.vocab_size cluster.devices_per_host cluster.max_restarts""",
+    ),
+    (
+        "above 0",
+        lambda x: x > 0,
+        """task.reward_timeout_s trainer.eps sft.learning_rate cluster.silence_s
+        cluster.stall_s cluster.start_s""",
+    ),
+    (
+        "between 0 and 0.5",
+        lambda x: 0 <= x <= 0.5,
+        "orchestrator.kv_pressure",
+    ),  # relief ends at twice as many free pages
+    (
+        "between 0 and 1",
+        lambda x: 0 <= x <= 1,
+        """task.max_failed_share task.max_bad_rows_share
+        sft.slip_rate rollout.memory_share""",
+    ),
     ("at least 0 and below 2**63", lambda x: 0 <= x < 2**63, "seed"),
     ("0 or a power of two", lambda x: x >= 0 and x & (x - 1) == 0, "rollout.page_size"),
 )
@@ -99,13 +119,19 @@ def missing_paths(config: Config, purpose: str = "train", coming: Container[str]
     models will be downloaded, are missing."""
     from dora_jax import hub  # it imports config.py, which imports this file
 
-    named = {f"{where}.{field}": getattr(part, field) for where, part in {"task": config.task, **_parts(config.task)}.items()
-             for field in ("path", "heldout_path")}
+    named = {
+        f"{where}.{field}": getattr(part, field)
+        for where, part in {"task": config.task, **_parts(config.task)}.items()
+        for field in ("path", "heldout_path")
+    }
     named |= {"sft.rows": config.sft.rows, "sft.init": config.sft.init, "reward_model.path": config.reward_model.path}
     if purpose == "train" and not makes_base(config):
         named["model.path"] = config.model.path
-    return [f"{field}: {path} does not exist{hub.advice(path) if field in hub.FIELDS else ''}"
-            for field, path in named.items() if path and field not in coming and not Path(path).exists()]
+    return [
+        f"{field}: {path} does not exist{hub.advice(path) if field in hub.FIELDS else ''}"
+        for field, path in named.items()
+        if path and field not in coming and not Path(path).exists()
+    ]
 
 
 def model_problems(config: Config) -> list[str]:
@@ -126,8 +152,10 @@ def model_problems(config: Config) -> list[str]:
     tokens = config.rollout.max_prompt_tokens + config.rollout.max_new_tokens
     if positions is None or tokens <= positions:
         return []
-    return [f"rollout.max_new_tokens: the longest sample, max_prompt_tokens + max_new_tokens = {tokens}, is longer than "
-            f"the model's {positions} positions"]
+    return [
+        f"rollout.max_new_tokens: the longest sample, max_prompt_tokens + max_new_tokens = {tokens}, is longer than "
+        f"the model's {positions} positions"
+    ]
 
 
 def get(config: Config, name: str) -> Any:
@@ -164,9 +192,9 @@ def _sources(task: TaskSection) -> Problems:
     for where, part in (_parts(task) or {"task": task}).items():
         kind, _, dataset = part.name.partition(":")
         if part.name != "rows" and not (kind == "reasoning_gym" and dataset):
-            yield f"{where}.name: {part.name!r} is neither \"rows\" nor \"reasoning_gym:<dataset>\""
+            yield f'{where}.name: {part.name!r} is neither "rows" nor "reasoning_gym:<dataset>"'
         if part.name == "rows" and not part.path:
-            yield f"{where}.path: empty; the task \"rows\" reads a .jsonl or .parquet file"
+            yield f'{where}.path: empty; the task "rows" reads a .jsonl or .parquet file'
         yield from _pattern(f"{where}.extract", part.extract)
 
 
@@ -193,7 +221,7 @@ def _task(config: Config) -> Problems:
     yield from _sources(task)
     yield from _mix(config)
     if task.template != "chat" and "{prompt}" not in task.template:
-        yield f"task.template: {task.template!r} is neither \"chat\" nor a text with {{prompt}} in it"
+        yield f'task.template: {task.template!r} is neither "chat" nor a text with {{prompt}} in it'
     if not task.rewards and not config.reward_model.path:
         yield "task.rewards: empty; name at least one callable"
     for path in task.rewards:
@@ -216,8 +244,10 @@ def _reward_model(config: Config) -> Problems:
         yield "reward_model.weight: 0 makes its score no part of the reward; leave reward_model.path empty instead"
     tokens = rollout.max_prompt_tokens + rollout.max_new_tokens
     if tokens > model.pack_tokens:
-        yield (f"reward_model.pack_tokens: the longest sample, max_prompt_tokens + max_new_tokens = {tokens}, does not "
-               f"fit a row of {model.pack_tokens}")
+        yield (
+            f"reward_model.pack_tokens: the longest sample, max_prompt_tokens + max_new_tokens = {tokens}, does not "
+            f"fit a row of {model.pack_tokens}"
+        )
     shards = max(model.data, 1) * max(model.fsdp, 1)
     if model.rows % shards:
         yield f"reward_model.rows: {model.rows} is not divisible by data * fsdp = {shards}"
@@ -247,15 +277,24 @@ def _engine(config: Config) -> Problems:
 def _orchestrator(config: Config) -> Problems:
     section, rollout = config.orchestrator, config.rollout
     told = OrchestratorConfig(
-        mode=section.mode, max_versions=section.max_versions, groups_per_step=section.groups_per_step,
-        group_size=section.group_size, inflight=section.inflight, total_steps=config.steps,
-        rebalance_period_s=section.rebalance_period_s, max_filtered_rounds=section.max_filtered_rounds,
-        max_prompt_tokens=rollout.max_prompt_tokens, max_new_tokens=rollout.max_new_tokens)
+        mode=section.mode,
+        max_versions=section.max_versions,
+        groups_per_step=section.groups_per_step,
+        group_size=section.group_size,
+        inflight=section.inflight,
+        total_steps=config.steps,
+        rebalance_period_s=section.rebalance_period_s,
+        max_filtered_rounds=section.max_filtered_rounds,
+        max_prompt_tokens=rollout.max_prompt_tokens,
+        max_new_tokens=rollout.max_new_tokens,
+    )
     yield from (f"orchestrator.{problem}" for problem in told.problems())
     if section.group_size == 1 and config.trainer.advantage in objective.GROUP_RELATIVE:
-        yield (f"orchestrator.group_size: trainer.advantage = {config.trainer.advantage} compares the samples of a group, and a "
-               "group of 1 has nothing to compare; take 2 or more, or an advantage that needs no group: "
-               f"{', '.join(name for name in objective.ADVANTAGES if name not in objective.GROUP_RELATIVE)}")
+        yield (
+            f"orchestrator.group_size: trainer.advantage = {config.trainer.advantage} compares the samples of a group, and a "
+            "group of 1 has nothing to compare; take 2 or more, or an advantage that needs no group: "
+            f"{', '.join(name for name in objective.ADVANTAGES if name not in objective.GROUP_RELATIVE)}"
+        )
     if section.group_size == 1 and section.filter_zero_variance:
         yield "orchestrator.filter_zero_variance: a group of 1 has no variance, so every group would be filtered"
     slots = rollout.slots * (rollout.instances or MIN_AUTO_INSTANCES)
@@ -277,14 +316,18 @@ def _lengths(config: Config) -> Problems:
     t, rollout, orchestrator = config.trainer, config.rollout, config.orchestrator
     tokens = rollout.max_prompt_tokens + rollout.max_new_tokens - 1
     if tokens > t.pack_tokens:
-        yield (f"trainer.pack_tokens: the longest sample, max_prompt_tokens + max_new_tokens - 1 = {tokens}, "
-               f"does not fit a row of {t.pack_tokens}")
+        yield (
+            f"trainer.pack_tokens: the longest sample, max_prompt_tokens + max_new_tokens - 1 = {tokens}, "
+            f"does not fit a row of {t.pack_tokens}"
+        )
         return
     samples = orchestrator.groups_per_step * orchestrator.group_size
     needed = -(-samples // max(t.pack_tokens // max(tokens, 1), 1))
     if 0 < t.rows < needed:
-        yield (f"trainer.rows: {t.rows} rows of {t.pack_tokens} may not hold {samples} samples of up to {tokens} "
-               f"tokens; {needed} always do (0 derives it)")
+        yield (
+            f"trainer.rows: {t.rows} rows of {t.pack_tokens} may not hold {samples} samples of up to {tokens} "
+            f"tokens; {needed} always do (0 derives it)"
+        )
 
 
 def _sft(config: Config) -> Problems:
@@ -306,8 +349,10 @@ def _cluster(config: Config) -> Problems:
         yield "rollout.instances: 0 derives their number from the devices of one process; a cluster wants a number"
     devices = cluster.hosts_per_replica * cluster.devices_per_host
     if devices and devices != rollout.tensor:
-        yield (f"rollout.tensor: {rollout.tensor} is not what a replica has, cluster.hosts_per_replica * "
-               f"cluster.devices_per_host = {devices}")
+        yield (
+            f"rollout.tensor: {rollout.tensor} is not what a replica has, cluster.hosts_per_replica * "
+            f"cluster.devices_per_host = {devices}"
+        )
     if config.cpu_devices:
         yield "cpu_devices: belongs to a run in one process; in a cluster it is cluster.devices_per_host"
     for name in ("slice", "pace", "journal.record", "orchestrator.colocated", "reward_model.path"):

@@ -20,11 +20,35 @@ from dora_jax.models.hf_config import read_json
 from dora_jax.redaction import redact
 
 MAY_CHANGE = (  # between two runs of one workdir: how long, how often, and on which machine
-    "steps", "slice", "cpu_devices", "placement", "model.size", "checkpoint.", "journal.", "eval.", "cluster.",
-    "rollout.instances", "rollout.tensor", "rollout.memory_share", "rollout.compiler_options", "trainer.compiler_options", "trainer.data",
-    "trainer.fsdp", "trainer.tensor", "trainer.context", "trainer.optimizer_memory",
-    "trainer.peak_tflops", "task.reward_workers", "task.reward_timeout_s", "task.reward_retries",
-    "reward_model.placement", "reward_model.data", "reward_model.fsdp", "reward_model.tensor", "reward_model.rows")
+    "steps",
+    "slice",
+    "cpu_devices",
+    "placement",
+    "model.size",
+    "checkpoint.",
+    "journal.",
+    "eval.",
+    "cluster.",
+    "rollout.instances",
+    "rollout.tensor",
+    "rollout.memory_share",
+    "rollout.compiler_options",
+    "trainer.compiler_options",
+    "trainer.data",
+    "trainer.fsdp",
+    "trainer.tensor",
+    "trainer.context",
+    "trainer.optimizer_memory",
+    "trainer.peak_tflops",
+    "task.reward_workers",
+    "task.reward_timeout_s",
+    "task.reward_retries",
+    "reward_model.placement",
+    "reward_model.data",
+    "reward_model.fsdp",
+    "reward_model.tensor",
+    "reward_model.rows",
+)
 
 
 READS = (dora_jax.__version__,)  # versions of dora_jax whose workdirs this one goes on with
@@ -63,8 +87,10 @@ def read(workdir: Path) -> dict[str, Any]:
         raise ConfigError(f"workdir: {error}; where this command is the run's own, remove that file") from error
     version = str(tree.pop(VERSION, UNNAMED))
     if version not in READS:
-        raise ConfigError(f"workdir: {workdir} was written by dora_jax {version}, and this is {dora_jax.__version__}, which "
-                          f"does not read it: go on with dora_jax {version}, or choose another --workdir")
+        raise ConfigError(
+            f"workdir: {workdir} was written by dora_jax {version}, and this is {dora_jax.__version__}, which "
+            f"does not read it: go on with dora_jax {version}, or choose another --workdir"
+        )
     return tree
 
 
@@ -78,15 +104,22 @@ def conflicts(workdir: Path, config: Config) -> list[str]:
     except ConfigError as error:
         return list(error.problems)
     if unknown := sorted(_unknown(old)):
-        return [f"workdir: {workdir} was written by another version of dora_jax: its config.json has {', '.join(unknown)}, which "
-                f"this one does not know; choose another --workdir"]
+        return [
+            f"workdir: {workdir} was written by another version of dora_jax: its config.json has {', '.join(unknown)}, which "
+            f"this one does not know; choose another --workdir"
+        ]
     new = configs.to_json(config)
-    differing = [name for name in configs.fields() if not name.startswith(MAY_CHANGE)
-                 and _get(old, name, _get(new, name)) != _get(new, name)]
+    differing = [
+        name
+        for name in configs.fields()
+        if not name.startswith(MAY_CHANGE) and _get(old, name, _get(new, name)) != _get(new, name)
+    ]
     if not differing:
         return []
-    return [f"workdir: {workdir} belongs to another config, which differs in {', '.join(differing)}; "
-            f"choose another --workdir"]
+    return [
+        f"workdir: {workdir} belongs to another config, which differs in {', '.join(differing)}; "
+        f"choose another --workdir"
+    ]
 
 
 # ---------------------------------------------------------------- private

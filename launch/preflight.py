@@ -53,18 +53,26 @@ def plan(hosts: int, trainer_devices: int, replica_devices: int, args: Sequence[
         return devices.plan(trainer_devices, config).describe()
     wanted = cluster.trainer_hosts + replicas * cluster.hosts_per_replica
     if wanted != hosts:
-        raise ConfigError(f"cluster.trainer_hosts: {cluster.trainer_hosts}, and {replicas} instances of "
-                          f"{cluster.hosts_per_replica}, are {wanted} machines, not {hosts}")
+        raise ConfigError(
+            f"cluster.trainer_hosts: {cluster.trainer_hosts}, and {replicas} instances of "
+            f"{cluster.hosts_per_replica}, are {wanted} machines, not {hosts}"
+        )
     mesh = devices.trainer_mesh(cluster.trainer_hosts * trainer_devices, config)
     if math.prod(mesh) != cluster.trainer_hosts * trainer_devices:
-        raise ConfigError(f"trainer.fsdp: the mesh data * fsdp * tensor * context = {' * '.join(map(str, mesh))} is "
-                          f"not the trainer's {cluster.trainer_hosts} * {trainer_devices} devices")
+        raise ConfigError(
+            f"trainer.fsdp: the mesh data * fsdp * tensor * context = {' * '.join(map(str, mesh))} is "
+            f"not the trainer's {cluster.trainer_hosts} * {trainer_devices} devices"
+        )
     if config.rollout.tensor != cluster.hosts_per_replica * replica_devices:
-        raise ConfigError(f"rollout.tensor: {config.rollout.tensor} is not a replica's "
-                          f"{cluster.hosts_per_replica} * {replica_devices} devices")
-    return (f"{hosts} machines; trainer: {cluster.trainer_hosts} of {trainer_devices} devices, data * fsdp * tensor * "
-            f"context = {' * '.join(map(str, mesh))}; "
-            f"{replicas} replicas: {cluster.hosts_per_replica} of {replica_devices}")
+        raise ConfigError(
+            f"rollout.tensor: {config.rollout.tensor} is not a replica's "
+            f"{cluster.hosts_per_replica} * {replica_devices} devices"
+        )
+    return (
+        f"{hosts} machines; trainer: {cluster.trainer_hosts} of {trainer_devices} devices, data * fsdp * tensor * "
+        f"context = {' * '.join(map(str, mesh))}; "
+        f"{replicas} replicas: {cluster.hosts_per_replica} of {replica_devices}"
+    )
 
 
 def host(workdir: str, chips: int, dry_run: bool) -> Iterator[str]:

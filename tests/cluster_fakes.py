@@ -30,8 +30,14 @@ class FakeHost:
         self.heard = []  # calls and posts
         self.gang = []  # of its launcher's making
         self._answer = answer
-        self._hello = calls.Hello(gang=ticket.gang, epoch=ticket.epoch, pid=1000 + worker, worker=worker,
-                                  coordinator=f"coordinator of {worker}", leader=f"leader of {worker}")
+        self._hello = calls.Hello(
+            gang=ticket.gang,
+            epoch=ticket.epoch,
+            pid=1000 + worker,
+            worker=worker,
+            coordinator=f"coordinator of {worker}",
+            leader=f"leader of {worker}",
+        )
         threading.Thread(target=life or FakeHost.live, args=(self,), daemon=True).start()
 
     def join(self):
@@ -115,9 +121,20 @@ class Kept:
         self.launcher = launcher
         self.events, self.said, self.gangs = [], [], []
         self.hub = Hub("127.0.0.1", Roster())
-        self.keeper = Keeper(self.hub, launcher, name, hosts, "", begin=begin, heard=self.events.append, up=self._up,
-                             down=lambda gang: self.events.append(f"down {gang.epoch}"), failed=self.events.append,
-                             say=self.said.append, limits=limits)
+        self.keeper = Keeper(
+            self.hub,
+            launcher,
+            name,
+            hosts,
+            "",
+            begin=begin,
+            heard=self.events.append,
+            up=self._up,
+            down=lambda gang: self.events.append(f"down {gang.epoch}"),
+            failed=self.events.append,
+            say=self.said.append,
+            limits=limits,
+        )
 
     def __enter__(self):
         self.keeper.start()

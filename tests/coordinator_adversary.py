@@ -39,8 +39,16 @@ MAX_MOVES = 40_000
 DEATH, TWICE, KILLED = 0.03, 0.2, 0.01
 UP = {"slots": 8, "pages": 96, "page_size": 8}
 # What a duplicate of would be a second payload: no queue says one twice.
-TWICE_SAID = (ev.WeightsLoaded, ev.SampleStarted, ev.InstanceReported, ev.SampleCancelled, ev.SampleMoved, ev.MoveFailed,
-              ev.SampleResumed, ev.InstanceDown)
+TWICE_SAID = (
+    ev.WeightsLoaded,
+    ev.SampleStarted,
+    ev.InstanceReported,
+    ev.SampleCancelled,
+    ev.SampleMoved,
+    ev.MoveFailed,
+    ev.SampleResumed,
+    ev.InstanceDown,
+)
 
 
 class Pipe(queue.SimpleQueue):
@@ -104,18 +112,36 @@ class Process:
         self.pool: dict[int, LocalInstance] = {}
         for i in range(game.instances):
             spare = Spare(new_engine=game.new_engine, vocab_size=256, hung_s=0.0)
-            self.pool[i] = LocalInstance(ev.InstanceUp(instance=i, **UP), game.new_engine(), self.weights, self.pipes[i],
-                                         1e-9, spare, self.pool, lambda sentence: None)
-        self.trainer = TrainerWorker(Trainer(), lambda groups, base: None, groups, self.weights,
-                                     config.decisions.max_lag, self.pipes[-1])
-        self.world = LocalWorld(instances=list(self.pool.values()), trainer=self.trainer, task=Task(game.too_long),
-                                scorer=SlowScorer(config.mode == "partial", self.draw), groups=groups,
-                                weights=self.weights, outbox=self.heard, group_size=config.group_size,
-                                eval_samples=config.eval_samples)
+            self.pool[i] = LocalInstance(
+                ev.InstanceUp(instance=i, **UP),
+                game.new_engine(),
+                self.weights,
+                self.pipes[i],
+                1e-9,
+                spare,
+                self.pool,
+                lambda sentence: None,
+            )
+        self.trainer = TrainerWorker(
+            Trainer(), lambda groups, base: None, groups, self.weights, config.decisions.max_lag, self.pipes[-1]
+        )
+        self.world = LocalWorld(
+            instances=list(self.pool.values()),
+            trainer=self.trainer,
+            task=Task(game.too_long),
+            scorer=SlowScorer(config.mode == "partial", self.draw),
+            groups=groups,
+            weights=self.weights,
+            outbox=self.heard,
+            group_size=config.group_size,
+            eval_samples=config.eval_samples,
+        )
         self.world.listen(game.records.append)
         book = found.book if found else Book()
         journal = Journal(game.disk)
-        self.durable = DurableWorld(self.world, journal, self.brain, book, segments=dict(found.segments) if found else {})
+        self.durable = DurableWorld(
+            self.world, journal, self.brain, book, segments=dict(found.segments) if found else {}
+        )
         if found:
             self.world.adopt(found.debts, book, self.brain.state.now_s)
         else:
@@ -159,10 +185,12 @@ class Game:
         return 60 if (group + index) % 7 == 0 else 2 + (group + index) % 9
 
     def play(self) -> Game:
-        with mock.patch.object(instances, "threading", mock.Mock(wraps=instances.threading, Thread=NoThread)), \
-                mock.patch.object(instances._Life, "start", lambda life: None), \
-                mock.patch.object(TrainerWorker, "start", lambda worker: None), \
-                mock.patch.object(local, "TIME_PERIOD_S", 0.0):
+        with (
+            mock.patch.object(instances, "threading", mock.Mock(wraps=instances.threading, Thread=NoThread)),
+            mock.patch.object(instances._Life, "start", lambda life: None),
+            mock.patch.object(TrainerWorker, "start", lambda worker: None),
+            mock.patch.object(local, "TIME_PERIOD_S", 0.0),
+        ):
             while not self.life():
                 pass
         return self

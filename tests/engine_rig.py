@@ -12,8 +12,18 @@ from dora_jax.rollout.engine import Engine
 from dora_jax.types import SampleId
 
 CFG = decoder.new_config("qwen3", vocab_size=64, d_model=32, n_layers=2, n_heads=4, n_kv_heads=2, head_dim=16, d_ff=64)
-SIZES = dict(slots=4, pages=96, page_size=4, max_prompt_tokens=20, max_new_tokens=24, prefill_tokens=16,
-             prefill_chunk=8, context_block=24, decode_steps=4, residents=2)
+SIZES = dict(
+    slots=4,
+    pages=96,
+    page_size=4,
+    max_prompt_tokens=20,
+    max_new_tokens=24,
+    prefill_tokens=16,
+    prefill_chunk=8,
+    context_block=24,
+    decode_steps=4,
+    residents=2,
+)
 EOS = (3, 5)
 VOCAB = 60  # of 64 rows
 

@@ -167,22 +167,36 @@ class Body(World):
         match event:
             case ev.SampleDone(id=id, instance=instance, tokens=n):
                 version = self.version_of(id)
-                sample = Sample(id=id, prompt_ids=np.zeros(1, np.int32), out_ids=tokens(version, id, 0, n),
-                                logprobs=np.zeros(n, np.float32), mask=np.ones(n, bool),
-                                spans=(Span(version=version, start=0, stop=n),), finish="stop")
+                sample = Sample(
+                    id=id,
+                    prompt_ids=np.zeros(1, np.int32),
+                    out_ids=tokens(version, id, 0, n),
+                    logprobs=np.zeros(n, np.float32),
+                    mask=np.ones(n, bool),
+                    spans=(Span(version=version, start=0, stop=n),),
+                    finish="stop",
+                )
                 self.samples.setdefault(id.group_id, {})[id.index] = sample
                 self.tell(Finished(sample=sample, instance=instance))
             case ev.GroupScored(group_id=group_id, trainable=trainable):
                 done = self.samples.pop(group_id)
                 rewards = np.array([s.id.index % 2 for s in done.values()], np.float32)
-                group = ScoredGroup(group_id=group_id, version=self.version_of(SampleId(group_id, 0)),
-                                    samples=tuple(done[i] for i in sorted(done)), rewards=rewards, parts={"r": rewards})
+                group = ScoredGroup(
+                    group_id=group_id,
+                    version=self.version_of(SampleId(group_id, 0)),
+                    samples=tuple(done[i] for i in sorted(done)),
+                    rewards=rewards,
+                    parts={"r": rewards},
+                )
                 if trainable:
                     self.payload[group_id] = group
                 self.tell(group)
             case ev.StepPublished(version=version):
-                self.tell(StepDone(version=version, groups=(), metrics={}, wait_s=0.0, step_s=0.0,
-                                   digest=self.weights[version]))
+                self.tell(
+                    StepDone(
+                        version=version, groups=(), metrics={}, wait_s=0.0, step_s=0.0, digest=self.weights[version]
+                    )
+                )
 
     def version_of(self, id):
         return self.group_version[id.group_id]
@@ -192,9 +206,15 @@ class Body(World):
         if facts and run.tokens < run.length:
             start = self.reported.get(run.id, 0)
             self.reported[run.id] = run.tokens
-            self.tell(Partial(id=run.id, version=run.version, start=start,
-                              out_ids=tokens(run.version, run.id, start, run.tokens),
-                              logprobs=np.zeros(run.tokens - start, np.float32)))
+            self.tell(
+                Partial(
+                    id=run.id,
+                    version=run.version,
+                    start=start,
+                    out_ids=tokens(run.version, run.id, start, run.tokens),
+                    logprobs=np.zeros(run.tokens - start, np.float32),
+                )
+            )
         return facts
 
     def do_start(self, command):
@@ -295,8 +315,13 @@ class History:
             assert weights[step.base + 1] == step.published.digest, "the replay gives other weights"
             assert tuple(g.group_id for g in step.groups) == self.batches[step.base]
         self.replayed += len(found.steps)
-        body = Body(self.config, dataclasses.replace(self.shape, seed=self.shape.seed),
-                    found.orchestrator, {v: w for v, w in weights.items() if v in found.debts.versions}, self.batches)
+        body = Body(
+            self.config,
+            dataclasses.replace(self.shape, seed=self.shape.seed),
+            found.orchestrator,
+            {v: w for v, w in weights.items() if v in found.debts.versions},
+            self.batches,
+        )
         body.now_s = found.orchestrator.state.now_s
         body.heap = [(body.now_s + t, n, what) for t, n, what in body.heap]
         body.adopt(found)

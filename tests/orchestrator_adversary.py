@@ -153,8 +153,9 @@ class Adversary:
         self.born[i] += 1
         slots, residents = self.sizes[i]
         self.lives[i] = Life(i, self.born[i], slots, residents)
-        self.says["supervisor", i].append(ev.InstanceUp(
-            instance=i, slots=slots, pages=64, page_size=16, residents=residents, life=self.born[i]))
+        self.says["supervisor", i].append(
+            ev.InstanceUp(instance=i, slots=slots, pages=64, page_size=16, residents=residents, life=self.born[i])
+        )
 
     def die(self, i: int) -> None:
         """Its debts are paid right behind its end; what it said before may be heard before or after."""
@@ -215,8 +216,10 @@ class Adversary:
         life.runs[id] = version
 
     def move_failed(self, said: collections.deque, command: ev.Move) -> None:
-        said.extend(ev.MoveFailed(id=id, src=command.src, dst=command.dst, attempt=command.attempt, reason="gone")
-                    for id in command.ids)
+        said.extend(
+            ev.MoveFailed(id=id, src=command.src, dst=command.dst, attempt=command.attempt, reason="gone")
+            for id in command.ids
+        )
 
     def work(self, life: Life) -> None:
         i, number, said = life.instance, life.number, life.said

@@ -157,8 +157,17 @@ class World(Audit):
         self.engines[i] = Engine(slots, speed, residents, self.births)
         if chance(self.shape.seed, "death", i, self.births) < self.shape.deaths:
             self.at(self.shape.life_s * chance(self.shape.seed, "life", i, self.births), ("down", i))
-        return [ev.InstanceUp(instance=i, slots=slots, pages=self.shape.pages, page_size=self.shape.page_size,
-                              residents=residents, speed=speed, life=self.births)]
+        return [
+            ev.InstanceUp(
+                instance=i,
+                slots=slots,
+                pages=self.shape.pages,
+                page_size=self.shape.page_size,
+                residents=residents,
+                speed=speed,
+                life=self.births,
+            )
+        ]
 
     def on_down(self, i: int) -> list[ev.Event]:
         if self.shape.back_s < 0 and len(self.engines) == 1:

@@ -32,6 +32,15 @@ for step in (2, 3):  # the second of them while the folder of the first is there
     assert checkpoints.part[0] == step and os.listdir(home.folder / "checkpoints") == [str(step)]
 multihost_utils.sync_global_devices("all parts are there")
 back = home.restore(3, like["params"], like["opt_state"])
-print(json.dumps({"files": checkpoints.part[1], "same": [
-    bool(np.array_equal(a.data, b.data)) for x, y in zip(jax.tree.leaves(back), jax.tree.leaves((values["params"], values["opt_state"])))
-    for a, b in zip(x.addressable_shards, y.addressable_shards)]}))
+print(
+    json.dumps(
+        {
+            "files": checkpoints.part[1],
+            "same": [
+                bool(np.array_equal(a.data, b.data))
+                for x, y in zip(jax.tree.leaves(back), jax.tree.leaves((values["params"], values["opt_state"])))
+                for a, b in zip(x.addressable_shards, y.addressable_shards)
+            ],
+        }
+    )
+)

@@ -115,8 +115,9 @@ class Net:
             return  # its process is gone
         host = world.hosts[number]
         if isinstance(command, ex.Commit) and (host._newest, host._phase) == (command.key, ex.Staged):
-            assert all(host._newest == command.key and host._phase in (ex.Staged, ex.Committed)
-                       for host in world.hosts), "half an update"
+            assert all(
+                host._newest == command.key and host._phase in (ex.Staged, ex.Committed) for host in world.hosts
+            ), "half an update"
         fact = host.execute(ex.CODEC.decode(ex.CODEC.encode(command)))
         for host in world.hosts:
             for version in host.weights.versions:
@@ -133,8 +134,9 @@ class Net:
         """All processes of a world are gone, the controller hears of it, another epoch comes up."""
         epoch = self.worlds[name].epoch
         self.worlds[name].epoch = -epoch  # nothing reaches the dead
-        self.worlds[name].hosts = [WeightHost(h, CountingWire(h), Versions(), LIKE, self.read)
-                                   for h in range(len(self.worlds[name].hosts))]
+        self.worlds[name].hosts = [
+            WeightHost(h, CountingWire(h), Versions(), LIKE, self.read) for h in range(len(self.worlds[name].hosts))
+        ]
         self.tell(ex.WorldDown(world=name, epoch=epoch))
         if rebuild:
             self.start(name, epoch + 1, len(self.worlds[name].hosts))

@@ -97,7 +97,7 @@ def test_reinforce_pp_baseline():
     raw = np.array([1, -1, 1.25, -1.25])[:, None] * np.ones((1, 5))
     np.testing.assert_allclose(got, whiten(raw, MASK), rtol=1e-5, atol=1e-6)
     got = advantage.estimate("reinforce_pp_baseline", [1, 0], [0, 0])
-    np.testing.assert_allclose(got, [0.5**0.5, -0.5**0.5], rtol=1e-5)
+    np.testing.assert_allclose(got, [0.5**0.5, -(0.5**0.5)], rtol=1e-5)
 
 
 # ---------------------------------------------------------------- GAE

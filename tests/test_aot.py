@@ -27,7 +27,9 @@ def test_collectives_of_a_loop_count_as_often_as_it_runs():
 
     def run(x_local):
         def body(carry, _):
-            return carry + jax.lax.psum(jax.lax.all_gather(carry, "fsdp", tiled=True).sum(0, keepdims=True), "fsdp"), None
+            return carry + jax.lax.psum(
+                jax.lax.all_gather(carry, "fsdp", tiled=True).sum(0, keepdims=True), "fsdp"
+            ), None
 
         return jax.lax.scan(body, x_local, length=5)[0]
 
@@ -126,7 +128,9 @@ def test_clones_of_one_channel_are_one_collective():
     """XLA:TPU clones an all-gather into the fusions that it overlaps with: it still runs once."""
     found = hlo.Program(TEXT).collectives()
     assert found == {"all-gather": hlo.Traffic(1, 8 * 4 * 2), "reduce-scatter": hlo.Traffic(1, 20)}
-    assert hlo.Program(TEXT.replace("channel_id=7", "channel_id=8", 1)).collectives()["all-gather"] == hlo.Traffic(7, 7 * 64)
+    assert hlo.Program(TEXT.replace("channel_id=7", "channel_id=8", 1)).collectives()["all-gather"] == hlo.Traffic(
+        7, 7 * 64
+    )
 
 
 def test_the_head_is_gathered_once_however_many_chunks_there_are():
@@ -136,10 +140,13 @@ def test_the_head_is_gathered_once_however_many_chunks_there_are():
     mesh = sharding.make_mesh(jax.devices()[:4], 1, 4, 1)
     model = step.Model(dataclasses.replace(cases.MODEL, n_layers=1), mesh, jnp.float32, "none", 1.0, None)
     params = sharding.param_specs(model.cfg, mesh)
-    shapes = jax.tree.map(lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s),
-                          step.decoder.abstract_params(model.cfg), params)
-    arrays = {name: jax.ShapeDtypeStruct((4, 32), jnp.int32, sharding=sharding.batch_spec(mesh))
-              for name in ("tokens", "targets", "segment_ids", "positions")}
+    shapes = jax.tree.map(
+        lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), step.decoder.abstract_params(model.cfg), params
+    )
+    arrays = {
+        name: jax.ShapeDtypeStruct((4, 32), jnp.int32, sharding=sharding.batch_spec(mesh))
+        for name in ("tokens", "targets", "segment_ids", "positions")
+    }
     sent = []
     for chunks in (1, 8):
         chunked_model = model._replace(logits_bytes=4 * 48 * 32 // chunks)
@@ -151,25 +158,44 @@ def test_the_head_is_gathered_once_however_many_chunks_there_are():
 
 def test_a_kernels_metadata_does_not_end_its_computation():
     """What a Pallas kernel says of itself may stand on lines of its own, and start with a brace."""
-    kernel = '  %k = bf16[4]{0} custom-call(%p), custom_call_target="tpu_custom_call", kernel_metadata={\n"a":1\n}}, x=1\n'
+    kernel = (
+        '  %k = bf16[4]{0} custom-call(%p), custom_call_target="tpu_custom_call", kernel_metadata={\n"a":1\n}}, x=1\n'
+    )
     marked = TEXT.replace("  %start = ", kernel + "  %start = ")
     assert marked != TEXT and hlo.Program(marked).collectives() == hlo.Program(TEXT).collectives()
 
 
-@pytest.mark.parametrize("name,topology,number", [
-    ("v5e-4", "v5e:2x2", 4), ("v5litepod-64", "v5e:8x8", 64), ("v5e-32", "v5e:4x8", 32), ("v6e-16", "v6e:4x4", 16),
-    ("v5p-8", "v5p:2x2x1", 4), ("v5p-16", "v5p:2x2x2", 8), ("v5p-32", "v5p:2x2x4", 16), ("v5p-128", "v5p:4x4x4", 64),
-    ("v4-64", "v4:2x4x4", 32), ("tpu7x-128", "tpu7x:4x4x4", 64),
-])
+@pytest.mark.parametrize(
+    "name,topology,number",
+    [
+        ("v5e-4", "v5e:2x2", 4),
+        ("v5litepod-64", "v5e:8x8", 64),
+        ("v5e-32", "v5e:4x8", 32),
+        ("v6e-16", "v6e:4x4", 16),
+        ("v5p-8", "v5p:2x2x1", 4),
+        ("v5p-16", "v5p:2x2x2", 8),
+        ("v5p-32", "v5p:2x2x4", 16),
+        ("v5p-128", "v5p:4x4x4", 64),
+        ("v4-64", "v4:2x4x4", 32),
+        ("tpu7x-128", "tpu7x:4x4x4", 64),
+    ],
+)
 def test_names_of_slices(name, topology, number):
     assert aot.topology(name) == topology and chips.parse(name)[1] == number
 
 
-@pytest.mark.parametrize("name,reason", [
-    ("", "slice: empty; --aot compiles for a TPU slice such as v5e-8"), ("laptop", "slice: laptop; --aot compiles"),
-    ("h100-8", "slice: XLA compiles programs for h100-8 only where there is such a GPU; --aot is for TPUs"),
-    ("v9-8", "slice 'v9-8' is unknown: name one such as v5e-64"), ("v5e", "is unknown"),
-    ("v5p-5", "slice 'v5p-5': 5 is not twice a power of two"), ("v5e-12", "12 is not a power of two")])
+@pytest.mark.parametrize(
+    "name,reason",
+    [
+        ("", "slice: empty; --aot compiles for a TPU slice such as v5e-8"),
+        ("laptop", "slice: laptop; --aot compiles"),
+        ("h100-8", "slice: XLA compiles programs for h100-8 only where there is such a GPU; --aot is for TPUs"),
+        ("v9-8", "slice 'v9-8' is unknown: name one such as v5e-64"),
+        ("v5e", "is unknown"),
+        ("v5p-5", "slice 'v5p-5': 5 is not twice a power of two"),
+        ("v5e-12", "12 is not a power of two"),
+    ],
+)
 def test_slices_that_nothing_is_compiled_for(name, reason):
     with pytest.raises(config.ConfigError, match=reason):
         aot.slice_devices(name)
@@ -188,12 +214,16 @@ def parsed(*asked):
 def test_the_flag_belongs_to_a_dry_run_and_names_what_is_missing(tmp_path, monkeypatch):
     monkeypatch.setattr("sys.argv", ["program"])
     spec = str(tmp_path / "c.py")
-    (tmp_path / "c.py").write_text("from dora_jax import config\ndef get_config():\n    c = config.defaults()\n"
-                                   "    c.task.name, c.task.path, c.model.path = 'rows', 'rows.jsonl', 'gone'\n    return c\n")
+    (tmp_path / "c.py").write_text(
+        "from dora_jax import config\ndef get_config():\n    c = config.defaults()\n"
+        "    c.task.name, c.task.path, c.model.path = 'rows', 'rows.jsonl', 'gone'\n    return c\n"
+    )
     with pytest.raises(config.ConfigError, match="aot: --aot goes with --dry_run, of dora_jax.train"):
         parsed(f"--config={spec}", "--aot")
     asked = parsed(f"--config={spec}", "--dry_run", "--aot")
-    with pytest.raises(config.ConfigError, match="model.path: 'gone' has no config.json; --aot needs it, or model.size"):
+    with pytest.raises(
+        config.ConfigError, match="model.path: 'gone' has no config.json; --aot needs it, or model.size"
+    ):
         aot.report(asked.config)
     asked = parsed(f"--config={spec}", "--dry_run", "--aot", "--config.model.size=Qwen3-0.6B")
     with pytest.raises(config.ConfigError, match="slice: empty; --aot compiles for a TPU slice"):
@@ -208,8 +238,13 @@ def run_of(slice_name="v5e-4", rollout=None, **trainer):
     c = config.Config()
     sizes = {"tensor": 2, "slots": 8, "max_prompt_tokens": 64, "max_new_tokens": 64} | (rollout or {})
     section = {"pack_tokens": 256, "remat": "full", "micro_batches": 2} | trainer
-    c = dataclasses.replace(c, slice=slice_name, trainer=dataclasses.replace(c.trainer, **section), rollout=dataclasses.replace(
-        c.rollout, instances=1, **sizes), orchestrator=dataclasses.replace(c.orchestrator, groups_per_step=2, group_size=2))
+    c = dataclasses.replace(
+        c,
+        slice=slice_name,
+        trainer=dataclasses.replace(c.trainer, **section),
+        rollout=dataclasses.replace(c.rollout, instances=1, **sizes),
+        orchestrator=dataclasses.replace(c.orchestrator, groups_per_step=2, group_size=2),
+    )
     return presets.resolve(c, presets.machines(c))[0]
 
 
@@ -221,14 +256,20 @@ def test_a_run_is_compiled_for_a_slice_that_is_not_here():
     assert (trainer.chips, instance.chips) == (2, 2)
     assert trainer.held["masters"] == pytest.approx(4 * weights / 2, rel=0.01)  # over fsdp=2
     assert trainer.held["moments"] == pytest.approx(8 * weights / 2, rel=0.01)
-    assert train.argument_bytes == pytest.approx(sum(trainer.held[name] for name in ("masters", "moments", "batch")), rel=0.05)
+    assert train.argument_bytes == pytest.approx(
+        sum(trainer.held[name] for name in ("masters", "moments", "batch")), rel=0.05
+    )
     assert trainer.held["3 published versions"] == 3 * publish.output_bytes > 0
     assert {"all-gather", "all-reduce"} <= set(train.sent) and train.temporary_bytes > 0 and train.model_s > 0
     tokens = 4 * 256 / 2  # a chip
     assert 6 * tokens * weights < train.flops < 20 * tokens * weights  # recomputed, and the scores
     decode = instance.programs[0]
     assert decode.name.startswith("decode") and "all-reduce" in decode.sent and decode.kernels[0].bytes > 0
-    assert instance.held["1 resident version"] == instance.held["the incoming one"] == pytest.approx(2 * weights / 2, rel=0.02)
+    assert (
+        instance.held["1 resident version"]
+        == instance.held["the incoming one"]
+        == pytest.approx(2 * weights / 2, rel=0.02)
+    )
     rollout = run_of().rollout
     assert instance.held["KV pool"] == pytest.approx((rollout.pages + 1) * rollout.page_size * 2 * 2 * 128 * 2 * 2 / 2)
     assert trainer.chip_bytes == sum(trainer.held.values()) + trainer.work_bytes < trainer.chip.hbm_bytes
@@ -237,8 +278,9 @@ def test_a_run_is_compiled_for_a_slice_that_is_not_here():
 @needs_libtpu
 @pytest.mark.slow
 def test_moments_in_host_memory_leave_the_chip():
-    (here,), (hosted,) = (aot.compile_roles(run_of(optimizer_memory=memory), MODEL, only=("train",))
-                          for memory in ("device", "host"))
+    (here,), (hosted,) = (
+        aot.compile_roles(run_of(optimizer_memory=memory), MODEL, only=("train",)) for memory in ("device", "host")
+    )
     assert hosted.programs[0].host_bytes > 0.6 * here.programs[0].argument_bytes and hosted.held["moments"] < 1e3
 
 
@@ -246,17 +288,25 @@ def test_moments_in_host_memory_leave_the_chip():
 @pytest.mark.slow
 def test_what_does_not_fit_is_refused_with_the_field_that_helps():
     large = dataclasses.replace(MODEL, d_model=8192, d_ff=2**17, vocab_size=2**18)
-    with pytest.raises(aot.DoesNotFit, match=r"^trainer: .* GiB a chip on v5e-4, which has 14.9.*trainer.micro_batches"):
+    with pytest.raises(
+        aot.DoesNotFit, match=r"^trainer: .* GiB a chip on v5e-4, which has 14.9.*trainer.micro_batches"
+    ):
         aot.compile_roles(run_of(), large, only=("train",))
     with pytest.raises(aot.DoesNotFit, match=r"^instance: .* GiB a chip on v5e-4.*lower rollout.pages \(now 199999\)"):
-        aot.compile_roles(run_of(rollout={"pages": 199_999, "max_new_tokens": 3968}), dataclasses.replace(MODEL, n_kv_heads=4),
-                          only=("decode",))
+        aot.compile_roles(
+            run_of(rollout={"pages": 199_999, "max_new_tokens": 3968}),
+            dataclasses.replace(MODEL, n_kv_heads=4),
+            only=("decode",),
+        )
 
 
 def test_the_compilers_verdict_becomes_one_sentence():
     place = aot._Place(slice_name="v5e-4", mesh=sharding.make_mesh(jax.devices()[:4], 1, 4, 1))
-    for said in ("RESOURCE_EXHAUSTED: Ran out of memory on HBM, the total memory required for HLO temporaries (21.34G) "
-                 "exceeds available HBM (15.75G).", "Ran out of memory in memory space hbm. Used 21.34G of 15.75G hbm."):
+    for said in (
+        "RESOURCE_EXHAUSTED: Ran out of memory on HBM, the total memory required for HLO temporaries (21.34G) "
+        "exceeds available HBM (15.75G).",
+        "Ran out of memory in memory space hbm. Used 21.34G of 15.75G hbm.",
+    ):
         got = aot._verdict(RuntimeError(said), run_of(), aot.TRAINER, "train", place)
         assert isinstance(got, aot.DoesNotFit)
         assert "trainer: train needs 21.3 GiB a chip on v5e-4, which has 14.9: " in str(got)

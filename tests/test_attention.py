@@ -70,8 +70,10 @@ def test_garbage_keys_beyond_the_past_do_not_matter():
     q, past, past_len, k_new, v_new = arrays(1, 2)
     mask = np.ones((1, 1), bool)
     clean = chunk_attention(q, past, past_len, k_new, v_new, mask)
-    past = [(np.where(j * BLOCK + np.arange(BLOCK) < past_len[:, None, None, None], k, np.nan), v)
-            for j, (k, v) in enumerate(past)]
+    past = [
+        (np.where(j * BLOCK + np.arange(BLOCK) < past_len[:, None, None, None], k, np.nan), v)
+        for j, (k, v) in enumerate(past)
+    ]
     np.testing.assert_array_equal(clean, chunk_attention(q, past, past_len, k_new, v_new, mask))
 
 
@@ -103,8 +105,14 @@ def by_chunks(q, pool, lens, tables):
     new = np.stack([dense[s, n - length : n] for s, n in enumerate(lens)])
     seen = (np.arange(width)[None] < past_len[:, None])[:, :, None, None]
     k, v = dense[:, :, 0::2].transpose(0, 2, 3, 1), (dense * seen)[:, :, 1::2].transpose(0, 2, 1, 3)
-    return chunk_attention(q, [(k, v)], jnp.asarray(past_len), new[:, :, 0::2].transpose(0, 2, 3, 1),
-                           new[:, :, 1::2].transpose(0, 2, 1, 3), np.tril(np.ones((length, length), bool)))
+    return chunk_attention(
+        q,
+        [(k, v)],
+        jnp.asarray(past_len),
+        new[:, :, 0::2].transpose(0, 2, 3, 1),
+        new[:, :, 1::2].transpose(0, 2, 1, 3),
+        np.tril(np.ones((length, length), bool)),
+    )
 
 
 CASES = [(1, (1, 5, 24, 9, 17)), (8, (8, 24, 17))]
@@ -121,6 +129,7 @@ def test_pages_hold_what_blocks_hold(length, lens):
 def test_the_tpu_kernel_equals_the_reference_in_interpret_mode(length, lens, monkeypatch):
     """jax's interpreter cannot reshape what a copy has brought (a value can), and checks the mask of a store against
     the wrong axis unless a block has no more queries than a KV head has heads."""
+
     def wait(self):
         for copy in self._async_copies:
             copy.wait()

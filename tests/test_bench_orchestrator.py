@@ -6,7 +6,9 @@ from dora_jax.bench.orchestrator import Options, measure, report
 
 
 def test_a_fleet_at_work():
-    body = measure(Options(instances=8, seconds=60.0, warm_s=400.0, residents=2, mtbf_s=200.0, codec=True, snapshot_s=30.0))
+    body = measure(
+        Options(instances=8, seconds=60.0, warm_s=400.0, residents=2, mtbf_s=200.0, codec=True, snapshot_s=30.0)
+    )
     cost, summary = body.cost, body.brain.summary()
     assert summary["base"] >= 3 and summary["moves"] and cost.events["InstanceDown"]
     assert cost.events["InstanceReported"] > 300 and cost.events["SampleDone"] > 200

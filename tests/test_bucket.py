@@ -93,7 +93,9 @@ def test_what_only_the_store_holds_is_neither_brought_here_nor_overwritten(url):
     folder = begun(url)
     with bucket.mirrored(folder, print):
         assert sorted(path.name for path in folder.iterdir() if path.name[0] != ".") == [
-            "checkpoints", *sorted(bucket.CONFIG)]
+            "checkpoints",
+            *sorted(bucket.CONFIG),
+        ]
         for key in theirs:
             bucket.Objects(url).put(key, b"newer")
     assert all(bucket.Objects(url).get(key) == b"newer" for key in theirs)
@@ -136,10 +138,21 @@ def test_a_store_that_fails_is_an_alarm_and_never_half_a_step(url, monkeypatch):
 
 def train(url, tmp_path, **env):
     base = tmp_path / "base"
-    command = [sys.executable, "-m", "dora_jax.train", "--config=configs/quickstart.py:tiny", f"--workdir={url}",
-               "--config.steps=12", "--config.checkpoint.every=3", "--config.journal.keep_all=True",
-               "--config.journal.partial_s=0.2", "--config.orchestrator.filter_zero_variance=False",
-               "--config.trainer.overlong_cache=64", f"--config.model.path={base}", f"--config.sft.out={base}"]
+    command = [
+        sys.executable,
+        "-m",
+        "dora_jax.train",
+        "--config=configs/quickstart.py:tiny",
+        f"--workdir={url}",
+        "--config.steps=12",
+        "--config.checkpoint.every=3",
+        "--config.journal.keep_all=True",
+        "--config.journal.partial_s=0.2",
+        "--config.orchestrator.filter_zero_variance=False",
+        "--config.trainer.overlong_cache=64",
+        f"--config.model.path={base}",
+        f"--config.sft.out={base}",
+    ]
     return run(command, tmp_path, **env)
 
 

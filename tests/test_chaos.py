@@ -17,7 +17,9 @@ from test_durable import Run
 
 
 def python(code, **env):
-    return subprocess.run([sys.executable, "-c", code], env={**os.environ, **env}, capture_output=True, text=True, check=False)
+    return subprocess.run(
+        [sys.executable, "-c", code], env={**os.environ, **env}, capture_output=True, text=True, check=False
+    )
 
 
 def test_a_point_kills_at_its_pass_and_no_other():
@@ -57,9 +59,14 @@ def segments(folder):
 
 
 def test_the_books_find_a_sample_that_was_generated_again(finished):
-    path, done = next((path, data) for path, records in segments(finished) for data in records
-                      if isinstance(CODEC.decode(data), Fact) and isinstance(CODEC.decode(data).event, ev.SampleDone)
-                      and CODEC.decode(data).event.id.group_id >= 0)
+    path, done = next(
+        (path, data)
+        for path, records in segments(finished)
+        for data in records
+        if isinstance(CODEC.decode(data), Fact)
+        and isinstance(CODEC.decode(data).event, ev.SampleDone)
+        and CODEC.decode(data).event.id.group_id >= 0
+    )
     path.write_bytes(path.read_bytes() + frame(done))
     books = audit(finished)
     assert not books.ok and books.generated_again == (CODEC.decode(done).event.id,)
@@ -73,8 +80,12 @@ def test_the_books_need_the_first_segment(finished):
 
 @pytest.mark.slow
 def test_the_real_run_survives_ten_kills_and_every_fault_point(tmp_path):
-    out = subprocess.run([sys.executable, "-m", "dora_jax.bench.chaos", "--kills=10", f"--workdir={tmp_path}"],
-                         capture_output=True, text=True, check=False)
+    out = subprocess.run(
+        [sys.executable, "-m", "dora_jax.bench.chaos", "--kills=10", f"--workdir={tmp_path}"],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
     assert out.returncode == 0, out.stdout + out.stderr
     assert "lost 0, trained twice 0, finished samples generated again 0" in out.stdout
 
@@ -83,6 +94,10 @@ def test_the_real_run_survives_ten_kills_and_every_fault_point(tmp_path):
 @pytest.mark.parametrize("bench", ["exact --steps=4 --cuts=1", "damage --faults=60 --resumes=1"])
 def test_killed_runs_are_exact_and_damage_is_noticed(tmp_path, bench):
     name, *flags = bench.split()
-    out = subprocess.run([sys.executable, "-m", f"dora_jax.bench.{name}", *flags, f"--workdir={tmp_path}"],
-                         capture_output=True, text=True, check=False)
+    out = subprocess.run(
+        [sys.executable, "-m", f"dora_jax.bench.{name}", *flags, f"--workdir={tmp_path}"],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
     assert out.returncode == 0, out.stdout + out.stderr

@@ -37,8 +37,10 @@ def tree_on(n_devices):
     """Something to save without a model: one array over the devices, one on each."""
     mesh = sharding.make_mesh(jax.devices()[:n_devices], 1, n_devices, 1)
     place = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("fsdp"))
-    params = {"w": jax.device_put(np.arange(64, dtype=np.float32) + 1, place),
-              "layers": {"norm": np.ones((2, 3), np.float32)}}
+    params = {
+        "w": jax.device_put(np.arange(64, dtype=np.float32) + 1, place),
+        "layers": {"norm": np.ones((2, 3), np.float32)},
+    }
     params = jax.tree.map(jax.numpy.asarray, params)
     return types.SimpleNamespace(params=params, state=types.SimpleNamespace(opt_state={"mu": params["w"] * 2}))
 
@@ -87,8 +89,13 @@ def test_a_reader_with_jax_and_orbax_only(store, tmp_path):
     trainer = tree_on(4)
     save(store, trainer, 7)
     store.wait()
-    out = subprocess.run([sys.executable, "-c", READER, str(tmp_path / "7")], capture_output=True, text=True,
-                         env={"JAX_PLATFORMS": "cpu", "PATH": ""}, check=False)
+    out = subprocess.run(
+        [sys.executable, "-c", READER, str(tmp_path / "7")],
+        capture_output=True,
+        text=True,
+        env={"JAX_PLATFORMS": "cpu", "PATH": ""},
+        check=False,
+    )
     assert out.returncode == 0, out.stderr
     want = sum(np.abs(x).sum(dtype=np.float64) for x in jax.tree.leaves(host(trainer.params)))
     assert float(out.stdout) == pytest.approx(want, rel=1e-4)
@@ -195,8 +202,9 @@ def small(scale=1.0):
 
 
 def store_of(tmp_path, said=None, **section):
-    return checkpoint.Checkpoints(tmp_path, config.CheckpointSection(**section),
-                                  (said if said is not None else []).append)
+    return checkpoint.Checkpoints(
+        tmp_path, config.CheckpointSection(**section), (said if said is not None else []).append
+    )
 
 
 def files_of(root):
@@ -212,7 +220,7 @@ def damaged(path, kind, draw):
     if kind == "flip" and content:
         content[draw.randrange(len(content))] ^= 1 << draw.randrange(8)
     else:
-        del content[draw.randrange(max(1, len(content))):]
+        del content[draw.randrange(max(1, len(content))) :]
     path.write_bytes(content)
 
 
@@ -271,13 +279,16 @@ def test_what_a_fallback_undoes_makes_room(tmp_path):
     assert_equal(checkpoint.read_params(tmp_path, 2), host(small(9).params))
 
 
-@pytest.mark.parametrize(("section", "floor", "kept"), [
-    ({"keep": 1}, None, [7]),
-    ({"keep": 2}, None, [6, 7]),
-    ({"keep": 1, "keep_every": 3}, None, [3, 6, 7]),
-    ({"keep": 1, "keep_best": 2}, None, [2, 4, 7]),
-    ({"keep": 1}, 5, [5, 7]),
-])
+@pytest.mark.parametrize(
+    ("section", "floor", "kept"),
+    [
+        ({"keep": 1}, None, [7]),
+        ({"keep": 2}, None, [6, 7]),
+        ({"keep": 1, "keep_every": 3}, None, [3, 6, 7]),
+        ({"keep": 1, "keep_best": 2}, None, [2, 4, 7]),
+        ({"keep": 1}, 5, [5, 7]),
+    ],
+)
 def test_keeps_the_newest_the_best_every_nth_and_what_is_live(tmp_path, section, floor, kept):
     rewards = {1: 0.1, 2: 0.9, 3: 0.2, 4: 0.8, 5: 0.3, 6: 0.0, 7: 0.1}
     store = store_of(tmp_path, **section)
@@ -352,10 +363,14 @@ def test_of_a_save_that_the_system_refuses_one_sentence_is_left(tmp_path, caplog
 
 def test_a_disk_without_room_is_named_and_not_what_was_being_written(tmp_path):
     store = store_of(tmp_path, said := [])
-    store._failed(3, ValueError('RESOURCE_EXHAUSTED: Error writing "w/0.0" in OCDBT database: No space left on device [...]'))
+    store._failed(
+        3, ValueError('RESOURCE_EXHAUSTED: Error writing "w/0.0" in OCDBT database: No space left on device [...]')
+    )
     store.close()
-    assert said == [f"the checkpoint of step 3 failed in the background: {tmp_path}: No space left on device; training goes "
-                    "on, and the newest good one is None"]
+    assert said == [
+        f"the checkpoint of step 3 failed in the background: {tmp_path}: No space left on device; training goes "
+        "on, and the newest good one is None"
+    ]
 
 
 def test_another_dtype_on_request(tmp_path):
@@ -363,8 +378,9 @@ def test_another_dtype_on_request(tmp_path):
     tree = small()
     save(store, tree, 1)
     store.wait()
-    like = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, "bfloat16", sharding=x.sharding),
-                        (tree.params, tree.state.opt_state))
+    like = jax.tree.map(
+        lambda x: jax.ShapeDtypeStruct(x.shape, "bfloat16", sharding=x.sharding), (tree.params, tree.state.opt_state)
+    )
     for half in ((like[0], tree.state.opt_state), (tree.params, like[1])):
         with pytest.raises(ValueError, match="stored as float32"):
             store.restore(1, *half)

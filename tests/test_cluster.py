@@ -120,9 +120,16 @@ class Oracles(FakeLauncher):
         engine.import_ = lambda parcel, then=engine.import_: (self.imported.append(parcel), then(parcel))
         led = [Wire(turns)] * (host.began.hosts - 1)
         weights = WeightHost(host.began.rank, None, Brought(), {}, self._read)
-        role = RolloutRole(host.began, engine, weights, host.link, Pulse(host.link),
-                           Follower(turns) if host.began.rank else Leader(led), self._partial_s,
-                           self._porter(host.began.instance, host.began.rank))
+        role = RolloutRole(
+            host.began,
+            engine,
+            weights,
+            host.link,
+            Pulse(host.link),
+            Follower(turns) if host.began.rank else Leader(led),
+            self._partial_s,
+            self._porter(host.began.instance, host.began.rank),
+        )
         host.ready()
         role.run(host.inbox)
 
@@ -132,11 +139,27 @@ class Oracles(FakeLauncher):
 
 
 class World:
-    def __init__(self, folder, mode="dora", max_versions=3, instances=3, length=None, partial_s=0.005,
-                 hosts=2, porter=lambda instance, host: Porter(instance, host, None, None)):
+    def __init__(
+        self,
+        folder,
+        mode="dora",
+        max_versions=3,
+        instances=3,
+        length=None,
+        partial_s=0.005,
+        hosts=2,
+        porter=lambda instance, host: Porter(instance, host, None, None),
+    ):
         self.config = OrchestratorConfig(
-            mode=mode, max_versions=max_versions, groups_per_step=P, group_size=G, inflight=1.5, total_steps=STEPS,
-            max_prompt_tokens=8, max_new_tokens=64)
+            mode=mode,
+            max_versions=max_versions,
+            groups_per_step=P,
+            group_size=G,
+            inflight=1.5,
+            total_steps=STEPS,
+            max_prompt_tokens=8,
+            max_new_tokens=64,
+        )
         self.folder, self.said = folder, []
         self._hosts, self._instances, self._mode = hosts, instances, mode
         length = length or (lambda version, group, index, limit: 60 if (group + index) % 5 == 0 else 2 + index % 5)
@@ -150,20 +173,33 @@ class World:
         """A controller, on what the journal told it, if it told anything."""
         self.roster, self.outbox, self.remotes = self.new_roster(), queue.SimpleQueue(), {}
         self.hub = Hub("127.0.0.1", self.roster)
-        self.publisher = Publisher(StoredWeights(self.folder.parent / "weights"), (STORAGE,), self.said.append,
-                                   past=found is not None)
+        self.publisher = Publisher(
+            StoredWeights(self.folder.parent / "weights"), (STORAGE,), self.said.append, past=found is not None
+        )
         self.weights = self.launcher.weights = Published(self.publisher)
         for i in range(self._instances):
             up = ev.InstanceUp(instance=i, slots=8, pages=96, page_size=8)
-            self.remotes[i] = RemoteInstance(i, up, self.outbox, self.remotes, self.publisher,
-                                             self._keeper(i), self.said.append)
+            self.remotes[i] = RemoteInstance(
+                i, up, self.outbox, self.remotes, self.publisher, self._keeper(i), self.said.append
+            )
         groups = MemoryGroupStore()
-        self.orchestrator, self.book = (found.orchestrator, found.book) if found else (Orchestrator(self.config), Book())
-        trainer = TrainerWorker(Trainer(), lambda groups, base: None, groups, self.weights,
-                                self.config.decisions.max_lag, self.outbox)
-        self.world = LocalWorld(instances=list(self.remotes.values()), trainer=trainer, task=Task(),
-                                scorer=Scorer(mixed=self._mode == "partial"), groups=groups, weights=self.weights,
-                                outbox=self.outbox, group_size=G, eval_samples=2)
+        self.orchestrator, self.book = (
+            (found.orchestrator, found.book) if found else (Orchestrator(self.config), Book())
+        )
+        trainer = TrainerWorker(
+            Trainer(), lambda groups, base: None, groups, self.weights, self.config.decisions.max_lag, self.outbox
+        )
+        self.world = LocalWorld(
+            instances=list(self.remotes.values()),
+            trainer=trainer,
+            task=Task(),
+            scorer=Scorer(mixed=self._mode == "partial"),
+            groups=groups,
+            weights=self.weights,
+            outbox=self.outbox,
+            group_size=G,
+            eval_samples=2,
+        )
         self.world.recall(self.book)
         self.records = []
         self.world.listen(self.records.append)
@@ -188,12 +224,21 @@ class World:
 
     def _keeper(self, instance):
         def begin(rank, coordinator, leader):
-            return calls.Begin(config={}, workdir="", instance=instance, rank=rank, hosts=self._hosts, coordinator="",
-                               leader="")
+            return calls.Begin(
+                config={}, workdir="", instance=instance, rank=rank, hosts=self._hosts, coordinator="", leader=""
+            )
 
-        return lambda name, **hooks: Keeper(self.hub, self.launcher, name, self._hosts, "", begin=begin,
-                                            say=self.said.append, limits=dataclasses.replace(LIMITS, restarts=20),
-                                            **hooks)
+        return lambda name, **hooks: Keeper(
+            self.hub,
+            self.launcher,
+            name,
+            self._hosts,
+            "",
+            begin=begin,
+            say=self.said.append,
+            limits=dataclasses.replace(LIMITS, restarts=20),
+            **hooks,
+        )
 
 
 def check(world, halt):
@@ -336,8 +381,14 @@ def drained(outbox):
 
 
 A = SampleId(3, 1)
-PARCEL = Parcel(id=A, version=0, prompt_ids=np.zeros(1, np.int32), out_ids=np.zeros(2, np.int32),
-                logprobs=np.zeros(2, np.float32), max_new_tokens=9)
+PARCEL = Parcel(
+    id=A,
+    version=0,
+    prompt_ids=np.zeros(1, np.int32),
+    out_ids=np.zeros(2, np.int32),
+    logprobs=np.zeros(2, np.float32),
+    max_new_tokens=9,
+)
 
 
 def test_commands_reach_a_gang_only_after_its_coming_was_heard(pair):

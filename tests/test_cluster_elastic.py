@@ -22,15 +22,24 @@ def test_gangs_that_come_and_go_lose_nothing_and_repeat_nothing(tmp_path, mode, 
 
 @pytest.mark.parametrize("hosts", [1, 2])
 def test_a_gang_that_leaves_takes_no_token_with_it(tmp_path, hosts):
-    world = World(tmp_path / "journal", length=lambda version, group, index, limit: 60, instances=2, partial_s=1e9,
-                  hosts=hosts, porter=Porters(share=0.0))
+    world = World(
+        tmp_path / "journal",
+        length=lambda version, group, index, limit: 60,
+        instances=2,
+        partial_s=1e9,
+        hosts=hosts,
+        porter=Porters(share=0.0),
+    )
     started, seen = set(), []
 
     def preempt(event, commands):
         if isinstance(event, ev.SampleStarted) and event.instance == 0:
             started.add(event.id)
-        elif isinstance(event, ev.InstanceReported) and not seen and started.intersection(
-                zip(event.groups, event.indices, strict=True)):
+        elif (
+            isinstance(event, ev.InstanceReported)
+            and not seen
+            and started.intersection(zip(event.groups, event.indices, strict=True))
+        ):
             seen.append(event)
             world.hosts(0)[-1].link.send(calls.Notice(reason="SIGTERM"))
 
@@ -54,8 +63,9 @@ def test_a_gang_that_comes_later_takes_work(tmp_path):
 
     check(world, world.run([resize]))
     kinds = ev.StepPublished, ev.InstanceUp, ev.SampleDone
-    seen = [type(event) for event in events(world.folder)
-            if isinstance(event, kinds) and getattr(event, "instance", 2) == 2]
+    seen = [
+        type(event) for event in events(world.folder) if isinstance(event, kinds) and getattr(event, "instance", 2) == 2
+    ]
     up = seen.index(ev.InstanceUp)
     assert seen[:up].count(ev.StepPublished) >= 2 and ev.SampleDone in seen[up:] and ev.SampleDone not in seen[:up]
 
@@ -67,8 +77,10 @@ class Instance:
         self.wanted = wanted
 
 
-@pytest.mark.parametrize("text, wanted", [
-    (None, 3), ("2", 2), ("1\n", 1), ("3", 3), ("", 3), ("0", 3), ("4", 3), ("two", 3), ("-1", 3), ("1.5", 3)])
+@pytest.mark.parametrize(
+    "text, wanted",
+    [(None, 3), ("2", 2), ("1\n", 1), ("3", 3), ("", 3), ("0", 3), ("4", 3), ("two", 3), ("-1", 3), ("1.5", 3)],
+)
 def test_a_number_in_the_workdir_says_how_many_there_are_to_be(tmp_path, text, wanted):
     if text is not None:
         (tmp_path / "replicas").write_text(text)

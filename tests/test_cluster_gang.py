@@ -32,8 +32,9 @@ class Ends:
         eventually(lambda: len(self.links) == 2)
 
     def _link(self, name, end):
-        link = Link(end, lambda _, item: self.heard[name].append(item),
-                    lambda _, reason: self.ended.setdefault(name, reason))
+        link = Link(
+            end, lambda _, item: self.heard[name].append(item), lambda _, reason: self.ended.setdefault(name, reason)
+        )
         link.start()
         self.links[name] = link
 
@@ -69,11 +70,16 @@ def test_bytes_that_are_no_records_end_the_link(frame):
 
 def test_a_reader_that_stands_still_does_not_stop_the_sender():
     door = Door("127.0.0.1", b"token", lambda end: None)  # nobody ever reads
-    link = Link(connection.Client(("127.0.0.1", int(door.address.split(":")[1])), authkey=b"token"),
-                lambda _, item: None, lambda _, reason: None)
+    link = Link(
+        connection.Client(("127.0.0.1", int(door.address.split(":")[1])), authkey=b"token"),
+        lambda _, item: None,
+        lambda _, reason: None,
+    )
     link.start()
     for _ in range(100):
-        link.send(calls.Failed(error="x" * 100_000))  # far more than sockets hold: a call that waited would wait for ever
+        link.send(
+            calls.Failed(error="x" * 100_000)
+        )  # far more than sockets hold: a call that waited would wait for ever
     link.close()
 
 

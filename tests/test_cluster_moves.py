@@ -75,8 +75,7 @@ class OnePorter:
         del self._here[number]
 
 
-OFFER = Manifest(key=Key(epoch=1, version=0, receiver="rollout 1/0", sequence=1), address="", number=1,
-                 shards=())
+OFFER = Manifest(key=Key(epoch=1, version=0, receiver="rollout 1/0", sequence=1), address="", number=1, shards=())
 
 
 class Driver:
@@ -192,7 +191,7 @@ def test_kv_is_taken_once_every_process_has_its_part(carried):
     answer(remotes, number, 1)
     assert not gangs[1].posts
     answer(remotes, number, 0)
-    receive, = gangs[1].posts
+    (receive,) = gangs[1].posts
     assert (type(receive), receive.number) == (calls.Receive, number) and not gangs[1].said
     assert gangs[0].posts[-1] == calls.GiveBack(number=number)
 
@@ -204,8 +203,9 @@ def test_where_one_process_cannot_fetch_its_part_all_make_the_kv_again(carried):
     receive, leave = gangs[1].posts
     assert (type(receive), receive.number, leave) == (calls.Receive, 0, calls.Leave(number=number))
     assert gangs[0].posts[-1] == calls.GiveBack(number=number)
-    assert gangs[1].said == ["the KV of sample (3, 1) did not reach rollout 1, where it is made again: process 1: the "
-                             "peer is gone"]
+    assert gangs[1].said == [
+        "the KV of sample (3, 1) did not reach rollout 1, where it is made again: process 1: the peer is gone"
+    ]
 
 
 def test_kv_on_its_way_to_a_gang_that_is_lost_is_given_back(carried):
@@ -326,7 +326,7 @@ def handed(pair):
         part, left = (calls.CODEC.decode(calls.CODEC.encode(item)) for item in sent)
         assert left == calls.Left(hosts=2)
         remotes[0]._keeper.hooks["heard"](part)
-    handed, = drained(outbox)
+    (handed,) = drained(outbox)
     return remotes, gangs, outbox, handed.parcel
 
 
@@ -336,8 +336,9 @@ def test_a_sample_of_a_gang_that_leaves_goes_on_with_all_of_its_pages(handed):
     remotes[1].resume(parcel)
     porters = [Porter(1, host, None, None) for host in range(2)]
     brought, gangs[1].posts = gangs[1].posts, []
-    carried = [porter.keep(calls.CODEC.decode(calls.CODEC.encode(each)))
-               for porter, each in zip(porters, brought, strict=True)]
+    carried = [
+        porter.keep(calls.CODEC.decode(calls.CODEC.encode(each))) for porter, each in zip(porters, brought, strict=True)
+    ]
     remotes[1].cancel(A, "its group failed")  # which it may be at any time
     answer(remotes, carried[1].number, 1)
     assert not gangs[1].posts, "every process has its part first"
@@ -354,7 +355,7 @@ def test_a_head_that_several_processes_hold_is_carried_once(pair):
     for host in range(2):
         Outlet(sent := Sent(), host, 2, holders_alike(2, 1)).put(Handed(parcel=with_pages(0)))
         remotes[0]._keeper.hooks["heard"](sent[0])
-    handed, = drained(outbox)
+    (handed,) = drained(outbox)
     assert bits(handed.parcel.k_pages) == bits(with_pages(0).k_pages)
     parts = parted(handed.parcel, 4)
     assert [bits(part.v_pages) for part in parts] == [bits(with_pages(0).v_pages)] * 4

@@ -38,8 +38,10 @@ def like_on(devices):
         return jax.ShapeDtypeStruct(shape, dtype, sharding=where)
 
     f32, bf16 = np.float32, jax.numpy.bfloat16
-    params = {"embed": like((8, 4), f32, "fsdp"), "layers": {"w": like((2, 8), bf16, None, ("data", "fsdp")),
-                                                            "norm": like((6,), f32)}}
+    params = {
+        "embed": like((8, 4), f32, "fsdp"),
+        "layers": {"w": like((2, 8), bf16, None, ("data", "fsdp")), "norm": like((6,), f32)},
+    }
     return {"params": params, "opt_state": [{"mu": params}, {"count": like((), np.int32)}]}
 
 
@@ -164,8 +166,10 @@ class Trainer:
         self.store, self.put, self.gang = store, [None, None], self
 
     def cast(self, what):
-        answers = [calls.Done(value=0) if step is None else calls.Part(step=step, files={f"params/w/{rank}": [7, 1]})
-                   for rank, step in enumerate(self.put)]
+        answers = [
+            calls.Done(value=0) if step is None else calls.Part(step=step, files={f"params/w/{rank}": [7, 1]})
+            for rank, step in enumerate(self.put)
+        ]
         done = threading.Event()
         done.set()
         return types.SimpleNamespace(done=done, wait=lambda: answers)
@@ -222,10 +226,22 @@ def test_the_number_of_replicas_is_an_object_too(tmp_path):
 
 def train(tmp_path, console):
     return subprocess.Popen(
-        [sys.executable, "-m", "dora_jax.train", f"--config={tmp_path}/config.py", f"--workdir=file://{tmp_path}/store",
-         "--config.steps=6", "--config.rollout.instances=1", "--config.cluster.wire=storage", "--config.trainer.overlong_cache=24"],
-        stdout=console.open("w"), stderr=subprocess.STDOUT, start_new_session=True,
-        env={**os.environ, "TMPDIR": str(tmp_path / "scratch"), "DORA_COMPILE_CACHE": str(tmp_path / "cache")})
+        [
+            sys.executable,
+            "-m",
+            "dora_jax.train",
+            f"--config={tmp_path}/config.py",
+            f"--workdir=file://{tmp_path}/store",
+            "--config.steps=6",
+            "--config.rollout.instances=1",
+            "--config.cluster.wire=storage",
+            "--config.trainer.overlong_cache=24",
+        ],
+        stdout=console.open("w"),
+        stderr=subprocess.STDOUT,
+        start_new_session=True,
+        env={**os.environ, "TMPDIR": str(tmp_path / "scratch"), "DORA_COMPILE_CACHE": str(tmp_path / "cache")},
+    )
 
 
 @pytest.mark.slow

@@ -74,14 +74,29 @@ def listening(pid):
     controller = psutil.Process(pid)
     hosts = [child for child in controller.children() if "dora_jax.runtime.cluster.host" in child.cmdline()]
     assert hosts
-    return [found.laddr.ip.removeprefix("::ffff:") for each in (controller, *hosts) for found in each.net_connections("tcp")
-            if found.status == psutil.CONN_LISTEN]
+    return [
+        found.laddr.ip.removeprefix("::ffff:")
+        for each in (controller, *hosts)
+        for found in each.net_connections("tcp")
+        if found.status == psutil.CONN_LISTEN
+    ]
 
 
 def start(folder, console, **env):
     """Instances that hold one group at a time: what a step takes comes one by one."""
     with console.open("a") as log:
-        return subprocess.Popen([sys.executable, "-m", "dora_jax.train", f"--config={folder}/config.py",
-                                 f"--workdir={folder}/run", "--config.orchestrator.groups_per_step=4",
-                                 "--config.trainer.updates=4", "--config.rollout.slots=4"], stdout=log, stderr=log,
-                                env={**os.environ, **env, "DORA_COMPILE_CACHE": str(folder / "cache")})
+        return subprocess.Popen(
+            [
+                sys.executable,
+                "-m",
+                "dora_jax.train",
+                f"--config={folder}/config.py",
+                f"--workdir={folder}/run",
+                "--config.orchestrator.groups_per_step=4",
+                "--config.trainer.updates=4",
+                "--config.rollout.slots=4",
+            ],
+            stdout=log,
+            stderr=log,
+            env={**os.environ, **env, "DORA_COMPILE_CACHE": str(folder / "cache")},
+        )

@@ -110,8 +110,9 @@ def counted(kind, n):
     return kill
 
 
-@pytest.mark.parametrize("mode, max_versions, seed", [("dora", 3, 0), ("partial", 2, 1), ("sync", 1, 2),
-                                                      ("dora", 2, 3)])
+@pytest.mark.parametrize(
+    "mode, max_versions, seed", [("dora", 3, 0), ("partial", 2, 1), ("sync", 1, 2), ("dora", 2, 3)]
+)
 def test_gangs_go_on_and_the_next_controller_takes_them_over(tmp_path, mode, max_versions, seed):
     draw, lives = random.Random(seed), Lives(tmp_path / "journal", mode, max_versions)
     halt = lives.life(counted(ev.SampleDone, draw.randrange(2, 20)))
@@ -134,8 +135,13 @@ def test_what_was_sampled_while_nobody_listened_is_kept(tmp_path, hosts, monkeyp
         return OracleEngine.tick(engine) if released.is_set() or not long_ones else IDLE  # these do not end
 
     monkeypatch.setattr(SlowEngine, "tick", tick)
-    lives = Lives(tmp_path / "journal", length=lambda version, group, index, limit: (60, 8, 60, 32)[index],
-                  instances=1, partial_s=1e9, hosts=hosts)
+    lives = Lives(
+        tmp_path / "journal",
+        length=lambda version, group, index, limit: (60, 8, 60, 32)[index],
+        instances=1,
+        partial_s=1e9,
+        hosts=hosts,
+    )
     assert lives.life(counted(ev.SampleDone, 2)) is None  # by then the journal knows of all that has started
     started = {event.id for event in events(lives.folder) if isinstance(event, ev.SampleStarted)}
     lives.launcher.imported.clear()
@@ -172,8 +178,9 @@ def test_gangs_of_another_build_are_ended_and_begun_anew(tmp_path, monkeypatch):
 
 def test_without_the_trainer_of_before_nothing_but_the_processes_is_used(tmp_path):
     """A trainer that is made again may come to other weights: what gangs hold and have sampled is left."""
-    lives = Lives(tmp_path / "journal", length=lambda version, group, index, limit: 9 if index == 1 else 60,
-                  partial_s=1e9)
+    lives = Lives(
+        tmp_path / "journal", length=lambda version, group, index, limit: 9 if index == 1 else 60, partial_s=1e9
+    )
     assert lives.life(counted(ev.SampleDone, 2)) is None
     started = [event.id for event in events(lives.folder) if isinstance(event, ev.SampleStarted)]
     lives.launcher.imported.clear()
@@ -294,8 +301,9 @@ def test_a_storage_that_refuses_is_spoken_of_and_stops_no_keeper(tmp_path, monke
     assert Roster(str(tmp_path), "build").left.keys() == {"trainer"}
 
 
-@pytest.mark.parametrize("text", ["{", "[1]", '{"gangs": {}}', '{"token": "x"}',
-                                  '{"token": "00", "gangs": {"trainer": 3}}'])
+@pytest.mark.parametrize(
+    "text", ["{", "[1]", '{"gangs": {}}', '{"token": "x"}', '{"token": "00", "gangs": {"trainer": 3}}']
+)
 def test_what_no_controller_has_written_is_refused_in_a_sentence(tmp_path, text):
     (tmp_path / ROSTER).write_text(text)
     with pytest.raises(ConfigError, match=f"{ROSTER} is not what a controller writes"):
@@ -310,6 +318,7 @@ def test_of_weights_from_before_what_is_live_is_kept(tmp_path, scheme):
         stored.write(version, slices.offered({"w": jnp.full(2, version)}))
         if version != 3:
             stored.finish(version)
+
     def names():
         return {key.split("/")[1] for key in Objects(f"file://{tmp_path}").keys("weights")}
 

@@ -89,8 +89,13 @@ class Rig:
         self.steps = StepFolder(self.launcher.folder, self.said.append)
         self.publisher = Publisher(self.stored, paths, self.said.append)
         self.journaled = journaled
-        self.trainer = RemoteTrainer(self.steps, lambda v: [s for s in self.journal if s.base >= v],
-                                     self.publisher, self.said.append, self._keeper)
+        self.trainer = RemoteTrainer(
+            self.steps,
+            lambda v: [s for s in self.journal if s.base >= v],
+            self.publisher,
+            self.said.append,
+            self._keeper,
+        )
         self.weights = RemoteWeights(self.publisher)
 
     def __enter__(self):
@@ -121,8 +126,9 @@ class Rig:
     def published(self, base, groups, metrics):
         self.weights.put(base + 1, self.trainer.params)
         if self.journaled:
-            self.journal.append(Step(base=base, groups=groups,
-                                     published=Published(epoch=0, digest=self.trainer.digest())))
+            self.journal.append(
+                Step(base=base, groups=groups, published=Published(epoch=0, digest=self.trainer.digest()))
+            )
         return metrics
 
     def kill(self):
@@ -258,8 +264,9 @@ def test_weights_that_come_out_otherwise_are_spoken_of(tmp_path):
 
 def test_processes_that_disagree_end_the_run(tmp_path):
     with Rig(tmp_path) as rig:
-        rig.launcher.answer = lambda host, what: (calls.Made(digest=host.began.rank, metrics={})
-                                                  if isinstance(what, calls.Make) else calls.Done(value=0))
+        rig.launcher.answer = lambda host, what: (
+            calls.Made(digest=host.began.rank, metrics={}) if isinstance(what, calls.Make) else calls.Done(value=0)
+        )
         with pytest.raises(RuntimeError, match="disagree over Make"):
             rig.trainer.step(part((group(0),), 0))
 
@@ -285,21 +292,27 @@ def mesh_of(tensor):
 def test_stored_weights_come_back_on_another_mesh_and_only_when_whole(tmp_path, scheme):
     stored = weights_at(f"{scheme}{tmp_path}")
     stored.clear()
-    tree = {"embed": np.arange(24, dtype=np.float32).reshape(4, 6),
-            "layers": {"w": np.arange(32, dtype=jax.numpy.bfloat16).reshape(2, 4, 4)}}
+    tree = {
+        "embed": np.arange(24, dtype=np.float32).reshape(4, 6),
+        "layers": {"w": np.arange(32, dtype=jax.numpy.bfloat16).reshape(2, 4, 4)},
+    }
     rows = jax.sharding.NamedSharding(sharding.make_mesh(jax.devices()[:4], 2, 2, 1), P("fsdp"))
     columns = jax.sharding.NamedSharding(mesh_of(2), P(None, "tensor"))
     stored.write(3, slices.offered(jax.device_put(tree, rows)))
     assert not stored.has(3)
-    like = {"embed": jax.ShapeDtypeStruct((4, 6), np.float32, sharding=columns),
-            "layers": {"w": jax.ShapeDtypeStruct((2, 4, 4), jax.numpy.bfloat16, sharding=columns)}}
+    like = {
+        "embed": jax.ShapeDtypeStruct((4, 6), np.float32, sharding=columns),
+        "layers": {"w": jax.ShapeDtypeStruct((2, 4, 4), jax.numpy.bfloat16, sharding=columns)},
+    }
     if not scheme:  # in a bucket it is the controller that tells nobody
         with pytest.raises(ValueError):
             stored.read(3, slices.wanted(like))
     stored.finish(3)
     assert stored.has(3)
-    back = placed(slices.received(like, stored.read(3, slices.wanted(like))),
-                  {"embed": columns, "layers": [{"w": jax.sharding.NamedSharding(mesh_of(2), P("tensor"))}] * 2})
+    back = placed(
+        slices.received(like, stored.read(3, slices.wanted(like))),
+        {"embed": columns, "layers": [{"w": jax.sharding.NamedSharding(mesh_of(2), P("tensor"))}] * 2},
+    )
     jax.tree.map(np.testing.assert_array_equal, back, {**tree, "layers": [{"w": w} for w in tree["layers"]["w"]]})
     assert back["layers"][0]["w"].dtype == jax.numpy.bfloat16 and back["embed"].sharding == columns
     other = {"embed": jax.ShapeDtypeStruct((4, 6), jax.numpy.bfloat16, sharding=columns)}

@@ -19,14 +19,25 @@ FUZZED = 1000
 
 
 def sample(group=3, index=1, n=5):
-    return Sample(id=SampleId(group, index), prompt_ids=np.arange(4, dtype=np.int32), out_ids=np.arange(n, dtype=np.int32),
-                  logprobs=np.linspace(-1, 0, n, dtype=np.float32), mask=np.ones(n, bool),
-                  spans=(Span(version=2, start=0, stop=n),), finish="stop")
+    return Sample(
+        id=SampleId(group, index),
+        prompt_ids=np.arange(4, dtype=np.int32),
+        out_ids=np.arange(n, dtype=np.int32),
+        logprobs=np.linspace(-1, 0, n, dtype=np.float32),
+        mask=np.ones(n, bool),
+        spans=(Span(version=2, start=0, stop=n),),
+        finish="stop",
+    )
 
 
 def scored():
-    return ScoredGroup(group_id=3, version=2, samples=(sample(), sample(index=2, n=0)),
-                       rewards=np.array([0.5, np.nan], np.float32), parts={"exact": np.array([0.5, -np.inf], np.float32)})
+    return ScoredGroup(
+        group_id=3,
+        version=2,
+        samples=(sample(), sample(index=2, n=0)),
+        rewards=np.array([0.5, np.nan], np.float32),
+        parts={"exact": np.array([0.5, -np.inf], np.float32)},
+    )
 
 
 EXAMPLES = {int: 7, float: 0.5, str: "word", bool: True, SampleId: SampleId(4, 2)}
@@ -73,8 +84,15 @@ def test_every_event_and_command_comes_back(cls):
 
 def test_payload_comes_back_bit_for_bit():
     same(CODEC.decode(CODEC.encode(scored())), scored())
-    prompt = Prompt(group_id=-3, task="t", uid="u", text="ü", token_ids=np.zeros(0, np.int32),
-                    answer={"a": [1, None, True, 2.5]}, max_new_tokens=9)
+    prompt = Prompt(
+        group_id=-3,
+        task="t",
+        uid="u",
+        text="ü",
+        token_ids=np.zeros(0, np.int32),
+        answer={"a": [1, None, True, 2.5]},
+        max_new_tokens=9,
+    )
     same(CODEC.decode(CODEC.encode(prompt)), prompt)
 
 
@@ -91,32 +109,38 @@ def test_a_transposed_array_keeps_its_values():
     np.testing.assert_array_equal(CODEC.decode(CODEC.encode(dataclasses.replace(sample(), mask=array))).mask, array)
 
 
-@pytest.mark.parametrize(("row", "message"), [
-    ([], "record is expected"),
-    (["Nothing"], "'Nothing' is no record"),
-    (["StepPublished"], "has 1 fields, not 0"),
-    (["StepPublished", "two"], "StepPublished.version: a str stands where a int is expected"),
-    (["StepPublished", True], "a bool stands where a int"),
-    (["SampleDone", [1], 0, 2, "stop", 1], "two numbers"),
-    (["SampleDone", [1, 2.0], 0, 2, "stop", 1], "a float stands where a int"),
-    (["Span", 1, 2, None], "Span.stop: a NoneType"),
-    (["Sample", [1, 2], 1, 2, 3, 4, [["Train", [], 1]], "stop"], "Sample.prompt_ids"),
-    ({"a": 1}, "a dict stands where a record"),
-])
+@pytest.mark.parametrize(
+    ("row", "message"),
+    [
+        ([], "record is expected"),
+        (["Nothing"], "'Nothing' is no record"),
+        (["StepPublished"], "has 1 fields, not 0"),
+        (["StepPublished", "two"], "StepPublished.version: a str stands where a int is expected"),
+        (["StepPublished", True], "a bool stands where a int"),
+        (["SampleDone", [1], 0, 2, "stop", 1], "two numbers"),
+        (["SampleDone", [1, 2.0], 0, 2, "stop", 1], "a float stands where a int"),
+        (["Span", 1, 2, None], "Span.stop: a NoneType"),
+        (["Sample", [1, 2], 1, 2, 3, 4, [["Train", [], 1]], "stop"], "Sample.prompt_ids"),
+        ({"a": 1}, "a dict stands where a record"),
+    ],
+)
 def test_what_is_no_record_is_refused_by_field(row, message):
     with pytest.raises(codec.CodecError, match=message):
         CODEC.decode(msgpack.packb(row))
 
 
-@pytest.mark.parametrize(("array", "message"), [
-    (["float32", [2**62, 2**62], b""], "needs"),
-    (["float32", [-1], b""], "sizes"),
-    (["float32", [1] * 9, b"1234"], "sizes"),
-    (["object", [1], b"12345678"], "no dtype"),
-    (["float32", [1], "1234"], "no dtype"),
-    (["float32", [1]], "dtype, shape and bytes"),
-    ([msgpack.ExtType(1, b"x"), [1], b"1234"], "inside an array"),
-])
+@pytest.mark.parametrize(
+    ("array", "message"),
+    [
+        (["float32", [2**62, 2**62], b""], "needs"),
+        (["float32", [-1], b""], "sizes"),
+        (["float32", [1] * 9, b"1234"], "sizes"),
+        (["object", [1], b"12345678"], "no dtype"),
+        (["float32", [1], "1234"], "no dtype"),
+        (["float32", [1]], "dtype, shape and bytes"),
+        ([msgpack.ExtType(1, b"x"), [1], b"1234"], "inside an array"),
+    ],
+)
 def test_an_array_that_lies_about_its_size_is_refused(array, message):
     data = msgpack.packb(["Sample", [1, 2], msgpack.ExtType(codec.ARRAY, msgpack.packb(array)), 0, 0, 0, [], "stop"])
     with pytest.raises(codec.CodecError, match=message):
@@ -142,7 +166,7 @@ def fuzzed(seed, good):
     if kind == 2:
         return bytes([draw.choice([0xDD, 0xDF, 0xDB, 0xC6, 0xC9])]) + draw.randbytes(4) + bytes(data)
     if kind == 3:
-        del data[draw.randrange(len(data)):]
+        del data[draw.randrange(len(data)) :]
     for _ in range(draw.randrange(1, 6)):
         if data:
             data[draw.randrange(len(data))] = draw.randrange(256)

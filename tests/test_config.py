@@ -40,8 +40,10 @@ def problems(**fields):
 
 def test_defaults_mirror_the_dataclasses():
     assert from_config_dict(good()) == dataclasses.replace(
-        Config(), model=dataclasses.replace(Config().model, path="somewhere"),
-        task=dataclasses.replace(Config().task, name="reasoning_gym:chain_sum"))
+        Config(),
+        model=dataclasses.replace(Config().model, path="somewhere"),
+        task=dataclasses.replace(Config().task, name="reasoning_gym:chain_sum"),
+    )
 
 
 def test_no_field_has_a_type_that_a_command_line_cannot_override():
@@ -72,58 +74,61 @@ def test_a_locked_free_form_field_can_still_be_replaced():
     assert from_config_dict(c.lock()).trainer.loss_params == {"eps_lo": 0.1}
 
 
-@pytest.mark.parametrize("field, value, why", [
-    ("steps", "ten", "is not a int"),
-    ("steps", True, "is not a int"),
-    ("steps", 1.5, "is not a int"),
-    ("task__shuffle_rewards", 1, "is not a bool"),
-    ("task__rewards", ("a.b", 3), "3 is not a str"),
-    ("task__rewards", "a.b", "is not a tuple"),
-    ("trainer__learning_rate", float("nan"), "is not a finite float"),
-    ("trainer__loss_params", 3, "is not a dict"),
-    ("trainer", 3, "is not a section"),
-    ("trainer__learning_rat", 1.0, "unknown field; the nearest is trainer.learning_rate"),
-    ("steps", 0, "at least 1"),
-    ("seed", -1, "at least 0"),
-    ("placement", "somewhere", "is none of: auto, disjoint, shared"),
-    ("model__path", "", "empty"),
-    ("task__name", "chain_sum", "neither"),
-    ("task__name", "reasoning_gym:", "neither"),
-    ("task__name", "rows", "task.path"),
-    ("task__template", "Solve!", "{prompt}"),
-    ("task__rewards", (), "empty"),
-    ("task__rewards", ("exact",), "import path"),
-    ("reward_model__placement", "shared", "none of: own, trainer"),
-    ("reward_model__tensor", 0, "at least 1"),
-    ("task__answer_pattern", "(", "not a regular expression"),
-    ("task__extract", "(a{99999999999})", "not a regular expression: the repetition number is too large"),
-    ("task__extract", "(" * 5000 + ")" * 5000, "not a regular expression: maximum recursion depth"),
-    ("task__extract", "abc", "no group"),
-    ("task__max_failed_share", 1.5, "between 0 and 1"),
-    ("eval__prompts", 257, "task.heldout"),
-    ("rollout__page_size", 12, "power of two"),
-    ("rollout__pages", 15, "which needs 17"),
-    ("rollout__prefill_tokens", 8, "less than a page"),
-    ("rollout__decode_rows", 5, "not a multiple"),
-    ("rollout__temperature", 0.0, "temperature"),
-    ("rollout__top_k", 5, "top_k"),
-    ("rollout__attention", "flash", "reference, tpu, tokamax, gpu"),
-    ("orchestrator__mode", "asynch", "dora_paper"),
-    ("orchestrator__max_versions", 0, "must be positive"),
-    ("orchestrator__group_size", 65, "64 slots"),
-    ("orchestrator__inflight", 0.01, "less than one group"),
-    ("trainer__pack_tokens", 254, "255"),
-    ("trainer__rows", 8, "64 always do"),
-    ("trainer__policy_loss", "gpso", "gspo"),
-    ("trainer__policy_loss", "gspo", "seq_mean_token_mean"),
-    ("trainer__advantage", "dr_grpo", "seq_mean_token_sum_norm"),
-    ("trainer__correction", "tis", "twice"),
-    ("trainer__loss_params", {"eps": 0.2}, "eps"),
-    ("trainer__fsdp", 0, "fsdp"),
-    ("sft__n_heads", 3, "n_kv_heads"),
-    ("sft__head_dim", 7, "odd"),
-    ("sft__family", "gpt2", "llama"),
-])
+@pytest.mark.parametrize(
+    "field, value, why",
+    [
+        ("steps", "ten", "is not a int"),
+        ("steps", True, "is not a int"),
+        ("steps", 1.5, "is not a int"),
+        ("task__shuffle_rewards", 1, "is not a bool"),
+        ("task__rewards", ("a.b", 3), "3 is not a str"),
+        ("task__rewards", "a.b", "is not a tuple"),
+        ("trainer__learning_rate", float("nan"), "is not a finite float"),
+        ("trainer__loss_params", 3, "is not a dict"),
+        ("trainer", 3, "is not a section"),
+        ("trainer__learning_rat", 1.0, "unknown field; the nearest is trainer.learning_rate"),
+        ("steps", 0, "at least 1"),
+        ("seed", -1, "at least 0"),
+        ("placement", "somewhere", "is none of: auto, disjoint, shared"),
+        ("model__path", "", "empty"),
+        ("task__name", "chain_sum", "neither"),
+        ("task__name", "reasoning_gym:", "neither"),
+        ("task__name", "rows", "task.path"),
+        ("task__template", "Solve!", "{prompt}"),
+        ("task__rewards", (), "empty"),
+        ("task__rewards", ("exact",), "import path"),
+        ("reward_model__placement", "shared", "none of: own, trainer"),
+        ("reward_model__tensor", 0, "at least 1"),
+        ("task__answer_pattern", "(", "not a regular expression"),
+        ("task__extract", "(a{99999999999})", "not a regular expression: the repetition number is too large"),
+        ("task__extract", "(" * 5000 + ")" * 5000, "not a regular expression: maximum recursion depth"),
+        ("task__extract", "abc", "no group"),
+        ("task__max_failed_share", 1.5, "between 0 and 1"),
+        ("eval__prompts", 257, "task.heldout"),
+        ("rollout__page_size", 12, "power of two"),
+        ("rollout__pages", 15, "which needs 17"),
+        ("rollout__prefill_tokens", 8, "less than a page"),
+        ("rollout__decode_rows", 5, "not a multiple"),
+        ("rollout__temperature", 0.0, "temperature"),
+        ("rollout__top_k", 5, "top_k"),
+        ("rollout__attention", "flash", "reference, tpu, tokamax, gpu"),
+        ("orchestrator__mode", "asynch", "dora_paper"),
+        ("orchestrator__max_versions", 0, "must be positive"),
+        ("orchestrator__group_size", 65, "64 slots"),
+        ("orchestrator__inflight", 0.01, "less than one group"),
+        ("trainer__pack_tokens", 254, "255"),
+        ("trainer__rows", 8, "64 always do"),
+        ("trainer__policy_loss", "gpso", "gspo"),
+        ("trainer__policy_loss", "gspo", "seq_mean_token_mean"),
+        ("trainer__advantage", "dr_grpo", "seq_mean_token_sum_norm"),
+        ("trainer__correction", "tis", "twice"),
+        ("trainer__loss_params", {"eps": 0.2}, "eps"),
+        ("trainer__fsdp", 0, "fsdp"),
+        ("sft__n_heads", 3, "n_kv_heads"),
+        ("sft__head_dim", 7, "odd"),
+        ("sft__family", "gpt2", "llama"),
+    ],
+)
 def test_a_wrong_value_is_one_line_that_names_its_field(field, value, why):
     found = problems(**{field: value})
     assert len(found) == 1, found
@@ -139,7 +144,8 @@ def test_less_in_flight_than_a_batch_needs_a_mode_that_counts_the_awaited_one(mo
 
 def test_rows_must_divide_over_micro_batches_and_the_mesh():
     assert problems(trainer__rows=66, trainer__micro_batches=4) == [
-        "trainer.rows: 66 is not divisible by micro_batches * data * fsdp = 4"]
+        "trainer.rows: 66 is not divisible by micro_batches * data * fsdp = 4"
+    ]
     assert problems(trainer__rows=64, trainer__micro_batches=4, trainer__data=2, trainer__fsdp=2) == []
 
 
@@ -163,13 +169,16 @@ def test_out_of_range_numbers_do_not_break_the_rules_that_divide_by_them():
             problems(**{name.replace(".", "__"): kind(-1)})
 
 
-@pytest.mark.parametrize("fields, why", [
-    ({"task__rewards": ()}, None),  # its score is the reward
-    ({"reward_model__weight": 0.0}, "no part of the reward"),
-    ({"reward_model__pack_tokens": 255}, "max_prompt_tokens + max_new_tokens = 256"),
-    ({"reward_model__data": 2, "reward_model__rows": 3}, "not divisible by data * fsdp = 2"),
-    ({"cluster__launcher": "process"}, "reward_model.path: belongs to a run in one process"),
-])
+@pytest.mark.parametrize(
+    "fields, why",
+    [
+        ({"task__rewards": ()}, None),  # its score is the reward
+        ({"reward_model__weight": 0.0}, "no part of the reward"),
+        ({"reward_model__pack_tokens": 255}, "max_prompt_tokens + max_new_tokens = 256"),
+        ({"reward_model__data": 2, "reward_model__rows": 3}, "not divisible by data * fsdp = 2"),
+        ({"cluster__launcher": "process"}, "reward_model.path: belongs to a run in one process"),
+    ],
+)
 def test_a_reward_model(fields, why):
     found = problems(reward_model__path="judge", **fields)
     assert [why in problem for problem in found] == [True] * bool(why)
@@ -189,15 +198,41 @@ def test_missing_paths_but_not_what_the_warm_start_writes(tmp_path):
     c = good()
     c.task.heldout_path = str(tmp_path / "gone.jsonl")
     assert validate.missing_paths(from_config_dict(c)) == [
-        f"task.heldout_path: {tmp_path}/gone.jsonl does not exist", "model.path: somewhere does not exist"]
+        f"task.heldout_path: {tmp_path}/gone.jsonl does not exist",
+        "model.path: somewhere does not exist",
+    ]
     c.sft.out, c.task.heldout_path = c.model.path, ""
     assert validate.missing_paths(from_config_dict(c)) == []
 
 
-@pytest.mark.parametrize("name", [
-    "token", "hf_token", "api_key", "apikey", "APIKEY", "wandbApiKey", "api-keys", "passwd", "db_passwd", "pwd",
-    "password", "passphrase", "auth", "oauth", "Authorization", "bearer", "X-Auth-Token", "credentials", "accesskey",
-    "client_secret", "jwt", "cookie", "authtokens"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "token",
+        "hf_token",
+        "api_key",
+        "apikey",
+        "APIKEY",
+        "wandbApiKey",
+        "api-keys",
+        "passwd",
+        "db_passwd",
+        "pwd",
+        "password",
+        "passphrase",
+        "auth",
+        "oauth",
+        "Authorization",
+        "bearer",
+        "X-Auth-Token",
+        "credentials",
+        "accesskey",
+        "client_secret",
+        "jwt",
+        "cookie",
+        "authtokens",
+    ],
+)
 def test_secrets_are_blanked_by_many_names(name):
     assert redact({"a": [{name: "sesame"}]}) == {"a": [{name: "<redacted>"}]}
     assert redact({f"task.params.{name}": ("sesame",)}) == {f"task.params.{name}": "<redacted>"}
@@ -208,38 +243,64 @@ def test_names_that_only_look_alike_are_kept(name):
     assert redact({name: "open"}) == {name: "open"}
 
 
-@pytest.mark.parametrize(("text", "kept"), [
-    ("https://me:sesame@host:80/x", "https://<redacted>@host:80/x"),
-    ("s3://sesame@bucket/x", "s3://<redacted>@bucket/x"),
-    ("https://h/x?a=1&api_key=sesame&b=2#c", "https://h/x?a=1&api_key=<redacted>&b=2#c"),
-    ("https://h/x?X-Amz-Signature=sesame", "https://h/x?X-Amz-Signature=<redacted>"),
-    ("from http://a/b, then https://u:sesame@c/d", "from http://a/b, then https://<redacted>@c/d"),
-    ("gs://bucket/runs/me@home", "gs://bucket/runs/me@home"), ("mail me@home, token=x", "mail me@home, token=x")])
+@pytest.mark.parametrize(
+    ("text", "kept"),
+    [
+        ("https://me:sesame@host:80/x", "https://<redacted>@host:80/x"),
+        ("s3://sesame@bucket/x", "s3://<redacted>@bucket/x"),
+        ("https://h/x?a=1&api_key=sesame&b=2#c", "https://h/x?a=1&api_key=<redacted>&b=2#c"),
+        ("https://h/x?X-Amz-Signature=sesame", "https://h/x?X-Amz-Signature=<redacted>"),
+        ("from http://a/b, then https://u:sesame@c/d", "from http://a/b, then https://<redacted>@c/d"),
+        ("gs://bucket/runs/me@home", "gs://bucket/runs/me@home"),
+        ("mail me@home, token=x", "mail me@home, token=x"),
+    ],
+)
 def test_secrets_in_urls_are_blanked_wherever_they_stand(text, kept):
     assert redact({"rows": (text,), "url": text}) == {"rows": (kept,), "url": kept}
 
 
 def test_secrets_are_blanked_by_name_and_counts_are_not():
-    tree = {"hf_token": "abc", "max_new_tokens": 5, "num_memory_tokens": 7, "api_keys": ("a", "b"), "keyboard": "k",
-            "nested": {"password": "x", "page_size": 16, "empty_secret": ""}}
+    tree = {
+        "hf_token": "abc",
+        "max_new_tokens": 5,
+        "num_memory_tokens": 7,
+        "api_keys": ("a", "b"),
+        "keyboard": "k",
+        "nested": {"password": "x", "page_size": 16, "empty_secret": ""},
+    }
     assert redact(tree) == {
-        "hf_token": "<redacted>", "max_new_tokens": 5, "num_memory_tokens": 7, "api_keys": "<redacted>", "keyboard": "k",
-        "nested": {"password": "<redacted>", "page_size": 16, "empty_secret": ""}}
+        "hf_token": "<redacted>",
+        "max_new_tokens": 5,
+        "num_memory_tokens": 7,
+        "api_keys": "<redacted>",
+        "keyboard": "k",
+        "nested": {"password": "<redacted>", "page_size": 16, "empty_secret": ""},
+    }
     assert json.loads(json.dumps(dataclasses.asdict(Config()))) == to_json(Config()), "no field of ours is one"
     c = good()
     c.task.params.api_key = "sesame"
     assert "sesame" not in str(to_json(from_config_dict(c)))
 
 
-@pytest.mark.parametrize("typed, meant", [
-    ("trainer.learning_rat", "trainer.learning_rate"), ("lr", "trainer.learning_rate"), ("page_sise", "rollout.page_size"),
-    ("sft.learning_rat", "sft.learning_rate"), ("stesp", "steps"), ("orchestrator.max_version", "orchestrator.max_versions")])
+@pytest.mark.parametrize(
+    "typed, meant",
+    [
+        ("trainer.learning_rat", "trainer.learning_rate"),
+        ("lr", "trainer.learning_rate"),
+        ("page_sise", "rollout.page_size"),
+        ("sft.learning_rat", "sft.learning_rate"),
+        ("stesp", "steps"),
+        ("orchestrator.max_version", "orchestrator.max_versions"),
+    ],
+)
 def test_nearest_known_field(typed, meant):
     assert configs.nearest(typed, configs.fields()) in (meant, meant.replace("trainer.learn", "sft.learn"))
 
 
 def test_a_plain_mapping_is_read_like_a_config_dict():
-    assert from_config_dict(ml_collections.ConfigDict({"steps": 3, "model": {"path": "m"}, "task": {"name": "reasoning_gym:x"}}))
+    assert from_config_dict(
+        ml_collections.ConfigDict({"steps": 3, "model": {"path": "m"}, "task": {"name": "reasoning_gym:x"}})
+    )
 
 
 def test_the_nearest_name_is_the_nearest_of_all_though_few_are_compared_in_full():
@@ -248,7 +309,7 @@ def test_the_nearest_name_is_the_nearest_of_all_though_few_are_compared_in_full(
         letters = list(name)
         for _ in range(3):
             at = draw.randrange(len(letters) + 1)
-            letters[at:at + draw.randrange(3)] = draw.choice(["", "a", "e.", "_s"])
+            letters[at : at + draw.randrange(3)] = draw.choice(["", "a", "e.", "_s"])
         name = "".join(letters)
         word = name.rpartition(".")[2]
 
@@ -261,13 +322,28 @@ def test_the_nearest_name_is_the_nearest_of_all_though_few_are_compared_in_full(
         assert configs.nearest(name, known) == max(known, key=likeness), name
 
 
-@pytest.mark.parametrize("fields, told", [
-    ({"orchestrator__group_size": 1}, "orchestrator.group_size: trainer.advantage = grpo compares the samples of a group"),
-    ({"orchestrator__group_size": 1, "trainer__advantage": "rloo"}, "an advantage that needs no group: reinforce_pp, gae, gae_turn"),
-    ({"orchestrator__group_size": 1, "trainer__advantage": "reinforce_pp", "orchestrator__filter_zero_variance": True},
-     "orchestrator.filter_zero_variance: a group of 1 has no variance"),
-    ({"eval__solved": "right > 1"}, "eval.solved: 'right > 1' is not of the form TERM or TERM >= NUMBER"),
-])
+@pytest.mark.parametrize(
+    "fields, told",
+    [
+        (
+            {"orchestrator__group_size": 1},
+            "orchestrator.group_size: trainer.advantage = grpo compares the samples of a group",
+        ),
+        (
+            {"orchestrator__group_size": 1, "trainer__advantage": "rloo"},
+            "an advantage that needs no group: reinforce_pp, gae, gae_turn",
+        ),
+        (
+            {
+                "orchestrator__group_size": 1,
+                "trainer__advantage": "reinforce_pp",
+                "orchestrator__filter_zero_variance": True,
+            },
+            "orchestrator.filter_zero_variance: a group of 1 has no variance",
+        ),
+        ({"eval__solved": "right > 1"}, "eval.solved: 'right > 1' is not of the form TERM or TERM >= NUMBER"),
+    ],
+)
 def test_what_would_learn_or_measure_nothing_is_refused(fields, told):
     (problem,) = problems(**fields)
     assert told in problem

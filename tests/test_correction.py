@@ -48,9 +48,7 @@ def test_icepop_zeroes_outside():
     assert float(metrics["zeroed_share"]) == pytest.approx((want[MASK] == 0).mean())
 
 
-QUANTITIES = {
-    "ratio": np.exp, "k1": lambda d: -d, "k2": lambda d: d * d / 2, "k3": lambda d: np.exp(d) - 1 - d,
-}
+QUANTITIES = {"ratio": np.exp, "k1": lambda d: -d, "k2": lambda d: d * d / 2, "k3": lambda d: np.exp(d) - 1 - d}
 BOUNDS = {"ratio": (0.8, 1.3), "k1": (-0.3, 0.2), "k2": (0.0, 0.05), "k3": (0.0, 0.06)}
 
 
@@ -65,7 +63,9 @@ def test_mask(level, metric):
         return
     q = QUANTITIES[metric]
     value = {
-        "token": q(D), "seq_mean": rows(lambda d: q(d).mean()), "seq_max": rows(lambda d: q(d).max()),
+        "token": q(D),
+        "seq_mean": rows(lambda d: q(d).mean()),
+        "seq_max": rows(lambda d: q(d).max()),
         "seq_sum": rows(lambda d: np.exp(d.sum()) if metric == "ratio" else q(d).sum()),
         "geometric": rows(lambda d: np.exp(d.mean())),
     }[level]
@@ -101,15 +101,29 @@ def test_vcpo_lr():
 @pytest.mark.parametrize("poison", [-np.inf, np.nan])
 def test_what_lies_under_the_mask_reaches_nothing(name, poison):
     clean = correction.weights(name, OLD, MU, MASK, logprobs=NOW, advantages=ADV)
-    dirty = correction.weights(name, *(np.where(MASK, x, poison) for x in (OLD, MU)), MASK,
-                               logprobs=np.where(MASK, NOW, poison), advantages=np.where(MASK, ADV, poison))
+    dirty = correction.weights(
+        name,
+        *(np.where(MASK, x, poison) for x in (OLD, MU)),
+        MASK,
+        logprobs=np.where(MASK, NOW, poison),
+        advantages=np.where(MASK, ADV, poison),
+    )
     for a, b in zip(jax.tree.leaves(clean), jax.tree.leaves(dirty)):
         np.testing.assert_array_equal(a, b)
 
 
-@pytest.mark.parametrize("name,params", [
-    ("tis", {"level": "sequence"}), ("opsm", {}), ("vcpo_lr", {}),
-    *[("mask", {"level": level, "lo": 0.7, "hi": 1.2}) for level in ("seq_sum", "seq_mean", "seq_max", "geometric")]])
+@pytest.mark.parametrize(
+    "name,params",
+    [
+        ("tis", {"level": "sequence"}),
+        ("opsm", {}),
+        ("vcpo_lr", {}),
+        *[
+            ("mask", {"level": level, "lo": 0.7, "hi": 1.2})
+            for level in ("seq_sum", "seq_mean", "seq_max", "geometric")
+        ],
+    ],
+)
 def test_packed_sequences_equal_sequences_alone(name, params):
     ids = np.array([[1, 1, 1, 1, 2, 2, 2, 2, 0, 0]])
     pack = lambda x: np.concatenate([x[0, :4], x[1, :4], np.zeros(2, x.dtype)])[None]

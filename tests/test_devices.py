@@ -17,9 +17,11 @@ from dora_jax.config import Config, ConfigError
 def config(placement="auto", instances=2, rollout_tensor=1, rows=0, micro_batches=1, **mesh):
     base = Config()
     return dataclasses.replace(
-        base, placement=placement,
+        base,
+        placement=placement,
         rollout=dataclasses.replace(base.rollout, instances=instances, tensor=rollout_tensor),
-        trainer=dataclasses.replace(base.trainer, rows=rows, micro_batches=micro_batches, **mesh))
+        trainer=dataclasses.replace(base.trainer, rows=rows, micro_batches=micro_batches, **mesh),
+    )
 
 
 def owners(plan):
@@ -27,25 +29,32 @@ def owners(plan):
     return plan.trainer, plan.trainer_mesh[:3], plan.instances
 
 
-@pytest.mark.parametrize("n_devices, asked, expected", [
-    (1, config(), ((0,), (1, 1, 1), ((0,), (0,)))),
-    (2, config(), ((0,), (1, 1, 1), ((1,), (1,)))),  # both instances share the second device
-    (3, config(), ((0,), (1, 1, 1), ((1,), (2,)))),
-    (4, config(), ((0, 1), (1, 2, 1), ((2,), (3,)))),
-    (6, config(), ((0, 1), (1, 2, 1), ((2,), (3,)))),  # fsdp stays a power of two
-    (8, config(), ((0, 1, 2, 3), (1, 4, 1), ((4,), (5,)))),
-    (8, config(instances=0), ((0, 1, 2, 3), (1, 4, 1), ((4,), (5,), (6,), (7,)))),
-    (2, config(instances=0), ((0,), (1, 1, 1), ((1,), (1,)))),
-    (8, config(instances=2, rollout_tensor=2), ((0, 1, 2, 3), (1, 4, 1), ((4, 5), (6, 7)))),
-    (6, config(instances=2, rollout_tensor=2), ((0, 1), (1, 2, 1), ((2, 3), (4, 5)))),  # what cannot share goes first
-    (4, config(data=2, fsdp=1), ((0, 1), (2, 1, 1), ((2,), (3,)))),
-    (8, config(tensor=2), ((0, 1, 2, 3), (1, 2, 2), ((4,), (5,)))),
-    (4, config(fsdp=3), ((0, 1, 2), (1, 3, 1), ((3,), (3,)))),
-    (4, config("disjoint", instances=3), ((0,), (1, 1, 1), ((1,), (2,), (3,)))),
-    (4, config("shared"), ((0, 1, 2, 3), (1, 4, 1), ((0,), (1,)))),
-    (4, config("shared", rollout_tensor=2, fsdp=2), ((0, 1), (1, 2, 1), ((0, 1), (2, 3)))),
-    (2, config("shared", instances=4), ((0, 1), (1, 2, 1), ((0,), (1,), (0,), (1,)))),
-])
+@pytest.mark.parametrize(
+    "n_devices, asked, expected",
+    [
+        (1, config(), ((0,), (1, 1, 1), ((0,), (0,)))),
+        (2, config(), ((0,), (1, 1, 1), ((1,), (1,)))),  # both instances share the second device
+        (3, config(), ((0,), (1, 1, 1), ((1,), (2,)))),
+        (4, config(), ((0, 1), (1, 2, 1), ((2,), (3,)))),
+        (6, config(), ((0, 1), (1, 2, 1), ((2,), (3,)))),  # fsdp stays a power of two
+        (8, config(), ((0, 1, 2, 3), (1, 4, 1), ((4,), (5,)))),
+        (8, config(instances=0), ((0, 1, 2, 3), (1, 4, 1), ((4,), (5,), (6,), (7,)))),
+        (2, config(instances=0), ((0,), (1, 1, 1), ((1,), (1,)))),
+        (8, config(instances=2, rollout_tensor=2), ((0, 1, 2, 3), (1, 4, 1), ((4, 5), (6, 7)))),
+        (
+            6,
+            config(instances=2, rollout_tensor=2),
+            ((0, 1), (1, 2, 1), ((2, 3), (4, 5))),
+        ),  # what cannot share goes first
+        (4, config(data=2, fsdp=1), ((0, 1), (2, 1, 1), ((2,), (3,)))),
+        (8, config(tensor=2), ((0, 1, 2, 3), (1, 2, 2), ((4,), (5,)))),
+        (4, config(fsdp=3), ((0, 1, 2), (1, 3, 1), ((3,), (3,)))),
+        (4, config("disjoint", instances=3), ((0,), (1, 1, 1), ((1,), (2,), (3,)))),
+        (4, config("shared"), ((0, 1, 2, 3), (1, 4, 1), ((0,), (1,)))),
+        (4, config("shared", rollout_tensor=2, fsdp=2), ((0, 1), (1, 2, 1), ((0, 1), (2, 3)))),
+        (2, config("shared", instances=4), ((0, 1), (1, 2, 1), ((0,), (1,), (0,), (1,)))),
+    ],
+)
 def test_who_owns_what(n_devices, asked, expected):
     assert owners(devices.plan(n_devices, asked)) == expected
 
@@ -56,36 +65,42 @@ def judged(asked, reward_placement="own", **mesh):
     return dataclasses.replace(asked, reward_model=section)
 
 
-@pytest.mark.parametrize("n_devices, asked, expected", [
-    (3, judged(config()), ((0,), (1, 1, 1), ((1,), (1,)), (2,))),  # the last; the others as if there were two
-    (8, judged(config(), data=2, tensor=2), ((0, 1), (1, 2, 1), ((2,), (3,)), (4, 5, 6, 7))),
-    (2, judged(config()), ((0,), (1, 1, 1), ((0,), (0,)), (1,))),
-    (4, judged(config(), "trainer", fsdp=2), ((0, 1), (1, 2, 1), ((2,), (3,)), (0, 1))),
-    (1, judged(config(), "trainer"), ((0,), (1, 1, 1), ((0,), (0,)), (0,))),
-    (4, config(), ((0, 1), (1, 2, 1), ((2,), (3,)), ())),
-])
+@pytest.mark.parametrize(
+    "n_devices, asked, expected",
+    [
+        (3, judged(config()), ((0,), (1, 1, 1), ((1,), (1,)), (2,))),  # the last; the others as if there were two
+        (8, judged(config(), data=2, tensor=2), ((0, 1), (1, 2, 1), ((2,), (3,)), (4, 5, 6, 7))),
+        (2, judged(config()), ((0,), (1, 1, 1), ((0,), (0,)), (1,))),
+        (4, judged(config(), "trainer", fsdp=2), ((0, 1), (1, 2, 1), ((2,), (3,)), (0, 1))),
+        (1, judged(config(), "trainer"), ((0,), (1, 1, 1), ((0,), (0,)), (0,))),
+        (4, config(), ((0, 1), (1, 2, 1), ((2,), (3,)), ())),
+    ],
+)
 def test_where_a_reward_model_lives(n_devices, asked, expected):
     plan = devices.plan(n_devices, asked)
     assert (*owners(plan), plan.reward_model) == expected
     assert ("reward model" in plan.describe()) == bool(plan.reward_model) and plan.n_devices == n_devices
 
 
-@pytest.mark.parametrize("n_devices, asked, field", [
-    (1, judged(config()), "reward_model.placement"),
-    (4, judged(config(), tensor=4), "reward_model.placement"),
-    (4, judged(config(), "trainer", tensor=4), "reward_model.data"),
-    (1, config("disjoint"), "rollout.instances"),
-    (2, config("disjoint"), "rollout.instances"),
-    (1, config(rollout_tensor=2), "rollout.instances"),
-    (4, config(instances=3, rollout_tensor=2), "rollout.instances"),
-    (4, config(fsdp=4), "rollout.instances"),
-    (2, config(data=4, fsdp=1), "trainer.data"),
-    (3, config("shared", tensor=2), "trainer.fsdp"),
-    (1, config("shared", fsdp=2), "trainer.fsdp"),
-    (4, config(rows=5), "trainer.rows"),
-    (4, config(rows=6, micro_batches=2), "trainer.rows"),
-    (0, config(), "cpu_devices"),
-])
+@pytest.mark.parametrize(
+    "n_devices, asked, field",
+    [
+        (1, judged(config()), "reward_model.placement"),
+        (4, judged(config(), tensor=4), "reward_model.placement"),
+        (4, judged(config(), "trainer", tensor=4), "reward_model.data"),
+        (1, config("disjoint"), "rollout.instances"),
+        (2, config("disjoint"), "rollout.instances"),
+        (1, config(rollout_tensor=2), "rollout.instances"),
+        (4, config(instances=3, rollout_tensor=2), "rollout.instances"),
+        (4, config(fsdp=4), "rollout.instances"),
+        (2, config(data=4, fsdp=1), "trainer.data"),
+        (3, config("shared", tensor=2), "trainer.fsdp"),
+        (1, config("shared", fsdp=2), "trainer.fsdp"),
+        (4, config(rows=5), "trainer.rows"),
+        (4, config(rows=6, micro_batches=2), "trainer.rows"),
+        (0, config(), "cpu_devices"),
+    ],
+)
 def test_what_does_not_fit_is_refused_by_field(n_devices, asked, field):
     with pytest.raises(ConfigError) as caught:
         devices.plan(n_devices, asked)
@@ -93,10 +108,16 @@ def test_what_does_not_fit_is_refused_by_field(n_devices, asked, field):
     assert problem.startswith(field), problem
 
 
-@given(n_devices=st.integers(1, 17), placement=st.sampled_from(["auto", "disjoint", "shared"]),
-       instances=st.integers(0, 5), rollout_tensor=st.integers(1, 3), data=st.integers(1, 3),
-       fsdp=st.sampled_from([-1, -1, 1, 2, 3]), tensor=st.integers(1, 3),
-       context=st.integers(1, 2))
+@given(
+    n_devices=st.integers(1, 17),
+    placement=st.sampled_from(["auto", "disjoint", "shared"]),
+    instances=st.integers(0, 5),
+    rollout_tensor=st.integers(1, 3),
+    data=st.integers(1, 3),
+    fsdp=st.sampled_from([-1, -1, 1, 2, 3]),
+    tensor=st.integers(1, 3),
+    context=st.integers(1, 2),
+)
 def test_laws_of_every_plan(n_devices, placement, instances, rollout_tensor, data, fsdp, tensor, context):
     asked = config(placement, instances, rollout_tensor, data=data, fsdp=fsdp, tensor=tensor, context=context)
     try:
@@ -106,7 +127,10 @@ def test_laws_of_every_plan(n_devices, placement, instances, rollout_tensor, dat
     used = set(plan.trainer).union(*plan.instances)
     assert used <= set(range(n_devices))
     assert math.prod(plan.trainer_mesh) == len(plan.trainer) == len(set(plan.trainer))
-    assert (*plan.trainer_mesh[::2], plan.trainer_mesh[3]) == (data, tensor, context) and fsdp in (-1, plan.trainer_mesh[1])
+    assert (*plan.trainer_mesh[::2], plan.trainer_mesh[3]) == (data, tensor, context) and fsdp in (
+        -1,
+        plan.trainer_mesh[1],
+    )
     assert len(plan.instances) == instances or (instances == 0 and len(plan.instances) >= 2)
     assert all(len(set(group)) == rollout_tensor for group in plan.instances)
     assert plan == devices.plan(n_devices, asked)
@@ -117,7 +141,9 @@ def test_laws_of_every_plan(n_devices, placement, instances, rollout_tensor, dat
     assert all(f"instance {i}" in plan.describe() for i in range(len(plan.instances)))
 
 
-@pytest.mark.parametrize("ours, jaxs, used", [("a", "b", "a"), ("", "b", "b"), ("", None, str(Path.home() / ".cache/dora_jax"))])
+@pytest.mark.parametrize(
+    "ours, jaxs, used", [("a", "b", "a"), ("", "b", "b"), ("", None, str(Path.home() / ".cache/dora_jax"))]
+)
 def test_the_compilation_cache_is_where_the_user_says(monkeypatch, ours, jaxs, used):
     import jax
 
@@ -137,8 +163,12 @@ def test_the_compilation_cache_is_where_the_user_says(monkeypatch, ours, jaxs, u
 
 def test_description_names_idle_devices():
     assert devices.plan(8, config()).describe().splitlines() == [
-        "devices: 8, trainer and instances own theirs", "  trainer     0-3  mesh data=1 fsdp=4 tensor=1 context=1",
-        "  instance 0  4  tensor=1", "  instance 1  5  tensor=1", "  idle        6,7"]
+        "devices: 8, trainer and instances own theirs",
+        "  trainer     0-3  mesh data=1 fsdp=4 tensor=1 context=1",
+        "  instance 0  4  tensor=1",
+        "  instance 1  5  tensor=1",
+        "  idle        6,7",
+    ]
 
 
 def test_number_of_devices_known_before_jax(monkeypatch):

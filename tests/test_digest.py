@@ -11,8 +11,11 @@ from dora_jax.models import sharding
 
 def tree():
     draw = np.random.default_rng(0)
-    return {"a": draw.normal(size=(8, 6)).astype(np.float32), "b": draw.normal(size=5).astype(np.float32),
-            "half": jnp.asarray(draw.normal(size=(4, 2)), jnp.bfloat16)}
+    return {
+        "a": draw.normal(size=(8, 6)).astype(np.float32),
+        "b": draw.normal(size=5).astype(np.float32),
+        "half": jnp.asarray(draw.normal(size=(4, 2)), jnp.bfloat16),
+    }
 
 
 def test_no_mesh_changes_it():
@@ -33,9 +36,16 @@ def test_every_flipped_bit_changes_it():
         assert digest(bad) != want
 
 
-@pytest.mark.parametrize("change", [
-    lambda t: t | {"a": t["a"][::-1].copy()}, lambda t: t | {"a": t["a"].T.copy()},
-    lambda t: t | {"a": np.roll(t["a"], 1, 1)}, lambda t: t | {"b": -t["b"]}, lambda t: t | {"b": t["b"] * 0},
-    lambda t: {"a": t["b"], "b": t["a"], "half": t["half"]}])
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda t: t | {"a": t["a"][::-1].copy()},
+        lambda t: t | {"a": t["a"].T.copy()},
+        lambda t: t | {"a": np.roll(t["a"], 1, 1)},
+        lambda t: t | {"b": -t["b"]},
+        lambda t: t | {"b": t["b"] * 0},
+        lambda t: {"a": t["b"], "b": t["a"], "half": t["half"]},
+    ],
+)
 def test_order_and_sign_count(change):
     assert digest(change(tree())) != digest(tree())

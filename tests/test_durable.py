@@ -65,8 +65,17 @@ class Run:
     def __init__(self, folder, mode="dora", eval_every=2):
         self.folder = folder
         self.config = OrchestratorConfig(
-            mode=mode, max_versions={"sync": 1, "one_step": 2}.get(mode, 3), groups_per_step=P, group_size=G, total_steps=STEPS,
-            max_prompt_tokens=8, max_new_tokens=64, eval_every=eval_every, eval_groups=2, eval_samples=2)
+            mode=mode,
+            max_versions={"sync": 1, "one_step": 2}.get(mode, 3),
+            groups_per_step=P,
+            group_size=G,
+            total_steps=STEPS,
+            max_prompt_tokens=8,
+            max_new_tokens=64,
+            eval_every=eval_every,
+            eval_groups=2,
+            eval_samples=2,
+        )
         self.checkpoints = {0: 1}
         self.finished, self.trained, self.evaluated, self.known = [], {}, [], set()
         self.went_on = 0
@@ -113,12 +122,30 @@ class Run:
     def world(self, trainer, versions):
         outbox, groups, self.weights = queue.SimpleQueue(), MemoryGroupStore(), Weights()
         self.weights.held = set(versions)
-        workers = [InstanceWorker(i, Slow(SECTION, length=length, version_in=int), self.weights, outbox, 0.005,
-                                  report_s=0.0) for i in range(2)]
-        worker = TrainerWorker(trainer, lambda groups, base: groups, groups, self.weights, self.config.decisions.max_lag,
-                               outbox, lambda params: params)
-        world = LocalWorld(instances=workers, trainer=worker, task=Task(too_long=(3,)), scorer=Scorer(mixed=self.config.mode == "partial"),
-                           groups=groups, weights=self.weights, outbox=outbox, group_size=G, eval_samples=2)
+        workers = [
+            InstanceWorker(i, Slow(SECTION, length=length, version_in=int), self.weights, outbox, 0.005, report_s=0.0)
+            for i in range(2)
+        ]
+        worker = TrainerWorker(
+            trainer,
+            lambda groups, base: groups,
+            groups,
+            self.weights,
+            self.config.decisions.max_lag,
+            outbox,
+            lambda params: params,
+        )
+        world = LocalWorld(
+            instances=workers,
+            trainer=worker,
+            task=Task(too_long=(3,)),
+            scorer=Scorer(mixed=self.config.mode == "partial"),
+            groups=groups,
+            weights=self.weights,
+            outbox=outbox,
+            group_size=G,
+            eval_samples=2,
+        )
         return world, workers
 
     def replayed(self, found):

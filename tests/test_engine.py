@@ -4,8 +4,21 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from engine_rig import (CFG, EOS, VOCAB, assert_undisturbed, finish, ids, loaded, new_engine, params, prompt,
-                        shared_engine, submit, weights)
+from engine_rig import (
+    CFG,
+    EOS,
+    VOCAB,
+    assert_undisturbed,
+    finish,
+    ids,
+    loaded,
+    new_engine,
+    params,
+    prompt,
+    shared_engine,
+    submit,
+    weights,
+)
 
 from dora_jax.models import decoder
 from dora_jax.models.logits import target_logprobs

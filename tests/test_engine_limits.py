@@ -11,8 +11,16 @@ from dora_jax.models.logits import policy_logits
 from dora_jax.ops.segment_attention import segment_attention
 
 MIN, REPEATS, STOP = 6, 2, "bb"
-SETTINGS = dict(top_k=5, top_p=0.95, keep_set=True, min_new_tokens=MIN, max_repeats=REPEATS, stop_strings=(STOP,),
-                temperature=0.4, context_block=48)
+SETTINGS = dict(
+    top_k=5,
+    top_p=0.95,
+    keep_set=True,
+    min_new_tokens=MIN,
+    max_repeats=REPEATS,
+    stop_strings=(STOP,),
+    temperature=0.4,
+    context_block=48,
+)
 
 
 def text(ids):

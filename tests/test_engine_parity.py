@@ -30,18 +30,36 @@ def theirs(model, prompt):
     torch.set_num_threads(1)  # its threads wait for each other at every operation of so small a model
     ids = torch.tensor(prompt[None])
     with torch.inference_mode():
-        out = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=NEW, min_new_tokens=NEW,
-                             do_sample=False, output_logits=True, return_dict_in_generate=True)
+        out = model.generate(
+            ids,
+            attention_mask=torch.ones_like(ids),
+            max_new_tokens=NEW,
+            min_new_tokens=NEW,
+            do_sample=False,
+            output_logits=True,
+            return_dict_in_generate=True,
+        )
         logits = torch.stack(out.logits)[:, 0].double()
     return out.sequences[0, len(prompt) :].numpy(), torch.log_softmax(logits, -1).numpy()
 
 
 def new_engine(path):
     cfg, stacked = hf.load(path)
-    section = presets.on_cpu(RolloutSection(slots=2, pages=36, page_size=16, max_prompt_tokens=32, max_new_tokens=NEW,
-                                            decode_steps=16, context_block=256, temperature=0.0))
-    engine = Engine(cfg, section, sharding.make_mesh(jax.devices()[:1], 1, 1, 1), seed=0, eos_ids=(),
-                    vocab_limit=cfg.vocab_size)
+    section = presets.on_cpu(
+        RolloutSection(
+            slots=2,
+            pages=36,
+            page_size=16,
+            max_prompt_tokens=32,
+            max_new_tokens=NEW,
+            decode_steps=16,
+            context_block=256,
+            temperature=0.0,
+        )
+    )
+    engine = Engine(
+        cfg, section, sharding.make_mesh(jax.devices()[:1], 1, 1, 1), seed=0, eos_ids=(), vocab_limit=cfg.vocab_size
+    )
     engine.load(0, jax.device_put(decoder.serving_layout(stacked), engine.param_shardings))
     return engine, cfg, stacked
 
@@ -58,8 +76,9 @@ def trainer_logprobs(cfg, params, samples):
         return target_logprobs(cfg, params, hidden[:, :-1], tokens[:, 1:], vocab_limit=cfg.vocab_size)[0]
 
     logprobs = np.asarray(recompute(params, jnp.asarray(tokens), jnp.asarray(positions), jnp.asarray(segments)))
-    return [logprobs[i, len(s.prompt_ids) - 1 : len(row) - 1]
-            for i, (s, row) in enumerate(zip(samples, rows, strict=True))]
+    return [
+        logprobs[i, len(s.prompt_ids) - 1 : len(row) - 1] for i, (s, row) in enumerate(zip(samples, rows, strict=True))
+    ]
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -81,8 +100,10 @@ def test_two_hundred_tokens(family, tmp_path):
         n = parted[0] if len(parted) else NEW
         if n < NEW:
             gap = logprobs[n, tokens[n]] - logprobs[n, sample.out_ids[n]]
-            print(f"{family}, prompt of {len(prompt)}: a near-tie at token {n}: {gap:.1e} between ids {tokens[n]} "
-                  f"and {sample.out_ids[n]}")
+            print(
+                f"{family}, prompt of {len(prompt)}: a near-tie at token {n}: {gap:.1e} between ids {tokens[n]} "
+                f"and {sample.out_ids[n]}"
+            )
             assert gap < NEAR_TIE
         compared += n
         expected = logprobs[np.arange(n), tokens[:n]]

@@ -49,13 +49,13 @@ def damaged(draw: random.Random, good: bytes) -> bytes:
     if kind == 0:
         return draw.randbytes(draw.randrange(300))
     if kind == 1:
-        del data[draw.randrange(len(data)):]
+        del data[draw.randrange(len(data)) :]
     elif kind == 2:
         at = draw.randrange(len(data))
-        data[at:at + draw.randrange(12)] = draw.choice(JSON_NOISE).encode()
+        data[at : at + draw.randrange(12)] = draw.choice(JSON_NOISE).encode()
     elif kind == 3:
         at = draw.randrange(len(data))
-        data[at:at] = data[:draw.randrange(len(data))]
+        data[at:at] = data[: draw.randrange(len(data))]
     else:
         for _ in range(draw.randrange(1, 8)):
             data[draw.randrange(len(data))] = draw.randrange(256)
@@ -83,7 +83,9 @@ def test_configs():
         try:
             tree = json.loads(damaged(draw, good))
         except (ValueError, RecursionError):
-            tree = ml_collections.ConfigDict({}).to_dict() | {draw.choice(["task", "steps", "x" * 50]): draw.randbytes(3)}
+            tree = ml_collections.ConfigDict({}).to_dict() | {
+                draw.choice(["task", "steps", "x" * 50]): draw.randbytes(3)
+            }
         if isinstance(tree, dict):
             count += refused(lambda tree=tree: config.from_config_dict(tree), config.ConfigError)
     assert count > N // 4
@@ -98,14 +100,33 @@ def test_task_rows(tmp_path):
     section = TaskSection(name="rows", path=str(path), heldout=1, max_bad_rows_share=0.5)
     for _ in range(N):
         path.write_bytes(damaged(draw, ROWS))
-        count += refused(lambda: RowsSource(section, Wording(section, None), heldout=1, exclude=frozenset(),
-                                            supervised=False, quarantine_path=tmp_path / "bad.jsonl"), ValueError)
+        count += refused(
+            lambda: RowsSource(
+                section,
+                Wording(section, None),
+                heldout=1,
+                exclude=frozenset(),
+                supervised=False,
+                quarantine_path=tmp_path / "bad.jsonl",
+            ),
+            ValueError,
+        )
     assert N // 20 < count < N
 
 
-MODEL = {"model_type": "qwen3", "architectures": ["Qwen3ForCausalLM"], "vocab_size": 32, "hidden_size": 8,
-         "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 4, "num_hidden_layers": 1, "intermediate_size": 16,
-         "max_position_embeddings": 64, "rope_theta": 10000.0}
+MODEL = {
+    "model_type": "qwen3",
+    "architectures": ["Qwen3ForCausalLM"],
+    "vocab_size": 32,
+    "hidden_size": 8,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "head_dim": 4,
+    "num_hidden_layers": 1,
+    "intermediate_size": 16,
+    "max_position_embeddings": 64,
+    "rope_theta": 10000.0,
+}
 
 
 def test_model_configs(tmp_path):
@@ -179,7 +200,7 @@ def test_journal_segments_whose_frames_are_whole_and_whose_records_are_not():
         records.append(CODEC.encode(Fact(event=event, payload=None)))
     for _ in range(N):
         at = draw.randrange(len(records))
-        bad = [*records[:at], damaged(draw, records[at]), *records[at + 1:]]
+        bad = [*records[:at], damaged(draw, records[at]), *records[at + 1 :]]
         journal, said = Journal(Bytes(b"".join(map(frame, bad)))), []
         try:
             found = recover(journal, cfg, [0], lambda v: True, said.append)

@@ -8,10 +8,15 @@ from dora_jax.types import Sample, SampleId, ScoredGroup, Span
 
 
 def group(version, *spans):
-    sample = Sample(id=SampleId(0, 0), prompt_ids=np.zeros(1, np.int32), out_ids=np.zeros(4, np.int32),
-                    logprobs=np.zeros(4, np.float32), mask=np.ones(4, bool),
-                    spans=tuple(Span(version=v, start=a, stop=b) for v, a, b in spans or [(version, 0, 4)]),
-                    finish="stop")
+    sample = Sample(
+        id=SampleId(0, 0),
+        prompt_ids=np.zeros(1, np.int32),
+        out_ids=np.zeros(4, np.int32),
+        logprobs=np.zeros(4, np.float32),
+        mask=np.ones(4, bool),
+        spans=tuple(Span(version=v, start=a, stop=b) for v, a, b in spans or [(version, 0, 4)]),
+        finish="stop",
+    )
     return ScoredGroup(group_id=0, version=version, samples=(sample,), rewards=np.zeros(1, np.float32), parts={})
 
 

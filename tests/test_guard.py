@@ -20,8 +20,14 @@ OURS = ("train", "sft", "evaluate", "export_hf", "sweep", "simulate")
 
 def python(*args, cwd, path="", code=RETRY, timeout=60):
     """Runs Python; what it said on stderr."""
-    done = subprocess.run([sys.executable, *args], cwd=cwd, capture_output=True, text=True, timeout=timeout,
-                          env={**os.environ, "PYTHONPATH": f"{path}:{ROOT}"})
+    done = subprocess.run(
+        [sys.executable, *args],
+        cwd=cwd,
+        capture_output=True,
+        text=True,
+        timeout=timeout,
+        env={**os.environ, "PYTHONPATH": f"{path}:{ROOT}"},
+    )
     assert done.returncode == code, done.stderr
     return done.stderr
 

@@ -69,8 +69,11 @@ def test_what_is_written_is_read_back_on_any_mesh(cfg, tmp_path):
     for found, loaded in (hf.load(tmp_path / "one"), hf.load(tmp_path / "many", mesh)):
         assert found == cfg
         jax.tree.map(np.testing.assert_array_equal, loaded, params)
-    jax.tree.map(lambda x, s: x.sharding.is_equivalent_to(s, x.ndim) or pytest.fail(f"{x.sharding} is not {s}"),
-                 loaded, sharding.param_specs(cfg, mesh))
+    jax.tree.map(
+        lambda x, s: x.sharding.is_equivalent_to(s, x.ndim) or pytest.fail(f"{x.sharding} is not {s}"),
+        loaded,
+        sharding.param_specs(cfg, mesh),
+    )
 
 
 @pytest.mark.parametrize("disk", [np.float32, np.float16, jnp.bfloat16])
@@ -136,33 +139,44 @@ def test_head_dim_left_out(model_type, head_dim, tmp_path):
     assert hf.read_config(tmp_path).head_dim == head_dim
 
 
-@pytest.mark.parametrize("changes, message", [
-    ({"architectures": ["GPT2LMHeadModel"]},
-     "the architecture 'GPT2LMHeadModel'; known: Qwen3ForCausalLM, Qwen2ForCausalLM, LlamaForCausalLM"),
-    ({"architectures": ["Qwen3ForSequenceClassification"]}, "the architecture 'Qwen3ForSequenceClassification'; known"),
-    ({"architectures": None, "model_type": "gemma3"}, "the architecture 'gemma3'; known"),
-    ({"hidden_act": "gelu"}, "has hidden_act='gelu'; the decoder computes hidden_act='silu' only"),
-    ({"attention_bias": True}, "has attention_bias=True"),
-    ({"use_sliding_window": True}, "has use_sliding_window=True"),
-    ({"layer_types": ["full_attention", "sliding_attention"]}, "has layer_types other than full_attention"),
-    ({"quantization_config": {"bits": 4}}, "has quantization_config="),
-    ({"hidden_size": None}, "has hidden_size=None; a whole number of at least 1 is needed"),
-    ({"hidden_size": "16"}, "has hidden_size='16'; a whole number"),
-    ({"head_dim": "4"}, "has head_dim='4'; a whole number"),
-    ({"num_key_value_heads": 0}, "has num_key_value_heads=0; a whole number"),
-    ({"vocab_size": True}, "has vocab_size=True; a whole number"),
-    ({"rope_theta": "a"}, "has rope_theta='a'; a number is needed"),
-    ({"rms_norm_eps": float("inf")}, "has rms_norm_eps=inf; a number is needed"),
-    ({"rope_parameters": [1]}, "has rope_parameters=\\[1\\]; a JSON object is needed"),
-    ({"architectures": "Qwen3ForCausalLM"}, "has architectures='Qwen3ForCausalLM'; a JSON array is needed"),
-    ({"tie_word_embeddings": "no"}, "has tie_word_embeddings='no'; a JSON true or false is needed"),
-    ({"num_hidden_layers": 10**9}, "model n_layers is 1000000000; it must be at most 10000"),
-    ({"num_key_value_heads": 3}, "model n_heads 4 is not a multiple of n_kv_heads 3"),
-    ({"rope_parameters": {"rope_type": "yarn", "factor": 2.0}}, "asks for rope scaling 'yarn'; known: default, llama3"),
-    ({"rope_parameters": {"rope_type": "llama3", "factor": 2.0}}, "rope scaling llama3 without low_freq_factor"),
-    ({"rope_theta": 5.0}, "gives rope_parameters that disagree with its rope_theta"),
-    ({"rope_parameters": {"rope_theta": 1e4, "partial_rotary_factor": 0.5}}, "has partial_rotary_factor=0.5"),
-])
+@pytest.mark.parametrize(
+    "changes, message",
+    [
+        (
+            {"architectures": ["GPT2LMHeadModel"]},
+            "the architecture 'GPT2LMHeadModel'; known: Qwen3ForCausalLM, Qwen2ForCausalLM, LlamaForCausalLM",
+        ),
+        (
+            {"architectures": ["Qwen3ForSequenceClassification"]},
+            "the architecture 'Qwen3ForSequenceClassification'; known",
+        ),
+        ({"architectures": None, "model_type": "gemma3"}, "the architecture 'gemma3'; known"),
+        ({"hidden_act": "gelu"}, "has hidden_act='gelu'; the decoder computes hidden_act='silu' only"),
+        ({"attention_bias": True}, "has attention_bias=True"),
+        ({"use_sliding_window": True}, "has use_sliding_window=True"),
+        ({"layer_types": ["full_attention", "sliding_attention"]}, "has layer_types other than full_attention"),
+        ({"quantization_config": {"bits": 4}}, "has quantization_config="),
+        ({"hidden_size": None}, "has hidden_size=None; a whole number of at least 1 is needed"),
+        ({"hidden_size": "16"}, "has hidden_size='16'; a whole number"),
+        ({"head_dim": "4"}, "has head_dim='4'; a whole number"),
+        ({"num_key_value_heads": 0}, "has num_key_value_heads=0; a whole number"),
+        ({"vocab_size": True}, "has vocab_size=True; a whole number"),
+        ({"rope_theta": "a"}, "has rope_theta='a'; a number is needed"),
+        ({"rms_norm_eps": float("inf")}, "has rms_norm_eps=inf; a number is needed"),
+        ({"rope_parameters": [1]}, "has rope_parameters=\\[1\\]; a JSON object is needed"),
+        ({"architectures": "Qwen3ForCausalLM"}, "has architectures='Qwen3ForCausalLM'; a JSON array is needed"),
+        ({"tie_word_embeddings": "no"}, "has tie_word_embeddings='no'; a JSON true or false is needed"),
+        ({"num_hidden_layers": 10**9}, "model n_layers is 1000000000; it must be at most 10000"),
+        ({"num_key_value_heads": 3}, "model n_heads 4 is not a multiple of n_kv_heads 3"),
+        (
+            {"rope_parameters": {"rope_type": "yarn", "factor": 2.0}},
+            "asks for rope scaling 'yarn'; known: default, llama3",
+        ),
+        ({"rope_parameters": {"rope_type": "llama3", "factor": 2.0}}, "rope scaling llama3 without low_freq_factor"),
+        ({"rope_theta": 5.0}, "gives rope_parameters that disagree with its rope_theta"),
+        ({"rope_parameters": {"rope_theta": 1e4, "partial_rotary_factor": 0.5}}, "has partial_rotary_factor=0.5"),
+    ],
+)
 def test_configs_that_are_refused(changes, message, tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(config_json(QWEN3, "float32", {})))
     edit(tmp_path / "config.json", **changes)
@@ -199,9 +213,11 @@ def truncate(path):
 
 def change_tensors(**changes):
     """A tensor of None is taken out."""
+
     def change(path):
         tensors = {**load_file(path / "model.safetensors"), **{UP: np.zeros((24, 16), np.float32)}, **changes}
         save_file({name: value for name, value in tensors.items() if value is not None}, path / "model.safetensors")
+
     return change
 
 
@@ -211,12 +227,16 @@ BAD_FOLDERS = [
     (drop_weights, "holds neither model.safetensors nor model.safetensors.index.json"),
     (truncate, "model.safetensors is truncated or not a safetensors file"),
     (change_tensors(**{UP: None}), f"lacks the tensor {UP}, which qwen3 of its config.json needs"),
-    (change_tensors(**{UP: np.zeros((16, 24), np.float32)}),
-     rf"model.safetensors holds {UP} of shape \(16, 24\); config.json implies \(24, 16\)"),
+    (
+        change_tensors(**{UP: np.zeros((16, 24), np.float32)}),
+        rf"model.safetensors holds {UP} of shape \(16, 24\); config.json implies \(24, 16\)",
+    ),
     (change_tensors(**{UP: np.zeros((24, 16), np.int8)}), f"holds {UP} as I8; known: F32, F16, BF16"),
     (change_tensors(extra=np.zeros(3)), "model.safetensors holds extra, which the qwen3 of config.json does not have"),
-    (lambda path: add_tokenizer(path, 33),
-     "tokenizer.json needs 33 ids, more than the 32 rows of the model's embedding"),
+    (
+        lambda path: add_tokenizer(path, 33),
+        "tokenizer.json needs 33 ids, more than the 32 rows of the model's embedding",
+    ),
     (lambda path: edit(path / "config.json", num_hidden_layers=3), "lacks the tensor model.layers.2."),
 ]
 
@@ -238,8 +258,23 @@ def test_a_missing_shard_is_named(tmp_path):
         hf.check(path)
 
 
-@pytest.mark.parametrize("name", ["../outside.safetensors", "/etc/passwd", "a/../../outside.safetensors", "sub/in",
-                                  "..", ".", "", 7, None, ["x"], "a\0b", "x" * 5000])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "../outside.safetensors",
+        "/etc/passwd",
+        "a/../../outside.safetensors",
+        "sub/in",
+        "..",
+        ".",
+        "",
+        7,
+        None,
+        ["x"],
+        "a\0b",
+        "x" * 5000,
+    ],
+)
 def test_an_index_that_leads_out_of_its_folder_is_refused(name, tmp_path):
     path = folder(tmp_path / "a", max_shard_bytes=4000)
     shard = sorted(path.glob("*.safetensors"))[0]
@@ -251,15 +286,19 @@ def test_an_index_that_leads_out_of_its_folder_is_refused(name, tmp_path):
         hf.check(path)
 
 
-@pytest.mark.parametrize("name", ["config.json", "model.safetensors.index.json", "tokenizer.json",
-                                  "generation_config.json"])
+@pytest.mark.parametrize(
+    "name", ["config.json", "model.safetensors.index.json", "tokenizer.json", "generation_config.json"]
+)
 def test_a_file_that_is_too_large_is_refused_before_it_is_read(name, tmp_path, monkeypatch):
     path = folder(tmp_path / "a", max_shard_bytes=4000)
     add_tokenizer(path)
     with (path / name).open("wb") as file:
         file.truncate(2 << 30)  # without a block on the disk
-    monkeypatch.setattr(Path, "read_text", lambda file, **_: pytest.fail(f"{file} was read") if file.name == name else
-                        file.read_bytes().decode())
+    monkeypatch.setattr(
+        Path,
+        "read_text",
+        lambda file, **_: pytest.fail(f"{file} was read") if file.name == name else file.read_bytes().decode(),
+    )
     with pytest.raises(ValueError, match=rf"{name} holds 2048 MiB; more than 128 MiB are not read"):
         hf.check(path)
 
@@ -273,8 +312,12 @@ def test_a_mesh_that_does_not_divide_is_named_before_a_device_is_touched(tmp_pat
 
 def test_derived_tensors_of_other_writers_are_no_error(tmp_path):
     path = folder(tmp_path / "a")
-    change_tensors(**{"lm_head.weight": np.zeros((32, 16), np.float32),
-                      "model.layers.0.self_attn.rotary_emb.inv_freq": np.zeros(3, np.float32)})(path)
+    change_tensors(
+        **{
+            "lm_head.weight": np.zeros((32, 16), np.float32),
+            "model.layers.0.self_attn.rotary_emb.inv_freq": np.zeros(3, np.float32),
+        }
+    )(path)
     assert hf.check(path) == QWEN3
 
 
@@ -349,15 +392,24 @@ def test_a_checkpoint_becomes_a_folder(tmp_path):
         export_hf.export(workdir, 7, str(source), tmp_path / "other", "float32")
 
 
-@pytest.mark.parametrize("arguments, message", [
-    (["--out=x"], "error: workdir: missing"),
-    (["--workdir=no/such/run", "--out=x"], "error: workdir: no/such/run holds no run"),
-    (["--workdir=run"], "error: out: missing; name the folder to write, --out=FOLDER"),
-    (["--workdir=run", "--out=base"], "base exists and is not an empty folder"),
-])
+@pytest.mark.parametrize(
+    "arguments, message",
+    [
+        (["--out=x"], "error: workdir: missing"),
+        (["--workdir=no/such/run", "--out=x"], "error: workdir: no/such/run holds no run"),
+        (["--workdir=run"], "error: out: missing; name the folder to write, --out=FOLDER"),
+        (["--workdir=run", "--out=base"], "base exists and is not an empty folder"),
+    ],
+)
 def test_export_says_what_is_wrong_and_exits_with_2(arguments, message, tmp_path):
     a_run(tmp_path)
     environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parent.parent)}
-    done = subprocess.run([sys.executable, "-m", "dora_jax.export_hf", *arguments], cwd=tmp_path, env=environment,
-                          text=True, capture_output=True, check=False)
+    done = subprocess.run(
+        [sys.executable, "-m", "dora_jax.export_hf", *arguments],
+        cwd=tmp_path,
+        env=environment,
+        text=True,
+        capture_output=True,
+        check=False,
+    )
     assert (done.returncode, done.stderr.count("\n")) == (2, 1) and message in done.stderr

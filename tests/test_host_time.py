@@ -12,8 +12,19 @@ from dora_jax.types import SampleId
 
 
 def arguments(**changes):
-    return argparse.Namespace(**{"rows": 6, "contexts": "256", "pages": "16", "steps": 4, "ticks": 4, "partial_s": 0.01,
-                                 "instances": 1, "step_ms": 0.0, **changes})
+    return argparse.Namespace(
+        **{
+            "rows": 6,
+            "contexts": "256",
+            "pages": "16",
+            "steps": 4,
+            "ticks": 4,
+            "partial_s": 0.01,
+            "instances": 1,
+            "step_ms": 0.0,
+            **changes,
+        }
+    )
 
 
 def test_the_bench_measures_the_assembled_engine():
@@ -26,8 +37,18 @@ def test_the_bench_measures_the_assembled_engine():
 
 def test_what_was_sampled_stays_where_it_was_written():
     out = np.arange(100, dtype=np.int32)
-    seq = Seq(Parcel(id=SampleId(0, 0), version=0, prompt_ids=out[:7], out_ids=out, logprobs=-out.astype(np.float32),
-                     max_new_tokens=120), 0, True)
+    seq = Seq(
+        Parcel(
+            id=SampleId(0, 0),
+            version=0,
+            prompt_ids=out[:7],
+            out_ids=out,
+            logprobs=-out.astype(np.float32),
+            max_new_tokens=120,
+        ),
+        0,
+        True,
+    )
     before = seq.sequence, seq.out_ids, seq.logprobs
     seq.extend(np.array([5, 6]), np.zeros(2), np.zeros((2, 0)))
     for old, new in zip(before, (seq.sequence, seq.out_ids, seq.logprobs), strict=True):

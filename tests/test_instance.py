@@ -49,27 +49,53 @@ def mixed(version, group, index, limit):
 
 
 class Job:
-    def __init__(self, mode="dora", instances=2, troubles=(), hung_s=0.0, again=True, max_versions=3, inflight=2.0,
-                 length=mixed):
+    def __init__(
+        self, mode="dora", instances=2, troubles=(), hung_s=0.0, again=True, max_versions=3, inflight=2.0, length=mixed
+    ):
         self.config = OrchestratorConfig(
-            mode=mode, max_versions={"sync": 1, "one_step": 2}.get(mode, max_versions), groups_per_step=P, group_size=G,
-            inflight=inflight, total_steps=STEPS, max_prompt_tokens=8, max_new_tokens=64)
+            mode=mode,
+            max_versions={"sync": 1, "one_step": 2}.get(mode, max_versions),
+            groups_per_step=P,
+            group_size=G,
+            inflight=inflight,
+            total_steps=STEPS,
+            max_prompt_tokens=8,
+            max_new_tokens=64,
+        )
         self.said, self.records, self.downs, self.resumed = [], [], [], {}
         self.outbox, weights, groups = queue.SimpleQueue(), Weights(), MemoryGroupStore()
         troubles = {i: list(trouble) for i, trouble in enumerate(troubles)}
         self.pool = {}
         for i in range(instances):
+
             def new_engine(i=i):
                 return Engine(length, troubles[i].pop(0) if troubles.get(i) else None)
 
             spare = Spare(new_engine=new_engine if again else None, vocab_size=256, hung_s=hung_s)
-            self.pool[i] = LocalInstance(ev.InstanceUp(instance=i, **UP), new_engine(), weights, self.outbox, 0.005, spare,
-                                         self.pool, self.said.append)
-        trainer = TrainerWorker(Trainer(), lambda groups, base: None, groups, weights, self.config.decisions.max_lag,
-                                self.outbox)
-        self.world = LocalWorld(instances=list(self.pool.values()), trainer=trainer, task=Task(),
-                                scorer=Scorer(mixed=mode == "partial"), groups=groups, weights=weights,
-                                outbox=self.outbox, group_size=G, eval_samples=2)
+            self.pool[i] = LocalInstance(
+                ev.InstanceUp(instance=i, **UP),
+                new_engine(),
+                weights,
+                self.outbox,
+                0.005,
+                spare,
+                self.pool,
+                self.said.append,
+            )
+        trainer = TrainerWorker(
+            Trainer(), lambda groups, base: None, groups, weights, self.config.decisions.max_lag, self.outbox
+        )
+        self.world = LocalWorld(
+            instances=list(self.pool.values()),
+            trainer=trainer,
+            task=Task(),
+            scorer=Scorer(mixed=mode == "partial"),
+            groups=groups,
+            weights=weights,
+            outbox=self.outbox,
+            group_size=G,
+            eval_samples=2,
+        )
         self.world.listen(self.records.append)
         self.brain, self.book = Orchestrator(self.config), Book()
         self.world.recall(self.book)
@@ -169,20 +195,25 @@ def change_finished(**change):
     def trouble(result):
         if not result.finished:
             return result
-        return dataclasses.replace(result, finished=tuple(
-            dataclasses.replace(s, **{k: f(s) for k, f in change.items()}) for s in result.finished))
+        return dataclasses.replace(
+            result,
+            finished=tuple(dataclasses.replace(s, **{k: f(s) for k, f in change.items()}) for s in result.finished),
+        )
 
     return trouble
 
 
-@pytest.mark.parametrize(("trouble", "sentence"), [
-    (change_finished(logprobs=lambda s: np.full(len(s.out_ids), np.nan, np.float32)), "log-probs are not finite"),
-    (change_finished(logprobs=lambda s: np.full(len(s.out_ids), 3.0, np.float32)), "a log-prob of 3.0"),
-    (change_finished(out_ids=lambda s: s.out_ids + 300), "token .* of 256"),
-    (change_finished(out_ids=lambda s: s.out_ids - 300), "token -.* of 256"),
-    (change_finished(logprobs=lambda s: s.logprobs[1:]), "tokens have"),
-    (change_finished(finish=lambda s: "error"), "not finite"),
-])
+@pytest.mark.parametrize(
+    ("trouble", "sentence"),
+    [
+        (change_finished(logprobs=lambda s: np.full(len(s.out_ids), np.nan, np.float32)), "log-probs are not finite"),
+        (change_finished(logprobs=lambda s: np.full(len(s.out_ids), 3.0, np.float32)), "a log-prob of 3.0"),
+        (change_finished(out_ids=lambda s: s.out_ids + 300), "token .* of 256"),
+        (change_finished(out_ids=lambda s: s.out_ids - 300), "token -.* of 256"),
+        (change_finished(logprobs=lambda s: s.logprobs[1:]), "tokens have"),
+        (change_finished(finish=lambda s: "error"), "not finite"),
+    ],
+)
 def test_garbage_is_never_told_and_its_maker_leaves_the_pool(trouble, sentence):
     job = Job(troubles=[[trouble]])
     assert job.play().ok

@@ -54,8 +54,13 @@ def decode(orchestrator, adapter, requests):
     """requests: (token ids, max_tokens); the tokens of each, in order. All are in flight at once."""
     from jetstream.core.proto import jetstream_pb2 as pb
 
-    driver = orchestrator.Driver(prefill_engines=[adapter], generate_engines=[adapter], prefill_params=[0],
-                                 generate_params=[0], interleaved_mode=True)
+    driver = orchestrator.Driver(
+        prefill_engines=[adapter],
+        generate_engines=[adapter],
+        prefill_params=[0],
+        generate_params=[0],
+        interleaved_mode=True,
+    )
     server = orchestrator.LLMOrchestrator(driver)
 
     async def one(tokens, limit):

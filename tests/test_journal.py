@@ -152,7 +152,10 @@ def test_a_run_that_was_taken_for_dead_is_refused_by_the_object_store():
         zombie.rotate([b"late"])
     last = Journal(ObjectLog(store))
     assert [last.read(n).records for n in last.segments()] == [
-        (b"head", b"snapshot", *records(8)), (b"head of the successor",), (b"third",)]
+        (b"head", b"snapshot", *records(8)),
+        (b"head of the successor",),
+        (b"third",),
+    ]
 
 
 def test_objects_of_a_segment_without_manifest_are_not_read():
@@ -327,6 +330,7 @@ def test_a_put_whose_answer_was_lost_is_not_taken_for_another_writers(monkeypatc
     journal.rotate([b"head"])
     put = log._try
     for arrives in (True, False):
+
         def unanswered(key, data, generation, arrives=arrives):
             if arrives:
                 put(key, data, generation)

@@ -27,22 +27,41 @@ from orchestrator_world import Shape
 EXAMPLES = int(os.environ.get("DORA_EXAMPLES", "300"))
 
 configs = st.builds(
-    OrchestratorConfig, mode=st.sampled_from(["dora", "dora", "sync", "one_step", "dora_paper"]),
-    groups_per_step=st.integers(1, 3), group_size=st.sampled_from([1, 2, 4]), total_steps=st.integers(1, 5),
-    max_versions=st.integers(1, 3), inflight=st.sampled_from([1.0, 1.25, 2.0]), eval_every=st.integers(0, 2),
-    eval_groups=st.sampled_from([0, 3]), eval_samples=st.integers(1, 2), max_filtered_rounds=st.just(50))
+    OrchestratorConfig,
+    mode=st.sampled_from(["dora", "dora", "sync", "one_step", "dora_paper"]),
+    groups_per_step=st.integers(1, 3),
+    group_size=st.sampled_from([1, 2, 4]),
+    total_steps=st.integers(1, 5),
+    max_versions=st.integers(1, 3),
+    inflight=st.sampled_from([1.0, 1.25, 2.0]),
+    eval_every=st.integers(0, 2),
+    eval_groups=st.sampled_from([0, 3]),
+    eval_samples=st.integers(1, 2),
+    max_filtered_rounds=st.just(50),
+)
 instances = st.tuples(st.sampled_from([1, 2, 5]), st.sampled_from([0.5, 1.0]), st.sampled_from([1, 1, 2]))
 shapes = st.builds(
-    Shape, instances=st.lists(instances, min_size=1, max_size=3).map(tuple), train_s=st.sampled_from([0.1, 1.0]),
-    load_s=st.sampled_from([0.05, 0.3]), move_s=st.sampled_from([0.02, 0.3]), filtered=st.sampled_from([0.0, 0.2]),
-    failed=st.sampled_from([0.0, 0.1]), deaths=st.sampled_from([0.0, 0.3]), reports_pages=st.booleans(),
-    seed=st.integers(0, 2**32))
+    Shape,
+    instances=st.lists(instances, min_size=1, max_size=3).map(tuple),
+    train_s=st.sampled_from([0.1, 1.0]),
+    load_s=st.sampled_from([0.05, 0.3]),
+    move_s=st.sampled_from([0.02, 0.3]),
+    filtered=st.sampled_from([0.0, 0.2]),
+    failed=st.sampled_from([0.0, 0.1]),
+    deaths=st.sampled_from([0.0, 0.3]),
+    reports_pages=st.booleans(),
+    seed=st.integers(0, 2**32),
+)
 kills = st.one_of(
-    st.builds(dict, kill_write=st.integers(1, 60), kept=st.floats(0, 1)), st.builds(dict, kill_fact=st.integers(1, 300)),
-    st.builds(dict, kill_command=st.integers(1, 80)))
+    st.builds(dict, kill_write=st.integers(1, 60), kept=st.floats(0, 1)),
+    st.builds(dict, kill_fact=st.integers(1, 300)),
+    st.builds(dict, kill_command=st.integers(1, 80)),
+)
 
 
-@settings(max_examples=EXAMPLES, derandomize=True, deadline=None, database=None, suppress_health_check=list(HealthCheck))
+@settings(
+    max_examples=EXAMPLES, derandomize=True, deadline=None, database=None, suppress_health_check=list(HealthCheck)
+)
 @given(configs, shapes, st.lists(kills, min_size=1, max_size=8), st.integers(1, 3), st.integers(1, 3), st.booleans())
 def test_any_kills_lose_nothing_and_repeat_nothing(config, shape, schedule, every, keep, behind):
     with snapshots(behind):
@@ -53,8 +72,10 @@ def test_any_kills_lose_nothing_and_repeat_nothing(config, shape, schedule, ever
 @contextlib.contextmanager
 def snapshots(behind):
     """Made by a child, or at once."""
-    with mock.patch.object(durable, "LARGE_SAMPLES", 0 if behind else 1 << 30), mock.patch.object(
-            journals, "fork", SlowChild):
+    with (
+        mock.patch.object(durable, "LARGE_SAMPLES", 0 if behind else 1 << 30),
+        mock.patch.object(journals, "fork", SlowChild),
+    ):
         yield
 
 
@@ -94,8 +115,11 @@ def test_the_schedules_reach_what_they_are_for(behind):
     assert history.lives > 3 and history.continued and history.replayed and len(history.disk.content) > 1
 
 
-IMPOSSIBLE = (ev.SampleCancelled(id=SampleId(0, 0), reason="nobody asked"), ev.StepPublished(version=9),
-              ev.GroupScored(group_id=0, trainable=True))
+IMPOSSIBLE = (
+    ev.SampleCancelled(id=SampleId(0, 0), reason="nobody asked"),
+    ev.StepPublished(version=9),
+    ev.GroupScored(group_id=0, trainable=True),
+)
 
 
 @pytest.mark.parametrize("fact", IMPOSSIBLE, ids=lambda fact: type(fact).__name__)

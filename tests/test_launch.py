@@ -31,8 +31,14 @@ BROKEN = "#!/bin/bash\necho 'this shim has no version selected' >&2\nexit 127\n"
 @pytest.fixture
 def clone(tmp_path):
     """A clone with nothing installed, on a machine where only paper interpreters are found."""
-    for path in ("launch", "tests/run.sh", "tests/requirements.txt", "tests/requirements-nodeps.txt", "requirements.txt",
-                 ".ci"):
+    for path in (
+        "launch",
+        "tests/run.sh",
+        "tests/requirements.txt",
+        "tests/requirements-nodeps.txt",
+        "requirements.txt",
+        ".ci",
+    ):
         source, target = ROOT / path, tmp_path / "clone" / path
         target.parent.mkdir(parents=True, exist_ok=True)
         (shutil.copytree if source.is_dir() else shutil.copy)(source, target)
@@ -55,8 +61,14 @@ def run(clone, *args, **environment):
     """The finished process and what the interpreter was told in it."""
     log = clone.parent / "log"
     log.write_text("")
-    done = subprocess.run(["bash", *args], cwd=clone.parent, capture_output=True, text=True, timeout=30,
-                          env={"PATH": str(clone.parent / "tools"), "LOG": str(log), "JOIN": " ", **environment})
+    done = subprocess.run(
+        ["bash", *args],
+        cwd=clone.parent,
+        capture_output=True,
+        text=True,
+        timeout=30,
+        env={"PATH": str(clone.parent / "tools"), "LOG": str(log), "JOIN": " ", **environment},
+    )
     return done, log.read_text().splitlines()
 
 
@@ -112,12 +124,15 @@ def test_exit_code_of_the_program_is_that_of_the_script(clone):
     assert local(clone, TRAIN_CODE="2")[0].returncode == 2
 
 
-@pytest.mark.parametrize("machine, chosen", [
-    ({"python3.11": "3.11", "python3.12": "3.12"}, "3.12"),
-    ({"python3.11": "3.11", "python3.12": None}, "3.11"),  # a pyenv shim of a version that is not selected
-    ({"python3": "3.11"}, "3.11"),
-    ({"python3": "3.13", "python3.12": "3.12"}, "3.12"),
-])
+@pytest.mark.parametrize(
+    "machine, chosen",
+    [
+        ({"python3.11": "3.11", "python3.12": "3.12"}, "3.12"),
+        ({"python3.11": "3.11", "python3.12": None}, "3.11"),  # a pyenv shim of a version that is not selected
+        ({"python3": "3.11"}, "3.11"),
+        ({"python3": "3.13", "python3.12": "3.12"}, "3.12"),
+    ],
+)
 def test_the_newest_supported_python_that_runs_is_chosen(clone, machine, chosen):
     for name, version in machine.items():
         put(clone, name, version)
@@ -126,12 +141,15 @@ def test_the_newest_supported_python_that_runs_is_chosen(clone, machine, chosen)
     assert f"version={chosen}\n" in (clone / ".venv/bin/python").read_text()
 
 
-@pytest.mark.parametrize("environment, why", [
-    ({}, "error: no Python with the venv module found among 3.12 3.11; install one or set PYTHON=/path/to/python."),
-    ({"PYTHON": "python3.13"}, "error: PYTHON=python3.13 is Python 3.13; this project runs on one of: 3.12 3.11."),
-    ({"PYTHON": "python9"}, "error: PYTHON=python9 does not run, or cannot make virtual environments."),
-    ({"DORA_ACCELERATOR": "gpu"}, "error: DORA_ACCELERATOR=gpu is none of: cpu, tpu, cuda."),
-])
+@pytest.mark.parametrize(
+    "environment, why",
+    [
+        ({}, "error: no Python with the venv module found among 3.12 3.11; install one or set PYTHON=/path/to/python."),
+        ({"PYTHON": "python3.13"}, "error: PYTHON=python3.13 is Python 3.13; this project runs on one of: 3.12 3.11."),
+        ({"PYTHON": "python9"}, "error: PYTHON=python9 does not run, or cannot make virtual environments."),
+        ({"DORA_ACCELERATOR": "gpu"}, "error: DORA_ACCELERATOR=gpu is none of: cpu, tpu, cuda."),
+    ],
+)
 def test_what_cannot_be_set_up_is_refused_in_one_line(clone, environment, why):
     put(clone, "python3.13", "3.13")
     put(clone, "python3", "3.13")
@@ -169,17 +187,33 @@ def test_tests_run_quick_ones_first_and_pass_arguments_on(clone):
     put(clone, "python3.12", "3.12")
     done, told = run(clone, "clone/tests/run.sh", "-k", "config")
     assert done.returncode == 0, done.stderr
-    parts = ["-m pytest -m not slow -n auto --dist loadfile",
-             "-m pytest -m slow and not alone -n auto --dist load --maxschedchunk=1", "-m pytest -m slow and alone"]
-    assert told == [PIP + "requirements.txt", PIP + "tests/requirements.txt",
-                    PIP + "tests/requirements-nodeps.txt --no-deps", *(f"{part} -k config" for part in parts)]
+    parts = [
+        "-m pytest -m not slow -n auto --dist loadfile",
+        "-m pytest -m slow and not alone -n auto --dist load --maxschedchunk=1",
+        "-m pytest -m slow and alone",
+    ]
+    assert told == [
+        PIP + "requirements.txt",
+        PIP + "tests/requirements.txt",
+        PIP + "tests/requirements-nodeps.txt --no-deps",
+        *(f"{part} -k config" for part in parts),
+    ]
     assert run(clone, "clone/.ci/run")[1] == parts
 
 
-@pytest.mark.parametrize("codes, expected, parts", [
-    ({"QUICK_CODE": "1"}, 1, 1), ({"SLOW_CODE": "1"}, 1, 2), ({"ALONE_CODE": "1"}, 1, 3), ({"QUICK_CODE": "2"}, 2, 1),
-    ({"QUICK_CODE": "5"}, 0, 3), ({"SLOW_CODE": "5"}, 0, 3), ({"ALONE_CODE": "5"}, 0, 3),
-    ({"QUICK_CODE": "5", "SLOW_CODE": "5", "ALONE_CODE": "5"}, 5, 3)])
+@pytest.mark.parametrize(
+    "codes, expected, parts",
+    [
+        ({"QUICK_CODE": "1"}, 1, 1),
+        ({"SLOW_CODE": "1"}, 1, 2),
+        ({"ALONE_CODE": "1"}, 1, 3),
+        ({"QUICK_CODE": "2"}, 2, 1),
+        ({"QUICK_CODE": "5"}, 0, 3),
+        ({"SLOW_CODE": "5"}, 0, 3),
+        ({"ALONE_CODE": "5"}, 0, 3),
+        ({"QUICK_CODE": "5", "SLOW_CODE": "5", "ALONE_CODE": "5"}, 5, 3),
+    ],
+)
 def test_any_failing_part_fails_the_tests(clone, codes, expected, parts):
     put(clone, "python3.12", "3.12")
     done, told = run(clone, "clone/tests/run.sh", **codes)

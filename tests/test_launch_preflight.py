@@ -18,8 +18,13 @@ preflight = importlib.util.module_from_spec(SPEC)
 SPEC.loader.exec_module(preflight)
 
 CONFIG = f"--config={ROOT / 'configs/quickstart.py'}:tiny"
-CLUSTER = (CONFIG, "--config.cluster.launcher=ray", "--config.rollout.instances=2", "--config.cluster.trainer_hosts=2",
-           "--config.trainer.rows=8")
+CLUSTER = (
+    CONFIG,
+    "--config.cluster.launcher=ray",
+    "--config.rollout.instances=2",
+    "--config.cluster.trainer_hosts=2",
+    "--config.trainer.rows=8",
+)
 
 
 @pytest.fixture(autouse=True)
@@ -31,13 +36,22 @@ def elsewhere(tmp_path, monkeypatch):
 def test_a_lock_is_removed_when_its_process_is_gone_and_not_before(tmp_path):
     lock = tmp_path / "libtpu_lockfile"
     assert preflight.check_lock(lock).endswith("not there")
-    holder = subprocess.Popen([sys.executable, "-c", textwrap.dedent(f"""
+    holder = subprocess.Popen(
+        [
+            sys.executable,
+            "-c",
+            textwrap.dedent(f"""
         import fcntl, sys
         file = open({str(lock)!r}, "w")
         fcntl.lockf(file, fcntl.LOCK_EX)
         print("held", flush=True)
         sys.stdin.read()
-        """)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        """),
+        ],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
     holder.stdout.readline()
     try:
         with pytest.raises(preflight.Unfit, match=f"process {holder.pid} has the TPU"):
@@ -105,37 +119,58 @@ def test_versions_are_equal_where_the_code_is(tmp_path):
     assert preflight.versions() != line
 
 
-@pytest.mark.parametrize("hosts, trainer, replica, args, says", [
-    (1, 4, 0, (CONFIG,), "devices: 4, trainer and instances own theirs"),
-    (4, 4, 1, CLUSTER, "4 machines; trainer: 2 of 4 devices"),
-    (4, 4, 1, (*CLUSTER, "--workdir=gs://of-others/run"), "4 machines"),  # where nobody is logged in yet
-    (6, 4, 4, (*CLUSTER, "--config.cluster.hosts_per_replica=2", "--config.rollout.tensor=8"), "2 replicas: 2 of 4"),
-])
+@pytest.mark.parametrize(
+    "hosts, trainer, replica, args, says",
+    [
+        (1, 4, 0, (CONFIG,), "devices: 4, trainer and instances own theirs"),
+        (4, 4, 1, CLUSTER, "4 machines; trainer: 2 of 4 devices"),
+        (4, 4, 1, (*CLUSTER, "--workdir=gs://of-others/run"), "4 machines"),  # where nobody is logged in yet
+        (
+            6,
+            4,
+            4,
+            (*CLUSTER, "--config.cluster.hosts_per_replica=2", "--config.rollout.tensor=8"),
+            "2 replicas: 2 of 4",
+        ),
+    ],
+)
 def test_meshes_that_fit(hosts, trainer, replica, args, says):
     assert says in preflight.plan(hosts, trainer, replica, args)
 
 
-@pytest.mark.parametrize("hosts, trainer, replica, args, says", [
-    (2, 4, 4, (CONFIG,), "cluster.launcher: empty, so the run is of one machine, not of 2"),
-    (5, 4, 1, CLUSTER, "cluster.trainer_hosts: 2, and 2 instances of 1, are 4 machines, not 5"),
-    (4, 4, 4, CLUSTER, "rollout.tensor: 1 is not a replica's 1 * 4 devices"),
-    (4, 4, 1, (*CLUSTER, "--config.trainer.fsdp=4"), "1 * 4 * 1 * 1 is not the trainer's 2 * 4 devices"),
-    (4, 4, 1, (*CLUSTER, "--config.trainer.tensor=3"), "trainer.fsdp: 8 devices are not divisible"),
-    (4, 4, 1, (*CLUSTER, "--config.stepz=1"), "config.stepz: unknown field"),
-])
+@pytest.mark.parametrize(
+    "hosts, trainer, replica, args, says",
+    [
+        (2, 4, 4, (CONFIG,), "cluster.launcher: empty, so the run is of one machine, not of 2"),
+        (5, 4, 1, CLUSTER, "cluster.trainer_hosts: 2, and 2 instances of 1, are 4 machines, not 5"),
+        (4, 4, 4, CLUSTER, "rollout.tensor: 1 is not a replica's 1 * 4 devices"),
+        (4, 4, 1, (*CLUSTER, "--config.trainer.fsdp=4"), "1 * 4 * 1 * 1 is not the trainer's 2 * 4 devices"),
+        (4, 4, 1, (*CLUSTER, "--config.trainer.tensor=3"), "trainer.fsdp: 8 devices are not divisible"),
+        (4, 4, 1, (*CLUSTER, "--config.stepz=1"), "config.stepz: unknown field"),
+    ],
+)
 def test_meshes_that_do_not_fit(hosts, trainer, replica, args, says):
     with pytest.raises(ConfigError) as caught:
         preflight.plan(hosts, trainer, replica, args)
     assert says in str(caught.value)
 
 
-@pytest.mark.parametrize("args, code, says", [
-    (("host", "--dry_run"), 0, "versions: python="),
-    (("host", "--chips=64"), 1, "0 TPU chips, not the 64"),
-    (("plan", "--hosts=2", CONFIG), 2, "error: cluster.launcher: empty"),
-    (("dance",), 2, "error: dance: the first argument is plan or host"),
-])
+@pytest.mark.parametrize(
+    "args, code, says",
+    [
+        (("host", "--dry_run"), 0, "versions: python="),
+        (("host", "--chips=64"), 1, "0 TPU chips, not the 64"),
+        (("plan", "--hosts=2", CONFIG), 2, "error: cluster.launcher: empty"),
+        (("dance",), 2, "error: dance: the first argument is plan or host"),
+    ],
+)
 def test_exit_codes(args, code, says):
-    done = subprocess.run([sys.executable, ROOT / "launch/preflight.py", *args], capture_output=True, text=True,
-                          cwd=ROOT, env={"PATH": "/usr/bin:/bin", "PYTHONPATH": "."}, timeout=60)
+    done = subprocess.run(
+        [sys.executable, ROOT / "launch/preflight.py", *args],
+        capture_output=True,
+        text=True,
+        cwd=ROOT,
+        env={"PATH": "/usr/bin:/bin", "PYTHONPATH": "."},
+        timeout=60,
+    )
     assert done.returncode == code and says in done.stdout + done.stderr

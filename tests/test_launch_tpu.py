@@ -20,23 +20,50 @@ GOLDENS = ROOT / "tests/goldens/launch"
 CONFIG = "--config=configs/quickstart.py"
 BUCKET = "--workdir=gs://runs/demo"
 VM = ("--name=demo", "--zone=us-east5-a")
-KUBE = ("--name=demo", "--image=example.org/dora:1", "--trainer=v5p:2x2x2", "--bucket=runs", "--token_file=token",
-        CONFIG)
+KUBE = (
+    "--name=demo",
+    "--image=example.org/dora:1",
+    "--trainer=v5p:2x2x2",
+    "--bucket=runs",
+    "--token_file=token",
+    CONFIG,
+)
 CASES = {
     "tpu_vm_create": ("tpu_vm.sh", "create", *VM, "--type=v5p-8", "--spot"),
-    "tpu_vm_one_host": ("tpu_vm.sh", "run", *VM, "--type=v6e-8", "--secrets=secrets", CONFIG,
-                        "--config.task.template={prompt} it's"),
-    "tpu_vm_four_hosts": ("tpu_vm.sh", "run", *VM, "--type=v5p-32", "--token_file=token", "--workdir=/mnt/runs/demo",
-                          CONFIG, "--config.rollout.tensor=4"),
+    "tpu_vm_one_host": (
+        "tpu_vm.sh",
+        "run",
+        *VM,
+        "--type=v6e-8",
+        "--secrets=secrets",
+        CONFIG,
+        "--config.task.template={prompt} it's",
+    ),
+    "tpu_vm_four_hosts": (
+        "tpu_vm.sh",
+        "run",
+        *VM,
+        "--type=v5p-32",
+        "--token_file=token",
+        "--workdir=/mnt/runs/demo",
+        CONFIG,
+        "--config.rollout.tensor=4",
+    ),
     "tpu_vm_sweep": ("tpu_vm.sh", "run", *VM, "--type=v5litepod-4", "--module=dora_jax.sweep", CONFIG, "--only=2"),
     "tpu_vm_delete": ("tpu_vm.sh", "delete", *VM),
     "queued_spot": ("queued_resources.sh", *VM, "--type=v5p-8", "--spot", BUCKET, CONFIG),
     "queued_reserved": ("queued_resources.sh", *VM, "--type=v4-16", "--reserved", "--token_file=token", BUCKET, CONFIG),
-    "gke": ("gke/apply.sh", *KUBE, "--rollout=v6e:2x4:8", "--replicas=3", "--secrets=secrets",
-            "--config.rollout.tensor=8"),
+    "gke": (
+        "gke/apply.sh",
+        *KUBE,
+        "--rollout=v6e:2x4:8",
+        "--replicas=3",
+        "--secrets=secrets",
+        "--config.rollout.tensor=8",
+    ),
     "gke_spot": ("gke/apply.sh", *KUBE, "--rollout=v5p:2x2x1", "--spot"),
     "gke_delete": ("gke/apply.sh", "--name=demo", "--delete"),
-    "ray": ("ray/apply.sh", *KUBE, "--rollout=v6e:4x4", "--replicas=2", "--config.task.template={prompt} \"it's\""),
+    "ray": ("ray/apply.sh", *KUBE, "--rollout=v6e:4x4", "--replicas=2", '--config.task.template={prompt} "it\'s"'),
     "ray_cluster": ("ray/apply.sh", "--cluster", *KUBE, "--rollout=7x:2x2x1", "--reservation=mine"),
     "ray_delete": ("ray/apply.sh", "--name=demo", "--delete"),
 }
@@ -75,19 +102,21 @@ def test_a_real_run_runs_what_the_dry_run_prints(here, name):
     hosts = next((number for type, number in vm_slices.items() if f"--type={type}" in CASES[name]), 1)
     here.answer(f"""
         case "$*" in
-          *"preflight.sh host"*) for _ in {' '.join(map(str, range(hosts)))}; do echo "versions: jax=1"; done ;;
+          *"preflight.sh host"*) for _ in {" ".join(map(str, range(hosts)))}; do echo "versions: jax=1"; done ;;
           *"tpu-vm describe"*) echo HEAD ;;
         esac""")
     done = launch(here, *CASES[name])
     assert done.returncode == 0, done.stderr
     told = [words for words in here.told()]
     printed = [words for words in commands(launch(here, *CASES[name], "--dry_run").stdout) if words[0] != "mkdir"]
-    printed = [words[words.index("bash"):] if words[0] == "env" else words for words in printed]
+    printed = [words[words.index("bash") :] if words[0] == "env" else words for words in printed]
     assert told == printed
 
 
-@pytest.mark.parametrize("said, fit", [
-    (["jax=1"] * 4, True), (["jax=1"] * 3, False), (["jax=1", "jax=1", "jax=2", "jax=1"], False), ([], False)])
+@pytest.mark.parametrize(
+    "said, fit",
+    [(["jax=1"] * 4, True), (["jax=1"] * 3, False), (["jax=1", "jax=1", "jax=2", "jax=1"], False), ([], False)],
+)
 def test_workers_of_different_versions_start_nothing(here, said, fit):
     lines = "; ".join(f'echo "versions: {version}"' for version in said) or "exit 1"
     here.answer(f'[[ "$*" != *"preflight.sh host"* ]] || {{ {lines}; }}')
@@ -123,7 +152,11 @@ def test_what_is_not_committed_is_named_and_a_config_that_is_not_is_refused(here
     here.told()
     done = launch(here, "tpu_vm.sh", "run", *VM, "--type=v6e-8", "--config=mine.py:8", "--dry_run")
     assert (done.returncode, done.stdout, done.stderr, here.told()) == (
-        2, "", "error: --config=mine.py is not in the commit that is checked out, and only that is sent: commit it.\n", [])
+        2,
+        "",
+        "error: --config=mine.py is not in the commit that is checked out, and only that is sent: commit it.\n",
+        [],
+    )
 
 
 def queue(here, states, codes=(0,), *args):
@@ -149,16 +182,25 @@ def queue(here, states, codes=(0,), *args):
     return done, [short[key] for line in told for key in short if "gcloud" in line and key in line]
 
 
-@pytest.mark.parametrize("states, codes, expected", [
-    (["NONE", "WAITING_FOR_RESOURCES", "ACCEPTED", "PROVISIONING", "ACTIVE"], [0], ["create", "train", "delete"]),
-    (["SUSPENDED", "NONE", "WAITING_FOR_RESOURCES", "ACTIVE"], [0], ["delete", "create", "train", "delete"]),
-    (["FAILED", "NONE", "ACTIVE"], [0], ["delete", "create", "train", "delete"]),
-    (["ACTIVE", "SUSPENDING", "SUSPENDED", "NONE", "ACTIVE"], [255, 0],
-     ["train", "delete", "create", "train", "delete"]),
-    (["ACTIVE", "ACTIVE"], [42, 0], ["train", "train", "delete"]),
-    (["ACTIVE", "SUSPENDED", "SUSPENDED", "NONE", "ACTIVE"], [1, 0],
-     ["train", "delete", "create", "train", "delete"]),
-])
+@pytest.mark.parametrize(
+    "states, codes, expected",
+    [
+        (["NONE", "WAITING_FOR_RESOURCES", "ACCEPTED", "PROVISIONING", "ACTIVE"], [0], ["create", "train", "delete"]),
+        (["SUSPENDED", "NONE", "WAITING_FOR_RESOURCES", "ACTIVE"], [0], ["delete", "create", "train", "delete"]),
+        (["FAILED", "NONE", "ACTIVE"], [0], ["delete", "create", "train", "delete"]),
+        (
+            ["ACTIVE", "SUSPENDING", "SUSPENDED", "NONE", "ACTIVE"],
+            [255, 0],
+            ["train", "delete", "create", "train", "delete"],
+        ),
+        (["ACTIVE", "ACTIVE"], [42, 0], ["train", "train", "delete"]),
+        (
+            ["ACTIVE", "SUSPENDED", "SUSPENDED", "NONE", "ACTIVE"],
+            [1, 0],
+            ["train", "delete", "create", "train", "delete"],
+        ),
+    ],
+)
 def test_a_slice_that_is_taken_away_is_asked_for_again(here, states, codes, expected):
     done, told = queue(here, states, codes)
     assert (done.returncode, told) == (0, expected), done.stderr
@@ -174,41 +216,72 @@ def test_what_waiting_cannot_mend_ends_the_queue(here):
     assert (done.returncode, told) == (1, ["create", "delete", "create"]) and "2 times" in done.stderr
 
 
-@pytest.mark.parametrize("args, why", [
-    (("tpu_vm.sh", "run", "--zone=z"), "--name is missing; the first lines of launch/tpu_vm.sh say what it is."),
-    (("tpu_vm.sh", "start", *VM), "start is none of: create, check, run, delete."),
-    (("tpu_vm.sh", "create", "--name=Demo_1", "--zone=us-east5-a", "--type=v5p-8", "--dry_run"),
-     "--name=Demo_1 is not a DNS label of up to 60 characters."),
-    (("tpu_vm.sh", "delete", "--name=demo", "--zone=Ohio"), "--zone=Ohio is not a zone such as us-east5-a."),
-    (("tpu_vm.sh", "create", *VM, "--type=v5p-12"), "--type=v5p-12: there is no slice of that size."),
-    (("tpu_vm.sh", "create", *VM, "--type=v4-4"), "--type=v4-4: there is no slice of that size."),
-    (("tpu_vm.sh", "run", *VM, "--type=v5p-8", "--spot", "--workdir=/mnt/runs", CONFIG),
-     "--workdir=/mnt/runs: a spot machine takes with it what it holds; name a folder of a bucket, gs://BUCKET/FOLDER."),
-    (("queued_resources.sh", *VM, "--type=v5p-8", "--spot", CONFIG, "--dry_run"),
-     "--workdir=(none): a slice of the queue takes with it what it holds; name a folder of a bucket, gs://BUCKET/FOLDER."),
-    (("queued_resources.sh", *VM, "--type=v5p-8", "--module=dora_jax.sweep", CONFIG),
-     "--module=dora_jax.sweep keeps its runs on the machine, and a slice of the queue takes them with it."),
-    (("tpu_vm.sh", "run", *VM, "--type=v9-8"), "--type=v9-8 is none of: v4-N, v5p-N, v5litepod-N, v6e-N."),
-    (("tpu_vm.sh", "run", *VM, "--type=tpu7x-8"),
-     "--type=tpu7x-8 is not to be had as a Cloud TPU VM; use launch/gke or launch/ray."),
-    (("tpu_vm.sh", "run", *VM, "--type=v5p-32"),
-     "--token_file is missing; the first lines of launch/tpu_vm.sh say what it is."),
-    (("tpu_vm.sh", "run", *VM, "--type=v5p-32", "--token_file=open", "--workdir=w"),
-     "token_file: open can be read by others; run chmod 600 open."),
-    (("tpu_vm.sh", "run", *VM, "--type=v5p-8", "--secrets=none"), "secrets: none: there is no such file."),
-    (("gke/apply.sh", *KUBE, "--rollout=v5p-8"),
-     "--rollout=v5p-8 is not GENERATION:TOPOLOGY[:chips a host] such as v5p:2x2x2."),
-    (("gke/apply.sh", *KUBE, "--rollout=v6e:2x3"), "--rollout=v6e:2x3: there is no 2x3 of v6e."),
-    (("gke/apply.sh", *KUBE, "--rollout=v5p:2x2"),
-     "--rollout=v5p:2x2: slices of v5p have three dimensions, such as 2x2x1."),
-    (("gke/apply.sh", *KUBE, "--rollout=v3:2x2"), "--rollout=v3:2x2: v3 is none of: v4, v5e, v5p, v6e, 7x."),
-    (("gke/apply.sh", *KUBE, "--rollout=v6e:2x4:3"), "--rollout=v6e:2x4:3: 8 chips are no whole number of hosts of 3."),
-    (("ray/apply.sh", *KUBE, "--rollout=v6e:2x2", "--replicas=0"), "--replicas=0 is not a number of rollout slices."),
-    (("gke/apply.sh", *KUBE, "--rollout=v6e:2x2", "--bucket=gs://runs", "--dry_run"),
-     "--bucket=gs://runs is not the name of a bucket."),
-    (("ray/apply.sh", *KUBE[1:], "--rollout=v6e:2x2", "--name=a_b"),
-     "--name=a_b is not a DNS label of up to 28 characters."),
-])
+@pytest.mark.parametrize(
+    "args, why",
+    [
+        (("tpu_vm.sh", "run", "--zone=z"), "--name is missing; the first lines of launch/tpu_vm.sh say what it is."),
+        (("tpu_vm.sh", "start", *VM), "start is none of: create, check, run, delete."),
+        (
+            ("tpu_vm.sh", "create", "--name=Demo_1", "--zone=us-east5-a", "--type=v5p-8", "--dry_run"),
+            "--name=Demo_1 is not a DNS label of up to 60 characters.",
+        ),
+        (("tpu_vm.sh", "delete", "--name=demo", "--zone=Ohio"), "--zone=Ohio is not a zone such as us-east5-a."),
+        (("tpu_vm.sh", "create", *VM, "--type=v5p-12"), "--type=v5p-12: there is no slice of that size."),
+        (("tpu_vm.sh", "create", *VM, "--type=v4-4"), "--type=v4-4: there is no slice of that size."),
+        (
+            ("tpu_vm.sh", "run", *VM, "--type=v5p-8", "--spot", "--workdir=/mnt/runs", CONFIG),
+            "--workdir=/mnt/runs: a spot machine takes with it what it holds; name a folder of a bucket, gs://BUCKET/FOLDER.",
+        ),
+        (
+            ("queued_resources.sh", *VM, "--type=v5p-8", "--spot", CONFIG, "--dry_run"),
+            "--workdir=(none): a slice of the queue takes with it what it holds; name a folder of a bucket, gs://BUCKET/FOLDER.",
+        ),
+        (
+            ("queued_resources.sh", *VM, "--type=v5p-8", "--module=dora_jax.sweep", CONFIG),
+            "--module=dora_jax.sweep keeps its runs on the machine, and a slice of the queue takes them with it.",
+        ),
+        (("tpu_vm.sh", "run", *VM, "--type=v9-8"), "--type=v9-8 is none of: v4-N, v5p-N, v5litepod-N, v6e-N."),
+        (
+            ("tpu_vm.sh", "run", *VM, "--type=tpu7x-8"),
+            "--type=tpu7x-8 is not to be had as a Cloud TPU VM; use launch/gke or launch/ray.",
+        ),
+        (
+            ("tpu_vm.sh", "run", *VM, "--type=v5p-32"),
+            "--token_file is missing; the first lines of launch/tpu_vm.sh say what it is.",
+        ),
+        (
+            ("tpu_vm.sh", "run", *VM, "--type=v5p-32", "--token_file=open", "--workdir=w"),
+            "token_file: open can be read by others; run chmod 600 open.",
+        ),
+        (("tpu_vm.sh", "run", *VM, "--type=v5p-8", "--secrets=none"), "secrets: none: there is no such file."),
+        (
+            ("gke/apply.sh", *KUBE, "--rollout=v5p-8"),
+            "--rollout=v5p-8 is not GENERATION:TOPOLOGY[:chips a host] such as v5p:2x2x2.",
+        ),
+        (("gke/apply.sh", *KUBE, "--rollout=v6e:2x3"), "--rollout=v6e:2x3: there is no 2x3 of v6e."),
+        (
+            ("gke/apply.sh", *KUBE, "--rollout=v5p:2x2"),
+            "--rollout=v5p:2x2: slices of v5p have three dimensions, such as 2x2x1.",
+        ),
+        (("gke/apply.sh", *KUBE, "--rollout=v3:2x2"), "--rollout=v3:2x2: v3 is none of: v4, v5e, v5p, v6e, 7x."),
+        (
+            ("gke/apply.sh", *KUBE, "--rollout=v6e:2x4:3"),
+            "--rollout=v6e:2x4:3: 8 chips are no whole number of hosts of 3.",
+        ),
+        (
+            ("ray/apply.sh", *KUBE, "--rollout=v6e:2x2", "--replicas=0"),
+            "--replicas=0 is not a number of rollout slices.",
+        ),
+        (
+            ("gke/apply.sh", *KUBE, "--rollout=v6e:2x2", "--bucket=gs://runs", "--dry_run"),
+            "--bucket=gs://runs is not the name of a bucket.",
+        ),
+        (
+            ("ray/apply.sh", *KUBE[1:], "--rollout=v6e:2x2", "--name=a_b"),
+            "--name=a_b is not a DNS label of up to 28 characters.",
+        ),
+    ],
+)
 def test_what_cannot_be_is_refused_in_one_line(here, args, why):
     (here.root / "open").write_text("token")
     done = launch(here, *args)
@@ -220,15 +293,31 @@ def test_what_cannot_be_is_refused_in_one_line(here, args, why):
 
 def test_a_host_joins_with_a_token_and_without_the_variables_of_several_slices(here):
     here.answer('env | grep -E "^(MEGASCALE|RAY|DORA|HF|PYTHONPATH)" >>"$FAKE/env"')
-    done = here.run("launch/host.sh", "join", "10.0.0.2", "--block", DORA_TOKEN_FILE="token",
-                    DORA_SECRETS_FILE="secrets", MEGASCALE_NUM_SLICES="4", MEGASCALE_COORDINATOR_ADDRESS="head:8080")
+    done = here.run(
+        "launch/host.sh",
+        "join",
+        "10.0.0.2",
+        "--block",
+        DORA_TOKEN_FILE="token",
+        DORA_SECRETS_FILE="secrets",
+        MEGASCALE_NUM_SLICES="4",
+        MEGASCALE_COORDINATOR_ADDRESS="head:8080",
+    )
     assert done.returncode == 0, done.stderr
-    assert here.told() == [["install", "ray", "launch/ray/requirements.txt"],
-                           ["ray", "start", "--address=10.0.0.2:6379", "--disable-usage-stats", "--block"]]
+    assert here.told() == [
+        ["install", "ray", "launch/ray/requirements.txt"],
+        ["ray", "start", "--address=10.0.0.2:6379", "--disable-usage-stats", "--block"],
+    ]
     environment = dict(line.split("=", 1) for line in (here.folder / "env").read_text().splitlines())
-    assert environment == {"DORA_TOKEN_FILE": "token", "DORA_SECRETS_FILE": "secrets", "DORA_ACCELERATOR": "tpu",
-                           "HF_TOKEN": "open", "RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN_PATH": "token",
-                           "PYTHONPATH": str(here.root)}
+    assert environment == {
+        "DORA_TOKEN_FILE": "token",
+        "DORA_SECRETS_FILE": "secrets",
+        "DORA_ACCELERATOR": "tpu",
+        "HF_TOKEN": "open",
+        "RAY_AUTH_MODE": "token",
+        "RAY_AUTH_TOKEN_PATH": "token",
+        "PYTHONPATH": str(here.root),
+    }
 
 
 @pytest.mark.parametrize("type, topology", [("v5p-8", "2x2x1"), ("v6e-4", "2x2")])
@@ -237,9 +326,14 @@ def test_a_machine_of_a_larger_slice_can_be_one_by_itself(here, type, topology):
     here.run("launch/host.sh", "head", DORA_TOKEN_FILE="token", DORA_ALONE=type, TPU_WORKER_ID="3")
     environment = dict(line.split("=", 1) for line in (here.folder / "env").read_text().splitlines())
     assert environment.pop("TPU_NAME")  # this machine's name: no two are taken for one slice
-    assert environment == {"TPU_WORKER_ID": "0", "TPU_ACCELERATOR_TYPE": type, "TPU_TOPOLOGY": topology,
-                           "TPU_SKIP_MDS_QUERY": "1", "TPU_PROCESS_BOUNDS": "1,1,1",
-                           "TPU_CHIPS_PER_PROCESS_BOUNDS": "2,2,1"}
+    assert environment == {
+        "TPU_WORKER_ID": "0",
+        "TPU_ACCELERATOR_TYPE": type,
+        "TPU_TOPOLOGY": topology,
+        "TPU_SKIP_MDS_QUERY": "1",
+        "TPU_PROCESS_BOUNDS": "1,1,1",
+        "TPU_CHIPS_PER_PROCESS_BOUNDS": "2,2,1",
+    }
 
 
 def test_without_a_token_ray_is_reached_from_its_own_machine_only(here):
@@ -276,9 +370,20 @@ def test_manifests_have_the_fields_of_the_published_apis(name):
     schemas = yaml.safe_load((ROOT / "tests/data/launch_schemas.yaml").read_text())
     for manifest in manifests(name):
         kind = f"{manifest['apiVersion']} {manifest['kind']}"
-        schema = published(os.environ["DORA_CRDS"])[kind] if "DORA_CRDS" in os.environ else {
-            "$defs": schemas["$defs"], "additionalProperties": False, "properties": {
-                "apiVersion": {}, "kind": {}, "metadata": {"$ref": "#/$defs/metadata"}, "spec": schemas[kind]}}
+        schema = (
+            published(os.environ["DORA_CRDS"])[kind]
+            if "DORA_CRDS" in os.environ
+            else {
+                "$defs": schemas["$defs"],
+                "additionalProperties": False,
+                "properties": {
+                    "apiVersion": {},
+                    "kind": {},
+                    "metadata": {"$ref": "#/$defs/metadata"},
+                    "spec": schemas[kind],
+                },
+            }
+        )
         jsonschema.Draft202012Validator(schema).validate(manifest)
 
 
@@ -328,18 +433,30 @@ def test_no_two_roles_share_a_world_and_no_secret_is_spelt_out(name):
         for pod in pods(manifest):
             for container in pod["spec"]["containers"]:
                 assert {entry["name"] for entry in container.get("env", [])} <= {
-                    "DORA_MODULE", "DORA_TOKEN_FILE", "TPU_NAME"}
+                    "DORA_MODULE",
+                    "DORA_TOKEN_FILE",
+                    "TPU_NAME",
+                }
 
 
 def test_a_role_has_the_slice_that_was_asked_for():
-    chips = {pod["metadata"]["labels"]["dora-role"]:
-             pod["spec"]["containers"][0]["resources"].get("limits", {}).get("google.com/tpu")
-             for manifest in manifests("gke") for pod in pods(manifest)}
+    chips = {
+        pod["metadata"]["labels"]["dora-role"]: pod["spec"]["containers"][0]["resources"]
+        .get("limits", {})
+        .get("google.com/tpu")
+        for manifest in manifests("gke")
+        for pod in pods(manifest)
+    }
     assert chips == {"controller": None, "trainer": "4", "rollout": "8"}
-    workers = {group["groupName"]: group for manifest in manifests("ray")
-               for group in manifest["spec"]["rayClusterSpec"]["workerGroupSpecs"]}
+    workers = {
+        group["groupName"]: group
+        for manifest in manifests("ray")
+        for group in manifest["spec"]["rayClusterSpec"]["workerGroupSpecs"]
+    }
     assert {role: (group["replicas"], group["numOfHosts"]) for role, group in workers.items()} == {
-        "trainer": (1, 2), "rollout": (2, 4)}
+        "trainer": (1, 2),
+        "rollout": (2, 4),
+    }
 
 
 def test_ray_is_the_same_everywhere():

@@ -17,16 +17,22 @@ def test_a_step_beside_an_evaluation_counts_as_its_neighbours():
 
 def test_what_only_the_difficulty_does_vanishes_inside_its_strata():
     """Hard groups (7 terms) pass 2 of 8 and mostly come late, easy ones 6 of 8: lag itself does nothing."""
-    groups = [Group(version=0, lag=lag, terms=terms, passed=2 if terms == 7 else 6, samples=8)
-              for lag, hard in ((0, 1), (1, 3)) for terms in [7] * hard + [3] * (4 - hard)]
+    groups = [
+        Group(version=0, lag=lag, terms=terms, passed=2 if terms == 7 else 6, samples=8)
+        for lag, hard in ((0, 1), (1, 3))
+        for terms in [7] * hard + [3] * (4 - hard)
+    ]
     raw, within, _ = learning.by_lag(groups, lag=1, than=0)
     assert raw == pytest.approx(12 / 32 - 20 / 32)
     assert within == pytest.approx(0.0)
 
 
 def test_what_the_version_does_vanishes_inside_versions_alone():
-    groups = [Group(version=v, lag=lag, terms=3, passed=1 + v, samples=8)
-              for v in range(4) for lag in ([0] * (4 - v) + [1] * (1 + v))]
+    groups = [
+        Group(version=v, lag=lag, terms=3, passed=1 + v, samples=8)
+        for v in range(4)
+        for lag in ([0] * (4 - v) + [1] * (1 + v))
+    ]
     raw, within, fixed = learning.by_lag(groups, lag=1, than=0)
     assert raw == within > 0.1 and fixed == pytest.approx(0.0)
     assert np.isnan(learning.by_lag(groups, lag=2, than=0)).all()
@@ -41,9 +47,17 @@ def test_interval_by_hand():
 def test_a_run_in_numbers():
     n = 10
     reward = np.array([0.0] * 4 + [1.0] * 6)
-    curve = Curve(np.arange(1, n + 1) * 2.0, np.arange(1, n + 1) * 1.0, reward, np.full(n, 0.5), np.full(n, 0.25),
-                  np.full(n, 0.1), np.array([0, 5, 10]), np.array([0.2, 0.6, 0.8]),
-                  [Group(0, 0, 3, 1, 8), Group(0, 1, 3, 3, 8), Group(5, 0, 3, 8, 8), Group(9, 0, 3, 0, 8)])
+    curve = Curve(
+        np.arange(1, n + 1) * 2.0,
+        np.arange(1, n + 1) * 1.0,
+        reward,
+        np.full(n, 0.5),
+        np.full(n, 0.25),
+        np.full(n, 0.1),
+        np.array([0, 5, 10]),
+        np.array([0.2, 0.6, 0.8]),
+        [Group(0, 0, 3, 1, 8), Group(0, 1, 3, 3, 8), Group(5, 0, 3, 8, 8), Group(9, 0, 3, 0, 8)],
+    )
     numbers = learning.figures(curve, seconds=10.0)
     assert numbers["reward"] == pytest.approx(0.6) and numbers["held-out"] == pytest.approx(0.7)
     assert numbers["by version"] == pytest.approx(np.mean(np.linspace(0.25, 1.0, 6)))  # versions 0 to 5 of 10 - 4
@@ -53,10 +67,22 @@ def test_a_run_in_numbers():
 
 
 def test_steps_by_the_lag_of_their_youngest_group():
-    step = {"reward/mean": 0.5, "trainer/clip_fraction": 0.0, "trainer/ess_share": 1.0, "trainer/ratio_max": 1.0,
-            "trainer/grad_norm": 0.1, "lag/max": 3, "lag/mean": 1.0, "lag/2": 0.25}
-    records = [{"eval/accuracy": 1.0}, step | {"lag/3": 0.75}, step | {"lag/0": 0.75, "mismatch/mean": 0.0},
-               step | {"lag/3": 0.75, "reward/mean": 0.7}]
+    step = {
+        "reward/mean": 0.5,
+        "trainer/clip_fraction": 0.0,
+        "trainer/ess_share": 1.0,
+        "trainer/ratio_max": 1.0,
+        "trainer/grad_norm": 0.1,
+        "lag/max": 3,
+        "lag/mean": 1.0,
+        "lag/2": 0.25,
+    }
+    records = [
+        {"eval/accuracy": 1.0},
+        step | {"lag/3": 0.75},
+        step | {"lag/0": 0.75, "mismatch/mean": 0.0},
+        step | {"lag/3": 0.75, "reward/mean": 0.7},
+    ]
     lines = [line.split() for line in learning.youngest_table({"dora": records}).splitlines()[1:]]
     assert [line[:4] for line in lines] == [["dora", "0", "33.3%", "0.5000"], ["dora", "2", "66.7%", "0.6000"]]
     assert [line[-1] for line in lines] == ["100%", "0%"]

@@ -248,7 +248,6 @@ def test_counting_untaken_groups_only_stalls_at_once():
     world_with(Ledger, max_versions=1, inflight=2.0).run().audit()
 
 
-
 def test_a_window_without_a_cap_breaks_the_bound():
     world = world_with(NoCap, inflight=6.0).run(max_events=20_000)
     assert max(world.lags()) > world.config.max_lag

@@ -59,11 +59,17 @@ def numpy_loss(name, l, a, A, mask, mu=None, R=None, **p):
 
 
 CASES = [
-    ("ppo", {"eps_lo": 0.2, "eps_hi": 0.28}), ("ppo", {"eps_lo": 0.1, "eps_hi": 0.1, "dual_clip": 1.2}),
-    ("gspo", {"eps_lo": 0.05, "eps_hi": 0.02}), ("cispo", {"eps_lo": 0.3, "eps_hi": 0.2}),
-    ("cispo", {"eps_lo": 1.0, "eps_hi": 4.0}), ("sapo", {"tau_pos": 1.0, "tau_neg": 1.05}),
-    ("sapo", {"tau_pos": 2.0, "tau_neg": 0.5}), ("topr", {"w_pos": 1.0, "w_neg": 1.0}),
-    ("topr", {"w_pos": 2.0, "w_neg": 0.5}), ("reinforce", {}), ("dppo_tv", {"d_lo": 0.02, "d_hi": 0.03}),
+    ("ppo", {"eps_lo": 0.2, "eps_hi": 0.28}),
+    ("ppo", {"eps_lo": 0.1, "eps_hi": 0.1, "dual_clip": 1.2}),
+    ("gspo", {"eps_lo": 0.05, "eps_hi": 0.02}),
+    ("cispo", {"eps_lo": 0.3, "eps_hi": 0.2}),
+    ("cispo", {"eps_lo": 1.0, "eps_hi": 4.0}),
+    ("sapo", {"tau_pos": 1.0, "tau_neg": 1.05}),
+    ("sapo", {"tau_pos": 2.0, "tau_neg": 0.5}),
+    ("topr", {"w_pos": 1.0, "w_neg": 1.0}),
+    ("topr", {"w_pos": 2.0, "w_neg": 0.5}),
+    ("reinforce", {}),
+    ("dppo_tv", {"d_lo": 0.02, "d_hi": 0.03}),
     ("dppo_kl", {"d_lo": 0.002, "d_hi": 0.001}),
     ("longcat", {"eps_neg_lo": 0.2, "eps_pos_hi": 0.3, "eps_neg_hi": 1.3, "C": 1.1}),
 ]
@@ -72,6 +78,7 @@ CASES = [
 @functools.cache
 def compiled(name, **params):
     """((its sum, the loss of each token), the gradient to log-probs) of log-probs, anchor, advantages, behavior."""
+
     def total(l, anchor, adv, behavior):
         got = loss.policy_loss(name, l, anchor, adv, MASK, behavior_logprobs=behavior, rewards=REWARDS, **params)
         return got.sum(), got
@@ -115,8 +122,10 @@ def test_gradients(name, params):
         want = np.where(free, -ADV * s, 0)  # of each token as if it were alone: the sequence's mean is detached
     else:
         step = 1e-4
-        up, down = (numpy_loss(name, L.astype(np.float64) + s, ANCHOR, ADV, MASK, BEHAVIOR, REWARDS, **params)
-                    for s in (step, -step))
+        up, down = (
+            numpy_loss(name, L.astype(np.float64) + s, ANCHOR, ADV, MASK, BEHAVIOR, REWARDS, **params)
+            for s in (step, -step)
+        )
         want = (up - down) / (2 * step)
     _, gradient = compiled(name, **params)(L, ANCHOR, ADV, BEHAVIOR)
     np.testing.assert_allclose(gradient, np.where(MASK, want, 0), rtol=2e-3, atol=1e-3)
@@ -152,8 +161,18 @@ def test_segments_of_a_packed_row_are_sequences():
     mask = np.array([[1, 1, 0, 1, 0, 1, 1, 1, 0, 0]], bool)
     ids = np.array([[1] * 4 + [2] * 4 + [0, 0]])
     got = loss.policy_loss("gspo", *packed, mask, segment_ids=ids, eps_lo=0.05, eps_hi=0.05)
-    alone = [loss.policy_loss("gspo", L[i:i + 1, :4], ANCHOR[i:i + 1, :4], ADV[i:i + 1, :4], mask[:, 4 * i:4 * i + 4],
-                              eps_lo=0.05, eps_hi=0.05) for i in (0, 1)]
+    alone = [
+        loss.policy_loss(
+            "gspo",
+            L[i : i + 1, :4],
+            ANCHOR[i : i + 1, :4],
+            ADV[i : i + 1, :4],
+            mask[:, 4 * i : 4 * i + 4],
+            eps_lo=0.05,
+            eps_hi=0.05,
+        )
+        for i in (0, 1)
+    ]
     np.testing.assert_allclose(got[0, :8], np.concatenate([alone[0][0], alone[1][0]]), rtol=1e-6)
 
 
@@ -178,8 +197,9 @@ def test_clipped_counts_what_the_clip_silences():
 # ---------------------------------------------------------------- KL, value
 
 
-@pytest.mark.parametrize("name,formula", [("k1", lambda d: d), ("k2", lambda d: d * d / 2),
-                                          ("k3", lambda d: np.exp(-d) + d - 1)])
+@pytest.mark.parametrize(
+    "name,formula", [("k1", lambda d: d), ("k2", lambda d: d * d / 2), ("k3", lambda d: np.exp(-d) + d - 1)]
+)
 def test_kl_against_numpy(name, formula):
     d = np.array([[-3.0, -0.5, 0.0, 0.7, 4.0]])
     got = loss.kl(name, np.float32(d - 1), np.full_like(d, -1, np.float32), output_clamp=None)
@@ -258,10 +278,12 @@ def test_micro_batches_padding_and_row_order_do_not_move_the_loss(name):
     x = RNG.normal(size=(B, T)).astype(np.float32)
     whole = loss.aggregate(name, x, PACKED_MASK, SEGMENTS, GROUPS, 11)
     weights = loss.token_weights(name, PACKED_MASK, SEGMENTS, GROUPS, 11)
-    in_parts = sum((x[i:i + 1] * weights[i:i + 1]).sum() for i in range(B))
+    in_parts = sum((x[i : i + 1] * weights[i : i + 1]).sum() for i in range(B))
     assert in_parts == pytest.approx(float(whole), rel=1e-5)
-    wide = [np.pad(a, ((0, 2), (0, 3)), constant_values=c)
-            for a, c in ((x, 0), (PACKED_MASK, False), (SEGMENTS, 0), (GROUPS, -1))]
+    wide = [
+        np.pad(a, ((0, 2), (0, 3)), constant_values=c)
+        for a, c in ((x, 0), (PACKED_MASK, False), (SEGMENTS, 0), (GROUPS, -1))
+    ]
     assert float(loss.aggregate(name, *wide, 11)) == pytest.approx(float(whole), rel=1e-5)
     order = [3, 1, 0, 2]
     mixed = loss.aggregate(name, x[order], PACKED_MASK[order], SEGMENTS[order], GROUPS[order], 11)

@@ -15,18 +15,30 @@ QWEN_8B = KNOWN["Qwen3-8B"]
 GIB = 2**30
 SMALL = new_config("qwen3", vocab_size=100, d_model=8, n_layers=3, n_heads=4, n_kv_heads=2, head_dim=4, d_ff=16)
 SECTION = presets.on_cpu(RolloutSection(slots=4, max_prompt_tokens=32, max_new_tokens=32))
-CONFIG = Config(rollout=SECTION, trainer=presets.on_cpu(TrainerSection(pack_tokens=64, micro_batches=2)),
-                orchestrator=OrchestratorSection(groups_per_step=2, group_size=4), model=ModelSection(dtype="bfloat16"))
+CONFIG = Config(
+    rollout=SECTION,
+    trainer=presets.on_cpu(TrainerSection(pack_tokens=64, micro_batches=2)),
+    orchestrator=OrchestratorSection(groups_per_step=2, group_size=4),
+    model=ModelSection(dtype="bfloat16"),
+)
 
 
 def changed(**sections):
-    return dataclasses.replace(CONFIG, **{name: dataclasses.replace(getattr(CONFIG, name), **changes)
-                                          for name, changes in sections.items()})
+    return dataclasses.replace(
+        CONFIG, **{name: dataclasses.replace(getattr(CONFIG, name), **changes) for name, changes in sections.items()}
+    )
 
 
-@pytest.mark.parametrize("model", [SMALL, dataclasses.replace(SMALL, tie_embeddings=False), KNOWN["Qwen3-0.6B"], QWEN_8B,
-                                   new_config("qwen2", vocab_size=90, d_model=8, n_layers=2, n_heads=4, n_kv_heads=2,
-                                              head_dim=2, d_ff=12)])
+@pytest.mark.parametrize(
+    "model",
+    [
+        SMALL,
+        dataclasses.replace(SMALL, tie_embeddings=False),
+        KNOWN["Qwen3-0.6B"],
+        QWEN_8B,
+        new_config("qwen2", vocab_size=90, d_model=8, n_layers=2, n_heads=4, n_kv_heads=2, head_dim=2, d_ff=12),
+    ],
+)
 def test_parameters_are_those_of_the_decoder(model):
     made = sum(math.prod(x.shape) for x in jax.tree.leaves(decoder.abstract_params(model)))
     assert model.matrix_params + model.gain_params == made
@@ -38,7 +50,9 @@ def test_state_by_hand():
     lines = {line.what: line.bytes for line in memory.trainer_state(SMALL, CONFIG, mesh)}
     assert lines == {"masters": 4 * weights, "moments": 8 * weights, "published versions": 3 * 2 * weights}
     assert memory.trainer_state(SMALL, changed(trainer={"moments": "bfloat16"}), mesh)[1].bytes == 4 * weights
-    assert memory.trainer_state(SMALL, CONFIG, mesh, on_host=True)[1].bytes == 2 * 4 * 3 * 8 * 16 / 4  # one projection's
+    assert (
+        memory.trainer_state(SMALL, CONFIG, mesh, on_host=True)[1].bytes == 2 * 4 * 3 * 8 * 16 / 4
+    )  # one projection's
     kl = {line.what for line in memory.trainer_state(SMALL, changed(trainer={"kl": "k3"}), mesh)}
     assert "reference model" in kl
 
@@ -72,9 +86,13 @@ def test_page_table_by_hand():
 
 
 def test_pages_are_their_share_of_what_is_left():
-    asked = Config(slice="v6e-8", placement="disjoint", model=ModelSection(size="Qwen3-8B"),
-                   rollout=RolloutSection(instances=2, tensor=2, memory_share=0.5, max_prompt_tokens=1024, max_new_tokens=3072),
-                   trainer=TrainerSection(pack_tokens=4096, remat="full", micro_batches=32))
+    asked = Config(
+        slice="v6e-8",
+        placement="disjoint",
+        model=ModelSection(size="Qwen3-8B"),
+        rollout=RolloutSection(instances=2, tensor=2, memory_share=0.5, max_prompt_tokens=1024, max_new_tokens=3072),
+        trainer=TrainerSection(pack_tokens=4096, remat="full", micro_batches=32),
+    )
     found = presets.machines(asked)
     done, _ = presets.resolve(asked, found, QWEN_8B)
     planned = budget.of(done, found, QWEN_8B)
@@ -88,20 +106,27 @@ def test_one_device_holds_a_version_once():
     asked = Config(slice="laptop", model=ModelSection(size="Qwen3-0.6B"), rollout=RolloutSection())
     found = presets.machines(asked)
     planned = budget.of(presets.resolve(asked, found, KNOWN["Qwen3-0.6B"])[0], found, KNOWN["Qwen3-0.6B"])
-    assert planned.aliased and planned.crowd == 2 and "resident versions" not in {line.what for line in planned.instance}
+    assert (
+        planned.aliased and planned.crowd == 2 and "resident versions" not in {line.what for line in planned.instance}
+    )
 
 
-@pytest.mark.parametrize("layers, changes, mesh, gib", [
-    (36, {"rows": 32, "pack_tokens": 4096}, (1, 8, 1, 1), 24.64),
-    (36, {"rows": 32, "pack_tokens": 4096, "remat": "dots"}, (1, 8, 1, 1), 36.93),
-    (24, {"rows": 32, "pack_tokens": 4096, "attention": "reference", "logits_bytes": 2**26}, (1, 8, 1, 1), 20.12),
-    (12, {"rows": 32, "pack_tokens": 4096, "attention": "reference", "logits_bytes": 2**26}, (1, 8, 1, 1), 15.78),
-    (36, {"rows": 32, "pack_tokens": 16384}, (1, 8, 4, 2), 10.05),
-    (36, {"rows": 256, "pack_tokens": 4096, "micro_batches": 16}, (1, 4, 1, 1), 54.5),
-    (36, {"rows": 256, "pack_tokens": 4096, "micro_batches": 8}, (1, 4, 1, 1), 70.24),
-])
+@pytest.mark.parametrize(
+    "layers, changes, mesh, gib",
+    [
+        (36, {"rows": 32, "pack_tokens": 4096}, (1, 8, 1, 1), 24.64),
+        (36, {"rows": 32, "pack_tokens": 4096, "remat": "dots"}, (1, 8, 1, 1), 36.93),
+        (24, {"rows": 32, "pack_tokens": 4096, "attention": "reference", "logits_bytes": 2**26}, (1, 8, 1, 1), 20.12),
+        (12, {"rows": 32, "pack_tokens": 4096, "attention": "reference", "logits_bytes": 2**26}, (1, 8, 1, 1), 15.78),
+        (36, {"rows": 32, "pack_tokens": 16384}, (1, 8, 4, 2), 10.05),
+        (36, {"rows": 256, "pack_tokens": 4096, "micro_batches": 16}, (1, 4, 1, 1), 54.5),
+        (36, {"rows": 256, "pack_tokens": 4096, "micro_batches": 8}, (1, 4, 1, 1), 70.24),
+    ],
+)
 def test_temporaries_are_those_that_xla_reported(layers, changes, mesh, gib):
     """Of Qwen3-8B compiled for v5p-16, and for v5e-64 in the last row, by libtpu 0.0.42.1 in four micro-batches but for two rows."""
     options = {"micro_batches": 4, "remat": "full", "attention": "splash", "logits_bytes": 2**30} | changes
-    work = memory.trainer_work(dataclasses.replace(QWEN_8B, n_layers=layers), changed(trainer=options), memory.Mesh(*mesh))
+    work = memory.trainer_work(
+        dataclasses.replace(QWEN_8B, n_layers=layers), changed(trainer=options), memory.Mesh(*mesh)
+    )
     assert memory.total(work) / GIB == pytest.approx(gib, rel=0.1)

@@ -34,7 +34,10 @@ def lines(workdir):
 
 
 def test_each_value_reduces_by_its_own_rule():
-    records = [{"a": Mean(6, 2), "b": Sum(1), "c": Max(5), "d": Last(1), "e": 1}, {"a": Mean(3, 1), "b": Sum(2), "c": Max(4), "d": Last(2), "e": 2}]
+    records = [
+        {"a": Mean(6, 2), "b": Sum(1), "c": Max(5), "d": Last(1), "e": 1},
+        {"a": Mean(3, 1), "b": Sum(2), "c": Max(4), "d": Last(2), "e": 2},
+    ]
     assert reduce(records) == {"a": 3.0, "b": 3, "c": 5, "d": 2, "e": 2}
 
 
@@ -55,11 +58,31 @@ def test_a_name_keeps_one_type():
 
 def test_every_line_is_strict_json(tmp_path):
     with Writer(tmp_path, quiet()) as writer:
-        writer.write(3, {"nan": math.nan, "inf": np.float32(np.inf), "f32": np.float32(0.5), "i64": np.int64(7),
-                         "yes": np.bool_(True), "mean": Mean(1, 4), "empty": Mean.of([])}, waits=["trainer idle 9%", "rollouts idle 1%"])
+        writer.write(
+            3,
+            {
+                "nan": math.nan,
+                "inf": np.float32(np.inf),
+                "f32": np.float32(0.5),
+                "i64": np.int64(7),
+                "yes": np.bool_(True),
+                "mean": Mean(1, 4),
+                "empty": Mean.of([]),
+            },
+            waits=["trainer idle 9%", "rollouts idle 1%"],
+        )
     (line,) = lines(tmp_path)
-    assert line == {"step": 3, "nan": None, "inf": None, "f32": 0.5, "i64": 7, "yes": 1, "mean": 0.25, "empty": None,
-                    "waits": "trainer idle 9%; rollouts idle 1%"}
+    assert line == {
+        "step": 3,
+        "nan": None,
+        "inf": None,
+        "f32": 0.5,
+        "i64": 7,
+        "yes": 1,
+        "mean": 0.25,
+        "empty": None,
+        "waits": "trainer idle 9%; rollouts idle 1%",
+    }
 
 
 def test_lines_are_there_before_the_file_is_closed(tmp_path):
@@ -119,8 +142,8 @@ def scalars(folder):
         data = file.read_bytes()
         while data:
             size = int.from_bytes(data[:8], "little")
-            event = Event.FromString(data[12:12 + size])
-            data = data[16 + size:]
+            event = Event.FromString(data[12 : 12 + size])
+            data = data[16 + size :]
             for value in event.summary.value:
                 yield event.step, value.tag, value.simple_value
 
@@ -128,37 +151,72 @@ def scalars(folder):
 # ---------------------------------------------------------------- console
 
 
-STEP = {"reward/mean": 0.4321, "groups/failed_share": 0.0, "prompts/skipped_share": 0.0, "response/length": 33.4,
-        "lag/mean": 0.75, "versions/live": 3, "rollout/tokens_per_s": 1234.4, "time/left_s": 300.0}
+STEP = {
+    "reward/mean": 0.4321,
+    "groups/failed_share": 0.0,
+    "prompts/skipped_share": 0.0,
+    "response/length": 33.4,
+    "lag/mean": 0.75,
+    "versions/live": 3,
+    "rollout/tokens_per_s": 1234.4,
+    "time/left_s": 300.0,
+}
 WAITS = ["trainer idle 34%: waiting for rollouts", "rollouts idle 2%"]
 
 
 def test_the_step_line_shows_what_a_person_watches():
     assert step_line(12, STEP, WAITS[:1]) == (
-        "step   12  reward 0.432  length 33  lag 0.8  3 versions  1,234 tok/s  ETA 5 min  trainer idle 34%: waiting for rollouts")
+        "step   12  reward 0.432  length 33  lag 0.8  3 versions  1,234 tok/s  ETA 5 min  trainer idle 34%: waiting for rollouts"
+    )
     assert step_line(1, {"reward/mean": None}) == "step    1"
 
 
-@pytest.mark.parametrize("changed, told", [
-    ({"versions/live": 1}, "  1 version  "), ({"groups/failed_share": 0.76}, "reward 0.432  failed 76%  "),
-    ({"prompts/skipped_share": 0.9}, "  skipped 90%  "), ({"time/left_s": 44.4}, "  ETA 44 s  "),
-    ({"time/left_s": 7200.0}, "  ETA 2 h  "), ({"time/left_s": 86400 * 3.2}, "  ETA 3 days  "),
-])
+@pytest.mark.parametrize(
+    "changed, told",
+    [
+        ({"versions/live": 1}, "  1 version  "),
+        ({"groups/failed_share": 0.76}, "reward 0.432  failed 76%  "),
+        ({"prompts/skipped_share": 0.9}, "  skipped 90%  "),
+        ({"time/left_s": 44.4}, "  ETA 44 s  "),
+        ({"time/left_s": 7200.0}, "  ETA 2 h  "),
+        ({"time/left_s": 86400 * 3.2}, "  ETA 3 days  "),
+    ],
+)
 def test_a_step_line_says(changed, told):
     assert told in step_line(12, STEP | changed, WAITS)
 
 
 def test_a_step_line_that_is_too_long_loses_what_matters_least():
-    long = STEP | {"reward/mean": -1234.5, "groups/failed_share": 1.0, "prompts/skipped_share": 1.0, "response/length": 31_072.0,
-                   "lag/mean": 31.0, "versions/live": 12, "rollout/tokens_per_s": 12_345_678.0}
+    long = STEP | {
+        "reward/mean": -1234.5,
+        "groups/failed_share": 1.0,
+        "prompts/skipped_share": 1.0,
+        "response/length": 31_072.0,
+        "lag/mean": 31.0,
+        "versions/live": 12,
+        "rollout/tokens_per_s": 12_345_678.0,
+    }
     line = step_line(100_000, long, ["trainer idle 100%: waiting for a rollout instance", WAITS[1]])
-    assert line == ("step 100000  reward -1234.500  failed 100%  skipped 100%  ETA 5 min  "
-                    "trainer idle 100%: waiting for a rollout instance") and len(line) <= 120
+    assert (
+        line
+        == (
+            "step 100000  reward -1234.500  failed 100%  skipped 100%  ETA 5 min  "
+            "trainer idle 100%: waiting for a rollout instance"
+        )
+        and len(line) <= 120
+    )
     assert "rollouts idle" not in step_line(12, STEP, WAITS) and "3 versions" in step_line(12, STEP, WAITS)
 
 
-EVAL = {"eval/prompts": 64, "eval/accuracy": 0.25, "eval/pass_at_k": 0.5, "eval/k": 4, "eval/reward/mean": 0.2,
-        "eval/reward/term/right": 0.25, "eval/response_length": 20.4}
+EVAL = {
+    "eval/prompts": 64,
+    "eval/accuracy": 0.25,
+    "eval/pass_at_k": 0.5,
+    "eval/k": 4,
+    "eval/reward/mean": 0.2,
+    "eval/reward/term/right": 0.25,
+    "eval/response_length": 20.4,
+}
 
 
 def test_an_evaluation_has_a_line_of_its_own():
@@ -170,7 +228,8 @@ def test_an_evaluation_has_a_line_of_its_own():
     assert file.getvalue().splitlines() == [
         "eval    7  accuracy 25.0%  pass@4 50.0%  reward 0.200  length 20  64 prompts",
         "eval    8  accuracy 25.0%  reward 0.200  (right 0.250, short -0.050)  length 20  64 prompts  3 without a score",
-        "eval    9  reward 0.200  length 20  64 prompts"]
+        "eval    9  reward 0.200  length 20  64 prompts",
+    ]
 
 
 def test_the_progress_line_says_who_does_what_and_how_fast():
@@ -184,8 +243,10 @@ def test_the_progress_line_says_who_does_what_and_how_fast():
     console.phase("instance 0", "generating")
     console.status({"versions": {4: 20, 2: 12}, "waits": "trainer on rollout"})
     console.count(500)
-    assert console.progress() == ("1:01  500 tokens, 50 tokens/s | trainer: step 3 | instance 0: generating | samples v2:12 v4:20 | "
-                                  "trainer on rollout")
+    assert console.progress() == (
+        "1:01  500 tokens, 50 tokens/s | trainer: step 3 | instance 0: generating | samples v2:12 v4:20 | "
+        "trainer on rollout"
+    )
     clock.now_s = 80  # nothing for more than the window
     console.phase("trainer", "")
     assert "500 tokens, 0 tokens/s | instance 0" in console.progress()

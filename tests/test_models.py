@@ -116,8 +116,11 @@ def test_initial_values_depend_on_no_mesh():
     cfg, mesh = CONFIGS["qwen2"], sharding.make_mesh(jax.devices(), 1, 4, 2)
     plain, placed = initial(cfg), decoder.init_params(cfg, 7, mesh)
     jax.tree.map(np.testing.assert_array_equal, plain, placed)
-    jax.tree.map(lambda x, s: x.sharding.is_equivalent_to(s, x.ndim) or pytest.fail(f"{x.sharding} is not {s}"),
-                 placed, sharding.param_specs(cfg, mesh))
+    jax.tree.map(
+        lambda x, s: x.sharding.is_equivalent_to(s, x.ndim) or pytest.fail(f"{x.sharding} is not {s}"),
+        placed,
+        sharding.param_specs(cfg, mesh),
+    )
     shapes = jax.tree.map(lambda x: (x.shape, x.dtype), plain)
     assert shapes == jax.tree.map(lambda x: (x.shape, x.dtype), decoder.abstract_params(cfg))
 
@@ -238,11 +241,14 @@ def test_attend_learns_its_layer_from_the_list_layout_only():
     assert set(calls) == {(None, *shapes)}
 
 
-@pytest.mark.parametrize("fsdp, tensor, message", [
-    (3, 1, "model d_model 32 is not divisible by mesh axis fsdp=3"),
-    (1, 4, "model n_kv_heads 2 is not divisible by mesh axis tensor=4"),
-    (1, 3, "model n_heads 4 is not divisible by mesh axis tensor=3"),
-])
+@pytest.mark.parametrize(
+    "fsdp, tensor, message",
+    [
+        (3, 1, "model d_model 32 is not divisible by mesh axis fsdp=3"),
+        (1, 4, "model n_kv_heads 2 is not divisible by mesh axis tensor=4"),
+        (1, 3, "model n_heads 4 is not divisible by mesh axis tensor=3"),
+    ],
+)
 def test_a_mesh_that_does_not_divide_is_named(fsdp, tensor, message):
     with pytest.raises(ValueError, match=message):
         check_mesh(CONFIGS["qwen3"], fsdp=fsdp, tensor=tensor)
@@ -263,11 +269,14 @@ def test_a_mesh_of_the_wrong_size_is_named():
         sharding.make_mesh(jax.devices(), 1, 2, 2)
 
 
-@pytest.mark.parametrize("change, message", [
-    ({"n_kv_heads": 3}, "n_heads 4 is not a multiple of n_kv_heads 3"),
-    ({"head_dim": 7}, "head_dim 7 is odd"),
-    ({"n_layers": 0}, "n_layers is 0; it must be at least 1"),
-])
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        ({"n_kv_heads": 3}, "n_heads 4 is not a multiple of n_kv_heads 3"),
+        ({"head_dim": 7}, "head_dim 7 is odd"),
+        ({"n_layers": 0}, "n_layers is 0; it must be at least 1"),
+    ],
+)
 def test_sizes_that_make_no_model(change, message):
     with pytest.raises(ValueError, match=message):
         new_config("qwen3", **SIZES | change)
@@ -294,8 +303,11 @@ def test_long_rows_attend_block_by_block_to_the_same_values(monkeypatch, context
 
     def gradients():
         def loss(*qkv):
-            attend = segment_attention(segments, positions) if context == 1 else \
-                context_attention(segments, positions, mesh=mesh)
+            attend = (
+                segment_attention(segments, positions)
+                if context == 1
+                else context_attention(segments, positions, mesh=mesh)
+            )
             return jnp.sum(jnp.sin(attend(None, *qkv)))
 
         return jax.jit(jax.value_and_grad(loss, argnums=(0, 1, 2)))(q, k, v)

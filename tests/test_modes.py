@@ -117,12 +117,12 @@ def test_nothing_to_do_ends_at_once():
         ({"total_steps": -1}, "total_steps is -1: it must not be negative"),
         ({"rebalance_period_s": 0.0}, "rebalance_period_s is 0.0: it must be positive"),
         ({"inflight": 0.2}, "less than one group of 2"),
-        ({"mode": "dora_paper", "inflight": 0.75}, "keeps at most 3 groups outstanding: a step takes 4 and would never start"),
-        ({"task_ratios": (("sums", 2.0),)}, "task_ratios names 'sums', which task_cycle does not"),
         (
-            {"task_cycle": ("a", "b"), "task_ratios": (("a", 0.1), ("b", 0.1))},
-            "keeps at most 2 groups outstanding",
+            {"mode": "dora_paper", "inflight": 0.75},
+            "keeps at most 3 groups outstanding: a step takes 4 and would never start",
         ),
+        ({"task_ratios": (("sums", 2.0),)}, "task_ratios names 'sums', which task_cycle does not"),
+        ({"task_cycle": ("a", "b"), "task_ratios": (("a", 0.1), ("b", 0.1))}, "keeps at most 2 groups outstanding"),
     ],
 )
 def test_a_configuration_that_cannot_progress_is_refused(changes, sentence):

@@ -25,7 +25,8 @@ class Controller:
         for name in hosts.space:
             self.ends[name], theirs = multiprocessing.get_context("spawn").Pipe()
             multiprocessing.get_context("spawn").Process(
-                target=weight_peer.run, args=(theirs, SIZE, hosts.ip[name], hosts.space[name]), daemon=True).start()
+                target=weight_peer.run, args=(theirs, SIZE, hosts.ip[name], hosts.space[name]), daemon=True
+            ).start()
             theirs.close()
             self.tell(ex.WorldUp(world=name, epoch=1, hosts=1, trainer=name == "trainer"))
         for name in hosts.space:

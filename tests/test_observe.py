@@ -24,9 +24,17 @@ def group(group_id=0, version=0, **parts):
     parts = {name: np.array(values, np.float32) for name, values in parts.items()}
     rewards = sum(parts.values())
     samples = tuple(
-        Sample(id=SampleId(group_id, i), prompt_ids=np.zeros(1, np.int32), out_ids=np.zeros(2, np.int32),
-               logprobs=np.zeros(2, np.float32), mask=np.ones(2, bool), spans=(Span(version=version, start=0, stop=2),),
-               finish="stop") for i in range(len(rewards)))
+        Sample(
+            id=SampleId(group_id, i),
+            prompt_ids=np.zeros(1, np.int32),
+            out_ids=np.zeros(2, np.int32),
+            logprobs=np.zeros(2, np.float32),
+            mask=np.ones(2, bool),
+            spans=(Span(version=version, start=0, stop=2),),
+            finish="stop",
+        )
+        for i in range(len(rewards))
+    )
     return ScoredGroup(group_id=group_id, version=version, samples=samples, rewards=rewards, parts=parts)
 
 
@@ -45,11 +53,18 @@ def test_a_term_that_only_some_groups_have_is_the_mean_of_those():
 
 
 def test_the_shares_of_a_mix_are_those_that_were_trained_on():
-    served = Served(OrchestratorConfig(groups_per_step=2, group_size=2, total_steps=2, task_cycle=("sums", "games", "sums")))
+    served = Served(
+        OrchestratorConfig(groups_per_step=2, group_size=2, total_steps=2, task_cycle=("sums", "games", "sums"))
+    )
     first = served.metrics([group(0, right=[1, 0]), group(2, right=[1, 1])])
     assert first == {"task/share/games": 0.0, "task/share/sums": 1.0, "task/reward/sums": 0.75}
     second = served.metrics([group(4, right=[0, 0]), group(5, right=[0, 1])])
-    assert second == {"task/share/games": 0.25, "task/share/sums": 0.75, "task/reward/games": 0.0, "task/reward/sums": 0.5}
+    assert second == {
+        "task/share/games": 0.25,
+        "task/share/sums": 0.75,
+        "task/reward/games": 0.0,
+        "task/reward/sums": 0.5,
+    }
     assert "  games 25% sums 75%  " in step_line(2, {"reward/mean": 0.2, "response/length": 2.0} | second)
     assert not Served(OrchestratorConfig(groups_per_step=2, group_size=2, total_steps=2)).metrics([group(0, right=[1])])
 
@@ -60,10 +75,19 @@ def test_the_shares_of_a_mix_are_those_that_were_trained_on():
 def test_an_evaluation_has_the_total_every_term_and_accuracy_by_the_rule():
     groups = [group(-1, right=[1, 0], short=[-0.5, -0.5]), group(-2, right=[0, 0], short=[0, -1])]
     metrics = evaluation(groups, Solved(term="right"))
-    assert metrics == pytest.approx({
-        "eval/accuracy": 0.25, "eval/pass_at_k": 0.5, "eval/k": 2, "eval/prompts": 2, "eval/response_length": 2.0,
-        "eval/reward/mean": -0.25, "eval/reward/std": np.std([0.5, -0.5, 0, -1]), "eval/reward/term/right": 0.25,
-        "eval/reward/term/short": -0.5})
+    assert metrics == pytest.approx(
+        {
+            "eval/accuracy": 0.25,
+            "eval/pass_at_k": 0.5,
+            "eval/k": 2,
+            "eval/prompts": 2,
+            "eval/response_length": 2.0,
+            "eval/reward/mean": -0.25,
+            "eval/reward/std": np.std([0.5, -0.5, 0, -1]),
+            "eval/reward/term/right": 0.25,
+            "eval/reward/term/short": -0.5,
+        }
+    )
     assert evaluation(groups, Solved(term="total", least=0.0))["eval/accuracy"] == 0.5
     assert "eval/accuracy" not in evaluation(groups, None)
     with pytest.raises(RunError, match="eval.solved: the reward of group -1 has no term 'exact'"):
@@ -109,7 +133,8 @@ def test_an_evaluation_without_any_score_is_said():
 def test_the_closing_line_knows_all_evaluations():
     assert closing({}) == "held-out accuracy: not measured"
     assert closing({20: {"eval/accuracy": 0.916}, 0: {"eval/accuracy": 0.354}}) == (
-        "held-out accuracy: 35.4% at version 0, 91.6% at version 20")
+        "held-out accuracy: 35.4% at version 0, 91.6% at version 20"
+    )
     assert closing({0: {"eval/reward/mean": -0.25}}) == "held-out reward: -0.250 at version 0"
 
 
@@ -133,7 +158,11 @@ def test_the_first_failure_of_each_kind_is_printed_at_once_with_its_sample():
         log.failed(failure(kind="reward r took over 10 s", reason="reward r took over 10 s (9 tokens, sample (3, 1))"))
     assert lines[0].splitlines() == [
         "a group cannot be scored: reward r raised KeyError: 'boxed' (r.py:3); others like it are only counted, in "
-        "groups/failed_share", "  prompt   '3 + 4 ='", "  answer   '7'", "  response 'the answer\\nis 7'"]
+        "groups/failed_share",
+        "  prompt   '3 + 4 ='",
+        "  answer   '7'",
+        "  response 'the answer\\nis 7'",
+    ]
     assert len(lines) == 2 and "took over 10 s" in lines[1]
 
 
@@ -172,7 +201,11 @@ def test_shares_of_failed_and_skipped_groups():
     for _ in range(36):
         log.skipped()
     metrics = log.metrics()
-    assert (metrics["groups/failed_share"], metrics["prompts/skipped"], metrics["prompts/skipped_share"]) == (0.25, 36, 0.9)
+    assert (metrics["groups/failed_share"], metrics["prompts/skipped"], metrics["prompts/skipped_share"]) == (
+        0.25,
+        36,
+        0.9,
+    )
     assert metrics["groups/failed_length_p50"] == 3.0
 
 
@@ -185,17 +218,27 @@ def test_the_cause_of_a_wait_is_what_held_longest_in_the_step(monkeypatch):
     waiting = {}
     log = Idle(lambda: dict(waiting))
     happened = ev.TimePassed(now_s=0.0)
-    for trainer, rollouts, seconds in [("rollouts", "", 3.0), ("rewards", "", 2.0), ("", "the trainer", 9.0), ("", "", 1.0)]:
+    for trainer, rollouts, seconds in [
+        ("rollouts", "", 3.0),
+        ("rewards", "", 2.0),
+        ("", "the trainer", 9.0),
+        ("", "", 1.0),
+    ]:
         waiting.update(trainer=trainer, rollouts=rollouts)
         log(happened)
         waiting.update(trainer="stragglers")
         log(ev.InstanceReported.of(0, 1, {SampleId(0, 0): 3}))  # not asked again
         clock.now_s += seconds
     assert log.phrases({"trainer": 0.34, "rollouts": 0.6}) == [
-        "rollouts idle 60%: waiting for the trainer", "trainer idle 34%: waiting for rollouts"]
+        "rollouts idle 60%: waiting for the trainer",
+        "trainer idle 34%: waiting for rollouts",
+    ]
     log(happened)
     clock.now_s += 1.0
-    assert log.phrases({"trainer": 1.0, "rollouts": 0.004}) == ["trainer idle 100%: waiting for stragglers", "rollouts idle 0%"]
+    assert log.phrases({"trainer": 1.0, "rollouts": 0.004}) == [
+        "trainer idle 100%: waiting for stragglers",
+        "rollouts idle 0%",
+    ]
 
 
 def test_a_run_that_waits_for_nothing_says_no_cause():

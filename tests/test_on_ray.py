@@ -20,14 +20,27 @@ from tests.cluster_fakes import LIMITS, eventually  # noqa: E402
 
 
 def node(name, number, alive=True, slice_type="v4-16", chips=4.0):
-    return {"NodeID": f"{name}.{number}", "Alive": alive, "Resources": {"TPU": chips},
-            "Labels": {"ray.io/tpu-slice-name": name, "ray.io/tpu-pod-type": slice_type}}
+    return {
+        "NodeID": f"{name}.{number}",
+        "Alive": alive,
+        "Resources": {"TPU": chips},
+        "Labels": {"ray.io/tpu-slice-name": name, "ray.io/tpu-pod-type": slice_type},
+    }
 
 
 def test_a_slice_is_intact_where_all_of_its_hosts_live_and_stay():
-    nodes = [node("d", 0), node("d", 1), node("a", 0), node("a", 1, alive=False), node("b", 0), node("b", 1),
-             node("c", 0), node("c", 1), node("e", 0, slice_type="v4-8"),
-             {"NodeID": "head", "Alive": True, "Resources": {"CPU": 2.0}, "Labels": {}}]
+    nodes = [
+        node("d", 0),
+        node("d", 1),
+        node("a", 0),
+        node("a", 1, alive=False),
+        node("b", 0),
+        node("b", 1),
+        node("c", 0),
+        node("c", 1),
+        node("e", 0, slice_type="v4-8"),
+        {"NodeID": "head", "Alive": True, "Resources": {"CPU": 2.0}, "Labels": {}},
+    ]
     assert intact_slices(nodes, ["c.1"], "v4-16", 2) == {"b": 4.0, "d": 4.0}
     assert list(intact_slices(nodes, [], "v4-16", 2)) == ["b", "c", "d"]
     assert intact_slices(nodes, [], "v4-8", 1) == {"e": 4.0}
@@ -134,8 +147,11 @@ def test_nothing_is_left_of_a_run_that_ends(controller):
 @pytest.mark.slow
 def test_a_gang_that_gives_up_gives_its_place_back(controller):
     gang, started = controller.start("rollout 0")
-    gang.seat(lambda rank, coordinator, leader: calls.Begin(
-        config={}, workdir="", instance=0, rank=rank, hosts=2, coordinator=coordinator, leader=leader))
+    gang.seat(
+        lambda rank, coordinator, leader: calls.Begin(
+            config={}, workdir="", instance=0, rank=rank, hosts=2, coordinator=coordinator, leader=leader
+        )
+    )
     eventually(lambda: rooms() == [] and ray.util.list_named_actors() == [] and started.ended() is not None, 60)
 
 

@@ -158,7 +158,10 @@ def test_what_is_said_twice_counts_once():
         (ev.WeightsLoaded(instance=0, version=3), "instance 0 loaded version 3"),
         (ev.SampleStarted(id=A, instance=0, version=2), "started at version 2"),
         (ev.SampleCancelled(id=A, reason="?"), "cancelled without a command"),
-        (ev.InstanceReported(instance=0, free=9, groups=(0, 0), indices=(0, 1), tokens=(3,)), "columns of 2, 2 and 1 rows"),
+        (
+            ev.InstanceReported(instance=0, free=9, groups=(0, 0), indices=(0, 1), tokens=(3,)),
+            "columns of 2, 2 and 1 rows",
+        ),
     ],
 )
 def test_a_fact_that_contradicts_a_command_raises(event, message):
@@ -242,7 +245,9 @@ def test_what_it_says():
     line = describe(event, brain.step(event))
     assert line == "WeightsLoaded instance=0 version=0 -> Start ids=0.0-1,1.0-1,2.0-1 instance=0 version=0"
     summary = brain.summary()
-    assert summary["versions"] == {0: 6} and summary["waits"].startswith("trainer waits for rollouts (0 of 2 groups ready")
+    assert summary["versions"] == {0: 6} and summary["waits"].startswith(
+        "trainer waits for rollouts (0 of 2 groups ready"
+    )
     assert make().summary()["waits"].startswith("trainer waits for a rollout instance")
 
 

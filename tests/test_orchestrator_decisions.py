@@ -218,7 +218,9 @@ def test_a_swap_of_many_samples_costs_one_rebalance(monkeypatch):
     made = body("loaded started parked scored", mode="partial", group_size=40, inflight=2.0)
     tell(made, "up 0 slots=99 pages=999\ndone 0.0-39")
     counted = []
-    monkeypatch.setattr("dora_jax.orchestrate.balance.rebalance", lambda s, real=balance.rebalance: (counted.append(s), real(s)))
+    monkeypatch.setattr(
+        "dora_jax.orchestrate.balance.rebalance", lambda s, real=balance.rebalance: (counted.append(s), real(s))
+    )
     said = tell(made, "published 1")
     assert said[0].startswith("Park ids=1.0-39") and len(counted) <= 2
 

@@ -33,8 +33,9 @@ class Instance:
 def put_on(tmp_path, orchestrator=None, **changes):
     instance, said = Instance(), []
     orchestrator = orchestrator or Orchestrator(OrchestratorConfig(groups_per_step=1, group_size=1, total_steps=1))
-    side, recorder = outfit.put_on(dataclasses.replace(Config(), **changes), tmp_path, [instance], "weights", SIDE,
-                                   orchestrator, said.append)
+    side, recorder = outfit.put_on(
+        dataclasses.replace(Config(), **changes), tmp_path, [instance], "weights", SIDE, orchestrator, said.append
+    )
     return instance, side, recorder, said
 
 

@@ -19,7 +19,9 @@ from dora_jax.sim import config as sims
 from dora_jax.sim.run import simulate
 from dora_jax.types import Prompt, Sample, SampleId, ScoredGroup, Span
 
-SECTION = presets.on_cpu(RolloutSection(slots=4, pages=64, page_size=8, max_prompt_tokens=8, max_new_tokens=16, decode_steps=2))
+SECTION = presets.on_cpu(
+    RolloutSection(slots=4, pages=64, page_size=8, max_prompt_tokens=8, max_new_tokens=16, decode_steps=2)
+)
 
 
 class Costs:
@@ -138,8 +140,12 @@ def test_a_paused_worker_answers_calls_and_does_not_tick():
     outbox = queue.SimpleQueue()
     worker = InstanceWorker(0, inner, paced_run.Weights(), outbox)
     worker.post(worker.pause)
-    worker.post(worker.submit, SampleId(0, 0), Prompt(group_id=0, task="", uid="", text="", answer=None,
-                                                      token_ids=np.zeros(1, np.int32), max_new_tokens=16), 0)
+    worker.post(
+        worker.submit,
+        SampleId(0, 0),
+        Prompt(group_id=0, task="", uid="", text="", answer=None, token_ids=np.zeros(1, np.int32), max_new_tokens=16),
+        0,
+    )
     worker.start()
     time.sleep(0.1)  # time enough for all its ticks
     worker.post(worker.park, SampleId(0, 0))
@@ -156,8 +162,15 @@ def test_a_paused_worker_answers_calls_and_does_not_tick():
 
 def group(group_id, version=0):
     id = SampleId(group_id, 0)
-    sample = Sample(id=id, prompt_ids=np.zeros(1, np.int32), out_ids=np.zeros(1, np.int32), finish="stop",
-                    logprobs=np.zeros(1, np.float32), mask=np.ones(1, bool), spans=(Span(version=version, start=0, stop=1),))
+    sample = Sample(
+        id=id,
+        prompt_ids=np.zeros(1, np.int32),
+        out_ids=np.zeros(1, np.int32),
+        finish="stop",
+        logprobs=np.zeros(1, np.float32),
+        mask=np.ones(1, bool),
+        spans=(Span(version=version, start=0, stop=1),),
+    )
     return ScoredGroup(group_id=group_id, version=version, samples=(sample,), rewards=np.zeros(1, np.float32), parts={})
 
 
@@ -186,7 +199,9 @@ def test_a_step_in_parts_is_published_once_behind_its_last_part():
     assert done.wait_s + done.step_s < 5.0
 
 
-@pytest.mark.parametrize(("base", "sentence"), [(1, "part of base 1 came before the step at base 0"), (None, "the run ended")])
+@pytest.mark.parametrize(
+    ("base", "sentence"), [(1, "part of base 1 came before the step at base 0"), (None, "the run ended")]
+)
 def test_a_step_that_is_never_whole_says_so(base, sentence):
     outbox = queue.SimpleQueue()
     worker = part_trainer(outbox)

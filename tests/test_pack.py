@@ -14,9 +14,19 @@ from tests import trainer_cases as cases
 
 
 def packed(scored, section=cases.SECTION, shards=1, **changes):
-    shape = pack.layout(**({"pack_tokens": section.pack_tokens, "rows": 0, "micro_batches": section.micro_batches,
-                            "samples": sum(len(g.samples) for g in scored), "shards": shards,
-                            "max_tokens": cases.MAX_PROMPT + cases.MAX_NEW} | changes))
+    shape = pack.layout(
+        **(
+            {
+                "pack_tokens": section.pack_tokens,
+                "rows": 0,
+                "micro_batches": section.micro_batches,
+                "samples": sum(len(g.samples) for g in scored),
+                "shards": shards,
+                "max_tokens": cases.MAX_PROMPT + cases.MAX_NEW,
+            }
+            | changes
+        )
+    )
     return pack.pack(scored, shape, prepare.Prepare(section, cases.MAX_NEW)), shape
 
 
@@ -35,23 +45,45 @@ def trajectories(batch):
             assert (batch.targets[row, at[:-1]] == batch.tokens[row, at[1:]]).all()
             sampled = at[batch.mask[row, at]]
             text = (*batch.tokens[row, at], batch.targets[row, at[-1]])
-            found.append((tuple(map(int, text)), len(sampled), tuple(batch.behavior_logprobs[row, sampled]),
-                          tuple(batch.advantages[row, sampled]), tuple(batch.version[row, sampled])))
+            found.append(
+                (
+                    tuple(map(int, text)),
+                    len(sampled),
+                    tuple(batch.behavior_logprobs[row, sampled]),
+                    tuple(batch.advantages[row, sampled]),
+                    tuple(batch.version[row, sampled]),
+                )
+            )
     return sorted(found)
 
 
-@given(seed=st.integers(0, 10_000), n=st.integers(1, 6), size=st.integers(1, 5), shards=st.sampled_from([1, 2, 4]),
-       micro=st.sampled_from([1, 2, 4]), share=st.booleans())
+@given(
+    seed=st.integers(0, 10_000),
+    n=st.integers(1, 6),
+    size=st.integers(1, 5),
+    shards=st.sampled_from([1, 2, 4]),
+    micro=st.sampled_from([1, 2, 4]),
+    share=st.booleans(),
+)
 @settings(max_examples=40, deadline=None)
 def test_every_trajectory_stands_once_in_one_row(seed, n, size, shards, micro, share):
     scored = cases.groups(n, size, seed)
     section = cases.section(micro_batches=micro)
     batch, shape = packed(scored, section, shards, share_prompts=share)
-    advantages = prepare.advantage.estimate("grpo", np.concatenate([g.rewards for g in scored]),
-                                            np.repeat([g.group_id for g in scored], size))
+    advantages = prepare.advantage.estimate(
+        "grpo", np.concatenate([g.rewards for g in scored]), np.repeat([g.group_id for g in scored], size)
+    )
     samples = [s for g in scored for s in g.samples]
-    want = sorted((tuple(map(int, [*s.prompt_ids, *s.out_ids])), len(s.out_ids), tuple(s.logprobs),
-                   (a,) * len(s.out_ids), (0,) * len(s.out_ids)) for s, a in zip(samples, advantages))
+    want = sorted(
+        (
+            tuple(map(int, [*s.prompt_ids, *s.out_ids])),
+            len(s.out_ids),
+            tuple(s.logprobs),
+            (a,) * len(s.out_ids),
+            (0,) * len(s.out_ids),
+        )
+        for s, a in zip(samples, advantages)
+    )
     assert trajectories(batch) == want
     assert batch.tokens.shape == (shape.rows, shape.tokens) and shape.rows % (shards * micro) == 0
     weighed = batch.loss_weights > 0
@@ -59,8 +91,8 @@ def test_every_trajectory_stands_once_in_one_row(seed, n, size, shards, micro, s
     assert batch.loss_weights.sum() == pytest.approx(1.0, abs=1e-5)
     per_micro = (batch.segment_ids > 0).any(1).reshape(-1, micro).sum(0)
     filled = per_micro > 0
-    assert filled[:filled.sum()].all()  # empty micro-batches come last
-    assert (per_micro[:max(filled.sum() - 1, 0)] == shape.rows // micro).all()
+    assert filled[: filled.sum()].all()  # empty micro-batches come last
+    assert (per_micro[: max(filled.sum() - 1, 0)] == shape.rows // micro).all()
 
 
 def test_rows_of_a_micro_batch_are_dealt_over_the_shards():
@@ -94,9 +126,15 @@ def test_advantages_are_of_the_whole_step_and_denominators_of_each_update(advant
 
 def test_observed_tokens_and_spans():
     """Observed tokens are no targets; the version of each token is the one of its span, not of the newest."""
-    sample = Sample(id=SampleId(0, 0), prompt_ids=np.array([1, 2], np.int32), out_ids=np.array([3, 4, 5, 6], np.int32),
-                    logprobs=np.array([-1, np.nan, -2, -3], np.float32), mask=np.array([True, False, True, True]),
-                    spans=(Span(version=3, start=0, stop=3), Span(version=5, start=3, stop=4)), finish="stop")
+    sample = Sample(
+        id=SampleId(0, 0),
+        prompt_ids=np.array([1, 2], np.int32),
+        out_ids=np.array([3, 4, 5, 6], np.int32),
+        logprobs=np.array([-1, np.nan, -2, -3], np.float32),
+        mask=np.array([True, False, True, True]),
+        spans=(Span(version=3, start=0, stop=3), Span(version=5, start=3, stop=4)),
+        finish="stop",
+    )
     group = ScoredGroup(group_id=0, version=3, samples=(sample,), rewards=np.float32([2.0]), parts={})
     batch, _ = packed([group])
     assert batch.mask[0, :6].tolist() == [False, True, False, True, True, False]
@@ -107,9 +145,15 @@ def test_observed_tokens_and_spans():
 
 def test_padding_equal_to_the_end_token_is_no_target():
     """Token 0 is both padding and the end id: only the sampled one counts."""
-    sample = Sample(id=SampleId(0, 0), prompt_ids=np.array([7], np.int32), out_ids=np.array([4, 0], np.int32),
-                    logprobs=np.float32([-1, -2]), mask=np.ones(2, bool), finish="stop",
-                    spans=(Span(version=0, start=0, stop=2),))
+    sample = Sample(
+        id=SampleId(0, 0),
+        prompt_ids=np.array([7], np.int32),
+        out_ids=np.array([4, 0], np.int32),
+        logprobs=np.float32([-1, -2]),
+        mask=np.ones(2, bool),
+        finish="stop",
+        spans=(Span(version=0, start=0, stop=2),),
+    )
     batch, _ = packed([ScoredGroup(group_id=0, version=0, samples=(sample,), rewards=np.float32([1.0]), parts={})])
     assert batch.mask.sum() == 2 and batch.targets[0, 1] == 0 and batch.mask[0, 1] and not batch.mask[0, 2]
 

@@ -23,8 +23,22 @@ def installed(tmp_path_factory):
     for name in ("pyproject.toml", "README.md"):
         shutil.copy(ROOT / name, folder / "checkout" / name)
     before = sorted((folder / "checkout").rglob("*"))
-    subprocess.run([sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--no-build-isolation", "--wheel-dir", folder,
-                    folder / "checkout"], check=True, timeout=120)
+    subprocess.run(
+        [
+            sys.executable,
+            "-m",
+            "pip",
+            "wheel",
+            "--quiet",
+            "--no-deps",
+            "--no-build-isolation",
+            "--wheel-dir",
+            folder,
+            folder / "checkout",
+        ],
+        check=True,
+        timeout=120,
+    )
     assert sorted((folder / "checkout").rglob("*")) == before
     (wheel,) = folder.glob("*.whl")
     zipfile.ZipFile(wheel).extractall(folder / "site")
@@ -34,7 +48,9 @@ def installed(tmp_path_factory):
 def program(installed, folder, *args):
     code = "import sys; from dora_jax.__main__ import main; sys.argv[0] = 'dora-jax'; main()"
     env = {"PATH": os.environ["PATH"], "PYTHONPATH": str(installed), "HOME": str(folder)}
-    return subprocess.run([sys.executable, "-c", code, *args], cwd=folder, env=env, capture_output=True, text=True, timeout=60)
+    return subprocess.run(
+        [sys.executable, "-c", code, *args], cwd=folder, env=env, capture_output=True, text=True, timeout=60
+    )
 
 
 def test_a_config_of_the_package_is_named_from_any_folder(installed, tmp_path):
@@ -43,7 +59,8 @@ def test_a_config_of_the_package_is_named_from_any_folder(installed, tmp_path):
     done = program(installed, tmp_path, "simulate", "--config=sim/explor")
     assert (done.returncode, done.stdout) == (2, "") and done.stderr == (
         "error: config: sim/explor does not exist; what comes with dora_jax is quickstart, qwen3, rows, sim/demo, sim/explore, "
-        "sim/fair, sim/paper_128, sim/paper_64, sim/production_4096\n")
+        "sim/fair, sim/paper_128, sim/paper_64, sim/production_4096\n"
+    )
     done = program(installed, tmp_path, "sweep", "--config=quickstart", "--only=0", "--dry_run")
     assert done.returncode == 0 and done.stdout.startswith("python -m dora_jax.train --config=quickstart "), done.stderr
     assert list(tmp_path.iterdir()) == []

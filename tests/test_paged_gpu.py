@@ -73,7 +73,9 @@ def test_what_the_kernel_cannot_run_is_refused():
         paged_gpu.paged_attention(jnp.tile(q[:, :, :1], (1, 1, 34, 1)), pool, lens, tables, 1.0)
     wide = jax.ShapeDtypeStruct((2**20, 16, 16, 16), jnp.float8_e4m3fn)
     with pytest.raises(ValueError, match="this one has 4294967296 values; set rollout.pages"):
-        jax.eval_shape(functools.partial(paged_gpu.paged_attention, scale=1.0), jnp.tile(q, (1, 1, 8, 1)), wide, lens, tables)
+        jax.eval_shape(
+            functools.partial(paged_gpu.paged_attention, scale=1.0), jnp.tile(q, (1, 1, 8, 1)), wide, lens, tables
+        )
     with pytest.raises(ValueError, match="rollout.attention gpu needs GPU devices; this instance's are cpu"):
         new_engine(attention="gpu")
 
@@ -95,8 +97,13 @@ def lowered(fn, *args):
 def test_it_lowers_to_triton_and_gathers_nothing(length, heads, dtype, kv_dtype, calls):
     """Rows of 32k tokens in pages of 64, which a gather would copy: 17 GB of K and V."""
     array, i32 = jax.ShapeDtypeStruct, jnp.int32
-    text = lowered(functools.partial(paged_gpu.paged_attention, scale=0.1), array((64, length, heads, 128), dtype),
-                   array((40000, 64, 16, 128), kv_dtype), array((64,), i32), array((64, 512), i32))
+    text = lowered(
+        functools.partial(paged_gpu.paged_attention, scale=0.1),
+        array((64, length, heads, 128), dtype),
+        array((40000, 64, 16, 128), kv_dtype),
+        array((64,), i32),
+        array((64, 512), i32),
+    )
     assert text.count("stablehlo.custom_call @__gpu$xla.gpu.triton") == calls
     assert text.count("stablehlo.") <= calls + 4  # and reshapes
     assert "gather" not in text

@@ -68,9 +68,15 @@ def test_a_parcel_without_pages_needs_no_wire(ends):
     np.testing.assert_equal(dataclasses.asdict(fetch(None, lent, k, LAYOUT)), dataclasses.asdict(parcel))
 
 
-@pytest.mark.parametrize(("layout", "message"), [
-    (dict(layers=3), "of float32.3, 7, 2, 16, 4."), (dict(heads=1), "of float32.2, 7, 1, 16, 4."),
-    (dict(head_dim=8), "of float32.2, 7, 2, 8, 4."), (dict(dtype="bfloat16"), "of bfloat16.2, 7, 2, 16, 4.")])
+@pytest.mark.parametrize(
+    ("layout", "message"),
+    [
+        (dict(layers=3), "of float32.3, 7, 2, 16, 4."),
+        (dict(heads=1), "of float32.2, 7, 1, 16, 4."),
+        (dict(head_dim=8), "of float32.2, 7, 2, 8, 4."),
+        (dict(dtype="bfloat16"), "of bfloat16.2, 7, 2, 16, 4."),
+    ],
+)
 def test_an_engine_of_another_layout_refuses(ends, layout, message):
     parcel, k = taken_out(SampleId(3, 1)), key()
     lent = lend(ends[0], k, parcel)
@@ -107,8 +113,13 @@ def test_pages_that_nobody_fetches_are_freed(ends):
 
 @pytest.mark.slow
 def test_a_sample_goes_on_in_another_process_bit_for_bit(ends):
-    peer = subprocess.Popen([sys.executable, "-m", "tests.engine_peer"], env={**os.environ, "JAX_NUM_CPU_DEVICES": "1"},
-                            text=True, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    peer = subprocess.Popen(
+        [sys.executable, "-m", "tests.engine_peer"],
+        env={**os.environ, "JAX_NUM_CPU_DEVICES": "1"},
+        text=True,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+    )
     with peer:
         assert peer.stdout.readline() == "ready\n"
         for id, ticks in ((SampleId(3, 1), 4), (SampleId(4, 0), 2), (SampleId(0, 1), 3)):

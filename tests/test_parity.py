@@ -18,12 +18,31 @@ from dora_jax.ops.segment_attention import segment_attention
 GOLDEN = Path(__file__).parent / "data" / "golden"
 TOLERANCE = 1e-4  # f32, CPU
 FAMILIES = ("qwen3", "qwen2", "llama")
-SIZES = dict(vocab_size=40, hidden_size=16, intermediate_size=24, num_hidden_layers=2, num_attention_heads=4,
-             num_key_value_heads=2, max_position_embeddings=256, eos_token_id=1, bos_token_id=None, pad_token_id=0)
-LLAMA3_ROPE = {"rope_type": "llama3", "rope_theta": 500.0, "factor": 8.0, "low_freq_factor": 1.0,
-               "high_freq_factor": 4.0, "original_max_position_embeddings": 32}
-EXTRAS = {"qwen3": {"head_dim": 6, "rope_theta": 1e6}, "qwen2": {"rope_theta": 1e4},
-          "llama": {"rope_parameters": LLAMA3_ROPE}}
+SIZES = dict(
+    vocab_size=40,
+    hidden_size=16,
+    intermediate_size=24,
+    num_hidden_layers=2,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    max_position_embeddings=256,
+    eos_token_id=1,
+    bos_token_id=None,
+    pad_token_id=0,
+)
+LLAMA3_ROPE = {
+    "rope_type": "llama3",
+    "rope_theta": 500.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 32,
+}
+EXTRAS = {
+    "qwen3": {"head_dim": 6, "rope_theta": 1e6},
+    "qwen2": {"rope_theta": 1e4},
+    "llama": {"rope_parameters": LLAMA3_ROPE},
+}
 
 
 def transformers():

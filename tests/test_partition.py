@@ -45,8 +45,10 @@ def test_a_version_gets_no_more_than_it_has_a_use_for():
 
 def seats(*rows):
     """(id, version or None, samples, speed 1)"""
-    return [Seat(id, () if v is None else ((v, n),), int(v is None), 8 * (speed or [1.0])[0], (speed or [1.0])[0])
-            for id, v, n, *speed in rows]
+    return [
+        Seat(id, () if v is None else ((v, n),), int(v is None), 8 * (speed or [1.0])[0], (speed or [1.0])[0])
+        for id, v, n, *speed in rows
+    ]
 
 
 def changed(rows, shares, newest=9):

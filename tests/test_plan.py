@@ -14,14 +14,31 @@ from dora_jax.rollout.migrate import Parcel
 from dora_jax.rollout.shapes import shapes_of
 from dora_jax.types import SampleId
 
-SECTION = presets.on_cpu(RolloutSection(slots=4, pages=40, page_size=4, max_prompt_tokens=20, max_new_tokens=30,
-                                        prefill_tokens=16, prefill_chunk=8, context_block=16, decode_steps=4))
+SECTION = presets.on_cpu(
+    RolloutSection(
+        slots=4,
+        pages=40,
+        page_size=4,
+        max_prompt_tokens=20,
+        max_new_tokens=30,
+        prefill_tokens=16,
+        prefill_chunk=8,
+        context_block=16,
+        decode_steps=4,
+    )
+)
 
 
 def parcel(group, index=0, version=0, prompt=None, n_prompt=9, limit=30):
     prompt = np.arange(100 * group, 100 * group + n_prompt) if prompt is None else np.asarray(prompt)
-    return Parcel(id=SampleId(group, index), version=version, prompt_ids=prompt.astype(np.int32), max_new_tokens=limit,
-                  out_ids=np.zeros(0, np.int32), logprobs=np.zeros(0, np.float32))
+    return Parcel(
+        id=SampleId(group, index),
+        version=version,
+        prompt_ids=prompt.astype(np.int32),
+        max_new_tokens=limit,
+        out_ids=np.zeros(0, np.int32),
+        logprobs=np.zeros(0, np.float32),
+    )
 
 
 class FakeDevice:
@@ -61,8 +78,12 @@ class FakeDevice:
         seq = preempt.seq
         kv = dict(enumerate(self.read(preempt.pages, preempt.kv_len)))
         seq.parcel = dataclasses.replace(
-            parcel(seq.id.group_id, seq.id.index, seq.version, seq.prompt_ids), out_ids=seq.out_ids.copy(),
-            logprobs=seq.logprobs.copy(), kv_len=preempt.kv_len, k_pages=kv)
+            parcel(seq.id.group_id, seq.id.index, seq.version, seq.prompt_ids),
+            out_ids=seq.out_ids.copy(),
+            logprobs=seq.logprobs.copy(),
+            kv_len=preempt.kv_len,
+            k_pages=kv,
+        )
 
     def prefill(self, call):
         s = self.s
@@ -129,11 +150,23 @@ def test_a_kernel_that_reads_pages_has_one_table_and_one_prefill():
 
 
 def test_a_page_table_that_a_tpu_cannot_hold_is_refused():
-    long = dataclasses.replace(SECTION, attention="tpu", slots=256, pages=4096, page_size=64, max_prompt_tokens=1024,
-                               max_new_tokens=31744, prefill_tokens=1024, prefill_chunk=512)
+    long = dataclasses.replace(
+        SECTION,
+        attention="tpu",
+        slots=256,
+        pages=4096,
+        page_size=64,
+        max_prompt_tokens=1024,
+        max_new_tokens=31744,
+        prefill_tokens=1024,
+        prefill_chunk=512,
+    )
     assert shapes_of(long).decode_buckets == (512,)
-    with pytest.raises(ValueError, match="rollout.page_size 32 makes a page table of 1179648 bytes for 256 rows of 32768 "
-                                         "positions, and the kernel has 1032192: raise .*, or lower rollout.decode_rows"):
+    with pytest.raises(
+        ValueError,
+        match="rollout.page_size 32 makes a page table of 1179648 bytes for 256 rows of 32768 "
+        "positions, and the kernel has 1032192: raise .*, or lower rollout.decode_rows",
+    ):
         shapes_of(dataclasses.replace(long, page_size=32))
     assert shapes_of(dataclasses.replace(long, page_size=32, decode_rows=128)).rows == 128
     assert shapes_of(dataclasses.replace(long, page_size=32, attention="gpu")).rows == 256
@@ -263,8 +296,15 @@ def test_a_sample_that_cannot_fit_is_refused():
 @pytest.mark.parametrize("seed", range(20))
 def test_random_schedules_conserve_and_finish(seed):
     rng = random.Random(seed)
-    device = FakeDevice(dataclasses.replace(SECTION, pages=rng.choice((16, 24, 60)), slots=rng.choice((2, 4, 8)),
-                                            decode_steps=rng.choice((1, 3, 8)), decode_rows=rng.choice((0, 2))))
+    device = FakeDevice(
+        dataclasses.replace(
+            SECTION,
+            pages=rng.choice((16, 24, 60)),
+            slots=rng.choice((2, 4, 8)),
+            decode_steps=rng.choice((1, 3, 8)),
+            decode_rows=rng.choice((0, 2)),
+        )
+    )
     lengths = {SampleId(g, i): rng.choice((1, 5, 12, 30)) for g in range(8) for i in range(3)}
     todo = list(lengths)
     cancelled = 0
@@ -272,8 +312,10 @@ def test_random_schedules_conserve_and_finish(seed):
         act = rng.random()
         if act < 0.4 and todo:
             id = todo.pop(rng.randrange(len(todo)))
-            device.add(parcel(id.group_id, id.index, version=rng.randrange(2), n_prompt=1 + 19 * id.group_id % 20),
-                       announce=rng.random() < 0.8)
+            device.add(
+                parcel(id.group_id, id.index, version=rng.randrange(2), n_prompt=1 + 19 * id.group_id % 20),
+                announce=rng.random() < 0.8,
+            )
         elif act < 0.45 and device.scheduler.seqs:
             device.scheduler.remove(rng.choice(list(device.scheduler.seqs.values())))
             cancelled += 1
@@ -287,8 +329,12 @@ def test_random_schedules_conserve_and_finish(seed):
 def host_parcel(group, index=0, kv_len=19, n_prompt=20):
     """A sample that comes with KV."""
     tokens = range(100 * group, 100 * group + n_prompt)
-    return dataclasses.replace(parcel(group, index, n_prompt=n_prompt), kv_len=kv_len, page_size=4,
-                               k_pages={i: (0, token, i) for i, token in enumerate(tokens) if i < kv_len})
+    return dataclasses.replace(
+        parcel(group, index, n_prompt=n_prompt),
+        kv_len=kv_len,
+        page_size=4,
+        k_pages={i: (0, token, i) for i, token in enumerate(tokens) if i < kv_len},
+    )
 
 
 @pytest.fixture
@@ -324,7 +370,9 @@ def test_kv_from_the_host_comes_in_larger_pieces_while_nobody_decodes(pieces_of_
     device.add(host_parcel(2), announce=False)
     device.tick()
     assert [(upload.parcel.id.group_id, upload.start, len(upload.pages)) for upload in device.plans[-1].uploads] == [
-        (0, 4, 1), (2, 0, 1)]
+        (0, 4, 1),
+        (2, 0, 1),
+    ]
     device.finish()
     assert len(device.done) == 3
 
@@ -339,7 +387,9 @@ def test_one_call_never_copies_for_two_samples(monkeypatch):
     device.add(host_parcel(0, 2), announce=False)
     device.tick()
     assert [(upload.parcel.id.index, upload.start, len(upload.pages)) for upload in device.plans[-1].uploads] == [
-        (1, 2, 2), (2, 4, 1)]
+        (1, 2, 2),
+        (2, 4, 1),
+    ]
     device.finish()
 
 

@@ -105,13 +105,27 @@ def decode(ids):
 
 
 def group(*responses, answer="4", group_id=0, finish="stop"):
-    prompt = Prompt(group_id=group_id, task="t", uid="u", text="2+2=", token_ids=np.zeros(1, np.int32), answer=answer,
-                    max_new_tokens=9)
+    prompt = Prompt(
+        group_id=group_id,
+        task="t",
+        uid="u",
+        text="2+2=",
+        token_ids=np.zeros(1, np.int32),
+        answer=answer,
+        max_new_tokens=9,
+    )
     samples = tuple(
-        Sample(id=SampleId(group_id, i), prompt_ids=prompt.token_ids,
-               out_ids=np.array([ord(c) for c in text], np.int32), logprobs=np.zeros(len(text), np.float32), mask=np.ones(len(text), bool),
-               spans=(Span(version=3, start=0, stop=len(text)),), finish=finish)
-        for i, text in enumerate(responses))
+        Sample(
+            id=SampleId(group_id, i),
+            prompt_ids=prompt.token_ids,
+            out_ids=np.array([ord(c) for c in text], np.int32),
+            logprobs=np.zeros(len(text), np.float32),
+            mask=np.ones(len(text), bool),
+            spans=(Span(version=3, start=0, stop=len(text)),),
+            finish=finish,
+        )
+        for i, text in enumerate(responses)
+    )
     return prompt, samples
 
 
@@ -138,7 +152,10 @@ def test_a_group_comes_back_with_its_rewards_terms_and_version(opened):
     result = scored(pool, "4", "no", "4" * 100, group_id=7)
     assert isinstance(result, ScoredGroup) and (result.group_id, result.version) == (7, 3)
     assert {name: part.tolist() for name, part in result.parts.items()} == {
-        "short": [1, 0, 0], "right": [1, 0, 0], "length": [pytest.approx(0.1), pytest.approx(0.2), 10]}
+        "short": [1, 0, 0],
+        "right": [1, 0, 0],
+        "length": [pytest.approx(0.1), pytest.approx(0.2), 10],
+    }
     np.testing.assert_allclose(result.rewards, [2.1, 0.2, 10], rtol=1e-6)
     assert result.rewards.dtype == np.float32 and len(result.samples) == 3
 
@@ -180,23 +197,37 @@ def test_what_a_reward_prints_is_only_noise(opened):
 # ---------------------------------------------------------------- failures
 
 
-@pytest.mark.parametrize("response, reason, kind", [
-    ("raise", "reward trouble raised ValueError: no good (my_rewards.py:",
-     "reward trouble raised ValueError (my_rewards.py:"),
-    ("sysexit", "reward trouble raised SystemExit: 0", "reward trouble raised SystemExit (my_rewards.py:"),
-    ("exit", "reward trouble: the worker exited with code 0; it last printed: bye",
-     "reward trouble: the worker exited with code 0"),
-    ("segv", "reward trouble: the worker was killed by SIGSEGV", "reward trouble: the worker was killed by SIGSEGV"),
-    ("text", "reward trouble returned '1.0', a str, not a number", "reward trouble returned a str"),
-    ("nan", "reward trouble returned nan", "reward trouble returned nan"),
-])
+@pytest.mark.parametrize(
+    "response, reason, kind",
+    [
+        (
+            "raise",
+            "reward trouble raised ValueError: no good (my_rewards.py:",
+            "reward trouble raised ValueError (my_rewards.py:",
+        ),
+        ("sysexit", "reward trouble raised SystemExit: 0", "reward trouble raised SystemExit (my_rewards.py:"),
+        (
+            "exit",
+            "reward trouble: the worker exited with code 0; it last printed: bye",
+            "reward trouble: the worker exited with code 0",
+        ),
+        (
+            "segv",
+            "reward trouble: the worker was killed by SIGSEGV",
+            "reward trouble: the worker was killed by SIGSEGV",
+        ),
+        ("text", "reward trouble returned '1.0', a str, not a number", "reward trouble returned a str"),
+        ("nan", "reward trouble returned nan", "reward trouble returned nan"),
+    ],
+)
 def test_a_reward_that_fails_is_tried_again_and_then_fails_its_group(opened, folder, response, reason, kind):
     pool = opened("trouble", reward_retries=1)
     log = folder / "calls"
     result = scored(pool, "fine", response, "never reached", answer=str(log), group_id=5)
     assert isinstance(result, GroupFailure) and result.group_id == 5
     assert result.reason.startswith(reason) and result.reason.endswith(
-        f"({len(response)} tokens, sample (5, 1), 2 attempts)")
+        f"({len(response)} tokens, sample (5, 1), 2 attempts)"
+    )
     assert result.lengths == (4, len(response), 13)
     assert result.kind.startswith(kind) and "no good" not in result.kind and "printed" not in result.kind
     assert result.response == response
@@ -258,10 +289,14 @@ def test_math_verify_is_held_to_the_deadline(opened):
 # ---------------------------------------------------------------- loading
 
 
-@pytest.mark.parametrize("path, told", [
-    ("no_such.reward", "there is no module no_such"), ("my_rewards.shor", "has no shor; the nearest is short"),
-    ("my_rewards.sys", "is a module, not a callable"),
-])
+@pytest.mark.parametrize(
+    "path, told",
+    [
+        ("no_such.reward", "there is no module no_such"),
+        ("my_rewards.shor", "has no shor; the nearest is short"),
+        ("my_rewards.sys", "is a module, not a callable"),
+    ],
+)
 def test_a_reward_that_cannot_be_loaded_is_a_config_error_for_every_caller(opened, path, told):
     pool = opened(path)
     with pytest.raises(ConfigError, match=told):
@@ -284,8 +319,10 @@ def test_a_reward_whose_import_kills_the_worker_fails_the_run_with_its_words(ope
 
 def test_workers_start_without_jax_models_or_numpy(opened):
     pool = opened("modules", EXACT)
-    names = ("jax jaxlib flax numpy dora_jax.models dora_jax.config tokenizers reasoning_gym math_verify sympy "
-             "multiprocessing")
+    names = (
+        "jax jaxlib flax numpy dora_jax.models dora_jax.config tokenizers reasoning_gym math_verify sympy "
+        "multiprocessing"
+    )
     result = scored(pool, names)
     assert {name for name in names.split() if result.parts[name][0]} == set()
 
@@ -339,8 +376,12 @@ os.kill(os.getpid(), 9)
 def test_a_worker_ends_with_a_parent_that_was_killed(folder):
     tests = os.path.dirname(__file__)
     path = os.pathsep.join([*filter(None, sys.path), os.path.dirname(tests)])
-    out = subprocess.run([sys.executable, "-c", ORPHAN.format(tests=tests)], capture_output=True, text=True,
-                         env={**os.environ, "PYTHONPATH": path})
+    out = subprocess.run(
+        [sys.executable, "-c", ORPHAN.format(tests=tests)],
+        capture_output=True,
+        text=True,
+        env={**os.environ, "PYTHONPATH": path},
+    )
     assert out.returncode == -signal.SIGKILL, out.stderr
     pid, end_s = int(out.stdout), time.monotonic() + 10
     while alive(pid):
@@ -362,8 +403,13 @@ def alive(pid):
 def test_frames_that_are_none_are_refused():
     import socket
 
-    for payload, error in [(b"\xff\xff\xff\xff", ValueError), (b"\x00\x00\x00\x02[]", ValueError),
-                           (b"\x00\x00\x00\x02ab", ValueError), (b"\x00\x00\x00\x09{}", EOFError), (b"", EOFError)]:
+    for payload, error in [
+        (b"\xff\xff\xff\xff", ValueError),
+        (b"\x00\x00\x00\x02[]", ValueError),
+        (b"\x00\x00\x00\x02ab", ValueError),
+        (b"\x00\x00\x00\x09{}", EOFError),
+        (b"", EOFError),
+    ]:
         ours, theirs = socket.socketpair()
         with ours, theirs:
             theirs.sendall(payload)

@@ -69,12 +69,15 @@ def folder(tmp_path, monkeypatch):
     return tmp_path
 
 
-@pytest.mark.parametrize("response, told", [
-    ("ahead", "a reply without the request's nonce was written to the worker's own socket"),
-    ("bare", "a reply without the request's nonce was written to the worker's own socket"),
-    ("heir", "a reply without the request's nonce was written to the worker's own socket"),
-    ("deep", "a frame is nested too deeply"),
-])
+@pytest.mark.parametrize(
+    "response, told",
+    [
+        ("ahead", "a reply without the request's nonce was written to the worker's own socket"),
+        ("bare", "a reply without the request's nonce was written to the worker's own socket"),
+        ("heir", "a reply without the request's nonce was written to the worker's own socket"),
+        ("deep", "a frame is nested too deeply"),
+    ],
+)
 def test_a_reply_that_the_worker_did_not_write_is_no_score(opened, response, told):
     with contextlib.ExitStack() as files:  # the socket's number is high, as it is in a process that has many files open
         for _ in range(100):
@@ -114,8 +117,11 @@ def test_a_daemon_of_a_reward_ends_with_the_pool(opened, folder, walls):
 
 @needs_walls
 def test_a_reward_finds_no_secret_of_another_process(opened):
-    keeper = subprocess.Popen([sys.executable, "-c", "import time; print(flush=True); time.sleep(60)"],
-                              env={"MY_SECRET": "hunter2"}, stdout=subprocess.PIPE)
+    keeper = subprocess.Popen(
+        [sys.executable, "-c", "import time; print(flush=True); time.sleep(60)"],
+        env={"MY_SECRET": "hunter2"},
+        stdout=subprocess.PIPE,
+    )
     try:
         keeper.stdout.readline()
         assert scored(opened("hostile", reward_walls="weak"), "look").rewards.tolist() == [1.0]

@@ -7,8 +7,15 @@ import pytest
 from absl import flags as absl_flags
 
 from dora_jax import config, config_files, devices, flags, presets, validate
-from dora_jax.config import (ClusterSection, Config, ConfigError, ModelSection, RolloutSection, TaskSection,
-                             TrainerSection)
+from dora_jax.config import (
+    ClusterSection,
+    Config,
+    ConfigError,
+    ModelSection,
+    RolloutSection,
+    TaskSection,
+    TrainerSection,
+)
 from dora_jax.models.config import KNOWN
 from dora_jax.runtime.cluster import body
 from dora_jax.validate import get
@@ -19,10 +26,15 @@ LENGTHS = {"max_prompt_tokens": 1024, "max_new_tokens": 3072}
 
 def on(slice_name, rollout=None, trainer=None, size="Qwen3-0.6B", **changes):
     """A Config for this slice: answers of 4096 tokens in all."""
-    return Config(slice=slice_name, task=TaskSection(name="rows", path="rows.jsonl"), placement="disjoint", model=ModelSection(size=size),
-                  rollout=RolloutSection(instances=0, **(LENGTHS | (rollout or {}))),
-                  trainer=TrainerSection(**({"pack_tokens": 4096, "remat": "full", "micro_batches": 8} | (trainer or {}))),
-                  **changes)
+    return Config(
+        slice=slice_name,
+        task=TaskSection(name="rows", path="rows.jsonl"),
+        placement="disjoint",
+        model=ModelSection(size=size),
+        rollout=RolloutSection(instances=0, **(LENGTHS | (rollout or {}))),
+        trainer=TrainerSection(**({"pack_tokens": 4096, "remat": "full", "micro_batches": 8} | (trainer or {}))),
+        **changes,
+    )
 
 
 def resolved(asked):
@@ -40,20 +52,40 @@ def chosen(asked):
 
 # ------------------------------------------------------------- what is chosen
 
-CPU = {"model.dtype": "float32", "rollout.attention": "reference", "rollout.page_size": 16, "rollout.prefill_chunk": 64,
-       "rollout.prefill_tokens": 256, "rollout.prefill_call_tokens": 128, "rollout.late_results": "off", "trainer.attention": "reference",
-       "trainer.logits_bytes": 256 * 2**20}
-TPU = {"model.dtype": "bfloat16", "rollout.attention": "tpu", "rollout.page_size": 64, "rollout.late_results": "on",
-       "trainer.attention": "splash",
-       "trainer.compiler_options": {"xla_jf_spmd_threshold_for_windowed_einsum_mib": 1_000_000}}
+CPU = {
+    "model.dtype": "float32",
+    "rollout.attention": "reference",
+    "rollout.page_size": 16,
+    "rollout.prefill_chunk": 64,
+    "rollout.prefill_tokens": 256,
+    "rollout.prefill_call_tokens": 128,
+    "rollout.late_results": "off",
+    "trainer.attention": "reference",
+    "trainer.logits_bytes": 256 * 2**20,
+}
+TPU = {
+    "model.dtype": "bfloat16",
+    "rollout.attention": "tpu",
+    "rollout.page_size": 64,
+    "rollout.late_results": "on",
+    "trainer.attention": "splash",
+    "trainer.compiler_options": {"xla_jf_spmd_threshold_for_windowed_einsum_mib": 1_000_000},
+}
 GPU = TPU | {"rollout.attention": "gpu", "trainer.attention": "cudnn", "trainer.compiler_options": None}
 
 
-@pytest.mark.parametrize("slice_name, expected", [
-    ("", CPU), ("laptop", CPU), ("v5e-8", TPU | {"trainer.logits_bytes": 2**28}), ("v5litepod-8", TPU),
-    ("v6e-8", TPU | {"trainer.logits_bytes": 2**29}), ("h100-8", GPU | {"trainer.logits_bytes": 2**30}),
-    ("tpu7x-8", TPU | {"rollout.compiler_options": {"xla_tpu_control_large_2nd_minor_layout_for_x16": 0}}),
-])
+@pytest.mark.parametrize(
+    "slice_name, expected",
+    [
+        ("", CPU),
+        ("laptop", CPU),
+        ("v5e-8", TPU | {"trainer.logits_bytes": 2**28}),
+        ("v5litepod-8", TPU),
+        ("v6e-8", TPU | {"trainer.logits_bytes": 2**29}),
+        ("h100-8", GPU | {"trainer.logits_bytes": 2**30}),
+        ("tpu7x-8", TPU | {"rollout.compiler_options": {"xla_tpu_control_large_2nd_minor_layout_for_x16": 0}}),
+    ],
+)
 def test_a_platform_chooses(slice_name, expected):
     found = chosen(on(slice_name))
     assert {field: found.get(field) for field in expected} == expected
@@ -68,14 +100,24 @@ def test_nothing_stays_open_and_resolving_again_changes_nothing():
 
 
 def test_what_the_user_sets_is_kept():
-    asked = on("v6e-8", {"attention": "tokamax", "page_size": 256, "pages": 77, "late_results": "off"},
-               {"logits_bytes": 5, "compiler_options": {"a": 1}})
+    asked = on(
+        "v6e-8",
+        {"attention": "tokamax", "page_size": 256, "pages": 77, "late_results": "off"},
+        {"logits_bytes": 5, "compiler_options": {"a": 1}},
+    )
     done, choices = resolved(asked)
-    assert done.rollout == dataclasses.replace(asked.rollout, prefill_chunk=512, prefill_tokens=1024,
-                                               prefill_call_tokens=1024)
+    assert done.rollout == dataclasses.replace(
+        asked.rollout, prefill_chunk=512, prefill_tokens=1024, prefill_call_tokens=1024
+    )
     assert done.trainer == dataclasses.replace(asked.trainer, attention="splash", share_prompts="off")
-    assert {choice.field for choice in choices} == {"rollout.prefill_chunk", "rollout.prefill_tokens", "trainer.attention",
-                                                    "rollout.prefill_call_tokens", "model.dtype", "trainer.share_prompts"}
+    assert {choice.field for choice in choices} == {
+        "rollout.prefill_chunk",
+        "rollout.prefill_tokens",
+        "trainer.attention",
+        "rollout.prefill_call_tokens",
+        "model.dtype",
+        "trainer.share_prompts",
+    }
 
 
 @pytest.mark.parametrize("slots, new, size", [(32, 3072, 64), (256, 31744, 64), (256, 64512, 128), (512, 64512, 256)])
@@ -89,7 +131,9 @@ def test_the_page_table_fits_the_scalar_memory(slots, new, size):
 
 @pytest.mark.parametrize("slice_name, changes", [("v6e-8", {"pack_tokens": 4160}), ("h100-8", {"context": 2})])
 def test_a_kernel_that_does_not_take_the_rows_is_not_chosen_and_why_is_said(slice_name, changes):
-    choice, = (choice for choice in resolved(on(slice_name, trainer=changes))[1] if choice.field == "trainer.attention")
+    (choice,) = (
+        choice for choice in resolved(on(slice_name, trainer=changes))[1] if choice.field == "trainer.attention"
+    )
     assert choice.value == "reference" and f"trainer.{next(iter(changes))}" in choice.reason
 
 
@@ -113,8 +157,10 @@ def cluster(**changes):
 def test_trainer_fields_follow_the_trainers_slice_and_rollout_fields_the_replicas():
     found = presets.machines(cluster())
     assert [machine.chip for machine in found] == ["v5p", "v6e"] and [machine.hosts for machine in found] == [1, 1]
-    small, large = (resolved(cluster(cluster=dataclasses.replace(cluster().cluster, replica_slice=name)))[0].rollout.pages
-                    for name in ("v6e-4", "v5p-8"))
+    small, large = (
+        resolved(cluster(cluster=dataclasses.replace(cluster().cluster, replica_slice=name)))[0].rollout.pages
+        for name in ("v6e-4", "v5p-8")
+    )
     assert large > 2.5 * small > 0
 
 
@@ -142,30 +188,48 @@ def test_virtual_devices_of_a_cluster_are_a_cpu_wherever_ray_puts_them():
 # ------------------------------------------------------------------ refusals
 
 
-@pytest.mark.parametrize("asked, problem", [
-    (on("v5e-8", {"attention": "gpu"}), "rollout.attention: the kernel 'gpu' is for gpu, and this is v5e-8"),
-    (on("laptop", {"attention": "tpu"}), "rollout.attention: the kernel 'tpu' is for tpu, and this is laptop"),
-    (on("h100-8", trainer={"attention": "splash"}), "trainer.attention=splash is a kernel for TPUs"),
-    (dataclasses.replace(on("h100-8", trainer={"attention": "cudnn"}), model=ModelSection(dtype="float32")),
-     "trainer.attention=cudnn computes in bfloat16"),
-    (on("v6e-8", {"pages": 10**6}), "rollout.pages: 1000000 pages take"),
-    (on("v5e-8", {"tensor": 1}, size="Qwen3-8B", trainer={"fsdp": 4}), "rollout.tensor: weights, calls and one longest sample need"),
-    (on("v6e-8", trainer={"fsdp": 4, "remat": "none", "micro_batches": 1}, size="Qwen3-1.7B"), "trainer.micro_batches: an update needs"),
-    (on("v6e-8", trainer={"fsdp": 4, "micro_batches": 32}, size="Qwen3-32B"), "trainer.fsdp: an update needs"),
-])
+@pytest.mark.parametrize(
+    "asked, problem",
+    [
+        (on("v5e-8", {"attention": "gpu"}), "rollout.attention: the kernel 'gpu' is for gpu, and this is v5e-8"),
+        (on("laptop", {"attention": "tpu"}), "rollout.attention: the kernel 'tpu' is for tpu, and this is laptop"),
+        (on("h100-8", trainer={"attention": "splash"}), "trainer.attention=splash is a kernel for TPUs"),
+        (
+            dataclasses.replace(on("h100-8", trainer={"attention": "cudnn"}), model=ModelSection(dtype="float32")),
+            "trainer.attention=cudnn computes in bfloat16",
+        ),
+        (on("v6e-8", {"pages": 10**6}), "rollout.pages: 1000000 pages take"),
+        (
+            on("v5e-8", {"tensor": 1}, size="Qwen3-8B", trainer={"fsdp": 4}),
+            "rollout.tensor: weights, calls and one longest sample need",
+        ),
+        (
+            on("v6e-8", trainer={"fsdp": 4, "remat": "none", "micro_batches": 1}, size="Qwen3-1.7B"),
+            "trainer.micro_batches: an update needs",
+        ),
+        (on("v6e-8", trainer={"fsdp": 4, "micro_batches": 32}, size="Qwen3-32B"), "trainer.fsdp: an update needs"),
+    ],
+)
 def test_what_does_not_go_together_is_refused_by_its_field(asked, problem):
     assert any(line.startswith(problem) for line in said(asked)), said(asked)
 
 
 def test_a_refusal_names_what_helps():
-    line, = (line for line in said(on("v6e-8", trainer={"fsdp": 4, "remat": "none", "micro_batches": 1}, size="Qwen3-1.7B"))
-             if line.startswith("trainer."))
+    (line,) = (
+        line
+        for line in said(on("v6e-8", trainer={"fsdp": 4, "remat": "none", "micro_batches": 1}, size="Qwen3-1.7B"))
+        if line.startswith("trainer.")
+    )
     count = int(line.rpartition("trainer.micro_batches=")[2])
-    assert not any(p.startswith("trainer.") for p in said(
-        on("v6e-8", trainer={"fsdp": 4, "remat": "none", "micro_batches": count}, size="Qwen3-1.7B")))
+    assert not any(
+        p.startswith("trainer.")
+        for p in said(on("v6e-8", trainer={"fsdp": 4, "remat": "none", "micro_batches": count}, size="Qwen3-1.7B"))
+    )
 
 
-@pytest.mark.parametrize("name, problem", [("v5e-7", "'v5e-7': 7 is not a power of two"), ("mars-8", "'mars-8' is unknown")])
+@pytest.mark.parametrize(
+    "name, problem", [("v5e-7", "'v5e-7': 7 is not a power of two"), ("mars-8", "'mars-8' is unknown")]
+)
 def test_an_unknown_slice_is_refused(name, problem):
     tree = config_files.load_file(f"{CONFIGS / 'quickstart.py'}")
     tree.slice = name
@@ -190,9 +254,15 @@ SLICES = ("laptop", "v5e-8", "v6e-8", "h100-8", "v5p-16", "v5p-128")
 @pytest.mark.parametrize("size", SMALLEST)
 def test_every_pair_passes_a_dry_run_or_names_the_smallest_slice(size, slice_name, monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
-    asks = [f"--config={CONFIGS / 'qwen3.py'}:{size},{slice_name}", "--config.model.path=a", "--config.task.path=b.jsonl"]
+    asks = [
+        f"--config={CONFIGS / 'qwen3.py'}:{size},{slice_name}",
+        "--config.model.path=a",
+        "--config.task.path=b.jsonl",
+    ]
     if SLICES.index(slice_name) < SLICES.index(SMALLEST[size]):
-        with pytest.raises(ConfigError, match=f"does not fit {slice_name}; the smallest slice that holds it is {SMALLEST[size]}"):
+        with pytest.raises(
+            ConfigError, match=f"does not fit {slice_name}; the smallest slice that holds it is {SMALLEST[size]}"
+        ):
             flags.parse(["program", *asks, "--dry_run"], "train", absl_flags.FlagValues())
         return
     asked = flags.parse(["program", *asks, "--dry_run"], "train", absl_flags.FlagValues())

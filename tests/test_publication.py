@@ -38,8 +38,18 @@ def test_every_process_stages_before_any_commits_and_the_source_is_released():
         message = net.messages.pop(0)
         seen.append(type(message[3] if isinstance(message, tuple) else message).__name__)
         net.deliver(message)
-    assert seen == ["Propose"] * 2 + ["Accepted"] * 2 + ["Offer"] * 2 + ["Offered"] * 2 + ["Pull"] * 2 + \
-        ["Staged"] * 2 + ["Commit"] * 2 + ["Release"] * 2 + ["Committed"] * 2
+    assert (
+        seen
+        == ["Propose"] * 2
+        + ["Accepted"] * 2
+        + ["Offer"] * 2
+        + ["Offered"] * 2
+        + ["Pull"] * 2
+        + ["Staged"] * 2
+        + ["Commit"] * 2
+        + ["Release"] * 2
+        + ["Committed"] * 2
+    )
     assert net.outcomes == [ex.Loaded(world="r0", version=5)]
     assert net.offers() == [] and not net.brain.busy
 
@@ -157,9 +167,14 @@ def test_storage_serves_a_late_joiner_with_nobody_there():
     assert "from storage: process 0: version 5 is not there" in net.outcomes[-1].reason
 
 
-@pytest.mark.parametrize(("phase", "late"), [
-    (ex.Propose, "process 1 of r0 is late with Accepted"), (ex.Offer, "process 1 of trainer is late with Offered"),
-    (ex.Pull, "process 1 of r0 is late with Staged")])
+@pytest.mark.parametrize(
+    ("phase", "late"),
+    [
+        (ex.Propose, "process 1 of r0 is late with Accepted"),
+        (ex.Offer, "process 1 of trainer is late with Offered"),
+        (ex.Pull, "process 1 of r0 is late with Staged"),
+    ],
+)
 def test_whoever_is_late_is_named_and_the_rest_is_undone(phase, late):
     net = Net(replicas=1)
     net.publish(5)
@@ -199,12 +214,17 @@ def test_answers_of_another_epoch_or_transfer_change_nothing():
     key = net.messages[0][3].key
     for wrong in (dict(epoch=2), dict(sequence=7), dict(version=4), dict(receiver="r9")):
         other = dataclasses.replace(key, **wrong)
-        for fact in (ex.Staged(key=other, host=0), ex.Committed(key=other, host=0),
-                     ex.TransferFailed(key=other, host=0, reason="x")):
+        for fact in (
+            ex.Staged(key=other, host=0),
+            ex.Committed(key=other, host=0),
+            ex.TransferFailed(key=other, host=0, reason="x"),
+        ):
             assert net.brain.step(fact) == ()
     assert net.brain.step(ex.Committed(key=key, host=0)) == ()  # of a phase that has not come
-    assert net.brain.step(ex.WorldDown(world="r0", epoch=9)) == () and net.brain.step(
-        ex.Holds(world="r0", epoch=9, version=5)) == ()
+    assert (
+        net.brain.step(ex.WorldDown(world="r0", epoch=9)) == ()
+        and net.brain.step(ex.Holds(world="r0", epoch=9, version=5)) == ()
+    )
     net.run()
     assert net.brain.step(net.worlds["r0"].up()) == ()  # said twice: it stays what it was
     net.want("r0", 5)
@@ -289,7 +309,10 @@ def settle(net, now_s):
         net.want(name, newest)
     net.run()
     assert net.outcomes[-3:] != [] and {o.world for o in net.outcomes[-3:] if isinstance(o, ex.Loaded)} == {
-        "r0", "r1", "r2"}
+        "r0",
+        "r1",
+        "r2",
+    }
 
 
 @settings(max_examples=80, deadline=None, suppress_health_check=[HealthCheck.too_slow], derandomize=True)
@@ -327,8 +350,7 @@ def test_trained_weights_reach_replicas_in_their_layout_and_from_each_other():
     trainer.keep(3, slices.offered(copy))
     worlds = {"trainer": [WeightHost(0, new_wire(), trainer)]}
     brain = Publication()
-    facts = [ex.WorldUp(world="trainer", epoch=1, hosts=1, trainer=True),
-             ex.Holds(world="trainer", epoch=1, version=3)]
+    facts = [ex.WorldUp(world="trainer", epoch=1, hosts=1, trainer=True), ex.Holds(world="trainer", epoch=1, version=3)]
     shardings = {}
     for i in range(3):
         shardings[f"r{i}"] = meshed(devices[2:4] if i == 0 else devices[4:8], 4 if i else 2)  # four share two KV heads
@@ -351,9 +373,13 @@ def test_a_replica_with_another_model_is_refused_and_the_version_stays_whole():
     smaller = dataclasses.replace(cases.MODEL, n_layers=1)
     like = staging.like(smaller, sharding.param_specs(smaller, one, "serving"), jnp.bfloat16)
     worlds = {"trainer": [WeightHost(0, new_wire(), store)], "r0": [WeightHost(0, new_wire(), Versions(), like)]}
-    up = [ex.WorldUp(world="trainer", epoch=1, hosts=1), ex.Holds(world="trainer", epoch=1, version=0),
-          ex.WorldUp(world="r0", epoch=4, hosts=1), ex.Wanted(world="r0", version=0)]
-    outcome, = carry(Publication(), worlds, *up)
+    up = [
+        ex.WorldUp(world="trainer", epoch=1, hosts=1),
+        ex.Holds(world="trainer", epoch=1, version=0),
+        ex.WorldUp(world="r0", epoch=4, hosts=1),
+        ex.Wanted(world="r0", version=0),
+    ]
+    (outcome,) = carry(Publication(), worlds, *up)
     assert "bfloat16" in outcome.reason and "is wanted, and it is float32" in outcome.reason
     assert worlds["r0"][0].weights.versions == ()
 

@@ -12,8 +12,13 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent
 BLOCK = re.compile(r"^```(\w+)\n(.*?)^```$", re.M | re.S)
 RECURSION = "bash tests/run.sh"  # these very tests
-SMALLER = (("configs/quickstart.py", "configs/quickstart.py:tiny"),
-           ("--config=configs/rows.py", "--config=configs/rows.py --config.orchestrator.groups_per_step=2 --config.eval.prompts=4"))
+SMALLER = (
+    ("configs/quickstart.py", "configs/quickstart.py:tiny"),
+    (
+        "--config=configs/rows.py",
+        "--config=configs/rows.py --config.orchestrator.groups_per_step=2 --config.eval.prompts=4",
+    ),
+)
 
 
 def blocks():
@@ -23,8 +28,13 @@ def blocks():
 def environment(home):
     """A fresh home; `python` and the launch scripts use the interpreter that runs the tests."""
     prefix = Path(sys.prefix)
-    return os.environ | {"HOME": str(home), "DORA_VENV": str(prefix), "PATH": f"{prefix / 'bin'}:{os.environ['PATH']}",
-                         "XLA_FLAGS": "", "JAX_PLATFORMS": "cpu"}
+    return os.environ | {
+        "HOME": str(home),
+        "DORA_VENV": str(prefix),
+        "PATH": f"{prefix / 'bin'}:{os.environ['PATH']}",
+        "XLA_FLAGS": "",
+        "JAX_PLATFORMS": "cpu",
+    }
 
 
 @pytest.mark.slow
@@ -38,7 +48,11 @@ def test_every_command_of_the_readme_runs(tmp_path):
             shutil.copytree(source, clone / name, ignore=shutil.ignore_patterns("__pycache__"))
         else:
             shutil.copy(source, clone / name)
-    for command in (["init", "-q"], ["add", "-A"], ["-c", "user.name=a", "-c", "user.email=a@example.org", "commit", "-qm", "all"]):
+    for command in (
+        ["init", "-q"],
+        ["add", "-A"],
+        ["-c", "user.name=a", "-c", "user.email=a@example.org", "commit", "-qm", "all"],
+    ):
         subprocess.run(["git", *command], cwd=clone, check=True)  # the scripts send what is committed
     for language, text in blocks():
         if language == "python":
@@ -47,8 +61,14 @@ def test_every_command_of_the_readme_runs(tmp_path):
         script = text.replace(RECURSION, "true").replace("source .venv/bin/activate", "true")
         for old, new in SMALLER:
             script = script.replace(old, new)
-        done = subprocess.run(["bash", "-euo", "pipefail", "-c", script], cwd=clone, env=environment(tmp_path),
-                              capture_output=True, text=True, timeout=300)
+        done = subprocess.run(
+            ["bash", "-euo", "pipefail", "-c", script],
+            cwd=clone,
+            env=environment(tmp_path),
+            capture_output=True,
+            text=True,
+            timeout=300,
+        )
         assert done.returncode == 0, f"{script}\n{done.stdout[-2000:]}\n{done.stderr[-4000:]}"
 
 

@@ -24,14 +24,23 @@ def short(monkeypatch):
     monkeypatch.setattr(render, "RENDER_S", 0.5)
 
 
-@pytest.mark.parametrize("template, told", [
-    ("{{ 1 / (messages | length - 1) }}", "refused the messages: ZeroDivisionError: division by zero"),
-    ("{{ messages[0].content + 1 }}", 'refused the messages: TypeError: can only concatenate str (not "int") to str'),
-    ("{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", "refused the messages: RecursionError: maximum recursion depth"),
-    ("{{ messages[0].content * 4000000000 }}", "refused the messages: MemoryError"),
-    ("{{ nothing.at_all }}", "refused the messages: 'nothing' is undefined"),
-    ("{% for %}", "does not compile: Expected an expression"),
-])
+@pytest.mark.parametrize(
+    "template, told",
+    [
+        ("{{ 1 / (messages | length - 1) }}", "refused the messages: ZeroDivisionError: division by zero"),
+        (
+            "{{ messages[0].content + 1 }}",
+            'refused the messages: TypeError: can only concatenate str (not "int") to str',
+        ),
+        (
+            "{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}",
+            "refused the messages: RecursionError: maximum recursion depth",
+        ),
+        ("{{ messages[0].content * 4000000000 }}", "refused the messages: MemoryError"),
+        ("{{ nothing.at_all }}", "refused the messages: 'nothing' is undefined"),
+        ("{% for %}", "does not compile: Expected an expression"),
+    ],
+)
 def test_a_template_that_raises_is_one_sentence_and_the_next_text_comes(template, told, tmp_path):
     tokenizer = with_template(tmp_path, template)
     for _ in range(2):
@@ -74,8 +83,15 @@ def rows_task(tmp_path, prompts, **section):
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps({"prompt": p, "answer": "1"}) + "\n" for p in prompts))
     tokenizer = with_template(tmp_path, section.pop("chat", "x"))
     section = TaskSection(name="rows", path=str(tmp_path / "rows.jsonl"), heldout=1, **section)
-    return tasks.open_task(section, tokenizer, seed=0, max_prompt_tokens=99, max_new_tokens=9, heldout=1,
-                           quarantine_path=tmp_path / "quarantine.jsonl")
+    return tasks.open_task(
+        section,
+        tokenizer,
+        seed=0,
+        max_prompt_tokens=99,
+        max_new_tokens=9,
+        heldout=1,
+        quarantine_path=tmp_path / "quarantine.jsonl",
+    )
 
 
 def test_an_expression_that_never_ends_names_itself_and_the_prompt(tmp_path, short):
@@ -89,12 +105,22 @@ def test_a_template_that_refuses_a_row_names_field_folder_and_prompt(tmp_path):
     with pytest.raises(ConfigError) as error:
         rows_task(tmp_path, ["a", "b", "ab"], template="chat", chat="{{ raise_exception('no such role') }}")
     assert str(error.value).startswith(
-        f"task.template: the chat template of {tmp_path} refused the messages: no such role, on the prompt '")
+        f"task.template: the chat template of {tmp_path} refused the messages: no such role, on the prompt '"
+    )
 
 
 def test_a_warm_start_without_a_base_has_no_chat_template(tmp_path):
     (tmp_path / "rows.jsonl").write_text('{"prompt": "a", "answer": "1"}\n{"prompt": "b", "answer": "1"}\n')
     section = TaskSection(name="rows", path=str(tmp_path / "rows.jsonl"), heldout=1, template="chat")
-    with pytest.raises(ConfigError, match="^task.template: the tokenizer that the warm start makes has no chat template"):
-        tasks.open_task(section, sft.tokenizer_of(SftSection()), seed=0, max_prompt_tokens=99, max_new_tokens=9, heldout=1,
-                        quarantine_path=tmp_path / "quarantine.jsonl")
+    with pytest.raises(
+        ConfigError, match="^task.template: the tokenizer that the warm start makes has no chat template"
+    ):
+        tasks.open_task(
+            section,
+            sft.tokenizer_of(SftSection()),
+            seed=0,
+            max_prompt_tokens=99,
+            max_new_tokens=9,
+            heldout=1,
+            quarantine_path=tmp_path / "quarantine.jsonl",
+        )

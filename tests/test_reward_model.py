@@ -53,17 +53,29 @@ def torch_scores(model, samples):
     texts = [np.concatenate([s.prompt_ids, s.out_ids]) for s in samples]
     padded = np.full((len(texts), max(map(len, texts))), SIZES["pad_token_id"])
     for row, text in zip(padded, texts):
-        row[:len(text)] = text
+        row[: len(text)] = text
     with torch.no_grad():
-        return model(torch.tensor(padded), attention_mask=torch.tensor(np.arange(padded.shape[1])[None] < [
-            [len(text)] for text in texts])).logits[:, 0].numpy()
+        return (
+            model(
+                torch.tensor(padded),
+                attention_mask=torch.tensor(np.arange(padded.shape[1])[None] < [[len(text)] for text in texts]),
+            )
+            .logits[:, 0]
+            .numpy()
+        )
 
 
 def sample(i, prompt, out, finish="stop", group_id=0):
     n = len(out)
-    return Sample(id=SampleId(group_id, i), prompt_ids=np.asarray(prompt, np.int32), out_ids=np.asarray(out, np.int32),
-                  logprobs=np.zeros(n, np.float32), mask=np.ones(n, bool), finish=finish,
-                  spans=(Span(version=0, start=0, stop=n),))
+    return Sample(
+        id=SampleId(group_id, i),
+        prompt_ids=np.asarray(prompt, np.int32),
+        out_ids=np.asarray(out, np.int32),
+        logprobs=np.zeros(n, np.float32),
+        mask=np.ones(n, bool),
+        finish=finish,
+        spans=(Span(version=0, start=0, stop=n),),
+    )
 
 
 def samples(n=7, seed=0, longest=20, group_id=0):
@@ -110,15 +122,25 @@ def test_golden_scores_on_every_mesh(mesh):
 
 def test_our_own_weights_with_a_score_head(tmp_path):
     """The folder that `save` writes, and the tensor beside it; its vocabulary head is not looked at."""
-    cfg = decoder.new_config("qwen2", vocab_size=40, d_model=16, n_layers=1, n_heads=4, n_kv_heads=2, head_dim=4,
-                             d_ff=24, tie_embeddings=False)
+    cfg = decoder.new_config(
+        "qwen2",
+        vocab_size=40,
+        d_model=16,
+        n_layers=1,
+        n_heads=4,
+        n_kv_heads=2,
+        head_dim=4,
+        d_ff=24,
+        tie_embeddings=False,
+    )
     hf.save(tmp_path / "ours", cfg, decoder.init_params(cfg, 0))
     tensors = load_file(tmp_path / "ours" / hf.SINGLE)
     save_file({**tensors, hf.SCORE: np.ones((1, 16), np.float32)}, tmp_path / "ours" / hf.SINGLE)
     tokens = np.concatenate([samples()[0].prompt_ids, samples()[0].out_ids])[None]
     at = np.arange(tokens.shape[1])[None]
-    hidden = decoder.forward(cfg, hf.load_scorer(tmp_path / "ours", None)[1], tokens, at,
-                             segment_attention(np.zeros_like(at), at))
+    hidden = decoder.forward(
+        cfg, hf.load_scorer(tmp_path / "ours", None)[1], tokens, at, segment_attention(np.zeros_like(at), at)
+    )
     np.testing.assert_allclose(model(tmp_path / "ours").scores(samples()[:1]), hidden[:, -1].sum(-1), atol=TOLERANCE)
 
 
@@ -126,7 +148,8 @@ def test_a_score_depends_on_its_group_alone_and_nothing_compiles_again(judge):
     """More rows than a batch has, in any order of groups, bit for bit."""
     compiled = []
     jax.monitoring.register_event_duration_secs_listener(
-        lambda event, seconds, **_: compiled.append(event) if event.endswith("backend_compile_duration") else None)
+        lambda event, seconds, **_: compiled.append(event) if event.endswith("backend_compile_duration") else None
+    )
     groups = [samples(n, seed=n, longest=25) for n in (3, 9, 5)]
     first = [judge.scores(group) for group in groups]
     again = [judge.scores(group) for group in reversed(groups)]
@@ -144,7 +167,8 @@ def test_a_score_depends_on_its_group_alone_and_nothing_compiles_again(judge):
 def add_tokenizer(path, words):
     path.mkdir(parents=True, exist_ok=True)
     tokenizers.Tokenizer(tokenizers.models.WordLevel({word: i for i, word in enumerate(words)})).save(
-        str(path / "tokenizer.json"))
+        str(path / "tokenizer.json")
+    )
 
 
 def set_config(path, **changes):
@@ -158,18 +182,27 @@ def set_head(path, head):
     save_file(tensors | ({} if head is None else {hf.SCORE: head}), path / hf.SINGLE)
 
 
-@pytest.mark.parametrize("damage, sentence", [
-    (lambda path: None, None),
-    (lambda path: add_tokenizer(path, [str(i) for i in range(21)]), None),  # more tokens than the policy has
-    (lambda path: shutil.rmtree(path), "config.json is missing"),
-    (lambda path: set_head(path, None), "lacks the tensor score.weight"),
-    (lambda path: set_head(path, np.zeros((2, 16), np.float32)), r"score.weight of shape \(2, 16\); .* \(1, 16\)"),
-    (lambda path: set_config(path, architectures=["GPT2LMHeadModel"]), "known: .*Qwen2ForSequenceClassification"),
-    (lambda path: (path / "tokenizer.json").unlink(), "tokenizer.json is missing"),
-    (lambda path: add_tokenizer(path, [str(i) for i in range(19)]), "the token '19' no id, the policy's tokenizer 19"),
-    (lambda path: add_tokenizer(path, [*map(str, range(18)), "19", "18"]), "the token '1[89]' id 1[89], the policy's"),
-    (lambda path: set_config(path, max_position_embeddings=8), "has 8 positions, the longest sample 24 tokens"),
-])
+@pytest.mark.parametrize(
+    "damage, sentence",
+    [
+        (lambda path: None, None),
+        (lambda path: add_tokenizer(path, [str(i) for i in range(21)]), None),  # more tokens than the policy has
+        (lambda path: shutil.rmtree(path), "config.json is missing"),
+        (lambda path: set_head(path, None), "lacks the tensor score.weight"),
+        (lambda path: set_head(path, np.zeros((2, 16), np.float32)), r"score.weight of shape \(2, 16\); .* \(1, 16\)"),
+        (lambda path: set_config(path, architectures=["GPT2LMHeadModel"]), "known: .*Qwen2ForSequenceClassification"),
+        (lambda path: (path / "tokenizer.json").unlink(), "tokenizer.json is missing"),
+        (
+            lambda path: add_tokenizer(path, [str(i) for i in range(19)]),
+            "the token '19' no id, the policy's tokenizer 19",
+        ),
+        (
+            lambda path: add_tokenizer(path, [*map(str, range(18)), "19", "18"]),
+            "the token '1[89]' id 1[89], the policy's",
+        ),
+        (lambda path: set_config(path, max_position_embeddings=8), "has 8 positions, the longest sample 24 tokens"),
+    ],
+)
 def test_a_bad_folder_is_one_sentence(damage, sentence, tmp_path):
     shutil.copytree(JUDGE, tmp_path / "judge")
     for name in ("policy", "judge"):
@@ -193,8 +226,13 @@ class Task:
 
     def submit(self, prompt, samples):
         rewards = np.arange(len(samples), dtype=np.float32)
-        self.done.append(GroupFailure(group_id=3, reason="no", lengths=()) if prompt.group_id == 3 else ScoredGroup(
-            group_id=prompt.group_id, version=0, samples=samples, rewards=rewards, parts={"exact": rewards}))
+        self.done.append(
+            GroupFailure(group_id=3, reason="no", lengths=())
+            if prompt.group_id == 3
+            else ScoredGroup(
+                group_id=prompt.group_id, version=0, samples=samples, rewards=rewards, parts={"exact": rewards}
+            )
+        )
 
     def poll(self):
         done, self.done = self.done, []
@@ -205,8 +243,9 @@ class Task:
 
 
 def prompt(group_id):
-    return Prompt(group_id=group_id, task="t", uid="", text="", token_ids=np.zeros(1, np.int32), answer=None,
-                  max_new_tokens=8)
+    return Prompt(
+        group_id=group_id, task="t", uid="", text="", token_ids=np.zeros(1, np.int32), answer=None, max_new_tokens=8
+    )
 
 
 def collect(scorer, n):
@@ -259,8 +298,9 @@ def test_the_model_alone_and_samples_without_a_score(judge, opened):
     scorer.submit(prompt(2), broken)
     done = collect(scorer, 2)
     np.testing.assert_array_equal(done[1].rewards, judge.scores(group))
-    assert done[2] == GroupFailure(group_id=2, reason="sample (2, 1) ended in an error", lengths=(1, 1),
-                                   kind="a sample ended in an error")
+    assert done[2] == GroupFailure(
+        group_id=2, reason="sample (2, 1) ended in an error", lengths=(1, 1), kind="a sample ended in an error"
+    )
 
 
 def test_a_score_that_is_not_finite_fails_its_group(opened):
@@ -285,8 +325,13 @@ def test_a_score_that_is_not_finite_fails_its_group(opened):
 
 
 def run(module, *arguments):
-    done = subprocess.run([sys.executable, "-m", module, *arguments], cwd=ROOT, capture_output=True, text=True,
-                          env=os.environ | {"JAX_PLATFORMS": "cpu"})
+    done = subprocess.run(
+        [sys.executable, "-m", module, *arguments],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        env=os.environ | {"JAX_PLATFORMS": "cpu"},
+    )
     assert done.returncode == 0, f"{done.stdout[-2000:]}\n{done.stderr[-4000:]}"
 
 
@@ -296,14 +341,30 @@ def test_a_run_whose_reward_is_the_models(tmp_path):
     base, judge, workdir = tmp_path / "base", tmp_path / "judge", tmp_path / "run"
     config = "--config=configs/quickstart.py:tiny"
     run("dora_jax.sft", config, f"--config.sft.out={base}", "--config.sft.steps=1", f"--workdir={tmp_path / 'sft'}")
-    cfg = decoder.new_config("qwen2", vocab_size=hf.read_config(base).vocab_size, d_model=16, n_layers=2, n_heads=2,
-                             n_kv_heads=1, head_dim=8, d_ff=32)
+    cfg = decoder.new_config(
+        "qwen2",
+        vocab_size=hf.read_config(base).vocab_size,
+        d_model=16,
+        n_layers=2,
+        n_heads=2,
+        n_kv_heads=1,
+        head_dim=8,
+        d_ff=32,
+    )
     hf.save(judge, cfg, decoder.init_params(cfg, 0), base)
     head = np.random.default_rng(0).normal(size=(1, 16)).astype(np.float32)
     save_file({**load_file(judge / hf.SINGLE), hf.SCORE: head}, judge / hf.SINGLE)
-    run("dora_jax.train", config, f"--config.model.path={base}", f"--config.reward_model.path={judge}",
-        "--config.task.rewards=()", "--config.reward_model.weight=2.0", "--config.cpu_devices=3", "--config.steps=2",
-        f"--workdir={workdir}")
+    run(
+        "dora_jax.train",
+        config,
+        f"--config.model.path={base}",
+        f"--config.reward_model.path={judge}",
+        "--config.task.rewards=()",
+        "--config.reward_model.weight=2.0",
+        "--config.cpu_devices=3",
+        "--config.steps=2",
+        f"--workdir={workdir}",
+    )
     journal = Journal(ReadOnly(workdir / "journal"))
     steps = replay(journal, journal.segments(), print).steps
     made = model(judge, pack_tokens=512)

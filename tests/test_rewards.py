@@ -29,23 +29,62 @@ def test_exact_ignores_only_white_space_at_the_ends():
     assert rewards.exact("", "4 2", "42") == rewards.exact("", "42.", "42") == rewards.exact("", "", "42") == 0.0
 
 
-@pytest.mark.parametrize("response, answer", [
-    ("42", "42"), ("the answer is 42.", "42"), ("7 and then 42", "42"), ("1,234,567", "1234567"),
-    ("$1,234.50", "1234.5"),
-    ("-5", "-5"), ("x = -5", -5), ("\N{MINUS SIGN}5", "-5"), ("7-5", "5"), ("(3)-5", "5"), ("7 - 5", "5"), ("+3", 3),
-    ("1/2", "0.5"), ("3 / 4", "0.75"), ("\\frac{1}{2}", "0.5"), ("-\\dfrac{1}{2}", "-1/2"), ("0.333333333", "1/3"),
-    ("50%", "0.5"), ("50 %", "50"), ("0.5", "50%"), ("50\\%", "50%"), (".5", "0.5"), ("1e3", "1000"), ("2.5e-1", "1/4"),
-    ("5.", "5"), ("#### 12", "12"), ("1,2,3", "3"), ("007", "7"), ("-0", "0"),
-])
+@pytest.mark.parametrize(
+    "response, answer",
+    [
+        ("42", "42"),
+        ("the answer is 42.", "42"),
+        ("7 and then 42", "42"),
+        ("1,234,567", "1234567"),
+        ("$1,234.50", "1234.5"),
+        ("-5", "-5"),
+        ("x = -5", -5),
+        ("\N{MINUS SIGN}5", "-5"),
+        ("7-5", "5"),
+        ("(3)-5", "5"),
+        ("7 - 5", "5"),
+        ("+3", 3),
+        ("1/2", "0.5"),
+        ("3 / 4", "0.75"),
+        ("\\frac{1}{2}", "0.5"),
+        ("-\\dfrac{1}{2}", "-1/2"),
+        ("0.333333333", "1/3"),
+        ("50%", "0.5"),
+        ("50 %", "50"),
+        ("0.5", "50%"),
+        ("50\\%", "50%"),
+        (".5", "0.5"),
+        ("1e3", "1000"),
+        ("2.5e-1", "1/4"),
+        ("5.", "5"),
+        ("#### 12", "12"),
+        ("1,2,3", "3"),
+        ("007", "7"),
+        ("-0", "0"),
+    ],
+)
 def test_numeric_reads_numbers_as_people_write_them(response, answer):
     assert rewards.numeric("", response, answer) == 1.0
 
 
-@pytest.mark.parametrize("response, answer", [
-    ("", "42"), ("none", "42"), ("42 or 43", "42"), ("5", "-5"), ("0.33", "1/3"), ("50%", "0.5%"), ("1/0", "0"),
-    ("H2", "2"), ("1e99999999", "1"), ("9" * 5000, "9"), ("1" + ",111" * 30_000 + ",", "1"), ("inf", "1"),
-    ("1.000002", "1"),
-])
+@pytest.mark.parametrize(
+    "response, answer",
+    [
+        ("", "42"),
+        ("none", "42"),
+        ("42 or 43", "42"),
+        ("5", "-5"),
+        ("0.33", "1/3"),
+        ("50%", "0.5%"),
+        ("1/0", "0"),
+        ("H2", "2"),
+        ("1e99999999", "1"),
+        ("9" * 5000, "9"),
+        ("1" + ",111" * 30_000 + ",", "1"),
+        ("inf", "1"),
+        ("1.000002", "1"),
+    ],
+)
 def test_numeric_gives_nothing_for_the_rest_and_never_raises_on_a_response(response, answer):
     began_s = time.thread_time()
     assert rewards.numeric("", response, answer) == 0.0
@@ -85,7 +124,8 @@ def test_a_dataset_s_scorer_that_cannot_read_a_response_gives_nothing():
     factors = item("prime_factorization")
     with pytest.raises(ValueError):  # what the library does with such a response
         datasets.open_dataset("prime_factorization", {})._dataset.score_answer(
-            "abc", entry=datasets.open_dataset("prime_factorization", {}).entry(3))
+            "abc", entry=datasets.open_dataset("prime_factorization", {}).entry(3)
+        )
     assert rewards.reasoning_gym("", "abc", factors) == 0.0
     assert rewards.reasoning_gym("", factors["answer"], factors) == 1.0
 
@@ -107,11 +147,20 @@ def test_other_rewards_see_the_plain_answer_of_an_item():
     assert rewards.score(terms, "", sums["answer"], sums) == {"reasoning_gym": 1.0, "exact": 1.0}
 
 
-@pytest.mark.parametrize("response, answer, expected", [
-    ("0.5", "1/2", 1.0), ("$\\frac{1}{2}$", "0.5", 1.0), ("so \\boxed{(1,2)}", "(1,2)", 1.0),
-    ("$x^2+2x+1$", "(x+1)^2", 1.0),
-    ("$\\sqrt{8}$", "2\\sqrt{2}", 1.0), ("7", "8", 0.0), ("no idea", "8", 0.0), ("", "8", 0.0), ("$)(($", "x", 0.0),
-])
+@pytest.mark.parametrize(
+    "response, answer, expected",
+    [
+        ("0.5", "1/2", 1.0),
+        ("$\\frac{1}{2}$", "0.5", 1.0),
+        ("so \\boxed{(1,2)}", "(1,2)", 1.0),
+        ("$x^2+2x+1$", "(x+1)^2", 1.0),
+        ("$\\sqrt{8}$", "2\\sqrt{2}", 1.0),
+        ("7", "8", 0.0),
+        ("no idea", "8", 0.0),
+        ("", "8", 0.0),
+        ("$)(($", "x", 0.0),
+    ],
+)
 def test_math_verify_compares_mathematics(response, answer, expected):
     assert rewards.math_verify("", response, answer) == expected
 
@@ -137,11 +186,13 @@ def test_each_way_a_path_can_be_wrong_is_named(tmp_path, monkeypatch):
     (tmp_path / "my_needs.py").write_text("import not_installed_anywhere")
     assert refused("no_such.thing") == "task.rewards: no_such.thing: there is no module no_such"
     assert refused("dora_jax.tasks.rewards.exat") == (
-        "task.rewards: dora_jax.tasks.rewards.exat: dora_jax.tasks.rewards has no exat; the nearest is exact")
+        "task.rewards: dora_jax.tasks.rewards.exat: dora_jax.tasks.rewards has no exat; the nearest is exact"
+    )
     assert refused("math.pi") == "task.rewards: math.pi is a float, not a callable"
     assert refused("my_broken.f") == "task.rewards: my_broken.f: importing my_broken raised RuntimeError: boom"
     assert refused("my_needs.f") == (
-        "task.rewards: my_needs.f: my_needs imports not_installed_anywhere, which is not there")
+        "task.rewards: my_needs.f: my_needs imports not_installed_anywhere, which is not there"
+    )
     assert "names one reward twice" in refused("math.sqrt", "math.sqrt")
 
 
@@ -163,14 +214,22 @@ def test_terms_of_all_rewards_come_together():
         rewards.score({"a": lambda p, r, a: {"right": 1}, "right": lambda p, r, a: 1}, "", "", "")
 
 
-@pytest.mark.parametrize("value, told", [
-    ("1.0", "reward mine returned '1.0', a str, not a number"), (None, "reward mine returned None, a NoneType"),
-    (math.nan, "reward mine returned nan"), (-math.inf, "reward mine returned -inf"),
-    (1e300, "reward mine returned a number beyond 1e+15"), (-10**400, "reward mine returned a number beyond 1e+15"),
-    ({}, "returned no terms"),
-    ({"a": "x"}, "reward mine, term 'a', returned 'x', a str"), ([1.0], "a list, not a number"), (1j, "a complex"),
-    ({"a": 1.0, "b": math.nan}, "reward mine, term 'b', returned nan"),
-])
+@pytest.mark.parametrize(
+    "value, told",
+    [
+        ("1.0", "reward mine returned '1.0', a str, not a number"),
+        (None, "reward mine returned None, a NoneType"),
+        (math.nan, "reward mine returned nan"),
+        (-math.inf, "reward mine returned -inf"),
+        (1e300, "reward mine returned a number beyond 1e+15"),
+        (-(10**400), "reward mine returned a number beyond 1e+15"),
+        ({}, "returned no terms"),
+        ({"a": "x"}, "reward mine, term 'a', returned 'x', a str"),
+        ([1.0], "a list, not a number"),
+        (1j, "a complex"),
+        ({"a": 1.0, "b": math.nan}, "reward mine, term 'b', returned nan"),
+    ],
+)
 def test_anything_but_a_finite_number_is_an_error_with_the_reward_s_name(value, told):
     with pytest.raises(RewardError) as error:
         score(lambda p, r, a: value)

@@ -20,7 +20,9 @@ from dora_jax.tasks.prompts import PromptTooLong
 from dora_jax.types import RENEWAL, Prompt, SampleId, ScoredGroup, is_eval
 
 P, G, STEPS = 4, 4, 6
-SECTION = presets.on_cpu(RolloutSection(slots=8, pages=96, page_size=8, max_prompt_tokens=8, max_new_tokens=64, decode_steps=4))
+SECTION = presets.on_cpu(
+    RolloutSection(slots=8, pages=96, page_size=8, max_prompt_tokens=8, max_new_tokens=64, decode_steps=4)
+)
 ORACLE = OracleEngine(SECTION)
 
 
@@ -32,7 +34,9 @@ class Task:
         if group_id in self.too_long:
             raise PromptTooLong(group_id, 999, 10)
         ids = np.arange(1 + abs(group_id) % 5, dtype=np.int32)
-        return Prompt(group_id=group_id, task="t", uid=str(group_id), text="", token_ids=ids, answer=None, max_new_tokens=64)
+        return Prompt(
+            group_id=group_id, task="t", uid=str(group_id), text="", token_ids=ids, answer=None, max_new_tokens=64
+        )
 
 
 class Scorer:
@@ -46,8 +50,11 @@ class Scorer:
         versions = {s.version for s in samples}
         assert self.mixed or len(versions) == 1, versions
         rewards = np.array([s.id.index % 2 for s in samples], np.float32)
-        self.done.append(ScoredGroup(group_id=prompt.group_id, version=versions.pop(), samples=samples,
-                                     rewards=rewards, parts={"r": rewards}))
+        self.done.append(
+            ScoredGroup(
+                group_id=prompt.group_id, version=versions.pop(), samples=samples, rewards=rewards, parts={"r": rewards}
+            )
+        )
 
     def poll(self):
         done, self.done = self.done, []
@@ -90,18 +97,46 @@ class Trainer:
         return {}
 
 
-def make(mode="dora", instances=2, too_long=(), max_versions=3, eval_every=0, length=None, inflight=1.25,
-         engine=SlowEngine):
+def make(
+    mode="dora", instances=2, too_long=(), max_versions=3, eval_every=0, length=None, inflight=1.25, engine=SlowEngine
+):
     config = OrchestratorConfig(
-        mode=mode, max_versions=max_versions, groups_per_step=P, group_size=G, inflight=inflight, total_steps=STEPS,
-        max_prompt_tokens=8, max_new_tokens=64, eval_every=eval_every, eval_groups=3, eval_samples=2)
-    outbox, weights, groups, scorer = queue.SimpleQueue(), Weights(), MemoryGroupStore(), Scorer(mixed=mode == "partial")
-    length = length or (lambda version, group, index, limit: 60 if (group + index) % 7 == 0 else 2 + (group + index) % 5)
-    workers = [InstanceWorker(i, engine(SECTION, length=length, version_in=int), weights, outbox)
-               for i in range(instances)]
+        mode=mode,
+        max_versions=max_versions,
+        groups_per_step=P,
+        group_size=G,
+        inflight=inflight,
+        total_steps=STEPS,
+        max_prompt_tokens=8,
+        max_new_tokens=64,
+        eval_every=eval_every,
+        eval_groups=3,
+        eval_samples=2,
+    )
+    outbox, weights, groups, scorer = (
+        queue.SimpleQueue(),
+        Weights(),
+        MemoryGroupStore(),
+        Scorer(mixed=mode == "partial"),
+    )
+    length = length or (
+        lambda version, group, index, limit: 60 if (group + index) % 7 == 0 else 2 + (group + index) % 5
+    )
+    workers = [
+        InstanceWorker(i, engine(SECTION, length=length, version_in=int), weights, outbox) for i in range(instances)
+    ]
     trainer = TrainerWorker(Trainer(), lambda groups, base: None, groups, weights, config.decisions.max_lag, outbox)
-    world = LocalWorld(instances=workers, trainer=trainer, task=Task(too_long), scorer=scorer, groups=groups,
-                       weights=weights, outbox=outbox, group_size=G, eval_samples=2)
+    world = LocalWorld(
+        instances=workers,
+        trainer=trainer,
+        task=Task(too_long),
+        scorer=scorer,
+        groups=groups,
+        weights=weights,
+        outbox=outbox,
+        group_size=G,
+        eval_samples=2,
+    )
     ups = [ev.InstanceUp(instance=w.instance, slots=8, pages=96, page_size=8) for w in workers]
     return Orchestrator(config), world, ups, weights
 
@@ -120,7 +155,7 @@ def expected(sample):
     """The tokens that the versions named by its spans sample."""
     out = np.zeros(len(sample.out_ids), np.int32)
     for span in sample.spans:
-        out[span.start:span.stop] = ORACLE.expected(span.version, *sample.id, span.stop)[span.start:]
+        out[span.start : span.stop] = ORACLE.expected(span.version, *sample.id, span.stop)[span.start :]
     return out
 
 
@@ -129,8 +164,18 @@ def trained_by(records):
     return [(step.version - 1, group) for step in steps for group in step.groups]
 
 
-@pytest.mark.parametrize(("mode", "max_versions", "bound"), [
-    ("sync", 1, 0), ("one_step", 2, 1), ("dora_paper", 3, 2), ("dora", 2, 1), ("dora", 3, 2), ("evict", 2, 1), ("partial", 2, None)])
+@pytest.mark.parametrize(
+    ("mode", "max_versions", "bound"),
+    [
+        ("sync", 1, 0),
+        ("one_step", 2, 1),
+        ("dora_paper", 3, 2),
+        ("dora", 2, 1),
+        ("dora", 3, 2),
+        ("evict", 2, 1),
+        ("partial", 2, None),
+    ],
+)
 def test_every_group_is_trained_once_by_the_versions_it_claims(mode, max_versions, bound):
     halt, records = play(*make(mode, max_versions=max_versions)[:3])
     trained = trained_by(records)
@@ -217,7 +262,9 @@ def test_an_error_in_a_worker_ends_the_run_with_its_role():
 
 def test_an_instance_says_how_far_all_its_samples_are_in_one_report():
     outbox = queue.SimpleQueue()
-    worker = InstanceWorker(0, OracleEngine(SECTION, length=lambda v, g, i, limit: 6 + 6 * i), Weights(), outbox, report_s=0.0)
+    worker = InstanceWorker(
+        0, OracleEngine(SECTION, length=lambda v, g, i, limit: 6 + 6 * i), Weights(), outbox, report_s=0.0
+    )
     worker.load(0, None)
     for i in range(2):
         worker.submit(SampleId(0, i), Task().prompt_at(0), 0)

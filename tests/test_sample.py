@@ -62,16 +62,27 @@ def test_noise_is_of_the_identity_not_of_the_row():
     shuffled, *_ = draw(logits[order], keys(-4, np.arange(6))[order], positions[order])
     np.testing.assert_array_equal(shuffled, tokens[order])
     flat = jnp.zeros((64, 50))
-    draws = [draw(flat, keys(group, np.arange(64)), jnp.full(64, position))[0].tolist()
-             for group, position in ((-4, 0), (4, 0), (-4, 1))]
+    draws = [
+        draw(flat, keys(group, np.arange(64)), jnp.full(64, position))[0].tolist()
+        for group, position in ((-4, 0), (4, 0), (-4, 1))
+    ]
     assert draws[0] != draws[1] != draws[2] != draws[0]
 
 
-@pytest.mark.parametrize("cut,kept", [
-    (dict(top_k=2), [0, 1]), (dict(top_k=9), [0, 1, 2, 3]), (dict(top_p=0.5), [0]), (dict(top_p=0.51), [0, 1]),
-    (dict(top_p=0.9), [0, 1, 2]), (dict(min_p=0.25), [0, 1, 2]), (dict(min_p=0.5), [0, 1]),
-    (dict(top_k=3, top_p=0.6), [0, 1]), (dict(), [0, 1, 2, 3]),
-])
+@pytest.mark.parametrize(
+    "cut,kept",
+    [
+        (dict(top_k=2), [0, 1]),
+        (dict(top_k=9), [0, 1, 2, 3]),
+        (dict(top_p=0.5), [0]),
+        (dict(top_p=0.51), [0, 1]),
+        (dict(top_p=0.9), [0, 1, 2]),
+        (dict(min_p=0.25), [0, 1, 2]),
+        (dict(min_p=0.5), [0, 1]),
+        (dict(top_k=3, top_p=0.6), [0, 1]),
+        (dict(), [0, 1, 2, 3]),
+    ],
+)
 def test_cuts_keep_what_they_say(cut, kept):
     logprobs = jnp.log(jnp.array([[0.5, 0.3, 0.15, 0.05]]))
     settings = {"top_k": 0, "top_p": 1.0, "min_p": 0.0, **cut}
@@ -106,8 +117,13 @@ def test_no_stop_token_comes_too_early_and_no_token_too_often():
     tokens, reported, _ = draw(jnp.zeros((n, 4)), keys(0, np.arange(n)), jnp.zeros(n, jnp.int32), many)
     assert set(tokens.tolist()) == {0}
     np.testing.assert_allclose(reported, np.log(0.25), rtol=1e-6)  # before the cut
-    greedy, _, _ = draw(jnp.array([[0.0, 9.0, 5.0, 7.0]]), keys(0, np.arange(1)), jnp.zeros(1, jnp.int32),
-                        limits([0], [1], min_new_tokens=1), greedy=True)
+    greedy, _, _ = draw(
+        jnp.array([[0.0, 9.0, 5.0, 7.0]]),
+        keys(0, np.arange(1)),
+        jnp.zeros(1, jnp.int32),
+        limits([0], [1], min_new_tokens=1),
+        greedy=True,
+    )
     assert greedy.tolist() == [2]
 
 
@@ -115,11 +131,23 @@ def test_the_keep_set_is_what_is_drawn_from():
     """Five tokens tie for the last place of three: only those that are sent along may be drawn."""
     probs = np.array([0.3, 0.2, 0.1, 0.1, 0.1, 0.1, 0.1], np.float32)
     n = 500
-    tokens, _, kept = draw(jnp.tile(jnp.log(probs), (n, 1)), keys(2, np.arange(n)), jnp.zeros(n, jnp.int32), top_k=3,
-                           top_p=1.0, keep_set=True)
+    tokens, _, kept = draw(
+        jnp.tile(jnp.log(probs), (n, 1)),
+        keys(2, np.arange(n)),
+        jnp.zeros(n, jnp.int32),
+        top_k=3,
+        top_p=1.0,
+        keep_set=True,
+    )
     assert set(tokens.tolist()) == {0, 1, 2} and (np.asarray(kept) == [0, 1, 2]).all()
-    tokens, _, kept = draw(jnp.tile(jnp.log(probs), (n, 1)), keys(2, np.arange(n)), jnp.zeros(n, jnp.int32), top_k=3,
-                           top_p=0.5, keep_set=True)
+    tokens, _, kept = draw(
+        jnp.tile(jnp.log(probs), (n, 1)),
+        keys(2, np.arange(n)),
+        jnp.zeros(n, jnp.int32),
+        top_k=3,
+        top_p=0.5,
+        keep_set=True,
+    )
     assert set(tokens.tolist()) == {0, 1} and (np.asarray(kept) == [0, 1, -1]).all()
 
 

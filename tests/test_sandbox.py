@@ -92,8 +92,10 @@ MISSING = {form: missing(form) for form in (*sandbox.FULL, sandbox.WEAK)}
 
 
 def forms(*names):
-    return pytest.mark.parametrize("form", [
-        pytest.param(form, marks=pytest.mark.skipif(bool(MISSING[form]), reason=MISSING[form])) for form in names])
+    return pytest.mark.parametrize(
+        "form",
+        [pytest.param(form, marks=pytest.mark.skipif(bool(MISSING[form]), reason=MISSING[form])) for form in names],
+    )
 
 
 full, every = forms(*sandbox.FULL), forms(*sandbox.FULL, sandbox.WEAK)
@@ -102,8 +104,11 @@ full, every = forms(*sandbox.FULL), forms(*sandbox.FULL, sandbox.WEAK)
 @pytest.fixture
 def stranger():
     """A process of the same user, with a secret in its environment."""
-    process = subprocess.Popen([sys.executable, "-c", "import time; print(flush=True); time.sleep(60)"],
-                               env={"MY_SECRET": "hunter2"}, stdout=subprocess.PIPE)
+    process = subprocess.Popen(
+        [sys.executable, "-c", "import time; print(flush=True); time.sleep(60)"],
+        env={"MY_SECRET": "hunter2"},
+        stdout=subprocess.PIPE,
+    )
     process.stdout.readline()
     yield process.pid
     process.kill()
@@ -118,9 +123,15 @@ def run(stranger, tmp_path):
     def run(code, form, wait=True, **more):
         out = tmp_path / f"out{len(started)}"
         with out.open("w") as file:
-            started.append(sandbox.start(
-                [sys.executable, "-c", PRELUDE + code, str(stranger), str(tmp_path / "beats")], form=form,
-                env=sandbox.clean_environment(), stdout=file, **more))
+            started.append(
+                sandbox.start(
+                    [sys.executable, "-c", PRELUDE + code, str(stranger), str(tmp_path / "beats")],
+                    form=form,
+                    env=sandbox.clean_environment(),
+                    stdout=file,
+                    **more,
+                )
+            )
         if wait:
             return started[-1].wait(30.0), out.read_text()
         while "daemon" not in out.read_text():
@@ -176,13 +187,17 @@ def test_nothing_is_left_to_take_the_walls_down_with(run, form):
 def test_only_descriptors_that_are_passed_are_open(run, form, tmp_path):
     with (tmp_path / "secret").open("w") as file, (tmp_path / "given").open("w") as given:
         os.set_inheritable(file.fileno(), True)
-        code, out = run("""
+        code, out = run(
+            """
 for fd in range(3, 4096):
     try:
         print(os.path.basename(os.readlink(f"/proc/self/fd/{fd}")))
     except FileNotFoundError:
         pass
-""", form, pass_fds=(given.fileno(),))
+""",
+            form,
+            pass_fds=(given.fileno(),),
+        )
     assert (code, out) == (0, "given\n")
 
 
@@ -272,8 +287,9 @@ def test_a_machine_without_walls_is_told_apart_in_one_sentence(monkeypatch):
     sandbox.full.cache_clear()
     with pytest.raises(sandbox.NoWalls) as error:
         sandbox.full()
-    assert str(error.value) == ("this machine cannot hide other processes from a program "
-                                "(namespaces: unshare: not permitted; landlock: ABI 4)")
+    assert str(error.value) == (
+        "this machine cannot hide other processes from a program (namespaces: unshare: not permitted; landlock: ABI 4)"
+    )
     monkeypatch.setattr(sandbox, "_lacks", {"namespaces": "unshare: not permitted", "landlock": ""}.get)
     assert sandbox.full() == "landlock"
     sandbox.full.cache_clear()

@@ -25,7 +25,7 @@ def packed():
     for row, lengths in enumerate(LENGTHS):
         stops = np.cumsum(lengths)
         for i, (stop, n) in enumerate(zip(stops, lengths, strict=True)):
-            segments[row, stop - n:stop], positions[row, stop - n:stop] = i + 1, np.arange(n)
+            segments[row, stop - n : stop], positions[row, stop - n : stop] = i + 1, np.arange(n)
     return segments, positions, segments > 0
 
 
@@ -36,6 +36,7 @@ def heads(dtype, n_heads, n_kv, dim):
 
 def with_gradients(attend, inside, qkv):
     """Values inside the segments, and the gradients of a loss that reads those alone."""
+
     def loss(*qkv):
         o = jnp.where(inside[:, :, None, None], attend(None, *qkv).astype(jnp.float32), 0)
         return jnp.sum(jnp.sin(o)), o
@@ -51,9 +52,13 @@ def reference(dtype, *shape):
 
 
 # type, (heads, KV heads, width), context, tensor, one kernel for all gradients
-CASES = [(jnp.float32, (4, 2, 128), 1, 1, True), (jnp.float32, (4, 2, 64), 2, 2, True),
-         (jnp.float32, (4, 4, 64), 4, 1, False), (jnp.bfloat16, (4, 1, 128), 1, 1, False),
-         (jnp.bfloat16, (4, 2, 64), 2, 1, True)]
+CASES = [
+    (jnp.float32, (4, 2, 128), 1, 1, True),
+    (jnp.float32, (4, 2, 64), 2, 2, True),
+    (jnp.float32, (4, 4, 64), 4, 1, False),
+    (jnp.bfloat16, (4, 1, 128), 1, 1, False),
+    (jnp.bfloat16, (4, 2, 64), 2, 1, True),
+]
 
 
 @pytest.mark.parametrize("dtype,shape,context,tensor,fused", CASES)
@@ -62,7 +67,7 @@ def test_splash_gives_the_values_and_gradients_of_the_reference(monkeypatch, dty
     monkeypatch.setattr(ops, "SPLASH_FUSED", L if fused else 0)
     ops._splash_kernel.cache_clear()
     segments, positions, inside = packed()
-    mesh = sharding.make_mesh(jax.devices()[:2 * context * tensor], 1, 2, tensor, context)
+    mesh = sharding.make_mesh(jax.devices()[: 2 * context * tensor], 1, 2, tensor, context)
     attend = ops.splash_attention(segments, positions, mesh, interpret=True)
     found = with_gradients(attend, inside, heads(dtype, *shape))
     ops._splash_kernel.cache_clear()
@@ -86,14 +91,28 @@ def test_cudnn_is_lowered_to_its_own_call(monkeypatch):
         assert f"@{call}" in text, call
 
 
-@pytest.mark.parametrize("changes,platform,dtype,said", [
-    ({"attention": "splash"}, "cpu", "float32", "trainer.attention=splash is a kernel for TPUs; the trainer's devices are cpu"),
-    ({"attention": "splash", "pack_tokens": 384, "context": 2}, "tpu", "bfloat16", "multiples of 128 positions a shard, not"),
-    ({"attention": "cudnn"}, "tpu", "bfloat16", "trainer.attention=cudnn is a kernel for NVIDIA GPUs"),
-    ({"attention": "cudnn"}, "gpu", "float32", "not in model.dtype=float32"),
-    ({"attention": "cudnn", "context": 2}, "gpu", "bfloat16", "trainer.context=2 needs reference"),
-    ({"attention": "cudnn", "pack_tokens": 32768}, "gpu", "bfloat16", "which must be even and at most 16384"),
-    ({"attention": "auto"}, "cpu", "float32", "trainer.attention='auto' is unknown")])
+@pytest.mark.parametrize(
+    "changes,platform,dtype,said",
+    [
+        (
+            {"attention": "splash"},
+            "cpu",
+            "float32",
+            "trainer.attention=splash is a kernel for TPUs; the trainer's devices are cpu",
+        ),
+        (
+            {"attention": "splash", "pack_tokens": 384, "context": 2},
+            "tpu",
+            "bfloat16",
+            "multiples of 128 positions a shard, not",
+        ),
+        ({"attention": "cudnn"}, "tpu", "bfloat16", "trainer.attention=cudnn is a kernel for NVIDIA GPUs"),
+        ({"attention": "cudnn"}, "gpu", "float32", "not in model.dtype=float32"),
+        ({"attention": "cudnn", "context": 2}, "gpu", "bfloat16", "trainer.context=2 needs reference"),
+        ({"attention": "cudnn", "pack_tokens": 32768}, "gpu", "bfloat16", "which must be even and at most 16384"),
+        ({"attention": "auto"}, "cpu", "float32", "trainer.attention='auto' is unknown"),
+    ],
+)
 def test_what_cannot_run_as_asked_is_refused(changes, platform, dtype, said):
     section = cases.section(**({"pack_tokens": 512} | changes))
     assert said in objective.attention_problems(section, platform, dtype)[0]

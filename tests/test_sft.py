@@ -13,8 +13,20 @@ from dora_jax.tokenizer import Tokenizer
 from dora_jax.trainer import step
 
 PAIRS = [(f"What is {a} + {b}?", f" {a} + {b} = {a + b}\n#### {a + b}") for a in range(10) for b in range(40, 47)]
-TINY = config.SftSection(steps=20, batch_rows=8, pack_tokens=96, learning_rate=1e-2, warmup_steps=2, examples=70,
-                         d_model=16, n_layers=1, n_heads=2, n_kv_heads=1, head_dim=8, d_ff=32)
+TINY = config.SftSection(
+    steps=20,
+    batch_rows=8,
+    pack_tokens=96,
+    learning_rate=1e-2,
+    warmup_steps=2,
+    examples=70,
+    d_model=16,
+    n_layers=1,
+    n_heads=2,
+    n_kv_heads=1,
+    head_dim=8,
+    d_ff=32,
+)
 
 
 class Quiet:
@@ -42,7 +54,15 @@ def test_tokenizer_takes_any_text_and_gives_each_digit_its_own_token(tmp_path):
     assert tokenizer.encode("4096") == [digits[int(d)][0] for d in "4096"]
     assert tokenizer.vocab_size <= sft.TOKENIZER_SIZE
     assert [tokenizer.decode([i]) for i in tokenizer.encode(PAIRS[0][0])] == [
-        "What", " is", " ", "0", " + ", "4", "0", "?"]
+        "What",
+        " is",
+        " ",
+        "0",
+        " + ",
+        "4",
+        "0",
+        "?",
+    ]
     end, pad = tokenizer.encode(sft.END), tokenizer.encode(sft.PAD)
     assert (end, pad) == (list(tokenizer.eos_ids), [tokenizer.pad_id])
 
@@ -100,8 +120,12 @@ def test_run_leaves_a_folder_that_loads_and_learned(made):
     assert not list(out.parent.glob(".*.part"))
     prompt, text = PAIRS[11]
     ids = [*tokenizer.encode(prompt), *tokenizer.encode(text), tokenizer.eos_ids[0]]
-    arrays = {"tokens": np.array([ids[:-1]]), "targets": np.array([ids[1:]]), "positions": np.arange(len(ids) - 1)[None],
-              "segment_ids": np.ones((1, len(ids) - 1), np.int32)}
+    arrays = {
+        "tokens": np.array([ids[:-1]]),
+        "targets": np.array([ids[1:]]),
+        "positions": np.arange(len(ids) - 1)[None],
+        "segment_ids": np.ones((1, len(ids) - 1), np.int32),
+    }
     model = step.Model(cfg, sharding.make_mesh(jax.devices()[:1], 1, 1, 1), np.float32, "none", 1.0, None)
     completion = slice(len(tokenizer.encode(prompt)) - 1, None)
     trained = -np.asarray(jax.jit(model.logprobs)(params, arrays)[0])[0, completion].mean()

@@ -14,8 +14,14 @@ DEMO = config.from_config_dict(runpy.run_path("configs/sim/demo.py")["get_config
 @pytest.mark.parametrize("max_versions", [1, 2, 3])
 def test_no_run_is_below_the_floor(max_versions):
     """The 6 steps that are measured are whole windows of each K."""
-    one_length = {"workload.sigma": 0.0, "workload.mean_tokens": 2000.0, "steps": 7, "warmup_steps": 1,
-                  "orchestrator.max_versions": max_versions, "orchestrator.groups_per_step": 8}
+    one_length = {
+        "workload.sigma": 0.0,
+        "workload.mean_tokens": 2000.0,
+        "steps": 7,
+        "warmup_steps": 1,
+        "orchestrator.max_versions": max_versions,
+        "orchestrator.groups_per_step": 8,
+    }
     told = config.replace(DEMO, one_length)
     result = simulate(Row(label="", mode="dora", config=told, published={}))
     floor_s = bound.step_floor_s(told, 2000)
@@ -27,5 +33,7 @@ def test_no_run_is_below_the_floor(max_versions):
 def test_chips_do_not_lower_the_floor_and_versions_do():
     floor_s = bound.step_floor_s(DEMO)
     assert bound.step_floor_s(config.replace(DEMO, {"hardware.chips": 64, "hardware.rollout_chips": 48})) <= floor_s
-    assert bound.step_floor_s(config.replace(DEMO, {"hardware.chips": 64, "hardware.rollout_chips": 48})) > 0.9 * floor_s
+    assert (
+        bound.step_floor_s(config.replace(DEMO, {"hardware.chips": 64, "hardware.rollout_chips": 48})) > 0.9 * floor_s
+    )
     assert bound.step_floor_s(config.replace(DEMO, {"orchestrator.max_versions": 6})) == pytest.approx(floor_s / 2)

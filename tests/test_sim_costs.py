@@ -56,8 +56,18 @@ def test_training_scales_with_the_trainer_and_has_a_fixed_part():
 
 
 def test_measured_costs_are_read_and_interpolated(tmp_path):
-    names = ["decode_kv_s", "prefill_fixed_s", "prefill_s_per_token", "train_fixed_s", "train_s_per_token", "load_s",
-             "move_fixed_s", "move_s_per_token", "score_s", "pages"]
+    names = [
+        "decode_kv_s",
+        "prefill_fixed_s",
+        "prefill_s_per_token",
+        "train_fixed_s",
+        "train_s_per_token",
+        "load_s",
+        "move_fixed_s",
+        "move_s_per_token",
+        "score_s",
+        "pages",
+    ]
     data = {"decode": [[1, 0.010], [9, 0.018]], **{name: i + 1 for i, name in enumerate(names)}}
     path = tmp_path / "costs.json"
     path.write_text(json.dumps(data))

@@ -35,7 +35,9 @@ def test_what_balancing_costs_is_charged_to_modes_whose_versions_share_the_insta
 
 @pytest.mark.parametrize("mode", ["partial", "evict", "dora"])
 def test_commands_that_reach_a_lost_instance_lose_no_sample(mode):
-    result, audit = simulate(mode, cost__control_s=1.0, fault__mtbf_s=30.0, fault__repair_s=10.0, orchestrator__updates=4)
+    result, audit = simulate(
+        mode, cost__control_s=1.0, fault__mtbf_s=30.0, fault__repair_s=10.0, orchestrator__updates=4
+    )
     assert audit.lost > 3 and max(audit.ended.values()) == 1 and result.steps == 4
     trained = set(audit.trained)
     assert all(audit.ended[id] == 1 for id in audit.started if id.group_id in trained)

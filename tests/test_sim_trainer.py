@@ -55,6 +55,7 @@ def test_a_step_in_parts_hides_the_wait_for_its_stragglers():
     assert parts.rollout_only < whole.rollout_only / 2
     assert max(parts.lags) <= 2
 
+
 @pytest.mark.parametrize("mode", ["one_step", "partial", "evict"])
 def test_every_mode_that_can_takes_parts(mode):
     whole, parts = step_s(mode), step_s(mode, **{"orchestrator.updates": 8})

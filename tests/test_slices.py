@@ -19,8 +19,17 @@ from dora_jax.runtime.shards import turns
 from tests import trainer_cases as cases
 
 GIB = 2**30
-QWEN3_8B = new_config("qwen3", vocab_size=151936, d_model=4096, n_layers=36, n_heads=32, n_kv_heads=8, head_dim=128,
-                      d_ff=12288, tie_embeddings=False)
+QWEN3_8B = new_config(
+    "qwen3",
+    vocab_size=151936,
+    d_model=4096,
+    n_layers=36,
+    n_heads=32,
+    n_kv_heads=8,
+    head_dim=128,
+    d_ff=12288,
+    tie_embeddings=False,
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,8 +48,9 @@ def mesh_of(hosts, chips, *axes):
 
 
 def masters(model, mesh, dtype):
-    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, dtype, sharding=x.sharding),
-                        build.publishing_inputs(model, mesh))
+    return jax.tree.map(
+        lambda x: jax.ShapeDtypeStruct(x.shape, dtype, sharding=x.sharding), build.publishing_inputs(model, mesh)
+    )
 
 
 @pytest.mark.parametrize("axes", [(1, 64, 1), (1, 16, 4), (4, 16, 1)])
@@ -94,8 +104,10 @@ def test_a_host_of_two_wants_the_slices_of_its_devices_and_gives_half_of_what_bo
     gate = wanted["layers/gate_proj"]
     assert (gate.start, gate.stop) == ((0, 0, 0), (36, 4096, 6144)) and gate.shape == (36, 4096, 12288)
     assert wanted["final_norm"].stop == (4096,)
-    got = {shard: np.broadcast_to(jnp.bfloat16(0), [b - a for a, b in zip(shard.start, shard.stop, strict=True)])
-           for shard in wanted.values()}
+    got = {
+        shard: np.broadcast_to(jnp.bfloat16(0), [b - a for a, b in zip(shard.start, shard.stop, strict=True)])
+        for shard in wanted.values()
+    }
     kept = slices.received(two, got)
     assert kept["layers"]["gate_proj"].given == {(gate.start, gate.stop)}
     shared = [leaf for leaf in jax.tree.leaves(kept) if list(leaf.boxes) == [((0,) * len(leaf.shape), leaf.shape)]]

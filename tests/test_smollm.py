@@ -44,9 +44,15 @@ def theirs(model, prompt):
 
     ids = torch.tensor([prompt])
     with torch.inference_mode():
-        out = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=NEW, do_sample=False,
-                             output_logits=True, return_dict_in_generate=True)
-        tokens = out.sequences[0, len(prompt):]
+        out = model.generate(
+            ids,
+            attention_mask=torch.ones_like(ids),
+            max_new_tokens=NEW,
+            do_sample=False,
+            output_logits=True,
+            return_dict_in_generate=True,
+        )
+        tokens = out.sequences[0, len(prompt) :]
         logprobs = torch.log_softmax(torch.stack(out.logits)[:, 0], -1).gather(-1, tokens[:, None])[:, 0]
     return tokens.tolist(), logprobs.numpy()
 
@@ -61,12 +67,23 @@ def test_greedy_answers_are_those_of_transformers():
     prompts = [chat(tokenizer, question) for question in QUESTIONS]
     rival = transformers.AutoTokenizer.from_pretrained(folder)
     for prompt, question in zip(prompts, QUESTIONS, strict=True):
-        text = rival.apply_chat_template([{"role": "user", "content": question}], tokenize=False,
-                                         add_generation_prompt=True)
+        text = rival.apply_chat_template(
+            [{"role": "user", "content": question}], tokenize=False, add_generation_prompt=True
+        )
         assert prompt == rival(text, add_special_tokens=False)["input_ids"]
 
-    config = configs.Config(model=configs.ModelSection(path=str(folder)), rollout=configs.RolloutSection(
-        slots=4, pages=32, max_prompt_tokens=64, max_new_tokens=NEW, decode_steps=NEW, context_block=64, temperature=0.0))
+    config = configs.Config(
+        model=configs.ModelSection(path=str(folder)),
+        rollout=configs.RolloutSection(
+            slots=4,
+            pages=32,
+            max_prompt_tokens=64,
+            max_new_tokens=NEW,
+            decode_steps=NEW,
+            context_block=64,
+            temperature=0.0,
+        ),
+    )
     cfg, params = hf.load(folder)
     engine = build.new_engine(devices.filled(config), tokenizer, cfg, sharding.make_mesh(jax.devices()[:1], 1, 1, 1))
     engine.load(0, jax.device_put(decoder.serving_layout(params), engine.param_shardings))
@@ -86,18 +103,44 @@ def test_a_step_of_rl_and_its_export(tmp_path):
     """What `train` trains and `export_hf` writes, transformers reads: the same body, weights that have moved."""
     base = smollm.folder()
     rows = tmp_path / "sums.jsonl"
-    rows.write_text("".join(json.dumps({"prompt": f"What is {a} + {a + 3}?", "answer": str(2 * a + 3)}) + "\n"
-                            for a in range(10, 30)))
-    fields = {"model.path": base, "task.path": rows, "task.heldout": 2, "steps": 1, "eval.prompts": 2,
-              "rollout.instances": 1, "rollout.slots": 4, "rollout.pages": 64, "rollout.max_prompt_tokens": 64,
-              "rollout.max_new_tokens": 8, "rollout.context_block": 64, "orchestrator.groups_per_step": 1,
-              "orchestrator.group_size": 4, "trainer.pack_tokens": 256, "trainer.micro_batches": 1,
-              "trainer.warmup_steps": 0, "eval.every": 0}
-    environment = os.environ | {"JAX_DISABLE_MOST_OPTIMIZATIONS": "1", "JAX_NUM_CPU_DEVICES": "2", "PYTHONHASHSEED": "0"}
+    rows.write_text(
+        "".join(
+            json.dumps({"prompt": f"What is {a} + {a + 3}?", "answer": str(2 * a + 3)}) + "\n" for a in range(10, 30)
+        )
+    )
+    fields = {
+        "model.path": base,
+        "task.path": rows,
+        "task.heldout": 2,
+        "steps": 1,
+        "eval.prompts": 2,
+        "rollout.instances": 1,
+        "rollout.slots": 4,
+        "rollout.pages": 64,
+        "rollout.max_prompt_tokens": 64,
+        "rollout.max_new_tokens": 8,
+        "rollout.context_block": 64,
+        "orchestrator.groups_per_step": 1,
+        "orchestrator.group_size": 4,
+        "trainer.pack_tokens": 256,
+        "trainer.micro_batches": 1,
+        "trainer.warmup_steps": 0,
+        "eval.every": 0,
+    }
+    environment = os.environ | {
+        "JAX_DISABLE_MOST_OPTIMIZATIONS": "1",
+        "JAX_NUM_CPU_DEVICES": "2",
+        "PYTHONHASHSEED": "0",
+    }
 
     def run(module, *arguments):
-        done = subprocess.run([sys.executable, "-m", module, *arguments, f"--workdir={tmp_path / 'run'}"], cwd=ROOT,
-                              env=environment, capture_output=True, text=True)
+        done = subprocess.run(
+            [sys.executable, "-m", module, *arguments, f"--workdir={tmp_path / 'run'}"],
+            cwd=ROOT,
+            env=environment,
+            capture_output=True,
+            text=True,
+        )
         assert done.returncode == 0, done.stderr[-3000:]
 
     run("dora_jax.train", "--config=configs/rows.py:chat", *(f"--config.{k}={v}" for k, v in fields.items()))

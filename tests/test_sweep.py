@@ -19,7 +19,7 @@ from dora_jax.config import ConfigError
 
 ROOT = Path(__file__).parent.parent
 
-CONFIG = '''
+CONFIG = """
 from dora_jax import config
 def get_config(arg=None):
     c = config.defaults()
@@ -29,8 +29,8 @@ def get_config(arg=None):
 def sweep():
     for seed in (0, 1, 2):
         yield {"seed": seed, "trainer.learning_rate": 10.0 ** -seed}
-'''
-TRAINER = '''
+"""
+TRAINER = """
 import json, pathlib, sys, time
 args = dict(arg.split("=", 1) for arg in sys.argv[1:])
 workdir = pathlib.Path(args["--workdir"])
@@ -49,7 +49,7 @@ if code.exists() and code.read_text() == "wait":
     pathlib.Path("heard").write_text(str(list(map(int, heard))))
     sys.exit(42)
 sys.exit(int(code.read_text()) if code.exists() else 0)
-'''
+"""
 
 
 @pytest.fixture
@@ -87,10 +87,23 @@ def started():
 def test_every_point_gets_its_overrides_a_folder_of_its_own_and_all_other_flags(folder):
     found = points("--config=c.py", "--config.steps", "5", "--workdir=w")
     assert [point.args for point in found[:2]] == [
-        ("--config=c.py", "--config.steps", "5", "--config.seed=0", "--config.trainer.learning_rate=1.0",
-         "--workdir=w/seed=0,trainer.learning_rate=1.0"),
-        ("--config=c.py", "--config.steps", "5", "--config.seed=1", "--config.trainer.learning_rate=0.1",
-         "--workdir=w/seed=1,trainer.learning_rate=0.1")]
+        (
+            "--config=c.py",
+            "--config.steps",
+            "5",
+            "--config.seed=0",
+            "--config.trainer.learning_rate=1.0",
+            "--workdir=w/seed=0,trainer.learning_rate=1.0",
+        ),
+        (
+            "--config=c.py",
+            "--config.steps",
+            "5",
+            "--config.seed=1",
+            "--config.trainer.learning_rate=0.1",
+            "--workdir=w/seed=1,trainer.learning_rate=0.1",
+        ),
+    ]
     assert json.loads(found[1].resolved)["steps"] == 5 and json.loads(found[1].resolved)["seed"] == 1
     assert [point.index for point in points("--config", "c.py", "--config.steps", "5", "--only", "2")] == [2]
     assert points("--config=c.py", "--only=1")[0].workdir == Path("runs/c_sweep/seed=1,trainer.learning_rate=0.1")
@@ -137,8 +150,13 @@ def test_told_to_stop_it_tells_the_run_once_and_waits_for_it(folder, number):
         sweep.TRAIN = ("trainer.py",)
         sys.exit(sweep.run(sweep.parse(["sweep", "--config=c.py"], flags.FlagValues())))
         """)
-    process = subprocess.Popen([sys.executable, "-c", program], env={**os.environ, "PYTHONPATH": str(ROOT)},
-                               stdout=subprocess.PIPE, text=True, start_new_session=True)
+    process = subprocess.Popen(
+        [sys.executable, "-c", program],
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        stdout=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
     until_s = time.monotonic() + 60
     while not Path("runs/c_sweep/seed=1,trainer.learning_rate=0.1/waits").exists() and time.monotonic() < until_s:
         time.sleep(0.02)
@@ -150,32 +168,45 @@ def test_told_to_stop_it_tells_the_run_once_and_waits_for_it(folder, number):
     assert process.returncode == 42
     assert Path("heard").read_text() == f"[{int(signal.SIGTERM)}]"
     assert [line.rpartition("  ")[2] for line in out.splitlines()[-3:]] == [
-        "ended well", "stopped; the same command goes on from here", "not started"]
+        "ended well",
+        "stopped; the same command goes on from here",
+        "not started",
+    ]
 
 
-@pytest.mark.parametrize("args, why", [
-    ((), "config: missing; name a file, e.g. --config=configs/quickstart.py"),
-    (("--config=c.py", "--only=3"), "only: 3 is not below 3, the number of points of c.py"),
-    (("--config=c.py", "--config.seed=9", "--only=1"),
-     "sweep, point 1: config.seed: the sweep sets it; leave it out of the command"),
-    (("--config=c.py", "--config.steps=0"), "sweep, point 0, 1, 2: steps: 0 is not at least 1"),
-    (("--config=c.py", "--", "--only=1"), "argument '--': nothing behind \"--\" is read; leave the \"--\" out"),
-    (("--config=c.py", "--ony=1", "--only=1"), "sweep, point 1: Unknown command line flag 'ony'. Did you mean: only ?"),
-])
+@pytest.mark.parametrize(
+    "args, why",
+    [
+        ((), "config: missing; name a file, e.g. --config=configs/quickstart.py"),
+        (("--config=c.py", "--only=3"), "only: 3 is not below 3, the number of points of c.py"),
+        (
+            ("--config=c.py", "--config.seed=9", "--only=1"),
+            "sweep, point 1: config.seed: the sweep sets it; leave it out of the command",
+        ),
+        (("--config=c.py", "--config.steps=0"), "sweep, point 0, 1, 2: steps: 0 is not at least 1"),
+        (("--config=c.py", "--", "--only=1"), 'argument \'--\': nothing behind "--" is read; leave the "--" out'),
+        (
+            ("--config=c.py", "--ony=1", "--only=1"),
+            "sweep, point 1: Unknown command line flag 'ony'. Did you mean: only ?",
+        ),
+    ],
+)
 def test_mistakes_are_refused_before_anything_starts(folder, args, why):
     assert refusal(*args)[0].startswith(why.partition(". Did")[0])
 
 
-@pytest.mark.parametrize("body, why", [
-    ("", "config: c.py has no sweep(); add one that returns a list of {field: value}"),
-    ("def sweep(): return []", "config: sweep() of c.py returned no list of {field: value}"),
-    ("def sweep(): return [1]", "config: sweep() of c.py returned no list of {field: value}"),
-    ("def sweep(): return 1 / 0", "c.py:8: ZeroDivisionError: division by zero"),
-    ("def sweep(): return [{'seed': 1}, {'seed': 1}]", "sweep: seed=1 is there twice"),
-    ("def sweep(): return [{'sed': 1}]",
-     "sweep, point 0: config.sed: unknown field; the nearest is config.seed"),
-    ("def sweep(): return [{'steps': 1.0}]", "sweep, point 0: config.steps: '1.0' is not of its type, int"),
-])
+@pytest.mark.parametrize(
+    "body, why",
+    [
+        ("", "config: c.py has no sweep(); add one that returns a list of {field: value}"),
+        ("def sweep(): return []", "config: sweep() of c.py returned no list of {field: value}"),
+        ("def sweep(): return [1]", "config: sweep() of c.py returned no list of {field: value}"),
+        ("def sweep(): return 1 / 0", "c.py:8: ZeroDivisionError: division by zero"),
+        ("def sweep(): return [{'seed': 1}, {'seed': 1}]", "sweep: seed=1 is there twice"),
+        ("def sweep(): return [{'sed': 1}]", "sweep, point 0: config.sed: unknown field; the nearest is config.seed"),
+        ("def sweep(): return [{'steps': 1.0}]", "sweep, point 0: config.steps: '1.0' is not of its type, int"),
+    ],
+)
 def test_sweeps_that_make_no_sense(folder, body, why):
     Path("c.py").write_text(CONFIG.partition("def sweep")[0] + body)
     assert refusal("--config=c.py") == (why,)
@@ -192,7 +223,8 @@ def test_folders_are_readable_and_differ_where_the_overrides_differ():
 @pytest.mark.slow
 def test_two_points_of_the_quickstart_then_nothing_to_do(tmp_path):
     config = tmp_path / "c.py"
-    config.write_text(textwrap.dedent(f"""
+    config.write_text(
+        textwrap.dedent(f"""
         import runpy
         def get_config(arg=None):
             c = runpy.run_path({str(ROOT / "configs/quickstart.py")!r})["get_config"]("tiny")
@@ -200,7 +232,8 @@ def test_two_points_of_the_quickstart_then_nothing_to_do(tmp_path):
             return c
         def sweep():
             return [{{"orchestrator.mode": mode}} for mode in ("sync", "dora")]
-        """))
+        """)
+    )
     command = [sys.executable, "-m", "dora_jax.sweep", f"--config={config}", "--workdir=sweep"]
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "JAX_NUM_CPU_DEVICES": "1"}
     done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=540)

@@ -18,8 +18,12 @@ from dora_jax.tasks import datasets
 from dora_jax.tasks.identity import uid_of
 from dora_jax.tasks.prompts import PromptTooLong
 
-SUMS = TaskSection(name="reasoning_gym:chain_sum", params={"min_terms": 2, "max_terms": 4, "max_digits": 2},
-                   extract=r": (.*) =$", template="{prompt}=")
+SUMS = TaskSection(
+    name="reasoning_gym:chain_sum",
+    params={"min_terms": 2, "max_terms": 4, "max_digits": 2},
+    extract=r": (.*) =$",
+    template="{prompt}=",
+)
 
 
 class Letters:
@@ -33,8 +37,16 @@ class Letters:
 
 
 def opened(section=SUMS, *, seed=0, heldout=64, limit=1000, **more):
-    return tasks.open_task(section, Letters(), seed=seed, max_prompt_tokens=limit, max_new_tokens=8, heldout=heldout,
-                           quarantine_path="unused.jsonl", **more)
+    return tasks.open_task(
+        section,
+        Letters(),
+        seed=seed,
+        max_prompt_tokens=limit,
+        max_new_tokens=8,
+        heldout=heldout,
+        quarantine_path="unused.jsonl",
+        **more,
+    )
 
 
 def params(**values):
@@ -63,8 +75,13 @@ print(json.dumps([[p.uid, p.text, p.token_ids.tolist(), p.answer] for p in promp
 
 
 def test_a_fresh_process_meets_the_same_prompts():
-    out = subprocess.run([sys.executable, "-c", PRINT_PROMPTS], capture_output=True, text=True, check=True,
-                         env={**os.environ, "PYTHONHASHSEED": "11"})
+    out = subprocess.run(
+        [sys.executable, "-c", PRINT_PROMPTS],
+        capture_output=True,
+        text=True,
+        check=True,
+        env={**os.environ, "PYTHONHASHSEED": "11"},
+    )
     task = opened()
     here = [task.prompt_at(g) for g in (-64, -1, 123456789, 0, 5)][::-1]  # in another order, too
     assert json.loads(out.stdout) == [[p.uid, p.text, p.token_ids.tolist(), p.answer] for p in here]
@@ -174,8 +191,9 @@ def test_datasets_with_no_fair_score_are_refused_with_the_reason(name):
 
 def test_unknown_names_and_parameters_name_the_nearest():
     assert refusal(TaskSection(name="reasoning_gym:chainsum")).endswith("the nearest is chain_sum")
-    assert refusal(params(min_term=3)) == ("task.params.min_term: chain_sum has no such parameter; "
-                                           "the nearest is min_terms")
+    assert refusal(params(min_term=3)) == (
+        "task.params.min_term: chain_sum has no such parameter; the nearest is min_terms"
+    )
     assert "min_terms must be positive" in refusal(params(min_terms=0))
     assert refusal(params(min_terms="two")).startswith("task.params: reasoning-gym's chain_sum refuses {'min_terms'")
     assert "leave it out" in refusal(params(seed=3))

@@ -25,8 +25,15 @@ def rows_of(folder, name, rows, **more):
 
 
 def opened(mix, folder, *, heldout=6, seed=0):
-    return tasks.open_task(TaskSection(mix=mix), Letters(), seed=seed, max_prompt_tokens=100, max_new_tokens=8,
-                           heldout=heldout, quarantine_path=folder / "quarantine.jsonl")
+    return tasks.open_task(
+        TaskSection(mix=mix),
+        Letters(),
+        seed=seed,
+        max_prompt_tokens=100,
+        max_new_tokens=8,
+        heldout=heldout,
+        quarantine_path=folder / "quarantine.jsonl",
+    )
 
 
 def products(n, start=0):
@@ -35,13 +42,19 @@ def products(n, start=0):
 
 def test_turns_are_spread_evenly_and_have_no_order_but_their_names():
     mix = {"sums": TaskPart(weight=4), "games": TaskPart(weight=2), "proofs": TaskPart()}
-    assert cycle_of(mix) == cycle_of(dict(reversed(mix.items()))) == (
-        "sums", "games", "sums", "proofs", "sums", "games", "sums")
+    assert (
+        cycle_of(mix)
+        == cycle_of(dict(reversed(mix.items())))
+        == ("sums", "games", "sums", "proofs", "sums", "games", "sums")
+    )
     assert cycle_of({}) == ()
 
 
 def test_every_prompt_of_every_task_has_its_turn(tmp_path):
-    mix = {"sums": rows_of(tmp_path, "sums", sums(43), weight=2), "products": rows_of(tmp_path, "products", products(23))}
+    mix = {
+        "sums": rows_of(tmp_path, "sums", sums(43), weight=2),
+        "products": rows_of(tmp_path, "products", products(23)),
+    }
     task = opened(mix, tmp_path)
     assert opened(mix, tmp_path).prompt_at(17).text == task.prompt_at(17).text
     prompts = [task.prompt_at(g) for g in range(60)]
@@ -86,7 +99,10 @@ def of_mix(mix, **more):
     return c
 
 
-MIX = {"sums": {"name": "reasoning_gym:chain_sum", "weight": 3}, "games": {"name": "rows", "path": "games.jsonl", "limit": 2}}
+MIX = {
+    "sums": {"name": "reasoning_gym:chain_sum", "weight": 3},
+    "games": {"name": "rows", "path": "games.jsonl", "limit": 2},
+}
 
 
 def test_a_mix_reaches_the_orchestrator():
@@ -102,17 +118,24 @@ def test_a_mix_reaches_the_orchestrator():
     assert from_config_dict(config.to_json(read)) == read
 
 
-@pytest.mark.parametrize("changed, more, sentence", [
-    ({"weight": 0}, {}, "task.mix.sums.weight: 0 is not at least 1"),
-    ({"weight": 2000}, {}, "task.mix: its weights add up to 2001: a turn through it has at most 1000 prompts"),
-    ({"limit": 0.0}, {}, "task.mix.sums.limit: 0.0 is not above 0"),
-    ({"name": "chain_sum"}, {}, "task.mix.sums.name: 'chain_sum' is neither"),
-    ({"wieght": 3}, {}, "task.mix.sums.wieght: unknown field; the nearest is task.mix.sums.weight"),
-    ({"weight": "three"}, {}, "task.mix.sums.weight: 'three' is not a int"),
-    ({}, {"task__name": "rows"}, "task.name: there is a task.mix, whose entries have their own; leave it empty"),
-    ({}, {"task__adaptive": True}, "task.adaptive: it looks at the filtered groups of a mix: it needs task.mix and orches"),
-    ({}, {"orchestrator__kv_pressure": 0.6}, "orchestrator.kv_pressure: 0.6 is not between 0 and 0.5"),
-])
+@pytest.mark.parametrize(
+    "changed, more, sentence",
+    [
+        ({"weight": 0}, {}, "task.mix.sums.weight: 0 is not at least 1"),
+        ({"weight": 2000}, {}, "task.mix: its weights add up to 2001: a turn through it has at most 1000 prompts"),
+        ({"limit": 0.0}, {}, "task.mix.sums.limit: 0.0 is not above 0"),
+        ({"name": "chain_sum"}, {}, "task.mix.sums.name: 'chain_sum' is neither"),
+        ({"wieght": 3}, {}, "task.mix.sums.wieght: unknown field; the nearest is task.mix.sums.weight"),
+        ({"weight": "three"}, {}, "task.mix.sums.weight: 'three' is not a int"),
+        ({}, {"task__name": "rows"}, "task.name: there is a task.mix, whose entries have their own; leave it empty"),
+        (
+            {},
+            {"task__adaptive": True},
+            "task.adaptive: it looks at the filtered groups of a mix: it needs task.mix and orches",
+        ),
+        ({}, {"orchestrator__kv_pressure": 0.6}, "orchestrator.kv_pressure: 0.6 is not between 0 and 0.5"),
+    ],
+)
 def test_a_mix_that_cannot_be_is_refused_in_a_sentence(changed, more, sentence):
     mix = {"sums": {"name": "reasoning_gym:chain_sum"} | changed, "games": {"name": "reasoning_gym:gcd"}}
     with pytest.raises(ConfigError) as error:
@@ -124,13 +147,17 @@ def test_a_mix_that_cannot_be_is_refused_in_a_sentence(changed, more, sentence):
 def test_a_command_line_may_change_an_entry():
     argv = ["", "--config.task.mix.sums.weight=5"]
     assert _apply(of_mix(MIX).lock(), argv, flags.FlagValues()) == {"task.mix.sums.weight": 5}
-    with pytest.raises(ConfigError, match="config.task.mix.sums.wieght: unknown field; the nearest is config.task.mix.sums.weight"):
+    with pytest.raises(
+        ConfigError, match="config.task.mix.sums.wieght: unknown field; the nearest is config.task.mix.sums.weight"
+    ):
         _apply(of_mix(MIX).lock(), ["", "--config.task.mix.sums.wieght=5"], flags.FlagValues())
 
 
 def test_help_shows_what_an_entry_takes():
     shown = "\n".join(helping.fields(config.TaskSection, "task."))
-    assert re.search(r"task.mix.NAME.weight=1 +prompts of it in each turn", shown) and "task.mix.NAME.limit=1.0" in shown
+    assert (
+        re.search(r"task.mix.NAME.weight=1 +prompts of it in each turn", shown) and "task.mix.NAME.limit=1.0" in shown
+    )
 
 
 def test_names_are_such_as_metrics_can_bear():

@@ -32,9 +32,16 @@ def sums(n, start=0):
 
 def opened(path, folder, *, heldout=20, seed=0, limit=100, supervised=False, exclude=frozenset(), **section):
     return tasks.open_task(
-        TaskSection(name="rows", path=str(path), **section), Letters(), seed=seed, max_prompt_tokens=limit,
-        max_new_tokens=8, heldout=heldout, quarantine_path=folder / "run" / "quarantine.jsonl", supervised=supervised,
-        exclude=exclude)
+        TaskSection(name="rows", path=str(path), **section),
+        Letters(),
+        seed=seed,
+        max_prompt_tokens=limit,
+        max_new_tokens=8,
+        heldout=heldout,
+        quarantine_path=folder / "run" / "quarantine.jsonl",
+        supervised=supervised,
+        exclude=exclude,
+    )
 
 
 # ---------------------------------------------------------------- bad rows
@@ -49,12 +56,15 @@ def test_three_bad_rows_in_five_hundred_are_quarantined_and_the_run_goes_on(fold
         task = opened(write(folder / "rows.jsonl", rows), folder)
     told = [json.loads(line) for line in (folder / "run" / "quarantine.jsonl").read_text().splitlines()]
     assert [(bad["line"], bad["reason"]) for bad in told] == [
-        (7, "not a JSON object in UTF-8"), (100, "answer is missing"),
-        (499, "prompt is neither a text nor a list of messages")]
+        (7, "not a JSON object in UTF-8"),
+        (100, "answer is missing"),
+        (499, "prompt is neither a text nor a list of messages"),
+    ]
     assert told[1]["row"] == '{"prompt": "1+1="}'
     assert "3 of 500 rows" in caplog.text and "line 7" in caplog.text
     assert {task.prompt_at(g).uid for g in range(477)} | task.heldout_uids == {
-        uid_of(row["prompt"]) for row in sums(500) if row["id"] not in (6, 99, 498)}
+        uid_of(row["prompt"]) for row in sums(500) if row["id"] not in (6, 99, 498)
+    }
 
 
 def test_above_the_limit_the_run_stops_and_says_where_the_rows_are(folder):
@@ -77,20 +87,23 @@ def test_a_clean_file_leaves_no_quarantine_of_an_earlier_run(folder):
     assert not (folder / "run" / "quarantine.jsonl").exists()
 
 
-@pytest.mark.parametrize("row, reason", [
-    ("[1, 2]", "a list, not an object"),
-    ('{"prompt": "\\ud800", "answer": 1}', "surrogates"),
-    ('{"prompt": "a", "answer": NaN}', "answer cannot be written as JSON"),
-    ('{"prompt": "  ", "answer": 1}', "prompt is empty"),
-    ('{"answer": 1}', "prompt is missing"),
-    ('{"prompt": "a", "answer": 1, "task": 3}', "task is not a text"),
-    ('{"prompt": "a", "answer": 1, "id": [3]}', "id is neither"),
-    ('{"prompt": "a", "answer": 1, "completion": 3}', "completion is not a text"),
-    ('{"prompt": [], "answer": 1}', "neither a text nor a list of messages"),
-    ('{"prompt": [{"role": "user"}], "answer": 1}', "lacks a text role or content"),
-    ('{"prompt": [{"role": "user", "content": "a"}], "answer": 1}', 'needs task.template = "chat"'),
-    ("[" * 100_000, "not a JSON object"),
-])
+@pytest.mark.parametrize(
+    "row, reason",
+    [
+        ("[1, 2]", "a list, not an object"),
+        ('{"prompt": "\\ud800", "answer": 1}', "surrogates"),
+        ('{"prompt": "a", "answer": NaN}', "answer cannot be written as JSON"),
+        ('{"prompt": "  ", "answer": 1}', "prompt is empty"),
+        ('{"answer": 1}', "prompt is missing"),
+        ('{"prompt": "a", "answer": 1, "task": 3}', "task is not a text"),
+        ('{"prompt": "a", "answer": 1, "id": [3]}', "id is neither"),
+        ('{"prompt": "a", "answer": 1, "completion": 3}', "completion is not a text"),
+        ('{"prompt": [], "answer": 1}', "neither a text nor a list of messages"),
+        ('{"prompt": [{"role": "user"}], "answer": 1}', "lacks a text role or content"),
+        ('{"prompt": [{"role": "user", "content": "a"}], "answer": 1}', 'needs task.template = "chat"'),
+        ("[" * 100_000, "not a JSON object"),
+    ],
+)
 def test_each_kind_of_bad_row_is_named(folder, row, reason):
     path = write(folder / "rows.jsonl", [*sums(5), row])
     opened(path, folder, heldout=2, max_bad_rows_share=0.5)
@@ -99,8 +112,9 @@ def test_each_kind_of_bad_row_is_named(folder, row, reason):
 
 def test_bytes_that_are_no_utf8_are_a_bad_row(folder):
     path = folder / "rows.jsonl"
-    path.write_bytes(b'\xef\xbb\xbf{"prompt": "a", "answer": 1}\n{"prompt": "b\xff", "answer": 1}\n'
-                     b'\n{"prompt": "c", "answer": 1}\n')
+    path.write_bytes(
+        b'\xef\xbb\xbf{"prompt": "a", "answer": 1}\n{"prompt": "b\xff", "answer": 1}\n\n{"prompt": "c", "answer": 1}\n'
+    )
     opened(path, folder, heldout=1, max_bad_rows_share=0.5)
     assert json.loads((folder / "run" / "quarantine.jsonl").read_text())["line"] == 2
 
@@ -112,9 +126,13 @@ def test_files_beyond_reading_stop_with_a_sentence(folder):
     (folder / "rows.csv").write_text("a")
     (folder / "empty.jsonl").write_text("")
     (folder / "zip.jsonl").write_bytes(random.Random(0).randbytes(5000) + b"\n")
-    for path, sentence in [(cut, "cut.jsonl is truncated: its last line, 50"), ("absent.jsonl", "is not a file"),
-                           (folder / "rows.csv", "neither .jsonl nor .parquet"),
-                           (folder / "empty.jsonl", "has no rows"), (folder / "zip.jsonl", "rows of .* are bad")]:
+    for path, sentence in [
+        (cut, "cut.jsonl is truncated: its last line, 50"),
+        ("absent.jsonl", "is not a file"),
+        (folder / "rows.csv", "neither .jsonl nor .parquet"),
+        (folder / "empty.jsonl", "has no rows"),
+        (folder / "zip.jsonl", "rows of .* are bad"),
+    ]:
         with pytest.raises(ValueError, match=sentence):
             opened(path, folder)
 
@@ -211,7 +229,8 @@ def test_the_warm_start_reads_completions_and_leaves_the_main_task_s_heldout_alo
     assert len(pairs) == 30
     assert not {uid_of(text) for text in pairs} & main.heldout_uids
     assert set(pairs.values()) <= {row["completion"] for row in rows if "completion" in row} | {
-        row["answer"] for row in rows if "answer" in row}
+        row["answer"] for row in rows if "answer" in row
+    }
 
 
 def test_rows_cannot_be_scored_by_a_dataset(folder):

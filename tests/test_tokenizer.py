@@ -50,24 +50,33 @@ def test_vocab_size_counts_holes(tmp_path):
     assert Tokenizer.load(path).vocab_size == 100
 
 
-@pytest.mark.parametrize("files, eos, pad", [
-    ({"generation_config": {"eos_token_id": [3, 1]}}, (3, 1), 0),
-    ({"generation_config": {"eos_token_id": 3}, "config": {"eos_token_id": 2}}, (3, 2, 1), 0),
-    ({"config": {"eos_token_id": None, "pad_token_id": 7}}, (1,), 0),
-    ({"settings": {"eos_token": {"content": "<|im_end|>"}}, "config": {"pad_token_id": 7}}, (3,), 7),
-    ({"settings": {}, "special_tokens_map": {"eos_token": "<|im_end|>"}}, (3,), 3),
-])
+@pytest.mark.parametrize(
+    "files, eos, pad",
+    [
+        ({"generation_config": {"eos_token_id": [3, 1]}}, (3, 1), 0),
+        ({"generation_config": {"eos_token_id": 3}, "config": {"eos_token_id": 2}}, (3, 2, 1), 0),
+        ({"config": {"eos_token_id": None, "pad_token_id": 7}}, (1,), 0),
+        ({"settings": {"eos_token": {"content": "<|im_end|>"}}, "config": {"pad_token_id": 7}}, (3,), 7),
+        ({"settings": {}, "special_tokens_map": {"eos_token": "<|im_end|>"}}, (3,), 3),
+    ],
+)
 def test_end_ids_are_the_union(files, eos, pad, tmp_path):
     tok = Tokenizer.load(folder(tmp_path, **files))
     assert (tok.eos_ids, tok.pad_id) == (eos, pad)
 
 
-@pytest.mark.parametrize("files, message", [
-    ({"settings": {}}, "names no end token"),
-    ({"settings": {"eos_token": "<end>"}}, "names eos_token '<end>', which its tokenizer.json does not hold"),
-    ({"settings": {"eos_token": "<eos>", "chat_template": 5}}, "is a int, not a text"),
-    ({"settings": {"eos_token": "<eos>", "chat_template": [{"name": "default", "template": 5}, 3]}}, "is a int, not a text"),
-])
+@pytest.mark.parametrize(
+    "files, message",
+    [
+        ({"settings": {}}, "names no end token"),
+        ({"settings": {"eos_token": "<end>"}}, "names eos_token '<end>', which its tokenizer.json does not hold"),
+        ({"settings": {"eos_token": "<eos>", "chat_template": 5}}, "is a int, not a text"),
+        (
+            {"settings": {"eos_token": "<eos>", "chat_template": [{"name": "default", "template": 5}, 3]}},
+            "is a int, not a text",
+        ),
+    ],
+)
 def test_a_folder_that_cannot_be_used_is_named(files, message, tmp_path):
     with pytest.raises(ValueError, match=message) as error:
         Tokenizer.load(folder(tmp_path, **files))
@@ -106,20 +115,24 @@ def test_chat_ends_where_the_assistant_begins(place, tmp_path):
         tok.chat([{"role": "refuse", "content": ""}])
 
 
-@pytest.mark.parametrize("template, expected", [
-    ("{{ messages | tojson }}", '[{"role": "user", "content": "<é>"}]'),  # neither HTML nor ASCII escapes
-    ("{% for i in range(9) %}{% if i == 2 %}{% break %}{% endif %}{{ i }}{% endfor %}", "01"),
-    ("{{ bos_token }}{{ eos_token }}{{ extra }}", "<eos>7"),
-    ("{{ 'clock' if strftime_now is defined else 'none' }}{{ tools is none }}", "noneTrue"),
-    ("  {% if true %}\nx\n  {% endif %}\ny", "x\ny"),
-])
+@pytest.mark.parametrize(
+    "template, expected",
+    [
+        ("{{ messages | tojson }}", '[{"role": "user", "content": "<é>"}]'),  # neither HTML nor ASCII escapes
+        ("{% for i in range(9) %}{% if i == 2 %}{% break %}{% endif %}{{ i }}{% endfor %}", "01"),
+        ("{{ bos_token }}{{ eos_token }}{{ extra }}", "<eos>7"),
+        ("{{ 'clock' if strftime_now is defined else 'none' }}{{ tools is none }}", "noneTrue"),
+        ("  {% if true %}\nx\n  {% endif %}\ny", "x\ny"),
+    ],
+)
 def test_what_templates_count_on(template, expected, tmp_path):
     tok = Tokenizer.load(folder(tmp_path, settings={"eos_token": "<eos>", "chat_template": template}))
     assert tok.chat([{"role": "user", "content": "<é>"}], extra=7) == expected
 
 
-@pytest.mark.parametrize("template", [
-    "{{ ''.__class__.__mro__ }}", "{{ messages.append(1) }}", "{{ messages[0].clear() }}"])
+@pytest.mark.parametrize(
+    "template", ["{{ ''.__class__.__mro__ }}", "{{ messages.append(1) }}", "{{ messages[0].clear() }}"]
+)
 def test_templates_stay_in_their_sandbox(template, tmp_path):
     tok = Tokenizer.load(folder(tmp_path, settings={"eos_token": "<eos>", "chat_template": template}))
     with pytest.raises(ValueError, match="refused the messages"):

@@ -11,28 +11,56 @@ from dora_jax.models import decoder, sharding
 from dora_jax.rollout.engine import new_calls
 
 pytestmark = pytest.mark.skipif(not aot.installed(), reason="libtpu is not installed: the extra aot")
-CFG = decoder.new_config("qwen3", vocab_size=1024, d_model=512, n_layers=3, n_heads=4, n_kv_heads=2, head_dim=128,
-                         d_ff=1536)
+CFG = decoder.new_config(
+    "qwen3", vocab_size=1024, d_model=512, n_layers=3, n_heads=4, n_kv_heads=2, head_dim=128, d_ff=1536
+)
 WEIGHTS = ("512,512", "512,256", "512,1536", "1536,512")  # shapes of the projections
 
 
 def calls(attention, **changes):
-    section = RolloutSection(**{**dict(
-        attention=attention, slots=8, pages=256, page_size=64, max_prompt_tokens=512, max_new_tokens=1536,
-        decode_steps=4, prefill_chunk=256, prefill_tokens=512, late_results="on"), **changes})
-    return new_calls(CFG, section, sharding.make_mesh(aot.slice_devices("v5e-4")[:1], 1, 1, 1), seed=0, eos_ids=(1,), vocab_limit=1000,
-                     dtype=jnp.bfloat16)
+    section = RolloutSection(
+        **{
+            **dict(
+                attention=attention,
+                slots=8,
+                pages=256,
+                page_size=64,
+                max_prompt_tokens=512,
+                max_new_tokens=1536,
+                decode_steps=4,
+                prefill_chunk=256,
+                prefill_tokens=512,
+                late_results="on",
+            ),
+            **changes,
+        }
+    )
+    return new_calls(
+        CFG,
+        section,
+        sharding.make_mesh(aot.slice_devices("v5e-4")[:1], 1, 1, 1),
+        seed=0,
+        eos_ids=(1,),
+        vocab_limit=1000,
+        dtype=jnp.bfloat16,
+    )
 
 
 def made(text, kinds, shapes):
     """Instructions of these kinds that make an array of such a shape, with any leading ones."""
-    return [line for line in text.splitlines()
-            if re.search(rf"= \w+\[(1,)*({'|'.join(shapes)})\]\S* ({kinds})\(", line)]
+    return [
+        line for line in text.splitlines() if re.search(rf"= \w+\[(1,)*({'|'.join(shapes)})\]\S* ({kinds})\(", line)
+    ]
 
 
-@pytest.mark.parametrize("attention,weights,scratch", [
-    ("tpu", "", 4 * 2**20), ("tpu", "int8", 4 * 2**20),  # less than the weights of one layer
-    pytest.param("tokamax", "", 8 * 2**20, marks=pytest.mark.slow)])  # its schedule takes 5 MiB
+@pytest.mark.parametrize(
+    "attention,weights,scratch",
+    [
+        ("tpu", "", 4 * 2**20),
+        ("tpu", "int8", 4 * 2**20),  # less than the weights of one layer
+        pytest.param("tokamax", "", 8 * 2**20, marks=pytest.mark.slow),
+    ],
+)  # its schedule takes 5 MiB
 def test_decode_holds_neither_a_second_pool_nor_wide_weights(attention, weights, scratch):
     if attention == "tokamax":
         pytest.importorskip("tokamax", reason="tokamax is not installed: the extra tpu-kernels, Python 3.12")
@@ -50,7 +78,7 @@ def test_decode_holds_neither_a_second_pool_nor_wide_weights(attention, weights,
 
 def test_prefill_takes_the_weights_as_decode_likes_them():
     made_calls = calls("tpu")
-    (call, arguments, static), = (program for name, program in made_calls.programs().items() if "prefill" in name)
+    ((call, arguments, static),) = (program for name, program in made_calls.programs().items() if "prefill" in name)
     compiled = call.trace(*arguments, **static).lower(lowering_platforms=("tpu",)).compile()
     assert compiled.input_formats[0][0]["layers"] == made_calls.param_formats["layers"]
     assert sorted(name.split()[0] for name in made_calls.programs()) == ["decode", "prefill", "read", "write"]

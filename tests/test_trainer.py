@@ -133,8 +133,9 @@ def test_the_caller_keeps_its_params_and_a_warm_trainer_gives_the_same_step(trai
     other.warmup(*batch.tokens.shape)
     assert int(other.state.step) == 0
     timed = {"trainer/tokens_per_s"}
-    assert {k: v for k, v in other.step(batch).items() if k not in timed} == \
-        {k: v for k, v in plain.items() if k not in timed}
+    assert {k: v for k, v in other.step(batch).items() if k not in timed} == {
+        k: v for k, v in plain.items() if k not in timed
+    }
     jax.tree.map(np.testing.assert_array_equal, host(other.params), after)
     jax.tree.map(np.testing.assert_array_equal, host(shared[1]), kept)
 
@@ -148,13 +149,18 @@ def test_logprobs_are_after_temperature_without_padding_ids(temperature, limit):
     params = cases.params()
     model = step.Model(cases.MODEL, one_device(), jnp.float32, "none", temperature, limit)
     tokens = np.random.default_rng(0).integers(0, 40, (1, 9)).astype(np.int32)
-    arrays = {"tokens": tokens[:, :-1], "targets": tokens[:, 1:], "segment_ids": np.ones((1, 8), np.int32),
-              "positions": np.arange(8, dtype=np.int32)[None]}
+    arrays = {
+        "tokens": tokens[:, :-1],
+        "targets": tokens[:, 1:],
+        "segment_ids": np.ones((1, 8), np.int32),
+        "positions": np.arange(8, dtype=np.int32)[None],
+    }
     attend = segment_attention(arrays["segment_ids"], arrays["positions"])
 
     def head(params):
-        return decoder.logits(cases.MODEL, params, decoder.forward(
-            cases.MODEL, params, arrays["tokens"], arrays["positions"], attend))
+        return decoder.logits(
+            cases.MODEL, params, decoder.forward(cases.MODEL, params, arrays["tokens"], arrays["positions"], attend)
+        )
 
     logits = np.asarray(jax.jit(head)(params), np.float64)[0, :, :limit] / temperature
     want = logits - np.log(np.exp(logits).sum(-1, keepdims=True))
@@ -224,28 +230,48 @@ def test_only_matrices_decay():
 # ------------------------------------------------------------- objective
 
 
-@pytest.mark.parametrize("changes,reason", [
-    ({"policy_loss": "pp0"}, "policy_loss='pp0' is unknown: known are ppo, gspo"),
-    ({"policy_loss": "gspo"}, "needs aggregation='seq_mean_token_mean'"),
-    ({"correction": "tis"}, "counts the engine gap twice"),
-    ({"correction": "icepop"}, "counts the engine gap twice"),
-    ({"advantage": "dr_grpo"}, "needs aggregation='seq_mean_token_sum_norm'"),
-    ({"advantage": "gae"}, "needs a value model"),
-    ({"policy_loss": "longcat", "loss_params": {}, "aggregation": "seq_mean_token_sum_norm"},
-     "needs anchor='proximal'"),
-    ({"policy_loss": "longcat", "loss_params": {}, "anchor": "proximal"},
-     "needs aggregation='seq_mean_token_sum_norm'"),
-    ({"policy_loss": "longcat", "loss_params": {}, "anchor": "proximal", "aggregation": "seq_mean_token_sum_norm",
-      "correction": "tis"}, "already weighs by the engine gap"),
-    ({"policy_loss": "sapo", "loss_params": {"eps_lo": 0.2}}, "eps_lo not known to 'sapo', which takes tau_pos, tau_neg"),
-    ({"loss_params": {"eps_lo": "0.2"}}, "loss_params.eps_lo: '0.2' is not a number"),
-    ({"loss_params": {"dual_clip": 0.5}}, "0.5 is neither None nor a number above 1"),
-    ({"correction": "mask", "correction_params": {"level": "row"}}, "'row' is unknown: known are token, seq_sum"),
-    ({"correction": "mask", "correction_params": {"level": "geometric", "metric": "k3"}}, "is of ratios, not of"),
-    ({"kl_coef": 0.1}, "trainer.kl is 'none'"), ({"kl_in": "reward"}, "needs trainer.kl"),
-    ({"fsdp": 0}, "trainer.fsdp=0 must be at least 1"), ({"b2": 1.0}, "must lie in"),
-    ({"updates": 0}, "must be at least 1"),
-])
+@pytest.mark.parametrize(
+    "changes,reason",
+    [
+        ({"policy_loss": "pp0"}, "policy_loss='pp0' is unknown: known are ppo, gspo"),
+        ({"policy_loss": "gspo"}, "needs aggregation='seq_mean_token_mean'"),
+        ({"correction": "tis"}, "counts the engine gap twice"),
+        ({"correction": "icepop"}, "counts the engine gap twice"),
+        ({"advantage": "dr_grpo"}, "needs aggregation='seq_mean_token_sum_norm'"),
+        ({"advantage": "gae"}, "needs a value model"),
+        (
+            {"policy_loss": "longcat", "loss_params": {}, "aggregation": "seq_mean_token_sum_norm"},
+            "needs anchor='proximal'",
+        ),
+        (
+            {"policy_loss": "longcat", "loss_params": {}, "anchor": "proximal"},
+            "needs aggregation='seq_mean_token_sum_norm'",
+        ),
+        (
+            {
+                "policy_loss": "longcat",
+                "loss_params": {},
+                "anchor": "proximal",
+                "aggregation": "seq_mean_token_sum_norm",
+                "correction": "tis",
+            },
+            "already weighs by the engine gap",
+        ),
+        (
+            {"policy_loss": "sapo", "loss_params": {"eps_lo": 0.2}},
+            "eps_lo not known to 'sapo', which takes tau_pos, tau_neg",
+        ),
+        ({"loss_params": {"eps_lo": "0.2"}}, "loss_params.eps_lo: '0.2' is not a number"),
+        ({"loss_params": {"dual_clip": 0.5}}, "0.5 is neither None nor a number above 1"),
+        ({"correction": "mask", "correction_params": {"level": "row"}}, "'row' is unknown: known are token, seq_sum"),
+        ({"correction": "mask", "correction_params": {"level": "geometric", "metric": "k3"}}, "is of ratios, not of"),
+        ({"kl_coef": 0.1}, "trainer.kl is 'none'"),
+        ({"kl_in": "reward"}, "needs trainer.kl"),
+        ({"fsdp": 0}, "trainer.fsdp=0 must be at least 1"),
+        ({"b2": 1.0}, "must lie in"),
+        ({"updates": 0}, "must be at least 1"),
+    ],
+)
 def test_what_does_not_go_together_is_refused_with_the_reason(changes, reason):
     from dora_jax.trainer import objective
 
@@ -258,9 +284,14 @@ def test_what_goes_together_passes():
     from dora_jax.trainer import objective
 
     assert objective.check(cases.SECTION, RolloutSection()) == []
-    for changes in ({"correction": "mask"}, {"correction": "tis", "anchor": "proximal"}, {"correction": "vcpo_lr"},
-                    {"policy_loss": "sapo"}, {"loss_params": {"dual_clip": 3.0}},
-                    {"policy_loss": "gspo", "aggregation": "seq_mean_token_mean"}):
+    for changes in (
+        {"correction": "mask"},
+        {"correction": "tis", "anchor": "proximal"},
+        {"correction": "vcpo_lr"},
+        {"policy_loss": "sapo"},
+        {"loss_params": {"dual_clip": 3.0}},
+        {"policy_loss": "gspo", "aggregation": "seq_mean_token_mean"},
+    ):
         assert objective.check(cases.section(**changes)) == []
     cut = objective.check(cases.SECTION, RolloutSection(top_p=0.9, temperature=0.0))
     assert len(cut) == 2 and "temperature=0.0 must be above 0" in cut[0] and "top_p=0.9" in cut[1]
@@ -277,10 +308,18 @@ def test_objective_needs_no_jax():
 def test_prepare_passes_kl_in_the_reward():
     """Two samples of one group, reward 1 each; the first drifted by k1 = 0.5 on each of 2 tokens, coefficient 0.1."""
     section = cases.section(advantage="rloo", kl="k1", kl_coef=0.1, kl_in="reward")
-    sequences = type("S", (), {
-        "rewards": np.float32([1, 1]), "mask": np.array([[True, True, False], [True, True, True]]),
-        "group_ids": np.array([0, 0]), "lengths": np.array([2, 3]), "truncated": np.zeros(2, bool),
-        "old_logprobs": np.float32([[-1, -1, 9], [-1, -1, -1]]),
-        "ref_logprobs": np.float32([[-1.5, -1.5, -9], [-1, -1, -1]])})
+    sequences = type(
+        "S",
+        (),
+        {
+            "rewards": np.float32([1, 1]),
+            "mask": np.array([[True, True, False], [True, True, True]]),
+            "group_ids": np.array([0, 0]),
+            "lengths": np.array([2, 3]),
+            "truncated": np.zeros(2, bool),
+            "old_logprobs": np.float32([[-1, -1, 9], [-1, -1, -1]]),
+            "ref_logprobs": np.float32([[-1.5, -1.5, -9], [-1, -1, -1]]),
+        },
+    )
     got = prepare.Prepare(section, 12).estimate(sequences).advantages
     np.testing.assert_allclose(got, [-0.1, 0.1], atol=1e-6)

@@ -14,8 +14,15 @@ from dora_jax.trainer import step
 from tests import trainer_cases as cases
 
 # every term of the objective takes part: sequence ratios, a rejection, entropy, KL, denominators over prompts
-RICH = {"policy_loss": "ppo", "aggregation": "prompt_mean", "correction": "mask", "entropy_coef": 0.01, "kl": "k3",
-        "kl_coef": 0.1, "correction_params": {"level": "seq_mean", "lo": 0.01, "hi": 1e9}}
+RICH = {
+    "policy_loss": "ppo",
+    "aggregation": "prompt_mean",
+    "correction": "mask",
+    "entropy_coef": 0.01,
+    "kl": "k3",
+    "kl_coef": 0.1,
+    "correction_params": {"level": "seq_mean", "lo": 0.01, "hi": 1e9},
+}
 MODEL = dataclasses.replace(cases.MODEL, n_layers=1)
 PARAMS = cases.params(3, MODEL)
 FAST_COMPILE = {"xla_backend_optimization_level": 0}
@@ -31,16 +38,19 @@ def batch(micro_batches=1, shards=1, objective=RICH, **layout):
     return cases.batch(trainer, cases.groups(7, 4), score=score, rows=16, **layout)  # 12 of the 16 rows hold tokens
 
 
-def loss_and_gradient(arrays, *, data=1, fsdp=1, tensor=1, context=1, micro_batches=1, remat="none", objective=RICH, **more):
-    mesh = sharding.make_mesh(jax.devices()[:data * fsdp * tensor * context], data, fsdp, tensor, context)
+def loss_and_gradient(
+    arrays, *, data=1, fsdp=1, tensor=1, context=1, micro_batches=1, remat="none", objective=RICH, **more
+):
+    mesh = sharding.make_mesh(jax.devices()[: data * fsdp * tensor * context], data, fsdp, tensor, context)
     section = cases.section(micro_batches=micro_batches, **objective)
     model = step.Model(MODEL, mesh, jnp.float32, remat, 0.9, 40, **more)
     specs = sharding.param_specs(MODEL, mesh)
     rows = sharding.batch_spec(mesh)
 
     def run(params, arrays):
-        grads, sums = step.accumulate(functools.partial(step.micro_loss, model, section), params, specs, arrays,
-                                      section.micro_batches)
+        grads, sums = step.accumulate(
+            functools.partial(step.micro_loss, model, section), params, specs, arrays, section.micro_batches
+        )
         return sums["loss"], grads
 
     arrays = {name: jax.device_put(x, rows) for name, x in {**arrays, "lag": arrays["version"]}.items()}
@@ -76,21 +86,28 @@ def test_prompts_shared_by_the_samples_of_a_group(expected, context, micro_batch
     assert_same(loss_and_gradient(shared.arrays(), context=context, micro_batches=micro_batches), expected)
 
 
-@pytest.mark.parametrize("objective", [
-    {"policy_loss": "gspo", "aggregation": "seq_mean_token_mean"},
-    {"advantage": "dr_grpo", "aggregation": "seq_mean_token_sum_norm"},
-])
+@pytest.mark.parametrize(
+    "objective",
+    [
+        {"policy_loss": "gspo", "aggregation": "seq_mean_token_mean"},
+        {"advantage": "dr_grpo", "aggregation": "seq_mean_token_sum_norm"},
+    ],
+)
 def test_a_shared_prompt_is_no_sequence(objective):
     alone, shared = (batch(objective=objective, share_prompts=share) for share in (False, True))
-    assert_same(loss_and_gradient(shared.arrays(), objective=objective), loss_and_gradient(alone.arrays(), objective=objective))
+    assert_same(
+        loss_and_gradient(shared.arrays(), objective=objective), loss_and_gradient(alone.arrays(), objective=objective)
+    )
 
 
 @pytest.mark.parametrize("share", [False, True])
 def test_samples_of_no_advantage_are_skipped(share):
     objective = {"policy_loss": "ppo", "aggregation": "token_mean"}
     shape = type("Shape", (), {"section": cases.section(**objective), "shards": 1})
-    scored = [dataclasses.replace(g, rewards=g.rewards if g.group_id % 3 == 0 else np.zeros_like(g.rewards))
-              for g in cases.groups(7, 4)]
+    scored = [
+        dataclasses.replace(g, rewards=g.rewards if g.group_id % 3 == 0 else np.zeros_like(g.rewards))
+        for g in cases.groups(7, 4)
+    ]
     every = cases.batch(shape, scored, rows=16, share_prompts=share)
     moving = cases.batch(shape, scored, rows=16, share_prompts=share, skip_zero_advantage=True)
     assert moving.mask.sum() < 0.6 * every.mask.sum() and moving.group_ids == every.group_ids
@@ -132,9 +149,9 @@ def one_sequence_a_row(packed):
         for segment in range(1, ids.max() + 1):
             at = ids == segment
             for name in names:
-                out[name][n, :at.sum()] = packed[name][row, at]
-            out["segment_ids"][n, :at.sum()] = 1
-            out["positions"][n, :at.sum()] = np.arange(at.sum())
+                out[name][n, : at.sum()] = packed[name][row, at]
+            out["segment_ids"][n, : at.sum()] = 1
+            out["positions"][n, : at.sum()] = np.arange(at.sum())
             n += 1
     return out
 
@@ -157,7 +174,7 @@ def test_logits_of_packed_rows_are_those_of_each_sequence_alone():
     for row, ids in enumerate(packed["segment_ids"]):
         for segment in range(1, ids.max() + 1):
             at = ids == segment
-            np.testing.assert_allclose(together[row, at], alone[n, :at.sum()], atol=1e-5)
+            np.testing.assert_allclose(together[row, at], alone[n, : at.sum()], atol=1e-5)
             n += 1
     assert n == 28 and (packed["segment_ids"].max(1) > 1).sum() > 4  # rows of several sequences
 
@@ -188,8 +205,12 @@ def test_causality_and_segment_isolation_by_gradients():
     mesh = sharding.make_mesh(jax.devices()[:1], 1, 1, 1)
     model = step.Model(cfg, mesh, jnp.float32, "none", 1.0, None)
     segments = np.array([[1, 1, 1, 2, 2, 2, 2, 0]], np.int32)
-    arrays = {"tokens": np.arange(8, dtype=np.int32)[None], "targets": np.full((1, 8), 9, np.int32),
-              "segment_ids": segments, "positions": np.array([[0, 1, 2, 0, 1, 2, 3, 0]], np.int32)}
+    arrays = {
+        "tokens": np.arange(8, dtype=np.int32)[None],
+        "targets": np.full((1, 8), 9, np.int32),
+        "segment_ids": segments,
+        "positions": np.array([[0, 1, 2, 0, 1, 2, 3, 0]], np.int32),
+    }
     params = cases.params(0, cfg)
 
     def logprobs(embed):

@@ -26,7 +26,7 @@ def fast_compile():
 
 
 def mesh(data=1, fsdp=1, tensor=1, context=1):
-    return sharding.make_mesh(jax.devices()[:data * fsdp * tensor * context], data, fsdp, tensor, context)
+    return sharding.make_mesh(jax.devices()[: data * fsdp * tensor * context], data, fsdp, tensor, context)
 
 
 @pytest.fixture(scope="module")
@@ -65,8 +65,12 @@ def test_a_step_without_lag_0_measures_the_gap_on_its_probe(trainer):
     probe = probe_of(trainer, 0.25)
     assert "mismatch/mean" not in trainer.step(stale)
     metrics = trainer.step(stale, probe=probe)  # at other weights by now: the probe's are its own
-    assert metrics["mismatch/tokens"] == probe.batch.mask.sum() and metrics["mismatch/max"] == pytest.approx(0.25, abs=1e-5)
-    own = trainer.step(shifted(trainer, dataclasses.replace(stale, version=np.where(stale.mask, 2, -1)), 0.0), probe=probe)
+    assert metrics["mismatch/tokens"] == probe.batch.mask.sum() and metrics["mismatch/max"] == pytest.approx(
+        0.25, abs=1e-5
+    )
+    own = trainer.step(
+        shifted(trainer, dataclasses.replace(stale, version=np.where(stale.mask, 2, -1)), 0.0), probe=probe
+    )
     assert own["mismatch/mean"] < 1e-5  # lag 0 in the batch itself: the probe is not looked at
 
 
@@ -78,9 +82,13 @@ def test_the_probes_gap_by_hand_and_its_bound(trainer):
     before = jax.tree.map(np.array, trainer.params)
     trainer._health._max_mismatch = 0.2
     stale = dataclasses.replace(cases.batch(trainer), version=np.full((16, 32), -1, np.int32))
-    with pytest.raises(config.RunError, match="disagree by 0.25 nats a token at equal weights, above trainer.max_mismatch=0.2"):
+    with pytest.raises(
+        config.RunError, match="disagree by 0.25 nats a token at equal weights, above trainer.max_mismatch=0.2"
+    ):
         trainer.step(stale, probe=probe)
-    jax.tree.map(np.testing.assert_array_equal, before, jax.tree.map(np.array, trainer.params))  # stopped before the update
+    jax.tree.map(
+        np.testing.assert_array_equal, before, jax.tree.map(np.array, trainer.params)
+    )  # stopped before the update
 
 
 def test_a_probe_of_another_version_is_refused(trainer):
@@ -96,8 +104,15 @@ def test_a_probe_in_a_run_is_one_group_of_the_version_before(trainer):
         seen.append(probe)
         return {}
 
-    worker = TrainerWorker(SimpleNamespace(step=measured, params=None), lambda groups, base: (), store, Versions(), 2,
-                           queue.SimpleQueue(), probe=build.prober(run_config(), trainer))
+    worker = TrainerWorker(
+        SimpleNamespace(step=measured, params=None),
+        lambda groups, base: (),
+        store,
+        Versions(),
+        2,
+        queue.SimpleQueue(),
+        probe=build.prober(run_config(), trainer),
+    )
     for base, version in enumerate((0, 0, 1, 1)):
         scored = dataclasses.replace(cases.groups(1, 4, seed=base, version=version)[0], group_id=base)
         store.put(scored)
@@ -126,11 +141,16 @@ def test_model_flops_by_hand():
     assert expected.matmul_params(cfg) == params
     assert expected.model_flops(cfg, [3]) == 3 * (2 * params * 3 + 4 * 4 * 8 * 6)
     assert expected.model_flops(cfg, [3, 3]) == 2 * expected.model_flops(cfg, [3])
-    assert expected.model_flops(cfg, [2], [3]) == 3 * (2 * params * 2 + 4 * 4 * 8 * (3 + 2 * 3))  # behind a shared prompt
+    assert expected.model_flops(cfg, [2], [3]) == 3 * (
+        2 * params * 2 + 4 * 4 * 8 * (3 + 2 * 3)
+    )  # behind a shared prompt
 
 
 def test_lengths_of_shared_prompts():
-    ids, prefixes = np.array([[1, 1, 2, 2, 2, 3, 0], [1, 2, 2, 2, 0, 0, 0]]), np.array([[1, 1, 1, 1, 1, 3, 0], [1, 1, 1, 1, 0, 0, 0]])
+    ids, prefixes = (
+        np.array([[1, 1, 2, 2, 2, 3, 0], [1, 2, 2, 2, 0, 0, 0]]),
+        np.array([[1, 1, 1, 1, 1, 3, 0], [1, 1, 1, 1, 0, 0, 0]]),
+    )
     batch = SimpleNamespace(segment_ids=ids, prefix_ids=prefixes)
     assert flops.segment_lengths(ids).tolist() == [2, 3, 1, 1, 3]
     assert flops.prefix_lengths(batch).tolist() == [0, 2, 0, 0, 1]
@@ -175,12 +195,19 @@ def test_moments_in_host_memory_give_the_same_step():
     after, kinds = [], []
     for memory in ("device", "host"):
         section = cases.section(optimizer_memory=memory, advantage="gae", value_learning_rate=1e-2, micro_batches=2)
-        trainer = step.Trainer(dataclasses.replace(cases.MODEL, n_layers=1), section, mesh(fsdp=2, tensor=2),
-                               cases.params(3, dataclasses.replace(cases.MODEL, n_layers=1)), total_steps=5)
+        trainer = step.Trainer(
+            dataclasses.replace(cases.MODEL, n_layers=1),
+            section,
+            mesh(fsdp=2, tensor=2),
+            cases.params(3, dataclasses.replace(cases.MODEL, n_layers=1)),
+            total_steps=5,
+        )
         batch = cases.batch(trainer, score=trainer.score)
         trainer.step(batch)
         trainer.step(batch)
-        moments = [s for s in jax.tree.leaves(trainer.state.opt_state, is_leaf=lambda s: hasattr(s, "mu")) if hasattr(s, "mu")]
+        moments = [
+            s for s in jax.tree.leaves(trainer.state.opt_state, is_leaf=lambda s: hasattr(s, "mu")) if hasattr(s, "mu")
+        ]
         kinds.append({x.sharding.memory_kind for adam in moments for x in jax.tree.leaves((adam.mu, adam.nu))})
         assert len(moments) == 2  # of the policy and of the value model
         assert {x.sharding.memory_kind for x in jax.tree.leaves(trainer.params)} == {"device"}
@@ -191,7 +218,9 @@ def test_moments_in_host_memory_give_the_same_step():
 
 def adam_of(trainer):
     """The state with both moments."""
-    (adam,) = (s for s in jax.tree.leaves(trainer.state.opt_state, is_leaf=lambda s: hasattr(s, "mu")) if hasattr(s, "mu"))
+    (adam,) = (
+        s for s in jax.tree.leaves(trainer.state.opt_state, is_leaf=lambda s: hasattr(s, "mu")) if hasattr(s, "mu")
+    )
     return adam
 
 
@@ -199,8 +228,9 @@ def test_moments_in_bfloat16_are_half_as_large_and_the_trainer_learns_as_well():
     model = dataclasses.replace(cases.MODEL, n_layers=1)
     sizes, gained = [], []
     for moments in ("float32", "bfloat16"):
-        trainer = step.Trainer(model, cases.section(moments=moments, max_grad_norm=0.0), mesh(), cases.params(3, model),
-                               total_steps=20)
+        trainer = step.Trainer(
+            model, cases.section(moments=moments, max_grad_norm=0.0), mesh(), cases.params(3, model), total_steps=20
+        )
         batch = cases.batch(trainer)
         before = trainer.logprobs(batch)
         for _ in range(8):
@@ -221,7 +251,9 @@ def test_bfloat16_moments_refuse_a_decay_that_they_would_round_away():
 
 def test_a_backend_without_host_memory_is_named(monkeypatch):
     monkeypatch.setattr(optim, "HOST", "pinned_elsewhere")
-    with pytest.raises(ValueError, match="trainer.optimizer_memory='host': cpu devices have no pinned_elsewhere memory, only"):
+    with pytest.raises(
+        ValueError, match="trainer.optimizer_memory='host': cpu devices have no pinned_elsewhere memory, only"
+    ):
         step.Trainer(cases.MODEL, cases.section(optimizer_memory="host"), mesh(), cases.params(), total_steps=5)
 
 
@@ -245,17 +277,29 @@ def test_the_first_update_runs_before_the_second_batch_exists(trainer):
     assert max(np.abs(x).max() for x in jax.tree.leaves(lazily)) > 0
 
 
-@pytest.mark.parametrize("changes,early", [
-    ({}, True), ({"updates": 1}, False), ({"anchor": "proximal"}, False), ({"kl": "k3"}, False),
-    ({"advantage": "reinforce_pp_baseline"}, False), ({"advantage": "rloo"}, True), ({"correction": "mask"}, False),
-])
+@pytest.mark.parametrize(
+    "changes,early",
+    [
+        ({}, True),
+        ({"updates": 1}, False),
+        ({"anchor": "proximal"}, False),
+        ({"kl": "k3"}, False),
+        ({"advantage": "reinforce_pp_baseline"}, False),
+        ({"advantage": "rloo"}, True),
+        ({"correction": "mask"}, False),
+    ],
+)
 def test_who_may_start_early(changes, early):
     assert objective.may_start_early(cases.section(**({"updates": 4} | changes))) is early
 
 
 def run_config(**changes):
-    return config.Config(trainer=cases.section(updates=2), rollout=config.RolloutSection(max_prompt_tokens=8, max_new_tokens=12),
-                         orchestrator=config.OrchestratorSection(groups_per_step=4, group_size=4), **changes)
+    return config.Config(
+        trainer=cases.section(updates=2),
+        rollout=config.RolloutSection(max_prompt_tokens=8, max_new_tokens=12),
+        orchestrator=config.OrchestratorSection(groups_per_step=4, group_size=4),
+        **changes,
+    )
 
 
 def test_updates_that_take_their_groups_apart_are_made_again_of_the_same_groups(trainer):
@@ -271,15 +315,20 @@ def test_a_step_is_one_whole_where_its_updates_cannot_part(trainer):
     assert build.updates_apart(run_config(cluster=config.ClusterSection(launcher="process"))) == 2
     shuffled = config.TaskSection(shuffle_rewards=True)
     assert build.updates_apart(run_config(task=shuffled)) == 1
-    assert [batch.group_ids for batch in build.packer(run_config(task=shuffled), trainer)(cases.groups(4), 0)] == [(0, 2), (1, 3)]
+    assert [batch.group_ids for batch in build.packer(run_config(task=shuffled), trainer)(cases.groups(4), 0)] == [
+        (0, 2),
+        (1, 3),
+    ]
 
 
 def test_rows_must_divide_over_the_context_axis():
     assert objective.check(cases.section(context=4)) == []
     (error,) = objective.check(cases.section(context=5))
     assert error == "trainer.pack_tokens=32 is not divisible by the mesh axis trainer.context=5"
-    assert "optimizer_memory='hots' is unknown: known are device, host" in objective.check(
-        cases.section(optimizer_memory="hots"))[0]
+    assert (
+        "optimizer_memory='hots' is unknown: known are device, host"
+        in objective.check(cases.section(optimizer_memory="hots"))[0]
+    )
 
 
 # --------------------------------------------------- scores on sharded batches

@@ -22,8 +22,16 @@ def one_device():
 
 @pytest.fixture(scope="module")
 def trainer():
-    section = cases.section(advantage="gae", advantage_params={"gamma": 1.0, "lam": 0.9}, value_learning_rate=3e-2,
-                            kl="k3", kl_coef=0.1, ref_refresh_steps=2, micro_batches=2, anchor="proximal")
+    section = cases.section(
+        advantage="gae",
+        advantage_params={"gamma": 1.0, "lam": 0.9},
+        value_learning_rate=3e-2,
+        kl="k3",
+        kl_coef=0.1,
+        ref_refresh_steps=2,
+        micro_batches=2,
+        anchor="proximal",
+    )
     return step.Trainer(cases.MODEL, section, one_device(), cases.params(), total_steps=20)
 
 
@@ -68,7 +76,8 @@ def test_gradient_norms_are_those_of_each_trajectory_alone():
     params, segments = cases.params(), score.segments_of(batch)
     assert len(segments) == 6
     got = jax.jit(functools.partial(score.grad_norms_sq, model), compiler_options=FAST_COMPILE)(
-        params, score.one_a_row(batch, segments))
+        params, score.one_a_row(batch, segments)
+    )
 
     def log_prob(params, chosen):
         return jnp.sum(jnp.where(chosen, model.logprobs(params, batch.arrays())[0], 0.0))

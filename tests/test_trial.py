@@ -18,7 +18,7 @@ from dora_jax.types import Prompt, ScoredGroup
 from test_tasks import SUMS, opened
 
 ROOT = Path(__file__).resolve().parent.parent
-MINE = '''
+MINE = """
 import time
 
 def terse(prompt, response, answer):
@@ -32,7 +32,7 @@ def inf(prompt, response, answer): return float("inf")
 def huge(prompt, response, answer): return 1e300
 def unless_empty(prompt, response, answer): return float(response.split()[-1] == answer)
 def uneven(prompt, response, answer): return {"right": 1.0} if response else {"empty": 0.0}
-'''
+"""
 
 
 @pytest.fixture
@@ -44,8 +44,9 @@ def folder(tmp_path, monkeypatch):
 
 def tried(*names, **section):
     section = TaskSection(rewards=tuple(f"mine.{name}" for name in names), reward_retries=0, **section)
-    prompt = Prompt(group_id=0, task="t", uid="u", text="3 + 4 =", token_ids=np.zeros(1, np.int32), answer="7",
-                    max_new_tokens=9)
+    prompt = Prompt(
+        group_id=0, task="t", uid="u", text="3 + 4 =", token_ids=np.zeros(1, np.int32), answer="7", max_new_tokens=9
+    )
     pool = ScorerPool(section, lambda ids: "".join(map(chr, ids)))
     try:
         return try_rewards(pool, prompt, lambda text: list(map(ord, text)))
@@ -57,14 +58,22 @@ def test_a_reward_that_scores_its_row_tells_the_terms(folder):
     assert tried("terse") == ("right", "short")
 
 
-@pytest.mark.parametrize("name, told", [
-    ("raises", r"reward raises raised TypeError: .* \(mine.py:9\) .*, tried on the response '7' "
-               r"to the prompt '3 \+ 4 =' with the answer '7'"),
-    ("none", "reward none returned None, a NoneType, not a number"), ("text", "reward text returned '1.0', a str"),
-    ("inf", "reward inf returned inf"), ("huge", r"reward huge returned a number beyond 1e\+15"),
-    ("unless_empty", "reward unless_empty raised IndexError: .* tried on the response ''"),
-    ("uneven", r"rewards returned the terms \['right'\] for one sample and \['empty'\] for another"),
-])
+@pytest.mark.parametrize(
+    "name, told",
+    [
+        (
+            "raises",
+            r"reward raises raised TypeError: .* \(mine.py:9\) .*, tried on the response '7' "
+            r"to the prompt '3 \+ 4 =' with the answer '7'",
+        ),
+        ("none", "reward none returned None, a NoneType, not a number"),
+        ("text", "reward text returned '1.0', a str"),
+        ("inf", "reward inf returned inf"),
+        ("huge", r"reward huge returned a number beyond 1e\+15"),
+        ("unless_empty", "reward unless_empty raised IndexError: .* tried on the response ''"),
+        ("uneven", r"rewards returned the terms \['right'\] for one sample and \['empty'\] for another"),
+    ],
+)
 def test_a_reward_that_cannot_score_its_row_is_refused_with_the_row(folder, name, told):
     with pytest.raises(ConfigError, match=f"^task.rewards: {told}"):
         tried(name)
@@ -78,9 +87,20 @@ def test_a_reward_that_hangs_is_refused_after_its_deadline(folder):
 def test_it_comes_before_the_warm_start(folder):
     """From the command line: exit code 2, and nothing was made."""
     done = subprocess.run(
-        [sys.executable, "-m", "dora_jax.train", f"--config={ROOT}/configs/quickstart.py:tiny", "--workdir=run",
-         "--config.task.rewards=('mine.none',)", "--config.sft.out=base", "--config.model.path=base"],
-        env=os.environ | {"PYTHONPATH": str(ROOT)}, capture_output=True, text=True)
+        [
+            sys.executable,
+            "-m",
+            "dora_jax.train",
+            f"--config={ROOT}/configs/quickstart.py:tiny",
+            "--workdir=run",
+            "--config.task.rewards=('mine.none',)",
+            "--config.sft.out=base",
+            "--config.model.path=base",
+        ],
+        env=os.environ | {"PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+    )
     assert done.returncode == 2, done.stderr
     assert "error: task.rewards: reward none returned None" in done.stderr and "Traceback" not in done.stderr
     assert "\\x" not in done.stderr  # the response is text, although there is no tokenizer yet
@@ -90,10 +110,15 @@ def test_it_comes_before_the_warm_start(folder):
 # ---------------------------------------------------------------- what counts as solved
 
 
-@pytest.mark.parametrize("text, rule", [
-    ("right", ("right", 1.0)), ("right >= 0.5", ("right", 0.5)), (" total>=-1e-3 ", ("total", -0.001)),
-    ("my term >= 2", ("my term", 2.0)),
-])
+@pytest.mark.parametrize(
+    "text, rule",
+    [
+        ("right", ("right", 1.0)),
+        ("right >= 0.5", ("right", 0.5)),
+        (" total>=-1e-3 ", ("total", -0.001)),
+        ("my term >= 2", ("my term", 2.0)),
+    ],
+)
 def test_a_rule_is_read(text, rule):
     assert dataclasses.astuple(solved.read(text)) == rule
 
@@ -129,7 +154,10 @@ def test_prompts_over_the_limit_are_told_before_the_run():
     assert prompt.group_id == 0 and remarks == []
     prompt, (training, heldout) = opened(limit=8).survey()
     assert len(prompt.token_ids) <= 8 and prompt.group_id > 0
-    assert "of the first 64 prompts of reasoning_gym:chain_sum are over rollout.max_prompt_tokens = 8 and are skipped (median " in training
+    assert (
+        "of the first 64 prompts of reasoning_gym:chain_sum are over rollout.max_prompt_tokens = 8 and are skipped (median "
+        in training
+    )
     assert heldout.endswith("of 64 held-out prompts are over rollout.max_prompt_tokens = 8 and are not evaluated")
 
 

@@ -61,17 +61,35 @@ def test_a_process_that_waits_says_so_with_every_beat(monkeypatch):
 
 def test_no_step_has_more_waiting_than_time(clock, tmp_path):
     """The wait of another process comes in leaps, once a second; a step may be shorter."""
-    sample = Sample(id=SampleId(0, 0), prompt_ids=np.zeros(1, np.int32), out_ids=np.zeros(4, np.int32),
-                    logprobs=np.zeros(4, np.float32), mask=np.ones(4, bool), spans=(Span(version=0, start=0, stop=4),),
-                    finish="stop")
+    sample = Sample(
+        id=SampleId(0, 0),
+        prompt_ids=np.zeros(1, np.int32),
+        out_ids=np.zeros(4, np.int32),
+        logprobs=np.zeros(4, np.float32),
+        mask=np.ones(4, bool),
+        spans=(Span(version=0, start=0, stop=4),),
+        finish="stop",
+    )
     group = ScoredGroup(group_id=0, version=0, samples=(sample,), rewards=np.zeros(1, np.float32), parts={})
     instance = types.SimpleNamespace(wait_s=0.0)
     writer = types.SimpleNamespace(note=print, phase=lambda *_: None, write=lambda *_, **__: None)
-    brain = types.SimpleNamespace(summary=lambda: {"versions": {}, "moves": 0, "reloads": 0}, waiting=dict,
-                                  state=types.SimpleNamespace(config=types.SimpleNamespace(task_cycle=())))
-    log = RunLog(workdir=tmp_path, writer=writer, orchestrator=brain, instances=[instance], decode=lambda ids: "",
-                 prompt_of=lambda id: types.SimpleNamespace(text="", answer=""), solved=None, steps=9, max_failed_share=1.0,
-                 evaluations={})
+    brain = types.SimpleNamespace(
+        summary=lambda: {"versions": {}, "moves": 0, "reloads": 0},
+        waiting=dict,
+        state=types.SimpleNamespace(config=types.SimpleNamespace(task_cycle=())),
+    )
+    log = RunLog(
+        workdir=tmp_path,
+        writer=writer,
+        orchestrator=brain,
+        instances=[instance],
+        decode=lambda ids: "",
+        prompt_of=lambda id: types.SimpleNamespace(text="", answer=""),
+        solved=None,
+        steps=9,
+        max_failed_share=1.0,
+        evaluations={},
+    )
     shares = []
     for step, beat_s in enumerate([1.0, 1.0, 1.5, 1.5]):  # said of the process's wait in all
         clock.now_s += 0.5

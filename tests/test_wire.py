@@ -60,6 +60,7 @@ def takes(receiver, manifest, named, k, timeout_s=10):
 @pytest.fixture(scope="module")
 def works(ends):
     """After whatever a test did to it, the wire still carries an offer."""
+
     def check():
         sender, receiver = ends
         x, k = {"x": np.arange(8.0)}, key(receiver="again")
@@ -83,8 +84,9 @@ def test_every_dtype_and_shape_arrives_bit_for_bit(ends, dtype):
 
 def test_not_a_number_and_the_sign_of_zero_arrive(ends):
     sender, receiver = ends
-    named = {d.__name__: np.array([np.nan, -0.0, np.inf, -np.nan, 1e-40]).astype(d)
-             for d in (np.float32, ml_dtypes.bfloat16)}
+    named = {
+        d.__name__: np.array([np.nan, -0.0, np.inf, -np.nan, 1e-40]).astype(d) for d in (np.float32, ml_dtypes.bfloat16)
+    }
     k = key()
     takes(receiver, sender.give(k, whole(named)), named, k)
 
@@ -117,19 +119,27 @@ def test_a_shard_that_lies_nowhere_in_one_piece_is_put_together(ends):
     manifest = sender.give(k, cut(tree, want))
     assert [shard.bytes for shard in manifest.shards] == [64] * 4
     got = receiver.take(manifest, want, k, 20)
-    assert [x.tolist() for x in got.values()] == [np.asarray(tree["x"])[:, half].tolist()
-                                                  for half in (np.s_[0:4], np.s_[4:8])]
+    assert [x.tolist() for x in got.values()] == [
+        np.asarray(tree["x"])[:, half].tolist() for half in (np.s_[0:4], np.s_[4:8])
+    ]
     k = key()
     part = dataclasses.replace(manifest, key=k, shards=manifest.shards[:3])
     with pytest.raises(WireError, match=r"x\[0:4, 0:4\].* among 3 pieces where x\[0:8, 4:8\] .* is expected"):
         receiver.take(part, want, k, 20)
 
 
-@pytest.mark.parametrize(("change", "message"), [
-    (dict(path="y"), "nothing of that name"), (dict(shape=(4, 4)), r"it is float32\[8, 8\] here"),
-    (dict(dtype="bfloat16"), r"it is float32\[8, 8\] here"), (dict(start=(0, 9)), "no part of it"),
-    (dict(stop=(8,)), "no part of it"), (dict(bytes=4), "no part of it"),
-    (dict(stop=(8, 9), bytes=288), "no part of it")])
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (dict(path="y"), "nothing of that name"),
+        (dict(shape=(4, 4)), r"it is float32\[8, 8\] here"),
+        (dict(dtype="bfloat16"), r"it is float32\[8, 8\] here"),
+        (dict(start=(0, 9)), "no part of it"),
+        (dict(stop=(8,)), "no part of it"),
+        (dict(bytes=4), "no part of it"),
+        (dict(stop=(8, 9), bytes=288), "no part of it"),
+    ],
+)
 def test_what_the_sender_does_not_have_is_not_offered(change, message):
     tree = {"x": placed(np.zeros((8, 8), np.float32), on=(1,))}
     shard = slices.wanted(tree)[0]
@@ -148,17 +158,23 @@ def offered(sender, **changes):
     return k, dataclasses.replace(sender.give(k, whole(NAMED)), **changes)
 
 
-@pytest.mark.parametrize(("mine", "message"), [
-    (dict(w=np.zeros((3, 4), ml_dtypes.bfloat16)), r"w\[0:3, 0:4\] of float32\[3, 4\] with 48 bytes is offered where "
-                                                   r"w\[0:3, 0:4\] of bfloat16\[3, 4\] with 24 bytes is expected"),
-    (dict(w=np.zeros((3, 4), np.int32)), r"of int32\[3, 4\] with 48 bytes is expected"),  # the same bytes
-    (dict(w=np.zeros((4, 3), np.float32)), r"w\[0:4, 0:3\] of float32\[4, 3\] with 48 bytes is expected"),
-    (dict(w=np.zeros((2, 4), np.float32)), "with 32 bytes is expected"),
-    (dict(w=np.zeros((6, 4), np.float32)), "with 96 bytes is expected"),
-    (dict(w=None), r"w\[0:3, 0:4\] of float32\[3, 4\] is offered and was not asked for"),  # a subset
-    (dict(v=np.zeros(2, np.float32)), "no v is offered where v"),
-    (dict(v=np.zeros(0, np.float32)), "v has no elements"),
-])
+@pytest.mark.parametrize(
+    ("mine", "message"),
+    [
+        (
+            dict(w=np.zeros((3, 4), ml_dtypes.bfloat16)),
+            r"w\[0:3, 0:4\] of float32\[3, 4\] with 48 bytes is offered where "
+            r"w\[0:3, 0:4\] of bfloat16\[3, 4\] with 24 bytes is expected",
+        ),
+        (dict(w=np.zeros((3, 4), np.int32)), r"of int32\[3, 4\] with 48 bytes is expected"),  # the same bytes
+        (dict(w=np.zeros((4, 3), np.float32)), r"w\[0:4, 0:3\] of float32\[4, 3\] with 48 bytes is expected"),
+        (dict(w=np.zeros((2, 4), np.float32)), "with 32 bytes is expected"),
+        (dict(w=np.zeros((6, 4), np.float32)), "with 96 bytes is expected"),
+        (dict(w=None), r"w\[0:3, 0:4\] of float32\[3, 4\] is offered and was not asked for"),  # a subset
+        (dict(v=np.zeros(2, np.float32)), "no v is offered where v"),
+        (dict(v=np.zeros(0, np.float32)), "v has no elements"),
+    ],
+)
 def test_another_dtype_shape_or_tree_is_refused(ends, works, mine, message):
     k, manifest = offered(ends[0])
     expected = {name: x for name, x in {**NAMED, **mine}.items() if x is not None}
@@ -175,11 +191,17 @@ def test_another_epoch_version_receiver_or_transfer_is_refused(ends, change):
         ends[1].take(manifest, tuple(whole(NAMED)), dataclasses.replace(k, **change), 5)
 
 
-@pytest.mark.parametrize(("change", "message"), [
-    (dict(number=0), "cannot be"), (dict(number=1 << 63), "cannot"),
-    (dict(number=12345), "is not offered there any more"),
-    (dict(address="nowhere"), "'nowhere' is no address"), (dict(address="127.0.0.1:99999"), "is no address|failed"),
-    (dict(address="127.0.0.1:1"), "from 127.0.0.1:1 failed: ConnectionRefusedError")])
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (dict(number=0), "cannot be"),
+        (dict(number=1 << 63), "cannot"),
+        (dict(number=12345), "is not offered there any more"),
+        (dict(address="nowhere"), "'nowhere' is no address"),
+        (dict(address="127.0.0.1:99999"), "is no address|failed"),
+        (dict(address="127.0.0.1:1"), "from 127.0.0.1:1 failed: ConnectionRefusedError"),
+    ],
+)
 def test_a_manifest_that_leads_nowhere_is_refused(ends, works, change, message):
     k, manifest = offered(ends[0], **change)
     with pytest.raises(WireError, match=message):
@@ -271,7 +293,7 @@ def test_transfers_of_several_threads_do_not_disturb_each_other(ends):
 
     def pull(number):
         named, k = {"x": np.full(1 << 16, number, np.float32)}, key(receiver=f"thread{number}")
-        got[number], = ends[1].take(ends[0].give(k, whole(named)), tuple(whole(named)), k, 20).values()
+        (got[number],) = ends[1].take(ends[0].give(k, whole(named)), tuple(whole(named)), k, 20).values()
 
     threads = [threading.Thread(target=pull, args=(number,)) for number in range(8)]
     for thread in threads:
@@ -295,8 +317,17 @@ def test_a_process_of_another_run_is_given_nothing(ends, works):
     works()
 
 
-@pytest.mark.parametrize("garbage", [b"\0" * 64, b"GET / HTTP/1.1\r\n\r\n", b"\xff" * 4096, struct.pack("!i", -1) * 9,
-                                     b"\0\0\0\x14" + b"#CHALLENGE#" + b"x" * 20, random.Random(0).randbytes(1 << 16)])
+@pytest.mark.parametrize(
+    "garbage",
+    [
+        b"\0" * 64,
+        b"GET / HTTP/1.1\r\n\r\n",
+        b"\xff" * 4096,
+        struct.pack("!i", -1) * 9,
+        b"\0\0\0\x14" + b"#CHALLENGE#" + b"x" * 20,
+        random.Random(0).randbytes(1 << 16),
+    ],
+)
 def test_garbage_on_the_port_ends_the_strangers_connection_alone(ends, works, garbage):
     """64 zeros on a port of `jax.experimental.transfer` abort the process."""
     ip, port = ends[0].address.split(":")
@@ -314,8 +345,12 @@ def test_garbage_on_the_port_ends_the_strangers_connection_alone(ends, works, ga
 def test_a_member_that_asks_for_what_is_not_there_is_told_so(ends, works):
     k, manifest = offered(ends[0])
     size = sum(x.nbytes for x in NAMED.values())
-    for number, start, stop, answer in ((5, 0, 1, b"\0"), (manifest.number, size, 0, b"\1"),
-                                        (manifest.number, size, 1 << 63, b"\1"), (1 << 63, 0, 0, b"\0")):
+    for number, start, stop, answer in (
+        (5, 0, 1, b"\0"),
+        (manifest.number, size, 0, b"\1"),
+        (manifest.number, size, 1 << 63, b"\1"),
+        (1 << 63, 0, 0, b"\0"),
+    ):
         with wire._socket(wire.dial(manifest.address, b"token")) as peer:
             peer.sendall(wire.ASK.pack(number, start, stop))
             assert peer.recv(99) == answer and peer.recv(99) == b""
@@ -327,8 +362,12 @@ def test_a_member_that_asks_for_what_is_not_there_is_told_so(ends, works):
 
 def example():
     shard = Shard(path="layers/0/q", shape=(8, 4), dtype="bfloat16", start=(0, 2), stop=(8, 4), bytes=32)
-    return Manifest(key=key(), address="127.0.0.1:1234", number=17,
-                    shards=(shard, dataclasses.replace(shard, path="scalar", shape=(), start=(), stop=(), bytes=2)))
+    return Manifest(
+        key=key(),
+        address="127.0.0.1:1234",
+        number=17,
+        shards=(shard, dataclasses.replace(shard, path="scalar", shape=(), start=(), stop=(), bytes=2)),
+    )
 
 
 def test_fuzzed_manifests_are_refused_with_a_sentence():
@@ -338,7 +377,7 @@ def test_fuzzed_manifests_are_refused_with_a_sentence():
     for number in range(1000):
         wrong = bytearray(data)
         if number % 3 == 0:
-            del wrong[draw.randrange(len(wrong)):]
+            del wrong[draw.randrange(len(wrong)) :]
         else:
             for _ in range(draw.randrange(1, 1 + number % 5 * 3 + 1)):
                 wrong[draw.randrange(len(wrong))] = draw.randrange(256)

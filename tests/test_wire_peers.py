@@ -16,8 +16,9 @@ from tests.test_wire import ends, key, takes  # noqa: F401  (ends: a fixture)
 
 class Peer:
     def __init__(self):
-        self.process = subprocess.Popen([sys.executable, "-m", "tests.wire_peer"], text=True, stdin=subprocess.PIPE,
-                                        stdout=subprocess.PIPE)
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "tests.wire_peer"], text=True, stdin=subprocess.PIPE, stdout=subprocess.PIPE
+        )
 
     def ready(self):
         self.address = self.process.stdout.readline().strip()

@@ -19,8 +19,10 @@ MAX_PROMPT, MAX_NEW = 8, 12
 def params(seed=3, model=MODEL):
     """Stacked weights as numpy: the values do not matter, and nothing has to be compiled for them."""
     rng = np.random.default_rng(seed)
-    return jax.tree.map(lambda leaf: (rng.normal(size=leaf.shape) * leaf.shape[-1] ** -0.5).astype(np.float32),
-                        decoder.abstract_params(model))
+    return jax.tree.map(
+        lambda leaf: (rng.normal(size=leaf.shape) * leaf.shape[-1] ** -0.5).astype(np.float32),
+        decoder.abstract_params(model),
+    )
 
 
 def section(**changes):
@@ -29,10 +31,15 @@ def section(**changes):
 
 def sample(rng, group_id, index, prompt, version=0, length=None, finish="stop"):
     n = int(rng.integers(1, MAX_NEW + 1)) if length is None else length
-    return Sample(id=SampleId(group_id, index), prompt_ids=prompt,
-                  out_ids=rng.integers(0, MODEL.vocab_size, n).astype(np.int32),
-                  logprobs=rng.normal(-4, 0.1, n).astype(np.float32), mask=np.ones(n, bool),
-                  spans=(Span(version=version, start=0, stop=n),), finish=finish)
+    return Sample(
+        id=SampleId(group_id, index),
+        prompt_ids=prompt,
+        out_ids=rng.integers(0, MODEL.vocab_size, n).astype(np.int32),
+        logprobs=rng.normal(-4, 0.1, n).astype(np.float32),
+        mask=np.ones(n, bool),
+        spans=(Span(version=version, start=0, stop=n),),
+        finish=finish,
+    )
 
 
 def groups(n=4, size=4, seed=0, version=0):
@@ -41,8 +48,15 @@ def groups(n=4, size=4, seed=0, version=0):
     for group_id in range(n):
         prompt = rng.integers(0, MODEL.vocab_size, int(rng.integers(2, MAX_PROMPT + 1))).astype(np.int32)
         samples = tuple(sample(rng, group_id, i, prompt, version) for i in range(size))
-        out.append(ScoredGroup(group_id=group_id, version=version, samples=samples,
-                               rewards=rng.normal(size=size).astype(np.float32), parts={}))
+        out.append(
+            ScoredGroup(
+                group_id=group_id,
+                version=version,
+                samples=samples,
+                rewards=rng.normal(size=size).astype(np.float32),
+                parts={},
+            )
+        )
     return out
 
 
@@ -50,8 +64,13 @@ def batch(trainer, scored=None, score=None, **layout):
     """The packed step of these groups for this trainer."""
     scored = groups() if scored is None else scored
     section = trainer.section
-    sizes = {"pack_tokens": section.pack_tokens, "rows": section.rows, "max_tokens": MAX_PROMPT + MAX_NEW,
-             "micro_batches": section.micro_batches, "shards": trainer.shards,
-             "samples": sum(len(g.samples) for g in scored)}
+    sizes = {
+        "pack_tokens": section.pack_tokens,
+        "rows": section.rows,
+        "max_tokens": MAX_PROMPT + MAX_NEW,
+        "micro_batches": section.micro_batches,
+        "shards": trainer.shards,
+        "samples": sum(len(g.samples) for g in scored),
+    }
     shape = pack.layout(**(sizes | layout))
     return pack.pack(scored, shape, prepare.Prepare(section, MAX_NEW), score)

@@ -13,8 +13,15 @@ def alone_and_together(module: str) -> tuple:
         free.bind(("localhost", 0))
         address = f"localhost:{free.getsockname()[1]}"
     env = {k: v for k, v in os.environ.items() if not k.startswith("JAX_NUM")}
-    running = [subprocess.Popen([sys.executable, "-m", f"tests.{module}", address, str(rank), str(processes)], env=env,
-                                stdout=subprocess.PIPE, text=True) for rank, processes in ((0, 1), (0, 2), (1, 2))]
+    running = [
+        subprocess.Popen(
+            [sys.executable, "-m", f"tests.{module}", address, str(rank), str(processes)],
+            env=env,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        for rank, processes in ((0, 1), (0, 2), (1, 2))
+    ]
     outputs = [process.communicate(timeout=500)[0] for process in running]
     assert [process.returncode for process in running] == [0, 0, 0]
     alone, *together = (json.loads(text.splitlines()[-1]) for text in outputs)

@@ -58,8 +58,11 @@ def run(end, size, ip="127.0.0.1", space=None):
                 answer = ex.Holds(world="trainer", epoch=1, version=version)
             case Look():
                 versions = host.weights.versions
-                whole = all(bool((x.at(((0,), x.shape)) == version * 100 + int(name)).all()) for version in versions
-                            for name, x in host.weights.get(version, None).items())
+                whole = all(
+                    bool((x.at(((0,), x.shape)) == version * 100 + int(name)).all())
+                    for version in versions
+                    for name, x in host.weights.get(version, None).items()
+                )
                 answer = Seen(versions=versions, whole=whole)
             case _:
                 answer = host.execute(item)

@@ -23,8 +23,11 @@ def new_wire(ip="127.0.0.1"):
 def arrays(version):
     """256 KiB of three dtypes; of version 99: 64 MiB."""
     rng = np.random.default_rng(version)
-    return {"b": rng.normal(size=(33,)).astype(ml_dtypes.bfloat16), "i": np.array(version, np.int32),
-            "w": rng.normal(size=(16384 if version == 99 else 64, 1024)).astype(np.float32)}
+    return {
+        "b": rng.normal(size=(33,)).astype(ml_dtypes.bfloat16),
+        "i": np.array(version, np.int32),
+        "w": rng.normal(size=(16384 if version == 99 else 64, 1024)).astype(np.float32),
+    }
 
 
 def whole(named):

@@ -32,22 +32,43 @@ class Row(NamedTuple):
     programs: tuple[str, ...]
 
 
-def _training(what: str, model: str, slice_name: str, *, rows: int, tokens: int, serving: int = 4, **trainer: Any) -> Row:
+def _training(
+    what: str, model: str, slice_name: str, *, rows: int, tokens: int, serving: int = 4, **trainer: Any
+) -> Row:
     """A trainer that has the slice to itself, and instances of `serving` devices elsewhere."""
     section = {"remat": "full", "micro_batches": 4, "rows": rows, "pack_tokens": tokens} | trainer
     config = Config()
-    return Row(f"{model} {slice_name}{what}", _on(config, model, slice_name,
-        trainer=dataclasses.replace(config.trainer, **section), rollout=dataclasses.replace(
-            config.rollout, tensor=serving, max_prompt_tokens=1024, max_new_tokens=tokens - 1024)), TRAIN)
+    return Row(
+        f"{model} {slice_name}{what}",
+        _on(
+            config,
+            model,
+            slice_name,
+            trainer=dataclasses.replace(config.trainer, **section),
+            rollout=dataclasses.replace(
+                config.rollout, tensor=serving, max_prompt_tokens=1024, max_new_tokens=tokens - 1024
+            ),
+        ),
+        TRAIN,
+    )
 
 
-def _decoding(what: str, model: str, slice_name: str, *, slots: int = 32, context: int = 4096, tensor: int = 4,
-              **rollout: Any) -> Row:
+def _decoding(
+    what: str, model: str, slice_name: str, *, slots: int = 32, context: int = 4096, tensor: int = 4, **rollout: Any
+) -> Row:
     section = {"slots": slots, "tensor": tensor, "max_prompt_tokens": 1024, "max_new_tokens": context - 1024} | rollout
     config = Config()
-    return Row(f"{model} {slice_name} {slots} x {context}{what}", _on(
-        config, model, slice_name, rollout=dataclasses.replace(config.rollout, **section),
-        trainer=dataclasses.replace(config.trainer, pack_tokens=context)), ROLLOUT)
+    return Row(
+        f"{model} {slice_name} {slots} x {context}{what}",
+        _on(
+            config,
+            model,
+            slice_name,
+            rollout=dataclasses.replace(config.rollout, **section),
+            trainer=dataclasses.replace(config.trainer, pack_tokens=context),
+        ),
+        ROLLOUT,
+    )
 
 
 def _on(config: Config, model: str, slice_name: str, **sections: Any) -> Config:
@@ -63,11 +84,23 @@ ROWS = (
     _training(", long rows", "Qwen3-8B", "v5e-64", fsdp=8, tensor=4, context=2, rows=32, tokens=16384),
     _training(", moments in host memory", "Qwen3-8B", "v5p-16", fsdp=8, rows=32, tokens=4096, optimizer_memory="host"),
     _training(", nothing recomputed", "Qwen3-8B", "v5e-64", fsdp=16, tensor=4, rows=64, tokens=4096, remat="none"),
-    *(_decoding("", model, slice_name, tensor=tensor) for model, slice_name, tensor in (
-        ("Qwen3-8B", "v5e-4", 4), ("Qwen3-8B", "v5p-8", 4), ("Qwen3-8B", "v6e-4", 4), ("Qwen3-8B", "tpu7x-8", 8),
-        ("Qwen3-32B", "v5e-8", 8), ("Qwen3-32B", "v5p-8", 4), ("Qwen3-32B", "v6e-4", 4), ("Qwen3-32B", "tpu7x-8", 8))),
-    *(_decoding("", "Qwen3-8B", slice_name, slots=256, context=32768, tensor=8)
-      for slice_name in ("v5e-8", "v6e-8", "tpu7x-8")),
+    *(
+        _decoding("", model, slice_name, tensor=tensor)
+        for model, slice_name, tensor in (
+            ("Qwen3-8B", "v5e-4", 4),
+            ("Qwen3-8B", "v5p-8", 4),
+            ("Qwen3-8B", "v6e-4", 4),
+            ("Qwen3-8B", "tpu7x-8", 8),
+            ("Qwen3-32B", "v5e-8", 8),
+            ("Qwen3-32B", "v5p-8", 4),
+            ("Qwen3-32B", "v6e-4", 4),
+            ("Qwen3-32B", "tpu7x-8", 8),
+        )
+    ),
+    *(
+        _decoding("", "Qwen3-8B", slice_name, slots=256, context=32768, tensor=8)
+        for slice_name in ("v5e-8", "v6e-8", "tpu7x-8")
+    ),
 )
 
 
@@ -93,8 +126,14 @@ def run(row: Row, layers: int, asked: tuple[str, ...]) -> bool:
         model = dataclasses.replace(model, n_layers=layers)
     print(f"{row.name}{f', {layers} layers' if layers else ''}", flush=True)
     try:
-        for role in aot.compile_roles(config, model, vocab_limit=VOCAB, eos_ids=(1,), only=programs,
-                                      done=lambda one: print(*_lines(one, config, model), sep="\n", flush=True)):
+        for role in aot.compile_roles(
+            config,
+            model,
+            vocab_limit=VOCAB,
+            eos_ids=(1,),
+            only=programs,
+            done=lambda one: print(*_lines(one, config, model), sep="\n", flush=True),
+        ):
             print(aot.describe_role(role), flush=True)
     except aot.DoesNotFit as refusal:
         print(f"  {refusal}", flush=True)
@@ -109,8 +148,10 @@ def _lines(one: aot.Compiled, config: Config, model: ModelConfig) -> list[str]:
         chips = t.data * t.fsdp * t.tensor * t.context
         useful = expected.model_flops(model, [t.pack_tokens] * t.rows) / chips
         seconds = one.model_s + sum(kernel.seconds for kernel in one.kernels)
-        lines.append(f"    {useful / one.flops:.0%} of the FLOPs are the model's own; model and kernels {seconds:.2f} s, "
-                     f"sends {sum(kind.bytes for kind in one.sent.values()) / 1e9:.0f} GB")
+        lines.append(
+            f"    {useful / one.flops:.0%} of the FLOPs are the model's own; model and kernels {seconds:.2f} s, "
+            f"sends {sum(kind.bytes for kind in one.sent.values()) / 1e9:.0f} GB"
+        )
     return lines
 
 

@@ -22,8 +22,9 @@ from dora_jax.runtime.build import engine_of
 from dora_jax.rollout.shapes import FRESH, HEADER, POSITION, REMAINING, SLOT, TOKEN
 
 TOY = dict(vocab_size=512, d_model=256, n_layers=4, n_heads=8, n_kv_heads=4, head_dim=32, d_ff=768)
-SMALL = dict(vocab_size=151936, d_model=1024, n_layers=28, n_heads=16, n_kv_heads=8, head_dim=128, d_ff=3072,
-             rope_theta=1e6)  # Qwen3-0.6B
+SMALL = dict(
+    vocab_size=151936, d_model=1024, n_layers=28, n_heads=16, n_kv_heads=8, head_dim=128, d_ff=3072, rope_theta=1e6
+)  # Qwen3-0.6B
 LARGE = SMALL | dict(d_model=4096, n_layers=36, n_heads=32, d_ff=12288, tie_embeddings=False)  # Qwen3-8B
 SIZES = {"toy": TOY, "qwen3-0.6b": SMALL, "qwen3-8b": LARGE}
 PAGE = {"reference": 16, "tpu": 32}
@@ -42,9 +43,16 @@ def step_bytes(cfg: decoder.ModelConfig, itemsize: int, rows: int, context: int)
 def new_engine(cfg: decoder.ModelConfig, rows: int, context: int, attention: str, dtype) -> Engine:
     size = PAGE[attention]
     section = RolloutSection(
-        slots=rows, pages=rows * (context // size), page_size=size, max_prompt_tokens=size,
-        max_new_tokens=context - size, decode_steps=STEPS, prefill_tokens=size * rows, attention=attention,
-        context_block=min(1024, context))
+        slots=rows,
+        pages=rows * (context // size),
+        page_size=size,
+        max_prompt_tokens=size,
+        max_new_tokens=context - size,
+        decode_steps=STEPS,
+        prefill_tokens=size * rows,
+        attention=attention,
+        context_block=min(1024, context),
+    )
     asked = Config(rollout=section, model=ModelSection(dtype=jnp.dtype(dtype).name))
     return engine_of(devices.filled(asked), cfg, sharding.make_mesh(jax.devices()[:1], 1, 1, 1))
 
@@ -64,8 +72,15 @@ def control_of(engine: Engine, context: int) -> tuple[np.ndarray, int]:
     return control, blocks
 
 
-def table(model: str, contexts: list[int], rows: int, attention: str, memory_bytes: float,
-          read_speed: Callable[[int], float], best_s: Callable) -> Iterator[str]:
+def table(
+    model: str,
+    contexts: list[int],
+    rows: int,
+    attention: str,
+    memory_bytes: float,
+    read_speed: Callable[[int], float],
+    best_s: Callable,
+) -> Iterator[str]:
     """The page's lines. bf16, but f32 on CPUs, which have no fast bf16."""
     dtype = jnp.float32 if jax.default_backend() == "cpu" else jnp.bfloat16
     cfg, itemsize = decoder.new_config("qwen3", **SIZES[model]), jnp.dtype(dtype).itemsize
@@ -85,5 +100,7 @@ def table(model: str, contexts: list[int], rows: int, attention: str, memory_byt
         weights_of = engine._weights[0]  # as the calls take them
         took = best_s(lambda: engine._device.generate(weights_of, control, blocks).block_until_ready(), 5) / STEPS
         kv *= fit
-        yield (f"{context:8d}{fit:5d}{weights / 1e6:12.1f}{kv / 1e6:9.1f}{took * 1e3:11.2f}{fit / took:10.0f}"
-               f"{(weights + kv) / took / speed:8.0%}")
+        yield (
+            f"{context:8d}{fit:5d}{weights / 1e6:12.1f}{kv / 1e6:9.1f}{took * 1e3:11.2f}{fit / took:10.0f}"
+            f"{(weights + kv) / took / speed:8.0%}"
+        )

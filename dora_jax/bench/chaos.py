@@ -41,10 +41,14 @@ START_S = 900.0  # a life that has not begun by then is an error
 STEPS = 24
 PRELOADED = ("dora_jax.runtime.job", "reasoning_gym", "tensorboardX")  # what a life imports before it begins
 OVERRIDES = (  # segments are kept, so that the audit sees the first fact; checkpoints often, so that their points are met
-    f"--config.steps={STEPS}", "--config.checkpoint.every=3", "--config.journal.keep_all=True",
-    "--config.journal.partial_s=0.2", "--config.orchestrator.filter_zero_variance=False",
+    f"--config.steps={STEPS}",
+    "--config.checkpoint.every=3",
+    "--config.journal.keep_all=True",
+    "--config.journal.partial_s=0.2",
+    "--config.orchestrator.filter_zero_variance=False",
     "--config.trainer.updates=2",  # a step in parts, so that the point between them is met
-    "--config.trainer.overlong_cache=64")  # answers differ in length: so every step has a gradient, and other weights
+    "--config.trainer.overlong_cache=64",
+)  # answers differ in length: so every step has a gradient, and other weights
 
 
 class Forked:
@@ -53,7 +57,9 @@ class Forked:
     _one_at_a_time = threading.Lock()  # a start asks for every process's exit code too, and a code can be read once
 
     def __init__(self, command: list[str], dies_at: str, log: Path):
-        self._process = multiprocessing.get_context("forkserver").Process(target=_live, args=(command, dies_at, str(log)))
+        self._process = multiprocessing.get_context("forkserver").Process(
+            target=_live, args=(command, dies_at, str(log))
+        )
         with self._one_at_a_time:
             self._process.start()
 
@@ -110,8 +116,13 @@ class Run:
         if not self.fresh:
             return Forked(command, dies_at, self.folder / "console.log")
         with (self.folder / "console.log").open("a") as log:
-            return subprocess.Popen([sys.executable, "-m", *command], env={**os.environ, "DORA_FAULT": dies_at}, stdout=log,
-                                    stderr=log, stdin=subprocess.DEVNULL)
+            return subprocess.Popen(
+                [sys.executable, "-m", *command],
+                env={**os.environ, "DORA_FAULT": dies_at},
+                stdout=log,
+                stderr=log,
+                stdin=subprocess.DEVNULL,
+            )
 
     def segments(self) -> int:
         """Begun so far."""
@@ -195,9 +206,11 @@ def main() -> None:
         for future in [pool.submit(work) for _ in range(args.at_once)]:
             future.result()
     starts = sorted(s for run in runs for s in run.start_s)
-    print(f"{len(runs)} runs, {sum(run.lives for run in runs)} lives, {sum(run.kills for run in runs)} kills, of which "
-          f"{sum(len(run.points) for run in runs)} at {len({p for run in runs for p in run.points})} points; a start takes "
-          f"{starts[len(starts) // 2]:.1f} s (median), up to {starts[-1]:.1f} s")
+    print(
+        f"{len(runs)} runs, {sum(run.lives for run in runs)} lives, {sum(run.kills for run in runs)} kills, of which "
+        f"{sum(len(run.points) for run in runs)} at {len({p for run in runs for p in run.points})} points; a start takes "
+        f"{starts[len(starts) // 2]:.1f} s (median), up to {starts[-1]:.1f} s"
+    )
     sys.exit(0 if all(run.ok for run in runs) else 1)
 
 
@@ -219,7 +232,9 @@ def _one_run(number: int, kills: list, args: argparse.Namespace, draw: random.Ra
     while kills and not ended:
         what, passes = kills.pop()
         spent = run.kills
-        ended = run.life_with_kill_after(draw.uniform(0, LIFE_S)) if what is RANDOM else run.life_with_fault(what, passes)
+        ended = (
+            run.life_with_kill_after(draw.uniform(0, LIFE_S)) if what is RANDOM else run.life_with_fault(what, passes)
+        )
         if run.kills == spent:  # a point once more in a life that follows another
             kills += [(RANDOM, 0)] if what is RANDOM else [(what, 1), (RANDOM, 0)]
         elif what is not RANDOM:
@@ -231,8 +246,10 @@ def _one_run(number: int, kills: list, args: argparse.Namespace, draw: random.Ra
     books = audit(run.folder / "journal")
     run.ok = books.ok and books.epochs == 1 and books.weights == STEPS and code in (None, RETRY, 0)
     starts = f"{sorted(run.start_s)[len(run.start_s) // 2]:.1f}" if run.start_s else "-"
-    print(f"{number:>3} {run.lives:>5} {run.kills:>5} {stop_s:>6.1f} {code if code is not None else '-':>4} {starts:>7}  {books}",
-          flush=True)
+    print(
+        f"{number:>3} {run.lives:>5} {run.kills:>5} {stop_s:>6.1f} {code if code is not None else '-':>4} {starts:>7}  {books}",
+        flush=True,
+    )
     return run
 
 

@@ -68,8 +68,11 @@ def _row(what: str, subject: _Checkpoint | _Journal, faults: int, draw: random.R
         counts[subject.verdict()] += 1
         path.write_bytes(content)
     size = sum(f.stat().st_size for f in subject.files)
-    print(f"{what:10} {faults:>6} {size:>9} {counts['noticed']:>7} {counts['harmless']:>8} {counts['wrong']:>5}  "
-          f"{len(subject.files)} files", flush=True)
+    print(
+        f"{what:10} {faults:>6} {size:>9} {counts['noticed']:>7} {counts['harmless']:>8} {counts['wrong']:>5}  "
+        f"{len(subject.files)} files",
+        flush=True,
+    )
     return counts["wrong"]
 
 
@@ -87,7 +90,9 @@ class _Checkpoint:
     def __init__(self, folder: Path):
         self._folder = folder
         *_, self._second, self._newest = checkpoint.steps(folder)
-        self.files = sorted(path for path in (folder / str(self._newest)).rglob("*") if path.stat().st_size and path.is_file())
+        self.files = sorted(
+            path for path in (folder / str(self._newest)).rglob("*") if path.stat().st_size and path.is_file()
+        )
         self._true = self._read()
 
     def verdict(self) -> str:
@@ -133,8 +138,11 @@ class _Journal:
     def _is_history(self, found: Recovered) -> bool:
         """Its steps are true ones, and lead from its checkpoint to where it goes on."""
         steps = _bytes_of(found)
-        return (all(self._steps[base] == step for base, step in steps.items()) and found.base <= self._true.base
-                and list(steps) == list(range(found.start, found.base)))
+        return (
+            all(self._steps[base] == step for base, step in steps.items())
+            and found.base <= self._true.base
+            and list(steps) == list(range(found.start, found.base))
+        )
 
     def _state_of(self, found: Recovered) -> tuple:
         return found.orchestrator.snapshot(), [CODEC.encode(item) for item in found.book.records()], found.base
@@ -150,15 +158,20 @@ def _resume(run: Run, folder: Path, number: int, draw: random.Random) -> int:
     shutil.rmtree(folder, ignore_errors=True)
     shutil.copytree(run.folder, folder)
     newest = folder / "checkpoints" / str(checkpoint.steps(folder / "checkpoints")[-1])
-    victims = [max(newest.rglob("ocdbt.process_0/d/*"), key=lambda path: path.stat().st_size),
-               max((folder / "journal").glob("*.log"))]
+    victims = [
+        max(newest.rglob("ocdbt.process_0/d/*"), key=lambda path: path.stat().st_size),
+        max((folder / "journal").glob("*.log")),
+    ]
     for path in victims:
         path.write_bytes(damaged(path.read_bytes(), draw))
     again = _new_run(folder, run.config)
     before = len((folder / "console.log").read_text())
     again.life_to_the_end()
-    said = [line for line in (folder / "console.log").read_text()[before:].splitlines() if "resuming" in line
-            or "trusted" in line or "not read" in line]
+    said = [
+        line
+        for line in (folder / "console.log").read_text()[before:].splitlines()
+        if "resuming" in line or "trusted" in line or "not read" in line
+    ]
     ok = checkpoint.latest(folder / "checkpoints", full=True) == STEPS
     print(f"resume {number}: {'reached its end' if ok else 'WRONG'}; " + "; ".join(said), flush=True)
     return not ok

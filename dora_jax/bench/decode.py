@@ -72,13 +72,25 @@ class Subject:
     @classmethod
     def real(cls, model: decoder.ModelConfig) -> Subject:
         """Few calls a step, because each reads all weights: one, and two where short and long contexts meet."""
-        return cls(model, prompt=48, fixed=48, fixed_steps=48, fixed_block=48, tail_rows=TAIL_BATCH // 2,
-                   prefill=768, tail_prefill=192)
+        return cls(
+            model,
+            prompt=48,
+            fixed=48,
+            fixed_steps=48,
+            fixed_block=48,
+            tail_rows=TAIL_BATCH // 2,
+            prefill=768,
+            tail_prefill=192,
+        )
 
 
 ENVIRONMENTS = {  # rival -> what its environment needs
-    "transformers": ("torch==2.13.0+cpu", "transformers==5.23.0", "--extra-index-url",
-                     "https://download.pytorch.org/whl/cpu"),
+    "transformers": (
+        "torch==2.13.0+cpu",
+        "transformers==5.23.0",
+        "--extra-index-url",
+        "https://download.pytorch.org/whl/cpu",
+    ),
     "tunix": ("google-tunix==0.1.7",),
 }
 
@@ -120,8 +132,12 @@ def engine_runner(work: Work, params) -> Callable[[], None]:
 
     def run() -> None:
         group = next(runs)
-        todo = iter([(SampleId(group, index), prompt, 0, int(length))
-                     for index, (prompt, length) in enumerate(zip(work.prompts, work.lengths, strict=True))])
+        todo = iter(
+            [
+                (SampleId(group, index), prompt, 0, int(length))
+                for index, (prompt, length) in enumerate(zip(work.prompts, work.lengths, strict=True))
+            ]
+        )
         tokens = sum(threads.map(lambda engine: drain(engine, todo), engines))
         if tokens != work.tokens:
             raise RuntimeError(f"{tokens} tokens were sampled, not {work.tokens}")
@@ -138,9 +154,16 @@ def new_engine(work: Work, slots: int, device: jax.Device) -> Engine:
     sizes = (s.fixed_rows, s.fixed_steps, s.fixed_block, s.prefill)
     rows, steps, block, prefill = sizes if fixed else (s.tail_rows, s.tail_steps, s.tail_block, s.tail_prefill)
     section = RolloutSection(
-        slots=slots, pages=slots * (-(-(s.prompt + longest) // 16) + 2), max_prompt_tokens=s.prompt,
-        max_new_tokens=longest, prefill_tokens=s.prompt * slots, prefill_call_tokens=prefill,
-        decode_rows=min(rows, slots), decode_steps=steps, context_block=block)
+        slots=slots,
+        pages=slots * (-(-(s.prompt + longest) // 16) + 2),
+        max_prompt_tokens=s.prompt,
+        max_new_tokens=longest,
+        prefill_tokens=s.prompt * slots,
+        prefill_call_tokens=prefill,
+        decode_rows=min(rows, slots),
+        decode_steps=steps,
+        context_block=block,
+    )
     return engine_of(devices.filled(Config(rollout=section)), s.model, sharding.make_mesh([device], 1, 1, 1))
 
 
@@ -212,14 +235,26 @@ class External:
         interpreter = str(python) if python.exists() else sys.executable
         if not python.exists() and importlib.util.find_spec(name) is None:
             raise SystemExit(f"error: the rival {name} is not installed; --install makes its environment in {root}")
-        self._processes = [subprocess.Popen([interpreter, str(script), str(folder)], stdin=subprocess.PIPE,
-                                            stdout=subprocess.PIPE, text=True) for _ in range(copies)]
+        self._processes = [
+            subprocess.Popen(
+                [interpreter, str(script), str(folder)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+            )
+            for _ in range(copies)
+        ]
 
     def runner(self, work: Work) -> Callable[[], float]:
         processes = self._processes[: work.batch]
         n = len(processes)
-        lines = [json.dumps({"batch": work.batch // n, "prompts": work.prompts[i::n].tolist(),
-                             "lengths": work.lengths[i::n].tolist()}) for i in range(n)]
+        lines = [
+            json.dumps(
+                {
+                    "batch": work.batch // n,
+                    "prompts": work.prompts[i::n].tolist(),
+                    "lengths": work.lengths[i::n].tolist(),
+                }
+            )
+            for i in range(n)
+        ]
 
         def run() -> float:
             for process, line in zip(processes, lines, strict=True):
@@ -271,12 +306,18 @@ def main() -> None:
         folder, subject, params = real_model() if args.smollm else toy_model(Path(temporary) / "model")
         external = {name: External(name, folder, args.install, args.copies) for name in rivals if name != "plain"}
         print(f"measured: {flops / 1e9:.0f} GFLOP/s; {jax.device_count()} instances; jax {jax.__version__}")
-        print(f"{'tokens/s':12s}{'engine':>10s}" + "".join(f"{name:>14s}" for name in rivals)
-              + f"{'floor':>10s}{'of floor':>10s}{'best rival':>12s}", flush=True)
+        print(
+            f"{'tokens/s':12s}{'engine':>10s}"
+            + "".join(f"{name:>14s}" for name in rivals)
+            + f"{'floor':>10s}{'of floor':>10s}{'best rival':>12s}",
+            flush=True,
+        )
         for work in works(subject, [int(b) for b in args.rows.split(",") if b], args.tail):
             runs = [engine_runner(work, params)]
-            runs += [external[name].runner(work) if name in external else plain.runner(subject.model, params, work)
-                     for name in rivals]
+            runs += [
+                external[name].runner(work) if name in external else plain.runner(subject.model, params, work)
+                for name in rivals
+            ]
             for name, run in zip(("engine", *rivals), runs, strict=True):
                 if name not in external:  # those warm up by themselves
                     timed(run)
@@ -303,8 +344,10 @@ def print_row(work: Work, times: dict[str, float], floor: float) -> None:
     rivals = [took for name, took in times.items() if name not in ("engine", "plain")]
     against = f"{min(rivals) / times['engine']:.2f}x" if rivals else ""
     speeds = [f"{work.tokens / took:{14 if i else 10}.0f}" for i, took in enumerate(times.values())]
-    print(f"{work.name:12s}{''.join(speeds)}{work.tokens / floor:10.0f}{times['engine'] / floor:9.2f}x{against:>12s}",
-          flush=True)
+    print(
+        f"{work.name:12s}{''.join(speeds)}{work.tokens / floor:10.0f}{times['engine'] / floor:9.2f}x{against:>12s}",
+        flush=True,
+    )
 
 
 if __name__ == "__main__":

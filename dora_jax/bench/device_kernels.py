@@ -44,9 +44,14 @@ def read(record: Record, tiny: bool) -> None:
     rows, n = (2**10, 2**8) if tiny else (2**16, 2**13)
     x = jax.jit(lambda: (jax.lax.broadcasted_iota(jnp.int32, (rows, rows), 1) % 251).astype(jnp.bfloat16))()
     with record.attempt(READ):
-        times = [best_s(lambda run=run: run(x)) for run in (
-            jax.jit(lambda x: x.sum(1, dtype=jnp.float32)), jax.jit(lambda x: x.max(1)),
-            jax.jit(lambda x: x.max(0)))]
+        times = [
+            best_s(lambda run=run: run(x))
+            for run in (
+                jax.jit(lambda x: x.sum(1, dtype=jnp.float32)),
+                jax.jit(lambda x: x.max(1)),
+                jax.jit(lambda x: x.max(0)),
+            )
+        ]
         record.add(READ, x.nbytes / min(times) / 1e9, "GB/s", note=f"{x.nbytes / GIB:.3g} GiB of bf16")
     with record.attempt("copy speed"):
         copy = jax.jit(lambda x: x + jnp.bfloat16(1))
@@ -94,8 +99,9 @@ def kernel(record: Record, tiny: bool) -> None:
             if record.has(label):
                 return
             with record.attempt(label):
-                chain = jax.jit(lambda q, pool: jax.lax.fori_loop(
-                    0, most, lambda i, q: attend(q, pool, lens, tables, d**-0.5), q))
+                chain = jax.jit(
+                    lambda q, pool: jax.lax.fori_loop(0, most, lambda i, q: attend(q, pool, lens, tables, d**-0.5), q)
+                )
                 seconds = best_s(lambda: chain(q, pool), calls=2) / most
                 share(record, label, needed, seconds)
 
@@ -104,8 +110,10 @@ def kernel(record: Record, tiny: bool) -> None:
 
         label = f"{name}: error of ours against the reference"
         with record.attempt(label):
-            off = jnp.abs(ours(q, pool, lens, tables, d**-0.5).astype(jnp.float32)
-                          - attention.paged_reference(q, pool, lens, tables, d**-0.5).astype(jnp.float32)).max()
+            off = jnp.abs(
+                ours(q, pool, lens, tables, d**-0.5).astype(jnp.float32)
+                - attention.paged_reference(q, pool, lens, tables, d**-0.5).astype(jnp.float32)
+            ).max()
             record.add(label, float(off), "largest", note="bf16, values near 1")
         measured(f"{name}: reference", attention.paged_reference, 1)  # a loop would gather the pages once
         for options in SWEEP[:1] if tiny else SWEEP:
@@ -116,8 +124,13 @@ def kernel(record: Record, tiny: bool) -> None:
 def share(record: Record, label: str, needed_bytes: int, seconds: float) -> None:
     """Adds the time, and as what share of the read speed it reads what has to be read."""
     speed = record.value("read", READ)
-    record.add(label, needed_bytes / seconds / 1e9 / speed if speed else None, "of read",
-               note=f"{seconds * 1e6:.1f} us, {needed_bytes / 1e6:.1f} MB", seconds=seconds)
+    record.add(
+        label,
+        needed_bytes / seconds / 1e9 / speed if speed else None,
+        "of read",
+        note=f"{seconds * 1e6:.1f} us, {needed_bytes / 1e6:.1f} MB",
+        seconds=seconds,
+    )
 
 
 def flashinfer(record: Record, tiny: bool) -> None:
@@ -141,10 +154,19 @@ def flashinfer(record: Record, tiny: bool) -> None:
             label = f"{name}: FlashInfer, tensor cores {'on' if tensor_cores else 'off'}"
             with record.attempt(label):
                 wrapper = rival.BatchDecodeWithPagedKVCacheWrapper(
-                    torch.empty(256 * 2**20, dtype=torch.uint8, device="cuda"), "NHD", use_tensor_cores=tensor_cores)
-                wrapper.plan(i32(np.concatenate([[0], np.cumsum(counts)])), pages,
-                             i32(case["lens"] - (counts - 1) * PAGE), heads, kv, d, PAGE,
-                             q_data_type=torch.bfloat16, kv_data_type=torch.bfloat16)
+                    torch.empty(256 * 2**20, dtype=torch.uint8, device="cuda"), "NHD", use_tensor_cores=tensor_cores
+                )
+                wrapper.plan(
+                    i32(np.concatenate([[0], np.cumsum(counts)])),
+                    pages,
+                    i32(case["lens"] - (counts - 1) * PAGE),
+                    heads,
+                    kv,
+                    d,
+                    PAGE,
+                    q_data_type=torch.bfloat16,
+                    kv_data_type=torch.bfloat16,
+                )
                 share(record, label, kv_bytes(case, (heads, kv, d)), _torch_s(lambda: wrapper.run(q, pool)))
                 ours, theirs = record.value("kernel", f"{name}: ours"), record.entries[-1]["value"]
                 if ours and theirs:

@@ -54,10 +54,14 @@ class Work:
 
 FULL = Decode(rows=64, context=3584, new=512, ticks=16, rounds=3)
 SMALL = Decode(rows=4, context=48, new=80, ticks=2, rounds=2)
-GAP = {False: Work(groups=8, group_size=8, prompt=64, new=192, pack=2048, micro_batches=2),
-       True: Work(groups=2, group_size=2, prompt=8, new=24, pack=64, micro_batches=1)}
-TRAIN = {False: Work(groups=8, group_size=8, prompt=256, new=1792, pack=4096, micro_batches=16),
-         True: Work(groups=2, group_size=2, prompt=8, new=24, pack=64, micro_batches=1)}
+GAP = {
+    False: Work(groups=8, group_size=8, prompt=64, new=192, pack=2048, micro_batches=2),
+    True: Work(groups=2, group_size=2, prompt=8, new=24, pack=64, micro_batches=1),
+}
+TRAIN = {
+    False: Work(groups=8, group_size=8, prompt=256, new=1792, pack=4096, micro_batches=16),
+    True: Work(groups=2, group_size=2, prompt=8, new=24, pack=64, micro_batches=1),
+}
 TRAINED = (("cudnn", "none"), ("cudnn", "dots"), ("cudnn", "full"), ("reference", "full"))
 
 
@@ -113,8 +117,10 @@ def decode(record: Record, cfg: ModelConfig, tiny: bool) -> None:
     size = SMALL if tiny else FULL
     variants = {f"results late: {late}": {"late_results": late} for late in ("on", "off")}
     if cfg.d_model < 2048 and not tiny:
-        variants |= {f"command buffers: {name}": {"compiler_options": {"xla_gpu_enable_command_buffer": value}}
-                     for name, value in COMMAND_BUFFERS.items()}
+        variants |= {
+            f"command buffers: {name}": {"compiler_options": {"xla_gpu_enable_command_buffer": value}}
+            for name, value in COMMAND_BUFFERS.items()
+        }
     params = None
     for name, options in variants.items():
         if record.has(name):
@@ -135,8 +141,9 @@ def decode_variant(record: Record, name: str, config: Config, cfg: ModelConfig, 
     lengths = np.random.default_rng(1).integers(1, size.context + 1, size.rows)
     began = time.perf_counter()
     submit(engine, cfg, lengths, size.new)
-    record.add(f"{name}: prefill", lengths.sum() / (time.perf_counter() - began), "tokens/s",
-               note=f"{lengths.sum()} tokens")
+    record.add(
+        f"{name}: prefill", lengths.sum() / (time.perf_counter() - began), "tokens/s", note=f"{lengths.sum()} tokens"
+    )
     calls: list[tuple[Any, ...]] = []
     recorded(engine, calls)
     taken = []
@@ -151,14 +158,29 @@ def decode_variant(record: Record, name: str, config: Config, cfg: ModelConfig, 
     speed = record.value("read", device_kernels.READ)
     with record.attempt(f"{name}: idle"):
         device_s = device_seconds(engine, calls) / config.rollout.decode_steps
-        record.add(f"{name}: idle", max(0.0, 1 - device_s / step_s), "of step",
-                   note=f"device {device_s * 1e3:.3f} ms a step")
-    record.add(f"{name}: warm-up", warmup_s, "s", note=f"{compiled} programs; attention {config.rollout.attention}, "
-               f"page {config.rollout.page_size}, {config.rollout.pages} pages")
-    record.add(f"{name}: peak memory", peak_gib(), "GiB", note=f"since the process began; weights and live KV "
-               f"{needed / GIB:.2f}")
-    record.add(name, needed / step_s / 1e9 / speed if speed else None, "of read", seconds=step_s,
-               note=f"{step_s * 1e3:.3f} ms a step, {size.rows / step_s:.0f} tokens/s, {live / 1e9:.2f} GB of KV")
+        record.add(
+            f"{name}: idle", max(0.0, 1 - device_s / step_s), "of step", note=f"device {device_s * 1e3:.3f} ms a step"
+        )
+    record.add(
+        f"{name}: warm-up",
+        warmup_s,
+        "s",
+        note=f"{compiled} programs; attention {config.rollout.attention}, "
+        f"page {config.rollout.page_size}, {config.rollout.pages} pages",
+    )
+    record.add(
+        f"{name}: peak memory",
+        peak_gib(),
+        "GiB",
+        note=f"since the process began; weights and live KV {needed / GIB:.2f}",
+    )
+    record.add(
+        name,
+        needed / step_s / 1e9 / speed if speed else None,
+        "of read",
+        seconds=step_s,
+        note=f"{step_s * 1e3:.3f} ms a step, {size.rows / step_s:.0f} tokens/s, {live / 1e9:.2f} GB of KV",
+    )
 
 
 def submit(engine: Engine, cfg: ModelConfig, lengths: np.ndarray, new: int) -> None:
@@ -200,12 +222,18 @@ def device_seconds(engine: Engine, calls: list[tuple[Any, ...]], count: int = 10
 def train_config(work: Work, **changes: Any) -> Config:
     """changes: of the trainer; `dtype` of the model."""
     dtype = changes.pop("dtype", "bfloat16")
-    return devices.filled(Config(
-        model=ModelSection(dtype=dtype),
-        rollout=RolloutSection(slots=work.groups * work.group_size, max_prompt_tokens=work.prompt,
-                               max_new_tokens=work.new),
-        orchestrator=OrchestratorSection(groups_per_step=work.groups, group_size=work.group_size),
-        trainer=TrainerSection(pack_tokens=work.pack, micro_batches=work.micro_batches, learning_rate=1e-6, **changes)))
+    return devices.filled(
+        Config(
+            model=ModelSection(dtype=dtype),
+            rollout=RolloutSection(
+                slots=work.groups * work.group_size, max_prompt_tokens=work.prompt, max_new_tokens=work.new
+            ),
+            orchestrator=OrchestratorSection(groups_per_step=work.groups, group_size=work.group_size),
+            trainer=TrainerSection(
+                pack_tokens=work.pack, micro_batches=work.micro_batches, learning_rate=1e-6, **changes
+            ),
+        )
+    )
 
 
 def gap(record: Record, cfg: ModelConfig, tiny: bool) -> None:
@@ -243,8 +271,12 @@ def gap(record: Record, cfg: ModelConfig, tiny: bool) -> None:
 
 def add_gap(record: Record, name: str, d: np.ndarray) -> None:
     size = np.abs(d)
-    record.add(name, size.mean(), "mean",
-               note=f"p99 {np.quantile(size, 0.99):.3g}, largest {size.max():.3g}, {size.size} tokens")
+    record.add(
+        name,
+        size.mean(),
+        "mean",
+        note=f"p99 {np.quantile(size, 0.99):.3g}, largest {size.max():.3g}, {size.size} tokens",
+    )
 
 
 def sampled(engine: Engine, cfg: ModelConfig, work: Work) -> list[ScoredGroup]:
@@ -257,8 +289,9 @@ def sampled(engine: Engine, cfg: ModelConfig, work: Work) -> list[ScoredGroup]:
     done: dict[SampleId, Sample] = {}
     while not engine.idle:
         done |= {sample.id: sample for sample in engine.tick().finished}
-    return [_scored([done[SampleId(group, index)] for index in range(work.group_size)], rng)
-            for group in range(work.groups)]
+    return [
+        _scored([done[SampleId(group, index)] for index in range(work.group_size)], rng) for group in range(work.groups)
+    ]
 
 
 def ragged(cfg: ModelConfig, work: Work) -> list[ScoredGroup]:
@@ -267,19 +300,31 @@ def ragged(cfg: ModelConfig, work: Work) -> list[ScoredGroup]:
 
     def sample(group: int, index: int, prompt: np.ndarray) -> Sample:
         n = int(rng.integers(1, work.new + 1))
-        return Sample(id=SampleId(group, index), prompt_ids=prompt, mask=np.ones(n, bool), finish="length",
-                      out_ids=rng.integers(0, cfg.vocab_size, n).astype(np.int32),
-                      logprobs=np.full(n, -np.log(cfg.vocab_size), np.float32),
-                      spans=(Span(version=0, start=0, stop=n),))
+        return Sample(
+            id=SampleId(group, index),
+            prompt_ids=prompt,
+            mask=np.ones(n, bool),
+            finish="length",
+            out_ids=rng.integers(0, cfg.vocab_size, n).astype(np.int32),
+            logprobs=np.full(n, -np.log(cfg.vocab_size), np.float32),
+            spans=(Span(version=0, start=0, stop=n),),
+        )
 
     prompts = rng.integers(0, cfg.vocab_size, (work.groups, work.prompt)).astype(np.int32)
-    return [_scored([sample(group, index, prompt) for index in range(work.group_size)], rng)
-            for group, prompt in enumerate(prompts)]
+    return [
+        _scored([sample(group, index, prompt) for index in range(work.group_size)], rng)
+        for group, prompt in enumerate(prompts)
+    ]
 
 
 def _scored(samples: list[Sample], rng: np.random.Generator) -> ScoredGroup:
-    return ScoredGroup(group_id=samples[0].id.group_id, version=0, samples=tuple(samples), parts={},
-                       rewards=rng.normal(size=len(samples)).astype(np.float32))
+    return ScoredGroup(
+        group_id=samples[0].id.group_id,
+        version=0,
+        samples=tuple(samples),
+        parts={},
+        rewards=rng.normal(size=len(samples)).astype(np.float32),
+    )
 
 
 def train(record: Record, cfg: ModelConfig, tiny: bool) -> None:
@@ -302,9 +347,13 @@ def train(record: Record, cfg: ModelConfig, tiny: bool) -> None:
             tokens = int((batch.segment_ids > 0).sum())
             record.add(f"{name}: warm-up", warmup_s, "s")
             record.add(f"{name}: peak memory", peak_gib(), "GiB", note="since the process began")
-            record.add(name, needed / seconds / 1e12 / peak if peak else None, "MFU", seconds=seconds,
-                       note=f"{seconds:.3f} s, {tokens} tokens, {tokens / seconds:.0f} tokens/s, "
-                            f"{needed / 1e12:.1f} TFLOP")
+            record.add(
+                name,
+                needed / seconds / 1e12 / peak if peak else None,
+                "MFU",
+                seconds=seconds,
+                note=f"{seconds:.3f} s, {tokens} tokens, {tokens / seconds:.0f} tokens/s, {needed / 1e12:.1f} TFLOP",
+            )
             del trainer
         gc.collect()
 
@@ -326,9 +375,13 @@ def best_step_s(step: Callable[[], Any], rounds: int = 3) -> float:
 def shared_device(record: Record, cfg: ModelConfig, tiny: bool) -> None:
     """Trainer and engine on one device, with the pages that the memory plan leaves: their peak, against the plan's."""
     config = train_config(TRAIN[tiny], remat="full")
-    config = devices.filled(dataclasses.replace(
-        config, model=dataclasses.replace(config.model, size="" if tiny else "Qwen3-0.6B"),
-        rollout=dataclasses.replace(config.rollout, instances=1, pages=0)))
+    config = devices.filled(
+        dataclasses.replace(
+            config,
+            model=dataclasses.replace(config.model, size="" if tiny else "Qwen3-0.6B"),
+            rollout=dataclasses.replace(config.rollout, instances=1, pages=0),
+        )
+    )
     trainer = trainer_of(config, cfg, one_device(), decoder.init_params(cfg, 0))
     params = published(config, cfg, trainer.params)
     engine = engine_of(config, cfg, one_device())
@@ -343,8 +396,9 @@ def shared_device(record: Record, cfg: ModelConfig, tiny: bool) -> None:
     trainer.warmup(*batch.tokens.shape)
     record.add("warm-up of the trainer", time.perf_counter() - began, "s")
     trainer.step(batch)
-    record.add("peak memory with both", peak_gib(), "GiB",
-               note=f"{config.rollout.pages} pages of {config.rollout.page_size}")
+    record.add(
+        "peak memory with both", peak_gib(), "GiB", note=f"{config.rollout.pages} pages of {config.rollout.page_size}"
+    )
     if planned := budget.of(config, presets.here(config), cfg):
         bytes_ = memory.total(planned.trainer) + memory.total(planned.instance) + planned.pages_bytes
         record.add("planned memory", bytes_ / GIB, "GiB")

@@ -31,13 +31,21 @@ from dora_jax.runtime.build import engine_of, publishing_copy, trainer_recipe
 from dora_jax.types import Sample, SampleId
 
 PROMPT = 32
-OPTIONS = (("float32", "", ""), ("bfloat16", "", ""), ("float32", "int8", ""), ("float32", "float8", ""),
-           ("float32", "", "float8"), ("bfloat16", "int8", ""), ("bfloat16", "int8", "float8"))
+OPTIONS = (
+    ("float32", "", ""),
+    ("bfloat16", "", ""),
+    ("float32", "int8", ""),
+    ("float32", "float8", ""),
+    ("float32", "", "float8"),
+    ("bfloat16", "int8", ""),
+    ("bfloat16", "int8", "float8"),
+)
 
 
 def config_of(dtype: str, weights: str, kv: str, count: int, tokens: int) -> Config:
-    section = RolloutSection(slots=count, max_prompt_tokens=PROMPT, max_new_tokens=tokens, prefill_tokens=512,
-                             weights=weights, kv=kv)
+    section = RolloutSection(
+        slots=count, max_prompt_tokens=PROMPT, max_new_tokens=tokens, prefill_tokens=512, weights=weights, kv=kv
+    )
     return devices.filled(Config(model=ModelSection(dtype=dtype), rollout=section))
 
 
@@ -61,14 +69,19 @@ def trainer_logprobs(config: Config, cfg: ModelConfig, params: Any, samples: lis
     model = trainer_recipe(config, cfg, mesh, cfg.vocab_size).model
     rows = np.stack([np.concatenate([s.prompt_ids, s.out_ids]) for s in samples]).astype(np.int32)
     positions = np.tile(np.arange(rows.shape[1] - 1, dtype=np.int32), (len(rows), 1))
-    arrays = {"tokens": rows[:, :-1], "targets": rows[:, 1:], "positions": positions,
-              "segment_ids": np.ones_like(positions)}
+    arrays = {
+        "tokens": rows[:, :-1],
+        "targets": rows[:, 1:],
+        "positions": positions,
+        "segment_ids": np.ones_like(positions),
+    }
     score = jax.jit(lambda params, arrays: model.logprobs(params, arrays)[0])
     return np.asarray(score(params, arrays))[:, PROMPT - 1 :].reshape(-1)
 
 
-def measure(cfg: ModelConfig, params: Any, options: tuple[str, str, str], count: int,
-            tokens: int) -> tuple[np.ndarray, float]:
+def measure(
+    cfg: ModelConfig, params: Any, options: tuple[str, str, str], count: int, tokens: int
+) -> tuple[np.ndarray, float]:
     """(engine minus trainer of each sampled token, the mean rounding of one forward pass in the trainer's type)."""
     config = config_of(*options, count, tokens)
     samples = samples_of(config, cfg, params, count)
@@ -93,16 +106,20 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=128)
     args = parser.parse_args()
     cfg, params = hf.load(Path(args.model)) if args.model else (MODEL, decoder.init_params(MODEL, 0))
-    print(f"{'compute':10s}{'weights':9s}{'KV':9s}{'gap: mean':>11s}{'p99':>10s}{'largest':>10s}{'signed':>10s}"
-          f"{'forward':>10s}{'gap / forward':>15s}{'projections MB':>16s}{'KV B/token':>12s}")
+    print(
+        f"{'compute':10s}{'weights':9s}{'KV':9s}{'gap: mean':>11s}{'p99':>10s}{'largest':>10s}{'signed':>10s}"
+        f"{'forward':>10s}{'gap / forward':>15s}{'projections MB':>16s}{'KV B/token':>12s}"
+    )
     for dtype, weights, kv in OPTIONS:
         gap, forward = measure(cfg, params, (dtype, weights, kv), args.samples, args.tokens)
         projections, position = held_bytes(cfg, dtype, weights, kv)
         size = np.abs(gap)
         ratio = f"{size.mean() / forward:.2f}" if forward else "-"
-        print(f"{dtype:10s}{weights or '-':9s}{kv or '-':9s}{size.mean():11.2e}{np.quantile(size, 0.99):10.2e}"
-              f"{size.max():10.2e}{gap.mean():10.1e}{forward:10.2e}{ratio:>15s}{projections / 1e6:16.2f}{position:12d}",
-              flush=True)
+        print(
+            f"{dtype:10s}{weights or '-':9s}{kv or '-':9s}{size.mean():11.2e}{np.quantile(size, 0.99):10.2e}"
+            f"{size.max():10.2e}{gap.mean():10.1e}{forward:10.2e}{ratio:>15s}{projections / 1e6:16.2f}{position:12d}",
+            flush=True,
+        )
 
 
 if __name__ == "__main__":

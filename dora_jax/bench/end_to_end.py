@@ -122,7 +122,9 @@ def verdicts(lines: list[Line]) -> list[str]:
     if sync := by_label.get("sync"):
         share = dora.ran.rollout_only / sync.ran.rollout_only
         said.append(f"rollout only, dora / sync: {share:.2f}; aim at most 0.33")
-    said.append(f"orchestration {dora.ran.brain_share:.2%}, moves {dora.ran.move_share:.2%} of dora's time; aim under 2 %")
+    said.append(
+        f"orchestration {dora.ran.brain_share:.2%}, moves {dora.ran.move_share:.2%} of dora's time; aim under 2 %"
+    )
     return said
 
 
@@ -142,7 +144,9 @@ def main() -> None:
         ran = paced_run.run(row, pace=1 / args.speedup)
         print(f"{row.label}: {ran.step_s:.1f} s a step run", file=sys.stderr, flush=True)
         lines.append(Line(row=row, predicted=predicted, ran=ran))
-    print(f"paced at {args.speedup:g} modelled seconds a second, {args.steps} steps after {args.warmup}; times are modelled\n")
+    print(
+        f"paced at {args.speedup:g} modelled seconds a second, {args.steps} steps after {args.warmup}; times are modelled\n"
+    )
     print(table(lines), "\n", *verdicts(lines), sep="\n")
 
 

@@ -28,8 +28,17 @@ from dora_jax.runtime.recovery import replay
 
 POINTS = ("trainer.before_step", "trainer.after_step", "trainer.after_put")
 TIMED = (  # metrics of time, of where samples ran, and of what a new process does once more
-    "time/", "rollout/", "trainer/wait_s", "trainer/step_s", "trainer/tokens_per_s", "trainer/mfu",
-    "versions/side_by_side_share", "moves/", "reloads/", "waits")
+    "time/",
+    "rollout/",
+    "trainer/wait_s",
+    "trainer/step_s",
+    "trainer/tokens_per_s",
+    "trainer/mfu",
+    "versions/side_by_side_share",
+    "moves/",
+    "reloads/",
+    "waits",
+)
 
 
 def main() -> None:
@@ -66,26 +75,38 @@ def _async(args: argparse.Namespace) -> int:
 def _run(args: argparse.Namespace, name: str, mode: str) -> Run:
     folder = args.workdir / name
     shutil.rmtree(folder, ignore_errors=True)
-    return Run(folder, args.config, overrides=(*OVERRIDES, f"--config.steps={args.steps}",
-                                               f"--config.orchestrator.mode={mode}"))
+    return Run(
+        folder,
+        args.config,
+        overrides=(*OVERRIDES, f"--config.steps={args.steps}", f"--config.orchestrator.mode={mode}"),
+    )
 
 
 def _compare(mode: str, what: str, one: Path, other: Path, steps: int) -> int:
     """Prints a row; the number of differences."""
     different = []
     mine, theirs = (dict(_arrays(folder / "checkpoints" / str(steps))) for folder in (one, other))
-    different += [name for name in mine.keys() | theirs.keys()
-                  if name not in mine or name not in theirs or mine[name].tobytes() != theirs[name].tobytes()]
+    different += [
+        name
+        for name in mine.keys() | theirs.keys()
+        if name not in mine or name not in theirs or mine[name].tobytes() != theirs[name].tobytes()
+    ]
     digests = [_digests(folder) for folder in (one, other)]
     if digests[0] != digests[1] or len(set(digests[0].values())) != steps:
         different.append("digests")
     metrics = [_metrics(folder) for folder in (one, other)]
     values = sum(map(len, metrics[0].values()))
     if metrics[0] != metrics[1]:
-        different += [f"metrics of step {step}" for step in sorted(metrics[0].keys() | metrics[1].keys())
-                      if metrics[0].get(step) != metrics[1].get(step)]
-    print(f"{mode:5} {what:32} {len(mine):>6} {sum(x.nbytes for x in mine.values()):>9} {len(digests[0]):>7} {values:>7}  "
-          f"{', '.join(different) or 'nothing'}", flush=True)
+        different += [
+            f"metrics of step {step}"
+            for step in sorted(metrics[0].keys() | metrics[1].keys())
+            if metrics[0].get(step) != metrics[1].get(step)
+        ]
+    print(
+        f"{mode:5} {what:32} {len(mine):>6} {sum(x.nbytes for x in mine.values()):>9} {len(digests[0]):>7} {values:>7}  "
+        f"{', '.join(different) or 'nothing'}",
+        flush=True,
+    )
     return len(different)
 
 

@@ -30,8 +30,12 @@ class FakeSlices:
         self.spare, self.type = spare, f"v4-{2 * CHIPS * hosts}"  # which counts cores
         self._hosts = hosts
         Path(tempfile.gettempdir(), "ray").mkdir(exist_ok=True)  # which Ray expects without making it
-        head = {"num_cpus": 2, "object_store_memory": STORE_BYTES, "include_dashboard": False,
-                "temp_dir": tempfile.mkdtemp(prefix="ray")}
+        head = {
+            "num_cpus": 2,
+            "object_store_memory": STORE_BYTES,
+            "include_dashboard": False,
+            "temp_dir": tempfile.mkdtemp(prefix="ray"),
+        }
         self._cluster = Cluster(initialize_head=True, head_node_args=head)
         self.address = self._cluster.address
         self._slices: dict[str, dict[int, Any]] = {}  # name -> its nodes by the pids of their raylets
@@ -47,12 +51,19 @@ class FakeSlices:
         name, self._made = f"slice-{self._made}", self._made + 1
         self._slices[name] = {}
         for worker in range(self._hosts):
-            labels = {"ray.io/tpu-slice-name": name, "ray.io/tpu-worker-id": str(worker),
-                      "ray.io/tpu-pod-type": self.type}
+            labels = {
+                "ray.io/tpu-slice-name": name,
+                "ray.io/tpu-worker-id": str(worker),
+                "ray.io/tpu-pod-type": self.type,
+            }
             first = {f"TPU-{self.type}-head": 1} if worker == 0 else {}
-            node = self._cluster.add_node(num_cpus=1, object_store_memory=STORE_BYTES, labels=labels,
-                                          resources={"TPU": CHIPS, name: 1, **first},
-                                          env_vars={"TPU_NAME": name, "TPU_WORKER_ID": str(worker)})
+            node = self._cluster.add_node(
+                num_cpus=1,
+                object_store_memory=STORE_BYTES,
+                labels=labels,
+                resources={"TPU": CHIPS, name: 1, **first},
+                env_vars={"TPU_NAME": name, "TPU_WORKER_ID": str(worker)},
+            )
             self._slices[name][_raylet(node)] = node
 
     def replace(self) -> None:
@@ -82,8 +93,11 @@ class FakeSlices:
         node = self._slices[name][raylet]
         began = time.monotonic()
         done, why = self._cluster.head_node.get_gcs_client().drain_node(
-            node.node_id, PREEMPTION, "Node received SIGTERM; draining before shutdown.",
-            int(1000 * (time.time() + NOTICE_S)))
+            node.node_id,
+            PREEMPTION,
+            "Node received SIGTERM; draining before shutdown.",
+            int(1000 * (time.time() + NOTICE_S)),
+        )
         if not done:
             raise RuntimeError(f"Ray does not drain {name}: {why}")
         self._broken.append(name)

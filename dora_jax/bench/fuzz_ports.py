@@ -30,8 +30,14 @@ from dora_jax.bench.gang_run import LOST, Run, new_parser, running, settle
 
 HELD = 64  # connections that a thread keeps open and silent
 HELD_S = 20.0
-CLUSTER = ("--config.cluster.trainer_hosts=2", "--config.cluster.devices_per_host=1", "--config.cluster.wire=transfer",
-           "--config.rollout.instances=2", "--config.rollout.tensor=1", "--config.cluster.silence_s=60.0")
+CLUSTER = (
+    "--config.cluster.trainer_hosts=2",
+    "--config.cluster.devices_per_host=1",
+    "--config.cluster.wire=transfer",
+    "--config.rollout.instances=2",
+    "--config.rollout.tensor=1",
+    "--config.cluster.silence_s=60.0",
+)
 
 PAYLOADS: dict[str, Callable[[random.Random], bytes]] = {
     "nothing": lambda draw: b"",
@@ -40,7 +46,7 @@ PAYLOADS: dict[str, Callable[[random.Random], bytes]] = {
     "http": lambda draw: b"GET / HTTP/1.1\r\nHost: x\r\n\r\n",
     "http2": lambda draw: b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + draw.randbytes(draw.randrange(200)),
     "tls": lambda draw: b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03" + draw.randbytes(32),
-    "length": lambda draw: struct.pack("!i", draw.choice((-1, -2**31, 2**31 - 1, 257, 0, -7))) + draw.randbytes(40),
+    "length": lambda draw: struct.pack("!i", draw.choice((-1, -(2**31), 2**31 - 1, 257, 0, -7))) + draw.randbytes(40),
     "handshake": lambda draw: _frame(b"#CHALLENGE#" + draw.randbytes(draw.choice((20, 40, 200)))),
     "answer": lambda draw: _frame(b"{sha256}" + draw.randbytes(32)) + _frame(b"#WELCOME#") * draw.randrange(3),
 }
@@ -54,8 +60,10 @@ class Fuzzer:
         self.connections: collections.Counter[tuple[str, int]] = collections.Counter()
         self.sent_bytes: collections.Counter[tuple[str, int]] = collections.Counter()
         self._closed = threading.Event()
-        self._threads = [threading.Thread(target=self._run, args=(random.Random(f"{seed}/{i}"),), name="fuzzer")
-                         for i in range(threads)]
+        self._threads = [
+            threading.Thread(target=self._run, args=(random.Random(f"{seed}/{i}"),), name="fuzzer")
+            for i in range(threads)
+        ]
         for thread in self._threads:
             thread.start()
 
@@ -80,7 +88,7 @@ class Fuzzer:
         with contextlib.suppress(OSError):  # it is hung up on, or the process has gone
             raw = socket.create_connection(target, timeout=2.0)
             self.connections[target] += 1
-            for part in ([data[i:i + 1] for i in range(min(len(data), 64))] if how < 0.1 else [data]):
+            for part in [data[i : i + 1] for i in range(min(len(data), 64))] if how < 0.1 else [data]:
                 raw.sendall(part)
                 self.sent_bytes[target] += len(part)
             if how > 0.6:
@@ -130,8 +138,10 @@ def _look(run: Run, fuzzer: Fuzzer, owners: dict[tuple[str, int], str], files: c
     run.look()
     if run.process.poll() is not None:
         raise RuntimeError(f"the controller has ended: {run.console.read_text()[-3000:]}")
-    pids = {"controller": run.process.pid,
-            **{f"{gang}.{i}": pid for gang, gang_pids in run.pids.items() for i, pid in enumerate(gang_pids)}}
+    pids = {
+        "controller": run.process.pid,
+        **{f"{gang}.{i}": pid for gang, gang_pids in run.pids.items() for i, pid in enumerate(gang_pids)},
+    }
     now = {address: name for name, pid in pids.items() for address in listening(pid)}
     owners.update(now)
     fuzzer.targets = list(now)

@@ -29,8 +29,16 @@ from typing import Any
 
 from dora_jax.bench.gang_run import PATIENCE_S, PROCESSES, Run, new_parser, running, settle
 
-KINDS = ("rollout-kill", "rollout-freeze", "rollout-notice", "resize", "trainer-kill", "trainer-freeze",
-         "trainer-notice", "controller-kill")
+KINDS = (
+    "rollout-kill",
+    "rollout-freeze",
+    "rollout-notice",
+    "resize",
+    "trainer-kill",
+    "trainer-freeze",
+    "trainer-notice",
+    "controller-kill",
+)
 NODE_KINDS = ("node-kill", "node-freeze", "node-notice", "node-drain")
 BLOWS = {"kill": signal.SIGKILL, "freeze": signal.SIGSTOP, "notice": signal.SIGTERM}
 
@@ -48,8 +56,11 @@ def main() -> None:
             run.ready(flags.gangs)
             time.sleep(draw.uniform(0, 1))
             times.setdefault(kind, []).append(_strike(run, kind, draw))
-            print(f"  {kind:16} said {times[kind][-1][0]:5.1f} s  up {times[kind][-1][1]:5.1f} s  at work "
-                  f"{times[kind][-1][2]:5.1f} s", flush=True)
+            print(
+                f"  {kind:16} said {times[kind][-1][0]:5.1f} s  up {times[kind][-1][1]:5.1f} s  at work "
+                f"{times[kind][-1][2]:5.1f} s",
+                flush=True,
+            )
         run.ready(flags.gangs)
     _table(times)
     settle(run, f"{run.steps} steps")
@@ -107,11 +118,18 @@ def _slices(flags: argparse.Namespace) -> Any:
 def _on_slices(slice_type: str, flags: argparse.Namespace) -> list[str]:
     """Every gang has a slice of its own, a device of each host, and a model that these can divide among them."""
     hosts = flags.hosts
-    return ["--config.cluster.launcher=ray", f"--config.cluster.trainer_slice={slice_type}",
-            f"--config.cluster.replica_slice={slice_type}", f"--config.cluster.trainer_hosts={hosts}",
-            f"--config.cluster.hosts_per_replica={hosts}", "--config.cluster.devices_per_host=1",
-            f"--config.rollout.tensor={hosts}", f"--config.sft.n_kv_heads={hosts}",
-            f"--config.sft.out={flags.workdir / 'base'}", f"--config.model.path={flags.workdir / 'base'}"]
+    return [
+        "--config.cluster.launcher=ray",
+        f"--config.cluster.trainer_slice={slice_type}",
+        f"--config.cluster.replica_slice={slice_type}",
+        f"--config.cluster.trainer_hosts={hosts}",
+        f"--config.cluster.hosts_per_replica={hosts}",
+        "--config.cluster.devices_per_host=1",
+        f"--config.rollout.tensor={hosts}",
+        f"--config.sft.n_kv_heads={hosts}",
+        f"--config.sft.out={flags.workdir / 'base'}",
+        f"--config.model.path={flags.workdir / 'base'}",
+    ]
 
 
 def _strike_controller(run: Run) -> tuple[float, float, float]:
@@ -133,13 +151,17 @@ def _strike_controller(run: Run) -> tuple[float, float, float]:
 
 
 def _table(times: dict[str, list[tuple[float, float, float]]]) -> None:
-    print(f"{'kind':16} {'blows':>5}  {'said s: median':>14} {'max':>5}  {'up s: median':>12} {'max':>5}  "
-          f"{'at work s: median':>17} {'max':>5}")
+    print(
+        f"{'kind':16} {'blows':>5}  {'said s: median':>14} {'max':>5}  {'up s: median':>12} {'max':>5}  "
+        f"{'at work s: median':>17} {'max':>5}"
+    )
     for kind, rows in times.items():
         said, up, work = (sorted(column) for column in zip(*rows, strict=True))
         middle = len(rows) // 2
-        print(f"{kind:16} {len(rows):>5}  {said[middle]:>14.2f} {said[-1]:>5.1f}  {up[middle]:>12.1f} {up[-1]:>5.1f}  "
-              f"{work[middle]:>17.1f} {work[-1]:>5.1f}")
+        print(
+            f"{kind:16} {len(rows):>5}  {said[middle]:>14.2f} {said[-1]:>5.1f}  {up[middle]:>12.1f} {up[-1]:>5.1f}  "
+            f"{work[middle]:>17.1f} {work[-1]:>5.1f}"
+        )
 
 
 def _flags() -> argparse.Namespace:

@@ -23,8 +23,13 @@ from dora_jax.runtime.audit import audit
 PATIENCE_S = 600.0
 STEPS = 100_000  # it ends when the page has seen enough
 OVERRIDES = (
-    f"--config.steps={STEPS}", "--config.eval.every=0", "--config.cluster.elastic=True",
-    "--config.journal.keep_all=True", "--config.journal.partial_s=0.2", "--config.checkpoint.every=5")
+    f"--config.steps={STEPS}",
+    "--config.eval.every=0",
+    "--config.cluster.elastic=True",
+    "--config.journal.keep_all=True",
+    "--config.journal.partial_s=0.2",
+    "--config.checkpoint.every=5",
+)
 PROCESSES = ("--config.cluster.launcher=process",)
 
 UP = re.compile(r"(trainer|rollout \d+) \(epoch (\d+)\) is up.*: pids ([\d, ]+)")
@@ -104,8 +109,20 @@ def running(flags: argparse.Namespace, launcher: Sequence[str] = PROCESSES, slic
     """The run, with all its gangs up."""
     shutil.rmtree(flags.workdir, ignore_errors=True)
     flags.workdir.mkdir(parents=True)
-    run = Run([sys.executable, "-m", "dora_jax.train", f"--config={flags.config}", f"--workdir={flags.workdir}",
-               *OVERRIDES, *launcher, *flags.overrides], flags.workdir, slices=slices)
+    run = Run(
+        [
+            sys.executable,
+            "-m",
+            "dora_jax.train",
+            f"--config={flags.config}",
+            f"--workdir={flags.workdir}",
+            *OVERRIDES,
+            *launcher,
+            *flags.overrides,
+        ],
+        flags.workdir,
+        slices=slices,
+    )
     run.start()
     try:
         run.wait("all gangs", lambda: len(run.pids) == flags.gangs)

@@ -100,9 +100,16 @@ def new_worker(instance: int, args: argparse.Namespace, context: int, page: int)
     spare = (args.ticks + 8) * steps
     chunk = context // 4  # few and large ones, all in the first tick: prefill is not what is timed
     rollout = RolloutSection(
-        slots=rows, pages=rows * (context + spare) // page + 2 * rows, page_size=page, max_prompt_tokens=chunk,
-        max_new_tokens=context + spare - chunk, decode_steps=steps, prefill_tokens=rows * 2 * context,
-        prefill_chunk=chunk, late_results="on" if args.step_ms else "off")
+        slots=rows,
+        pages=rows * (context + spare) // page + 2 * rows,
+        page_size=page,
+        max_prompt_tokens=chunk,
+        max_new_tokens=context + spare - chunk,
+        decode_steps=steps,
+        prefill_tokens=rows * 2 * context,
+        prefill_chunk=chunk,
+        late_results="on" if args.step_ms else "off",
+    )
     config = devices.filled(Config(rollout=rollout))
     engine = build.engine_of(config, MODEL, sharding.make_mesh(jax.devices()[:1], 1, 1, 1), eos_ids=(1,))
     engine._device = InstantDevice(engine, args.step_ms * 1e-3 * steps)
@@ -110,9 +117,18 @@ def new_worker(instance: int, args: argparse.Namespace, context: int, page: int)
     worker = InstanceWorker(instance, engine, None, queue.SimpleQueue(), args.partial_s)
     for i in range(rollout.slots):
         n = context - rollout.max_prompt_tokens - i * rollout.decode_steps % 128
-        worker.receive(Parcel(id=SampleId(i // GROUP, i % GROUP), version=0, out_ids=np.full(n, TOKEN, np.int32),
-                              prompt_ids=np.arange(rollout.max_prompt_tokens, dtype=np.int32) + i // GROUP,
-                              logprobs=np.full(n, -1, np.float32), max_new_tokens=rollout.max_new_tokens), 1, None)
+        worker.receive(
+            Parcel(
+                id=SampleId(i // GROUP, i % GROUP),
+                version=0,
+                out_ids=np.full(n, TOKEN, np.int32),
+                prompt_ids=np.arange(rollout.max_prompt_tokens, dtype=np.int32) + i // GROUP,
+                logprobs=np.full(n, -1, np.float32),
+                max_new_tokens=rollout.max_new_tokens,
+            ),
+            1,
+            None,
+        )
     while len(engine.tick().progress) < rollout.slots:
         pass
     return worker
@@ -193,8 +209,11 @@ def table(args: argparse.Namespace) -> Iterator[str]:
     numbers = lambda text: [int(n) for n in text.split(",")]  # noqa: E731
     several = args.instances > 1
     yield f"{args.rows} rows, {args.steps} steps a call, {args.instances} instance{'s' * several}"
-    yield f"{'context':>8s}{'page':>6s}" + (f"{'tokens/s':>12s}{'core':>7s}{'idle':>7s}" if several else
-                                              f"{'plan':>8s}{'commit':>8s}{'rest':>8s}{'us':>8s}{'report':>9s}")
+    yield f"{'context':>8s}{'page':>6s}" + (
+        f"{'tokens/s':>12s}{'core':>7s}{'idle':>7s}"
+        if several
+        else f"{'plan':>8s}{'commit':>8s}{'rest':>8s}{'us':>8s}{'report':>9s}"
+    )
     for context in numbers(args.contexts):
         for page in numbers(args.pages):
             workers = [new_worker(i, args, context, page) for i in range(args.instances)]

@@ -74,8 +74,11 @@ def main() -> None:
                 _say(len(phases), phases[-1])
     quiet, struck = ([phase.rate for phase in phases if phase.kills == kills] for kills in (False, True))
     share = [b / a for a, b in zip(quiet, struck, strict=True)]
-    settle(run, f"{100 * sum(struck) / sum(quiet):.1f} % of the undisturbed rate; pairs: "
-                f"{', '.join(f'{100 * x:.1f}' for x in share)} %")
+    settle(
+        run,
+        f"{100 * sum(struck) / sum(quiet):.1f} % of the undisturbed rate; pairs: "
+        f"{', '.join(f'{100 * x:.1f}' for x in share)} %",
+    )
 
 
 def _phase(run: Run, trained: Trained, kills: bool, args: argparse.Namespace, draw: random.Random) -> Phase:
@@ -105,8 +108,9 @@ def _phase(run: Run, trained: Trained, kills: bool, args: argparse.Namespace, dr
 
 def _say(number: int, phase: Phase) -> None:
     back = f"median {statistics.median(phase.back_s):.1f}, up to {max(phase.back_s):.1f}" if phase.back_s else ""
-    print(f"{number:>5} {phase.struck:>5} {phase.seconds:>6.1f} {phase.steps:>5} {phase.rate:>9.0f}  {back}",
-          flush=True)
+    print(
+        f"{number:>5} {phase.struck:>5} {phase.seconds:>6.1f} {phase.steps:>5} {phase.rate:>9.0f}  {back}", flush=True
+    )
 
 
 def _arguments() -> argparse.Namespace:

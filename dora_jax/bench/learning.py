@@ -79,8 +79,15 @@ class Curve(NamedTuple):
 def run(folder: Path, mode: str, seed: int, base: Path, steps: int) -> None:
     """Trains unless it has been done, and keeps of the journal what is read here."""
     name, k = re.fullmatch(r"([a-z_]+)(\d*)", mode).groups()
-    overrides = {"seed": seed, "steps": steps, "model.path": base, "eval.every": EVAL_EVERY, "checkpoint.every": 0,
-                 "orchestrator.mode": name, "orchestrator.max_versions": k or 3}
+    overrides = {
+        "seed": seed,
+        "steps": steps,
+        "model.path": base,
+        "eval.every": EVAL_EVERY,
+        "checkpoint.every": 0,
+        "orchestrator.mode": name,
+        "orchestrator.max_versions": k or 3,
+    }
     arguments = [f"--config={CONFIG}", *(f"--config.{field}={value}" for field, value in overrides.items())]
     if (folder / RESULT).exists():
         if json.loads((folder / RESULT).read_text())["arguments"] != arguments:
@@ -115,10 +122,16 @@ def load(folder: Path) -> Curve:
     start = end[0] - took[0]
     windows = [(end[r["step"] - 1] if r["step"] else start, r["time/run_s"]) for r in evals]
     return Curve(
-        end - start, np.cumsum(without(end - took, end, took, windows)), column(steps, "reward/mean"),
-        column(steps, "lag/mean"), column(steps, "trainer/wait_s") / took, column(steps, "rollout/idle_share"),
-        column(evals, "step"), column(evals, "eval/accuracy"),
-        [Group(*g) for g in json.loads((folder / RESULT).read_text())["groups"]])
+        end - start,
+        np.cumsum(without(end - took, end, took, windows)),
+        column(steps, "reward/mean"),
+        column(steps, "lag/mean"),
+        column(steps, "trainer/wait_s") / took,
+        column(steps, "rollout/idle_share"),
+        column(evals, "step"),
+        column(evals, "eval/accuracy"),
+        [Group(*g) for g in json.loads((folder / RESULT).read_text())["groups"]],
+    )
 
 
 def records_of(folder: Path) -> list[dict]:
@@ -144,17 +157,26 @@ def figures(curve: Curve, seconds: float) -> dict[str, float]:
     learnt = int(np.argmax(smooth >= TARGET)) if (smooth >= TARGET).any() else None
     reached = curve.quiet_clock[learnt + SMOOTH - 1] if learnt is not None else np.nan
     at = np.concatenate([[0.0], curve.quiet_clock])[curve.versions.astype(int)]
-    passed, samples = (np.bincount([g.version for g in curve.groups], [getattr(g, name) for g in curve.groups])
-                       for name in ("passed", "samples"))
+    passed, samples = (
+        np.bincount([g.version for g in curve.groups], [getattr(g, name) for g in curve.groups])
+        for name in ("passed", "samples")
+    )
     rate = passed[samples > 0] / samples[samples > 0]
     versions = np.arange(len(curve.reward) - LAST)
     return {
-        "reward": curve.reward.mean(), "by version": np.interp(versions, np.flatnonzero(samples), rate).mean(),
-        "held-out": curve.heldout[1:].mean(), "last": curve.heldout[-1],
-        "lag": curve.lag.mean(), "reward/s": area(curve.quiet_clock, curve.reward, seconds),
-        "held-out/s": area(at, curve.heldout, seconds), "s to learn": reached,
-        "ms/step": 1e3 * curve.quiet_clock[-1] / len(curve.reward), "s in all": curve.clock[-1],
-        "trainer waits": curve.wait[1:].mean(), "rollout idle": curve.idle[1:].mean()}
+        "reward": curve.reward.mean(),
+        "by version": np.interp(versions, np.flatnonzero(samples), rate).mean(),
+        "held-out": curve.heldout[1:].mean(),
+        "last": curve.heldout[-1],
+        "lag": curve.lag.mean(),
+        "reward/s": area(curve.quiet_clock, curve.reward, seconds),
+        "held-out/s": area(at, curve.heldout, seconds),
+        "s to learn": reached,
+        "ms/step": 1e3 * curve.quiet_clock[-1] / len(curve.reward),
+        "s in all": curve.clock[-1],
+        "trainer waits": curve.wait[1:].mean(),
+        "rollout idle": curve.idle[1:].mean(),
+    }
 
 
 def area(at: np.ndarray, values: np.ndarray, stop: float) -> float:
@@ -190,8 +212,10 @@ def interval(values: list[float]) -> tuple[float, float]:
 def learning_table(found: dict[str, list[dict[str, float]]]) -> str:
     digits = {"lag": 2, "s to learn": 1, "ms/step": 0, "s in all": 1, "trainer waits": 2, "rollout idle": 2}
     head = list(next(iter(found.values()))[0])
-    rows = [[mode, *(cell(*interval([run[name] for run in runs]), digits.get(name, 3)) for name in head)]
-            for mode, runs in found.items()]
+    rows = [
+        [mode, *(cell(*interval([run[name] for run in runs]), digits.get(name, 3)) for name in head)]
+        for mode, runs in found.items()
+    ]
     return grid(["mode", *head], rows)
 
 
@@ -215,8 +239,13 @@ def lag_table(found: dict[str, list[Curve]]) -> str:
 
 def youngest_table(records: dict[str, list[dict]]) -> str:
     """`records`: of all runs of a mode."""
-    means = {"reward": "reward/mean", "clipped": "trainer/clip_fraction", "ESS": "trainer/ess_share",
-             "largest ratio": "trainer/ratio_max", "gradient norm": "trainer/grad_norm"}
+    means = {
+        "reward": "reward/mean",
+        "clipped": "trainer/clip_fraction",
+        "ESS": "trainer/ess_share",
+        "largest ratio": "trainer/ratio_max",
+        "gradient norm": "trainer/grad_norm",
+    }
     rows = []
     for mode, of_mode in records.items():
         by_youngest = collections.defaultdict(list)

@@ -37,9 +37,15 @@ MOVED = SampleId(0, 0)
 def new_engine(context: int, others: int, params) -> Engine:
     longest = OTHERS_NEW if others else NEW
     section = RolloutSection(
-        slots=1 + others, decode_rows=1, pages=(context + longest) // 16 + 2 + others * (OTHERS_NEW // 16 + 3),
-        max_prompt_tokens=context, max_new_tokens=longest, prefill_tokens=1 << 20, prefill_chunk=512,
-        context_block=max(128, context // 16))
+        slots=1 + others,
+        decode_rows=1,
+        pages=(context + longest) // 16 + 2 + others * (OTHERS_NEW // 16 + 3),
+        max_prompt_tokens=context,
+        max_new_tokens=longest,
+        prefill_tokens=1 << 20,
+        prefill_chunk=512,
+        context_block=max(128, context // 16),
+    )
     engine = engine_of(devices.filled(Config(rollout=section)), MODEL, sharding.make_mesh(jax.devices()[:1], 1, 1, 1))
     engine.load(0, jax.device_put(params, engine.param_shardings))
     engine.warmup()
@@ -123,8 +129,10 @@ def measure(context: int, others: int, rounds: int, params) -> str:
         forget(there, params)
     move, prefill, stay = min(moves), min(prefills), min(stays)
     (out, out_ticks), (into, in_ticks) = min(leaves), min(comes)
-    return (f"{context:8d}{parcel.kv_bytes / 1e6:8.1f}{move * 1e3:9.1f}{prefill * 1e3:12.1f}{stay * 1e3:9.1f}"
-            f"{(move - stay) / (prefill - stay):8.1%}{out:9.1%} /{out_ticks:3d}{into:9.1%} /{in_ticks:3d}")
+    return (
+        f"{context:8d}{parcel.kv_bytes / 1e6:8.1f}{move * 1e3:9.1f}{prefill * 1e3:12.1f}{stay * 1e3:9.1f}"
+        f"{(move - stay) / (prefill - stay):8.1%}{out:9.1%} /{out_ticks:3d}{into:9.1%} /{in_ticks:3d}"
+    )
 
 
 def main() -> None:
@@ -134,8 +142,10 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     args = parser.parse_args()
     params = jax.jit(decoder.serving_layout)(decoder.init_params(MODEL, 0))
-    print(f"{'context':>8s}{'KV MB':>8s}{'move ms':>9s}{'prefill ms':>12s}{'stay ms':>9s}{'share':>8s}"
-          f"{'out / ticks':>14s}{'in / ticks':>14s}")
+    print(
+        f"{'context':>8s}{'KV MB':>8s}{'move ms':>9s}{'prefill ms':>12s}{'stay ms':>9s}{'share':>8s}"
+        f"{'out / ticks':>14s}{'in / ticks':>14s}"
+    )
     for context in [int(c) for c in args.contexts.split(",")]:
         print(measure(context, args.others, args.rounds, params), flush=True)
 

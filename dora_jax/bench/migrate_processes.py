@@ -123,12 +123,17 @@ def main() -> None:
     parser.add_argument("--contexts", default="512,2048,8192")
     parser.add_argument("--rounds", type=int, default=3)
     args = parser.parse_args()
-    print(f"{'context':>8s}{'KV MB':>8s}{'move ms':>9s}{'wire ms':>9s}{'GiB/s':>7s}{'prefill ms':>12s}{'stay ms':>9s}"
-          f"{'share':>8s}")
+    print(
+        f"{'context':>8s}{'KV MB':>8s}{'move ms':>9s}{'wire ms':>9s}{'GiB/s':>7s}{'prefill ms':>12s}{'stay ms':>9s}"
+        f"{'share':>8s}"
+    )
     for context in [int(c) for c in args.contexts.split(",")]:
         move, wire, prefill, stay, size = measure(context, args.rounds)
-        print(f"{context:8d}{size / 1e6:8.1f}{move * 1e3:9.1f}{wire * 1e3:9.1f}{size / wire / 2**30:7.2f}"
-              f"{prefill * 1e3:12.1f}{stay * 1e3:9.1f}{move / prefill:8.1%}", flush=True)
+        print(
+            f"{context:8d}{size / 1e6:8.1f}{move * 1e3:9.1f}{wire * 1e3:9.1f}{size / wire / 2**30:7.2f}"
+            f"{prefill * 1e3:12.1f}{stay * 1e3:9.1f}{move / prefill:8.1%}",
+            flush=True,
+        )
 
 
 if __name__ == "__main__":

@@ -43,7 +43,17 @@ from dora_jax.types import SampleId
 SLOTS, GROUP_SIZE, IN_FLIGHT, STEPS_IN_FLIGHT, VERSIONS = 100, 16, 15.0, 4, 16
 SIGMA, MU, MAX_TOKENS, TOKENS_PER_S = 1.0, 7.59, 12_000, 30.0  # a mean of 3,000
 PROMPT_TOKENS, PAGE_SIZE, PAGES = 512, 64, 100 * 120
-LOAD_S, MOVE_S, SCORE_S, STEP_S, BACK_S, BEGIN_S, PARK_S, CLOCK_S, UP_S = 2.0, 0.2, 0.5, 20.0, 60.0, 0.05, 0.02, 0.1, 5.0
+LOAD_S, MOVE_S, SCORE_S, STEP_S, BACK_S, BEGIN_S, PARK_S, CLOCK_S, UP_S = (
+    2.0,
+    0.2,
+    0.5,
+    20.0,
+    60.0,
+    0.05,
+    0.02,
+    0.1,
+    5.0,
+)
 LENGTHS = 1 << 16
 REPORTS_BEFORE_S = 10.0  # the clock starts
 SYNC_S = 0.5  # as a run's journal
@@ -177,8 +187,16 @@ class Body:
         self.lives[i] += 1
         if self.options.mtbf_s:
             self.at(self.draw.expovariate(1 / self.options.mtbf_s), self.down, i, self.lives[i])
-        self.tell(ev.InstanceUp(instance=i, slots=SLOTS, pages=PAGES, page_size=PAGE_SIZE, residents=self.options.residents,
-                                life=self.lives[i]))
+        self.tell(
+            ev.InstanceUp(
+                instance=i,
+                slots=SLOTS,
+                pages=PAGES,
+                page_size=PAGE_SIZE,
+                residents=self.options.residents,
+                life=self.lives[i],
+            )
+        )
 
     def down(self, i: int, life: int) -> None:
         runs, self.runs[i] = self.runs[i], {}
@@ -193,8 +211,11 @@ class Body:
             tokens = tuple([int(now_tokens + zero) for zero in runs.values()])
             free = max(0, PAGES - (sum(tokens) + len(runs) * PROMPT_TOKENS) // PAGE_SIZE)
             groups, indices = zip(*runs, strict=True)
-            self.tell(ev.InstanceReported(instance=i, free=free, groups=groups, indices=indices, tokens=tokens,
-                                          life=self.lives[i]))
+            self.tell(
+                ev.InstanceReported(
+                    instance=i, free=free, groups=groups, indices=indices, tokens=tokens, life=self.lives[i]
+                )
+            )
 
     def tokens(self, zero: float) -> float:
         return self.now * TOKENS_PER_S + zero
@@ -299,25 +320,41 @@ def report(body: Body) -> Iterator[str]:
     options, cost, summary = body.options, body.cost, body.brain.summary()
     seconds, live = options.seconds, sum(map(len, body.runs))
     steps_ns, events = sum(cost.step_ns.values()), sum(cost.events.values())
-    share = {"events": steps_ns, "the collector": cost.collector_ns, "snapshots": cost.snapshot_ns,
-             "their children": int(cost.children_s * 1e9)}
-    yield (f"{options.instances:,} instances, {live:,} live samples, R = {options.residents}, {options.updates} parts, "
-           f"{seconds:.0f} s of the fleet: {sum(share.values()) / 1e9 / seconds:.1%} of one core ("
-           f"{', '.join(f'{name} {ns / 1e9 / seconds:.1%}' for name, ns in share.items())})")
-    yield (f"    {events / seconds:,.0f} events/s of {events / max(1, steps_ns) * 1e9:,.0f} that one core takes; slowest step "
-           f"{cost.worst[0] / 1e6:.1f} ms ({cost.worst[1]}); {cost.passes} passes of the collector")
-    yield (f"    {cost.snapshots} snapshots, for each of which the loop stood still for at most "
-           f"{1e3 * max(cost.fork_s, default=0):.0f} ms and a child worked for {cost.children_s / max(1, cost.snapshots):.1f} s")
-    yield (f"    base {summary['base']}, {len(summary['versions'])} versions, moves {summary['moves']}, reloads "
-           f"{summary['reloads']}, dropped {summary['dropped']}")
-    yield (f"    the orchestrator's memory {_bytes(body.brain) / max(1, live):,.0f} bytes a live sample; the process with its "
-           f"fleet {resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20:.2f} GiB")
+    share = {
+        "events": steps_ns,
+        "the collector": cost.collector_ns,
+        "snapshots": cost.snapshot_ns,
+        "their children": int(cost.children_s * 1e9),
+    }
+    yield (
+        f"{options.instances:,} instances, {live:,} live samples, R = {options.residents}, {options.updates} parts, "
+        f"{seconds:.0f} s of the fleet: {sum(share.values()) / 1e9 / seconds:.1%} of one core ("
+        f"{', '.join(f'{name} {ns / 1e9 / seconds:.1%}' for name, ns in share.items())})"
+    )
+    yield (
+        f"    {events / seconds:,.0f} events/s of {events / max(1, steps_ns) * 1e9:,.0f} that one core takes; slowest step "
+        f"{cost.worst[0] / 1e6:.1f} ms ({cost.worst[1]}); {cost.passes} passes of the collector"
+    )
+    yield (
+        f"    {cost.snapshots} snapshots, for each of which the loop stood still for at most "
+        f"{1e3 * max(cost.fork_s, default=0):.0f} ms and a child worked for {cost.children_s / max(1, cost.snapshots):.1f} s"
+    )
+    yield (
+        f"    base {summary['base']}, {len(summary['versions'])} versions, moves {summary['moves']}, reloads "
+        f"{summary['reloads']}, dropped {summary['dropped']}"
+    )
+    yield (
+        f"    the orchestrator's memory {_bytes(body.brain) / max(1, live):,.0f} bytes a live sample; the process with its "
+        f"fleet {resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20:.2f} GiB"
+    )
     for name, n in sorted(cost.events.items()):
         ns = cost.step_ns[name]
         yield f"    {name:<18} {n / seconds:>9,.0f}/s {ns / 1e3 / n:>9.1f} us {ns / 1e9 / seconds:>7.1%}"
     if options.codec:
-        yield (f"    journal and wire: {cost.bytes / seconds / 1e6:.1f} MB/s, to write them {cost.encode_ns / 1e9 / seconds:.1%}, "
-               f"to read them {cost.decode_ns / 1e9 / seconds:.1%} of one core")
+        yield (
+            f"    journal and wire: {cost.bytes / seconds / 1e6:.1f} MB/s, to write them {cost.encode_ns / 1e9 / seconds:.1%}, "
+            f"to read them {cost.decode_ns / 1e9 / seconds:.1%} of one core"
+        )
 
 
 # ---------------------------------------------------------------- private
@@ -326,9 +363,18 @@ def report(body: Body) -> Iterator[str]:
 def _config(options: Options) -> OrchestratorConfig:
     groups = options.instances * SLOTS // GROUP_SIZE // STEPS_IN_FLIGHT
     return OrchestratorConfig(
-        mode=options.mode, groups_per_step=max(1, groups // options.updates) * options.updates, group_size=GROUP_SIZE,
-        total_steps=1000, inflight=IN_FLIGHT, updates=options.updates, max_versions=VERSIONS,
-        max_prompt_tokens=PROMPT_TOKENS, max_new_tokens=MAX_TOKENS, expected_new_tokens=3000, rebalance_period_s=10.0)
+        mode=options.mode,
+        groups_per_step=max(1, groups // options.updates) * options.updates,
+        group_size=GROUP_SIZE,
+        total_steps=1000,
+        inflight=IN_FLIGHT,
+        updates=options.updates,
+        max_versions=VERSIONS,
+        max_prompt_tokens=PROMPT_TOKENS,
+        max_new_tokens=MAX_TOKENS,
+        expected_new_tokens=3000,
+        rebalance_period_s=10.0,
+    )
 
 
 class _profile:

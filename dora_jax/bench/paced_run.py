@@ -108,12 +108,21 @@ class _Parts:
     def __init__(self, row: Row, costs: Costs, pace: float):
         config, hardware, work = row.config, row.config.hardware, Workload(row.config.workload)
         told = orchestrator_config(config, row.mode)
-        section = presets.on_cpu(RolloutSection(
-            slots=hardware.slots, pages=costs.pages, page_size=hardware.page_size, residents=hardware.residents,
-            max_prompt_tokens=told.max_prompt_tokens, max_new_tokens=told.max_new_tokens, decode_steps=1))
+        section = presets.on_cpu(
+            RolloutSection(
+                slots=hardware.slots,
+                pages=costs.pages,
+                page_size=hardware.page_size,
+                residents=hardware.residents,
+                max_prompt_tokens=told.max_prompt_tokens,
+                max_new_tokens=told.max_new_tokens,
+                decode_steps=1,
+            )
+        )
         outbox, store = queue.SimpleQueue(), MemoryGroupStore()
         self.weights = weights = PacedWeights(
-            Weights(), costs, pace, hardware.trainer_chips // hardware.instance_chips, config.cost.publish_s)
+            Weights(), costs, pace, hardware.trainer_chips // hardware.instance_chips, config.cost.publish_s
+        )
         self.engines = [
             PacedEngine(OracleEngine(section, length=lambda v, g, i, limit: work.length(SampleId(g, i)), version_in=int),
                         costs, pace, report_ticks=config.report_tokens, speed=hardware.speed(i))
@@ -122,12 +131,21 @@ class _Parts:
         for engine in self.engines:
             engine.load(0, 0)
         trainer = self.trainer = PacedTrainer(
-            Trainer(), lambda groups, base: [len(groups)], costs, pace, told.groups_per_step)
+            Trainer(), lambda groups, base: [len(groups)], costs, pace, told.groups_per_step
+        )
         self.world = LocalWorld(
-            instances=self.workers, trainer=PartwiseTrainer(
-                trainer, trainer.pack, store, weights, told.decisions.max_lag, outbox, told.groups_per_step),
-            task=Task(work, told.max_new_tokens), scorer=Scorer(costs.score_s * pace), groups=store, weights=weights,
-            outbox=outbox, group_size=told.group_size, eval_samples=1)
+            instances=self.workers,
+            trainer=PartwiseTrainer(
+                trainer, trainer.pack, store, weights, told.decisions.max_lag, outbox, told.groups_per_step
+            ),
+            task=Task(work, told.max_new_tokens),
+            scorer=Scorer(costs.score_s * pace),
+            groups=store,
+            weights=weights,
+            outbox=outbox,
+            group_size=told.group_size,
+            eval_samples=1,
+        )
         # the orchestrator's periods are modelled seconds; its clock is the world's
         told = dataclasses.replace(told, rebalance_period_s=told.rebalance_period_s * pace)
         self.brain = TimedOrchestrator(told, evaluate_start=False)
@@ -146,8 +164,15 @@ class Task:
 
     def prompt_at(self, group_id: int) -> Prompt:
         ids = np.zeros(self._work.prompt_tokens(group_id), np.int32)
-        return Prompt(group_id=group_id, task="", uid=str(group_id), text="", token_ids=ids, answer=None,
-                      max_new_tokens=self._max_new_tokens)
+        return Prompt(
+            group_id=group_id,
+            task="",
+            uid=str(group_id),
+            text="",
+            token_ids=ids,
+            answer=None,
+            max_new_tokens=self._max_new_tokens,
+        )
 
 
 class Scorer:
@@ -159,14 +184,19 @@ class Scorer:
 
     def submit(self, prompt: Prompt, samples: tuple[Sample, ...]) -> None:
         version = min(s.version for s in samples)
-        group = ScoredGroup(group_id=prompt.group_id, version=version, samples=samples,
-                            rewards=np.zeros(len(samples), np.float32), parts={})
+        group = ScoredGroup(
+            group_id=prompt.group_id,
+            version=version,
+            samples=samples,
+            rewards=np.zeros(len(samples), np.float32),
+            parts={},
+        )
         self._due.append((time.monotonic() + self._score_s, group))
 
     def poll(self) -> list[ScoredGroup]:
         now = time.monotonic()
         done = [group for due, group in self._due if due <= now]
-        self._due = self._due[len(done):]  # in the order in which they are due
+        self._due = self._due[len(done) :]  # in the order in which they are due
         return done
 
     def close(self) -> None:

@@ -37,8 +37,10 @@ def _generate(cfg: decoder.ModelConfig, n: int, params, prompts_BxT, key):
     cache = {}
 
     def keep(layer, q, k, v):
-        cache[layer] = (jnp.pad(k.transpose(0, 2, 3, 1), ((0, 0), (0, 0), (0, 0), (0, n))),
-                        jnp.pad(v.transpose(0, 2, 1, 3), ((0, 0), (0, 0), (0, n), (0, 0))))
+        cache[layer] = (
+            jnp.pad(k.transpose(0, 2, 3, 1), ((0, 0), (0, 0), (0, 0), (0, n))),
+            jnp.pad(v.transpose(0, 2, 1, 3), ((0, 0), (0, 0), (0, n), (0, 0))),
+        )
         return attend(q, k, v)
 
     positions = jnp.tile(jnp.arange(prompt)[None], (b, 1))

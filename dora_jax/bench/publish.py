@@ -45,8 +45,12 @@ GIB = 1 << 30
 FSDP, TENSOR = 4, 2
 DTYPE = "bfloat16"
 LAYER_MIB, EMBED_MIB = 25.2, 64.0  # of `model_of`, in DTYPE
-SIZES = (("8B", 8.2e9, "v5e", 64, 4, 16), ("8B", 8.2e9, "v6e", 64, 4, 16), ("32B", 32.8e9, "v5p", 64, 4, 16),
-         ("560B", 560e9, "v5p", 512, 32, 16))  # parameters, chip, the trainer's, an instance's, instances
+SIZES = (
+    ("8B", 8.2e9, "v5e", 64, 4, 16),
+    ("8B", 8.2e9, "v6e", 64, 4, 16),
+    ("32B", 32.8e9, "v5p", 64, 4, 16),
+    ("560B", 560e9, "v5p", 512, 32, 16),
+)  # parameters, chip, the trainer's, an instance's, instances
 HOST_TCP_BYTES_PER_S = 3.6e9  # between two v6e hosts, as others measured it
 HERE = "127.0.0.1", b"bench"  # where the wires listen, and what they know each other by
 
@@ -76,11 +80,13 @@ CODEC = Codec(*ex.RECORDS, Put, Forget, Made)
 def model_of(mib: float) -> ModelConfig:
     """About so large; tiny for 0."""
     if not mib:
-        return new_config("qwen3", vocab_size=256, d_model=64, n_layers=1, n_heads=4, n_kv_heads=4, head_dim=16,
-                          d_ff=64)
+        return new_config(
+            "qwen3", vocab_size=256, d_model=64, n_layers=1, n_heads=4, n_kv_heads=4, head_dim=16, d_ff=64
+        )
     layers = max(1, round((mib - EMBED_MIB) / LAYER_MIB))
-    return new_config("qwen3", vocab_size=32768, d_model=1024, n_layers=layers, n_heads=16, n_kv_heads=8, head_dim=64,
-                      d_ff=3072)
+    return new_config(
+        "qwen3", vocab_size=32768, d_model=1024, n_layers=layers, n_heads=16, n_kv_heads=8, head_dim=64, d_ff=3072
+    )
 
 
 def size_of(model: ModelConfig) -> int:
@@ -293,9 +299,15 @@ class Cluster:
         loaded = self._carry([ex.Wanted(world=name, version=version) for name in self.names[1:]])
         paused = [self.ask(name, Put(version=version, write=False)) for name in self.names[1:]]
         self._forget(version)
-        return {"copy": copy_s, "home": home_s, "write": write_s, "first": min(loaded) - began,
-                "all": max(loaded) - began, "pause": max(pause for pause, _ in paused),
-                "h2d": min(h2d for _, h2d in paused)}
+        return {
+            "copy": copy_s,
+            "home": home_s,
+            "write": write_s,
+            "first": min(loaded) - began,
+            "all": max(loaded) - began,
+            "pause": max(pause for pause, _ in paused),
+            "h2d": min(h2d for _, h2d in paused),
+        }
 
     def _carry(self, facts: list[ex.Fact]) -> list[float]:
         loaded: list[float] = []
@@ -336,18 +348,28 @@ def measure(path: str, replicas: int, mib: float, rounds: int, folder: str | Non
 
 def speeds_from(size: int, times: dict[str, float]) -> Speeds:
     """Of this machine, whose cores carry both ends: a transfer and the joining behind it are one figure."""
-    return Speeds(copy=size / times["copy"], home=size / times["home"], out=size / times["all"],
-                  into=size / times["all"], join=float("inf"), place=size / times["pause"])
+    return Speeds(
+        copy=size / times["copy"],
+        home=size / times["home"],
+        out=size / times["all"],
+        into=size / times["all"],
+        join=float("inf"),
+        place=size / times["pause"],
+    )
 
 
 def table(args: argparse.Namespace) -> Iterator[str]:
     """Lines, each as soon as it is measured."""
     quarter = model_of(args.mib / 4)
     calibrated = speeds_from(size_of(quarter), measure(WIRE, 1, args.mib / 4, args.rounds, args.folder))
-    yield (f"speeds at {size_of(quarter) / MIB:.0f} MiB, GiB/s: copy {calibrated.copy / GIB:.2f}, wire "
-           f"{calibrated.into / GIB:.2f}, pause {calibrated.place / GIB:.2f}")
-    yield (f"{'path':10s}{'replicas':>9s}{'MiB':>6s}{'empty ms':>10s}{'copy s':>8s}{'write s':>9s}{'first s':>9s}"
-           f"{'all s':>8s}{'GiB/s':>7s}{'pause s':>9s}{'h2d s':>7s}{'model/measured all':>20s}{'pause':>7s}")
+    yield (
+        f"speeds at {size_of(quarter) / MIB:.0f} MiB, GiB/s: copy {calibrated.copy / GIB:.2f}, wire "
+        f"{calibrated.into / GIB:.2f}, pause {calibrated.place / GIB:.2f}"
+    )
+    yield (
+        f"{'path':10s}{'replicas':>9s}{'MiB':>6s}{'empty ms':>10s}{'copy s':>8s}{'write s':>9s}{'first s':>9s}"
+        f"{'all s':>8s}{'GiB/s':>7s}{'pause s':>9s}{'h2d s':>7s}{'model/measured all':>20s}{'pause':>7s}"
+    )
     for name, path in (("transfer", WIRE), ("storage", STORAGE)):
         small = measure(path, 1, 0, args.rounds, args.folder)["all"]
         for replicas in [int(r) for r in args.replicas.split(",")]:
@@ -356,22 +378,30 @@ def table(args: argparse.Namespace) -> Iterator[str]:
             t = measure(path, replicas, mib, args.rounds, args.folder)
             said = publication(size, calibrated, replicas)
             ratios = f"{(said.last_s - said.copy_s - said.home_s) / t['all']:20.2f}" if path == WIRE else " " * 20
-            yield (f"{name:10s}{replicas:9d}{size / MIB:6.0f}{small * 1e3:10.1f}{t['copy']:8.2f}{t['write']:9.2f}"
-                   f"{t['first']:9.2f}{t['all']:8.2f}{replicas * size / t['all'] / GIB:7.2f}{t['pause']:9.2f}"
-                   f"{t['h2d']:7.2f}{ratios}{said.pause_s / t['pause']:7.2f}")
+            yield (
+                f"{name:10s}{replicas:9d}{size / MIB:6.0f}{small * 1e3:10.1f}{t['copy']:8.2f}{t['write']:9.2f}"
+                f"{t['first']:9.2f}{t['all']:8.2f}{replicas * size / t['all'] / GIB:7.2f}{t['pause']:9.2f}"
+                f"{t['h2d']:7.2f}{ratios}{said.pause_s / t['pause']:7.2f}"
+            )
 
 
 def at_size() -> Iterator[str]:
     """Nothing of it is measured: the model at the hardware table's speeds."""
     yield "model, bfloat16; links at 0.7 of the hardware table's / at 3.6 GB/s a host, as measured elsewhere on v6e"
-    yield (f"{'':6s}{'trainer':>10s}{'instances':>14s}{'copy GiB/chip':>15s}{'copy ms':>9s}{'home s':>8s}"
-           f"{'first s':>16s}{'all s':>16s}{'pause s':>9s}")
+    yield (
+        f"{'':6s}{'trainer':>10s}{'instances':>14s}{'copy GiB/chip':>15s}{'copy ms':>9s}{'home s':>8s}"
+        f"{'first s':>16s}{'all s':>16s}{'pause s':>9s}"
+    )
     for name, params, chip, trainer, instance, count in SIZES:
-        fast, slow = (publication(2 * params, speeds_of(CHIPS[chip], trainer, CHIPS[chip], instance, 0.7, link), count)
-                      for link in (0.0, HOST_TCP_BYTES_PER_S))
-        yield (f"{name:6s}{f'{trainer} {chip}':>10s}{f'{count} x {instance}':>14s}{2 * params / trainer / GIB:15.2f}"
-               f"{fast.copy_s * 1e3:9.1f}{fast.home_s:8.2f}{f'{fast.first_s:.2f} / {slow.first_s:.2f}':>16s}"
-               f"{f'{fast.last_s:.2f} / {slow.last_s:.2f}':>16s}{fast.pause_s:9.2f}")
+        fast, slow = (
+            publication(2 * params, speeds_of(CHIPS[chip], trainer, CHIPS[chip], instance, 0.7, link), count)
+            for link in (0.0, HOST_TCP_BYTES_PER_S)
+        )
+        yield (
+            f"{name:6s}{f'{trainer} {chip}':>10s}{f'{count} x {instance}':>14s}{2 * params / trainer / GIB:15.2f}"
+            f"{fast.copy_s * 1e3:9.1f}{fast.home_s:8.2f}{f'{fast.first_s:.2f} / {slow.first_s:.2f}':>16s}"
+            f"{f'{fast.last_s:.2f} / {slow.last_s:.2f}':>16s}{fast.pause_s:9.2f}"
+        )
 
 
 def main() -> None:
@@ -382,8 +412,10 @@ def main() -> None:
     parser.add_argument("--folder")
     args = parser.parse_args()
     floor = min(args.mib, 256) * MIB
-    print(f"floors, GiB/s: memcpy {memcpy_bytes_s(floor, False) / GIB:.2f}, onto fresh pages "
-          f"{memcpy_bytes_s(floor, True) / GIB:.2f}, loopback TCP {tcp_bytes_s(floor) / GIB:.2f}")
+    print(
+        f"floors, GiB/s: memcpy {memcpy_bytes_s(floor, False) / GIB:.2f}, onto fresh pages "
+        f"{memcpy_bytes_s(floor, True) / GIB:.2f}, loopback TCP {tcp_bytes_s(floor) / GIB:.2f}"
+    )
     for line in itertools.chain(table(args), at_size()):
         print(line, flush=True)
 

@@ -48,7 +48,9 @@ def main() -> None:
     args = parser.parse_args()
     for name in (JOURNAL, COSTS):
         if not (args.directory / name).is_file():
-            parser.error(f"{args.directory} holds no {name}: it is no recorded run, or one that ended before its warm-up")
+            parser.error(
+                f"{args.directory} holds no {name}: it is no recorded run, or one that ended before its warm-up"
+            )
     config, recorded = setting(args.directory, args.warmup)
     ran = replay.replay(args.directory / JOURNAL, args.warmup, config.orchestrator.max_versions)
     print(replay.render(ran), "\n")

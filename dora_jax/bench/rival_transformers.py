@@ -25,9 +25,18 @@ def run(batch, prompts, lengths):
         ids = torch.tensor(prompts[first : first + batch])
         n = max(lengths[first : first + batch])
         with torch.inference_mode():
-            out = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=n, min_new_tokens=n,
-                                 do_sample=True, temperature=1.0, top_k=0, top_p=1.0, output_logits=True,
-                                 return_dict_in_generate=True)
+            out = model.generate(
+                ids,
+                attention_mask=torch.ones_like(ids),
+                max_new_tokens=n,
+                min_new_tokens=n,
+                do_sample=True,
+                temperature=1.0,
+                top_k=0,
+                top_p=1.0,
+                output_logits=True,
+                return_dict_in_generate=True,
+            )
             model.compute_transition_scores(out.sequences, out.logits, normalize_logits=True)
 
 

@@ -39,11 +39,17 @@ def load(folder):
     with open(f"{folder}/config.json") as file:
         c = json.load(file)
     config = qwen3.ModelConfig(
-        num_layers=c["num_hidden_layers"], vocab_size=c["vocab_size"], embed_dim=c["hidden_size"],
-        hidden_dim=c["intermediate_size"], num_heads=c["num_attention_heads"], head_dim=c["head_dim"],
-        num_kv_heads=c["num_key_value_heads"], norm_eps=c["rms_norm_eps"],
+        num_layers=c["num_hidden_layers"],
+        vocab_size=c["vocab_size"],
+        embed_dim=c["hidden_size"],
+        hidden_dim=c["intermediate_size"],
+        num_heads=c["num_attention_heads"],
+        head_dim=c["head_dim"],
+        num_kv_heads=c["num_key_value_heads"],
+        norm_eps=c["rms_norm_eps"],
         rope_theta=int(c.get("rope_theta") or c["rope_parameters"]["rope_theta"]),
-        use_tied_embedding=c["tie_word_embeddings"])
+        use_tied_embedding=c["tie_word_embeddings"],
+    )
     mesh = jax.make_mesh((1, 1), ("fsdp", "tp"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
     return config, params.create_model_from_safe_tensors(folder, config, mesh)
 
@@ -53,8 +59,9 @@ config, model = load(sys.argv[1])
 
 @functools.cache
 def sampler_of(cache_size):
-    cache = sampler.CacheConfig(cache_size=cache_size, num_layers=config.num_layers, num_kv_heads=config.num_kv_heads,
-                                head_dim=config.head_dim)
+    cache = sampler.CacheConfig(
+        cache_size=cache_size, num_layers=config.num_layers, num_kv_heads=config.num_kv_heads, head_dim=config.head_dim
+    )
     return sampler.Sampler(model, Ids(), cache)
 
 
@@ -63,8 +70,15 @@ def run(batch, prompts, lengths):
         texts = ["".join(chr(1000 + i) for i in ids) for ids in prompts[first : first + batch]]
         n = max(lengths[first : first + batch])
         out = sampler_of(len(prompts[0]) + n)(
-            texts, max_generation_steps=n, max_prompt_length=len(prompts[0]), eos_tokens=[1 << 20], temperature=1.0,
-            top_p=1.0, seed=first, return_logprobs=True)
+            texts,
+            max_generation_steps=n,
+            max_prompt_length=len(prompts[0]),
+            eos_tokens=[1 << 20],
+            temperature=1.0,
+            top_p=1.0,
+            seed=first,
+            return_logprobs=True,
+        )
         assert all(len(tokens) == n for tokens in out.tokens) and len(out.logprobs[0]) == n
 
 

@@ -68,21 +68,35 @@ def real_works(model: decoder.ModelConfig) -> list[Work]:
     return [_work(model, "2 x 512", np.full(2, 512 - PROMPT + 1), np.random.default_rng(0), group=2)]
 
 
-def _work(model: decoder.ModelConfig, name: str, lengths: np.ndarray, rng: np.random.Generator,
-          group: int = GROUP) -> Work:
+def _work(
+    model: decoder.ModelConfig, name: str, lengths: np.ndarray, rng: np.random.Generator, group: int = GROUP
+) -> Work:
     """Groups of random tokens whose log-probs are near those of an untrained model, so that some ratios clip."""
     groups = []
     for group_id in range(len(lengths) // group):
         prompt = rng.integers(0, model.vocab_size, PROMPT).astype(np.int32)
         samples = []
-        for index, n in enumerate(lengths[group_id * group:(group_id + 1) * group].tolist()):
-            samples.append(Sample(
-                id=SampleId(group_id, index), prompt_ids=prompt, mask=np.ones(n, bool), finish="stop",
-                out_ids=rng.integers(0, model.vocab_size, n).astype(np.int32),
-                logprobs=rng.normal(-np.log(model.vocab_size), 0.3, n).astype(np.float32),
-                spans=(Span(version=0, start=0, stop=n),)))
-        groups.append(ScoredGroup(group_id=group_id, version=0, samples=tuple(samples), parts={},
-                                  rewards=rng.normal(size=group).astype(np.float32)))
+        for index, n in enumerate(lengths[group_id * group : (group_id + 1) * group].tolist()):
+            samples.append(
+                Sample(
+                    id=SampleId(group_id, index),
+                    prompt_ids=prompt,
+                    mask=np.ones(n, bool),
+                    finish="stop",
+                    out_ids=rng.integers(0, model.vocab_size, n).astype(np.int32),
+                    logprobs=rng.normal(-np.log(model.vocab_size), 0.3, n).astype(np.float32),
+                    spans=(Span(version=0, start=0, stop=n),),
+                )
+            )
+        groups.append(
+            ScoredGroup(
+                group_id=group_id,
+                version=0,
+                samples=tuple(samples),
+                parts={},
+                rewards=rng.normal(size=group).astype(np.float32),
+            )
+        )
     row = -(-int(lengths.max() + PROMPT - 1) // ROW_UNIT) * ROW_UNIT
     rows = -(-int((lengths + PROMPT - 1).sum()) // row) + 1  # first fit by falling length wastes less than one
     shape = pack.Layout(rows=rows, tokens=row, micro_batches=1)
@@ -95,17 +109,22 @@ def _work(model: decoder.ModelConfig, name: str, lengths: np.ndarray, rng: np.ra
 
 def _one_a_row(batch: pack.TrainBatch, names: tuple[str, ...]) -> dict[str, np.ndarray]:
     segments = score.segments_of(batch)
-    out = {name: np.zeros((len(segments), max(stop - start for _, start, stop in segments)), getattr(batch, name).dtype)
-           for name in names}
+    out = {
+        name: np.zeros((len(segments), max(stop - start for _, start, stop in segments)), getattr(batch, name).dtype)
+        for name in names
+    }
     for i, (row, start, stop) in enumerate(segments):
         for name in names:
-            out[name][i, :stop - start] = getattr(batch, name)[row, start:stop]
+            out[name][i, : stop - start] = getattr(batch, name)[row, start:stop]
     return out
 
 
 def section(micro_batches: int = 1) -> TrainerSection:
-    return presets.on_cpu(TrainerSection(pack_tokens=LONGEST, warmup_steps=0, learning_rate=1e-5,
-                                         micro_batches=micro_batches, share_prompts="off"))  # as the rivals
+    return presets.on_cpu(
+        TrainerSection(
+            pack_tokens=LONGEST, warmup_steps=0, learning_rate=1e-5, micro_batches=micro_batches, share_prompts="off"
+        )
+    )  # as the rivals
 
 
 # ----------------------------------------------------------------- runners
@@ -139,8 +158,9 @@ class External:
         if found is None:
             raise SystemExit(f"error: the rival transformers is not installed; --install makes it in {root}")
         script = Path(__file__).with_name("rival_torch_step.py")
-        self._process = subprocess.Popen([str(found), str(script), str(folder)], stdin=subprocess.PIPE,
-                                         stdout=subprocess.PIPE, text=True)
+        self._process = subprocess.Popen(
+            [str(found), str(script), str(folder)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        )
 
     def ask(self, work: Work) -> tuple[float, float, float]:
         line = json.dumps({name: x.tolist() for name, x in work.padded.items()} | {"name": work.name})
@@ -181,8 +201,12 @@ def main() -> None:
         external = External(folder, args.install) if "transformers" in rivals else None
         peak = flop_speed()
         print(f"measured: {peak / 1e9:.0f} GFLOP/s; jax {jax.__version__}; tokens/s (MFU) of one update")
-        print(f"{'work':11s}{'tokens':>7s}{'packed':>8s}{'padded':>8s}{'ours':>16s}"
-              + "".join(f"{name:>20s}" for name in rivals) + f"{'best rival':>12s}", flush=True)
+        print(
+            f"{'work':11s}{'tokens':>7s}{'packed':>8s}{'padded':>8s}{'ours':>16s}"
+            + "".join(f"{name:>20s}" for name in rivals)
+            + f"{'best rival':>12s}",
+            flush=True,
+        )
         for work in real_works(model) if args.smollm else works():
             print_row(work, measure(work, params, rivals, external, args.rounds), peak)
         if external:
@@ -214,8 +238,14 @@ def print_row(work: Work, times: list[float], peak: float) -> None:
     cells = [f"{tokens / t:.0f} ({needed / t / peak:.0%})" for t in times]
     shares = [tokens / work.batch.tokens.size, tokens / work.padded["tokens"].size]
     against = f"{min(times[1:]) / times[0]:.2f}x" if times[1:] else ""
-    print(f"{work.name:11s}{tokens:7d}" + "".join(f"{share:8.0%}" for share in shares) + f"{cells[0]:>16s}"
-          + "".join(f"{cell:>20s}" for cell in cells[1:]) + f"{against:>12s}", flush=True)
+    print(
+        f"{work.name:11s}{tokens:7d}"
+        + "".join(f"{share:8.0%}" for share in shares)
+        + f"{cells[0]:>16s}"
+        + "".join(f"{cell:>20s}" for cell in cells[1:])
+        + f"{against:>12s}",
+        flush=True,
+    )
 
 
 def print_memory() -> None:
@@ -228,8 +258,9 @@ def print_memory() -> None:
     def temporary(max_bytes: int) -> int:
         def loss(params, arrays):
             attend = segment_attention(arrays["segment_ids"], arrays["positions"])
-            hidden = decoder.forward(cfg, decoder.serving_layout(params), arrays["tokens"], arrays["positions"], attend,
-                                     remat="full")
+            hidden = decoder.forward(
+                cfg, decoder.serving_layout(params), arrays["tokens"], arrays["positions"], attend, remat="full"
+            )
             l, _ = logits.target_logprobs(cfg, params, hidden, arrays["targets"], max_bytes=max_bytes)
             return jnp.sum(jnp.where(arrays["mask"], l, 0.0))
 

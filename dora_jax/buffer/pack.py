@@ -70,19 +70,36 @@ class Layout:
         return (np.arange(self.micro_batches)[:, None] + inside[None, :] * self.micro_batches).reshape(-1)
 
 
-def layout(*, pack_tokens: int, rows: int, micro_batches: int, samples: int, max_tokens: int,
-           shards: int = 1, share_prompts: bool = False, skip_zero_advantage: bool = False) -> Layout:
+def layout(
+    *,
+    pack_tokens: int,
+    rows: int,
+    micro_batches: int,
+    samples: int,
+    max_tokens: int,
+    shards: int = 1,
+    share_prompts: bool = False,
+    skip_zero_advantage: bool = False,
+) -> Layout:
     """rows 0: enough for `samples` of `max_tokens` each (prompt and response), rounded up to the mesh."""
     longest = max_tokens - 1
     if longest > pack_tokens:
-        raise ValueError(f"trainer.pack_tokens={pack_tokens} is shorter than the longest sample: {longest} tokens "
-                         f"(prompt and response limits together, less one)")
+        raise ValueError(
+            f"trainer.pack_tokens={pack_tokens} is shorter than the longest sample: {longest} tokens "
+            f"(prompt and response limits together, less one)"
+        )
     unit = micro_batches * shards
     needed = rows or math.ceil(samples / (pack_tokens // longest))
     if rows and rows % unit:
         raise ValueError(f"trainer.rows={rows} is not a multiple of micro_batches x data-parallel shards = {unit}")
-    return Layout(rows=-(-needed // unit) * unit, tokens=pack_tokens, micro_batches=micro_batches, shards=shards,
-                  share_prompts=share_prompts, skip_zero_advantage=skip_zero_advantage)
+    return Layout(
+        rows=-(-needed // unit) * unit,
+        tokens=pack_tokens,
+        micro_batches=micro_batches,
+        shards=shards,
+        share_prompts=share_prompts,
+        skip_zero_advantage=skip_zero_advantage,
+    )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -125,8 +142,9 @@ def pack(groups: Sequence[ScoredGroup], shape: Layout, objective: Objective, sco
     return pack_step([groups], shape, objective, score)[0]
 
 
-def pack_step(updates: Sequence[Sequence[ScoredGroup]], shape: Layout, objective: Objective,
-              score: Score | None = None) -> tuple[TrainBatch, ...]:
+def pack_step(
+    updates: Sequence[Sequence[ScoredGroup]], shape: Layout, objective: Objective, score: Score | None = None
+) -> tuple[TrainBatch, ...]:
     """A batch for the groups of each optimizer update. Advantages are of the whole step, denominators of each update.
 
     `score`, where the objective needs it, runs the models on the packed rows first.
@@ -134,11 +152,11 @@ def pack_step(updates: Sequence[Sequence[ScoredGroup]], shape: Layout, objective
     parts = [_Part.of(sorted(groups, key=lambda g: g.group_id), shape, score) for groups in updates]
     longest = max(part.spread.longest for part in parts)
     every = [part.sequences(longest) for part in parts]
-    estimate = objective.estimate(Sequences(**{
-        name: np.concatenate([s[name] for s in every]) for name in every[0]}))
+    estimate = objective.estimate(Sequences(**{name: np.concatenate([s[name] for s in every]) for name in every[0]}))
     stops = np.cumsum([len(part.samples) for part in parts])
-    return tuple(part.batch_of(estimate, slice(stop - len(part.samples), stop), objective)
-                 for part, stop in zip(parts, stops))
+    return tuple(
+        part.batch_of(estimate, slice(stop - len(part.samples), stop), objective) for part, stop in zip(parts, stops)
+    )
 
 
 # ---------------------------------------------------------------- private
@@ -149,12 +167,17 @@ class _Part:
 
     @classmethod
     def of(cls, groups: Sequence[ScoredGroup], shape: Layout, score: Score | None) -> _Part:
-        return cls([sample for group in groups for sample in group.samples], shape, score,
-                   np.concatenate([np.asarray(group.rewards, np.float32) for group in groups]),
-                   np.repeat([g.group_id for g in groups], [len(g.samples) for g in groups]))
+        return cls(
+            [sample for group in groups for sample in group.samples],
+            shape,
+            score,
+            np.concatenate([np.asarray(group.rewards, np.float32) for group in groups]),
+            np.repeat([g.group_id for g in groups], [len(g.samples) for g in groups]),
+        )
 
-    def __init__(self, samples: list[Sample], shape: Layout, score: Score | None, rewards: np.ndarray,
-                 group_ids: np.ndarray):
+    def __init__(
+        self, samples: list[Sample], shape: Layout, score: Score | None, rewards: np.ndarray, group_ids: np.ndarray
+    ):
         self.samples, self._shape, self._rewards, self._group_ids = samples, shape, rewards, group_ids
         places = _places(_items(self.samples, shape.share_prompts), shape)
         self.spread = _Spread(self.samples, places, shape)
@@ -166,7 +189,8 @@ class _Part:
         """The fields of `Sequences`, as wide as the step's longest response."""
         per_token = {name: self._batch[name] for name in ("mask", "behavior_logprobs")} | self._scored
         return {
-            "group_ids": self._group_ids, "rewards": self._rewards,
+            "group_ids": self._group_ids,
+            "rewards": self._rewards,
             "lengths": np.array([len(s.out_ids) for s in self.samples]),
             "truncated": np.array([s.finish == "length" for s in self.samples]),
         } | {name: self.spread.gather(np.asarray(x), longest) for name, x in per_token.items()}
@@ -194,14 +218,19 @@ class _Part:
         batch = part._batch_with(placed, advantages[kept], weights)
         return dataclasses.replace(batch, group_ids=tuple(dict.fromkeys(self._group_ids.tolist())))
 
-    def _batch_with(self, placed: np.ndarray, advantages: np.ndarray, weights: np.ndarray,
-                    **returns: np.ndarray) -> TrainBatch:
+    def _batch_with(
+        self, placed: np.ndarray, advantages: np.ndarray, weights: np.ndarray, **returns: np.ndarray
+    ) -> TrainBatch:
         spread = self.spread
         return TrainBatch(
-            **(self._batch | {"mask": placed}), **{name: x for name, x in self._scored.items() if name != "grad_sq"},
-            **returns, advantages=spread.responses(advantages, np.float32) * placed,
-            rewards=spread.responses(self._rewards, np.float32), loss_weights=weights,
-            group_ids=tuple(dict.fromkeys(self._group_ids.tolist())))
+            **(self._batch | {"mask": placed}),
+            **{name: x for name, x in self._scored.items() if name != "grad_sq"},
+            **returns,
+            advantages=spread.responses(advantages, np.float32) * placed,
+            rewards=spread.responses(self._rewards, np.float32),
+            loss_weights=weights,
+            group_ids=tuple(dict.fromkeys(self._group_ids.tolist())),
+        )
 
 
 class _Item(NamedTuple):
@@ -218,8 +247,10 @@ class _Item(NamedTuple):
 
 def _items(samples: Sequence[Sample], share_prompts: bool) -> list[_Item]:
     shared = [len(s.prompt_ids) - 1 if share_prompts else 0 for s in samples]
-    return [_Item(s.prompt_ids.tobytes() if n else b"", n, len(s.prompt_ids) + len(s.out_ids) - 1 - n)
-            for s, n in zip(samples, shared)]
+    return [
+        _Item(s.prompt_ids.tobytes() if n else b"", n, len(s.prompt_ids) + len(s.out_ids) - 1 - n)
+        for s, n in zip(samples, shared)
+    ]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -268,8 +299,10 @@ def _places(items: Sequence[_Item], shape: Layout) -> list[_Place]:
             found = next((b for b in bins if b.free >= item.whole), None)
             if found is None:
                 if len(bins) == shape.rows or item.whole > shape.tokens:
-                    raise ValueError(f"{len(items)} samples with {sum(item.whole for item in items)} tokens do not fit into "
-                                     f"{shape.rows} rows of {shape.tokens}: raise trainer.rows or trainer.pack_tokens")
+                    raise ValueError(
+                        f"{len(items)} samples with {sum(item.whole for item in items)} tokens do not fit into "
+                        f"{shape.rows} rows of {shape.tokens}: raise trainer.rows or trainer.pack_tokens"
+                    )
                 bins.append(found := _Bin(int(rows[len(bins)]), shape.tokens))
             holding[item.prompt] += [found] if item.shared else []
         places[i] = found.place(item)
@@ -295,26 +328,27 @@ class _Spread:
         """Each trajectory's values at the positions that predict its response."""
         out = self.zeros(dtype)
         for i, (row, first, n) in enumerate(zip(self._rows, self._first, self._lengths)):
-            out[row, first:first + n] = values[i] if values.ndim == 1 else values[i, :n]
+            out[row, first : first + n] = values[i] if values.ndim == 1 else values[i, :n]
         return out
 
     def segments(self, values: np.ndarray) -> np.ndarray:
         """Each trajectory's value over its whole segment; -1 in padding and in shared prompts."""
         out = np.full(self._shape, -1, np.int64)
         for row, start, n, value in zip(self._rows, self._starts, self._totals, values):
-            out[row, start:start + n] = value
+            out[row, start : start + n] = value
         return out
 
     def gather(self, packed: np.ndarray, width: int) -> np.ndarray:
         """[B, L] -> [n, width] over response tokens, 0 beyond each length."""
         out = np.zeros((len(self._rows), width), packed.dtype)
         for i, (row, first, n) in enumerate(zip(self._rows, self._first, self._lengths)):
-            out[i, :n] = packed[row, first:first + n]
+            out[i, :n] = packed[row, first : first + n]
         return out
 
 
-def _tokens(samples: Sequence[Sample], places: Sequence[_Place], spread: _Spread,
-            shape: Layout) -> dict[str, np.ndarray]:
+def _tokens(
+    samples: Sequence[Sample], places: Sequence[_Place], spread: _Spread, shape: Layout
+) -> dict[str, np.ndarray]:
     names = ("tokens", "targets", "segment_ids", "positions") + ("prefix_ids",) * shape.share_prompts
     batch = {name: spread.zeros(np.int32) for name in names}
     batch["version"] = np.full((shape.rows, shape.tokens), -1, np.int32)
@@ -340,5 +374,5 @@ def _tokens(samples: Sequence[Sample], places: Sequence[_Place], spread: _Spread
         batch["mask"][response] = sample.mask
         batch["behavior_logprobs"][response] = np.where(sample.mask, sample.logprobs, 0.0)
         for span in sample.spans:
-            batch["version"][place.row, first + span.start:first + span.stop] = span.version
+            batch["version"][place.row, first + span.start : first + span.stop] = span.version
     return batch

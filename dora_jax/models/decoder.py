@@ -28,8 +28,19 @@ from flax import nnx
 
 from dora_jax.models.config import ModelConfig, RopeScaling, new_config
 
-__all__ = ["ModelConfig", "RopeScaling", "new_config", "abstract_params", "init_params", "serving_layout", "layout_of", "forward",
-           "forward_carrying", "logits", "logical_axes"]
+__all__ = [
+    "ModelConfig",
+    "RopeScaling",
+    "new_config",
+    "abstract_params",
+    "init_params",
+    "serving_layout",
+    "layout_of",
+    "forward",
+    "forward_carrying",
+    "logits",
+    "logical_axes",
+]
 
 Params = dict[str, Any]
 # (layer, traced or None under scan, q_BxLxHxD, k_BxLxKxD, v_BxLxKxD) -> o_BxLxHxD; q and k rotated, q not scaled
@@ -37,7 +48,9 @@ Attend = Callable[[int | None, jax.Array, jax.Array, jax.Array], jax.Array]
 Constrain = Callable[..., jax.Array]  # (array, *logical axes) -> the same array, pinned to the table's mesh axes
 
 REMAT = ("none", "full", "dots")
-TOGETHER = 4  # layers of a serving loop's body, at most: XLA fetches the next one's weights while it computes with one's
+TOGETHER = (
+    4  # layers of a serving loop's body, at most: XLA fetches the next one's weights while it computes with one's
+)
 KEPT = "attention"  # what an attention kernel names of its results: they are as small as a layer's input, and kept
 
 
@@ -73,8 +86,9 @@ class Layer(nnx.Module):
             self.q_norm = param("q_norm", (cfg.head_dim,), ("norm",), None)
             self.k_norm = param("k_norm", (cfg.head_dim,), ("norm",), None)
 
-    def __call__(self, cfg: ModelConfig, layer: int | None, x_BxLxD, rotary, attend: Attend, merge: bool,
-                 looped: bool = False):
+    def __call__(
+        self, cfg: ModelConfig, layer: int | None, x_BxLxD, rotary, attend: Attend, merge: bool, looped: bool = False
+    ):
         """looped: whether the weights are slices of stacked ones; see `_qkv`."""
         matmul = functools.partial(self._matmul, merge)
         with jax.named_scope("attention"):
@@ -143,6 +157,7 @@ def _described(module: type[nnx.Module], cfg: ModelConfig) -> tuple[nnx.GraphDef
 
 def logical_axes(cfg: ModelConfig) -> Params:
     """Stacked tree of logical axis names, one per dimension: what sharding.py looks up in its table."""
+
     def axes(module: type[nnx.Module], prefix: tuple[str, ...]) -> Params:
         leaves = nnx.to_flat_state(_described(module, cfg)[1])
         return {path[0]: prefix + variable.get_metadata("axes") for path, variable in leaves}
@@ -186,12 +201,22 @@ def stacked_layout(params: Params) -> Params:
 
 
 def layout_of(params: Params) -> str:
-    """"serving" or "scanned", of an engine's weights or of a tree like them (shardings)."""
+    """ "serving" or "scanned", of an engine's weights or of a tree like them (shardings)."""
     return "serving" if isinstance(params["layers"], list) else "scanned"
 
 
-def forward(cfg: ModelConfig, params: Params, tokens_BxL, positions_BxL, attend: Attend, *, dtype=jnp.float32,
-            remat: str = "none", constrain: Constrain = lambda x, *axes: x, merge: bool = True):
+def forward(
+    cfg: ModelConfig,
+    params: Params,
+    tokens_BxL,
+    positions_BxL,
+    attend: Attend,
+    *,
+    dtype=jnp.float32,
+    remat: str = "none",
+    constrain: Constrain = lambda x, *axes: x,
+    merge: bool = True,
+):
     """Hidden states after the last norm, in `dtype`. `constrain` (sharding.constrain_rows) is the trainer's.
 
     merge: whether matmuls see rows and positions as one axis; no, where both are sharded.
@@ -215,8 +240,16 @@ def forward(cfg: ModelConfig, params: Params, tokens_BxL, positions_BxL, attend:
     return _rms_norm(x_BxLxD, params["final_norm"], cfg.norm_eps)
 
 
-def forward_carrying(cfg: ModelConfig, params: Params, tokens_BxL, positions_BxL, attend_with: Callable[[Any], Attend],
-                     state: Any, *, dtype=jnp.float32) -> tuple[jax.Array, Any]:
+def forward_carrying(
+    cfg: ModelConfig,
+    params: Params,
+    tokens_BxL,
+    positions_BxL,
+    attend_with: Callable[[Any], Attend],
+    state: Any,
+    *,
+    dtype=jnp.float32,
+) -> tuple[jax.Array, Any]:
     """(hidden states after the last norm, state) for serving. `attend_with(state)` gives an `attend` that puts the new
     arrays into the containers of the state that it was given; stacked layers hand them on through the loop, in place.
 
@@ -234,7 +267,9 @@ def forward_carrying(cfg: ModelConfig, params: Params, tokens_BxL, positions_BxL
     def body(i, carry):
         x_BxLxD, state = carry
         for layer in [i * together + j for j in range(together)]:
-            weights = jax.tree.map(lambda w: jax.lax.dynamic_index_in_dim(w, layer, 0, keepdims=False), params["layers"])
+            weights = jax.tree.map(
+                lambda w: jax.lax.dynamic_index_in_dim(w, layer, 0, keepdims=False), params["layers"]
+            )
             state = jax.tree.map(lambda x: x, state)
             x_BxLxD = nnx.merge(layer_def, weights)(cfg, layer, x_BxLxD, rotary, attend_with(state), True, looped=True)
         return x_BxLxD, state

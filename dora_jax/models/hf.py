@@ -32,10 +32,14 @@ from dora_jax.tokenizer import TOKENIZER_FILES, Tokenizer
 __all__ = ["check", "check_scorer", "check_vacant", "load", "load_scorer", "save", "read_config"]
 
 # our name -> (name on disk, stored transposed)
-END_TENSORS = {"embed": ("model.embed_tokens.weight", False), "final_norm": ("model.norm.weight", False),
-               "lm_head": ("lm_head.weight", True)}
+END_TENSORS = {
+    "embed": ("model.embed_tokens.weight", False),
+    "final_norm": ("model.norm.weight", False),
+    "lm_head": ("lm_head.weight", True),
+}
 LAYER_TENSORS = {
-    "attn_norm": ("input_layernorm.weight", False), "mlp_norm": ("post_attention_layernorm.weight", False),
+    "attn_norm": ("input_layernorm.weight", False),
+    "mlp_norm": ("post_attention_layernorm.weight", False),
     **{f"{x}_proj": (f"self_attn.{x}_proj.weight", True) for x in "qkvo"},
     **{f"{x}_bias": (f"self_attn.{x}_proj.bias", False) for x in "qkv"},
     **{f"{x}_norm": (f"self_attn.{x}_norm.weight", False) for x in "qk"},
@@ -91,16 +95,29 @@ def _load(path: Path, cfg: ModelConfig, mesh: jax.sharding.Mesh | None, dtype) -
     with _open(path) as files:
         params = {
             name: _place(leaf, shardings[name], functools.partial(_read, files, *END_TENSORS[name]))
-            for name, leaf in abstract.items() if name != "layers"}
+            for name, leaf in abstract.items()
+            if name != "layers"
+        }
         params["layers"] = {
-            name: _place(leaf, shardings["layers"][name],
-                         functools.partial(_read_stacked, files, _layer_tensors(cfg, name), leaf.dtype))
-            for name, leaf in abstract["layers"].items()}
+            name: _place(
+                leaf,
+                shardings["layers"][name],
+                functools.partial(_read_stacked, files, _layer_tensors(cfg, name), leaf.dtype),
+            )
+            for name, leaf in abstract["layers"].items()
+        }
     return params
 
 
-def save(path: str | Path, cfg: ModelConfig, params: dict, source_path: str | Path | None = None, *,
-         dtype=None, max_shard_bytes: int = MAX_SHARD_BYTES) -> None:
+def save(
+    path: str | Path,
+    cfg: ModelConfig,
+    params: dict,
+    source_path: str | Path | None = None,
+    *,
+    dtype=None,
+    max_shard_bytes: int = MAX_SHARD_BYTES,
+) -> None:
     """Write stacked params as a folder; tokenizer files, end ids and unknown config fields come from `source_path`.
 
     `dtype` is the type on disk (default: that of the params). ValueError if `path` already holds something, or if the
@@ -159,8 +176,10 @@ def _files(path: Path) -> list[Path]:
     there = set(os.listdir(path))
     for tensor, name in weight_map.items():
         if not isinstance(name, str) or Path(name).name != name:
-            raise ValueError(f"{path / INDEX} says that {name!r:.80} holds {tensor}; a shard is a file beside it, and "
-                             f"nothing outside its folder is read")
+            raise ValueError(
+                f"{path / INDEX} says that {name!r:.80} holds {tensor}; a shard is a file beside it, and "
+                f"nothing outside its folder is read"
+            )
         if name not in there or not (path / name).is_file():
             raise ValueError(f"{path / name[:200]} is missing; {INDEX} says that it holds {tensor}")
     return sorted({path / name for name in weight_map.values()})
@@ -206,8 +225,10 @@ def _check_tokenizer(cfg: ModelConfig, path: Path) -> None:
     tokenizer = Tokenizer.load(path)
     needed = max(tokenizer.vocab_size, *(i + 1 for i in tokenizer.eos_ids))
     if needed > cfg.vocab_size:
-        raise ValueError(f"{path / 'tokenizer.json'} needs {needed} ids, more than the {cfg.vocab_size} rows of the "
-                         "model's embedding")
+        raise ValueError(
+            f"{path / 'tokenizer.json'} needs {needed} ids, more than the {cfg.vocab_size} rows of the "
+            "model's embedding"
+        )
 
 
 def _place(leaf: jax.ShapeDtypeStruct, target: jax.sharding.Sharding, read: Callable[..., np.ndarray]) -> jax.Array:
@@ -242,6 +263,7 @@ def _read_stacked(tensors: Tensors, names: list[tuple[str, bool]], dtype: np.dty
 
 def _disk_tensors(cfg: ModelConfig, params: dict, dtype: np.dtype) -> Iterator[tuple[str, np.ndarray]]:
     """(name, value as stored), one parameter on the host at a time."""
+
     def stored(value: np.ndarray, transposed: bool) -> np.ndarray:
         return np.ascontiguousarray(value.T if transposed else value, dtype)
 
@@ -257,15 +279,20 @@ def _disk_tensors(cfg: ModelConfig, params: dict, dtype: np.dtype) -> Iterator[t
 
 def _check_params(cfg: ModelConfig, params: dict) -> None:
     """The tree that `cfg` describes, or a sentence: a checkpoint of another model would write a broken folder."""
+
     def shapes(tree: dict) -> dict[str, tuple[int, ...]]:
-        return {jax.tree_util.keystr(key, simple=True, separator="."): leaf.shape
-                for key, leaf in jax.tree_util.tree_leaves_with_path(tree)}
+        return {
+            jax.tree_util.keystr(key, simple=True, separator="."): leaf.shape
+            for key, leaf in jax.tree_util.tree_leaves_with_path(tree)
+        }
 
     found, expected = shapes(params), shapes(decoder.abstract_params(cfg))
     for name in sorted(found.keys() | expected.keys()):
         if found.get(name) != expected.get(name):
-            raise ValueError(f"the params have {name} of shape {found.get(name)}, but the model's config implies "
-                             f"{expected.get(name)}")
+            raise ValueError(
+                f"the params have {name} of shape {found.get(name)}, but the model's config implies "
+                f"{expected.get(name)}"
+            )
 
 
 def _save_tensors(folder: Path, cfg: ModelConfig, params: dict, dtype: np.dtype, max_shard_bytes: int) -> None:
@@ -277,7 +304,9 @@ def _save_tensors(folder: Path, cfg: ModelConfig, params: dict, dtype: np.dtype,
         file = folder / f"part-{len(files)}"
         files.append((file.name, list(shard)))
         save_file(shard, file, metadata={"format": "pt"})  # transformers insists on the metadata
-        file.chmod(folder.stat().st_mode & 0o666)  # safetensors lets the owner alone read; the folder has what umask allows
+        file.chmod(
+            folder.stat().st_mode & 0o666
+        )  # safetensors lets the owner alone read; the folder has what umask allows
         shard.clear()
 
     for name, value in _disk_tensors(cfg, params, dtype):

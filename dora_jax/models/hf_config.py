@@ -14,8 +14,14 @@ from typing import Any
 from dora_jax.models.config import FAMILIES, Family, ModelConfig, RopeScaling
 
 # Switches that would change the function; the value here is the only one the decoder computes.
-FIXED = {"hidden_act": "silu", "use_sliding_window": False, "attention_bias": False, "mlp_bias": False,
-         "partial_rotary_factor": 1.0, "quantization_config": None}
+FIXED = {
+    "hidden_act": "silu",
+    "use_sliding_window": False,
+    "attention_bias": False,
+    "mlp_bias": False,
+    "partial_rotary_factor": 1.0,
+    "quantization_config": None,
+}
 SCORER = "ForSequenceClassification"  # ends the class name of a model whose head is a score, not a vocabulary
 MAX_TEXT_BYTES = 128 << 20  # of a JSON file, a tokenizer, a template; the largest tokenizer.json in use has 33 MB
 JSON_NAMES = {list: "array", dict: "object", bool: "true or false"}
@@ -65,16 +71,27 @@ def read_config(path: str | Path, *, scorer: bool = False) -> ModelConfig:
     d_model, n_heads = _size(raw, "hidden_size", file), _size(raw, "num_attention_heads", file)
     head_dim = QWEN3_HEAD_DIM if known.model_type == "qwen3" else d_model // n_heads
     sizes = {
-        "vocab_size": _size(raw, "vocab_size", file), "d_model": d_model, "n_heads": n_heads,
-        "n_layers": _size(raw, "num_hidden_layers", file), "n_kv_heads": _size(raw, "num_key_value_heads", file, n_heads),
-        "head_dim": _size(raw, "head_dim", file, head_dim), "d_ff": _size(raw, "intermediate_size", file),
-        "max_position": _size(raw, "max_position_embeddings", file)}
+        "vocab_size": _size(raw, "vocab_size", file),
+        "d_model": d_model,
+        "n_heads": n_heads,
+        "n_layers": _size(raw, "num_hidden_layers", file),
+        "n_kv_heads": _size(raw, "num_key_value_heads", file, n_heads),
+        "head_dim": _size(raw, "head_dim", file, head_dim),
+        "d_ff": _size(raw, "intermediate_size", file),
+        "max_position": _size(raw, "max_position_embeddings", file),
+    }
     tied, norm_eps = _of(raw, "tie_word_embeddings", bool, file), _number(raw, "rms_norm_eps", file)
     try:
         return ModelConfig(
-            family=known.model_type, qk_norm=known.qk_norm, qkv_bias=known.qkv_bias, rope_theta=theta,
-            rope_scaling=scaling, tie_embeddings=scorer or bool(tied), norm_eps=1e-6 if norm_eps is None else norm_eps,
-            **sizes)
+            family=known.model_type,
+            qk_norm=known.qk_norm,
+            qkv_bias=known.qkv_bias,
+            rope_theta=theta,
+            rope_scaling=scaling,
+            tie_embeddings=scorer or bool(tied),
+            norm_eps=1e-6 if norm_eps is None else norm_eps,
+            **sizes,
+        )
     except ValueError as error:
         raise ValueError(f"{file}: {error}") from error
 
@@ -85,14 +102,24 @@ def config_json(cfg: ModelConfig, dtype: str, base: dict[str, Any]) -> dict[str,
     scaling = _scaling_json(cfg.rope_scaling)
     return {
         **base,
-        "architectures": [architecture], "model_type": cfg.family, "hidden_act": "silu",
-        "vocab_size": cfg.vocab_size, "hidden_size": cfg.d_model, "num_hidden_layers": cfg.n_layers,
-        "num_attention_heads": cfg.n_heads, "num_key_value_heads": cfg.n_kv_heads, "head_dim": cfg.head_dim,
-        "intermediate_size": cfg.d_ff, "rms_norm_eps": cfg.norm_eps, "max_position_embeddings": cfg.max_position,
+        "architectures": [architecture],
+        "model_type": cfg.family,
+        "hidden_act": "silu",
+        "vocab_size": cfg.vocab_size,
+        "hidden_size": cfg.d_model,
+        "num_hidden_layers": cfg.n_layers,
+        "num_attention_heads": cfg.n_heads,
+        "num_key_value_heads": cfg.n_kv_heads,
+        "head_dim": cfg.head_dim,
+        "intermediate_size": cfg.d_ff,
+        "rms_norm_eps": cfg.norm_eps,
+        "max_position_embeddings": cfg.max_position,
         "tie_word_embeddings": cfg.tie_embeddings,
-        "rope_theta": cfg.rope_theta, "rope_scaling": scaling,
+        "rope_theta": cfg.rope_theta,
+        "rope_scaling": scaling,
         "rope_parameters": {"rope_type": "default", **(scaling or {}), "rope_theta": cfg.rope_theta},
-        "torch_dtype": dtype, "dtype": dtype,
+        "torch_dtype": dtype,
+        "dtype": dtype,
     }
 
 
@@ -158,6 +185,10 @@ def _scaling(entry: dict, raw: dict, file: Path) -> RopeScaling | None:
 def _scaling_json(scaling: RopeScaling | None) -> dict[str, Any] | None:
     if scaling is None:
         return None
-    return {"rope_type": "llama3", "factor": scaling.factor, "low_freq_factor": scaling.low_freq_factor,
-            "high_freq_factor": scaling.high_freq_factor,
-            "original_max_position_embeddings": scaling.original_max_position}
+    return {
+        "rope_type": "llama3",
+        "factor": scaling.factor,
+        "low_freq_factor": scaling.low_freq_factor,
+        "high_freq_factor": scaling.high_freq_factor,
+        "original_max_position_embeddings": scaling.original_max_position,
+    }

@@ -18,8 +18,15 @@ from dora_jax.models import decoder
 MASKED = -1e30  # finite: p * logit of a masked id is 0, not nan
 
 
-def policy_logits(cfg: decoder.ModelConfig, params: Any, hidden: jax.Array, *, vocab_limit: int | None = None,
-                  temperature: float = 1.0, axis: str | None = None) -> jax.Array:
+def policy_logits(
+    cfg: decoder.ModelConfig,
+    params: Any,
+    hidden: jax.Array,
+    *,
+    vocab_limit: int | None = None,
+    temperature: float = 1.0,
+    axis: str | None = None,
+) -> jax.Array:
     """f32[..., V] after temperature; ids >= vocab_limit (rows of the embedding without a token) are masked."""
     logits = decoder.logits(cfg, params, hidden)
     logits = logits if temperature == 1.0 else logits / temperature
@@ -28,9 +35,18 @@ def policy_logits(cfg: decoder.ModelConfig, params: Any, hidden: jax.Array, *, v
     return jnp.where(_token_ids(logits, axis) < vocab_limit, logits, MASKED)
 
 
-def target_logprobs(cfg: decoder.ModelConfig, params: Any, hidden_BxLxD: jax.Array, targets_BxL: jax.Array, *,
-                    vocab_limit: int | None = None, temperature: float = 1.0, entropy_grad: bool = False,
-                    max_bytes: int | None = None, mesh: Mesh | None = None) -> tuple[jax.Array, jax.Array]:
+def target_logprobs(
+    cfg: decoder.ModelConfig,
+    params: Any,
+    hidden_BxLxD: jax.Array,
+    targets_BxL: jax.Array,
+    *,
+    vocab_limit: int | None = None,
+    temperature: float = 1.0,
+    entropy_grad: bool = False,
+    max_bytes: int | None = None,
+    mesh: Mesh | None = None,
+) -> tuple[jax.Array, jax.Array]:
     """(log-prob of each target, entropy), f32[B, L]. `max_bytes` a device bounds the logits alive at once; None: all.
 
     On a mesh each shard of rows and positions walks its own chunks, with the head gathered over fsdp once: left to
@@ -38,10 +54,13 @@ def target_logprobs(cfg: decoder.ModelConfig, params: Any, hidden_BxLxD: jax.Arr
     """
     name = "embed" if cfg.tie_embeddings else "lm_head"
 
-    def local(head: jax.Array, hidden: jax.Array, targets: jax.Array,
-              axis: str | None = None) -> tuple[jax.Array, jax.Array]:
+    def local(
+        head: jax.Array, hidden: jax.Array, targets: jax.Array, axis: str | None = None
+    ) -> tuple[jax.Array, jax.Array]:
         def run(hidden: jax.Array, targets: jax.Array) -> tuple[jax.Array, jax.Array]:
-            logits = policy_logits(cfg, {name: head}, hidden, vocab_limit=vocab_limit, temperature=temperature, axis=axis)
+            logits = policy_logits(
+                cfg, {name: head}, hidden, vocab_limit=vocab_limit, temperature=temperature, axis=axis
+            )
             return logprobs_of(logits, targets, entropy_grad=entropy_grad, axis=axis)
 
         return _in_chunks(run, hidden, targets, head.size // cfg.d_model, max_bytes)
@@ -57,12 +76,15 @@ def target_logprobs(cfg: decoder.ModelConfig, params: Any, hidden_BxLxD: jax.Arr
         return local(head, hidden, targets, TABLE["vocab"])
 
     return jax.shard_map(sharded, mesh=mesh, in_specs=(spec(*axes), rows, rows), out_specs=(rows, rows))(
-        params[name], hidden_BxLxD, targets_BxL)
+        params[name], hidden_BxLxD, targets_BxL
+    )
 
 
-def logprobs_of(logits: jax.Array, targets: jax.Array, *, entropy_grad: bool = False,
-                axis: str | None = None) -> tuple[jax.Array, jax.Array]:
+def logprobs_of(
+    logits: jax.Array, targets: jax.Array, *, entropy_grad: bool = False, axis: str | None = None
+) -> tuple[jax.Array, jax.Array]:
     """(log-prob of each target, entropy) from logits f32[..., V]; axis: the mesh axis that V is sharded over, if any."""
+
     def total(x: jax.Array) -> jax.Array:
         x = jnp.sum(x, axis=-1)
         return x if axis is None else jax.lax.psum(x, axis)
@@ -86,8 +108,9 @@ def chunk_length(rows: int, length: int, vocab: int, max_bytes: int) -> int:
 # ---------------------------------------------------------------- private
 
 
-def _in_chunks(run: Any, hidden_BxLxD: jax.Array, targets_BxL: jax.Array, vocab: int,
-               max_bytes: int | None) -> tuple[jax.Array, jax.Array]:
+def _in_chunks(
+    run: Any, hidden_BxLxD: jax.Array, targets_BxL: jax.Array, vocab: int, max_bytes: int | None
+) -> tuple[jax.Array, jax.Array]:
     """run(hidden, targets) over chunks of the positions, recomputed in the backward pass."""
     rows, length = targets_BxL.shape
     chunk = length if max_bytes is None else chunk_length(rows, length, vocab, max_bytes)

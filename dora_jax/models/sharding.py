@@ -42,8 +42,10 @@ def make_mesh(devices: Sequence[jax.Device], data: int, fsdp: int, tensor: int, 
     """A mesh of exactly these devices; axes stay Auto on every jax version."""
     needed = data * fsdp * context * tensor
     if needed != len(devices):
-        raise ValueError(f"mesh data={data} x fsdp={fsdp} x context={context} x tensor={tensor} needs {needed} devices, "
-                         f"not {len(devices)}")
+        raise ValueError(
+            f"mesh data={data} x fsdp={fsdp} x context={context} x tensor={tensor} needs {needed} devices, "
+            f"not {len(devices)}"
+        )
     grid = np.array(devices, dtype=object).reshape(data, fsdp, context, tensor)
     return Mesh(grid, AXES, axis_types=(AxisType.Auto,) * len(AXES))
 
@@ -91,8 +93,12 @@ def stacked_like(serving: Any) -> Any:
     layers = serving["layers"]
     if not isinstance(layers, list):
         return serving
-    return {**serving, "layers": {name: NamedSharding(where.mesh, PartitionSpec(None, *where.spec))
-                                  for name, where in layers[0].items()}}
+    return {
+        **serving,
+        "layers": {
+            name: NamedSharding(where.mesh, PartitionSpec(None, *where.spec)) for name, where in layers[0].items()
+        },
+    }
 
 
 def mesh_axes(axis: str) -> tuple[str, ...]:
@@ -113,6 +119,7 @@ def batch_spec(mesh: Mesh) -> NamedSharding:
 
 def constrain_rows(mesh: Mesh) -> Callable[..., jax.Array]:
     """`constrain` for decoder.forward: keeps rows where the batch is, so that weights travel and activations do not."""
+
     def pin(x: jax.Array, *axes: str | None) -> jax.Array:
         return jax.lax.with_sharding_constraint(x, NamedSharding(mesh, spec(*axes)))
 

@@ -25,8 +25,9 @@ from jax.experimental.pallas.ops.tpu.ragged_paged_attention import kernel as rag
 MASKED = -1e30  # finite, so that a row with nothing but masked scores makes no nan
 
 
-def chunk_attention(q_BxLxHxD, past: Sequence[tuple[jax.Array, jax.Array]], past_len_B, k_new_BxKxDxM, v_new_BxKxMxD,
-                    new_mask_LxM) -> jax.Array:
+def chunk_attention(
+    q_BxLxHxD, past: Sequence[tuple[jax.Array, jax.Array]], past_len_B, k_new_BxKxDxM, v_new_BxKxMxD, new_mask_LxM
+) -> jax.Array:
     """o[B, L, H, D]. `past`: (k [B,K,D,S], v [B,K,S,D]) blocks, of which the first past_len positions count; V must
     be zero beyond. `new_mask_LxM` says which of the M new positions each of the L queries sees, itself at least."""
     b, length, heads, d = q_BxLxHxD.shape
@@ -81,8 +82,9 @@ def check_platform(impl: str, platform: str) -> None:
     if platform != needed:
         raise ValueError(f"rollout.attention {impl} needs {needed.upper()} devices; this instance's are {platform}")
     if impl == "tokamax" and importlib.util.find_spec("tokamax") is None:
-        raise ValueError("rollout.attention tokamax needs that package, which needs Python 3.12: "
-                         "pip install 'dora_jax[tpu-kernels]'")
+        raise ValueError(
+            "rollout.attention tokamax needs that package, which needs Python 3.12: pip install 'dora_jax[tpu-kernels]'"
+        )
 
 
 def lanes(impl: str, head_dim: int) -> int:
@@ -99,8 +101,9 @@ def paged_kernel(impl: str) -> Callable[..., jax.Array]:
     return paged_gpu.paged_attention
 
 
-def paged_step(q_SxLxHxD, new_SxLxCxD, kv_pages_NxPxCxD, kv_lens_S, tables_SxM, scale: float,
-               impl: str) -> tuple[jax.Array, jax.Array]:
+def paged_step(
+    q_SxLxHxD, new_SxLxCxD, kv_pages_NxPxCxD, kv_lens_S, tables_SxM, scale: float, impl: str
+) -> tuple[jax.Array, jax.Array]:
     """(o[S, L, H, D], the pages with the new KV): the L queries of a sequence are its last L positions, whose K and V
     `new` holds side by side, in the pages' type; each query sees itself and what is before it.
 
@@ -126,14 +129,23 @@ def paged_attention(q_SxLxHxD, kv_pages_NxPxCxD, kv_lens_S, tables_SxM, scale: f
     narrower = kv_pages_NxPxCxD.dtype != q_SxLxHxD.dtype
     scales = {"k_scale": 1.0, "v_scale": 1.0} if narrower else {}  # with them the kernel widens what it reads
     o_TxHxD = ragged_paged_attention.ragged_paged_attention(
-        q_SxLxHxD.reshape(-1, heads, d), kv_pages_NxPxCxD, kv_lens_S, tables_SxM,
-        jnp.arange(s + 1, dtype=jnp.int32) * length, jnp.full((1,), s, jnp.int32), sm_scale=scale, **scales,
-        num_kv_pages_per_block=block_pages, num_queries_per_block=min(length, BLOCK_QUERIES))
+        q_SxLxHxD.reshape(-1, heads, d),
+        kv_pages_NxPxCxD,
+        kv_lens_S,
+        tables_SxM,
+        jnp.arange(s + 1, dtype=jnp.int32) * length,
+        jnp.full((1,), s, jnp.int32),
+        sm_scale=scale,
+        **scales,
+        num_kv_pages_per_block=block_pages,
+        num_queries_per_block=min(length, BLOCK_QUERIES),
+    )
     return o_TxHxD.reshape(q_SxLxHxD.shape)
 
 
-def tokamax_step(q_SxLxHxD, new_SxLxCxD, kv_pages_NxPxCxD, kv_lens_S, tables_SxM, scale: float,
-                 implementation: str = "kernel") -> tuple[jax.Array, jax.Array]:
+def tokamax_step(
+    q_SxLxHxD, new_SxLxCxD, kv_pages_NxPxCxD, kv_lens_S, tables_SxM, scale: float, implementation: str = "kernel"
+) -> tuple[jax.Array, jax.Array]:
     """`paged_step` by tokamax's batched ragged paged attention. implementation: "kernel", or "reference", its plain XLA.
 
     The kernel itself, not the package's operator around it, which looks for a TPU and asks a table for block sizes.
@@ -149,12 +161,21 @@ def tokamax_step(q_SxLxHxD, new_SxLxCxD, kv_pages_NxPxCxD, kv_lens_S, tables_SxM
     attend = reference.batched_ragged_paged_attention_reference
     if implementation == "kernel":
         blocks, attend = dict(bkv_sz=BLOCK_TOKENS, n_buffer=3), wrapper.ragged_paged_attention
-        options |= dict(decode_block_sizes=configs.BlockSizes(bq_sz=1, bq_c_sz=1, batch_size=8, **blocks),
-                        prefill_block_sizes=configs.BlockSizes(bq_sz=128, bq_c_sz=64, batch_size=2, **blocks))
+        options |= dict(
+            decode_block_sizes=configs.BlockSizes(bq_sz=1, bq_c_sz=1, batch_size=8, **blocks),
+            prefill_block_sizes=configs.BlockSizes(bq_sz=128, bq_c_sz=64, batch_size=2, **blocks),
+        )
     o_TxHxD, kv_pages_NxPxCxD = attend(
-        q_SxLxHxD.reshape(s * length, heads, d), new_TxCxD[:, 0::2], new_TxCxD[:, 1::2], kv_pages_NxPxCxD,
-        kv_lens_S, tables_SxM.reshape(-1), jnp.arange(s + 1, dtype=jnp.int32) * length,
-        jnp.array([decoding, decoding, s], jnp.int32), **options)
+        q_SxLxHxD.reshape(s * length, heads, d),
+        new_TxCxD[:, 0::2],
+        new_TxCxD[:, 1::2],
+        kv_pages_NxPxCxD,
+        kv_lens_S,
+        tables_SxM.reshape(-1),
+        jnp.arange(s + 1, dtype=jnp.int32) * length,
+        jnp.array([decoding, decoding, s], jnp.int32),
+        **options,
+    )
     return o_TxHxD.reshape(q_SxLxHxD.shape), kv_pages_NxPxCxD
 
 

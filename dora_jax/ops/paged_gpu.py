@@ -34,8 +34,19 @@ MASKED = -1e30  # finite, so that a row with nothing but masked scores makes no 
 LOG2E = math.log2(math.e)
 
 
-def paged_attention(q_SxLxHxD, kv_pages_NxPxCxD, kv_lens_S, tables_SxM, scale: float, *, span: int = SPAN,
-                    block: int = BLOCK, stages: int = STAGES, warps: int = WARPS, interpret: bool = False) -> jax.Array:
+def paged_attention(
+    q_SxLxHxD,
+    kv_pages_NxPxCxD,
+    kv_lens_S,
+    tables_SxM,
+    scale: float,
+    *,
+    span: int = SPAN,
+    block: int = BLOCK,
+    stages: int = STAGES,
+    warps: int = WARPS,
+    interpret: bool = False,
+) -> jax.Array:
     """o[S, L, H, D] as attention.paged_reference gives it; zeros for a row of length 0.
 
     span, block: positions, powers of two, a span a multiple of a block. interpret: in Python on any device, for tests.
@@ -48,8 +59,10 @@ def paged_attention(q_SxLxHxD, kv_pages_NxPxCxD, kv_lens_S, tables_SxM, scale: f
     if d != (width := attention.lanes("gpu", d)):
         raise ValueError(f"heads of {d} come padded to {width}, a power of two")
     if kv_pages_NxPxCxD.dtype.itemsize == 1 and 2**31 <= kv_pages_NxPxCxD.size <= 2**32:
-        raise ValueError(f"Pallas indexes an 8-bit pool of 2 to 4 GiB with 31 bits, and this one has "
-                         f"{kv_pages_NxPxCxD.size} values; set rollout.pages so that it is smaller, or larger")
+        raise ValueError(
+            f"Pallas indexes an 8-bit pool of 2 to 4 GiB with 31 bits, and this one has "
+            f"{kv_pages_NxPxCxD.size} values; set rollout.pages so that it is smaller, or larger"
+        )
     group = heads // (kv // 2)
     most = MIN_ROWS if q_SxLxHxD.dtype == jnp.float32 else MAX_ROWS  # products in full precision take many registers
     rows = min(most, max(MIN_ROWS, pl.next_power_of_2(length * group)))
@@ -63,23 +76,50 @@ def paged_attention(q_SxLxHxD, kv_pages_NxPxCxD, kv_lens_S, tables_SxM, scale: f
         partials = s, length, heads, splits
         outs = [jax.ShapeDtypeStruct((*partials, d), jnp.float32), jax.ShapeDtypeStruct(partials, jnp.float32)]
     kernel = functools.partial(
-        _attend, scale=scale * LOG2E, group=group, rows=rows, block=block, page_size=page_size,
-        span=span if splits > 1 else None, splits=splits)
+        _attend,
+        scale=scale * LOG2E,
+        group=group,
+        rows=rows,
+        block=block,
+        page_size=page_size,
+        span=span if splits > 1 else None,
+        splits=splits,
+    )
     out = pl.pallas_call(
-        kernel, out_shape=outs, grid=(kv // 2, s, blocks * splits), interpret=interpret, name="paged_attention",
+        kernel,
+        out_shape=outs,
+        grid=(kv // 2, s, blocks * splits),
+        interpret=interpret,
+        name="paged_attention",
         compiler_params=plgpu.CompilerParams(num_warps=warps, num_stages=stages),
     )(q_SxLxHxD, kv_pages_NxPxCxD.reshape(n * page_size, kv, d), kv_lens_S, tables_SxM)
     if splits == 1:
         return out[0]
     return pl.pallas_call(
-        functools.partial(_combine, span=span), grid=(heads, s), interpret=interpret, name="combine_partials",
+        functools.partial(_combine, span=span),
+        grid=(heads, s),
+        interpret=interpret,
+        name="combine_partials",
         out_shape=jax.ShapeDtypeStruct(q_SxLxHxD.shape, q_SxLxHxD.dtype),
         compiler_params=plgpu.CompilerParams(num_warps=WARPS, num_stages=1),
     )(*out, kv_lens_S)
 
 
-def _attend(q_ref, pool_ref, lens_ref, tables_ref, o_ref, *lse_ref, scale: float, group: int, rows: int, block: int,
-            page_size: int, span: int | None, splits: int):
+def _attend(
+    q_ref,
+    pool_ref,
+    lens_ref,
+    tables_ref,
+    o_ref,
+    *lse_ref,
+    scale: float,
+    group: int,
+    rows: int,
+    block: int,
+    page_size: int,
+    span: int | None,
+    splits: int,
+):
     """One KV head of one row: a block of its queries against a span of its positions.
 
     Refs: q [S, L, H, D], pool [positions, 2K, D], lens [S], tables [S, M]; o [S, L, H, D], or partials
@@ -106,8 +146,12 @@ def _attend(q_ref, pool_ref, lens_ref, tables_ref, o_ref, *lse_ref, scale: float
         own_T = at_T < stop
         page_T = plgpu.load(tables_ref.at[s, jax.lax.div(at_T, page_size)], mask=own_T, other=0)
         token_Tx1 = (page_T * page_size + jax.lax.rem(at_T, page_size))[:, None]
-        k_TxD, v_TxD = (plgpu.load(pool_ref.at[token_Tx1, 2 * head + i, lane_1xD], mask=own_T[:, None],
-                                   other=0.0).astype(q_RxD.dtype) for i in (0, 1))
+        k_TxD, v_TxD = (
+            plgpu.load(pool_ref.at[token_Tx1, 2 * head + i, lane_1xD], mask=own_T[:, None], other=0.0).astype(
+                q_RxD.dtype
+            )
+            for i in (0, 1)
+        )
         seen_RxT = (at_T[None] < seen_R[:, None]) & own_T[None]
         scores_RxT = jnp.where(seen_RxT, _dot(q_RxD, k_TxD.T) * scale, MASKED)
         new_peak_R = jnp.maximum(peak_R, scores_RxT.max(-1))

@@ -80,8 +80,9 @@ def splash_attention(segment_ids_BxL, positions_BxL, mesh: Mesh, *, interpret: b
         shards = kernel.manual_sharding_spec(NamedSharding(mesh, PartitionSpec(None, "context")))
         rows, heads = spec("batch", "sequence"), spec("batch", "sequence", "heads")
         keys = spec("batch", "sequence", "kv_heads")
-        run = jax.shard_map(local, mesh=mesh, in_specs=(shards, rows, heads, keys, keys), out_specs=heads,
-                            check_vma=False)  # the kernel's outputs do not say over which axes they vary
+        run = jax.shard_map(
+            local, mesh=mesh, in_specs=(shards, rows, heads, keys, keys), out_specs=heads, check_vma=False
+        )  # the kernel's outputs do not say over which axes they vary
         return run(kernel, segment_ids_BxL, q_BxLxHxD, k_BxLxKxD, v_BxLxKxD)
 
     return attend
@@ -100,8 +101,14 @@ def _splash_kernel(group: int, length: int, context: int, interpret: bool) -> sp
     sizes = splash.BlockSizes(block_q=queries, block_kv=keys, block_kv_compute=compute, **backward)
     mask = splash_mask.MultiHeadMask([splash_mask.CausalMask((length, length)) for _ in range(group)])
     with jax.ensure_compile_time_eval():
-        kernel = splash.make_splash_mqa(mask, head_shards=1, q_seq_shards=context, block_sizes=sizes,
-                                        residual_checkpoint_name=KEPT, interpret=interpret)
+        kernel = splash.make_splash_mqa(
+            mask,
+            head_shards=1,
+            q_seq_shards=context,
+            block_sizes=sizes,
+            residual_checkpoint_name=KEPT,
+            interpret=interpret,
+        )
         return jax.tree.map(np.asarray, kernel)
 
 
@@ -125,16 +132,19 @@ def cudnn_attention(segment_ids_BxL, positions_BxL, *prefix_ids, mesh: Mesh) -> 
     Segments reach it as a dense mask, which it reads as a bias of 2 bytes for two tokens of a row, and whose gradient
     it writes.
     """
+
     def local(q_BxLxHxD, k_BxLxKxD, v_BxLxKxD, *where):
         same_Bx1xLxL = _may_see(where, where)[:, None]
-        o_BxLxHxD = jax.nn.dot_product_attention(q_BxLxHxD, k_BxLxKxD, v_BxLxKxD, mask=same_Bx1xLxL, is_causal=True,
-                                                 implementation="cudnn")
+        o_BxLxHxD = jax.nn.dot_product_attention(
+            q_BxLxHxD, k_BxLxKxD, v_BxLxKxD, mask=same_Bx1xLxL, is_causal=True, implementation="cudnn"
+        )
         return jax.ad_checkpoint.checkpoint_name(o_BxLxHxD, KEPT)
 
     where = (segment_ids_BxL, positions_BxL, *prefix_ids)
     rows, heads, keys = spec("batch"), spec("batch", None, "heads"), spec("batch", None, "kv_heads")
-    run = jax.shard_map(local, mesh=mesh, in_specs=(heads, keys, keys, *[rows] * len(where)), out_specs=heads,
-                        check_vma=False)
+    run = jax.shard_map(
+        local, mesh=mesh, in_specs=(heads, keys, keys, *[rows] * len(where)), out_specs=heads, check_vma=False
+    )
     return lambda layer, q, k, v: run(q, k, v, *where)
 
 
@@ -159,17 +169,23 @@ def context_attention(segment_ids_BxL, positions_BxL, *prefix_ids, mesh: Mesh) -
     Keys and values are gathered, in the backward pass their gradients scattered. Every shard computes the whole width,
     so that none waits for another; the half that `segment_attention` leaves out is the price.
     """
+
     def local(q_BxCxHxD, k_BxCxKxD, v_BxCxKxD, *mine):
         def whole(x):
             return jax.lax.all_gather(x, "context", axis=1, tiled=True)
 
-        return _attend_blocks(q_BxCxHxD, whole(k_BxCxKxD), whole(v_BxCxKxD), mine, tuple(map(whole, mine)),
-                              triangular=False)
+        return _attend_blocks(
+            q_BxCxHxD, whole(k_BxCxKxD), whole(v_BxCxKxD), mine, tuple(map(whole, mine)), triangular=False
+        )
 
-    rows, heads = spec("batch", "sequence"), (spec("batch", "sequence", name) for name in ("heads", "kv_heads", "kv_heads"))
+    rows, heads = (
+        spec("batch", "sequence"),
+        (spec("batch", "sequence", name) for name in ("heads", "kv_heads", "kv_heads")),
+    )
     where = (segment_ids_BxL, positions_BxL, *prefix_ids)
-    sharded = jax.shard_map(local, mesh=mesh, in_specs=(*heads, *[rows] * len(where)),
-                            out_specs=spec("batch", "sequence", "heads"))
+    sharded = jax.shard_map(
+        local, mesh=mesh, in_specs=(*heads, *[rows] * len(where)), out_specs=spec("batch", "sequence", "heads")
+    )
     return lambda layer, q, k, v: sharded(q, k, v, *where)
 
 
@@ -190,18 +206,27 @@ def _attend_blocks(q_BxLxHxD, k_BxMxKxD, v_BxMxKxD, q_where, k_where, *, triangu
         return _may_see(q_where, k_where)[:, None, None]
 
     if k_BxKxDxM.shape[-1] >= LONG_ROW:
-        o_BxKxGxLxD = _one_by_one(lambda q, *where: _attend_block(q, k_BxKxDxM, v_BxKxMxD, mask(where, k_where)),
-                                  q_BxKxGxLxD, *q_where)
+        o_BxKxGxLxD = _one_by_one(
+            lambda q, *where: _attend_block(q, k_BxKxDxM, v_BxKxMxD, mask(where, k_where)), q_BxKxGxLxD, *q_where
+        )
     else:
         length = q_BxLxHxD.shape[1]
         block = max(MIN_QUERY_BLOCK, -(-length // MAX_QUERY_BLOCKS))
         bounds = [(start, min(start + block, length)) for start in range(0, length, block)]
         ends = [stop if triangular else k_BxKxDxM.shape[-1] for _, stop in bounds]
         mask_Bx1x1xLxM = mask(q_where, k_where)
-        o_BxKxGxLxD = jnp.concatenate([
-            _attend_block(q_BxKxGxLxD[..., start:stop, :], k_BxKxDxM[..., :end], v_BxKxMxD[:, :, :end],
-                          mask_Bx1x1xLxM[..., start:stop, :end])
-            for (start, stop), end in zip(bounds, ends)], axis=3)
+        o_BxKxGxLxD = jnp.concatenate(
+            [
+                _attend_block(
+                    q_BxKxGxLxD[..., start:stop, :],
+                    k_BxKxDxM[..., :end],
+                    v_BxKxMxD[:, :, :end],
+                    mask_Bx1x1xLxM[..., start:stop, :end],
+                )
+                for (start, stop), end in zip(bounds, ends)
+            ],
+            axis=3,
+        )
     return jnp.einsum("bkgld->blkgd", o_BxKxGxLxD).reshape(q_BxLxHxD.shape)
 
 
@@ -211,10 +236,11 @@ def _one_by_one(attend_block: Callable, q_BxKxGxLxD, *where_BxL):
     block = next(size for size in range(min(LONG_BLOCK, length), 0, -1) if length % size == 0)
 
     def blocks(x, axis: int):
-        return jnp.moveaxis(x.reshape(*x.shape[:axis], -1, block, *x.shape[axis + 1:]), axis, 0)
+        return jnp.moveaxis(x.reshape(*x.shape[:axis], -1, block, *x.shape[axis + 1 :]), axis, 0)
 
-    o_NxBxKxGxCxD = jax.lax.map(lambda part: jax.checkpoint(attend_block)(*part),
-                                (blocks(q_BxKxGxLxD, 3), *(blocks(x, 1) for x in where_BxL)))
+    o_NxBxKxGxCxD = jax.lax.map(
+        lambda part: jax.checkpoint(attend_block)(*part), (blocks(q_BxKxGxLxD, 3), *(blocks(x, 1) for x in where_BxL))
+    )
     return jnp.moveaxis(o_NxBxKxGxCxD, 0, 3).reshape(q_BxKxGxLxD.shape)
 
 

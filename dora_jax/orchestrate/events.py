@@ -139,7 +139,9 @@ class InstanceReported:
     def of(cls, instance: InstanceId, free: int, progress: Mapping[SampleId, int], life: int = 0) -> InstanceReported:
         """progress: sample -> tokens so far."""
         groups, indices = zip(*progress, strict=True) if progress else ((), ())
-        return cls(instance=instance, free=free, groups=groups, indices=indices, tokens=tuple(progress.values()), life=life)
+        return cls(
+            instance=instance, free=free, groups=groups, indices=indices, tokens=tuple(progress.values()), life=life
+        )
 
 
 @record
@@ -148,8 +150,21 @@ class TimePassed:
 
 
 Event = (
-    InstanceUp | InstanceDown | WeightsLoaded | SampleStarted | SampleDone | SampleCancelled | SampleMoved | MoveFailed
-    | SampleParked | SampleResumed | GroupScored | GroupFailed | StepPublished | InstanceReported | TimePassed
+    InstanceUp
+    | InstanceDown
+    | WeightsLoaded
+    | SampleStarted
+    | SampleDone
+    | SampleCancelled
+    | SampleMoved
+    | MoveFailed
+    | SampleParked
+    | SampleResumed
+    | GroupScored
+    | GroupFailed
+    | StepPublished
+    | InstanceReported
+    | TimePassed
 )
 
 # -------------------------------------------------------------- commands

@@ -139,8 +139,7 @@ class OrchestratorConfig:
             return {}
         ratios = dict(self.task_ratios)
         each = self.inflight * self.groups_per_step / len(self.task_cycle)
-        return {task: math.ceil(each * self.task_cycle.count(task) * ratios.get(task, 1.0))
-                for task in self.tasks}
+        return {task: math.ceil(each * self.task_cycle.count(task) * ratios.get(task, 1.0)) for task in self.tasks}
 
     def adapted_limits(self, rates: Mapping[str, float]) -> dict[str, int]:
         """`task_limits` when only `rates` of each task's scored groups can be trained on: each in inverse proportion,
@@ -192,8 +191,11 @@ class OrchestratorConfig:
             found.append(f"updates is {self.updates}: it does not divide groups_per_step, {self.groups_per_step}")
         if self.task_adaptive and not self.task_cycle:
             found.append("task_adaptive is set, but task_cycle names no task")
-        found += [f"task_ratios names {task!r}, which task_cycle does not" for task, _ in self.task_ratios
-                  if task not in self.task_cycle]
+        found += [
+            f"task_ratios names {task!r}, which task_cycle does not"
+            for task, _ in self.task_ratios
+            if task not in self.task_cycle
+        ]
         return found
 
     def _load_problems(self) -> list[str]:
@@ -202,12 +204,16 @@ class OrchestratorConfig:
             return []
         samples = self.inflight * self.groups_per_step * self.group_size
         if samples < self.group_size:
-            return [f"inflight {self.inflight} asks for {samples:g} samples in flight: "
-                    f"that is less than one group of {self.group_size}"]
+            return [
+                f"inflight {self.inflight} asks for {samples:g} samples in flight: "
+                f"that is less than one group of {self.group_size}"
+            ]
         target = self.decisions.target_groups
         if target < self.groups_per_step and (self.task_limits or not self.decisions.count_awaited):
-            return [f"inflight {self.inflight} keeps at most {target} groups outstanding: a step takes "
-                    f"{self.groups_per_step} and would never start"]
+            return [
+                f"inflight {self.inflight} keeps at most {target} groups outstanding: a step takes "
+                f"{self.groups_per_step} and would never start"
+            ]
         return []
 
     def instance_problem(self, pages: int, page_size: int, slots: int) -> str | None:

@@ -52,7 +52,8 @@ def restart(orchestrator: Orchestrator) -> Debts:
         cancel=ev.Cancel(ids=doomed, instance=None, reason=LOST) if doomed else None,
         groups=tuple(s.groups),
         recorded={u.id: u.version for u in units if u.state == fl.PARKED},
-        versions=tuple(sorted(s.alive)))
+        versions=tuple(sorted(s.alive)),
+    )
 
 
 _NOWHERE = -1  # the source of a failed move is not looked at

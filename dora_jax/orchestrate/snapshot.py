@@ -28,7 +28,9 @@ def save(s: State) -> dict[str, Any]:
         "format": FORMAT,
         "mode": s.config.mode,
         "tasks": list(s.config.task_cycle),
-        "hosts": [[[_encode(value) for value in host_values(host)], list(host.units)] for host in s.fleet.hosts.values()],
+        "hosts": [
+            [[_encode(value) for value in host_values(host)], list(host.units)] for host in s.fleet.hosts.values()
+        ],
         "groups": [_save_group(group) for group in s.groups.values()],
         **_encode(s),
     }
@@ -49,7 +51,11 @@ def load(s: State, data: dict[str, Any]) -> None:
 
 
 def _names(thing: Any) -> list[str]:
-    return [name for name in getattr(thing, "__slots__", None) or vars(thing) if name not in getattr(thing, "CONFIGURED", ())]
+    return [
+        name
+        for name in getattr(thing, "__slots__", None) or vars(thing)
+        if name not in getattr(thing, "CONFIGURED", ())
+    ]
 
 
 def _encode(value: Any) -> Any:

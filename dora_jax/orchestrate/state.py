@@ -140,8 +140,11 @@ class State:
         """Issue the prompt of a group that was given up again, under an id of its own."""
         renewed = group_id + RENEWAL
         if renewed >= MAX_RENEWALS * RENEWAL:
-            self.halt(False, f"prompt {issued_first_as(group_id)} was given up {MAX_RENEWALS} times: no step could take "
-                             f"its answers in time")
+            self.halt(
+                False,
+                f"prompt {issued_first_as(group_id)} was given up {MAX_RENEWALS} times: no step could take "
+                f"its answers in time",
+            )
         self.redo.append(renewed)
         self.due.woken[self.ledger.base] = None
 

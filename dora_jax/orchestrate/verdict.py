@@ -33,8 +33,10 @@ def _lives(s: State, event: ev.InstanceReported | ev.WeightsLoaded) -> bool:
 
 def _reported(s: State, event: ev.InstanceReported) -> bool:
     if not len(event.groups) == len(event.indices) == len(event.tokens):
-        raise ev.ImpossibleFact(f"instance {event.instance} reports columns of {len(event.groups)}, {len(event.indices)} and "
-                                f"{len(event.tokens)} rows")
+        raise ev.ImpossibleFact(
+            f"instance {event.instance} reports columns of {len(event.groups)}, {len(event.indices)} and "
+            f"{len(event.tokens)} rows"
+        )
     return _lives(s, event)
 
 
@@ -97,8 +99,10 @@ def _failed(s: State, event: ev.GroupFailed) -> bool:
 def _published(s: State, event: ev.StepPublished) -> bool:
     ledger = s.ledger
     if event.version > ledger.base and (ledger.missing or event.version != ledger.base + 1):
-        raise ev.ImpossibleFact(f"version {event.version} is published, but the trainer has {len(ledger.batch)} of "
-                                f"{ledger.groups_per_step} groups of base {ledger.base}")
+        raise ev.ImpossibleFact(
+            f"version {event.version} is published, but the trainer has {len(ledger.batch)} of "
+            f"{ledger.groups_per_step} groups of base {ledger.base}"
+        )
     return event.version > ledger.base
 
 

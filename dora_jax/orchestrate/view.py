@@ -84,9 +84,14 @@ def waiting(s: State) -> dict[str, str]:
 def waits(s: State) -> str:
     """The same as one line, with what is missing."""
     counts = s.ledger.counts
-    missing = f" ({counts['ready']} of {s.ledger.part} groups ready, {counts['scoring']} scoring)" if s.ledger.missing else ""
-    said = [f"{role} wait{'s' * (role == 'trainer')} for {cause}{missing if role == 'trainer' else ''}"
-            for role, cause in waiting(s).items() if cause]
+    missing = (
+        f" ({counts['ready']} of {s.ledger.part} groups ready, {counts['scoring']} scoring)" if s.ledger.missing else ""
+    )
+    said = [
+        f"{role} wait{'s' * (role == 'trainer')} for {cause}{missing if role == 'trainer' else ''}"
+        for role, cause in waiting(s).items()
+        if cause
+    ]
     return "; ".join(said) or "trainer and rollouts work"
 
 

@@ -33,22 +33,49 @@ from dora_jax.types import Sample, SampleId, Span, Version
 __all__ = ["Engine", "TickResult"]
 
 
-def new_calls(cfg: decoder.ModelConfig, section: RolloutSection, mesh: jax.sharding.Mesh, *, seed: int,
-              eos_ids: tuple[int, ...], vocab_limit: int, dtype) -> Calls:
+def new_calls(
+    cfg: decoder.ModelConfig,
+    section: RolloutSection,
+    mesh: jax.sharding.Mesh,
+    *,
+    seed: int,
+    eos_ids: tuple[int, ...],
+    vocab_limit: int,
+    dtype,
+) -> Calls:
     """What an engine of this section compiles; an AOT check compiles the same for devices that are not here."""
-    sampling = {"top_k": section.top_k, "top_p": section.top_p, "min_p": section.min_p,
-                "keep_set": section.keep_set}
-    return Calls(cfg, shapes_of(section), mesh, seed=seed, eos_ids=eos_ids, vocab_limit=vocab_limit, sampling=sampling,
-                 min_new_tokens=section.min_new_tokens, temperature=section.temperature, weights=section.weights,
-                 dtype=dtype, compiler_options=section.compiler_options)
+    sampling = {"top_k": section.top_k, "top_p": section.top_p, "min_p": section.min_p, "keep_set": section.keep_set}
+    return Calls(
+        cfg,
+        shapes_of(section),
+        mesh,
+        seed=seed,
+        eos_ids=eos_ids,
+        vocab_limit=vocab_limit,
+        sampling=sampling,
+        min_new_tokens=section.min_new_tokens,
+        temperature=section.temperature,
+        weights=section.weights,
+        dtype=dtype,
+        compiler_options=section.compiler_options,
+    )
 
 
 class Engine:
     """One replica on its own mesh (axis "tensor"). Samples are keyed by id, never by slot."""
 
-    def __init__(self, cfg: decoder.ModelConfig, section: RolloutSection, mesh: jax.sharding.Mesh, *, seed: int,
-                 eos_ids: tuple[int, ...], vocab_limit: int, dtype=jnp.float32,
-                 decode: Callable[[Sequence[int]], str] | None = None):
+    def __init__(
+        self,
+        cfg: decoder.ModelConfig,
+        section: RolloutSection,
+        mesh: jax.sharding.Mesh,
+        *,
+        seed: int,
+        eos_ids: tuple[int, ...],
+        vocab_limit: int,
+        dtype=jnp.float32,
+        decode: Callable[[Sequence[int]], str] | None = None,
+    ):
         """`decode`: ids -> text, for rollout.stop_strings."""
         self.cfg = cfg
         self.section = section
@@ -76,8 +103,10 @@ class Engine:
         if version in self._weights:
             raise RuntimeError(f"version {version} is already loaded")
         if len(self._weights) >= self.section.residents:
-            raise RuntimeError(f"cannot load version {version}: {self.section.residents} residents are held "
-                               f"({', '.join(map(str, self.versions))})")
+            raise RuntimeError(
+                f"cannot load version {version}: {self.section.residents} residents are held "
+                f"({', '.join(map(str, self.versions))})"
+            )
         self._weights[version] = self._calls.stored(params)
 
     def drop(self, version: Version) -> None:
@@ -104,8 +133,17 @@ class Engine:
     def submit(self, id: SampleId, prompt_ids: Any, version: Version, max_new_tokens: int) -> None:
         """Queues one sample; it is reported as started when it gets a slot."""
         empty = np.zeros(0, np.int32)
-        self._add(Parcel(id=id, version=version, prompt_ids=np.asarray(prompt_ids, np.int32), out_ids=empty,
-                         logprobs=empty.astype(np.float32), max_new_tokens=max_new_tokens), announce=True)
+        self._add(
+            Parcel(
+                id=id,
+                version=version,
+                prompt_ids=np.asarray(prompt_ids, np.int32),
+                out_ids=empty,
+                logprobs=empty.astype(np.float32),
+                max_new_tokens=max_new_tokens,
+            ),
+            announce=True,
+        )
 
     def prefill(self, prompt_ids: Any, version: Version) -> Prefix:
         """Computes a prompt's KV now and holds it until `release`: samples of this prompt share it."""
@@ -193,8 +231,10 @@ class Engine:
         self._run_uploads(plan.uploads)
         for call in plan.prefills:
             self._run_prefill(call)
-        flights = [(call, self._device.generate(self._weights[call.version], call.control, call.blocks))
-                   for call in plan.decodes]
+        flights = [
+            (call, self._device.generate(self._weights[call.version], call.control, call.blocks))
+            for call in plan.decodes
+        ]
         self._emit.started += plan.started
         self._land()
         self._flights = flights
@@ -281,20 +321,37 @@ class Engine:
         copy.land()
         return copy.arrays
 
-    def _parcel(self, seq: Seq, pages: list[int], kv_len: int,
-                copied: tuple[np.ndarray, np.ndarray] | None = None) -> Parcel:
+    def _parcel(
+        self, seq: Seq, pages: list[int], kv_len: int, copied: tuple[np.ndarray, np.ndarray] | None = None
+    ) -> Parcel:
         if seq.parcel is not None:
             return seq.parcel  # it waits or is uploaded, and has not changed since it came
         k, v = copied or (self._device.read_pages(pages) if pages else (None, None))
-        return Parcel(id=seq.id, version=seq.version, prompt_ids=seq.prompt_ids,
-                      out_ids=seq.out_ids.copy(), logprobs=seq.logprobs.copy(), max_new_tokens=seq.max_new_tokens,
-                      spans=seq.spans, kv_len=kv_len, page_size=self.shapes.page_size, k_pages=k, v_pages=v,
-                      kept=seq.kept.copy() if self.shapes.kept else None)
+        return Parcel(
+            id=seq.id,
+            version=seq.version,
+            prompt_ids=seq.prompt_ids,
+            out_ids=seq.out_ids.copy(),
+            logprobs=seq.logprobs.copy(),
+            max_new_tokens=seq.max_new_tokens,
+            spans=seq.spans,
+            kv_len=kv_len,
+            page_size=self.shapes.page_size,
+            k_pages=k,
+            v_pages=v,
+            kept=seq.kept.copy() if self.shapes.kept else None,
+        )
 
     def _emit_all(self) -> TickResult:
         emit, self._emit = self._emit, _Emit()
-        return TickResult(started=tuple(emit.started), finished=tuple(emit.finished), progress=emit.progress,
-                          tokens=emit.tokens, free_pages=self.free_pages, kept=emit.kept)
+        return TickResult(
+            started=tuple(emit.started),
+            finished=tuple(emit.finished),
+            progress=emit.progress,
+            tokens=emit.tokens,
+            free_pages=self.free_pages,
+            kept=emit.kept,
+        )
 
 
 @dataclasses.dataclass
@@ -310,6 +367,12 @@ class _Emit:
 
 def _sample(seq: Seq, finish: str) -> Sample:
     n, start = seq.n_out, seq.spans[-1].stop if seq.spans else 0
-    return Sample(id=seq.id, prompt_ids=seq.prompt_ids, out_ids=seq.out_ids.copy(), logprobs=seq.logprobs.copy(),
-                  mask=np.ones(n, bool), spans=(*seq.spans, Span(version=seq.version, start=start, stop=n)),
-                  finish=finish)
+    return Sample(
+        id=seq.id,
+        prompt_ids=seq.prompt_ids,
+        out_ids=seq.out_ids.copy(),
+        logprobs=seq.logprobs.copy(),
+        mask=np.ones(n, bool),
+        spans=(*seq.spans, Span(version=seq.version, start=start, stop=n)),
+        finish=finish,
+    )

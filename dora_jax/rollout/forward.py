@@ -25,8 +25,19 @@ from dora_jax.ops import attention
 from dora_jax.rollout import quantize, sample
 from dora_jax.rollout.gathered import Gathered
 from dora_jax.rollout.paged import Paged
-from dora_jax.rollout.shapes import (DRAWN, FRESH, GROUP, HEADER, INDEX, POSITION, REMAINING, REPEATS, SLOT, TOKEN,
-                                     Shapes)
+from dora_jax.rollout.shapes import (
+    DRAWN,
+    FRESH,
+    GROUP,
+    HEADER,
+    INDEX,
+    POSITION,
+    REMAINING,
+    REPEATS,
+    SLOT,
+    TOKEN,
+    Shapes,
+)
 
 CHOOSERS = ("tpu",)  # platforms whose calls choose how the weights lie; else XLA may turn them round in every call
 HEADS_AXIS = 2  # of a copy of pages: [layers, pages, K, ...]
@@ -35,9 +46,22 @@ HEADS_AXIS = 2  # of a copy of pages: [layers, pages, K, ...]
 class Calls:
     """The compiled calls of one engine on one mesh, and how their arrays are laid out. Owns no array."""
 
-    def __init__(self, cfg: decoder.ModelConfig, shapes: Shapes, mesh: Mesh, *, seed: int, eos_ids: tuple[int, ...],
-                 vocab_limit: int, sampling: dict[str, Any], min_new_tokens: int, temperature: float, weights: str,
-                 dtype, compiler_options: dict[str, Any] | None = None):
+    def __init__(
+        self,
+        cfg: decoder.ModelConfig,
+        shapes: Shapes,
+        mesh: Mesh,
+        *,
+        seed: int,
+        eos_ids: tuple[int, ...],
+        vocab_limit: int,
+        sampling: dict[str, Any],
+        min_new_tokens: int,
+        temperature: float,
+        weights: str,
+        dtype,
+        compiler_options: dict[str, Any] | None = None,
+    ):
         attention.check_platform(shapes.attention, mesh.devices.flat[0].platform)
         self.shapes = shapes
         mesh = sharding.serving_mesh(cfg, mesh)
@@ -51,8 +75,9 @@ class Calls:
         logits = functools.partial(policy_logits, cfg, vocab_limit=vocab_limit, temperature=temperature or 1.0)
         draw = functools.partial(sample.draw, greedy=temperature == 0, **sampling)
         key = functools.partial(sample.sample_key, seed)
-        limits = functools.partial(sample.Limits, stop_ids=eos_ids, min_new_tokens=min_new_tokens,
-                                   max_repeats=shapes.max_repeats)
+        limits = functools.partial(
+            sample.Limits, stop_ids=eos_ids, min_new_tokens=min_new_tokens, max_repeats=shapes.max_repeats
+        )
         if not (min_new_tokens or shapes.max_repeats):
             limits = lambda last_B, repeats_B: None  # noqa: E731
         decode = functools.partial(_decode, cfg, shapes, kv, logits, draw, limits, key, stop, dtype)
@@ -62,13 +87,17 @@ class Calls:
         turns = not weights and not shapes.paged and self._platform == "cpu"
         self._converts = turns or bool(weights)
         self._stored = quantize.turned if turns else functools.partial(quantize.stored, dtype=quantize.WEIGHTS[weights])
-        published = jax.eval_shape(functools.partial(decoder.serving_layout, layout=shapes.layout),
-                                   decoder.abstract_params(cfg, dtype))
+        published = jax.eval_shape(
+            functools.partial(decoder.serving_layout, layout=shapes.layout), decoder.abstract_params(cfg, dtype)
+        )
         self.param_shardings = sharding.param_specs(cfg, mesh, layout=shapes.layout)  # as they are published
         specs = quantize.turned_specs if turns else quantize.specs if weights else lambda shardings: shardings
         stored_shardings = specs(self.param_shardings)
-        self.abstract_params = jax.tree.map(lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s),
-                                            jax.eval_shape(self._stored, published), stored_shardings)
+        self.abstract_params = jax.tree.map(
+            lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s),
+            jax.eval_shape(self._stored, published),
+            stored_shardings,
+        )
         self.chooses = shapes.paged and self._platform in CHOOSERS
         jit = functools.partial(jax.jit, compiler_options=compiler_options or None)
         self.empty = jax.jit(lambda: _empty(kv, shapes), out_shardings=(pool, rep))
@@ -104,8 +133,10 @@ class Calls:
 
     def zeros(self) -> Any:
         """`stored` weights that are nothing."""
-        make = jax.jit(lambda: jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), self.abstract_params),
-                       out_shardings=self.param_formats)
+        make = jax.jit(
+            lambda: jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), self.abstract_params),
+            out_shardings=self.param_formats,
+        )
         return make()
 
     def programs(self) -> dict[str, tuple[Any, tuple, dict[str, int]]]:
@@ -116,17 +147,26 @@ class Calls:
         s, rep = self.shapes, self.replicated
         params = self.abstract_params
         if self.chooses:
-            params = jax.tree.map(lambda x, f: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=f), params,
-                                  self.param_formats)
+            params = jax.tree.map(
+                lambda x, f: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=f), params, self.param_formats
+            )
         pool = jax.tree.map(_placed, self.abstract_pool, self.pool_sharding)
         ints = lambda *shape: jax.ShapeDtypeStruct(shape, jnp.int32, sharding=rep)  # noqa: E731
         found = {f"decode {blocks}": self._decode_program(blocks) for blocks in s.decode_buckets}
         for blocks in s.prefill_buckets:
-            found[f"prefill {blocks}"] = self.prefill, (params, pool, ints(*s.prefill_control(blocks))), {"blocks": blocks}
+            found[f"prefill {blocks}"] = (
+                self.prefill,
+                (params, pool, ints(*s.prefill_control(blocks))),
+                {"blocks": blocks},
+            )
         for size in sorted({s.copy_pages, s.alone_pages}):
             pages = jax.eval_shape(self.read, pool, ints(size))
             found[f"read {size}"] = self.read, (pool, ints(size)), {}
-            found[f"write {size}"] = self.write, (pool, ints(size), *(_placed(x, self.pages_sharding) for x in pages)), {}
+            found[f"write {size}"] = (
+                self.write,
+                (pool, ints(size), *(_placed(x, self.pages_sharding) for x in pages)),
+                {},
+            )
         return found
 
     def _decode_program(self, blocks: int) -> tuple[Any, tuple, dict[str, int]]:
@@ -157,15 +197,17 @@ class Device:
     def generate(self, params: Any, control: np.ndarray, blocks: int) -> jax.Array:
         """i32[rows, shapes.result]: tokens, log-prob bits, how many of them count, keep sets."""
         control = _put(control, self._calls.replicated)
-        call = self._calls.decode_chosen if self._calls.chooses else \
-            functools.partial(self._calls.decode, blocks=blocks)
+        call = (
+            self._calls.decode_chosen if self._calls.chooses else functools.partial(self._calls.decode, blocks=blocks)
+        )
         self.pool, self.state, result = call(params, self.pool, self.state, control)
         result.copy_to_host_async()
         return result
 
     def copy_pages(self, pages: list[int]) -> PagesCopy:
-        return PagesCopy(lambda ids: self._calls.read(self.pool, _put(ids, self._calls.replicated)), pages,
-                         self.shapes.copy_call)
+        return PagesCopy(
+            lambda ids: self._calls.read(self.pool, _put(ids, self._calls.replicated)), pages, self.shapes.copy_call
+        )
 
     def read_pages(self, pages: list[int]) -> tuple[np.ndarray, np.ndarray]:
         copy = self.copy_pages(pages)
@@ -203,8 +245,9 @@ class PagesCopy:
     there; of several processes each gets the heads that it holds.
     """
 
-    def __init__(self, read: Callable[[np.ndarray], tuple[jax.Array, jax.Array]], pages: list[int],
-                 call: Callable[[int], int]):
+    def __init__(
+        self, read: Callable[[np.ndarray], tuple[jax.Array, jax.Array]], pages: list[int], call: Callable[[int], int]
+    ):
         self._read, self._pages, self._call = read, pages, call
         self._launched: tuple[jax.Array, jax.Array] | None = None
         self._start = self._stop = 0  # of the piece that was launched last
@@ -240,8 +283,23 @@ def _empty(kv, shapes: Shapes):
     return kv.empty(), jnp.zeros((shapes.slots + 1, 3), jnp.int32)
 
 
-def _decode(cfg, shapes: Shapes, kv, logits, draw, limits, key, stop, dtype, params, pool, state_Sx3,
-            control_BxC, *, blocks: int):
+def _decode(
+    cfg,
+    shapes: Shapes,
+    kv,
+    logits,
+    draw,
+    limits,
+    key,
+    stop,
+    dtype,
+    params,
+    pool,
+    state_Sx3,
+    control_BxC,
+    *,
+    blocks: int,
+):
     """Up to `steps` tokens for each row; see `_empty` for the state, Shapes.result for the result."""
     header, pages_BxP, window_BxW = jnp.split(control_BxC, [HEADER, HEADER + blocks * shapes.block_pages], axis=1)
     slot_B, past_B, drawn_B = header[:, SLOT], header[:, POSITION], header[:, DRAWN]
@@ -256,11 +314,18 @@ def _decode(cfg, shapes: Shapes, kv, logits, draw, limits, key, stop, dtype, par
     def step(carry):
         i, last_B, repeats_B, active_B, moving, (tokens_NxB, bits_NxB, kept_NxBxK), count_B = carry
         hidden_Bx1xD, moving = decoder.forward_carrying(
-            cfg, quantize.tied(params, i), last_B[:, None], past_B[:, None] + i,
-            lambda moving: kv.attend_step(fixed, moving, i, active_B), moving, dtype=dtype)
+            cfg,
+            quantize.tied(params, i),
+            last_B[:, None],
+            past_B[:, None] + i,
+            lambda moving: kv.attend_step(fixed, moving, i, active_B),
+            moving,
+            dtype=dtype,
+        )
         with jax.named_scope("sample"):
-            next_B, logprob_B, kept_BxK = draw(logits(params, hidden_Bx1xD[:, 0]), keys_B, drawn_B + i,
-                                               limits(last_B, repeats_B))
+            next_B, logprob_B, kept_BxK = draw(
+                logits(params, hidden_Bx1xD[:, 0]), keys_B, drawn_B + i, limits(last_B, repeats_B)
+            )
         token_B = jnp.where(active_B, next_B, last_B)
         repeats_B = jnp.where((token_B == last_B) & (repeats_B > 0), repeats_B + 1, 1)
         out = tokens_NxB.at[i].set(token_B), bits_NxB.at[i].set(_bits(logprob_B)), kept_NxBxK.at[i].set(kept_BxK)
@@ -268,11 +333,15 @@ def _decode(cfg, shapes: Shapes, kv, logits, draw, limits, key, stop, dtype, par
         active_B = active_B & ~stop(token_B) & (i + 1 < header[:, REMAINING])
         return i + 1, token_B, repeats_B, active_B, moving, out, count_B
 
-    out = jnp.zeros((steps, rows), jnp.int32), jnp.zeros((steps, rows), jnp.int32), \
-        jnp.zeros((steps, rows, shapes.kept), jnp.int32)
+    out = (
+        jnp.zeros((steps, rows), jnp.int32),
+        jnp.zeros((steps, rows), jnp.int32),
+        jnp.zeros((steps, rows, shapes.kept), jnp.int32),
+    )
     carry = (jnp.int32(0), token_B, repeats_B, active_B, moving, out, jnp.zeros(rows, jnp.int32))
     _, token_B, repeats_B, active_B, moving, out, count_B = jax.lax.while_loop(
-        lambda c: (c[0] < steps) & c[3].any(), step, carry)
+        lambda c: (c[0] < steps) & c[3].any(), step, carry
+    )
     tokens_NxB, bits_NxB, kept_NxBxK = out
     pool = kv.end(pool, moving, pages_BxP, window_BxW, past_B, count_B)
     state_Sx3 = state_Sx3.at[slot_B].set(jnp.stack([token_B, active_B.astype(jnp.int32), repeats_B], axis=1))
@@ -288,8 +357,14 @@ def _prefill(cfg, shapes: Shapes, kv, dtype, params, pool, control_RxC, *, block
     start_R, length_R = header[:, 0], header[:, 1]
     positions_RxL = start_R[:, None] + jnp.arange(chunk)[None]
     return decoder.forward_carrying(
-        cfg, params, tokens_RxL, positions_RxL,
-        lambda pool: kv.attend_chunk(pool, past_RxP, write_RxW, start_R, length_R), pool, dtype=dtype)[1]
+        cfg,
+        params,
+        tokens_RxL,
+        positions_RxL,
+        lambda pool: kv.attend_chunk(pool, past_RxP, write_RxW, start_R, length_R),
+        pool,
+        dtype=dtype,
+    )[1]
 
 
 def _laid_out(x: jax.Array, like: jax.ShapeDtypeStruct, format: Format) -> jax.Array:

@@ -33,8 +33,10 @@ class Gathered:
 
     def empty(self):
         s, c = self.shapes, self.cfg
-        shapes = {"k": (s.pages + 1, c.n_kv_heads, c.head_dim, s.page_size),
-                  "v": (s.pages + 1, c.n_kv_heads, s.page_size, c.head_dim)}
+        shapes = {
+            "k": (s.pages + 1, c.n_kv_heads, c.head_dim, s.page_size),
+            "v": (s.pages + 1, c.n_kv_heads, s.page_size, c.head_dim),
+        }
         return {name: [jnp.zeros(shape, self.pool_dtype) for _ in range(c.n_layers)] for name, shape in shapes.items()}
 
     # ------------------------------------------------------------ decode
@@ -43,8 +45,10 @@ class Gathered:
         """(what all steps read, what they change): the past, and room for the new positions."""
         del window_BxW
         rows, steps, c = pages_BxP.shape[0], self.shapes.steps, self.cfg
-        new = {"k": [jnp.zeros((rows, c.n_kv_heads, c.head_dim, steps), self.dtype)] * c.n_layers,
-               "v": [jnp.zeros((rows, c.n_kv_heads, steps, c.head_dim), self.dtype)] * c.n_layers}
+        new = {
+            "k": [jnp.zeros((rows, c.n_kv_heads, c.head_dim, steps), self.dtype)] * c.n_layers,
+            "v": [jnp.zeros((rows, c.n_kv_heads, steps, c.head_dim), self.dtype)] * c.n_layers,
+        }
         with jax.named_scope("gather"):
             return (self._gather(pool, pages_BxP, past_B), past_B), new
 
@@ -79,8 +83,10 @@ class Gathered:
         every = slice(None)  # time is the last axis of K, the one before of V
         k_at, v_at = (every, None, None, every), (every, None, every, None)
         with jax.named_scope("scatter"):
-            return {"k": [merge(p, n, _cut_k, k_at) for p, n in zip(pool["k"], new["k"], strict=True)],
-                    "v": [merge(p, n, _cut_v, v_at) for p, n in zip(pool["v"], new["v"], strict=True)]}
+            return {
+                "k": [merge(p, n, _cut_k, k_at) for p, n in zip(pool["k"], new["k"], strict=True)],
+                "v": [merge(p, n, _cut_v, v_at) for p, n in zip(pool["v"], new["v"], strict=True)],
+            }
 
     # ----------------------------------------------------------- prefill
 
@@ -107,8 +113,10 @@ class Gathered:
 
     def write(self, pool, pages_M, k_LxM, v_LxM):
         k_LxM, v_LxM = narrow(k_LxM, self.pool_dtype), narrow(v_LxM, self.pool_dtype)
-        return {"k": [k.at[pages_M].set(new) for k, new in zip(pool["k"], k_LxM, strict=True)],
-                "v": [v.at[pages_M].set(new) for v, new in zip(pool["v"], v_LxM, strict=True)]}
+        return {
+            "k": [k.at[pages_M].set(new) for k, new in zip(pool["k"], k_LxM, strict=True)],
+            "v": [v.at[pages_M].set(new) for v, new in zip(pool["v"], v_LxM, strict=True)],
+        }
 
     # ----------------------------------------------------------- private
 

@@ -32,8 +32,10 @@ def import_jetstream():
     if not hasattr(jax, "tree_map"):
         jax.tree_map = jax.tree.map  # removed from jax; JetStream's orchestrator kills its process without it
     for name, attributes in {
-        "seqio": {}, "seqio.vocabularies": {"Vocabulary": object, "SentencePieceVocabulary": object},
-        "tiktoken": {}, "tiktoken.load": {"load_tiktoken_bpe": None},
+        "seqio": {},
+        "seqio.vocabularies": {"Vocabulary": object, "SentencePieceVocabulary": object},
+        "tiktoken": {},
+        "tiktoken.load": {"load_tiktoken_bpe": None},
     }.items():
         if name.partition(".")[0] not in sys.modules and importlib.util.find_spec(name.partition(".")[0]):
             continue  # the real one is installed
@@ -116,8 +118,9 @@ class _Adapter:
             if tokens:
                 self._length[slot] += 1
                 data[slot] = tokens.pop(0), 1, self._length[slot]
-        return decode_state, self.result_tokens(data=data, tokens_idx=(0, 1), valid_idx=(1, 2), length_idx=(2, 3),
-                                                samples_per_slot=1)
+        return decode_state, self.result_tokens(
+            data=data, tokens_idx=(0, 1), valid_idx=(1, 2), length_idx=(2, 3), samples_per_slot=1
+        )
 
     def _tick(self) -> None:
         with self._lock:

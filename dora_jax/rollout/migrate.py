@@ -96,5 +96,9 @@ def repaged(parcel: Parcel, page_size: int) -> Parcel:
     pad = pages * page_size - parcel.kv_len
     k = np.pad(k, ((0, 0), (0, 0), (0, 0), (0, pad))).reshape(*k.shape[:3], pages, page_size)
     v = np.pad(v, ((0, 0), (0, 0), (0, pad), (0, 0))).reshape(*v.shape[:2], pages, page_size, v.shape[-1])
-    return dataclasses.replace(parcel, page_size=page_size, k_pages=np.ascontiguousarray(np.moveaxis(k, 3, 1)),
-                               v_pages=np.ascontiguousarray(np.moveaxis(v, 2, 1)))
+    return dataclasses.replace(
+        parcel,
+        page_size=page_size,
+        k_pages=np.ascontiguousarray(np.moveaxis(k, 3, 1)),
+        v_pages=np.ascontiguousarray(np.moveaxis(v, 2, 1)),
+    )

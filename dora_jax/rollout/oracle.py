@@ -49,9 +49,15 @@ class _Running:
 class OracleEngine:
     """The `Engine` of tests. `version_in(params)` reads the version that weights really carry (default: as claimed)."""
 
-    def __init__(self, section: RolloutSection, *, eos_ids: tuple[int, ...] = (), vocab_limit: int = 256,
-                 length: Callable[[Version, int, int, int], int] = spread_length,
-                 version_in: Callable[[Any], Version] | None = None):
+    def __init__(
+        self,
+        section: RolloutSection,
+        *,
+        eos_ids: tuple[int, ...] = (),
+        vocab_limit: int = 256,
+        length: Callable[[Version, int, int, int], int] = spread_length,
+        version_in: Callable[[Any], Version] | None = None,
+    ):
         self.section = section
         self.eos_ids = tuple(eos_ids)
         self.vocab_limit = vocab_limit
@@ -92,8 +98,16 @@ class OracleEngine:
 
     def submit(self, id: SampleId, prompt_ids: Any, version: Version, max_new_tokens: int) -> None:
         empty = np.zeros(0, np.int32)
-        self.import_(Parcel(id=id, version=version, prompt_ids=np.asarray(prompt_ids, np.int32), out_ids=empty,
-                            logprobs=empty.astype(np.float32), max_new_tokens=max_new_tokens))
+        self.import_(
+            Parcel(
+                id=id,
+                version=version,
+                prompt_ids=np.asarray(prompt_ids, np.int32),
+                out_ids=empty,
+                logprobs=empty.astype(np.float32),
+                max_new_tokens=max_new_tokens,
+            )
+        )
 
     def import_(self, parcel: Parcel) -> None:
         id = parcel.id
@@ -114,10 +128,19 @@ class OracleEngine:
     def export(self, id: SampleId) -> Parcel:
         s = self._samples.pop(id)
         stamps = np.array(s.stamps, np.int64).reshape(1, 1, 1, 1, -1)
-        return Parcel(id=id, version=s.parcel.version, prompt_ids=s.parcel.prompt_ids,
-                      spans=s.parcel.spans, out_ids=np.array(s.out, np.int32), logprobs=self._logprobs(s), kv_len=len(s.stamps),
-                      max_new_tokens=s.parcel.max_new_tokens, page_size=self.section.page_size,
-                      k_pages=stamps, v_pages=stamps)
+        return Parcel(
+            id=id,
+            version=s.parcel.version,
+            prompt_ids=s.parcel.prompt_ids,
+            spans=s.parcel.spans,
+            out_ids=np.array(s.out, np.int32),
+            logprobs=self._logprobs(s),
+            kv_len=len(s.stamps),
+            max_new_tokens=s.parcel.max_new_tokens,
+            page_size=self.section.page_size,
+            k_pages=stamps,
+            v_pages=stamps,
+        )
 
     def cancel(self, id: SampleId) -> bool:
         """True where the sample was here."""
@@ -160,8 +183,13 @@ class OracleEngine:
             if len(s.out) == s.length:
                 finished.append(self._sample(id, s))
                 del self._samples[id]
-        return TickResult(started=tuple(started), finished=tuple(finished), progress=progress, tokens=tokens,
-                          free_pages=self.free_pages)
+        return TickResult(
+            started=tuple(started),
+            finished=tuple(finished),
+            progress=progress,
+            tokens=tokens,
+            free_pages=self.free_pages,
+        )
 
     # ----------------------------------------------------------- private
 
@@ -179,11 +207,17 @@ class OracleEngine:
         return self._allowed[stamp % len(self._allowed)]
 
     def _logprobs(self, s: _Running) -> np.ndarray:
-        new = s.stamps[len(s.parcel.out_ids):]  # those before are of whichever version sampled them
+        new = s.stamps[len(s.parcel.out_ids) :]  # those before are of whichever version sampled them
         return np.concatenate([s.parcel.logprobs, -1.0 - np.array([stamp % 1000 for stamp in new], np.float32) / 1000])
 
     def _sample(self, id: SampleId, s: _Running) -> Sample:
         out_ids = np.array(s.out, np.int32)
-        return Sample(id=id, prompt_ids=s.parcel.prompt_ids, out_ids=out_ids, logprobs=self._logprobs(s),
-                      mask=np.ones(len(out_ids), bool), spans=spans_of(dataclasses.replace(s.parcel, out_ids=out_ids)),
-                      finish="stop" if s.length < s.parcel.max_new_tokens else "length")
+        return Sample(
+            id=id,
+            prompt_ids=s.parcel.prompt_ids,
+            out_ids=out_ids,
+            logprobs=self._logprobs(s),
+            mask=np.ones(len(out_ids), bool),
+            spans=spans_of(dataclasses.replace(s.parcel, out_ids=out_ids)),
+            finish="stop" if s.length < s.parcel.max_new_tokens else "length",
+        )

@@ -116,13 +116,19 @@ class Paged:
             new_SxLxCxD = _interleaved(k, v)
             kept_SxLxCxD = real_SxL[:, :, None, None] & jnp.isfinite(new_SxLxCxD)
             new_SxLxCxD = self._padded(jnp.where(kept_SxLxCxD, new_SxLxCxD, 0))
-            o, pages = attention.paged_step(self._padded(q), narrow(new_SxLxCxD, self.pool_dtype), pages, lens_S,
-                                            tables_SxM, scale, impl)
+            o, pages = attention.paged_step(
+                self._padded(q), narrow(new_SxLxCxD, self.pool_dtype), pages, lens_S, tables_SxM, scale, impl
+            )
             return o[..., : self.cfg.head_dim], pages
 
         heads = PartitionSpec(None, None, serving_table(self.mesh)["heads"])
-        split = jax.shard_map(run, mesh=self.mesh, in_specs=(heads, *(KV_HEADS,) * 3, *(WHOLE,) * 3),
-                              out_specs=(heads, KV_HEADS), check_vma=False)  # a kernel is opaque to the check
+        split = jax.shard_map(
+            run,
+            mesh=self.mesh,
+            in_specs=(heads, *(KV_HEADS,) * 3, *(WHOLE,) * 3),
+            out_specs=(heads, KV_HEADS),
+            check_vma=False,
+        )  # a kernel is opaque to the check
 
         def attend(layer, q, k, v):
             o, pool[0] = split(q, k, v, pool[0], tables_SxM + layer * (self.shapes.pages + 1), lens_S, real_SxL)

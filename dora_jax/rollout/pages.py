@@ -117,8 +117,10 @@ class PrefixIndex:
     def acquire(self, version: Version, tokens: Sequence[int] | np.ndarray) -> list[Node]:
         """The path of these tokens; new nodes are not ready. OutOfPages leaves the index as it was."""
         if self.cost(version, tokens) > self.available:
-            raise OutOfPages(f"a prefix of {len(tokens)} tokens costs {self.cost(version, tokens)} pages, "
-                             f"{self.available} are available")
+            raise OutOfPages(
+                f"a prefix of {len(tokens)} tokens costs {self.cost(version, tokens)} pages, "
+                f"{self.available} are available"
+            )
         path: list[Node] = []
         siblings = self._roots.setdefault(version, {})
         chunks = list(self._chunks(tokens))

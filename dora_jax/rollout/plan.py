@@ -169,8 +169,10 @@ class Scheduler:
         if parcel.max_new_tokens <= len(parcel.out_ids):
             raise ValueError(f"{parcel.id} has no token left to sample of {parcel.max_new_tokens}")
         if n_prompt + parcel.max_new_tokens > s.max_context:
-            raise ValueError(f"{parcel.id} may reach {n_prompt + parcel.max_new_tokens} tokens; the engine is "
-                             f"compiled for {s.max_context} (rollout.max_prompt_tokens + max_new_tokens)")
+            raise ValueError(
+                f"{parcel.id} may reach {n_prompt + parcel.max_new_tokens} tokens; the engine is "
+                f"compiled for {s.max_context} (rollout.max_prompt_tokens + max_new_tokens)"
+            )
 
     def _grow(self, plan: TickPlan) -> None:
         for seq, need in self._rows.growth():
@@ -249,7 +251,9 @@ class Scheduler:
                 node.uploading = True
         if decoding:
             stop = self.shapes.pages_for(kv_len)
-            seq.uploads.append((Upload(seq.parcel, seq.first_private, seq.table[seq.first_private : stop].tolist()), None))
+            seq.uploads.append(
+                (Upload(seq.parcel, seq.first_private, seq.table[seq.first_private : stop].tolist()), None)
+            )
         if seq.uploads:
             self._uploading[seq] = None
         else:

@@ -68,6 +68,7 @@ def turned(params: Any) -> Any:
 
 def turned_specs(shardings: Any) -> Any:
     """Those of `turned` weights, given those of the weights."""
+
     def one(sharding: NamedSharding) -> Turned:
         before, after = sharding.spec
         return Turned(NamedSharding(sharding.mesh, PartitionSpec(after, before)))

@@ -13,11 +13,23 @@ import numpy as np
 
 from dora_jax.rollout.pages import DUMMY
 from dora_jax.rollout.seq import Seq
-from dora_jax.rollout.shapes import (DRAWN, FRESH, GROUP, HEADER, INDEX, POSITION, REMAINING, REPEATS, SLOT, TOKEN,
-                                     Shapes)
+from dora_jax.rollout.shapes import (
+    DRAWN,
+    FRESH,
+    GROUP,
+    HEADER,
+    INDEX,
+    POSITION,
+    REMAINING,
+    REPEATS,
+    SLOT,
+    TOKEN,
+    Shapes,
+)
 from dora_jax.types import Version
 
 SAID = (SLOT, FRESH, POSITION, REMAINING, DRAWN, GROUP, INDEX)  # the others are the device's from the first call on
+
 
 class Rows:
     def __init__(self, shapes: Shapes):
@@ -120,8 +132,17 @@ class Rows:
         return np.minimum(rows[:, REMAINING], self.shapes.steps)
 
     def _header(self, seq: Seq) -> tuple[int, ...]:
-        return (seq.slot, seq.fresh, seq.sequence[-1], seq.position, seq.remaining, seq.n_out + seq.inflight,
-                seq.id.group_id, seq.id.index, seq.repeats(self.shapes.max_repeats))
+        return (
+            seq.slot,
+            seq.fresh,
+            seq.sequence[-1],
+            seq.position,
+            seq.remaining,
+            seq.n_out + seq.inflight,
+            seq.id.group_id,
+            seq.id.index,
+            seq.repeats(self.shapes.max_repeats),
+        )
 
     def _launched(self, slots: np.ndarray, seqs: list[Seq], steps: np.ndarray) -> None:
         self._rows[slots, FRESH] = 0

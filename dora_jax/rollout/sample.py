@@ -28,8 +28,18 @@ def sample_key(seed: int, group_id, index) -> jax.Array:
     return jax.random.fold_in(key, jnp.asarray(index).astype(jnp.uint32))
 
 
-def draw(logits_BxV, keys_B, positions_B, limits: Limits | None = None, *, greedy: bool = False, top_k: int = 0,
-         top_p: float = 1.0, min_p: float = 0.0, keep_set: bool = False):
+def draw(
+    logits_BxV,
+    keys_B,
+    positions_B,
+    limits: Limits | None = None,
+    *,
+    greedy: bool = False,
+    top_k: int = 0,
+    top_p: float = 1.0,
+    min_p: float = 0.0,
+    keep_set: bool = False,
+):
     """(token i32[B], log-prob f32[B], kept i32[B, top_k or 0]) of the next token of each row.
 
     `logits_BxV` are already tempered and masked. kept: the ids that were drawn from, -1 beyond them.

@@ -53,7 +53,9 @@ class Seq:
         self.leaving = False  # is being exported, in pieces: it decodes no more
         self.slot: int | None = None
         self.path: list[Node] = []  # shared prefix
-        self.table = np.zeros(0, np.int32)  # page of each page-sized stretch: the path's, then its own from first_private
+        self.table = np.zeros(
+            0, np.int32
+        )  # page of each page-sized stretch: the path's, then its own from first_private
         self.first_private = 0
         self.tail_page: int | None = None  # the shared page to read in the place of the first private one, once
         self.fresh = True  # the device does not hold its next token yet

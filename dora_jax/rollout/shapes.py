@@ -115,18 +115,29 @@ def shapes_of(section: RolloutSection) -> Shapes:
     if section.prefill_tokens < size:
         raise ValueError(f"rollout.prefill_tokens {section.prefill_tokens} is less than a page of {size}")
     max_context = section.max_prompt_tokens + section.max_new_tokens
-    chunk = min(_up(section.prefill_chunk, size), _up(section.max_prompt_tokens, size),
-                section.prefill_tokens // size * size)
+    chunk = min(
+        _up(section.prefill_chunk, size), _up(section.max_prompt_tokens, size), section.prefill_tokens // size * size
+    )
     prefill_rows = max(1, min(section.prefill_call_tokens, section.prefill_tokens) // chunk)
     copy_pages = max(1, COPY_TOKENS // size) if paged else COPY_PAGES
     shapes = Shapes(
-        slots=section.slots, rows=rows, steps=section.decode_steps, chunk=chunk,
-        prefill_rows=prefill_rows, prefill_calls=section.prefill_tokens // (prefill_rows * chunk),
-        page_size=size, pages=section.pages, copy_pages=copy_pages,
+        slots=section.slots,
+        rows=rows,
+        steps=section.decode_steps,
+        chunk=chunk,
+        prefill_rows=prefill_rows,
+        prefill_calls=section.prefill_tokens // (prefill_rows * chunk),
+        page_size=size,
+        pages=section.pages,
+        copy_pages=copy_pages,
         alone_pages=copy_pages if paged else max(copy_pages, min(ALONE_PAGES, -(-max_context // size))),
-        block=size if paged else min(_up(section.context_block, size), _up(max_context, size)), max_context=max_context,
-        attention=section.attention, kv=section.kv, max_repeats=section.max_repeats,
-        kept=section.top_k if section.keep_set else 0)
+        block=size if paged else min(_up(section.context_block, size), _up(max_context, size)),
+        max_context=max_context,
+        attention=section.attention,
+        kv=section.kv,
+        max_repeats=section.max_repeats,
+        kept=section.top_k if section.keep_set else 0,
+    )
     needed = shapes.worst_pages(section.max_prompt_tokens, section.max_new_tokens)
     if needed > section.pages:
         raise ValueError(f"rollout.pages {section.pages} cannot hold one longest sample, which needs {needed}")
@@ -152,19 +163,25 @@ def table_bytes(rows: int, positions: int, written: int, page_size: int) -> int:
 
 def _check_tables(shapes: Shapes) -> None:
     """A TPU kernel holds a call's page table in SMEM."""
-    for name, rows, written in (("decode_rows", shapes.rows, shapes.steps),
-                                ("prefill_tokens", shapes.prefill_rows, shapes.chunk)):
+    for name, rows, written in (
+        ("decode_rows", shapes.rows, shapes.steps),
+        ("prefill_tokens", shapes.prefill_rows, shapes.chunk),
+    ):
         size = table_bytes(rows, shapes.max_context - 1, written, shapes.page_size)
         if size > SMEM_BYTES - SMEM_SPARE_BYTES:
-            raise ValueError(f"rollout.page_size {shapes.page_size} makes a page table of {size} bytes for {rows} rows "
-                             f"of {shapes.max_context} positions, and the kernel has {SMEM_BYTES - SMEM_SPARE_BYTES}: "
-                             f"raise rollout.page_size, or lower rollout.{name}")
+            raise ValueError(
+                f"rollout.page_size {shapes.page_size} makes a page table of {size} bytes for {rows} rows "
+                f"of {shapes.max_context} positions, and the kernel has {SMEM_BYTES - SMEM_SPARE_BYTES}: "
+                f"raise rollout.page_size, or lower rollout.{name}"
+            )
 
 
 def _check_sampling(section: RolloutSection) -> None:
     if not 0 <= section.min_new_tokens <= section.max_new_tokens:
-        raise ValueError(f"rollout.min_new_tokens {section.min_new_tokens} is not between 0 and rollout.max_new_tokens "
-                         f"{section.max_new_tokens}")
+        raise ValueError(
+            f"rollout.min_new_tokens {section.min_new_tokens} is not between 0 and rollout.max_new_tokens "
+            f"{section.max_new_tokens}"
+        )
     if section.max_repeats < 0:
         raise ValueError(f"rollout.max_repeats {section.max_repeats} is less than 0")
     if section.keep_set and section.top_k < 1:

@@ -64,8 +64,9 @@ class Slots:
         self.engine.submit(id, prefix.prompt_ids, prefix.version, max_new_tokens)
         self._running[slot] = id, 0
 
-    def bulk_insert(self, prefix: Prefix, slots: Sequence[int], *, ids: Sequence[SampleId],
-                    max_new_tokens: int) -> None:
+    def bulk_insert(
+        self, prefix: Prefix, slots: Sequence[int], *, ids: Sequence[SampleId], max_new_tokens: int
+    ) -> None:
         for slot, id in zip(slots, ids, strict=True):
             self.insert(prefix, slot, id=id, max_new_tokens=max_new_tokens)
 
@@ -76,7 +77,7 @@ class Slots:
         data = np.zeros((self.max_concurrent_decodes, 3 * steps + 1), np.int32)
         for slot, (id, seen) in list(self._running.items()):
             done = finished.get(id)
-            tokens, logprobs = ((done.out_ids[seen:], done.logprobs[seen:]) if done else self.engine.sampled(id, seen))
+            tokens, logprobs = (done.out_ids[seen:], done.logprobs[seen:]) if done else self.engine.sampled(id, seen)
             new = len(tokens)
             data[slot, :new] = tokens
             data[slot, steps : steps + new] = 1

@@ -40,9 +40,11 @@ class Audit:
         return not (self.lost or self.trained_twice or self.generated_again)
 
     def __str__(self) -> str:
-        return (f"issued {self.issued} = trained {self.trained} + filtered {self.filtered} + failed {self.failed} + in flight "
-                f"{self.in_flight}; lost {len(self.lost)}, trained twice {len(self.trained_twice)}, finished samples "
-                f"generated again {len(self.generated_again)}, epochs {self.epochs}, weights {self.weights}")
+        return (
+            f"issued {self.issued} = trained {self.trained} + filtered {self.filtered} + failed {self.failed} + in flight "
+            f"{self.in_flight}; lost {len(self.lost)}, trained twice {len(self.trained_twice)}, finished samples "
+            f"generated again {len(self.generated_again)}, epochs {self.epochs}, weights {self.weights}"
+        )
 
 
 class ReadOnly:
@@ -95,9 +97,16 @@ def _balance(segments: int, end: Replay, finished: collections.Counter[SampleId]
     issued = {g for g in range(max(state.cursors.values())) if g < state.cursors[state.config.task(g)]}
     reasons = collections.Counter(reason for reason in ends.values() if reason != "filtered")
     return Audit(
-        segments=segments, issued=len(issued), trained=len(trained),
-        filtered=sum(reason == "filtered" for reason in ends.values()), failed=reasons.total(), in_flight=len(live),
-        reasons=dict(reasons), lost=tuple(sorted(issued - {issued_first_as(g) for g in (*trained, *ends, *live)})),
+        segments=segments,
+        issued=len(issued),
+        trained=len(trained),
+        filtered=sum(reason == "filtered" for reason in ends.values()),
+        failed=reasons.total(),
+        in_flight=len(live),
+        reasons=dict(reasons),
+        lost=tuple(sorted(issued - {issued_first_as(g) for g in (*trained, *ends, *live)})),
         trained_twice=tuple(g for g, times in trained.items() if times > 1 or g in ends or g in live),
-        generated_again=tuple(id for id, times in finished.items() if times > 1), epochs=end.epoch + 1,
-        weights=len({step.published.digest for step in end.steps}))
+        generated_again=tuple(id for id, times in finished.items() if times > 1),
+        epochs=end.epoch + 1,
+        weights=len({step.published.digest for step in end.steps}),
+    )

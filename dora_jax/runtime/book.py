@@ -91,7 +91,9 @@ def reader(head: bytes) -> Callable[[bytes], Any]:
         return upgrade(row, formats[0])
 
     CODEC.decode(head, note)
-    return CODEC.decode if formats == [FORMAT] else lambda data: CODEC.decode(data, lambda row: upgrade(row, formats[0]))
+    return (
+        CODEC.decode if formats == [FORMAT] else lambda data: CODEC.decode(data, lambda row: upgrade(row, formats[0]))
+    )
 
 
 @record
@@ -139,8 +141,11 @@ class Book:
         for chunk in chunks:
             start = spans.pop().start if spans and spans[-1].version == chunk.version else chunk.start
             spans.append(Span(version=chunk.version, start=start, stop=_end(chunk)))
-        return (np.concatenate([np.zeros(0, np.int32), *(c.out_ids for c in chunks)]),
-                np.concatenate([np.zeros(0, np.float32), *(c.logprobs for c in chunks)]), tuple(spans))
+        return (
+            np.concatenate([np.zeros(0, np.int32), *(c.out_ids for c in chunks)]),
+            np.concatenate([np.zeros(0, np.float32), *(c.logprobs for c in chunks)]),
+            tuple(spans),
+        )
 
     def forget_partials(self) -> None:
         """Running samples start over at their version: its weights are not bit for bit what they were."""
@@ -149,8 +154,9 @@ class Book:
     def prune(self, state: State) -> None:
         """Forgets what the orchestrator will not ask for."""
         self.prune_groups(state)
-        self.samples = {g: {i: s for i, s in done.items() if state.groups[g].units[i] is None}
-                        for g, done in self.samples.items()}
+        self.samples = {
+            g: {i: s for i, s in done.items() if state.groups[g].units[i] is None} for g, done in self.samples.items()
+        }
         self.partial = {id: chunks for id, chunks in self.partial.items() if state.unit(id) is not None}
 
     def prune_groups(self, state: State) -> None:
@@ -197,8 +203,13 @@ class Book:
         done = self.samples.pop(group_id)
         if not (trainable or is_eval(group_id)):
             return
-        group = ScoredGroup(group_id=group_id, version=scores.version, samples=tuple(done[i] for i in sorted(done)),
-                            rewards=scores.rewards, parts=scores.parts)
+        group = ScoredGroup(
+            group_id=group_id,
+            version=scores.version,
+            samples=tuple(done[i] for i in sorted(done)),
+            rewards=scores.rewards,
+            parts=scores.parts,
+        )
         (self.evaluated if is_eval(group_id) else self.scored)[group_id] = group
 
 

@@ -78,8 +78,10 @@ def _own(folder: Path) -> None:
         folder.mkdir(mode=0o700, parents=True)
     found = folder.lstat()
     if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or found.st_mode & 0o022:
-        raise ConfigError(f"workdir: a run in a bucket works in {folder}, which is not a folder of this user's alone: remove "
-                          f"it, or set TMPDIR")
+        raise ConfigError(
+            f"workdir: a run in a bucket works in {folder}, which is not a folder of this user's alone: remove "
+            f"it, or set TMPDIR"
+        )
 
 
 def claim(workdir: Path) -> None:
@@ -165,8 +167,9 @@ class Mirror:
         self.poll()
         concurrent.futures.wait([self._under_way])
         if fault := self._heard():
-            raise Stop(f"{self._url} does not take the newest checkpoint ({fault}); the same command goes on from its "
-                       f"journal")
+            raise Stop(
+                f"{self._url} does not take the newest checkpoint ({fault}); the same command goes on from its journal"
+            )
 
     def close(self) -> None:
         """The logs once more; a step that is under way is abandoned, and is no step."""

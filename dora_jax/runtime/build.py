@@ -62,15 +62,22 @@ class Parts:
         with blame("model.path"):
             self.tokenizer = Tokenizer.load(config.model.path)
         self.outbox: queue.SimpleQueue = queue.SimpleQueue()
-        pool = ScorerPool(config.task, self.tokenizer.decode) if config.task.rewards else None  # starts in the background
+        pool = (
+            ScorerPool(config.task, self.tokenizer.decode) if config.task.rewards else None
+        )  # starts in the background
         with contextlib.ExitStack() as undo:
             if pool:
                 undo.callback(pool.close)
             with blame("task.path"):
                 self.task = tasks.open_task(
-                    config.task, self.tokenizer, seed=config.seed, max_prompt_tokens=config.rollout.max_prompt_tokens,
-                    max_new_tokens=config.rollout.max_new_tokens, heldout=config.task.heldout,
-                    quarantine_path=workdir / "quarantine.jsonl")
+                    config.task,
+                    self.tokenizer,
+                    seed=config.seed,
+                    max_prompt_tokens=config.rollout.max_prompt_tokens,
+                    max_new_tokens=config.rollout.max_new_tokens,
+                    heldout=config.task.heldout,
+                    quarantine_path=workdir / "quarantine.jsonl",
+                )
             prompt, self.remarks = self.task.survey()
             terms = try_rewards(pool, prompt, self.tokenizer.encode) if pool else ()
             with blame("eval.solved"):
@@ -82,17 +89,26 @@ class Parts:
     def world(self, instances: Sequence[Any], trainer: TrainerWorker | None, groups: Any, weights: Any) -> LocalWorld:
         section = self.config.orchestrator
         return LocalWorld(
-            instances=instances, trainer=trainer, task=self.task, scorer=self.scorer, groups=groups,
-            weights=weights, outbox=self.outbox, group_size=section.group_size,
+            instances=instances,
+            trainer=trainer,
+            task=self.task,
+            scorer=self.scorer,
+            groups=groups,
+            weights=weights,
+            outbox=self.outbox,
+            group_size=section.group_size,
             eval_samples=self.config.eval.samples,
-            trainable=nonzero_variance if section.filter_zero_variance else lambda group: True)
+            trainable=nonzero_variance if section.filter_zero_variance else lambda group: True,
+        )
 
 
 def _said_of_evaluation(config: Config, parts: Parts) -> list[str]:
     said: list[str] = []
     if parts.task.n_heldout < config.eval.prompts:
-        said.append(f"eval.prompts = {config.eval.prompts}, and {parts.task.n_heldout} held-out prompts are left: they are "
-                    "evaluated more than once each")
+        said.append(
+            f"eval.prompts = {config.eval.prompts}, and {parts.task.n_heldout} held-out prompts are left: they are "
+            "evaluated more than once each"
+        )
     if parts.solved:
         said.append(f"held-out accuracy is the share of samples with {parts.solved} (eval.solved)")
     return said
@@ -104,7 +120,9 @@ def _judge(config: Config, pool: ScorerPool | None, terms: tuple[str, ...]) -> A
 
     section, rollout = config.reward_model, config.rollout
     if reward_model.TERM in terms:
-        raise ConfigError(f"task.rewards: a term is named {reward_model.TERM}, which is the name of the reward model's score")
+        raise ConfigError(
+            f"task.rewards: a term is named {reward_model.TERM}, which is the name of the reward model's score"
+        )
     indices = devices.plan(len(jax.devices()), config).reward_model
     mesh = sharding.make_mesh([jax.devices()[i] for i in indices], section.data, section.fsdp, section.tensor)
     with blame("reward_model.path"):
@@ -138,8 +156,13 @@ class OneProcess:
         config, workdir = self._parts.config, self._parts.workdir
         mesh = sharding.make_mesh([jax.devices()[i] for i in self._plan.trainer], *self._plan.trainer_mesh)
         trainer = new_trainer(config, self._parts.tokenizer, mesh, workdir)
-        return TrainerSide(trainer=trainer, checkpoints=Checkpoints(workdir / "checkpoints", config.checkpoint, self._say),
-                           pack=packer(config, trainer), digest=digest, probe=prober(config, trainer))
+        return TrainerSide(
+            trainer=trainer,
+            checkpoints=Checkpoints(workdir / "checkpoints", config.checkpoint, self._say),
+            pack=packer(config, trainer),
+            digest=digest,
+            probe=prober(config, trainer),
+        )
 
     def instances(self) -> list[LocalInstance]:
         parts, config = self._parts, self._parts.config
@@ -149,8 +172,16 @@ class OneProcess:
             mesh = sharding.make_mesh([jax.devices()[i] for i in indices], 1, 1, len(indices))
             new = functools.partial(new_engine, config, parts.tokenizer, model, mesh)
             spare = Spare(new_engine=new, vocab_size=parts.tokenizer.vocab_size, hung_s=config.cluster.stall_s)
-            pool[instance] = LocalInstance(instance_up(instance, config), new(), self.weights, parts.outbox,
-                                           partial_s(config), spare, pool, self._say)
+            pool[instance] = LocalInstance(
+                instance_up(instance, config),
+                new(),
+                self.weights,
+                parts.outbox,
+                partial_s(config),
+                spare,
+                pool,
+                self._say,
+            )
         return list(pool.values())
 
     def ready(self, instances: Sequence[LocalInstance], trainer: TrainerWorker | None) -> list[InstanceUp]:
@@ -168,26 +199,38 @@ class OneProcess:
 
 
 def new_engine(config: Config, tokenizer: Tokenizer, model: ModelConfig, mesh: Mesh) -> Engine:
-    return engine_of(config, model, mesh, eos_ids=tokenizer.eos_ids, vocab_limit=tokenizer.vocab_size,
-                     decode=tokenizer.decode)
+    return engine_of(
+        config, model, mesh, eos_ids=tokenizer.eos_ids, vocab_limit=tokenizer.vocab_size, decode=tokenizer.decode
+    )
 
 
-def engine_of(config: Config, model: ModelConfig, mesh: Mesh, *, eos_ids: tuple[int, ...] = (),
-              vocab_limit: int = 0, decode: Callable[[Sequence[int]], str] | None = None) -> Engine:
+def engine_of(
+    config: Config,
+    model: ModelConfig,
+    mesh: Mesh,
+    *,
+    eos_ids: tuple[int, ...] = (),
+    vocab_limit: int = 0,
+    decode: Callable[[Sequence[int]], str] | None = None,
+) -> Engine:
     """The engine of a resolved configuration. vocab_limit: ids that the tokenizer knows; 0: every row of the embedding."""
-    return Engine(model, config.rollout, mesh, decode=decode,
-                  **_engine_options(config, eos_ids, vocab_limit or model.vocab_size))
+    return Engine(
+        model, config.rollout, mesh, decode=decode, **_engine_options(config, eos_ids, vocab_limit or model.vocab_size)
+    )
 
 
-def engine_calls(config: Config, model: ModelConfig, mesh: Mesh, eos_ids: tuple[int, ...],
-                 vocab_limit: int) -> Calls:
+def engine_calls(config: Config, model: ModelConfig, mesh: Mesh, eos_ids: tuple[int, ...], vocab_limit: int) -> Calls:
     """The calls of `engine_of`; the devices of the mesh may be descriptions."""
     return new_calls(model, config.rollout, mesh, **_engine_options(config, eos_ids, vocab_limit))
 
 
 def _engine_options(config: Config, eos_ids: tuple[int, ...], vocab_limit: int) -> dict[str, Any]:
-    return {"seed": config.seed, "eos_ids": tuple(eos_ids), "vocab_limit": vocab_limit,
-            "dtype": jnp.dtype(config.model.dtype)}
+    return {
+        "seed": config.seed,
+        "eos_ids": tuple(eos_ids),
+        "vocab_limit": vocab_limit,
+        "dtype": jnp.dtype(config.model.dtype),
+    }
 
 
 def new_trainer(config: Config, tokenizer: Tokenizer, mesh: Mesh, dump_dir: Path) -> Trainer:
@@ -199,11 +242,18 @@ def new_trainer(config: Config, tokenizer: Tokenizer, mesh: Mesh, dump_dir: Path
     return trainer_of(config, model, mesh, params, vocab_limit=tokenizer.vocab_size, dump_dir=str(dump_dir))
 
 
-def trainer_of(config: Config, model: ModelConfig, mesh: Mesh, params: Any, *, vocab_limit: int = 0,
-               dump_dir: str | None = None) -> Trainer:
+def trainer_of(
+    config: Config, model: ModelConfig, mesh: Mesh, params: Any, *, vocab_limit: int = 0, dump_dir: str | None = None
+) -> Trainer:
     """The trainer of a resolved configuration and of these weights (stacked), which it copies; see `engine_of`."""
-    return Trainer(model, config.trainer, mesh, params, dump_dir=dump_dir,
-                   **_trainer_options(config, vocab_limit or model.vocab_size))
+    return Trainer(
+        model,
+        config.trainer,
+        mesh,
+        params,
+        dump_dir=dump_dir,
+        **_trainer_options(config, vocab_limit or model.vocab_size),
+    )
 
 
 def trainer_recipe(config: Config, model: Any, mesh: Mesh, vocab_limit: int) -> Recipe:
@@ -212,8 +262,12 @@ def trainer_recipe(config: Config, model: Any, mesh: Mesh, vocab_limit: int) -> 
 
 
 def _trainer_options(config: Config, vocab_limit: int) -> dict[str, Any]:
-    return {"total_steps": config.steps, "dtype": config.model.dtype, "vocab_limit": vocab_limit,
-            "temperature": config.rollout.temperature}
+    return {
+        "total_steps": config.steps,
+        "dtype": config.model.dtype,
+        "vocab_limit": vocab_limit,
+        "temperature": config.rollout.temperature,
+    }
 
 
 def publishing_copy(config: Config, model: ModelConfig, mesh: Mesh) -> Callable[[Any], Any]:
@@ -222,8 +276,11 @@ def publishing_copy(config: Config, model: ModelConfig, mesh: Mesh) -> Callable[
 
 
 def publishing_inputs(model: ModelConfig, mesh: Mesh) -> Any:
-    return jax.tree.map(lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s),
-                        decoder.abstract_params(model), sharding.param_specs(model, mesh))
+    return jax.tree.map(
+        lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s),
+        decoder.abstract_params(model),
+        sharding.param_specs(model, mesh),
+    )
 
 
 def partial_s(config: Config) -> float:
@@ -232,25 +289,47 @@ def partial_s(config: Config) -> float:
     return config.journal.partial_s if config.orchestrator.mode != "sync" else 0.0
 
 
-def trainer_worker(config: Config, side: TrainerSide, groups: Any, weights: Any, max_lag: int | None,
-                   outbox: queue.SimpleQueue) -> TrainerWorker:
+def trainer_worker(
+    config: Config, side: TrainerSide, groups: Any, weights: Any, max_lag: int | None, outbox: queue.SimpleQueue
+) -> TrainerWorker:
     if updates_apart(config) > 1:
-        return PartwiseTrainer(side.trainer, side.pack, groups, weights, max_lag, outbox,
-                               config.orchestrator.groups_per_step, side.digest, side.probe)
+        return PartwiseTrainer(
+            side.trainer,
+            side.pack,
+            groups,
+            weights,
+            max_lag,
+            outbox,
+            config.orchestrator.groups_per_step,
+            side.digest,
+            side.probe,
+        )
     return TrainerWorker(side.trainer, side.pack, groups, weights, max_lag, outbox, side.digest, side.probe)
 
 
 def orchestrator_config(config: Config) -> OrchestratorConfig:
     section, rollout = config.orchestrator, config.rollout
     return OrchestratorConfig(
-        mode=section.mode, max_versions=section.max_versions, groups_per_step=section.groups_per_step,
-        group_size=section.group_size, inflight=section.inflight, total_steps=config.steps,
-        updates=updates_apart(config), rebalance_period_s=section.rebalance_period_s,
+        mode=section.mode,
+        max_versions=section.max_versions,
+        groups_per_step=section.groups_per_step,
+        group_size=section.group_size,
+        inflight=section.inflight,
+        total_steps=config.steps,
+        updates=updates_apart(config),
+        rebalance_period_s=section.rebalance_period_s,
         max_filtered_rounds=section.max_filtered_rounds,
-        max_prompt_tokens=rollout.max_prompt_tokens, max_new_tokens=rollout.max_new_tokens,
-        eval_every=config.eval.every, eval_groups=config.eval.prompts, eval_samples=config.eval.samples,
-        kv_pressure=section.kv_pressure, colocated=section.colocated, task_cycle=cycle_of(config.task.mix),
-        task_ratios=_limits(config), task_adaptive=config.task.adaptive)
+        max_prompt_tokens=rollout.max_prompt_tokens,
+        max_new_tokens=rollout.max_new_tokens,
+        eval_every=config.eval.every,
+        eval_groups=config.eval.prompts,
+        eval_samples=config.eval.samples,
+        kv_pressure=section.kv_pressure,
+        colocated=section.colocated,
+        task_cycle=cycle_of(config.task.mix),
+        task_ratios=_limits(config),
+        task_adaptive=config.task.adaptive,
+    )
 
 
 def _limits(config: Config) -> tuple[tuple[str, float], ...]:
@@ -260,8 +339,13 @@ def _limits(config: Config) -> tuple[tuple[str, float], ...]:
 
 def instance_up(instance: InstanceId, config: Config) -> InstanceUp:
     rollout = config.rollout
-    return InstanceUp(instance=instance, slots=rollout.slots, pages=rollout.pages,
-                      page_size=rollout.page_size, residents=rollout.residents)
+    return InstanceUp(
+        instance=instance,
+        slots=rollout.slots,
+        pages=rollout.pages,
+        page_size=rollout.page_size,
+        residents=rollout.residents,
+    )
 
 
 def updates_apart(config: Config) -> int:
@@ -278,9 +362,16 @@ def batch_layout(config: Config, shards: int) -> Layout:
     """The static shape of one optimizer update's batch, for so many data-parallel shards."""
     section, rollout = config.trainer, config.rollout
     samples = -(-config.orchestrator.groups_per_step // section.updates) * config.orchestrator.group_size
-    return layout(pack_tokens=section.pack_tokens, rows=section.rows, micro_batches=section.micro_batches,
-                  samples=samples, shards=shards, max_tokens=rollout.max_prompt_tokens + rollout.max_new_tokens,
-                  share_prompts=section.share_prompts == "on", skip_zero_advantage=section.skip_zero_advantage)
+    return layout(
+        pack_tokens=section.pack_tokens,
+        rows=section.rows,
+        micro_batches=section.micro_batches,
+        samples=samples,
+        shards=shards,
+        max_tokens=rollout.max_prompt_tokens + rollout.max_new_tokens,
+        share_prompts=section.share_prompts == "on",
+        skip_zero_advantage=section.skip_zero_advantage,
+    )
 
 
 def packer(config: Config, trainer: Trainer) -> Callable[[Sequence[ScoredGroup], Version], Any]:
@@ -297,7 +388,7 @@ def packer(config: Config, trainer: Trainer) -> Callable[[Sequence[ScoredGroup],
             groups = shuffled(groups, config.seed, base)
         score = trainer.score if needs_scores(config.trainer) else None
         if apart:
-            return (pack_step([groups[i:i + apart]], shape, prepare)[0] for i in range(0, len(groups), apart))
+            return (pack_step([groups[i : i + apart]], shape, prepare)[0] for i in range(0, len(groups), apart))
         return pack_step([groups[i::updates] for i in range(updates)], shape, prepare, score)
 
     return pack
@@ -306,9 +397,15 @@ def packer(config: Config, trainer: Trainer) -> Callable[[Sequence[ScoredGroup],
 def prober(config: Config, trainer: Trainer) -> Callable[[ScoredGroup, Version, Any], Probe]:
     """(group, version, its weights) -> what `trainer.step` takes as a probe."""
     rollout = config.rollout
-    shape = layout(pack_tokens=config.trainer.pack_tokens, rows=0, micro_batches=1, shards=trainer.shards,
-                   samples=config.orchestrator.group_size, max_tokens=rollout.max_prompt_tokens + rollout.max_new_tokens,
-                   share_prompts=config.trainer.share_prompts == "on")
+    shape = layout(
+        pack_tokens=config.trainer.pack_tokens,
+        rows=0,
+        micro_batches=1,
+        shards=trainer.shards,
+        samples=config.orchestrator.group_size,
+        max_tokens=rollout.max_prompt_tokens + rollout.max_new_tokens,
+        share_prompts=config.trainer.share_prompts == "on",
+    )
 
     def probe(group: ScoredGroup, version: Version, weights: Any) -> Probe:
         return Probe(pack_step([[group]], shape, Unjudged())[0], version, weights)

@@ -26,9 +26,24 @@ from dora_jax.types import Prompt, Sample, SampleId, ScoredGroup, Span
 
 ARRAY = 1  # msgpack extension type
 MAX_DIMENSIONS = 8
-DTYPES = {np.dtype(t).name: np.dtype(t) for t in (
-    np.bool_, np.int8, np.int16, np.int32, np.int64, np.uint8, np.uint16, np.uint32, np.uint64,
-    np.float16, np.float32, np.float64, ml_dtypes.bfloat16)}
+DTYPES = {
+    np.dtype(t).name: np.dtype(t)
+    for t in (
+        np.bool_,
+        np.int8,
+        np.int16,
+        np.int32,
+        np.int64,
+        np.uint8,
+        np.uint16,
+        np.uint32,
+        np.uint64,
+        np.float16,
+        np.float32,
+        np.float64,
+        ml_dtypes.bfloat16,
+    )
+}
 NAMES = {dtype: name for name, dtype in DTYPES.items()}
 BUFFER_BYTES = 1 << 10  # grows where a record needs more; msgpack's own choice, 1 MiB, costs more than the packing
 RECORDS = (*typing.get_args(ev.Event), *typing.get_args(ev.Command), Prompt, Span, Sample, ScoredGroup)
@@ -117,6 +132,7 @@ class Codec:
         optional = type(None) in kinds
         records = tuple(kind for kind in kinds if dataclasses.is_dataclass(kind))
         if records:
+
             def one(value: Any) -> Any:
                 record = self._record(value)
                 if not isinstance(record, records):
@@ -190,8 +206,9 @@ def _array_of(code: int, data: bytes) -> np.ndarray:
     if not isinstance(shape, list) or len(shape) > MAX_DIMENSIONS or not all(type(n) is int and n >= 0 for n in shape):
         raise CodecError("an array's shape is a short list of sizes")
     if math.prod(shape) * dtype.itemsize != len(raw):
-        raise CodecError(f"an array of {dtype.name}{shape} needs {math.prod(shape) * dtype.itemsize} bytes and has "
-                         f"{len(raw)}")
+        raise CodecError(
+            f"an array of {dtype.name}{shape} needs {math.prod(shape) * dtype.itemsize} bytes and has {len(raw)}"
+        )
     return np.frombuffer(raw, dtype).reshape(shape)
 
 

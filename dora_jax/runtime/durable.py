@@ -40,8 +40,15 @@ class TellingWorld(World, Protocol):
 class DurableWorld:
     """`World` in front of another; the orchestrator's only source of facts."""
 
-    def __init__(self, world: TellingWorld, journal: Journal, orchestrator: Orchestrator, book: Book,
-                 epoch: int = 0, segments: dict[int, Version] | None = None):
+    def __init__(
+        self,
+        world: TellingWorld,
+        journal: Journal,
+        orchestrator: Orchestrator,
+        book: Book,
+        epoch: int = 0,
+        segments: dict[int, Version] | None = None,
+    ):
         self.book = book
         self.segments = dict(segments or {})  # number -> version at which it begins
         self._own = 0  # segments of this run

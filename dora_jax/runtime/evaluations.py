@@ -23,8 +23,9 @@ Metrics = dict[str, float]
 class Evaluations:
     """`state`: the orchestrator's, as it is before the end of a told group reaches it; `told` gets (version, metrics)."""
 
-    def __init__(self, state: Any, solved: Solved | None, told: Callable[[Version, Metrics], None],
-                 say: Callable[[str], None]):
+    def __init__(
+        self, state: Any, solved: Solved | None, told: Callable[[Version, Metrics], None], say: Callable[[str], None]
+    ):
         self._state, self._solved, self._told, self._say = state, solved, told, say
         self._scored: dict[Version, list[ScoredGroup]] = collections.defaultdict(list)
         self._left: dict[Version, int] = {}  # groups that have not ended
@@ -58,16 +59,21 @@ def evaluation(groups: Sequence[ScoredGroup], solved: Solved | None) -> Metrics:
     solved, eval/accuracy (avg@k) and eval/pass_at_k with k samples a prompt (Chen et al. 2021, arXiv 2107.03374: with all
     k samples used, pass@k is the share of groups with one that is solved)."""
     metrics = {f"eval/{name}": value for name, value in reward_metrics(groups).items()}
-    metrics |= {"eval/k": len(groups[0].rewards), "eval/prompts": len(groups),
-                "eval/response_length": float(np.mean([len(s.out_ids) for g in groups for s in g.samples]))}
+    metrics |= {
+        "eval/k": len(groups[0].rewards),
+        "eval/prompts": len(groups),
+        "eval/response_length": float(np.mean([len(s.out_ids) for g in groups for s in g.samples])),
+    }
     if solved is None:
         return metrics
     try:
         passed = [solved.of(group) for group in groups]
     except ValueError as error:
         raise RunError(f"eval.solved: {error}") from error
-    return {"eval/accuracy": float(np.mean([p.mean() for p in passed])),
-            "eval/pass_at_k": float(np.mean([p.any() for p in passed]))} | metrics
+    return {
+        "eval/accuracy": float(np.mean([p.mean() for p in passed])),
+        "eval/pass_at_k": float(np.mean([p.any() for p in passed])),
+    } | metrics
 
 
 def reward_metrics(groups: Sequence[ScoredGroup]) -> Metrics:
@@ -78,7 +84,8 @@ def reward_metrics(groups: Sequence[ScoredGroup]) -> Metrics:
         for name, values in group.parts.items():
             terms[name].append(values)
     return {"reward/mean": float(rewards.mean()), "reward/std": float(rewards.std())} | {
-        f"reward/term/{name}": float(np.concatenate(values).mean()) for name, values in terms.items()}
+        f"reward/term/{name}": float(np.concatenate(values).mean()) for name, values in terms.items()
+    }
 
 
 def closing(evaluations: Mapping[Version, Mapping[str, float]]) -> str:

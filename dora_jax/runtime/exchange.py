@@ -186,10 +186,38 @@ class Broken:
     reason: str
 
 
-Fact = WorldUp | WorldDown | Holds | Dropped | Stored | Due | Wanted | Accepted | Offered | Staged | Committed | \
-    TransferFailed | TimePassed
+Fact = (
+    WorldUp
+    | WorldDown
+    | Holds
+    | Dropped
+    | Stored
+    | Due
+    | Wanted
+    | Accepted
+    | Offered
+    | Staged
+    | Committed
+    | TransferFailed
+    | TimePassed
+)
 Command = Propose | Offer | Pull | Read | Commit | Abort | Release
 Outcome = Loaded | NotLoaded | Broken
-RECORDS = (Key, Shard, Manifest, Accepted, Offered, Staged, Committed, TransferFailed, Propose, Offer, Pull, Read,
-           Commit, Abort, Release)  # that travel
+RECORDS = (
+    Key,
+    Shard,
+    Manifest,
+    Accepted,
+    Offered,
+    Staged,
+    Committed,
+    TransferFailed,
+    Propose,
+    Offer,
+    Pull,
+    Read,
+    Commit,
+    Abort,
+    Release,
+)  # that travel
 CODEC = Codec(*RECORDS)

@@ -25,7 +25,9 @@ GRACE_S = 13.0  # spot machines give 15 s between the notice and the end; freein
 HUNG_S = 60.0  # the main thread itself stands still so much longer than the limit
 STAGE_END_S = 30.0  # a stage that is told to end is waited for so long
 
-never_print(lambda error: isinstance(error, Stop))  # raised inside a callback, which drops it: the next look raises it again
+never_print(
+    lambda error: isinstance(error, Stop)
+)  # raised inside a callback, which drops it: the next look raises it again
 
 
 class Guard:
@@ -103,8 +105,11 @@ class Guard:
             while (heard := told.recv(1)) and heard[0] not in SIGNALS:
                 pass
             if heard and not self._done.wait(GRACE_S):
-                leave(RETRY, f"{signal.Signals(heard[0]).name}: {GRACE_S:.0f} s are over; what is unfinished is abandoned, "
-                             f"and the same command makes it again (exit code {RETRY})")
+                leave(
+                    RETRY,
+                    f"{signal.Signals(heard[0]).name}: {GRACE_S:.0f} s are over; what is unfinished is abandoned, "
+                    f"and the same command makes it again (exit code {RETRY})",
+                )
 
         self._undo.callback(told.close)
         self._begin(wait, "deadline")
@@ -115,7 +120,9 @@ class Guard:
         """The last resort: the main thread is stuck inside a call."""
         while not self._done.wait(min(self._limit_s, HUNG_S) / 4):
             if self.looping and time.monotonic() - self._looked_s > self._limit_s + HUNG_S:
-                print(f"the main thread has stood still for {self._limit_s + HUNG_S:.0f} s", file=sys.stderr, flush=True)
+                print(
+                    f"the main thread has stood still for {self._limit_s + HUNG_S:.0f} s", file=sys.stderr, flush=True
+                )
                 faulthandler.dump_traceback(all_threads=True)
                 if self._owner:
                     leave(RETRY)

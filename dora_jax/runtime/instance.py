@@ -52,8 +52,17 @@ class _Leaving:
 class LocalInstance:
     """Called by the main thread; `heard`, `take` and `_watch` also by the threads of lives and by the watchdog."""
 
-    def __init__(self, up: ev.InstanceUp, engine: Any, weights: Any, outbox: Any, partial_s: float, spare: Spare,
-                 peers: Mapping[InstanceId, LocalInstance], say: Callable[[str], None]):
+    def __init__(
+        self,
+        up: ev.InstanceUp,
+        engine: Any,
+        weights: Any,
+        outbox: Any,
+        partial_s: float,
+        spare: Spare,
+        peers: Mapping[InstanceId, LocalInstance],
+        say: Callable[[str], None],
+    ):
         self.instance = up.instance
         self.role = f"rollout {up.instance}"
         self.gone = False  # for good
@@ -69,7 +78,9 @@ class LocalInstance:
         self._lives = up.life
         self._life: _Life | None = self._new_life(engine)  # that the orchestrator knows of, or will
         self._leaving: dict[SampleId, _Leaving] = {}  # not yet out
-        self._arriving: dict[SampleId, tuple[InstanceId, int]] = {}  # handed over, not yet in; where from, which attempt
+        self._arriving: dict[
+            SampleId, tuple[InstanceId, int]
+        ] = {}  # handed over, not yet in; where from, which attempt
         self._losses = 0
         self._waited_s = 0.0  # of earlier lives
         self._tokens = 0
@@ -215,8 +226,10 @@ class LocalInstance:
             for sample, (src, attempt) in self._arriving.items():
                 self._outbox.put(ev.SampleMoved(id=sample, src=src, dst=self.instance, attempt=attempt))
             self._leaving, self._arriving = {}, {}
-        self._say(f"{self.role} is lost ({reason}); its samples go on elsewhere"
-                  f"{', and it stays away' if self.gone else ', and it is made again'}")
+        self._say(
+            f"{self.role} is lost ({reason}); its samples go on elsewhere"
+            f"{', and it stays away' if self.gone else ', and it is made again'}"
+        )
         if self.gone:
             self._stay_away(error)
         else:
@@ -225,8 +238,11 @@ class LocalInstance:
     # ------------------------------------------------------------ private
 
     def _move_failed(self, sample: SampleId, leaving: _Leaving) -> None:
-        self._outbox.put(ev.MoveFailed(id=sample, src=self.instance, dst=leaving.dst, attempt=leaving.attempt,
-                                       reason="its instance is lost"))
+        self._outbox.put(
+            ev.MoveFailed(
+                id=sample, src=self.instance, dst=leaving.dst, attempt=leaving.attempt, reason="its instance is lost"
+            )
+        )
 
     def _send(self, call: Callable[..., None], *args: Any) -> None:
         """To nobody where the life is over: InstanceDown is on its way, and gives back what was asked for."""

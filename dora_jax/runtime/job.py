@@ -46,8 +46,11 @@ def train(config: Config, workdir: Path, *, owner: bool = False) -> int:
     # a controller computes nothing, and must not hold the chips that its gangs want
     devices.setup_platform(dataclasses.replace(config, cpu_devices=1) if config.cluster.launcher else config)
     config, chosen = presets.settle(config)
-    with Writer(workdir) as writer, Guard(config.journal.watchdog_s, owner=owner) as guard, mirrored(
-            workdir, writer.note, steps=not config.cluster.launcher) as mirror:
+    with (
+        Writer(workdir) as writer,
+        Guard(config.journal.watchdog_s, owner=owner) as guard,
+        mirrored(workdir, writer.note, steps=not config.cluster.launcher) as mirror,
+    ):
         writer.note("\n".join(chosen))
         try:
             make_base(config, workdir, writer, guard)
@@ -65,7 +68,9 @@ def evaluate(config: Config, workdir: Path, step: int | None = None) -> int:
     For a process of its own: it is ended where it is told to stop and does not end in time.
     """
     devices.setup_platform(config)
-    config = devices.filled(dataclasses.replace(config, slice="", cluster=dataclasses.replace(config.cluster, launcher="")))
+    config = devices.filled(
+        dataclasses.replace(config, slice="", cluster=dataclasses.replace(config.cluster, launcher=""))
+    )
     if config.task.rewards:  # held-out groups have the reward of their task
         config = dataclasses.replace(config, reward_model=RewardModelSection())
     directory = workdir / "checkpoints"
@@ -74,8 +79,9 @@ def evaluate(config: Config, workdir: Path, step: int | None = None) -> int:
         parts = _opened(config, workdir, writer)
         body = OneProcess(parts, writer.note)
         body.weights.put(version, checkpoint.read_params(directory, version))
-        orchestrator = Orchestrator(build.orchestrator_config(dataclasses.replace(config, steps=version)),
-                                    start_version=version)
+        orchestrator = Orchestrator(
+            build.orchestrator_config(dataclasses.replace(config, steps=version)), start_version=version
+        )
         _, log = _run(parts, body, writer, orchestrator, guard)
     if version not in log.evaluations:
         raise RunError(f"version {version} is not evaluated: none of its held-out groups has a score")
@@ -138,7 +144,9 @@ class Backing:
 
     def save(self, version: Version, log: RunLog) -> None:
         state = self.side.trainer.state
-        self.side.checkpoints.save(version, state.params, state.opt_state, self.begun.orchestrator.resume_state(), log.metrics)
+        self.side.checkpoints.save(
+            version, state.params, state.opt_state, self.begun.orchestrator.resume_state(), log.metrics
+        )
 
     def save_last(self, log: RunLog) -> None:
         """Where a killed process had published the last version and not saved it."""
@@ -206,8 +214,15 @@ def _try_early(config: Config, workdir: Path) -> None:
     pool = ScorerPool(section, tokenizer.decode)
     try:
         with blame("task"):
-            task = tasks.open_task(section, tokenizer, seed=config.seed, max_prompt_tokens=sft.ANY_LENGTH, max_new_tokens=1,
-                                   heldout=section.heldout, quarantine_path=workdir / "quarantine.jsonl")
+            task = tasks.open_task(
+                section,
+                tokenizer,
+                seed=config.seed,
+                max_prompt_tokens=sft.ANY_LENGTH,
+                max_new_tokens=1,
+                heldout=section.heldout,
+                quarantine_path=workdir / "quarantine.jsonl",
+            )
         try_rewards(pool, task.survey()[0], tokenizer.encode)
     finally:
         pool.close()
@@ -221,10 +236,19 @@ def _train(parts: Parts, writer: Writer, guard: Guard, mirror: Mirror | None) ->
     try:
         side = body.trainer_side()
         try:
-            begun = resume.begin(journal, side.checkpoints, side.trainer, body.weights, side.pack, side.digest,
-                                 build.orchestrator_config(config), writer)
-            backing = Backing(side, journal, begun, config.checkpoint.every, config.steps, config.journal.keep_all,
-                              mirror)
+            begun = resume.begin(
+                journal,
+                side.checkpoints,
+                side.trainer,
+                body.weights,
+                side.pack,
+                side.digest,
+                build.orchestrator_config(config),
+                writer,
+            )
+            backing = Backing(
+                side, journal, begun, config.checkpoint.every, config.steps, config.journal.keep_all, mirror
+            )
             if mirror:
                 mirror.settle()  # what the resume has put aside goes from the store before anything new is told
             halt, log = _run(parts, body, writer, begun.orchestrator, guard, backing)
@@ -245,18 +269,30 @@ def _body(parts: Parts, writer: Writer) -> Any:
     return Cluster(parts, writer.note)
 
 
-def _run(parts: Parts, body: Any, writer: Writer, orchestrator: Orchestrator, guard: Guard,
-         backing: Backing | None = None) -> tuple[Halt, RunLog]:
+def _run(
+    parts: Parts, body: Any, writer: Writer, orchestrator: Orchestrator, guard: Guard, backing: Backing | None = None
+) -> tuple[Halt, RunLog]:
     config, groups = parts.config, MemoryGroupStore()
     instances = body.instances()
-    side, recorder = outfit.put_on(config, parts.workdir, instances, body.weights, backing and backing.side, orchestrator,
-                                   writer.note)
-    worker = side and build.trainer_worker(config, side, groups, body.weights, orchestrator.state.decisions.max_lag,
-                                           parts.outbox)
+    side, recorder = outfit.put_on(
+        config, parts.workdir, instances, body.weights, backing and backing.side, orchestrator, writer.note
+    )
+    worker = side and build.trainer_worker(
+        config, side, groups, body.weights, orchestrator.state.decisions.max_lag, parts.outbox
+    )
     world = parts.world(instances, worker, groups, body.weights)
-    log = RunLog(workdir=parts.workdir, writer=writer, orchestrator=orchestrator, instances=instances,
-                 decode=parts.tokenizer.decode, prompt_of=parts.task.prompt_at, solved=parts.solved, steps=config.steps,
-                 max_failed_share=config.task.max_failed_share, evaluations=writer.evaluations)
+    log = RunLog(
+        workdir=parts.workdir,
+        writer=writer,
+        orchestrator=orchestrator,
+        instances=instances,
+        decode=parts.tokenizer.decode,
+        prompt_of=parts.task.prompt_at,
+        solved=parts.solved,
+        steps=config.steps,
+        max_failed_share=config.task.max_failed_share,
+        evaluations=writer.evaluations,
+    )
     world.listen(log.record)
     durable = backing and backing.behind(world)
     guard.diagnose = lambda: f"{orchestrator.summary()['waits']}; {world.diagnosis()}"
@@ -274,8 +310,9 @@ def _run(parts: Parts, body: Any, writer: Writer, orchestrator: Orchestrator, gu
 
 
 @contextlib.contextmanager
-def _ending(durable: DurableWorld | None, world: LocalWorld, body: Any, log: RunLog, recorder: Any,
-            guard: Guard) -> Iterator[None]:
+def _ending(
+    durable: DurableWorld | None, world: LocalWorld, body: Any, log: RunLog, recorder: Any, guard: Guard
+) -> Iterator[None]:
     """Closes these at the end. The stages of a stopped run are not seen to the end of what they are in the middle of."""
     stopped = False
     try:

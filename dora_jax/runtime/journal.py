@@ -190,8 +190,10 @@ class Journal:
         self._bytes += len(data)
         self._buffer.append(data)
         if self._bytes > MAX_BACKLOG_BYTES:
-            raise JournalError(f"the journal holds {self._bytes >> 20} MiB that it cannot write: the disk has been full "
-                               f"for {time.monotonic() - (self._degraded_since or time.monotonic()):.0f} s")
+            raise JournalError(
+                f"the journal holds {self._bytes >> 20} MiB that it cannot write: the disk has been full "
+                f"for {time.monotonic() - (self._degraded_since or time.monotonic()):.0f} s"
+            )
 
     @property
     def sync_due(self) -> bool:
@@ -254,8 +256,10 @@ class Journal:
                 self._turn.drop()
                 self._turn = None
             if not self.commit(sync=True):
-                self._alarm("the last journal records could not be made durable before the end: what they tell of may "
-                            "be generated again")
+                self._alarm(
+                    "the last journal records could not be made durable before the end: what they tell of may "
+                    "be generated again"
+                )
         finally:
             self._pool.shutdown()
             self._log.close()
@@ -304,8 +308,10 @@ class Journal:
         self._degraded_since = self._degraded_since or now
         if now - self._alarmed_s >= ALARM_PERIOD_S:
             self._alarmed_s = now
-            self._alarm(f"the journal cannot be written ({error}): {len(self._buffer)} records wait in memory, and "
-                        f"what they tell of would be generated again after a kill")
+            self._alarm(
+                f"the journal cannot be written ({error}): {len(self._buffer)} records wait in memory, and "
+                f"what they tell of would be generated again after a kill"
+            )
 
 
 # ---------------------------------------------------------------- frames

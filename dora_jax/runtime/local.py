@@ -42,9 +42,20 @@ class _Group:
 class LocalWorld:
     """`World` of one process; see `runtime.loop`."""
 
-    def __init__(self, *, instances: Sequence[InstanceWorker], trainer: TrainerWorker | None, task: Any,
-                 scorer: Any, groups: Any, weights: Any, outbox: queue.SimpleQueue, group_size: int,
-                 eval_samples: int, trainable: Callable[[ScoredGroup], bool] = lambda group: True):
+    def __init__(
+        self,
+        *,
+        instances: Sequence[InstanceWorker],
+        trainer: TrainerWorker | None,
+        task: Any,
+        scorer: Any,
+        groups: Any,
+        weights: Any,
+        outbox: queue.SimpleQueue,
+        group_size: int,
+        eval_samples: int,
+        trainable: Callable[[ScoredGroup], bool] = lambda group: True,
+    ):
         self._instances = {worker.instance: worker for worker in instances}
         self._trainer = trainer
         self._task = task
@@ -214,8 +225,9 @@ class LocalWorld:
             return
         self._parcels[held.id] = held
         if len(held.out_ids) > n:
-            self._tell(Partial(id=held.id, version=version, start=n, out_ids=held.out_ids[n:],
-                               logprobs=held.logprobs[n:]))
+            self._tell(
+                Partial(id=held.id, version=version, start=n, out_ids=held.out_ids[n:], logprobs=held.logprobs[n:])
+            )
 
     def _parcel(self, sample: SampleId, version: Version) -> Parcel:
         """What Park took out; else what the journal knows of it, to be prefilled again."""
@@ -224,8 +236,15 @@ class LocalWorld:
         prompt = self._open[sample.group_id].prompt
         out_ids, logprobs, spans = self._book.tokens(sample)
         last = spans[-1] if spans else None
-        return Parcel(id=sample, version=last.version if last else version, prompt_ids=prompt.token_ids, out_ids=out_ids,
-                      logprobs=logprobs, max_new_tokens=prompt.max_new_tokens, spans=spans[:-1])
+        return Parcel(
+            id=sample,
+            version=last.version if last else version,
+            prompt_ids=prompt.token_ids,
+            out_ids=out_ids,
+            logprobs=logprobs,
+            max_new_tokens=prompt.max_new_tokens,
+            spans=spans[:-1],
+        )
 
     def _drain(self) -> Iterator[ev.Event]:
         """Whatever is in the outbox; waits up to TIME_PERIOD_S for the first."""
@@ -246,8 +265,9 @@ class LocalWorld:
             case Finished(sample=sample, instance=instance):
                 self._tell(item)
                 self._collect(sample)
-                yield ev.SampleDone(id=sample.id, instance=instance, tokens=len(sample.out_ids),
-                                    finish=sample.finish, life=item.life)
+                yield ev.SampleDone(
+                    id=sample.id, instance=instance, tokens=len(sample.out_ids), finish=sample.finish, life=item.life
+                )
             case StepDone(version=version):
                 self._tell(item)
                 yield ev.StepPublished(version=version)

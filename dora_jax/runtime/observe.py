@@ -87,10 +87,20 @@ class RunLog:
 
     evaluations: records of versions that an earlier process of this run has evaluated; those to come are added."""
 
-    def __init__(self, *, workdir: Path, writer: Any, orchestrator: Any, instances: Sequence[Any],
-                 decode: Callable[[Sequence[int]], str], prompt_of: Callable[[GroupId], Any],
-                 solved: Solved | None, steps: int, max_failed_share: float,
-                 evaluations: Mapping[Version, Mapping[str, float]]):
+    def __init__(
+        self,
+        *,
+        workdir: Path,
+        writer: Any,
+        orchestrator: Any,
+        instances: Sequence[Any],
+        decode: Callable[[Sequence[int]], str],
+        prompt_of: Callable[[GroupId], Any],
+        solved: Solved | None,
+        steps: int,
+        max_failed_share: float,
+        evaluations: Mapping[Version, Mapping[str, float]],
+    ):
         self.evaluations = dict(evaluations)
         self.metrics: dict[str, float] = {}
         self._writer = writer
@@ -181,13 +191,17 @@ class RunLog:
         if self._recent_s:
             metrics["time/left_s"] = (self._steps - done.version) * float(np.mean(self._recent_s))
         facts = self._orchestrator.summary()
-        metrics |= {"versions/live": len(facts["versions"]), "moves/total": facts["moves"],
-                    "reloads/total": facts["reloads"]}
+        metrics |= {
+            "versions/live": len(facts["versions"]),
+            "moves/total": facts["moves"],
+            "reloads/total": facts["reloads"],
+        }
         self._tokens = 0
         self.metrics = metrics
         self._writer.phase("trainer", "")
-        waits = self._idle.phrases({"trainer": done.wait_s / max(done.wait_s + done.step_s, 1e-9),
-                                    "rollouts": idle_share})
+        waits = self._idle.phrases(
+            {"trainer": done.wait_s / max(done.wait_s + done.step_s, 1e-9), "rollouts": idle_share}
+        )
         self._writer.write(done.version, metrics, waits=waits)
         self._write_trajectories(done)
 
@@ -201,8 +215,10 @@ class RunLog:
 
     def _idle_share(self, elapsed_s: float) -> float:
         """Of the instances' time since the last step."""
-        idle = [min(worker.wait_s, old + elapsed_s)  # of another process it comes once a second, which steps may not be
-                for worker, old in zip(self._instances, self._idle_s, strict=True)]
+        idle = [
+            min(worker.wait_s, old + elapsed_s)  # of another process it comes once a second, which steps may not be
+            for worker, old in zip(self._instances, self._idle_s, strict=True)
+        ]
         idle_s = [new - old for new, old in zip(idle, self._idle_s, strict=True)]
         self._idle_s = idle
         return float(np.mean(idle_s)) / elapsed_s
@@ -212,13 +228,17 @@ class RunLog:
         group = max(done.groups, key=lambda g: float(np.std(g.rewards)))
         order = np.argsort(group.rewards, kind="stable")
         prompt = self._prompt_of(group.group_id)
-        text = (f"=== step {done.version}  group {group.group_id}  version {group.version}  "
-                f"reward mean {group.rewards.mean():.3f}  expected {prompt.answer!r:.80}\n"
-                f"prompt> {prompt.text}\n")
+        text = (
+            f"=== step {done.version}  group {group.group_id}  version {group.version}  "
+            f"reward mean {group.rewards.mean():.3f}  expected {prompt.answer!r:.80}\n"
+            f"prompt> {prompt.text}\n"
+        )
         for i in (order[-1], order[0]):
             sample = group.samples[i]
-            text += (f"[{sample.id.index}] reward {group.rewards[i]:+.3f}, {len(sample.out_ids)} tokens, "
-                     f"{sample.finish}> {self._decode(sample.out_ids)}\n")
+            text += (
+                f"[{sample.id.index}] reward {group.rewards[i]:+.3f}, {len(sample.out_ids)} tokens, "
+                f"{sample.finish}> {self._decode(sample.out_ids)}\n"
+            )
         self._trajectories.write(text.encode(errors="replace"))
 
 

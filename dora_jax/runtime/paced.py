@@ -116,8 +116,14 @@ class PacedTrainer:
     """The trainer of a `TrainerWorker`, and its `pack`: what was packed lasts as long as `train_s` says. A step's fixed
     time is spread over its parts."""
 
-    def __init__(self, trainer: Any, pack: Callable[[Sequence[ScoredGroup], Version], Any], costs: Costs, pace: float,
-                 groups_per_step: int):
+    def __init__(
+        self,
+        trainer: Any,
+        pack: Callable[[Sequence[ScoredGroup], Version], Any],
+        costs: Costs,
+        pace: float,
+        groups_per_step: int,
+    ):
         self.trainer = trainer
         self.train_s = 0.0  # real seconds, waits for a part aside
         self._pack, self._costs, self._pace = pack, costs, pace

@@ -60,15 +60,20 @@ def fetch(wire: Wire, lent: Lent, key: Key, layout: Layout, timeout_s: float | N
     if lent.manifest is None:
         return lent.parcel
     if not (lent.page_size > 0 and 0 < lent.kv_len <= _tokens(lent.parcel)):
-        raise WireError(f"{words(key)}: {lent.kv_len} positions in pages of {lent.page_size} are no KV of "
-                        f"{_tokens(lent.parcel)} tokens")
+        raise WireError(
+            f"{words(key)}: {lent.kv_len} positions in pages of {lent.page_size} are no KV of "
+            f"{_tokens(lent.parcel)} tokens"
+        )
     pages = -(-lent.kv_len // lent.page_size)
-    shapes = {"k": (layout.layers, pages, layout.heads, layout.head_dim, lent.page_size),
-              "v": (layout.layers, pages, layout.heads, lent.page_size, layout.head_dim)}
+    shapes = {
+        "k": (layout.layers, pages, layout.heads, layout.head_dim, lent.page_size),
+        "v": (layout.layers, pages, layout.heads, lent.page_size, layout.head_dim),
+    }
     wanted = [_whole(name, jax.ShapeDtypeStruct(shape, layout.dtype)) for name, shape in shapes.items()]
     got = wire.take(lent.manifest, wanted, key, timeout_s)
-    return dataclasses.replace(lent.parcel, kv_len=lent.kv_len, page_size=lent.page_size, k_pages=got[wanted[0]],
-                               v_pages=got[wanted[1]])
+    return dataclasses.replace(
+        lent.parcel, kv_len=lent.kv_len, page_size=lent.page_size, k_pages=got[wanted[0]], v_pages=got[wanted[1]]
+    )
 
 
 # ---------------------------------------------------------------- private

@@ -20,10 +20,18 @@ from dora_jax.types import ScoredGroup, Version
 class PartwiseTrainer(TrainerWorker):
     """`pack` turns the groups of one part into an iterable of batches."""
 
-    def __init__(self, trainer: Any, pack: Callable, groups: Any, weights: Any, max_lag: int | None,
-                 outbox: queue.SimpleQueue, groups_per_step: int,
-                 digest: Callable[[Any], int] = lambda params: 0,
-                 probe: Callable[[ScoredGroup, Version, Any], Any] | None = None):
+    def __init__(
+        self,
+        trainer: Any,
+        pack: Callable,
+        groups: Any,
+        weights: Any,
+        max_lag: int | None,
+        outbox: queue.SimpleQueue,
+        groups_per_step: int,
+        digest: Callable[[Any], int] = lambda params: 0,
+        probe: Callable[[ScoredGroup, Version, Any], Any] | None = None,
+    ):
         super().__init__(trainer, pack, groups, weights, max_lag, outbox, digest, probe)
         self._groups_per_step = groups_per_step
 
@@ -37,10 +45,16 @@ class PartwiseTrainer(TrainerWorker):
         point("trainer.after_step")
         waited_s = self.wait_s - self._reported_wait_s  # for later parts of this step
         self._publish(base)
-        self.outbox.put(StepDone(version=base + 1, groups=tuple(taken), metrics=metrics,
-                                 wait_s=self._reported_wait_s - before_s + waited_s,
-                                 step_s=time.monotonic() - began - waited_s,
-                                 digest=self._digest(self.trainer.params)))
+        self.outbox.put(
+            StepDone(
+                version=base + 1,
+                groups=tuple(taken),
+                metrics=metrics,
+                wait_s=self._reported_wait_s - before_s + waited_s,
+                step_s=time.monotonic() - began - waited_s,
+                digest=self._digest(self.trainer.params),
+            )
+        )
         self._reported_wait_s = self.wait_s
 
     def _batches(self, part: tuple[ScoredGroup, ...], base: Version, taken: list[ScoredGroup]) -> Iterator[Any]:

@@ -19,9 +19,33 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from dora_jax.orchestrate.events import TimePassed
-from dora_jax.runtime.exchange import (Abort, Accepted, Broken, Command, Commit, Committed, Dropped, Due, Fact, Holds,
-                                       Loaded, NotLoaded, Offer, Offered, Outcome, Propose, Pull, Read, Release, Staged,
-                                       Stored, TransferFailed, Wanted, WorldDown, WorldUp)
+from dora_jax.runtime.exchange import (
+    Abort,
+    Accepted,
+    Broken,
+    Command,
+    Commit,
+    Committed,
+    Dropped,
+    Due,
+    Fact,
+    Holds,
+    Loaded,
+    NotLoaded,
+    Offer,
+    Offered,
+    Outcome,
+    Propose,
+    Pull,
+    Read,
+    Release,
+    Staged,
+    Stored,
+    TransferFailed,
+    Wanted,
+    WorldDown,
+    WorldUp,
+)
 from dora_jax.runtime.shards import GRACE_S, Key, deadline_s, words
 from dora_jax.types import Version
 
@@ -108,8 +132,9 @@ class Publication:
         self._now_s = max(now_s, self._now_s)
         for transfer in [t for t in self._transfers.values() if t.until_s < self._now_s]:
             missing = sorted(set(range(self._answering(transfer).hosts)) - set(transfer.answers))
-            yield from self._fail(transfer, f"process {missing[0]} of {self._answers(transfer)} is late with "
-                                            f"{transfer.phase.__name__}")
+            yield from self._fail(
+                transfer, f"process {missing[0]} of {self._answers(transfer)} is late with {transfer.phase.__name__}"
+            )
 
     def _up(self, up: WorldUp) -> Iterator[Command | Outcome]:
         known = self._worlds.get(up.world)
@@ -151,8 +176,12 @@ class Publication:
         transfer.answers[fact.host] = fact
         if len(transfer.answers) == hosts:
             answers = [transfer.answers[host] for host in range(hosts)]
-            yield from {Accepted: self._accepted, Offered: self._offered, Staged: self._staged,
-                        Committed: self._committed}[transfer.phase](transfer, answers)
+            yield from {
+                Accepted: self._accepted,
+                Offered: self._offered,
+                Staged: self._staged,
+                Committed: self._committed,
+            }[transfer.phase](transfer, answers)
 
     # ------------------------------------------------------------ phases
 
@@ -169,8 +198,9 @@ class Publication:
                 elif not sources and not self._is_to_come(version, failed):
                     del world.wanted[version]
                     reasons = [f"from {source}: {reason}" for source, reason in failed.items()]
-                    yield NotLoaded(world=name, version=version,
-                                    reason="; ".join(reasons) or f"nobody holds version {version}")
+                    yield NotLoaded(
+                        world=name, version=version, reason="; ".join(reasons) or f"nobody holds version {version}"
+                    )
 
     def _start(self, name: str, version: Version, source: str) -> Propose:
         self._sequence += 1
@@ -190,8 +220,12 @@ class Publication:
     def _offered(self, transfer: _Transfer, answers: list[Offered]) -> Iterator[Command]:
         timeout_s = deadline_s(transfer.bytes)
         self._enter(transfer, Staged, timeout_s + GRACE_S)  # a process that lives says itself that it was too slow
-        yield Pull(world=transfer.key.receiver, key=transfer.key, timeout_s=timeout_s,
-                   manifests=tuple(zip(*(answer.manifests for answer in answers), strict=True)))
+        yield Pull(
+            world=transfer.key.receiver,
+            key=transfer.key,
+            timeout_s=timeout_s,
+            manifests=tuple(zip(*(answer.manifests for answer in answers), strict=True)),
+        )
 
     def _staged(self, transfer: _Transfer, answers: list[Staged]) -> Iterator[Command]:
         self._enter(transfer, Committed, GRACE_S)

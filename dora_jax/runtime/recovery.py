@@ -63,15 +63,26 @@ def head_records(orchestrator: Orchestrator, book: Book, epoch: int) -> Iterator
     """What a new segment begins with; taken between events."""
     book.prune(orchestrator.state)
     records = [CODEC.encode(item) for item in book.records()]
-    yield CODEC.encode(Head(
-        format=FORMAT, epoch=epoch, config=dataclasses.asdict(orchestrator.state.config),
-        orchestrator=orchestrator.snapshot(), digests={str(v): p for v, p in book.digests.items()},
-        book=len(records)))
+    yield CODEC.encode(
+        Head(
+            format=FORMAT,
+            epoch=epoch,
+            config=dataclasses.asdict(orchestrator.state.config),
+            orchestrator=orchestrator.snapshot(),
+            digests={str(v): p for v, p in book.digests.items()},
+            book=len(records),
+        )
+    )
     yield from records
 
 
-def recover(journal: Journal, config: OrchestratorConfig, checkpoints: Sequence[Version],
-            usable: Callable[[Version], bool], say: Say) -> Recovered | None:
+def recover(
+    journal: Journal,
+    config: OrchestratorConfig,
+    checkpoints: Sequence[Version],
+    usable: Callable[[Version], bool],
+    say: Say,
+) -> Recovered | None:
     """Where the run was; None: there is no journal. `checkpoints`: steps to start the trainer from, the initial
     weights included; `usable` verifies one. JournalError: nothing that fits together is left."""
     heads = _heads(journal, say)
@@ -95,8 +106,10 @@ def recover(journal: Journal, config: OrchestratorConfig, checkpoints: Sequence[
             end.book.prune(orchestrator.state)
             return Recovered(orchestrator, end.book, end.epoch, debts, start, heads, steps)
         say(f"the batches between version {start} and {end.base} are not all in the journal: an older start is tried")
-    raise JournalError(f"no checkpoint that verifies fits the journal: live versions are {list(debts.versions)}, "
-                       f"checkpoints {list(checkpoints)}")
+    raise JournalError(
+        f"no checkpoint that verifies fits the journal: live versions are {list(debts.versions)}, "
+        f"checkpoints {list(checkpoints)}"
+    )
 
 
 def steps_since(journal: Journal, version: Version) -> tuple[Step, ...]:
@@ -131,8 +144,10 @@ def _replay_one(number: int, records: Sequence[bytes], steps: list[Step], say: S
         try:
             _follow(state, read(data))
         except SENSELESS as error:
-            say(f"journal segment {number}: record {i + 1} cannot be followed ({error}); the {len(records) - i} from there "
-                f"on are not read")
+            say(
+                f"journal segment {number}: record {i + 1} cannot be followed ({error}); the {len(records) - i} from there "
+                f"on are not read"
+            )
             return _replay_one(number, records[:i], steps, say)  # it may have been followed in part
     return state
 
@@ -187,16 +202,20 @@ def _sensible(number: int) -> Iterator[None]:
     except SENSELESS as error:
         if isinstance(error, JournalError):
             raise
-        raise JournalError(f"the journal from segment {number} on cannot be followed by this version of dora_jax: "
-                           f"{type(error).__name__} {error}") from error
+        raise JournalError(
+            f"the journal from segment {number} on cannot be followed by this version of dora_jax: "
+            f"{type(error).__name__} {error}"
+        ) from error
 
 
 def _config(data: dict[str, Any]) -> OrchestratorConfig:
     """The configuration under which a segment was written; tuples came back as lists."""
     known = {field.name for field in dataclasses.fields(OrchestratorConfig)}
     if set(data) != known:
-        raise JournalError(f"the journal was written by another version of dora_jax: its configuration differs in "
-                           f"{', '.join(sorted(map(str, set(data) ^ known)))}")
+        raise JournalError(
+            f"the journal was written by another version of dora_jax: its configuration differs in "
+            f"{', '.join(sorted(map(str, set(data) ^ known)))}"
+        )
     data = dict(data)
     data["task_cycle"] = tuple(data["task_cycle"])
     data["task_ratios"] = tuple((task, ratio) for task, ratio in data["task_ratios"])

@@ -63,9 +63,16 @@ def open_journal(workdir: Path, section: JournalSection, writer: Writer) -> Jour
         raise ConfigError(f"workdir: {error}") from error
 
 
-def begin(journal: Journal | None, checkpoints: Checkpoints, trainer: Trainer, weights: Any,
-          pack: Callable[[Sequence[ScoredGroup], Version], Any], digest: Callable[[Any], int],
-          config: OrchestratorConfig, writer: Writer) -> Begun:
+def begin(
+    journal: Journal | None,
+    checkpoints: Checkpoints,
+    trainer: Trainer,
+    weights: Any,
+    pack: Callable[[Sequence[ScoredGroup], Version], Any],
+    digest: Callable[[Any], int],
+    config: OrchestratorConfig,
+    writer: Writer,
+) -> Begun:
     """The trainer holds the newest version on return, the weight store every live one."""
     found = None
     if journal is not None:
@@ -73,7 +80,9 @@ def begin(journal: Journal | None, checkpoints: Checkpoints, trainer: Trainer, w
         try:
             found = recover(journal, config, versions, lambda v: v == INITIAL or checkpoints.usable(v), writer.note)
         except JournalError as error:
-            writer.note(f"{error}; the run goes on from its newest checkpoint, and what was in flight is generated again")
+            writer.note(
+                f"{error}; the run goes on from its newest checkpoint, and what was in flight is generated again"
+            )
     if found is None:
         return _from_checkpoint(checkpoints, trainer, weights, digest, config, writer)
     return _again(found, checkpoints, trainer, weights, pack, digest, writer)
@@ -82,8 +91,14 @@ def begin(journal: Journal | None, checkpoints: Checkpoints, trainer: Trainer, w
 # ---------------------------------------------------------------- private
 
 
-def _from_checkpoint(checkpoints: Checkpoints, trainer: Trainer, weights: Any, digest: Callable[[Any], int],
-                     config: OrchestratorConfig, writer: Writer) -> Begun:
+def _from_checkpoint(
+    checkpoints: Checkpoints,
+    trainer: Trainer,
+    weights: Any,
+    digest: Callable[[Any], int],
+    config: OrchestratorConfig,
+    writer: Writer,
+) -> Begun:
     """Every group that was issued and has not ended is issued again."""
     step = next((step for step in reversed(checkpoints.steps()) if checkpoints.usable(step)), None)
     rl_state: dict[str, Any] = {}
@@ -99,8 +114,15 @@ def _from_checkpoint(checkpoints: Checkpoints, trainer: Trainer, weights: Any, d
     return Begun(Orchestrator(config, **rl_state), book)
 
 
-def _again(found: Recovered, checkpoints: Checkpoints, trainer: Trainer, weights: Any, pack: Callable,
-           digest: Callable[[Any], int], writer: Writer) -> Begun:
+def _again(
+    found: Recovered,
+    checkpoints: Checkpoints,
+    trainer: Trainer,
+    weights: Any,
+    pack: Callable,
+    digest: Callable[[Any], int],
+    writer: Writer,
+) -> Begun:
     """Replays the steps since the checkpoint, from the groups that they were made of."""
     if found.start != INITIAL:
         _load(found.start, checkpoints, trainer)
@@ -120,15 +142,19 @@ def _again(found: Recovered, checkpoints: Checkpoints, trainer: Trainer, weights
             epoch += 1
             found.book.forget_partials()
             checkpoints.undo_after(found.start)
-            writer.note(f"version {version} came out with other weights ({made:016x}, not {step.published.digest:016x}): "
-                        f"epoch {epoch} begins, and running samples start over")
+            writer.note(
+                f"version {version} came out with other weights ({made:016x}, not {step.published.digest:016x}): "
+                f"epoch {epoch} begins, and running samples start over"
+            )
         found.book.digests[version] = Published(epoch=epoch, digest=made)
         if version in live:
             weights.put(version, trainer.params)
     samples = sum(len(done) for done in found.book.samples.values())
     tokens = sum(len(found.book.tokens(id)[0]) for id in found.debts.recorded)
-    writer.note(f"resuming at step {found.base}, {len(found.steps)} after its checkpoint: {len(found.book.scored)} scored groups "
-                f"and {samples} finished samples kept, {len(found.debts.recorded)} samples go on with {tokens} tokens")
+    writer.note(
+        f"resuming at step {found.base}, {len(found.steps)} after its checkpoint: {len(found.book.scored)} scored groups "
+        f"and {samples} finished samples kept, {len(found.debts.recorded)} samples go on with {tokens} tokens"
+    )
     return Begun(found.orchestrator, found.book, epoch, found.debts, dict(found.segments), len(found.steps))
 
 

@@ -98,15 +98,31 @@ def turns(sizes: Sequence[int], holders: Sequence[Collection[int]]) -> list[int]
 
 def inside(part: Shard, whole: Shard) -> bool:
     """Whether it is a box of the same array in that box."""
-    return (part.path, part.shape, part.dtype) == (whole.path, whole.shape, whole.dtype) and len(part.start) == len(
-        part.stop) == len(whole.start) and all(low <= a < b <= high for a, b, low, high in zip(
-            part.start, part.stop, whole.start, whole.stop, strict=True))
+    return (
+        (part.path, part.shape, part.dtype) == (whole.path, whole.shape, whole.dtype)
+        and len(part.start) == len(part.stop) == len(whole.start)
+        and all(
+            low <= a < b <= high for a, b, low, high in zip(part.start, part.stop, whole.start, whole.stop, strict=True)
+        )
+    )
 
 
 def sound(shard: Shard, itemsize: int) -> bool:
     """It came from another process: its box must be one of its array, of as many bytes as it says."""
-    return inside(shard, Shard(path=shard.path, shape=shard.shape, dtype=shard.dtype, start=(0,) * len(shard.shape),
-                               stop=shard.shape, bytes=0)) and shard.bytes == _volume(shard) * itemsize
+    return (
+        inside(
+            shard,
+            Shard(
+                path=shard.path,
+                shape=shard.shape,
+                dtype=shard.dtype,
+                start=(0,) * len(shard.shape),
+                stop=shard.shape,
+                bytes=0,
+            ),
+        )
+        and shard.bytes == _volume(shard) * itemsize
+    )
 
 
 def deadline_s(size: int) -> float:
@@ -146,8 +162,9 @@ def _difference(offered: tuple[Shard, ...], expected: Sequence[Shard]) -> str | 
     asked: set[Shard] = set()
     for shard in expected:
         near = there.get(shard.path, [])
-        parts = [part for part in near if inside(part, shard) and part.bytes * _volume(shard) ==
-                 shard.bytes * _volume(part)]
+        parts = [
+            part for part in near if inside(part, shard) and part.bytes * _volume(shard) == shard.bytes * _volume(part)
+        ]
         if not _tiled(shard, parts):
             said = f"{_box(near[0])} with {near[0].bytes} bytes is offered" if near else f"no {shard.path} is offered"
             more = f" among {len(near)} pieces" if len(near) > 1 else ""

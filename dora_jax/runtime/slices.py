@@ -42,8 +42,12 @@ def writers(copy: Any) -> dict[int, int]:
 def wanted(like: Any) -> tuple[Shard, ...]:
     """`like`: stacked ShapeDtypeStructs with shardings. Boxes that together are one are wanted as one."""
     me = jax.process_index()
-    return tuple(shard_of(path, leaf, box) for path, leaf in _named(like)
-                 for box, holders in _joined(_holders(leaf)).items() if me in holders)
+    return tuple(
+        shard_of(path, leaf, box)
+        for path, leaf in _named(like)
+        for box, holders in _joined(_holders(leaf)).items()
+        if me in holders
+    )
 
 
 def pieces(slices: Any, shards: Sequence[Shard]) -> dict[Shard, np.ndarray]:
@@ -82,8 +86,14 @@ def received(like: Any, got: Mapping[Shard, np.ndarray]) -> Any:
 
 def shard_of(path: str, leaf: Any, box: Box) -> Shard:
     """`leaf`: the whole array, or what describes it."""
-    return Shard(path=path, shape=tuple(leaf.shape), dtype=leaf.dtype.name, start=box[0], stop=box[1],
-                 bytes=volume(box) * leaf.dtype.itemsize)
+    return Shard(
+        path=path,
+        shape=tuple(leaf.shape),
+        dtype=leaf.dtype.name,
+        start=box[0],
+        stop=box[1],
+        bytes=volume(box) * leaf.dtype.itemsize,
+    )
 
 
 # ---------------------------------------------------------------- private

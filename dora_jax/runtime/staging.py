@@ -62,8 +62,14 @@ class WeightHost:
     `like`: what it is to be sent, as stacked ShapeDtypeStructs with shardings; None: it only serves.
     `read(version, shards)`: from storage. Any thread may call it."""
 
-    def __init__(self, host: int, wire: Wire | None, weights: Versions, like: Any = None,
-                 read: Callable[[Version, Sequence[Shard]], Mapping[Shard, np.ndarray]] | None = None):
+    def __init__(
+        self,
+        host: int,
+        wire: Wire | None,
+        weights: Versions,
+        like: Any = None,
+        read: Callable[[Version, Sequence[Shard]], Mapping[Shard, np.ndarray]] | None = None,
+    ):
         self.weights = weights
         self._host = host
         self._wire = wire
@@ -118,8 +124,10 @@ class WeightHost:
                 return None  # it came late: nobody waits for it
             if key not in self._offers:
                 weights = self.weights.get(key.version, None)
-                manifests = [self._wire.give(_of_host(key, host), slices.pieces(weights, shards))
-                             for host, shards in enumerate(offer.wanted)]
+                manifests = [
+                    self._wire.give(_of_host(key, host), slices.pieces(weights, shards))
+                    for host, shards in enumerate(offer.wanted)
+                ]
                 self._offers[key] = ex.Offered(key=key, host=self._host, manifests=tuple(manifests))
             return self._offers[key]
 
@@ -189,8 +197,11 @@ class WeightHost:
 
 def like(cfg: ModelConfig, shardings: Any, dtype: Any) -> Any:
     """What an engine with these shardings is to be sent: the trainer's tensors, split as the engine's are."""
-    return jax.tree.map(lambda x, s: jax.ShapeDtypeStruct(x.shape, dtype, sharding=s), decoder.abstract_params(cfg),
-                        sharding.stacked_like(shardings))
+    return jax.tree.map(
+        lambda x, s: jax.ShapeDtypeStruct(x.shape, dtype, sharding=s),
+        decoder.abstract_params(cfg),
+        sharding.stacked_like(shardings),
+    )
 
 
 # ---------------------------------------------------------------- private

@@ -50,18 +50,26 @@ class Unscored:
             lengths = np.quantile(self._lengths or [0], [0.5, 0.9])
             raise RunError(
                 f"{self._failed} of {total} groups could not be scored (task.max_failed_share = {self._max_failed_share:.1%}); "
-                f"response length p50 {lengths[0]:.0f}, p90 {lengths[1]:.0f}; last reason: {failure.reason}")
+                f"response length p50 {lengths[0]:.0f}, p90 {lengths[1]:.0f}; last reason: {failure.reason}"
+            )
 
     def metrics(self) -> dict[str, float]:
         """Since this process began."""
         groups = self._failed + self._scored
         lengths = np.quantile(self._lengths or [0], [0.5, 0.9])
-        return {"groups/failed_share": self._failed / max(1, groups), "groups/failed_length_p50": float(lengths[0]),
-                "groups/failed_length_p90": float(lengths[1]), "prompts/skipped": self._skipped,
-                "prompts/skipped_share": self._skipped / max(1, groups + self._skipped)}
+        return {
+            "groups/failed_share": self._failed / max(1, groups),
+            "groups/failed_length_p50": float(lengths[0]),
+            "groups/failed_length_p90": float(lengths[1]),
+            "prompts/skipped": self._skipped,
+            "prompts/skipped_share": self._skipped / max(1, groups + self._skipped),
+        }
 
     def _described(self, failure: GroupFailure) -> str:
         prompt = self._prompt_of(failure.group_id)
-        said = [f"a group cannot be scored: {failure.reason}; others like it are only counted, in groups/failed_share",
-                f"  prompt   {shorten(repr(prompt.text), WIDTH)}", f"  answer   {shorten(repr(prompt.answer), WIDTH)}"]
+        said = [
+            f"a group cannot be scored: {failure.reason}; others like it are only counted, in groups/failed_share",
+            f"  prompt   {shorten(repr(prompt.text), WIDTH)}",
+            f"  answer   {shorten(repr(prompt.answer), WIDTH)}",
+        ]
         return "\n".join(said + [f"  response {shorten(repr(failure.response), WIDTH)}"])

@@ -70,8 +70,13 @@ class Wire:
             self._last[key.receiver] = max(key.sequence, self._last.get(key.receiver, key.sequence))
             self._pieces.pop(self._offered.pop(key, 0), None)
 
-    def take(self, manifests: Manifest | Sequence[Manifest], wanted: Sequence[Shard], key: Key,
-             timeout_s: float | None = None) -> dict[Shard, np.ndarray]:
+    def take(
+        self,
+        manifests: Manifest | Sequence[Manifest],
+        wanted: Sequence[Shard],
+        key: Key,
+        timeout_s: float | None = None,
+    ) -> dict[Shard, np.ndarray]:
         """The wanted shards, each put together from the pieces that were given by all the sender's processes.
 
         `key` is the transfer that this process has agreed to. timeout_s None: by size. Raises WireError."""
@@ -189,8 +194,11 @@ def _homes(manifests: Sequence[Manifest], wanted: Iterable[Shard]) -> dict[Shard
     by_path: dict[str, list[Shard]] = {}
     for shard in wanted:
         by_path.setdefault(shard.path, []).append(shard)
-    return {piece: next(shard for shard in by_path[piece.path] if inside(piece, shard))
-            for manifest in manifests for piece in manifest.shards}
+    return {
+        piece: next(shard for shard in by_path[piece.path] if inside(piece, shard))
+        for manifest in manifests
+        for piece in manifest.shards
+    }
 
 
 def _joined(shard: Shard, pieces: list[tuple[Shard, np.ndarray]]) -> np.ndarray:

@@ -155,8 +155,16 @@ class InstanceWorker(Worker):
 
     `partial_s`: how often the tokens of running samples are reported, so that they outlive this process; 0: never."""
 
-    def __init__(self, instance: InstanceId, engine: Any, weights: Any, outbox: queue.SimpleQueue,
-                 partial_s: float = 0.0, life: int = 0, report_s: float = REPORT_PERIOD_S):
+    def __init__(
+        self,
+        instance: InstanceId,
+        engine: Any,
+        weights: Any,
+        outbox: queue.SimpleQueue,
+        partial_s: float = 0.0,
+        life: int = 0,
+        report_s: float = REPORT_PERIOD_S,
+    ):
         super().__init__(f"rollout {instance}", outbox)
         self.instance, self.life = instance, life
         self.engine = engine
@@ -196,8 +204,9 @@ class InstanceWorker(Worker):
 
     def move(self, sample: SampleId, dst: InstanceWorker, attempt: int) -> None:
         if not self.engine.holds(sample):
-            self.outbox.put(ev.MoveFailed(id=sample, src=self.instance, dst=dst.instance, attempt=attempt,
-                                          reason="finished"))
+            self.outbox.put(
+                ev.MoveFailed(id=sample, src=self.instance, dst=dst.instance, attempt=attempt, reason="finished")
+            )
             return
         dst.post(dst.receive, self._export(sample), self.instance, attempt)
 
@@ -297,9 +306,17 @@ class TrainerWorker(Worker):
     probe: see gap.py.
     """
 
-    def __init__(self, trainer: Any, pack: Callable, groups: Any, weights: Any, max_lag: int | None,
-                 outbox: queue.SimpleQueue, digest: Callable[[Any], int] = lambda params: 0,
-                 probe: Callable[[ScoredGroup, Version, Any], Any] | None = None):
+    def __init__(
+        self,
+        trainer: Any,
+        pack: Callable,
+        groups: Any,
+        weights: Any,
+        max_lag: int | None,
+        outbox: queue.SimpleQueue,
+        digest: Callable[[Any], int] = lambda params: 0,
+        probe: Callable[[ScoredGroup, Version, Any], Any] | None = None,
+    ):
         super().__init__("trainer", outbox)
         self._digest = digest
         self._gap = GapProbe(probe if max_lag != 0 else None)
@@ -318,8 +335,16 @@ class TrainerWorker(Worker):
         metrics = self.trainer.step(self._pack(groups, base), **self._gap.among(groups, base))
         point("trainer.after_step")
         self._publish(base)
-        self.outbox.put(StepDone(version=base + 1, groups=groups, metrics=metrics, wait_s=wait_s,
-                                 step_s=time.monotonic() - began, digest=self._digest(self.trainer.params)))
+        self.outbox.put(
+            StepDone(
+                version=base + 1,
+                groups=groups,
+                metrics=metrics,
+                wait_s=wait_s,
+                step_s=time.monotonic() - began,
+                digest=self._digest(self.trainer.params),
+            )
+        )
 
     def _take(self, group_ids: tuple[int, ...], base: Version) -> tuple[ScoredGroup, ...]:
         groups = tuple(self._groups.take(group_ids))
@@ -327,7 +352,8 @@ class TrainerWorker(Worker):
             if self._max_lag is not None and not 0 <= base - group.version <= self._max_lag:
                 raise RuntimeError(
                     f"group {group.group_id} of version {group.version} was taken at base {base}: "
-                    f"its lag exceeds the bound of {self._max_lag}")
+                    f"its lag exceeds the bound of {self._max_lag}"
+                )
         return groups
 
     def _publish(self, base: Version) -> None:

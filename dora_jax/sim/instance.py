@@ -40,7 +40,20 @@ HELD_EPS_S = 1e-9
 class Job:
     """One unfinished sample, wherever it is."""
 
-    __slots__ = ("arrival", "cached", "id", "join", "mixed", "prompt", "sampled", "stop", "turn", "turns", "version", "visible")
+    __slots__ = (
+        "arrival",
+        "cached",
+        "id",
+        "join",
+        "mixed",
+        "prompt",
+        "sampled",
+        "stop",
+        "turn",
+        "turns",
+        "version",
+        "visible",
+    )
 
     def __init__(self, id: SampleId, version: Version, prompt: int, turns: list[Turn]):
         self.id = id
@@ -151,7 +164,10 @@ class Instance:
             return math.inf
         n = self._next_tick() - self.ticks
         batch = len(self.decoding)
-        return self.time + max(0.0, n * self._tick_s() + n * n * batch * self._costs.decode_kv_s / 2) * self.slowed / self.speed
+        return (
+            self.time
+            + max(0.0, n * self._tick_s() + n * n * batch * self._costs.decode_kv_s / 2) * self.slowed / self.speed
+        )
 
     def happen(self) -> list[tuple[str, Job | None]]:
         """What has come to its end at this time: samples that entered the batch, turns that stopped, a report."""

@@ -30,8 +30,12 @@ class Ran(NamedTuple):
     @property
     def mean(self) -> Result:
         """Every figure the mean of the seeds' figures; a lag that a seed does not have counts as none."""
-        return Result(**{field.name: _mean([getattr(result, field.name) for result in self.results])
-                         for field in dataclasses.fields(Result)})
+        return Result(
+            **{
+                field.name: _mean([getattr(result, field.name) for result in self.results])
+                for field in dataclasses.fields(Result)
+            }
+        )
 
     def spread(self, figure: Callable[[Result], float]) -> float:
         """Standard deviation over the seeds; 0 for one."""
@@ -85,6 +89,8 @@ def _timed(row: Row) -> tuple[Result, float]:
 
 def _mean(values: list[Any]) -> Any:
     if isinstance(values[0], Mapping):
-        keys = sorted({key for value in values for key in value}) if isinstance(next(iter(values[0])), int) else values[0]
+        keys = (
+            sorted({key for value in values for key in value}) if isinstance(next(iter(values[0])), int) else values[0]
+        )
         return {key: statistics.fmean(value.get(key, 0.0) for value in values) for key in keys}
     return max(values) if isinstance(values[0], int) else statistics.fmean(values)

@@ -100,16 +100,27 @@ class Published:
     pause_s: float  # of an instance
 
 
-def speeds_of(trainer: Chip, trainer_chips: int, instance: Chip, instance_chips: int, link_share: float,
-              host_link_bytes_per_s: float = 0.0) -> Speeds:
+def speeds_of(
+    trainer: Chip,
+    trainer_chips: int,
+    instance: Chip,
+    instance_chips: int,
+    link_share: float,
+    host_link_bytes_per_s: float = 0.0,
+) -> Speeds:
     """`link_share` of the chips' links is reached; host_link_bytes_per_s: what one host's link carries instead."""
+
     def link(chip: Chip, chips: int) -> float:
         return chips * (host_link_bytes_per_s / HOST_CHIPS or chip.dcn_bytes_per_s * link_share)
 
-    return Speeds(copy=trainer_chips * trainer.hbm_bytes_per_s * HBM_SHARE / COPY_TRAFFIC,
-                  home=trainer_chips * trainer.host_bytes_per_s, out=link(trainer, trainer_chips),
-                  into=link(instance, instance_chips), join=instance_chips / HOST_CHIPS * HOST_COPY_BYTES_PER_S,
-                  place=instance_chips * instance.host_bytes_per_s)
+    return Speeds(
+        copy=trainer_chips * trainer.hbm_bytes_per_s * HBM_SHARE / COPY_TRAFFIC,
+        home=trainer_chips * trainer.host_bytes_per_s,
+        out=link(trainer, trainer_chips),
+        into=link(instance, instance_chips),
+        join=instance_chips / HOST_CHIPS * HOST_COPY_BYTES_PER_S,
+        place=instance_chips * instance.host_bytes_per_s,
+    )
 
 
 def publication(weight_bytes: float, speeds: Speeds, instances: int) -> Published:
@@ -126,8 +137,9 @@ def publication(weight_bytes: float, speeds: Speeds, instances: int) -> Publishe
         ends.append(network.load(at, source, instance))
         heapq.heappush(free, (ends[-1], order, source))
         heapq.heappush(free, (ends[-1], instance, instance))
-    return Published(copy_s=copy_s, home_s=home_s, first_s=min(ends), last_s=max(ends),
-                     pause_s=weight_bytes / speeds.place)
+    return Published(
+        copy_s=copy_s, home_s=home_s, first_s=min(ends), last_s=max(ends), pause_s=weight_bytes / speeds.place
+    )
 
 
 @dataclasses.dataclass(frozen=True)

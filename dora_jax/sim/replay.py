@@ -165,13 +165,20 @@ class _Watch:
         first, last = self._warmup, len(self._marks) - 1 - self._rundown
         if last < first:
             steps = len(self._marks) - 1
-            raise ConfigError(f"journal: {steps} steps leave none beside {first} of warm-up and {self._rundown} at the end")
+            raise ConfigError(
+                f"journal: {steps} steps leave none beside {first} of warm-up and {self._rundown} at the end"
+            )
         (began, busy_before, lags_before), (ended, busy, lags) = self._marks[first], self._marks[last]
         seconds = ended - began
         return Replay(
-            mode=mode, events=self.events, steps=last - first, seconds=seconds,
+            mode=mode,
+            events=self.events,
+            steps=last - first,
+            seconds=seconds,
             step_s=seconds / max(1, last - first),
-            rollout_only=1 - (busy - busy_before) / seconds if seconds else 0.0, lags=dict(lags - lags_before))
+            rollout_only=1 - (busy - busy_before) / seconds if seconds else 0.0,
+            lags=dict(lags - lags_before),
+        )
 
     def _mark(self) -> None:
         self._marks.append((self._now, self._busy, self._lags.copy()))

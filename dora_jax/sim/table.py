@@ -50,7 +50,17 @@ def _outcome(lines: Sequence[Line], spreads: Sequence[Spread]) -> str:
         rows.append([
             row.label, minutes, share, tokens, f"{r.occupancy:.1f}",
             lags, f"{r.lag_mean:.2f}", f"{r.mixed:.1%}", f"{r.live_mean:.1f}/{r.live_max}"])  # fmt: skip
-    head = ["mode", "min/step", "rollout only", "tokens/s", "batch", "groups by lag", "mean lag", "mixed samples", "versions mean/max"]
+    head = [
+        "mode",
+        "min/step",
+        "rollout only",
+        "tokens/s",
+        "batch",
+        "groups by lag",
+        "mean lag",
+        "mixed samples",
+        "versions mean/max",
+    ]
     return grid(head, rows)
 
 
@@ -83,12 +93,20 @@ def _published(lines: Sequence[Line]) -> str:
     rows = []
     for row, r in lines:
         step, share, tokens_per_s = (row.published[name] for name in ("step_min", "rollout_only", "tokens_per_s"))
-        rows.append([
-            row.label, _minutes(r.step_s), f"{step:.2f}", f"{r.step_s / 60 / step - 1:+.1%}",
-            f"{r.rollout_only:.1%}", f"{share:.1%}", f"{100 * (r.rollout_only - share):+.1f} pt",
-            f"{r.tokens_per_s / first_result.tokens_per_s:.2f}",
-            f"{tokens_per_s / first.published['tokens_per_s']:.2f}",
-            _parameters(row.published)])
+        rows.append(
+            [
+                row.label,
+                _minutes(r.step_s),
+                f"{step:.2f}",
+                f"{r.step_s / 60 / step - 1:+.1%}",
+                f"{r.rollout_only:.1%}",
+                f"{share:.1%}",
+                f"{100 * (r.rollout_only - share):+.1f} pt",
+                f"{r.tokens_per_s / first_result.tokens_per_s:.2f}",
+                f"{tokens_per_s / first.published['tokens_per_s']:.2f}",
+                _parameters(row.published),
+            ]
+        )
     return grid(head, rows)
 
 

@@ -54,7 +54,9 @@ class SimWorld:
         self._workload = Workload(config.workload)
         self._seed = config.workload.seed
         hardware = config.hardware
-        self._network = Network(self.costs, hardware.trainer_chips // hardware.instance_chips, config.orchestrator.peer_weights)
+        self._network = Network(
+            self.costs, hardware.trainer_chips // hardware.instance_chips, config.orchestrator.peer_weights
+        )
         self._instances: dict[InstanceId, Instance] = {}
         self._live: dict[Version, int] = {}
         self._lives = [0] * hardware.instances  # how often each instance came up
@@ -117,8 +119,15 @@ class SimWorld:
         for id in command.ids:
             job = src.take(id) if src else None
             if job is None:
-                self._say(ev.MoveFailed(id=id, src=command.src, dst=command.dst, attempt=command.attempt,
-                                       reason="finished, or its instance is lost"))
+                self._say(
+                    ev.MoveFailed(
+                        id=id,
+                        src=command.src,
+                        dst=command.dst,
+                        attempt=command.attempt,
+                        reason="finished, or its instance is lost",
+                    )
+                )
                 continue
             self._away[id] = job
             end = self._network.move(self.now, src.id, command.dst, job.cached)
@@ -345,15 +354,33 @@ class SimWorld:
         hardware = self._config.hardware
         speed = hardware.speed(id)
         self._lives[id] += 1
-        host = Instance(id, self._lives[id], self.costs, self._live, slots=hardware.slots, page_size=hardware.page_size,
-                        speed=speed, report_ticks=self._config.report_tokens)
+        host = Instance(
+            id,
+            self._lives[id],
+            self.costs,
+            self._live,
+            slots=hardware.slots,
+            page_size=hardware.page_size,
+            speed=speed,
+            report_ticks=self._config.report_tokens,
+        )
         host.time = self.now
         host.slowed = self.costs.contention if self._trainer.busy else 1.0
         self._instances[id] = host
         self.meter.up(self.now, id)
         self._network.loaded(id, *versions)
-        self._say(ev.InstanceUp(instance=id, slots=hardware.slots, pages=self.costs.pages, page_size=hardware.page_size,
-                                residents=hardware.residents, speed=speed, versions=versions, life=host.life))
+        self._say(
+            ev.InstanceUp(
+                instance=id,
+                slots=hardware.slots,
+                pages=self.costs.pages,
+                page_size=hardware.page_size,
+                residents=hardware.residents,
+                speed=speed,
+                versions=versions,
+                life=host.life,
+            )
+        )
         fault = self._config.fault
         if fault.mtbf_s:
             life_s = -fault.mtbf_s * math.log(work.uniform(self._seed, work.FAULT, id, self._lives[id]))

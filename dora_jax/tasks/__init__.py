@@ -33,9 +33,18 @@ if TYPE_CHECKING:
 GYM_REWARD = "dora_jax.tasks.rewards.reasoning_gym"
 
 
-def open_task(section: TaskSection, tokenizer: Tokenizer, *, seed: int, max_prompt_tokens: int, max_new_tokens: int,
-              heldout: int, quarantine_path: str | Path, supervised: bool = False,
-              exclude: Set[str] = frozenset()) -> Task:
+def open_task(
+    section: TaskSection,
+    tokenizer: Tokenizer,
+    *,
+    seed: int,
+    max_prompt_tokens: int,
+    max_new_tokens: int,
+    heldout: int,
+    quarantine_path: str | Path,
+    supervised: bool = False,
+    exclude: Set[str] = frozenset(),
+) -> Task:
     """The task that a section names; mistakes in it raise ConfigError, a file that cannot be used ValueError.
 
     heldout: distinct held-out prompts, 0 for none. supervised: rows may carry `completion` in place of `answer`.
@@ -53,26 +62,37 @@ def open_task(section: TaskSection, tokenizer: Tokenizer, *, seed: int, max_prom
             return _source(part, Wording(part, tokenizer), n, held, supervised, path.with_stem(f"{path.stem}.{name}"))
 
     wording = Wording(section, tokenizer)
-    source = (Mixture(section.mix, open_one, heldout, exclude) if section.mix
-              else _source(section, wording, heldout, exclude, supervised, path))
+    source = (
+        Mixture(section.mix, open_one, heldout, exclude)
+        if section.mix
+        else _source(section, wording, heldout, exclude, supervised, path)
+    )
     return Task(source, wording, seed=seed, max_prompt_tokens=max_prompt_tokens, max_new_tokens=max_new_tokens)
 
 
-def _source(section: TaskSection, wording: Wording, heldout: int, exclude: Set[str], supervised: bool,
-            quarantine_path: Path) -> Source:
+def _source(
+    section: TaskSection, wording: Wording, heldout: int, exclude: Set[str], supervised: bool, quarantine_path: Path
+) -> Source:
     from dora_jax.config import ConfigError
 
     kind, _, dataset = section.name.partition(":")
     if kind == "reasoning_gym":
         from dora_jax.tasks.gym import GymSource
 
-        return GymSource(dataset, section.params, wording, heldout=heldout, exclude=exclude,
-                         scored_by_dataset=GYM_REWARD in section.rewards)
+        return GymSource(
+            dataset,
+            section.params,
+            wording,
+            heldout=heldout,
+            exclude=exclude,
+            scored_by_dataset=GYM_REWARD in section.rewards,
+        )
     if section.name == "rows":
         from dora_jax.tasks.rows import RowsSource
 
         if GYM_REWARD in section.rewards and not supervised:
             raise ConfigError(f"task.rewards: {GYM_REWARD} scores reasoning-gym datasets, not rows of your own")
-        return RowsSource(section, wording, heldout=heldout, exclude=exclude, supervised=supervised,
-                          quarantine_path=quarantine_path)
+        return RowsSource(
+            section, wording, heldout=heldout, exclude=exclude, supervised=supervised, quarantine_path=quarantine_path
+        )
     raise ConfigError(f'task.name: {section.name!r} is neither "rows" nor "reasoning_gym:<dataset>"')

@@ -56,8 +56,9 @@ class Refused(NoAnswer):
 class Process:
     """One killable process of `python -m MODULE`. start, ask: from one thread at a time; close: from any."""
 
-    def __init__(self, module: str, setup: Request, *, form: str, variables: Iterable[str] = (),
-                 memory_bytes: int = MEMORY_BYTES):
+    def __init__(
+        self, module: str, setup: Request, *, form: str, variables: Iterable[str] = (), memory_bytes: int = MEMORY_BYTES
+    ):
         self._module = module
         self._setup = setup
         self._form = form  # of its walls: see sandbox.py
@@ -130,9 +131,13 @@ class Process:
         with theirs, self._lock:
             self._walled = sandbox.start(
                 # -P: the working directory comes last in PYTHONPATH, where it hides nothing
-                [sys.executable, "-P", "-m", self._module, str(theirs.fileno())], form=self._form,
-                env=environment(self._variables), pass_fds=(theirs.fileno(),), stdout=self._noise,
-                memory_bytes=self._memory_bytes)
+                [sys.executable, "-P", "-m", self._module, str(theirs.fileno())],
+                form=self._form,
+                env=environment(self._variables),
+                pass_fds=(theirs.fileno(),),
+                stdout=self._noise,
+                memory_bytes=self._memory_bytes,
+            )
         self._sock = ours
         if self._closed:  # close() came between
             self.close()

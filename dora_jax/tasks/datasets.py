@@ -30,8 +30,16 @@ REFUSED = {
     "rush_hour": NO_UNIQUE_GOLD,
 }
 # These walk over sets of strings, so that an item also depends on Python's hash seed.
-HASH_ORDERED = frozenset({"intermediate_integration", "isomorphic_strings", "knight_swap", "polynomial_multiplication",
-                          "ransom_note", "word_ladder"})
+HASH_ORDERED = frozenset(
+    {
+        "intermediate_integration",
+        "isomorphic_strings",
+        "knight_swap",
+        "polynomial_multiplication",
+        "ransom_note",
+        "word_ladder",
+    }
+)
 GLOBAL_RANDOM = frozenset({"list_functions"})  # one of its generators draws from the global `random`
 # Items that most datasets make on demand, and the few that prepare (or bound) all of them when opened.
 SIZE = 2**31 - 1
@@ -111,11 +119,15 @@ def _open_one(name: str, params: Mapping[str, Any], field: str, name_field: str)
     if name in REFUSED:
         raise ConfigError(f"{name_field}: reasoning-gym's {name} is refused: {REFUSED[name]}")
     if name not in registered or name == "composite":
-        raise ConfigError(f"{name_field}: reasoning-gym has no dataset {name!r}; the nearest is "
-                          f"{nearest(name, registered.keys() - REFUSED.keys() - {'composite'})}")
+        raise ConfigError(
+            f"{name_field}: reasoning-gym has no dataset {name!r}; the nearest is "
+            f"{nearest(name, registered.keys() - REFUSED.keys() - {'composite'})}"
+        )
     if name in HASH_ORDERED and not os.environ.get("PYTHONHASHSEED", "random").isdigit():
-        raise ConfigError(f"{name_field}: reasoning-gym's {name} depends on Python's hash seed, so that a resumed run "
-                          "would meet other prompts; set PYTHONHASHSEED=0 in the environment")
+        raise ConfigError(
+            f"{name_field}: reasoning-gym's {name} depends on Python's hash seed, so that a resumed run "
+            "would meet other prompts; set PYTHONHASHSEED=0 in the environment"
+        )
     return Dataset(name, _create(name, registered[name][1], params, field))
 
 
@@ -130,7 +142,8 @@ def _create(name: str, settings: type, params: Mapping[str, Any], field: str) ->
 
     try:
         dataset = reasoning_gym.create_dataset(
-            name, **{"seed": DATASET_SEED, "size": PREPARED_SIZE.get(name, SIZE), **params})
+            name, **{"seed": DATASET_SEED, "size": PREPARED_SIZE.get(name, SIZE), **params}
+        )
         dataset[0]  # a wrong type often shows only when an item is made
     except Exception as error:  # each dataset raises what it likes; always raised again, with the field
         reason = " ".join(str(error).split()) or type(error).__name__

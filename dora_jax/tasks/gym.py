@@ -27,8 +27,16 @@ _log = logging.getLogger(__name__)
 class GymSource:
     """Source of one dataset's prompts."""
 
-    def __init__(self, name: str, params: Mapping[str, Any], wording: Wording, *, heldout: int, exclude: Set[str],
-                 scored_by_dataset: bool):
+    def __init__(
+        self,
+        name: str,
+        params: Mapping[str, Any],
+        wording: Wording,
+        *,
+        heldout: int,
+        exclude: Set[str],
+        scored_by_dataset: bool,
+    ):
         self.name = f"reasoning_gym:{name}"
         self._dataset = open_dataset(name, params)
         self._item = {"reasoning_gym": name, "params": dict(params)}
@@ -60,20 +68,29 @@ class GymSource:
                 self._excluded.add(row.uid)
                 met = 0
             elif met == MAX_REDRAWS:
-                raise ConfigError(f"task.heldout: {self.name} gave only {len(self.heldout)} distinct prompts for the "
-                                  f"{n} to hold out; widen task.params or lower it")
+                raise ConfigError(
+                    f"task.heldout: {self.name} gave only {len(self.heldout)} distinct prompts for the "
+                    f"{n} to hold out; widen task.params or lower it"
+                )
             if not told and time.monotonic() - began_s > SLOW_S:
                 told = True
-                _log.warning("%s is slow: %d of %d held-out prompts made in %.0f s (task.heldout sets how many)",
-                             self.name, len(self.heldout), n, SLOW_S)
+                _log.warning(
+                    "%s is slow: %d of %d held-out prompts made in %.0f s (task.heldout sets how many)",
+                    self.name,
+                    len(self.heldout),
+                    n,
+                    SLOW_S,
+                )
         if draws > n:  # repeats: the dataset is small enough for the held-out set to matter
             self._check_training_share()
 
     def _check_training_share(self, tries: int = 64) -> None:
         free = sum(self._row("train", 0, i, 0).uid not in self._excluded for i in range(tries))
         if free < MIN_TRAINING_SHARE * tries:
-            raise ConfigError(f"task.heldout: {len(self.heldout)} prompts are nearly all that {self.name} has with "
-                              "these task.params; widen them or lower it")
+            raise ConfigError(
+                f"task.heldout: {len(self.heldout)} prompts are nearly all that {self.name} has with "
+                "these task.params; widen them or lower it"
+            )
 
     def _row(self, stream: str, seed: int, i: int, attempt: int) -> Row:
         index = identity_hash(stream, seed, i, attempt) % self._dataset.size
@@ -82,7 +99,10 @@ class GymSource:
         answer = entry["answer"]
         if self._scored_by_dataset:  # names the item, which the reward worker makes again
             answer = {**self._item, "index": index, "answer": answer}
-        return Row(uid=uid_of(question), task=entry["metadata"]["source_dataset"], question=question, answer=answer,
-                   entry=entry)
-
-
+        return Row(
+            uid=uid_of(question),
+            task=entry["metadata"]["source_dataset"],
+            question=question,
+            answer=answer,
+            entry=entry,
+        )

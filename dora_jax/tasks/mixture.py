@@ -54,8 +54,13 @@ def _of_entry(problem: str, name: str) -> str:
 class Mixture:
     """`Source` of the entries of a mix; `open_one(name, held out, excluded uids)` opens each."""
 
-    def __init__(self, mix: Mapping[str, TaskPart], open_one: Callable[[str, int, Set[str]], Source], heldout: int,
-                 exclude: Set[str]):
+    def __init__(
+        self,
+        mix: Mapping[str, TaskPart],
+        open_one: Callable[[str, int, Set[str]], Source],
+        heldout: int,
+        exclude: Set[str],
+    ):
         self.name = "the mix of " + ", ".join(sorted(mix))
         self._cycle = cycle_of(mix)
         self._weights = {name: part.weight for name, part in mix.items()}

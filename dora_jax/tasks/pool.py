@@ -77,10 +77,14 @@ class ScorerPool:
         self._failed_lengths: collections.deque[int] = collections.deque(maxlen=FAILED_LENGTHS_KEPT)
         setup = {"rewards": list(section.rewards), "answer_pattern": section.answer_pattern}
         form, variables = form_of_walls(section), _variables(section)
-        self._processes = [calls.Process("dora_jax.tasks.worker", setup, form=form, variables=variables)
-                           for _ in range(section.reward_workers)]
-        self._threads = [threading.Thread(target=self._serve, args=(process,), name=f"rewards-{i}", daemon=True)
-                         for i, process in enumerate(self._processes)]
+        self._processes = [
+            calls.Process("dora_jax.tasks.worker", setup, form=form, variables=variables)
+            for _ in range(section.reward_workers)
+        ]
+        self._threads = [
+            threading.Thread(target=self._serve, args=(process,), name=f"rewards-{i}", daemon=True)
+            for i, process in enumerate(self._processes)
+        ]
         for thread in self._threads:
             thread.start()
 
@@ -154,18 +158,21 @@ class ScorerPool:
             process.close()
             self._ready.set()
 
-    def _score_group(self, process: calls.Process, prompt: Prompt,
-                     samples: tuple[Sample, ...]) -> ScoredGroup | GroupFailure:
+    def _score_group(
+        self, process: calls.Process, prompt: Prompt, samples: tuple[Sample, ...]
+    ) -> ScoredGroup | GroupFailure:
         lengths = tuple(len(sample.out_ids) for sample in samples)
         try:
             terms = [self._score_sample(process, prompt, sample) for sample in samples]
             parts = _columns(terms)
         except NoScore as error:
-            return GroupFailure(group_id=prompt.group_id, reason=str(error), lengths=lengths, kind=error.kind,
-                                response=error.response)
+            return GroupFailure(
+                group_id=prompt.group_id, reason=str(error), lengths=lengths, kind=error.kind, response=error.response
+            )
         rewards = np.sum(list(parts.values()), axis=0, dtype=np.float32)
-        return ScoredGroup(group_id=prompt.group_id, version=samples[0].version, samples=samples,
-                           rewards=rewards, parts=parts)
+        return ScoredGroup(
+            group_id=prompt.group_id, version=samples[0].version, samples=samples, rewards=rewards, parts=parts
+        )
 
     def _score_sample(self, process: calls.Process, prompt: Prompt, sample: Sample) -> dict[str, float]:
         """The sample's terms; raises NoScore with the last reason after all retries."""
@@ -193,8 +200,10 @@ class ScorerPool:
         except calls.Refused as error:
             raise ConfigError(str(error)) from error
         except NoAnswer as error:
-            raise RuntimeError(f"reward workers failed {calls.START_ATTEMPTS} times to load "
-                               f"{', '.join(self._section.rewards)}; {error}") from error
+            raise RuntimeError(
+                f"reward workers failed {calls.START_ATTEMPTS} times to load "
+                f"{', '.join(self._section.rewards)}; {error}"
+            ) from error
 
     def _terms(self, reply: calls.Request) -> dict[str, float]:
         """What the worker checks already (rewards.py), checked again: a worker may lie."""
@@ -224,8 +233,10 @@ def form_of_walls(section: TaskSection) -> str:
         if section.reward_walls == "auto" and all(path.startswith(SHIPPED) for path in section.rewards):
             _log.warning("the shipped rewards run behind the weak form of walls: %s", error)
             return sandbox.WEAK
-        raise ConfigError(f"task.reward_walls: {error}; \"{sandbox.WEAK}\" lets rewards run that could read the run's "
-                          "environment and signal its processes") from error
+        raise ConfigError(
+            f'task.reward_walls: {error}; "{sandbox.WEAK}" lets rewards run that could read the run\'s '
+            "environment and signal its processes"
+        ) from error
 
 
 def _variables(section: TaskSection) -> tuple[str, ...]:

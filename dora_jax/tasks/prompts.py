@@ -25,7 +25,9 @@ if TYPE_CHECKING:
     from dora_jax.tokenizer import Tokenizer
 
 
-SURVEYED = 64  # training prompts that are measured before a run: enough to tell a few that are too long from most of them
+SURVEYED = (
+    64  # training prompts that are measured before a run: enough to tell a few that are too long from most of them
+)
 
 
 class PromptTooLong(ValueError):
@@ -113,8 +115,10 @@ class Task:
         self._heldout = [row for row in source.heldout if len(self._encode(row)[1]) <= max_prompt_tokens]
         self.heldout_too_long = len(source.heldout) - len(self._heldout)  # left out of evaluation, never trained on
         if source.heldout and not self._heldout:
-            raise ValueError(f"all {len(source.heldout)} held-out prompts of {source.name} are over "
-                             f"rollout.max_prompt_tokens = {max_prompt_tokens}")
+            raise ValueError(
+                f"all {len(source.heldout)} held-out prompts of {source.name} are over "
+                f"rollout.max_prompt_tokens = {max_prompt_tokens}"
+            )
 
     @property
     def n_heldout(self) -> int:
@@ -133,9 +137,15 @@ class Task:
             raise PromptTooLong(group_id, len(ids), self._limit)
         if not ids:
             raise ValueError(f"the prompt of group {group_id} has no token: {shorten(text)!r}")
-        return Prompt(group_id=group_id, task=row.task, uid=row.uid, text=text,
-                      token_ids=np.asarray(ids, dtype=np.int32), answer=row.answer,
-                      max_new_tokens=self._max_new_tokens)
+        return Prompt(
+            group_id=group_id,
+            task=row.task,
+            uid=row.uid,
+            text=text,
+            token_ids=np.asarray(ids, dtype=np.int32),
+            answer=row.answer,
+            max_new_tokens=self._max_new_tokens,
+        )
 
     def survey(self) -> tuple[Prompt, list[str]]:
         """The first training prompt within the limit, and a sentence on each kind that is over it; ConfigError: all are."""
@@ -148,15 +158,21 @@ class Task:
                 tokens.append(error.tokens)
         over = f"over rollout.max_prompt_tokens = {self._limit}"
         if not prompts:
-            raise ConfigError(f"rollout.max_prompt_tokens: the first {SURVEYED} prompts of {self._source.name} are all {over}; "
-                              f"the shortest has {min(tokens)} tokens")
+            raise ConfigError(
+                f"rollout.max_prompt_tokens: the first {SURVEYED} prompts of {self._source.name} are all {over}; "
+                f"the shortest has {min(tokens)} tokens"
+            )
         remarks = []
         if len(prompts) < SURVEYED:
-            remarks.append(f"{SURVEYED - len(prompts)} of the first {SURVEYED} prompts of {self._source.name} are {over} and are "
-                           f"skipped (median {np.median(tokens):.0f} tokens, longest {max(tokens)})")
+            remarks.append(
+                f"{SURVEYED - len(prompts)} of the first {SURVEYED} prompts of {self._source.name} are {over} and are "
+                f"skipped (median {np.median(tokens):.0f} tokens, longest {max(tokens)})"
+            )
         if self.heldout_too_long:
-            remarks.append(f"{self.heldout_too_long} of {len(self._source.heldout)} held-out prompts are {over} and are not "
-                           "evaluated")
+            remarks.append(
+                f"{self.heldout_too_long} of {len(self._source.heldout)} held-out prompts are {over} and are not "
+                "evaluated"
+            )
         return prompts[0], remarks
 
     def worked(self, i: int, *, slip_rate: float = 0.0, answer_only: bool = False) -> tuple[str, str]:

@@ -43,7 +43,9 @@ class Renderer:
                 raise NeverEnds(str(error)) from error
 
     def _started(self) -> calls.Process:
-        process = calls.Process("dora_jax.tasks.render_worker", self._setup, form=sandbox.best(), memory_bytes=MEMORY_BYTES)
+        process = calls.Process(
+            "dora_jax.tasks.render_worker", self._setup, form=sandbox.best(), memory_bytes=MEMORY_BYTES
+        )
         weakref.finalize(self, process.close)
         try:
             process.start()

@@ -36,8 +36,9 @@ def prepare(setup: calls.Request) -> Callable[[calls.Request], calls.Request]:
     def answer(request: calls.Request) -> calls.Request:
         names = {"tools": None, "documents": None, **setup["special"], **request["variables"]}
         try:
-            text = template().render(messages=request["messages"], add_generation_prompt=request["add_generation_prompt"],
-                                     **names)
+            text = template().render(
+                messages=request["messages"], add_generation_prompt=request["add_generation_prompt"], **names
+            )
             return {"text": text}
         except jinja2.TemplateError as error:
             raise calls.Refused(f"refused the messages: {error}") from error
@@ -69,7 +70,8 @@ def _environment() -> jinja2.Environment:
             return parser.parse_statements(("name:endgeneration",), drop_needle=True)
 
     environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[Generation, jinja2.ext.loopcontrols])
+        trim_blocks=True, lstrip_blocks=True, extensions=[Generation, jinja2.ext.loopcontrols]
+    )
 
     def raise_exception(message: str) -> None:
         raise jinja2.TemplateError(message)

@@ -48,8 +48,10 @@ def check(path: str | Path, policy: str | Path, max_tokens: int) -> None:
     for token, i in vocabulary(policy).items():
         if theirs.get(token) != i:
             found = f"id {theirs[token]}" if token in theirs else "no id"
-            raise ValueError(f"{path} gives the token {token!r} {found}, the policy's tokenizer {i}: a reward model "
-                             "reads the policy's own ids")
+            raise ValueError(
+                f"{path} gives the token {token!r} {found}, the policy's tokenizer {i}: a reward model "
+                "reads the policy's own ids"
+            )
         if i >= cfg.vocab_size:
             raise ValueError(f"{path} embeds {cfg.vocab_size} ids, and the policy's token {token!r} is {i}")
     if max_tokens > cfg.max_position:
@@ -78,8 +80,10 @@ class RewardModel:
         """f32[n]; the samples share batches with each other only."""
         texts = [np.concatenate([sample.prompt_ids, sample.out_ids]) for sample in samples]
         places = _places([len(text) for text in texts], self._shape[1])
-        batches = [self._batch(texts, places, first)
-                   for first in range(0, max(place.row for place in places) + 1, self._shape[0])]
+        batches = [
+            self._batch(texts, places, first)
+            for first in range(0, max(place.row for place in places) + 1, self._shape[0])
+        ]
         values = np.concatenate([np.asarray(self._run(self._params, self._head_D, *batch)) for batch in batches])
         return np.array([values[place.row, place.start + self._last(text)] for text, place in zip(texts, places)])
 
@@ -117,8 +121,15 @@ class ModelScorer:
         if self._task:
             self._task.submit(prompt, samples)
         else:
-            self._jobs.put(ScoredGroup(group_id=prompt.group_id, version=samples[0].version, samples=samples, parts={},
-                                       rewards=np.zeros(len(samples), np.float32)))
+            self._jobs.put(
+                ScoredGroup(
+                    group_id=prompt.group_id,
+                    version=samples[0].version,
+                    samples=samples,
+                    parts={},
+                    rewards=np.zeros(len(samples), np.float32),
+                )
+            )
 
     def poll(self) -> list[ScoredGroup | GroupFailure]:
         """What has finished since the last call; each group once."""
@@ -166,8 +177,11 @@ class ModelScorer:
         scores = self._model.scores(group.samples)
         if not np.isfinite(scores).all():
             worst = int(np.flatnonzero(~np.isfinite(scores))[0])
-            return _failure(group, f"the reward model scored sample {tuple(group.samples[worst].id)} {scores[worst]}",
-                            "a score of the reward model is not finite")
+            return _failure(
+                group,
+                f"the reward model scored sample {tuple(group.samples[worst].id)} {scores[worst]}",
+                "a score of the reward model is not finite",
+            )
         term = np.float32(self._weight) * scores
         return dataclasses.replace(group, rewards=group.rewards + term, parts={**group.parts, TERM: term})
 
@@ -179,8 +193,9 @@ class _Place(NamedTuple):
 
 
 def _failure(group: ScoredGroup, reason: str, kind: str) -> GroupFailure:
-    return GroupFailure(group_id=group.group_id, reason=reason, kind=kind,
-                        lengths=tuple(len(s.out_ids) for s in group.samples))
+    return GroupFailure(
+        group_id=group.group_id, reason=reason, kind=kind, lengths=tuple(len(s.out_ids) for s in group.samples)
+    )
 
 
 def _places(lengths: Sequence[int], tokens: int) -> list[_Place]:
@@ -196,10 +211,19 @@ def _places(lengths: Sequence[int], tokens: int) -> list[_Place]:
     return [places[i] for i in range(len(lengths))]
 
 
-def _scores(cfg: decoder.ModelConfig, mesh: Mesh, dtype: Any, params: Any, head_D: jax.Array, tokens_BxL: jax.Array,
-            segment_ids_BxL: jax.Array, positions_BxL: jax.Array) -> jax.Array:
+def _scores(
+    cfg: decoder.ModelConfig,
+    mesh: Mesh,
+    dtype: Any,
+    params: Any,
+    head_D: jax.Array,
+    tokens_BxL: jax.Array,
+    segment_ids_BxL: jax.Array,
+    positions_BxL: jax.Array,
+) -> jax.Array:
     """f32[B, L]: the head over every token, each segment on its own."""
     attend = segment_attention(segment_ids_BxL, positions_BxL)
-    hidden_BxLxD = decoder.forward(cfg, params, tokens_BxL, positions_BxL, attend, dtype=dtype,
-                                   constrain=sharding.constrain_rows(mesh))
+    hidden_BxLxD = decoder.forward(
+        cfg, params, tokens_BxL, positions_BxL, attend, dtype=dtype, constrain=sharding.constrain_rows(mesh)
+    )
     return jnp.einsum("bld,d->bl", hidden_BxLxD.astype(jnp.float32), head_D)

@@ -121,8 +121,10 @@ def plain(answer: Any) -> Any:
 _DIGITS = r"(?:\d{1,3}(?:,\d{3}){1,50}(?![\d,])|\d+)(?:\.\d+)?|\.\d+"
 _NUMBER = rf"(?:{_DIGITS})(?:[eE][-+]?\d+)?"
 # A sign belongs to the number unless something stands right before it: 7-5 ends in 5, "= -5" in -5.
-NUMBER = re.compile(rf"(?<![\w.])(?P<sign>(?<![)\]])[-+])?\$?(?P<top>{_NUMBER})(?:\s?/\s?(?P<bottom>{_NUMBER}))?"
-                    r"(?P<percent>\s?\\?%)?")
+NUMBER = re.compile(
+    rf"(?<![\w.])(?P<sign>(?<![)\]])[-+])?\$?(?P<top>{_NUMBER})(?:\s?/\s?(?P<bottom>{_NUMBER}))?"
+    r"(?P<percent>\s?\\?%)?"
+)
 
 
 FRAC = re.compile(r"\\[dt]?frac\{([^{}]*)\}\{([^{}]*)\}")
@@ -182,8 +184,10 @@ def resolve(paths: tuple[str, ...] | list[str]) -> dict[str, Reward]:
     if len(set(paths)) < len(paths):
         raise RewardError(f"task.rewards: {', '.join(paths)} names one reward twice")
     last_words = [path.rpartition(".")[2] for path in paths]
-    return {word if last_words.count(word) == 1 else path: _resolve_one(path)
-            for path, word in zip(paths, last_words, strict=True)}
+    return {
+        word if last_words.count(word) == 1 else path: _resolve_one(path)
+        for path, word in zip(paths, last_words, strict=True)
+    }
 
 
 def _resolve_one(path: str) -> Reward:
@@ -195,12 +199,14 @@ def _resolve_one(path: str) -> Reward:
             raise RewardError(f"task.rewards: {path}: there is no module {error.name}") from error
         raise RewardError(f"task.rewards: {path}: {module_name} imports {error.name}, which is not there") from error
     except Exception as error:  # the user's own code; always raised again, with the path
-        raise RewardError(f"task.rewards: {path}: importing {module_name} raised "
-                          f"{type(error).__name__}: {error}") from error
+        raise RewardError(
+            f"task.rewards: {path}: importing {module_name} raised {type(error).__name__}: {error}"
+        ) from error
     if not hasattr(module, name):
         near = difflib.get_close_matches(name, vars(module), n=1)
-        raise RewardError(f"task.rewards: {path}: {module_name} has no {name}"
-                          + (f"; the nearest is {near[0]}" if near else ""))
+        raise RewardError(
+            f"task.rewards: {path}: {module_name} has no {name}" + (f"; the nearest is {near[0]}" if near else "")
+        )
     reward = getattr(module, name)
     if not callable(reward):
         raise RewardError(f"task.rewards: {path} is a {type(reward).__name__}, not a callable")
@@ -229,7 +235,10 @@ def _call(name: str, reward: Reward, prompt: str, response: str, answer: Any) ->
         raise
     except BaseException as error:  # sys.exit included; always raised again, with the reward's name
         frame = traceback.extract_tb(error.__traceback__)[-1]
-        kind, where = f"reward {name} raised {type(error).__name__}", f"{os.path.basename(frame.filename)}:{frame.lineno}"
+        kind, where = (
+            f"reward {name} raised {type(error).__name__}",
+            f"{os.path.basename(frame.filename)}:{frame.lineno}",
+        )
         raise RewardError(f"{kind}: {error} ({where})", f"{kind} ({where})") from error
 
 

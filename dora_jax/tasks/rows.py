@@ -39,13 +39,22 @@ class BadRow:
 class RowsSource:
     """Source of the rows of one file, or two where the held-out rows have a file of their own."""
 
-    def __init__(self, section: TaskSection, wording: Wording, *, heldout: int, exclude: Set[str], supervised: bool,
-                 quarantine_path: Path):
+    def __init__(
+        self,
+        section: TaskSection,
+        wording: Wording,
+        *,
+        heldout: int,
+        exclude: Set[str],
+        supervised: bool,
+        quarantine_path: Path,
+    ):
         self.name = section.path
         self.bad: list[BadRow] = []
         files = [section.path, *([section.heldout_path] if section.heldout_path and heldout else [])]
-        read = [self._read(Path(path), section.max_bad_rows_share, wording, supervised, quarantine_path)
-                for path in files]
+        read = [
+            self._read(Path(path), section.max_bad_rows_share, wording, supervised, quarantine_path) for path in files
+        ]
         distinct: dict[str, Row] = {}  # the first row of each uid
         for row in read[-1]:
             if row.uid not in exclude:
@@ -64,15 +73,18 @@ class RowsSource:
     def exclude(self, uids: Set[str]) -> None:
         self._training = [row for row in self._training if row.uid not in uids]
         if not self._training:
-            raise ValueError(f"{self.name} has no prompt left to train on: task.heldout takes all distinct ones, of this file or of another")
+            raise ValueError(
+                f"{self.name} has no prompt left to train on: task.heldout takes all distinct ones, of this file or of another"
+            )
 
     def draw(self, stream: str, seed: int, i: int) -> Row:
         n = len(self._training)
         epoch, position = divmod(i, n)
         return self._training[permuted(position, n, stream, seed, epoch)]
 
-    def _read(self, path: Path, max_bad_share: float, wording: Wording, supervised: bool,
-              quarantine_path: Path) -> list[Row]:
+    def _read(
+        self, path: Path, max_bad_share: float, wording: Wording, supervised: bool, quarantine_path: Path
+    ) -> list[Row]:
         good, bad, total = [], [], 0
         for line, raw in read_rows(path):
             total += 1

@@ -31,8 +31,20 @@ from typing import IO
 FULL = ("namespaces", "landlock")  # in the order of preference: the kernel itself keeps the first one's books
 WEAK = "weak"
 SUPERVISOR = str(Path(__file__).with_name("supervisor.py"))
-KEPT_VARIABLES = ("HOME", "LANG", "LANGUAGE", "LD_LIBRARY_PATH", "LOGNAME", "PATH", "PYTHONHASHSEED", "SHELL", "TMPDIR",
-                  "TZ", "USER", "VIRTUAL_ENV")
+KEPT_VARIABLES = (
+    "HOME",
+    "LANG",
+    "LANGUAGE",
+    "LD_LIBRARY_PATH",
+    "LOGNAME",
+    "PATH",
+    "PYTHONHASHSEED",
+    "SHELL",
+    "TMPDIR",
+    "TZ",
+    "USER",
+    "VIRTUAL_ENV",
+)
 PROBE_TIMEOUT_S = 30.0  # two interpreters start, on a machine that may be busy
 END_TIMEOUT_S = 5.0  # for a supervisor whose leash is gone; then it is killed itself
 
@@ -70,20 +82,33 @@ class Walled:
                 self._supervisor.wait()
 
 
-def start(argv: Sequence[str], *, form: str, env: Mapping[str, str], pass_fds: Sequence[int] = (), stdout: IO | None = None,
-          memory_bytes: int = 0, cwd: str | None = None) -> Walled:
+def start(
+    argv: Sequence[str],
+    *,
+    form: str,
+    env: Mapping[str, str],
+    pass_fds: Sequence[int] = (),
+    stdout: IO | None = None,
+    memory_bytes: int = 0,
+    cwd: str | None = None,
+) -> Walled:
     """Starts argv in one of the forms; `stdout` takes stderr as well, None discards both. 0 bytes: no limit.
 
     memory_bytes: of the data of each process. What goes wrong before argv runs is on stdout, with exit code 125.
     """
     held, leash = os.pipe()
-    spec = {"form": form, "leash": held, "fds": list(pass_fds), "memory_bytes": memory_bytes,
-            "argv": list(argv)}
+    spec = {"form": form, "leash": held, "fds": list(pass_fds), "memory_bytes": memory_bytes, "argv": list(argv)}
     try:
         supervisor = subprocess.Popen(
-            [sys.executable, "-I", "-S", SUPERVISOR, json.dumps(spec)], stdin=subprocess.DEVNULL, cwd=cwd, env=dict(env),
-            stdout=subprocess.DEVNULL if stdout is None else stdout, stderr=subprocess.STDOUT,
-            pass_fds=(held, *pass_fds), start_new_session=True)
+            [sys.executable, "-I", "-S", SUPERVISOR, json.dumps(spec)],
+            stdin=subprocess.DEVNULL,
+            cwd=cwd,
+            env=dict(env),
+            stdout=subprocess.DEVNULL if stdout is None else stdout,
+            stderr=subprocess.STDOUT,
+            pass_fds=(held, *pass_fds),
+            start_new_session=True,
+        )
     except BaseException:
         os.close(leash)
         raise
@@ -134,9 +159,11 @@ raise SystemExit("other processes are still seen" if seen or reached else 0)
 
 
 def _lacks(form: str) -> str:
-    """"" where a program behind this form really sees no other process, else the reason."""
+    """ "" where a program behind this form really sees no other process, else the reason."""
     with tempfile.TemporaryFile("w+") as told:
-        walled = start([sys.executable, "-I", "-S", "-c", _LOOK_AROUND], form=form, env=clean_environment(), stdout=told)
+        walled = start(
+            [sys.executable, "-I", "-S", "-c", _LOOK_AROUND], form=form, env=clean_environment(), stdout=told
+        )
         try:
             code = walled.wait(PROBE_TIMEOUT_S)
         except subprocess.TimeoutExpired:

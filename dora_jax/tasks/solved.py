@@ -30,7 +30,9 @@ class Solved:
     def of(self, group: ScoredGroup) -> np.ndarray:
         """bool[G]: the samples that count as solved; ValueError where the group's reward has no such term."""
         if self.term not in (*group.parts, TOTAL):
-            raise ValueError(f"the reward of group {group.group_id} has no term {self.term!r}; it has {', '.join(group.parts)}")
+            raise ValueError(
+                f"the reward of group {group.group_id} has no term {self.term!r}; it has {', '.join(group.parts)}"
+            )
         return group.parts.get(self.term, group.rewards) >= self.least
 
 

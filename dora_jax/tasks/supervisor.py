@@ -157,7 +157,9 @@ class _Supervisor:
         return enter, strike
 
     def _landlock(self) -> tuple[Callable[[], None], Callable[[], None]]:
-        _restrict(hide_proc=False)  # the supervisor's own signals reach nothing outside, so that -1 means its descendants
+        _restrict(
+            hide_proc=False
+        )  # the supervisor's own signals reach nothing outside, so that -1 means its descendants
         if not _confined():
             raise OSError(0, "Landlock lets signals through")
         _prctl(PR_SET_CHILD_SUBREAPER, 1)

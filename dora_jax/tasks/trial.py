@@ -30,8 +30,10 @@ def try_rewards(pool: ScorerPool, prompt: Prompt, encode: Callable[[str], Sequen
         time.sleep(POLL_S)
     (result,) = done
     if isinstance(result, GroupFailure):
-        raise ConfigError(f"task.rewards: {result.reason}, tried on the response {shorten(result.response)!r} to the prompt "
-                          f"{shorten(prompt.text)!r} with the answer {shorten(_answer(prompt))!r}")
+        raise ConfigError(
+            f"task.rewards: {result.reason}, tried on the response {shorten(result.response)!r} to the prompt "
+            f"{shorten(prompt.text)!r} with the answer {shorten(_answer(prompt))!r}"
+        )
     return tuple(result.parts)
 
 
@@ -40,6 +42,12 @@ def _answer(prompt: Prompt) -> str:
 
 
 def _response(prompt: Prompt, index: int, ids: Sequence[int]) -> Sample:
-    return Sample(id=SampleId(prompt.group_id, index), prompt_ids=prompt.token_ids, out_ids=np.asarray(ids, np.int32),
-                  logprobs=np.zeros(len(ids), np.float32), mask=np.ones(len(ids), bool),
-                  spans=(Span(version=INITIAL, start=0, stop=len(ids)),), finish="stop")
+    return Sample(
+        id=SampleId(prompt.group_id, index),
+        prompt_ids=prompt.token_ids,
+        out_ids=np.asarray(ids, np.int32),
+        logprobs=np.zeros(len(ids), np.float32),
+        mask=np.ones(len(ids), bool),
+        spans=(Span(version=INITIAL, start=0, stop=len(ids)),),
+        finish="stop",
+    )

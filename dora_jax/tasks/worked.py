@@ -29,8 +29,10 @@ def solution(row: Row, *, slip_seed: int | None = None, answer_only: bool = Fals
     if row.entry is None or answer_only:
         return _answer_of(row)
     if row.task not in SOLVERS:
-        raise ValueError(f"{row.task} has no worked solutions ({', '.join(sorted(SOLVERS))} have); warm-start on rows "
-                         "of your own (sft.rows), or ask for bare answers")
+        raise ValueError(
+            f"{row.task} has no worked solutions ({', '.join(sorted(SOLVERS))} have); warm-start on rows "
+            "of your own (sft.rows), or ask for bare answers"
+        )
     return _worked(SOLVERS[row.task], row.entry, slip_seed)
 
 
@@ -64,7 +66,7 @@ def chain_sum(entry: Entry, slip: Slip) -> tuple[list[str], str]:
         if slip is not None and i + 2 == len(terms):
             break
         total += int(terms[i + 1]) if terms[i] == "+" else -int(terms[i + 1])
-        sums.append(" ".join([str(total), *terms[i + 2:]]))
+        sums.append(" ".join([str(total), *terms[i + 2 :]]))
     return [" = ".join(sums)] if sums else [], str(total)
 
 

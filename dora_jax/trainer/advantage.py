@@ -98,8 +98,9 @@ ESTIMATORS = {f.__name__: f for f in (grpo, dr_grpo, rloo, reinforce_pp, reinfor
 # ------------------------------------------------------- with a value model
 
 
-def gae(rewards: Any, values: Any, mask: Any, gamma: float = 1.0, lam: float = 0.95,
-        bootstrap: Any = None) -> tuple[np.ndarray, np.ndarray]:
+def gae(
+    rewards: Any, values: Any, mask: Any, gamma: float = 1.0, lam: float = 0.95, bootstrap: Any = None
+) -> tuple[np.ndarray, np.ndarray]:
     """(whitened advantages, returns = A + V) f32[n, T] over sampled tokens (arXiv 1506.02438).
 
     rewards [n] (on the last sampled token) or [n, T]; bootstrap [n]: the value after the last sampled token
@@ -111,8 +112,9 @@ def gae(rewards: Any, values: Any, mask: Any, gamma: float = 1.0, lam: float = 0
     return _whiten(adv, mask).astype(np.float32), returns.astype(np.float32)
 
 
-def gae_turn(rewards: Any, values: Any, mask: Any, gamma: float = 1.0, lam: float = 0.95,
-             bootstrap: Any = None) -> tuple[np.ndarray, np.ndarray]:
+def gae_turn(
+    rewards: Any, values: Any, mask: Any, gamma: float = 1.0, lam: float = 0.95, bootstrap: Any = None
+) -> tuple[np.ndarray, np.ndarray]:
     """GAE with turns as states: V of a turn is V of its first sampled token, one lambda step a turn.
 
     A turn is a run of sampled tokens; its tokens share its advantage and its return.
@@ -173,8 +175,9 @@ def token_rewards(rewards: np.ndarray, mask: np.ndarray) -> np.ndarray:
     return spread
 
 
-def _gae_plain(rewards: np.ndarray, values: np.ndarray, exists: np.ndarray, gamma: float, lam: float,
-               bootstrap: Any) -> tuple[np.ndarray, np.ndarray]:
+def _gae_plain(
+    rewards: np.ndarray, values: np.ndarray, exists: np.ndarray, gamma: float, lam: float, bootstrap: Any
+) -> tuple[np.ndarray, np.ndarray]:
     following = np.zeros(len(exists)) if bootstrap is None else np.asarray(bootstrap, np.float64)
     ahead, adv = np.zeros(len(exists)), np.zeros(exists.shape)
     for t in reversed(range(exists.shape[1])):

@@ -37,9 +37,15 @@ ITEMS = ("params", "opt_state", "rl_state", "metrics")
 JSON_FILES = {"rl_state": "metadata", "metrics": "metrics"}  # as Orbax names them: it knows an item called metrics
 # Orbax writes its metadata once a step and complains that an item, read alone, has none; nor is it asked to merge. What a
 # save fails of it logs on every thread, with the trace, and then raises: `_failed` says it once.
-NOISE = ("Metadata file does not exist", "Skipping merge of OCDBT checkpoints", "_SignalingThread.run() raised an exception",
-         "Handler Commit operations or the Commit callback", "[wait_until_finished] Save Finalize thread",
-         "Failed to write metadata=", "Failed to update metadata=")
+NOISE = (
+    "Metadata file does not exist",
+    "Skipping merge of OCDBT checkpoints",
+    "_SignalingThread.run() raised an exception",
+    "Handler Commit operations or the Commit callback",
+    "[wait_until_finished] Save Finalize thread",
+    "Failed to write metadata=",
+    "Failed to update metadata=",
+)
 logging.get_absl_logger().addFilter(lambda record: not any(noise in record.getMessage() for noise in NOISE))
 BEST_BY = "reward/mean"  # the metric by which the best steps are kept
 # The writes of a save that has failed find their event loop closed.
@@ -60,8 +66,13 @@ class Checkpoints:
     this has taken it to where it meets the others; what it gives is `part`, with the newest step.
     """
 
-    def __init__(self, directory: str | os.PathLike, section: Any, say: Callable[[str], None] = logging.warning,
-                 put: Callable[[Path], Files] | None = None):
+    def __init__(
+        self,
+        directory: str | os.PathLike,
+        section: Any,
+        say: Callable[[str], None] = logging.warning,
+        put: Callable[[Path], Files] | None = None,
+    ):
         self._dir = Path(directory).absolute()
         self._dir.mkdir(parents=True, exist_ok=True)
         self._section = section
@@ -77,24 +88,29 @@ class Checkpoints:
         self._sealing: tuple[int, concurrent.futures.Future] | None = None
         self._floor: int | None = None
 
-    def save(self, step: int, params: Any, opt_state: Any, rl_state: Mapping[str, Any],
-             metrics: Mapping[str, float]) -> bool:
+    def save(
+        self, step: int, params: Any, opt_state: Any, rl_state: Mapping[str, Any], metrics: Mapping[str, float]
+    ) -> bool:
         """Starts a save; the buffers are free again on return. False: it could not be started, which was said."""
         self._settle()
         if not self._finite(params):
             raise ValueError(f"version {step} has parameters that are not finite: it is not saved")
         save = ocp.args.PyTreeSave if self._put else ocp.args.StandardSave
         args = ocp.args.Composite(
-            params=save(params), opt_state=save(opt_state), rl_state=ocp.args.JsonSave(dict(rl_state)),
-            metrics=ocp.args.JsonSave(dict(metrics)))
+            params=save(params),
+            opt_state=save(opt_state),
+            rl_state=ocp.args.JsonSave(dict(rl_state)),
+            metrics=ocp.args.JsonSave(dict(metrics)),
+        )
         try:
             started = self._manager.save(step, args=args)
         except Exception as error:  # of Orbax, tensorstore or the file system: whatever it is, training goes on
             self._failed(step, error)
             return False
         if not started:
-            raise RuntimeError(f"checkpoint of step {step} was refused: {self._dir} already holds step "
-                               f"{self._manager.latest_step()}")
+            raise RuntimeError(
+                f"checkpoint of step {step} was refused: {self._dir} already holds step {self._manager.latest_step()}"
+            )
         self._saving = step
         point("checkpoint.started")
         return True
@@ -237,9 +253,12 @@ def verify(directory: str | os.PathLike, step: int, full: bool = False) -> str |
 
 def restore(directory: str | os.PathLike, step: int, params: Any, opt_state: Any, *, cast: bool = False) -> Restored:
     """`params`, `opt_state`: ShapeDtypeStructs with the shardings to restore onto (any mesh)."""
-    return Restored(read_params(directory, step, params, cast=cast),
-                    read_arrays(directory, step, "opt_state", opt_state, cast),
-                    read_json(directory, step, "rl_state"), read_json(directory, step, "metrics"))
+    return Restored(
+        read_params(directory, step, params, cast=cast),
+        read_arrays(directory, step, "opt_state", opt_state, cast),
+        read_json(directory, step, "rl_state"),
+        read_json(directory, step, "metrics"),
+    )
 
 
 def read_params(directory: str | os.PathLike, step: int, like: Any = None, *, cast: bool = False) -> Any:
@@ -263,8 +282,9 @@ def read_json(directory: str | os.PathLike, step: int, item: str) -> dict[str, A
     return json.loads((Path(directory) / str(step) / item / JSON_FILES[item]).read_text())
 
 
-def to_keep(known: Sequence[int], section: Any, floor: int | None,
-            metrics_of: Callable[[int], Mapping[str, float]]) -> set[int]:
+def to_keep(
+    known: Sequence[int], section: Any, floor: int | None, metrics_of: Callable[[int], Mapping[str, float]]
+) -> set[int]:
     """Of the steps that there are, oldest first."""
     kept = set(known[-section.keep :])
     if section.keep_every:
@@ -313,8 +333,10 @@ def put_aside(path: Path, why: str) -> None:
 def _manager(directory: Path) -> ocp.CheckpointManager:
     arrays, text = ocp.StandardCheckpointHandler, ocp.JsonCheckpointHandler
     return ocp.CheckpointManager(
-        directory, options=ocp.CheckpointManagerOptions(preservation_policy=preservation_policy.PreserveAll()),
-        item_handlers={"params": arrays(), "opt_state": arrays(), "rl_state": text(), "metrics": text()})
+        directory,
+        options=ocp.CheckpointManagerOptions(preservation_policy=preservation_policy.PreserveAll()),
+        item_handlers={"params": arrays(), "opt_state": arrays(), "rl_state": text(), "metrics": text()},
+    )
 
 
 def _own_manager(directory: Path) -> ocp.CheckpointManager:
@@ -331,11 +353,17 @@ def _own_manager(directory: Path) -> ocp.CheckpointManager:
         return ocp.JsonCheckpointHandler(multiprocessing_options=alone)
 
     options = ocp.CheckpointManagerOptions(
-        create=False, multiprocessing_options=alone, preservation_policy=preservation_policy.PreserveAll(),
+        create=False,
+        multiprocessing_options=alone,
+        preservation_policy=preservation_policy.PreserveAll(),
         # made beside the save, folders are said to be there under a name that all processes of a world share
-        async_options=ocp.AsyncOptions(create_directories_asynchronously=False))
-    return ocp.CheckpointManager(directory, options=options, item_handlers={
-        "params": arrays(), "opt_state": arrays(), "rl_state": text(), "metrics": text()})
+        async_options=ocp.AsyncOptions(create_directories_asynchronously=False),
+    )
+    return ocp.CheckpointManager(
+        directory,
+        options=options,
+        item_handlers={"params": arrays(), "opt_state": arrays(), "rl_state": text(), "metrics": text()},
+    )
 
 
 def _on_first_device(stored: Any) -> Any:

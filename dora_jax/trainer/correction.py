@@ -19,8 +19,17 @@ LOG_WEIGHT_LIMIT = 20.0  # a sequence's summed gap is clamped here before exp
 Result = tuple[jax.Array, jax.Array, dict[str, jax.Array]]
 
 
-def weights(name: str, old_logprobs: Any, behavior_logprobs: Any, mask: Any, *, logprobs: Any = None,
-            advantages: Any = None, segment_ids: Any = None, **params: Any) -> Result:
+def weights(
+    name: str,
+    old_logprobs: Any,
+    behavior_logprobs: Any,
+    mask: Any,
+    *,
+    logprobs: Any = None,
+    advantages: Any = None,
+    segment_ids: Any = None,
+    **params: Any,
+) -> Result:
     """(weights f32[B, T], mask bool[B, T], metrics): the loss is multiplied by the first and kept where the second."""
     if name not in CORRECTIONS:
         raise ValueError(f"unknown correction {name!r}: known are {', '.join(CORRECTIONS)}")
@@ -57,8 +66,16 @@ def icepop(gap: jax.Array, mask: jax.Array, segment_ids: Any, *, lo: float = 0.5
     return w, mask, {"zeroed_share": _share(~inside, mask)}
 
 
-def reject(gap: jax.Array, mask: jax.Array, segment_ids: Any, *, lo: float = 0.5, hi: float = 2.0,
-           level: str = "token", metric: str = "ratio") -> Result:
+def reject(
+    gap: jax.Array,
+    mask: jax.Array,
+    segment_ids: Any,
+    *,
+    lo: float = 0.5,
+    hi: float = 2.0,
+    level: str = "token",
+    metric: str = "ratio",
+) -> Result:
     """Name `mask`: drops tokens or sequences whose quantity leaves [lo, hi]; weights stay 1.
 
     metric: ratio exp(d), or a KL(mu || old) estimate k1 = -d, k2 = d^2 / 2, k3 = exp(d) - 1 - d of each token.
@@ -69,8 +86,9 @@ def reject(gap: jax.Array, mask: jax.Array, segment_ids: Any, *, lo: float = 0.5
     return jnp.ones_like(gap), mask & (value >= lo) & (value <= hi), {}
 
 
-def opsm(gap: jax.Array, mask: jax.Array, segment_ids: Any, *, drift: jax.Array, adv: jax.Array,
-         delta: float = 0.1) -> Result:
+def opsm(
+    gap: jax.Array, mask: jax.Array, segment_ids: Any, *, drift: jax.Array, adv: jax.Array, delta: float = 0.1
+) -> Result:
     """Off-policy sequence masking: drops sequences with A < 0 whose mean(l_old - l) > delta (arXiv 2512.02556)."""
     length = jnp.maximum(segment_sum(mask.astype(jnp.float32), segment_ids), 1.0)
     dropped = (segment_sum(adv, segment_ids) < 0) & (segment_sum(drift, segment_ids) / length > delta)
@@ -129,8 +147,9 @@ def _token_metric(gap: jax.Array, metric: str) -> jax.Array:
     raise ValueError(f"correction 'mask': unknown metric {metric!r}: known are ratio, k1, k2, k3")
 
 
-def _sequence_metric(value: jax.Array, gap: jax.Array, mask: jax.Array, segment_ids: Any, level: str,
-                     metric: str) -> jax.Array:
+def _sequence_metric(
+    value: jax.Array, gap: jax.Array, mask: jax.Array, segment_ids: Any, level: str, metric: str
+) -> jax.Array:
     if level == "token":
         return value
     length = jnp.maximum(segment_sum(mask.astype(jnp.float32), segment_ids), 1.0)
@@ -145,5 +164,7 @@ def _sequence_metric(value: jax.Array, gap: jax.Array, mask: jax.Array, segment_
         return segment_max(jnp.where(mask, value, -jnp.inf), segment_ids)
     if level == "geometric" and metric == "ratio":
         return jnp.exp(segment_sum(gap, segment_ids) / length)
-    raise ValueError(f"correction 'mask': level {level!r} with metric {metric!r}: levels are token, seq_sum, seq_mean, "
-                     f"seq_max, and geometric for the ratio")
+    raise ValueError(
+        f"correction 'mask': level {level!r} with metric {metric!r}: levels are token, seq_sum, seq_mean, "
+        f"seq_max, and geometric for the ratio"
+    )

@@ -30,8 +30,15 @@ class Critic:
     def __init__(self, model: Any, section: Any):
         self.model, self.section = model, section
         rate = optax.constant_schedule(section.value_learning_rate)
-        self._tx = optim.optimizer(rate, b1=section.b1, b2=section.b2, eps=section.eps,
-                                   weight_decay=section.weight_decay, max_grad_norm=section.max_grad_norm, moments=section.moments)
+        self._tx = optim.optimizer(
+            rate,
+            b1=section.b1,
+            b2=section.b2,
+            eps=section.eps,
+            weight_decay=section.weight_decay,
+            max_grad_norm=section.max_grad_norm,
+            moments=section.moments,
+        )
 
     def init(self, policy: Any) -> CriticState:
         """Jittable; copies the policy's weights."""
@@ -42,8 +49,10 @@ class Critic:
     def shardings(self, mesh: Mesh) -> CriticState:
         whole = NamedSharding(mesh, PartitionSpec())
         specs = {"body": sharding.param_specs(self.model.cfg, mesh), "head": whole}
-        like = {"body": decoder.abstract_params(self.model.cfg),
-                "head": jax.ShapeDtypeStruct((self.model.cfg.d_model,), jnp.float32)}
+        like = {
+            "body": decoder.abstract_params(self.model.cfg),
+            "head": jax.ShapeDtypeStruct((self.model.cfg.d_model,), jnp.float32),
+        }
         moments = optim.state_shardings(self._tx, like, specs, whole, self.section.optimizer_memory)
         return CriticState(specs, moments)
 
@@ -62,8 +71,9 @@ class Critic:
 
     def update(self, state: CriticState, arrays: Any, accumulate: Any) -> tuple[CriticState, dict[str, jax.Array]]:
         """One optimizer step; not finite: the state stays, and `skipped` is 1. `accumulate` is step.accumulate."""
-        grads, sums = accumulate(self.loss, state.params, self.shardings(self.model.mesh).params, arrays,
-                                 self.section.micro_batches)
+        grads, sums = accumulate(
+            self.loss, state.params, self.shardings(self.model.mesh).params, arrays, self.section.micro_batches
+        )
         norm = optax.tree.norm(grads)
         ok = optim.all_finite(norm, sums["value_loss"])
         old = optim.fetched(state.opt_state, self.shardings(self.model.mesh).opt_state, after=norm)

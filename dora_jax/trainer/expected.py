@@ -47,8 +47,10 @@ class Expected(NamedTuple):
 
     def __str__(self) -> str:
         parts = ", ".join(f"{part.what} {part.seconds:.3g} s ({part.note})" for part in self.parts)
-        return (f"an update should take {self.seconds:.3g} s, MFU {self.mfu:.0%}: {parts}; meanwhile {self.sent.what} "
-                f"{self.sent.seconds:.3g} s ({self.sent.note})")
+        return (
+            f"an update should take {self.seconds:.3g} s, MFU {self.mfu:.0%}: {parts}; meanwhile {self.sent.what} "
+            f"{self.sent.seconds:.3g} s ({self.sent.note})"
+        )
 
 
 def matmul_params(cfg: ModelConfig) -> int:
@@ -75,10 +77,15 @@ def expected(cfg: ModelConfig, section: Any, mesh: Any, chip: str, rows: int, to
     moved = PASSES * 2 * local * cfg.d_model * cfg.n_layers / mesh.tensor
     state = (UPDATE_BYTES + ADD_BYTES * (section.micro_batches if section.micro_batches > 1 else 0)) * params
     parts = (
-        Part("matrix products", _product_flops(cfg, section, local, mesh) / (PRODUCTS * peak), f"at {PRODUCTS:.0%} of the peak"),
+        Part(
+            "matrix products",
+            _product_flops(cfg, section, local, mesh) / (PRODUCTS * peak),
+            f"at {PRODUCTS:.0%} of the peak",
+        ),
         _attention(cfg, section, mesh, rows, tokens, peak, bandwidth),
         Part("passes over activations", moved / bandwidth, f"{moved / 1e9:.0f} GB"),
-        Part("gradients and optimizer", state / bandwidth, f"{state / 1e9:.0f} GB"))
+        Part("gradients and optimizer", state / bandwidth, f"{state / 1e9:.0f} GB"),
+    )
     sent = _sent_bytes(cfg, section, mesh, local)
     result = Expected(parts, Part("it sends", sent * each / CHIPS[chip].ici_bytes_per_s, f"{sent / 1e9:.0f} GB"), 0.0)
     return result._replace(mfu=model_flops(cfg, [tokens] * rows) / (devices * peak * result.seconds))
@@ -97,7 +104,9 @@ def _product_flops(cfg: ModelConfig, section: Any, local: float, mesh: Any) -> f
     return 2 * local * (layers + head) / mesh.tensor
 
 
-def _attention(cfg: ModelConfig, section: Any, mesh: Any, rows: int, tokens: int, peak: float, bandwidth: float) -> Part:
+def _attention(
+    cfg: ModelConfig, section: Any, mesh: Any, rows: int, tokens: int, peak: float, bandwidth: float
+) -> Part:
     """The causal half; over context the last shard, which sees the most keys, is waited for."""
     pairs = cfg.n_layers * rows * tokens**2 / 2 / (mesh.data * mesh.fsdp * mesh.tensor * mesh.context)
     pairs *= 2 - 1 / mesh.context
@@ -107,7 +116,9 @@ def _attention(cfg: ModelConfig, section: Any, mesh: Any, rows: int, tokens: int
         scores = 4 * SCORE_PASSES * cfg.n_heads * pairs
         seconds = max((1 + again + BACKWARD) * forward / (PRODUCTS * peak), scores / bandwidth)
         return Part("attention", seconds, f"reference: its scores pass memory {SCORE_PASSES} times")
-    return Part("attention", KERNEL * (1 + KERNEL_BACKWARD) * forward / peak, f"{section.attention}, {KERNEL:.0f}x its floor")
+    return Part(
+        "attention", KERNEL * (1 + KERNEL_BACKWARD) * forward / peak, f"{section.attention}, {KERNEL:.0f}x its floor"
+    )
 
 
 def _sent_bytes(cfg: ModelConfig, section: Any, mesh: Any, local: float) -> float:
@@ -120,5 +131,7 @@ def _sent_bytes(cfg: ModelConfig, section: Any, mesh: Any, local: float) -> floa
         total += (4 + (section.remat == "full")) * 2 * local * cfg.d_model * cfg.n_layers
     if mesh.context > 1:
         passes = 2 + (section.remat != "none")
-        total += passes * 2 * 2 * local * mesh.context * cfg.kv_width / math.gcd(cfg.n_kv_heads, mesh.tensor) * cfg.n_layers
+        total += (
+            passes * 2 * 2 * local * mesh.context * cfg.kv_width / math.gcd(cfg.n_kv_heads, mesh.tensor) * cfg.n_layers
+        )
     return total

@@ -1,7 +1,7 @@
 """Stage 5, train: floating-point operations of a step as it runs: a rate, and what a traced program does.
 
-    Meter            tokens/s and MFU of a step, for its metrics; what the model needs is expected.model_flops
-    traced_flops     every matrix product of a jaxpr, recomputation and masked scores included: what the chips execute
+Meter            tokens/s and MFU of a step, for its metrics; what the model needs is expected.model_flops
+traced_flops     every matrix product of a jaxpr, recomputation and masked scores included: what the chips execute
 """
 
 from __future__ import annotations
@@ -56,8 +56,11 @@ def kernel_flops(jaxpr: Any) -> dict[str, float]:
         if eqn.primitive.name == "pallas_call":
             inner = {eqn.params["name"]: _blocks(eqn) * traced_flops(eqn.params["jaxpr"])}
         else:
-            inner = {name: most for each in jax.extend.core.jaxprs_in_params(eqn.params)
-                     for name, most in kernel_flops(each).items()}
+            inner = {
+                name: most
+                for each in jax.extend.core.jaxprs_in_params(eqn.params)
+                for name, most in kernel_flops(each).items()
+            }
         found |= {name: max(most, found.get(name, 0.0)) for name, most in inner.items()}
     return found
 
@@ -95,8 +98,10 @@ class Meter:
 
     def take(self) -> dict[str, float]:
         """Metrics of the updates since the last call."""
-        metrics = {"trainer/tokens_per_s": self._tokens / self._seconds,
-                   "trainer/packed_share": self._tokens / self._places}
+        metrics = {
+            "trainer/tokens_per_s": self._tokens / self._seconds,
+            "trainer/packed_share": self._tokens / self._places,
+        }
         if self._peak:
             metrics["trainer/mfu"] = self._flops / self._seconds / self._peak
         self._clear()

@@ -27,8 +27,16 @@ LOWEST_DECADE, HIGHEST_DECADE = -7, 2  # of |trainer - engine|
 _BINS = BINS_PER_DECADE * (HIGHEST_DECADE - LOWEST_DECADE)
 
 
-def token_sums(l: jax.Array, anchor: jax.Array, old: jax.Array, behavior: jax.Array, entropy: jax.Array,
-               mask: jax.Array, lag: jax.Array, clipped: jax.Array) -> dict[str, jax.Array]:
+def token_sums(
+    l: jax.Array,
+    anchor: jax.Array,
+    old: jax.Array,
+    behavior: jax.Array,
+    entropy: jax.Array,
+    mask: jax.Array,
+    lag: jax.Array,
+    clipped: jax.Array,
+) -> dict[str, jax.Array]:
     """Sums over the sampled tokens of a micro-batch; no gradient."""
     l, anchor, old, behavior, entropy = jax.lax.stop_gradient((l, anchor, old, behavior, entropy))
     log_ratio = jnp.clip(jnp.where(mask, l - anchor, 0.0), -20.0, 20.0)
@@ -39,11 +47,16 @@ def token_sums(l: jax.Array, anchor: jax.Array, old: jax.Array, behavior: jax.Ar
         return jnp.sum(jnp.where(where, x, 0.0), dtype=jnp.float32)
 
     return {
-        "tokens": total(jnp.ones_like(l)), "entropy": total(entropy), "ratio": total(jnp.exp(log_ratio)),
-        "clipped": total(clipped.astype(jnp.float32)), "kl_anchor": total(jnp.expm1(log_ratio) - log_ratio),
+        "tokens": total(jnp.ones_like(l)),
+        "entropy": total(entropy),
+        "ratio": total(jnp.exp(log_ratio)),
+        "clipped": total(clipped.astype(jnp.float32)),
+        "kl_anchor": total(jnp.expm1(log_ratio) - log_ratio),
         "ratio_max": jnp.max(jnp.where(mask, jnp.exp(log_ratio), 0.0)),
-        "fresh": total(jnp.ones_like(l), fresh), "mismatch": total(jnp.abs(gap), fresh),
-        "mismatch_kl": total(jnp.expm1(gap) - gap, fresh), "mismatch_max": jnp.max(jnp.abs(gap)),
+        "fresh": total(jnp.ones_like(l), fresh),
+        "mismatch": total(jnp.abs(gap), fresh),
+        "mismatch_kl": total(jnp.expm1(gap) - gap, fresh),
+        "mismatch_max": jnp.max(jnp.abs(gap)),
         "mismatch_bins": _histogram(jnp.abs(gap), fresh),
     }
 
@@ -66,11 +79,16 @@ def reduce(updates: Sequence[Mapping[str, Any]]) -> dict[str, float]:
     metrics = {
         "trainer/loss": float(np.mean([u["loss"] for u in updates])),
         "trainer/grad_norm": float(np.mean([u["grad_norm"] for u in updates])),
-        "trainer/entropy": mean("entropy"), "trainer/clip_fraction": mean("clipped"),
-        "trainer/ratio_mean": mean("ratio"), "trainer/ratio_max": max(float(u["ratio_max"]) for u in updates),
-        "trainer/kl_anchor": mean("kl_anchor"), "trainer/rejected_share": 1.0 - mean("kept") if tokens else 0.0,
-        "trainer/ess_share": ess / max(float(first["trajectories"]), 1.0), "trainer/effective_batch": ess,
-        "trainer/tokens": tokens, "trainer/updates_skipped": sum(float(u["skipped"]) for u in updates),
+        "trainer/entropy": mean("entropy"),
+        "trainer/clip_fraction": mean("clipped"),
+        "trainer/ratio_mean": mean("ratio"),
+        "trainer/ratio_max": max(float(u["ratio_max"]) for u in updates),
+        "trainer/kl_anchor": mean("kl_anchor"),
+        "trainer/rejected_share": 1.0 - mean("kept") if tokens else 0.0,
+        "trainer/ess_share": ess / max(float(first["trajectories"]), 1.0),
+        "trainer/effective_batch": ess,
+        "trainer/tokens": tokens,
+        "trainer/updates_skipped": sum(float(u["skipped"]) for u in updates),
         "trainer/learning_rate": float(updates[-1]["learning_rate"]),
     }
     for name in ("kl_ref", "value_loss"):
@@ -87,17 +105,25 @@ def mismatch(sums: Mapping[str, Any]) -> dict[str, float]:
     fresh = float(sums["fresh"])
     if not fresh:
         return {}
-    return {"mismatch/mean": float(sums["mismatch"]) / fresh, "mismatch/max": float(sums["mismatch_max"]),
-            "mismatch/p99": _quantile(np.asarray(sums["mismatch_bins"]), 0.99),
-            "mismatch/kl": float(sums["mismatch_kl"]) / fresh, "mismatch/tokens": fresh}
+    return {
+        "mismatch/mean": float(sums["mismatch"]) / fresh,
+        "mismatch/max": float(sums["mismatch_max"]),
+        "mismatch/p99": _quantile(np.asarray(sums["mismatch_bins"]), 0.99),
+        "mismatch/kl": float(sums["mismatch_kl"]) / fresh,
+        "mismatch/tokens": fresh,
+    }
 
 
 def gap(logprobs: np.ndarray, behavior_logprobs: np.ndarray) -> dict[str, float]:
     """The same figures from the log-probs themselves, [n] tokens that both sides saw at equal weights."""
     d = logprobs.astype(np.float64) - behavior_logprobs
-    return {"mismatch/mean": float(np.abs(d).mean()), "mismatch/max": float(np.abs(d).max()),
-            "mismatch/p99": float(np.quantile(np.abs(d), 0.99)), "mismatch/kl": float((np.expm1(d) - d).mean()),
-            "mismatch/tokens": float(d.size)}
+    return {
+        "mismatch/mean": float(np.abs(d).mean()),
+        "mismatch/max": float(np.abs(d).max()),
+        "mismatch/p99": float(np.quantile(np.abs(d), 0.99)),
+        "mismatch/kl": float((np.expm1(d) - d).mean()),
+        "mismatch/tokens": float(d.size),
+    }
 
 
 class Health:
@@ -119,19 +145,23 @@ class Health:
             path.parent.mkdir(parents=True, exist_ok=True)
             np.savez(path, group_ids=batch.group_ids, **batch.arrays())
             where = f"; the last batch is in {path}"
-        raise RunError(f"{self._skipped} updates in a row were not finite (loss {float(sums['loss'])}, "
-                       f"gradient norm {float(sums['grad_norm'])}) at step {step}{where}")
+        raise RunError(
+            f"{self._skipped} updates in a row were not finite (loss {float(sums['loss'])}, "
+            f"gradient norm {float(sums['grad_norm'])}) at step {step}{where}"
+        )
 
     def check_mismatch(self, metrics: Mapping[str, float]) -> None:
         gap = metrics.get("mismatch/mean", 0.0)
         if self._max_mismatch and not gap <= self._max_mismatch:
-            raise RunError(f"trainer and engine disagree by {gap:.3g} nats a token at equal weights, above "
-                           f"trainer.max_mismatch={self._max_mismatch}: what is trained on is not what was sampled")
+            raise RunError(
+                f"trainer and engine disagree by {gap:.3g} nats a token at equal weights, above "
+                f"trainer.max_mismatch={self._max_mismatch}: what is trained on is not what was sampled"
+            )
 
 
 def _histogram(x: jax.Array, where: jax.Array) -> jax.Array:
     """Counts f32[bins] of log-spaced |d|; below the lowest decade counts in the first bin."""
-    place = BINS_PER_DECADE * (jnp.log10(jnp.maximum(x, 10.0 ** LOWEST_DECADE)) - LOWEST_DECADE)
+    place = BINS_PER_DECADE * (jnp.log10(jnp.maximum(x, 10.0**LOWEST_DECADE)) - LOWEST_DECADE)
     bins = jnp.clip(jnp.nan_to_num(place, nan=_BINS - 1).astype(jnp.int32), 0, _BINS - 1)
     return jax.ops.segment_sum(where.astype(jnp.float32).reshape(-1), bins.reshape(-1), num_segments=_BINS)
 

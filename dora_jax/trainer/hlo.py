@@ -16,11 +16,32 @@ import re
 from collections.abc import Iterator
 
 KINDS = ("all-gather", "all-reduce", "reduce-scatter", "all-to-all", "collective-permute")
-ITEM_BYTES = {"pred": 1, "s8": 1, "u8": 1, "s16": 2, "u16": 2, "bf16": 2, "f16": 2, "s32": 4, "u32": 4, "f32": 4,
-              "s64": 8, "u64": 8, "f64": 8, "f8e4m3fn": 1, "f8e5m2": 1}
+ITEM_BYTES = {
+    "pred": 1,
+    "s8": 1,
+    "u8": 1,
+    "s16": 2,
+    "u16": 2,
+    "bf16": 2,
+    "f16": 2,
+    "s32": 4,
+    "u32": 4,
+    "f32": 4,
+    "s64": 8,
+    "u64": 8,
+    "f64": 8,
+    "f8e4m3fn": 1,
+    "f8e5m2": 1,
+}
 NO_ESTIMATE = 1 << 62  # XLA writes a number near 2**63 where its model has none
-NOT_KERNELS = ("AllocateBuffer", "PrepareAsyncCallStart", "PrepareAsyncCallDone", "AsyncCollectiveStart",
-               "AsyncCollectiveDone", "AssumeGatherIndicesInBound")  # nothing that takes time by itself
+NOT_KERNELS = (
+    "AllocateBuffer",
+    "PrepareAsyncCallStart",
+    "PrepareAsyncCallDone",
+    "AsyncCollectiveStart",
+    "AsyncCollectiveDone",
+    "AssumeGatherIndicesInBound",
+)  # nothing that takes time by itself
 
 _COMPUTATION = re.compile(r"^(ENTRY )?%?([\w.\-]+) .*\{$")
 _COLLECTIVE = re.compile(rf"%?(\S+) = (\(.*?\)|\S+) ({'|'.join(KINDS)})(-start)?\(")
@@ -147,7 +168,9 @@ def _name(target: str, line: str) -> str:
 
 def _moved(results: str, line: str) -> int:
     operands = re.search(r"operand_layout_constraints=\{(.*?\})\}", line)
-    aliased = {int(n or 0) for n in re.findall(r"\{(\d*)\}: \(\d+, \{", line.partition("output_to_operand_aliasing=")[2])}
+    aliased = {
+        int(n or 0) for n in re.findall(r"\{(\d*)\}: \(\d+, \{", line.partition("output_to_operand_aliasing=")[2])
+    }
     results_bytes = [size for i, size in enumerate(_sizes(results)) if i not in aliased]
     return sum(results_bytes) + (sum(_sizes(operands[1])) if operands else 0)
 
@@ -159,5 +182,8 @@ def _bytes(shape: str, started: bool) -> int:
 
 @functools.cache
 def _sizes(shape: str) -> tuple[int, ...]:
-    return tuple(ITEM_BYTES[item] * math.prod(int(n) for n in dims.split(",") if n)
-                 for item, dims in re.findall(r"\b(\w+)\[([\d,]*)\]", shape) if item in ITEM_BYTES)
+    return tuple(
+        ITEM_BYTES[item] * math.prod(int(n) for n in dims.split(",") if n)
+        for item, dims in re.findall(r"\b(\w+)\[([\d,]*)\]", shape)
+        if item in ITEM_BYTES
+    )

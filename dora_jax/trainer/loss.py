@@ -22,9 +22,18 @@ LOG_RATIO_LIMIT = 20.0  # |l - anchor| beyond this overflows nothing but says no
 DPPO_RATIO_CAP = 20.0  # the importance weight of a token that passed the divergence mask
 
 
-def policy_loss(name: str, logprobs: Any, anchor_logprobs: Any, advantages: Any, mask: Any, *,
-                behavior_logprobs: Any = None, rewards: Any = None, segment_ids: Any = None,
-                **params: Any) -> jax.Array:
+def policy_loss(
+    name: str,
+    logprobs: Any,
+    anchor_logprobs: Any,
+    advantages: Any,
+    mask: Any,
+    *,
+    behavior_logprobs: Any = None,
+    rewards: Any = None,
+    segment_ids: Any = None,
+    **params: Any,
+) -> jax.Array:
     """Per-token loss f32[B, T], zero where `mask` is false, before any weight or aggregation."""
     if name not in POLICY_LOSSES:
         raise ValueError(f"unknown policy loss {name!r}: known are {', '.join(POLICY_LOSSES)}")
@@ -42,14 +51,29 @@ def policy_loss(name: str, logprobs: Any, anchor_logprobs: Any, advantages: Any,
     return jnp.where(mask, POLICY_LOSSES[name](l, anchor, adv, **extra, **params), 0.0)
 
 
-def ppo(l: jax.Array, anchor: jax.Array, adv: jax.Array, *, eps_lo: float = 0.2, eps_hi: float = 0.2,
-        dual_clip: float | None = None) -> jax.Array:
+def ppo(
+    l: jax.Array,
+    anchor: jax.Array,
+    adv: jax.Array,
+    *,
+    eps_lo: float = 0.2,
+    eps_hi: float = 0.2,
+    dual_clip: float | None = None,
+) -> jax.Array:
     """max(-A r, -A clip(r)); dual clip bounds the loss of A < 0 by -c A (arXiv 1707.06347, 1912.09729)."""
     return _clipped(_ratio(l, anchor), adv, eps_lo, eps_hi, dual_clip)
 
 
-def gspo(l: jax.Array, anchor: jax.Array, adv: jax.Array, *, mask: jax.Array, segment_ids: Any,
-         eps_lo: float = 3e-4, eps_hi: float = 4e-4) -> jax.Array:
+def gspo(
+    l: jax.Array,
+    anchor: jax.Array,
+    adv: jax.Array,
+    *,
+    mask: jax.Array,
+    segment_ids: Any,
+    eps_lo: float = 3e-4,
+    eps_hi: float = 4e-4,
+) -> jax.Array:
     """Clip on the sequence's geometric-mean ratio, in its token form (arXiv 2507.18071)."""
     gap = jnp.where(mask, l - anchor, 0.0)
     length = jnp.maximum(segment_sum(mask.astype(jnp.float32), segment_ids), 1.0)
@@ -64,15 +88,15 @@ def cispo(l: jax.Array, anchor: jax.Array, adv: jax.Array, *, eps_lo: float = 1.
     return -jax.lax.stop_gradient(weight) * adv * l
 
 
-def sapo(l: jax.Array, anchor: jax.Array, adv: jax.Array, *, tau_pos: float = 1.0,
-         tau_neg: float = 1.05) -> jax.Array:
+def sapo(l: jax.Array, anchor: jax.Array, adv: jax.Array, *, tau_pos: float = 1.0, tau_neg: float = 1.05) -> jax.Array:
     """A soft gate instead of the clip: -(4 / tau) sigmoid(tau (r - 1)) A (arXiv 2511.20347)."""
     tau = jnp.where(adv > 0, tau_pos, tau_neg)
     return -(4.0 / tau) * jax.nn.sigmoid(tau * (_ratio(l, anchor) - 1.0)) * adv
 
 
-def topr(l: jax.Array, anchor: jax.Array, adv: jax.Array, *, rewards: jax.Array, w_pos: float = 1.0,
-         w_neg: float = 1.0) -> jax.Array:
+def topr(
+    l: jax.Array, anchor: jax.Array, adv: jax.Array, *, rewards: jax.Array, w_pos: float = 1.0, w_neg: float = 1.0
+) -> jax.Array:
     """Positive trajectories unweighted, the others with a truncated ratio (arXiv 2503.14286)."""
     tapered = jax.lax.stop_gradient(jnp.clip(_ratio(l, anchor), 0.0, 1.0))
     return -jnp.where(rewards > 0, w_pos, w_neg * tapered) * adv * l
@@ -84,15 +108,29 @@ def reinforce(l: jax.Array, anchor: jax.Array, adv: jax.Array) -> jax.Array:
     return -adv * l
 
 
-def dppo_tv(l: jax.Array, anchor: jax.Array, adv: jax.Array, *, behavior: jax.Array | None = None,
-            d_lo: float = 0.2, d_hi: float = 0.2) -> jax.Array:
+def dppo_tv(
+    l: jax.Array,
+    anchor: jax.Array,
+    adv: jax.Array,
+    *,
+    behavior: jax.Array | None = None,
+    d_lo: float = 0.2,
+    d_hi: float = 0.2,
+) -> jax.Array:
     """Drops tokens whose probability already moved too far the way A pushes it (arXiv 2602.04879)."""
     pi, mu = _probs(l, anchor if behavior is None else behavior)
     return _divergence_masked(l, anchor, adv, up=pi - mu > d_hi, down=mu - pi > d_lo)
 
 
-def dppo_kl(l: jax.Array, anchor: jax.Array, adv: jax.Array, *, behavior: jax.Array | None = None,
-            d_lo: float = 0.05, d_hi: float = 0.05) -> jax.Array:
+def dppo_kl(
+    l: jax.Array,
+    anchor: jax.Array,
+    adv: jax.Array,
+    *,
+    behavior: jax.Array | None = None,
+    d_lo: float = 0.05,
+    d_hi: float = 0.05,
+) -> jax.Array:
     """The same with the Bernoulli KL(mu || pi) of "this token or another" as distance."""
     pi, mu = _probs(l, anchor if behavior is None else behavior)
     tiny = jnp.finfo(jnp.float32).tiny
@@ -101,8 +139,17 @@ def dppo_kl(l: jax.Array, anchor: jax.Array, adv: jax.Array, *, behavior: jax.Ar
     return _divergence_masked(l, anchor, adv, up=(pi > mu) & (distance > d_hi), down=(pi < mu) & (distance > d_lo))
 
 
-def longcat(l: jax.Array, anchor: jax.Array, adv: jax.Array, *, behavior: jax.Array | None = None,
-            eps_neg_lo: float = 0.2, eps_pos_hi: float = 0.2, eps_neg_hi: float = 5.0, C: float = 2.0) -> jax.Array:
+def longcat(
+    l: jax.Array,
+    anchor: jax.Array,
+    adv: jax.Array,
+    *,
+    behavior: jax.Array | None = None,
+    eps_neg_lo: float = 0.2,
+    eps_pos_hi: float = 0.2,
+    eps_neg_hi: float = 5.0,
+    C: float = 2.0,
+) -> jax.Array:
     """Triplet clip times truncated importance weights of the engine gap (arXiv 2509.18883).
 
     `anchor` is the proximal policy; without `behavior` there is no gap to correct and the weight is 1.
@@ -128,8 +175,9 @@ def clipped(name: str, logprobs: Any, anchor_logprobs: Any, advantages: Any, par
     return jnp.where(jnp.asarray(advantages) > 0, above, below & (jnp.asarray(advantages) < 0))
 
 
-def kl(name: str, logprobs: Any, ref_logprobs: Any, *, input_clamp: float | None = 20.0,
-       output_clamp: float | None = 10.0) -> jax.Array:
+def kl(
+    name: str, logprobs: Any, ref_logprobs: Any, *, input_clamp: float | None = 20.0, output_clamp: float | None = 10.0
+) -> jax.Array:
     """Estimators of KL(pi || ref) per token from D = l - l_ref (Schulman, "Approximating KL divergence")."""
     d = jnp.asarray(logprobs, jnp.float32) - jnp.asarray(ref_logprobs, jnp.float32)
     if input_clamp is not None:
@@ -161,8 +209,9 @@ def value_loss(values: Any, old_values: Any, returns: Any, *, e: float | None = 
 AGGREGATIONS = ("token_mean", "seq_mean_token_mean", "seq_mean_token_sum", "seq_mean_token_sum_norm", "prompt_mean")
 
 
-def token_weights(aggregation: str, mask: Any, segment_ids: Any = None, group_ids: Any = None,
-                  max_len: int | None = None) -> Any:
+def token_weights(
+    aggregation: str, mask: Any, segment_ids: Any = None, group_ids: Any = None, max_len: int | None = None
+) -> Any:
     """f32[B, T] whose weighted sum of per-token losses is the aggregate over the whole step.
 
     group_ids: [B], or [B, T] in packed rows (prompt_mean only). Sequences of `seq_mean_token_sum_norm` are all rows,
@@ -186,8 +235,9 @@ def token_weights(aggregation: str, mask: Any, segment_ids: Any = None, group_id
     return (per_token if aggregation == "seq_mean_token_mean" else m) / non_empty
 
 
-def aggregate(name: str, per_token: Any, mask: Any, segment_ids: Any = None, group_ids: Any = None,
-              max_len: int | None = None) -> jax.Array:
+def aggregate(
+    name: str, per_token: Any, mask: Any, segment_ids: Any = None, group_ids: Any = None, max_len: int | None = None
+) -> jax.Array:
     """The scalar loss of plain arrays: per-token losses times `token_weights`, summed."""
     weights = token_weights(name, mask, segment_ids, group_ids, max_len)
     return jnp.sum(jnp.where(jnp.asarray(mask, bool), jnp.asarray(per_token), 0.0) * weights)
@@ -242,8 +292,7 @@ def _probs(l: jax.Array, mu: jax.Array) -> tuple[jax.Array, jax.Array]:
     return jnp.exp(jax.lax.stop_gradient(l)), jnp.exp(mu)
 
 
-def _divergence_masked(l: jax.Array, anchor: jax.Array, adv: jax.Array, *, up: jax.Array,
-                       down: jax.Array) -> jax.Array:
+def _divergence_masked(l: jax.Array, anchor: jax.Array, adv: jax.Array, *, up: jax.Array, down: jax.Array) -> jax.Array:
     weight = jax.lax.stop_gradient(jnp.minimum(_ratio(l, anchor), DPPO_RATIO_CAP))
     dropped = ((adv > 0) & up) | ((adv < 0) & down)
     return jnp.where(dropped, 0.0, -adv * weight * l)

@@ -10,17 +10,35 @@ from collections.abc import Mapping
 from typing import Any
 
 ADVANTAGES: Mapping[str, tuple[str, ...]] = {
-    "grpo": ("eps",), "dr_grpo": (), "rloo": (), "reinforce_pp": ("gamma",), "reinforce_pp_baseline": (), "max_rl": (),
-    "opo": (), "vcpo": (), "gae": ("gamma", "lam"), "gae_turn": ("gamma", "lam"),
+    "grpo": ("eps",),
+    "dr_grpo": (),
+    "rloo": (),
+    "reinforce_pp": ("gamma",),
+    "reinforce_pp_baseline": (),
+    "max_rl": (),
+    "opo": (),
+    "vcpo": (),
+    "gae": ("gamma", "lam"),
+    "gae_turn": ("gamma", "lam"),
 }
 LOSSES: Mapping[str, tuple[str, ...]] = {
-    "ppo": ("eps_lo", "eps_hi", "dual_clip"), "gspo": ("eps_lo", "eps_hi"), "cispo": ("eps_lo", "eps_hi"),
-    "sapo": ("tau_pos", "tau_neg"), "topr": ("w_pos", "w_neg"), "reinforce": (), "dppo_tv": ("d_lo", "d_hi"),
-    "dppo_kl": ("d_lo", "d_hi"), "longcat": ("eps_neg_lo", "eps_pos_hi", "eps_neg_hi", "C"),
+    "ppo": ("eps_lo", "eps_hi", "dual_clip"),
+    "gspo": ("eps_lo", "eps_hi"),
+    "cispo": ("eps_lo", "eps_hi"),
+    "sapo": ("tau_pos", "tau_neg"),
+    "topr": ("w_pos", "w_neg"),
+    "reinforce": (),
+    "dppo_tv": ("d_lo", "d_hi"),
+    "dppo_kl": ("d_lo", "d_hi"),
+    "longcat": ("eps_neg_lo", "eps_pos_hi", "eps_neg_hi", "C"),
 }
 CORRECTIONS: Mapping[str, tuple[str, ...]] = {
-    "none": (), "tis": ("C", "level"), "icepop": ("lo", "hi"), "mask": ("lo", "hi", "level", "metric"),
-    "opsm": ("delta",), "vcpo_lr": ("rho_base",),
+    "none": (),
+    "tis": ("C", "level"),
+    "icepop": ("lo", "hi"),
+    "mask": ("lo", "hi", "level", "metric"),
+    "opsm": ("delta",),
+    "vcpo_lr": ("rho_base",),
 }
 AGGREGATIONS = ("token_mean", "seq_mean_token_mean", "seq_mean_token_sum", "seq_mean_token_sum_norm", "prompt_mean")
 ANCHORS = ("behavior", "proximal")
@@ -29,10 +47,20 @@ ATTENTIONS = ("reference", "splash", "cudnn")
 SPLASH_UNIT = 128  # positions: a TPU's vector, of which the kernel's blocks are multiples
 CUDNN_LONGEST = 16384  # positions: the mask of a longer row and its gradient take more than 1 GiB
 WHITENED = ("reinforce_pp", "reinforce_pp_baseline", "gae", "gae_turn")
-GROUP_RELATIVE = ("grpo", "dr_grpo", "rloo", "reinforce_pp_baseline", "max_rl", "opo", "vcpo")  # a group is its own baseline
+GROUP_RELATIVE = (
+    "grpo",
+    "dr_grpo",
+    "rloo",
+    "reinforce_pp_baseline",
+    "max_rl",
+    "opo",
+    "vcpo",
+)  # a group is its own baseline
 VALUE_ADVANTAGES = ("gae", "gae_turn")
 WEIGHTING = ("tis", "icepop")  # corrections that multiply the loss by exp(l_old - l_mu)
-MAX_BFLOAT16_B2 = 0.99  # of its 8 bits the last is worth up to 1/128 of the value, and a decay must move it by half of that
+MAX_BFLOAT16_B2 = (
+    0.99  # of its 8 bits the last is worth up to 1/128 of the value, and a decay must move it by half of that
+)
 WORDS: Mapping[tuple[str, str], tuple[str, ...]] = {  # keywords whose values are names; all others are numbers
     ("tis", "level"): ("token", "sequence"),
     ("mask", "level"): ("token", "seq_sum", "seq_mean", "seq_max", "geometric"),
@@ -106,38 +134,66 @@ def attention_problems(section: Any, platform: str, dtype: str) -> list[str]:
     kind, local = section.attention, section.pack_tokens // section.context
     rules = [
         (kind not in ATTENTIONS, f"trainer.attention={kind!r} is unknown: known are {', '.join(ATTENTIONS)}"),
-        (kind == "splash" and platform != "tpu",
-         f"trainer.attention=splash is a kernel for TPUs; the trainer's devices are {platform}: use reference"),
-        (kind == "splash" and local % SPLASH_UNIT != 0,
-         f"trainer.attention=splash takes multiples of {SPLASH_UNIT} positions a shard, not trainer.pack_tokens="
-         f"{section.pack_tokens} over trainer.context={section.context}"),
-        (kind == "splash" and section.share_prompts == "on",
-         "trainer.share_prompts=on: the kernel trainer.attention=splash compares segments only; use reference, or off"),
-        (kind == "cudnn" and platform != "gpu",
-         f"trainer.attention=cudnn is a kernel for NVIDIA GPUs; the trainer's devices are {platform}: use reference"),
-        (kind == "cudnn" and dtype not in ("bfloat16", "float16"),
-         f"trainer.attention=cudnn computes in bfloat16 or float16, not in model.dtype={dtype}"),
-        (kind == "cudnn" and section.context > 1,
-         f"trainer.attention=cudnn keeps rows whole: trainer.context={section.context} needs reference"),
-        (kind == "cudnn" and (section.pack_tokens > CUDNN_LONGEST or section.pack_tokens % 2 == 1),
-         f"trainer.attention=cudnn holds a mask of the square of trainer.pack_tokens={section.pack_tokens}, which must be "
-         f"even and at most {CUDNN_LONGEST}"),
+        (
+            kind == "splash" and platform != "tpu",
+            f"trainer.attention=splash is a kernel for TPUs; the trainer's devices are {platform}: use reference",
+        ),
+        (
+            kind == "splash" and local % SPLASH_UNIT != 0,
+            f"trainer.attention=splash takes multiples of {SPLASH_UNIT} positions a shard, not trainer.pack_tokens="
+            f"{section.pack_tokens} over trainer.context={section.context}",
+        ),
+        (
+            kind == "splash" and section.share_prompts == "on",
+            "trainer.share_prompts=on: the kernel trainer.attention=splash compares segments only; use reference, or off",
+        ),
+        (
+            kind == "cudnn" and platform != "gpu",
+            f"trainer.attention=cudnn is a kernel for NVIDIA GPUs; the trainer's devices are {platform}: use reference",
+        ),
+        (
+            kind == "cudnn" and dtype not in ("bfloat16", "float16"),
+            f"trainer.attention=cudnn computes in bfloat16 or float16, not in model.dtype={dtype}",
+        ),
+        (
+            kind == "cudnn" and section.context > 1,
+            f"trainer.attention=cudnn keeps rows whole: trainer.context={section.context} needs reference",
+        ),
+        (
+            kind == "cudnn" and (section.pack_tokens > CUDNN_LONGEST or section.pack_tokens % 2 == 1),
+            f"trainer.attention=cudnn holds a mask of the square of trainer.pack_tokens={section.pack_tokens}, which must be "
+            f"even and at most {CUDNN_LONGEST}",
+        ),
     ]
     return [sentence for broken, sentence in rules if broken]
 
 
 def _unknown_names(section: Any) -> list[str]:
-    known = {"advantage": ADVANTAGES, "policy_loss": LOSSES, "aggregation": AGGREGATIONS, "anchor": ANCHORS,
-             "correction": CORRECTIONS, "kl": KLS, "kl_in": ("loss", "reward"),
-             "schedule": ("constant", "cosine", "linear"), "remat": ("none", "full", "dots"),
-             "optimizer_memory": ("device", "host")}
-    return [f"trainer.{field}={getattr(section, field)!r} is unknown: known are {', '.join(names)}"
-            for field, names in known.items() if getattr(section, field) not in names]
+    known = {
+        "advantage": ADVANTAGES,
+        "policy_loss": LOSSES,
+        "aggregation": AGGREGATIONS,
+        "anchor": ANCHORS,
+        "correction": CORRECTIONS,
+        "kl": KLS,
+        "kl_in": ("loss", "reward"),
+        "schedule": ("constant", "cosine", "linear"),
+        "remat": ("none", "full", "dots"),
+        "optimizer_memory": ("device", "host"),
+    }
+    return [
+        f"trainer.{field}={getattr(section, field)!r} is unknown: known are {', '.join(names)}"
+        for field, names in known.items()
+        if getattr(section, field) not in names
+    ]
 
 
 def _params(section: Any) -> list[str]:
-    tables = {"loss_params": (LOSSES, section.policy_loss), "advantage_params": (ADVANTAGES, section.advantage),
-              "correction_params": (CORRECTIONS, section.correction)}
+    tables = {
+        "loss_params": (LOSSES, section.policy_loss),
+        "advantage_params": (ADVANTAGES, section.advantage),
+        "correction_params": (CORRECTIONS, section.correction),
+    }
     errors = []
     for field, (table, name) in tables.items():
         params = getattr(section, field)
@@ -145,8 +201,11 @@ def _params(section: Any) -> list[str]:
         if surplus:
             takes = ", ".join(table[name]) or "nothing"
             errors.append(f"trainer.{field}: {', '.join(surplus)} not known to {name!r}, which takes {takes}")
-        errors += [f"trainer.{field}.{key}: {params[key]!r} is {wrong}" for key in table[name]
-                   if key in params and (wrong := _wrong_value(name, key, params[key]))]
+        errors += [
+            f"trainer.{field}.{key}: {params[key]!r} is {wrong}"
+            for key in table[name]
+            if key in params and (wrong := _wrong_value(name, key, params[key]))
+        ]
     mask = section.correction_params if section.correction == "mask" else {}
     if mask.get("level") == "geometric" and mask.get("metric", "ratio") != "ratio":
         errors.append(f"trainer.correction_params: level='geometric' is of ratios, not of metric={mask['metric']!r}")
@@ -167,66 +226,123 @@ def _pairings(section: Any) -> list[str]:
     loss, adv = section.policy_loss, section.advantage
     aggregation, correction = section.aggregation, section.correction
     rules = [
-        (section.skip_zero_advantage and not may_skip_zero_advantage(section),
-         "trainer.skip_zero_advantage: a sample of no advantage still counts with trainer.entropy_coef, trainer.kl, values "
-         "or old log-probs of several updates, or correction='vcpo_lr'; set it to False"),
-        (section.share_prompts == "on" and not may_share_prompts(section),
-         f"trainer.share_prompts=on: advantage={adv!r} takes the gradient of each trajectory alone, so set it off"),
-        (loss == "gspo" and aggregation != "seq_mean_token_mean",
-         f"trainer.policy_loss='gspo' clips whole sequences and needs aggregation='seq_mean_token_mean', "
-         f"not {aggregation!r}"),
-        (adv == "dr_grpo" and aggregation != "seq_mean_token_sum_norm",
-         f"trainer.advantage='dr_grpo' removes the length bias and needs aggregation='seq_mean_token_sum_norm', "
-         f"not {aggregation!r}"),
-        (section.anchor == "behavior" and correction in WEIGHTING,
-         f"trainer.correction={correction!r} with anchor='behavior' counts the engine gap twice: the ratio already "
-         f"holds it; use anchor='proximal', or a correction that only masks"),
-        (loss == "longcat" and section.anchor != "proximal",
-         "trainer.policy_loss='longcat' weighs by truncated importance sampling and needs anchor='proximal'"),
-        (loss == "longcat" and aggregation != "seq_mean_token_sum_norm",
-         f"trainer.policy_loss='longcat' divides by G T_max and needs aggregation='seq_mean_token_sum_norm', "
-         f"not {aggregation!r}"),
-        (loss == "longcat" and correction in WEIGHTING,
-         f"trainer.policy_loss='longcat' already weighs by the engine gap: correction={correction!r} counts it twice"),
-        (needs_value(section) and not section.value_learning_rate > 0,
-         f"trainer.advantage={adv!r} needs a value model: set trainer.value_learning_rate"),
-        (not needs_value(section) and section.value_learning_rate > 0,
-         f"trainer.value_learning_rate is set but advantage={adv!r} uses no value model"),
-        (section.kl == "none" and section.kl_coef != 0,
-         "trainer.kl_coef is set but trainer.kl is 'none': choose k1, k2 or k3"),
-        (section.kl_in == "reward" and section.kl == "none",
-         "trainer.kl_in='reward' needs trainer.kl: choose k1, k2 or k3"),
+        (
+            section.skip_zero_advantage and not may_skip_zero_advantage(section),
+            "trainer.skip_zero_advantage: a sample of no advantage still counts with trainer.entropy_coef, trainer.kl, values "
+            "or old log-probs of several updates, or correction='vcpo_lr'; set it to False",
+        ),
+        (
+            section.share_prompts == "on" and not may_share_prompts(section),
+            f"trainer.share_prompts=on: advantage={adv!r} takes the gradient of each trajectory alone, so set it off",
+        ),
+        (
+            loss == "gspo" and aggregation != "seq_mean_token_mean",
+            f"trainer.policy_loss='gspo' clips whole sequences and needs aggregation='seq_mean_token_mean', "
+            f"not {aggregation!r}",
+        ),
+        (
+            adv == "dr_grpo" and aggregation != "seq_mean_token_sum_norm",
+            f"trainer.advantage='dr_grpo' removes the length bias and needs aggregation='seq_mean_token_sum_norm', "
+            f"not {aggregation!r}",
+        ),
+        (
+            section.anchor == "behavior" and correction in WEIGHTING,
+            f"trainer.correction={correction!r} with anchor='behavior' counts the engine gap twice: the ratio already "
+            f"holds it; use anchor='proximal', or a correction that only masks",
+        ),
+        (
+            loss == "longcat" and section.anchor != "proximal",
+            "trainer.policy_loss='longcat' weighs by truncated importance sampling and needs anchor='proximal'",
+        ),
+        (
+            loss == "longcat" and aggregation != "seq_mean_token_sum_norm",
+            f"trainer.policy_loss='longcat' divides by G T_max and needs aggregation='seq_mean_token_sum_norm', "
+            f"not {aggregation!r}",
+        ),
+        (
+            loss == "longcat" and correction in WEIGHTING,
+            f"trainer.policy_loss='longcat' already weighs by the engine gap: correction={correction!r} counts it twice",
+        ),
+        (
+            needs_value(section) and not section.value_learning_rate > 0,
+            f"trainer.advantage={adv!r} needs a value model: set trainer.value_learning_rate",
+        ),
+        (
+            not needs_value(section) and section.value_learning_rate > 0,
+            f"trainer.value_learning_rate is set but advantage={adv!r} uses no value model",
+        ),
+        (
+            section.kl == "none" and section.kl_coef != 0,
+            "trainer.kl_coef is set but trainer.kl is 'none': choose k1, k2 or k3",
+        ),
+        (
+            section.kl_in == "reward" and section.kl == "none",
+            "trainer.kl_in='reward' needs trainer.kl: choose k1, k2 or k3",
+        ),
     ]
     return [sentence for broken, sentence in rules if broken]
 
 
 def _numbers(section: Any) -> list[str]:
-    lowest = {"data": 1, "tensor": 1, "context": 1, "pack_tokens": 1, "peak_tflops": 0, "rows": 0, "micro_batches": 1,
-              "updates": 1, "learning_rate": 0, "warmup_steps": 0, "weight_decay": 0, "max_grad_norm": 0, "kl_coef": 0,
-              "ref_refresh_steps": 0, "value_learning_rate": 0, "value_clip": 0, "overlong_cache": 0, "max_mismatch": 0}
-    errors = [f"trainer.{field}={getattr(section, field)} must be at least {low}"
-              for field, low in lowest.items() if not getattr(section, field) >= low]
+    lowest = {
+        "data": 1,
+        "tensor": 1,
+        "context": 1,
+        "pack_tokens": 1,
+        "peak_tflops": 0,
+        "rows": 0,
+        "micro_batches": 1,
+        "updates": 1,
+        "learning_rate": 0,
+        "warmup_steps": 0,
+        "weight_decay": 0,
+        "max_grad_norm": 0,
+        "kl_coef": 0,
+        "ref_refresh_steps": 0,
+        "value_learning_rate": 0,
+        "value_clip": 0,
+        "overlong_cache": 0,
+        "max_mismatch": 0,
+    }
+    errors = [
+        f"trainer.{field}={getattr(section, field)} must be at least {low}"
+        for field, low in lowest.items()
+        if not getattr(section, field) >= low
+    ]
     if section.context >= 1 and section.pack_tokens % section.context:
-        errors.append(f"trainer.pack_tokens={section.pack_tokens} is not divisible by the mesh axis "
-                      f"trainer.context={section.context}")
+        errors.append(
+            f"trainer.pack_tokens={section.pack_tokens} is not divisible by the mesh axis "
+            f"trainer.context={section.context}"
+        )
     if section.fsdp != -1 and section.fsdp < 1:
         errors.append(f"trainer.fsdp={section.fsdp} must be at least 1, or -1 for every device left")
-    errors += [f"trainer.{field}={getattr(section, field)} must lie in [0, 1)"
-               for field in ("b1", "b2") if not 0 <= getattr(section, field) < 1]
+    errors += [
+        f"trainer.{field}={getattr(section, field)} must lie in [0, 1)"
+        for field in ("b1", "b2")
+        if not 0 <= getattr(section, field) < 1
+    ]
     if section.moments == "bfloat16" and section.b2 > MAX_BFLOAT16_B2:
-        errors.append(f"trainer.b2={section.b2}: a second moment in bfloat16 rounds away what an update changes above "
-                      f"{MAX_BFLOAT16_B2}; lower it, or keep trainer.moments=float32")
+        errors.append(
+            f"trainer.b2={section.b2}: a second moment in bfloat16 rounds away what an update changes above "
+            f"{MAX_BFLOAT16_B2}; lower it, or keep trainer.moments=float32"
+        )
     return errors
 
 
 def _sampling(rollout: Any) -> list[str]:
     errors = []
     if not rollout.temperature > 0:
-        errors.append(f"rollout.temperature={rollout.temperature} must be above 0: greedy samples have no log-prob to "
-                      f"learn from")
-    cut = [f"{name}={getattr(rollout, name)}" for name, off in (("top_k", 0), ("top_p", 1.0), ("min_p", 0.0))
-           if getattr(rollout, name) != off]
+        errors.append(
+            f"rollout.temperature={rollout.temperature} must be above 0: greedy samples have no log-prob to learn from"
+        )
+    cut = [
+        f"{name}={getattr(rollout, name)}"
+        for name, off in (("top_k", 0), ("top_p", 1.0), ("min_p", 0.0))
+        if getattr(rollout, name) != off
+    ]
     if cut:
-        errors.append(f"rollout.{', '.join(cut)}: the engine's log-probs are of the whole distribution, so truncated "
-                      f"sampling cannot be trained on")
+        errors.append(
+            f"rollout.{', '.join(cut)}: the engine's log-probs are of the whole distribution, so truncated "
+            f"sampling cannot be trained on"
+        )
     return errors

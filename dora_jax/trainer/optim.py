@@ -18,9 +18,11 @@ HOST = "pinned_host"  # JAX's name for host memory that a device reads and write
 def schedule(kind: str, learning_rate: float, warmup_steps: int, total_steps: int) -> optax.Schedule:
     """Linear warm-up to `learning_rate`, then constant, cosine or linear to 0 at total_steps (in updates)."""
     rest = max(total_steps - warmup_steps, 1)
-    tails = {"constant": optax.constant_schedule(learning_rate),
-             "cosine": optax.cosine_decay_schedule(learning_rate, rest),
-             "linear": optax.linear_schedule(learning_rate, 0.0, rest)}
+    tails = {
+        "constant": optax.constant_schedule(learning_rate),
+        "cosine": optax.cosine_decay_schedule(learning_rate, rest),
+        "linear": optax.linear_schedule(learning_rate, 0.0, rest),
+    }
     if kind not in tails:
         raise ValueError(f"unknown schedule {kind!r}: known are {', '.join(tails)}")
     if not warmup_steps:
@@ -30,8 +32,16 @@ def schedule(kind: str, learning_rate: float, warmup_steps: int, total_steps: in
     return optax.join_schedules([warmup, tails[kind]], [warmup_steps])
 
 
-def optimizer(rate: optax.Schedule, *, b1: float, b2: float, eps: float, weight_decay: float,
-              max_grad_norm: float, moments: str = "float32") -> optax.GradientTransformation:
+def optimizer(
+    rate: optax.Schedule,
+    *,
+    b1: float,
+    b2: float,
+    eps: float,
+    weight_decay: float,
+    max_grad_norm: float,
+    moments: str = "float32",
+) -> optax.GradientTransformation:
     """Clip by global norm (0: off), Adam, decoupled decay of matrices only; moments: the type that both rest in."""
     clip = optax.clip_by_global_norm(max_grad_norm) if max_grad_norm else optax.identity()
     adam = optax.adamw(rate, b1=b1, b2=b2, eps=eps, weight_decay=weight_decay, mask=decays, mu_dtype=moments)
@@ -45,19 +55,22 @@ def decays(params: Any) -> Any:
     return jax.tree_util.tree_map_with_path(lambda path, _: not path[-1].key.endswith(("norm", "bias")), params)
 
 
-def state_shardings(tx: optax.GradientTransformation, params: Any, specs: Any, replicated: Any,
-                    memory: str = "device") -> Any:
+def state_shardings(
+    tx: optax.GradientTransformation, params: Any, specs: Any, replicated: Any, memory: str = "device"
+) -> Any:
     """Shardings of tx's state: what mirrors a parameter lives on its shards, in `memory` (device, host)."""
     if memory == "host":
         _need_host_memory(replicated.mesh)
         specs = jax.tree.map(lambda spec: spec.with_memory_kind(HOST), specs)
     state = jax.eval_shape(tx.init, params)
-    return optax.tree_utils.tree_map_params(tx, lambda _, spec: spec, state, specs,
-                                            transform_non_params=lambda _: replicated)
+    return optax.tree_utils.tree_map_params(
+        tx, lambda _, spec: spec, state, specs, transform_non_params=lambda _: replicated
+    )
 
 
 def fetched(state: Any, shardings: Any, after: jax.Array) -> Any:
     """The state on the device; what rests in host memory comes once `after` is known. Inside jit."""
+
     def one(x: jax.Array, where: jax.sharding.NamedSharding) -> jax.Array:
         if where.memory_kind != HOST:
             return x
@@ -80,5 +93,7 @@ def _need_host_memory(mesh: jax.sharding.Mesh) -> None:
     device = mesh.devices.flat[0]
     kinds = [memory.kind for memory in device.addressable_memories()]
     if HOST not in kinds:
-        raise ValueError(f"trainer.optimizer_memory='host': {device.device_kind} devices have no {HOST} memory, only "
-                         f"{', '.join(kinds)}")
+        raise ValueError(
+            f"trainer.optimizer_memory='host': {device.device_kind} devices have no {HOST} memory, only "
+            f"{', '.join(kinds)}"
+        )

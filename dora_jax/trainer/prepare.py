@@ -68,8 +68,9 @@ class Prepare:
             return advantage.token_rewards(rewards, mask) - cost
         return rewards - cost.sum(-1)
 
-    def _advantages(self, sequences: Any, rewards: np.ndarray,
-                    mask: np.ndarray) -> tuple[np.ndarray, np.ndarray | None]:
+    def _advantages(
+        self, sequences: Any, rewards: np.ndarray, mask: np.ndarray
+    ) -> tuple[np.ndarray, np.ndarray | None]:
         name, params = self._section.advantage, dict(self._section.advantage_params)
         if name in ("gae", "gae_turn"):
             # a truncated trajectory would have gone on: its last value stands for the rest

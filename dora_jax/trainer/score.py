@@ -31,7 +31,7 @@ def one_a_row(batch: Any, segments: list[tuple[int, int, int]]) -> dict[str, np.
     out = {name: np.zeros((len(segments), batch.tokens.shape[1]), getattr(batch, name).dtype) for name in names}
     for i, (row, start, stop) in enumerate(segments):
         for name in names:
-            out[name][i, :stop - start] = getattr(batch, name)[row, start:stop]
+            out[name][i, : stop - start] = getattr(batch, name)[row, start:stop]
     return out
 
 

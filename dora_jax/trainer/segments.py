@@ -25,7 +25,8 @@ def segment_sum(values_BxL: Any, segment_ids_BxL: Any, n_segments: int | None = 
         sums = np.bincount(keys, weights=values_BxL.reshape(-1), minlength=rows * n)
         return sums[keys].reshape(rows, length).astype(values_BxL.dtype)
     return jax.vmap(lambda v, ids: jax.ops.segment_sum(v, ids, num_segments=n)[ids])(
-        values_BxL, jnp.asarray(segment_ids_BxL))
+        values_BxL, jnp.asarray(segment_ids_BxL)
+    )
 
 
 def segment_max(values_BxL: jax.Array, segment_ids_BxL: Any) -> jax.Array:
@@ -34,4 +35,5 @@ def segment_max(values_BxL: jax.Array, segment_ids_BxL: Any) -> jax.Array:
         return jnp.broadcast_to(values_BxL.max(axis=-1, keepdims=True), values_BxL.shape)
     n = values_BxL.shape[1] + 1
     return jax.vmap(lambda v, ids: jax.ops.segment_max(v, ids, num_segments=n)[ids])(
-        values_BxL, jnp.asarray(segment_ids_BxL))
+        values_BxL, jnp.asarray(segment_ids_BxL)
+    )

@@ -62,36 +62,73 @@ class Model(NamedTuple):
 
     def hidden(self, params: Any, arrays: Arrays) -> jax.Array:
         """[B, L, D] after the last norm, each segment on its own."""
-        attend = packed_attention(self.attention, arrays["segment_ids"], arrays["positions"], self.mesh,
-                                  arrays.get("prefix_ids"))
-        return decoder.forward(self.cfg, layers_of(self.cfg, params), arrays["tokens"], arrays["positions"], attend,
-                               dtype=self.dtype, remat=self.remat, constrain=sharding.constrain_rows(self.mesh),
-                               merge=self.mesh.shape["context"] == 1)
+        attend = packed_attention(
+            self.attention, arrays["segment_ids"], arrays["positions"], self.mesh, arrays.get("prefix_ids")
+        )
+        return decoder.forward(
+            self.cfg,
+            layers_of(self.cfg, params),
+            arrays["tokens"],
+            arrays["positions"],
+            attend,
+            dtype=self.dtype,
+            remat=self.remat,
+            constrain=sharding.constrain_rows(self.mesh),
+            merge=self.mesh.shape["context"] == 1,
+        )
 
     def logprobs(self, params: Any, arrays: Arrays, entropy_grad: bool = False) -> tuple[jax.Array, jax.Array]:
         """(log-prob of each target, entropy) f32[B, L], after temperature, padding ids masked as in the engine."""
         hidden = self.hidden(params, arrays)
-        return target_logprobs(self.cfg, params, hidden, arrays["targets"], vocab_limit=self.vocab_limit,
-                               temperature=self.temperature, entropy_grad=entropy_grad, max_bytes=self.logits_bytes,
-                               mesh=self.mesh)
+        return target_logprobs(
+            self.cfg,
+            params,
+            hidden,
+            arrays["targets"],
+            vocab_limit=self.vocab_limit,
+            temperature=self.temperature,
+            entropy_grad=entropy_grad,
+            max_bytes=self.logits_bytes,
+            mesh=self.mesh,
+        )
 
 
 class Trainer:
     """Owns the training state on its mesh; used by one thread."""
 
-    def __init__(self, model_cfg: decoder.ModelConfig, section: Any, mesh: Mesh, params: Any, *, total_steps: int,
-                 temperature: float = 1.0, vocab_limit: int | None = None, dtype: str = "float32", step: int = 0,
-                 dump_dir: str | None = None):
+    def __init__(
+        self,
+        model_cfg: decoder.ModelConfig,
+        section: Any,
+        mesh: Mesh,
+        params: Any,
+        *,
+        total_steps: int,
+        temperature: float = 1.0,
+        vocab_limit: int | None = None,
+        dtype: str = "float32",
+        step: int = 0,
+        dump_dir: str | None = None,
+    ):
         """Copies `params` (stacked, any sharding); they stay the caller's."""
         self.section, self.mesh = section, mesh
-        self._recipe = new_recipe(model_cfg, section, mesh, total_steps=total_steps, temperature=temperature,
-                                  vocab_limit=vocab_limit, dtype=dtype)
+        self._recipe = new_recipe(
+            model_cfg,
+            section,
+            mesh,
+            total_steps=total_steps,
+            temperature=temperature,
+            vocab_limit=vocab_limit,
+            dtype=dtype,
+        )
         self._model = self._recipe.model
         self._rows, self._replicated = sharding.batch_spec(mesh), NamedSharding(mesh, PartitionSpec())
         self.shardings = self._recipe.shardings()
         jit = self._recipe.jit
-        self._copy = jit(lambda tree: jax.tree.map(lambda x: jnp.array(x, jnp.float32, copy=True), tree),
-                         out_shardings=self.shardings.params)
+        self._copy = jit(
+            lambda tree: jax.tree.map(lambda x: jnp.array(x, jnp.float32, copy=True), tree),
+            out_shardings=self.shardings.params,
+        )
         params = self._copy(jax.device_put(params, self.shardings.params))  # steps donate: never the caller's buffers
         opt_state = jit(self._recipe.init, out_shardings=self.shardings.opt_state)(params)
         self.state = TrainState(params, opt_state, jax.device_put(np.int32(step), self._replicated))
@@ -99,14 +136,18 @@ class Trainer:
         self._update = jitted_update(self._recipe)
         self._compiled: dict[tuple[int, int], Any] = {}  # by shape of the batch, where `warmup` made it
         scored = functools.partial(jit, out_shardings=self._replicated)  # every process reads all of it
-        self._logprobs = scored(functools.partial(by_micro_batch, lambda p, a: self._model.logprobs(p, a)[0],
-                                                  section.micro_batches))
+        self._logprobs = scored(
+            functools.partial(by_micro_batch, lambda p, a: self._model.logprobs(p, a)[0], section.micro_batches)
+        )
         self._probed = scored(lambda p, a: self._model.logprobs(p, a)[0])
         self._values = scored(functools.partial(by_micro_batch, self._recipe.critic.values, section.micro_batches))
         self._grad_sq = scored(functools.partial(scores.grad_norms_sq, self._model))
         self._health = health.Health(section.max_mismatch, dump_dir)
         self._meter = flops.Meter(model_cfg, mesh, section.peak_tflops)
-        self._begun: tuple[dict[str, float], list[dict[str, Any]]] = {}, []  # of the step under way: metrics, sums an update
+        self._begun: tuple[dict[str, float], list[dict[str, Any]]] = (
+            {},
+            [],
+        )  # of the step under way: metrics, sums an update
 
     @property
     def params(self) -> Any:
@@ -127,12 +168,16 @@ class Trainer:
         every = self.section.ref_refresh_steps
         if self._reference is not None and every and step:
             if step % every:
-                raise ValueError(f"cannot resume at step {step}: the reference of step {step - step % every} is not "
-                                 f"kept, so checkpoint.every must be a multiple of trainer.ref_refresh_steps={every}")
+                raise ValueError(
+                    f"cannot resume at step {step}: the reference of step {step - step % every} is not "
+                    f"kept, so checkpoint.every must be a multiple of trainer.ref_refresh_steps={every}"
+                )
             self._reference = self._copy(jax.device_put(params, self.shardings.params))
-        self.state = TrainState(jax.device_put(params, self.shardings.params),
-                                jax.device_put(opt_state, self.shardings.opt_state),
-                                jax.device_put(np.int32(step), self._replicated))
+        self.state = TrainState(
+            jax.device_put(params, self.shardings.params),
+            jax.device_put(opt_state, self.shardings.opt_state),
+            jax.device_put(np.int32(step), self._replicated),
+        )
         self._begun = {}, []
 
     def logprobs(self, batch: Any) -> np.ndarray:
@@ -219,10 +264,18 @@ class Recipe:
 
     def __init__(self, model: Model, section: Any, total_steps: int):
         self.model, self.section = model, section
-        self.rate = optim.schedule(section.schedule, section.learning_rate, section.warmup_steps,
-                                   total_steps * section.updates)
-        self.tx = optim.optimizer(self.rate, b1=section.b1, b2=section.b2, eps=section.eps,
-                                  weight_decay=section.weight_decay, max_grad_norm=section.max_grad_norm, moments=section.moments)
+        self.rate = optim.schedule(
+            section.schedule, section.learning_rate, section.warmup_steps, total_steps * section.updates
+        )
+        self.tx = optim.optimizer(
+            self.rate,
+            b1=section.b1,
+            b2=section.b2,
+            eps=section.eps,
+            weight_decay=section.weight_decay,
+            max_grad_norm=section.max_grad_norm,
+            moments=section.moments,
+        )
         self.critic = Critic(model, section)
         self.jit = functools.partial(jax.jit, compiler_options=dict(section.compiler_options) or None)
 
@@ -240,14 +293,30 @@ class Recipe:
         return TrainState(specs, opt, whole)
 
 
-def new_recipe(model_cfg: decoder.ModelConfig, section: Any, mesh: Mesh, *, total_steps: int, temperature: float = 1.0,
-               vocab_limit: int | None = None, dtype: str = "float32") -> Recipe:
+def new_recipe(
+    model_cfg: decoder.ModelConfig,
+    section: Any,
+    mesh: Mesh,
+    *,
+    total_steps: int,
+    temperature: float = 1.0,
+    vocab_limit: int | None = None,
+    dtype: str = "float32",
+) -> Recipe:
     """What a trainer of this section compiles; the devices of the mesh may be descriptions."""
     wrong = objective.attention_problems(section, mesh.devices.flat[0].platform, dtype)
     if wrong:
         raise ValueError("; ".join(wrong))
-    model = Model(model_cfg, mesh, jnp.dtype(dtype), section.remat, temperature, vocab_limit, section.attention,
-                  section.logits_bytes)
+    model = Model(
+        model_cfg,
+        mesh,
+        jnp.dtype(dtype),
+        section.remat,
+        temperature,
+        vocab_limit,
+        section.attention,
+        section.logits_bytes,
+    )
     return Recipe(model, section, total_steps)
 
 
@@ -263,8 +332,10 @@ def abstract_inputs(recipe: Recipe, rows: int, tokens: int) -> tuple[TrainState,
     state = TrainState(params, jax.eval_shape(recipe.init, params), jax.ShapeDtypeStruct((), jnp.int32))
     state = jax.tree.map(lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), state, recipe.shardings())
     where = sharding.batch_spec(recipe.model.mesh)
-    return state, {name: jax.ShapeDtypeStruct((rows, tokens), dtype, sharding=where)
-                   for name, dtype in objective.batch_dtypes(recipe.section).items()}
+    return state, {
+        name: jax.ShapeDtypeStruct((rows, tokens), dtype, sharding=where)
+        for name, dtype in objective.batch_dtypes(recipe.section).items()
+    }
 
 
 def update(recipe: Recipe, state: TrainState, arrays: Arrays) -> tuple[TrainState, dict[str, jax.Array]]:
@@ -275,8 +346,13 @@ def update(recipe: Recipe, state: TrainState, arrays: Arrays) -> tuple[TrainStat
     if mesh.size == 1:  # gradients of single layers, stacked once: of slices they would be summed padded
         most = UNROLLED_ON_CPU if mesh.devices.flat[0].platform == "cpu" else UNROLLED_LAYERS
         params, specs = layers_of(recipe.model.cfg, params, most), NamedSharding(mesh, PartitionSpec())
-    grads, sums = accumulate(functools.partial(micro_loss, recipe.model, section), params, specs,
-                             {**arrays, "lag": lag(state.step, arrays)}, section.micro_batches)
+    grads, sums = accumulate(
+        functools.partial(micro_loss, recipe.model, section),
+        params,
+        specs,
+        {**arrays, "lag": lag(state.step, arrays)},
+        section.micro_batches,
+    )
     grads = decoder.stacked_layout(grads)
     sums["grad_norm"] = optax.tree.norm(grads)
     old = optim.fetched(state.opt_state["policy"], recipe.shardings().opt_state["policy"], after=sums["grad_norm"])
@@ -296,8 +372,9 @@ def update(recipe: Recipe, state: TrainState, arrays: Arrays) -> tuple[TrainStat
     return TrainState(keep(optax.apply_updates(state.params, updates), state.params), opt_state, state.step), sums
 
 
-def accumulate(loss_fn: Any, params: Any, specs: Any, arrays: Arrays,
-               micro_batches: int) -> tuple[Any, dict[str, jax.Array]]:
+def accumulate(
+    loss_fn: Any, params: Any, specs: Any, arrays: Arrays, micro_batches: int
+) -> tuple[Any, dict[str, jax.Array]]:
     """Gradients and metric sums over the micro-batches that hold tokens. loss_fn(params, arrays) -> (loss, sums)."""
     grad_fn = jax.grad(loss_fn, has_aux=True)
     if micro_batches == 1:
@@ -337,14 +414,39 @@ def micro_loss(model: Model, section: Any, params: Any, arrays: Arrays) -> tuple
     behavior = arrays["behavior_logprobs"]
     old = arrays.get("old_logprobs", jax.lax.stop_gradient(l))  # a step's first update starts at its own old policy
     anchor = behavior if section.anchor == "behavior" else old
-    w, keep, _ = correction.weights(section.correction, old, behavior, mask, logprobs=l, advantages=adv,
-                                    segment_ids=segments, **section.correction_params)
-    per_token = loss.policy_loss(section.policy_loss, l, anchor, adv, mask, behavior_logprobs=behavior,
-                                 rewards=arrays["rewards"], segment_ids=segments, **section.loss_params)
+    w, keep, _ = correction.weights(
+        section.correction,
+        old,
+        behavior,
+        mask,
+        logprobs=l,
+        advantages=adv,
+        segment_ids=segments,
+        **section.correction_params,
+    )
+    per_token = loss.policy_loss(
+        section.policy_loss,
+        l,
+        anchor,
+        adv,
+        mask,
+        behavior_logprobs=behavior,
+        rewards=arrays["rewards"],
+        segment_ids=segments,
+        **section.loss_params,
+    )
     weight = jnp.where(mask, arrays["loss_weights"], 0.0)
     policy = jnp.sum(weight * jnp.where(keep, w * per_token, 0.0))
-    sums = health.token_sums(l, anchor, old, behavior, entropy, mask, arrays["lag"],
-                             loss.clipped(section.policy_loss, l, anchor, adv, section.loss_params))
+    sums = health.token_sums(
+        l,
+        anchor,
+        old,
+        behavior,
+        entropy,
+        mask,
+        arrays["lag"],
+        loss.clipped(section.policy_loss, l, anchor, adv, section.loss_params),
+    )
     sums["kept"] = jnp.sum(keep & mask, dtype=jnp.float32)
     moments = correction.trajectory_moments(jnp.where(mask, old - behavior, 0.0), mask, segments)
     sums |= dict(zip(("trajectories", "w", "w_sq"), jax.lax.stop_gradient(moments)))

@@ -57,13 +57,20 @@ class Cluster:
         self.weights = RemoteWeights(self._publisher)
         self._launcher = _launcher(config, workdir, self._place)
         self._hub = Hub(self._launcher.ip, self._roster)
-        self._trainer = RemoteTrainer(self._steps, self._steps_since, self._publisher, say,
-                                      functools.partial(self._keeper, None))
+        self._trainer = RemoteTrainer(
+            self._steps, self._steps_since, self._publisher, say, functools.partial(self._keeper, None)
+        )
         self._instances: dict[InstanceId, RemoteInstance] = {}
         for instance in range(config.rollout.instances):
             self._instances[instance] = RemoteInstance(
-                instance, build.instance_up(instance, config), parts.outbox, self._instances, self._publisher,
-                functools.partial(self._keeper, instance), say)
+                instance,
+                build.instance_up(instance, config),
+                parts.outbox,
+                self._instances,
+                self._publisher,
+                functools.partial(self._keeper, instance),
+                say,
+            )
         self._replicas = Replicas(wish_at(self._place), self.instances(), say) if config.cluster.elastic else None
         self._roster.announce(self._hub.address)
         self._closed = False
@@ -77,8 +84,7 @@ class Cluster:
             self._trainer.catch_up()
             checkpoints.wait()
         self._steps.tidy()
-        return TrainerSide(trainer=self._trainer, checkpoints=checkpoints, digest=digest_of,
-                           pack=part)
+        return TrainerSide(trainer=self._trainer, checkpoints=checkpoints, digest=digest_of, pack=part)
 
     def instances(self) -> list[RemoteInstance]:
         return list(self._instances.values())
@@ -108,17 +114,33 @@ class Cluster:
 
     def _keeper(self, instance: InstanceId | None, name: str, **hooks: Any) -> Keeper:
         section = self._parts.config.cluster
-        hosts, slice_type = ((section.trainer_hosts, section.trainer_slice) if instance is None
-                             else (section.hosts_per_replica, section.replica_slice))
+        hosts, slice_type = (
+            (section.trainer_hosts, section.trainer_slice)
+            if instance is None
+            else (section.hosts_per_replica, section.replica_slice)
+        )
 
         def begin(rank: int, coordinator: str, leader: str) -> Begin:
-            return Begin(config=self._tree, workdir=self._place, instance=instance, rank=rank, hosts=hosts,
-                         coordinator=coordinator, leader=leader)
+            return Begin(
+                config=self._tree,
+                workdir=self._place,
+                instance=instance,
+                rank=rank,
+                hosts=hosts,
+                coordinator=coordinator,
+                leader=leader,
+            )
 
-        limits = Limits(silence_s=section.silence_s, stall_s=section.stall_s, start_s=section.start_s,
-                        restarts=section.max_restarts, elastic=section.elastic and instance is not None)
-        return Keeper(self._hub, self._launcher, name, hosts, slice_type, begin=begin, say=self._say, limits=limits,
-                      **hooks)
+        limits = Limits(
+            silence_s=section.silence_s,
+            stall_s=section.stall_s,
+            start_s=section.start_s,
+            restarts=section.max_restarts,
+            elastic=section.elastic and instance is not None,
+        )
+        return Keeper(
+            self._hub, self._launcher, name, hosts, slice_type, begin=begin, say=self._say, limits=limits, **hooks
+        )
 
     def _steps_since(self, version: Version) -> Sequence[Any]:
         try:
@@ -130,8 +152,12 @@ class Cluster:
 def _gang_config(config: Config) -> dict[str, Any]:
     """What its gangs are told; without a journal nobody could know what they were about, and they end with it."""
     section = config.cluster
-    mine = ClusterSection(wire=section.wire, trainer_slice=section.trainer_slice, replica_slice=section.replica_slice,
-                          reattach_s=section.reattach_s if config.journal.on else 0.0)
+    mine = ClusterSection(
+        wire=section.wire,
+        trainer_slice=section.trainer_slice,
+        replica_slice=section.replica_slice,
+        reattach_s=section.reattach_s if config.journal.on else 0.0,
+    )
     return configs.to_json(dataclasses.replace(config, cpu_devices=section.devices_per_host, cluster=mine))
 
 

@@ -1,13 +1,13 @@
 """What travels between the controller and the processes of its gangs, and inside a gang: records, no behaviour.
 
-    Hello -> Begin -> Ready             a process joins its gang, and the gang its world
-    Hello -> Again -> Ready             a gang that has outlived its controller joins the next one
-    Call -> Answer                      to the trainer's first process, which shares it out as a Turn; each answers
-    exchange.py's commands and facts    between the controller and every process: how a version travels
-    posts (Submit, Swap, ...)           to the first process of a rollout gang, which shares them out as Turns
-    facts (events, Finished, ...)       back from the first process of a rollout gang
-    Moving, Carry, Carried, GiveBack    between the controller and every process: how a sample's KV travels
-    Beat                                from every process: it lives, and how far it is
+Hello -> Begin -> Ready             a process joins its gang, and the gang its world
+Hello -> Again -> Ready             a gang that has outlived its controller joins the next one
+Call -> Answer                      to the trainer's first process, which shares it out as a Turn; each answers
+exchange.py's commands and facts    between the controller and every process: how a version travels
+posts (Submit, Swap, ...)           to the first process of a rollout gang, which shares them out as Turns
+facts (events, Finished, ...)       back from the first process of a rollout gang
+Moving, Carry, Carried, GiveBack    between the controller and every process: how a sample's KV travels
+Beat                                from every process: it lives, and how far it is
 """
 
 from __future__ import annotations
@@ -335,9 +335,53 @@ class Left:
     hosts: int  # that say it
 
 
-CODEC = Codec(Hello, Begin, Again, Ready, Beat, Notice, Failed, Note, Call, Answer, Turn, Parcel, Partial, Finished,
-              Exported, Handed, PartHanded, Ended, Moving, Left,
-              Learn, Make, Publish, Write, Forget, Restore, Save, Tend, Fingerprint, Made, Done, Part, Refused,
-              Swap, Submit, GiveUp, MoveOut, Receive, TakeOut, GoOn, HandOver, Lent, Carry, Carried, Bring, Leave,
-              GiveBack,
-              *exchange.RECORDS)
+CODEC = Codec(
+    Hello,
+    Begin,
+    Again,
+    Ready,
+    Beat,
+    Notice,
+    Failed,
+    Note,
+    Call,
+    Answer,
+    Turn,
+    Parcel,
+    Partial,
+    Finished,
+    Exported,
+    Handed,
+    PartHanded,
+    Ended,
+    Moving,
+    Left,
+    Learn,
+    Make,
+    Publish,
+    Write,
+    Forget,
+    Restore,
+    Save,
+    Tend,
+    Fingerprint,
+    Made,
+    Done,
+    Part,
+    Refused,
+    Swap,
+    Submit,
+    GiveUp,
+    MoveOut,
+    Receive,
+    TakeOut,
+    GoOn,
+    HandOver,
+    Lent,
+    Carry,
+    Carried,
+    Bring,
+    Leave,
+    GiveBack,
+    *exchange.RECORDS,
+)

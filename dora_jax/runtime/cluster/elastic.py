@@ -33,8 +33,13 @@ class Wanted(Protocol):
 class Replicas:
     """Looks once before it returns, so that no gang is started for nothing; then on a thread of its own."""
 
-    def __init__(self, wish: Callable[[], str | None], instances: Sequence[Wanted], say: Callable[[str], None],
-                 look_s: float = LOOK_S):
+    def __init__(
+        self,
+        wish: Callable[[], str | None],
+        instances: Sequence[Wanted],
+        say: Callable[[str], None],
+        look_s: float = LOOK_S,
+    ):
         self._wish, self._instances, self._say = wish, instances, say
         self._look_s = look_s
         self._text: str | None = None  # as it was read last; None: no file

@@ -103,8 +103,16 @@ class Host:
 class Gang:
     """`again`: it has begun under an earlier controller."""
 
-    def __init__(self, name: str, epoch: int, hosts: int, heard: Callable[[Any], None],
-                 say: Callable[[str], None], limits: Limits, again: bool = False):
+    def __init__(
+        self,
+        name: str,
+        epoch: int,
+        hosts: int,
+        heard: Callable[[Any], None],
+        say: Callable[[str], None],
+        limits: Limits,
+        again: bool = False,
+    ):
         self.name, self.epoch, self.hosts, self.again = name, epoch, hosts, again
         self.reason = ""
         self.leaving: str | None = None  # why
@@ -153,8 +161,9 @@ class Gang:
             if self.dead.is_set() or len(self._joined) >= self.hosts:
                 link.close("this gang is complete")
                 return
-            link.adopt(lambda _, item: self._hear(host, item),
-                       lambda _, reason: self.die(f"{self._who(host)}: {reason}"))
+            link.adopt(
+                lambda _, item: self._hear(host, item), lambda _, reason: self.die(f"{self._who(host)}: {reason}")
+            )
             self._joined.append(host)
             self._seat_if_complete()
 
@@ -224,8 +233,10 @@ class Gang:
         if not self.ready.is_set() and now - self._began_s > start_s:
             self.final = True
             ready = sum(host.ready is not None for host in self._ranks)
-            return (f"it was not ready within {start_s:.0f} s: {len(self._joined)} of {self.hosts} processes came, "
-                    f"{ready} were ready")
+            return (
+                f"it was not ready within {start_s:.0f} s: {len(self._joined)} of {self.hosts} processes came, "
+                f"{ready} were ready"
+            )
         if self.leaving is not None and now - self._leaves_s > LEAVE_S:
             return f"it has not handed over within {LEAVE_S:.0f} s"
         for host in self._joined:

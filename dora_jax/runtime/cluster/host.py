@@ -55,9 +55,16 @@ def serve(ticket: Ticket, token: bytes, leave: Callable[[], None] = lambda: None
     try:
         ip, arrivals = link.own_ip, queue.SimpleQueue()
         door = Door(ip, token, arrivals.put)  # for the other processes, should this one be the first
-        link.hello(calls.Hello(gang=ticket.gang, epoch=ticket.epoch, pid=os.getpid(),
-                               worker=int(os.environ.get("TPU_WORKER_ID", "-1")),
-                               coordinator=f"{ip}:{_free_port(ip)}", leader=door.address))
+        link.hello(
+            calls.Hello(
+                gang=ticket.gang,
+                epoch=ticket.epoch,
+                pid=os.getpid(),
+                worker=int(os.environ.get("TPU_WORKER_ID", "-1")),
+                coordinator=f"{ip}:{_free_port(ip)}",
+                leader=door.address,
+            )
+        )
         pulse.start()
         begin = link.inbox.get()
         role = _open(begin, link, pulse, token, arrivals)
@@ -144,8 +151,13 @@ def _enter_world(begin: Any, config: Any) -> None:
     if config.cpu_devices:
         jax.config.update("jax_cpu_collectives_implementation", "gloo")
     jax.distributed.initialize(
-        begin.coordinator, begin.hosts, begin.rank, heartbeat_timeout_seconds=HEARTBEAT_S, shutdown_timeout_seconds=SHUTDOWN_S,
-        coordinator_bind_address=begin.coordinator)  # else on every interface: it asks nobody for a token
+        begin.coordinator,
+        begin.hosts,
+        begin.rank,
+        heartbeat_timeout_seconds=HEARTBEAT_S,
+        shutdown_timeout_seconds=SHUTDOWN_S,
+        coordinator_bind_address=begin.coordinator,
+    )  # else on every interface: it asks nobody for a token
 
 
 def leave_multislice(environ: MutableMapping[str, str]) -> None:

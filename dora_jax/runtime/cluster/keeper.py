@@ -26,10 +26,22 @@ ROOM_S = 20.0  # a gang that has no place by then is said to wait
 class Keeper:
     """Has a gang of this name there: on a thread of its own, until `close`."""
 
-    def __init__(self, hub: Hub, launcher: Launcher, name: str, hosts: int, slice_type: str, *,
-                 begin: Callable[[int, str, str], Begin], heard: Callable[[Any], None], up: Callable[[Gang], None],
-                 down: Callable[[Gang], None], failed: Callable[[RunError], None], say: Callable[[str], None],
-                 limits: Limits):
+    def __init__(
+        self,
+        hub: Hub,
+        launcher: Launcher,
+        name: str,
+        hosts: int,
+        slice_type: str,
+        *,
+        begin: Callable[[int, str, str], Begin],
+        heard: Callable[[Any], None],
+        up: Callable[[Gang], None],
+        down: Callable[[Gang], None],
+        failed: Callable[[RunError], None],
+        say: Callable[[str], None],
+        limits: Limits,
+    ):
         self.name = name
         self._hub, self._roster, self._limits = hub, hub.roster, limits
         self._launcher, self._hosts, self._slice_type = launcher, hosts, slice_type

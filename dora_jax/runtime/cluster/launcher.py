@@ -51,8 +51,7 @@ class Launcher(Protocol):
     def start(self, ticket: Ticket, token: bytes, hosts: int, slice_type: str) -> Started:
         """`slice_type`: the TPU slice that they share; empty: any machine."""
 
-    def find(self, ticket: Ticket, token: bytes, hosts: int, slice_type: str,
-             pids: Sequence[int]) -> Started | None:
+    def find(self, ticket: Ticket, token: bytes, hosts: int, slice_type: str, pids: Sequence[int]) -> Started | None:
         """The processes that an earlier controller has started for this gang and epoch; None: they are not all there,
         and every process that was has been ended."""
 
@@ -73,15 +72,21 @@ class Processes:
         children = []
         for number in range(hosts):
             with (self._logs / f"{ticket.gang}.{ticket.epoch}.{number}.log").open("w") as log:
-                children.append(subprocess.Popen([sys.executable, "-m", "dora_jax.runtime.cluster.host"], env=env,
-                                                 stdin=subprocess.DEVNULL, stdout=log, stderr=log))
+                children.append(
+                    subprocess.Popen(
+                        [sys.executable, "-m", "dora_jax.runtime.cluster.host"],
+                        env=env,
+                        stdin=subprocess.DEVNULL,
+                        stdout=log,
+                        stderr=log,
+                    )
+                )
         return Children(children)
 
     def close(self) -> None:
         """Children are ended with their gangs."""
 
-    def find(self, ticket: Ticket, token: bytes, hosts: int, slice_type: str,
-             pids: Sequence[int]) -> Started | None:
+    def find(self, ticket: Ticket, token: bytes, hosts: int, slice_type: str, pids: Sequence[int]) -> Started | None:
         found = Orphans([process for pid in pids if (process := _of_run(pid, token)) is not None])
         if len(found.pids) == hosts:
             return found

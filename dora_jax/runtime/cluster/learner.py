@@ -51,8 +51,14 @@ def part(groups: Sequence[ScoredGroup], base: Version) -> tuple[Part]:
 class RemoteTrainer:
     """Used by one thread at a time: the main thread until the run begins, then the trainer worker's."""
 
-    def __init__(self, checkpoints: Steps, steps_since: Callable[[Version], Sequence[Step]], publisher: Publisher,
-                 say: Callable[[str], None], new_keeper: Callable[..., Keeper]):
+    def __init__(
+        self,
+        checkpoints: Steps,
+        steps_since: Callable[[Version], Sequence[Step]],
+        publisher: Publisher,
+        say: Callable[[str], None],
+        new_keeper: Callable[..., Keeper],
+    ):
         self.state = RemoteState()
         self.gang: Gang | None = None  # brought to where the trainer is
         self.on_up: Callable[[], None] = lambda: None  # a new gang is there: asks for `catch_up`
@@ -62,8 +68,7 @@ class RemoteTrainer:
         self._checkpoints, self._steps_since, self._say = checkpoints, steps_since, say
         self._publisher = publisher
         self._ups: queue.SimpleQueue[Gang | RunError] = queue.SimpleQueue()
-        self._keeper = new_keeper(TRAINER, heard=publisher.tell, up=self._up, down=publisher.down,
-                                  failed=self._ups.put)
+        self._keeper = new_keeper(TRAINER, heard=publisher.tell, up=self._up, down=publisher.down, failed=self._ups.put)
 
     def open(self) -> None:
         self._keeper.start()
@@ -164,8 +169,14 @@ class RemoteTrainer:
         """From the weights of model.path to `self.state.step`."""
         at, nowhere = self.state.step, self._publisher.nowhere_else()
         oldest = min([at, *nowhere])
-        start = next((step for step in reversed(self._checkpoints.steps()) if step <= oldest
-                      and self._checkpoints.fault(step) is None), INITIAL)
+        start = next(
+            (
+                step
+                for step in reversed(self._checkpoints.steps())
+                if step <= oldest and self._checkpoints.fault(step) is None
+            ),
+            INITIAL,
+        )
         steps = {step.base: (step.groups, step.published.digest) for step in self._steps_since(start)}
         if self._last is not None:
             steps.setdefault(self._last[0], (self._last[1], self._digest))
@@ -176,23 +187,29 @@ class RemoteTrainer:
         recalled = 0
         for base in range(start, at):
             if base not in steps:
-                raise RunError(f"the trainer is lost at version {at}, and step {base + 1} cannot be made again: the "
-                               f"journal does not hold its groups (journal.on keeps them)")
+                raise RunError(
+                    f"the trainer is lost at version {at}, and step {base + 1} cannot be made again: the "
+                    f"journal does not hold its groups (journal.on keeps them)"
+                )
             groups, published = steps[base]
             gang.call(calls.Learn(base=base, groups=groups))
             made = gang.call(calls.Make(base=base))[0]
             recalled += made.recalled
             if published is not None and made.digest != published:
-                self._say(f"version {base + 1} came out with other weights ({made.digest:016x}, not {published:016x}); "
-                          f"what was published stays, training goes on from here")
+                self._say(
+                    f"version {base + 1} came out with other weights ({made.digest:016x}, not {published:016x}); "
+                    f"what was published stays, training goes on from here"
+                )
                 self._publisher.never_again(base + 1)
             elif base + 1 in nowhere:
                 self._publish(gang, base + 1)
         if self._begun:
             gang.call(calls.Learn(base=at, groups=self._begun))
         if at != INITIAL:
-            self._say(f"the trainer is back at version {at}: checkpoint {start}, {at - start - recalled} steps made "
-                      f"again, {recalled} remembered")
+            self._say(
+                f"the trainer is back at version {at}: checkpoint {start}, {at - start - recalled} steps made "
+                f"again, {recalled} remembered"
+            )
 
 
 def _essence(answer: Any) -> Any:
@@ -228,8 +245,9 @@ class RemoteCheckpoints:
         self._sealing: concurrent.futures.Future | None = None
         self._failing = False
 
-    def save(self, step: Version, params: Any, opt_state: Any, rl_state: Mapping[str, Any],
-             metrics: Mapping[str, float]) -> None:
+    def save(
+        self, step: Version, params: Any, opt_state: Any, rl_state: Mapping[str, Any], metrics: Mapping[str, float]
+    ) -> None:
         floats = {name: float(value) for name, value in metrics.items()}
         self._ask(calls.Save(version=step, rl_state=json.loads(json.dumps(rl_state)), metrics=floats))
 
@@ -316,6 +334,8 @@ class RemoteCheckpoints:
         if error is not None and not isinstance(error, OSError):
             raise error
         if error is not None and not self._failing:
-            self._say(f"the bucket's checkpoints cannot be kept up ({error}): the newest that is whole is "
-                      f"{max(self.steps(), default=None)}")
+            self._say(
+                f"the bucket's checkpoints cannot be kept up ({error}): the newest that is whole is "
+                f"{max(self.steps(), default=None)}"
+            )
         self._failing = error is not None

@@ -28,8 +28,9 @@ BATCH_BYTES = 1 << 20  # and none are added to so much: records with KV are larg
 class Link:
     """Use `start` once `receive` may be called; it runs on the link's own thread, as does `ended`."""
 
-    def __init__(self, end: connection.Connection, receive: Callable[[Link, Any], None],
-                 ended: Callable[[Link, str], None]):
+    def __init__(
+        self, end: connection.Connection, receive: Callable[[Link, Any], None], ended: Callable[[Link, str], None]
+    ):
         self._end = end
         self._receive = receive
         self._ended = ended

@@ -17,8 +17,14 @@ from typing import Any
 
 import ray
 from ray._private.state import state  # nodes that are about to go are told nowhere else
-from ray.util.placement_group import (PlacementGroup, get_current_placement_group, get_placement_group, placement_group,
-                                      placement_group_table, remove_placement_group)
+from ray.util.placement_group import (
+    PlacementGroup,
+    get_current_placement_group,
+    get_placement_group,
+    placement_group,
+    placement_group_table,
+    remove_placement_group,
+)
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from dora_jax.runtime.cluster.launcher import Started, Ticket
@@ -172,8 +178,12 @@ class RayGang:
             self._room = placement_group([{"CPU": 1}] * self._hosts, **named)
         elif got := self._slices.take(self.name, self._slice_type, self._hosts):
             name, chips = got
-            self._room = placement_group([{"TPU": chips}] * self._hosts, strategy="STRICT_SPREAD",
-                                         bundle_label_selector=[{SLICE: name}] * self._hosts, **named)
+            self._room = placement_group(
+                [{"TPU": chips}] * self._hosts,
+                strategy="STRICT_SPREAD",
+                bundle_label_selector=[{SLICE: name}] * self._hosts,
+                **named,
+            )
 
     def _start(self) -> None:
         env = {name: value for name, value in os.environ.items() if name.startswith(FORWARDED)}
@@ -181,10 +191,19 @@ class RayGang:
         for index in range(self._hosts):
             where = PlacementGroupSchedulingStrategy(self._room, placement_group_bundle_index=index)
             named = {"name": f"{self.name}/{index}", "lifetime": "detached"} if lasting else {}
-            actor = ray.remote(Process).options(
-                num_cpus=0 if self._slice_type else 1, max_restarts=0, max_task_retries=0, scheduling_strategy=where,
-                resources={"TPU": self._room.bundle_specs[index]["TPU"]} if self._slice_type else {},
-                runtime_env={"env_vars": env}, **named).remote()
+            actor = (
+                ray.remote(Process)
+                .options(
+                    num_cpus=0 if self._slice_type else 1,
+                    max_restarts=0,
+                    max_task_retries=0,
+                    scheduling_strategy=where,
+                    resources={"TPU": self._room.bundle_specs[index]["TPU"]} if self._slice_type else {},
+                    runtime_env={"env_vars": env},
+                    **named,
+                )
+                .remote()
+            )
             self._actors.append(actor)
             self._ends.append(actor.run.remote(*self._work))
         self._nodes = _nodes_of(self._room)
@@ -245,8 +264,9 @@ class Slices:
                 self._left_s[name] = time.monotonic()
 
 
-def intact_slices(nodes: Sequence[Mapping[str, Any]], going: Collection[str], slice_type: str,
-                  hosts: int) -> dict[str, float]:
+def intact_slices(
+    nodes: Sequence[Mapping[str, Any]], going: Collection[str], slice_type: str, hosts: int
+) -> dict[str, float]:
     """Slice -> chips a host, of the slices of this type all of whose hosts live and stay; in order of their names."""
     chips: dict[str, list[float]] = {}
     for node in nodes:

@@ -42,8 +42,9 @@ class Outlet:
     def put(self, item: Any) -> None:
         match item:
             case Handed(parcel=parcel) if self._recalled is None and not self._whole:
-                part = calls.PartHanded(parcel=self._limited(parcel), host=self._host, hosts=self._hosts,
-                                        alike=self._alike)
+                part = calls.PartHanded(
+                    parcel=self._limited(parcel), host=self._host, hosts=self._hosts, alike=self._alike
+                )
                 return self._link.send(part)
             case Exported(parcel=parcel) | Handed(parcel=parcel) if self._recalled is None and self._whole:
                 item = dataclasses.replace(item, parcel=self._limited(parcel))
@@ -86,8 +87,12 @@ class Outlet:
     def _limited(self, parcel: Parcel) -> Parcel:
         if parcel.kv_bytes <= MAX_KV_BYTES:
             return parcel
-        self._link.send(calls.Note(text=f"sample {tuple(parcel.id)} leaves without its KV, which is made again: "
-                                        f"{parcel.kv_bytes / 2**30:.1f} GiB are more than one record holds"))
+        self._link.send(
+            calls.Note(
+                text=f"sample {tuple(parcel.id)} leaves without its KV, which is made again: "
+                f"{parcel.kv_bytes / 2**30:.1f} GiB are more than one record holds"
+            )
+        )
         return without_pages(parcel)
 
     def _remember(self, sample: Sample) -> None:
@@ -109,8 +114,9 @@ class Elsewhere:
 
     def receive(self, parcel: Parcel, src: int, attempt: int) -> None:
         lent = Lent(parcel=self._outlet.fit(parcel), kv_len=0, page_size=0, manifest=None)
-        self._outlet.put(calls.Moving(lent=lent, src=src, dst=self.instance, attempt=attempt, number=self._number,
-                                      host=0, hosts=1))
+        self._outlet.put(
+            calls.Moving(lent=lent, src=src, dst=self.instance, attempt=attempt, number=self._number, host=0, hosts=1)
+        )
 
 
 class Lender:
@@ -125,5 +131,14 @@ class Lender:
 
     def receive(self, parcel: Parcel, src: int, attempt: int) -> None:
         lent = self._porter.lend(parcel, self._move)
-        self._link.send(calls.Moving(lent=lent, src=src, dst=self.instance, attempt=attempt,
-                                     number=self._move.number, host=self._host, hosts=self._hosts))
+        self._link.send(
+            calls.Moving(
+                lent=lent,
+                src=src,
+                dst=self.instance,
+                attempt=attempt,
+                number=self._move.number,
+                host=self._host,
+                hosts=self._hosts,
+            )
+        )

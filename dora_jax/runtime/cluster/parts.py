@@ -177,8 +177,9 @@ class OwnHome:
         return _item(self._store, f"{folder}/params", params), _item(self._store, f"{folder}/opt_state", opt_state)
 
     def _put(self, root: Path) -> Files:
-        files = {name: entry for name, entry in manifest.listing(root).items()
-                 if self._rank == 0 or CHUNK.fullmatch(name)}
+        files = {
+            name: entry for name, entry in manifest.listing(root).items() if self._rank == 0 or CHUNK.fullmatch(name)
+        }
         bucket.push_part(self._store.put, root, files)
         return files
 
@@ -197,8 +198,10 @@ def _item(store: Objects, folder: str, like: Any) -> Any:
 
     def check(path: Any, found: jax.Array, wanted: jax.ShapeDtypeStruct) -> jax.Array:
         if (found.shape, found.dtype) != (wanted.shape, wanted.dtype):
-            raise ValueError(f"{base}{name_of(path)} is {found.dtype}{list(found.shape)}, and was asked for as "
-                             f"{wanted.dtype}{list(wanted.shape)}")
+            raise ValueError(
+                f"{base}{name_of(path)} is {found.dtype}{list(found.shape)}, and was asked for as "
+                f"{wanted.dtype}{list(wanted.shape)}"
+            )
         return found
 
     arrays = read_arrays(spec_of, jax.tree.map(lambda x: x.sharding, like))

@@ -137,8 +137,11 @@ class Publisher:
         """Nobody will want this version any more."""
         with self._lock:
             self._live.discard(version)
-            for fact in (ex.Stored(version=version, there=False), ex.Due(version=version, due=False),
-                         ex.Dropped(world=TRAINER, version=version)):
+            for fact in (
+                ex.Stored(version=version, there=False),
+                ex.Due(version=version, due=False),
+                ex.Dropped(world=TRAINER, version=version),
+            ):
                 self.tell(fact)
             self._send(TRAINER, calls.Forget(version=version))
             writing = version == self._writing

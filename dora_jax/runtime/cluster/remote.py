@@ -48,9 +48,16 @@ class _Carry:
 class RemoteInstance:
     """Called by the main thread, but for `_heard`, `_up`, `_down` (links and keeper) and `_swap` (publisher)."""
 
-    def __init__(self, instance: InstanceId, up: ev.InstanceUp, outbox: queue.SimpleQueue,
-                 peers: Mapping[InstanceId, RemoteInstance], publisher: Publisher, new_keeper: Callable[..., Keeper],
-                 say: Callable[[str], None]):
+    def __init__(
+        self,
+        instance: InstanceId,
+        up: ev.InstanceUp,
+        outbox: queue.SimpleQueue,
+        peers: Mapping[InstanceId, RemoteInstance],
+        publisher: Publisher,
+        new_keeper: Callable[..., Keeper],
+        say: Callable[[str], None],
+    ):
         self.instance = instance
         self.role = f"rollout {instance}"
         self._event = up
@@ -130,14 +137,22 @@ class RemoteInstance:
                 gang.tell_each(parts)
 
     def move(self, sample: SampleId, dst: RemoteInstance, attempt: int) -> None:
-        failed = ev.MoveFailed(id=sample, src=self.instance, dst=dst.instance, attempt=attempt,
-                               reason="its instance is lost")
+        failed = ev.MoveFailed(
+            id=sample, src=self.instance, dst=dst.instance, attempt=attempt, reason="its instance is lost"
+        )
         with self._lock:
             if self._gang is not None:
                 gang = dst._gang
                 self._leaving[sample] = failed, gang
-                self._gang.post(calls.MoveOut(id=sample, dst=dst.instance, epoch=gang.epoch if gang else 0,
-                                              number=next(NUMBERS), attempt=attempt))
+                self._gang.post(
+                    calls.MoveOut(
+                        id=sample,
+                        dst=dst.instance,
+                        epoch=gang.epoch if gang else 0,
+                        number=next(NUMBERS),
+                        attempt=attempt,
+                    )
+                )
                 return
         self._outbox.put(failed)
 
@@ -226,8 +241,7 @@ class RemoteInstance:
                 gang.tell_all(calls.Leave(number=answer.number))
         carry.give_back(answer.number)
         if fault:
-            self._say(f"the KV of sample {tuple(carry.id)} did not reach {self.role}, where it is "
-                      f"made again: {fault}")
+            self._say(f"the KV of sample {tuple(carry.id)} did not reach {self.role}, where it is made again: {fault}")
 
     def _part_handed(self, part: calls.PartHanded) -> None:
         with self._lock:

@@ -145,8 +145,9 @@ class TrainerRole:
         if (known := self._memory.recall(base)) is not None:
             return known
         metrics = self._trainer.finish()
-        made = calls.Made(digest=digest(self._trainer.params),
-                          metrics={name: float(value) for name, value in metrics.items()})
+        made = calls.Made(
+            digest=digest(self._trainer.params), metrics={name: float(value) for name, value in metrics.items()}
+        )
         self._memory.made(base, made)
         return made
 
@@ -175,6 +176,7 @@ class TrainerRole:
 
     def _saver(self) -> Checkpoints:
         if self._checkpoints is None:
+
             def say(text: str, *_: Any) -> None:
                 if self._home.speaks:
                     self._link.send(calls.Note(text=text))
@@ -188,8 +190,10 @@ def open_rollout(begin: Begin, config: Config, link: Uplink, pulse: Any, turns: 
     devices.check_slice("cluster.replica_slice", "" if config.cpu_devices else config.cluster.replica_slice)
     n_devices = len(jax.devices())
     if n_devices != config.rollout.tensor:
-        raise ConfigError(f"rollout.tensor: {config.rollout.tensor} is not the {n_devices} devices of a replica of "
-                          f"{begin.hosts} processes")
+        raise ConfigError(
+            f"rollout.tensor: {config.rollout.tensor} is not the {n_devices} devices of a replica of "
+            f"{begin.hosts} processes"
+        )
     mesh = sharding.make_mesh(jax.devices(), 1, 1, n_devices)
     model = hf.read_config(config.model.path)
     engine = build.new_engine(config, Tokenizer.load(config.model.path), model, mesh)
@@ -199,24 +203,47 @@ def open_rollout(begin: Begin, config: Config, link: Uplink, pulse: Any, turns: 
     wanted = like(model, engine.param_shardings, config.model.dtype)
     weights = WeightHost(begin.rank, wire, versions, wanted, stored.read)
     porter = Porter(begin.instance, begin.rank, wire and Wire(link.own_ip, link.token), layout_of(engine.page()[0]))
-    return RolloutRole(begin, engine, weights, link, pulse, turns, build.partial_s(config), porter,
-                       holders_alike(begin.hosts, model.n_kv_heads), report_period_s(config.rollout.instances))
+    return RolloutRole(
+        begin,
+        engine,
+        weights,
+        link,
+        pulse,
+        turns,
+        build.partial_s(config),
+        porter,
+        holders_alike(begin.hosts, model.n_kv_heads),
+        report_period_s(config.rollout.instances),
+    )
 
 
 class RolloutRole:
     """Ticks on the main thread; weights and KV come in on others."""
 
-    def __init__(self, begin: Begin, engine: Any, weights: WeightHost, link: Uplink, pulse: Any,
-                 turns: Leader | Follower, partial_s: float, porter: Porter, alike: int = 1,
-                 report_s: float = REPORT_PERIOD_S):
+    def __init__(
+        self,
+        begin: Begin,
+        engine: Any,
+        weights: WeightHost,
+        link: Uplink,
+        pulse: Any,
+        turns: Leader | Follower,
+        partial_s: float,
+        porter: Porter,
+        alike: int = 1,
+        report_s: float = REPORT_PERIOD_S,
+    ):
         """alike: neighbouring processes that hold the same KV heads."""
         self._engine, self._pulse, self._turns, self._weights, self._porter = engine, pulse, turns, weights, porter
         self._courier = Courier(weights, link, porter=porter)
         self._link = link
         self._outlet = outlet = Outlet(link, begin.rank, begin.hosts, alike)
         self._worker = InstanceWorker(begin.instance, engine, weights.weights, outlet, partial_s, begin.epoch, report_s)
-        self._elsewhere = (lambda move: Lender(move, link, porter, begin.rank, begin.hosts)) if porter.lends else (
-            lambda move: Elsewhere(move, outlet))
+        self._elsewhere = (
+            (lambda move: Lender(move, link, porter, begin.rank, begin.hosts))
+            if porter.lends
+            else (lambda move: Elsewhere(move, outlet))
+        )
 
     def run(self, inbox: queue.SimpleQueue) -> None:
         posts = self._courier.sort(inbox)
@@ -275,8 +302,13 @@ class RolloutRole:
 class Courier:
     """Weights and KV in and out, beside what the main thread does. `write(version)`: a trainer's, into storage."""
 
-    def __init__(self, weights: WeightHost, link: Uplink, write: Callable[[Version], None] | None = None,
-                 porter: Porter | None = None):
+    def __init__(
+        self,
+        weights: WeightHost,
+        link: Uplink,
+        write: Callable[[Version], None] | None = None,
+        porter: Porter | None = None,
+    ):
         self._weights, self._link, self._write, self._porter = weights, link, write, porter
         self._own: queue.SimpleQueue = queue.SimpleQueue()
 

@@ -39,11 +39,15 @@ class Roster:
         try:
             found = json.loads((self._page and self._page.read()) or "{}")
             self.token = bytes.fromhex(found["token"]) if found else secrets.token_bytes(32)
-            self.left = {name: Member(epoch=epoch, pids=tuple(pids))
-                         for name, (epoch, pids) in (found["gangs"].items() if found else ())}
+            self.left = {
+                name: Member(epoch=epoch, pids=tuple(pids))
+                for name, (epoch, pids) in (found["gangs"].items() if found else ())
+            }
         except (ValueError, KeyError, TypeError, AttributeError) as error:
-            raise ConfigError(f"workdir: {place}/{ROSTER} is not what a controller writes ({error}): delete it once no "
-                              f"process of this run is left") from error
+            raise ConfigError(
+                f"workdir: {place}/{ROSTER} is not what a controller writes ({error}): delete it once no "
+                f"process of this run is left"
+            ) from error
         self.fits = bool(found) and found.get("build") == build
         self._gangs = dict(self.left)
         self._address = ""
@@ -73,8 +77,9 @@ class Roster:
             return
         with self._lock:
             gangs = {name: [member.epoch, member.pids] for name, member in self._gangs.copy().items()}
-            text = json.dumps({"token": self.token.hex(), "address": self._address, "build": self._build,
-                               "gangs": gangs})
+            text = json.dumps(
+                {"token": self.token.hex(), "address": self._address, "build": self._build, "gangs": gangs}
+            )
             self._try(lambda: self._page.write(text))
 
     def _try(self, do: Callable[[], None]) -> None:

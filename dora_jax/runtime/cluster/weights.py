@@ -194,8 +194,11 @@ def _write(place: Place, slices: Any) -> None:
     leaves = jax.tree_util.tree_leaves_with_path(slices)
     try:
         stores = [_create(place(name_of(path)), leaf) for path, leaf in leaves]
-        writes = [store.result()[within(box, _whole(leaf))].write(leaf.at(box))
-                  for store, (_, leaf) in zip(stores, leaves, strict=True) for box in leaf.given]
+        writes = [
+            store.result()[within(box, _whole(leaf))].write(leaf.at(box))
+            for store, (_, leaf) in zip(stores, leaves, strict=True)
+            for box in leaf.given
+        ]
         for write in writes:
             write.result()
     except (ValueError, OSError) as error:  # tensorstore's statuses, as of `Objects`
@@ -218,8 +221,11 @@ def _read(place: Place, shards: Sequence[Shard]) -> dict[Shard, np.ndarray]:
 
 def _create(kvstore: Any, leaf: Slices) -> ts.Future:
     """A chunk is what one device of the trainer holds."""
-    metadata = {"shape": leaf.shape, "data_type": leaf.dtype.name,
-                "chunk_grid": {"name": "regular", "configuration": {"chunk_shape": leaf.part}}}
+    metadata = {
+        "shape": leaf.shape,
+        "data_type": leaf.dtype.name,
+        "chunk_grid": {"name": "regular", "configuration": {"chunk_shape": leaf.part}},
+    }
     spec = {"driver": "zarr3", "kvstore": kvstore, "metadata": metadata}
     return ts.open(spec, create=True, open=True, context=CONTEXT)
 
