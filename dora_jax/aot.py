@@ -4,7 +4,7 @@
 
 Consumes a resolved configuration that names its slice and a model that is only described; produces `Role`s, the
 trainer's and an instance's, from XLA's own compiler for that chip (libtpu, the extra `aot`; no TPU is touched).
-Laws: every program comes from runtime/build.py, so that what is compiled here is what the run compiles; what does not
+Laws: every program comes from runtime/run.py, so that what is compiled here is what the run compiles; what does not
 fit is refused with the fields that help; that a program compiles and fits says nothing of its being right or fast.
 """
 
@@ -30,7 +30,7 @@ from dora_jax import chips, devices, memory, presets, validate
 from dora_jax.config import Config, ConfigError, blame
 from dora_jax.models import decoder, sharding
 from dora_jax.models.config import ModelConfig
-from dora_jax.runtime import build
+from dora_jax.runtime import run
 from dora_jax.tokenizer import Tokenizer
 from dora_jax.trainer import flops, hlo, step
 
@@ -233,13 +233,13 @@ def _trainer(
     config: Config, model: ModelConfig, place: _Place, vocab_limit: int, _: tuple[int, ...]
 ) -> tuple[list[Program], dict[str, float]]:
     """Its programs, and what stays on a device."""
-    recipe = build.trainer_recipe(config, model, place.mesh, vocab_limit)
-    shape = build.batch_layout(config, place.mesh.shape["data"] * place.mesh.shape["fsdp"])
+    recipe = run.trainer_recipe(config, model, place.mesh, vocab_limit)
+    shape = run.batch_layout(config, place.mesh.shape["data"] * place.mesh.shape["fsdp"])
     state, arrays = step.abstract_inputs(recipe, shape.rows, shape.tokens)
     publish = Program(
         name=PUBLISH,
-        call=build.publishing_copy(config, model, place.mesh),
-        arguments=(build.publishing_inputs(model, place.mesh),),
+        call=run.publishing_copy(config, model, place.mesh),
+        arguments=(run.publishing_inputs(model, place.mesh),),
     )
     update = Program(
         name="train", call=step.jitted_update(recipe), arguments=(state, arrays), loops=config.trainer.micro_batches
@@ -251,7 +251,7 @@ def _trainer(
 def _instance(
     config: Config, model: ModelConfig, place: _Place, vocab_limit: int, eos_ids: tuple[int, ...]
 ) -> tuple[list[Program], dict[str, float]]:
-    calls, began = build.engine_calls(config, model, place.mesh, eos_ids, vocab_limit), time.monotonic()
+    calls, began = run.engine_calls(config, model, place.mesh, eos_ids, vocab_limit), time.monotonic()
     chosen: dict[str, Any] = {}
     if calls.chooses:  # the other calls take weights that lie as the decode call likes them best
         with _in_words(config, INSTANCE, "decode", place):

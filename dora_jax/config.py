@@ -290,9 +290,7 @@ class Config:
     slice: str = ""  # the machine that the run is for: v5e-8, v5p-16, h100-8, laptop; empty: what JAX finds
     cpu_devices: int = 0  # virtual CPU devices; 0: as the platform has
     placement: str = "auto"  # auto, disjoint, shared: do trainer and instances own their devices
-    pace: str = (
-        ""  # a chip: ticks, steps and transfers last at least as long as a 32.8B model's on it (runtime/paced.py)
-    )
+    pace: str = ""  # a chip: ticks, steps and transfers last at least as long as a 32.8B model's on it (runtime/emulated_timing.py)
     model: ModelSection = ModelSection()
     task: TaskSection = TaskSection()
     reward_model: RewardModelSection = RewardModelSection()

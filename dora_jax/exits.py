@@ -1,4 +1,4 @@
-"""Exit codes, and what Ctrl-C and SIGTERM do to a program of ours that has no run yet (see runtime/guard.py).
+"""Exit codes, and what Ctrl-C and SIGTERM do to a program of ours that has no run yet (see runtime/shutdown.py).
 
     0 done    1 it cannot go on    2 wrong input, trying again cannot help    42 start me again: told to stop, or stuck
 

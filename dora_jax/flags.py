@@ -176,9 +176,9 @@ def record(asked: Run) -> None:
     """Writes config.json and overrides.json into the workdir, and into the bucket that it stands for."""
     workdirs.record(asked.workdir, asked.config, asked.overrides)
     if asked.in_bucket:
-        from dora_jax.runtime import bucket  # a local run needs none of it
+        from dora_jax.runtime.durability import object_storage  # a local run needs none of it
 
-        bucket.claim(asked.workdir)
+        object_storage.claim(asked.workdir)
 
 
 def local(workdir: str | os.PathLike, purpose: str, dry_run: bool = False) -> Path:
@@ -188,9 +188,9 @@ def local(workdir: str | os.PathLike, purpose: str, dry_run: bool = False) -> Pa
         return Path(workdir)
     if purpose == "sft":
         raise ConfigError("workdir: the warm start keeps its files in a local folder, not in a bucket")
-    from dora_jax.runtime import bucket  # a local run needs none of it
+    from dora_jax.runtime.durability import object_storage  # a local run needs none of it
 
-    return bucket.scratch(workdir, purpose) if dry_run else bucket.attach(workdir, purpose)
+    return object_storage.scratch(workdir, purpose) if dry_run else object_storage.attach(workdir, purpose)
 
 
 # ---------------------------------------------------------------- private

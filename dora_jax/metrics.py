@@ -25,7 +25,7 @@ from typing import Any
 import numpy as np
 
 from dora_jax.console import Console
-from dora_jax.patient import PatientFile
+from dora_jax.retrying_file import PatientFile
 
 value_type = dataclasses.dataclass(frozen=True, slots=True)
 
@@ -172,13 +172,13 @@ class _Board:
     """TensorBoard's event file. tensorboardX's own writer is a thread that dies where the disk is full, and a queue that
     then holds up the run."""
 
-    def __init__(self, folder: Path, resumed_at: int | None, say: Callable[[str], None]):
+    def __init__(self, folder: Path, resumed_at: int | None, notify: Callable[[str], None]):
         from tensorboardX import record_writer  # half a second that a dry run need not pay
         from tensorboardX.proto import event_pb2, summary_pb2
 
         self._crc, self._events, self._summaries = record_writer.masked_crc32c, event_pb2, summary_pb2
         folder.mkdir(parents=True, exist_ok=True)
-        self._file = PatientFile(folder / f"events.out.tfevents.{time.time():.0f}.{os.getpid()}", say)
+        self._file = PatientFile(folder / f"events.out.tfevents.{time.time():.0f}.{os.getpid()}", notify)
         self._add(file_version="brain.Event:2")
         if resumed_at is not None:  # hides what an earlier process wrote after this step
             start = event_pb2.SessionLog(status=event_pb2.SessionLog.START)

@@ -287,8 +287,8 @@ def _identity(section: SftSection, data: Rows, order: np.ndarray, params: Any) -
 class _Kept:
     """The state of an unfinished warm start, as the newest checkpoint of a folder. `identity`: see `_identity`."""
 
-    def __init__(self, folder: Path, identity: str, say: Callable[[str], None]):
-        self._folder, self._identity, self._say = folder, identity, say
+    def __init__(self, folder: Path, identity: str, notify: Callable[[str], None]):
+        self._folder, self._identity, self._notify = folder, identity, notify
         self._saved_s = time.monotonic()
         self._writer: Any = None
 
@@ -303,12 +303,12 @@ class _Kept:
             return fresh
         told = checkpoint.read_json(self._folder, step, "rl_state")
         if told["identity"] != self._identity:
-            self._say(f"warm start: what {self._folder} keeps is of another one, which is given up: this one begins")
+            self._notify(f"warm start: what {self._folder} keeps is of another one, which is given up: this one begins")
             self.forget()
             return fresh
         params, moments = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), fresh[:2])
         found = checkpoint.restore(self._folder, step, params, moments)
-        self._say(f"warm start: goes on from step {step}")
+        self._notify(f"warm start: goes on from step {step}")
         return State(found.params, found.opt_state, told["losses"])
 
     def poll(self, state: State) -> None:
@@ -331,7 +331,7 @@ class _Kept:
         from dora_jax.trainer.checkpoint import Checkpoints
 
         if self._writer is None:
-            self._writer = Checkpoints(self._folder, CheckpointSection(keep=1), self._say)
+            self._writer = Checkpoints(self._folder, CheckpointSection(keep=1), self._notify)
         self._writer.wait()
         if len(state.losses) not in self._writer.steps():
             self._writer.save(
@@ -427,7 +427,7 @@ def _loss(cfg: Any, params: Any, batch: Rows) -> Any:
 def main(config: Config, workdir: Path) -> int:
     from dora_jax import devices
     from dora_jax.metrics import Writer
-    from dora_jax.runtime.guard import Guard
+    from dora_jax.runtime.shutdown import Guard
 
     if (Path(config.sft.out) / "config.json").exists():
         raise ConfigError(f"sft.out: {config.sft.out} already holds a model; name another folder, or remove it")

@@ -3,11 +3,11 @@
 import threading
 import time
 
-from dora_jax.runtime.cluster import calls
+from dora_jax.runtime.cluster import messages
 from dora_jax.runtime.cluster.gang import Hub, Limits
-from dora_jax.runtime.cluster.keeper import Keeper
-from dora_jax.runtime.cluster.roster import Roster
-from dora_jax.runtime.cluster.uplink import Uplink
+from dora_jax.runtime.cluster.gang_supervisor import Keeper
+from dora_jax.runtime.cluster.run_registry import Roster
+from dora_jax.runtime.cluster.controller_connection import Uplink
 
 LIMITS = Limits(silence_s=60.0, stall_s=60.0, start_s=60.0, restarts=2)
 
@@ -30,7 +30,7 @@ class FakeHost:
         self.heard = []  # calls and posts
         self.gang = []  # of its launcher's making
         self._answer = answer
-        self._hello = calls.Hello(
+        self._hello = messages.Hello(
             gang=ticket.gang,
             epoch=ticket.epoch,
             pid=1000 + worker,
@@ -45,10 +45,10 @@ class FakeHost:
         self.began = self.inbox.get()
 
     def ready(self):
-        self.link.send(calls.Ready())
+        self.link.send(messages.Ready())
 
     def beat(self, progress, busy=False):
-        self.link.send(calls.Beat(progress=progress, busy=busy, waited_s=0.0))
+        self.link.send(messages.Beat(progress=progress, busy=busy, waited_s=0.0))
 
     def live(self):
         self.join()
@@ -56,12 +56,12 @@ class FakeHost:
         while True:
             item = self.inbox.get()
             self.heard.append(item)
-            if isinstance(item, calls.Call) and not isinstance(item.what, calls.Write) and not self.began.rank:
+            if isinstance(item, messages.Call) and not isinstance(item.what, messages.Write) and not self.began.rank:
                 for other in self.gang:
                     if other.began.rank:
                         other.inbox.put(item)
-            if isinstance(item, calls.Call) and (answer := self._answer(self, item.what)) is not None:
-                self.link.send(calls.Answer(number=item.number, what=answer))
+            if isinstance(item, messages.Call) and (answer := self._answer(self, item.what)) is not None:
+                self.link.send(messages.Answer(number=item.number, what=answer))
                 self.beat(len(self.heard))
 
     def die(self):
@@ -73,7 +73,7 @@ class FakeLauncher:
 
     ip = "127.0.0.1"
 
-    def __init__(self, answer=lambda host, what: calls.Done(value=0), workers=range(100), life=None):
+    def __init__(self, answer=lambda host, what: messages.Done(value=0), workers=range(100), life=None):
         self.answer, self.workers, self.life = answer, list(workers), life
         self.gangs = {}  # (name, epoch) -> hosts
         self.started, self.killed = [], []
@@ -132,7 +132,7 @@ class Kept:
             up=self._up,
             down=lambda gang: self.events.append(f"down {gang.epoch}"),
             failed=self.events.append,
-            say=self.said.append,
+            notify=self.said.append,
             limits=limits,
         )
 
@@ -157,4 +157,4 @@ class Kept:
 
 
 def begin(rank, coordinator, leader):
-    return calls.Begin(config={}, workdir="", instance=0, rank=rank, hosts=2, coordinator=coordinator, leader=leader)
+    return messages.Begin(config={}, workdir="", instance=0, rank=rank, hosts=2, coordinator=coordinator, leader=leader)

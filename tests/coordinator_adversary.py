@@ -23,14 +23,14 @@ from dora_jax.orchestrate import events as ev
 from dora_jax.orchestrate.core import Orchestrator
 from dora_jax.orchestrate.modes import MODES, OrchestratorConfig
 from dora_jax.rollout.oracle import OracleEngine
-from dora_jax.runtime import instance as instances
-from dora_jax.runtime import local
-from dora_jax.runtime.book import Book, Partial
-from dora_jax.runtime.durable import DurableWorld
-from dora_jax.runtime.instance import LocalInstance, Spare
-from dora_jax.runtime.journal import Journal
-from dora_jax.runtime.local import LocalWorld
-from dora_jax.runtime.recovery import recover
+from dora_jax.runtime import supervised_worker as instances
+from dora_jax.runtime import coordinator
+from dora_jax.runtime.durability.payload_state import Book, Partial
+from dora_jax.runtime.durability.journaled_world import DurableWorld
+from dora_jax.runtime.supervised_worker import LocalInstance, RestartPolicy
+from dora_jax.runtime.durability.event_log import Journal
+from dora_jax.runtime.coordinator import LocalWorld
+from dora_jax.runtime.durability.recovery import recover
 from dora_jax.runtime.workers import StepDone, TrainerWorker
 from journal_world import Disk
 from test_runtime import SECTION, Scorer, Task, Trainer, Weights, expected
@@ -111,7 +111,7 @@ class Process:
         self.brain = found.orchestrator if found else Orchestrator(config)
         self.pool: dict[int, LocalInstance] = {}
         for i in range(game.instances):
-            spare = Spare(new_engine=game.new_engine, vocab_size=256, hung_s=0.0)
+            spare = RestartPolicy(new_engine=game.new_engine, vocab_size=256, hung_s=0.0)
             self.pool[i] = LocalInstance(
                 ev.InstanceUp(instance=i, **UP),
                 game.new_engine(),
@@ -189,7 +189,7 @@ class Game:
             mock.patch.object(instances, "threading", mock.Mock(wraps=instances.threading, Thread=NoThread)),
             mock.patch.object(instances._Life, "start", lambda life: None),
             mock.patch.object(TrainerWorker, "start", lambda worker: None),
-            mock.patch.object(local, "TIME_PERIOD_S", 0.0),
+            mock.patch.object(coordinator, "TIME_PERIOD_S", 0.0),
         ):
             while not self.life():
                 pass

@@ -9,8 +9,8 @@ from tests.wire_peer import new_wire
 
 def main():
     from dora_jax.runtime.codec import Codec
-    from dora_jax.runtime.parcels import CODEC, Layout, fetch
-    from dora_jax.runtime.shards import Key
+    from dora_jax.runtime.transfer.kv_transfer import CODEC, Layout, fetch
+    from dora_jax.runtime.transfer.transfer_manifest import Key
 
     engine, wire = engine_rig.shared_engine("a"), new_wire()
     engine.load(0, engine_rig.weights(engine))

@@ -19,11 +19,11 @@ import numpy as np
 
 from dora_jax.orchestrate import events as ev
 from dora_jax.orchestrate.core import Orchestrator
-from dora_jax.runtime.book import CODEC, Book, Partial
-from dora_jax.runtime.durable import DurableWorld
-from dora_jax.runtime.journal import Journal
-from dora_jax.runtime.loop import run
-from dora_jax.runtime.recovery import Recovered, recover
+from dora_jax.runtime.durability.payload_state import CODEC, Book, Partial
+from dora_jax.runtime.durability.journaled_world import DurableWorld
+from dora_jax.runtime.durability.event_log import Journal
+from dora_jax.orchestrate.loop import run
+from dora_jax.runtime.durability.recovery import Recovered, recover
 from dora_jax.runtime.workers import Finished, StepDone
 from dora_jax.types import Sample, SampleId, ScoredGroup, Span, issued_first_as
 from orchestrator_world import Run, World, chance
@@ -130,7 +130,7 @@ def learned(weights: int, groups) -> int:
 
 
 class Body(World):
-    """The fake stages of one life, behind the seam of `runtime.loop.World`."""
+    """The fake stages of one life, behind the seam of `orchestrate.loop.World`."""
 
     def __init__(self, config, shape, orchestrator, weights, trained):
         super().__init__(config, shape, orchestrator)
@@ -247,7 +247,7 @@ class Body(World):
         for group in state.groups.values():
             self.group_version[group.id] = group.version
             done = book.samples.get(group.id, {})
-            assert set(done) == {i for i, u in enumerate(group.units) if u is None} or group.doomed
+            assert set(done) == {i for i, u in enumerate(group.units) if u is None} or group.abandoned
             self.samples[group.id] = dict(done)
             self.finished[group.id] = set(done)
             self.ended |= {SampleId(group.id, i): "done" for i in done}

@@ -29,7 +29,7 @@ DEATH, REBIRTH, TWICE, RESTORED, KILLED, PROGRESS = 0.01, 0.1, 0.1, 0.01, 0.003,
 
 
 @dataclasses.dataclass
-class Parcel:
+class InFlightSample:
     """A sample on its way between two lives."""
 
     id: SampleId
@@ -63,7 +63,7 @@ class Adversary:
         self.born = collections.Counter()
         self.says: dict[object, collections.deque] = collections.defaultdict(collections.deque)
         self.dead: list[Life] = []  # that are still to be heard
-        self.parcels: list[Parcel] = []
+        self.parcels: list[InFlightSample] = []
         self.recorded: dict[SampleId, int] = {}
         self.done: dict[int, set[int]] = collections.defaultdict(set)
         self.started: set[SampleId] = set()
@@ -196,7 +196,7 @@ class Adversary:
                 dst = life.destinations.popleft()
                 for id in ids:
                     if id in life.runs:
-                        self.parcels.append(Parcel(id, life.runs.pop(id), command, life, dst))
+                        self.parcels.append(InFlightSample(id, life.runs.pop(id), command, life, dst))
                     else:
                         self.move_failed(said, dataclasses.replace(command, ids=(id,)))
             case ev.Pause() | ev.Unpause():
@@ -240,7 +240,7 @@ class Adversary:
             del life.runs[id]
             said.append(ev.SampleDone(id=id, instance=i, tokens=3, finish="stop", life=number))
 
-    def arrive(self, parcel: Parcel) -> None:
+    def arrive(self, parcel: InFlightSample) -> None:
         self.parcels.remove(parcel)
         way = {"id": parcel.id, "src": parcel.move.src, "dst": parcel.move.dst, "attempt": parcel.move.attempt}
         fails = self.moves <= self.calm_after and self.draw.random() < 0.2

@@ -19,8 +19,8 @@ if PROCESSES > 1:
     jax.distributed.initialize(ADDRESS, PROCESSES, RANK)
 
 from dora_jax.config import CheckpointSection  # noqa: E402
-from dora_jax.runtime.cluster.parts import OwnHome  # noqa: E402
-from tests.test_cluster_parts import like_on, values_of  # noqa: E402
+from dora_jax.runtime.cluster.checkpoint_shards import OwnHome  # noqa: E402
+from tests.test_cluster_checkpoint_shards import like_on, values_of  # noqa: E402
 
 home = OwnHome(f"{os.environ['DORA_TEST_URL']}/{PROCESSES}", RANK)
 like = like_on(jax.devices())

@@ -8,12 +8,12 @@ import sys
 
 import pytest
 
-from dora_jax import fault
+from dora_jax import fault_injection
 from dora_jax.orchestrate import events as ev
-from dora_jax.runtime.audit import audit
-from dora_jax.runtime.book import CODEC, Fact
-from dora_jax.runtime.journal import frame, unframe
-from test_durable import Run
+from dora_jax.runtime.durability.journal_audit import audit
+from dora_jax.runtime.durability.payload_state import CODEC, Fact
+from dora_jax.runtime.durability.event_log import frame, unframe
+from test_journaled_world import Run
 
 
 def python(code, **env):
@@ -23,7 +23,7 @@ def python(code, **env):
 
 
 def test_a_point_kills_at_its_pass_and_no_other():
-    code = "from dora_jax.fault import point\nfor i in range(5): point('trainer.after_put'); print(i, flush=True)"
+    code = "from dora_jax.fault_injection import point\nfor i in range(5): point('trainer.after_put'); print(i, flush=True)"
     out = python(code, DORA_FAULT="trainer.after_put:3")
     assert out.returncode == -signal.SIGKILL and out.stdout.split() == ["0", "1"]
     assert python(code, DORA_FAULT="trainer.after_step:1").returncode == 0
@@ -31,13 +31,13 @@ def test_a_point_kills_at_its_pass_and_no_other():
 
 
 def test_every_point_is_somewhere_and_every_somewhere_is_a_point():
-    package = os.path.dirname(fault.__file__)
+    package = os.path.dirname(fault_injection.__file__)
     used = set()
     for folder, _, names in os.walk(package):
         for name in names:
-            if name.endswith(".py") and name != "fault.py":
+            if name.endswith(".py") and name != "fault_injection.py":
                 used |= set(re.findall(r'(?:point|armed)\("([a-z_.]+)"\)', open(os.path.join(folder, name)).read()))
-    assert used == set(fault.POINTS)
+    assert used == set(fault_injection.POINTS)
 
 
 @pytest.fixture

@@ -15,30 +15,30 @@ from dora_jax.buffer.store import MemoryGroupStore
 from dora_jax.orchestrate import events as ev
 from dora_jax.orchestrate.core import Orchestrator
 from dora_jax.orchestrate.modes import OrchestratorConfig
-from dora_jax.rollout.migrate import Parcel
-from dora_jax.runtime.audit import ReadOnly, audit
-from dora_jax.runtime.book import CODEC, Book, Fact, Partial
-from dora_jax.runtime.cluster import calls
+from dora_jax.rollout.migrate import InFlightSample
+from dora_jax.runtime.durability.journal_audit import ReadOnly, audit
+from dora_jax.runtime.durability.payload_state import CODEC, Book, Fact, Partial
+from dora_jax.runtime.cluster import messages
 from dora_jax.runtime.cluster.gang import Hub
-from dora_jax.runtime.cluster.keeper import Keeper
-from dora_jax.runtime.cluster.porter import Porter
-from dora_jax.runtime.cluster.roster import Roster
-from dora_jax.runtime.cluster.publisher import Publisher
-from dora_jax.runtime.cluster.remote import RemoteInstance
-from dora_jax.runtime.cluster.roles import RolloutRole
-from dora_jax.runtime.cluster.turns import Follower, Leader
-from dora_jax.runtime.cluster.weights import StoredWeights
-from dora_jax.runtime.durable import DurableWorld
-from dora_jax.runtime import exchange as ex
-from dora_jax.runtime.filelog import FileLog
-from dora_jax.runtime.journal import Journal
-from dora_jax.runtime.local import LocalWorld
-from dora_jax.runtime.loop import run
-from dora_jax.runtime.publication import STORAGE
-from dora_jax.runtime.shards import Lent
-from dora_jax.runtime.staging import Versions, WeightHost
-from dora_jax.runtime.waits import Waits
-from dora_jax.runtime.workers import Risen, TrainerWorker
+from dora_jax.runtime.cluster.gang_supervisor import Keeper
+from dora_jax.runtime.cluster.kv_endpoint import Porter
+from dora_jax.runtime.cluster.run_registry import Roster
+from dora_jax.runtime.cluster.weight_publisher import Publisher
+from dora_jax.runtime.cluster.remote_rollout import RemoteInstance
+from dora_jax.runtime.cluster.worker_roles import RolloutRole
+from dora_jax.runtime.cluster.tick_broadcast import Follower, Leader
+from dora_jax.runtime.transfer.weight_storage import StoredWeights
+from dora_jax.runtime.durability.journaled_world import DurableWorld
+from dora_jax.runtime.transfer import weight_messages as ex
+from dora_jax.runtime.durability.file_log import FileLog
+from dora_jax.runtime.durability.event_log import Journal
+from dora_jax.runtime.coordinator import LocalWorld
+from dora_jax.orchestrate.loop import run
+from dora_jax.runtime.transfer.weight_distribution import STORAGE
+from dora_jax.runtime.transfer.transfer_manifest import Lent
+from dora_jax.runtime.transfer.weight_receiver import Versions, WeightHost
+from dora_jax.runtime.idle_timer import Waits
+from dora_jax.runtime.workers import InstanceReady, TrainerWorker
 from dora_jax.types import SampleId
 from tests.cluster_fakes import LIMITS, FakeLauncher, eventually
 from tests.test_runtime import SECTION, G, P, Scorer, SlowEngine, STEPS, Task, Trainer, Weights, expected, trained_by
@@ -57,7 +57,7 @@ class Pulse:
     @progress.setter
     def progress(self, value):
         self._progress = value
-        self._link.send(calls.Beat(progress=value, busy=self.busy, waited_s=0.0))
+        self._link.send(messages.Beat(progress=value, busy=self.busy, waited_s=0.0))
 
 
 class Wire:
@@ -224,7 +224,7 @@ class World:
 
     def _keeper(self, instance):
         def begin(rank, coordinator, leader):
-            return calls.Begin(
+            return messages.Begin(
                 config={}, workdir="", instance=instance, rank=rank, hosts=self._hosts, coordinator="", leader=""
             )
 
@@ -235,7 +235,7 @@ class World:
             self._hosts,
             "",
             begin=begin,
-            say=self.said.append,
+            notify=self.said.append,
             limits=dataclasses.replace(LIMITS, restarts=20),
             **hooks,
         )
@@ -368,7 +368,7 @@ def rise(remote, outbox, epoch=1):
     gang = Posted(epoch)
     remote._keeper.hooks["up"](gang)
     item = outbox.get_nowait()
-    assert isinstance(item, Risen)
+    assert isinstance(item, InstanceReady)
     item.admit()
     return gang
 
@@ -381,7 +381,7 @@ def drained(outbox):
 
 
 A = SampleId(3, 1)
-PARCEL = Parcel(
+PARCEL = InFlightSample(
     id=A,
     version=0,
     prompt_ids=np.zeros(1, np.int32),
@@ -416,14 +416,14 @@ def test_a_move_out_of_a_lost_gang_fails_right_behind_its_loss(pair):
 
 def moving(number=1, host=0, hosts=1, manifest=None):
     lent = Lent(parcel=PARCEL, kv_len=0, page_size=0, manifest=manifest)
-    return calls.Moving(lent=lent, src=0, dst=1, attempt=1, number=number, host=host, hosts=hosts)
+    return messages.Moving(lent=lent, src=0, dst=1, attempt=1, number=number, host=host, hosts=hosts)
 
 
 def test_a_sample_on_its_way_to_a_lost_gang_counts_as_moved(pair):
     remotes, gangs, outbox = pair
     remotes[0].move(A, remotes[1], 1)
     remotes[0]._keeper.hooks["heard"](moving())
-    assert isinstance(gangs[1].posts[-1], calls.Receive)
+    assert isinstance(gangs[1].posts[-1], messages.Receive)
     remotes[1]._keeper.hooks["down"](gangs[1])
     down, moved = drained(outbox)
     assert isinstance(down, ev.InstanceDown) and (moved.id, moved.dst) == (A, 1)

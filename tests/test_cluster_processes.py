@@ -11,7 +11,7 @@ import time
 import psutil
 import pytest
 
-from dora_jax.runtime.audit import audit
+from dora_jax.runtime.durability.journal_audit import audit
 
 CONFIG = """
 from dora_jax import config
@@ -72,7 +72,7 @@ def test_a_run_of_many_processes_outlives_those_that_are_killed_or_preempted(tmp
 def listening(pid):
     """The addresses at which a controller and its gangs' processes wait for callers."""
     controller = psutil.Process(pid)
-    hosts = [child for child in controller.children() if "dora_jax.runtime.cluster.host" in child.cmdline()]
+    hosts = [child for child in controller.children() if "dora_jax.runtime.cluster.process_main" in child.cmdline()]
     assert hosts
     return [
         found.laddr.ip.removeprefix("::ffff:")

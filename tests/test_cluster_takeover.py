@@ -15,21 +15,21 @@ from dora_jax.config import ConfigError
 from dora_jax.orchestrate import events as ev
 from dora_jax.rollout.oracle import OracleEngine
 from dora_jax.rollout.ticks import TickResult
-from dora_jax.runtime import slices
-from dora_jax.runtime.audit import ReadOnly, audit
-from dora_jax.runtime.bucket import ROSTER, Objects
-from dora_jax.runtime.cluster import calls
+from dora_jax.runtime.transfer import slices
+from dora_jax.runtime.durability.journal_audit import ReadOnly, audit
+from dora_jax.runtime.durability.object_storage import ROSTER, Objects
+from dora_jax.runtime.cluster import messages
 from dora_jax.runtime.cluster.gang import Gang, Hub
-from dora_jax.runtime.cluster.host import Pulse
-from dora_jax.runtime.cluster.launcher import Processes, Ticket
-from dora_jax.runtime.cluster.memory import Memory
-from dora_jax.runtime.cluster.roles import Courier, TrainerRole
-from dora_jax.runtime.cluster.roster import Roster, address_in
-from dora_jax.runtime.cluster.turns import Follower, Leader
-from dora_jax.runtime.cluster.weights import StoredWeights, weights_at
-from dora_jax.runtime.journal import Journal
-from dora_jax.runtime.recovery import recover
-from dora_jax.runtime.staging import Versions, WeightHost
+from dora_jax.runtime.cluster.process_main import Pulse
+from dora_jax.runtime.cluster.launch_process import Processes, Ticket
+from dora_jax.runtime.cluster.step_cache import Memory
+from dora_jax.runtime.cluster.worker_roles import Courier, TrainerRole
+from dora_jax.runtime.cluster.run_registry import Roster, address_in
+from dora_jax.runtime.cluster.tick_broadcast import Follower, Leader
+from dora_jax.runtime.transfer.weight_storage import StoredWeights, weights_at
+from dora_jax.runtime.durability.event_log import Journal
+from dora_jax.runtime.durability.recovery import recover
+from dora_jax.runtime.transfer.weight_receiver import Versions, WeightHost
 from tests.cluster_fakes import LIMITS, FakeHost, begin, eventually
 from tests.test_cluster import World, events
 from tests.test_cluster_trainer import group as scored_group
@@ -44,7 +44,7 @@ class Killed(Exception):
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch):
-    monkeypatch.setattr("dora_jax.runtime.cluster.uplink.LOOK_S", 0.02)
+    monkeypatch.setattr("dora_jax.runtime.cluster.controller_connection.LOOK_S", 0.02)
 
 
 class Lives(World):
@@ -203,7 +203,7 @@ class Half(TrainerRole):
 
     def _answer(self, what):
         self._both.wait(20)
-        return calls.Done(value=1)
+        return messages.Done(value=1)
 
 
 def halves(hub, place, both):
@@ -239,7 +239,7 @@ def test_a_step_that_is_on_its_way_to_some_of_the_processes_does_not_keep_the_ne
     for host in gang._ranks:
         if gang._ranks.index(host) not in reached:
             host.link.send = lambda record: None
-    gang.cast(calls.Publish(version=1))
+    gang.cast(messages.Publish(version=1))
     time.sleep(0.2)  # until what comes has come
     roster.announce("127.0.0.1:1")
     hub.close()
@@ -264,7 +264,7 @@ def test_a_gang_of_which_one_process_does_not_come_back_is_ended_soon(monkeypatc
     ticket = Ticket(controller=hub.address, gang="trainer", epoch=4)
     hosts = [FakeHost(ticket, hub.token, rank, None, lambda host: host.join()) for rank in (0, 1)]
     gang.seat(begin)
-    eventually(lambda: all(isinstance(host.began, calls.Again) for host in hosts))
+    eventually(lambda: all(isinstance(host.began, messages.Again) for host in hosts))
     time.sleep(0.4)
     assert gang.fault() is None, "both may be at work"
     hosts[1].ready()
@@ -377,7 +377,7 @@ def remembering():
     memory.digests[0] = 100
     for base in range(4):
         assert memory.new(base, step_of(base)) == step_of(base) and memory.mid_step and memory.recall(base) is None
-        memory.made(base, calls.Made(digest=base, metrics={}))
+        memory.made(base, messages.Made(digest=base, metrics={}))
     return memory
 
 

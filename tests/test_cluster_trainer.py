@@ -11,19 +11,19 @@ from jax.sharding import PartitionSpec as P
 from dora_jax.config import CheckpointSection, RunError
 from dora_jax.models import sharding
 from dora_jax.publish import placed
-from dora_jax.runtime import slices
-from dora_jax.runtime.book import Published, Step
-from dora_jax.runtime.bucket import Objects
-from dora_jax.runtime.cluster import calls
+from dora_jax.runtime.transfer import slices
+from dora_jax.runtime.durability.payload_state import Published, Step
+from dora_jax.runtime.durability.object_storage import Objects
+from dora_jax.runtime.cluster import messages
 from dora_jax.runtime.cluster.gang import Hub
-from dora_jax.runtime.cluster.keeper import Keeper
-from dora_jax.runtime.cluster.roster import Roster
-from dora_jax.runtime.cluster.learner import RemoteCheckpoints, RemoteTrainer, RemoteWeights, part
-from dora_jax.runtime.cluster.parts import StepFolder
-from dora_jax.runtime.cluster.publisher import Publisher
-from dora_jax.runtime.cluster.weights import StoredWeights, weights_at
-from dora_jax.runtime.publication import STORAGE, WIRE
-from dora_jax.runtime.shards import WireError
+from dora_jax.runtime.cluster.gang_supervisor import Keeper
+from dora_jax.runtime.cluster.run_registry import Roster
+from dora_jax.runtime.cluster.remote_trainer import RemoteCheckpoints, RemoteTrainer, RemoteWeights, part
+from dora_jax.runtime.cluster.checkpoint_shards import StepFolder
+from dora_jax.runtime.cluster.weight_publisher import Publisher
+from dora_jax.runtime.transfer.weight_storage import StoredWeights, weights_at
+from dora_jax.runtime.transfer.weight_distribution import STORAGE, WIRE
+from dora_jax.runtime.transfer.transfer_manifest import WireError
 from dora_jax.trainer import manifest
 from dora_jax.types import ScoredGroup
 from tests.cluster_fakes import LIMITS, FakeLauncher, begin, eventually
@@ -47,30 +47,30 @@ class Learners(FakeLauncher):
         if rank == 0:
             self.log.append((host._hello.epoch, name))
         match what:
-            case calls.Learn(base=base, groups=groups):
+            case messages.Learn(base=base, groups=groups):
                 assert base == len(trained), "steps come in order"
                 begun += [g.group_id for g in groups]
-            case calls.Make(base=base):
+            case messages.Make(base=base):
                 assert base == len(trained), "steps come in order"
                 trained.append(begun.copy())
                 begun.clear()
-            case calls.Restore(step=step):
+            case messages.Restore(step=step):
                 trained[:] = json.loads((self.folder / str(step) / "trained").read_text())
-            case calls.Publish(version=version):
+            case messages.Publish(version=version):
                 assert version == len(trained)
                 host.__dict__.setdefault("kept", set()).add(version)
-            case calls.Write(version=version):
+            case messages.Write(version=version):
                 assert version in host.kept
                 (self.folder.parent / "weights" / f"v{version}.partial").mkdir(exist_ok=True, parents=True)
         if rank == 1 and name in self.dies:
             self.dies.remove(name)
             host.die()
             return None
-        if isinstance(what, calls.Make | calls.Fingerprint):
+        if isinstance(what, messages.Make | messages.Fingerprint):
             digest = hash(str(trained)) & 0xFFFF
-            made = calls.Made(digest=digest, metrics={"loss": float(len(trained))})
-            return made if isinstance(what, calls.Make) else calls.Done(value=digest)
-        return calls.Done(value=len(trained))
+            made = messages.Made(digest=digest, metrics={"loss": float(len(trained))})
+            return made if isinstance(what, messages.Make) else messages.Done(value=digest)
+        return messages.Done(value=len(trained))
 
     def save(self, step, trained):
         """A checkpoint that verifies."""
@@ -142,7 +142,9 @@ class Rig:
         return [host.trained for host in hosts]
 
     def _keeper(self, name, **hooks):
-        return Keeper(self.hub, self.launcher, name, 2, "", begin=begin, say=self.said.append, limits=LIMITS, **hooks)
+        return Keeper(
+            self.hub, self.launcher, name, 2, "", begin=begin, notify=self.said.append, limits=LIMITS, **hooks
+        )
 
 
 def steps(n):
@@ -265,7 +267,9 @@ def test_weights_that_come_out_otherwise_are_spoken_of(tmp_path):
 def test_processes_that_disagree_end_the_run(tmp_path):
     with Rig(tmp_path) as rig:
         rig.launcher.answer = lambda host, what: (
-            calls.Made(digest=host.began.rank, metrics={}) if isinstance(what, calls.Make) else calls.Done(value=0)
+            messages.Made(digest=host.began.rank, metrics={})
+            if isinstance(what, messages.Make)
+            else messages.Done(value=0)
         )
         with pytest.raises(RuntimeError, match="disagree over Make"):
             rig.trainer.step(part((group(0),), 0))

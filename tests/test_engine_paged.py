@@ -8,7 +8,7 @@ import pytest
 from engine_rig import finish, ids, loaded, new_engine, submit, undisturbed, weights
 
 from dora_jax.ops import attention
-from dora_jax.rollout import forward
+from dora_jax.rollout import device_calls
 from dora_jax.types import SampleId
 
 
@@ -17,7 +17,7 @@ def paged():
     """Two devices; few pages more than one long sample needs."""
     patch = pytest.MonkeyPatch()
     patch.setattr(attention, "paged_kernel", lambda impl: attention.paged_reference)
-    patch.setattr(forward, "CHOOSERS", ("cpu",))  # how the weights lie is chosen as on a TPU
+    patch.setattr(device_calls, "CHOOSERS", ("cpu",))  # how the weights lie is chosen as on a TPU
     with patch.context() as anywhere:
         anywhere.setattr(attention, "check_platform", lambda impl, platform: None)
         engine = new_engine(device=2, tensor=2, pages=20, context_block=48, attention="tpu")

@@ -8,7 +8,7 @@ from engine_rig import CFG, finish, ids, loaded, new_engine, params, submit, und
 from dora_jax.models import sharding
 from dora_jax.ops import attention
 from dora_jax.publish import WeightStore
-from dora_jax.rollout import forward
+from dora_jax.rollout import device_calls
 from dora_jax.trainer import hlo
 from dora_jax.types import SampleId
 
@@ -21,7 +21,7 @@ def engine(request):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(attention, "paged_kernel", lambda impl: attention.paged_reference)
         if request.param != "reference":
-            patch.setattr(forward, "CHOOSERS", ("cpu",))
+            patch.setattr(device_calls, "CHOOSERS", ("cpu",))
             patch.setattr(attention, "check_platform", lambda impl, platform: None)
         engine = new_engine(device=2, tensor=TENSOR, context_block=48, attention=request.param)
         store = WeightStore()

@@ -1,7 +1,7 @@
 """1,000 fuzzed inputs to every decoder: what it holds, or an error with a sentence; never a hang, a crash or a flood.
 (What hangs ends at pytest's own time limit.)
 
-The codec and the frames of the journal are fuzzed in test_codec.py and test_journal.py; whole segments here.
+The codec and the frames of the journal are fuzzed in test_codec.py and test_event_log.py; whole segments here.
 """
 
 import json
@@ -20,9 +20,9 @@ from dora_jax.models import hf, hf_config
 from dora_jax.orchestrate.core import Orchestrator
 from dora_jax.orchestrate.events import InstanceUp, TimePassed
 from dora_jax.orchestrate.modes import OrchestratorConfig
-from dora_jax.runtime.book import CODEC, Book, Fact
-from dora_jax.runtime.journal import Journal, JournalError, frame
-from dora_jax.runtime.recovery import head_records, recover
+from dora_jax.runtime.durability.payload_state import CODEC, Book, Fact
+from dora_jax.runtime.durability.event_log import Journal, JournalError, frame
+from dora_jax.runtime.durability.recovery import head_records, recover
 from dora_jax.tasks.prompts import Wording
 from dora_jax.tasks.rows import RowsSource
 from dora_jax.trainer import manifest

@@ -5,10 +5,10 @@ import random
 import time
 
 from dora_jax.bench.fuzz_ports import PAYLOADS, Fuzzer, listening
-from dora_jax.runtime import door
-from dora_jax.runtime.cluster import calls
+from dora_jax.runtime import listener
+from dora_jax.runtime.cluster import messages
 from tests.cluster_fakes import FakeLauncher, Kept
-from tests.test_wire import NAMED, key, takes
+from tests.test_device_transfer import NAMED, key, takes
 from tests.wire_peer import new_wire, whole
 
 
@@ -24,7 +24,7 @@ def test_a_gang_and_a_wire_work_on_while_strangers_send_garbage_to_every_port():
         try:
             until, worked, most = time.monotonic() + 1.5, 0, 0
             while time.monotonic() < until or not worked:
-                assert gang.call(calls.Publish(version=1), 20.0) == [calls.Done(value=0)] * 2
+                assert gang.call(messages.Publish(version=1), 20.0) == [messages.Done(value=0)] * 2
                 k = key()
                 takes(receiver, sender.give(k, whole(NAMED)), NAMED, k, 20)
                 worked += 1
@@ -33,7 +33,7 @@ def test_a_gang_and_a_wire_work_on_while_strangers_send_garbage_to_every_port():
             fuzzer.close()
         assert not gang.dead.is_set() and kept.events == ["up 1"] and len(fuzzer.connections) == 3
         held_here = 3 * 65  # by the fuzzer's own threads
-        assert most - files < held_here + 3 * 2 * (door.STRANGERS + 8)
+        assert most - files < held_here + 3 * 2 * (listener.STRANGERS + 8)
     sender.close()
     receiver.close()
 

@@ -6,7 +6,7 @@ import numpy as np
 from engine_rig import new_engine
 
 from dora_jax.bench import host_time
-from dora_jax.rollout.migrate import Parcel
+from dora_jax.rollout.migrate import InFlightSample
 from dora_jax.rollout.seq import Seq
 from dora_jax.types import SampleId
 
@@ -38,7 +38,7 @@ def test_the_bench_measures_the_assembled_engine():
 def test_what_was_sampled_stays_where_it_was_written():
     out = np.arange(100, dtype=np.int32)
     seq = Seq(
-        Parcel(
+        InFlightSample(
             id=SampleId(0, 0),
             version=0,
             prompt_ids=out[:7],

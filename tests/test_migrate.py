@@ -5,7 +5,7 @@ import dataclasses
 import numpy as np
 from engine_rig import assert_undisturbed, finish, ids, loaded, shared_engine, submit, undisturbed
 
-from dora_jax.rollout.migrate import Parcel, repaged, without_pages
+from dora_jax.rollout.migrate import InFlightSample, repaged, without_pages
 from dora_jax.types import SampleId
 
 
@@ -19,7 +19,7 @@ def contiguous(parcel):
 def parcel(kv_len=11, page_size=4, layers=2, heads=2, dim=8):
     rng = np.random.default_rng(0)
     pages = -(-kv_len // page_size)
-    return Parcel(
+    return InFlightSample(
         id=SampleId(1, 2),
         version=3,
         prompt_ids=np.arange(7, dtype=np.int32),

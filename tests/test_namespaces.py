@@ -7,9 +7,9 @@ from multiprocessing import connection
 import pytest
 
 from dora_jax.orchestrate.events import TimePassed
-from dora_jax.runtime import exchange as ex
-from dora_jax.runtime import publication
-from dora_jax.runtime.publication import Publication
+from dora_jax.runtime.transfer import weight_messages as ex
+from dora_jax.runtime.transfer import weight_distribution
+from dora_jax.runtime.transfer.weight_distribution import Publication
 from tests import namespaces, weight_peer
 
 SIZE = 4 << 20
@@ -79,7 +79,7 @@ def test_a_cut_slow_or_lossy_link_concerns_one_replica_and_never_half_a_version(
     if reason := namespaces.forbidden():
         pytest.skip(reason)
     with namespaces.Hosts("trainer", "r0", "r1") as hosts:
-        monkeypatch.setattr(publication, "deadline_s", lambda size: PATIENT_S)
+        monkeypatch.setattr(weight_distribution, "deadline_s", lambda size: PATIENT_S)
         run = Controller(hosts)
         run.publish(1)
         for name in ("r0", "r1"):
@@ -90,7 +90,7 @@ def test_a_cut_slow_or_lossy_link_concerns_one_replica_and_never_half_a_version(
             assert isinstance(loaded, ex.Loaded)
             took_s.append(seconds)
         timeout_s = 3.0 + 5 * max(took_s)  # of this machine, busy as it is
-        monkeypatch.setattr(publication, "deadline_s", lambda size: timeout_s)
+        monkeypatch.setattr(weight_distribution, "deadline_s", lambda size: timeout_s)
 
         # The link between trainer and r0 is cut while r0 pulls.
         run.on_command = lambda item: isinstance(item, ex.Pull) and item.world == "r0" and hosts.cut("trainer", "r0")
@@ -119,7 +119,7 @@ def test_a_cut_slow_or_lossy_link_concerns_one_replica_and_never_half_a_version(
         assert run.seen("r0") == weight_peer.Seen(versions=(1, 2), whole=True)
 
         # A link that is slow and loses packets delivers, late; the other link does not notice.
-        monkeypatch.setattr(publication, "deadline_s", lambda size: PATIENT_S)
+        monkeypatch.setattr(weight_distribution, "deadline_s", lambda size: PATIENT_S)
         hosts.link("trainer", "r0", lost=0.02, delay_s=0.02)
         run.publish(4)
         for name in ("r0", "r1"):

@@ -16,7 +16,7 @@ import pytest
 from dora_jax.orchestrate import events as ev
 from dora_jax.orchestrate.core import Orchestrator
 from dora_jax.orchestrate.modes import OrchestratorConfig
-from dora_jax.orchestrate.view import say
+from dora_jax.orchestrate.view import describe
 from dora_jax.types import SampleId
 
 FILES = sorted(Path(__file__).with_name("scenarios").glob("*.txt"))
@@ -101,7 +101,7 @@ class Body:
         facts, said = [fact], []
         while facts:
             commands = self.brain.step(facts.pop(0))
-            said += [say(command) for command in commands]
+            said += [describe(command) for command in commands]
             facts += [fact for command in commands for fact in self._react(command)]
         return said
 

@@ -10,7 +10,7 @@ from dora_jax import presets
 from dora_jax.config import RolloutSection
 from dora_jax.rollout import plan as p
 from dora_jax.rollout import shapes as columns
-from dora_jax.rollout.migrate import Parcel
+from dora_jax.rollout.migrate import InFlightSample
 from dora_jax.rollout.shapes import shapes_of
 from dora_jax.types import SampleId
 
@@ -31,7 +31,7 @@ SECTION = presets.on_cpu(
 
 def parcel(group, index=0, version=0, prompt=None, n_prompt=9, limit=30):
     prompt = np.arange(100 * group, 100 * group + n_prompt) if prompt is None else np.asarray(prompt)
-    return Parcel(
+    return InFlightSample(
         id=SampleId(group, index),
         version=version,
         prompt_ids=prompt.astype(np.int32),

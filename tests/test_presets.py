@@ -17,7 +17,7 @@ from dora_jax.config import (
     TrainerSection,
 )
 from dora_jax.models.config import KNOWN
-from dora_jax.runtime.cluster import body
+from dora_jax.runtime.cluster import backend
 from dora_jax.validate import get
 
 CONFIGS = Path(__file__).resolve().parent.parent / "configs"
@@ -166,7 +166,7 @@ def test_trainer_fields_follow_the_trainers_slice_and_rollout_fields_the_replica
 
 def test_a_gang_has_the_pages_that_its_controller_reports():
     done, _ = resolved(cluster())
-    told = config.from_config_dict(body._gang_config(done), "evaluate")
+    told = config.from_config_dict(backend._gang_config(done), "evaluate")
     assert told.rollout == done.rollout and told.trainer == done.trainer and told.model == done.model
     assert told.cluster.replica_slice == "v6e-4"
 

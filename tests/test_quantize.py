@@ -9,7 +9,7 @@ from engine_rig import CFG, assert_undisturbed, finish, ids, loaded, new_engine,
 from dora_jax.bench import drift
 from dora_jax.models import decoder, sharding
 from dora_jax.rollout.quantize import PROJECTIONS, Narrow, narrow, stored
-from dora_jax.runtime.build import engine_of
+from dora_jax.runtime.run import engine_of
 from dora_jax.types import SampleId
 
 pytestmark = pytest.mark.slow  # many compilations

@@ -14,8 +14,9 @@ from dora_jax import config as configs
 from dora_jax.models import decoder, sharding
 from dora_jax.models.config import new_config
 from dora_jax.publish import copy_bytes, sliced
-from dora_jax.runtime import build, slices, staging
-from dora_jax.runtime.shards import turns
+from dora_jax.runtime import run
+from dora_jax.runtime.transfer import slices, weight_receiver
+from dora_jax.runtime.transfer.transfer_manifest import turns
 from tests import trainer_cases as cases
 
 GIB = 2**30
@@ -49,7 +50,7 @@ def mesh_of(hosts, chips, *axes):
 
 def masters(model, mesh, dtype):
     return jax.tree.map(
-        lambda x: jax.ShapeDtypeStruct(x.shape, dtype, sharding=x.sharding), build.publishing_inputs(model, mesh)
+        lambda x: jax.ShapeDtypeStruct(x.shape, dtype, sharding=x.sharding), run.publishing_inputs(model, mesh)
     )
 
 
@@ -82,15 +83,15 @@ def test_a_process_gives_what_it_holds_and_little_more_than_the_others(boxes):
 def test_the_copy_holds_what_is_counted_and_sends_nothing(axes):
     mesh = sharding.make_mesh(jax.devices(), *axes)
     config = dataclasses.replace(configs.Config(), model=dataclasses.replace(configs.Config().model, dtype="bfloat16"))
-    copy = build.publishing_copy(config, cases.MODEL, mesh)
-    compiled = copy.lower(build.publishing_inputs(cases.MODEL, mesh)).compile()
+    copy = run.publishing_copy(config, cases.MODEL, mesh)
+    compiled = copy.lower(run.publishing_inputs(cases.MODEL, mesh)).compile()
     shape = dict(zip(("data", "fsdp", "tensor"), axes, strict=True), context=1)
     assert compiled.memory_analysis().output_size_in_bytes - copy_bytes(cases.MODEL, shape, "bfloat16") in range(1024)
     assert not any(word in compiled.as_text() for word in ("all-gather", "all-reduce", "all-to-all", "collective"))
 
 
 def like(model, mesh):
-    return staging.like(model, sharding.param_specs(model, mesh, "serving"), jnp.bfloat16)
+    return weight_receiver.like(model, sharding.param_specs(model, mesh, "serving"), jnp.bfloat16)
 
 
 def test_a_replica_on_one_host_wants_each_tensor_in_one_piece():

@@ -16,7 +16,7 @@ from dora_jax import config as configs
 from dora_jax import devices
 from dora_jax.bench import smollm
 from dora_jax.models import decoder, hf, sharding
-from dora_jax.runtime import build
+from dora_jax.runtime import run as build
 from dora_jax.tokenizer import Tokenizer
 from dora_jax.types import SampleId
 

@@ -13,7 +13,7 @@ from test_tasks_rows import sums, write
 from dora_jax import config, helping, tasks
 from dora_jax.config import ConfigError, TaskPart, TaskSection, from_config_dict
 from dora_jax.flags import _apply
-from dora_jax.runtime import build
+from dora_jax.runtime import run as build
 from dora_jax.tasks.identity import uid_of
 from dora_jax.tasks.mixture import cycle_of
 

@@ -11,7 +11,7 @@ import pytest
 from dora_jax import config, publish
 from dora_jax.buffer.store import MemoryGroupStore
 from dora_jax.models import sharding
-from dora_jax.runtime import build
+from dora_jax.runtime import run
 from dora_jax.runtime.workers import TrainerWorker
 from dora_jax.trainer import expected, flops, objective, optim, step
 from tests import trainer_cases as cases
@@ -111,7 +111,7 @@ def test_a_probe_in_a_run_is_one_group_of_the_version_before(trainer):
         Versions(),
         2,
         queue.SimpleQueue(),
-        probe=build.prober(run_config(), trainer),
+        probe=run.prober(run_config(), trainer),
     )
     for base, version in enumerate((0, 0, 1, 1)):
         scored = dataclasses.replace(cases.groups(1, 4, seed=base, version=version)[0], group_id=base)
@@ -304,18 +304,18 @@ def run_config(**changes):
 
 def test_updates_that_take_their_groups_apart_are_made_again_of_the_same_groups(trainer):
     """Parts come one by one; a resume hands over the whole step in the order in which it was taken."""
-    pack = build.packer(run_config(), trainer)
+    pack = run.packer(run_config(), trainer)
     taken = [cases.groups(4)[i] for i in (2, 0, 3, 1)]
     alone = [batch.group_ids for part in (taken[:2], taken[2:]) for batch in pack(part, 0)]
     assert alone == [batch.group_ids for batch in pack(taken, 0)] == [(0, 2), (1, 3)]
 
 
 def test_a_step_is_one_whole_where_its_updates_cannot_part(trainer):
-    assert build.updates_apart(run_config()) == 2
-    assert build.updates_apart(run_config(cluster=config.ClusterSection(launcher="process"))) == 2
+    assert run.updates_apart(run_config()) == 2
+    assert run.updates_apart(run_config(cluster=config.ClusterSection(launcher="process"))) == 2
     shuffled = config.TaskSection(shuffle_rewards=True)
-    assert build.updates_apart(run_config(task=shuffled)) == 1
-    assert [batch.group_ids for batch in build.packer(run_config(task=shuffled), trainer)(cases.groups(4), 0)] == [
+    assert run.updates_apart(run_config(task=shuffled)) == 1
+    assert [batch.group_ids for batch in run.packer(run_config(task=shuffled), trainer)(cases.groups(4), 0)] == [
         (0, 2),
         (1, 3),
     ]

@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from dora_jax.runtime import exchange as ex
+from dora_jax.runtime.transfer import weight_messages as ex
 from dora_jax.runtime.codec import Codec
 from dora_jax.types import Version, record
 
@@ -39,8 +39,8 @@ def run(end, size, ip="127.0.0.1", space=None):
         enter(space)
     import jax
 
-    from dora_jax.runtime import slices
-    from dora_jax.runtime.staging import Versions, WeightHost
+    from dora_jax.runtime.transfer import slices
+    from dora_jax.runtime.transfer.weight_receiver import Versions, WeightHost
     from tests.wire_peer import new_wire
 
     jax.config.update("jax_platforms", "cpu")

@@ -46,7 +46,7 @@ from dora_jax.bench import bandwidth, plain, smollm
 from dora_jax.config import Config, RolloutSection
 from dora_jax.models import decoder, hf, sharding
 from dora_jax.rollout.engine import Engine
-from dora_jax.runtime.build import engine_of
+from dora_jax.runtime.run import engine_of
 from dora_jax.types import SampleId
 
 MODEL = decoder.new_config("qwen3", **bandwidth.TOY)

@@ -20,7 +20,7 @@ from dora_jax.models import decoder, sharding
 from dora_jax.models.config import KNOWN, ModelConfig, new_config
 from dora_jax.publish import placed, sliced
 from dora_jax.rollout.engine import Engine
-from dora_jax.runtime.build import engine_of, packer, publishing_copy, trainer_of
+from dora_jax.runtime.run import engine_of, packer, publishing_copy, trainer_of
 from dora_jax.trainer.flops import model_flops, segment_lengths
 from dora_jax.types import Sample, SampleId, ScoredGroup, Span
 

@@ -27,7 +27,7 @@ from dora_jax.models import decoder, hf, sharding
 from dora_jax.models.config import ModelConfig
 from dora_jax.publish import placed, sliced
 from dora_jax.rollout.quantize import KV, PROJECTIONS, WEIGHTS
-from dora_jax.runtime.build import engine_of, publishing_copy, trainer_recipe
+from dora_jax.runtime.run import engine_of, publishing_copy, trainer_recipe
 from dora_jax.types import Sample, SampleId
 
 PROMPT = 32

@@ -31,8 +31,8 @@ from dora_jax import devices
 from dora_jax.config import Config, RolloutSection
 from dora_jax.models import decoder, sharding
 from dora_jax.rollout.engine import Engine
-from dora_jax.rollout.migrate import Parcel
-from dora_jax.runtime import build
+from dora_jax.rollout.migrate import InFlightSample
+from dora_jax.runtime import run as build
 from dora_jax.runtime.workers import InstanceWorker
 from dora_jax.types import SampleId
 
@@ -118,7 +118,7 @@ def new_worker(instance: int, args: argparse.Namespace, context: int, page: int)
     for i in range(rollout.slots):
         n = context - rollout.max_prompt_tokens - i * rollout.decode_steps % 128
         worker.receive(
-            Parcel(
+            InFlightSample(
                 id=SampleId(i // GROUP, i % GROUP),
                 version=0,
                 out_ids=np.full(n, TOKEN, np.int32),

@@ -71,7 +71,7 @@ def main() -> None:
             for kills in (pair % 2 == 1, pair % 2 == 0):
                 run.wait("all gangs", lambda: len(run.pids) == args.gangs)
                 phases.append(_phase(run, trained, kills, args, draw))
-                _say(len(phases), phases[-1])
+                _notify(len(phases), phases[-1])
     quiet, struck = ([phase.rate for phase in phases if phase.kills == kills] for kills in (False, True))
     share = [b / a for a, b in zip(quiet, struck, strict=True)]
     settle(
@@ -106,7 +106,7 @@ def _phase(run: Run, trained: Trained, kills: bool, args: argparse.Namespace, dr
     return phase
 
 
-def _say(number: int, phase: Phase) -> None:
+def _notify(number: int, phase: Phase) -> None:
     back = f"median {statistics.median(phase.back_s):.1f}, up to {max(phase.back_s):.1f}" if phase.back_s else ""
     print(
         f"{number:>5} {phase.struck:>5} {phase.seconds:>6.1f} {phase.steps:>5} {phase.rate:>9.0f}  {back}", flush=True

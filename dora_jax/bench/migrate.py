@@ -25,8 +25,8 @@ from dora_jax.bench.decode import MODEL
 from dora_jax.config import Config, RolloutSection
 from dora_jax.models import decoder, sharding
 from dora_jax.rollout.engine import Engine
-from dora_jax.rollout.migrate import Parcel, without_pages
-from dora_jax.runtime.build import engine_of
+from dora_jax.rollout.migrate import InFlightSample, without_pages
+from dora_jax.runtime.run import engine_of
 from dora_jax.types import SampleId
 
 NEW = 128  # tokens that the moved sample may still sample: enough to measure a few ticks
@@ -52,7 +52,7 @@ def new_engine(context: int, others: int, params) -> Engine:
     return engine
 
 
-def next_tokens_s(engine: Engine, parcel: Parcel) -> float:
+def next_tokens_s(engine: Engine, parcel: InFlightSample) -> float:
     """Seconds from the import until the sample has sampled again; takes it out afterwards."""
     began = time.perf_counter()
     engine.import_(parcel)
@@ -69,7 +69,7 @@ def forget(engine: Engine, params) -> None:
     engine.load(0, jax.device_put(params, engine.param_shardings))
 
 
-def slowed(engine: Engine, parcel: Parcel, others: int) -> tuple[tuple[float, int], tuple[float, int]]:
+def slowed(engine: Engine, parcel: InFlightSample, others: int) -> tuple[tuple[float, int], tuple[float, int]]:
     """((share by which others decode slower while the sample arrives, ticks), the same while it leaves again)."""
     for index in range(others):
         engine.submit(SampleId(1, index), np.arange(3, 35), 0, OTHERS_NEW)

@@ -8,7 +8,7 @@ tokens/s: at a million live samples 10,000 start and as many end in a second. Ev
 one is lost every `mtbf_s` of instance time, and a step takes a quarter of the groups that run. The fleet works for
 `warm_s` first, without reports until the last seconds. Timed is the CPU of the thread in `Orchestrator.step`; the share
 is that by the virtual time that went by. A snapshot is made each `snapshot_s` as a controller makes it: by a forked child
-(runtime/journal.py). `codec` adds what a controller's journal and wire do with the same facts.
+(runtime/durability/event_log.py). `codec` adds what a controller's journal and wire do with the same facts.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ from typing import Any
 from dora_jax.orchestrate import events as ev
 from dora_jax.orchestrate.core import Orchestrator
 from dora_jax.orchestrate.modes import OrchestratorConfig
-from dora_jax.runtime.book import CODEC, Book, Fact
-from dora_jax.runtime.filelog import FileLog
-from dora_jax.runtime.journal import Journal
-from dora_jax.runtime.loop import quiet_collector
-from dora_jax.runtime.recovery import head_records
+from dora_jax.runtime.durability.payload_state import CODEC, Book, Fact
+from dora_jax.runtime.durability.file_log import FileLog
+from dora_jax.runtime.durability.event_log import Journal
+from dora_jax.orchestrate.loop import quiet_collector
+from dora_jax.runtime.durability.recovery import head_records
 from dora_jax.types import SampleId
 
 SLOTS, GROUP_SIZE, IN_FLIGHT, STEPS_IN_FLIGHT, VERSIONS = 100, 16, 15.0, 4, 16

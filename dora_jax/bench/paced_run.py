@@ -20,10 +20,10 @@ from dora_jax.config import RolloutSection
 from dora_jax.orchestrate import events as ev
 from dora_jax.orchestrate.core import Orchestrator
 from dora_jax.rollout.oracle import OracleEngine
-from dora_jax.runtime.local import LocalWorld
-from dora_jax.runtime.loop import run as run_loop
-from dora_jax.runtime.paced import PacedEngine, PacedTrainer, PacedWeights
-from dora_jax.runtime.partwise import PartwiseTrainer
+from dora_jax.runtime.coordinator import LocalWorld
+from dora_jax.orchestrate.loop import run as run_loop
+from dora_jax.runtime.emulated_timing import PacedEngine, PacedTrainer, PacedWeights
+from dora_jax.runtime.streaming_trainer import PartwiseTrainer
 from dora_jax.runtime.workers import InstanceWorker
 from dora_jax.sim.config import Row
 from dora_jax.sim.cost import Costs, open_costs

@@ -34,9 +34,9 @@ import numpy as np
 from dora_jax.chips import CHIPS
 from dora_jax.models.config import ModelConfig, new_config
 from dora_jax.orchestrate.events import TimePassed
-from dora_jax.runtime import exchange as ex
+from dora_jax.runtime.transfer import weight_messages as ex
 from dora_jax.runtime.codec import Codec
-from dora_jax.runtime.publication import STORAGE, WIRE, Publication
+from dora_jax.runtime.transfer.weight_distribution import STORAGE, WIRE, Publication
 from dora_jax.sim.network import Speeds, publication, speeds_of
 from dora_jax.types import Version, record
 
@@ -179,14 +179,14 @@ class TrainerSide:
         import jax
 
         from dora_jax.models import sharding
-        from dora_jax.runtime import build
-        from dora_jax.runtime.cluster.weights import StoredWeights
-        from dora_jax.runtime.staging import Versions, WeightHost
-        from dora_jax.runtime.wire import Wire
+        from dora_jax.runtime import run
+        from dora_jax.runtime.transfer.weight_storage import StoredWeights
+        from dora_jax.runtime.transfer.weight_receiver import Versions, WeightHost
+        from dora_jax.runtime.transfer.device_transfer import Wire
 
         model, mesh = model_of(mib), sharding.make_mesh(jax.devices(), 1, FSDP, 1)
-        self._like = build.publishing_inputs(model, mesh)
-        self._copy = build.publishing_copy(_config(), model, mesh).lower(self._like).compile()
+        self._like = run.publishing_inputs(model, mesh)
+        self._copy = run.publishing_copy(_config(), model, mesh).lower(self._like).compile()
         self._stored, self._kept = StoredWeights(Path(folder)), Versions()
         self.host = WeightHost(0, Wire(*HERE), self._kept)
 
@@ -195,7 +195,7 @@ class TrainerSide:
         import jax
 
         from dora_jax.publish import Slices
-        from dora_jax.runtime import slices
+        from dora_jax.runtime.transfer import slices
 
         def full(x: jax.ShapeDtypeStruct) -> jax.Array:
             part = np.full(x.sharding.shard_shape(x.shape), version + 1, x.dtype)
@@ -225,13 +225,13 @@ class ReplicaSide:
         import jax
 
         from dora_jax.models import sharding
-        from dora_jax.runtime import build
-        from dora_jax.runtime.cluster.weights import StoredWeights
-        from dora_jax.runtime.staging import Versions, WeightHost, like
-        from dora_jax.runtime.wire import Wire
+        from dora_jax.runtime import run
+        from dora_jax.runtime.transfer.weight_storage import StoredWeights
+        from dora_jax.runtime.transfer.weight_receiver import Versions, WeightHost, like
+        from dora_jax.runtime.transfer.device_transfer import Wire
 
         model, config = model_of(mib), _config()
-        self._engine = build.engine_of(config, model, sharding.make_mesh(jax.devices(), 1, 1, TENSOR))
+        self._engine = run.engine_of(config, model, sharding.make_mesh(jax.devices(), 1, 1, TENSOR))
         wanted = like(model, self._engine.param_shardings, config.model.dtype)
         self.host = WeightHost(0, Wire(*HERE), Versions(), wanted, StoredWeights(Path(folder)).read)
 

@@ -19,9 +19,9 @@ under a new group id.
 
 from __future__ import annotations
 
-from dora_jax.orchestrate import admission, balance, place, snapshot, verdict, view
+from dora_jax.orchestrate import admission, placement, rebalancing, snapshot, verdict, view
 from dora_jax.orchestrate import events as ev
-from dora_jax.orchestrate.facts import COMMIT
+from dora_jax.orchestrate.transitions import COMMIT
 from dora_jax.orchestrate.modes import OrchestratorConfig
 from dora_jax.orchestrate.state import State
 from dora_jax.types import RENEWAL, GroupId, SampleId, Version
@@ -81,16 +81,16 @@ class Orchestrator:
         if kind in CHANGES_READY:
             self._take()
         if kind is ev.InstanceReported:
-            balance.relieve(s, s.fleet.hosts[event.instance])
-        if s.due.rebalance and balance.may_rebalance(s):
+            rebalancing.relieve(s, s.fleet.hosts[event.instance])
+        if s.due.rebalance and rebalancing.may_rebalance(s):
             s.due.rebalance = False
-            balance.rebalance(s)
-        if s.due.woken:
-            place.fill_woken(s)
+            rebalancing.rebalance(s)
+        if s.due.versions_to_fill:
+            placement.fill_woken(s)
         if s.due.drained:
-            balance.consolidate(s)
+            rebalancing.consolidate(s)
         if s.due.emptied:
-            balance.settle_emptied(s)
+            rebalancing.settle_emptied(s)
         if kind not in ENDS_NOTHING:
             self._retire()
             self._halt_if_done()
@@ -184,7 +184,7 @@ class Orchestrator:
         s = self.state
         furthest = max(s.cursors.values())
         skipped = {g for g in range(min(s.cursors.values()), furthest) if g >= s.cursors[s.config.task(g)]}
-        evicted = {g + RENEWAL for g, group in s.groups.items() if group.doomed == "evicted"}
+        evicted = {g + RENEWAL for g, group in s.groups.items() if group.abandoned == "evicted"}
         redo = sorted(set(s.ledger.live) | set(s.redo) | skipped | evicted)
         return {"start_version": s.ledger.base, "next_group_id": furthest, "redo": redo}
 

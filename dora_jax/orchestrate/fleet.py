@@ -60,13 +60,13 @@ class Unit:
 class Group:
     """One prompt with its G samples; `units[i]` is None once sample i has ended."""
 
-    __slots__ = ("doomed", "id", "left", "units", "version")
+    __slots__ = ("abandoned", "id", "left", "units", "version")
 
     def __init__(self, group_id: GroupId, version: Version, samples: int):
         self.id = group_id
         self.version = version
         self.left = samples
-        self.doomed: str | None = None  # "failed" or "evicted" while its last samples are being cancelled
+        self.abandoned: str | None = None  # "failed" or "evicted" while its last samples are being cancelled
         self.units: list[Unit | None] = [Unit(self, i) for i in range(samples)]
 
 

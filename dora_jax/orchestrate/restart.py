@@ -45,11 +45,11 @@ def restart(orchestrator: Orchestrator) -> Debts:
     s.wake_all()
     ledger = s.ledger
     units = list(_units(orchestrator))
-    doomed = tuple(u.id for u in units if u.state == fl.CANCELLING)
+    abandoned = tuple(u.id for u in units if u.state == fl.CANCELLING)
     return Debts(
         train=ev.Train(group_ids=ledger.batch, base_version=ledger.base) if ledger.batch else None,
         score=tuple(group.id for group in s.groups.values() if not group.left),
-        cancel=ev.Cancel(ids=doomed, instance=None, reason=LOST) if doomed else None,
+        cancel=ev.Cancel(ids=abandoned, instance=None, reason=LOST) if abandoned else None,
         groups=tuple(s.groups),
         recorded={u.id: u.version for u in units if u.state == fl.PARKED},
         versions=tuple(sorted(s.alive)),

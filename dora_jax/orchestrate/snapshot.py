@@ -102,7 +102,7 @@ def _load_host(s: State, values: list) -> Host:
 
 def _save_group(group: Group) -> list:
     units = [[_destination(unit), unit_values(unit), unit.index] for unit in group.units if unit is not None]
-    return [group.id, group.version, len(group.units), group.left, group.doomed, units]
+    return [group.id, group.version, len(group.units), group.left, group.abandoned, units]
 
 
 def _destination(unit: Unit) -> list | None:
@@ -110,9 +110,9 @@ def _destination(unit: Unit) -> list | None:
 
 
 def _load_group(fleet: Fleet, row: list) -> Group:
-    id, version, samples, left, doomed, rows = row
+    id, version, samples, left, abandoned, rows = row
     group = Group(id, version, samples)
-    group.left, group.doomed = left, doomed
+    group.left, group.abandoned = left, abandoned
     units, group.units = group.units, [None] * samples
     for dst, values, index in rows:
         unit = group.units[index] = units[index]

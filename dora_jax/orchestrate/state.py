@@ -22,11 +22,11 @@ RATE_GROUPS = 64
 
 
 class Due:
-    __slots__ = ("drained", "emptied", "rebalance", "woken")
+    __slots__ = ("drained", "emptied", "rebalance", "versions_to_fill")
 
     def __init__(self) -> None:
         self.rebalance = False  # at every instance
-        self.woken: dict[Version, None] = {}  # versions whose queue or whose free slots have changed
+        self.versions_to_fill: dict[Version, None] = {}  # versions whose queue or whose free slots have changed
         self.emptied: dict[InstanceId, None] = {}  # instances that may take other weights now
         self.drained: dict[Version, int] = {}  # slots freed since a draining version's moves were last planned
 
@@ -78,12 +78,12 @@ class State:
         group = Group(group_id, version, samples)
         self.groups[group_id] = group
         self.queue.add(group)
-        self.due.woken[version] = None
+        self.due.versions_to_fill[version] = None
 
     def freed(self, host: Host | None, version: Version) -> None:
         """A slot of `host` that served `version` is free."""
         if host is not None:
-            self.due.woken[version] = None
+            self.due.versions_to_fill[version] = None
             if version in self.fleet.drains:
                 self.due.drained[version] = self.due.drained.get(version, 0) + 1
             if not host.counts.get(version):
@@ -97,29 +97,29 @@ class State:
         unit.state = fl.ENDED
         self.freed(self.fleet.release(unit), unit.version)
         self.queue.ended(unit)
-        if group.left == 0 and group.doomed is not None:
+        if group.left == 0 and group.abandoned is not None:
             self.bury(group)
 
     def recorded(self, unit: Unit) -> None:
         """The sample runs nowhere; its tokens are recorded, and it goes on where a slot of its version is free."""
-        if unit.group.doomed is not None:
+        if unit.group.abandoned is not None:
             self.cancel(unit)
             return
         if self.decisions.on_publish == "swap" and not is_eval(unit.group.id):
             self.queue.retag(unit, self.ledger.base)
         self.queue.park(unit)
-        self.due.woken[unit.version] = None
+        self.due.versions_to_fill[unit.version] = None
         if unit.version not in self.fleet.holders and unit.version not in self.fleet.promised:
             self.due.rebalance = True
 
     def cancel(self, unit: Unit) -> None:
         unit.state = fl.CANCELLING
-        reason = f"its group {unit.group.doomed}"
+        reason = f"its group {unit.group.abandoned}"
         self.out.append(ev.Cancel(ids=(unit.id,), instance=unit.instance, reason=reason))
 
     def doom(self, group: Group, how: str, reason: str) -> None:
         """End a group that will not be trained: samples that wait for their first slot at once, the others by Cancel."""
-        group.doomed = how
+        group.abandoned = how
         by_instance: dict[InstanceId | None, list[SampleId]] = {}
         for unit in [u for u in group.units if u is not None]:
             if unit.state == fl.PENDING:
@@ -133,7 +133,7 @@ class State:
     def bury(self, group: Group) -> None:
         """The last sample of a group that will not be trained has ended."""
         self.groups.pop(group.id, None)
-        if group.doomed == "evicted":
+        if group.abandoned == "evicted":
             self.renew(group.id)
 
     def renew(self, group_id: GroupId) -> None:
@@ -146,7 +146,7 @@ class State:
                 f"its answers in time",
             )
         self.redo.append(renewed)
-        self.due.woken[self.ledger.base] = None
+        self.due.versions_to_fill[self.ledger.base] = None
 
     def count_tasks(self, group_ids: Iterable[GroupId], by: int) -> None:
         if self.config.task_cycle:
@@ -170,7 +170,7 @@ class State:
 
     def wake_all(self) -> None:
         """Groups may be admitted, or samples placed, that could not before: look at every version."""
-        self.due.woken.update(dict.fromkeys(self.alive))
+        self.due.versions_to_fill.update(dict.fromkeys(self.alive))
 
     def halt(self, ok: bool, reason: str) -> None:
         self.halted = True

@@ -93,7 +93,7 @@ def _scored(s: State, event: ev.GroupScored) -> bool:
 
 def _failed(s: State, event: ev.GroupFailed) -> bool:
     group = s.groups.get(event.group_id)
-    return group is not None and not (group.doomed is not None and group.left)
+    return group is not None and not (group.abandoned is not None and group.left)
 
 
 def _published(s: State, event: ev.StepPublished) -> bool:

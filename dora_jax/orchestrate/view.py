@@ -11,12 +11,12 @@ from dora_jax.orchestrate.state import State
 from dora_jax.types import SampleId
 
 
-def describe(event: ev.Event, commands: tuple[ev.Command, ...]) -> str:
+def describe_step(event: ev.Event, commands: tuple[ev.Command, ...]) -> str:
     """One log line: the event, then the commands that it caused."""
-    return f"{say(event)} -> {'; '.join(say(c) for c in commands) or 'nothing'}"
+    return f"{describe(event)} -> {'; '.join(describe(c) for c in commands) or 'nothing'}"
 
 
-def say(item: ev.Event | ev.Command) -> str:
+def describe(item: ev.Event | ev.Command) -> str:
     """`Name a=1 b=2`, with samples as group.index and runs of samples shortened."""
     fields = []
     for name in type(item).__slots__:

@@ -21,8 +21,8 @@ import numpy as np
 
 from dora_jax.config import RolloutSection
 from dora_jax.models import decoder
-from dora_jax.rollout.forward import Calls, Device
-from dora_jax.rollout.migrate import Parcel, repaged
+from dora_jax.rollout.device_calls import Calls, Device
+from dora_jax.rollout.migrate import InFlightSample, repaged
 from dora_jax.rollout.plan import DecodeCall, PrefillCall, Prefix, Scheduler
 from dora_jax.rollout.seq import Seq, Upload
 from dora_jax.rollout.shapes import shapes_of
@@ -134,7 +134,7 @@ class Engine:
         """Queues one sample; it is reported as started when it gets a slot."""
         empty = np.zeros(0, np.int32)
         self._add(
-            Parcel(
+            InFlightSample(
                 id=id,
                 version=version,
                 prompt_ids=np.asarray(prompt_ids, np.int32),
@@ -163,11 +163,11 @@ class Engine:
         """One as parcels carry it, of the heads that this process holds; what is in it means nothing."""
         return self._device.read_pages([0])
 
-    def import_(self, parcel: Parcel) -> None:
+    def import_(self, parcel: InFlightSample) -> None:
         """Continues a sample of another engine; without pages its tokens are prefilled again."""
         self._add(repaged(parcel, self.shapes.page_size), announce=False)
 
-    def export(self, id: SampleId) -> Parcel:
+    def export(self, id: SampleId) -> InFlightSample:
         """Takes one sample out, with its KV as host arrays; `import_` anywhere continues it.
 
         The others decode while a long one is copied: what they sample comes with the next tick.
@@ -253,7 +253,7 @@ class Engine:
     def _run_prefill(self, call: PrefillCall) -> None:
         self._device.prefill(self._weights[call.version], call.control, call.blocks)
 
-    def _add(self, parcel: Parcel, announce: bool) -> None:
+    def _add(self, parcel: InFlightSample, announce: bool) -> None:
         self._check_loaded(parcel.version, parcel.id)
         if parcel.id in self._scheduler.seqs:
             raise RuntimeError(f"{parcel.id} is already here")
@@ -323,11 +323,11 @@ class Engine:
 
     def _parcel(
         self, seq: Seq, pages: list[int], kv_len: int, copied: tuple[np.ndarray, np.ndarray] | None = None
-    ) -> Parcel:
+    ) -> InFlightSample:
         if seq.parcel is not None:
             return seq.parcel  # it waits or is uploaded, and has not changed since it came
         k, v = copied or (self._device.read_pages(pages) if pages else (None, None))
-        return Parcel(
+        return InFlightSample(
             id=seq.id,
             version=seq.version,
             prompt_ids=seq.prompt_ids,

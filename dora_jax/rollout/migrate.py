@@ -18,7 +18,7 @@ HEADS = 2  # the axis of K in pages
 
 
 @record
-class Parcel:
+class InFlightSample:
     """One unfinished sample on its way. The sequence is prompt + out; position i has KV where i < kv_len."""
 
     id: SampleId
@@ -43,12 +43,12 @@ class Parcel:
         return 0 if self.k_pages is None else self.k_pages.shape[1]
 
 
-def without_pages(parcel: Parcel) -> Parcel:
+def without_pages(parcel: InFlightSample) -> InFlightSample:
     """The tokens alone: what a journal keeps."""
     return dataclasses.replace(parcel, kv_len=0, page_size=0, k_pages=None, v_pages=None)
 
 
-def joined(parts: Sequence[Parcel]) -> Parcel:
+def joined(parts: Sequence[InFlightSample]) -> InFlightSample:
     """One sample whose processes each hold the pages of some of its heads, in the order of the processes; of those that
     hold the same ones, one part."""
     if parts[0].k_pages is None:
@@ -57,7 +57,7 @@ def joined(parts: Sequence[Parcel]) -> Parcel:
     return dataclasses.replace(parts[0], k_pages=k, v_pages=v)
 
 
-def parted(parcel: Parcel, parts: int) -> list[Parcel]:
+def parted(parcel: InFlightSample, parts: int) -> list[InFlightSample]:
     """A part for each of so many processes, of which neighbours hold the same head where there are fewer heads; the
     pages are views."""
     alike = holders_alike(parts, parcel.k_pages.shape[HEADS])
@@ -70,21 +70,21 @@ def holders_alike(processes: int, heads: int) -> int:
     return max(processes // heads, 1)
 
 
-def spans_of(parcel: Parcel) -> tuple[Span, ...]:
+def spans_of(parcel: InFlightSample) -> tuple[Span, ...]:
     """All of out_ids, by version; no span is empty."""
     start = parcel.spans[-1].stop if parcel.spans else 0
     last = (Span(version=parcel.version, start=start, stop=len(parcel.out_ids)),)
     return parcel.spans + (last if start < len(parcel.out_ids) else ())
 
 
-def retagged(parcel: Parcel, version: Version) -> Parcel:
+def retagged(parcel: InFlightSample, version: Version) -> InFlightSample:
     """To go on under other weights (mode `partial`): the KV is of the old ones, so it goes; the tokens stay."""
     if version == parcel.version:
         return parcel
     return dataclasses.replace(without_pages(parcel), version=version, spans=spans_of(parcel))
 
 
-def repaged(parcel: Parcel, page_size: int) -> Parcel:
+def repaged(parcel: InFlightSample, page_size: int) -> InFlightSample:
     """The same KV cut into pages of another size."""
     if parcel.k_pages is None or parcel.page_size == page_size:
         return parcel

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from dora_jax.config import RolloutSection
-from dora_jax.rollout.migrate import Parcel, spans_of
+from dora_jax.rollout.migrate import InFlightSample, spans_of
 from dora_jax.rollout.ticks import TickResult
 from dora_jax.types import Sample, SampleId, Version
 
@@ -38,7 +38,7 @@ def spread_length(version: Version, group_id: int, index: int, limit: int) -> in
 
 
 class _Running:
-    def __init__(self, parcel: Parcel, length: int):
+    def __init__(self, parcel: InFlightSample, length: int):
         self.parcel = parcel
         self.length = length
         self.out = parcel.out_ids.tolist()
@@ -99,7 +99,7 @@ class OracleEngine:
     def submit(self, id: SampleId, prompt_ids: Any, version: Version, max_new_tokens: int) -> None:
         empty = np.zeros(0, np.int32)
         self.import_(
-            Parcel(
+            InFlightSample(
                 id=id,
                 version=version,
                 prompt_ids=np.asarray(prompt_ids, np.int32),
@@ -109,7 +109,7 @@ class OracleEngine:
             )
         )
 
-    def import_(self, parcel: Parcel) -> None:
+    def import_(self, parcel: InFlightSample) -> None:
         id = parcel.id
         if id in self._samples:
             raise RuntimeError(f"{id} is already here")
@@ -125,10 +125,10 @@ class OracleEngine:
             raise RuntimeError(f"the KV of {id} is not its own at version {parcel.version}")
         self._samples[id] = running
 
-    def export(self, id: SampleId) -> Parcel:
+    def export(self, id: SampleId) -> InFlightSample:
         s = self._samples.pop(id)
         stamps = np.array(s.stamps, np.int64).reshape(1, 1, 1, 1, -1)
-        return Parcel(
+        return InFlightSample(
             id=id,
             version=s.parcel.version,
             prompt_ids=s.parcel.prompt_ids,

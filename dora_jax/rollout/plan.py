@@ -20,7 +20,7 @@ from collections import deque
 
 import numpy as np
 
-from dora_jax.rollout.migrate import Parcel
+from dora_jax.rollout.migrate import InFlightSample
 from dora_jax.rollout.pages import DUMMY, Node, OutOfPages, PagePool, PrefixIndex
 from dora_jax.rollout.rows import Rows
 from dora_jax.rollout.seq import Seq, Upload
@@ -93,7 +93,7 @@ class Scheduler:
         self._free_slots = list(range(shapes.slots))  # a heap: low slots first
         self._arrivals = 0
 
-    def add(self, parcel: Parcel, *, announce: bool) -> None:
+    def add(self, parcel: InFlightSample, *, announce: bool) -> None:
         """ValueError where the sample can never run here."""
         self._check_fits(parcel)
         seq = Seq(parcel, self._arrivals, announce, self.shapes.kept)
@@ -162,7 +162,7 @@ class Scheduler:
 
     # ----------------------------------------------------------- pages
 
-    def _check_fits(self, parcel: Parcel) -> None:
+    def _check_fits(self, parcel: InFlightSample) -> None:
         s, n_prompt = self.shapes, len(parcel.prompt_ids)
         if n_prompt == 0:
             raise ValueError(f"{parcel.id} has an empty prompt")

@@ -11,7 +11,7 @@ from collections import deque
 
 import numpy as np
 
-from dora_jax.rollout.migrate import Parcel
+from dora_jax.rollout.migrate import InFlightSample
 from dora_jax.rollout.pages import Node
 
 
@@ -19,7 +19,7 @@ from dora_jax.rollout.pages import Node
 class Upload:
     """Write parcel pages [start, start + len(pages)) into these pages."""
 
-    parcel: Parcel
+    parcel: InFlightSample
     start: int
     pages: list[int]
 
@@ -31,7 +31,7 @@ class Upload:
 class Seq:
     """One sample in this engine. `sequence` is prompt + sampled; all but its last token have KV once it decodes."""
 
-    def __init__(self, parcel: Parcel, arrival: int, announce: bool, kept: int = 0):
+    def __init__(self, parcel: InFlightSample, arrival: int, announce: bool, kept: int = 0):
         """`kept`: ids of the keep set that come along with each token."""
         self.id = parcel.id
         self.version = parcel.version
@@ -48,7 +48,7 @@ class Seq:
         self._kept = np.empty((parcel.max_new_tokens, kept), np.int32)  # ids of the keep set a sampled token
         absent = np.full((len(parcel.out_ids), kept), -1, np.int32)
         self.extend(parcel.out_ids, parcel.logprobs, absent if parcel.kept is None else parcel.kept)
-        self.parcel: Parcel | None = parcel  # its KV in host memory, while it waits or is uploaded
+        self.parcel: InFlightSample | None = parcel  # its KV in host memory, while it waits or is uploaded
         self.uploads: deque[tuple[Upload, Node | None]] = deque()  # not yet planned; the prefix node that each fills
         self.leaving = False  # is being exported, in pieces: it decodes no more
         self.slot: int | None = None

@@ -24,9 +24,9 @@ class Evaluations:
     """`state`: the orchestrator's, as it is before the end of a told group reaches it; `told` gets (version, metrics)."""
 
     def __init__(
-        self, state: Any, solved: Solved | None, told: Callable[[Version, Metrics], None], say: Callable[[str], None]
+        self, state: Any, solved: Solved | None, told: Callable[[Version, Metrics], None], notify: Callable[[str], None]
     ):
-        self._state, self._solved, self._told, self._say = state, solved, told, say
+        self._state, self._solved, self._told, self._notify = state, solved, told, notify
         self._scored: dict[Version, list[ScoredGroup]] = collections.defaultdict(list)
         self._left: dict[Version, int] = {}  # groups that have not ended
         self._failed: collections.Counter[Version] = collections.Counter()
@@ -48,7 +48,7 @@ class Evaluations:
         del self._left[version]
         groups, failed = self._scored.pop(version, []), self._failed.pop(version, 0)
         if not groups:
-            self._say(f"version {version} is not evaluated: none of its {failed} groups has a score")
+            self._notify(f"version {version} is not evaluated: none of its {failed} groups has a score")
             return
         metrics = evaluation(groups, self._solved)
         self._told(version, metrics | ({"eval/failed": failed} if failed else {}))

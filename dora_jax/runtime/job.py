@@ -19,17 +19,18 @@ from dora_jax.metrics import Writer
 from dora_jax.models import hf
 from dora_jax.orchestrate.core import Orchestrator
 from dora_jax.orchestrate.events import Command, Event, Halt, ImpossibleFact, StepPublished
-from dora_jax.runtime import build, outfit, resume
-from dora_jax.runtime.bucket import Mirror, fetch, mirrored
-from dora_jax.runtime.build import OneProcess, Parts, TrainerSide
-from dora_jax.runtime.durable import DurableWorld
+from dora_jax.runtime import instrumentation, run as build
+from dora_jax.runtime.durability import resume
+from dora_jax.runtime.durability.object_storage import Mirror, fetch, mirrored
+from dora_jax.runtime.run import OneProcess, Parts, TrainerSide
+from dora_jax.runtime.durability.journaled_world import DurableWorld
 from dora_jax.runtime.evaluations import closing
-from dora_jax.runtime.guard import STAGE_END_S, Guard, GuardedWorld
-from dora_jax.runtime.journal import Journal
-from dora_jax.runtime.local import LocalWorld
-from dora_jax.runtime.loop import quiet_collector, run
-from dora_jax.runtime.observe import RunLog
-from dora_jax.runtime.resume import Begun
+from dora_jax.runtime.shutdown import STAGE_END_S, Guard, GuardedWorld
+from dora_jax.runtime.durability.event_log import Journal
+from dora_jax.runtime.coordinator import LocalWorld
+from dora_jax.orchestrate.loop import quiet_collector, run
+from dora_jax.runtime.metrics_log import RunLog
+from dora_jax.runtime.durability.resume import Begun
 from dora_jax.tasks.pool import ScorerPool
 from dora_jax.tasks.trial import try_rewards
 from dora_jax.tokenizer import Tokenizer
@@ -264,7 +265,7 @@ def _body(parts: Parts, writer: Writer) -> Any:
     """One process, or a cluster."""
     if not parts.config.cluster.launcher:
         return OneProcess(parts, writer.note)
-    from dora_jax.runtime.cluster.body import Cluster  # a run in one process needs none of it
+    from dora_jax.runtime.cluster.backend import Cluster  # a run in one process needs none of it
 
     return Cluster(parts, writer.note)
 
@@ -274,7 +275,7 @@ def _run(
 ) -> tuple[Halt, RunLog]:
     config, groups = parts.config, MemoryGroupStore()
     instances = body.instances()
-    side, recorder = outfit.put_on(
+    side, recorder = instrumentation.put_on(
         config, parts.workdir, instances, body.weights, backing and backing.side, orchestrator, writer.note
     )
     worker = side and build.trainer_worker(

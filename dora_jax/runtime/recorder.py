@@ -26,7 +26,7 @@ import scipy.optimize
 from dora_jax.orchestrate import events as ev
 from dora_jax.orchestrate.modes import OrchestratorConfig
 from dora_jax.rollout.ticks import TickResult
-from dora_jax.runtime.account import Account
+from dora_jax.runtime.tick_stats import Account
 from dora_jax.sim.replay import Journal
 from dora_jax.types import GroupId, InstanceId, SampleId, Version
 

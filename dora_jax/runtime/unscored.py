@@ -23,8 +23,8 @@ WIDTH = 100  # columns of a printed text
 
 
 class Unscored:
-    def __init__(self, max_failed_share: float, prompt_of: Callable[[GroupId], Any], say: Callable[[str], None]):
-        self._max_failed_share, self._prompt_of, self._say = max_failed_share, prompt_of, say
+    def __init__(self, max_failed_share: float, prompt_of: Callable[[GroupId], Any], notify: Callable[[str], None]):
+        self._max_failed_share, self._prompt_of, self._notify = max_failed_share, prompt_of, notify
         self._kinds: set[str] = set()
         self._lengths: list[int] = []
         self._scored = self._failed = self._skipped = 0
@@ -43,7 +43,7 @@ class Unscored:
         kind = failure.kind or failure.reason
         if kind not in self._kinds and len(self._kinds) < MAX_KINDS:
             self._kinds.add(kind)
-            self._say(self._described(failure))
+            self._notify(self._described(failure))
         total = self._failed + self._scored
         enough = total >= MIN_GROUPS_FOR_FAILED_SHARE or self._failed == total >= MIN_GROUPS_ALL_FAILED
         if enough and self._failed > self._max_failed_share * total:

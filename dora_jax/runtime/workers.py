@@ -15,13 +15,13 @@ from typing import Any
 
 import numpy as np
 
-from dora_jax.fault import point
+from dora_jax.fault_injection import point
 from dora_jax.orchestrate import events as ev
-from dora_jax.rollout.migrate import Parcel
-from dora_jax.runtime.book import Partial
-from dora_jax.runtime.gap import GapProbe
-from dora_jax.runtime.guard import STAGE_END_S
-from dora_jax.runtime.waits import Waits
+from dora_jax.rollout.migrate import InFlightSample
+from dora_jax.runtime.durability.payload_state import Partial
+from dora_jax.runtime.mismatch_probe import GapProbe
+from dora_jax.runtime.shutdown import STAGE_END_S
+from dora_jax.runtime.idle_timer import Waits
 from dora_jax.types import InstanceId, Prompt, Sample, SampleId, ScoredGroup, Version, record
 
 REPORT_PERIOD_S = 0.1  # of an instance: often enough to decide on, rare enough to ignore
@@ -41,15 +41,15 @@ class Exported:
 
     id: SampleId
     instance: InstanceId
-    parcel: Parcel
+    parcel: InFlightSample
     life: int = 0
 
 
 @record
-class Handed:
+class HandedOver:
     """A sample that has begun, of an instance that leaves, or was left alone: what it has goes on anywhere."""
 
-    parcel: Parcel
+    parcel: InFlightSample
 
 
 @record
@@ -60,12 +60,12 @@ class Ended:
 
 
 @record
-class Risen:
+class InstanceReady:
     """An instance elsewhere is there; `admit` lets commands reach it, from the moment that this is heard, and gives the
     samples that it has from before."""
 
     event: ev.InstanceUp
-    admit: Callable[[], Sequence[Handed | Ended]]
+    admit: Callable[[], Sequence[HandedOver | Ended]]
 
 
 @record
@@ -230,7 +230,7 @@ class InstanceWorker(Worker):
         self._versions.clear()
         for sample in list(self._begun):
             if self.engine.holds(sample):  # others go on while one is copied
-                self.outbox.put(Handed(parcel=self._export(sample)))
+                self.outbox.put(HandedOver(parcel=self._export(sample)))
         if not self.engine.idle:
             self.work()  # hands out what finished meanwhile
 
@@ -303,7 +303,7 @@ class InstanceWorker(Worker):
 class TrainerWorker(Worker):
     """Takes the named groups, checks the staleness bound (None: the mode has none), makes one step, publishes it.
 
-    probe: see gap.py.
+    probe: see mismatch_probe.py.
     """
 
     def __init__(

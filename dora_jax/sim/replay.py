@@ -28,7 +28,7 @@ EVENTS = {cls.__name__: cls for cls in ev.Event.__args__}
 
 
 class Journal:
-    """Observer of `runtime.loop.run` that writes a journal. `start`: the Orchestrator's keywords, if any."""
+    """Observer of `orchestrate.loop.run` that writes a journal. `start`: the Orchestrator's keywords, if any."""
 
     def __init__(self, path: str | Path, config: OrchestratorConfig, start: dict[str, Any] | None = None):
         self._file = Path(path).open("w")

@@ -8,7 +8,7 @@ import functools
 from dora_jax.config import ConfigError
 from dora_jax.orchestrate.core import Orchestrator
 from dora_jax.orchestrate.modes import Decisions, OrchestratorConfig
-from dora_jax.runtime.loop import Observer, run
+from dora_jax.orchestrate.loop import Observer, run
 from dora_jax.sim.config import Row, SimConfig
 from dora_jax.sim.meter import Result
 from dora_jax.sim.trace import Trace

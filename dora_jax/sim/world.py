@@ -1,7 +1,7 @@
 """A `World` without devices: commands become appointments in virtual time, appointments become events.
 
 Consumes the orchestrator's commands and a workload, produces the facts that a real body would report. The same
-`runtime.loop.run` drives it; a call of `events` moves the clock to the next moment at which something happens.
+`orchestrate.loop.run` drives it; a call of `events` moves the clock to the next moment at which something happens.
 
 Laws: nothing here decides; every command is answered as the orchestrator's page says; the same configuration gives the
 same run. If nothing is left to happen the run has stalled, and that raises.
@@ -119,7 +119,7 @@ class SimWorld:
         for id in command.ids:
             job = src.take(id) if src else None
             if job is None:
-                self._say(
+                self._notify(
                     ev.MoveFailed(
                         id=id,
                         src=command.src,
@@ -176,7 +176,7 @@ class SimWorld:
             if job is not None:
                 self.meter.cancelled_tokens += job.sampled
             if job is not None or command.instance is not None:
-                self._say(ev.SampleCancelled(id=id, reason=command.reason))
+                self._notify(ev.SampleCancelled(id=id, reason=command.reason))
             self._forget(id.group_id)
 
     def _forget(self, group_id: GroupId) -> None:
@@ -225,7 +225,7 @@ class SimWorld:
         if self._quiet > STALLED_PERIODS:
             raise RuntimeError(f"the run stalled after {self.now:.0f} s: only the clock goes on")
         self._told_s = self.now
-        self._say(ev.TimePassed(now_s=self.now))
+        self._notify(ev.TimePassed(now_s=self.now))
         self._agenda.at(self.now + self._config.orchestrator.rebalance_period_s, self._clock)
 
     def _wake(self, host: Instance, wakeup: int) -> None:
@@ -243,9 +243,9 @@ class SimWorld:
 
     def _entered(self, host: Instance, job: Job) -> None:
         if job.arrival == "start":
-            self._say(ev.SampleStarted(id=job.id, instance=host.id, version=job.version, life=host.life))
+            self._notify(ev.SampleStarted(id=job.id, instance=host.id, version=job.version, life=host.life))
         elif job.arrival == "resume":
-            self._say(ev.SampleResumed(id=job.id, instance=host.id, life=host.life))
+            self._notify(ev.SampleResumed(id=job.id, instance=host.id, life=host.life))
         job.arrival = ""
 
     def _stopped(self, host: Instance, job: Job) -> None:
@@ -254,7 +254,7 @@ class SimWorld:
             host.wait_for_tool(job)
             self._agenda.at(self.now + turn.tool_s, self._tool_answered, host, job)
             return
-        self._say(ev.SampleDone(id=job.id, instance=host.id, tokens=job.sampled, finish="stop", life=host.life))
+        self._notify(ev.SampleDone(id=job.id, instance=host.id, tokens=job.sampled, finish="stop", life=host.life))
         if self._trace:
             self._trace.done(self.now, job, host)
         group = self._groups.get(job.id.group_id)
@@ -267,14 +267,14 @@ class SimWorld:
     def _report(self, host: Instance) -> None:
         progress = {id: host.sampled_of(job) for id, job in host.decoding.items()}
         free = host.free_tokens // self._config.hardware.page_size
-        self._say(ev.InstanceReported.of(host.id, free, progress, host.life))
+        self._notify(ev.InstanceReported.of(host.id, free, progress, host.life))
 
     def _scored(self, group_id: GroupId, group: SimGroup) -> None:
         if self._groups.get(group_id) is not group:
             return  # evicted meanwhile
         if self._workload.failed(group_id):
             del self._groups[group_id]
-            self._say(ev.GroupFailed(group_id=group_id, reason="its reward could not be computed"))
+            self._notify(ev.GroupFailed(group_id=group_id, reason="its reward could not be computed"))
             return
         trainable = not self._workload.filtered(group_id)
         if trainable:
@@ -283,7 +283,7 @@ class SimWorld:
         else:
             del self._groups[group_id]
             self.meter.filtered += 1
-        self._say(ev.GroupScored(group_id=group_id, trainable=trainable))
+        self._notify(ev.GroupScored(group_id=group_id, trainable=trainable))
 
     def _tool_answered(self, host: Instance, job: Job) -> None:
         if host.waits_for_tool(job):
@@ -297,7 +297,7 @@ class SimWorld:
             host.loading = False
             self._network.loaded(host.id, version)
             self._schedule(host)
-            self._say(ev.WeightsLoaded(instance=host.id, version=version, life=host.life))
+            self._notify(ev.WeightsLoaded(instance=host.id, version=version, life=host.life))
 
     def _arrive(self, job: Job, src: Instance, dst: Instance | None, move: ev.Move) -> None:
         if self._away.get(job.id) is not job:
@@ -308,11 +308,11 @@ class SimWorld:
             self.meter.moves += 1
             self.meter.move_bytes += job.cached * self.costs.kv_bytes_per_token
             self._settle(job, dst)
-            self._say(ev.SampleMoved(**way))
+            self._notify(ev.SampleMoved(**way))
             return
         if self._instances.get(src.id) is src:
             self._settle(job, src)
-        self._say(ev.MoveFailed(**way, reason="the transfer broke off"))
+        self._notify(ev.MoveFailed(**way, reason="the transfer broke off"))
 
     def _settle(self, job: Job, host: Instance) -> None:
         """The sample goes on where its KV is."""
@@ -323,12 +323,12 @@ class SimWorld:
 
     def _parked(self, job: Job, host: Instance) -> None:
         if self._away.get(job.id) is job and self._instances.get(host.id) is host:
-            self._say(ev.SampleParked(id=job.id, instance=host.id, life=host.life))
+            self._notify(ev.SampleParked(id=job.id, instance=host.id, life=host.life))
 
     def _resumed(self, job: Job, host: Instance) -> None:
         if self._away.get(job.id) is job and self._instances.get(host.id) is host:
             self._settle(job, host)
-            self._say(ev.SampleResumed(id=job.id, instance=host.id, life=host.life))
+            self._notify(ev.SampleResumed(id=job.id, instance=host.id, life=host.life))
 
     def _part_trained(self, version: Version, last: bool) -> None:
         if not self._trainer.ends(self.now):
@@ -346,7 +346,7 @@ class SimWorld:
                 self._schedule(host)
         if version >= self._until:
             raise EndOfMeasurement
-        self._say(ev.StepPublished(version=version))
+        self._notify(ev.StepPublished(version=version))
 
     # ------------------------------------------------------------------ instances
 
@@ -369,7 +369,7 @@ class SimWorld:
         self._instances[id] = host
         self.meter.up(self.now, id)
         self._network.loaded(id, *versions)
-        self._say(
+        self._notify(
             ev.InstanceUp(
                 instance=id,
                 slots=hardware.slots,
@@ -394,7 +394,7 @@ class SimWorld:
         del self._instances[host.id]
         self._network.lost(host.id)
         self.meter.lost(self.now, host)
-        self._say(ev.InstanceDown(instance=host.id, reason="lost", life=host.life))
+        self._notify(ev.InstanceDown(instance=host.id, reason="lost", life=host.life))
         self._agenda.at(self.now + self._config.fault.repair_s, self._up, host.id)
 
     # ------------------------------------------------------------------ private
@@ -419,7 +419,7 @@ class SimWorld:
         if self._trace:
             self._trace.state(self.now, host)
 
-    def _say(self, event: ev.Event) -> None:
+    def _notify(self, event: ev.Event) -> None:
         """A fact takes its time to the orchestrator: the way of the command that follows from it is in it."""
         if self._cost.control_s:
             self._agenda.at(self.now + self._cost.control_s, self._outbox.append, event)

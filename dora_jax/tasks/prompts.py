@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import numpy as np
 
 from dora_jax.config import ConfigError, TaskSection
-from dora_jax.tasks import worked
+from dora_jax.tasks import worked_solutions
 from dora_jax.tasks.identity import Question, identity_hash, share_hash, shorten
 from dora_jax.tasks.render import NeverEnds, Renderer
 from dora_jax.types import GroupId, Prompt, is_eval, issued_first_as, record
@@ -181,7 +181,7 @@ class Task:
         text = self._wording.text(row.question)
         slips = share_hash("slip", self._seed, i) < slip_rate
         slip_seed = identity_hash("slip where", self._seed, i) if slips else None
-        return text, worked.solution(row, slip_seed=slip_seed, answer_only=answer_only)
+        return text, worked_solutions.solution(row, slip_seed=slip_seed, answer_only=answer_only)
 
     def _row(self, group_id: GroupId) -> Row:
         if not is_eval(group_id):

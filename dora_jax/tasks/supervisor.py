@@ -33,7 +33,7 @@ class _Supervisor:
         self._first = 0  # process 1 of its own namespace
         self._program = 0
         self._status: int | None = None  # of the program, as waitpid gives it
-        self._woken = self._wake_on_signals()
+        self._versions_to_fill = self._wake_on_signals()
         os.set_inheritable(spec["leash"], False)
 
     def run(self) -> NoReturn:
@@ -55,22 +55,22 @@ class _Supervisor:
         def told(*_: object) -> None:
             self._told = True
 
-        woken, wake = os.pipe()
-        os.set_blocking(woken, False)
+        versions_to_fill, wake = os.pipe()
+        os.set_blocking(versions_to_fill, False)
         os.set_blocking(wake, False)
         signal.set_wakeup_fd(wake, warn_on_full_buffer=False)
         signal.signal(signal.SIGCHLD, lambda *_: None)
         signal.signal(signal.SIGTERM, told)
-        return woken
+        return versions_to_fill
 
     def _wait(self) -> None:
         """Until the program has ended, or is to end."""
         leash = self._spec["leash"]
         while self._status is None and not self._told:
-            ready, _, _ = select.select([leash, self._woken], [], [])
+            ready, _, _ = select.select([leash, self._versions_to_fill], [], [])
             if leash in ready:
                 return  # nobody writes there: it is closed
-            os.read(self._woken, 4096)
+            os.read(self._versions_to_fill, 4096)
             self._reap()
 
     def _end_all(self, strike: Callable[[], None]) -> None:

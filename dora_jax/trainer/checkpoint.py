@@ -29,7 +29,7 @@ from orbax.checkpoint.options import MultiprocessingOptions
 
 from dora_jax.config import RunError
 from dora_jax.exits import NO_ROOM_WORDS, never_print
-from dora_jax.fault import point
+from dora_jax.fault_injection import point
 from dora_jax.trainer import manifest
 from dora_jax.trainer.manifest import MANIFEST, TEMPORARY, Files, steps
 
@@ -70,16 +70,16 @@ class Checkpoints:
         self,
         directory: str | os.PathLike,
         section: Any,
-        say: Callable[[str], None] = logging.warning,
+        notify: Callable[[str], None] = logging.warning,
         put: Callable[[Path], Files] | None = None,
     ):
         self._dir = Path(directory).absolute()
         self._dir.mkdir(parents=True, exist_ok=True)
         self._section = section
-        self._say, self._put = say, put
+        self._notify, self._put = notify, put
         self._seals = put is not None or jax.process_index() == 0
         if self._seals:
-            tidy(self._dir, say)
+            tidy(self._dir, notify)
         self._manager = _own_manager(self._dir) if put else _manager(self._dir)
         self.part: tuple[int, Files] | None = None
         self._finite = jax.jit(_all_finite)
@@ -142,14 +142,14 @@ class Checkpoints:
         """Reads every byte of a step; one that cannot be trusted is put out of the way, and said."""
         fault = verify(self._dir, step, full=True)
         if fault is not None:
-            self._say(f"checkpoint {step} cannot be trusted and is stepped over: {fault}")
+            self._notify(f"checkpoint {step} cannot be trusted and is stepped over: {fault}")
             self._put_aside(step, "broken")
         return fault is None
 
     def undo_after(self, version: int) -> None:
         """Steps that a fallback has undone make room for those that will be made again."""
         for step in [step for step in steps(self._dir) if step > version]:
-            self._say(f"checkpoint {step} is later than what can be recovered and is put aside")
+            self._notify(f"checkpoint {step} is later than what can be recovered and is put aside")
             self._put_aside(step, "undone")
 
     def restore(self, step: int, params: Any, opt_state: Any, *, cast: bool = False) -> Restored:
@@ -207,7 +207,7 @@ class Checkpoints:
         if full := [words for words in NO_ROOM_WORDS if words in why]:
             why = f"{self._dir}: {full[0]}"  # of which file, and how TensorStore met it, helps nobody
         sentence = f"the checkpoint of step {step} failed in the background: {why}"
-        self._say(f"{sentence}; training goes on, and the newest good one is {latest(self._dir)}")
+        self._notify(f"{sentence}; training goes on, and the newest good one is {latest(self._dir)}")
         for path in self._dir.iterdir():
             if path.name == str(step) or path.name.startswith(f"{step}{TEMPORARY}"):
                 shutil.rmtree(path, ignore_errors=True)
@@ -298,11 +298,11 @@ def to_keep(
     return kept
 
 
-def tidy(directory: Path, say: Callable[[str], None]) -> None:
+def tidy(directory: Path, notify: Callable[[str], None]) -> None:
     """What a killed writer left: half-written folders go, a whole step that only lacks its manifest gets one."""
     for path in sorted(directory.iterdir()):
         if TEMPORARY in path.name:
-            say(f"{path.name} was never finished and is removed")
+            notify(f"{path.name} was never finished and is removed")
             shutil.rmtree(path)
         elif not path.name.isdigit() or not path.is_dir():
             continue
@@ -310,10 +310,10 @@ def tidy(directory: Path, say: Callable[[str], None]) -> None:
             if all((path / item).is_dir() for item in ITEMS) and (path / "_CHECKPOINT_METADATA").is_file():
                 manifest.write(path)  # Orbax renames a step into place only when all of it is written
             else:
-                say(f"{path.name} is no checkpoint and is removed")
+                notify(f"{path.name} is no checkpoint and is removed")
                 shutil.rmtree(path)
         elif (fault := verify(directory, int(path.name))) is not None:
-            say(f"checkpoint {path.name} cannot be trusted and is put aside: {fault}")
+            notify(f"checkpoint {path.name} cannot be trusted and is put aside: {fault}")
             put_aside(path, "broken")
 
 

@@ -18,11 +18,11 @@ from collections.abc import Callable, Sequence
 from multiprocessing import connection
 from typing import Any
 
-from dora_jax.runtime.cluster.calls import Again, Answer, Beat, Begin, Call, Done, Failed, HandOver, Hello
-from dora_jax.runtime.cluster.calls import Left, Made, Note, Notice, Ready, Refused, Write
-from dora_jax.runtime.cluster.link import Link
-from dora_jax.runtime.cluster.roster import Roster
-from dora_jax.runtime.door import Door
+from dora_jax.runtime.cluster.messages import Again, Answer, Beat, Begin, Call, Done, Failed, HandOver, Hello
+from dora_jax.runtime.cluster.messages import Left, Made, Note, Notice, Ready, Refused, Write
+from dora_jax.runtime.cluster.connection import Link
+from dora_jax.runtime.cluster.run_registry import Roster
+from dora_jax.runtime.listener import Door
 from dora_jax.types import Version, record
 
 LEAVE_S = 12.0  # to hand over in; spot machines give 15 s between the notice and the end
@@ -109,7 +109,7 @@ class Gang:
         epoch: int,
         hosts: int,
         heard: Callable[[Any], None],
-        say: Callable[[str], None],
+        notify: Callable[[str], None],
         limits: Limits,
         again: bool = False,
     ):
@@ -121,7 +121,7 @@ class Gang:
         self.down: Callable[[], None] | None = None  # set once the gang is up
         self.lock = threading.RLock()
         self._heard = heard
-        self._say = say
+        self._notify = notify
         self._limits = limits
         self._joined: list[Host] = []
         self._ranks: list[Host] = []
@@ -306,7 +306,7 @@ class Gang:
                     if self._left == hosts:
                         self.die(self.leaving)
                 case Note(text=text):
-                    self._say(f"{self.name}: {text}")
+                    self._notify(f"{self.name}: {text}")
                 case _:
                     self._heard(item)
 

@@ -1,0 +1,128 @@
+"""Placement: free slots go to waiting samples, then to new groups. Issues Start and Resume.
+
+Waiting samples of a version are placed on its least loaded hosts, those with recorded tokens first. A new group is
+admitted only when its first sample gets a slot at once: that moment is its version tag.
+"""
+
+from __future__ import annotations
+
+import math
+
+from dora_jax.orchestrate import admission
+from dora_jax.orchestrate import events as ev
+from dora_jax.orchestrate import fleet as fl
+from dora_jax.orchestrate.fleet import Host, Unit
+from dora_jax.orchestrate.state import State
+from dora_jax.types import GroupId, InstanceId, SampleId, Version
+
+# A mass start is spread over several steps of the brain: each sample costs it a few microseconds.
+PLACED_A_STEP = 1024
+
+
+def fill_woken(s: State) -> None:
+    """Waiting samples first, the oldest version first; then new groups, at the version that they are meant for."""
+    fill, versions = _Fill(s), sorted(s.due.versions_to_fill)
+    for version in versions:
+        fill.place_waiting(version)
+    meant = admission.admission_version(s.decisions, s.ledger)
+    if meant in versions:
+        fill.admit(meant)
+    for command, by_place in ((ev.Resume, fill.resumes), (ev.Start, fill.starts)):
+        for (instance, version), ids in by_place.items():
+            s.out.append(command(ids=tuple(ids), instance=instance, version=version))
+    if fill.left > 0:
+        s.due.versions_to_fill.clear()
+
+
+class _Fill:
+    """The starts and resumes of one step of the brain; `left` may still be placed in it."""
+
+    def __init__(self, s: State):
+        self.s = s
+        self.starts: dict[tuple[InstanceId, Version], list[SampleId]] = {}
+        self.resumes: dict[tuple[InstanceId, Version], list[SampleId]] = {}
+        self.left = PLACED_A_STEP
+        self._density: dict[Version, float] = {}  # samples a unit of weight, once all that load a version have it
+
+    def place_waiting(self, version: Version) -> bool:
+        """Give slots to the waiting samples of a version; True when none waits any more."""
+        s = self.s
+        while (unit := s.queue.first(version)) is not None:
+            host = self._host(version, unit.tokens)
+            if host is None:
+                return False
+            if unit.state == fl.PARKED:
+                s.queue.pop(unit)
+                s.fleet.reserve(unit, host, fl.RESUMING)
+                self.resumes.setdefault((host.id, version), []).append(unit.id)
+                self.left -= 1
+            else:
+                self._start_siblings(unit, host)
+            s.fleet.offer(host)
+        return True
+
+    def _host(self, version: Version, tokens: int = 0) -> Host | None:
+        """Where the next sample goes; None: nowhere in this step."""
+        host = self.s.fleet.best(version, tokens) if self.left > 0 else None
+        return None if host is None or host.used >= self._fair(version, host) else host
+
+    def _fair(self, version: Version, host: Host) -> float:
+        """Samples that `host` may hold while others still load the version: they come one by one, and the first
+        would else take all the work."""
+        s = self.s
+        arriving = s.fleet.arriving.get(version)
+        if not arriving:
+            return host.slots
+        if version not in self._density:
+            credit = admission.credit(s.decisions, s.ledger, version, s.config.total_steps, s.budget)
+            samples = s.queue.unfinished.get(version, 0) + credit * s.config.group_size
+            self._density[version] = samples / (s.fleet.capacity[version] + arriving)
+        groups = math.ceil(self._density[version] * host.weight / s.config.group_size)
+        return groups * s.config.group_size
+
+    def _start_siblings(self, unit: Unit | None, host: Host) -> None:
+        """Start `unit` on `host` and as many waiting samples of its group as fit: they share the prompt's pages."""
+        s, group, version = self.s, unit.group, unit.version
+        ids = self.starts.setdefault((host.id, version), [])
+        limit = self._fair(version, host)
+        while unit is not None and unit.group is group and unit.state == fl.PENDING and s.fleet.has_room(host):
+            if host.used >= limit:
+                break
+            s.queue.pop(unit)
+            s.fleet.reserve(unit, host, fl.STARTING)
+            ids.append(unit.id)
+            self.left -= 1
+            unit = s.queue.first(version)
+
+    def admit(self, version: Version) -> None:
+        """Admit groups while the rule, the load target and a free slot allow."""
+        s = self.s
+        if s.queue.first(version) is not None:
+            return
+        while admission.credit(s.decisions, s.ledger, version, s.config.total_steps, s.budget):
+            if self._host(version) is None:
+                return
+            group_id = _next_group(s)
+            if group_id is None:
+                return
+            s.ledger.admit(group_id, version)
+            s.count_tasks((group_id,), 1)
+            if s.budget is not None:
+                s.budget -= 1
+            s.open_group(group_id, version)
+            if not self.place_waiting(version):
+                return
+
+
+def _next_group(s: State) -> GroupId | None:
+    """Groups to redo first, then the prompt stream in order; a task at its own limit is passed over for a while."""
+    if s.redo:
+        return s.redo.pop(0)
+    limits = s.task_limits
+    open_tasks = [task for task in s.cursors if not limits or s.task_open.get(task, 0) < limits[task]]
+    if not open_tasks:
+        return None
+    task = min(open_tasks, key=s.cursors.__getitem__)
+    group_id = s.cursors[task]
+    s.cursors[task] = s.config.next_of_task(task, group_id + 1)
+    return group_id

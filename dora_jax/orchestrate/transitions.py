@@ -1,0 +1,213 @@
+"""Commits: what each event that counts (verdict.py) changes in the state. Nothing is decided here."""
+
+from __future__ import annotations
+
+from dora_jax.orchestrate import events as ev
+from dora_jax.orchestrate import fleet as fl
+from dora_jax.orchestrate.fleet import Host, Unit
+from dora_jax.orchestrate.state import State
+from dora_jax.types import is_eval
+
+# ---------------------------------------------------------------- instances
+
+
+def instance_up(s: State, event: ev.InstanceUp) -> None:
+    """The end of its earlier life may be heard later, and is then late."""
+    if event.instance in s.fleet.hosts:
+        _lost(s, s.fleet.hosts[event.instance])
+    s.fleet.lives[event.instance] = event.life
+    problem = s.config.instance_problem(event.pages, event.page_size, event.slots)
+    if problem:
+        s.halt(False, f"instance {event.instance} cannot serve this run: {problem}")
+        return
+    host = Host(event.instance, event.life, event.slots, event.pages, event.page_size, event.residents, event.speed)
+    s.fleet.add(host, event.versions)
+    if s.paused:
+        s.out.append(ev.Pause(instance=host.id))
+    s.due.emptied[host.id] = None
+    s.due.rebalance = True
+    s.due.versions_to_fill.update(dict.fromkeys(event.versions))
+
+
+def instance_down(s: State, event: ev.InstanceDown) -> None:
+    s.fleet.lives[event.instance] = event.life
+    host = s.fleet.hosts.get(event.instance)
+    if host is not None:
+        _lost(s, host)
+
+
+def _lost(s: State, host: Host) -> None:
+    s.fleet.remove(host)
+    unstarted = []
+    for unit in s.fleet.settle(host):
+        unit.instance = None
+        if unit.state == fl.STARTING:
+            unstarted.append(unit)
+        elif unit.state == fl.CANCELLING:
+            s.out.append(ev.Cancel(ids=(unit.id,), instance=None, reason="its instance is lost"))
+        elif unit.state != fl.MOVING:  # a move is answered even so
+            s.recorded(unit)
+    s.queue.put_back(unstarted)
+    s.due.versions_to_fill.update(dict.fromkeys(unit.version for unit in host.units.values()))
+    s.due.rebalance = True
+
+
+def weights_loaded(s: State, event: ev.WeightsLoaded) -> None:
+    host = s.fleet.hosts[event.instance]
+    s.fleet.end_load(host)
+    s.due.versions_to_fill[event.version] = None
+    s.due.emptied[host.id] = None
+
+
+def instance_reported(s: State, event: ev.InstanceReported) -> None:
+    host = s.fleet.hosts[event.instance]
+    if event.tokens:
+        s.fleet.reported(host, event)
+    host.free_reported = event.free
+    if s.short_of_pages(host) and host.units:
+        host.pressed = True
+    elif host.pressed and not s.short_of_pages(host, times=2):
+        host.pressed = False
+        s.fleet.offer(host)
+        s.wake_all()
+
+
+def time_passed(s: State, event: ev.TimePassed) -> None:
+    s.now_s = event.now_s
+    if event.now_s - s.rebalanced_s >= s.config.rebalance_period_s:
+        s.due.rebalance = True
+
+
+# ---------------------------------------------------------------- samples
+
+
+def sample_started(s: State, event: ev.SampleStarted) -> None:
+    unit = s.unit(event.id)
+    unit.began_s = s.now_s
+    group = unit.group
+    if not is_eval(group.id):
+        s.ledger.running(group.id)
+    _runs(s, unit)
+
+
+def sample_done(s: State, event: ev.SampleDone) -> None:
+    unit = s.unit(event.id)
+    s.fleet.observe(event.tokens, s.now_s - unit.began_s)
+    s.end_unit(unit)
+    group = unit.group
+    if group.left == 0 and group.abandoned is None and not is_eval(group.id):
+        s.ledger.scoring(group.id)
+
+
+def sample_cancelled(s: State, event: ev.SampleCancelled) -> None:
+    s.end_unit(s.unit(event.id))
+
+
+def sample_moved(s: State, event: ev.SampleMoved) -> None:
+    unit = s.unit(event.id)
+    dst = s.fleet.end_move(unit)
+    s.freed(s.fleet.release(unit), unit.version)
+    s.fleet.observe_move(s.now_s - unit.moved_s)
+    s.moves_total += 1
+    if dst is None:
+        s.recorded(unit)
+        return
+    s.fleet.reserve(unit, dst, fl.RUNNING)
+    s.fleet.offer(dst)
+    if unit.group.abandoned is not None:
+        s.cancel(unit)
+
+
+def move_failed(s: State, event: ev.MoveFailed) -> None:
+    unit = s.unit(event.id)
+    unit.failed_moves += 1
+    s.freed(s.fleet.end_move(unit), unit.version)
+    if unit.instance is None:
+        s.recorded(unit)
+        return
+    unit.state = fl.RUNNING
+    if unit.group.abandoned is not None:
+        s.cancel(unit)
+
+
+def sample_parked(s: State, event: ev.SampleParked) -> None:
+    unit = s.unit(event.id)
+    s.freed(s.fleet.release(unit), unit.version)
+    s.recorded(unit)
+
+
+def sample_resumed(s: State, event: ev.SampleResumed) -> None:
+    _runs(s, s.unit(event.id))
+
+
+def _runs(s: State, unit: Unit) -> None:
+    """Mode `partial`: what begins to run under weights that were replaced meanwhile is put aside at once."""
+    unit.state = fl.RUNNING
+    if s.decisions.on_publish == "swap" and unit.version < s.ledger.base and not is_eval(unit.group.id):
+        unit.state = fl.PARKING
+        s.out.append(ev.Park(ids=(unit.id,), instance=unit.instance))
+
+
+# ---------------------------------------------------------------- groups and steps
+
+
+def group_scored(s: State, event: ev.GroupScored) -> None:
+    group = s.groups.pop(event.group_id)
+    if is_eval(group.id):
+        _evaluated(s, group.version)
+    else:
+        s.ledger.scored(group.id, event.trainable)
+        s.observe_task(group.id, event.trainable)
+        if not event.trainable:
+            s.group_lost(group.id)
+            _stop_if_nothing_to_learn(s)
+
+
+def _stop_if_nothing_to_learn(s: State) -> None:
+    limit = s.config.max_filtered_rounds * s.config.groups_per_step
+    if s.ledger.filtered_in_a_row >= limit:
+        s.halt(False, f"{limit} groups in a row were filtered out: the task gives this policy no signal to learn from")
+
+
+def group_failed(s: State, event: ev.GroupFailed) -> None:
+    group = s.groups[event.group_id]
+    if is_eval(group.id):
+        _evaluated(s, group.version)
+    elif group.abandoned is None:
+        s.ledger.failed(group.id)
+        s.group_lost(group.id)
+    if group.left == 0:
+        s.bury(group)
+    else:
+        s.doom(group, "failed", event.reason)
+
+
+def _evaluated(s: State, version: int) -> None:
+    s.evaluating[version] -= 1
+    if not s.evaluating[version]:
+        del s.evaluating[version]
+
+
+def step_published(s: State, event: ev.StepPublished) -> None:
+    s.ledger.published(event.version)
+    s.alive[event.version] = None
+    s.due.rebalance = True
+
+
+COMMIT = {
+    ev.InstanceUp: instance_up,
+    ev.InstanceDown: instance_down,
+    ev.WeightsLoaded: weights_loaded,
+    ev.InstanceReported: instance_reported,
+    ev.TimePassed: time_passed,
+    ev.SampleStarted: sample_started,
+    ev.SampleDone: sample_done,
+    ev.SampleCancelled: sample_cancelled,
+    ev.SampleMoved: sample_moved,
+    ev.MoveFailed: move_failed,
+    ev.SampleParked: sample_parked,
+    ev.SampleResumed: sample_resumed,
+    ev.GroupScored: group_scored,
+    ev.GroupFailed: group_failed,
+    ev.StepPublished: step_published,
+}

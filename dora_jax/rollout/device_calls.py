@@ -1,0 +1,419 @@
+"""Stage 2, device side: the jitted calls of one engine and the arrays they own.
+
+Consumes one version's params (serving layout) and an i32 control array a call; produces one small i32 result array.
+How KV lies in pages, and how a call reads and writes it, is gathered.py's or paged.py's business, by
+`rollout.attention`; both have the same methods.
+Laws: every call donates the pool and the state, so calls run in the order they are made; a row reads and writes only
+the pages that it was given; a shape is compiled once, by `warmup`.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.experimental.layout import Format, Layout
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from dora_jax.models import decoder, sharding
+from dora_jax.models.logits import policy_logits
+from dora_jax.ops import attention
+from dora_jax.rollout import quantize, sample
+from dora_jax.rollout.kv_xla import Gathered
+from dora_jax.rollout.kv_pallas import Paged
+from dora_jax.rollout.shapes import (
+    DRAWN,
+    FRESH,
+    GROUP,
+    HEADER,
+    INDEX,
+    POSITION,
+    REMAINING,
+    REPEATS,
+    SLOT,
+    TOKEN,
+    Shapes,
+)
+
+CHOOSERS = ("tpu",)  # platforms whose calls choose how the weights lie; else XLA may turn them round in every call
+HEADS_AXIS = 2  # of a copy of pages: [layers, pages, K, ...]
+
+
+class Calls:
+    """The compiled calls of one engine on one mesh, and how their arrays are laid out. Owns no array."""
+
+    def __init__(
+        self,
+        cfg: decoder.ModelConfig,
+        shapes: Shapes,
+        mesh: Mesh,
+        *,
+        seed: int,
+        eos_ids: tuple[int, ...],
+        vocab_limit: int,
+        sampling: dict[str, Any],
+        min_new_tokens: int,
+        temperature: float,
+        weights: str,
+        dtype,
+        compiler_options: dict[str, Any] | None = None,
+    ):
+        attention.check_platform(shapes.attention, mesh.devices.flat[0].platform)
+        self.shapes = shapes
+        mesh = sharding.serving_mesh(cfg, mesh)
+        kv = Gathered(cfg, shapes, dtype) if shapes.attention == "reference" else Paged(cfg, shapes, dtype, mesh)
+        self.replicated = NamedSharding(mesh, PartitionSpec())
+        self.pages_sharding = NamedSharding(mesh, kv.pages_spec)
+        self.abstract_pool, self.abstract_state = jax.eval_shape(lambda: _empty(kv, shapes))
+        pool = jax.tree.map(lambda _: NamedSharding(mesh, kv.pool_spec), self.abstract_pool)
+        rep = self.replicated
+        stop = functools.partial(_is_stop, eos_ids=eos_ids)
+        logits = functools.partial(policy_logits, cfg, vocab_limit=vocab_limit, temperature=temperature or 1.0)
+        draw = functools.partial(sample.draw, greedy=temperature == 0, **sampling)
+        key = functools.partial(sample.sample_key, seed)
+        limits = functools.partial(
+            sample.Limits, stop_ids=eos_ids, min_new_tokens=min_new_tokens, max_repeats=shapes.max_repeats
+        )
+        if not (min_new_tokens or shapes.max_repeats):
+            limits = lambda last_B, repeats_B: None  # noqa: E731
+        decode = functools.partial(_decode, cfg, shapes, kv, logits, draw, limits, key, stop, dtype)
+        prefill = functools.partial(_prefill, cfg, shapes, kv, dtype)
+        self.pool_sharding = pool
+        self._platform = mesh.devices.flat[0].platform
+        turns = not weights and not shapes.paged and self._platform == "cpu"
+        self._converts = turns or bool(weights)
+        self._stored = quantize.turned if turns else functools.partial(quantize.stored, dtype=quantize.WEIGHTS[weights])
+        published = jax.eval_shape(
+            functools.partial(decoder.serving_layout, layout=shapes.layout), decoder.abstract_params(cfg, dtype)
+        )
+        self.param_shardings = sharding.param_specs(cfg, mesh, layout=shapes.layout)  # as they are published
+        specs = quantize.turned_specs if turns else quantize.specs if weights else lambda shardings: shardings
+        stored_shardings = specs(self.param_shardings)
+        self.abstract_params = jax.tree.map(
+            lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s),
+            jax.eval_shape(self._stored, published),
+            stored_shardings,
+        )
+        self.chooses = shapes.paged and self._platform in CHOOSERS
+        jit = functools.partial(jax.jit, compiler_options=compiler_options or None)
+        self.empty = jax.jit(lambda: _empty(kv, shapes), out_shardings=(pool, rep))
+        how = dict(donate_argnums=(1, 2), out_shardings=(pool, rep, rep))
+        if self.chooses:
+            weights_in = jax.tree.map(lambda s: Format(Layout.AUTO, s), stored_shardings)
+            decode = functools.partial(decode, blocks=shapes.decode_buckets[0])  # the only one
+            self.decode = jit(decode, in_shardings=(weights_in, pool, rep, rep), **how)
+        else:
+            self.decode = jit(decode, static_argnames="blocks", **how)
+        self.prefill = jit(prefill, static_argnames="blocks", donate_argnums=1, out_shardings=pool)
+        self.read = jit(kv.read, out_shardings=(self.pages_sharding,) * 2)
+        self.write = jit(kv.write, donate_argnums=0, out_shardings=pool)
+
+    @functools.cached_property
+    def decode_chosen(self) -> Any:
+        """The compiled decode call, which has chosen how its weights lie."""
+        call, arguments, static = self._decode_program(self.shapes.decode_buckets[0])
+        return call.trace(*arguments, **static).lower(lowering_platforms=(self._platform,)).compile()
+
+    @functools.cached_property
+    def param_formats(self) -> Any:
+        """How `stored` weights lie on the devices: as the decode call likes them best, where it may choose."""
+        if not self.chooses:
+            return jax.tree.map(lambda x: x.sharding, self.abstract_params)
+        return self.decode_chosen.input_formats[0][0]
+
+    def stored(self, params: Any) -> Any:
+        """A version's weights as the calls take them; what lies right already is not copied."""
+        if self._converts:
+            return jax.jit(self._stored, out_shardings=self.param_formats)(params)
+        return jax.tree.map(_laid_out, params, self.abstract_params, self.param_formats) if self.chooses else params
+
+    def zeros(self) -> Any:
+        """`stored` weights that are nothing."""
+        make = jax.jit(
+            lambda: jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), self.abstract_params),
+            out_shardings=self.param_formats,
+        )
+        return make()
+
+    def programs(self) -> dict[str, tuple[Any, tuple, dict[str, int]]]:
+        """What `Device.warmup` compiles, by name: (jitted call, abstract arguments, static arguments).
+
+        Where weights lie as the decode call likes them, that call is compiled here already: see `decode_chosen`.
+        """
+        s, rep = self.shapes, self.replicated
+        params = self.abstract_params
+        if self.chooses:
+            params = jax.tree.map(
+                lambda x, f: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=f), params, self.param_formats
+            )
+        pool = jax.tree.map(_placed, self.abstract_pool, self.pool_sharding)
+        ints = lambda *shape: jax.ShapeDtypeStruct(shape, jnp.int32, sharding=rep)  # noqa: E731
+        found = {f"decode {blocks}": self._decode_program(blocks) for blocks in s.decode_buckets}
+        for blocks in s.prefill_buckets:
+            found[f"prefill {blocks}"] = (
+                self.prefill,
+                (params, pool, ints(*s.prefill_control(blocks))),
+                {"blocks": blocks},
+            )
+        for size in sorted({s.copy_pages, s.alone_pages}):
+            pages = jax.eval_shape(self.read, pool, ints(size))
+            found[f"read {size}"] = self.read, (pool, ints(size)), {}
+            found[f"write {size}"] = (
+                self.write,
+                (pool, ints(size), *(_placed(x, self.pages_sharding) for x in pages)),
+                {},
+            )
+        return found
+
+    def _decode_program(self, blocks: int) -> tuple[Any, tuple, dict[str, int]]:
+        rep = self.replicated
+        pool, state = jax.tree.map(_placed, self.abstract_pool, self.pool_sharding), _placed(self.abstract_state, rep)
+        control = jax.ShapeDtypeStruct(self.shapes.decode_control(blocks), jnp.int32, sharding=rep)
+        return self.decode, (self.abstract_params, pool, state, control), {} if self.chooses else {"blocks": blocks}
+
+    def compiled(self) -> int:
+        """How many shapes have been compiled so far."""
+        calls = sum(call._cache_size() for call in (self.decode, self.prefill, self.read, self.write))
+        return calls + ("decode_chosen" in self.__dict__)
+
+
+class Device:
+    """Pool and per-slot state. Methods launch; only `np.asarray` of a result waits."""
+
+    def __init__(self, calls: Calls, shapes: Shapes):
+        self.shapes = shapes
+        self.compiled = calls.compiled
+        self._calls = calls
+        self.pool, self.state = calls.empty()
+
+    def prefill(self, params: Any, control: np.ndarray, blocks: int) -> None:
+        control = _put(control, self._calls.replicated)
+        self.pool = self._calls.prefill(params, self.pool, control, blocks=blocks)
+
+    def generate(self, params: Any, control: np.ndarray, blocks: int) -> jax.Array:
+        """i32[rows, shapes.result]: tokens, log-prob bits, how many of them count, keep sets."""
+        control = _put(control, self._calls.replicated)
+        call = (
+            self._calls.decode_chosen if self._calls.chooses else functools.partial(self._calls.decode, blocks=blocks)
+        )
+        self.pool, self.state, result = call(params, self.pool, self.state, control)
+        result.copy_to_host_async()
+        return result
+
+    def copy_pages(self, pages: list[int]) -> PagesCopy:
+        return PagesCopy(
+            lambda ids: self._calls.read(self.pool, _put(ids, self._calls.replicated)), pages, self.shapes.copy_call
+        )
+
+    def read_pages(self, pages: list[int]) -> tuple[np.ndarray, np.ndarray]:
+        copy = self.copy_pages(pages)
+        while copy.launch(len(pages)):
+            copy.land()
+        return copy.arrays
+
+    def write_pages(self, pages: list[int], k_pages: np.ndarray, v_pages: np.ndarray) -> None:
+        start = 0
+        while start < len(pages):
+            size = self.shapes.copy_call(len(pages) - start)
+            ids = _ids(pages[start : start + size], size)
+            k, v = (_padded(x[:, start : start + size], size) for x in (k_pages, v_pages))
+            start += size
+            k, v = _put(k, self._calls.pages_sharding), _put(v, self._calls.pages_sharding)
+            self.pool = self._calls.write(self.pool, _put(ids, self._calls.replicated), k, v)
+
+    def warmup(self, params: Any) -> None:
+        """Compiles every call by making it once with padding rows only."""
+        s = self.shapes
+        for blocks in s.prefill_buckets:
+            self.prefill(params, np.zeros(s.prefill_control(blocks), np.int32), blocks)
+        for blocks in s.decode_buckets:
+            control = np.zeros(s.decode_control(blocks), np.int32)
+            control[:, SLOT] = s.slots
+            self.generate(params, control, blocks).block_until_ready()
+        for size in (s.copy_pages, s.alone_pages):
+            self.write_pages([0] * size, *self.read_pages([0] * size))
+
+
+class PagesCopy:
+    """Pages on their way to the host, a piece at a time: between `launch` and `land` the device goes on with others.
+
+    arrays: K [layers, pages, K, D, page_size] and V [layers, pages, K, page_size, D], of which what has landed is
+    there; of several processes each gets the heads that it holds.
+    """
+
+    def __init__(
+        self, read: Callable[[np.ndarray], tuple[jax.Array, jax.Array]], pages: list[int], call: Callable[[int], int]
+    ):
+        self._read, self._pages, self._call = read, pages, call
+        self._launched: tuple[jax.Array, jax.Array] | None = None
+        self._start = self._stop = 0  # of the piece that was launched last
+        self.arrays: tuple[np.ndarray, np.ndarray] | None = None
+
+    @property
+    def more(self) -> bool:
+        """Whether pieces follow the one launched last."""
+        return self._stop < len(self._pages)
+
+    def launch(self, most: int) -> bool:
+        """Starts the next piece, of so many pages at most; False where none is left."""
+        piece = self._pages[self._stop :][:most]
+        size = self._call(len(piece))
+        self._start, self._stop = self._stop, self._stop + min(len(piece), size)
+        self._launched = self._read(_ids(piece[:size], size)) if piece else None
+        return bool(piece)
+
+    def land(self) -> None:
+        piece = tuple(map(_local, self._launched))
+        if self.arrays is None:
+            self.arrays = tuple(np.empty((x.shape[0], len(self._pages), *x.shape[2:]), x.dtype) for x in piece)
+        for whole, part in zip(self.arrays, piece, strict=True):
+            whole[:, self._start : self._stop] = part[:, : self._stop - self._start]
+
+
+# ------------------------------------------------------------------ the calls
+
+
+def _empty(kv, shapes: Shapes):
+    """The pool, and per slot (the last one for padding rows) its next token, whether it still samples, how often the
+    token has come in a row."""
+    return kv.empty(), jnp.zeros((shapes.slots + 1, 3), jnp.int32)
+
+
+def _decode(
+    cfg,
+    shapes: Shapes,
+    kv,
+    logits,
+    draw,
+    limits,
+    key,
+    stop,
+    dtype,
+    params,
+    pool,
+    state_Sx3,
+    control_BxC,
+    *,
+    blocks: int,
+):
+    """Up to `steps` tokens for each row; see `_empty` for the state, Shapes.result for the result."""
+    header, pages_BxP, window_BxW = jnp.split(control_BxC, [HEADER, HEADER + blocks * shapes.block_pages], axis=1)
+    slot_B, past_B, drawn_B = header[:, SLOT], header[:, POSITION], header[:, DRAWN]
+    fresh_B = header[:, FRESH] > 0
+    token_B = jnp.where(fresh_B, header[:, TOKEN], state_Sx3[slot_B, 0])
+    repeats_B = jnp.where(fresh_B, header[:, REPEATS], state_Sx3[slot_B, 2])
+    active_B = (header[:, REMAINING] > 0) & (fresh_B | (state_Sx3[slot_B, 1] > 0))
+    keys_B = jax.vmap(key)(header[:, GROUP], header[:, INDEX])
+    fixed, moving = kv.begin(pool, pages_BxP, window_BxW, past_B)
+    rows, steps = token_B.shape[0], shapes.steps
+
+    def step(carry):
+        i, last_B, repeats_B, active_B, moving, (tokens_NxB, bits_NxB, kept_NxBxK), count_B = carry
+        hidden_Bx1xD, moving = decoder.forward_carrying(
+            cfg,
+            quantize.tied(params, i),
+            last_B[:, None],
+            past_B[:, None] + i,
+            lambda moving: kv.attend_step(fixed, moving, i, active_B),
+            moving,
+            dtype=dtype,
+        )
+        with jax.named_scope("sample"):
+            next_B, logprob_B, kept_BxK = draw(
+                logits(params, hidden_Bx1xD[:, 0]), keys_B, drawn_B + i, limits(last_B, repeats_B)
+            )
+        token_B = jnp.where(active_B, next_B, last_B)
+        repeats_B = jnp.where((token_B == last_B) & (repeats_B > 0), repeats_B + 1, 1)
+        out = tokens_NxB.at[i].set(token_B), bits_NxB.at[i].set(_bits(logprob_B)), kept_NxBxK.at[i].set(kept_BxK)
+        count_B = count_B + active_B
+        active_B = active_B & ~stop(token_B) & (i + 1 < header[:, REMAINING])
+        return i + 1, token_B, repeats_B, active_B, moving, out, count_B
+
+    out = (
+        jnp.zeros((steps, rows), jnp.int32),
+        jnp.zeros((steps, rows), jnp.int32),
+        jnp.zeros((steps, rows, shapes.kept), jnp.int32),
+    )
+    carry = (jnp.int32(0), token_B, repeats_B, active_B, moving, out, jnp.zeros(rows, jnp.int32))
+    _, token_B, repeats_B, active_B, moving, out, count_B = jax.lax.while_loop(
+        lambda c: (c[0] < steps) & c[3].any(), step, carry
+    )
+    tokens_NxB, bits_NxB, kept_NxBxK = out
+    pool = kv.end(pool, moving, pages_BxP, window_BxW, past_B, count_B)
+    state_Sx3 = state_Sx3.at[slot_B].set(jnp.stack([token_B, active_B.astype(jnp.int32), repeats_B], axis=1))
+    kept_BxNK = kept_NxBxK.transpose(1, 0, 2).reshape(rows, -1)
+    return pool, state_Sx3, jnp.concatenate([tokens_NxB.T, bits_NxB.T, count_B[:, None], kept_BxNK], axis=1)
+
+
+def _prefill(cfg, shapes: Shapes, kv, dtype, params, pool, control_RxC, *, blocks: int):
+    """KV of one chunk a row, given the pages before it. The last layer's output is not needed; of unrolled layers it is
+    not computed."""
+    chunk, n_read = shapes.chunk, blocks * shapes.block_pages
+    header, tokens_RxL, past_RxP, write_RxW = jnp.split(control_RxC, [2, 2 + chunk, 2 + chunk + n_read], axis=1)
+    start_R, length_R = header[:, 0], header[:, 1]
+    positions_RxL = start_R[:, None] + jnp.arange(chunk)[None]
+    return decoder.forward_carrying(
+        cfg,
+        params,
+        tokens_RxL,
+        positions_RxL,
+        lambda pool: kv.attend_chunk(pool, past_RxP, write_RxW, start_R, length_R),
+        pool,
+        dtype=dtype,
+    )[1]
+
+
+def _laid_out(x: jax.Array, like: jax.ShapeDtypeStruct, format: Format) -> jax.Array:
+    if x.dtype == like.dtype and x.format == format:
+        return x
+    return jax.jit(lambda x: x.astype(like.dtype), out_shardings=format)(x)
+
+
+def _placed(x: Any, sharding: NamedSharding) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
+
+
+def _is_stop(token_B, *, eos_ids: tuple[int, ...]):
+    stopped = jnp.zeros(token_B.shape, bool)
+    for eos in eos_ids:
+        stopped |= token_B == eos
+    return stopped
+
+
+def _put(x: np.ndarray, sharding: NamedSharding) -> jax.Array:
+    """Of several processes each gives what its own devices get: all of it, or its heads."""
+    if sharding.is_fully_addressable:
+        return jax.device_put(x, sharding)
+    return jax.make_array_from_process_local_data(sharding, x)
+
+
+def _local(x: jax.Array) -> np.ndarray:
+    """This process's part of pages; what it holds lies side by side on the axis of heads."""
+    if x.is_fully_addressable:
+        return np.asarray(x)
+    parts = {shard.index[HEADS_AXIS].start or 0: shard.data for shard in x.addressable_shards}
+    return np.concatenate([np.asarray(parts[start]) for start in sorted(parts)], axis=HEADS_AXIS)
+
+
+def _bits(x):
+    return jax.lax.bitcast_convert_type(x.astype(jnp.float32), jnp.int32)
+
+
+def _ids(pages: list[int], size: int) -> np.ndarray:
+    """i32[size], padded with the dummy page."""
+    ids = np.zeros(size, np.int32)
+    ids[: len(pages)] = pages
+    return ids
+
+
+def _padded(x: np.ndarray, size: int) -> np.ndarray:
+    """To `size` pages on axis 1, contiguous."""
+    if x.shape[1] == size:
+        return np.ascontiguousarray(x)
+    out = np.zeros((x.shape[0], size, *x.shape[2:]), x.dtype)
+    out[:, : x.shape[1]] = x
+    return out

@@ -1,0 +1,174 @@
+"""The cluster behind one run: what `runtime.run.OneProcess` is on one machine.
+
+Consumes a configuration with a launcher; produces the trainer, the instances, the weight store and the checkpoints that
+runtime/job.py assembles a run of. All gangs start at once; an instance takes part as soon as it is there.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import hashlib
+import os
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from dora_jax import config as configs
+from dora_jax.config import ClusterSection, Config, ConfigError
+from dora_jax.orchestrate.events import InstanceUp
+from dora_jax.runtime import run
+from dora_jax.runtime.durability import object_storage, recovery
+from dora_jax.runtime.durability.journal_audit import reading
+from dora_jax.runtime.durability.object_storage import JOURNAL, StoreError
+from dora_jax.runtime.run import Parts, TrainerSide
+from dora_jax.runtime.cluster.messages import Begin
+from dora_jax.runtime.cluster.replica_scaler import Replicas, wish_at
+from dora_jax.runtime.cluster.gang import Hub, Limits
+from dora_jax.runtime.cluster.gang_supervisor import Keeper
+from dora_jax.runtime.cluster.launch_process import Launcher, Processes
+from dora_jax.runtime.cluster.remote_trainer import RemoteCheckpoints, RemoteTrainer, RemoteWeights, digest_of, part
+from dora_jax.runtime.cluster.checkpoint_shards import steps_at
+from dora_jax.runtime.cluster.weight_publisher import Publisher
+from dora_jax.runtime.cluster.remote_rollout import RemoteInstance
+from dora_jax.runtime.cluster.run_registry import Roster, build_of
+from dora_jax.runtime.transfer.weight_storage import weights_at
+from dora_jax.runtime.durability.event_log import Journal
+from dora_jax.runtime.transfer.weight_distribution import STORAGE, WIRE
+from dora_jax.types import InstanceId, Version
+
+
+class Cluster:
+    """Opened by the controller, which computes nothing itself."""
+
+    def __init__(self, parts: Parts, notify: Callable[[str], None]):
+        self._parts, self._notify = parts, notify
+        config, workdir = parts.config, parts.workdir
+        self._place = object_storage.url_of(workdir) or os.path.abspath(workdir)
+        self._tree = _gang_config(config)
+        try:
+            self._roster = Roster(self._place, build_of([self._tree, dataclasses.asdict(config.cluster)]), notify)
+            self._past = bool(self._roster.left) and self._roster.fits
+            self._steps, stored = steps_at(self._place, notify), weights_at(self._place)
+            (stored.look if self._past else stored.clear)()
+        except StoreError as error:
+            raise ConfigError(f"workdir: {error}") from error
+        wire = config.cluster.wire == "transfer"
+        self._publisher = Publisher(stored, (WIRE, STORAGE) if wire else (STORAGE,), notify, self._past)
+        self.weights = RemoteWeights(self._publisher)
+        self._launcher = _launcher(config, workdir, self._place)
+        self._hub = Hub(self._launcher.ip, self._roster)
+        self._trainer = RemoteTrainer(
+            self._steps, self._steps_since, self._publisher, notify, functools.partial(self._keeper, None)
+        )
+        self._instances: dict[InstanceId, RemoteInstance] = {}
+        for instance in range(config.rollout.instances):
+            self._instances[instance] = RemoteInstance(
+                instance,
+                run.instance_up(instance, config),
+                parts.outbox,
+                self._instances,
+                self._publisher,
+                functools.partial(self._keeper, instance),
+                notify,
+            )
+        self._replicas = Replicas(wish_at(self._place), self.instances(), notify) if config.cluster.elastic else None
+        self._roster.announce(self._hub.address)
+        self._closed = False
+        self._trainer.open()
+        for remote in self._instances.values():
+            remote.open()
+
+    def trainer_side(self) -> TrainerSide:
+        checkpoints = RemoteCheckpoints(self._steps, self._parts.config.checkpoint, self._trainer, self._notify)
+        if self._past:  # a trainer that is taken over may be about to finish one
+            self._trainer.catch_up()
+            checkpoints.wait()
+        self._steps.tidy()
+        return TrainerSide(trainer=self._trainer, checkpoints=checkpoints, digest=digest_of, pack=part)
+
+    def instances(self) -> list[RemoteInstance]:
+        return list(self._instances.values())
+
+    def ready(self, instances: Sequence[RemoteInstance], worker: Any) -> list[InstanceUp]:
+        """Nobody is waited for: instances report themselves."""
+        self._publisher.settle()
+        self._trainer.on_up = lambda: worker.post(self._trainer.catch_up)
+        return []
+
+    def close(self) -> None:
+        """May be called twice."""
+        if self._closed:
+            return
+        self._closed = True
+        if self._replicas:
+            self._replicas.close()
+        self._trainer.close()
+        for instance in self._instances.values():
+            instance.stop()
+        self._publisher.close()
+        self._hub.close()
+        self._launcher.close()
+        self._roster.close()
+
+    # ------------------------------------------------------------ private
+
+    def _keeper(self, instance: InstanceId | None, name: str, **hooks: Any) -> Keeper:
+        section = self._parts.config.cluster
+        hosts, slice_type = (
+            (section.trainer_hosts, section.trainer_slice)
+            if instance is None
+            else (section.hosts_per_replica, section.replica_slice)
+        )
+
+        def begin(rank: int, coordinator: str, leader: str) -> Begin:
+            return Begin(
+                config=self._tree,
+                workdir=self._place,
+                instance=instance,
+                rank=rank,
+                hosts=hosts,
+                coordinator=coordinator,
+                leader=leader,
+            )
+
+        limits = Limits(
+            silence_s=section.silence_s,
+            stall_s=section.stall_s,
+            start_s=section.start_s,
+            restarts=section.max_restarts,
+            elastic=section.elastic and instance is not None,
+        )
+        return Keeper(
+            self._hub, self._launcher, name, hosts, slice_type, begin=begin, notify=self._notify, limits=limits, **hooks
+        )
+
+    def _steps_since(self, version: Version) -> Sequence[Any]:
+        try:
+            return recovery.steps_since(Journal(reading(f"{self._place}/{JOURNAL}")), version)
+        except OSError as error:
+            raise StoreError(str(error)) from error
+
+
+def _gang_config(config: Config) -> dict[str, Any]:
+    """What its gangs are told; without a journal nobody could know what they were about, and they end with it."""
+    section = config.cluster
+    mine = ClusterSection(
+        wire=section.wire,
+        trainer_slice=section.trainer_slice,
+        replica_slice=section.replica_slice,
+        reattach_s=section.reattach_s if config.journal.on else 0.0,
+    )
+    return configs.to_json(dataclasses.replace(config, cpu_devices=section.devices_per_host, cluster=mine))
+
+
+def _launcher(config: Config, workdir: Path, place: str) -> Launcher:
+    match config.cluster.launcher:
+        case "process":
+            return Processes(workdir / "logs")
+        case "ray":
+            from dora_jax.runtime.cluster.launch_ray import RayHosts  # an extra, needed here only
+
+            return RayHosts(hashlib.sha256(place.encode()).hexdigest()[:16])
+        case other:
+            raise ConfigError(f"cluster.launcher: {other!r} starts no process")

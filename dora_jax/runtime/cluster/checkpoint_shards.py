@@ -1,0 +1,208 @@
+"""Checkpoints of a cluster: the trainer's processes write them, the controller keeps them.
+
+    in a folder    Checkpoints of all processes together -> StepFolder, to which they are steps like any other
+    in a bucket    Checkpoints of each process (a scratch folder of its own) -> calls.Part of all -> StepBucket.seal
+
+Consumes scratch folders in which a chunk of an array is a file; produces URL/checkpoints/STEP, which a run in one
+process reads too. Laws: a step in a bucket gets its manifest last, from the controller, when every process of one gang
+has said what it put, and the bucket lists all of it; a step without is none, and is swept when a run begins; arrays
+never come to the controller but to be checked.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import re
+import shutil
+import zlib
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+import jax
+
+from dora_jax.config import ConfigError
+from dora_jax.runtime.durability import object_storage
+from dora_jax.runtime.durability.object_storage import STEPS, Objects, StoredSteps, StoreError
+from dora_jax.runtime.cluster.messages import Begin
+from dora_jax.runtime.transfer.weight_storage import name_of, read_arrays
+from dora_jax.trainer import checkpoint, manifest
+from dora_jax.trainer.checkpoint import Checkpoints
+from dora_jax.trainer.manifest import Files
+from dora_jax.types import Version
+
+CHUNK = re.compile(r".+/[0-9.]+")  # of an array; what has another name all processes write alike
+BAD_BATCHES = "bad_batch_*"  # left for a person by trainer/health.py
+OCDBT = "manifest.ocdbt"  # an item that has it was written by a run in one process
+
+
+class Steps(Protocol):
+    """What the controller knows of the steps. OSError: the storage did not do it."""
+
+    def tidy(self) -> None:
+        """What is half done is removed, while nobody writes."""
+
+    def steps(self) -> list[Version]: ...
+
+    def fault(self, step: Version) -> str | None:
+        """What is wrong with it, every byte read; None: it can be trusted."""
+
+    def read_json(self, step: Version, item: str) -> dict[str, Any]: ...
+
+    def put_aside(self, step: Version, why: str) -> None:
+        """It is a step no more."""
+
+
+class StepFolder:
+    """In a folder that all processes see."""
+
+    def __init__(self, folder: Path, notify: Callable[[str], None]):
+        self._folder, self._notify = folder.absolute(), notify
+        self._folder.mkdir(parents=True, exist_ok=True)
+
+    def tidy(self) -> None:
+        checkpoint.tidy(self._folder, self._notify)
+
+    def steps(self) -> list[Version]:
+        return checkpoint.steps(self._folder)
+
+    def fault(self, step: Version) -> str | None:
+        return checkpoint.verify(self._folder, step, full=True)
+
+    def read_json(self, step: Version, item: str) -> dict[str, Any]:
+        return checkpoint.read_json(self._folder, step, item)
+
+    def put_aside(self, step: Version, why: str) -> None:
+        checkpoint.put_aside(self._folder / str(step), why)
+
+
+class StepBucket:
+    """In a bucket, where what is put aside is gone."""
+
+    def __init__(self, url: str):
+        self._store = Objects(url)
+        self._stored = StoredSteps(self._store)
+        self._stored.look()
+
+    def tidy(self) -> None:
+        self._stored.sweep()
+
+    def steps(self) -> list[Version]:
+        return self._stored.steps()
+
+    def fault(self, step: Version) -> str | None:
+        if (vouched := self._stored.manifest(step)) is None:
+            return "it has no manifest"
+        folder = f"{STEPS}/{step}/"
+
+        def held(key: str) -> manifest.Held | None:
+            data = self._store.get(key)
+            return None if data is None else (len(data), zlib.crc32(data))
+
+        keys = self._store.keys(folder[:-1])
+        there = dict(zip(keys, object_storage.side_by_side(held, keys), strict=True))
+        return manifest.fault_of(vouched, step, lambda name: there.get(folder + name))
+
+    def read_json(self, step: Version, item: str) -> dict[str, Any]:
+        name = f"{STEPS}/{step}/{item}/{checkpoint.JSON_FILES[item]}"
+        if (data := self._store.get(name)) is None:
+            raise StoreError(f"{self._store.url}: {name} is not there")
+        return json.loads(data)
+
+    def put_aside(self, step: Version, why: str) -> None:
+        self._stored.drop(step)
+
+    def seal(self, step: Version, parts: Sequence[Files]) -> None:
+        files: Files = {}
+        for part in parts:
+            if twice := set(files) & set(part):
+                raise RuntimeError(f"two processes put {min(twice)} of step {step}")
+            files |= part
+        folder = f"{STEPS}/{step}/"
+        if missing := {folder + name for name in files} - set(self._store.keys(folder[:-1])):
+            raise StoreError(f"{min(missing)} was put, and is not there")
+        self._stored.seal(step, manifest.text(step, dict(sorted(files.items()))).encode())
+        self._stored.sweep(before=step)  # of those that not all processes came to put
+
+
+def steps_at(place: str, notify: Callable[[str], None]) -> StepFolder | StepBucket:
+    """`place`: a workdir, which may be a URL."""
+    if "://" not in place:
+        return StepFolder(Path(place) / STEPS, notify)
+    try:
+        return StepBucket(place)
+    except OSError as error:
+        raise ConfigError(f"workdir: {place} cannot be used: {error}") from error
+
+
+# ------------------------------------------------------- of a process of the trainer
+
+
+class SharedHome:
+    """The workdir, which all processes see."""
+
+    def __init__(self, folder: Path, rank: int):
+        self.folder, self.speaks = folder, rank == 0
+
+    def checkpoints(self, section: Any, notify: Callable[[str], None]) -> Checkpoints:
+        return Checkpoints(self.folder / STEPS, section, notify)
+
+    def restore(self, step: Version, params: Any, opt_state: Any) -> tuple[Any, Any]:
+        """On `params`, `opt_state` (ShapeDtypeStructs with shardings, of any mesh); of a step that verifies."""
+        restored = checkpoint.restore(self.folder / STEPS, step, params, opt_state)
+        return restored.params, restored.opt_state
+
+
+class OwnHome:
+    """A scratch folder of this process: what the bucket does not have yet is lost with the gang."""
+
+    speaks = True  # of what befalls its part
+
+    def __init__(self, url: str, rank: int):
+        self.folder = object_storage.scratch(url, f"trainer.{rank}")
+        self._store, self._rank = Objects(url), rank
+        for path in self.folder.glob(BAD_BATCHES):  # an earlier gang ended over it
+            self._store.put(path.name, path.read_bytes())
+        shutil.rmtree(self.folder, ignore_errors=True)
+        self.folder.mkdir(parents=True)
+
+    def checkpoints(self, section: Any, notify: Callable[[str], None]) -> Checkpoints:
+        newest = dataclasses.replace(section, keep=1, keep_best=0, keep_every=0)  # the bucket has the others
+        return Checkpoints(self.folder / STEPS, newest, notify, self._put)
+
+    def restore(self, step: Version, params: Any, opt_state: Any) -> tuple[Any, Any]:
+        """As above, straight from the bucket: what the devices of this process hold."""
+        folder = f"{STEPS}/{step}"
+        return _item(self._store, f"{folder}/params", params), _item(self._store, f"{folder}/opt_state", opt_state)
+
+    def _put(self, root: Path) -> Files:
+        files = {
+            name: entry for name, entry in manifest.listing(root).items() if self._rank == 0 or CHUNK.fullmatch(name)
+        }
+        object_storage.push_part(self._store.put, root, files)
+        return files
+
+
+def home(begin: Begin) -> SharedHome | OwnHome:
+    return OwnHome(begin.workdir, begin.rank) if "://" in begin.workdir else SharedHome(Path(begin.workdir), begin.rank)
+
+
+def _item(store: Objects, folder: str, like: Any) -> Any:
+    base = f"{store.url}/{folder}/"
+    merged = store.get(folder + "/" + OCDBT) is not None
+
+    def spec_of(name: str) -> dict[str, Any]:
+        kvstore = {"driver": "ocdbt", "base": base, "path": f"{name}/"} if merged else f"{base}{name}/"
+        return {"driver": "zarr", "kvstore": kvstore}
+
+    def check(path: Any, found: jax.Array, wanted: jax.ShapeDtypeStruct) -> jax.Array:
+        if (found.shape, found.dtype) != (wanted.shape, wanted.dtype):
+            raise ValueError(
+                f"{base}{name_of(path)} is {found.dtype}{list(found.shape)}, and was asked for as "
+                f"{wanted.dtype}{list(wanted.shape)}"
+            )
+        return found
+
+    arrays = read_arrays(spec_of, jax.tree.map(lambda x: x.sharding, like))
+    return jax.tree_util.tree_map_with_path(check, arrays, like)

@@ -1,0 +1,172 @@
+"""What keeps a gang there: starts it, looks after it, starts it again.
+
+    start -> up ... down -> start                a gang that an earlier controller has left is taken over first
+
+Consumes a launcher, and what the gang's processes say; produces `up` and `down` of each epoch. Laws: a gang has ended
+before the next one starts; restarts that come to nothing are counted; a gang that leaves with notice counts for nothing, nor
+does one that was found and does not come back.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+from dora_jax.config import RunError
+from dora_jax.runtime.cluster.messages import Begin
+from dora_jax.runtime.cluster.gang import Gang, Hub, Limits
+from dora_jax.runtime.cluster.launch_process import Launcher, Started, Ticket
+
+LOOK_S = 0.1  # how often a keeper looks after its gang
+ROOM_S = 20.0  # a gang that has no place by then is said to wait
+
+
+class Keeper:
+    """Has a gang of this name there: on a thread of its own, until `close`."""
+
+    def __init__(
+        self,
+        hub: Hub,
+        launcher: Launcher,
+        name: str,
+        hosts: int,
+        slice_type: str,
+        *,
+        begin: Callable[[int, str, str], Begin],
+        heard: Callable[[Any], None],
+        up: Callable[[Gang], None],
+        down: Callable[[Gang], None],
+        failed: Callable[[RunError], None],
+        notify: Callable[[str], None],
+        limits: Limits,
+    ):
+        self.name = name
+        self._hub, self._roster, self._limits = hub, hub.roster, limits
+        self._launcher, self._hosts, self._slice_type = launcher, hosts, slice_type
+        self._begin, self._heard, self._up, self._down = begin, heard, up, down
+        self._failed, self._notify = failed, notify
+        self._closed, self._wanted = threading.Event(), threading.Event()
+        self._wanted.set()
+        self._gang: Gang | None = None
+        self._left = self._roster.left.get(name)
+        if self._left is not None:  # it may come as soon as the address is announced
+            self._gang = Gang(name, self._left.epoch, hosts, heard, notify, limits, again=True)
+            if self._roster.fits:
+                hub.expect(self._gang)
+        self._thread = threading.Thread(target=self._run, name=f"keeper {name}", daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def want(self, wanted: bool) -> None:
+        """Whether there is to be a gang at all; one that is not wanted any more leaves with notice."""
+        (self._wanted.set if wanted else self._wanted.clear)()
+
+    def close(self) -> None:
+        """Ends the gang; returns when its processes are gone."""
+        self._closed.set()
+        if self._gang is not None:
+            self._gang.down = None
+            self._gang.die("the run is over")
+        self._thread.join()
+
+    # ------------------------------------------------------------ private
+
+    def _run(self) -> None:
+        fruitless, lost_s, was_up = 0, None, False
+        while not self._closed.is_set():
+            gang = self._next()
+            if gang is None:
+                continue
+            came = self._one_life(gang, lost_s)
+            if self._closed.is_set():
+                return
+            was_up, lost_s = was_up or came, time.monotonic()
+            if gang.leaving is not None:
+                self._notify(f"{self.name} (epoch {gang.epoch}) has left: {gang.reason}")
+                continue
+            if gang.again and not came:
+                self._notify(f"{self.name} (epoch {gang.epoch}) is not taken over: {gang.reason}")
+                continue
+            fruitless = 0 if gang.progress else fruitless + 1
+            if (gang.final and not was_up) or fruitless > self._limits.restarts:
+                again = f", {fruitless} times in a row" if fruitless > 1 else ""
+                self._failed(RunError(f"{self.name} cannot be kept up{again}: {gang.reason}"))
+                return
+            self._notify(f"{self.name} (epoch {gang.epoch}) is lost: {gang.reason}")
+
+    def _next(self) -> Gang | None:
+        """The one that was left, then one after the other; None: none is wanted now."""
+        if self._left is not None:
+            self._left = None
+            return self._gang
+        if not self._wanted.wait(LOOK_S):
+            return None
+        epoch = self._gang.epoch + 1 if self._gang else 1
+        self._gang = Gang(self.name, epoch, self._hosts, self._heard, self._notify, self._limits)
+        self._hub.expect(self._gang)
+        return self._gang
+
+    def _one_life(self, gang: Gang, lost_s: float | None) -> bool:
+        """From start to death; True where it was up."""
+        started = self._started(gang)
+        try:
+            if started is None:
+                return False
+            gang.seat(self._begin)
+            self._watch(gang, started, until=gang.ready)
+            with gang.lock:
+                if gang.dead.is_set():
+                    return False
+                self._up(gang)
+                gang.down = lambda: self._down(gang)
+            how = ", taken over" if gang.again else ""
+            after = f", {time.monotonic() - lost_s:.1f} s after the loss was seen" if lost_s else ""
+            self._notify(f"{self.name} (epoch {gang.epoch}) is up{how}{after}: pids {', '.join(map(str, gang.pids))}")
+            self._watch(gang, started, until=gang.dead)
+            return True
+        finally:
+            self._hub.forget(gang)
+            if started is not None:
+                started.kill()
+            self._roster.strike(gang.name)
+
+    def _started(self, gang: Gang) -> Started | None:
+        """Its processes; None: it has none, and is dead."""
+        ticket = Ticket(controller=self._hub.address, gang=gang.name, epoch=gang.epoch)
+        if not gang.again:
+            started = self._launcher.start(ticket, self._hub.token, self._hosts, self._slice_type)
+            self._roster.enter(gang.name, gang.epoch, started.pids)
+            return started
+        left = self._roster.left[gang.name]
+        started = self._launcher.find(ticket, self._hub.token, self._hosts, self._slice_type, left.pids)
+        if started is None:
+            gang.die("it has ended")
+        elif not self._roster.fits:
+            gang.die("it was begun with another configuration, or by other code")
+        return started
+
+    def _watch(self, gang: Gang, started: Started, until: threading.Event) -> None:
+        began_s = looked_s = time.monotonic()
+        said = False
+        while not until.wait(LOOK_S) and not gang.dead.is_set():
+            now = time.monotonic()
+            if now - looked_s > 10 * LOOK_S:
+                gang.excuse(now - looked_s)
+            looked_s = now
+            if self._limits.elastic and not started.placed:
+                gang.waits_for_room()
+                if not said and now - began_s > ROOM_S:
+                    said = True
+                    self._notify(f"{self.name} waits for a place; the others go on")
+            if not self._wanted.is_set():
+                gang.leave("it is not wanted any more")
+            if notice := started.notice():
+                gang.leave(f"preempted: {notice}")
+            fault = started.ended() or gang.fault()
+            if fault:
+                gang.die(fault)
+            if self._closed.is_set():
+                gang.die("the run is over")

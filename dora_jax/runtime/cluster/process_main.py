@@ -1,0 +1,176 @@
+"""One process of a gang: `python -m dora_jax.runtime.cluster.process_main`, started by a launcher, told everything else.
+
+    Hello -> Begin -> [world, model, compile] -> Ready -> calls and posts, until the controller is gone
+
+Consumes the environment's ticket and token; the stages that it runs are those of one machine. Laws: whatever goes wrong
+ends this process, after one sentence to the controller; where the controller is killed it goes on, and ends if no other
+one comes; it never waits in an exit barrier for a member that is gone.
+"""
+
+from __future__ import annotations
+
+import signal
+
+if __name__ == "__main__":  # Ctrl-C reaches every process of a terminal; the controller is the one that it is meant for
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+
+import os
+import queue
+import socket
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable, MutableMapping
+from typing import Any
+
+from dora_jax.runtime.cluster.launch_process import Ticket, ticket_of
+from dora_jax.runtime.idle_timer import Waits
+
+BEAT_S = 1.0
+LAST_WORDS_S = 5.0
+HEARTBEAT_S = 60  # of jax.distributed, which aborts in C++ where a busy machine delays it: the controller comes first
+SHUTDOWN_S = 5
+MULTISLICE = "MEGASCALE_"
+
+
+def main() -> None:
+    serve(ticket_of(os.environ["DORA_TICKET"]), bytes.fromhex(os.environ.pop("DORA_TOKEN")))
+
+
+def serve(ticket: Ticket, token: bytes, leave: Callable[[], None] = lambda: None) -> None:
+    """Never returns; `leave` is the last thing that this process does."""
+    from dora_jax.config import ConfigError
+    from dora_jax.runtime.cluster import messages
+    from dora_jax.runtime.cluster.controller_connection import Uplink
+    from dora_jax.runtime.listener import Door
+
+    def end(code: int) -> None:
+        leave()
+        os._exit(code)
+
+    link = Uplink(ticket.controller, token, lambda: end(0))
+    pass_on_notice(link)
+    pulse = Pulse(link)
+    try:
+        ip, arrivals = link.own_ip, queue.SimpleQueue()
+        door = Door(ip, token, arrivals.put)  # for the other processes, should this one be the first
+        link.hello(
+            messages.Hello(
+                gang=ticket.gang,
+                epoch=ticket.epoch,
+                pid=os.getpid(),
+                worker=int(os.environ.get("TPU_WORKER_ID", "-1")),
+                coordinator=f"{ip}:{_free_port(ip)}",
+                leader=door.address,
+            )
+        )
+        pulse.start()
+        begin = link.inbox.get()
+        role = _open(begin, link, pulse, token, arrivals)
+        door.close()
+        link.send(messages.Ready())
+        role.run(link.inbox)
+        link.part()
+        threading.Event().wait()  # it has handed over: the controller ends it
+    except BaseException as error:  # the controller says it, and starts another gang
+        traceback.print_exc()
+        sys.stderr.flush()
+        link.send(messages.Failed(error=f"{type(error).__name__}: {error}", final=isinstance(error, ConfigError)))
+        link.flush(LAST_WORDS_S)
+    end(1)
+
+
+def pass_on_notice(link: Any) -> None:
+    """SIGTERM: the machine goes. The controller is told, whatever the main thread is stuck in, and decides."""
+    from dora_jax.runtime.cluster.messages import Notice
+
+    told, tell = socket.socketpair()
+    tell.setblocking(False)
+    signal.signal(signal.SIGTERM, lambda number, frame: None)
+    signal.set_wakeup_fd(tell.detach())
+
+    def wait() -> None:
+        while told.recv(1) != bytes([signal.SIGTERM]):
+            pass
+        link.send(Notice(reason="SIGTERM"))
+
+    threading.Thread(target=wait, name="notice", daemon=True).start()
+
+
+class Pulse:
+    """Tells the controller every second that this process lives, and how far it is."""
+
+    def __init__(self, link: Any):
+        self.progress = 0
+        self.busy = False
+        self.waits = Waits()  # of the main thread
+        self._link = link
+
+    def start(self) -> None:
+        threading.Thread(target=self._beat, name="pulse", daemon=True).start()
+
+    def _beat(self) -> None:
+        from dora_jax.runtime.cluster.messages import Beat
+
+        while True:
+            self._link.send(Beat(progress=self.progress, busy=self.busy, waited_s=self.waits.total_s))
+            time.sleep(BEAT_S)
+
+
+def _open(begin: Any, link: Any, pulse: Pulse, token: bytes, arrivals: queue.SimpleQueue) -> Any:
+    """The role, compiled and ready."""
+    from dora_jax import config as configs
+
+    config = configs.from_config_dict(begin.config)
+    link.wait_for_another(begin.workdir, begin.rank, config.cluster.reattach_s)
+    _enter_world(begin, config)
+    from dora_jax.runtime.cluster.worker_roles import TrainerRole, open_rollout
+
+    from dora_jax.runtime.cluster.tick_broadcast import turns
+
+    open_role = TrainerRole if begin.instance is None else open_rollout
+    return open_role(begin, config, link, pulse, turns(begin, token, arrivals))
+
+
+def _enter_world(begin: Any, config: Any) -> None:
+    """One world per gang; a gang of one process needs none."""
+    import jax
+    from absl import flags
+
+    from dora_jax import devices
+
+    if begin.instance is not None:
+        leave_multislice(os.environ)
+    devices.setup_platform(config)
+    if begin.hosts == 1:
+        return
+    jax.config.update("jax_enable_preemption_service", False)  # it would take SIGTERM for itself
+    # Orbax would wait for the others inside a computation, from a thread of its own: between two steps, or in one.
+    flags.FLAGS(["host", "--experimental_orbax_use_distributed_barrier"], known_only=True)
+    if config.cpu_devices:
+        jax.config.update("jax_cpu_collectives_implementation", "gloo")
+    jax.distributed.initialize(
+        begin.coordinator,
+        begin.hosts,
+        begin.rank,
+        heartbeat_timeout_seconds=HEARTBEAT_S,
+        shutdown_timeout_seconds=SHUTDOWN_S,
+        coordinator_bind_address=begin.coordinator,
+    )  # else on every interface: it asks nobody for a token
+
+
+def leave_multislice(environ: MutableMapping[str, str]) -> None:
+    """A machine of a multislice job names all of its slices, and JAX would join a rollout's world to the trainer's."""
+    for name in [name for name in environ if name.startswith(MULTISLICE)]:
+        del environ[name]
+
+
+def _free_port(ip: str) -> int:
+    with socket.socket() as free:
+        free.bind((ip, 0))
+        return free.getsockname()[1]
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,343 @@
+"""The trainer gang as the controller sees it: what TrainerWorker, resume and the saver of checkpoints ask of a trainer.
+
+    step(parts)     -> Learn for each of them, then Make        weights.put(version, params) -> Publish, then Write
+    load(..., step) -> Restore                                  checkpoints.save(version, ...) -> Save
+
+Consumes groups and versions; produces metrics and digests: arrays never come here. Laws: a new gang is brought to where
+the lost one was (newest checkpoint that verifies, then the steps since, from the journal, then the parts of the step
+under way) before it is asked for anything else, so a caller never learns that a gang died; a version that is published
+is never written again.
+"""
+
+from __future__ import annotations
+
+import concurrent.futures
+import dataclasses
+import json
+import queue
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+from dora_jax.config import CheckpointSection, RunError
+from dora_jax.runtime.durability.payload_state import Step
+from dora_jax.runtime.cluster import messages
+from dora_jax.runtime.cluster.gang import CallRefused, Gang, GangDied
+from dora_jax.runtime.cluster.gang_supervisor import Keeper
+from dora_jax.runtime.cluster.checkpoint_shards import Steps
+from dora_jax.runtime.cluster.weight_publisher import TRAINER, Publisher
+from dora_jax.runtime.durability.resume import INITIAL
+from dora_jax.trainer import checkpoint
+from dora_jax.trainer.checkpoint import Restored
+from dora_jax.types import ScoredGroup, Version
+
+
+@dataclasses.dataclass
+class RemoteState:
+    """Where the gang's trainer is; its arrays stay there."""
+
+    step: Version = INITIAL
+    params: Any = None
+    opt_state: Any = None
+
+
+Part = tuple[Sequence[ScoredGroup], Version]  # groups of one step, and its base
+
+
+def part(groups: Sequence[ScoredGroup], base: Version) -> tuple[Part]:
+    """What packs groups for a trainer that is here: the gang packs its own."""
+    return ((groups, base),)
+
+
+class RemoteTrainer:
+    """Used by one thread at a time: the main thread until the run begins, then the trainer worker's."""
+
+    def __init__(
+        self,
+        checkpoints: Steps,
+        steps_since: Callable[[Version], Sequence[Step]],
+        publisher: Publisher,
+        notify: Callable[[str], None],
+        new_keeper: Callable[..., Keeper],
+    ):
+        self.state = RemoteState()
+        self.gang: Gang | None = None  # brought to where the trainer is
+        self.on_up: Callable[[], None] = lambda: None  # a new gang is there: asks for `catch_up`
+        self._digest: int | None = None
+        self._last: tuple[Version, tuple[ScoredGroup, ...]] | None = None  # the journal may not have this step yet
+        self._begun: tuple[ScoredGroup, ...] = ()  # of the step under way, that the gang has learned from
+        self._checkpoints, self._steps_since, self._notify = checkpoints, steps_since, notify
+        self._publisher = publisher
+        self._ups: queue.SimpleQueue[Gang | RunError] = queue.SimpleQueue()
+        self._keeper = new_keeper(TRAINER, heard=publisher.tell, up=self._up, down=publisher.down, failed=self._ups.put)
+
+    def open(self) -> None:
+        self._keeper.start()
+
+    def close(self) -> None:
+        self._keeper.close()
+
+    # ----------------------------------------------------------- as a Trainer
+
+    @property
+    def params(self) -> RemoteTrainer:
+        """What `weights.put` and `digest_of` take for the weights."""
+        return self
+
+    def step(self, parts: Iterable[Part]) -> Mapping[str, float]:
+        """An iterator is asked for the next part when the gang has learned from the one before."""
+        for groups, base in parts:
+            self._do(messages.Learn(base=base, groups=tuple(groups)))
+            self._begun += tuple(groups)
+        made = self._do(messages.Make(base=base))
+        self._last, self._begun = (base, self._begun), ()
+        self.state.step, self._digest = base + 1, made.digest
+        return made.metrics
+
+    def load(self, params: Any, opt_state: Any, step: Version) -> None:
+        self._do(messages.Restore(step=step))
+        self.state.step, self._digest = step, None
+
+    def abstract_state(self) -> RemoteState:
+        return self.state
+
+    # -------------------------------------------------------------- its own
+
+    def digest(self) -> int:
+        if self._digest is None:
+            self._digest = self._do(messages.Fingerprint()).value
+        return self._digest
+
+    def publish(self, version: Version) -> None:
+        """On return it can be had: from the trainer's processes where there is a wire, else from storage."""
+        if version != self.state.step:
+            raise RuntimeError(f"version {version} cannot be published by a trainer at version {self.state.step}")
+        self._publisher.begin(version)
+        while True:
+            gang = self._brought()  # a gang that comes anew publishes what is live and nowhere
+            try:
+                return self._publish(gang, version)
+            except GangDied:
+                continue
+
+    def catch_up(self) -> None:
+        """Brings a new gang to where the lost one was; any later call would, this one does it early."""
+        try:
+            self._brought()
+        except GangDied:
+            return  # the next gang's turn
+
+    # -------------------------------------------------------------- private
+
+    def _up(self, gang: Gang) -> None:
+        self._publisher.up(gang)
+        self._ups.put(gang)
+        self.on_up()
+
+    def _publish(self, gang: Gang, version: Version) -> None:
+        """Unless it lies in storage already."""
+        if self._publisher.stored.has(version):
+            return
+        gang.call(messages.Publish(version=version))
+        self._publisher.kept(gang, version)
+
+    def _do(self, what: Any) -> Any:
+        """What every process answered alike; again on the next gang where one dies over it."""
+        while True:
+            try:
+                answers = self._brought().call(what)
+            except GangDied:
+                continue
+            if len({_essence(answer) for answer in answers}) > 1:
+                raise RuntimeError(f"the processes of the trainer disagree over {type(what).__name__}: {answers}")
+            return answers[0]
+
+    def _brought(self) -> Gang:
+        while self.gang is None or self.gang.dead.is_set():
+            self.gang = None
+            gang = self._ups.get()
+            if isinstance(gang, RunError):
+                self._ups.put(gang)  # the next caller is told too
+                raise gang
+            try:
+                self._bring(gang)
+            except GangDied:
+                continue
+            self.gang = gang
+        return self.gang
+
+    def _bring(self, gang: Gang) -> None:
+        """From the weights of model.path to `self.state.step`."""
+        at, nowhere = self.state.step, self._publisher.nowhere_else()
+        oldest = min([at, *nowhere])
+        start = next(
+            (
+                step
+                for step in reversed(self._checkpoints.steps())
+                if step <= oldest and self._checkpoints.fault(step) is None
+            ),
+            INITIAL,
+        )
+        steps = {step.base: (step.groups, step.published.digest) for step in self._steps_since(start)}
+        if self._last is not None:
+            steps.setdefault(self._last[0], (self._last[1], self._digest))
+        if start != INITIAL:
+            gang.call(messages.Restore(step=start))
+        if start in nowhere:
+            self._publish(gang, start)
+        recalled = 0
+        for base in range(start, at):
+            if base not in steps:
+                raise RunError(
+                    f"the trainer is lost at version {at}, and step {base + 1} cannot be made again: the "
+                    f"journal does not hold its groups (journal.on keeps them)"
+                )
+            groups, published = steps[base]
+            gang.call(messages.Learn(base=base, groups=groups))
+            made = gang.call(messages.Make(base=base))[0]
+            recalled += made.recalled
+            if published is not None and made.digest != published:
+                self._notify(
+                    f"version {base + 1} came out with other weights ({made.digest:016x}, not {published:016x}); "
+                    f"what was published stays, training goes on from here"
+                )
+                self._publisher.never_again(base + 1)
+            elif base + 1 in nowhere:
+                self._publish(gang, base + 1)
+        if self._begun:
+            gang.call(messages.Learn(base=at, groups=self._begun))
+        if at != INITIAL:
+            self._notify(
+                f"the trainer is back at version {at}: checkpoint {start}, {at - start - recalled} steps made "
+                f"again, {recalled} remembered"
+            )
+
+
+def _essence(answer: Any) -> Any:
+    return answer.digest if isinstance(answer, messages.Made) else answer
+
+
+def digest_of(trainer: RemoteTrainer) -> int:
+    return trainer.digest()
+
+
+class RemoteWeights:
+    """The weight store of a run whose weights never come here."""
+
+    def __init__(self, publisher: Publisher):
+        self._publisher = publisher
+
+    def put(self, version: Version, params: RemoteTrainer) -> None:
+        params.publish(version)
+
+    def drop(self, version: Version) -> None:
+        self._publisher.drop(version)
+
+
+class RemoteCheckpoints:
+    """The gang writes, the controller reads; in a bucket it makes a step of what the processes have put, and keeps the
+    steps. Used by the main thread; what it asks for is done between two steps."""
+
+    def __init__(
+        self, stored: Steps, section: CheckpointSection, trainer: RemoteTrainer, notify: Callable[[str], None]
+    ):
+        self._stored, self._section, self._trainer, self._notify = stored, section, trainer, notify
+        self._floor: Version = INITIAL
+        self._pending: list[Any] = []
+        self._pool = concurrent.futures.ThreadPoolExecutor(1, "seal")
+        self._sealing: concurrent.futures.Future | None = None
+        self._failing = False
+
+    def save(
+        self, step: Version, params: Any, opt_state: Any, rl_state: Mapping[str, Any], metrics: Mapping[str, float]
+    ) -> None:
+        floats = {name: float(value) for name, value in metrics.items()}
+        self._ask(messages.Save(version=step, rl_state=json.loads(json.dumps(rl_state)), metrics=floats))
+
+    def protect(self, version: Version) -> None:
+        self._floor = version
+
+    def poll(self) -> None:
+        self._ask(messages.PollCheckpoint(floor=self._floor, wait=False))
+        done = [pending for pending in self._pending if pending.done.is_set()]
+        self._pending = [pending for pending in self._pending if not pending.done.is_set()]
+        for pending in done:
+            self._see(pending)
+
+    def wait(self) -> None:
+        self._ask(messages.PollCheckpoint(floor=self._floor, wait=True))
+        pending, self._pending = self._pending, []
+        for each in pending:
+            self._see(each)
+            concurrent.futures.wait([self._sealing] if self._sealing else [])
+        self._heard()
+
+    def steps(self) -> list[Version]:
+        return self._stored.steps()
+
+    def usable(self, step: Version) -> bool:
+        fault = self._stored.fault(step)
+        if fault is not None:
+            self._notify(f"checkpoint {step} cannot be trusted and is stepped over: {fault}")
+            self._stored.put_aside(step, "broken")
+        return fault is None
+
+    def undo_after(self, version: Version) -> None:
+        for step in [step for step in self.steps() if step > version]:
+            self._notify(f"checkpoint {step} is later than what can be recovered and is put aside")
+            self._stored.put_aside(step, "undone")
+
+    def restore(self, step: Version, params: Any, opt_state: Any) -> Restored:
+        return Restored(None, None, self._stored.read_json(step, "rl_state"), self._stored.read_json(step, "metrics"))
+
+    def close(self) -> None:
+        self.wait()
+        self._pool.shutdown()
+
+    def _ask(self, what: Any) -> None:
+        gang = self._trainer.gang
+        try:
+            if gang is None:
+                raise GangDied("it is being started again")
+            self._pending.append(gang.cast(what))
+        except GangDied as error:
+            if isinstance(what, messages.Save):
+                self._notify(f"checkpoint {what.version} is left out: the trainer is lost ({error})")
+
+    def _see(self, pending: Any) -> None:
+        try:
+            answers = pending.wait()
+        except (GangDied, CallRefused) as error:
+            self._notify(f"the trainer did not finish with its checkpoint: {error}")
+            return
+        put = {answer.step: answer for answer in answers if isinstance(answer, messages.Part)}
+        if len(put) == 1 and all(isinstance(answer, messages.Part) for answer in answers):
+            self._seal(answers[0].step, [answer.files for answer in answers])
+
+    def _seal(self, step: Version, parts: Sequence[Any]) -> None:
+        """Beside the run; a store that fails is asked again with the next poll."""
+        if self._sealing is not None and not self._sealing.done():
+            return
+        self._heard()
+        if step not in self.steps():
+            self._sealing = self._pool.submit(self._finish, step, parts)
+
+    def _finish(self, step: Version, parts: Sequence[Any]) -> None:
+        self._stored.seal(step, parts)
+        known = self.steps()
+        kept = checkpoint.to_keep(known, self._section, self._floor, lambda s: self._stored.read_json(s, "metrics"))
+        for old in known:
+            if old not in kept:
+                self._stored.put_aside(old, "forgotten")
+
+    def _heard(self) -> None:
+        if self._sealing is None:
+            return
+        error, self._sealing = self._sealing.exception(), None
+        if error is not None and not isinstance(error, OSError):
+            raise error
+        if error is not None and not self._failing:
+            self._notify(
+                f"the bucket's checkpoints cannot be kept up ({error}): the newest that is whole is "
+                f"{max(self.steps(), default=None)}"
+            )
+        self._failing = error is not None

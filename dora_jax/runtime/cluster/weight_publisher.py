@@ -1,0 +1,223 @@
+"""Versions from the trainer's gang to the others: what `publication.Publication` decides, carried out over links.
+
+    trainer's gang: Publish, Write -> Holds, Stored      an instance: `want` -> Wanted ... Loaded -> `then`
+
+Consumes facts from every process of every gang; sends commands to all processes of the gang that they name. Used by any
+thread. Laws: an instance takes a version into use only after every process of its gang has committed it; a gang that
+cannot be brought what it must serve, or may have committed by halves, is ended; storage takes one version at a time and
+passes over those that nobody wants any more, so a slow one holds nothing up; weights from an earlier controller's time
+are used only where the trainer that made them has been taken over too.
+"""
+
+from __future__ import annotations
+
+import functools
+import threading
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from dora_jax.orchestrate.events import TimePassed
+from dora_jax.runtime.transfer import weight_messages as ex
+from dora_jax.runtime.durability.object_storage import StoreError
+from dora_jax.runtime.cluster import messages
+from dora_jax.runtime.cluster.gang import CallRefused, Gang, GangDied
+from dora_jax.runtime.transfer.weight_storage import StoredWeights
+from dora_jax.runtime.transfer.weight_distribution import WIRE, Publication
+from dora_jax.types import Version
+
+TIME_PERIOD_S = 0.5
+TRAINER = "trainer"
+
+
+class Publisher:
+    """`past`: gangs and storage may hold weights of an earlier controller's time."""
+
+    def __init__(self, stored: StoredWeights, paths: Sequence[str], notify: Callable[[str], None], past: bool = False):
+        self.stored = stored
+        self.by_wire = WIRE in paths
+        self._notify = notify
+        self._publication = Publication(paths, now_s=time.monotonic(), sequence=time.time_ns())
+        self._trusted = past  # weights of an earlier controller's time are what they are called
+        self._settled = False  # it is known what is live of them
+        self._live: set[Version] = set()  # published and not dropped
+        self._unwritten: list[Version] = []  # kept by the trainer's gang, to be stored in this order
+        self._writing: Version | None = None
+        self._write: Any = None  # the call; once it is done, it was refused where `_writing` is still set
+        self._gangs: dict[str, Gang] = {}
+        self._then: dict[tuple[str, Version], Callable[[], None]] = {}
+        self._lock = threading.RLock()  # taken where a gang's own may be held, so nothing in it takes one
+        self._closed = threading.Event()
+        self._clock = threading.Thread(target=self._pass_time, name="publisher", daemon=True)
+        self._clock.start()
+
+    def close(self) -> None:
+        self._closed.set()
+        self._clock.join()
+
+    def up(self, gang: Gang) -> None:
+        with self._lock:
+            if gang.name == TRAINER and self._trusted and not self._settled and not gang.again:
+                self._trusted = False  # what it makes may differ in the last bit
+                self.stored.clear()
+                for version in self._live:
+                    self.tell(ex.Stored(version=version, there=False))
+            self._gangs[gang.name] = gang
+            self.tell(ex.WorldUp(world=gang.name, epoch=gang.epoch, hosts=gang.hosts, trainer=gang.name == TRAINER))
+
+    def down(self, gang: Gang) -> None:
+        with self._lock:
+            self.tell(ex.WorldDown(world=gang.name, epoch=gang.epoch))
+            if gang.name != TRAINER:
+                return
+            half, self._writing, self._unwritten = self._writing, None, []  # the next gang begins with what is live
+            over = half is not None and half not in self._live
+        if over:
+            self.stored.drop(half)
+
+    def settle(self) -> None:
+        """The run begins: of what is there from before, what is not live is dropped."""
+        with self._lock:
+            self._settled = True
+            self.stored.keep_only(self._live)
+        if gang := self._gangs.get(TRAINER):
+            self.recognise(gang)
+
+    def recognise(self, gang: Gang) -> bool:
+        """What a gang holds from before is used, or dropped; True where it may be used."""
+        with self._lock:
+            for version in gang.holds:
+                if self._trusted and version in self._live:
+                    self.tell(ex.Holds(world=gang.name, epoch=gang.epoch, version=version))
+                else:
+                    gang.tell_all(messages.Forget(version=version))
+            return self._trusted
+
+    def want(self, gang: Gang, version: Version, then: Callable[[], None]) -> None:
+        """`then`, once every process of the gang holds the version."""
+        with self._lock:
+            self._then[gang.name, version] = then
+            self.tell(ex.Wanted(world=gang.name, version=version))
+
+    # ------------------------------------------------- of the trainer's gang
+
+    def begin(self, version: Version) -> None:
+        """It is being published: from now until `drop` a gang that is lost leaves it to the next."""
+        with self._lock:
+            self._live.add(version)
+            self.tell(ex.Due(version=version, due=True))
+            if self.stored.has(version):  # from before
+                self.tell(ex.Stored(version=version, there=True))
+
+    def nowhere_else(self) -> list[Version]:
+        """Live, and only the trainer's gang is sure to have it."""
+        with self._lock:
+            return sorted(version for version in self._live if not self.stored.has(version))
+
+    def kept(self, gang: Gang, version: Version) -> None:
+        """Every process of the trainer keeps its part: on return others can have it."""
+        if self.by_wire:
+            with self._lock:
+                if version not in (*self._unwritten, self._writing):
+                    self._unwritten.append(version)
+                self.tell(ex.Holds(world=gang.name, epoch=gang.epoch, version=version))
+            self._write_next(gang)
+        else:
+            try:
+                gang.call(messages.Write(version=version))
+            except CallRefused as error:
+                raise StoreError(f"version {version} cannot be published: {error}") from error
+            self._written(version)
+
+    def never_again(self, version: Version) -> None:
+        """The trainer is lost and comes to other weights."""
+        self.tell(ex.Due(version=version, due=False))
+
+    def drop(self, version: Version) -> None:
+        """Nobody will want this version any more."""
+        with self._lock:
+            self._live.discard(version)
+            for fact in (
+                ex.Stored(version=version, there=False),
+                ex.Due(version=version, due=False),
+                ex.Dropped(world=TRAINER, version=version),
+            ):
+                self.tell(fact)
+            self._send(TRAINER, messages.Forget(version=version))
+            writing = version == self._writing
+        if not writing:  # else it is dropped when it is written
+            self.stored.drop(version)
+
+    def dropped(self, gang: Gang, version: Version) -> None:
+        self.tell(ex.Dropped(world=gang.name, version=version))
+
+    def tell(self, fact: Any) -> None:
+        with self._lock:
+            for each in self._publication.step(fact):
+                self._carry_out(each)
+
+    # ------------------------------------------------------------ private
+
+    def _write_next(self, gang: Gang) -> None:
+        with self._lock:
+            self._unwritten = [version for version in self._unwritten if version in self._live]
+            refused = self._writing if self._write is not None and self._write.done.is_set() else None
+            if (self._writing is not None and refused is None) or not self._unwritten:
+                return
+            version, self._write = self._unwritten.pop(0), None
+            self._writing = version
+
+        def written() -> None:
+            self._written(version)
+            self._write_next(gang)
+
+        if refused is not None:
+            self.stored.drop(refused)
+        try:
+            write = gang.cast(messages.Write(version=version), written)
+        except GangDied:
+            self._writing = None
+            return
+        with self._lock:
+            if self._writing == version:  # it may have been written meanwhile, and the next begun
+                self._write = write
+
+    def _written(self, version: Version) -> None:
+        """Every process of the trainer has written its part."""
+        with self._lock:
+            self._writing = None
+            wanted = version in self._live
+            if wanted:
+                self.stored.finish(version)
+                self.tell(ex.Stored(version=version, there=True))
+        if not wanted:
+            self.stored.drop(version)
+
+    def _carry_out(self, each: Any) -> None:
+        match each:
+            case ex.Loaded(world=world, version=version):
+                if then := self._then.pop((world, version), None):
+                    then()
+            case ex.NotLoaded(world=world, version=version, reason=reason):
+                self._then.pop((world, version), None)
+                self._end(world, f"version {version} cannot be brought to it: {reason}")
+            case ex.Broken(world=world, reason=reason):
+                self._end(world, reason)
+            case ex.Abort(world=world, key=key, reason=reason):
+                self._notify(f"version {key.version} did not reach {world} at this attempt: {reason}")
+                self._send(world, each)
+            case _:
+                self._send(each.world, each)
+
+    def _send(self, world: str, command: Any) -> None:
+        if gang := self._gangs.get(world):
+            gang.tell_all(command)
+
+    def _end(self, world: str, reason: str) -> None:
+        """On a thread of its own: the reporting thread may hold the lock of another gang."""
+        gang = self._gangs[world]
+        threading.Thread(target=functools.partial(gang.die, reason), name="end of a gang", daemon=True).start()
+
+    def _pass_time(self) -> None:
+        while not self._closed.wait(TIME_PERIOD_S):
+            self.tell(TimePassed(now_s=time.monotonic()))

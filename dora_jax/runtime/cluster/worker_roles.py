@@ -1,0 +1,389 @@
+"""What a process of a gang does: one part of the trainer, or of a rollout instance.
+
+Consumes calls and posts of the controller; produces answers and facts. The stages are those of one machine, unchanged:
+`Trainer`, `Checkpoints`, `Engine`, `InstanceWorker`. Laws: every process of a gang makes the same jitted calls in the
+same order (the first process decides what comes next, in a rollout before each tick, and tells the others); only the first process speaks for an instance; a process that hands over has then done its last; a role that is
+taken over by another controller has ended all that the earlier one asked for before it says so.
+"""
+
+from __future__ import annotations
+
+import functools
+import queue
+import threading
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+
+from dora_jax import devices
+from dora_jax.config import Config, ConfigError
+from dora_jax.digest import digest
+from dora_jax.models import hf, sharding
+from dora_jax.publish import Slices
+from dora_jax.rollout.migrate import holders_alike
+from dora_jax.runtime import run as build
+from dora_jax.runtime.transfer import slices
+from dora_jax.runtime.durability.object_storage import StoreError
+from dora_jax.runtime.cluster import messages
+from dora_jax.runtime.cluster.messages import Begin
+from dora_jax.runtime.cluster.step_cache import Memory
+from dora_jax.runtime.cluster.result_sender import Elsewhere, Lender, Outlet
+from dora_jax.runtime.cluster.checkpoint_shards import home
+from dora_jax.runtime.cluster.kv_endpoint import Porter
+from dora_jax.runtime.cluster.tick_broadcast import Follower, Leader
+from dora_jax.runtime.cluster.controller_connection import Uplink
+from dora_jax.runtime.transfer.weight_storage import weights_at
+from dora_jax.runtime.transfer.weight_messages import Abort, Commit, Offer, Propose, Pull, Read, Release
+from dora_jax.runtime.mismatch_probe import GapProbe
+from dora_jax.runtime.transfer.kv_transfer import layout_of
+from dora_jax.runtime.transfer.weight_receiver import Versions, WeightHost, like
+from dora_jax.runtime.transfer.device_transfer import Wire
+from dora_jax.runtime.workers import REPORT_PERIOD_S, InstanceWorker, report_period_s
+from dora_jax.tokenizer import Tokenizer
+from dora_jax.trainer.checkpoint import Checkpoints
+from dora_jax.types import ScoredGroup, Version
+
+
+class TrainerRole:
+    """Answers calls one after the other, on the main thread."""
+
+    def __init__(self, begin: Begin, config: Config, link: Uplink, pulse: Any, turns: Leader | Follower):
+        devices.check_slice("cluster.trainer_slice", "" if config.cpu_devices else config.cluster.trainer_slice)
+        self._config = config
+        self._link, self._pulse, self._turns = link, pulse, turns
+        self._home = home(begin)
+        mesh = sharding.make_mesh(jax.devices(), *devices.trainer_mesh(len(jax.devices()), config))
+        self._trainer = build.new_trainer(config, Tokenizer.load(config.model.path), mesh, self._home.folder)
+        self._pack = build.packer(config, self._trainer)
+        self._gap = GapProbe(build.prober(config, self._trainer) if config.orchestrator.mode != "sync" else None)
+        self._newest: tuple[Version, Any] | None = None  # published last, on the trainer's shards, for the gap
+        self._copy = build.publishing_copy(config, hf.read_config(config.model.path), mesh)
+        self._stored, self._kept = weights_at(begin.workdir), Versions()
+        wire = Wire(link.own_ip, link.token) if config.cluster.wire == "transfer" else None
+        self._courier = Courier(WeightHost(begin.rank, wire, self._kept), link, self._write)
+        self._checkpoints: Checkpoints | None = None  # opened by the first save: nothing else writes there by then
+        self._memory = Memory()
+        shape = build.batch_layout(config, self._trainer.shards)
+        self._trainer.warmup(shape.rows, shape.tokens)
+
+    @property
+    def _version(self) -> Version:
+        """Where the controller has it."""
+        return self._memory.at(self._held)
+
+    @property
+    def _held(self) -> Version:
+        return int(self._trainer.state.step)
+
+    def run(self, inbox: queue.SimpleQueue) -> None:
+        mine = self._courier.sort(inbox)
+        while True:
+            with self._pulse.waits:
+                turn = self._turns.next(mine, wait=True)
+            self._pulse.busy = True
+            for call in turn:
+                if isinstance(call, messages.HandOver):  # what waits for a later call asks the next gang
+                    return self._link.send(messages.Left(hosts=1))
+                if isinstance(call, messages.Again):
+                    self._settle()
+                else:
+                    self._link.send(messages.Answer(number=call.number, what=self._answer(call.what)))
+                self._pulse.progress += 1
+            self._pulse.busy = False
+
+    def _settle(self) -> None:
+        """Another controller has come: it starts from a checkpoint, and asks for the steps since."""
+        holds = self._courier.settle()
+        if self._checkpoints is not None:
+            self._checkpoints.wait()
+        self._memory.doubt()
+        self._link.rejoin()
+        self._link.send(messages.Ready(holds=holds))
+
+    def _answer(self, what: Any) -> messages.Made | messages.Done | messages.Part | messages.Refused:
+        match what:
+            case messages.Learn(base=base) | messages.Make(base=base) if base != self._version:
+                raise RuntimeError(f"a step at base {base} was asked of a trainer at version {self._version}")
+            case messages.Learn(base=base, groups=groups):
+                self._learn(base, groups)
+            case messages.Make(base=base):
+                return self._make(base)
+            case messages.Publish(version=version) if version < self._held or self._memory.mid_step:
+                if version not in self._kept.versions:
+                    raise RuntimeError(f"version {version} is asked for of a trainer that is beyond it")
+            case messages.Publish(version=version):
+                self._publish(version)
+            case messages.Restore(step=step):
+                if not self._memory.rewind(step, self._held):
+                    like = self._trainer.abstract_state()
+                    self._trainer.load(*self._home.restore(step, like.params, like.opt_state), step)
+                    self._memory.restored()
+            case messages.Save(version=version, rl_state=rl_state, metrics=metrics):
+                if version != self._version or self._memory.mid_step:
+                    return messages.Refused(error=f"the trainer is at version {self._version}, or beyond it")
+                state = self._trainer.state
+                self._saver().save(version, state.params, state.opt_state, rl_state, metrics)
+            case messages.PollCheckpoint(floor=floor, wait=wait):
+                if self._checkpoints is not None:
+                    self._checkpoints.protect(floor)
+                    (self._checkpoints.wait if wait else self._checkpoints.poll)()
+                    if self._checkpoints.part is not None:
+                        step, files = self._checkpoints.part
+                        return messages.Part(step=step, files=files)
+            case messages.Fingerprint():
+                return messages.Done(value=self._digest())
+        return messages.Done(value=self._version)
+
+    def _learn(self, base: Version, groups: Sequence[ScoredGroup]) -> None:
+        self._digest()  # while the weights are those of a version
+        began = self._memory.mid_step
+        if new := self._memory.new(base, groups):
+            self._trainer.learn(self._pack(new, base), **({} if began else self._gap.among(new, base)))
+
+    def _make(self, base: Version) -> messages.Made:
+        if (known := self._memory.recall(base)) is not None:
+            return known
+        metrics = self._trainer.finish()
+        made = messages.Made(
+            digest=digest(self._trainer.params), metrics={name: float(value) for name, value in metrics.items()}
+        )
+        self._memory.made(base, made)
+        return made
+
+    def _digest(self) -> int:
+        """Of the version where the controller has it."""
+        digests, version = self._memory.digests, self._version
+        if version not in digests and version < self._held:
+            raise RuntimeError(f"the weights of version {version} are gone from a trainer at version {self._held}")
+        if version not in digests:
+            digests[version] = digest(self._trainer.params)
+        return digests[version]
+
+    def _publish(self, version: Version) -> None:
+        if self._newest is not None:
+            self._gap.keep(*self._newest)  # before the next copy is made: two at most are on the devices
+        copy = jax.block_until_ready(self._copy(self._trainer.params))
+        self._newest = (version, copy) if self._gap.wanted else None
+        given = slices.offered(copy)
+        self._kept.keep(version, given)
+        self._courier.soon(functools.partial(jax.tree.map, Slices.bring_home, given))
+
+    def _write(self, version: Version) -> None:
+        self._stored.write(version, self._kept.get(version, None))
+        if self._config.cluster.wire == "storage":
+            self._kept.drop(version)
+
+    def _saver(self) -> Checkpoints:
+        if self._checkpoints is None:
+
+            def notify(text: str, *_: Any) -> None:
+                if self._home.speaks:
+                    self._link.send(messages.Note(text=text))
+
+            self._checkpoints = self._home.checkpoints(self._config.checkpoint, notify)
+        return self._checkpoints
+
+
+def open_rollout(begin: Begin, config: Config, link: Uplink, pulse: Any, turns: Leader | Follower) -> RolloutRole:
+    """Its engine is compiled on return."""
+    devices.check_slice("cluster.replica_slice", "" if config.cpu_devices else config.cluster.replica_slice)
+    n_devices = len(jax.devices())
+    if n_devices != config.rollout.tensor:
+        raise ConfigError(
+            f"rollout.tensor: {config.rollout.tensor} is not the {n_devices} devices of a replica of "
+            f"{begin.hosts} processes"
+        )
+    mesh = sharding.make_mesh(jax.devices(), 1, 1, n_devices)
+    model = hf.read_config(config.model.path)
+    engine = build.new_engine(config, Tokenizer.load(config.model.path), model, mesh)
+    engine.warmup()
+    stored, versions = weights_at(begin.workdir), Versions()
+    wire = Wire(link.own_ip, link.token) if config.cluster.wire == "transfer" else None
+    wanted = like(model, engine.param_shardings, config.model.dtype)
+    weights = WeightHost(begin.rank, wire, versions, wanted, stored.read)
+    porter = Porter(begin.instance, begin.rank, wire and Wire(link.own_ip, link.token), layout_of(engine.page()[0]))
+    return RolloutRole(
+        begin,
+        engine,
+        weights,
+        link,
+        pulse,
+        turns,
+        build.partial_s(config),
+        porter,
+        holders_alike(begin.hosts, model.n_kv_heads),
+        report_period_s(config.rollout.instances),
+    )
+
+
+class RolloutRole:
+    """Ticks on the main thread; weights and KV come in on others."""
+
+    def __init__(
+        self,
+        begin: Begin,
+        engine: Any,
+        weights: WeightHost,
+        link: Uplink,
+        pulse: Any,
+        turns: Leader | Follower,
+        partial_s: float,
+        porter: Porter,
+        alike: int = 1,
+        report_s: float = REPORT_PERIOD_S,
+    ):
+        """alike: neighbouring processes that hold the same KV heads."""
+        self._engine, self._pulse, self._turns, self._weights, self._porter = engine, pulse, turns, weights, porter
+        self._courier = Courier(weights, link, porter=porter)
+        self._link = link
+        self._outlet = outlet = Outlet(link, begin.rank, begin.hosts, alike)
+        self._worker = InstanceWorker(begin.instance, engine, weights.weights, outlet, partial_s, begin.epoch, report_s)
+        self._elsewhere = (
+            (lambda move: Lender(move, link, porter, begin.rank, begin.hosts))
+            if porter.lends
+            else (lambda move: Elsewhere(move, outlet))
+        )
+
+    def run(self, inbox: queue.SimpleQueue) -> None:
+        posts = self._courier.sort(inbox)
+        while True:
+            with self._pulse.waits:
+                turn = self._turns.next(posts, wait=not self._worker.busy)
+            self._pulse.busy = True
+            for post in turn:
+                if isinstance(post, messages.HandOver):
+                    return self._leave()
+                self._do(post)
+            if self._worker.busy:
+                self._worker.work()
+            self._pulse.progress += 1
+            self._pulse.busy = self._worker.busy
+
+    def _leave(self) -> None:
+        self._outlet.leave(self._worker.hand_over)
+        self._pulse.busy = False
+
+    def _settle(self) -> None:
+        """Another controller has come, and takes it for a new gang that has samples and weights from before."""
+        samples = self._outlet.recall(self._worker.hand_over)  # the first process tells of all
+        for version in tuple(self._engine.versions):
+            self._engine.drop(version)
+        holds = self._courier.settle()
+        self._link.rejoin()
+        for sample in samples:
+            self._link.send(sample)
+        self._link.send(messages.Ready(holds=holds))
+
+    def _do(self, post: messages.Post) -> None:
+        worker = self._worker
+        match post:
+            case messages.Swap(version=version, drop=drop):
+                worker.load(version, drop)
+                if drop is not None:
+                    self._weights.weights.drop(drop)
+                    self._outlet.forget(drop)
+            case messages.Submit(id=id, prompt=prompt, version=version):
+                worker.submit(id, prompt, version)
+            case messages.GiveUp(id=id, reason=reason):
+                worker.cancel(id, reason)
+            case messages.MoveOut(id=id, attempt=attempt):
+                worker.move(id, self._elsewhere(post), attempt)
+            case messages.Receive(parcel=parcel, src=src, attempt=attempt, number=number):
+                worker.receive(self._porter.take(number) if number else parcel, src, attempt)
+            case messages.TakeOut(id=id):
+                worker.park(id)
+            case messages.GoOn(parcel=parcel, number=number):
+                worker.resume(self._porter.take(number) if number else self._outlet.with_own_pages(parcel))
+            case messages.Again():
+                self._settle()
+
+
+class Courier:
+    """Weights and KV in and out, beside what the main thread does. `write(version)`: a trainer's, into storage."""
+
+    def __init__(
+        self,
+        weights: WeightHost,
+        link: Uplink,
+        write: Callable[[Version], None] | None = None,
+        porter: Porter | None = None,
+    ):
+        self._weights, self._link, self._write, self._porter = weights, link, write, porter
+        self._own: queue.SimpleQueue = queue.SimpleQueue()
+
+    def sort(self, inbox: queue.SimpleQueue) -> queue.SimpleQueue:
+        """What is left for the main thread."""
+        rest: queue.SimpleQueue = queue.SimpleQueue()
+        threading.Thread(target=self._sort, args=(inbox, rest), name="sorter", daemon=True).start()
+        threading.Thread(target=self._run, name="courier", daemon=True).start()
+        return rest
+
+    def soon(self, work: functools.partial) -> None:
+        """Between what comes."""
+        self._own.put(work)
+
+    def settle(self) -> tuple[Version, ...]:
+        """Ends what the earlier controller has asked for; the versions that are held."""
+        done = threading.Event()
+        self._own.put(done)
+        done.wait()
+        if self._porter is not None:
+            self._porter.settle()
+        return self._weights.settle()
+
+    def _sort(self, inbox: queue.SimpleQueue, rest: queue.SimpleQueue) -> None:
+        while True:
+            match item := inbox.get():
+                case Pull() | Read() | messages.Carry():  # they take their time, and an Abort may come meanwhile
+                    threading.Thread(target=self._do, args=(item,), name="pull", daemon=True).start()
+                case Propose() | Offer() | Commit() | Abort() | Release():
+                    self._own.put(item)
+                case (
+                    messages.Bring()
+                    | messages.GiveBack()
+                    | messages.Leave()
+                    | messages.Forget()
+                    | messages.Call(what=messages.Write())
+                ):
+                    self._own.put(item)
+                case _:
+                    rest.put(item)
+
+    def _run(self) -> None:
+        while True:
+            self._do(self._own.get())
+
+    def _do(self, item: Any) -> None:
+        try:
+            match item:
+                case threading.Event():
+                    item.set()
+                case functools.partial():
+                    item()
+                case messages.Call(number=number, what=messages.Write(version=version)):
+                    self._link.send(messages.Answer(number=number, what=self._written(version)))
+                case messages.Forget(version=version):
+                    self._weights.weights.drop(version)
+                case messages.Carry():
+                    self._link.send(self._porter.fetch(item))
+                case messages.Bring():
+                    self._link.send(self._porter.keep(item))
+                case messages.GiveBack(number=number):
+                    self._porter.give_back(number)
+                case messages.Leave(number=number):
+                    self._porter.leave(number)
+                case _:
+                    if (fact := self._weights.execute(item)) is not None:
+                        self._link.send(fact)
+        except BaseException as error:  # a courier that fell silent would only look slow: its process ends, its gang
+            self._link.send(messages.Failed(error=f"{type(error).__name__}: {error}"))
+
+    def _written(self, version: Version) -> messages.Done | messages.Refused:
+        try:
+            self._write(version)
+        except StoreError as error:
+            self._link.send(messages.Note(text=f"version {version} does not come into storage: {error}"))
+            return messages.Refused(error=str(error))
+        return messages.Done(value=version)

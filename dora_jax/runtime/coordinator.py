@@ -1,0 +1,333 @@
+"""One process: rollout instances and the trainer on sub-meshes of `jax.devices()`, one thread each.
+
+Payload goes  prompts -> instance -> scorer -> group store -> trainer -> weight store -> instance;
+the orchestrator sees ids and counts only. All bookkeeping here runs on the main thread.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import queue
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
+
+import numpy as np
+
+from dora_jax.config import RunError
+from dora_jax.exits import Stop
+from dora_jax.orchestrate import events as ev
+from dora_jax.orchestrate.restart import Debts
+from dora_jax.rollout.migrate import InFlightSample, retagged
+from dora_jax.runtime.durability.payload_state import Book, Partial
+from dora_jax.runtime.shutdown import STAGE_END_S
+from dora_jax.runtime.workers import (
+    Crashed,
+    Ended,
+    Exported,
+    Finished,
+    HandedOver,
+    InstanceWorker,
+    InstanceReady,
+    StepDone,
+)
+from dora_jax.runtime.workers import TrainerWorker
+from dora_jax.tasks.pool import GroupFailure
+from dora_jax.tasks.prompts import PromptTooLong
+from dora_jax.types import GroupId, InstanceId, Prompt, Sample, SampleId, ScoredGroup, Version, is_eval
+
+TIME_PERIOD_S = 0.05  # how often the orchestrator learns the time; also the longest wait for an event
+
+
+@dataclasses.dataclass
+class _Group:
+    """A group from its first Start until it is trained, filtered, failed or given up."""
+
+    prompt: Prompt
+    done: dict[int, Sample] = dataclasses.field(default_factory=dict)
+    submitted: tuple[Sample, ...] = ()  # what the scorer was handed
+
+
+class LocalWorld:
+    """`World` of one process; see `orchestrate.loop`."""
+
+    def __init__(
+        self,
+        *,
+        instances: Sequence[InstanceWorker],
+        trainer: TrainerWorker | None,
+        task: Any,
+        scorer: Any,
+        groups: Any,
+        weights: Any,
+        outbox: queue.SimpleQueue,
+        group_size: int,
+        eval_samples: int,
+        trainable: Callable[[ScoredGroup], bool] = lambda group: True,
+    ):
+        self._instances = {worker.instance: worker for worker in instances}
+        self._trainer = trainer
+        self._task = task
+        self._scorer = scorer
+        self._groups = groups
+        self._weights = weights
+        self._outbox = outbox
+        self._size = lambda group_id: eval_samples if is_eval(group_id) else group_size
+        self._trainable = trainable
+        self._open: dict[GroupId, _Group] = {}
+        self._parcels: dict[SampleId, InFlightSample] = {}  # what Park, or a leaving instance, took out of the engines
+        self._refused: set[GroupId] = set()  # their prompts are too long
+        self._listeners: list[Callable[[Any], None]] = []
+        self._time_s = 0.0
+        self._skew_s = 0.0  # the clock goes on from that of the process before
+        self._book = Book()
+        self._recorded: dict[SampleId, Version] = {}  # begun under an earlier process, and not asked for yet
+        self._ended: dict[SampleId, Sample] = {}  # of these, finished while nobody listened
+        self._risen: list[InstanceReady] = []
+
+    def listen(self, listener: Callable[[Any], None]) -> None:
+        """`listener` sees every payload record: Finished, Partial, ScoredGroup, GroupFailure, StepDone."""
+        self._listeners.append(listener)
+
+    def recall(self, book: Book) -> None:
+        """Samples of a lost instance go on with the tokens that are recorded here. It is only read."""
+        self._book = book
+
+    def adopt(self, debts: Debts, book: Book, now_s: float) -> None:
+        """Takes on what an earlier process owed, before `start`."""
+        self.recall(book)
+        self._recorded = dict(debts.recorded)
+        self._skew_s = now_s - time.monotonic()
+        for group_id in debts.groups:
+            try:
+                self._open[group_id] = _Group(self._task.prompt_at(group_id), dict(book.samples.get(group_id, {})))
+            except PromptTooLong:
+                continue  # no sample of it has started: its Start will be refused
+        for group in (*book.evaluated.values(), *book.scored.values()):
+            self._tell(group)
+        for group_id, group in book.scored.items():
+            self._open[group_id] = _Group(self._task.prompt_at(group_id), submitted=group.samples)
+            self._groups.put(group)
+        for group_id in debts.score:
+            self._submit_scores(self._open[group_id])
+        for command in (debts.cancel, debts.train):
+            if command is not None:
+                self.execute(command)
+
+    def start(self, instances_up: Iterable[ev.InstanceUp]) -> None:
+        for event in instances_up:
+            self._outbox.put(event)
+        for worker in self._workers():
+            worker.start()
+
+    def close(self, patience_s: float = STAGE_END_S) -> None:
+        """Each stage is waited for so long."""
+        for worker in self._workers():
+            worker.stop(patience_s)
+        self._scorer.close()
+
+    def diagnosis(self) -> str:
+        return "; ".join(worker.state for worker in self._workers())
+
+    def events(self) -> Iterator[ev.Event]:
+        risen, self._risen = self._risen, []
+        for rise in risen:  # commands that were meant for its earlier life have been executed by now
+            for brought in rise.admit():
+                self._find(brought)
+            yield rise.event
+        yield from self._drain()
+        for scored in self._scorer.poll():
+            yield from self._scored(scored)
+        now = time.monotonic() + self._skew_s
+        if now - self._time_s >= TIME_PERIOD_S:
+            self._time_s = now
+            yield ev.TimePassed(now_s=now)
+
+    def execute(self, command: ev.Command) -> None:
+        match command:
+            case ev.Start(ids=ids, instance=instance, version=version):
+                for sample in ids:
+                    self._submit(sample, self._instances[instance], version)
+            case ev.LoadWeights(instance=instance, version=version, drop=drop):
+                worker = self._instances[instance]
+                worker.post(worker.load, version, drop)
+            case ev.Move(ids=ids, src=src, dst=dst, attempt=attempt):
+                source = self._instances[src]
+                for sample in ids:
+                    source.post(source.move, sample, self._instances[dst], attempt)
+            case ev.Train(group_ids=group_ids, base_version=base):
+                for group_id in group_ids:
+                    del self._open[group_id]
+                self._trainer.post(self._trainer.train, group_ids, base)
+            case ev.Cancel(ids=ids, instance=instance, reason=reason):
+                self._cancel(ids, instance, reason)
+            case ev.Park(ids=ids, instance=instance):
+                worker = self._instances[instance]
+                for sample in ids:
+                    worker.post(worker.park, sample)
+            case ev.Resume(ids=ids, instance=instance, version=version):
+                for sample in ids:
+                    self._resume(sample, self._instances[instance], version)
+            case ev.Retire(version=version):
+                self._weights.drop(version)
+            case ev.Pause(instance=instance):
+                worker = self._instances[instance]
+                worker.post(worker.pause)
+            case ev.Unpause(instance=instance):
+                worker = self._instances[instance]
+                worker.post(worker.unpause)
+            case _:
+                raise NotImplementedError(f"the one-process world has no {type(command).__name__}")
+
+    # ------------------------------------------------------------ private
+
+    def _workers(self) -> list[Any]:
+        return [*self._instances.values(), *([self._trainer] if self._trainer else [])]
+
+    def _submit(self, sample: SampleId, worker: InstanceWorker, version: Version) -> None:
+        group_id = sample.group_id
+        if group_id in self._refused:
+            return
+        if group_id not in self._open:
+            try:
+                self._open[group_id] = _Group(self._task.prompt_at(group_id))
+            except PromptTooLong as error:
+                self._refused.add(group_id)
+                self._tell(error)
+                self._outbox.put(ev.GroupFailed(group_id=group_id, reason=str(error)))
+                return
+        worker.post(worker.submit, sample, self._open[group_id].prompt, version)
+
+    def _cancel(self, ids: Sequence[SampleId], instance: InstanceId | None, reason: str) -> None:
+        """The groups are given up. Instance None: what is recorded of the samples, or of a scored group, is discarded."""
+        groups = {group_id: self._open.pop(group_id, None) for group_id in {id.group_id: None for id in ids}}
+        for group_id, group in groups.items():
+            if group is not None and group.submitted:
+                self._groups.discard(group_id)
+        for sample in ids:
+            self._parcels.pop(sample, None)
+            group = groups[sample.group_id]
+            if instance is not None:
+                worker = self._instances[instance]
+                worker.post(worker.cancel, sample, reason)
+            elif group is None or sample.index not in group.done and not group.submitted:
+                self._outbox.put(ev.SampleCancelled(id=sample, reason=reason))
+
+    def _resume(self, sample: SampleId, worker: InstanceWorker, version: Version) -> None:
+        self._recorded.pop(sample, None)
+        if sample in self._ended:
+            self._outbox.put(ev.SampleResumed(id=sample, instance=worker.instance, life=worker.life))
+            self._outbox.put(Finished(sample=self._ended.pop(sample), instance=worker.instance, life=worker.life))
+        else:
+            worker.post(worker.resume, retagged(self._parcel(sample, version), version))
+
+    def _find(self, brought: HandedOver | Ended) -> None:
+        """What an instance still has from an earlier process: used where it goes on from what is recorded."""
+        held = brought.sample if isinstance(brought, Ended) else brought.parcel
+        version = held.spans[-1].version if isinstance(brought, Ended) else held.version
+        out_ids, _, _ = self._book.tokens(held.id)
+        n = len(out_ids)
+        if self._recorded.get(held.id) != version or not np.array_equal(held.out_ids[:n], out_ids):
+            return
+        if isinstance(brought, Ended):
+            self._ended[held.id] = held
+            return
+        self._parcels[held.id] = held
+        if len(held.out_ids) > n:
+            self._tell(
+                Partial(id=held.id, version=version, start=n, out_ids=held.out_ids[n:], logprobs=held.logprobs[n:])
+            )
+
+    def _parcel(self, sample: SampleId, version: Version) -> InFlightSample:
+        """What Park took out; else what the journal knows of it, to be prefilled again."""
+        if sample in self._parcels:
+            return self._parcels.pop(sample)
+        prompt = self._open[sample.group_id].prompt
+        out_ids, logprobs, spans = self._book.tokens(sample)
+        last = spans[-1] if spans else None
+        return InFlightSample(
+            id=sample,
+            version=last.version if last else version,
+            prompt_ids=prompt.token_ids,
+            out_ids=out_ids,
+            logprobs=logprobs,
+            max_new_tokens=prompt.max_new_tokens,
+            spans=spans[:-1],
+        )
+
+    def _drain(self) -> Iterator[ev.Event]:
+        """Whatever is in the outbox; waits up to TIME_PERIOD_S for the first."""
+        try:
+            item = self._outbox.get(timeout=TIME_PERIOD_S)
+            while True:
+                yield from self._to_events(item)
+                item = self._outbox.get_nowait()
+        except queue.Empty:
+            return
+
+    def _to_events(self, item: Any) -> Iterator[ev.Event]:
+        match item:
+            case Crashed(error=RunError() | Stop() as error):
+                raise error
+            case Crashed(role=role, error=error):
+                raise RuntimeError(f"{role} failed: {error}") from error
+            case Finished(sample=sample, instance=instance):
+                self._tell(item)
+                self._collect(sample)
+                yield ev.SampleDone(
+                    id=sample.id, instance=instance, tokens=len(sample.out_ids), finish=sample.finish, life=item.life
+                )
+            case StepDone(version=version):
+                self._tell(item)
+                yield ev.StepPublished(version=version)
+            case Partial():
+                self._tell(item)
+            case InstanceReady():
+                self._risen.append(item)
+            case ev.InstanceDown(instance=instance):  # also of one that fell before its rise was heard
+                self._risen = [rise for rise in self._risen if rise.event.instance != instance]
+                yield item
+            case HandedOver(parcel=parcel):
+                if parcel.id.group_id in self._open:
+                    self._parcels[parcel.id] = parcel
+            case Exported(id=sample, instance=instance, parcel=parcel):
+                if sample.group_id in self._open:
+                    self._parcels[sample] = parcel
+                yield ev.SampleParked(id=sample, instance=instance, life=item.life)
+            case _:
+                yield item
+
+    def _collect(self, sample: Sample) -> None:
+        group_id = sample.id.group_id
+        group = self._open.get(group_id)
+        if group is None:
+            return  # it was given up
+        if sample.id.index in group.done:
+            raise RuntimeError(f"sample {sample.id} finished twice")
+        group.done[sample.id.index] = sample
+        if len(group.done) == self._size(group_id):
+            self._submit_scores(group)
+
+    def _submit_scores(self, group: _Group) -> None:
+        group.submitted = tuple(group.done[i] for i in sorted(group.done))
+        self._scorer.submit(group.prompt, group.submitted)
+
+    def _scored(self, scored: ScoredGroup | GroupFailure) -> Iterator[ev.Event]:
+        group_id = scored.group_id
+        if group_id not in self._open:
+            return  # it was given up
+        self._tell(scored)
+        if isinstance(scored, GroupFailure):
+            del self._open[group_id]
+            yield ev.GroupFailed(group_id=group_id, reason=scored.reason)
+            return
+        trainable = not is_eval(group_id) and self._trainable(scored)
+        if trainable:
+            self._groups.put(scored)
+        else:
+            del self._open[group_id]
+        yield ev.GroupScored(group_id=group_id, trainable=trainable)
+
+    def _tell(self, record: Any) -> None:
+        for listener in self._listeners:
+            listener(record)

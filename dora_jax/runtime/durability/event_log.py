@@ -1,0 +1,366 @@
+"""The event log: what makes a resume exact. Bytes of records in, the same bytes out after any crash.
+
+    append(record) ... commit()     a group of records is written with one call: no death of a process undoes that
+    commit(sync=True)               and is durable on return, with all before it: no power cut undoes that
+    sync_soon(), and every sync_s   what was written becomes durable behind the writer's back: the disk holds up nobody
+    rotate(records)                 a new segment, there whole or not at all; it begins with a snapshot
+    rotate_behind(records)          the same, of the state as it is now, written by a forked child; `turned` says when
+    read(segment)                   its records, up to the first that is torn or damaged
+
+Consumes encoded records (codec.py), knows nothing of what is in them. A record is framed as
+    size u32 | crc32 of size and data u32 | data
+and a segment is one run of frames. Laws: what `commit` returned from is read back, unless the journal `holds` it: a log
+that is slow to write to (object storage) takes one batch every sync_s; what is read is a prefix of what was appended,
+record for record; a run never appends to the segment of an earlier run, so a torn tail stays where it is and is
+reported each time. Where bytes go is behind `Log`: a folder in file_log.py, object storage in object_log.py.
+"""
+
+from __future__ import annotations
+
+import concurrent.futures
+import os
+import struct
+import time
+import zlib
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import NamedTuple, Protocol
+
+from dora_jax.runtime.durability.forked_writer import Child, fork
+
+FRAME = struct.Struct("<II")
+MAX_RECORD_BYTES = 1 << 30  # a snapshot is many records; none comes near this
+MAX_BACKLOG_BYTES = 1 << 30  # records held in memory while the disk is full; beyond it the run stops
+RETRY_PERIOD_S = 1.0  # how often a full disk is tried again
+ALARM_PERIOD_S = 30.0  # how often a disk that stays full is spoken of
+
+
+class Log(Protocol):
+    """Where segments are kept; one writer."""
+
+    lasting: bool  # what was appended outlives this process before it is synced; else `append` takes long, and syncs
+
+    def segments(self) -> list[int]:
+        """Numbers of the segments that are there, oldest first."""
+
+    def read(self, segment: int) -> bytes:
+        """Everything that was written to it, perhaps with a torn end."""
+
+    def begin(self, segment: int, data: bytes, staged: bool = False) -> None:
+        """A new last segment with this content, durable, whole or not at all; `staged`: behind the head of it."""
+
+    def head(self, segment: int) -> Path:
+        """The file in which the head of a segment to come is written; not yet part of the log."""
+
+    def stage(self, segment: int) -> None:
+        """That file goes to where `begin` wants it. May take long; may run beside `append`."""
+
+    def append(self, data: bytes) -> None:
+        """Adds to the last segment, after what a failed sync has left in doubt. OSError: nothing was added."""
+
+    def sync(self) -> None:
+        """What had been appended is durable on return; may run beside `append`. OSError: it is in doubt."""
+
+    def drop(self, segment: int) -> None:
+        """Forgets an old segment."""
+
+    def close(self) -> None: ...
+
+
+class Segment(NamedTuple):
+    records: tuple[bytes, ...]
+    fault: str | None  # what ended the reading early: a sentence
+    lost_bytes: int  # behind that
+
+
+class JournalError(RuntimeError):
+    """The journal can no longer keep its promise."""
+
+
+class _Turn:
+    """A segment that is on its way."""
+
+    def __init__(self, number: int, head: Path, child: Child):
+        self.number, self.head, self.child = number, head, child
+        self.late: list[bytes] = []  # frames written since
+        self.late_bytes = 0
+        self.staged: concurrent.futures.Future | None = None
+
+    def drop(self) -> None:
+        self.child.kill()
+        self.head.unlink(missing_ok=True)
+
+
+class Journal:
+    """One writer of one log; used by one thread. `sync_s`: what was written is durable so many seconds later; 0: at once."""
+
+    def __init__(self, log: Log, alarm: Callable[[str], None] = lambda sentence: None, sync_s: float = 0.0):
+        self._log = log
+        self._alarm = alarm
+        self._sync_s = sync_s
+        self._synced_s = time.monotonic()
+        self._unsynced = False
+        self._pool = concurrent.futures.ThreadPoolExecutor(1, "journal")
+        self._syncing: concurrent.futures.Future | None = None
+        self._turn: _Turn | None = None
+        self._buffer: list[bytes] = []
+        self._bytes = 0
+        self._alarmed_s = -ALARM_PERIOD_S
+        self._degraded_since: float | None = None
+        self._tried_s = 0.0
+        self._open = False
+        self.commits = 0
+
+    @property
+    def durable(self) -> bool:
+        """Everything appended has reached the log."""
+        return not self._buffer
+
+    @property
+    def holds(self) -> bool:
+        """What was appended waits for its batch, and must not be acknowledged yet. Not while the storage refuses: then
+        the run goes on without, which has been said."""
+        return bool(self._buffer) and not self._log.lasting and self._degraded_since is None
+
+    def segments(self) -> list[int]:
+        return self._log.segments()
+
+    def read(self, segment: int) -> Segment:
+        return unframe(self._log.read(segment))
+
+    def rotate(self, records: Iterable[bytes]) -> int:
+        """Begins the next segment with these records and returns its number; later appends go there."""
+        if not self.commit(sync=True):
+            raise OSError("the journal cannot begin a segment while older records wait for space")
+        number = max(self._log.segments(), default=0) + 1
+        self._log.begin(number, b"".join(frame(record) for record in records))
+        self._open = True
+        return number
+
+    def rotate_behind(self, records: Callable[[], Iterable[bytes]]) -> None:
+        """As `rotate`, but a forked child makes the records and writes them, while appends go to the present segment:
+        the new one begins with both."""
+        if self._turn is not None:
+            return
+        if not self.commit(sync=not self._log.lasting) or self._buffer:
+            raise OSError("the journal cannot begin a segment while older records wait for space")
+        number = max(self._log.segments(), default=0) + 1
+        head = self._log.head(number)
+        self._turn = _Turn(number, head, fork(lambda: _write_frames(head, records())))
+
+    @property
+    def turning(self) -> bool:
+        """A segment is on its way."""
+        return self._turn is not None
+
+    def turned(self) -> int | None:
+        """Begins the segment that `rotate_behind` asked for, once its head is there, and returns its number; None: not
+        yet. What fails is said, and the present segment goes on."""
+        turn = self._turn
+        if turn is None or not (written := turn.child.ended()):
+            if turn is not None and written is False:
+                self._drop_turn("its child ended early")
+            return None
+        try:
+            if turn.staged is None:
+                turn.staged = self._pool.submit(self._log.stage, turn.number)
+            syncs = self._syncing is not None and not self._syncing.done()
+            if syncs or not turn.staged.done() or self._degraded_since is not None:
+                return None
+            turn.staged.result()
+            self._syncing = None  # of the old segment, which the new one holds: `begin` makes that durable
+            self._log.begin(turn.number, b"".join(turn.late), staged=True)
+        except OSError as error:
+            self._drop_turn(str(error))
+            return None
+        self._turn = None
+        self._synced_s, self._unsynced = time.monotonic(), False
+        return turn.number
+
+    def _drop_turn(self, why: str) -> None:
+        self._turn.drop()
+        self._turn = None
+        self._alarm(f"the journal's next segment could not be begun ({why}): this one goes on")
+
+    def append(self, record: bytes) -> None:
+        """Keeps a record for the next commit."""
+        if not self._open:
+            raise JournalError("the journal has no segment of this run yet: rotate first")
+        data = frame(record)
+        self._bytes += len(data)
+        self._buffer.append(data)
+        if self._bytes > MAX_BACKLOG_BYTES:
+            raise JournalError(
+                f"the journal holds {self._bytes >> 20} MiB that it cannot write: the disk has been full "
+                f"for {time.monotonic() - (self._degraded_since or time.monotonic()):.0f} s"
+            )
+
+    @property
+    def sync_due(self) -> bool:
+        """Something waits to be written or made durable since `sync_s`."""
+        waits = self._unsynced or (bool(self._buffer) and not self._log.lasting)
+        return waits and time.monotonic() - self._synced_s >= self._sync_s
+
+    def commit(self, sync: bool = False, urgent: bool = False) -> bool:
+        """Writes what was appended; False where the storage refused: it is kept and tried again later. `urgent`: a log
+        that takes batches takes this one now."""
+        now = time.monotonic()
+        due = now - self._synced_s >= self._sync_s or (urgent and not self._log.lasting)
+        if not (self._log.lasting or sync or due):
+            return True
+        if not self._buffer and not ((sync or due) and (self._unsynced or self._syncing)):
+            return True
+        if self._degraded_since is not None and now - self._tried_s < RETRY_PERIOD_S:
+            return False
+        try:
+            if self._syncing is not None and self._syncing.done():
+                self._end_sync()
+            self._write()
+            if sync or not self._sync_s or not self._log.lasting or self._degraded_since is not None:
+                self._make_durable()
+            elif due:
+                self._begin_sync()
+        except OSError as error:
+            self._refused(error)
+            return False
+        if self._degraded_since is not None:
+            self._alarm(f"the journal is durable again after {time.monotonic() - self._degraded_since:.0f} s")
+            self._degraded_since, self._alarmed_s = None, -ALARM_PERIOD_S
+        return True
+
+    def sync_soon(self) -> None:
+        """What was committed so far becomes durable behind the writer's back, as soon as the disk can."""
+        if self._log.lasting and self._unsynced and self._degraded_since is None:
+            self._synced_s, self._unsynced = time.monotonic(), False
+            self._syncing = self._pool.submit(self._log.sync)  # behind an earlier one, whose failure fails it too
+
+    def wait_synced(self) -> None:
+        """Until the last `sync_soon` has come to its end; what it failed of is heard at the next commit."""
+        if self._syncing is not None:
+            concurrent.futures.wait([self._syncing])
+
+    def drop_before(self, segment: int) -> None:
+        """Segments older than this one are no longer needed."""
+        for old in self._log.segments():
+            if old < segment:
+                try:
+                    self._log.drop(old)
+                except OSError:
+                    return  # it goes with the next
+
+    def close(self) -> None:
+        """Commits; where that fails it is said, because what is lost then will be generated again."""
+        try:
+            self._tried_s = 0.0
+            if self._turn is not None:
+                self._turn.drop()
+                self._turn = None
+            if not self.commit(sync=True):
+                self._alarm(
+                    "the last journal records could not be made durable before the end: what they tell of may "
+                    "be generated again"
+                )
+        finally:
+            self._pool.shutdown()
+            self._log.close()
+
+    # ------------------------------------------------------------ private
+
+    def _write(self) -> None:
+        if not self._buffer and self._degraded_since is None:
+            return
+        self._log.append(b"".join(self._buffer))
+        self._unsynced = True
+        self.commits += 1
+        if self._turn is not None:
+            self._turn.late += self._buffer
+            self._turn.late_bytes += self._bytes
+            if self._turn.late_bytes > MAX_BACKLOG_BYTES:
+                self._drop_turn(f"{self._turn.late_bytes >> 20} MiB were written meanwhile")
+        self._buffer.clear()
+        self._bytes = 0
+
+    def _make_durable(self) -> None:
+        """Waits for it."""
+        self._end_sync()
+        self._synced_s, self._unsynced = time.monotonic(), False
+        try:
+            self._log.sync()
+        except OSError:
+            self._unsynced = True
+            raise
+
+    def _begin_sync(self) -> None:
+        if self._syncing is not None and not self._syncing.done():
+            return  # the disk is slow: what is written meanwhile has its turn next
+        self._end_sync()
+        self.sync_soon()
+
+    def _end_sync(self) -> None:
+        """Raises what the sync behind failed of."""
+        syncing, self._syncing = self._syncing, None
+        if syncing is not None and (error := syncing.exception()):
+            self._unsynced = True
+            raise error
+
+    def _refused(self, error: OSError) -> None:
+        now = self._tried_s = time.monotonic()
+        self._degraded_since = self._degraded_since or now
+        if now - self._alarmed_s >= ALARM_PERIOD_S:
+            self._alarmed_s = now
+            self._alarm(
+                f"the journal cannot be written ({error}): {len(self._buffer)} records wait in memory, and "
+                f"what they tell of would be generated again after a kill"
+            )
+
+
+# ---------------------------------------------------------------- frames
+
+
+def frame(record: bytes) -> bytes:
+    if len(record) > MAX_RECORD_BYTES:
+        raise JournalError(f"a record of {len(record)} bytes is over the limit of {MAX_RECORD_BYTES}")
+    size = len(record)
+    return FRAME.pack(size, _checksum(size, record)) + record
+
+
+def _write_frames(path: Path, records: Iterable[bytes]) -> None:
+    """In the child: nothing is buffered that a thread of the parent could have left locked."""
+    fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
+    for record in records:
+        view = memoryview(frame(record))
+        while view:
+            view = view[os.write(fd, view) :]
+    os.fsync(fd)
+
+
+def unframe(data: bytes) -> Segment:
+    """The records of a segment's bytes, up to the first frame that is not whole."""
+    records, view, at = [], memoryview(data), 0
+    fault = None
+    while at < len(data):
+        fault = _fault(view, at)
+        if fault:
+            break
+        size, _ = FRAME.unpack_from(view, at)
+        at += FRAME.size
+        records.append(bytes(view[at : at + size]))
+        at += size
+    if fault:
+        fault = f"record {len(records) + 1} at byte {at} {fault}"
+    return Segment(tuple(records), fault, len(data) - at)
+
+
+def _fault(view: memoryview, at: int) -> str | None:
+    if len(view) - at < FRAME.size:
+        return "is torn"
+    size, crc = FRAME.unpack_from(view, at)
+    if size > len(view) - at - FRAME.size:
+        return f"is torn: {size} bytes were announced, {len(view) - at - FRAME.size} are there"
+    if _checksum(size, view[at + FRAME.size : at + FRAME.size + size]) != crc:
+        return "does not match its checksum"
+    return None
+
+
+def _checksum(size: int, data: bytes | memoryview) -> int:
+    return zlib.crc32(data, zlib.crc32(size.to_bytes(4, "little")))

@@ -1,0 +1,170 @@
+"""A world whose facts outlive the process: what it reports is journaled before the orchestrator sees it.
+
+    world.events() -> [append every fact with its payload, one write] -> orchestrator.step -> world.execute
+
+Consumes the facts and payload records of any `World` that tells listeners; produces the same facts. Laws: a sample,
+a group or a step that the orchestrator knows of is written, which no death of a process undoes; what a step was made of
+is on the disk before the step is told, and so is any fact after journal.sync_s, so that no power cut undoes more than
+can be made again, a step bit for bit; soft facts (progress, pages, time) ride with the next write, and losing the last
+of them costs nothing; a segment is begun between two batches of facts, never inside one. On object storage a batch is
+what was reported in journal.sync_s, and no fact, soft or not, is told before the object that holds it is there.
+"""
+
+from __future__ import annotations
+
+import functools
+import time
+from collections.abc import Callable, Iterator
+from typing import Any, Protocol
+
+from dora_jax.fault_injection import point
+from dora_jax.orchestrate import events as ev
+from dora_jax.orchestrate.core import Orchestrator
+from dora_jax.runtime.durability.payload_state import CODEC, Book, Entry, Fact, Partial, Published, Scores
+from dora_jax.runtime.durability.event_log import Journal
+from dora_jax.orchestrate.loop import World
+from dora_jax.runtime.durability.recovery import head_records
+from dora_jax.runtime.workers import Finished, StepDone
+from dora_jax.types import GroupId, Sample, SampleId, ScoredGroup, Version
+
+HARD = (ev.SampleDone, ev.GroupScored, ev.GroupFailed, ev.StepPublished, ev.SampleCancelled)
+SOFT_PERIOD_S = 1.0  # how long soft facts may wait for a commit
+LARGE_SAMPLES = 20_000  # unfinished ones of which a snapshot takes a tenth of a second: a forked child makes it
+
+
+class TellingWorld(World, Protocol):
+    def listen(self, listener: Callable[[Any], None]) -> None:
+        """`listener` sees payload before the event that it belongs to."""
+
+
+class DurableWorld:
+    """`World` in front of another; the orchestrator's only source of facts."""
+
+    def __init__(
+        self,
+        world: TellingWorld,
+        journal: Journal,
+        orchestrator: Orchestrator,
+        book: Book,
+        epoch: int = 0,
+        segments: dict[int, Version] | None = None,
+    ):
+        self.book = book
+        self.segments = dict(segments or {})  # number -> version at which it begins
+        self._own = 0  # segments of this run
+        self._world = world
+        self._journal = journal
+        self._orchestrator = orchestrator
+        self._epoch = epoch
+        self._payload: dict[SampleId | GroupId, Sample | Scores] = {}
+        self._digests: dict[Version, int] = {}
+        self._entries: list[Entry] = []
+        self._held: list[Entry] = []  # appended, not told
+        self._committed_s = time.monotonic()
+        self._rotate_due = True
+        self._turning_base = 0  # at which the segment on its way begins
+        world.listen(self._hear)
+
+    def events(self) -> Iterator[ev.Event]:
+        if self._journal.turning:
+            self._turn()
+        elif self._rotate_due and not self._held:
+            self.rotate()
+        try:
+            for event in self._world.events():
+                self._entries.append(Fact(event=event, payload=self._payload_of(event)))
+        finally:  # what a stage reported before another one raised
+            entries, self._entries = self._entries, []
+            self._write(entries)
+            self._held += entries
+        if self._journal.holds:
+            return
+        entries, self._held = self._held, []
+        for entry in entries:
+            if not isinstance(entry, Fact) or self._orchestrator.counts(entry.event):
+                self.book.apply(entry, self._orchestrator.state)
+            if isinstance(entry, Fact):
+                yield entry.event
+
+    def execute(self, command: ev.Command) -> None:
+        self._world.execute(command)
+        if isinstance(command, ev.Train):  # its groups: while the trainer works
+            self._journal.sync_soon()
+
+    def want_segment(self) -> None:
+        """Asks for a new segment before the next facts: a checkpoint has been started."""
+        self._rotate_due = True
+
+    def rotate(self) -> None:
+        """Begins a segment with the state as it is. A full disk leaves the old one in use, and the wish."""
+        state = self._orchestrator.state
+        make = functools.partial(head_records, self._orchestrator, self.book, self._epoch)
+        try:
+            if self._own and sum(state.queue.unfinished.values()) >= LARGE_SAMPLES:
+                self._journal.rotate_behind(make)
+                self._turning_base, self._rotate_due = state.ledger.base, False
+                return
+            number = self._journal.rotate(make())
+        except OSError:
+            if not self._own:
+                raise
+            return  # the journal has raised the alarm, or will at the next commit
+        self._rotate_due = False
+        self._began(number, state.ledger.base)
+
+    def forget_before(self, version: Version) -> None:
+        """Segments that only a start older than this version would need are dropped."""
+        number = max((n for n, base in self.segments.items() if base <= version), default=None)
+        if number is not None:
+            self._journal.drop_before(number)
+            self.segments = {n: base for n, base in self.segments.items() if n >= number}
+
+    def close(self) -> None:
+        """Makes everything durable that was reported."""
+        self._journal.close()
+
+    # ------------------------------------------------------------ private
+
+    def _turn(self) -> None:
+        number = self._journal.turned()
+        if number is not None:
+            self.book.prune_groups(self._orchestrator.state)
+            self._began(number, self._turning_base)
+
+    def _began(self, number: int, base: Version) -> None:
+        self._own += 1
+        self.segments[number] = base
+
+    def _write(self, entries: list[Entry]) -> None:
+        for entry in entries:
+            self._journal.append(CODEC.encode(entry))
+        kinds = {type(entry.event) for entry in entries if isinstance(entry, Fact)}
+        now = time.monotonic()
+        if not kinds.isdisjoint(HARD) or now - self._committed_s > SOFT_PERIOD_S or self._journal.sync_due:
+            self._committed_s = now
+            point("journal.before_commit")
+            if ev.StepPublished in kinds:
+                self._journal.wait_synced()
+            self._journal.commit(urgent=ev.StepPublished in kinds)
+            point("journal.after_commit")
+
+    def _hear(self, item: Any) -> None:
+        match item:
+            case Partial():
+                self._entries.append(item)
+            case Finished(sample=sample):
+                self._payload[sample.id] = sample
+            case StepDone(version=version, digest=digest):
+                self._digests[version] = digest
+            case ScoredGroup(group_id=group_id):
+                self._payload[group_id] = Scores(version=item.version, rewards=item.rewards, parts=item.parts)
+
+    def _payload_of(self, event: ev.Event) -> Any:
+        match event:
+            case ev.SampleDone(id=id):
+                return self._payload.pop(id, None)
+            case ev.GroupScored(group_id=group_id):
+                return self._payload.pop(group_id, None)
+            case ev.StepPublished(version=version) if version in self._digests:  # else it is said twice
+                return Published(epoch=self._epoch, digest=self._digests.pop(version))
+        return None

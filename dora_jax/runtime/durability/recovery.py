@@ -1,0 +1,224 @@
+"""From a journal and checkpoints to where the run was: the exact state of the brain, and what the trainer must redo.
+
+    segment = Head, its book, then entries       replay = restore the head's snapshot, step every fact
+    start   = the newest checkpoint that verifies and is no newer than the oldest live version
+    redo    = the batches trained since; every live version's weights come by on the way
+
+Consumes a `Journal`; produces `Recovered`. Laws: snapshot + tail = full replay; what is damaged is said and stepped
+over: an older segment, an older checkpoint; a segment is followed up to the first fact that the orchestrator refuses,
+which is where the run that wrote it ended; a group is never in two steps of what is returned.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+from dora_jax.orchestrate.core import Orchestrator
+from dora_jax.orchestrate.modes import OrchestratorConfig
+from dora_jax.orchestrate.restart import Debts, restart
+from dora_jax.runtime.durability.payload_state import CODEC, FORMAT, Book, Fact, Head, Partial, Step, reader
+from dora_jax.runtime.codec import CodecError
+from dora_jax.runtime.durability.event_log import Journal, JournalError
+from dora_jax.types import Version
+
+Notify = Callable[[str], None]
+# What following records raises that were written by other code, or by a run that ended over them; CodecError included.
+SENSELESS = (TypeError, KeyError, ValueError, AttributeError, IndexError, RuntimeError)
+
+
+@dataclasses.dataclass
+class Replay:
+    """What the segments read so far amount to."""
+
+    orchestrator: Orchestrator
+    book: Book
+    epoch: int
+    steps: list[Step] = dataclasses.field(default_factory=list)
+    facts: int = 0
+
+    @property
+    def base(self) -> Version:
+        return self.orchestrator.state.ledger.base
+
+
+@dataclasses.dataclass(frozen=True)
+class Recovered:
+    orchestrator: Orchestrator  # under today's configuration, without a body
+    book: Book
+    epoch: int
+    debts: Debts
+    start: Version  # the trainer restores this checkpoint (or the initial weights) ...
+    segments: dict[int, Version]  # of the journal -> the version at which each begins
+    steps: tuple[Step, ...]  # ... and makes these steps again, to the version that was published last
+
+    @property
+    def base(self) -> Version:
+        return self.orchestrator.state.ledger.base
+
+
+def head_records(orchestrator: Orchestrator, book: Book, epoch: int) -> Iterator[bytes]:
+    """What a new segment begins with; taken between events."""
+    book.prune(orchestrator.state)
+    records = [CODEC.encode(item) for item in book.records()]
+    yield CODEC.encode(
+        Head(
+            format=FORMAT,
+            epoch=epoch,
+            config=dataclasses.asdict(orchestrator.state.config),
+            orchestrator=orchestrator.snapshot(),
+            digests={str(v): p for v, p in book.digests.items()},
+            book=len(records),
+        )
+    )
+    yield from records
+
+
+def recover(
+    journal: Journal,
+    config: OrchestratorConfig,
+    checkpoints: Sequence[Version],
+    usable: Callable[[Version], bool],
+    notify: Notify,
+) -> Recovered | None:
+    """Where the run was; None: there is no journal. `checkpoints`: steps to start the trainer from, the initial
+    weights included; `usable` verifies one. JournalError: nothing that fits together is left."""
+    heads = _heads(journal, notify)
+    if not heads:
+        return None
+    newest = max(heads)
+    with _sensible(newest):
+        end = replay(journal, [newest], notify)
+        debts = restart(end.orchestrator)
+    floor = min(debts.versions, default=end.base)
+    for start in sorted((v for v in checkpoints if v <= floor), reverse=True):
+        first = max((n for n, base in heads.items() if base <= start), default=None)
+        if first is None or not usable(start):
+            continue
+        chain = [n for n in sorted(heads) if n >= first]
+        with _sensible(first):
+            past = end if chain == [newest] else replay(journal, chain, lambda sentence: None)
+        steps = tuple(step for step in past.steps if step.base >= start)
+        if [step.base for step in steps] == list(range(start, end.base)):
+            orchestrator = Orchestrator.restore(config, end.orchestrator.snapshot())
+            end.book.prune(orchestrator.state)
+            return Recovered(orchestrator, end.book, end.epoch, debts, start, heads, steps)
+        notify(
+            f"the batches between version {start} and {end.base} are not all in the journal: an older start is tried"
+        )
+    raise JournalError(
+        f"no checkpoint that verifies fits the journal: live versions are {list(debts.versions)}, "
+        f"checkpoints {list(checkpoints)}"
+    )
+
+
+def steps_since(journal: Journal, version: Version) -> tuple[Step, ...]:
+    """The steps made since this version, oldest first; another thread may go on writing."""
+    heads = _heads(journal, lambda sentence: None)
+    first = max((n for n, base in heads.items() if base <= version), default=min(heads, default=0))
+    end = replay(journal, [n for n in sorted(heads) if n >= first], lambda sentence: None)
+    return tuple(step for step in end.steps if step.base >= version) if end else ()
+
+
+def replay(journal: Journal, segments: Sequence[int], notify: Notify) -> Replay:
+    """The state after the last record of these segments that can be read."""
+    state: Replay | None = None
+    for number in segments:
+        segment = journal.read(number)
+        if segment.fault:
+            notify(f"journal segment {number}: {segment.fault}; {segment.lost_bytes} bytes behind it are not read")
+        state = _replay_one(number, segment.records, state.steps if state else [], notify)
+    return state
+
+
+# ---------------------------------------------------------------- private
+
+
+def _replay_one(number: int, records: Sequence[bytes], steps: list[Step], notify: Notify) -> Replay:
+    head, book, entries, read = _open(number, records)
+    with _sensible(number):
+        orchestrator = Orchestrator.restore(_config(head.config), head.orchestrator)
+    state = Replay(orchestrator, book, head.epoch)
+    state.steps = [step for step in steps if step.base < state.base]  # later ones were undone by a fallback
+    for i, data in enumerate(entries, start=1 + head.book):
+        try:
+            _follow(state, read(data))
+        except SENSELESS as error:
+            notify(
+                f"journal segment {number}: record {i + 1} cannot be followed ({error}); the {len(records) - i} from there "
+                f"on are not read"
+            )
+            return _replay_one(number, records[:i], steps, notify)  # it may have been followed in part
+    return state
+
+
+def _follow(state: Replay, entry: Any) -> None:
+    if not isinstance(entry, Fact | Partial):
+        raise JournalError(f"a {type(entry).__name__} stands among its facts")
+    if isinstance(entry, Fact) and not state.orchestrator.counts(entry.event):
+        return
+    step = state.book.apply(entry, state.orchestrator.state)
+    if isinstance(entry, Fact):
+        state.orchestrator.step(entry.event)
+        state.facts += 1
+    if step is not None:
+        state.steps.append(step)
+
+
+def _heads(journal: Journal, notify: Notify) -> dict[int, Version]:
+    """Segments that can be begun with -> the version at which they begin."""
+    found = {}
+    for number in journal.segments():
+        try:
+            head, *_ = _open(number, journal.read(number).records)
+        except JournalError as error:
+            notify(f"{error}; the segment is stepped over")
+            continue
+        found[number] = head.orchestrator["ledger"]["base"]
+    return found
+
+
+def _open(number: int, records: Sequence[bytes]) -> tuple[Head, Book, Sequence[bytes], Callable[[bytes], Any]]:
+    """A segment's head and book, the entries that follow, and what decodes them."""
+    try:
+        read = reader(records[0]) if records else None
+        head = read(records[0]) if read else None
+        if not isinstance(head, Head) or len(records) <= head.book:
+            raise JournalError(f"journal segment {number} has no whole head")
+        book = Book()
+        for data in records[1 : 1 + head.book]:
+            book.load(read(data))
+    except CodecError as error:
+        raise JournalError(f"journal segment {number} has no readable head: {error}") from error
+    book.digests = {int(version): published for version, published in head.digests.items()}
+    return head, book, records[1 + head.book :], read
+
+
+@contextlib.contextmanager
+def _sensible(number: int) -> Iterator[None]:
+    """Records whose checksums hold and which make no sense were written by another version, or by a bug."""
+    try:
+        yield
+    except SENSELESS as error:
+        if isinstance(error, JournalError):
+            raise
+        raise JournalError(
+            f"the journal from segment {number} on cannot be followed by this version of dora_jax: "
+            f"{type(error).__name__} {error}"
+        ) from error
+
+
+def _config(data: dict[str, Any]) -> OrchestratorConfig:
+    """The configuration under which a segment was written; tuples came back as lists."""
+    known = {field.name for field in dataclasses.fields(OrchestratorConfig)}
+    if set(data) != known:
+        raise JournalError(
+            f"the journal was written by another version of dora_jax: its configuration differs in "
+            f"{', '.join(sorted(map(str, set(data) ^ known)))}"
+        )
+    data = dict(data)
+    data["task_cycle"] = tuple(data["task_cycle"])
+    data["task_ratios"] = tuple((task, ratio) for task, ratio in data["task_ratios"])
+    return OrchestratorConfig(**data)

@@ -1,0 +1,174 @@
+"""Where a run begins: new, after a checkpoint, or exactly where a killed one was.
+
+Consumes the workdir's journal and checkpoints; produces the orchestrator, its book, the trainer's state, and the
+weights of every live version in the store. Laws: a batch is made again from the journal's groups and must give the
+digest that was published; where it does not (another machine, another compiler), an epoch is opened, which is said,
+and running samples start over at their version, so that no trajectory holds tokens of two weights.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from dora_jax.config import ConfigError, JournalSection
+from dora_jax.fault_injection import point
+from dora_jax.metrics import Writer
+from dora_jax.orchestrate.core import Orchestrator
+from dora_jax.orchestrate.modes import OrchestratorConfig
+from dora_jax.orchestrate.restart import Debts
+from dora_jax.runtime.durability import object_storage
+from dora_jax.runtime.durability.payload_state import Book, Published
+from dora_jax.runtime.durability.file_log import FileLog
+from dora_jax.runtime.durability.event_log import Journal, JournalError
+from dora_jax.runtime.durability.object_log import ObjectLog
+from dora_jax.runtime.durability.recovery import Recovered, recover
+from dora_jax.trainer.checkpoint import Checkpoints
+from dora_jax.trainer.step import Trainer
+from dora_jax.types import ScoredGroup, Version
+
+INITIAL = 0  # this version needs no checkpoint: it is model.path
+
+
+@dataclasses.dataclass
+class Begun:
+    orchestrator: Orchestrator
+    book: Book
+    epoch: int = 0
+    debts: Debts | None = None  # of a killed process
+    segments: dict[int, Version] = dataclasses.field(default_factory=dict)
+    redone: int = 0  # steps made again
+
+
+def open_journal(workdir: Path, section: JournalSection, writer: Writer) -> Journal | None:
+    """`section.on` = False puts a journal out of the way: what a run without one does, it would not know of."""
+    folder = workdir / "journal"
+    if url := object_storage.url_of(workdir):
+        if not section.on:
+            raise ConfigError("journal.on: a run in a bucket is what its journal says: leave it on")
+        try:
+            return Journal(
+                ObjectLog(object_storage.opened(f"{url}/{object_storage.JOURNAL}")), writer.note, section.sync_s
+            )
+        except (JournalError, OSError) as error:
+            raise ConfigError(f"workdir: {error}") from error
+    if not section.on:
+        if folder.exists():
+            folder.rename(workdir / f"journal.{time.time():.0f}.ended")
+        return None
+    try:
+        return Journal(FileLog(folder), writer.note, section.sync_s)
+    except JournalError as error:
+        raise ConfigError(f"workdir: {error}") from error
+
+
+def begin(
+    journal: Journal | None,
+    checkpoints: Checkpoints,
+    trainer: Trainer,
+    weights: Any,
+    pack: Callable[[Sequence[ScoredGroup], Version], Any],
+    digest: Callable[[Any], int],
+    config: OrchestratorConfig,
+    writer: Writer,
+) -> Begun:
+    """The trainer holds the newest version on return, the weight store every live one."""
+    found = None
+    if journal is not None:
+        versions = [INITIAL, *checkpoints.steps()]
+        try:
+            found = recover(journal, config, versions, lambda v: v == INITIAL or checkpoints.usable(v), writer.note)
+        except JournalError as error:
+            writer.note(
+                f"{error}; the run goes on from its newest checkpoint, and what was in flight is generated again"
+            )
+    if found is None:
+        return _from_checkpoint(checkpoints, trainer, weights, digest, config, writer)
+    return _again(found, checkpoints, trainer, weights, pack, digest, writer)
+
+
+# ---------------------------------------------------------------- private
+
+
+def _from_checkpoint(
+    checkpoints: Checkpoints,
+    trainer: Trainer,
+    weights: Any,
+    digest: Callable[[Any], int],
+    config: OrchestratorConfig,
+    writer: Writer,
+) -> Begun:
+    """Every group that was issued and has not ended is issued again."""
+    step = next((step for step in reversed(checkpoints.steps()) if checkpoints.usable(step)), None)
+    rl_state: dict[str, Any] = {}
+    if step is not None:
+        rl_state = _load(step, checkpoints, trainer)
+        checkpoints.undo_after(step)
+        writer.resume(step)
+        writer.note(f"resuming from step {step}")
+    version = int(trainer.state.step)
+    weights.put(version, trainer.params)
+    book = Book()
+    book.digests[version] = Published(epoch=0, digest=digest(trainer.params))
+    return Begun(Orchestrator(config, **rl_state), book)
+
+
+def _again(
+    found: Recovered,
+    checkpoints: Checkpoints,
+    trainer: Trainer,
+    weights: Any,
+    pack: Callable,
+    digest: Callable[[Any], int],
+    writer: Writer,
+) -> Begun:
+    """Replays the steps since the checkpoint, from the groups that they were made of."""
+    if found.start != INITIAL:
+        _load(found.start, checkpoints, trainer)
+    _check_start(found, digest(trainer.params))
+    checkpoints.undo_after(found.base)
+    writer.resume(found.base)
+    live, epoch = found.debts.versions, found.epoch
+    if found.start in live:
+        weights.put(found.start, trainer.params)
+    for step in found.steps:
+        version = step.base + 1
+        writer.phase("trainer", f"making step {version} again")
+        trainer.step(pack(step.groups, step.base))
+        point("resume.replaying")
+        made = digest(trainer.params)
+        if made != step.published.digest and epoch == found.epoch:
+            epoch += 1
+            found.book.forget_partials()
+            checkpoints.undo_after(found.start)
+            writer.note(
+                f"version {version} came out with other weights ({made:016x}, not {step.published.digest:016x}): "
+                f"epoch {epoch} begins, and running samples start over"
+            )
+        found.book.digests[version] = Published(epoch=epoch, digest=made)
+        if version in live:
+            weights.put(version, trainer.params)
+    samples = sum(len(done) for done in found.book.samples.values())
+    tokens = sum(len(found.book.tokens(id)[0]) for id in found.debts.recorded)
+    writer.note(
+        f"resuming at step {found.base}, {len(found.steps)} after its checkpoint: {len(found.book.scored)} scored groups "
+        f"and {samples} finished samples kept, {len(found.debts.recorded)} samples go on with {tokens} tokens"
+    )
+    return Begun(found.orchestrator, found.book, epoch, found.debts, dict(found.segments), len(found.steps))
+
+
+def _load(step: int, checkpoints: Checkpoints, trainer: Trainer) -> dict[str, Any]:
+    abstract = trainer.abstract_state()
+    restored = checkpoints.restore(step, abstract.params, abstract.opt_state)
+    trainer.load(restored.params, restored.opt_state, step)
+    return restored.rl_state
+
+
+def _check_start(found: Recovered, held: int) -> None:
+    published = found.book.digests.get(found.start)
+    if published is not None and published.epoch == found.epoch and published.digest != held:
+        where = "model.path holds" if found.start == INITIAL else f"checkpoint {found.start} holds"
+        raise ConfigError(f"model.path: {where} other weights than the run of this workdir began with")

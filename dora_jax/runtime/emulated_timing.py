@@ -1,0 +1,188 @@
+"""Paced parts of a run: an engine, a trainer and a weight store that take as long as a cost model says.
+
+Each wraps the real thing behind the same seam. The thing computes what it always does, and its thread then sleeps until
+the modelled time is over, so that orchestrator, queues, moves and publications of a *real* run show how they behave in
+wall-clock time on hardware that is not there. `pace` is real seconds a modelled second; costs are those of sim/cost.py.
+
+Laws: results are the wrapped part's own, token for token. An engine that is busy keeps one timeline: a thread that wakes
+late does not fall behind, and what the host computes counts towards the modelled tick. Nothing paced may be reported
+without saying so.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+from dora_jax.config import ConfigError
+from dora_jax.rollout.ticks import TickResult
+from dora_jax.runtime.tick_stats import Account
+from dora_jax.sim import config as sims
+from dora_jax.sim.cost import Costs, open_costs
+from dora_jax.types import SampleId, ScoredGroup, Version
+
+
+def costs_of(chip: str, instances: int) -> Costs:
+    """Of the simulator's default model on `instances` of its default size, and as many chips again for the trainer."""
+    rollout = instances * sims.HardwareSection().instance_chips
+    modelled = sims.replace(sims.SimConfig(), {
+        "hardware.chip": chip, "hardware.chips": 2 * rollout, "hardware.rollout_chips": rollout})  # fmt: skip
+    try:
+        return open_costs(modelled)
+    except ConfigError as error:
+        raise ConfigError(f"pace: {error}") from error
+
+
+class PacedEngine:
+    """The Engine seam around another engine; what is not defined here is the engine's own.
+
+    `report_ticks`: progress is handed on every so many ticks, as an instance of the modelled size would in its time.
+    `speed`: of this instance, in that of the cost model.
+    """
+
+    def __init__(self, engine: Any, costs: Costs, pace: float, *, report_ticks: int = 1, speed: float = 1.0):
+        self.engine = engine
+        self.decode_s = self.prefill_s = self.move_s = 0.0  # real seconds, by their use
+        self._costs, self._pace = costs, pace
+        self._report_ticks, self._speed = report_ticks, speed
+        self._ticks = 0
+        self._account = Account()
+        self._due = 0.0  # when the modelled time of everything so far is over
+        self._rested = True  # the engine had nothing to do since: its timeline begins anew
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.engine, name)
+
+    # ------------------------------------------------------------------ what takes time
+
+    def tick(self) -> TickResult:
+        began = time.monotonic()
+        result = self.engine.tick()
+        work = self._account.of(result)
+        step_s = sum(self._costs.decode_base_s(max(1, round(batch))) for batch in work.batches)
+        decode_s = (work.steps * step_s + work.context * self._costs.decode_kv_s) / self._speed
+        prefill_s = sum(self._costs.prefill_s(tokens, 0) for tokens in work.prefills) / self._speed
+        self.decode_s += self._pace * decode_s
+        self.prefill_s += self._pace * prefill_s
+        self._spend(began, decode_s + prefill_s)
+        self._ticks += 1
+        if self._ticks % self._report_ticks:
+            result = dataclasses.replace(result, progress={})
+        return result
+
+    def rest(self) -> None:
+        """It stood still: its timeline begins anew."""
+        self._rested = True
+
+    def export(self, id: SampleId) -> Any:
+        """The transfer's time is spent here, at the end that the sample leaves."""
+        began = time.monotonic()
+        parcel = self.engine.export(id)
+        self._account.leave(id)
+        seconds = self._costs.move_s(parcel.kv_len)
+        self.move_s += self._pace * seconds
+        self._spend(began, seconds)
+        return parcel
+
+    # ------------------------------------------------------------------ what is only noted
+
+    def submit(self, id: SampleId, prompt_ids: Any, version: Version, max_new_tokens: int) -> None:
+        self.engine.submit(id, prompt_ids, version, max_new_tokens)
+        self._account.enter(id, version, len(prompt_ids))
+
+    def import_(self, parcel: Any) -> None:
+        self.engine.import_(parcel)
+        self._account.enter(parcel.id, parcel.version, len(parcel.prompt_ids), len(parcel.out_ids), parcel.kv_len)
+
+    def cancel(self, id: SampleId) -> bool:
+        self._account.leave(id)
+        return self.engine.cancel(id)
+
+    # ------------------------------------------------------------------ private
+
+    def _spend(self, began: float, seconds: float) -> None:
+        """Sleep until the modelled time is over. It counts from where the last one ended while the engine was busy."""
+        self._due = (began if self._rested else self._due) + self._pace * seconds
+        delay = self._due - time.monotonic()
+        if delay > 0:
+            time.sleep(delay)
+        self._rested = self.engine.idle
+
+
+class PacedTrainer:
+    """The trainer of a `TrainerWorker`, and its `pack`: what was packed lasts as long as `train_s` says. A step's fixed
+    time is spread over its parts."""
+
+    def __init__(
+        self,
+        trainer: Any,
+        pack: Callable[[Sequence[ScoredGroup], Version], Any],
+        costs: Costs,
+        pace: float,
+        groups_per_step: int,
+    ):
+        self.trainer = trainer
+        self.train_s = 0.0  # real seconds, waits for a part aside
+        self._pack, self._costs, self._pace = pack, costs, pace
+        self._groups_per_step = groups_per_step
+        self._began = self._due = 0.0
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.trainer, name)
+
+    def pack(self, groups: Sequence[ScoredGroup], base: Version) -> Any:
+        self._began = time.monotonic()
+        lengths = [len(s.prompt_ids) + len(s.out_ids) for group in groups for s in group.samples]
+        squares = float(sum(n * n for n in lengths))
+        later = 1 - len(groups) / self._groups_per_step
+        seconds = self._costs.train_s(len(lengths), sum(lengths), squares) - later * self._costs.train_s(0, 0, 0.0)
+        self._due = max(self._due, self._began) + self._pace * seconds
+        return self._pack(groups, base)
+
+    def step(self, batches: Any, **more: Any) -> Any:
+        """One batch, or an iterable that may wait for the next; `more` is the trainer's own."""
+        metrics = self.trainer.step(self._one_by_one(batches) if isinstance(batches, Iterator) else batches, **more)
+        self._sleep()
+        return metrics
+
+    def _one_by_one(self, batches: Iterator[Any]) -> Iterator[Any]:
+        for batch in batches:
+            yield batch
+            self._sleep()
+
+    def _sleep(self) -> None:
+        time.sleep(max(0.0, self._due - time.monotonic()))
+        now = time.monotonic()
+        self.train_s += now - self._began
+        self._began = now
+
+
+class PacedWeights:
+    """The weight store: `get` lasts one transfer of weights, of which `lanes` run at a time; `put` lasts `publish_s`."""
+
+    def __init__(self, weights: Any, costs: Costs, pace: float, lanes: int, publish_s: float = 0.0):
+        self.weights = weights
+        self.load_s = 0.0  # real seconds of all transfers, and of the wait for a lane
+        self._costs, self._pace, self._publish_s = costs, pace, publish_s
+        self._lanes = threading.BoundedSemaphore(max(1, lanes))
+        self._lock = threading.Lock()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.weights, name)
+
+    def put(self, version: Version, params: Any) -> None:
+        time.sleep(self._pace * self._publish_s)
+        self.weights.put(version, params)
+
+    def get(self, version: Version, shardings: Any) -> Any:
+        asked = time.monotonic()
+        with self._lanes:
+            began = time.monotonic()
+            params = self.weights.get(version, shardings)
+            time.sleep(max(0.0, began + self._pace * self._costs.load_s() - time.monotonic()))
+        with self._lock:
+            self.load_s += time.monotonic() - asked
+        return params

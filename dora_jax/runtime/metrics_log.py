@@ -1,0 +1,258 @@
+"""What a person sees of a run: one metrics record a step, evaluations, trajectories in a readable file.
+
+Consumes the payload records that `LocalWorld` tells and the events of the loop; decides nothing.
+"""
+
+from __future__ import annotations
+
+import collections
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from dora_jax.orchestrate import events as ev
+from dora_jax.orchestrate.modes import OrchestratorConfig
+from dora_jax.retrying_file import PatientFile
+from dora_jax.runtime.evaluations import Evaluations, reward_metrics
+from dora_jax.runtime.idle_report import Idle
+from dora_jax.runtime.unscored import Unscored
+from dora_jax.runtime.workers import Finished, StepDone
+from dora_jax.tasks.pool import GroupFailure
+from dora_jax.tasks.prompts import PromptTooLong
+from dora_jax.tasks.solved import Solved
+from dora_jax.types import GroupId, SampleId, ScoredGroup, Version, is_eval
+
+RECENT_STEPS = 20  # whose mean duration says when the run will end
+
+
+class Overlap:
+    """Time during which training samples of two or more versions held slots."""
+
+    def __init__(self) -> None:
+        self._version: dict[SampleId, Version] = {}
+        self._running: collections.Counter[Version] = collections.Counter()
+        self._last_s = time.monotonic()
+        self.total_s = 0.0
+        self.overlap_s = 0.0
+
+    def __call__(self, event: ev.Event) -> None:
+        now = time.monotonic()
+        self.total_s += now - self._last_s
+        if len(self._running) >= 2:
+            self.overlap_s += now - self._last_s
+        self._last_s = now
+        match event:
+            case ev.SampleStarted(id=sample, version=version) if not is_eval(sample.group_id):
+                self._version[sample] = version
+                self._running[version] += 1
+            case ev.SampleDone(id=sample) | ev.SampleCancelled(id=sample):
+                self._leave(sample)
+
+    @property
+    def share(self) -> float:
+        return self.overlap_s / self.total_s if self.total_s else 0.0
+
+    def _leave(self, sample: SampleId) -> None:
+        version = self._version.pop(sample, None)
+        if version is not None:
+            self._running[version] -= 1
+            if not self._running[version]:
+                del self._running[version]
+
+
+class Served:
+    """Of a mix: each task's share of the groups trained on since this process began, and its rewards in the last step."""
+
+    def __init__(self, config: OrchestratorConfig):
+        self._config = config
+        self._groups: collections.Counter[str] = collections.Counter()
+
+    def metrics(self, groups: Sequence[ScoredGroup]) -> dict[str, float]:
+        """After a step on these groups; nothing where there is one task."""
+        if not self._config.task_cycle:
+            return {}
+        of_task: dict[str, list[np.ndarray]] = {task: [] for task in sorted(self._config.tasks)}
+        for group in groups:
+            of_task[self._config.task(group.group_id)].append(group.rewards)
+        self._groups.update({task: len(rewards) for task, rewards in of_task.items()})
+        shares = {f"task/share/{task}": self._groups[task] / self._groups.total() for task in of_task}
+        return shares | {f"task/reward/{task}": float(np.mean(rewards)) for task, rewards in of_task.items() if rewards}
+
+
+class RunLog:
+    """Turns records and events into metrics, console lines and `trajectories.txt`.
+
+    evaluations: records of versions that an earlier process of this run has evaluated; those to come are added."""
+
+    def __init__(
+        self,
+        *,
+        workdir: Path,
+        writer: Any,
+        orchestrator: Any,
+        instances: Sequence[Any],
+        decode: Callable[[Sequence[int]], str],
+        prompt_of: Callable[[GroupId], Any],
+        solved: Solved | None,
+        steps: int,
+        max_failed_share: float,
+        evaluations: Mapping[Version, Mapping[str, float]],
+    ):
+        self.evaluations = dict(evaluations)
+        self.metrics: dict[str, float] = {}
+        self._writer = writer
+        self._orchestrator = orchestrator
+        self._instances = instances
+        self._decode = decode
+        self._prompt_of = prompt_of
+        self._steps = steps
+        self._trajectories = PatientFile(workdir / "trajectories.txt", writer.note)
+        self._overlap = Overlap()
+        self._idle = Idle(orchestrator.waiting)
+        self._evaluating = Evaluations(orchestrator.state, solved, self._evaluated, writer.note)
+        self._unscored = Unscored(max_failed_share, prompt_of, writer.note)
+        self._moved: set[SampleId] = set()
+        self._moved_finished = 0
+        self._served = Served(orchestrator.state.config)
+        self._tokens = 0
+        self._began_s = time.monotonic()
+        self._step_s: float | None = None  # when the last step ended; None: nothing has happened yet
+        self._recent_s: collections.deque[float] = collections.deque(maxlen=RECENT_STEPS)  # of steps but the first
+        self._idle_s = [0.0] * len(instances)
+
+    def close(self) -> None:
+        self._trajectories.close()
+
+    # ---------------------------------------------------------- what is told
+
+    def record(self, record: Any) -> None:
+        """Listener of the world's payload records."""
+        match record:
+            case Finished(sample=sample):
+                self._tokens += len(sample.out_ids)
+                self._writer.count_tokens(len(sample.out_ids))
+                if sample.id in self._moved:
+                    self._moved.discard(sample.id)
+                    self._moved_finished += 1
+            case ScoredGroup() if is_eval(record.group_id):
+                self._evaluating.scored(record)
+            case ScoredGroup():
+                self._unscored.scored()
+            case GroupFailure():
+                if is_eval(record.group_id):
+                    self._evaluating.failed(record)
+                self._unscored.failed(record)
+            case StepDone():
+                self._step_done(record)
+            case PromptTooLong():
+                self._unscored.skipped()
+
+    def event(self, event: ev.Event, commands: Sequence[ev.Command]) -> None:
+        """Observer of the loop."""
+        if self._step_s is None:  # compiling and waiting for instances is no part of the first step
+            self._step_s = time.monotonic()
+        self._overlap(event)
+        self._idle(event)
+        if isinstance(event, ev.SampleMoved):
+            self._moved.add(event.id)
+        elif isinstance(event, ev.TimePassed):
+            self._writer.status(self._orchestrator.summary())
+        for command in commands:
+            if isinstance(command, ev.Train):
+                self._writer.phase("trainer", f"training version {command.base_version + 1}")
+
+    # ------------------------------------------------------------ private
+
+    def _evaluated(self, version: Version, metrics: dict[str, float]) -> None:
+        metrics["time/run_s"] = time.monotonic() - self._began_s
+        self.evaluations[version] = metrics
+        self._writer.write(version, metrics)
+
+    def _step_done(self, done: StepDone) -> None:
+        now = time.monotonic()
+        elapsed_s = self._elapsed_s(now)
+        idle_share = self._idle_share(elapsed_s)
+        metrics = group_metrics(done.groups, done.version - 1)
+        metrics |= self._served.metrics(done.groups) | done.metrics
+        metrics |= self._unscored.metrics()
+        metrics |= {
+            "rollout/tokens_per_s": self._tokens / elapsed_s,
+            "rollout/idle_share": idle_share,
+            "trainer/wait_s": done.wait_s,
+            "trainer/step_s": done.step_s,
+            "versions/side_by_side_share": self._overlap.share,
+            "moves/finished": self._moved_finished,
+            "time/step_s": elapsed_s,
+            "time/run_s": now - self._began_s,
+        }
+        if self._recent_s:
+            metrics["time/left_s"] = (self._steps - done.version) * float(np.mean(self._recent_s))
+        facts = self._orchestrator.summary()
+        metrics |= {
+            "versions/live": len(facts["versions"]),
+            "moves/total": facts["moves"],
+            "reloads/total": facts["reloads"],
+        }
+        self._tokens = 0
+        self.metrics = metrics
+        self._writer.phase("trainer", "")
+        waits = self._idle.phrases(
+            {"trainer": done.wait_s / max(done.wait_s + done.step_s, 1e-9), "rollouts": idle_share}
+        )
+        self._writer.write(done.version, metrics, waits=waits)
+        self._write_trajectories(done)
+
+    def _elapsed_s(self, now: float) -> float:
+        """Since the last step ended."""
+        first, began_s, self._step_s = not self.metrics, self._step_s, now
+        elapsed_s = now - (self._began_s if began_s is None else began_s)
+        if not first:
+            self._recent_s.append(elapsed_s)
+        return elapsed_s
+
+    def _idle_share(self, elapsed_s: float) -> float:
+        """Of the instances' time since the last step."""
+        idle = [
+            min(worker.wait_s, old + elapsed_s)  # of another process it comes once a second, which steps may not be
+            for worker, old in zip(self._instances, self._idle_s, strict=True)
+        ]
+        idle_s = [new - old for new, old in zip(idle, self._idle_s, strict=True)]
+        self._idle_s = idle
+        return float(np.mean(idle_s)) / elapsed_s
+
+    def _write_trajectories(self, done: StepDone) -> None:
+        """The best and the worst answer of the step's most mixed group."""
+        group = max(done.groups, key=lambda g: float(np.std(g.rewards)))
+        order = np.argsort(group.rewards, kind="stable")
+        prompt = self._prompt_of(group.group_id)
+        text = (
+            f"=== step {done.version}  group {group.group_id}  version {group.version}  "
+            f"reward mean {group.rewards.mean():.3f}  expected {prompt.answer!r:.80}\n"
+            f"prompt> {prompt.text}\n"
+        )
+        for i in (order[-1], order[0]):
+            sample = group.samples[i]
+            text += (
+                f"[{sample.id.index}] reward {group.rewards[i]:+.3f}, {len(sample.out_ids)} tokens, "
+                f"{sample.finish}> {self._decode(sample.out_ids)}\n"
+            )
+        self._trajectories.write(text.encode(errors="replace"))
+
+
+def group_metrics(groups: Sequence[ScoredGroup], base: Version) -> dict[str, Any]:
+    """Rewards, lengths and lags of one step's batch."""
+    samples = [s for g in groups for s in g.samples]
+    lags = collections.Counter(base - g.version for g in groups)
+    metrics = reward_metrics(groups) | {
+        "reward/solved_all": float(np.mean([np.all(g.rewards == g.rewards[0]) and g.rewards[0] > 0 for g in groups])),
+        "reward/solved_none": float(np.mean([np.all(g.rewards == g.rewards[0]) and g.rewards[0] <= 0 for g in groups])),
+        "response/length": float(np.mean([len(s.out_ids) for s in samples])),
+        "response/length_max": max(len(s.out_ids) for s in samples),
+        "response/truncated": float(np.mean([s.finish == "length" for s in samples])),
+        "lag/max": max(lags),
+        "lag/mean": float(np.mean([base - g.version for g in groups])),
+    }
+    return metrics | {f"lag/{lag}": count / len(groups) for lag, count in sorted(lags.items())}

@@ -1,0 +1,221 @@
+"""Arrays in host memory between processes of different worlds: weights and KV, shard by shard, over TCP.
+
+    sender    give(key, pieces) -> Manifest           what is offered, shard by shard; the control plane carries it
+    receiver  take(manifests, wanted, key) -> arrays  checked against `wanted` and `key` first, then read to a deadline
+    sender    release(key)                            once the receiver has said that it holds them, or never will
+
+Consumes and produces NumPy arrays, bit for bit; what lies on devices is brought to the host by its owner. Laws: a
+receiver takes exactly the shards that it expects, or nothing; a key is offered once; every transfer ends by its
+deadline, on both sides; only what knows the token of the run is served (runtime/listener.py), so whatever a stranger sends
+to the port, it ends the stranger's connection and nothing else. `jax.experimental.transfer` is not used:
+it has no authentication, and a few bytes of garbage on one of its ports abort the process.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import secrets
+import socket
+import struct
+import threading
+import time
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from multiprocessing import AuthenticationError, connection
+
+import jax.numpy as jnp
+import numpy as np
+
+from dora_jax.publish import within
+from dora_jax.runtime.listener import ANSWER_S, Door, dial
+from dora_jax.runtime.transfer.transfer_manifest import (
+    Key,
+    Manifest,
+    Shard,
+    WireError,
+    check,
+    deadline_s,
+    empty,
+    inside,
+    words,
+)
+
+STREAMS = 4  # connections over which an offer is read: one alone does not fill a fast network
+STREAM_BYTES = 8 << 20  # an offer of less than two such parts is read over one
+READERS = 16  # connections that a receiver reads at a time
+ASK = struct.Struct("!QQQ")  # number of an offer; first byte and end of a part of its pieces, laid end to end
+HAS, HAS_NOT = b"\1", b"\0"
+
+
+class Wire:
+    """One process's end; any thread may use it. `ip`: the interface that other hosts reach."""
+
+    def __init__(self, ip: str, token: bytes):
+        self._token = token
+        self._offered: dict[Key, int] = {}
+        self._pieces: dict[int, list[np.ndarray]] = {}  # by the number of their offer
+        self._last: dict[str, int] = {}  # receiver -> the last sequence number offered to it
+        self._lock = threading.Lock()
+        self._door = Door(ip, token, self._serve)
+        self.address = self._door.address
+
+    def give(self, key: Key, pieces: Mapping[Shard, np.ndarray]) -> Manifest:
+        """Offers these arrays until `release`; they must not change meanwhile."""
+        if fault := empty(tuple(pieces)):
+            raise WireError(f"{words(key)}: {fault}")
+        number = secrets.randbits(62) + 1
+        with self._lock:
+            last = self._last.get(key.receiver)
+            if last is not None and key.sequence <= last:
+                raise WireError(f"{words(key)} is not offered again: the last transfer to it was {last}")
+            self._last[key.receiver] = key.sequence
+            self._offered[key] = number
+            self._pieces[number] = [_bytes(np.ascontiguousarray(piece)) for piece in pieces.values()]
+        return Manifest(key=key, address=self.address, number=number, shards=tuple(pieces))
+
+    def release(self, key: Key) -> None:
+        """Forgets an offer, made or still to come; one that is being read stays until its reader has ended."""
+        with self._lock:
+            self._last[key.receiver] = max(key.sequence, self._last.get(key.receiver, key.sequence))
+            self._pieces.pop(self._offered.pop(key, 0), None)
+
+    def take(
+        self,
+        manifests: Manifest | Sequence[Manifest],
+        wanted: Sequence[Shard],
+        key: Key,
+        timeout_s: float | None = None,
+    ) -> dict[Shard, np.ndarray]:
+        """The wanted shards, each put together from the pieces that were given by all the sender's processes.
+
+        `key` is the transfer that this process has agreed to. timeout_s None: by size. Raises WireError."""
+        manifests = (manifests,) if isinstance(manifests, Manifest) else tuple(manifests)
+        check(manifests, wanted, key)
+        timeout_s = deadline_s(sum(shard.bytes for shard in wanted)) if timeout_s is None else timeout_s
+        until_s = time.monotonic() + timeout_s
+        homes = _homes(manifests, wanted)
+        got: dict[Shard, list[tuple[Shard, np.ndarray]]] = {shard: [] for shard in wanted}
+        jobs = []
+        for manifest in manifests:
+            pieces = {piece: np.empty(_extent(piece), jnp.dtype(piece.dtype)) for piece in manifest.shards}
+            for piece, array in pieces.items():
+                got[homes[piece]].append((piece, array))
+            targets = [_bytes(array) for array in pieces.values()]
+            jobs += [(manifest, targets, *bounds) for bounds in _streams(sum(x.nbytes for x in targets))]
+        self._read_all(jobs, until_s, timeout_s)
+        return {shard: _joined(shard, pieces) for shard, pieces in got.items()}
+
+    def close(self) -> None:
+        self._door.close()
+
+    # ------------------------------------------------------------ private
+
+    def _serve(self, end: connection.Connection) -> None:
+        """One part of one offer, to a process of the run."""
+        with _socket(end) as peer, contextlib.suppress(OSError):  # the reader will say that it did not come
+            ask = bytearray(ASK.size)
+            _fill(peer, ask, time.monotonic() + ANSWER_S)
+            number, start, stop = ASK.unpack(ask)
+            pieces = self._pieces.get(number)
+            if pieces is None:
+                return peer.sendall(HAS_NOT)
+            stop = min(stop, sum(piece.nbytes for piece in pieces))
+            peer.settimeout(deadline_s(max(stop - start, 0)))  # of every sendall, all of its bytes together
+            peer.sendall(HAS)
+            for part in _parts(pieces, start, stop):
+                peer.sendall(part)
+
+    def _read_all(self, jobs: Sequence[Job], until_s: float, timeout_s: float) -> None:
+        pool = ThreadPoolExecutor(READERS, "wire")
+        try:
+            for done in as_completed([pool.submit(self._read, job, until_s, timeout_s) for job in jobs]):
+                done.result()
+        finally:
+            pool.shutdown(wait=False, cancel_futures=True)  # the first that fails ends it; the others end by themselves
+
+    def _read(self, job: Job, until_s: float, timeout_s: float) -> None:
+        manifest, targets, start, stop = job
+        what = f"{words(manifest.key)} from {manifest.address}"
+        try:
+            with _socket(dial(manifest.address, self._token, max(until_s - time.monotonic(), 0.0))) as peer:
+                peer.sendall(ASK.pack(manifest.number, start, stop))
+                answer = bytearray(len(HAS))
+                _fill(peer, answer, until_s)
+                if answer != HAS:
+                    raise WireError(f"{what} is not offered there any more")
+                for part in _parts(targets, start, stop):
+                    _fill(peer, part, until_s)
+        except TimeoutError as error:
+            raise WireError(f"{what} has not come within {timeout_s:.1f} s") from error
+        except (OverflowError, ValueError) as error:
+            raise WireError(f"{words(manifest.key)}: {manifest.address[:60]!r} is no address: {error}") from error
+        except (OSError, EOFError, AuthenticationError) as error:
+            raise WireError(f"{what} failed: {type(error).__name__} {error}") from error
+
+
+# ---------------------------------------------------------------- private
+
+Job = tuple[Manifest, list[np.ndarray], int, int]  # what is read, into which bytes, from where to where
+
+
+def _socket(end: connection.Connection) -> socket.socket:
+    """In its place."""
+    with end:
+        return socket.socket(fileno=os.dup(end.fileno()))
+
+
+def _fill(peer: socket.socket, target: memoryview | bytearray, until_s: float) -> None:
+    view = memoryview(target)
+    while view:
+        peer.settimeout(max(until_s - time.monotonic(), 1e-3))
+        if not (count := peer.recv_into(view)):
+            raise ConnectionError("the sender has ended it")
+        view = view[count:]
+
+
+def _bytes(array: np.ndarray) -> np.ndarray:
+    """u8[nbytes] of a contiguous array, the same memory."""
+    return array.reshape(-1).view(np.uint8)
+
+
+def _streams(size: int) -> list[tuple[int, int]]:
+    """Parts of so many bytes, about equal."""
+    count = min(STREAMS, max(1, size // STREAM_BYTES)) if size else 0
+    return [(size * i // count, size * (i + 1) // count) for i in range(count)]
+
+
+def _parts(pieces: Iterable[np.ndarray], start: int, stop: int) -> Iterator[memoryview]:
+    """What lies in these bytes of the pieces laid end to end."""
+    at = 0
+    for piece in pieces:
+        low, high = max(start - at, 0), min(stop - at, piece.nbytes)
+        if low < high:
+            yield memoryview(piece)[low:high]
+        at += piece.nbytes
+
+
+def _extent(shard: Shard) -> list[int]:
+    return [b - a for a, b in zip(shard.start, shard.stop, strict=True)]
+
+
+def _homes(manifests: Sequence[Manifest], wanted: Iterable[Shard]) -> dict[Shard, Shard]:
+    """Of each piece the wanted shard in which it lies."""
+    by_path: dict[str, list[Shard]] = {}
+    for shard in wanted:
+        by_path.setdefault(shard.path, []).append(shard)
+    return {
+        piece: next(shard for shard in by_path[piece.path] if inside(piece, shard))
+        for manifest in manifests
+        for piece in manifest.shards
+    }
+
+
+def _joined(shard: Shard, pieces: list[tuple[Shard, np.ndarray]]) -> np.ndarray:
+    if len(pieces) == 1:
+        return pieces[0][1]
+    whole = np.empty(_extent(shard), jnp.dtype(shard.dtype))
+    while pieces:  # each is let go of once it is copied
+        piece, array = pieces.pop()
+        whole[within((piece.start, piece.stop), (shard.start, shard.stop))] = array
+    return whole

@@ -1,0 +1,87 @@
+"""Running samples between processes: the tokens of a parcel over the control plane, its KV pages over the wire.
+
+    sender    lend(wire, key, parcel) -> Lent      what travels over the control plane
+    receiver  fetch(wire, lent, layout) -> InFlightSample  what `Engine.import_` takes
+    sender    release(key)                         once the receiver has said that it has them, or never will
+
+Of an instance of several processes each lends the heads that it holds to the process of the same number, whose heads
+are the same ones. Consumes and produces `rollout.migrate.InFlightSample`. Laws: pages arrive bit-equal, or not at all: another
+version, other heads or another dtype is refused before anything is taken; a parcel without pages needs no wire.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax
+import numpy as np
+
+from dora_jax.rollout.migrate import InFlightSample, without_pages
+from dora_jax.runtime.codec import Codec
+from dora_jax.runtime.transfer.transfer_manifest import Key, Lent, Manifest, Shard, WireError, words
+from dora_jax.runtime.transfer.slices import shard_of
+from dora_jax.runtime.transfer.device_transfer import Wire
+from dora_jax.types import record
+
+
+@record
+class Layout:
+    """Pages of one process of an engine."""
+
+    layers: int
+    heads: int  # that this process holds
+    head_dim: int
+    dtype: str
+
+
+CODEC = Codec(InFlightSample, Key, Shard, Manifest, Lent)
+
+
+def layout_of(k_pages: np.ndarray) -> Layout:
+    layers, _, heads, dim, _ = k_pages.shape
+    return Layout(layers=layers, heads=heads, head_dim=dim, dtype=k_pages.dtype.name)
+
+
+def lend(wire: Wire, key: Key, parcel: InFlightSample) -> Lent:
+    """Its pages are offered until `release`."""
+    if key.version != parcel.version:
+        raise WireError(f"{words(key)} is a parcel of version {parcel.version}")
+    manifest = None
+    if parcel.k_pages is not None:
+        pages = {"k": parcel.k_pages, "v": parcel.v_pages}
+        manifest = wire.give(key, {_whole(name, pages[name]): pages[name] for name in pages})
+    return Lent(parcel=without_pages(parcel), kv_len=parcel.kv_len, page_size=parcel.page_size, manifest=manifest)
+
+
+def fetch(wire: Wire, lent: Lent, key: Key, layout: Layout, timeout_s: float | None = None) -> InFlightSample:
+    """`key`: the transfer that this process agreed to, of a version that its engine holds."""
+    if lent.parcel.version != key.version:
+        raise WireError(f"a parcel of version {lent.parcel.version} comes where {words(key)} is expected")
+    if lent.manifest is None:
+        return lent.parcel
+    if not (lent.page_size > 0 and 0 < lent.kv_len <= _tokens(lent.parcel)):
+        raise WireError(
+            f"{words(key)}: {lent.kv_len} positions in pages of {lent.page_size} are no KV of "
+            f"{_tokens(lent.parcel)} tokens"
+        )
+    pages = -(-lent.kv_len // lent.page_size)
+    shapes = {
+        "k": (layout.layers, pages, layout.heads, layout.head_dim, lent.page_size),
+        "v": (layout.layers, pages, layout.heads, lent.page_size, layout.head_dim),
+    }
+    wanted = [_whole(name, jax.ShapeDtypeStruct(shape, layout.dtype)) for name, shape in shapes.items()]
+    got = wire.take(lent.manifest, wanted, key, timeout_s)
+    return dataclasses.replace(
+        lent.parcel, kv_len=lent.kv_len, page_size=lent.page_size, k_pages=got[wanted[0]], v_pages=got[wanted[1]]
+    )
+
+
+# ---------------------------------------------------------------- private
+
+
+def _whole(name: str, pages: np.ndarray | jax.ShapeDtypeStruct) -> Shard:
+    return shard_of(name, pages, ((0,) * len(pages.shape), tuple(pages.shape)))
+
+
+def _tokens(parcel: InFlightSample) -> int:
+    return len(parcel.prompt_ids) + len(parcel.out_ids)

@@ -1,0 +1,191 @@
+"""What travels ahead of arrays: which shards somebody needs, which are offered, and whether the two are the same.
+
+Consumes and produces records (`CODEC` writes and reads them); knows neither JAX nor the wire. Law: `check` passes
+exactly those manifests that, taken, give every element of the expected shards once and nothing else.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Sequence
+
+import numpy as np
+
+from dora_jax.rollout.migrate import InFlightSample
+from dora_jax.runtime.codec import Codec
+from dora_jax.types import Version, record
+
+EXPECTED_BYTES_PER_S = 0.4 * 2**30  # what two busy cores reach; links are faster
+GRACE_S = 30.0  # a first connection, a sender whose host is busy
+
+
+class WireError(RuntimeError):
+    """Nothing was taken: what did not agree, or how the transfer ended."""
+
+
+@record
+class Key:
+    """One transfer to one receiver. `epoch` is of the receiver's world; `sequence` rises and is never used again."""
+
+    epoch: int
+    version: Version
+    receiver: str
+    sequence: int
+
+
+@record
+class Shard:
+    """A box of one array."""
+
+    path: str
+    shape: tuple[int, ...]  # of the whole array
+    dtype: str
+    start: tuple[int, ...]
+    stop: tuple[int, ...]
+    bytes: int
+
+
+@record
+class Manifest:
+    """What one process offers under a key, in the order in which it is sent."""
+
+    key: Key
+    address: str
+    number: int  # of the offer at that address
+    shards: tuple[Shard, ...]
+
+
+@record
+class Lent:
+    """A running sample on its way to another engine. `manifest` None: nothing is offered, all there is is here."""
+
+    parcel: InFlightSample  # without pages, where they are offered
+    kv_len: int
+    page_size: int
+    manifest: Manifest | None
+
+
+CODEC = Codec(Key, Shard, Manifest)
+
+
+def check(manifests: Sequence[Manifest], expected: Sequence[Shard], key: Key) -> None:
+    """WireError where the manifests are not exactly the expected shards under this key."""
+    offered: dict[Shard, None] = {}
+    for manifest in manifests:
+        if manifest.key != key:
+            raise WireError(f"{words(manifest.key)} is offered where {words(key)} is expected")
+        if not 0 < manifest.number < 1 << 63:
+            raise WireError(f"{manifest.number} cannot be the number of an offer")
+        for shard in manifest.shards:
+            if shard in offered:
+                raise WireError(f"{words(key)}: {_box(shard)} is offered twice")
+            offered[shard] = None
+    if fault := _difference(tuple(offered), expected):
+        raise WireError(f"{words(key)}: {fault}")
+
+
+def turns(sizes: Sequence[int], holders: Sequence[Collection[int]]) -> list[int]:
+    """For each box of so many bytes, the one of its holders that gives it to others: all give about as much.
+
+    What few hold is dealt out first, then the largest; equal arguments give equal turns in every process."""
+    given: dict[int, int] = {}
+    takers = [-1] * len(sizes)
+    for i in sorted(range(len(sizes)), key=lambda i: (len(holders[i]), -sizes[i], i)):
+        takers[i] = min(holders[i], key=lambda holder: (given.get(holder, 0), holder))
+        given[takers[i]] = given.get(takers[i], 0) + sizes[i]
+    return takers
+
+
+def inside(part: Shard, whole: Shard) -> bool:
+    """Whether it is a box of the same array in that box."""
+    return (
+        (part.path, part.shape, part.dtype) == (whole.path, whole.shape, whole.dtype)
+        and len(part.start) == len(part.stop) == len(whole.start)
+        and all(
+            low <= a < b <= high for a, b, low, high in zip(part.start, part.stop, whole.start, whole.stop, strict=True)
+        )
+    )
+
+
+def sound(shard: Shard, itemsize: int) -> bool:
+    """It came from another process: its box must be one of its array, of as many bytes as it says."""
+    return (
+        inside(
+            shard,
+            Shard(
+                path=shard.path,
+                shape=shard.shape,
+                dtype=shard.dtype,
+                start=(0,) * len(shard.shape),
+                stop=shard.shape,
+                bytes=0,
+            ),
+        )
+        and shard.bytes == _volume(shard) * itemsize
+    )
+
+
+def deadline_s(size: int) -> float:
+    """For a pull of so many bytes."""
+    return GRACE_S + size / (0.5 * EXPECTED_BYTES_PER_S)
+
+
+def words(key: Key) -> str:
+    return f"version {key.version} for {key.receiver} (epoch {key.epoch}, transfer {key.sequence})"
+
+
+def empty(shards: Sequence[Shard]) -> str | None:
+    """The sentence about the first shard that has no elements."""
+    paths = [shard.path for shard in shards if shard.bytes <= 0]
+    return f"{paths[0]} has no elements: it cannot be sent, and both sides can make it" if paths else None
+
+
+def refused(shard: Shard, why: str) -> WireError:
+    return WireError(f"{_box(shard)} is wanted, {why}")
+
+
+# ---------------------------------------------------------------- private
+
+
+def _box(shard: Shard) -> str:
+    box = ", ".join(f"{a}:{b}" for a, b in zip(shard.start, shard.stop, strict=False))
+    return f"{shard.path}[{box}] of {shard.dtype}{list(shard.shape)}"
+
+
+def _difference(offered: tuple[Shard, ...], expected: Sequence[Shard]) -> str | None:
+    """About the first expected shard that is not offered as it is expected, else the first that nobody asked for."""
+    if fault := empty(expected):
+        return fault
+    there: dict[str, list[Shard]] = {}
+    for shard in offered:
+        there.setdefault(shard.path, []).append(shard)
+    asked: set[Shard] = set()
+    for shard in expected:
+        near = there.get(shard.path, [])
+        parts = [
+            part for part in near if inside(part, shard) and part.bytes * _volume(shard) == shard.bytes * _volume(part)
+        ]
+        if not _tiled(shard, parts):
+            said = f"{_box(near[0])} with {near[0].bytes} bytes is offered" if near else f"no {shard.path} is offered"
+            more = f" among {len(near)} pieces" if len(near) > 1 else ""
+            return f"{said}{more} where {_box(shard)} with {shard.bytes} bytes is expected"
+        asked.update(parts)
+    extra = next((shard for shard in offered if shard not in asked), None)
+    return f"{_box(extra)} is offered and was not asked for" if extra else None
+
+
+def _tiled(whole: Shard, parts: Sequence[Shard]) -> bool:
+    """Whether the parts cover it once."""
+    if len(parts) == 1:
+        return parts[0] == whole
+    cuts = [sorted({x for part in parts for x in (part.start[i], part.stop[i])}) for i in range(len(whole.shape))]
+    if any(not cut or (cut[0], cut[-1]) != (a, b) for cut, a, b in zip(cuts, whole.start, whole.stop, strict=True)):
+        return False
+    covered = np.zeros([len(cut) - 1 for cut in cuts], np.int32)  # of the grid that all the parts' edges make
+    for part in parts:
+        covered[tuple(slice(cut.index(a), cut.index(b)) for cut, a, b in zip(cuts, part.start, part.stop))] += 1
+    return bool(parts) and bool((covered == 1).all())
+
+
+def _volume(shard: Shard) -> int:
+    return math.prod(b - a for a, b in zip(shard.start, shard.stop, strict=True))

@@ -1,0 +1,293 @@
+"""Stage 6, publish, between worlds: which world brings which version where. PURE: facts in, commands out, time is a fact.
+
+    Wanted -> Propose -> Accepted* -> Offer -> Offered* -> Pull -> Staged* -> Commit, Release -> Committed* -> Loaded
+                                      (from storage: Read -> Staged*)             * of every process of that world
+
+Consumes facts about worlds (the trainer's, one a rollout replica) and answers of their processes; produces commands,
+each for all processes of one world, and outcomes: the records of weight_messages.py. `staging.WeightHost` executes them.
+Laws: no process commits before all of its world have staged the same transfer; a transfer that fails or is late is
+aborted everywhere and its world keeps what it had, while others go on; every attempt has a key of its own, and facts
+under any other key change nothing, so that they may come twice, late, or from a world that is gone; a world serves at
+most `fanout` transfers at once, and every world that has a version serves it: replicas before the trainer; a version that is due
+is waited for while its trainer is lost or storage has yet to take it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from dora_jax.orchestrate.events import TimePassed
+from dora_jax.runtime.transfer.weight_messages import (
+    Abort,
+    Accepted,
+    Broken,
+    Command,
+    Commit,
+    Committed,
+    Dropped,
+    Due,
+    Fact,
+    Holds,
+    Loaded,
+    NotLoaded,
+    Offer,
+    Offered,
+    Outcome,
+    Propose,
+    Pull,
+    Read,
+    Release,
+    Staged,
+    Stored,
+    TransferFailed,
+    Wanted,
+    WorldDown,
+    WorldUp,
+)
+from dora_jax.runtime.transfer.transfer_manifest import GRACE_S, Key, deadline_s, words
+from dora_jax.types import Version
+
+STORAGE = "storage"
+WIRE = "wire"
+FANOUT = 2  # transfers that one world serves at once: more only share its link
+ATTEMPTS = 3  # from different sources; what fails three times is not the source's fault
+
+
+@dataclasses.dataclass
+class _World:
+    epoch: int
+    hosts: int
+    trainer: bool
+    holds: set[Version] = dataclasses.field(default_factory=set)
+    wanted: dict[Version, dict[str, str]] = dataclasses.field(default_factory=dict)  # in turn; failed sources, and why
+
+
+@dataclasses.dataclass
+class _Transfer:
+    key: Key
+    source: str  # a world, or STORAGE
+    phase: type  # of the facts that it waits for
+    until_s: float
+    answers: dict[int, Any] = dataclasses.field(default_factory=dict)  # of this phase, by process
+    bytes: int = 0  # that one process is sent
+
+
+class Publication:
+    """`paths`: WIRE, STORAGE or both, tried in this order. `now_s`: on the clock of TimePassed. `sequence`: higher than
+    any that living worlds have seen."""
+
+    def __init__(self, paths: Sequence[str] = (WIRE,), now_s: float = 0.0, sequence: int = 0, fanout: int = FANOUT):
+        if not paths or any(path not in (WIRE, STORAGE) for path in paths):
+            raise ValueError(f"weights travel by {WIRE}, by {STORAGE} or by both, not by {tuple(paths)}")
+        self._paths = tuple(paths)
+        self._sequence = sequence
+        self._fanout = fanout
+        self._worlds: dict[str, _World] = {}
+        self._stored: set[Version] = set()
+        self._due: set[Version] = set()
+        self._transfers: dict[str, _Transfer] = {}  # receiver -> the one under way
+        self._now_s = now_s
+
+    def step(self, fact: Fact) -> tuple[Command | Outcome, ...]:
+        return (*self._facts(fact), *self._start_all())
+
+    def holders(self, version: Version) -> tuple[str, ...]:
+        return tuple(name for name, world in self._worlds.items() if version in world.holds)
+
+    @property
+    def busy(self) -> bool:
+        return bool(self._transfers) or any(world.wanted for world in self._worlds.values())
+
+    # ------------------------------------------------------------- facts
+
+    def _facts(self, fact: Fact) -> Iterator[Command | Outcome]:
+        match fact:
+            case TimePassed(now_s=now_s):
+                yield from self._pass(now_s)
+            case WorldUp():
+                yield from self._up(fact)
+            case WorldDown(world=name, epoch=epoch):
+                if name in self._worlds and self._worlds[name].epoch == epoch:
+                    yield from self._down(name)
+            case Holds(world=name, epoch=epoch, version=version):
+                if name in self._worlds and self._worlds[name].epoch == epoch:
+                    self._worlds[name].holds.add(version)
+            case Dropped(world=name, version=version):
+                if name in self._worlds:
+                    self._worlds[name].holds.discard(version)
+            case Stored(version=version, there=there):
+                (self._stored.add if there else self._stored.discard)(version)
+            case Due(version=version, due=due):
+                (self._due.add if due else self._due.discard)(version)
+            case Wanted(world=name, version=version):
+                yield from self._want(name, version)
+            case _:
+                transfer = self._transfers.get(fact.key.receiver)
+                if transfer is not None and transfer.key == fact.key:
+                    yield from self._answer(transfer, fact)
+
+    def _pass(self, now_s: float) -> Iterator[Command | Outcome]:
+        self._now_s = max(now_s, self._now_s)
+        for transfer in [t for t in self._transfers.values() if t.until_s < self._now_s]:
+            missing = sorted(set(range(self._answering(transfer).hosts)) - set(transfer.answers))
+            yield from self._fail(
+                transfer, f"process {missing[0]} of {self._answers(transfer)} is late with {transfer.phase.__name__}"
+            )
+
+    def _up(self, up: WorldUp) -> Iterator[Command | Outcome]:
+        known = self._worlds.get(up.world)
+        if known is not None and known.epoch >= up.epoch:
+            return
+        if known is not None:
+            yield from self._down(up.world)
+        self._worlds[up.world] = _World(up.epoch, up.hosts, up.trainer)
+        for world in self._worlds.values():
+            for failed in world.wanted.values():
+                failed.pop(up.world, None)  # what an earlier life of it could not do
+
+    def _down(self, name: str) -> Iterator[Command | Outcome]:
+        if (transfer := self._transfers.pop(name, None)) is not None:
+            yield from self._release(transfer)
+        del self._worlds[name]
+        for transfer in [t for t in self._transfers.values() if t.source == name]:
+            if transfer.phase is not Committed:  # by then it is not needed any more
+                yield from self._fail(transfer, f"{name} is gone")
+
+    def _want(self, name: str, version: Version) -> Iterator[Outcome]:
+        world = self._worlds.get(name)
+        if world is None:
+            yield NotLoaded(world=name, version=version, reason=f"{name} is not up")
+        elif version in world.holds:
+            yield Loaded(world=name, version=version)
+        else:
+            world.wanted.setdefault(version, {})
+
+    def _answer(self, transfer: _Transfer, fact: Any) -> Iterator[Command | Outcome]:
+        if isinstance(fact, TransferFailed):
+            yield from self._fail(transfer, fact.reason)
+            return
+        if not isinstance(fact, transfer.phase):
+            return  # of a phase that is over
+        hosts = self._answering(transfer).hosts
+        if not 0 <= fact.host < hosts:
+            raise ValueError(f"{self._answers(transfer)} has {hosts} processes, and number {fact.host} has answered")
+        transfer.answers[fact.host] = fact
+        if len(transfer.answers) == hosts:
+            answers = [transfer.answers[host] for host in range(hosts)]
+            yield from {
+                Accepted: self._accepted,
+                Offered: self._offered,
+                Staged: self._staged,
+                Committed: self._committed,
+            }[transfer.phase](transfer, answers)
+
+    # ------------------------------------------------------------ phases
+
+    def _start_all(self) -> Iterator[Command | Outcome]:
+        """Whatever waits for its turn and can have it; what nobody can bring is given up."""
+        for name, world in self._worlds.items():
+            for version, failed in list(world.wanted.items()):
+                if name in self._transfers:
+                    break
+                sources = self._sources(version, failed)
+                free = [source for source in sources if source == STORAGE or self._serving(source) < self._fanout]
+                if free:
+                    yield self._start(name, version, min(free, key=self._cost))
+                elif not sources and not self._is_to_come(version, failed):
+                    del world.wanted[version]
+                    reasons = [f"from {source}: {reason}" for source, reason in failed.items()]
+                    yield NotLoaded(
+                        world=name, version=version, reason="; ".join(reasons) or f"nobody holds version {version}"
+                    )
+
+    def _start(self, name: str, version: Version, source: str) -> Propose:
+        self._sequence += 1
+        key = Key(epoch=self._worlds[name].epoch, version=version, receiver=name, sequence=self._sequence)
+        self._transfers[name] = _Transfer(key, source, Accepted, self._now_s + GRACE_S)
+        return Propose(world=name, key=key)
+
+    def _accepted(self, transfer: _Transfer, answers: list[Accepted]) -> Iterator[Command]:
+        transfer.bytes = max(sum(shard.bytes for shard in answer.shards) for answer in answers)
+        if transfer.source == STORAGE:
+            self._enter(transfer, Staged, deadline_s(transfer.bytes))
+            yield Read(world=transfer.key.receiver, key=transfer.key)
+        else:
+            self._enter(transfer, Offered, GRACE_S)
+            yield Offer(world=transfer.source, key=transfer.key, wanted=tuple(answer.shards for answer in answers))
+
+    def _offered(self, transfer: _Transfer, answers: list[Offered]) -> Iterator[Command]:
+        timeout_s = deadline_s(transfer.bytes)
+        self._enter(transfer, Staged, timeout_s + GRACE_S)  # a process that lives says itself that it was too slow
+        yield Pull(
+            world=transfer.key.receiver,
+            key=transfer.key,
+            timeout_s=timeout_s,
+            manifests=tuple(zip(*(answer.manifests for answer in answers), strict=True)),
+        )
+
+    def _staged(self, transfer: _Transfer, answers: list[Staged]) -> Iterator[Command]:
+        self._enter(transfer, Committed, GRACE_S)
+        yield Commit(world=transfer.key.receiver, key=transfer.key)
+        yield from self._release(transfer, staged=True)
+
+    def _committed(self, transfer: _Transfer, answers: list[Committed]) -> Iterator[Outcome]:
+        world, version = self._end(transfer), transfer.key.version
+        world.holds.add(version)
+        del world.wanted[version]
+        yield Loaded(world=transfer.key.receiver, version=version)
+
+    def _fail(self, transfer: _Transfer, reason: str) -> Iterator[Command | Outcome]:
+        world, key = self._end(transfer), transfer.key
+        if transfer.phase is Committed:
+            del world.wanted[key.version]
+            yield Broken(world=key.receiver, epoch=key.epoch, reason=f"{words(key)}: {reason}")
+            return
+        world.wanted[key.version][transfer.source] = reason
+        yield Abort(world=key.receiver, key=key, reason=f"from {transfer.source}: {reason}")
+        yield from self._release(transfer)
+
+    # ----------------------------------------------------------- private
+
+    def _enter(self, transfer: _Transfer, phase: type, timeout_s: float) -> None:
+        transfer.phase, transfer.answers, transfer.until_s = phase, {}, self._now_s + timeout_s
+
+    def _end(self, transfer: _Transfer) -> _World:
+        del self._transfers[transfer.key.receiver]
+        return self._worlds[transfer.key.receiver]
+
+    def _release(self, transfer: _Transfer, staged: bool = False) -> Iterator[Release]:
+        asked = staged or transfer.phase in (Offered, Staged)  # else nothing was asked of the source yet, or no more
+        if asked and transfer.source in self._worlds:
+            yield Release(world=transfer.source, key=transfer.key, hosts=self._worlds[transfer.key.receiver].hosts)
+
+    def _answers(self, transfer: _Transfer) -> str:
+        return transfer.source if transfer.phase is Offered else transfer.key.receiver
+
+    def _answering(self, transfer: _Transfer) -> _World:
+        return self._worlds[self._answers(transfer)]
+
+    def _serving(self, name: str) -> int:
+        return sum(transfer.source == name for transfer in self._transfers.values())
+
+    def _sources(self, version: Version, failed: dict[str, str]) -> list[str]:
+        """Where to bring it from: all of the first path that has any."""
+        if len(failed) >= ATTEMPTS:
+            return []
+        for path in self._paths:
+            there = self.holders(version) if path == WIRE else (STORAGE,) * (version in self._stored)
+            if sources := [source for source in there if source not in failed]:
+                return sources
+        return []
+
+    def _is_to_come(self, version: Version, failed: dict[str, str]) -> bool:
+        """A source that is not there yet will be."""
+        if version not in self._due or len(failed) >= ATTEMPTS:
+            return False
+        if STORAGE in self._paths:
+            return version not in self._stored
+        return not any(world.trainer and version in world.holds for world in self._worlds.values())
+
+    def _cost(self, source: str) -> tuple[int, bool]:
+        return self._serving(source), source != STORAGE and self._worlds[source].trainer

@@ -1,0 +1,223 @@
+"""What is said when a version travels between worlds: records, no behaviour.
+
+    facts      to `publication.Publication`: of worlds that come and go, of versions, and answers of processes
+    commands   from it, each for all processes of one world; `staging.WeightHost` executes them
+    outcomes   for the callers that wanted a version
+
+`CODEC` writes and reads those that travel.
+"""
+
+from __future__ import annotations
+
+from dora_jax.orchestrate.events import TimePassed
+from dora_jax.runtime.codec import Codec
+from dora_jax.runtime.transfer.transfer_manifest import Key, Manifest, Shard
+from dora_jax.types import Version, record
+
+# ------------------------------------------------------------- facts
+
+
+@record
+class WorldUp:
+    world: str
+    epoch: int  # rises with every gang of this name
+    hosts: int
+    trainer: bool = False  # asked last: it has other work
+
+
+@record
+class WorldDown:
+    world: str
+    epoch: int
+
+
+@record
+class Holds:
+    """A world can serve a version: the trainer that has published it, or a replica found after a restart."""
+
+    world: str
+    epoch: int
+    version: Version
+
+
+@record
+class Dropped:
+    world: str
+    version: Version
+
+
+@record
+class Stored:
+    """A version lies in storage, whole; `there` False: no more."""
+
+    version: Version
+    there: bool
+
+
+@record
+class Due:
+    """The trainer has published a version: where nobody holds it, the trainer that comes next will; False: no more."""
+
+    version: Version
+    due: bool
+
+
+@record
+class Wanted:
+    """A world is to load a version."""
+
+    world: str
+    version: Version
+
+
+@record
+class Accepted:
+    key: Key
+    host: int
+    shards: tuple[Shard, ...]  # that it must be sent
+
+
+@record
+class Offered:
+    key: Key
+    host: int  # of the source
+    manifests: tuple[Manifest, ...]  # one for each process of the receiver
+
+
+@record
+class Staged:
+    key: Key
+    host: int
+
+
+@record
+class Committed:
+    key: Key
+    host: int
+
+
+@record
+class TransferFailed:
+    """Of one process, of the receiver or of the source."""
+
+    key: Key
+    host: int
+    reason: str
+
+
+# ---------------------------------------------------------- commands
+
+
+@record
+class Propose:
+    world: str
+    key: Key
+
+
+@record
+class Offer:
+    world: str
+    key: Key
+    wanted: tuple[tuple[Shard, ...], ...]  # by process of the receiver
+
+
+@record
+class Pull:
+    world: str
+    key: Key
+    manifests: tuple[tuple[Manifest, ...], ...]  # by process of the receiver
+    timeout_s: float
+
+
+@record
+class Read:
+    """Stage from storage."""
+
+    world: str
+    key: Key
+
+
+@record
+class Commit:
+    world: str
+    key: Key
+
+
+@record
+class Abort:
+    world: str
+    key: Key
+    reason: str
+
+
+@record
+class Release:
+    world: str
+    key: Key
+    hosts: int  # of the receiver
+
+
+# ---------------------------------------------------------- outcomes
+
+
+@record
+class Loaded:
+    """Every process of this world can now take the version into use."""
+
+    world: str
+    version: Version
+
+
+@record
+class NotLoaded:
+    """Nothing has changed in this world."""
+
+    world: str
+    version: Version
+    reason: str
+
+
+@record
+class Broken:
+    """Some processes of this world may have committed and others not: it must be built again."""
+
+    world: str
+    epoch: int
+    reason: str
+
+
+Fact = (
+    WorldUp
+    | WorldDown
+    | Holds
+    | Dropped
+    | Stored
+    | Due
+    | Wanted
+    | Accepted
+    | Offered
+    | Staged
+    | Committed
+    | TransferFailed
+    | TimePassed
+)
+Command = Propose | Offer | Pull | Read | Commit | Abort | Release
+Outcome = Loaded | NotLoaded | Broken
+RECORDS = (
+    Key,
+    Shard,
+    Manifest,
+    Accepted,
+    Offered,
+    Staged,
+    Committed,
+    TransferFailed,
+    Propose,
+    Offer,
+    Pull,
+    Read,
+    Commit,
+    Abort,
+    Release,
+)  # that travel
+CODEC = Codec(*RECORDS)

@@ -1,0 +1,212 @@
+"""Stage 6, publish, between worlds: one process's part in it, on the trainer's side and on a replica's.
+
+    Propose -> Accepted   Offer -> Offered   Pull | Read -> Staged   Commit -> Committed   Abort, Release -> nothing
+
+Consumes the commands of `publication.Publication`, produces its facts; what comes waits in host memory until an engine
+takes it. Laws: what is staged is seen by nobody before
+its commit, and then whole; a process takes part in one transfer at a time, the newest: what belongs to an older one is
+refused, and what was done already is said again, so that commands may come twice, late and in any order.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from dora_jax.models import decoder, sharding
+from dora_jax.models.config import ModelConfig
+from dora_jax.publish import placed
+from dora_jax.runtime.transfer import weight_messages as ex
+from dora_jax.runtime.transfer import slices
+from dora_jax.runtime.transfer.transfer_manifest import Key, Shard, WireError, words
+from dora_jax.runtime.transfer.device_transfer import Wire
+from dora_jax.types import Version
+
+
+class Versions:
+    """What a replica has received: get and drop of `publish.WeightStore`, for an InstanceWorker in this process."""
+
+    def __init__(self) -> None:
+        self._weights: dict[Version, Any] = {}
+        self._lock = threading.Lock()
+
+    @property
+    def versions(self) -> tuple[Version, ...]:
+        with self._lock:
+            return tuple(sorted(self._weights))
+
+    def keep(self, version: Version, slices: Any) -> None:
+        """`slices`: tree of `publish.Slices`, in host memory or on its way there."""
+        with self._lock:
+            self._weights[version] = slices
+
+    def get(self, version: Version, shardings: Any) -> Any:
+        """The serving layout on these shardings; None: the slices."""
+        with self._lock:
+            if version not in self._weights:
+                raise KeyError(f"version {version} has not been committed here: there are {sorted(self._weights)}")
+            weights = self._weights[version]
+        return weights if shardings is None else jax.block_until_ready(placed(weights, shardings))
+
+    def drop(self, version: Version) -> None:
+        with self._lock:
+            self._weights.pop(version, None)
+
+
+class WeightHost:
+    """`host`: this process's number in its world. `wire` None: storage alone. `weights`: what it serves and keeps.
+    `like`: what it is to be sent, as stacked ShapeDtypeStructs with shardings; None: it only serves.
+    `read(version, shards)`: from storage. Any thread may call it."""
+
+    def __init__(
+        self,
+        host: int,
+        wire: Wire | None,
+        weights: Versions,
+        like: Any = None,
+        read: Callable[[Version, Sequence[Shard]], Mapping[Shard, np.ndarray]] | None = None,
+    ):
+        self.weights = weights
+        self._host = host
+        self._wire = wire
+        self._like = like
+        self._wanted = slices.wanted(like) if like is not None else ()
+        self._read = read
+        self._offers: dict[Key, ex.Offered] = {}
+        self._released: dict[str, int] = {}  # receiver -> the newest transfer whose offer is over
+        self._newest: Key | None = None  # of the transfers that were proposed or aborted here
+        self._phase: type | None = None  # what was answered to it last; None: it was aborted
+        self._brought: Key | None = None  # the last transfer that was pulled or read, or is being
+        self._staged: Any = None
+        self._lock = threading.Lock()
+
+    def execute(self, command: ex.Command) -> ex.Fact | None:
+        """What is to be answered. Pull and Read take their time; an Abort that comes meanwhile ends their effect."""
+        try:
+            match command:
+                case ex.Propose(key=key):
+                    return self._propose(key)
+                case ex.Offer():
+                    return self._offer(command)
+                case ex.Pull(key=key):
+                    return self._stage(key, lambda: self._pull(command))
+                case ex.Read(key=key):
+                    return self._stage(key, lambda: self._read_stored(key))
+                case ex.Commit(key=key):
+                    return self._commit(key)
+                case ex.Abort(key=key):
+                    return self._abort(key)
+                case ex.Release():
+                    return self._release(command)
+        # what may go wrong with one transfer, and with it alone
+        except (WireError, OSError, KeyError, ValueError, jax.errors.JaxRuntimeError) as error:
+            reason = " ".join(str(error).split())
+            return ex.TransferFailed(key=command.key, host=self._host, reason=f"process {self._host}: {reason}")
+
+    def settle(self) -> tuple[Version, ...]:
+        """Ends all that is under way, for nobody will ask for it any more; the versions that are held."""
+        for offered in tuple(self._offers.values()):
+            self._release(ex.Release(world="", key=offered.key, hosts=len(offered.manifests)))
+        with self._lock:
+            self._newest = self._phase = self._staged = None
+        return self.weights.versions
+
+    # --------------------------------------------------------- as a source
+
+    def _offer(self, offer: ex.Offer) -> ex.Offered | None:
+        key = offer.key
+        with self._lock:
+            if key.sequence <= self._released.get(key.receiver, 0):
+                return None  # it came late: nobody waits for it
+            if key not in self._offers:
+                weights = self.weights.get(key.version, None)
+                manifests = [
+                    self._wire.give(_of_host(key, host), slices.pieces(weights, shards))
+                    for host, shards in enumerate(offer.wanted)
+                ]
+                self._offers[key] = ex.Offered(key=key, host=self._host, manifests=tuple(manifests))
+            return self._offers[key]
+
+    def _release(self, release: ex.Release) -> None:
+        key = release.key
+        with self._lock:
+            self._released[key.receiver] = max(key.sequence, self._released.get(key.receiver, 0))
+            self._offers.pop(key, None)
+            for host in range(release.hosts):
+                self._wire.release(_of_host(key, host))
+
+    # ------------------------------------------------------- as a receiver
+
+    def _propose(self, key: Key) -> ex.Accepted:
+        with self._lock:
+            if self._newest is not None and key.sequence < self._newest.sequence:
+                raise self._over(key)
+            if key != self._newest:
+                self._newest, self._phase, self._staged = key, ex.Accepted, None
+            self._check(key)
+        return ex.Accepted(key=key, host=self._host, shards=self._wanted)
+
+    def _stage(self, key: Key, bring: Callable[[], Any]) -> ex.Staged | None:
+        with self._lock:
+            self._check(key)
+            if self._phase is not ex.Accepted:
+                return ex.Staged(key=key, host=self._host)
+            if self._brought == key:
+                return None  # asked twice: the first call answers
+            self._brought = key
+        tree = bring()
+        with self._lock:
+            self._check(key)
+            self._phase, self._staged = ex.Staged, tree
+        return ex.Staged(key=key, host=self._host)
+
+    def _pull(self, pull: ex.Pull) -> Any:
+        key = _of_host(pull.key, self._host)
+        got = self._wire.take(pull.manifests[self._host], self._wanted, key, pull.timeout_s)
+        return slices.received(self._like, got)
+
+    def _read_stored(self, key: Key) -> Any:
+        return slices.received(self._like, self._read(key.version, self._wanted))
+
+    def _commit(self, key: Key) -> ex.Committed:
+        with self._lock:
+            self._check(key)
+            if self._phase is ex.Accepted:
+                raise WireError(f"{words(key)} is to be committed and is not staged")
+            if self._phase is ex.Staged:
+                self.weights.keep(key.version, self._staged)
+                self._phase, self._staged = ex.Committed, None
+        return ex.Committed(key=key, host=self._host)
+
+    def _abort(self, key: Key) -> None:
+        with self._lock:
+            if self._newest is None or key.sequence >= self._newest.sequence:
+                self._newest, self._phase, self._staged = key, None, None
+
+    def _check(self, key: Key) -> None:
+        if key != self._newest or self._phase is None:
+            raise self._over(key)
+
+    def _over(self, key: Key) -> WireError:
+        return WireError(f"{words(key)} is over here, or has not begun")
+
+
+def like(cfg: ModelConfig, shardings: Any, dtype: Any) -> Any:
+    """What an engine with these shardings is to be sent: the trainer's tensors, split as the engine's are."""
+    return jax.tree.map(
+        lambda x, s: jax.ShapeDtypeStruct(x.shape, dtype, sharding=s),
+        decoder.abstract_params(cfg),
+        sharding.stacked_like(shardings),
+    )
+
+
+# ---------------------------------------------------------------- private
+
+
+def _of_host(key: Key, host: int) -> Key:
+    """The wire's key for one process of the receiver."""
+    return Key(epoch=key.epoch, version=key.version, receiver=f"{key.receiver}/{host}", sequence=key.sequence)

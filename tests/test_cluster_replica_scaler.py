@@ -1,0 +1,103 @@
+"""Gangs that come and go during a run: with notice nothing is lost, not even a token; a later one takes work."""
+
+import pytest
+
+from dora_jax.orchestrate import events as ev
+from dora_jax.runtime.durability.payload_state import Partial
+from dora_jax.runtime.cluster import messages
+from dora_jax.runtime.cluster.replica_scaler import Replicas, wish_at
+from tests.cluster_fakes import eventually
+from tests.test_cluster import World, at_random, check, entries, events
+from tests.test_cluster_moves import Porters
+
+
+@pytest.mark.parametrize("mode, max_versions, seed", [("dora", 3, 0), ("partial", 2, 1), ("sync", 1, 2)])
+def test_gangs_that_come_and_go_lose_nothing_and_repeat_nothing(tmp_path, mode, max_versions, seed):
+    world = World(tmp_path / "journal", mode, max_versions)
+    preempt, left = at_random(world, seed, lambda host: host.link.send(messages.Notice(reason="SIGTERM")))
+    check(world, world.run([preempt]))
+    reasons = [event.reason for event in events(world.folder) if isinstance(event, ev.InstanceDown)]
+    assert len(left) > 1 and reasons and all(reason.startswith("preempted") for reason in reasons), world.said
+
+
+@pytest.mark.parametrize("hosts", [1, 2])
+def test_a_gang_that_leaves_takes_no_token_with_it(tmp_path, hosts):
+    world = World(
+        tmp_path / "journal",
+        length=lambda version, group, index, limit: 60,
+        instances=2,
+        partial_s=1e9,
+        hosts=hosts,
+        porter=Porters(share=0.0),
+    )
+    started, seen = set(), []
+
+    def preempt(event, commands):
+        if isinstance(event, ev.SampleStarted) and event.instance == 0:
+            started.add(event.id)
+        elif (
+            isinstance(event, ev.InstanceReported)
+            and not seen
+            and started.intersection(zip(event.groups, event.indices, strict=True))
+        ):
+            seen.append(event)
+            world.hosts(0)[-1].link.send(messages.Notice(reason="SIGTERM"))
+
+    check(world, world.run([preempt]))
+    down = next(event for event in events(world.folder) if isinstance(event, ev.InstanceDown))
+    resumed = [parcel for parcel in world.launcher.imported if len(parcel.out_ids)]
+    assert down.reason.startswith("preempted") and resumed
+    assert all(parcel.kv_len for parcel in resumed)  # and no KV is made again
+    recorded = {entry.id for entry in entries(world.folder) if isinstance(entry, Partial)}
+    assert {parcel.id for parcel in resumed} <= recorded  # a later death would not take them either
+
+
+def test_a_gang_that_comes_later_takes_work(tmp_path):
+    world, steps = World(tmp_path / "journal"), []
+    world.remotes[2].want(False)
+
+    def resize(event, commands):
+        if isinstance(event, ev.StepPublished):
+            steps.append(event.version)
+            world.remotes[2].want(len(steps) >= 2)
+
+    check(world, world.run([resize]))
+    kinds = ev.StepPublished, ev.InstanceUp, ev.SampleDone
+    seen = [
+        type(event) for event in events(world.folder) if isinstance(event, kinds) and getattr(event, "instance", 2) == 2
+    ]
+    up = seen.index(ev.InstanceUp)
+    assert seen[:up].count(ev.StepPublished) >= 2 and ev.SampleDone in seen[up:] and ev.SampleDone not in seen[:up]
+
+
+class Instance:
+    wanted = True
+
+    def want(self, wanted):
+        self.wanted = wanted
+
+
+@pytest.mark.parametrize(
+    "text, wanted",
+    [(None, 3), ("2", 2), ("1\n", 1), ("3", 3), ("", 3), ("0", 3), ("4", 3), ("two", 3), ("-1", 3), ("1.5", 3)],
+)
+def test_a_number_in_the_workdir_says_how_many_there_are_to_be(tmp_path, text, wanted):
+    if text is not None:
+        (tmp_path / "replicas").write_text(text)
+    instances, said = [Instance() for _ in range(3)], []
+    Replicas(wish_at(str(tmp_path)), instances, said.append).close()
+    assert [instance.wanted for instance in instances] == [number < wanted for number in range(3)]
+    assert bool(said) == bool(text) and all(repr(text.strip()) in each or f"{wanted} of 3" in each for each in said)
+
+
+def test_the_number_may_change_and_go_again(tmp_path):
+    instances, said = [Instance() for _ in range(3)], []
+    replicas = Replicas(wish_at(str(tmp_path)), instances, said.append, look_s=0.01)
+    (tmp_path / "replicas").write_text("1")
+    eventually(lambda: [instance.wanted for instance in instances] == [True, False, False])
+    (tmp_path / "replicas").write_text("many")
+    eventually(lambda: "no number" in said[-1])
+    assert not instances[1].wanted
+    (tmp_path / "replicas").unlink()
+    eventually(lambda: all(instance.wanted for instance in instances))
+    replicas.close()

@@ -1,0 +1,159 @@
+"""Versions on their way through the controller: a storage that is slow, a version dropped while it is written."""
+
+import threading
+import types
+
+import pytest
+
+from dora_jax.runtime.transfer import weight_messages as ex
+from dora_jax.runtime.cluster import messages
+from dora_jax.runtime.cluster.gang import GangDied
+from dora_jax.runtime.cluster.weight_publisher import Publisher
+from dora_jax.runtime.transfer.weight_storage import StoredWeights
+from dora_jax.runtime.transfer.weight_distribution import STORAGE, WIRE
+from tests.cluster_fakes import eventually
+
+
+class Gang:
+    """One process, whose calls are answered when the test says so."""
+
+    def __init__(self, name, stored, epoch=1):
+        self.name, self.epoch, self.hosts = name, epoch, 1
+        self.told, self.casts, self.reason, self.dead = [], [], None, False
+        self.swift = False  # the next write is answered before its caller goes on
+        self._stored = stored
+
+    def tell_all(self, what):
+        self.told.append(what)
+
+    def cast(self, what, then):
+        if self.dead:
+            raise GangDied("killed")
+        (self._stored.folder / f"v{what.version}.partial").mkdir(parents=True, exist_ok=True)
+        self.casts.append((what, then))
+        self.call = call = types.SimpleNamespace(done=threading.Event())
+        if self.swift:
+            self.swift = False
+            then()
+            call.done.set()
+        return call
+
+    def written(self):
+        self.casts[-1][1]()
+
+    def writes(self):
+        return [what.version for what, _ in self.casts]
+
+    def die(self, reason):
+        self.reason = reason
+
+
+@pytest.fixture
+def rig(tmp_path):
+    stored = StoredWeights(tmp_path / "weights")
+    publisher = Publisher(stored, (WIRE, STORAGE), [].append)
+    trainer, replica = Gang("trainer", stored), Gang("rollout 0", stored)
+    publisher.up(trainer), publisher.up(replica)
+    yield publisher, trainer, replica
+    publisher.close()
+
+
+def publish(publisher, trainer, *versions):
+    for version in versions:
+        publisher.begin(version)
+        publisher.kept(trainer, version)
+
+
+def left(publisher):
+    return sorted(path.name for path in publisher.stored.folder.iterdir())
+
+
+def test_a_slow_storage_passes_over_versions_that_nobody_wants_any_more(rig):
+    publisher, trainer, _ = rig
+    publish(publisher, trainer, 1, 2, 3, 4)
+    assert trainer.writes() == [1], "one at a time"
+    publisher.drop(2), publisher.drop(3)
+    trainer.written()
+    assert trainer.writes() == [1, 4] and publisher.nowhere_else() == [4]
+    trainer.written()
+    assert left(publisher) == ["v1", "v4"] and publisher.nowhere_else() == []
+
+
+def test_a_version_that_is_dropped_while_it_is_written_leaves_nothing(rig):
+    publisher, trainer, _ = rig
+    publish(publisher, trainer, 1, 2)
+    publisher.drop(1)
+    assert left(publisher) == ["v1.partial"], "its writer is still there"
+    trainer.written()
+    assert left(publisher) == ["v2.partial"]
+    publisher.drop(2)
+    publisher.down(trainer)
+    assert left(publisher) == []
+
+
+def test_a_storage_that_refuses_a_version_gets_the_next_one(rig):
+    publisher, trainer, _ = rig
+    publish(publisher, trainer, 1)
+    trainer.call.done.set()  # without `then`
+    publish(publisher, trainer, 2)
+    assert trainer.writes() == [1, 2] and left(publisher) == ["v2.partial"]
+    trainer.written()
+    assert left(publisher) == ["v2"] and publisher.nowhere_else() == [1]
+
+
+def test_a_write_that_is_answered_at_once_is_not_taken_for_refused(rig):
+    publisher, trainer, _ = rig
+    publish(publisher, trainer, 1, 2, 3)
+    trainer.swift = True
+    trainer.written()  # 1; then 2 at once, and 3 is begun
+    publish(publisher, trainer, 4)
+    assert trainer.writes() == [1, 2, 3] and left(publisher) == ["v1", "v2", "v3.partial"]
+
+
+def test_a_trainer_lost_over_a_write_leaves_it_to_the_next(rig):
+    publisher, trainer, _ = rig
+    publish(publisher, trainer, 1)
+    trainer.dead = True
+    publisher.down(trainer)
+    publish(publisher, trainer, 2)
+    again = Gang("trainer", publisher.stored, epoch=2)
+    publisher.stored.drop(1)
+    publisher.up(again)
+    publish(publisher, again, *publisher.nowhere_else())
+    again.written(), again.written()
+    assert again.writes() == [1, 2] and left(publisher) == ["v1", "v2"]
+
+
+def test_a_replica_lives_on_where_the_trainer_dies_over_its_first_version(rig):
+    publisher, trainer, replica = rig
+    loaded = []
+    publish(publisher, trainer, 1)
+    publisher.want(replica, 1, lambda: loaded.append(1))
+    key = replica.told[-1].key
+    publisher.tell(ex.Accepted(key=key, host=0, shards=()))
+    assert isinstance(trainer.told[-1], ex.Offer)
+    publisher.down(trainer)
+    assert isinstance(replica.told[-1], ex.Abort) and "trainer is gone" in replica.told[-1].reason
+    publisher.drop(7)  # anything may come meanwhile
+    assert replica.reason is None
+    again = Gang("trainer", publisher.stored, epoch=2)
+    publisher.up(again)
+    publish(publisher, again, 1)
+    again.written()
+    publisher.tell(ex.Accepted(key=replica.told[-1].key, host=0, shards=()))
+    assert isinstance(again.told[-1], ex.Offer)
+    publisher.down(again)
+    key = replica.told[-1].key
+    publisher.tell(ex.Accepted(key=key, host=0, shards=()))
+    assert isinstance(replica.told[-1], ex.Read), "storage has it by now"
+    publisher.tell(ex.Staged(key=key, host=0))
+    publisher.tell(ex.Committed(key=key, host=0))
+    assert loaded == [1]
+
+
+def test_a_version_that_nobody_will_ever_bring_ends_the_gang_that_needs_it(rig):
+    publisher, trainer, replica = rig
+    publisher.want(replica, 3, lambda: None)
+    eventually(lambda: replica.reason)
+    assert replica.reason == "version 3 cannot be brought to it: nobody holds version 3"
+    assert not any(isinstance(what, messages.Forget) for what in trainer.told)

@@ -1,0 +1,191 @@
+"""A run that is killed at any write, fact or command, again and again: 0 lost, 0 trained twice, 0 generated again.
+
+DORA_EXAMPLES sets the number of kill schedules (300 by default).
+"""
+
+import contextlib
+import os
+from unittest import mock
+
+import msgpack
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from dora_jax.orchestrate import events as ev
+from dora_jax.orchestrate.modes import OrchestratorConfig
+from dora_jax.runtime.durability import payload_state as books
+from dora_jax.runtime.durability import journaled_world
+from dora_jax.runtime.durability import event_log as journals
+from dora_jax.runtime.durability.payload_state import CODEC, Fact
+from dora_jax.runtime.durability.event_log import Journal, frame
+from dora_jax.runtime.durability.recovery import recover, replay
+from dora_jax.types import SampleId
+from journal_world import History, SlowChild
+from orchestrator_world import Shape
+
+EXAMPLES = int(os.environ.get("DORA_EXAMPLES", "300"))
+
+configs = st.builds(
+    OrchestratorConfig,
+    mode=st.sampled_from(["dora", "dora", "sync", "one_step", "dora_paper"]),
+    groups_per_step=st.integers(1, 3),
+    group_size=st.sampled_from([1, 2, 4]),
+    total_steps=st.integers(1, 5),
+    max_versions=st.integers(1, 3),
+    inflight=st.sampled_from([1.0, 1.25, 2.0]),
+    eval_every=st.integers(0, 2),
+    eval_groups=st.sampled_from([0, 3]),
+    eval_samples=st.integers(1, 2),
+    max_filtered_rounds=st.just(50),
+)
+instances = st.tuples(st.sampled_from([1, 2, 5]), st.sampled_from([0.5, 1.0]), st.sampled_from([1, 1, 2]))
+shapes = st.builds(
+    Shape,
+    instances=st.lists(instances, min_size=1, max_size=3).map(tuple),
+    train_s=st.sampled_from([0.1, 1.0]),
+    load_s=st.sampled_from([0.05, 0.3]),
+    move_s=st.sampled_from([0.02, 0.3]),
+    filtered=st.sampled_from([0.0, 0.2]),
+    failed=st.sampled_from([0.0, 0.1]),
+    deaths=st.sampled_from([0.0, 0.3]),
+    reports_pages=st.booleans(),
+    seed=st.integers(0, 2**32),
+)
+kills = st.one_of(
+    st.builds(dict, kill_write=st.integers(1, 60), kept=st.floats(0, 1)),
+    st.builds(dict, kill_fact=st.integers(1, 300)),
+    st.builds(dict, kill_command=st.integers(1, 80)),
+)
+
+
+@settings(
+    max_examples=EXAMPLES, derandomize=True, deadline=None, database=None, suppress_health_check=list(HealthCheck)
+)
+@given(configs, shapes, st.lists(kills, min_size=1, max_size=8), st.integers(1, 3), st.integers(1, 3), st.booleans())
+def test_any_kills_lose_nothing_and_repeat_nothing(config, shape, schedule, every, keep, behind):
+    with snapshots(behind):
+        history = History(config, shape, every, keep)
+        killed_again_and_again(history, schedule)
+
+
+@contextlib.contextmanager
+def snapshots(behind):
+    """Made by a child, or at once."""
+    with (
+        mock.patch.object(journaled_world, "LARGE_SAMPLES", 0 if behind else 1 << 30),
+        mock.patch.object(journals, "fork", SlowChild),
+    ):
+        yield
+
+
+def killed_again_and_again(history, schedule):
+    halt, brains = None, []
+    original = history._arm
+    history._arm = lambda body, *rest: (brains.append(body.brain), original(body, *rest))
+    for kill in [*schedule, {}]:
+        halt = history.live(**kill)
+        if halt is not None:
+            break
+    assert halt is not None and halt.ok
+    history.audit(brains[-1])
+    whole_chain_agrees_with_its_last_segment(history)
+
+
+def whole_chain_agrees_with_its_last_segment(history):
+    """Snapshot + tail = full replay."""
+    journal = Journal(history.disk)
+    last = replay(journal, journal.segments()[-1:], history.said.append)
+    whole = replay(journal, journal.segments(), history.said.append)
+    assert whole.orchestrator.snapshot() == last.orchestrator.snapshot()
+    books = [[CODEC.encode(item) for item in each.book.records()] for each in (whole, last)]
+    assert books[0] == books[1] and whole.book.digests == last.book.digests
+
+
+@pytest.mark.parametrize("behind", [False, True])
+def test_the_schedules_reach_what_they_are_for(behind):
+    """Samples that go on from recorded tokens, steps made again, segments begun: or the test above proves nothing."""
+    config = OrchestratorConfig(groups_per_step=2, group_size=4, total_steps=6, eval_groups=2)
+    history = History(config, Shape(instances=((3, 1.0, 1), (2, 0.5, 1))), every=3, keep=1)
+    with snapshots(behind):
+        for fact in range(40, 2000, 40):
+            if history.live(kill_fact=fact) is not None:
+                break
+    assert bool(history.disk.turned) == behind
+    assert history.lives > 3 and history.continued and history.replayed and len(history.disk.content) > 1
+
+
+IMPOSSIBLE = (
+    ev.SampleCancelled(id=SampleId(0, 0), reason="nobody asked"),
+    ev.StepPublished(version=9),
+    ev.GroupScored(group_id=0, trainable=True),
+)
+
+
+@pytest.mark.parametrize("fact", IMPOSSIBLE, ids=lambda fact: type(fact).__name__)
+def test_a_fact_that_cannot_be_ends_one_life_and_not_the_run(fact):
+    config = OrchestratorConfig(groups_per_step=2, group_size=2, total_steps=3)
+    history, brains = History(config, Shape()), []
+    original = history._arm
+
+    def says_it_once(body, world, *rest):
+        brains.append(body.brain)
+        if history.lives == 1:
+            body.at(0.32, fact)  # the first samples have just begun
+            body.payload_of = lambda event: event is not fact and type(body).payload_of(body, event)
+        original(body, world, *rest)
+
+    history._arm = says_it_once
+    with pytest.raises(ev.ImpossibleFact):
+        history.live()
+    assert fact in [entry.event for entry in facts(history.disk)]
+    assert history.live().ok
+    assert any("cannot be followed" in sentence for sentence in history.said)
+    history.audit(brains[-1])
+    whole_chain_agrees_with_its_last_segment(history)
+
+
+def facts(disk):
+    journal = Journal(disk)
+    for number in journal.segments():
+        yield from (entry for entry in map(CODEC.decode, journal.read(number).records) if isinstance(entry, Fact))
+
+
+def older(row):
+    """As if format 2 had told an end without the reason for it, and the head without its epoch."""
+    match row:
+        case ["Fact", ["SampleDone", id, instance, tokens, finish, life], payload]:
+            return ["Fact", ["SampleDone", id, instance, tokens, life], payload]
+        case ["Head", _, _, *rest]:
+            return ["Head", 2, *rest]
+    return row
+
+
+def newer(row, written):
+    """The step to format 3 that undoes it, as a later format would have one in `upgrade`."""
+    assert written == 2
+    match row:
+        case ["Fact", ["SampleDone", id, instance, tokens, life], payload]:
+            return ["Fact", ["SampleDone", id, instance, tokens, "stop", life], payload]
+        case ["Head", _, *rest]:
+            return ["Head", 2, 0, *rest]
+    return row
+
+
+def test_a_journal_of_an_older_format_is_read_through_one_function(monkeypatch):
+    config = OrchestratorConfig(groups_per_step=2, group_size=2, total_steps=4)
+    history, brains = History(config, Shape()), []
+    original = history._arm
+    history._arm = lambda body, *rest: (brains.append(body.brain), original(body, *rest))
+    assert history.live(kill_fact=60) is None
+    for number in history.disk.segments():
+        rows = [msgpack.unpackb(data) for data in Journal(history.disk).read(number).records]
+        history.disk.content[number] = b"".join(frame(msgpack.packb(older(row))) for row in rows)
+    before = dict(history.disk.content)
+    said = []
+    assert recover(Journal(history.disk), config, [0], lambda v: True, said.append) is None
+    assert "it is of format 2, and this version reads 3 to 3" in said[0] and history.disk.content == before
+    monkeypatch.setattr(books, "upgrade", newer)
+    known = len(history.known)
+    assert known and history.live().ok and history.lives == 2
+    history.audit(brains[-1])

@@ -1,0 +1,134 @@
+"""Samples between processes: pages arrive bit-equal, the sample goes on as if it had stayed, or nothing has moved."""
+
+import dataclasses
+import os
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+from engine_rig import assert_undisturbed, finish, loaded, shared_engine, submit
+
+from dora_jax.rollout.migrate import without_pages
+from dora_jax.runtime.codec import Codec
+from dora_jax.runtime.transfer.kv_transfer import CODEC, Layout, fetch, layout_of, lend
+from dora_jax.runtime.transfer.transfer_manifest import Key, WireError
+from dora_jax.types import SampleId
+from tests.wire_peer import new_wire
+
+LAYOUT = Layout(layers=2, heads=2, head_dim=16, dtype="float32")
+NUMBERS = iter(range(1, 1000))
+
+
+@pytest.fixture(scope="module")
+def ends():
+    return new_wire(), new_wire()
+
+
+def key(version=0):
+    return Key(epoch=1, version=version, receiver="peer/0", sequence=next(NUMBERS))
+
+
+def taken_out(id, ticks=4, others=()):
+    """A running sample's parcel, out of engine a."""
+    with loaded("a") as a:
+        for each in (id, *others):
+            submit(a, each)
+        for _ in range(ticks):
+            a.tick()
+        return a.export(id)
+
+
+def carried(lent):
+    return CODEC.decode(CODEC.encode(lent))
+
+
+def bits(pages):
+    return pages.tobytes(), pages.shape, pages.dtype
+
+
+def test_pages_arrive_bit_equal_and_the_sample_goes_on_as_if_it_had_stayed(ends):
+    id = SampleId(3, 1)
+    parcel, k = taken_out(id, others=[SampleId(3, 0)]), key()
+    assert layout_of(parcel.k_pages) == LAYOUT and parcel.n_pages == 7
+    got = fetch(ends[1], carried(lend(ends[0], k, parcel)), k, LAYOUT, 20)
+    ends[0].release(k)
+    assert bits(got.k_pages) == bits(parcel.k_pages) and bits(got.v_pages) == bits(parcel.v_pages)
+    for field in dataclasses.fields(parcel):
+        np.testing.assert_equal(getattr(got, field.name), getattr(parcel, field.name))
+    with loaded("small") as small:
+        small.import_(got)
+        assert_undisturbed(finish(small)[id])
+
+
+def test_a_parcel_without_pages_needs_no_wire(ends):
+    parcel, k = without_pages(taken_out(SampleId(2, 0))), key()
+    lent = carried(lend(ends[0], k, parcel))
+    assert lent.manifest is None
+    np.testing.assert_equal(dataclasses.asdict(fetch(None, lent, k, LAYOUT)), dataclasses.asdict(parcel))
+
+
+@pytest.mark.parametrize(
+    ("layout", "message"),
+    [
+        (dict(layers=3), "of float32.3, 7, 2, 16, 4."),
+        (dict(heads=1), "of float32.2, 7, 1, 16, 4."),
+        (dict(head_dim=8), "of float32.2, 7, 2, 8, 4."),
+        (dict(dtype="bfloat16"), "of bfloat16.2, 7, 2, 16, 4."),
+    ],
+)
+def test_an_engine_of_another_layout_refuses(ends, layout, message):
+    parcel, k = taken_out(SampleId(3, 1)), key()
+    lent = lend(ends[0], k, parcel)
+    with pytest.raises(WireError, match=f"is offered where .*{message} with .* is expected"):
+        fetch(ends[1], lent, k, dataclasses.replace(LAYOUT, **layout), 5)
+    assert bits(fetch(ends[1], lent, k, LAYOUT, 20).k_pages) == bits(parcel.k_pages)  # nothing had been taken
+
+
+def test_another_version_refuses(ends):
+    parcel, k = taken_out(SampleId(3, 1)), key()
+    with pytest.raises(WireError, match="is a parcel of version 0"):
+        lend(ends[0], key(version=1), parcel)
+    lent = lend(ends[0], k, parcel)
+    with pytest.raises(WireError, match="a parcel of version 0 comes where version 1 for peer/0"):
+        fetch(ends[1], lent, dataclasses.replace(k, version=1), LAYOUT, 5)
+
+
+@pytest.mark.parametrize("change", [dict(kv_len=0), dict(kv_len=10**9), dict(page_size=0), dict(kv_len=-3)])
+def test_sizes_that_cannot_be_are_refused(ends, change):
+    k = key()
+    lent = lend(ends[0], k, taken_out(SampleId(3, 1)))
+    with pytest.raises(WireError, match="are no KV of 28 tokens"):
+        fetch(ends[1], dataclasses.replace(lent, **change), k, LAYOUT, 5)
+
+
+def test_pages_that_nobody_fetches_are_freed(ends):
+    k = key()
+    lend(ends[0], k, taken_out(SampleId(3, 1)))
+    number = ends[0]._offered[k]
+    assert number in ends[0]._pieces
+    ends[0].release(k)
+    assert number not in ends[0]._pieces
+
+
+@pytest.mark.slow
+def test_a_sample_goes_on_in_another_process_bit_for_bit(ends):
+    peer = subprocess.Popen(
+        [sys.executable, "-m", "tests.engine_peer"],
+        env={**os.environ, "JAX_NUM_CPU_DEVICES": "1"},
+        text=True,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+    )
+    with peer:
+        assert peer.stdout.readline() == "ready\n"
+        for id, ticks in ((SampleId(3, 1), 4), (SampleId(4, 0), 2), (SampleId(0, 1), 3)):
+            k = key()
+            lent = lend(ends[0], k, taken_out(id, ticks, others=[SampleId(1, 0)]))
+            peer.stdin.write(f"{CODEC.encode(lent).hex()} {k.sequence}\n")
+            peer.stdin.flush()
+            assert_undisturbed(Codec().decode(bytes.fromhex(peer.stdout.readline())))
+            ends[0].release(k)
+        peer.stdin.close()
+        assert peer.wait(20) == 0
+    assert shared_engine("a").idle

@@ -1,0 +1,167 @@
+"""Gangs in a Ray cluster of fake TPU slices of two hosts; skipped where Ray, an extra, is missing."""
+
+import os
+import signal
+
+import pytest
+
+pytest.importorskip("ray", reason="ray is not installed: gangs on Ray are not tried")
+
+import ray  # noqa: E402
+from ray.util.placement_group import placement_group_table  # noqa: E402
+
+from dora_jax.bench.fake_slices import FakeSlices  # noqa: E402
+from dora_jax.runtime.cluster import messages  # noqa: E402
+from dora_jax.runtime.cluster.gang import Gang, Hub  # noqa: E402
+from dora_jax.runtime.cluster.launch_process import Ticket  # noqa: E402
+from dora_jax.runtime.cluster.launch_ray import RayHosts, intact_slices  # noqa: E402
+from dora_jax.runtime.cluster.run_registry import Roster  # noqa: E402
+from tests.cluster_fakes import LIMITS, eventually  # noqa: E402
+
+
+def node(name, number, alive=True, slice_type="v4-16", chips=4.0):
+    return {
+        "NodeID": f"{name}.{number}",
+        "Alive": alive,
+        "Resources": {"TPU": chips},
+        "Labels": {"ray.io/tpu-slice-name": name, "ray.io/tpu-pod-type": slice_type},
+    }
+
+
+def test_a_slice_is_intact_where_all_of_its_hosts_live_and_stay():
+    nodes = [
+        node("d", 0),
+        node("d", 1),
+        node("a", 0),
+        node("a", 1, alive=False),
+        node("b", 0),
+        node("b", 1),
+        node("c", 0),
+        node("c", 1),
+        node("e", 0, slice_type="v4-8"),
+        {"NodeID": "head", "Alive": True, "Resources": {"CPU": 2.0}, "Labels": {}},
+    ]
+    assert intact_slices(nodes, ["c.1"], "v4-16", 2) == {"b": 4.0, "d": 4.0}
+    assert list(intact_slices(nodes, [], "v4-16", 2)) == ["b", "c", "d"]
+    assert intact_slices(nodes, [], "v4-8", 1) == {"e": 4.0}
+
+
+@pytest.fixture(scope="module")
+def slices():
+    cluster = FakeSlices(2, 0, hosts=2)
+    yield cluster
+    cluster.close()
+
+
+class Controller:
+    """A launcher, and one that takes its processes' calls; `again` is the next controller after this one has died."""
+
+    def __init__(self, hub):
+        self.launcher, self.hub = RayHosts("run"), hub
+
+    def again(self):
+        ray.shutdown()
+        return Controller(self.hub)
+
+    def expect(self, name, epoch=1):
+        gang = Gang(name, epoch, 2, lambda item: None, lambda text: None, LIMITS)
+        self.hub.expect(gang)
+        return gang
+
+    def start(self, name, epoch=1):
+        """A gang that is there, and waits to be told what to do."""
+        gang = self.expect(name, epoch)
+        started = self.launcher.start(self.ticket(name, epoch), self.hub.token, 2, "v4-16")
+        eventually(lambda: started.ended() is None and len(gang._joined) == 2, 120)
+        return gang, started
+
+    def find(self, name, epoch=1):
+        return self.launcher.find(self.ticket(name, epoch), self.hub.token, 2, "v4-16", ())
+
+    def ticket(self, name, epoch):
+        return Ticket(controller=self.hub.address, gang=name, epoch=epoch)
+
+
+@pytest.fixture
+def controller(slices, monkeypatch):
+    monkeypatch.setenv("RAY_ADDRESS", slices.address)
+    monkeypatch.setenv("PYTHONPATH", os.getcwd())
+    hub = Hub("0.0.0.0", Roster())
+    first = Controller(hub)
+    hub.address = f"{first.launcher.ip}:{hub.address.rpartition(':')[2]}"
+    yield first
+    if not ray.is_initialized():
+        ray.init(address=slices.address, namespace="dora_jax")
+    RayHosts.close(first.launcher)
+    hub.close()
+
+
+def pids(gang):
+    return [host.hello.pid for host in gang._joined]
+
+
+def rooms():
+    return sorted(room["name"] for room in placement_group_table().values() if room["state"] != "REMOVED")
+
+
+@pytest.mark.slow
+def test_the_next_controller_finds_a_gang_and_sees_it_die(controller):
+    gang, _ = controller.start("rollout 1")
+    other, _ = controller.start("rollout 10")
+    second = controller.again()
+    found = second.find("rollout 1")
+    assert found.placed and found.ended() is None and found.notice() is None
+    assert len(rooms()) == 2, "another gang's name begins like this one's"
+    assert second.find("rollout 10").ended() is None
+    assert second.launcher._slices.take("another", "v4-16", 2) is None, "its slice is taken"
+    os.kill(pids(gang)[1], signal.SIGKILL)
+    eventually(found.ended, 20)
+    assert found.ended().startswith(("ActorDiedError", "ActorUnavailableError"))  # the connection may be seen first
+    found.kill()
+    assert rooms() == ["run/rollout 10/1"] and len(ray.util.list_named_actors()) == 2
+    assert second.find("rollout 10", epoch=2) is None
+    assert rooms() == [] and ray.util.list_named_actors() == [], "of another epoch: it ends"
+    second.start("rollout 1", epoch=2)
+    second.launcher.close()
+
+
+@pytest.mark.slow
+def test_a_gang_of_which_a_part_is_there_ends(controller):
+    gang, _ = controller.start("trainer")
+    gang.die = lambda reason: None  # no controller is there to end the rest
+    os.kill(pids(gang)[0], signal.SIGKILL)
+    eventually(lambda: len(ray.util.list_named_actors()) == 1, 20)
+    second = controller.again()
+    assert second.find("trainer") is None and rooms() == [] and ray.util.list_named_actors() == []
+    second.launcher.close()
+
+
+@pytest.mark.slow
+def test_nothing_is_left_of_a_run_that_ends(controller):
+    controller.start("rollout 0")
+    controller.launcher.close()
+    second = controller.again()
+    assert rooms() == [] and ray.util.list_named_actors() == []
+
+
+@pytest.mark.slow
+def test_a_gang_that_gives_up_gives_its_place_back(controller):
+    gang, started = controller.start("rollout 0")
+    gang.seat(
+        lambda rank, coordinator, leader: messages.Begin(
+            config={}, workdir="", instance=0, rank=rank, hosts=2, coordinator=coordinator, leader=leader
+        )
+    )
+    eventually(lambda: rooms() == [] and ray.util.list_named_actors() == [] and started.ended() is not None, 60)
+
+
+@pytest.mark.slow
+def test_a_node_that_is_drained_is_notice_and_its_slice_is_not_taken_again(controller, slices):
+    gang, started = controller.start("rollout 0")
+    assert started.notice() is None
+    there = controller.launcher._slices._taken["run/rollout 0/1"]
+    slices.drain(pids(gang)[0])
+    eventually(started.notice)
+    started.kill()
+    controller.start("rollout 0", epoch=2)
+    assert controller.launcher._slices._taken["run/rollout 0/2"] != there

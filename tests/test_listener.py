@@ -1,0 +1,124 @@
+"""The port of a process: strangers are turned away, and what they hold of it is bounded in number and in time."""
+
+import contextlib
+import socket
+import threading
+import time
+from multiprocessing import AuthenticationError
+
+import pytest
+
+from dora_jax.runtime.listener import Door, dial
+from tests.cluster_fakes import eventually
+
+
+@pytest.fixture
+def arrived():
+    return []
+
+
+@pytest.fixture
+def door(arrived):
+    door = Door("127.0.0.1", b"token", arrived.append)
+    yield door
+    door.close()
+
+
+def stranger(door):
+    ip, port = door.address.split(":")
+    return socket.create_connection((ip, int(port)), timeout=10)
+
+
+def ended(raw):
+    """Whether the other side has ended it, after what it had said before."""
+    try:
+        while raw.recv(4096):
+            pass
+    except TimeoutError:
+        return False
+    except ConnectionError:
+        pass
+    return True
+
+
+def test_a_stranger_is_turned_away_before_it_is_heard(door, arrived):
+    with pytest.raises(AuthenticationError):
+        dial(door.address, b"guess")
+    with stranger(door):  # it does not hold up the others
+        assert dial(door.address, b"token")
+        eventually(lambda: len(arrived) == 1)
+
+
+def test_many_that_come_at_once_are_all_let_in(door, arrived):
+    """With room for few, the kernel takes a connection for made of which the door never hears."""
+    dialled = []
+    threads = [threading.Thread(target=lambda: dialled.append(dial(door.address, b"token"))) for _ in range(200)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(20)
+    assert len(dialled) == 200
+    eventually(lambda: len(arrived) == 200)
+
+
+def test_a_member_that_is_never_spoken_to_gives_up(monkeypatch):
+    monkeypatch.setattr("dora_jax.runtime.listener.ANSWER_S", 0.2)
+    with socket.create_server(("127.0.0.1", 0)) as mute, pytest.raises(OSError, match="has not said a word"):
+        dial(f"127.0.0.1:{mute.getsockname()[1]}", b"token")
+
+
+def test_what_answers_in_another_protocol_is_no_process_of_the_run():
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        threading.Thread(target=lambda: other.accept()[0].sendall(b"\0\0\0\x19" + b"hello" * 5), daemon=True).start()
+        with pytest.raises(AuthenticationError):
+            dial(f"127.0.0.1:{other.getsockname()[1]}", b"token")
+
+
+@pytest.mark.parametrize("drips", [False, True])
+def test_a_stranger_has_so_long_to_answer_however_slowly_its_bytes_come(door, monkeypatch, drips):
+    monkeypatch.setattr("dora_jax.runtime.listener.ANSWER_S", 0.3)
+    with stranger(door) as raw:
+        if drips:
+            raw.sendall(b"\0\0\0\xc8")  # 200 bytes are to come
+
+            def drip():
+                with contextlib.suppress(OSError):
+                    while raw.send(b"x"):
+                        time.sleep(0.02)
+
+            threading.Thread(target=drip, daemon=True).start()
+        assert ended(raw)
+
+
+def test_strangers_are_bounded_and_members_come_through_between_them(door, arrived, monkeypatch):
+    monkeypatch.setattr("dora_jax.runtime.listener.STRANGERS", 8)
+    monkeypatch.setattr("dora_jax.runtime.listener.YIELD_S", 0.05)
+    before = threading.active_count()
+    idle = [stranger(door) for _ in range(40)]
+    assert dial(door.address, b"token")
+    eventually(lambda: arrived)
+    assert len(door._strangers) <= 8 and threading.active_count() <= before + 8 + 1  # one may be about to end
+    assert all(ended(raw) for raw in idle[:24])
+    for raw in idle:
+        raw.close()
+
+
+def test_a_machine_without_a_file_number_left_is_asked_again(door, arrived, monkeypatch):
+    taken = iter([OSError(24, "Too many open files")] * 2)
+    accept = socket.socket.accept
+
+    def accepts(listener):
+        if error := next(taken, None):
+            raise error
+        return accept(listener)
+
+    monkeypatch.setattr(socket.socket, "accept", accepts)
+    assert dial(door.address, b"token")
+    eventually(lambda: arrived and next(taken, None) is None)
+
+
+def test_a_door_that_is_closed_lets_nobody_in(door):
+    door.close()
+    eventually(lambda: door._listener.fileno() == -1)
+    with pytest.raises(OSError):
+        dial(door.address, b"token")

@@ -1,0 +1,73 @@
+"""A file that waits for space: whole, in order, and nothing twice, whatever the disk refuses."""
+
+import errno
+import random
+
+import pytest
+
+from dora_jax import retrying_file
+from dora_jax.metrics import Writer
+from dora_jax.retrying_file import PatientFile
+from test_metrics import lines, quiet, scalars
+
+
+class Disk:
+    """A file on a disk with room for so many bytes; a write may be taken in part before it is refused."""
+
+    def __init__(self, file, room):
+        self.file, self.room = file, room
+
+    def write(self, data):
+        if not self.room[0]:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        taken = self.file.write(data[: self.room[0]])
+        self.room[0] -= taken
+        return taken
+
+    def truncate(self, size):
+        self.file.truncate(size)
+
+    def close(self):
+        self.file.close()
+
+
+def test_what_a_full_disk_refuses_follows_in_order_once_there_is_room(tmp_path, monkeypatch):
+    monkeypatch.setattr(retrying_file, "RETRY_PERIOD_S", 0.0)
+    said, draw, room = [], random.Random(0), [100]
+    file = PatientFile(tmp_path / "f", said.append)
+    file._file = Disk(file._file, room)
+    whole = b""
+    for i in range(60):
+        if i == 40:
+            room[0] = 10**9
+        data = draw.randbytes(draw.randrange(1, 20))
+        whole += data
+        file.write(data)
+        assert whole.startswith((tmp_path / "f").read_bytes())
+    assert (tmp_path / "f").read_bytes() == whole
+    assert len(said) == 2 and "No space left" in said[0] and "written again" in said[1]
+    file.close()
+
+
+def test_what_waits_is_bounded(tmp_path, monkeypatch):
+    monkeypatch.setattr(retrying_file, "MAX_WAITING_BYTES", 100)
+    monkeypatch.setattr(retrying_file, "RETRY_PERIOD_S", 0.0)
+    file = PatientFile(tmp_path / "f", lambda sentence: None)
+    file._file = Disk(file._file, [0])
+    with pytest.raises(OSError, match="No space left"):
+        for _ in range(20):
+            file.write(bytes(10))
+
+
+def test_metrics_and_tensorboard_survive_a_full_disk(tmp_path, monkeypatch):
+    monkeypatch.setattr(retrying_file, "RETRY_PERIOD_S", 0.0)
+    room = [10**9]
+    with Writer(tmp_path, quiet()) as writer:
+        for step in range(9):
+            writer.write(step, {"x": step})
+            if step == 0:
+                for sink in (writer._lines, writer._board._file):
+                    sink._file = Disk(sink._file, room)
+            room[0] = 20 if step in (2, 3, 4) else 10**9
+    assert [line["x"] for line in lines(tmp_path)] == list(range(9))
+    assert [value for _, _, value in scalars(tmp_path / "tensorboard")] == list(range(9))

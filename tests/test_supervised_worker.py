@@ -1,0 +1,290 @@
+"""Instances that die, hang or return garbage: their samples go on elsewhere, at the same version, and nothing is lost."""
+
+import dataclasses
+import queue
+import random
+import threading
+import time
+
+import numpy as np
+import pytest
+
+from dora_jax.buffer.store import MemoryGroupStore
+from dora_jax.orchestrate import events as ev
+from dora_jax.orchestrate.core import Orchestrator
+from dora_jax.orchestrate.modes import OrchestratorConfig
+from dora_jax.rollout.oracle import OracleEngine
+from dora_jax.runtime.durability.payload_state import Book
+from dora_jax.runtime.durability.journaled_world import DurableWorld
+from dora_jax.runtime.supervised_worker import LocalInstance, RestartPolicy
+from dora_jax.runtime.durability.event_log import Journal
+from dora_jax.runtime.coordinator import LocalWorld
+from dora_jax.orchestrate.loop import run
+from dora_jax.runtime.workers import Finished, TrainerWorker
+from dora_jax.types import SampleId
+from journal_world import Disk
+from test_runtime import SECTION, STEPS, G, P, Scorer, Task, Trainer, Weights, expected, long_tailed, trained_by
+
+UP = {"slots": 8, "pages": 96, "page_size": 8}
+
+
+class Dies(Exception):
+    pass
+
+
+class Engine(OracleEngine):
+    """`trouble(tick)` is called in every tick with its results and may raise, hang or change them."""
+
+    def __init__(self, length, trouble=None):
+        super().__init__(SECTION, length=length, version_in=int)
+        self._trouble = trouble or (lambda result: result)
+
+    def tick(self):
+        time.sleep(0.002)
+        return self._trouble(super().tick())
+
+
+def mixed(version, group, index, limit):
+    return 60 if (group + index) % 7 == 0 else 2 + (group + index) % 9
+
+
+class Job:
+    def __init__(
+        self, mode="dora", instances=2, troubles=(), hung_s=0.0, again=True, max_versions=3, inflight=2.0, length=mixed
+    ):
+        self.config = OrchestratorConfig(
+            mode=mode,
+            max_versions={"sync": 1, "one_step": 2}.get(mode, max_versions),
+            groups_per_step=P,
+            group_size=G,
+            inflight=inflight,
+            total_steps=STEPS,
+            max_prompt_tokens=8,
+            max_new_tokens=64,
+        )
+        self.said, self.records, self.downs, self.resumed = [], [], [], {}
+        self.outbox, weights, groups = queue.SimpleQueue(), Weights(), MemoryGroupStore()
+        troubles = {i: list(trouble) for i, trouble in enumerate(troubles)}
+        self.pool = {}
+        for i in range(instances):
+
+            def new_engine(i=i):
+                return Engine(length, troubles[i].pop(0) if troubles.get(i) else None)
+
+            spare = RestartPolicy(new_engine=new_engine if again else None, vocab_size=256, hung_s=hung_s)
+            self.pool[i] = LocalInstance(
+                ev.InstanceUp(instance=i, **UP),
+                new_engine(),
+                weights,
+                self.outbox,
+                0.005,
+                spare,
+                self.pool,
+                self.said.append,
+            )
+        trainer = TrainerWorker(
+            Trainer(), lambda groups, base: None, groups, weights, self.config.decisions.max_lag, self.outbox
+        )
+        self.world = LocalWorld(
+            instances=list(self.pool.values()),
+            trainer=trainer,
+            task=Task(),
+            scorer=Scorer(mixed=mode == "partial"),
+            groups=groups,
+            weights=weights,
+            outbox=self.outbox,
+            group_size=G,
+            eval_samples=2,
+        )
+        self.world.listen(self.records.append)
+        self.brain, self.book = Orchestrator(self.config), Book()
+        self.world.recall(self.book)
+        self.durable = DurableWorld(self.world, Journal(Disk()), self.brain, self.book)
+
+    def play(self, watch=lambda event: None):
+        def observe(event, commands):
+            if isinstance(event, ev.InstanceDown):
+                self.downs.append(event)
+            for command in commands:
+                if isinstance(command, ev.Resume):
+                    self.resumed |= {id: len(self.book.tokens(id)[0]) for id in command.ids}
+            watch(event)
+
+        try:
+            self.world.start([ev.InstanceUp(instance=i, **UP) for i in self.pool])
+            return run(self.brain, self.durable, [observe])
+        finally:
+            self.durable.close()
+            self.world.close()
+
+    def audit(self):
+        """Every group once, every token by the version that is claimed, no sample told twice."""
+        ids = [group.group_id for _, group in trained_by(self.records)]
+        assert len(ids) == len(set(ids)) == STEPS * P
+        finished = [r.sample for r in self.records if isinstance(r, Finished)]
+        assert len({sample.id for sample in finished}) == len(finished)
+        for sample in finished:
+            np.testing.assert_array_equal(sample.out_ids, expected(sample))
+
+
+def after(ticks, act):
+    count = iter(range(1, 10**9))
+
+    def trouble(result):
+        return act(result) if next(count) == ticks else result
+
+    return trouble
+
+
+def dies(result):
+    raise Dies("out of memory")
+
+
+@pytest.mark.parametrize("mode", ["sync", "one_step", "dora", "dora_paper", "partial"])
+def test_an_instance_that_dies_again_and_again_costs_no_sample(mode):
+    job = Job(mode, troubles=[[after(9, dies), after(14, dies), after(11, dies)], [after(25, dies)]])
+    assert job.play().ok
+    job.audit()
+    assert job.downs and all("Dies: out of memory" in down.reason for down in job.downs)
+    assert "is lost (Dies" in job.said[0] and "it is made again" in job.said[0]
+    assert any(job.resumed.values()), "no sample went on from recorded tokens"
+
+
+def test_what_is_lost_stays_away_where_nothing_can_make_it_again():
+    job = Job(troubles=[[after(9, dies)]], again=False)
+    assert job.play().ok
+    job.audit()
+    assert len(job.downs) == 1 and "stays away" in job.said[0]
+
+
+def test_without_an_instance_left_the_run_ends_with_the_error():
+    job = Job(troubles=[[after(9, dies)], [after(14, dies)]], again=False)
+    with pytest.raises(RuntimeError, match=r"rollout \d failed: out of memory"):
+        job.play()
+
+
+def test_lives_that_come_to_nothing_are_counted():
+    job = Job(troubles=[[after(1, dies) for _ in range(9)] for _ in range(2)])
+    with pytest.raises(RuntimeError, match=r"rollout \d failed: out of memory"):
+        job.play()
+    assert len(job.said) == 6 and "stays away" in job.said[-1]
+
+
+def test_an_instance_that_hangs_leaves_the_pool_and_is_not_heard_when_it_wakes():
+    wake, versions_to_fill = threading.Event(), threading.Event()
+
+    def hangs(result):
+        assert wake.wait(60)
+        versions_to_fill.set()
+        return result
+
+    job = Job(troubles=[[after(12, hangs)]], hung_s=1.5)
+
+    def watch(event):
+        if isinstance(event, ev.InstanceDown):
+            wake.set()
+            versions_to_fill.wait(10)
+            time.sleep(0.05)  # it has told what it had
+
+    assert job.play(watch).ok
+    job.audit()
+    assert len(job.downs) == 1 and "in one call for" in job.downs[0].reason and "stays away" in job.said[0]
+
+
+def change_finished(**change):
+    def trouble(result):
+        if not result.finished:
+            return result
+        return dataclasses.replace(
+            result,
+            finished=tuple(dataclasses.replace(s, **{k: f(s) for k, f in change.items()}) for s in result.finished),
+        )
+
+    return trouble
+
+
+@pytest.mark.parametrize(
+    ("trouble", "sentence"),
+    [
+        (change_finished(logprobs=lambda s: np.full(len(s.out_ids), np.nan, np.float32)), "log-probs are not finite"),
+        (change_finished(logprobs=lambda s: np.full(len(s.out_ids), 3.0, np.float32)), "a log-prob of 3.0"),
+        (change_finished(out_ids=lambda s: s.out_ids + 300), "token .* of 256"),
+        (change_finished(out_ids=lambda s: s.out_ids - 300), "token -.* of 256"),
+        (change_finished(logprobs=lambda s: s.logprobs[1:]), "tokens have"),
+        (change_finished(finish=lambda s: "error"), "not finite"),
+    ],
+)
+def test_garbage_is_never_told_and_its_maker_leaves_the_pool(trouble, sentence):
+    job = Job(troubles=[[trouble]])
+    assert job.play().ok
+    job.audit()
+    assert len(job.downs) == 1
+    with pytest.raises(AssertionError, match="garbage: .*" + sentence):
+        raise AssertionError(job.downs[0].reason)
+
+
+def test_deaths_at_any_moment_of_moves_and_loads():
+    jobs = [play_with_deaths(random.Random(seed)) for seed in range(4)]
+    assert sum(len(job.downs) for job in jobs) > 10 and any(job.moved for job in jobs)
+
+
+def play_with_deaths(draw):
+    job = Job(instances=3, max_versions=4, inflight=3.0, length=long_tailed)
+    due, job.moved = [draw.randrange(20, 60)], set()
+
+    def watch(event):
+        if isinstance(event, ev.SampleMoved):
+            job.moved.add(event.id)
+        due[0] -= 1
+        if due[0] == 0:
+            job.pool[draw.randrange(3)].lose("killed by the test")
+            due[0] = draw.randrange(20, 90)
+
+    assert job.play(watch).ok
+    job.audit()
+    return job
+
+
+class SlowWeights(Weights):
+    """Version 1 takes as long as an engine takes for `ticks` ticks; version 2 cannot be had."""
+
+    def __init__(self, ticks):
+        super().__init__()
+        self.held |= {1, 2}
+        self.ticks = ticks
+
+    def get(self, version, shardings):
+        if version == 1:
+            for _ in range(4):
+                assert self.ticks.acquire(timeout=20), "the engine stood still while its weights came"
+        if version == 2:
+            raise Dies("no such weights")
+        return super().get(version, shardings)
+
+
+def test_samples_go_on_while_weights_come():
+    ticks, outbox = threading.Semaphore(0), queue.SimpleQueue()
+
+    def ticked(result):
+        ticks.release()
+        return result
+
+    engine = Engine(lambda *which: 60, ticked)
+    engine.section = dataclasses.replace(SECTION, residents=2)
+    spare = RestartPolicy(new_engine=None, vocab_size=256, hung_s=0.0)
+    instance = LocalInstance(ev.InstanceUp(instance=0, **UP), engine, SlowWeights(ticks), outbox, 0.0, spare, {}, print)
+    instance._peers = {0: instance}
+    instance.start()
+    instance.load(0, None)
+    for index in range(8):
+        instance.submit(SampleId(0, index), Task().prompt_at(0), 0)
+    instance.load(1, None)
+    heard = []
+    while not any(isinstance(item, ev.WeightsLoaded) and item.version == 1 for item in heard):
+        heard.append(outbox.get(timeout=20))
+    assert engine.versions == (0, 1)
+    instance.load(2, 1)  # it ends this life, as on the worker's own thread
+    while not isinstance(heard[-1], ev.InstanceDown):
+        heard.append(outbox.get(timeout=20))
+    assert "Dies: no such weights" in heard[-1].reason
+    instance.stop()
