@@ -12,7 +12,7 @@ iteration and publishes one version, a *tick* is one engine iteration, *lag* is 
 from __future__ import annotations
 
 import dataclasses
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar, dataclass_transform
 
 if TYPE_CHECKING:
     import numpy as np
@@ -21,7 +21,13 @@ Version = int
 InstanceId = int
 GroupId = int  # >= 0: the training prompt stream; < 0: held-out groups (see `is_eval`)
 
-record = dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+_T = TypeVar("_T")
+
+
+@dataclass_transform(frozen_default=True, kw_only_default=True, field_specifiers=(dataclasses.field,))
+def record(cls: type[_T]) -> type[_T]:
+    """A dataclass that is frozen, slotted and keyword-only."""
+    return dataclasses.dataclass(frozen=True, slots=True, kw_only=True)(cls)
 
 
 class SampleId(NamedTuple):
