@@ -441,9 +441,11 @@ def describe(one: Compiled) -> list[str]:
     sent = ", ".join(f"{kind} {t.bytes / 1e9:.2f} GB in {t.runs}" for kind, t in sorted(one.sent.items()))
     host = f", {one.host_bytes / GIB:.2f} in host memory" if one.host_bytes else ""
     return [
-        f"  {one.name:12s} arguments {one.argument_bytes / GIB:.2f}, temporaries {one.temporary_bytes / GIB:.3f}, "
-        f"outputs {one.output_bytes / GIB:.2f} GiB{host}; {one.flops / 1e12:.2f} TFLOP; sends {sent or 'nothing'}; "
-        f"model {one.model_s:.4g} s; compiled in {one.compile_s:.0f} s",
+        (
+            f"  {one.name:12s} arguments {one.argument_bytes / GIB:.2f}, temporaries {one.temporary_bytes / GIB:.3f}, "
+            f"outputs {one.output_bytes / GIB:.2f} GiB{host}; {one.flops / 1e12:.2f} TFLOP; sends {sent or 'nothing'}; "
+            f"model {one.model_s:.4g} s; compiled in {one.compile_s:.0f} s"
+        ),
         *(
             f"    kernel {k.name} x {k.runs}: {k.flops / 1e12:.2f} TFLOP, {k.bytes / 1e9:.2f} GB, charged "
             f"{k.seconds:.4g} s"

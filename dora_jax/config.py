@@ -22,6 +22,7 @@ import json
 import math
 import typing
 from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from dora_jax import validate
@@ -31,10 +32,8 @@ from dora_jax.spelling import nearest
 if TYPE_CHECKING:
     import ml_collections
 
-section = dataclasses.dataclass(frozen=True, kw_only=True)
 
-
-@section
+@dataclass(frozen=True, kw_only=True)
 class ModelSection:
     path: str = ""  # a Hugging Face folder
     size: str = (
@@ -43,7 +42,7 @@ class ModelSection:
     dtype: str = "auto"  # compute dtype: float32 or bfloat16; auto: by platform (presets.py); masters stay f32
 
 
-@section
+@dataclass(frozen=True, kw_only=True)
 class TaskPart:
     """One of several tasks; templates and rewards are those of the section."""
 
@@ -58,7 +57,7 @@ class TaskPart:
     )
 
 
-@section
+@dataclass(frozen=True, kw_only=True)
 class TaskSection:
     name: str = ""  # "reasoning_gym:<dataset>" or "rows"
     params: dict[str, Any] = dataclasses.field(default_factory=dict)  # handed to the reasoning-gym dataset
@@ -87,7 +86,7 @@ class TaskSection:
     shuffle_rewards: bool = False  # control experiment: rewards permuted among a step's samples
 
 
-@section
+@dataclass(frozen=True, kw_only=True)
 class RewardModelSection:
     """A trained judge of finished samples: weight * score is a term of the reward, beside task.rewards if any."""
 
@@ -101,7 +100,7 @@ class RewardModelSection:
     rows: int = 0  # B: packed rows a batch; 0: one a shard of data and fsdp
 
 
-@section
+@dataclass(frozen=True, kw_only=True)
 class RolloutSection:
     instances: int = 2
     tensor: int = 1  # devices an instance (tensor parallel); of more than KV heads, neighbours share one
@@ -139,7 +138,7 @@ class RolloutSection:
     )  # XLA's, for the engine; empty: the chip's
 
 
-@section
+@dataclass(frozen=True, kw_only=True)
 class OrchestratorSection:
     mode: str = "dora"  # sync, one_step, partial, evict, dora_paper, dora
     max_versions: int = 3  # the paper's K; max_lag = K - 1
@@ -157,7 +156,7 @@ class OrchestratorSection:
         return self.max_versions - 1
 
 
-@section
+@dataclass(frozen=True, kw_only=True)
 class TrainerSection:
     data: int = 1  # mesh axis: batch rows, parameters replicated
     fsdp: int = -1  # mesh axis: batch rows and parameters; -1: every device left to the trainer
@@ -208,7 +207,7 @@ class TrainerSection:
     max_mismatch: float = 0.0  # mean |trainer - engine| log-prob at lag 0 that stops the run; 0: off
 
 
-@section
+@dataclass(frozen=True, kw_only=True)
 class EvalSection:
     every: int = 0  # steps; 0: only the first and the last version
     prompts: int = 64
@@ -218,7 +217,7 @@ class EvalSection:
     )
 
 
-@section
+@dataclass(frozen=True, kw_only=True)
 class CheckpointSection:
     every: int = 20  # steps; the last step is always saved; 0: off
     keep: int = 3  # the newest so many, and whatever running samples need
@@ -226,7 +225,7 @@ class CheckpointSection:
     keep_every: int = 0  # and every step divisible by this; 0: none
 
 
-@section
+@dataclass(frozen=True, kw_only=True)
 class JournalSection:
     """WORKDIR/journal: what makes running the same command again lose nothing and repeat nothing."""
 
@@ -238,7 +237,7 @@ class JournalSection:
     watchdog_s: float = 600.0  # a run in which nothing moves for so long ends with exit code 42; 0: never
 
 
-@section
+@dataclass(frozen=True, kw_only=True)
 class SftSection:
     """Supervised warm start; `python -m dora_jax.sft` reads this section and writes a Hugging Face folder."""
 
@@ -262,7 +261,7 @@ class SftSection:
     d_ff: int = 384
 
 
-@section
+@dataclass(frozen=True, kw_only=True)
 class ClusterSection:
     """More than one process: the controller is this one, the trainer and each rollout instance are gangs of their own."""
 
@@ -283,7 +282,7 @@ class ClusterSection:
     elastic: bool = False  # an instance without room waits for it; WORKDIR/replicas says how many there are to be
 
 
-@section
+@dataclass(frozen=True, kw_only=True)
 class Config:
     seed: int = 0
     steps: int = 100

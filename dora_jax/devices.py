@@ -14,7 +14,7 @@ import os
 import sys
 from pathlib import Path
 
-from dora_jax import chips, validate
+from dora_jax import chips
 from dora_jax.chips import Machine
 from dora_jax.config import Config, ConfigError
 from dora_jax.validate import MIN_AUTO_INSTANCES

@@ -24,8 +24,8 @@ import ml_collections
 from absl import app, flags, logging
 from ml_collections import config_flags
 
-from dora_jax import config as configs
 from dora_jax import budget, config_files, devices, exits, helping, hub, presets, validate, workdirs
+from dora_jax import config as configs
 from dora_jax.config import Config, ConfigError, RunError
 from dora_jax.models import config as models
 from dora_jax.models.hf_config import read_config
@@ -234,7 +234,7 @@ def _split(argv: Sequence[str]) -> tuple[str, list[str]]:
     spec, rest = "", []
     args = iter(argv)
     for arg in args:
-        match = re.fullmatch(r"--?config(=(.*))?", arg, re.S)
+        match = re.fullmatch(r"--?config(=(.*))?", arg, re.DOTALL)
         if match:
             spec = match[2] if match[1] else next(args, "")
         else:
@@ -358,8 +358,10 @@ def _uneven(config: Config) -> list[str]:
         return []
     if model.n_kv_heads % hosts and hosts % model.n_kv_heads:
         return [
-            f"cluster.hosts_per_replica: {hosts} processes can neither split nor share the model's "
-            f"{model.n_kv_heads} KV heads evenly"
+            (
+                f"cluster.hosts_per_replica: {hosts} processes can neither split nor share the model's "
+                f"{model.n_kv_heads} KV heads evenly"
+            )
         ]
     return _indivisible("rollout.tensor", model, {"fsdp": 1, "tensor": config.rollout.tensor, "serving": True})
 

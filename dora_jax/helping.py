@@ -34,7 +34,7 @@ def show(args: Sequence[str], config: type) -> None:
 
 def fields(cls: type, prefix: str = "") -> Iterator[str]:
     """Fields of this section, then those inside its sections, each under its heading."""
-    comments = dict(re.findall(r"^    (\w+): .*?  # (.*)$", inspect.getsource(cls), re.M))
+    comments = dict(re.findall(r"^    (\w+): .*?  # (.*)$", inspect.getsource(cls), re.MULTILINE))
     hints = typing.get_type_hints(cls)
     sections = {
         field.name: hints[field.name]

@@ -20,7 +20,7 @@ import struct
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 
@@ -104,7 +104,7 @@ class Writer:
         self._lines: PatientFile | None = None
         self._board: _Board | None = None
 
-    def __enter__(self) -> Writer:
+    def __enter__(self) -> Self:
         self._console.start()
         return self
 

@@ -144,8 +144,10 @@ def warm_start_problems(config: Config, found: Machines) -> list[str]:
         return []
     where = f"a device of {found.trainer}" if found.trainer.memory_bytes else "the largest device"
     return [
-        f"sft: a new model of {params:.1e} parameters, of sft.d_model, n_layers, n_heads, head_dim and d_ff, takes "
-        f"{WARM_START_BYTES * params / memory.GIB:,.0f} GiB to train, and {where} has {memory_bytes / memory.GIB:,.0f}"
+        (
+            f"sft: a new model of {params:.1e} parameters, of sft.d_model, n_layers, n_heads, head_dim and d_ff, takes "
+            f"{WARM_START_BYTES * params / memory.GIB:,.0f} GiB to train, and {where} has {memory_bytes / memory.GIB:,.0f}"
+        )
     ]
 
 

@@ -10,8 +10,22 @@ from typing import Any
 BLANK = "<redacted>"
 
 _WORDS = frozenset(
-    """auth authorization bearer cookie credential jwt key oauth passphrase passwd password pwd secret
-                      token""".split()
+    [
+        "auth",
+        "authorization",
+        "bearer",
+        "cookie",
+        "credential",
+        "jwt",
+        "key",
+        "oauth",
+        "passphrase",
+        "passwd",
+        "password",
+        "pwd",
+        "secret",
+        "token",
+    ]
 )
 _JOINED = re.compile(
     r"(access|api|auth|bearer|client|encryption|id|private|refresh|secret|session|signing)"

@@ -11,8 +11,8 @@ iteration and publishes one version, a *tick* is one engine iteration, *lag* is 
 
 from __future__ import annotations
 
-import dataclasses
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar, dataclass_transform
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 if TYPE_CHECKING:
     import numpy as np
@@ -20,14 +20,6 @@ if TYPE_CHECKING:
 Version = int
 InstanceId = int
 GroupId = int  # >= 0: the training prompt stream; < 0: held-out groups (see `is_eval`)
-
-_T = TypeVar("_T")
-
-
-@dataclass_transform(frozen_default=True, kw_only_default=True, field_specifiers=(dataclasses.field,))
-def record(cls: type[_T]) -> type[_T]:
-    """A dataclass that is frozen, slotted and keyword-only."""
-    return dataclasses.dataclass(frozen=True, slots=True, kw_only=True)(cls)
 
 
 class SampleId(NamedTuple):
@@ -51,7 +43,7 @@ def is_eval(group_id: GroupId) -> bool:
     return group_id < 0
 
 
-@record
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Prompt:
     group_id: GroupId
     task: str
@@ -62,7 +54,7 @@ class Prompt:
     max_new_tokens: int
 
 
-@record
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Span:
     """Half-open range of sampled tokens that one version produced."""
 
@@ -71,7 +63,7 @@ class Span:
     stop: int
 
 
-@record
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Sample:
     id: SampleId
     prompt_ids: np.ndarray  # i32[T]
@@ -86,7 +78,7 @@ class Sample:
         return self.spans[0].version
 
 
-@record
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ScoredGroup:
     group_id: GroupId
     version: Version

@@ -153,8 +153,10 @@ def model_problems(config: Config) -> list[str]:
     if positions is None or tokens <= positions:
         return []
     return [
-        f"rollout.max_new_tokens: the longest sample, max_prompt_tokens + max_new_tokens = {tokens}, is longer than "
-        f"the model's {positions} positions"
+        (
+            f"rollout.max_new_tokens: the longest sample, max_prompt_tokens + max_new_tokens = {tokens}, is longer than "
+            f"the model's {positions} positions"
+        )
     ]
 
 

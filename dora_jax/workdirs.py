@@ -105,8 +105,10 @@ def conflicts(workdir: Path, config: Config) -> list[str]:
         return list(error.problems)
     if unknown := sorted(_unknown(old)):
         return [
-            f"workdir: {workdir} was written by another version of dora_jax: its config.json has {', '.join(unknown)}, which "
-            f"this one does not know; choose another --workdir"
+            (
+                f"workdir: {workdir} was written by another version of dora_jax: its config.json has {', '.join(unknown)}, which "
+                f"this one does not know; choose another --workdir"
+            )
         ]
     new = configs.to_json(config)
     differing = [
@@ -117,8 +119,10 @@ def conflicts(workdir: Path, config: Config) -> list[str]:
     if not differing:
         return []
     return [
-        f"workdir: {workdir} belongs to another config, which differs in {', '.join(differing)}; "
-        f"choose another --workdir"
+        (
+            f"workdir: {workdir} belongs to another config, which differs in {', '.join(differing)}; "
+            f"choose another --workdir"
+        )
     ]
 
 

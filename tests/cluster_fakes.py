@@ -4,10 +4,10 @@ import threading
 import time
 
 from dora_jax.runtime.cluster import messages
+from dora_jax.runtime.cluster.controller_connection import Uplink
 from dora_jax.runtime.cluster.gang import Hub, Limits
 from dora_jax.runtime.cluster.gang_supervisor import Keeper
 from dora_jax.runtime.cluster.run_registry import Roster
-from dora_jax.runtime.cluster.controller_connection import Uplink
 
 LIMITS = Limits(silence_s=60.0, stall_s=60.0, start_s=60.0, restarts=2)
 

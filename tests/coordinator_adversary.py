@@ -17,23 +17,23 @@ import sys
 from unittest import mock
 
 import numpy as np
+from journal_world import Disk
+from test_runtime import SECTION, Scorer, Task, Trainer, Weights, expected
 
 from dora_jax.buffer.store import MemoryGroupStore
 from dora_jax.orchestrate import events as ev
 from dora_jax.orchestrate.core import Orchestrator
 from dora_jax.orchestrate.modes import MODES, OrchestratorConfig
 from dora_jax.rollout.oracle import OracleEngine
-from dora_jax.runtime import supervised_worker as instances
 from dora_jax.runtime import coordinator
-from dora_jax.runtime.durability.payload_state import Book, Partial
-from dora_jax.runtime.durability.journaled_world import DurableWorld
-from dora_jax.runtime.supervised_worker import LocalInstance, RestartPolicy
-from dora_jax.runtime.durability.event_log import Journal
+from dora_jax.runtime import supervised_worker as instances
 from dora_jax.runtime.coordinator import LocalWorld
+from dora_jax.runtime.durability.event_log import Journal
+from dora_jax.runtime.durability.journaled_world import DurableWorld
+from dora_jax.runtime.durability.payload_state import Book, Partial
 from dora_jax.runtime.durability.recovery import recover
+from dora_jax.runtime.supervised_worker import LocalInstance, RestartPolicy
 from dora_jax.runtime.workers import StepDone, TrainerWorker
-from journal_world import Disk
-from test_runtime import SECTION, Scorer, Task, Trainer, Weights, expected
 
 MAX_MOVES = 40_000
 DEATH, TWICE, KILLED = 0.03, 0.2, 0.01

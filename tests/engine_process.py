@@ -12,15 +12,15 @@ ADDRESS, RANK, PROCESSES = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
 os.environ.update(JAX_PLATFORMS="cpu", JAX_NUM_CPU_DEVICES=str(4 // PROCESSES))
 sys.path.insert(0, os.path.dirname(__file__))
 
-import jax  # noqa: E402
+import jax
 
 if PROCESSES > 1:
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
     jax.distributed.initialize(ADDRESS, PROCESSES, RANK)
 
-from engine_rig import CFG, finish, ids, new_engine, submit  # noqa: E402
+from engine_rig import CFG, finish, ids, new_engine, submit
 
-from dora_jax.models import decoder  # noqa: E402
+from dora_jax.models import decoder
 
 engine = new_engine(tensor=4, pages=20, context_block=48)
 make = jax.jit(lambda: decoder.serving_layout(decoder.init_params(CFG, 0)), out_shardings=engine.param_shardings)

@@ -16,17 +16,17 @@ import zlib
 from pathlib import Path
 
 import numpy as np
+from orchestrator_world import Run, World, chance
 
 from dora_jax.orchestrate import events as ev
 from dora_jax.orchestrate.core import Orchestrator
-from dora_jax.runtime.durability.payload_state import CODEC, Book, Partial
-from dora_jax.runtime.durability.journaled_world import DurableWorld
-from dora_jax.runtime.durability.event_log import Journal
 from dora_jax.orchestrate.loop import run
+from dora_jax.runtime.durability.event_log import Journal
+from dora_jax.runtime.durability.journaled_world import DurableWorld
+from dora_jax.runtime.durability.payload_state import CODEC, Book, Partial
 from dora_jax.runtime.durability.recovery import Recovered, recover
 from dora_jax.runtime.workers import Finished, StepDone
 from dora_jax.types import Sample, SampleId, ScoredGroup, Span, issued_first_as
-from orchestrator_world import Run, World, chance
 
 
 class Killed(BaseException):

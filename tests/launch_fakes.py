@@ -8,7 +8,24 @@ import subprocess
 from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
-TOOLS = "bash cat chmod cut date dirname env grep mkdir paste sed sleep sort stat tail uniq".split()
+TOOLS = [
+    "bash",
+    "cat",
+    "chmod",
+    "cut",
+    "date",
+    "dirname",
+    "env",
+    "grep",
+    "mkdir",
+    "paste",
+    "sed",
+    "sleep",
+    "sort",
+    "stat",
+    "tail",
+    "uniq",
+]
 
 FAKE = """#!/bin/bash
 # Writes down how it was called, in words that a shell reads back, and answers as the test wants it.

@@ -10,17 +10,17 @@ import sys
 ADDRESS, RANK, PROCESSES = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
 os.environ.update(JAX_PLATFORMS="cpu", JAX_NUM_CPU_DEVICES=str(4 // PROCESSES))
 
-import jax  # noqa: E402
-import numpy as np  # noqa: E402
-from jax.experimental import multihost_utils  # noqa: E402
+import jax
+import numpy as np
+from jax.experimental import multihost_utils
 
 if PROCESSES > 1:
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
     jax.distributed.initialize(ADDRESS, PROCESSES, RANK)
 
-from dora_jax.config import CheckpointSection  # noqa: E402
-from dora_jax.runtime.cluster.checkpoint_shards import OwnHome  # noqa: E402
-from tests.test_cluster_checkpoint_shards import like_on, values_of  # noqa: E402
+from dora_jax.config import CheckpointSection
+from dora_jax.runtime.cluster.checkpoint_shards import OwnHome
+from tests.test_cluster_checkpoint_shards import like_on, values_of
 
 home = OwnHome(f"{os.environ['DORA_TEST_URL']}/{PROCESSES}", RANK)
 like = like_on(jax.devices())

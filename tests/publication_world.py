@@ -3,10 +3,10 @@
 import jax
 import numpy as np
 
-from dora_jax.runtime.transfer import weight_messages as ex
 from dora_jax.runtime.transfer import slices
-from dora_jax.runtime.transfer.weight_distribution import WIRE, Publication
+from dora_jax.runtime.transfer import weight_messages as ex
 from dora_jax.runtime.transfer.transfer_manifest import Manifest, WireError, check
+from dora_jax.runtime.transfer.weight_distribution import WIRE, Publication
 from dora_jax.runtime.transfer.weight_receiver import Versions, WeightHost
 
 ONE = jax.sharding.SingleDeviceSharding(jax.devices()[0])

@@ -303,8 +303,10 @@ def test_what_does_not_fit_is_refused_with_the_field_that_helps():
 def test_the_compilers_verdict_becomes_one_sentence():
     place = aot._Place(slice_name="v5e-4", mesh=sharding.make_mesh(jax.devices()[:4], 1, 4, 1))
     for said in (
-        "RESOURCE_EXHAUSTED: Ran out of memory on HBM, the total memory required for HLO temporaries (21.34G) "
-        "exceeds available HBM (15.75G).",
+        (
+            "RESOURCE_EXHAUSTED: Ran out of memory on HBM, the total memory required for HLO temporaries (21.34G) "
+            "exceeds available HBM (15.75G)."
+        ),
         "Ran out of memory in memory space hbm. Used 21.34G of 15.75G hbm.",
     ):
         got = aot._verdict(RuntimeError(said), run_of(), aot.TRAINER, "train", place)

@@ -4,8 +4,8 @@ import gc
 import random
 import resource
 import subprocess
-import types
 import sys
+import types
 
 import jax
 import numpy as np
@@ -368,8 +368,10 @@ def test_a_disk_without_room_is_named_and_not_what_was_being_written(tmp_path):
     )
     store.close()
     assert said == [
-        f"the checkpoint of step 3 failed in the background: {tmp_path}: No space left on device; training goes "
-        "on, and the newest good one is None"
+        (
+            f"the checkpoint of step 3 failed in the background: {tmp_path}: No space left on device; training goes "
+            "on, and the newest good one is None"
+        )
     ]
 
 

@@ -6,7 +6,6 @@ import dataclasses
 import queue
 import random
 import threading
-import time
 
 import numpy as np
 import pytest
@@ -14,34 +13,34 @@ import pytest
 from dora_jax.buffer.store import MemoryGroupStore
 from dora_jax.orchestrate import events as ev
 from dora_jax.orchestrate.core import Orchestrator
+from dora_jax.orchestrate.loop import run
 from dora_jax.orchestrate.modes import OrchestratorConfig
 from dora_jax.rollout.migrate import InFlightSample
-from dora_jax.runtime.durability.journal_audit import ReadOnly, audit
-from dora_jax.runtime.durability.payload_state import CODEC, Book, Fact, Partial
 from dora_jax.runtime.cluster import messages
 from dora_jax.runtime.cluster.gang import Hub
 from dora_jax.runtime.cluster.gang_supervisor import Keeper
 from dora_jax.runtime.cluster.kv_endpoint import Porter
-from dora_jax.runtime.cluster.run_registry import Roster
-from dora_jax.runtime.cluster.weight_publisher import Publisher
 from dora_jax.runtime.cluster.remote_rollout import RemoteInstance
-from dora_jax.runtime.cluster.worker_roles import RolloutRole
+from dora_jax.runtime.cluster.run_registry import Roster
 from dora_jax.runtime.cluster.tick_broadcast import Follower, Leader
-from dora_jax.runtime.transfer.weight_storage import StoredWeights
-from dora_jax.runtime.durability.journaled_world import DurableWorld
-from dora_jax.runtime.transfer import weight_messages as ex
-from dora_jax.runtime.durability.file_log import FileLog
-from dora_jax.runtime.durability.event_log import Journal
+from dora_jax.runtime.cluster.weight_publisher import Publisher
+from dora_jax.runtime.cluster.worker_roles import RolloutRole
 from dora_jax.runtime.coordinator import LocalWorld
-from dora_jax.orchestrate.loop import run
-from dora_jax.runtime.transfer.weight_distribution import STORAGE
-from dora_jax.runtime.transfer.transfer_manifest import Lent
-from dora_jax.runtime.transfer.weight_receiver import Versions, WeightHost
+from dora_jax.runtime.durability.event_log import Journal
+from dora_jax.runtime.durability.file_log import FileLog
+from dora_jax.runtime.durability.journal_audit import ReadOnly, audit
+from dora_jax.runtime.durability.journaled_world import DurableWorld
+from dora_jax.runtime.durability.payload_state import CODEC, Book, Fact, Partial
 from dora_jax.runtime.idle_timer import Waits
+from dora_jax.runtime.transfer import weight_messages as ex
+from dora_jax.runtime.transfer.transfer_manifest import Lent
+from dora_jax.runtime.transfer.weight_distribution import STORAGE
+from dora_jax.runtime.transfer.weight_receiver import Versions, WeightHost
+from dora_jax.runtime.transfer.weight_storage import StoredWeights
 from dora_jax.runtime.workers import InstanceReady, TrainerWorker
 from dora_jax.types import SampleId
 from tests.cluster_fakes import LIMITS, FakeLauncher, eventually
-from tests.test_runtime import SECTION, G, P, Scorer, SlowEngine, STEPS, Task, Trainer, Weights, expected, trained_by
+from tests.test_runtime import SECTION, STEPS, G, P, Scorer, SlowEngine, Task, Trainer, Weights, expected, trained_by
 
 
 class Pulse:

@@ -17,13 +17,13 @@ import pytest
 
 from dora_jax.config import CheckpointSection, ConfigError
 from dora_jax.models import sharding
+from dora_jax.runtime.cluster import messages
+from dora_jax.runtime.cluster.checkpoint_shards import OwnHome, StepBucket, steps_at
+from dora_jax.runtime.cluster.remote_trainer import RemoteCheckpoints
+from dora_jax.runtime.cluster.replica_scaler import wish_at
 from dora_jax.runtime.durability import object_storage
 from dora_jax.runtime.durability.journal_audit import audit
 from dora_jax.runtime.durability.object_storage import Objects, StoreError
-from dora_jax.runtime.cluster import messages
-from dora_jax.runtime.cluster.replica_scaler import wish_at
-from dora_jax.runtime.cluster.remote_trainer import RemoteCheckpoints
-from dora_jax.runtime.cluster.checkpoint_shards import OwnHome, StepBucket, steps_at
 from dora_jax.trainer import checkpoint
 from tests.test_cluster_processes import CONFIG
 from tests.two_processes import alone_and_together
@@ -68,7 +68,7 @@ def test_the_parts_of_two_processes_are_a_step_like_any_other(tmp_path, monkeypa
         steps = StepBucket(url)
         steps.tidy()
         assert steps.steps() == [], "a step without a manifest is none, and is swept"
-        assert not any("/2/" in key or "/3/" in key for key in Objects(url).keys())
+        assert not any("/2/" in key or "/3/" in key for key in Objects(url))
 
 
 def test_a_step_is_read_on_any_mesh_by_a_cluster_and_in_one_process(tmp_path, monkeypatch):
@@ -197,7 +197,7 @@ def test_a_step_is_one_when_all_processes_have_put_it_and_old_ones_make_room(tmp
         trainer.saved(rank, step)
         checkpoints.wait()
     assert checkpoints.steps() == [2, 6, 7], "samples still run at version 2"
-    assert {key.split("/")[1] for key in store.keys()} == {"2", "6", "7"}, "nor is anything left of steps 4 and 5"
+    assert {key.split("/")[1] for key in store} == {"2", "6", "7"}, "nor is anything left of steps 4 and 5"
 
 
 def test_a_store_that_fails_is_an_alarm_and_the_step_comes_later(tmp_path, monkeypatch):

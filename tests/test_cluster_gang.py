@@ -13,10 +13,10 @@ import pytest
 from dora_jax.config import RunError
 from dora_jax.orchestrate import events as ev
 from dora_jax.runtime.cluster import messages
-from dora_jax.runtime.cluster.gang import CallRefused, Gang, GangDied, Limits
-from dora_jax.runtime.cluster.process_main import leave_multislice
-from dora_jax.runtime.cluster.launch_process import Processes, Ticket
 from dora_jax.runtime.cluster.connection import Link
+from dora_jax.runtime.cluster.gang import CallRefused, Gang, GangDied, Limits
+from dora_jax.runtime.cluster.launch_process import Processes, Ticket
+from dora_jax.runtime.cluster.process_main import leave_multislice
 from dora_jax.runtime.listener import Door, dial
 from tests.cluster_fakes import LIMITS, FakeHost, FakeLauncher, Kept, eventually
 
@@ -343,4 +343,4 @@ def test_ctrl_c_in_a_terminal_is_left_to_the_controller(tmp_path):
     finally:
         started.kill()
         door.close()
-    assert not list(tmp_path.glob("*.log"))[0].read_text()
+    assert not next(iter(tmp_path.glob("*.log"))).read_text()

@@ -18,7 +18,7 @@ from dora_jax.runtime.transfer.transfer_manifest import Key, Lent, Manifest
 from dora_jax.runtime.workers import Exported, Finished, HandedOver, InstanceReady
 from dora_jax.types import SampleId
 from tests.cluster_fakes import eventually
-from tests.test_cluster import A, PARCEL, World, drained, moving, pair
+from tests.test_cluster import PARCEL, A, World, drained, moving, pair
 from tests.test_kv_transfer import LAYOUT, bits, taken_out
 from tests.test_runtime import Task, expected
 from tests.wire_peer import new_wire
@@ -187,7 +187,7 @@ def answer(remotes, number, host, fault=""):
 
 
 def test_kv_is_taken_once_every_process_has_its_part(carried):
-    remotes, gangs, outbox, number = carried
+    remotes, gangs, _outbox, number = carried
     answer(remotes, number, 1)
     assert not gangs[1].posts
     answer(remotes, number, 0)
@@ -197,7 +197,7 @@ def test_kv_is_taken_once_every_process_has_its_part(carried):
 
 
 def test_where_one_process_cannot_fetch_its_part_all_make_the_kv_again(carried):
-    remotes, gangs, outbox, number = carried
+    remotes, gangs, _outbox, number = carried
     answer(remotes, number, 0)
     answer(remotes, number, 1, "process 1: the peer is gone")
     receive, leave = gangs[1].posts
@@ -228,12 +228,12 @@ def test_a_source_that_is_lost_before_all_of_it_has_spoken_has_moved_nothing(pai
     number = gangs[0].posts[-1].number
     remotes[0]._keeper.hooks["heard"](moving(number, 1, 2, OFFER))
     remotes[0]._keeper.hooks["down"](gangs[0])
-    down, failed = drained(outbox)
+    _down, failed = drained(outbox)
     assert isinstance(failed, ev.MoveFailed) and not remotes[0]._parts and not gangs[1].posts
 
 
 def test_a_sample_without_kv_is_handed_over_at_once(pair):
-    remotes, gangs, outbox = pair
+    remotes, gangs, _outbox = pair
     remotes[0].move(A, remotes[1], 1)
     number = gangs[0].posts[-1].number
     for host in (0, 1):
@@ -331,7 +331,7 @@ def handed(pair):
 
 
 def test_a_sample_of_a_gang_that_leaves_goes_on_with_all_of_its_pages(handed):
-    remotes, gangs, outbox, parcel = handed
+    remotes, gangs, _outbox, parcel = handed
     assert parcel.k_pages.shape == (1, 2, 4, 3, 4) and parcel.v_pages.shape == (1, 2, 4, 4, 3)
     remotes[1].resume(parcel)
     porters = [Porter(1, host, None, None) for host in range(2)]
@@ -352,7 +352,7 @@ def test_a_sample_of_a_gang_that_leaves_goes_on_with_all_of_its_pages(handed):
 
 def test_a_head_that_several_processes_hold_is_carried_once(pair):
     """Two processes, one KV head: the parcel has it once, and each process of the next gang gets it."""
-    remotes, gangs, outbox = pair
+    remotes, _gangs, outbox = pair
     for host in range(2):
         Outlet(sent := Sent(), host, 2, holders_alike(2, 1)).put(HandedOver(parcel=with_pages(0)))
         remotes[0]._keeper.hooks["heard"](sent[0])

@@ -15,25 +15,25 @@ from dora_jax.config import ConfigError
 from dora_jax.orchestrate import events as ev
 from dora_jax.rollout.oracle import OracleEngine
 from dora_jax.rollout.ticks import TickResult
-from dora_jax.runtime.transfer import slices
-from dora_jax.runtime.durability.journal_audit import ReadOnly, audit
-from dora_jax.runtime.durability.object_storage import ROSTER, Objects
 from dora_jax.runtime.cluster import messages
 from dora_jax.runtime.cluster.gang import Gang, Hub
-from dora_jax.runtime.cluster.process_main import Pulse
 from dora_jax.runtime.cluster.launch_process import Processes, Ticket
-from dora_jax.runtime.cluster.step_cache import Memory
-from dora_jax.runtime.cluster.worker_roles import Courier, TrainerRole
+from dora_jax.runtime.cluster.process_main import Pulse
 from dora_jax.runtime.cluster.run_registry import Roster, address_in
+from dora_jax.runtime.cluster.step_cache import Memory
 from dora_jax.runtime.cluster.tick_broadcast import Follower, Leader
-from dora_jax.runtime.transfer.weight_storage import StoredWeights, weights_at
+from dora_jax.runtime.cluster.worker_roles import Courier, TrainerRole
 from dora_jax.runtime.durability.event_log import Journal
+from dora_jax.runtime.durability.journal_audit import ReadOnly, audit
+from dora_jax.runtime.durability.object_storage import ROSTER, Objects
 from dora_jax.runtime.durability.recovery import recover
+from dora_jax.runtime.transfer import slices
 from dora_jax.runtime.transfer.weight_receiver import Versions, WeightHost
+from dora_jax.runtime.transfer.weight_storage import StoredWeights, weights_at
 from tests.cluster_fakes import LIMITS, FakeHost, begin, eventually
 from tests.test_cluster import World, events
 from tests.test_cluster_trainer import group as scored_group
-from tests.test_runtime import P, STEPS, SlowEngine, expected, trained_by
+from tests.test_runtime import STEPS, P, SlowEngine, expected, trained_by
 
 IDLE = TickResult(started=(), finished=(), progress={}, tokens=0, free_pages=0)
 

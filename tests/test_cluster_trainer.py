@@ -11,19 +11,19 @@ from jax.sharding import PartitionSpec as P
 from dora_jax.config import CheckpointSection, RunError
 from dora_jax.models import sharding
 from dora_jax.publish import placed
-from dora_jax.runtime.transfer import slices
-from dora_jax.runtime.durability.payload_state import Published, Step
-from dora_jax.runtime.durability.object_storage import Objects
 from dora_jax.runtime.cluster import messages
+from dora_jax.runtime.cluster.checkpoint_shards import StepFolder
 from dora_jax.runtime.cluster.gang import Hub
 from dora_jax.runtime.cluster.gang_supervisor import Keeper
-from dora_jax.runtime.cluster.run_registry import Roster
 from dora_jax.runtime.cluster.remote_trainer import RemoteCheckpoints, RemoteTrainer, RemoteWeights, part
-from dora_jax.runtime.cluster.checkpoint_shards import StepFolder
+from dora_jax.runtime.cluster.run_registry import Roster
 from dora_jax.runtime.cluster.weight_publisher import Publisher
-from dora_jax.runtime.transfer.weight_storage import StoredWeights, weights_at
-from dora_jax.runtime.transfer.weight_distribution import STORAGE, WIRE
+from dora_jax.runtime.durability.object_storage import Objects
+from dora_jax.runtime.durability.payload_state import Published, Step
+from dora_jax.runtime.transfer import slices
 from dora_jax.runtime.transfer.transfer_manifest import WireError
+from dora_jax.runtime.transfer.weight_distribution import STORAGE, WIRE
+from dora_jax.runtime.transfer.weight_storage import StoredWeights, weights_at
 from dora_jax.trainer import manifest
 from dora_jax.types import ScoredGroup
 from tests.cluster_fakes import LIMITS, FakeLauncher, begin, eventually

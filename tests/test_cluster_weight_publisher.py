@@ -5,12 +5,12 @@ import types
 
 import pytest
 
-from dora_jax.runtime.transfer import weight_messages as ex
 from dora_jax.runtime.cluster import messages
 from dora_jax.runtime.cluster.gang import GangDied
 from dora_jax.runtime.cluster.weight_publisher import Publisher
-from dora_jax.runtime.transfer.weight_storage import StoredWeights
+from dora_jax.runtime.transfer import weight_messages as ex
 from dora_jax.runtime.transfer.weight_distribution import STORAGE, WIRE
+from dora_jax.runtime.transfer.weight_storage import StoredWeights
 from tests.cluster_fakes import eventually
 
 

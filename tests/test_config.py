@@ -315,7 +315,7 @@ def test_the_nearest_name_is_the_nearest_of_all_though_few_are_compared_in_full(
 
         def likeness(other):
             leaf = other.rpartition(".")[2]
-            ratio = lambda a, b: difflib.SequenceMatcher(None, a, b).ratio()  # noqa: E731
+            ratio = lambda a, b: difflib.SequenceMatcher(None, a, b).ratio()
             initials = "".join(part[0] for part in leaf.split("_"))
             return max(ratio(word, leaf), ratio(word, initials) - 0.1) + 0.5 * ratio(name, other)
 

@@ -13,10 +13,10 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from dora_jax.runtime.transfer import device_transfer, slices
 from dora_jax.runtime.codec import CodecError
-from dora_jax.runtime.transfer.transfer_manifest import CODEC, Key, Manifest, Shard, WireError, check, deadline_s
+from dora_jax.runtime.transfer import device_transfer, slices
 from dora_jax.runtime.transfer.device_transfer import Wire
+from dora_jax.runtime.transfer.transfer_manifest import CODEC, Key, Manifest, Shard, WireError, check, deadline_s
 from tests.wire_peer import new_wire, whole
 
 P = jax.sharding.PartitionSpec
@@ -165,8 +165,10 @@ def offered(sender, **changes):
     [
         (
             dict(w=np.zeros((3, 4), ml_dtypes.bfloat16)),
-            r"w\[0:3, 0:4\] of float32\[3, 4\] with 48 bytes is offered where "
-            r"w\[0:3, 0:4\] of bfloat16\[3, 4\] with 24 bytes is expected",
+            (
+                r"w\[0:3, 0:4\] of float32\[3, 4\] with 48 bytes is offered where "
+                r"w\[0:3, 0:4\] of bfloat16\[3, 4\] with 24 bytes is expected"
+            ),
         ),
         (dict(w=np.zeros((3, 4), np.int32)), r"of int32\[3, 4\] with 48 bytes is expected"),  # the same bytes
         (dict(w=np.zeros((4, 3), np.float32)), r"w\[0:4, 0:3\] of float32\[4, 3\] with 48 bytes is expected"),
@@ -345,7 +347,7 @@ def test_garbage_on_the_port_ends_the_strangers_connection_alone(ends, works, ga
 
 
 def test_a_member_that_asks_for_what_is_not_there_is_told_so(ends, works):
-    k, manifest = offered(ends[0])
+    _k, manifest = offered(ends[0])
     size = sum(x.nbytes for x in NAMED.values())
     for number, start, stop, answer in (
         (5, 0, 1, b"\0"),

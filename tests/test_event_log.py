@@ -14,9 +14,9 @@ import pytest
 import tensorstore
 
 from dora_jax.runtime.durability import event_log as jn
-from dora_jax.runtime.durability.forked_writer import fork
-from dora_jax.runtime.durability.file_log import FileLog
 from dora_jax.runtime.durability.event_log import Journal, JournalError
+from dora_jax.runtime.durability.file_log import FileLog
+from dora_jax.runtime.durability.forked_writer import fork
 from dora_jax.runtime.durability.object_log import ABSENT, ObjectLog
 
 FLIPS = 500

@@ -11,18 +11,18 @@ import msgpack
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from journal_world import History, SlowChild
+from orchestrator_world import Shape
 
 from dora_jax.orchestrate import events as ev
 from dora_jax.orchestrate.modes import OrchestratorConfig
-from dora_jax.runtime.durability import payload_state as books
-from dora_jax.runtime.durability import journaled_world
 from dora_jax.runtime.durability import event_log as journals
-from dora_jax.runtime.durability.payload_state import CODEC, Fact
+from dora_jax.runtime.durability import journaled_world
+from dora_jax.runtime.durability import payload_state as books
 from dora_jax.runtime.durability.event_log import Journal, frame
+from dora_jax.runtime.durability.payload_state import CODEC, Fact
 from dora_jax.runtime.durability.recovery import recover, replay
 from dora_jax.types import SampleId
-from journal_world import History, SlowChild
-from orchestrator_world import Shape
 
 EXAMPLES = int(os.environ.get("DORA_EXAMPLES", "300"))
 

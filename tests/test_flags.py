@@ -377,14 +377,18 @@ def test_a_field_that_an_older_config_lacks_is_no_difference(workspace):
     [
         (
             {"dora_jax": "9.1.0"},
-            f"workdir: w was written by dora_jax 9.1.0, and this is {dora_jax.__version__}, which does not "
-            "read it: go on with dora_jax 9.1.0, or choose another --workdir",
+            (
+                f"workdir: w was written by dora_jax 9.1.0, and this is {dora_jax.__version__}, which does not "
+                "read it: go on with dora_jax 9.1.0, or choose another --workdir"
+            ),
         ),
         ({"dora_jax": 7}, "workdir: w was written by dora_jax 7, and this is"),
         (
             {"trainer": {"learning_rat": 1, "rows": 0}, "task": 3},
-            "workdir: w was written by another version of dora_jax: its "
-            "config.json has task, trainer.learning_rat, which this one does not know; choose another --workdir",
+            (
+                "workdir: w was written by another version of dora_jax: its "
+                "config.json has task, trainer.learning_rat, which this one does not know; choose another --workdir"
+            ),
         ),
         (None, "workdir: w/config.json is not JSON: "),
     ],

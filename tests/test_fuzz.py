@@ -6,7 +6,6 @@ The codec and the frames of the journal are fuzzed in test_codec.py and test_eve
 
 import json
 import random
-import shutil
 import tracemalloc
 
 import ml_collections
@@ -20,8 +19,8 @@ from dora_jax.models import hf, hf_config
 from dora_jax.orchestrate.core import Orchestrator
 from dora_jax.orchestrate.events import InstanceUp, TimePassed
 from dora_jax.orchestrate.modes import OrchestratorConfig
-from dora_jax.runtime.durability.payload_state import CODEC, Book, Fact
 from dora_jax.runtime.durability.event_log import Journal, JournalError, frame
+from dora_jax.runtime.durability.payload_state import CODEC, Book, Fact
 from dora_jax.runtime.durability.recovery import head_records, recover
 from dora_jax.tasks.prompts import Wording
 from dora_jax.tasks.rows import RowsSource

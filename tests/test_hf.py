@@ -215,7 +215,7 @@ def change_tensors(**changes):
     """A tensor of None is taken out."""
 
     def change(path):
-        tensors = {**load_file(path / "model.safetensors"), **{UP: np.zeros((24, 16), np.float32)}, **changes}
+        tensors = {**load_file(path / "model.safetensors"), UP: np.zeros((24, 16), np.float32), **changes}
         save_file({name: value for name, value in tensors.items() if value is not None}, path / "model.safetensors")
 
     return change
@@ -277,7 +277,7 @@ def test_a_missing_shard_is_named(tmp_path):
 )
 def test_an_index_that_leads_out_of_its_folder_is_refused(name, tmp_path):
     path = folder(tmp_path / "a", max_shard_bytes=4000)
-    shard = sorted(path.glob("*.safetensors"))[0]
+    shard = min(path.glob("*.safetensors"))
     index = path / "model.safetensors.index.json"
     shard.rename(tmp_path / "outside.safetensors")
     weight_map = json.loads(index.read_text())["weight_map"]

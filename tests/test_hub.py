@@ -102,8 +102,10 @@ def test_a_name_of_the_hub_is_refused_with_the_command_that_downloads_it(downloa
         2,
         "",
         [
-            "error: model.path: org/tiny does not exist; if it is a model of the Hugging Face hub, run `hf download org/tiny "
-            "--local-dir models/org/tiny` and name that folder, or add --download"
+            (
+                "error: model.path: org/tiny does not exist; if it is a model of the Hugging Face hub, run `hf download org/tiny "
+                "--local-dir models/org/tiny` and name that folder, or add --download"
+            )
         ],
     )
     assert Hub.asked == []

@@ -8,8 +8,8 @@ import pytest
 
 from dora_jax.runtime import idle_timer, metrics_log
 from dora_jax.runtime.cluster import process_main
-from dora_jax.runtime.metrics_log import RunLog
 from dora_jax.runtime.idle_timer import Waits
+from dora_jax.runtime.metrics_log import RunLog
 from dora_jax.runtime.workers import StepDone
 from dora_jax.types import Sample, SampleId, ScoredGroup, Span
 from tests.cluster_fakes import eventually

@@ -8,25 +8,25 @@ import zlib
 import numpy as np
 import pytest
 import tensorstore
+from test_runtime import SECTION, G, P, Scorer, Task, Weights, expected
 
 from dora_jax.buffer.store import MemoryGroupStore
 from dora_jax.exits import Stop
 from dora_jax.orchestrate import events as ev
 from dora_jax.orchestrate.core import Orchestrator
+from dora_jax.orchestrate.loop import run
 from dora_jax.orchestrate.modes import OrchestratorConfig
 from dora_jax.rollout.oracle import OracleEngine
-from dora_jax.runtime.durability.payload_state import CODEC, Book
-from dora_jax.runtime.durability.journaled_world import DurableWorld
-from dora_jax.runtime.shutdown import Guard, GuardedWorld
-from dora_jax.runtime.durability.file_log import FileLog
-from dora_jax.runtime.durability.event_log import Journal
 from dora_jax.runtime.coordinator import LocalWorld
-from dora_jax.orchestrate.loop import run
+from dora_jax.runtime.durability.event_log import Journal
+from dora_jax.runtime.durability.file_log import FileLog
+from dora_jax.runtime.durability.journaled_world import DurableWorld
 from dora_jax.runtime.durability.object_log import ObjectLog
+from dora_jax.runtime.durability.payload_state import CODEC, Book
 from dora_jax.runtime.durability.recovery import recover
+from dora_jax.runtime.shutdown import Guard, GuardedWorld
 from dora_jax.runtime.workers import Finished, InstanceWorker, StepDone, TrainerWorker
 from dora_jax.types import is_eval
-from test_runtime import SECTION, G, P, Scorer, Task, Weights, expected
 
 STEPS = 5
 

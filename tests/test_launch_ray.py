@@ -7,16 +7,16 @@ import pytest
 
 pytest.importorskip("ray", reason="ray is not installed: gangs on Ray are not tried")
 
-import ray  # noqa: E402
-from ray.util.placement_group import placement_group_table  # noqa: E402
+import ray
+from ray.util.placement_group import placement_group_table
 
-from dora_jax.bench.fake_slices import FakeSlices  # noqa: E402
-from dora_jax.runtime.cluster import messages  # noqa: E402
-from dora_jax.runtime.cluster.gang import Gang, Hub  # noqa: E402
-from dora_jax.runtime.cluster.launch_process import Ticket  # noqa: E402
-from dora_jax.runtime.cluster.launch_ray import RayHosts, intact_slices  # noqa: E402
-from dora_jax.runtime.cluster.run_registry import Roster  # noqa: E402
-from tests.cluster_fakes import LIMITS, eventually  # noqa: E402
+from dora_jax.bench.fake_slices import FakeSlices
+from dora_jax.runtime.cluster import messages
+from dora_jax.runtime.cluster.gang import Gang, Hub
+from dora_jax.runtime.cluster.launch_process import Ticket
+from dora_jax.runtime.cluster.launch_ray import RayHosts, intact_slices
+from dora_jax.runtime.cluster.run_registry import Roster
+from tests.cluster_fakes import LIMITS, eventually
 
 
 def node(name, number, alive=True, slice_type="v4-16", chips=4.0):
@@ -107,7 +107,7 @@ def rooms():
 @pytest.mark.slow
 def test_the_next_controller_finds_a_gang_and_sees_it_die(controller):
     gang, _ = controller.start("rollout 1")
-    other, _ = controller.start("rollout 10")
+    _other, _ = controller.start("rollout 10")
     second = controller.again()
     found = second.find("rollout 1")
     assert found.placed and found.ended() is None and found.notice() is None

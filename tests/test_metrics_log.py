@@ -147,7 +147,7 @@ def unscored(share=0.01):
     return Unscored(share, lambda group_id: prompt, lines.append), lines
 
 
-def failure(kind="reward r raised KeyError (r.py:3)", reason=f"reward r raised KeyError: 'boxed' (r.py:3)"):
+def failure(kind="reward r raised KeyError (r.py:3)", reason="reward r raised KeyError: 'boxed' (r.py:3)"):
     return GroupFailure(group_id=3, reason=reason, lengths=(2, 4), kind=kind, response="the answer\nis 7")
 
 
@@ -157,8 +157,10 @@ def test_the_first_failure_of_each_kind_is_printed_at_once_with_its_sample():
         log.failed(failure())
         log.failed(failure(kind="reward r took over 10 s", reason="reward r took over 10 s (9 tokens, sample (3, 1))"))
     assert lines[0].splitlines() == [
-        "a group cannot be scored: reward r raised KeyError: 'boxed' (r.py:3); others like it are only counted, in "
-        "groups/failed_share",
+        (
+            "a group cannot be scored: reward r raised KeyError: 'boxed' (r.py:3); others like it are only counted, in "
+            "groups/failed_share"
+        ),
         "  prompt   '3 + 4 ='",
         "  answer   '7'",
         "  response 'the answer\\nis 7'",

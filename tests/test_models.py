@@ -322,7 +322,7 @@ def test_long_rows_attend_block_by_block_to_the_same_values(monkeypatch, context
 def test_attention_and_its_gradient_are_those_of_a_plain_softmax(dtype, tolerance):
     """Two query heads on one KV head, two segments, large scores."""
     rng = np.random.default_rng(0)
-    draw = lambda *shape: jnp.asarray(rng.normal(size=shape), dtype)  # noqa: E731
+    draw = lambda *shape: jnp.asarray(rng.normal(size=shape), dtype)
     q, k, v, do = 3 * draw(1, 1, 2, 6, 4), 3 * draw(1, 1, 4, 6), draw(1, 1, 6, 4), draw(1, 1, 2, 6, 4)
     segments, at = np.array([1, 1, 1, 2, 2, 2]), np.arange(6)
     mask = jnp.asarray((segments[:, None] == segments) & (at[:, None] >= at))[None, None, None]

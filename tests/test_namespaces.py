@@ -7,8 +7,8 @@ from multiprocessing import connection
 import pytest
 
 from dora_jax.orchestrate.events import TimePassed
-from dora_jax.runtime.transfer import weight_messages as ex
 from dora_jax.runtime.transfer import weight_distribution
+from dora_jax.runtime.transfer import weight_messages as ex
 from dora_jax.runtime.transfer.weight_distribution import Publication
 from tests import namespaces, weight_peer
 

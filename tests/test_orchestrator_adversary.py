@@ -6,9 +6,9 @@ of production with every thread's turn in the worst order (`coordinator_adversar
 
 import coordinator_adversary
 import pytest
+from orchestrator_adversary import drawn
 
 from dora_jax.orchestrate.modes import MODES
-from orchestrator_adversary import drawn
 
 GAMES = 20  # of each mode
 

@@ -3,19 +3,19 @@
 import json
 
 import pytest
+from orchestrator_world import Shape, World
+from test_orchestrator_scenarios import SMALL, Body
 
 from dora_jax.orchestrate import rebalancing, snapshot
 from dora_jax.orchestrate.admission import publish_budget
 from dora_jax.orchestrate.core import Orchestrator
 from dora_jax.orchestrate.events import SampleMoved
-from dora_jax.orchestrate.transitions import sample_moved
 from dora_jax.orchestrate.fleet import Group, Host, Unit
 from dora_jax.orchestrate.modes import OrchestratorConfig
 from dora_jax.orchestrate.queue import Queue
 from dora_jax.orchestrate.state import State
+from dora_jax.orchestrate.transitions import sample_moved
 from dora_jax.types import SampleId
-from orchestrator_world import Shape, World
-from test_orchestrator_scenarios import SMALL, Body
 
 STAGES = "loaded started resumed parked cancelled scored"
 

@@ -36,7 +36,7 @@ def test_one_prefix_is_held_once_and_priced_before():
 
 
 def test_a_prefix_of_another_version_is_not_shared():
-    pool, index = new()
+    _pool, index = new()
     tokens = list(range(8))
     assert index.cost(1, tokens) == 2
     zero, one = computed(index, 0, tokens), computed(index, 1, tokens)

@@ -5,6 +5,7 @@ import time
 
 import numpy as np
 import pytest
+from test_runtime import SECTION, STEPS, OracleEngine, Trainer, make, play
 
 from dora_jax.bench import recorded
 from dora_jax.config import ConfigError
@@ -15,7 +16,6 @@ from dora_jax.sim import replay
 from dora_jax.sim.config import Row
 from dora_jax.sim.run import simulate
 from dora_jax.types import SampleId
-from test_runtime import SECTION, STEPS, OracleEngine, Trainer, make, play
 
 
 class Engine(OracleEngine):

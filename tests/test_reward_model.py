@@ -20,8 +20,8 @@ from safetensors.numpy import load_file, save_file
 from dora_jax.config import ConfigError, RewardModelSection, blame
 from dora_jax.models import decoder, hf, sharding
 from dora_jax.ops.segment_attention import segment_attention
-from dora_jax.runtime.durability.journal_audit import ReadOnly
 from dora_jax.runtime.durability.event_log import Journal
+from dora_jax.runtime.durability.journal_audit import ReadOnly
 from dora_jax.runtime.durability.recovery import replay
 from dora_jax.tasks import reward_model
 from dora_jax.tasks.pool import GroupFailure

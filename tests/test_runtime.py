@@ -8,13 +8,13 @@ import pytest
 
 from dora_jax import presets
 from dora_jax.buffer.store import MemoryGroupStore
+from dora_jax.config import RolloutSection
 from dora_jax.orchestrate import events as ev
 from dora_jax.orchestrate.core import Orchestrator
+from dora_jax.orchestrate.loop import run
 from dora_jax.orchestrate.modes import OrchestratorConfig
-from dora_jax.config import RolloutSection
 from dora_jax.rollout.oracle import OracleEngine
 from dora_jax.runtime.coordinator import LocalWorld
-from dora_jax.orchestrate.loop import run
 from dora_jax.runtime.workers import Finished, InstanceWorker, StepDone, TrainerWorker, report_period_s
 from dora_jax.tasks.prompts import PromptTooLong
 from dora_jax.types import RENEWAL, Prompt, SampleId, ScoredGroup, is_eval

@@ -57,7 +57,7 @@ def test_frequencies_where_blocks_hold_several_ids():
 def test_noise_is_of_the_identity_not_of_the_row():
     logits = jnp.asarray(np.random.default_rng(0).normal(size=(6, 50)).astype(np.float32))
     positions = jnp.arange(6)
-    tokens, logprobs, _ = draw(logits, keys(-4, np.arange(6)), positions)
+    tokens, _logprobs, _ = draw(logits, keys(-4, np.arange(6)), positions)
     order = np.array([3, 0, 5, 1, 4, 2])
     shuffled, *_ = draw(logits[order], keys(-4, np.arange(6))[order], positions[order])
     np.testing.assert_array_equal(shuffled, tokens[order])

@@ -82,7 +82,7 @@ def test_cudnn_is_lowered_to_its_own_call(monkeypatch):
 
     monkeypatch.setattr(cudnn, "check_cudnn_version", lambda: 91000)
     monkeypatch.setattr(cudnn, "check_compute_capability", lambda capability: True)
-    segments, positions, inside = packed()
+    segments, positions, _inside = packed()
     mesh = sharding.make_mesh(jax.devices()[:1], 1, 1, 1)
     attend = ops.packed_attention("cudnn", segments, positions, mesh)
     grad = jax.jit(jax.grad(lambda *qkv: attend(None, *qkv).astype(jnp.float32).sum(), argnums=(0, 1, 2)))

@@ -5,8 +5,8 @@ import json
 
 import pytest
 
-from dora_jax.config import ConfigError
 from dora_jax.chips import CHIPS
+from dora_jax.config import ConfigError
 from dora_jax.sim.config import CostSection, HardwareSection, ModelSection, SimConfig, WorkloadSection
 from dora_jax.sim.cost import Measured, Roofline, open_costs
 from dora_jax.sim.workload import Workload, uniform

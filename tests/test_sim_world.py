@@ -13,6 +13,7 @@ from dora_jax.orchestrate.modes import MODES
 from dora_jax.sim import config, run, table
 from dora_jax.sim.network import Speeds, publication, speeds_of
 from dora_jax.sim.trace import Trace
+import itertools
 
 SMALL = {
     "steps": 5, "warmup_steps": 1, "report_tokens": 64, "hardware.chips": 16, "hardware.rollout_chips": 8,
@@ -122,7 +123,7 @@ def test_filtered_and_failed_groups_are_replaced():
 
 def test_tools_leave_their_slot_waiting():
     tools = {"workload__turns": 3.0, "workload__tool_s": 5.0, "workload__observation_tokens": 20}
-    result, audit = simulate("dora", **tools)
+    result, _audit = simulate("dora", **tools)
     plain, _ = simulate("dora")
     assert result.rollout["tool"] > 0 and result.step_s > plain.step_s
     assert result.tokens > plain.tokens  # observations are part of the sequences
@@ -178,7 +179,7 @@ def test_the_trace_opens_and_joins_samples_to_batches(tmp_path):
         assert any(e["ts"] <= begin["ts"] <= e["ts"] + e["dur"] for e in inside), "an arrow must leave a slice"
     for instance in range(4):
         mine = sorted((e for e in slices if (e["pid"], e["tid"]) == (2, instance)), key=lambda e: e["ts"])
-        assert all(a["ts"] + a["dur"] <= b["ts"] + 1e-3 for a, b in zip(mine, mine[1:], strict=False))
+        assert all(a["ts"] + a["dur"] <= b["ts"] + 1e-3 for a, b in itertools.pairwise(mine))
     assert result.steps == 4
 
 

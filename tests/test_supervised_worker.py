@@ -8,22 +8,22 @@ import time
 
 import numpy as np
 import pytest
+from journal_world import Disk
+from test_runtime import SECTION, STEPS, G, P, Scorer, Task, Trainer, Weights, expected, long_tailed, trained_by
 
 from dora_jax.buffer.store import MemoryGroupStore
 from dora_jax.orchestrate import events as ev
 from dora_jax.orchestrate.core import Orchestrator
+from dora_jax.orchestrate.loop import run
 from dora_jax.orchestrate.modes import OrchestratorConfig
 from dora_jax.rollout.oracle import OracleEngine
-from dora_jax.runtime.durability.payload_state import Book
-from dora_jax.runtime.durability.journaled_world import DurableWorld
-from dora_jax.runtime.supervised_worker import LocalInstance, RestartPolicy
-from dora_jax.runtime.durability.event_log import Journal
 from dora_jax.runtime.coordinator import LocalWorld
-from dora_jax.orchestrate.loop import run
+from dora_jax.runtime.durability.event_log import Journal
+from dora_jax.runtime.durability.journaled_world import DurableWorld
+from dora_jax.runtime.durability.payload_state import Book
+from dora_jax.runtime.supervised_worker import LocalInstance, RestartPolicy
 from dora_jax.runtime.workers import Finished, TrainerWorker
 from dora_jax.types import SampleId
-from journal_world import Disk
-from test_runtime import SECTION, STEPS, G, P, Scorer, Task, Trainer, Weights, expected, long_tailed, trained_by
 
 UP = {"slots": 8, "pages": 96, "page_size": 8}
 

@@ -11,7 +11,6 @@ from pathlib import Path
 
 import pytest
 from absl import flags as absl_flags
-
 from test_flags import MODEL
 
 from dora_jax import sweep

@@ -13,7 +13,6 @@ from dora_jax.ops.segment_attention import segment_attention
 from dora_jax.trainer import optim, prepare, step
 from tests import trainer_cases as cases
 
-
 FAST_COMPILE = {"xla_backend_optimization_level": 0}
 
 

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from test_tasks import SUMS, opened
 
 from dora_jax.config import ConfigError, TaskSection
 from dora_jax.tasks import solved
@@ -15,7 +16,6 @@ from dora_jax.tasks.pool import ScorerPool
 from dora_jax.tasks.solved import Solved
 from dora_jax.tasks.trial import try_rewards
 from dora_jax.types import Prompt, ScoredGroup
-from test_tasks import SUMS, opened
 
 ROOT = Path(__file__).resolve().parent.parent
 MINE = """
@@ -63,8 +63,10 @@ def test_a_reward_that_scores_its_row_tells_the_terms(folder):
     [
         (
             "raises",
-            r"reward raises raised TypeError: .* \(mine.py:9\) .*, tried on the response '7' "
-            r"to the prompt '3 \+ 4 =' with the answer '7'",
+            (
+                r"reward raises raised TypeError: .* \(mine.py:9\) .*, tried on the response '7' "
+                r"to the prompt '3 \+ 4 =' with the answer '7'"
+            ),
         ),
         ("none", "reward none returned None, a NoneType, not a number"),
         ("text", "reward text returned '1.0', a str"),

@@ -16,15 +16,14 @@ from hypothesis import strategies as st
 from dora_jax.models import decoder, sharding
 from dora_jax.orchestrate.events import TimePassed
 from dora_jax.publish import offered_copy
-from dora_jax.runtime.transfer import weight_messages as ex
 from dora_jax.runtime.transfer import slices, weight_receiver
-from dora_jax.runtime.transfer.weight_distribution import STORAGE, WIRE, Publication
+from dora_jax.runtime.transfer import weight_messages as ex
 from dora_jax.runtime.transfer.transfer_manifest import Key
+from dora_jax.runtime.transfer.weight_distribution import STORAGE, WIRE, Publication
 from dora_jax.runtime.transfer.weight_receiver import Versions, WeightHost
 from tests import trainer_cases as cases
 from tests.publication_world import LIKE, ONE, Net
 from tests.wire_peer import new_wire
-
 
 # ---------------------------------------------------------- the machine
 

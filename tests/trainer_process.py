@@ -11,18 +11,18 @@ import sys
 ADDRESS, RANK, PROCESSES = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
 os.environ.update(JAX_PLATFORMS="cpu", JAX_NUM_CPU_DEVICES=str(8 // PROCESSES))
 
-import jax  # noqa: E402
-import numpy as np  # noqa: E402
-from jax.experimental import multihost_utils  # noqa: E402
+import jax
+import numpy as np
+from jax.experimental import multihost_utils
 
 jax.config.update("jax_disable_most_optimizations", True)  # most of the time goes into compiling
 if PROCESSES > 1:
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
     jax.distributed.initialize(ADDRESS, PROCESSES, RANK)
 
-from dora_jax.models import sharding  # noqa: E402
-from dora_jax.trainer import step  # noqa: E402
-from tests import trainer_cases as cases  # noqa: E402
+from dora_jax.models import sharding
+from dora_jax.trainer import step
+from tests import trainer_cases as cases
 
 section = cases.section(advantage="gae", value_learning_rate=1e-2, micro_batches=2, anchor="proximal")
 mesh = sharding.make_mesh(jax.devices(), 1, 2, 2, 2)

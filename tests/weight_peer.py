@@ -1,25 +1,27 @@
 """A trainer or a replica as a process of its own, in a network namespace where one is named."""
 
+from dataclasses import dataclass
+
 import numpy as np
 
-from dora_jax.runtime.transfer import weight_messages as ex
 from dora_jax.runtime.codec import Codec
-from dora_jax.types import Version, record
+from dora_jax.runtime.transfer import weight_messages as ex
+from dora_jax.types import Version
 
 LEAVES = 16
 
 
-@record
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Put:
     version: Version
 
 
-@record
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Look:
     """Which versions are there, and are all numbers of each its own?"""
 
 
-@record
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Seen:
     versions: tuple[int, ...]
     whole: bool

@@ -9,9 +9,9 @@ import sys
 import ml_dtypes
 import numpy as np
 
-from dora_jax.runtime.transfer.transfer_manifest import CODEC, Key
-from dora_jax.runtime.transfer.slices import shard_of
 from dora_jax.runtime.transfer.device_transfer import Wire
+from dora_jax.runtime.transfer.slices import shard_of
+from dora_jax.runtime.transfer.transfer_manifest import CODEC, Key
 
 MB = 1 << 20
 

@@ -26,11 +26,11 @@ from absl import logging
 from dora_jax import config as configs
 from dora_jax import workdirs
 from dora_jax.bench.chaos import OVERRIDES, Run, prepare
+from dora_jax.runtime.durability.event_log import Journal, JournalError
 from dora_jax.runtime.durability.journal_audit import ReadOnly
 from dora_jax.runtime.durability.payload_state import CODEC
-from dora_jax.runtime.run import orchestrator_config
-from dora_jax.runtime.durability.event_log import Journal, JournalError
 from dora_jax.runtime.durability.recovery import Recovered, recover
+from dora_jax.runtime.run import orchestrator_config
 from dora_jax.trainer import checkpoint
 
 STEPS = 12

@@ -212,7 +212,7 @@ def recorded(engine: Engine, calls: list[tuple[Any, ...]]) -> None:
 
 def device_seconds(engine: Engine, calls: list[tuple[Any, ...]], count: int = 10) -> float:
     """Of the decode call made last, made again and again with nothing between; its samples are worth nothing then."""
-    run = lambda: engine._device.generate(*calls[0])  # noqa: E731
+    run = lambda: engine._device.generate(*calls[0])
     return device_kernels.best_s(run, calls=count, rounds=2)
 
 

@@ -22,8 +22,8 @@ from typing import Any
 import numpy as np
 
 from dora_jax.bench.chaos import OVERRIDES, Run, prepare
-from dora_jax.runtime.durability.journal_audit import ReadOnly
 from dora_jax.runtime.durability.event_log import Journal
+from dora_jax.runtime.durability.journal_audit import ReadOnly
 from dora_jax.runtime.durability.recovery import replay
 
 POINTS = ("trainer.before_step", "trainer.after_step", "trainer.after_put")

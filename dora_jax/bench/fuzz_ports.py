@@ -13,7 +13,6 @@ process had open. At the end the gangs that were lost, and the books of the whol
 
 from __future__ import annotations
 
-import argparse
 import collections
 import contextlib
 import random

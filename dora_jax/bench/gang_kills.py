@@ -24,10 +24,9 @@ import os
 import random
 import signal
 import time
-from pathlib import Path
 from typing import Any
 
-from dora_jax.bench.gang_run import PATIENCE_S, PROCESSES, Run, new_parser, running, settle
+from dora_jax.bench.gang_run import PROCESSES, Run, new_parser, running, settle
 
 KINDS = (
     "rollout-kill",

@@ -206,7 +206,7 @@ def together(workers: list[InstanceWorker], ticks: int) -> Rate:
 
 
 def table(args: argparse.Namespace) -> Iterator[str]:
-    numbers = lambda text: [int(n) for n in text.split(",")]  # noqa: E731
+    numbers = lambda text: [int(n) for n in text.split(",")]
     several = args.instances > 1
     yield f"{args.rows} rows, {args.steps} steps a call, {args.instances} instance{'s' * several}"
     yield f"{'context':>8s}{'page':>6s}" + (

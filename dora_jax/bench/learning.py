@@ -36,8 +36,8 @@ from typing import NamedTuple
 import numpy as np
 from scipy import stats
 
-from dora_jax.runtime.durability.journal_audit import ReadOnly
 from dora_jax.runtime.durability.event_log import Journal
+from dora_jax.runtime.durability.journal_audit import ReadOnly
 from dora_jax.runtime.durability.recovery import replay
 from dora_jax.sim.table import grid
 from dora_jax.tokenizer import Tokenizer

@@ -32,11 +32,11 @@ from typing import Any
 
 from dora_jax.orchestrate import events as ev
 from dora_jax.orchestrate.core import Orchestrator
-from dora_jax.orchestrate.modes import OrchestratorConfig
-from dora_jax.runtime.durability.payload_state import CODEC, Book, Fact
-from dora_jax.runtime.durability.file_log import FileLog
-from dora_jax.runtime.durability.event_log import Journal
 from dora_jax.orchestrate.loop import quiet_collector
+from dora_jax.orchestrate.modes import OrchestratorConfig
+from dora_jax.runtime.durability.event_log import Journal
+from dora_jax.runtime.durability.file_log import FileLog
+from dora_jax.runtime.durability.payload_state import CODEC, Book, Fact
 from dora_jax.runtime.durability.recovery import head_records
 from dora_jax.types import SampleId
 

@@ -19,9 +19,9 @@ from dora_jax.buffer.store import MemoryGroupStore
 from dora_jax.config import RolloutSection
 from dora_jax.orchestrate import events as ev
 from dora_jax.orchestrate.core import Orchestrator
+from dora_jax.orchestrate.loop import run as run_loop
 from dora_jax.rollout.oracle import OracleEngine
 from dora_jax.runtime.coordinator import LocalWorld
-from dora_jax.orchestrate.loop import run as run_loop
 from dora_jax.runtime.emulated_timing import PacedEngine, PacedTrainer, PacedWeights
 from dora_jax.runtime.streaming_trainer import PartwiseTrainer
 from dora_jax.runtime.workers import InstanceWorker

@@ -11,7 +11,6 @@ from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from dora_jax.models import decoder
 from dora_jax.ops.attention import MASKED
@@ -45,7 +44,7 @@ def _generate(cfg: decoder.ModelConfig, n: int, params, prompts_BxT, key):
 
     positions = jnp.tile(jnp.arange(prompt)[None], (b, 1))
     attend_prompt = segment_attention(jnp.ones((b, prompt), jnp.int32), positions)
-    attend = lambda q, k, v: attend_prompt(None, q, k, v)  # noqa: E731
+    attend = lambda q, k, v: attend_prompt(None, q, k, v)
     hidden = decoder.forward(cfg, params, prompts_BxT, positions, keep)[:, -1]
     first, first_logprob = _sample(decoder.logits(cfg, params, hidden), jax.random.fold_in(key, 0))
 

@@ -25,20 +25,21 @@ import statistics
 import tempfile
 import time
 from collections.abc import Iterator
+from dataclasses import dataclass
 from multiprocessing import connection
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 
 from dora_jax.chips import CHIPS
 from dora_jax.models.config import ModelConfig, new_config
 from dora_jax.orchestrate.events import TimePassed
-from dora_jax.runtime.transfer import weight_messages as ex
 from dora_jax.runtime.codec import Codec
+from dora_jax.runtime.transfer import weight_messages as ex
 from dora_jax.runtime.transfer.weight_distribution import STORAGE, WIRE, Publication
 from dora_jax.sim.network import Speeds, publication, speeds_of
-from dora_jax.types import Version, record
+from dora_jax.types import Version
 
 MIB = 1 << 20
 GIB = 1 << 30
@@ -55,7 +56,7 @@ HOST_TCP_BYTES_PER_S = 3.6e9  # between two v6e hosts, as others measured it
 HERE = "127.0.0.1", b"bench"  # where the wires listen, and what they know each other by
 
 
-@record
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Put:
     """The trainer makes a version; `write`: to storage too. A replica takes it into its engine."""
 
@@ -63,12 +64,12 @@ class Put:
     write: bool
 
 
-@record
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Forget:
     version: Version
 
 
-@record
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Made:
     version: Version
     seconds: tuple[float, ...]
@@ -180,9 +181,9 @@ class TrainerSide:
 
         from dora_jax.models import sharding
         from dora_jax.runtime import run
-        from dora_jax.runtime.transfer.weight_storage import StoredWeights
-        from dora_jax.runtime.transfer.weight_receiver import Versions, WeightHost
         from dora_jax.runtime.transfer.device_transfer import Wire
+        from dora_jax.runtime.transfer.weight_receiver import Versions, WeightHost
+        from dora_jax.runtime.transfer.weight_storage import StoredWeights
 
         model, mesh = model_of(mib), sharding.make_mesh(jax.devices(), 1, FSDP, 1)
         self._like = run.publishing_inputs(model, mesh)
@@ -226,9 +227,9 @@ class ReplicaSide:
 
         from dora_jax.models import sharding
         from dora_jax.runtime import run
-        from dora_jax.runtime.transfer.weight_storage import StoredWeights
-        from dora_jax.runtime.transfer.weight_receiver import Versions, WeightHost, like
         from dora_jax.runtime.transfer.device_transfer import Wire
+        from dora_jax.runtime.transfer.weight_receiver import Versions, WeightHost, like
+        from dora_jax.runtime.transfer.weight_storage import StoredWeights
 
         model, config = model_of(mib), _config()
         self._engine = run.engine_of(config, model, sharding.make_mesh(jax.devices(), 1, 1, TENSOR))
@@ -273,10 +274,10 @@ class Cluster:
             theirs.close()
             self.brain.step(ex.WorldUp(world=name, epoch=1, hosts=1, trainer=name == "trainer"))
 
-    def __enter__(self) -> Cluster:
+    def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, *failure: Any) -> None:
+    def __exit__(self, *failure: object) -> None:
         for end in self.ends.values():
             end.close()
         for child in self.children:

@@ -31,15 +31,15 @@ from dora_jax.models.config import ModelConfig, RopeScaling, new_config
 __all__ = [
     "ModelConfig",
     "RopeScaling",
-    "new_config",
     "abstract_params",
-    "init_params",
-    "serving_layout",
-    "layout_of",
     "forward",
     "forward_carrying",
-    "logits",
+    "init_params",
+    "layout_of",
     "logical_axes",
+    "logits",
+    "new_config",
+    "serving_layout",
 ]
 
 Params = dict[str, Any]

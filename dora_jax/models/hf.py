@@ -29,7 +29,7 @@ from dora_jax.models.config import ModelConfig
 from dora_jax.models.hf_config import config_json, read_config, read_json
 from dora_jax.tokenizer import TOKENIZER_FILES, Tokenizer
 
-__all__ = ["check", "check_scorer", "check_vacant", "load", "load_scorer", "save", "read_config"]
+__all__ = ["check", "check_scorer", "check_vacant", "load", "load_scorer", "read_config", "save"]
 
 # our name -> (name on disk, stored transposed)
 END_TENSORS = {
@@ -160,7 +160,7 @@ def _open(path: Path) -> Iterator[Tensors]:
                 handle = stack.enter_context(safetensors.safe_open(file, "numpy"))
             except safetensors.SafetensorError as error:
                 raise ValueError(f"{file} is truncated or not a safetensors file: {error}") from error
-            tensors.update({name: (handle, file) for name in handle.keys()})
+            tensors.update({name: (handle, file) for name in handle})
         yield tensors
 
 

@@ -182,7 +182,7 @@ def tokamax_step(
 def paged_reference(q_SxLxHxD, kv_pages_NxPxCxD, kv_lens_S, tables_SxM, scale: float) -> jax.Array:
     """The same in plain XLA: every sequence's pages side by side, one softmax."""
     check_pages(q_SxLxHxD, kv_pages_NxPxCxD, kv_lens_S, tables_SxM)
-    s, length, heads, d = q_SxLxHxD.shape
+    s, length, _heads, d = q_SxLxHxD.shape
     kv = kv_pages_NxPxCxD[tables_SxM].astype(q_SxLxHxD.dtype).reshape(s, -1, *kv_pages_NxPxCxD.shape[2:])
     at_T = jnp.arange(kv.shape[1])
     own_SxT = at_T[None] < kv_lens_S[:, None]

@@ -21,11 +21,10 @@ from __future__ import annotations
 
 from dora_jax.orchestrate import admission, placement, rebalancing, snapshot, verdict, view
 from dora_jax.orchestrate import events as ev
-from dora_jax.orchestrate.transitions import COMMIT
 from dora_jax.orchestrate.modes import OrchestratorConfig
 from dora_jax.orchestrate.state import State
+from dora_jax.orchestrate.transitions import COMMIT
 from dora_jax.types import RENEWAL, GroupId, SampleId, Version
-
 
 # After these a batch may be taken that could not be before; after these no version and no run can be over.
 CHANGES_READY = {ev.GroupScored, ev.GroupFailed, ev.StepPublished, ev.InstanceUp}

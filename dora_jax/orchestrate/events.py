@@ -10,8 +10,9 @@ attempt that the Move named. Facts of one life come in order; what else is late,
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 
-from dora_jax.types import GroupId, InstanceId, SampleId, Version, record
+from dora_jax.types import GroupId, InstanceId, SampleId, Version
 
 
 class ImpossibleFact(RuntimeError):
@@ -21,7 +22,7 @@ class ImpossibleFact(RuntimeError):
 # ---------------------------------------------------------------- events
 
 
-@record
+@dataclass(frozen=True, slots=True, kw_only=True)
 class InstanceUp:
     instance: InstanceId
     slots: int  # samples that decode at once
@@ -33,21 +34,21 @@ class InstanceUp:
     life: int = 0
 
 
-@record
+@dataclass(frozen=True, slots=True, kw_only=True)
 class InstanceDown:
     instance: InstanceId
     reason: str
     life: int = 0
 
 
-@record
+@dataclass(frozen=True, slots=True, kw_only=True)
 class WeightsLoaded:
     instance: InstanceId
     version: Version
     life: int = 0
 
 
-@record
+@dataclass(frozen=True, slots=True, kw_only=True)
 class SampleStarted:
     id: SampleId
     instance: InstanceId
@@ -55,7 +56,7 @@ class SampleStarted:
     life: int = 0
 
 
-@record
+@dataclass(frozen=True, slots=True, kw_only=True)
 class SampleDone:
     id: SampleId
     instance: InstanceId
@@ -64,13 +65,13 @@ class SampleDone:
     life: int = 0
 
 
-@record
+@dataclass(frozen=True, slots=True, kw_only=True)
 class SampleCancelled:
     id: SampleId
     reason: str
 
 
-@record
+@dataclass(frozen=True, slots=True, kw_only=True)
 class SampleMoved:
     id: SampleId
     src: InstanceId
@@ -78,7 +79,7 @@ class SampleMoved:
     attempt: int
 
 
-@record
+@dataclass(frozen=True, slots=True, kw_only=True)
 class MoveFailed:
     id: SampleId
     src: InstanceId
@@ -87,21 +88,21 @@ class MoveFailed:
     reason: str
 
 
-@record
+@dataclass(frozen=True, slots=True, kw_only=True)
 class SampleParked:
     id: SampleId
     instance: InstanceId
     life: int = 0
 
 
-@record
+@dataclass(frozen=True, slots=True, kw_only=True)
 class SampleResumed:
     id: SampleId
     instance: InstanceId
     life: int = 0
 
 
-@record
+@dataclass(frozen=True, slots=True, kw_only=True)
 class GroupScored:
     """trainable = False: filtered (dynamic sampling); its credit returns to admission."""
 
@@ -109,7 +110,7 @@ class GroupScored:
     trainable: bool
 
 
-@record
+@dataclass(frozen=True, slots=True, kw_only=True)
 class GroupFailed:
     """The prompt could not be used or scored (too long, reward error after retries); never a reward of 0."""
 
@@ -117,12 +118,12 @@ class GroupFailed:
     reason: str
 
 
-@record
+@dataclass(frozen=True, slots=True, kw_only=True)
 class StepPublished:
     version: Version  # the new version; its batch was taken at base version - 1
 
 
-@record
+@dataclass(frozen=True, slots=True, kw_only=True)
 class InstanceReported:
     """How far an instance is, once a period: every sample that it runs and that has a token, or none of them where none
     has grown since its last report. The tokens themselves stay in the engine. In columns: plain numbers cost journal and
@@ -144,7 +145,7 @@ class InstanceReported:
         )
 
 
-@record
+@dataclass(frozen=True, slots=True, kw_only=True)
 class TimePassed:
     now_s: float
 
@@ -170,7 +171,7 @@ Event = (
 # -------------------------------------------------------------- commands
 
 
-@record
+@dataclass(frozen=True, slots=True, kw_only=True)
 class LoadWeights:
     """Load `version`, from wherever the body finds it; `drop` names the resident version that makes room (None: there is
     room)."""
@@ -180,14 +181,14 @@ class LoadWeights:
     drop: Version | None = None
 
 
-@record
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Start:
     ids: tuple[SampleId, ...]
     instance: InstanceId
     version: Version
 
 
-@record
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Move:
     ids: tuple[SampleId, ...]
     src: InstanceId
@@ -195,13 +196,13 @@ class Move:
     attempt: int  # higher than that of any Move before; its answers carry it
 
 
-@record
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Park:
     ids: tuple[SampleId, ...]
     instance: InstanceId
 
 
-@record
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Resume:
     """Continue at `version` from parked or journaled tokens (also: samples of a lost instance)."""
 
@@ -210,14 +211,14 @@ class Resume:
     version: Version
 
 
-@record
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Cancel:
     ids: tuple[SampleId, ...]
     instance: InstanceId | None
     reason: str
 
 
-@record
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Train:
     """Part of a step, or all of it: the version is published once P groups of one base were trained."""
 
@@ -225,24 +226,24 @@ class Train:
     base_version: Version
 
 
-@record
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Retire:
     """No sample and no instance needs this version any more: its weights may be freed."""
 
     version: Version
 
 
-@record
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Pause:
     instance: InstanceId
 
 
-@record
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Unpause:
     instance: InstanceId
 
 
-@record
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Halt:
     """The run is over: all steps done (ok) or it cannot go on (not ok); `reason` is a sentence."""
 

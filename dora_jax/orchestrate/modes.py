@@ -205,14 +205,18 @@ class OrchestratorConfig:
         samples = self.inflight * self.groups_per_step * self.group_size
         if samples < self.group_size:
             return [
-                f"inflight {self.inflight} asks for {samples:g} samples in flight: "
-                f"that is less than one group of {self.group_size}"
+                (
+                    f"inflight {self.inflight} asks for {samples:g} samples in flight: "
+                    f"that is less than one group of {self.group_size}"
+                )
             ]
         target = self.decisions.target_groups
         if target < self.groups_per_step and (self.task_limits or not self.decisions.count_awaited):
             return [
-                f"inflight {self.inflight} keeps at most {target} groups outstanding: a step takes "
-                f"{self.groups_per_step} and would never start"
+                (
+                    f"inflight {self.inflight} keeps at most {target} groups outstanding: a step takes "
+                    f"{self.groups_per_step} and would never start"
+                )
             ]
         return []
 

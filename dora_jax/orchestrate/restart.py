@@ -7,17 +7,18 @@ promised and is nowhere now. Laws: samples that had started go on at their own v
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 
 from dora_jax.orchestrate import events as ev
 from dora_jax.orchestrate import fleet as fl
 from dora_jax.orchestrate.core import Orchestrator
 from dora_jax.orchestrate.fleet import Unit
-from dora_jax.types import GroupId, SampleId, Version, record
+from dora_jax.types import GroupId, SampleId, Version
 
 LOST = "the job was killed"
 
 
-@record
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Debts:
     """What the brain waits for. A body takes these on before its first event, then says InstanceUp."""
 

@@ -23,8 +23,8 @@ from dora_jax.models import decoder, sharding
 from dora_jax.models.logits import policy_logits
 from dora_jax.ops import attention
 from dora_jax.rollout import quantize, sample
-from dora_jax.rollout.kv_xla import Gathered
 from dora_jax.rollout.kv_pallas import Paged
+from dora_jax.rollout.kv_xla import Gathered
 from dora_jax.rollout.shapes import (
     DRAWN,
     FRESH,
@@ -79,7 +79,7 @@ class Calls:
             sample.Limits, stop_ids=eos_ids, min_new_tokens=min_new_tokens, max_repeats=shapes.max_repeats
         )
         if not (min_new_tokens or shapes.max_repeats):
-            limits = lambda last_B, repeats_B: None  # noqa: E731
+            limits = lambda last_B, repeats_B: None
         decode = functools.partial(_decode, cfg, shapes, kv, logits, draw, limits, key, stop, dtype)
         prefill = functools.partial(_prefill, cfg, shapes, kv, dtype)
         self.pool_sharding = pool
@@ -151,7 +151,7 @@ class Calls:
                 lambda x, f: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=f), params, self.param_formats
             )
         pool = jax.tree.map(_placed, self.abstract_pool, self.pool_sharding)
-        ints = lambda *shape: jax.ShapeDtypeStruct(shape, jnp.int32, sharding=rep)  # noqa: E731
+        ints = lambda *shape: jax.ShapeDtypeStruct(shape, jnp.int32, sharding=rep)
         found = {f"decode {blocks}": self._decode_program(blocks) for blocks in s.decode_buckets}
         for blocks in s.prefill_buckets:
             found[f"prefill {blocks}"] = (

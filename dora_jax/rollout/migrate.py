@@ -9,15 +9,16 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 
-from dora_jax.types import SampleId, Span, Version, record
+from dora_jax.types import SampleId, Span, Version
 
 HEADS = 2  # the axis of K in pages
 
 
-@record
+@dataclass(frozen=True, slots=True, kw_only=True)
 class InFlightSample:
     """One unfinished sample on its way. The sequence is prompt + out; position i has KV where i < kv_len."""
 

@@ -57,7 +57,7 @@ class PagePool:
                     raise RuntimeError(f"page {page} is held twice, by versions {seen[page]} and {version}")
                 seen[page] = version
         if seen != self._owner:
-            odd = sorted(set(seen.items()) ^ set(self._owner.items()))[0]
+            odd = min(set(seen.items()) ^ set(self._owner.items()))
             raise RuntimeError(f"page {odd[0]} of version {odd[1]} is held but not owned, or owned but not held")
         if len(self._free) + len(seen) != self.pages or set(self._free) & set(seen):
             raise RuntimeError(f"{len(self._free)} free + {len(seen)} held pages are not {self.pages}")
@@ -66,7 +66,7 @@ class PagePool:
 class Node:
     """One chunk of a prefix: positions start .. start + length, and the pages that hold their KV."""
 
-    __slots__ = ("version", "parent", "tokens", "start", "pages", "users", "children", "ready", "uploading")
+    __slots__ = ("children", "pages", "parent", "ready", "start", "tokens", "uploading", "users", "version")
 
     def __init__(self, version: Version, parent: Node | None, tokens: np.ndarray, start: int, pages: list[int]):
         self.version = version

@@ -13,19 +13,7 @@ import numpy as np
 
 from dora_jax.rollout.pages import DUMMY
 from dora_jax.rollout.seq import Seq
-from dora_jax.rollout.shapes import (
-    DRAWN,
-    FRESH,
-    GROUP,
-    HEADER,
-    INDEX,
-    POSITION,
-    REMAINING,
-    REPEATS,
-    SLOT,
-    TOKEN,
-    Shapes,
-)
+from dora_jax.rollout.shapes import DRAWN, FRESH, GROUP, HEADER, INDEX, POSITION, REMAINING, SLOT, Shapes
 from dora_jax.types import Version
 
 SAID = (SLOT, FRESH, POSITION, REMAINING, DRAWN, GROUP, INDEX)  # the others are the device's from the first call on

@@ -12,16 +12,17 @@ the token of a sample that ended stays in its last result, and the slot is free 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
 from dora_jax.rollout.engine import Engine
 from dora_jax.rollout.plan import Prefix
-from dora_jax.types import Sample, SampleId, Version, record
+from dora_jax.types import Sample, SampleId, Version
 
 
-@record
+@dataclass(frozen=True, slots=True, kw_only=True)
 class SlotData:
     tokens: np.ndarray  # i32[N]
     valid: np.ndarray  # bool[N]: the first ones, as many as there are
@@ -29,7 +30,7 @@ class SlotData:
     length: int  # tokens sampled so far, these included
 
 
-@record
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ResultTokens:
     """Everything that one `generate` says, in one array."""
 

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from dora_jax.types import Sample, SampleId, record
+from dora_jax.types import Sample, SampleId
 
 if TYPE_CHECKING:
     import numpy as np
 
 
-@record
+@dataclass(frozen=True, slots=True, kw_only=True)
 class TickResult:
     started: tuple[SampleId, ...]  # got a slot this tick
     finished: tuple[Sample, ...]

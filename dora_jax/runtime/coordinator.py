@@ -27,11 +27,11 @@ from dora_jax.runtime.workers import (
     Exported,
     Finished,
     HandedOver,
-    InstanceWorker,
     InstanceReady,
+    InstanceWorker,
     StepDone,
+    TrainerWorker,
 )
-from dora_jax.runtime.workers import TrainerWorker
 from dora_jax.tasks.pool import GroupFailure
 from dora_jax.tasks.prompts import PromptTooLong
 from dora_jax.types import GroupId, InstanceId, Prompt, Sample, SampleId, ScoredGroup, Version, is_eval

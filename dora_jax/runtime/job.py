@@ -19,18 +19,19 @@ from dora_jax.metrics import Writer
 from dora_jax.models import hf
 from dora_jax.orchestrate.core import Orchestrator
 from dora_jax.orchestrate.events import Command, Event, Halt, ImpossibleFact, StepPublished
-from dora_jax.runtime import instrumentation, run as build
-from dora_jax.runtime.durability import resume
-from dora_jax.runtime.durability.object_storage import Mirror, fetch, mirrored
-from dora_jax.runtime.run import OneProcess, Parts, TrainerSide
-from dora_jax.runtime.durability.journaled_world import DurableWorld
-from dora_jax.runtime.evaluations import closing
-from dora_jax.runtime.shutdown import STAGE_END_S, Guard, GuardedWorld
-from dora_jax.runtime.durability.event_log import Journal
-from dora_jax.runtime.coordinator import LocalWorld
 from dora_jax.orchestrate.loop import quiet_collector, run
-from dora_jax.runtime.metrics_log import RunLog
+from dora_jax.runtime import instrumentation
+from dora_jax.runtime import run as build
+from dora_jax.runtime.coordinator import LocalWorld
+from dora_jax.runtime.durability import resume
+from dora_jax.runtime.durability.event_log import Journal
+from dora_jax.runtime.durability.journaled_world import DurableWorld
+from dora_jax.runtime.durability.object_storage import Mirror, fetch, mirrored
 from dora_jax.runtime.durability.resume import Begun
+from dora_jax.runtime.evaluations import closing
+from dora_jax.runtime.metrics_log import RunLog
+from dora_jax.runtime.run import OneProcess, Parts, TrainerSide
+from dora_jax.runtime.shutdown import STAGE_END_S, Guard, GuardedWorld
 from dora_jax.tasks.pool import ScorerPool
 from dora_jax.tasks.trial import try_rewards
 from dora_jax.tokenizer import Tokenizer

@@ -175,7 +175,7 @@ def fit_ticks(rows: np.ndarray) -> dict[str, Any]:
     for _ in range(ROUNDS):
         found, _ = scipy.optimize.nnls(columns, seconds / np.where(works, contention, 1.0))
         contention = _ratio(seconds, columns @ found, works > 0)
-    decode = [[int(round(batch[bucket == kind].mean())), float(s)] for kind, s in zip(kinds, found, strict=False)]
+    decode = [[round(batch[bucket == kind].mean()), float(s)] for kind, s in zip(kinds, found, strict=False)]
     return {"decode": decode, "decode_kv_s": 0.0, "prefill_fixed_s": 0.0, "contention": contention,
             "prefill_s_per_token": _per_token(found[-2:], prefill)}  # fmt: skip
 

@@ -30,11 +30,11 @@ from dora_jax.models.hf_config import read_config
 from dora_jax.orchestrate.events import InstanceUp
 from dora_jax.orchestrate.modes import OrchestratorConfig
 from dora_jax.publish import WeightStore, offered_copy
-from dora_jax.rollout.engine import Engine, new_calls
 from dora_jax.rollout.device_calls import Calls
-from dora_jax.runtime.supervised_worker import LocalInstance, RestartPolicy
+from dora_jax.rollout.engine import Engine, new_calls
 from dora_jax.runtime.coordinator import LocalWorld
 from dora_jax.runtime.streaming_trainer import PartwiseTrainer
+from dora_jax.runtime.supervised_worker import LocalInstance, RestartPolicy
 from dora_jax.runtime.workers import TrainerWorker
 from dora_jax.tasks import solved
 from dora_jax.tasks.mixture import cycle_of

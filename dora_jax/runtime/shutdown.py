@@ -15,7 +15,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, Self
 
 from dora_jax.exits import RETRY, SIGNALS, Stop, leave, never_print
 from dora_jax.orchestrate import events as ev
@@ -47,7 +47,7 @@ class Guard:
         self._done = threading.Event()
         self._undo = contextlib.ExitStack()
 
-    def __enter__(self) -> Guard:
+    def __enter__(self) -> Self:
         if threading.current_thread() is threading.main_thread():
             if self._owner:
                 self._keep_deadline()

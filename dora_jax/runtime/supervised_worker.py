@@ -15,6 +15,7 @@ import dataclasses
 import threading
 import time
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -23,15 +24,15 @@ from dora_jax.orchestrate import events as ev
 from dora_jax.rollout.migrate import InFlightSample
 from dora_jax.runtime.durability.payload_state import Partial
 from dora_jax.runtime.shutdown import STAGE_END_S
-from dora_jax.runtime.workers import Crashed, Finished, InstanceWorker, InstanceReady
-from dora_jax.types import InstanceId, Prompt, SampleId, Version, record
+from dora_jax.runtime.workers import Crashed, Finished, InstanceReady, InstanceWorker
+from dora_jax.types import InstanceId, Prompt, SampleId, Version
 
 MAX_LOSSES = 3  # lives in a row that finished no sample, after which an instance stays away
 LOOKS = 8  # at a life, in the time after which it counts as hung
 MAX_LOGPROB = 0.01  # rounding may lift one over 0
 
 
-@record
+@dataclass(frozen=True, slots=True, kw_only=True)
 class RestartPolicy:
     """What a life is made of, and when it is over."""
 
@@ -40,7 +41,7 @@ class RestartPolicy:
     hung_s: float  # one call or tick lasts so long; 0: any time
 
 
-@record
+@dataclass(frozen=True, slots=True, kw_only=True)
 class _Leaving:
     """A sample that has been asked to move."""
 

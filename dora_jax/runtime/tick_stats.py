@@ -5,11 +5,13 @@ Consumes what goes into an engine and its tick results; keeps prompt and progres
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 from dora_jax.rollout.ticks import TickResult
-from dora_jax.types import SampleId, Version, record
+from dora_jax.types import SampleId, Version
 
 
-@record
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Work:
     steps: int  # decode steps
     batches: tuple[float, ...]  # mean samples in a step, of each version: the engine decodes them in a call each

@@ -11,6 +11,7 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -19,23 +20,23 @@ from dora_jax.fault_injection import point
 from dora_jax.orchestrate import events as ev
 from dora_jax.rollout.migrate import InFlightSample
 from dora_jax.runtime.durability.payload_state import Partial
+from dora_jax.runtime.idle_timer import Waits
 from dora_jax.runtime.mismatch_probe import GapProbe
 from dora_jax.runtime.shutdown import STAGE_END_S
-from dora_jax.runtime.idle_timer import Waits
-from dora_jax.types import InstanceId, Prompt, Sample, SampleId, ScoredGroup, Version, record
+from dora_jax.types import InstanceId, Prompt, Sample, SampleId, ScoredGroup, Version
 
 REPORT_PERIOD_S = 0.1  # of an instance: often enough to decide on, rare enough to ignore
 FLEET_REPORTS_PER_S = 10_000  # of all instances: what a controller hears beside everything else
 
 
-@record
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Finished:
     sample: Sample
     instance: InstanceId
     life: int = 0
 
 
-@record
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Exported:
     """A sample that left its engine for host memory (`Park`)."""
 
@@ -45,21 +46,21 @@ class Exported:
     life: int = 0
 
 
-@record
+@dataclass(frozen=True, slots=True, kw_only=True)
 class HandedOver:
     """A sample that has begun, of an instance that leaves, or was left alone: what it has goes on anywhere."""
 
     parcel: InFlightSample
 
 
-@record
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Ended:
     """A sample that finished while nobody listened; it is told once somebody asks for the sample again."""
 
     sample: Sample
 
 
-@record
+@dataclass(frozen=True, slots=True, kw_only=True)
 class InstanceReady:
     """An instance elsewhere is there; `admit` lets commands reach it, from the moment that this is heard, and gives the
     samples that it has from before."""
@@ -68,7 +69,7 @@ class InstanceReady:
     admit: Callable[[], Sequence[HandedOver | Ended]]
 
 
-@record
+@dataclass(frozen=True, slots=True, kw_only=True)
 class StepDone:
     version: Version
     groups: tuple[ScoredGroup, ...]
@@ -78,7 +79,7 @@ class StepDone:
     digest: int = 0  # of the version's weights, where somebody asked for it
 
 
-@record
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Crashed:
     role: str
     error: BaseException

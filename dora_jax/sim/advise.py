@@ -46,11 +46,15 @@ def report(config: SimConfig, progress: Callable[[str], None], versions: tuple[i
     lines = [(search.row(point), result) for point, result in best]
     fastest = best[0][1]
     head = [
-        f"{config.hardware.chips} x {config.hardware.chip}, at most {total} instances of "
-        f"{config.hardware.instance_chips} chips; {len(search.seen)} settings tried",
+        (
+            f"{config.hardware.chips} x {config.hardware.chip}, at most {total} instances of "
+            f"{config.hardware.instance_chips} chips; {len(search.seen)} settings tried"
+        ),
         _floors(config),
-        f"sync, colocated: {sync.step_s / 60:.2f} min a step; best: {fastest.step_s / 60:.2f} min, "
-        f"{fastest.tokens_per_s / sync.tokens_per_s:.2f} x its tokens/s",
+        (
+            f"sync, colocated: {sync.step_s / 60:.2f} min a step; best: {fastest.step_s / 60:.2f} min, "
+            f"{fastest.tokens_per_s / sync.tokens_per_s:.2f} x its tokens/s"
+        ),
     ]
     reasons = [f"{search.row(point).label}: {reason(result)}" for point, result in best]
     return "\n".join([*head, "", table.render(lines), "", *reasons])

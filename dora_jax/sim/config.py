@@ -15,19 +15,20 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import ml_collections
 
+from dora_jax.chips import CHIPS
 from dora_jax.config import ConfigError
 from dora_jax.orchestrate.modes import MODES, Decisions
-from dora_jax.chips import CHIPS
 from dora_jax.spelling import nearest
 
 section = dataclasses.dataclass(frozen=True, kw_only=True)
 
 
-@section
+@dataclass(frozen=True, kw_only=True)
 class ModelSection:
     params: float = 32.8e9  # all weights
     active_params: float = 0.0  # used by one token; 0: all of them (dense)
@@ -41,7 +42,7 @@ class ModelSection:
     weight_bytes_per_param: float = 2.0
 
 
-@section
+@dataclass(frozen=True, kw_only=True)
 class HardwareSection:
     chip: str = "h800"
     chips: int = 64
@@ -74,7 +75,7 @@ class HardwareSection:
         return self.chips - self.rollout_chips
 
 
-@section
+@dataclass(frozen=True, kw_only=True)
 class CostSection:
     path: str = ""  # measured costs (JSON, see sim/cost.py) in place of the roofline
     decode_overhead_s: float = 0.005  # of one tick, whatever its batch
@@ -91,7 +92,7 @@ class CostSection:
     control_s: float = 0.0  # from a fact to the command that follows from it
 
 
-@section
+@dataclass(frozen=True, kw_only=True)
 class WorkloadSection:
     seed: int = 0
     max_prompt_tokens: int = 2048
@@ -114,7 +115,7 @@ class WorkloadSection:
     tasks: tuple[Mapping[str, Any], ...] = ()  # a mixture: {"share": 0.3, and any of the fields above}
 
 
-@section
+@dataclass(frozen=True, kw_only=True)
 class OrchestratorSection:
     max_versions: int = 3
     groups_per_step: int = 512
@@ -126,14 +127,14 @@ class OrchestratorSection:
     decisions: Mapping[str, Any] = dataclasses.field(default_factory=dict)  # replaces choices of the mode
 
 
-@section
+@dataclass(frozen=True, kw_only=True)
 class FaultSection:
     mtbf_s: float = 0.0  # mean time between losses of one instance; 0: never
     repair_s: float = 120.0
     failed_moves: float = 0.0  # share
 
 
-@section
+@dataclass(frozen=True, kw_only=True)
 class GridSection:
     """What `--tune` tries, the same for every mode."""
 
@@ -142,7 +143,7 @@ class GridSection:
     max_versions: tuple[int, ...] = (2, 3, 4)
 
 
-@section
+@dataclass(frozen=True, kw_only=True)
 class SimConfig:
     modes: tuple[str, ...] = MODES
     rows: tuple[Mapping[str, Any], ...] = ()

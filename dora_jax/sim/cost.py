@@ -25,8 +25,8 @@ import json
 from pathlib import Path
 from typing import Protocol
 
-from dora_jax.config import ConfigError
 from dora_jax.chips import CHIPS
+from dora_jax.config import ConfigError
 from dora_jax.sim.config import CostSection, HardwareSection, ModelSection, SimConfig
 
 FORWARD, BACKWARD = 2, 4  # FLOPs a parameter and token

@@ -7,13 +7,12 @@ import functools
 
 from dora_jax.config import ConfigError
 from dora_jax.orchestrate.core import Orchestrator
-from dora_jax.orchestrate.modes import Decisions, OrchestratorConfig
 from dora_jax.orchestrate.loop import Observer, run
+from dora_jax.orchestrate.modes import Decisions, OrchestratorConfig
 from dora_jax.sim.config import Row, SimConfig
 from dora_jax.sim.meter import Result
 from dora_jax.sim.trace import Trace
 from dora_jax.sim.world import EndOfMeasurement, SimWorld
-
 
 # Fields of the configuration that go to the orchestrator as they are.
 SHARED = ("max_versions", "groups_per_step", "group_size", "inflight", "updates", "rebalance_period_s")

@@ -21,7 +21,7 @@ This file stays light, because the reward workers import the package: no JAX, no
 
 from __future__ import annotations
 
-from collections.abc import Set
+from collections.abc import Set as AbstractSet
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -43,7 +43,7 @@ def open_task(
     heldout: int,
     quarantine_path: str | Path,
     supervised: bool = False,
-    exclude: Set[str] = frozenset(),
+    exclude: AbstractSet[str] = frozenset(),
 ) -> Task:
     """The task that a section names; mistakes in it raise ConfigError, a file that cannot be used ValueError.
 
@@ -56,7 +56,7 @@ def open_task(
 
     path = Path(quarantine_path)
 
-    def open_one(name: str, n: int, held: Set[str]) -> Source:
+    def open_one(name: str, n: int, held: AbstractSet[str]) -> Source:
         part = part_of(section, name)
         with blamed(name):
             return _source(part, Wording(part, tokenizer), n, held, supervised, path.with_stem(f"{path.stem}.{name}"))
@@ -71,7 +71,12 @@ def open_task(
 
 
 def _source(
-    section: TaskSection, wording: Wording, heldout: int, exclude: Set[str], supervised: bool, quarantine_path: Path
+    section: TaskSection,
+    wording: Wording,
+    heldout: int,
+    exclude: AbstractSet[str],
+    supervised: bool,
+    quarantine_path: Path,
 ) -> Source:
     from dora_jax.config import ConfigError
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Mapping, Set
+from collections.abc import Mapping, Set as AbstractSet
 from typing import Any
 
 from dora_jax.config import ConfigError
@@ -34,7 +34,7 @@ class GymSource:
         wording: Wording,
         *,
         heldout: int,
-        exclude: Set[str],
+        exclude: AbstractSet[str],
         scored_by_dataset: bool,
     ):
         self.name = f"reasoning_gym:{name}"
@@ -54,7 +54,7 @@ class GymSource:
                 return row
         raise ValueError(f"{self.name}: {MAX_REDRAWS} draws for number {i} were all held out; lower task.heldout")
 
-    def exclude(self, uids: Set[str]) -> None:
+    def exclude(self, uids: AbstractSet[str]) -> None:
         self._excluded |= uids
 
     def _hold_out(self, n: int) -> None:

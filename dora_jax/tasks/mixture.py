@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping, Set
+from collections.abc import Callable, Iterator, Mapping, Set as AbstractSet
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -57,9 +57,9 @@ class Mixture:
     def __init__(
         self,
         mix: Mapping[str, TaskPart],
-        open_one: Callable[[str, int, Set[str]], Source],
+        open_one: Callable[[str, int, AbstractSet[str]], Source],
         heldout: int,
-        exclude: Set[str],
+        exclude: AbstractSet[str],
     ):
         self.name = "the mix of " + ", ".join(sorted(mix))
         self._cycle = cycle_of(mix)

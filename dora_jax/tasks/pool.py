@@ -23,14 +23,14 @@ import os
 import queue
 import threading
 from collections.abc import Callable, Sequence
-from typing import Any
+from dataclasses import dataclass
 
 import numpy as np
 
 from dora_jax.config import ConfigError, TaskSection
 from dora_jax.tasks import calls, sandbox
 from dora_jax.tasks.calls import NoAnswer
-from dora_jax.types import GroupId, Prompt, Sample, ScoredGroup, record
+from dora_jax.types import GroupId, Prompt, Sample, ScoredGroup
 
 CLOSE_TIMEOUT_S = 10.0  # for threads whose processes were just killed
 FAILED_LENGTHS_KEPT = 10_000  # for the quantiles
@@ -39,7 +39,7 @@ SHIPPED = "dora_jax.tasks.rewards."  # rewards of ours
 _log = logging.getLogger(__name__)
 
 
-@record
+@dataclass(frozen=True, slots=True, kw_only=True)
 class GroupFailure:
     """A group that could not be scored; it is not trained on."""
 

@@ -10,7 +10,8 @@ Laws:
 
 from __future__ import annotations
 
-from collections.abc import Sequence, Set
+from collections.abc import Sequence, Set as AbstractSet
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
@@ -19,7 +20,7 @@ from dora_jax.config import ConfigError, TaskSection
 from dora_jax.tasks import worked_solutions
 from dora_jax.tasks.identity import Question, identity_hash, share_hash, shorten
 from dora_jax.tasks.render import NeverEnds, Renderer
-from dora_jax.types import GroupId, Prompt, is_eval, issued_first_as, record
+from dora_jax.types import GroupId, Prompt, is_eval, issued_first_as
 
 if TYPE_CHECKING:
     from dora_jax.tokenizer import Tokenizer
@@ -38,7 +39,7 @@ class PromptTooLong(ValueError):
         self.group_id, self.tokens, self.limit = group_id, tokens, limit
 
 
-@record
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Row:
     """One question of a source, before the template."""
 
@@ -58,7 +59,7 @@ class Source(Protocol):
     def draw(self, stream: str, seed: int, i: int) -> Row:
         """Number i of an endless stream, pure in its arguments; never a held-out uid."""
 
-    def exclude(self, uids: Set[str]) -> None:
+    def exclude(self, uids: AbstractSet[str]) -> None:
         """Others hold these out: it never draws them."""
 
 

@@ -14,21 +14,21 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Iterator, Set
+from collections.abc import Iterator, Set as AbstractSet
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from dora_jax.config import ConfigError, TaskSection
 from dora_jax.tasks.identity import identity_hash, shorten, uid_of
 from dora_jax.tasks.prompts import Row, Wording
-from dora_jax.types import record
 
 FEISTEL_ROUNDS = 4  # of a keyed permutation: enough to look random
 
 _log = logging.getLogger(__name__)
 
 
-@record
+@dataclass(frozen=True, slots=True, kw_only=True)
 class BadRow:
     file: str
     line: int  # 1-based: line of a .jsonl, row of a .parquet
@@ -45,7 +45,7 @@ class RowsSource:
         wording: Wording,
         *,
         heldout: int,
-        exclude: Set[str],
+        exclude: AbstractSet[str],
         supervised: bool,
         quarantine_path: Path,
     ):
@@ -70,7 +70,7 @@ class RowsSource:
             raise ValueError(f"{files[-1]} has {len(distinct)} distinct prompts, and task.heldout = {heldout}")
         self.exclude(self.heldout_uids | exclude)
 
-    def exclude(self, uids: Set[str]) -> None:
+    def exclude(self, uids: AbstractSet[str]) -> None:
         self._training = [row for row in self._training if row.uid not in uids]
         if not self._training:
             raise ValueError(

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from dora_jax.types import ScoredGroup, record
+from dora_jax.types import ScoredGroup
 
 if TYPE_CHECKING:
     import numpy as np
@@ -19,7 +20,7 @@ TOTAL = "total"
 FORM = re.compile(r"\s*(?P<term>\S.*?)\s*(?:>=\s*(?P<least>[-+]?[\d.]+(?:[eE][-+]?\d+)?)\s*)?")
 
 
-@record
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Solved:
     term: str
     least: float = 1.0

@@ -140,8 +140,10 @@ def attention_problems(section: Any, platform: str, dtype: str) -> list[str]:
         ),
         (
             kind == "splash" and local % SPLASH_UNIT != 0,
-            f"trainer.attention=splash takes multiples of {SPLASH_UNIT} positions a shard, not trainer.pack_tokens="
-            f"{section.pack_tokens} over trainer.context={section.context}",
+            (
+                f"trainer.attention=splash takes multiples of {SPLASH_UNIT} positions a shard, not trainer.pack_tokens="
+                f"{section.pack_tokens} over trainer.context={section.context}"
+            ),
         ),
         (
             kind == "splash" and section.share_prompts == "on",
@@ -161,8 +163,10 @@ def attention_problems(section: Any, platform: str, dtype: str) -> list[str]:
         ),
         (
             kind == "cudnn" and (section.pack_tokens > CUDNN_LONGEST or section.pack_tokens % 2 == 1),
-            f"trainer.attention=cudnn holds a mask of the square of trainer.pack_tokens={section.pack_tokens}, which must be "
-            f"even and at most {CUDNN_LONGEST}",
+            (
+                f"trainer.attention=cudnn holds a mask of the square of trainer.pack_tokens={section.pack_tokens}, which must be "
+                f"even and at most {CUDNN_LONGEST}"
+            ),
         ),
     ]
     return [sentence for broken, sentence in rules if broken]
@@ -228,8 +232,10 @@ def _pairings(section: Any) -> list[str]:
     rules = [
         (
             section.skip_zero_advantage and not may_skip_zero_advantage(section),
-            "trainer.skip_zero_advantage: a sample of no advantage still counts with trainer.entropy_coef, trainer.kl, values "
-            "or old log-probs of several updates, or correction='vcpo_lr'; set it to False",
+            (
+                "trainer.skip_zero_advantage: a sample of no advantage still counts with trainer.entropy_coef, trainer.kl, values "
+                "or old log-probs of several updates, or correction='vcpo_lr'; set it to False"
+            ),
         ),
         (
             section.share_prompts == "on" and not may_share_prompts(section),
@@ -237,18 +243,24 @@ def _pairings(section: Any) -> list[str]:
         ),
         (
             loss == "gspo" and aggregation != "seq_mean_token_mean",
-            f"trainer.policy_loss='gspo' clips whole sequences and needs aggregation='seq_mean_token_mean', "
-            f"not {aggregation!r}",
+            (
+                f"trainer.policy_loss='gspo' clips whole sequences and needs aggregation='seq_mean_token_mean', "
+                f"not {aggregation!r}"
+            ),
         ),
         (
             adv == "dr_grpo" and aggregation != "seq_mean_token_sum_norm",
-            f"trainer.advantage='dr_grpo' removes the length bias and needs aggregation='seq_mean_token_sum_norm', "
-            f"not {aggregation!r}",
+            (
+                f"trainer.advantage='dr_grpo' removes the length bias and needs aggregation='seq_mean_token_sum_norm', "
+                f"not {aggregation!r}"
+            ),
         ),
         (
             section.anchor == "behavior" and correction in WEIGHTING,
-            f"trainer.correction={correction!r} with anchor='behavior' counts the engine gap twice: the ratio already "
-            f"holds it; use anchor='proximal', or a correction that only masks",
+            (
+                f"trainer.correction={correction!r} with anchor='behavior' counts the engine gap twice: the ratio already "
+                f"holds it; use anchor='proximal', or a correction that only masks"
+            ),
         ),
         (
             loss == "longcat" and section.anchor != "proximal",
@@ -256,8 +268,10 @@ def _pairings(section: Any) -> list[str]:
         ),
         (
             loss == "longcat" and aggregation != "seq_mean_token_sum_norm",
-            f"trainer.policy_loss='longcat' divides by G T_max and needs aggregation='seq_mean_token_sum_norm', "
-            f"not {aggregation!r}",
+            (
+                f"trainer.policy_loss='longcat' divides by G T_max and needs aggregation='seq_mean_token_sum_norm', "
+                f"not {aggregation!r}"
+            ),
         ),
         (
             loss == "longcat" and correction in WEIGHTING,

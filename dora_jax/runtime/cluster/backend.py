@@ -18,23 +18,23 @@ from dora_jax import config as configs
 from dora_jax.config import ClusterSection, Config, ConfigError
 from dora_jax.orchestrate.events import InstanceUp
 from dora_jax.runtime import run
-from dora_jax.runtime.durability import object_storage, recovery
-from dora_jax.runtime.durability.journal_audit import reading
-from dora_jax.runtime.durability.object_storage import JOURNAL, StoreError
-from dora_jax.runtime.run import Parts, TrainerSide
-from dora_jax.runtime.cluster.messages import Begin
-from dora_jax.runtime.cluster.replica_scaler import Replicas, wish_at
+from dora_jax.runtime.cluster.checkpoint_shards import steps_at
 from dora_jax.runtime.cluster.gang import Hub, Limits
 from dora_jax.runtime.cluster.gang_supervisor import Keeper
 from dora_jax.runtime.cluster.launch_process import Launcher, Processes
-from dora_jax.runtime.cluster.remote_trainer import RemoteCheckpoints, RemoteTrainer, RemoteWeights, digest_of, part
-from dora_jax.runtime.cluster.checkpoint_shards import steps_at
-from dora_jax.runtime.cluster.weight_publisher import Publisher
+from dora_jax.runtime.cluster.messages import Begin
 from dora_jax.runtime.cluster.remote_rollout import RemoteInstance
+from dora_jax.runtime.cluster.remote_trainer import RemoteCheckpoints, RemoteTrainer, RemoteWeights, digest_of, part
+from dora_jax.runtime.cluster.replica_scaler import Replicas, wish_at
 from dora_jax.runtime.cluster.run_registry import Roster, build_of
-from dora_jax.runtime.transfer.weight_storage import weights_at
+from dora_jax.runtime.cluster.weight_publisher import Publisher
+from dora_jax.runtime.durability import object_storage, recovery
 from dora_jax.runtime.durability.event_log import Journal
+from dora_jax.runtime.durability.journal_audit import reading
+from dora_jax.runtime.durability.object_storage import JOURNAL, StoreError
+from dora_jax.runtime.run import Parts, TrainerSide
 from dora_jax.runtime.transfer.weight_distribution import STORAGE, WIRE
+from dora_jax.runtime.transfer.weight_storage import weights_at
 from dora_jax.types import InstanceId, Version
 
 

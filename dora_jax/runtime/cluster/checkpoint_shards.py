@@ -23,9 +23,9 @@ from typing import Any, Protocol
 import jax
 
 from dora_jax.config import ConfigError
+from dora_jax.runtime.cluster.messages import Begin
 from dora_jax.runtime.durability import object_storage
 from dora_jax.runtime.durability.object_storage import STEPS, Objects, StoredSteps, StoreError
-from dora_jax.runtime.cluster.messages import Begin
 from dora_jax.runtime.transfer.weight_storage import name_of, read_arrays
 from dora_jax.trainer import checkpoint, manifest
 from dora_jax.trainer.checkpoint import Checkpoints

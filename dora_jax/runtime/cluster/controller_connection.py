@@ -19,8 +19,8 @@ from collections.abc import Callable
 from multiprocessing import AuthenticationError
 from typing import Any
 
-from dora_jax.runtime.cluster.messages import Beat, Failed, Hello, Notice
 from dora_jax.runtime.cluster.connection import Link
+from dora_jax.runtime.cluster.messages import Beat, Failed, Hello, Notice
 from dora_jax.runtime.cluster.run_registry import address_in
 from dora_jax.runtime.listener import dial
 

@@ -15,15 +15,32 @@ import dataclasses
 import threading
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from multiprocessing import connection
 from typing import Any
 
-from dora_jax.runtime.cluster.messages import Again, Answer, Beat, Begin, Call, Done, Failed, HandOver, Hello
-from dora_jax.runtime.cluster.messages import Left, Made, Note, Notice, Ready, Refused, Write
 from dora_jax.runtime.cluster.connection import Link
+from dora_jax.runtime.cluster.messages import (
+    Again,
+    Answer,
+    Beat,
+    Begin,
+    Call,
+    Done,
+    Failed,
+    HandOver,
+    Hello,
+    Left,
+    Made,
+    Note,
+    Notice,
+    Ready,
+    Refused,
+    Write,
+)
 from dora_jax.runtime.cluster.run_registry import Roster
 from dora_jax.runtime.listener import Door
-from dora_jax.types import Version, record
+from dora_jax.types import Version
 
 LEAVE_S = 12.0  # to hand over in; spot machines give 15 s between the notice and the end
 RETURN_S = 30.0  # for all processes of a gang to find the new controller, on a file system that is slow to tell
@@ -37,7 +54,7 @@ class CallRefused(Exception):
     """A process could not do what was asked, and lives on."""
 
 
-@record
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Limits:
     silence_s: float  # a process says something every second
     stall_s: float  # it has work, and gets nowhere

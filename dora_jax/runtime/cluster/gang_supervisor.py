@@ -15,9 +15,9 @@ from collections.abc import Callable
 from typing import Any
 
 from dora_jax.config import RunError
-from dora_jax.runtime.cluster.messages import Begin
 from dora_jax.runtime.cluster.gang import Gang, Hub, Limits
 from dora_jax.runtime.cluster.launch_process import Launcher, Started, Ticket
+from dora_jax.runtime.cluster.messages import Begin
 
 LOOK_S = 0.1  # how often a keeper looks after its gang
 ROOM_S = 20.0  # a gang that has no place by then is said to wait

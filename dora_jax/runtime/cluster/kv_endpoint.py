@@ -14,11 +14,11 @@ from __future__ import annotations
 import threading
 
 from dora_jax.rollout.migrate import InFlightSample
-from dora_jax.runtime.transfer import kv_transfer
 from dora_jax.runtime.cluster import messages
+from dora_jax.runtime.transfer import kv_transfer
+from dora_jax.runtime.transfer.device_transfer import Wire
 from dora_jax.runtime.transfer.kv_transfer import Layout
 from dora_jax.runtime.transfer.transfer_manifest import EXPECTED_BYTES_PER_S, Key, Lent, WireError
-from dora_jax.runtime.transfer.device_transfer import Wire
 from dora_jax.types import InstanceId
 
 GRACE_S = 5.0  # of a sample that waits longer the KV is sooner made again

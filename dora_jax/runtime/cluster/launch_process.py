@@ -14,15 +14,14 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
 import psutil
 
-from dora_jax.types import record
 
-
-@record
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Ticket:
     """What a process needs to find its gang. The token travels beside it: never on a command line."""
 

@@ -12,20 +12,21 @@ Beat                                from every process: it lives, and how far it
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 from dora_jax.rollout.migrate import InFlightSample
-from dora_jax.runtime.transfer import weight_messages
-from dora_jax.runtime.durability.payload_state import Partial
 from dora_jax.runtime.codec import Codec
+from dora_jax.runtime.durability.payload_state import Partial
+from dora_jax.runtime.transfer import weight_messages
 from dora_jax.runtime.transfer.transfer_manifest import Lent
 from dora_jax.runtime.workers import Ended, Exported, Finished, HandedOver
-from dora_jax.types import InstanceId, Prompt, SampleId, ScoredGroup, Version, record
+from dora_jax.types import InstanceId, Prompt, SampleId, ScoredGroup, Version
 
 # ----------------------------------------------------------- joining
 
 
-@record
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Hello:
     gang: str
     epoch: int
@@ -36,7 +37,7 @@ class Hello:
     rank: int = -1  # of one that has begun under an earlier controller
 
 
-@record
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Begin:
     config: Any
     workdir: str
@@ -48,31 +49,31 @@ class Begin:
     epoch: int = 0  # of the gang, and the life of its instance
 
 
-@record
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Again:
     """To every process of a gang that all have come back: end what the earlier controller asked for."""
 
 
-@record
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Ready:
     holds: tuple[Version, ...] = ()  # weights from before; of a new gang none
 
 
-@record
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Beat:
     progress: int  # rises whenever something is done
     busy: bool  # there is something to do
     waited_s: float  # in all, with nothing to do
 
 
-@record
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Notice:
     """The machine under this process is about to be taken away."""
 
     reason: str
 
 
-@record
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Failed:
     """The process ends now; its gang with it."""
 
@@ -80,7 +81,7 @@ class Failed:
     final: bool = False  # a process started in its place would end over the same
 
 
-@record
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Note:
     """A sentence for the console of the run."""
 
@@ -90,7 +91,7 @@ class Note:
 # ------------------------------------------------------------- calls
 
 
-@record
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Learn:
     """Trainer: updates on some groups of a step, or on all of them."""
 
@@ -98,35 +99,35 @@ class Learn:
     groups: tuple[ScoredGroup, ...]
 
 
-@record
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Make:
     """Trainer: a version of the step whose groups it has learned from."""
 
     base: Version
 
 
-@record
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Publish:
     """Trainer: keep the weights of the version that it is at, to be served and written."""
 
     version: Version
 
 
-@record
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Write:
     """Trainer: this process's part of a version that is kept, into storage."""
 
     version: Version
 
 
-@record
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Restore:
     """Trainer: go on from a checkpoint."""
 
     step: int
 
 
-@record
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Save:
     """Trainer: start a checkpoint, where it is at this version."""
 
@@ -135,7 +136,7 @@ class Save:
     metrics: dict[str, float]
 
 
-@record
+@dataclass(frozen=True, slots=True, kw_only=True)
 class PollCheckpoint:
     """Trainer: look after what is being saved; samples need the checkpoint before `floor`."""
 
@@ -143,30 +144,30 @@ class PollCheckpoint:
     wait: bool
 
 
-@record
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Fingerprint:
     """Trainer: the digest of the version that it is at."""
 
 
-@record
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Call:
     number: int
     what: Learn | Make | Publish | Write | Restore | Save | PollCheckpoint | Fingerprint
 
 
-@record
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Made:
     digest: int
     metrics: dict[str, float]
     recalled: bool = False  # it had been made for an earlier controller
 
 
-@record
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Done:
     value: int
 
 
-@record
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Part:
     """Done, and what this process has put into the bucket of the newest step that it has all put of."""
 
@@ -174,20 +175,20 @@ class Part:
     files: Any  # name -> [bytes, crc32]
 
 
-@record
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Refused:
     """Not done, and nothing has changed."""
 
     error: str
 
 
-@record
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Answer:
     number: int
     what: Made | Done | Part | Refused
 
 
-@record
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Forget:
     """Trainer, without an answer: nobody will want this version any more."""
 
@@ -197,7 +198,7 @@ class Forget:
 # ------------------------------------------------------------- posts
 
 
-@record
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Swap:
     """Take weights into use that every process of the gang holds."""
 
@@ -205,20 +206,20 @@ class Swap:
     drop: Version | None
 
 
-@record
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Submit:
     id: SampleId
     prompt: Prompt
     version: Version
 
 
-@record
+@dataclass(frozen=True, slots=True, kw_only=True)
 class GiveUp:
     id: SampleId
     reason: str
 
 
-@record
+@dataclass(frozen=True, slots=True, kw_only=True)
 class MoveOut:
     id: SampleId
     dst: InstanceId
@@ -227,7 +228,7 @@ class MoveOut:
     attempt: int  # the orchestrator's number of it
 
 
-@record
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Receive:
     parcel: InFlightSample  # with the KV that every process has fetched under `number`
     src: InstanceId
@@ -235,18 +236,18 @@ class Receive:
     number: int  # 0: with what it has here
 
 
-@record
+@dataclass(frozen=True, slots=True, kw_only=True)
 class TakeOut:
     id: SampleId
 
 
-@record
+@dataclass(frozen=True, slots=True, kw_only=True)
 class GoOn:
     parcel: InFlightSample
     number: int  # of the KV that every process has here; 0: with what it kept when the sample left
 
 
-@record
+@dataclass(frozen=True, slots=True, kw_only=True)
 class HandOver:
     """Give all samples back, then do nothing more."""
 
@@ -254,7 +255,7 @@ class HandOver:
 Post = Swap | Submit | GiveUp | MoveOut | Receive | TakeOut | GoOn | HandOver | Again | Call
 
 
-@record
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Turn:
     """What every process of a gang does before its next tick."""
 
@@ -264,7 +265,7 @@ class Turn:
 # ------------------------------------------------------------- facts
 
 
-@record
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Moving:
     """A sample that has left its engine for another's; where its KV is offered, every process says so of its part."""
 
@@ -280,7 +281,7 @@ class Moving:
 # ------------------------------------------------- KV of moving samples
 
 
-@record
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Carry:
     """Rollout, every process: fetch the part of the process of the same number."""
 
@@ -289,14 +290,14 @@ class Carry:
     lent: tuple[Lent, ...]
 
 
-@record
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Carried:
     number: int
     host: int
     fault: str  # empty: it is here
 
 
-@record
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Bring:
     """Rollout, every process: its part of the pages of a sample that is to go on here. Answered as Carry is."""
 
@@ -304,21 +305,21 @@ class Bring:
     parcel: InFlightSample
 
 
-@record
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Leave:
     """What was fetched under this number is not wanted: another process could not."""
 
     number: int
 
 
-@record
+@dataclass(frozen=True, slots=True, kw_only=True)
 class GiveBack:
     """What was offered under this number is over."""
 
     number: int
 
 
-@record
+@dataclass(frozen=True, slots=True, kw_only=True)
 class PartHanded:
     """One process's part of a sample that its gang hands over: its own heads' pages."""
 
@@ -328,7 +329,7 @@ class PartHanded:
     alike: int = 1  # neighbouring processes whose heads are the same ones
 
 
-@record
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Left:
     """Everything has been handed over, and was heard before this."""
 

@@ -125,9 +125,8 @@ def _open(begin: Any, link: Any, pulse: Pulse, token: bytes, arrivals: queue.Sim
     config = configs.from_config_dict(begin.config)
     link.wait_for_another(begin.workdir, begin.rank, config.cluster.reattach_s)
     _enter_world(begin, config)
-    from dora_jax.runtime.cluster.worker_roles import TrainerRole, open_rollout
-
     from dora_jax.runtime.cluster.tick_broadcast import turns
+    from dora_jax.runtime.cluster.worker_roles import TrainerRole, open_rollout
 
     open_role = TrainerRole if begin.instance is None else open_rollout
     return open_role(begin, config, link, pulse, turns(begin, token, arrivals))

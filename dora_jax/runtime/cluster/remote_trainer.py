@@ -19,12 +19,12 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from dora_jax.config import CheckpointSection, RunError
-from dora_jax.runtime.durability.payload_state import Step
 from dora_jax.runtime.cluster import messages
+from dora_jax.runtime.cluster.checkpoint_shards import Steps
 from dora_jax.runtime.cluster.gang import CallRefused, Gang, GangDied
 from dora_jax.runtime.cluster.gang_supervisor import Keeper
-from dora_jax.runtime.cluster.checkpoint_shards import Steps
 from dora_jax.runtime.cluster.weight_publisher import TRAINER, Publisher
+from dora_jax.runtime.durability.payload_state import Step
 from dora_jax.runtime.durability.resume import INITIAL
 from dora_jax.trainer import checkpoint
 from dora_jax.trainer.checkpoint import Restored

@@ -18,8 +18,8 @@ import numpy as np
 from dora_jax.rollout.migrate import InFlightSample, without_pages
 from dora_jax.runtime.cluster import messages
 from dora_jax.runtime.cluster.connection import MAX_FRAME_BYTES
-from dora_jax.runtime.cluster.kv_endpoint import Porter
 from dora_jax.runtime.cluster.controller_connection import Uplink
+from dora_jax.runtime.cluster.kv_endpoint import Porter
 from dora_jax.runtime.transfer.transfer_manifest import Lent
 from dora_jax.runtime.workers import Ended, Exported, Finished, HandedOver
 from dora_jax.types import Sample, SampleId, Version

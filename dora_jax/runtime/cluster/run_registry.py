@@ -15,16 +15,16 @@ import os
 import secrets
 import threading
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import dora_jax
 from dora_jax.config import ConfigError
 from dora_jax.runtime.durability.object_storage import ROSTER, Objects
-from dora_jax.types import record
 
 
-@record
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Member:
     epoch: int
     pids: tuple[int, ...]  # empty: the launcher finds them by name

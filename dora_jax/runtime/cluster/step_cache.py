@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
-
 from collections.abc import Sequence
 
 from dora_jax.runtime.cluster.messages import CODEC, Made

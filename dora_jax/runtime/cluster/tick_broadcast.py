@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import queue
 
-from dora_jax.runtime.cluster.messages import Begin, Post, Turn
 from dora_jax.runtime.cluster.connection import Link
+from dora_jax.runtime.cluster.messages import Begin, Post, Turn
 from dora_jax.runtime.listener import dial
 
 

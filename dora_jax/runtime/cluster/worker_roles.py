@@ -11,7 +11,6 @@ from __future__ import annotations
 import functools
 import queue
 import threading
-import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -24,22 +23,22 @@ from dora_jax.models import hf, sharding
 from dora_jax.publish import Slices
 from dora_jax.rollout.migrate import holders_alike
 from dora_jax.runtime import run as build
-from dora_jax.runtime.transfer import slices
-from dora_jax.runtime.durability.object_storage import StoreError
 from dora_jax.runtime.cluster import messages
-from dora_jax.runtime.cluster.messages import Begin
-from dora_jax.runtime.cluster.step_cache import Memory
-from dora_jax.runtime.cluster.result_sender import Elsewhere, Lender, Outlet
 from dora_jax.runtime.cluster.checkpoint_shards import home
-from dora_jax.runtime.cluster.kv_endpoint import Porter
-from dora_jax.runtime.cluster.tick_broadcast import Follower, Leader
 from dora_jax.runtime.cluster.controller_connection import Uplink
-from dora_jax.runtime.transfer.weight_storage import weights_at
-from dora_jax.runtime.transfer.weight_messages import Abort, Commit, Offer, Propose, Pull, Read, Release
+from dora_jax.runtime.cluster.kv_endpoint import Porter
+from dora_jax.runtime.cluster.messages import Begin
+from dora_jax.runtime.cluster.result_sender import Elsewhere, Lender, Outlet
+from dora_jax.runtime.cluster.step_cache import Memory
+from dora_jax.runtime.cluster.tick_broadcast import Follower, Leader
+from dora_jax.runtime.durability.object_storage import StoreError
 from dora_jax.runtime.mismatch_probe import GapProbe
-from dora_jax.runtime.transfer.kv_transfer import layout_of
-from dora_jax.runtime.transfer.weight_receiver import Versions, WeightHost, like
+from dora_jax.runtime.transfer import slices
 from dora_jax.runtime.transfer.device_transfer import Wire
+from dora_jax.runtime.transfer.kv_transfer import layout_of
+from dora_jax.runtime.transfer.weight_messages import Abort, Commit, Offer, Propose, Pull, Read, Release
+from dora_jax.runtime.transfer.weight_receiver import Versions, WeightHost, like
+from dora_jax.runtime.transfer.weight_storage import weights_at
 from dora_jax.runtime.workers import REPORT_PERIOD_S, InstanceWorker, report_period_s
 from dora_jax.tokenizer import Tokenizer
 from dora_jax.trainer.checkpoint import Checkpoints

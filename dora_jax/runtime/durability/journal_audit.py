@@ -9,18 +9,19 @@ produces an `Audit`. Law: it counts facts, not what the orchestrator believes, a
 from __future__ import annotations
 
 import collections
+from dataclasses import dataclass
 from pathlib import Path
 
 from dora_jax.orchestrate import events as ev
 from dora_jax.runtime.durability import event_log as jn
-from dora_jax.runtime.durability.payload_state import CODEC, Fact
-from dora_jax.runtime.durability.object_storage import opened
 from dora_jax.runtime.durability.object_log import ObjectLog
+from dora_jax.runtime.durability.object_storage import opened
+from dora_jax.runtime.durability.payload_state import CODEC, Fact
 from dora_jax.runtime.durability.recovery import Replay, replay
-from dora_jax.types import GroupId, SampleId, is_eval, issued_first_as, record
+from dora_jax.types import GroupId, SampleId, is_eval, issued_first_as
 
 
-@record
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Audit:
     segments: int
     issued: int

@@ -20,9 +20,9 @@ from typing import Any, Protocol
 from dora_jax.fault_injection import point
 from dora_jax.orchestrate import events as ev
 from dora_jax.orchestrate.core import Orchestrator
-from dora_jax.runtime.durability.payload_state import CODEC, Book, Entry, Fact, Partial, Published, Scores
-from dora_jax.runtime.durability.event_log import Journal
 from dora_jax.orchestrate.loop import World
+from dora_jax.runtime.durability.event_log import Journal
+from dora_jax.runtime.durability.payload_state import CODEC, Book, Entry, Fact, Partial, Published, Scores
 from dora_jax.runtime.durability.recovery import head_records
 from dora_jax.runtime.workers import Finished, StepDone
 from dora_jax.types import GroupId, Sample, SampleId, ScoredGroup, Version

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -20,13 +21,13 @@ import numpy as np
 from dora_jax.orchestrate import events as ev
 from dora_jax.orchestrate.state import State
 from dora_jax.runtime.codec import Codec, CodecError
-from dora_jax.types import GroupId, Sample, SampleId, ScoredGroup, Span, Version, is_eval, record
+from dora_jax.types import GroupId, Sample, SampleId, ScoredGroup, Span, Version, is_eval
 
 FORMAT = 3  # of the records of a segment: its head says which
 OLDEST = 3  # that `upgrade` knows
 
 
-@record
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Scores:
     """A ScoredGroup without its samples, which the journal has."""
 
@@ -35,13 +36,13 @@ class Scores:
     parts: dict[str, np.ndarray]
 
 
-@record
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Published:
     epoch: int
     digest: int  # of the version's weights
 
 
-@record
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Head:
     format: int
     epoch: int  # opened anew where a replay could not reproduce a version
@@ -51,13 +52,13 @@ class Head:
     book: int  # records that follow and belong to the snapshot
 
 
-@record
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Fact:
     event: ev.Event
     payload: Sample | Scores | Published | None
 
 
-@record
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Partial:
     """Tokens [start, start + len) of a running sample."""
 
@@ -96,7 +97,7 @@ def reader(head: bytes) -> Callable[[bytes], Any]:
     )
 
 
-@record
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Step:
     """One trained batch, as the trainer got it."""
 

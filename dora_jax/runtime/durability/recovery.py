@@ -19,9 +19,9 @@ from typing import Any
 from dora_jax.orchestrate.core import Orchestrator
 from dora_jax.orchestrate.modes import OrchestratorConfig
 from dora_jax.orchestrate.restart import Debts, restart
-from dora_jax.runtime.durability.payload_state import CODEC, FORMAT, Book, Fact, Head, Partial, Step, reader
 from dora_jax.runtime.codec import CodecError
 from dora_jax.runtime.durability.event_log import Journal, JournalError
+from dora_jax.runtime.durability.payload_state import CODEC, FORMAT, Book, Fact, Head, Partial, Step, reader
 from dora_jax.types import Version
 
 Notify = Callable[[str], None]

@@ -21,10 +21,10 @@ from dora_jax.orchestrate.core import Orchestrator
 from dora_jax.orchestrate.modes import OrchestratorConfig
 from dora_jax.orchestrate.restart import Debts
 from dora_jax.runtime.durability import object_storage
-from dora_jax.runtime.durability.payload_state import Book, Published
-from dora_jax.runtime.durability.file_log import FileLog
 from dora_jax.runtime.durability.event_log import Journal, JournalError
+from dora_jax.runtime.durability.file_log import FileLog
 from dora_jax.runtime.durability.object_log import ObjectLog
+from dora_jax.runtime.durability.payload_state import Book, Published
 from dora_jax.runtime.durability.recovery import Recovered, recover
 from dora_jax.trainer.checkpoint import Checkpoints
 from dora_jax.trainer.step import Trainer

@@ -12,19 +12,19 @@ version, other heads or another dtype is refused before anything is taken; a par
 from __future__ import annotations
 
 import dataclasses
+from dataclasses import dataclass
 
 import jax
 import numpy as np
 
 from dora_jax.rollout.migrate import InFlightSample, without_pages
 from dora_jax.runtime.codec import Codec
-from dora_jax.runtime.transfer.transfer_manifest import Key, Lent, Manifest, Shard, WireError, words
-from dora_jax.runtime.transfer.slices import shard_of
 from dora_jax.runtime.transfer.device_transfer import Wire
-from dora_jax.types import record
+from dora_jax.runtime.transfer.slices import shard_of
+from dora_jax.runtime.transfer.transfer_manifest import Key, Lent, Manifest, Shard, WireError, words
 
 
-@record
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Layout:
     """Pages of one process of an engine."""
 

@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 
 from dora_jax.rollout.migrate import InFlightSample
 from dora_jax.runtime.codec import Codec
-from dora_jax.types import Version, record
+from dora_jax.types import Version
 
 EXPECTED_BYTES_PER_S = 0.4 * 2**30  # what two busy cores reach; links are faster
 GRACE_S = 30.0  # a first connection, a sender whose host is busy
@@ -23,7 +24,7 @@ class WireError(RuntimeError):
     """Nothing was taken: what did not agree, or how the transfer ended."""
 
 
-@record
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Key:
     """One transfer to one receiver. `epoch` is of the receiver's world; `sequence` rises and is never used again."""
 
@@ -33,7 +34,7 @@ class Key:
     sequence: int
 
 
-@record
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Shard:
     """A box of one array."""
 
@@ -45,7 +46,7 @@ class Shard:
     bytes: int
 
 
-@record
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Manifest:
     """What one process offers under a key, in the order in which it is sent."""
 
@@ -55,7 +56,7 @@ class Manifest:
     shards: tuple[Shard, ...]
 
 
-@record
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Lent:
     """A running sample on its way to another engine. `manifest` None: nothing is offered, all there is is here."""
 

@@ -19,6 +19,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from dora_jax.orchestrate.events import TimePassed
+from dora_jax.runtime.transfer.transfer_manifest import GRACE_S, Key, deadline_s, words
 from dora_jax.runtime.transfer.weight_messages import (
     Abort,
     Accepted,
@@ -46,7 +47,6 @@ from dora_jax.runtime.transfer.weight_messages import (
     WorldDown,
     WorldUp,
 )
-from dora_jax.runtime.transfer.transfer_manifest import GRACE_S, Key, deadline_s, words
 from dora_jax.types import Version
 
 STORAGE = "storage"

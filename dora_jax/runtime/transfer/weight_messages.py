@@ -9,15 +9,17 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 from dora_jax.orchestrate.events import TimePassed
 from dora_jax.runtime.codec import Codec
 from dora_jax.runtime.transfer.transfer_manifest import Key, Manifest, Shard
-from dora_jax.types import Version, record
+from dora_jax.types import Version
 
 # ------------------------------------------------------------- facts
 
 
-@record
+@dataclass(frozen=True, slots=True, kw_only=True)
 class WorldUp:
     world: str
     epoch: int  # rises with every gang of this name
@@ -25,13 +27,13 @@ class WorldUp:
     trainer: bool = False  # asked last: it has other work
 
 
-@record
+@dataclass(frozen=True, slots=True, kw_only=True)
 class WorldDown:
     world: str
     epoch: int
 
 
-@record
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Holds:
     """A world can serve a version: the trainer that has published it, or a replica found after a restart."""
 
@@ -40,13 +42,13 @@ class Holds:
     version: Version
 
 
-@record
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Dropped:
     world: str
     version: Version
 
 
-@record
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Stored:
     """A version lies in storage, whole; `there` False: no more."""
 
@@ -54,7 +56,7 @@ class Stored:
     there: bool
 
 
-@record
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Due:
     """The trainer has published a version: where nobody holds it, the trainer that comes next will; False: no more."""
 
@@ -62,7 +64,7 @@ class Due:
     due: bool
 
 
-@record
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Wanted:
     """A world is to load a version."""
 
@@ -70,33 +72,33 @@ class Wanted:
     version: Version
 
 
-@record
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Accepted:
     key: Key
     host: int
     shards: tuple[Shard, ...]  # that it must be sent
 
 
-@record
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Offered:
     key: Key
     host: int  # of the source
     manifests: tuple[Manifest, ...]  # one for each process of the receiver
 
 
-@record
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Staged:
     key: Key
     host: int
 
 
-@record
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Committed:
     key: Key
     host: int
 
 
-@record
+@dataclass(frozen=True, slots=True, kw_only=True)
 class TransferFailed:
     """Of one process, of the receiver or of the source."""
 
@@ -108,20 +110,20 @@ class TransferFailed:
 # ---------------------------------------------------------- commands
 
 
-@record
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Propose:
     world: str
     key: Key
 
 
-@record
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Offer:
     world: str
     key: Key
     wanted: tuple[tuple[Shard, ...], ...]  # by process of the receiver
 
 
-@record
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Pull:
     world: str
     key: Key
@@ -129,7 +131,7 @@ class Pull:
     timeout_s: float
 
 
-@record
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Read:
     """Stage from storage."""
 
@@ -137,20 +139,20 @@ class Read:
     key: Key
 
 
-@record
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Commit:
     world: str
     key: Key
 
 
-@record
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Abort:
     world: str
     key: Key
     reason: str
 
 
-@record
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Release:
     world: str
     key: Key
@@ -160,7 +162,7 @@ class Release:
 # ---------------------------------------------------------- outcomes
 
 
-@record
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Loaded:
     """Every process of this world can now take the version into use."""
 
@@ -168,7 +170,7 @@ class Loaded:
     version: Version
 
 
-@record
+@dataclass(frozen=True, slots=True, kw_only=True)
 class NotLoaded:
     """Nothing has changed in this world."""
 
@@ -177,7 +179,7 @@ class NotLoaded:
     reason: str
 
 
-@record
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Broken:
     """Some processes of this world may have committed and others not: it must be built again."""
 

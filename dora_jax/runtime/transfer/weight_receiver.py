@@ -20,10 +20,10 @@ import numpy as np
 from dora_jax.models import decoder, sharding
 from dora_jax.models.config import ModelConfig
 from dora_jax.publish import placed
-from dora_jax.runtime.transfer import weight_messages as ex
 from dora_jax.runtime.transfer import slices
-from dora_jax.runtime.transfer.transfer_manifest import Key, Shard, WireError, words
+from dora_jax.runtime.transfer import weight_messages as ex
 from dora_jax.runtime.transfer.device_transfer import Wire
+from dora_jax.runtime.transfer.transfer_manifest import Key, Shard, WireError, words
 from dora_jax.types import Version
 
 
