@@ -59,7 +59,9 @@ class Machine:
 
     def run(self, *args: str, **environment: str) -> subprocess.CompletedProcess:
         env = {"PATH": str(self.folder / "bin"), "FAKE": str(self.folder), "HOME": str(self.folder), **environment}
-        return subprocess.run(["bash", *args], cwd=self.root, env=env, capture_output=True, text=True, timeout=60)
+        return subprocess.run(
+            ["bash", *args], cwd=self.root, env=env, capture_output=True, text=True, timeout=60, check=False
+        )
 
     def told(self) -> list[list[str]]:
         """The commands so far, in their order, and none of them twice; but for questions to git."""

@@ -79,7 +79,7 @@ class Hosts:
         for fd in self._ends.values():
             os.close(fd)
         for space in self.space.values():
-            subprocess.run(["ip", "netns", "del", space], capture_output=True)
+            subprocess.run(["ip", "netns", "del", space], capture_output=True, check=False)
 
     def _carry(self):
         names = {bytes(map(int, address.split("."))): name for name, address in self.ip.items()}

@@ -87,6 +87,7 @@ def download(tmp_path):
             capture_output=True,
             text=True,
             timeout=60,
+            check=False,
         )
         errors = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
         return done.returncode, done.stdout, errors or done.stderr

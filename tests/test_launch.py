@@ -68,6 +68,7 @@ def run(clone, *args, **environment):
         text=True,
         timeout=30,
         env={"PATH": str(clone.parent / "tools"), "LOG": str(log), "JOIN": " ", **environment},
+        check=False,
     )
     return done, log.read_text().splitlines()
 

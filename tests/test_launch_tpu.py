@@ -473,5 +473,5 @@ def test_shellcheck_finds_nothing():
     if not tool:
         pytest.skip("shellcheck, of tests/requirements.txt, is not installed")
     scripts = [*sorted((ROOT / "launch").rglob("*.sh")), ROOT / "tests/run.sh", ROOT / ".ci/run"]
-    done = subprocess.run([tool, "-x", *scripts], cwd=ROOT, capture_output=True, text=True)
+    done = subprocess.run([tool, "-x", *scripts], cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout

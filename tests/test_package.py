@@ -49,7 +49,13 @@ def program(installed, folder, *args):
     code = "import sys; from dora_jax.__main__ import main; sys.argv[0] = 'dora-jax'; main()"
     env = {"PATH": os.environ["PATH"], "PYTHONPATH": str(installed), "HOME": str(folder)}
     return subprocess.run(
-        [sys.executable, "-c", code, *args], cwd=folder, env=env, capture_output=True, text=True, timeout=60
+        [sys.executable, "-c", code, *args],
+        cwd=folder,
+        env=env,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
     )
 
 

@@ -27,6 +27,7 @@ def python(*args, cwd, path="", code=RETRY, timeout=60):
         text=True,
         timeout=timeout,
         env={**os.environ, "PYTHONPATH": f"{path}:{ROOT}"},
+        check=False,
     )
     assert done.returncode == code, done.stderr
     return done.stderr

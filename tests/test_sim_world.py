@@ -2,6 +2,7 @@
 
 import collections
 import dataclasses
+import itertools
 import json
 
 import pytest
@@ -13,7 +14,6 @@ from dora_jax.orchestrate.modes import MODES
 from dora_jax.sim import config, run, table
 from dora_jax.sim.network import Speeds, publication, speeds_of
 from dora_jax.sim.trace import Trace
-import itertools
 
 SMALL = {
     "steps": 5, "warmup_steps": 1, "report_tokens": 64, "hardware.chips": 16, "hardware.rollout_chips": 8,

@@ -102,6 +102,7 @@ def test_it_comes_before_the_warm_start(folder):
         env=os.environ | {"PYTHONPATH": str(ROOT)},
         capture_output=True,
         text=True,
+        check=False,
     )
     assert done.returncode == 2, done.stderr
     assert "error: task.rewards: reward none returned None" in done.stderr and "Traceback" not in done.stderr

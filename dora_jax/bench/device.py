@@ -89,7 +89,7 @@ def run(stages: list[str], out: Path, size: str, again: bool) -> None:
         command = [sys.executable, "-m", "dora_jax.bench.device", f"--one={stage}", f"--out={out}", f"--size={size}"]
         began = time.perf_counter()
         try:
-            code = subprocess.run(command, env=environment(), timeout=LIMIT_S).returncode
+            code = subprocess.run(command, env=environment(), timeout=LIMIT_S, check=False).returncode
         except subprocess.TimeoutExpired:
             Record(out, stage).add("stage", None, "failed", error=f"cut off after {LIMIT_S} s; the next run goes on")
             continue

@@ -108,7 +108,7 @@ def run(folder: Path, mode: str, seed: int, base: Path, steps: int) -> None:
 
 def call(module: str, *arguments: str) -> None:
     print(f"{module} {arguments[-1]}", file=sys.stderr, flush=True)
-    done = subprocess.run([sys.executable, "-m", module, *arguments], capture_output=True, text=True)
+    done = subprocess.run([sys.executable, "-m", module, *arguments], capture_output=True, text=True, check=False)
     if done.returncode:
         raise SystemExit(f"error: {module} ended with code {done.returncode}: {done.stderr[-2000:]}")
 

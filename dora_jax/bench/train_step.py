@@ -178,7 +178,7 @@ class External:
 def _imports_torch(python: Path) -> bool:
     """False also where an installation was cut short."""
     tried = [python, "-c", "import torch, transformers"]
-    return python.exists() and not subprocess.run(tried, capture_output=True).returncode
+    return python.exists() and not subprocess.run(tried, capture_output=True, check=False).returncode
 
 
 # ------------------------------------------------------------------ tables
