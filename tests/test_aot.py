@@ -12,7 +12,7 @@ from jax.sharding import PartitionSpec
 from dora_jax import aot, chips, config, flags, presets
 from dora_jax.models import sharding
 from dora_jax.trainer import hlo
-from tests import trainer_cases as cases
+from tests.fakes import trainer_cases as cases
 
 needs_libtpu = pytest.mark.skipif(not aot.installed(), reason="libtpu is not installed: the extra aot")
 

@@ -7,13 +7,13 @@ import subprocess
 import sys
 
 import pytest
-from test_journaled_world import Run
 
 from dora_jax import fault_injection
 from dora_jax.orchestrate import events as ev
 from dora_jax.runtime.durability.event_log import frame, unframe
 from dora_jax.runtime.durability.journal_audit import audit
 from dora_jax.runtime.durability.payload_state import CODEC, Fact
+from tests.test_journaled_world import Run
 
 
 def python(code, **env):

@@ -14,7 +14,7 @@ import pytest
 from dora_jax import config
 from dora_jax.models import sharding
 from dora_jax.trainer import checkpoint, step
-from tests import trainer_cases as cases
+from tests.fakes import trainer_cases as cases
 
 READER = """
 import sys, jax, orbax.checkpoint as ocp

@@ -39,7 +39,7 @@ from dora_jax.runtime.transfer.weight_receiver import Versions, WeightHost
 from dora_jax.runtime.transfer.weight_storage import StoredWeights
 from dora_jax.runtime.workers import InstanceReady, TrainerWorker
 from dora_jax.types import SampleId
-from tests.cluster_fakes import LIMITS, FakeLauncher, eventually
+from tests.fakes.cluster import LIMITS, FakeLauncher, eventually
 from tests.test_runtime import SECTION, STEPS, G, P, Scorer, SlowEngine, Task, Trainer, Weights, expected, trained_by
 
 

@@ -25,8 +25,8 @@ from dora_jax.runtime.durability import object_storage
 from dora_jax.runtime.durability.journal_audit import audit
 from dora_jax.runtime.durability.object_storage import Objects, StoreError
 from dora_jax.trainer import checkpoint
+from tests.fakes.two_processes import alone_and_together
 from tests.test_cluster_processes import CONFIG
-from tests.two_processes import alone_and_together
 
 
 def like_on(devices):

@@ -18,7 +18,7 @@ from dora_jax.runtime.cluster.gang import CallRefused, Gang, GangDied, Limits
 from dora_jax.runtime.cluster.launch_process import Processes, Ticket
 from dora_jax.runtime.cluster.process_main import leave_multislice
 from dora_jax.runtime.listener import Door, dial
-from tests.cluster_fakes import LIMITS, FakeHost, FakeLauncher, Kept, eventually
+from tests.fakes.cluster import LIMITS, FakeHost, FakeLauncher, Kept, eventually
 
 
 class Ends:

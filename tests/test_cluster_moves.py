@@ -7,7 +7,6 @@ import threading
 import ml_dtypes
 import numpy as np
 import pytest
-from engine_rig import assert_undisturbed, finish, loaded
 
 from dora_jax.orchestrate import events as ev
 from dora_jax.rollout.migrate import holders_alike, parted, without_pages
@@ -17,11 +16,12 @@ from dora_jax.runtime.cluster.result_sender import Elsewhere, Outlet
 from dora_jax.runtime.transfer.transfer_manifest import Key, Lent, Manifest
 from dora_jax.runtime.workers import Exported, Finished, HandedOver, InstanceReady
 from dora_jax.types import SampleId
-from tests.cluster_fakes import eventually
+from tests.fakes.cluster import eventually
+from tests.fakes.engine_rig import assert_undisturbed, finish, loaded
+from tests.fakes.wire_peer import new_wire
 from tests.test_cluster import PARCEL, A, World, drained, moving, pair
 from tests.test_kv_transfer import LAYOUT, bits, taken_out
 from tests.test_runtime import Task, expected
-from tests.wire_peer import new_wire
 
 __all__ = ["pair"]  # a fixture
 

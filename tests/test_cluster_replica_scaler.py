@@ -6,7 +6,7 @@ from dora_jax.orchestrate import events as ev
 from dora_jax.runtime.cluster import messages
 from dora_jax.runtime.cluster.replica_scaler import Replicas, wish_at
 from dora_jax.runtime.durability.payload_state import Partial
-from tests.cluster_fakes import eventually
+from tests.fakes.cluster import eventually
 from tests.test_cluster import World, at_random, check, entries, events
 from tests.test_cluster_moves import Porters
 

@@ -30,7 +30,7 @@ from dora_jax.runtime.durability.recovery import recover
 from dora_jax.runtime.transfer import slices
 from dora_jax.runtime.transfer.weight_receiver import Versions, WeightHost
 from dora_jax.runtime.transfer.weight_storage import StoredWeights, weights_at
-from tests.cluster_fakes import LIMITS, FakeHost, begin, eventually
+from tests.fakes.cluster import LIMITS, FakeHost, begin, eventually
 from tests.test_cluster import World, events
 from tests.test_cluster_trainer import group as scored_group
 from tests.test_runtime import STEPS, P, SlowEngine, expected, trained_by

@@ -26,7 +26,7 @@ from dora_jax.runtime.transfer.weight_distribution import STORAGE, WIRE
 from dora_jax.runtime.transfer.weight_storage import StoredWeights, weights_at
 from dora_jax.trainer import manifest
 from dora_jax.types import ScoredGroup
-from tests.cluster_fakes import LIMITS, FakeLauncher, begin, eventually
+from tests.fakes.cluster import LIMITS, FakeLauncher, begin, eventually
 
 
 def group(group_id):

@@ -11,7 +11,7 @@ from dora_jax.runtime.cluster.weight_publisher import Publisher
 from dora_jax.runtime.transfer import weight_messages as ex
 from dora_jax.runtime.transfer.weight_distribution import STORAGE, WIRE
 from dora_jax.runtime.transfer.weight_storage import StoredWeights
-from tests.cluster_fakes import eventually
+from tests.fakes.cluster import eventually
 
 
 class Gang:

@@ -17,7 +17,7 @@ from dora_jax.runtime.codec import CodecError
 from dora_jax.runtime.transfer import device_transfer, slices
 from dora_jax.runtime.transfer.device_transfer import Wire
 from dora_jax.runtime.transfer.transfer_manifest import CODEC, Key, Manifest, Shard, WireError, check, deadline_s
-from tests.wire_peer import new_wire, whole
+from tests.fakes.wire_peer import new_wire, whole
 
 P = jax.sharding.PartitionSpec
 NUMBERS = iter(range(1, 1 << 30))

@@ -10,14 +10,14 @@ import time
 import pytest
 
 from dora_jax.runtime.transfer.transfer_manifest import CODEC, WireError
-from tests import wire_peer
-from tests.test_device_transfer import ends, key, takes  # noqa: F401  (ends: a fixture)
+from tests.fakes import wire_peer
+from tests.test_device_transfer import ends, key, takes
 
 
 class Peer:
     def __init__(self):
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "tests.wire_peer"], text=True, stdin=subprocess.PIPE, stdout=subprocess.PIPE
+            [sys.executable, "-m", "tests.fakes.wire_peer"], text=True, stdin=subprocess.PIPE, stdout=subprocess.PIPE
         )
 
     def ready(self):

@@ -4,7 +4,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from engine_rig import (
+
+from dora_jax.models import decoder
+from dora_jax.models.logits import target_logprobs
+from dora_jax.ops.segment_attention import segment_attention
+from dora_jax.types import SampleId
+from tests.fakes.engine_rig import (
     CFG,
     EOS,
     VOCAB,
@@ -19,11 +24,6 @@ from engine_rig import (
     submit,
     weights,
 )
-
-from dora_jax.models import decoder
-from dora_jax.models.logits import target_logprobs
-from dora_jax.ops.segment_attention import segment_attention
-from dora_jax.types import SampleId
 
 
 @jax.jit

@@ -4,11 +4,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from engine_rig import CFG, EOS, VOCAB, ids, new_engine, params, submit, weights
 
 from dora_jax.models import decoder
 from dora_jax.models.logits import policy_logits
 from dora_jax.ops.segment_attention import segment_attention
+from tests.fakes.engine_rig import CFG, EOS, VOCAB, ids, new_engine, params, submit, weights
 
 MIN, REPEATS, STOP = 6, 2, "bb"
 SETTINGS = dict(

@@ -5,11 +5,11 @@ The kernel itself is held to that reference in test_attention.py; whether it com
 
 import numpy as np
 import pytest
-from engine_rig import finish, ids, loaded, new_engine, submit, undisturbed, weights
 
 from dora_jax.ops import attention
 from dora_jax.rollout import device_calls
 from dora_jax.types import SampleId
+from tests.fakes.engine_rig import finish, ids, loaded, new_engine, submit, undisturbed, weights
 
 
 @pytest.fixture(scope="module")

@@ -5,9 +5,9 @@ import random
 
 import numpy as np
 import pytest
-from engine_rig import assert_undisturbed, finish, ids, loaded, submit, undisturbed, weights
 
 from dora_jax.types import SampleId
+from tests.fakes.engine_rig import assert_undisturbed, finish, ids, loaded, submit, undisturbed, weights
 
 
 def test_batch_mates_and_order_do_not_matter():

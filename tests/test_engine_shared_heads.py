@@ -3,7 +3,6 @@
 import jax
 import numpy as np
 import pytest
-from engine_rig import CFG, finish, ids, loaded, new_engine, params, submit, undisturbed
 
 from dora_jax.models import sharding
 from dora_jax.ops import attention
@@ -11,6 +10,7 @@ from dora_jax.publish import WeightStore
 from dora_jax.rollout import device_calls
 from dora_jax.trainer import hlo
 from dora_jax.types import SampleId
+from tests.fakes.engine_rig import CFG, finish, ids, loaded, new_engine, params, submit, undisturbed
 
 TENSOR = 2 * CFG.n_kv_heads
 

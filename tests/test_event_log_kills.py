@@ -11,8 +11,6 @@ import msgpack
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from journal_world import History, SlowChild
-from orchestrator_world import Shape
 
 from dora_jax.orchestrate import events as ev
 from dora_jax.orchestrate.modes import OrchestratorConfig
@@ -23,6 +21,8 @@ from dora_jax.runtime.durability.event_log import Journal, frame
 from dora_jax.runtime.durability.payload_state import CODEC, Fact
 from dora_jax.runtime.durability.recovery import recover, replay
 from dora_jax.types import SampleId
+from tests.fakes.journal_world import History, SlowChild
+from tests.fakes.orchestrator_world import Shape
 
 EXAMPLES = int(os.environ.get("DORA_EXAMPLES", "300"))
 

@@ -3,12 +3,12 @@
 import argparse
 
 import numpy as np
-from engine_rig import new_engine
 
 from dora_jax.bench import host_time
 from dora_jax.rollout.migrate import InFlightSample
 from dora_jax.rollout.seq import Seq
 from dora_jax.types import SampleId
+from tests.fakes.engine_rig import new_engine
 
 
 def arguments(**changes):

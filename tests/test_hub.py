@@ -8,7 +8,8 @@ import threading
 from pathlib import Path
 
 import pytest
-from test_flags import MODEL
+
+from tests.test_flags import MODEL
 
 ROOT = Path(__file__).parent.parent
 

@@ -12,7 +12,7 @@ from dora_jax.runtime.idle_timer import Waits
 from dora_jax.runtime.metrics_log import RunLog
 from dora_jax.runtime.workers import StepDone
 from dora_jax.types import Sample, SampleId, ScoredGroup, Span
-from tests.cluster_fakes import eventually
+from tests.fakes.cluster import eventually
 
 
 class Clock:

@@ -6,10 +6,10 @@ import threading
 
 import numpy as np
 import pytest
-from engine_rig import EOS, loaded, new_engine, prompt, weights
 
 from dora_jax.rollout.jetstream import import_jetstream, new_adapter
 from dora_jax.types import SampleId
+from tests.fakes.engine_rig import EOS, loaded, new_engine, prompt, weights
 
 BOS = 1
 ERRORS = []  # of JetStream's threads

@@ -8,7 +8,6 @@ import zlib
 import numpy as np
 import pytest
 import tensorstore
-from test_runtime import SECTION, G, P, Scorer, Task, Weights, expected
 
 from dora_jax.buffer.store import MemoryGroupStore
 from dora_jax.exits import Stop
@@ -27,6 +26,7 @@ from dora_jax.runtime.durability.recovery import recover
 from dora_jax.runtime.shutdown import Guard, GuardedWorld
 from dora_jax.runtime.workers import Finished, InstanceWorker, StepDone, TrainerWorker
 from dora_jax.types import is_eval
+from tests.test_runtime import SECTION, G, P, Scorer, Task, Weights, expected
 
 STEPS = 5
 

@@ -7,14 +7,14 @@ import sys
 
 import numpy as np
 import pytest
-from engine_rig import assert_undisturbed, finish, loaded, shared_engine, submit
 
 from dora_jax.rollout.migrate import without_pages
 from dora_jax.runtime.codec import Codec
 from dora_jax.runtime.transfer.kv_transfer import CODEC, Layout, fetch, layout_of, lend
 from dora_jax.runtime.transfer.transfer_manifest import Key, WireError
 from dora_jax.types import SampleId
-from tests.wire_peer import new_wire
+from tests.fakes.engine_rig import assert_undisturbed, finish, loaded, shared_engine, submit
+from tests.fakes.wire_peer import new_wire
 
 LAYOUT = Layout(layers=2, heads=2, head_dim=16, dtype="float32")
 NUMBERS = iter(range(1, 1000))
@@ -114,7 +114,7 @@ def test_pages_that_nobody_fetches_are_freed(ends):
 @pytest.mark.slow
 def test_a_sample_goes_on_in_another_process_bit_for_bit(ends):
     peer = subprocess.Popen(
-        [sys.executable, "-m", "tests.engine_peer"],
+        [sys.executable, "-m", "tests.fakes.engine_peer"],
         env={**os.environ, "JAX_NUM_CPU_DEVICES": "1"},
         text=True,
         stdin=subprocess.PIPE,

@@ -16,7 +16,7 @@ from dora_jax.runtime.cluster.gang import Gang, Hub
 from dora_jax.runtime.cluster.launch_process import Ticket
 from dora_jax.runtime.cluster.launch_ray import RayHosts, intact_slices
 from dora_jax.runtime.cluster.run_registry import Roster
-from tests.cluster_fakes import LIMITS, eventually
+from tests.fakes.cluster import LIMITS, eventually
 
 
 def node(name, number, alive=True, slice_type="v4-16", chips=4.0):

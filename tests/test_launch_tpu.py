@@ -14,7 +14,8 @@ from pathlib import Path
 
 import pytest
 import yaml
-from launch_fakes import ROOT, machine
+
+from tests.fakes.launch import ROOT, machine
 
 GOLDENS = ROOT / "tests/goldens/launch"
 CONFIG = "--config=configs/quickstart.py"

@@ -1,10 +1,10 @@
 """The deadline rule by hand, and the three wrong readings of it, each seen to fail."""
 
 import pytest
-from orchestrator_world import Shape, World
 
 from dora_jax.orchestrate.ledger import Ledger
 from dora_jax.orchestrate.modes import OrchestratorConfig
+from tests.fakes.orchestrator_world import Shape, World
 
 
 def ledger(groups_per_step=2, max_lag=1, base=0, **kwargs) -> Ledger:

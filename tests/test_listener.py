@@ -9,7 +9,7 @@ from multiprocessing import AuthenticationError
 import pytest
 
 from dora_jax.runtime.listener import Door, dial
-from tests.cluster_fakes import eventually
+from tests.fakes.cluster import eventually
 
 
 @pytest.fixture

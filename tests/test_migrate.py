@@ -3,10 +3,10 @@
 import dataclasses
 
 import numpy as np
-from engine_rig import assert_undisturbed, finish, ids, loaded, shared_engine, submit, undisturbed
 
 from dora_jax.rollout.migrate import InFlightSample, repaged, without_pages
 from dora_jax.types import SampleId
+from tests.fakes.engine_rig import assert_undisturbed, finish, ids, loaded, shared_engine, submit, undisturbed
 
 
 def contiguous(parcel):

@@ -3,11 +3,11 @@
 import dataclasses
 
 import pytest
-from orchestrator_world import Shape, World
 
 from dora_jax.orchestrate.core import Orchestrator
 from dora_jax.orchestrate.events import GroupScored, Halt, InstanceUp
 from dora_jax.orchestrate.modes import MODES, OrchestratorConfig
+from tests.fakes.orchestrator_world import Shape, World
 
 BASE = OrchestratorConfig(groups_per_step=4, group_size=2, total_steps=6, max_versions=3)
 

@@ -10,7 +10,7 @@ from dora_jax.orchestrate.events import TimePassed
 from dora_jax.runtime.transfer import weight_distribution
 from dora_jax.runtime.transfer import weight_messages as ex
 from dora_jax.runtime.transfer.weight_distribution import Publication
-from tests import namespaces, weight_peer
+from tests.fakes import namespaces, weight_peer
 
 SIZE = 4 << 20
 PATIENT_S = 60.0

@@ -5,7 +5,6 @@ import subprocess
 import sys
 
 import pytest
-from orchestrator_world import Shape, World
 
 from dora_jax.orchestrate import events as ev
 from dora_jax.orchestrate import rebalancing
@@ -14,6 +13,7 @@ from dora_jax.orchestrate.fleet import REPORTS_A_LOOK
 from dora_jax.orchestrate.modes import OrchestratorConfig
 from dora_jax.orchestrate.view import describe_step
 from dora_jax.types import SampleId
+from tests.fakes.orchestrator_world import Shape, World
 
 
 def make(**changes) -> Orchestrator:

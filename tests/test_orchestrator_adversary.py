@@ -1,14 +1,14 @@
 """The orchestrator against a body that says everything in the worst order (`orchestrator_adversary`), and the coordinator
 of production with every thread's turn in the worst order (`coordinator_adversary`).
 
-`python tests/orchestrator_adversary.py 5000` plays more of the same.
+`python -m tests.fakes.orchestrator_adversary 5000` plays more of the same.
 """
 
-import coordinator_adversary
 import pytest
-from orchestrator_adversary import drawn
 
 from dora_jax.orchestrate.modes import MODES
+from tests.fakes import coordinator_adversary
+from tests.fakes.orchestrator_adversary import drawn
 
 GAMES = 20  # of each mode
 

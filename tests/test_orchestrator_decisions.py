@@ -3,8 +3,6 @@
 import json
 
 import pytest
-from orchestrator_world import Shape, World
-from test_orchestrator_scenarios import SMALL, Body
 
 from dora_jax.orchestrate import rebalancing, snapshot
 from dora_jax.orchestrate.admission import publish_budget
@@ -16,6 +14,8 @@ from dora_jax.orchestrate.queue import Queue
 from dora_jax.orchestrate.state import State
 from dora_jax.orchestrate.transitions import sample_moved
 from dora_jax.types import SampleId
+from tests.fakes.orchestrator_world import Shape, World
+from tests.test_orchestrator_scenarios import SMALL, Body
 
 STAGES = "loaded started resumed parked cancelled scored"
 

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from dora_jax.buffer import pack, store
 from dora_jax.trainer import prepare
 from dora_jax.types import Sample, SampleId, ScoredGroup, Span
-from tests import trainer_cases as cases
+from tests.fakes import trainer_cases as cases
 
 
 def packed(scored, section=cases.SECTION, shards=1, **changes):

@@ -6,10 +6,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from engine_rig import finish, ids, new_engine, submit, undisturbed, weights
 from jax.sharding import AbstractDevice, AbstractMesh, AxisType
 
 from dora_jax.ops import attention, paged_gpu
+from tests.fakes.engine_rig import finish, ids, new_engine, submit, undisturbed, weights
 
 pytestmark = pytest.mark.usefixtures("quick_compile")
 interpreted = functools.partial(paged_gpu.paged_attention, interpret=True)

@@ -1,6 +1,6 @@
 """Our logits against those of transformers, for each family, tied and untied, in both directions.
 
-`python tests/test_parity.py` writes the golden folders in tests/data/golden again (it needs torch and transformers);
+`python -m tests.test_parity` writes the golden folders in tests/data/golden again (it needs torch and transformers);
 with them parity is also checked where torch is not installed.
 """
 

@@ -362,9 +362,8 @@ def test_close_kills_the_workers_even_in_the_middle_of_a_job(opened, folder):
 
 
 ORPHAN = """
-import os, sys, time
-sys.path.insert(0, {tests!r})
-from test_pool import *
+import os, time
+from tests.test_pool import *
 pool = ScorerPool(TaskSection(rewards=("my_rewards.trouble",), reward_timeout_s=60.0, reward_walls=WALLS), decode)
 pool.submit(*group("spin", answer="calls"))
 while not os.path.exists("calls"): time.sleep(0.01)
@@ -374,10 +373,10 @@ os.kill(os.getpid(), 9)
 
 
 def test_a_worker_ends_with_a_parent_that_was_killed(folder):
-    tests = os.path.dirname(__file__)
-    path = os.pathsep.join([*filter(None, sys.path), os.path.dirname(tests)])
+    root = os.path.dirname(os.path.dirname(__file__))
+    path = os.pathsep.join([*filter(None, sys.path), root])
     out = subprocess.run(
-        [sys.executable, "-c", ORPHAN.format(tests=tests)],
+        [sys.executable, "-c", ORPHAN],
         capture_output=True,
         text=True,
         env={**os.environ, "PYTHONPATH": path},

@@ -7,11 +7,11 @@ import sys
 import time
 
 import pytest
-from test_pool import full_walls, opened, scored  # noqa: F401 (a fixture)
 
 from dora_jax.config import ConfigError
 from dora_jax.tasks import sandbox
 from dora_jax.tasks.pool import GroupFailure
+from tests.test_pool import full_walls, opened, scored
 
 HOSTILE = '''
 import json, os, socket, struct, time

@@ -10,7 +10,7 @@ import pytest
 
 from dora_jax.models import decoder, sharding
 from dora_jax.publish import WeightStore
-from tests import trainer_cases as cases
+from tests.fakes import trainer_cases as cases
 
 MODEL = cases.MODEL
 

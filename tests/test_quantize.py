@@ -4,13 +4,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from engine_rig import CFG, assert_undisturbed, finish, ids, loaded, new_engine, params, submit, weights
 
 from dora_jax.bench import drift
 from dora_jax.models import decoder, sharding
 from dora_jax.rollout.quantize import PROJECTIONS, Narrow, narrow, stored
 from dora_jax.runtime.run import engine_of
 from dora_jax.types import SampleId
+from tests.fakes.engine_rig import CFG, assert_undisturbed, finish, ids, loaded, new_engine, params, submit, weights
 
 pytestmark = pytest.mark.slow  # many compilations
 

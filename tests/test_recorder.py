@@ -5,7 +5,6 @@ import time
 
 import numpy as np
 import pytest
-from test_runtime import SECTION, STEPS, OracleEngine, Trainer, make, play
 
 from dora_jax.bench import recorded
 from dora_jax.config import ConfigError
@@ -16,6 +15,7 @@ from dora_jax.sim import replay
 from dora_jax.sim.config import Row
 from dora_jax.sim.run import simulate
 from dora_jax.types import SampleId
+from tests.test_runtime import SECTION, STEPS, OracleEngine, Trainer, make, play
 
 
 class Engine(OracleEngine):

@@ -4,12 +4,12 @@ import json
 import threading
 
 import pytest
-from test_tokenizer import folder
 
 from dora_jax import sft, tasks
 from dora_jax.config import ConfigError, SftSection, TaskSection
 from dora_jax.tasks import render
 from dora_jax.tokenizer import Tokenizer
+from tests.test_tokenizer import folder
 
 MESSAGES = [{"role": "user", "content": "b"}]
 ENDLESS = "{% for a in range(99999) %}{% for b in range(99999) %}{% for c in range(99999) %}{% endfor %}{% endfor %}{% endfor %}"

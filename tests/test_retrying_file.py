@@ -4,11 +4,11 @@ import errno
 import random
 
 import pytest
-from test_metrics import lines, quiet, scalars
 
 from dora_jax import retrying_file
 from dora_jax.metrics import Writer
 from dora_jax.retrying_file import PatientFile
+from tests.test_metrics import lines, quiet, scalars
 
 
 class Disk:

@@ -1,6 +1,6 @@
 """The trained judge: transformers' own scores on every mesh, one compilation, and one sentence for every bad folder.
 
-`python tests/test_reward_model.py` writes tests/data/golden/judge again (it needs torch and transformers).
+`python -m tests.test_reward_model` writes tests/data/golden/judge again (it needs torch and transformers).
 """
 
 import json

@@ -13,7 +13,7 @@ import pytest
 from dora_jax.models import sharding
 from dora_jax.ops import segment_attention as ops
 from dora_jax.trainer import objective, step
-from tests import trainer_cases as cases
+from tests.fakes import trainer_cases as cases
 
 L = 512
 LENGTHS = ((200, 1, 183, 100), (512,))  # of each row's segments; the rest is padding, segment 0

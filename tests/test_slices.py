@@ -17,7 +17,7 @@ from dora_jax.publish import copy_bytes, sliced
 from dora_jax.runtime import run
 from dora_jax.runtime.transfer import slices, weight_receiver
 from dora_jax.runtime.transfer.transfer_manifest import turns
-from tests import trainer_cases as cases
+from tests.fakes import trainer_cases as cases
 
 GIB = 2**30
 QWEN3_8B = new_config(

@@ -2,11 +2,11 @@
 
 import numpy as np
 import pytest
-from engine_rig import VOCAB, assert_undisturbed, ids, loaded, prompt
 
 from dora_jax.rollout.pages import OutOfPages
 from dora_jax.rollout.slots import Slots
 from dora_jax.types import SampleId
+from tests.fakes.engine_rig import VOCAB, assert_undisturbed, ids, loaded, prompt
 
 
 def run(slots, limit=50):

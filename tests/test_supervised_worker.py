@@ -8,8 +8,6 @@ import time
 
 import numpy as np
 import pytest
-from journal_world import Disk
-from test_runtime import SECTION, STEPS, G, P, Scorer, Task, Trainer, Weights, expected, long_tailed, trained_by
 
 from dora_jax.buffer.store import MemoryGroupStore
 from dora_jax.orchestrate import events as ev
@@ -24,6 +22,8 @@ from dora_jax.runtime.durability.payload_state import Book
 from dora_jax.runtime.supervised_worker import LocalInstance, RestartPolicy
 from dora_jax.runtime.workers import Finished, TrainerWorker
 from dora_jax.types import SampleId
+from tests.fakes.journal_world import Disk
+from tests.test_runtime import SECTION, STEPS, G, P, Scorer, Task, Trainer, Weights, expected, long_tailed, trained_by
 
 UP = {"slots": 8, "pages": 96, "page_size": 8}
 

@@ -11,10 +11,10 @@ from pathlib import Path
 
 import pytest
 from absl import flags as absl_flags
-from test_flags import MODEL
 
 from dora_jax import sweep
 from dora_jax.config import ConfigError
+from tests.test_flags import MODEL
 
 ROOT = Path(__file__).parent.parent
 

@@ -65,9 +65,8 @@ def refusal(section, **more):
 
 
 PRINT_PROMPTS = """
-import json, sys
-sys.path.insert(0, "tests")
-from test_tasks import opened
+import json
+from tests.test_tasks import opened
 task = opened()
 prompts = [task.prompt_at(g) for g in (5, 0, 123456789, -1, -64)]
 print(json.dumps([[p.uid, p.text, p.token_ids.tolist(), p.answer] for p in prompts]))

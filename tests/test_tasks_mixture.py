@@ -7,8 +7,6 @@ import re
 
 import pytest
 from absl import flags
-from test_tasks import Letters
-from test_tasks_rows import sums, write
 
 from dora_jax import config, helping, tasks
 from dora_jax.config import ConfigError, TaskPart, TaskSection, from_config_dict
@@ -16,6 +14,8 @@ from dora_jax.flags import _apply
 from dora_jax.runtime import run as build
 from dora_jax.tasks.identity import uid_of
 from dora_jax.tasks.mixture import cycle_of
+from tests.test_tasks import Letters
+from tests.test_tasks_rows import sums, write
 
 GYM = TaskPart(name="reasoning_gym:chain_sum", params={"min_terms": 2, "max_terms": 3, "max_digits": 1})
 

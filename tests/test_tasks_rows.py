@@ -5,13 +5,13 @@ import logging
 import random
 
 import pytest
-from test_tasks import Letters
 
 from dora_jax import tasks
 from dora_jax.config import ConfigError, TaskSection
 from dora_jax.tasks.identity import uid_of
 from dora_jax.tasks.prompts import PromptTooLong
 from dora_jax.tasks.rows import permuted
+from tests.test_tasks import Letters
 
 
 @pytest.fixture

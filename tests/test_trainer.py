@@ -11,7 +11,7 @@ import pytest
 from dora_jax.models import decoder, sharding
 from dora_jax.ops.segment_attention import segment_attention
 from dora_jax.trainer import optim, prepare, step
-from tests import trainer_cases as cases
+from tests.fakes import trainer_cases as cases
 
 FAST_COMPILE = {"xla_backend_optimization_level": 0}
 

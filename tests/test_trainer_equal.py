@@ -11,7 +11,7 @@ import pytest
 
 from dora_jax.models import decoder, sharding
 from dora_jax.trainer import step
-from tests import trainer_cases as cases
+from tests.fakes import trainer_cases as cases
 
 # every term of the objective takes part: sequence ratios, a rejection, entropy, KL, denominators over prompts
 RICH = {

@@ -14,7 +14,7 @@ from dora_jax.models import sharding
 from dora_jax.runtime import run
 from dora_jax.runtime.workers import TrainerWorker
 from dora_jax.trainer import expected, flops, objective, optim, step
-from tests import trainer_cases as cases
+from tests.fakes import trainer_cases as cases
 
 
 @pytest.fixture(scope="module", autouse=True)

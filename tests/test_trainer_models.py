@@ -10,7 +10,7 @@ import pytest
 
 from dora_jax.models import sharding
 from dora_jax.trainer import optim, score, step
-from tests import trainer_cases as cases
+from tests.fakes import trainer_cases as cases
 
 pytestmark = pytest.mark.slow  # many compilations
 FAST_COMPILE = {"xla_backend_optimization_level": 0}

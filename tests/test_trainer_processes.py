@@ -2,7 +2,7 @@
 
 import pytest
 
-from tests.two_processes import alone_and_together
+from tests.fakes.two_processes import alone_and_together
 
 
 @pytest.mark.slow

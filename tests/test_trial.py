@@ -8,7 +8,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from test_tasks import SUMS, opened
 
 from dora_jax.config import ConfigError, TaskSection
 from dora_jax.tasks import solved
@@ -16,6 +15,7 @@ from dora_jax.tasks.pool import ScorerPool
 from dora_jax.tasks.solved import Solved
 from dora_jax.tasks.trial import try_rewards
 from dora_jax.types import Prompt, ScoredGroup
+from tests.test_tasks import SUMS, opened
 
 ROOT = Path(__file__).resolve().parent.parent
 MINE = """

@@ -21,9 +21,9 @@ from dora_jax.runtime.transfer import weight_messages as ex
 from dora_jax.runtime.transfer.transfer_manifest import Key
 from dora_jax.runtime.transfer.weight_distribution import STORAGE, WIRE, Publication
 from dora_jax.runtime.transfer.weight_receiver import Versions, WeightHost
-from tests import trainer_cases as cases
-from tests.publication_world import LIKE, ONE, Net
-from tests.wire_peer import new_wire
+from tests.fakes import trainer_cases as cases
+from tests.fakes.publication_world import LIKE, ONE, Net
+from tests.fakes.wire_peer import new_wire
 
 # ---------------------------------------------------------- the machine
 

@@ -1,4 +1,4 @@
-"""One process of an engine whose mesh spans several: `python -m tests.engine_process ADDRESS RANK PROCESSES`.
+"""One process of an engine whose mesh spans several: `python -m tests.fakes.engine_process ADDRESS RANK PROCESSES`.
 
 Four devices in all, of which two hold the same KV head; pages for few samples, one that leaves in the middle and comes
 back; prints {sample: [tokens, log-probs]} as JSON. PROCESSES 1 is the comparison.
@@ -10,7 +10,6 @@ import sys
 
 ADDRESS, RANK, PROCESSES = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
 os.environ.update(JAX_PLATFORMS="cpu", JAX_NUM_CPU_DEVICES=str(4 // PROCESSES))
-sys.path.insert(0, os.path.dirname(__file__))
 
 import jax
 
@@ -18,9 +17,8 @@ if PROCESSES > 1:
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
     jax.distributed.initialize(ADDRESS, PROCESSES, RANK)
 
-from engine_rig import CFG, finish, ids, new_engine, submit
-
 from dora_jax.models import decoder
+from tests.fakes.engine_rig import CFG, finish, ids, new_engine, submit
 
 engine = new_engine(tensor=4, pages=20, context_block=48)
 make = jax.jit(lambda: decoder.serving_layout(decoder.init_params(CFG, 0)), out_shardings=engine.param_shardings)

@@ -5,7 +5,7 @@ sources any order and any delay is possible. A fact may be said twice. Instances
 and facts on their way; a life that is over goes on being heard. The job is killed, or the orchestrator restored from a
 snapshot, between any two facts. Faults stop after `calm_after` moves, so that a run that can end does.
 
-    python tests/orchestrator_adversary.py 5000        so many configurations, one after the other
+    python -m tests.fakes.orchestrator_adversary 5000        so many configurations, one after the other
 """
 
 from __future__ import annotations

@@ -11,12 +11,11 @@ import dataclasses
 import hashlib
 import heapq
 
-from orchestrator_audit import Audit
-
 from dora_jax.orchestrate import events as ev
 from dora_jax.orchestrate.core import Orchestrator
 from dora_jax.orchestrate.modes import OrchestratorConfig
 from dora_jax.types import SampleId, issued_first_as
+from tests.fakes.orchestrator_audit import Audit
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -16,7 +16,6 @@ import zlib
 from pathlib import Path
 
 import numpy as np
-from orchestrator_world import Run, World, chance
 
 from dora_jax.orchestrate import events as ev
 from dora_jax.orchestrate.core import Orchestrator
@@ -27,6 +26,7 @@ from dora_jax.runtime.durability.payload_state import CODEC, Book, Partial
 from dora_jax.runtime.durability.recovery import Recovered, recover
 from dora_jax.runtime.workers import Finished, StepDone
 from dora_jax.types import Sample, SampleId, ScoredGroup, Span, issued_first_as
+from tests.fakes.orchestrator_world import Run, World, chance
 
 
 class Killed(BaseException):

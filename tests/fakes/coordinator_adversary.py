@@ -4,7 +4,7 @@ LocalWorld, LocalInstance, InstanceWorker, TrainerWorker, DurableWorld and the a
 would be a thread is a list of things that the driver may do next. Instances die with calls and facts on their way, and
 are made again; events are said twice; the process is killed at any fact and begun again from its journal.
 
-    python tests/coordinator_adversary.py 500        so many configurations, one after the other
+    python -m tests.fakes.coordinator_adversary 500        so many configurations, one after the other
 """
 
 from __future__ import annotations
@@ -17,8 +17,6 @@ import sys
 from unittest import mock
 
 import numpy as np
-from journal_world import Disk
-from test_runtime import SECTION, Scorer, Task, Trainer, Weights, expected
 
 from dora_jax.buffer.store import MemoryGroupStore
 from dora_jax.orchestrate import events as ev
@@ -34,6 +32,8 @@ from dora_jax.runtime.durability.payload_state import Book, Partial
 from dora_jax.runtime.durability.recovery import recover
 from dora_jax.runtime.supervised_worker import LocalInstance, RestartPolicy
 from dora_jax.runtime.workers import StepDone, TrainerWorker
+from tests.fakes.journal_world import Disk
+from tests.test_runtime import SECTION, Scorer, Task, Trainer, Weights, expected
 
 MAX_MOVES = 40_000
 DEATH, TWICE, KILLED = 0.03, 0.2, 0.01

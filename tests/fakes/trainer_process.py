@@ -1,4 +1,4 @@
-"""One process of a trainer whose mesh spans several: `python -m tests.trainer_process ADDRESS RANK PROCESSES`.
+"""One process of a trainer whose mesh spans several: `python -m tests.fakes.trainer_process ADDRESS RANK PROCESSES`.
 
 Two steps on eight devices; prints the metrics and checksums of the new weights as JSON. PROCESSES 1 is the comparison.
 """
@@ -22,7 +22,7 @@ if PROCESSES > 1:
 
 from dora_jax.models import sharding
 from dora_jax.trainer import step
-from tests import trainer_cases as cases
+from tests.fakes import trainer_cases as cases
 
 section = cases.section(advantage="gae", value_learning_rate=1e-2, micro_batches=2, anchor="proximal")
 mesh = sharding.make_mesh(jax.devices(), 1, 2, 2, 2)

@@ -36,14 +36,14 @@ def weights(version, size):
 
 def run(end, size, ip="127.0.0.1", space=None):
     if space is not None:
-        from tests.namespaces import enter
+        from tests.fakes.namespaces import enter
 
         enter(space)
     import jax
 
     from dora_jax.runtime.transfer import slices
     from dora_jax.runtime.transfer.weight_receiver import Versions, WeightHost
-    from tests.wire_peer import new_wire
+    from tests.fakes.wire_peer import new_wire
 
     jax.config.update("jax_platforms", "cpu")
     one = jax.sharding.SingleDeviceSharding(jax.devices()[0])

@@ -8,14 +8,14 @@ import sys
 
 
 def alone_and_together(module: str) -> tuple:
-    """(of the process alone, [of the two of one world]); `python -m tests.MODULE ADDRESS RANK PROCESSES`."""
+    """(of the process alone, [of the two of one world]); `python -m tests.fakes.MODULE ADDRESS RANK PROCESSES`."""
     with socket.socket() as free:
         free.bind(("localhost", 0))
         address = f"localhost:{free.getsockname()[1]}"
     env = {k: v for k, v in os.environ.items() if not k.startswith("JAX_NUM")}
     running = [
         subprocess.Popen(
-            [sys.executable, "-m", f"tests.{module}", address, str(rank), str(processes)],
+            [sys.executable, "-m", f"tests.fakes.{module}", address, str(rank), str(processes)],
             env=env,
             stdout=subprocess.PIPE,
             text=True,

@@ -1,10 +1,10 @@
-"""An engine in a process of its own: `python -m tests.engine_peer`. A line on stdin is a lent parcel as hex and a
+"""An engine in a process of its own: `python -m tests.fakes.engine_peer`. A line on stdin is a lent parcel as hex and a
 sequence number; its sample is fetched, run to its end, and printed as hex."""
 
 import sys
 
-from tests import engine_rig
-from tests.wire_peer import new_wire
+from tests.fakes import engine_rig
+from tests.fakes.wire_peer import new_wire
 
 
 def main():
