@@ -61,7 +61,7 @@ class Orchestrator:
             name = type(event).__name__
             s.dropped[name] = s.dropped.get(name, 0) + 1
             return ()
-        COMMIT[type(event)](s, event)
+        COMMIT[type(event)](s, event)  # type: ignore[operator]  # each takes the event that its key names
         if not s.halted:
             self._decide(event)
         if not s.out:
@@ -79,7 +79,7 @@ class Orchestrator:
             self._end_step()
         if kind in CHANGES_READY:
             self._take()
-        if kind is ev.InstanceReported:
+        if isinstance(event, ev.InstanceReported):
             rebalancing.relieve(s, s.fleet.hosts[event.instance])
         if s.due.rebalance and rebalancing.may_rebalance(s):
             s.due.rebalance = False
@@ -135,6 +135,7 @@ class Orchestrator:
     def _evict(self) -> None:
         """Mode `evict`: groups that no step may take any more are given up, their prompts issued again."""
         s = self.state
+        assert s.decisions.max_lag is not None  # a mode that evicts has a bound
         oldest = s.ledger.base - s.decisions.max_lag
         for group_id in [g for g, (_, version) in s.ledger.live.items() if version < oldest]:
             s.ledger.evicted(group_id)

@@ -219,7 +219,7 @@ class Fleet:
         units, report, host.report = host.units, host.report, None
         if report is not None:
             for id, tokens in zip(zip(report.groups, report.indices, strict=True), report.tokens, strict=True):
-                unit = units.get(id)
+                unit = units.get(id)  # type: ignore[call-overload]  # a pair is found as its SampleId
                 if unit is not None:
                     unit.tokens = tokens
         return units.values()
@@ -240,7 +240,7 @@ class Fleet:
         knows its tokens then."""
         if unit.dst is not None:
             self.end_move(unit)
-        host = self.hosts.get(unit.instance)
+        host = None if unit.instance is None else self.hosts.get(unit.instance)
         unit.instance = None
         if host is None or unit.id not in host.units:
             return None
@@ -264,7 +264,7 @@ class Fleet:
     def end_move(self, unit: Unit) -> Host | None:
         """Give back the slot reserved at the destination; returns the destination, None if that is gone."""
         dst, unit.dst = unit.dst, None
-        if self.hosts.get(dst.id) is not dst:
+        if dst is None or self.hosts.get(dst.id) is not dst:
             return None
         dst.incoming -= 1
         _count(dst, unit.version, -1, -unit.dst_pages)
@@ -289,7 +289,7 @@ class Fleet:
 
     def best(self, version: Version, tokens: int = 0) -> Host | None:
         """The least loaded host (ties by id) of a version with room for a sample of `tokens`."""
-        heap = self.open.get(version)
+        heap = self.open.get(version, [])
         found, too_small = None, []
         while heap:
             load, id = heap[0]
@@ -321,6 +321,7 @@ class Fleet:
 
     def end_load(self, host: Host) -> None:
         version = host.coming
+        assert version is not None
         self.turn(host, STEADY)
         self._keep(host, version)
         self.offer(host)
@@ -333,10 +334,10 @@ class Fleet:
         self.offer(host)
 
     def _count_phase(self, host: Host, sign: int) -> None:
-        if host.phase != STEADY:
+        if host.coming is not None:
             add(self.promised, host.coming, sign)
-        if host.phase == LOADING:
-            add(self.arriving, host.coming, sign * host.weight)
+            if host.phase == LOADING:
+                add(self.arriving, host.coming, sign * host.weight)
         if host.leaving is not None:
             add(self.drains, host.leaving, sign)
 
@@ -367,7 +368,7 @@ class Fleet:
 
     def remove(self, host: Host) -> None:
         """Forget an instance; its samples are the caller's to place again."""
-        if host.phase == LOADING:
+        if host.phase == LOADING and host.coming is not None:
             self._unhold(host, host.coming)
         self.turn(host, STEADY)
         for version in list(host.versions):

@@ -66,15 +66,15 @@ class Ledger:
 
     def admissible(self, version: Version) -> int | None:
         """Groups that may be admitted at `version` now; None: any number."""
-        if not self.capped:
+        lag = self.max_lag
+        if not self.capped or lag is None:
             return None
         older = sum(n for v, n in self.outstanding.items() if v < version)
-        least = None
+        rooms: list[int] = []
         for u in range(version, self.base + 1):
             older += self.outstanding.get(u, 0)
-            room = (u + self.max_lag - self.base) * self.groups_per_step + self.missing - older
-            least = room if least is None else min(least, room)
-        return max(0, least)
+            rooms.append((u + lag - self.base) * self.groups_per_step + self.missing - older)
+        return max(0, min(rooms))
 
     def admit(self, group_id: GroupId, version: Version) -> None:
         if group_id in self.live:
@@ -178,13 +178,14 @@ class Ledger:
 
     def blocking_version(self, members: dict[Version, int]) -> Version | None:
         """The oldest u whose outstanding groups forbid this batch; None: nothing does."""
-        if not self.capped:
+        lag = self.max_lag
+        if not self.capped or lag is None:
             return None
         missing = self.missing - sum(members.values())
-        after = sum(n for v, n in self.outstanding.items() if v < self.base - self.max_lag)
-        for u in range(self.base - self.max_lag, self.base + 1):
+        after = sum(n for v, n in self.outstanding.items() if v < self.base - lag)
+        for u in range(self.base - lag, self.base + 1):
             after += self.outstanding.get(u, 0) - members.get(u, 0)
-            if after > (u + self.max_lag - self.base) * self.groups_per_step + missing:
+            if after > (u + lag - self.base) * self.groups_per_step + missing:
                 return u
         return None
 
@@ -225,5 +226,9 @@ class Ledger:
                 outstanding[version] = outstanding.get(version, 0) + 1
         if any(counted[s] != self.counts[s] for s in OUTSTANDING + (TRAINING,)) or outstanding != self.outstanding:
             raise RuntimeError(f"the ledger's counters are off: {counted} against {self.counts}")
-        if self.capped and any(v + self.max_lag < self.next_base for v in self.outstanding):
+        if (
+            self.capped
+            and self.max_lag is not None
+            and any(v + self.max_lag < self.next_base for v in self.outstanding)
+        ):
             raise RuntimeError(f"a group is past its deadline: {self.outstanding} at base {self.next_base}")

@@ -118,17 +118,21 @@ def plan_partition(
     spare.sort(key=lambda p: (p.taken, p.samples, p.seat.id, -1 if p.leaving is None else p.leaving))
     changes: dict[InstanceId, tuple[Version, Version | None]] = {}
     for version in sorted(shares):
-        hosts = sum(version in dict(seat.samples) for seat in seats)
+        holders = sum(version in dict(seat.samples) for seat in seats)
         for place in spare:
-            grows = not hosts or version >= newest or hosts < shares[version]  # an older one by heads: it only shrinks
-            enough = place.seat.capacity / 2 if hosts else 0.0
+            grows = (
+                not holders or version >= newest or holders < shares[version]
+            )  # an older one by heads: it only shrinks
+            enough = place.seat.capacity / 2 if holders else 0.0
             if grows and missing[version] > enough and _may_load(version, place, changes):
                 changes[place.seat.id] = (version, place.leaving)
                 missing[version] -= place.seat.capacity
-                hosts += 1
-        if not hosts and shares[version]:  # none is spare: a younger version gives one up
-            younger = [p for p in kept if p.leaving > version and _may_load(version, p, changes)]
-            for place in sorted(younger, key=lambda p: (-p.leaving, p.samples, p.seat.id))[:1]:
+                holders += 1
+        if not holders and shares[version]:  # none is spare: a younger version gives one up
+            younger = [
+                p for p in kept if p.leaving is not None and p.leaving > version and _may_load(version, p, changes)
+            ]
+            for place in sorted(younger, key=lambda p: (-(p.leaving or 0), p.samples, p.seat.id))[:1]:
                 changes[place.seat.id] = (version, place.leaving)
     return changes
 

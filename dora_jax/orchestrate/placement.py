@@ -80,9 +80,10 @@ class _Fill:
         groups = math.ceil(self._density[version] * host.weight / s.config.group_size)
         return groups * s.config.group_size
 
-    def _start_siblings(self, unit: Unit | None, host: Host) -> None:
-        """Start `unit` on `host` and as many waiting samples of its group as fit: they share the prompt's pages."""
-        s, group, version = self.s, unit.group, unit.version
+    def _start_siblings(self, first: Unit, host: Host) -> None:
+        """Start `first` on `host` and as many waiting samples of its group as fit: they share the prompt's pages."""
+        s, group, version = self.s, first.group, first.version
+        unit: Unit | None = first
         ids = self.starts.setdefault((host.id, version), [])
         limit = self._fair(version, host)
         while unit is not None and unit.group is group and unit.state == fl.PENDING and s.fleet.has_room(host):

@@ -24,7 +24,8 @@ class Queue:
 
     def add(self, group: Group) -> None:
         """All samples of a new group wait for their first slot."""
-        self._line(group.units[0]).extend(group.units)
+        units = [unit for unit in group.units if unit is not None]
+        self._line(units[0]).extend(units)
         self._count(group, group.version, len(group.units))
 
     def park(self, unit: Unit) -> None:

@@ -74,7 +74,9 @@ def _plan(s: State, demand: dict[Version, int]) -> dict[InstanceId, tuple[Versio
 
 
 def _seat(host: Host) -> partition.Seat:
-    versions = [*host.versions, host.coming] if host.phase == fl.LOADING else host.versions
+    versions = host.versions
+    if host.phase == fl.LOADING and host.coming is not None:
+        versions = [*versions, host.coming]
     samples = tuple((v, host.counts.get(v, 0)) for v in versions)
     speed = partition.speed_class(host.speed)
     return partition.Seat(host.id, samples, host.residents - len(versions), host.slots * speed, speed)
@@ -108,8 +110,9 @@ def _preempt(s: State) -> None:
     if not s.ledger.missing:
         return
     for host in s.fleet.hosts.values():
-        if host.leaving is not None and host.coming < host.leaving and host.coming not in s.fleet.holders:
-            _park(s, host, [u for u in s.fleet.settle(host) if u.version == host.leaving])
+        coming, leaving = host.coming, host.leaving
+        if coming is not None and leaving is not None and coming < leaving and coming not in s.fleet.holders:
+            _park(s, host, [u for u in s.fleet.settle(host) if u.version == leaving])
 
 
 def _park(s: State, host: Host, units: list[Unit]) -> None:
@@ -181,7 +184,7 @@ def _issue_moves(s: State, moves: list[tuple[SampleId, InstanceId, InstanceId]])
     routes: dict[tuple[InstanceId, InstanceId], list[SampleId]] = {}
     s.attempts += 1
     for id, src, dst in moves:
-        s.fleet.reserve_move(s.unit(id), s.fleet.hosts[dst], s.attempts, s.now_s)
+        s.fleet.reserve_move(s.live_unit(id), s.fleet.hosts[dst], s.attempts, s.now_s)
         routes.setdefault((src, dst), []).append(id)
     for (src, dst), ids in routes.items():
         s.out.append(ev.Move(ids=tuple(ids), src=src, dst=dst, attempt=s.attempts))

@@ -38,8 +38,8 @@ def restart(orchestrator: Orchestrator) -> Debts:
     for host in list(s.fleet.hosts.values()):
         _commit(orchestrator, ev.InstanceDown(instance=host.id, life=host.life, reason=LOST))
     s.fleet.lives.clear()  # the next body counts anew
-    for unit in [u for u in _units(orchestrator) if u.state == fl.MOVING]:
-        failed = ev.MoveFailed(id=unit.id, src=_NOWHERE, dst=unit.dst.id, attempt=unit.attempt, reason=LOST)
+    for unit, dst in [(u, u.dst) for u in _units(orchestrator) if u.state == fl.MOVING and u.dst is not None]:
+        failed = ev.MoveFailed(id=unit.id, src=_NOWHERE, dst=dst.id, attempt=unit.attempt, reason=LOST)
         _commit(orchestrator, failed)
     s.halted = False
     s.due.rebalance = True

@@ -1,6 +1,6 @@
 """What the orchestrator knows, and the few changes that facts and decisions share.
 
-`facts.py` commits events into it, `core.py` decides from it, `view.py` shows it, `snapshot.py` writes it down.
+`transitions.py` commits events into it, `core.py` decides from it, `view.py` shows it, `snapshot.py` writes it down.
 `Due` is where to look for decisions that would cost too much to look for everywhere: nothing is due between events but
 what one step could not do, and moves that wait for enough free slots.
 """
@@ -70,8 +70,15 @@ class State:
         return host.free_reported < times * self.config.kv_pressure * host.pages
 
     def unit(self, id: SampleId) -> Unit | None:
+        """The sample; None once it has ended."""
         group = self.groups.get(id.group_id)
         return None if group is None else group.units[id.index]
+
+    def live_unit(self, id: SampleId) -> Unit:
+        """The sample, where `verdict` or a decision has made sure that it has not ended."""
+        unit = self.groups[id.group_id].units[id.index]
+        assert unit is not None, id
+        return unit
 
     def open_group(self, group_id: GroupId, version: Version) -> None:
         samples = self.config.eval_samples if is_eval(group_id) else self.config.group_size

@@ -82,7 +82,7 @@ def time_passed(s: State, event: ev.TimePassed) -> None:
 
 
 def sample_started(s: State, event: ev.SampleStarted) -> None:
-    unit = s.unit(event.id)
+    unit = s.live_unit(event.id)
     unit.began_s = s.now_s
     group = unit.group
     if not is_eval(group.id):
@@ -91,7 +91,7 @@ def sample_started(s: State, event: ev.SampleStarted) -> None:
 
 
 def sample_done(s: State, event: ev.SampleDone) -> None:
-    unit = s.unit(event.id)
+    unit = s.live_unit(event.id)
     s.fleet.observe(event.tokens, s.now_s - unit.began_s)
     s.end_unit(unit)
     group = unit.group
@@ -100,11 +100,11 @@ def sample_done(s: State, event: ev.SampleDone) -> None:
 
 
 def sample_cancelled(s: State, event: ev.SampleCancelled) -> None:
-    s.end_unit(s.unit(event.id))
+    s.end_unit(s.live_unit(event.id))
 
 
 def sample_moved(s: State, event: ev.SampleMoved) -> None:
-    unit = s.unit(event.id)
+    unit = s.live_unit(event.id)
     dst = s.fleet.end_move(unit)
     s.freed(s.fleet.release(unit), unit.version)
     s.fleet.observe_move(s.now_s - unit.moved_s)
@@ -119,7 +119,7 @@ def sample_moved(s: State, event: ev.SampleMoved) -> None:
 
 
 def move_failed(s: State, event: ev.MoveFailed) -> None:
-    unit = s.unit(event.id)
+    unit = s.live_unit(event.id)
     unit.failed_moves += 1
     s.freed(s.fleet.end_move(unit), unit.version)
     if unit.instance is None:
@@ -131,19 +131,20 @@ def move_failed(s: State, event: ev.MoveFailed) -> None:
 
 
 def sample_parked(s: State, event: ev.SampleParked) -> None:
-    unit = s.unit(event.id)
+    unit = s.live_unit(event.id)
     s.freed(s.fleet.release(unit), unit.version)
     s.recorded(unit)
 
 
 def sample_resumed(s: State, event: ev.SampleResumed) -> None:
-    _runs(s, s.unit(event.id))
+    _runs(s, s.live_unit(event.id))
 
 
 def _runs(s: State, unit: Unit) -> None:
     """Mode `partial`: what begins to run under weights that were replaced meanwhile is put aside at once."""
     unit.state = fl.RUNNING
     if s.decisions.on_publish == "swap" and unit.version < s.ledger.base and not is_eval(unit.group.id):
+        assert unit.instance is not None
         unit.state = fl.PARKING
         s.out.append(ev.Park(ids=(unit.id,), instance=unit.instance))
 

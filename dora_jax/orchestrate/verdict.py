@@ -55,7 +55,7 @@ def _of_unit(*states: str):
     def said(s: State, event: ev.SampleStarted | ev.SampleDone | ev.SampleParked | ev.SampleResumed) -> bool:
         id = event.id
         group = s.groups.get(id.group_id)
-        unit = group and group.units[id.index]
+        unit = None if group is None else group.units[id.index]
         if unit is None or unit.instance != event.instance or unit.state not in states:
             return False
         host = s.fleet.hosts.get(event.instance)
@@ -67,7 +67,7 @@ def _of_unit(*states: str):
 def _started(s: State, event: ev.SampleStarted) -> bool:
     if not _of_unit(fl.STARTING)(s, event):
         return False
-    if (version := s.unit(event.id).version) != event.version:
+    if (version := s.live_unit(event.id).version) != event.version:
         raise ev.ImpossibleFact(f"sample {tuple(event.id)} started at version {event.version}, not {version}")
     return True
 

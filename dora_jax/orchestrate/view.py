@@ -24,10 +24,10 @@ def describe(item: ev.Event | ev.Command) -> str:
         if value is None or value == () or name in ("attempt", "indices") or (name == "life" and not value):
             continue
         if name == "groups":
-            name, value = "ids", _ids(map(SampleId, value, item.indices))
+            name, value = "ids", _ids(map(SampleId, value, getattr(item, "indices", ())))
         elif name == "ids":
             value = _ids(value)
-        elif name == "id":
+        elif isinstance(value, SampleId):
             value = f"{value.group_id}.{value.index}"
         elif name == "group_ids":
             value = _numbers(value)
