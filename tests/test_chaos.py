@@ -13,7 +13,7 @@ from dora_jax.orchestrate import events as ev
 from dora_jax.runtime.durability.event_log import frame, unframe
 from dora_jax.runtime.durability.journal_audit import audit
 from dora_jax.runtime.durability.payload_state import CODEC, Fact
-from tests.test_journaled_world import Run
+from tests.fakes.journaled_run import Run
 
 
 def python(code, **env):

@@ -16,7 +16,6 @@ import numpy as np
 import pytest
 
 from dora_jax.config import CheckpointSection, ConfigError
-from dora_jax.models import sharding
 from dora_jax.runtime.cluster import messages
 from dora_jax.runtime.cluster.checkpoint_shards import OwnHome, StepBucket, steps_at
 from dora_jax.runtime.cluster.remote_trainer import RemoteCheckpoints
@@ -25,32 +24,9 @@ from dora_jax.runtime.durability import object_storage
 from dora_jax.runtime.durability.journal_audit import audit
 from dora_jax.runtime.durability.object_storage import Objects, StoreError
 from dora_jax.trainer import checkpoint
+from tests.fakes.sharded_state import like_on, values_of
+from tests.fakes.tiny_run import CONFIG
 from tests.fakes.two_processes import alone_and_together
-from tests.test_cluster_processes import CONFIG
-
-
-def like_on(devices):
-    """Arrays that are sharded, replicated, of two dtypes, and a count; as a trainer has them."""
-    mesh = sharding.make_mesh(devices, 2, len(devices) // 2, 1)
-
-    def like(shape, dtype, *spec):
-        where = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec(*spec))
-        return jax.ShapeDtypeStruct(shape, dtype, sharding=where)
-
-    f32, bf16 = np.float32, jax.numpy.bfloat16
-    params = {
-        "embed": like((8, 4), f32, "fsdp"),
-        "layers": {"w": like((2, 8), bf16, None, ("data", "fsdp")), "norm": like((6,), f32)},
-    }
-    return {"params": params, "opt_state": [{"mu": params}, {"count": like((), np.int32)}]}
-
-
-def values_of(like):
-    def value(x):
-        whole = np.arange(1, 1 + np.prod(x.shape, dtype=int)).reshape(x.shape).astype(x.dtype)
-        return jax.make_array_from_callback(x.shape, x.sharding, lambda index: whole[index])
-
-    return jax.tree.map(value, like)
 
 
 def test_the_parts_of_two_processes_are_a_step_like_any_other(tmp_path, monkeypatch):

@@ -1,8 +1,6 @@
 """Samples that move between gangs: their KV goes from process to process, and where it cannot, their tokens go on."""
 
 import dataclasses
-import random
-import threading
 
 import ml_dtypes
 import numpy as np
@@ -13,69 +11,22 @@ from dora_jax.rollout.migrate import holders_alike, parted, without_pages
 from dora_jax.runtime.cluster import messages
 from dora_jax.runtime.cluster.kv_endpoint import Porter
 from dora_jax.runtime.cluster.result_sender import Elsewhere, Outlet
-from dora_jax.runtime.transfer.transfer_manifest import Key, Lent, Manifest
 from dora_jax.runtime.workers import Exported, Finished, HandedOver, InstanceReady
 from dora_jax.types import SampleId
 from tests.fakes.cluster import eventually
-from tests.fakes.engine_rig import assert_undisturbed, finish, loaded
+from tests.fakes.cluster_world import OFFER, Porters, World
+from tests.fakes.coordinator_world import Task, expected
+from tests.fakes.engine_rig import LAYOUT, assert_undisturbed, bits, finish, loaded, taken_out
+from tests.fakes.remote_pair import PARCEL, A, drained, moving, new_pair
 from tests.fakes.wire_peer import new_wire
-from tests.test_cluster import PARCEL, A, World, drained, moving, pair
-from tests.test_kv_transfer import LAYOUT, bits, taken_out
-from tests.test_runtime import Task, expected
 
-__all__ = ["pair"]  # a fixture
+
+@pytest.fixture
+def pair():
+    return new_pair()
 
 
 # ---------------------------------------------------------- a whole run
-
-
-class Porters:
-    """Of all processes; `share` of what is offered cannot be fetched."""
-
-    def __init__(self, share, seed=0):
-        self.offered, self.taken, self.all = {}, 0, []
-        self._share, self._draw, self._lock = share, random.Random(seed), threading.Lock()
-
-    def __call__(self, instance, host):
-        self.all.append(OnePorter(self, host))
-        return self.all[-1]
-
-    def fetch(self, number, host):
-        with self._lock:
-            return None if self._draw.random() < self._share else self.offered.get((number, host))
-
-
-class OnePorter:
-    lends = True
-
-    def __init__(self, all, host):
-        self._all, self._host, self._here = all, host, {}
-
-    def lend(self, parcel, move):
-        assert parcel.n_pages
-        self._all.offered[move.number, self._host] = parcel
-        return Lent(parcel=without_pages(parcel), kv_len=parcel.kv_len, page_size=parcel.page_size, manifest=OFFER)
-
-    def give_back(self, number):
-        self._all.offered.pop((number, self._host), None)
-
-    def fetch(self, carry):
-        parcel = self._here[carry.number] = self._all.fetch(carry.number, self._host)
-        return messages.Carried(number=carry.number, host=self._host, fault="" if parcel else "it did not come")
-
-    def keep(self, bring):
-        self._here[bring.number] = bring.parcel
-        return messages.Carried(number=bring.number, host=self._host, fault="")
-
-    def take(self, number):
-        self._all.taken += 1
-        return self._here.pop(number)
-
-    def leave(self, number):
-        del self._here[number]
-
-
-OFFER = Manifest(key=Key(epoch=1, version=0, receiver="rollout 1/0", sequence=1), address="", number=1, shards=())
 
 
 class Driver:

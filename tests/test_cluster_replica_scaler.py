@@ -7,8 +7,7 @@ from dora_jax.runtime.cluster import messages
 from dora_jax.runtime.cluster.replica_scaler import Replicas, wish_at
 from dora_jax.runtime.durability.payload_state import Partial
 from tests.fakes.cluster import eventually
-from tests.test_cluster import World, at_random, check, entries, events
-from tests.test_cluster_moves import Porters
+from tests.fakes.cluster_world import Porters, World, at_random, check, entries, events
 
 
 @pytest.mark.parametrize("mode, max_versions, seed", [("dora", 3, 0), ("partial", 2, 1), ("sync", 1, 2)])

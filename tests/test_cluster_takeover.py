@@ -31,9 +31,9 @@ from dora_jax.runtime.transfer import slices
 from dora_jax.runtime.transfer.weight_receiver import Versions, WeightHost
 from dora_jax.runtime.transfer.weight_storage import StoredWeights, weights_at
 from tests.fakes.cluster import LIMITS, FakeHost, begin, eventually
-from tests.test_cluster import World, events
-from tests.test_cluster_trainer import group as scored_group
-from tests.test_runtime import STEPS, P, SlowEngine, expected, trained_by
+from tests.fakes.cluster import group as scored_group
+from tests.fakes.cluster_world import World, events
+from tests.fakes.coordinator_world import STEPS, P, SlowEngine, expected, trained_by
 
 IDLE = TickResult(started=(), finished=(), progress={}, tokens=0, free_pages=0)
 

@@ -25,12 +25,7 @@ from dora_jax.runtime.transfer.transfer_manifest import WireError
 from dora_jax.runtime.transfer.weight_distribution import STORAGE, WIRE
 from dora_jax.runtime.transfer.weight_storage import StoredWeights, weights_at
 from dora_jax.trainer import manifest
-from dora_jax.types import ScoredGroup
-from tests.fakes.cluster import LIMITS, FakeLauncher, begin, eventually
-
-
-def group(group_id):
-    return ScoredGroup(group_id=group_id, version=0, samples=(), rewards=np.zeros(1, np.float32), parts={})
+from tests.fakes.cluster import LIMITS, FakeLauncher, begin, eventually, group
 
 
 class Learners(FakeLauncher):

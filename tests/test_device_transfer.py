@@ -16,11 +16,10 @@ import pytest
 from dora_jax.runtime.codec import CodecError
 from dora_jax.runtime.transfer import device_transfer, slices
 from dora_jax.runtime.transfer.device_transfer import Wire
-from dora_jax.runtime.transfer.transfer_manifest import CODEC, Key, Manifest, Shard, WireError, check, deadline_s
-from tests.fakes.wire_peer import new_wire, whole
+from dora_jax.runtime.transfer.transfer_manifest import CODEC, Manifest, Shard, WireError, check, deadline_s
+from tests.fakes.wire_peer import NAMED, key, new_wire, takes, whole
 
 P = jax.sharding.PartitionSpec
-NUMBERS = iter(range(1, 1 << 30))
 
 
 @pytest.fixture(scope="module")
@@ -37,24 +36,8 @@ def placed(x, *spec, on=(2, 2)):
     return jax.device_put(x, jax.sharding.NamedSharding(mesh(*on), P(*spec)))
 
 
-def key(version=3, receiver="rollout0/0", epoch=1):
-    return Key(epoch=epoch, version=version, receiver=receiver, sequence=next(NUMBERS))
-
-
 def like(tree, shardings):
     return jax.tree.map(lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), tree, shardings)
-
-
-def assert_same(got, want):
-    """What `take` returned; whole arrays."""
-    got = {shard.path: x for shard, x in got.items()}
-    assert got.keys() == want.keys()
-    for name, x in want.items():
-        assert got[name].dtype == x.dtype and got[name].shape == x.shape and got[name].tobytes() == x.tobytes(), name
-
-
-def takes(receiver, manifest, named, k, timeout_s=10):
-    assert_same(receiver.take(manifest, tuple(whole(named)), k, timeout_s), named)
 
 
 @pytest.fixture(scope="module")
@@ -150,9 +133,6 @@ def test_what_the_sender_does_not_have_is_not_offered(change, message):
 
 
 # ------------------------------------- what is refused before it is taken
-
-
-NAMED = {"w": np.arange(12, dtype=np.float32).reshape(3, 4), "z": np.zeros(5, np.float32)}
 
 
 def offered(sender, **changes):

@@ -11,7 +11,12 @@ import pytest
 
 from dora_jax.runtime.transfer.transfer_manifest import CODEC, WireError
 from tests.fakes import wire_peer
-from tests.test_device_transfer import ends, key, takes
+from tests.fakes.wire_peer import key, takes
+
+
+@pytest.fixture(scope="module")
+def ends():
+    return wire_peer.new_wire(), wire_peer.new_wire()
 
 
 class Peer:

@@ -16,7 +16,7 @@ from dora_jax.models.logits import target_logprobs
 from dora_jax.ops.segment_attention import segment_attention
 from dora_jax.rollout.engine import Engine
 from dora_jax.types import SampleId
-from tests.test_parity import FAMILIES, torch_model
+from tests.fakes.hf_models import FAMILIES, torch_model
 
 NEW = 200
 NEAR_TIE = 1e-3  # in log-prob: ten times what the two sides may differ by

@@ -15,19 +15,9 @@ import dora_jax
 from dora_jax import config as configs
 from dora_jax import config_files, exits, flags, workdirs
 from dora_jax.config import ConfigError
+from tests.fakes.hf_models import MODEL
 
 ROOT = Path(__file__).parent.parent
-MODEL = {
-    "model_type": "qwen3",
-    "vocab_size": 64,
-    "hidden_size": 24,
-    "num_hidden_layers": 1,
-    "num_attention_heads": 12,
-    "num_key_value_heads": 12,
-    "head_dim": 2,
-    "intermediate_size": 24,
-    "max_position_embeddings": 300,
-}
 
 
 @pytest.fixture

@@ -8,8 +8,7 @@ from dora_jax.bench.fuzz_ports import PAYLOADS, Fuzzer, listening
 from dora_jax.runtime import listener
 from dora_jax.runtime.cluster import messages
 from tests.fakes.cluster import FakeLauncher, Kept
-from tests.fakes.wire_peer import new_wire, whole
-from tests.test_device_transfer import NAMED, key, takes
+from tests.fakes.wire_peer import NAMED, key, new_wire, takes, whole
 
 
 def test_a_gang_and_a_wire_work_on_while_strangers_send_garbage_to_every_port():

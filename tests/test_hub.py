@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.test_flags import MODEL
+from tests.fakes.hf_models import MODEL
 
 ROOT = Path(__file__).parent.parent
 

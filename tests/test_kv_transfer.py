@@ -10,13 +10,12 @@ import pytest
 
 from dora_jax.rollout.migrate import without_pages
 from dora_jax.runtime.codec import Codec
-from dora_jax.runtime.transfer.kv_transfer import CODEC, Layout, fetch, layout_of, lend
+from dora_jax.runtime.transfer.kv_transfer import CODEC, fetch, layout_of, lend
 from dora_jax.runtime.transfer.transfer_manifest import Key, WireError
 from dora_jax.types import SampleId
-from tests.fakes.engine_rig import assert_undisturbed, finish, loaded, shared_engine, submit
+from tests.fakes.engine_rig import LAYOUT, assert_undisturbed, bits, finish, loaded, shared_engine, taken_out
 from tests.fakes.wire_peer import new_wire
 
-LAYOUT = Layout(layers=2, heads=2, head_dim=16, dtype="float32")
 NUMBERS = iter(range(1, 1000))
 
 
@@ -29,22 +28,8 @@ def key(version=0):
     return Key(epoch=1, version=version, receiver="peer/0", sequence=next(NUMBERS))
 
 
-def taken_out(id, ticks=4, others=()):
-    """A running sample's parcel, out of engine a."""
-    with loaded("a") as a:
-        for each in (id, *others):
-            submit(a, each)
-        for _ in range(ticks):
-            a.tick()
-        return a.export(id)
-
-
 def carried(lent):
     return CODEC.decode(CODEC.encode(lent))
-
-
-def bits(pages):
-    return pages.tobytes(), pages.shape, pages.dtype
 
 
 def test_pages_arrive_bit_equal_and_the_sample_goes_on_as_if_it_had_stayed(ends):

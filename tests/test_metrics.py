@@ -12,6 +12,7 @@ import pytest
 
 from dora_jax.console import Console, step_line
 from dora_jax.metrics import Last, Max, Mean, Sum, Writer, reduce
+from tests.fakes.sinks import lines, quiet, scalars
 
 
 class Clock:
@@ -20,14 +21,6 @@ class Clock:
 
     def __call__(self):
         return self.now_s
-
-
-def quiet():
-    return Console(io.StringIO(), tty=False)
-
-
-def lines(workdir):
-    return [json.loads(line) for line in (workdir / "metrics.jsonl").read_text().splitlines()]
 
 
 # ---------------------------------------------------------------- values
@@ -132,20 +125,6 @@ def test_tensorboard_holds_the_same_scalars(tmp_path):
     with Writer(tmp_path, quiet()) as writer:
         writer.write(3, {"reward/mean": 0.25, "bad": math.nan})
     assert list(scalars(tmp_path / "tensorboard")) == [(3, "reward/mean", 0.25)]
-
-
-def scalars(folder):
-    """Steps, names and values in the event files: records of u64 length, u32 crc, payload, u32 crc."""
-    from tensorboardX.proto.event_pb2 import Event
-
-    for file in sorted(folder.iterdir()):
-        data = file.read_bytes()
-        while data:
-            size = int.from_bytes(data[:8], "little")
-            event = Event.FromString(data[12 : 12 + size])
-            data = data[16 + size :]
-            for value in event.summary.value:
-                yield event.step, value.tag, value.simple_value
 
 
 # ---------------------------------------------------------------- console

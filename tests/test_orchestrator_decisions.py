@@ -15,7 +15,7 @@ from dora_jax.orchestrate.state import State
 from dora_jax.orchestrate.transitions import sample_moved
 from dora_jax.types import SampleId
 from tests.fakes.orchestrator_world import Shape, World
-from tests.test_orchestrator_scenarios import SMALL, Body
+from tests.fakes.scenario import SMALL, Body
 
 STAGES = "loaded started resumed parked cancelled scored"
 

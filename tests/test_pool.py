@@ -9,73 +9,13 @@ import time
 import numpy as np
 import pytest
 
-from dora_jax.config import ConfigError, TaskSection
-from dora_jax.tasks import GYM_REWARD, calls, sandbox
-from dora_jax.tasks.pool import GroupFailure, ScorerPool
-from dora_jax.types import Prompt, Sample, SampleId, ScoredGroup, Span
+from dora_jax.config import ConfigError
+from dora_jax.tasks import GYM_REWARD, calls
+from dora_jax.tasks.pool import GroupFailure
+from dora_jax.types import ScoredGroup
+from tests.fakes.reward_pool import MY_REWARDS, group, pools, results, scored
 
 EXACT = "dora_jax.tasks.rewards.exact"
-
-
-def full_walls():
-    """Whether this machine has them; the reason where not."""
-    try:
-        return bool(sandbox.full()), ""
-    except sandbox.NoWalls as error:
-        return False, str(error)
-
-
-WALLS = "full" if full_walls()[0] else "weak"
-
-MY_REWARDS = '''
-import os, sys, time, pathlib, threading
-
-def short(prompt: str, response: str, answer) -> float:
-    return 1.0 if str(answer) in response and len(response) < 80 else 0.0
-
-def terms(prompt, response, answer):
-    return {"right": response == answer, "length": len(response) / 10}
-
-def uneven(prompt, response, answer):
-    return {response: 1.0}
-
-def seen(prompt, response, answer):
-    return {"seen " + repr((prompt, response, answer)): 1.0}
-
-def modules(prompt, response, answer):
-    return {name: name in sys.modules for name in response.split()}
-
-def environment(prompt, response, answer):
-    return {name: name in os.environ for name in response.split()}
-
-def noisy(prompt, response, answer):
-    print("x" * 3_000_000, flush=True)
-    os.write(1, b"\\x00\\x00\\x00\\x02{}"); os.write(2, b"noise")
-    return float(len(response))
-
-def trouble(prompt, response, answer):
-    """What a response asks for."""
-    count(answer)
-    if response == "raise": raise ValueError("no good")
-    if response == "hang": time.sleep(60)
-    if response == "spin": threading.Event().wait(60)
-    if response == "exit": print("bye", flush=True); os._exit(0)
-    if response == "sysexit": sys.exit(0)
-    if response == "segv": os.kill(os.getpid(), 11)
-    if response == "text": return "1.0"
-    if response == "nan": return float("nan")
-    if response == "once":
-        if count(answer) == 2: os._exit(3)
-    return 1.0
-
-def count(path):
-    with open(path, "a") as file: file.write(".")
-    return os.path.getsize(path)
-
-def python(prompt, response, answer):
-    import multiprocessing
-    return float(os.system("true"))
-'''
 
 
 @pytest.fixture
@@ -87,61 +27,8 @@ def folder(tmp_path, monkeypatch):
 
 @pytest.fixture
 def opened(folder):
-    """Pools that the test need not close."""
-    pools = []
-
-    def open_pool(*names, **section):
-        paths = tuple(name if "." in name else f"my_rewards.{name}" for name in names)
-        pools.append(ScorerPool(TaskSection(rewards=paths, **{"reward_walls": WALLS, **section}), decode))
-        return pools[-1]
-
-    yield open_pool
-    for pool in pools:
-        pool.close()
-
-
-def decode(ids):
-    return "".join(map(chr, ids))
-
-
-def group(*responses, answer="4", group_id=0, finish="stop"):
-    prompt = Prompt(
-        group_id=group_id,
-        task="t",
-        uid="u",
-        text="2+2=",
-        token_ids=np.zeros(1, np.int32),
-        answer=answer,
-        max_new_tokens=9,
-    )
-    samples = tuple(
-        Sample(
-            id=SampleId(group_id, i),
-            prompt_ids=prompt.token_ids,
-            out_ids=np.array([ord(c) for c in text], np.int32),
-            logprobs=np.zeros(len(text), np.float32),
-            mask=np.ones(len(text), bool),
-            spans=(Span(version=3, start=0, stop=len(text)),),
-            finish=finish,
-        )
-        for i, text in enumerate(responses)
-    )
-    return prompt, samples
-
-
-def results(pool, n=1, timeout_s=20.0):
-    done, end_s = [], time.monotonic() + timeout_s
-    while len(done) < n:
-        assert time.monotonic() < end_s, f"{len(done)} of {n} groups came back"
-        done += pool.poll()
-        time.sleep(0.005)
-    return done
-
-
-def scored(pool, *responses, **more):
-    pool.submit(*group(*responses, **more))
-    (result,) = results(pool)
-    return result
+    with pools() as open_pool:
+        yield open_pool
 
 
 # ---------------------------------------------------------------- scores
@@ -363,7 +250,7 @@ def test_close_kills_the_workers_even_in_the_middle_of_a_job(opened, folder):
 
 ORPHAN = """
 import os, time
-from tests.test_pool import *
+from tests.fakes.reward_pool import *
 pool = ScorerPool(TaskSection(rewards=("my_rewards.trouble",), reward_timeout_s=60.0, reward_walls=WALLS), decode)
 pool.submit(*group("spin", answer="calls"))
 while not os.path.exists("calls"): time.sleep(0.01)

@@ -11,7 +11,7 @@ import pytest
 from dora_jax.config import ConfigError
 from dora_jax.tasks import sandbox
 from dora_jax.tasks.pool import GroupFailure
-from tests.test_pool import full_walls, opened, scored
+from tests.fakes.reward_pool import full_walls, pools, scored
 
 HOSTILE = '''
 import json, os, socket, struct, time
@@ -67,6 +67,12 @@ def folder(tmp_path, monkeypatch):
     (tmp_path / "my_rewards.py").write_text(HOSTILE)
     monkeypatch.chdir(tmp_path)
     return tmp_path
+
+
+@pytest.fixture
+def opened(folder):
+    with pools() as open_pool:
+        yield open_pool
 
 
 @pytest.mark.parametrize(

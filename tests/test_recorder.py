@@ -10,12 +10,13 @@ from dora_jax.bench import recorded
 from dora_jax.config import ConfigError
 from dora_jax.orchestrate import events as ev
 from dora_jax.orchestrate.modes import OrchestratorConfig
+from dora_jax.rollout.oracle import OracleEngine
 from dora_jax.runtime.recorder import COSTS, JOURNAL, Recorder, TimedEngine, fit_ticks
 from dora_jax.sim import replay
 from dora_jax.sim.config import Row
 from dora_jax.sim.run import simulate
 from dora_jax.types import SampleId
-from tests.test_runtime import SECTION, STEPS, OracleEngine, Trainer, make, play
+from tests.fakes.coordinator_world import SECTION, STEPS, Trainer, make, play
 
 
 class Engine(OracleEngine):

@@ -9,7 +9,7 @@ from dora_jax import sft, tasks
 from dora_jax.config import ConfigError, SftSection, TaskSection
 from dora_jax.tasks import render
 from dora_jax.tokenizer import Tokenizer
-from tests.test_tokenizer import folder
+from tests.fakes.tokenizer_folder import folder
 
 MESSAGES = [{"role": "user", "content": "b"}]
 ENDLESS = "{% for a in range(99999) %}{% for b in range(99999) %}{% for c in range(99999) %}{% endfor %}{% endfor %}{% endfor %}"

@@ -8,7 +8,7 @@ import pytest
 from dora_jax import retrying_file
 from dora_jax.metrics import Writer
 from dora_jax.retrying_file import PatientFile
-from tests.test_metrics import lines, quiet, scalars
+from tests.fakes.sinks import lines, quiet, scalars
 
 
 class Disk:

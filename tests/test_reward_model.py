@@ -27,7 +27,7 @@ from dora_jax.tasks import reward_model
 from dora_jax.tasks.pool import GroupFailure
 from dora_jax.tasks.reward_model import ModelScorer, RewardModel
 from dora_jax.types import Prompt, Sample, SampleId, ScoredGroup, Span
-from tests.test_parity import EXTRAS, FAMILIES, SIZES, transformers
+from tests.fakes.hf_models import EXTRAS, FAMILIES, SIZES, transformers
 
 JUDGE = Path(__file__).parent / "data" / "golden" / "judge"
 ROOT = Path(__file__).resolve().parent.parent

@@ -10,7 +10,7 @@ import time
 import pytest
 
 from dora_jax.sim import config, many, run, table, tune
-from tests.test_sim_world import row, simulate
+from tests.fakes.sim_runs import row, simulate
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 

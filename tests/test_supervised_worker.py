@@ -22,8 +22,20 @@ from dora_jax.runtime.durability.payload_state import Book
 from dora_jax.runtime.supervised_worker import LocalInstance, RestartPolicy
 from dora_jax.runtime.workers import Finished, TrainerWorker
 from dora_jax.types import SampleId
+from tests.fakes.coordinator_world import (
+    SECTION,
+    STEPS,
+    G,
+    P,
+    Scorer,
+    Task,
+    Trainer,
+    Weights,
+    expected,
+    long_tailed,
+    trained_by,
+)
 from tests.fakes.journal_world import Disk
-from tests.test_runtime import SECTION, STEPS, G, P, Scorer, Task, Trainer, Weights, expected, long_tailed, trained_by
 
 UP = {"slots": 8, "pages": 96, "page_size": 8}
 

@@ -14,7 +14,7 @@ from absl import flags as absl_flags
 
 from dora_jax import sweep
 from dora_jax.config import ConfigError
-from tests.test_flags import MODEL
+from tests.fakes.hf_models import MODEL
 
 ROOT = Path(__file__).parent.parent
 

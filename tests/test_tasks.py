@@ -17,36 +17,7 @@ from dora_jax.config import ConfigError, TaskSection
 from dora_jax.tasks import datasets
 from dora_jax.tasks.identity import uid_of
 from dora_jax.tasks.prompts import PromptTooLong
-
-SUMS = TaskSection(
-    name="reasoning_gym:chain_sum",
-    params={"min_terms": 2, "max_terms": 4, "max_digits": 2},
-    extract=r": (.*) =$",
-    template="{prompt}=",
-)
-
-
-class Letters:
-    """A tokenizer whose ids are code points."""
-
-    def encode(self, text):
-        return [ord(c) for c in text]
-
-    def chat(self, messages):
-        return "".join(f"<{m['role']}>{m['content']}" for m in messages) + "<assistant>"
-
-
-def opened(section=SUMS, *, seed=0, heldout=64, limit=1000, **more):
-    return tasks.open_task(
-        section,
-        Letters(),
-        seed=seed,
-        max_prompt_tokens=limit,
-        max_new_tokens=8,
-        heldout=heldout,
-        quarantine_path="unused.jsonl",
-        **more,
-    )
+from tests.fakes.tasks import SUMS, opened
 
 
 def params(**values):
@@ -66,7 +37,7 @@ def refusal(section, **more):
 
 PRINT_PROMPTS = """
 import json
-from tests.test_tasks import opened
+from tests.fakes.tasks import opened
 task = opened()
 prompts = [task.prompt_at(g) for g in (5, 0, 123456789, -1, -64)]
 print(json.dumps([[p.uid, p.text, p.token_ids.tolist(), p.answer] for p in prompts]))

@@ -14,8 +14,7 @@ from dora_jax.flags import _apply
 from dora_jax.runtime import run as build
 from dora_jax.tasks.identity import uid_of
 from dora_jax.tasks.mixture import cycle_of
-from tests.test_tasks import Letters
-from tests.test_tasks_rows import sums, write
+from tests.fakes.tasks import Letters, sums, write
 
 GYM = TaskPart(name="reasoning_gym:chain_sum", params={"min_terms": 2, "max_terms": 3, "max_digits": 1})
 

@@ -11,23 +11,12 @@ from dora_jax.config import ConfigError, TaskSection
 from dora_jax.tasks.identity import uid_of
 from dora_jax.tasks.prompts import PromptTooLong
 from dora_jax.tasks.rows import permuted
-from tests.test_tasks import Letters
+from tests.fakes.tasks import Letters, sums, write
 
 
 @pytest.fixture
 def folder(tmp_path):
     return tmp_path
-
-
-def write(path, rows):
-    """Rows that are text are written as they are."""
-    lines = [row if isinstance(row, str) else json.dumps(row) for row in rows]
-    path.write_text("\n".join(lines) + "\n", encoding="utf-8")
-    return str(path)
-
-
-def sums(n, start=0):
-    return [{"prompt": f"{i}+{i}=", "answer": str(2 * i), "id": i} for i in range(start, start + n)]
 
 
 def opened(path, folder, *, heldout=20, seed=0, limit=100, supervised=False, exclude=frozenset(), **section):

@@ -3,11 +3,10 @@
 import json
 
 import pytest
-import tokenizers
 
 from dora_jax.tokenizer import Tokenizer
+from tests.fakes.tokenizer_folder import folder
 
-TOKENS = ["<pad>", "<eos>", "<|im_start|>", "<|im_end|>", "<think>", "a", "b", " ", "\n", "<unk>"]
 CHATML = """{%- for message in messages %}
     {%- if message.role == 'refuse' %}{{ raise_exception('no such role') }}{%- endif %}
     {{- '<|im_start|>' + message['role'] + '\\n' }}
@@ -16,21 +15,6 @@ CHATML = """{%- for message in messages %}
 {% endfor %}
 {%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}{%- endif %}
 """
-
-
-def folder(path, *, settings=None, vocab=TOKENS, **files):
-    """A folder with a character tokenizer; files: name without .json = object."""
-    backend = tokenizers.Tokenizer(tokenizers.models.WordLevel({t: i for i, t in enumerate(vocab)}, unk_token="<unk>"))
-    backend.pre_tokenizer = tokenizers.pre_tokenizers.Split(tokenizers.Regex(r"[\s\S]"), "isolated")
-    backend.decoder = tokenizers.decoders.Fuse()
-    backend.add_special_tokens([t for t in vocab[:4] if t.startswith("<")])
-    backend.add_tokens([t for t in vocab[4:] if t == "<think>"])
-    backend.enable_truncation(3)
-    backend.save(str(path / "tokenizer.json"))
-    settings = {"eos_token": "<eos>", "pad_token": "<pad>"} if settings is None else settings
-    for name, value in {"tokenizer_config": settings, **files}.items():
-        (path / f"{name}.json").write_text(json.dumps(value))
-    return path
 
 
 def test_ids_are_those_of_the_text_and_back(tmp_path):

@@ -15,7 +15,7 @@ from dora_jax.tasks.pool import ScorerPool
 from dora_jax.tasks.solved import Solved
 from dora_jax.tasks.trial import try_rewards
 from dora_jax.types import Prompt, ScoredGroup
-from tests.test_tasks import SUMS, opened
+from tests.fakes.tasks import SUMS, opened
 
 ROOT = Path(__file__).resolve().parent.parent
 MINE = """

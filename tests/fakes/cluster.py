@@ -3,11 +3,14 @@
 import threading
 import time
 
+import numpy as np
+
 from dora_jax.runtime.cluster import messages
 from dora_jax.runtime.cluster.controller_connection import Uplink
 from dora_jax.runtime.cluster.gang import Hub, Limits
 from dora_jax.runtime.cluster.gang_supervisor import Keeper
 from dora_jax.runtime.cluster.run_registry import Roster
+from dora_jax.types import ScoredGroup
 
 LIMITS = Limits(silence_s=60.0, stall_s=60.0, start_s=60.0, restarts=2)
 
@@ -158,3 +161,7 @@ class Kept:
 
 def begin(rank, coordinator, leader):
     return messages.Begin(config={}, workdir="", instance=0, rank=rank, hosts=2, coordinator=coordinator, leader=leader)
+
+
+def group(group_id):
+    return ScoredGroup(group_id=group_id, version=0, samples=(), rewards=np.zeros(1, np.float32), parts={})

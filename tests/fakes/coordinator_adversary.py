@@ -32,8 +32,8 @@ from dora_jax.runtime.durability.payload_state import Book, Partial
 from dora_jax.runtime.durability.recovery import recover
 from dora_jax.runtime.supervised_worker import LocalInstance, RestartPolicy
 from dora_jax.runtime.workers import StepDone, TrainerWorker
+from tests.fakes.coordinator_world import SECTION, Scorer, Task, Trainer, Weights, expected
 from tests.fakes.journal_world import Disk
-from tests.test_runtime import SECTION, Scorer, Task, Trainer, Weights, expected
 
 MAX_MOVES = 40_000
 DEATH, TWICE, KILLED = 0.03, 0.2, 0.01

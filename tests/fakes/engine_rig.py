@@ -9,6 +9,7 @@ from dora_jax import presets
 from dora_jax.config import RolloutSection
 from dora_jax.models import decoder, sharding
 from dora_jax.rollout.engine import Engine
+from dora_jax.runtime.transfer.kv_transfer import Layout
 from dora_jax.types import SampleId
 
 CFG = decoder.new_config("qwen3", vocab_size=64, d_model=32, n_layers=2, n_heads=4, n_kv_heads=2, head_dim=16, d_ff=64)
@@ -115,3 +116,20 @@ def assert_undisturbed(sample):
     np.testing.assert_array_equal(sample.out_ids, same.out_ids)
     np.testing.assert_array_equal(sample.logprobs.view(np.int32), same.logprobs.view(np.int32))
     assert sample.finish == same.finish
+
+
+LAYOUT = Layout(layers=2, heads=2, head_dim=16, dtype="float32")
+
+
+def taken_out(id, ticks=4, others=()):
+    """A running sample's parcel, out of engine a."""
+    with loaded("a") as a:
+        for each in (id, *others):
+            submit(a, each)
+        for _ in range(ticks):
+            a.tick()
+        return a.export(id)
+
+
+def bits(pages):
+    return pages.tobytes(), pages.shape, pages.dtype

@@ -20,7 +20,7 @@ if PROCESSES > 1:
 
 from dora_jax.config import CheckpointSection
 from dora_jax.runtime.cluster.checkpoint_shards import OwnHome
-from tests.test_cluster_checkpoint_shards import like_on, values_of
+from tests.fakes.sharded_state import like_on, values_of
 
 home = OwnHome(f"{os.environ['DORA_TEST_URL']}/{PROCESSES}", RANK)
 like = like_on(jax.devices())

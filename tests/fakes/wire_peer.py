@@ -14,6 +14,7 @@ from dora_jax.runtime.transfer.slices import shard_of
 from dora_jax.runtime.transfer.transfer_manifest import CODEC, Key
 
 MB = 1 << 20
+NAMED = {"w": np.arange(12, dtype=np.float32).reshape(3, 4), "z": np.zeros(5, np.float32)}
 
 
 def new_wire(ip="127.0.0.1"):
@@ -46,6 +47,25 @@ def main():
             print("released", flush=True)
         else:
             print(CODEC.encode(wire.give(key, whole(arrays(key.version)))).hex(), flush=True)
+
+
+NUMBERS = iter(range(1, 1 << 30))
+
+
+def key(version=3, receiver="rollout0/0", epoch=1):
+    return Key(epoch=epoch, version=version, receiver=receiver, sequence=next(NUMBERS))
+
+
+def assert_same(got, want):
+    """What `take` returned; whole arrays."""
+    got = {shard.path: x for shard, x in got.items()}
+    assert got.keys() == want.keys()
+    for name, x in want.items():
+        assert got[name].dtype == x.dtype and got[name].shape == x.shape and got[name].tobytes() == x.tobytes(), name
+
+
+def takes(receiver, manifest, named, k, timeout_s=10):
+    assert_same(receiver.take(manifest, tuple(whole(named)), k, timeout_s), named)
 
 
 if __name__ == "__main__":

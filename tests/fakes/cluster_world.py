@@ -1,0 +1,331 @@
+"""A whole run over gangs: threads stand for processes, and arithmetic stands for the model."""
+
+import dataclasses
+import queue
+import random
+import threading
+
+import numpy as np
+
+from dora_jax.buffer.store import MemoryGroupStore
+from dora_jax.orchestrate import events as ev
+from dora_jax.orchestrate.core import Orchestrator
+from dora_jax.orchestrate.loop import run
+from dora_jax.orchestrate.modes import OrchestratorConfig
+from dora_jax.rollout.migrate import without_pages
+from dora_jax.runtime.cluster import messages
+from dora_jax.runtime.cluster.gang import Hub
+from dora_jax.runtime.cluster.gang_supervisor import Keeper
+from dora_jax.runtime.cluster.kv_endpoint import Porter
+from dora_jax.runtime.cluster.remote_rollout import RemoteInstance
+from dora_jax.runtime.cluster.run_registry import Roster
+from dora_jax.runtime.cluster.tick_broadcast import Follower, Leader
+from dora_jax.runtime.cluster.weight_publisher import Publisher
+from dora_jax.runtime.cluster.worker_roles import RolloutRole
+from dora_jax.runtime.coordinator import LocalWorld
+from dora_jax.runtime.durability.event_log import Journal
+from dora_jax.runtime.durability.file_log import FileLog
+from dora_jax.runtime.durability.journal_audit import ReadOnly, audit
+from dora_jax.runtime.durability.journaled_world import DurableWorld
+from dora_jax.runtime.durability.payload_state import CODEC, Book, Fact
+from dora_jax.runtime.idle_timer import Waits
+from dora_jax.runtime.transfer import weight_messages as ex
+from dora_jax.runtime.transfer.transfer_manifest import Key, Lent, Manifest
+from dora_jax.runtime.transfer.weight_distribution import STORAGE
+from dora_jax.runtime.transfer.weight_receiver import Versions, WeightHost
+from dora_jax.runtime.transfer.weight_storage import StoredWeights
+from dora_jax.runtime.workers import TrainerWorker
+from tests.fakes.cluster import LIMITS, FakeLauncher
+from tests.fakes.coordinator_world import (
+    SECTION,
+    STEPS,
+    G,
+    P,
+    Scorer,
+    SlowEngine,
+    Task,
+    Trainer,
+    Weights,
+    expected,
+    trained_by,
+)
+
+
+class Pulse:
+    """A Pulse whose beats are sent as they change."""
+
+    def __init__(self, link):
+        self.busy, self.waits, self._link, self._progress = False, Waits(), link, 0
+
+    @property
+    def progress(self):
+        return self._progress
+
+    @progress.setter
+    def progress(self, value):
+        self._progress = value
+        self._link.send(messages.Beat(progress=value, busy=self.busy, waited_s=0.0))
+
+
+class Wire:
+    """The link from the first process of a gang to another, without a socket."""
+
+    def __init__(self, turns):
+        self._turns = turns
+
+    def send(self, turn):
+        self._turns.put(turn)
+
+
+class Brought(Versions):
+    """Version v's weights are the number v."""
+
+    def get(self, version, shardings):
+        assert super().get(version, shardings) == {}
+        return version
+
+
+class Published(Weights):
+    """The trainer's side: what is put lies in storage at once."""
+
+    def __init__(self, publisher):
+        super().__init__()
+        self._publisher = publisher
+        publisher.tell(ex.Stored(version=0, there=True))
+
+    def put(self, version, params):
+        super().put(version, params)
+        self._publisher.begin(version)
+        self._publisher.tell(ex.Stored(version=version, there=True))
+
+    def drop(self, version):
+        super().drop(version)
+        self._publisher.drop(version)
+
+
+class Oracles(FakeLauncher):
+    """Rollout gangs whose engines are arithmetic, over the weights of one store. `porter(instance, host)`: for KV."""
+
+    def __init__(self, length, partial_s, porter):
+        super().__init__(life=self.live_as_rollout)
+        self.place = None  # where gangs that are left alone look for another controller
+        self.engines = {}  # (gang, epoch) -> engines by rank
+        self.imported = []  # parcels, by any engine
+        self._partial_s, self._porter = partial_s, porter
+        self.weights, self._length, self._turns = None, length, {}
+        self._lock = threading.Lock()
+
+    def live_as_rollout(self, host):
+        host.join()
+        if self.place is not None:
+            host.link.wait_for_another(self.place, host.began.rank, 20.0)
+        name = host._hello.gang, host._hello.epoch
+        with self._lock:
+            turns = self._turns.setdefault(name, queue.SimpleQueue())
+            engines = self.engines.setdefault(name, {})
+        engine = engines[host.began.rank] = SlowEngine(SECTION, length=self._length, version_in=int)
+        engine.import_ = lambda parcel, then=engine.import_: (self.imported.append(parcel), then(parcel))
+        led = [Wire(turns)] * (host.began.hosts - 1)
+        weights = WeightHost(host.began.rank, None, Brought(), {}, self._read)
+        role = RolloutRole(
+            host.began,
+            engine,
+            weights,
+            host.link,
+            Pulse(host.link),
+            Follower(turns) if host.began.rank else Leader(led),
+            self._partial_s,
+            self._porter(host.began.instance, host.began.rank),
+        )
+        host.ready()
+        role.run(host.inbox)
+
+    def _read(self, version, shardings):
+        self.weights.get(version, shardings)
+        return {}
+
+
+class World:
+    def __init__(
+        self,
+        folder,
+        mode="dora",
+        max_versions=3,
+        instances=3,
+        length=None,
+        partial_s=0.005,
+        hosts=2,
+        porter=lambda instance, host: Porter(instance, host, None, None),
+    ):
+        self.config = OrchestratorConfig(
+            mode=mode,
+            max_versions=max_versions,
+            groups_per_step=P,
+            group_size=G,
+            inflight=1.5,
+            total_steps=STEPS,
+            max_prompt_tokens=8,
+            max_new_tokens=64,
+        )
+        self.folder, self.said = folder, []
+        self._hosts, self._instances, self._mode = hosts, instances, mode
+        length = length or (lambda version, group, index, limit: 60 if (group + index) % 5 == 0 else 2 + index % 5)
+        self.launcher = Oracles(length, partial_s, porter)
+        self.open()
+
+    def new_roster(self):
+        return Roster()
+
+    def open(self, found=None):
+        """A controller, on what the journal told it, if it told anything."""
+        self.roster, self.outbox, self.remotes = self.new_roster(), queue.SimpleQueue(), {}
+        self.hub = Hub("127.0.0.1", self.roster)
+        self.publisher = Publisher(
+            StoredWeights(self.folder.parent / "weights"), (STORAGE,), self.said.append, past=found is not None
+        )
+        self.weights = self.launcher.weights = Published(self.publisher)
+        for i in range(self._instances):
+            up = ev.InstanceUp(instance=i, slots=8, pages=96, page_size=8)
+            self.remotes[i] = RemoteInstance(
+                i, up, self.outbox, self.remotes, self.publisher, self._keeper(i), self.said.append
+            )
+        groups = MemoryGroupStore()
+        self.orchestrator, self.book = (
+            (found.orchestrator, found.book) if found else (Orchestrator(self.config), Book())
+        )
+        trainer = TrainerWorker(
+            Trainer(), lambda groups, base: None, groups, self.weights, self.config.decisions.max_lag, self.outbox
+        )
+        self.world = LocalWorld(
+            instances=list(self.remotes.values()),
+            trainer=trainer,
+            task=Task(),
+            scorer=Scorer(mixed=self._mode == "partial"),
+            groups=groups,
+            weights=self.weights,
+            outbox=self.outbox,
+            group_size=G,
+            eval_samples=2,
+        )
+        self.world.recall(self.book)
+        self.records = []
+        self.world.listen(self.records.append)
+        self.durable = DurableWorld(self.world, Journal(FileLog(self.folder)), self.orchestrator, self.book)
+
+    def run(self, observers=()):
+        for remote in self.remotes.values():
+            remote.open()
+        self.world.start([])
+        try:
+            return run(self.orchestrator, self.durable, observers)
+        finally:
+            self.durable.close()
+            self.world.close()
+            self.publisher.close()
+            self.hub.close()
+
+    def hosts(self, instance):
+        """The processes of its newest gang."""
+        gangs = [name for name in list(self.launcher.gangs) if name[0] == f"rollout {instance}"]
+        return self.launcher.gangs[max(gangs)]
+
+    def _keeper(self, instance):
+        def begin(rank, coordinator, leader):
+            return messages.Begin(
+                config={}, workdir="", instance=instance, rank=rank, hosts=self._hosts, coordinator="", leader=""
+            )
+
+        return lambda name, **hooks: Keeper(
+            self.hub,
+            self.launcher,
+            name,
+            self._hosts,
+            "",
+            begin=begin,
+            notify=self.said.append,
+            limits=dataclasses.replace(LIMITS, restarts=20),
+            **hooks,
+        )
+
+
+def check(world, halt):
+    assert halt.ok, halt
+    trained = trained_by(world.records)
+    assert len({group.group_id for _, group in trained}) == len(trained) == STEPS * P
+    for base, group in trained:
+        for sample in group.samples:
+            np.testing.assert_array_equal(sample.out_ids, expected(sample))
+    books = audit(world.folder)
+    assert books.ok and books.trained == STEPS * P, books
+
+
+def at_random(world, seed, blow):
+    """(an observer that strikes up to eight processes, the instances that it struck)"""
+    draw, struck = random.Random(seed), []
+
+    def strike(event, commands):
+        if isinstance(event, (ev.SampleDone, ev.SampleMoved)) and draw.random() < 0.15 and len(struck) < 8:
+            instance = draw.randrange(3)
+            if world.remotes[instance]._gang is not None:  # a gang that never comes up ends the run
+                struck.append(instance)
+                blow(draw.choice(world.hosts(instance)))
+
+    return strike, struck
+
+
+def entries(folder):
+    journal = Journal(ReadOnly(folder))
+    return [CODEC.decode(data) for n in journal.segments() for data in journal.read(n).records]
+
+
+def events(folder):
+    return [entry.event for entry in entries(folder) if isinstance(entry, Fact)]
+
+
+class Porters:
+    """Of all processes; `share` of what is offered cannot be fetched."""
+
+    def __init__(self, share, seed=0):
+        self.offered, self.taken, self.all = {}, 0, []
+        self._share, self._draw, self._lock = share, random.Random(seed), threading.Lock()
+
+    def __call__(self, instance, host):
+        self.all.append(OnePorter(self, host))
+        return self.all[-1]
+
+    def fetch(self, number, host):
+        with self._lock:
+            return None if self._draw.random() < self._share else self.offered.get((number, host))
+
+
+class OnePorter:
+    lends = True
+
+    def __init__(self, all, host):
+        self._all, self._host, self._here = all, host, {}
+
+    def lend(self, parcel, move):
+        assert parcel.n_pages
+        self._all.offered[move.number, self._host] = parcel
+        return Lent(parcel=without_pages(parcel), kv_len=parcel.kv_len, page_size=parcel.page_size, manifest=OFFER)
+
+    def give_back(self, number):
+        self._all.offered.pop((number, self._host), None)
+
+    def fetch(self, carry):
+        parcel = self._here[carry.number] = self._all.fetch(carry.number, self._host)
+        return messages.Carried(number=carry.number, host=self._host, fault="" if parcel else "it did not come")
+
+    def keep(self, bring):
+        self._here[bring.number] = bring.parcel
+        return messages.Carried(number=bring.number, host=self._host, fault="")
+
+    def take(self, number):
+        self._all.taken += 1
+        return self._here.pop(number)
+
+    def leave(self, number):
+        del self._here[number]
+
+
+OFFER = Manifest(key=Key(epoch=1, version=0, receiver="rollout 1/0", sequence=1), address="", number=1, shards=())

@@ -1,0 +1,165 @@
+"""A run in one process behind a journal, over several lives: a life is killed at any event."""
+
+import queue
+import time
+import zlib
+
+import numpy as np
+
+from dora_jax.buffer.store import MemoryGroupStore
+from dora_jax.orchestrate import events as ev
+from dora_jax.orchestrate.core import Orchestrator
+from dora_jax.orchestrate.loop import run
+from dora_jax.orchestrate.modes import OrchestratorConfig
+from dora_jax.rollout.oracle import OracleEngine
+from dora_jax.runtime.coordinator import LocalWorld
+from dora_jax.runtime.durability.event_log import Journal
+from dora_jax.runtime.durability.file_log import FileLog
+from dora_jax.runtime.durability.journaled_world import DurableWorld
+from dora_jax.runtime.durability.payload_state import CODEC, Book
+from dora_jax.runtime.durability.recovery import recover
+from dora_jax.runtime.shutdown import Guard, GuardedWorld
+from dora_jax.runtime.workers import Finished, InstanceWorker, StepDone, TrainerWorker
+from dora_jax.types import is_eval
+from tests.fakes.coordinator_world import SECTION, G, P, Scorer, Task, Weights, expected
+
+STEPS = 5
+
+
+class Killed(Exception):
+    """Stands for SIGKILL: nothing is flushed after it."""
+
+
+def length(version, group, index, limit):
+    return 60 if (group + index) % 7 == 0 else 2 + (group + index) % 9
+
+
+class Slow(OracleEngine):
+    """Ticks that take a moment, so that kills find samples half done."""
+
+    def tick(self):
+        time.sleep(0.002)
+        return super().tick()
+
+
+class Trainer:
+    """Its weights are a hash of all that it was trained on."""
+
+    def __init__(self, params=1):
+        self.params = params
+
+    def step(self, groups):
+        for group in groups:
+            self.params = zlib.crc32(CODEC.encode(group), self.params)
+        return {}
+
+
+class Run:
+    """One workdir over several processes."""
+
+    def __init__(self, folder, mode="dora", eval_every=2):
+        self.folder = folder
+        self.config = OrchestratorConfig(
+            mode=mode,
+            max_versions={"sync": 1, "one_step": 2}.get(mode, 3),
+            groups_per_step=P,
+            group_size=G,
+            total_steps=STEPS,
+            max_prompt_tokens=8,
+            max_new_tokens=64,
+            eval_every=eval_every,
+            eval_groups=2,
+            eval_samples=2,
+        )
+        self.checkpoints = {0: 1}
+        self.finished, self.trained, self.evaluated, self.known = [], {}, [], set()
+        self.went_on = 0
+        self.weights = {}
+
+    def life(self, kill_at=None, log=None, guard=None):
+        """Halt, or None where it was killed at its fact number `kill_at`."""
+        journal = Journal(log or FileLog(self.folder), sync_s=0.02 if log else 0.0)
+        found = recover(journal, self.config, list(self.checkpoints), lambda v: True, lambda sentence: None)
+        trainer, versions = Trainer(), [0]
+        if found is not None:
+            trainer = self.replayed(found)
+            versions = found.debts.versions
+        world, instances = self.world(trainer, versions)
+        orchestrator, book = (found.orchestrator, found.book) if found else (Orchestrator(self.config), Book())
+        world.listen(self.hear)
+        if found is not None:
+            for id in found.debts.recorded:
+                self.went_on += len(book.tokens(id)[0]) > 0
+            world.adopt(found.debts, book, orchestrator.state.now_s)
+        durable = DurableWorld(world, journal, orchestrator, book, found.epoch if found else 0)
+        seen = [0]
+
+        def observe(event, commands):
+            if isinstance(event, ev.SampleDone) and not is_eval(event.id.group_id):
+                assert event.id not in self.known, f"{event.id} was generated again"
+                self.known.add(event.id)
+            if isinstance(event, ev.StepPublished) and event.version % 2 == 0:
+                self.checkpoints[event.version] = trainer.params
+                durable.want_segment()
+            seen[0] += 1
+            if seen[0] == kill_at:
+                raise Killed
+
+        try:
+            world.start([ev.InstanceUp(instance=w.instance, slots=8, pages=96, page_size=8) for w in instances])
+            return run(orchestrator, GuardedWorld(durable, guard or Guard(0.0)), [observe])
+        except Killed:
+            return None
+        finally:
+            journal._log.close()  # as the end of the process does: no commit
+            world.close()
+
+    def world(self, trainer, versions):
+        outbox, groups, self.weights = queue.SimpleQueue(), MemoryGroupStore(), Weights()
+        self.weights.held = set(versions)
+        workers = [
+            InstanceWorker(i, Slow(SECTION, length=length, version_in=int), self.weights, outbox, 0.005, report_s=0.0)
+            for i in range(2)
+        ]
+        worker = TrainerWorker(
+            trainer,
+            lambda groups, base: groups,
+            groups,
+            self.weights,
+            self.config.decisions.max_lag,
+            outbox,
+            lambda params: params,
+        )
+        world = LocalWorld(
+            instances=workers,
+            trainer=worker,
+            task=Task(too_long=(3,)),
+            scorer=Scorer(mixed=self.config.mode == "partial"),
+            groups=groups,
+            weights=self.weights,
+            outbox=outbox,
+            group_size=G,
+            eval_samples=2,
+        )
+        return world, workers
+
+    def replayed(self, found):
+        trainer = Trainer(self.checkpoints[found.start])
+        for step in found.steps:
+            trainer.step(step.groups)
+            assert trainer.params == step.published.digest, f"version {step.base + 1} came out with other weights"
+        return trainer
+
+    def hear(self, item):
+        match item:
+            case Finished(sample=sample):
+                self.finished.append(sample)
+            case StepDone(version=version, groups=groups, digest=digest):
+                again = ([g.group_id for g in groups], digest)
+                assert self.trained.setdefault(version, again) == again
+
+    def audit(self):
+        ids = [g for groups, _ in self.trained.values() for g in groups]
+        assert len(ids) == len(set(ids)) == STEPS * P
+        for sample in self.finished:
+            np.testing.assert_array_equal(sample.out_ids, expected(sample))

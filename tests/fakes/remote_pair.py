@@ -1,0 +1,96 @@
+"""Two remote instances whose gangs record what they are told."""
+
+import queue
+import threading
+
+import numpy as np
+
+from dora_jax.orchestrate import events as ev
+from dora_jax.rollout.migrate import InFlightSample
+from dora_jax.runtime.cluster import messages
+from dora_jax.runtime.cluster.remote_rollout import RemoteInstance
+from dora_jax.runtime.transfer.transfer_manifest import Lent
+from dora_jax.runtime.workers import InstanceReady
+from dora_jax.types import SampleId
+
+
+class Nobody:
+    """A keeper that keeps nothing; the test plays the gang."""
+
+    def __init__(self, name, **hooks):
+        self.hooks = hooks
+
+    def close(self):
+        pass
+
+
+class Publishing:
+    """A publisher that nobody asks anything."""
+
+    def up(self, gang):
+        pass
+
+    def down(self, gang):
+        pass
+
+    def recognise(self, gang):
+        return False
+
+
+class Posted:
+    def __init__(self, epoch=1):
+        self.epoch, self.posts, self.reason, self.waited_s, self.hosts = epoch, [], "killed", 0.0, 2
+        self.dead = threading.Event()
+
+    def post(self, what):
+        self.posts.append(what)
+
+    tell_all = post
+
+    def tell_each(self, what):
+        self.posts += what
+
+
+def new_pair():
+    """Two stand-ins whose gangs are up: (remotes, gangs, outbox)."""
+    outbox, remotes, said = queue.SimpleQueue(), {}, []
+    for i in range(2):
+        up = ev.InstanceUp(instance=i, slots=8, pages=96, page_size=8)
+        remotes[i] = RemoteInstance(i, up, outbox, remotes, Publishing(), Nobody, said.append)
+    gangs = [rise(remotes[i], outbox) for i in range(2)]
+    gangs[1].said = said
+    return remotes, gangs, outbox
+
+
+def rise(remote, outbox, epoch=1):
+    gang = Posted(epoch)
+    remote._keeper.hooks["up"](gang)
+    item = outbox.get_nowait()
+    assert isinstance(item, InstanceReady)
+    item.admit()
+    return gang
+
+
+def drained(outbox):
+    items = []
+    while not outbox.empty():
+        items.append(outbox.get())
+    return items
+
+
+A = SampleId(3, 1)
+
+
+PARCEL = InFlightSample(
+    id=A,
+    version=0,
+    prompt_ids=np.zeros(1, np.int32),
+    out_ids=np.zeros(2, np.int32),
+    logprobs=np.zeros(2, np.float32),
+    max_new_tokens=9,
+)
+
+
+def moving(number=1, host=0, hosts=1, manifest=None):
+    lent = Lent(parcel=PARCEL, kv_len=0, page_size=0, manifest=manifest)
+    return messages.Moving(lent=lent, src=0, dst=1, attempt=1, number=number, host=host, hosts=hosts)
