@@ -160,7 +160,7 @@ def _open(path: Path) -> Iterator[Tensors]:
                 handle = stack.enter_context(safetensors.safe_open(file, "numpy"))
             except safetensors.SafetensorError as error:
                 raise ValueError(f"{file} is truncated or not a safetensors file: {error}") from error
-            tensors.update({name: (handle, file) for name in handle})
+            tensors.update({name: (handle, file) for name in handle.keys()})  # noqa: SIM118  (a handle is no iterable)
         yield tensors
 
 

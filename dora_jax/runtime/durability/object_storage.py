@@ -206,6 +206,9 @@ class Objects:
         self.url = url.rstrip("/")
         self._store = opened(url)
 
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.keys())
+
     def keys(self, folder: str = "") -> list[str]:
         return sorted(key.decode() for key in self._done(self._store.list(_within(folder) if folder else None)))
 
