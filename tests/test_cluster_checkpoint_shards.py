@@ -44,7 +44,7 @@ def test_the_parts_of_two_processes_are_a_step_like_any_other(tmp_path, monkeypa
         steps = StepBucket(url)
         steps.tidy()
         assert steps.steps() == [], "a step without a manifest is none, and is swept"
-        assert not any("/2/" in key or "/3/" in key for key in Objects(url))
+        assert not any("/2/" in key or "/3/" in key for key in Objects(url).keys())
 
 
 def test_a_step_is_read_on_any_mesh_by_a_cluster_and_in_one_process(tmp_path, monkeypatch):
@@ -173,7 +173,7 @@ def test_a_step_is_one_when_all_processes_have_put_it_and_old_ones_make_room(tmp
         trainer.saved(rank, step)
         checkpoints.wait()
     assert checkpoints.steps() == [2, 6, 7], "samples still run at version 2"
-    assert {key.split("/")[1] for key in store} == {"2", "6", "7"}, "nor is anything left of steps 4 and 5"
+    assert {key.split("/")[1] for key in store.keys()} == {"2", "6", "7"}, "nor is anything left of steps 4 and 5"
 
 
 def test_a_store_that_fails_is_an_alarm_and_the_step_comes_later(tmp_path, monkeypatch):

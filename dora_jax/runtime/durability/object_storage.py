@@ -302,7 +302,7 @@ class _Copy:
         (folder / name).write_bytes(self._get(f"{STEPS}/{step}/{name}"))
 
     def pull_files(self) -> None:
-        for key in self._store:
+        for key in self._store.keys():
             if key.split("/")[0] not in (STEPS, JOURNAL, WEIGHTS, REPLICAS, ROSTER, *CONFIG):
                 (self._dir / key).parent.mkdir(exist_ok=True)
                 (self._dir / key).write_bytes(self._get(key))
