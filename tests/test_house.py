@@ -1,0 +1,63 @@
+"""Rules of the tests: one import root, no test file imports another, and tests use what the package makes public."""
+
+import ast
+import functools
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+TESTS = sorted((ROOT / "tests").rglob("*.py"))
+PUBLIC_ANYWAY = {"_asdict", "_exit", "_fields", "_replace"}  # of namedtuple and os
+BY_NAME = {"delattr", "getattr", "hasattr", "object", "patch", "setattr"}  # of builtins, monkeypatch and mock
+MOST_PRIVATE = 212  # this number only falls
+
+
+@functools.cache
+def nodes(path):
+    return list(ast.walk(ast.parse(path.read_text())))
+
+
+def imported(path):
+    """The modules that a file imports, as written; of `from a import b` both a and a.b."""
+    for node in nodes(path):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            yield node.module
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+
+
+def private(name):
+    return name.startswith("_") and not name.endswith("__") and name not in PUBLIC_ANYWAY
+
+
+def private_accesses(path):
+    """Every `x._name` where x is not self, every `from module import _name`, and every "_name" that is set or got."""
+    for node in nodes(path):
+        names = []
+        if isinstance(node, ast.Attribute) and ast.unparse(node.value) not in ("self", "cls", "super()"):
+            names = [node.attr]
+        elif isinstance(node, ast.ImportFrom):
+            names = [alias.name for alias in node.names]
+        elif isinstance(node, ast.Call) and ast.unparse(node.func).split(".")[-1] in BY_NAME:
+            names = [str(arg.value).split(".")[-1] for arg in node.args if isinstance(arg, ast.Constant)]
+        if any(map(private, names)):
+            yield f"{path.relative_to(ROOT)}:{node.lineno} {ast.unparse(node)}"
+
+
+def test_a_helper_has_one_name_and_no_test_file_imports_another():
+    own = {path.stem for path in TESTS} - {"__init__"}
+    for path in TESTS:
+        for name in imported(path):
+            assert name.split(".")[0] not in own, f"{path.name}: {name} is imported as tests.fakes.{name}"
+            assert not name.startswith("tests.test_"), f"{path.name}: what {name} shares belongs in tests/fakes"
+
+
+def test_nothing_but_the_tests_imports_the_tests():
+    for folder in ("dora_jax", "configs", "launch"):
+        for path in (ROOT / folder).rglob("*.py"):
+            assert not [name for name in imported(path) if name and name.split(".")[0] == "tests"], path
+
+
+def test_private_names_of_the_package_are_left_alone():
+    found = [access for path in TESTS for access in private_accesses(path)]
+    assert len(found) <= MOST_PRIVATE, "\n".join(found)
