@@ -1,7 +1,6 @@
 """Configuration: an ml_collections ConfigDict at the edge, these frozen dataclasses inside.
 
-Consumes what a config file returns (`defaults()` with some fields changed) or a workdir's config.json; produces
-a `Config`, or one `ConfigError` that lists every problem. A config file reads
+Every field of a run, with its default and its meaning. A config file reads
     from dora_jax import config
     def get_config(arg=None):
         c = config.defaults()
@@ -10,24 +9,20 @@ a `Config`, or one `ConfigError` that lists every problem. A config file reads
 
 Laws: no JAX here, so that a mistake is reported before a device is touched; `Config` never changes; a field that
 is not declared below does not exist, except inside the free-form dictionaries (`task.params`, ...).
-The rules between fields are in validate.py, the command line in flags.py.
+Trees become a `Config` in config_tree.py, the rules between fields are in validate.py, the command line in flags.py.
 """
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
-import functools
 import json
-import math
-import typing
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from dora_jax import validate
+from dora_jax import config_tree
 from dora_jax.redaction import redact
-from dora_jax.spelling import nearest
 
 if TYPE_CHECKING:
     import ml_collections
@@ -36,9 +31,7 @@ if TYPE_CHECKING:
 @dataclass(frozen=True, kw_only=True)
 class ModelSection:
     path: str = ""  # a Hugging Face folder
-    size: str = (
-        ""  # Qwen3-8B, say: what a dry run reckons with where path is not there; a folder of other sizes is refused
-    )
+    size: str = ""  # Qwen3-8B, say: what a dry run reckons with if path is missing; a folder of other sizes is refused
     dtype: str = "auto"  # compute dtype: float32 or bfloat16; auto: by platform (presets.py); masters stay f32
 
 
@@ -52,9 +45,7 @@ class TaskPart:
     heldout_path: str = ""
     extract: str = ""
     weight: int = 1  # prompts of it in each turn through the mix
-    limit: float = (
-        1.0  # its groups outstanding, at most, in units of its share of inflight; where all are 1, none is limited
-    )
+    limit: float = 1.0  # its outstanding groups at most, in units of its share of inflight; all 1: no limits
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,12 +54,8 @@ class TaskSection:
     params: dict[str, Any] = dataclasses.field(default_factory=dict)  # handed to the reasoning-gym dataset
     path: str = ""  # rows: a .jsonl or .parquet file
     heldout_path: str = ""  # rows: held-out file; empty: a share of `path` by uid
-    mix: dict[str, TaskPart] = dataclasses.field(
-        default_factory=dict
-    )  # several tasks in place of `name`, by a name for each
-    adaptive: bool = (
-        False  # of a mix: a task of which many groups are filtered gets more of the load, up to 4 times as much
-    )
+    mix: dict[str, TaskPart] = dataclasses.field(default_factory=dict)  # several tasks in place of `name`, each named
+    adaptive: bool = False  # mix: a task with many filtered groups gets more of the load, up to 4 times its share
     heldout: int = 256  # distinct held-out prompts; in a mix an equal part of each task's
     template: str = "{prompt}"  # "{prompt}" is the question; "chat" applies the tokenizer's chat template
     extract: str = ""  # regex; its first group in the question replaces the question
@@ -77,9 +64,7 @@ class TaskSection:
     reward_workers: int = 1  # processes
     reward_timeout_s: float = 10.0
     reward_retries: int = 2
-    reward_walls: str = (
-        "auto"  # full: rewards see no other process; weak: they could; auto: full, for shipped rewards if possible
-    )
+    reward_walls: str = "auto"  # full: rewards see no other process; weak: they could; auto: full for shipped rewards
     reward_env: tuple[str, ...] = ()  # names of environment variables that rewards may read, beside PATH and the like
     max_failed_share: float = 0.01  # above this the run stops
     max_bad_rows_share: float = 0.01
@@ -115,13 +100,9 @@ class RolloutSection:
     prefill_call_tokens: int = 0  # of them, in one dispatch; 0: by platform
     decode_steps: int = 8  # decode steps a dispatch
     decode_rows: int = 0  # rows of a decode dispatch, a divisor of slots; 0: slots
-    prefill_chunk: int = (
-        0  # prompt tokens of one sample in one prefill dispatch; prefixes are shared in chunks; 0: by platform
-    )
+    prefill_chunk: int = 0  # prompt tokens of one sample in one dispatch; prefixes are shared in chunks; 0: by platform
     context_block: int = 128  # the past is attended to in blocks of so many tokens
-    late_results: str = (
-        "auto"  # on: a dispatch is read back after the next is launched, which hides host work; off; auto
-    )
+    late_results: str = "auto"  # on: read a dispatch back after the next is launched, which hides host work; off; auto
     temperature: float = 1.0
     top_k: int = 0  # 0: off
     top_p: float = 1.0  # 1: off
@@ -133,9 +114,7 @@ class RolloutSection:
     weights: str = ""  # int8 or float8: projections in 8 bits; empty: as published
     kv: str = ""  # float8: the KV pool in 8 bits; empty: as computed
     keep_set: bool = False  # send along which ids each token was drawn from; needs top_k
-    compiler_options: dict[str, Any] = dataclasses.field(
-        default_factory=dict
-    )  # XLA's, for the engine; empty: the chip's
+    compiler_options: dict[str, Any] = dataclasses.field(default_factory=dict)  # of XLA, engine; empty: the chip's
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -165,9 +144,7 @@ class TrainerSection:
     pack_tokens: int = 512  # L: packed row length
     rows: int = 0  # B: packed rows a step; 0: derived from groups, G and the length limits
     micro_batches: int = 1
-    share_prompts: str = (
-        "auto"  # on: a row holds a group's prompt once; off: once a sample; auto: on where attention can
-    )
+    share_prompts: str = "auto"  # on: a row holds a group's prompt once; off: once a sample; auto: where attention can
     skip_zero_advantage: bool = False  # samples that move no weight are not computed; metrics are then of the others
     learning_rate: float = 1e-3
     warmup_steps: int = 5
@@ -180,9 +157,7 @@ class TrainerSection:
     remat: str = "none"  # none, full, dots
     attention: str = "auto"  # reference, splash (TPU), cudnn (GPU); auto: by platform
     logits_bytes: int = 0  # f32 logits alive at once on a device; 0: by platform
-    compiler_options: dict[str, Any] = dataclasses.field(
-        default_factory=dict
-    )  # XLA's, for the update; empty: the chip's
+    compiler_options: dict[str, Any] = dataclasses.field(default_factory=dict)  # of XLA, update; empty: the chip's
     advantage: str = "grpo"
     policy_loss: str = "ppo"
     aggregation: str = "token_mean"
@@ -212,9 +187,7 @@ class EvalSection:
     every: int = 0  # steps; 0: only the first and the last version
     prompts: int = 64
     samples: int = 1  # k of avg@k and pass@k
-    solved: str = (
-        ""  # what accuracy counts: "TERM" or "TERM >= 0.5" of the reward, or total; empty: its first term >= 1
-    )
+    solved: str = ""  # what accuracy counts: "TERM" or "TERM >= 0.5" of the reward, or total; empty: first term >= 1
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -275,9 +248,7 @@ class ClusterSection:
     silence_s: float = 10.0  # a process that is not heard for so long is taken for dead
     stall_s: float = 300.0  # as is one that has work and does not move; longer than any step takes
     start_s: float = 900.0  # from starting a gang until it is compiled
-    reattach_s: float = (
-        120.0  # a gang whose controller is killed goes on so long, for the next to take over; 0: it ends
-    )
+    reattach_s: float = 120.0  # a gang whose controller died waits so long for the next one to take it over; 0: it ends
     max_restarts: int = 3  # of a gang in a row that come to nothing, before the run ends
     elastic: bool = False  # an instance without room waits for it; WORKDIR/replicas says how many there are to be
 
@@ -328,89 +299,24 @@ def blame(field: str) -> Iterator[None]:
 
 def defaults() -> ml_collections.ConfigDict:
     """The ConfigDict that a config file fills in: locked, but for the free-form dictionaries."""
-    import ml_collections  # for config files: a Config itself does without
-
-    tree = ml_collections.ConfigDict(dataclasses.asdict(Config())).lock()
-    for path in free_form():
-        functools.reduce(getattr, path.split("."), tree).unlock()
-    return tree
+    return config_tree.defaults(Config())
 
 
-def from_config_dict(tree: Mapping[str, Any] | ml_collections.ConfigDict, purpose: str = "train") -> Config:
-    """Converts and validates everything at once; purpose: train, sft or evaluate (see validate.problems)."""
-    problems: list[str] = []
-    config = _build(Config, _plain(tree), "", problems)
-    problems += validate.problems(config, purpose)
-    if problems:
-        raise ConfigError(problems)
-    return config
-
-
-def from_tree(tree: Mapping[str, Any] | ml_collections.ConfigDict) -> Config:
-    """Converts alone: for a config file that asks about what it is filling in."""
-    return _build(Config, _plain(tree), "", [])
+def from_tree(tree: config_tree.Tree) -> Config:
+    """Converts without checking: for a config file that asks about what it is filling in. `validate` checks too."""
+    return config_tree.build(Config, tree)[0]
 
 
 def to_json(config: Config) -> dict[str, Any]:
-    """A JSON tree with secrets blanked; `from_config_dict` reads it back."""
+    """A JSON tree with secrets blanked; `from_tree` reads it back."""
     return json.loads(json.dumps(redact(dataclasses.asdict(config))))
 
 
-def fields(cls: type = Config, prefix: str = "") -> dict[str, Any]:
+def fields() -> dict[str, Any]:
     """Dotted name -> declared type of every field, sections left out: "steps", "trainer.rows", ..."""
-    found = {}
-    for name, kind in _hints(cls).items():
-        if dataclasses.is_dataclass(kind):
-            found |= fields(kind, f"{prefix}{name}.")
-        else:
-            found[prefix + name] = kind
-    return found
+    return config_tree.fields(Config)
 
 
 def free_form() -> list[str]:
     """The fields that are dictionaries: what they hold is for the task or the objective to know."""
-    return [name for name, kind in fields().items() if typing.get_origin(kind) is dict]
-
-
-_hints = functools.cache(typing.get_type_hints)  # which compiles every annotation anew
-
-
-def _plain(tree: Mapping[str, Any] | ml_collections.ConfigDict) -> Mapping[str, Any]:
-    return tree if isinstance(tree, Mapping) else tree.to_dict()
-
-
-def _build(cls: type, tree: Mapping[str, Any], prefix: str, problems: list[str]) -> Any:
-    """A section from a mapping; a field that cannot be read keeps its default and adds a problem."""
-    hints = _hints(cls)
-    for name in sorted(tree.keys() - hints.keys()):
-        problems.append(
-            f"{prefix}{name}: unknown field; the nearest is {nearest(prefix + name, fields() | fields(cls, prefix))}"
-        )
-    values = {}
-    for name in sorted(hints.keys() & tree.keys()):
-        try:
-            values[name] = _convert(tree[name], hints[name], prefix + name, problems)
-        except TypeError as error:
-            problems.append(f"{prefix}{name}: {error}")
-    return cls(**values)
-
-
-def _convert(value: Any, kind: Any, name: str, problems: list[str]) -> Any:
-    origin = typing.get_origin(kind) or kind
-    if dataclasses.is_dataclass(origin) and isinstance(value, Mapping):
-        return _build(origin, value, name + ".", problems)
-    if origin is dict and isinstance(value, Mapping):
-        _, of = typing.get_args(kind)
-        return {
-            key: _convert(each, of, f"{name}.{key}", problems) if dataclasses.is_dataclass(of) else each
-            for key, each in value.items()
-        }
-    if origin is tuple and isinstance(value, (tuple, list)):
-        element, _ = typing.get_args(kind)
-        return tuple(_convert(each, element, name, problems) for each in value)
-    if origin is float and type(value) in (int, float) and math.isfinite(value):
-        return float(value)
-    if origin in (int, bool, str) and type(value) is origin:
-        return value
-    word = "section" if dataclasses.is_dataclass(origin) else origin.__name__
-    raise TypeError(f"{value!r} is not a {'finite ' if origin is float else ''}{word}")
+    return config_tree.free_form(Config)

@@ -15,6 +15,7 @@ import ml_collections
 
 from dora_jax import config as configs
 from dora_jax.config import ConfigError
+from dora_jax.spelling import nearest
 
 
 def config_file(path: str) -> str:
@@ -64,7 +65,7 @@ def blame(path: str, error: Exception) -> str:
     line = error.lineno if isinstance(error, SyntaxError) else (lines[-1] if lines else None)
     unknown = re.match(r"\W*Key \"(\w+)\" does not exist", str(error))
     if unknown:
-        what = f"unknown field {unknown[1]}; the nearest is {configs.nearest(unknown[1], configs.fields())}"
+        what = f"unknown field {unknown[1]}; the nearest is {nearest(unknown[1], configs.fields())}"
     else:
         what = f"{type(error).__name__}: {' '.join(str(error).split())}"
     return f"{path}{f':{line}' if line else ''}: {what}"

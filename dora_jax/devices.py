@@ -17,9 +17,9 @@ from pathlib import Path
 from dora_jax import chips
 from dora_jax.chips import Machine
 from dora_jax.config import Config, ConfigError
-from dora_jax.validate import MIN_AUTO_INSTANCES
 
 Indices = tuple[int, ...]
+MIN_AUTO_INSTANCES = 2  # rollout.instances = 0 makes at least so many: fewer could not hold two versions side by side
 MALLOC_OPTIONS = {  # mallopt(3), numbers of <malloc.h>
     -8: 1,  # M_ARENA_MAX: one heap, since those of other threads cannot grow
     -4: 0,  # M_MMAP_MAX: large blocks come from the heap too, instead of a mapping that ends with them
@@ -162,13 +162,6 @@ def check_slice(field: str, name: str) -> None:
             f"{field}: {name or 'empty, which is a CPU'}, but this process has {here.devices} devices of "
             f"{here}; name their slice"
         )
-
-
-def filled(config: Config) -> Config:
-    """The configuration with nothing left open, for the devices that this process computes on; starts JAX."""
-    from dora_jax import presets  # it plans with this module
-
-    return presets.resolve(config, presets.here(config), presets.model_of(config))[0]
 
 
 def setup_platform(config: Config) -> None:

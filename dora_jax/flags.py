@@ -29,6 +29,7 @@ from dora_jax import config as configs
 from dora_jax.config import Config, ConfigError, RunError
 from dora_jax.models import config as models
 from dora_jax.models.hf_config import read_config
+from dora_jax.spelling import nearest
 
 CONFIG_HELP = (
     "path.py[:argument], or the name of a config that comes with dora_jax; --config.field=value overrides a field"
@@ -107,7 +108,7 @@ def parse(argv: Sequence[str], purpose: str = "train", flag_values: flags.FlagVa
         flag_values.workdir or str(Path("runs") / config_files.run_name(spec)), purpose, flag_values.dry_run
     )
     downloads = hub.settle(tree) if flag_values.download else {}
-    config = configs.from_config_dict(tree, purpose)
+    config = validate.from_config_dict(tree, purpose)
     if flag_values.aot and not (flag_values.dry_run and purpose == "train"):
         raise ConfigError("aot: --aot goes with --dry_run, of dora_jax.train")
     asked = Run(
@@ -161,7 +162,7 @@ def taken(config: Config | Mapping[str, Any] | ml_collections.ConfigDict, workdi
     """What a script asks for, checked and recorded as a command line is."""
     tree = dataclasses.asdict(config) if isinstance(config, Config) else config
     asked = Run(
-        config=configs.from_config_dict(tree),
+        config=validate.from_config_dict(tree),
         workdir=local(workdir, "train"),
         overrides={},
         dry_run=False,
@@ -249,7 +250,7 @@ def _saved(rest: Sequence[str], spec: str) -> ml_collections.ConfigDict:
     named = [arg.partition("=")[2] for arg in rest if re.match(r"--?workdir=", arg)]
     if not named:
         raise ConfigError("workdir: missing; name the folder of a run, --workdir=DIR")
-    config = configs.from_config_dict(workdirs.read(local(named[-1], "evaluate")), "evaluate")
+    config = validate.from_config_dict(workdirs.read(local(named[-1], "evaluate")), "evaluate")
     return ml_collections.ConfigDict(dataclasses.asdict(config)).lock()
 
 
@@ -267,7 +268,7 @@ def _apply(tree: ml_collections.ConfigDict, argv: Sequence[str], flag_values: fl
     if leftover:
         raise ConfigError(
             f"argument {leftover[0]!r}: not a flag; the nearest is "
-            f"--{configs.nearest(_flag_name(leftover[0]), [f'config.{name}' for name in known])}=..."
+            f"--{nearest(_flag_name(leftover[0]), [f'config.{name}' for name in known])}=..."
         )
     return config_flags.get_override_values(flag_values["config"])
 
@@ -298,8 +299,7 @@ def _refuse_unknown(argv: Sequence[str], known: Sequence[str]) -> None:
         if match and match[2] not in known:
             inside = [name for name in known if name.startswith(match[2] + ".")]
             what = "a section, not a field" if inside else "unknown field"
-            nearest = configs.nearest(match[2], inside or known)
-            problems.append(f"config.{match[2]}: {what}; the nearest is config.{nearest}")
+            problems.append(f"config.{match[2]}: {what}; the nearest is config.{nearest(match[2], inside or known)}")
     if problems:
         raise ConfigError(problems)
 

@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from dora_jax import budget, chips, devices, memory, validate
+from dora_jax import budget, chips, devices, memory
 from dora_jax import config as configs
 from dora_jax.budget import Machines
 from dora_jax.chips import Machine
@@ -151,20 +151,9 @@ def warm_start_problems(config: Config, found: Machines) -> list[str]:
     ]
 
 
-def settle(config: Config) -> tuple[Config, list[str]]:
-    """(the configuration that this process runs, lines that say what was chosen for it); starts JAX.
-
-    ConfigError where a choice breaks a rule, or where the memory plan does not fit.
-    """
-    found, model = here(config), model_of(config)
-    config, choices = resolve(config, found, model)
-    if said := [
-        *validate.problems(config, "evaluate"),
-        *validate.model_problems(config),
-        *problems(config, found, model),
-    ]:
-        raise ConfigError(said)
-    return config, [f"chosen for {found}:", *table(choices)] if choices else []
+def filled(config: Config) -> Config:
+    """The configuration with nothing left open, for the devices that this process computes on; starts JAX."""
+    return resolve(config, here(config), model_of(config))[0]
 
 
 def micro_batches(tree: Any) -> int:

@@ -11,22 +11,22 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Container, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from dora_jax import config_tree, hub, presets
 from dora_jax.chips import CHIPS
+from dora_jax.config import Config, ConfigError, TaskPart, TaskSection
+from dora_jax.devices import MIN_AUTO_INSTANCES
 from dora_jax.models.config import FAMILIES, KNOWN, MAX_LAYERS, ModelConfig
 from dora_jax.models.hf_config import read_config
 from dora_jax.orchestrate.modes import OrchestratorConfig
+from dora_jax.rollout.shapes import shapes_of
 from dora_jax.tasks import mixture, solved
 from dora_jax.trainer import objective
-
-if TYPE_CHECKING:
-    from dora_jax.config import Config, TaskPart, TaskSection
 
 Problems = Iterator[str]
 
 MOST_WEIGHT = 1000  # prompts of one turn through a mix: its shares are as exact as anybody can want
-MIN_AUTO_INSTANCES = 2  # rollout.instances = 0 makes at least so many: fewer could not hold two versions side by side
 
 CHOICES: dict[str, tuple[str, ...]] = {
     "placement": ("auto", "disjoint", "shared"),
@@ -91,13 +91,32 @@ RANGES: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
 )
 
 
+def from_config_dict(tree: config_tree.Tree, purpose: str = "train") -> Config:
+    """A tree as a configuration; ConfigError lists everything that is wrong with it. Purpose: as in `problems`."""
+    config, found = config_tree.build(Config, tree)
+    if found := [*found, *problems(config, purpose)]:
+        raise ConfigError(found)
+    return config
+
+
+def settle(config: Config) -> tuple[Config, list[str]]:
+    """(the configuration that this process runs, lines that say what was chosen for it); starts JAX.
+
+    ConfigError where a choice breaks a rule, or where the memory plan does not fit.
+    """
+    machines, model = presets.here(config), presets.model_of(config)
+    config, choices = presets.resolve(config, machines, model)
+    found = [*problems(config, "evaluate"), *model_problems(config), *presets.problems(config, machines, model)]
+    if found:
+        raise ConfigError(found)
+    return config, [f"chosen for {machines}:", *presets.table(choices)] if choices else []
+
+
 def problems(config: Config, purpose: str = "train") -> list[str]:
     """Every broken rule. Purpose: what is about to run; train needs a model to start from, sft a folder to write.
 
     Open fields count as the machine that the configuration names fills them in, a CPU where it names none.
     """
-    from dora_jax import presets  # it imports config.py, which imports this file
-
     found = [*_folders(config, purpose)]
     try:
         machines = presets.machines(config)
@@ -117,8 +136,6 @@ def makes_base(config: Config) -> bool:
 def missing_paths(config: Config, purpose: str = "train", coming: Container[str] = ()) -> list[str]:
     """Files and folders that are named and not there; neither what the warm start will write nor fields of `coming`, whose
     models will be downloaded, are missing."""
-    from dora_jax import hub  # it imports config.py, which imports this file
-
     named = {
         f"{where}.{field}": getattr(part, field)
         for where, part in {"task": config.task, **_parts(config.task)}.items()
@@ -266,8 +283,6 @@ def _pattern(name: str, pattern: str) -> Problems:
 
 
 def _engine(config: Config) -> Problems:
-    from dora_jax.rollout.shapes import shapes_of  # it imports config.py, which imports this file
-
     if any(_ranges(config)) or config.rollout.attention not in CHOICES["rollout.attention"]:
         return  # it divides by numbers that a range has just refused, and knows only the kernels there are
     try:

@@ -77,7 +77,7 @@ def record(workdir: Path, config: Config, overrides: Mapping[str, Any]) -> None:
 
 
 def read(workdir: Path) -> dict[str, Any]:
-    """The tree in its config.json, for `config.from_config_dict`; ConfigError where there is none for this version."""
+    """The tree in its config.json, for `validate.from_config_dict`; ConfigError where there is none for this version."""
     file = workdir / "config.json"
     if not file.is_file():
         raise ConfigError(f"workdir: {workdir} holds no run: {file} does not exist")

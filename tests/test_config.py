@@ -11,8 +11,10 @@ import pytest
 
 from dora_jax import config as configs
 from dora_jax import validate
-from dora_jax.config import Config, ConfigError, from_config_dict, to_json
+from dora_jax.config import Config, ConfigError, to_json
 from dora_jax.redaction import redact
+from dora_jax.spelling import nearest
+from dora_jax.validate import from_config_dict
 
 
 def good():
@@ -294,7 +296,7 @@ def test_secrets_are_blanked_by_name_and_counts_are_not():
     ],
 )
 def test_nearest_known_field(typed, meant):
-    assert configs.nearest(typed, configs.fields()) in (meant, meant.replace("trainer.learn", "sft.learn"))
+    assert nearest(typed, configs.fields()) in (meant, meant.replace("trainer.learn", "sft.learn"))
 
 
 def test_a_plain_mapping_is_read_like_a_config_dict():
@@ -319,7 +321,7 @@ def test_the_nearest_name_is_the_nearest_of_all_though_few_are_compared_in_full(
             initials = "".join(part[0] for part in leaf.split("_"))
             return max(ratio(word, leaf), ratio(word, initials) - 0.1) + 0.5 * ratio(name, other)
 
-        assert configs.nearest(name, known) == max(known, key=likeness), name
+        assert nearest(name, known) == max(known, key=likeness), name
 
 
 @pytest.mark.parametrize(

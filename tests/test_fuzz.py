@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
-from dora_jax import config
+from dora_jax import config, validate
 from dora_jax.config import TaskSection
 from dora_jax.models import hf, hf_config
 from dora_jax.orchestrate.core import Orchestrator
@@ -76,7 +76,7 @@ def test_configs():
     draw = random.Random(0)
     base = config.defaults()
     base.model.path, base.task.name = "m", "reasoning_gym:chain_sum"
-    good = json.dumps(config.to_json(config.from_config_dict(base))).encode()
+    good = json.dumps(config.to_json(validate.from_config_dict(base))).encode()
     count = 0
     for _ in range(N):
         try:
@@ -86,7 +86,7 @@ def test_configs():
                 draw.choice(["task", "steps", "x" * 50]): draw.randbytes(3)
             }
         if isinstance(tree, dict):
-            count += refused(lambda tree=tree: config.from_config_dict(tree), config.ConfigError)
+            count += refused(lambda tree=tree: validate.from_config_dict(tree), config.ConfigError)
     assert count > N // 4
 
 

@@ -5,6 +5,7 @@ import dataclasses
 import pytest
 
 from dora_jax import config as configs
+from dora_jax import validate
 from dora_jax.config import Config, ConfigError
 from dora_jax.orchestrate.core import Orchestrator
 from dora_jax.orchestrate.modes import OrchestratorConfig
@@ -84,4 +85,4 @@ def test_a_cluster_has_none_of_it(name, changes):
     tree.cluster.launcher, tree.rollout.instances = "process", 2
     tree.update_from_flattened_dict(changes)
     with pytest.raises(ConfigError, match=f"{name}: belongs to a run in one process"):
-        configs.from_config_dict(tree)
+        validate.from_config_dict(tree)

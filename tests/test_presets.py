@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from absl import flags as absl_flags
 
-from dora_jax import config, config_files, devices, flags, presets, validate
+from dora_jax import config_files, devices, flags, presets, validate
 from dora_jax.config import (
     ClusterSection,
     Config,
@@ -139,7 +139,7 @@ def test_a_kernel_that_does_not_take_the_rows_is_not_chosen_and_why_is_said(slic
 
 def test_the_quickstart_runs_on_a_cpu_as_it_was_tuned():
     tree = config_files.load_file(f"{CONFIGS / 'quickstart.py'}")
-    done, _ = resolved(config.from_config_dict(tree))
+    done, _ = resolved(validate.from_config_dict(tree))
     assert {field: get(done, field) for field in CPU} == CPU
     assert done.rollout.pages == 512 and done.rollout.compiler_options == done.trainer.compiler_options == {}
     assert done.trainer.moments == "float32"
@@ -166,7 +166,7 @@ def test_trainer_fields_follow_the_trainers_slice_and_rollout_fields_the_replica
 
 def test_a_gang_has_the_pages_that_its_controller_reports():
     done, _ = resolved(cluster())
-    told = config.from_config_dict(backend._gang_config(done), "evaluate")
+    told = validate.from_config_dict(backend._gang_config(done), "evaluate")
     assert told.rollout == done.rollout and told.trainer == done.trainer and told.model == done.model
     assert told.cluster.replica_slice == "v6e-4"
 
@@ -176,7 +176,7 @@ def test_a_process_refuses_what_was_resolved_for_another_machine():
     with pytest.raises(ConfigError, match="cluster.replica_slice: v6e-4, but this process has .* devices of cpu"):
         devices.check_slice("cluster.replica_slice", "v6e-4")
     with pytest.raises(ConfigError, match="^slice: v5e-8, but this process"):
-        presets.settle(on("v5e-8"))
+        validate.settle(on("v5e-8"))
 
 
 def test_virtual_devices_of_a_cluster_are_a_cpu_wherever_ray_puts_them():
@@ -234,7 +234,7 @@ def test_an_unknown_slice_is_refused(name, problem):
     tree = config_files.load_file(f"{CONFIGS / 'quickstart.py'}")
     tree.slice = name
     with pytest.raises(ConfigError, match=f"^slice: {problem}"):
-        config.from_config_dict(tree)
+        validate.from_config_dict(tree)
 
 
 def test_a_folder_of_another_size_is_refused():

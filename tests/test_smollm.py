@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from dora_jax import config as configs
-from dora_jax import devices
+from dora_jax import presets
 from dora_jax.bench import smollm
 from dora_jax.models import decoder, hf, sharding
 from dora_jax.runtime import run as build
@@ -85,7 +85,7 @@ def test_greedy_answers_are_those_of_transformers():
         ),
     )
     cfg, params = hf.load(folder)
-    engine = build.new_engine(devices.filled(config), tokenizer, cfg, sharding.make_mesh(jax.devices()[:1], 1, 1, 1))
+    engine = build.new_engine(presets.filled(config), tokenizer, cfg, sharding.make_mesh(jax.devices()[:1], 1, 1, 1))
     engine.load(0, jax.device_put(decoder.serving_layout(params), engine.param_shardings))
     for index, prompt in enumerate(prompts):
         engine.submit(SampleId(0, index), np.array(prompt, np.int32), 0, NEW)

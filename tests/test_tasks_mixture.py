@@ -9,11 +9,12 @@ import pytest
 from absl import flags
 
 from dora_jax import config, helping, tasks
-from dora_jax.config import ConfigError, TaskPart, TaskSection, from_config_dict
+from dora_jax.config import ConfigError, TaskPart, TaskSection
 from dora_jax.flags import _apply
 from dora_jax.runtime import run as build
 from dora_jax.tasks.identity import uid_of
 from dora_jax.tasks.mixture import cycle_of
+from dora_jax.validate import from_config_dict
 from tests.fakes.tasks import Letters, sums, write
 
 GYM = TaskPart(name="reasoning_gym:chain_sum", params={"min_terms": 2, "max_terms": 3, "max_digits": 1})

@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from dora_jax import devices
+from dora_jax import presets
 from dora_jax.config import Config, ModelSection, RolloutSection
 from dora_jax.models import decoder, sharding
 from dora_jax.rollout.engine import Engine
@@ -54,7 +54,7 @@ def new_engine(cfg: decoder.ModelConfig, rows: int, context: int, attention: str
         context_block=min(1024, context),
     )
     asked = Config(rollout=section, model=ModelSection(dtype=jnp.dtype(dtype).name))
-    return engine_of(devices.filled(asked), cfg, sharding.make_mesh(jax.devices()[:1], 1, 1, 1))
+    return engine_of(presets.filled(asked), cfg, sharding.make_mesh(jax.devices()[:1], 1, 1, 1))
 
 
 def control_of(engine: Engine, context: int) -> tuple[np.ndarray, int]:

@@ -23,8 +23,7 @@ from pathlib import Path
 import numpy as np
 from absl import logging
 
-from dora_jax import config as configs
-from dora_jax import workdirs
+from dora_jax import validate, workdirs
 from dora_jax.bench.chaos import OVERRIDES, Run, prepare
 from dora_jax.runtime.durability.event_log import Journal, JournalError
 from dora_jax.runtime.durability.journal_audit import ReadOnly
@@ -113,7 +112,7 @@ class _Journal:
         self._folder = folder
         self.files = sorted(folder.glob("*.log"))
         self._checkpoints = [0, *checkpoint.steps(folder.parent / "checkpoints")]
-        self._config = orchestrator_config(configs.from_config_dict(workdirs.read(folder.parent), "evaluate"))
+        self._config = orchestrator_config(validate.from_config_dict(workdirs.read(folder.parent), "evaluate"))
         self._true, _ = self._recover()
         whole, _ = self._recover([0])
         self._steps = _bytes_of(whole)

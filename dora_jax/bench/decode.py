@@ -41,7 +41,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from dora_jax import devices
+from dora_jax import devices, presets
 from dora_jax.bench import bandwidth, plain, smollm
 from dora_jax.config import Config, RolloutSection
 from dora_jax.models import decoder, hf, sharding
@@ -164,7 +164,7 @@ def new_engine(work: Work, slots: int, device: jax.Device) -> Engine:
         decode_steps=steps,
         context_block=block,
     )
-    return engine_of(devices.filled(Config(rollout=section)), s.model, sharding.make_mesh([device], 1, 1, 1))
+    return engine_of(presets.filled(Config(rollout=section)), s.model, sharding.make_mesh([device], 1, 1, 1))
 
 
 def drain(engine: Engine, todo: Iterator[tuple]) -> int:

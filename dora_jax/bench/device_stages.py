@@ -108,7 +108,7 @@ def weight_bytes(cfg: ModelConfig) -> int:
 def decode_config(size: Decode, **rollout: Any) -> Config:
     """As presets fill it in, with pages for these rows and a page of each that a shared prompt may cost."""
     section = RolloutSection(slots=size.rows, max_prompt_tokens=size.context, max_new_tokens=size.new, **rollout)
-    config = devices.filled(Config(model=ModelSection(dtype="bfloat16"), rollout=section))
+    config = presets.filled(Config(model=ModelSection(dtype="bfloat16"), rollout=section))
     pages = size.rows * (-(-(size.context + size.new) // config.rollout.page_size) + 1)
     return dataclasses.replace(config, rollout=dataclasses.replace(config.rollout, pages=pages))
 
@@ -222,7 +222,7 @@ def device_seconds(engine: Engine, calls: list[tuple[Any, ...]], count: int = 10
 def train_config(work: Work, **changes: Any) -> Config:
     """changes: of the trainer; `dtype` of the model."""
     dtype = changes.pop("dtype", "bfloat16")
-    return devices.filled(
+    return presets.filled(
         Config(
             model=ModelSection(dtype=dtype),
             rollout=RolloutSection(
@@ -375,7 +375,7 @@ def best_step_s(step: Callable[[], Any], rounds: int = 3) -> float:
 def shared_device(record: Record, cfg: ModelConfig, tiny: bool) -> None:
     """Trainer and engine on one device, with the pages that the memory plan leaves: their peak, against the plan's."""
     config = train_config(TRAIN[tiny], remat="full")
-    config = devices.filled(
+    config = presets.filled(
         dataclasses.replace(
             config,
             model=dataclasses.replace(config.model, size="" if tiny else "Qwen3-0.6B"),

@@ -20,7 +20,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from dora_jax import devices
+from dora_jax import presets
 from dora_jax.bench.decode import MODEL
 from dora_jax.config import Config, ModelSection, RolloutSection
 from dora_jax.models import decoder, hf, sharding
@@ -46,7 +46,7 @@ def config_of(dtype: str, weights: str, kv: str, count: int, tokens: int) -> Con
     section = RolloutSection(
         slots=count, max_prompt_tokens=PROMPT, max_new_tokens=tokens, prefill_tokens=512, weights=weights, kv=kv
     )
-    return devices.filled(Config(model=ModelSection(dtype=dtype), rollout=section))
+    return presets.filled(Config(model=ModelSection(dtype=dtype), rollout=section))
 
 
 def samples_of(config: Config, cfg: ModelConfig, params: Any, count: int) -> list[Sample]:

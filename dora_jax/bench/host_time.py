@@ -27,7 +27,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from dora_jax import devices
+from dora_jax import presets
 from dora_jax.config import Config, RolloutSection
 from dora_jax.models import decoder, sharding
 from dora_jax.rollout.engine import Engine
@@ -110,7 +110,7 @@ def new_worker(instance: int, args: argparse.Namespace, context: int, page: int)
         prefill_chunk=chunk,
         late_results="on" if args.step_ms else "off",
     )
-    config = devices.filled(Config(rollout=rollout))
+    config = presets.filled(Config(rollout=rollout))
     engine = build.engine_of(config, MODEL, sharding.make_mesh(jax.devices()[:1], 1, 1, 1), eos_ids=(1,))
     engine._device = InstantDevice(engine, args.step_ms * 1e-3 * steps)
     engine._weights[0] = None

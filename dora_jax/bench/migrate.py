@@ -20,7 +20,7 @@ import time
 import jax
 import numpy as np
 
-from dora_jax import devices
+from dora_jax import presets
 from dora_jax.bench.decode import MODEL
 from dora_jax.config import Config, RolloutSection
 from dora_jax.models import decoder, sharding
@@ -46,7 +46,7 @@ def new_engine(context: int, others: int, params) -> Engine:
         prefill_chunk=512,
         context_block=max(128, context // 16),
     )
-    engine = engine_of(devices.filled(Config(rollout=section)), MODEL, sharding.make_mesh(jax.devices()[:1], 1, 1, 1))
+    engine = engine_of(presets.filled(Config(rollout=section)), MODEL, sharding.make_mesh(jax.devices()[:1], 1, 1, 1))
     engine.load(0, jax.device_put(params, engine.param_shardings))
     engine.warmup()
     return engine

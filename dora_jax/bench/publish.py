@@ -166,11 +166,11 @@ def _next(end: connection.Connection) -> bytes | None:
 
 
 def _config() -> Any:
-    from dora_jax import devices
+    from dora_jax import presets
     from dora_jax.config import Config, ModelSection, RolloutSection
 
     rollout = RolloutSection(slots=1, max_prompt_tokens=16, max_new_tokens=16)
-    return devices.filled(Config(model=ModelSection(dtype=DTYPE), rollout=rollout))
+    return presets.filled(Config(model=ModelSection(dtype=DTYPE), rollout=rollout))
 
 
 class TrainerSide:

@@ -10,7 +10,6 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from dora_jax import config as configs
 from dora_jax import devices, presets, sft, tasks, validate, workdirs
 from dora_jax.buffer.store import MemoryGroupStore
 from dora_jax.config import Config, ConfigError, RewardModelSection, RunError, blame
@@ -47,7 +46,7 @@ def train(config: Config, workdir: Path, *, owner: bool = False) -> int:
     began = time.monotonic()
     # a controller computes nothing, and must not hold the chips that its gangs want
     devices.setup_platform(dataclasses.replace(config, cpu_devices=1) if config.cluster.launcher else config)
-    config, chosen = presets.settle(config)
+    config, chosen = validate.settle(config)
     with (
         Writer(workdir) as writer,
         Guard(config.journal.watchdog_s, owner=owner) as guard,
@@ -70,7 +69,7 @@ def evaluate(config: Config, workdir: Path, step: int | None = None) -> int:
     For a process of its own: it is ended where it is told to stop and does not end in time.
     """
     devices.setup_platform(config)
-    config = devices.filled(
+    config = presets.filled(
         dataclasses.replace(config, slice="", cluster=dataclasses.replace(config.cluster, launcher=""))
     )
     if config.task.rewards:  # held-out groups have the reward of their task
@@ -93,7 +92,7 @@ def evaluate(config: Config, workdir: Path, step: int | None = None) -> int:
 
 def load_policy(workdir: str | Path, step: int | None = None) -> tuple[Any, Any, Tokenizer]:
     """(ModelConfig, params in the stacked layout, Tokenizer) of a run's checkpoint."""
-    path = configs.from_config_dict(workdirs.read(Path(workdir)), "evaluate").model.path
+    path = validate.from_config_dict(workdirs.read(Path(workdir)), "evaluate").model.path
     directory = Path(workdir) / "checkpoints"
     return hf.read_config(path), checkpoint.read_params(directory, pick(directory, step)), Tokenizer.load(path)
 

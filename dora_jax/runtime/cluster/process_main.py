@@ -120,9 +120,9 @@ class Pulse:
 
 def _open(begin: Any, link: Any, pulse: Pulse, token: bytes, arrivals: queue.SimpleQueue) -> Any:
     """The role, compiled and ready."""
-    from dora_jax import config as configs
+    from dora_jax import validate
 
-    config = configs.from_config_dict(begin.config)
+    config = validate.from_config_dict(begin.config)
     link.wait_for_another(begin.workdir, begin.rank, config.cluster.reattach_s)
     _enter_world(begin, config)
     from dora_jax.runtime.cluster.tick_broadcast import turns
