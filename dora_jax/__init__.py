@@ -20,8 +20,9 @@ The algorithm is DORA (arXiv 2604.26256): each trajectory by exactly one version
 
 from __future__ import annotations
 
-__version__ = "0.2.0"
-__all__ = ["fit", "load_policy"]
+from dora_jax.version import __version__
+
+__all__ = ["__version__", "fit", "load_policy"]
 
 
 def fit(config, workdir) -> int:

@@ -13,11 +13,11 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-import dora_jax
 from dora_jax import config as configs
 from dora_jax.config import Config, ConfigError
 from dora_jax.models.hf_config import read_json
 from dora_jax.redaction import redact
+from dora_jax.version import __version__
 
 MAY_CHANGE = (  # between two runs of one workdir: how long, how often, and on which machine
     "steps",
@@ -51,7 +51,7 @@ MAY_CHANGE = (  # between two runs of one workdir: how long, how often, and on w
 )
 
 
-READS = (dora_jax.__version__,)  # versions of dora_jax whose workdirs this one goes on with
+READS = (__version__,)  # versions of dora_jax whose workdirs this one goes on with
 UNNAMED = "0.1.0"  # the version that wrote a workdir which names none
 VERSION = "dora_jax"  # in config.json, beside the fields
 
@@ -65,7 +65,7 @@ def begun(workdir: Path) -> bool:
 
 def record(workdir: Path, config: Config, overrides: Mapping[str, Any]) -> None:
     """Writes both files, each whole or not at all; overrides: what the command line changed. ConfigError: it cannot."""
-    resolved = {VERSION: dora_jax.__version__, **configs.to_json(config)}
+    resolved = {VERSION: __version__, **configs.to_json(config)}
     try:
         workdir.mkdir(parents=True, exist_ok=True)
         for name, tree in (("config.json", resolved), ("overrides.json", redact(overrides))):
@@ -88,7 +88,7 @@ def read(workdir: Path) -> dict[str, Any]:
     version = str(tree.pop(VERSION, UNNAMED))
     if version not in READS:
         raise ConfigError(
-            f"workdir: {workdir} was written by dora_jax {version}, and this is {dora_jax.__version__}, which "
+            f"workdir: {workdir} was written by dora_jax {version}, and this is {__version__}, which "
             f"does not read it: go on with dora_jax {version}, or choose another --workdir"
         )
     return tree

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from dora_jax.bench.device import Record
+from dora_jax.bench.device_record import Record
 
 GIB = 2**30
 SHAPES = {"0.6B": (16, 8, 128), "8B": (32, 8, 128)}  # query heads, KV heads, head size of Qwen3

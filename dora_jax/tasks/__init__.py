@@ -4,7 +4,7 @@
     gym.py       source of prompts: reasoning-gym (datasets.py opens them)
     rows.py      source of prompts: your own jsonl or parquet
     mixture.py   source of prompts: several of these, each with its share
-    worked.py    worked solutions of some datasets, for the supervised warm start
+    worked_solutions.py    worked solutions of some datasets, for the supervised warm start
     rewards.py   (prompt, response, answer) -> float | {name: float}: the shipped ones, and how a path is resolved
     trial.py     the rewards score one real row before anything is compiled
     solved.py    what counts as solved on held-out prompts
@@ -27,7 +27,8 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from dora_jax.config import TaskSection
-    from dora_jax.tasks.prompts import Source, Task, Wording
+    from dora_jax.tasks.prompts import Task, Wording
+    from dora_jax.tasks.source import Source
     from dora_jax.tokenizer import Tokenizer
 
 GYM_REWARD = "dora_jax.tasks.rewards.reasoning_gym"

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from dora_jax.config import TaskPart, TaskSection
-    from dora_jax.tasks.prompts import Row, Source
+    from dora_jax.tasks.source import Row, Source
 
 OWN = ("name", "params", "path", "heldout_path", "extract")  # fields of a section that each entry has for itself
 

@@ -10,10 +10,7 @@ Laws:
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from collections.abc import Set as AbstractSet
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -21,6 +18,7 @@ from dora_jax.config import ConfigError, TaskSection
 from dora_jax.tasks import worked_solutions
 from dora_jax.tasks.identity import Question, identity_hash, share_hash, shorten
 from dora_jax.tasks.render import NeverEnds, Renderer
+from dora_jax.tasks.source import Row, Source
 from dora_jax.types import GroupId, Prompt, is_eval, issued_first_as
 
 if TYPE_CHECKING:
@@ -38,30 +36,6 @@ class PromptTooLong(ValueError):
     def __init__(self, group_id: GroupId, tokens: int, limit: int):
         super().__init__(f"prompt {group_id} has {tokens} tokens, over rollout.max_prompt_tokens = {limit}")
         self.group_id, self.tokens, self.limit = group_id, tokens, limit
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Row:
-    """One question of a source, before the template."""
-
-    uid: str
-    task: str
-    question: Question
-    answer: Any
-    solution: str | None = None  # what a teacher wrote (rows: `completion`)
-    entry: dict[str, Any] | None = None  # reasoning-gym's own, for worked solutions
-
-
-class Source(Protocol):
-    name: str
-    heldout: Sequence[Row]  # distinct uids
-    heldout_uids: frozenset[str]
-
-    def draw(self, stream: str, seed: int, i: int) -> Row:
-        """Number i of an endless stream, pure in its arguments; never a held-out uid."""
-
-    def exclude(self, uids: AbstractSet[str]) -> None:
-        """Others hold these out: it never draws them."""
 
 
 class Wording:
@@ -178,7 +152,7 @@ class Task:
         return prompts[0], remarks
 
     def worked(self, i: int, *, slip_rate: float = 0.0, answer_only: bool = False) -> tuple[str, str]:
-        """(prompt text, solution text) number i, never of a held-out prompt; see worked.solution."""
+        """(prompt text, solution text) number i, never of a held-out prompt; see worked_solutions.solution."""
         row = self._source.draw("worked", self._seed, i)
         text = self._wording.text(row.question)
         slips = share_hash("slip", self._seed, i) < slip_rate

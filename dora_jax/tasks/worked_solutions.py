@@ -10,10 +10,9 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-if TYPE_CHECKING:
-    from dora_jax.tasks.prompts import Row
+from dora_jax.tasks.source import Row
 
 ANSWER_MARK = "#### "
 SLIP_TRIES = 16  # a slip may cancel out (a common divisor may survive it): so many places are tried

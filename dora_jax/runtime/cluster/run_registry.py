@@ -19,7 +19,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import dora_jax
 from dora_jax.config import ConfigError
 from dora_jax.runtime.durability.object_storage import ROSTER, Objects
 
@@ -140,7 +139,7 @@ def page_at(place: str) -> _File | _Object:
 def build_of(config: Any) -> str:
     """A fingerprint of this configuration and of this package's sources."""
     sha = hashlib.sha256(json.dumps(config, sort_keys=True).encode())
-    package = Path(dora_jax.__file__).parent
+    package = Path(__file__).parents[2]
     for source in sorted(package.rglob("*.py")):
         sha.update(str(source.relative_to(package)).encode() + source.read_bytes())
     return sha.hexdigest()

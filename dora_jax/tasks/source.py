@@ -1,0 +1,34 @@
+"""Stage 1: a question as it stands in a source, and what a source of questions does."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from collections.abc import Set as AbstractSet
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from dora_jax.tasks.identity import Question
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Row:
+    """One question of a source, before the template."""
+
+    uid: str
+    task: str
+    question: Question
+    answer: Any
+    solution: str | None = None  # what a teacher wrote (rows: `completion`)
+    entry: dict[str, Any] | None = None  # reasoning-gym's own, for worked solutions
+
+
+class Source(Protocol):
+    name: str
+    heldout: Sequence[Row]  # distinct uids
+    heldout_uids: frozenset[str]
+
+    def draw(self, stream: str, seed: int, i: int) -> Row:
+        """Number i of an endless stream, pure in its arguments; never a held-out uid."""
+
+    def exclude(self, uids: AbstractSet[str]) -> None:
+        """Never draw these: another source holds them out."""
