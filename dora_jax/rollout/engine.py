@@ -1,7 +1,7 @@
 """Stage 2: one engine instance: continuous batching over paged KV that belongs to policy versions.
 
 Consumes prompts tagged with a version and, in the background, versions of weights; produces samples with log-probs.
-  tick = plan (pure, plan.py) -> run (jitted calls, forward.py) -> commit (tokens back into the plan) -> emit
+  tick = plan (pure, plan.py) -> run (jitted calls, device_calls.py) -> commit (tokens back into the plan) -> emit
 Inside a tick the verbs are JetStream's: prefill fills a prefix, insert gives it to slots (a group's samples share one),
 generate decodes every slot of a version, free_resource returns a slot's pages; slots.py offers them one by one.
 One thread uses an engine. Laws: R versions decode side by side and read only their own weights, pages and prefixes;
@@ -21,7 +21,8 @@ import numpy as np
 
 from dora_jax.config import RolloutSection
 from dora_jax.models import decoder
-from dora_jax.rollout.device_calls import Calls, Device
+from dora_jax.rollout.device import Device
+from dora_jax.rollout.device_calls import Calls
 from dora_jax.rollout.migrate import InFlightSample, repaged
 from dora_jax.rollout.plan import DecodeCall, PrefillCall, Prefix, Scheduler
 from dora_jax.rollout.seq import Seq, Upload

@@ -6,7 +6,7 @@ Every step writes its KV into the pages themselves and attends straight from the
 Laws: a row writes to pages of its own window only, and zeros once it has finished; the positions that the kernel reads
 of a page are those that its row wrote, so that nothing of another version leaks; the pool is finite, for kernels
 multiply what they mask by zero (weights that are not numbers still end a sample: by its logits); what goes to the host has the layout
-of gathered.py, so that a sample moves between instances with different kernels.
+of kv_xla.py, so that a sample moves between instances with different kernels.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ WHOLE = PartitionSpec()
 
 
 class Paged:
-    """What forward.py asks of a KV pool; see gathered.py, which has the same methods."""
+    """What device_calls.py asks of a KV pool; see kv_xla.py, which has the same methods."""
 
     pool_spec = KV_HEADS
     pages_spec = PartitionSpec(None, None, "tensor")

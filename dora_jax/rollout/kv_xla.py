@@ -20,7 +20,7 @@ from dora_jax.rollout.shapes import Shapes
 
 
 class Gathered:
-    """What forward.py asks of a KV pool. The arrays come in and go out; the object holds sizes only."""
+    """What device_calls.py asks of a KV pool. The arrays come in and go out; the object holds sizes only."""
 
     pool_spec = PartitionSpec(None, "tensor")
     pages_spec = PartitionSpec(None, None, "tensor")  # of pages on their way to or from the host

@@ -1,6 +1,6 @@
 """Stage 2: the record that carries one running sample between engines, or to host memory and back.
 
-Consumes nothing but host arrays; produces nothing but host arrays: the device side is in forward.py.
+Consumes nothing but host arrays; produces nothing but host arrays: the device side is in device.py.
 Laws: a parcel belongs to one version; its pages arrive bit-equal; a parcel without pages (a sample of a lost
 instance) is prefilled again from its tokens, which costs time and, across shapes, the last bits of its log-probs.
 """
