@@ -355,7 +355,7 @@ def _mesh(section: SftSection) -> Any:
 
 
 def _model(config: Config, tokenizer_size: int, mesh: Any) -> tuple[Any, Any]:
-    from dora_jax.models import decoder, hf
+    from dora_jax.models import decoder, hf, sharding
 
     section = config.sft
     if section.init:
@@ -363,7 +363,7 @@ def _model(config: Config, tokenizer_size: int, mesh: Any) -> tuple[Any, Any]:
     unit = math.lcm(config.trainer.tensor, config.rollout.tensor)  # what splits the vocabulary later
     rows = section.vocab_size or math.ceil(tokenizer_size / unit) * unit
     cfg = presets.fresh_model(section, rows)
-    return cfg, decoder.init_params(cfg, config.seed, mesh)
+    return cfg, decoder.init_params(cfg, config.seed, sharding.param_specs(cfg, mesh))
 
 
 def _steps(

@@ -114,7 +114,7 @@ def test_an_engine_with_more_devices_than_kv_heads_lets_neighbours_share_one():
 @pytest.mark.parametrize("quick_compile", [False], indirect=True, ids=["bits"])
 def test_initial_values_depend_on_no_mesh():
     cfg, mesh = CONFIGS["qwen2"], sharding.make_mesh(jax.devices(), 1, 4, 2)
-    plain, placed = initial(cfg), decoder.init_params(cfg, 7, mesh)
+    plain, placed = initial(cfg), decoder.init_params(cfg, 7, sharding.param_specs(cfg, mesh))
     jax.tree.map(np.testing.assert_array_equal, plain, placed)
     jax.tree.map(
         lambda x, s: x.sharding.is_equivalent_to(s, x.ndim) or pytest.fail(f"{x.sharding} is not {s}"),

@@ -170,13 +170,8 @@ def abstract_params(cfg: ModelConfig, dtype=jnp.float32) -> Params:
     return jax.eval_shape(functools.partial(_init, cfg, 0, dtype))
 
 
-def init_params(cfg: ModelConfig, seed: int, mesh: jax.sharding.Mesh | None = None, dtype=jnp.float32) -> Params:
-    """Fresh stacked weights, made on their shards; the same values on every mesh."""
-    shardings = None
-    if mesh is not None:
-        from dora_jax.models import sharding  # the table imports this module
-
-        shardings = sharding.param_specs(cfg, mesh)
+def init_params(cfg: ModelConfig, seed: int, shardings: Any = None, dtype=jnp.float32) -> Params:
+    """Fresh stacked weights, made on their shards (`sharding.param_specs`); the same values on every mesh."""
     return jax.jit(functools.partial(_init, cfg, seed, dtype), out_shardings=shardings)()
 
 

@@ -19,8 +19,9 @@ from collections.abc import Callable, Sequence
 
 import jax
 import jax.numpy as jnp
-from jax.experimental import pallas as pl
 from jax.experimental.pallas.ops.tpu.ragged_paged_attention import kernel as ragged_paged_attention
+
+from dora_jax.ops.kv_pages import check_pages
 
 MASKED = -1e30  # finite, so that a row with nothing but masked scores makes no nan
 
@@ -72,7 +73,6 @@ def _combine(parts, dtype) -> jax.Array:
 BLOCK_TOKENS = 512  # KV positions that one step of a kernel streams: enough to keep the memory busy
 BLOCK_QUERIES = 32  # of a prompt's chunk; a sequence with a single query has a block of its own, else it would be
 # computed once for each of its neighbours
-LANES = 128  # the TPU's kernels take head sizes that are a multiple of it
 PLATFORMS = {"tpu": "tpu", "tokamax": "tpu", "gpu": "gpu"}  # where a kernel runs
 
 
@@ -85,11 +85,6 @@ def check_platform(impl: str, platform: str) -> None:
         raise ValueError(
             "rollout.attention tokamax needs that package, which needs Python 3.12: pip install 'dora_jax[tpu-kernels]'"
         )
-
-
-def lanes(impl: str, head_dim: int) -> int:
-    """The width of a head in pages that the kernel reads."""
-    return pl.next_power_of_2(max(16, head_dim)) if impl == "gpu" else -(-head_dim // LANES) * LANES
 
 
 def paged_kernel(impl: str) -> Callable[..., jax.Array]:
@@ -193,12 +188,3 @@ def paged_reference(q_SxLxHxD, kv_pages_NxPxCxD, kv_lens_S, tables_SxM, scale: f
     seen_SxLxT = at_T[None, None] <= last_SxL[:, :, None]
     weights = jax.nn.softmax(jnp.where(seen_SxLxT[:, None, None], scores, MASKED), axis=-1).astype(kv.dtype)
     return jnp.einsum("skglt,stkd->slkgd", weights, v_SxTxKxD).reshape(q_SxLxHxD.shape).astype(q_SxLxHxD.dtype)
-
-
-def check_pages(q_SxLxHxD, kv_pages_NxPxCxD, kv_lens_S, tables_SxM) -> None:
-    """Raises ValueError where queries, pages, lengths and tables do not belong together."""
-    (s, _, heads, d), (_, _, kv, kv_d) = q_SxLxHxD.shape, kv_pages_NxPxCxD.shape
-    if kv % 2 or d != kv_d or heads % (kv // 2):
-        raise ValueError(f"queries of {heads} heads of {d} do not fit pages of {kv} K and V heads of {kv_d}")
-    if kv_lens_S.shape != (s,) or tables_SxM.shape[0] != s:
-        raise ValueError(f"{s} sequences have lengths {kv_lens_S.shape} and tables {tables_SxM.shape}")

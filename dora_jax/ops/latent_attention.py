@@ -1,6 +1,6 @@
 """Multi-head latent attention (MLA) in its absorbed form, straight from the latent pages of a KV pool.
 
-A position leaves one row in the cache: its normed latent, then its rotated key part, then zeros up to `attention.lanes`.
+A position leaves one row in the cache: its normed latent, then its rotated key part, then zeros up to `kv_pages.lanes`.
 All heads share the row: the whole of it is their key, its first `rank` numbers are their value. Queries come absorbed,
 that is, multiplied with the key's up-projection; the output is the weighted latent, which the value's up-projection
 turns into a head's output. models/ holds both projections.

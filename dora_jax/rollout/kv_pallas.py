@@ -17,7 +17,7 @@ from jax.sharding import Mesh, PartitionSpec
 
 from dora_jax.models.config import ModelConfig
 from dora_jax.models.sharding import serving_table
-from dora_jax.ops import attention
+from dora_jax.ops import attention, kv_pages
 from dora_jax.rollout.quantize import KV, narrow
 from dora_jax.rollout.shapes import Shapes
 
@@ -36,7 +36,7 @@ class Paged:
         self.shapes = shapes
         self.pool_dtype = KV[shapes.kv] or dtype
         self.mesh = mesh
-        self.lanes = attention.lanes(shapes.attention, cfg.head_dim)  # a head's width in the pool
+        self.lanes = kv_pages.lanes(shapes.attention, cfg.head_dim)  # a head's width in the pool
 
     def empty(self):
         s, c = self.shapes, self.cfg
