@@ -17,9 +17,9 @@ import pytest
 
 from dora_jax.config import CheckpointSection, ConfigError
 from dora_jax.runtime.cluster import messages
-from dora_jax.runtime.cluster.checkpoint_shards import OwnHome, StepBucket, steps_at
+from dora_jax.runtime.cluster.backend import wish_at
+from dora_jax.runtime.cluster.checkpoint_shards import BucketCheckpointWriter, StepBucket, steps_at
 from dora_jax.runtime.cluster.remote_trainer import RemoteCheckpoints
-from dora_jax.runtime.cluster.replica_scaler import wish_at
 from dora_jax.runtime.durability import object_storage
 from dora_jax.runtime.durability.journal_audit import audit
 from dora_jax.runtime.durability.object_storage import Objects, StoreError
@@ -50,7 +50,7 @@ def test_the_parts_of_two_processes_are_a_step_like_any_other(tmp_path, monkeypa
 def test_a_step_is_read_on_any_mesh_by_a_cluster_and_in_one_process(tmp_path, monkeypatch):
     monkeypatch.setattr(object_storage.tempfile, "gettempdir", lambda: str(tmp_path / "scratch"))
     url = f"file://{tmp_path}/store"
-    home, like = OwnHome(url, 0), like_on(jax.devices()[:4])
+    home, like = BucketCheckpointWriter(url, 0), like_on(jax.devices()[:4])
     values = values_of(like)
     saver = home.checkpoints(CheckpointSection(), print)
     steps = StepBucket(url)
@@ -87,7 +87,7 @@ def test_a_step_that_a_run_in_one_process_saved_is_gone_on_from(tmp_path, monkey
         mirror.settle()
     steps = steps_at(url, print)
     assert steps.steps() == [4] and steps.fault(4) is None
-    back = OwnHome(url, 0).restore(4, like["params"], like["opt_state"])
+    back = BucketCheckpointWriter(url, 0).restore(4, like["params"], like["opt_state"])
     jax.tree.map(np.testing.assert_array_equal, back, (values["params"], values["opt_state"]))
 
 
@@ -102,8 +102,10 @@ def sealed(tmp_path, step=5, name="params/w/0"):
 def test_what_a_gang_ended_over_is_left_for_a_person(tmp_path, monkeypatch):
     monkeypatch.setattr(object_storage.tempfile, "gettempdir", lambda: str(tmp_path / "scratch"))
     url = f"file://{tmp_path}/store"
-    (OwnHome(url, 1).folder / "bad_batch_3.npz").write_bytes(b"batch")
-    assert list(OwnHome(url, 1).folder.iterdir()) == [] and Objects(url).get("bad_batch_3.npz") == b"batch"
+    (BucketCheckpointWriter(url, 1).folder / "bad_batch_3.npz").write_bytes(b"batch")
+    assert (
+        list(BucketCheckpointWriter(url, 1).folder.iterdir()) == [] and Objects(url).get("bad_batch_3.npz") == b"batch"
+    )
 
 
 def test_what_was_damaged_or_is_missing_in_the_bucket_is_found(tmp_path):
@@ -143,7 +145,9 @@ class Trainer:
 
     def cast(self, what):
         answers = [
-            messages.Done(value=0) if step is None else messages.Part(step=step, files={f"params/w/{rank}": [7, 1]})
+            messages.Done(value=0)
+            if step is None
+            else messages.CheckpointFiles(step=step, files={f"params/w/{rank}": [7, 1]})
             for rank, step in enumerate(self.put)
         ]
         done = threading.Event()

@@ -13,11 +13,11 @@ import pytest
 from dora_jax.config import RunError
 from dora_jax.orchestrate import events as ev
 from dora_jax.runtime.cluster import messages
-from dora_jax.runtime.cluster.connection import Link
-from dora_jax.runtime.cluster.gang import CallRefused, Gang, GangDied, Limits
-from dora_jax.runtime.cluster.launch_process import Processes, Ticket
+from dora_jax.runtime.cluster.connection import RecordConnection
+from dora_jax.runtime.cluster.gang import CallRefused, Gang, GangDied, GangLimits
+from dora_jax.runtime.cluster.launch_process import ProcessLauncher, Ticket
 from dora_jax.runtime.cluster.process_main import leave_multislice
-from dora_jax.runtime.listener import Door, dial
+from dora_jax.runtime.listener import Listener, dial
 from tests.fakes.cluster import LIMITS, FakeHost, FakeLauncher, Kept, eventually
 
 
@@ -27,12 +27,12 @@ class Ends:
     def __init__(self):
         self.heard, self.ended = {"a": [], "b": []}, {}
         self.links = {}
-        self.door = Door("127.0.0.1", b"token", lambda end: self._link("b", end))
+        self.door = Listener("127.0.0.1", b"token", lambda end: self._link("b", end))
         self._link("a", dial(self.door.address, b"token"))
         eventually(lambda: len(self.links) == 2)
 
     def _link(self, name, end):
-        link = Link(
+        link = RecordConnection(
             end, lambda _, item: self.heard[name].append(item), lambda _, reason: self.ended.setdefault(name, reason)
         )
         link.start()
@@ -41,7 +41,7 @@ class Ends:
 
 def test_records_go_both_ways_in_order():
     ends = Ends()
-    sent = [messages.Beat(progress=n, busy=False, waited_s=0.5) for n in range(1000)]
+    sent = [messages.Heartbeat(progress=n, busy=False, waited_s=0.5) for n in range(1000)]
     for item in sent:
         ends.links["a"].send(item)
     ends.links["b"].send(messages.Ready(holds=(3,)))
@@ -55,7 +55,7 @@ def test_large_records_that_wait_together_are_no_frame_too_large(monkeypatch):
     monkeypatch.setattr("dora_jax.runtime.cluster.connection.MAX_FRAME_BYTES", 3 << 20)
     ends = Ends()
     for _ in range(20):
-        ends.links["a"].send(messages.Failed(error="x" * (1 << 20)))
+        ends.links["a"].send(messages.ProcessFailed(error="x" * (1 << 20)))
     eventually(lambda: len(ends.heard["b"]) == 20 or ends.ended)
     assert not ends.ended
 
@@ -69,8 +69,8 @@ def test_bytes_that_are_no_records_end_the_link(frame):
 
 
 def test_a_reader_that_stands_still_does_not_stop_the_sender():
-    door = Door("127.0.0.1", b"token", lambda end: None)  # nobody ever reads
-    link = Link(
+    door = Listener("127.0.0.1", b"token", lambda end: None)  # nobody ever reads
+    link = RecordConnection(
         connection.Client(("127.0.0.1", int(door.address.split(":")[1])), authkey=b"token"),
         lambda _, item: None,
         lambda _, reason: None,
@@ -78,7 +78,7 @@ def test_a_reader_that_stands_still_does_not_stop_the_sender():
     link.start()
     for _ in range(100):
         link.send(
-            messages.Failed(error="x" * 100_000)
+            messages.ProcessFailed(error="x" * 100_000)
         )  # far more than sockets hold: a call that waited would wait for ever
     link.close()
 
@@ -99,22 +99,22 @@ def test_hosts_without_chips_are_ranked_as_they_come():
 
 def test_a_call_is_answered_by_every_process():
     with Kept(FakeLauncher(lambda host, what: messages.Done(value=host.began.rank))) as kept:
-        assert kept.up().call(messages.Publish(version=1)) == [messages.Done(value=0), messages.Done(value=1)]
+        assert kept.up().call(messages.PublishWeights(version=1)) == [messages.Done(value=0), messages.Done(value=1)]
 
 
 def test_a_call_that_one_process_refuses_is_refused_and_all_live():
     def answer(host, what):
-        return messages.Refused(error="no such version") if host.began.rank else messages.Done(value=0)
+        return messages.CallDeclined(error="no such version") if host.began.rank else messages.Done(value=0)
 
     with Kept(FakeLauncher(answer)) as kept:
         with pytest.raises(CallRefused, match="no such version"):
-            kept.up().call(messages.Publish(version=1))
+            kept.up().call(messages.PublishWeights(version=1))
         assert not kept.gangs[0].dead.is_set()
 
 
 def test_the_first_death_ends_the_gang_and_another_comes():
     with Kept(FakeLauncher(lambda host, what: None)) as kept:
-        pending = kept.up().cast(messages.Publish(version=1))
+        pending = kept.up().cast(messages.PublishWeights(version=1))
         kept.hosts()[0].link.send(ev.InstanceReported(instance=0, free=7))
         eventually(lambda: len(kept.events) == 2)
         kept.hosts()[1].die()
@@ -128,13 +128,13 @@ def test_the_first_death_ends_the_gang_and_another_comes():
         free = [event.free if isinstance(event, ev.InstanceReported) else event for event in kept.events]
         assert free == ["up 1", 7, "down 1", "up 2", 9]
         with pytest.raises(GangDied):
-            kept.gangs[0].call(messages.Publish(version=1))
+            kept.gangs[0].call(messages.PublishWeights(version=1))
 
 
 def test_what_a_process_says_last_is_the_reason():
     with Kept(FakeLauncher()) as kept:
         kept.up()
-        kept.hosts()[1].link.send(messages.Failed(error="ValueError: no"))
+        kept.hosts()[1].link.send(messages.ProcessFailed(error="ValueError: no"))
         kept.up(2)
         assert "ValueError: no" in kept.said[1] and kept.said[1].startswith("rollout 0 (epoch 1) is lost")
 
@@ -167,12 +167,12 @@ def test_waiting_for_work_is_no_standstill():
     gang = lone_gang()
     for busy, wrong in ((False, False), (True, True)):
         gang._joined[0].moved_s -= 60.0
-        gang._hear(gang._joined[0], messages.Beat(progress=0, busy=busy, waited_s=0.0))
+        gang._hear(gang._joined[0], messages.Heartbeat(progress=0, busy=busy, waited_s=0.0))
         assert bool(gang.fault()) == wrong
 
 
 def lone_gang():
-    limits = Limits(silence_s=1.0, stall_s=1.0, start_s=99.0, restarts=1)
+    limits = GangLimits(silence_s=1.0, stall_s=1.0, start_s=99.0, restarts=1)
     gang = Gang("rollout 0", 1, 1, lambda item: None, lambda text: None, limits)
     gang.join(FakeLink(), messages.Hello(gang="rollout 0", epoch=1, pid=1, worker=0, coordinator="", leader=""))
     gang.ready.set()
@@ -195,7 +195,7 @@ class FakeLink:
 def test_a_gang_that_can_never_come_up_ends_the_run_with_its_own_words():
     def life(host):
         host.join()
-        host.link.send(messages.Failed(error="ConfigError: rollout.tensor: 3 is wrong", final=True))
+        host.link.send(messages.ProcessFailed(error="ConfigError: rollout.tensor: 3 is wrong", final=True))
 
     with Kept(FakeLauncher(life=life)) as kept:
         eventually(lambda: kept.events)
@@ -210,7 +210,7 @@ def test_restarts_that_come_to_nothing_are_counted(comes_up):
         if comes_up:
             host.ready()
         time.sleep(0.05)
-        host.link.send(messages.Failed(error="again"))
+        host.link.send(messages.ProcessFailed(error="again"))
 
     with Kept(FakeLauncher(life=life)) as kept:
         eventually(lambda: isinstance(kept.events[-1], RunError) if kept.events else False)
@@ -223,7 +223,7 @@ def test_restarts_after_work_are_not_counted():
         host.ready()
         host.beat(5)
         time.sleep(0.02)
-        host.link.send(messages.Failed(error="again"))
+        host.link.send(messages.ProcessFailed(error="again"))
 
     with Kept(FakeLauncher(life=life)) as kept:
         kept.up(LIMITS.restarts + 3)
@@ -235,13 +235,13 @@ def test_a_gang_that_is_told_to_leave_hands_over_first_and_another_comes():
         host.ready()
         assert isinstance(host.inbox.get(), messages.HandOver)
         host.link.send(ev.InstanceReported(instance=0, free=3))
-        host.link.send(messages.Left(hosts=1))
+        host.link.send(messages.HandOverDone(hosts=1))
 
     with Kept(FakeLauncher(life=life), limits=dataclasses.replace(LIMITS, restarts=0)) as kept:
         kept.up()
-        kept.hosts()[1].link.send(messages.Notice(reason="SIGTERM"))
+        kept.hosts()[1].link.send(messages.PreemptionNotice(reason="SIGTERM"))
         kept.up(2)
-        kept.hosts(2)[0].link.send(messages.Notice(reason="SIGTERM"))
+        kept.hosts(2)[0].link.send(messages.PreemptionNotice(reason="SIGTERM"))
         kept.up(3)  # a process that leaves with notice has not come to nothing
         assert kept.events[:4] == ["up 1", ev.InstanceReported(instance=0, free=3), "down 1", "up 2"]
         assert kept.gangs[0].reason == "preempted: process 1 (pid 1001) was told SIGTERM"
@@ -254,13 +254,13 @@ def test_who_leaves_has_left_once_every_process_has_said_so():
         host.ready()
         if host.began.rank == 0:
             assert isinstance(host.inbox.get(), messages.HandOver)
-            host.link.send(messages.Left(hosts=2))
+            host.link.send(messages.HandOverDone(hosts=2))
 
     with Kept(FakeLauncher(life=life)) as kept:
         kept.up().leave("preempted")
         eventually(lambda: kept.gangs[0]._left == 1)
         kept.hosts()[1].link.send(ev.InstanceReported(instance=0, free=3))  # its part takes longer
-        kept.hosts()[1].link.send(messages.Left(hosts=2))
+        kept.hosts()[1].link.send(messages.HandOverDone(hosts=2))
         kept.up(2)
         assert kept.events[:3] == ["up 1", ev.InstanceReported(instance=0, free=3), "down 1"]
 
@@ -289,7 +289,7 @@ def leaving(host):
     host.ready()
     while not isinstance(host.inbox.get(), messages.HandOver):
         pass
-    host.link.send(messages.Left(hosts=1))
+    host.link.send(messages.HandOverDone(hosts=1))
 
 
 @pytest.mark.parametrize("elastic", [True, False])
@@ -329,17 +329,17 @@ def test_a_rollout_leaves_the_job_that_joins_slices():
 
 def test_ctrl_c_in_a_terminal_is_left_to_the_controller(tmp_path):
     came, beats = queue.SimpleQueue(), []
-    door = Door("127.0.0.1", b"token", came.put)
+    door = Listener("127.0.0.1", b"token", came.put)
     ticket = Ticket(controller=door.address, gang="trainer", epoch=1)
-    started = Processes(tmp_path).start(ticket, b"token", 1, "")
-    link = Link(came.get(timeout=60), lambda _, item: beats.append(item), lambda _, reason: None)
+    started = ProcessLauncher(tmp_path).start(ticket, b"token", 1, "")
+    link = RecordConnection(came.get(timeout=60), lambda _, item: beats.append(item), lambda _, reason: None)
     try:
         link.start()
         eventually(lambda: len(beats) > 1)
         os.kill(started.pids[0], signal.SIGINT)
         said = len(beats)
         eventually(lambda: len(beats) > said + 1 or started.ended())
-        assert not started.ended() and not any(isinstance(item, messages.Failed) for item in beats)
+        assert not started.ended() and not any(isinstance(item, messages.ProcessFailed) for item in beats)
     finally:
         started.kill()
         door.close()

@@ -9,9 +9,8 @@ import pytest
 from dora_jax.orchestrate import events as ev
 from dora_jax.rollout.migrate import holders_alike, parted, without_pages
 from dora_jax.runtime.cluster import messages
-from dora_jax.runtime.cluster.kv_endpoint import Porter
-from dora_jax.runtime.cluster.result_sender import Elsewhere, Outlet
-from dora_jax.runtime.workers import Exported, Finished, HandedOver, InstanceReady
+from dora_jax.runtime.cluster.sample_transfer import KVEndpoint, MoveThroughController, ResultSender
+from dora_jax.runtime.worker import Finished, HandedOver, InstanceReady, Parked
 from dora_jax.types import SampleId
 from tests.fakes.cluster import eventually
 from tests.fakes.cluster_world import OFFER, Porters, World
@@ -129,12 +128,12 @@ def carried(pair):
         assert not gangs[1].posts, "every process speaks of its part first"
         remotes[0]._keeper.hooks["heard"](moving(number, host, 2, OFFER))
     carry = gangs[1].posts.pop()
-    assert isinstance(carry, messages.Carry) and (carry.number, carry.epoch, len(carry.lent)) == (number, 1, 2)
+    assert isinstance(carry, messages.FetchKV) and (carry.number, carry.epoch, len(carry.lent)) == (number, 1, 2)
     return remotes, gangs, outbox, number
 
 
 def answer(remotes, number, host, fault=""):
-    remotes[1]._keeper.hooks["heard"](messages.Carried(number=number, host=host, fault=fault))
+    remotes[1]._keeper.hooks["heard"](messages.KVStaged(number=number, host=host, fault=fault))
 
 
 def test_kv_is_taken_once_every_process_has_its_part(carried):
@@ -143,8 +142,8 @@ def test_kv_is_taken_once_every_process_has_its_part(carried):
     assert not gangs[1].posts
     answer(remotes, number, 0)
     (receive,) = gangs[1].posts
-    assert (type(receive), receive.number) == (messages.Receive, number) and not gangs[1].said
-    assert gangs[0].posts[-1] == messages.GiveBack(number=number)
+    assert (type(receive), receive.number) == (messages.FinishMove, number) and not gangs[1].said
+    assert gangs[0].posts[-1] == messages.ReleaseKV(number=number)
 
 
 def test_where_one_process_cannot_fetch_its_part_all_make_the_kv_again(carried):
@@ -152,8 +151,8 @@ def test_where_one_process_cannot_fetch_its_part_all_make_the_kv_again(carried):
     answer(remotes, number, 0)
     answer(remotes, number, 1, "process 1: the peer is gone")
     receive, leave = gangs[1].posts
-    assert (type(receive), receive.number, leave) == (messages.Receive, 0, messages.Leave(number=number))
-    assert gangs[0].posts[-1] == messages.GiveBack(number=number)
+    assert (type(receive), receive.number, leave) == (messages.FinishMove, 0, messages.DropStagedKV(number=number))
+    assert gangs[0].posts[-1] == messages.ReleaseKV(number=number)
     assert gangs[1].said == [
         "the KV of sample (3, 1) did not reach rollout 1, where it is made again: process 1: the peer is gone"
     ]
@@ -165,12 +164,12 @@ def test_kv_on_its_way_to_a_gang_that_is_lost_is_given_back(carried):
     remotes[1]._keeper.hooks["down"](gangs[1])
     down, moved = drained(outbox)
     assert isinstance(down, ev.InstanceDown) and (moved.id, moved.dst) == (A, 1)
-    assert gangs[0].posts[-1] == messages.GiveBack(number=number) and not remotes[1]._carries
+    assert gangs[0].posts[-1] == messages.ReleaseKV(number=number) and not remotes[1]._carries
     remotes[0].move(A, remotes[1], 1)
     number = gangs[0].posts[-1].number
     for host in (0, 1):
         remotes[0]._keeper.hooks["heard"](moving(number, host, 2, OFFER))
-    assert gangs[0].posts[-1] == messages.GiveBack(number=number), "nobody is there to fetch it"
+    assert gangs[0].posts[-1] == messages.ReleaseKV(number=number), "nobody is there to fetch it"
 
 
 def test_a_source_that_is_lost_before_all_of_it_has_spoken_has_moved_nothing(pair):
@@ -189,7 +188,7 @@ def test_a_sample_without_kv_is_handed_over_at_once(pair):
     number = gangs[0].posts[-1].number
     for host in (0, 1):
         remotes[0]._keeper.hooks["heard"](moving(number, host, 2))
-    assert [(type(post), post.number) for post in gangs[1].posts] == [(messages.Receive, 0)]
+    assert [(type(post), post.number) for post in gangs[1].posts] == [(messages.FinishMove, 0)]
 
 
 # ---------------------------------------------------------- the wire
@@ -198,19 +197,19 @@ def test_a_sample_without_kv_is_handed_over_at_once(pair):
 @pytest.fixture(scope="module")
 def porters():
     """Of the first process of instance 0 and of instance 1."""
-    return [Porter(instance, 0, new_wire(), LAYOUT) for instance in (0, 1)]
+    return [KVEndpoint(instance, 0, new_wire(), LAYOUT) for instance in (0, 1)]
 
 
 def lent(porters, parcel, number, epoch=2):
-    move = messages.MoveOut(id=parcel.id, dst=1, epoch=epoch, number=number, attempt=1)
+    move = messages.MoveSample(id=parcel.id, dst=1, epoch=epoch, number=number, attempt=1)
     lent = messages.CODEC.decode(messages.CODEC.encode(porters[0].lend(parcel, move)))
-    return messages.Carry(number=number, epoch=2, lent=(lent,))
+    return messages.FetchKV(number=number, epoch=2, lent=(lent,))
 
 
 def test_pages_go_from_process_to_process_and_the_sample_as_if_it_had_stayed(porters):
     id = SampleId(3, 1)
     parcel = taken_out(id)
-    assert porters[1].fetch(lent(porters, parcel, 7)) == messages.Carried(number=7, host=0, fault="")
+    assert porters[1].fetch(lent(porters, parcel, 7)) == messages.KVStaged(number=7, host=0, fault="")
     porters[0].give_back(7)
     got = porters[1].take(7)
     assert bits(got.k_pages) == bits(parcel.k_pages) and bits(got.v_pages) == bits(parcel.v_pages)
@@ -254,11 +253,13 @@ def with_pages(host, heads=1):
 
 @pytest.mark.parametrize("hosts", [1, 2])
 def test_a_process_that_holds_a_part_of_the_pages_sends_none(hosts):
-    outlet = Outlet(sent := Sent(), 0, hosts)
-    outlet.put(Exported(id=A, instance=0, parcel=with_pages(0)))
-    Elsewhere(messages.MoveOut(id=A, dst=1, epoch=1, number=1, attempt=1), outlet).receive(with_pages(0), 0, 1)
+    outlet = ResultSender(sent := Sent(), 0, hosts)
+    outlet.put(Parked(id=A, instance=0, parcel=with_pages(0)))
+    MoveThroughController(messages.MoveSample(id=A, dst=1, epoch=1, number=1, attempt=1), outlet).receive(
+        with_pages(0), 0, 1
+    )
     assert [bool(parcel.n_pages) for parcel in (sent[0].parcel, sent[1].lent.parcel)] == [hosts == 1] * 2
-    other = Outlet(silent := Sent(), 1, 2)
+    other = ResultSender(silent := Sent(), 1, 2)
     other.put(sent[0])
     assert not silent, "the first process speaks for both"
 
@@ -272,10 +273,10 @@ def handed(pair):
     remotes, gangs, outbox = pair
     for host in (1, 0):
         assert not drained(outbox), "every process gives its part first"
-        outlet = Outlet(sent := Sent(), host, 2)
+        outlet = ResultSender(sent := Sent(), host, 2)
         outlet.leave(lambda outlet=outlet, host=host: outlet.put(HandedOver(parcel=with_pages(host, 2))))
         part, left = (messages.CODEC.decode(messages.CODEC.encode(item)) for item in sent)
-        assert left == messages.Left(hosts=2)
+        assert left == messages.HandOverDone(hosts=2)
         remotes[0]._keeper.hooks["heard"](part)
     (handed,) = drained(outbox)
     return remotes, gangs, outbox, handed.parcel
@@ -285,7 +286,7 @@ def test_a_sample_of_a_gang_that_leaves_goes_on_with_all_of_its_pages(handed):
     remotes, gangs, _outbox, parcel = handed
     assert parcel.k_pages.shape == (1, 2, 4, 3, 4) and parcel.v_pages.shape == (1, 2, 4, 4, 3)
     remotes[1].resume(parcel)
-    porters = [Porter(1, host, None, None) for host in range(2)]
+    porters = [KVEndpoint(1, host, None, None) for host in range(2)]
     brought, gangs[1].posts = gangs[1].posts, []
     carried = [
         porter.keep(messages.CODEC.decode(messages.CODEC.encode(each)))
@@ -296,7 +297,7 @@ def test_a_sample_of_a_gang_that_leaves_goes_on_with_all_of_its_pages(handed):
     assert not gangs[1].posts, "every process has its part first"
     answer(remotes, carried[0].number, 0)
     go_on, give_up = gangs[1].posts
-    assert (go_on.parcel.n_pages, go_on.number, type(give_up)) == (0, carried[0].number, messages.GiveUp)
+    assert (go_on.parcel.n_pages, go_on.number, type(give_up)) == (0, carried[0].number, messages.CancelSample)
     for host, porter in enumerate(porters):
         assert bits(porter.take(go_on.number).k_pages) == bits(with_pages(host, 2).k_pages)
 
@@ -305,7 +306,7 @@ def test_a_head_that_several_processes_hold_is_carried_once(pair):
     """Two processes, one KV head: the parcel has it once, and each process of the next gang gets it."""
     remotes, _gangs, outbox = pair
     for host in range(2):
-        Outlet(sent := Sent(), host, 2, holders_alike(2, 1)).put(HandedOver(parcel=with_pages(0)))
+        ResultSender(sent := Sent(), host, 2, holders_alike(2, 1)).put(HandedOver(parcel=with_pages(0)))
         remotes[0]._keeper.hooks["heard"](sent[0])
     (handed,) = drained(outbox)
     assert bits(handed.parcel.k_pages) == bits(with_pages(0).k_pages)
@@ -326,8 +327,8 @@ def test_pages_on_their_way_to_a_gang_that_is_lost_are_forgotten(handed):
 
 @pytest.mark.parametrize("hosts", [1, 2])
 def test_kv_that_is_more_than_a_record_holds_stays_behind(monkeypatch, hosts):
-    monkeypatch.setattr("dora_jax.runtime.cluster.result_sender.MAX_KV_BYTES", with_pages(0).kv_bytes)
-    outlet = Outlet(sent := Sent(), 0, hosts)
+    monkeypatch.setattr("dora_jax.runtime.cluster.sample_transfer.MAX_KV_BYTES", with_pages(0).kv_bytes)
+    outlet = ResultSender(sent := Sent(), 0, hosts)
     for heads in (1, 2):
         outlet.put(HandedOver(parcel=with_pages(0, heads)))
     assert [item.parcel.n_pages for item in sent if not isinstance(item, messages.Note)] == [2, 0]
@@ -338,7 +339,7 @@ def test_kv_that_is_more_than_a_record_holds_stays_behind(monkeypatch, hosts):
 @pytest.mark.parametrize("host", [0, 1])
 def test_where_a_part_does_not_come_in_time_the_tokens_go_on(pair, host):
     remotes, gangs, outbox = pair
-    remotes[0]._keeper.hooks["heard"](messages.PartHanded(parcel=with_pages(host), host=host, hosts=2))
+    remotes[0]._keeper.hooks["heard"](messages.HandedOverShard(parcel=with_pages(host), host=host, hosts=2))
     remotes[0]._keeper.hooks["down"](gangs[0])
     *found, down = drained(outbox)
     assert isinstance(down, ev.InstanceDown)

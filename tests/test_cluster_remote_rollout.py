@@ -39,7 +39,7 @@ def test_a_sample_on_its_way_to_a_lost_gang_counts_as_moved(pair):
     remotes, gangs, outbox = pair
     remotes[0].move(A, remotes[1], 1)
     remotes[0]._keeper.hooks["heard"](moving())
-    assert isinstance(gangs[1].posts[-1], messages.Receive)
+    assert isinstance(gangs[1].posts[-1], messages.FinishMove)
     remotes[1]._keeper.hooks["down"](gangs[1])
     down, moved = drained(outbox)
     assert isinstance(down, ev.InstanceDown) and (moved.id, moved.dst) == (A, 1)

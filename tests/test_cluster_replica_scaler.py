@@ -4,7 +4,7 @@ import pytest
 
 from dora_jax.orchestrate import events as ev
 from dora_jax.runtime.cluster import messages
-from dora_jax.runtime.cluster.replica_scaler import Replicas, wish_at
+from dora_jax.runtime.cluster.backend import ReplicaScaler, wish_at
 from dora_jax.runtime.durability.payload_state import Partial
 from tests.fakes.cluster import eventually
 from tests.fakes.cluster_world import Porters, World, at_random, check, entries, events
@@ -13,7 +13,7 @@ from tests.fakes.cluster_world import Porters, World, at_random, check, entries,
 @pytest.mark.parametrize("mode, max_versions, seed", [("dora", 3, 0), ("partial", 2, 1), ("sync", 1, 2)])
 def test_gangs_that_come_and_go_lose_nothing_and_repeat_nothing(tmp_path, mode, max_versions, seed):
     world = World(tmp_path / "journal", mode, max_versions)
-    preempt, left = at_random(world, seed, lambda host: host.link.send(messages.Notice(reason="SIGTERM")))
+    preempt, left = at_random(world, seed, lambda host: host.link.send(messages.PreemptionNotice(reason="SIGTERM")))
     check(world, world.run([preempt]))
     reasons = [event.reason for event in events(world.folder) if isinstance(event, ev.InstanceDown)]
     assert len(left) > 1 and reasons and all(reason.startswith("preempted") for reason in reasons), world.said
@@ -40,7 +40,7 @@ def test_a_gang_that_leaves_takes_no_token_with_it(tmp_path, hosts):
             and started.intersection(zip(event.groups, event.indices, strict=True))
         ):
             seen.append(event)
-            world.hosts(0)[-1].link.send(messages.Notice(reason="SIGTERM"))
+            world.hosts(0)[-1].link.send(messages.PreemptionNotice(reason="SIGTERM"))
 
     check(world, world.run([preempt]))
     down = next(event for event in events(world.folder) if isinstance(event, ev.InstanceDown))
@@ -84,14 +84,14 @@ def test_a_number_in_the_workdir_says_how_many_there_are_to_be(tmp_path, text, w
     if text is not None:
         (tmp_path / "replicas").write_text(text)
     instances, said = [Instance() for _ in range(3)], []
-    Replicas(wish_at(str(tmp_path)), instances, said.append).close()
+    ReplicaScaler(wish_at(str(tmp_path)), instances, said.append).close()
     assert [instance.wanted for instance in instances] == [number < wanted for number in range(3)]
     assert bool(said) == bool(text) and all(repr(text.strip()) in each or f"{wanted} of 3" in each for each in said)
 
 
 def test_the_number_may_change_and_go_again(tmp_path):
     instances, said = [Instance() for _ in range(3)], []
-    replicas = Replicas(wish_at(str(tmp_path)), instances, said.append, look_s=0.01)
+    replicas = ReplicaScaler(wish_at(str(tmp_path)), instances, said.append, look_s=0.01)
     (tmp_path / "replicas").write_text("1")
     eventually(lambda: [instance.wanted for instance in instances] == [True, False, False])
     (tmp_path / "replicas").write_text("many")

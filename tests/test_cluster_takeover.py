@@ -16,13 +16,13 @@ from dora_jax.orchestrate import events as ev
 from dora_jax.rollout.oracle import OracleEngine
 from dora_jax.rollout.ticks import TickResult
 from dora_jax.runtime.cluster import messages
-from dora_jax.runtime.cluster.gang import Gang, Hub
-from dora_jax.runtime.cluster.launch_process import Processes, Ticket
-from dora_jax.runtime.cluster.process_main import Pulse
-from dora_jax.runtime.cluster.run_registry import Roster, address_in
-from dora_jax.runtime.cluster.step_cache import Memory
-from dora_jax.runtime.cluster.tick_broadcast import Follower, Leader
-from dora_jax.runtime.cluster.worker_roles import Courier, TrainerRole
+from dora_jax.runtime.cluster.connection import Follower, Leader
+from dora_jax.runtime.cluster.gang import Gang, GangListener
+from dora_jax.runtime.cluster.launch_process import ProcessLauncher, Ticket
+from dora_jax.runtime.cluster.process_main import HeartbeatSender
+from dora_jax.runtime.cluster.run_registry import RunRegistry, address_in
+from dora_jax.runtime.cluster.step_cache import StepCache
+from dora_jax.runtime.cluster.worker_roles import TrainerRole, TransferThreads
 from dora_jax.runtime.durability.event_log import Journal
 from dora_jax.runtime.durability.journal_audit import ReadOnly, audit
 from dora_jax.runtime.durability.object_storage import ROSTER, Objects
@@ -44,7 +44,7 @@ class Killed(Exception):
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch):
-    monkeypatch.setattr("dora_jax.runtime.cluster.controller_connection.LOOK_S", 0.02)
+    monkeypatch.setattr("dora_jax.runtime.cluster.connection.LOOK_S", 0.02)
 
 
 class Lives(World):
@@ -57,7 +57,7 @@ class Lives(World):
         self.heard = []  # by all controllers
 
     def new_roster(self):
-        return Roster(str(self.folder.parent), "this build")
+        return RunRegistry(str(self.folder.parent), "this build")
 
     def life(self, kill=lambda event: False, found=None, trusted=True):
         """Halt, or None where the controller was killed at a fact."""
@@ -170,7 +170,7 @@ def test_a_gang_whose_process_ended_meanwhile_is_begun_anew_and_the_others_are_t
 def test_gangs_of_another_build_are_ended_and_begun_anew(tmp_path, monkeypatch):
     lives = Lives(tmp_path / "journal")
     assert lives.life(counted(ev.SampleDone, 9)) is None
-    monkeypatch.setattr(Lives, "new_roster", lambda self: Roster(str(self.folder.parent), "another build"))
+    monkeypatch.setattr(Lives, "new_roster", lambda self: RunRegistry(str(self.folder.parent), "another build"))
     lives.check(lives.again())
     assert {epoch for _, epoch in lives.launcher.gangs} == {1, 2}
     assert lives.launcher.killed.count(("rollout 0", 1)) == 1 and any("by other code" in text for text in lives.said)
@@ -197,9 +197,9 @@ class Half(TrainerRole):
     """One process of a trainer of two: what it is asked for ends once both are at it, as a collective does."""
 
     def __init__(self, host, turns, both):
-        self._link, self._pulse, self._turns, self._both = host.link, Pulse(host.link), turns, both
-        self._courier = Courier(WeightHost(host.began.rank, None, Versions()), host.link)
-        self._checkpoints, self._memory = None, Memory()
+        self._link, self._pulse, self._turns, self._both = host.link, HeartbeatSender(host.link), turns, both
+        self._courier = TransferThreads(WeightHost(host.began.rank, None, Versions()), host.link)
+        self._checkpoints, self._memory = None, StepCache()
 
     def _answer(self, what):
         self._both.wait(20)
@@ -231,15 +231,15 @@ def seated(hub, again):
 @pytest.mark.parametrize("reached", [(), (0,), (1,), (0, 1)])
 def test_a_step_that_is_on_its_way_to_some_of_the_processes_does_not_keep_the_next_controller_out(tmp_path, reached):
     """`reached`: the processes that the killed controller's bytes came to."""
-    roster, both = Roster(str(tmp_path), "build"), threading.Barrier(2)
-    hub = Hub("127.0.0.1", roster)
+    roster, both = RunRegistry(str(tmp_path), "build"), threading.Barrier(2)
+    hub = GangListener("127.0.0.1", roster)
     gang = seated(hub, again=False)
     hosts = halves(hub, str(tmp_path), both)
     eventually(gang.ready.is_set)
     for host in gang._ranks:
         if gang._ranks.index(host) not in reached:
             host.link.send = lambda record: None
-    gang.cast(messages.Publish(version=1))
+    gang.cast(messages.PublishWeights(version=1))
     time.sleep(0.2)  # until what comes has come
     roster.announce("127.0.0.1:1")
     hub.close()
@@ -247,8 +247,8 @@ def test_a_step_that_is_on_its_way_to_some_of_the_processes_does_not_keep_the_ne
         host.link.close("killed")
     eventually(lambda: all(host.link.alone for host in hosts))
 
-    roster = Roster(str(tmp_path), "build")
-    hub = Hub("127.0.0.1", roster)
+    roster = RunRegistry(str(tmp_path), "build")
+    hub = GangListener("127.0.0.1", roster)
     gang = seated(hub, again=True)
     roster.announce(hub.address)
     eventually(gang.ready.is_set)
@@ -258,13 +258,13 @@ def test_a_step_that_is_on_its_way_to_some_of_the_processes_does_not_keep_the_ne
 
 def test_a_gang_of_which_one_process_does_not_come_back_is_ended_soon(monkeypatch):
     monkeypatch.setattr("dora_jax.runtime.cluster.gang.RETURN_S", 0.3)
-    hub = Hub("127.0.0.1", Roster())
+    hub = GangListener("127.0.0.1", RunRegistry())
     gang = Gang("trainer", 4, 2, lambda item: None, lambda text: None, LIMITS, again=True)
     hub.expect(gang)
     ticket = Ticket(controller=hub.address, gang="trainer", epoch=4)
     hosts = [FakeHost(ticket, hub.token, rank, None, lambda host: host.join()) for rank in (0, 1)]
     gang.seat(begin)
-    eventually(lambda: all(isinstance(host.began, messages.Again) for host in hosts))
+    eventually(lambda: all(isinstance(host.began, messages.Rejoin) for host in hosts))
     time.sleep(0.4)
     assert gang.fault() is None, "both may be at work"
     hosts[1].ready()
@@ -275,11 +275,11 @@ def test_a_gang_of_which_one_process_does_not_come_back_is_ended_soon(monkeypatc
 @pytest.mark.parametrize("scheme", ["", "file://"])
 def test_a_run_that_ends_itself_leaves_nobody_waiting(tmp_path, scheme):
     place = f"{scheme}{tmp_path}"
-    roster = Roster(place, "build")
+    roster = RunRegistry(place, "build")
     roster.announce("127.0.0.1:9")
     assert address_in(place) == "127.0.0.1:9" and (scheme or (tmp_path / ROSTER).stat().st_mode & 0o77 == 0)
     roster.enter("trainer", 3, (7, 8))
-    again = Roster(place, "build")
+    again = RunRegistry(place, "build")
     assert again.fits and again.token == roster.token and again.left["trainer"].pids == (7, 8)
     roster.close()
     assert address_in(place) is None
@@ -287,7 +287,7 @@ def test_a_run_that_ends_itself_leaves_nobody_waiting(tmp_path, scheme):
 
 def test_a_storage_that_refuses_is_spoken_of_and_stops_no_keeper(tmp_path, monkeypatch):
     said = []
-    roster = Roster(str(tmp_path), "build", said.append)
+    roster = RunRegistry(str(tmp_path), "build", said.append)
     roster.announce("127.0.0.1:9")
 
     def full(text):
@@ -296,9 +296,9 @@ def test_a_storage_that_refuses_is_spoken_of_and_stops_no_keeper(tmp_path, monke
     with monkeypatch.context() as patch:
         patch.setattr(roster._page, "write", full)
         roster.enter("trainer", 3, (7, 8))
-    assert len(said) == 1 and "No space left" in said[0] and Roster(str(tmp_path), "build").left == {}
+    assert len(said) == 1 and "No space left" in said[0] and RunRegistry(str(tmp_path), "build").left == {}
     roster.strike("rollout 0")  # whatever is written next says all of it
-    assert Roster(str(tmp_path), "build").left.keys() == {"trainer"}
+    assert RunRegistry(str(tmp_path), "build").left.keys() == {"trainer"}
 
 
 @pytest.mark.parametrize(
@@ -307,7 +307,7 @@ def test_a_storage_that_refuses_is_spoken_of_and_stops_no_keeper(tmp_path, monke
 def test_what_no_controller_has_written_is_refused_in_a_sentence(tmp_path, text):
     (tmp_path / ROSTER).write_text(text)
     with pytest.raises(ConfigError, match=f"{ROSTER} is not what a controller writes"):
-        Roster(str(tmp_path), "build")
+        RunRegistry(str(tmp_path), "build")
 
 
 @pytest.mark.parametrize("scheme", ["", "file://"])
@@ -335,7 +335,7 @@ def test_of_weights_from_before_what_is_live_is_kept(tmp_path, scheme):
 
 def test_a_process_is_ended_by_its_number_only_where_it_is_of_this_run(tmp_path):
     """Numbers are given again."""
-    processes = Processes(tmp_path)
+    processes = ProcessLauncher(tmp_path)
     ticket = Ticket(controller="", gang="trainer", epoch=1)
     child = subprocess.Popen(["sleep", "60"], env={"DORA_TOKEN": b"mine".hex()})
     other = subprocess.Popen(["sleep", "60"], env={"DORA_TOKEN": b"another".hex()})
@@ -373,11 +373,11 @@ def step_of(base):
 
 def remembering():
     """Of four steps, at version 4."""
-    memory = Memory()
+    memory = StepCache()
     memory.digests[0] = 100
     for base in range(4):
         assert memory.new(base, step_of(base)) == step_of(base) and memory.mid_step and memory.recall(base) is None
-        memory.made(base, messages.Made(digest=base, metrics={}))
+        memory.made(base, messages.StepFinished(digest=base, metrics={}))
     return memory
 
 

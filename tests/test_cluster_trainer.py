@@ -13,11 +13,11 @@ from dora_jax.models import sharding
 from dora_jax.publish import placed
 from dora_jax.runtime.cluster import messages
 from dora_jax.runtime.cluster.checkpoint_shards import StepFolder
-from dora_jax.runtime.cluster.gang import Hub
-from dora_jax.runtime.cluster.gang_supervisor import Keeper
+from dora_jax.runtime.cluster.gang import GangListener
+from dora_jax.runtime.cluster.gang_supervisor import GangSupervisor
 from dora_jax.runtime.cluster.remote_trainer import RemoteCheckpoints, RemoteTrainer, RemoteWeights, part
-from dora_jax.runtime.cluster.run_registry import Roster
-from dora_jax.runtime.cluster.weight_publisher import Publisher
+from dora_jax.runtime.cluster.run_registry import RunRegistry
+from dora_jax.runtime.cluster.weight_publisher import WeightPublisher
 from dora_jax.runtime.durability.object_storage import Objects
 from dora_jax.runtime.durability.payload_state import Published, Step
 from dora_jax.runtime.transfer import slices
@@ -42,29 +42,29 @@ class Learners(FakeLauncher):
         if rank == 0:
             self.log.append((host._hello.epoch, name))
         match what:
-            case messages.Learn(base=base, groups=groups):
+            case messages.TrainGroups(base=base, groups=groups):
                 assert base == len(trained), "steps come in order"
                 begun += [g.group_id for g in groups]
-            case messages.Make(base=base):
+            case messages.FinishStep(base=base):
                 assert base == len(trained), "steps come in order"
                 trained.append(begun.copy())
                 begun.clear()
-            case messages.Restore(step=step):
+            case messages.RestoreCheckpoint(step=step):
                 trained[:] = json.loads((self.folder / str(step) / "trained").read_text())
-            case messages.Publish(version=version):
+            case messages.PublishWeights(version=version):
                 assert version == len(trained)
                 host.__dict__.setdefault("kept", set()).add(version)
-            case messages.Write(version=version):
+            case messages.WriteWeights(version=version):
                 assert version in host.kept
                 (self.folder.parent / "weights" / f"v{version}.partial").mkdir(exist_ok=True, parents=True)
         if rank == 1 and name in self.dies:
             self.dies.remove(name)
             host.die()
             return None
-        if isinstance(what, messages.Make | messages.Fingerprint):
+        if isinstance(what, messages.FinishStep | messages.ComputeDigest):
             digest = hash(str(trained)) & 0xFFFF
-            made = messages.Made(digest=digest, metrics={"loss": float(len(trained))})
-            return made if isinstance(what, messages.Make) else messages.Done(value=digest)
+            made = messages.StepFinished(digest=digest, metrics={"loss": float(len(trained))})
+            return made if isinstance(what, messages.FinishStep) else messages.Done(value=digest)
         return messages.Done(value=len(trained))
 
     def save(self, step, trained):
@@ -80,9 +80,9 @@ class Rig:
         self.launcher = Learners(tmp_path / "checkpoints", dies)
         self.stored = StoredWeights(tmp_path / "weights")
         self.stored.clear()
-        self.hub, self.said, self.journal = Hub("127.0.0.1", Roster()), [], []
+        self.hub, self.said, self.journal = GangListener("127.0.0.1", RunRegistry()), [], []
         self.steps = StepFolder(self.launcher.folder, self.said.append)
-        self.publisher = Publisher(self.stored, paths, self.said.append)
+        self.publisher = WeightPublisher(self.stored, paths, self.said.append)
         self.journaled = journaled
         self.trainer = RemoteTrainer(
             self.steps,
@@ -108,7 +108,7 @@ class Rig:
         return self.published(base, groups, self.trainer.step(part(groups, base)))
 
     def step_in_parts(self, base, between=lambda: None):
-        """As PartwiseTrainer does it; `between`: while the second part is waited for."""
+        """As StreamingTrainerWorker does it; `between`: while the second part is waited for."""
         groups = (group(2 * base), group(2 * base + 1))
 
         def parts():
@@ -137,7 +137,7 @@ class Rig:
         return [host.trained for host in hosts]
 
     def _keeper(self, name, **hooks):
-        return Keeper(
+        return GangSupervisor(
             self.hub, self.launcher, name, 2, "", begin=begin, notify=self.said.append, limits=LIMITS, **hooks
         )
 
@@ -146,7 +146,17 @@ def steps(n):
     return [[2 * base, 2 * base + 1] for base in range(n)]
 
 
-@pytest.mark.parametrize("dies", [(), ("Learn",), ("Make",), ("Publish",), ("Write",), ("Learn", "Make", "Publish")])
+@pytest.mark.parametrize(
+    "dies",
+    [
+        (),
+        ("TrainGroups",),
+        ("FinishStep",),
+        ("PublishWeights",),
+        ("WriteWeights",),
+        ("TrainGroups", "FinishStep", "PublishWeights"),
+    ],
+)
 def test_each_step_is_made_once_whoever_dies_over_it(tmp_path, dies):
     with Rig(tmp_path, dies) as rig:
         assert [rig.step(base)["loss"] for base in range(3)] == [1.0, 2.0, 3.0]
@@ -155,7 +165,15 @@ def test_each_step_is_made_once_whoever_dies_over_it(tmp_path, dies):
         assert len(rig.launcher.gangs) == 1 + len(dies)  # a gang a death
 
 
-@pytest.mark.parametrize("dies", [(), ("Learn",), ("Learn", "Learn", "Make"), ("Make", "Learn", "Publish")])
+@pytest.mark.parametrize(
+    "dies",
+    [
+        (),
+        ("TrainGroups",),
+        ("TrainGroups", "TrainGroups", "FinishStep"),
+        ("FinishStep", "TrainGroups", "PublishWeights"),
+    ],
+)
 def test_a_step_in_parts_is_made_once_whoever_dies_over_them(tmp_path, dies):
     with Rig(tmp_path, dies) as rig:
         for base in range(3):
@@ -175,7 +193,10 @@ def test_a_trainer_that_is_lost_between_two_parts_is_brought_back_before_the_sec
         rig.step_in_parts(2, between=lose)
         assert rig.trained() == [steps(3), steps(3)]
         again = [name for epoch, name in rig.launcher.log if epoch == 2]
-        assert [name for name in again if name in ("Learn", "Make")] == ["Learn", "Make"] * 2 + ["Learn"] * 2 + ["Make"]
+        assert [name for name in again if name in ("TrainGroups", "FinishStep")] == [
+            "TrainGroups",
+            "FinishStep",
+        ] * 2 + ["TrainGroups"] * 2 + ["FinishStep"]
 
 
 def test_a_lost_trainer_comes_back_from_its_checkpoint_and_the_journal(tmp_path):
@@ -186,7 +207,10 @@ def test_a_lost_trainer_comes_back_from_its_checkpoint_and_the_journal(tmp_path)
         rig.kill()
         rig.trainer.catch_up()
         assert rig.trained() == [steps(5), steps(5)]
-        assert [name for epoch, name in rig.launcher.log if epoch == 2] == ["Restore", *["Learn", "Make"] * 2]
+        assert [name for epoch, name in rig.launcher.log if epoch == 2] == [
+            "RestoreCheckpoint",
+            *["TrainGroups", "FinishStep"] * 2,
+        ]
         assert "the trainer is back at version 5: checkpoint 3, 2 steps made again, 0 remembered" in rig.said[-1]
 
 
@@ -202,7 +226,9 @@ def test_versions_that_only_the_lost_trainer_held_are_published_again(tmp_path):
         rig.kill()
         rig.trainer.catch_up()
         eventually(lambda: rig.stored.has(1) and rig.stored.has(3))
-        assert [name for epoch, name in rig.launcher.log if epoch == 2 and name == "Publish"] == ["Publish"] * 2
+        assert [name for epoch, name in rig.launcher.log if epoch == 2 and name == "PublishWeights"] == [
+            "PublishWeights"
+        ] * 2
 
 
 def test_a_checkpoint_later_than_a_version_that_only_the_lost_trainer_held_is_no_start(tmp_path):
@@ -262,16 +288,16 @@ def test_weights_that_come_out_otherwise_are_spoken_of(tmp_path):
 def test_processes_that_disagree_end_the_run(tmp_path):
     with Rig(tmp_path) as rig:
         rig.launcher.answer = lambda host, what: (
-            messages.Made(digest=host.began.rank, metrics={})
-            if isinstance(what, messages.Make)
+            messages.StepFinished(digest=host.began.rank, metrics={})
+            if isinstance(what, messages.FinishStep)
             else messages.Done(value=0)
         )
-        with pytest.raises(RuntimeError, match="disagree over Make"):
+        with pytest.raises(RuntimeError, match="disagree over FinishStep"):
             rig.trainer.step(part((group(0),), 0))
 
 
 def test_a_save_that_a_death_cuts_short_is_said_and_the_run_goes_on(tmp_path):
-    with Rig(tmp_path, dies=("Save",)) as rig:
+    with Rig(tmp_path, dies=("SaveCheckpoint",)) as rig:
         checkpoints = RemoteCheckpoints(rig.steps, CheckpointSection(), rig.trainer, rig.said.append)
         rig.step(0)
         checkpoints.save(1, None, None, {"cursors": (1, 2)}, {"reward/mean": np.float32(0.5)})
@@ -280,7 +306,7 @@ def test_a_save_that_a_death_cuts_short_is_said_and_the_run_goes_on(tmp_path):
         rig.step(1)
         checkpoints.save(2, None, None, {}, {})
         checkpoints.close()
-        assert (2, "Save") in rig.launcher.log
+        assert (2, "SaveCheckpoint") in rig.launcher.log
 
 
 def mesh_of(tensor):

@@ -7,7 +7,7 @@ import pytest
 
 from dora_jax.runtime.cluster import messages
 from dora_jax.runtime.cluster.gang import GangDied
-from dora_jax.runtime.cluster.weight_publisher import Publisher
+from dora_jax.runtime.cluster.weight_publisher import WeightPublisher
 from dora_jax.runtime.transfer import weight_messages as ex
 from dora_jax.runtime.transfer.weight_distribution import STORAGE, WIRE
 from dora_jax.runtime.transfer.weight_storage import StoredWeights
@@ -51,7 +51,7 @@ class Gang:
 @pytest.fixture
 def rig(tmp_path):
     stored = StoredWeights(tmp_path / "weights")
-    publisher = Publisher(stored, (WIRE, STORAGE), [].append)
+    publisher = WeightPublisher(stored, (WIRE, STORAGE), [].append)
     trainer, replica = Gang("trainer", stored), Gang("rollout 0", stored)
     publisher.up(trainer), publisher.up(replica)
     yield publisher, trainer, replica
@@ -156,4 +156,4 @@ def test_a_version_that_nobody_will_ever_bring_ends_the_gang_that_needs_it(rig):
     publisher.want(replica, 3, lambda: None)
     eventually(lambda: replica.reason)
     assert replica.reason == "version 3 cannot be brought to it: nobody holds version 3"
-    assert not any(isinstance(what, messages.Forget) for what in trainer.told)
+    assert not any(isinstance(what, messages.DropWeights) for what in trainer.told)

@@ -13,8 +13,9 @@ from dora_jax.buffer.store import MemoryGroupStore
 from dora_jax.config import RolloutSection
 from dora_jax.rollout.oracle import OracleEngine
 from dora_jax.runtime.emulated_timing import PacedEngine, PacedTrainer, PacedWeights
-from dora_jax.runtime.streaming_trainer import PartwiseTrainer
-from dora_jax.runtime.workers import Crashed, InstanceWorker, StepDone
+from dora_jax.runtime.rollout_worker import EngineWorker
+from dora_jax.runtime.trainer_worker import StreamingTrainerWorker
+from dora_jax.runtime.worker import Crashed, StepDone
 from dora_jax.sim import config as sims
 from dora_jax.sim.run import simulate
 from dora_jax.types import Prompt, Sample, SampleId, ScoredGroup, Span
@@ -138,7 +139,7 @@ def test_a_paused_worker_answers_calls_and_does_not_tick():
     inner = OracleEngine(SECTION, length=lambda v, g, i, limit: 4)
     inner.load(0, None)
     outbox = queue.SimpleQueue()
-    worker = InstanceWorker(0, inner, paced_run.Weights(), outbox)
+    worker = EngineWorker(0, inner, paced_run.Weights(), outbox)
     worker.post(worker.pause)
     worker.post(
         worker.submit,
@@ -179,7 +180,7 @@ def part_trainer(outbox, max_lag=1):
     for i in range(4):
         store.put(group(i))
     trainer = PacedTrainer(paced_run.Trainer(), lambda groups, base: [len(groups)], Costs(), 1e-3, 4)
-    return PartwiseTrainer(trainer, trainer.pack, store, paced_run.Weights(), max_lag, outbox, 4)
+    return StreamingTrainerWorker(trainer, trainer.pack, store, paced_run.Weights(), max_lag, outbox, 4)
 
 
 def test_a_step_in_parts_is_published_once_behind_its_last_part():

@@ -23,7 +23,7 @@ def test_a_gang_and_a_wire_work_on_while_strangers_send_garbage_to_every_port():
         try:
             until, worked, most = time.monotonic() + 1.5, 0, 0
             while time.monotonic() < until or not worked:
-                assert gang.call(messages.Publish(version=1), 20.0) == [messages.Done(value=0)] * 2
+                assert gang.call(messages.PublishWeights(version=1), 20.0) == [messages.Done(value=0)] * 2
                 k = key()
                 takes(receiver, sender.give(k, whole(NAMED)), NAMED, k, 20)
                 worked += 1

@@ -6,11 +6,11 @@ import types
 import numpy as np
 import pytest
 
-from dora_jax.runtime import idle_timer, metrics_log
+from dora_jax.runtime import idle_time, metrics_log
 from dora_jax.runtime.cluster import process_main
-from dora_jax.runtime.idle_timer import Waits
+from dora_jax.runtime.idle_time import IdleTimer
 from dora_jax.runtime.metrics_log import RunLog
-from dora_jax.runtime.workers import StepDone
+from dora_jax.runtime.worker import StepDone
 from dora_jax.types import Sample, SampleId, ScoredGroup, Span
 from tests.fakes.cluster import eventually
 
@@ -25,13 +25,13 @@ class Clock:
 @pytest.fixture
 def clock(monkeypatch):
     clock = Clock()
-    monkeypatch.setattr(idle_timer, "time", clock)
+    monkeypatch.setattr(idle_time, "time", clock)
     monkeypatch.setattr(metrics_log, "time", clock)
     return clock
 
 
 def test_a_wait_that_goes_on_counts_up_to_now(clock):
-    mine = Waits()
+    mine = IdleTimer()
     with mine:
         clock.now_s += 2
         assert mine.total_s == mine.present_s == 2
@@ -51,7 +51,7 @@ def test_a_process_that_waits_says_so_with_every_beat(monkeypatch):
         if len(beats) == 4:
             threading.Event().wait()  # it has said enough
 
-    pulse = process_main.Pulse(types.SimpleNamespace(send=send))
+    pulse = process_main.HeartbeatSender(types.SimpleNamespace(send=send))
     with pulse.waits:
         pulse.start()
         eventually(lambda: len(beats) == 4)

@@ -9,7 +9,8 @@ from dora_jax import validate
 from dora_jax.config import Config, ConfigError
 from dora_jax.orchestrate.core import Orchestrator
 from dora_jax.orchestrate.modes import OrchestratorConfig
-from dora_jax.runtime import emulated_timing, instrumentation
+from dora_jax.runtime import emulated_timing
+from dora_jax.runtime import recorder as recording
 from dora_jax.runtime.emulated_timing import PacedEngine, PacedTrainer, PacedWeights
 from dora_jax.runtime.recorder import TimedEngine
 
@@ -34,7 +35,7 @@ class Instance:
 def put_on(tmp_path, orchestrator=None, **changes):
     instance, said = Instance(), []
     orchestrator = orchestrator or Orchestrator(OrchestratorConfig(groups_per_step=1, group_size=1, total_steps=1))
-    side, recorder = instrumentation.put_on(
+    side, recorder = recording.instrument(
         dataclasses.replace(Config(), **changes), tmp_path, [instance], "weights", SIDE, orchestrator, said.append
     )
     return instance, side, recorder, said
@@ -57,7 +58,7 @@ def test_a_recorder_watches_what_is_paced(tmp_path):
     instance, _, recorder, _ = put_on(tmp_path, pace="h800", journal=journal)
     assert isinstance(instance.engine, TimedEngine) and isinstance(instance.engine.engine, PacedEngine)
     recorder.close()
-    assert (tmp_path / instrumentation.RECORDED / "journal.jsonl").is_file()
+    assert (tmp_path / recording.RECORDED / "journal.jsonl").is_file()
 
 
 def test_a_recording_begins_with_its_run(tmp_path):

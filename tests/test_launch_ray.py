@@ -12,10 +12,10 @@ from ray.util.placement_group import placement_group_table
 
 from dora_jax.bench.fake_slices import FakeSlices
 from dora_jax.runtime.cluster import messages
-from dora_jax.runtime.cluster.gang import Gang, Hub
+from dora_jax.runtime.cluster.gang import Gang, GangListener
 from dora_jax.runtime.cluster.launch_process import Ticket
-from dora_jax.runtime.cluster.launch_ray import RayHosts, intact_slices
-from dora_jax.runtime.cluster.run_registry import Roster
+from dora_jax.runtime.cluster.launch_ray import RayLauncher, intact_slices
+from dora_jax.runtime.cluster.run_registry import RunRegistry
 from tests.fakes.cluster import LIMITS, eventually
 
 
@@ -57,7 +57,7 @@ class Controller:
     """A launcher, and one that takes its processes' calls; `again` is the next controller after this one has died."""
 
     def __init__(self, hub):
-        self.launcher, self.hub = RayHosts("run"), hub
+        self.launcher, self.hub = RayLauncher("run"), hub
 
     def again(self):
         ray.shutdown()
@@ -86,13 +86,13 @@ class Controller:
 def controller(slices, monkeypatch):
     monkeypatch.setenv("RAY_ADDRESS", slices.address)
     monkeypatch.setenv("PYTHONPATH", os.getcwd())
-    hub = Hub("0.0.0.0", Roster())
+    hub = GangListener("0.0.0.0", RunRegistry())
     first = Controller(hub)
     hub.address = f"{first.launcher.ip}:{hub.address.rpartition(':')[2]}"
     yield first
     if not ray.is_initialized():
         ray.init(address=slices.address, namespace="dora_jax")
-    RayHosts.close(first.launcher)
+    RayLauncher.close(first.launcher)
     hub.close()
 
 

@@ -8,7 +8,7 @@ from multiprocessing import AuthenticationError
 
 import pytest
 
-from dora_jax.runtime.listener import Door, dial
+from dora_jax.runtime.listener import Listener, dial
 from tests.fakes.cluster import eventually
 
 
@@ -19,7 +19,7 @@ def arrived():
 
 @pytest.fixture
 def door(arrived):
-    door = Door("127.0.0.1", b"token", arrived.append)
+    door = Listener("127.0.0.1", b"token", arrived.append)
     yield door
     door.close()
 

@@ -9,11 +9,10 @@ from dora_jax.config import RunError
 from dora_jax.console import step_line
 from dora_jax.orchestrate import events as ev
 from dora_jax.orchestrate.modes import OrchestratorConfig
-from dora_jax.runtime import idle_report
+from dora_jax.runtime import idle_time
 from dora_jax.runtime.evaluations import Evaluations, closing, evaluation
-from dora_jax.runtime.idle_report import Idle
-from dora_jax.runtime.metrics_log import Served, group_metrics
-from dora_jax.runtime.unscored import Unscored
+from dora_jax.runtime.idle_time import IdleReport
+from dora_jax.runtime.metrics_log import ScoringFailures, TaskShares, group_metrics
 from dora_jax.tasks.pool import GroupFailure
 from dora_jax.tasks.solved import Solved
 from dora_jax.types import Sample, SampleId, ScoredGroup, Span
@@ -53,7 +52,7 @@ def test_a_term_that_only_some_groups_have_is_the_mean_of_those():
 
 
 def test_the_shares_of_a_mix_are_those_that_were_trained_on():
-    served = Served(
+    served = TaskShares(
         OrchestratorConfig(groups_per_step=2, group_size=2, total_steps=2, task_cycle=("sums", "games", "sums"))
     )
     first = served.metrics([group(0, right=[1, 0]), group(2, right=[1, 1])])
@@ -66,7 +65,9 @@ def test_the_shares_of_a_mix_are_those_that_were_trained_on():
         "task/reward/sums": 0.5,
     }
     assert "  games 25% sums 75%  " in step_line(2, {"reward/mean": 0.2, "response/length": 2.0} | second)
-    assert not Served(OrchestratorConfig(groups_per_step=2, group_size=2, total_steps=2)).metrics([group(0, right=[1])])
+    assert not TaskShares(OrchestratorConfig(groups_per_step=2, group_size=2, total_steps=2)).metrics(
+        [group(0, right=[1])]
+    )
 
 
 # ---------------------------------------------------------------- evaluations
@@ -144,7 +145,7 @@ def test_the_closing_line_knows_all_evaluations():
 def unscored(share=0.01):
     lines = []
     prompt = types.SimpleNamespace(text="3 + 4 =", answer="7")
-    return Unscored(share, lambda group_id: prompt, lines.append), lines
+    return ScoringFailures(share, lambda group_id: prompt, lines.append), lines
 
 
 def failure(kind="reward r raised KeyError (r.py:3)", reason="reward r raised KeyError: 'boxed' (r.py:3)"):
@@ -216,9 +217,9 @@ def test_shares_of_failed_and_skipped_groups():
 
 def test_the_cause_of_a_wait_is_what_held_longest_in_the_step(monkeypatch):
     clock = types.SimpleNamespace(now_s=0.0, monotonic=lambda: clock.now_s)
-    monkeypatch.setattr(idle_report, "time", clock)
+    monkeypatch.setattr(idle_time, "time", clock)
     waiting = {}
-    log = Idle(lambda: dict(waiting))
+    log = IdleReport(lambda: dict(waiting))
     happened = ev.TimePassed(now_s=0.0)
     for trainer, rollouts, seconds in [
         ("rollouts", "", 3.0),
@@ -244,5 +245,5 @@ def test_the_cause_of_a_wait_is_what_held_longest_in_the_step(monkeypatch):
 
 
 def test_a_run_that_waits_for_nothing_says_no_cause():
-    log = Idle(lambda: {"trainer": "", "rollouts": ""})
+    log = IdleReport(lambda: {"trainer": "", "rollouts": ""})
     assert log.phrases({"trainer": 0.02, "rollouts": 0.0}) == ["trainer idle 2%", "rollouts idle 0%"]

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from dora_jax.runtime.mismatch_probe import GapProbe
+from dora_jax.runtime.trainer_worker import MismatchProbe
 from dora_jax.types import Sample, SampleId, ScoredGroup, Span
 
 
@@ -22,7 +22,7 @@ def group(version, *spans):
 
 @pytest.fixture
 def gap():
-    gap = GapProbe(lambda group, version, weights: (group.version, version, weights))
+    gap = MismatchProbe(lambda group, version, weights: (group.version, version, weights))
     gap.keep(4, "of 4")
     return gap
 
@@ -45,5 +45,5 @@ def test_other_weights_than_those_of_the_version_before_never_compare(gap):
 
 
 def test_nothing_is_measured_where_nothing_is_wanted():
-    gap = GapProbe(None)
+    gap = MismatchProbe(None)
     assert not gap.wanted and gap.among([group(4)], base=5) == {}

@@ -7,7 +7,8 @@ import pytest
 
 from dora_jax.orchestrate import events as ev
 from dora_jax.rollout.oracle import OracleEngine
-from dora_jax.runtime.workers import Finished, InstanceWorker, report_period_s
+from dora_jax.runtime.rollout_worker import EngineWorker, report_period_s
+from dora_jax.runtime.worker import Finished
 from dora_jax.types import RENEWAL, SampleId, ScoredGroup, is_eval
 from tests.fakes.coordinator_world import (
     SECTION,
@@ -117,7 +118,7 @@ def test_an_error_in_a_worker_ends_the_run_with_its_role():
 
 def test_an_instance_says_how_far_all_its_samples_are_in_one_report():
     outbox = queue.SimpleQueue()
-    worker = InstanceWorker(
+    worker = EngineWorker(
         0, OracleEngine(SECTION, length=lambda v, g, i, limit: 6 + 6 * i), Weights(), outbox, report_s=0.0
     )
     worker.load(0, None)

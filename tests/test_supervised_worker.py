@@ -15,12 +15,13 @@ from dora_jax.orchestrate.core import Orchestrator
 from dora_jax.orchestrate.loop import run
 from dora_jax.orchestrate.modes import OrchestratorConfig
 from dora_jax.rollout.oracle import OracleEngine
-from dora_jax.runtime.coordinator import LocalWorld
+from dora_jax.runtime.coordinator import Coordinator
 from dora_jax.runtime.durability.event_log import Journal
 from dora_jax.runtime.durability.journaled_world import DurableWorld
 from dora_jax.runtime.durability.payload_state import Book
 from dora_jax.runtime.supervised_worker import LocalInstance, RestartPolicy
-from dora_jax.runtime.workers import Finished, TrainerWorker
+from dora_jax.runtime.trainer_worker import TrainerWorker
+from dora_jax.runtime.worker import Finished
 from dora_jax.types import SampleId
 from tests.fakes.coordinator_world import (
     SECTION,
@@ -97,7 +98,7 @@ class Job:
         trainer = TrainerWorker(
             Trainer(), lambda groups, base: None, groups, weights, self.config.decisions.max_lag, self.outbox
         )
-        self.world = LocalWorld(
+        self.world = Coordinator(
             instances=list(self.pool.values()),
             trainer=trainer,
             task=Task(),

@@ -12,7 +12,7 @@ from dora_jax import config, publish
 from dora_jax.buffer.store import MemoryGroupStore
 from dora_jax.models import sharding
 from dora_jax.runtime import run
-from dora_jax.runtime.workers import TrainerWorker
+from dora_jax.runtime.trainer_worker import TrainerWorker
 from dora_jax.trainer import expected, flops, objective, optim, step
 from tests.fakes import trainer_cases as cases
 

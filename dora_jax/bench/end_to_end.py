@@ -2,7 +2,7 @@
 
     python -m dora_jax.bench.end_to_end [--modes=sync,dora] [--speedup=30] [--steps=6] [--split=predicted|half] [--small]
 
-Real are threads, queues, `LocalWorld`, workers, orchestrator, migrations, publications and the engine's tokens, which
+Real are threads, queues, `Coordinator`, workers, orchestrator, migrations, publications and the engine's tokens, which
 prove the version that made them; PACED are ticks, train steps and transfers: each lasts what the cost model says for an
 H800, divided by the speed-up, because nothing here has one. Not measured here: decoding and training as such.
 

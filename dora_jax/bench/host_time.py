@@ -33,7 +33,7 @@ from dora_jax.models import decoder, sharding
 from dora_jax.rollout.engine import Engine
 from dora_jax.rollout.migrate import InFlightSample
 from dora_jax.runtime import run as build
-from dora_jax.runtime.workers import InstanceWorker
+from dora_jax.runtime.rollout_worker import EngineWorker
 from dora_jax.types import SampleId
 
 MODEL = decoder.new_config("qwen3", vocab_size=64, d_model=8, n_layers=1, n_heads=1, n_kv_heads=1, head_dim=2, d_ff=8)
@@ -94,7 +94,7 @@ class Row:
     report: float
 
 
-def new_worker(instance: int, args: argparse.Namespace, context: int, page: int) -> InstanceWorker:
+def new_worker(instance: int, args: argparse.Namespace, context: int, page: int) -> EngineWorker:
     """An instance whose slots all decode, at positions up to `context`."""
     rows, steps = args.rows, args.steps
     spare = (args.ticks + 8) * steps
@@ -114,7 +114,7 @@ def new_worker(instance: int, args: argparse.Namespace, context: int, page: int)
     engine = build.engine_of(config, MODEL, sharding.make_mesh(jax.devices()[:1], 1, 1, 1), eos_ids=(1,))
     engine._device = InstantDevice(engine, args.step_ms * 1e-3 * steps)
     engine._weights[0] = None
-    worker = InstanceWorker(instance, engine, None, queue.SimpleQueue(), args.partial_s)
+    worker = EngineWorker(instance, engine, None, queue.SimpleQueue(), args.partial_s)
     for i in range(rollout.slots):
         n = context - rollout.max_prompt_tokens - i * rollout.decode_steps % 128
         worker.receive(
@@ -134,7 +134,7 @@ def new_worker(instance: int, args: argparse.Namespace, context: int, page: int)
     return worker
 
 
-def measured(worker: InstanceWorker, ticks: int) -> Row:
+def measured(worker: EngineWorker, ticks: int) -> Row:
     engine, spent = worker.engine, {"plan": [], "commit": []}
 
     def timed(owner: Any, name: str, into: list[float]) -> None:
@@ -173,11 +173,11 @@ class Rate:
     idle: float  # share of the time, mean over the devices
 
 
-def together(workers: list[InstanceWorker], ticks: int) -> Rate:
+def together(workers: list[EngineWorker], ticks: int) -> Rate:
     """Each on a thread of its own, while one thread takes what they report."""
     over = threading.Event()
 
-    def run(worker: InstanceWorker) -> None:
+    def run(worker: EngineWorker) -> None:
         for _ in range(ticks):
             if over.is_set():
                 return

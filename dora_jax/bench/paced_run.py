@@ -21,10 +21,10 @@ from dora_jax.orchestrate import events as ev
 from dora_jax.orchestrate.core import Orchestrator
 from dora_jax.orchestrate.loop import run as run_loop
 from dora_jax.rollout.oracle import OracleEngine
-from dora_jax.runtime.coordinator import LocalWorld
+from dora_jax.runtime.coordinator import Coordinator
 from dora_jax.runtime.emulated_timing import PacedEngine, PacedTrainer, PacedWeights
-from dora_jax.runtime.streaming_trainer import PartwiseTrainer
-from dora_jax.runtime.workers import InstanceWorker
+from dora_jax.runtime.rollout_worker import EngineWorker
+from dora_jax.runtime.trainer_worker import StreamingTrainerWorker
 from dora_jax.sim.config import Row
 from dora_jax.sim.cost import Costs, open_costs
 from dora_jax.sim.meter import IDLE_CAPPED, IDLE_TAIL
@@ -81,7 +81,7 @@ class TimedOrchestrator(Orchestrator):
         return commands
 
 
-class PacedWorker(InstanceWorker):
+class PacedWorker(EngineWorker):
     """Says how long it stood still beside a trainer on its chips."""
 
     _stood_s = 0.0
@@ -133,9 +133,9 @@ class _Parts:
         trainer = self.trainer = PacedTrainer(
             Trainer(), lambda groups, base: [len(groups)], costs, pace, told.groups_per_step
         )
-        self.world = LocalWorld(
+        self.world = Coordinator(
             instances=self.workers,
-            trainer=PartwiseTrainer(
+            trainer=StreamingTrainerWorker(
                 trainer, trainer.pack, store, weights, told.decisions.max_lag, outbox, told.groups_per_step
             ),
             task=Task(work, told.max_new_tokens),

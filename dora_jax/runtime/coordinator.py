@@ -20,18 +20,10 @@ from dora_jax.orchestrate import events as ev
 from dora_jax.orchestrate.restart import Debts
 from dora_jax.rollout.migrate import InFlightSample, retagged
 from dora_jax.runtime.durability.payload_state import Book, Partial
+from dora_jax.runtime.rollout_worker import EngineWorker
 from dora_jax.runtime.shutdown import STAGE_END_S
-from dora_jax.runtime.workers import (
-    Crashed,
-    Ended,
-    Exported,
-    Finished,
-    HandedOver,
-    InstanceReady,
-    InstanceWorker,
-    StepDone,
-    TrainerWorker,
-)
+from dora_jax.runtime.trainer_worker import TrainerWorker
+from dora_jax.runtime.worker import Crashed, Finished, FinishedUnheard, HandedOver, InstanceReady, Parked, StepDone
 from dora_jax.tasks.pool import GroupFailure
 from dora_jax.tasks.prompts import PromptTooLong
 from dora_jax.types import GroupId, InstanceId, Prompt, Sample, SampleId, ScoredGroup, Version, is_eval
@@ -48,13 +40,13 @@ class _Group:
     submitted: tuple[Sample, ...] = ()  # what the scorer was handed
 
 
-class LocalWorld:
+class Coordinator:
     """`World` of one process; see `orchestrate.loop`."""
 
     def __init__(
         self,
         *,
-        instances: Sequence[InstanceWorker],
+        instances: Sequence[EngineWorker],
         trainer: TrainerWorker | None,
         task: Any,
         scorer: Any,
@@ -184,7 +176,7 @@ class LocalWorld:
     def _workers(self) -> list[Any]:
         return [*self._instances.values(), *([self._trainer] if self._trainer else [])]
 
-    def _submit(self, sample: SampleId, worker: InstanceWorker, version: Version) -> None:
+    def _submit(self, sample: SampleId, worker: EngineWorker, version: Version) -> None:
         group_id = sample.group_id
         if group_id in self._refused:
             return
@@ -213,7 +205,7 @@ class LocalWorld:
             elif group is None or sample.index not in group.done and not group.submitted:
                 self._outbox.put(ev.SampleCancelled(id=sample, reason=reason))
 
-    def _resume(self, sample: SampleId, worker: InstanceWorker, version: Version) -> None:
+    def _resume(self, sample: SampleId, worker: EngineWorker, version: Version) -> None:
         self._recorded.pop(sample, None)
         if sample in self._ended:
             self._outbox.put(ev.SampleResumed(id=sample, instance=worker.instance, life=worker.life))
@@ -221,15 +213,15 @@ class LocalWorld:
         else:
             worker.post(worker.resume, retagged(self._parcel(sample, version), version))
 
-    def _find(self, brought: HandedOver | Ended) -> None:
+    def _find(self, brought: HandedOver | FinishedUnheard) -> None:
         """What an instance still has from an earlier process: used where it goes on from what is recorded."""
-        held = brought.sample if isinstance(brought, Ended) else brought.parcel
-        version = held.spans[-1].version if isinstance(brought, Ended) else held.version
+        held = brought.sample if isinstance(brought, FinishedUnheard) else brought.parcel
+        version = held.spans[-1].version if isinstance(brought, FinishedUnheard) else held.version
         out_ids, _, _ = self._book.tokens(held.id)
         n = len(out_ids)
         if self._recorded.get(held.id) != version or not np.array_equal(held.out_ids[:n], out_ids):
             return
-        if isinstance(brought, Ended):
+        if isinstance(brought, FinishedUnheard):
             self._ended[held.id] = held
             return
         self._parcels[held.id] = held
@@ -290,7 +282,7 @@ class LocalWorld:
             case HandedOver(parcel=parcel):
                 if parcel.id.group_id in self._open:
                     self._parcels[parcel.id] = parcel
-            case Exported(id=sample, instance=instance, parcel=parcel):
+            case Parked(id=sample, instance=instance, parcel=parcel):
                 if sample.group_id in self._open:
                     self._parcels[sample] = parcel
                 yield ev.SampleParked(id=sample, instance=instance, life=item.life)

@@ -15,11 +15,11 @@ import dataclasses
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from dora_jax.config import ConfigError
 from dora_jax.rollout.ticks import TickResult
-from dora_jax.runtime.tick_stats import Account
 from dora_jax.sim import config as sims
 from dora_jax.sim.cost import Costs, open_costs
 from dora_jax.types import SampleId, ScoredGroup, Version
@@ -36,6 +36,52 @@ def costs_of(chip: str, instances: int) -> Costs:
         raise ConfigError(f"pace: {error}") from error
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TickWork:
+    steps: int  # decode steps
+    batches: tuple[float, ...]  # mean samples in a step, of each version: the engine decodes them in a call each
+    context: float  # token-steps: tokens of KV that the steps read, summed
+    prefills: tuple[int, ...]  # tokens of each sample that was prefilled
+
+    @property
+    def batch(self) -> float:
+        """Mean samples in a step, of all versions."""
+        return sum(self.batches)
+
+
+class TickStats:
+    def __init__(self) -> None:
+        self._prompts: dict[SampleId, int] = {}
+        self._versions: dict[SampleId, Version] = {}
+        self._tokens: dict[SampleId, int] = {}  # sampled so far
+        self._to_prefill: dict[SampleId, int] = {}
+
+    def enter(self, id: SampleId, version: Version, prompt: int, tokens: int = 0, cached: int = 0) -> None:
+        self._prompts[id], self._versions[id], self._tokens[id] = prompt, version, tokens
+        if not cached:
+            self._to_prefill[id] = prompt + tokens
+
+    def leave(self, id: SampleId) -> None:
+        for known in (self._prompts, self._versions, self._tokens, self._to_prefill):
+            known.pop(id, None)
+
+    def of(self, result: TickResult) -> TickWork:
+        """Samples that grew for the first time since they came without KV were prefilled in this tick."""
+        prefills = tuple(self._to_prefill.pop(id) for id in result.progress if id in self._to_prefill)
+        steps, context = 0, 0.0
+        grown: dict[Version, int] = {}
+        for id, tokens in result.progress.items():
+            new = tokens - self._tokens[id]
+            self._tokens[id] = tokens
+            version = self._versions[id]
+            steps, grown[version] = max(steps, new), grown.get(version, 0) + new
+            context += new * (self._prompts[id] + tokens - new / 2)
+        for sample in result.finished:
+            self.leave(sample.id)
+        batches = tuple(tokens / steps for tokens in grown.values() if tokens)
+        return TickWork(steps=steps, batches=batches, context=context, prefills=prefills)
+
+
 class PacedEngine:
     """The Engine seam around another engine; what is not defined here is the engine's own.
 
@@ -49,7 +95,7 @@ class PacedEngine:
         self._costs, self._pace = costs, pace
         self._report_ticks, self._speed = report_ticks, speed
         self._ticks = 0
-        self._account = Account()
+        self._account = TickStats()
         self._due = 0.0  # when the modelled time of everything so far is over
         self._rested = True  # the engine had nothing to do since: its timeline begins anew
 

@@ -19,9 +19,8 @@ from dora_jax.models import hf
 from dora_jax.orchestrate.core import Orchestrator
 from dora_jax.orchestrate.events import Command, Event, Halt, ImpossibleFact, StepPublished
 from dora_jax.orchestrate.loop import quiet_collector, run
-from dora_jax.runtime import instrumentation
 from dora_jax.runtime import run as build
-from dora_jax.runtime.coordinator import LocalWorld
+from dora_jax.runtime.coordinator import Coordinator
 from dora_jax.runtime.durability import resume
 from dora_jax.runtime.durability.event_log import Journal
 from dora_jax.runtime.durability.journaled_world import DurableWorld
@@ -29,7 +28,8 @@ from dora_jax.runtime.durability.object_storage import Mirror, fetch, mirrored
 from dora_jax.runtime.durability.resume import Begun
 from dora_jax.runtime.evaluations import closing
 from dora_jax.runtime.metrics_log import RunLog
-from dora_jax.runtime.run import OneProcess, Parts, TrainerSide
+from dora_jax.runtime.recorder import instrument
+from dora_jax.runtime.run import LocalBackend, RunContext, TrainerSide
 from dora_jax.runtime.shutdown import STAGE_END_S, Guard, GuardedWorld
 from dora_jax.tasks.pool import ScorerPool
 from dora_jax.tasks.trial import try_rewards
@@ -78,7 +78,7 @@ def evaluate(config: Config, workdir: Path, step: int | None = None) -> int:
     version = pick(directory, step)
     with Writer(workdir) as writer, Guard(0.0, owner=True) as guard:
         parts = _opened(config, workdir, writer)
-        body = OneProcess(parts, writer.note)
+        body = LocalBackend(parts, writer.note)
         body.weights.put(version, checkpoint.read_params(directory, version))
         orchestrator = Orchestrator(
             build.orchestrator_config(dataclasses.replace(config, steps=version)), start_version=version
@@ -124,7 +124,7 @@ def pick(directory: Path, step: int | None) -> int:
 
 
 @dataclasses.dataclass(frozen=True)
-class Backing:
+class RunStorage:
     """What a training run leaves on the disk, and what it found there."""
 
     side: TrainerSide
@@ -160,7 +160,7 @@ class Backing:
             if self.due(version) and version not in self.steps:
                 raise Stop(f"the checkpoint of version {version} is not in the bucket; the same command makes it")
 
-    def behind(self, world: LocalWorld) -> DurableWorld | None:
+    def behind(self, world: Coordinator) -> DurableWorld | None:
         """The journal in front of `world`, which takes on what a killed process owed."""
         begun = self.begun
         world.recall(begun.book)
@@ -171,10 +171,10 @@ class Backing:
         return DurableWorld(world, self.journal, begun.orchestrator, begun.book, begun.epoch, begun.segments)
 
 
-class Saver:
+class CheckpointSaver:
     """Loop observer: saves right after a version is published, while the trainer is still idle."""
 
-    def __init__(self, backing: Backing, durable: DurableWorld | None, log: RunLog):
+    def __init__(self, backing: RunStorage, durable: DurableWorld | None, log: RunLog):
         self._backing = backing
         self._durable = durable
         self._log = log
@@ -198,9 +198,9 @@ class Saver:
 # ---------------------------------------------------------------- private
 
 
-def _opened(config: Config, workdir: Path, writer: Writer) -> Parts:
+def _opened(config: Config, workdir: Path, writer: Writer) -> RunContext:
     writer.phase("all", "opening the task, scoring one row")
-    parts = Parts(config, workdir)
+    parts = RunContext(config, workdir)
     for remark in parts.remarks:
         writer.note(remark)
     return parts
@@ -229,7 +229,7 @@ def _try_early(config: Config, workdir: Path) -> None:
         pool.close()
 
 
-def _train(parts: Parts, writer: Writer, guard: Guard, mirror: Mirror | None) -> tuple[Halt, RunLog]:
+def _train(parts: RunContext, writer: Writer, guard: Guard, mirror: Mirror | None) -> tuple[Halt, RunLog]:
     config = parts.config
     journal = resume.open_journal(parts.workdir, config.journal, writer)
     writer.phase("trainer", "loading the model")
@@ -247,7 +247,7 @@ def _train(parts: Parts, writer: Writer, guard: Guard, mirror: Mirror | None) ->
                 build.orchestrator_config(config),
                 writer,
             )
-            backing = Backing(
+            backing = RunStorage(
                 side, journal, begun, config.checkpoint.every, config.steps, config.journal.keep_all, mirror
             )
             if mirror:
@@ -261,21 +261,26 @@ def _train(parts: Parts, writer: Writer, guard: Guard, mirror: Mirror | None) ->
         body.close()
 
 
-def _body(parts: Parts, writer: Writer) -> Any:
+def _body(parts: RunContext, writer: Writer) -> Any:
     """One process, or a cluster."""
     if not parts.config.cluster.launcher:
-        return OneProcess(parts, writer.note)
-    from dora_jax.runtime.cluster.backend import Cluster  # a run in one process needs none of it
+        return LocalBackend(parts, writer.note)
+    from dora_jax.runtime.cluster.backend import ClusterBackend  # a run in one process needs none of it
 
-    return Cluster(parts, writer.note)
+    return ClusterBackend(parts, writer.note)
 
 
 def _run(
-    parts: Parts, body: Any, writer: Writer, orchestrator: Orchestrator, guard: Guard, backing: Backing | None = None
+    parts: RunContext,
+    body: Any,
+    writer: Writer,
+    orchestrator: Orchestrator,
+    guard: Guard,
+    backing: RunStorage | None = None,
 ) -> tuple[Halt, RunLog]:
     config, groups = parts.config, MemoryGroupStore()
     instances = body.instances()
-    side, recorder = instrumentation.put_on(
+    side, recorder = instrument(
         config, parts.workdir, instances, body.weights, backing and backing.side, orchestrator, writer.note
     )
     worker = side and build.trainer_worker(
@@ -297,7 +302,11 @@ def _run(
     world.listen(log.record)
     durable = backing and backing.behind(world)
     guard.diagnose = lambda: f"{orchestrator.summary()['waits']}; {world.diagnosis()}"
-    observers = [*([recorder] if recorder else []), log.event, *([Saver(backing, durable, log)] if backing else [])]
+    observers = [
+        *([recorder] if recorder else []),
+        log.event,
+        *([CheckpointSaver(backing, durable, log)] if backing else []),
+    ]
     with _ending(durable, world, body, log, recorder, guard):
         writer.phase("all", "compiling")
         ups = body.ready(instances, worker)
@@ -312,7 +321,7 @@ def _run(
 
 @contextlib.contextmanager
 def _ending(
-    durable: DurableWorld | None, world: LocalWorld, body: Any, log: RunLog, recorder: Any, guard: Guard
+    durable: DurableWorld | None, world: Coordinator, body: Any, log: RunLog, recorder: Any, guard: Guard
 ) -> Iterator[None]:
     """Closes these at the end. The stages of a stopped run are not seen to the end of what they are in the middle of."""
     stopped = False

@@ -24,7 +24,7 @@ YIELD_S = 0.5  # a stranger that is older than this gives way where there are to
 LOOK_S = 0.1
 
 
-class Door:
+class Listener:
     """`welcome` is called on a thread of the connection's own."""
 
     def __init__(self, ip: str, token: bytes, welcome: Callable[[connection.Connection], None]):

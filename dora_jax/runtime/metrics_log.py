@@ -1,6 +1,6 @@
 """What a person sees of a run: one metrics record a step, evaluations, trajectories in a readable file.
 
-Consumes the payload records that `LocalWorld` tells and the events of the loop; decides nothing.
+Consumes the payload records that `Coordinator` tells and the events of the loop; decides nothing.
 """
 
 from __future__ import annotations
@@ -13,22 +13,27 @@ from typing import Any
 
 import numpy as np
 
+from dora_jax.config import RunError
 from dora_jax.orchestrate import events as ev
 from dora_jax.orchestrate.modes import OrchestratorConfig
 from dora_jax.retrying_file import PatientFile
 from dora_jax.runtime.evaluations import Evaluations, reward_metrics
-from dora_jax.runtime.idle_report import Idle
-from dora_jax.runtime.unscored import Unscored
-from dora_jax.runtime.workers import Finished, StepDone
+from dora_jax.runtime.idle_time import IdleReport
+from dora_jax.runtime.worker import Finished, StepDone
+from dora_jax.tasks.identity import shorten
 from dora_jax.tasks.pool import GroupFailure
 from dora_jax.tasks.prompts import PromptTooLong
 from dora_jax.tasks.solved import Solved
 from dora_jax.types import GroupId, SampleId, ScoredGroup, Version, is_eval
 
+MIN_GROUPS_FOR_FAILED_SHARE = 100  # below this one failure says nothing about a share
+MIN_GROUPS_ALL_FAILED = 10  # nothing was scored so far: a hanging reward takes minutes for each of these
+MAX_KINDS = 20  # of failures that are printed
+WIDTH = 100  # columns of a printed text
 RECENT_STEPS = 20  # whose mean duration says when the run will end
 
 
-class Overlap:
+class VersionOverlap:
     """Time during which training samples of two or more versions held slots."""
 
     def __init__(self) -> None:
@@ -63,7 +68,7 @@ class Overlap:
                 del self._running[version]
 
 
-class Served:
+class TaskShares:
     """Of a mix: each task's share of the groups trained on since this process began, and its rewards in the last step."""
 
     def __init__(self, config: OrchestratorConfig):
@@ -80,6 +85,59 @@ class Served:
         self._groups.update({task: len(rewards) for task, rewards in of_task.items()})
         shares = {f"task/share/{task}": self._groups[task] / self._groups.total() for task in of_task}
         return shares | {f"task/reward/{task}": float(np.mean(rewards)) for task, rewards in of_task.items() if rewards}
+
+
+class ScoringFailures:
+    def __init__(self, max_failed_share: float, prompt_of: Callable[[GroupId], Any], notify: Callable[[str], None]):
+        self._max_failed_share, self._prompt_of, self._notify = max_failed_share, prompt_of, notify
+        self._kinds: set[str] = set()
+        self._lengths: list[int] = []
+        self._scored = self._failed = self._skipped = 0
+
+    def scored(self) -> None:
+        self._scored += 1
+
+    def skipped(self) -> None:
+        """Its prompt is too long."""
+        self._skipped += 1
+
+    def failed(self, failure: GroupFailure) -> None:
+        """RunError where more groups fail than task.max_failed_share allows."""
+        self._failed += 1
+        self._lengths.extend(failure.lengths)
+        kind = failure.kind or failure.reason
+        if kind not in self._kinds and len(self._kinds) < MAX_KINDS:
+            self._kinds.add(kind)
+            self._notify(self._described(failure))
+        total = self._failed + self._scored
+        enough = total >= MIN_GROUPS_FOR_FAILED_SHARE or self._failed == total >= MIN_GROUPS_ALL_FAILED
+        if enough and self._failed > self._max_failed_share * total:
+            lengths = np.quantile(self._lengths or [0], [0.5, 0.9])
+            raise RunError(
+                f"{self._failed} of {total} groups could not be scored (task.max_failed_share = {self._max_failed_share:.1%}); "
+                f"response length p50 {lengths[0]:.0f}, p90 {lengths[1]:.0f}; last reason: {failure.reason}"
+            )
+
+    def metrics(self) -> dict[str, float]:
+        """Since this process began."""
+        groups = self._failed + self._scored
+        lengths = np.quantile(self._lengths or [0], [0.5, 0.9])
+        return {
+            "groups/failed_share": self._failed / max(1, groups),
+            "groups/failed_length_p50": float(lengths[0]),
+            "groups/failed_length_p90": float(lengths[1]),
+            "prompts/skipped": self._skipped,
+            "prompts/skipped_share": self._skipped / max(1, groups + self._skipped),
+        }
+
+    def _described(self, failure: GroupFailure) -> str:
+        prompt = self._prompt_of(failure.group_id)
+        said = [
+            f"a group cannot be scored: {failure.reason}; others like it are only counted, in groups/failed_share",
+            f"  prompt   {shorten(repr(prompt.text), WIDTH)}",
+            f"  answer   {shorten(repr(prompt.answer), WIDTH)}",
+        ]
+        return "\n".join(said + [f"  response {shorten(repr(failure.response), WIDTH)}"])
 
 
 class RunLog:
@@ -110,13 +168,13 @@ class RunLog:
         self._prompt_of = prompt_of
         self._steps = steps
         self._trajectories = PatientFile(workdir / "trajectories.txt", writer.note)
-        self._overlap = Overlap()
-        self._idle = Idle(orchestrator.waiting)
+        self._overlap = VersionOverlap()
+        self._idle = IdleReport(orchestrator.waiting)
         self._evaluating = Evaluations(orchestrator.state, solved, self._evaluated, writer.note)
-        self._unscored = Unscored(max_failed_share, prompt_of, writer.note)
+        self._unscored = ScoringFailures(max_failed_share, prompt_of, writer.note)
         self._moved: set[SampleId] = set()
         self._moved_finished = 0
-        self._served = Served(orchestrator.state.config)
+        self._served = TaskShares(orchestrator.state.config)
         self._tokens = 0
         self._began_s = time.monotonic()
         self._step_s: float | None = None  # when the last step ended; None: nothing has happened yet

@@ -13,6 +13,7 @@ times of the wall clock between command and answer, so they hold whatever else w
 from __future__ import annotations
 
 import collections
+import dataclasses
 import json
 import statistics
 import time
@@ -23,15 +24,51 @@ from typing import Any
 import numpy as np
 import scipy.optimize
 
+from dora_jax.config import Config, ConfigError
 from dora_jax.orchestrate import events as ev
+from dora_jax.orchestrate.core import Orchestrator
 from dora_jax.orchestrate.modes import OrchestratorConfig
 from dora_jax.rollout.ticks import TickResult
-from dora_jax.runtime.tick_stats import Account
+from dora_jax.runtime.emulated_timing import PacedEngine, PacedTrainer, PacedWeights, TickStats, costs_of
 from dora_jax.sim.replay import Journal
 from dora_jax.types import GroupId, InstanceId, SampleId, Version
 
 ROUNDS = 8  # of the fit; the ratio settles in three
+RECORDED = "recorded"  # its folder in the workdir
 JOURNAL, COSTS = "journal.jsonl", "costs.json"
+
+
+def instrument(
+    config: Config,
+    workdir: Path,
+    instances: Sequence[Any],
+    weights: Any,
+    side: Any,
+    orchestrator: Orchestrator,
+    notify: Callable[[str], None],
+) -> tuple[Any, Recorder | None]:
+    """(the trainer's side as it is to be used, the recorder if one is asked for); instances are dressed on the spot."""
+    paced, recorder = lambda engine: engine, None
+    if config.pace:
+        costs = costs_of(config.pace, len(instances))
+        notify(f"PACED: ticks, steps and transfers last as long as on {config.pace}; times are not this machine's")
+        paced, weights = (
+            lambda engine: PacedEngine(engine, costs, 1.0),
+            PacedWeights(weights, costs, 1.0, len(instances)),
+        )
+        if side is not None:
+            trainer = PacedTrainer(side.trainer, side.pack, costs, 1.0, config.orchestrator.groups_per_step)
+            side = dataclasses.replace(side, trainer=trainer, pack=trainer.pack)
+    if config.journal.record and side is not None:
+        if orchestrator.state.ledger.admitted or orchestrator.state.ledger.base:
+            raise ConfigError(
+                f"journal.record: the run in {workdir} has begun already, and a recording begins with its run"
+            )
+        recorder = Recorder(workdir / RECORDED, orchestrator.state.config)
+    if config.pace or recorder:
+        for instance in instances:
+            instance.wrap_engine(lambda engine: recorder.engine(paced(engine)) if recorder else paced(engine), weights)
+    return side, recorder
 
 
 class TimedEngine:
@@ -42,7 +79,7 @@ class TimedEngine:
         self.ticks: list[tuple[float, ...]] = []  # steps, batch, tokens of prefill, whether the trainer worked, seconds
         self.prompts: list[int] = []
         self._training = training
-        self._account = Account()
+        self._account = TickStats()
         self._ended: float | None = None  # when the last tick did; None: the engine had nothing to do since
 
     def __getattr__(self, name: str) -> Any:

@@ -32,10 +32,9 @@ from dora_jax.orchestrate.modes import OrchestratorConfig
 from dora_jax.publish import WeightStore, offered_copy
 from dora_jax.rollout.device_calls import Calls
 from dora_jax.rollout.engine import Engine, new_calls
-from dora_jax.runtime.coordinator import LocalWorld
-from dora_jax.runtime.streaming_trainer import PartwiseTrainer
+from dora_jax.runtime.coordinator import Coordinator
 from dora_jax.runtime.supervised_worker import LocalInstance, RestartPolicy
-from dora_jax.runtime.workers import TrainerWorker
+from dora_jax.runtime.trainer_worker import StreamingTrainerWorker, TrainerWorker
 from dora_jax.tasks import solved
 from dora_jax.tasks.mixture import cycle_of
 from dora_jax.tasks.pool import ScorerPool
@@ -49,7 +48,7 @@ if TYPE_CHECKING:
     from dora_jax.tokenizer import Tokenizer
 
 
-class Parts:
+class RunContext:
     """What every run has in its own process: tokenizer, task, scorer, the outbox of its workers, the world.
 
     remarks: sentences on its data, for the console. solved: the rule of held-out accuracy; None: there is none."""
@@ -86,9 +85,9 @@ class Parts:
             self.scorer = _judge(config, pool, terms) if config.reward_model.path else pool
             undo.pop_all()
 
-    def world(self, instances: Sequence[Any], trainer: TrainerWorker | None, groups: Any, weights: Any) -> LocalWorld:
+    def world(self, instances: Sequence[Any], trainer: TrainerWorker | None, groups: Any, weights: Any) -> Coordinator:
         section = self.config.orchestrator
-        return LocalWorld(
+        return Coordinator(
             instances=instances,
             trainer=trainer,
             task=self.task,
@@ -102,7 +101,7 @@ class Parts:
         )
 
 
-def _said_of_evaluation(config: Config, parts: Parts) -> list[str]:
+def _said_of_evaluation(config: Config, parts: RunContext) -> list[str]:
     said: list[str] = []
     if parts.task.n_heldout < config.eval.prompts:
         said.append(
@@ -142,10 +141,10 @@ class TrainerSide:
     probe: Callable[[ScoredGroup, Version, Any], Any] | None = None  # see TrainerWorker
 
 
-class OneProcess:
+class LocalBackend:
     """The body of a run in one process: instances and trainer on sub-meshes of `jax.devices()`."""
 
-    def __init__(self, parts: Parts, notify: Callable[[str], None]):
+    def __init__(self, parts: RunContext, notify: Callable[[str], None]):
         self._parts, self._notify = parts, notify
         self._plan = devices.plan(len(jax.devices()), parts.config)
         self.weights = WeightStore(parts.config.model.dtype)
@@ -293,7 +292,7 @@ def trainer_worker(
     config: Config, side: TrainerSide, groups: Any, weights: Any, max_lag: int | None, outbox: queue.SimpleQueue
 ) -> TrainerWorker:
     if updates_apart(config) > 1:
-        return PartwiseTrainer(
+        return StreamingTrainerWorker(
             side.trainer,
             side.pack,
             groups,

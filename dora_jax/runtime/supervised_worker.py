@@ -1,8 +1,8 @@
 """A rollout instance of this process that may die, hang or return garbage: it leaves the pool, and may come back.
 
-    commands (main thread) -> LocalInstance -> the InstanceWorker of its present life -> LocalInstance -> outbox
+    commands (main thread) -> LocalInstance -> the EngineWorker of its present life -> LocalInstance -> outbox
 
-Consumes the calls that an InstanceWorker takes; produces its outbox items, InstanceDown where a life ends and `InstanceReady`
+Consumes the calls that an EngineWorker takes; produces its outbox items, InstanceDown where a life ends and `InstanceReady`
 where the next one begins. Laws: nothing of a life is heard after its InstanceDown; what it owed an answer to is answered
 right behind that; commands reach a life only once the orchestrator has heard of it; a sample that is not a sample
 (log-probs that are no numbers, tokens that are no tokens) ends the life that made it and is never told; lives that come
@@ -23,8 +23,9 @@ import numpy as np
 from dora_jax.orchestrate import events as ev
 from dora_jax.rollout.migrate import InFlightSample
 from dora_jax.runtime.durability.payload_state import Partial
+from dora_jax.runtime.rollout_worker import EngineWorker
 from dora_jax.runtime.shutdown import STAGE_END_S
-from dora_jax.runtime.workers import Crashed, Finished, InstanceReady, InstanceWorker
+from dora_jax.runtime.worker import Crashed, Finished, InstanceReady
 from dora_jax.types import InstanceId, Prompt, SampleId, Version
 
 MAX_LOSSES = 3  # lives in a row that finished no sample, after which an instance stays away
@@ -135,29 +136,29 @@ class LocalInstance:
         self._send(_Life.bring, version, drop)
 
     def submit(self, sample: SampleId, prompt: Prompt, version: Version) -> None:
-        self._send(InstanceWorker.submit, sample, prompt, version)
+        self._send(EngineWorker.submit, sample, prompt, version)
 
     def cancel(self, sample: SampleId, reason: str) -> None:
-        self._send(InstanceWorker.cancel, sample, reason)
+        self._send(EngineWorker.cancel, sample, reason)
 
     def park(self, sample: SampleId) -> None:
-        self._send(InstanceWorker.park, sample)
+        self._send(EngineWorker.park, sample)
 
     def resume(self, parcel: InFlightSample) -> None:
-        self._send(InstanceWorker.resume, parcel)
+        self._send(EngineWorker.resume, parcel)
 
     def pause(self) -> None:
-        self._send(InstanceWorker.pause)
+        self._send(EngineWorker.pause)
 
     def unpause(self) -> None:
-        self._send(InstanceWorker.unpause)
+        self._send(EngineWorker.unpause)
 
     def move(self, sample: SampleId, dst: LocalInstance, attempt: int) -> None:
         leaving = _Leaving(dst=dst.instance, life=dst._life, attempt=attempt)
         with self._lock:
             if self._life is not None:
                 self._leaving[sample] = leaving
-                self._life.do(InstanceWorker.move, sample, _Way(self, self._life, dst), attempt)
+                self._life.do(EngineWorker.move, sample, _Way(self, self._life, dst), attempt)
                 return
         self._move_failed(sample, leaving)
 
@@ -207,7 +208,7 @@ class LocalInstance:
         with self._lock:
             if life is not None and self._life is life:
                 self._arriving[parcel.id] = src, attempt
-                life.do(InstanceWorker.receive, parcel, src, attempt)
+                life.do(EngineWorker.receive, parcel, src, attempt)
                 return
         self._outbox.put(ev.SampleMoved(id=parcel.id, src=src, dst=self.instance, attempt=attempt))
 
@@ -301,7 +302,7 @@ class LocalInstance:
                 self.over(life, f"it has been in one call for {life.call_s:.0f} s", TimeoutError(self.role))
 
 
-class _Life(InstanceWorker):
+class _Life(EngineWorker):
     """One engine and its thread, from start to end."""
 
     def __init__(self, owner: LocalInstance, engine: Any, weights: Any, partial_s: float, life: int):
@@ -318,7 +319,7 @@ class _Life(InstanceWorker):
         return time.monotonic() - min(began) if began else 0.0
 
     def do(self, call: Callable[..., None], *args: Any) -> None:
-        """`call`: a method of InstanceWorker, or `bring`."""
+        """`call`: a method of EngineWorker, or `bring`."""
         self.post(call, self, *args)
 
     def bring(self, version: Version, drop: Version | None) -> None:

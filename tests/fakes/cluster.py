@@ -6,13 +6,13 @@ import time
 import numpy as np
 
 from dora_jax.runtime.cluster import messages
-from dora_jax.runtime.cluster.controller_connection import Uplink
-from dora_jax.runtime.cluster.gang import Hub, Limits
-from dora_jax.runtime.cluster.gang_supervisor import Keeper
-from dora_jax.runtime.cluster.run_registry import Roster
+from dora_jax.runtime.cluster.connection import ControllerConnection
+from dora_jax.runtime.cluster.gang import GangLimits, GangListener
+from dora_jax.runtime.cluster.gang_supervisor import GangSupervisor
+from dora_jax.runtime.cluster.run_registry import RunRegistry
 from dora_jax.types import ScoredGroup
 
-LIMITS = Limits(silence_s=60.0, stall_s=60.0, start_s=60.0, restarts=2)
+LIMITS = GangLimits(silence_s=60.0, stall_s=60.0, start_s=60.0, restarts=2)
 
 
 def eventually(done, timeout_s=10.0):
@@ -27,7 +27,7 @@ class FakeHost:
 
     def __init__(self, ticket, token, worker, answer, life):
         self.done = threading.Event()
-        self.link = Uplink(ticket.controller, token, self.done.set)
+        self.link = ControllerConnection(ticket.controller, token, self.done.set)
         self.inbox = self.link.inbox
         self.began = None
         self.heard = []  # calls and posts
@@ -51,7 +51,7 @@ class FakeHost:
         self.link.send(messages.Ready())
 
     def beat(self, progress, busy=False):
-        self.link.send(messages.Beat(progress=progress, busy=busy, waited_s=0.0))
+        self.link.send(messages.Heartbeat(progress=progress, busy=busy, waited_s=0.0))
 
     def live(self):
         self.join()
@@ -59,7 +59,11 @@ class FakeHost:
         while True:
             item = self.inbox.get()
             self.heard.append(item)
-            if isinstance(item, messages.Call) and not isinstance(item.what, messages.Write) and not self.began.rank:
+            if (
+                isinstance(item, messages.Call)
+                and not isinstance(item.what, messages.WriteWeights)
+                and not self.began.rank
+            ):
                 for other in self.gang:
                     if other.began.rank:
                         other.inbox.put(item)
@@ -123,8 +127,8 @@ class Kept:
     def __init__(self, launcher, name="rollout 0", hosts=2, limits=LIMITS):
         self.launcher = launcher
         self.events, self.said, self.gangs = [], [], []
-        self.hub = Hub("127.0.0.1", Roster())
-        self.keeper = Keeper(
+        self.hub = GangListener("127.0.0.1", RunRegistry())
+        self.keeper = GangSupervisor(
             self.hub,
             launcher,
             name,

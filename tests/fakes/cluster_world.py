@@ -14,27 +14,27 @@ from dora_jax.orchestrate.loop import run
 from dora_jax.orchestrate.modes import OrchestratorConfig
 from dora_jax.rollout.migrate import without_pages
 from dora_jax.runtime.cluster import messages
-from dora_jax.runtime.cluster.gang import Hub
-from dora_jax.runtime.cluster.gang_supervisor import Keeper
-from dora_jax.runtime.cluster.kv_endpoint import Porter
+from dora_jax.runtime.cluster.connection import Follower, Leader
+from dora_jax.runtime.cluster.gang import GangListener
+from dora_jax.runtime.cluster.gang_supervisor import GangSupervisor
 from dora_jax.runtime.cluster.remote_rollout import RemoteInstance
-from dora_jax.runtime.cluster.run_registry import Roster
-from dora_jax.runtime.cluster.tick_broadcast import Follower, Leader
-from dora_jax.runtime.cluster.weight_publisher import Publisher
+from dora_jax.runtime.cluster.run_registry import RunRegistry
+from dora_jax.runtime.cluster.sample_transfer import KVEndpoint
+from dora_jax.runtime.cluster.weight_publisher import WeightPublisher
 from dora_jax.runtime.cluster.worker_roles import RolloutRole
-from dora_jax.runtime.coordinator import LocalWorld
+from dora_jax.runtime.coordinator import Coordinator
 from dora_jax.runtime.durability.event_log import Journal
 from dora_jax.runtime.durability.file_log import FileLog
 from dora_jax.runtime.durability.journal_audit import ReadOnly, audit
 from dora_jax.runtime.durability.journaled_world import DurableWorld
 from dora_jax.runtime.durability.payload_state import CODEC, Book, Fact
-from dora_jax.runtime.idle_timer import Waits
+from dora_jax.runtime.idle_time import IdleTimer
+from dora_jax.runtime.trainer_worker import TrainerWorker
 from dora_jax.runtime.transfer import weight_messages as ex
 from dora_jax.runtime.transfer.transfer_manifest import Key, Lent, Manifest
 from dora_jax.runtime.transfer.weight_distribution import STORAGE
 from dora_jax.runtime.transfer.weight_receiver import Versions, WeightHost
 from dora_jax.runtime.transfer.weight_storage import StoredWeights
-from dora_jax.runtime.workers import TrainerWorker
 from tests.fakes.cluster import LIMITS, FakeLauncher
 from tests.fakes.coordinator_world import (
     SECTION,
@@ -51,11 +51,11 @@ from tests.fakes.coordinator_world import (
 )
 
 
-class Pulse:
-    """A Pulse whose beats are sent as they change."""
+class HeartbeatSender:
+    """A HeartbeatSender whose beats are sent as they change."""
 
     def __init__(self, link):
-        self.busy, self.waits, self._link, self._progress = False, Waits(), link, 0
+        self.busy, self.waits, self._link, self._progress = False, IdleTimer(), link, 0
 
     @property
     def progress(self):
@@ -64,7 +64,7 @@ class Pulse:
     @progress.setter
     def progress(self, value):
         self._progress = value
-        self._link.send(messages.Beat(progress=value, busy=self.busy, waited_s=0.0))
+        self._link.send(messages.Heartbeat(progress=value, busy=self.busy, waited_s=0.0))
 
 
 class Wire:
@@ -132,7 +132,7 @@ class Oracles(FakeLauncher):
             engine,
             weights,
             host.link,
-            Pulse(host.link),
+            HeartbeatSender(host.link),
             Follower(turns) if host.began.rank else Leader(led),
             self._partial_s,
             self._porter(host.began.instance, host.began.rank),
@@ -155,7 +155,7 @@ class World:
         length=None,
         partial_s=0.005,
         hosts=2,
-        porter=lambda instance, host: Porter(instance, host, None, None),
+        porter=lambda instance, host: KVEndpoint(instance, host, None, None),
     ):
         self.config = OrchestratorConfig(
             mode=mode,
@@ -174,13 +174,13 @@ class World:
         self.open()
 
     def new_roster(self):
-        return Roster()
+        return RunRegistry()
 
     def open(self, found=None):
         """A controller, on what the journal told it, if it told anything."""
         self.roster, self.outbox, self.remotes = self.new_roster(), queue.SimpleQueue(), {}
-        self.hub = Hub("127.0.0.1", self.roster)
-        self.publisher = Publisher(
+        self.hub = GangListener("127.0.0.1", self.roster)
+        self.publisher = WeightPublisher(
             StoredWeights(self.folder.parent / "weights"), (STORAGE,), self.said.append, past=found is not None
         )
         self.weights = self.launcher.weights = Published(self.publisher)
@@ -196,7 +196,7 @@ class World:
         trainer = TrainerWorker(
             Trainer(), lambda groups, base: None, groups, self.weights, self.config.decisions.max_lag, self.outbox
         )
-        self.world = LocalWorld(
+        self.world = Coordinator(
             instances=list(self.remotes.values()),
             trainer=trainer,
             task=Task(),
@@ -235,7 +235,7 @@ class World:
                 config={}, workdir="", instance=instance, rank=rank, hosts=self._hosts, coordinator="", leader=""
             )
 
-        return lambda name, **hooks: Keeper(
+        return lambda name, **hooks: GangSupervisor(
             self.hub,
             self.launcher,
             name,
@@ -314,11 +314,11 @@ class OnePorter:
 
     def fetch(self, carry):
         parcel = self._here[carry.number] = self._all.fetch(carry.number, self._host)
-        return messages.Carried(number=carry.number, host=self._host, fault="" if parcel else "it did not come")
+        return messages.KVStaged(number=carry.number, host=self._host, fault="" if parcel else "it did not come")
 
     def keep(self, bring):
         self._here[bring.number] = bring.parcel
-        return messages.Carried(number=bring.number, host=self._host, fault="")
+        return messages.KVStaged(number=bring.number, host=self._host, fault="")
 
     def take(self, number):
         self._all.taken += 1

@@ -1,6 +1,6 @@
 """The production coordinator without threads or time: a driver decides whose turn it is, and whose facts are heard.
 
-LocalWorld, LocalInstance, InstanceWorker, TrainerWorker, DurableWorld and the arithmetic engine are the real ones; what
+Coordinator, LocalInstance, EngineWorker, TrainerWorker, DurableWorld and the arithmetic engine are the real ones; what
 would be a thread is a list of things that the driver may do next. Instances die with calls and facts on their way, and
 are made again; events are said twice; the process is killed at any fact and begun again from its journal.
 
@@ -25,13 +25,14 @@ from dora_jax.orchestrate.modes import MODES, OrchestratorConfig
 from dora_jax.rollout.oracle import OracleEngine
 from dora_jax.runtime import coordinator
 from dora_jax.runtime import supervised_worker as instances
-from dora_jax.runtime.coordinator import LocalWorld
+from dora_jax.runtime.coordinator import Coordinator
 from dora_jax.runtime.durability.event_log import Journal
 from dora_jax.runtime.durability.journaled_world import DurableWorld
 from dora_jax.runtime.durability.payload_state import Book, Partial
 from dora_jax.runtime.durability.recovery import recover
 from dora_jax.runtime.supervised_worker import LocalInstance, RestartPolicy
-from dora_jax.runtime.workers import StepDone, TrainerWorker
+from dora_jax.runtime.trainer_worker import TrainerWorker
+from dora_jax.runtime.worker import StepDone
 from tests.fakes.coordinator_world import SECTION, Scorer, Task, Trainer, Weights, expected
 from tests.fakes.journal_world import Disk
 
@@ -125,7 +126,7 @@ class Process:
         self.trainer = TrainerWorker(
             Trainer(), lambda groups, base: None, groups, self.weights, config.decisions.max_lag, self.pipes[-1]
         )
-        self.world = LocalWorld(
+        self.world = Coordinator(
             instances=list(self.pool.values()),
             trainer=self.trainer,
             task=Task(game.too_long),

@@ -13,8 +13,10 @@ from dora_jax.orchestrate.core import Orchestrator
 from dora_jax.orchestrate.loop import run
 from dora_jax.orchestrate.modes import OrchestratorConfig
 from dora_jax.rollout.oracle import OracleEngine
-from dora_jax.runtime.coordinator import LocalWorld
-from dora_jax.runtime.workers import InstanceWorker, StepDone, TrainerWorker
+from dora_jax.runtime.coordinator import Coordinator
+from dora_jax.runtime.rollout_worker import EngineWorker
+from dora_jax.runtime.trainer_worker import TrainerWorker
+from dora_jax.runtime.worker import StepDone
 from dora_jax.tasks.prompts import PromptTooLong
 from dora_jax.types import Prompt, ScoredGroup
 
@@ -126,10 +128,10 @@ def make(
         lambda version, group, index, limit: 60 if (group + index) % 7 == 0 else 2 + (group + index) % 5
     )
     workers = [
-        InstanceWorker(i, engine(SECTION, length=length, version_in=int), weights, outbox) for i in range(instances)
+        EngineWorker(i, engine(SECTION, length=length, version_in=int), weights, outbox) for i in range(instances)
     ]
     trainer = TrainerWorker(Trainer(), lambda groups, base: None, groups, weights, config.decisions.max_lag, outbox)
-    world = LocalWorld(
+    world = Coordinator(
         instances=workers,
         trainer=trainer,
         task=Task(too_long),

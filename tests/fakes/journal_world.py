@@ -24,7 +24,7 @@ from dora_jax.runtime.durability.event_log import Journal
 from dora_jax.runtime.durability.journaled_world import DurableWorld
 from dora_jax.runtime.durability.payload_state import CODEC, Book, Partial
 from dora_jax.runtime.durability.recovery import Recovered, recover
-from dora_jax.runtime.workers import Finished, StepDone
+from dora_jax.runtime.worker import Finished, StepDone
 from dora_jax.types import Sample, SampleId, ScoredGroup, Span, issued_first_as
 from tests.fakes.orchestrator_world import Run, World, chance
 

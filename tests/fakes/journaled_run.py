@@ -12,14 +12,16 @@ from dora_jax.orchestrate.core import Orchestrator
 from dora_jax.orchestrate.loop import run
 from dora_jax.orchestrate.modes import OrchestratorConfig
 from dora_jax.rollout.oracle import OracleEngine
-from dora_jax.runtime.coordinator import LocalWorld
+from dora_jax.runtime.coordinator import Coordinator
 from dora_jax.runtime.durability.event_log import Journal
 from dora_jax.runtime.durability.file_log import FileLog
 from dora_jax.runtime.durability.journaled_world import DurableWorld
 from dora_jax.runtime.durability.payload_state import CODEC, Book
 from dora_jax.runtime.durability.recovery import recover
+from dora_jax.runtime.rollout_worker import EngineWorker
 from dora_jax.runtime.shutdown import Guard, GuardedWorld
-from dora_jax.runtime.workers import Finished, InstanceWorker, StepDone, TrainerWorker
+from dora_jax.runtime.trainer_worker import TrainerWorker
+from dora_jax.runtime.worker import Finished, StepDone
 from dora_jax.types import is_eval
 from tests.fakes.coordinator_world import SECTION, G, P, Scorer, Task, Weights, expected
 
@@ -118,7 +120,7 @@ class Run:
         outbox, groups, self.weights = queue.SimpleQueue(), MemoryGroupStore(), Weights()
         self.weights.held = set(versions)
         workers = [
-            InstanceWorker(i, Slow(SECTION, length=length, version_in=int), self.weights, outbox, 0.005, report_s=0.0)
+            EngineWorker(i, Slow(SECTION, length=length, version_in=int), self.weights, outbox, 0.005, report_s=0.0)
             for i in range(2)
         ]
         worker = TrainerWorker(
@@ -130,7 +132,7 @@ class Run:
             outbox,
             lambda params: params,
         )
-        world = LocalWorld(
+        world = Coordinator(
             instances=workers,
             trainer=worker,
             task=Task(too_long=(3,)),

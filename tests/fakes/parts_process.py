@@ -19,10 +19,10 @@ if PROCESSES > 1:
     jax.distributed.initialize(ADDRESS, PROCESSES, RANK)
 
 from dora_jax.config import CheckpointSection
-from dora_jax.runtime.cluster.checkpoint_shards import OwnHome
+from dora_jax.runtime.cluster.checkpoint_shards import BucketCheckpointWriter
 from tests.fakes.sharded_state import like_on, values_of
 
-home = OwnHome(f"{os.environ['DORA_TEST_URL']}/{PROCESSES}", RANK)
+home = BucketCheckpointWriter(f"{os.environ['DORA_TEST_URL']}/{PROCESSES}", RANK)
 like = like_on(jax.devices())
 values = values_of(like)
 checkpoints = home.checkpoints(CheckpointSection(), print)

@@ -10,7 +10,7 @@ from dora_jax.rollout.migrate import InFlightSample
 from dora_jax.runtime.cluster import messages
 from dora_jax.runtime.cluster.remote_rollout import RemoteInstance
 from dora_jax.runtime.transfer.transfer_manifest import Lent
-from dora_jax.runtime.workers import InstanceReady
+from dora_jax.runtime.worker import InstanceReady
 from dora_jax.types import SampleId
 
 
@@ -93,4 +93,4 @@ PARCEL = InFlightSample(
 
 def moving(number=1, host=0, hosts=1, manifest=None):
     lent = Lent(parcel=PARCEL, kv_len=0, page_size=0, manifest=manifest)
-    return messages.Moving(lent=lent, src=0, dst=1, attempt=1, number=number, host=host, hosts=hosts)
+    return messages.MoveStarted(lent=lent, src=0, dst=1, attempt=1, number=number, host=host, hosts=hosts)

@@ -1,4 +1,4 @@
-"""The cluster behind one run: what `runtime.run.OneProcess` is on one machine.
+"""The cluster behind one run: what `runtime.run.LocalBackend` is on one machine.
 
 Consumes a configuration with a launcher; produces the trainer, the instances, the weight store and the checkpoints that
 runtime/job.py assembles a run of. All gangs start at once; an instance takes part as soon as it is there.
@@ -10,54 +10,56 @@ import dataclasses
 import functools
 import hashlib
 import os
+import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from dora_jax import config as configs
 from dora_jax.config import ClusterSection, Config, ConfigError
 from dora_jax.orchestrate.events import InstanceUp
 from dora_jax.runtime import run
 from dora_jax.runtime.cluster.checkpoint_shards import steps_at
-from dora_jax.runtime.cluster.gang import Hub, Limits
-from dora_jax.runtime.cluster.gang_supervisor import Keeper
-from dora_jax.runtime.cluster.launch_process import Launcher, Processes
+from dora_jax.runtime.cluster.gang import GangLimits, GangListener
+from dora_jax.runtime.cluster.gang_supervisor import GangSupervisor
+from dora_jax.runtime.cluster.launch_process import Launcher, ProcessLauncher
 from dora_jax.runtime.cluster.messages import Begin
 from dora_jax.runtime.cluster.remote_rollout import RemoteInstance
 from dora_jax.runtime.cluster.remote_trainer import RemoteCheckpoints, RemoteTrainer, RemoteWeights, digest_of, part
-from dora_jax.runtime.cluster.replica_scaler import Replicas, wish_at
-from dora_jax.runtime.cluster.run_registry import Roster, build_of
-from dora_jax.runtime.cluster.weight_publisher import Publisher
+from dora_jax.runtime.cluster.run_registry import RunRegistry, build_of
+from dora_jax.runtime.cluster.weight_publisher import WeightPublisher
 from dora_jax.runtime.durability import object_storage, recovery
 from dora_jax.runtime.durability.event_log import Journal
 from dora_jax.runtime.durability.journal_audit import reading
-from dora_jax.runtime.durability.object_storage import JOURNAL, StoreError
-from dora_jax.runtime.run import Parts, TrainerSide
+from dora_jax.runtime.durability.object_storage import JOURNAL, REPLICAS, Objects, StoreError
+from dora_jax.runtime.run import RunContext, TrainerSide
 from dora_jax.runtime.transfer.weight_distribution import STORAGE, WIRE
 from dora_jax.runtime.transfer.weight_storage import weights_at
 from dora_jax.types import InstanceId, Version
 
+LOOK_S = 1.0  # how often the file of the wanted replicas is read
 
-class Cluster:
+
+class ClusterBackend:
     """Opened by the controller, which computes nothing itself."""
 
-    def __init__(self, parts: Parts, notify: Callable[[str], None]):
+    def __init__(self, parts: RunContext, notify: Callable[[str], None]):
         self._parts, self._notify = parts, notify
         config, workdir = parts.config, parts.workdir
         self._place = object_storage.url_of(workdir) or os.path.abspath(workdir)
         self._tree = _gang_config(config)
         try:
-            self._roster = Roster(self._place, build_of([self._tree, dataclasses.asdict(config.cluster)]), notify)
+            self._roster = RunRegistry(self._place, build_of([self._tree, dataclasses.asdict(config.cluster)]), notify)
             self._past = bool(self._roster.left) and self._roster.fits
             self._steps, stored = steps_at(self._place, notify), weights_at(self._place)
             (stored.look if self._past else stored.clear)()
         except StoreError as error:
             raise ConfigError(f"workdir: {error}") from error
         wire = config.cluster.wire == "transfer"
-        self._publisher = Publisher(stored, (WIRE, STORAGE) if wire else (STORAGE,), notify, self._past)
+        self._publisher = WeightPublisher(stored, (WIRE, STORAGE) if wire else (STORAGE,), notify, self._past)
         self.weights = RemoteWeights(self._publisher)
         self._launcher = _launcher(config, workdir, self._place)
-        self._hub = Hub(self._launcher.ip, self._roster)
+        self._hub = GangListener(self._launcher.ip, self._roster)
         self._trainer = RemoteTrainer(
             self._steps, self._steps_since, self._publisher, notify, functools.partial(self._keeper, None)
         )
@@ -72,7 +74,9 @@ class Cluster:
                 functools.partial(self._keeper, instance),
                 notify,
             )
-        self._replicas = Replicas(wish_at(self._place), self.instances(), notify) if config.cluster.elastic else None
+        self._replicas = (
+            ReplicaScaler(wish_at(self._place), self.instances(), notify) if config.cluster.elastic else None
+        )
         self._roster.announce(self._hub.address)
         self._closed = False
         self._trainer.open()
@@ -113,7 +117,7 @@ class Cluster:
 
     # ------------------------------------------------------------ private
 
-    def _keeper(self, instance: InstanceId | None, name: str, **hooks: Any) -> Keeper:
+    def _keeper(self, instance: InstanceId | None, name: str, **hooks: Any) -> GangSupervisor:
         section = self._parts.config.cluster
         hosts, slice_type = (
             (section.trainer_hosts, section.trainer_slice)
@@ -132,14 +136,14 @@ class Cluster:
                 leader=leader,
             )
 
-        limits = Limits(
+        limits = GangLimits(
             silence_s=section.silence_s,
             stall_s=section.stall_s,
             start_s=section.start_s,
             restarts=section.max_restarts,
             elastic=section.elastic and instance is not None,
         )
-        return Keeper(
+        return GangSupervisor(
             self._hub, self._launcher, name, hosts, slice_type, begin=begin, notify=self._notify, limits=limits, **hooks
         )
 
@@ -165,10 +169,69 @@ def _gang_config(config: Config) -> dict[str, Any]:
 def _launcher(config: Config, workdir: Path, place: str) -> Launcher:
     match config.cluster.launcher:
         case "process":
-            return Processes(workdir / "logs")
+            return ProcessLauncher(workdir / "logs")
         case "ray":
-            from dora_jax.runtime.cluster.launch_ray import RayHosts  # an extra, needed here only
+            from dora_jax.runtime.cluster.launch_ray import RayLauncher  # an extra, needed here only
 
-            return RayHosts(hashlib.sha256(place.encode()).hexdigest()[:16])
+            return RayLauncher(hashlib.sha256(place.encode()).hexdigest()[:16])
         case other:
             raise ConfigError(f"cluster.launcher: {other!r} starts no process")
+
+
+def wish_at(place: str) -> Callable[[], str | None]:
+    """What is written there; None: nothing is. `place`: a workdir, which may be a URL."""
+    if "://" in place:
+        store = Objects(place)
+        return lambda: None if (data := store.get(REPLICAS)) is None else data.decode(errors="replace").strip()
+    path = Path(place) / REPLICAS
+    return lambda: path.read_text().strip() if path.exists() else None
+
+
+class Scalable(Protocol):
+    def want(self, wanted: bool) -> None: ...
+
+
+class ReplicaScaler:
+    """Looks once before it returns, so that no gang is started for nothing; then on a thread of its own."""
+
+    def __init__(
+        self,
+        wish: Callable[[], str | None],
+        instances: Sequence[Scalable],
+        notify: Callable[[str], None],
+        look_s: float = LOOK_S,
+    ):
+        self._wish, self._instances, self._notify = wish, instances, notify
+        self._look_s = look_s
+        self._text: str | None = None  # as it was read last; None: no file
+        self._closed = threading.Event()
+        self._look()
+        self._thread = threading.Thread(target=self._run, name="replicas", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        self._closed.set()
+        self._thread.join()
+
+    # ------------------------------------------------------------ private
+
+    def _run(self) -> None:
+        while not self._closed.wait(self._look_s):
+            self._look()
+
+    def _look(self) -> None:
+        try:
+            text = self._wish()
+        except StoreError:
+            return  # of which others speak
+        if text in (self._text, ""):  # empty: somebody is about to write it
+            return
+        self._text = text
+        most = len(self._instances)
+        n = most if text is None else int(text) if text.isdecimal() else 0
+        if not 1 <= n <= most:
+            self._notify(f"{REPLICAS}: {text!r} is no number of rollout gangs from 1 to {most}; nothing is changed")
+            return
+        self._notify(f"{n} of {most} rollout gangs are wanted from now on")
+        for number, instance in enumerate(self._instances):
+            instance.want(number < n)

@@ -37,7 +37,7 @@ BAD_BATCHES = "bad_batch_*"  # left for a person by trainer/health.py
 OCDBT = "manifest.ocdbt"  # an item that has it was written by a run in one process
 
 
-class Steps(Protocol):
+class StepStore(Protocol):
     """What the controller knows of the steps. OSError: the storage did not do it."""
 
     def tidy(self) -> None:
@@ -139,7 +139,7 @@ def steps_at(place: str, notify: Callable[[str], None]) -> StepFolder | StepBuck
 # ------------------------------------------------------- of a process of the trainer
 
 
-class SharedHome:
+class FolderCheckpointWriter:
     """The workdir, which all processes see."""
 
     def __init__(self, folder: Path, rank: int):
@@ -154,7 +154,7 @@ class SharedHome:
         return restored.params, restored.opt_state
 
 
-class OwnHome:
+class BucketCheckpointWriter:
     """A scratch folder of this process: what the bucket does not have yet is lost with the gang."""
 
     speaks = True  # of what befalls its part
@@ -184,8 +184,12 @@ class OwnHome:
         return files
 
 
-def home(begin: Begin) -> SharedHome | OwnHome:
-    return OwnHome(begin.workdir, begin.rank) if "://" in begin.workdir else SharedHome(Path(begin.workdir), begin.rank)
+def home(begin: Begin) -> FolderCheckpointWriter | BucketCheckpointWriter:
+    return (
+        BucketCheckpointWriter(begin.workdir, begin.rank)
+        if "://" in begin.workdir
+        else FolderCheckpointWriter(Path(begin.workdir), begin.rank)
+    )
 
 
 def _item(store: Objects, folder: str, like: Any) -> Any:

@@ -1,35 +1,61 @@
-"""One connection between two processes: records in, records out, in order.
+"""The connections of a process: to its controller, and to the other processes of its gang; records in, records out.
 
-Consumes and produces records of calls.py; authenticated connections (runtime/listener.py) carry their bytes, many records a
-frame. Laws: nothing is unpickled; `send` never blocks, so a peer that has stopped reading stops nobody; `ended` is
-called once.
+    joined ... the connection ends -> alone: looks for the next controller -> found -> Rejoin -> `rejoin` -> joined
+
+`RecordConnection` carries records of messages.py over an authenticated connection (runtime/listener.py), many records a
+frame. `ControllerConnection` is a process's connection to its controller, and to the next controller after that one is
+killed. `Leader` and `Follower` give every process of a gang the same commands before each tick.
+
+Laws: nothing is unpickled; `send` never blocks, so a peer that has stopped reading stops nobody; `ended` is called once.
+A process that is alone sends nothing of its role until the role has settled what the earlier controller asked for. A
+process ends where the run has ended, where no controller comes in time, and where it is not wanted any more. What one
+process of a gang does, all do: the connection between them outlives the controller. In a rollout gang every process
+makes one tick after each batch of commands if its engine is busy; the engines are equal, so all of them tick or none.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import queue
 import socket
+import sys
 import threading
+import time
 from collections.abc import Callable
-from multiprocessing import connection
+from multiprocessing import AuthenticationError, connection
 from typing import Any
 
 import msgpack
 
-from dora_jax.runtime.cluster.messages import CODEC
+from dora_jax.runtime.cluster.messages import (
+    CODEC,
+    Begin,
+    GangCommand,
+    Heartbeat,
+    Hello,
+    PreemptionNotice,
+    ProcessFailed,
+    TickCommands,
+)
+from dora_jax.runtime.cluster.run_registry import address_in
 from dora_jax.runtime.codec import CodecError
+from dora_jax.runtime.listener import dial
 
 MAX_FRAME_BYTES = 1 << 31
 BATCH_RECORDS = 256  # records that wait are sent together, so many at most
+LOOK_S = 0.5
 BATCH_BYTES = 1 << 20  # and none are added to so much: records with KV are large
 
 
-class Link:
+class RecordConnection:
     """Use `start` once `receive` may be called; it runs on the link's own thread, as does `ended`."""
 
     def __init__(
-        self, end: connection.Connection, receive: Callable[[Link, Any], None], ended: Callable[[Link, str], None]
+        self,
+        end: connection.Connection,
+        receive: Callable[[RecordConnection, Any], None],
+        ended: Callable[[RecordConnection, str], None],
     ):
         self._end = end
         self._receive = receive
@@ -48,7 +74,9 @@ class Link:
         with socket.socket(fileno=os.dup(self._end.fileno())) as raw:
             return raw.getsockname()[0]
 
-    def adopt(self, receive: Callable[[Link, Any], None], ended: Callable[[Link, str], None]) -> None:
+    def adopt(
+        self, receive: Callable[[RecordConnection, Any], None], ended: Callable[[RecordConnection, str], None]
+    ) -> None:
         """Somebody else goes on with this link; called from its `receive`, or before `start`."""
         self._receive, self._ended = receive, ended
 
@@ -100,3 +128,107 @@ class Link:
                 self._end.send_bytes(msgpack.packb(batch))
         except OSError as error:
             self.close(f"the connection ended: {type(error).__name__}")
+
+
+class ControllerConnection:
+    """Any thread may use it. `end`: of the process; does not return."""
+
+    def __init__(self, address: str, token: bytes, end: Callable[[], None] = lambda: os._exit(0)):
+        self.inbox: queue.SimpleQueue = queue.SimpleQueue()
+        self.token, self._end = token, end
+        self._hello: Hello | None = None
+        self._place = ""
+        self._patience_s = 0.0
+        self.alone = False  # nobody listens: what could be said is of an earlier controller's time
+        self._link = self._linked(address)
+
+    @property
+    def own_ip(self) -> str:
+        return self._link.own_ip
+
+    def hello(self, hello: Hello) -> None:
+        self._hello = hello
+        self.send(hello)
+
+    def wait_for_another(self, place: str, rank: int, patience_s: float) -> None:
+        """From now on, where the controller goes: so long. 0: this process ends with it. `place`: the workdir."""
+        self._place, self._patience_s = place, patience_s
+        self._hello = dataclasses.replace(self._hello, rank=rank)
+
+    def send(self, record: Any) -> None:
+        if not self.alone or isinstance(record, (Heartbeat, ProcessFailed, PreemptionNotice)):
+            self._link.send(record)
+
+    def rejoin(self) -> None:
+        """What is sent from now on is meant for the controller that said Rejoin."""
+        self.alone = False
+
+    def part(self) -> None:
+        """This process has done its last; it ends with its controller, or now."""
+        self._patience_s = 0.0
+        if self.alone:
+            self._end()
+
+    def flush(self, timeout_s: float) -> None:
+        self._link.flush(timeout_s)
+
+    # ------------------------------------------------------------ private
+
+    def _linked(self, address: str) -> RecordConnection:
+        link = RecordConnection(dial(address, self.token), lambda _, item: self.inbox.put(item), self._lost)
+        link.start()
+        return link
+
+    def _lost(self, link: RecordConnection, reason: str) -> None:
+        if not self._patience_s or self.alone:  # the second: it said Hello, and is not wanted
+            return self._end()
+        self.alone = True
+        threading.Thread(target=self._look, name="uplink", daemon=True).start()
+
+    def _look(self) -> None:
+        print("the controller is gone; this process goes on and waits for the next", file=sys.stderr, flush=True)
+        until = time.monotonic() + self._patience_s
+        while time.monotonic() < until:
+            try:
+                if (address := address_in(self._place)) is None:
+                    break
+                link = self._linked(address)
+            except (OSError, EOFError, AuthenticationError, ValueError):  # nobody is there yet
+                time.sleep(LOOK_S)
+                continue
+            link.send(self._hello)  # before anything else is
+            self._link = link
+            return
+        self._end()
+
+
+class Leader:
+    def __init__(self, followers: list[RecordConnection]):
+        self._followers = followers
+
+    def next(self, posts: queue.SimpleQueue, wait: bool) -> tuple[GangCommand, ...]:
+        """What came in since the last tick; waits for it where there is nothing to tick for."""
+        turn = [posts.get()] if wait else []
+        while not posts.empty():
+            turn.append(posts.get())
+        for follower in self._followers:
+            follower.send(TickCommands(posts=tuple(turn)))
+        return tuple(turn)
+
+
+class Follower:
+    def __init__(self, turns: queue.SimpleQueue):
+        self._turns = turns
+
+    def next(self, posts: queue.SimpleQueue, wait: bool) -> tuple[GangCommand, ...]:
+        return self._turns.get().posts
+
+
+def turns(begin: Begin, token: bytes, arrivals: queue.SimpleQueue) -> Leader | Follower:
+    """`arrivals`: connections that the others have opened. A lost one needs no answer: the controller ends the gang."""
+    turns: queue.SimpleQueue = queue.SimpleQueue()
+    ends = [arrivals.get() for _ in range(begin.hosts - 1)] if begin.rank == 0 else [dial(begin.leader, token)]
+    links = [RecordConnection(end, lambda _, item: turns.put(item), lambda _, reason: None) for end in ends]
+    for link in links:
+        link.start()
+    return Leader(links) if begin.rank == 0 else Follower(turns)

@@ -1,7 +1,7 @@
 """N processes that live and die together, as the controller sees them.
 
     start -> every Hello -> Begin to each -> every Ready -> up ... first death, silence or standstill -> down
-    found -> every Hello -> Again to each -> every Ready -> up ... notice -> HandOver -> Left -> down
+    found -> every Hello -> Rejoin to each -> every Ready -> up ... notice -> HandOver -> HandOverDone -> down
 
 Consumes what its processes send; produces facts for `heard`, answers for `call`. Laws: the first sign of death ends the
 whole gang, for a world without one member only hangs; `down` comes after everything that was heard of this epoch and
@@ -19,27 +19,27 @@ from dataclasses import dataclass
 from multiprocessing import connection
 from typing import Any
 
-from dora_jax.runtime.cluster.connection import Link
+from dora_jax.runtime.cluster.connection import RecordConnection
 from dora_jax.runtime.cluster.messages import (
-    Again,
     Answer,
-    Beat,
     Begin,
     Call,
+    CallDeclined,
     Done,
-    Failed,
     HandOver,
+    HandOverDone,
+    Heartbeat,
     Hello,
-    Left,
-    Made,
     Note,
-    Notice,
+    PreemptionNotice,
+    ProcessFailed,
     Ready,
-    Refused,
-    Write,
+    Rejoin,
+    StepFinished,
+    WriteWeights,
 )
-from dora_jax.runtime.cluster.run_registry import Roster
-from dora_jax.runtime.listener import Door
+from dora_jax.runtime.cluster.run_registry import RunRegistry
+from dora_jax.runtime.listener import Listener
 from dora_jax.types import Version
 
 LEAVE_S = 12.0  # to hand over in; spot machines give 15 s between the notice and the end
@@ -55,7 +55,7 @@ class CallRefused(Exception):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Limits:
+class GangLimits:
     silence_s: float  # a process says something every second
     stall_s: float  # it has work, and gets nowhere
     start_s: float  # from the launcher to Ready
@@ -63,14 +63,14 @@ class Limits:
     elastic: bool = False  # while there is no room for it, it is waited for without an end
 
 
-class Hub:
+class GangListener:
     """The controller's door, and the gangs that are expected there."""
 
-    def __init__(self, ip: str, roster: Roster):
+    def __init__(self, ip: str, roster: RunRegistry):
         self.roster = roster
         self.token = roster.token
         self._expected: dict[tuple[str, int], Gang] = {}
-        self._door = Door(ip, self.token, self._welcome)
+        self._door = Listener(ip, self.token, self._welcome)
         self.address = self._door.address
 
     def expect(self, gang: Gang) -> None:
@@ -83,9 +83,9 @@ class Hub:
         self._door.close()
 
     def _welcome(self, end: connection.Connection) -> None:
-        Link(end, self._first, lambda link, reason: None).start()
+        RecordConnection(end, self._first, lambda link, reason: None).start()
 
-    def _first(self, link: Link, item: Any) -> None:
+    def _first(self, link: RecordConnection, item: Any) -> None:
         gang = self._expected.get((item.gang, item.epoch)) if isinstance(item, Hello) else None
         if gang is None:
             link.close("nobody of this epoch is expected")
@@ -93,13 +93,13 @@ class Hub:
             gang.join(link, item)
 
 
-class Host:
+class GangProcess:
     """One process of a gang."""
 
-    def __init__(self, hello: Hello, link: Link):
+    def __init__(self, hello: Hello, link: RecordConnection):
         self.hello, self.link = hello, link
         self.ready: Ready | None = None
-        self.beat = Beat(progress=0, busy=False, waited_s=0.0)
+        self.beat = Heartbeat(progress=0, busy=False, waited_s=0.0)
         self.heard_s = self.moved_s = time.monotonic()
         self._before_s = 0.0 if hello.rank < 0 else None  # its waits under an earlier controller; None: not known yet
 
@@ -109,7 +109,7 @@ class Host:
 
     def heard(self, item: Any) -> None:
         self.heard_s = time.monotonic()
-        if isinstance(item, Beat):
+        if isinstance(item, Heartbeat):
             if self._before_s is None:
                 self._before_s = item.waited_s
             if item.progress != self.beat.progress or not item.busy:
@@ -127,7 +127,7 @@ class Gang:
         hosts: int,
         heard: Callable[[Any], None],
         notify: Callable[[str], None],
-        limits: Limits,
+        limits: GangLimits,
         again: bool = False,
     ):
         self.name, self.epoch, self.hosts, self.again = name, epoch, hosts, again
@@ -140,11 +140,11 @@ class Gang:
         self._heard = heard
         self._notify = notify
         self._limits = limits
-        self._joined: list[Host] = []
-        self._ranks: list[Host] = []
+        self._joined: list[GangProcess] = []
+        self._ranks: list[GangProcess] = []
         self._begin: Callable[[int, str, str], Begin] | None = None
         self._number = 0
-        self._calls: dict[int, _Pending] = {}
+        self._calls: dict[int, PendingCall] = {}
         self._began_s = time.monotonic()
         self._leaves_s = 0.0
         self._left = 0  # processes that have handed over
@@ -172,8 +172,8 @@ class Gang:
             self._begin = begin
             self._seat_if_complete()
 
-    def join(self, link: Link, hello: Hello) -> None:
-        host = Host(hello, link)
+    def join(self, link: RecordConnection, hello: Hello) -> None:
+        host = GangProcess(hello, link)
         with self.lock:
             if self.dead.is_set() or len(self._joined) >= self.hosts:
                 link.close("this gang is complete")
@@ -202,7 +202,7 @@ class Gang:
         """What every process answered, by rank."""
         return self.cast(what).wait(timeout_s)
 
-    def cast(self, what: Any, then: Callable[[], None] = lambda: None) -> _Pending:
+    def cast(self, what: Any, then: Callable[[], None] = lambda: None) -> PendingCall:
         """As `call`, without waiting; `then`, where all of them did it.
 
         The first process shares it with the others: they all get it, or none, wherever a controller that is killed
@@ -211,8 +211,8 @@ class Gang:
             if self.dead.is_set():
                 raise GangDied(self.reason)
             self._number += 1
-            pending = self._calls[self._number] = _Pending(self, type(what).__name__, then)
-            alone = isinstance(what, Write)  # the others are done by all processes together, in one order
+            pending = self._calls[self._number] = PendingCall(self, type(what).__name__, then)
+            alone = isinstance(what, WriteWeights)  # the others are done by all processes together, in one order
             for host in self._ranks if alone else self._ranks[:1]:
                 host.link.send(Call(number=self._number, what=what))
             return pending
@@ -294,15 +294,15 @@ class Gang:
         first = self._ranks[0].hello
         for rank, host in enumerate(self._ranks):
             begin = self._begin(rank, first.coordinator, first.leader)
-            host.link.send(Again() if self.again else dataclasses.replace(begin, epoch=self.epoch))
+            host.link.send(Rejoin() if self.again else dataclasses.replace(begin, epoch=self.epoch))
 
-    def _hear(self, host: Host, item: Any) -> None:
+    def _hear(self, host: GangProcess, item: Any) -> None:
         with self.lock:
             if self.dead.is_set():
                 return
             host.heard(item)
             match item:
-                case Beat():
+                case Heartbeat():
                     pass
                 case Ready():
                     host.ready = item
@@ -313,12 +313,12 @@ class Gang:
                 case Answer(number=number, what=what):
                     if self._calls[number].answer(self._ranks.index(host), what):
                         del self._calls[number]
-                case Failed(error=error, final=final):
+                case ProcessFailed(error=error, final=final):
                     self.final = final
                     self.die(f"{self._who(host)}: {error}")
-                case Notice(reason=reason):
+                case PreemptionNotice(reason=reason):
                     self.leave(f"preempted: {self._who(host)} was told {reason}")
-                case Left(hosts=hosts):
+                case HandOverDone(hosts=hosts):
                     self._left += 1
                     if self._left == hosts:
                         self.die(self.leaving)
@@ -327,25 +327,25 @@ class Gang:
                 case _:
                     self._heard(item)
 
-    def _who(self, host: Host) -> str:
+    def _who(self, host: GangProcess) -> str:
         where = f" {self._ranks.index(host)}" if host in self._ranks else ""
         return f"process{where} (pid {host.hello.pid})"
 
 
-class _Pending:
+class PendingCall:
     """A call under way."""
 
     def __init__(self, gang: Gang, name: str, then: Callable[[], None]):
         self.done = threading.Event()
         self._gang, self._name, self._then = gang, name, then
-        self._answers: dict[int, Made | Done | Refused] = {}
+        self._answers: dict[int, StepFinished | Done | CallDeclined] = {}
 
-    def answer(self, rank: int, what: Made | Done | Refused) -> bool:
+    def answer(self, rank: int, what: StepFinished | Done | CallDeclined) -> bool:
         """True where all have answered."""
         self._answers[rank] = what
         if len(self._answers) < self._gang.hosts:
             return False
-        if not any(isinstance(each, Refused) for each in self._answers.values()):
+        if not any(isinstance(each, CallDeclined) for each in self._answers.values()):
             self._then()
         self.done.set()
         return True
@@ -357,6 +357,6 @@ class _Pending:
             raise GangDied(self._gang.reason)
         answers = [self._answers[rank] for rank in range(self._gang.hosts)]
         for answer in answers:
-            if isinstance(answer, Refused):
+            if isinstance(answer, CallDeclined):
                 raise CallRefused(answer.error)
         return answers

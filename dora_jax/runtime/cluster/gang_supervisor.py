@@ -15,20 +15,20 @@ from collections.abc import Callable
 from typing import Any
 
 from dora_jax.config import RunError
-from dora_jax.runtime.cluster.gang import Gang, Hub, Limits
-from dora_jax.runtime.cluster.launch_process import Launcher, Started, Ticket
+from dora_jax.runtime.cluster.gang import Gang, GangLimits, GangListener
+from dora_jax.runtime.cluster.launch_process import Launcher, StartedGang, Ticket
 from dora_jax.runtime.cluster.messages import Begin
 
 LOOK_S = 0.1  # how often a keeper looks after its gang
 ROOM_S = 20.0  # a gang that has no place by then is said to wait
 
 
-class Keeper:
+class GangSupervisor:
     """Has a gang of this name there: on a thread of its own, until `close`."""
 
     def __init__(
         self,
-        hub: Hub,
+        hub: GangListener,
         launcher: Launcher,
         name: str,
         hosts: int,
@@ -40,7 +40,7 @@ class Keeper:
         down: Callable[[Gang], None],
         failed: Callable[[RunError], None],
         notify: Callable[[str], None],
-        limits: Limits,
+        limits: GangLimits,
     ):
         self.name = name
         self._hub, self._roster, self._limits = hub, hub.roster, limits
@@ -133,7 +133,7 @@ class Keeper:
                 started.kill()
             self._roster.strike(gang.name)
 
-    def _started(self, gang: Gang) -> Started | None:
+    def _started(self, gang: Gang) -> StartedGang | None:
         """Its processes; None: it has none, and is dead."""
         ticket = Ticket(controller=self._hub.address, gang=gang.name, epoch=gang.epoch)
         if not gang.again:
@@ -148,7 +148,7 @@ class Keeper:
             gang.die("it was begun with another configuration, or by other code")
         return started
 
-    def _watch(self, gang: Gang, started: Started, until: threading.Event) -> None:
+    def _watch(self, gang: Gang, started: StartedGang, until: threading.Event) -> None:
         began_s = looked_s = time.monotonic()
         said = False
         while not until.wait(LOOK_S) and not gang.dead.is_set():

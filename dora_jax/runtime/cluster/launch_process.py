@@ -1,8 +1,8 @@
 """Starts processes where a gang is to run, and ends them; knows nothing of what they do.
 
-Consumes a gang's name, size and epoch; produces `Started`: their identities, whether they live, how to kill them; also of
+Consumes a gang's name, size and epoch; produces `StartedGang`: their identities, whether they live, how to kill them; also of
 those that an earlier controller has started and left.
-`Processes` runs all of them on this machine; the other launcher is launch_ray.py.
+`ProcessLauncher` runs all of them on this machine; the other launcher is launch_ray.py.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class Ticket:
     epoch: int
 
 
-class Started(Protocol):
+class StartedGang(Protocol):
     placed: bool  # False: there is no room for them yet
     pids: tuple[int, ...]  # by which `find` knows them; empty: it needs none
 
@@ -47,17 +47,19 @@ class Started(Protocol):
 class Launcher(Protocol):
     ip: str  # where the controller is reached
 
-    def start(self, ticket: Ticket, token: bytes, hosts: int, slice_type: str) -> Started:
+    def start(self, ticket: Ticket, token: bytes, hosts: int, slice_type: str) -> StartedGang:
         """`slice_type`: the TPU slice that they share; empty: any machine."""
 
-    def find(self, ticket: Ticket, token: bytes, hosts: int, slice_type: str, pids: Sequence[int]) -> Started | None:
+    def find(
+        self, ticket: Ticket, token: bytes, hosts: int, slice_type: str, pids: Sequence[int]
+    ) -> StartedGang | None:
         """The processes that an earlier controller has started for this gang and epoch; None: they are not all there,
         and every process that was has been ended."""
 
     def close(self) -> None: ...
 
 
-class Processes:
+class ProcessLauncher:
     """Plain child processes; each writes to WORKDIR/logs/<gang>.<epoch>.<number>.log."""
 
     ip = "127.0.0.1"
@@ -66,7 +68,7 @@ class Processes:
         self._logs = logs
         logs.mkdir(parents=True, exist_ok=True)
 
-    def start(self, ticket: Ticket, token: bytes, hosts: int, slice_type: str) -> Started:
+    def start(self, ticket: Ticket, token: bytes, hosts: int, slice_type: str) -> StartedGang:
         env = {**os.environ, "DORA_TICKET": _json(ticket), "DORA_TOKEN": token.hex()}
         children = []
         for number in range(hosts):
@@ -80,20 +82,22 @@ class Processes:
                         stderr=log,
                     )
                 )
-        return Children(children)
+        return ChildProcesses(children)
 
     def close(self) -> None:
         """Children are ended with their gangs."""
 
-    def find(self, ticket: Ticket, token: bytes, hosts: int, slice_type: str, pids: Sequence[int]) -> Started | None:
-        found = Orphans([process for pid in pids if (process := _of_run(pid, token)) is not None])
+    def find(
+        self, ticket: Ticket, token: bytes, hosts: int, slice_type: str, pids: Sequence[int]
+    ) -> StartedGang | None:
+        found = FoundProcesses([process for pid in pids if (process := _of_run(pid, token)) is not None])
         if len(found.pids) == hosts:
             return found
         found.kill()
         return None
 
 
-class Children:
+class ChildProcesses:
     placed = True
 
     def __init__(self, children: list[subprocess.Popen]):
@@ -116,8 +120,8 @@ class Children:
             child.wait()
 
 
-class Orphans:
-    """Children of an earlier controller."""
+class FoundProcesses:
+    """Processes that an earlier controller started, and that outlived it; found by their ids."""
 
     placed = True
 

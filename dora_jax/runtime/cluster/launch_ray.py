@@ -27,7 +27,7 @@ from ray.util.placement_group import (
 )
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from dora_jax.runtime.cluster.launch_process import Started, Ticket
+from dora_jax.runtime.cluster.launch_process import StartedGang, Ticket
 
 NAMESPACE = "dora_jax"  # of names in the cluster
 SLICE, POD_TYPE = "ray.io/tpu-slice-name", "ray.io/tpu-pod-type"  # labels of a TPU host's node
@@ -38,7 +38,7 @@ LOOK_S = 1.0
 FORWARDED = ("DORA_", "XLA_", "LIBTPU_", "PYTHONHASHSEED")  # of the controller's environment
 
 
-class Process:
+class RayProcess:
     """The actor: becomes a process of a gang, and ends as one."""
 
     def run(self, ticket: Ticket, token: bytes, lasting: bool) -> None:
@@ -58,7 +58,7 @@ class Process:
         """Its turn comes after `run`, which never returns: this fails when the actor ends."""
 
 
-class RayHosts:
+class RayLauncher:
     """Joins the cluster of RAY_ADDRESS, or starts one on this machine. `run` names a run and all that resume it."""
 
     def __init__(self, run: str):
@@ -68,14 +68,16 @@ class RayHosts:
         signal.signal(signal.SIGTERM, told_to_stop)  # Ray's own ends the process where it stands
         self.ip = ray.util.get_node_ip_address()
         self._run, self._lasting = run, address != "local"
-        self._slices = Slices()
+        self._slices = FreeSlices()
 
-    def start(self, ticket: Ticket, token: bytes, hosts: int, slice_type: str) -> Started:
+    def start(self, ticket: Ticket, token: bytes, hosts: int, slice_type: str) -> StartedGang:
         for behind in self._left_behind(ticket.gang):
             behind.kill()
         return RayGang(self._slices, self._name(ticket), hosts, slice_type, (ticket, token, self._lasting))
 
-    def find(self, ticket: Ticket, token: bytes, hosts: int, slice_type: str, pids: Sequence[int]) -> Started | None:
+    def find(
+        self, ticket: Ticket, token: bytes, hosts: int, slice_type: str, pids: Sequence[int]
+    ) -> StartedGang | None:
         """As an earlier controller left it; whatever else there is of this gang ends."""
         found = None
         for behind in self._left_behind(ticket.gang, hosts, slice_type):
@@ -111,7 +113,9 @@ class RayGang:
 
     pids = ()  # it is found by its name
 
-    def __init__(self, slices: Slices, name: str, hosts: int, slice_type: str, work: tuple[Ticket, bytes, bool] | None):
+    def __init__(
+        self, slices: FreeSlices, name: str, hosts: int, slice_type: str, work: tuple[Ticket, bytes, bool] | None
+    ):
         self.name = name
         self._slices, self._hosts, self._slice_type, self._work = slices, hosts, slice_type, work
         self._room: PlacementGroup | None = None
@@ -192,7 +196,7 @@ class RayGang:
             where = PlacementGroupSchedulingStrategy(self._room, placement_group_bundle_index=index)
             named = {"name": f"{self.name}/{index}", "lifetime": "detached"} if lasting else {}
             actor = (
-                ray.remote(Process)
+                ray.remote(RayProcess)
                 .options(
                     num_cpus=0 if self._slice_type else 1,
                     max_restarts=0,
@@ -232,7 +236,7 @@ class RayGang:
         self._slices.leave(self.name)
 
 
-class Slices:
+class FreeSlices:
     """Which gang is on which slice; every keeper calls it."""
 
     def __init__(self) -> None:

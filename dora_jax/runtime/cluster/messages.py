@@ -1,13 +1,13 @@
 """What travels between the controller and the processes of its gangs, and inside a gang: records, no behaviour.
 
 Hello -> Begin -> Ready             a process joins its gang, and the gang its world
-Hello -> Again -> Ready             a gang that has outlived its controller joins the next one
-Call -> Answer                      to the trainer's first process, which shares it out as a Turn; each answers
+Hello -> Rejoin -> Ready             a gang that has outlived its controller joins the next one
+Call -> Answer                      to the trainer's first process, which shares it out as a TickCommands; each answers
 weight_messages.py's commands and facts    between the controller and every process: how a version travels
-posts (Submit, Swap, ...)           to the first process of a rollout gang, which shares them out as Turns
+posts (StartSample, UseWeights, ...)           to the first process of a rollout gang, which shares them out as Turns
 facts (events, Finished, ...)       back from the first process of a rollout gang
-Moving, Carry, Carried, GiveBack    between the controller and every process: how a sample's KV travels
-Beat                                from every process: it lives, and how far it is
+MoveStarted, FetchKV, KVStaged, ReleaseKV    between the controller and every process: how a sample's KV travels
+Heartbeat                                from every process: it lives, and how far it is
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from dora_jax.runtime.codec import Codec
 from dora_jax.runtime.durability.payload_state import Partial
 from dora_jax.runtime.transfer import weight_messages
 from dora_jax.runtime.transfer.transfer_manifest import Lent
-from dora_jax.runtime.workers import Ended, Exported, Finished, HandedOver
+from dora_jax.runtime.worker import Finished, FinishedUnheard, HandedOver, Parked
 from dora_jax.types import InstanceId, Prompt, SampleId, ScoredGroup, Version
 
 # ----------------------------------------------------------- joining
@@ -50,7 +50,7 @@ class Begin:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Again:
+class Rejoin:
     """To every process of a gang that all have come back: end what the earlier controller asked for."""
 
 
@@ -60,21 +60,21 @@ class Ready:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Beat:
+class Heartbeat:
     progress: int  # rises whenever something is done
     busy: bool  # there is something to do
     waited_s: float  # in all, with nothing to do
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Notice:
+class PreemptionNotice:
     """The machine under this process is about to be taken away."""
 
     reason: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Failed:
+class ProcessFailed:
     """The process ends now; its gang with it."""
 
     error: str
@@ -92,7 +92,7 @@ class Note:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Learn:
+class TrainGroups:
     """Trainer: updates on some groups of a step, or on all of them."""
 
     base: Version
@@ -100,35 +100,35 @@ class Learn:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Make:
+class FinishStep:
     """Trainer: a version of the step whose groups it has learned from."""
 
     base: Version
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Publish:
+class PublishWeights:
     """Trainer: keep the weights of the version that it is at, to be served and written."""
 
     version: Version
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Write:
+class WriteWeights:
     """Trainer: this process's part of a version that is kept, into storage."""
 
     version: Version
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Restore:
+class RestoreCheckpoint:
     """Trainer: go on from a checkpoint."""
 
     step: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Save:
+class SaveCheckpoint:
     """Trainer: start a checkpoint, where it is at this version."""
 
     version: Version
@@ -145,18 +145,27 @@ class PollCheckpoint:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Fingerprint:
+class ComputeDigest:
     """Trainer: the digest of the version that it is at."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Call:
     number: int
-    what: Learn | Make | Publish | Write | Restore | Save | PollCheckpoint | Fingerprint
+    what: (
+        TrainGroups
+        | FinishStep
+        | PublishWeights
+        | WriteWeights
+        | RestoreCheckpoint
+        | SaveCheckpoint
+        | PollCheckpoint
+        | ComputeDigest
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Made:
+class StepFinished:
     digest: int
     metrics: dict[str, float]
     recalled: bool = False  # it had been made for an earlier controller
@@ -168,7 +177,7 @@ class Done:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Part:
+class CheckpointFiles:
     """Done, and what this process has put into the bucket of the newest step that it has all put of."""
 
     step: Version
@@ -176,7 +185,7 @@ class Part:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Refused:
+class CallDeclined:
     """Not done, and nothing has changed."""
 
     error: str
@@ -185,11 +194,11 @@ class Refused:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Answer:
     number: int
-    what: Made | Done | Part | Refused
+    what: StepFinished | Done | CheckpointFiles | CallDeclined
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Forget:
+class DropWeights:
     """Trainer, without an answer: nobody will want this version any more."""
 
     version: Version
@@ -199,7 +208,7 @@ class Forget:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Swap:
+class UseWeights:
     """Take weights into use that every process of the gang holds."""
 
     version: Version
@@ -207,20 +216,20 @@ class Swap:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Submit:
+class StartSample:
     id: SampleId
     prompt: Prompt
     version: Version
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class GiveUp:
+class CancelSample:
     id: SampleId
     reason: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class MoveOut:
+class MoveSample:
     id: SampleId
     dst: InstanceId
     epoch: int  # of dst
@@ -229,7 +238,7 @@ class MoveOut:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Receive:
+class FinishMove:
     parcel: InFlightSample  # with the KV that every process has fetched under `number`
     src: InstanceId
     attempt: int
@@ -237,12 +246,12 @@ class Receive:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class TakeOut:
+class ParkSample:
     id: SampleId
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class GoOn:
+class ResumeSample:
     parcel: InFlightSample
     number: int  # of the KV that every process has here; 0: with what it kept when the sample left
 
@@ -252,21 +261,32 @@ class HandOver:
     """Give all samples back, then do nothing more."""
 
 
-Post = Swap | Submit | GiveUp | MoveOut | Receive | TakeOut | GoOn | HandOver | Again | Call
+GangCommand = (
+    UseWeights
+    | StartSample
+    | CancelSample
+    | MoveSample
+    | FinishMove
+    | ParkSample
+    | ResumeSample
+    | HandOver
+    | Rejoin
+    | Call
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Turn:
+class TickCommands:
     """What every process of a gang does before its next tick."""
 
-    posts: tuple[Post, ...]
+    posts: tuple[GangCommand, ...]
 
 
 # ------------------------------------------------------------- facts
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Moving:
+class MoveStarted:
     """A sample that has left its engine for another's; where its KV is offered, every process says so of its part."""
 
     lent: Lent
@@ -282,7 +302,7 @@ class Moving:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Carry:
+class FetchKV:
     """Rollout, every process: fetch the part of the process of the same number."""
 
     number: int
@@ -291,36 +311,36 @@ class Carry:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Carried:
+class KVStaged:
     number: int
     host: int
     fault: str  # empty: it is here
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Bring:
-    """Rollout, every process: its part of the pages of a sample that is to go on here. Answered as Carry is."""
+class StageKV:
+    """Rollout, every process: its part of the pages of a sample that is to go on here. Answered as FetchKV is."""
 
     number: int
     parcel: InFlightSample
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Leave:
+class DropStagedKV:
     """What was fetched under this number is not wanted: another process could not."""
 
     number: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class GiveBack:
+class ReleaseKV:
     """What was offered under this number is over."""
 
     number: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PartHanded:
+class HandedOverShard:
     """One process's part of a sample that its gang hands over: its own heads' pages."""
 
     parcel: InFlightSample
@@ -330,7 +350,7 @@ class PartHanded:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Left:
+class HandOverDone:
     """Everything has been handed over, and was heard before this."""
 
     hosts: int  # that say it
@@ -339,50 +359,50 @@ class Left:
 CODEC = Codec(
     Hello,
     Begin,
-    Again,
+    Rejoin,
     Ready,
-    Beat,
-    Notice,
-    Failed,
+    Heartbeat,
+    PreemptionNotice,
+    ProcessFailed,
     Note,
     Call,
     Answer,
-    Turn,
+    TickCommands,
     InFlightSample,
     Partial,
     Finished,
-    Exported,
+    Parked,
     HandedOver,
-    PartHanded,
-    Ended,
-    Moving,
-    Left,
-    Learn,
-    Make,
-    Publish,
-    Write,
-    Forget,
-    Restore,
-    Save,
+    HandedOverShard,
+    FinishedUnheard,
+    MoveStarted,
+    HandOverDone,
+    TrainGroups,
+    FinishStep,
+    PublishWeights,
+    WriteWeights,
+    DropWeights,
+    RestoreCheckpoint,
+    SaveCheckpoint,
     PollCheckpoint,
-    Fingerprint,
-    Made,
+    ComputeDigest,
+    StepFinished,
     Done,
-    Part,
-    Refused,
-    Swap,
-    Submit,
-    GiveUp,
-    MoveOut,
-    Receive,
-    TakeOut,
-    GoOn,
+    CheckpointFiles,
+    CallDeclined,
+    UseWeights,
+    StartSample,
+    CancelSample,
+    MoveSample,
+    FinishMove,
+    ParkSample,
+    ResumeSample,
     HandOver,
     Lent,
-    Carry,
-    Carried,
-    Bring,
-    Leave,
-    GiveBack,
+    FetchKV,
+    KVStaged,
+    StageKV,
+    DropStagedKV,
+    ReleaseKV,
     *weight_messages.RECORDS,
 )

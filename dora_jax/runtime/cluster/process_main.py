@@ -25,7 +25,7 @@ from collections.abc import Callable, MutableMapping
 from typing import Any
 
 from dora_jax.runtime.cluster.launch_process import Ticket, ticket_of
-from dora_jax.runtime.idle_timer import Waits
+from dora_jax.runtime.idle_time import IdleTimer
 
 BEAT_S = 1.0
 LAST_WORDS_S = 5.0
@@ -42,19 +42,19 @@ def serve(ticket: Ticket, token: bytes, leave: Callable[[], None] = lambda: None
     """Never returns; `leave` is the last thing that this process does."""
     from dora_jax.config import ConfigError
     from dora_jax.runtime.cluster import messages
-    from dora_jax.runtime.cluster.controller_connection import Uplink
-    from dora_jax.runtime.listener import Door
+    from dora_jax.runtime.cluster.connection import ControllerConnection
+    from dora_jax.runtime.listener import Listener
 
     def end(code: int) -> None:
         leave()
         os._exit(code)
 
-    link = Uplink(ticket.controller, token, lambda: end(0))
+    link = ControllerConnection(ticket.controller, token, lambda: end(0))
     pass_on_notice(link)
-    pulse = Pulse(link)
+    pulse = HeartbeatSender(link)
     try:
         ip, arrivals = link.own_ip, queue.SimpleQueue()
-        door = Door(ip, token, arrivals.put)  # for the other processes, should this one be the first
+        door = Listener(ip, token, arrivals.put)  # for the other processes, should this one be the first
         link.hello(
             messages.Hello(
                 gang=ticket.gang,
@@ -76,14 +76,16 @@ def serve(ticket: Ticket, token: bytes, leave: Callable[[], None] = lambda: None
     except BaseException as error:  # the controller says it, and starts another gang
         traceback.print_exc()
         sys.stderr.flush()
-        link.send(messages.Failed(error=f"{type(error).__name__}: {error}", final=isinstance(error, ConfigError)))
+        link.send(
+            messages.ProcessFailed(error=f"{type(error).__name__}: {error}", final=isinstance(error, ConfigError))
+        )
         link.flush(LAST_WORDS_S)
     end(1)
 
 
 def pass_on_notice(link: Any) -> None:
     """SIGTERM: the machine goes. The controller is told, whatever the main thread is stuck in, and decides."""
-    from dora_jax.runtime.cluster.messages import Notice
+    from dora_jax.runtime.cluster.messages import PreemptionNotice
 
     told, tell = socket.socketpair()
     tell.setblocking(False)
@@ -93,39 +95,39 @@ def pass_on_notice(link: Any) -> None:
     def wait() -> None:
         while told.recv(1) != bytes([signal.SIGTERM]):
             pass
-        link.send(Notice(reason="SIGTERM"))
+        link.send(PreemptionNotice(reason="SIGTERM"))
 
     threading.Thread(target=wait, name="notice", daemon=True).start()
 
 
-class Pulse:
+class HeartbeatSender:
     """Tells the controller every second that this process lives, and how far it is."""
 
     def __init__(self, link: Any):
         self.progress = 0
         self.busy = False
-        self.waits = Waits()  # of the main thread
+        self.waits = IdleTimer()  # of the main thread
         self._link = link
 
     def start(self) -> None:
         threading.Thread(target=self._beat, name="pulse", daemon=True).start()
 
     def _beat(self) -> None:
-        from dora_jax.runtime.cluster.messages import Beat
+        from dora_jax.runtime.cluster.messages import Heartbeat
 
         while True:
-            self._link.send(Beat(progress=self.progress, busy=self.busy, waited_s=self.waits.total_s))
+            self._link.send(Heartbeat(progress=self.progress, busy=self.busy, waited_s=self.waits.total_s))
             time.sleep(BEAT_S)
 
 
-def _open(begin: Any, link: Any, pulse: Pulse, token: bytes, arrivals: queue.SimpleQueue) -> Any:
+def _open(begin: Any, link: Any, pulse: HeartbeatSender, token: bytes, arrivals: queue.SimpleQueue) -> Any:
     """The role, compiled and ready."""
     from dora_jax import validate
 
     config = validate.from_config_dict(begin.config)
     link.wait_for_another(begin.workdir, begin.rank, config.cluster.reattach_s)
     _enter_world(begin, config)
-    from dora_jax.runtime.cluster.tick_broadcast import turns
+    from dora_jax.runtime.cluster.connection import turns
     from dora_jax.runtime.cluster.worker_roles import TrainerRole, open_rollout
 
     open_role = TrainerRole if begin.instance is None else open_rollout

@@ -1,6 +1,6 @@
-"""A rollout gang as LocalWorld sees it: an instance worker whose work is done elsewhere.
+"""A rollout gang as Coordinator sees it: an instance worker whose work is done elsewhere.
 
-Consumes the calls that an InstanceWorker takes; produces its outbox items. Laws: commands reach a gang only after the
+Consumes the calls that an EngineWorker takes; produces its outbox items. Laws: commands reach a gang only after the
 orchestrator has heard that it is there, so none meant for an earlier epoch does; what a lost gang still owed an answer
 to is answered here, right after its InstanceDown; weights are used only once every process of the gang holds them, as
 is the KV of a sample that comes: where one process cannot fetch its part, all of them make it again from the tokens.
@@ -21,10 +21,10 @@ from dora_jax.orchestrate import events as ev
 from dora_jax.rollout.migrate import InFlightSample, joined, parted, without_pages
 from dora_jax.runtime.cluster import messages
 from dora_jax.runtime.cluster.gang import Gang
-from dora_jax.runtime.cluster.gang_supervisor import Keeper
-from dora_jax.runtime.cluster.weight_publisher import Publisher
+from dora_jax.runtime.cluster.gang_supervisor import GangSupervisor
+from dora_jax.runtime.cluster.weight_publisher import WeightPublisher
 from dora_jax.runtime.transfer.weight_messages import Accepted, Committed, Offered, Staged, TransferFailed
-from dora_jax.runtime.workers import Crashed, Ended, HandedOver, InstanceReady
+from dora_jax.runtime.worker import Crashed, FinishedUnheard, HandedOver, InstanceReady
 from dora_jax.types import InstanceId, Prompt, SampleId, Version
 
 NUMBERS = itertools.count(time.time_ns())  # of moves: higher than those of any controller before
@@ -35,14 +35,14 @@ class _Carry:
     """KV on its way here: what takes it in, by its number or 0, and the process that offers it, if not the controller."""
 
     id: SampleId
-    take_in: Callable[[int], messages.Receive | messages.GoOn]
+    take_in: Callable[[int], messages.FinishMove | messages.ResumeSample]
     source: Gang | None = None
     answers: dict[int, str] = dataclasses.field(default_factory=dict)  # by process: what went wrong; empty: nothing
-    later: list[messages.GiveUp] = dataclasses.field(default_factory=list)  # what it is told once it is in
+    later: list[messages.CancelSample] = dataclasses.field(default_factory=list)  # what it is told once it is in
 
     def give_back(self, number: int) -> None:
         if self.source is not None:
-            self.source.tell_all(messages.GiveBack(number=number))
+            self.source.tell_all(messages.ReleaseKV(number=number))
 
 
 class RemoteInstance:
@@ -54,8 +54,8 @@ class RemoteInstance:
         up: ev.InstanceUp,
         outbox: queue.SimpleQueue,
         peers: Mapping[InstanceId, RemoteInstance],
-        publisher: Publisher,
-        new_keeper: Callable[..., Keeper],
+        publisher: WeightPublisher,
+        new_keeper: Callable[..., GangSupervisor],
         notify: Callable[[str], None],
     ):
         self.instance = instance
@@ -69,13 +69,15 @@ class RemoteInstance:
         self._gang: Gang | None = None  # that the orchestrator knows of
         self._leaving: dict[SampleId, tuple[ev.MoveFailed, Gang | None]] = {}  # not yet out; the answer that they get
         # where this gang is lost, and the gang that they go to
-        self._parts: dict[int, dict[int, messages.Moving]] = {}  # of moves out that not every process has spoken of
+        self._parts: dict[
+            int, dict[int, messages.MoveStarted]
+        ] = {}  # of moves out that not every process has spoken of
         self._arriving: dict[SampleId, ev.SampleMoved] = {}  # handed over, not yet in; the answer that they get
         self._carries: dict[int, _Carry] = {}
         self._handed: dict[
             SampleId, dict[int, InFlightSample]
         ] = {}  # parts of samples that are handed over, by process
-        self._brought: list[HandedOver | Ended] = []  # samples of a gang that is taken over
+        self._brought: list[HandedOver | FinishedUnheard] = []  # samples of a gang that is taken over
         self._waited_s = 0.0  # of earlier epochs
         self.life = 0  # the latest: its gang's epoch
         self._keeper = new_keeper(self.role, heard=self._heard, up=self._up, down=self._down, failed=self._failed)
@@ -113,10 +115,10 @@ class RemoteInstance:
             self._publisher.want(gang, version, lambda: self._swap(gang, version, drop))
 
     def submit(self, sample: SampleId, prompt: Prompt, version: Version) -> None:
-        self._send(messages.Submit(id=sample, prompt=prompt, version=version))
+        self._send(messages.StartSample(id=sample, prompt=prompt, version=version))
 
     def cancel(self, sample: SampleId, reason: str) -> None:
-        post = messages.GiveUp(id=sample, reason=reason)
+        post = messages.CancelSample(id=sample, reason=reason)
         with self._lock:
             for carry in self._carries.values():
                 if carry.id == sample:
@@ -124,18 +126,20 @@ class RemoteInstance:
         self._send(post)
 
     def park(self, sample: SampleId) -> None:
-        self._send(messages.TakeOut(id=sample))
+        self._send(messages.ParkSample(id=sample))
 
     def resume(self, parcel: InFlightSample) -> None:
         if (gang := self._gang) is None:
             return
         if gang.hosts == 1 or not parcel.n_pages:
-            return gang.post(messages.GoOn(parcel=parcel, number=0))
+            return gang.post(messages.ResumeSample(parcel=parcel, number=0))
         number, tokens = next(NUMBERS), without_pages(parcel)
-        parts = [messages.Bring(number=number, parcel=part) for part in parted(parcel, gang.hosts)]
+        parts = [messages.StageKV(number=number, parcel=part) for part in parted(parcel, gang.hosts)]
         with self._lock:
             if gang is self._gang:
-                self._carries[number] = _Carry(parcel.id, lambda number: messages.GoOn(parcel=tokens, number=number))
+                self._carries[number] = _Carry(
+                    parcel.id, lambda number: messages.ResumeSample(parcel=tokens, number=number)
+                )
                 gang.tell_each(parts)
 
     def move(self, sample: SampleId, dst: RemoteInstance, attempt: int) -> None:
@@ -147,7 +151,7 @@ class RemoteInstance:
                 gang = dst._gang
                 self._leaving[sample] = failed, gang
                 self._gang.post(
-                    messages.MoveOut(
+                    messages.MoveSample(
                         id=sample,
                         dst=dst.instance,
                         epoch=gang.epoch if gang else 0,
@@ -166,7 +170,7 @@ class RemoteInstance:
             gang.post(post)
 
     def _swap(self, gang: Gang, version: Version, drop: Version | None) -> None:
-        gang.post(messages.Swap(version=version, drop=drop))
+        gang.post(messages.UseWeights(version=version, drop=drop))
         if drop is not None:
             self._publisher.dropped(gang, drop)
 
@@ -175,16 +179,16 @@ class RemoteInstance:
             case Accepted() | Offered() | Staged() | Committed() | TransferFailed():
                 self._publisher.tell(item)
                 return
-            case messages.Moving():
+            case messages.MoveStarted():
                 self._part(item)
                 return
-            case messages.Carried():
+            case messages.KVStaged():
                 self._carried(item)
                 return
-            case messages.PartHanded():
+            case messages.HandedOverShard():
                 self._part_handed(item)
                 return
-            case HandedOver() | Ended() if self._gang is None:
+            case HandedOver() | FinishedUnheard() if self._gang is None:
                 self._brought.append(item)
                 return
             case ev.MoveFailed(id=id):
@@ -195,7 +199,7 @@ class RemoteInstance:
                     self._arriving.pop(id)
         self._outbox.put(item)
 
-    def _part(self, part: messages.Moving) -> None:
+    def _part(self, part: messages.MoveStarted) -> None:
         """One process's word that a sample has left."""
         with self._lock:
             parts = self._parts.setdefault(part.number, {})
@@ -207,7 +211,7 @@ class RemoteInstance:
             source = self._gang
         self._peers[part.dst]._take([parts[host] for host in range(part.hosts)], source, gang)
 
-    def _take(self, parts: Sequence[messages.Moving], source: Gang, gang: Gang | None) -> None:
+    def _take(self, parts: Sequence[messages.MoveStarted], source: Gang, gang: Gang | None) -> None:
         """A sample from another instance, meant for this gang; where that is lost, the journal's tokens go on."""
         first, lent = parts[0], tuple(part.lent for part in parts)
         id = first.lent.parcel.id
@@ -219,15 +223,15 @@ class RemoteInstance:
                 self._arriving[id] = moved
             if there and by_wire:
                 self._carries[first.number] = _Carry(id, lambda number: _receive(first, number), source)
-                gang.tell_all(messages.Carry(number=first.number, epoch=gang.epoch, lent=lent))
+                gang.tell_all(messages.FetchKV(number=first.number, epoch=gang.epoch, lent=lent))
             elif there:
                 gang.post(_receive(first, 0))
         if not there:
             if by_wire:
-                source.tell_all(messages.GiveBack(number=first.number))
+                source.tell_all(messages.ReleaseKV(number=first.number))
             self._outbox.put(moved)
 
-    def _carried(self, answer: messages.Carried) -> None:
+    def _carried(self, answer: messages.KVStaged) -> None:
         with self._lock:
             carry, gang = self._carries.get(answer.number), self._gang
             if carry is None:
@@ -240,14 +244,14 @@ class RemoteInstance:
             for post in (carry.take_in(0 if fault else answer.number), *carry.later):
                 gang.post(post)
             if fault:
-                gang.tell_all(messages.Leave(number=answer.number))
+                gang.tell_all(messages.DropStagedKV(number=answer.number))
         carry.give_back(answer.number)
         if fault:
             self._notify(
                 f"the KV of sample {tuple(carry.id)} did not reach {self.role}, where it is made again: {fault}"
             )
 
-    def _part_handed(self, part: messages.PartHanded) -> None:
+    def _part_handed(self, part: messages.HandedOverShard) -> None:
         with self._lock:
             parts = self._handed.setdefault(part.parcel.id, {})
             parts[part.host] = part.parcel
@@ -262,7 +266,7 @@ class RemoteInstance:
         event = dataclasses.replace(self._event, life=gang.epoch)
         self._outbox.put(InstanceReady(event=event, admit=lambda: self._admit(gang)))
 
-    def _admit(self, gang: Gang) -> Sequence[HandedOver | Ended]:
+    def _admit(self, gang: Gang) -> Sequence[HandedOver | FinishedUnheard]:
         trusted = self._publisher.recognise(gang)
         with self._lock:
             brought, self._brought = self._brought, []
@@ -295,5 +299,5 @@ class RemoteInstance:
         self._outbox.put(Crashed(role=self.role, error=error))
 
 
-def _receive(sample: messages.Moving, number: int) -> messages.Receive:
-    return messages.Receive(parcel=sample.lent.parcel, src=sample.src, attempt=sample.attempt, number=number)
+def _receive(sample: messages.MoveStarted, number: int) -> messages.FinishMove:
+    return messages.FinishMove(parcel=sample.lent.parcel, src=sample.src, attempt=sample.attempt, number=number)

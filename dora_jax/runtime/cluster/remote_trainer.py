@@ -20,10 +20,10 @@ from typing import Any
 
 from dora_jax.config import CheckpointSection, RunError
 from dora_jax.runtime.cluster import messages
-from dora_jax.runtime.cluster.checkpoint_shards import Steps
+from dora_jax.runtime.cluster.checkpoint_shards import StepStore
 from dora_jax.runtime.cluster.gang import CallRefused, Gang, GangDied
-from dora_jax.runtime.cluster.gang_supervisor import Keeper
-from dora_jax.runtime.cluster.weight_publisher import TRAINER, Publisher
+from dora_jax.runtime.cluster.gang_supervisor import GangSupervisor
+from dora_jax.runtime.cluster.weight_publisher import TRAINER, WeightPublisher
 from dora_jax.runtime.durability.payload_state import Step
 from dora_jax.runtime.durability.resume import INITIAL
 from dora_jax.trainer import checkpoint
@@ -53,11 +53,11 @@ class RemoteTrainer:
 
     def __init__(
         self,
-        checkpoints: Steps,
+        checkpoints: StepStore,
         steps_since: Callable[[Version], Sequence[Step]],
-        publisher: Publisher,
+        publisher: WeightPublisher,
         notify: Callable[[str], None],
-        new_keeper: Callable[..., Keeper],
+        new_keeper: Callable[..., GangSupervisor],
     ):
         self.state = RemoteState()
         self.gang: Gang | None = None  # brought to where the trainer is
@@ -86,15 +86,15 @@ class RemoteTrainer:
     def step(self, parts: Iterable[Part]) -> Mapping[str, float]:
         """An iterator is asked for the next part when the gang has learned from the one before."""
         for groups, base in parts:
-            self._do(messages.Learn(base=base, groups=tuple(groups)))
+            self._do(messages.TrainGroups(base=base, groups=tuple(groups)))
             self._begun += tuple(groups)
-        made = self._do(messages.Make(base=base))
+        made = self._do(messages.FinishStep(base=base))
         self._last, self._begun = (base, self._begun), ()
         self.state.step, self._digest = base + 1, made.digest
         return made.metrics
 
     def load(self, params: Any, opt_state: Any, step: Version) -> None:
-        self._do(messages.Restore(step=step))
+        self._do(messages.RestoreCheckpoint(step=step))
         self.state.step, self._digest = step, None
 
     def abstract_state(self) -> RemoteState:
@@ -104,7 +104,7 @@ class RemoteTrainer:
 
     def digest(self) -> int:
         if self._digest is None:
-            self._digest = self._do(messages.Fingerprint()).value
+            self._digest = self._do(messages.ComputeDigest()).value
         return self._digest
 
     def publish(self, version: Version) -> None:
@@ -137,7 +137,7 @@ class RemoteTrainer:
         """Unless it lies in storage already."""
         if self._publisher.stored.has(version):
             return
-        gang.call(messages.Publish(version=version))
+        gang.call(messages.PublishWeights(version=version))
         self._publisher.kept(gang, version)
 
     def _do(self, what: Any) -> Any:
@@ -181,7 +181,7 @@ class RemoteTrainer:
         if self._last is not None:
             steps.setdefault(self._last[0], (self._last[1], self._digest))
         if start != INITIAL:
-            gang.call(messages.Restore(step=start))
+            gang.call(messages.RestoreCheckpoint(step=start))
         if start in nowhere:
             self._publish(gang, start)
         recalled = 0
@@ -192,8 +192,8 @@ class RemoteTrainer:
                     f"journal does not hold its groups (journal.on keeps them)"
                 )
             groups, published = steps[base]
-            gang.call(messages.Learn(base=base, groups=groups))
-            made = gang.call(messages.Make(base=base))[0]
+            gang.call(messages.TrainGroups(base=base, groups=groups))
+            made = gang.call(messages.FinishStep(base=base))[0]
             recalled += made.recalled
             if published is not None and made.digest != published:
                 self._notify(
@@ -204,7 +204,7 @@ class RemoteTrainer:
             elif base + 1 in nowhere:
                 self._publish(gang, base + 1)
         if self._begun:
-            gang.call(messages.Learn(base=at, groups=self._begun))
+            gang.call(messages.TrainGroups(base=at, groups=self._begun))
         if at != INITIAL:
             self._notify(
                 f"the trainer is back at version {at}: checkpoint {start}, {at - start - recalled} steps made "
@@ -213,7 +213,7 @@ class RemoteTrainer:
 
 
 def _essence(answer: Any) -> Any:
-    return answer.digest if isinstance(answer, messages.Made) else answer
+    return answer.digest if isinstance(answer, messages.StepFinished) else answer
 
 
 def digest_of(trainer: RemoteTrainer) -> int:
@@ -223,7 +223,7 @@ def digest_of(trainer: RemoteTrainer) -> int:
 class RemoteWeights:
     """The weight store of a run whose weights never come here."""
 
-    def __init__(self, publisher: Publisher):
+    def __init__(self, publisher: WeightPublisher):
         self._publisher = publisher
 
     def put(self, version: Version, params: RemoteTrainer) -> None:
@@ -238,7 +238,7 @@ class RemoteCheckpoints:
     steps. Used by the main thread; what it asks for is done between two steps."""
 
     def __init__(
-        self, stored: Steps, section: CheckpointSection, trainer: RemoteTrainer, notify: Callable[[str], None]
+        self, stored: StepStore, section: CheckpointSection, trainer: RemoteTrainer, notify: Callable[[str], None]
     ):
         self._stored, self._section, self._trainer, self._notify = stored, section, trainer, notify
         self._floor: Version = INITIAL
@@ -251,7 +251,7 @@ class RemoteCheckpoints:
         self, step: Version, params: Any, opt_state: Any, rl_state: Mapping[str, Any], metrics: Mapping[str, float]
     ) -> None:
         floats = {name: float(value) for name, value in metrics.items()}
-        self._ask(messages.Save(version=step, rl_state=json.loads(json.dumps(rl_state)), metrics=floats))
+        self._ask(messages.SaveCheckpoint(version=step, rl_state=json.loads(json.dumps(rl_state)), metrics=floats))
 
     def protect(self, version: Version) -> None:
         self._floor = version
@@ -300,7 +300,7 @@ class RemoteCheckpoints:
                 raise GangDied("it is being started again")
             self._pending.append(gang.cast(what))
         except GangDied as error:
-            if isinstance(what, messages.Save):
+            if isinstance(what, messages.SaveCheckpoint):
                 self._notify(f"checkpoint {what.version} is left out: the trainer is lost ({error})")
 
     def _see(self, pending: Any) -> None:
@@ -309,8 +309,8 @@ class RemoteCheckpoints:
         except (GangDied, CallRefused) as error:
             self._notify(f"the trainer did not finish with its checkpoint: {error}")
             return
-        put = {answer.step: answer for answer in answers if isinstance(answer, messages.Part)}
-        if len(put) == 1 and all(isinstance(answer, messages.Part) for answer in answers):
+        put = {answer.step: answer for answer in answers if isinstance(answer, messages.CheckpointFiles)}
+        if len(put) == 1 and all(isinstance(answer, messages.CheckpointFiles) for answer in answers):
             self._seal(answers[0].step, [answer.files for answer in answers])
 
     def _seal(self, step: Version, parts: Sequence[Any]) -> None:

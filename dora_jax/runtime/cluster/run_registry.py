@@ -24,12 +24,12 @@ from dora_jax.runtime.durability.object_storage import ROSTER, Objects
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Member:
+class RegisteredGang:
     epoch: int
     pids: tuple[int, ...]  # empty: the launcher finds them by name
 
 
-class Roster:
+class RunRegistry:
     """`place`: a workdir, which may be a URL; None: nobody will look for it. `build`: what gangs are begun with; those
     of another are of no use."""
 
@@ -39,7 +39,7 @@ class Roster:
             found = json.loads((self._page and self._page.read()) or "{}")
             self.token = bytes.fromhex(found["token"]) if found else secrets.token_bytes(32)
             self.left = {
-                name: Member(epoch=epoch, pids=tuple(pids))
+                name: RegisteredGang(epoch=epoch, pids=tuple(pids))
                 for name, (epoch, pids) in (found["gangs"].items() if found else ())
             }
         except (ValueError, KeyError, TypeError, AttributeError) as error:
@@ -58,7 +58,7 @@ class Roster:
         self._write()
 
     def enter(self, name: str, epoch: int, pids: tuple[int, ...]) -> None:
-        self._gangs[name] = Member(epoch=epoch, pids=pids)
+        self._gangs[name] = RegisteredGang(epoch=epoch, pids=pids)
         self._write()
 
     def strike(self, name: str) -> None:

@@ -1,6 +1,6 @@
 """What a process of the trainer has made, for a controller that comes anew and asks for all since a checkpoint again.
 
-    doubt -> Restore(5) -> Learn, Make(5) -> Learn, Make(6) -> Learn -> here it is        without touching the weights
+    doubt -> RestoreCheckpoint(5) -> TrainGroups, FinishStep(5) -> TrainGroups, FinishStep(6) -> TrainGroups -> here it is        without touching the weights
 
 Consumes calls and their answers; produces the same answers to the same calls, and of a part's groups those that are
 new. Law: a step, or its beginning, is recalled only where the very same groups are asked for, however they are shared
@@ -14,7 +14,7 @@ import dataclasses
 import hashlib
 from collections.abc import Sequence
 
-from dora_jax.runtime.cluster.messages import CODEC, Made
+from dora_jax.runtime.cluster.messages import CODEC, StepFinished
 from dora_jax.types import ScoredGroup, Version
 
 STEPS = 256  # remembered; a checkpoint is not so far behind
@@ -22,10 +22,10 @@ STEPS = 256  # remembered; a checkpoint is not so far behind
 INITIAL = 0
 
 
-class Memory:
+class StepCache:
     def __init__(self) -> None:
         self.digests: dict[Version, int] = {}
-        self._steps: dict[Version, tuple[list[bytes], Made]] = {}  # base -> its groups in order, what came out
+        self._steps: dict[Version, tuple[list[bytes], StepFinished]] = {}  # base -> its groups in order, what came out
         self._begun: list[bytes] = []  # groups of the step under way, in order
         self._asked: list[bytes] = []  # groups of a step that this controller has asked for, in order
         self._at: Version | None = None  # where the controller has it; None: where it is
@@ -57,7 +57,7 @@ class Memory:
             self._begun = known + self._asked[shared:]
         return groups[max(0, shared - before) :]
 
-    def made(self, base: Version, answer: Made) -> None:
+    def made(self, base: Version, answer: StepFinished) -> None:
         self._steps.pop(base - STEPS, None)
         self._steps[base] = self._begun, answer
         self._begun, self._asked = [], []
@@ -74,7 +74,7 @@ class Memory:
         self._at, self._asked = step, []
         return True
 
-    def recall(self, base: Version) -> Made | None:
+    def recall(self, base: Version) -> StepFinished | None:
         """A step that has been made; None: its groups are learned from. RuntimeError: it was another one."""
         known, answer = self._known(base)
         if self._asked != known:
@@ -84,7 +84,7 @@ class Memory:
         self._at, self._asked = self._at + 1, []
         return dataclasses.replace(answer, recalled=True)
 
-    def _known(self, base: Version) -> tuple[list[bytes], Made | None]:
+    def _known(self, base: Version) -> tuple[list[bytes], StepFinished | None]:
         if self._at is None:
             return self._begun, None
         if base != self._at or base not in self._steps:

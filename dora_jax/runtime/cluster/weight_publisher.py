@@ -30,7 +30,7 @@ TIME_PERIOD_S = 0.5
 TRAINER = "trainer"
 
 
-class Publisher:
+class WeightPublisher:
     """`past`: gangs and storage may hold weights of an earlier controller's time."""
 
     def __init__(self, stored: StoredWeights, paths: Sequence[str], notify: Callable[[str], None], past: bool = False):
@@ -90,7 +90,7 @@ class Publisher:
                 if self._trusted and version in self._live:
                     self.tell(ex.Holds(world=gang.name, epoch=gang.epoch, version=version))
                 else:
-                    gang.tell_all(messages.Forget(version=version))
+                    gang.tell_all(messages.DropWeights(version=version))
             return self._trusted
 
     def want(self, gang: Gang, version: Version, then: Callable[[], None]) -> None:
@@ -124,7 +124,7 @@ class Publisher:
             self._write_next(gang)
         else:
             try:
-                gang.call(messages.Write(version=version))
+                gang.call(messages.WriteWeights(version=version))
             except CallRefused as error:
                 raise StoreError(f"version {version} cannot be published: {error}") from error
             self._written(version)
@@ -143,7 +143,7 @@ class Publisher:
                 ex.Dropped(world=TRAINER, version=version),
             ):
                 self.tell(fact)
-            self._send(TRAINER, messages.Forget(version=version))
+            self._send(TRAINER, messages.DropWeights(version=version))
             writing = version == self._writing
         if not writing:  # else it is dropped when it is written
             self.stored.drop(version)
@@ -174,7 +174,7 @@ class Publisher:
         if refused is not None:
             self.stored.drop(refused)
         try:
-            write = gang.cast(messages.Write(version=version), written)
+            write = gang.cast(messages.WriteWeights(version=version), written)
         except GangDied:
             self._writing = None
             return

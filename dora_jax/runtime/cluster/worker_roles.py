@@ -1,7 +1,7 @@
 """What a process of a gang does: one part of the trainer, or of a rollout instance.
 
 Consumes calls and posts of the controller; produces answers and facts. The stages are those of one machine, unchanged:
-`Trainer`, `Checkpoints`, `Engine`, `InstanceWorker`. Laws: every process of a gang makes the same jitted calls in the
+`Trainer`, `Checkpoints`, `Engine`, `EngineWorker`. Laws: every process of a gang makes the same jitted calls in the
 same order (the first process decides what comes next, in a rollout before each tick, and tells the others); only the first process speaks for an instance; a process that hands over has then done its last; a role that is
 taken over by another controller has ended all that the earlier one asked for before it says so.
 """
@@ -25,21 +25,24 @@ from dora_jax.rollout.migrate import holders_alike
 from dora_jax.runtime import run as build
 from dora_jax.runtime.cluster import messages
 from dora_jax.runtime.cluster.checkpoint_shards import home
-from dora_jax.runtime.cluster.controller_connection import Uplink
-from dora_jax.runtime.cluster.kv_endpoint import Porter
+from dora_jax.runtime.cluster.connection import ControllerConnection, Follower, Leader
 from dora_jax.runtime.cluster.messages import Begin
-from dora_jax.runtime.cluster.result_sender import Elsewhere, Lender, Outlet
-from dora_jax.runtime.cluster.step_cache import Memory
-from dora_jax.runtime.cluster.tick_broadcast import Follower, Leader
+from dora_jax.runtime.cluster.sample_transfer import (
+    KVEndpoint,
+    MoveBetweenProcesses,
+    MoveThroughController,
+    ResultSender,
+)
+from dora_jax.runtime.cluster.step_cache import StepCache
 from dora_jax.runtime.durability.object_storage import StoreError
-from dora_jax.runtime.mismatch_probe import GapProbe
+from dora_jax.runtime.rollout_worker import REPORT_PERIOD_S, EngineWorker, report_period_s
+from dora_jax.runtime.trainer_worker import MismatchProbe
 from dora_jax.runtime.transfer import slices
 from dora_jax.runtime.transfer.device_transfer import Wire
 from dora_jax.runtime.transfer.kv_transfer import layout_of
 from dora_jax.runtime.transfer.weight_messages import Abort, Commit, Offer, Propose, Pull, Read, Release
 from dora_jax.runtime.transfer.weight_receiver import Versions, WeightHost, like
 from dora_jax.runtime.transfer.weight_storage import weights_at
-from dora_jax.runtime.workers import REPORT_PERIOD_S, InstanceWorker, report_period_s
 from dora_jax.tokenizer import Tokenizer
 from dora_jax.trainer.checkpoint import Checkpoints
 from dora_jax.types import ScoredGroup, Version
@@ -48,7 +51,7 @@ from dora_jax.types import ScoredGroup, Version
 class TrainerRole:
     """Answers calls one after the other, on the main thread."""
 
-    def __init__(self, begin: Begin, config: Config, link: Uplink, pulse: Any, turns: Leader | Follower):
+    def __init__(self, begin: Begin, config: Config, link: ControllerConnection, pulse: Any, turns: Leader | Follower):
         devices.check_slice("cluster.trainer_slice", "" if config.cpu_devices else config.cluster.trainer_slice)
         self._config = config
         self._link, self._pulse, self._turns = link, pulse, turns
@@ -56,14 +59,14 @@ class TrainerRole:
         mesh = sharding.make_mesh(jax.devices(), *devices.trainer_mesh(len(jax.devices()), config))
         self._trainer = build.new_trainer(config, Tokenizer.load(config.model.path), mesh, self._home.folder)
         self._pack = build.packer(config, self._trainer)
-        self._gap = GapProbe(build.prober(config, self._trainer) if config.orchestrator.mode != "sync" else None)
+        self._gap = MismatchProbe(build.prober(config, self._trainer) if config.orchestrator.mode != "sync" else None)
         self._newest: tuple[Version, Any] | None = None  # published last, on the trainer's shards, for the gap
         self._copy = build.publishing_copy(config, hf.read_config(config.model.path), mesh)
         self._stored, self._kept = weights_at(begin.workdir), Versions()
         wire = Wire(link.own_ip, link.token) if config.cluster.wire == "transfer" else None
-        self._courier = Courier(WeightHost(begin.rank, wire, self._kept), link, self._write)
+        self._courier = TransferThreads(WeightHost(begin.rank, wire, self._kept), link, self._write)
         self._checkpoints: Checkpoints | None = None  # opened by the first save: nothing else writes there by then
-        self._memory = Memory()
+        self._memory = StepCache()
         shape = build.batch_layout(config, self._trainer.shards)
         self._trainer.warmup(shape.rows, shape.tokens)
 
@@ -84,8 +87,8 @@ class TrainerRole:
             self._pulse.busy = True
             for call in turn:
                 if isinstance(call, messages.HandOver):  # what waits for a later call asks the next gang
-                    return self._link.send(messages.Left(hosts=1))
-                if isinstance(call, messages.Again):
+                    return self._link.send(messages.HandOverDone(hosts=1))
+                if isinstance(call, messages.Rejoin):
                     self._settle()
                 else:
                     self._link.send(messages.Answer(number=call.number, what=self._answer(call.what)))
@@ -101,27 +104,29 @@ class TrainerRole:
         self._link.rejoin()
         self._link.send(messages.Ready(holds=holds))
 
-    def _answer(self, what: Any) -> messages.Made | messages.Done | messages.Part | messages.Refused:
+    def _answer(
+        self, what: Any
+    ) -> messages.StepFinished | messages.Done | messages.CheckpointFiles | messages.CallDeclined:
         match what:
-            case messages.Learn(base=base) | messages.Make(base=base) if base != self._version:
+            case messages.TrainGroups(base=base) | messages.FinishStep(base=base) if base != self._version:
                 raise RuntimeError(f"a step at base {base} was asked of a trainer at version {self._version}")
-            case messages.Learn(base=base, groups=groups):
+            case messages.TrainGroups(base=base, groups=groups):
                 self._learn(base, groups)
-            case messages.Make(base=base):
+            case messages.FinishStep(base=base):
                 return self._make(base)
-            case messages.Publish(version=version) if version < self._held or self._memory.mid_step:
+            case messages.PublishWeights(version=version) if version < self._held or self._memory.mid_step:
                 if version not in self._kept.versions:
                     raise RuntimeError(f"version {version} is asked for of a trainer that is beyond it")
-            case messages.Publish(version=version):
+            case messages.PublishWeights(version=version):
                 self._publish(version)
-            case messages.Restore(step=step):
+            case messages.RestoreCheckpoint(step=step):
                 if not self._memory.rewind(step, self._held):
                     like = self._trainer.abstract_state()
                     self._trainer.load(*self._home.restore(step, like.params, like.opt_state), step)
                     self._memory.restored()
-            case messages.Save(version=version, rl_state=rl_state, metrics=metrics):
+            case messages.SaveCheckpoint(version=version, rl_state=rl_state, metrics=metrics):
                 if version != self._version or self._memory.mid_step:
-                    return messages.Refused(error=f"the trainer is at version {self._version}, or beyond it")
+                    return messages.CallDeclined(error=f"the trainer is at version {self._version}, or beyond it")
                 state = self._trainer.state
                 self._saver().save(version, state.params, state.opt_state, rl_state, metrics)
             case messages.PollCheckpoint(floor=floor, wait=wait):
@@ -130,8 +135,8 @@ class TrainerRole:
                     (self._checkpoints.wait if wait else self._checkpoints.poll)()
                     if self._checkpoints.part is not None:
                         step, files = self._checkpoints.part
-                        return messages.Part(step=step, files=files)
-            case messages.Fingerprint():
+                        return messages.CheckpointFiles(step=step, files=files)
+            case messages.ComputeDigest():
                 return messages.Done(value=self._digest())
         return messages.Done(value=self._version)
 
@@ -141,11 +146,11 @@ class TrainerRole:
         if new := self._memory.new(base, groups):
             self._trainer.learn(self._pack(new, base), **({} if began else self._gap.among(new, base)))
 
-    def _make(self, base: Version) -> messages.Made:
+    def _make(self, base: Version) -> messages.StepFinished:
         if (known := self._memory.recall(base)) is not None:
             return known
         metrics = self._trainer.finish()
-        made = messages.Made(
+        made = messages.StepFinished(
             digest=digest(self._trainer.params), metrics={name: float(value) for name, value in metrics.items()}
         )
         self._memory.made(base, made)
@@ -185,7 +190,9 @@ class TrainerRole:
         return self._checkpoints
 
 
-def open_rollout(begin: Begin, config: Config, link: Uplink, pulse: Any, turns: Leader | Follower) -> RolloutRole:
+def open_rollout(
+    begin: Begin, config: Config, link: ControllerConnection, pulse: Any, turns: Leader | Follower
+) -> RolloutRole:
     """Its engine is compiled on return."""
     devices.check_slice("cluster.replica_slice", "" if config.cpu_devices else config.cluster.replica_slice)
     n_devices = len(jax.devices())
@@ -202,7 +209,7 @@ def open_rollout(begin: Begin, config: Config, link: Uplink, pulse: Any, turns: 
     wire = Wire(link.own_ip, link.token) if config.cluster.wire == "transfer" else None
     wanted = like(model, engine.param_shardings, config.model.dtype)
     weights = WeightHost(begin.rank, wire, versions, wanted, stored.read)
-    porter = Porter(begin.instance, begin.rank, wire and Wire(link.own_ip, link.token), layout_of(engine.page()[0]))
+    porter = KVEndpoint(begin.instance, begin.rank, wire and Wire(link.own_ip, link.token), layout_of(engine.page()[0]))
     return RolloutRole(
         begin,
         engine,
@@ -225,24 +232,24 @@ class RolloutRole:
         begin: Begin,
         engine: Any,
         weights: WeightHost,
-        link: Uplink,
+        link: ControllerConnection,
         pulse: Any,
         turns: Leader | Follower,
         partial_s: float,
-        porter: Porter,
+        porter: KVEndpoint,
         alike: int = 1,
         report_s: float = REPORT_PERIOD_S,
     ):
         """alike: neighbouring processes that hold the same KV heads."""
         self._engine, self._pulse, self._turns, self._weights, self._porter = engine, pulse, turns, weights, porter
-        self._courier = Courier(weights, link, porter=porter)
+        self._courier = TransferThreads(weights, link, porter=porter)
         self._link = link
-        self._outlet = outlet = Outlet(link, begin.rank, begin.hosts, alike)
-        self._worker = InstanceWorker(begin.instance, engine, weights.weights, outlet, partial_s, begin.epoch, report_s)
+        self._outlet = outlet = ResultSender(link, begin.rank, begin.hosts, alike)
+        self._worker = EngineWorker(begin.instance, engine, weights.weights, outlet, partial_s, begin.epoch, report_s)
         self._elsewhere = (
-            (lambda move: Lender(move, link, porter, begin.rank, begin.hosts))
+            (lambda move: MoveBetweenProcesses(move, link, porter, begin.rank, begin.hosts))
             if porter.lends
-            else (lambda move: Elsewhere(move, outlet))
+            else (lambda move: MoveThroughController(move, outlet))
         )
 
     def run(self, inbox: queue.SimpleQueue) -> None:
@@ -275,39 +282,39 @@ class RolloutRole:
             self._link.send(sample)
         self._link.send(messages.Ready(holds=holds))
 
-    def _do(self, post: messages.Post) -> None:
+    def _do(self, post: messages.GangCommand) -> None:
         worker = self._worker
         match post:
-            case messages.Swap(version=version, drop=drop):
+            case messages.UseWeights(version=version, drop=drop):
                 worker.load(version, drop)
                 if drop is not None:
                     self._weights.weights.drop(drop)
                     self._outlet.forget(drop)
-            case messages.Submit(id=id, prompt=prompt, version=version):
+            case messages.StartSample(id=id, prompt=prompt, version=version):
                 worker.submit(id, prompt, version)
-            case messages.GiveUp(id=id, reason=reason):
+            case messages.CancelSample(id=id, reason=reason):
                 worker.cancel(id, reason)
-            case messages.MoveOut(id=id, attempt=attempt):
+            case messages.MoveSample(id=id, attempt=attempt):
                 worker.move(id, self._elsewhere(post), attempt)
-            case messages.Receive(parcel=parcel, src=src, attempt=attempt, number=number):
+            case messages.FinishMove(parcel=parcel, src=src, attempt=attempt, number=number):
                 worker.receive(self._porter.take(number) if number else parcel, src, attempt)
-            case messages.TakeOut(id=id):
+            case messages.ParkSample(id=id):
                 worker.park(id)
-            case messages.GoOn(parcel=parcel, number=number):
+            case messages.ResumeSample(parcel=parcel, number=number):
                 worker.resume(self._porter.take(number) if number else self._outlet.with_own_pages(parcel))
-            case messages.Again():
+            case messages.Rejoin():
                 self._settle()
 
 
-class Courier:
+class TransferThreads:
     """Weights and KV in and out, beside what the main thread does. `write(version)`: a trainer's, into storage."""
 
     def __init__(
         self,
         weights: WeightHost,
-        link: Uplink,
+        link: ControllerConnection,
         write: Callable[[Version], None] | None = None,
-        porter: Porter | None = None,
+        porter: KVEndpoint | None = None,
     ):
         self._weights, self._link, self._write, self._porter = weights, link, write, porter
         self._own: queue.SimpleQueue = queue.SimpleQueue()
@@ -335,16 +342,16 @@ class Courier:
     def _sort(self, inbox: queue.SimpleQueue, rest: queue.SimpleQueue) -> None:
         while True:
             match item := inbox.get():
-                case Pull() | Read() | messages.Carry():  # they take their time, and an Abort may come meanwhile
+                case Pull() | Read() | messages.FetchKV():  # they take their time, and an Abort may come meanwhile
                     threading.Thread(target=self._do, args=(item,), name="pull", daemon=True).start()
                 case Propose() | Offer() | Commit() | Abort() | Release():
                     self._own.put(item)
                 case (
-                    messages.Bring()
-                    | messages.GiveBack()
-                    | messages.Leave()
-                    | messages.Forget()
-                    | messages.Call(what=messages.Write())
+                    messages.StageKV()
+                    | messages.ReleaseKV()
+                    | messages.DropStagedKV()
+                    | messages.DropWeights()
+                    | messages.Call(what=messages.WriteWeights())
                 ):
                     self._own.put(item)
                 case _:
@@ -361,28 +368,28 @@ class Courier:
                     item.set()
                 case functools.partial():
                     item()
-                case messages.Call(number=number, what=messages.Write(version=version)):
+                case messages.Call(number=number, what=messages.WriteWeights(version=version)):
                     self._link.send(messages.Answer(number=number, what=self._written(version)))
-                case messages.Forget(version=version):
+                case messages.DropWeights(version=version):
                     self._weights.weights.drop(version)
-                case messages.Carry():
+                case messages.FetchKV():
                     self._link.send(self._porter.fetch(item))
-                case messages.Bring():
+                case messages.StageKV():
                     self._link.send(self._porter.keep(item))
-                case messages.GiveBack(number=number):
+                case messages.ReleaseKV(number=number):
                     self._porter.give_back(number)
-                case messages.Leave(number=number):
+                case messages.DropStagedKV(number=number):
                     self._porter.leave(number)
                 case _:
                     if (fact := self._weights.execute(item)) is not None:
                         self._link.send(fact)
         except BaseException as error:  # a courier that fell silent would only look slow: its process ends, its gang
-            self._link.send(messages.Failed(error=f"{type(error).__name__}: {error}"))
+            self._link.send(messages.ProcessFailed(error=f"{type(error).__name__}: {error}"))
 
-    def _written(self, version: Version) -> messages.Done | messages.Refused:
+    def _written(self, version: Version) -> messages.Done | messages.CallDeclined:
         try:
             self._write(version)
         except StoreError as error:
             self._link.send(messages.Note(text=f"version {version} does not come into storage: {error}"))
-            return messages.Refused(error=str(error))
+            return messages.CallDeclined(error=str(error))
         return messages.Done(value=version)

@@ -24,7 +24,7 @@ from dora_jax.orchestrate.loop import World
 from dora_jax.runtime.durability.event_log import Journal
 from dora_jax.runtime.durability.payload_state import CODEC, Book, Entry, Fact, Partial, Published, Scores
 from dora_jax.runtime.durability.recovery import head_records
-from dora_jax.runtime.workers import Finished, StepDone
+from dora_jax.runtime.worker import Finished, StepDone
 from dora_jax.types import GroupId, Sample, SampleId, ScoredGroup, Version
 
 HARD = (ev.SampleDone, ev.GroupScored, ev.GroupFailed, ev.StepPublished, ev.SampleCancelled)

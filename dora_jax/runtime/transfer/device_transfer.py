@@ -28,7 +28,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from dora_jax.publish import within
-from dora_jax.runtime.listener import ANSWER_S, Door, dial
+from dora_jax.runtime.listener import ANSWER_S, Listener, dial
 from dora_jax.runtime.transfer.transfer_manifest import (
     Key,
     Manifest,
@@ -57,7 +57,7 @@ class Wire:
         self._pieces: dict[int, list[np.ndarray]] = {}  # by the number of their offer
         self._last: dict[str, int] = {}  # receiver -> the last sequence number offered to it
         self._lock = threading.Lock()
-        self._door = Door(ip, token, self._serve)
+        self._door = Listener(ip, token, self._serve)
         self.address = self._door.address
 
     def give(self, key: Key, pieces: Mapping[Shard, np.ndarray]) -> Manifest:

@@ -28,7 +28,7 @@ from dora_jax.types import Version
 
 
 class Versions:
-    """What a replica has received: get and drop of `publish.WeightStore`, for an InstanceWorker in this process."""
+    """What a replica has received: get and drop of `publish.WeightStore`, for an EngineWorker in this process."""
 
     def __init__(self) -> None:
         self._weights: dict[Version, Any] = {}

@@ -1,7 +1,8 @@
-"""What the trainer and the rollout instances waited for, and for what share of a step.
+"""How long a stage has had nothing to do, and what it waited for.
 
-Consumes the orchestrator's account of what waits after each event, and the threads' own measured waits; produces one
-phrase a role: the share is the measured one, the cause the one that held longest while the role was idle in that step.
+`IdleTimer` sums the waits of one thread; any thread may read the sum. `IdleReport` observes the loop: it turns the
+orchestrator's account of what each role waits for, and the measured shares, into one phrase a role. Law: a wait that is
+still going on counts up to now.
 """
 
 from __future__ import annotations
@@ -13,7 +14,29 @@ from collections.abc import Callable, Mapping
 from dora_jax.orchestrate import events as ev
 
 
-class Idle:
+class IdleTimer:
+    def __init__(self) -> None:
+        self._at: tuple[float, float | None] = (0.0, None)  # (earlier waits, since when the present one); set as one
+
+    def __enter__(self) -> None:
+        self._at = self._at[0], time.monotonic()
+
+    def __exit__(self, *error: object) -> None:
+        self._at = self.total_s, None
+
+    @property
+    def total_s(self) -> float:
+        earlier_s, since_s = self._at
+        return earlier_s + (0.0 if since_s is None else time.monotonic() - since_s)
+
+    @property
+    def present_s(self) -> float | None:
+        """Of the wait that goes on; None: there is none."""
+        since_s = self._at[1]
+        return None if since_s is None else time.monotonic() - since_s
+
+
+class IdleReport:
     """Observer of the loop. `waiting`: role -> what it waits for, "" while it works."""
 
     def __init__(self, waiting: Callable[[], Mapping[str, str]]):

@@ -1,0 +1,171 @@
+"""The thread of the trainer: it takes the groups of a `Train` command, makes one step of them, publishes the version.
+
+Consumes group ids from the coordinator and groups from the group store; produces a version in the weight store, then
+`StepDone` in the outbox. Law: a group that exceeds the staleness bound raises where it is taken.
+
+`StreamingTrainerWorker` makes a step whose groups come in parts: each `Train` brings the groups of some of its updates,
+and the version follows the last one. `MismatchProbe` chooses what the engine-trainer gap is measured on.
+"""
+
+from __future__ import annotations
+
+import queue
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+from dora_jax.fault_injection import point
+from dora_jax.runtime.worker import StepDone, Worker
+from dora_jax.types import ScoredGroup, Version
+
+
+class TrainerWorker(Worker):
+    """Takes the named groups, checks the staleness bound (None: the mode has none), makes one step, publishes it.
+
+    probe: see mismatch_probe.py.
+    """
+
+    def __init__(
+        self,
+        trainer: Any,
+        pack: Callable,
+        groups: Any,
+        weights: Any,
+        max_lag: int | None,
+        outbox: queue.SimpleQueue,
+        digest: Callable[[Any], int] = lambda params: 0,
+        probe: Callable[[ScoredGroup, Version, Any], Any] | None = None,
+    ):
+        super().__init__("trainer", outbox)
+        self._digest = digest
+        self._gap = MismatchProbe(probe if max_lag != 0 else None)
+        self.trainer = trainer
+        self._pack = pack
+        self._groups = groups
+        self._weights = weights
+        self._max_lag = max_lag
+        self._reported_wait_s = 0.0
+
+    def train(self, group_ids: tuple[int, ...], base: Version) -> None:
+        began = time.monotonic()
+        wait_s, self._reported_wait_s = self.wait_s - self._reported_wait_s, self.wait_s
+        groups = self._take(group_ids, base)
+        point("trainer.before_step")
+        metrics = self.trainer.step(self._pack(groups, base), **self._gap.among(groups, base))
+        point("trainer.after_step")
+        self._publish(base)
+        self.outbox.put(
+            StepDone(
+                version=base + 1,
+                groups=groups,
+                metrics=metrics,
+                wait_s=wait_s,
+                step_s=time.monotonic() - began,
+                digest=self._digest(self.trainer.params),
+            )
+        )
+
+    def _take(self, group_ids: tuple[int, ...], base: Version) -> tuple[ScoredGroup, ...]:
+        groups = tuple(self._groups.take(group_ids))
+        for group in groups:
+            if self._max_lag is not None and not 0 <= base - group.version <= self._max_lag:
+                raise RuntimeError(
+                    f"group {group.group_id} of version {group.version} was taken at base {base}: "
+                    f"its lag exceeds the bound of {self._max_lag}"
+                )
+        return groups
+
+    def _publish(self, base: Version) -> None:
+        """Until StepDone is heard, base is the newest version, which the store keeps."""
+        self._weights.put(base + 1, self.trainer.params)
+        point("trainer.after_put")
+        if self._gap.wanted:
+            self._gap.keep(base, self._weights.get(base, None))
+
+
+class StreamingTrainerWorker(TrainerWorker):
+    """`pack` turns the groups of one part into an iterable of batches."""
+
+    def __init__(
+        self,
+        trainer: Any,
+        pack: Callable,
+        groups: Any,
+        weights: Any,
+        max_lag: int | None,
+        outbox: queue.SimpleQueue,
+        groups_per_step: int,
+        digest: Callable[[Any], int] = lambda params: 0,
+        probe: Callable[[ScoredGroup, Version, Any], Any] | None = None,
+    ):
+        super().__init__(trainer, pack, groups, weights, max_lag, outbox, digest, probe)
+        self._groups_per_step = groups_per_step
+
+    def train(self, group_ids: tuple[int, ...], base: Version) -> None:
+        began = time.monotonic()
+        before_s, self._reported_wait_s = self._reported_wait_s, self.wait_s
+        taken: list[ScoredGroup] = []
+        first = self._take(group_ids, base)
+        point("trainer.before_step")
+        metrics = self.trainer.step(self._batches(first, base, taken), **self._gap.among(first, base))
+        point("trainer.after_step")
+        waited_s = self.wait_s - self._reported_wait_s  # for later parts of this step
+        self._publish(base)
+        self.outbox.put(
+            StepDone(
+                version=base + 1,
+                groups=tuple(taken),
+                metrics=metrics,
+                wait_s=self._reported_wait_s - before_s + waited_s,
+                step_s=time.monotonic() - began - waited_s,
+                digest=self._digest(self.trainer.params),
+            )
+        )
+        self._reported_wait_s = self.wait_s
+
+    def _batches(self, part: tuple[ScoredGroup, ...], base: Version, taken: list[ScoredGroup]) -> Iterator[Any]:
+        while True:
+            taken += part
+            yield from self._pack(part, base)
+            if len(taken) >= self._groups_per_step:
+                return
+            point("trainer.in_step")
+            job = self._next_part()
+            if job is None:
+                raise RuntimeError(f"the run ended when {len(taken)} of {self._groups_per_step} groups were trained")
+            group_ids, next_base = job
+            if next_base != base:
+                raise RuntimeError(f"a part of base {next_base} came before the step at base {base} was whole")
+            part = self._take(group_ids, base)
+
+    def _next_part(self) -> tuple[tuple[int, ...], Version] | None:
+        """Other calls are run meanwhile: a trainer elsewhere may have to be brought to where a lost one was."""
+        while (job := self._next()) is not None:
+            call, args = job
+            if call == self.train:
+                return args
+            call(*args)
+        return None
+
+
+class MismatchProbe:
+    """probe(group, version, weights): what `Trainer.step` measures the gap on; None: nothing is measured."""
+
+    def __init__(self, probe: Callable[[ScoredGroup, Version, Any], Any] | None):
+        self._probe = probe
+        self.wanted = probe is not None
+        self._before: tuple[Version, Any] | None = None
+
+    def keep(self, version: Version, weights: Any) -> None:
+        """The next step's base is the version after this one."""
+        self._before = version, weights
+
+    def among(self, groups: Sequence[ScoredGroup], base: Version) -> dict[str, Any]:
+        """The keyword, if any."""
+        if self._before is None or self._before[0] != base - 1 or any(group.version == base for group in groups):
+            return {}
+        version, weights = self._before
+        for group in groups:
+            if any(span.version == version for sample in group.samples for span in sample.spans):
+                return {"probe": self._probe(group, version, weights)}
+        return {}
