@@ -5,6 +5,7 @@ import re
 import signal
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -31,12 +32,10 @@ def test_a_point_kills_at_its_pass_and_no_other():
 
 
 def test_every_point_is_somewhere_and_every_somewhere_is_a_point():
-    package = os.path.dirname(fault_injection.__file__)
     used = set()
-    for folder, _, names in os.walk(package):
-        for name in names:
-            if name.endswith(".py") and name != "fault_injection.py":
-                used |= set(re.findall(r'(?:point|armed)\("([a-z_.]+)"\)', open(os.path.join(folder, name)).read()))
+    for path in Path(fault_injection.__file__).parent.rglob("*.py"):
+        if path.name != "fault_injection.py":
+            used |= set(re.findall(r'(?:point|armed)\("([a-z_.]+)"\)', path.read_text()))
     assert used == set(fault_injection.POINTS)
 
 

@@ -25,7 +25,7 @@ from dora_jax.runtime.transfer.transfer_manifest import WireError
 from dora_jax.runtime.transfer.weight_distribution import STORAGE, WIRE
 from dora_jax.runtime.transfer.weight_storage import StoredWeights, weights_at
 from dora_jax.trainer import manifest
-from tests.fakes.cluster import LIMITS, FakeLauncher, begin, eventually, group
+from tests.fakes.cluster import LIMITS, FakeLauncher, begin, eventually, scored_group
 
 
 class Learners(FakeLauncher):
@@ -104,12 +104,12 @@ class Rig:
 
     def step(self, base):
         """As TrainerWorker does it; then the journal has it, as a rule."""
-        groups = (group(2 * base), group(2 * base + 1))
+        groups = (scored_group(2 * base), scored_group(2 * base + 1))
         return self.published(base, groups, self.trainer.step(part(groups, base)))
 
     def step_in_parts(self, base, between=lambda: None):
         """As StreamingTrainerWorker does it; `between`: while the second part is waited for."""
-        groups = (group(2 * base), group(2 * base + 1))
+        groups = (scored_group(2 * base), scored_group(2 * base + 1))
 
         def parts():
             yield from part(groups[:1], base)
@@ -293,7 +293,7 @@ def test_processes_that_disagree_end_the_run(tmp_path):
             else messages.Done(value=0)
         )
         with pytest.raises(RuntimeError, match="disagree over FinishStep"):
-            rig.trainer.step(part((group(0),), 0))
+            rig.trainer.step(part((scored_group(0),), 0))
 
 
 def test_a_save_that_a_death_cuts_short_is_said_and_the_run_goes_on(tmp_path):

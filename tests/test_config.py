@@ -315,7 +315,7 @@ def test_the_nearest_name_is_the_nearest_of_all_though_few_are_compared_in_full(
         name = "".join(letters)
         word = name.rpartition(".")[2]
 
-        def likeness(other):
+        def likeness(other, name=name, word=word):
             leaf = other.rpartition(".")[2]
             ratio = lambda a, b: difflib.SequenceMatcher(None, a, b).ratio()
             initials = "".join(part[0] for part in leaf.split("_"))

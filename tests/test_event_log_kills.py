@@ -22,7 +22,7 @@ from dora_jax.runtime.durability.payload_state import CODEC, Fact
 from dora_jax.runtime.durability.recovery import recover, replay
 from dora_jax.types import SampleId
 from tests.fakes.journal_world import History, SlowChild
-from tests.fakes.orchestrator_world import Shape
+from tests.fakes.orchestrator_shape import Shape
 
 EXAMPLES = int(os.environ.get("DORA_EXAMPLES", "300"))
 
@@ -154,7 +154,7 @@ def facts(disk):
 def older(row):
     """As if format 2 had told an end without the reason for it, and the head without its epoch."""
     match row:
-        case ["Fact", ["SampleDone", id, instance, tokens, finish, life], payload]:
+        case ["Fact", ["SampleDone", id, instance, tokens, _, life], payload]:
             return ["Fact", ["SampleDone", id, instance, tokens, life], payload]
         case ["Head", _, _, *rest]:
             return ["Head", 2, *rest]

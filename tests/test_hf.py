@@ -3,8 +3,6 @@
 import dataclasses
 import json
 import os
-import subprocess
-import sys
 import tracemalloc
 from pathlib import Path
 
@@ -12,20 +10,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-import tokenizers
 from safetensors.numpy import load_file, save_file
 
-import dora_jax
-from dora_jax import config as configs
-from dora_jax import export_hf
-from dora_jax.config import CheckpointSection, ModelSection, TaskSection
 from dora_jax.models import decoder, hf, sharding
 from dora_jax.models.hf_config import config_json
-from dora_jax.trainer.checkpoint import Checkpoints
+from tests.fakes.hf_folder import QWEN3, SIZES, add_tokenizer, draw, folder
 
-SIZES = dict(vocab_size=32, d_model=16, n_layers=2, n_heads=4, n_kv_heads=2, head_dim=6, d_ff=24)
 ROPE = decoder.RopeScaling(factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position=64)
-QWEN3 = decoder.new_config("qwen3", **SIZES)
 CONFIGS = [
     decoder.new_config("qwen3", **SIZES, tie_embeddings=False, rope_theta=1e6),
     decoder.new_config("qwen2", **SIZES, norm_eps=1e-5),
@@ -34,26 +25,10 @@ CONFIGS = [
 EMBED, UP = "model.embed_tokens.weight", "model.layers.1.mlp.up_proj.weight"
 
 
-def draw(cfg, dtype=np.float32):
-    rng = np.random.default_rng(0)
-    return jax.tree.map(lambda x: rng.normal(size=x.shape).astype(dtype), decoder.abstract_params(cfg))
-
-
-def folder(path, cfg=QWEN3, **options):
-    hf.save(path, cfg, draw(cfg), **options)
-    return path
-
-
 def edit(file, **changes):
     """Sets fields of a JSON file; a value of None takes the field out."""
     raw = {**json.loads(file.read_text()), **changes}
     file.write_text(json.dumps({name: value for name, value in raw.items() if value is not None}))
-
-
-def add_tokenizer(path, size=20, **settings):
-    vocab = {"<eos>": 0, "<turn>": 1, **{str(i): i for i in range(2, size)}}
-    tokenizers.Tokenizer(tokenizers.models.WordLevel(vocab)).save(str(path / "tokenizer.json"))
-    (path / "tokenizer_config.json").write_text(json.dumps({"eos_token": "<eos>", **settings}))
 
 
 # -- round trips -----------------------------------------------------------------------------------------------------
@@ -361,55 +336,3 @@ def test_params_of_another_model_are_refused(tmp_path):
     with pytest.raises(ValueError, match=r"layers.attn_norm of shape \(2, 16\), but the model's config implies \(3,"):
         hf.save(tmp_path / "a", dataclasses.replace(QWEN3, n_layers=3), draw(QWEN3))
     assert not (tmp_path / "a").exists()
-
-
-# -- export ----------------------------------------------------------------------------------------------------------
-
-
-def a_run(path):
-    """A workdir with its recorded config and one checkpoint, and the folder it started from."""
-    source = folder(path / "base")
-    add_tokenizer(source)
-    workdir = path / "run"
-    workdir.mkdir()
-    task = TaskSection(name="reasoning_gym:chain_sum")
-    recorded = configs.to_json(configs.Config(task=task, model=ModelSection(path=str(source))))
-    (workdir / "config.json").write_text(json.dumps(recorded | {"dora_jax": dora_jax.__version__}))
-    params = jax.tree.map(lambda x: jnp.asarray(x) + 1, draw(QWEN3))
-    checkpoints = Checkpoints(workdir / "checkpoints", CheckpointSection())
-    checkpoints.save(5, params, {"count": jnp.zeros(())}, {"step": 5}, {"loss": 1.0})
-    checkpoints.close()
-    return source, workdir, params
-
-
-def test_a_checkpoint_becomes_a_folder(tmp_path):
-    source, workdir, params = a_run(tmp_path)
-    assert export_hf.export(workdir, None, str(source), tmp_path / "out", "float32") == 5
-    cfg, loaded = hf.load(tmp_path / "out")
-    assert cfg == QWEN3
-    jax.tree.map(np.testing.assert_array_equal, loaded, params)
-    with pytest.raises(ValueError, match="holds no checkpoint of step 7; it holds"):
-        export_hf.export(workdir, 7, str(source), tmp_path / "other", "float32")
-
-
-@pytest.mark.parametrize(
-    "arguments, message",
-    [
-        (["--out=x"], "error: workdir: missing"),
-        (["--workdir=no/such/run", "--out=x"], "error: workdir: no/such/run holds no run"),
-        (["--workdir=run"], "error: out: missing; name the folder to write, --out=FOLDER"),
-        (["--workdir=run", "--out=base"], "base exists and is not an empty folder"),
-    ],
-)
-def test_export_says_what_is_wrong_and_exits_with_2(arguments, message, tmp_path):
-    a_run(tmp_path)
-    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parent.parent)}
-    done = subprocess.run(
-        [sys.executable, "-m", "dora_jax.export_hf", *arguments],
-        cwd=tmp_path,
-        env=environment,
-        text=True,
-        capture_output=True,
-        check=False,
-    )
-    assert (done.returncode, done.stderr.count("\n")) == (2, 1) and message in done.stderr

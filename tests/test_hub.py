@@ -5,6 +5,7 @@ import json
 import subprocess
 import sys
 import threading
+import typing
 from pathlib import Path
 
 import pytest
@@ -26,8 +27,8 @@ COMMIT = "a" * 40
 class Hub(http.server.BaseHTTPRequestHandler):
     """The model org/tiny; org/gated, which asks for a token; `broken` files are not given."""
 
-    broken: set[str] = set()
-    asked: list[str] = []
+    broken: typing.ClassVar[set[str]] = set()
+    asked: typing.ClassVar[list[str]] = []
 
     def log_message(self, *args):
         pass

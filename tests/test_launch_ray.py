@@ -140,7 +140,7 @@ def test_a_gang_of_which_a_part_is_there_ends(controller):
 def test_nothing_is_left_of_a_run_that_ends(controller):
     controller.start("rollout 0")
     controller.launcher.close()
-    second = controller.again()
+    controller.again()
     assert rooms() == [] and ray.util.list_named_actors() == []
 
 

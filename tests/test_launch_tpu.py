@@ -1,9 +1,8 @@
-"""The scripts that start jobs on TPUs: what a dry run prints, that a real one runs just that, what is refused; and the
-manifests. Where an answer is meant to change:
+"""The scripts that start jobs on TPUs: what a dry run prints, that a real one runs just that, what is refused.
+Where an answer is meant to change:
     DORA_REWRITE=1 python -m pytest tests/test_launch_tpu.py        and read the diff.
 """
 
-import functools
 import itertools
 import os
 import shlex
@@ -13,61 +12,8 @@ import sys
 from pathlib import Path
 
 import pytest
-import yaml
 
-from tests.fakes.launch import ROOT, machine
-
-GOLDENS = ROOT / "tests/goldens/launch"
-CONFIG = "--config=configs/quickstart.py"
-BUCKET = "--workdir=gs://runs/demo"
-VM = ("--name=demo", "--zone=us-east5-a")
-KUBE = (
-    "--name=demo",
-    "--image=example.org/dora:1",
-    "--trainer=v5p:2x2x2",
-    "--bucket=runs",
-    "--token_file=token",
-    CONFIG,
-)
-CASES = {
-    "tpu_vm_create": ("tpu_vm.sh", "create", *VM, "--type=v5p-8", "--spot"),
-    "tpu_vm_one_host": (
-        "tpu_vm.sh",
-        "run",
-        *VM,
-        "--type=v6e-8",
-        "--secrets=secrets",
-        CONFIG,
-        "--config.task.template={prompt} it's",
-    ),
-    "tpu_vm_four_hosts": (
-        "tpu_vm.sh",
-        "run",
-        *VM,
-        "--type=v5p-32",
-        "--token_file=token",
-        "--workdir=/mnt/runs/demo",
-        CONFIG,
-        "--config.rollout.tensor=4",
-    ),
-    "tpu_vm_sweep": ("tpu_vm.sh", "run", *VM, "--type=v5litepod-4", "--module=dora_jax.sweep", CONFIG, "--only=2"),
-    "tpu_vm_delete": ("tpu_vm.sh", "delete", *VM),
-    "queued_spot": ("queued_resources.sh", *VM, "--type=v5p-8", "--spot", BUCKET, CONFIG),
-    "queued_reserved": ("queued_resources.sh", *VM, "--type=v4-16", "--reserved", "--token_file=token", BUCKET, CONFIG),
-    "gke": (
-        "gke/apply.sh",
-        *KUBE,
-        "--rollout=v6e:2x4:8",
-        "--replicas=3",
-        "--secrets=secrets",
-        "--config.rollout.tensor=8",
-    ),
-    "gke_spot": ("gke/apply.sh", *KUBE, "--rollout=v5p:2x2x1", "--spot"),
-    "gke_delete": ("gke/apply.sh", "--name=demo", "--delete"),
-    "ray": ("ray/apply.sh", *KUBE, "--rollout=v6e:4x4", "--replicas=2", '--config.task.template={prompt} "it\'s"'),
-    "ray_cluster": ("ray/apply.sh", "--cluster", *KUBE, "--rollout=7x:2x2x1", "--reservation=mine"),
-    "ray_delete": ("ray/apply.sh", "--name=demo", "--delete"),
-}
+from tests.fakes.launch import BUCKET, CASES, CONFIG, GOLDENS, KUBE, ROOT, VM, machine
 
 
 @pytest.fixture
@@ -350,120 +296,6 @@ def test_a_job_on_a_host_is_the_local_one(here):
     done = here.run("launch/host.sh", "train", "--config=c.py", "two  words")
     assert done.returncode == 0 and here.told() == [["bash", "launch/local.sh", "--config=c.py", "two  words"]]
     assert here.run("launch/host.sh", "dance").returncode == 2
-
-
-# ---------------------------------------------------------------- manifests
-
-
-def manifests(name):
-    """Of a golden file: what lies between its commands."""
-    text = (GOLDENS / f"{name}.txt").read_text()
-    blocks = "\n".join(line if line.startswith(" ") else "\0" for line in text.splitlines()).split("\0")
-    return [yaml.safe_load(block) for block in blocks if block.strip()]
-
-
-KUBE_CASES = [name for name in CASES if name.startswith(("gke", "ray")) and "delete" not in name]
-
-
-@pytest.mark.parametrize("name", KUBE_CASES)
-def test_manifests_have_the_fields_of_the_published_apis(name):
-    jsonschema = pytest.importorskip("jsonschema", reason="jsonschema, of tests/requirements.txt, is not installed")
-    schemas = yaml.safe_load((ROOT / "tests/data/launch_schemas.yaml").read_text())
-    for manifest in manifests(name):
-        kind = f"{manifest['apiVersion']} {manifest['kind']}"
-        schema = (
-            published(os.environ["DORA_CRDS"])[kind]
-            if "DORA_CRDS" in os.environ
-            else {
-                "$defs": schemas["$defs"],
-                "additionalProperties": False,
-                "properties": {
-                    "apiVersion": {},
-                    "kind": {},
-                    "metadata": {"$ref": "#/$defs/metadata"},
-                    "spec": schemas[kind],
-                },
-            }
-        )
-        jsonschema.Draft202012Validator(schema).validate(manifest)
-
-
-@functools.cache
-def published(folder):
-    """Kind -> schema of the custom resource definitions in a folder, made strict: what they do not name is refused."""
-    found = {}
-    for file in Path(folder).glob("*.yaml"):
-        definition = yaml.load(file.read_text(), yaml.CSafeLoader)["spec"]
-        for version in definition["versions"]:
-            schema = strict(version["schema"]["openAPIV3Schema"])
-            schema["properties"]["metadata"] = {"type": "object"}
-            found[f"{definition['group']}/{version['name']} {definition['names']['kind']}"] = schema
-    return found
-
-
-def strict(schema):
-    if isinstance(schema, list):
-        return [strict(part) for part in schema]
-    if not isinstance(schema, dict):
-        return schema
-    made = {key: strict(part) for key, part in schema.items()}
-    if isinstance(made.get("properties"), dict) and not made.get("x-kubernetes-preserve-unknown-fields"):
-        made.setdefault("additionalProperties", False)
-    if made.get("x-kubernetes-int-or-string"):
-        made.pop("type", None)
-    return made
-
-
-def pods(tree):
-    """Every pod template in a manifest, with the labels it gives."""
-    if isinstance(tree, dict):
-        if "containers" in tree.get("spec", {}):
-            yield tree
-        tree = list(tree.values())
-    for part in tree if isinstance(tree, list) else ():
-        yield from pods(part)
-
-
-@pytest.mark.parametrize("name", KUBE_CASES)
-def test_no_two_roles_share_a_world_and_no_secret_is_spelt_out(name):
-    roles = [pod["metadata"]["labels"]["dora-role"] for manifest in manifests(name) for pod in pods(manifest)]
-    assert sorted(roles) == ["controller", "rollout", "trainer"]  # one Job or group each, so one TPU_NAME each
-    text = (GOLDENS / f"{name}.txt").read_text()
-    assert "MEGASCALE" not in text and "JAX_COORDINATOR" not in text
-    for manifest in manifests(name):
-        for pod in pods(manifest):
-            for container in pod["spec"]["containers"]:
-                assert {entry["name"] for entry in container.get("env", [])} <= {
-                    "DORA_MODULE",
-                    "DORA_TOKEN_FILE",
-                    "TPU_NAME",
-                }
-
-
-def test_a_role_has_the_slice_that_was_asked_for():
-    chips = {
-        pod["metadata"]["labels"]["dora-role"]: pod["spec"]["containers"][0]["resources"]
-        .get("limits", {})
-        .get("google.com/tpu")
-        for manifest in manifests("gke")
-        for pod in pods(manifest)
-    }
-    assert chips == {"controller": None, "trainer": "4", "rollout": "8"}
-    workers = {
-        group["groupName"]: group
-        for manifest in manifests("ray")
-        for group in manifest["spec"]["rayClusterSpec"]["workerGroupSpecs"]
-    }
-    assert {role: (group["replicas"], group["numOfHosts"]) for role, group in workers.items()} == {
-        "trainer": (1, 2),
-        "rollout": (2, 4),
-    }
-
-
-def test_ray_is_the_same_everywhere():
-    pin = (ROOT / "launch/ray/requirements.txt").read_text().partition("==")[2].split()[0]
-    assert manifests("ray")[0]["spec"]["rayClusterSpec"]["rayVersion"] == pin
-    assert f"\nray=={pin} " in (ROOT / "tests/requirements.txt").read_text()
 
 
 # ---------------------------------------------------------------- the scripts themselves

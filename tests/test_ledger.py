@@ -4,7 +4,8 @@ import pytest
 
 from dora_jax.orchestrate.ledger import Ledger
 from dora_jax.orchestrate.modes import OrchestratorConfig
-from tests.fakes.orchestrator_world import Shape, World
+from tests.fakes.orchestrator_shape import Shape
+from tests.fakes.orchestrator_world import World
 
 
 def ledger(groups_per_step=2, max_lag=1, base=0, **kwargs) -> Ledger:

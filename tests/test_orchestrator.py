@@ -13,7 +13,8 @@ from dora_jax.orchestrate.fleet import REPORTS_A_LOOK
 from dora_jax.orchestrate.modes import OrchestratorConfig
 from dora_jax.orchestrate.view import describe_step
 from dora_jax.types import SampleId
-from tests.fakes.orchestrator_world import Shape, World
+from tests.fakes.orchestrator_shape import Shape
+from tests.fakes.orchestrator_world import World
 
 
 def make(**changes) -> Orchestrator:

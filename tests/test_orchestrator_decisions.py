@@ -14,7 +14,8 @@ from dora_jax.orchestrate.queue import Queue
 from dora_jax.orchestrate.state import State
 from dora_jax.orchestrate.transitions import sample_moved
 from dora_jax.types import SampleId
-from tests.fakes.orchestrator_world import Shape, World
+from tests.fakes.orchestrator_shape import Shape
+from tests.fakes.orchestrator_world import World
 from tests.fakes.scenario import SMALL, Body
 
 STAGES = "loaded started resumed parked cancelled scored"

@@ -15,7 +15,8 @@ from hypothesis import strategies as st
 from dora_jax.orchestrate.core import Orchestrator
 from dora_jax.orchestrate.modes import MODES, OrchestratorConfig
 from dora_jax.types import issued_first_as
-from tests.fakes.orchestrator_world import Shape, World
+from tests.fakes.orchestrator_shape import Shape
+from tests.fakes.orchestrator_world import World
 
 EXAMPLES = int(os.environ.get("DORA_EXAMPLES", "2000"))
 TASKS = {"task_cycle": ("sums", "proofs", "sums"), "task_ratios": (("proofs", 2.0),)}

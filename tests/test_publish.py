@@ -69,7 +69,7 @@ def test_engines_may_ask_at_the_same_moment():
         with ThreadPoolExecutor(len(engines)) as threads:
             for version in range(30):
                 store.put(version, params)
-                got = list(threads.map(lambda engine: store.get(version, engine), engines))
+                got = list(threads.map(lambda engine, version=version: store.get(version, engine), engines))
     finally:
         sys.setswitchinterval(switch_s)
     for weights in got:

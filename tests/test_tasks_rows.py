@@ -3,6 +3,7 @@
 import json
 import logging
 import random
+from pathlib import Path
 
 import pytest
 
@@ -111,7 +112,7 @@ def test_bytes_that_are_no_utf8_are_a_bad_row(folder):
 def test_files_beyond_reading_stop_with_a_sentence(folder):
     whole = write(folder / "rows.jsonl", sums(50))
     cut = folder / "cut.jsonl"
-    cut.write_bytes(open(whole, "rb").read()[:-9])
+    cut.write_bytes(Path(whole).read_bytes()[:-9])
     (folder / "rows.csv").write_text("a")
     (folder / "empty.jsonl").write_text("")
     (folder / "zip.jsonl").write_bytes(random.Random(0).randbytes(5000) + b"\n")

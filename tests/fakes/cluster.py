@@ -167,5 +167,5 @@ def begin(rank, coordinator, leader):
     return messages.Begin(config={}, workdir="", instance=0, rank=rank, hosts=2, coordinator=coordinator, leader=leader)
 
 
-def group(group_id):
+def scored_group(group_id):
     return ScoredGroup(group_id=group_id, version=0, samples=(), rewards=np.zeros(1, np.float32), parts={})

@@ -26,7 +26,8 @@ from dora_jax.runtime.durability.payload_state import CODEC, Book, Partial
 from dora_jax.runtime.durability.recovery import Recovered, recover
 from dora_jax.runtime.worker import Finished, StepDone
 from dora_jax.types import Sample, SampleId, ScoredGroup, Span, issued_first_as
-from tests.fakes.orchestrator_world import Run, World, chance
+from tests.fakes.orchestrator_shape import Run, chance
+from tests.fakes.orchestrator_world import World
 
 
 class Killed(BaseException):

@@ -92,3 +92,66 @@ def machine(folder: Path) -> Machine:
         (made.root / name).write_text(text)
         os.chmod(made.root / name, 0o600)
     return made
+
+
+GOLDENS = ROOT / "tests/goldens/launch"
+
+
+CONFIG = "--config=configs/quickstart.py"
+
+
+BUCKET = "--workdir=gs://runs/demo"
+
+
+VM = ("--name=demo", "--zone=us-east5-a")
+
+
+KUBE = (
+    "--name=demo",
+    "--image=example.org/dora:1",
+    "--trainer=v5p:2x2x2",
+    "--bucket=runs",
+    "--token_file=token",
+    CONFIG,
+)
+
+
+CASES = {
+    "tpu_vm_create": ("tpu_vm.sh", "create", *VM, "--type=v5p-8", "--spot"),
+    "tpu_vm_one_host": (
+        "tpu_vm.sh",
+        "run",
+        *VM,
+        "--type=v6e-8",
+        "--secrets=secrets",
+        CONFIG,
+        "--config.task.template={prompt} it's",
+    ),
+    "tpu_vm_four_hosts": (
+        "tpu_vm.sh",
+        "run",
+        *VM,
+        "--type=v5p-32",
+        "--token_file=token",
+        "--workdir=/mnt/runs/demo",
+        CONFIG,
+        "--config.rollout.tensor=4",
+    ),
+    "tpu_vm_sweep": ("tpu_vm.sh", "run", *VM, "--type=v5litepod-4", "--module=dora_jax.sweep", CONFIG, "--only=2"),
+    "tpu_vm_delete": ("tpu_vm.sh", "delete", *VM),
+    "queued_spot": ("queued_resources.sh", *VM, "--type=v5p-8", "--spot", BUCKET, CONFIG),
+    "queued_reserved": ("queued_resources.sh", *VM, "--type=v4-16", "--reserved", "--token_file=token", BUCKET, CONFIG),
+    "gke": (
+        "gke/apply.sh",
+        *KUBE,
+        "--rollout=v6e:2x4:8",
+        "--replicas=3",
+        "--secrets=secrets",
+        "--config.rollout.tensor=8",
+    ),
+    "gke_spot": ("gke/apply.sh", *KUBE, "--rollout=v5p:2x2x1", "--spot"),
+    "gke_delete": ("gke/apply.sh", "--name=demo", "--delete"),
+    "ray": ("ray/apply.sh", *KUBE, "--rollout=v6e:4x4", "--replicas=2", '--config.task.template={prompt} "it\'s"'),
+    "ray_cluster": ("ray/apply.sh", "--cluster", *KUBE, "--rollout=7x:2x2x1", "--reservation=mine"),
+    "ray_delete": ("ray/apply.sh", "--name=demo", "--delete"),
+}

@@ -341,8 +341,6 @@ class Adversary:
     def do_halt(self, command: ev.Halt) -> None:
         self.halt = command
 
-    # ------------------------------------------------------------------ the job is killed
-
     def kill(self) -> None:
         """All that is left is the orchestrator at the last fact, and what the journal kept."""
         self.brain = Orchestrator.restore(self.config, json.loads(json.dumps(self.brain.snapshot())))

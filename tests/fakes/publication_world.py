@@ -1,5 +1,7 @@
 """A trainer and rollout replicas of two processes each, and a network between them that loses, repeats and reorders."""
 
+import typing
+
 import jax
 import numpy as np
 
@@ -16,7 +18,7 @@ LIKE = {"w": jax.ShapeDtypeStruct((2,), np.float32, sharding=ONE)}
 class CountingWire:
     """Gives what was offered; knows what was never released."""
 
-    offers: dict = {}
+    offers: typing.ClassVar[dict] = {}
 
     def __init__(self, host):
         self.host = host

@@ -1,0 +1,129 @@
+"""A device that does what a plan says with numbers for pages, and checks it."""
+
+import dataclasses
+
+import numpy as np
+
+from dora_jax import presets
+from dora_jax.config import RolloutSection
+from dora_jax.rollout import plan as p
+from dora_jax.rollout import shapes as columns
+from dora_jax.rollout.migrate import InFlightSample
+from dora_jax.rollout.shapes import shapes_of
+from dora_jax.types import SampleId
+
+SECTION = presets.on_cpu(
+    RolloutSection(
+        slots=4,
+        pages=40,
+        page_size=4,
+        max_prompt_tokens=20,
+        max_new_tokens=30,
+        prefill_tokens=16,
+        prefill_chunk=8,
+        context_block=16,
+        decode_steps=4,
+    )
+)
+
+
+def parcel(group, index=0, version=0, prompt=None, n_prompt=9, limit=30):
+    prompt = np.arange(100 * group, 100 * group + n_prompt) if prompt is None else np.asarray(prompt)
+    return InFlightSample(
+        id=SampleId(group, index),
+        version=version,
+        prompt_ids=prompt.astype(np.int32),
+        max_new_tokens=limit,
+        out_ids=np.zeros(0, np.int32),
+        logprobs=np.zeros(0, np.float32),
+    )
+
+
+class FakeDevice:
+    """Remembers which (version, token, position) each page slot holds, so that a wrong table shows."""
+
+    def __init__(self, section=SECTION):
+        self.scheduler = p.Scheduler(shapes_of(section))
+        self.s = self.scheduler.shapes
+        self.kv = {}
+        self.done = {}
+        self.started = []
+        self.plans = []
+
+    def add(self, parcel, announce=True):
+        self.scheduler.add(parcel, announce=announce)
+
+    def tick(self, length=lambda id: 30):
+        plan = self.scheduler.plan()
+        self.plans.append(plan)
+        self.started += plan.started
+        for preempt in plan.preempts:
+            self.preempt(preempt)
+        for upload in plan.uploads:
+            for i, page in enumerate(upload.pages):
+                for offset in range(self.s.page_size):
+                    self.kv[page, offset] = upload.parcel.k_pages.get((upload.start + i) * self.s.page_size + offset)
+        for call in plan.prefills:
+            self.prefill(call)
+        for call in plan.decodes:
+            self.decode(call, length)
+        self.scheduler.check()
+
+    def read(self, pages, stop):
+        return [self.kv.get((pages[i // self.s.page_size], i % self.s.page_size)) for i in range(stop)]
+
+    def preempt(self, preempt):
+        seq = preempt.seq
+        kv = dict(enumerate(self.read(preempt.pages, preempt.kv_len)))
+        seq.parcel = dataclasses.replace(
+            parcel(seq.id.group_id, seq.id.index, seq.version, seq.prompt_ids),
+            out_ids=seq.out_ids.copy(),
+            logprobs=seq.logprobs.copy(),
+            kv_len=preempt.kv_len,
+            k_pages=kv,
+        )
+
+    def prefill(self, call):
+        s = self.s
+        n_read = call.blocks * s.block_pages
+        for start, length, *rest in call.control:
+            tokens, past, write = rest[: s.chunk], rest[s.chunk : s.chunk + n_read], rest[s.chunk + n_read :]
+            assert start % s.chunk == 0 and start <= n_read * s.page_size
+            assert None not in self.read(past, start)
+            for i in range(length):
+                self.kv[write[i // s.page_size], i % s.page_size] = (call.version, tokens[i], start + i)
+
+    def decode(self, call, length):
+        s = self.s
+        n_read = call.blocks * s.block_pages
+        assert len(call.rows) <= s.rows == len(call.control)
+        for (seq, steps), row in zip(call.rows, call.control, strict=False):
+            position = row[columns.POSITION]
+            past, window = row[columns.HEADER : columns.HEADER + n_read], row[columns.HEADER + n_read :]
+            expected = [(call.version, token, i) for i, token in enumerate(seq.sequence[:-1])]
+            assert self.read(past, position) == expected and seq.version == call.version
+            slot, drawn, remaining = (row[column] for column in (columns.SLOT, columns.DRAWN, columns.REMAINING))
+            assert (slot, drawn, remaining) == (seq.slot, seq.n_out, 30 - seq.n_out)
+            old = self.read([*past, *[0] * s.window], n_read * s.page_size)
+            first = position // s.page_size * s.page_size
+            for i in range(first, position):  # the touched pages are rewritten whole
+                self.kv[window[i // s.page_size - first // s.page_size], i % s.page_size] = old[i]
+            seq.inflight -= steps
+            for _ in range(steps):
+                i = len(seq.sequence) - 1
+                page = window[i // s.page_size - first // s.page_size]
+                assert page != p.DUMMY
+                self.kv[page, i % s.page_size] = (call.version, seq.sequence[-1], i)
+                seq.extend(np.array([1000 + i]), np.zeros(1), np.zeros((1, 0)))
+                if seq.n_out == length(seq.id):
+                    break
+            if seq.n_out >= length(seq.id):
+                self.done[seq.id] = seq
+                self.scheduler.remove(seq)
+
+    def finish(self, length=lambda id: 30, limit=500):
+        for _ in range(limit):
+            if not self.scheduler.seqs:
+                return
+            self.tick(length)
+        raise AssertionError("not idle: a sample starves")

@@ -1,0 +1,172 @@
+"""What a workdir remembers of its run, and what is refused in one that holds another."""
+
+import errno
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+import dora_jax
+from dora_jax import config_files, exits, flags, workdirs
+from dora_jax.config import ConfigError
+from tests.fakes.command_line import parse, program, refusal, write_workspace
+
+
+@pytest.fixture
+def workspace(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("DORA_DEVICES", raising=False)
+    write_workspace()
+    return tmp_path
+
+
+def begin(workdir):
+    """As a run does with its first step."""
+    Path(workdir, "metrics.jsonl").touch()
+
+
+@pytest.mark.parametrize("left", ["journal/000001.log", "metrics.jsonl", "checkpoints/3/manifest.json"])
+def test_a_run_that_never_began_does_not_hold_its_workdir(workspace, left):
+    flags.record(parse("--config=c.py", "--workdir=w", "--config.task.rewards=no.such"))
+    Path("w/journal").mkdir()  # the journal is opened before the model is
+    parse("--config=c.py", "--workdir=w")
+    Path("w", left).parent.mkdir(parents=True, exist_ok=True)
+    Path("w", left).touch()
+    assert "differs in task.rewards" in refusal("--config=c.py", "--workdir=w")[0]
+
+
+@pytest.mark.parametrize(
+    "workdir, why",
+    [("c.py", "File exists"), ("c.py/below", "Not a directory"), ("/proc/nowhere", "No such file or directory")],
+)
+def test_a_workdir_that_cannot_be_written(workspace, workdir, why):
+    done = program("--config=c.py", f"--workdir={workdir}")
+    assert (done.returncode, done.stderr) == (2, f"error: workdir: {workdir} cannot be written: {why}\n")
+
+
+def test_a_config_of_a_run_that_was_cut_short_or_is_nested_too_deep(workspace):
+    Path("w").mkdir()
+    begin("w")
+    for text, why in (("{", "is not JSON: "), ("[" * 10**6, "is nested too deep to be read")):
+        Path("w/config.json").write_text(text)
+        for args in (["--config=c.py", "--workdir=w"], ["--workdir=w"]):
+            (problem,) = refusal(*args, purpose="train" if len(args) == 2 else "evaluate")
+            assert problem.startswith(f"workdir: w/config.json {why}")
+
+
+@pytest.mark.parametrize(
+    "error, sentence",
+    [
+        (OSError(errno.ENOSPC, "No space left on device"), "the disk is full: .*No space left"),
+        (RuntimeError("I/O error: No space left on device (os error 28)"), "the disk is full"),
+        (RuntimeError("Failed writing: Disk quota exceeded"), "the disk is full"),
+        (PermissionError(errno.EACCES, "Permission denied", "a/b"), "a/b: Permission denied"),
+        (OSError(errno.EROFS, "Read-only file system", "a/b"), "a/b: Read-only file system"),
+        (MemoryError(), "out of memory: of this machine"),
+        (RuntimeError("trainer failed: RESOURCE_EXHAUSTED: 8 GB"), "out of memory: trainer failed"),
+        (OSError(errno.ENOENT, "No such file or directory", "a"), None),
+        (KeyError("a"), None),
+    ],
+)
+def test_what_the_machine_refuses_is_a_sentence(error, sentence):
+    for raised in (error, RuntimeError("a stage failed")):
+        raised.__cause__ = None if raised is error else error
+        found = exits.refusal(raised)
+        assert found is None if sentence is None else re.match(sentence if raised is error else sentence[:9], found)
+
+
+def test_a_script_may_name_its_workdir_by_a_string(workspace, monkeypatch):
+    from dora_jax.runtime import job
+
+    ran = []
+    monkeypatch.setattr(job, "train", lambda config, workdir: ran.append((config, workdir)) or 0)
+    tree = parse("--config=c.py").config
+    assert dora_jax.fit(config_files.load_file("c.py"), "w") == dora_jax.fit(tree, "w") == 0
+    assert ran[0] == ran[1]
+    assert ran[-1] == (tree, Path("w")) and json.loads(Path("w/config.json").read_text())["steps"] == 7
+    with pytest.raises(ConfigError, match="workdir: gone holds no run"):
+        dora_jax.load_policy("gone")
+    monkeypatch.setattr(job, "pick", lambda directory, step: 3)
+    monkeypatch.setattr(job.hf, "read_config", lambda path: path)
+    monkeypatch.setattr(job.checkpoint, "read_params", lambda directory, step: (directory, step))
+    monkeypatch.setattr(job.Tokenizer, "load", lambda path: None)
+    assert dora_jax.load_policy("w") == ("model", (Path("w/checkpoints"), 3), None)
+
+
+def test_the_workdir_remembers_its_config(workspace):
+    flags.record(parse("--config=c.py", "--workdir=w", "--config.seed=5", "--config.task.params.token=open"))
+    saved = json.loads(Path("w/config.json").read_text())
+    assert saved["dora_jax"] == dora_jax.__version__
+    assert saved["seed"] == 5 and saved["task"]["params"] == {"terms": 2, "label": "a", "token": "<redacted>"}
+    assert json.loads(Path("w/overrides.json").read_text()) == {"seed": 5, "task.params.token": "<redacted>"}
+    assert sorted(p.name for p in Path("w").iterdir()) == ["config.json", "overrides.json"]
+
+    begin("w")
+    parse("--config=c.py:99", "--workdir=w", "--config.seed=5", "--config.eval.every=3", "--config.checkpoint.keep=9")
+    (problem,) = refusal("--config=c.py", "--workdir=w", "--config.rollout.temperature=0.5")
+    assert problem == (
+        "workdir: w belongs to another config, which differs in seed, rollout.temperature; choose another --workdir"
+    )
+
+
+def test_a_field_that_an_older_config_lacks_is_no_difference(workspace):
+    flags.record(parse("--config=c.py", "--workdir=w"))
+    saved = json.loads(Path("w/config.json").read_text())
+    del saved["rollout"]["decode_steps"], saved["sft"]
+    begin("w")
+    Path("w/config.json").write_text(json.dumps(saved))
+    parse("--config=c.py", "--workdir=w")
+
+
+@pytest.mark.parametrize(
+    "change, why",
+    [
+        (
+            {"dora_jax": "9.1.0"},
+            (
+                f"workdir: w was written by dora_jax 9.1.0, and this is {dora_jax.__version__}, which does not "
+                "read it: go on with dora_jax 9.1.0, or choose another --workdir"
+            ),
+        ),
+        ({"dora_jax": 7}, "workdir: w was written by dora_jax 7, and this is"),
+        (
+            {"trainer": {"learning_rat": 1, "rows": 0}, "task": 3},
+            (
+                "workdir: w was written by another version of dora_jax: its "
+                "config.json has task, trainer.learning_rat, which this one does not know; choose another --workdir"
+            ),
+        ),
+        (None, "workdir: w/config.json is not JSON: "),
+    ],
+)
+def test_a_workdir_of_another_version_is_refused(workspace, change, why):
+    flags.record(parse("--config=c.py", "--workdir=w"))
+    begin("w")
+    text = Path("w/config.json").read_text()
+    Path("w/config.json").write_text(json.dumps(json.loads(text) | change) if change else text[:99])
+    (problem,) = refusal("--config=c.py", "--workdir=w")
+    assert problem.startswith(why)
+    if "trainer" not in (change or ()):
+        assert refusal("--workdir=w", purpose="evaluate") == (problem,)
+
+
+def test_a_workdir_that_names_no_version_is_of_the_first(workspace, monkeypatch):
+    flags.record(parse("--config=c.py", "--workdir=w"))
+    saved = json.loads(Path("w/config.json").read_text())
+    del saved["dora_jax"]
+    begin("w")
+    Path("w/config.json").write_text(json.dumps(saved))
+    monkeypatch.setattr(workdirs, "READS", ("0.1.0",))
+    assert parse("--workdir=w", purpose="evaluate").config.steps == 7
+    monkeypatch.setattr(workdirs, "READS", ("0.2.0",))
+    assert "was written by dora_jax 0.1.0, and" in refusal("--config=c.py", "--workdir=w")[0]
+
+
+def test_evaluate_reads_the_config_of_the_workdir(workspace):
+    flags.record(parse("--config=c.py", "--workdir=w", "--config.seed=5"))
+    asked = parse("--workdir=w", "--config.eval.samples=4", purpose="evaluate")
+    assert (asked.config.seed, asked.config.eval.samples) == (5, 4)
+    assert "holds no run" in refusal("--workdir=gone", purpose="evaluate")[0]
+    assert "workdir: missing" in refusal(purpose="evaluate")[0]
+    assert "leave --config out" in refusal("--config=c.py", "--workdir=w", purpose="evaluate")[0]
