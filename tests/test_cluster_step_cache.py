@@ -4,7 +4,7 @@ import pytest
 
 from dora_jax.runtime.cluster import messages
 from dora_jax.runtime.cluster.step_cache import Memory
-from tests.fakes.cluster import group as scored_group
+from tests.fakes.cluster import scored_group
 
 
 def test_a_trainer_recalls_the_steps_that_are_asked_for_again_and_no_others():
