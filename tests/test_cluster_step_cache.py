@@ -3,7 +3,7 @@
 import pytest
 
 from dora_jax.runtime.cluster import messages
-from dora_jax.runtime.cluster.step_cache import Memory
+from dora_jax.runtime.cluster.step_cache import StepCache
 from tests.fakes.cluster import scored_group
 
 
@@ -30,11 +30,11 @@ def step_of(base):
 
 def remembering():
     """Of four steps, at version 4."""
-    memory = Memory()
+    memory = StepCache()
     memory.digests[0] = 100
     for base in range(4):
         assert memory.new(base, step_of(base)) == step_of(base) and memory.mid_step and memory.recall(base) is None
-        memory.made(base, messages.Made(digest=base, metrics={}))
+        memory.made(base, messages.StepFinished(digest=base, metrics={}))
     return memory
 
 
