@@ -8,6 +8,7 @@ import os
 from unittest import mock
 
 import msgpack
+import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -15,12 +16,12 @@ from hypothesis import strategies as st
 from dora_jax.orchestrate import events as ev
 from dora_jax.orchestrate.modes import OrchestratorConfig
 from dora_jax.runtime.durability import event_log as journals
-from dora_jax.runtime.durability import journaled_world
+from dora_jax.runtime.durability import journal_audit, journaled_world
 from dora_jax.runtime.durability import payload_state as books
 from dora_jax.runtime.durability.event_log import Journal, frame
-from dora_jax.runtime.durability.payload_state import CODEC, Fact
+from dora_jax.runtime.durability.payload_state import CODEC
 from dora_jax.runtime.durability.recovery import recover, replay
-from dora_jax.types import SampleId
+from dora_jax.types import Sample, SampleId
 from tests.fakes.journal_world import History, SlowChild
 from tests.fakes.orchestrator_shape import Shape
 
@@ -148,44 +149,78 @@ def test_a_fact_that_cannot_be_ends_one_life_and_not_the_run(fact):
 def facts(disk):
     journal = Journal(disk)
     for number in journal.segments():
-        yield from (entry for entry in map(CODEC.decode, journal.read(number).records) if isinstance(entry, Fact))
+        yield from journal_audit.facts(journal.read(number).records)
 
 
-def older(row):
-    """As if format 2 had told an end without the reason for it, and the head without its epoch."""
-    match row:
-        case ["Fact", ["SampleDone", id, instance, tokens, _, life], payload]:
-            return ["Fact", ["SampleDone", id, instance, tokens, life], payload]
-        case ["Head", _, _, *rest]:
-            return ["Head", 2, *rest]
-    return row
-
-
-def newer(row, written):
-    """The step to format 3 that undoes it, as a later format would have one in `upgrade`."""
-    assert written == 2
-    match row:
-        case ["Fact", ["SampleDone", id, instance, tokens, life], payload]:
-            return ["Fact", ["SampleDone", id, instance, tokens, "stop", life], payload]
+def older(record, format):
+    """As format 3 had it: every entry by itself, and decided on by itself."""
+    match msgpack.unpackb(record):
+        case ["Batch", entries, True]:
+            return [msgpack.packb(entry) for entry in entries]
         case ["Head", _, *rest]:
-            return ["Head", 2, 0, *rest]
-    return row
+            return [msgpack.packb(["Head", format, *rest])]
+    return [record]
 
 
-def test_a_journal_of_an_older_format_is_read_through_one_function(monkeypatch):
+def rewritten(disk, format):
+    for number in disk.segments():
+        records = Journal(disk).read(number).records
+        disk.content[number] = b"".join(frame(each) for record in records for each in older(record, format))
+
+
+def test_a_journal_of_an_older_format_goes_on(monkeypatch):
     config = OrchestratorConfig(groups_per_step=2, group_size=2, total_steps=4)
-    history, brains = History(config, Shape()), []
+    history, brains, waiting = History(config, Shape()), [], []
+    original = history._arm
+
+    def one_fact_a_batch(body, *rest):
+        """As the code that wrote format 3 decided."""
+        brains.append(body.brain)
+        payload_of, moment = body.payload_of, body.events
+
+        def events():
+            body.payload_of = lambda event: None
+            waiting.extend(() if waiting else moment())
+            for event in waiting[:1]:
+                payload_of(waiting.pop(0))
+                yield event
+
+        body.events = events
+        original(body, *rest)
+
+    history._arm = one_fact_a_batch
+    assert history.live(kill_fact=60) is None
+    waiting.clear()
+    written = dict(history.disk.content)
+    for format in (2, books.FORMAT + 1):
+        history.disk.content, said = dict(written), []
+        rewritten(history.disk, format)
+        assert recover(Journal(history.disk), config, [0], lambda v: True, said.append) is None
+        assert f"it is of format {format}, and this version reads 3 to {books.FORMAT}" in said[0]
+    history.disk.content = dict(written)
+    rewritten(history.disk, 3)
+    assert history.disk.content != written and history.known
+    history._arm = lambda body, *rest: (brains.append(body.brain), original(body, *rest))
+    assert history.live().ok and history.lives == 2 and not history.said
+    history.audit(brains[-1])
+
+
+def test_a_batch_that_is_too_large_for_one_record_is_decided_on_once(monkeypatch):
+    monkeypatch.setattr(books, "TOKENS_A_RECORD", 1)
+    entries = [books.Fact(event=ev.SampleDone(id=SampleId(0, i), instance=0, tokens=2, finish="stop"), payload=of_two(i))
+               for i in range(3)]  # fmt: skip
+    parts = list(books.batches(entries))
+    assert [part.last for part in parts] == [False, False, True]
+    assert [entry for part in parts for entry in part.entries] == entries
+    config = OrchestratorConfig(groups_per_step=2, group_size=2, total_steps=3)
+    history, brains = History(config, Shape(reports_pages=True)), []
     original = history._arm
     history._arm = lambda body, *rest: (brains.append(body.brain), original(body, *rest))
-    assert history.live(kill_fact=60) is None
-    for number in history.disk.segments():
-        rows = [msgpack.unpackb(data) for data in Journal(history.disk).read(number).records]
-        history.disk.content[number] = b"".join(frame(msgpack.packb(older(row))) for row in rows)
-    before = dict(history.disk.content)
-    said = []
-    assert recover(Journal(history.disk), config, [0], lambda v: True, said.append) is None
-    assert "it is of format 2, and this version reads 3 to 3" in said[0] and history.disk.content == before
-    monkeypatch.setattr(books, "upgrade", newer)
-    known = len(history.known)
-    assert known and history.live().ok and history.lives == 2
+    assert history.live(kill_fact=60) is None and history.live(kill_fact=30) is None
+    assert history.live().ok and not history.said
     history.audit(brains[-1])
+
+
+def of_two(i):
+    return Sample(id=SampleId(0, i), prompt_ids=np.zeros(1, np.int32), out_ids=np.zeros(2, np.int32),
+                  logprobs=np.zeros(2, np.float32), mask=np.ones(2, bool), spans=(), finish="stop")  # fmt: skip

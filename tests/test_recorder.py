@@ -105,11 +105,11 @@ def test_a_move_costs_what_it_adds_behind_the_one_before(tmp_path, monkeypatch):
     recorder = Recorder(tmp_path, OrchestratorConfig(groups_per_step=1, group_size=3, total_steps=1))
     ids = tuple(SampleId(0, i) for i in range(3))
     recorder(
-        ev.TimePassed(now_s=0.0), (ev.Move(ids=ids[:2], src=0, dst=1, attempt=1), ev.Park(ids=ids[2:], instance=0))
+        [ev.TimePassed(now_s=0.0)], (ev.Move(ids=ids[:2], src=0, dst=1, attempt=1), ev.Park(ids=ids[2:], instance=0))
     )
     for id, at in zip(ids[:2], (100.3, 100.4), strict=True):
         now[0] = at
-        recorder(ev.SampleMoved(id=id, src=0, dst=1, attempt=1), ())
+        recorder([ev.SampleMoved(id=id, src=0, dst=1, attempt=1)], ())
     now[0] = 100.5
-    recorder(ev.SampleParked(id=ids[2], instance=0), ())
+    recorder([ev.SampleParked(id=ids[2], instance=0)], ())
     assert recorder._took["move"] == pytest.approx([0.1, 0.1]) and recorder._took["first move"] == pytest.approx([0.3])

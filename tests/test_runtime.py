@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from dora_jax.orchestrate import events as ev
+from dora_jax.orchestrate.loop import each
 from dora_jax.rollout.oracle import OracleEngine
 from dora_jax.runtime.rollout_worker import EngineWorker, report_period_s
 from dora_jax.runtime.worker import Finished
@@ -67,7 +68,7 @@ def test_in_mode_evict_a_group_that_grew_too_old_is_made_again():
         if isinstance(event, ev.SampleCancelled):
             cancelled.add(event.id.group_id)
 
-    halt, records = play(orchestrator, world, ups, [watch])
+    halt, records = play(orchestrator, world, ups, [each(watch)])
     trained = {group.group_id: group for _, group in trained_by(records)}
     again = [group for group in trained.values() if group.group_id >= RENEWAL]
     assert halt.ok and again and not cancelled & set(trained)
@@ -86,7 +87,7 @@ def test_moved_samples_go_on_to_finish():
 
     for _ in range(5):  # threads decide which is behind: a run in which nobody was says nothing
         orchestrator, world, ups, _ = make("dora", instances=3, inflight=3.0, length=long_tailed)
-        halt, _ = play(orchestrator, world, ups, [watch])
+        halt, _ = play(orchestrator, world, ups, [each(watch)])
         assert halt.ok
         if moved & finished:
             return

@@ -6,6 +6,7 @@ import pytest
 
 from dora_jax.config import ConfigError
 from dora_jax.orchestrate import events as ev
+from dora_jax.orchestrate.loop import each
 from dora_jax.sim import config, replay, run
 
 SMALL = {
@@ -30,7 +31,7 @@ def recorded(tmp_path_factory):
         if isinstance(event, ev.SampleDone):
             lengths[event.id] = event.tokens
 
-    result = run.simulate(row(), observers=(journal, watch))
+    result = run.simulate(row(), observers=(journal, each(watch)))
     journal.close()
     return path, result, lengths
 
@@ -74,7 +75,7 @@ def test_another_mode_runs_on_recorded_work(recorded):
         elif isinstance(event, ev.GroupScored) and not event.trainable:
             filtered.add(event.group_id)
 
-    run.simulate(row("sync", **work), observers=(watch,))
+    run.simulate(row("sync", **work), observers=(each(watch),))
     both = seen.keys() & lengths.keys()
     assert len(both) > 50 and all(seen[id] == lengths[id] for id in both)
     assert filtered and filtered <= replay.recorded_work(path)[1]

@@ -103,7 +103,10 @@ def test_a_choice_of_the_mode_can_be_replaced():
 
 def test_an_orchestrator_that_says_nothing_stalls():
     class Silent:
-        def step(self, event):
+        def commit(self, event):
+            pass
+
+        def decide(self):
             return ()
 
     config = row("dora").config

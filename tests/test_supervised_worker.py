@@ -12,7 +12,7 @@ import pytest
 from dora_jax.buffer.store import MemoryGroupStore
 from dora_jax.orchestrate import events as ev
 from dora_jax.orchestrate.core import Orchestrator
-from dora_jax.orchestrate.loop import run
+from dora_jax.orchestrate.loop import each, run
 from dora_jax.orchestrate.modes import OrchestratorConfig
 from dora_jax.rollout.oracle import OracleEngine
 from dora_jax.runtime.coordinator import Coordinator
@@ -125,7 +125,7 @@ class Job:
 
         try:
             self.world.start([ev.InstanceUp(instance=i, **UP) for i in self.pool])
-            return run(self.brain, self.durable, [observe])
+            return run(self.brain, self.durable, [each(observe)])
         finally:
             self.durable.close()
             self.world.close()

@@ -6,8 +6,13 @@ deaths, its snapshots and the cycle collector.
 A body in virtual time: 100 slots an instance, log-normal answers of 3,000 tokens on average (sigma 1, at most 12,000) at 30
 tokens/s: at a million live samples 10,000 start and as many end in a second. Every instance reports once in `report_s`,
 one is lost every `mtbf_s` of instance time, and a step takes a quarter of the groups that run. The fleet works for
-`warm_s` first, without reports until the last seconds. Timed is the CPU of the thread in `Orchestrator.step`; the share
-is that by the virtual time that went by. A snapshot is made each `snapshot_s` as a controller makes it: by a forked child
+`warm_s` first, without reports until the last seconds. With `aged` its first groups are found at any point of their
+lives, as those of a fleet that has worked for long: steps follow each other from the start, versions come and go, and
+samples move. Without, a group ends only once its longest answer does, minutes later.
+
+Facts come together for as long as the coordinator of such a fleet waits (runtime/coordinator.py, `gather_s`). Timed is the
+CPU of the thread in `commit` and `decide`; the share is that by the virtual time that went by. Kinds of facts are told
+apart in one batch of `SAMPLED`. A snapshot is made each `snapshot_s` as a controller makes it: by a forked child
 (runtime/durability/event_log.py). `codec` adds what a controller's journal and wire do with the same facts.
 """
 
@@ -34,9 +39,11 @@ from dora_jax.orchestrate import events as ev
 from dora_jax.orchestrate.core import Orchestrator
 from dora_jax.orchestrate.loop import quiet_collector
 from dora_jax.orchestrate.modes import OrchestratorConfig
+from dora_jax.runtime.cluster import messages
+from dora_jax.runtime.coordinator import gather_s
 from dora_jax.runtime.durability.event_log import Journal
 from dora_jax.runtime.durability.file_log import FileLog
-from dora_jax.runtime.durability.payload_state import CODEC, Book, Fact
+from dora_jax.runtime.durability.payload_state import CODEC, Book, Fact, batches
 from dora_jax.runtime.durability.recovery import head_records
 from dora_jax.types import SampleId
 
@@ -57,6 +64,8 @@ LOAD_S, MOVE_S, SCORE_S, STEP_S, BACK_S, BEGIN_S, PARK_S, CLOCK_S, UP_S = (
 LENGTHS = 1 << 16
 REPORTS_BEFORE_S = 10.0  # the clock starts
 SYNC_S = 0.5  # as a run's journal
+SAMPLED = 8
+AGED_S = 12.0  # groups that are admitted in this time are of any age
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -68,6 +77,7 @@ class Options:
     updates: int = 4  # parts of a step
     mode: str = "dora"
     report_s: float = 1.0
+    aged: bool = False
     mtbf_s: float = 100_000.0  # of one instance; 0: none is lost
     snapshot_s: float = 60.0  # 0: none is made
     codec: bool = False  # what journal and wire cost, too
@@ -75,12 +85,14 @@ class Options:
 
 
 class Cost:
-    """CPU of this thread by kind of event, and the collector's passes."""
+    """CPU of this thread, and the collector's passes."""
 
     def __init__(self) -> None:
-        self.step_ns: collections.Counter[str] = collections.Counter()
+        self.batch_ns = self.batches = 0
+        self.kind_ns: collections.Counter[str] = collections.Counter()  # in one batch of SAMPLED; decisions are a kind
+        self.sampled: collections.Counter[str] = collections.Counter()
         self.events: collections.Counter[str] = collections.Counter()
-        self.worst = (0, "")
+        self.worst_ns = self.worst_facts = 0
         self.encode_ns = self.decode_ns = self.bytes = 0
         self.snapshot_ns = self.snapshots = 0
         self.fork_s: list[float] = []  # that the loop stood still
@@ -88,21 +100,26 @@ class Cost:
         self.collector_ns = self.passes = 0
         self._began_ns = 0
 
-    def step(self, name: str, took_ns: int) -> None:
-        self.step_ns[name] += took_ns
-        self.events[name] += 1
-        if took_ns > self.worst[0]:
-            self.worst = took_ns, name
+    def batch(self, events: list[ev.Event], took_ns: int) -> None:
+        self.batch_ns += took_ns
+        self.batches += 1
+        self.events.update(type(event).__name__ for event in events)
+        if took_ns > self.worst_ns:
+            self.worst_ns, self.worst_facts = took_ns, len(events)
 
-    def codec(self, event: ev.Event, journal: Journal) -> None:
+    def codec(self, events: list[ev.Event], journal: Journal) -> None:
+        """The journal's record is written; of the wire, what came is read."""
+        came = [messages.CODEC.encode(event) for event in events]
         began = time.thread_time_ns()
-        data = CODEC.encode(Fact(event=event, payload=None))
-        journal.append(data)
+        for batch in batches([Fact(event=event, payload=None) for event in events]):
+            data = CODEC.encode(batch)
+            journal.append(data)
+            self.bytes += len(data)
         encoded = time.thread_time_ns()
-        CODEC.decode(data)  # on the wire it comes without the frame of a fact, which is little
+        for data in came:
+            messages.CODEC.decode(data)
         self.encode_ns += encoded - began
         self.decode_ns += time.thread_time_ns() - encoded
-        self.bytes += len(data)
 
     def collected(self, phase: str, info: dict[str, int]) -> None:
         if phase == "start":
@@ -125,6 +142,9 @@ class Body:
         self.first_groups = 0
         self.now = 0.0
         self.heap: list[tuple[float, int, Callable, tuple]] = []
+        self.facts: list[ev.Event] = []  # that come together
+        self.gather_s = gather_s(options.instances)
+        self.ages: dict[int, float] = {}  # of the first groups, in tokens
         self.count = itertools.count()
         # of each instance: sample -> tokens that it would have had at time 0
         self.runs: list[dict[SampleId, float]] = [{} for _ in range(options.instances)]
@@ -149,13 +169,34 @@ class Body:
         heapq.heappush(self.heap, (self.now + delay_s, next(self.count), call, args))
 
     def tell(self, event: ev.Event) -> None:
+        if not self.facts:
+            self.at(self.gather_s, self.hear)
+        self.facts.append(event)
+
+    def hear(self) -> None:
+        events, self.facts, cost = self.facts, [], self.cost
         if self.options.codec:
-            self.cost.codec(event, self.journal)
-        began = time.thread_time_ns() - self.cost.collector_ns
-        commands = self.brain.step(event)
-        self.cost.step(type(event).__name__, time.thread_time_ns() - self.cost.collector_ns - began)
+            cost.codec(events, self.journal)
+        began = time.thread_time_ns() - cost.collector_ns
+        commands = self.timed(events) if not cost.batches % SAMPLED else self.brain.step(*events)
+        cost.batch(events, time.thread_time_ns() - cost.collector_ns - began)
         for command in commands:
             self._COMMANDS[type(command)](self, command)
+
+    def timed(self, events: list[ev.Event]) -> tuple[ev.Command, ...]:
+        """As `step`."""
+        cost, now_ns = self.cost, time.perf_counter_ns
+        at = now_ns()
+        for event in events:
+            self.brain.commit(event)
+            name, began, at = type(event).__name__, at, now_ns()
+            cost.kind_ns[name] += at - began
+            cost.sampled[name] += 1
+        at = now_ns()
+        commands = self.brain.decide()
+        cost.kind_ns["decisions"] += now_ns() - at
+        cost.sampled["decisions"] += 1
+        return commands
 
     # ------------------------------------------------------------------ facts
 
@@ -234,12 +275,21 @@ class Body:
         return (self.first_lengths if id.group_id < self.first_groups else self.lengths)[hash(id) % LENGTHS]
 
     def place(self, i: int, id: SampleId, sampled: float) -> None:
+        if self.options.aged:
+            if id.group_id not in self.ages and self.now < AGED_S:
+                self.ages[id.group_id] = self.draw.random() * MAX_TOKENS
+            length = self.length(id)
+            sampled = max(sampled, min(length - 1, self.ages.get(id.group_id, 0.0)))
+            return self.run_on(i, id, length, sampled)
         first = self.now < UP_S + 2 * LOAD_S  # the first samples are somewhere in their answers
         if first:
             self.first_groups = max(self.first_groups, id.group_id + 1)
         length = self.length(id)
         if first:
             sampled = self.draw.random() * length
+        self.run_on(i, id, length, sampled)
+
+    def run_on(self, i: int, id: SampleId, length: int, sampled: float) -> None:
         zero = self.runs[i][id] = sampled - self.now * TOKENS_PER_S
         self.at(max(0.0, length - sampled) / TOKENS_PER_S, self.done, i, self.lives[i], id, zero)
 
@@ -319,9 +369,9 @@ def measure(options: Options) -> Body:
 def report(body: Body) -> Iterator[str]:
     options, cost, summary = body.options, body.cost, body.brain.summary()
     seconds, live = options.seconds, sum(map(len, body.runs))
-    steps_ns, events = sum(cost.step_ns.values()), sum(cost.events.values())
+    events = sum(cost.events.values())
     share = {
-        "events": steps_ns,
+        "the orchestrator": cost.batch_ns,
         "the collector": cost.collector_ns,
         "snapshots": cost.snapshot_ns,
         "their children": int(cost.children_s * 1e9),
@@ -332,8 +382,9 @@ def report(body: Body) -> Iterator[str]:
         f"{', '.join(f'{name} {ns / 1e9 / seconds:.1%}' for name, ns in share.items())})"
     )
     yield (
-        f"    {events / seconds:,.0f} events/s of {events / max(1, steps_ns) * 1e9:,.0f} that one core takes; slowest step "
-        f"{cost.worst[0] / 1e6:.1f} ms ({cost.worst[1]}); {cost.passes} passes of the collector"
+        f"    {events / seconds:,.0f} events/s of {events / max(1, cost.batch_ns) * 1e9:,.0f} that one core takes, "
+        f"{events / max(1, cost.batches):,.0f} a batch; slowest {cost.worst_ns / 1e6:.1f} ms "
+        f"({cost.worst_facts} events); {cost.passes} passes of the collector"
     )
     yield (
         f"    {cost.snapshots} snapshots, for each of which the loop stood still for at most "
@@ -347,9 +398,9 @@ def report(body: Body) -> Iterator[str]:
         f"    the orchestrator's memory {_bytes(body.brain) / max(1, live):,.0f} bytes a live sample; the process with its "
         f"fleet {resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20:.2f} GiB"
     )
-    for name, n in sorted(cost.events.items()):
-        ns = cost.step_ns[name]
-        yield f"    {name:<18} {n / seconds:>9,.0f}/s {ns / 1e3 / n:>9.1f} us {ns / 1e9 / seconds:>7.1%}"
+    for name, n in sorted((cost.events | {"decisions": cost.batches}).items()):
+        us = cost.kind_ns[name] / 1e3 / max(1, cost.sampled[name])
+        yield f"    {name:<18} {n / seconds:>9,.0f}/s {us:>9.1f} us {us * n / 1e6 / seconds:>7.1%}"
     if options.codec:
         yield (
             f"    journal and wire: {cost.bytes / seconds / 1e6:.1f} MB/s, to write them {cost.encode_ns / 1e9 / seconds:.1%}, "

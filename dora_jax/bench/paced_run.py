@@ -19,6 +19,7 @@ from dora_jax.buffer.store import MemoryGroupStore
 from dora_jax.config import RolloutSection
 from dora_jax.orchestrate import events as ev
 from dora_jax.orchestrate.core import Orchestrator
+from dora_jax.orchestrate.loop import each
 from dora_jax.orchestrate.loop import run as run_loop
 from dora_jax.rollout.oracle import OracleEngine
 from dora_jax.runtime.coordinator import Coordinator
@@ -61,7 +62,7 @@ def run(row: Row, pace: float) -> Measured:
     parts.world.listen(meter.told)
     try:
         parts.world.start(parts.ups)
-        halt = run_loop(parts.brain, parts.world, [meter])
+        halt = run_loop(parts.brain, parts.world, [each(meter)])
     except EndOfMeasurement:
         return meter.result()
     finally:
@@ -74,9 +75,14 @@ class TimedOrchestrator(Orchestrator):
 
     seconds = 0.0
 
-    def step(self, event: ev.Event) -> tuple[ev.Command, ...]:
+    def commit(self, event: ev.Event) -> None:
         began = time.thread_time()
-        commands = super().step(event)
+        super().commit(event)
+        self.seconds += time.thread_time() - began
+
+    def decide(self) -> tuple[ev.Command, ...]:
+        began = time.thread_time()
+        commands = super().decide()
         self.seconds += time.thread_time() - began
         return commands
 

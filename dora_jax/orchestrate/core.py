@@ -1,14 +1,17 @@
-"""The orchestrator: one event in, the commands that follow from it out.
+"""The orchestrator: a batch of events in, the commands that follow from it out.
 
-Consumes the facts of `events.py` one at a time and produces requests. No clock, no I/O, no randomness: the same
-configuration and events give the same commands.
+Consumes the facts of `events.py` and produces requests. No clock, no I/O, no randomness: the same configuration and
+batches of events give the same commands. A batch is what came in together; its facts are committed one by one, and the
+decisions are made once. A batch of one is as good as any other, only dearer.
 
-    fact -> does it count? (verdict.py) -> commit (facts.py) -> [end of a step] -> take -> rebalance, if triggered (balance.py)
-         -> fill free slots (place.py) -> give emptied instances their next weights -> retire versions -> halt
+    commit, of each fact:   does it count? (verdict.py) -> what it changes (transitions.py) -> [end of a step]
+    decide, of each batch:  take -> relieve instances that run out of pages -> rebalance, if triggered (rebalancing.py)
+                            -> fill free slots (placement.py) -> give emptied instances their next weights
+                            -> retire versions -> halt
 
 Laws: a command reserves, the event that answers it commits. Every started sample ends in exactly one SampleDone or
 SampleCancelled. Triggers of a rebalance: a step's end, a batch taken, an instance that comes or goes, KV pressure, a
-period; triggers of a large fleet share one (balance.py). Moves alone are planned again whenever enough slots of a
+period; triggers of a large fleet share one (rebalancing.py). Moves alone are planned again whenever enough slots of a
 draining version have come free.
 What the body owes: a Move answers each id with SampleMoved or MoveFailed (or SampleDone by the source), even if an
 end dies; MoveFailed means that the sample runs at the source again, or that its tokens are recorded if the source is
@@ -18,6 +21,8 @@ under a new group id.
 """
 
 from __future__ import annotations
+
+from collections.abc import Set
 
 from dora_jax.orchestrate import admission, placement, rebalancing, snapshot, verdict, view
 from dora_jax.orchestrate import events as ev
@@ -53,34 +58,44 @@ class Orchestrator:
         if evaluate_start:
             self._evaluate(start_version)
 
-    def step(self, event: ev.Event) -> tuple[ev.Command, ...]:
-        s = self.state
+    def step(self, *events: ev.Event) -> tuple[ev.Command, ...]:
+        """Commits a batch of facts in their order, then decides."""
+        for event in events:
+            self.commit(event)
+        return self.decide()
+
+    def commit(self, event: ev.Event) -> None:
+        """One fact of a batch. ImpossibleFact: it cannot be, and nothing has changed."""
+        s, kind = self.state, type(event)
         if s.halted:
-            return ()
+            return
         if not verdict.counts(s, event):
-            name = type(event).__name__
-            s.dropped[name] = s.dropped.get(name, 0) + 1
-            return ()
-        COMMIT[type(event)](s, event)  # type: ignore[operator]  # each takes the event that its key names
-        if not s.halted:
-            self._decide(event)
-        if not s.out:
-            return ()
+            s.dropped[kind.__name__] = s.dropped.get(kind.__name__, 0) + 1
+            return
+        s.due.heard[kind] = s.due.heard.get(kind, 0) + 1
+        COMMIT[kind](s, event)  # type: ignore[operator]  # each takes the event that its key names
+        if kind is ev.StepPublished and not s.halted:
+            self._end_step()
+
+    def decide(self) -> tuple[ev.Command, ...]:
+        """What follows from the facts committed since the last decision."""
+        s, heard = self.state, self.state.due.heard
+        if heard and not s.halted:
+            self._decide(heard.keys())
+        heard.clear()
         out, s.out = s.out, []
         return tuple(out)
 
     def counts(self, event: ev.Event) -> bool:
-        """Whether `step` would take this fact in: a body asks before it keeps what came with it. ImpossibleFact."""
+        """Whether `commit` would take this fact in: a body asks before it keeps what came with it. ImpossibleFact."""
         return not self.state.halted and verdict.counts(self.state, event)
 
-    def _decide(self, event: ev.Event) -> None:
-        s, kind = self.state, type(event)
-        if kind is ev.StepPublished:
-            self._end_step()
-        if kind in CHANGES_READY:
+    def _decide(self, heard: Set[type]) -> None:
+        s = self.state
+        if heard & CHANGES_READY:
             self._take()
-        if isinstance(event, ev.InstanceReported):
-            rebalancing.relieve(s, s.fleet.hosts[event.instance])
+        if s.due.pressed:
+            rebalancing.relieve_pressed(s)
         if s.due.rebalance and rebalancing.may_rebalance(s):
             s.due.rebalance = False
             rebalancing.rebalance(s)
@@ -90,7 +105,7 @@ class Orchestrator:
             rebalancing.consolidate(s)
         if s.due.emptied:
             rebalancing.settle_emptied(s)
-        if kind not in ENDS_NOTHING:
+        if not heard <= ENDS_NOTHING:
             self._retire()
             self._halt_if_done()
 

@@ -1,6 +1,6 @@
 """The one loop: events in, commands out. Production, tests and simulation run this same function.
 
-    world.events() --facts--> orchestrator.step --requests--> world.execute
+    world.events() --a batch of facts--> orchestrator.commit each, then decide --requests--> world.execute
 
 Consumes whatever the world reports, produces nothing itself; ends when the orchestrator says `Halt`.
 """
@@ -19,14 +19,15 @@ YOUNG_OBJECTS = 50_000  # that come, beyond those that go, before the collector 
 MIDDLE_PASSES = 1_000  # of those, before it looks again at what they left: seconds of work beside a million samples
 FULL_PASSES = 1_000_000  # in practice none
 
-Observer = Callable[[Event, Sequence[Command]], None]
+Observer = Callable[[Sequence[Event], Sequence[Command]], None]
 
 
 class World(Protocol):
     """Where commands become work and work becomes events."""
 
     def events(self) -> Iterable[Event]:
-        """The facts since the last call; may wait a little, may be empty, raises what a stage raised."""
+        """One batch: the facts since the last call; may wait a little, may be empty, raises what a stage raised. Each
+        fact is committed before the next one is asked for; the decisions follow when there are no more."""
 
     def execute(self, command: Command) -> None:
         """Begin the work; its outcome is a later event."""
@@ -52,15 +53,30 @@ def quiet_collector() -> Iterator[None]:
 def run(orchestrator: Orchestrator, world: World, observers: Sequence[Observer] = ()) -> Halt:
     """Run until the orchestrator halts.
 
-    Observers see each event with the commands it caused *before* those are executed: after
+    Observers see each batch with the commands it caused *before* those are executed: after
     `StepPublished` the trainer is still idle, so its state can be saved there without a race.
     """
     while True:
+        events = []
         for event in world.events():
-            commands = orchestrator.step(event)
-            for observe in observers:
-                observe(event, commands)
-            for command in commands:
-                if isinstance(command, Halt):
-                    return command
-                world.execute(command)
+            orchestrator.commit(event)
+            events.append(event)
+        commands = orchestrator.decide()
+        for observe in observers if events else ():
+            observe(events, commands)
+        for command in commands:
+            if isinstance(command, Halt):
+                return command
+            world.execute(command)
+
+
+def each(observe: Callable[[Event, Sequence[Command]], None]) -> Observer:
+    """An observer of facts one by one: the last of a batch comes with the commands that the batch caused."""
+
+    def observe_batch(events: Sequence[Event], commands: Sequence[Command]) -> None:
+        for event in events[:-1]:
+            observe(event, ())
+        for event in events[-1:]:
+            observe(event, commands)
+
+    return observe_batch

@@ -15,8 +15,9 @@ from dora_jax.orchestrate.fleet import Host, Unit
 from dora_jax.orchestrate.state import State
 from dora_jax.types import GroupId, InstanceId, SampleId, Version
 
-# A mass start is spread over several steps of the brain: each sample costs it a few microseconds.
-PLACED_A_STEP = 1024
+# A mass start is spread over several decisions: each sample costs a few microseconds. What a large batch has ended is
+# replaced at once.
+PLACED_A_DECISION, PLACED_A_FACT = 1024, 2
 
 
 def fill_woken(s: State) -> None:
@@ -35,13 +36,13 @@ def fill_woken(s: State) -> None:
 
 
 class _Fill:
-    """The starts and resumes of one step of the brain; `left` may still be placed in it."""
+    """The starts and resumes of one decision; `left` may still be placed in it."""
 
     def __init__(self, s: State):
         self.s = s
         self.starts: dict[tuple[InstanceId, Version], list[SampleId]] = {}
         self.resumes: dict[tuple[InstanceId, Version], list[SampleId]] = {}
-        self.left = PLACED_A_STEP
+        self.left = PLACED_A_DECISION + PLACED_A_FACT * sum(s.due.heard.values())
         self._density: dict[Version, float] = {}  # samples a unit of weight, once all that load a version have it
 
     def place_waiting(self, version: Version) -> bool:
@@ -62,7 +63,7 @@ class _Fill:
         return True
 
     def _host(self, version: Version, tokens: int = 0) -> Host | None:
-        """Where the next sample goes; None: nowhere in this step."""
+        """Where the next sample goes; None: nowhere in this decision."""
         host = self.s.fleet.best(version, tokens) if self.left > 0 else None
         return None if host is None or host.used >= self._fair(version, host) else host
 

@@ -190,7 +190,14 @@ def _issue_moves(s: State, moves: list[tuple[SampleId, InstanceId, InstanceId]])
         s.out.append(ev.Move(ids=tuple(ids), src=src, dst=dst, attempt=s.attempts))
 
 
-def relieve(s: State, host: Host) -> None:
+def relieve_pressed(s: State) -> None:
+    for id in s.due.pressed:
+        if (host := s.fleet.hosts.get(id)) is not None:  # else it was lost later in the batch
+            _relieve(s, host)
+    s.due.pressed.clear()
+
+
+def _relieve(s: State, host: Host) -> None:
     """KV pressure: the youngest samples of an instance that runs out of pages move to another host of their version,
     or are put aside until pages are free. The longest stay: they are the tail that a step waits for."""
     if not s.short_of_pages(host) or any(u.state in (fl.PARKING, fl.MOVING) for u in host.units.values()):

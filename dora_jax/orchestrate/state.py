@@ -1,8 +1,8 @@
 """What the orchestrator knows, and the few changes that facts and decisions share.
 
 `transitions.py` commits events into it, `core.py` decides from it, `view.py` shows it, `snapshot.py` writes it down.
-`Due` is where to look for decisions that would cost too much to look for everywhere: nothing is due between events but
-what one step could not do, and moves that wait for enough free slots.
+`Due` is where to look for decisions that would cost too much to look for everywhere: nothing is due between batches but
+what one decision could not do, and moves that wait for enough free slots.
 """
 
 from __future__ import annotations
@@ -22,9 +22,12 @@ RATE_GROUPS = 64
 
 
 class Due:
-    __slots__ = ("drained", "emptied", "rebalance", "versions_to_fill")
+    __slots__ = ("drained", "emptied", "heard", "pressed", "rebalance", "versions_to_fill")
+    CONFIGURED = ("heard", "pressed")  # empty between two batches, when a snapshot is taken
 
     def __init__(self) -> None:
+        self.heard: dict[type, int] = {}  # facts of this batch by kind
+        self.pressed: dict[InstanceId, None] = {}  # instances that report in this batch that they run out of pages
         self.rebalance = False  # at every instance
         self.versions_to_fill: dict[Version, None] = {}  # versions whose queue or whose free slots have changed
         self.emptied: dict[InstanceId, None] = {}  # instances that may take other weights now

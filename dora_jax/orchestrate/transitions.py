@@ -66,6 +66,7 @@ def instance_reported(s: State, event: ev.InstanceReported) -> None:
     host.free_reported = event.free
     if s.short_of_pages(host) and host.units:
         host.pressed = True
+        s.due.pressed[host.id] = None
     elif host.pressed and not s.short_of_pages(host, times=2):
         host.pressed = False
         s.fleet.offer(host)

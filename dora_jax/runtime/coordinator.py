@@ -29,6 +29,14 @@ from dora_jax.tasks.prompts import PromptTooLong
 from dora_jax.types import GroupId, InstanceId, Prompt, Sample, SampleId, ScoredGroup, Version, is_eval
 
 TIME_PERIOD_S = 0.05  # how often the orchestrator learns the time; also the longest wait for an event
+SMALL_FLEET = 100  # instances whose facts are few enough to be decided on one by one
+GATHERED_S = 2e-6  # for each instance of a larger fleet: how long a batch of its facts comes together
+MAX_BATCH = 4096  # outbox items in a batch: what has come meanwhile is the next one
+
+
+def gather_s(instances: int) -> float:
+    """How long a coordinator lets facts come together behind the first: decisions are made once a batch."""
+    return GATHERED_S * instances if instances > SMALL_FLEET else 0.0
 
 
 @dataclasses.dataclass
@@ -58,6 +66,7 @@ class Coordinator:
         trainable: Callable[[ScoredGroup], bool] = lambda group: True,
     ):
         self._instances = {worker.instance: worker for worker in instances}
+        self._gather_s = gather_s(len(instances))
         self._trainer = trainer
         self._task = task
         self._scorer = scorer
@@ -248,12 +257,15 @@ class Coordinator:
         )
 
     def _drain(self) -> Iterator[ev.Event]:
-        """Whatever is in the outbox; waits up to TIME_PERIOD_S for the first."""
+        """What is in the outbox, and comes within `gather_s`; waits up to TIME_PERIOD_S for the first."""
         try:
             item = self._outbox.get(timeout=TIME_PERIOD_S)
-            while True:
+            if self._gather_s:
+                time.sleep(self._gather_s)
+            for _ in range(MAX_BATCH - 1):
                 yield from self._to_events(item)
                 item = self._outbox.get_nowait()
+            yield from self._to_events(item)
         except queue.Empty:
             return
 

@@ -18,7 +18,7 @@ from dora_jax.metrics import Writer
 from dora_jax.models import hf
 from dora_jax.orchestrate.core import Orchestrator
 from dora_jax.orchestrate.events import Command, Event, Halt, ImpossibleFact, StepPublished
-from dora_jax.orchestrate.loop import quiet_collector, run
+from dora_jax.orchestrate.loop import each, quiet_collector, run
 from dora_jax.runtime import run as build
 from dora_jax.runtime.coordinator import Coordinator
 from dora_jax.runtime.durability import resume
@@ -179,16 +179,19 @@ class CheckpointSaver:
         self._durable = durable
         self._log = log
 
-    def __call__(self, event: Event, commands: Sequence[Command]) -> None:
-        if not isinstance(event, StepPublished):
-            return
+    def __call__(self, events: Sequence[Event], commands: Sequence[Command]) -> None:
+        for event in events:
+            if isinstance(event, StepPublished):
+                self._published(event.version)
+
+    def _published(self, version: int) -> None:
         checkpoints, orchestrator = self._backing.side.checkpoints, self._backing.begun.orchestrator
         checkpoints.protect(min(orchestrator.state.alive))
         checkpoints.poll()
         if self._backing.mirror:
             self._backing.mirror.poll()
-        if self._backing.due(event.version):
-            self._backing.save(event.version, self._log)
+        if self._backing.due(version):
+            self._backing.save(version, self._log)
             if self._durable is not None:
                 self._durable.want_segment()
         if self._durable is not None and not self._backing.keep_all and (known := self._backing.steps):
@@ -304,7 +307,7 @@ def _run(
     guard.diagnose = lambda: f"{orchestrator.summary()['waits']}; {world.diagnosis()}"
     observers = [
         *([recorder] if recorder else []),
-        log.event,
+        each(log.event),
         *([CheckpointSaver(backing, durable, log)] if backing else []),
     ]
     with _ending(durable, world, body, log, recorder, guard):

@@ -131,9 +131,29 @@ class Recorder:
         self._engines.append(TimedEngine(engine, lambda: ("train", 0) in self._asked))
         return self._engines[-1]
 
-    def __call__(self, event: ev.Event, commands: Sequence[ev.Command]) -> None:
-        self._journal(event, commands)
+    def __call__(self, events: Sequence[ev.Event], commands: Sequence[ev.Command]) -> None:
+        self._journal(events, commands)
         now = time.monotonic()
+        for event in events:
+            self._answer(event, now)
+        for command in commands:
+            match command:
+                case ev.LoadWeights(instance=instance):
+                    self._asked["load", instance] = now
+                case ev.Move(ids=ids) | ev.Park(ids=ids):
+                    self._asked |= {("move", id): now for id in ids}
+                case ev.Train():
+                    self._asked["train", 0] = now
+
+    def close(self) -> None:
+        self._journal.close()
+        rows = [row for engine in self._engines for row in engine.ticks]
+        if rows and self._took["train"]:
+            (self._directory / COSTS).write_text(json.dumps(self._costs(np.array(rows)), indent=1))
+
+    # ------------------------------------------------------------ private
+
+    def _answer(self, event: ev.Event, now: float) -> None:
         match event:
             case ev.InstanceUp(pages=pages):
                 self._pages = pages
@@ -151,22 +171,6 @@ class Recorder:
                 self._answered("train", 0, now)
                 if version == self._warmup_steps:
                     self._forget()
-        for command in commands:
-            match command:
-                case ev.LoadWeights(instance=instance):
-                    self._asked["load", instance] = now
-                case ev.Move(ids=ids) | ev.Park(ids=ids):
-                    self._asked |= {("move", id): now for id in ids}
-                case ev.Train():
-                    self._asked["train", 0] = now
-
-    def close(self) -> None:
-        self._journal.close()
-        rows = [row for engine in self._engines for row in engine.ticks]
-        if rows and self._took["train"]:
-            (self._directory / COSTS).write_text(json.dumps(self._costs(np.array(rows)), indent=1))
-
-    # ------------------------------------------------------------ private
 
     def _forget(self) -> None:
         self._took.clear()

@@ -1,7 +1,8 @@
 """A recorded run in the simulator: the same orchestrator fed with what really happened, and its work for other modes.
 
 A journal is JSON lines: first {"config": fields of OrchestratorConfig, "start": keywords of Orchestrator}, then one
-event a line, {"event": "SampleDone", ...its fields, "commands": how many it caused, "digest": of all commands so far}.
+event a line, {"event": "SampleDone", ...its fields}; the last of a batch also has {"commands": how many the batch
+caused, "digest": of all commands so far}.
 Time is in the TimePassed events, so a journal needs no clock of its own.
 
 Laws: a replay gives the same commands or raises at the first event that does not; `recorded_work` gives each recorded
@@ -35,10 +36,12 @@ class Journal:
         self._digest = hashlib.blake2b(digest_size=8)
         self._write({"config": dataclasses.asdict(config), "start": start or {}})
 
-    def __call__(self, event: ev.Event, commands: Sequence[ev.Command]) -> None:
+    def __call__(self, events: Sequence[ev.Event], commands: Sequence[ev.Command]) -> None:
         self._digest.update(repr(commands).encode())
-        line = {"event": type(event).__name__} | {name: getattr(event, name) for name in type(event).__slots__}
-        self._write(line | {"commands": len(commands), "digest": self._digest.hexdigest()})
+        lines = [{"event": type(e).__name__} | {name: getattr(e, name) for name in type(e).__slots__} for e in events]
+        lines[-1] |= {"commands": len(commands), "digest": self._digest.hexdigest()}
+        for line in lines:
+            self._write(line)
 
     def close(self) -> None:
         self._file.close()
@@ -75,7 +78,11 @@ def replay(path: str | Path, warmup: int = 0, rundown: int = 0) -> Replay:
     watch = _Watch(warmup, rundown)
     for number, line in enumerate(lines, start=2):
         event = _event(line)
-        commands = brain.step(event)
+        brain.commit(event)
+        if "digest" not in line:  # others of its batch follow
+            watch(event, ())
+            continue
+        commands = brain.decide()
         digest.update(repr(commands).encode())
         if line["digest"] != digest.hexdigest():
             raise Differs(f"{path}, line {number}: the replay's commands differ: {commands}")

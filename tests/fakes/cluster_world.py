@@ -10,7 +10,7 @@ import numpy as np
 from dora_jax.buffer.store import MemoryGroupStore
 from dora_jax.orchestrate import events as ev
 from dora_jax.orchestrate.core import Orchestrator
-from dora_jax.orchestrate.loop import run
+from dora_jax.orchestrate.loop import each, run
 from dora_jax.orchestrate.modes import OrchestratorConfig
 from dora_jax.rollout.migrate import without_pages
 from dora_jax.runtime.cluster import messages
@@ -23,11 +23,12 @@ from dora_jax.runtime.cluster.sample_transfer import KVEndpoint
 from dora_jax.runtime.cluster.weight_publisher import WeightPublisher
 from dora_jax.runtime.cluster.worker_roles import RolloutRole
 from dora_jax.runtime.coordinator import Coordinator
+from dora_jax.runtime.durability import journal_audit
 from dora_jax.runtime.durability.event_log import Journal
 from dora_jax.runtime.durability.file_log import FileLog
 from dora_jax.runtime.durability.journal_audit import ReadOnly, audit
 from dora_jax.runtime.durability.journaled_world import DurableWorld
-from dora_jax.runtime.durability.payload_state import CODEC, Book, Fact
+from dora_jax.runtime.durability.payload_state import Book, Fact
 from dora_jax.runtime.idle_time import IdleTimer
 from dora_jax.runtime.trainer_worker import TrainerWorker
 from dora_jax.runtime.transfer import weight_messages as ex
@@ -217,7 +218,7 @@ class World:
             remote.open()
         self.world.start([])
         try:
-            return run(self.orchestrator, self.durable, observers)
+            return run(self.orchestrator, self.durable, [each(observe) for observe in observers])
         finally:
             self.durable.close()
             self.world.close()
@@ -275,7 +276,7 @@ def at_random(world, seed, blow):
 
 def entries(folder):
     journal = Journal(ReadOnly(folder))
-    return [CODEC.decode(data) for n in journal.segments() for data in journal.read(n).records]
+    return [entry for n in journal.segments() for entry in journal_audit.entries(journal.read(n).records)]
 
 
 def events(folder):

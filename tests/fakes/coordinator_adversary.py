@@ -38,6 +38,7 @@ from tests.fakes.journal_world import Disk
 
 MAX_MOVES = 40_000
 DEATH, TWICE, KILLED = 0.03, 0.2, 0.01
+BUSY = 0.5  # how likely it is that the coordinator does not listen yet, and hears more at once
 UP = {"slots": 8, "pages": 96, "page_size": 8}
 # What a duplicate of would be a second payload: no queue says one twice.
 TWICE_SAID = (
@@ -211,13 +212,16 @@ class Game:
                 if self.kills and self.draw.random() < KILLED:
                     return self.ended(process, False)
             self.draw.choice(process.acts())()
+            if self.draw.random() < BUSY:
+                continue
             for event in process.durable.events():
-                for command in process.brain.step(event):
-                    if isinstance(command, ev.Halt):
-                        assert command.ok, command.reason
-                        return self.ended(process, True)
-                    process.durable.execute(command)
+                process.brain.commit(event)
                 process.brain.state.ledger.check()
+            for command in process.brain.decide():
+                if isinstance(command, ev.Halt):
+                    assert command.ok, command.reason
+                    return self.ended(process, True)
+                process.durable.execute(command)
 
     def ended(self, process: Process, over: bool) -> bool:
         self.dropped.update(process.brain.state.dropped)

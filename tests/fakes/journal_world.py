@@ -19,7 +19,7 @@ import numpy as np
 
 from dora_jax.orchestrate import events as ev
 from dora_jax.orchestrate.core import Orchestrator
-from dora_jax.orchestrate.loop import run
+from dora_jax.orchestrate.loop import each, run
 from dora_jax.runtime.durability.event_log import Journal
 from dora_jax.runtime.durability.journaled_world import DurableWorld
 from dora_jax.runtime.durability.payload_state import CODEC, Book, Partial
@@ -305,7 +305,7 @@ class History:
             body = self._again(found)
             world = DurableWorld(body, journal, body.brain, found.book, found.epoch, found.segments)
         self._arm(body, world, kill_fact, kill_command)
-        halt = run(body.brain, world, [lambda event, commands: self._observe(body, world, journal, event)])
+        halt = run(body.brain, world, [each(lambda event, commands: self._observe(body, world, journal, event))])
         journal.close()
         return halt
 

@@ -9,7 +9,7 @@ import numpy as np
 from dora_jax.buffer.store import MemoryGroupStore
 from dora_jax.orchestrate import events as ev
 from dora_jax.orchestrate.core import Orchestrator
-from dora_jax.orchestrate.loop import run
+from dora_jax.orchestrate.loop import each, run
 from dora_jax.orchestrate.modes import OrchestratorConfig
 from dora_jax.rollout.oracle import OracleEngine
 from dora_jax.runtime.coordinator import Coordinator
@@ -109,7 +109,7 @@ class Run:
 
         try:
             world.start([ev.InstanceUp(instance=w.instance, slots=8, pages=96, page_size=8) for w in instances])
-            return run(orchestrator, GuardedWorld(durable, guard or Guard(0.0)), [observe])
+            return run(orchestrator, GuardedWorld(durable, guard or Guard(0.0)), [each(observe)])
         except Killed:
             return None
         finally:

@@ -2,7 +2,7 @@
 
 Each source (a life of an instance, its supervisor, the scorer, the trainer, the clock) says its facts in order; between
 sources any order and any delay is possible. A fact may be said twice. Instances die whenever they like, with commands
-and facts on their way; a life that is over goes on being heard. The job is killed, or the orchestrator restored from a
+and facts on their way; a life that is over goes on being heard. Facts are decided on alone or many together. The job is killed, or the orchestrator restored from a
 snapshot, between any two facts. Faults stop after `calm_after` moves, so that a run that can end does.
 
     python -m tests.fakes.orchestrator_adversary 5000        so many configurations, one after the other
@@ -55,8 +55,11 @@ class Life:
 
 
 class Adversary:
-    def __init__(self, config: OrchestratorConfig, sizes: list[tuple[int, int]], seed: int, calm_after: int):
+    def __init__(
+        self, config: OrchestratorConfig, sizes: list[tuple[int, int]], seed: int, calm_after: int, batched: float
+    ):
         self.config, self.sizes, self.calm_after = config, sizes, calm_after
+        self.batched = batched  # how likely it is that a fact waits for the next one
         self.draw = random.Random(seed)
         self.brain = Orchestrator(config)
         self.lives: dict[int, Life] = {}
@@ -97,6 +100,7 @@ class Adversary:
         if self.lives and self.draw.random() < DEATH:
             self.die(self.draw.choice(sorted(self.lives)))
         if self.draw.random() < RESTORED:
+            self.decide()
             self.brain = Orchestrator.restore(self.config, json.loads(json.dumps(self.brain.snapshot())))
         if self.draw.random() < KILLED:
             self.kill()
@@ -127,7 +131,13 @@ class Adversary:
         if self.brain.counts(event):
             self.keep(event)
         self.heard += 1
-        commands = self.brain.step(event)
+        self.brain.commit(event)
+        self.brain.state.ledger.check()
+        if self.draw.random() >= self.batched:
+            self.decide()
+
+    def decide(self) -> None:
+        commands = self.brain.decide()
         self.brain.state.ledger.check()
         for command in commands:
             getattr(self, "do_" + type(command).__name__.lower())(command)
@@ -343,6 +353,7 @@ class Adversary:
 
     def kill(self) -> None:
         """All that is left is the orchestrator at the last fact, and what the journal kept."""
+        self.brain.decide()
         self.brain = Orchestrator.restore(self.config, json.loads(json.dumps(self.brain.snapshot())))
         debts = restart(self.brain)
         self.lives, self.dead, self.parcels, self.scoring = {}, [], [], list(debts.score)
@@ -379,7 +390,8 @@ def drawn(seed: int) -> Adversary:
         updates=parts, eval_every=draw.randint(0, 2), eval_groups=draw.choice([0, 0, 2]), max_filtered_rounds=50,
         max_prompt_tokens=16, max_new_tokens=48, kv_pressure=draw.choice([0.03, 0.3]), colocated=draw.random() < 0.2)  # fmt: skip
     sizes = [(draw.choice([1, 2, 4]), draw.choice([1, 1, 2, 3])) for _ in range(draw.randint(1, 4))]
-    return Adversary(config, sizes, seed, calm_after=draw.choice([300, 1000, 3000]))
+    calm_after = draw.choice([300, 1000, 3000])
+    return Adversary(config, sizes, seed, calm_after, batched=draw.choice([0.0, 0.5, 0.9]))
 
 
 def main(configurations: int, first: int = 0) -> None:

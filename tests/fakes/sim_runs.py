@@ -3,6 +3,7 @@
 import collections
 
 from dora_jax.orchestrate import events as ev
+from dora_jax.orchestrate.loop import each
 from dora_jax.sim import config, run
 
 SMALL = {
@@ -48,4 +49,4 @@ class Audit:
 
 def simulate(mode, **changes):
     audit = Audit()
-    return run.simulate(row(mode, **changes), observers=(audit,)), audit
+    return run.simulate(row(mode, **changes), observers=(each(audit),)), audit

@@ -9,6 +9,7 @@ produces an `Audit`. Law: it counts facts, not what the orchestrator believes, a
 from __future__ import annotations
 
 import collections
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -16,7 +17,7 @@ from dora_jax.orchestrate import events as ev
 from dora_jax.runtime.durability import event_log as jn
 from dora_jax.runtime.durability.object_log import ObjectLog
 from dora_jax.runtime.durability.object_storage import opened
-from dora_jax.runtime.durability.payload_state import CODEC, Fact
+from dora_jax.runtime.durability.payload_state import Batch, Entry, Fact, reader
 from dora_jax.runtime.durability.recovery import Replay, replay
 from dora_jax.types import GroupId, SampleId, is_eval, issued_first_as
 
@@ -87,8 +88,15 @@ def audit(folder: Path | str) -> Audit:
     return _balance(len(numbers), end, finished, ends)
 
 
-def facts(records: tuple[bytes, ...]) -> list[Fact]:
-    return [entry for entry in map(CODEC.decode, records) if isinstance(entry, Fact)]
+def entries(records: Sequence[bytes]) -> list[Entry]:
+    """What a segment's batches hold, in order."""
+    read = reader(records[0])
+    batches = [record for record in map(read, records) if isinstance(record, Batch)]
+    return [entry for batch in batches for entry in batch.entries]
+
+
+def facts(records: Sequence[bytes]) -> list[Fact]:
+    return [entry for entry in entries(records) if isinstance(entry, Fact)]
 
 
 def _balance(segments: int, end: Replay, finished: collections.Counter[SampleId], ends: dict[GroupId, str]) -> Audit:

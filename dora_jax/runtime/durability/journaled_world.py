@@ -1,17 +1,18 @@
 """A world whose facts outlive the process: what it reports is journaled before the orchestrator sees it.
 
-    world.events() -> [append every fact with its payload, one write] -> orchestrator.step -> world.execute
+    world.events() -> [append the batch with its payload, one write] -> orchestrator commits, decides -> world.execute
 
 Consumes the facts and payload records of any `World` that tells listeners; produces the same facts. Laws: a sample,
 a group or a step that the orchestrator knows of is written, which no death of a process undoes; what a step was made of
 is on the disk before the step is told, and so is any fact after journal.sync_s, so that no power cut undoes more than
-can be made again, a step bit for bit; soft facts (progress, pages, time) ride with the next write, and losing the last
+can be made again, a step bit for bit; a replay decides where the run decided; soft facts (progress, pages, time) ride with the next write, and losing the last
 of them costs nothing; a segment is begun between two batches of facts, never inside one. On object storage a batch is
 what was reported in journal.sync_s, and no fact, soft or not, is told before the object that holds it is there.
 """
 
 from __future__ import annotations
 
+import collections
 import functools
 import time
 from collections.abc import Callable, Iterator
@@ -22,7 +23,7 @@ from dora_jax.orchestrate import events as ev
 from dora_jax.orchestrate.core import Orchestrator
 from dora_jax.orchestrate.loop import World
 from dora_jax.runtime.durability.event_log import Journal
-from dora_jax.runtime.durability.payload_state import CODEC, Book, Entry, Fact, Partial, Published, Scores
+from dora_jax.runtime.durability.payload_state import CODEC, Book, Entry, Fact, Partial, Published, Scores, batches
 from dora_jax.runtime.durability.recovery import head_records
 from dora_jax.runtime.worker import Finished, StepDone
 from dora_jax.types import GroupId, Sample, SampleId, ScoredGroup, Version
@@ -59,7 +60,7 @@ class DurableWorld:
         self._payload: dict[SampleId | GroupId, Sample | Scores] = {}
         self._digests: dict[Version, int] = {}
         self._entries: list[Entry] = []
-        self._held: list[Entry] = []  # appended, not told
+        self._held: collections.deque[list[Entry]] = collections.deque()  # batches that were appended, not told
         self._committed_s = time.monotonic()
         self._rotate_due = True
         self._turning_base = 0  # at which the segment on its way begins
@@ -70,17 +71,11 @@ class DurableWorld:
             self._turn()
         elif self._rotate_due and not self._held:
             self.rotate()
-        try:
-            for event in self._world.events():
-                self._entries.append(Fact(event=event, payload=self._payload_of(event)))
-        finally:  # what a stage reported before another one raised
-            entries, self._entries = self._entries, []
-            self._write(entries)
-            self._held += entries
-        if self._journal.holds:
+        if self._journal.holds or not self._held:
+            self._take_in()
+        if self._journal.holds or not self._held:
             return
-        entries, self._held = self._held, []
-        for entry in entries:
+        for entry in self._held.popleft():
             if not isinstance(entry, Fact) or self._orchestrator.counts(entry.event):
                 self.book.apply(entry, self._orchestrator.state)
             if isinstance(entry, Fact):
@@ -125,6 +120,17 @@ class DurableWorld:
 
     # ------------------------------------------------------------ private
 
+    def _take_in(self) -> None:
+        """One batch of the world's, into the journal."""
+        try:
+            for event in self._world.events():
+                self._entries.append(Fact(event=event, payload=self._payload_of(event)))
+        finally:  # what a stage reported before another one raised
+            entries, self._entries = self._entries, []
+            self._write(entries)
+            if entries:
+                self._held.append(entries)
+
     def _turn(self) -> None:
         number = self._journal.turned()
         if number is not None:
@@ -136,8 +142,8 @@ class DurableWorld:
         self.segments[number] = base
 
     def _write(self, entries: list[Entry]) -> None:
-        for entry in entries:
-            self._journal.append(CODEC.encode(entry))
+        for batch in batches(entries):
+            self._journal.append(CODEC.encode(batch))
         kinds = {type(entry.event) for entry in entries if isinstance(entry, Fact)}
         now = time.monotonic()
         if not kinds.isdisjoint(HARD) or now - self._committed_s > SOFT_PERIOD_S or self._journal.sync_due:

@@ -1,8 +1,9 @@
 """What the journal says, and the payload that follows from it.
 
     Head                    begins a segment: the orchestrator's snapshot, then the records of the book
-    Fact(event, payload)    one event that the orchestrator consumed
-    Partial                 tokens that a running sample has grown by
+    Batch(entries, last)    what came in together, in order, and was decided on once
+        Fact(event, payload)    one event that the orchestrator consumed
+        Partial                 tokens that a running sample has grown by
 
 Consumes facts in order; holds the payload of everything unfinished: samples of unscored groups, scored groups not yet
 trained, trajectories so far, evaluations under way. Law: `apply` is called right before the orchestrator steps an event
@@ -12,7 +13,7 @@ that counts, while it runs and when it is replayed, so both give the same book.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,7 +24,7 @@ from dora_jax.orchestrate.state import State
 from dora_jax.runtime.codec import Codec, CodecError
 from dora_jax.types import GroupId, Sample, SampleId, ScoredGroup, Span, Version, is_eval
 
-FORMAT = 3  # of the records of a segment: its head says which
+FORMAT = 4  # of the records of a segment: its head says which
 OLDEST = 3  # that `upgrade` knows
 
 
@@ -70,7 +71,31 @@ class Partial:
 
 
 Entry = Fact | Partial
-CODEC = Codec(Head, Scores, Published, Fact, Partial)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Batch:
+    entries: tuple[Fact | Partial, ...]
+    last: bool  # False: more of the same batch follow in the next record, which would else be too large
+
+
+CODEC = Codec(Head, Scores, Published, Fact, Partial, Batch)
+TOKENS_A_RECORD = 1 << 20  # of payload: a batch of more is split
+
+
+def batches(entries: Sequence[Entry]) -> Iterator[Batch]:
+    """The records of one batch."""
+    part: list[Entry] = []
+    tokens = 0
+    for entry in entries:
+        if tokens >= TOKENS_A_RECORD:
+            yield Batch(entries=tuple(part), last=False)
+            part, tokens = [], 0
+        part.append(entry)
+        payload = entry if isinstance(entry, Partial) else entry.payload
+        tokens += len(payload.out_ids) if isinstance(payload, Partial | Sample) else 0
+    if part:
+        yield Batch(entries=tuple(part), last=True)
 
 
 def upgrade(row: Any, written: int) -> Any:
@@ -80,6 +105,8 @@ def upgrade(row: Any, written: int) -> Any:
     from one format to the next, in order, and nothing else knows of the older ones."""
     if not (type(written) is int and OLDEST <= written <= FORMAT):
         raise CodecError(f"it is of format {written}, and this version reads {OLDEST} to {FORMAT}")
+    if written == 3 and isinstance(row, list) and row[:1] == [Fact.__name__]:  # each event was decided on by itself
+        return [Batch.__name__, [row], True]
     return row
 
 

@@ -1,6 +1,6 @@
 """From a journal and checkpoints to where the run was: the exact state of the brain, and what the trainer must redo.
 
-    segment = Head, its book, then entries       replay = restore the head's snapshot, step every fact
+    segment = Head, its book, then batches       replay = restore the head's snapshot, commit each fact, decide on each batch
     start   = the newest checkpoint that verifies and is no newer than the oldest live version
     redo    = the batches trained since; every live version's weights come by on the way
 
@@ -21,7 +21,18 @@ from dora_jax.orchestrate.modes import OrchestratorConfig
 from dora_jax.orchestrate.restart import Debts, restart
 from dora_jax.runtime.codec import CodecError
 from dora_jax.runtime.durability.event_log import Journal, JournalError
-from dora_jax.runtime.durability.payload_state import CODEC, FORMAT, Book, Fact, Head, Partial, Step, reader
+from dora_jax.runtime.durability.payload_state import (
+    CODEC,
+    FORMAT,
+    Batch,
+    Book,
+    Entry,
+    Fact,
+    Head,
+    Partial,
+    Step,
+    reader,
+)
 from dora_jax.types import Version
 
 Notify = Callable[[str], None]
@@ -136,32 +147,50 @@ def replay(journal: Journal, segments: Sequence[int], notify: Notify) -> Replay:
 # ---------------------------------------------------------------- private
 
 
-def _replay_one(number: int, records: Sequence[bytes], steps: list[Step], notify: Notify) -> Replay:
-    head, book, entries, read = _open(number, records)
+def _replay_one(
+    number: int, records: Sequence[bytes], steps: list[Step], notify: Notify, rest: Sequence[Entry] = ()
+) -> Replay:
+    """rest: of a batch behind the last record."""
+    head, book, tail, read = _open(number, records)
     with _sensible(number):
         orchestrator = Orchestrator.restore(_config(head.config), head.orchestrator)
     state = Replay(orchestrator, book, head.epoch)
     state.steps = [step for step in steps if step.base < state.base]  # later ones were undone by a fallback
-    for i, data in enumerate(entries, start=1 + head.book):
+    for i, data in enumerate(tail, start=1 + head.book):
+        followed: list[Entry] = []
         try:
-            _follow(state, read(data))
+            batch = _batch(read(data))
+            for entry in batch.entries:
+                _follow(state, entry)
+                followed.append(entry)
+            if batch.last:
+                state.orchestrator.decide()
         except SENSELESS as error:
             notify(
                 f"journal segment {number}: record {i + 1} cannot be followed ({error}); the {len(records) - i} from there "
                 f"on are not read"
             )
-            return _replay_one(number, records[:i], steps, notify)  # it may have been followed in part
+            return _replay_one(number, records[:i], steps, notify, followed)  # the next was perhaps followed in part
+    for entry in rest:
+        _follow(state, entry)
+    state.orchestrator.decide()  # where a batch was torn
     return state
 
 
-def _follow(state: Replay, entry: Any) -> None:
-    if not isinstance(entry, Fact | Partial):
-        raise JournalError(f"a {type(entry).__name__} stands among its facts")
+def _batch(record: Any) -> Batch:
+    if isinstance(record, Partial):  # in format 3 it stood by itself
+        return Batch(entries=(record,), last=True)
+    if not isinstance(record, Batch):
+        raise JournalError(f"a {type(record).__name__} stands among its facts")
+    return record
+
+
+def _follow(state: Replay, entry: Entry) -> None:
     if isinstance(entry, Fact) and not state.orchestrator.counts(entry.event):
         return
     step = state.book.apply(entry, state.orchestrator.state)
     if isinstance(entry, Fact):
-        state.orchestrator.step(entry.event)
+        state.orchestrator.commit(entry.event)
         state.facts += 1
     if step is not None:
         state.steps.append(step)
