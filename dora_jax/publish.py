@@ -1,12 +1,12 @@
-"""Stage 6, publish: versions of the policy, from the trainer to the engines.
+"""Stage 6, publish: versions of the policy, from the trainer to the engines. The stores in memory stand here.
 
     offered_copy   the trainer's masters -> a copy in the engines' dtype on the same shards, before the next step
                    donates them; nothing is gathered
     sliced         that copy -> host memory, shard by shard
     placed         shards -> the serving layout on an engine's devices, each of which gets the slices that it needs
 
-Laws: a version is immutable and complete from the moment `versions` names it; a number is put once, ever; readers on
-other threads see all of a version or none of it.
+Laws: a version is immutable, and complete from the moment `versions` names it; a number is put once, ever; a reader on
+another thread sees all of a version or none of it.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import dataclasses
 import functools
 import math
 import threading
+import types
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -27,20 +28,21 @@ from dora_jax.models.config import ModelConfig
 from dora_jax.types import Version
 
 Box = tuple[tuple[int, ...], tuple[int, ...]]  # start and stop in each dimension
+Tree = Any  # a pytree: of arrays, of Slices, of ShapeDtypeStructs or of shardings
 
 
-def offered_copy(dtype: str, shardings: Any = None) -> Callable[[Any], Any]:
+def offered_copy(dtype: str, shardings: Tree | None = None) -> Callable[[Tree], Tree]:
     """Jitted: stacked masters -> their copy in `dtype`. `shardings`: where the masters lie, and so the copy."""
-    dtype = jnp.dtype(dtype)
+    engine_dtype = jnp.dtype(dtype)
 
-    def copy(params: Any) -> Any:  # an explicit copy: an output that is its input could share the donated buffer
-        return jax.tree.map(lambda x: jnp.array(x, dtype, copy=True), params)
+    def copy(params: Tree) -> Tree:  # an explicit copy: an output that is its input could share the donated buffer
+        return jax.tree.map(lambda x: jnp.array(x, engine_dtype, copy=True), params)
 
     return jax.jit(copy, out_shardings=shardings)
 
 
 def copy_bytes(cfg: ModelConfig, mesh: Mapping[str, int], dtype: str) -> int:
-    """What one device of the trainer holds of an offered copy. `mesh`: the size of each axis."""
+    """Bytes of an offered copy on one device of the trainer. `mesh`: the size of each axis."""
 
     def size(leaf: jax.ShapeDtypeStruct, axes: tuple[str, ...]) -> int:
         return math.prod(leaf.shape) // math.prod(mesh[name] for axis in axes for name in sharding.mesh_axes(axis))
@@ -51,12 +53,12 @@ def copy_bytes(cfg: ModelConfig, mesh: Mapping[str, int], dtype: str) -> int:
 
 @dataclasses.dataclass(frozen=True)
 class Slices:
-    """A stacked tensor, or a layer of one, as far as this process has it. No pytree: a leaf of one."""
+    """The boxes of a stacked tensor, or of a layer of one, that this process has. It is a leaf of a pytree."""
 
-    shape: tuple[int, ...]  # of the whole
+    shape: tuple[int, ...]  # of the whole tensor
     dtype: np.dtype
     part: tuple[int, ...]  # shape of what one device holds
-    boxes: dict[Box, Any]  # arrays; on the host, or still on a device
+    boxes: dict[Box, np.ndarray | jax.Array]  # on the host, or still on a device
     given: frozenset[Box]  # of these boxes, those that this process gives to others
 
     def __getitem__(self, layer: int) -> Slices:
@@ -69,7 +71,7 @@ class Slices:
         return Slices(self.shape[1:], self.dtype, self.part[1:], boxes, frozenset())
 
     def at(self, box: Box) -> np.ndarray:
-        """Read-only. ValueError where this process does not have all of it."""
+        """The array in this box; read-only. ValueError: this process does not have all of it."""
         for mine in self.boxes:
             if common(box, mine) == box:
                 return self._host(mine)[within(box, mine)]
@@ -82,22 +84,23 @@ class Slices:
         return whole
 
     def bring_home(self) -> None:
-        """Lets go of the devices' memory."""
+        """Moves all boxes to host memory, which frees the memory of the devices."""
         for box in self.boxes:
             self._host(box)
 
     def _host(self, box: Box) -> np.ndarray:
-        """Any number of threads may ask."""
-        if not isinstance(array := self.boxes[box], np.ndarray):
-            array = self.boxes[box] = np.asarray(array)
+        """The array in host memory. Any number of threads may ask."""
+        array = np.asarray(self.boxes[box])
+        self.boxes[box] = array
         return array
 
 
-def sliced(copy: Any, given: Callable[[str, Box], bool] = lambda path, box: True) -> Any:
-    """Tree of Slices: the shards that this process holds, each once, and that are `given`; they leave their devices."""
+def sliced(copy: Tree, given: Callable[[str, Box], bool] = lambda path, box: True) -> Tree:
+    """Tree of Slices: of the shards that this process holds, those that are `given`, each once. Their way to host memory
+    has begun on return."""
 
-    def slices(path: Any, leaf: jax.Array) -> Slices:
-        shards = {box_of(shard.index, leaf.shape): shard.data for shard in leaf.addressable_shards}
+    def slices(path: jax.tree_util.KeyPath, leaf: jax.Array) -> Slices:
+        shards = {box_of(shard.index or (), leaf.shape): shard.data for shard in leaf.addressable_shards}
         mine = {box: data for box, data in shards.items() if given(name_of(path), box)}
         for data in mine.values():
             data.copy_to_host_async()
@@ -106,9 +109,9 @@ def sliced(copy: Any, given: Callable[[str, Box], bool] = lambda path, box: True
     return jax.tree_util.tree_map_with_path(slices, copy)
 
 
-def placed(slices: Any, shardings: Any) -> Any:
-    """An engine's layout on these shardings (its pytree, or one for the serving layout): ready, or on its way to the
-    devices."""
+def placed(slices: Tree, shardings: Tree) -> Tree:
+    """An engine's layout on these shardings (its pytree, or one for the serving layout). The arrays may still be on
+    their way to the devices."""
     engine = _engine_layout(slices, shardings)
     if isinstance(shardings, jax.sharding.Sharding):
         shardings = jax.tree.map(lambda _: shardings, engine)
@@ -121,93 +124,126 @@ def placed(slices: Any, shardings: Any) -> Any:
     )
 
 
-class WeightStore:
-    """One process. Keeps each version on the trainer's devices until it is dropped: on the trainer's shards, and in
-    host memory once an engine elsewhere has asked; or in the serving layout, where engines share these devices."""
+class HostWeights:
+    """`WeightStore` in the host memory of this process: each version is a tree of Slices. Any thread may use it."""
+
+    def __init__(self) -> None:
+        self._slices: dict[Version, Tree] = {}
+        self._lock = threading.Lock()
+
+    @property
+    def versions(self) -> tuple[Version, ...]:
+        with self._lock:
+            return tuple(sorted(self._slices))
+
+    def put(self, version: Version, weights: Tree) -> None:
+        """weights: a tree of Slices, in host memory or on its way there. It is kept, not copied."""
+        with self._lock:
+            self._slices[version] = weights
+
+    def get(self, version: Version, shardings: Tree | None) -> Tree:
+        """The weights on these shardings (an engine's, or one for the serving layout); None: the Slices."""
+        with self._lock:
+            slices = _held(self._slices, version)
+        return slices if shardings is None else jax.block_until_ready(placed(slices, shardings))
+
+    def drop(self, version: Version) -> None:
+        with self._lock:
+            self._slices.pop(version, None)
+
+
+class DeviceWeights:
+    """`WeightStore` on the trainer's devices, in one process: on the trainer's shards, or in the serving layout where
+    engines share these devices. A version is also in host memory once an engine elsewhere has asked. Any thread may
+    use it."""
 
     def __init__(self, dtype: str = "float32"):
-        """dtype: what engines compute in; the trainer's masters stay f32."""
+        """dtype: what engines compute in. The trainer's masters stay f32."""
         self._dtype = dtype
-        self._copy: Callable[[Any], Any] | None = None
-        self._weights: dict[Version, Any] = {}
-        self._slices: dict[Version, Any] = {}  # of these versions, on the host or on their way there
+        self._copy: Callable[[Tree], Tree] | None = None
+        self._weights: dict[Version, Tree] = {}
+        self._host = HostWeights()  # of these versions, those that engines elsewhere need
         self._elsewhere = False  # an engine has asked that does not share the trainer's devices
         self._newest: Version | None = None
         self._lock = threading.Lock()
-        self._making = threading.Lock()  # what several engines ask for at once is made once
+        self._making = threading.Lock()  # a layout that several engines ask for at once is made once
 
     @property
     def versions(self) -> tuple[Version, ...]:
         with self._lock:
             return tuple(sorted(self._weights))
 
-    def put(self, version: Version, params: Any) -> None:
-        """Publish stacked params as `version`; blocks until the copy is whole."""
+    def put(self, version: Version, weights: Tree) -> None:
+        """weights: the trainer's stacked masters. `put` copies them and returns when the copy is whole. ValueError: the
+        version is not newer than all versions before it."""
         if self._newest is not None and version <= self._newest:
             raise ValueError(
                 f"version {version} cannot be published after version {self._newest}: versions are "
                 f"immutable and only rise"
             )
         if self._copy is None:
-            self._copy = offered_copy(self._dtype, jax.tree.map(lambda x: x.sharding, params))
-        copy = jax.block_until_ready(self._copy(params))
+            self._copy = offered_copy(self._dtype, jax.tree.map(lambda x: x.sharding, weights))
+        copy = jax.block_until_ready(self._copy(weights))
         slices = sliced(copy) if self._elsewhere else None
         with self._lock:
             self._weights[version] = copy
             if slices is not None:
-                self._slices[version] = slices
+                self._host.put(version, slices)
             self._newest = version
 
-    def get(self, version: Version, shardings: Any) -> Any:
+    def get(self, version: Version, shardings: Tree | None) -> Tree:
         """The weights on these shardings (an engine's, or one for the serving layout); None: as they are kept, stacked
-        or in the serving layout. Read-only."""
-        weights = self._held(version)
+        or in the serving layout. The result is read-only. KeyError: the store does not hold the version."""
+        with self._lock:
+            weights = _held(self._weights, version)
         if shardings is None:
             return weights
         with self._making:
             if _devices(weights) == _devices(shardings):
                 weights = _replaced(weights, shardings)
-                self._keep(self._weights, version, weights)
+                with self._lock:
+                    if version in self._weights:  # another thread may have dropped it meanwhile
+                        self._weights[version] = weights
                 return weights
             self._elsewhere = True
-            if (slices := self._slices.get(version)) is None:
+            with self._lock:
+                slices = self._host.get(version, None) if version in self._host.versions else None
+            if slices is None:
                 slices = sliced(weights)
-                self._keep(self._slices, version, slices)
+                with self._lock:
+                    if version in self._weights:
+                        self._host.put(version, slices)
         return jax.block_until_ready(placed(slices, shardings))
 
     def drop(self, version: Version) -> None:
-        self._held(version)
         with self._lock:
-            del self._weights[version]
-            self._slices.pop(version, None)
-
-    # ------------------------------------------------------------ private
-
-    def _held(self, version: Version) -> Any:
-        with self._lock:
-            if version not in self._weights:
-                raise KeyError(f"version {version} is not in the weight store: it holds {sorted(self._weights)}")
-            return self._weights[version]
-
-    def _keep(self, there: dict[Version, Any], version: Version, made: Any) -> None:
-        with self._lock:
-            if version in self._weights:  # it may have been dropped meanwhile
-                there[version] = made
+            self._weights.pop(version, None)
+            self._host.drop(version)
 
 
-def _devices(tree: Any) -> set[jax.Device]:
+# ------------------------------------------------------------------- private
+
+
+def _held(weights: Mapping[Version, Tree], version: Version) -> Tree:
+    if version not in weights:
+        raise KeyError(f"version {version} is not in the weight store: it holds {sorted(weights)}")
+    return weights[version]
+
+
+def _devices(tree: Tree) -> set[jax.Device]:
     leaf = jax.tree.leaves(tree)[0]
     return (leaf if isinstance(leaf, jax.sharding.Sharding) else leaf.sharding).device_set
 
 
-def _engine_layout(weights: Any, shardings: Any) -> Any:
-    """Arrays or slices as `shardings` have them: a pytree, or one for the serving layout."""
+def _engine_layout(weights: Tree, shardings: Tree) -> Tree:
+    """The arrays or Slices in the layout of `shardings`: a pytree, or one sharding for the serving layout."""
     wanted = "serving" if isinstance(shardings, jax.sharding.Sharding) else decoder.layout_of(shardings)
     return weights if decoder.layout_of(weights) == wanted else decoder.serving_layout(weights, wanted)
 
 
-def _replaced(copy: Any, shardings: Any) -> Any:
-    """An engine's layout on the same devices, without a way over the host; what lies so already is not copied."""
+def _replaced(copy: Tree, shardings: Tree) -> Tree:
+    """An engine's layout on the same devices, without a way over the host. An array that lies so already is not
+    copied."""
     engine = jax.eval_shape(lambda copy: _engine_layout(copy, shardings), copy)
     if jax.tree.structure(engine) == jax.tree.structure(copy):
         return jax.block_until_ready(jax.device_put(copy, shardings))
@@ -218,14 +254,15 @@ def _replaced(copy: Any, shardings: Any) -> Any:
 
 
 @functools.lru_cache(maxsize=4)
-def _to_serving(shardings: tuple[Any, ...], shape: Any) -> Callable[[Any], Any]:
+def _to_serving(shardings: tuple[jax.sharding.Sharding, ...], shape: jax.tree_util.PyTreeDef) -> Callable[[Tree], Tree]:
     return jax.jit(decoder.serving_layout, out_shardings=jax.tree.unflatten(shape, shardings))
 
 
 # ------------------------------------------------------------------- boxes
 
 
-def name_of(path: Any) -> str:
+def name_of(path: jax.tree_util.KeyPath) -> str:
+    """The name of a tensor from its path in the tree, as in "layers/q_proj"."""
     return jax.tree_util.keystr(path, simple=True, separator="/")
 
 
@@ -239,11 +276,11 @@ def volume(box: Box) -> int:
 
 
 def common(a: Box, b: Box) -> Box | None:
-    """What is in both."""
+    """The box that is in both; None: they have no element in common."""
     start, stop = tuple(map(max, a[0], b[0])), tuple(map(min, a[1], b[1]))
     return (start, stop) if all(low < high for low, high in zip(start, stop, strict=True)) else None
 
 
-def within(box: Box, outer: Box) -> tuple[Any, ...]:
-    """Where it lies in an array of the outer box."""
+def within(box: Box, outer: Box) -> tuple[slice | types.EllipsisType, ...]:
+    """The index of `box` in an array of the outer box."""
     return (*(slice(a - at, b - at) for a, b, at in zip(*box, outer[0], strict=True)), ...)

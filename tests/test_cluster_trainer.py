@@ -23,7 +23,7 @@ from dora_jax.runtime.durability.payload_state import Published, Step
 from dora_jax.runtime.transfer import slices
 from dora_jax.runtime.transfer.transfer_manifest import WireError
 from dora_jax.runtime.transfer.weight_distribution import STORAGE, WIRE
-from dora_jax.runtime.transfer.weight_storage import StoredWeights, weights_at
+from dora_jax.runtime.transfer.weight_storage import StoredWeights
 from dora_jax.trainer import manifest
 from tests.fakes.cluster import LIMITS, FakeLauncher, begin, eventually, scored_group
 
@@ -56,7 +56,6 @@ class Learners(FakeLauncher):
                 host.__dict__.setdefault("kept", set()).add(version)
             case messages.WriteWeights(version=version):
                 assert version in host.kept
-                (self.folder.parent / "weights" / f"v{version}.partial").mkdir(exist_ok=True, parents=True)
         if rank == 1 and name in self.dies:
             self.dies.remove(name)
             host.die()
@@ -78,7 +77,7 @@ class Learners(FakeLauncher):
 class Rig:
     def __init__(self, tmp_path, dies=(), journaled=True, paths=(STORAGE,)):
         self.launcher = Learners(tmp_path / "checkpoints", dies)
-        self.stored = StoredWeights(tmp_path / "weights")
+        self.stored = StoredWeights(tmp_path)
         self.stored.clear()
         self.hub, self.said, self.journal = GangListener("127.0.0.1", RunRegistry()), [], []
         self.steps = StepFolder(self.launcher.folder, self.said.append)
@@ -161,7 +160,7 @@ def test_each_step_is_made_once_whoever_dies_over_it(tmp_path, dies):
     with Rig(tmp_path, dies) as rig:
         assert [rig.step(base)["loss"] for base in range(3)] == [1.0, 2.0, 3.0]
         assert rig.trained() == [steps(3), steps(3)]
-        assert all(rig.stored.has(version) for version in (1, 2, 3))
+        assert {1, 2, 3} <= set(rig.stored.versions)
         assert len(rig.launcher.gangs) == 1 + len(dies)  # a gang a death
 
 
@@ -219,13 +218,13 @@ def test_versions_that_only_the_lost_trainer_held_are_published_again(tmp_path):
         rig.weights.put(0, rig.trainer.params)
         for base in range(3):
             rig.step(base)
-        eventually(lambda: all(rig.stored.has(version) for version in range(4)))
+        eventually(lambda: {*range(4)} <= set(rig.stored.versions))
         for version in (1, 3):
             rig.stored.drop(version)  # as if they had not been written yet
         rig.weights.drop(0)
         rig.kill()
         rig.trainer.catch_up()
-        eventually(lambda: rig.stored.has(1) and rig.stored.has(3))
+        eventually(lambda: {1, 3} <= set(rig.stored.versions))
         assert [name for epoch, name in rig.launcher.log if epoch == 2 and name == "PublishWeights"] == [
             "PublishWeights"
         ] * 2
@@ -235,13 +234,13 @@ def test_a_checkpoint_later_than_a_version_that_only_the_lost_trainer_held_is_no
     with Rig(tmp_path, paths=(WIRE, STORAGE)) as rig:
         for base in range(4):
             rig.step(base)
-        eventually(lambda: all(rig.stored.has(version) for version in range(1, 5)))
+        eventually(lambda: {*range(1, 5)} <= set(rig.stored.versions))
         rig.stored.drop(2)
         rig.launcher.save(1, steps(1))
         rig.launcher.save(3, steps(3))
         rig.kill()
         rig.trainer.catch_up()
-        eventually(lambda: rig.stored.has(2))
+        eventually(lambda: 2 in rig.stored.versions)
         assert "the trainer is back at version 4: checkpoint 1, 3 steps made again" in rig.said[-1]
 
 
@@ -315,7 +314,7 @@ def mesh_of(tensor):
 
 @pytest.mark.parametrize("scheme", ["", "file://"])
 def test_stored_weights_come_back_on_another_mesh_and_only_when_whole(tmp_path, scheme):
-    stored = weights_at(f"{scheme}{tmp_path}")
+    stored = StoredWeights(f"{scheme}{tmp_path}")
     stored.clear()
     tree = {
         "embed": np.arange(24, dtype=np.float32).reshape(4, 6),
@@ -323,26 +322,23 @@ def test_stored_weights_come_back_on_another_mesh_and_only_when_whole(tmp_path, 
     }
     rows = jax.sharding.NamedSharding(sharding.make_mesh(jax.devices()[:4], 2, 2, 1), P("fsdp"))
     columns = jax.sharding.NamedSharding(mesh_of(2), P(None, "tensor"))
-    stored.write(3, slices.offered(jax.device_put(tree, rows)))
-    assert not stored.has(3)
+    stored.put(3, slices.offered(jax.device_put(tree, rows)))
+    assert stored.versions == ()
     like = {
         "embed": jax.ShapeDtypeStruct((4, 6), np.float32, sharding=columns),
         "layers": {"w": jax.ShapeDtypeStruct((2, 4, 4), jax.numpy.bfloat16, sharding=columns)},
     }
-    if not scheme:  # in a bucket it is the controller that tells nobody
-        with pytest.raises(ValueError):
-            stored.read(3, slices.wanted(like))
-    stored.finish(3)
-    assert stored.has(3)
+    stored.seal(3)
+    assert stored.versions == (3,)
     back = placed(
-        slices.received(like, stored.read(3, slices.wanted(like))),
+        stored.get(3, like),
         {"embed": columns, "layers": [{"w": jax.sharding.NamedSharding(mesh_of(2), P("tensor"))}] * 2},
     )
     jax.tree.map(np.testing.assert_array_equal, back, {**tree, "layers": [{"w": w} for w in tree["layers"]["w"]]})
     assert back["layers"][0]["w"].dtype == jax.numpy.bfloat16 and back["embed"].sharding == columns
     other = {"embed": jax.ShapeDtypeStruct((4, 6), jax.numpy.bfloat16, sharding=columns)}
     with pytest.raises(WireError, match=r"bfloat16\[4, 6\] is wanted, and is stored as float32\[4, 6\]"):
-        stored.read(3, slices.wanted(other))
+        stored.get(3, other)
     stored.drop(3)
-    assert not stored.has(3)
+    assert stored.versions == ()
     eventually(lambda: not Objects(f"file://{tmp_path}").keys("weights"))

@@ -3,15 +3,21 @@
 import threading
 import types
 
+import numpy as np
 import pytest
 
+from dora_jax.publish import Slices
 from dora_jax.runtime.cluster import messages
 from dora_jax.runtime.cluster.gang import GangDied
 from dora_jax.runtime.cluster.weight_publisher import WeightPublisher
+from dora_jax.runtime.durability.object_storage import Objects
 from dora_jax.runtime.transfer import weight_messages as ex
 from dora_jax.runtime.transfer.weight_distribution import STORAGE, WIRE
 from dora_jax.runtime.transfer.weight_storage import StoredWeights
 from tests.fakes.cluster import eventually
+
+WHOLE = ((0,), (2,))
+PART = Slices((2,), np.dtype(np.float32), (2,), {WHOLE: np.ones(2, np.float32)}, frozenset({WHOLE}))
 
 
 class Gang:
@@ -29,7 +35,7 @@ class Gang:
     def cast(self, what, then):
         if self.dead:
             raise GangDied("killed")
-        (self._stored.folder / f"v{what.version}.partial").mkdir(parents=True, exist_ok=True)
+        self._stored.put(what.version, {"w": PART})
         self.casts.append((what, then))
         self.call = call = types.SimpleNamespace(done=threading.Event())
         if self.swift:
@@ -50,7 +56,7 @@ class Gang:
 
 @pytest.fixture
 def rig(tmp_path):
-    stored = StoredWeights(tmp_path / "weights")
+    stored = StoredWeights(tmp_path)
     publisher = WeightPublisher(stored, (WIRE, STORAGE), [].append)
     trainer, replica = Gang("trainer", stored), Gang("rollout 0", stored)
     publisher.up(trainer), publisher.up(replica)
@@ -64,11 +70,12 @@ def publish(publisher, trainer, *versions):
         publisher.kept(trainer, version)
 
 
-def left(publisher):
-    return sorted(path.name for path in publisher.stored.folder.iterdir())
+def leaves(tmp_path, *names):
+    """What is in storage, once it has done what it was told."""
+    eventually(lambda: {key.split("/")[1] for key in Objects(str(tmp_path)).keys("weights")} == set(names))
 
 
-def test_a_slow_storage_passes_over_versions_that_nobody_wants_any_more(rig):
+def test_a_slow_storage_passes_over_versions_that_nobody_wants_any_more(rig, tmp_path):
     publisher, trainer, _ = rig
     publish(publisher, trainer, 1, 2, 3, 4)
     assert trainer.writes() == [1], "one at a time"
@@ -76,41 +83,45 @@ def test_a_slow_storage_passes_over_versions_that_nobody_wants_any_more(rig):
     trainer.written()
     assert trainer.writes() == [1, 4] and publisher.nowhere_else() == [4]
     trainer.written()
-    assert left(publisher) == ["v1", "v4"] and publisher.nowhere_else() == []
+    assert publisher.nowhere_else() == []
+    leaves(tmp_path, "v1", "v1.whole", "v4", "v4.whole")
 
 
-def test_a_version_that_is_dropped_while_it_is_written_leaves_nothing(rig):
+def test_a_version_that_is_dropped_while_it_is_written_leaves_nothing(rig, tmp_path):
     publisher, trainer, _ = rig
     publish(publisher, trainer, 1, 2)
     publisher.drop(1)
-    assert left(publisher) == ["v1.partial"], "its writer is still there"
+    leaves(tmp_path, "v1")  # its writer is still there
     trainer.written()
-    assert left(publisher) == ["v2.partial"]
+    leaves(tmp_path, "v2")
     publisher.drop(2)
     publisher.down(trainer)
-    assert left(publisher) == []
+    leaves(tmp_path)
 
 
-def test_a_storage_that_refuses_a_version_gets_the_next_one(rig):
+def test_a_storage_that_refuses_a_version_gets_the_next_one(rig, tmp_path):
     publisher, trainer, _ = rig
     publish(publisher, trainer, 1)
     trainer.call.done.set()  # without `then`
     publish(publisher, trainer, 2)
-    assert trainer.writes() == [1, 2] and left(publisher) == ["v2.partial"]
+    assert trainer.writes() == [1, 2]
+    leaves(tmp_path, "v2")
     trainer.written()
-    assert left(publisher) == ["v2"] and publisher.nowhere_else() == [1]
+    assert publisher.nowhere_else() == [1]
+    leaves(tmp_path, "v2", "v2.whole")
 
 
-def test_a_write_that_is_answered_at_once_is_not_taken_for_refused(rig):
+def test_a_write_that_is_answered_at_once_is_not_taken_for_refused(rig, tmp_path):
     publisher, trainer, _ = rig
     publish(publisher, trainer, 1, 2, 3)
     trainer.swift = True
     trainer.written()  # 1; then 2 at once, and 3 is begun
     publish(publisher, trainer, 4)
-    assert trainer.writes() == [1, 2, 3] and left(publisher) == ["v1", "v2", "v3.partial"]
+    assert trainer.writes() == [1, 2, 3]
+    leaves(tmp_path, "v1", "v1.whole", "v2", "v2.whole", "v3")
 
 
-def test_a_trainer_lost_over_a_write_leaves_it_to_the_next(rig):
+def test_a_trainer_lost_over_a_write_leaves_it_to_the_next(rig, tmp_path):
     publisher, trainer, _ = rig
     publish(publisher, trainer, 1)
     trainer.dead = True
@@ -121,7 +132,8 @@ def test_a_trainer_lost_over_a_write_leaves_it_to_the_next(rig):
     publisher.up(again)
     publish(publisher, again, *publisher.nowhere_else())
     again.written(), again.written()
-    assert again.writes() == [1, 2] and left(publisher) == ["v1", "v2"]
+    assert again.writes() == [1, 2]
+    leaves(tmp_path, "v1", "v1.whole", "v2", "v2.whole")
 
 
 def test_a_replica_lives_on_where_the_trainer_dies_over_its_first_version(rig):

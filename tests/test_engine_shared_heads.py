@@ -6,7 +6,7 @@ import pytest
 
 from dora_jax.models import sharding
 from dora_jax.ops import attention
-from dora_jax.publish import WeightStore
+from dora_jax.publish import DeviceWeights
 from dora_jax.rollout import device_calls
 from dora_jax.trainer import hlo
 from dora_jax.types import SampleId
@@ -24,7 +24,7 @@ def engine(request):
             patch.setattr(device_calls, "CHOOSERS", ("cpu",))
             patch.setattr(attention, "check_platform", lambda impl, platform: None)
         engine = new_engine(device=2, tensor=TENSOR, context_block=48, attention=request.param)
-        store = WeightStore()
+        store = DeviceWeights()
         trainers = sharding.make_mesh(jax.devices()[:2], 1, 1, 2)
         store.put(0, jax.device_put(params(), sharding.param_specs(CFG, trainers)))
         engine.load(0, store.get(0, engine.param_shardings))

@@ -15,12 +15,12 @@ from hypothesis import strategies as st
 
 from dora_jax.models import decoder, sharding
 from dora_jax.orchestrate.events import TimePassed
-from dora_jax.publish import offered_copy
+from dora_jax.publish import HostWeights, offered_copy
 from dora_jax.runtime.transfer import slices, weight_receiver
 from dora_jax.runtime.transfer import weight_messages as ex
 from dora_jax.runtime.transfer.transfer_manifest import Key
 from dora_jax.runtime.transfer.weight_distribution import STORAGE, WIRE, Publication
-from dora_jax.runtime.transfer.weight_receiver import Versions, WeightHost
+from dora_jax.runtime.transfer.weight_receiver import WeightHost
 from tests.fakes import trainer_cases as cases
 from tests.fakes.publication_world import LIKE, ONE, Net
 from tests.fakes.wire_peer import new_wire
@@ -345,8 +345,8 @@ def test_trained_weights_reach_replicas_in_their_layout_and_from_each_other():
     on = sharding.make_mesh(devices[:2], 1, 2, 1)
     params = jax.device_put(cases.params(), sharding.param_specs(cases.MODEL, on))
     copy = offered_copy("bfloat16", sharding.param_specs(cases.MODEL, on))(params)
-    trainer = Versions()
-    trainer.keep(3, slices.offered(copy))
+    trainer = HostWeights()
+    trainer.put(3, slices.offered(copy))
     worlds = {"trainer": [WeightHost(0, new_wire(), trainer)]}
     brain = Publication()
     facts = [ex.WorldUp(world="trainer", epoch=1, hosts=1, trainer=True), ex.Holds(world="trainer", epoch=1, version=3)]
@@ -354,7 +354,7 @@ def test_trained_weights_reach_replicas_in_their_layout_and_from_each_other():
     for i in range(3):
         shardings[f"r{i}"] = meshed(devices[2:4] if i == 0 else devices[4:8], 4 if i else 2)  # four share two KV heads
         like = weight_receiver.like(cases.MODEL, shardings[f"r{i}"], jnp.bfloat16)
-        worlds[f"r{i}"] = [WeightHost(0, new_wire(), Versions(), like)]
+        worlds[f"r{i}"] = [WeightHost(0, new_wire(), HostWeights(), like)]
         facts += [ex.WorldUp(world=f"r{i}", epoch=1, hosts=1), ex.Wanted(world=f"r{i}", version=3)]
     outcomes = carry(brain, worlds, *facts)
     assert outcomes == [ex.Loaded(world=f"r{i}", version=3) for i in range(3)]
@@ -367,11 +367,11 @@ def test_trained_weights_reach_replicas_in_their_layout_and_from_each_other():
 
 def test_a_replica_with_another_model_is_refused_and_the_version_stays_whole():
     one = sharding.make_mesh(jax.devices()[:1], 1, 1, 1)
-    store = Versions()
-    store.keep(0, slices.offered(jax.device_put(cases.params(), sharding.param_specs(cases.MODEL, one))))
+    store = HostWeights()
+    store.put(0, slices.offered(jax.device_put(cases.params(), sharding.param_specs(cases.MODEL, one))))
     smaller = dataclasses.replace(cases.MODEL, n_layers=1)
     like = weight_receiver.like(smaller, sharding.param_specs(smaller, one, "serving"), jnp.bfloat16)
-    worlds = {"trainer": [WeightHost(0, new_wire(), store)], "r0": [WeightHost(0, new_wire(), Versions(), like)]}
+    worlds = {"trainer": [WeightHost(0, new_wire(), store)], "r0": [WeightHost(0, new_wire(), HostWeights(), like)]}
     up = [
         ex.WorldUp(world="trainer", epoch=1, hosts=1),
         ex.Holds(world="trainer", epoch=1, version=0),
@@ -385,8 +385,8 @@ def test_a_replica_with_another_model_is_refused_and_the_version_stays_whole():
 
 def test_what_a_dead_receiver_never_took_is_let_go():
     x = {"w": jax.device_put(np.ones(4, np.float32), ONE)}
-    source = WeightHost(0, new_wire(), Versions())
-    source.weights.keep(1, slices.offered(x))
+    source = WeightHost(0, new_wire(), HostWeights())
+    source.weights.put(1, slices.offered(x))
     key = Key(epoch=1, version=1, receiver="r0", sequence=1)
     assert isinstance(source.execute(ex.Offer(world="t", key=key, wanted=(slices.wanted(x),))), ex.Offered)
     source.execute(ex.Release(world="t", key=key, hosts=1))

@@ -180,15 +180,16 @@ class TrainerSide:
         import jax
 
         from dora_jax.models import sharding
+        from dora_jax.publish import HostWeights
         from dora_jax.runtime import run
         from dora_jax.runtime.transfer.device_transfer import Wire
-        from dora_jax.runtime.transfer.weight_receiver import Versions, WeightHost
+        from dora_jax.runtime.transfer.weight_receiver import WeightHost
         from dora_jax.runtime.transfer.weight_storage import StoredWeights
 
         model, mesh = model_of(mib), sharding.make_mesh(jax.devices(), 1, FSDP, 1)
         self._like = run.publishing_inputs(model, mesh)
         self._copy = run.publishing_copy(_config(), model, mesh).lower(self._like).compile()
-        self._stored, self._kept = StoredWeights(Path(folder)), Versions()
+        self._stored, self._kept = StoredWeights(folder), HostWeights()
         self.host = WeightHost(0, Wire(*HERE), self._kept)
 
     def put(self, version: Version, write: bool) -> tuple[float, ...]:
@@ -209,10 +210,10 @@ class TrainerSide:
         del masters
         given = slices.offered(copy)
         jax.tree.map(Slices.bring_home, given)
-        self._kept.keep(version, given)
+        self._kept.put(version, given)
         home = time.perf_counter()
         if write:
-            self._stored.write(version, given)
+            self._stored.put(version, given)
         return copied - began, home - copied, time.perf_counter() - home
 
     def forget(self, version: Version) -> None:
@@ -226,15 +227,16 @@ class ReplicaSide:
         import jax
 
         from dora_jax.models import sharding
+        from dora_jax.publish import HostWeights
         from dora_jax.runtime import run
         from dora_jax.runtime.transfer.device_transfer import Wire
-        from dora_jax.runtime.transfer.weight_receiver import Versions, WeightHost, like
+        from dora_jax.runtime.transfer.weight_receiver import WeightHost, like
         from dora_jax.runtime.transfer.weight_storage import StoredWeights
 
         model, config = model_of(mib), _config()
         self._engine = run.engine_of(config, model, sharding.make_mesh(jax.devices(), 1, 1, TENSOR))
         wanted = like(model, self._engine.param_shardings, config.model.dtype)
-        self.host = WeightHost(0, Wire(*HERE), Versions(), wanted, StoredWeights(Path(folder)).read)
+        self.host = WeightHost(0, Wire(*HERE), HostWeights(), wanted, StoredWeights(folder))
 
     def put(self, version: Version, write: bool) -> tuple[float, ...]:
         """Seconds that the engine stands still for it, and that the devices take for as many bytes."""
@@ -293,7 +295,6 @@ class Cluster:
         copy_s, home_s, write_s = self.ask("trainer", Put(version=version, write=by_storage))
         began = time.perf_counter()
         if by_storage:
-            (self.folder / f"v{version}.partial").rename(self.folder / f"v{version}")
             self.brain.step(ex.Stored(version=version, there=True))
         else:
             self.brain.step(ex.Holds(world="trainer", epoch=1, version=version))

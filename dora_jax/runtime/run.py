@@ -29,7 +29,7 @@ from dora_jax.models.config import ModelConfig
 from dora_jax.models.hf_config import read_config
 from dora_jax.orchestrate.events import InstanceUp
 from dora_jax.orchestrate.modes import OrchestratorConfig
-from dora_jax.publish import WeightStore, offered_copy
+from dora_jax.publish import DeviceWeights, offered_copy
 from dora_jax.rollout.device_calls import Calls
 from dora_jax.rollout.engine import Engine, new_calls
 from dora_jax.runtime.coordinator import Coordinator
@@ -147,7 +147,7 @@ class LocalBackend:
     def __init__(self, parts: RunContext, notify: Callable[[str], None]):
         self._parts, self._notify = parts, notify
         self._plan = devices.plan(len(jax.devices()), parts.config)
-        self.weights = WeightStore(parts.config.model.dtype)
+        self.weights = DeviceWeights(parts.config.model.dtype)
 
     def trainer_side(self) -> TrainerSide:
         from dora_jax.trainer.checkpoint import Checkpoints

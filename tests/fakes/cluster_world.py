@@ -12,6 +12,7 @@ from dora_jax.orchestrate import events as ev
 from dora_jax.orchestrate.core import Orchestrator
 from dora_jax.orchestrate.loop import each, run
 from dora_jax.orchestrate.modes import OrchestratorConfig
+from dora_jax.publish import HostWeights
 from dora_jax.rollout.migrate import without_pages
 from dora_jax.runtime.cluster import messages
 from dora_jax.runtime.cluster.connection import Follower, Leader
@@ -34,7 +35,7 @@ from dora_jax.runtime.trainer_worker import TrainerWorker
 from dora_jax.runtime.transfer import weight_messages as ex
 from dora_jax.runtime.transfer.transfer_manifest import Key, Lent, Manifest
 from dora_jax.runtime.transfer.weight_distribution import STORAGE
-from dora_jax.runtime.transfer.weight_receiver import Versions, WeightHost
+from dora_jax.runtime.transfer.weight_receiver import WeightHost
 from dora_jax.runtime.transfer.weight_storage import StoredWeights
 from tests.fakes.cluster import LIMITS, FakeLauncher
 from tests.fakes.coordinator_world import (
@@ -78,7 +79,7 @@ class Wire:
         self._turns.put(turn)
 
 
-class Brought(Versions):
+class Brought(HostWeights):
     """Version v's weights are the number v."""
 
     def get(self, version, shardings):
@@ -127,7 +128,7 @@ class Oracles(FakeLauncher):
         engine = engines[host.began.rank] = SlowEngine(SECTION, length=self._length, version_in=int)
         engine.import_ = lambda parcel, then=engine.import_: (self.imported.append(parcel), then(parcel))
         led = [Wire(turns)] * (host.began.hosts - 1)
-        weights = WeightHost(host.began.rank, None, Brought(), {}, self._read)
+        weights = WeightHost(host.began.rank, None, Brought(), {}, self)
         role = RolloutRole(
             host.began,
             engine,
@@ -141,7 +142,8 @@ class Oracles(FakeLauncher):
         host.ready()
         role.run(host.inbox)
 
-    def _read(self, version, shardings):
+    def get(self, version, shardings):
+        """What storage gives; the weights that it stands for must be there."""
         self.weights.get(version, shardings)
         return {}
 
@@ -182,7 +184,7 @@ class World:
         self.roster, self.outbox, self.remotes = self.new_roster(), queue.SimpleQueue(), {}
         self.hub = GangListener("127.0.0.1", self.roster)
         self.publisher = WeightPublisher(
-            StoredWeights(self.folder.parent / "weights"), (STORAGE,), self.said.append, past=found is not None
+            StoredWeights(self.folder.parent), (STORAGE,), self.said.append, past=found is not None
         )
         self.weights = self.launcher.weights = Published(self.publisher)
         for i in range(self._instances):

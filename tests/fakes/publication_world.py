@@ -5,11 +5,12 @@ import typing
 import jax
 import numpy as np
 
+from dora_jax.publish import HostWeights
 from dora_jax.runtime.transfer import slices
 from dora_jax.runtime.transfer import weight_messages as ex
 from dora_jax.runtime.transfer.transfer_manifest import Manifest, WireError, check
 from dora_jax.runtime.transfer.weight_distribution import WIRE, Publication
-from dora_jax.runtime.transfer.weight_receiver import Versions, WeightHost
+from dora_jax.runtime.transfer.weight_receiver import WeightHost
 
 ONE = jax.sharding.SingleDeviceSharding(jax.devices()[0])
 LIKE = {"w": jax.ShapeDtypeStruct((2,), np.float32, sharding=ONE)}
@@ -44,9 +45,9 @@ class CountingWire:
 
 
 class World:
-    def __init__(self, name, epoch, hosts, read=None):
+    def __init__(self, name, epoch, hosts, stored=None):
         self.name, self.epoch = name, epoch
-        self.hosts = [WeightHost(h, CountingWire(h), Versions(), LIKE, read) for h in range(hosts)]
+        self.hosts = [WeightHost(h, CountingWire(h), HostWeights(), LIKE, stored) for h in range(hosts)]
 
     def up(self):
         return ex.WorldUp(world=self.name, epoch=self.epoch, hosts=len(self.hosts), trainer=self.name == "trainer")
@@ -70,13 +71,14 @@ class Net:
             self.start(name, 1, hosts)
 
     def start(self, name, epoch, hosts=2):
-        self.worlds[name] = World(name, epoch, hosts, self.read)
+        self.worlds[name] = World(name, epoch, hosts, self)
         self.tell(self.worlds[name].up())
 
-    def read(self, version, shards):
+    def get(self, version, like):
+        """What storage gives."""
         if version not in self.stored:
             raise OSError(f"version {version} is not there")
-        return slices.pieces(self.stored[version], shards)
+        return self.stored[version]
 
     def publish(self, version, store=False, wire=True):
         trainer = self.worlds["trainer"]
@@ -85,7 +87,7 @@ class Net:
             self.tell(ex.Stored(version=version, there=True))
         if wire:
             for host in trainer.hosts:
-                host.weights.keep(version, weights(version))
+                host.weights.put(version, weights(version))
             self.tell(ex.Holds(world="trainer", epoch=trainer.epoch, version=version))
 
     def want(self, name, version):
@@ -123,7 +125,7 @@ class Net:
         fact = host.execute(ex.CODEC.decode(ex.CODEC.encode(command)))
         for host in world.hosts:
             for version in host.weights.versions:
-                assert host.weights._weights[version]["w"].at(((0,), (2,))).tolist() == [version, version]
+                assert host.weights.get(version, None)["w"].at(((0,), (2,))).tolist() == [version, version]
         if fact is not None:
             self.messages.append(ex.CODEC.decode(ex.CODEC.encode(fact)))
 
@@ -137,7 +139,7 @@ class Net:
         epoch = self.worlds[name].epoch
         self.worlds[name].epoch = -epoch  # nothing reaches the dead
         self.worlds[name].hosts = [
-            WeightHost(h, CountingWire(h), Versions(), LIKE, self.read) for h in range(len(self.worlds[name].hosts))
+            WeightHost(h, CountingWire(h), HostWeights(), LIKE, self) for h in range(len(self.worlds[name].hosts))
         ]
         self.tell(ex.WorldDown(world=name, epoch=epoch))
         if rebuild:

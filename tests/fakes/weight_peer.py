@@ -41,14 +41,15 @@ def run(end, size, ip="127.0.0.1", space=None):
         enter(space)
     import jax
 
+    from dora_jax.publish import HostWeights
     from dora_jax.runtime.transfer import slices
-    from dora_jax.runtime.transfer.weight_receiver import Versions, WeightHost
+    from dora_jax.runtime.transfer.weight_receiver import WeightHost
     from tests.fakes.wire_peer import new_wire
 
     jax.config.update("jax_platforms", "cpu")
     one = jax.sharding.SingleDeviceSharding(jax.devices()[0])
     like = {name: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=one) for name, x in weights(0, size).items()}
-    host = WeightHost(0, new_wire(ip), Versions(), like)
+    host = WeightHost(0, new_wire(ip), HostWeights(), like)
     while True:
         try:
             item = CODEC.decode(end.recv_bytes())
@@ -56,7 +57,7 @@ def run(end, size, ip="127.0.0.1", space=None):
             return
         match item:
             case Put(version=version):
-                host.weights.keep(version, slices.offered(jax.device_put(weights(version, size), one)))
+                host.weights.put(version, slices.offered(jax.device_put(weights(version, size), one)))
                 answer = ex.Holds(world="trainer", epoch=1, version=version)
             case Look():
                 versions = host.weights.versions

@@ -34,7 +34,7 @@ from dora_jax.runtime.durability.journal_audit import reading
 from dora_jax.runtime.durability.object_storage import JOURNAL, REPLICAS, Objects, StoreError
 from dora_jax.runtime.run import RunContext, TrainerSide
 from dora_jax.runtime.transfer.weight_distribution import STORAGE, WIRE
-from dora_jax.runtime.transfer.weight_storage import weights_at
+from dora_jax.runtime.transfer.weight_storage import StoredWeights
 from dora_jax.types import InstanceId, Version
 
 LOOK_S = 1.0  # how often the file of the wanted replicas is read
@@ -51,7 +51,7 @@ class ClusterBackend:
         try:
             self._roster = RunRegistry(self._place, build_of([self._tree, dataclasses.asdict(config.cluster)]), notify)
             self._past = bool(self._roster.left) and self._roster.fits
-            self._steps, stored = steps_at(self._place, notify), weights_at(self._place)
+            self._steps, stored = steps_at(self._place, notify), StoredWeights(self._place)
             (stored.look if self._past else stored.clear)()
         except StoreError as error:
             raise ConfigError(f"workdir: {error}") from error

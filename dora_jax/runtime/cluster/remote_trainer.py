@@ -135,7 +135,7 @@ class RemoteTrainer:
 
     def _publish(self, gang: Gang, version: Version) -> None:
         """Unless it lies in storage already."""
-        if self._publisher.stored.has(version):
+        if version in self._publisher.stored.versions:
             return
         gang.call(messages.PublishWeights(version=version))
         self._publisher.kept(gang, version)
@@ -221,13 +221,20 @@ def digest_of(trainer: RemoteTrainer) -> int:
 
 
 class RemoteWeights:
-    """The weight store of a run whose weights never come here."""
+    """`WeightStore` of the controller, to which weights never come: the trainer's processes hold them for the instances."""
 
     def __init__(self, publisher: WeightPublisher):
         self._publisher = publisher
 
-    def put(self, version: Version, params: RemoteTrainer) -> None:
-        params.publish(version)
+    @property
+    def versions(self) -> tuple[Version, ...]:
+        return self._publisher.versions
+
+    def put(self, version: Version, weights: RemoteTrainer) -> None:
+        weights.publish(version)
+
+    def get(self, version: Version, shardings: Any) -> Any:
+        raise KeyError(f"version {version} is in the trainer's processes, not in the controller's")
 
     def drop(self, version: Version) -> None:
         self._publisher.drop(version)

@@ -1,4 +1,4 @@
-"""Versions from the trainer's gang to the others: what `publication.Publication` decides, carried out over links.
+"""Versions from the trainer's gang to the others: what `weight_distribution.Publication` decides, carried out over links.
 
     trainer's gang: Publish, Write -> Holds, Stored      an instance: `want` -> Wanted ... Loaded -> `then`
 
@@ -106,13 +106,19 @@ class WeightPublisher:
         with self._lock:
             self._live.add(version)
             self.tell(ex.Due(version=version, due=True))
-            if self.stored.has(version):  # from before
+            if version in self.stored.versions:  # from before
                 self.tell(ex.Stored(version=version, there=True))
+
+    @property
+    def versions(self) -> tuple[Version, ...]:
+        """The versions that are published and not dropped."""
+        with self._lock:
+            return tuple(sorted(self._live))
 
     def nowhere_else(self) -> list[Version]:
         """Live, and only the trainer's gang is sure to have it."""
         with self._lock:
-            return sorted(version for version in self._live if not self.stored.has(version))
+            return sorted(version for version in self._live if version not in self.stored.versions)
 
     def kept(self, gang: Gang, version: Version) -> None:
         """Every process of the trainer keeps its part: on return others can have it."""
@@ -160,7 +166,8 @@ class WeightPublisher:
 
     def _write_next(self, gang: Gang) -> None:
         with self._lock:
-            self._unwritten = [version for version in self._unwritten if version in self._live]
+            wanted = self._live.difference(self.stored.versions)
+            self._unwritten = [version for version in self._unwritten if version in wanted]
             refused = self._writing if self._write is not None and self._write.done.is_set() else None
             if (self._writing is not None and refused is None) or not self._unwritten:
                 return
@@ -188,7 +195,7 @@ class WeightPublisher:
             self._writing = None
             wanted = version in self._live
             if wanted:
-                self.stored.finish(version)
+                self.stored.seal(version)
                 self.tell(ex.Stored(version=version, there=True))
         if not wanted:
             self.stored.drop(version)

@@ -20,7 +20,7 @@ from dora_jax import devices
 from dora_jax.config import Config, ConfigError
 from dora_jax.digest import digest
 from dora_jax.models import hf, sharding
-from dora_jax.publish import Slices
+from dora_jax.publish import HostWeights, Slices
 from dora_jax.rollout.migrate import holders_alike
 from dora_jax.runtime import run as build
 from dora_jax.runtime.cluster import messages
@@ -41,8 +41,8 @@ from dora_jax.runtime.transfer import slices
 from dora_jax.runtime.transfer.device_transfer import Wire
 from dora_jax.runtime.transfer.kv_transfer import layout_of
 from dora_jax.runtime.transfer.weight_messages import Abort, Commit, Offer, Propose, Pull, Read, Release
-from dora_jax.runtime.transfer.weight_receiver import Versions, WeightHost, like
-from dora_jax.runtime.transfer.weight_storage import weights_at
+from dora_jax.runtime.transfer.weight_receiver import WeightHost, like
+from dora_jax.runtime.transfer.weight_storage import StoredWeights
 from dora_jax.tokenizer import Tokenizer
 from dora_jax.trainer.checkpoint import Checkpoints
 from dora_jax.types import ScoredGroup, Version
@@ -62,7 +62,7 @@ class TrainerRole:
         self._gap = MismatchProbe(build.prober(config, self._trainer) if config.orchestrator.mode != "sync" else None)
         self._newest: tuple[Version, Any] | None = None  # published last, on the trainer's shards, for the gap
         self._copy = build.publishing_copy(config, hf.read_config(config.model.path), mesh)
-        self._stored, self._kept = weights_at(begin.workdir), Versions()
+        self._stored, self._kept = StoredWeights(begin.workdir), HostWeights()
         wire = Wire(link.own_ip, link.token) if config.cluster.wire == "transfer" else None
         self._courier = TransferThreads(WeightHost(begin.rank, wire, self._kept), link, self._write)
         self._checkpoints: Checkpoints | None = None  # opened by the first save: nothing else writes there by then
@@ -171,11 +171,11 @@ class TrainerRole:
         copy = jax.block_until_ready(self._copy(self._trainer.params))
         self._newest = (version, copy) if self._gap.wanted else None
         given = slices.offered(copy)
-        self._kept.keep(version, given)
+        self._kept.put(version, given)
         self._courier.soon(functools.partial(jax.tree.map, Slices.bring_home, given))
 
     def _write(self, version: Version) -> None:
-        self._stored.write(version, self._kept.get(version, None))
+        self._stored.put(version, self._kept.get(version, None))
         if self._config.cluster.wire == "storage":
             self._kept.drop(version)
 
@@ -205,10 +205,10 @@ def open_rollout(
     model = hf.read_config(config.model.path)
     engine = build.new_engine(config, Tokenizer.load(config.model.path), model, mesh)
     engine.warmup()
-    stored, versions = weights_at(begin.workdir), Versions()
+    stored, versions = StoredWeights(begin.workdir), HostWeights()
     wire = Wire(link.own_ip, link.token) if config.cluster.wire == "transfer" else None
     wanted = like(model, engine.param_shardings, config.model.dtype)
-    weights = WeightHost(begin.rank, wire, versions, wanted, stored.read)
+    weights = WeightHost(begin.rank, wire, versions, wanted, stored)
     porter = KVEndpoint(begin.instance, begin.rank, wire and Wire(link.own_ip, link.token), layout_of(engine.page()[0]))
     return RolloutRole(
         begin,

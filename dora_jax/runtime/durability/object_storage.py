@@ -100,9 +100,12 @@ def url_of(workdir: Path) -> str | None:
 
 
 def opened(url: str) -> tensorstore.KvStore:
+    """The store at a URL, or in a local folder. ConfigError: it cannot be opened."""
     context = tensorstore.Context({"gcs_request_retries": RETRIES, "s3_request_retries": RETRIES})
+    local = {"driver": "file", "path": os.path.abspath(url) + "/"}
     try:
-        return tensorstore.KvStore.open(url.rstrip("/") + "/", context=context).result(timeout=ANSWER_S)
+        spec = url.rstrip("/") + "/" if "://" in url else local
+        return tensorstore.KvStore.open(spec, context=context).result(timeout=ANSWER_S)
     except (ValueError, OSError) as error:
         raise ConfigError(f"workdir: {url} cannot be opened: {_line(error)}") from error
 
@@ -200,11 +203,15 @@ class StoreError(OSError, Stop):
 
 
 class Objects:
-    """What is under a URL, whole objects by name; all of it may raise StoreError."""
+    """What is under a URL, or in a local folder: whole objects by name. All of it may raise StoreError."""
 
     def __init__(self, url: str):
         self.url = url.rstrip("/")
         self._store = opened(url)
+
+    def spec(self, folder: str) -> dict[str, Any]:
+        """What tensorstore opens this folder by."""
+        return (self._store / folder).spec().to_json()
 
     def __iter__(self) -> Iterator[str]:
         return iter(self.keys())
@@ -224,6 +231,8 @@ class Objects:
 
     def drop_folder(self, folder: str) -> None:
         self._done(self._store.delete_range(_within(folder)))
+        if "://" not in self.url:  # tensorstore leaves the folder itself, empty
+            shutil.rmtree(Path(self.url) / folder, ignore_errors=True)
 
     def _done(self, asked: tensorstore.Future) -> Any:
         try:

@@ -1,91 +1,61 @@
-"""Stage 6, publish, between worlds: one process's part in it, on the trainer's side and on a replica's.
+"""Stage 6, publish, between worlds: the part of one process, of the trainer or of a replica.
 
     Propose -> Accepted   Offer -> Offered   Pull | Read -> Staged   Commit -> Committed   Abort, Release -> nothing
 
-Consumes the commands of `publication.Publication`, produces its facts; what comes waits in host memory until an engine
-takes it. Laws: what is staged is seen by nobody before
-its commit, and then whole; a process takes part in one transfer at a time, the newest: what belongs to an older one is
-refused, and what was done already is said again, so that commands may come twice, late and in any order.
+Consumes the commands of `weight_distribution.Publication`, produces its facts; what arrives waits in host memory until
+an engine takes it. Laws: what is staged becomes visible at its commit, all at once; a process receives one version at a
+time: a command of an older transfer is refused, and a command that was carried out already is answered again, so that
+commands may come twice, late and in any order.
 """
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable
 
 import jax
-import numpy as np
 
 from dora_jax.models import decoder, sharding
 from dora_jax.models.config import ModelConfig
-from dora_jax.publish import placed
+from dora_jax.publish import HostWeights, Tree
+from dora_jax.runtime.seams import WeightStore
 from dora_jax.runtime.transfer import slices
 from dora_jax.runtime.transfer import weight_messages as ex
 from dora_jax.runtime.transfer.device_transfer import Wire
-from dora_jax.runtime.transfer.transfer_manifest import Key, Shard, WireError, words
+from dora_jax.runtime.transfer.transfer_manifest import Key, WireError, words
 from dora_jax.types import Version
 
 
-class Versions:
-    """What a replica has received: get and drop of `publish.WeightStore`, for an EngineWorker in this process."""
-
-    def __init__(self) -> None:
-        self._weights: dict[Version, Any] = {}
-        self._lock = threading.Lock()
-
-    @property
-    def versions(self) -> tuple[Version, ...]:
-        with self._lock:
-            return tuple(sorted(self._weights))
-
-    def keep(self, version: Version, slices: Any) -> None:
-        """`slices`: tree of `publish.Slices`, in host memory or on its way there."""
-        with self._lock:
-            self._weights[version] = slices
-
-    def get(self, version: Version, shardings: Any) -> Any:
-        """The serving layout on these shardings; None: the slices."""
-        with self._lock:
-            if version not in self._weights:
-                raise KeyError(f"version {version} has not been committed here: there are {sorted(self._weights)}")
-            weights = self._weights[version]
-        return weights if shardings is None else jax.block_until_ready(placed(weights, shardings))
-
-    def drop(self, version: Version) -> None:
-        with self._lock:
-            self._weights.pop(version, None)
-
-
 class WeightHost:
-    """`host`: this process's number in its world. `wire` None: storage alone. `weights`: what it serves and keeps.
-    `like`: what it is to be sent, as stacked ShapeDtypeStructs with shardings; None: it only serves.
-    `read(version, shards)`: from storage. Any thread may call it."""
+    """`host`: this process's number in its world. `wire` None: storage alone. `weights`: the versions that it serves and
+    keeps. `like`: the weights that it needs, as stacked ShapeDtypeStructs with shardings; None: it only serves.
+    `stored`: where `Read` reads from. Any thread may call it."""
 
     def __init__(
         self,
         host: int,
         wire: Wire | None,
-        weights: Versions,
-        like: Any = None,
-        read: Callable[[Version, Sequence[Shard]], Mapping[Shard, np.ndarray]] | None = None,
+        weights: HostWeights,
+        like: Tree | None = None,
+        stored: WeightStore | None = None,
     ):
         self.weights = weights
         self._host = host
         self._wire = wire
         self._like = like
         self._wanted = slices.wanted(like) if like is not None else ()
-        self._read = read
+        self._stored = stored
         self._offers: dict[Key, ex.Offered] = {}
         self._released: dict[str, int] = {}  # receiver -> the newest transfer whose offer is over
         self._newest: Key | None = None  # of the transfers that were proposed or aborted here
         self._phase: type | None = None  # what was answered to it last; None: it was aborted
         self._brought: Key | None = None  # the last transfer that was pulled or read, or is being
-        self._staged: Any = None
+        self._staged: Tree | None = None
         self._lock = threading.Lock()
 
     def execute(self, command: ex.Command) -> ex.Fact | None:
-        """What is to be answered. Pull and Read take their time; an Abort that comes meanwhile ends their effect."""
+        """Returns the answer; None: there is none. Pull and Read take their time; an Abort that comes meanwhile ends their
+        effect."""
         try:
             match command:
                 case ex.Propose(key=key):
@@ -95,20 +65,21 @@ class WeightHost:
                 case ex.Pull(key=key):
                     return self._stage(key, lambda: self._pull(command))
                 case ex.Read(key=key):
-                    return self._stage(key, lambda: self._read_stored(key))
+                    return self._stage(key, lambda: self._read(key))
                 case ex.Commit(key=key):
                     return self._commit(key)
                 case ex.Abort(key=key):
-                    return self._abort(key)
+                    self._abort(key)
                 case ex.Release():
-                    return self._release(command)
-        # what may go wrong with one transfer, and with it alone
+                    self._release(command)
+            return None
+        # the failures of one transfer, which concern no other
         except (WireError, OSError, KeyError, ValueError, jax.errors.JaxRuntimeError) as error:
             reason = " ".join(str(error).split())
             return ex.TransferFailed(key=command.key, host=self._host, reason=f"process {self._host}: {reason}")
 
     def settle(self) -> tuple[Version, ...]:
-        """Ends all that is under way, for nobody will ask for it any more; the versions that are held."""
+        """Ends every transfer under way: the controller that asked for them is gone. Returns the versions that are held."""
         for offered in tuple(self._offers.values()):
             self._release(ex.Release(world="", key=offered.key, hosts=len(offered.manifests)))
         with self._lock:
@@ -121,11 +92,11 @@ class WeightHost:
         key = offer.key
         with self._lock:
             if key.sequence <= self._released.get(key.receiver, 0):
-                return None  # it came late: nobody waits for it
+                return None  # the command came late: its transfer is over
             if key not in self._offers:
                 weights = self.weights.get(key.version, None)
                 manifests = [
-                    self._wire.give(_of_host(key, host), slices.pieces(weights, shards))
+                    self._wire_for(key).give(_of_host(key, host), slices.pieces(weights, shards))
                     for host, shards in enumerate(offer.wanted)
                 ]
                 self._offers[key] = ex.Offered(key=key, host=self._host, manifests=tuple(manifests))
@@ -137,7 +108,12 @@ class WeightHost:
             self._released[key.receiver] = max(key.sequence, self._released.get(key.receiver, 0))
             self._offers.pop(key, None)
             for host in range(release.hosts):
-                self._wire.release(_of_host(key, host))
+                self._wire_for(key).release(_of_host(key, host))
+
+    def _wire_for(self, key: Key) -> Wire:
+        if self._wire is None:
+            raise WireError(f"{words(key)} is to go over the wire, and this process has none")
+        return self._wire
 
     # ------------------------------------------------------- as a receiver
 
@@ -150,13 +126,13 @@ class WeightHost:
             self._check(key)
         return ex.Accepted(key=key, host=self._host, shards=self._wanted)
 
-    def _stage(self, key: Key, bring: Callable[[], Any]) -> ex.Staged | None:
+    def _stage(self, key: Key, bring: Callable[[], Tree]) -> ex.Staged | None:
         with self._lock:
             self._check(key)
             if self._phase is not ex.Accepted:
                 return ex.Staged(key=key, host=self._host)
             if self._brought == key:
-                return None  # asked twice: the first call answers
+                return None  # the command came twice: the first call answers
             self._brought = key
         tree = bring()
         with self._lock:
@@ -164,13 +140,15 @@ class WeightHost:
             self._phase, self._staged = ex.Staged, tree
         return ex.Staged(key=key, host=self._host)
 
-    def _pull(self, pull: ex.Pull) -> Any:
+    def _pull(self, pull: ex.Pull) -> Tree:
         key = _of_host(pull.key, self._host)
-        got = self._wire.take(pull.manifests[self._host], self._wanted, key, pull.timeout_s)
+        got = self._wire_for(pull.key).take(pull.manifests[self._host], self._wanted, key, pull.timeout_s)
         return slices.received(self._like, got)
 
-    def _read_stored(self, key: Key) -> Any:
-        return slices.received(self._like, self._read(key.version, self._wanted))
+    def _read(self, key: Key) -> Tree:
+        if self._stored is None:
+            raise WireError(f"{words(key)} is to be read from storage, and this process has none")
+        return self._stored.get(key.version, self._like)
 
     def _commit(self, key: Key) -> ex.Committed:
         with self._lock:
@@ -178,7 +156,7 @@ class WeightHost:
             if self._phase is ex.Accepted:
                 raise WireError(f"{words(key)} is to be committed and is not staged")
             if self._phase is ex.Staged:
-                self.weights.keep(key.version, self._staged)
+                self.weights.put(key.version, self._staged)
                 self._phase, self._staged = ex.Committed, None
         return ex.Committed(key=key, host=self._host)
 
@@ -195,8 +173,9 @@ class WeightHost:
         return WireError(f"{words(key)} is over here, or has not begun")
 
 
-def like(cfg: ModelConfig, shardings: Any, dtype: Any) -> Any:
-    """What an engine with these shardings is to be sent: the trainer's tensors, split as the engine's are."""
+def like(cfg: ModelConfig, shardings: Tree, dtype: str) -> Tree:
+    """The weights that an engine with these shardings needs, as ShapeDtypeStructs: the trainer's stacked tensors, split
+    as the engine's are."""
     return jax.tree.map(
         lambda x, s: jax.ShapeDtypeStruct(x.shape, dtype, sharding=s),
         decoder.abstract_params(cfg),
@@ -208,5 +187,5 @@ def like(cfg: ModelConfig, shardings: Any, dtype: Any) -> Any:
 
 
 def _of_host(key: Key, host: int) -> Key:
-    """The wire's key for one process of the receiver."""
+    """The key under which the wire carries the part of one process of the receiver."""
     return Key(epoch=key.epoch, version=key.version, receiver=f"{key.receiver}/{host}", sequence=key.sequence)

@@ -1,171 +1,123 @@
-"""Weights by storage: versions that trainer and instances share. The durable path, and the late joiner's.
+"""Weights in storage that trainer and instances share. A late joiner finds them there, and so does the next controller.
 
-    write (every process of the trainer: what it gives) -> finish (the controller) -> read (a receiver: what it wants)
+    put (every process of the trainer: its slices) -> seal (the controller) -> get (a receiver: what its devices need)
 
-Consumes the slices of a version (`runtime.transfer.slices`), a chunk for each shard of the trainer's; produces any others. In a folder a version is v7, and
-v7.partial until it is finished; in a bucket, where nothing is renamed, it is whole when the controller says so, and
-nobody reads before; v7.whole says it to the next controller. Laws: what is finished is whole, and never written again;
-a process writes what it gives and nothing else, so that all write about as much, and reads what it wants, each
-chunk once.
+Consumes the slices of a version (slices.py), a chunk for each shard of the trainer; produces any other slices. The
+objects of version 7 are weights/v7/..., in a folder as in a bucket; weights/v7.whole tells the next controller that the
+version is complete. Laws: a version that is sealed is whole, and is never written again; no process reads a version
+before the controller has sealed it; a process writes its own slices and nothing else, so that all write about as much;
+a process reads each chunk that it needs once.
 """
 
 from __future__ import annotations
 
 import contextlib
 import queue
-import shutil
 import threading
 from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import jax
 import numpy as np
 import tensorstore as ts
 
-from dora_jax.publish import Box, Slices, within
+from dora_jax.publish import Box, Slices, Tree, within
 from dora_jax.runtime.durability.object_storage import RETRIES, WEIGHTS, Objects, StoreError, side_by_side
+from dora_jax.runtime.transfer import slices
 from dora_jax.runtime.transfer.transfer_manifest import Shard, refused
 from dora_jax.types import Version
 
-# A version is remade from checkpoint and journal where the machine fails, so it need not survive that: no fsync.
+# A version is made again from checkpoint and journal where the machine fails, so it need not survive that: no fsync.
 CONTEXT = ts.Context({"file_io_sync": False, "gcs_request_retries": RETRIES, "s3_request_retries": RETRIES})
-
-
-class Stored(Protocol):
-    """StoreError: the storage did not do it."""
-
-    def clear(self) -> None:
-        """At the start of a run: what an earlier one left is made again."""
-
-    def look(self) -> None:
-        """In place of `clear`, where an earlier controller's weights are used: what of them is whole."""
-
-    def keep_only(self, versions: Collection[Version]) -> None:
-        """Drops all others; of these some may be being written."""
-
-    def has(self, version: Version) -> bool: ...
-
-    def write(self, version: Version, slices: Any) -> None:
-        """What this process gives of it."""
-
-    def finish(self, version: Version) -> None:
-        """All parts are there: from now on the version can be read."""
-
-    def read(self, version: Version, shards: Sequence[Shard]) -> dict[Shard, np.ndarray]:
-        """These parts of it; WireError where the version has no such tensors."""
-
-    def drop(self, version: Version) -> None: ...
-
-
-def weights_at(place: str) -> Stored:
-    """`place`: a workdir, which may be a URL."""
-    return BucketWeights(place) if "://" in place else StoredWeights(Path(place) / WEIGHTS)
+WHOLE = ".whole"  # the suffix of an empty object beside a version that is sealed
 
 
 class StoredWeights:
-    """In a folder that all processes see."""
+    """`WeightStore` in a workdir, which may be a URL. Every process has one; only the controller's knows which versions
+    are whole. The controller waits for the storage in `clear` and `look` alone: `put` and `get` are for the gangs. All
+    of it may raise StoreError: the storage did not do it."""
 
-    def __init__(self, folder: Path):
-        self.folder = folder.absolute()
+    def __init__(self, place: str | Path):
+        self._store = Objects(str(place))
+        self._sealed: set[Version] = set()
+        self._later: queue.SimpleQueue[Callable[[], None]] | None = None
+        if "://" in self._store.url:
+            self._later = queue.SimpleQueue()
+            threading.Thread(target=self._run, args=(self._later,), name="stored weights", daemon=True).start()
 
-    def clear(self) -> None:
-        shutil.rmtree(self.folder, ignore_errors=True)
-        self.folder.mkdir(parents=True)
-
-    def look(self) -> None:
-        self.folder.mkdir(parents=True, exist_ok=True)
-
-    def keep_only(self, versions: Collection[Version]) -> None:
-        kept = {path for version in versions for path in (self._whole(version), self._partial(version))}
-        for path in [path for path in self.folder.iterdir() if path not in kept]:
-            shutil.rmtree(path)
-
-    def has(self, version: Version) -> bool:
-        return self._whole(version).exists()
-
-    def write(self, version: Version, slices: Any) -> None:
-        _write(_folder(self._partial(version)), slices)
-
-    def finish(self, version: Version) -> None:
-        if self.has(version):  # a second trainer wrote it again
-            shutil.rmtree(self._partial(version))
-        else:
-            self._partial(version).rename(self._whole(version))
-
-    def read(self, version: Version, shards: Sequence[Shard]) -> dict[Shard, np.ndarray]:
-        return _read(_folder(self._whole(version)), shards)
-
-    def drop(self, version: Version) -> None:
-        for path in (self._whole(version), self._partial(version)):
-            shutil.rmtree(path, ignore_errors=True)
-
-    def _whole(self, version: Version) -> Path:
-        return self.folder / f"v{version}"
-
-    def _partial(self, version: Version) -> Path:
-        return self.folder / f"v{version}.partial"
-
-
-class BucketWeights:
-    """In a bucket. The controller never waits for it but in `clear`: `write` and `read` are the gangs'."""
-
-    def __init__(self, url: str):
-        self._store = Objects(url)
-        self._whole: set[Version] = set()
-        self._later: queue.SimpleQueue[Callable[[], Any]] = queue.SimpleQueue()
-        threading.Thread(target=self._run, name="bucket", daemon=True).start()
+    @property
+    def versions(self) -> tuple[Version, ...]:
+        return tuple(sorted(self._sealed))
 
     def clear(self) -> None:
-        self._whole.clear()
+        """At the start of a run that uses nothing of an earlier one: deletes all versions."""
+        self._sealed.clear()
         self._store.drop_folder(WEIGHTS)
 
     def look(self) -> None:
-        self._whole = {version for version, name in self._there() if name.endswith(WHOLE)}
+        """At the start of a run that takes over the gangs of an earlier controller: finds the versions that are whole."""
+        self._sealed = {version for version, name in self._listed() if name.endswith(WHOLE)}
 
     def keep_only(self, versions: Collection[Version]) -> None:
-        for version in {version for version, _ in self._there()}.difference(versions):
+        """Drops all other versions. Those that are kept need not be whole."""
+        for version in {version for version, _ in self._listed()}.difference(versions):
             self.drop(version)
 
-    def has(self, version: Version) -> bool:
-        return version in self._whole
+    def put(self, version: Version, weights: Tree) -> None:
+        """weights: the Slices that this process gives."""
+        _write(self._place(version), weights)
 
-    def write(self, version: Version, slices: Any) -> None:
-        _write(self._at(version), slices)
+    def seal(self, version: Version) -> None:
+        """Every process of the trainer has put its slices: the version is whole from now on."""
+        self._sealed.add(version)
+        self._soon(lambda: self._store.put(_key(version) + WHOLE, b""))
 
-    def finish(self, version: Version) -> None:
-        self._whole.add(version)
-        self._later.put(lambda: self._store.put(_key(version) + WHOLE, b""))  # for a controller that comes anew
-
-    def read(self, version: Version, shards: Sequence[Shard]) -> dict[Shard, np.ndarray]:
-        return _read(self._at(version), shards)
+    def get(self, version: Version, shardings: Tree | None) -> Tree:
+        """The Slices that this process's devices need. shardings: stacked ShapeDtypeStructs with shardings. WireError:
+        the version has no such tensors."""
+        return slices.received(shardings, _read(self._place(version), slices.wanted(shardings)))
 
     def drop(self, version: Version) -> None:
-        self._whole.discard(version)
-        self._later.put(lambda: (self._store.drop(_key(version) + WHOLE), self._store.drop_folder(_key(version))))
+        def drop() -> None:
+            self._store.drop(_key(version) + WHOLE)
+            self._store.drop_folder(_key(version))
 
-    def _there(self) -> list[tuple[Version, str]]:
+        self._sealed.discard(version)
+        self._soon(drop)
+
+    # ------------------------------------------------------------ private
+
+    def _listed(self) -> list[tuple[Version, str]]:
         """(version, the name of an object of it)"""
         names = [key.removeprefix(f"{WEIGHTS}/v") for key in self._store.keys(WEIGHTS)]
         return [(int(name.split("/")[0].removesuffix(WHOLE)), name) for name in names]
 
-    def _run(self) -> None:
-        """In order: what was dropped after it was finished leaves no word that it is whole."""
+    def _soon(self, work: Callable[[], None]) -> None:
+        """Now in a folder; in a bucket on another thread, because the caller must not wait for it."""
+        if self._later is None:
+            work()
+        else:
+            self._later.put(work)
+
+    def _run(self, later: queue.SimpleQueue[Callable[[], None]]) -> None:
+        """In order, so that a version that was dropped after it was sealed leaves no object that calls it whole."""
         while True:
-            with contextlib.suppress(StoreError):  # what is left over, the next `clear` deletes
-                self._later.get()()
+            with contextlib.suppress(StoreError):  # `clear` of the next run deletes what is left over
+                later.get()()
 
-    def _at(self, version: Version) -> Place:
-        return lambda name: f"{self._store.url}/{_key(version)}/{name}/"
+    def _place(self, version: Version) -> Place:
+        return lambda name: self._store.spec(f"{_key(version)}/{name}/")
 
 
-def name_of(path: Any) -> str:
-    """Of an array in a tree, as Orbax names it too."""
+def name_of(path: jax.tree_util.KeyPath) -> str:
+    """The name of an array in a tree, as Orbax has it: "layers.q_proj"."""
     return jax.tree_util.keystr(path, simple=True, separator=".")
 
 
-def read_arrays(spec_of: Callable[[str], dict[str, Any]], shardings: Any) -> Any:
-    """Of each stored array, what this process's devices hold."""
+def read_arrays(spec_of: Callable[[str], dict[str, Any]], shardings: Tree) -> Tree:
+    """The stored arrays on these shardings; this process reads what its devices hold. spec_of(name of an array): its
+    tensorstore spec."""
     leaves = {name_of(path): sharding for path, sharding in jax.tree_util.tree_leaves_with_path(shardings)}
 
     def load(name: str) -> jax.Array:
@@ -178,20 +130,15 @@ def read_arrays(spec_of: Callable[[str], dict[str, Any]], shardings: Any) -> Any
 
 # ---------------------------------------------------------------- private
 
-WHOLE = ".whole"  # an empty object behind a version that is finished
-Place = Callable[[str], Any]  # name of an array -> where it lies, as tensorstore is told
+Place = Callable[[str], dict[str, Any]]  # the name of an array -> the spec of its key-value store
 
 
 def _key(version: Version) -> str:
     return f"{WEIGHTS}/v{version}"
 
 
-def _folder(folder: Path) -> Place:
-    return lambda name: {"driver": "file", "path": f"{folder / name}/"}
-
-
-def _write(place: Place, slices: Any) -> None:
-    leaves = jax.tree_util.tree_leaves_with_path(slices)
+def _write(place: Place, weights: Tree) -> None:
+    leaves = jax.tree_util.tree_leaves_with_path(weights)
     try:
         stores = [_create(place(name_of(path)), leaf) for path, leaf in leaves]
         writes = [
@@ -219,8 +166,8 @@ def _read(place: Place, shards: Sequence[Shard]) -> dict[Shard, np.ndarray]:
     return {shard: array for part in loaded for shard, array in part.items()}
 
 
-def _create(kvstore: Any, leaf: Slices) -> ts.Future:
-    """A chunk is what one device of the trainer holds."""
+def _create(kvstore: dict[str, Any], leaf: Slices) -> ts.Future:
+    """The array in storage. A chunk is what one device of the trainer holds."""
     metadata = {
         "shape": leaf.shape,
         "data_type": leaf.dtype.name,
