@@ -31,6 +31,7 @@ from dora_jax.runtime.metrics_log import RunLog
 from dora_jax.runtime.recorder import instrument
 from dora_jax.runtime.run import LocalBackend, RunContext, TrainerSide
 from dora_jax.runtime.shutdown import STAGE_END_S, Guard, GuardedWorld
+from dora_jax.runtime.timeline import Timeline
 from dora_jax.tasks.pool import ScorerPool
 from dora_jax.tasks.trial import try_rewards
 from dora_jax.tokenizer import Tokenizer
@@ -302,15 +303,18 @@ def _run(
         max_failed_share=config.task.max_failed_share,
         evaluations=writer.evaluations,
     )
-    world.listen(log.record)
+    timeline = Timeline(parts.workdir, writer.note)
+    for listener in (log.record, timeline.record):
+        world.listen(listener)
     durable = backing and backing.behind(world)
     guard.diagnose = lambda: f"{orchestrator.summary()['waits']}; {world.diagnosis()}"
     observers = [
         *([recorder] if recorder else []),
         each(log.event),
+        each(timeline.event),
         *([CheckpointSaver(backing, durable, log)] if backing else []),
     ]
-    with _ending(durable, world, body, log, recorder, guard):
+    with contextlib.closing(timeline), _ending(durable, world, body, log, recorder, guard):
         writer.phase("all", "compiling")
         ups = body.ready(instances, worker)
         writer.phase("all", "")

@@ -6,6 +6,7 @@ Consumes the payload records that `Coordinator` tells and the events of the loop
 from __future__ import annotations
 
 import collections
+import json
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -24,7 +25,7 @@ from dora_jax.tasks.identity import shorten
 from dora_jax.tasks.pool import GroupFailure
 from dora_jax.tasks.prompts import PromptTooLong
 from dora_jax.tasks.solved import Solved
-from dora_jax.types import GroupId, SampleId, ScoredGroup, Version, is_eval
+from dora_jax.types import GroupId, Sample, SampleId, ScoredGroup, Version, is_eval
 
 MIN_GROUPS_FOR_FAILED_SHARE = 100  # below this one failure says nothing about a share
 MIN_GROUPS_ALL_FAILED = 10  # nothing was scored so far: a hanging reward takes minutes for each of these
@@ -168,6 +169,7 @@ class RunLog:
         self._prompt_of = prompt_of
         self._steps = steps
         self._trajectories = PatientFile(workdir / "trajectories.txt", writer.note)
+        self._samples = PatientFile(workdir / "samples.jsonl", writer.note)
         self._overlap = VersionOverlap()
         self._idle = IdleReport(orchestrator.waiting)
         self._evaluating = Evaluations(orchestrator.state, solved, self._evaluated, writer.note)
@@ -183,6 +185,7 @@ class RunLog:
 
     def close(self) -> None:
         self._trajectories.close()
+        self._samples.close()
 
     # ---------------------------------------------------------- what is told
 
@@ -291,13 +294,32 @@ class RunLog:
             f"reward mean {group.rewards.mean():.3f}  expected {prompt.answer!r:.80}\n"
             f"prompt> {prompt.text}\n"
         )
+        shown = []
         for i in (order[-1], order[0]):
             sample = group.samples[i]
+            shown.append(self._sample_row(sample, float(group.rewards[i]), float(group.rewards.mean())))
             text += (
                 f"[{sample.id.index}] reward {group.rewards[i]:+.3f}, {len(sample.out_ids)} tokens, "
                 f"{sample.finish}> {self._decode(sample.out_ids)}\n"
             )
         self._trajectories.write(text.encode(errors="replace"))
+        row = {"step": done.version, "group": group.group_id, "version": group.version, "prompt": prompt.text,
+               "expected": str(prompt.answer), "samples": shown}  # fmt: skip
+        self._samples.write(json.dumps(row).encode() + b"\n")
+
+    def _sample_row(self, sample: Sample, reward: float, mean: float) -> dict[str, Any]:
+        """What samples.jsonl says of a sample; log-probs are the engine's, in nats a token."""
+        logprobs = np.asarray(sample.logprobs, np.float64)
+        return {
+            "index": sample.id.index,
+            "reward": reward,
+            "reward_above_mean": reward - mean,
+            "tokens": len(sample.out_ids),
+            "finish": sample.finish,
+            "mean_logprob": float(logprobs.mean()) if len(logprobs) else None,
+            "min_logprob": float(logprobs.min()) if len(logprobs) else None,
+            "text": self._decode(sample.out_ids),
+        }
 
 
 def group_metrics(groups: Sequence[ScoredGroup], base: Version) -> dict[str, Any]:

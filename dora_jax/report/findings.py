@@ -1,0 +1,134 @@
+"""Figures of a run -> the sentences and tables at the top of the page. Values in, values out."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections import Counter
+from collections.abc import Mapping, Sequence
+
+from dora_jax.report.load import Row, RunData, number, series
+
+MARGIN = 0.10  # between the idle shares of the two roles, before one of them is called the bottleneck
+BUSY = 0.05  # an idle share below this is no loss worth a sentence
+Z = 1.96  # of a 95 % interval
+KOLMOGOROV = 1.36  # 5 % point of sqrt(n m / (n + m)) * D, for independent samples
+ADVICE = {  # what the busier role waits for -> who is the bottleneck, and what to change
+    "rollouts": "Rollout is the bottleneck: give it more instances or devices, or raise orchestrator.inflight.",
+    "a rollout instance": "Rollout is the bottleneck: no instance was up.",
+    "stragglers": "The longest answers are the bottleneck: a higher orchestrator.max_versions lets the trainer go on without them.",
+    "rewards": "Rewards are the bottleneck: raise task.reward_workers, or make the reward faster.",
+    "weights": "Publication is the bottleneck: instances wait for weights, so a faster transfer of them shortens the step.",
+    "the trainer": "The trainer is the bottleneck: give it more devices; rollout would do with fewer.",
+    "evaluation": "Evaluation is the bottleneck: make eval.every larger, or eval.prompts smaller.",
+}
+BOTH = "Both roles wait, for each other or for the machine: neither more rollout nor a faster trainer alone shortens the step."
+NEITHER = "Neither role waits: the devices are well divided, and more of both kinds make the run faster."
+
+
+def mean(values: Sequence[float | None]) -> float | None:
+    known = [value for value in values if value is not None]
+    return sum(known) / len(known) if known else None
+
+
+def idle_shares(steps: Sequence[Row]) -> tuple[float | None, float | None]:
+    """(trainer, rollout): the share of the time in which the role had nothing to do."""
+    waits = [(number(s.get("trainer/wait_s")), number(s.get("trainer/step_s"))) for s in steps]
+    known = [(wait, work) for wait, work in waits if wait is not None and work is not None]
+    whole = sum(wait + work for wait, work in known)
+    return (sum(wait for wait, _ in known) / whole if whole else None), mean(series(list(steps), "rollout/idle_share"))
+
+
+def causes(steps: Sequence[Row]) -> dict[str, Counter[str]]:
+    """role -> cause -> steps in which that cause held longest, out of the `waits` line of each step."""
+    found: dict[str, Counter[str]] = {"trainer": Counter(), "rollouts": Counter()}
+    for step in steps:
+        for role, cause in re.findall(r"(trainer|rollouts) idle \d+%: waiting for ([^;]+)", str(step.get("waits", ""))):
+            found[role][cause.strip()] += 1
+    return found
+
+
+def bottleneck(steps: Sequence[Row]) -> str:
+    """One sentence or two: which role waits for which, why, and what to change."""
+    settled = steps[1:] if len(steps) > 2 else steps  # the first step compiles
+    trainer, rollout = idle_shares(settled)
+    if trainer is None or rollout is None:
+        return "No step has ended yet, so nothing can be said about the bottleneck."
+    said = f"The trainer is idle for {trainer:.0%} of a step and rollout for {rollout:.0%}."
+    if abs(trainer - rollout) <= MARGIN:
+        return f"{said} {NEITHER if max(trainer, rollout) < BUSY else BOTH}"
+    role, name = ("trainer", "trainer") if trainer > rollout else ("rollouts", "rollout")
+    top = causes(settled)[role].most_common(1)
+    cause = top[0][0] if top else ("rollouts" if role == "trainer" else "the trainer")
+    return f"{said} The {name} waits mostly for {cause}. {ADVICE.get(cause, '')}".rstrip()
+
+
+def interval(share: float, n: float) -> tuple[float, float]:
+    """The 95 % Wilson interval of a share of `n` independent trials."""
+    if n <= 0:
+        return 0.0, 1.0
+    centre = (share + Z * Z / (2 * n)) / (1 + Z * Z / n)
+    half = Z / (1 + Z * Z / n) * math.sqrt(max(0.0, share * (1 - share)) / n + Z * Z / (4 * n * n))
+    return max(0.0, centre - half), min(1.0, centre + half)
+
+
+def length_bias(lengths: Mapping[str, Mapping[int, int]]) -> tuple[float, float, str] | None:
+    """(largest distance between the distributions of generated and of trained lengths, the distance that chance
+    allows, a sentence). None without both. Source: the two-sample Kolmogorov-Smirnov test; samples of one group are alike,
+    so the limit counts a group's samples as independent and is on the strict side."""
+    made, trained = lengths.get("generated", {}), lengths.get("trained", {})
+    n, m = sum(made.values()), sum(trained.values())
+    if not n or not m:
+        return None
+    distance = over = under = 0.0
+    for bucket in sorted(set(made) | set(trained)):
+        over, under = over + made.get(bucket, 0) / n, under + trained.get(bucket, 0) / m
+        distance = max(distance, abs(over - under))
+    limit = KOLMOGOROV * math.sqrt((n + m) / (n * m))
+    verdict = (
+        "the lengths trained on follow the lengths generated"
+        if distance <= limit
+        else "the lengths trained on differ from the lengths generated: look at failed and filtered groups, and at samples "
+        "still under way"
+    )
+    return distance, limit, f"Length bias: the distributions are {distance:.3f} apart (chance: {limit:.3f}); {verdict}."
+
+
+def ledger(data: RunData) -> list[tuple[str, str]]:
+    """What the metrics say about groups: rows of a table."""
+    last = data.steps[-1] if data.steps else {}
+    rows = [
+        ("steps published", str(last.get("step", 0))),
+        ("groups without a score", _share(last.get("groups/failed_share"))),
+        ("prompts skipped", _share(last.get("prompts/skipped_share"))),
+        ("moves of running samples", _count(last.get("moves/total"))),
+        ("loads of weights", _count(last.get("reloads/total"))),
+        ("largest lag", _count(max((x for x in series(data.steps, "lag/max") if x is not None), default=None))),
+    ]
+    return rows
+
+
+def suspicious(data: RunData) -> dict[int, str]:
+    """instance -> what is wrong with it, as far as its finished samples show."""
+    found = {}
+    logprobs = {i: row["logprob_sum"] / row["tokens"] for i, row in data.instances.items() if row.get("tokens")}
+    middle = sorted(logprobs.values())[len(logprobs) // 2] if logprobs else 0.0
+    for i, row in data.instances.items():
+        if row.get("nonfinite"):
+            found[i] = f"{row['nonfinite']:.0f} log-probs are not finite"
+        elif i in logprobs and abs(logprobs[i] - middle) > max(0.5, abs(middle)):
+            found[i] = f"its mean log-prob {logprobs[i]:.2f} is far from the median instance's {middle:.2f}"
+    return found
+
+
+# ---------------------------------------------------------------- private
+
+
+def _share(value: object) -> str:
+    share = number(value)
+    return "-" if share is None else f"{share:.1%}"
+
+
+def _count(value: object) -> str:
+    count = number(value)
+    return "-" if count is None else f"{count:,.0f}"

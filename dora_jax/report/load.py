@@ -1,0 +1,117 @@
+"""Files of a workdir -> `RunData`. A line that is no JSON object is counted and left out: a run may be writing it now."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from dora_jax.types import InstanceId, Version
+
+Row = dict[str, Any]
+
+
+@dataclass(kw_only=True)
+class RunData:
+    """steps, evaluations: rows of metrics.jsonl, the last of each step; samples: rows of samples.jsonl."""
+
+    name: str
+    steps: list[Row] = field(default_factory=list)
+    evaluations: list[Row] = field(default_factory=list)
+    timeline: list[Row] = field(default_factory=list)
+    samples: list[Row] = field(default_factory=list)
+    instances: dict[InstanceId, dict[str, float]] = field(default_factory=dict)
+    lengths: dict[str, dict[int, int]] = field(default_factory=dict)  # generated, trained: bucket -> samples
+    config: Row = field(default_factory=dict)
+    overrides: Row = field(default_factory=dict)
+    remarks: list[str] = field(default_factory=list)  # what could not be read
+
+
+def load(workdir: Path, name: str) -> RunData:
+    """FileNotFoundError with a sentence where there is no such folder."""
+    if not workdir.is_dir():
+        raise FileNotFoundError(f"{workdir} is no folder: --workdir takes the workdir of a run, or several with commas")
+    data = RunData(name=name)
+    by_step: dict[tuple[int, bool], Row] = {}
+    for row in _rows(workdir / "metrics.jsonl", data.remarks):
+        step = row.get("step")
+        if isinstance(step, int):
+            by_step[step, any(key.startswith("eval/") for key in row)] = row  # a resumed run writes some steps again
+    data.steps = [row for (_, evaluation), row in sorted(by_step.items()) if not evaluation]
+    data.evaluations = [row for (_, evaluation), row in sorted(by_step.items()) if evaluation]
+    data.timeline = [row for row in _rows(workdir / "timeline.jsonl", data.remarks) if number(row.get("t")) is not None]
+    data.samples = list(_rows(workdir / "samples.jsonl", data.remarks))
+    data.config = _object(workdir / "config.json", data.remarks)
+    data.overrides = _object(workdir / "overrides.json", data.remarks)
+    _read_instances(_object(workdir / "instances.json", data.remarks), data)
+    return data
+
+
+def number(value: Any) -> float | None:
+    """A finite number as a float; None for anything else."""
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return None
+    return float(value) if abs(value) < float("inf") else None
+
+
+def series(rows: list[Row], key: str) -> list[float | None]:
+    return [number(row.get(key)) for row in rows]
+
+
+def version_of(text: Any) -> Version | None:
+    try:
+        return int(text)
+    except (TypeError, ValueError):
+        return None
+
+
+# ---------------------------------------------------------------- private
+
+
+def _rows(path: Path, remarks: list[str]) -> Iterator[Row]:
+    try:
+        lines = path.read_bytes().split(b"\n")
+    except OSError:
+        remarks.append(f"{path.name} is not there")
+        return
+    refused = 0
+    for line in lines:
+        if not line.strip():
+            continue
+        try:
+            row = json.loads(line)
+        except ValueError:
+            row = None
+        if isinstance(row, dict):
+            yield row
+        else:
+            refused += 1
+    if refused:
+        remarks.append(f"{path.name}: {refused} lines are no JSON objects and are left out")
+
+
+def _object(path: Path, remarks: list[str]) -> Row:
+    try:
+        value = json.loads(path.read_bytes())
+    except OSError:
+        remarks.append(f"{path.name} is not there")
+        return {}
+    except ValueError:
+        value = None
+    if isinstance(value, dict):
+        return value
+    remarks.append(f"{path.name} is no JSON object")
+    return {}
+
+
+def _read_instances(summary: Row, data: RunData) -> None:
+    instances, lengths = summary.get("instances"), summary.get("lengths")
+    for id, row in instances.items() if isinstance(instances, dict) else ():
+        if (instance := version_of(id)) is not None and isinstance(row, dict):
+            data.instances[instance] = {key: number(value) or 0.0 for key, value in row.items()}
+    for kind, counts in lengths.items() if isinstance(lengths, dict) else ():
+        if isinstance(counts, dict):
+            pairs = ((version_of(bucket), version_of(n)) for bucket, n in counts.items())
+            data.lengths[kind] = {bucket: n for bucket, n in pairs if bucket is not None and n is not None}

@@ -1,0 +1,119 @@
+"""Rows of timeline.jsonl -> bars of a picture: what each instance and the trainer did, and when. Values in, values out.
+
+    bars(rows) -> {"end": ms, "instances": [{"id", "bars": [[from, to, fill, [[version, samples], ...]]]}], "trainer": [...],
+                   "moves": [[ms, src, dst, samples]], "restarts": [ms]}
+
+Times are milliseconds since the first row. A bar of no versions is idle time; fill -1 is an instance that loads weights,
+fill -2 one that is down.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from dora_jax.report.load import Row, version_of
+from dora_jax.types import InstanceId
+
+SHOWN_INSTANCES = 96  # more are thinned out evenly
+SHOWN_MOVES = 3000
+LEVELS = 16  # of fill, so that bars that look alike are one
+LOADING, DOWN = -1, -2
+
+
+@dataclass
+class _Lane:
+    slots: int = 1
+    fill: int = DOWN
+    versions: list[list[int]] = field(default_factory=list)
+    since: int = 0
+    loading: int = 0  # loads under way
+    bars: list[list[Any]] = field(default_factory=list)
+
+    def turn(self, now: int, fill: int, versions: list[list[int]]) -> None:
+        """The bar so far ends and another begins, unless it looks the same."""
+        alike = fill == self.fill and [v for v, _ in versions] == [v for v, _ in self.versions]
+        if alike:
+            return
+        if now > self.since and not (self.fill == DOWN and not self.bars):
+            self.bars.append([self.since, now, self.fill, self.versions])
+        self.since, self.fill, self.versions = now, fill, versions
+
+
+def bars(rows: list[Row]) -> dict[str, Any]:
+    origin = min((row["t"] for row in rows), default=0.0)
+    lanes: dict[InstanceId, _Lane] = {}
+    trainer, moves, restarts = _Lane(fill=0), [], []
+    now = 0
+    for row in rows:
+        now = max(now, round(1000 * (row["t"] - origin)))
+        if row.get("start"):
+            restarts.append(now)
+            for lane in lanes.values():
+                lane.turn(now, DOWN, [])
+            trainer.turn(now, 0, [])
+        elif (base := version_of(row.get("train"))) is not None:
+            trainer.turn(now, LEVELS, [[base + 1, 1]])
+        elif "published" in row:
+            trainer.turn(now, 0, [])
+        elif isinstance(row.get("moves"), list):
+            moves += [[now, *move] for move in row["moves"] if isinstance(move, list) and len(move) == 3]
+        else:
+            _instances(row, now, lanes)
+    for lane in (*lanes.values(), trainer):
+        lane.turn(now, -3, [])  # looks like no other: ends the last bar
+    ids = sorted(lanes)
+    shown = (
+        ids if len(ids) <= SHOWN_INSTANCES else [ids[i * len(ids) // SHOWN_INSTANCES] for i in range(SHOWN_INSTANCES)]
+    )
+    return {
+        "end": now,
+        "count": len(ids),
+        "instances": [{"id": i, "bars": lanes[i].bars} for i in shown],
+        "trainer": trainer.bars,
+        "moves": moves[:: len(moves) // SHOWN_MOVES + 1],
+        "restarts": restarts[1:],
+    }
+
+
+def _instances(row: Row, now: int, lanes: dict[InstanceId, _Lane]) -> None:
+    if (up := version_of(row.get("up"))) is not None:
+        lane = lanes.setdefault(up, _Lane(since=now))
+        lane.slots, lane.loading = max(1, version_of(row.get("slots")) or 1), 0
+        lane.turn(now, 0, [])
+    elif (down := version_of(row.get("down"))) in lanes and down is not None:
+        lanes[down].turn(now, DOWN, [])
+    elif (asked := version_of(row.get("load"))) in lanes and asked is not None:
+        lanes[asked].loading += 1
+        if not lanes[asked].versions:
+            lanes[asked].turn(now, LOADING, [])
+    elif (loaded := version_of(row.get("loaded"))) in lanes and loaded is not None:
+        lane = lanes[loaded]
+        lane.loading = max(0, lane.loading - 1)
+        if lane.fill == LOADING and not lane.loading:
+            lane.turn(now, 0, [])
+    elif isinstance(row.get("busy"), dict):
+        for id, counts in row["busy"].items():
+            if (i := version_of(id)) in lanes and i is not None and isinstance(counts, dict):
+                _busy(lanes[i], now, counts)
+
+
+def _busy(lane: _Lane, now: int, counts: Row) -> None:
+    pairs = [(version_of(v), version_of(n)) for v, n in counts.items()]
+    versions = sorted([v, n] for v, n in pairs if v is not None and n)
+    samples = sum(n for _, n in versions)
+    if samples:
+        lane.turn(now, max(1, min(LEVELS, round(LEVELS * samples / lane.slots))), versions)
+    else:
+        lane.turn(now, LOADING if lane.loading else 0, [])
+
+
+def idle_by_instance(picture: dict[str, Any]) -> dict[InstanceId, tuple[float, float]]:
+    """instance -> (share of its time without a sample, share in which it loads weights), while it was up."""
+    shares = {}
+    for lane in picture["instances"]:
+        up = sum(b - a for a, b, fill, _ in lane["bars"] if fill != DOWN)
+        idle = sum(b - a for a, b, fill, _ in lane["bars"] if fill == 0)
+        loading = sum(b - a for a, b, fill, _ in lane["bars"] if fill == LOADING)
+        shares[lane["id"]] = (idle / up, loading / up) if up else (0.0, 0.0)
+    return shares

@@ -1,0 +1,187 @@
+"""The report of a run: readable whatever the files hold, and right about what they say."""
+
+import hashlib
+import json
+import re
+import subprocess
+import sys
+from html.parser import HTMLParser
+from importlib import resources
+from pathlib import Path
+
+import pytest
+
+from dora_jax.report import findings, timeline
+from dora_jax.report.load import load
+from dora_jax.report.page import page
+
+ROOT = Path(__file__).parent.parent
+UPLOT = "19c8d4c6ad88929a79f4ae49d6f7161566dfd0ba3d15cc495e974f787eb78f1f"  # of uPlot 1.6.32, dist/uPlot.iife.min.js
+
+
+def step(number, **more):
+    return {"step": number, "reward/mean": 0.5, "lag/mean": 1.0, "lag/0": 0.25, "lag/1": 0.75, "lag/max": 1,
+            "trainer/wait_s": 3.0, "trainer/step_s": 1.0, "rollout/idle_share": 0.1, "time/step_s": 4.0,
+            "waits": "trainer idle 75%: waiting for stragglers; rollouts idle 10%: waiting for weights"} | more  # fmt: skip
+
+
+def write(folder, name, rows):
+    (folder / name).write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+def run_of(folder, steps=3, samples=()):
+    folder.mkdir(exist_ok=True)
+    evaluations = [{"step": 0, "eval/accuracy": 0.5, "eval/prompts": 50, "eval/k": 2, "eval/pass_at_k": 0.75}]
+    write(folder, "metrics.jsonl", evaluations + [step(n) for n in range(1, steps + 1)])
+    write(folder, "samples.jsonl", samples)
+    (folder / "config.json").write_text(json.dumps({"orchestrator": {"mode": "dora"}}))
+    (folder / "overrides.json").write_text("{}")
+    return folder
+
+
+class Text(HTMLParser):
+    """The page as a reader without JavaScript has it."""
+
+    def __init__(self, text):
+        super().__init__()
+        self.tags, self.text, self.scripts, self.within = [], "", [], ""
+        self.feed(text)
+
+    def handle_starttag(self, tag, attrs):
+        self.tags.append(tag)
+        self.within = tag
+        if tag == "script":
+            self.scripts.append("")
+
+    def handle_endtag(self, tag):
+        self.within = ""
+
+    def handle_data(self, data):
+        if self.within == "script":
+            self.scripts[-1] += data
+        elif self.within != "style":
+            self.text += data
+
+
+def test_tables_and_sentences_are_readable_without_javascript(tmp_path):
+    read = Text(page([load(run_of(tmp_path / "a"), "a")]))
+    assert (
+        "The trainer is idle for 75% of a step and rollout for 10%. The trainer waits mostly for stragglers."
+        in read.text
+    )
+    assert "50.0%" in read.text and "40.4% to 59.6%" in read.text, "the accuracy and its interval"
+
+
+def test_nothing_that_a_run_wrote_is_markup(tmp_path):
+    hostile = "</script><script>alert(1)</script><b>bold</b> \u202ertl\u2066 \u0000 \ud800"
+    samples = [{"step": 1, "group": hostile, "version": 0, "prompt": hostile, "expected": hostile,
+                "samples": [{"reward": float("nan"), "text": hostile, "tokens": 3, "finish": hostile}]}]  # fmt: skip
+    folder = run_of(tmp_path / "a", samples=samples)
+    plain = Text(page([load(run_of(tmp_path / "b"), "b")]))
+    name = "</script><img src=x onerror=alert(1)>"
+    text = page([load(folder, name)]).encode(errors="replace").decode()
+    read = Text(text)
+    assert read.tags.count("script") == plain.tags.count("script") and "img" not in read.tags and "b" not in read.tags
+    assert "<b>bold</b>" in read.text, "it is shown as text"
+    assert json.loads(read.scripts[0])["runs"] == [name]
+    assert re.search(r"<pre dir=auto class=sample>", text), "a text's direction stays its own"
+
+
+@pytest.mark.parametrize(
+    "content", [b"", b"not json\n[1]\n\xff\xfe", b'{"step": "x", "t": "y"}\n{"t": NaN}\n{"busy": 3, "t": 1}\n']
+)
+def test_files_that_are_absent_empty_or_nonsense_never_fail_the_page(tmp_path, content):
+    for name in ("metrics.jsonl", "timeline.jsonl", "samples.jsonl", "instances.json", "config.json"):
+        (tmp_path / name).write_bytes(content)
+    read = Text(page([load(tmp_path, "a")]))
+    assert "No step has ended yet" in read.text and "overrides.json is not there" in read.text
+
+
+def test_not_a_number_in_the_metrics_is_a_gap(tmp_path):
+    write(run_of(tmp_path / "a"), "metrics.jsonl", [step(1), step(2, **{"reward/mean": float("nan")}), step(3)])
+    data = json.loads(Text(page([load(tmp_path / "a", "a")])).scripts[0])
+    assert data["curves"][0]["lines"][0]["values"] == [0.5, None, 0.5]
+
+
+def test_ten_thousand_samples_stay_below_two_megabytes(tmp_path):
+    text = "an answer of some length " * 12
+    samples = [{"step": n, "group": n, "version": n, "prompt": text, "expected": "1",
+                "samples": [{"reward": 1.0, "text": text, "tokens": 80, "finish": "stop"}] * 2} for n in range(5000)]  # fmt: skip
+    size = len(page([load(run_of(tmp_path / "a", steps=5000, samples=samples), "a")]).encode())
+    assert size < 2_000_000, size
+
+
+def test_a_page_without_data_is_small(tmp_path):
+    assert len(page([load(run_of(tmp_path / "a", steps=1), "a")]).encode()) < 400_000
+
+
+def test_the_timeline_names_versions_loads_deaths_and_moves():
+    rows = [{"t": 10.0, "start": True}, {"t": 10.0, "up": 0, "slots": 8}, {"t": 10.0, "up": 1, "slots": 8},
+            {"t": 10.0, "load": 0, "version": 0}, {"t": 11.0, "loaded": 0, "version": 0},
+            {"t": 11.5, "busy": {"0": {"0": 8}}}, {"t": 12.0, "busy": {"0": {"0": 4, "1": 4}}}, {"t": 12.0, "train": 0},
+            {"t": 13.0, "moves": [[0, 1, 3]]}, {"t": 13.0, "busy": {"0": {}, "1": {"0": 4}}},
+            {"t": 13.0, "published": 1}, {"t": 14.0, "down": 1, "reason": "killed"}, {"t": 15.0, "busy": {}}]  # fmt: skip
+    picture = timeline.bars(rows)
+    first, second = picture["instances"]
+    assert first["bars"] == [[0, 1000, -1, []], [1000, 1500, 0, []], [1500, 2000, 16, [[0, 8]]],
+                             [2000, 3000, 16, [[0, 4], [1, 4]]], [3000, 5000, 0, []]]  # fmt: skip
+    assert second["bars"] == [[0, 3000, 0, []], [3000, 4000, 8, [[0, 4]]], [4000, 5000, -2, []]]
+    assert picture["trainer"] == [[0, 2000, 0, []], [2000, 3000, 16, [[1, 1]]], [3000, 5000, 0, []]]
+    assert picture["moves"] == [[3000, 0, 1, 3]]
+    assert timeline.idle_by_instance(picture)[0] == (0.5, 0.2)
+
+
+def test_a_thousand_instances_and_fifty_versions_stay_small():
+    rows = [{"t": 0.0, "up": i, "slots": 8} for i in range(1000)]
+    rows += [{"t": 1.0 + v, "busy": {str(i): {str(v): 8} for i in range(1000)}} for v in range(50)]
+    picture = timeline.bars(rows)
+    assert picture["count"] == 1000 and len(json.dumps(picture)) < 500_000
+
+
+@pytest.mark.parametrize(
+    "wait, idle, waits, said",
+    [
+        (0.0, 0.5, "rollouts idle 50%: waiting for the trainer", "The trainer is the bottleneck"),
+        (3.0, 0.1, "trainer idle 75%: waiting for rewards", "task.reward_workers"),
+        (0.02, 0.01, "", "Neither role waits"),
+        (1.0, 0.5, "", "Both roles wait"),
+    ],
+)
+def test_the_bottleneck_is_named_with_what_to_change(wait, idle, waits, said):
+    rows = [step(n, **{"trainer/wait_s": wait, "rollout/idle_share": idle, "waits": waits}) for n in range(4)]
+    assert said in findings.bottleneck(rows)
+
+
+def test_lengths_that_are_left_out_of_training_are_found():
+    made = {bucket: 1000 for bucket in range(10)}
+    assert "follow" in findings.length_bias({"generated": made, "trained": made})[2]
+    short = {bucket: 1000 for bucket in range(8)}
+    distance, limit, said = findings.length_bias({"generated": made, "trained": short})
+    assert distance == pytest.approx(0.2) and distance > limit and "differ" in said
+
+
+def test_an_instance_that_emits_no_numbers_is_named():
+    rows = {i: {"tokens": 100.0, "logprob_sum": -20.0, "nonfinite": 0.0} for i in range(3)}
+    rows[1]["nonfinite"] = 7.0
+    data = load(ROOT / "tests", "a")
+    data.instances = rows
+    assert findings.suspicious(data) == {1: "7 log-probs are not finite"}
+
+
+def test_the_vendored_library_is_the_published_one():
+    assets = resources.files("dora_jax.report").joinpath("assets")
+    assert hashlib.sha256(assets.joinpath("uPlot.iife.min.js").read_bytes()).hexdigest() == UPLOT
+    assert "MIT License" in assets.joinpath("uPlot.LICENSE").read_text()
+
+
+def test_the_command_writes_the_page_and_refuses_what_is_no_workdir(tmp_path):
+    run_of(tmp_path / "a")
+
+    def report(workdir):
+        command = [sys.executable, "-m", "dora_jax.report", f"--workdir={workdir}"]
+        return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+
+    done = report(tmp_path / "a")
+    assert done.returncode == 0 and (tmp_path / "a/report.html").exists(), done.stderr
+    refused = report(tmp_path / "nothing")
+    assert refused.returncode == 2 and "is no folder" in refused.stderr and "Traceback" not in refused.stderr

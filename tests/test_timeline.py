@@ -1,0 +1,102 @@
+"""timeline.jsonl and instances.json: what they say of events, and that they stay small."""
+
+import json
+
+import numpy as np
+import pytest
+
+from dora_jax.orchestrate import events as ev
+from dora_jax.report import timeline as picture
+from dora_jax.report.load import load
+from dora_jax.runtime.timeline import ROWS, Timeline, length_bucket
+from dora_jax.runtime.workers import Finished, StepDone
+from dora_jax.types import Sample, SampleId, ScoredGroup, Span
+
+
+class Clock:
+    def __init__(self):
+        self.now = 1000.0
+
+    def __call__(self):
+        return self.now
+
+
+def sample_of(id, tokens=4, logprob=-0.5):
+    ids = np.arange(tokens, dtype=np.int32)
+    return Sample(id=id, prompt_ids=ids, out_ids=ids, logprobs=np.full(tokens, logprob, np.float32),
+                  spans=(Span(version=0, start=0, stop=tokens),), finish="stop", mask=np.ones(tokens, bool))  # fmt: skip
+
+
+def up(instance):
+    return ev.InstanceUp(instance=instance, slots=4, pages=8, page_size=16)
+
+
+def test_what_a_run_did_is_what_the_picture_shows(tmp_path):
+    clock = Clock()
+    log = Timeline(tmp_path, print, clock)
+    id = SampleId(0, 0)
+
+    def at(seconds, event, *commands):
+        clock.now = 1000.0 + seconds
+        log.event(event, commands)
+
+    at(0, up(0), ev.LoadWeights(instance=0, version=0))
+    at(0, up(1))
+    at(1, ev.WeightsLoaded(instance=0, version=0))
+    at(2, ev.SampleStarted(id=id, instance=0, version=0))
+    at(3, ev.TimePassed(now_s=3.0), ev.Train(group_ids=(1,), base_version=0))
+    at(4, ev.SampleMoved(id=id, src=0, dst=1, attempt=1))
+    at(5, ev.StepPublished(version=1))
+    log.record(Finished(sample=sample_of(id), instance=1))
+    at(6, ev.SampleDone(id=id, instance=1, tokens=4, finish="stop"))
+    log.close()
+
+    data = load(tmp_path, "a")
+    bars = picture.bars(data.timeline)
+    first, second = (lane["bars"] for lane in bars["instances"])
+    assert first == [[0, 1000, -1, []], [1000, 2000, 0, []], [2000, 4000, 4, [[0, 1]]], [4000, 6000, 0, []]]
+    assert second == [[0, 4000, 0, []], [4000, 6000, 4, [[0, 1]]]]
+    assert bars["trainer"] == [[0, 3000, 0, []], [3000, 5000, 16, [[1, 1]]], [5000, 6000, 0, []]]
+    assert bars["moves"] == [[4000, 0, 1, 1]]
+    assert data.instances[1] == {"samples": 1, "tokens": 4, "zero_tokens": 1, "nonfinite": 0, "logprob_sum": -2.0}
+
+
+def test_log_probs_that_are_no_numbers_are_counted(tmp_path):
+    log = Timeline(tmp_path, print)
+    log.record(Finished(sample=sample_of(SampleId(0, 0), logprob=float("nan")), instance=3))
+    log.record(Finished(sample=sample_of(SampleId(-1, 0)), instance=3))  # held out: no part of the statistics
+    log.close()
+    assert load(tmp_path, "a").instances[3]["nonfinite"] == 4
+    assert load(tmp_path, "a").lengths["generated"] == {length_bucket(4): 1}
+
+
+def test_a_run_that_resumes_writes_on(tmp_path):
+    for _ in range(2):
+        log = Timeline(tmp_path, print)
+        group = ScoredGroup(group_id=0, version=0, samples=(sample_of(SampleId(0, 0)),), rewards=np.ones(1), parts={})
+        log.record(Finished(sample=group.samples[0], instance=0))
+        log.record(StepDone(version=1, groups=(group,), metrics={}, wait_s=0.0, step_s=1.0))
+        log.close()
+    data = load(tmp_path, "a")
+    assert len(data.timeline) == 2 and data.instances[0]["samples"] == 2
+    assert data.lengths["generated"] == data.lengths["trained"] == {length_bucket(4): 2}
+
+
+@pytest.mark.parametrize("instances", [4, 64])
+def test_the_file_stays_small_however_long_the_run(tmp_path, instances):
+    clock = Clock()
+    log = Timeline(tmp_path, print, clock)
+    for i in range(instances):
+        log.event(up(i), ())
+    sizes = []
+    for n in range(40_000):
+        clock.now += 0.5
+        id = SampleId(n, 0)
+        log.event(ev.SampleStarted(id=id, instance=n % instances, version=0), ())
+        log.event(ev.SampleDone(id=id, instance=n % instances, tokens=1, finish="stop"), ())
+        if n in (9_999, 19_999, 39_999):
+            sizes.append((tmp_path / "timeline.jsonl").read_bytes().count(b"\n"))
+    log.close()
+    assert sizes[2] - sizes[1] <= ROWS and sizes[1] - sizes[0] <= ROWS, "no more rows for each doubling"
+    rows = [json.loads(line) for line in (tmp_path / "timeline.jsonl").read_text().splitlines()]
+    assert len(rows) < 4 * ROWS + instances
