@@ -9,7 +9,7 @@ from dora_jax.orchestrate import events as ev
 from dora_jax.report import timeline as picture
 from dora_jax.report.load import load
 from dora_jax.runtime.timeline import ROWS, Timeline, length_bucket
-from dora_jax.runtime.workers import Finished, StepDone
+from dora_jax.runtime.worker import Finished, StepDone
 from dora_jax.types import Sample, SampleId, ScoredGroup, Span
 
 

@@ -28,7 +28,7 @@ import numpy as np
 
 from dora_jax.orchestrate import events as ev
 from dora_jax.retrying_file import PatientFile
-from dora_jax.runtime.workers import Finished, StepDone
+from dora_jax.runtime.worker import Finished, StepDone
 from dora_jax.types import InstanceId, Sample, SampleId, Version, is_eval
 
 ROWS = 2000
