@@ -17,7 +17,7 @@ from dora_jax.chips import Machine
 from dora_jax.config import Config
 from dora_jax.memory import GIB, Line
 from dora_jax.models.config import ModelConfig
-from dora_jax.trainer.expected import expected
+from dora_jax.update_costs import expected
 
 TRAINER_KNOBS: tuple[tuple[str, Any], ...] = (  # in the order of what they cost
     ("micro_batches", 0),

@@ -4,6 +4,7 @@ import json
 
 import pytest
 
+from dora_jax import recording
 from dora_jax.config import ConfigError
 from dora_jax.orchestrate import events as ev
 from dora_jax.orchestrate.loop import each
@@ -25,7 +26,7 @@ def row(mode="dora", **changes):
 def recorded(tmp_path_factory):
     """(path, result, {sample: tokens}) of one journaled run."""
     path, lengths = tmp_path_factory.mktemp("journal") / "run.jsonl", {}
-    journal = replay.Journal(path, run.orchestrator_config(row().config, "dora"), {"evaluate_start": False})
+    journal = recording.Recording(path, run.orchestrator_config(row().config, "dora"), {"evaluate_start": False})
 
     def watch(event, commands):
         if isinstance(event, ev.SampleDone):
@@ -60,7 +61,7 @@ def test_a_changed_journal_is_noticed_where_it_changed(recorded, tmp_path):
 def test_a_file_that_is_no_journal_is_refused(tmp_path):
     path = tmp_path / "text.jsonl"
     path.write_text("hello\n")
-    with pytest.raises(ConfigError, match="line 1 is no line of a journal"):
+    with pytest.raises(ConfigError, match="line 1 is no line of a recording"):
         replay.replay(path)
 
 
@@ -78,13 +79,13 @@ def test_another_mode_runs_on_recorded_work(recorded):
     run.simulate(row("sync", **work), observers=(each(watch),))
     both = seen.keys() & lengths.keys()
     assert len(both) > 50 and all(seen[id] == lengths[id] for id in both)
-    assert filtered and filtered <= replay.recorded_work(path)[1]
+    assert filtered and filtered <= recording.recorded_work(path)[1]
 
 
 def test_a_group_that_is_made_anew_is_of_its_last_life(tmp_path):
     """Mode `evict` issues an evicted group again under the same ids."""
     evicts = row("evict", **{"orchestrator.max_versions": 1, "orchestrator.inflight": 2.0})
-    journal = replay.Journal(tmp_path / "run.jsonl", run.orchestrator_config(evicts.config, "evict"),
+    journal = recording.Recording(tmp_path / "run.jsonl", run.orchestrator_config(evicts.config, "evict"),
                              {"evaluate_start": False})  # fmt: skip
     result = run.simulate(evicts, observers=(journal,))
     journal.close()

@@ -8,12 +8,12 @@ import jax
 import numpy as np
 import pytest
 
-from dora_jax import config, publish
+from dora_jax import config, publish, update_costs
 from dora_jax.buffer.store import MemoryGroupStore
 from dora_jax.models import sharding
 from dora_jax.runtime import run
 from dora_jax.runtime.trainer_worker import TrainerWorker
-from dora_jax.trainer import expected, flops, objective, optim, step
+from dora_jax.trainer import flops, objective, optim, step
 from tests.fakes import trainer_cases as cases
 
 
@@ -138,10 +138,10 @@ def test_model_flops_by_hand():
     """One layer, d = 16, 4 and 2 heads of 8, ff 32, 48 ids; a sequence of 3 tokens looks at 1 + 2 + 3 of them."""
     cfg = dataclasses.replace(cases.MODEL, n_layers=1)
     params = 16 * 32 + 2 * 16 * 16 + 32 * 16 + 3 * 16 * 32 + 16 * 48
-    assert expected.matmul_params(cfg) == params
-    assert expected.model_flops(cfg, [3]) == 3 * (2 * params * 3 + 4 * 4 * 8 * 6)
-    assert expected.model_flops(cfg, [3, 3]) == 2 * expected.model_flops(cfg, [3])
-    assert expected.model_flops(cfg, [2], [3]) == 3 * (
+    assert update_costs.matmul_params(cfg) == params
+    assert update_costs.model_flops(cfg, [3]) == 3 * (2 * params * 3 + 4 * 4 * 8 * 6)
+    assert update_costs.model_flops(cfg, [3, 3]) == 2 * update_costs.model_flops(cfg, [3])
+    assert update_costs.model_flops(cfg, [2], [3]) == 3 * (
         2 * params * 2 + 4 * 4 * 8 * (3 + 2 * 3)
     )  # behind a shared prompt
 
@@ -164,7 +164,7 @@ def test_step_reports_its_use_of_the_chip(trainer):
     lengths = flops.segment_lengths(batch.segment_ids)
     assert sum(lengths) == (batch.segment_ids > 0).sum() and len(lengths) == 16
     seconds = lengths.sum() / metrics["trainer/tokens_per_s"]
-    assert metrics["trainer/mfu"] == pytest.approx(expected.model_flops(cases.MODEL, lengths) / seconds / 1e9)
+    assert metrics["trainer/mfu"] == pytest.approx(update_costs.model_flops(cases.MODEL, lengths) / seconds / 1e9)
     assert metrics["trainer/packed_share"] == pytest.approx(lengths.sum() / batch.tokens.size)
     assert 1 < metrics["trainer/effective_batch"] <= 16
     assert flops.peak_flops("TPU v5 lite") == 197e12 and flops.peak_flops("TPU7x") == 2307e12 / 2

@@ -16,10 +16,9 @@ import dataclasses
 import sys
 from typing import Any, NamedTuple
 
-from dora_jax import aot, presets
+from dora_jax import aot, presets, update_costs
 from dora_jax.config import Config
 from dora_jax.models.config import KNOWN, ModelConfig
-from dora_jax.trainer import expected
 
 VOCAB = 151669  # ids that Qwen3's tokenizer has
 TRAIN = aot.PROGRAMS[aot.TRAINER]
@@ -146,7 +145,7 @@ def _lines(one: aot.Compiled, config: Config, model: ModelConfig) -> list[str]:
     if one.name == "train":
         t = config.trainer
         chips = t.data * t.fsdp * t.tensor * t.context
-        useful = expected.model_flops(model, [t.pack_tokens] * t.rows) / chips
+        useful = update_costs.model_flops(model, [t.pack_tokens] * t.rows) / chips
         seconds = one.model_s + sum(kernel.seconds for kernel in one.kernels)
         lines.append(
             f"    {useful / one.flops:.0%} of the FLOPs are the model's own; model and kernels {seconds:.2f} s, "

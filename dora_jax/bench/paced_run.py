@@ -17,6 +17,7 @@ import numpy as np
 from dora_jax import presets
 from dora_jax.buffer.store import MemoryGroupStore
 from dora_jax.config import RolloutSection
+from dora_jax.costs import Costs, open_costs
 from dora_jax.orchestrate import events as ev
 from dora_jax.orchestrate.core import Orchestrator
 from dora_jax.orchestrate.loop import each
@@ -27,7 +28,6 @@ from dora_jax.runtime.emulated_timing import PacedEngine, PacedTrainer, PacedWei
 from dora_jax.runtime.rollout_worker import EngineWorker
 from dora_jax.runtime.trainer_worker import StreamingTrainerWorker
 from dora_jax.sim.config import Row
-from dora_jax.sim.cost import Costs, open_costs
 from dora_jax.sim.meter import IDLE_CAPPED, IDLE_TAIL
 from dora_jax.sim.run import orchestrator_config
 from dora_jax.sim.workload import Workload
@@ -56,7 +56,7 @@ class EndOfMeasurement(Exception):
 
 def run(row: Row, pace: float) -> Measured:
     """`pace`: real seconds a modelled second."""
-    costs = open_costs(row.config)
+    costs = open_costs(row.config.model, row.config.hardware, row.config.cost)
     parts = _Parts(row, costs, pace)
     meter = _Meter(row, parts, pace)
     parts.world.listen(meter.told)

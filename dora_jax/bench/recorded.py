@@ -13,6 +13,7 @@ import argparse
 import json
 from pathlib import Path
 
+from dora_jax.recording import recorded_body
 from dora_jax.runtime.recorder import COSTS, JOURNAL
 from dora_jax.sim import config as sims
 from dora_jax.sim import replay
@@ -23,7 +24,7 @@ from dora_jax.sim.table import grid
 
 def setting(directory: Path, warmup: int) -> tuple[SimConfig, str]:
     """The recorded run as a simulation, and its mode."""
-    told, ups = replay.recorded_body(directory / JOURNAL)
+    told, ups = recorded_body(directory / JOURNAL)
     costs = json.loads((directory / COSTS).read_text())
     first = ups[0]
     config = sims.replace(SimConfig(), {

@@ -29,14 +29,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from dora_jax import devices, presets
+from dora_jax import devices, presets, update_costs
 from dora_jax.bench import plain_step, smollm
 from dora_jax.bench.decode import ENVIRONMENTS, MODEL, flop_speed, timed
 from dora_jax.buffer import pack
 from dora_jax.config import TrainerSection
 from dora_jax.models import decoder, hf, logits, sharding
 from dora_jax.ops.segment_attention import segment_attention
-from dora_jax.trainer import expected, score, step
+from dora_jax.trainer import score, step
 from dora_jax.trainer.flops import segment_lengths
 from dora_jax.trainer.prepare import Prepare
 from dora_jax.types import Sample, SampleId, ScoredGroup, Span
@@ -234,7 +234,7 @@ def measure(work: Work, params, rivals: list[str], external: External | None, ro
 
 
 def print_row(work: Work, times: list[float], peak: float) -> None:
-    tokens, needed = int(work.lengths.sum()), expected.model_flops(work.model, work.lengths)
+    tokens, needed = int(work.lengths.sum()), update_costs.model_flops(work.model, work.lengths)
     cells = [f"{tokens / t:.0f} ({needed / t / peak:.0%})" for t in times]
     shares = [tokens / work.batch.tokens.size, tokens / work.padded["tokens"].size]
     against = f"{min(times[1:]) / times[0]:.2f}x" if times[1:] else ""

@@ -2,7 +2,7 @@
 
 Each wraps the real thing behind the same seam. The thing computes what it always does, and its thread then sleeps until
 the modelled time is over, so that orchestrator, queues, moves and publications of a *real* run show how they behave in
-wall-clock time on hardware that is not there. `pace` is real seconds a modelled second; costs are those of sim/cost.py.
+wall-clock time on hardware that is not there. `pace` is real seconds a modelled second; costs are those of costs.py.
 
 Laws: results are the wrapped part's own, token for token. An engine that is busy keeps one timeline: a thread that wakes
 late does not fall behind, and what the host computes counts towards the modelled tick. Nothing paced may be reported
@@ -19,19 +19,16 @@ from dataclasses import dataclass
 from typing import Any
 
 from dora_jax.config import ConfigError
+from dora_jax.costs import CostOptions, Costs, Hardware, ModelSizes, Roofline
 from dora_jax.rollout.ticks import TickResult
-from dora_jax.sim import config as sims
-from dora_jax.sim.cost import Costs, open_costs
 from dora_jax.types import SampleId, ScoredGroup, Version
 
 
 def costs_of(chip: str, instances: int) -> Costs:
-    """Of the simulator's default model on `instances` of its default size, and as many chips again for the trainer."""
-    rollout = instances * sims.HardwareSection().instance_chips
-    modelled = sims.replace(sims.SimConfig(), {
-        "hardware.chip": chip, "hardware.chips": 2 * rollout, "hardware.rollout_chips": rollout})  # fmt: skip
+    """Of the cost model's default model on `instances` of its default size, and as many chips again for the trainer."""
+    rollout = instances * Hardware().instance_chips
     try:
-        return open_costs(modelled)
+        return Roofline(ModelSizes(), Hardware(chip=chip, chips=2 * rollout, rollout_chips=rollout), CostOptions())
     except ConfigError as error:
         raise ConfigError(f"pace: {error}") from error
 

@@ -6,7 +6,7 @@
     recorder.engine(engine)                             stands for the engine of every instance, from its start
     run(orchestrator, world, [recorder, ...])           then recorder.close()
 
-Produces journal.jsonl (sim/replay.py) and costs.json (sim/cost.py) in `directory`, read by `bench.recorded`. Costs are
+Produces journal.jsonl (recording.py) and costs.json (costs.py) in `directory`, read by `bench.recorded`. Costs are
 times of the wall clock between command and answer, so they hold whatever else went on on the machine at that time.
 """
 
@@ -28,9 +28,9 @@ from dora_jax.config import Config, ConfigError
 from dora_jax.orchestrate import events as ev
 from dora_jax.orchestrate.core import Orchestrator
 from dora_jax.orchestrate.modes import OrchestratorConfig
+from dora_jax.recording import Recording
 from dora_jax.rollout.ticks import TickResult
 from dora_jax.runtime.emulated_timing import PacedEngine, PacedTrainer, PacedWeights, TickStats, costs_of
-from dora_jax.sim.replay import Journal
 from dora_jax.types import GroupId, InstanceId, SampleId, Version
 
 ROUNDS = 8  # of the fit; the ratio settles in three
@@ -120,7 +120,7 @@ class Recorder:
         self._warmup_steps = warmup_steps
         self._directory = Path(directory)
         self._directory.mkdir(parents=True, exist_ok=True)
-        self._journal = Journal(self._directory / JOURNAL, config, start)
+        self._journal = Recording(self._directory / JOURNAL, config, start)
         self._engines: list[TimedEngine] = []
         self._asked: dict[tuple, float] = {}  # what was asked for and not answered, since when
         self._took: dict[str, list[float]] = collections.defaultdict(list)

@@ -11,9 +11,9 @@ import dataclasses
 from collections.abc import Callable
 
 from dora_jax.config import ConfigError
+from dora_jax.costs import open_costs
 from dora_jax.sim import table
 from dora_jax.sim.config import Row, SimConfig, replace, rows
-from dora_jax.sim.cost import open_costs
 from dora_jax.sim.meter import IDLE_CAPPED, IDLE_TAIL, TRAIN, WAIT_DEADLINE, WAIT_GROUPS, Result
 from dora_jax.sim.run import simulate
 
@@ -160,7 +160,7 @@ class _Search:
 
 def _floors(config: SimConfig) -> str:
     """What no schedule can undercut: the longest response, alone on its instance."""
-    costs, work = open_costs(config), config.workload
+    costs, work = open_costs(config.model, config.hardware, config.cost), config.workload
     tail_s = work.max_new_tokens * (costs.decode_base_s(1) + costs.decode_kv_s * work.max_new_tokens / 2)
     return (
         f"a response of {work.max_new_tokens:,} tokens decodes for {tail_s / 60:.1f} min even alone "

@@ -12,13 +12,13 @@ it. Mode `partial` has none: its samples change their version, and lag as far as
 
 from __future__ import annotations
 
+from dora_jax.costs import open_costs
 from dora_jax.sim.config import SimConfig
-from dora_jax.sim.cost import open_costs
 
 
 def step_floor_s(config: SimConfig, longest_tokens: float = 0.0) -> float:
     """Seconds a step, where every version has a sample of `longest_tokens` (0: of max_new_tokens) and one turn."""
-    costs, section = open_costs(config), config.orchestrator
+    costs, section = open_costs(config.model, config.hardware, config.cost), config.orchestrator
     tokens = longest_tokens or config.workload.max_new_tokens
     token_s = costs.decode_base_s(1) / max(config.hardware.speeds)
     reading_s = tokens**2 / 2 * costs.decode_kv_s / max(config.hardware.speeds)  # of its own KV, a token at a time

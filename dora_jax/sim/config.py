@@ -14,82 +14,18 @@ A config file reads
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import ml_collections
 
+from dora_jax import config_tree
 from dora_jax.chips import CHIPS
 from dora_jax.config import ConfigError
+from dora_jax.costs import CostOptions, Hardware, ModelSizes
 from dora_jax.orchestrate.modes import MODES, Decisions
 from dora_jax.spelling import nearest
-
-section = dataclasses.dataclass(frozen=True, kw_only=True)
-
-
-@dataclass(frozen=True, kw_only=True)
-class ModelSection:
-    params: float = 32.8e9  # all weights
-    active_params: float = 0.0  # used by one token; 0: all of them (dense)
-    experts: int = 0  # routed experts a layer; 0: dense
-    experts_per_token: int = 0
-    n_layers: int = 64
-    d_model: int = 5120
-    n_heads: int = 40
-    head_dim: int = 128
-    kv_bytes_per_token: float = 262144.0  # all layers
-    weight_bytes_per_param: float = 2.0
-
-
-@dataclass(frozen=True, kw_only=True)
-class HardwareSection:
-    chip: str = "h800"
-    chips: int = 64
-    rollout_chips: int = 0  # the trainer has the others; 0: colocated, everybody has all and they take turns
-    tensor: int = 4  # chips that split every matrix of an instance
-    expert: int = 1  # groups of `tensor` chips that split the experts of an instance
-    residents: int = 1  # R: versions an instance holds at once
-    slots: int = 512  # samples that decode at once, per instance
-    hbm_share: float = 0.9  # of HBM that weights and KV may fill
-    page_size: int = 16
-    speeds: tuple[float, ...] = (1.0,)  # relative speeds of the instances, repeated
-
-    @property
-    def instance_chips(self) -> int:
-        return self.tensor * self.expert
-
-    def speed(self, instance: int) -> float:
-        return self.speeds[instance % len(self.speeds)]
-
-    @property
-    def colocated(self) -> bool:
-        return self.rollout_chips == 0
-
-    @property
-    def instances(self) -> int:
-        return (self.rollout_chips or self.chips) // self.instance_chips
-
-    @property
-    def trainer_chips(self) -> int:
-        return self.chips - self.rollout_chips
-
-
-@dataclass(frozen=True, kw_only=True)
-class CostSection:
-    path: str = ""  # measured costs (JSON, see sim/cost.py) in place of the roofline
-    decode_overhead_s: float = 0.005  # of one tick, whatever its batch
-    hbm_efficiency: float = 0.8  # share of the chip's bandwidth that decode reaches
-    flops_efficiency: float = 0.5  # share of the chip's FLOP/s that prefill and a full decode batch reach
-    train_utilisation: float = 0.35  # share of the trainer's FLOP/s, preparation included
-    train_fixed_s: float = 0.0  # of a step, however many chips
-    score_s: float = 1.0  # from the last sample of a group to its rewards
-    link_efficiency: float = 0.7
-    load_fixed_s: float = 0.5  # of one weight transfer
-    move_fixed_s: float = 0.02  # of one sample's migration
-    balance_s: float = 0.0  # of a step, that instances which versions share stand still to balance and to move samples
-    publish_s: float = 0.0  # from a step's end until its version is there to be loaded
-    control_s: float = 0.0  # from a fact to the command that follows from it
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -102,7 +38,7 @@ class WorkloadSection:
     sigma: float = 1.0  # of log length
     tail_share: float = 0.05  # heavy: share of responses in the Pareto tail that begins where the body ends
     tail_alpha: float = 1.2  # heavy: its exponent
-    path: str = ""  # file: one length a line; journal: see sim/replay.py
+    path: str = ""  # file: one length a line; journal: see recording.py
     group_correlation: float = 0.5  # of the log lengths of siblings
     prompt_tokens: float = 160.0  # mean
     prompt_sigma: float = 0.6
@@ -151,9 +87,9 @@ class SimConfig:
     warmup_steps: int = 2  # left out of every average
     seeds: int = 1  # runs of each row, from workload.seed on; of several the table shows mean and standard deviation
     report_tokens: int = 1024  # an instance reports progress every so many ticks
-    model: ModelSection = ModelSection()
-    hardware: HardwareSection = HardwareSection()
-    cost: CostSection = CostSection()
+    model: ModelSizes = dataclasses.field(default=ModelSizes())
+    hardware: Hardware = dataclasses.field(default=Hardware())
+    cost: CostOptions = dataclasses.field(default=CostOptions())
     workload: WorkloadSection = WorkloadSection()
     orchestrator: OrchestratorSection = OrchestratorSection()
     fault: FaultSection = FaultSection()
@@ -172,15 +108,13 @@ class Row:
 
 def defaults() -> ml_collections.ConfigDict:
     """What a config file fills in; locked but for the free-form dictionary."""
-    tree = ml_collections.ConfigDict(dataclasses.asdict(SimConfig())).lock()
-    tree.orchestrator.decisions.unlock()
-    return tree
+    return config_tree.defaults(SimConfig())
 
 
-def from_config_dict(tree: ml_collections.ConfigDict) -> SimConfig:
+def from_config_dict(tree: config_tree.Tree) -> SimConfig:
     """Converts and checks everything at once, rows included."""
-    config = _build(SimConfig, tree.to_dict(preserve_field_references=False))
-    problems = list(_problems(config))
+    config, problems = config_tree.build(SimConfig, tree)
+    problems = problems or list(_problems(config))
     if not problems:
         for row in rows(config):
             problems += [f"row {row.label!r}: {problem}" for problem in _row_problems(row)]
@@ -216,29 +150,15 @@ def replace(config: SimConfig, changes: Mapping[str, Any]) -> SimConfig:
     return config
 
 
-def fields(cls: type = SimConfig, prefix: str = "") -> list[str]:
-    """Dotted names of all fields, sections left out."""
-    found = []
-    for field in dataclasses.fields(cls):
-        nested = dataclasses.is_dataclass(field.default)
-        found += fields(type(field.default), f"{field.name}.") if nested else [prefix + field.name]
-    return found
+def fields() -> dict[str, Any]:
+    """Dotted name -> type of every field, sections left out."""
+    return config_tree.fields(SimConfig)
 
 
 # ---------------------------------------------------------------- private
 
 
-def _build(cls: type, tree: Mapping[str, Any]) -> Any:
-    values = {}
-    for field in dataclasses.fields(cls):
-        value = tree[field.name]
-        if dataclasses.is_dataclass(field.default):
-            value = _build(type(field.default), value)
-        values[field.name] = tuple(value) if isinstance(value, list) else value
-    return cls(**values)
-
-
-def _problems(config: SimConfig) -> Any:
+def _problems(config: SimConfig) -> Iterator[str]:
     """Sentences about what no row can repair."""
     if config.steps <= config.warmup_steps:
         yield f"steps: {config.steps} steps leave none to measure after {config.warmup_steps} of warm-up"
@@ -257,7 +177,7 @@ def _problems(config: SimConfig) -> Any:
             yield f"rows: {name}: unknown field; the nearest is {nearest(name, known)}"
 
 
-def _row_problems(row: Row) -> Any:
+def _row_problems(row: Row) -> Iterator[str]:
     hardware, work, section = row.config.hardware, row.config.workload, row.config.orchestrator
     if hardware.chip not in CHIPS:
         yield f"hardware.chip: {hardware.chip!r} is none of {', '.join(CHIPS)}"

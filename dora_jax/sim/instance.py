@@ -19,7 +19,7 @@ import heapq
 import math
 from collections import deque
 
-from dora_jax.sim.cost import Costs
+from dora_jax.costs import Costs
 from dora_jax.sim.workload import Turn
 from dora_jax.types import InstanceId, SampleId, Version
 

@@ -22,7 +22,7 @@ HBM_SHARE = 0.8  # of the bandwidth that a cast reaches
 
 
 class Transfers(Protocol):
-    """What a network asks of `sim.cost.Costs`."""
+    """What a network asks of `costs.Costs`."""
 
     def load_s(self) -> float: ...
     def move_s(self, tokens: int) -> float: ...

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from dora_jax.costs import Costs
 from dora_jax.sim.config import OrchestratorSection
-from dora_jax.sim.cost import Costs
 from dora_jax.sim.instance import Job
 from dora_jax.types import Version
 

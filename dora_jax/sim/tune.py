@@ -12,7 +12,8 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
-from dora_jax.sim.config import GridSection, HardwareSection, Row, replace
+from dora_jax.costs import Hardware
+from dora_jax.sim.config import GridSection, Row, replace
 from dora_jax.sim.meter import Result
 from dora_jax.sim.run import simulate
 from dora_jax.sim.table import grid
@@ -94,7 +95,7 @@ class _Search:
             here = better
 
 
-def _axes(section: GridSection, hardware: HardwareSection, mode: str) -> dict[str, Sequence[Any]]:
+def _axes(section: GridSection, hardware: Hardware, mode: str) -> dict[str, Sequence[Any]]:
     unit, total = hardware.instance_chips, hardware.chips // hardware.instance_chips
     splits = sorted({min(total - 1, max(1, round(share * total))) * unit for share in section.rollout_shares})
     axes: dict[str, Sequence[Any]] = {SPLIT: splits}

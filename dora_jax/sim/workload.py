@@ -15,8 +15,8 @@ from pathlib import Path
 from statistics import NormalDist
 
 from dora_jax.config import ConfigError
+from dora_jax.recording import recorded_work
 from dora_jax.sim.config import WorkloadSection
-from dora_jax.sim.replay import recorded_work
 from dora_jax.types import GroupId, SampleId, issued_first_as
 
 _MASK = (1 << 64) - 1

@@ -13,13 +13,13 @@ import math
 from collections.abc import Callable, Iterable
 from typing import Any
 
+from dora_jax.costs import Costs, open_costs
 from dora_jax.orchestrate import events as ev
 from dora_jax.orchestrate.modes import Decisions
 from dora_jax.sim import instance as inst
 from dora_jax.sim import workload as work
 from dora_jax.sim.agenda import Agenda
 from dora_jax.sim.config import SimConfig
-from dora_jax.sim.cost import Costs, open_costs
 from dora_jax.sim.instance import Instance, Job
 from dora_jax.sim.meter import Meter
 from dora_jax.sim.network import Network
@@ -45,7 +45,7 @@ class SimWorld:
 
     def __init__(self, config: SimConfig, decisions: Decisions, *, until: Version, trace: Trace | None = None):
         self._agenda = Agenda()
-        self.costs: Costs = open_costs(config)
+        self.costs: Costs = open_costs(config.model, config.hardware, config.cost)
         self.meter = Meter(config, decisions)
         self._config, self._cost = config, config.cost
         self._repartitions = decisions.repartitions

@@ -1,6 +1,6 @@
 """Stage 5, train: floating-point operations of a step as it runs: a rate, and what a traced program does.
 
-Meter            tokens/s and MFU of a step, for its metrics; what the model needs is expected.model_flops
+Meter            tokens/s and MFU of a step, for its metrics; what the model needs is update_costs.model_flops
 traced_flops     every matrix product of a jaxpr, recomputation and masked scores included: what the chips execute
 """
 
@@ -14,7 +14,7 @@ import numpy as np
 
 from dora_jax.chips import CHIPS, DEVICE_KINDS
 from dora_jax.models.config import ModelConfig
-from dora_jax.trainer.expected import model_flops
+from dora_jax.update_costs import model_flops
 
 
 def segment_lengths(segment_ids_BxL: np.ndarray) -> np.ndarray:

@@ -22,14 +22,78 @@ from __future__ import annotations
 
 import bisect
 import json
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
 from dora_jax.chips import CHIPS
 from dora_jax.config import ConfigError
-from dora_jax.sim.config import CostSection, HardwareSection, ModelSection, SimConfig
 
 FORWARD, BACKWARD = 2, 4  # FLOPs a parameter and token
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelSizes:
+    params: float = 32.8e9  # all weights
+    active_params: float = 0.0  # used by one token; 0: all of them (dense)
+    experts: int = 0  # routed experts a layer; 0: dense
+    experts_per_token: int = 0
+    n_layers: int = 64
+    d_model: int = 5120
+    n_heads: int = 40
+    head_dim: int = 128
+    kv_bytes_per_token: float = 262144.0  # all layers
+    weight_bytes_per_param: float = 2.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Hardware:
+    chip: str = "h800"
+    chips: int = 64
+    rollout_chips: int = 0  # the trainer has the others; 0: colocated: both roles have all chips and take turns
+    tensor: int = 4  # chips that split every matrix of an instance
+    expert: int = 1  # groups of `tensor` chips that split the experts of an instance
+    residents: int = 1  # R: versions an instance holds at once
+    slots: int = 512  # samples that decode at once, per instance
+    hbm_share: float = 0.9  # of HBM that weights and KV may fill
+    page_size: int = 16
+    speeds: tuple[float, ...] = (1.0,)  # relative speeds of the instances, repeated
+
+    @property
+    def instance_chips(self) -> int:
+        return self.tensor * self.expert
+
+    def speed(self, instance: int) -> float:
+        return self.speeds[instance % len(self.speeds)]
+
+    @property
+    def colocated(self) -> bool:
+        return self.rollout_chips == 0
+
+    @property
+    def instances(self) -> int:
+        return (self.rollout_chips or self.chips) // self.instance_chips
+
+    @property
+    def trainer_chips(self) -> int:
+        return self.chips - self.rollout_chips
+
+
+@dataclass(frozen=True, kw_only=True)
+class CostOptions:
+    path: str = ""  # measured costs (JSON, see below) in place of the roofline
+    decode_overhead_s: float = 0.005  # of one tick, whatever its batch
+    hbm_efficiency: float = 0.8  # share of the chip's bandwidth that decode reaches
+    flops_efficiency: float = 0.5  # share of the chip's FLOP/s that prefill and a full decode batch reach
+    train_utilisation: float = 0.35  # share of the trainer's FLOP/s, preparation included
+    train_fixed_s: float = 0.0  # of a step, however many chips
+    score_s: float = 1.0  # from the last sample of a group to its rewards
+    link_efficiency: float = 0.7
+    load_fixed_s: float = 0.5  # of one weight transfer
+    move_fixed_s: float = 0.02  # of one sample's migration
+    balance_s: float = 0.0  # of a step, that instances which versions share stand still to balance and to move samples
+    publish_s: float = 0.0  # from a step's end until its version is there to be loaded
+    control_s: float = 0.0  # from a fact to the command that follows from it
 
 
 class Costs(Protocol):
@@ -46,16 +110,15 @@ class Costs(Protocol):
     def park_s(self, tokens: int) -> float: ...
 
 
-def open_costs(config: SimConfig) -> Costs:
-    if config.cost.path:
-        return Measured(config.cost.path)
-    return Roofline(config.model, config.hardware, config.cost)
+def open_costs(model: ModelSizes, hardware: Hardware, options: CostOptions) -> Costs:
+    """Measured costs where the options name a file of them, a roofline otherwise; ConfigError names what is wrong."""
+    return Measured(options.path) if options.path else Roofline(model, hardware, options)
 
 
 class Roofline:
     contention = 1.0  # every role has chips of its own
 
-    def __init__(self, model: ModelSection, hardware: HardwareSection, cost: CostSection):
+    def __init__(self, model: ModelSizes, hardware: Hardware, cost: CostOptions):
         self._model, self._hardware, self._cost = model, hardware, cost
         self._chip = chip = CHIPS[hardware.chip]
         chips = hardware.instance_chips

@@ -7,17 +7,17 @@ import pytest
 
 from dora_jax.chips import CHIPS
 from dora_jax.config import ConfigError
-from dora_jax.sim.config import CostSection, HardwareSection, ModelSection, SimConfig, WorkloadSection
-from dora_jax.sim.cost import Measured, Roofline, open_costs
+from dora_jax.costs import CostOptions, Hardware, Measured, ModelSizes, Roofline, open_costs
+from dora_jax.sim.config import WorkloadSection
 from dora_jax.sim.workload import Workload, uniform
 from dora_jax.types import SampleId
 
-DENSE = ModelSection(params=32e9)
-MOE = ModelSection(params=560e9, active_params=27e9, experts=512, experts_per_token=12)
+DENSE = ModelSizes(params=32e9)
+MOE = ModelSizes(params=560e9, active_params=27e9, experts=512, experts_per_token=12)
 
 
 def roofline(model=DENSE, hardware=None, **cost):
-    return Roofline(model, HardwareSection(**(hardware or {})), CostSection(**cost))
+    return Roofline(model, Hardware(**(hardware or {})), CostOptions(**cost))
 
 
 def test_a_small_batch_is_bound_by_weights_and_a_large_one_by_flops():
@@ -71,7 +71,7 @@ def test_measured_costs_are_read_and_interpolated(tmp_path):
     data = {"decode": [[1, 0.010], [9, 0.018]], **{name: i + 1 for i, name in enumerate(names)}}
     path = tmp_path / "costs.json"
     path.write_text(json.dumps(data))
-    costs = open_costs(dataclasses.replace(SimConfig(), cost=CostSection(path=str(path))))
+    costs = open_costs(DENSE, Hardware(), CostOptions(path=str(path)))
     assert [costs.decode_base_s(b) for b in (1, 5, 9, 17)] == pytest.approx([0.010, 0.014, 0.018, 0.026])
     assert (costs.prefill_s(10), costs.train_s(1, 10, 0), costs.load_s(), costs.move_s(10)) == (32, 54, 6, 87)
     del data["load_s"]
