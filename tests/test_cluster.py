@@ -15,7 +15,7 @@ def test_a_run_over_gangs_is_a_run(tmp_path, mode, max_versions):
     world = World(tmp_path / "journal", mode, max_versions)
     check(world, world.run())
     for engines in world.launcher.engines.values():
-        eventually(lambda engines=engines: not engines[1]._samples)  # the second process did what the first did
+        eventually(lambda engines=engines: not engines[1].samples)  # the second process did what the first did
         assert engines[0].versions == engines[1].versions
 
 

@@ -186,10 +186,10 @@ def test_a_store_that_fails_is_an_alarm_and_the_step_comes_later(tmp_path, monke
     checkpoints = RemoteCheckpoints(steps, CheckpointSection(), trainer, said.append)
     trainer.saved(0, 1), trainer.saved(1, 1)
 
-    def fail(key, data):
+    def fail(store, key, data):
         raise StoreError("UNAVAILABLE: 503")
 
-    monkeypatch.setattr(steps._store, "put", fail)
+    monkeypatch.setattr(Objects, "put", fail)
     checkpoints.wait(), checkpoints.wait()
     assert len(said) == 1 and "kept up (UNAVAILABLE: 503): the newest that is whole is None" in said[0]
     monkeypatch.undo()

@@ -26,7 +26,7 @@ class Ends:
 
     def __init__(self):
         self.heard, self.ended = {"a": [], "b": []}, {}
-        self.links = {}
+        self.links, self.ends = {}, {}
         self.door = Listener("127.0.0.1", b"token", lambda end: self._link("b", end))
         self._link("a", dial(self.door.address, b"token"))
         eventually(lambda: len(self.links) == 2)
@@ -36,7 +36,7 @@ class Ends:
             end, lambda _, item: self.heard[name].append(item), lambda _, reason: self.ended.setdefault(name, reason)
         )
         link.start()
-        self.links[name] = link
+        self.links[name], self.ends[name] = link, end
 
 
 def test_records_go_both_ways_in_order():
@@ -63,7 +63,7 @@ def test_large_records_that_wait_together_are_no_frame_too_large(monkeypatch):
 @pytest.mark.parametrize("frame", [b"\x80\x04K\x01.", b"", b"\x91\xc4\x02\x91\xa1", b"\x01"])
 def test_bytes_that_are_no_records_end_the_link(frame):
     ends = Ends()
-    ends.links["a"]._end.send_bytes(frame)
+    ends.ends["a"].send_bytes(frame)
     eventually(lambda: "b" in ends.ended)
     assert ends.heard["b"] == []
 
@@ -86,7 +86,7 @@ def test_a_reader_that_stands_still_does_not_stop_the_sender():
 def test_ranks_follow_the_chips_not_the_order_of_arrival():
     with Kept(FakeLauncher(workers=[1, 0])) as kept:
         kept.up()
-        began = {host._hello.worker: host.began for host in kept.hosts()}
+        began = {host.hello.worker: host.began for host in kept.hosts()}
     assert {worker: each.rank for worker, each in began.items()} == {0: 0, 1: 1}
     assert {each.coordinator for each in began.values()} == {"coordinator of 0"}
 
@@ -164,24 +164,25 @@ def test_standstill_is_a_death():
 
 
 def test_waiting_for_work_is_no_standstill():
-    gang = lone_gang()
+    gang, link = lone_gang()
     for busy, wrong in ((False, False), (True, True)):
-        gang._joined[0].moved_s -= 60.0
-        gang._hear(gang._joined[0], messages.Heartbeat(progress=0, busy=busy, waited_s=0.0))
+        gang.processes[0].moved_s -= 60.0
+        link.receive(link, messages.Heartbeat(progress=0, busy=busy, waited_s=0.0))
         assert bool(gang.fault()) == wrong
 
 
 def lone_gang():
     limits = GangLimits(silence_s=1.0, stall_s=1.0, start_s=99.0, restarts=1)
     gang = Gang("rollout 0", 1, 1, lambda item: None, lambda text: None, limits)
-    gang.join(FakeLink(), messages.Hello(gang="rollout 0", epoch=1, pid=1, worker=0, coordinator="", leader=""))
+    link = FakeLink()
+    gang.join(link, messages.Hello(gang="rollout 0", epoch=1, pid=1, worker=0, coordinator="", leader=""))
     gang.ready.set()
-    return gang
+    return gang, link
 
 
 def test_a_controller_that_slept_blames_nobody():
-    gang = lone_gang()
-    gang._joined[0].heard_s -= 60.0
+    gang, _ = lone_gang()
+    gang.processes[0].heard_s -= 60.0
     assert "has not been heard" in gang.fault()
     gang.excuse(60.0)
     assert gang.fault() is None
@@ -189,7 +190,7 @@ def test_a_controller_that_slept_blames_nobody():
 
 class FakeLink:
     def adopt(self, receive, ended):
-        pass
+        self.receive = receive
 
 
 def test_a_gang_that_can_never_come_up_ends_the_run_with_its_own_words():
@@ -255,10 +256,11 @@ def test_who_leaves_has_left_once_every_process_has_said_so():
         if host.began.rank == 0:
             assert isinstance(host.inbox.get(), messages.HandOver)
             host.link.send(messages.HandOverDone(hosts=2))
+            host.link.send(messages.Note(text="all is handed over"))
 
     with Kept(FakeLauncher(life=life)) as kept:
         kept.up().leave("preempted")
-        eventually(lambda: kept.gangs[0]._left == 1)
+        eventually(lambda: "rollout 0: all is handed over" in kept.said)
         kept.hosts()[1].link.send(ev.InstanceReported(instance=0, free=3))  # its part takes longer
         kept.hosts()[1].link.send(messages.HandOverDone(hosts=2))
         kept.up(2)

@@ -16,7 +16,7 @@ from tests.fakes.cluster import eventually
 from tests.fakes.cluster_world import OFFER, Porters, World
 from tests.fakes.coordinator_world import Task, expected
 from tests.fakes.engine_rig import LAYOUT, assert_undisturbed, bits, finish, loaded, taken_out
-from tests.fakes.remote_pair import PARCEL, A, drained, moving, new_pair
+from tests.fakes.remote_pair import PARCEL, A, drained, moving, new_pair, rise
 from tests.fakes.wire_peer import new_wire
 
 
@@ -115,7 +115,7 @@ def test_kv_that_comes_and_kv_that_does_not_change_no_token(tmp_path, share, kil
     if kill_after is None:
         assert bool(said) == bool(share), world.said
         eventually(lambda: not porters.offered)
-        assert not any(porter._here for porter in porters.all), "what was fetched was taken or left"
+        assert not any(porter.here for porter in porters.all), "what was fetched was taken or left"
 
 
 @pytest.fixture
@@ -126,14 +126,22 @@ def carried(pair):
     number = gangs[0].posts[-1].number
     for host in (1, 0):
         assert not gangs[1].posts, "every process speaks of its part first"
-        remotes[0]._keeper.hooks["heard"](moving(number, host, 2, OFFER))
+        remotes.tell(0, "heard", moving(number, host, 2, OFFER))
     carry = gangs[1].posts.pop()
     assert isinstance(carry, messages.FetchKV) and (carry.number, carry.epoch, len(carry.lent)) == (number, 1, 2)
     return remotes, gangs, outbox, number
 
 
 def answer(remotes, number, host, fault=""):
-    remotes[1]._keeper.hooks["heard"](messages.KVStaged(number=number, host=host, fault=fault))
+    remotes.tell(1, "heard", messages.KVStaged(number=number, host=host, fault=fault))
+
+
+def told_late(remotes, outbox, number):
+    """What the next gang of instance 1 is told where the last answer for KV of the lost one comes to it."""
+    drained(outbox)
+    later = rise(remotes, 1, outbox, 2)
+    answer(remotes, number, 1)
+    return later.posts
 
 
 def test_kv_is_taken_once_every_process_has_its_part(carried):
@@ -161,25 +169,29 @@ def test_where_one_process_cannot_fetch_its_part_all_make_the_kv_again(carried):
 def test_kv_on_its_way_to_a_gang_that_is_lost_is_given_back(carried):
     remotes, gangs, outbox, number = carried
     answer(remotes, number, 0)
-    remotes[1]._keeper.hooks["down"](gangs[1])
+    remotes.tell(1, "down", gangs[1])
     down, moved = drained(outbox)
     assert isinstance(down, ev.InstanceDown) and (moved.id, moved.dst) == (A, 1)
-    assert gangs[0].posts[-1] == messages.ReleaseKV(number=number) and not remotes[1]._carries
+    assert gangs[0].posts[-1] == messages.ReleaseKV(number=number)
     remotes[0].move(A, remotes[1], 1)
-    number = gangs[0].posts[-1].number
+    again = gangs[0].posts[-1].number
     for host in (0, 1):
-        remotes[0]._keeper.hooks["heard"](moving(number, host, 2, OFFER))
-    assert gangs[0].posts[-1] == messages.ReleaseKV(number=number), "nobody is there to fetch it"
+        remotes.tell(0, "heard", moving(again, host, 2, OFFER))
+    assert gangs[0].posts[-1] == messages.ReleaseKV(number=again), "nobody is there to fetch it"
+    assert not told_late(remotes, outbox, number)
 
 
 def test_a_source_that_is_lost_before_all_of_it_has_spoken_has_moved_nothing(pair):
     remotes, gangs, outbox = pair
     remotes[0].move(A, remotes[1], 1)
     number = gangs[0].posts[-1].number
-    remotes[0]._keeper.hooks["heard"](moving(number, 1, 2, OFFER))
-    remotes[0]._keeper.hooks["down"](gangs[0])
+    remotes.tell(0, "heard", moving(number, 1, 2, OFFER))
+    remotes.tell(0, "down", gangs[0])
     _down, failed = drained(outbox)
-    assert isinstance(failed, ev.MoveFailed) and not remotes[0]._parts and not gangs[1].posts
+    assert isinstance(failed, ev.MoveFailed)
+    rise(remotes, 0, outbox, 2)
+    remotes.tell(0, "heard", moving(number, 0, 2, OFFER))
+    assert not gangs[1].posts, "the other part is forgotten"
 
 
 def test_a_sample_without_kv_is_handed_over_at_once(pair):
@@ -187,7 +199,7 @@ def test_a_sample_without_kv_is_handed_over_at_once(pair):
     remotes[0].move(A, remotes[1], 1)
     number = gangs[0].posts[-1].number
     for host in (0, 1):
-        remotes[0]._keeper.hooks["heard"](moving(number, host, 2))
+        remotes.tell(0, "heard", moving(number, host, 2))
     assert [(type(post), post.number) for post in gangs[1].posts] == [(messages.FinishMove, 0)]
 
 
@@ -277,7 +289,7 @@ def handed(pair):
         outlet.leave(lambda outlet=outlet, host=host: outlet.put(HandedOver(parcel=with_pages(host, 2))))
         part, left = (messages.CODEC.decode(messages.CODEC.encode(item)) for item in sent)
         assert left == messages.HandOverDone(hosts=2)
-        remotes[0]._keeper.hooks["heard"](part)
+        remotes.tell(0, "heard", part)
     (handed,) = drained(outbox)
     return remotes, gangs, outbox, handed.parcel
 
@@ -307,7 +319,7 @@ def test_a_head_that_several_processes_hold_is_carried_once(pair):
     remotes, _gangs, outbox = pair
     for host in range(2):
         ResultSender(sent := Sent(), host, 2, holders_alike(2, 1)).put(HandedOver(parcel=with_pages(0)))
-        remotes[0]._keeper.hooks["heard"](sent[0])
+        remotes.tell(0, "heard", sent[0])
     (handed,) = drained(outbox)
     assert bits(handed.parcel.k_pages) == bits(with_pages(0).k_pages)
     parts = parted(handed.parcel, 4)
@@ -318,11 +330,13 @@ def test_a_head_that_several_processes_hold_is_carried_once(pair):
 def test_pages_on_their_way_to_a_gang_that_is_lost_are_forgotten(handed):
     remotes, gangs, outbox, parcel = handed
     remotes[1].resume(parcel)
-    answer(remotes, gangs[1].posts[-1].number, 0)
-    remotes[1]._keeper.hooks["down"](gangs[1])
-    assert not remotes[1]._carries and isinstance(drained(outbox)[0], ev.InstanceDown)
+    number = gangs[1].posts[-1].number
+    answer(remotes, number, 0)
+    remotes.tell(1, "down", gangs[1])
+    assert isinstance(drained(outbox)[0], ev.InstanceDown)
+    before = len(gangs[1].posts)
     remotes[1].resume(parcel)  # asked for before the orchestrator has heard
-    assert not remotes[1]._carries
+    assert len(gangs[1].posts) == before and not told_late(remotes, outbox, number)
 
 
 @pytest.mark.parametrize("hosts", [1, 2])
@@ -339,8 +353,8 @@ def test_kv_that_is_more_than_a_record_holds_stays_behind(monkeypatch, hosts):
 @pytest.mark.parametrize("host", [0, 1])
 def test_where_a_part_does_not_come_in_time_the_tokens_go_on(pair, host):
     remotes, gangs, outbox = pair
-    remotes[0]._keeper.hooks["heard"](messages.HandedOverShard(parcel=with_pages(host), host=host, hosts=2))
-    remotes[0]._keeper.hooks["down"](gangs[0])
+    remotes.tell(0, "heard", messages.HandedOverShard(parcel=with_pages(host), host=host, hosts=2))
+    remotes.tell(0, "down", gangs[0])
     *found, down = drained(outbox)
     assert isinstance(down, ev.InstanceDown)
     assert [each.parcel.n_pages for each in found] == [0] * (host == 0)  # the journal has what the first one gave

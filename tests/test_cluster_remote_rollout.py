@@ -14,9 +14,9 @@ def pair():
 
 def test_commands_reach_a_gang_only_after_its_coming_was_heard(pair):
     remotes, gangs, outbox = pair
-    remotes[0]._keeper.hooks["down"](gangs[0])
+    remotes.tell(0, "down", gangs[0])
     again = Posted(2)
-    remotes[0]._keeper.hooks["up"](again)
+    remotes.tell(0, "up", again)
     remotes[0].cancel(A, "meant for the lost one")
     down, risen = drained(outbox)
     assert isinstance(down, ev.InstanceDown)
@@ -28,7 +28,7 @@ def test_commands_reach_a_gang_only_after_its_coming_was_heard(pair):
 def test_a_move_out_of_a_lost_gang_fails_right_behind_its_loss(pair):
     remotes, gangs, outbox = pair
     remotes[0].move(A, remotes[1], 1)
-    remotes[0]._keeper.hooks["down"](gangs[0])
+    remotes.tell(0, "down", gangs[0])
     down, failed = drained(outbox)
     assert isinstance(down, ev.InstanceDown) and (failed.id, failed.src, failed.dst) == (A, 0, 1)
     remotes[0].move(A, remotes[1], 1)  # asked for before the orchestrator has heard
@@ -38,9 +38,9 @@ def test_a_move_out_of_a_lost_gang_fails_right_behind_its_loss(pair):
 def test_a_sample_on_its_way_to_a_lost_gang_counts_as_moved(pair):
     remotes, gangs, outbox = pair
     remotes[0].move(A, remotes[1], 1)
-    remotes[0]._keeper.hooks["heard"](moving())
+    remotes.tell(0, "heard", moving())
     assert isinstance(gangs[1].posts[-1], messages.FinishMove)
-    remotes[1]._keeper.hooks["down"](gangs[1])
+    remotes.tell(1, "down", gangs[1])
     down, moved = drained(outbox)
     assert isinstance(down, ev.InstanceDown) and (moved.id, moved.dst) == (A, 1)
 
@@ -48,18 +48,18 @@ def test_a_sample_on_its_way_to_a_lost_gang_counts_as_moved(pair):
 def test_a_sample_is_not_handed_to_a_later_epoch_of_its_destination(pair):
     remotes, gangs, outbox = pair
     remotes[0].move(A, remotes[1], 1)
-    remotes[1]._keeper.hooks["down"](gangs[1])
+    remotes.tell(1, "down", gangs[1])
     drained(outbox)
-    later = rise(remotes[1], outbox, 2)
-    remotes[0]._keeper.hooks["heard"](moving())
+    later = rise(remotes, 1, outbox, 2)
+    remotes.tell(0, "heard", moving())
     assert not later.posts and isinstance(drained(outbox)[0], ev.SampleMoved)
 
 
 def test_a_move_that_arrives_is_owed_no_more(pair):
     remotes, gangs, outbox = pair
     remotes[0].move(A, remotes[1], 1)
-    remotes[0]._keeper.hooks["heard"](moving())
-    remotes[1]._keeper.hooks["heard"](ev.SampleMoved(id=A, src=0, dst=1, attempt=1))
+    remotes.tell(0, "heard", moving())
+    remotes.tell(1, "heard", ev.SampleMoved(id=A, src=0, dst=1, attempt=1))
     for i in (0, 1):
-        remotes[i]._keeper.hooks["down"](gangs[i])
+        remotes.tell(i, "down", gangs[i])
     assert [type(item) for item in drained(outbox)] == [ev.SampleMoved, ev.InstanceDown, ev.InstanceDown]

@@ -47,6 +47,21 @@ def quick(monkeypatch):
     monkeypatch.setattr("dora_jax.runtime.cluster.connection.LOOK_S", 0.02)
 
 
+class MortalRegistry(RunRegistry):
+    """Writes nothing once its controller is dead."""
+
+    dead = False
+
+    def enter(self, *args):
+        return None if self.dead else super().enter(*args)
+
+    def strike(self, *args):
+        return None if self.dead else super().strike(*args)
+
+    def close(self):
+        return None if self.dead else super().close()
+
+
 class Lives(World):
     """One workdir and the controllers that came after each other."""
 
@@ -57,14 +72,14 @@ class Lives(World):
         self.heard = []  # by all controllers
 
     def new_roster(self):
-        return RunRegistry(str(self.folder.parent), "this build")
+        return MortalRegistry(str(self.folder.parent), "this build")
 
     def life(self, kill=lambda event: False, found=None, trusted=True):
         """Halt, or None where the controller was killed at a fact."""
         if found is not None:
             self.launcher.spares = False
+            self.trusted = trusted
             self.open(found)
-            self.publisher._trusted = trusted
             self.weights.held.clear()
             for version in found.debts.versions:
                 self.weights.put(version, None)
@@ -75,8 +90,8 @@ class Lives(World):
         def killer(event, commands):
             if kill(event):
                 self.roster.announce("127.0.0.1:1")  # its door is shut before any of its connections ends
-                self.launcher.spares, self.roster._page = True, None
-                self.durable._journal._log.close()
+                self.launcher.spares = self.roster.dead = True
+                self.log.close()
                 self.durable.close = lambda: None
                 raise Killed
 
@@ -131,7 +146,7 @@ def test_what_was_sampled_while_nobody_listened_is_kept(tmp_path, hosts, monkeyp
 
     def tick(engine):
         time.sleep(0.002)
-        long_ones = not any(id.index % 2 for id in engine._samples)
+        long_ones = not any(id.index % 2 for id in engine.samples)
         return OracleEngine.tick(engine) if released.is_set() or not long_ones else IDLE  # these do not end
 
     monkeypatch.setattr(SlowEngine, "tick", tick)
@@ -146,7 +161,7 @@ def test_what_was_sampled_while_nobody_listened_is_kept(tmp_path, hosts, monkeyp
     started = {event.id for event in events(lives.folder) if isinstance(event, ev.SampleStarted)}
     lives.launcher.imported.clear()
     engines = [engine for each in lives.launcher.engines.values() for engine in each.values()]
-    eventually(lambda: not any(id.index == 3 for engine in engines for id in list(engine._samples)))
+    eventually(lambda: not any(id.index == 3 for engine in engines for id in engine.samples))
     lives.check(lives.again(lambda event: isinstance(event, ev.SampleResumed) and released.set()))
     imported = {parcel.id: parcel for parcel in reversed(lives.launcher.imported)}
     resumed = {event.id for event in events(lives.folder) if isinstance(event, ev.SampleResumed)}
@@ -160,7 +175,7 @@ def test_a_gang_whose_process_ended_meanwhile_is_begun_anew_and_the_others_are_t
     lives = Lives(tmp_path / "journal")
     assert lives.life(counted(ev.SampleDone, 9)) is None
     eventually(lambda: lives.hosts(1)[0].link.alone)
-    lives.hosts(1)[0].link._end()
+    lives.hosts(1)[0].done.set()
     lives.launcher.gangs["rollout 1", 1].pop()
     lives.check(lives.again())
     assert set(lives.launcher.gangs) == {("rollout 0", 1), ("rollout 1", 1), ("rollout 1", 2), ("rollout 2", 1)}
@@ -236,14 +251,14 @@ def test_a_step_that_is_on_its_way_to_some_of_the_processes_does_not_keep_the_ne
     gang = seated(hub, again=False)
     hosts = halves(hub, str(tmp_path), both)
     eventually(gang.ready.is_set)
-    for host in gang._ranks:
-        if gang._ranks.index(host) not in reached:
+    for rank, host in enumerate(gang.processes):
+        if rank not in reached:
             host.link.send = lambda record: None
     gang.cast(messages.PublishWeights(version=1))
     time.sleep(0.2)  # until what comes has come
     roster.announce("127.0.0.1:1")
     hub.close()
-    for host in gang._joined:
+    for host in gang.processes:
         host.link.close("killed")
     eventually(lambda: all(host.link.alone for host in hosts))
 
@@ -285,18 +300,16 @@ def test_a_run_that_ends_itself_leaves_nobody_waiting(tmp_path, scheme):
     assert address_in(place) is None
 
 
-def test_a_storage_that_refuses_is_spoken_of_and_stops_no_keeper(tmp_path, monkeypatch):
+def test_a_storage_that_refuses_is_spoken_of_and_stops_no_keeper(tmp_path):
     said = []
     roster = RunRegistry(str(tmp_path), "build", said.append)
     roster.announce("127.0.0.1:9")
 
-    def full(text):
-        raise OSError(28, "No space left on device")
-
-    with monkeypatch.context() as patch:
-        patch.setattr(roster._page, "write", full)
-        roster.enter("trainer", 3, (7, 8))
-    assert len(said) == 1 and "No space left" in said[0] and RunRegistry(str(tmp_path), "build").left == {}
+    in_its_way = tmp_path / ROSTER.replace(".json", ".partial")
+    in_its_way.mkdir()
+    roster.enter("trainer", 3, (7, 8))
+    in_its_way.rmdir()
+    assert len(said) == 1 and "is not up to date" in said[0] and RunRegistry(str(tmp_path), "build").left == {}
     roster.strike("rollout 0")  # whatever is written next says all of it
     assert RunRegistry(str(tmp_path), "build").left.keys() == {"trainer"}
 

@@ -40,7 +40,7 @@ class Learners(FakeLauncher):
         trained, begun = host.__dict__.setdefault("trained", []), host.__dict__.setdefault("begun", [])
         rank = host.began.rank
         if rank == 0:
-            self.log.append((host._hello.epoch, name))
+            self.log.append((host.hello.epoch, name))
         match what:
             case messages.TrainGroups(base=base, groups=groups):
                 assert base == len(trained), "steps come in order"

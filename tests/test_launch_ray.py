@@ -72,7 +72,7 @@ class Controller:
         """A gang that is there, and waits to be told what to do."""
         gang = self.expect(name, epoch)
         started = self.launcher.start(self.ticket(name, epoch), self.hub.token, 2, "v4-16")
-        eventually(lambda: started.ended() is None and len(gang._joined) == 2, 120)
+        eventually(lambda: started.ended() is None and len(gang.processes) == 2, 120)
         return gang, started
 
     def find(self, name, epoch=1):
@@ -97,7 +97,7 @@ def controller(slices, monkeypatch):
 
 
 def pids(gang):
-    return [host.hello.pid for host in gang._joined]
+    return [host.hello.pid for host in gang.processes]
 
 
 def rooms():
@@ -113,7 +113,7 @@ def test_the_next_controller_finds_a_gang_and_sees_it_die(controller):
     assert found.placed and found.ended() is None and found.notice() is None
     assert len(rooms()) == 2, "another gang's name begins like this one's"
     assert second.find("rollout 10").ended() is None
-    assert second.launcher._slices.take("another", "v4-16", 2) is None, "its slice is taken"
+    assert second.launcher.slices.take("another", "v4-16", 2) is None, "its slice is taken"
     os.kill(pids(gang)[1], signal.SIGKILL)
     eventually(found.ended, 20)
     assert found.ended().startswith(("ActorDiedError", "ActorUnavailableError"))  # the connection may be seen first
@@ -159,9 +159,9 @@ def test_a_gang_that_gives_up_gives_its_place_back(controller):
 def test_a_node_that_is_drained_is_notice_and_its_slice_is_not_taken_again(controller, slices):
     gang, started = controller.start("rollout 0")
     assert started.notice() is None
-    there = controller.launcher._slices._taken["run/rollout 0/1"]
+    there = controller.launcher.slices.taken["run/rollout 0/1"]
     slices.drain(pids(gang)[0])
     eventually(started.notice)
     started.kill()
     controller.start("rollout 0", epoch=2)
-    assert controller.launcher._slices._taken["run/rollout 0/2"] != there
+    assert controller.launcher.slices.taken["run/rollout 0/2"] != there

@@ -96,6 +96,11 @@ class OracleEngine:
 
     # ----------------------------------------------------------- samples
 
+    @property
+    def samples(self) -> tuple[SampleId, ...]:
+        """Those that are here, in the order in which they came."""
+        return tuple(self._samples)
+
     def submit(self, id: SampleId, prompt_ids: Any, version: Version, max_new_tokens: int) -> None:
         empty = np.zeros(0, np.int32)
         self.import_(

@@ -33,7 +33,7 @@ class FakeHost:
         self.heard = []  # calls and posts
         self.gang = []  # of its launcher's making
         self._answer = answer
-        self._hello = messages.Hello(
+        self.hello = messages.Hello(
             gang=ticket.gang,
             epoch=ticket.epoch,
             pid=1000 + worker,
@@ -44,7 +44,7 @@ class FakeHost:
         threading.Thread(target=life or FakeHost.live, args=(self,), daemon=True).start()
 
     def join(self):
-        self.link.hello(self._hello)
+        self.link.hello(self.hello)
         self.began = self.inbox.get()
 
     def ready(self):
@@ -72,7 +72,7 @@ class FakeHost:
                 self.beat(len(self.heard))
 
     def die(self):
-        self.link._link.close("killed")
+        self.link.close("killed")
 
 
 class FakeLauncher:

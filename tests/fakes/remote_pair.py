@@ -14,14 +14,27 @@ from dora_jax.runtime.worker import InstanceReady
 from dora_jax.types import SampleId
 
 
-class Nobody:
-    """A keeper that keeps nothing; the test plays the gang."""
-
-    def __init__(self, name, **hooks):
-        self.hooks = hooks
+class NoSupervisor:
+    """Starts nothing; the test plays the gang and calls the hooks."""
 
     def close(self):
         pass
+
+
+class Remotes(dict):
+    """Remote instances by id."""
+
+    def __init__(self):
+        super().__init__()
+        self.hooks = {}
+
+    def supervisor(self, name, **hooks):
+        self.hooks[len(self)] = hooks
+        return NoSupervisor()
+
+    def tell(self, instance, hook, what):
+        """`hook`: "up" or "down" with a gang, "heard" with what one of its processes sent."""
+        self.hooks[instance][hook](what)
 
 
 class Publishing:
@@ -53,18 +66,18 @@ class Posted:
 
 def new_pair():
     """Two stand-ins whose gangs are up: (remotes, gangs, outbox)."""
-    outbox, remotes, said = queue.SimpleQueue(), {}, []
+    outbox, remotes, said = queue.SimpleQueue(), Remotes(), []
     for i in range(2):
         up = ev.InstanceUp(instance=i, slots=8, pages=96, page_size=8)
-        remotes[i] = RemoteInstance(i, up, outbox, remotes, Publishing(), Nobody, said.append)
-    gangs = [rise(remotes[i], outbox) for i in range(2)]
+        remotes[i] = RemoteInstance(i, up, outbox, remotes, Publishing(), remotes.supervisor, said.append)
+    gangs = [rise(remotes, i, outbox) for i in range(2)]
     gangs[1].said = said
     return remotes, gangs, outbox
 
 
-def rise(remote, outbox, epoch=1):
+def rise(remotes, instance, outbox, epoch=1):
     gang = Posted(epoch)
-    remote._keeper.hooks["up"](gang)
+    remotes.tell(instance, "up", gang)
     item = outbox.get_nowait()
     assert isinstance(item, InstanceReady)
     item.admit()

@@ -172,6 +172,10 @@ class ControllerConnection:
     def flush(self, timeout_s: float) -> None:
         self._link.flush(timeout_s)
 
+    def close(self, reason: str = "closed") -> None:
+        """Ends the connection at once; what waits to be sent is lost."""
+        self._link.close(reason)
+
     # ------------------------------------------------------------ private
 
     def _linked(self, address: str) -> RecordConnection:

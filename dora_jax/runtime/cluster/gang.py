@@ -232,6 +232,11 @@ class Gang:
         for host in self._joined:
             host.link.close(reason)
 
+    @property
+    def processes(self) -> tuple[GangProcess, ...]:
+        """Those that have joined: by rank once all have, in the order of their arrival before."""
+        return tuple(self._ranks or self._joined)
+
     def leave(self, why: str) -> None:
         """Hands over what it holds, then ends; one that is not up ends at once."""
         with self.lock:

@@ -68,12 +68,12 @@ class RayLauncher:
         signal.signal(signal.SIGTERM, told_to_stop)  # Ray's own ends the process where it stands
         self.ip = ray.util.get_node_ip_address()
         self._run, self._lasting = run, address != "local"
-        self._slices = FreeSlices()
+        self.slices = FreeSlices()
 
     def start(self, ticket: Ticket, token: bytes, hosts: int, slice_type: str) -> StartedGang:
         for behind in self._left_behind(ticket.gang):
             behind.kill()
-        return RayGang(self._slices, self._name(ticket), hosts, slice_type, (ticket, token, self._lasting))
+        return RayGang(self.slices, self._name(ticket), hosts, slice_type, (ticket, token, self._lasting))
 
     def find(
         self, ticket: Ticket, token: bytes, hosts: int, slice_type: str, pids: Sequence[int]
@@ -105,7 +105,7 @@ class RayLauncher:
         actors = {name.rpartition("/")[0] for name in ray.util.list_named_actors()}
         prefix = f"{self._run}/{gang}/" if gang else f"{self._run}/"
         names = [name for name in sorted(rooms | actors) if name.startswith(prefix)]
-        return [RayGang(self._slices, name, hosts, slice_type, None) for name in names]
+        return [RayGang(self.slices, name, hosts, slice_type, None) for name in names]
 
 
 class RayGang:
@@ -241,29 +241,29 @@ class FreeSlices:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._taken: dict[str, str] = {}  # gang -> slice
+        self.taken: dict[str, str] = {}  # gang -> slice
         self._left_s: dict[str, float] = {}  # slice -> when a gang there ended
 
     def take(self, gang: str, slice_type: str, hosts: int) -> tuple[str, float] | None:
         """A slice for this gang, and the chips of each host."""
         slices = intact_slices(ray.nodes(), state.get_draining_nodes(), slice_type, hosts)
         with self._lock:
-            free = slices.keys() - self._taken.values()
+            free = slices.keys() - self.taken.values()
             if not free:
                 return None
             # Ray takes its time to see that a host is gone: where a gang has just ended is tried last
-            name = self._taken[gang] = min(sorted(free), key=lambda name: self._left_s.get(name, 0.0))
+            name = self.taken[gang] = min(sorted(free), key=lambda name: self._left_s.get(name, 0.0))
             return name, slices[name]
 
     def hold(self, gang: str, nodes: Collection[str]) -> None:
         """It is there already."""
         names = [node["Labels"][SLICE] for node in ray.nodes() if node["NodeID"] in nodes]
         with self._lock:
-            self._taken.update({gang: name for name in names})
+            self.taken.update({gang: name for name in names})
 
     def leave(self, gang: str) -> None:
         with self._lock:
-            name = self._taken.pop(gang, None)
+            name = self.taken.pop(gang, None)
             if name is not None:
                 self._left_s[name] = time.monotonic()
 
