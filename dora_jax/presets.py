@@ -20,7 +20,7 @@ from dora_jax import config as configs
 from dora_jax.budget import Machines
 from dora_jax.chips import Machine
 from dora_jax.config import Config, ConfigError, RolloutSection, SftSection, TrainerSection
-from dora_jax.models import config as models
+from dora_jax.models import families
 from dora_jax.models.config import ModelConfig
 from dora_jax.models.hf_config import read_config
 from dora_jax.trainer import objective
@@ -98,7 +98,7 @@ def model_of(config: Config) -> ModelConfig | None:
     """
     if (Path(config.model.path) / "config.json").is_file():
         return read_config(config.model.path)
-    return models.KNOWN.get(config.model.size)
+    return families.KNOWN.get(config.model.size)
 
 
 def resolve(config: Config, found: Machines, model: ModelConfig | None = None) -> tuple[Config, tuple[Choice, ...]]:
@@ -128,7 +128,7 @@ def problems(config: Config, found: Machines, model: ModelConfig | None = None) 
 def fresh_model(sft: SftSection, vocab_size: int) -> ModelConfig:
     """The model that a warm start without `sft.init` makes; ValueError in a sentence where its sizes make none."""
     sizes = ("d_model", "n_layers", "n_heads", "n_kv_heads", "head_dim", "d_ff")
-    return models.new_config(sft.family, vocab_size=vocab_size, **{name: getattr(sft, name) for name in sizes})
+    return families.new_config(sft.family, vocab_size=vocab_size, **{name: getattr(sft, name) for name in sizes})
 
 
 def warm_start_problems(config: Config, found: Machines) -> list[str]:
@@ -160,7 +160,7 @@ def micro_batches(tree: Any) -> int:
     """For config files: the fewest micro-batches with which their ConfigDict fits the slices and the model that it names,
     with room in the pages for its slots; 0: no number of them does."""
     config = configs.from_tree(tree)
-    found, model = machines(config), models.KNOWN.get(config.model.size)
+    found, model = machines(config), families.KNOWN.get(config.model.size)
     try:
         planned = budget.of(resolve(config, found, model)[0], found, model)
     except ConfigError:  # the meshes do not take these devices
@@ -290,7 +290,7 @@ def _share_prompts(section: TrainerSection, kernel: str) -> tuple[str, str]:
 
 
 def _size(config: Config, model: ModelConfig | None) -> Iterator[str]:
-    expected = models.KNOWN.get(config.model.size)
+    expected = families.KNOWN.get(config.model.size)
     if model and expected and (model.n_layers, model.d_model) != (expected.n_layers, expected.d_model):
         yield (
             f"model.path: {config.model.path} has {model.n_layers} layers of width {model.d_model}, and model.size "

@@ -42,10 +42,12 @@ def offered_copy(dtype: str, shardings: Tree | None = None) -> Callable[[Tree], 
 
 
 def copy_bytes(cfg: ModelConfig, mesh: Mapping[str, int], dtype: str) -> int:
-    """Bytes of an offered copy on one device of the trainer. `mesh`: the size of each axis."""
+    """Bytes of an offered copy on one device of the trainer. `mesh`: the size of each axis, 1 where it is absent."""
 
     def size(leaf: jax.ShapeDtypeStruct, axes: tuple[str, ...]) -> int:
-        return math.prod(leaf.shape) // math.prod(mesh[name] for axis in axes for name in sharding.mesh_axes(axis))
+        return math.prod(leaf.shape) // math.prod(
+            mesh.get(name, 1) for axis in axes for name in sharding.mesh_axes(axis)
+        )
 
     leaves = jax.tree.map(size, decoder.abstract_params(cfg), decoder.logical_axes(cfg))
     return sum(jax.tree.leaves(leaves)) * jnp.dtype(dtype).itemsize

@@ -17,7 +17,8 @@ from dora_jax import config_tree, hub, presets
 from dora_jax.chips import CHIPS
 from dora_jax.config import Config, ConfigError, TaskPart, TaskSection
 from dora_jax.devices import MIN_AUTO_INSTANCES
-from dora_jax.models.config import FAMILIES, KNOWN, MAX_LAYERS, ModelConfig
+from dora_jax.models.config import MAX_LAYERS, ModelConfig
+from dora_jax.models.families import FAMILIES, KNOWN
 from dora_jax.models.hf_config import read_config
 from dora_jax.orchestrate.modes import OrchestratorConfig
 from dora_jax.rollout.shapes import shapes_of

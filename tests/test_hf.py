@@ -144,8 +144,8 @@ def test_head_dim_left_out(model_type, head_dim, tmp_path):
         ({"num_hidden_layers": 10**9}, "model n_layers is 1000000000; it must be at most 10000"),
         ({"num_key_value_heads": 3}, "model n_heads 4 is not a multiple of n_kv_heads 3"),
         (
-            {"rope_parameters": {"rope_type": "yarn", "factor": 2.0}},
-            "asks for rope scaling 'yarn'; known: default, llama3",
+            {"rope_parameters": {"rope_type": "longrope", "factor": 2.0}},
+            "asks for rope scaling 'longrope'; known: default, llama3, yarn",
         ),
         ({"rope_parameters": {"rope_type": "llama3", "factor": 2.0}}, "rope scaling llama3 without low_freq_factor"),
         ({"rope_theta": 5.0}, "gives rope_parameters that disagree with its rope_theta"),

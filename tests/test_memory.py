@@ -9,7 +9,7 @@ import pytest
 from dora_jax import budget, memory, presets
 from dora_jax.config import Config, ModelSection, OrchestratorSection, RolloutSection, TrainerSection
 from dora_jax.models import decoder
-from dora_jax.models.config import KNOWN, new_config
+from dora_jax.models.families import KNOWN, new_config
 
 QWEN_8B = KNOWN["Qwen3-8B"]
 GIB = 2**30

@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 
 from dora_jax.models import decoder, sharding
-from dora_jax.models.config import check_mesh, new_config
+from dora_jax.models.config import check_mesh
+from dora_jax.models.families import new_config
 from dora_jax.ops import segment_attention as ops
 from dora_jax.ops.segment_attention import context_attention, segment_attention
 
@@ -96,7 +97,7 @@ def test_a_loop_over_layers_takes_each_once_and_in_order(monkeypatch):
     run = jax.jit(functools.partial(decoder.forward_carrying, cfg, attend_with=attend_with))
     outputs = []
     for layout in ("serving", "scanned"):
-        hidden, state = run(decoder.serving_layout(params, layout), tokens, positions, state=[jnp.zeros(6)])
+        hidden, state, _ = run(decoder.serving_layout(params, layout), tokens, positions, state=[jnp.zeros(6)])
         np.testing.assert_array_equal(state[0], 2.0 ** np.arange(6))
         outputs.append(hidden)
     np.testing.assert_allclose(outputs[1], outputs[0], atol=1e-5)

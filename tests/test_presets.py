@@ -16,7 +16,7 @@ from dora_jax.config import (
     TaskSection,
     TrainerSection,
 )
-from dora_jax.models.config import KNOWN
+from dora_jax.models.families import KNOWN
 from dora_jax.runtime.cluster import backend
 from dora_jax.validate import get
 

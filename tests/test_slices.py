@@ -12,7 +12,7 @@ from jax.sharding import PartitionSpec as P
 
 from dora_jax import config as configs
 from dora_jax.models import decoder, sharding
-from dora_jax.models.config import new_config
+from dora_jax.models.families import new_config
 from dora_jax.publish import copy_bytes, sliced
 from dora_jax.runtime import run
 from dora_jax.runtime.transfer import slices, weight_receiver

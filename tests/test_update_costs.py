@@ -8,7 +8,7 @@ import pytest
 
 from dora_jax.config import TrainerSection
 from dora_jax.memory import Mesh
-from dora_jax.models.config import KNOWN
+from dora_jax.models.families import KNOWN
 from dora_jax.update_costs import expected, model_flops
 
 SECTION = TrainerSection(micro_batches=4, remat="full", attention="splash", logits_bytes=2**30)

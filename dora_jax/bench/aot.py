@@ -18,7 +18,8 @@ from typing import Any, NamedTuple
 
 from dora_jax import aot, presets, update_costs
 from dora_jax.config import Config
-from dora_jax.models.config import KNOWN, ModelConfig
+from dora_jax.models.config import ModelConfig
+from dora_jax.models.families import KNOWN
 
 VOCAB = 151669  # ids that Qwen3's tokenizer has
 TRAIN = aot.PROGRAMS[aot.TRAINER]

@@ -9,7 +9,8 @@ import jax.numpy as jnp
 
 from dora_jax.config import Config
 from dora_jax.models import decoder, sharding
-from dora_jax.models.config import ModelConfig, new_config
+from dora_jax.models.config import ModelConfig
+from dora_jax.models.families import new_config
 from dora_jax.publish import sliced
 from dora_jax.runtime.run import publishing_copy
 

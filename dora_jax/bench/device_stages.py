@@ -6,7 +6,7 @@ from dora_jax import devices
 from dora_jax.bench import device_kernels
 from dora_jax.bench.device_record import Record
 from dora_jax.config import Config
-from dora_jax.models.config import KNOWN
+from dora_jax.models.families import KNOWN
 
 
 def run(stage: str, record: Record, size: str) -> None:

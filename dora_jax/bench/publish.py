@@ -33,7 +33,8 @@ from typing import Any, Self
 import numpy as np
 
 from dora_jax.chips import CHIPS
-from dora_jax.models.config import ModelConfig, new_config
+from dora_jax.models.config import ModelConfig
+from dora_jax.models.families import new_config
 from dora_jax.orchestrate.events import TimePassed
 from dora_jax.runtime.codec import Codec
 from dora_jax.runtime.transfer import weight_messages as ex

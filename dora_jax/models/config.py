@@ -1,41 +1,17 @@
-"""Sizes and switches of the one dense decoder, and what a mesh may do with them. Standard library only.
+"""Sizes and switches of the decoder, and what a mesh may do with them. Standard library only.
 
 Consumes nothing but numbers; produces `ModelConfig`, which decoder.py, sharding.py and hf.py read. It imports no JAX,
-so that a wrong model or an indivisible mesh is reported before JAX is imported.
-Law: a family fixes `qk_norm` and `qkv_bias`; nothing else differs between families.
+so that a wrong model or an indivisible mesh is reported before JAX is imported. families/ says which switches a
+`model_type` sets, and new_config there makes the config of a fresh model.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import math
 
 MAX_LAYERS = 10_000  # ten times what any model has; the names of a billion layers' tensors take all memory
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Family:
-    """What one `model_type` of config.json fixes."""
-
-    model_type: str
-    architecture: str  # the class name that config.json lists
-    qk_norm: bool
-    qkv_bias: bool
-
-
-FAMILIES = (
-    Family(model_type="qwen3", architecture="Qwen3ForCausalLM", qk_norm=True, qkv_bias=False),
-    Family(model_type="qwen2", architecture="Qwen2ForCausalLM", qk_norm=False, qkv_bias=True),  # Qwen2 and Qwen2.5
-    Family(model_type="llama", architecture="LlamaForCausalLM", qk_norm=False, qkv_bias=False),  # Llama 3.x
-)
-
-
-def family(model_type: str) -> Family:
-    """The family of this `model_type`; ValueError lists the known ones."""
-    for known in FAMILIES:
-        if known.model_type == model_type:
-            return known
-    names = ", ".join(known.model_type for known in FAMILIES)
-    raise ValueError(f"unknown model family {model_type!r}; known: {names}")
+ROUTERS = ("softmax", "sigmoid")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -49,22 +25,117 @@ class RopeScaling:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class Yarn:
+    """Frequency scaling by YaRN, arXiv 2309.00071 (`rope_type: yarn`): Qwen, DeepSeek."""
+
+    factor: float
+    original_max_position: int
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    mscale: float = 0.0  # 0: not given
+    mscale_all_dim: float = 0.0  # 0: not given
+    attention_factor: float = 0.0  # 0: follows from the fields above
+    truncate: bool = True  # whether the ramp's ends are whole dimensions
+
+    @property
+    def rotary_gain(self) -> float:
+        """What cosines and sines are multiplied by."""
+        if self.attention_factor:
+            return self.attention_factor
+        if self.mscale and self.mscale_all_dim:
+            return self._gain(self.mscale) / self._gain(self.mscale_all_dim)
+        return self._gain(1.0)
+
+    @property
+    def score_gain(self) -> float:
+        """What latent attention multiplies its scores by."""
+        return self._gain(self.mscale_all_dim) ** 2 if self.mscale_all_dim else 1.0
+
+    def _gain(self, mscale: float) -> float:
+        return 0.1 * mscale * math.log(self.factor) + 1.0 if self.factor > 1 else 1.0
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Latent:
+    """Multi-head latent attention (MLA): keys and values of all heads follow from one latent vector a token."""
+
+    kv_rank: int  # numbers of the latent vector
+    rope_dim: int  # numbers of the rotated key that all heads share
+    nope_dim: int  # of a head's query and key that are not rotated
+    v_dim: int  # of a head's value
+    q_rank: int = 0  # 0: queries come from one matrix
+    scaled: bool = False  # LongCat: queries times sqrt(d_model / q_rank), latents times sqrt(d_model / kv_rank)
+
+    @property
+    def cache_dim(self) -> int:
+        """Numbers that a token leaves in a cache of latents."""
+        return self.kv_rank + self.rope_dim
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Experts:
+    """A mixture-of-experts feed-forward and its router; see models/moe.py for the rules."""
+
+    count: int  # that compute
+    per_token: int  # that the router picks of count + zero
+    width: int  # of one expert
+    zero: int = 0  # that return their input
+    shared: int = 0  # that every token takes besides; they are computed as one expert of shared x width
+    first_dense: int = 0  # layers before the first that has experts
+    router: str = "softmax"  # softmax or sigmoid: what makes scores of logits
+    corrected: bool = False  # whether a bias takes part in the selection
+    groups: int = 1  # of experts, of which top_groups take part in the selection
+    top_groups: int = 1
+    renormalize: bool = True  # whether the weights of a token's experts are divided by their sum
+    scale: float = 1.0  # what the weights are multiplied by
+
+    def __post_init__(self) -> None:
+        for name in ("count", "per_token", "width", "groups", "top_groups"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"model experts.{name} is {getattr(self, name)}; it must be at least 1")
+        if self.per_token > self.choices:
+            raise ValueError(
+                f"model experts.per_token {self.per_token} is more than the {self.choices} experts there are"
+            )
+        if self.count % self.groups or self.top_groups > self.groups:
+            raise ValueError(
+                f"model experts.count {self.count} does not fall into {self.groups} groups, of which {self.top_groups} count"
+            )
+        if self.groups > 1 and (self.zero or self.top_groups * self.count // self.groups < self.per_token):
+            raise ValueError(
+                f"model experts.top_groups {self.top_groups} hold fewer experts than per_token {self.per_token}"
+            )
+        if self.router not in ROUTERS:
+            raise ValueError(f"model experts.router {self.router!r} is unknown; known: {', '.join(ROUTERS)}")
+
+    @property
+    def choices(self) -> int:
+        """What the router chooses from."""
+        return self.count + self.zero
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class ModelConfig:
-    family: str  # model_type of config.json: qwen3, qwen2, llama
+    family: str  # model_type of config.json: see families/
     vocab_size: int  # rows of the embedding; a tokenizer may be smaller
     d_model: int
     n_layers: int
     n_heads: int
     n_kv_heads: int
-    head_dim: int
-    d_ff: int
+    head_dim: int  # of queries and keys
+    d_ff: int  # of the dense feed-forward
     rope_theta: float = 10000.0
-    rope_scaling: RopeScaling | None = None
+    rope_scaling: RopeScaling | Yarn | None = None
     qk_norm: bool
     qkv_bias: bool
     tie_embeddings: bool = True
     norm_eps: float = 1e-6
     max_position: int = 32768
+    latent: Latent | None = None  # None: grouped-query attention
+    experts: Experts | None = None  # None: every feed-forward is dense
+    shortcut: bool = (
+        False  # LongCat: a layer is two sublayers of attention and dense feed-forward beside one of experts
+    )
 
     def __post_init__(self) -> None:
         for name in ("vocab_size", "d_model", "n_layers", "n_heads", "n_kv_heads", "head_dim", "d_ff"):
@@ -74,8 +145,34 @@ class ModelConfig:
             raise ValueError(f"model n_layers is {self.n_layers}; it must be at most {MAX_LAYERS}")
         if self.n_heads % self.n_kv_heads:
             raise ValueError(f"model n_heads {self.n_heads} is not a multiple of n_kv_heads {self.n_kv_heads}")
-        if self.head_dim % 2:
-            raise ValueError(f"model head_dim {self.head_dim} is odd; rotary embeddings need pairs")
+        if self.rope_dim % 2:
+            name = "rope_dim" if self.latent else "head_dim"
+            raise ValueError(f"model {name} {self.rope_dim} is odd; rotary embeddings need pairs")
+        if self.experts and self.experts.first_dense >= self.n_layers:
+            raise ValueError(
+                f"model n_layers {self.n_layers} leaves no layer behind experts.first_dense {self.experts.first_dense}"
+            )
+
+    @property
+    def rope_dim(self) -> int:
+        """Numbers of a head that are rotated."""
+        return self.latent.rope_dim if self.latent else self.head_dim
+
+    @property
+    def kv_layers(self) -> int:
+        """Attentions that keep keys and values: a LongCat layer has two."""
+        return self.n_layers * (2 if self.shortcut else 1)
+
+    @property
+    def expert_layers(self) -> int:
+        """Layers that have a router."""
+        return self.n_layers - self.experts.first_dense if self.experts else 0
+
+    @property
+    def attention_scale(self) -> float:
+        """What products of queries and keys are multiplied by."""
+        gain = self.rope_scaling.score_gain if self.latent and isinstance(self.rope_scaling, Yarn) else 1.0
+        return self.head_dim**-0.5 * gain
 
     @property
     def q_width(self) -> int:
@@ -90,50 +187,75 @@ class ModelConfig:
         return max(self.n_kv_heads // tensor, 1) * self.head_dim
 
     @property
+    def attention_params(self) -> int:
+        """Of one attention's matrices."""
+        if self.latent is None:
+            return self.d_model * (2 * self.q_width + 2 * self.kv_width)
+        m, d, heads = self.latent, self.d_model, self.n_heads
+        query = m.q_rank * (d + self.q_width) if m.q_rank else d * self.q_width
+        return query + d * m.cache_dim + m.kv_rank * heads * (m.nope_dim + m.v_dim) + heads * m.v_dim * d
+
+    @property
     def layer_params(self) -> int:
-        """Of one layer's matrices."""
-        return self.d_model * (2 * self.q_width + 2 * self.kv_width + 3 * self.d_ff)
+        """Of one layer's matrices: of the last layer, for the first ones may be dense."""
+        return self._layer_params(self.n_layers - 1, active=False)
 
     @property
     def matrix_params(self) -> int:
         """Of all matrices: what a mesh cuts."""
-        ends = (1 if self.tie_embeddings else 2) * self.vocab_size * self.d_model
-        return self.n_layers * self.layer_params + ends
+        return self._all_params(active=False)
+
+    @property
+    def active_params(self) -> int:
+        """Of the matrices that one token is multiplied with: of experts, those that it is sent to."""
+        return self._all_params(active=True)
+
+    @property
+    def expert_params(self) -> int:
+        """Of the matrices of all experts, which an `expert` axis cuts."""
+        return 3 * self.d_model * self.experts.width * self.experts.count * self.expert_layers if self.experts else 0
 
     @property
     def gain_params(self) -> int:
         """Gains and biases: small, and replicated but for the biases."""
-        layer = 2 * self.d_model
-        layer += 2 * self.head_dim if self.qk_norm else 0
-        layer += self.q_width + 2 * self.kv_width if self.qkv_bias else 0
-        return self.n_layers * layer + self.d_model
+        attention = self.d_model
+        attention += 2 * self.head_dim if self.qk_norm else 0
+        attention += self.q_width + 2 * self.kv_width if self.qkv_bias else 0
+        attention += self.latent.q_rank + self.latent.kv_rank if self.latent else 0
+        biases = self.expert_layers * self.experts.choices if self.experts and self.experts.corrected else 0
+        return self.kv_layers * (attention + self.d_model) + biases + self.d_model
+
+    def _all_params(self, active: bool) -> int:
+        ends = (1 if self.tie_embeddings else 2) * self.vocab_size * self.d_model
+        return sum(self._layer_params(i, active) for i in range(self.n_layers)) + ends
+
+    def _layer_params(self, layer: int, active: bool) -> int:
+        e, d, dense = self.experts, self.d_model, 3 * self.d_model * self.d_ff
+        sublayers = 2 if self.shortcut else 1
+        if e is None or layer < e.first_dense:
+            return sublayers * (self.attention_params + dense)
+        count = e.per_token * e.count / e.choices if active else e.count  # a zero expert multiplies nothing
+        mixture = round(3 * d * e.width * (count + e.shared)) + d * e.choices
+        return sublayers * self.attention_params + mixture + (sublayers * dense if self.shortcut else 0)
 
 
-def new_config(model_type: str, **sizes) -> ModelConfig:
-    """A config for a fresh model of this family: the family's switches, the given sizes, defaults for the rest."""
-    known = family(model_type)
-    return ModelConfig(family=model_type, qk_norm=known.qk_norm, qkv_bias=known.qkv_bias, **sizes)
-
-
-_QWEN3 = {"vocab_size": 151936, "head_dim": 128, "n_kv_heads": 8, "rope_theta": 1e6, "max_position": 40960}
-KNOWN = {  # sizes as in the config.json of the same name at Hugging Face
-    "Qwen3-0.6B": new_config("qwen3", d_model=1024, n_layers=28, n_heads=16, d_ff=3072, **_QWEN3),
-    "Qwen3-1.7B": new_config("qwen3", d_model=2048, n_layers=28, n_heads=16, d_ff=6144, **_QWEN3),
-    "Qwen3-4B": new_config("qwen3", d_model=2560, n_layers=36, n_heads=32, d_ff=9728, **_QWEN3),
-    "Qwen3-8B": new_config("qwen3", d_model=4096, n_layers=36, n_heads=32, d_ff=12288, tie_embeddings=False, **_QWEN3),
-    "Qwen3-14B": new_config("qwen3", d_model=5120, n_layers=40, n_heads=40, d_ff=17408, tie_embeddings=False, **_QWEN3),
-    "Qwen3-32B": new_config("qwen3", d_model=5120, n_layers=64, n_heads=64, d_ff=25600, tie_embeddings=False, **_QWEN3),
-}
-
-
-def check_mesh(cfg: ModelConfig, *, fsdp: int, tensor: int, serving: bool = False) -> None:
+def check_mesh(cfg: ModelConfig, *, fsdp: int, tensor: int, expert: int = 1, serving: bool = False) -> None:
     """ValueError naming the first size that a mesh axis does not divide. Mirrors the tables in sharding.py.
 
     serving: of an engine, several of whose devices may hold the same KV head.
     """
-    sizes = {"fsdp": ("d_model",), "tensor": ("n_heads", "n_kv_heads", "d_ff", "vocab_size")}
-    for axis, size in (("fsdp", fsdp), ("tensor", tensor)):
-        for name in sizes[axis]:
-            shared = serving and name == "n_kv_heads" and size % cfg.n_kv_heads == 0
-            if getattr(cfg, name) % size and not shared:
-                raise ValueError(f"model {name} {getattr(cfg, name)} is not divisible by mesh axis {axis}={size}")
+    e = cfg.experts
+    if expert > 1 and e is None:
+        raise ValueError(f"mesh axis expert={expert} needs a model with experts, and {cfg.family} here has none")
+    sizes = [("fsdp", fsdp * expert, "d_model", cfg.d_model)]
+    sizes += [("tensor", tensor, name, getattr(cfg, name)) for name in ("n_heads", "n_kv_heads", "d_ff", "vocab_size")]
+    if e is not None:
+        sizes += [("expert", expert, "experts.count", e.count), ("tensor", tensor, "experts.width", e.width)]
+    if cfg.latent is not None:
+        ranks = [("latent.kv_rank", cfg.latent.kv_rank), ("latent.q_rank", cfg.latent.q_rank)]
+        sizes += [("fsdp", fsdp * expert, name, rank) for name, rank in ranks]
+    for axis, size, name, value in sizes:
+        shared = serving and name == "n_kv_heads" and size % value == 0
+        if value % size and not shared:
+            axis += " x expert" if axis == "fsdp" and expert > 1 else ""
+            raise ValueError(f"model {name} {value} is not divisible by mesh axis {axis}={size}")

@@ -13,6 +13,7 @@ import contextlib
 import functools
 import json
 import os
+import re
 import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -26,24 +27,17 @@ from safetensors.numpy import save_file
 
 from dora_jax.models import decoder, sharding
 from dora_jax.models.config import ModelConfig
+from dora_jax.models.families import family
+from dora_jax.models.families.family import Tensor
 from dora_jax.models.hf_config import config_json, read_config, read_json
 from dora_jax.tokenizer import TOKENIZER_FILES, Tokenizer
 
 __all__ = ["check", "check_scorer", "check_vacant", "load", "load_scorer", "read_config", "save"]
 
-# our name -> (name on disk, stored transposed)
 END_TENSORS = {
-    "embed": ("model.embed_tokens.weight", False),
-    "final_norm": ("model.norm.weight", False),
-    "lm_head": ("lm_head.weight", True),
-}
-LAYER_TENSORS = {
-    "attn_norm": ("input_layernorm.weight", False),
-    "mlp_norm": ("post_attention_layernorm.weight", False),
-    **{f"{x}_proj": (f"self_attn.{x}_proj.weight", True) for x in "qkvo"},
-    **{f"{x}_bias": (f"self_attn.{x}_proj.bias", False) for x in "qkv"},
-    **{f"{x}_norm": (f"self_attn.{x}_norm.weight", False) for x in "qk"},
-    **{f"{x}_proj": (f"mlp.{x}_proj.weight", True) for x in ("gate", "up", "down")},
+    "embed": Tensor("model.embed_tokens.weight", False),
+    "final_norm": Tensor("model.norm.weight", False),
+    "lm_head": Tensor("lm_head.weight"),
 }
 SCORE = "score.weight"  # of a reward model: [1, D]
 DISK_DTYPES = ("F32", "F16", "BF16")
@@ -81,7 +75,7 @@ def load_scorer(path: str | Path, mesh: jax.sharding.Mesh, dtype=jnp.float32) ->
     """(config, stacked params in `dtype` on their shards, head f32[D] on the host) of a reward model."""
     cfg = check_scorer(path)
     with _open(Path(path)) as files:
-        head = _read(files, SCORE, False, ((0, 1), (0, cfg.d_model)))[0].astype(np.float32)
+        head = _read(files, Tensor(SCORE, False), "", ((0, 1), (0, cfg.d_model)))[0].astype(np.float32)
     return cfg, _load(Path(path), cfg, mesh, dtype), head
 
 
@@ -94,18 +88,19 @@ def _load(path: Path, cfg: ModelConfig, mesh: jax.sharding.Mesh | None, dtype) -
         shardings = sharding.param_specs(cfg, mesh)
     with _open(path) as files:
         params = {
-            name: _place(leaf, shardings[name], functools.partial(_read, files, *END_TENSORS[name]))
+            name: _place(leaf, shardings[name], functools.partial(_read, files, END_TENSORS[name], ""))
             for name, leaf in abstract.items()
-            if name != "layers"
+            if name in END_TENSORS
         }
-        params["layers"] = {
-            name: _place(
-                leaf,
-                shardings["layers"][name],
-                functools.partial(_read_stacked, files, _layer_tensors(cfg, name), leaf.dtype),
-            )
-            for name, leaf in abstract["layers"].items()
-        }
+        for key, stack in decoder.stacks(cfg).items():
+            params[key] = {
+                name: _place(
+                    leaf,
+                    shardings[key][name],
+                    functools.partial(_read_stacked, files, family(cfg.family).tensors[name], stack.first, leaf.dtype),
+                )
+                for name, leaf in abstract[key].items()
+            }
     return params
 
 
@@ -142,9 +137,16 @@ def check_vacant(path: str | Path) -> None:
         raise ValueError(f"{path} exists and is not an empty folder; a model is never written over another")
 
 
-def _layer_tensors(cfg: ModelConfig, name: str) -> list[tuple[str, bool]]:
-    tensor, transposed = LAYER_TENSORS[name]
-    return [(f"model.layers.{i}.{tensor}", transposed) for i in range(cfg.n_layers)]
+def _prefix(layer: int) -> str:
+    return f"model.layers.{layer}."
+
+
+def _layer_parameters(cfg: ModelConfig, tree: dict) -> Iterator[tuple[Tensor, decoder.Stack, Any]]:
+    """(where it lies on disk, its stack, the leaf) of every parameter of the layers of a tree like the params."""
+    tensors = family(cfg.family).tensors
+    for key, stack in decoder.stacks(cfg).items():
+        for name, leaf in tree[key].items():
+            yield tensors[name], stack, leaf
 
 
 # -- reading ---------------------------------------------------------------------------------------------------------
@@ -188,13 +190,19 @@ def _files(path: Path) -> list[Path]:
 def _expected(cfg: ModelConfig) -> Iterator[tuple[str, tuple[int, ...]]]:
     """(name, shape) on disk of every tensor of this model."""
     abstract = decoder.abstract_params(cfg)
-    for name, leaf in abstract.items():
-        if name != "layers":
-            tensor, transposed = END_TENSORS[name]
-            yield tensor, leaf.shape[::-1] if transposed else leaf.shape
-    for name, leaf in abstract["layers"].items():
-        for tensor, transposed in _layer_tensors(cfg, name):
-            yield tensor, leaf.shape[:0:-1] if transposed else leaf.shape[1:]
+
+    def stored(tensor: Tensor, shape: tuple[int, ...]) -> tuple[int, ...]:
+        return shape[::-1] if tensor.transposed else shape
+
+    for name, tensor in END_TENSORS.items():
+        if name in abstract:
+            yield tensor.name, stored(tensor, abstract[name].shape)
+    for tensor, stack, leaf in _layer_parameters(cfg, abstract):
+        for layer in range(stack.first, stack.first + stack.count):
+            if not tensor.per_expert:
+                yield _prefix(layer) + tensor.name, stored(tensor, leaf.shape[1:])
+            for e in range(leaf.shape[1]) if tensor.per_expert else ():
+                yield _prefix(layer) + tensor.name.format(e=e), stored(tensor, leaf.shape[2:])
 
 
 def _check_tensors(cfg: ModelConfig, tensors: Tensors, path: Path, head: dict[str, tuple[int, ...]]) -> None:
@@ -208,14 +216,33 @@ def _check_tensors(cfg: ModelConfig, tensors: Tensors, path: Path, head: dict[st
             raise ValueError(f"{file} holds {name} of shape {tuple(found.get_shape())}; config.json implies {shape}")
         if found.get_dtype() not in DISK_DTYPES:
             raise ValueError(f"{file} holds {name} as {found.get_dtype()}; known: {', '.join(DISK_DTYPES)}")
+    ignored = []
     for name, (_, file) in tensors.items():
-        if name not in expected and not _ignorable(cfg, name):
+        if name in expected or _derived(cfg, name):
+            continue
+        if not _predicts_ahead(cfg, name):
             raise ValueError(f"{file} holds {name}, which the {cfg.family} of config.json does not have")
+        ignored.append(name)
+    if ignored:
+        print(f"{path}: {len(ignored)} tensors of multi-token prediction are ignored ({ignored[0]}, ...)", flush=True)
 
 
-def _ignorable(cfg: ModelConfig, name: str) -> bool:
-    """Derived tensors that some writers add: rotary tables, and a head that repeats the tied embedding."""
-    return name.endswith("rotary_emb.inv_freq") or (cfg.tie_embeddings and name == END_TENSORS["lm_head"][0])
+def _derived(cfg: ModelConfig, name: str) -> bool:
+    """Tensors that some writers add and that say nothing new: rotary tables, a head that repeats the tied embedding,
+    the matrices of experts that return their input."""
+    if name.endswith("rotary_emb.inv_freq") or (cfg.tie_embeddings and name == END_TENSORS["lm_head"].name):
+        return True
+    if not (cfg.experts and cfg.experts.zero):
+        return False
+    found = re.fullmatch(r"model\.layers\.\d+\.mlp\.experts\.(\d+)\.(gate|up)_proj\.weight", name)
+    return found is not None and cfg.experts.count <= int(found[1]) < cfg.experts.choices
+
+
+def _predicts_ahead(cfg: ModelConfig, name: str) -> bool:
+    """Of multi-token prediction, which the decoder does not compute: an own module, or a layer behind the last."""
+    found = re.match(r"model\.layers\.(\d+)\.", name)
+    behind = found is not None and int(found[1]) >= cfg.n_layers
+    return name.startswith(family(cfg.family).ahead) or (family(cfg.family).ahead_layers and behind)
 
 
 def _check_tokenizer(cfg: ModelConfig, path: Path) -> None:
@@ -244,17 +271,24 @@ def _place(leaf: jax.ShapeDtypeStruct, target: jax.sharding.Sharding, read: Call
     return jax.make_array_from_callback(leaf.shape, target, part)
 
 
-def _read(tensors: Tensors, name: str, transposed: bool, bounds: Bounds) -> np.ndarray:
+def _read(tensors: Tensors, tensor: Tensor, prefix: str, bounds: Bounds) -> np.ndarray:
     """These bounds (in memory order) of one tensor; only their bytes are read."""
-    slices = tuple(slice(*bound) for bound in (bounds[::-1] if transposed else bounds))
+    name = prefix + tensor.name
+    slices = tuple(slice(*bound) for bound in (bounds[::-1] if tensor.transposed else bounds))
     value = tensors[name][0].get_slice(name)[slices]
-    return value.T if transposed else value
+    return value.T if tensor.transposed else value
 
 
-def _read_stacked(tensors: Tensors, names: list[tuple[str, bool]], dtype: np.dtype, bounds: Bounds) -> np.ndarray:
+def _read_stacked(tensors: Tensors, tensor: Tensor, first: int, dtype: np.dtype, bounds: Bounds) -> np.ndarray:
+    """These bounds of a parameter [layers, ...], or [layers, experts, ...]; `first` is the first layer's number."""
     out = np.empty([stop - start for start, stop in bounds], dtype)
     for row, layer in enumerate(range(*bounds[0])):
-        out[row] = _read(tensors, *names[layer], bounds[1:])
+        if not tensor.per_expert:
+            out[row] = _read(tensors, tensor, _prefix(first + layer), bounds[1:])
+            continue
+        for at, e in enumerate(range(*bounds[1])):
+            of_one = Tensor(tensor.name.format(e=e), tensor.transposed)
+            out[row, at] = _read(tensors, of_one, _prefix(first + layer), bounds[2:])
     return out
 
 
@@ -264,17 +298,17 @@ def _read_stacked(tensors: Tensors, names: list[tuple[str, bool]], dtype: np.dty
 def _disk_tensors(cfg: ModelConfig, params: dict, dtype: np.dtype) -> Iterator[tuple[str, np.ndarray]]:
     """(name, value as stored), one parameter on the host at a time."""
 
-    def stored(value: np.ndarray, transposed: bool) -> np.ndarray:
-        return np.ascontiguousarray(value.T if transposed else value, dtype)
+    def stored(tensor: Tensor, value: np.ndarray) -> np.ndarray:
+        return np.ascontiguousarray(value.T if tensor.transposed else value, dtype)
 
-    for name, leaf in params.items():
-        if name != "layers":
-            tensor, transposed = END_TENSORS[name]
-            yield tensor, stored(np.asarray(leaf), transposed)
-    for name, leaf in params["layers"].items():
-        stacked = np.asarray(leaf)
-        for value, (tensor, transposed) in zip(stacked, _layer_tensors(cfg, name), strict=True):
-            yield tensor, stored(value, transposed)
+    for name, tensor in END_TENSORS.items():
+        if name in params:
+            yield tensor.name, stored(tensor, np.asarray(params[name]))
+    for tensor, stack, leaf in _layer_parameters(cfg, params):
+        for layer, value in enumerate(np.asarray(leaf), stack.first):
+            each = enumerate(value) if tensor.per_expert else [(0, value)]
+            for e, one in each:
+                yield _prefix(layer) + tensor.name.format(e=e), stored(tensor, one)
 
 
 def _check_params(cfg: ModelConfig, params: dict) -> None:

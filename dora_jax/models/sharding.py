@@ -3,6 +3,7 @@
 Consumes the logical axes that decoder.py's modules carry; produces NamedShardings for both layouts. Mesh axes:
   data     batch rows, parameters replicated
   fsdp     batch rows, and parameters sharded over d_model (gathered layer by layer)
+  expert   batch rows, and experts; other parameters as over fsdp
   context  positions of a row; attention gathers keys and values, a fraction of the activations under shared KV heads
   tensor   heads, d_ff, vocabulary
   copies   the same, but for KV heads: the devices of an engine that hold the same one
@@ -12,6 +13,7 @@ KV heads alone, neighbours may share one.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -22,31 +24,38 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from dora_jax.models import decoder
 from dora_jax.models.config import ModelConfig, check_mesh
 
-AXES = ("data", "fsdp", "context", "tensor")  # neighbours in the last axes: their collectives are the most
+AXES = ("data", "fsdp", "expert", "context", "tensor")  # neighbours in the last axes: their collectives are the most
 
 TABLE = {
-    "batch": ("data", "fsdp"),
+    "batch": ("data", "fsdp", "expert"),
     "sequence": "context",
     "layers": None,
     "norm": None,  # gains are small: replicated
-    "embed": "fsdp",
+    "embed": ("fsdp", "expert"),
     "heads": "tensor",
     "kv_heads": "tensor",
     "mlp": "tensor",
     "vocab": "tensor",
+    "expert": "expert",  # of a mixture
+    "expert_embed": "fsdp",  # d_model of an expert's matrices
+    "expert_mlp": "tensor",  # width of an expert
+    "router": None,  # one score an expert
+    "latent": None,  # what latent attention projects down to
+    "rank": ("fsdp", "expert"),  # the same, as what a projection takes
 }
 COPIES = "copies"  # of an engine's mesh only, see `serving_mesh`
 
 
-def make_mesh(devices: Sequence[jax.Device], data: int, fsdp: int, tensor: int, context: int = 1) -> Mesh:
+def make_mesh(
+    devices: Sequence[jax.Device], data: int, fsdp: int, tensor: int, context: int = 1, expert: int = 1
+) -> Mesh:
     """A mesh of exactly these devices; axes stay Auto on every jax version."""
-    needed = data * fsdp * context * tensor
+    sizes = dict(zip(AXES, (data, fsdp, expert, context, tensor), strict=True))
+    needed = math.prod(sizes.values())
     if needed != len(devices):
-        raise ValueError(
-            f"mesh data={data} x fsdp={fsdp} x context={context} x tensor={tensor} needs {needed} devices, "
-            f"not {len(devices)}"
-        )
-    grid = np.array(devices, dtype=object).reshape(data, fsdp, context, tensor)
+        product = " x ".join(f"{axis}={size}" for axis, size in sizes.items() if axis != "expert" or size > 1)
+        raise ValueError(f"mesh {product} needs {needed} devices, not {len(devices)}")
+    grid = np.array(devices, dtype=object).reshape(tuple(sizes.values()))
     return Mesh(grid, AXES, axis_types=(AxisType.Auto,) * len(AXES))
 
 
@@ -65,14 +74,15 @@ def serving_mesh(cfg: ModelConfig, mesh: Mesh) -> Mesh:
 def serving_table(mesh: Mesh) -> dict[str, Any]:
     """The table on a `serving_mesh`: an engine gathers nothing per layer, so it is tensor parallel only."""
     all_devices = ("tensor", COPIES) if COPIES in mesh.shape else "tensor"
-    return {**TABLE, "embed": None, **dict.fromkeys(("heads", "mlp", "vocab"), all_devices)}
+    whole = dict.fromkeys(("embed", "expert_embed", "rank", "expert"))
+    return {**TABLE, **whole, **dict.fromkeys(("heads", "mlp", "vocab", "expert_mlp"), all_devices)}
 
 
 def param_specs(cfg: ModelConfig, mesh: Mesh, layout: str = "stacked"):
     """Pytree of NamedSharding that matches the params of this layout: "stacked", or an engine's, tensor only: "serving"
     or "scanned" (see decoder.serving_layout)."""
     if layout == "stacked":
-        check_mesh(cfg, fsdp=mesh.shape["fsdp"], tensor=mesh.shape["tensor"])
+        check_mesh(cfg, **{axis: mesh.shape[axis] for axis in ("fsdp", "tensor", "expert")})
         table = TABLE
     else:
         mesh = serving_mesh(cfg, mesh)
@@ -83,8 +93,11 @@ def param_specs(cfg: ModelConfig, mesh: Mesh, layout: str = "stacked"):
 
     axes = decoder.logical_axes(cfg)
     if layout == "serving":
-        one_layer = {name: names[1:] for name, names in axes["layers"].items()}
-        axes = {**axes, "layers": [one_layer] * cfg.n_layers}
+        stacks = decoder.stacks(cfg)
+        layers = [
+            {name: names[1:] for name, names in axes[key].items()} for key, s in stacks.items() for _ in range(s.count)
+        ]
+        axes = {**{name: names for name, names in axes.items() if name not in stacks}, decoder.LAYERS: layers}
     return jax.tree.map(place, axes, is_leaf=lambda x: isinstance(x, tuple))
 
 
@@ -93,18 +106,23 @@ def stacked_like(serving: Any) -> Any:
     layers = serving["layers"]
     if not isinstance(layers, list):
         return serving
-    return {
-        **serving,
-        "layers": {
-            name: NamedSharding(where.mesh, PartitionSpec(None, *where.spec)) for name, where in layers[0].items()
-        },
-    }
+
+    def stacked(layer: dict[str, NamedSharding]) -> dict[str, NamedSharding]:
+        return {name: NamedSharding(where.mesh, PartitionSpec(None, *where.spec)) for name, where in layer.items()}
+
+    first = {decoder.FIRST: stacked(layers[0])} if layers[0].keys() != layers[-1].keys() else {}
+    return {**serving, **first, decoder.LAYERS: stacked(layers[-1])}
 
 
 def mesh_axes(axis: str) -> tuple[str, ...]:
     """The mesh axes over which the trainer splits a logical axis."""
     where = TABLE[axis]
     return (where,) if isinstance(where, str) else where or ()
+
+
+def row_shards(mesh: Mesh) -> int:
+    """Parts that a batch's rows fall into."""
+    return math.prod(mesh.shape[axis] for axis in mesh_axes("batch"))
 
 
 def spec(*axes: str | None) -> PartitionSpec:

@@ -217,7 +217,7 @@ def _decode(
 
     def step(carry):
         i, last_B, repeats_B, active_B, moving, (tokens_NxB, bits_NxB, kept_NxBxK), count_B = carry
-        hidden_Bx1xD, moving = decoder.forward_carrying(
+        hidden_Bx1xD, moving, _ = decoder.forward_carrying(
             cfg,
             quantize.tied(params, i),
             last_B[:, None],

@@ -1,0 +1,234 @@
+"""The attention of a layer, but for the scores: projections, norms, rotary angles. Grouped-query (GQA) or latent (MLA).
+
+Consumes a layer's weights by name and normed hidden states; produces what the residual stream gets. Scores are the
+business of an `attend` function, which the caller of decoder.forward gives: the engine's reads pages, the trainer's is
+ops.segment_attention's. What `attend(layer, q, k, v) -> o` is given:
+  layer     number of the attention, counted over ModelConfig.kv_layers; traced in a loop, None under scan
+  GQA       q [B, L, H, D], k and v [B, L, K, D], q and k rotated; o [B, L, H, D]
+  MLA, expanded (training)  q and k [B, L, H, D], D = nope_dim + rope_dim, rotated; v as wide, padded by zeros; o the same
+  MLA, absorbed (serving)   q [B, L, H, C] and k [B, L, 1, C], C = kv_rank + rope_dim: a head's query in the latents'
+            own space, and the latent with the rotated key behind it, which is all that a cache keeps. v is None: the
+            values are the first kv_rank numbers of k. o [B, L, H, kv_rank]
+q is not scaled. GQA and absorbed MLA: `attend` multiplies scores by ModelConfig.attention_scale. Expanded MLA: q comes
+multiplied by what that differs from D ** -0.5, which is what kernels for training multiply by.
+Law: norms and rotary angles are computed in f32.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from dora_jax.models.config import ModelConfig, RopeScaling, Yarn
+
+Attend = Callable[[Any, jax.Array, jax.Array, "jax.Array | None"], jax.Array]
+Weights = dict[str, Any]  # of one layer, by name
+LATENT_EPS = 1e-6  # of the norms of latents, whatever the model's own
+
+
+class Spec(NamedTuple):
+    """A parameter before it exists; scale: standard deviation of its first values, None: they are ones."""
+
+    shape: tuple[int, ...]
+    axes: tuple[str, ...]  # logical, one a dimension: sharding.TABLE says where they lie
+    scale: float | None
+
+
+class Products(NamedTuple):
+    """How a layer multiplies.
+
+    merge: tokens as one axis, since a CPU takes twice as long over a weight gradient summed over two.
+    looped: the weights are slices of stacked ones.
+    """
+
+    merge: bool
+    looped: bool = False
+
+    def __call__(self, weights: Weights, x_BxLxD: jax.Array, name: str) -> jax.Array:
+        """x @ weight, in the activations' type: masters may be wider."""
+        weight = weights[name].astype(x_BxLxD.dtype)
+        if not self.merge:
+            return x_BxLxD @ weight
+        y = x_BxLxD.reshape(-1, x_BxLxD.shape[-1]) @ weight
+        return y.reshape(*x_BxLxD.shape[:-1], -1)
+
+
+def specs(cfg: ModelConfig, residual: float) -> dict[str, Spec]:
+    """Of one attention; residual: what keeps the residual stream at unit variance."""
+    return _mla_specs(cfg, residual) if cfg.latent else _gqa_specs(cfg, residual)
+
+
+def run(
+    cfg: ModelConfig,
+    layer: Any,
+    weights: Weights,
+    h_BxLxD: jax.Array,
+    rotary: tuple[jax.Array, jax.Array],
+    attend: Attend,
+    products: Products,
+) -> jax.Array:
+    """What normed hidden states add to the residual stream."""
+    inner = _mla if cfg.latent else _gqa
+    o_BxLxHxD = inner(cfg, layer, weights, h_BxLxD, rotary, attend, products)
+    return products(weights, o_BxLxHxD.reshape(*h_BxLxD.shape[:2], -1), "o_proj")
+
+
+def rotary(cfg: ModelConfig, positions_BxL: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """cos and signed sin f32[B, L, 1, rope_dim], computed once for all layers; see `_rotate`."""
+    angle = positions_BxL.astype(jnp.float32)[:, :, None, None] * _frequencies(cfg)[None, None, None, :]
+    cos, sin = jnp.cos(angle), jnp.sin(angle)
+    if isinstance(cfg.rope_scaling, Yarn) and cfg.rope_scaling.rotary_gain != 1.0:
+        cos, sin = cos * cfg.rope_scaling.rotary_gain, sin * cfg.rope_scaling.rotary_gain
+    return jnp.concatenate([cos, cos], axis=-1), jnp.concatenate([-sin, sin], axis=-1)
+
+
+def rms_norm(x: jax.Array, gain: jax.Array, eps: float) -> jax.Array:
+    x32 = x.astype(jnp.float32)
+    if x.shape[0] == 1:  # a CPU takes six times as long over a gain's gradient where one row leads the shape
+        x32 = x32.reshape(x.shape[1:])
+    normed = x32 * jax.lax.rsqrt(jnp.mean(jnp.square(x32), axis=-1, keepdims=True) + eps)
+    return (normed * last(gain.astype(jnp.float32), x32)).astype(x.dtype).reshape(x.shape)
+
+
+def last(vector: jax.Array, like: jax.Array) -> jax.Array:
+    """The vector along the last dimension of `like`, ranks made equal (rank promotion is an error in tests)."""
+    return jnp.expand_dims(vector, range(like.ndim - 1))
+
+
+# ---------------------------------------------------------------- grouped-query
+
+
+def _gqa_specs(cfg: ModelConfig, residual: float) -> dict[str, Spec]:
+    d, q, kv = cfg.d_model, cfg.q_width, cfg.kv_width
+    found = {
+        "q_proj": Spec((d, q), ("embed", "heads"), d**-0.5),
+        "k_proj": Spec((d, kv), ("embed", "kv_heads"), d**-0.5),
+        "v_proj": Spec((d, kv), ("embed", "kv_heads"), d**-0.5),
+        "o_proj": Spec((q, d), ("heads", "embed"), residual * q**-0.5),
+    }
+    if cfg.qkv_bias:
+        found["q_bias"] = Spec((q,), ("heads",), 0.0)
+        found |= {f"{x}_bias": Spec((kv,), ("kv_heads",), 0.0) for x in "kv"}
+    if cfg.qk_norm:
+        found |= {f"{x}_norm": Spec((cfg.head_dim,), ("norm",), None) for x in "qk"}
+    return found
+
+
+def _gqa(cfg, layer, weights, h_BxLxD, rotary, attend, products):
+    def heads(which: str, count: int):
+        y = products(weights, h_BxLxD, f"{which}_proj")
+        if products.looped:  # else XLA splits the heads inside the product, and copies the layer's weights for that
+            y = jax.lax.optimization_barrier(y)
+        if cfg.qkv_bias:
+            y = y + last(weights[f"{which}_bias"].astype(h_BxLxD.dtype), y)
+        y = y.reshape(*y.shape[:2], count, cfg.head_dim)
+        if cfg.qk_norm and which != "v":
+            y = rms_norm(y, weights[f"{which}_norm"], cfg.norm_eps)
+        return y if which == "v" else _rotate(y, *rotary)
+
+    return attend(layer, heads("q", cfg.n_heads), heads("k", cfg.n_kv_heads), heads("v", cfg.n_kv_heads))
+
+
+# ----------------------------------------------------------------------- latent
+
+
+def _mla_specs(cfg: ModelConfig, residual: float) -> dict[str, Spec]:
+    m, d, q, v = cfg.latent, cfg.d_model, cfg.q_width, cfg.n_heads * cfg.latent.v_dim
+    expanded = cfg.n_heads * (m.nope_dim + m.v_dim)
+    found = {
+        "kv_a_proj": Spec((d, m.cache_dim), ("embed", "latent"), d**-0.5),
+        "kv_a_norm": Spec((m.kv_rank,), ("norm",), None),
+        "kv_b_proj": Spec((m.kv_rank, expanded), ("rank", "heads"), m.kv_rank**-0.5),
+        "o_proj": Spec((v, d), ("heads", "embed"), residual * v**-0.5),
+    }
+    if not m.q_rank:
+        return found | {"q_proj": Spec((d, q), ("embed", "heads"), d**-0.5)}
+    return found | {
+        "q_a_proj": Spec((d, m.q_rank), ("embed", "latent"), d**-0.5),
+        "q_a_norm": Spec((m.q_rank,), ("norm",), None),
+        "q_b_proj": Spec((m.q_rank, q), ("rank", "heads"), m.q_rank**-0.5),
+    }
+
+
+def _mla(cfg, layer, weights, h_BxLxD, rotary, attend, products):
+    m, (b, l, _) = cfg.latent, h_BxLxD.shape
+    q_nope, q_rope, latent_BxLxC, k_rope_BxLx1xR = latent_parts(cfg, weights, h_BxLxD, rotary, products)
+    kv = products(weights, latent_BxLxC, "kv_b_proj").reshape(b, l, cfg.n_heads, -1)
+    k_rope = jnp.broadcast_to(k_rope_BxLx1xR, (b, l, cfg.n_heads, m.rope_dim))
+    q = jnp.concatenate([q_nope, q_rope], axis=-1) * (cfg.attention_scale * math.sqrt(cfg.head_dim))
+    k = jnp.concatenate([kv[..., : m.nope_dim], k_rope], axis=-1)
+    v = jnp.pad(kv[..., m.nope_dim :], ((0, 0), (0, 0), (0, 0), (0, cfg.head_dim - m.v_dim)))
+    return attend(layer, q, k, v)[..., : m.v_dim]
+
+
+def latent_parts(
+    cfg: ModelConfig, weights: Weights, h_BxLxD: jax.Array, rotary: tuple[jax.Array, jax.Array], products: Products
+) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
+    """(queries [B, L, H, nope_dim], rotated [B, L, H, rope_dim], latents [B, L, kv_rank], key [B, L, 1, rope_dim])."""
+    m, d = cfg.latent, cfg.d_model
+    if m.q_rank:
+        low = rms_norm(products(weights, h_BxLxD, "q_a_proj"), weights["q_a_norm"], LATENT_EPS)
+        q = products(weights, low, "q_b_proj")
+    else:
+        q = products(weights, h_BxLxD, "q_proj")
+    q = q.reshape(*q.shape[:2], cfg.n_heads, cfg.head_dim)
+    latent, key = jnp.split(products(weights, h_BxLxD, "kv_a_proj"), [m.kv_rank], axis=-1)
+    latent = rms_norm(latent, weights["kv_a_norm"], LATENT_EPS)
+    if m.scaled:
+        q, latent = q * math.sqrt(d / m.q_rank), latent * math.sqrt(d / m.kv_rank)
+    q_rope, key = (_rotate(_halves(x), *rotary) for x in (q[..., m.nope_dim :], key[:, :, None]))
+    return q[..., : m.nope_dim], q_rope, latent, key
+
+
+# ----------------------------------------------------------------------- rotary
+
+
+def _frequencies(cfg: ModelConfig) -> jax.Array:
+    """f32[rope_dim / 2] radians a position."""
+    dim, scaling = cfg.rope_dim, cfg.rope_scaling
+    freq = 1.0 / cfg.rope_theta ** (jnp.arange(0, dim, 2, dtype=jnp.float32) / dim)
+    if isinstance(scaling, Yarn):
+        return _yarn(freq, cfg.rope_theta, scaling)
+    return freq if scaling is None else _llama3(freq, scaling)
+
+
+def _llama3(freq: jax.Array, scaling: RopeScaling) -> jax.Array:
+    """Low frequencies stretched, a smooth middle."""
+    turns = scaling.original_max_position * freq / (2 * jnp.pi)  # full turns over the original context
+    smooth = (turns - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor)
+    smooth = jnp.clip(smooth, 0.0, 1.0)
+    return (1 - smooth) * freq / scaling.factor + smooth * freq
+
+
+def _yarn(freq: jax.Array, theta: float, scaling: Yarn) -> jax.Array:
+    """Stretched where a dimension turns less than beta_slow times over the original context, kept above beta_fast."""
+    dim = 2 * len(freq)
+
+    def dimension(turns: float) -> float:
+        return dim * math.log(scaling.original_max_position / (turns * 2 * math.pi)) / (2 * math.log(theta))
+
+    low, high = dimension(scaling.beta_fast), dimension(scaling.beta_slow)
+    if scaling.truncate:
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, dim - 1)
+    ramp = (jnp.arange(dim // 2, dtype=jnp.float32) - low) / ((high - low) or 0.001)
+    stretched = jnp.clip(ramp, 0.0, 1.0)
+    return freq / scaling.factor * stretched + freq * (1 - stretched)
+
+
+def _rotate(x_BxLxHxD, cos, sin):
+    """Rotate the two halves of each head against each other (the Hugging Face convention).
+
+    Written with the halves swapped by a roll: a join of two halves is not vectorised on CPUs, at four times the cost.
+    """
+    x = x_BxLxHxD.astype(jnp.float32)
+    return (x * cos + jnp.roll(x, x.shape[-1] // 2, axis=-1) * sin).astype(x_BxLxHxD.dtype)
+
+
+def _halves(x: jax.Array) -> jax.Array:
+    """Pairs (x0, x1), (x2, x3), ... -> x0, x2, ..., x1, x3, ..., the order that `_rotate` takes."""
+    return jnp.swapaxes(x.reshape(*x.shape[:-1], -1, 2), -1, -2).reshape(x.shape)

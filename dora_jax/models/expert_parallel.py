@@ -1,0 +1,37 @@
+"""Experts over the trainer's mesh: each device multiplies the tokens of its row of devices with its own experts.
+
+Tokens are gathered over the mesh axis `expert`, matrices over `fsdp`; results are summed over `tensor` and `expert`, and
+each device keeps the sums of its own tokens. Law: no token is dropped, whatever the load.
+"""
+
+from __future__ import annotations
+
+import jax
+from jax.sharding import Mesh
+
+from dora_jax.models import moe
+from dora_jax.models.sharding import TABLE, spec
+
+
+def compute(kind: str, mesh: Mesh) -> moe.Compute:
+    """The expert compute of this name, over the mesh; ValueError where there is none."""
+    if kind not in moe.COMPUTES:
+        raise ValueError(f"expert compute {kind!r} is unknown; known: {', '.join(moe.COMPUTES)}")
+    local = moe.COMPUTES[kind]
+    if mesh.size == 1:
+        return local
+    tokens, expert, embed, mlp = spec("batch", "sequence"), TABLE["expert"], TABLE["expert_embed"], TABLE["expert_mlp"]
+    wide, back = spec("expert", "expert_embed", "expert_mlp"), spec("expert", "expert_mlp", "expert_embed")
+
+    def whole(x: jax.Array, axis: str, at: int) -> jax.Array:
+        return jax.lax.all_gather(x, axis, axis=at, tiled=True) if mesh.shape[axis] > 1 else x
+
+    def one_device(h, weights, ids, gate, up, down):
+        h, weights, ids = (whole(x, expert, 0) for x in (h, weights, ids))
+        gate, up, down = whole(gate, embed, 1), whole(up, embed, 1), whole(down, embed, 2)
+        y = local(h, weights, ids, gate, up, down, jax.lax.axis_index(expert) * gate.shape[0])
+        y = jax.lax.psum(y, mlp)
+        return jax.lax.psum_scatter(y, expert, scatter_dimension=0, tiled=True) if mesh.shape[expert] > 1 else y
+
+    specs = (tokens, tokens, tokens, wide, wide, back)
+    return jax.shard_map(one_device, mesh=mesh, in_specs=specs, out_specs=tokens, check_vma=False)

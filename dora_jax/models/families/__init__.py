@@ -1,0 +1,35 @@
+"""Families of models as data: one short file each, over the parts that family.py lists. Standard library only.
+
+Law: what differs between two families is a field of ModelConfig or a name on disk; no other code asks for a family.
+"""
+
+from __future__ import annotations
+
+from dora_jax.models.config import ModelConfig
+from dora_jax.models.families import deepseek_v3, llama, longcat_flash, mistral, qwen2, qwen3, qwen3_moe
+from dora_jax.models.families.family import Family
+
+_MODULES = (qwen3, qwen2, llama, mistral, qwen3_moe, deepseek_v3, longcat_flash)
+FAMILIES = tuple(module.FAMILY for module in _MODULES)
+
+
+def family(model_type: str) -> Family:
+    """The family of this `model_type`; ValueError lists the known ones."""
+    for known in FAMILIES:
+        if known.model_type == model_type:
+            return known
+    names = ", ".join(known.model_type for known in FAMILIES)
+    raise ValueError(f"unknown model family {model_type!r}; known: {names}")
+
+
+def new_config(model_type: str, **sizes) -> ModelConfig:
+    """A config for a fresh model of this family: the family's switches, the given sizes, defaults for the rest."""
+    known = family(model_type)
+    return ModelConfig(family=model_type, qk_norm=known.qk_norm, qkv_bias=known.qkv_bias, **sizes)
+
+
+KNOWN = {  # the sizes that a run may name without a folder
+    name: new_config(module.FAMILY.model_type, **sizes)
+    for module in (qwen3, qwen3_moe, deepseek_v3, longcat_flash)
+    for name, sizes in module.KNOWN.items()
+}

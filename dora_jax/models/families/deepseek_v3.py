@@ -1,0 +1,111 @@
+"""DeepSeek-V3 and R1: latent attention; sigmoid scores, of which the best groups take part; one shared expert."""
+
+from typing import Any
+
+from dora_jax.models.config import Experts, Latent, ModelConfig, Yarn
+from dora_jax.models.families.family import EXPERTS, MLA, MLP, NORMS, SHARED, Family, Fields, Tensor
+
+
+def read_latent(fields: Fields) -> dict[str, Any]:
+    """Latent attention as config.json describes it."""
+    fields.only("rope_interleave", True)
+    latent = Latent(
+        kv_rank=fields.size("kv_lora_rank"),
+        rope_dim=fields.size("qk_rope_head_dim"),
+        nope_dim=fields.size("qk_nope_head_dim"),
+        v_dim=fields.size("v_head_dim"),
+        q_rank=fields.size("q_lora_rank", 0, least=0),
+    )
+    return {"latent": latent, "head_dim": latent.nope_dim + latent.rope_dim}
+
+
+def write_latent(cfg: ModelConfig) -> dict[str, Any]:
+    m = cfg.latent
+    return {
+        "kv_lora_rank": m.kv_rank,
+        "q_lora_rank": m.q_rank or None,
+        "qk_rope_head_dim": m.rope_dim,
+        "qk_nope_head_dim": m.nope_dim,
+        "qk_head_dim": cfg.head_dim,
+        "v_head_dim": m.v_dim,
+        "head_dim": m.rope_dim,
+    }
+
+
+def _read(fields: Fields) -> dict[str, Any]:
+    fields.only("scoring_func", "sigmoid")
+    fields.only("topk_method", "noaux_tc")
+    fields.only("moe_layer_freq", 1)
+    experts = Experts(
+        count=fields.either("num_local_experts", "n_routed_experts"),
+        per_token=fields.size("num_experts_per_tok"),
+        width=fields.size("moe_intermediate_size"),
+        shared=fields.size("n_shared_experts", 1),
+        first_dense=fields.size("first_k_dense_replace", 0, least=0),
+        router="sigmoid",
+        corrected=True,
+        groups=fields.size("n_group", 1),
+        top_groups=fields.size("topk_group", 1),
+        renormalize=bool(fields.value("norm_topk_prob", bool)),
+        scale=fields.number("routed_scaling_factor", 1.0),
+    )
+    return {"experts": experts, **read_latent(fields)}
+
+
+def _write(cfg: ModelConfig) -> dict[str, Any]:
+    e = cfg.experts
+    return {
+        **write_latent(cfg),
+        "rope_interleave": True,
+        "n_routed_experts": e.count,
+        "num_experts_per_tok": e.per_token,
+        "moe_intermediate_size": e.width,
+        "n_shared_experts": e.shared,
+        "first_k_dense_replace": e.first_dense,
+        "moe_layer_freq": 1,
+        "scoring_func": "sigmoid",
+        "topk_method": "noaux_tc",
+        "n_group": e.groups,
+        "topk_group": e.top_groups,
+        "norm_topk_prob": e.renormalize,
+        "routed_scaling_factor": e.scale,
+        "num_nextn_predict_layers": 0,
+    }
+
+
+ROUTER = {"router": Tensor("mlp.gate.weight"), "router_bias": Tensor("mlp.gate.e_score_correction_bias", False)}
+FAMILY = Family(
+    model_type="deepseek_v3",
+    architecture="DeepseekV3ForCausalLM",
+    read=_read,
+    write=_write,
+    tensors=NORMS | MLA | MLP | EXPERTS | SHARED | ROUTER,
+    ahead_layers=True,
+)
+KNOWN = {
+    "DeepSeek-V3": dict(
+        vocab_size=129280,
+        d_model=7168,
+        n_layers=61,
+        n_heads=128,
+        n_kv_heads=128,
+        head_dim=192,
+        d_ff=18432,
+        max_position=163840,
+        tie_embeddings=False,
+        rope_scaling=Yarn(factor=40.0, original_max_position=4096, mscale=1.0, mscale_all_dim=1.0),
+        latent=Latent(kv_rank=512, rope_dim=64, nope_dim=128, v_dim=128, q_rank=1536),
+        experts=Experts(
+            count=256,
+            per_token=8,
+            width=2048,
+            shared=1,
+            first_dense=3,
+            router="sigmoid",
+            corrected=True,
+            groups=8,
+            top_groups=4,
+            scale=2.5,
+        ),
+    )
+}

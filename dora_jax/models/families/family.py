@@ -1,0 +1,118 @@
+"""What one family of models is: a `model_type` of config.json, its fields, its tensors. Standard library only.
+
+A family's file names its own fields and tensors; what families share stands here. Our parameter names are flat, one a
+matrix; a name that ends in `_0` or `_1` belongs to that sublayer of a layer with two.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from dora_jax.models.config import ModelConfig
+
+JSON_NAMES = {list: "array", dict: "object", bool: "true or false", str: "string"}
+
+
+@dataclasses.dataclass(frozen=True)
+class Fields:
+    """config.json, read with an error that names the file and the field."""
+
+    raw: Mapping[str, Any]
+    file: Path
+
+    def value(self, name: str, kind: type) -> Any:
+        """The value of a field that may be left out (None)."""
+        value = self.raw.get(name)
+        if value is not None and not isinstance(value, kind):
+            raise ValueError(f"{self.file} has {name}={value!r:.60}; a JSON {JSON_NAMES[kind]} is needed")
+        return value
+
+    def size(self, name: str, absent: int | None = None, *, least: int = 1) -> int:
+        value = absent if self.raw.get(name) is None else self.raw[name]
+        if type(value) is not int or value < least:  # a bool is an int too
+            raise ValueError(f"{self.file} has {name}={value!r:.60}; a whole number of at least {least} is needed")
+        return value
+
+    def number(self, name: str, absent: float | None = None) -> float | None:
+        value = self.raw.get(name)
+        if value is not None and not (type(value) in (int, float) and math.isfinite(value)):
+            raise ValueError(f"{self.file} has {name}={value!r:.60}; a number is needed")
+        return absent if value is None else float(value)
+
+    def either(self, *names: str) -> int:
+        """The size that stands under one of several spellings."""
+        told = [name for name in names if self.raw.get(name) is not None]
+        values = {self.size(name) for name in told or names[-1:]}
+        if len(values) > 1:
+            raise ValueError(f"{self.file} has {' and '.join(told)} that disagree")
+        return values.pop()
+
+    def only(self, name: str, *values: Any) -> None:
+        """Refuses a switch that the decoder does not compute; absent and null mean the first value."""
+        value = self.raw.get(name)
+        if value is not None and value not in values:
+            raise ValueError(f"{self.file} has {name}={value!r:.60}; the decoder computes {name}={values[0]!r} only")
+
+
+@dataclasses.dataclass(frozen=True)
+class Tensor:
+    """Where a parameter of one layer lies on disk: `name` below the layer, with `{e}` for each of its experts."""
+
+    name: str
+    transposed: bool = True  # a matrix is [out, in] on disk
+
+    @property
+    def per_expert(self) -> bool:
+        return "{e}" in self.name
+
+
+def dense_sizes(fields: Fields) -> dict[str, Any]:
+    """Nothing beside the sizes that all families have."""
+    return {}
+
+
+def no_fields(cfg: ModelConfig) -> dict[str, Any]:
+    return {}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Family:
+    """What one `model_type` of config.json fixes."""
+
+    model_type: str
+    architecture: str  # the class name that config.json lists
+    qk_norm: bool = False
+    qkv_bias: bool = False
+    head_dim: int | None = None  # where config.json leaves it out; None: hidden_size / num_attention_heads
+    norm_eps: float = 1e-6  # the same
+    rope_theta: float = 10000.0  # the same
+    layers_field: str = "num_hidden_layers"
+    d_ff_field: str = "intermediate_size"
+    read: Callable[[Fields], dict[str, Any]] = dense_sizes  # further arguments of ModelConfig
+    write: Callable[[ModelConfig], dict[str, Any]] = no_fields  # further fields of config.json
+    tensors: Mapping[str, Tensor]  # of a layer, by our name
+    ahead: tuple[str, ...] = ()  # beginnings of the tensors of multi-token prediction, which are ignored
+    ahead_layers: bool = False  # whether layers behind the last one are of multi-token prediction
+
+
+NORMS = {
+    "attn_norm": Tensor("input_layernorm.weight", False),
+    "mlp_norm": Tensor("post_attention_layernorm.weight", False),
+}
+GQA = {
+    **{f"{x}_proj": Tensor(f"self_attn.{x}_proj.weight") for x in "qkvo"},
+    **{f"{x}_bias": Tensor(f"self_attn.{x}_proj.bias", False) for x in "qkv"},
+    **{f"{x}_norm": Tensor(f"self_attn.{x}_norm.weight", False) for x in "qk"},
+}
+MLA = {
+    **{f"{x}_proj": Tensor(f"self_attn.{x}_proj.weight") for x in ("q", "q_a", "q_b", "kv_b", "o")},
+    "kv_a_proj": Tensor("self_attn.kv_a_proj_with_mqa.weight"),
+    **{f"{x}_norm": Tensor(f"self_attn.{x}_layernorm.weight", False) for x in ("q_a", "kv_a")},
+}
+MLP = {f"{x}_proj": Tensor(f"mlp.{x}_proj.weight") for x in ("gate", "up", "down")}
+EXPERTS = {f"experts_{x}": Tensor(f"mlp.experts.{{e}}.{x}_proj.weight") for x in ("gate", "up", "down")}
+SHARED = {f"shared_{x}": Tensor(f"mlp.shared_experts.{x}_proj.weight") for x in ("gate", "up", "down")}

@@ -1,0 +1,23 @@
+"""Mistral: a Llama whose attention may see a window only; without the window it is one."""
+
+from typing import Any
+
+from dora_jax.models.config import ModelConfig
+from dora_jax.models.families.family import GQA, MLP, NORMS, Family, Fields
+
+
+def _read(fields: Fields) -> dict[str, Any]:
+    if "sliding_window" not in fields.raw:  # transformers takes 4096 then
+        raise ValueError(
+            f"{fields.file} leaves sliding_window out, which means 4096; the decoder attends in full only: null"
+        )
+    return {}
+
+
+def _write(cfg: ModelConfig) -> dict[str, Any]:
+    return {"sliding_window": None}
+
+
+FAMILY = Family(
+    model_type="mistral", architecture="MistralForCausalLM", read=_read, write=_write, tensors=NORMS | GQA | MLP
+)
