@@ -41,8 +41,8 @@ __all__ = [
     "Routed",
     "abstract_params",
     "forward",
-    "forward_routed",
     "forward_carrying",
+    "forward_routed",
     "init_params",
     "layout_of",
     "logical_axes",
@@ -284,11 +284,16 @@ def forward_routed(
                 x_BxLxD, routed = body(params[LAYERS][layer], x_BxLxD, None if routes is None else routes[i])
                 every += [] if routed is None else [jax.tree.map(lambda x: x[None], routed)]
         else:
-            body = _remat(functools.partial(run, stack.block, None), remat)
-            x_BxLxD, routed = jax.lax.scan(lambda x, of: body(of[0], x, of[1]), x_BxLxD, (params[name], routes))
+            body = functools.partial(_scanned, _remat(functools.partial(run, stack.block, None), remat))
+            x_BxLxD, routed = jax.lax.scan(body, x_BxLxD, (params[name], routes))
             every += [] if routed is None else [routed]
     hidden_BxLxD = rms_norm(x_BxLxD, params["final_norm"], cfg.norm_eps)
     return hidden_BxLxD, jax.tree.map(lambda *parts: jnp.concatenate(parts), *every) if every else None
+
+
+def _scanned(run: Callable, x_BxLxD, weights_and_routes):
+    weights, routes = weights_and_routes
+    return run(weights, x_BxLxD, routes)
 
 
 def forward_carrying(
@@ -331,7 +336,8 @@ def _looped(one_pass: _Pass, stack: Stack, stacked: Params, x_BxLxD, attend_with
     def body(i, carry):
         x_BxLxD, state, ids = carry
         for at in [i * together + j for j in range(together)]:
-            weights = jax.tree.map(lambda w: jax.lax.dynamic_index_in_dim(w, at, 0, keepdims=False), stacked)
+            take = functools.partial(jax.lax.dynamic_index_in_dim, index=at, axis=0, keepdims=False)
+            weights = jax.tree.map(take, stacked)
             state = jax.tree.map(lambda x: x, state)
             x_BxLxD, routed = one_pass.layer(stack.block, stack.first + at, weights, x_BxLxD, attend_with(state))
             ids = ids if routed is None else ids.at[at].set(routed.ids)
