@@ -131,6 +131,19 @@ def test_the_timeline_names_versions_loads_deaths_and_moves():
     assert timeline.idle_by_instance(picture)[0] == (0.5, 0.2)
 
 
+def test_what_a_killed_process_did_ends_with_its_last_row():
+    rows = [{"t": 0.0, "start": True}, {"t": 0.0, "up": 0, "slots": 2}, {"t": 1.0, "busy": {"0": {"0": 2}}},
+            {"t": 1.0, "train": 0}, {"t": 2.0, "busy": {}}, {"t": 9.0, "start": True}, {"t": 10.0, "up": 0, "slots": 2},
+            {"t": 11.0, "busy": {"0": {"1": 2}}}, {"t": 12.0, "busy": {}}]  # fmt: skip
+    picture = timeline.bars(rows)
+    assert picture["instances"][0]["bars"] == [
+        [0, 1000, 0, []], [1000, 2000, 16, [[0, 2]]], [2000, 10000, -2, []], [10000, 11000, 0, []],
+        [11000, 12000, 16, [[1, 2]]],
+    ]  # fmt: skip
+    assert picture["trainer"][1:] == [[1000, 2000, 16, [[1, 1]]], [2000, 9000, -2, []], [9000, 12000, 0, []]]
+    assert picture["restarts"] == [9000]
+
+
 def test_a_thousand_instances_and_fifty_versions_stay_small():
     rows = [{"t": 0.0, "up": i, "slots": 8} for i in range(1000)]
     rows += [{"t": 1.0 + v, "busy": {str(i): {str(v): 8} for i in range(1000)}} for v in range(50)]

@@ -46,11 +46,12 @@ def bars(rows: list[Row]) -> dict[str, Any]:
     trainer, moves, restarts = _Lane(fill=0), [], []
     now = 0
     for row in rows:
-        now = max(now, round(1000 * (row["t"] - origin)))
-        if row.get("start"):
+        before, now = now, max(now, round(1000 * (row["t"] - origin)))
+        if row.get("start"):  # what an earlier process did ended with its last row
             restarts.append(now)
             for lane in lanes.values():
-                lane.turn(now, DOWN, [])
+                lane.turn(before, DOWN, [])
+            trainer.turn(before, DOWN, [])
             trainer.turn(now, 0, [])
         elif (base := version_of(row.get("train"))) is not None:
             trainer.turn(now, LEVELS, [[base + 1, 1]])
