@@ -310,14 +310,15 @@ class RunLog:
     def _sample_row(self, sample: Sample, reward: float, mean: float) -> dict[str, Any]:
         """What samples.jsonl says of a sample; log-probs are the engine's, in nats a token."""
         logprobs = np.asarray(sample.logprobs, np.float64)
+        told = bool(np.isfinite(logprobs).all() and len(logprobs))  # JSON knows finite numbers only
         return {
             "index": sample.id.index,
             "reward": reward,
             "reward_above_mean": reward - mean,
             "tokens": len(sample.out_ids),
             "finish": sample.finish,
-            "mean_logprob": float(logprobs.mean()) if len(logprobs) else None,
-            "min_logprob": float(logprobs.min()) if len(logprobs) else None,
+            "mean_logprob": float(logprobs.mean()) if told else None,
+            "min_logprob": float(logprobs.min()) if told else None,
             "text": self._decode(sample.out_ids),
         }
 
