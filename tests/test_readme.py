@@ -78,4 +78,5 @@ def test_the_readme_names_files_that_exist():
     for name in re.findall(r"(?:configs|launch|tests|dora_jax)/[\w/]+\.(?:py|sh)", text):
         assert (ROOT / name).exists(), name
     for module in re.findall(r"python -m (dora_jax[\w.]*)", text):
-        assert (ROOT / (module.replace(".", "/") + ".py")).exists(), module
+        place = ROOT / module.replace(".", "/")
+        assert place.with_suffix(".py").exists() or (place / "__main__.py").exists(), module
