@@ -64,6 +64,18 @@ class Span:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class TokenTable:
+    """What travels with a sample's tokens, one row a token that ran forward: prompt and response without the last token.
+
+    A column that a run does not use is None.
+    """
+
+    routes: np.ndarray | None = None  # uint8 or uint16 [T + U - 1, M, k]: the experts of M layers; see models/routes.py
+    turn: np.ndarray | None = None  # i32[T + U - 1]
+    branch: np.ndarray | None = None  # i32[T + U - 1]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Sample:
     id: SampleId
     prompt_ids: np.ndarray  # i32[T]
@@ -72,6 +84,7 @@ class Sample:
     mask: np.ndarray  # bool[U], True where the policy sampled the token (False: observed)
     spans: tuple[Span, ...]  # exactly one unless the mode is `partial`
     finish: str  # "stop", "length" or "error"
+    table: TokenTable = TokenTable()
 
     @property
     def version(self) -> Version:
