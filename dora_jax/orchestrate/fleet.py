@@ -173,6 +173,15 @@ class Fleet:
 
     # ------------------------------------------------------------------ pages
 
+    def page_need(self, host: Host, tokens: int = 0) -> int:
+        """Pages to reserve for a sample that has `tokens`."""
+        if not tokens and (pages := self.fresh_pages.get(host.page_size)):
+            return pages
+        pages = -(-(self.prompt_tokens + self.expected_tokens(tokens)) // host.page_size)
+        if not tokens:
+            self.fresh_pages[host.page_size] = pages
+        return pages
+
     def expected_tokens(self, tokens: int = 0) -> int:
         """Response tokens to reserve for a sample that has `tokens`."""
         if not tokens:
@@ -182,14 +191,6 @@ class Fleet:
         else:
             likely = RESERVED * self.lengths.held(tokens)
         return min(self.new_tokens, int(likely) + 1)
-
-    def page_need(self, host: Host, tokens: int = 0) -> int:
-        pages = None if tokens else self.fresh_pages.get(host.page_size)
-        if pages is None:
-            pages = -(-(self.prompt_tokens + self.expected_tokens(tokens)) // host.page_size)
-            if not tokens:
-                self.fresh_pages[host.page_size] = pages
-        return pages
 
     def has_room(self, host: Host, tokens: int = 0) -> bool:
         if host.pressed or len(host.units) + host.incoming >= host.slots:
@@ -209,9 +210,10 @@ class Fleet:
         size, prompt = host.page_size, self.prompt_tokens
         for unit in self.settle(host):
             if unit.tokens > unit.pages * size - prompt:
-                pages = max(unit.pages, self.page_need(host, unit.tokens))
-                host.pages_used += pages - unit.pages
-                unit.pages = pages
+                pages = -(-(prompt + self.expected_tokens(unit.tokens)) // size)
+                if pages > unit.pages:
+                    host.pages_used += pages - unit.pages
+                    unit.pages = pages
 
     def settle(self, host: Host) -> Iterable[Unit]:
         """The host's samples, with the tokens that were reported last. Law: whatever reads `tokens` of a unit that holds
@@ -231,9 +233,10 @@ class Fleet:
         if state != STARTING:  # it may have been here before: what was reported of it then is over
             self.settle(host)
         unit.state, unit.instance = state, host.id
-        unit.pages = self.page_need(host, unit.tokens)
+        pages = unit.pages = self.page_need(host, unit.tokens)
         host.units[unit.id] = unit
-        _count(host, unit.version, 1, unit.pages)
+        host.pages_used += pages
+        host.counts[unit.version] = host.counts.get(unit.version, 0) + 1
 
     def release(self, unit: Unit) -> Host | None:
         """Free the sample's slot (at both ends of a move); returns its host, None if that is gone. What has not ended

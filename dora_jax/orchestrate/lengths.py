@@ -12,6 +12,7 @@ The first samples to end are short ones: what runs is then longer than they say,
 
 from __future__ import annotations
 
+import functools
 import math
 
 # Lengths are told apart by quarters of an octave: 19 % is less than what one instance's samples scatter.
@@ -31,9 +32,9 @@ class Lengths:
     def observe(self, tokens: int) -> None:
         """A sample ended."""
         bucket = _bucket(tokens)
-        missing = bucket + 1 - len(self.counts)
-        self.counts += [0] * missing
-        self.sums += [0] * missing
+        if missing := max(0, bucket + 1 - len(self.counts)):
+            self.counts += [0] * missing
+            self.sums += [0] * missing
         self.counts[bucket] += 1
         self.sums[bucket] += tokens
         self.ended += 1
@@ -57,18 +58,22 @@ class Lengths:
     def _renew(self) -> None:
         self.held_by, self.left_by = [0.0] * len(self.counts), [0.0] * len(self.counts)
         longer, beyond, most = 0, 0, 0.0  # samples from this bucket on, their tokens, and the largest l * S(l)
+        above = _edge(len(self.counts))
         for bucket in reversed(range(len(self.counts))):
+            edge = _edge(bucket)
             longer += self.counts[bucket]
             beyond += self.sums[bucket]
-            most = max(most, _edge(bucket + 1) * longer)
+            most = max(most, above * longer)
             self.held_by[bucket] = most / longer
-            self.left_by[bucket] = max(1.0, beyond / longer - _edge(bucket))
+            self.left_by[bucket] = max(1.0, beyond / longer - edge)
+            above = edge
 
 
 def _bucket(tokens: int) -> int:
     return int(BUCKETS_AN_OCTAVE * math.log2(tokens + 1))
 
 
+@functools.cache
 def _edge(bucket: int) -> float:
     """The least length in a bucket."""
     return 2 ** (bucket / BUCKETS_AN_OCTAVE) - 1

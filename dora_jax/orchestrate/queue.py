@@ -56,7 +56,9 @@ class Queue:
 
     def ended(self, unit: Unit) -> None:
         """Count a sample out."""
-        self._count(unit.group, unit.version, -1)
+        add(self.unfinished, unit.version, -1)
+        if is_eval(unit.group.id):
+            add(self.evaluation_unfinished, unit.version, -1)
 
     def retag(self, unit: Unit, version: Version) -> None:
         """The training sample goes on under other weights (mode `partial`)."""

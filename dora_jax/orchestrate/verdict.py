@@ -64,8 +64,11 @@ def _of_unit(*states: str):
     return said
 
 
+_starting = _of_unit(fl.STARTING)
+
+
 def _started(s: State, event: ev.SampleStarted) -> bool:
-    if not _of_unit(fl.STARTING)(s, event):
+    if not _starting(s, event):
         return False
     if (version := s.live_unit(event.id).version) != event.version:
         raise ev.ImpossibleFact(f"sample {tuple(event.id)} started at version {event.version}, not {version}")
