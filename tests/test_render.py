@@ -5,8 +5,9 @@ import threading
 
 import pytest
 
-from dora_jax import sft, tasks
+from dora_jax import tasks
 from dora_jax.config import ConfigError, SftSection, TaskSection
+from dora_jax.runtime import warm_start_data
 from dora_jax.tasks import render
 from dora_jax.tokenizer import Tokenizer
 from tests.fakes.tokenizer_folder import folder
@@ -117,7 +118,7 @@ def test_a_warm_start_without_a_base_has_no_chat_template(tmp_path):
     ):
         tasks.open_task(
             section,
-            sft.tokenizer_of(SftSection()),
+            warm_start_data.tokenizer_of(SftSection()),
             seed=0,
             max_prompt_tokens=99,
             max_new_tokens=9,

@@ -6,9 +6,10 @@ import jax
 import numpy as np
 import pytest
 
-from dora_jax import config, sft
+from dora_jax import config
 from dora_jax.exits import Stop
 from dora_jax.models import decoder, hf, sharding
+from dora_jax.runtime import warm_start, warm_start_data
 from dora_jax.tokenizer import Tokenizer
 from dora_jax.trainer import step
 
@@ -42,7 +43,7 @@ class Quiet:
 
 def folder(path, **changes):
     path.mkdir(parents=True)
-    return sft.make_tokenizer(PAIRS, path, **changes)
+    return warm_start_data.make_tokenizer(PAIRS, path, **changes)
 
 
 def test_tokenizer_takes_any_text_and_gives_each_digit_its_own_token(tmp_path):
@@ -52,7 +53,7 @@ def test_tokenizer_takes_any_text_and_gives_each_digit_its_own_token(tmp_path):
     digits = [tokenizer.encode(str(d)) for d in range(10)]
     assert all(len(ids) == 1 for ids in digits)
     assert tokenizer.encode("4096") == [digits[int(d)][0] for d in "4096"]
-    assert tokenizer.vocab_size <= sft.TOKENIZER_SIZE
+    assert tokenizer.vocab_size <= warm_start_data.TOKENIZER_SIZE
     assert [tokenizer.decode([i]) for i in tokenizer.encode(PAIRS[0][0])] == [
         "What",
         " is",
@@ -63,7 +64,7 @@ def test_tokenizer_takes_any_text_and_gives_each_digit_its_own_token(tmp_path):
         "0",
         "?",
     ]
-    end, pad = tokenizer.encode(sft.END), tokenizer.encode(sft.PAD)
+    end, pad = tokenizer.encode(warm_start_data.END), tokenizer.encode(warm_start_data.PAD)
     assert (end, pad) == (list(tokenizer.eos_ids), [tokenizer.pad_id])
 
 
@@ -79,22 +80,22 @@ def test_a_smaller_tokenizer_where_the_embedding_is_small(tmp_path):
 
 
 def test_rows_hold_each_example_once_and_train_on_completions_and_the_end():
-    rows = sft.pack_rows([([5, 6, 7], [8, 9, 1]), ([5], [8, 1]), ([4, 4], [3, 1])], 7, pad_id=0)
+    rows = warm_start_data.pack_rows([([5, 6, 7], [8, 9, 1]), ([5], [8, 1]), ([4, 4], [3, 1])], 7, pad_id=0)
     assert rows.tokens.tolist() == [[5, 6, 7, 8, 9, 5, 8], [4, 4, 3, 0, 0, 0, 0]]
     assert rows.targets.tolist() == [[6, 7, 8, 9, 1, 8, 1], [4, 3, 1, 0, 0, 0, 0]]
     assert rows.segment_ids.tolist() == [[1, 1, 1, 1, 1, 2, 2], [1, 1, 1, 0, 0, 0, 0]]
     assert rows.positions.tolist() == [[0, 1, 2, 3, 4, 0, 1], [0, 1, 2, 0, 0, 0, 0]]
     assert rows.targets[rows.mask].tolist() == [8, 9, 1, 8, 1, 3, 1]
     with pytest.raises(ValueError, match="example 0 has 9 tokens, and a row holds 8: raise sft.pack_tokens"):
-        sft.pack_rows([([1] * 5, [2] * 4)], 7, 0)
+        warm_start_data.pack_rows([([1] * 5, [2] * 4)], 7, 0)
 
 
 def test_row_order_shows_every_row_once_an_epoch():
-    order = sft.row_order(10, 4, 5, seed=0)
+    order = warm_start_data.row_order(10, 4, 5, seed=0)
     assert order.shape == (5, 4)
     seen = order.reshape(-1)
     assert sorted(seen[:10]) == sorted(seen[10:]) == list(range(10)) and seen[:10].tolist() != seen[10:].tolist()
-    np.testing.assert_array_equal(order, sft.row_order(10, 4, 5, seed=0))
+    np.testing.assert_array_equal(order, warm_start_data.row_order(10, 4, 5, seed=0))
 
 
 @pytest.fixture(scope="module")
@@ -103,8 +104,8 @@ def made(tmp_path_factory):
     out = tmp_path_factory.mktemp("sft") / "base"
     progress = Quiet()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(sft, "examples", lambda cfg, workdir: PAIRS)
-        assert sft.run(config.Config(sft=dataclasses.replace(TINY, out=str(out))), out.parent, progress) == out
+        patch.setattr(warm_start, "examples", lambda cfg, workdir: PAIRS)
+        assert warm_start.run(config.Config(sft=dataclasses.replace(TINY, out=str(out))), out.parent, progress) == out
     return out, progress
 
 
@@ -113,7 +114,7 @@ def test_run_leaves_a_folder_that_loads_and_learned(made):
     cfg, params = hf.load(out)
     tokenizer = Tokenizer.load(out)
     assert (cfg.d_model, cfg.vocab_size) == (16, tokenizer.vocab_size)
-    assert tokenizer.eos_ids == (tokenizer.encode(sft.END)[0],)
+    assert tokenizer.eos_ids == (tokenizer.encode(warm_start_data.END)[0],)
     assert any("step 20/20" in text for text in progress.told) and "loss" in progress.notes[-1]
     first, last = (float(x) for x in progress.notes[-1].split("loss ")[1].split(",")[0].split(" -> "))
     assert first > 5 and last < first - 1.5
@@ -146,32 +147,32 @@ class Signal:
 
 
 def test_what_was_stopped_goes_on_to_the_same_bytes(made, tmp_path, monkeypatch):
-    monkeypatch.setattr(sft, "examples", lambda cfg, workdir: PAIRS)
+    monkeypatch.setattr(warm_start, "examples", lambda cfg, workdir: PAIRS)
     cfg, progress = config.Config(sft=dataclasses.replace(TINY, out=str(tmp_path / "base"))), Quiet()
     with pytest.raises(Stop):
-        sft.run(cfg, tmp_path, progress, Signal(1))
+        warm_start.run(cfg, tmp_path, progress, Signal(1))
     assert not (tmp_path / "base").exists() and (tmp_path / "sft/10/manifest.json").is_file()
-    sft.run(cfg, tmp_path, progress)
+    warm_start.run(cfg, tmp_path, progress)
     assert progress.notes[0] == "warm start: goes on from step 10" and not (tmp_path / "sft").exists()
     written, expected = (folder / "model.safetensors" for folder in (tmp_path / "base", made[0]))
     assert written.read_bytes() == expected.read_bytes()
 
 
 def test_what_another_warm_start_left_is_not_gone_on_from(tmp_path, monkeypatch):
-    monkeypatch.setattr(sft, "examples", lambda cfg, workdir: PAIRS)
+    monkeypatch.setattr(warm_start, "examples", lambda cfg, workdir: PAIRS)
     cfg, progress = config.Config(sft=dataclasses.replace(TINY, out=str(tmp_path / "base"))), Quiet()
     with pytest.raises(Stop):
-        sft.run(cfg, tmp_path, progress, Signal(1))
-    sft.run(dataclasses.replace(cfg, seed=1), tmp_path, progress)
+        warm_start.run(cfg, tmp_path, progress, Signal(1))
+    warm_start.run(dataclasses.replace(cfg, seed=1), tmp_path, progress)
     assert "is of another one" in progress.notes[0]
 
 
 def test_a_folder_is_never_written_over(made, monkeypatch):
     out, _ = made
-    monkeypatch.setattr(sft, "_train", lambda *args: pytest.fail("trained for nothing"))
+    monkeypatch.setattr(warm_start, "_train", lambda *args: pytest.fail("trained for nothing"))
     short = dataclasses.replace(TINY, out=str(out), steps=1)
     with pytest.raises(ValueError, match="never written over another"):
-        sft.run(config.Config(sft=short), out.parent, Quiet())
+        warm_start.run(config.Config(sft=short), out.parent, Quiet())
 
 
 def test_examples_of_rows_leave_out_held_out_prompts(tmp_path):
@@ -181,5 +182,5 @@ def test_examples_of_rows_leave_out_held_out_prompts(tmp_path):
     file.write_text("".join(json.dumps({"prompt": f"q{i}", "answer": f"a{i}"}) + "\n" for i in range(40)))
     task = config.TaskSection(name="rows", path=str(file), heldout=10)
     section = dataclasses.replace(TINY, rows=str(file), examples=60)
-    pairs = sft.examples(config.Config(task=task, sft=section), tmp_path)
+    pairs = warm_start_data.examples(config.Config(task=task, sft=section), tmp_path)
     assert len(pairs) == 60 and len(set(pairs)) == 30 and all(p[1:] == a.strip()[1:] for p, a in pairs)

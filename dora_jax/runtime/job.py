@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from dora_jax import devices, presets, sft, tasks, validate, workdirs
+from dora_jax import devices, presets, tasks, validate, workdirs
 from dora_jax.buffer.store import MemoryGroupStore
 from dora_jax.config import Config, ConfigError, RewardModelSection, RunError, blame
 from dora_jax.exits import FAILED, RETRY, Stop
@@ -20,6 +20,7 @@ from dora_jax.orchestrate.core import Orchestrator
 from dora_jax.orchestrate.events import Command, Event, Halt, ImpossibleFact, StepPublished
 from dora_jax.orchestrate.loop import each, quiet_collector, run
 from dora_jax.runtime import run as build
+from dora_jax.runtime import warm_start
 from dora_jax.runtime.coordinator import Coordinator
 from dora_jax.runtime.durability import resume
 from dora_jax.runtime.durability.event_log import Journal
@@ -103,7 +104,7 @@ def make_base(config: Config, workdir: Path, writer: Writer, guard: Guard) -> No
     if validate.makes_base(config) and not (Path(config.model.path) / "config.json").exists():
         writer.phase("all", "opening the task, scoring one row")
         _try_early(config, workdir)
-        sft.run(config, workdir, writer, guard.stepped)
+        warm_start.run(config, workdir, writer, guard.stepped)
         guard.stepped()
         guard.looping = False  # what follows is only being put together: a signal may interrupt it
 
