@@ -10,20 +10,24 @@ from dora_jax import exits
 if __name__ == "__main__":
     exits.listen()  # before the imports, which take a second
 
+from pathlib import Path
+
 from absl import flags as absl_flags
 
 from dora_jax import flags
-
-STEP = absl_flags.DEFINE_integer(
-    "step", None, "checkpoint to evaluate; default: the newest that verifies", lower_bound=0
-)
+from dora_jax.config import Config
 
 
-def main(config, workdir):
+def define_flags() -> None:
+    absl_flags.DEFINE_integer("step", None, "checkpoint to evaluate; default: the newest that verifies", lower_bound=0)
+
+
+def main(config: Config, workdir: Path) -> int:
     from dora_jax.runtime.job import evaluate  # JAX starts only after the configuration has passed
 
-    return evaluate(config, workdir, STEP.value)
+    return evaluate(config, workdir, absl_flags.FLAGS.step)
 
 
 if __name__ == "__main__":
+    define_flags()
     flags.run(main, purpose="evaluate")

@@ -17,22 +17,25 @@ from pathlib import Path
 from absl import flags as absl_flags
 
 from dora_jax import flags
-from dora_jax.config import ConfigError
-
-STEP = absl_flags.DEFINE_integer("step", None, "checkpoint to export; default: the newest that verifies", lower_bound=0)
-OUT = absl_flags.DEFINE_string("out", "", "folder to write; it must not hold anything yet")
-DTYPE = absl_flags.DEFINE_enum("dtype", "float32", ["float32", "bfloat16", "float16"], "type of the weights on disk")
+from dora_jax.config import Config, ConfigError
 
 
-def main(config, workdir):
-    if not OUT.value:
+def define_flags() -> None:
+    absl_flags.DEFINE_integer("step", None, "checkpoint to export; default: the newest that verifies", lower_bound=0)
+    absl_flags.DEFINE_string("out", "", "folder to write; it must not hold anything yet")
+    absl_flags.DEFINE_enum("dtype", "float32", ["float32", "bfloat16", "float16"], "type of the weights on disk")
+
+
+def main(config: Config, workdir: Path) -> int:
+    given = absl_flags.FLAGS
+    if not given.out:
         raise ConfigError("out: missing; name the folder to write, --out=FOLDER")
     os.environ["JAX_PLATFORMS"] = "cpu"  # copying weights needs no accelerator, and the run may be holding it
     try:
-        step = export(workdir, STEP.value, config.model.path, Path(OUT.value), DTYPE.value)
+        step = export(workdir, given.step, config.model.path, Path(given.out), given.dtype)
     except ValueError as error:  # a sentence that names the file at fault
         raise ConfigError(str(error)) from error
-    print(f"step {step} of {workdir} is in {OUT.value}")
+    print(f"step {step} of {workdir} is in {given.out}")
     return 0
 
 
@@ -53,4 +56,5 @@ def export(workdir: Path, step: int | None, source: str, out: Path, dtype: str) 
 
 
 if __name__ == "__main__":
+    define_flags()
     flags.run(main, purpose="evaluate")

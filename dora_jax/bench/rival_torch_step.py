@@ -12,8 +12,6 @@ import time
 import torch
 import transformers
 
-ALL = torch.get_num_threads()
-
 
 def fresh():
     model = transformers.AutoModelForCausalLM.from_pretrained(sys.argv[1], dtype=torch.float32).train()
@@ -24,8 +22,8 @@ def fresh():
 def update(model, optimizer, batch):
     optimizer.zero_grad(set_to_none=True)
     logprobs = torch.log_softmax(model(input_ids=batch["tokens"]).logits, -1)  # causal: padding comes last
-    l = logprobs.gather(-1, batch["targets"][..., None])[..., 0]
-    ratio, adv = torch.exp(l - batch["behavior_logprobs"]), batch["advantages"]
+    chosen = logprobs.gather(-1, batch["targets"][..., None])[..., 0]
+    ratio, adv = torch.exp(chosen - batch["behavior_logprobs"]), batch["advantages"]
     per_token = torch.maximum(-adv * ratio, -adv * ratio.clamp(0.8, 1.2))
     loss = torch.where(batch["mask"], batch["loss_weights"] * per_token, 0.0).sum()
     loss.backward()
@@ -34,16 +32,21 @@ def update(model, optimizer, batch):
     return loss.item(), norm.item()
 
 
-name = None
-for line in sys.stdin:
-    work = json.loads(line)
-    if work["name"] != name:
-        name, (model, optimizer) = work["name"], fresh()
-    batch = {key: torch.tensor(x) for key, x in work.items() if key != "name"}
-    seconds, results = [], []
-    for threads in sorted({ALL, 1}, reverse=True):
-        torch.set_num_threads(threads)
-        began = time.perf_counter()
-        results.append(update(model, optimizer, batch))
-        seconds.append(time.perf_counter() - began)
-    print(json.dumps([min(seconds), *results[0]]), flush=True)
+def main():
+    name, most = None, torch.get_num_threads()
+    for line in sys.stdin:
+        work = json.loads(line)
+        if work["name"] != name:
+            name, (model, optimizer) = work["name"], fresh()
+        batch = {key: torch.tensor(x) for key, x in work.items() if key != "name"}
+        seconds, results = [], []
+        for threads in sorted({most, 1}, reverse=True):
+            torch.set_num_threads(threads)
+            began = time.perf_counter()
+            results.append(update(model, optimizer, batch))
+            seconds.append(time.perf_counter() - began)
+        print(json.dumps([min(seconds), *results[0]]), flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -14,13 +14,16 @@ import transformers
 
 PART_TOKENS = 16  # new tokens a sample
 
-torch.manual_seed(0)
-model = transformers.AutoModelForCausalLM.from_pretrained(sys.argv[1], dtype=torch.float32).eval()
-model.generation_config.eos_token_id = None
-model.generation_config.pad_token_id = 0
+
+def load(folder):
+    torch.manual_seed(0)
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    model.generation_config.eos_token_id = None
+    model.generation_config.pad_token_id = 0
+    return model
 
 
-def run(batch, prompts, lengths):
+def run(model, batch, prompts, lengths):
     for first in range(0, len(lengths), batch):
         ids = torch.tensor(prompts[first : first + batch])
         n = max(lengths[first : first + batch])
@@ -40,17 +43,22 @@ def run(batch, prompts, lengths):
             model.compute_transition_scores(out.sequences, out.logits, normalize_logits=True)
 
 
-def seconds(work, threads):
+def seconds(model, work, threads):
     torch.set_num_threads(threads)
     began = time.perf_counter()
-    run(**work)
+    run(model, **work)
     return time.perf_counter() - began
 
 
-ALL = torch.get_num_threads()
-for line in sys.stdin:
-    work = json.loads(line)
-    batch = work["batch"]
-    part = {"batch": batch, "prompts": work["prompts"][:batch], "lengths": [PART_TOKENS] * batch}
-    threads = min((1, ALL), key=lambda threads: seconds(part, threads))
-    print(seconds(work, threads), flush=True)
+def main():
+    model, most = load(sys.argv[1]), torch.get_num_threads()
+    for line in sys.stdin:
+        work = json.loads(line)
+        batch = work["batch"]
+        part = {"batch": batch, "prompts": work["prompts"][:batch], "lengths": [PART_TOKENS] * batch}
+        taken = {threads: seconds(model, part, threads) for threads in (1, most)}
+        print(seconds(model, work, min(taken, key=taken.__getitem__)), flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import json
+import sys
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -20,7 +21,7 @@ from dora_jax.orchestrate.core import Orchestrator
 from dora_jax.orchestrate.events import Command, Event, Halt, ImpossibleFact, StepPublished
 from dora_jax.orchestrate.loop import each, quiet_collector, run
 from dora_jax.runtime import run as build
-from dora_jax.runtime import warm_start
+from dora_jax.runtime import warm_start, warm_start_data
 from dora_jax.runtime.coordinator import Coordinator
 from dora_jax.runtime.durability import resume
 from dora_jax.runtime.durability.event_log import Journal
@@ -216,7 +217,7 @@ def _try_early(config: Config, workdir: Path) -> None:
     section = dataclasses.replace(config.task, reward_workers=1)
     if not section.rewards:
         return
-    tokenizer = sft.tokenizer_of(config.sft)
+    tokenizer = warm_start_data.tokenizer_of(config.sft)
     pool = ScorerPool(section, tokenizer.decode)
     try:
         with blame("task"):
@@ -224,7 +225,7 @@ def _try_early(config: Config, workdir: Path) -> None:
                 section,
                 tokenizer,
                 seed=config.seed,
-                max_prompt_tokens=sft.ANY_LENGTH,
+                max_prompt_tokens=sys.maxsize,
                 max_new_tokens=1,
                 heldout=section.heldout,
                 quarantine_path=workdir / "quarantine.jsonl",
