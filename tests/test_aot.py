@@ -9,12 +9,12 @@ import pytest
 from absl import flags as absl_flags
 from jax.sharding import PartitionSpec
 
-from dora_jax import aot, chips, config, flags, presets
+from dora_jax import aot, aot_roles, aot_slices, chips, config, flags, presets
 from dora_jax.models import sharding
 from dora_jax.trainer import hlo
 from tests.fakes import trainer_cases as cases
 
-needs_libtpu = pytest.mark.skipif(not aot.installed(), reason="libtpu is not installed: the extra aot")
+needs_libtpu = pytest.mark.skipif(not aot_slices.installed(), reason="libtpu is not installed: the extra aot")
 
 
 def compiled_text(fn, *args):
@@ -181,7 +181,7 @@ def test_a_kernels_metadata_does_not_end_its_computation():
     ],
 )
 def test_names_of_slices(name, topology, number):
-    assert aot.topology(name) == topology and chips.parse(name)[1] == number
+    assert aot_slices.topology(name) == topology and chips.parse(name)[1] == number
 
 
 @pytest.mark.parametrize(
@@ -198,13 +198,13 @@ def test_names_of_slices(name, topology, number):
 )
 def test_slices_that_nothing_is_compiled_for(name, reason):
     with pytest.raises(config.ConfigError, match=reason):
-        aot.slice_devices(name)
+        aot_slices.slice_devices(name)
 
 
 def test_without_libtpu_the_extra_is_named(monkeypatch):
-    monkeypatch.setattr(aot, "installed", lambda: False)
+    monkeypatch.setattr(aot_slices, "installed", lambda: False)
     with pytest.raises(config.ConfigError, match=r"compiling for v5e-4 needs libtpu: pip install 'dora_jax\[aot\]'"):
-        aot.slice_devices("v5e-4")
+        aot_slices.slice_devices("v5e-4")
 
 
 def parsed(*asked):
@@ -289,10 +289,12 @@ def test_moments_in_host_memory_leave_the_chip():
 def test_what_does_not_fit_is_refused_with_the_field_that_helps():
     large = dataclasses.replace(MODEL, d_model=8192, d_ff=2**17, vocab_size=2**18)
     with pytest.raises(
-        aot.DoesNotFit, match=r"^trainer: .* GiB a chip on v5e-4, which has 14.9.*trainer.micro_batches"
+        aot_roles.DoesNotFit, match=r"^trainer: .* GiB a chip on v5e-4, which has 14.9.*trainer.micro_batches"
     ):
         aot.compile_roles(run_of(), large, only=("train",))
-    with pytest.raises(aot.DoesNotFit, match=r"^instance: .* GiB a chip on v5e-4.*lower rollout.pages \(now 199999\)"):
+    with pytest.raises(
+        aot_roles.DoesNotFit, match=r"^instance: .* GiB a chip on v5e-4.*lower rollout.pages \(now 199999\)"
+    ):
         aot.compile_roles(
             run_of(rollout={"pages": 199_999, "max_new_tokens": 3968}),
             dataclasses.replace(MODEL, n_kv_heads=4),
@@ -301,7 +303,7 @@ def test_what_does_not_fit_is_refused_with_the_field_that_helps():
 
 
 def test_the_compilers_verdict_becomes_one_sentence():
-    place = aot._Place(slice_name="v5e-4", mesh=sharding.make_mesh(jax.devices()[:4], 1, 4, 1))
+    place = aot_slices.Place(slice_name="v5e-4", mesh=sharding.make_mesh(jax.devices()[:4], 1, 4, 1))
     for said in (
         (
             "RESOURCE_EXHAUSTED: Ran out of memory on HBM, the total memory required for HLO temporaries (21.34G) "
@@ -309,10 +311,12 @@ def test_the_compilers_verdict_becomes_one_sentence():
         ),
         "Ran out of memory in memory space hbm. Used 21.34G of 15.75G hbm.",
     ):
-        got = aot._verdict(RuntimeError(said), run_of(), aot.TRAINER, "train", place)
-        assert isinstance(got, aot.DoesNotFit)
+        got = aot_roles.verdict(RuntimeError(said), run_of(), place.role(aot_roles.TRAINER), "train")
+        assert isinstance(got, aot_roles.DoesNotFit)
         assert "trainer: train needs 21.3 GiB a chip on v5e-4, which has 14.9: " in str(got)
     scalars = RuntimeError("RESOURCE_EXHAUSTED: allocation (size=2097152) would exceed memory, space=smem")
-    assert "raise rollout.page_size (now 64)" in str(aot._verdict(scalars, run_of(), aot.INSTANCE, "decode", place))
+    assert "raise rollout.page_size (now 64)" in str(
+        aot_roles.verdict(scalars, run_of(), place.role(aot_roles.INSTANCE), "decode")
+    )
     other = RuntimeError("INTERNAL: something else")
-    assert aot._verdict(other, run_of(), aot.TRAINER, "train", place) is other
+    assert aot_roles.verdict(other, run_of(), place.role(aot_roles.TRAINER), "train") is other

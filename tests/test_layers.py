@@ -23,7 +23,7 @@ ROOMS = {
     "types": "types",
     "publish": "publish",
     "checks": "validate presets budget memory devices hub",  # what a machine chooses for a run and holds, before JAX
-    "programs": "__init__ __main__ train sft evaluate export_hf sweep flags aot",
+    "programs": "__init__ __main__ train sft evaluate export_hf sweep flags aot aot_roles aot_slices",
     "simulate": "simulate",
 }
 

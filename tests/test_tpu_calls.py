@@ -5,12 +5,12 @@ import re
 import jax.numpy as jnp
 import pytest
 
-from dora_jax import aot
+from dora_jax import aot_slices
 from dora_jax.config import RolloutSection
 from dora_jax.models import decoder, sharding
 from dora_jax.rollout.engine import new_calls
 
-pytestmark = pytest.mark.skipif(not aot.installed(), reason="libtpu is not installed: the extra aot")
+pytestmark = pytest.mark.skipif(not aot_slices.installed(), reason="libtpu is not installed: the extra aot")
 CFG = decoder.new_config(
     "qwen3", vocab_size=1024, d_model=512, n_layers=3, n_heads=4, n_kv_heads=2, head_dim=128, d_ff=1536
 )
@@ -38,7 +38,7 @@ def calls(attention, **changes):
     return new_calls(
         CFG,
         section,
-        sharding.make_mesh(aot.slice_devices("v5e-4")[:1], 1, 1, 1),
+        sharding.make_mesh(aot_slices.slice_devices("v5e-4")[:1], 1, 1, 1),
         seed=0,
         eos_ids=(1,),
         vocab_limit=1000,

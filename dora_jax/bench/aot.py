@@ -16,14 +16,14 @@ import dataclasses
 import sys
 from typing import Any, NamedTuple
 
-from dora_jax import aot, presets, update_costs
+from dora_jax import aot, aot_roles, presets, update_costs
 from dora_jax.config import Config
 from dora_jax.models.config import ModelConfig
 from dora_jax.models.families import KNOWN
 
 VOCAB = 151669  # ids that Qwen3's tokenizer has
-TRAIN = aot.PROGRAMS[aot.TRAINER]
-ROLLOUT = aot.PROGRAMS[aot.INSTANCE]
+TRAIN = aot_roles.PROGRAMS[aot_roles.TRAINER]
+ROLLOUT = aot_roles.PROGRAMS[aot_roles.INSTANCE]
 
 
 class Row(NamedTuple):
@@ -134,15 +134,15 @@ def run(row: Row, layers: int, asked: tuple[str, ...]) -> bool:
             only=programs,
             done=lambda one: print(*_lines(one, config, model), sep="\n", flush=True),
         ):
-            print(aot.describe_role(role), flush=True)
-    except aot.DoesNotFit as refusal:
+            print(aot_roles.describe_role(role), flush=True)
+    except aot_roles.DoesNotFit as refusal:
         print(f"  {refusal}", flush=True)
         return False
     return True
 
 
-def _lines(one: aot.Compiled, config: Config, model: ModelConfig) -> list[str]:
-    lines = aot.describe(one)
+def _lines(one: aot_roles.Compiled, config: Config, model: ModelConfig) -> list[str]:
+    lines = aot_roles.describe(one)
     if one.name == "train":
         t = config.trainer
         chips = t.data * t.fsdp * t.tensor * t.context

@@ -1,18 +1,18 @@
-"""A version from a trainer to replicas, in processes of their own, by both wires: what each stage takes, what the model
+"""A version from a trainer to instances, in processes of their own, by both wires: what each stage takes, what the model
 of the simulator says to that, and what it says of 8B, 32B and 560B.
 
-    python -m dora_jax.bench.publish [--mib=1024] [--replicas=1,2] [--rounds=3] [--folder=FOLDER]
+    python -m dora_jax.bench.publish [--mib=1024] [--instances=1,2] [--rounds=3] [--folder=FOLDER]
 
-The trainer casts its masters (f32, fsdp=4) as a run does, the replicas have the engine of a run (tensor=2); a version
-for n replicas has mib/n MiB in bfloat16, so that all fit.
+The trainer casts its masters (f32, fsdp=4) as a run does, the instances have the engine of a run (tensor=2); a version
+for n instances has mib/n MiB in bfloat16, so that all fit.
 copy       the cast on the trainer's shards; the next step waits for it
-transfer   from Wanted until every replica has committed: `first` and `all`; GiB/s of all replicas together
-empty      the same with almost no bytes, for one replica: what the phases and the control plane cost
-storage    the trainer writes the version to FOLDER (default: a temporary one), then every replica reads it
+transfer   from Wanted until every instance has committed: `first` and `all`; GiB/s of all instances together
+empty      the same with almost no bytes, for one instance: what the phases and the control plane cost
+storage    the trainer writes the version to FOLDER (default: a temporary one), then every instance reads it
 pause      the engine takes the version that lies in host memory; h2d: the same bytes onto the same devices, alone
-model      `sim.network.publication` with the speeds of a quarter of the size and one replica, over what is measured
+model      `sim.network.publication` with the speeds of a quarter of the size and one instance, over what is measured
 The floors: memcpy onto pages already there and onto fresh ones, and one TCP connection between two processes.
-Medians of the rounds, after one that is not counted. Controller, trainer and replicas share the cores.
+Medians of the rounds, after one that is not counted. Controller, trainer and instances share the cores.
 """
 
 from __future__ import annotations
@@ -25,28 +25,17 @@ import statistics
 import tempfile
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
-from multiprocessing import connection
 from pathlib import Path
-from typing import Any, Self
 
 import numpy as np
 
+from dora_jax.bench.publish_processes import Cluster, model_of, size_of
 from dora_jax.chips import CHIPS
-from dora_jax.models.config import ModelConfig
-from dora_jax.models.families import new_config
-from dora_jax.orchestrate.events import TimePassed
-from dora_jax.runtime.codec import Codec
-from dora_jax.runtime.transfer import weight_messages as ex
-from dora_jax.runtime.transfer.weight_distribution import STORAGE, WIRE, Publication
+from dora_jax.runtime.transfer.weight_distribution import STORAGE, WIRE
 from dora_jax.sim.network import Speeds, publication, speeds_of
-from dora_jax.types import Version
 
 MIB = 1 << 20
 GIB = 1 << 30
-FSDP, TENSOR = 4, 2
-DTYPE = "bfloat16"
-LAYER_MIB, EMBED_MIB = 25.2, 64.0  # of `model_of`, in DTYPE
 SIZES = (
     ("8B", 8.2e9, "v5e", 64, 4, 16),
     ("8B", 8.2e9, "v6e", 64, 4, 16),
@@ -54,48 +43,6 @@ SIZES = (
     ("560B", 560e9, "v5p", 512, 32, 16),
 )  # parameters, chip, the trainer's, an instance's, instances
 HOST_TCP_BYTES_PER_S = 3.6e9  # between two v6e hosts, as others measured it
-HERE = "127.0.0.1", b"bench"  # where the wires listen, and what they know each other by
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Put:
-    """The trainer makes a version; `write`: to storage too. A replica takes it into its engine."""
-
-    version: Version
-    write: bool
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Forget:
-    version: Version
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Made:
-    version: Version
-    seconds: tuple[float, ...]
-
-
-CODEC = Codec(*ex.RECORDS, Put, Forget, Made)
-
-
-def model_of(mib: float) -> ModelConfig:
-    """About so large; tiny for 0."""
-    if not mib:
-        return new_config(
-            "qwen3", vocab_size=256, d_model=64, n_layers=1, n_heads=4, n_kv_heads=4, head_dim=16, d_ff=64
-        )
-    layers = max(1, round((mib - EMBED_MIB) / LAYER_MIB))
-    return new_config(
-        "qwen3", vocab_size=32768, d_model=1024, n_layers=layers, n_heads=16, n_kv_heads=8, head_dim=64, d_ff=3072
-    )
-
-
-def size_of(model: ModelConfig) -> int:
-    """Bytes in DTYPE."""
-    d, heads = model.d_model, model.head_dim * (model.n_heads + model.n_kv_heads)
-    layer = 2 * d * heads + 3 * d * model.d_ff + 2 * d + 2 * model.head_dim
-    return 2 * (model.n_layers * layer + model.vocab_size * d + d)
 
 
 # ------------------------------------------------------------------ floors
@@ -136,215 +83,12 @@ def _send(address: tuple[str, int], size: int) -> None:
             peer.sendall(data)
 
 
-# --------------------------------------------------------------- processes
-
-
-def run_host(end: connection.Connection, trainer: bool, mib: float, folder: str) -> None:
-    """The trainer or a replica: executes what comes and answers."""
-    import jax
-
-    jax.config.update("jax_platforms", "cpu")
-    jax.config.update("jax_num_cpu_devices", FSDP if trainer else TENSOR)
-    side = TrainerSide(mib, folder) if trainer else ReplicaSide(mib, folder)
-    while data := _next(end):
-        match item := CODEC.decode(data):
-            case Put(version=version):
-                answer = Made(version=version, seconds=side.put(version, item.write))
-            case Forget(version=version):
-                side.forget(version)
-                answer = Made(version=version, seconds=())
-            case _:
-                answer = side.host.execute(item)
-        if answer is not None:
-            end.send_bytes(CODEC.encode(answer))
-
-
-def _next(end: connection.Connection) -> bytes | None:
-    try:
-        return end.recv_bytes()
-    except EOFError:
-        return None
-
-
-def _config() -> Any:
-    from dora_jax import presets
-    from dora_jax.config import Config, ModelSection, RolloutSection
-
-    rollout = RolloutSection(slots=1, max_prompt_tokens=16, max_new_tokens=16)
-    return presets.filled(Config(model=ModelSection(dtype=DTYPE), rollout=rollout))
-
-
-class TrainerSide:
-    """Masters, their copy, and what is offered of it."""
-
-    def __init__(self, mib: float, folder: str):
-        import jax
-
-        from dora_jax.models import sharding
-        from dora_jax.publish import HostWeights
-        from dora_jax.runtime import run
-        from dora_jax.runtime.transfer.device_transfer import Wire
-        from dora_jax.runtime.transfer.weight_receiver import WeightHost
-        from dora_jax.runtime.transfer.weight_storage import StoredWeights
-
-        model, mesh = model_of(mib), sharding.make_mesh(jax.devices(), 1, FSDP, 1)
-        self._like = run.publishing_inputs(model, mesh)
-        self._copy = run.publishing_copy(_config(), model, mesh).lower(self._like).compile()
-        self._stored, self._kept = StoredWeights(folder), HostWeights()
-        self.host = WeightHost(0, Wire(*HERE), self._kept)
-
-    def put(self, version: Version, write: bool) -> tuple[float, ...]:
-        """Seconds of the copy, of its way to the host and to storage."""
-        import jax
-
-        from dora_jax.publish import Slices
-        from dora_jax.runtime.transfer import slices
-
-        def full(x: jax.ShapeDtypeStruct) -> jax.Array:
-            part = np.full(x.sharding.shard_shape(x.shape), version + 1, x.dtype)
-            return jax.make_array_from_callback(x.shape, x.sharding, lambda index: part)
-
-        masters = jax.tree.map(full, self._like)
-        began = time.perf_counter()
-        copy = jax.block_until_ready(self._copy(masters))
-        copied = time.perf_counter()
-        del masters
-        given = slices.offered(copy)
-        jax.tree.map(Slices.bring_home, given)
-        self._kept.put(version, given)
-        home = time.perf_counter()
-        if write:
-            self._stored.put(version, given)
-        return copied - began, home - copied, time.perf_counter() - home
-
-    def forget(self, version: Version) -> None:
-        self._kept.drop(version)
-
-
-class ReplicaSide:
-    """An engine, and what it is sent."""
-
-    def __init__(self, mib: float, folder: str):
-        import jax
-
-        from dora_jax.models import sharding
-        from dora_jax.publish import HostWeights
-        from dora_jax.runtime import run
-        from dora_jax.runtime.transfer.device_transfer import Wire
-        from dora_jax.runtime.transfer.weight_receiver import WeightHost, like
-        from dora_jax.runtime.transfer.weight_storage import StoredWeights
-
-        model, config = model_of(mib), _config()
-        self._engine = run.engine_of(config, model, sharding.make_mesh(jax.devices(), 1, 1, TENSOR))
-        wanted = like(model, self._engine.param_shardings, config.model.dtype)
-        self.host = WeightHost(0, Wire(*HERE), HostWeights(), wanted, StoredWeights(folder))
-
-    def put(self, version: Version, write: bool) -> tuple[float, ...]:
-        """Seconds that the engine stands still for it, and that the devices take for as many bytes."""
-        import jax
-
-        began = time.perf_counter()
-        self._engine.load(version, self.host.weights.get(version, self._engine.param_shardings))
-        pause_s = time.perf_counter() - began
-        here = self.host.weights.get(version, None)
-        shards = {id(array): array for leaf in jax.tree.leaves(here) for array in leaf.boxes.values()}
-        if any((array != version + 1).any() for array in shards.values()):
-            raise RuntimeError(f"version {version} is not what was put")
-        self._engine.drop(version)
-        began = time.perf_counter()
-        for array in shards.values():
-            jax.block_until_ready(jax.device_put(array, jax.devices()[0], may_alias=False))
-        return pause_s, time.perf_counter() - began
-
-    def forget(self, version: Version) -> None:
-        self.host.weights.drop(version)
-
-
-class Cluster:
-    """A trainer and replicas as processes, and a controller here."""
-
-    def __init__(self, replicas: int, mib: float, path: str, folder: Path):
-        context = multiprocessing.get_context("spawn")
-        self.names = ["trainer", *(f"r{i}" for i in range(replicas))]
-        self.path, self.folder = path, folder
-        self.brain = Publication((path,), time.monotonic())
-        self.ends, self.children = {}, []
-        for name in self.names:
-            self.ends[name], theirs = context.Pipe()
-            child = context.Process(target=run_host, args=(theirs, name == "trainer", mib, str(folder)))
-            self.children.append(child)
-            child.start()
-            theirs.close()
-            self.brain.step(ex.WorldUp(world=name, epoch=1, hosts=1, trainer=name == "trainer"))
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *failure: object) -> None:
-        for end in self.ends.values():
-            end.close()
-        for child in self.children:
-            child.join(20)
-
-    def ask(self, name: str, what: Any) -> tuple[float, ...]:
-        self.ends[name].send_bytes(CODEC.encode(what))
-        return CODEC.decode(self.ends[name].recv_bytes()).seconds
-
-    def publish(self, version: Version) -> dict[str, float]:
-        """Seconds of each stage."""
-        by_storage = self.path == STORAGE
-        copy_s, home_s, write_s = self.ask("trainer", Put(version=version, write=by_storage))
-        began = time.perf_counter()
-        if by_storage:
-            self.brain.step(ex.Stored(version=version, there=True))
-        else:
-            self.brain.step(ex.Holds(world="trainer", epoch=1, version=version))
-        loaded = self._carry([ex.Wanted(world=name, version=version) for name in self.names[1:]])
-        paused = [self.ask(name, Put(version=version, write=False)) for name in self.names[1:]]
-        self._forget(version)
-        return {
-            "copy": copy_s,
-            "home": home_s,
-            "write": write_s,
-            "first": min(loaded) - began,
-            "all": max(loaded) - began,
-            "pause": max(pause for pause, _ in paused),
-            "h2d": min(h2d for _, h2d in paused),
-        }
-
-    def _carry(self, facts: list[ex.Fact]) -> list[float]:
-        loaded: list[float] = []
-        for fact in (TimePassed(now_s=time.monotonic()), *facts):  # first how late it is: deadlines count from there
-            self._tell(fact, loaded)
-        while self.brain.busy:
-            for end in connection.wait(self.ends.values()):
-                self._tell(CODEC.decode(end.recv_bytes()), loaded)
-            self._tell(TimePassed(now_s=time.monotonic()), loaded)
-        return loaded
-
-    def _tell(self, fact: ex.Fact, loaded: list[float]) -> None:
-        for item in self.brain.step(fact):
-            match item:
-                case ex.Loaded():
-                    loaded.append(time.perf_counter())
-                case ex.NotLoaded() | ex.Broken():
-                    raise RuntimeError(f"{item.world}: {item.reason}")
-                case _:
-                    self.ends[item.world].send_bytes(CODEC.encode(item))
-
-    def _forget(self, version: Version) -> None:
-        for name in self.names:
-            self.ask(name, Forget(version=version))
-            self.brain.step(ex.Dropped(world=name, version=version))
-        self.brain.step(ex.Stored(version=version, there=False))
-
-
 # -------------------------------------------------------------------- table
 
 
-def measure(path: str, replicas: int, mib: float, rounds: int, folder: str | None) -> dict[str, float]:
+def measure(path: str, instances: int, mib: float, rounds: int, folder: str | None) -> dict[str, float]:
     """Median seconds of each stage."""
-    with tempfile.TemporaryDirectory(dir=folder) as place, Cluster(replicas, mib, path, Path(place)) as cluster:
+    with tempfile.TemporaryDirectory(dir=folder) as place, Cluster(instances, mib, path, Path(place)) as cluster:
         times = [cluster.publish(version) for version in range(rounds + 1)][1:]
     return {name: statistics.median(each[name] for each in times) for name in times[0]}
 
@@ -370,20 +114,20 @@ def table(args: argparse.Namespace) -> Iterator[str]:
         f"{calibrated.into / GIB:.2f}, pause {calibrated.place / GIB:.2f}"
     )
     yield (
-        f"{'path':10s}{'replicas':>9s}{'MiB':>6s}{'empty ms':>10s}{'copy s':>8s}{'write s':>9s}{'first s':>9s}"
+        f"{'path':10s}{'instances':>9s}{'MiB':>6s}{'empty ms':>10s}{'copy s':>8s}{'write s':>9s}{'first s':>9s}"
         f"{'all s':>8s}{'GiB/s':>7s}{'pause s':>9s}{'h2d s':>7s}{'model/measured all':>20s}{'pause':>7s}"
     )
     for name, path in (("transfer", WIRE), ("storage", STORAGE)):
         small = measure(path, 1, 0, args.rounds, args.folder)["all"]
-        for replicas in [int(r) for r in args.replicas.split(",")]:
-            mib = args.mib / replicas
+        for instances in [int(r) for r in args.instances.split(",")]:
+            mib = args.mib / instances
             size = size_of(model_of(mib))
-            t = measure(path, replicas, mib, args.rounds, args.folder)
-            said = publication(size, calibrated, replicas)
+            t = measure(path, instances, mib, args.rounds, args.folder)
+            said = publication(size, calibrated, instances)
             ratios = f"{(said.last_s - said.copy_s - said.home_s) / t['all']:20.2f}" if path == WIRE else " " * 20
             yield (
-                f"{name:10s}{replicas:9d}{size / MIB:6.0f}{small * 1e3:10.1f}{t['copy']:8.2f}{t['write']:9.2f}"
-                f"{t['first']:9.2f}{t['all']:8.2f}{replicas * size / t['all'] / GIB:7.2f}{t['pause']:9.2f}"
+                f"{name:10s}{instances:9d}{size / MIB:6.0f}{small * 1e3:10.1f}{t['copy']:8.2f}{t['write']:9.2f}"
+                f"{t['first']:9.2f}{t['all']:8.2f}{instances * size / t['all'] / GIB:7.2f}{t['pause']:9.2f}"
                 f"{t['h2d']:7.2f}{ratios}{said.pause_s / t['pause']:7.2f}"
             )
 
@@ -410,7 +154,7 @@ def at_size() -> Iterator[str]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--mib", type=int, default=1024)
-    parser.add_argument("--replicas", default="1,2")
+    parser.add_argument("--instances", default="1,2")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--folder")
     args = parser.parse_args()
