@@ -12,6 +12,7 @@ PROGRAMS = {
     "evaluate": "avg@k and pass@k of a checkpoint",
     "export_hf": "a checkpoint as a Hugging Face folder",
     "sweep": "a config's sweep, one run after the other",
+    "top": "a run live in a terminal",
     "report": "one HTML page of a run: curves, versions side by side, samples",
     "simulate": "the orchestrator in virtual time",
 }
