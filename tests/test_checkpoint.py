@@ -1,5 +1,6 @@
 """Checkpoints: what was saved comes back, elsewhere too; what is broken is never latest."""
 
+import contextlib
 import gc
 import random
 import resource
@@ -12,6 +13,7 @@ import numpy as np
 import pytest
 
 from dora_jax import config
+from dora_jax.config import RunError
 from dora_jax.models import sharding
 from dora_jax.trainer import checkpoint, step
 from tests.fakes import trainer_cases as cases
@@ -323,13 +325,14 @@ def test_a_full_disk_keeps_training_with_an_alarm_and_the_last_good_step(tmp_pat
     for broken_part in ("start", "write", "manifest"):
         with monkeypatch.context() as broken:
             if broken_part == "start":
-                broken.setattr(store._manager, "save", full_disk)
+                broken.setattr(checkpoint.ocp.CheckpointManager, "save", full_disk)
             elif broken_part == "write":
                 broken.setattr(checkpoint.ocp.JsonCheckpointHandler, "finalize", full_disk, raising=False)
             else:
                 broken.setattr(checkpoint.manifest, "write", full_disk)
             save(store, small(2), 2)
-            store._settle()
+            with contextlib.suppress(RunError):
+                store.wait()
         assert len(said) == 1 and "no space left" in said.pop() and checkpoint.latest(tmp_path, full=True) == 1
         assert {p.name for p in tmp_path.iterdir()} == {"1"}
     (tmp_path / "2.orbax-checkpoint-tmp").mkdir()  # a part of the failed save that came late
@@ -349,7 +352,8 @@ def test_of_a_save_that_the_system_refuses_one_sentence_is_left(tmp_path, caplog
     resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, limits[1]))
     try:
         store.save(1, params, params, {}, {})
-        store._settle()
+        with pytest.raises(RunError, match="the same command goes on"):
+            store.wait()
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     gc.collect()
@@ -361,11 +365,15 @@ def test_of_a_save_that_the_system_refuses_one_sentence_is_left(tmp_path, caplog
     store.close()
 
 
-def test_a_disk_without_room_is_named_and_not_what_was_being_written(tmp_path):
+def test_a_disk_without_room_is_named_and_not_what_was_being_written(tmp_path, monkeypatch):
     store = store_of(tmp_path, said := [])
-    store._failed(
-        3, ValueError('RESOURCE_EXHAUSTED: Error writing "w/0.0" in OCDBT database: No space left on device [...]')
-    )
+
+    def full_disk(*args, **kwargs):
+        raise ValueError('RESOURCE_EXHAUSTED: Error writing "w/0.0" in OCDBT database: No space left on device [...]')
+
+    with monkeypatch.context() as broken:
+        broken.setattr(checkpoint.ocp.CheckpointManager, "save", full_disk)
+        save(store, small(1), 3)
     store.close()
     assert said == [
         (

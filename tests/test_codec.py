@@ -3,6 +3,7 @@
 import dataclasses
 import random
 import tracemalloc
+import sys
 import typing
 
 import ml_dtypes
@@ -43,10 +44,15 @@ def scored():
 EXAMPLES = {int: 7, float: 0.5, str: "word", bool: True, SampleId: SampleId(4, 2)}
 
 
+def field_types(cls):
+    found = typing.get_type_hints(cls, {**vars(sys.modules[cls.__module__]), "np": np})
+    return [found[field.name] for field in dataclasses.fields(cls)]
+
+
 def example(cls):
     """A record of this class, every field filled."""
     values = {}
-    for field, hint in zip(dataclasses.fields(cls), codec._hints(cls), strict=True):
+    for field, hint in zip(dataclasses.fields(cls), field_types(cls), strict=True):
         args = typing.get_args(hint)
         if hint in EXAMPLES:
             values[field.name] = EXAMPLES[hint]

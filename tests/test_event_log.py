@@ -1,6 +1,5 @@
 """The journal as bytes: what was committed is read back after any crash; damage is found, said, and cut off."""
 
-import concurrent.futures
 import errno
 import os
 import random
@@ -278,7 +277,7 @@ def test_nobody_waits_for_a_disk_that_is_slow_and_what_it_forgets_is_written_aga
         journal.append(b"%d" % (10 * now[0]))
         assert journal.commit()
     may_end.set()
-    concurrent.futures.wait([journal._syncing])
+    journal.wait_synced()
     journal.append(b"later")
     assert not journal.commit() and "Input/output" in said[-1]
     now[0], failing[0] = 103.0, False
@@ -322,24 +321,35 @@ def test_a_batch_for_object_storage_is_held_until_it_is_due(monkeypatch):
     assert journal.commit(urgent=True) and not journal.holds and journal.read(1).records[3:] == (b"a step",)
 
 
+class Unanswering:
+    """A store of which `lost` says that its writes get no answer: False, and are not done; True, and are done."""
+
+    lost = None
+
+    def __init__(self):
+        self._store = tensorstore.KvStore.open("memory://j/").result()
+
+    def __getattr__(self, name):
+        return getattr(self._store, name)
+
+    def write(self, *args, **options):
+        if self.lost is None:
+            return self._store.write(*args, **options)
+        if self.lost:
+            self._store.write(*args, **options).result()
+        raise OSError("503")
+
+
 def test_a_put_whose_answer_was_lost_is_not_taken_for_another_writers(monkeypatch):
-    store = tensorstore.KvStore.open("memory://j/").result()
+    store = Unanswering()
     monkeypatch.setattr(jn, "RETRY_PERIOD_S", 0.0)
     log = ObjectLog(store)
     journal = Journal(log, (said := []).append)
     journal.rotate([b"head"])
-    put = log._try
-    for arrives in (True, False):
-
-        def unanswered(key, data, generation, arrives=arrives):
-            if arrives:
-                put(key, data, generation)
-            raise OSError("503")
-
-        log._try = unanswered
+    for store.lost in (True, False):
         journal.append(b"one")
         assert not journal.commit() and not journal.holds, "the run goes on without"
-        log._try = put
+        store.lost = None
         journal.append(b"two")
         assert journal.commit()
     assert journal.read(1).records == (b"head", b"one", b"two", b"one", b"two") and len(said) == 4

@@ -82,8 +82,8 @@ def snapshots(behind):
 
 def killed_again_and_again(history, schedule):
     halt, brains = None, []
-    original = history._arm
-    history._arm = lambda body, *rest: (brains.append(body.brain), original(body, *rest))
+    original = history.arm
+    history.arm = lambda body, *rest: (brains.append(body.brain), original(body, *rest))
     for kill in [*schedule, {}]:
         halt = history.live(**kill)
         if halt is not None:
@@ -127,7 +127,7 @@ IMPOSSIBLE = (
 def test_a_fact_that_cannot_be_ends_one_life_and_not_the_run(fact):
     config = OrchestratorConfig(groups_per_step=2, group_size=2, total_steps=3)
     history, brains = History(config, Shape()), []
-    original = history._arm
+    original = history.arm
 
     def says_it_once(body, world, *rest):
         brains.append(body.brain)
@@ -136,7 +136,7 @@ def test_a_fact_that_cannot_be_ends_one_life_and_not_the_run(fact):
             body.payload_of = lambda event: event is not fact and type(body).payload_of(body, event)
         original(body, world, *rest)
 
-    history._arm = says_it_once
+    history.arm = says_it_once
     with pytest.raises(ev.ImpossibleFact):
         history.live()
     assert fact in [entry.event for entry in facts(history.disk)]
@@ -171,7 +171,7 @@ def rewritten(disk, format):
 def test_a_journal_of_an_older_format_goes_on(monkeypatch):
     config = OrchestratorConfig(groups_per_step=2, group_size=2, total_steps=4)
     history, brains, waiting = History(config, Shape()), [], []
-    original = history._arm
+    original = history.arm
 
     def one_fact_a_batch(body, *rest):
         """As the code that wrote format 3 decided."""
@@ -188,7 +188,7 @@ def test_a_journal_of_an_older_format_goes_on(monkeypatch):
         body.events = events
         original(body, *rest)
 
-    history._arm = one_fact_a_batch
+    history.arm = one_fact_a_batch
     assert history.live(kill_fact=60) is None
     waiting.clear()
     written = dict(history.disk.content)
@@ -200,7 +200,7 @@ def test_a_journal_of_an_older_format_goes_on(monkeypatch):
     history.disk.content = dict(written)
     rewritten(history.disk, 3)
     assert history.disk.content != written and history.known
-    history._arm = lambda body, *rest: (brains.append(body.brain), original(body, *rest))
+    history.arm = lambda body, *rest: (brains.append(body.brain), original(body, *rest))
     assert history.live().ok and history.lives == 2 and not history.said
     history.audit(brains[-1])
 
@@ -214,8 +214,8 @@ def test_a_batch_that_is_too_large_for_one_record_is_decided_on_once(monkeypatch
     assert [entry for part in parts for entry in part.entries] == entries
     config = OrchestratorConfig(groups_per_step=2, group_size=2, total_steps=3)
     history, brains = History(config, Shape(reports_pages=True)), []
-    original = history._arm
-    history._arm = lambda body, *rest: (brains.append(body.brain), original(body, *rest))
+    original = history.arm
+    history.arm = lambda body, *rest: (brains.append(body.brain), original(body, *rest))
     assert history.live(kill_fact=60) is None and history.live(kill_fact=30) is None
     assert history.live().ok and not history.said
     history.audit(brains[-1])

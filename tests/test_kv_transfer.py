@@ -90,10 +90,9 @@ def test_sizes_that_cannot_be_are_refused(ends, change):
 def test_pages_that_nobody_fetches_are_freed(ends):
     k = key()
     lend(ends[0], k, taken_out(SampleId(3, 1)))
-    number = ends[0]._offered[k]
-    assert number in ends[0]._pieces
+    assert k in ends[0].offers
     ends[0].release(k)
-    assert number not in ends[0]._pieces
+    assert k not in ends[0].offers
 
 
 @pytest.mark.slow

@@ -96,10 +96,10 @@ def test_a_cut_slow_or_lossy_link_concerns_one_replica_and_never_half_a_version(
         run.on_command = lambda item: isinstance(item, ex.Pull) and item.world == "r0" and hosts.cut("trainer", "r0")
         run.publish(2)
         run.tell(ex.Wanted(world="r0", version=2))
-        run.until(lambda: run.brain._transfers["r0"].phase is ex.Staged)
+        run.until(lambda: run.brain.transfers["r0"][1] is ex.Staged)
         run.tell(ex.Wanted(world="r1", version=2))
         loaded, _ = run.outcome("r1", 2)
-        assert isinstance(loaded, ex.Loaded) and run.brain._transfers["r0"].source == "trainer"  # still at it
+        assert isinstance(loaded, ex.Loaded) and run.brain.transfers["r0"][0] == "trainer"  # still at it
         assert run.seen("r0") == weight_peer.Seen(versions=(1,), whole=True)
         assert run.seen("r1") == weight_peer.Seen(versions=(1, 2), whole=True)
 

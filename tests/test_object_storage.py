@@ -118,16 +118,16 @@ def test_a_step_that_was_damaged_here_comes_from_the_store_and_one_made_again_go
 def test_a_store_that_fails_is_an_alarm_and_never_half_a_step(url, monkeypatch):
     said, folder = [], begun(url)
     with object_storage.mirrored(folder, said.append) as mirror:
-        put, left = mirror._copy._store.put, [1]
+        put, left = object_storage.Objects.put, [1]
 
-        def failing(key, data):
+        def failing(store, key, data):
             left[0] -= 1
             if left[0] < 0:
                 raise OSError("UNAVAILABLE: 503")
-            put(key, data)
+            put(store, key, data)
 
         save(folder, 5)
-        monkeypatch.setattr(mirror._copy._store, "put", failing)
+        monkeypatch.setattr(object_storage.Objects, "put", failing)
         with pytest.raises(Stop, match="503.*the same command goes on"):
             mirror.settle()
         assert mirror.steps() == [] and len(said) == 1 and "cannot be written" in said[0]

@@ -16,7 +16,7 @@ from dora_jax.sim import replay
 from dora_jax.sim.config import Row
 from dora_jax.sim.run import simulate
 from dora_jax.types import SampleId
-from tests.fakes.coordinator_world import SECTION, STEPS, Trainer, make, play
+from tests.fakes.coordinator_world import SECTION, STEPS, Trainer, config_of, make, play
 
 
 class Engine(OracleEngine):
@@ -34,11 +34,13 @@ class SlowTrainer(Trainer):
 @pytest.fixture(scope="module")
 def run(tmp_path_factory):
     directory = tmp_path_factory.mktemp("recorded")
-    orchestrator, world, ups, _ = make("dora", engine=Engine)
-    recorder = Recorder(directory, orchestrator.state.config)
-    for worker in world._instances.values():
-        worker.engine = recorder.engine(worker.engine)
-    world._trainer.trainer = SlowTrainer()
+    recorder = Recorder(directory, config_of("dora"))
+
+    def engine(section, **options):
+        return recorder.engine(Engine(section, **options))
+
+    orchestrator, world, ups, _ = make("dora", engine=engine, trainer=SlowTrainer)
+    assert orchestrator.state.config == config_of("dora")
     halt, _ = play(orchestrator, world, ups, [recorder])
     recorder.close()
     assert halt.ok
@@ -112,4 +114,4 @@ def test_a_move_costs_what_it_adds_behind_the_one_before(tmp_path, monkeypatch):
         recorder([ev.SampleMoved(id=id, src=0, dst=1, attempt=1)], ())
     now[0] = 100.5
     recorder([ev.SampleParked(id=ids[2], instance=0)], ())
-    assert recorder._took["move"] == pytest.approx([0.1, 0.1]) and recorder._took["first move"] == pytest.approx([0.3])
+    assert recorder.took["move"] == pytest.approx([0.1, 0.1]) and recorder.took["first move"] == pytest.approx([0.3])

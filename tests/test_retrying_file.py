@@ -24,6 +24,9 @@ class Disk:
         self.room[0] -= taken
         return taken
 
+    def fileno(self):
+        return self.file.fileno()
+
     def truncate(self, size):
         self.file.truncate(size)
 
@@ -31,11 +34,20 @@ class Disk:
         self.file.close()
 
 
+def on_a_disk(monkeypatch, room):
+    """Files that are opened from now on share a disk with so much room."""
+
+    def opened(path, mode, **options):
+        return Disk(open(path, mode, **options), room)  # noqa: SIM115 (as the file that it stands for)
+
+    monkeypatch.setattr(retrying_file, "open", opened, raising=False)
+
+
 def test_what_a_full_disk_refuses_follows_in_order_once_there_is_room(tmp_path, monkeypatch):
     monkeypatch.setattr(retrying_file, "RETRY_PERIOD_S", 0.0)
     said, draw, room = [], random.Random(0), [100]
+    on_a_disk(monkeypatch, room)
     file = PatientFile(tmp_path / "f", said.append)
-    file._file = Disk(file._file, room)
     whole = b""
     for i in range(60):
         if i == 40:
@@ -52,8 +64,8 @@ def test_what_a_full_disk_refuses_follows_in_order_once_there_is_room(tmp_path, 
 def test_what_waits_is_bounded(tmp_path, monkeypatch):
     monkeypatch.setattr(retrying_file, "MAX_WAITING_BYTES", 100)
     monkeypatch.setattr(retrying_file, "RETRY_PERIOD_S", 0.0)
+    on_a_disk(monkeypatch, [0])
     file = PatientFile(tmp_path / "f", lambda sentence: None)
-    file._file = Disk(file._file, [0])
     with pytest.raises(OSError, match="No space left"):
         for _ in range(20):
             file.write(bytes(10))
@@ -62,12 +74,10 @@ def test_what_waits_is_bounded(tmp_path, monkeypatch):
 def test_metrics_and_tensorboard_survive_a_full_disk(tmp_path, monkeypatch):
     monkeypatch.setattr(retrying_file, "RETRY_PERIOD_S", 0.0)
     room = [10**9]
+    on_a_disk(monkeypatch, room)
     with Writer(tmp_path, quiet()) as writer:
         for step in range(9):
             writer.write(step, {"x": step})
-            if step == 0:
-                for sink in (writer._lines, writer._board._file):
-                    sink._file = Disk(sink._file, room)
             room[0] = 20 if step in (2, 3, 4) else 10**9
     assert [line["x"] for line in lines(tmp_path)] == list(range(9))
     assert [value for _, _, value in scalars(tmp_path / "tensorboard")] == list(range(9))

@@ -83,7 +83,7 @@ def daemon():
 
 def missing(form):
     try:
-        return "" if form == sandbox.WEAK else sandbox._lacks(form)
+        return "" if form == sandbox.WEAK else sandbox.lack_of(form)
     except OSError as error:
         return str(error)
 
@@ -283,14 +283,14 @@ def test_a_program_that_cannot_be_started_is_said(form, tmp_path):
 
 
 def test_a_machine_without_walls_is_told_apart_in_one_sentence(monkeypatch):
-    monkeypatch.setattr(sandbox, "_lacks", {"namespaces": "unshare: not permitted", "landlock": "ABI 4"}.get)
+    monkeypatch.setattr(sandbox, "lack_of", {"namespaces": "unshare: not permitted", "landlock": "ABI 4"}.get)
     sandbox.full.cache_clear()
     with pytest.raises(sandbox.NoWalls) as error:
         sandbox.full()
     assert str(error.value) == (
         "this machine cannot hide other processes from a program (namespaces: unshare: not permitted; landlock: ABI 4)"
     )
-    monkeypatch.setattr(sandbox, "_lacks", {"namespaces": "unshare: not permitted", "landlock": ""}.get)
+    monkeypatch.setattr(sandbox, "lack_of", {"namespaces": "unshare: not permitted", "landlock": ""}.get)
     assert sandbox.full() == "landlock"
     sandbox.full.cache_clear()
 
@@ -307,7 +307,7 @@ def test_a_kernel_without_user_namespaces_is_found_out():
             file.write(f"0 {uid} 1")
         with open("/proc/sys/user/max_user_namespaces", "w") as file:
             file.write("0")
-        os._exit(0 if "unshare: No space left on device" in sandbox._lacks("namespaces") else 1)
+        os._exit(0 if "unshare: No space left on device" in sandbox.lack_of("namespaces") else 1)
     assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
 
 

@@ -285,8 +285,10 @@ def test_samples_go_on_while_weights_come():
     engine = Engine(lambda *which: 60, ticked)
     engine.section = dataclasses.replace(SECTION, residents=2)
     spare = RestartPolicy(new_engine=None, vocab_size=256, hung_s=0.0)
-    instance = LocalInstance(ev.InstanceUp(instance=0, **UP), engine, SlowWeights(ticks), outbox, 0.0, spare, {}, print)
-    instance._peers = {0: instance}
+    instance = LocalInstance(
+        ev.InstanceUp(instance=0, **UP), engine, SlowWeights(ticks), outbox, 0.0, spare, peers := {}, print
+    )
+    peers[0] = instance
     instance.start()
     instance.load(0, None)
     for index in range(8):

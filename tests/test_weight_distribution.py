@@ -58,15 +58,15 @@ def test_one_replica_that_fails_keeps_what_it_had_and_the_others_go_on():
     net.publish(4)
     net.want("r0", 4), net.want("r1", 4), net.run()
     net.publish(5)
-    net.worlds["r0"].hosts[1]._wire.failing = True  # one process of two
+    net.worlds["r0"].wires[1].failing = True  # one process of two
     net.want("r0", 5), net.want("r1", 5), net.run()
     refused, loaded = net.outcomes[2:]
     assert loaded == ex.Loaded(world="r1", version=5)
     assert refused.world == "r0" and refused.reason.startswith("from trainer: process 1: the peer is gone")
-    assert all(host.weights.versions == (4,) and host._staged is None for host in net.worlds["r0"].hosts)
+    assert all(host.weights.versions == (4,) and host.staged is None for host in net.worlds["r0"].hosts)
     assert all(host.weights.versions == (4, 5) for host in net.worlds["r1"].hosts)
     assert net.offers() == []
-    net.worlds["r0"].hosts[1]._wire.failing = False
+    net.worlds["r0"].wires[1].failing = False
     net.want("r0", 5), net.run()
     assert net.outcomes[-1] == ex.Loaded(world="r0", version=5)
 
@@ -103,8 +103,8 @@ def test_storage_is_a_path_only_where_it_was_chosen():
     for paths, loaded in (((WIRE,), False), ((WIRE, STORAGE), True), ((STORAGE,), True)):
         net = Net(replicas=1, paths=paths)
         net.publish(5, store=True)
-        for host in net.worlds["r0"].hosts:
-            host._wire.failing = True
+        for wire in net.worlds["r0"].wires:
+            wire.failing = True
         net.want("r0", 5), net.run()
         assert isinstance(net.outcomes[-1], ex.Loaded if loaded else ex.NotLoaded), paths
     with pytest.raises(ValueError, match=r"by wire, by storage or by both, not by \('pigeon',\)"):
@@ -135,8 +135,8 @@ def test_what_is_due_no_more_and_what_everybody_failed_to_bring_is_given_up():
     assert isinstance(net.outcomes[-1], ex.NotLoaded)
     net.tell(ex.Due(version=6, due=True))
     net.publish(6)
-    for host in net.worlds["r0"].hosts:
-        host._wire.failing = True
+    for wire in net.worlds["r0"].wires:
+        wire.failing = True
     net.want("r0", 6), net.run()
     assert net.outcomes[-1].version == 6 and "the peer is gone" in net.outcomes[-1].reason
 
@@ -145,8 +145,8 @@ def test_storage_is_waited_for_where_the_wire_fails_and_it_is_still_being_writte
     net = Net(replicas=1, paths=(WIRE, STORAGE))
     net.tell(ex.Due(version=5, due=True))
     net.publish(5)
-    for host in net.worlds["r0"].hosts:
-        host._wire.failing = True
+    for wire in net.worlds["r0"].wires:
+        wire.failing = True
     net.want("r0", 5), net.run()
     assert net.outcomes == [] and net.brain.busy
     net.publish(5, store=True), net.run()
@@ -185,7 +185,7 @@ def test_whoever_is_late_is_named_and_the_rest_is_undone(phase, late):
     net.tell(TimePassed(now_s=1000.0))
     net.run()
     assert net.outcomes == [ex.NotLoaded(world="r0", version=5, reason=f"from trainer: {late}")]
-    assert net.offers() == [] and all(host._staged is None for host in net.worlds["r0"].hosts)
+    assert net.offers() == [] and all(host.staged is None for host in net.worlds["r0"].hosts)
     net.want("r0", 5), net.run()
     assert net.outcomes[-1] == ex.Loaded(world="r0", version=5)
 
@@ -246,9 +246,9 @@ def test_a_source_that_dies_is_replaced_by_another():
     net.want("r1", 5)
     while not net.commands(ex.Pull):
         net.deliver(net.messages.pop(0))
-    assert net.brain._transfers["r1"].source == "r0"
+    assert net.brain.transfers["r1"][0] == "r0"
     net.kill("r0")
-    assert net.brain._transfers["r1"].source == "trainer"
+    assert net.brain.transfers["r1"][0] == "trainer"
     net.run()
     assert net.outcomes[-1] == ex.Loaded(world="r1", version=5) and net.offers() == []
 
@@ -279,8 +279,8 @@ def scenario(seed, steps):
             now_s += draw.choice([1.0, 40.0])
             net.tell(TimePassed(now_s=now_s))
         elif dice < 0.95:
-            host = draw.choice(net.worlds[name].hosts)
-            host._wire.failing = not host._wire.failing
+            wire = draw.choice(net.worlds[name].wires)
+            wire.failing = not wire.failing
         elif dice < 0.96:
             net.kill(draw.choice([name, name, "trainer"]))
         for broken in [o for o in net.outcomes if isinstance(o, ex.Broken)]:
@@ -291,8 +291,8 @@ def scenario(seed, steps):
 
 def settle(net, now_s):
     for world in net.worlds.values():
-        for host in world.hosts:
-            host._wire.failing = False
+        for wire in world.wires:
+            wire.failing = False
     for _ in range(20):
         net.run()
         now_s += 100.0
@@ -385,12 +385,12 @@ def test_a_replica_with_another_model_is_refused_and_the_version_stays_whole():
 
 def test_what_a_dead_receiver_never_took_is_let_go():
     x = {"w": jax.device_put(np.ones(4, np.float32), ONE)}
-    source = WeightHost(0, new_wire(), HostWeights())
+    source = WeightHost(0, wire := new_wire(), HostWeights())
     source.weights.put(1, slices.offered(x))
     key = Key(epoch=1, version=1, receiver="r0", sequence=1)
     assert isinstance(source.execute(ex.Offer(world="t", key=key, wanted=(slices.wanted(x),))), ex.Offered)
     source.execute(ex.Release(world="t", key=key, hosts=1))
-    assert not source._wire._pieces
+    assert wire.offers == ()
     assert np.asarray(source.weights.get(1, None)["w"].at(((0,), (4,)))).tolist() == [1, 1, 1, 1]
     source.weights.drop(1)
     assert source.weights.versions == ()

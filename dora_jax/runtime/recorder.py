@@ -123,7 +123,7 @@ class Recorder:
         self._journal = Recording(self._directory / JOURNAL, config, start)
         self._engines: list[TimedEngine] = []
         self._asked: dict[tuple, float] = {}  # what was asked for and not answered, since when
-        self._took: dict[str, list[float]] = collections.defaultdict(list)
+        self.took: dict[str, list[float]] = collections.defaultdict(list)
         self._left: dict[InstanceId, float] = {}  # when the last sample that moved had left an instance
         self._pages = 0
 
@@ -148,7 +148,7 @@ class Recorder:
     def close(self) -> None:
         self._journal.close()
         rows = [row for engine in self._engines for row in engine.ticks]
-        if rows and self._took["train"]:
+        if rows and self.took["train"]:
             (self._directory / COSTS).write_text(json.dumps(self._costs(np.array(rows)), indent=1))
 
     # ------------------------------------------------------------ private
@@ -173,7 +173,7 @@ class Recorder:
                     self._forget()
 
     def _forget(self) -> None:
-        self._took.clear()
+        self.took.clear()
         for engine in self._engines:
             engine.ticks = []  # not cleared: its thread may be adding to the old one
 
@@ -182,22 +182,22 @@ class Recorder:
         the one before. The first goes on decoding until the present tick is over, which costs it nothing."""
         since, before = self._asked.pop(("move", id), None), self._left.get(src, 0.0)
         if since is not None:
-            self._took["move" if before > since else "first move"].append(now - max(since, before))
+            self.took["move" if before > since else "first move"].append(now - max(since, before))
         self._left[src] = now
 
     def _answered(self, what: str, key: GroupId | SampleId, now: float) -> None:
         since = self._asked.pop((what, key), None)
         if since is not None:
-            self._took[what].append(now - since)
+            self.took[what].append(now - since)
 
     def _costs(self, rows: np.ndarray) -> dict[str, Any]:
-        train = self._took["train"]
+        train = self.took["train"]
         prompts = [n for engine in self._engines for n in engine.prompts]
         return fit_ticks(rows) | {
             "train_fixed_s": statistics.fmean(train), "train_s_per_token": 0.0,
-            "load_s": _median(self._took["load"]), "move_s_per_token": 0.0,
-            "move_fixed_s": _mean(self._took["move"] or self._took["first move"]),
-            "score_s": statistics.fmean(self._took["score"]), "pages": self._pages,
+            "load_s": _median(self.took["load"]), "move_s_per_token": 0.0,
+            "move_fixed_s": _mean(self.took["move"] or self.took["first move"]),
+            "score_s": statistics.fmean(self.took["score"]), "pages": self._pages,
             "prompt_tokens": statistics.fmean(prompts)}  # fmt: skip
 
 

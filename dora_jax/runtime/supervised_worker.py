@@ -121,6 +121,11 @@ class LocalInstance:
         return self._life.engine
 
     @property
+    def worker(self) -> EngineWorker | None:
+        """Of the present life; None: the instance is lost."""
+        return self._life
+
+    @property
     def wait_s(self) -> float:
         return self._waited_s + (self._life.wait_s if self._life else 0.0)
 

@@ -115,20 +115,30 @@ class Worker:
     def busy(self) -> bool:
         return False
 
+    @property
+    def idle(self) -> bool:
+        """Nothing is posted, and there is no work."""
+        return self._inbox.empty() and not self.busy
+
     def work(self) -> None:
         raise NotImplementedError
 
+    def turn(self) -> bool:
+        """Runs one posted call, or `work` where none is posted; waits where there is neither. False: it is to stop."""
+        if self._inbox.empty() and self.busy:
+            self.work()
+            return True
+        job = self._next()
+        if job is None:
+            return False
+        call, args = job
+        call(*args)
+        return True
+
     def _run(self) -> None:
         try:
-            while True:
-                if self._inbox.empty() and self.busy:
-                    self.work()
-                    continue
-                job = self._next()
-                if job is None:
-                    return
-                call, args = job
-                call(*args)
+            while self.turn():
+                pass
         except BaseException as error:  # handed to the main thread, which raises it there
             self.outbox.put(Crashed(role=self.role, error=error))
 

@@ -122,7 +122,7 @@ def full() -> str:
     """The form of full walls that this machine has, tried out once; NoWalls says what each of them lacks."""
     lacks = []
     for form in FULL:
-        reason = _lacks(form)
+        reason = lack_of(form)
         if not reason:
             return form
         lacks.append(f"{form}: {reason}")
@@ -158,7 +158,7 @@ raise SystemExit("other processes are still seen" if seen or reached else 0)
 """
 
 
-def _lacks(form: str) -> str:
+def lack_of(form: str) -> str:
     """ "" where a program behind this form really sees no other process, else the reason."""
     with tempfile.TemporaryFile("w+") as told:
         walled = start(

@@ -32,7 +32,7 @@ from dora_jax.runtime.durability.payload_state import Book, Partial
 from dora_jax.runtime.durability.recovery import recover
 from dora_jax.runtime.supervised_worker import LocalInstance, RestartPolicy
 from dora_jax.runtime.trainer_worker import TrainerWorker
-from dora_jax.runtime.worker import StepDone
+from dora_jax.runtime.worker import StepDone, Worker
 from tests.fakes.coordinator_world import SECTION, Scorer, Task, Trainer, Weights, expected
 from tests.fakes.journal_world import Disk
 
@@ -153,9 +153,9 @@ class Process:
 
     def acts(self) -> list:
         acts = [lambda pipe=pipe: self.pass_on(pipe) for pipe in self.pipes if not pipe.empty()]
-        for worker in [self.trainer, *(pool._life for pool in self.pool.values() if pool._life)]:
-            if worker.busy or not worker._inbox.empty():
-                acts.append(lambda worker=worker: self.turn(worker))
+        for worker in [self.trainer, *(instance.worker for instance in self.pool.values() if instance.worker)]:
+            if not worker.idle:
+                acts.append(worker.turn)
         return acts or [lambda: None]
 
     def pass_on(self, pipe: Pipe) -> None:
@@ -163,13 +163,6 @@ class Process:
         self.heard.put(item)
         if isinstance(item, TWICE_SAID) and self.draw.random() < TWICE:
             self.heard.put(item)
-
-    def turn(self, worker) -> None:
-        """What the worker's thread would do next; a life that ends in it is over, as it would be for its thread."""
-        if worker._inbox.empty():
-            return worker.work()
-        call, args = worker._inbox.get()
-        return call(*args)
 
 
 class Game:
@@ -189,8 +182,8 @@ class Game:
     def play(self) -> Game:
         with (
             mock.patch.object(instances, "threading", mock.Mock(wraps=instances.threading, Thread=NoThread)),
-            mock.patch.object(instances._Life, "start", lambda life: None),
-            mock.patch.object(TrainerWorker, "start", lambda worker: None),
+            mock.patch.object(instances, "MAX_LOSSES", MAX_MOVES),
+            mock.patch.object(Worker, "start", lambda worker: None),
             mock.patch.object(coordinator, "TIME_PERIOD_S", 0.0),
         ):
             while not self.life():
@@ -207,8 +200,6 @@ class Game:
             if self.moves < MAX_MOVES // 8:
                 if self.draw.random() < DEATH:
                     process.pool[self.draw.randrange(self.instances)].lose("killed by the test")
-                    for pool in process.pool.values():
-                        pool._losses = 0
                 if self.kills and self.draw.random() < KILLED:
                     return self.ended(process, False)
             self.draw.choice(process.acts())()

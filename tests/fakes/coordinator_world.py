@@ -102,10 +102,8 @@ class Trainer:
         return {}
 
 
-def make(
-    mode="dora", instances=2, too_long=(), max_versions=3, eval_every=0, length=None, inflight=1.25, engine=SlowEngine
-):
-    config = OrchestratorConfig(
+def config_of(mode="dora", max_versions=3, eval_every=0, inflight=1.25):
+    return OrchestratorConfig(
         mode=mode,
         max_versions=max_versions,
         groups_per_step=P,
@@ -118,6 +116,11 @@ def make(
         eval_groups=3,
         eval_samples=2,
     )
+
+
+def make(mode="dora", instances=2, too_long=(), length=None, engine=SlowEngine, trainer=Trainer, **options):
+    """(orchestrator, world, [InstanceUp], weights); `options`: of config_of."""
+    config = config_of(mode, **options)
     outbox, weights, groups, scorer = (
         queue.SimpleQueue(),
         Weights(),
@@ -130,7 +133,7 @@ def make(
     workers = [
         EngineWorker(i, engine(SECTION, length=length, version_in=int), weights, outbox) for i in range(instances)
     ]
-    trainer = TrainerWorker(Trainer(), lambda groups, base: None, groups, weights, config.decisions.max_lag, outbox)
+    trainer = TrainerWorker(trainer(), lambda groups, base: None, groups, weights, config.decisions.max_lag, outbox)
     world = Coordinator(
         instances=workers,
         trainer=trainer,

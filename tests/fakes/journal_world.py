@@ -14,6 +14,7 @@ import os
 import tempfile
 import zlib
 from pathlib import Path
+from unittest import mock
 
 import numpy as np
 
@@ -295,8 +296,8 @@ class History:
             return None
 
     def _live(self, kill_fact, kill_command):
-        journal = Journal(self.disk)
-        journal._pool = NoThreads()
+        with mock.patch("concurrent.futures.ThreadPoolExecutor", lambda *args: NoThreads()):
+            journal = Journal(self.disk)
         found = recover(journal, self.config, list(self.checkpoints), lambda v: True, self.said.append)
         if found is None:
             body = Body(self.config, self.shape, Orchestrator(self.config), {0: 1}, self.batches)
@@ -304,7 +305,7 @@ class History:
         else:
             body = self._again(found)
             world = DurableWorld(body, journal, body.brain, found.book, found.epoch, found.segments)
-        self._arm(body, world, kill_fact, kill_command)
+        self.arm(body, world, kill_fact, kill_command)
         halt = run(body.brain, world, [each(lambda event, commands: self._observe(body, world, journal, event))])
         journal.close()
         return halt
@@ -328,7 +329,7 @@ class History:
         body.adopt(found)
         return body
 
-    def _arm(self, body, world, kill_fact, kill_command):
+    def arm(self, body, world, kill_fact, kill_command):
         """Counts facts and commands of this life; what an engine is given must never be finished."""
         body.commands = 0
         execute = body.execute

@@ -80,7 +80,9 @@ class Run:
 
     def life(self, kill_at=None, log=None, guard=None):
         """Halt, or None where it was killed at its fact number `kill_at`."""
-        journal = Journal(log or FileLog(self.folder), sync_s=0.02 if log else 0.0)
+        sync_s = 0.02 if log else 0.0
+        log = log or FileLog(self.folder)
+        journal = Journal(log, sync_s=sync_s)
         found = recover(journal, self.config, list(self.checkpoints), lambda v: True, lambda sentence: None)
         trainer, versions = Trainer(), [0]
         if found is not None:
@@ -113,7 +115,7 @@ class Run:
         except Killed:
             return None
         finally:
-            journal._log.close()  # as the end of the process does: no commit
+            log.close()  # as the end of the process does: no commit
             world.close()
 
     def world(self, trainer, versions):

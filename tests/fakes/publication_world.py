@@ -1,5 +1,6 @@
 """A trainer and rollout replicas of two processes each, and a network between them that loses, repeats and reorders."""
 
+import collections
 import typing
 
 import jax
@@ -47,7 +48,13 @@ class CountingWire:
 class World:
     def __init__(self, name, epoch, hosts, stored=None):
         self.name, self.epoch = name, epoch
-        self.hosts = [WeightHost(h, CountingWire(h), HostWeights(), LIKE, stored) for h in range(hosts)]
+        self.stored = stored
+        self.build(hosts)
+
+    def build(self, hosts):
+        """New processes, that hold nothing."""
+        self.wires = [CountingWire(h) for h in range(hosts)]
+        self.hosts = [WeightHost(wire.host, wire, HostWeights(), LIKE, self.stored) for wire in self.wires]
 
     def up(self):
         return ex.WorldUp(world=self.name, epoch=self.epoch, hosts=len(self.hosts), trainer=self.name == "trainer")
@@ -100,8 +107,8 @@ class Net:
             else:
                 world = self.worlds[item.world]
                 self.messages += [(world.name, world.epoch, host, item) for host in range(len(world.hosts))]
-        serving = [self.brain._serving(name) for name in self.worlds]
-        assert max(serving, default=0) <= self.fanout
+        serving = collections.Counter(source for source, _ in self.brain.transfers.values())
+        assert max((serving[name] for name in self.worlds), default=0) <= self.fanout
 
     def happened(self, outcome):
         self.outcomes.append(outcome)
@@ -118,9 +125,9 @@ class Net:
         if world.epoch != epoch:
             return  # its process is gone
         host = world.hosts[number]
-        if isinstance(command, ex.Commit) and (host._newest, host._phase) == (command.key, ex.Staged):
+        if isinstance(command, ex.Commit) and host.staged == command.key:
             assert all(
-                host._newest == command.key and host._phase in (ex.Staged, ex.Committed) for host in world.hosts
+                host.staged == command.key or command.key.version in host.weights.versions for host in world.hosts
             ), "half an update"
         fact = host.execute(ex.CODEC.decode(ex.CODEC.encode(command)))
         for host in world.hosts:
@@ -138,15 +145,13 @@ class Net:
         """All processes of a world are gone, the controller hears of it, another epoch comes up."""
         epoch = self.worlds[name].epoch
         self.worlds[name].epoch = -epoch  # nothing reaches the dead
-        self.worlds[name].hosts = [
-            WeightHost(h, CountingWire(h), HostWeights(), LIKE, self) for h in range(len(self.worlds[name].hosts))
-        ]
+        self.worlds[name].build(len(self.worlds[name].hosts))
         self.tell(ex.WorldDown(world=name, epoch=epoch))
         if rebuild:
             self.start(name, epoch + 1, len(self.worlds[name].hosts))
 
     def offers(self):
-        return [key for world in self.worlds.values() for host in world.hosts for key in host._wire.mine]
+        return [key for world in self.worlds.values() for wire in world.wires for key in wire.mine]
 
     def commands(self, kind):
         return [m for m in self.messages if isinstance(m, tuple) and isinstance(m[3], kind)]

@@ -106,6 +106,11 @@ class Wire:
         self._read_all(jobs, until_s, timeout_s)
         return {shard: _joined(shard, pieces) for shard, pieces in got.items()}
 
+    @property
+    def offers(self) -> tuple[Key, ...]:
+        """What was given and is not released."""
+        return tuple(self._offered)
+
     def close(self) -> None:
         self._door.close()
 

@@ -97,6 +97,11 @@ class Publication:
         return tuple(name for name, world in self._worlds.items() if version in world.holds)
 
     @property
+    def transfers(self) -> dict[str, tuple[str, type]]:
+        """Those under way: receiver -> (source, the answer that is waited for)."""
+        return {name: (transfer.source, transfer.phase) for name, transfer in self._transfers.items()}
+
+    @property
     def busy(self) -> bool:
         return bool(self._transfers) or any(world.wanted for world in self._worlds.values())
 

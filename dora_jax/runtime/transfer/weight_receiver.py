@@ -86,6 +86,11 @@ class WeightHost:
             self._newest = self._phase = self._staged = None
         return self.weights.versions
 
+    @property
+    def staged(self) -> Key | None:
+        """The transfer that has arrived and waits for its commit."""
+        return None if self._staged is None else self._newest
+
     # --------------------------------------------------------- as a source
 
     def _offer(self, offer: ex.Offer) -> ex.Offered | None:
