@@ -2,8 +2,8 @@
 
 import dataclasses
 import random
-import tracemalloc
 import sys
+import tracemalloc
 import typing
 
 import ml_dtypes
@@ -126,7 +126,7 @@ def test_a_transposed_array_keeps_its_values():
         (["SampleDone", [1], 0, 2, "stop", 1], "two numbers"),
         (["SampleDone", [1, 2.0], 0, 2, "stop", 1], "a float stands where a int"),
         (["Span", 1, 2, None], "Span.stop: a NoneType"),
-        (["Sample", [1, 2], 1, 2, 3, 4, [["Train", [], 1]], "stop"], "Sample.prompt_ids"),
+        (["Sample", [1, 2], 1, 2, 3, 4, [["Train", [], 1]], "stop", None], "Sample.prompt_ids"),
         ({"a": 1}, "a dict stands where a record"),
     ],
 )

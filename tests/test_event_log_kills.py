@@ -152,11 +152,18 @@ def facts(disk):
         yield from journal_audit.facts(journal.read(number).records)
 
 
+def without_table(entry):
+    match entry:
+        case ["Fact", event, ["Sample", *fields, ["TokenTable", *_]]]:
+            return ["Fact", event, ["Sample", *fields]]
+    return entry
+
+
 def older(record, format):
-    """As format 3 had it: every entry by itself, and decided on by itself."""
+    """As format 3 had it: every entry by itself, and decided on by itself, and no table of tokens."""
     match msgpack.unpackb(record):
         case ["Batch", entries, True]:
-            return [msgpack.packb(entry) for entry in entries]
+            return [msgpack.packb(without_table(entry)) for entry in entries]
         case ["Head", _, *rest]:
             return [msgpack.packb(["Head", format, *rest])]
     return [record]

@@ -38,7 +38,7 @@ def on_a_disk(monkeypatch, room):
     """Files that are opened from now on share a disk with so much room."""
 
     def opened(path, mode, **options):
-        return Disk(open(path, mode, **options), room)  # noqa: SIM115 (as the file that it stands for)
+        return Disk(open(path, mode, **options), room)
 
     monkeypatch.setattr(retrying_file, "open", opened, raising=False)
 

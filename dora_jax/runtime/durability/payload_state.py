@@ -22,7 +22,7 @@ import numpy as np
 from dora_jax.orchestrate import events as ev
 from dora_jax.orchestrate.state import State
 from dora_jax.runtime.codec import Codec, CodecError
-from dora_jax.types import GroupId, Sample, SampleId, ScoredGroup, Span, Version, is_eval
+from dora_jax.types import GroupId, Sample, SampleId, ScoredGroup, Span, TokenTable, Version, is_eval
 
 FORMAT = 4  # of the records of a segment: its head says which
 OLDEST = 3  # that `upgrade` knows
@@ -106,7 +106,10 @@ def upgrade(row: Any, written: int) -> Any:
     if not (type(written) is int and OLDEST <= written <= FORMAT):
         raise CodecError(f"it is of format {written}, and this version reads {OLDEST} to {FORMAT}")
     if written == 3 and isinstance(row, list) and row[:1] == [Fact.__name__]:  # each event was decided on by itself
-        return [Batch.__name__, [row], True]
+        *fact, payload = row
+        if isinstance(payload, list) and payload[:1] == [Sample.__name__]:  # without a token table
+            payload = [*payload, [TokenTable.__name__, None, None, None]]
+        return [Batch.__name__, [[*fact, payload]], True]
     return row
 
 
