@@ -120,9 +120,9 @@ def test_a_sample_whose_moves_fail_is_left_alone_after_three():
 def test_no_move_where_it_costs_more_than_it_gains():
     made = two_stragglers()
     made.ask(["movefailed", "2.0"])
-    made.brain.state.fleet.move_s = 1e6
+    made.brain.state.fleet.measured.move_s = 1e6
     assert made.ask(["time", "2"]) == []
-    made.brain.state.fleet.move_s = 0.0
+    made.brain.state.fleet.measured.move_s = 0.0
     assert made.ask(["time", "4"]) == ["Move ids=2.0 src=1 dst=0"]
 
 

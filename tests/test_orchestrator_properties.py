@@ -93,7 +93,9 @@ def balanced(world, event, commands):
         serving = [host for host in map(fleet.hosts.get, ids) if version in host.versions and version != host.leaving]
         found = fleet.best(version)
         assert found is None or (found in serving and fleet.has_room(found)), f"version {version}"
-        assert found or not any(fleet.has_room(host, fleet.new_tokens) for host in serving), f"version {version}"
+        assert found or not any(fleet.has_room(host, fleet.measured.new_bound) for host in serving), (
+            f"version {version}"
+        )
 
 
 @pytest.mark.slow

@@ -10,13 +10,9 @@ import heapq
 from collections.abc import Iterable
 
 from dora_jax.orchestrate.events import InstanceReported
-from dora_jax.orchestrate.lengths import Lengths
+from dora_jax.orchestrate.measured import Measured
 from dora_jax.types import GroupId, InstanceId, SampleId, Version
 
-# Samples that must have ended before their lengths replace the guess in reservations.
-LENGTHS_KNOWN = 32
-# Pages are reserved for so much of what samples are expected to hold: an instance has few, and siblings are alike.
-RESERVED = 1.5
 # Reports of an instance after which what its samples have outgrown is reserved: an estimate does not get better by a look
 # at every sample each time.
 REPORTS_A_LOOK = 16
@@ -128,13 +124,10 @@ class Host:
 
 
 class Fleet:
-    CONFIGURED = ("prompt_tokens", "new_tokens", "hosts")
+    CONFIGURED = ("hosts",)
 
     def __init__(self, prompt_tokens: int, new_tokens: int, expected_tokens: int):
-        self.prompt_tokens = prompt_tokens  # bound of a prompt
-        self.new_tokens = new_tokens  # bound of a response
-        self.likely_tokens: float = expected_tokens or new_tokens  # to reserve for a response: a guess at first
-        self.fresh_pages: dict[int, int] = {}  # page size -> pages of a sample without tokens, as of `likely_tokens`
+        self.measured = Measured(prompt_tokens, new_tokens, expected_tokens)
         self.hosts: dict[InstanceId, Host] = {}
         self.lives: dict[InstanceId, int] = {}  # the latest that was heard of, over or not
         self.open: dict[Version, list[tuple[float, InstanceId]]] = {}  # heaps; entries may be stale
@@ -143,74 +136,31 @@ class Fleet:
         self.arriving: dict[Version, int] = {}  # weight of hosts that load a version
         self.capacity: dict[Version, int] = {}  # weight of hosts that hold a version
         self.drains: dict[Version, int] = {}  # hosts on which a version drains
-        self.lengths = Lengths()
-        self.finished_tokens = 0
-        self.finished_s = 0.0  # from start to end, summed
-        self.move_s = 0.0  # running mean of the time a move takes; 0: none measured
-
-    # ------------------------------------------------------------------ what was measured
-
-    @property
-    def mean_tokens(self) -> float:
-        return self.finished_tokens / max(1, self.lengths.ended)
-
-    @property
-    def token_s(self) -> float:
-        """Seconds a token of one sample."""
-        return self.finished_s / max(1, self.finished_tokens)
-
-    def observe(self, tokens: int, elapsed_s: float) -> None:
-        """A sample ended."""
-        self.lengths.observe(tokens)
-        self.finished_tokens += tokens
-        self.finished_s += elapsed_s
-        if self.lengths.ended >= LENGTHS_KNOWN and self.lengths.renewed:
-            self.likely_tokens = RESERVED * self.lengths.held(0)
-            self.fresh_pages.clear()
-
-    def observe_move(self, elapsed_s: float) -> None:
-        self.move_s += (elapsed_s - self.move_s) * (0.1 if self.move_s else 1.0)
 
     # ------------------------------------------------------------------ pages
-
-    def page_need(self, host: Host, tokens: int = 0) -> int:
-        """Pages to reserve for a sample that has `tokens`."""
-        if not tokens and (pages := self.fresh_pages.get(host.page_size)):
-            return pages
-        pages = -(-(self.prompt_tokens + self.expected_tokens(tokens)) // host.page_size)
-        if not tokens:
-            self.fresh_pages[host.page_size] = pages
-        return pages
-
-    def expected_tokens(self, tokens: int = 0) -> int:
-        """Response tokens to reserve for a sample that has `tokens`."""
-        if not tokens:
-            likely = self.likely_tokens
-        elif self.lengths.ended < LENGTHS_KNOWN:
-            likely = max(self.likely_tokens, RESERVED * tokens)
-        else:
-            likely = RESERVED * self.lengths.held(tokens)
-        return min(self.new_tokens, int(likely) + 1)
 
     def has_room(self, host: Host, tokens: int = 0) -> bool:
         if host.pressed or len(host.units) + host.incoming >= host.slots:
             return False
-        return host.pages_used + self.page_need(host, tokens) <= host.pages
+        return host.pages_used + self.measured.pages(host.page_size, tokens) <= host.pages
 
     def reported(self, host: Host, event: InstanceReported) -> None:
         """What the samples of the host have by now. Units are told when a decision looks at them (`settle`): most reports
         are followed by another one first."""
         host.report, host.tokens = event, sum(event.tokens)
         host.reports += 1
+        if 2 * len(event.tokens) > len(host.units):  # else most of the pages are of samples that it does not list
+            used = (host.pages - event.free) * host.page_size
+            self.measured.held(len(event.tokens), host.tokens, used, host.page_size)
         if not host.reports % REPORTS_A_LOOK:
             self._raise(host)
 
     def _raise(self, host: Host) -> None:
         """Raise the reservations of samples that have outgrown theirs."""
-        size, prompt = host.page_size, self.prompt_tokens
+        size, prompt = host.page_size, int(self.measured.prompt_tokens)
         for unit in self.settle(host):
             if unit.tokens > unit.pages * size - prompt:
-                pages = -(-(prompt + self.expected_tokens(unit.tokens)) // size)
+                pages = self.measured.pages(host.page_size, unit.tokens)
                 if pages > unit.pages:
                     host.pages_used += pages - unit.pages
                     unit.pages = pages
@@ -233,7 +183,7 @@ class Fleet:
         if state != STARTING:  # it may have been here before: what was reported of it then is over
             self.settle(host)
         unit.state, unit.instance = state, host.id
-        pages = unit.pages = self.page_need(host, unit.tokens)
+        pages = unit.pages = self.measured.pages(host.page_size, unit.tokens)
         host.units[unit.id] = unit
         host.pages_used += pages
         host.counts[unit.version] = host.counts.get(unit.version, 0) + 1
@@ -259,7 +209,7 @@ class Fleet:
     def reserve_move(self, unit: Unit, dst: Host, attempt: int, now_s: float) -> None:
         """The sample holds a slot at both ends until the move is answered."""
         unit.attempt, unit.moved_s = attempt, now_s
-        unit.state, unit.dst, unit.dst_pages = MOVING, dst, self.page_need(dst, unit.tokens)
+        unit.state, unit.dst, unit.dst_pages = MOVING, dst, self.measured.pages(dst.page_size, unit.tokens)
         dst.incoming += 1
         _count(dst, unit.version, 1, unit.dst_pages)
         self.offer(dst)

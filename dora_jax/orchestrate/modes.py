@@ -14,7 +14,7 @@ from dora_jax.orchestrate.events import InstanceUp
 from dora_jax.types import Version, issued_first_as
 
 # Between 3 and 8 the simulated step time is flat; 0 costs 5 to 12 % where stragglers hold the trainer.
-KV_WEIGHT = 4.0
+KV_WEIGHT = 8.0
 
 # A task is never given more than four times its share, however few of its groups teach anything.
 LEAST_RATE = 0.25

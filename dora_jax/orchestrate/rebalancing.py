@@ -90,7 +90,7 @@ def _weights(s: State, demand: dict[Version, int]) -> dict[Version, int]:
     for host in s.fleet.hosts.values():
         if host.serving in tokens:
             tokens[host.serving] += host.tokens
-    of_mean = s.decisions.kv_weight / max(1.0, s.fleet.mean_tokens)
+    of_mean = s.decisions.kv_weight / max(1.0, s.fleet.measured.mean_tokens)
     return {version: samples + round(of_mean * tokens[version]) for version, samples in demand.items()}
 
 
@@ -163,7 +163,7 @@ def _source(s: State, host: Host, version: Version) -> migration.Source:
     units = [u for u in s.fleet.settle(host) if u.version == version]
     if not units or host.incoming or not all(map(_movable, units)) or not _worth_moving(s, host, units):
         return migration.Source(host.id, [])
-    movers = [migration.Mover(u.id, u.tokens, s.fleet.page_need(host, u.tokens)) for u in units]
+    movers = [migration.Mover(u.id, u.tokens, s.fleet.measured.pages(host.page_size, u.tokens)) for u in units]
     return migration.Source(host.id, movers)
 
 
@@ -172,11 +172,12 @@ def _movable(unit: Unit) -> bool:
 
 
 def _worth_moving(s: State, host: Host, units: list[Unit]) -> bool:
+    measured = s.fleet.measured
     return migration.worth_moving(
-        [min(s.fleet.new_tokens - u.tokens, s.fleet.lengths.left(u.tokens)) for u in units],
+        [min(measured.new_bound - u.tokens, measured.lengths.left(u.tokens)) for u in units],
         slots=host.slots,
-        token_s=s.fleet.token_s / host.speed,
-        move_s=s.fleet.move_s,
+        token_s=measured.token_s / host.speed,
+        move_s=measured.move_s,
     )
 
 
@@ -209,7 +210,7 @@ def _relieve(s: State, host: Host) -> None:
     for unit in running[: max(0, len(host.units) - 1)]:
         if missing <= 0:
             break
-        missing -= -(-(unit.tokens + s.fleet.prompt_tokens) // host.page_size)
+        missing -= -(-(unit.tokens + int(s.fleet.measured.prompt_tokens)) // host.page_size)
         other = s.fleet.best(unit.version, unit.tokens)  # never this host: it is pressed
         if other is not None and _movable(unit):
             _issue_moves(s, [(unit.id, host.id, other.id)])

@@ -15,7 +15,7 @@ from dora_jax.orchestrate.fleet import Fleet, Group, Host, Unit
 from dora_jax.orchestrate.state import State
 from dora_jax.types import InstanceId
 
-FORMAT = 6
+FORMAT = 7
 UNIT = tuple(name for name in Unit.__slots__ if name not in ("dst", "group", "id"))
 HOST = tuple(name for name in Host.__slots__ if name not in ("report", "units"))
 unit_values, host_values = attrgetter(*UNIT), attrgetter(*HOST)

@@ -93,7 +93,7 @@ def sample_started(s: State, event: ev.SampleStarted) -> None:
 
 def sample_done(s: State, event: ev.SampleDone) -> None:
     unit = s.live_unit(event.id)
-    s.fleet.observe(event.tokens, s.now_s - unit.began_s)
+    s.fleet.measured.ended(event.tokens, s.now_s - unit.began_s)
     s.end_unit(unit)
     group = unit.group
     if group.left == 0 and group.abandoned is None and not is_eval(group.id):
@@ -108,7 +108,7 @@ def sample_moved(s: State, event: ev.SampleMoved) -> None:
     unit = s.live_unit(event.id)
     dst = s.fleet.end_move(unit)
     s.freed(s.fleet.release(unit), unit.version)
-    s.fleet.observe_move(s.now_s - unit.moved_s)
+    s.fleet.measured.moved(s.now_s - unit.moved_s)
     s.moves_total += 1
     if dst is None:
         s.recorded(unit)

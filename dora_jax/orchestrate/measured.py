@@ -1,0 +1,81 @@
+"""What ended samples and reports have said so far: lengths, times, and the pages that follow from them.
+
+A reservation is a prompt and as much of a response as samples of such a length hold at the worst moment to come. Of both
+the configuration knows bounds only, and an instance that reserved bounds would stand two thirds empty: they hold until
+enough samples have ended, and until reports say what a sample holds beside its response.
+"""
+
+from __future__ import annotations
+
+from dora_jax.orchestrate.lengths import Lengths
+
+# Samples that must have ended before their lengths replace the guess in reservations.
+LENGTHS_KNOWN = 32
+# Until then, so much of what a sample has by now.
+OUTGROWN = 1.5
+# Share of one report in the running mean of what samples hold beside their responses.
+REPORT_SHARE = 1 / 64
+
+
+class Measured:
+    CONFIGURED = ("prompt_bound", "new_bound")
+
+    def __init__(self, prompt_bound: int, new_bound: int, expected_tokens: int):
+        self.prompt_bound = prompt_bound  # of a prompt, in tokens
+        self.new_bound = new_bound  # of a response
+        self.prompt_tokens: float = prompt_bound  # to reserve for a prompt
+        self.new_tokens: float = expected_tokens or new_bound  # to reserve for a response without a token
+        self.fresh_pages: dict[int, int] = {}  # page size -> pages of such a sample
+        self.lengths = Lengths()
+        self.finished_tokens = 0
+        self.finished_s = 0.0  # from start to end, summed
+        self.move_s = 0.0  # running mean of the time a move takes; 0: none measured
+
+    @property
+    def mean_tokens(self) -> float:
+        return self.finished_tokens / max(1, self.lengths.ended)
+
+    @property
+    def token_s(self) -> float:
+        """Seconds a token of one sample."""
+        return self.finished_s / max(1, self.finished_tokens)
+
+    def ended(self, tokens: int, elapsed_s: float) -> None:
+        """A sample ended."""
+        self.lengths.observe(tokens)
+        self.finished_tokens += tokens
+        self.finished_s += elapsed_s
+        if self.lengths.ended >= LENGTHS_KNOWN and self.lengths.renewed:
+            self.new_tokens = self.lengths.held(0)
+            self.fresh_pages.clear()
+
+    def moved(self, elapsed_s: float) -> None:
+        self.move_s += (elapsed_s - self.move_s) * (0.1 if self.move_s else 1.0)
+
+    def held(self, samples: int, tokens: int, page_tokens: int, page_size: int) -> None:
+        """An instance's `samples` with `tokens` of responses fill pages of `page_tokens`: the rest is their prompts,
+        which siblings share, and the ends of their last pages."""
+        beside = min(max(0.0, (page_tokens - tokens) / samples), self.prompt_bound + page_size)
+        before = self.prompt_tokens
+        self.prompt_tokens += REPORT_SHARE * (beside - before)
+        if int(self.prompt_tokens) != int(before):
+            self.fresh_pages.clear()
+
+    def pages(self, page_size: int, tokens: int = 0) -> int:
+        """To reserve for a sample that has `tokens`."""
+        if not tokens and (pages := self.fresh_pages.get(page_size)):
+            return pages
+        pages = -(-(int(self.prompt_tokens) + self.response_tokens(tokens)) // page_size)
+        if not tokens:
+            self.fresh_pages[page_size] = pages
+        return pages
+
+    def response_tokens(self, tokens: int = 0) -> int:
+        """To reserve for the response of a sample that has `tokens`."""
+        if not tokens:
+            likely = self.new_tokens
+        elif self.lengths.ended < LENGTHS_KNOWN:
+            likely = max(self.new_tokens, OUTGROWN * tokens)
+        else:
+            likely = self.lengths.held(tokens)
+        return min(self.new_bound, int(likely) + 1)
