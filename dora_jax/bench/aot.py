@@ -36,7 +36,7 @@ def _training(
     what: str, model: str, slice_name: str, *, rows: int, tokens: int, serving: int = 4, **trainer: Any
 ) -> Row:
     """A trainer that has the slice to itself, and instances of `serving` devices elsewhere."""
-    section = {"remat": "full", "micro_batches": 4, "rows": rows, "pack_tokens": tokens} | trainer
+    section: dict[str, Any] = {"remat": "full", "micro_batches": 4, "rows": rows, "pack_tokens": tokens} | trainer
     config = Config()
     return Row(
         f"{model} {slice_name}{what}",

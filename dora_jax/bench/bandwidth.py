@@ -26,7 +26,7 @@ SMALL = dict(
     vocab_size=151936, d_model=1024, n_layers=28, n_heads=16, n_kv_heads=8, head_dim=128, d_ff=3072, rope_theta=1e6
 )  # Qwen3-0.6B
 LARGE = SMALL | dict(d_model=4096, n_layers=36, n_heads=32, d_ff=12288, tie_embeddings=False)  # Qwen3-8B
-SIZES = {"toy": TOY, "qwen3-0.6b": SMALL, "qwen3-8b": LARGE}
+SIZES: dict[str, dict[str, Any]] = {"toy": TOY, "qwen3-0.6b": SMALL, "qwen3-8b": LARGE}
 PAGE = {"reference": 16, "tpu": 32}
 STEPS = 16
 

@@ -80,6 +80,7 @@ class Forked:
         return code
 
     def send_signal(self, number: int) -> None:
+        assert self._process.pid is not None
         os.kill(self._process.pid, number)
 
 
@@ -128,7 +129,7 @@ class Run:
         """Begun so far."""
         return len(list((self.folder / "journal").glob("*.log")))
 
-    def wait_for_facts(self, process: subprocess.Popen, before: int) -> bool:
+    def wait_for_facts(self, process: subprocess.Popen | Forked, before: int) -> bool:
         """Until this life has its own segment; False where it ended first."""
         began = time.monotonic()
         while self.segments() == before:
@@ -174,7 +175,7 @@ class Run:
         if not self._ended(self.start()):
             raise RuntimeError("a life that nobody killed was killed")
 
-    def _ended(self, process: subprocess.Popen) -> bool:
+    def _ended(self, process: subprocess.Popen | Forked) -> bool:
         code = self._code(process)
         if code == -signal.SIGKILL:
             self.kills += 1
@@ -183,7 +184,7 @@ class Run:
             raise RuntimeError(f"a life ended with exit code {code}: {self.tail()}")
         return True
 
-    def _code(self, process: subprocess.Popen) -> int:
+    def _code(self, process: subprocess.Popen | Forked) -> int:
         return process.wait(START_S)
 
 

@@ -113,8 +113,9 @@ class _Journal:
         self.files = sorted(folder.glob("*.log"))
         self._checkpoints = [0, *checkpoint.steps(folder.parent / "checkpoints")]
         self._config = orchestrator_config(validate.from_config_dict(workdirs.read(folder.parent), "evaluate"))
-        self._true, _ = self._recover()
-        whole, _ = self._recover([0])
+        (true, _), (whole, _) = self._recover(), self._recover([0])
+        assert true is not None and whole is not None, "the undamaged journal is whole"
+        self._true = true
         self._steps = _bytes_of(whole)
         self._state = self._state_of(self._true)
 

@@ -259,7 +259,7 @@ class External:
         def run() -> float:
             for process, line in zip(processes, lines, strict=True):
                 print(line, file=process.stdin, flush=True)
-            answers = [process.stdout.readline() for process in processes]
+            answers = [process.stdout.readline() for process in processes if process.stdout is not None]
             if not all(answers):
                 raise RuntimeError(f"the rival ended with code {processes[answers.index('')].wait()}")
             return max(map(float, answers))
@@ -268,6 +268,7 @@ class External:
 
     def close(self) -> None:
         for process in self._processes:
+            assert process.stdin is not None
             process.stdin.close()
             process.wait()
 
@@ -313,7 +314,7 @@ def main() -> None:
             flush=True,
         )
         for work in works(subject, [int(b) for b in args.rows.split(",") if b], args.tail):
-            runs = [engine_runner(work, params)]
+            runs: list[Callable[[], float | None]] = [engine_runner(work, params)]
             runs += [
                 external[name].runner(work) if name in external else plain.runner(subject.model, params, work)
                 for name in rivals

@@ -48,7 +48,7 @@ def decode_config(size: Decode, **rollout: Any) -> Config:
 
 def decode(record: Record, cfg: ModelConfig, tiny: bool) -> None:
     size = SMALL if tiny else FULL
-    variants = {f"results late: {late}": {"late_results": late} for late in ("on", "off")}
+    variants: dict[str, dict[str, Any]] = {f"results late: {late}": {"late_results": late} for late in ("on", "off")}
     if cfg.d_model < 2048 and not tiny:
         variants |= {
             f"command buffers: {name}": {"compiler_options": {"xla_gpu_enable_command_buffer": value}}
@@ -140,7 +140,7 @@ def recorded(engine: Engine, calls: list[tuple[Any, ...]]) -> None:
         calls[:] = [args]
         return generate(*args)
 
-    engine._device.generate = kept
+    engine._device.generate = kept  # type: ignore[method-assign, assignment]
 
 
 def device_seconds(engine: Engine, calls: list[tuple[Any, ...]], count: int = 10) -> float:

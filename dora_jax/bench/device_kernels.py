@@ -15,7 +15,7 @@ from dora_jax.bench.device_record import Record
 GIB = 2**30
 SHAPES = {"0.6B": (16, 8, 128), "8B": (32, 8, 128)}  # query heads, KV heads, head size of Qwen3
 PAGE = 64
-SWEEP = ({}, {"span": 256}, {"span": 1024}, {"span": 2048}, {"block": 32}, {"block": 128}, {"stages": 2}, {"stages": 5},
+SWEEP: tuple[dict[str, int], ...] = ({}, {"span": 256}, {"span": 1024}, {"span": 2048}, {"block": 32}, {"block": 128}, {"stages": 2}, {"stages": 5},
          {"warps": 8}, {"block": 128, "warps": 8}, {"span": 1024, "stages": 5})  # fmt: skip
 READ = "read speed"
 MATMUL = "bf16 matrix product"
@@ -45,7 +45,7 @@ def read(record: Record, tiny: bool) -> None:
     x = jax.jit(lambda: (jax.lax.broadcasted_iota(jnp.int32, (rows, rows), 1) % 251).astype(jnp.bfloat16))()
     with record.attempt(READ):
         times = [
-            best_s(lambda run=run: run(x))
+            best_s(functools.partial(run, x))
             for run in (
                 jax.jit(lambda x: x.sum(1, dtype=jnp.float32)),
                 jax.jit(lambda x: x.max(1)),
@@ -55,7 +55,9 @@ def read(record: Record, tiny: bool) -> None:
         record.add(READ, x.nbytes / min(times) / 1e9, "GB/s", note=f"{x.nbytes / GIB:.3g} GiB of bf16")
     with record.attempt("copy speed"):
         copy = jax.jit(lambda x: x + jnp.bfloat16(1))
-        record.add("copy speed", 2 * x.nbytes / best_s(lambda: copy(x)) / 1e9, "GB/s", note="read and written")
+        record.add(
+            "copy speed", 2 * x.nbytes / best_s(functools.partial(copy, x)) / 1e9, "GB/s", note="read and written"
+        )
     del x
     with record.attempt(MATMUL):
         a, b = (jax.random.normal(jax.random.key(i), (n, n), jnp.bfloat16) for i in (0, 1))
@@ -147,9 +149,9 @@ def flashinfer(record: Record, tiny: bool) -> None:
         counts = -(-case["lens"] // PAGE)
         i32 = functools.partial(torch.tensor, dtype=torch.int32, device="cuda")
         pages = i32(np.concatenate([row[:n] for row, n in zip(case["tables"], counts, strict=True)]))
-        bf16 = {"dtype": torch.bfloat16, "device": "cuda"}
-        pool = torch.randn(int(case["tables"].max()) + 1, 2, PAGE, kv, d, **bf16)
-        q = torch.randn(64, heads, d, **bf16)
+        bf16 = functools.partial(torch.randn, dtype=torch.bfloat16, device="cuda")
+        pool = bf16(int(case["tables"].max()) + 1, 2, PAGE, kv, d)
+        q = bf16(64, heads, d)
         for tensor_cores in (True, False):
             label = f"{name}: FlashInfer, tensor cores {'on' if tensor_cores else 'off'}"
             with record.attempt(label):

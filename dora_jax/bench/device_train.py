@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import gc
 import time
 from collections.abc import Callable
@@ -170,7 +171,7 @@ def train(record: Record, cfg: ModelConfig, tiny: bool) -> None:
             began = time.perf_counter()
             trainer.warmup(*batch.tokens.shape)
             warmup_s = time.perf_counter() - began
-            seconds = best_step_s(lambda trainer=trainer, batch=batch: trainer.step(batch))
+            seconds = best_step_s(functools.partial(trainer.step, batch))
             needed = model_flops(cfg, segment_lengths(batch.segment_ids))
             peak = record.value("read", device_kernels.MATMUL)
             tokens = int((batch.segment_ids > 0).sum())

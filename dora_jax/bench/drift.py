@@ -57,7 +57,7 @@ def samples_of(config: Config, cfg: ModelConfig, params: Any, count: int) -> lis
     rng = np.random.default_rng(0)
     for index in range(count):
         engine.submit(SampleId(0, index), rng.integers(3, cfg.vocab_size, PROMPT), 0, config.rollout.max_new_tokens)
-    done = {}
+    done: dict[int, Sample] = {}
     while not engine.idle:
         done |= {sample.id.index: sample for sample in engine.tick().finished}
     return [done[index] for index in range(count)]

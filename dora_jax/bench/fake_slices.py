@@ -19,7 +19,7 @@ from ray.core.generated import autoscaler_pb2
 
 CHIPS = 4  # of a host
 STORE_BYTES = 100 << 20
-PREEMPTION = autoscaler_pb2.DrainNodeReason.DRAIN_NODE_REASON_PREEMPTION
+PREEMPTION = autoscaler_pb2.DrainNodeReason.DRAIN_NODE_REASON_PREEMPTION  # type: ignore[attr-defined]  # generated
 NOTICE_S = 30.0  # what `ray start --block` waits before it ends its node
 
 
@@ -92,7 +92,9 @@ class FakeSlices:
         name, raylet = self._where(pid)
         node = self._slices[name][raylet]
         began = time.monotonic()
-        done, why = self._cluster.head_node.get_gcs_client().drain_node(
+        head = self._cluster.head_node
+        assert head is not None
+        done, why = head.get_gcs_client().drain_node(
             node.node_id,
             PREEMPTION,
             "Node received SIGTERM; draining before shutdown.",

@@ -138,7 +138,7 @@ def _strike_controller(run: Run) -> tuple[float, float, float]:
     run.process.kill()
     run.process.wait()
     run.start()
-    run.wait("a gang", lambda: run.pids)
+    run.wait("a gang", lambda: bool(run.pids))
     said_s = time.monotonic() - began
     run.wait("all gangs", lambda: len(run.pids) == len(before))
     up_s = time.monotonic() - began

@@ -42,7 +42,7 @@ class Run:
 
     command: list[str]
     folder: Path
-    process: subprocess.Popen | None = None
+    process: subprocess.Popen = dataclasses.field(init=False)  # `start` makes it
     read: int = 0  # bytes of the console that have been looked at
     pids: dict[str, list[int]] = dataclasses.field(default_factory=dict)
     lost: dict[str, str] = dataclasses.field(default_factory=dict)

@@ -112,7 +112,7 @@ def new_worker(instance: int, args: argparse.Namespace, context: int, page: int)
     )
     config = presets.filled(Config(rollout=rollout))
     engine = build.engine_of(config, MODEL, sharding.make_mesh(jax.devices()[:1], 1, 1, 1), eos_ids=(1,))
-    engine._device = InstantDevice(engine, args.step_ms * 1e-3 * steps)
+    engine._device = InstantDevice(engine, args.step_ms * 1e-3 * steps)  # type: ignore[assignment]
     engine._weights[0] = None
     worker = EngineWorker(instance, engine, None, queue.SimpleQueue(), args.partial_s)
     for i in range(rollout.slots):
@@ -135,7 +135,8 @@ def new_worker(instance: int, args: argparse.Namespace, context: int, page: int)
 
 
 def measured(worker: EngineWorker, ticks: int) -> Row:
-    engine, spent = worker.engine, {"plan": [], "commit": []}
+    engine = worker.engine
+    spent: dict[str, list[float]] = {"plan": [], "commit": []}
 
     def timed(owner: Any, name: str, into: list[float]) -> None:
         call: Callable[..., Any] = getattr(owner, name)

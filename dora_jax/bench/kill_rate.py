@@ -82,7 +82,8 @@ def main() -> None:
 
 
 def _phase(run: Run, trained: Trained, kills: bool, args: argparse.Namespace, draw: random.Random) -> Phase:
-    phase, struck = Phase(kills), {}
+    phase = Phase(kills)
+    struck: dict[str, tuple[float, list[int]]] = {}  # gang -> when, and its processes
     trained.take()
     began = last = time.monotonic()
     next_s = began if kills else float("inf")

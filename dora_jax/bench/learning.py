@@ -78,7 +78,7 @@ class Curve(NamedTuple):
 
 def run(folder: Path, mode: str, seed: int, base: Path, steps: int) -> None:
     """Trains unless it has been done, and keeps of the journal what is read here."""
-    name, k = re.fullmatch(r"([a-z_]+)(\d*)", mode).groups()
+    name, k = re.findall(r"^([a-z_]+)(\d*)$", mode)[0]
     overrides = {
         "seed": seed,
         "steps": steps,
@@ -191,7 +191,9 @@ def by_lag(groups: list[Group], lag: int, than: int) -> list[float]:
     keys = (lambda g: (), lambda g: (g.terms,), lambda g: (g.terms, g.version))
     found = []
     for key in keys:
-        strata = collections.defaultdict(lambda: np.zeros((2, 2)))  # [there or not, passed or all]
+        strata: dict[tuple, np.ndarray] = collections.defaultdict(
+            lambda: np.zeros((2, 2))
+        )  # [there or not, passed or all]
         for g in groups:
             if g.lag in (lag, than):
                 strata[key(g)][int(g.lag == lag)] += (g.passed, g.samples)

@@ -125,7 +125,8 @@ class _Parts:
                 decode_steps=1,
             )
         )
-        outbox, store = queue.SimpleQueue(), MemoryGroupStore()
+        outbox: queue.SimpleQueue = queue.SimpleQueue()
+        store = MemoryGroupStore()
         self.weights = weights = PacedWeights(
             Weights(), costs, pace, hardware.trainer_chips // hardware.instance_chips, config.cost.publish_s
         )

@@ -7,7 +7,7 @@ import time
 from dataclasses import dataclass
 from multiprocessing import connection
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, Self, cast
 
 import numpy as np
 
@@ -73,6 +73,7 @@ def run_host(end: connection.Connection, trainer: bool, mib: float, folder: str)
     jax.config.update("jax_platforms", "cpu")
     jax.config.update("jax_num_cpu_devices", FSDP if trainer else TENSOR)
     side = TrainerSide(mib, folder) if trainer else InstanceSide(mib, folder)
+    answer: Any
     while data := _next(end):
         match item := CODEC.decode(data):
             case Put(version=version):
@@ -244,7 +245,7 @@ class Cluster:
         for fact in (TimePassed(now_s=time.monotonic()), *facts):  # first how late it is: deadlines count from there
             self._tell(fact, loaded)
         while self.brain.busy:
-            for end in connection.wait(self.ends.values()):
+            for end in cast("list[connection.Connection]", connection.wait(self.ends.values())):
                 self._tell(CODEC.decode(end.recv_bytes()), loaded)
             self._tell(TimePassed(now_s=time.monotonic()), loaded)
         return loaded

