@@ -9,6 +9,7 @@ Rows that the given memory cannot hold beside the weights are left out, and B sa
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import jax
 import jax.numpy as jnp
