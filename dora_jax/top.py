@@ -19,9 +19,6 @@ from rich.text import Text
 from dora_jax.report import findings, timeline
 from dora_jax.report.load import RunData, load, number
 
-WORKDIR = flags.DEFINE_string("workdir", None, "the workdir of a run", required=True)
-ONCE = flags.DEFINE_bool("once", False, "print one picture and stop")
-
 PERIOD_S = 1.0
 BAR = 24  # characters of a full instance
 COLOURS = ("red", "green", "yellow", "blue", "magenta", "cyan", "bright_red", "bright_green")  # by version
@@ -40,6 +37,11 @@ FIGURES = {  # metric -> (label, healthy range and meaning)
     "trainer/entropy": ("entropy", "of the policy, nats a token; falls slowly"),
     "groups/failed_share": ("groups failed", "without a score; below 1 %"),
 }
+
+
+def define_flags() -> None:
+    flags.DEFINE_string("workdir", None, "the workdir of a run", required=True)
+    flags.DEFINE_bool("once", False, "print one picture and stop")
 
 
 def picture(data: RunData, now_s: float) -> Group:
@@ -78,13 +80,13 @@ def main(argv: list[str]) -> int:
     if len(argv) > 1:
         print(f"error: {argv[1]!r} is not understood; the flags are --workdir and --once", file=sys.stderr)
         return 2
-    folder = Path(WORKDIR.value)
+    folder = Path(flags.FLAGS.workdir)
     try:
         first = picture(load(folder, folder.name), time.time())
     except OSError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
-    if ONCE.value:
+    if flags.FLAGS.once:
         Console().print(first)
         return 0
     try:
@@ -97,4 +99,5 @@ def main(argv: list[str]) -> int:
 
 
 if __name__ == "__main__":
+    define_flags()
     app.run(main)

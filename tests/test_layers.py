@@ -23,7 +23,7 @@ ROOMS = {
     "types": "types",
     "publish": "publish",
     "checks": "validate presets budget memory devices hub",  # what a machine chooses for a run and holds, before JAX
-    "programs": "__init__ __main__ train sft evaluate export_hf sweep flags aot aot_roles aot_slices",
+    "programs": "__init__ __main__ train sft evaluate export_hf sweep top flags aot aot_roles aot_slices",
     "simulate": "simulate",
 }
 
@@ -47,7 +47,7 @@ ALLOWED = {
     "simulate": "settings sim",
     "report": "",
     "runtime": "settings models ops costs orchestrate checks tokenizer tasks rollout buffer trainer publish",
-    "programs": "settings models checks tokenizer runtime trainer",
+    "programs": "settings models checks tokenizer runtime trainer report",
 }
 ONLY_TYPES = ("orchestrate",)  # rooms that do not import `basics` either
 ALONE = ("types", "basics")

@@ -13,19 +13,21 @@ from absl import app, flags
 from dora_jax.report.load import load
 from dora_jax.report.page import page
 
-WORKDIR = flags.DEFINE_list("workdir", None, "the workdir of a run, or several with commas between them", required=True)
-OUT = flags.DEFINE_string("out", None, "where the page is written; default: report.html in the first workdir")
+
+def define_flags() -> None:
+    flags.DEFINE_list("workdir", None, "the workdir of a run, or several with commas between them", required=True)
+    flags.DEFINE_string("out", None, "where the page is written; default: report.html in the first workdir")
 
 
 def main(argv: list[str]) -> int:
     if len(argv) > 1:
         print(f"error: {argv[1]!r} is not understood; the flags are --workdir and --out", file=sys.stderr)
         return 2
-    folders = [Path(name) for name in WORKDIR.value]
+    folders = [Path(name) for name in flags.FLAGS.workdir]
     names = [folder.name or str(folder) for folder in folders]
     if len(set(names)) < len(names):
         names = [str(folder) for folder in folders]
-    out = Path(OUT.value) if OUT.value else folders[0] / "report.html"
+    out = Path(flags.FLAGS.out) if flags.FLAGS.out else folders[0] / "report.html"
     try:
         runs = [load(folder, name) for folder, name in zip(folders, names, strict=True)]
         out.write_text(page(runs), encoding="utf-8", errors="replace")
@@ -37,4 +39,5 @@ def main(argv: list[str]) -> int:
 
 
 if __name__ == "__main__":
+    define_flags()
     app.run(main)
