@@ -13,7 +13,7 @@ from dora_jax import fault_injection
 from dora_jax.orchestrate import events as ev
 from dora_jax.runtime.durability.event_log import frame, unframe
 from dora_jax.runtime.durability.journal_audit import audit, facts
-from dora_jax.runtime.durability.payload_state import CODEC, Batch
+from dora_jax.runtime.durability.records import CODEC, Batch
 from tests.fakes.journaled_run import Run
 
 

@@ -5,7 +5,7 @@ Gangs are of two processes: what the second one does shows that it does as the f
 import pytest
 
 from dora_jax.orchestrate import events as ev
-from dora_jax.runtime.durability.payload_state import Partial
+from dora_jax.runtime.durability.records import Partial
 from tests.fakes.cluster import eventually
 from tests.fakes.cluster_world import World, at_random, check, events
 

@@ -5,7 +5,7 @@ import pytest
 from dora_jax.orchestrate import events as ev
 from dora_jax.runtime.cluster import messages
 from dora_jax.runtime.cluster.backend import ReplicaScaler, wish_at
-from dora_jax.runtime.durability.payload_state import Partial
+from dora_jax.runtime.durability.records import Partial
 from tests.fakes.cluster import eventually
 from tests.fakes.cluster_world import Porters, World, at_random, check, entries, events
 

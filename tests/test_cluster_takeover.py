@@ -24,12 +24,13 @@ from dora_jax.runtime.cluster.process_main import HeartbeatSender
 from dora_jax.runtime.cluster.run_registry import RunRegistry, address_in
 from dora_jax.runtime.cluster.step_cache import StepCache
 from dora_jax.runtime.cluster.worker_roles import TrainerRole, TransferThreads
-from dora_jax.runtime.durability.event_log import Journal
-from dora_jax.runtime.durability.journal_audit import ReadOnly, audit
+from dora_jax.runtime.durability.event_log import EventLog
+from dora_jax.runtime.durability.journal_audit import audit
+from dora_jax.runtime.durability.log_stores import FileLogStore
 from dora_jax.runtime.durability.object_storage import ROSTER, Objects
 from dora_jax.runtime.durability.recovery import recover
 from dora_jax.runtime.transfer import slices
-from dora_jax.runtime.transfer.weight_receiver import WeightHost
+from dora_jax.runtime.transfer.weight_receiver import WeightEndpoint
 from dora_jax.runtime.transfer.weight_storage import StoredWeights
 from tests.fakes.cluster import LIMITS, FakeHost, begin, eventually
 from tests.fakes.cluster_world import World, events
@@ -83,7 +84,7 @@ class Lives(World):
             self.weights.held.clear()
             for version in found.debts.versions:
                 self.weights.put(version, None)
-            self.world.adopt(found.debts, found.book, found.orchestrator.state.now_s)
+            self.world.adopt(found.debts, found.payloads, found.orchestrator.state.now_s)
             self.publisher.settle()
         self.roster.announce(self.hub.address)
 
@@ -103,7 +104,9 @@ class Lives(World):
             self.heard += self.records
 
     def again(self, kill=lambda event: False, trusted=True):
-        found = recover(Journal(ReadOnly(self.folder)), self.config, [0], lambda v: True, self.said.append)
+        found = recover(
+            EventLog(FileLogStore(self.folder, read_only=True)), self.config, [0], lambda v: True, self.said.append
+        )
         return self.life(kill, found, trusted)
 
     def check(self, halt):
@@ -213,7 +216,7 @@ class Half(TrainerRole):
 
     def __init__(self, host, turns, both):
         self._link, self._pulse, self._turns, self._both = host.link, HeartbeatSender(host.link), turns, both
-        self._courier = TransferThreads(WeightHost(host.began.rank, None, HostWeights()), host.link)
+        self._courier = TransferThreads(WeightEndpoint(host.began.rank, None, HostWeights()), host.link)
         self._checkpoints, self._memory = None, StepCache()
 
     def _answer(self, what):

@@ -19,7 +19,8 @@ from dora_jax.runtime.cluster.remote_trainer import RemoteCheckpoints, RemoteTra
 from dora_jax.runtime.cluster.run_registry import RunRegistry
 from dora_jax.runtime.cluster.weight_publisher import WeightPublisher
 from dora_jax.runtime.durability.object_storage import Objects
-from dora_jax.runtime.durability.payload_state import Published, Step
+from dora_jax.runtime.durability.payload_state import Step
+from dora_jax.runtime.durability.records import Published
 from dora_jax.runtime.transfer import slices
 from dora_jax.runtime.transfer.transfer_manifest import WireError
 from dora_jax.runtime.transfer.weight_distribution import STORAGE, WIRE

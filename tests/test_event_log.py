@@ -13,10 +13,9 @@ import pytest
 import tensorstore
 
 from dora_jax.runtime.durability import event_log as jn
-from dora_jax.runtime.durability.event_log import Journal, JournalError
-from dora_jax.runtime.durability.file_log import FileLog
+from dora_jax.runtime.durability.event_log import EventLog
 from dora_jax.runtime.durability.forked_writer import fork
-from dora_jax.runtime.durability.object_log import ABSENT, ObjectLog
+from dora_jax.runtime.durability.log_stores import ABSENT, FileLogStore, JournalError, ObjectLogStore
 
 FLIPS = 500
 
@@ -28,7 +27,7 @@ def records(n, seed=0):
 
 def filled(log, committed=8, more=3):
     """A journal with `committed` durable records behind a snapshot of two, and `more` appended only."""
-    journal = Journal(log)
+    journal = EventLog(log)
     journal.rotate([b"head", b"snapshot"])
     for record in records(committed):
         journal.append(record)
@@ -42,14 +41,14 @@ def filled(log, committed=8, more=3):
 def new_log(request, tmp_path):
     """A function that opens the same log again, as the next process would."""
     store = tensorstore.KvStore.open("memory://j/").result()
-    return lambda: FileLog(tmp_path / "journal") if request.param == "files" else ObjectLog(store)
+    return lambda: FileLogStore(tmp_path / "journal") if request.param == "files" else ObjectLogStore(store)
 
 
 def test_what_was_committed_is_read_back_and_nothing_else(new_log):
     log = new_log()
     filled(log)
     log.close()
-    again = Journal(new_log())
+    again = EventLog(new_log())
     assert again.segments() == [1]
     assert again.read(1) == jn.Segment((b"head", b"snapshot", *records(8)), None, 0)
 
@@ -57,13 +56,13 @@ def test_what_was_committed_is_read_back_and_nothing_else(new_log):
 def test_a_run_begins_a_segment_of_its_own(new_log):
     filled(log := new_log())
     log.close()
-    second = Journal(new_log())
+    second = EventLog(new_log())
     with pytest.raises(JournalError, match="rotate first"):
         second.append(b"x")
     assert second.rotate([b"head 2"]) == 2
     second.append(b"y")
     second.close()
-    third = Journal(new_log())
+    third = EventLog(new_log())
     assert third.segments() == [1, 2] and third.read(2).records == (b"head 2", b"y")
     assert third.read(1).records[0] == b"head"
     third.rotate([b"head 3"])
@@ -74,7 +73,7 @@ def test_a_run_begins_a_segment_of_its_own(new_log):
 def test_close_commits(new_log):
     journal = filled(new_log())
     journal.close()
-    assert len(Journal(new_log()).read(1).records) == 2 + 8 + 3
+    assert len(EventLog(new_log()).read(1).records) == 2 + 8 + 3
 
 
 def test_every_cut_gives_a_prefix_and_says_where(new_log):
@@ -113,7 +112,7 @@ def test_noise_is_no_journal_and_takes_no_memory():
 
 
 def test_a_segment_is_there_whole_or_not_at_all(tmp_path, monkeypatch):
-    journal = Journal(FileLog(tmp_path))
+    journal = EventLog(FileLogStore(tmp_path))
     journal.rotate([b"first"])
 
     def dies(*args):
@@ -124,14 +123,14 @@ def test_a_segment_is_there_whole_or_not_at_all(tmp_path, monkeypatch):
         journal.rotate([b"second"])
     journal.append(b"goes on")
     journal.close()
-    again = Journal(FileLog(tmp_path))
+    again = EventLog(FileLogStore(tmp_path))
     assert again.segments() == [1] and again.read(1).records == (b"first", b"goes on")
     assert not list(tmp_path.glob("*.part"))
 
 
 def test_a_second_run_is_refused(tmp_path):
-    first = filled(FileLog(tmp_path))
-    code = "import sys; from dora_jax.runtime.durability.file_log import FileLog; FileLog(sys.argv[1])"
+    first = filled(FileLogStore(tmp_path))
+    code = "import sys; from dora_jax.runtime.durability.log_stores import FileLogStore; FileLogStore(sys.argv[1])"
     out = subprocess.run([sys.executable, "-c", code, str(tmp_path)], capture_output=True, text=True, check=False)
     assert "another run writes" in out.stderr
     first.close()
@@ -139,17 +138,17 @@ def test_a_second_run_is_refused(tmp_path):
 
 def test_a_run_that_was_taken_for_dead_is_refused_by_the_object_store():
     store = tensorstore.KvStore.open("memory://j/").result()
-    zombie = filled(ObjectLog(store))
-    successor = Journal(ObjectLog(store))
+    zombie = filled(ObjectLogStore(store))
+    successor = EventLog(ObjectLogStore(store))
     with pytest.raises(JournalError, match="another writer"):
         zombie.commit()
     successor.rotate([b"head of the successor"])
-    zombie = Journal(ObjectLog(store))
-    third = Journal(ObjectLog(store))
+    zombie = EventLog(ObjectLogStore(store))
+    third = EventLog(ObjectLogStore(store))
     third.rotate([b"third"])
     with pytest.raises(JournalError, match="another writer"):
         zombie.rotate([b"late"])
-    last = Journal(ObjectLog(store))
+    last = EventLog(ObjectLogStore(store))
     assert [last.read(n).records for n in last.segments()] == [
         (b"head", b"snapshot", *records(8)),
         (b"head of the successor",),
@@ -159,12 +158,12 @@ def test_a_run_that_was_taken_for_dead_is_refused_by_the_object_store():
 
 def test_objects_of_a_segment_without_manifest_are_not_read():
     store = tensorstore.KvStore.open("memory://j/").result()
-    filled(ObjectLog(store))
+    filled(ObjectLogStore(store))
     store.write("000002-dead/000000", jn.frame(b"of a killed run")).result()
-    journal = Journal(ObjectLog(store))
+    journal = EventLog(ObjectLogStore(store))
     assert journal.segments() == [1]
     journal.rotate([b"mine"])
-    assert Journal(ObjectLog(store)).read(2).records == (b"mine",)
+    assert EventLog(ObjectLogStore(store)).read(2).records == (b"mine",)
     assert not any(b"dead" in key for key in store.list().result())
 
 
@@ -173,7 +172,7 @@ def test_a_damaged_manifest_is_an_error_with_a_sentence():
         store = tensorstore.KvStore.open("memory://j/").result()
         store.write("MANIFEST", content).result()
         with pytest.raises(JournalError, match="MANIFEST is damaged"):
-            ObjectLog(store)
+            ObjectLogStore(store)
 
 
 def test_the_generation_of_an_absent_key_is_what_we_think(tmp_path):
@@ -185,7 +184,7 @@ def test_the_generation_of_an_absent_key_is_what_we_think(tmp_path):
 def test_a_full_disk_is_alarmed_and_nothing_is_lost_once_space_returns(tmp_path, monkeypatch):
     said = []
     monkeypatch.setattr(jn, "RETRY_PERIOD_S", 0.0)
-    journal = Journal(FileLog(tmp_path), said.append)
+    journal = EventLog(FileLogStore(tmp_path), said.append)
     journal.rotate([b"head"])
     write, room = os.write, [200]
 
@@ -215,7 +214,7 @@ def test_a_full_disk_is_alarmed_and_nothing_is_lost_once_space_returns(tmp_path,
 
 def test_what_waits_for_space_is_bounded(tmp_path, monkeypatch):
     monkeypatch.setattr(jn, "MAX_BACKLOG_BYTES", 100)
-    journal = Journal(FileLog(tmp_path))
+    journal = EventLog(FileLogStore(tmp_path))
     journal.rotate([])
     with pytest.raises(JournalError, match="cannot write"):
         for _ in range(9):
@@ -223,7 +222,7 @@ def test_what_waits_for_space_is_bounded(tmp_path, monkeypatch):
 
 
 def test_a_journal_that_cannot_be_written_to_the_end_says_so(tmp_path, monkeypatch):
-    journal = Journal(FileLog(tmp_path), (said := []).append)
+    journal = EventLog(FileLogStore(tmp_path), (said := []).append)
     journal.rotate([b"head"])
     journal.append(b"x")
     monkeypatch.setattr(jn.os, "fdatasync", lambda fd: (_ for _ in ()).throw(OSError(5, "Input/output error")))
@@ -235,7 +234,7 @@ def test_what_is_written_is_made_durable_in_time(tmp_path, monkeypatch):
     now, synced = [100.0], []
     monkeypatch.setattr(jn.time, "monotonic", lambda: now[0])
     monkeypatch.setattr(jn.os, "fdatasync", lambda fd: synced.append(now[0]))
-    journal = Journal(FileLog(tmp_path), sync_s=0.5)
+    journal = EventLog(FileLogStore(tmp_path), sync_s=0.5)
     journal.rotate([b"head"])
     for now[0] in (100.1, 100.2, 100.3):
         journal.append(b"x")
@@ -271,7 +270,7 @@ def test_nobody_waits_for_a_disk_that_is_slow_and_what_it_forgets_is_written_aga
 
     monkeypatch.setattr(jn.time, "monotonic", lambda: now[0])
     monkeypatch.setattr(jn.os, "fdatasync", slow_then_failing)
-    journal = Journal(FileLog(tmp_path), (said := []).append, sync_s=0.5)
+    journal = EventLog(FileLogStore(tmp_path), (said := []).append, sync_s=0.5)
     journal.rotate([b"head"])
     for now[0] in (100.6, 100.7, 101.3):  # the second and the third while the first is still on its way
         journal.append(b"%d" % (10 * now[0]))
@@ -289,7 +288,7 @@ def test_nobody_waits_for_a_disk_that_is_slow_and_what_it_forgets_is_written_aga
 def test_what_a_step_is_made_of_is_synced_while_it_is_made(tmp_path, monkeypatch):
     may_end, synced = threading.Event(), []
     monkeypatch.setattr(jn.os, "fdatasync", lambda fd: (may_end.wait(5.0), synced.append(os.fstat(fd).st_size)))
-    journal = Journal(FileLog(tmp_path), sync_s=100.0)
+    journal = EventLog(FileLogStore(tmp_path), sync_s=100.0)
     journal.rotate([b"head"])
     journal.append(b"a scored group")
     journal.commit()
@@ -307,7 +306,7 @@ def test_what_a_step_is_made_of_is_synced_while_it_is_made(tmp_path, monkeypatch
 def test_a_batch_for_object_storage_is_held_until_it_is_due(monkeypatch):
     now, store = [100.0], tensorstore.KvStore.open("memory://j/").result()
     monkeypatch.setattr(jn.time, "monotonic", lambda: now[0])
-    journal = Journal(ObjectLog(store), sync_s=0.5)
+    journal = EventLog(ObjectLogStore(store), sync_s=0.5)
     journal.rotate([b"head"])
     for now[0] in (100.1, 100.2):
         journal.append(b"%d" % (10 * now[0]))
@@ -343,8 +342,8 @@ class Unanswering:
 def test_a_put_whose_answer_was_lost_is_not_taken_for_another_writers(monkeypatch):
     store = Unanswering()
     monkeypatch.setattr(jn, "RETRY_PERIOD_S", 0.0)
-    log = ObjectLog(store)
-    journal = Journal(log, (said := []).append)
+    log = ObjectLogStore(store)
+    journal = EventLog(log, (said := []).append)
     journal.rotate([b"head"])
     for store.lost in (True, False):
         journal.append(b"one")
@@ -357,36 +356,36 @@ def test_a_put_whose_answer_was_lost_is_not_taken_for_another_writers(monkeypatc
 
 def test_a_segment_that_a_child_begins_holds_the_state_at_the_fork_and_what_came_since(new_log):
     log, state = new_log(), [b"snapshot"]
-    journal = Journal(log, (said := []).append)
+    journal = EventLog(log, (said := []).append)
     journal.rotate([b"head", *state])
     journal.append(b"before")
     journal.rotate_behind(lambda: [b"head", *state])
-    assert journal.turning
+    assert journal.rotating
     state[0] = b"changed"  # in the parent
     journal.append(b"meanwhile")
     journal.commit()
-    while (number := journal.turned()) is None:
-        assert journal.turning
+    while (number := journal.rotated()) is None:
+        assert journal.rotating
     journal.append(b"later")
     journal.close()
-    again = Journal(new_log())
+    again = EventLog(new_log())
     assert number == 2 and again.segments() == [1, 2] and not said
     assert again.read(1).records == (b"head", b"snapshot", b"before", b"meanwhile")
     assert again.read(2).records == (b"head", b"snapshot", b"meanwhile", b"later")
 
 
 def test_a_child_that_fails_or_is_not_waited_for_leaves_the_present_segment(tmp_path, capfd):
-    journal = Journal(FileLog(tmp_path), (said := []).append)
+    journal = EventLog(FileLogStore(tmp_path), (said := []).append)
     journal.rotate([b"head"])
     journal.rotate_behind(lambda: 1 / 0)
-    while journal.turning:
-        assert journal.turned() is None
+    while journal.rotating:
+        assert journal.rotated() is None
     assert "ZeroDivisionError" in capfd.readouterr().err and "could not be begun" in said[0]
     journal.rotate_behind(lambda: iter(lambda: b"without end", b""))
     journal.append(b"goes on")
     journal.close()
     assert [path.name for path in sorted(tmp_path.iterdir())] == ["000001.log", "lock"]
-    assert Journal(FileLog(tmp_path)).read(1).records == (b"head", b"goes on")
+    assert EventLog(FileLogStore(tmp_path)).read(1).records == (b"head", b"goes on")
 
 
 def test_a_child_holds_nothing_of_its_parent(tmp_path):

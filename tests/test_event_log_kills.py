@@ -18,8 +18,8 @@ from dora_jax.orchestrate.modes import OrchestratorConfig
 from dora_jax.runtime.durability import event_log as journals
 from dora_jax.runtime.durability import journal_audit, journaled_world
 from dora_jax.runtime.durability import payload_state as books
-from dora_jax.runtime.durability.event_log import Journal, frame
-from dora_jax.runtime.durability.payload_state import CODEC
+from dora_jax.runtime.durability.event_log import EventLog, frame
+from dora_jax.runtime.durability.records import CODEC
 from dora_jax.runtime.durability.recovery import recover, replay
 from dora_jax.types import Sample, SampleId
 from tests.fakes.journal_world import History, SlowChild
@@ -95,12 +95,12 @@ def killed_again_and_again(history, schedule):
 
 def whole_chain_agrees_with_its_last_segment(history):
     """Snapshot + tail = full replay."""
-    journal = Journal(history.disk)
+    journal = EventLog(history.disk)
     last = replay(journal, journal.segments()[-1:], history.said.append)
     whole = replay(journal, journal.segments(), history.said.append)
     assert whole.orchestrator.snapshot() == last.orchestrator.snapshot()
-    books = [[CODEC.encode(item) for item in each.book.records()] for each in (whole, last)]
-    assert books[0] == books[1] and whole.book.digests == last.book.digests
+    books = [[CODEC.encode(item) for item in each.payloads.records()] for each in (whole, last)]
+    assert books[0] == books[1] and whole.payloads.digests == last.payloads.digests
 
 
 @pytest.mark.parametrize("behind", [False, True])
@@ -147,7 +147,7 @@ def test_a_fact_that_cannot_be_ends_one_life_and_not_the_run(fact):
 
 
 def facts(disk):
-    journal = Journal(disk)
+    journal = EventLog(disk)
     for number in journal.segments():
         yield from journal_audit.facts(journal.read(number).records)
 
@@ -171,7 +171,7 @@ def older(record, format):
 
 def rewritten(disk, format):
     for number in disk.segments():
-        records = Journal(disk).read(number).records
+        records = EventLog(disk).read(number).records
         disk.content[number] = b"".join(frame(each) for record in records for each in older(record, format))
 
 
@@ -202,7 +202,7 @@ def test_a_journal_of_an_older_format_goes_on(monkeypatch):
     for format in (2, books.FORMAT + 1):
         history.disk.content, said = dict(written), []
         rewritten(history.disk, format)
-        assert recover(Journal(history.disk), config, [0], lambda v: True, said.append) is None
+        assert recover(EventLog(history.disk), config, [0], lambda v: True, said.append) is None
         assert f"it is of format {format}, and this version reads 3 to {books.FORMAT}" in said[0]
     history.disk.content = dict(written)
     rewritten(history.disk, 3)

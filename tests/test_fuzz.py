@@ -19,8 +19,10 @@ from dora_jax.models import hf, hf_config
 from dora_jax.orchestrate.core import Orchestrator
 from dora_jax.orchestrate.events import InstanceUp, TimePassed
 from dora_jax.orchestrate.modes import OrchestratorConfig
-from dora_jax.runtime.durability.event_log import Journal, JournalError, frame
-from dora_jax.runtime.durability.payload_state import CODEC, Book, Fact
+from dora_jax.runtime.durability.event_log import EventLog, frame
+from dora_jax.runtime.durability.log_stores import JournalError
+from dora_jax.runtime.durability.payload_state import PayloadState
+from dora_jax.runtime.durability.records import CODEC, Fact
 from dora_jax.runtime.durability.recovery import head_records, recover
 from dora_jax.tasks.prompts import Wording
 from dora_jax.tasks.rows import RowsSource
@@ -194,13 +196,13 @@ def test_journal_segments_whose_frames_are_whole_and_whose_records_are_not():
     draw, count = random.Random(5), 0
     cfg = OrchestratorConfig(groups_per_step=1, group_size=1, total_steps=2)
     brain = Orchestrator(cfg)
-    records = list(head_records(brain, Book(), 0))
+    records = list(head_records(brain, PayloadState(), 0))
     for event in (InstanceUp(instance=0, slots=4, pages=64, page_size=16), TimePassed(now_s=1.0)):
         records.append(CODEC.encode(Fact(event=event, payload=None)))
     for _ in range(N):
         at = draw.randrange(len(records))
         bad = [*records[:at], damaged(draw, records[at]), *records[at + 1 :]]
-        journal, said = Journal(Bytes(b"".join(map(frame, bad)))), []
+        journal, said = EventLog(Bytes(b"".join(map(frame, bad)))), []
         try:
             found = recover(journal, cfg, [0], lambda v: True, said.append)
         except (JournalError, ValueError) as error:

@@ -6,7 +6,7 @@ import pytest
 import tensorstore
 
 from dora_jax.exits import Stop
-from dora_jax.runtime.durability.object_log import ObjectLog
+from dora_jax.runtime.durability.log_stores import ObjectLogStore
 from dora_jax.runtime.shutdown import Guard
 from tests.fakes.coordinator_world import P
 from tests.fakes.journaled_run import STEPS, Run
@@ -29,7 +29,7 @@ def test_a_run_whose_journal_is_in_object_storage_tells_nothing_before_it_is_the
     lives, halt = 0, None
     while halt is None:
         lives += 1
-        halt = job.life(kill_at=60 + 37 * lives if lives < 12 else None, log=ObjectLog(store))
+        halt = job.life(kill_at=60 + 37 * lives if lives < 12 else None, log=ObjectLogStore(store))
     assert halt.ok and lives > 2 and job.went_on
     job.audit()
     assert len(store.list().result()) < 0.5 * sum(60 + 37 * n for n in range(1, lives)), "facts come in batches"

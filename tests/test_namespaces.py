@@ -9,7 +9,7 @@ import pytest
 from dora_jax.orchestrate.events import TimePassed
 from dora_jax.runtime.transfer import weight_distribution
 from dora_jax.runtime.transfer import weight_messages as ex
-from dora_jax.runtime.transfer.weight_distribution import Publication
+from dora_jax.runtime.transfer.weight_distribution import WeightDistribution
 from tests.fakes import namespaces, weight_peer
 
 SIZE = 4 << 20
@@ -20,7 +20,7 @@ class Controller:
     """Feeds the state machine from pipes: the control plane is another network than the one that fails."""
 
     def __init__(self, hosts):
-        self.brain = Publication(now_s=time.monotonic())
+        self.brain = WeightDistribution(now_s=time.monotonic())
         self.ends, self.outcomes, self.answers, self.on_command = {}, [], {}, lambda item: None
         for name in hosts.space:
             self.ends[name], theirs = multiprocessing.get_context("spawn").Pipe()

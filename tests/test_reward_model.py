@@ -20,8 +20,8 @@ from safetensors.numpy import load_file, save_file
 from dora_jax.config import ConfigError, RewardModelSection, blame
 from dora_jax.models import decoder, hf, sharding
 from dora_jax.ops.segment_attention import segment_attention
-from dora_jax.runtime.durability.event_log import Journal
-from dora_jax.runtime.durability.journal_audit import ReadOnly
+from dora_jax.runtime.durability.event_log import EventLog
+from dora_jax.runtime.durability.log_stores import FileLogStore
 from dora_jax.runtime.durability.recovery import replay
 from dora_jax.tasks import reward_model
 from dora_jax.tasks.pool import GroupFailure
@@ -366,7 +366,7 @@ def test_a_run_whose_reward_is_the_models(tmp_path):
         "--config.steps=2",
         f"--workdir={workdir}",
     )
-    journal = Journal(ReadOnly(workdir / "journal"))
+    journal = EventLog(FileLogStore(workdir / "journal", read_only=True))
     steps = replay(journal, journal.segments(), print).steps
     made = model(judge, pack_tokens=512)
     assert len(steps) == 2

@@ -16,9 +16,9 @@ from dora_jax.orchestrate.loop import each, run
 from dora_jax.orchestrate.modes import OrchestratorConfig
 from dora_jax.rollout.oracle import OracleEngine
 from dora_jax.runtime.coordinator import Coordinator
-from dora_jax.runtime.durability.event_log import Journal
-from dora_jax.runtime.durability.journaled_world import DurableWorld
-from dora_jax.runtime.durability.payload_state import Book
+from dora_jax.runtime.durability.event_log import EventLog
+from dora_jax.runtime.durability.journaled_world import JournaledWorld
+from dora_jax.runtime.durability.payload_state import PayloadState
 from dora_jax.runtime.supervised_worker import LocalInstance, RestartPolicy
 from dora_jax.runtime.trainer_worker import TrainerWorker
 from dora_jax.runtime.worker import Finished
@@ -110,9 +110,9 @@ class Job:
             eval_samples=2,
         )
         self.world.listen(self.records.append)
-        self.brain, self.book = Orchestrator(self.config), Book()
-        self.world.recall(self.book)
-        self.durable = DurableWorld(self.world, Journal(Disk()), self.brain, self.book)
+        self.brain, self.payloads = Orchestrator(self.config), PayloadState()
+        self.world.recall(self.payloads)
+        self.durable = JournaledWorld(self.world, EventLog(Disk()), self.brain, self.payloads)
 
     def play(self, watch=lambda event: None):
         def observe(event, commands):
@@ -120,7 +120,7 @@ class Job:
                 self.downs.append(event)
             for command in commands:
                 if isinstance(command, ev.Resume):
-                    self.resumed |= {id: len(self.book.tokens(id)[0]) for id in command.ids}
+                    self.resumed |= {id: len(self.payloads.tokens(id)[0]) for id in command.ids}
             watch(event)
 
         try:

@@ -1,6 +1,6 @@
 """Versions between worlds: whole or not at all, whatever fails, comes twice or comes late.
 
-Hosts are real (`WeightHost`); the wire under them is real in some tests and counts its offers in the others.
+Hosts are real (`WeightEndpoint`); the wire under them is real in some tests and counts its offers in the others.
 """
 
 import dataclasses
@@ -19,8 +19,8 @@ from dora_jax.publish import HostWeights, offered_copy
 from dora_jax.runtime.transfer import slices, weight_receiver
 from dora_jax.runtime.transfer import weight_messages as ex
 from dora_jax.runtime.transfer.transfer_manifest import Key
-from dora_jax.runtime.transfer.weight_distribution import STORAGE, WIRE, Publication
-from dora_jax.runtime.transfer.weight_receiver import WeightHost
+from dora_jax.runtime.transfer.weight_distribution import STORAGE, WIRE, WeightDistribution
+from dora_jax.runtime.transfer.weight_receiver import WeightEndpoint
 from tests.fakes import trainer_cases as cases
 from tests.fakes.publication_world import LIKE, ONE, Net
 from tests.fakes.wire_peer import new_wire
@@ -108,7 +108,7 @@ def test_storage_is_a_path_only_where_it_was_chosen():
         net.want("r0", 5), net.run()
         assert isinstance(net.outcomes[-1], ex.Loaded if loaded else ex.NotLoaded), paths
     with pytest.raises(ValueError, match=r"by wire, by storage or by both, not by \('pigeon',\)"):
-        Publication(("pigeon",))
+        WeightDistribution(("pigeon",))
 
 
 @pytest.mark.parametrize("paths", [(WIRE,), (WIRE, STORAGE)])
@@ -347,14 +347,14 @@ def test_trained_weights_reach_replicas_in_their_layout_and_from_each_other():
     copy = offered_copy("bfloat16", sharding.param_specs(cases.MODEL, on))(params)
     trainer = HostWeights()
     trainer.put(3, slices.offered(copy))
-    worlds = {"trainer": [WeightHost(0, new_wire(), trainer)]}
-    brain = Publication()
+    worlds = {"trainer": [WeightEndpoint(0, new_wire(), trainer)]}
+    brain = WeightDistribution()
     facts = [ex.WorldUp(world="trainer", epoch=1, hosts=1, trainer=True), ex.Holds(world="trainer", epoch=1, version=3)]
     shardings = {}
     for i in range(3):
         shardings[f"r{i}"] = meshed(devices[2:4] if i == 0 else devices[4:8], 4 if i else 2)  # four share two KV heads
         like = weight_receiver.like(cases.MODEL, shardings[f"r{i}"], jnp.bfloat16)
-        worlds[f"r{i}"] = [WeightHost(0, new_wire(), HostWeights(), like)]
+        worlds[f"r{i}"] = [WeightEndpoint(0, new_wire(), HostWeights(), like)]
         facts += [ex.WorldUp(world=f"r{i}", epoch=1, hosts=1), ex.Wanted(world=f"r{i}", version=3)]
     outcomes = carry(brain, worlds, *facts)
     assert outcomes == [ex.Loaded(world=f"r{i}", version=3) for i in range(3)]
@@ -371,21 +371,24 @@ def test_a_replica_with_another_model_is_refused_and_the_version_stays_whole():
     store.put(0, slices.offered(jax.device_put(cases.params(), sharding.param_specs(cases.MODEL, one))))
     smaller = dataclasses.replace(cases.MODEL, n_layers=1)
     like = weight_receiver.like(smaller, sharding.param_specs(smaller, one, "serving"), jnp.bfloat16)
-    worlds = {"trainer": [WeightHost(0, new_wire(), store)], "r0": [WeightHost(0, new_wire(), HostWeights(), like)]}
+    worlds = {
+        "trainer": [WeightEndpoint(0, new_wire(), store)],
+        "r0": [WeightEndpoint(0, new_wire(), HostWeights(), like)],
+    }
     up = [
         ex.WorldUp(world="trainer", epoch=1, hosts=1),
         ex.Holds(world="trainer", epoch=1, version=0),
         ex.WorldUp(world="r0", epoch=4, hosts=1),
         ex.Wanted(world="r0", version=0),
     ]
-    (outcome,) = carry(Publication(), worlds, *up)
+    (outcome,) = carry(WeightDistribution(), worlds, *up)
     assert "bfloat16" in outcome.reason and "is wanted, and it is float32" in outcome.reason
     assert worlds["r0"][0].weights.versions == ()
 
 
 def test_what_a_dead_receiver_never_took_is_let_go():
     x = {"w": jax.device_put(np.ones(4, np.float32), ONE)}
-    source = WeightHost(0, wire := new_wire(), HostWeights())
+    source = WeightEndpoint(0, wire := new_wire(), HostWeights())
     source.weights.put(1, slices.offered(x))
     key = Key(epoch=1, version=1, receiver="r0", sequence=1)
     assert isinstance(source.execute(ex.Offer(world="t", key=key, wanted=(slices.wanted(x),))), ex.Offered)

@@ -25,9 +25,9 @@ from absl import logging
 
 from dora_jax import validate, workdirs
 from dora_jax.bench.chaos import OVERRIDES, Run, prepare
-from dora_jax.runtime.durability.event_log import Journal, JournalError
-from dora_jax.runtime.durability.journal_audit import ReadOnly
-from dora_jax.runtime.durability.payload_state import CODEC
+from dora_jax.runtime.durability.event_log import EventLog
+from dora_jax.runtime.durability.log_stores import FileLogStore, JournalError
+from dora_jax.runtime.durability.records import CODEC
 from dora_jax.runtime.durability.recovery import Recovered, recover
 from dora_jax.runtime.run import orchestrator_config
 from dora_jax.trainer import checkpoint
@@ -132,7 +132,7 @@ class _Journal:
 
     def _recover(self, checkpoints: list[int] | None = None) -> tuple[Recovered | None, list[str]]:
         said: list[str] = []
-        journal = Journal(ReadOnly(self._folder))
+        journal = EventLog(FileLogStore(self._folder, read_only=True))
         return recover(journal, self._config, checkpoints or self._checkpoints, lambda version: True, said.append), said
 
     def _is_history(self, found: Recovered) -> bool:
@@ -145,7 +145,7 @@ class _Journal:
         )
 
     def _state_of(self, found: Recovered) -> tuple:
-        return found.orchestrator.snapshot(), [CODEC.encode(item) for item in found.book.records()], found.base
+        return found.orchestrator.snapshot(), [CODEC.encode(item) for item in found.payloads.records()], found.base
 
 
 def _bytes_of(found: Recovered) -> dict[int, bytes]:

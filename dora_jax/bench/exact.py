@@ -22,8 +22,8 @@ from typing import Any
 import numpy as np
 
 from dora_jax.bench.chaos import OVERRIDES, Run, prepare
-from dora_jax.runtime.durability.event_log import Journal
-from dora_jax.runtime.durability.journal_audit import ReadOnly
+from dora_jax.runtime.durability.event_log import EventLog
+from dora_jax.runtime.durability.log_stores import FileLogStore
 from dora_jax.runtime.durability.recovery import replay
 
 POINTS = ("trainer.before_step", "trainer.after_step", "trainer.after_put")
@@ -122,7 +122,7 @@ def _arrays(step: Path) -> list[tuple[str, np.ndarray]]:
 
 def _digests(folder: Path) -> dict[int, int]:
     """Version -> digest of its weights, as they were published."""
-    journal = Journal(ReadOnly(folder / "journal"))
+    journal = EventLog(FileLogStore(folder / "journal", read_only=True))
     steps = replay(journal, journal.segments(), lambda sentence: None).steps
     return {step.base + 1: step.published.digest for step in steps}
 

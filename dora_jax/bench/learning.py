@@ -36,8 +36,8 @@ from typing import NamedTuple
 import numpy as np
 from scipy import stats
 
-from dora_jax.runtime.durability.event_log import Journal
-from dora_jax.runtime.durability.journal_audit import ReadOnly
+from dora_jax.runtime.durability.event_log import EventLog
+from dora_jax.runtime.durability.log_stores import FileLogStore
 from dora_jax.runtime.durability.recovery import replay
 from dora_jax.sim.table import grid
 from dora_jax.tokenizer import Tokenizer
@@ -95,7 +95,7 @@ def run(folder: Path, mode: str, seed: int, base: Path, steps: int) -> None:
         return
     shutil.rmtree(folder, ignore_errors=True)
     call("dora_jax.train", *arguments, f"--workdir={folder}")
-    tokenizer, journal = Tokenizer.load(base), Journal(ReadOnly(folder / "journal"))
+    tokenizer, journal = Tokenizer.load(base), EventLog(FileLogStore(folder / "journal", read_only=True))
     groups = []
     for step in replay(journal, journal.segments(), print).steps:
         for g in step.groups:

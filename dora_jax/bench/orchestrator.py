@@ -41,9 +41,10 @@ from dora_jax.orchestrate.loop import quiet_collector
 from dora_jax.orchestrate.modes import OrchestratorConfig
 from dora_jax.runtime.cluster import messages
 from dora_jax.runtime.coordinator import gather_s
-from dora_jax.runtime.durability.event_log import Journal
-from dora_jax.runtime.durability.file_log import FileLog
-from dora_jax.runtime.durability.payload_state import CODEC, Book, Fact, batches
+from dora_jax.runtime.durability.event_log import EventLog
+from dora_jax.runtime.durability.log_stores import FileLogStore
+from dora_jax.runtime.durability.payload_state import PayloadState
+from dora_jax.runtime.durability.records import CODEC, Fact, batches
 from dora_jax.runtime.durability.recovery import head_records
 from dora_jax.types import SampleId
 
@@ -107,7 +108,7 @@ class Cost:
         if took_ns > self.worst_ns:
             self.worst_ns, self.worst_facts = took_ns, len(events)
 
-    def codec(self, events: list[ev.Event], journal: Journal) -> None:
+    def codec(self, events: list[ev.Event], journal: EventLog) -> None:
         """The journal's record is written; of the wire, what came is read."""
         came = [messages.CODEC.encode(event) for event in events]
         began = time.thread_time_ns()
@@ -133,7 +134,7 @@ class Body:
     """Answers commands in virtual time."""
 
     def __init__(self, options: Options, folder: str, seed: int = 0):
-        self.journal = Journal(FileLog(folder), sync_s=SYNC_S)
+        self.journal = EventLog(FileLogStore(folder), sync_s=SYNC_S)
         self.options, self.draw = options, random.Random(seed)
         self.brain = Orchestrator(_config(options))
         self.cost = Cost()
@@ -156,7 +157,7 @@ class Body:
         for i in range(options.instances):
             self.at(UP_S * self.draw.random(), self.up, i)
             self.at(max(0.0, options.warm_s - REPORTS_BEFORE_S) + self.draw.random() * options.report_s, self.report, i)
-        self.journal.rotate(head_records(self.brain, Book(), 0))
+        self.journal.rotate(head_records(self.brain, PayloadState(), 0))
         if options.snapshot_s:
             self.at(options.warm_s + options.snapshot_s / 2, self.snapshot)
 
@@ -211,17 +212,17 @@ class Body:
     def snapshot(self) -> None:
         self.at(self.options.snapshot_s, self.snapshot)
         began, began_s = time.thread_time_ns(), time.monotonic()
-        self.journal.rotate_behind(functools.partial(head_records, self.brain, Book(), 0))
+        self.journal.rotate_behind(functools.partial(head_records, self.brain, PayloadState(), 0))
         self.cost.fork_s.append(time.monotonic() - began_s)
         self.cost.snapshot_ns += time.thread_time_ns() - began
         self.turn()
 
     def turn(self) -> None:
         began = time.thread_time_ns()
-        if self.journal.turned() is not None:
+        if self.journal.rotated() is not None:
             self.cost.snapshots += 1
         self.cost.snapshot_ns += time.thread_time_ns() - began
-        if self.journal.turning:
+        if self.journal.rotating:
             self.at(CLOCK_S, self.turn)
 
     def up(self, i: int) -> None:
@@ -358,7 +359,7 @@ def measure(options: Options) -> Body:
         gc.callbacks.append(cost.collected)
         with _profile(options.profile):
             body.run(options.warm_s + options.seconds)
-            while body.journal.turning:
+            while body.journal.rotating:
                 body.turn()
         gc.callbacks.remove(cost.collected)
         cost.children_s = _children_s() - cost.children_s

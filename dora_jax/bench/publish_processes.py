@@ -16,7 +16,7 @@ from dora_jax.models.families import new_config
 from dora_jax.orchestrate.events import TimePassed
 from dora_jax.runtime.codec import Codec
 from dora_jax.runtime.transfer import weight_messages as ex
-from dora_jax.runtime.transfer.weight_distribution import STORAGE, Publication
+from dora_jax.runtime.transfer.weight_distribution import STORAGE, WeightDistribution
 from dora_jax.types import Version
 
 FSDP, TENSOR = 4, 2
@@ -112,14 +112,14 @@ class TrainerSide:
         from dora_jax.publish import HostWeights
         from dora_jax.runtime import run
         from dora_jax.runtime.transfer.device_transfer import Wire
-        from dora_jax.runtime.transfer.weight_receiver import WeightHost
+        from dora_jax.runtime.transfer.weight_receiver import WeightEndpoint
         from dora_jax.runtime.transfer.weight_storage import StoredWeights
 
         model, mesh = model_of(mib), sharding.make_mesh(jax.devices(), 1, FSDP, 1)
         self._like = run.publishing_inputs(model, mesh)
         self._copy = run.publishing_copy(_config(), model, mesh).lower(self._like).compile()
         self._stored, self._kept = StoredWeights(folder), HostWeights()
-        self.host = WeightHost(0, Wire(*HERE), self._kept)
+        self.host = WeightEndpoint(0, Wire(*HERE), self._kept)
 
     def put(self, version: Version, write: bool) -> tuple[float, ...]:
         """Seconds of the copy, of its way to the host and to storage."""
@@ -159,13 +159,13 @@ class InstanceSide:
         from dora_jax.publish import HostWeights
         from dora_jax.runtime import run
         from dora_jax.runtime.transfer.device_transfer import Wire
-        from dora_jax.runtime.transfer.weight_receiver import WeightHost, like
+        from dora_jax.runtime.transfer.weight_receiver import WeightEndpoint, like
         from dora_jax.runtime.transfer.weight_storage import StoredWeights
 
         model, config = model_of(mib), _config()
         self._engine = run.engine_of(config, model, sharding.make_mesh(jax.devices(), 1, 1, TENSOR))
         wanted = like(model, self._engine.param_shardings, config.model.dtype)
-        self.host = WeightHost(0, Wire(*HERE), HostWeights(), wanted, StoredWeights(folder))
+        self.host = WeightEndpoint(0, Wire(*HERE), HostWeights(), wanted, StoredWeights(folder))
 
     def put(self, version: Version, write: bool) -> tuple[float, ...]:
         """Seconds that the engine stands still for it, and that the devices take for as many bytes."""
@@ -195,7 +195,7 @@ class Cluster:
         context = multiprocessing.get_context("spawn")
         self.names = ["trainer", *(f"r{i}" for i in range(instances))]
         self.path, self.folder = path, folder
-        self.brain = Publication((path,), time.monotonic())
+        self.brain = WeightDistribution((path,), time.monotonic())
         self.ends, self.children = {}, []
         for name in self.names:
             self.ends[name], theirs = context.Pipe()

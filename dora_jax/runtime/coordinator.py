@@ -19,7 +19,8 @@ from dora_jax.exits import Stop
 from dora_jax.orchestrate import events as ev
 from dora_jax.orchestrate.restart import Debts
 from dora_jax.rollout.migrate import InFlightSample, retagged
-from dora_jax.runtime.durability.payload_state import Book, Partial
+from dora_jax.runtime.durability.payload_state import PayloadState
+from dora_jax.runtime.durability.records import Partial
 from dora_jax.runtime.rollout_worker import EngineWorker
 from dora_jax.runtime.shutdown import STAGE_END_S
 from dora_jax.runtime.trainer_worker import TrainerWorker
@@ -81,7 +82,7 @@ class Coordinator:
         self._listeners: list[Callable[[Any], None]] = []
         self._time_s = 0.0
         self._skew_s = 0.0  # the clock goes on from that of the process before
-        self._book = Book()
+        self._payloads = PayloadState()
         self._recorded: dict[SampleId, Version] = {}  # begun under an earlier process, and not asked for yet
         self._ended: dict[SampleId, Sample] = {}  # of these, finished while nobody listened
         self._risen: list[InstanceReady] = []
@@ -90,23 +91,23 @@ class Coordinator:
         """`listener` sees every payload record: Finished, Partial, ScoredGroup, GroupFailure, StepDone."""
         self._listeners.append(listener)
 
-    def recall(self, book: Book) -> None:
+    def recall(self, payloads: PayloadState) -> None:
         """Samples of a lost instance go on with the tokens that are recorded here. It is only read."""
-        self._book = book
+        self._payloads = payloads
 
-    def adopt(self, debts: Debts, book: Book, now_s: float) -> None:
+    def adopt(self, debts: Debts, payloads: PayloadState, now_s: float) -> None:
         """Takes on what an earlier process owed, before `start`."""
-        self.recall(book)
+        self.recall(payloads)
         self._recorded = dict(debts.recorded)
         self._skew_s = now_s - time.monotonic()
         for group_id in debts.groups:
             try:
-                self._open[group_id] = _Group(self._task.prompt_at(group_id), dict(book.samples.get(group_id, {})))
+                self._open[group_id] = _Group(self._task.prompt_at(group_id), dict(payloads.samples.get(group_id, {})))
             except PromptTooLong:
                 continue  # no sample of it has started: its Start will be refused
-        for group in (*book.evaluated.values(), *book.scored.values()):
+        for group in (*payloads.evaluated.values(), *payloads.scored.values()):
             self._tell(group)
-        for group_id, group in book.scored.items():
+        for group_id, group in payloads.scored.items():
             self._open[group_id] = _Group(self._task.prompt_at(group_id), submitted=group.samples)
             self._groups.put(group)
         for group_id in debts.score:
@@ -226,7 +227,7 @@ class Coordinator:
         """What an instance still has from an earlier process: used where it goes on from what is recorded."""
         held = brought.sample if isinstance(brought, FinishedUnheard) else brought.parcel
         version = held.spans[-1].version if isinstance(brought, FinishedUnheard) else held.version
-        out_ids, _, _ = self._book.tokens(held.id)
+        out_ids, _, _ = self._payloads.tokens(held.id)
         n = len(out_ids)
         if self._recorded.get(held.id) != version or not np.array_equal(held.out_ids[:n], out_ids):
             return
@@ -244,7 +245,7 @@ class Coordinator:
         if sample in self._parcels:
             return self._parcels.pop(sample)
         prompt = self._open[sample.group_id].prompt
-        out_ids, logprobs, spans = self._book.tokens(sample)
+        out_ids, logprobs, spans = self._payloads.tokens(sample)
         last = spans[-1] if spans else None
         return InFlightSample(
             id=sample,

@@ -24,8 +24,8 @@ from dora_jax.runtime import run as build
 from dora_jax.runtime import warm_start, warm_start_data
 from dora_jax.runtime.coordinator import Coordinator
 from dora_jax.runtime.durability import resume
-from dora_jax.runtime.durability.event_log import Journal
-from dora_jax.runtime.durability.journaled_world import DurableWorld
+from dora_jax.runtime.durability.event_log import EventLog
+from dora_jax.runtime.durability.journaled_world import JournaledWorld
 from dora_jax.runtime.durability.object_storage import Mirror, fetch, mirrored
 from dora_jax.runtime.durability.resume import Begun
 from dora_jax.runtime.evaluations import closing
@@ -131,7 +131,7 @@ class RunStorage:
     """What a training run leaves on the disk, and what it found there."""
 
     side: TrainerSide
-    journal: Journal | None
+    journal: EventLog | None
     begun: Begun
     every: int  # steps between checkpoints; 0: none
     last: Version  # always saved, unless none are
@@ -163,21 +163,21 @@ class RunStorage:
             if self.due(version) and version not in self.steps:
                 raise Stop(f"the checkpoint of version {version} is not in the bucket; the same command makes it")
 
-    def behind(self, world: Coordinator) -> DurableWorld | None:
+    def behind(self, world: Coordinator) -> JournaledWorld | None:
         """The journal in front of `world`, which takes on what a killed process owed."""
         begun = self.begun
-        world.recall(begun.book)
+        world.recall(begun.payloads)
         if begun.debts is not None:
-            world.adopt(begun.debts, begun.book, begun.orchestrator.state.now_s)
+            world.adopt(begun.debts, begun.payloads, begun.orchestrator.state.now_s)
         if self.journal is None:
             return None
-        return DurableWorld(world, self.journal, begun.orchestrator, begun.book, begun.epoch, begun.segments)
+        return JournaledWorld(world, self.journal, begun.orchestrator, begun.payloads, begun.epoch, begun.segments)
 
 
 class CheckpointSaver:
     """Loop observer: saves right after a version is published, while the trainer is still idle."""
 
-    def __init__(self, backing: RunStorage, durable: DurableWorld | None, log: RunLog):
+    def __init__(self, backing: RunStorage, durable: JournaledWorld | None, log: RunLog):
         self._backing = backing
         self._durable = durable
         self._log = log
@@ -330,7 +330,7 @@ def _run(
 
 @contextlib.contextmanager
 def _ending(
-    durable: DurableWorld | None, world: Coordinator, body: Any, log: RunLog, recorder: Any, guard: Guard
+    durable: JournaledWorld | None, world: Coordinator, body: Any, log: RunLog, recorder: Any, guard: Guard
 ) -> Iterator[None]:
     """Closes these at the end. The stages of a stopped run are not seen to the end of what they are in the middle of."""
     stopped = False

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from dora_jax.orchestrate import events as ev
-from dora_jax.runtime.durability.payload_state import Partial
+from dora_jax.runtime.durability.records import Partial
 from dora_jax.runtime.worker import Finished, HandedOver, Parked, Worker
 from dora_jax.types import InstanceId, Prompt, SampleId, Version
 

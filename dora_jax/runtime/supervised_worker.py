@@ -22,7 +22,7 @@ import numpy as np
 
 from dora_jax.orchestrate import events as ev
 from dora_jax.rollout.migrate import InFlightSample
-from dora_jax.runtime.durability.payload_state import Partial
+from dora_jax.runtime.durability.records import Partial
 from dora_jax.runtime.rollout_worker import EngineWorker
 from dora_jax.runtime.shutdown import STAGE_END_S
 from dora_jax.runtime.worker import Crashed, Finished, InstanceReady

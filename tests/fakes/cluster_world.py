@@ -25,17 +25,18 @@ from dora_jax.runtime.cluster.weight_publisher import WeightPublisher
 from dora_jax.runtime.cluster.worker_roles import RolloutRole
 from dora_jax.runtime.coordinator import Coordinator
 from dora_jax.runtime.durability import journal_audit
-from dora_jax.runtime.durability.event_log import Journal
-from dora_jax.runtime.durability.file_log import FileLog
-from dora_jax.runtime.durability.journal_audit import ReadOnly, audit
-from dora_jax.runtime.durability.journaled_world import DurableWorld
-from dora_jax.runtime.durability.payload_state import Book, Fact
+from dora_jax.runtime.durability.event_log import EventLog
+from dora_jax.runtime.durability.journal_audit import audit
+from dora_jax.runtime.durability.journaled_world import JournaledWorld
+from dora_jax.runtime.durability.log_stores import FileLogStore
+from dora_jax.runtime.durability.payload_state import PayloadState
+from dora_jax.runtime.durability.records import Fact
 from dora_jax.runtime.idle_time import IdleTimer
 from dora_jax.runtime.trainer_worker import TrainerWorker
 from dora_jax.runtime.transfer import weight_messages as ex
 from dora_jax.runtime.transfer.transfer_manifest import Key, Lent, Manifest
 from dora_jax.runtime.transfer.weight_distribution import STORAGE
-from dora_jax.runtime.transfer.weight_receiver import WeightHost
+from dora_jax.runtime.transfer.weight_receiver import WeightEndpoint
 from dora_jax.runtime.transfer.weight_storage import StoredWeights
 from tests.fakes.cluster import LIMITS, FakeLauncher
 from tests.fakes.coordinator_world import (
@@ -128,7 +129,7 @@ class Oracles(FakeLauncher):
         engine = engines[host.began.rank] = SlowEngine(SECTION, length=self._length, version_in=int)
         engine.import_ = lambda parcel, then=engine.import_: (self.imported.append(parcel), then(parcel))
         led = [Wire(turns)] * (host.began.hosts - 1)
-        weights = WeightHost(host.began.rank, None, Brought(), {}, self)
+        weights = WeightEndpoint(host.began.rank, None, Brought(), {}, self)
         role = RolloutRole(
             host.began,
             engine,
@@ -194,8 +195,8 @@ class World:
                 i, up, self.outbox, self.remotes, self.publisher, self._keeper(i), self.said.append
             )
         groups = MemoryGroupStore()
-        self.orchestrator, self.book = (
-            (found.orchestrator, found.book) if found else (Orchestrator(self.config), Book())
+        self.orchestrator, self.payloads = (
+            (found.orchestrator, found.payloads) if found else (Orchestrator(self.config), PayloadState())
         )
         trainer = TrainerWorker(
             Trainer(), lambda groups, base: None, groups, self.weights, self.config.decisions.max_lag, self.outbox
@@ -211,11 +212,11 @@ class World:
             group_size=G,
             eval_samples=2,
         )
-        self.world.recall(self.book)
+        self.world.recall(self.payloads)
         self.records = []
         self.world.listen(self.records.append)
-        self.log = FileLog(self.folder)
-        self.durable = DurableWorld(self.world, Journal(self.log), self.orchestrator, self.book)
+        self.log = FileLogStore(self.folder)
+        self.durable = JournaledWorld(self.world, EventLog(self.log), self.orchestrator, self.payloads)
 
     def run(self, observers=()):
         for remote in self.remotes.values():
@@ -279,7 +280,7 @@ def at_random(world, seed, blow):
 
 
 def entries(folder):
-    journal = Journal(ReadOnly(folder))
+    journal = EventLog(FileLogStore(folder, read_only=True))
     return [entry for n in journal.segments() for entry in journal_audit.entries(journal.read(n).records)]
 
 

@@ -1,6 +1,6 @@
 """The production coordinator without threads or time: a driver decides whose turn it is, and whose facts are heard.
 
-Coordinator, LocalInstance, EngineWorker, TrainerWorker, DurableWorld and the arithmetic engine are the real ones; what
+Coordinator, LocalInstance, EngineWorker, TrainerWorker, JournaledWorld and the arithmetic engine are the real ones; what
 would be a thread is a list of things that the driver may do next. Instances die with calls and facts on their way, and
 are made again; events are said twice; the process is killed at any fact and begun again from its journal.
 
@@ -26,9 +26,10 @@ from dora_jax.rollout.oracle import OracleEngine
 from dora_jax.runtime import coordinator
 from dora_jax.runtime import supervised_worker as instances
 from dora_jax.runtime.coordinator import Coordinator
-from dora_jax.runtime.durability.event_log import Journal
-from dora_jax.runtime.durability.journaled_world import DurableWorld
-from dora_jax.runtime.durability.payload_state import Book, Partial
+from dora_jax.runtime.durability.event_log import EventLog
+from dora_jax.runtime.durability.journaled_world import JournaledWorld
+from dora_jax.runtime.durability.payload_state import PayloadState
+from dora_jax.runtime.durability.records import Partial
 from dora_jax.runtime.durability.recovery import recover
 from dora_jax.runtime.supervised_worker import LocalInstance, RestartPolicy
 from dora_jax.runtime.trainer_worker import TrainerWorker
@@ -139,15 +140,15 @@ class Process:
             eval_samples=config.eval_samples,
         )
         self.world.listen(game.records.append)
-        book = found.book if found else Book()
-        journal = Journal(game.disk)
-        self.durable = DurableWorld(
-            self.world, journal, self.brain, book, segments=dict(found.segments) if found else {}
+        payloads = found.payloads if found else PayloadState()
+        journal = EventLog(game.disk)
+        self.durable = JournaledWorld(
+            self.world, journal, self.brain, payloads, segments=dict(found.segments) if found else {}
         )
         if found:
-            self.world.adopt(found.debts, book, self.brain.state.now_s)
+            self.world.adopt(found.debts, payloads, self.brain.state.now_s)
         else:
-            self.world.recall(book)
+            self.world.recall(payloads)
         self.world.start([ev.InstanceUp(instance=i, **UP) for i in self.pool])
         assert base == self.brain.state.ledger.base
 
@@ -193,7 +194,7 @@ class Game:
     def life(self) -> bool:
         """One process, to its end or to the run's."""
         self.lives += 1
-        process = Process(self, recover(Journal(self.disk), self.config, [0], lambda v: True, lambda sentence: None))
+        process = Process(self, recover(EventLog(self.disk), self.config, [0], lambda v: True, lambda sentence: None))
         while True:
             self.moves += 1
             assert self.moves < MAX_MOVES, f"nothing ends: {process.brain.summary()}"

@@ -21,9 +21,10 @@ import numpy as np
 from dora_jax.orchestrate import events as ev
 from dora_jax.orchestrate.core import Orchestrator
 from dora_jax.orchestrate.loop import each, run
-from dora_jax.runtime.durability.event_log import Journal
-from dora_jax.runtime.durability.journaled_world import DurableWorld
-from dora_jax.runtime.durability.payload_state import CODEC, Book, Partial
+from dora_jax.runtime.durability.event_log import EventLog
+from dora_jax.runtime.durability.journaled_world import JournaledWorld
+from dora_jax.runtime.durability.payload_state import PayloadState
+from dora_jax.runtime.durability.records import CODEC, Partial
 from dora_jax.runtime.durability.recovery import Recovered, recover
 from dora_jax.runtime.worker import Finished, StepDone
 from dora_jax.types import Sample, SampleId, ScoredGroup, Span, issued_first_as
@@ -242,25 +243,25 @@ class Body(World):
 
     def adopt(self, recovered: Recovered) -> None:
         """What the last life owed."""
-        state, book, debts = recovered.orchestrator.state, recovered.book, recovered.debts
+        state, payloads, debts = recovered.orchestrator.state, recovered.payloads, recovered.debts
         self.first_version = self.published = recovered.base
         self.retired = set(range(min(debts.versions, default=recovered.base)))
         assert set(debts.versions) <= set(self.weights), "the weights of a live version are lost"
         for group in state.groups.values():
             self.group_version[group.id] = group.version
-            done = book.samples.get(group.id, {})
+            done = payloads.samples.get(group.id, {})
             assert set(done) == {i for i, u in enumerate(group.units) if u is None} or group.abandoned
             self.samples[group.id] = dict(done)
             self.finished[group.id] = set(done)
             self.ended |= {SampleId(group.id, i): "done" for i in done}
         for id, version in debts.recorded.items():
-            out, _, _ = book.tokens(id)
+            out, _, _ = payloads.tokens(id)
             np.testing.assert_array_equal(out, tokens(version, id, 0, len(out)))
             self.recorded[id] = Run(id, version, len(out), self.length(id), 0.0, 0)
             self.reported[id] = len(out)
             self.started[id] = 1
-        self.payload = dict(book.scored)
-        for group_id, group in book.scored.items():
+        self.payload = dict(payloads.scored)
+        for group_id, group in payloads.scored.items():
             self.group_version[group_id] = group.version
         for group_id in debts.score:
             self.at(self.shape.score_s, ("score", group_id))
@@ -297,14 +298,14 @@ class History:
 
     def _live(self, kill_fact, kill_command):
         with mock.patch("concurrent.futures.ThreadPoolExecutor", lambda *args: NoThreads()):
-            journal = Journal(self.disk)
+            journal = EventLog(self.disk)
         found = recover(journal, self.config, list(self.checkpoints), lambda v: True, self.said.append)
         if found is None:
             body = Body(self.config, self.shape, Orchestrator(self.config), {0: 1}, self.batches)
-            world = DurableWorld(body, journal, body.brain, Book())
+            world = JournaledWorld(body, journal, body.brain, PayloadState())
         else:
             body = self._again(found)
-            world = DurableWorld(body, journal, body.brain, found.book, found.epoch, found.segments)
+            world = JournaledWorld(body, journal, body.brain, found.payloads, found.epoch, found.segments)
         self.arm(body, world, kill_fact, kill_command)
         halt = run(body.brain, world, [each(lambda event, commands: self._observe(body, world, journal, event))])
         journal.close()

@@ -13,10 +13,11 @@ from dora_jax.orchestrate.loop import each, run
 from dora_jax.orchestrate.modes import OrchestratorConfig
 from dora_jax.rollout.oracle import OracleEngine
 from dora_jax.runtime.coordinator import Coordinator
-from dora_jax.runtime.durability.event_log import Journal
-from dora_jax.runtime.durability.file_log import FileLog
-from dora_jax.runtime.durability.journaled_world import DurableWorld
-from dora_jax.runtime.durability.payload_state import CODEC, Book
+from dora_jax.runtime.durability.event_log import EventLog
+from dora_jax.runtime.durability.journaled_world import JournaledWorld
+from dora_jax.runtime.durability.log_stores import FileLogStore
+from dora_jax.runtime.durability.payload_state import PayloadState
+from dora_jax.runtime.durability.records import CODEC
 from dora_jax.runtime.durability.recovery import recover
 from dora_jax.runtime.rollout_worker import EngineWorker
 from dora_jax.runtime.shutdown import Guard, GuardedWorld
@@ -81,21 +82,23 @@ class Run:
     def life(self, kill_at=None, log=None, guard=None):
         """Halt, or None where it was killed at its fact number `kill_at`."""
         sync_s = 0.02 if log else 0.0
-        log = log or FileLog(self.folder)
-        journal = Journal(log, sync_s=sync_s)
+        log = log or FileLogStore(self.folder)
+        journal = EventLog(log, sync_s=sync_s)
         found = recover(journal, self.config, list(self.checkpoints), lambda v: True, lambda sentence: None)
         trainer, versions = Trainer(), [0]
         if found is not None:
             trainer = self.replayed(found)
             versions = found.debts.versions
         world, instances = self.world(trainer, versions)
-        orchestrator, book = (found.orchestrator, found.book) if found else (Orchestrator(self.config), Book())
+        orchestrator, payloads = (
+            (found.orchestrator, found.payloads) if found else (Orchestrator(self.config), PayloadState())
+        )
         world.listen(self.hear)
         if found is not None:
             for id in found.debts.recorded:
-                self.went_on += len(book.tokens(id)[0]) > 0
-            world.adopt(found.debts, book, orchestrator.state.now_s)
-        durable = DurableWorld(world, journal, orchestrator, book, found.epoch if found else 0)
+                self.went_on += len(payloads.tokens(id)[0]) > 0
+            world.adopt(found.debts, payloads, orchestrator.state.now_s)
+        durable = JournaledWorld(world, journal, orchestrator, payloads, found.epoch if found else 0)
         seen = [0]
 
         def observe(event, commands):

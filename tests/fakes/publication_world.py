@@ -10,8 +10,8 @@ from dora_jax.publish import HostWeights
 from dora_jax.runtime.transfer import slices
 from dora_jax.runtime.transfer import weight_messages as ex
 from dora_jax.runtime.transfer.transfer_manifest import Manifest, WireError, check
-from dora_jax.runtime.transfer.weight_distribution import WIRE, Publication
-from dora_jax.runtime.transfer.weight_receiver import WeightHost
+from dora_jax.runtime.transfer.weight_distribution import WIRE, WeightDistribution
+from dora_jax.runtime.transfer.weight_receiver import WeightEndpoint
 
 ONE = jax.sharding.SingleDeviceSharding(jax.devices()[0])
 LIKE = {"w": jax.ShapeDtypeStruct((2,), np.float32, sharding=ONE)}
@@ -54,7 +54,7 @@ class World:
     def build(self, hosts):
         """New processes, that hold nothing."""
         self.wires = [CountingWire(h) for h in range(hosts)]
-        self.hosts = [WeightHost(wire.host, wire, HostWeights(), LIKE, self.stored) for wire in self.wires]
+        self.hosts = [WeightEndpoint(wire.host, wire, HostWeights(), LIKE, self.stored) for wire in self.wires]
 
     def up(self):
         return ex.WorldUp(world=self.name, epoch=self.epoch, hosts=len(self.hosts), trainer=self.name == "trainer")
@@ -68,7 +68,7 @@ class Net:
     """A trainer and replicas of two processes; carries messages in any order, twice, or not at all."""
 
     def __init__(self, replicas=2, paths=(WIRE,), hosts=2, fanout=2):
-        self.brain = Publication(paths, fanout=fanout)
+        self.brain = WeightDistribution(paths, fanout=fanout)
         self.stored = {}
         self.messages = []  # (world, epoch, host, command), or a fact
         self.outcomes = []

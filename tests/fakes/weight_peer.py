@@ -43,13 +43,13 @@ def run(end, size, ip="127.0.0.1", space=None):
 
     from dora_jax.publish import HostWeights
     from dora_jax.runtime.transfer import slices
-    from dora_jax.runtime.transfer.weight_receiver import WeightHost
+    from dora_jax.runtime.transfer.weight_receiver import WeightEndpoint
     from tests.fakes.wire_peer import new_wire
 
     jax.config.update("jax_platforms", "cpu")
     one = jax.sharding.SingleDeviceSharding(jax.devices()[0])
     like = {name: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=one) for name, x in weights(0, size).items()}
-    host = WeightHost(0, new_wire(ip), HostWeights(), like)
+    host = WeightEndpoint(0, new_wire(ip), HostWeights(), like)
     while True:
         try:
             item = CODEC.decode(end.recv_bytes())

@@ -29,7 +29,7 @@ from dora_jax.runtime.cluster.remote_trainer import RemoteCheckpoints, RemoteTra
 from dora_jax.runtime.cluster.run_registry import RunRegistry, build_of
 from dora_jax.runtime.cluster.weight_publisher import WeightPublisher
 from dora_jax.runtime.durability import object_storage, recovery
-from dora_jax.runtime.durability.event_log import Journal
+from dora_jax.runtime.durability.event_log import EventLog
 from dora_jax.runtime.durability.journal_audit import reading
 from dora_jax.runtime.durability.object_storage import JOURNAL, REPLICAS, Objects, StoreError
 from dora_jax.runtime.run import RunContext, TrainerSide
@@ -149,7 +149,7 @@ class ClusterBackend:
 
     def _steps_since(self, version: Version) -> Sequence[Any]:
         try:
-            return recovery.steps_since(Journal(reading(f"{self._place}/{JOURNAL}")), version)
+            return recovery.steps_since(EventLog(reading(f"{self._place}/{JOURNAL}")), version)
         except OSError as error:
             raise StoreError(str(error)) from error
 

@@ -17,7 +17,7 @@ from typing import Any
 
 from dora_jax.rollout.migrate import InFlightSample
 from dora_jax.runtime.codec import Codec
-from dora_jax.runtime.durability.payload_state import Partial
+from dora_jax.runtime.durability.records import Partial
 from dora_jax.runtime.transfer import weight_messages
 from dora_jax.runtime.transfer.transfer_manifest import Lent
 from dora_jax.runtime.worker import Finished, FinishedUnheard, HandedOver, Parked

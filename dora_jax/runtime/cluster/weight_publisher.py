@@ -1,4 +1,4 @@
-"""Versions from the trainer's gang to the others: what `weight_distribution.Publication` decides, carried out over links.
+"""Versions from the trainer's gang to the others: what `weight_distribution.WeightDistribution` decides, carried out over links.
 
     trainer's gang: Publish, Write -> Holds, Stored      an instance: `want` -> Wanted ... Loaded -> `then`
 
@@ -22,7 +22,7 @@ from dora_jax.runtime.cluster import messages
 from dora_jax.runtime.cluster.gang import CallRefused, Gang, GangDied
 from dora_jax.runtime.durability.object_storage import StoreError
 from dora_jax.runtime.transfer import weight_messages as ex
-from dora_jax.runtime.transfer.weight_distribution import WIRE, Publication
+from dora_jax.runtime.transfer.weight_distribution import WIRE, WeightDistribution
 from dora_jax.runtime.transfer.weight_storage import StoredWeights
 from dora_jax.types import Version
 
@@ -37,7 +37,7 @@ class WeightPublisher:
         self.stored = stored
         self.by_wire = WIRE in paths
         self._notify = notify
-        self._publication = Publication(paths, now_s=time.monotonic(), sequence=time.time_ns())
+        self._publication = WeightDistribution(paths, now_s=time.monotonic(), sequence=time.time_ns())
         self._trusted = past  # weights of an earlier controller's time are what they are called
         self._settled = False  # it is known what is live of them
         self._live: set[Version] = set()  # published and not dropped

@@ -41,7 +41,7 @@ from dora_jax.runtime.transfer import slices
 from dora_jax.runtime.transfer.device_transfer import Wire
 from dora_jax.runtime.transfer.kv_transfer import layout_of
 from dora_jax.runtime.transfer.weight_messages import Abort, Commit, Offer, Propose, Pull, Read, Release
-from dora_jax.runtime.transfer.weight_receiver import WeightHost, like
+from dora_jax.runtime.transfer.weight_receiver import WeightEndpoint, like
 from dora_jax.runtime.transfer.weight_storage import StoredWeights
 from dora_jax.tokenizer import Tokenizer
 from dora_jax.trainer.checkpoint import Checkpoints
@@ -64,7 +64,7 @@ class TrainerRole:
         self._copy = build.publishing_copy(config, hf.read_config(config.model.path), mesh)
         self._stored, self._kept = StoredWeights(begin.workdir), HostWeights()
         wire = Wire(link.own_ip, link.token) if config.cluster.wire == "transfer" else None
-        self._courier = TransferThreads(WeightHost(begin.rank, wire, self._kept), link, self._write)
+        self._courier = TransferThreads(WeightEndpoint(begin.rank, wire, self._kept), link, self._write)
         self._checkpoints: Checkpoints | None = None  # opened by the first save: nothing else writes there by then
         self._memory = StepCache()
         shape = build.batch_layout(config, self._trainer.shards)
@@ -208,7 +208,7 @@ def open_rollout(
     stored, versions = StoredWeights(begin.workdir), HostWeights()
     wire = Wire(link.own_ip, link.token) if config.cluster.wire == "transfer" else None
     wanted = like(model, engine.param_shardings, config.model.dtype)
-    weights = WeightHost(begin.rank, wire, versions, wanted, stored)
+    weights = WeightEndpoint(begin.rank, wire, versions, wanted, stored)
     porter = KVEndpoint(begin.instance, begin.rank, wire and Wire(link.own_ip, link.token), layout_of(engine.page()[0]))
     return RolloutRole(
         begin,
@@ -231,7 +231,7 @@ class RolloutRole:
         self,
         begin: Begin,
         engine: Any,
-        weights: WeightHost,
+        weights: WeightEndpoint,
         link: ControllerConnection,
         pulse: Any,
         turns: Leader | Follower,
@@ -311,7 +311,7 @@ class TransferThreads:
 
     def __init__(
         self,
-        weights: WeightHost,
+        weights: WeightEndpoint,
         link: ControllerConnection,
         write: Callable[[Version], None] | None = None,
         porter: KVEndpoint | None = None,

@@ -1,18 +1,18 @@
-"""The event log: what makes a resume exact. Bytes of records in, the same bytes out after any crash.
+"""The event log, which makes a resume exact. Bytes of records go in; the same bytes come out after any crash.
 
-    append(record) ... commit()     a group of records is written with one call: no death of a process undoes that
-    commit(sync=True)               and is durable on return, with all before it: no power cut undoes that
-    sync_soon(), and every sync_s   what was written becomes durable behind the writer's back: the disk holds up nobody
-    rotate(records)                 a new segment, there whole or not at all; it begins with a snapshot
-    rotate_behind(records)          the same, of the state as it is now, written by a forked child; `turned` says when
-    read(segment)                   its records, up to the first that is torn or damaged
+    append(record) ... commit()     writes a group of records with one call: no death of a process undoes that
+    commit(sync=True)               also makes it durable, with all before it: no power cut undoes that
+    sync_soon(), and every sync_s   makes durable what was written, on another thread: the disk delays no fact
+    rotate(records)                 begins a new segment with a snapshot, whole or not at all
+    rotate_behind(records)          the same, of the state as it is now, written by a forked child; `rotated` says when
+    read(segment)                   the records of a segment, up to the first that is torn or damaged
 
-Consumes encoded records (codec.py), knows nothing of what is in them. A record is framed as
+Consumes encoded records (codec.py) and does not look into them. A record is framed as
     size u32 | crc32 of size and data u32 | data
-and a segment is one run of frames. Laws: what `commit` returned from is read back, unless the journal `holds` it: a log
-that is slow to write to (object storage) takes one batch every sync_s; what is read is a prefix of what was appended,
-record for record; a run never appends to the segment of an earlier run, so a torn tail stays where it is and is
-reported each time. Where bytes go is behind `Log`: a folder in file_log.py, object storage in object_log.py.
+and a segment is a run of frames. Laws: a record is read back once `commit` has returned, unless the log `holds` it: a
+store that is slow to write to (object storage) takes one batch every sync_s; what is read is a prefix of what was
+appended, record for record; a run never appends to the segment of an earlier run, so a torn tail stays where it is and
+is reported each time. log_stores.py keeps the bytes, in a folder or in object storage.
 """
 
 from __future__ import annotations
@@ -24,65 +24,30 @@ import time
 import zlib
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 from dora_jax.runtime.durability.forked_writer import Child, fork
+from dora_jax.runtime.durability.log_stores import JournalError, LogStore
 
 FRAME = struct.Struct("<II")
-MAX_RECORD_BYTES = 1 << 30  # a snapshot is many records; none comes near this
+MAX_RECORD_BYTES = 1 << 30  # no record comes near this: a snapshot is many records
 MAX_BACKLOG_BYTES = 1 << 30  # records held in memory while the disk is full; beyond it the run stops
 RETRY_PERIOD_S = 1.0  # how often a full disk is tried again
-ALARM_PERIOD_S = 30.0  # how often a disk that stays full is spoken of
-
-
-class Log(Protocol):
-    """Where segments are kept; one writer."""
-
-    lasting: bool  # what was appended outlives this process before it is synced; else `append` takes long, and syncs
-
-    def segments(self) -> list[int]:
-        """Numbers of the segments that are there, oldest first."""
-
-    def read(self, segment: int) -> bytes:
-        """Everything that was written to it, perhaps with a torn end."""
-
-    def begin(self, segment: int, data: bytes, staged: bool = False) -> None:
-        """A new last segment with this content, durable, whole or not at all; `staged`: behind the head of it."""
-
-    def head(self, segment: int) -> Path:
-        """The file in which the head of a segment to come is written; not yet part of the log."""
-
-    def stage(self, segment: int) -> None:
-        """That file goes to where `begin` wants it. May take long; may run beside `append`."""
-
-    def append(self, data: bytes) -> None:
-        """Adds to the last segment, after what a failed sync has left in doubt. OSError: nothing was added."""
-
-    def sync(self) -> None:
-        """What had been appended is durable on return; may run beside `append`. OSError: it is in doubt."""
-
-    def drop(self, segment: int) -> None:
-        """Forgets an old segment."""
-
-    def close(self) -> None: ...
+ALARM_PERIOD_S = 30.0  # how often a disk that stays full is reported
 
 
 class Segment(NamedTuple):
     records: tuple[bytes, ...]
-    fault: str | None  # what ended the reading early: a sentence
-    lost_bytes: int  # behind that
+    fault: str | None  # the sentence that says what ended the reading early
+    lost_bytes: int  # behind the fault
 
 
-class JournalError(RuntimeError):
-    """The journal can no longer keep its promise."""
-
-
-class _Turn:
-    """A segment that is on its way."""
+class _Rotation:
+    """A segment that a forked child is beginning."""
 
     def __init__(self, number: int, head: Path, child: Child):
         self.number, self.head, self.child = number, head, child
-        self.late: list[bytes] = []  # frames written since
+        self.late: list[bytes] = []  # frames that were written since the fork
         self.late_bytes = 0
         self.staged: concurrent.futures.Future | None = None
 
@@ -91,10 +56,11 @@ class _Turn:
         self.head.unlink(missing_ok=True)
 
 
-class Journal:
-    """One writer of one log; used by one thread. `sync_s`: what was written is durable so many seconds later; 0: at once."""
+class EventLog:
+    """One writer of one log; used by one thread. `sync_s`: so many seconds after it was written a record is durable; 0: at
+    once. JournalError: the log can no longer keep its promise."""
 
-    def __init__(self, log: Log, alarm: Callable[[str], None] = lambda sentence: None, sync_s: float = 0.0):
+    def __init__(self, log: LogStore, alarm: Callable[[str], None] = lambda sentence: None, sync_s: float = 0.0):
         self._log = log
         self._alarm = alarm
         self._sync_s = sync_s
@@ -102,7 +68,7 @@ class Journal:
         self._unsynced = False
         self._pool = concurrent.futures.ThreadPoolExecutor(1, "journal")
         self._syncing: concurrent.futures.Future | None = None
-        self._turn: _Turn | None = None
+        self._rotation: _Rotation | None = None
         self._buffer: list[bytes] = []
         self._bytes = 0
         self._alarmed_s = -ALARM_PERIOD_S
@@ -113,13 +79,13 @@ class Journal:
 
     @property
     def durable(self) -> bool:
-        """Everything appended has reached the log."""
+        """Whether all that was appended has reached the store."""
         return not self._buffer
 
     @property
     def holds(self) -> bool:
-        """What was appended waits for its batch, and must not be acknowledged yet. Not while the storage refuses: then
-        the run goes on without, which has been said."""
+        """Whether records wait for their batch and must not be acknowledged yet. False while the store refuses: the alarm
+        has said so, and the run goes on without it."""
         return bool(self._buffer) and not self._log.lasting and self._degraded_since is None
 
     def segments(self) -> list[int]:
@@ -129,7 +95,8 @@ class Journal:
         return unframe(self._log.read(segment))
 
     def rotate(self, records: Iterable[bytes]) -> int:
-        """Begins the next segment with these records and returns its number; later appends go there."""
+        """Begins the next segment with these records and returns its number; later appends go there. OSError: it could not
+        be begun, and the present segment goes on."""
         if not self.commit(sync=True):
             raise OSError("the journal cannot begin a segment while older records wait for space")
         number = max(self._log.segments(), default=0) + 1
@@ -140,46 +107,48 @@ class Journal:
     def rotate_behind(self, records: Callable[[], Iterable[bytes]]) -> None:
         """As `rotate`, but a forked child makes the records and writes them, while appends go to the present segment:
         the new one begins with both."""
-        if self._turn is not None:
+        if self._rotation is not None:
             return
         if not self.commit(sync=not self._log.lasting) or self._buffer:
             raise OSError("the journal cannot begin a segment while older records wait for space")
         number = max(self._log.segments(), default=0) + 1
         head = self._log.head(number)
-        self._turn = _Turn(number, head, fork(lambda: _write_frames(head, records())))
+        self._rotation = _Rotation(number, head, fork(lambda: _write_frames(head, records())))
 
     @property
-    def turning(self) -> bool:
-        """A segment is on its way."""
-        return self._turn is not None
+    def rotating(self) -> bool:
+        """Whether a segment is being begun by a forked child."""
+        return self._rotation is not None
 
-    def turned(self) -> int | None:
-        """Begins the segment that `rotate_behind` asked for, once its head is there, and returns its number; None: not
-        yet. What fails is said, and the present segment goes on."""
-        turn = self._turn
-        if turn is None or not (written := turn.child.ended()):
-            if turn is not None and written is False:
-                self._drop_turn("its child ended early")
+    def rotated(self) -> int | None:
+        """Begins the segment that `rotate_behind` asked for, once its head is written, and returns its number; None: not
+        yet. Where that fails, an alarm says so and the present segment goes on."""
+        rotation = self._rotation
+        if rotation is None or (written := rotation.child.ended()) is None:
+            return None
+        if not written:
+            self._drop_rotation("its child ended early")
             return None
         try:
-            if turn.staged is None:
-                turn.staged = self._pool.submit(self._log.stage, turn.number)
+            if rotation.staged is None:
+                rotation.staged = self._pool.submit(self._log.stage, rotation.number)
             syncs = self._syncing is not None and not self._syncing.done()
-            if syncs or not turn.staged.done() or self._degraded_since is not None:
+            if syncs or not rotation.staged.done() or self._degraded_since is not None:
                 return None
-            turn.staged.result()
+            rotation.staged.result()
             self._syncing = None  # of the old segment, which the new one holds: `begin` makes that durable
-            self._log.begin(turn.number, b"".join(turn.late), staged=True)
+            self._log.begin(rotation.number, b"".join(rotation.late), staged=True)
         except OSError as error:
-            self._drop_turn(str(error))
+            self._drop_rotation(str(error))
             return None
-        self._turn = None
+        self._rotation = None
         self._synced_s, self._unsynced = time.monotonic(), False
-        return turn.number
+        return rotation.number
 
-    def _drop_turn(self, why: str) -> None:
-        self._turn.drop()
-        self._turn = None
+    def _drop_rotation(self, why: str) -> None:
+        if self._rotation is not None:
+            self._rotation.drop()
+            self._rotation = None
         self._alarm(f"the journal's next segment could not be begun ({why}): this one goes on")
 
     def append(self, record: bytes) -> None:
@@ -197,12 +166,12 @@ class Journal:
 
     @property
     def sync_due(self) -> bool:
-        """Something waits to be written or made durable since `sync_s`."""
+        """Whether a record has waited for `sync_s` to be written or made durable."""
         waits = self._unsynced or (bool(self._buffer) and not self._log.lasting)
         return waits and time.monotonic() - self._synced_s >= self._sync_s
 
     def commit(self, sync: bool = False, urgent: bool = False) -> bool:
-        """Writes what was appended; False where the storage refused: it is kept and tried again later. `urgent`: a log
+        """Writes what was appended. False: the store refused; the records are kept and tried again later. `urgent`: a store
         that takes batches takes this one now."""
         now = time.monotonic()
         due = now - self._synced_s >= self._sync_s or (urgent and not self._log.lasting)
@@ -229,13 +198,13 @@ class Journal:
         return True
 
     def sync_soon(self) -> None:
-        """What was committed so far becomes durable behind the writer's back, as soon as the disk can."""
+        """Makes durable what was committed so far, on another thread."""
         if self._log.lasting and self._unsynced and self._degraded_since is None:
             self._synced_s, self._unsynced = time.monotonic(), False
             self._syncing = self._pool.submit(self._log.sync)  # behind an earlier one, whose failure fails it too
 
     def wait_synced(self) -> None:
-        """Until the last `sync_soon` has come to its end; what it failed of is heard at the next commit."""
+        """Blocks until the last `sync_soon` has ended. The next commit raises what it failed of."""
         if self._syncing is not None:
             concurrent.futures.wait([self._syncing])
 
@@ -246,15 +215,15 @@ class Journal:
                 try:
                     self._log.drop(old)
                 except OSError:
-                    return  # it goes with the next
+                    return  # the next call drops it
 
     def close(self) -> None:
-        """Commits; where that fails it is said, because what is lost then will be generated again."""
+        """Commits. Where that fails, an alarm says so: what is lost then will be generated again."""
         try:
             self._tried_s = 0.0
-            if self._turn is not None:
-                self._turn.drop()
-                self._turn = None
+            if self._rotation is not None:
+                self._rotation.drop()
+                self._rotation = None
             if not self.commit(sync=True):
                 self._alarm(
                     "the last journal records could not be made durable before the end: what they tell of may "
@@ -272,16 +241,16 @@ class Journal:
         self._log.append(b"".join(self._buffer))
         self._unsynced = True
         self.commits += 1
-        if self._turn is not None:
-            self._turn.late += self._buffer
-            self._turn.late_bytes += self._bytes
-            if self._turn.late_bytes > MAX_BACKLOG_BYTES:
-                self._drop_turn(f"{self._turn.late_bytes >> 20} MiB were written meanwhile")
+        if self._rotation is not None:
+            self._rotation.late += self._buffer
+            self._rotation.late_bytes += self._bytes
+            if self._rotation.late_bytes > MAX_BACKLOG_BYTES:
+                self._drop_rotation(f"{self._rotation.late_bytes >> 20} MiB were written meanwhile")
         self._buffer.clear()
         self._bytes = 0
 
     def _make_durable(self) -> None:
-        """Waits for it."""
+        """Blocks until everything that was written is durable."""
         self._end_sync()
         self._synced_s, self._unsynced = time.monotonic(), False
         try:
@@ -292,12 +261,12 @@ class Journal:
 
     def _begin_sync(self) -> None:
         if self._syncing is not None and not self._syncing.done():
-            return  # the disk is slow: what is written meanwhile has its turn next
+            return  # the disk is slow: the next sync covers what is written meanwhile
         self._end_sync()
         self.sync_soon()
 
     def _end_sync(self) -> None:
-        """Raises what the sync behind failed of."""
+        """Raises what the last sync on the other thread failed of."""
         syncing, self._syncing = self._syncing, None
         if syncing is not None and (error := syncing.exception()):
             self._unsynced = True
@@ -325,7 +294,7 @@ def frame(record: bytes) -> bytes:
 
 
 def _write_frames(path: Path, records: Iterable[bytes]) -> None:
-    """In the child: nothing is buffered that a thread of the parent could have left locked."""
+    """Runs in the child. It uses no buffer that a thread of the parent could have left locked."""
     fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
     for record in records:
         view = memoryview(frame(record))

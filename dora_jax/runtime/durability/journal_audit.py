@@ -1,4 +1,4 @@
-"""The books of a run, from its journal alone: what became of every group that was ever issued.
+"""What became of every group that was ever issued, from the journal of a run alone.
 
     issued = trained once + filtered + failed (with reasons) + in flight
 
@@ -14,11 +14,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from dora_jax.orchestrate import events as ev
-from dora_jax.runtime.durability import event_log as jn
-from dora_jax.runtime.durability.object_log import ObjectLog
+from dora_jax.runtime.durability.event_log import EventLog
+from dora_jax.runtime.durability.log_stores import FileLogStore, LogStore, ObjectLogStore
 from dora_jax.runtime.durability.object_storage import opened
-from dora_jax.runtime.durability.payload_state import Batch, Entry, Fact, reader
-from dora_jax.runtime.durability.recovery import Replay, replay
+from dora_jax.runtime.durability.records import Batch, Entry, Fact, reader
+from dora_jax.runtime.durability.recovery import ReplayedState, replay
 from dora_jax.types import GroupId, SampleId, is_eval, issued_first_as
 
 
@@ -49,27 +49,16 @@ class Audit:
         )
 
 
-class ReadOnly:
-    """`Log` over a folder that another process may be writing."""
-
-    def __init__(self, folder: Path):
-        self._folder = folder
-
-    def segments(self) -> list[int]:
-        return sorted(int(path.stem) for path in self._folder.glob("*.log"))
-
-    def read(self, segment: int) -> bytes:
-        return (self._folder / f"{segment:06d}.log").read_bytes()
-
-
-def reading(place: Path | str) -> ReadOnly | ObjectLog:
-    """The log of WORKDIR/journal; of a bucket's, by its URL."""
-    return ObjectLog(opened(place), read_only=True) if "://" in str(place) else ReadOnly(Path(place))
+def reading(place: Path | str) -> LogStore:
+    """The segments of WORKDIR/journal, which may be a URL, for a reader beside the run."""
+    if "://" in str(place):
+        return ObjectLogStore(opened(str(place)), read_only=True)
+    return FileLogStore(place, read_only=True)
 
 
 def audit(folder: Path | str) -> Audit:
-    """Of WORKDIR/journal, which may be a URL."""
-    journal = jn.Journal(reading(folder))
+    """Audits WORKDIR/journal, which may be a URL. ValueError: the first facts of the run are gone."""
+    journal = EventLog(reading(folder))
     numbers = journal.segments()
     if not numbers or numbers[0] != 1:
         raise ValueError(f"{folder} begins at segment {numbers[:1]}: the first facts of the run are gone")
@@ -99,7 +88,9 @@ def facts(records: Sequence[bytes]) -> list[Fact]:
     return [entry for entry in entries(records) if isinstance(entry, Fact)]
 
 
-def _balance(segments: int, end: Replay, finished: collections.Counter[SampleId], ends: dict[GroupId, str]) -> Audit:
+def _balance(
+    segments: int, end: ReplayedState, finished: collections.Counter[SampleId], ends: dict[GroupId, str]
+) -> Audit:
     state = end.orchestrator.state
     trained = collections.Counter(group.group_id for step in end.steps for group in step.groups)
     live = set(state.ledger.live) | set(state.redo)

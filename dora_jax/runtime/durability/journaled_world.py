@@ -22,8 +22,9 @@ from dora_jax.fault_injection import point
 from dora_jax.orchestrate import events as ev
 from dora_jax.orchestrate.core import Orchestrator
 from dora_jax.orchestrate.loop import World
-from dora_jax.runtime.durability.event_log import Journal
-from dora_jax.runtime.durability.payload_state import CODEC, Book, Entry, Fact, Partial, Published, Scores, batches
+from dora_jax.runtime.durability.event_log import EventLog
+from dora_jax.runtime.durability.payload_state import PayloadState
+from dora_jax.runtime.durability.records import CODEC, Entry, Fact, Partial, Published, Scores, batches
 from dora_jax.runtime.durability.recovery import head_records
 from dora_jax.runtime.worker import Finished, StepDone
 from dora_jax.types import GroupId, Sample, SampleId, ScoredGroup, Version
@@ -38,19 +39,19 @@ class TellingWorld(World, Protocol):
         """`listener` sees payload before the event that it belongs to."""
 
 
-class DurableWorld:
+class JournaledWorld:
     """`World` in front of another; the orchestrator's only source of facts."""
 
     def __init__(
         self,
         world: TellingWorld,
-        journal: Journal,
+        journal: EventLog,
         orchestrator: Orchestrator,
-        book: Book,
+        payloads: PayloadState,
         epoch: int = 0,
         segments: dict[int, Version] | None = None,
     ):
-        self.book = book
+        self.payloads = payloads
         self.segments = dict(segments or {})  # number -> version at which it begins
         self._own = 0  # segments of this run
         self._world = world
@@ -63,12 +64,12 @@ class DurableWorld:
         self._held: collections.deque[list[Entry]] = collections.deque()  # batches that were appended, not told
         self._committed_s = time.monotonic()
         self._rotate_due = True
-        self._turning_base = 0  # at which the segment on its way begins
+        self._rotation_base = 0  # at which the segment on its way begins
         world.listen(self._hear)
 
     def events(self) -> Iterator[ev.Event]:
-        if self._journal.turning:
-            self._turn()
+        if self._journal.rotating:
+            self._end_rotation()
         elif self._rotate_due and not self._held:
             self.rotate()
         if self._journal.holds or not self._held:
@@ -77,7 +78,7 @@ class DurableWorld:
             return
         for entry in self._held.popleft():
             if not isinstance(entry, Fact) or self._orchestrator.counts(entry.event):
-                self.book.apply(entry, self._orchestrator.state)
+                self.payloads.apply(entry, self._orchestrator.state)
             if isinstance(entry, Fact):
                 yield entry.event
 
@@ -93,11 +94,11 @@ class DurableWorld:
     def rotate(self) -> None:
         """Begins a segment with the state as it is. A full disk leaves the old one in use, and the wish."""
         state = self._orchestrator.state
-        make = functools.partial(head_records, self._orchestrator, self.book, self._epoch)
+        make = functools.partial(head_records, self._orchestrator, self.payloads, self._epoch)
         try:
             if self._own and sum(state.queue.unfinished.values()) >= LARGE_SAMPLES:
                 self._journal.rotate_behind(make)
-                self._turning_base, self._rotate_due = state.ledger.base, False
+                self._rotation_base, self._rotate_due = state.ledger.base, False
                 return
             number = self._journal.rotate(make())
         except OSError:
@@ -131,11 +132,11 @@ class DurableWorld:
             if entries:
                 self._held.append(entries)
 
-    def _turn(self) -> None:
-        number = self._journal.turned()
+    def _end_rotation(self) -> None:
+        number = self._journal.rotated()
         if number is not None:
-            self.book.prune_groups(self._orchestrator.state)
-            self._began(number, self._turning_base)
+            self.payloads.prune_groups(self._orchestrator.state)
+            self._began(number, self._rotation_base)
 
     def _began(self, number: int, base: Version) -> None:
         self._own += 1

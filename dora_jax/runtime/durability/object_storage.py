@@ -1,6 +1,6 @@
 """A workdir in object storage (gs://, s3://, file://): the store is the run, a scratch folder here stands for it.
 
-    URL/journal/                   the event log, written through (object_log.py)
+    URL/journal/                   the event log, written through (log_stores.py)
     URL/checkpoints/STEP/...       each completed step, its manifest put last
     URL/config.json, metrics.jsonl, ...     copies of the scratch folder's files, every now and then
     URL/weights/, replicas         of a cluster, whose processes share no more than the store (cluster/parts.py)
@@ -35,7 +35,7 @@ import tensorstore
 
 from dora_jax.config import ConfigError
 from dora_jax.exits import Stop
-from dora_jax.runtime.durability.object_log import ANSWER_S
+from dora_jax.runtime.durability.log_stores import ANSWER_S
 from dora_jax.trainer import manifest
 from dora_jax.trainer.manifest import MANIFEST, TEMPORARY, Files
 

@@ -1,10 +1,10 @@
 """From a journal and checkpoints to where the run was: the exact state of the brain, and what the trainer must redo.
 
-    segment = Head, its book, then batches       replay = restore the head's snapshot, commit each fact, decide on each batch
+    segment = Head, its payloads, then batches       replay = restore the head's snapshot, commit each fact, decide on each batch
     start   = the newest checkpoint that verifies and is no newer than the oldest live version
     redo    = the batches trained since; every live version's weights come by on the way
 
-Consumes a `Journal`; produces `Recovered`. Laws: snapshot + tail = full replay; what is damaged is said and stepped
+Consumes a `EventLog`; produces `Recovered`. Laws: snapshot + tail = full replay; what is damaged is said and stepped
 over: an older segment, an older checkpoint; a segment is followed up to the first fact that the orchestrator refuses,
 which is where the run that wrote it ended; a group is never in two steps of what is returned.
 """
@@ -20,19 +20,10 @@ from dora_jax.orchestrate.core import Orchestrator
 from dora_jax.orchestrate.modes import OrchestratorConfig
 from dora_jax.orchestrate.restart import Debts, restart
 from dora_jax.runtime.codec import CodecError
-from dora_jax.runtime.durability.event_log import Journal, JournalError
-from dora_jax.runtime.durability.payload_state import (
-    CODEC,
-    FORMAT,
-    Batch,
-    Book,
-    Entry,
-    Fact,
-    Head,
-    Partial,
-    Step,
-    reader,
-)
+from dora_jax.runtime.durability.event_log import EventLog
+from dora_jax.runtime.durability.log_stores import JournalError
+from dora_jax.runtime.durability.payload_state import PayloadState, Step
+from dora_jax.runtime.durability.records import CODEC, FORMAT, Batch, Entry, Fact, Head, Partial, reader
 from dora_jax.types import Version
 
 Notify = Callable[[str], None]
@@ -41,11 +32,11 @@ SENSELESS = (TypeError, KeyError, ValueError, AttributeError, IndexError, Runtim
 
 
 @dataclasses.dataclass
-class Replay:
+class ReplayedState:
     """What the segments read so far amount to."""
 
     orchestrator: Orchestrator
-    book: Book
+    payloads: PayloadState
     epoch: int
     steps: list[Step] = dataclasses.field(default_factory=list)
     facts: int = 0
@@ -58,7 +49,7 @@ class Replay:
 @dataclasses.dataclass(frozen=True)
 class Recovered:
     orchestrator: Orchestrator  # under today's configuration, without a body
-    book: Book
+    payloads: PayloadState
     epoch: int
     debts: Debts
     start: Version  # the trainer restores this checkpoint (or the initial weights) ...
@@ -70,25 +61,25 @@ class Recovered:
         return self.orchestrator.state.ledger.base
 
 
-def head_records(orchestrator: Orchestrator, book: Book, epoch: int) -> Iterator[bytes]:
+def head_records(orchestrator: Orchestrator, payloads: PayloadState, epoch: int) -> Iterator[bytes]:
     """What a new segment begins with; taken between events."""
-    book.prune(orchestrator.state)
-    records = [CODEC.encode(item) for item in book.records()]
+    payloads.prune(orchestrator.state)
+    records = [CODEC.encode(item) for item in payloads.records()]
     yield CODEC.encode(
         Head(
             format=FORMAT,
             epoch=epoch,
             config=dataclasses.asdict(orchestrator.state.config),
             orchestrator=orchestrator.snapshot(),
-            digests={str(v): p for v, p in book.digests.items()},
-            book=len(records),
+            digests={str(v): p for v, p in payloads.digests.items()},
+            payload_records=len(records),
         )
     )
     yield from records
 
 
 def recover(
-    journal: Journal,
+    journal: EventLog,
     config: OrchestratorConfig,
     checkpoints: Sequence[Version],
     usable: Callable[[Version], bool],
@@ -114,8 +105,8 @@ def recover(
         steps = tuple(step for step in past.steps if step.base >= start)
         if [step.base for step in steps] == list(range(start, end.base)):
             orchestrator = Orchestrator.restore(config, end.orchestrator.snapshot())
-            end.book.prune(orchestrator.state)
-            return Recovered(orchestrator, end.book, end.epoch, debts, start, heads, steps)
+            end.payloads.prune(orchestrator.state)
+            return Recovered(orchestrator, end.payloads, end.epoch, debts, start, heads, steps)
         notify(
             f"the batches between version {start} and {end.base} are not all in the journal: an older start is tried"
         )
@@ -125,7 +116,7 @@ def recover(
     )
 
 
-def steps_since(journal: Journal, version: Version) -> tuple[Step, ...]:
+def steps_since(journal: EventLog, version: Version) -> tuple[Step, ...]:
     """The steps made since this version, oldest first; another thread may go on writing."""
     heads = _heads(journal, lambda sentence: None)
     first = max((n for n, base in heads.items() if base <= version), default=min(heads, default=0))
@@ -133,9 +124,9 @@ def steps_since(journal: Journal, version: Version) -> tuple[Step, ...]:
     return tuple(step for step in end.steps if step.base >= version) if end else ()
 
 
-def replay(journal: Journal, segments: Sequence[int], notify: Notify) -> Replay:
+def replay(journal: EventLog, segments: Sequence[int], notify: Notify) -> ReplayedState:
     """The state after the last record of these segments that can be read."""
-    state: Replay | None = None
+    state: ReplayedState | None = None
     for number in segments:
         segment = journal.read(number)
         if segment.fault:
@@ -149,14 +140,14 @@ def replay(journal: Journal, segments: Sequence[int], notify: Notify) -> Replay:
 
 def _replay_one(
     number: int, records: Sequence[bytes], steps: list[Step], notify: Notify, rest: Sequence[Entry] = ()
-) -> Replay:
+) -> ReplayedState:
     """rest: of a batch behind the last record."""
-    head, book, tail, read = _open(number, records)
+    head, payloads, tail, read = _open(number, records)
     with _sensible(number):
         orchestrator = Orchestrator.restore(_config(head.config), head.orchestrator)
-    state = Replay(orchestrator, book, head.epoch)
+    state = ReplayedState(orchestrator, payloads, head.epoch)
     state.steps = [step for step in steps if step.base < state.base]  # later ones were undone by a fallback
-    for i, data in enumerate(tail, start=1 + head.book):
+    for i, data in enumerate(tail, start=1 + head.payload_records):
         followed: list[Entry] = []
         try:
             batch = _batch(read(data))
@@ -185,10 +176,10 @@ def _batch(record: Any) -> Batch:
     return record
 
 
-def _follow(state: Replay, entry: Entry) -> None:
+def _follow(state: ReplayedState, entry: Entry) -> None:
     if isinstance(entry, Fact) and not state.orchestrator.counts(entry.event):
         return
-    step = state.book.apply(entry, state.orchestrator.state)
+    step = state.payloads.apply(entry, state.orchestrator.state)
     if isinstance(entry, Fact):
         state.orchestrator.commit(entry.event)
         state.facts += 1
@@ -196,7 +187,7 @@ def _follow(state: Replay, entry: Entry) -> None:
         state.steps.append(step)
 
 
-def _heads(journal: Journal, notify: Notify) -> dict[int, Version]:
+def _heads(journal: EventLog, notify: Notify) -> dict[int, Version]:
     """Segments that can be begun with -> the version at which they begin."""
     found = {}
     for number in journal.segments():
@@ -209,20 +200,20 @@ def _heads(journal: Journal, notify: Notify) -> dict[int, Version]:
     return found
 
 
-def _open(number: int, records: Sequence[bytes]) -> tuple[Head, Book, Sequence[bytes], Callable[[bytes], Any]]:
-    """A segment's head and book, the entries that follow, and what decodes them."""
+def _open(number: int, records: Sequence[bytes]) -> tuple[Head, PayloadState, Sequence[bytes], Callable[[bytes], Any]]:
+    """A segment's head and payloads, the entries that follow, and what decodes them."""
     try:
         read = reader(records[0]) if records else None
         head = read(records[0]) if read else None
-        if not isinstance(head, Head) or len(records) <= head.book:
+        if not isinstance(head, Head) or len(records) <= head.payload_records:
             raise JournalError(f"journal segment {number} has no whole head")
-        book = Book()
-        for data in records[1 : 1 + head.book]:
-            book.load(read(data))
+        payloads = PayloadState()
+        for data in records[1 : 1 + head.payload_records]:
+            payloads.load(read(data))
     except CodecError as error:
         raise JournalError(f"journal segment {number} has no readable head: {error}") from error
-    book.digests = {int(version): published for version, published in head.digests.items()}
-    return head, book, records[1 + head.book :], read
+    payloads.digests = {int(version): published for version, published in head.digests.items()}
+    return head, payloads, records[1 + head.payload_records :], read
 
 
 @contextlib.contextmanager

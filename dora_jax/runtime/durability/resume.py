@@ -1,6 +1,6 @@
 """Where a run begins: new, after a checkpoint, or exactly where a killed one was.
 
-Consumes the workdir's journal and checkpoints; produces the orchestrator, its book, the trainer's state, and the
+Consumes the workdir's journal and checkpoints; produces the orchestrator, its payloads, the trainer's state, and the
 weights of every live version in the store. Laws: a batch is made again from the journal's groups and must give the
 digest that was published; where it does not (another machine, another compiler), an epoch is opened, which is said,
 and running samples start over at their version, so that no trajectory holds tokens of two weights.
@@ -21,10 +21,10 @@ from dora_jax.orchestrate.core import Orchestrator
 from dora_jax.orchestrate.modes import OrchestratorConfig
 from dora_jax.orchestrate.restart import Debts
 from dora_jax.runtime.durability import object_storage
-from dora_jax.runtime.durability.event_log import Journal, JournalError
-from dora_jax.runtime.durability.file_log import FileLog
-from dora_jax.runtime.durability.object_log import ObjectLog
-from dora_jax.runtime.durability.payload_state import Book, Published
+from dora_jax.runtime.durability.event_log import EventLog
+from dora_jax.runtime.durability.log_stores import FileLogStore, JournalError, ObjectLogStore
+from dora_jax.runtime.durability.payload_state import PayloadState
+from dora_jax.runtime.durability.records import Published
 from dora_jax.runtime.durability.recovery import Recovered, recover
 from dora_jax.trainer.checkpoint import Checkpoints
 from dora_jax.trainer.step import Trainer
@@ -36,22 +36,22 @@ INITIAL = 0  # this version needs no checkpoint: it is model.path
 @dataclasses.dataclass
 class Begun:
     orchestrator: Orchestrator
-    book: Book
+    payloads: PayloadState
     epoch: int = 0
     debts: Debts | None = None  # of a killed process
     segments: dict[int, Version] = dataclasses.field(default_factory=dict)
     redone: int = 0  # steps made again
 
 
-def open_journal(workdir: Path, section: JournalSection, writer: Writer) -> Journal | None:
+def open_journal(workdir: Path, section: JournalSection, writer: Writer) -> EventLog | None:
     """`section.on` = False puts a journal out of the way: what a run without one does, it would not know of."""
     folder = workdir / "journal"
     if url := object_storage.url_of(workdir):
         if not section.on:
             raise ConfigError("journal.on: a run in a bucket is what its journal says: leave it on")
         try:
-            return Journal(
-                ObjectLog(object_storage.opened(f"{url}/{object_storage.JOURNAL}")), writer.note, section.sync_s
+            return EventLog(
+                ObjectLogStore(object_storage.opened(f"{url}/{object_storage.JOURNAL}")), writer.note, section.sync_s
             )
         except (JournalError, OSError) as error:
             raise ConfigError(f"workdir: {error}") from error
@@ -60,13 +60,13 @@ def open_journal(workdir: Path, section: JournalSection, writer: Writer) -> Jour
             folder.rename(workdir / f"journal.{time.time():.0f}.ended")
         return None
     try:
-        return Journal(FileLog(folder), writer.note, section.sync_s)
+        return EventLog(FileLogStore(folder), writer.note, section.sync_s)
     except JournalError as error:
         raise ConfigError(f"workdir: {error}") from error
 
 
 def begin(
-    journal: Journal | None,
+    journal: EventLog | None,
     checkpoints: Checkpoints,
     trainer: Trainer,
     weights: Any,
@@ -111,9 +111,9 @@ def _from_checkpoint(
         writer.note(f"resuming from step {step}")
     version = int(trainer.state.step)
     weights.put(version, trainer.params)
-    book = Book()
-    book.digests[version] = Published(epoch=0, digest=digest(trainer.params))
-    return Begun(Orchestrator(config, **rl_state), book)
+    payloads = PayloadState()
+    payloads.digests[version] = Published(epoch=0, digest=digest(trainer.params))
+    return Begun(Orchestrator(config, **rl_state), payloads)
 
 
 def _again(
@@ -142,22 +142,22 @@ def _again(
         made = digest(trainer.params)
         if made != step.published.digest and epoch == found.epoch:
             epoch += 1
-            found.book.forget_partials()
+            found.payloads.forget_partials()
             checkpoints.undo_after(found.start)
             writer.note(
                 f"version {version} came out with other weights ({made:016x}, not {step.published.digest:016x}): "
                 f"epoch {epoch} begins, and running samples start over"
             )
-        found.book.digests[version] = Published(epoch=epoch, digest=made)
+        found.payloads.digests[version] = Published(epoch=epoch, digest=made)
         if version in live:
             weights.put(version, trainer.params)
-    samples = sum(len(done) for done in found.book.samples.values())
-    tokens = sum(len(found.book.tokens(id)[0]) for id in found.debts.recorded)
+    samples = sum(len(done) for done in found.payloads.samples.values())
+    tokens = sum(len(found.payloads.tokens(id)[0]) for id in found.debts.recorded)
     writer.note(
-        f"resuming at step {found.base}, {len(found.steps)} after its checkpoint: {len(found.book.scored)} scored groups "
+        f"resuming at step {found.base}, {len(found.steps)} after its checkpoint: {len(found.payloads.scored)} scored groups "
         f"and {samples} finished samples kept, {len(found.debts.recorded)} samples go on with {tokens} tokens"
     )
-    return Begun(found.orchestrator, found.book, epoch, found.debts, dict(found.segments), len(found.steps))
+    return Begun(found.orchestrator, found.payloads, epoch, found.debts, dict(found.segments), len(found.steps))
 
 
 def _load(step: int, checkpoints: Checkpoints, trainer: Trainer) -> dict[str, Any]:
@@ -168,7 +168,7 @@ def _load(step: int, checkpoints: Checkpoints, trainer: Trainer) -> dict[str, An
 
 
 def _check_start(found: Recovered, held: int) -> None:
-    published = found.book.digests.get(found.start)
+    published = found.payloads.digests.get(found.start)
     if published is not None and published.epoch == found.epoch and published.digest != held:
         where = "model.path holds" if found.start == INITIAL else f"checkpoint {found.start} holds"
         raise ConfigError(f"model.path: {where} other weights than the run of this workdir began with")

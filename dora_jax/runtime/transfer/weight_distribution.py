@@ -4,7 +4,7 @@
                                       (from storage: Read -> Staged*)             * of every process of that world
 
 Consumes facts about worlds (the trainer's, one a rollout replica) and answers of their processes; produces commands,
-each for all processes of one world, and outcomes: the records of weight_messages.py. `weight_receiver.WeightHost` executes them.
+each for all processes of one world, and outcomes: the records of weight_messages.py. `weight_receiver.WeightEndpoint` executes them.
 Laws: no process commits before all of its world have staged the same transfer; a transfer that fails or is late is
 aborted everywhere and its world keeps what it had, while others go on; every attempt has a key of its own, and facts
 under any other key change nothing, so that they may come twice, late, or from a world that is gone; a world serves at
@@ -74,7 +74,7 @@ class _Transfer:
     bytes: int = 0  # that one process is sent
 
 
-class Publication:
+class WeightDistribution:
     """`paths`: WIRE, STORAGE or both, tried in this order. `now_s`: on the clock of TimePassed. `sequence`: higher than
     any that living worlds have seen."""
 

@@ -1,7 +1,7 @@
 """What is said when a version travels between worlds: records, no behaviour.
 
-    facts      to `weight_distribution.Publication`: of worlds that come and go, of versions, and answers of processes
-    commands   from it, each for all processes of one world; `weight_receiver.WeightHost` executes them
+    facts      to `weight_distribution.WeightDistribution`: of worlds that come and go, of versions, and answers of processes
+    commands   from it, each for all processes of one world; `weight_receiver.WeightEndpoint` executes them
     outcomes   for the callers that wanted a version
 
 `CODEC` writes and reads those that travel.

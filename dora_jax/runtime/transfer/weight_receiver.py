@@ -2,7 +2,7 @@
 
     Propose -> Accepted   Offer -> Offered   Pull | Read -> Staged   Commit -> Committed   Abort, Release -> nothing
 
-Consumes the commands of `weight_distribution.Publication`, produces its facts; what arrives waits in host memory until
+Consumes the commands of `weight_distribution.WeightDistribution`, produces its facts; what arrives waits in host memory until
 an engine takes it. Laws: what is staged becomes visible at its commit, all at once; a process receives one version at a
 time: a command of an older transfer is refused, and a command that was carried out already is answered again, so that
 commands may come twice, late and in any order.
@@ -26,7 +26,7 @@ from dora_jax.runtime.transfer.transfer_manifest import Key, WireError, words
 from dora_jax.types import Version
 
 
-class WeightHost:
+class WeightEndpoint:
     """`host`: this process's number in its world. `wire` None: storage alone. `weights`: the versions that it serves and
     keeps. `like`: the weights that it needs, as stacked ShapeDtypeStructs with shardings; None: it only serves.
     `stored`: where `Read` reads from. Any thread may call it."""

@@ -1,0 +1,121 @@
+"""The records of the journal, and the formats in which earlier runs wrote them.
+
+    Head                    begins a segment: the orchestrator's snapshot, then records of the payload state
+    Batch(entries, last)    what came in together, in order; the orchestrator decided on all of it once
+        Fact(event, payload)    one event that the orchestrator consumed
+        Partial                 tokens that a running sample has grown by
+
+Law: a segment that any format from OLDEST on wrote reads as the records of today (`reader`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from dora_jax.orchestrate import events as ev
+from dora_jax.runtime.codec import Codec, CodecError
+from dora_jax.types import Sample, SampleId, Version
+
+FORMAT = 4  # of the records that this version writes; the head of a segment says its own
+OLDEST = 3  # the first format that `upgrade` knows
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Scores:
+    """A ScoredGroup without its samples: facts before it carry them."""
+
+    version: Version
+    rewards: np.ndarray  # f32[G]
+    parts: dict[str, np.ndarray]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Published:
+    epoch: int
+    digest: int  # fingerprint of the version's weights
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Head:
+    format: int
+    epoch: int  # rises where a replay could not reproduce a version
+    config: Any  # OrchestratorConfig as plain data
+    orchestrator: Any  # snapshot, as plain data
+    digests: dict[str, Published]  # of the live versions
+    payload_records: int  # records that follow and belong to the snapshot
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fact:
+    event: ev.Event
+    payload: Sample | Scores | Published | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Partial:
+    """Tokens [start, start + len) of a running sample."""
+
+    id: SampleId
+    version: Version
+    start: int
+    out_ids: np.ndarray  # i32
+    logprobs: np.ndarray  # f32
+
+
+Entry = Fact | Partial
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Batch:
+    entries: tuple[Fact | Partial, ...]
+    last: bool  # False: more of the same batch follow in the next record, which would else be too large
+
+
+CODEC = Codec(Head, Scores, Published, Fact, Partial, Batch)
+TOKENS_A_RECORD = 1 << 20
+
+
+def batches(entries: Sequence[Entry]) -> Iterator[Batch]:
+    """The records of one batch: several where it carries more than TOKENS_A_RECORD tokens."""
+    part: list[Entry] = []
+    tokens = 0
+    for entry in entries:
+        if tokens >= TOKENS_A_RECORD:
+            yield Batch(entries=tuple(part), last=False)
+            part, tokens = [], 0
+        part.append(entry)
+        payload = entry if isinstance(entry, Partial) else entry.payload
+        tokens += len(payload.out_ids) if isinstance(payload, Partial | Sample) else 0
+    if part:
+        yield Batch(entries=tuple(part), last=True)
+
+
+def upgrade(row: Any, written: int) -> Any:
+    """The row of a record in format `written` -> its row in FORMAT. CodecError: this version does not know that format.
+
+    A row is [class name, field, ...], and so are the records within it. A change of a record raises FORMAT and adds a
+    step here, from one format to the next; no other code knows the older formats."""
+    if not (type(written) is int and OLDEST <= written <= FORMAT):
+        raise CodecError(f"it is of format {written}, and this version reads {OLDEST} to {FORMAT}")
+    if written == 3 and isinstance(row, list) and row[:1] == [Fact.__name__]:  # each event was decided on by itself
+        return [Batch.__name__, [row], True]
+    return row
+
+
+def reader(head: bytes) -> Callable[[bytes], Any]:
+    """Decodes the records of a segment that begins with this head, whatever format it was written in. CodecError: this is
+    no head, or its format is unknown."""
+    formats: list[Any] = []
+
+    def note(row: Any) -> Any:
+        formats.append(row[1] if isinstance(row, list) and row[1:] and row[0] == Head.__name__ else None)
+        return upgrade(row, formats[0])
+
+    CODEC.decode(head, note)
+    return (
+        CODEC.decode if formats == [FORMAT] else lambda data: CODEC.decode(data, lambda row: upgrade(row, formats[0]))
+    )
