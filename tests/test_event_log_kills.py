@@ -16,8 +16,7 @@ from hypothesis import strategies as st
 from dora_jax.orchestrate import events as ev
 from dora_jax.orchestrate.modes import OrchestratorConfig
 from dora_jax.runtime.durability import event_log as journals
-from dora_jax.runtime.durability import journal_audit, journaled_world
-from dora_jax.runtime.durability import payload_state as books
+from dora_jax.runtime.durability import journal_audit, journaled_world, records
 from dora_jax.runtime.durability.event_log import EventLog, frame
 from dora_jax.runtime.durability.records import CODEC
 from dora_jax.runtime.durability.recovery import recover, replay
@@ -152,27 +151,29 @@ def facts(disk):
         yield from journal_audit.facts(journal.read(number).records)
 
 
-def without_table(entry):
-    match entry:
-        case ["Fact", event, ["Sample", *fields, ["TokenTable", *_]]]:
-            return ["Fact", event, ["Sample", *fields]]
-    return entry
-
-
 def older(record, format):
-    """As format 3 had it: every entry by itself, and decided on by itself, and no table of tokens."""
-    match msgpack.unpackb(record):
+    """As format 3 had it: every entry by itself, and decided on by itself, and no sample with a table."""
+    match row := without_tables(msgpack.unpackb(record)):
         case ["Batch", entries, True]:
-            return [msgpack.packb(without_table(entry)) for entry in entries]
+            return [msgpack.packb(entry) for entry in entries]
         case ["Head", _, *rest]:
             return [msgpack.packb(["Head", format, *rest])]
-    return [record]
+    return [msgpack.packb(row)]
+
+
+def without_tables(row):
+    match row:
+        case ["Sample", *fields, ["TokenTable", *_]]:
+            return ["Sample", *fields]
+        case list(fields):
+            return [without_tables(field) for field in fields]
+    return row
 
 
 def rewritten(disk, format):
     for number in disk.segments():
-        records = EventLog(disk).read(number).records
-        disk.content[number] = b"".join(frame(each) for record in records for each in older(record, format))
+        read = EventLog(disk).read(number).records
+        disk.content[number] = b"".join(frame(each) for record in read for each in older(record, format))
 
 
 def test_a_journal_of_an_older_format_goes_on(monkeypatch):
@@ -199,24 +200,27 @@ def test_a_journal_of_an_older_format_goes_on(monkeypatch):
     assert history.live(kill_fact=60) is None
     waiting.clear()
     written = dict(history.disk.content)
-    for format in (2, books.FORMAT + 1):
+    for format in (2, records.FORMAT + 1):
         history.disk.content, said = dict(written), []
         rewritten(history.disk, format)
         assert recover(EventLog(history.disk), config, [0], lambda v: True, said.append) is None
-        assert f"it is of format {format}, and this version reads 3 to {books.FORMAT}" in said[0]
+        assert f"it is of format {format}, and this version reads 3 to {records.FORMAT}" in said[0]
     history.disk.content = dict(written)
+    before = recover(EventLog(history.disk), config, [0], lambda v: True, said.append)
     rewritten(history.disk, 3)
-    assert history.disk.content != written and history.known
+    assert b"TokenTable" not in b"".join(history.disk.content.values()) and history.known
+    after = recover(EventLog(history.disk), config, [0], lambda v: True, said.append)
+    assert list(map(CODEC.encode, after.payloads.records())) == list(map(CODEC.encode, before.payloads.records())) != []
     history.arm = lambda body, *rest: (brains.append(body.brain), original(body, *rest))
     assert history.live().ok and history.lives == 2 and not history.said
     history.audit(brains[-1])
 
 
 def test_a_batch_that_is_too_large_for_one_record_is_decided_on_once(monkeypatch):
-    monkeypatch.setattr(books, "TOKENS_A_RECORD", 1)
-    entries = [books.Fact(event=ev.SampleDone(id=SampleId(0, i), instance=0, tokens=2, finish="stop"), payload=of_two(i))
+    monkeypatch.setattr(records, "TOKENS_A_RECORD", 1)
+    entries = [records.Fact(event=ev.SampleDone(id=SampleId(0, i), instance=0, tokens=2, finish="stop"), payload=of_two(i))
                for i in range(3)]  # fmt: skip
-    parts = list(books.batches(entries))
+    parts = list(records.batches(entries))
     assert [part.last for part in parts] == [False, False, True]
     assert [entry for part in parts for entry in part.entries] == entries
     config = OrchestratorConfig(groups_per_step=2, group_size=2, total_steps=3)

@@ -10,6 +10,7 @@ Law: a segment that any format from OLDEST on wrote reads as the records of toda
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -18,7 +19,7 @@ import numpy as np
 
 from dora_jax.orchestrate import events as ev
 from dora_jax.runtime.codec import Codec, CodecError
-from dora_jax.types import Sample, SampleId, Version
+from dora_jax.types import Sample, SampleId, ScoredGroup, TokenTable, Version
 
 FORMAT = 4  # of the records that this version writes; the head of a segment says its own
 OLDEST = 3  # the first format that `upgrade` knows
@@ -101,9 +102,25 @@ def upgrade(row: Any, written: int) -> Any:
     step here, from one format to the next; no other code knows the older formats."""
     if not (type(written) is int and OLDEST <= written <= FORMAT):
         raise CodecError(f"it is of format {written}, and this version reads {OLDEST} to {FORMAT}")
-    if written == 3 and isinstance(row, list) and row[:1] == [Fact.__name__]:  # each event was decided on by itself
-        return [Batch.__name__, [row], True]
+    if written == 3:  # a sample had no table, and each event was decided on by itself
+        row = _with_tables(row)
+        return [Batch.__name__, [row], True] if _is(row, Fact) else row
     return row
+
+
+def _with_tables(row: Any) -> Any:
+    """The samples of a record, as a table follows their other fields."""
+    if _is(row, Sample):
+        return [*row, [TokenTable.__name__, *(None for _ in dataclasses.fields(TokenTable))]]
+    if _is(row, ScoredGroup) or _is(row, Fact):
+        return [_with_tables(field) for field in row]
+    if isinstance(row, list) and row and all(_is(each, Sample) for each in row):  # of a group
+        return [_with_tables(sample) for sample in row]
+    return row
+
+
+def _is(row: Any, record: type) -> bool:
+    return isinstance(row, list) and len(row) > 1 and row[0] == record.__name__
 
 
 def reader(head: bytes) -> Callable[[bytes], Any]:
