@@ -21,7 +21,7 @@ from dora_jax.orchestrate.restart import Debts
 from dora_jax.rollout.migrate import InFlightSample, retagged
 from dora_jax.runtime.durability.payload_state import PayloadState
 from dora_jax.runtime.durability.records import Partial
-from dora_jax.runtime.rollout_worker import EngineWorker
+from dora_jax.runtime.seams import GroupStore, Prompts, RolloutWorker, Scorer, StageWorker, WeightStore
 from dora_jax.runtime.shutdown import STAGE_END_S
 from dora_jax.runtime.trainer_worker import TrainerWorker
 from dora_jax.runtime.worker import Crashed, Finished, FinishedUnheard, HandedOver, InstanceReady, Parked, StepDone
@@ -55,12 +55,12 @@ class Coordinator:
     def __init__(
         self,
         *,
-        instances: Sequence[EngineWorker],
+        instances: Sequence[RolloutWorker],
         trainer: TrainerWorker | None,
-        task: Any,
-        scorer: Any,
-        groups: Any,
-        weights: Any,
+        task: Prompts,
+        scorer: Scorer | None,
+        groups: GroupStore,
+        weights: WeightStore,
         outbox: queue.SimpleQueue,
         group_size: int,
         eval_samples: int,
@@ -183,10 +183,10 @@ class Coordinator:
 
     # ------------------------------------------------------------ private
 
-    def _workers(self) -> list[Any]:
+    def _workers(self) -> list[StageWorker]:
         return [*self._instances.values(), *([self._trainer] if self._trainer else [])]
 
-    def _submit(self, sample: SampleId, worker: EngineWorker, version: Version) -> None:
+    def _submit(self, sample: SampleId, worker: RolloutWorker, version: Version) -> None:
         group_id = sample.group_id
         if group_id in self._refused:
             return
@@ -215,7 +215,7 @@ class Coordinator:
             elif group is None or sample.index not in group.done and not group.submitted:
                 self._outbox.put(ev.SampleCancelled(id=sample, reason=reason))
 
-    def _resume(self, sample: SampleId, worker: EngineWorker, version: Version) -> None:
+    def _resume(self, sample: SampleId, worker: RolloutWorker, version: Version) -> None:
         self._recorded.pop(sample, None)
         if sample in self._ended:
             self._outbox.put(ev.SampleResumed(id=sample, instance=worker.instance, life=worker.life))

@@ -14,14 +14,21 @@ from __future__ import annotations
 import dataclasses
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
 
 from dora_jax.config import ConfigError
 from dora_jax.costs import CostOptions, Costs, Hardware, ModelSizes, Roofline
+from dora_jax.rollout.migrate import InFlightSample
 from dora_jax.rollout.ticks import TickResult
+from dora_jax.runtime.seams import Batches, Pack, PolicyTrainer, RolloutEngine, Tree, WeightStore
 from dora_jax.types import SampleId, ScoredGroup, Version
+
+if TYPE_CHECKING:
+    from dora_jax.trainer.step import Probe
 
 
 def costs_of(chip: str, instances: int) -> Costs:
@@ -86,7 +93,7 @@ class PacedEngine:
     `speed`: of this instance, in that of the cost model.
     """
 
-    def __init__(self, engine: Any, costs: Costs, pace: float, *, report_ticks: int = 1, speed: float = 1.0):
+    def __init__(self, engine: RolloutEngine, costs: Costs, pace: float, *, report_ticks: int = 1, speed: float = 1.0):
         self.engine = engine
         self.decode_s = self.prefill_s = self.move_s = 0.0  # real seconds, by their use
         self._costs, self._pace = costs, pace
@@ -120,7 +127,7 @@ class PacedEngine:
         """It stood still: its timeline begins anew."""
         self._rested = True
 
-    def export(self, id: SampleId) -> Any:
+    def export(self, id: SampleId) -> InFlightSample:
         """The transfer's time is spent here, at the end that the sample leaves."""
         began = time.monotonic()
         parcel = self.engine.export(id)
@@ -132,11 +139,11 @@ class PacedEngine:
 
     # ------------------------------------------------------------------ what is only noted
 
-    def submit(self, id: SampleId, prompt_ids: Any, version: Version, max_new_tokens: int) -> None:
+    def submit(self, id: SampleId, prompt_ids: np.ndarray, version: Version, max_new_tokens: int) -> None:
         self.engine.submit(id, prompt_ids, version, max_new_tokens)
         self._account.enter(id, version, len(prompt_ids))
 
-    def import_(self, parcel: Any) -> None:
+    def import_(self, parcel: InFlightSample) -> None:
         self.engine.import_(parcel)
         self._account.enter(parcel.id, parcel.version, len(parcel.prompt_ids), len(parcel.out_ids), parcel.kv_len)
 
@@ -159,14 +166,7 @@ class PacedTrainer:
     """The trainer of a `TrainerWorker`, and its `pack`: what was packed lasts as long as `train_s` says. A step's fixed
     time is spread over its parts."""
 
-    def __init__(
-        self,
-        trainer: Any,
-        pack: Callable[[Sequence[ScoredGroup], Version], Any],
-        costs: Costs,
-        pace: float,
-        groups_per_step: int,
-    ):
+    def __init__(self, trainer: PolicyTrainer, pack: Pack, costs: Costs, pace: float, groups_per_step: int):
         self.trainer = trainer
         self.train_s = 0.0  # real seconds, waits for a part aside
         self._pack, self._costs, self._pace = pack, costs, pace
@@ -176,7 +176,7 @@ class PacedTrainer:
     def __getattr__(self, name: str) -> Any:
         return getattr(self.trainer, name)
 
-    def pack(self, groups: Sequence[ScoredGroup], base: Version) -> Any:
+    def pack(self, groups: Sequence[ScoredGroup], base: Version) -> Batches:
         self._began = time.monotonic()
         lengths = [len(s.prompt_ids) + len(s.out_ids) for group in groups for s in group.samples]
         squares = float(sum(n * n for n in lengths))
@@ -185,13 +185,13 @@ class PacedTrainer:
         self._due = max(self._due, self._began) + self._pace * seconds
         return self._pack(groups, base)
 
-    def step(self, batches: Any, **more: Any) -> Any:
-        """One batch, or an iterable that may wait for the next; `more` is the trainer's own."""
-        metrics = self.trainer.step(self._one_by_one(batches) if isinstance(batches, Iterator) else batches, **more)
+    def step(self, batch: Batches, **probe: Probe) -> Mapping[str, float]:
+        """The trainer's own step. batch: an iterator may wait for the next batch."""
+        metrics = self.trainer.step(self._one_by_one(batch) if isinstance(batch, Iterator) else batch, **probe)
         self._sleep()
         return metrics
 
-    def _one_by_one(self, batches: Iterator[Any]) -> Iterator[Any]:
+    def _one_by_one(self, batches: Iterator[Batches]) -> Iterator[Batches]:
         for batch in batches:
             yield batch
             self._sleep()
@@ -206,7 +206,7 @@ class PacedTrainer:
 class PacedWeights:
     """The weight store: `get` lasts one transfer of weights, of which `lanes` run at a time; `put` lasts `publish_s`."""
 
-    def __init__(self, weights: Any, costs: Costs, pace: float, lanes: int, publish_s: float = 0.0):
+    def __init__(self, weights: WeightStore, costs: Costs, pace: float, lanes: int, publish_s: float = 0.0):
         self.weights = weights
         self.load_s = 0.0  # real seconds of all transfers, and of the wait for a lane
         self._costs, self._pace, self._publish_s = costs, pace, publish_s
@@ -216,11 +216,11 @@ class PacedWeights:
     def __getattr__(self, name: str) -> Any:
         return getattr(self.weights, name)
 
-    def put(self, version: Version, params: Any) -> None:
+    def put(self, version: Version, weights: Tree) -> None:
         time.sleep(self._pace * self._publish_s)
-        self.weights.put(version, params)
+        self.weights.put(version, weights)
 
-    def get(self, version: Version, shardings: Any) -> Any:
+    def get(self, version: Version, shardings: Tree | None) -> Tree:
         asked = time.monotonic()
         with self._lanes:
             began = time.monotonic()

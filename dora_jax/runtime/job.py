@@ -9,7 +9,6 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
 
 from dora_jax import devices, presets, tasks, validate, workdirs
 from dora_jax.buffer.store import MemoryGroupStore
@@ -17,6 +16,7 @@ from dora_jax.config import Config, ConfigError, RewardModelSection, RunError, b
 from dora_jax.exits import FAILED, RETRY, Stop
 from dora_jax.metrics import Writer
 from dora_jax.models import hf
+from dora_jax.models.config import ModelConfig
 from dora_jax.orchestrate.core import Orchestrator
 from dora_jax.orchestrate.events import Command, Event, Halt, ImpossibleFact, StepPublished
 from dora_jax.orchestrate.loop import each, quiet_collector, run
@@ -29,9 +29,10 @@ from dora_jax.runtime.durability.journaled_world import JournaledWorld
 from dora_jax.runtime.durability.object_storage import Mirror, fetch, mirrored
 from dora_jax.runtime.durability.resume import Begun
 from dora_jax.runtime.evaluations import closing
+from dora_jax.runtime.local_backend import LocalBackend, RunContext, trainer_worker
 from dora_jax.runtime.metrics_log import RunLog
-from dora_jax.runtime.recorder import instrument
-from dora_jax.runtime.run import LocalBackend, RunContext, TrainerSide
+from dora_jax.runtime.recorder import Recorder, instrument
+from dora_jax.runtime.seams import Backend, TrainerSide, Tree
 from dora_jax.runtime.shutdown import STAGE_END_S, Guard, GuardedWorld
 from dora_jax.runtime.timeline import Timeline
 from dora_jax.tasks.pool import ScorerPool
@@ -81,19 +82,19 @@ def evaluate(config: Config, workdir: Path, step: int | None = None) -> int:
     version = pick(directory, step)
     with Writer(workdir) as writer, Guard(0.0, owner=True) as guard:
         parts = _opened(config, workdir, writer)
-        body = LocalBackend(parts, writer.note)
-        body.weights.put(version, checkpoint.read_params(directory, version))
+        backend = LocalBackend(parts, writer.note)
+        backend.weights.put(version, checkpoint.read_params(directory, version))
         orchestrator = Orchestrator(
             build.orchestrator_config(dataclasses.replace(config, steps=version)), start_version=version
         )
-        _, log = _run(parts, body, writer, orchestrator, guard)
+        _, log = _run(parts, backend, writer, orchestrator, guard)
     if version not in log.evaluations:
         raise RunError(f"version {version} is not evaluated: none of its held-out groups has a score")
     print(json.dumps({"step": version, **log.evaluations[version]}))
     return 0
 
 
-def load_policy(workdir: str | Path, step: int | None = None) -> tuple[Any, Any, Tokenizer]:
+def load_policy(workdir: str | Path, step: int | None = None) -> tuple[ModelConfig, Tree, Tokenizer]:
     """(ModelConfig, params in the stacked layout, Tokenizer) of a run's checkpoint."""
     path = validate.from_config_dict(workdirs.read(Path(workdir)), "evaluate").model.path
     directory = Path(workdir) / "checkpoints"
@@ -239,15 +240,15 @@ def _train(parts: RunContext, writer: Writer, guard: Guard, mirror: Mirror | Non
     config = parts.config
     journal = resume.open_journal(parts.workdir, config.journal, writer)
     writer.phase("trainer", "loading the model")
-    body = _body(parts, writer)
+    backend = _backend(parts, writer)
     try:
-        side = body.trainer_side()
+        side = backend.trainer_side()
         try:
             begun = resume.begin(
                 journal,
                 side.checkpoints,
                 side.trainer,
-                body.weights,
+                backend.weights,
                 side.pack,
                 side.digest,
                 build.orchestrator_config(config),
@@ -258,16 +259,16 @@ def _train(parts: RunContext, writer: Writer, guard: Guard, mirror: Mirror | Non
             )
             if mirror:
                 mirror.settle()  # what the resume has put aside goes from the store before anything new is told
-            halt, log = _run(parts, body, writer, begun.orchestrator, guard, backing)
+            halt, log = _run(parts, backend, writer, begun.orchestrator, guard, backing)
             backing.save_last(log)
             return halt, log
         finally:
             side.checkpoints.close()
     finally:
-        body.close()
+        backend.close()
 
 
-def _body(parts: RunContext, writer: Writer) -> Any:
+def _backend(parts: RunContext, writer: Writer) -> Backend:
     """One process, or a cluster."""
     if not parts.config.cluster.launcher:
         return LocalBackend(parts, writer.note)
@@ -278,21 +279,21 @@ def _body(parts: RunContext, writer: Writer) -> Any:
 
 def _run(
     parts: RunContext,
-    body: Any,
+    backend: Backend,
     writer: Writer,
     orchestrator: Orchestrator,
     guard: Guard,
     backing: RunStorage | None = None,
 ) -> tuple[Halt, RunLog]:
     config, groups = parts.config, MemoryGroupStore()
-    instances = body.instances()
+    instances = backend.instances()
     side, recorder = instrument(
-        config, parts.workdir, instances, body.weights, backing and backing.side, orchestrator, writer.note
+        config, parts.workdir, instances, backend.weights, backing and backing.side, orchestrator, writer.note
     )
-    worker = side and build.trainer_worker(
-        config, side, groups, body.weights, orchestrator.state.decisions.max_lag, parts.outbox
+    worker = side and trainer_worker(
+        config, side, groups, backend.weights, orchestrator.state.decisions.max_lag, parts.outbox
     )
-    world = parts.world(instances, worker, groups, body.weights)
+    world = parts.world(instances, worker, groups, backend.weights)
     log = RunLog(
         workdir=parts.workdir,
         writer=writer,
@@ -316,9 +317,9 @@ def _run(
         each(timeline.event),
         *([CheckpointSaver(backing, durable, log)] if backing else []),
     ]
-    with contextlib.closing(timeline), _ending(durable, world, body, log, recorder, guard):
+    with contextlib.closing(timeline), _ending(durable, world, backend, log, recorder, guard):
         writer.phase("all", "compiling")
-        ups = body.ready(instances, worker)
+        ups = backend.ready(instances, worker)
         writer.phase("all", "")
         world.start(ups)
         try:
@@ -330,7 +331,12 @@ def _run(
 
 @contextlib.contextmanager
 def _ending(
-    durable: JournaledWorld | None, world: Coordinator, body: Any, log: RunLog, recorder: Any, guard: Guard
+    durable: JournaledWorld | None,
+    world: Coordinator,
+    backend: Backend,
+    log: RunLog,
+    recorder: Recorder | None,
+    guard: Guard,
 ) -> Iterator[None]:
     """Closes these at the end. The stages of a stopped run are not seen to the end of what they are in the middle of."""
     stopped = False
@@ -343,7 +349,7 @@ def _ending(
         if durable:
             durable.close()
         if stopped:
-            body.close()  # a gang that is gone lets go of the threads that wait for its answers
+            backend.close()  # a gang that is gone lets go of the threads that wait for its answers
         world.close(guard.patience_s if stopped else STAGE_END_S)
         log.close()
         if recorder:

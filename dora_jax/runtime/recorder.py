@@ -19,7 +19,7 @@ import statistics
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import scipy.optimize
@@ -29,8 +29,11 @@ from dora_jax.orchestrate import events as ev
 from dora_jax.orchestrate.core import Orchestrator
 from dora_jax.orchestrate.modes import OrchestratorConfig
 from dora_jax.recording import Recording
+from dora_jax.rollout.migrate import InFlightSample
 from dora_jax.rollout.ticks import TickResult
 from dora_jax.runtime.emulated_timing import PacedEngine, PacedTrainer, PacedWeights, TickStats, costs_of
+from dora_jax.runtime.seams import Notify, RolloutEngine, RolloutWorker, TrainerSide, WeightStore
+from dora_jax.runtime.supervised_worker import LocalInstance
 from dora_jax.types import GroupId, InstanceId, SampleId, Version
 
 ROUNDS = 8  # of the fit; the ratio settles in three
@@ -41,21 +44,25 @@ JOURNAL, COSTS = "journal.jsonl", "costs.json"
 def instrument(
     config: Config,
     workdir: Path,
-    instances: Sequence[Any],
-    weights: Any,
-    side: Any,
+    instances: Sequence[RolloutWorker],
+    weights: WeightStore,
+    side: TrainerSide | None,
     orchestrator: Orchestrator,
-    notify: Callable[[str], None],
-) -> tuple[Any, Recorder | None]:
-    """(the trainer's side as it is to be used, the recorder if one is asked for); instances are dressed on the spot."""
-    paced, recorder = lambda engine: engine, None
-    if config.pace:
-        costs = costs_of(config.pace, len(instances))
+    notify: Notify,
+) -> tuple[TrainerSide | None, Recorder | None]:
+    """Wraps engines and trainer in what the config asks for: a chip's pace (emulated_timing.py), a recorder.
+
+    Returns (the trainer's side that the run uses, the recorder or None). `pace` and `journal.record` are for a run in one
+    process, so the instances are LocalInstances; their results stay what they are."""
+    recorder: Recorder | None = None
+
+    def paced(engine: RolloutEngine) -> RolloutEngine:
+        return PacedEngine(engine, costs, 1.0) if costs else engine
+
+    costs = costs_of(config.pace, len(instances)) if config.pace else None
+    if costs:
         notify(f"PACED: ticks, steps and transfers last as long as on {config.pace}; times are not this machine's")
-        paced, weights = (
-            lambda engine: PacedEngine(engine, costs, 1.0),
-            PacedWeights(weights, costs, 1.0, len(instances)),
-        )
+        weights = PacedWeights(weights, costs, 1.0, len(instances))
         if side is not None:
             trainer = PacedTrainer(side.trainer, side.pack, costs, 1.0, config.orchestrator.groups_per_step)
             side = dataclasses.replace(side, trainer=trainer, pack=trainer.pack)
@@ -67,14 +74,16 @@ def instrument(
         recorder = Recorder(workdir / RECORDED, orchestrator.state.config)
     if config.pace or recorder:
         for instance in instances:
-            instance.wrap_engine(lambda engine: recorder.engine(paced(engine)) if recorder else paced(engine), weights)
+            cast(LocalInstance, instance).wrap_engine(
+                lambda engine: recorder.engine(paced(engine)) if recorder else paced(engine), weights
+            )
     return side, recorder
 
 
 class TimedEngine:
     """The Engine seam around another engine: what each tick did and how long it took, the way to it included."""
 
-    def __init__(self, engine: Any, training: Callable[[], bool] = lambda: False):
+    def __init__(self, engine: RolloutEngine, training: Callable[[], bool] = lambda: False):
         self.engine = engine
         self.ticks: list[tuple[float, ...]] = []  # steps, batch, tokens of prefill, whether the trainer worked, seconds
         self.prompts: list[int] = []
@@ -94,16 +103,16 @@ class TimedEngine:
         self._ended = None if self.engine.idle else now
         return result
 
-    def submit(self, id: SampleId, prompt_ids: Any, version: Version, max_new_tokens: int) -> None:
+    def submit(self, id: SampleId, prompt_ids: np.ndarray, version: Version, max_new_tokens: int) -> None:
         self.engine.submit(id, prompt_ids, version, max_new_tokens)
         self.prompts.append(len(prompt_ids))
         self._account.enter(id, version, len(prompt_ids))
 
-    def import_(self, parcel: Any) -> None:
+    def import_(self, parcel: InFlightSample) -> None:
         self.engine.import_(parcel)
         self._account.enter(parcel.id, parcel.version, len(parcel.prompt_ids), len(parcel.out_ids), parcel.kv_len)
 
-    def export(self, id: SampleId) -> Any:
+    def export(self, id: SampleId) -> InFlightSample:
         self._account.leave(id)
         return self.engine.export(id)
 
@@ -127,7 +136,7 @@ class Recorder:
         self._left: dict[InstanceId, float] = {}  # when the last sample that moved had left an instance
         self._pages = 0
 
-    def engine(self, engine: Any) -> TimedEngine:
+    def engine(self, engine: RolloutEngine) -> TimedEngine:
         self._engines.append(TimedEngine(engine, lambda: ("train", 0) in self._asked))
         return self._engines[-1]
 

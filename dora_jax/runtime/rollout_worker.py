@@ -6,14 +6,16 @@ the outbox. Law: every call for a sample is answered by one event, whether or no
 
 from __future__ import annotations
 
-import queue
 import time
-from typing import Any
+from collections.abc import Callable
+from typing import Any, Protocol
 
 import numpy as np
 
 from dora_jax.orchestrate import events as ev
+from dora_jax.rollout.migrate import InFlightSample
 from dora_jax.runtime.durability.records import Partial
+from dora_jax.runtime.seams import Outbox, RolloutEngine, Tree, WeightStore
 from dora_jax.runtime.worker import Finished, HandedOver, Parked, Worker
 from dora_jax.types import InstanceId, Prompt, SampleId, Version
 
@@ -26,6 +28,17 @@ def report_period_s(instances: int) -> float:
     return max(REPORT_PERIOD_S, instances / FLEET_REPORTS_PER_S)
 
 
+class MoveTarget(Protocol):
+    """Where a sample moves to: another EngineWorker, or what stands for one."""
+
+    @property
+    def instance(self) -> InstanceId: ...
+
+    def post(self, call: Callable[..., None], *args: Any) -> None: ...
+
+    def receive(self, parcel: InFlightSample, src: InstanceId, attempt: int) -> None: ...
+
+
 class EngineWorker(Worker):
     """One life of one engine: starts, ticks, moves and loads on its own thread.
 
@@ -34,9 +47,9 @@ class EngineWorker(Worker):
     def __init__(
         self,
         instance: InstanceId,
-        engine: Any,
-        weights: Any,
-        outbox: queue.SimpleQueue,
+        engine: RolloutEngine,
+        weights: WeightStore,
+        outbox: Outbox,
         partial_s: float = 0.0,
         life: int = 0,
         report_s: float = REPORT_PERIOD_S,
@@ -63,7 +76,7 @@ class EngineWorker(Worker):
             self.engine.drop(drop)
         self.take_into_use(version, self._weights.get(version, self.engine.param_shardings))
 
-    def take_into_use(self, version: Version, weights: Any) -> None:
+    def take_into_use(self, version: Version, weights: Tree) -> None:
         self.engine.load(version, weights)
         self.outbox.put(ev.WeightsLoaded(instance=self.instance, version=version, life=self.life))
 
@@ -78,7 +91,7 @@ class EngineWorker(Worker):
         self.engine.cancel(sample)
         self.outbox.put(ev.SampleCancelled(id=sample, reason=reason))
 
-    def move(self, sample: SampleId, dst: EngineWorker, attempt: int) -> None:
+    def move(self, sample: SampleId, dst: MoveTarget, attempt: int) -> None:
         if not self.engine.holds(sample):
             self.outbox.put(
                 ev.MoveFailed(id=sample, src=self.instance, dst=dst.instance, attempt=attempt, reason="finished")
@@ -86,7 +99,7 @@ class EngineWorker(Worker):
             return
         dst.post(dst.receive, self._export(sample), self.instance, attempt)
 
-    def receive(self, parcel: Any, src: InstanceId, attempt: int) -> None:
+    def receive(self, parcel: InFlightSample, src: InstanceId, attempt: int) -> None:
         self._import(parcel)
         self.outbox.put(ev.SampleMoved(id=parcel.id, src=src, dst=self.instance, attempt=attempt))
 
@@ -95,7 +108,7 @@ class EngineWorker(Worker):
             parcel = self._export(sample)
             self.outbox.put(Parked(id=sample, instance=self.instance, parcel=parcel, life=self.life))
 
-    def resume(self, parcel: Any) -> None:
+    def resume(self, parcel: InFlightSample) -> None:
         self._import(parcel)
         self.outbox.put(ev.SampleResumed(id=parcel.id, instance=self.instance, life=self.life))
 
@@ -147,13 +160,13 @@ class EngineWorker(Worker):
                 self._report(sample_id, self.engine.version_of(sample_id), *new)
             self._grown.clear()
 
-    def _import(self, parcel: Any) -> None:
+    def _import(self, parcel: InFlightSample) -> None:
         self.engine.import_(parcel)
         self._begun[parcel.id] = None
         self._progress[parcel.id] = len(parcel.out_ids)
         self._told[parcel.id] = len(parcel.out_ids)
 
-    def _export(self, sample: SampleId) -> Any:
+    def _export(self, sample: SampleId) -> InFlightSample:
         """Out of the engine; what it had sampled is reported first, because its version may change on the way."""
         parcel = self.engine.export(sample)
         if self._partial_s:

@@ -6,11 +6,7 @@ needed: engine and trainer of weights in memory do without it.
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
-import functools
-import queue
-import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -20,25 +16,17 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
-from dora_jax import devices, tasks
 from dora_jax.buffer.pack import Layout, layout, pack_step
-from dora_jax.config import Config, ConfigError, blame
-from dora_jax.digest import digest
+from dora_jax.config import Config, blame
 from dora_jax.models import decoder, sharding
 from dora_jax.models.config import ModelConfig
-from dora_jax.models.hf_config import read_config
 from dora_jax.orchestrate.events import InstanceUp
 from dora_jax.orchestrate.modes import OrchestratorConfig
-from dora_jax.publish import DeviceWeights, offered_copy
+from dora_jax.publish import offered_copy
 from dora_jax.rollout.device_calls import Calls
 from dora_jax.rollout.engine import Engine, new_calls
-from dora_jax.runtime.coordinator import Coordinator
-from dora_jax.runtime.supervised_worker import LocalInstance, RestartPolicy
-from dora_jax.runtime.trainer_worker import StreamingTrainerWorker, TrainerWorker
-from dora_jax.tasks import solved
+from dora_jax.runtime.seams import Batches, MakeProbe, Pack, Tree
 from dora_jax.tasks.mixture import cycle_of
-from dora_jax.tasks.pool import ScorerPool
-from dora_jax.tasks.trial import try_rewards
 from dora_jax.trainer.objective import may_start_early, needs_scores
 from dora_jax.trainer.prepare import Prepare, Unjudged
 from dora_jax.trainer.step import Probe, Recipe, Trainer, new_recipe
@@ -46,155 +34,6 @@ from dora_jax.types import InstanceId, ScoredGroup, Version
 
 if TYPE_CHECKING:
     from dora_jax.tokenizer import Tokenizer
-
-
-class RunContext:
-    """What every run has in its own process: tokenizer, task, scorer, the outbox of its workers, the world.
-
-    remarks: sentences on its data, for the console. solved: the rule of held-out accuracy; None: there is none."""
-
-    def __init__(self, config: Config, workdir: Path):
-        from dora_jax.tokenizer import Tokenizer
-
-        self.config = config
-        self.workdir = workdir
-        with blame("model.path"):
-            self.tokenizer = Tokenizer.load(config.model.path)
-        self.outbox: queue.SimpleQueue = queue.SimpleQueue()
-        pool = (
-            ScorerPool(config.task, self.tokenizer.decode) if config.task.rewards else None
-        )  # starts in the background
-        with contextlib.ExitStack() as undo:
-            if pool:
-                undo.callback(pool.close)
-            with blame("task.path"):
-                self.task = tasks.open_task(
-                    config.task,
-                    self.tokenizer,
-                    seed=config.seed,
-                    max_prompt_tokens=config.rollout.max_prompt_tokens,
-                    max_new_tokens=config.rollout.max_new_tokens,
-                    heldout=config.task.heldout,
-                    quarantine_path=workdir / "quarantine.jsonl",
-                )
-            prompt, self.remarks = self.task.survey()
-            terms = try_rewards(pool, prompt, self.tokenizer.encode) if pool else ()
-            with blame("eval.solved"):
-                self.solved = solved.among(config.eval.solved, terms)
-            self.remarks += _said_of_evaluation(config, self)
-            self.scorer = _judge(config, pool, terms) if config.reward_model.path else pool
-            undo.pop_all()
-
-    def world(self, instances: Sequence[Any], trainer: TrainerWorker | None, groups: Any, weights: Any) -> Coordinator:
-        section = self.config.orchestrator
-        return Coordinator(
-            instances=instances,
-            trainer=trainer,
-            task=self.task,
-            scorer=self.scorer,
-            groups=groups,
-            weights=weights,
-            outbox=self.outbox,
-            group_size=section.group_size,
-            eval_samples=self.config.eval.samples,
-            trainable=nonzero_variance if section.filter_zero_variance else lambda group: True,
-        )
-
-
-def _said_of_evaluation(config: Config, parts: RunContext) -> list[str]:
-    said: list[str] = []
-    if parts.task.n_heldout < config.eval.prompts:
-        said.append(
-            f"eval.prompts = {config.eval.prompts}, and {parts.task.n_heldout} held-out prompts are left: they are "
-            "evaluated more than once each"
-        )
-    if parts.solved:
-        said.append(f"held-out accuracy is the share of samples with {parts.solved} (eval.solved)")
-    return said
-
-
-def _judge(config: Config, pool: ScorerPool | None, terms: tuple[str, ...]) -> Any:
-    """The reward model behind the task's own rewards, on its mesh."""
-    from dora_jax.tasks import reward_model  # most runs have none
-
-    section, rollout = config.reward_model, config.rollout
-    if reward_model.TERM in terms:
-        raise ConfigError(
-            f"task.rewards: a term is named {reward_model.TERM}, which is the name of the reward model's score"
-        )
-    indices = devices.plan(len(jax.devices()), config).reward_model
-    mesh = sharding.make_mesh([jax.devices()[i] for i in indices], section.data, section.fsdp, section.tensor)
-    with blame("reward_model.path"):
-        reward_model.check(section.path, config.model.path, rollout.max_prompt_tokens + rollout.max_new_tokens)
-        model = reward_model.RewardModel(section, mesh, config.model.dtype)
-    return reward_model.ModelScorer(model, section.weight, pool)
-
-
-@dataclasses.dataclass(frozen=True)
-class TrainerSide:
-    """What a run asks of its trainer."""
-
-    trainer: Any  # Trainer, or what stands for one elsewhere
-    checkpoints: Any
-    pack: Callable[[Sequence[ScoredGroup], Version], Any]
-    digest: Callable[[Any], int]
-    probe: Callable[[ScoredGroup, Version, Any], Any] | None = None  # see TrainerWorker
-
-
-class LocalBackend:
-    """The body of a run in one process: instances and trainer on sub-meshes of `jax.devices()`."""
-
-    def __init__(self, parts: RunContext, notify: Callable[[str], None]):
-        self._parts, self._notify = parts, notify
-        self._plan = devices.plan(len(jax.devices()), parts.config)
-        self.weights = DeviceWeights(parts.config.model.dtype)
-
-    def trainer_side(self) -> TrainerSide:
-        from dora_jax.trainer.checkpoint import Checkpoints
-
-        config, workdir = self._parts.config, self._parts.workdir
-        mesh = sharding.make_mesh([jax.devices()[i] for i in self._plan.trainer], *self._plan.trainer_mesh)
-        trainer = new_trainer(config, self._parts.tokenizer, mesh, workdir)
-        return TrainerSide(
-            trainer=trainer,
-            checkpoints=Checkpoints(workdir / "checkpoints", config.checkpoint, self._notify),
-            pack=packer(config, trainer),
-            digest=digest,
-            probe=prober(config, trainer),
-        )
-
-    def instances(self) -> list[LocalInstance]:
-        parts, config = self._parts, self._parts.config
-        model = read_config(config.model.path)
-        pool: dict[InstanceId, LocalInstance] = {}
-        for instance, indices in enumerate(self._plan.instances):
-            mesh = sharding.make_mesh([jax.devices()[i] for i in indices], 1, 1, len(indices))
-            new = functools.partial(new_engine, config, parts.tokenizer, model, mesh)
-            spare = RestartPolicy(new_engine=new, vocab_size=parts.tokenizer.vocab_size, hung_s=config.cluster.stall_s)
-            pool[instance] = LocalInstance(
-                instance_up(instance, config),
-                new(),
-                self.weights,
-                parts.outbox,
-                partial_s(config),
-                spare,
-                pool,
-                self._notify,
-            )
-        return list(pool.values())
-
-    def ready(self, instances: Sequence[LocalInstance], trainer: TrainerWorker | None) -> list[InstanceUp]:
-        """Compiles; then all of them are there."""
-        config = self._parts.config
-        warmups = [worker.engine.warmup for worker in instances]
-        if trainer:
-            shape = batch_layout(config, trainer.trainer.shards)
-            warmups.append(lambda: trainer.trainer.warmup(shape.rows, shape.tokens))
-        side_by_side(warmups)
-        return [instance_up(worker.instance, config) for worker in instances]
-
-    def close(self) -> None:
-        """Everything ends with the process."""
 
 
 def new_engine(config: Config, tokenizer: Tokenizer, model: ModelConfig, mesh: Mesh) -> Engine:
@@ -242,7 +81,7 @@ def new_trainer(config: Config, tokenizer: Tokenizer, mesh: Mesh, dump_dir: Path
 
 
 def trainer_of(
-    config: Config, model: ModelConfig, mesh: Mesh, params: Any, *, vocab_limit: int = 0, dump_dir: str | None = None
+    config: Config, model: ModelConfig, mesh: Mesh, params: Tree, *, vocab_limit: int = 0, dump_dir: str | None = None
 ) -> Trainer:
     """The trainer of a resolved configuration and of these weights (stacked), which it copies; see `engine_of`."""
     return Trainer(
@@ -255,7 +94,7 @@ def trainer_of(
     )
 
 
-def trainer_recipe(config: Config, model: Any, mesh: Mesh, vocab_limit: int) -> Recipe:
+def trainer_recipe(config: Config, model: ModelConfig, mesh: Mesh, vocab_limit: int) -> Recipe:
     """The recipe of `new_trainer`; the devices of the mesh may be descriptions."""
     return new_recipe(model, config.trainer, mesh, **_trainer_options(config, vocab_limit))
 
@@ -269,12 +108,12 @@ def _trainer_options(config: Config, vocab_limit: int) -> dict[str, Any]:
     }
 
 
-def publishing_copy(config: Config, model: ModelConfig, mesh: Mesh) -> Callable[[Any], Any]:
+def publishing_copy(config: Config, model: ModelConfig, mesh: Mesh) -> Callable[[Tree], Tree]:
     """The jit that copies the trainer's masters (`publishing_inputs` says where they lie) into what is offered."""
     return offered_copy(config.model.dtype, sharding.param_specs(model, mesh))
 
 
-def publishing_inputs(model: ModelConfig, mesh: Mesh) -> Any:
+def publishing_inputs(model: ModelConfig, mesh: Mesh) -> Tree:
     return jax.tree.map(
         lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s),
         decoder.abstract_params(model),
@@ -286,24 +125,6 @@ def partial_s(config: Config) -> float:
     """How often running samples report their tokens. A sample that goes on from its tokens may differ in the last bits
     from one that was never cut: not in mode sync, whose runs are the same bit for bit however often they are killed."""
     return config.journal.partial_s if config.orchestrator.mode != "sync" else 0.0
-
-
-def trainer_worker(
-    config: Config, side: TrainerSide, groups: Any, weights: Any, max_lag: int | None, outbox: queue.SimpleQueue
-) -> TrainerWorker:
-    if updates_apart(config) > 1:
-        return StreamingTrainerWorker(
-            side.trainer,
-            side.pack,
-            groups,
-            weights,
-            max_lag,
-            outbox,
-            config.orchestrator.groups_per_step,
-            side.digest,
-            side.probe,
-        )
-    return TrainerWorker(side.trainer, side.pack, groups, weights, max_lag, outbox, side.digest, side.probe)
 
 
 def orchestrator_config(config: Config) -> OrchestratorConfig:
@@ -373,7 +194,7 @@ def batch_layout(config: Config, shards: int) -> Layout:
     )
 
 
-def packer(config: Config, trainer: Trainer) -> Callable[[Sequence[ScoredGroup], Version], Any]:
+def packer(config: Config, trainer: Trainer) -> Pack:
     """(groups, base) -> the step's batches, one per optimizer update, all of one static shape.
 
     Where updates take their groups apart, as many batches as there are groups for, each packed when it is asked for.
@@ -382,7 +203,7 @@ def packer(config: Config, trainer: Trainer) -> Callable[[Sequence[ScoredGroup],
     apart = config.orchestrator.groups_per_step // updates if updates_apart(config) > 1 else 0
     prepare = Prepare(config.trainer, config.rollout.max_new_tokens)
 
-    def pack(groups: Sequence[ScoredGroup], base: Version) -> Any:
+    def pack(groups: Sequence[ScoredGroup], base: Version) -> Batches:
         if config.task.shuffle_rewards:
             groups = shuffled(groups, config.seed, base)
         score = trainer.score if needs_scores(config.trainer) else None
@@ -393,7 +214,7 @@ def packer(config: Config, trainer: Trainer) -> Callable[[Sequence[ScoredGroup],
     return pack
 
 
-def prober(config: Config, trainer: Trainer) -> Callable[[ScoredGroup, Version, Any], Probe]:
+def prober(config: Config, trainer: Trainer) -> MakeProbe:
     """(group, version, its weights) -> what `trainer.step` takes as a probe."""
     rollout = config.rollout
     shape = layout(
@@ -406,15 +227,10 @@ def prober(config: Config, trainer: Trainer) -> Callable[[ScoredGroup, Version, 
         share_prompts=config.trainer.share_prompts == "on",
     )
 
-    def probe(group: ScoredGroup, version: Version, weights: Any) -> Probe:
+    def probe(group: ScoredGroup, version: Version, weights: Tree) -> Probe:
         return Probe(pack_step([[group]], shape, Unjudged())[0], version, weights)
 
     return probe
-
-
-def nonzero_variance(group: ScoredGroup) -> bool:
-    """DAPO's dynamic sampling: a group whose samples all score alike teaches nothing."""
-    return bool(np.ptp(group.rewards) > 0)
 
 
 def shuffled(groups: Sequence[ScoredGroup], seed: int, base: Version) -> list[ScoredGroup]:
@@ -423,23 +239,3 @@ def shuffled(groups: Sequence[ScoredGroup], seed: int, base: Version) -> list[Sc
     rewards = np.random.default_rng((seed, base)).permutation(rewards)
     split = np.split(rewards, np.cumsum([len(g.rewards) for g in groups])[:-1])
     return [dataclasses.replace(g, rewards=r) for g, r in zip(groups, split, strict=True)]
-
-
-def side_by_side(calls: Sequence[Callable[[], None]]) -> None:
-    """Runs the calls (compilations) on threads of their own; raises what the first of them raised."""
-    errors: list[BaseException] = []
-
-    def guarded(call: Callable[[], None]) -> None:
-        try:
-            call()
-        except BaseException as error:  # raised below, on the caller's thread
-            errors.append(error)
-
-    # no daemons: an interpreter that ends while one compiles would abort
-    threads = [threading.Thread(target=guarded, args=(call,)) for call in calls]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    if errors:
-        raise errors[0]

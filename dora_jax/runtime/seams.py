@@ -1,16 +1,55 @@
 """The seams of the runtime: a Protocol for each place where one implementation stands for another.
 
-WeightStore    publish.DeviceWeights and publish.HostWeights (memory), transfer.StoredWeights (storage),
-               cluster.RemoteWeights (the trainer's processes, which send them over the wire)
+    orchestrator <-- World --> coordinator --+-- RolloutWorker --> RolloutEngine      Backend: one process, or a cluster
+                                             +-- TrainerWorker --> PolicyTrainer
+                                             +-- Prompts, Scorer
+
+World           Coordinator; JournaledWorld and GuardedWorld in front of it; sim.world.SimWorld     (orchestrate/loop.py)
+Backend         LocalBackend; cluster.backend.ClusterBackend
+RolloutWorker   EngineWorker (a thread); LocalInstance and RemoteInstance, whose lives end and begin again
+RolloutEngine   rollout.engine.Engine; OracleEngine; PacedEngine and TimedEngine around one
+PolicyTrainer   trainer.step.Trainer; cluster.RemoteTrainer; PacedTrainer around one
+CheckpointStore trainer.checkpoint.Checkpoints; cluster.RemoteCheckpoints
+Scorer          tasks.pool.ScorerPool; tasks.reward_model.ModelScorer
+GroupStore      buffer.store.MemoryGroupStore                                                     (buffer/store.py)
+WeightStore     publish.DeviceWeights and publish.HostWeights (memory), transfer.StoredWeights (storage),
+                cluster.RemoteWeights (the trainer's processes, which send them over the wire)
 """
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Protocol
 
-from dora_jax.types import Version
+from dora_jax.buffer.store import GroupStore
+from dora_jax.orchestrate.loop import World
+from dora_jax.types import GroupId, InstanceId, Prompt, Sample, SampleId, ScoredGroup, Version
+
+if TYPE_CHECKING:
+    import numpy as np
+
+    from dora_jax.orchestrate.events import InstanceUp
+    from dora_jax.rollout.migrate import InFlightSample
+    from dora_jax.rollout.ticks import TickResult
+    from dora_jax.tasks.pool import GroupFailure
+    from dora_jax.trainer.checkpoint import Restored
+    from dora_jax.trainer.step import Probe
+
+__all__ = ["GroupStore", "World"]
 
 Tree = Any  # a pytree: arrays, `publish.Slices`, ShapeDtypeStructs or shardings
+Batches = Any  # what `Pack` makes of a step's groups and `PolicyTrainer.step` takes
+Pack = Callable[[Sequence[ScoredGroup], Version], Batches]  # (groups, base version) -> the step's batches
+Digest = Callable[[Tree], int]  # a fingerprint of weights
+MakeProbe = Callable[[ScoredGroup, Version, Tree], "Probe"]  # (group, its version, that version's weights)
+Notify = Callable[[str], None]  # prints a sentence on the console of the run
+
+
+class Outbox(Protocol):
+    """Where a worker puts events and payload records (worker.py); a queue.SimpleQueue, or what stands for one."""
+
+    def put(self, item: Any) -> None: ...
 
 
 class WeightStore(Protocol):
@@ -29,3 +68,185 @@ class WeightStore(Protocol):
 
     def drop(self, version: Version) -> None:
         """Forgets the version. A version that is not there is dropped already."""
+
+
+class RolloutEngine(Protocol):
+    """Continuous batching of samples at several resident versions. One thread uses an engine."""
+
+    @property
+    def param_shardings(self) -> Tree:
+        """Where the engine's weights lie."""
+
+    @property
+    def versions(self) -> tuple[Version, ...]:
+        """The resident versions."""
+
+    @property
+    def idle(self) -> bool:
+        """No sample is here."""
+
+    def warmup(self) -> None:
+        """Compiles."""
+
+    def load(self, version: Version, params: Tree) -> None: ...
+
+    def drop(self, version: Version) -> None: ...
+
+    def submit(self, id: SampleId, prompt_ids: np.ndarray, version: Version, max_new_tokens: int) -> None:
+        """prompt_ids: i32[T]."""
+
+    def cancel(self, id: SampleId) -> bool:
+        """False: the sample is not here."""
+
+    def holds(self, id: SampleId) -> bool: ...
+
+    def version_of(self, id: SampleId) -> Version: ...
+
+    def sampled(self, id: SampleId, start: int = 0) -> tuple[np.ndarray, np.ndarray]:
+        """(out_ids i32[U - start], logprobs f32[U - start]) of a running sample."""
+
+    def export(self, id: SampleId) -> InFlightSample:
+        """Takes the sample out, with its KV in host memory."""
+
+    def import_(self, parcel: InFlightSample) -> None: ...
+
+    def tick(self) -> TickResult: ...
+
+
+class PolicyTrainer(Protocol):
+    """Makes version base + 1 of the groups that were packed for it. One thread uses a trainer at a time."""
+
+    @property
+    def params(self) -> Tree: ...
+
+    @property
+    def state(self) -> Any:
+        """`step`, `params` and `opt_state`."""
+
+    def step(self, batch: Batches, probe: Probe | None = None) -> Mapping[str, float]:
+        """One optimizer step a batch; an iterator may wait for the next batch. probe: see MismatchProbe."""
+
+    def load(self, params: Tree, opt_state: Tree, step: Version) -> None: ...
+
+    def abstract_state(self) -> Any:
+        """`state` as ShapeDtypeStructs with shardings."""
+
+
+class CheckpointStore(Protocol):
+    """The checkpoints of a run. OSError: the storage did not do it."""
+
+    def save(
+        self, step: Version, params: Tree, opt_state: Tree, rl_state: Mapping[str, Any], metrics: Mapping[str, float]
+    ) -> None:
+        """Starts to save; the trainer may go on."""
+
+    def protect(self, version: Version) -> None:
+        """Samples of this version still run: the checkpoint before it is kept."""
+
+    def poll(self) -> None:
+        """Finishes what has been written, without waiting."""
+
+    def wait(self) -> None: ...
+
+    def steps(self) -> list[Version]: ...
+
+    def usable(self, step: Version) -> bool:
+        """False: the checkpoint does not verify, and is put aside."""
+
+    def undo_after(self, version: Version) -> None:
+        """Puts aside the checkpoints of later versions."""
+
+    def restore(self, step: Version, params: Tree, opt_state: Tree) -> Restored: ...
+
+    def close(self) -> None: ...
+
+
+class Prompts(Protocol):
+    def prompt_at(self, group_id: GroupId) -> Prompt:
+        """A pure function of seed and group id. PromptTooLong: the prompt exceeds rollout.max_prompt_tokens."""
+
+
+class Scorer(Protocol):
+    """Law: an infrastructure error is a GroupFailure, never a reward."""
+
+    def submit(self, prompt: Prompt, samples: tuple[Sample, ...]) -> None: ...
+
+    def poll(self) -> Sequence[ScoredGroup | GroupFailure]:
+        """The groups that ended since the last call, without waiting."""
+
+    def close(self) -> None: ...
+
+
+class StageWorker(Protocol):
+    """A stage with a thread of its own, here or elsewhere."""
+
+    def start(self) -> None: ...
+
+    def stop(self, timeout_s: float = ...) -> None: ...
+
+    def post(self, call: Callable[..., None], *args: Any) -> None:
+        """Calls a method of this worker on its own thread, in the order of the posts."""
+
+    @property
+    def wait_s(self) -> float:
+        """Seconds with nothing to do since the start, the present wait included."""
+
+    @property
+    def state(self) -> str:
+        """A few words for a diagnosis."""
+
+
+class RolloutWorker(StageWorker, Protocol):
+    """One instance. A command of the orchestrator is one post; every one but `load` names one sample."""
+
+    @property
+    def instance(self) -> InstanceId: ...
+
+    @property
+    def life(self) -> int:
+        """The latest life of the instance."""
+
+    def load(self, version: Version, drop: Version | None) -> None: ...
+
+    def submit(self, sample: SampleId, prompt: Prompt, version: Version) -> None: ...
+
+    def cancel(self, sample: SampleId, reason: str) -> None: ...
+
+    def park(self, sample: SampleId) -> None: ...
+
+    def resume(self, parcel: InFlightSample) -> None: ...
+
+    def move(self, sample: SampleId, dst: Any, attempt: int) -> None:
+        """dst: another worker of the same kind."""
+
+    def pause(self) -> None: ...
+
+    def unpause(self) -> None: ...
+
+
+@dataclass(frozen=True)
+class TrainerSide:
+    """What a run asks of its trainer."""
+
+    trainer: PolicyTrainer
+    checkpoints: CheckpointStore
+    pack: Pack
+    digest: Digest
+    probe: MakeProbe | None = None  # see trainer_worker.MismatchProbe
+
+
+class Backend(Protocol):
+    """Where the stages of a run compute."""
+
+    @property
+    def weights(self) -> WeightStore: ...
+
+    def trainer_side(self) -> TrainerSide:
+        """Loads the model."""
+
+    def instances(self) -> Sequence[RolloutWorker]: ...
+
+    def ready(self, instances: Sequence[Any], trainer: StageWorker | None) -> Sequence[InstanceUp]:
+        """Compiles; the instances that are up on return. instances: what `instances` returned."""
+
+    def close(self) -> None: ...

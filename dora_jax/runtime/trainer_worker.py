@@ -9,36 +9,49 @@ and the version follows the last one. `MismatchProbe` chooses what the engine-tr
 
 from __future__ import annotations
 
-import queue
 import time
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from collections.abc import Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING
 
 from dora_jax.fault_injection import point
+from dora_jax.runtime.seams import (
+    Batches,
+    Digest,
+    GroupStore,
+    MakeProbe,
+    Outbox,
+    Pack,
+    PolicyTrainer,
+    Tree,
+    WeightStore,
+)
 from dora_jax.runtime.worker import StepDone, Worker
 from dora_jax.types import ScoredGroup, Version
+
+if TYPE_CHECKING:
+    from dora_jax.trainer.step import Probe
 
 
 class TrainerWorker(Worker):
     """Takes the named groups, checks the staleness bound (None: the mode has none), makes one step, publishes it.
 
-    probe: see mismatch_probe.py.
+    probe: see MismatchProbe.
     """
 
     def __init__(
         self,
-        trainer: Any,
-        pack: Callable,
-        groups: Any,
-        weights: Any,
+        trainer: PolicyTrainer,
+        pack: Pack,
+        groups: GroupStore,
+        weights: WeightStore,
         max_lag: int | None,
-        outbox: queue.SimpleQueue,
-        digest: Callable[[Any], int] = lambda params: 0,
-        probe: Callable[[ScoredGroup, Version, Any], Any] | None = None,
+        outbox: Outbox,
+        digest: Digest = lambda params: 0,
+        probe: MakeProbe | None = None,
     ):
         super().__init__("trainer", outbox)
         self._digest = digest
-        self._gap = MismatchProbe(probe if max_lag != 0 else None)
+        self._mismatch = MismatchProbe(probe if max_lag != 0 else None)
         self.trainer = trainer
         self._pack = pack
         self._groups = groups
@@ -51,19 +64,10 @@ class TrainerWorker(Worker):
         wait_s, self._reported_wait_s = self.wait_s - self._reported_wait_s, self.wait_s
         groups = self._take(group_ids, base)
         point("trainer.before_step")
-        metrics = self.trainer.step(self._pack(groups, base), **self._gap.among(groups, base))
+        metrics = self.trainer.step(self._pack(groups, base), **self._mismatch.among(groups, base))
         point("trainer.after_step")
         self._publish(base)
-        self.outbox.put(
-            StepDone(
-                version=base + 1,
-                groups=groups,
-                metrics=metrics,
-                wait_s=wait_s,
-                step_s=time.monotonic() - began,
-                digest=self._digest(self.trainer.params),
-            )
-        )
+        self._report(base, groups, metrics, wait_s, time.monotonic() - began)
 
     def _take(self, group_ids: tuple[int, ...], base: Version) -> tuple[ScoredGroup, ...]:
         groups = tuple(self._groups.take(group_ids))
@@ -76,11 +80,19 @@ class TrainerWorker(Worker):
         return groups
 
     def _publish(self, base: Version) -> None:
-        """Until StepDone is heard, base is the newest version, which the store keeps."""
+        """The store keeps base, which is the newest version until the coordinator hears StepDone."""
         self._weights.put(base + 1, self.trainer.params)
         point("trainer.after_put")
-        if self._gap.wanted:
-            self._gap.keep(base, self._weights.get(base, None))
+        if self._mismatch.wanted:
+            self._mismatch.keep(base, self._weights.get(base, None))
+
+    def _report(
+        self, base: Version, groups: tuple[ScoredGroup, ...], metrics: Mapping[str, float], wait_s: float, step_s: float
+    ) -> None:
+        digest = self._digest(self.trainer.params)
+        self.outbox.put(
+            StepDone(version=base + 1, groups=groups, metrics=metrics, wait_s=wait_s, step_s=step_s, digest=digest)
+        )
 
 
 class StreamingTrainerWorker(TrainerWorker):
@@ -88,15 +100,15 @@ class StreamingTrainerWorker(TrainerWorker):
 
     def __init__(
         self,
-        trainer: Any,
-        pack: Callable,
-        groups: Any,
-        weights: Any,
+        trainer: PolicyTrainer,
+        pack: Pack,
+        groups: GroupStore,
+        weights: WeightStore,
         max_lag: int | None,
-        outbox: queue.SimpleQueue,
+        outbox: Outbox,
         groups_per_step: int,
-        digest: Callable[[Any], int] = lambda params: 0,
-        probe: Callable[[ScoredGroup, Version, Any], Any] | None = None,
+        digest: Digest = lambda params: 0,
+        probe: MakeProbe | None = None,
     ):
         super().__init__(trainer, pack, groups, weights, max_lag, outbox, digest, probe)
         self._groups_per_step = groups_per_step
@@ -107,23 +119,15 @@ class StreamingTrainerWorker(TrainerWorker):
         taken: list[ScoredGroup] = []
         first = self._take(group_ids, base)
         point("trainer.before_step")
-        metrics = self.trainer.step(self._batches(first, base, taken), **self._gap.among(first, base))
+        metrics = self.trainer.step(self._batches(first, base, taken), **self._mismatch.among(first, base))
         point("trainer.after_step")
         waited_s = self.wait_s - self._reported_wait_s  # for later parts of this step
         self._publish(base)
-        self.outbox.put(
-            StepDone(
-                version=base + 1,
-                groups=tuple(taken),
-                metrics=metrics,
-                wait_s=self._reported_wait_s - before_s + waited_s,
-                step_s=time.monotonic() - began - waited_s,
-                digest=self._digest(self.trainer.params),
-            )
-        )
+        step_s = time.monotonic() - began - waited_s
+        self._report(base, tuple(taken), metrics, self._reported_wait_s - before_s + waited_s, step_s)
         self._reported_wait_s = self.wait_s
 
-    def _batches(self, part: tuple[ScoredGroup, ...], base: Version, taken: list[ScoredGroup]) -> Iterator[Any]:
+    def _batches(self, part: tuple[ScoredGroup, ...], base: Version, taken: list[ScoredGroup]) -> Iterator[Batches]:
         while True:
             taken += part
             yield from self._pack(part, base)
@@ -149,20 +153,26 @@ class StreamingTrainerWorker(TrainerWorker):
 
 
 class MismatchProbe:
-    """probe(group, version, weights): what `Trainer.step` measures the gap on; None: nothing is measured."""
+    """The group that the engine-trainer gap is measured on, where a step has no group of its base version.
 
-    def __init__(self, probe: Callable[[ScoredGroup, Version, Any], Any] | None):
+    Law: only equal weights compare, so the weights of the version before are kept; without them nothing is measured.
+    probe: what `Trainer.step` measures the gap on; None: nothing is measured.
+    """
+
+    def __init__(self, probe: MakeProbe | None):
         self._probe = probe
         self.wanted = probe is not None
-        self._before: tuple[Version, Any] | None = None
+        self._before: tuple[Version, Tree] | None = None
 
-    def keep(self, version: Version, weights: Any) -> None:
-        """The next step's base is the version after this one."""
+    def keep(self, version: Version, weights: Tree) -> None:
+        """Keeps the weights of this version; the base of the next step is the version after it."""
         self._before = version, weights
 
-    def among(self, groups: Sequence[ScoredGroup], base: Version) -> dict[str, Any]:
-        """The keyword, if any."""
-        if self._before is None or self._before[0] != base - 1 or any(group.version == base for group in groups):
+    def among(self, groups: Sequence[ScoredGroup], base: Version) -> dict[str, Probe]:
+        """The keyword of `Trainer.step`, if a group of the version before is among these groups."""
+        if self._probe is None or self._before is None or self._before[0] != base - 1:
+            return {}
+        if any(group.version == base for group in groups):
             return {}
         version, weights = self._before
         for group in groups:

@@ -16,6 +16,7 @@ from typing import Any
 from dora_jax.orchestrate import events as ev
 from dora_jax.rollout.migrate import InFlightSample
 from dora_jax.runtime.idle_time import IdleTimer
+from dora_jax.runtime.seams import Outbox
 from dora_jax.runtime.shutdown import STAGE_END_S
 from dora_jax.types import InstanceId, Sample, SampleId, ScoredGroup, Version
 
@@ -76,14 +77,17 @@ class Crashed:
     error: BaseException
 
 
+Job = tuple[Callable[..., None], tuple]
+
+
 class Worker:
     """A thread that runs posted calls in order, and `work` between them while `busy`."""
 
-    def __init__(self, role: str, outbox: queue.SimpleQueue):
+    def __init__(self, role: str, outbox: Outbox):
         self.role = role
         self.outbox = outbox
         self._waits = IdleTimer()
-        self._inbox: queue.SimpleQueue = queue.SimpleQueue()
+        self._inbox: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name=role, daemon=True)
 
     def start(self) -> None:
@@ -142,6 +146,6 @@ class Worker:
         except BaseException as error:  # handed to the main thread, which raises it there
             self.outbox.put(Crashed(role=self.role, error=error))
 
-    def _next(self) -> tuple[Callable[..., None], tuple] | None:
+    def _next(self) -> Job | None:
         with self._waits:
             return self._inbox.get()

@@ -191,9 +191,7 @@ class World:
         self.weights = self.launcher.weights = Published(self.publisher)
         for i in range(self._instances):
             up = ev.InstanceUp(instance=i, slots=8, pages=96, page_size=8)
-            self.remotes[i] = RemoteInstance(
-                i, up, self.outbox, self.remotes, self.publisher, self._keeper(i), self.said.append
-            )
+            self.remotes[i] = RemoteInstance(up, self.outbox, self.publisher, self._keeper(i), self.said.append)
         groups = MemoryGroupStore()
         self.orchestrator, self.payloads = (
             (found.orchestrator, found.payloads) if found else (Orchestrator(self.config), PayloadState())

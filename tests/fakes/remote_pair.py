@@ -69,7 +69,7 @@ def new_pair():
     outbox, remotes, said = queue.SimpleQueue(), Remotes(), []
     for i in range(2):
         up = ev.InstanceUp(instance=i, slots=8, pages=96, page_size=8)
-        remotes[i] = RemoteInstance(i, up, outbox, remotes, Publishing(), remotes.supervisor, said.append)
+        remotes[i] = RemoteInstance(up, outbox, Publishing(), remotes.supervisor, said.append)
     gangs = [rise(remotes, i, outbox) for i in range(2)]
     gangs[1].said = said
     return remotes, gangs, outbox

@@ -1,4 +1,4 @@
-"""The cluster behind one run: what `runtime.run.LocalBackend` is on one machine.
+"""The cluster behind one run: what `runtime.local_backend.LocalBackend` is on one machine.
 
 Consumes a configuration with a launcher; produces the trainer, the instances, the weight store and the checkpoints that
 runtime/job.py assembles a run of. All gangs start at once; an instance takes part as soon as it is there.
@@ -32,7 +32,8 @@ from dora_jax.runtime.durability import object_storage, recovery
 from dora_jax.runtime.durability.event_log import EventLog
 from dora_jax.runtime.durability.journal_audit import reading
 from dora_jax.runtime.durability.object_storage import JOURNAL, REPLICAS, Objects, StoreError
-from dora_jax.runtime.run import RunContext, TrainerSide
+from dora_jax.runtime.local_backend import RunContext
+from dora_jax.runtime.seams import TrainerSide
 from dora_jax.runtime.transfer.weight_distribution import STORAGE, WIRE
 from dora_jax.runtime.transfer.weight_storage import StoredWeights
 from dora_jax.types import InstanceId, Version
@@ -61,17 +62,15 @@ class ClusterBackend:
         self._launcher = _launcher(config, workdir, self._place)
         self._hub = GangListener(self._launcher.ip, self._roster)
         self._trainer = RemoteTrainer(
-            self._steps, self._steps_since, self._publisher, notify, functools.partial(self._keeper, None)
+            self._steps, self._steps_since, self._publisher, notify, functools.partial(self._supervisor, None)
         )
         self._instances: dict[InstanceId, RemoteInstance] = {}
         for instance in range(config.rollout.instances):
             self._instances[instance] = RemoteInstance(
-                instance,
                 run.instance_up(instance, config),
                 parts.outbox,
-                self._instances,
                 self._publisher,
-                functools.partial(self._keeper, instance),
+                functools.partial(self._supervisor, instance),
                 notify,
             )
         self._replicas = (
@@ -117,7 +116,7 @@ class ClusterBackend:
 
     # ------------------------------------------------------------ private
 
-    def _keeper(self, instance: InstanceId | None, name: str, **hooks: Any) -> GangSupervisor:
+    def _supervisor(self, instance: InstanceId | None, name: str, **hooks: Any) -> GangSupervisor:
         section = self._parts.config.cluster
         hosts, slice_type = (
             (section.trainer_hosts, section.trainer_slice)

@@ -1,0 +1,241 @@
+"""A run in one process: its context (tokenizer, task, scorer, outbox), and the backend whose stages share its devices.
+
+Consumes a resolved configuration; produces the coordinator and its workers. The folders of a run (tokenizer, weights,
+checkpoints) are read here. cluster/backend.py is the other backend.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import queue
+import threading
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import jax
+import numpy as np
+
+from dora_jax import devices, tasks
+from dora_jax.config import Config, ConfigError, blame
+from dora_jax.digest import digest
+from dora_jax.models import sharding
+from dora_jax.models.hf_config import read_config
+from dora_jax.orchestrate.events import InstanceUp
+from dora_jax.publish import DeviceWeights
+from dora_jax.runtime.coordinator import Coordinator
+from dora_jax.runtime.run import (
+    batch_layout,
+    instance_up,
+    new_engine,
+    new_trainer,
+    packer,
+    partial_s,
+    prober,
+    updates_apart,
+)
+from dora_jax.runtime.seams import (
+    GroupStore,
+    Notify,
+    Outbox,
+    RolloutWorker,
+    Scorer,
+    StageWorker,
+    TrainerSide,
+    WeightStore,
+)
+from dora_jax.runtime.supervised_worker import LocalInstance, RestartPolicy
+from dora_jax.runtime.trainer_worker import StreamingTrainerWorker, TrainerWorker
+from dora_jax.tasks import solved
+from dora_jax.tasks.pool import ScorerPool
+from dora_jax.tasks.trial import try_rewards
+from dora_jax.trainer.step import Trainer
+from dora_jax.types import InstanceId, ScoredGroup
+
+
+class RunContext:
+    """What every run has in its own process: tokenizer, task, scorer, the outbox of its workers, the world.
+
+    remarks: sentences on its data, for the console. solved: the rule of held-out accuracy; None: there is none."""
+
+    def __init__(self, config: Config, workdir: Path):
+        from dora_jax.tokenizer import Tokenizer
+
+        self.config = config
+        self.workdir = workdir
+        with blame("model.path"):
+            self.tokenizer = Tokenizer.load(config.model.path)
+        self.outbox: queue.SimpleQueue = queue.SimpleQueue()
+        pool = (
+            ScorerPool(config.task, self.tokenizer.decode) if config.task.rewards else None
+        )  # starts in the background
+        with contextlib.ExitStack() as undo:
+            if pool:
+                undo.callback(pool.close)
+            with blame("task.path"):
+                self.task = tasks.open_task(
+                    config.task,
+                    self.tokenizer,
+                    seed=config.seed,
+                    max_prompt_tokens=config.rollout.max_prompt_tokens,
+                    max_new_tokens=config.rollout.max_new_tokens,
+                    heldout=config.task.heldout,
+                    quarantine_path=workdir / "quarantine.jsonl",
+                )
+            prompt, self.remarks = self.task.survey()
+            terms = try_rewards(pool, prompt, self.tokenizer.encode) if pool else ()
+            with blame("eval.solved"):
+                self.solved = solved.among(config.eval.solved, terms)
+            self.remarks += _said_of_evaluation(config, self)
+            self.scorer: Scorer | None = _judge(config, pool, terms) if config.reward_model.path else pool
+            undo.pop_all()
+
+    def world(
+        self,
+        instances: Sequence[RolloutWorker],
+        trainer: TrainerWorker | None,
+        groups: GroupStore,
+        weights: WeightStore,
+    ) -> Coordinator:
+        section = self.config.orchestrator
+        return Coordinator(
+            instances=instances,
+            trainer=trainer,
+            task=self.task,
+            scorer=self.scorer,
+            groups=groups,
+            weights=weights,
+            outbox=self.outbox,
+            group_size=section.group_size,
+            eval_samples=self.config.eval.samples,
+            trainable=nonzero_variance if section.filter_zero_variance else lambda group: True,
+        )
+
+
+def _said_of_evaluation(config: Config, parts: RunContext) -> list[str]:
+    said: list[str] = []
+    if parts.task.n_heldout < config.eval.prompts:
+        said.append(
+            f"eval.prompts = {config.eval.prompts}, and {parts.task.n_heldout} held-out prompts are left: they are "
+            "evaluated more than once each"
+        )
+    if parts.solved:
+        said.append(f"held-out accuracy is the share of samples with {parts.solved} (eval.solved)")
+    return said
+
+
+def _judge(config: Config, pool: ScorerPool | None, terms: tuple[str, ...]) -> Scorer:
+    """The reward model behind the task's own rewards, on its mesh."""
+    from dora_jax.tasks import reward_model  # most runs have none
+
+    section, rollout = config.reward_model, config.rollout
+    if reward_model.TERM in terms:
+        raise ConfigError(
+            f"task.rewards: a term is named {reward_model.TERM}, which is the name of the reward model's score"
+        )
+    indices = devices.plan(len(jax.devices()), config).reward_model
+    mesh = sharding.make_mesh([jax.devices()[i] for i in indices], section.data, section.fsdp, section.tensor)
+    with blame("reward_model.path"):
+        reward_model.check(section.path, config.model.path, rollout.max_prompt_tokens + rollout.max_new_tokens)
+        model = reward_model.RewardModel(section, mesh, config.model.dtype)
+    return reward_model.ModelScorer(model, section.weight, pool)
+
+
+class LocalBackend:
+    """`Backend` of a run in one process: instances and trainer on sub-meshes of `jax.devices()`."""
+
+    def __init__(self, parts: RunContext, notify: Notify):
+        self._parts, self._notify = parts, notify
+        self._trainer: Trainer | None = None
+        self._plan = devices.plan(len(jax.devices()), parts.config)
+        self.weights = DeviceWeights(parts.config.model.dtype)
+
+    def trainer_side(self) -> TrainerSide:
+        from dora_jax.trainer.checkpoint import Checkpoints
+
+        config, workdir = self._parts.config, self._parts.workdir
+        mesh = sharding.make_mesh([jax.devices()[i] for i in self._plan.trainer], *self._plan.trainer_mesh)
+        trainer = self._trainer = new_trainer(config, self._parts.tokenizer, mesh, workdir)
+        return TrainerSide(
+            trainer=trainer,
+            checkpoints=Checkpoints(workdir / "checkpoints", config.checkpoint, self._notify),
+            pack=packer(config, trainer),
+            digest=digest,
+            probe=prober(config, trainer),
+        )
+
+    def instances(self) -> list[LocalInstance]:
+        parts, config = self._parts, self._parts.config
+        model = read_config(config.model.path)
+        pool: dict[InstanceId, LocalInstance] = {}
+        for instance, indices in enumerate(self._plan.instances):
+            mesh = sharding.make_mesh([jax.devices()[i] for i in indices], 1, 1, len(indices))
+            new = functools.partial(new_engine, config, parts.tokenizer, model, mesh)
+            spare = RestartPolicy(new_engine=new, vocab_size=parts.tokenizer.vocab_size, hung_s=config.cluster.stall_s)
+            pool[instance] = LocalInstance(
+                instance_up(instance, config),
+                new(),
+                self.weights,
+                parts.outbox,
+                partial_s(config),
+                spare,
+                pool,
+                self._notify,
+            )
+        return list(pool.values())
+
+    def ready(self, instances: Sequence[LocalInstance], trainer: StageWorker | None) -> list[InstanceUp]:
+        """Compiles; all instances are up on return."""
+        config = self._parts.config
+        warmups = [worker.engine.warmup for worker in instances]
+        if (compiled := self._trainer) is not None:
+            shape = batch_layout(config, compiled.shards)
+            warmups.append(lambda: compiled.warmup(shape.rows, shape.tokens))
+        side_by_side(warmups)
+        return [instance_up(worker.instance, config) for worker in instances]
+
+    def close(self) -> None:
+        """Everything ends with the process."""
+
+
+def trainer_worker(
+    config: Config, side: TrainerSide, groups: GroupStore, weights: WeightStore, max_lag: int | None, outbox: Outbox
+) -> TrainerWorker:
+    if updates_apart(config) > 1:
+        return StreamingTrainerWorker(
+            side.trainer,
+            side.pack,
+            groups,
+            weights,
+            max_lag,
+            outbox,
+            config.orchestrator.groups_per_step,
+            side.digest,
+            side.probe,
+        )
+    return TrainerWorker(side.trainer, side.pack, groups, weights, max_lag, outbox, side.digest, side.probe)
+
+
+def nonzero_variance(group: ScoredGroup) -> bool:
+    """DAPO's dynamic sampling: a group whose samples all score alike teaches nothing."""
+    return bool(np.ptp(group.rewards) > 0)
+
+
+def side_by_side(calls: Sequence[Callable[[], None]]) -> None:
+    """Runs the calls (compilations) on threads of their own; raises what the first of them raised."""
+    errors: list[BaseException] = []
+
+    def guarded(call: Callable[[], None]) -> None:
+        try:
+            call()
+        except BaseException as error:  # raised below, on the caller's thread
+            errors.append(error)
+
+    # no daemons: an interpreter that ends while one compiles would abort
+    threads = [threading.Thread(target=guarded, args=(call,)) for call in calls]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    if errors:
+        raise errors[0]
