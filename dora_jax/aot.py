@@ -100,7 +100,7 @@ def _trainer(
 ) -> tuple[list[Program], dict[str, float]]:
     """Its programs, and what stays on a device."""
     recipe = run.trainer_recipe(config, model, place.mesh, vocab_limit)
-    shape = run.batch_layout(config, place.mesh.shape["data"] * place.mesh.shape["fsdp"])
+    shape = run.batch_layout(config, sharding.row_shards(place.mesh))
     state, arrays = step.abstract_inputs(recipe, shape.rows, shape.tokens)
     publish = Program(
         name=PUBLISH,

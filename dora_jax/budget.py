@@ -98,7 +98,7 @@ class Budget:
     @property
     def rows(self) -> int:
         """Of an update, on one shard."""
-        return memory.batch_layout(self.config, self.mesh).rows // (self.mesh.data * self.mesh.fsdp)
+        return memory.batch_layout(self.config, self.mesh).rows // self.mesh.rows
 
     @property
     def _page_bytes(self) -> float:

@@ -108,6 +108,7 @@ class RolloutSection:
     top_p: float = 1.0  # 1: off
     min_p: float = 0.0
     attention: str = "auto"  # reference, tpu, tokamax, gpu; auto: by platform
+    expert_matmul: str = "auto"  # of a mixture of experts: scan, ragged_dot; auto: by platform
     min_new_tokens: int = 0  # no stop token is drawn before so many
     max_repeats: int = 0  # one token is drawn at most so often in a row; 0: any number
     stop_strings: tuple[str, ...] = ()  # the text that ends a sample; its tokens stay
@@ -141,6 +142,7 @@ class TrainerSection:
     fsdp: int = -1  # mesh axis: batch rows and parameters; -1: every device left to the trainer
     tensor: int = 1  # mesh axis: heads, d_ff, vocabulary
     context: int = 1  # mesh axis: positions of a row
+    expert: int = 1  # mesh axis: batch rows and, of a mixture of experts, the experts
     pack_tokens: int = 512  # L: packed row length
     rows: int = 0  # B: packed rows a step; 0: derived from groups, G and the length limits
     micro_batches: int = 1
@@ -179,6 +181,12 @@ class TrainerSection:
     moments: str = "float32"  # type of Adam's moments: float32 or bfloat16
     optimizer_memory: str = "device"  # device or host: where Adam's moments rest between updates
     peak_tflops: float = 0.0  # of one device, for trainer/mfu; 0: known from its name, else there is no such metric
+    expert_matmul: str = "auto"  # of a mixture: scan, ragged_dot; auto: by platform
+    routing_replay: str = "none"  # of a mixture: none, or rollout: tokens go to the experts that sampling sent them to
+    load_balance_coef: float = 0.0  # of a mixture: the loss grows by this times load x score of the experts; 0: off
+    router_bias_rate: float = (
+        0.0  # of a router with a selection bias: what an update moves it by against the load; 0: off
+    )
     max_mismatch: float = 0.0  # mean |trainer - engine| log-prob at lag 0 that stops the run; 0: off
 
 
@@ -232,6 +240,15 @@ class SftSection:
     n_kv_heads: int = 2
     head_dim: int = 32
     d_ff: int = 384
+    experts: int = 0  # of a mixture in place of the feed-forward, for families that have one; 0: dense
+    experts_per_token: int = 2
+    expert_width: int = 64
+    shared_experts: int = 0  # that every token takes besides
+    zero_experts: int = 0  # that return their input
+    dense_layers: int = 0  # before the first layer with experts
+    kv_rank: int = 0  # numbers of a latent, for families with latent attention; 0: grouped-query attention
+    q_rank: int = 0  # of the queries' low rank; 0: one matrix
+    rope_dim: int = 16  # of latent attention: rotated numbers of a head, of head_dim
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -16,9 +16,10 @@ from pathlib import Path
 
 from dora_jax import chips
 from dora_jax.chips import Machine
-from dora_jax.config import Config, ConfigError
+from dora_jax.config import Config, ConfigError, TrainerSection
 
 Indices = tuple[int, ...]
+AXES = ("data", "fsdp", "tensor", "context", "expert")  # of the trainer's mesh, as `make_mesh` takes them
 MIN_AUTO_INSTANCES = 2  # rollout.instances = 0 makes at least so many: fewer could not hold two versions side by side
 MALLOC_OPTIONS = {  # mallopt(3), numbers of <malloc.h>
     -8: 1,  # M_ARENA_MAX: one heap, since those of other threads cannot grow
@@ -31,7 +32,7 @@ MALLOC_OPTIONS = {  # mallopt(3), numbers of <malloc.h>
 class DevicePlan:
     n_devices: int
     trainer: Indices
-    trainer_mesh: tuple[int, int, int, int]  # data, fsdp, tensor, context
+    trainer_mesh: tuple[int, int, int, int, int]  # data, fsdp, tensor, context, expert
     instances: tuple[Indices, ...]
     reward_model: Indices = ()
 
@@ -41,10 +42,13 @@ class DevicePlan:
         return bool(set(self.trainer) & {index for group in self.instances for index in group})
 
     def describe(self) -> str:
-        data, fsdp, tensor, context = self.trainer_mesh
+        data, fsdp, tensor, context, expert = self.trainer_mesh
+        axes = f"data={data} fsdp={fsdp} tensor={tensor} context={context}" + (
+            f" expert={expert}" if expert > 1 else ""
+        )
         lines = [
             f"devices: {self.n_devices}, trainer and instances {'share' if self.shared else 'own'} theirs",
-            f"  trainer     {_span(self.trainer)}  mesh data={data} fsdp={fsdp} tensor={tensor} context={context}",
+            f"  trainer     {_span(self.trainer)}  mesh {axes}",
         ]
         lines += [f"  instance {i}  {_span(group)}  tensor={len(group)}" for i, group in enumerate(self.instances)]
         lines += [f"  reward model  {_span(self.reward_model)}"] if self.reward_model else []
@@ -88,9 +92,9 @@ def _plan(n_devices: int, config: Config) -> DevicePlan:
     mesh = trainer_mesh(size, config)
     used = math.prod(mesh)
     if used > n_devices:
-        axis = ("data", "fsdp", "tensor", "context")[mesh.index(max(mesh))]
+        axis = AXES[mesh.index(max(mesh))]
         raise ConfigError(
-            f"trainer.{axis}: the mesh data * fsdp * tensor * context = {' * '.join(map(str, mesh))} "
+            f"trainer.{axis}: the mesh {' * '.join(AXES)} = {' * '.join(map(str, mesh))} "
             f"needs {used} devices, there are {n_devices}"
         )
     rest = tuple(range(0 if share_all else used, n_devices))
@@ -103,22 +107,26 @@ def _plan(n_devices: int, config: Config) -> DevicePlan:
     )
 
 
-def trainer_mesh(size: int, config: Config) -> tuple[int, int, int, int]:
-    """data, fsdp, tensor, context of a trainer that has this many devices."""
+def trainer_mesh(size: int, config: Config) -> tuple[int, int, int, int, int]:
+    """data, fsdp, tensor, context, expert of a trainer that has this many devices."""
     t = config.trainer
-    unit = t.data * t.tensor * t.context
-    if t.fsdp > 0:
-        mesh = (t.data, t.fsdp, t.tensor, t.context)
-    elif size % unit:
-        raise ConfigError(f"trainer.fsdp: {size} devices are not divisible by data * tensor * context = {unit}")
-    else:
-        mesh = (t.data, size // unit, t.tensor, t.context)
-    if t.rows % (t.micro_batches * mesh[0] * mesh[1]):
+    unit = _unit(t)
+    if t.fsdp <= 0 and size % unit:
         raise ConfigError(
-            f"trainer.rows: {t.rows} is not divisible by micro_batches * data * fsdp = "
-            f"{t.micro_batches} * {mesh[0]} * {mesh[1]}"
+            f"trainer.fsdp: {size} devices are not divisible by data * tensor * context * expert = {unit}"
         )
-    return mesh
+    fsdp = t.fsdp if t.fsdp > 0 else size // unit
+    if t.rows % (t.micro_batches * t.data * fsdp * t.expert):
+        raise ConfigError(
+            f"trainer.rows: {t.rows} is not divisible by micro_batches * data * fsdp * expert = "
+            f"{t.micro_batches} * {t.data} * {fsdp} * {t.expert}"
+        )
+    return t.data, fsdp, t.tensor, t.context, t.expert
+
+
+def _unit(t: TrainerSection) -> int:
+    """Devices of the trainer's mesh for one of its axis fsdp."""
+    return t.data * t.tensor * t.context * t.expert
 
 
 def known_devices(config: Config) -> int | None:
@@ -202,11 +210,11 @@ def _trainer_devices(n_devices: int, config: Config) -> int:
     """How many devices the trainer takes where the instances get the rest: at most half, if its mesh allows."""
     t, rollout = config.trainer, config.rollout
     if t.fsdp > 0:
-        return t.data * t.fsdp * t.tensor * t.context
+        return t.fsdp * _unit(t)
     half = max(1, n_devices // 2)
     if config.placement == "disjoint" or rollout.tensor > 1:  # instances that cannot share are served first
         half = min(half, n_devices - (rollout.instances or MIN_AUTO_INSTANCES) * rollout.tensor)
-    unit = t.data * t.tensor * t.context
+    unit = _unit(t)
     fsdp = 1
     while 2 * fsdp * unit <= half:  # a power of two: what sizes of models divide by
         fsdp *= 2

@@ -345,6 +345,7 @@ def _machine(asked: Run, purpose: str) -> list[str]:
         return _unfit(config)
     axes = {
         "trainer.fsdp": {"fsdp": mesh[1], "tensor": 1},
+        "trainer.expert": {"fsdp": mesh[1], "tensor": 1, "expert": mesh[4]},
         "trainer.tensor": {"fsdp": 1, "tensor": mesh[2]},
         "rollout.tensor": {"fsdp": 1, "tensor": config.rollout.tensor, "serving": True},
     }

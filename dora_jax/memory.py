@@ -38,11 +38,17 @@ class Mesh(NamedTuple):
     fsdp: int
     tensor: int
     context: int
+    expert: int = 1
 
     @property
     def shards(self) -> int:
         """That a matrix is cut into."""
-        return self.fsdp * self.tensor
+        return self.fsdp * self.tensor * self.expert
+
+    @property
+    def rows(self) -> int:
+        """That a batch's rows are cut into."""
+        return self.data * self.fsdp * self.expert
 
 
 def total(lines: list[Line]) -> float:
@@ -66,7 +72,7 @@ def batch_layout(config: Config, mesh: Mesh) -> Layout:
         rows=t.rows,
         micro_batches=t.micro_batches,
         samples=samples,
-        shards=mesh.data * mesh.fsdp,
+        shards=mesh.rows,
         max_tokens=rollout.max_prompt_tokens + rollout.max_new_tokens,
     )
 
@@ -106,7 +112,7 @@ def trainer_work(model: ModelConfig, config: Config, mesh: Mesh) -> list[Line]:
     """What an update needs beside the state: what lives through it, and the largest of what its phases need in turn."""
     t, size, alone = config.trainer, BYTES[config.model.dtype], mesh.shards == 1
     shape = batch_layout(config, mesh)
-    rows = shape.rows // (t.micro_batches * mesh.data * mesh.fsdp)  # of a device and micro-batch
+    rows = shape.rows // (t.micro_batches * mesh.rows)  # of a device and micro-batch
     tokens = rows * shape.tokens // mesh.context
     weights = 4 * (model.matrix_params / mesh.shards + model.gain_params)
     ends, layer = model.vocab_size * model.d_model / mesh.tensor, model.layer_params / mesh.tensor

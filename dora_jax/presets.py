@@ -21,7 +21,7 @@ from dora_jax.budget import Machines
 from dora_jax.chips import Machine
 from dora_jax.config import Config, ConfigError, RolloutSection, SftSection, TrainerSection
 from dora_jax.models import families
-from dora_jax.models.config import ModelConfig
+from dora_jax.models.config import Experts, Latent, ModelConfig
 from dora_jax.models.hf_config import read_config
 from dora_jax.trainer import objective
 
@@ -30,6 +30,8 @@ MIB = 2**20
 MAX_LOGITS_BYTES = 1024 * MIB
 WARM_START_BYTES = 16  # a parameter of it: weight, gradient and two moments in float32
 LOGITS_SHARE = 32  # one such array may take this part of a device's memory
+SCAN = "of a mixture: on a CPU, gathers cost more than products that nobody needs"
+RAGGED_DOT = "of a mixture: one grouped product of the tokens in the order of their experts"
 PAGE_SIZES = (64, 128, 256, 512)  # tokens, on accelerators
 KERNELS = {
     "reference": ("cpu", "tpu", "gpu"),
@@ -127,8 +129,36 @@ def problems(config: Config, found: Machines, model: ModelConfig | None = None) 
 
 def fresh_model(sft: SftSection, vocab_size: int) -> ModelConfig:
     """The model that a warm start without `sft.init` makes; ValueError in a sentence where its sizes make none."""
-    sizes = ("d_model", "n_layers", "n_heads", "n_kv_heads", "head_dim", "d_ff")
-    return families.new_config(sft.family, vocab_size=vocab_size, **{name: getattr(sft, name) for name in sizes})
+    known, sizes = families.family(sft.family), ("d_model", "n_layers", "n_heads", "n_kv_heads", "head_dim", "d_ff")
+    parts: dict[str, Any] = {name: getattr(sft, name) for name in sizes}
+    for name, asked, has in (
+        ("experts", sft.experts, known.mixture is not None),
+        ("kv_rank", sft.kv_rank, known.latent),
+    ):
+        if bool(asked) != has:
+            wrong = f"is {asked}, and {sft.family} has none" if asked else f"is 0, and {sft.family} needs it"
+            raise ValueError(f"sft.{name} {wrong}")
+    if known.mixture is not None:
+        parts["experts"] = Experts(
+            count=sft.experts,
+            per_token=sft.experts_per_token,
+            width=sft.expert_width,
+            shared=sft.shared_experts,
+            zero=sft.zero_experts,
+            first_dense=sft.dense_layers,
+            **known.mixture,
+        )
+    if known.latent:
+        nope = sft.head_dim - sft.rope_dim
+        parts["latent"] = Latent(
+            kv_rank=sft.kv_rank,
+            q_rank=sft.q_rank,
+            rope_dim=sft.rope_dim,
+            nope_dim=nope,
+            v_dim=nope,
+            scaled=known.shortcut,
+        )
+    return families.new_config(sft.family, vocab_size=vocab_size, **parts)
 
 
 def warm_start_problems(config: Config, found: Machines) -> list[str]:
@@ -137,7 +167,10 @@ def warm_start_problems(config: Config, found: Machines) -> list[str]:
     sft = config.sft
     if sft.init or not sft.out:
         return []
-    model = fresh_model(sft, sft.vocab_size or 1)
+    try:
+        model = fresh_model(sft, sft.vocab_size or 1)
+    except ValueError as error:
+        return [f"sft: {str(error).removeprefix('sft.')}"]
     params = model.matrix_params + model.gain_params
     memory_bytes = found.trainer.memory_bytes or max(*(chip.hbm_bytes for chip in chips.CHIPS.values()), _host_bytes())
     if WARM_START_BYTES * params <= memory_bytes:
@@ -220,6 +253,7 @@ def _rollout(section: RolloutSection, machine: Machine) -> Presets:
     if machine.platform == "cpu":
         return {
             "attention": (kernel, "the one that XLA compiles for a CPU"),
+            "expert_matmul": ("scan", SCAN),
             "page_size": (16, "small pages waste little"),
             "prefill_chunk": (64, "prompts share their prefixes in chunks of it"),
             "prefill_tokens": (256, "so many keep running samples waiting only a moment"),
@@ -232,6 +266,7 @@ def _rollout(section: RolloutSection, machine: Machine) -> Presets:
     size, why = _page_size(section, kernel)
     return {
         "attention": (kernel, f"the paged kernel for {machine}"),
+        "expert_matmul": ("ragged_dot", RAGGED_DOT),
         "page_size": (size, why),
         "prefill_chunk": (512, "one pass over the weights serves so many tokens of a prompt"),
         "prefill_call_tokens": (section.prefill_tokens or 1024, "one pass over the weights serves all of a tick's"),
@@ -267,6 +302,7 @@ def _trainer(section: TrainerSection, machine: Machine, dtype: str) -> Presets:
     if machine.platform == "cpu":
         return {
             "attention": ("reference", "the one that XLA compiles for a CPU"),
+            "expert_matmul": ("scan", SCAN),
             "share_prompts": _share_prompts(section, "reference"),
             "logits_bytes": (256 * MIB, "smaller chunks are computed twice"),
         }
@@ -275,6 +311,7 @@ def _trainer(section: TrainerSection, machine: Machine, dtype: str) -> Presets:
         kernel, why = "reference", wrong[0]
     return {
         "attention": (kernel, why),
+        "expert_matmul": ("ragged_dot", RAGGED_DOT),
         "share_prompts": _share_prompts(section, section.attention if section.attention not in OPEN else kernel),
         "logits_bytes": (_logits_bytes(machine), "the head is read once for so many logits"),
         "compiler_options": TRAINER_OPTIONS.get(machine.platform, NONE),

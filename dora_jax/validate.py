@@ -37,9 +37,12 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "model.size": ("", *KNOWN),
     "model.dtype": ("auto", "float32", "bfloat16"),
     "rollout.attention": ("auto", "reference", "tpu", "tokamax", "gpu"),
+    "rollout.expert_matmul": ("auto", "scan", "ragged_dot"),
     "rollout.late_results": ("auto", "on", "off"),
     "trainer.share_prompts": ("auto", "on", "off"),
     "trainer.attention": ("auto", "reference", "splash", "cudnn"),
+    "trainer.expert_matmul": ("auto", "scan", "ragged_dot"),
+    "trainer.routing_replay": ("none", "rollout"),
     "trainer.moments": ("float32", "bfloat16"),
     "cluster.launcher": ("", "process", "ray"),
     "cluster.wire": ("storage", "transfer"),
@@ -57,6 +60,7 @@ RANGES: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
         rollout.decode_steps rollout.context_block
         eval.prompts eval.samples checkpoint.keep sft.examples sft.steps sft.batch_rows sft.pack_tokens
         sft.d_model sft.n_layers sft.n_heads sft.n_kv_heads sft.head_dim sft.d_ff
+        sft.experts_per_token sft.expert_width sft.rope_dim
         cluster.trainer_hosts cluster.hosts_per_replica""",
     ),
     (
@@ -68,7 +72,8 @@ RANGES: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
         eval.every checkpoint.every
         checkpoint.keep_best checkpoint.keep_every cluster.reattach_s journal.partial_s journal.sync_s
         journal.watchdog_s
-        sft.warmup_steps sft.vocab_size cluster.devices_per_host cluster.max_restarts""",
+        sft.warmup_steps sft.vocab_size sft.experts sft.shared_experts sft.zero_experts sft.dense_layers sft.kv_rank
+        sft.q_rank cluster.devices_per_host cluster.max_restarts""",
     ),
     (
         "above 0",

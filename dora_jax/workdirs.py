@@ -38,6 +38,8 @@ MAY_CHANGE = (  # between two runs of one workdir: how long, how often, and on w
     "trainer.fsdp",
     "trainer.tensor",
     "trainer.context",
+    "trainer.expert",
+    "trainer.expert_matmul",
     "trainer.optimizer_memory",
     "trainer.peak_tflops",
     "task.reward_workers",

@@ -166,7 +166,7 @@ def test_logits_of_packed_rows_are_those_of_each_sequence_alone():
     model = step.Model(MODEL, sharding.make_mesh(jax.devices()[:1], 1, 1, 1), jnp.float32, "none", 1.0, None)
 
     def logits(arrays):
-        run = jax.jit(lambda p, a: decoder.logits(MODEL, p, model.hidden(p, a)), compiler_options=FAST_COMPILE)
+        run = jax.jit(lambda p, a: decoder.logits(MODEL, p, model.hidden(p, a)[0]), compiler_options=FAST_COMPILE)
         return np.asarray(run(PARAMS, arrays))
 
     packed = batch().arrays()

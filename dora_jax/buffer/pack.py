@@ -44,12 +44,21 @@ class TrainBatch:
     values: np.ndarray | None = None  # f32, by the value model at the start of the step
     prefix_ids: np.ndarray | None = None  # i32, the segment that the token's own continues, its own where none
     returns: np.ndarray | None = None  # f32, its target
+    routes: np.ndarray | None = None  # uint8 or uint16 [B, L, M, k], the experts that sampling took; missing in padding
     group_ids: tuple[GroupId, ...] = ()
 
     def arrays(self) -> dict[str, np.ndarray]:
         """What goes to the device; group_ids would recompile the step."""
         named = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
         return {name: x for name, x in named.items() if name != "group_ids" and x is not None}
+
+
+class Routes(Protocol):
+    """What the expert routes of a model look like; see models.routes.RouteShape."""
+
+    def missing(self, *rows: int) -> np.ndarray: ...
+
+    def check(self, routes: np.ndarray | None, rows: int, name: str) -> np.ndarray: ...
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -62,6 +71,7 @@ class Layout:
     shards: int = 1  # data-parallel shards of the mesh
     share_prompts: bool = False
     skip_zero_advantage: bool = False
+    routes: Routes | None = None  # of what the samples carry; None: the trainer's routers choose
 
     def row_order(self) -> np.ndarray:
         """Row of the k-th filled bin: micro-batch by micro-batch, dealt over the shards inside each."""
@@ -354,21 +364,29 @@ def _tokens(
     batch["version"] = np.full((shape.rows, shape.tokens), -1, np.int32)
     batch["mask"] = spread.zeros(bool)
     batch["behavior_logprobs"] = spread.zeros(np.float32)
+    if shape.routes:
+        batch["routes"] = shape.routes.missing(shape.rows, shape.tokens)
 
-    def write(row: Row, start: int, segment: int, prefix: int, text: np.ndarray, position: int) -> None:
+    def write(
+        row: Row, start: int, segment: int, prefix: int, text: np.ndarray, position: int, routes: np.ndarray | None
+    ) -> None:
         n = len(text) - 1
         here = (row, slice(start, start + n))
         batch["tokens"][here], batch["targets"][here] = text[:-1], text[1:]
         batch["segment_ids"][here], batch["positions"][here] = segment, np.arange(position, position + n)
         if shape.share_prompts:
             batch["prefix_ids"][here] = prefix
+        if routes is not None:
+            batch["routes"][here] = routes[position : position + n]
 
     for sample, place in zip(samples, places):
         text, shared = np.concatenate([sample.prompt_ids, sample.out_ids]), place.shared
+        name = f"{sample.id.index} of group {sample.id.group_id}"
+        routes = shape.routes.check(sample.table.routes, len(text) - 1, name) if shape.routes else None
         if shared:  # written again by every sample of the group, the same each time
             prompt = place.prompt_segment
-            write(place.row, place.prompt_start, prompt, prompt, sample.prompt_ids, 0)
-        write(place.row, place.start, place.segment, prompt if shared else place.segment, text[shared:], shared)
+            write(place.row, place.prompt_start, prompt, prompt, sample.prompt_ids, 0, routes)
+        write(place.row, place.start, place.segment, prompt if shared else place.segment, text[shared:], shared, routes)
         first = place.start + len(sample.prompt_ids) - 1 - shared
         response = (place.row, slice(first, first + len(sample.out_ids)))
         batch["mask"][response] = sample.mask

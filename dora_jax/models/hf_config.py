@@ -88,8 +88,7 @@ def read_config(path: str | Path, *, scorer: bool = False) -> ModelConfig:
     try:
         return ModelConfig(
             family=known.model_type,
-            qk_norm=known.qk_norm,
-            qkv_bias=known.qkv_bias,
+            **known.switches,
             rope_theta=theta,
             rope_scaling=scaling,
             tie_embeddings=scorer or bool(tied),

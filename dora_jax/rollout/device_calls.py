@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from jax.experimental.layout import Format, Layout
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from dora_jax.models import decoder, sharding
+from dora_jax.models import decoder, moe, sharding
 from dora_jax.models.logits import policy_logits
 from dora_jax.ops import attention
 from dora_jax.rollout import quantize, sample
@@ -225,6 +225,7 @@ def _decode(
             lambda moving: kv.attend_step(fixed, moving, i, active_B),
             moving,
             dtype=dtype,
+            compute=moe.COMPUTES[shapes.expert_matmul],
         )
         with jax.named_scope("sample"):
             next_B, logprob_B, kept_BxK = draw(
@@ -268,6 +269,7 @@ def _prefill(cfg, shapes: Shapes, kv, dtype, params, pool, control_RxC, *, block
         lambda pool: kv.attend_chunk(pool, past_RxP, write_RxW, start_R, length_R),
         pool,
         dtype=dtype,
+        compute=moe.COMPUTES[shapes.expert_matmul],
     )[1]
 
 

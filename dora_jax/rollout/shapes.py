@@ -35,6 +35,7 @@ class Shapes:
     alone_pages: int  # the same where none does
     block: int  # positions of one context block
     max_context: int  # prompt + new tokens
+    expert_matmul: str  # of a mixture of experts; see models/moe.py
     attention: str  # how KV lies in pages, and what reads it; see ops/attention.py
     kv: str  # type of the KV pool; empty: the compute type
     max_repeats: int  # 0: no limit
@@ -133,6 +134,7 @@ def shapes_of(section: RolloutSection) -> Shapes:
         alone_pages=copy_pages if paged else max(copy_pages, min(ALONE_PAGES, -(-max_context // size))),
         block=size if paged else min(_up(section.context_block, size), _up(max_context, size)),
         max_context=max_context,
+        expert_matmul=section.expert_matmul,
         attention=section.attention,
         kv=section.kv,
         max_repeats=section.max_repeats,

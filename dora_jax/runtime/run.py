@@ -199,7 +199,8 @@ def packer(config: Config, trainer: Trainer) -> Pack:
 
     Where updates take their groups apart, as many batches as there are groups for, each packed when it is asked for.
     """
-    shape, updates = batch_layout(config, trainer.shards), config.trainer.updates
+    shape = dataclasses.replace(batch_layout(config, trainer.shards), routes=trainer.routes)
+    updates = config.trainer.updates
     apart = config.orchestrator.groups_per_step // updates if updates_apart(config) > 1 else 0
     prepare = Prepare(config.trainer, config.rollout.max_new_tokens)
 
@@ -226,6 +227,7 @@ def prober(config: Config, trainer: Trainer) -> MakeProbe:
         max_tokens=rollout.max_prompt_tokens + rollout.max_new_tokens,
         share_prompts=config.trainer.share_prompts == "on",
     )
+    shape = dataclasses.replace(shape, routes=trainer.routes)
 
     def probe(group: ScoredGroup, version: Version, weights: Tree) -> Probe:
         return Probe(pack_step([[group]], shape, Unjudged())[0], version, weights)

@@ -36,7 +36,7 @@ from dora_jax.ops.segment_attention import segment_attention
 from dora_jax.runtime.warm_start_data import Pair, Rows, examples, make_tokenizer, pack_rows, row_order
 from dora_jax.tokenizer import Tokenizer
 from dora_jax.trainer import checkpoint, optim
-from dora_jax.trainer.step import layers_of
+from dora_jax.trainer.model import layers_of
 
 LOGITS_BYTES = 64 * 2**20  # alive at once on a device
 STEPS_PER_DISPATCH = 10  # one compiled scan: also how often the progress line moves, and a signal is heard

@@ -17,6 +17,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from dora_jax.models import decoder, sharding
 from dora_jax.trainer import loss, optim
+from dora_jax.trainer.model import unrouted
 
 
 class CriticState(NamedTuple):
@@ -58,7 +59,7 @@ class Critic:
 
     def values(self, params: Any, arrays: Any) -> jax.Array:
         """f32[B, L]"""
-        hidden = self.model.hidden(params["body"], arrays)
+        hidden, _ = self.model.hidden(params["body"], unrouted(arrays))
         return jnp.einsum("bld,d->bl", hidden.astype(jnp.float32), params["head"])
 
     def loss(self, params: Any, arrays: Any) -> tuple[jax.Array, dict[str, jax.Array]]:

@@ -20,6 +20,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from dora_jax.config import RunError
+from dora_jax.trainer import routing
 
 MAX_SKIPPED_IN_A_ROW = 3  # a third non-finite update is no accident
 BINS_PER_DECADE = 8
@@ -97,7 +98,7 @@ def reduce(updates: Sequence[Mapping[str, Any]]) -> dict[str, float]:
     for name in ("lr_scale", "value_grad_norm"):
         if name in first:
             metrics[f"trainer/{name}"] = float(np.mean([u[name] for u in updates]))
-    return metrics | mismatch(first)
+    return metrics | routing.metrics(updates) | mismatch(first)
 
 
 def mismatch(sums: Mapping[str, Any]) -> dict[str, float]:

@@ -302,6 +302,7 @@ def _numbers(section: Any) -> list[str]:
         "data": 1,
         "tensor": 1,
         "context": 1,
+        "expert": 1,
         "pack_tokens": 1,
         "peak_tflops": 0,
         "rows": 0,
@@ -316,6 +317,8 @@ def _numbers(section: Any) -> list[str]:
         "value_learning_rate": 0,
         "value_clip": 0,
         "overlong_cache": 0,
+        "load_balance_coef": 0,
+        "router_bias_rate": 0,
         "max_mismatch": 0,
     }
     errors = [

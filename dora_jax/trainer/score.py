@@ -12,6 +12,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from dora_jax.models.sharding import row_shards
+
 GRADIENTS_AT_ONCE = 4  # whole gradients alive while the exact norm of each trajectory's is taken
 
 
@@ -28,7 +30,12 @@ def segments_of(batch: Any) -> list[tuple[int, int, int]]:
 def one_a_row(batch: Any, segments: list[tuple[int, int, int]]) -> dict[str, np.ndarray]:
     """Each trajectory from column 0 of a row of its own, [n, L]."""
     names = ("tokens", "targets", "positions", "mask", "segment_ids")
-    out = {name: np.zeros((len(segments), batch.tokens.shape[1]), getattr(batch, name).dtype) for name in names}
+    names += ("routes",) if batch.routes is not None else ()
+    out = {
+        name: np.zeros((len(segments), *x.shape[1:]), x.dtype)
+        for name in names
+        if (x := getattr(batch, name)) is not None
+    }
     for i, (row, start, stop) in enumerate(segments):
         for name in names:
             out[name][i, : stop - start] = getattr(batch, name)[row, start:stop]
@@ -40,11 +47,11 @@ def grad_norms_sq(model: Any, params: Any, rows: dict[str, jax.Array]) -> jax.Ar
 
     Gradients are sharded like the parameters; on several data shards the others' rows stay empty meanwhile.
     """
-    empty = model.mesh.shape["data"] * model.mesh.shape["fsdp"] - 1
+    empty = row_shards(model.mesh) - 1
 
     def one(row: dict[str, jax.Array]) -> jax.Array:
         def log_prob(params: Any) -> jax.Array:
-            alone = {name: jnp.pad(x[None], ((0, empty), (0, 0))) for name, x in row.items()}
+            alone = {name: jnp.pad(x[None], ((0, empty), *[(0, 0)] * x.ndim)) for name, x in row.items()}
             logprobs, _ = model.logprobs(params, alone)
             return jnp.sum(jnp.where(row["mask"], logprobs[0], 0.0))
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import functools
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 import jax
@@ -23,14 +23,13 @@ import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from dora_jax.models import decoder, sharding
-from dora_jax.models.logits import target_logprobs
-from dora_jax.ops.segment_attention import packed_attention
-from dora_jax.trainer import correction, flops, health, loss, objective, optim
+from dora_jax.models.routes import RouteShape
+from dora_jax.trainer import correction, flops, health, objective, optim, routing
 from dora_jax.trainer import score as scores
 from dora_jax.trainer.critic import Critic
+from dora_jax.trainer.micro_batch import accumulate, by_micro_batch, lag, micro_loss
+from dora_jax.trainer.model import UNROLLED_LAYERS, Arrays, Model, layers_of, unrouted
 
-Arrays = Mapping[str, Any]  # TrainBatch.arrays()
-UNROLLED_LAYERS = 8  # up to here a Python loop: its backward saves a third over lax.scan on CPU and compiles as fast
 UNROLLED_ON_CPU = 32  # on one CPU device: a sixth of an update saved at 30 layers, for seconds of compiling
 
 
@@ -46,51 +45,6 @@ class Probe(NamedTuple):
     batch: Any  # TrainBatch
     version: int
     weights: Any  # of that version, in the engines' dtype, stacked, on the trainer's mesh
-
-
-class Model(NamedTuple):
-    """What turns tokens into log-probs; static."""
-
-    cfg: decoder.ModelConfig
-    mesh: Mesh
-    dtype: Any
-    remat: str
-    temperature: float
-    vocab_limit: int | None
-    attention: str = "reference"  # reference, splash, cudnn
-    logits_bytes: int | None = None  # of f32 logits alive at once on a device; None: all
-
-    def hidden(self, params: Any, arrays: Arrays) -> jax.Array:
-        """[B, L, D] after the last norm, each segment on its own."""
-        attend = packed_attention(
-            self.attention, arrays["segment_ids"], arrays["positions"], self.mesh, arrays.get("prefix_ids")
-        )
-        return decoder.forward(
-            self.cfg,
-            layers_of(self.cfg, params),
-            arrays["tokens"],
-            arrays["positions"],
-            attend,
-            dtype=self.dtype,
-            remat=self.remat,
-            constrain=sharding.constrain_rows(self.mesh),
-            merge=self.mesh.shape["context"] == 1,
-        )
-
-    def logprobs(self, params: Any, arrays: Arrays, entropy_grad: bool = False) -> tuple[jax.Array, jax.Array]:
-        """(log-prob of each target, entropy) f32[B, L], after temperature, padding ids masked as in the engine."""
-        hidden = self.hidden(params, arrays)
-        return target_logprobs(
-            self.cfg,
-            params,
-            hidden,
-            arrays["targets"],
-            vocab_limit=self.vocab_limit,
-            temperature=self.temperature,
-            entropy_grad=entropy_grad,
-            max_bytes=self.logits_bytes,
-            mesh=self.mesh,
-        )
 
 
 class Trainer:
@@ -121,7 +75,7 @@ class Trainer:
             vocab_limit=vocab_limit,
             dtype=dtype,
         )
-        self._model = self._recipe.model
+        self._model, self.routes = self._recipe.model, self._recipe.routes
         self._rows, self._replicated = sharding.batch_spec(mesh), NamedSharding(mesh, PartitionSpec())
         self.shardings = self._recipe.shardings()
         jit = self._recipe.jit
@@ -157,7 +111,7 @@ class Trainer:
     @property
     def shards(self) -> int:
         """Data-parallel shards: a batch's rows are a multiple of this times micro_batches."""
-        return self.mesh.shape["data"] * self.mesh.shape["fsdp"]
+        return sharding.row_shards(self.mesh)
 
     def abstract_state(self) -> TrainState:
         """Shapes and shardings of the state, as a restore wants them."""
@@ -191,7 +145,7 @@ class Trainer:
         arrays = self._put(batch.arrays())
         out = {"old_logprobs": _inside(batch, self._logprobs(self.state.params, arrays))}
         if self._reference is not None:
-            out["ref_logprobs"] = _inside(batch, self._logprobs(self._reference, arrays))
+            out["ref_logprobs"] = _inside(batch, self._logprobs(self._reference, unrouted(arrays)))
         if objective.needs_value(self.section):
             out["values"] = _inside(batch, self._values(self.state.opt_state["critic"].params, arrays))
         if self.section.advantage == "vcpo":
@@ -277,6 +231,7 @@ class Recipe:
             moments=section.moments,
         )
         self.critic = Critic(model, section)
+        self.routes = RouteShape.of(model.cfg) if section.routing_replay == "rollout" else None
         self.jit = functools.partial(jax.jit, compiler_options=dict(section.compiler_options) or None)
 
     def init(self, params: Any) -> dict[str, Any]:
@@ -316,6 +271,7 @@ def new_recipe(
         vocab_limit,
         section.attention,
         section.logits_bytes,
+        section.expert_matmul,
     )
     return Recipe(model, section, total_steps)
 
@@ -332,10 +288,14 @@ def abstract_inputs(recipe: Recipe, rows: int, tokens: int) -> tuple[TrainState,
     state = TrainState(params, jax.eval_shape(recipe.init, params), jax.ShapeDtypeStruct((), jnp.int32))
     state = jax.tree.map(lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), state, recipe.shardings())
     where = sharding.batch_spec(recipe.model.mesh)
-    return state, {
+    arrays = {
         name: jax.ShapeDtypeStruct((rows, tokens), dtype, sharding=where)
         for name, dtype in objective.batch_dtypes(recipe.section).items()
     }
+    if recipe.routes is not None:
+        shape = (rows, tokens, recipe.routes.layers, recipe.routes.per_token)
+        arrays["routes"] = jax.ShapeDtypeStruct(shape, recipe.routes.dtype, sharding=where)
+    return state, arrays
 
 
 def update(recipe: Recipe, state: TrainState, arrays: Arrays) -> tuple[TrainState, dict[str, jax.Array]]:
@@ -369,107 +329,10 @@ def update(recipe: Recipe, state: TrainState, arrays: Arrays) -> tuple[TrainStat
     if "critic" in opt_state:
         opt_state["critic"], more = recipe.critic.update(opt_state["critic"], arrays, accumulate)
         sums |= more | {"skipped": jnp.maximum(sums["skipped"], more["skipped"])}
-    return TrainState(keep(optax.apply_updates(state.params, updates), state.params), opt_state, state.step), sums
-
-
-def accumulate(
-    loss_fn: Any, params: Any, specs: Any, arrays: Arrays, micro_batches: int
-) -> tuple[Any, dict[str, jax.Array]]:
-    """Gradients and metric sums over the micro-batches that hold tokens. loss_fn(params, arrays) -> (loss, sums)."""
-    grad_fn = jax.grad(loss_fn, has_aux=True)
-    if micro_batches == 1:
-        return grad_fn(params, arrays)
-    split = split_rows(arrays, micro_batches)
-    used = jnp.max(jnp.where((split["segment_ids"] > 0).any((0, 2)), jnp.arange(1, micro_batches + 1), 1))
-
-    def body(i, carry):
-        part = {name: jax.lax.dynamic_index_in_dim(x, i, axis=1, keepdims=False) for name, x in split.items()}
-        grads, sums = grad_fn(params, part)
-        grads = jax.lax.with_sharding_constraint(jax.tree.map(jnp.add, carry[0], grads), specs)
-        return grads, health.add(carry[1], sums)
-
-    shapes = jax.eval_shape(lambda p, a: grad_fn(p, a)[1], params, {k: v[:, 0] for k, v in split.items()})
-    zeros = jax.lax.with_sharding_constraint(jax.tree.map(jnp.zeros_like, params), specs)
-    return jax.lax.fori_loop(0, used, body, (zeros, jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), shapes)))
-
-
-def split_rows(arrays: Arrays, micro_batches: int) -> dict[str, jax.Array]:
-    """[B, L] -> [B/M, M, L]: row r is of micro-batch r % M, so each shard of the rows holds its part of every one."""
-    return {name: x.reshape(-1, micro_batches, x.shape[1]) for name, x in arrays.items()}
-
-
-def by_micro_batch(fn: Any, micro_batches: int, params: Any, arrays: Arrays) -> jax.Array:
-    """fn(params, arrays) -> [B, L], one micro-batch at a time."""
-    if micro_batches == 1:
-        return fn(params, arrays)
-    parts = {name: jnp.moveaxis(x, 1, 0) for name, x in split_rows(arrays, micro_batches).items()}
-    out_MxBxL = jax.lax.map(lambda part: fn(params, part), parts)
-    return jnp.moveaxis(out_MxBxL, 0, 1).reshape(-1, out_MxBxL.shape[-1])
-
-
-def micro_loss(model: Model, section: Any, params: Any, arrays: Arrays) -> tuple[jax.Array, dict[str, jax.Array]]:
-    """(sum of weighted per-token losses, metric sums) of one micro-batch."""
-    mask, segments, adv = arrays["mask"], arrays["segment_ids"], arrays["advantages"]
-    l, entropy = model.logprobs(params, arrays, entropy_grad=section.entropy_coef > 0)
-    behavior = arrays["behavior_logprobs"]
-    old = arrays.get("old_logprobs", jax.lax.stop_gradient(l))  # a step's first update starts at its own old policy
-    anchor = behavior if section.anchor == "behavior" else old
-    w, keep, _ = correction.weights(
-        section.correction,
-        old,
-        behavior,
-        mask,
-        logprobs=l,
-        advantages=adv,
-        segment_ids=segments,
-        **section.correction_params,
-    )
-    per_token = loss.policy_loss(
-        section.policy_loss,
-        l,
-        anchor,
-        adv,
-        mask,
-        behavior_logprobs=behavior,
-        rewards=arrays["rewards"],
-        segment_ids=segments,
-        **section.loss_params,
-    )
-    weight = jnp.where(mask, arrays["loss_weights"], 0.0)
-    policy = jnp.sum(weight * jnp.where(keep, w * per_token, 0.0))
-    sums = health.token_sums(
-        l,
-        anchor,
-        old,
-        behavior,
-        entropy,
-        mask,
-        arrays["lag"],
-        loss.clipped(section.policy_loss, l, anchor, adv, section.loss_params),
-    )
-    sums["kept"] = jnp.sum(keep & mask, dtype=jnp.float32)
-    moments = correction.trajectory_moments(jnp.where(mask, old - behavior, 0.0), mask, segments)
-    sums |= dict(zip(("trajectories", "w", "w_sq"), jax.lax.stop_gradient(moments)))
-    total = policy
-    if section.kl != "none":
-        divergence = jnp.where(mask, loss.kl(section.kl, jnp.where(mask, l, 0.0), arrays["ref_logprobs"]), 0.0)
-        sums["kl_ref"] = jnp.sum(divergence)
-        total += section.kl_coef * jnp.sum(weight * divergence) if section.kl_in == "loss" else 0.0
-    if section.entropy_coef:
-        total -= section.entropy_coef * jnp.sum(weight * jnp.where(mask, entropy, 0.0))
-    return total, sums | {"loss": total, "policy_loss": policy}
-
-
-def layers_of(cfg: decoder.ModelConfig, params: Any, most: int | None = None) -> Any:
-    """The same weights as the forward pass runs them: unrolled where there are few layers, else scanned."""
-    stacked = not isinstance(params["layers"], list)
-    few = cfg.n_layers <= (UNROLLED_LAYERS if most is None else most)
-    return decoder.serving_layout(params) if stacked and few else params
-
-
-def lag(step: jax.Array, arrays: Arrays) -> jax.Array:
-    """i32[B, L]: versions between the weights that this step starts from and the ones that sampled the token."""
-    return step - arrays["version"]
+    moved = optax.apply_updates(state.params, updates)
+    if section.router_bias_rate:
+        moved = routing.rebalanced(moved, sums["expert_load"], section.router_bias_rate)
+    return TrainState(keep(moved, state.params), opt_state, state.step), sums
 
 
 def _inside(batch: Any, packed: jax.Array) -> np.ndarray:

@@ -24,8 +24,7 @@ def family(model_type: str) -> Family:
 
 def new_config(model_type: str, **sizes) -> ModelConfig:
     """A config for a fresh model of this family: the family's switches, the given sizes, defaults for the rest."""
-    known = family(model_type)
-    return ModelConfig(family=model_type, qk_norm=known.qk_norm, qkv_bias=known.qkv_bias, **sizes)
+    return ModelConfig(family=model_type, **family(model_type).switches, **sizes)
 
 
 KNOWN = {  # the sizes that a run may name without a folder

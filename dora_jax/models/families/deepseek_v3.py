@@ -5,6 +5,8 @@ from typing import Any
 from dora_jax.models.config import Experts, Latent, ModelConfig, Yarn
 from dora_jax.models.families.family import EXPERTS, MLA, MLP, NORMS, SHARED, Family, Fields, Tensor
 
+_ROUTING = {"router": "sigmoid", "corrected": True}
+
 
 def read_latent(fields: Fields) -> dict[str, Any]:
     """Latent attention as config.json describes it."""
@@ -42,8 +44,7 @@ def _read(fields: Fields) -> dict[str, Any]:
         width=fields.size("moe_intermediate_size"),
         shared=fields.size("n_shared_experts", 1),
         first_dense=fields.size("first_k_dense_replace", 0, least=0),
-        router="sigmoid",
-        corrected=True,
+        **_ROUTING,
         groups=fields.size("n_group", 1),
         top_groups=fields.size("topk_group", 1),
         renormalize=bool(fields.value("norm_topk_prob", bool)),
@@ -77,6 +78,8 @@ ROUTER = {"router": Tensor("mlp.gate.weight"), "router_bias": Tensor("mlp.gate.e
 FAMILY = Family(
     model_type="deepseek_v3",
     architecture="DeepseekV3ForCausalLM",
+    mixture=_ROUTING,
+    latent=True,
     read=_read,
     write=_write,
     tensors=NORMS | MLA | MLP | EXPERTS | SHARED | ROUTER,
@@ -96,16 +99,7 @@ KNOWN = {
         rope_scaling=Yarn(factor=40.0, original_max_position=4096, mscale=1.0, mscale_all_dim=1.0),
         latent=Latent(kv_rank=512, rope_dim=64, nope_dim=128, v_dim=128, q_rank=1536),
         experts=Experts(
-            count=256,
-            per_token=8,
-            width=2048,
-            shared=1,
-            first_dense=3,
-            router="sigmoid",
-            corrected=True,
-            groups=8,
-            top_groups=4,
-            scale=2.5,
+            count=256, per_token=8, width=2048, shared=1, first_dense=3, **_ROUTING, groups=8, top_groups=4, scale=2.5
         ),
     )
 }

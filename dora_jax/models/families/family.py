@@ -92,11 +92,19 @@ class Family:
     rope_theta: float = 10000.0  # the same
     layers_field: str = "num_hidden_layers"
     d_ff_field: str = "intermediate_size"
+    mixture: Mapping[str, Any] | None = None  # of Experts: what the family's router fixes; None: the family has none
+    latent: bool = False  # whether attention is latent
+    shortcut: bool = False
     read: Callable[[Fields], dict[str, Any]] = dense_sizes  # further arguments of ModelConfig
     write: Callable[[ModelConfig], dict[str, Any]] = no_fields  # further fields of config.json
     tensors: Mapping[str, Tensor]  # of a layer, by our name
     ahead: tuple[str, ...] = ()  # beginnings of the tensors of multi-token prediction, which are ignored
     ahead_layers: bool = False  # whether layers behind the last one are of multi-token prediction
+
+    @property
+    def switches(self) -> dict[str, bool]:
+        """Fields of ModelConfig that the family fixes."""
+        return {"qk_norm": self.qk_norm, "qkv_bias": self.qkv_bias, "shortcut": self.shortcut}
 
 
 NORMS = {

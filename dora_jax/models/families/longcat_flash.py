@@ -4,11 +4,14 @@ The mixture takes what the first feed-forward takes, and its result is added at 
 Some of its experts compute nothing: they return their input.
 """
 
+import dataclasses
 from typing import Any
 
 from dora_jax.models.config import Experts, Latent, ModelConfig
 from dora_jax.models.families.deepseek_v3 import read_latent, write_latent
 from dora_jax.models.families.family import EXPERTS, MLA, Family, Fields, Tensor
+
+_ROUTING = {"corrected": True, "renormalize": False}
 
 
 def _read(fields: Fields) -> dict[str, Any]:
@@ -29,15 +32,10 @@ def _read(fields: Fields) -> dict[str, Any]:
         per_token=fields.size("moe_topk"),
         width=fields.size("expert_ffn_hidden_size"),
         zero=fields.size("zero_expert_num", 0, least=0),
-        corrected=True,
-        renormalize=False,
+        **_ROUTING,
         scale=fields.number("routed_scaling_factor", 1.0),
     )
-    m = latent["latent"]
-    scaled = Latent(
-        kv_rank=m.kv_rank, rope_dim=m.rope_dim, nope_dim=m.nope_dim, v_dim=m.v_dim, q_rank=m.q_rank, scaled=True
-    )
-    return {**latent, "latent": scaled, "experts": experts, "shortcut": True}
+    return {**latent, "latent": dataclasses.replace(latent["latent"], scaled=True), "experts": experts}
 
 
 def _write(cfg: ModelConfig) -> dict[str, Any]:
@@ -76,6 +74,9 @@ FAMILY = Family(
     rope_theta=1e7,
     layers_field="num_layers",
     d_ff_field="ffn_hidden_size",
+    mixture=_ROUTING,
+    latent=True,
+    shortcut=True,
     read=_read,
     write=_write,
     tensors=_TENSORS,
@@ -94,8 +95,7 @@ KNOWN = {
         norm_eps=1e-5,
         max_position=131072,
         tie_embeddings=False,
-        shortcut=True,
         latent=Latent(kv_rank=512, rope_dim=64, nope_dim=128, v_dim=128, q_rank=1536, scaled=True),
-        experts=Experts(count=512, per_token=12, width=2048, zero=256, corrected=True, renormalize=False, scale=6.0),
+        experts=Experts(count=512, per_token=12, width=2048, zero=256, scale=6.0, **_ROUTING),
     )
 }

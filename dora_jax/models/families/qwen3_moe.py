@@ -40,6 +40,7 @@ FAMILY = Family(
     model_type="qwen3_moe",
     architecture="Qwen3MoeForCausalLM",
     qk_norm=True,
+    mixture={},
     read=_read,
     write=_write,
     tensors=NORMS | GQA | MLP | EXPERTS | {"router": Tensor("mlp.gate.weight")},

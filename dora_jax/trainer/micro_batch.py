@@ -1,0 +1,113 @@
+"""Stage 5, train: the loss of one micro-batch, and what adds up over the micro-batches of an update. Inside the jit.
+
+Law: everything here is a plain sum, because what it is divided by travels in the batch; empty micro-batches are not
+computed. The load-balance loss alone is of a micro-batch's own tokens: it is no sum over tokens.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from dora_jax.trainer import correction, health, loss, routing
+from dora_jax.trainer.model import Arrays, Model
+
+
+def accumulate(
+    loss_fn: Any, params: Any, specs: Any, arrays: Arrays, micro_batches: int
+) -> tuple[Any, dict[str, jax.Array]]:
+    """Gradients and metric sums over the micro-batches that hold tokens. loss_fn(params, arrays) -> (loss, sums)."""
+    grad_fn = jax.grad(loss_fn, has_aux=True)
+    if micro_batches == 1:
+        return grad_fn(params, arrays)
+    split = split_rows(arrays, micro_batches)
+    used = jnp.max(jnp.where((split["segment_ids"] > 0).any((0, 2)), jnp.arange(1, micro_batches + 1), 1))
+
+    def body(i, carry):
+        part = {name: jax.lax.dynamic_index_in_dim(x, i, axis=1, keepdims=False) for name, x in split.items()}
+        grads, sums = grad_fn(params, part)
+        grads = jax.lax.with_sharding_constraint(jax.tree.map(jnp.add, carry[0], grads), specs)
+        return grads, health.add(carry[1], sums)
+
+    shapes = jax.eval_shape(lambda p, a: grad_fn(p, a)[1], params, {k: v[:, 0] for k, v in split.items()})
+    zeros = jax.lax.with_sharding_constraint(jax.tree.map(jnp.zeros_like, params), specs)
+    return jax.lax.fori_loop(0, used, body, (zeros, jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), shapes)))
+
+
+def split_rows(arrays: Arrays, micro_batches: int) -> dict[str, jax.Array]:
+    """[B, L] -> [B/M, M, L]: row r is of micro-batch r % M, so each shard of the rows holds its part of every one."""
+    return {name: x.reshape(-1, micro_batches, *x.shape[1:]) for name, x in arrays.items()}
+
+
+def by_micro_batch(fn: Any, micro_batches: int, params: Any, arrays: Arrays) -> jax.Array:
+    """fn(params, arrays) -> [B, L], one micro-batch at a time."""
+    if micro_batches == 1:
+        return fn(params, arrays)
+    parts = {name: jnp.moveaxis(x, 1, 0) for name, x in split_rows(arrays, micro_batches).items()}
+    out_MxBxL = jax.lax.map(lambda part: fn(params, part), parts)
+    return jnp.moveaxis(out_MxBxL, 0, 1).reshape(-1, out_MxBxL.shape[-1])
+
+
+def micro_loss(model: Model, section: Any, params: Any, arrays: Arrays) -> tuple[jax.Array, dict[str, jax.Array]]:
+    """(sum of weighted per-token losses, metric sums) of one micro-batch."""
+    mask, segments, adv = arrays["mask"], arrays["segment_ids"], arrays["advantages"]
+    (l, entropy), routed = model.logprobs_routed(params, arrays, entropy_grad=section.entropy_coef > 0)
+    behavior = arrays["behavior_logprobs"]
+    old = arrays.get("old_logprobs", jax.lax.stop_gradient(l))  # a step's first update starts at its own old policy
+    anchor = behavior if section.anchor == "behavior" else old
+    w, keep, _ = correction.weights(
+        section.correction,
+        old,
+        behavior,
+        mask,
+        logprobs=l,
+        advantages=adv,
+        segment_ids=segments,
+        **section.correction_params,
+    )
+    per_token = loss.policy_loss(
+        section.policy_loss,
+        l,
+        anchor,
+        adv,
+        mask,
+        behavior_logprobs=behavior,
+        rewards=arrays["rewards"],
+        segment_ids=segments,
+        **section.loss_params,
+    )
+    weight = jnp.where(mask, arrays["loss_weights"], 0.0)
+    policy = jnp.sum(weight * jnp.where(keep, w * per_token, 0.0))
+    sums = health.token_sums(
+        l,
+        anchor,
+        old,
+        behavior,
+        entropy,
+        mask,
+        arrays["lag"],
+        loss.clipped(section.policy_loss, l, anchor, adv, section.loss_params),
+    )
+    sums["kept"] = jnp.sum(keep & mask, dtype=jnp.float32)
+    moments = correction.trajectory_moments(jnp.where(mask, old - behavior, 0.0), mask, segments)
+    sums |= dict(zip(("trajectories", "w", "w_sq"), jax.lax.stop_gradient(moments)))
+    total = policy
+    if section.kl != "none":
+        divergence = jnp.where(mask, loss.kl(section.kl, jnp.where(mask, l, 0.0), arrays["ref_logprobs"]), 0.0)
+        sums["kl_ref"] = jnp.sum(divergence)
+        total += section.kl_coef * jnp.sum(weight * divergence) if section.kl_in == "loss" else 0.0
+    if section.entropy_coef:
+        total -= section.entropy_coef * jnp.sum(weight * jnp.where(mask, entropy, 0.0))
+    if routed is not None:
+        sums |= routing.sums(routed, segments > 0)
+        if section.load_balance_coef:  # each micro-batch counts by its part of the update
+            balance = routing.load_balance_loss(model.cfg.experts, routed)
+            total += section.load_balance_coef * jnp.sum(weight) * balance
+    return total, sums | {"loss": total, "policy_loss": policy}
+
+
+def lag(step: jax.Array, arrays: Arrays) -> jax.Array:
+    """i32[B, L]: versions between the weights that this step starts from and the ones that sampled the token."""
+    return step - arrays["version"]

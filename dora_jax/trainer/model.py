@@ -1,0 +1,99 @@
+"""Stage 5, train: what turns a packed batch into log-probs: the decoder, its attention, its experts, on the trainer's mesh.
+
+Consumes weights and the arrays of a TrainBatch; produces hidden states, log-probs, entropies and what the routers did.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh
+
+from dora_jax.models import decoder, expert_parallel, moe, sharding
+from dora_jax.models.logits import target_logprobs
+from dora_jax.ops.segment_attention import packed_attention
+
+Arrays = Mapping[str, Any]  # TrainBatch.arrays()
+UNROLLED_LAYERS = 8  # up to here a Python loop: its backward saves a third over lax.scan on CPU and compiles as fast
+
+
+class Model(NamedTuple):
+    """What turns tokens into log-probs; static."""
+
+    cfg: decoder.ModelConfig
+    mesh: Mesh
+    dtype: Any
+    remat: str
+    temperature: float
+    vocab_limit: int | None
+    attention: str = "reference"  # reference, splash, cudnn
+    logits_bytes: int | None = None  # of f32 logits alive at once on a device; None: all
+    expert_matmul: str = "scan"  # scan, ragged_dot
+
+    def hidden(self, params: Any, arrays: Arrays) -> tuple[jax.Array, decoder.Routed | None]:
+        """([B, L, D] after the last norm, each segment on its own; what the routers did, None without experts).
+
+        Where the arrays have `routes`, tokens go to those experts; weights and gradients are the gate's own.
+        """
+        attend = packed_attention(
+            self.attention, arrays["segment_ids"], arrays["positions"], self.mesh, arrays.get("prefix_ids")
+        )
+        return decoder.forward_routed(
+            self.cfg,
+            layers_of(self.cfg, params),
+            arrays["tokens"],
+            arrays["positions"],
+            attend,
+            dtype=self.dtype,
+            remat=self.remat,
+            constrain=sharding.constrain_rows(self.mesh),
+            merge=self.mesh.shape["context"] == 1,
+            compute=expert_parallel.compute(self.expert_matmul, self.mesh),
+            routes_BxLxMxk=_forced(arrays.get("routes")),
+            counted_BxL=arrays["segment_ids"] > 0,
+        )
+
+    def logprobs(self, params: Any, arrays: Arrays, entropy_grad: bool = False) -> tuple[jax.Array, jax.Array]:
+        """(log-prob of each target, entropy) f32[B, L], after temperature, padding ids masked as in the engine."""
+        return self.logprobs_routed(params, arrays, entropy_grad)[0]
+
+    def logprobs_routed(
+        self, params: Any, arrays: Arrays, entropy_grad: bool = False
+    ) -> tuple[tuple[jax.Array, jax.Array], decoder.Routed | None]:
+        """As `logprobs`, and what the routers did."""
+        hidden, routed = self.hidden(params, arrays)
+        found = target_logprobs(
+            self.cfg,
+            params,
+            hidden,
+            arrays["targets"],
+            vocab_limit=self.vocab_limit,
+            temperature=self.temperature,
+            entropy_grad=entropy_grad,
+            max_bytes=self.logits_bytes,
+            mesh=self.mesh,
+        )
+        return found, routed
+
+
+def layers_of(cfg: decoder.ModelConfig, params: Any, most: int | None = None) -> Any:
+    """The same weights as the forward pass runs them: unrolled where there are few layers, else scanned."""
+    stacked = not isinstance(params["layers"], list)
+    few = cfg.n_layers <= (UNROLLED_LAYERS if most is None else most)
+    return decoder.serving_layout(params) if stacked and few else params
+
+
+def unrouted(arrays: Arrays) -> dict[str, Any]:
+    """The arrays without routes, for models other than the one that was sampled from: they choose their experts."""
+    return {name: x for name, x in arrays.items() if name != "routes"}
+
+
+def _forced(routes: jax.Array | None) -> jax.Array | None:
+    """As the router takes them: a row that is missing, which only padding has, is chosen by the router."""
+    if routes is None:
+        return None
+    missing = (routes == jnp.iinfo(routes.dtype).max).all(-1, keepdims=True)
+    return jnp.where(missing, moe.MISSING, routes.astype(jnp.int32))
