@@ -343,9 +343,9 @@ def _machine(asked: Run, purpose: str) -> list[str]:
         return [f"model.path: {error}"]
     if not model:
         return _unfit(config)
-    axes = {
+    axes: dict[str, dict[str, int]] = {
         "trainer.fsdp": {"fsdp": mesh[1], "tensor": 1},
-        "trainer.expert": {"fsdp": mesh[1], "tensor": 1, "expert": mesh[4]},
+        **({"trainer.expert": {"fsdp": mesh[1], "tensor": 1, "expert": mesh[4]}} if mesh[4] > 1 else {}),
         "trainer.tensor": {"fsdp": 1, "tensor": mesh[2]},
         "rollout.tensor": {"fsdp": 1, "tensor": config.rollout.tensor, "serving": True},
     }

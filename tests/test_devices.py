@@ -25,7 +25,7 @@ def config(placement="auto", instances=2, rollout_tensor=1, rows=0, micro_batche
 
 
 def owners(plan):
-    assert plan.trainer_mesh[3] == 1  # context, where the config does not say otherwise
+    assert plan.trainer_mesh[3:] == (1, 1)  # context and expert, where the config does not say otherwise
     return plan.trainer, plan.trainer_mesh[:3], plan.instances
 
 
@@ -127,7 +127,7 @@ def test_laws_of_every_plan(n_devices, placement, instances, rollout_tensor, dat
     used = set(plan.trainer).union(*plan.instances)
     assert used <= set(range(n_devices))
     assert math.prod(plan.trainer_mesh) == len(plan.trainer) == len(set(plan.trainer))
-    assert (*plan.trainer_mesh[::2], plan.trainer_mesh[3]) == (data, tensor, context) and fsdp in (
+    assert (plan.trainer_mesh[0], *plan.trainer_mesh[2:]) == (data, tensor, context, 1) and fsdp in (
         -1,
         plan.trainer_mesh[1],
     )

@@ -84,7 +84,7 @@ def test_the_default_workdir_is_named_after_the_config_and_its_argument(workspac
         (["--wrkdir=x"], "Unknown command line flag 'wrkdir'. Did you mean: workdir ?"),
         (
             ["--config.cpu_devices=4", "--config.trainer.data=3", "--config.trainer.fsdp=2"],
-            "trainer.data: the mesh data * fsdp * tensor * context = 3 * 2 * 1 * 1 needs 6 devices, there are 4",
+            "trainer.data: the mesh data * fsdp * tensor * context * expert = 3 * 2 * 1 * 1 * 1 needs 6 devices, there are 4",
         ),
         (
             ["--config.cpu_devices=3", "--config.placement=shared", "--config.trainer.tensor=2"],
