@@ -78,6 +78,6 @@ def several_hosts(c, slice_name):
     hosts = {"v5p-16": 1, "v5p-128": 8}[slice_name]
     c.cluster.launcher, c.cluster.wire = "ray", "transfer"
     c.cluster.trainer_slice, c.cluster.trainer_hosts = f"v5p-{8 * hosts}", hosts
-    c.cluster.replica_slice, c.rollout.instances = "v5p-8", hosts
+    c.cluster.instance_slice, c.rollout.instances = "v5p-8", hosts
     c.rollout.slots = 128
     c.orchestrator.groups_per_step = 32 * hosts

@@ -84,7 +84,9 @@ class Place:
 
 def place_of(config: Config, role: str) -> Place:
     cluster = config.cluster
-    field = {TRAINER: "cluster.trainer_slice", INSTANCE: "cluster.replica_slice"}[role] if cluster.launcher else "slice"
+    field = (
+        {TRAINER: "cluster.trainer_slice", INSTANCE: "cluster.instance_slice"}[role] if cluster.launcher else "slice"
+    )
     name = validate.get(config, field)
     found = slice_devices(name, field)
     if cluster.launcher:

@@ -257,17 +257,19 @@ class ClusterSection:
 
     launcher: str = ""  # process: children on this machine; ray: actors of a Ray cluster; empty: all in one process
     trainer_hosts: int = 1  # processes of the trainer; its mesh spans their devices
-    hosts_per_replica: int = 1  # processes of each of the rollout.instances; rollout.tensor spans their devices
+    hosts_per_instance: int = 1  # processes of each of the rollout.instances; rollout.tensor spans their devices
     devices_per_host: int = 0  # virtual CPU devices of each process; 0: what its host has
     trainer_slice: str = ""  # ray: the TPU slice type of the trainer, e.g. v5litepod-16; empty: any machine
-    replica_slice: str = ""  # ray: that of each instance; it may be another
+    instance_slice: str = ""  # ray: that of each instance; it may be another
     wire: str = "storage"  # weights reach the instances by storage, or by transfer, to which storage is the fallback
     silence_s: float = 10.0  # a process that is not heard for so long is taken for dead
     stall_s: float = 300.0  # as is one that has work and does not move; longer than any step takes
     start_s: float = 900.0  # from starting a gang until it is compiled
     reattach_s: float = 120.0  # a gang whose controller died waits so long for the next one to take it over; 0: it ends
     max_restarts: int = 3  # of a gang in a row that come to nothing, before the run ends
-    elastic: bool = False  # an instance without room waits for it; WORKDIR/replicas says how many there are to be
+    elastic: bool = (
+        False  # an instance without room waits for it; WORKDIR/wanted_instances says how many there are to be
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -289,6 +291,12 @@ class Config:
     journal: JournalSection = JournalSection()
     sft: SftSection = SftSection()
     cluster: ClusterSection = ClusterSection()
+
+
+RENAMED = {  # former name of a field -> its name; whatever reads a configuration refuses the former one with it
+    "cluster.hosts_per_replica": "cluster.hosts_per_instance",
+    "cluster.replica_slice": "cluster.instance_slice",
+}
 
 
 class ConfigError(ValueError):

@@ -65,7 +65,9 @@ def blame(path: str, error: Exception) -> str:
     line = error.lineno if isinstance(error, SyntaxError) else (lines[-1] if lines else None)
     unknown = re.match(r"\W*Key \"(\w+)\" does not exist", str(error))
     if unknown:
-        what = f"unknown field {unknown[1]}; the nearest is {nearest(unknown[1], configs.fields())}"
+        former = {old.rpartition(".")[2]: new for old, new in configs.RENAMED.items()}
+        said = f"renamed to {former[unknown[1]]}" if unknown[1] in former else ""
+        what = f"unknown field {unknown[1]}; {said or f'the nearest is {nearest(unknown[1], configs.fields())}'}"
     else:
         what = f"{type(error).__name__}: {' '.join(str(error).split())}"
     return f"{path}{f':{line}' if line else ''}: {what}"

@@ -154,7 +154,7 @@ def _gangs(config: Config) -> str:
     each = f"{cluster.devices_per_host} virtual CPU devices" if cluster.devices_per_host else "its host's devices"
     return (
         f"cluster of {cluster.launcher}: the controller, a trainer of {cluster.trainer_hosts} and "
-        f"{rollout.instances} instances of {cluster.hosts_per_replica} processes; each has {each}"
+        f"{rollout.instances} instances of {cluster.hosts_per_instance} processes; each has {each}"
     )
 
 
@@ -296,7 +296,9 @@ def _refuse_unknown(argv: Sequence[str], known: Sequence[str]) -> None:
     problems = []
     for arg in argv:
         match = re.match(r"--?(no)?config\.([^=]*)", arg)
-        if match and match[2] not in known:
+        if match and match[2] in configs.RENAMED:
+            problems.append(f"config.{match[2]}: renamed to config.{configs.RENAMED[match[2]]}")
+        elif match and match[2] not in known:
             inside = [name for name in known if name.startswith(match[2] + ".")]
             what = "a section, not a field" if inside else "unknown field"
             problems.append(f"config.{match[2]}: {what}; the nearest is config.{nearest(match[2], inside or known)}")
@@ -353,14 +355,14 @@ def _machine(asked: Run, purpose: str) -> list[str]:
 
 
 def _uneven(config: Config) -> list[str]:
-    """What the model's heads cannot be on a replica's processes."""
-    model, hosts = presets.model_of(config), config.cluster.hosts_per_replica
+    """What the model's heads cannot be on an instance's processes."""
+    model, hosts = presets.model_of(config), config.cluster.hosts_per_instance
     if model is None:
         return []
     if model.n_kv_heads % hosts and hosts % model.n_kv_heads:
         return [
             (
-                f"cluster.hosts_per_replica: {hosts} processes can neither split nor share the model's "
+                f"cluster.hosts_per_instance: {hosts} processes can neither split nor share the model's "
                 f"{model.n_kv_heads} KV heads evenly"
             )
         ]

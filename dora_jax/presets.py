@@ -66,13 +66,13 @@ class Choice(NamedTuple):
 def machines(config: Config) -> Machines:
     """The machines that the configuration names; CPUs where it names none. ValueError where a name is unknown.
 
-    The controller of a cluster asks here too, so that it reports the pages that its replicas have.
+    The controller of a cluster asks here too, so that it reports the pages that its instances have.
     """
     cluster, virtual = config.cluster, config.cluster.devices_per_host
     if cluster.launcher:
         return Machines(
             _named("cluster.trainer_slice", cluster.trainer_slice, virtual * cluster.trainer_hosts),
-            _named("cluster.replica_slice", cluster.replica_slice, virtual * cluster.hosts_per_replica),
+            _named("cluster.instance_slice", cluster.instance_slice, virtual * cluster.hosts_per_instance),
         )
     found = _named("slice", config.slice, 0 if config.slice else config.cpu_devices)
     if found.platform == "cpu" and config.slice and config.cpu_devices:

@@ -15,7 +15,7 @@ from typing import Any
 
 from dora_jax import config_tree, hub, presets
 from dora_jax.chips import CHIPS
-from dora_jax.config import Config, ConfigError, TaskPart, TaskSection
+from dora_jax.config import RENAMED, Config, ConfigError, TaskPart, TaskSection
 from dora_jax.devices import MIN_AUTO_INSTANCES
 from dora_jax.models.config import MAX_LAYERS, ModelConfig
 from dora_jax.models.families import FAMILIES, KNOWN
@@ -61,7 +61,7 @@ RANGES: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
         eval.prompts eval.samples checkpoint.keep sft.examples sft.steps sft.batch_rows sft.pack_tokens
         sft.d_model sft.n_layers sft.n_heads sft.n_kv_heads sft.head_dim sft.d_ff
         sft.experts_per_token sft.expert_width sft.rope_dim
-        cluster.trainer_hosts cluster.hosts_per_replica""",
+        cluster.trainer_hosts cluster.hosts_per_instance""",
     ),
     (
         "at least 0",
@@ -99,7 +99,7 @@ RANGES: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
 
 def from_config_dict(tree: config_tree.Tree, purpose: str = "train") -> Config:
     """A tree as a configuration; ConfigError lists everything that is wrong with it. Purpose: as in `problems`."""
-    config, found = config_tree.build(Config, tree)
+    config, found = config_tree.build(Config, tree, RENAMED)
     if found := [*found, *problems(config, purpose)]:
         raise ConfigError(found)
     return config
@@ -370,10 +370,10 @@ def _cluster(config: Config) -> Problems:
         return
     if not rollout.instances:
         yield "rollout.instances: 0 derives their number from the devices of one process; a cluster wants a number"
-    devices = cluster.hosts_per_replica * cluster.devices_per_host
+    devices = cluster.hosts_per_instance * cluster.devices_per_host
     if devices and devices != rollout.tensor:
         yield (
-            f"rollout.tensor: {rollout.tensor} is not what a replica has, cluster.hosts_per_replica * "
+            f"rollout.tensor: {rollout.tensor} is not what an instance has, cluster.hosts_per_instance * "
             f"cluster.devices_per_host = {devices}"
         )
     if config.cpu_devices:

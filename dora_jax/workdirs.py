@@ -106,10 +106,11 @@ def conflicts(workdir: Path, config: Config) -> list[str]:
     except ConfigError as error:
         return list(error.problems)
     if unknown := sorted(_unknown(old)):
+        listed = (f"{name} (now {configs.RENAMED[name]})" if name in configs.RENAMED else name for name in unknown)
         return [
             (
-                f"workdir: {workdir} was written by another version of dora_jax: its config.json has {', '.join(unknown)}, which "
-                f"this one does not know; choose another --workdir"
+                f"workdir: {workdir} was written by another version of dora_jax: its config.json has {', '.join(listed)}, "
+                "which this one does not know; choose another --workdir"
             )
         ]
     new = configs.to_json(config)

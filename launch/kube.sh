@@ -3,16 +3,18 @@
 # slices, which may be of another TPU type, on Kubernetes.
 
 name="" image="" trainer="" rollout="" bucket="" token_file="" secrets="" spot="" reservation="" delete="" cluster=""
-replicas=1 account=default
+instances=1 account=default
 trainer_accelerator="" trainer_topology="" trainer_hosts="" trainer_chips="" trainer_devices="" trainer_type=""
 rollout_accelerator="" rollout_topology="" rollout_hosts="" rollout_chips="" rollout_devices="" rollout_type=""
 
 # job ARGUMENT ...: reads the options and completes FLAGS, the flags of the program.
 job() {
-  options name image trainer rollout replicas bucket token_file secrets spot reservation account module -- "$@"
-  needs name image trainer rollout replicas bucket token_file
+  options name image trainer rollout instances bucket token_file secrets spot reservation account module -- "$@"
+  local flag
+  for flag in "${FLAGS[@]}"; do [[ $flag != --replicas* ]] || die 2 "$flag: renamed to --instances."; done
+  needs name image trainer rollout instances bucket token_file
   [[ $name =~ ^[a-z]([-a-z0-9]{0,26}[a-z0-9])?$ ]] || die 2 "--name=$name is not a DNS label of up to 28 characters."
-  [[ $replicas =~ ^[1-9][0-9]*$ ]] || die 2 "--replicas=$replicas is not a number of rollout slices."
+  [[ $instances =~ ^[1-9][0-9]*$ ]] || die 2 "--instances=$instances is not a number of rollout slices."
   [[ $bucket =~ ^[a-z0-9][-a-z0-9_.]{1,61}[a-z0-9]$ ]] || die 2 "--bucket=$bucket is not the name of a bucket."
   private_file token_file
   if [[ ${secrets} ]]; then private_file secrets; fi
@@ -22,15 +24,15 @@ job() {
   workdir=gs://$bucket/$name
   if [[ ${module:-} == dora_jax.sweep ]]; then workdir=/runs/$name; fi  # its runs are folders
   FLAGS+=(--config.cluster.launcher=ray "--config.cluster.trainer_hosts=$trainer_hosts"
-          "--config.cluster.trainer_slice=$trainer_type" "--config.cluster.hosts_per_replica=$rollout_hosts"
-          "--config.cluster.replica_slice=$rollout_type" "--config.rollout.instances=$replicas" "--workdir=$workdir")
+          "--config.cluster.trainer_slice=$trainer_type" "--config.cluster.hosts_per_instance=$rollout_hosts"
+          "--config.cluster.instance_slice=$rollout_type" "--config.rollout.instances=$instances" "--workdir=$workdir")
   capacity=${spot:+", cloud.google.com/gke-spot: 'true'"}
   if [[ ${reservation} ]]; then capacity+=", cloud.google.com/reservation-name: $reservation"; fi
 }
 
 # refuse_misfit: the meshes against the slices, before anything is allocated.
 refuse_misfit() {
-  check_plan $(( trainer_hosts + replicas * rollout_hosts )) "$trainer_devices" "$rollout_devices"
+  check_plan $(( trainer_hosts + instances * rollout_hosts )) "$trainer_devices" "$rollout_devices"
 }
 
 # put_secrets: as Kubernetes secrets, from files; their values are in no command and no manifest.

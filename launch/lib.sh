@@ -64,11 +64,11 @@ private_file() {
 
 module=dora_jax.train  # --module
 
-# check_plan HOSTS TRAINER REPLICA: refuses meshes that do not fit so many machines, and so many devices on each machine
-# of the trainer and of a replica.
+# check_plan HOSTS TRAINER INSTANCE: refuses meshes that do not fit so many machines, and so many devices on each machine
+# of the trainer and of an instance.
 check_plan() {
   if [[ $module == dora_jax.train ]]; then
-    check bash launch/preflight.sh plan "--hosts=$1" "--trainer_devices=$2" "--replica_devices=$3" "${FLAGS[@]}"
+    check bash launch/preflight.sh plan "--hosts=$1" "--trainer_devices=$2" "--instance_devices=$3" "${FLAGS[@]}"
   else
     check env "DORA_MODULE=$module" "DORA_DEVICES=$(( $1 * $2 ))" bash launch/local.sh "${FLAGS[@]}" --dry_run
   fi

@@ -39,23 +39,23 @@ class Unfit(Exception):
     """One sentence on what is wrong with this machine, and what to do."""
 
 
-def plan(hosts: int, trainer_devices: int, replica_devices: int, args: Sequence[str]) -> str:
-    """ConfigError where the meshes do not take the devices that each host of the trainer and of a replica has."""
+def plan(hosts: int, trainer_devices: int, instance_devices: int, args: Sequence[str]) -> str:
+    """ConfigError where the meshes do not take the devices that each host of the trainer and of an instance has."""
     from dora_jax import devices, flags
     from dora_jax.config import ConfigError
 
     os.environ["DORA_DEVICES"] = str(hosts * trainer_devices)
     config = flags.parse(["dora_jax.train", *args, "--dry_run"], flag_values=absl_flags.FlagValues()).config
-    cluster, replicas = config.cluster, config.rollout.instances
+    cluster, instances = config.cluster, config.rollout.instances
     if not cluster.launcher:
         if hosts > 1:
             raise ConfigError(f"cluster.launcher: empty, so the run is of one machine, not of {hosts}")
         return devices.plan(trainer_devices, config).describe()
-    wanted = cluster.trainer_hosts + replicas * cluster.hosts_per_replica
+    wanted = cluster.trainer_hosts + instances * cluster.hosts_per_instance
     if wanted != hosts:
         raise ConfigError(
-            f"cluster.trainer_hosts: {cluster.trainer_hosts}, and {replicas} instances of "
-            f"{cluster.hosts_per_replica}, are {wanted} machines, not {hosts}"
+            f"cluster.trainer_hosts: {cluster.trainer_hosts}, and {instances} instances of "
+            f"{cluster.hosts_per_instance}, are {wanted} machines, not {hosts}"
         )
     mesh = devices.trainer_mesh(cluster.trainer_hosts * trainer_devices, config)
     if math.prod(mesh) != cluster.trainer_hosts * trainer_devices:
@@ -63,15 +63,15 @@ def plan(hosts: int, trainer_devices: int, replica_devices: int, args: Sequence[
             f"trainer.fsdp: the mesh data * fsdp * tensor * context = {' * '.join(map(str, mesh))} is "
             f"not the trainer's {cluster.trainer_hosts} * {trainer_devices} devices"
         )
-    if config.rollout.tensor != cluster.hosts_per_replica * replica_devices:
+    if config.rollout.tensor != cluster.hosts_per_instance * instance_devices:
         raise ConfigError(
-            f"rollout.tensor: {config.rollout.tensor} is not a replica's "
-            f"{cluster.hosts_per_replica} * {replica_devices} devices"
+            f"rollout.tensor: {config.rollout.tensor} is not an instance's "
+            f"{cluster.hosts_per_instance} * {instance_devices} devices"
         )
     return (
         f"{hosts} machines; trainer: {cluster.trainer_hosts} of {trainer_devices} devices, data * fsdp * tensor * "
         f"context = {' * '.join(map(str, mesh))}; "
-        f"{replicas} replicas: {cluster.hosts_per_replica} of {replica_devices}"
+        f"{instances} instances: {cluster.hosts_per_instance} of {instance_devices}"
     )
 
 
@@ -196,7 +196,7 @@ def _holder(lock: Path, locks: Path) -> int | None:
 def main(argv: Sequence[str]) -> None:
     values = absl_flags.FLAGS
     if len(argv) > 1 and argv[1] == "plan":
-        print(plan(values.hosts, values.trainer_devices, values.replica_devices, argv[2:]))
+        print(plan(values.hosts, values.trainer_devices, values.instance_devices, argv[2:]))
     elif argv[1:] == ["host"]:
         for line in host(values.workdir or ".", values.chips, values.dry_run):
             print(line, flush=True)
@@ -208,7 +208,7 @@ def _parse(argv: Sequence[str]) -> list[str]:
     if "plan" in argv[1:2]:
         absl_flags.DEFINE_integer("hosts", 1, "machines that there will be", lower_bound=1)
         absl_flags.DEFINE_integer("trainer_devices", 1, "of a machine of the trainer", lower_bound=1)
-        absl_flags.DEFINE_integer("replica_devices", 0, "of a machine of a replica", lower_bound=0)
+        absl_flags.DEFINE_integer("instance_devices", 0, "of a machine of an instance", lower_bound=0)
     else:
         absl_flags.DEFINE_integer("chips", 0, "TPU chips of this machine; 0: any number", lower_bound=0)
         absl_flags.DEFINE_string("workdir", "", "the folder or bucket that the job will write to")

@@ -5,7 +5,7 @@
 #   bash launch/tpu_vm.sh delete --name=NAME --zone=ZONE
 #   bash launch/tpu_vm.sh check  as run: what it refuses, before a machine is paid for
 # run sends the commit that is checked out. A slice of one machine runs the whole job in one process. Of several, one
-# trains and each other is a rollout replica, as a Ray cluster; that wants --token_file=FILE (a secret of your making)
+# trains and each other is a rollout instance, as a Ray cluster; that wants --token_file=FILE (a secret of your making)
 # and a --workdir that all of them see, a bucket's at best. --module=dora_jax.sweep runs another program.
 # With --spot the workdir is in a bucket: what only a spot machine holds goes with it.
 # Every action takes --dry_run: it prints the commands and runs none but its checks of the configuration on this machine.
@@ -75,7 +75,7 @@ check_job() {
     needs token_file workdir
     private_file token_file
     FLAGS+=(--config.cluster.launcher=ray "--config.rollout.instances=$((hosts - 1))"
-            "--config.cluster.trainer_slice=$machine" "--config.cluster.replica_slice=$machine")
+            "--config.cluster.trainer_slice=$machine" "--config.cluster.instance_slice=$machine")
   fi
   FLAGS+=(${workdir:+"--workdir=$workdir"})
   shipped

@@ -197,10 +197,10 @@ def test_a_store_that_fails_is_an_alarm_and_the_step_comes_later(tmp_path, monke
     assert checkpoints.steps() == [1] and len(said) == 1
 
 
-def test_the_number_of_replicas_is_an_object_too(tmp_path):
+def test_the_number_of_instances_is_an_object_too(tmp_path):
     wish = wish_at(f"file://{tmp_path}/store")
     assert wish() is None
-    Objects(f"file://{tmp_path}/store").put("replicas", b" 2\n")
+    Objects(f"file://{tmp_path}/store").put("wanted_instances", b" 2\n")
     assert wish() == "2"
 
 
@@ -234,7 +234,7 @@ def test_a_cluster_that_is_killed_goes_on_from_the_bucket_alone(tmp_path):
     try:
         while not list((tmp_path / "store").glob("checkpoints/*/manifest.json")) and run.poll() is None:
             time.sleep(0.02)
-        os.killpg(run.pid, signal.SIGKILL)  # controller, trainer and replica at once
+        os.killpg(run.pid, signal.SIGKILL)  # controller, trainer and instance at once
         assert run.wait() == -signal.SIGKILL, console.read_text()
         shutil.rmtree(tmp_path / "scratch")  # other machines
         (tmp_path / "scratch").mkdir()

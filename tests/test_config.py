@@ -353,3 +353,12 @@ def test_what_would_learn_or_measure_nothing_is_refused(fields, told):
 
 def test_a_group_of_one_goes_with_advantages_that_need_no_group():
     assert problems(orchestrator__group_size=1, trainer__advantage="reinforce_pp") == []
+
+
+def test_a_renamed_field_is_refused_with_its_name():
+    tree = to_json(Config())
+    tree["cluster"]["replica_slice"] = tree["cluster"].pop("instance_slice")
+    with pytest.raises(ConfigError) as refused:
+        from_config_dict(tree, "evaluate")
+    assert refused.value.problems == ("cluster.replica_slice: renamed to cluster.instance_slice",)
+    assert set(configs.RENAMED.values()) <= set(configs.fields()) and not set(configs.RENAMED) & set(configs.fields())

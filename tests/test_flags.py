@@ -201,9 +201,9 @@ def test_processes_that_cannot_divide_or_share_the_kv_heads_are_refused(workspac
         "--config.rollout.instances=1",
         "--config.cluster.devices_per_host=1",
     ]
-    parse("--config=c.py", *cluster, "--config.cluster.hosts_per_replica=16", "--config.rollout.tensor=16")
-    assert refusal("--config=c.py", *cluster, "--config.cluster.hosts_per_replica=3", "--config.rollout.tensor=3") == (
-        "cluster.hosts_per_replica: 3 processes can neither split nor share the model's 8 KV heads evenly",
+    parse("--config=c.py", *cluster, "--config.cluster.hosts_per_instance=16", "--config.rollout.tensor=16")
+    assert refusal("--config=c.py", *cluster, "--config.cluster.hosts_per_instance=3", "--config.rollout.tensor=3") == (
+        "cluster.hosts_per_instance: 3 processes can neither split nor share the model's 8 KV heads evenly",
     )
 
 

@@ -216,8 +216,8 @@ def test_what_waiting_cannot_mend_ends_the_queue(here):
             "--rollout=v6e:2x4:3: 8 chips are no whole number of hosts of 3.",
         ),
         (
-            ("ray/apply.sh", *KUBE, "--rollout=v6e:2x2", "--replicas=0"),
-            "--replicas=0 is not a number of rollout slices.",
+            ("ray/apply.sh", *KUBE, "--rollout=v6e:2x2", "--instances=0"),
+            "--instances=0 is not a number of rollout slices.",
         ),
         (
             ("gke/apply.sh", *KUBE, "--rollout=v6e:2x2", "--bucket=gs://runs", "--dry_run"),

@@ -87,7 +87,7 @@ def test_a_fresh_machine_gets_the_steps_that_are_whole_and_the_logs(url):
 
 
 def test_what_only_the_store_holds_is_neither_brought_here_nor_overwritten(url):
-    theirs = {"controller.json": b"{}", "replicas": b"2", "weights/v1/w/c/0": b"w", "journal/MANIFEST": b"{}"}
+    theirs = {"controller.json": b"{}", "wanted_instances": b"2", "weights/v1/w/c/0": b"w", "journal/MANIFEST": b"{}"}
     for key, data in theirs.items():
         object_storage.Objects(url).put(key, data)
     folder = begun(url)

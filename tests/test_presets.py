@@ -149,7 +149,7 @@ def test_the_quickstart_runs_on_a_cpu_as_it_was_tuned():
 
 
 def cluster(**changes):
-    section = ClusterSection(launcher="ray", trainer_slice="v5p-8", replica_slice="v6e-4")
+    section = ClusterSection(launcher="ray", trainer_slice="v5p-8", instance_slice="v6e-4")
     asked = on("", {"tensor": 4, "attention": "auto"}, size="Qwen3-8B", cluster=section)
     return dataclasses.replace(asked, rollout=dataclasses.replace(asked.rollout, instances=3), **changes)
 
@@ -158,7 +158,7 @@ def test_trainer_fields_follow_the_trainers_slice_and_rollout_fields_the_replica
     found = presets.machines(cluster())
     assert [machine.chip for machine in found] == ["v5p", "v6e"] and [machine.hosts for machine in found] == [1, 1]
     small, large = (
-        resolved(cluster(cluster=dataclasses.replace(cluster().cluster, replica_slice=name)))[0].rollout.pages
+        resolved(cluster(cluster=dataclasses.replace(cluster().cluster, instance_slice=name)))[0].rollout.pages
         for name in ("v6e-4", "v5p-8")
     )
     assert large > 2.5 * small > 0
@@ -168,13 +168,13 @@ def test_a_gang_has_the_pages_that_its_controller_reports():
     done, _ = resolved(cluster())
     told = validate.from_config_dict(backend._gang_config(done), "evaluate")
     assert told.rollout == done.rollout and told.trainer == done.trainer and told.model == done.model
-    assert told.cluster.replica_slice == "v6e-4"
+    assert told.cluster.instance_slice == "v6e-4"
 
 
 def test_a_process_refuses_what_was_resolved_for_another_machine():
-    devices.check_slice("cluster.replica_slice", "")
-    with pytest.raises(ConfigError, match="cluster.replica_slice: v6e-4, but this process has .* devices of cpu"):
-        devices.check_slice("cluster.replica_slice", "v6e-4")
+    devices.check_slice("cluster.instance_slice", "")
+    with pytest.raises(ConfigError, match="cluster.instance_slice: v6e-4, but this process has .* devices of cpu"):
+        devices.check_slice("cluster.instance_slice", "v6e-4")
     with pytest.raises(ConfigError, match="^slice: v5e-8, but this process"):
         validate.settle(on("v5e-8"))
 

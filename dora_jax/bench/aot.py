@@ -73,7 +73,7 @@ def _decoding(
 
 def _on(config: Config, model: str, slice_name: str, **sections: Any) -> Config:
     """The slice is the role's own: the other role is elsewhere."""
-    cluster = dataclasses.replace(config.cluster, launcher="ray", trainer_slice=slice_name, replica_slice=slice_name)
+    cluster = dataclasses.replace(config.cluster, launcher="ray", trainer_slice=slice_name, instance_slice=slice_name)
     return dataclasses.replace(config, model=dataclasses.replace(config.model, size=model), cluster=cluster, **sections)
 
 

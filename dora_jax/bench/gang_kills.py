@@ -27,6 +27,7 @@ import time
 from typing import Any
 
 from dora_jax.bench.gang_run import PROCESSES, Run, new_parser, running, settle
+from dora_jax.runtime.durability.object_storage import WANTED
 
 KINDS = (
     "rollout-kill",
@@ -97,11 +98,11 @@ def _strike(run: Run, kind: str, draw: random.Random) -> tuple[float, float, flo
 
 def _resize(run: Run) -> tuple[float, float, float]:
     """Of its seconds the wait for the next look at the number is a part."""
-    replicas, wanted = run.folder / "replicas", sum(name.startswith("rollout") for name in run.pids)
+    file, wanted = run.folder / WANTED, sum(name.startswith("rollout") for name in run.pids)
     last = f"rollout {wanted - 1}"
-    replicas.write_text(f"{wanted - 1}\n")
+    file.write_text(f"{wanted - 1}\n")
     left_s = run.wait(f"the end of {last}", lambda: last not in run.pids)
-    replicas.write_text(f"{wanted}\n")
+    file.write_text(f"{wanted}\n")
     up_s = run.wait(f"a new {last}", lambda: last in run.pids)
     return left_s, up_s, up_s
 
@@ -120,9 +121,9 @@ def _on_slices(slice_type: str, flags: argparse.Namespace) -> list[str]:
     return [
         "--config.cluster.launcher=ray",
         f"--config.cluster.trainer_slice={slice_type}",
-        f"--config.cluster.replica_slice={slice_type}",
+        f"--config.cluster.instance_slice={slice_type}",
         f"--config.cluster.trainer_hosts={hosts}",
-        f"--config.cluster.hosts_per_replica={hosts}",
+        f"--config.cluster.hosts_per_instance={hosts}",
         "--config.cluster.devices_per_host=1",
         f"--config.rollout.tensor={hosts}",
         f"--config.sft.n_kv_heads={hosts}",

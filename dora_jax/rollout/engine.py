@@ -63,7 +63,7 @@ def new_calls(
 
 
 class Engine:
-    """One replica on its own mesh (axis "tensor"). Samples are keyed by id, never by slot."""
+    """One instance on its own mesh (axis "tensor"). Samples are keyed by id, never by slot."""
 
     def __init__(
         self,

@@ -1,11 +1,11 @@
 #!/usr/bin/env bash
 # The job on GKE without a Ray operator: one JobSet a role (controller, trainer, rollout), which meet as a Ray cluster.
-#   bash launch/gke/apply.sh --name=NAME --image=IMAGE --trainer=v5p:2x2x2 --rollout=v6e:2x2 [--replicas=2]
+#   bash launch/gke/apply.sh --name=NAME --image=IMAGE --trainer=v5p:2x2x2 --rollout=v6e:2x2 [--instances=2]
 #        --bucket=BUCKET --token_file=FILE [--secrets=FILE] [--spot | --reservation=NAME] [--account=ACCOUNT] FLAGS
 #   bash launch/gke/apply.sh --name=NAME --delete
 # Needs JobSet 0.8 or later and the Cloud Storage FUSE driver; IMAGE is made by launch/Dockerfile. The workdir is
 # gs://BUCKET/NAME, which ACCOUNT may write; models and data are read at /runs, where BUCKET is seen. A slice is
-# GENERATION:TOPOLOGY[:chips a host]; --replicas counts rollout slices, each a replica of its own.
+# GENERATION:TOPOLOGY[:chips a host]; --instances counts rollout slices, each an instance of its own.
 # The controller is run again after every exit code but 0, 1 and 2; a slice that is lost is waited for while the others
 # go on. --dry_run prints the manifests and the commands and runs none.
 set -euo pipefail
@@ -37,4 +37,4 @@ controller=$(filled launch/gke/controller.yaml "${common[@]}" "module=$module" "
 put_secrets
 manifest controller.yaml "$controller"
 workers trainer 1
-workers rollout "$replicas"
+workers rollout "$instances"

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
-# The job on Kubernetes by KubeRay: a RayJob with one TPU slice for the trainer and --replicas of them for rollouts, of
+# The job on Kubernetes by KubeRay: a RayJob with one TPU slice for the trainer and --instances of them for rollouts, of
 # the same TPU type or another.
-#   bash launch/ray/apply.sh --name=NAME --image=IMAGE --trainer=v5p:2x2x2 --rollout=v6e:2x2 [--replicas=2]
+#   bash launch/ray/apply.sh --name=NAME --image=IMAGE --trainer=v5p:2x2x2 --rollout=v6e:2x2 [--instances=2]
 #        --bucket=BUCKET --token_file=FILE [--secrets=FILE] [--spot | --reservation=NAME] [--account=ACCOUNT] FLAGS
 #   bash launch/ray/apply.sh --cluster ...    a RayCluster alone; `bash launch/host.sh train FLAGS` on its head is a job
 #   bash launch/ray/apply.sh --name=NAME --delete
@@ -25,7 +25,7 @@ fi
 job "${FLAGS[@]}" "--name=$name"
 refuse_misfit
 machines=$(filled launch/ray/machines.yaml "name=$name" "image=$image" "bucket=$bucket" "account=$account" \
-  "workdir=$workdir" "capacity=$capacity" "replicas=$replicas" \
+  "workdir=$workdir" "capacity=$capacity" "instances=$instances" \
   "trainer_accelerator=$trainer_accelerator" "trainer_topology=$trainer_topology" "trainer_hosts=$trainer_hosts" \
   "trainer_chips=$trainer_chips" "rollout_accelerator=$rollout_accelerator" "rollout_topology=$rollout_topology" \
   "rollout_hosts=$rollout_hosts" "rollout_chips=$rollout_chips")

@@ -31,14 +31,15 @@ from dora_jax.runtime.cluster.weight_publisher import WeightPublisher
 from dora_jax.runtime.durability import object_storage, recovery
 from dora_jax.runtime.durability.event_log import EventLog
 from dora_jax.runtime.durability.journal_audit import reading
-from dora_jax.runtime.durability.object_storage import JOURNAL, REPLICAS, Objects, StoreError
+from dora_jax.runtime.durability.object_storage import JOURNAL, WANTED, Objects, StoreError
 from dora_jax.runtime.local_backend import RunContext
 from dora_jax.runtime.seams import TrainerSide
 from dora_jax.runtime.transfer.weight_distribution import STORAGE, WIRE
 from dora_jax.runtime.transfer.weight_storage import StoredWeights
 from dora_jax.types import InstanceId, Version
 
-LOOK_S = 1.0  # how often the file of the wanted replicas is read
+FORMER_WANTED = "replicas"
+LOOK_S = 1.0  # how often the file of the wanted instances is read
 
 
 class ClusterBackend:
@@ -73,8 +74,8 @@ class ClusterBackend:
                 functools.partial(self._supervisor, instance),
                 notify,
             )
-        self._replicas = (
-            ReplicaScaler(wish_at(self._place), self.instances(), notify) if config.cluster.elastic else None
+        self._scaler = (
+            InstanceScaler(wish_at(self._place), self.instances(), notify) if config.cluster.elastic else None
         )
         self._roster.announce(self._hub.address)
         self._closed = False
@@ -104,8 +105,8 @@ class ClusterBackend:
         if self._closed:
             return
         self._closed = True
-        if self._replicas:
-            self._replicas.close()
+        if self._scaler:
+            self._scaler.close()
         self._trainer.close()
         for instance in self._instances.values():
             instance.stop()
@@ -121,7 +122,7 @@ class ClusterBackend:
         hosts, slice_type = (
             (section.trainer_hosts, section.trainer_slice)
             if instance is None
-            else (section.hosts_per_replica, section.replica_slice)
+            else (section.hosts_per_instance, section.instance_slice)
         )
 
         def begin(rank: int, coordinator: str, leader: str) -> Begin:
@@ -159,7 +160,7 @@ def _gang_config(config: Config) -> dict[str, Any]:
     mine = ClusterSection(
         wire=section.wire,
         trainer_slice=section.trainer_slice,
-        replica_slice=section.replica_slice,
+        instance_slice=section.instance_slice,
         reattach_s=section.reattach_s if config.journal.on else 0.0,
     )
     return configs.to_json(dataclasses.replace(config, cpu_devices=section.devices_per_host, cluster=mine))
@@ -178,19 +179,29 @@ def _launcher(config: Config, workdir: Path, place: str) -> Launcher:
 
 
 def wish_at(place: str) -> Callable[[], str | None]:
-    """What is written there; None: nothing is. `place`: a workdir, which may be a URL."""
-    if "://" in place:
-        store = Objects(place)
-        return lambda: None if (data := store.get(REPLICAS)) is None else data.decode(errors="replace").strip()
-    path = Path(place) / REPLICAS
-    return lambda: path.read_text().strip() if path.exists() else None
+    """Reads the file of the wanted instances, None without one. `place`: a workdir, which may be a URL.
+
+    ConfigError where the file has its former name.
+    """
+
+    def read(name: str) -> bytes | None:
+        if "://" in place:
+            return Objects(place).get(name)
+        return path.read_bytes() if (path := Path(place) / name).exists() else None
+
+    def wish() -> str | None:
+        if read(FORMER_WANTED) is not None:
+            raise ConfigError(f"workdir: {place}/{FORMER_WANTED} is not read, for its name is {WANTED}; rename it")
+        return None if (data := read(WANTED)) is None else data.decode(errors="replace").strip()
+
+    return wish
 
 
 class Scalable(Protocol):
     def want(self, wanted: bool) -> None: ...
 
 
-class ReplicaScaler:
+class InstanceScaler:
     """Looks once before it returns, so that no gang is started for nothing; then on a thread of its own."""
 
     def __init__(
@@ -205,7 +216,7 @@ class ReplicaScaler:
         self._text: str | None = None  # as it was read last; None: no file
         self._closed = threading.Event()
         self._look()
-        self._thread = threading.Thread(target=self._run, name="replicas", daemon=True)
+        self._thread = threading.Thread(target=self._run, name="instances", daemon=True)
         self._thread.start()
 
     def close(self) -> None:
@@ -215,8 +226,11 @@ class ReplicaScaler:
     # ------------------------------------------------------------ private
 
     def _run(self) -> None:
-        while not self._closed.wait(self._look_s):
-            self._look()
+        try:
+            while not self._closed.wait(self._look_s):
+                self._look()
+        except ConfigError as error:
+            self._notify(f"{error}; until the next start the number of instances stays")
 
     def _look(self) -> None:
         try:
@@ -229,7 +243,7 @@ class ReplicaScaler:
         most = len(self._instances)
         n = most if text is None else int(text) if text.isdecimal() else 0
         if not 1 <= n <= most:
-            self._notify(f"{REPLICAS}: {text!r} is no number of rollout gangs from 1 to {most}; nothing is changed")
+            self._notify(f"{WANTED}: {text!r} is no number of rollout gangs from 1 to {most}; nothing is changed")
             return
         self._notify(f"{n} of {most} rollout gangs are wanted from now on")
         for number, instance in enumerate(self._instances):

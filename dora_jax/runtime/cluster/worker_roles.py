@@ -194,11 +194,11 @@ def open_rollout(
     begin: Begin, config: Config, link: ControllerConnection, pulse: Any, turns: Leader | Follower
 ) -> RolloutRole:
     """Its engine is compiled on return."""
-    devices.check_slice("cluster.replica_slice", "" if config.cpu_devices else config.cluster.replica_slice)
+    devices.check_slice("cluster.instance_slice", "" if config.cpu_devices else config.cluster.instance_slice)
     n_devices = len(jax.devices())
     if n_devices != config.rollout.tensor:
         raise ConfigError(
-            f"rollout.tensor: {config.rollout.tensor} is not the {n_devices} devices of a replica of "
+            f"rollout.tensor: {config.rollout.tensor} is not the {n_devices} devices of an instance of "
             f"{begin.hosts} processes"
         )
     mesh = sharding.make_mesh(jax.devices(), 1, 1, n_devices)

@@ -3,7 +3,7 @@
     URL/journal/                   the event log, written through (log_stores.py)
     URL/checkpoints/STEP/...       each completed step, its manifest put last
     URL/config.json, metrics.jsonl, ...     copies of the scratch folder's files, every now and then
-    URL/weights/, replicas         of a cluster, whose processes share no more than the store (cluster/parts.py)
+    URL/weights/, wanted_instances  of a cluster, whose processes share no more than the store (cluster/parts.py)
 
 Consumes a scratch folder that Checkpoints and the writers of logs fill as ever; produces its mirror. Laws: the store
 alone decides: a step that it does not hold, byte for byte, is removed from the scratch folder when a run begins; no
@@ -40,7 +40,7 @@ from dora_jax.trainer import manifest
 from dora_jax.trainer.manifest import MANIFEST, TEMPORARY, Files
 
 MARK = ".store"  # in a scratch folder: the URL that it stands for
-STEPS, JOURNAL, WEIGHTS, REPLICAS, ROSTER = "checkpoints", "journal", "weights", "replicas", "controller.json"
+STEPS, JOURNAL, WEIGHTS, WANTED, ROSTER = "checkpoints", "journal", "weights", "wanted_instances", "controller.json"
 LOGS = ("tensorboard", "logs")  # folders of files that are copied as those of the workdir itself
 CONFIG = ("config.json", "overrides.json")
 STREAMS = 8  # whole objects at a time
@@ -312,7 +312,7 @@ class _Copy:
 
     def pull_files(self) -> None:
         for key in self._store.keys():
-            if key.split("/")[0] not in (STEPS, JOURNAL, WEIGHTS, REPLICAS, ROSTER, *CONFIG):
+            if key.split("/")[0] not in (STEPS, JOURNAL, WEIGHTS, WANTED, ROSTER, *CONFIG):
                 (self._dir / key).parent.mkdir(exist_ok=True)
                 (self._dir / key).write_bytes(self._get(key))
 

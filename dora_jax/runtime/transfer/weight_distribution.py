@@ -3,12 +3,12 @@
     Wanted -> Propose -> Accepted* -> Offer -> Offered* -> Pull -> Staged* -> Commit, Release -> Committed* -> Loaded
                                       (from storage: Read -> Staged*)             * of every process of that world
 
-Consumes facts about worlds (the trainer's, one a rollout replica) and answers of their processes; produces commands,
+Consumes facts about worlds (the trainer's, one a rollout instance) and answers of their processes; produces commands,
 each for all processes of one world, and outcomes: the records of weight_messages.py. `weight_receiver.WeightEndpoint` executes them.
 Laws: no process commits before all of its world have staged the same transfer; a transfer that fails or is late is
 aborted everywhere and its world keeps what it had, while others go on; every attempt has a key of its own, and facts
 under any other key change nothing, so that they may come twice, late, or from a world that is gone; a world serves at
-most `fanout` transfers at once, and every world that has a version serves it: replicas before the trainer; a version that is due
+most `fanout` transfers at once, and every world that has a version serves it: instances before the trainer; a version that is due
 is waited for while its trainer is lost or storage has yet to take it.
 """
 

@@ -35,7 +35,7 @@ class WorldDown:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Holds:
-    """A world can serve a version: the trainer that has published it, or a replica found after a restart."""
+    """A world can serve a version: the trainer that has published it, or an instance found after a restart."""
 
     world: str
     epoch: int

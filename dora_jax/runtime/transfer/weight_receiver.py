@@ -1,4 +1,4 @@
-"""Stage 6, publish, between worlds: the part of one process, of the trainer or of a replica.
+"""Stage 6, publish, between worlds: the part of one process, of the trainer or of an instance.
 
     Propose -> Accepted   Offer -> Offered   Pull | Read -> Staged   Commit -> Committed   Abort, Release -> nothing
 

@@ -2,10 +2,17 @@
 
 import pytest
 
+from dora_jax.config import ConfigError
 from dora_jax.orchestrate import events as ev
 from dora_jax.runtime.cluster import messages
+<<<<<<< HEAD:tests/test_cluster_replica_scaler.py
 from dora_jax.runtime.cluster.backend import ReplicaScaler, wish_at
 from dora_jax.runtime.durability.records import Partial
+=======
+from dora_jax.runtime.cluster.backend import InstanceScaler, wish_at
+from dora_jax.runtime.durability.object_storage import WANTED
+from dora_jax.runtime.durability.payload_state import Partial
+>>>>>>> 1c52c1b (An instance is an instance everywhere: cluster.hosts_per_instance, cluster.instance_slice, WORKDIR/wanted_instances; the former names are refused with these):tests/test_cluster_instance_scaler.py
 from tests.fakes.cluster import eventually
 from tests.fakes.cluster_world import Porters, World, at_random, check, entries, events
 
@@ -82,21 +89,27 @@ class Instance:
 )
 def test_a_number_in_the_workdir_says_how_many_there_are_to_be(tmp_path, text, wanted):
     if text is not None:
-        (tmp_path / "replicas").write_text(text)
+        (tmp_path / WANTED).write_text(text)
     instances, said = [Instance() for _ in range(3)], []
-    ReplicaScaler(wish_at(str(tmp_path)), instances, said.append).close()
+    InstanceScaler(wish_at(str(tmp_path)), instances, said.append).close()
     assert [instance.wanted for instance in instances] == [number < wanted for number in range(3)]
     assert bool(said) == bool(text) and all(repr(text.strip()) in each or f"{wanted} of 3" in each for each in said)
 
 
 def test_the_number_may_change_and_go_again(tmp_path):
     instances, said = [Instance() for _ in range(3)], []
-    replicas = ReplicaScaler(wish_at(str(tmp_path)), instances, said.append, look_s=0.01)
-    (tmp_path / "replicas").write_text("1")
+    scaler = InstanceScaler(wish_at(str(tmp_path)), instances, said.append, look_s=0.01)
+    (tmp_path / WANTED).write_text("1")
     eventually(lambda: [instance.wanted for instance in instances] == [True, False, False])
-    (tmp_path / "replicas").write_text("many")
+    (tmp_path / WANTED).write_text("many")
     eventually(lambda: "no number" in said[-1])
     assert not instances[1].wanted
-    (tmp_path / "replicas").unlink()
+    (tmp_path / WANTED).unlink()
     eventually(lambda: all(instance.wanted for instance in instances))
-    replicas.close()
+    scaler.close()
+
+
+def test_the_former_name_of_the_file_is_refused_with_the_name(tmp_path):
+    (tmp_path / "replicas").write_text("1")
+    with pytest.raises(ConfigError, match="/replicas is not read, for its name is wanted_instances; rename it"):
+        InstanceScaler(wish_at(str(tmp_path)), [], print)
