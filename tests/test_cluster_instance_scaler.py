@@ -5,14 +5,9 @@ import pytest
 from dora_jax.config import ConfigError
 from dora_jax.orchestrate import events as ev
 from dora_jax.runtime.cluster import messages
-<<<<<<< HEAD:tests/test_cluster_replica_scaler.py
-from dora_jax.runtime.cluster.backend import ReplicaScaler, wish_at
-from dora_jax.runtime.durability.records import Partial
-=======
 from dora_jax.runtime.cluster.backend import InstanceScaler, wish_at
 from dora_jax.runtime.durability.object_storage import WANTED
-from dora_jax.runtime.durability.payload_state import Partial
->>>>>>> 1c52c1b (An instance is an instance everywhere: cluster.hosts_per_instance, cluster.instance_slice, WORKDIR/wanted_instances; the former names are refused with these):tests/test_cluster_instance_scaler.py
+from dora_jax.runtime.durability.records import Partial
 from tests.fakes.cluster import eventually
 from tests.fakes.cluster_world import Porters, World, at_random, check, entries, events
 

@@ -356,7 +356,7 @@ def test_a_group_of_one_goes_with_advantages_that_need_no_group():
 
 
 def test_a_renamed_field_is_refused_with_its_name():
-    tree = to_json(Config())
+    tree = to_json(from_config_dict(good()))
     tree["cluster"]["replica_slice"] = tree["cluster"].pop("instance_slice")
     with pytest.raises(ConfigError) as refused:
         from_config_dict(tree, "evaluate")
