@@ -175,11 +175,11 @@ class Roofline:
         return self._hardware.instance_chips * self._chip.dcn_bytes_per_s * self._cost.link_efficiency
 
     def _tick_s(self, batch: int) -> float:
-        read = self._touched_params(batch) * self._model.weight_bytes_per_param / self._bytes_per_s
+        read = self.touched_params(batch) * self._model.weight_bytes_per_param / self._bytes_per_s
         compute = FORWARD * self._active * batch / self._flops_per_s
         return self._cost.decode_overhead_s + max(read, compute) + self._collectives_s(batch)
 
-    def _touched_params(self, batch: int) -> float:
+    def touched_params(self, batch: int) -> float:
         """Weights that a batch reads: of the experts only those that any of its tokens chose."""
         model = self._model
         if not model.experts:

@@ -103,7 +103,7 @@ def parse(argv: Sequence[str], purpose: str = "train", flag_values: flags.FlagVa
         flag_values.register_key_flag_for_module(sys.argv[0], flag_values["config"])
         helping.show(rest, Config)
     tree = _saved(rest, spec) if purpose == "evaluate" else config_files.load_file(spec)
-    overrides = _apply(tree, rest, flag_values)
+    overrides = apply_overrides(tree, rest, flag_values)
     workdir = local(
         flag_values.workdir or str(Path("runs") / config_files.run_name(spec)), purpose, flag_values.dry_run
     )
@@ -254,7 +254,9 @@ def _saved(rest: Sequence[str], spec: str) -> ml_collections.ConfigDict:
     return ml_collections.ConfigDict(dataclasses.asdict(config)).lock()
 
 
-def _apply(tree: ml_collections.ConfigDict, argv: Sequence[str], flag_values: flags.FlagValues) -> dict[str, Any]:
+def apply_overrides(
+    tree: ml_collections.ConfigDict, argv: Sequence[str], flag_values: flags.FlagValues
+) -> dict[str, Any]:
     """Parses the flags, --config.field=value into the tree; returns these overrides."""
     known = _overridable(tree)
     _refuse_unknown(argv, known)

@@ -38,7 +38,7 @@ def test_tensor_parallel_divides_the_work_and_pays_for_collectives():
 
 def test_experts_are_read_as_they_are_chosen():
     costs = roofline(MOE, {"tensor": 8, "expert": 4, "chip": "h200"}, decode_overhead_s=0.0)
-    touched = [costs._touched_params(batch) for batch in (1, 8, 64, 4096)]
+    touched = [costs.touched_params(batch) for batch in (1, 8, 64, 4096)]
     assert touched[0] == pytest.approx(27e9)
     assert touched == sorted(touched) and touched[-1] == pytest.approx(560e9)
 

@@ -74,12 +74,12 @@ def test_tick_reports_starts_progress_and_tokens():
 def test_a_group_shares_one_prefill():
     with loaded("a") as engine:
         calls = []
-        prefill = engine._device.prefill
-        engine._device.prefill = lambda *args: (calls.append(args[1]), prefill(*args))
+        prefill = engine.device.prefill
+        engine.device.prefill = lambda *args: (calls.append(args[1]), prefill(*args))
         for id in ids((3,), size=4):  # 20 tokens: chunks of 8, 8 and 3
             submit(engine, id)
         done = finish(engine)
-        engine._device.prefill = prefill
+        engine.device.prefill = prefill
         assert sum((control[:, 1] > 0).sum() for control in calls) == 3
     for sample in done.values():
         assert_undisturbed(sample)

@@ -37,10 +37,10 @@ def test_the_same_samples_as_by_gathering(paged):
     for id in ids((0, 1, 2, 3, 4, 21), size=2):
         submit(paged, id)
     preempts = []
-    plan = paged._scheduler.plan
-    paged._scheduler.plan = lambda: (p := plan(), preempts.extend(p.preempts))[0]
+    plan = paged.scheduler.plan
+    paged.scheduler.plan = lambda: (p := plan(), preempts.extend(p.preempts))[0]
     done = finish(paged)
-    paged._scheduler.plan = plan
+    paged.scheduler.plan = plan
     assert len(done) == 12 and preempts
     for sample in done.values():
         assert_same(sample)
@@ -81,7 +81,7 @@ def test_nothing_of_a_poisoned_version_reaches_another(paged):
     done = finish(paged)
     assert {done.pop(id).finish for id in poisoned} == {"error"}
     paged.drop(9)
-    pool = paged._device.pool[0].reshape(2, 21, *paged._device.pool[0].shape[1:])
+    pool = paged.device.pool[0].reshape(2, 21, *paged.device.pool[0].shape[1:])
     np.testing.assert_array_equal(pool[:, 0], 0)  # padding goes to page 0 of each layer
     assert np.isfinite(pool).all()  # a kernel multiplies what it masks by zero, which saves no nan
     for id in ids((1, 2, 4)):

@@ -38,12 +38,12 @@ def test_longer_context_of_a_batch_mate_does_not_matter():
 def test_preemption_to_host_and_back_changes_nothing():
     with loaded("small") as engine:
         preempts = []
-        plan = engine._scheduler.plan
-        engine._scheduler.plan = lambda: (p := plan(), preempts.extend(p.preempts))[0]
+        plan = engine.scheduler.plan
+        engine.scheduler.plan = lambda: (p := plan(), preempts.extend(p.preempts))[0]
         for id in ids((3, 4), size=3):
             submit(engine, id)
         done = finish(engine)
-        engine._scheduler.plan = plan
+        engine.scheduler.plan = plan
     assert len(preempts) >= 2 and any(p.kv_len > 20 for p in preempts)
     assert len(done) == 6
     for sample in done.values():
@@ -82,7 +82,7 @@ def test_random_schedules(seed, late, monkeypatch):
         cancelled, parked, done = set(), [], {}
         for _ in range(400):
             engine = rng.choice(engines)
-            held = list(engine._scheduler.seqs)
+            held = list(engine.scheduler.seqs)
             act = rng.random()
             if act < 0.3 and todo:
                 id, version = todo.pop()
@@ -103,14 +103,14 @@ def test_random_schedules(seed, late, monkeypatch):
                 version = rng.choice((0, 1))
                 if version not in engine.versions:
                     engine.load(version, weights(engine, seed=version))
-                elif not engine._scheduler.running(version):
+                elif not engine.scheduler.running(version):
                     engine.drop(version)
             elif act < 0.6 and parked and parked[-1].version in engine.versions:
                 engine.import_(parked.pop())
             else:
                 result = engine.tick()
                 done |= {s.id: s for s in result.finished}
-                assert set(result.progress) <= {*done, *engine._scheduler.seqs}, "what left is spoken of"
+                assert set(result.progress) <= {*done, *engine.scheduler.seqs}, "what left is spoken of"
             engine.check()
         for engine in engines:
             for version in (0, 1):
@@ -135,7 +135,7 @@ def test_late_results_change_nothing_but_when_they_are_seen():
         done, preempted = {}, 0
         while not engine.idle:
             done |= {s.id: s for s in engine.tick().finished}
-            for _, seq in engine._scheduler._resuming:
+            for seq in engine.scheduler.resuming:
                 if seq.n_out:  # it decoded: its parcel holds all tokens whose KV it holds
                     preempted += 1
                     assert seq.parcel.kv_len == 20 + len(seq.parcel.out_ids) - 1

@@ -52,11 +52,11 @@ def test_it_samples_what_one_device_does_also_after_a_move(engine):
 
 
 def test_a_device_holds_the_head_of_its_queries_and_the_pool_stays_where_it_is(engine):
-    for leaf in jax.tree.leaves(engine._device.pool):
+    for leaf in jax.tree.leaves(engine.device.pool):
         assert leaf.sharding.shard_shape(leaf.shape) != leaf.shape
         assert TENSOR // CFG.n_kv_heads * leaf.nbytes == sum(shard.data.nbytes for shard in leaf.addressable_shards)
     page_bytes = 2 * engine.shapes.page_size * CFG.head_dim * 4  # of one head in one layer
-    programs = engine._calls.programs()
+    programs = engine.calls.programs()
     call, arguments, static = programs[next(name for name in programs if name.startswith("decode"))]
     sent = hlo.Program(call.trace(*arguments, **static).lower().compile().as_text()).collectives()
     assert sent.pop("all-reduce").runs

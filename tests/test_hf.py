@@ -63,14 +63,14 @@ def test_any_float_on_disk_and_in_memory(disk, tmp_path):
 
 def test_each_device_reads_its_own_slice(tmp_path, monkeypatch):
     mesh = sharding.make_mesh(jax.devices(), 2, 2, 2)
-    path, read_bytes, plain = folder(tmp_path / "a"), [], hf._read
+    path, read_bytes, plain = folder(tmp_path / "a"), [], hf.read_slice
 
     def counted(*args):
         value = plain(*args)
         read_bytes.append(value.nbytes)
         return value
 
-    monkeypatch.setattr(hf, "_read", counted)
+    monkeypatch.setattr(hf, "read_slice", counted)
     hf.load(path, mesh)
     largest = max(x.nbytes for x in jax.tree.leaves(draw(QWEN3)))
     assert sum(read_bytes) == sum(x.nbytes for x in jax.tree.leaves(draw(QWEN3)))  # every byte once, replicas share

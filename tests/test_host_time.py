@@ -8,7 +8,7 @@ from dora_jax.bench import host_time
 from dora_jax.rollout.migrate import InFlightSample
 from dora_jax.rollout.seq import Seq
 from dora_jax.types import SampleId
-from tests.fakes.engine_rig import new_engine
+from tests.fakes.engine_rig import new_engine, weights
 
 
 def arguments(**changes):
@@ -59,16 +59,16 @@ def test_what_was_sampled_stays_where_it_was_written():
 def test_a_page_table_is_written_where_it_grows_only():
     """A page added to one sample leaves the other rows as they are; a row is its sample's table."""
     engine = new_engine()
-    engine._weights[0] = None
-    engine._device = host_time.InstantDevice(engine)
+    engine.load(0, weights(engine))
+    engine.device = host_time.InstantDevice(engine)
     for index in range(3):
         engine.submit(SampleId(0, index), np.arange(9 + index), 0, 20)
     engine.tick()
     engine.tick()
-    rows = engine._scheduler._rows
-    before = {id: seq.table.tolist() for id, seq in engine._scheduler.seqs.items()}
+    before = {id: (seq.table, seq.table.tolist()) for id, seq in engine.scheduler.seqs.items()}
     engine.tick()
-    for id, seq in engine._scheduler.seqs.items():
-        assert np.shares_memory(seq.table, rows._rows) and seq.table.tolist()[: len(before[id])] == before[id]
+    for id, seq in engine.scheduler.seqs.items():
+        table, pages = before[id]
+        assert np.shares_memory(seq.table, table) and seq.table.tolist()[: len(pages)] == pages
         assert len(seq.table) == engine.shapes.pages_for(seq.position)
     engine.check()

@@ -87,7 +87,7 @@ def test_a_group_that_moves_shares_its_prompt_again():
         for id in ids((21,), size=3):
             small.import_(a.export(id))
         small.tick()
-        tables = [small._scheduler.seqs[id].table.tolist() for id in ids((21,), size=3)]
+        tables = [small.scheduler.seqs[id].table.tolist() for id in ids((21,), size=3)]
         assert tables[0][:4] == tables[1][:4] == tables[2][:4]  # 16 positions of two whole chunks
         done = finish(small)
     for sample in done.values():
@@ -111,7 +111,7 @@ def test_a_long_sample_moves_in_pieces_while_the_others_decode(monkeypatch):
     with loaded("a", "small") as (a, small):
         for engine in (a, small):
             pieces = dataclasses.replace(engine.shapes, copy_pages=2)
-            for part in (engine, engine._device, engine._scheduler):
+            for part in (engine, engine.device, engine.scheduler):
                 monkeypatch.setattr(part, "shapes", pieces)
         for id in (moved, *others):
             submit(a, id)
@@ -140,7 +140,7 @@ def test_a_sample_that_nobody_decodes_beside_moves_in_larger_pieces(monkeypatch)
     with loaded("a", "small") as (a, small):
         for engine in (a, small):
             pieces = dataclasses.replace(engine.shapes, copy_pages=2, alone_pages=5)
-            for part in (engine, engine._device, engine._scheduler):
+            for part in (engine, engine.device, engine.scheduler):
                 monkeypatch.setattr(part, "shapes", pieces)
             engine.warmup()
         compiled = a.compiled, small.compiled

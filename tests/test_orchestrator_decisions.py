@@ -275,7 +275,7 @@ def test_a_snapshot_tells_the_lives_of_a_destination_apart():
     made, again = two_stragglers(), two_stragglers()
     for body in (made, again):
         tell(body, "down 0\nup 0")
-    again._brain = Orchestrator.restore(made.brain.state.config, json.loads(json.dumps(made.brain.snapshot())))
+    again.brain = Orchestrator.restore(made.brain.state.config, json.loads(json.dumps(made.brain.snapshot())))
     assert tell(made, "moved 2.0") == tell(again, "moved 2.0") != []
 
 

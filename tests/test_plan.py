@@ -135,7 +135,7 @@ def test_a_preempted_sample_goes_before_new_ones(pages):
         device.add(parcel(group, n_prompt=20))
     while device.scheduler.seqs and not any(plan.preempts for plan in device.plans):
         device.tick()
-    waiting = [seq.id for _, seq in device.scheduler._resuming]
+    waiting = [seq.id for seq in device.scheduler.resuming]
     device.add(parcel(8, n_prompt=1))  # small enough to fit at once
     while SampleId(8, 0) not in device.started:
         device.tick()
@@ -150,9 +150,9 @@ def test_the_victim_came_later_or_is_the_sample_itself():
     scheduler = device.scheduler
     first, second, third = scheduler.seqs.values()
     first.table, second.table, third.table = (np.zeros(n, np.int32) for n in (1, 3, 2))
-    assert scheduler._victim(first) is third  # the cheaper one
-    assert scheduler._victim(second) is third
-    assert scheduler._victim(third) is third
+    assert scheduler.victim(first) is third  # the cheaper one
+    assert scheduler.victim(second) is third
+    assert scheduler.victim(third) is third
 
 
 def test_an_admission_leaves_room_to_grow():

@@ -101,7 +101,7 @@ def test_a_sample_preempted_while_its_kv_comes_starts_over(pieces_of_two):
     seq = device.scheduler.seqs[SampleId(0, 0)]
     assert seq.uploads and seq.parcel is not None
     plan = p.TickPlan()
-    device.scheduler._preempt(seq, plan)
+    device.scheduler.preempt(seq, plan)
     assert plan.preempts[0].kv_len == 0 and seq.parcel.kv_len == 19 and not seq.uploads
     device.scheduler.check()
     device.finish()

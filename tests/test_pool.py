@@ -236,7 +236,7 @@ def test_close_kills_the_workers_even_in_the_middle_of_a_job(opened, folder):
     pool.submit(*group("hang", answer=str(folder / "calls")))
     while not (folder / "calls").exists():
         time.sleep(0.01)
-    pids = [process.pid for process in pool._processes]
+    pids = pool.pids
     began_s = time.perf_counter()
     pool.close()
     pool.close()
@@ -254,7 +254,7 @@ from tests.fakes.reward_pool import *
 pool = ScorerPool(TaskSection(rewards=("my_rewards.trouble",), reward_timeout_s=60.0, reward_walls=WALLS), decode)
 pool.submit(*group("spin", answer="calls"))
 while not os.path.exists("calls"): time.sleep(0.01)
-print(pool._processes[0].pid, flush=True)
+print(pool.pids[0], flush=True)
 os.kill(os.getpid(), 9)
 """
 

@@ -166,7 +166,7 @@ def test_trainer_fields_follow_the_trainers_slice_and_rollout_fields_the_replica
 
 def test_a_gang_has_the_pages_that_its_controller_reports():
     done, _ = resolved(cluster())
-    told = validate.from_config_dict(backend._gang_config(done), "evaluate")
+    told = validate.from_config_dict(backend.gang_config(done), "evaluate")
     assert told.rollout == done.rollout and told.trainer == done.trainer and told.model == done.model
     assert told.cluster.instance_slice == "v6e-4"
 

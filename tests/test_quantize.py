@@ -61,7 +61,7 @@ def test_an_engine_of_a_bfloat16_run_computes_in_bfloat16():
     """From the assembly that a run uses: the pool's type, and a gap no larger than two independent roundings make."""
     config = drift.config_of("bfloat16", "", "", 4, 24)
     engine = engine_of(config, CFG, sharding.make_mesh(jax.devices()[:1], 1, 1, 1))
-    assert {x.dtype.name for x in jax.tree.leaves(engine._device.pool)} == {"bfloat16"}
+    assert {x.dtype.name for x in jax.tree.leaves(engine.device.pool)} == {"bfloat16"}
     gap, forward = drift.measure(CFG, params(0), ("bfloat16", "", ""), 16, 64)
     assert 1e-4 < np.abs(gap).mean() <= 1.5 * forward
 

@@ -4,6 +4,7 @@ import math
 import time
 
 import pytest
+import reasoning_gym
 
 from dora_jax import tasks
 from dora_jax.tasks import datasets, rewards
@@ -123,9 +124,8 @@ def test_a_dataset_scores_its_own_items():
 def test_a_dataset_s_scorer_that_cannot_read_a_response_gives_nothing():
     factors = item("prime_factorization")
     with pytest.raises(ValueError):  # what the library does with such a response
-        datasets.open_dataset("prime_factorization", {})._dataset.score_answer(
-            "abc", entry=datasets.open_dataset("prime_factorization", {}).entry(3)
-        )
+        library = reasoning_gym.create_dataset("prime_factorization")
+        library.score_answer("abc", entry=library[3])
     assert rewards.reasoning_gym("", "abc", factors) == 0.0
     assert rewards.reasoning_gym("", factors["answer"], factors) == 1.0
 

@@ -65,12 +65,12 @@ CASES = [
 def test_splash_gives_the_values_and_gradients_of_the_reference(monkeypatch, dtype, shape, context, tensor, fused):
     monkeypatch.setattr(ops, "SPLASH_BLOCK", 128)  # several blocks a shard, masked ones among them
     monkeypatch.setattr(ops, "SPLASH_FUSED", L if fused else 0)
-    ops._splash_kernel.cache_clear()
+    ops.splash_kernel.cache_clear()
     segments, positions, inside = packed()
     mesh = sharding.make_mesh(jax.devices()[: 2 * context * tensor], 1, 2, tensor, context)
     attend = ops.splash_attention(segments, positions, mesh, interpret=True)
     found = with_gradients(attend, inside, heads(dtype, *shape))
-    ops._splash_kernel.cache_clear()
+    ops.splash_kernel.cache_clear()
     tolerance = 2e-5 if dtype == jnp.float32 else 6e-2
     for a, b in zip(found, reference(dtype, *shape), strict=True):
         np.testing.assert_allclose(np.asarray(a, np.float32), np.asarray(b, np.float32), rtol=tolerance, atol=tolerance)

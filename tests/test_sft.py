@@ -169,7 +169,7 @@ def test_what_another_warm_start_left_is_not_gone_on_from(tmp_path, monkeypatch)
 
 def test_a_folder_is_never_written_over(made, monkeypatch):
     out, _ = made
-    monkeypatch.setattr(warm_start, "_train", lambda *args: pytest.fail("trained for nothing"))
+    monkeypatch.setattr(warm_start, "examples", lambda *args: pytest.fail("examples are made for nothing"))
     short = dataclasses.replace(TINY, out=str(out), steps=1)
     with pytest.raises(ValueError, match="never written over another"):
         warm_start.run(config.Config(sft=short), out.parent, Quiet())

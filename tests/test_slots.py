@@ -29,8 +29,8 @@ def run(slots, limit=50):
 def test_a_group_shares_one_prefill_and_its_samples_are_what_they_are_elsewhere():
     with loaded("a", versions=(0, 1)) as engine:
         calls = []
-        launch = engine._device.prefill
-        engine._device.prefill = lambda *args: (calls.append(args[1]), launch(*args))
+        launch = engine.device.prefill
+        engine.device.prefill = lambda *args: (calls.append(args[1]), launch(*args))
         slots, group = Slots(engine), ids((3,), size=3)
         prefix = slots.prefill(version=0, tokens=prompt(3))
         computed = len(calls)
@@ -38,7 +38,7 @@ def test_a_group_shares_one_prefill_and_its_samples_are_what_they_are_elsewhere(
         slots.bulk_insert(prefix, (0, 2, 3), ids=group, max_new_tokens=24)
         slots.insert(other, 1, id=SampleId(3, 7), max_new_tokens=24)
         out, done = run(slots)
-        engine._device.prefill = launch
+        engine.device.prefill = launch
         engine.release(prefix)
         engine.release(other)
         assert computed == 3 and len(calls) == 6  # 19 positions in chunks of 8, once a version; none at the insertion

@@ -244,7 +244,7 @@ def test_a_share_of_worked_sums_carries_a_slip_that_ends_in_another_answer():
 @pytest.mark.parametrize("name", ["gcd", "spell_backward", "number_sorting", "letter_counting"])
 def test_other_worked_solutions_end_in_the_answer_and_slips_do_not(name):
     task = opened(TaskSection(name=f"reasoning_gym:{name}"), heldout=8, limit=10_000)
-    entries = [task._source.draw("worked", 0, i).entry for i in range(60)]
+    entries = [task.source.draw("worked", 0, i).entry for i in range(60)]
     clean = [task.worked(i)[1] for i in range(60)]
     wrong = [task.worked(i, slip_rate=1.0)[1] for i in range(60)]
     assert [text.split("#### ")[1] for text in clean] == [entry["answer"] for entry in entries]

@@ -32,7 +32,7 @@ def shared():
 def trainer(shared):
     trainer, _, first = shared
     trainer.load(first.params, first.opt_state, 0)
-    trainer._health._skipped = 0
+    trainer.health.skipped = 0
     return trainer
 
 
@@ -87,16 +87,16 @@ def test_mismatch_counts_tokens_of_lag_0_only(trainer):
 
 def test_a_wide_gap_stops_the_run(trainer):
     batch = cases.batch(trainer)  # log-probs around -4 +- 0.1, the model knows nothing of them
-    trainer._health._max_mismatch = 1e-3
+    trainer.health.max_mismatch = 1e-3
     try:
         with pytest.raises(RuntimeError, match="trainer and engine disagree by .* above trainer.max_mismatch=0.001"):
             trainer.step(batch)
     finally:
-        trainer._health._max_mismatch = 0.0
+        trainer.health.max_mismatch = 0.0
 
 
 def test_non_finite_updates_are_skipped_and_three_stop_the_run(trainer, tmp_path):
-    trainer._health._dump_dir = str(tmp_path)
+    trainer.health.dump_dir = str(tmp_path)
     good = on_policy(trainer)
     bad = dataclasses.replace(good, advantages=np.where(good.mask, np.inf, 0).astype(np.float32))
     before = host(trainer.state)

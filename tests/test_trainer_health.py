@@ -40,7 +40,7 @@ def shared():
 def trainer(shared):
     trainer, first = shared
     trainer.load(first.params, first.opt_state, 0)
-    trainer._health._max_mismatch = 0.0
+    trainer.health.max_mismatch = 0.0
     return trainer
 
 
@@ -80,7 +80,7 @@ def test_the_probes_gap_by_hand_and_its_bound(trainer):
     assert got["mismatch/mean"] == pytest.approx(0.25, abs=1e-5) == got["mismatch/p99"] == got["mismatch/max"]
     assert got["mismatch/kl"] == pytest.approx(np.exp(0.25) - 1.25, abs=1e-5)
     before = jax.tree.map(np.array, trainer.params)
-    trainer._health._max_mismatch = 0.2
+    trainer.health.max_mismatch = 0.2
     stale = dataclasses.replace(cases.batch(trainer), version=np.full((16, 32), -1, np.int32))
     with pytest.raises(
         config.RunError, match="disagree by 0.25 nats a token at equal weights, above trainer.max_mismatch=0.2"
@@ -272,7 +272,6 @@ def test_the_first_update_runs_before_the_second_batch_exists(trainer):
     metrics = trainer.step(batches())
     assert seen == [0, 1] and int(trainer.state.step) == 1
     lazily = jax.tree.map(np.array, trainer.params)
-    assert not any(trainer._begun)
     assert metrics["trainer/tokens"] == sum(len(s.out_ids) for g in scored for s in g.samples)
     assert max(np.abs(x).max() for x in jax.tree.leaves(lazily)) > 0
 

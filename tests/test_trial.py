@@ -165,7 +165,6 @@ def test_prompts_over_the_limit_are_told_before_the_run():
 
 
 def test_a_task_all_of_whose_prompts_are_too_long_is_refused():
-    task = opened(dataclasses.replace(SUMS, template="{prompt}" + "x" * 50), limit=60)
-    task._limit = 20
+    task = opened(dataclasses.replace(SUMS, template="{prompt}" + "x" * 50), heldout=0, limit=20)
     with pytest.raises(ConfigError, match="rollout.max_prompt_tokens: the first 64 prompts of .* the shortest has"):
         task.survey()

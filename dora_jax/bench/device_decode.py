@@ -134,18 +134,18 @@ def submit(engine: Engine, cfg: ModelConfig, lengths: np.ndarray, new: int) -> N
 
 def recorded(engine: Engine, calls: list[tuple[Any, ...]]) -> None:
     """Keeps what the last decode call was given in `calls`."""
-    generate = engine._device.generate
+    generate = engine.device.generate
 
     def kept(*args: Any) -> Any:
         calls[:] = [args]
         return generate(*args)
 
-    engine._device.generate = kept  # type: ignore[method-assign, assignment]
+    engine.device.generate = kept  # type: ignore[method-assign, assignment]
 
 
 def device_seconds(engine: Engine, calls: list[tuple[Any, ...]], count: int = 10) -> float:
     """Of the decode call made last, made again and again with nothing between; its samples are worth nothing then."""
-    run = lambda: engine._device.generate(*calls[0])
+    run = lambda: engine.device.generate(*calls[0])
     return device_kernels.best_s(run, calls=count, rounds=2)
 
 

@@ -112,7 +112,7 @@ def new_worker(instance: int, args: argparse.Namespace, context: int, page: int)
     )
     config = presets.filled(Config(rollout=rollout))
     engine = build.engine_of(config, MODEL, sharding.make_mesh(jax.devices()[:1], 1, 1, 1), eos_ids=(1,))
-    engine._device = InstantDevice(engine, args.step_ms * 1e-3 * steps)  # type: ignore[assignment]
+    engine.device = InstantDevice(engine, args.step_ms * 1e-3 * steps)  # type: ignore[assignment]
     engine._weights[0] = None
     worker = EngineWorker(instance, engine, None, queue.SimpleQueue(), args.partial_s)
     for i in range(rollout.slots):
@@ -149,7 +149,7 @@ def measured(worker: EngineWorker, ticks: int) -> Row:
 
         setattr(owner, name, clocked)
 
-    timed(engine._scheduler, "plan", spent["plan"])
+    timed(engine.scheduler, "plan", spent["plan"])
     timed(engine, "_commit", spent["commit"])
     whole = []
     for _ in range(ticks):
@@ -185,12 +185,12 @@ def together(workers: list[EngineWorker], ticks: int) -> Rate:
             worker.work()
 
     def sums() -> tuple[float, float, float, float]:
-        idle_s = statistics.mean(worker.engine._device.idle_s for worker in workers)
+        idle_s = statistics.mean(worker.engine.device.idle_s for worker in workers)
         return time.perf_counter(), sum(worker.tokens for worker in workers), time.process_time(), idle_s
 
     threads = [threading.Thread(target=run, args=(worker,)) for worker in workers]
     for worker in workers:
-        worker.engine._device.forget()
+        worker.engine.device.forget()
     before = sums()
     for thread in threads:
         thread.start()

@@ -75,7 +75,7 @@ def load_scorer(path: str | Path, mesh: jax.sharding.Mesh, dtype=jnp.float32) ->
     """(config, stacked params in `dtype` on their shards, head f32[D] on the host) of a reward model."""
     cfg = check_scorer(path)
     with _open(Path(path)) as files:
-        head = _read(files, Tensor(SCORE, False), "", ((0, 1), (0, cfg.d_model)))[0].astype(np.float32)
+        head = read_slice(files, Tensor(SCORE, False), "", ((0, 1), (0, cfg.d_model)))[0].astype(np.float32)
     return cfg, _load(Path(path), cfg, mesh, dtype), head
 
 
@@ -88,7 +88,7 @@ def _load(path: Path, cfg: ModelConfig, mesh: jax.sharding.Mesh | None, dtype) -
         shardings = sharding.param_specs(cfg, mesh)
     with _open(path) as files:
         params = {
-            name: _place(leaf, shardings[name], functools.partial(_read, files, END_TENSORS[name], ""))
+            name: _place(leaf, shardings[name], functools.partial(read_slice, files, END_TENSORS[name], ""))
             for name, leaf in abstract.items()
             if name in END_TENSORS
         }
@@ -162,7 +162,7 @@ def _open(path: Path) -> Iterator[Tensors]:
                 handle = stack.enter_context(safetensors.safe_open(file, "numpy"))
             except safetensors.SafetensorError as error:
                 raise ValueError(f"{file} is truncated or not a safetensors file: {error}") from error
-            tensors.update({name: (handle, file) for name in handle.keys()})  # noqa: SIM118  (a handle is no iterable)
+            tensors.update({name: (handle, file) for name in handle.keys()})  # a handle is no iterable
         yield tensors
 
 
@@ -271,7 +271,7 @@ def _place(leaf: jax.ShapeDtypeStruct, target: jax.sharding.Sharding, read: Call
     return jax.make_array_from_callback(leaf.shape, target, part)
 
 
-def _read(tensors: Tensors, tensor: Tensor, prefix: str, bounds: Bounds) -> np.ndarray:
+def read_slice(tensors: Tensors, tensor: Tensor, prefix: str, bounds: Bounds) -> np.ndarray:
     """These bounds (in memory order) of one tensor; only their bytes are read."""
     name = prefix + tensor.name
     slices = tuple(slice(*bound) for bound in (bounds[::-1] if tensor.transposed else bounds))
@@ -284,11 +284,11 @@ def _read_stacked(tensors: Tensors, tensor: Tensor, first: int, dtype: np.dtype,
     out = np.empty([stop - start for start, stop in bounds], dtype)
     for row, layer in enumerate(range(*bounds[0])):
         if not tensor.per_expert:
-            out[row] = _read(tensors, tensor, _prefix(first + layer), bounds[1:])
+            out[row] = read_slice(tensors, tensor, _prefix(first + layer), bounds[1:])
             continue
         for at, e in enumerate(range(*bounds[1])):
             of_one = Tensor(tensor.name.format(e=e), tensor.transposed)
-            out[row, at] = _read(tensors, of_one, _prefix(first + layer), bounds[2:])
+            out[row, at] = read_slice(tensors, of_one, _prefix(first + layer), bounds[2:])
     return out
 
 

@@ -76,7 +76,7 @@ def splash_attention(segment_ids_BxL, positions_BxL, mesh: Mesh, *, interpret: b
 
     def attend(layer, q_BxLxHxD, k_BxLxKxD, v_BxLxKxD):
         length, group = q_BxLxHxD.shape[1], q_BxLxHxD.shape[2] // k_BxLxKxD.shape[2]
-        kernel = _splash_kernel(group, length, context, interpret)
+        kernel = splash_kernel(group, length, context, interpret)
         shards = kernel.manual_sharding_spec(NamedSharding(mesh, PartitionSpec(None, "context")))
         rows, heads = spec("batch", "sequence"), spec("batch", "sequence", "heads")
         keys = spec("batch", "sequence", "kv_heads")
@@ -89,7 +89,7 @@ def splash_attention(segment_ids_BxL, positions_BxL, mesh: Mesh, *, interpret: b
 
 
 @functools.cache
-def _splash_kernel(group: int, length: int, context: int, interpret: bool) -> splash.SplashAttentionKernel:
+def splash_kernel(group: int, length: int, context: int, interpret: bool) -> splash.SplashAttentionKernel:
     """`group` query heads on one KV head; its tables of blocks are numpy arrays, so that no trace owns them."""
     queries, keys = (_block(n, SPLASH_BLOCK) for n in (length // context, length))
     compute = _block(keys, SPLASH_COMPUTE)
@@ -207,7 +207,7 @@ def _attend_blocks(q_BxLxHxD, k_BxMxKxD, v_BxMxKxD, q_where, k_where, *, triangu
 
     if k_BxKxDxM.shape[-1] >= LONG_ROW:
         o_BxKxGxLxD = _one_by_one(
-            lambda q, *where: _attend_block(q, k_BxKxDxM, v_BxKxMxD, mask(where, k_where)), q_BxKxGxLxD, *q_where
+            lambda q, *where: attend_block(q, k_BxKxDxM, v_BxKxMxD, mask(where, k_where)), q_BxKxGxLxD, *q_where
         )
     else:
         length = q_BxLxHxD.shape[1]
@@ -217,7 +217,7 @@ def _attend_blocks(q_BxLxHxD, k_BxMxKxD, v_BxMxKxD, q_where, k_where, *, triangu
         mask_Bx1x1xLxM = mask(q_where, k_where)
         o_BxKxGxLxD = jnp.concatenate(
             [
-                _attend_block(
+                attend_block(
                     q_BxKxGxLxD[..., start:stop, :],
                     k_BxKxDxM[..., :end],
                     v_BxKxMxD[:, :, :end],
@@ -245,7 +245,7 @@ def _one_by_one(attend_block: Callable, q_BxKxGxLxD, *where_BxL):
 
 
 @jax.custom_vjp
-def _attend_block(q_BxKxGxLxD, k_BxKxDxM, v_BxKxMxD, mask_Bx1x1xLxM):
+def attend_block(q_BxKxGxLxD, k_BxKxDxM, v_BxKxMxD, mask_Bx1x1xLxM):
     """Softmax attention; the G query heads of a KV head are folded into rows, so that each is one large matmul.
 
     Passes over the scores are what it costs, so they are divided by their sums after the second matmul, and the
@@ -278,7 +278,7 @@ def _attend_block_backward(kept, do_BxKxGxLxD):
     return dq, jnp.matmul(rows.swapaxes(-1, -2), dscores), dv, None
 
 
-_attend_block.defvjp(_attend_block_forward, _attend_block_backward)
+attend_block.defvjp(_attend_block_forward, _attend_block_backward)
 
 
 def _folded(x_BxKxGxLxN):

@@ -85,10 +85,10 @@ class Engine:
         self._stops = StopStrings(section.stop_strings, decode)
         self.eos_ids = tuple(eos_ids)
         calls = new_calls(cfg, section, mesh, seed=seed, eos_ids=self.eos_ids, vocab_limit=vocab_limit, dtype=dtype)
-        self._device = Device(calls, self.shapes)
-        self._calls = calls
+        self.device = Device(calls, self.shapes)
+        self.calls = calls
         self.param_shardings = calls.param_shardings
-        self._scheduler = Scheduler(self.shapes)
+        self.scheduler = Scheduler(self.shapes)
         self._weights: dict[Version, Any] = {}
         self._flights: list[tuple[DecodeCall, jax.Array]] = []  # launched, not yet read back
         self._emit = _Emit()
@@ -108,26 +108,26 @@ class Engine:
                 f"cannot load version {version}: {self.section.residents} residents are held "
                 f"({', '.join(map(str, self.versions))})"
             )
-        self._weights[version] = self._calls.stored(params)
+        self._weights[version] = self.calls.stored(params)
 
     def drop(self, version: Version) -> None:
         """Forgets a version with its prefixes; raises while a sample of it is here."""
-        if running := self._scheduler.running(version):
+        if running := self.scheduler.running(version):
             raise RuntimeError(f"cannot drop version {version}: {running} of its samples run")
         del self._weights[version]
-        self._scheduler.index.drop(version)
+        self.scheduler.index.drop(version)
 
     def warmup(self) -> None:
         """Compiles every shape, so that no tick compiles. Uses a loaded version, or zeros for the time it takes."""
-        if self._scheduler.seqs:
+        if self.scheduler.seqs:
             raise RuntimeError("warmup before the first sample: it writes to the KV pool's dummy page")
         params = next(iter(self._weights.values()), None)
-        self._device.warmup(self._calls.zeros() if params is None else params)
+        self.device.warmup(self.calls.zeros() if params is None else params)
 
     @property
     def compiled(self) -> int:
         """Shapes compiled so far: constant in the steady state."""
-        return self._device.compiled()
+        return self.device.compiled()
 
     # ----------------------------------------------------------- samples
 
@@ -149,20 +149,20 @@ class Engine:
     def prefill(self, prompt_ids: Any, version: Version) -> Prefix:
         """Computes a prompt's KV now and holds it until `release`: samples of this prompt share it."""
         self._check_loaded(version, "a prefix")
-        prefix = self._scheduler.pin(version, np.asarray(prompt_ids, np.int32))
+        prefix = self.scheduler.pin(version, np.asarray(prompt_ids, np.int32))
         while not prefix.computed:
-            self._run_uploads(self._scheduler.plan_uploads())  # a part of it may be on its way from the host
-            if call := self._scheduler.plan_prefill():
+            self._run_uploads(self.scheduler.plan_uploads())  # a part of it may be on its way from the host
+            if call := self.scheduler.plan_prefill():
                 self._run_prefill(call)
         return prefix
 
     def release(self, prefix: Prefix) -> None:
         """The samples that share it keep it; without any, it goes when pages run short."""
-        self._scheduler.unpin(prefix)
+        self.scheduler.unpin(prefix)
 
     def page(self) -> tuple[np.ndarray, np.ndarray]:
         """One as parcels carry it, of the heads that this process holds; what is in it means nothing."""
-        return self._device.read_pages([0])
+        return self.device.read_pages([0])
 
     def import_(self, parcel: InFlightSample) -> None:
         """Continues a sample of another engine; without pages its tokens are prefilled again."""
@@ -175,7 +175,7 @@ class Engine:
         """
         self._land()
         seq = self._held(id)
-        self._scheduler.leave(seq)
+        self.scheduler.leave(seq)
         copied = self._copied(seq)
         parcel = self._parcel(seq, self._pages(seq), seq.kv_len, copied)
         self._forget(seq)
@@ -183,15 +183,15 @@ class Engine:
 
     def cancel(self, id: SampleId) -> bool:
         """True where the sample was here."""
-        if id not in self._scheduler.seqs:
+        if id not in self.scheduler.seqs:
             return False
-        self._forget(self._scheduler.seqs[id])
+        self._forget(self.scheduler.seqs[id])
         return True
 
     def holds(self, id: SampleId) -> bool:
         """A sample that finished but has not been handed out by a tick is no longer held."""
         self._land()
-        return id in self._scheduler.seqs
+        return id in self.scheduler.seqs
 
     def version_of(self, id: SampleId) -> Version:
         return self._held(id).version
@@ -203,15 +203,15 @@ class Engine:
 
     @property
     def idle(self) -> bool:
-        return not self._scheduler.seqs and not self._emit.finished
+        return not self.scheduler.seqs and not self._emit.finished
 
     @property
     def free_pages(self) -> int:
-        return self._scheduler.index.available
+        return self.scheduler.index.available
 
     def check(self) -> None:
         """Raises where a page, a prefix or a slot is lost or held twice."""
-        self._scheduler.check()
+        self.scheduler.check()
 
     # -------------------------------------------------------------- tick
 
@@ -223,17 +223,17 @@ class Engine:
     # ----------------------------------------------------------- private
 
     def _step(self) -> None:
-        plan = self._scheduler.plan()
+        plan = self.scheduler.plan()
         if plan.preempts:
             self._land()  # a parcel holds all tokens whose KV it holds
         for preempt in plan.preempts:
-            if self._scheduler.seqs.get(preempt.seq.id) is preempt.seq:  # else it has just finished
+            if self.scheduler.seqs.get(preempt.seq.id) is preempt.seq:  # else it has just finished
                 preempt.seq.parcel = self._parcel(preempt.seq, preempt.pages, preempt.kv_len)
         self._run_uploads(plan.uploads)
         for call in plan.prefills:
             self._run_prefill(call)
         flights = [
-            (call, self._device.generate(self._weights[call.version], call.control, call.blocks))
+            (call, self.device.generate(self._weights[call.version], call.control, call.blocks))
             for call in plan.decodes
         ]
         self._emit.started += plan.started
@@ -249,25 +249,25 @@ class Engine:
     def _run_uploads(self, uploads: list[Upload]) -> None:
         for upload in uploads:
             span = slice(upload.start, upload.stop)
-            self._device.write_pages(upload.pages, upload.parcel.k_pages[:, span], upload.parcel.v_pages[:, span])
+            self.device.write_pages(upload.pages, upload.parcel.k_pages[:, span], upload.parcel.v_pages[:, span])
 
     def _run_prefill(self, call: PrefillCall) -> None:
-        self._device.prefill(self._weights[call.version], call.control, call.blocks)
+        self.device.prefill(self._weights[call.version], call.control, call.blocks)
 
     def _add(self, parcel: InFlightSample, announce: bool) -> None:
         self._check_loaded(parcel.version, parcel.id)
-        if parcel.id in self._scheduler.seqs:
+        if parcel.id in self.scheduler.seqs:
             raise RuntimeError(f"{parcel.id} is already here")
-        self._scheduler.add(parcel, announce=announce)
+        self.scheduler.add(parcel, announce=announce)
 
     def _held(self, id: SampleId) -> Seq:
-        if id not in self._scheduler.seqs:
+        if id not in self.scheduler.seqs:
             raise KeyError(f"{id} is not in this engine")
-        return self._scheduler.seqs[id]
+        return self.scheduler.seqs[id]
 
     def _forget(self, seq: Seq) -> None:
         """It ends here without a result: no tick speaks of it any more."""
-        self._scheduler.remove(seq)
+        self.scheduler.remove(seq)
         self._emit.progress.pop(seq.id, None)
 
     def _land(self) -> None:
@@ -277,7 +277,7 @@ class Engine:
             self._commit(call, np.asarray(result))
 
     def _commit(self, call: DecodeCall, result: np.ndarray) -> None:
-        steps, rows, emit, held = self.shapes.steps, len(call.rows), self._emit, self._scheduler.seqs
+        steps, rows, emit, held = self.shapes.steps, len(call.rows), self._emit, self.scheduler.seqs
         tokens, logprobs = result[:rows, :steps], result[:rows, steps : 2 * steps].view(np.float32)
         counts, kept = result[:rows, 2 * steps], result[:rows, 2 * steps + 1 :].reshape(rows, steps, -1)
         ends = np.isin(tokens[np.arange(rows), counts - 1], self.eos_ids) & (counts > 0)
@@ -302,7 +302,7 @@ class Engine:
         self._emit.finished.append(_sample(seq, finish))
         if self.shapes.kept:
             self._emit.kept[seq.id] = seq.kept.copy()
-        self._scheduler.remove(seq)
+        self.scheduler.remove(seq)
 
     def _pages(self, seq: Seq) -> list[int]:
         """Those that hold its KV."""
@@ -310,15 +310,15 @@ class Engine:
 
     def _copied(self, seq: Seq) -> tuple[np.ndarray, np.ndarray] | None:
         """Host copies of a leaving sample's pages: each piece lands while the others' next step is on the device."""
-        copy, path = self._device.copy_pages(self._pages(seq)), seq.path
-        if not copy.launch(self._scheduler.copy_room):
+        copy, path = self.device.copy_pages(self._pages(seq)), seq.path
+        if not copy.launch(self.scheduler.copy_room):
             return None
         while copy.more:
             self._step()
             copy.land()
             if seq.path is not path:
                 return None  # preempted for an older one: its parcel, or other pages, hold the KV
-            copy.launch(self._scheduler.copy_room)
+            copy.launch(self.scheduler.copy_room)
         copy.land()
         return copy.arrays
 
@@ -327,7 +327,7 @@ class Engine:
     ) -> InFlightSample:
         if seq.parcel is not None:
             return seq.parcel  # it waits or is uploaded, and has not changed since it came
-        k, v = copied or (self._device.read_pages(pages) if pages else (None, None))
+        k, v = copied or (self.device.read_pages(pages) if pages else (None, None))
         return InFlightSample(
             id=seq.id,
             version=seq.version,

@@ -177,18 +177,23 @@ class Scheduler:
     def _grow(self, plan: TickPlan) -> None:
         for seq, need in self._rows.growth():
             while need > self.index.available and seq.slot is not None:  # else preempted for an older one
-                self._preempt(self._victim(seq), plan)
+                self.preempt(self.victim(seq), plan)
             if seq.slot is not None:
                 self._rows.append(seq, self.index.allocate(seq.version, need))
 
-    def _victim(self, seq: Seq) -> Seq:
+    @property
+    def resuming(self) -> tuple[Seq, ...]:
+        """The preempted and imported samples that wait for a slot, in the order of their arrival."""
+        return tuple(seq for _, seq in sorted(self._resuming))
+
+    def victim(self, seq: Seq) -> Seq:
         """The cheapest to copy among those that came later; the sample itself when it is the youngest."""
         younger = [other for other in self._admitted if other.arrival > seq.arrival]
         if not younger and len(self._admitted) == 1:
             raise OutOfPages(f"{seq.id} alone needs more pages than there are")
         return min(younger or [seq], key=lambda other: (len(other.private), -other.arrival))
 
-    def _preempt(self, seq: Seq, plan: TickPlan) -> None:
+    def preempt(self, seq: Seq, plan: TickPlan) -> None:
         pages = seq.pages_to_read()[: self.shapes.pages_for(seq.kv_len)]
         plan.preempts.append(Preempt(seq, pages, seq.kv_len))
         self._free(seq)

@@ -123,6 +123,11 @@ class ScorerPool:
             "rewards/retries": counts.get("retries", 0),
         }
 
+    @property
+    def pids(self) -> tuple[int, ...]:
+        """Of its worker processes."""
+        return tuple(process.pid for process in self._processes)
+
     def close(self) -> None:
         """Kills the workers; groups not yet polled are gone. May be called twice."""
         self._closed = True

@@ -83,7 +83,7 @@ class Task:
     """prompt_at for the run, worked for the warm start. Holds the held-out rows and whatever its source holds."""
 
     def __init__(self, source: Source, wording: Wording, *, seed: int, max_prompt_tokens: int, max_new_tokens: int):
-        self._source = source
+        self.source = source
         self._wording = wording
         self._seed = seed
         self._limit = max_prompt_tokens
@@ -103,7 +103,7 @@ class Task:
     @property
     def heldout_uids(self) -> frozenset[str]:
         """Of every held-out prompt, those too long for this run included."""
-        return self._source.heldout_uids
+        return self.source.heldout_uids
 
     def prompt_at(self, group_id: GroupId) -> Prompt:
         """Pure in (seed, group_id); raises PromptTooLong over the limit."""
@@ -135,25 +135,25 @@ class Task:
         over = f"over rollout.max_prompt_tokens = {self._limit}"
         if not prompts:
             raise ConfigError(
-                f"rollout.max_prompt_tokens: the first {SURVEYED} prompts of {self._source.name} are all {over}; "
+                f"rollout.max_prompt_tokens: the first {SURVEYED} prompts of {self.source.name} are all {over}; "
                 f"the shortest has {min(tokens)} tokens"
             )
         remarks = []
         if len(prompts) < SURVEYED:
             remarks.append(
-                f"{SURVEYED - len(prompts)} of the first {SURVEYED} prompts of {self._source.name} are {over} and are "
+                f"{SURVEYED - len(prompts)} of the first {SURVEYED} prompts of {self.source.name} are {over} and are "
                 f"skipped (median {np.median(tokens):.0f} tokens, longest {max(tokens)})"
             )
         if self.heldout_too_long:
             remarks.append(
-                f"{self.heldout_too_long} of {len(self._source.heldout)} held-out prompts are {over} and are not "
+                f"{self.heldout_too_long} of {len(self.source.heldout)} held-out prompts are {over} and are not "
                 "evaluated"
             )
         return prompts[0], remarks
 
     def worked(self, i: int, *, slip_rate: float = 0.0, answer_only: bool = False) -> tuple[str, str]:
         """(prompt text, solution text) number i, never of a held-out prompt; see worked_solutions.solution."""
-        row = self._source.draw("worked", self._seed, i)
+        row = self.source.draw("worked", self._seed, i)
         text = self._wording.text(row.question)
         slips = share_hash("slip", self._seed, i) < slip_rate
         slip_seed = identity_hash("slip where", self._seed, i) if slips else None
@@ -161,9 +161,9 @@ class Task:
 
     def _row(self, group_id: GroupId) -> Row:
         if not is_eval(group_id):
-            return self._source.draw("train", self._seed, issued_first_as(group_id))
+            return self.source.draw("train", self._seed, issued_first_as(group_id))
         if not self._heldout:
-            raise ValueError(f"group {group_id} is held-out, and {self._source.name} was opened with none held out")
+            raise ValueError(f"group {group_id} is held-out, and {self.source.name} was opened with none held out")
         return self._heldout[(-1 - group_id) % len(self._heldout)]
 
     def _encode(self, row: Row) -> tuple[str, list[int]]:

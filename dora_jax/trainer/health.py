@@ -131,32 +131,32 @@ class Health:
     """Stops the run where its bounds are passed."""
 
     def __init__(self, max_mismatch: float, dump_dir: str | None):
-        self._max_mismatch = max_mismatch
-        self._dump_dir = dump_dir
-        self._skipped = 0  # in a row
+        self.max_mismatch = max_mismatch
+        self.dump_dir = dump_dir
+        self.skipped = 0  # in a row
 
     def check(self, sums: Mapping[str, Any], batch: Any, step: int) -> None:
         """Raises at the third non-finite update in a row, with the batch on disk."""
-        self._skipped = self._skipped + 1 if sums["skipped"] else 0
-        if self._skipped < MAX_SKIPPED_IN_A_ROW:
+        self.skipped = self.skipped + 1 if sums["skipped"] else 0
+        if self.skipped < MAX_SKIPPED_IN_A_ROW:
             return
         where = ""
-        if self._dump_dir is not None:
-            path = Path(self._dump_dir) / f"bad_batch_{step}.npz"
+        if self.dump_dir is not None:
+            path = Path(self.dump_dir) / f"bad_batch_{step}.npz"
             path.parent.mkdir(parents=True, exist_ok=True)
             np.savez(path, group_ids=batch.group_ids, **batch.arrays())
             where = f"; the last batch is in {path}"
         raise RunError(
-            f"{self._skipped} updates in a row were not finite (loss {float(sums['loss'])}, "
+            f"{self.skipped} updates in a row were not finite (loss {float(sums['loss'])}, "
             f"gradient norm {float(sums['grad_norm'])}) at step {step}{where}"
         )
 
     def check_mismatch(self, metrics: Mapping[str, float]) -> None:
         gap = metrics.get("mismatch/mean", 0.0)
-        if self._max_mismatch and not gap <= self._max_mismatch:
+        if self.max_mismatch and not gap <= self.max_mismatch:
             raise RunError(
                 f"trainer and engine disagree by {gap:.3g} nats a token at equal weights, above "
-                f"trainer.max_mismatch={self._max_mismatch}: what is trained on is not what was sampled"
+                f"trainer.max_mismatch={self.max_mismatch}: what is trained on is not what was sampled"
             )
 
 

@@ -96,7 +96,7 @@ class Trainer:
         self._probed = scored(lambda p, a: self._model.logprobs(p, a)[0])
         self._values = scored(functools.partial(by_micro_batch, self._recipe.critic.values, section.micro_batches))
         self._grad_sq = scored(functools.partial(scores.grad_norms_sq, self._model))
-        self._health = health.Health(section.max_mismatch, dump_dir)
+        self.health = health.Health(section.max_mismatch, dump_dir)
         self._meter = flops.Meter(model_cfg, mesh, section.peak_tflops)
         self._begun: tuple[dict[str, float], list[dict[str, Any]]] = (
             {},
@@ -168,7 +168,7 @@ class Trainer:
             raise ValueError(f"the probe holds no token of version {probe.version}: only equal weights compare")
         logprobs = np.asarray(self._probed(probe.weights, self._put(batch.arrays())))
         metrics = health.gap(logprobs[fresh], batch.behavior_logprobs[fresh])
-        self._health.check_mismatch(metrics)
+        self.health.check_mismatch(metrics)
         return metrics
 
     def step(self, batch: Any, probe: Probe | None = None) -> dict[str, float]:
@@ -192,7 +192,7 @@ class Trainer:
             self.state, sums = run(self.state, self._put(part.arrays()))
             every.append(jax.device_get(sums))
             self._meter.add(part, time.perf_counter() - began)
-            self._health.check(every[-1], part, int(self.state.step) + 1)
+            self.health.check(every[-1], part, int(self.state.step) + 1)
 
     def finish(self) -> dict[str, float]:
         """The metrics of the step, whose updates are all done."""
@@ -203,7 +203,7 @@ class Trainer:
             if done % self.section.ref_refresh_steps == 0:
                 self._reference = self._copy(self.state.params)
         metrics |= health.reduce(every) | self._meter.take()
-        self._health.check_mismatch(metrics)
+        self.health.check_mismatch(metrics)
         return metrics
 
     def _put(self, arrays: Arrays, where: NamedSharding | None = None) -> dict[str, jax.Array]:

@@ -26,7 +26,7 @@ engine.load(0, make())
 for id in ids((0, 3, 4), size=2):
     submit(engine, id)
 done = {sample.id: sample for _ in range(4) for sample in engine.tick().finished}
-moved = next(id for id, seq in engine._scheduler.seqs.items() if seq.ready)
+moved = next(id for id, seq in engine.scheduler.seqs.items() if seq.ready)
 parcel = engine.export(moved)
 assert parcel.k_pages.shape[2] == max(CFG.n_kv_heads // PROCESSES, 1)  # those that the process holds
 done |= {sample.id: sample for _ in range(2) for sample in engine.tick().finished}

@@ -66,7 +66,7 @@ class loaded:
 
     def __exit__(self, *failure):
         for engine in self.engines:
-            for id in list(engine._scheduler.seqs):
+            for id in list(engine.scheduler.seqs):
                 engine.cancel(id)
             engine.tick()
             engine.check()

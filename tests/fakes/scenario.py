@@ -1,6 +1,7 @@
 """The language of `tests/scenarios/*.txt`: one line in, the orchestrator's answer out."""
 
 import ast
+import functools
 
 from dora_jax.orchestrate import events as ev
 from dora_jax.orchestrate.core import Orchestrator
@@ -55,13 +56,11 @@ class Body:
         self.lives: dict[int, int] = {}
         self.tokens: dict[SampleId, int] = {}
         self.free: dict[int, int] = {}
-        self._brain: Orchestrator | None = None
 
-    @property
+    @functools.cached_property
     def brain(self) -> Orchestrator:
-        if self._brain is None:
-            self._brain = Orchestrator(OrchestratorConfig(**self.config))
-        return self._brain
+        """Made at the first question: `config:` comes before it."""
+        return Orchestrator(OrchestratorConfig(**self.config))
 
     def ask(self, words: list[str]) -> list[str]:
         if words[0] == "?":

@@ -49,7 +49,7 @@ class ClusterBackend:
         self._parts, self._notify = parts, notify
         config, workdir = parts.config, parts.workdir
         self._place = object_storage.url_of(workdir) or os.path.abspath(workdir)
-        self._tree = _gang_config(config)
+        self._tree = gang_config(config)
         try:
             self._roster = RunRegistry(self._place, build_of([self._tree, dataclasses.asdict(config.cluster)]), notify)
             self._past = bool(self._roster.left) and self._roster.fits
@@ -154,7 +154,7 @@ class ClusterBackend:
             raise StoreError(str(error)) from error
 
 
-def _gang_config(config: Config) -> dict[str, Any]:
+def gang_config(config: Config) -> dict[str, Any]:
     """What its gangs are told; without a journal nobody could know what they were about, and they end with it."""
     section = config.cluster
     mine = ClusterSection(
