@@ -38,7 +38,7 @@ from dora_jax.aot_roles import (
 )
 from dora_jax.aot_slices import Place, place_of, slice_devices
 from dora_jax.config import Config, ConfigError, blame
-from dora_jax.models import decoder
+from dora_jax.models import decoder, sharding
 from dora_jax.models.config import ModelConfig
 from dora_jax.runtime import run
 from dora_jax.tokenizer import Tokenizer

@@ -1,5 +1,5 @@
 """Secrets are blanked before a configuration is written or shown: by the names of its fields, and where they stand in
-URLs. Standard library only. Law: numbers under a name in the plural are counts (max_new_tokens), and stay."""
+URLs. Standard library only. Law: numbers under a name in the plural or of a rate are counts (max_new_tokens, experts_per_token), and stay."""
 
 from __future__ import annotations
 
@@ -52,6 +52,8 @@ def redact(tree: Any, name: str = "") -> Any:
 
 def _secret(name: str, counts: bool) -> bool:
     spaced = re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", name).lower()  # wandbApiKey, X-Auth-Token
+    if counts and "_per_" in spaced:  # a rate: experts_per_token
+        return False
     for word in filter(None, re.split(r"[^a-z]+", spaced)):
         if word in _WORDS or (not counts and word.removesuffix("s") in _WORDS) or _JOINED.fullmatch(word):
             return True
