@@ -36,7 +36,7 @@ from dora_jax.aot_roles import (
     in_words,
     refusal,
 )
-from dora_jax.aot_slices import Place, place_of, slice_devices
+from dora_jax.aot_slices import SlicePlacement, place_of, slice_devices
 from dora_jax.config import Config, ConfigError, blame
 from dora_jax.models import decoder, sharding
 from dora_jax.models.config import ModelConfig
@@ -96,7 +96,7 @@ def compile_roles(
 
 
 def _trainer(
-    config: Config, model: ModelConfig, place: Place, vocab_limit: int, _: tuple[int, ...]
+    config: Config, model: ModelConfig, place: SlicePlacement, vocab_limit: int, _: tuple[int, ...]
 ) -> tuple[list[Program], dict[str, float]]:
     """Its programs, and what stays on a device."""
     recipe = run.trainer_recipe(config, model, place.mesh, vocab_limit)
@@ -115,7 +115,7 @@ def _trainer(
 
 
 def _instance(
-    config: Config, model: ModelConfig, place: Place, vocab_limit: int, eos_ids: tuple[int, ...]
+    config: Config, model: ModelConfig, place: SlicePlacement, vocab_limit: int, eos_ids: tuple[int, ...]
 ) -> tuple[list[Program], dict[str, float]]:
     calls, began = run.engine_calls(config, model, place.mesh, eos_ids, vocab_limit), time.monotonic()
     chosen: dict[str, Any] = {}
@@ -150,7 +150,7 @@ def _instance(
     return programs, held
 
 
-def _role(config: Config, name: str, place: Place, held: dict[str, float], compiled: list[Compiled]) -> Role:
+def _role(config: Config, name: str, place: SlicePlacement, held: dict[str, float], compiled: list[Compiled]) -> Role:
     held = {what: size * place.cores for what, size in held.items()}
     copies = memory.published_copies(config)
     held |= {f"{copies} published versions": copies * one.output_bytes for one in compiled if one.name == PUBLISH}
@@ -180,13 +180,13 @@ def _held(tree: Any) -> float:
     )
 
 
-def _compile(program: Program, config: Config, role: str, place: Place) -> Compiled:
+def _compile(program: Program, config: Config, role: str, place: SlicePlacement) -> Compiled:
     began = time.monotonic()
     traced = program.call.trace(*program.arguments, **program.static)
     with in_words(config, place.role(role), program.name):
         compiled = program.compiled or traced.lower(lowering_platforms=("tpu",)).compile()
     compile_s = program.compile_s or time.monotonic() - began
-    memory, text = compiled.memory_analysis(), hlo.Program(compiled.as_text(), program.loops)
+    memory, text = compiled.memory_analysis(), hlo.CompiledText(compiled.as_text(), program.loops)
     per_chip = functools.partial(int.__mul__, place.cores)
     return Compiled(
         name=program.name,
@@ -202,7 +202,9 @@ def _compile(program: Program, config: Config, role: str, place: Place) -> Compi
     )
 
 
-def _kernels(program: Program, text: hlo.Program, flops_of: dict[str, float], place: Place) -> Iterator[Kernel]:
+def _kernels(
+    program: Program, text: hlo.CompiledText, flops_of: dict[str, float], place: SlicePlacement
+) -> Iterator[Kernel]:
     """A kernel that is handed the pool of all layers reads the pages of one, all of them at most."""
     chip, (pool, layers) = chip_of(place.slice_name), program.pool
     for one in text.kernels():

@@ -1,6 +1,6 @@
 """The devices of a TPU slice that is not there, and which of them a run would give to its trainer and an instance.
 
-Consumes a configuration that names its slice; produces `Place`s. libtpu describes the slice and touches no TPU.
+Consumes a configuration that names its slice; produces `SlicePlacement`s. libtpu describes the slice and touches no TPU.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ def topology(name: str) -> str:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Place:
+class SlicePlacement:
     """Where the run would put a role."""
 
     slice_name: str
@@ -82,7 +82,7 @@ class Place:
         return Role(name=name, slice_name=self.slice_name, chips=self.chips, held={}, programs=())
 
 
-def place_of(config: Config, role: str) -> Place:
+def place_of(config: Config, role: str) -> SlicePlacement:
     cluster = config.cluster
     field = (
         {TRAINER: "cluster.trainer_slice", INSTANCE: "cluster.instance_slice"}[role] if cluster.launcher else "slice"
@@ -97,4 +97,4 @@ def place_of(config: Config, role: str) -> Place:
         plan = devices.plan(len(found), config)
         mine, shape = [found[i] for i in (plan.trainer if role == TRAINER else plan.instances[0])], plan.trainer_mesh
     mesh = sharding.make_mesh(mine, *shape) if role == TRAINER else sharding.make_mesh(mine, 1, 1, len(mine))
-    return Place(slice_name=name, mesh=mesh)
+    return SlicePlacement(slice_name=name, mesh=mesh)

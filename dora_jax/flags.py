@@ -43,7 +43,7 @@ AOT_HELP = (
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Run:
+class CommandLine:
     """What one command line asks for."""
 
     config: Config
@@ -62,7 +62,7 @@ def run(main: Callable[[Config, Path], int | None], purpose: str = "train") -> N
     A module's own absl flags are parsed too.
     """
 
-    def start(asked: Run) -> int | None:
+    def start(asked: CommandLine) -> int | None:
         if not flags.FLAGS["verbosity"].present:
             logging.set_verbosity(logging.WARNING)  # checkpoint libraries narrate at INFO, over the progress line
         if asked.dry_run:
@@ -94,7 +94,7 @@ def run(main: Callable[[Config, Path], int | None], purpose: str = "train") -> N
         exits.leave(exits.RETRY, f"{stop} (exit code {exits.RETRY})")
 
 
-def parse(argv: Sequence[str], purpose: str = "train", flag_values: flags.FlagValues = flags.FLAGS) -> Run:
+def parse(argv: Sequence[str], purpose: str = "train", flag_values: flags.FlagValues = flags.FLAGS) -> CommandLine:
     """What argv (program name first) asks for; ConfigError lists everything that is wrong with it."""
     spec, rest = _split(argv)
     _define(flag_values)
@@ -111,7 +111,7 @@ def parse(argv: Sequence[str], purpose: str = "train", flag_values: flags.FlagVa
     config = validate.from_config_dict(tree, purpose)
     if flag_values.aot and not (flag_values.dry_run and purpose == "train"):
         raise ConfigError("aot: --aot goes with --dry_run, of dora_jax.train")
-    asked = Run(
+    asked = CommandLine(
         config=config,
         workdir=workdir,
         overrides=overrides,
@@ -124,7 +124,7 @@ def parse(argv: Sequence[str], purpose: str = "train", flag_values: flags.FlagVa
     return asked
 
 
-def describe(asked: Run) -> str:
+def describe(asked: CommandLine) -> str:
     """What --dry_run prints: the resolved config as JSON, then which part gets which device."""
     found, model = presets.machines(asked.config), presets.model_of(asked.config)
     config, choices = presets.resolve(asked.config, found, model)
@@ -158,10 +158,10 @@ def _gangs(config: Config) -> str:
     )
 
 
-def taken(config: Config | Mapping[str, Any] | ml_collections.ConfigDict, workdir: str | os.PathLike) -> Run:
+def taken(config: Config | Mapping[str, Any] | ml_collections.ConfigDict, workdir: str | os.PathLike) -> CommandLine:
     """What a script asks for, checked and recorded as a command line is."""
     tree = dataclasses.asdict(config) if isinstance(config, Config) else config
-    asked = Run(
+    asked = CommandLine(
         config=validate.from_config_dict(tree),
         workdir=local(workdir, "train"),
         overrides={},
@@ -173,7 +173,7 @@ def taken(config: Config | Mapping[str, Any] | ml_collections.ConfigDict, workdi
     return asked
 
 
-def record(asked: Run) -> None:
+def record(asked: CommandLine) -> None:
     """Writes config.json and overrides.json into the workdir, and into the bucket that it stands for."""
     workdirs.record(asked.workdir, asked.config, asked.overrides)
     if asked.in_bucket:
@@ -197,7 +197,7 @@ def local(workdir: str | os.PathLike, purpose: str, dry_run: bool = False) -> Pa
 # ---------------------------------------------------------------- private
 
 
-def _check(asked: Run, purpose: str) -> None:
+def _check(asked: CommandLine, purpose: str) -> None:
     """ConfigError lists what the files and the machine that are there say against this run."""
     if purpose == "evaluate":
         return
@@ -325,7 +325,7 @@ def _one_line(error: BaseException) -> str:
     return " ".join(str(error).split())
 
 
-def _machine(asked: Run, purpose: str) -> list[str]:
+def _machine(asked: CommandLine, purpose: str) -> list[str]:
     """What the devices of this machine cannot do, as far as their number and the model are known by now."""
     config = asked.config
     n_devices = devices.known_devices(config) or (1 if asked.dry_run else None)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, NamedTuple
 
-from dora_jax.buffer.pack import Layout, layout
+from dora_jax.buffer.pack import BatchShape, layout
 from dora_jax.models.config import ModelConfig
 from dora_jax.rollout import shapes
 from dora_jax.trainer import objective
@@ -63,7 +63,7 @@ def table(lines: list[Line]) -> list[str]:
 # ---------------------------------------------------------------- trainer
 
 
-def batch_layout(config: Config, mesh: Mesh) -> Layout:
+def batch_layout(config: Config, mesh: Mesh) -> BatchShape:
     """The static shape of one optimizer update's batch."""
     t, rollout, section = config.trainer, config.rollout, config.orchestrator
     samples = -(-section.groups_per_step // t.updates) * section.group_size

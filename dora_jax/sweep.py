@@ -46,7 +46,7 @@ WORKDIR_HELP = "the folder of the run folders; default: runs/<name of the config
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Point:
+class SweepPoint:
     """One run of the sweep."""
 
     index: int
@@ -60,7 +60,7 @@ class Point:
         return marker.is_file() and marker.read_text() == self.resolved
 
 
-def parse(argv: Sequence[str], flag_values: absl_flags.FlagValues) -> tuple[Point, ...]:
+def parse(argv: Sequence[str], flag_values: absl_flags.FlagValues) -> tuple[SweepPoint, ...]:
     """The points that argv (program name first) asks for; ConfigError lists everything that is wrong with them."""
     if "--" in argv:
         raise ConfigError('argument \'--\': nothing behind "--" is read; leave the "--" out')
@@ -117,7 +117,7 @@ def run_name(overrides: Mapping[str, Any]) -> str:
     return name
 
 
-def run(points: Sequence[Point]) -> int:
+def run(points: Sequence[SweepPoint]) -> int:
     """Runs what has not ended well; the exit code of the whole."""
     for number in exits.SIGNALS:  # KeyboardInterrupt, here, whichever it is
         signal.signal(number, signal.default_int_handler)
@@ -145,8 +145,8 @@ def run(points: Sequence[Point]) -> int:
 # ---------------------------------------------------------------- private
 
 
-def _points(chosen: Sequence[tuple[int, Path, Mapping[str, Any]]], args: Sequence[str]) -> tuple[Point, ...]:
-    points: list[Point] = []
+def _points(chosen: Sequence[tuple[int, Path, Mapping[str, Any]]], args: Sequence[str]) -> tuple[SweepPoint, ...]:
+    points: list[SweepPoint] = []
     problems: dict[str, list[int]] = {}  # and the points that have it
     for index, workdir, overrides in chosen:
         try:
@@ -161,7 +161,7 @@ def _points(chosen: Sequence[tuple[int, Path, Mapping[str, Any]]], args: Sequenc
     return tuple(points)
 
 
-def _point(index: int, workdir: Path, overrides: Mapping[str, Any], args: Sequence[str]) -> Point:
+def _point(index: int, workdir: Path, overrides: Mapping[str, Any], args: Sequence[str]) -> SweepPoint:
     given = {match[1] for arg in args if (match := re.match(r"--?(?:no)?config\.([^=]+)", arg))}
     if both := sorted(given & overrides.keys()):
         raise ConfigError([f"config.{field}: the sweep sets it; leave it out of the command" for field in both])
@@ -170,10 +170,12 @@ def _point(index: int, workdir: Path, overrides: Mapping[str, Any], args: Sequen
     for field, value in overrides.items():
         if asked.overrides[field] != value:
             raise ConfigError(f"config.{field}: {value!r} would be read as {asked.overrides[field]!r}")
-    return Point(index=index, workdir=workdir, args=args, resolved=json.dumps(configs.to_json(asked.config), indent=2))
+    return SweepPoint(
+        index=index, workdir=workdir, args=args, resolved=json.dumps(configs.to_json(asked.config), indent=2)
+    )
 
 
-def _train(point: Point) -> int:
+def _train(point: SweepPoint) -> int:
     """The exit code of its run; RETRY where the sweep was told to stop, which the run is then told, once."""
     process = subprocess.Popen([sys.executable, *TRAIN, *point.args], process_group=0)  # Ctrl-C reaches only us
     try:
@@ -184,7 +186,7 @@ def _train(point: Point) -> int:
         return RETRY
 
 
-def _main(points: Sequence[Point]) -> int:
+def _main(points: Sequence[SweepPoint]) -> int:
     if not absl_flags.FLAGS.dry_run:
         return run(points)
     for point in points:

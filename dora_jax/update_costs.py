@@ -28,7 +28,7 @@ UPDATE_BYTES = 28  # a parameter: masters, two moments and gradient read, three 
 ADD_BYTES = 12  # a parameter and micro-batch: its gradient added to the sum
 
 
-class Part(NamedTuple):
+class UpdateCost(NamedTuple):
     what: str
     seconds: float
     note: str
@@ -37,8 +37,8 @@ class Part(NamedTuple):
 class Expected(NamedTuple):
     """Of one optimizer update."""
 
-    parts: tuple[Part, ...]  # one after another
-    sent: Part  # between devices, beside the parts
+    parts: tuple[UpdateCost, ...]  # one after another
+    sent: UpdateCost  # between devices, beside the parts
     mfu: float
 
     @property
@@ -77,17 +77,19 @@ def expected(cfg: ModelConfig, section: Any, mesh: Any, chip: str, rows: int, to
     moved = PASSES * 2 * local * cfg.d_model * cfg.n_layers / mesh.tensor
     state = (UPDATE_BYTES + ADD_BYTES * (section.micro_batches if section.micro_batches > 1 else 0)) * params
     parts = (
-        Part(
+        UpdateCost(
             "matrix products",
             _product_flops(cfg, section, local, mesh) / (PRODUCTS * peak),
             f"at {PRODUCTS:.0%} of the peak",
         ),
         _attention(cfg, section, mesh, rows, tokens, peak, bandwidth),
-        Part("passes over activations", moved / bandwidth, f"{moved / 1e9:.0f} GB"),
-        Part("gradients and optimizer", state / bandwidth, f"{state / 1e9:.0f} GB"),
+        UpdateCost("passes over activations", moved / bandwidth, f"{moved / 1e9:.0f} GB"),
+        UpdateCost("gradients and optimizer", state / bandwidth, f"{state / 1e9:.0f} GB"),
     )
     sent = _sent_bytes(cfg, section, mesh, local)
-    result = Expected(parts, Part("it sends", sent * each / CHIPS[chip].ici_bytes_per_s, f"{sent / 1e9:.0f} GB"), 0.0)
+    result = Expected(
+        parts, UpdateCost("it sends", sent * each / CHIPS[chip].ici_bytes_per_s, f"{sent / 1e9:.0f} GB"), 0.0
+    )
     return result._replace(mfu=model_flops(cfg, [tokens] * rows) / (devices * peak * result.seconds))
 
 
@@ -106,7 +108,7 @@ def _product_flops(cfg: ModelConfig, section: Any, local: float, mesh: Any) -> f
 
 def _attention(
     cfg: ModelConfig, section: Any, mesh: Any, rows: int, tokens: int, peak: float, bandwidth: float
-) -> Part:
+) -> UpdateCost:
     """The causal half; over context the last shard, which sees the most keys, is waited for."""
     pairs = cfg.n_layers * rows * tokens**2 / 2 / (mesh.data * mesh.fsdp * mesh.tensor * mesh.context)
     pairs *= 2 - 1 / mesh.context
@@ -115,8 +117,8 @@ def _attention(
         again = 1 if section.remat in ("full", "dots") else 0
         scores = 4 * SCORE_PASSES * cfg.n_heads * pairs
         seconds = max((1 + again + BACKWARD) * forward / (PRODUCTS * peak), scores / bandwidth)
-        return Part("attention", seconds, f"reference: its scores pass memory {SCORE_PASSES} times")
-    return Part(
+        return UpdateCost("attention", seconds, f"reference: its scores pass memory {SCORE_PASSES} times")
+    return UpdateCost(
         "attention", KERNEL * (1 + KERNEL_BACKWARD) * forward / peak, f"{section.attention}, {KERNEL:.0f}x its floor"
     )
 

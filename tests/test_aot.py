@@ -34,14 +34,16 @@ def test_collectives_of_a_loop_count_as_often_as_it_runs():
         return jax.lax.scan(body, x_local, length=5)[0]
 
     rows = PartitionSpec("fsdp")
-    found = hlo.Program(compiled_text(jax.shard_map(run, mesh=mesh, in_specs=rows, out_specs=rows), x)).collectives()
+    found = hlo.CompiledText(
+        compiled_text(jax.shard_map(run, mesh=mesh, in_specs=rows, out_specs=rows), x)
+    ).collectives()
     assert found == {"all-gather": hlo.Traffic(5, 5 * 8 * 16 * 4), "all-reduce": hlo.Traffic(5, 5 * 16 * 4)}
 
     def unknown(x_local, n):
         return jax.lax.fori_loop(0, n, lambda i, c: c + jax.lax.psum(c, "fsdp"), x_local)
 
     text = compiled_text(jax.shard_map(unknown, mesh=mesh, in_specs=(rows, PartitionSpec()), out_specs=rows), x, 3)
-    assert hlo.Program(text, loops=7).collectives() == {"all-reduce": hlo.Traffic(7, 7 * 2 * 16 * 4)}
+    assert hlo.CompiledText(text, loops=7).collectives() == {"all-reduce": hlo.Traffic(7, 7 * 2 * 16 * 4)}
 
 
 def test_loops_in_loops_multiply():
@@ -62,7 +64,7 @@ def test_loops_in_loops_multiply():
         return jax.lax.scan(outer, x_local, length=4)[0]
 
     text = compiled_text(jax.shard_map(run, mesh=mesh, in_specs=rows, out_specs=rows), np.ones((8, 16), np.float32))
-    found = hlo.Program(text).collectives()
+    found = hlo.CompiledText(text).collectives()
     assert {kind: one.runs for kind, one in found.items()} == {"all-reduce": 4 * 3, "all-gather": 4 * 5}
 
 
@@ -93,9 +95,9 @@ ENTRY %main (a: bf16[4]) -> bf16[4] {
 
 def test_kernels_have_lines_of_their_own_and_cycles_are_those_of_the_rest():
     """A kernel's metadata runs over lines; what it updates in place counts once; XLA's largest number is no estimate."""
-    program = hlo.Program(KERNELS)
+    program = hlo.CompiledText(KERNELS)
     assert program.cycles() == 6 * 10 + 7
-    assert program.kernels() == (hlo.Kernel("flash_fwd", 6, 6 * (8 * 4 * 2 + 3 + 2 * 4)),)
+    assert program.kernels() == (hlo.CustomCall("flash_fwd", 6, 6 * (8 * 4 * 2 + 3 + 2 * 4)),)
 
 
 TEXT = """
@@ -126,9 +128,9 @@ ENTRY %main (a: bf16[4]) -> bf16[4] {
 
 def test_clones_of_one_channel_are_one_collective():
     """XLA:TPU clones an all-gather into the fusions that it overlaps with: it still runs once."""
-    found = hlo.Program(TEXT).collectives()
+    found = hlo.CompiledText(TEXT).collectives()
     assert found == {"all-gather": hlo.Traffic(1, 8 * 4 * 2), "reduce-scatter": hlo.Traffic(1, 20)}
-    assert hlo.Program(TEXT.replace("channel_id=7", "channel_id=8", 1)).collectives()["all-gather"] == hlo.Traffic(
+    assert hlo.CompiledText(TEXT.replace("channel_id=7", "channel_id=8", 1)).collectives()["all-gather"] == hlo.Traffic(
         7, 7 * 64
     )
 
@@ -151,7 +153,7 @@ def test_the_head_is_gathered_once_however_many_chunks_there_are():
     for chunks in (1, 8):
         chunked_model = model._replace(logits_bytes=4 * 48 * 32 // chunks)
         grad = jax.jit(jax.grad(lambda p, a, m=chunked_model: m.logprobs(p, a)[0].sum()), out_shardings=params)
-        sent.append(hlo.Program(grad.lower(shapes, arrays).compile().as_text()).collectives())
+        sent.append(hlo.CompiledText(grad.lower(shapes, arrays).compile().as_text()).collectives())
     whole, chunked = ({kind: t.bytes for kind, t in found.items()} for found in sent)
     assert whole == chunked and sent[0]["all-gather"] == sent[1]["all-gather"]
 
@@ -162,7 +164,7 @@ def test_a_kernels_metadata_does_not_end_its_computation():
         '  %k = bf16[4]{0} custom-call(%p), custom_call_target="tpu_custom_call", kernel_metadata={\n"a":1\n}}, x=1\n'
     )
     marked = TEXT.replace("  %start = ", kernel + "  %start = ")
-    assert marked != TEXT and hlo.Program(marked).collectives() == hlo.Program(TEXT).collectives()
+    assert marked != TEXT and hlo.CompiledText(marked).collectives() == hlo.CompiledText(TEXT).collectives()
 
 
 @pytest.mark.parametrize(
@@ -303,7 +305,7 @@ def test_what_does_not_fit_is_refused_with_the_field_that_helps():
 
 
 def test_the_compilers_verdict_becomes_one_sentence():
-    place = aot_slices.Place(slice_name="v5e-4", mesh=sharding.make_mesh(jax.devices()[:4], 1, 4, 1))
+    place = aot_slices.SlicePlacement(slice_name="v5e-4", mesh=sharding.make_mesh(jax.devices()[:4], 1, 4, 1))
     for said in (
         (
             "RESOURCE_EXHAUSTED: Ran out of memory on HBM, the total memory required for HLO temporaries (21.34G) "

@@ -58,6 +58,6 @@ def test_a_device_holds_the_head_of_its_queries_and_the_pool_stays_where_it_is(e
     page_bytes = 2 * engine.shapes.page_size * CFG.head_dim * 4  # of one head in one layer
     programs = engine.calls.programs()
     call, arguments, static = programs[next(name for name in programs if name.startswith("decode"))]
-    sent = hlo.Program(call.trace(*arguments, **static).lower().compile().as_text()).collectives()
+    sent = hlo.CompiledText(call.trace(*arguments, **static).lower().compile().as_text()).collectives()
     assert sent.pop("all-reduce").runs
     assert all(one.bytes < one.runs * page_bytes for one in sent.values())

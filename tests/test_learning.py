@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from dora_jax.bench import learning
-from dora_jax.bench.learning import Curve, Group
+from dora_jax.bench.learning import AnsweredGroup, Curve
 
 
 def test_a_step_beside_an_evaluation_counts_as_its_neighbours():
@@ -18,7 +18,7 @@ def test_a_step_beside_an_evaluation_counts_as_its_neighbours():
 def test_what_only_the_difficulty_does_vanishes_inside_its_strata():
     """Hard groups (7 terms) pass 2 of 8 and mostly come late, easy ones 6 of 8: lag itself does nothing."""
     groups = [
-        Group(version=0, lag=lag, terms=terms, passed=2 if terms == 7 else 6, samples=8)
+        AnsweredGroup(version=0, lag=lag, terms=terms, passed=2 if terms == 7 else 6, samples=8)
         for lag, hard in ((0, 1), (1, 3))
         for terms in [7] * hard + [3] * (4 - hard)
     ]
@@ -29,7 +29,7 @@ def test_what_only_the_difficulty_does_vanishes_inside_its_strata():
 
 def test_what_the_version_does_vanishes_inside_versions_alone():
     groups = [
-        Group(version=v, lag=lag, terms=3, passed=1 + v, samples=8)
+        AnsweredGroup(version=v, lag=lag, terms=3, passed=1 + v, samples=8)
         for v in range(4)
         for lag in ([0] * (4 - v) + [1] * (1 + v))
     ]
@@ -56,7 +56,12 @@ def test_a_run_in_numbers():
         np.full(n, 0.1),
         np.array([0, 5, 10]),
         np.array([0.2, 0.6, 0.8]),
-        [Group(0, 0, 3, 1, 8), Group(0, 1, 3, 3, 8), Group(5, 0, 3, 8, 8), Group(9, 0, 3, 0, 8)],
+        [
+            AnsweredGroup(0, 0, 3, 1, 8),
+            AnsweredGroup(0, 1, 3, 3, 8),
+            AnsweredGroup(5, 0, 3, 8, 8),
+            AnsweredGroup(9, 0, 3, 0, 8),
+        ],
     )
     numbers = learning.figures(curve, seconds=10.0)
     assert numbers["reward"] == pytest.approx(0.6) and numbers["held-out"] == pytest.approx(0.7)

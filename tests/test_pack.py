@@ -96,7 +96,7 @@ def test_every_trajectory_stands_once_in_one_row(seed, n, size, shards, micro, s
 
 
 def test_rows_of_a_micro_batch_are_dealt_over_the_shards():
-    order = pack.Layout(rows=16, tokens=8, micro_batches=2, shards=4).row_order()
+    order = pack.BatchShape(rows=16, tokens=8, micro_batches=2, shards=4).row_order()
     assert sorted(order) == list(range(16))
     first = order[:8]
     assert (first % 2 == 0).all()  # micro-batch 0 = even rows

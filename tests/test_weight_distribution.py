@@ -114,7 +114,7 @@ def test_storage_is_a_path_only_where_it_was_chosen():
 @pytest.mark.parametrize("paths", [(WIRE,), (WIRE, STORAGE)])
 def test_a_version_that_is_due_is_waited_for_while_its_trainer_is_lost(paths):
     net = Net(replicas=2, paths=paths)
-    net.tell(ex.Due(version=5, due=True))
+    net.tell(ex.VersionDue(version=5, due=True))
     net.publish(5)
     net.want("r0", 5)
     while not net.commands(ex.Pull):
@@ -128,12 +128,12 @@ def test_a_version_that_is_due_is_waited_for_while_its_trainer_is_lost(paths):
 
 def test_what_is_due_no_more_and_what_everybody_failed_to_bring_is_given_up():
     net = Net(replicas=1)
-    net.tell(ex.Due(version=5, due=True))
+    net.tell(ex.VersionDue(version=5, due=True))
     net.want("r0", 5), net.run()
     assert net.outcomes == []
-    net.tell(ex.Due(version=5, due=False))
+    net.tell(ex.VersionDue(version=5, due=False))
     assert isinstance(net.outcomes[-1], ex.NotLoaded)
-    net.tell(ex.Due(version=6, due=True))
+    net.tell(ex.VersionDue(version=6, due=True))
     net.publish(6)
     for wire in net.worlds["r0"].wires:
         wire.failing = True
@@ -143,7 +143,7 @@ def test_what_is_due_no_more_and_what_everybody_failed_to_bring_is_given_up():
 
 def test_storage_is_waited_for_where_the_wire_fails_and_it_is_still_being_written():
     net = Net(replicas=1, paths=(WIRE, STORAGE))
-    net.tell(ex.Due(version=5, due=True))
+    net.tell(ex.VersionDue(version=5, due=True))
     net.publish(5)
     for wire in net.worlds["r0"].wires:
         wire.failing = True

@@ -26,7 +26,7 @@ TRAIN = aot_roles.PROGRAMS[aot_roles.TRAINER]
 ROLLOUT = aot_roles.PROGRAMS[aot_roles.INSTANCE]
 
 
-class Row(NamedTuple):
+class AotCase(NamedTuple):
     name: str
     config: Config
     programs: tuple[str, ...]
@@ -34,11 +34,11 @@ class Row(NamedTuple):
 
 def _training(
     what: str, model: str, slice_name: str, *, rows: int, tokens: int, serving: int = 4, **trainer: Any
-) -> Row:
+) -> AotCase:
     """A trainer that has the slice to itself, and instances of `serving` devices elsewhere."""
     section: dict[str, Any] = {"remat": "full", "micro_batches": 4, "rows": rows, "pack_tokens": tokens} | trainer
     config = Config()
-    return Row(
+    return AotCase(
         f"{model} {slice_name}{what}",
         _on(
             config,
@@ -55,10 +55,10 @@ def _training(
 
 def _decoding(
     what: str, model: str, slice_name: str, *, slots: int = 32, context: int = 4096, tensor: int = 4, **rollout: Any
-) -> Row:
+) -> AotCase:
     section = {"slots": slots, "tensor": tensor, "max_prompt_tokens": 1024, "max_new_tokens": context - 1024} | rollout
     config = Config()
-    return Row(
+    return AotCase(
         f"{model} {slice_name} {slots} x {context}{what}",
         _on(
             config,
@@ -115,7 +115,7 @@ def main() -> int:
     return 0 if all(fits) else 1
 
 
-def run(row: Row, layers: int, asked: tuple[str, ...]) -> bool:
+def run(row: AotCase, layers: int, asked: tuple[str, ...]) -> bool:
     """Prints the row; whether it fits."""
     programs = tuple(name for name in row.programs if not asked or name in asked)
     if not programs:

@@ -97,7 +97,7 @@ def _live(command: list[str], dies_at: str, log: str) -> None:
 
 
 @dataclasses.dataclass
-class Run:
+class ChaosRun:
     """One workdir and the processes that worked on it."""
 
     folder: Path
@@ -223,11 +223,13 @@ def prepare(folder: Path) -> None:
     multiprocessing.set_forkserver_preload(list(PRELOADED))
 
 
-def _one_run(number: int, kills: list, args: argparse.Namespace, draw: random.Random) -> Run:
+def _one_run(number: int, kills: list, args: argparse.Namespace, draw: random.Random) -> ChaosRun:
     """One workdir until its end; takes what it can of `kills`, and gives back what did not come to pass."""
     folder = args.workdir / f"run{number}"
     base = folder / "base"  # its own: runs at once would make one in the same place
-    run = Run(folder, args.config, args.fresh, (*OVERRIDES, f"--config.model.path={base}", f"--config.sft.out={base}"))
+    run = ChaosRun(
+        folder, args.config, args.fresh, (*OVERRIDES, f"--config.model.path={base}", f"--config.sft.out={base}")
+    )
     shutil.rmtree(run.folder, ignore_errors=True)
     ended, stop_s, code = False, 0.0, None
     while kills and not ended:

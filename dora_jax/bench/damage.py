@@ -24,7 +24,7 @@ import numpy as np
 from absl import logging
 
 from dora_jax import validate, workdirs
-from dora_jax.bench.chaos import OVERRIDES, Run, prepare
+from dora_jax.bench.chaos import OVERRIDES, ChaosRun, prepare
 from dora_jax.runtime.durability.event_log import EventLog
 from dora_jax.runtime.durability.log_stores import FileLogStore, JournalError
 from dora_jax.runtime.durability.records import CODEC
@@ -53,8 +53,8 @@ def main() -> None:
     sys.exit(1 if wrong else 0)
 
 
-def _new_run(folder: Path, config: str) -> Run:
-    return Run(folder, config, overrides=(*OVERRIDES, f"--config.steps={STEPS}", "--config.checkpoint.keep=9"))
+def _new_run(folder: Path, config: str) -> ChaosRun:
+    return ChaosRun(folder, config, overrides=(*OVERRIDES, f"--config.steps={STEPS}", "--config.checkpoint.keep=9"))
 
 
 def _row(what: str, subject: _Checkpoint | _Journal, faults: int, draw: random.Random) -> int:
@@ -153,7 +153,7 @@ def _bytes_of(found: Recovered) -> dict[int, bytes]:
     return {step.base: CODEC.encode(step.published) + b"".join(map(CODEC.encode, step.groups)) for step in found.steps}
 
 
-def _resume(run: Run, folder: Path, number: int, draw: random.Random) -> int:
+def _resume(run: ChaosRun, folder: Path, number: int, draw: random.Random) -> int:
     """A damaged copy goes on to its end; its newest checkpoint and its newest segment are hit."""
     shutil.rmtree(folder, ignore_errors=True)
     shutil.copytree(run.folder, folder)

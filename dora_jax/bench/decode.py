@@ -96,7 +96,7 @@ ENVIRONMENTS = {  # rival -> what its environment needs
 
 
 @dataclasses.dataclass(frozen=True)
-class Work:
+class DecodeWork:
     name: str
     subject: Subject
     batch: int  # samples at a time
@@ -108,19 +108,19 @@ class Work:
         return int(self.lengths.sum())
 
 
-def works(subject: Subject, rows: list[int], tail_samples: int) -> list[Work]:
+def works(subject: Subject, rows: list[int], tail_samples: int) -> list[DecodeWork]:
     rng = np.random.default_rng(0)
 
-    def work(name: str, batch: int, lengths: np.ndarray) -> Work:
+    def work(name: str, batch: int, lengths: np.ndarray) -> DecodeWork:
         prompts = rng.integers(3, subject.model.vocab_size, (len(lengths), subject.prompt)).astype(np.int32)
-        return Work(name, subject, batch, prompts, lengths)
+        return DecodeWork(name, subject, batch, prompts, lengths)
 
     tail = np.exp(rng.normal(np.log(TAIL_MEDIAN), TAIL_SIGMA, tail_samples)).astype(int).clip(1, TAIL_LIMIT)
     fixed = [work(f"fixed B={b}", b, np.full(b, subject.fixed)) for b in rows]
     return [*fixed, work("long tail", TAIL_BATCH, tail)] if tail_samples else fixed
 
 
-def engine_runner(work: Work, params) -> Callable[[], None]:
+def engine_runner(work: DecodeWork, params) -> Callable[[], None]:
     """A closure that samples the whole work once, on a fresh set of ids each time."""
     devices = jax.devices()[: work.batch]
     engines = [new_engine(work, work.batch // len(devices), device) for device in devices]
@@ -148,7 +148,7 @@ def engine_runner(work: Work, params) -> Callable[[], None]:
     return run
 
 
-def new_engine(work: Work, slots: int, device: jax.Device) -> Engine:
+def new_engine(work: DecodeWork, slots: int, device: jax.Device) -> Engine:
     longest, s = int(work.lengths.max()), work.subject
     fixed = longest == work.lengths.min()
     sizes = (s.fixed_rows, s.fixed_steps, s.fixed_block, s.prefill)
@@ -198,7 +198,7 @@ def read_speed(n_bytes: int) -> float:
     return matrix.nbytes / best_s(lambda: product(matrix, vector).block_until_ready(), 30)
 
 
-def floor_s(work: Work, flops: float) -> float:
+def floor_s(work: DecodeWork, flops: float) -> float:
     """Steps at full batches; each reads the weights once and each running sample's KV so far."""
     model, prompt = work.subject.model, work.subject.prompt
     weights = sum(x.size for x in jax.tree.leaves(decoder.abstract_params(model)))
@@ -222,7 +222,7 @@ def best_s(call: Callable[[], object], rounds: int) -> float:
 # ------------------------------------------------------------------ rivals
 
 
-class External:
+class RivalDecoder:
     """A rival in interpreters of its own, `copies` at once: one JSON line in (a share of a work), one out (seconds)."""
 
     def __init__(self, name: str, folder: Path, install: bool, copies: int):
@@ -242,7 +242,7 @@ class External:
             for _ in range(copies)
         ]
 
-    def runner(self, work: Work) -> Callable[[], float]:
+    def runner(self, work: DecodeWork) -> Callable[[], float]:
         processes = self._processes[: work.batch]
         n = len(processes)
         lines = [
@@ -305,7 +305,7 @@ def main() -> None:
     flops = flop_speed()  # before any rival starts: they load for a while
     with tempfile.TemporaryDirectory() as temporary:
         folder, subject, params = real_model() if args.smollm else toy_model(Path(temporary) / "model")
-        external = {name: External(name, folder, args.install, args.copies) for name in rivals if name != "plain"}
+        external = {name: RivalDecoder(name, folder, args.install, args.copies) for name in rivals if name != "plain"}
         print(f"measured: {flops / 1e9:.0f} GFLOP/s; {jax.device_count()} instances; jax {jax.__version__}")
         print(
             f"{'tokens/s':12s}{'engine':>10s}"
@@ -341,7 +341,7 @@ def real_model() -> tuple[Path, Subject, decoder.Params]:
     return folder, Subject.real(model), jax.jit(decoder.serving_layout)(stacked)
 
 
-def print_row(work: Work, times: dict[str, float], floor: float) -> None:
+def print_row(work: DecodeWork, times: dict[str, float], floor: float) -> None:
     rivals = [took for name, took in times.items() if name not in ("engine", "plain")]
     against = f"{min(rivals) / times['engine']:.2f}x" if rivals else ""
     speeds = [f"{work.tokens / took:{14 if i else 10}.0f}" for i, took in enumerate(times.values())]

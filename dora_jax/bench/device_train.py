@@ -27,7 +27,7 @@ from dora_jax.types import Sample, SampleId, ScoredGroup, Span
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Work:
+class DeviceWork:
     """Sizes of what is trained on: groups of samples, packed rows."""
 
     groups: int
@@ -39,17 +39,17 @@ class Work:
 
 
 GAP = {
-    False: Work(groups=8, group_size=8, prompt=64, new=192, pack=2048, micro_batches=2),
-    True: Work(groups=2, group_size=2, prompt=8, new=24, pack=64, micro_batches=1),
+    False: DeviceWork(groups=8, group_size=8, prompt=64, new=192, pack=2048, micro_batches=2),
+    True: DeviceWork(groups=2, group_size=2, prompt=8, new=24, pack=64, micro_batches=1),
 }
 TRAIN = {
-    False: Work(groups=8, group_size=8, prompt=256, new=1792, pack=4096, micro_batches=16),
-    True: Work(groups=2, group_size=2, prompt=8, new=24, pack=64, micro_batches=1),
+    False: DeviceWork(groups=8, group_size=8, prompt=256, new=1792, pack=4096, micro_batches=16),
+    True: DeviceWork(groups=2, group_size=2, prompt=8, new=24, pack=64, micro_batches=1),
 }
 TRAINED = (("cudnn", "none"), ("cudnn", "dots"), ("cudnn", "full"), ("reference", "full"))
 
 
-def train_config(work: Work, **changes: Any) -> Config:
+def train_config(work: DeviceWork, **changes: Any) -> Config:
     """changes: of the trainer; `dtype` of the model."""
     dtype = changes.pop("dtype", "bfloat16")
     return presets.filled(
@@ -109,7 +109,7 @@ def add_gap(record: Record, name: str, d: np.ndarray) -> None:
     )
 
 
-def sampled(engine: Engine, cfg: ModelConfig, work: Work) -> list[ScoredGroup]:
+def sampled(engine: Engine, cfg: ModelConfig, work: DeviceWork) -> list[ScoredGroup]:
     """Groups of the engine's own samples, with random rewards."""
     rng = np.random.default_rng(3)
     for group in range(work.groups):
@@ -124,7 +124,7 @@ def sampled(engine: Engine, cfg: ModelConfig, work: Work) -> list[ScoredGroup]:
     ]
 
 
-def ragged(cfg: ModelConfig, work: Work) -> list[ScoredGroup]:
+def ragged(cfg: ModelConfig, work: DeviceWork) -> list[ScoredGroup]:
     """Groups of random tokens, responses of any length up to the longest."""
     rng = np.random.default_rng(4)
 

@@ -39,7 +39,7 @@ AIMS = (("sync", 2.0, 2.5), ("partial", 1.0, 1.15))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Line:
+class ResultLine:
     """One mode at one split: predicted and run."""
 
     row: Row
@@ -85,7 +85,7 @@ def _row(config: SimConfig, mode: str, rollout_chips: int) -> Row:
     return Row(label=f"{mode} {where}", mode=mode, config=config, published={})
 
 
-def table(lines: list[Line]) -> str:
+def table(lines: list[ResultLine]) -> str:
     sync = next((line for line in lines if line.row.mode == "sync"), lines[0])
     head = ["paced, not measured hardware", "s/step predicted", "run", "off by", "rollout only predicted", "run",
             "tokens/s run", f"x {sync.row.label}", "idle: tail", "idle: capped", "loads", "moves", "lag",
@@ -101,7 +101,7 @@ def table(lines: list[Line]) -> str:
     return grid(head, cells)
 
 
-def verdicts(lines: list[Line]) -> list[str]:
+def verdicts(lines: list[ResultLine]) -> list[str]:
     """The aims, one sentence each."""
     by_label = {line.row.label.replace(f" {COLOCATED}", ""): line for line in lines}
     said = []
@@ -143,7 +143,7 @@ def main() -> None:
         print(f"{row.label}: {predicted.step_s:.1f} s a step predicted", file=sys.stderr, flush=True)
         ran = paced_run.run(row, pace=1 / args.speedup)
         print(f"{row.label}: {ran.step_s:.1f} s a step run", file=sys.stderr, flush=True)
-        lines.append(Line(row=row, predicted=predicted, ran=ran))
+        lines.append(ResultLine(row=row, predicted=predicted, ran=ran))
     print(
         f"paced at {args.speedup:g} modelled seconds a second, {args.steps} steps after {args.warmup}; times are modelled\n"
     )

@@ -21,7 +21,7 @@ from typing import Any
 
 import numpy as np
 
-from dora_jax.bench.chaos import OVERRIDES, Run, prepare
+from dora_jax.bench.chaos import OVERRIDES, ChaosRun, prepare
 from dora_jax.runtime.durability.event_log import EventLog
 from dora_jax.runtime.durability.log_stores import FileLogStore
 from dora_jax.runtime.durability.recovery import replay
@@ -72,10 +72,10 @@ def _async(args: argparse.Namespace) -> int:
     return _compare("dora", f"all {args.steps} steps from the journal", first.folder, again.folder, args.steps)
 
 
-def _run(args: argparse.Namespace, name: str, mode: str) -> Run:
+def _run(args: argparse.Namespace, name: str, mode: str) -> ChaosRun:
     folder = args.workdir / name
     shutil.rmtree(folder, ignore_errors=True)
-    return Run(
+    return ChaosRun(
         folder,
         args.config,
         overrides=(*OVERRIDES, f"--config.steps={args.steps}", f"--config.orchestrator.mode={mode}"),

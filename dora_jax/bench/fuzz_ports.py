@@ -25,7 +25,7 @@ from typing import Any
 
 import psutil
 
-from dora_jax.bench.gang_run import LOST, Run, new_parser, running, settle
+from dora_jax.bench.gang_run import LOST, WatchedRun, new_parser, running, settle
 
 HELD = 64  # connections that a thread keeps open and silent
 HELD_S = 20.0
@@ -133,7 +133,7 @@ def main() -> None:
     settle(run, said)
 
 
-def _look(run: Run, fuzzer: Fuzzer, owners: dict[tuple[str, int], str], files: collections.Counter[str]) -> None:
+def _look(run: WatchedRun, fuzzer: Fuzzer, owners: dict[tuple[str, int], str], files: collections.Counter[str]) -> None:
     run.look()
     if run.process.poll() is not None:
         raise RuntimeError(f"the controller has ended: {run.console.read_text()[-3000:]}")

@@ -26,7 +26,7 @@ import signal
 import time
 from typing import Any
 
-from dora_jax.bench.gang_run import PROCESSES, Run, new_parser, running, settle
+from dora_jax.bench.gang_run import PROCESSES, WatchedRun, new_parser, running, settle
 from dora_jax.runtime.durability.object_storage import WANTED
 
 KINDS = (
@@ -66,7 +66,7 @@ def main() -> None:
     settle(run, f"{run.steps} steps")
 
 
-def _strike(run: Run, kind: str, draw: random.Random) -> tuple[float, float, float]:
+def _strike(run: WatchedRun, kind: str, draw: random.Random) -> tuple[float, float, float]:
     """Seconds until the loss is said, a new gang is up, and at work."""
     role, _, blow = kind.partition("-")
     if role == "controller":
@@ -96,7 +96,7 @@ def _strike(run: Run, kind: str, draw: random.Random) -> tuple[float, float, flo
     return said_s, up_s, work_s
 
 
-def _resize(run: Run) -> tuple[float, float, float]:
+def _resize(run: WatchedRun) -> tuple[float, float, float]:
     """Of its seconds the wait for the next look at the number is a part."""
     file, wanted = run.folder / WANTED, sum(name.startswith("rollout") for name in run.pids)
     last = f"rollout {wanted - 1}"
@@ -132,7 +132,7 @@ def _on_slices(slice_type: str, flags: argparse.Namespace) -> list[str]:
     ]
 
 
-def _strike_controller(run: Run) -> tuple[float, float, float]:
+def _strike_controller(run: WatchedRun) -> tuple[float, float, float]:
     """The same command again; the gangs are those that were there."""
     before = dict(run.pids)
     began = time.monotonic()

@@ -37,7 +37,7 @@ LOST = re.compile(r"(trainer|rollout \d+) \(epoch (\d+)\) (?:is lost|has left): 
 
 
 @dataclasses.dataclass
-class Run:
+class WatchedRun:
     """One workdir and the controller that works on it."""
 
     command: list[str]
@@ -105,11 +105,11 @@ def new_parser(doc: str, workdir: str, gangs: int) -> argparse.ArgumentParser:
 
 
 @contextlib.contextmanager
-def running(flags: argparse.Namespace, launcher: Sequence[str] = PROCESSES, slices: Any = None) -> Iterator[Run]:
+def running(flags: argparse.Namespace, launcher: Sequence[str] = PROCESSES, slices: Any = None) -> Iterator[WatchedRun]:
     """The run, with all its gangs up."""
     shutil.rmtree(flags.workdir, ignore_errors=True)
     flags.workdir.mkdir(parents=True)
-    run = Run(
+    run = WatchedRun(
         [
             sys.executable,
             "-m",
@@ -132,7 +132,7 @@ def running(flags: argparse.Namespace, launcher: Sequence[str] = PROCESSES, slic
         run.process.wait(PATIENCE_S)
 
 
-def settle(run: Run, said: str) -> None:
+def settle(run: WatchedRun, said: str) -> None:
     """The last line, with the books; ends the program."""
     books = audit(run.folder / "journal")
     print(f"{said}; exit code {run.process.returncode}; {books}")

@@ -85,7 +85,7 @@ class InstantDevice:
 
 
 @dataclasses.dataclass(frozen=True)
-class Row:
+class HostTime:
     """Milliseconds of a tick, and of a report."""
 
     plan: float
@@ -134,7 +134,7 @@ def new_worker(instance: int, args: argparse.Namespace, context: int, page: int)
     return worker
 
 
-def measured(worker: EngineWorker, ticks: int) -> Row:
+def measured(worker: EngineWorker, ticks: int) -> HostTime:
     engine = worker.engine
     spent: dict[str, list[float]] = {"plan": [], "commit": []}
 
@@ -162,7 +162,7 @@ def measured(worker: EngineWorker, ticks: int) -> Row:
     worker.work()
     report = time.perf_counter() - began - statistics.median(whole)
     plan, commit, tick = (1e3 * statistics.median(times) for times in (spent["plan"], spent["commit"], whole))
-    return Row(plan=plan, commit=commit, rest=tick - plan - commit, report=1e3 * report)
+    return HostTime(plan=plan, commit=commit, rest=tick - plan - commit, report=1e3 * report)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -21,7 +21,7 @@ import statistics
 import time
 from pathlib import Path
 
-from dora_jax.bench.gang_run import Run, new_parser, running, settle
+from dora_jax.bench.gang_run import WatchedRun, new_parser, running, settle
 
 LOOK_S = 0.2
 
@@ -81,7 +81,7 @@ def main() -> None:
     )
 
 
-def _phase(run: Run, trained: Trained, kills: bool, args: argparse.Namespace, draw: random.Random) -> Phase:
+def _phase(run: WatchedRun, trained: Trained, kills: bool, args: argparse.Namespace, draw: random.Random) -> Phase:
     phase = Phase(kills)
     struck: dict[str, tuple[float, list[int]]] = {}  # gang -> when, and its processes
     trained.take()

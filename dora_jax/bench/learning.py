@@ -52,7 +52,7 @@ LAST = 4  # versions at the end of a run whose groups, where they lag, are not t
 RESULT = "groups.json"  # in a run's folder, last: its arguments and every trained group
 
 
-class Group(NamedTuple):
+class AnsweredGroup(NamedTuple):
     """A trained group as the journal has it."""
 
     version: int
@@ -73,7 +73,7 @@ class Curve(NamedTuple):
     idle: np.ndarray  # share of the step for which an instance had nothing to do
     versions: np.ndarray
     heldout: np.ndarray  # at `versions`
-    groups: list[Group]
+    groups: list[AnsweredGroup]
 
 
 def run(folder: Path, mode: str, seed: int, base: Path, steps: int) -> None:
@@ -100,7 +100,9 @@ def run(folder: Path, mode: str, seed: int, base: Path, steps: int) -> None:
     for step in replay(journal, journal.segments(), print).steps:
         for g in step.groups:
             terms = len(re.findall(r"\d+", tokenizer.decode(g.samples[0].prompt_ids)))
-            groups.append(Group(g.version, step.base - g.version, terms, int((g.rewards >= 1).sum()), len(g.rewards)))
+            groups.append(
+                AnsweredGroup(g.version, step.base - g.version, terms, int((g.rewards >= 1).sum()), len(g.rewards))
+            )
     partial = folder / f".{RESULT}.partial"
     partial.write_text(json.dumps({"arguments": arguments, "groups": groups}))
     partial.replace(folder / RESULT)
@@ -130,7 +132,7 @@ def load(folder: Path) -> Curve:
         column(steps, "rollout/idle_share"),
         column(evals, "step"),
         column(evals, "eval/accuracy"),
-        [Group(*g) for g in json.loads((folder / RESULT).read_text())["groups"]],
+        [AnsweredGroup(*g) for g in json.loads((folder / RESULT).read_text())["groups"]],
     )
 
 
@@ -183,7 +185,7 @@ def area(at: np.ndarray, values: np.ndarray, stop: float) -> float:
     return float(np.interp(np.linspace(0.0, stop, 1000), at, values).mean())
 
 
-def by_lag(groups: list[Group], lag: int, than: int) -> list[float]:
+def by_lag(groups: list[AnsweredGroup], lag: int, than: int) -> list[float]:
     """Pass rate at `lag` less that at `than`: raw, within terms, within terms and version.
 
     Strata weigh n m / (n + m), as Mantel and Haenszel's do: those that hold one side only say nothing.

@@ -24,11 +24,11 @@ from dora_jax.bench.migrate import MOVED, NEW, forget, new_engine, next_tokens_s
 from dora_jax.models import decoder
 from dora_jax.rollout.migrate import InFlightSample, without_pages
 from dora_jax.runtime.transfer.device_transfer import Wire
-from dora_jax.runtime.transfer.kv_transfer import CODEC, Layout, fetch, lend
+from dora_jax.runtime.transfer.kv_transfer import CODEC, PageShape, fetch, lend
 from dora_jax.runtime.transfer.transfer_manifest import Key
 
 HERE = "127.0.0.1", b"bench"  # where the wires listen, and what they know each other by
-LAYOUT = Layout(layers=MODEL.n_layers, heads=MODEL.n_kv_heads, head_dim=MODEL.head_dim, dtype="float32")
+LAYOUT = PageShape(layers=MODEL.n_layers, heads=MODEL.n_kv_heads, head_dim=MODEL.head_dim, dtype="float32")
 
 
 def key(sequence: int) -> Key:

@@ -72,7 +72,7 @@ def run_host(end: connection.Connection, trainer: bool, mib: float, folder: str)
 
     jax.config.update("jax_platforms", "cpu")
     jax.config.update("jax_num_cpu_devices", FSDP if trainer else TENSOR)
-    side = TrainerSide(mib, folder) if trainer else InstanceSide(mib, folder)
+    side = PublishingSide(mib, folder) if trainer else InstanceSide(mib, folder)
     answer: Any
     while data := _next(end):
         match item := CODEC.decode(data):
@@ -102,7 +102,7 @@ def _config() -> Any:
     return presets.filled(Config(model=ModelSection(dtype=DTYPE), rollout=rollout))
 
 
-class TrainerSide:
+class PublishingSide:
     """Masters, their copy, and what is offered of it."""
 
     def __init__(self, mib: float, folder: str):

@@ -48,7 +48,7 @@ AGREE = 1e-3  # relative: f32 sums in another order
 
 
 @dataclasses.dataclass(frozen=True)
-class Work:
+class TrainWork:
     name: str
     model: decoder.ModelConfig
     batch: pack.TrainBatch
@@ -59,19 +59,19 @@ class Work:
         return segment_lengths(self.batch.segment_ids)
 
 
-def works() -> list[Work]:
+def works() -> list[TrainWork]:
     rng = np.random.default_rng(0)
     tail = np.exp(rng.normal(np.log(48), 1.1, 32)).astype(int).clip(1, LONGEST - PROMPT)
     return [_work(MODEL, "equal", np.full(16, 256 - PROMPT + 1), rng), _work(MODEL, "long tail", tail, rng)]
 
 
-def real_works(model: decoder.ModelConfig) -> list[Work]:
+def real_works(model: decoder.ModelConfig) -> list[TrainWork]:
     return [_work(model, "2 x 512", np.full(2, 512 - PROMPT + 1), np.random.default_rng(0), group=2)]
 
 
 def _work(
     model: decoder.ModelConfig, name: str, lengths: np.ndarray, rng: np.random.Generator, group: int = GROUP
-) -> Work:
+) -> TrainWork:
     """Groups of random tokens whose log-probs are near those of an untrained model, so that some ratios clip."""
     groups = []
     for group_id in range(len(lengths) // group):
@@ -100,12 +100,12 @@ def _work(
         )
     row = -(-int(lengths.max() + PROMPT - 1) // ROW_UNIT) * ROW_UNIT
     rows = -(-int((lengths + PROMPT - 1).sum()) // row) + 1  # first fit by falling length wastes less than one
-    shape = pack.Layout(rows=rows, tokens=row, micro_batches=1)
+    shape = pack.BatchShape(rows=rows, tokens=row, micro_batches=1)
     batch = pack.pack(groups, shape, Prepare(section(), int(lengths.max())))
     filled = (batch.segment_ids > 0).any(1)
     batch = dataclasses.replace(batch, **{name: x[filled] for name, x in batch.arrays().items()})
     names = ("tokens", "targets", "mask", "behavior_logprobs", "advantages", "loss_weights")
-    return Work(name, model, batch, _one_a_row(batch, names))
+    return TrainWork(name, model, batch, _one_a_row(batch, names))
 
 
 def _one_a_row(batch: pack.TrainBatch, names: tuple[str, ...]) -> dict[str, np.ndarray]:
@@ -133,7 +133,7 @@ def section(micro_batches: int = 1) -> TrainerSection:
 Step = Callable[[], tuple[float, float]]  # one update on the same trajectories -> (loss, gradient norm)
 
 
-def ours(work: Work, params) -> Step:
+def ours(work: TrainWork, params) -> Step:
     mesh = sharding.make_mesh(jax.devices()[:1], 1, 1, 1)
     micro_batches = 1 if work.model == MODEL else len(work.batch.tokens)
     trainer = step.Trainer(work.model, section(micro_batches), mesh, params, total_steps=1000)
@@ -146,7 +146,7 @@ def ours(work: Work, params) -> Step:
     return run
 
 
-class External:
+class RivalTrainer:
     """torch in its own interpreter: one JSON line in (a work), one out (seconds, loss, gradient norm)."""
 
     def __init__(self, folder: Path, install: bool):
@@ -163,7 +163,7 @@ class External:
             [str(found), str(script), str(folder)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
         )
 
-    def ask(self, work: Work) -> tuple[float, float, float]:
+    def ask(self, work: TrainWork) -> tuple[float, float, float]:
         line = json.dumps({name: x.tolist() for name, x in work.padded.items()} | {"name": work.name})
         print(line, file=self._process.stdin, flush=True)
         assert self._process.stdout is not None
@@ -201,7 +201,7 @@ def main() -> None:
         folder = smollm.folder() if args.smollm else Path(temporary) / "model"
         if not args.smollm:
             hf.save(folder, MODEL, params)
-        external = External(folder, args.install) if "transformers" in rivals else None
+        external = RivalTrainer(folder, args.install) if "transformers" in rivals else None
         peak = flop_speed()
         print(f"measured: {peak / 1e9:.0f} GFLOP/s; jax {jax.__version__}; tokens/s (MFU) of one update")
         print(
@@ -218,7 +218,7 @@ def main() -> None:
         print_memory()
 
 
-def measure(work: Work, params, rivals: list[str], external: External | None, rounds: int) -> list[float]:
+def measure(work: TrainWork, params, rivals: list[str], external: RivalTrainer | None, rounds: int) -> list[float]:
     """Seconds of the best update of each; refuses to compare what does not compute the same."""
     runs: list[Step] = [ours(work, params)]
     runs += [plain_step.runner(work.model, params, work.padded) for name in rivals if name == "plain"]
@@ -238,7 +238,7 @@ def measure(work: Work, params, rivals: list[str], external: External | None, ro
     return [min(taken) for taken in times]
 
 
-def print_row(work: Work, times: list[float], peak: float) -> None:
+def print_row(work: TrainWork, times: list[float], peak: float) -> None:
     tokens, needed = int(work.lengths.sum()), update_costs.model_flops(work.model, work.lengths)
     cells = [f"{tokens / t:.0f} ({needed / t / peak:.0%})" for t in times]
     shares = [tokens / work.batch.tokens.size, tokens / work.padded["tokens"].size]

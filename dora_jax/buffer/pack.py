@@ -62,7 +62,7 @@ class Routes(Protocol):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Layout:
+class BatchShape:
     """The static shape of a step's batch."""
 
     rows: int  # B
@@ -90,7 +90,7 @@ def layout(
     shards: int = 1,
     share_prompts: bool = False,
     skip_zero_advantage: bool = False,
-) -> Layout:
+) -> BatchShape:
     """rows 0: enough for `samples` of `max_tokens` each (prompt and response), rounded up to the mesh."""
     longest = max_tokens - 1
     if longest > pack_tokens:
@@ -102,7 +102,7 @@ def layout(
     needed = rows or math.ceil(samples / (pack_tokens // longest))
     if rows and rows % unit:
         raise ValueError(f"trainer.rows={rows} is not a multiple of micro_batches x data-parallel shards = {unit}")
-    return Layout(
+    return BatchShape(
         rows=-(-needed // unit) * unit,
         tokens=pack_tokens,
         micro_batches=micro_batches,
@@ -128,7 +128,7 @@ class Sequences:
     grad_sq: np.ndarray | None = None  # |grad log pi|^2 of the trajectory, in every column
 
 
-class Estimate(Protocol):
+class Prepared(Protocol):
     """What an objective makes of the trajectories."""
 
     advantages: np.ndarray  # f32[n] or [n, T]
@@ -139,7 +139,7 @@ class Estimate(Protocol):
 class Objective(Protocol):
     """The trainer's part in packing; see `trainer.prepare.Prepare`."""
 
-    def estimate(self, sequences: Sequences) -> Estimate: ...
+    def estimate(self, sequences: Sequences) -> Prepared: ...
 
     def token_weights(self, mask: np.ndarray, segment_ids: np.ndarray, group_ids: np.ndarray) -> np.ndarray: ...
 
@@ -147,19 +147,21 @@ class Objective(Protocol):
 Score = Callable[[TrainBatch], dict[str, np.ndarray]]  # -> old_logprobs, ref_logprobs, values [B, L] (those in use)
 
 
-def pack(groups: Sequence[ScoredGroup], shape: Layout, objective: Objective, score: Score | None = None) -> TrainBatch:
+def pack(
+    groups: Sequence[ScoredGroup], shape: BatchShape, objective: Objective, score: Score | None = None
+) -> TrainBatch:
     """The batch of a step of one update, or of an update that takes its groups before the others are there."""
     return pack_step([groups], shape, objective, score)[0]
 
 
 def pack_step(
-    updates: Sequence[Sequence[ScoredGroup]], shape: Layout, objective: Objective, score: Score | None = None
+    updates: Sequence[Sequence[ScoredGroup]], shape: BatchShape, objective: Objective, score: Score | None = None
 ) -> tuple[TrainBatch, ...]:
     """A batch for the groups of each optimizer update. Advantages are of the whole step, denominators of each update.
 
     `score`, where the objective needs it, runs the models on the packed rows first.
     """
-    parts = [_Part.of(sorted(groups, key=lambda g: g.group_id), shape, score) for groups in updates]
+    parts = [_PackedUpdate.of(sorted(groups, key=lambda g: g.group_id), shape, score) for groups in updates]
     longest = max(part.spread.longest for part in parts)
     every = [part.sequences(longest) for part in parts]
     estimate = objective.estimate(Sequences(**{name: np.concatenate([s[name] for s in every]) for name in every[0]}))
@@ -172,11 +174,11 @@ def pack_step(
 # ---------------------------------------------------------------- private
 
 
-class _Part:
+class _PackedUpdate:
     """The groups of one update in their rows, before they have advantages."""
 
     @classmethod
-    def of(cls, groups: Sequence[ScoredGroup], shape: Layout, score: Score | None) -> _Part:
+    def of(cls, groups: Sequence[ScoredGroup], shape: BatchShape, score: Score | None) -> _PackedUpdate:
         return cls(
             [sample for group in groups for sample in group.samples],
             shape,
@@ -186,7 +188,7 @@ class _Part:
         )
 
     def __init__(
-        self, samples: list[Sample], shape: Layout, score: Score | None, rewards: np.ndarray, group_ids: np.ndarray
+        self, samples: list[Sample], shape: BatchShape, score: Score | None, rewards: np.ndarray, group_ids: np.ndarray
     ):
         self.samples, self._shape, self._rewards, self._group_ids = samples, shape, rewards, group_ids
         places = _places(_items(self.samples, shape.share_prompts), shape)
@@ -205,7 +207,7 @@ class _Part:
             "truncated": np.array([s.finish == "length" for s in self.samples]),
         } | {name: self.spread.gather(np.asarray(x), longest) for name, x in per_token.items()}
 
-    def batch_of(self, estimate: Estimate, mine: slice, objective: Objective) -> TrainBatch:
+    def batch_of(self, estimate: Prepared, mine: slice, objective: Objective) -> TrainBatch:
         """`mine`: the rows of the step's estimate that are of this update."""
         spread = self.spread
         mask, advantages = estimate.mask[mine], estimate.advantages[mine]
@@ -223,7 +225,9 @@ class _Part:
     def _only(self, moving: np.ndarray, mask: np.ndarray, advantages: np.ndarray, weights: np.ndarray) -> TrainBatch:
         """The batch of the samples that move the weights; of the first one where none does, for its metrics."""
         kept = np.flatnonzero(moving) if moving.any() else np.array([0])
-        part = _Part([self.samples[i] for i in kept], self._shape, None, self._rewards[kept], self._group_ids[kept])
+        part = _PackedUpdate(
+            [self.samples[i] for i in kept], self._shape, None, self._rewards[kept], self._group_ids[kept]
+        )
         placed, weights = part.spread.responses(mask[kept], bool), part.spread.responses(weights[kept], np.float32)
         batch = part._batch_with(placed, advantages[kept], weights)
         return dataclasses.replace(batch, group_ids=tuple(dict.fromkeys(self._group_ids.tolist())))
@@ -264,7 +268,7 @@ def _items(samples: Sequence[Sample], share_prompts: bool) -> list[_Item]:
 
 
 @dataclasses.dataclass(frozen=True)
-class _Place:
+class _PackedPlace:
     row: Row
     start: int  # of the sample's own tokens
     segment: int
@@ -281,23 +285,23 @@ class _Bin:
         self._row, self._tokens, self._segments = row, tokens, 0
         self._prompts: dict[bytes, tuple[int, int]] = {}  # start and segment
 
-    def place(self, item: _Item) -> _Place:
+    def place(self, item: _Item) -> _PackedPlace:
         if item.shared and item.prompt not in self._prompts:
             self._prompts[item.prompt] = self._take(item.shared)
-        return _Place(self._row, *self._take(item.length), item.shared, *self._prompts.get(item.prompt, (0, 0)))
+        return _PackedPlace(self._row, *self._take(item.length), item.shared, *self._prompts.get(item.prompt, (0, 0)))
 
     def _take(self, tokens: int) -> tuple[int, int]:
         start, self.free, self._segments = self._tokens - self.free, self.free - tokens, self._segments + 1
         return start, self._segments
 
 
-def _places(items: Sequence[_Item], shape: Layout) -> list[_Place]:
+def _places(items: Sequence[_Item], shape: BatchShape) -> list[_PackedPlace]:
     """First fit by falling length, samples that share a prompt one after another and first into rows that hold it.
 
     Ties by index, so the same samples always land in the same place."""
     bins: list[_Bin] = []
     rows = shape.row_order()
-    places: list[_Place | None] = [None] * len(items)
+    places: list[_PackedPlace | None] = [None] * len(items)
     holding: dict[bytes, list[_Bin]] = collections.defaultdict(list)
     total = collections.Counter()
     for item in items:
@@ -322,7 +326,7 @@ def _places(items: Sequence[_Item], shape: Layout) -> list[_Place]:
 class _Spread:
     """Moves per-trajectory arrays [n] or [n, T] to the packed rows [B, L], and back."""
 
-    def __init__(self, samples: Sequence[Sample], places: Sequence[_Place], shape: Layout):
+    def __init__(self, samples: Sequence[Sample], places: Sequence[_PackedPlace], shape: BatchShape):
         self._shape = (shape.rows, shape.tokens)
         self._first = [place.start + len(s.prompt_ids) - 1 - place.shared for s, place in zip(samples, places)]
         self._rows = [place.row for place in places]
@@ -357,7 +361,7 @@ class _Spread:
 
 
 def _tokens(
-    samples: Sequence[Sample], places: Sequence[_Place], spread: _Spread, shape: Layout
+    samples: Sequence[Sample], places: Sequence[_PackedPlace], spread: _Spread, shape: BatchShape
 ) -> dict[str, np.ndarray]:
     names = ("tokens", "targets", "segment_ids", "positions") + ("prefix_ids",) * shape.share_prompts
     batch = {name: spread.zeros(np.int32) for name in names}

@@ -18,7 +18,7 @@ class Mover(NamedTuple):
     pages: int  # it needs at its destination
 
 
-class Source(NamedTuple):
+class EmptiedInstance(NamedTuple):
     """An instance to be emptied."""
 
     id: InstanceId
@@ -35,7 +35,9 @@ class Sink(NamedTuple):
     speed: float
 
 
-def plan_moves(sources: list[Source], sinks: list[Sink], limit: int) -> list[tuple[SampleId, InstanceId, InstanceId]]:
+def plan_moves(
+    sources: list[EmptiedInstance], sinks: list[Sink], limit: int
+) -> list[tuple[SampleId, InstanceId, InstanceId]]:
     """(sample, src, dst): sources with the fewest samples first, the longest sample first onto the least loaded sink.
     `limit` bounds the moves of one step; the next trigger goes on."""
     heap = [(s.used / (s.slots * s.speed), s.id, s.used, s.slots, s.free_pages, s.speed) for s in sinks]
@@ -51,7 +53,7 @@ def plan_moves(sources: list[Source], sinks: list[Sink], limit: int) -> list[tup
     return moves
 
 
-def _place(source: Source, heap: list) -> list[tuple[SampleId, InstanceId, InstanceId]] | None:
+def _place(source: EmptiedInstance, heap: list) -> list[tuple[SampleId, InstanceId, InstanceId]] | None:
     """Moves for all samples of `source`; None if they do not fit (`heap` is then used up)."""
     placed = []
     for mover in sorted(source.movers, key=lambda m: (-m.tokens, m.id)):

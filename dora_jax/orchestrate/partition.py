@@ -104,12 +104,12 @@ def plan_partition(
     """
     mean = sum(seat.capacity for seat in seats) / len(seats)
     missing = {version: share * mean for version, share in shares.items()}
-    spare = [_Place(0, 0, seat, None) for seat in seats if seat.free > 0]
-    kept: list[_Place] = []
+    spare = [_Candidate(0, 0, seat, None) for seat in seats if seat.free > 0]
+    kept: list[_Candidate] = []
     for version in sorted({v for seat in seats for v, _ in seat.samples}):
         hosts = sorted((seat for seat in seats if version in dict(seat.samples)), key=_kept_first(version, newest))
         for i, seat in enumerate(hosts):
-            place = _Place(1, dict(seat.samples)[version], seat, version)
+            place = _Candidate(1, dict(seat.samples)[version], seat, version)
             if missing.get(version, 0.0) > (seat.capacity / 2 if i else 0.0):
                 missing[version] -= seat.capacity
                 kept.append(place)
@@ -137,7 +137,7 @@ def plan_partition(
     return changes
 
 
-class _Place(NamedTuple):
+class _Candidate(NamedTuple):
     """Where a version may be loaded."""
 
     taken: int  # 0: beside what the instance holds
@@ -146,7 +146,7 @@ class _Place(NamedTuple):
     leaving: Version | None
 
 
-def _may_load(version: Version, place: _Place, changes: dict) -> bool:
+def _may_load(version: Version, place: _Candidate, changes: dict) -> bool:
     return place.seat.id not in changes and version not in dict(place.seat.samples)
 
 

@@ -158,13 +158,13 @@ def _move(s: State, version: Version) -> None:
         _issue_moves(s, migration.plan_moves(sources, sinks, MOVES_A_STEP))
 
 
-def _source(s: State, host: Host, version: Version) -> migration.Source:
+def _source(s: State, host: Host, version: Version) -> migration.EmptiedInstance:
     """The samples to take off `host`: all of the version, or none where that is not possible or not worth it."""
     units = [u for u in s.fleet.settle(host) if u.version == version]
     if not units or host.incoming or not all(map(_movable, units)) or not _worth_moving(s, host, units):
-        return migration.Source(host.id, [])
+        return migration.EmptiedInstance(host.id, [])
     movers = [migration.Mover(u.id, u.tokens, s.fleet.measured.pages(host.page_size, u.tokens)) for u in units]
-    return migration.Source(host.id, movers)
+    return migration.EmptiedInstance(host.id, movers)
 
 
 def _movable(unit: Unit) -> bool:

@@ -58,7 +58,7 @@ def new_adapter(engine: Engine, version: Version, *, max_new_tokens: int, bos_id
     """
     engine_api = import_jetstream()
 
-    class Tokenizer:
+    class NoTokenizer:
         """Ids in, ids out: requests carry token ids."""
 
         stop_tokens = set(engine.eos_ids)
@@ -71,7 +71,7 @@ def new_adapter(engine: Engine, version: Version, *, max_new_tokens: int, bos_id
 
     class Adapter(_Adapter, engine_api.Engine):
         result_tokens = engine_api.ResultTokens
-        tokenizer = Tokenizer
+        tokenizer = NoTokenizer
 
     return Adapter(engine, version, max_new_tokens)
 

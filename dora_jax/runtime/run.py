@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
-from dora_jax.buffer.pack import Layout, layout, pack_step
+from dora_jax.buffer.pack import BatchShape, layout, pack_step
 from dora_jax.config import Config, blame
 from dora_jax.models import decoder, sharding
 from dora_jax.models.config import ModelConfig
@@ -178,7 +178,7 @@ def updates_apart(config: Config) -> int:
     return updates if may_start_early(config.trainer) and divides and not config.task.shuffle_rewards else 1
 
 
-def batch_layout(config: Config, shards: int) -> Layout:
+def batch_layout(config: Config, shards: int) -> BatchShape:
     """The static shape of one optimizer update's batch, for so many data-parallel shards."""
     section, rollout = config.trainer, config.rollout
     samples = -(-config.orchestrator.groups_per_step // section.updates) * config.orchestrator.group_size

@@ -33,7 +33,7 @@ from dora_jax.exits import Stop
 from dora_jax.models import decoder, hf, sharding
 from dora_jax.models.logits import target_logprobs
 from dora_jax.ops.segment_attention import segment_attention
-from dora_jax.runtime.warm_start_data import Pair, Rows, examples, make_tokenizer, pack_rows, row_order
+from dora_jax.runtime.warm_start_data import Pair, TextRows, examples, make_tokenizer, pack_rows, row_order
 from dora_jax.tokenizer import Tokenizer
 from dora_jax.trainer import checkpoint, optim
 from dora_jax.trainer.model import layers_of
@@ -77,7 +77,7 @@ def run(config: Config, workdir: Path, progress: Progress, stepped: Callable[[],
 # -------------------------------------------------------------- training
 
 
-class State(NamedTuple):
+class WarmStartState(NamedTuple):
     """What a dispatch leaves; its arrays are valid until the next."""
 
     params: Any
@@ -126,7 +126,7 @@ def _train(
     return state.losses
 
 
-def _identity(section: SftSection, data: Rows, order: np.ndarray, params: Any) -> str:
+def _identity(section: SftSection, data: TextRows, order: np.ndarray, params: Any) -> str:
     """Of everything that the result depends on."""
     fields = {**dataclasses.asdict(section), "out": ""}
     return hashlib.sha256(
@@ -142,7 +142,7 @@ class _Kept:
         self._saved_s = time.monotonic()
         self._writer: Any = None
 
-    def load(self, fresh: State) -> State:
+    def load(self, fresh: WarmStartState) -> WarmStartState:
         """Where an earlier run was, on the devices of `fresh`, the beginning; that one where no run was stopped."""
         step = checkpoint.latest(self._folder, full=True)
         if step is None:
@@ -155,16 +155,16 @@ class _Kept:
         params, moments = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), fresh[:2])
         found = checkpoint.restore(self._folder, step, params, moments)
         self._notify(f"warm start: goes on from step {step}")
-        return State(found.params, found.opt_state, told["losses"])
+        return WarmStartState(found.params, found.opt_state, told["losses"])
 
-    def poll(self, state: State) -> None:
+    def poll(self, state: WarmStartState) -> None:
         """Saves now and then, in the background."""
         if time.monotonic() - self._saved_s < SAVE_PERIOD_S:
             return
         self._saved_s = time.monotonic()
         self._save(state)
 
-    def keep(self, state: State) -> None:
+    def keep(self, state: WarmStartState) -> None:
         """Returns when it is on the disk, or why it is not has been said."""
         self._save(state)
         self._close()
@@ -173,7 +173,7 @@ class _Kept:
         self._close()
         shutil.rmtree(self._folder, ignore_errors=True)
 
-    def _save(self, state: State) -> None:
+    def _save(self, state: WarmStartState) -> None:
         if self._writer is None:
             self._writer = checkpoint.Checkpoints(self._folder, CheckpointSection(keep=1), self._notify)
         self._writer.wait()
@@ -205,8 +205,8 @@ def _model(config: Config, tokenizer_size: int, mesh: Any) -> tuple[Any, Any]:
 
 
 def _steps(
-    cfg: Any, section: SftSection, mesh: Any, params: Any, data: Rows, order: np.ndarray, kept: _Kept
-) -> Iterator[State]:
+    cfg: Any, section: SftSection, mesh: Any, params: Any, data: TextRows, order: np.ndarray, kept: _Kept
+) -> Iterator[WarmStartState]:
     """Yields the state after each dispatch, from where an earlier run was; donates params."""
     rate = optim.schedule("cosine", section.learning_rate, section.warmup_steps, section.steps)
     tx = optim.optimizer(rate, b1=0.9, b2=0.98, eps=1e-8, weight_decay=0.01, max_grad_norm=1.0)
@@ -215,22 +215,22 @@ def _steps(
     specs = sharding.param_specs(cfg, mesh)
     moments = jax.jit(tx.init, out_shardings=optim.state_shardings(tx, params, specs, replicated))(params)
     dispatch = jax.jit(functools.partial(_dispatch, cfg, sharding.batch_spec(mesh), tx), donate_argnums=(0, 1))
-    params, moments, past = kept.load(State(params, moments, []))
+    params, moments, past = kept.load(WarmStartState(params, moments, []))
     for start in range(len(past), len(order), STEPS_PER_DISPATCH):
         chosen = jax.device_put(order[start : start + STEPS_PER_DISPATCH], replicated)
         params, moments, losses = dispatch(params, moments, rows, chosen)
         past = past + np.asarray(losses).tolist()
-        yield State(params, moments, past)
+        yield WarmStartState(params, moments, past)
 
 
 def _dispatch(
-    cfg: Any, spec: Any, tx: Any, params: Any, moments: Any, rows: Rows, order_SxB: Any
+    cfg: Any, spec: Any, tx: Any, params: Any, moments: Any, rows: TextRows, order_SxB: Any
 ) -> tuple[Any, Any, Any]:
     """S optimizer steps; donates params and moments."""
 
     def step(carry: tuple[Any, Any], chosen_B: Any) -> tuple[tuple[Any, Any], Any]:
         params, moments = carry
-        batch = jax.lax.with_sharding_constraint(Rows(*(x[chosen_B] for x in rows)), spec)
+        batch = jax.lax.with_sharding_constraint(TextRows(*(x[chosen_B] for x in rows)), spec)
         loss, grads = jax.value_and_grad(functools.partial(_loss, cfg))(params, batch)
         updates, moments = tx.update(grads, moments, params)
         return (optax.apply_updates(params, updates), moments), loss
@@ -239,7 +239,7 @@ def _dispatch(
     return params, moments, losses
 
 
-def _loss(cfg: Any, params: Any, batch: Rows) -> Any:
+def _loss(cfg: Any, params: Any, batch: TextRows) -> Any:
     """Mean negative log-prob of the trained tokens."""
     attend = segment_attention(batch.segment_ids, batch.positions)
     hidden = decoder.forward(cfg, layers_of(cfg, params), batch.tokens, batch.positions, attend)

@@ -1,7 +1,7 @@
 """The data of the supervised warm start: texts, the tokenizer that they make, packed rows and their order. No JAX.
 
 Consumes rows of a file, or worked solutions of the config's task; produces (prompt, completion) texts, a folder with a
-tokenizer trained on them, and `Rows`. Laws: none of the texts has a held-out prompt; everything here is a function of
+tokenizer trained on them, and `TextRows`. Laws: none of the texts has a held-out prompt; everything here is a function of
 configuration and seed.
 """
 
@@ -106,7 +106,7 @@ def make_tokenizer(pairs: Sequence[Pair], folder: Path, rows: int = 0) -> Path:
     return folder
 
 
-class Rows(NamedTuple):
+class TextRows(NamedTuple):
     """Packed examples [n, L]; `mask` marks positions whose target is trained on."""
 
     tokens: np.ndarray  # i32
@@ -116,7 +116,7 @@ class Rows(NamedTuple):
     mask: np.ndarray  # bool
 
 
-def pack_rows(pairs: Sequence[tuple[Sequence[int], Sequence[int]]], length: int, pad_id: int) -> Rows:
+def pack_rows(pairs: Sequence[tuple[Sequence[int], Sequence[int]]], length: int, pad_id: int) -> TextRows:
     """(prompt ids, completion ids with the end token), packed in order: an example opens a new row if it must."""
     rows: list[list[int]] = []
     room = 0
@@ -130,7 +130,7 @@ def pack_rows(pairs: Sequence[tuple[Sequence[int], Sequence[int]]], length: int,
         rows[-1].append(i)
         room -= n
     shape = (len(rows), length)
-    out = Rows(
+    out = TextRows(
         np.full(shape, pad_id, np.int32),
         np.full(shape, pad_id, np.int32),
         np.zeros(shape, np.int32),

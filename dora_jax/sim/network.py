@@ -92,7 +92,7 @@ class Speeds:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Published:
+class PublishTimes:
     copy_s: float  # that the next step waits
     home_s: float
     first_s: float  # until the first instance has it in host memory, everything before included
@@ -123,7 +123,7 @@ def speeds_of(
     )
 
 
-def publication(weight_bytes: float, speeds: Speeds, instances: int) -> Published:
+def publication(weight_bytes: float, speeds: Speeds, instances: int) -> PublishTimes:
     """One version to so many instances; those that have it serve the others."""
     copy_s, home_s = weight_bytes / speeds.copy, weight_bytes / speeds.home
     send_s = weight_bytes / min(speeds.into, speeds.out) + weight_bytes / speeds.join
@@ -137,7 +137,7 @@ def publication(weight_bytes: float, speeds: Speeds, instances: int) -> Publishe
         ends.append(network.load(at, source, instance))
         heapq.heappush(free, (ends[-1], order, source))
         heapq.heappush(free, (ends[-1], instance, instance))
-    return Published(
+    return PublishTimes(
         copy_s=copy_s, home_s=home_s, first_s=min(ends), last_s=max(ends), pause_s=weight_bytes / speeds.place
     )
 

@@ -60,7 +60,7 @@ class Workload:
         for task in tasks:
             total += task["share"]
             self._shares.append(total)
-        self._tasks = [_Task(_of_task(section, task)) for task in tasks]
+        self._tasks = [_LengthDistribution(_of_task(section, task)) for task in tasks]
         self._recorded: dict[SampleId, int] = {}
         self._untrainable: frozenset[GroupId] | None = None
         if section.distribution == "journal":
@@ -118,13 +118,13 @@ class Workload:
         return normal(self._seed, LENGTH, group, -1)
 
     @functools.lru_cache(maxsize=KEPT)
-    def _task(self, group: GroupId) -> _Task:
+    def _task(self, group: GroupId) -> _LengthDistribution:
         if len(self._tasks) == 1:
             return self._tasks[0]
         return self._tasks[bisect.bisect(self._shares, uniform(self._seed, TASK, group) * self._shares[-1])]
 
 
-class _Task:
+class _LengthDistribution:
     """One length distribution: quantile(z) of a standard normal deviate, scaled to its mean, cut at the limit."""
 
     def __init__(self, section: WorkloadSection):

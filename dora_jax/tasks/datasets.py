@@ -72,7 +72,7 @@ class Dataset:
         return self._dataset.score_answer(response, entry=entry)
 
 
-class Mixture:
+class CompositeDataset:
     """`composite`: parts by weight. Ours, so that one dataset may appear twice with other parameters."""
 
     def __init__(self, parts: list[tuple[float, Dataset]]):
@@ -95,14 +95,14 @@ class Mixture:
         return self._parts[-1][1]  # rounding of the last sum
 
 
-def open_dataset(name: str, params: Mapping[str, Any]) -> Dataset | Mixture:
+def open_dataset(name: str, params: Mapping[str, Any]) -> Dataset | CompositeDataset:
     """The dataset of this name with these parameters; raises ConfigError in one sentence."""
     if name != "composite":
         return _open_one(name, params, "task.params", "task.name")
     specs = params.get("datasets")
     if set(params) != {"datasets"} or not isinstance(specs, (list, tuple)) or not specs:
         raise ConfigError("task.params: composite takes `datasets`, a tuple of {name, weight, config}, and no more")
-    return Mixture([_part(spec, f"task.params.datasets[{i}]") for i, spec in enumerate(specs)])
+    return CompositeDataset([_part(spec, f"task.params.datasets[{i}]") for i, spec in enumerate(specs)])
 
 
 def _part(spec: Any, field: str) -> tuple[float, Dataset]:
@@ -160,7 +160,7 @@ def known() -> dict[str, tuple[type, type]]:
 
 
 @functools.lru_cache(maxsize=8)
-def _opened(name: str, params_json: str) -> Dataset | Mixture:
+def _opened(name: str, params_json: str) -> Dataset | CompositeDataset:
     return open_dataset(name, json.loads(params_json))
 
 

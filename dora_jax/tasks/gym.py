@@ -1,6 +1,6 @@
 """Stage 1, source of prompts: datasets of reasoning-gym, by name.
 
-Consumes a dataset's name and parameters; produces `Row`s. Training indices are drawn by counter from (seed, group),
+Consumes a dataset's name and parameters; produces `TaskRow`s. Training indices are drawn by counter from (seed, group),
 held-out indices from a stream of their own.
 Laws: the held-out set is the first n distinct uids of its stream; a training draw that meets one is drawn again.
 """
@@ -17,7 +17,7 @@ from dora_jax.config import ConfigError
 from dora_jax.tasks.datasets import open_dataset
 from dora_jax.tasks.identity import identity_hash, uid_of
 from dora_jax.tasks.prompts import Wording
-from dora_jax.tasks.source import Row
+from dora_jax.tasks.source import TaskRow
 
 MAX_REDRAWS = 1000  # draws in a row that meet nothing new before a dataset counts as exhausted
 MIN_TRAINING_SHARE = 0.1  # of draws that must stay outside the held-out set
@@ -44,12 +44,12 @@ class GymSource:
         self._item = {"reasoning_gym": name, "params": dict(params)}
         self._scored_by_dataset = scored_by_dataset
         self._wording = wording
-        self.heldout: list[Row] = []
+        self.heldout: list[TaskRow] = []
         self._excluded = set(exclude)
         self._hold_out(heldout)
         self.heldout_uids = frozenset(row.uid for row in self.heldout)
 
-    def draw(self, stream: str, seed: int, i: int) -> Row:
+    def draw(self, stream: str, seed: int, i: int) -> TaskRow:
         for attempt in range(MAX_REDRAWS):
             row = self._row(stream, seed, i, attempt)
             if row.uid not in self._excluded:
@@ -94,14 +94,14 @@ class GymSource:
                 "these task.params; widen them or lower it"
             )
 
-    def _row(self, stream: str, seed: int, i: int, attempt: int) -> Row:
+    def _row(self, stream: str, seed: int, i: int, attempt: int) -> TaskRow:
         index = identity_hash(stream, seed, i, attempt) % self._dataset.size
         entry = self._dataset.entry(index)
         question = self._wording.question(entry["question"])
         answer = entry["answer"]
         if self._scored_by_dataset:  # names the item, which the reward worker makes again
             answer = {**self._item, "index": index, "answer": answer}
-        return Row(
+        return TaskRow(
             uid=uid_of(question),
             task=entry["metadata"]["source_dataset"],
             question=question,

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from dora_jax.config import TaskPart, TaskSection
-    from dora_jax.tasks.source import Row, Source
+    from dora_jax.tasks.source import Source, TaskRow
 
 OWN = ("name", "params", "path", "heldout_path", "extract")  # fields of a section that each entry has for itself
 
@@ -76,7 +76,7 @@ class Mixture:
         self.heldout_uids = uids - exclude
         self.heldout = _in_turn([list(source.heldout) for source in self._sources.values()])
 
-    def draw(self, stream: str, seed: int, i: int) -> Row:
+    def draw(self, stream: str, seed: int, i: int) -> TaskRow:
         turn, at = divmod(i, len(self._cycle))
         name = self._cycle[at]
         return self._sources[name].draw(f"{stream} {name}", seed, turn * self._weights[name] + self._earlier[at])
@@ -86,7 +86,7 @@ def _even_share(total: int, among: int, order: int) -> int:
     return total // among + (order < total % among)
 
 
-def _in_turn(lists: list[list[Row]]) -> list[Row]:
+def _in_turn(lists: list[list[TaskRow]]) -> list[TaskRow]:
     """The first of each, then the second of each: the beginning of it is a fair part of all."""
     longest = max(map(len, lists))
     return [rows[i] for i in range(longest) for rows in lists if i < len(rows)]

@@ -18,7 +18,7 @@ from dora_jax.config import ConfigError, TaskSection
 from dora_jax.tasks import worked_solutions
 from dora_jax.tasks.identity import Question, identity_hash, share_hash, shorten
 from dora_jax.tasks.render import NeverEnds, Renderer
-from dora_jax.tasks.source import Row, Source
+from dora_jax.tasks.source import Source, TaskRow
 from dora_jax.types import GroupId, Prompt, is_eval, issued_first_as
 
 if TYPE_CHECKING:
@@ -159,13 +159,13 @@ class Task:
         slip_seed = identity_hash("slip where", self._seed, i) if slips else None
         return text, worked_solutions.solution(row, slip_seed=slip_seed, answer_only=answer_only)
 
-    def _row(self, group_id: GroupId) -> Row:
+    def _row(self, group_id: GroupId) -> TaskRow:
         if not is_eval(group_id):
             return self.source.draw("train", self._seed, issued_first_as(group_id))
         if not self._heldout:
             raise ValueError(f"group {group_id} is held-out, and {self.source.name} was opened with none held out")
         return self._heldout[(-1 - group_id) % len(self._heldout)]
 
-    def _encode(self, row: Row) -> tuple[str, list[int]]:
+    def _encode(self, row: TaskRow) -> tuple[str, list[int]]:
         text = self._wording.text(row.question)
         return text, self._wording.token_ids(text)

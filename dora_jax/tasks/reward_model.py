@@ -89,7 +89,7 @@ class RewardModel:
 
     # ------------------------------------------------------------ private
 
-    def _batch(self, texts: Sequence[np.ndarray], places: Sequence[_Place], first: int) -> list[jax.Array]:
+    def _batch(self, texts: Sequence[np.ndarray], places: Sequence[_ScoredPlace], first: int) -> list[jax.Array]:
         """Tokens, segment ids and positions i32[B, L] of the rows from `first` on."""
         tokens, segments, positions = (np.zeros(self._shape, np.int32) for _ in range(3))
         for text, place in zip(texts, places):
@@ -186,7 +186,7 @@ class ModelScorer:
         return dataclasses.replace(group, rewards=group.rewards + term, parts={**group.parts, TERM: term})
 
 
-class _Place(NamedTuple):
+class _ScoredPlace(NamedTuple):
     row: int  # over all batches of the group
     start: int
     segment: int  # 1.. within the row
@@ -198,15 +198,15 @@ def _failure(group: ScoredGroup, reason: str, kind: str) -> GroupFailure:
     )
 
 
-def _places(lengths: Sequence[int], tokens: int) -> list[_Place]:
+def _places(lengths: Sequence[int], tokens: int) -> list[_ScoredPlace]:
     """First fit by falling length, ties by index; as many rows as that takes."""
     used: list[tuple[int, int]] = []  # (tokens, segments) of each row
-    places: dict[int, _Place] = {}
+    places: dict[int, _ScoredPlace] = {}
     for i in sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)):
         row = next((r for r, (length, _) in enumerate(used) if length + lengths[i] <= tokens), len(used))
         used += [(0, 0)] if row == len(used) else []
         start, segments = used[row]
-        places[i] = _Place(row, start, segments + 1)
+        places[i] = _ScoredPlace(row, start, segments + 1)
         used[row] = start + lengths[i], segments + 1
     return [places[i] for i in range(len(lengths))]
 

@@ -23,7 +23,7 @@ from typing import Any
 from dora_jax.config import ConfigError, TaskSection
 from dora_jax.tasks.identity import identity_hash, shorten, uid_of
 from dora_jax.tasks.prompts import Wording
-from dora_jax.tasks.source import Row
+from dora_jax.tasks.source import TaskRow
 
 FEISTEL_ROUNDS = 4  # of a keyed permutation: enough to look random
 
@@ -57,7 +57,7 @@ class RowsSource:
         read = [
             self._read(Path(path), section.max_bad_rows_share, wording, supervised, quarantine_path) for path in files
         ]
-        distinct: dict[str, Row] = {}  # the first row of each uid
+        distinct: dict[str, TaskRow] = {}  # the first row of each uid
         for row in read[-1]:
             if row.uid not in exclude:
                 distinct.setdefault(row.uid, row)
@@ -79,14 +79,14 @@ class RowsSource:
                 f"{self.name} has no prompt left to train on: task.heldout takes all distinct ones, of this file or of another"
             )
 
-    def draw(self, stream: str, seed: int, i: int) -> Row:
+    def draw(self, stream: str, seed: int, i: int) -> TaskRow:
         n = len(self._training)
         epoch, position = divmod(i, n)
         return self._training[permuted(position, n, stream, seed, epoch)]
 
     def _read(
         self, path: Path, max_bad_share: float, wording: Wording, supervised: bool, quarantine_path: Path
-    ) -> list[Row]:
+    ) -> list[TaskRow]:
         good, bad, total = [], [], 0
         for line, raw in read_rows(path):
             total += 1
@@ -166,7 +166,7 @@ def _read_parquet(path: Path) -> Iterator[tuple[int, Any]]:
         raise ValueError(f"{path} is not a whole parquet file: {error}") from error
 
 
-def _row(raw: Any, wording: Wording, supervised: bool, default_task: str) -> Row:
+def _row(raw: Any, wording: Wording, supervised: bool, default_task: str) -> TaskRow:
     """ValueError names what is wrong with the row."""
     if isinstance(raw, str):
         raise ValueError("not a JSON object in UTF-8")
@@ -186,7 +186,9 @@ def _row(raw: Any, wording: Wording, supervised: bool, default_task: str) -> Row
     if not isinstance(raw.get("id"), (str, int, type(None))):
         raise ValueError("id is neither a text nor a whole number")
     question = wording.question(_prompt(raw.get("prompt")))
-    return Row(uid=uid_of(question), task=task or default_task, question=question, answer=answer, solution=completion)
+    return TaskRow(
+        uid=uid_of(question), task=task or default_task, question=question, answer=answer, solution=completion
+    )
 
 
 def _prompt(prompt: Any) -> Any:

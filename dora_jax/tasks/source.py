@@ -11,7 +11,7 @@ from dora_jax.tasks.identity import Question
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Row:
+class TaskRow:
     """One question of a source, before the template."""
 
     uid: str
@@ -24,10 +24,10 @@ class Row:
 
 class Source(Protocol):
     name: str
-    heldout: Sequence[Row]  # distinct uids
+    heldout: Sequence[TaskRow]  # distinct uids
     heldout_uids: frozenset[str]
 
-    def draw(self, stream: str, seed: int, i: int) -> Row:
+    def draw(self, stream: str, seed: int, i: int) -> TaskRow:
         """Number i of an endless stream, pure in its arguments; never a held-out uid."""
 
     def exclude(self, uids: AbstractSet[str]) -> None:

@@ -12,7 +12,7 @@ import random
 from collections.abc import Callable
 from typing import Any
 
-from dora_jax.tasks.source import Row
+from dora_jax.tasks.source import TaskRow
 
 ANSWER_MARK = "#### "
 SLIP_TRIES = 16  # a slip may cancel out (a common divisor may survive it): so many places are tried
@@ -21,7 +21,7 @@ Entry = dict[str, Any]
 Slip = random.Random | None  # decides where and how; None: no slip
 
 
-def solution(row: Row, *, slip_seed: int | None = None, answer_only: bool = False) -> str:
+def solution(row: TaskRow, *, slip_seed: int | None = None, answer_only: bool = False) -> str:
     """The row's own completion, else its worked solution; the bare answer only where asked for."""
     if row.solution is not None:
         return row.solution
@@ -35,7 +35,7 @@ def solution(row: Row, *, slip_seed: int | None = None, answer_only: bool = Fals
     return _worked(SOLVERS[row.task], row.entry, slip_seed)
 
 
-def _answer_of(row: Row) -> str:
+def _answer_of(row: TaskRow) -> str:
     answer = row.entry["answer"] if row.entry is not None else row.answer
     return answer if isinstance(answer, str) else str(answer)
 

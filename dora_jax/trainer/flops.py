@@ -79,7 +79,7 @@ def _times(eqn: Any, loops: int) -> int:
     return eqn.params["mesh"].size if eqn.primitive.name == "shard_map" else 1  # its inner shapes are one device's
 
 
-class Meter:
+class FlopsMeter:
     """Adds up the updates of a step."""
 
     def __init__(self, cfg: ModelConfig, mesh: Any, peak_tflops: float = 0.0):

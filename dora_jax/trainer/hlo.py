@@ -59,7 +59,7 @@ class Traffic:
 
 
 @dataclasses.dataclass(frozen=True)
-class Kernel:
+class CustomCall:
     """A custom call, of which XLA knows neither FLOPs nor cycles; all that have one name together."""
 
     name: str
@@ -67,7 +67,7 @@ class Kernel:
     bytes: int  # operands and results of all runs, what is updated in place once
 
 
-class Program:
+class CompiledText:
     """A compiled program's text. `loops`: how often a loop runs whose count is only known at run time."""
 
     def __init__(self, text: str, loops: int = 1):
@@ -96,7 +96,7 @@ class Program:
         found = ((runs, int(n)) for _, runs, line in self._lines() for n in _CYCLES.findall(line))
         return sum(runs * n for runs, n in found if n < NO_ESTIMATE)
 
-    def kernels(self) -> tuple[Kernel, ...]:
+    def kernels(self) -> tuple[CustomCall, ...]:
         counts: collections.Counter[str] = collections.Counter()
         sizes: collections.Counter[str] = collections.Counter()
         for _, runs, line in self._lines():
@@ -105,7 +105,7 @@ class Program:
                 name = _name(match[2], line)
                 counts[name] += runs
                 sizes[name] += runs * _moved(match[1], line)
-        return tuple(Kernel(name, counts[name], sizes[name]) for name in sorted(counts))
+        return tuple(CustomCall(name, counts[name], sizes[name]) for name in sorted(counts))
 
     def _lines(self) -> Iterator[tuple[str, int, str]]:
         for name, lines in self._bodies.items():

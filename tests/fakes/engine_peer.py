@@ -9,12 +9,12 @@ from tests.fakes.wire_peer import new_wire
 
 def main():
     from dora_jax.runtime.codec import Codec
-    from dora_jax.runtime.transfer.kv_transfer import CODEC, Layout, fetch
+    from dora_jax.runtime.transfer.kv_transfer import CODEC, PageShape, fetch
     from dora_jax.runtime.transfer.transfer_manifest import Key
 
     engine, wire = engine_rig.shared_engine("a"), new_wire()
     engine.load(0, engine_rig.weights(engine))
-    layout = Layout(layers=2, heads=2, head_dim=16, dtype="float32")
+    layout = PageShape(layers=2, heads=2, head_dim=16, dtype="float32")
     print("ready", flush=True)
     for line in sys.stdin:
         data, sequence = line.split()

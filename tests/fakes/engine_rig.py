@@ -9,7 +9,7 @@ from dora_jax import presets
 from dora_jax.config import RolloutSection
 from dora_jax.models import decoder, sharding
 from dora_jax.rollout.engine import Engine
-from dora_jax.runtime.transfer.kv_transfer import Layout
+from dora_jax.runtime.transfer.kv_transfer import PageShape
 from dora_jax.types import SampleId
 
 CFG = decoder.new_config("qwen3", vocab_size=64, d_model=32, n_layers=2, n_heads=4, n_kv_heads=2, head_dim=16, d_ff=64)
@@ -118,7 +118,7 @@ def assert_undisturbed(sample):
     assert sample.finish == same.finish
 
 
-LAYOUT = Layout(layers=2, heads=2, head_dim=16, dtype="float32")
+LAYOUT = PageShape(layers=2, heads=2, head_dim=16, dtype="float32")
 
 
 def taken_out(id, ticks=4, others=()):

@@ -28,7 +28,7 @@ from dora_jax.runtime.cluster import messages
 from dora_jax.runtime.cluster.connection import MAX_FRAME_BYTES, ControllerConnection
 from dora_jax.runtime.transfer import kv_transfer
 from dora_jax.runtime.transfer.device_transfer import Wire
-from dora_jax.runtime.transfer.kv_transfer import Layout
+from dora_jax.runtime.transfer.kv_transfer import PageShape
 from dora_jax.runtime.transfer.transfer_manifest import EXPECTED_BYTES_PER_S, Key, Lent, WireError
 from dora_jax.runtime.worker import Finished, FinishedUnheard, HandedOver, Parked
 from dora_jax.types import InstanceId, Sample, SampleId, Version
@@ -162,7 +162,7 @@ class KVEndpoint:
     """Any thread may use it. `wire` None: nothing is lent; `layout` of this process's
     pages."""
 
-    def __init__(self, instance: InstanceId, host: int, wire: Wire | None, layout: Layout):
+    def __init__(self, instance: InstanceId, host: int, wire: Wire | None, layout: PageShape):
         self._instance, self._host, self._wire, self._layout = instance, host, wire, layout
         self._lent: dict[int, Key] = {}
         self._fetched: dict[int, InFlightSample] = {}

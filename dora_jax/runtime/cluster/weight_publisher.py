@@ -105,7 +105,7 @@ class WeightPublisher:
         """It is being published: from now until `drop` a gang that is lost leaves it to the next."""
         with self._lock:
             self._live.add(version)
-            self.tell(ex.Due(version=version, due=True))
+            self.tell(ex.VersionDue(version=version, due=True))
             if version in self.stored.versions:  # from before
                 self.tell(ex.Stored(version=version, there=True))
 
@@ -137,7 +137,7 @@ class WeightPublisher:
 
     def never_again(self, version: Version) -> None:
         """The trainer is lost and comes to other weights."""
-        self.tell(ex.Due(version=version, due=False))
+        self.tell(ex.VersionDue(version=version, due=False))
 
     def drop(self, version: Version) -> None:
         """Nobody will want this version any more."""
@@ -145,7 +145,7 @@ class WeightPublisher:
             self._live.discard(version)
             for fact in (
                 ex.Stored(version=version, there=False),
-                ex.Due(version=version, due=False),
+                ex.VersionDue(version=version, due=False),
                 ex.Dropped(world=TRAINER, version=version),
             ):
                 self.tell(fact)

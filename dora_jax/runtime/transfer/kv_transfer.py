@@ -25,7 +25,7 @@ from dora_jax.runtime.transfer.transfer_manifest import Key, Lent, Manifest, Sha
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Layout:
+class PageShape:
     """Pages of one process of an engine."""
 
     layers: int
@@ -37,9 +37,9 @@ class Layout:
 CODEC = Codec(InFlightSample, Key, Shard, Manifest, Lent)
 
 
-def layout_of(k_pages: np.ndarray) -> Layout:
+def layout_of(k_pages: np.ndarray) -> PageShape:
     layers, _, heads, dim, _ = k_pages.shape
-    return Layout(layers=layers, heads=heads, head_dim=dim, dtype=k_pages.dtype.name)
+    return PageShape(layers=layers, heads=heads, head_dim=dim, dtype=k_pages.dtype.name)
 
 
 def lend(wire: Wire, key: Key, parcel: InFlightSample) -> Lent:
@@ -53,7 +53,7 @@ def lend(wire: Wire, key: Key, parcel: InFlightSample) -> Lent:
     return Lent(parcel=without_pages(parcel), kv_len=parcel.kv_len, page_size=parcel.page_size, manifest=manifest)
 
 
-def fetch(wire: Wire, lent: Lent, key: Key, layout: Layout, timeout_s: float | None = None) -> InFlightSample:
+def fetch(wire: Wire, lent: Lent, key: Key, layout: PageShape, timeout_s: float | None = None) -> InFlightSample:
     """`key`: the transfer that this process agreed to, of a version that its engine holds."""
     if lent.parcel.version != key.version:
         raise WireError(f"a parcel of version {lent.parcel.version} comes where {words(key)} is expected")

@@ -28,7 +28,6 @@ from dora_jax.runtime.transfer.weight_messages import (
     Commit,
     Committed,
     Dropped,
-    Due,
     Fact,
     Holds,
     Loaded,
@@ -43,6 +42,7 @@ from dora_jax.runtime.transfer.weight_messages import (
     Staged,
     Stored,
     TransferFailed,
+    VersionDue,
     Wanted,
     WorldDown,
     WorldUp,
@@ -56,7 +56,7 @@ ATTEMPTS = 3  # from different sources; what fails three times is not the source
 
 
 @dataclasses.dataclass
-class _World:
+class _Endpoint:
     epoch: int
     hosts: int
     trainer: bool
@@ -84,7 +84,7 @@ class WeightDistribution:
         self._paths = tuple(paths)
         self._sequence = sequence
         self._fanout = fanout
-        self._worlds: dict[str, _World] = {}
+        self._worlds: dict[str, _Endpoint] = {}
         self._stored: set[Version] = set()
         self._due: set[Version] = set()
         self._transfers: dict[str, _Transfer] = {}  # receiver -> the one under way
@@ -124,7 +124,7 @@ class WeightDistribution:
                     self._worlds[name].holds.discard(version)
             case Stored(version=version, there=there):
                 (self._stored.add if there else self._stored.discard)(version)
-            case Due(version=version, due=due):
+            case VersionDue(version=version, due=due):
                 (self._due.add if due else self._due.discard)(version)
             case Wanted(world=name, version=version):
                 yield from self._want(name, version)
@@ -147,7 +147,7 @@ class WeightDistribution:
             return
         if known is not None:
             yield from self._down(up.world)
-        self._worlds[up.world] = _World(up.epoch, up.hosts, up.trainer)
+        self._worlds[up.world] = _Endpoint(up.epoch, up.hosts, up.trainer)
         for world in self._worlds.values():
             for failed in world.wanted.values():
                 failed.pop(up.world, None)  # what an earlier life of it could not do
@@ -258,7 +258,7 @@ class WeightDistribution:
     def _enter(self, transfer: _Transfer, phase: type, timeout_s: float) -> None:
         transfer.phase, transfer.answers, transfer.until_s = phase, {}, self._now_s + timeout_s
 
-    def _end(self, transfer: _Transfer) -> _World:
+    def _end(self, transfer: _Transfer) -> _Endpoint:
         del self._transfers[transfer.key.receiver]
         return self._worlds[transfer.key.receiver]
 
@@ -270,7 +270,7 @@ class WeightDistribution:
     def _answers(self, transfer: _Transfer) -> str:
         return transfer.source if transfer.phase is Offered else transfer.key.receiver
 
-    def _answering(self, transfer: _Transfer) -> _World:
+    def _answering(self, transfer: _Transfer) -> _Endpoint:
         return self._worlds[self._answers(transfer)]
 
     def _serving(self, name: str) -> int:

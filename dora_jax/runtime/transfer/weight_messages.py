@@ -57,7 +57,7 @@ class Stored:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Due:
+class VersionDue:
     """The trainer has published a version: where nobody holds it, the trainer that comes next will; False: no more."""
 
     version: Version
@@ -194,7 +194,7 @@ Fact = (
     | Holds
     | Dropped
     | Stored
-    | Due
+    | VersionDue
     | Wanted
     | Accepted
     | Offered
