@@ -299,18 +299,7 @@ def _engine(config: Config) -> Problems:
 
 def _orchestrator(config: Config) -> Problems:
     section, rollout = config.orchestrator, config.rollout
-    told = OrchestratorConfig(
-        mode=section.mode,
-        max_versions=section.max_versions,
-        groups_per_step=section.groups_per_step,
-        group_size=section.group_size,
-        inflight=section.inflight,
-        total_steps=config.steps,
-        rebalance_period_s=section.rebalance_period_s,
-        max_filtered_rounds=section.max_filtered_rounds,
-        max_prompt_tokens=rollout.max_prompt_tokens,
-        max_new_tokens=rollout.max_new_tokens,
-    )
+    told = OrchestratorConfig.of(section, rollout, total_steps=config.steps)
     yield from (f"orchestrator.{problem}" for problem in told.problems())
     if section.group_size == 1 and config.trainer.advantage in objective.GROUP_RELATIVE:
         yield (

@@ -9,6 +9,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Mapping, Sequence
+from typing import Any, Self
 
 from dora_jax.orchestrate.events import InstanceUp
 from dora_jax.types import Version, issued_first_as
@@ -85,6 +86,13 @@ class OrchestratorConfig:
     task_ratios: tuple[tuple[str, float], ...] = ()  # (task, oversampling in units of its share of `inflight`)
     task_adaptive: bool = False  # a task of which many groups are filtered gets more of the load, up to 4 times as much
     colocated: bool = False  # instances share the trainer's chips: they stand still from a whole batch to its version
+
+    @classmethod
+    def of(cls, *sections: Any, **more: Any) -> Self:
+        """Each field from the last of these dataclasses that has a field of its name; `more` names the others."""
+        known = {field.name for field in dataclasses.fields(cls)}
+        shared = {f.name: getattr(section, f.name) for section in sections for f in dataclasses.fields(section)}
+        return cls(**{name: value for name, value in shared.items() if name in known} | more)
 
     @property
     def max_lag(self) -> int:

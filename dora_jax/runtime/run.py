@@ -128,24 +128,14 @@ def partial_s(config: Config) -> float:
 
 
 def orchestrator_config(config: Config) -> OrchestratorConfig:
-    section, rollout = config.orchestrator, config.rollout
-    return OrchestratorConfig(
-        mode=section.mode,
-        max_versions=section.max_versions,
-        groups_per_step=section.groups_per_step,
-        group_size=section.group_size,
-        inflight=section.inflight,
+    return OrchestratorConfig.of(
+        config.orchestrator,
+        config.rollout,
         total_steps=config.steps,
         updates=updates_apart(config),
-        rebalance_period_s=section.rebalance_period_s,
-        max_filtered_rounds=section.max_filtered_rounds,
-        max_prompt_tokens=rollout.max_prompt_tokens,
-        max_new_tokens=rollout.max_new_tokens,
         eval_every=config.eval.every,
         eval_groups=config.eval.prompts,
         eval_samples=config.eval.samples,
-        kv_pressure=section.kv_pressure,
-        colocated=section.colocated,
         task_cycle=cycle_of(config.task.mix),
         task_ratios=_limits(config),
         task_adaptive=config.task.adaptive,

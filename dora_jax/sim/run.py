@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 
 from dora_jax.config import ConfigError
 from dora_jax.orchestrate.core import Orchestrator
@@ -13,9 +12,6 @@ from dora_jax.sim.config import Row, SimConfig
 from dora_jax.sim.meter import Result
 from dora_jax.sim.trace import Trace
 from dora_jax.sim.world import EndOfMeasurement, SimWorld
-
-# Fields of the configuration that go to the orchestrator as they are.
-SHARED = ("max_versions", "groups_per_step", "group_size", "inflight", "updates", "rebalance_period_s")
 
 
 class StoppedEarly(RuntimeError):
@@ -28,9 +24,9 @@ class SimOrchestratorConfig(OrchestratorConfig):
 
     changes: tuple[tuple[str, object], ...] = ()
 
-    @functools.cached_property
+    @property
     def decisions(self) -> Decisions:
-        changed = dataclasses.replace(OrchestratorConfig.decisions.fget(self), **dict(self.changes))
+        changed = dataclasses.replace(super().decisions, **dict(self.changes))
         return dataclasses.replace(changed, parts=1) if self.colocated else changed
 
 
@@ -50,13 +46,10 @@ def simulate(row: Row, *, trace: Trace | None = None, observers: tuple[Observer,
 
 
 def orchestrator_config(config: SimConfig, mode: str) -> OrchestratorConfig:
-    section, work = config.orchestrator, config.workload
-    fields = {name: getattr(section, name) for name in SHARED} | {
-        "mode": mode, "colocated": config.hardware.colocated,
-        "max_prompt_tokens": work.max_prompt_tokens, "max_new_tokens": work.max_new_tokens,
-        # the work goes on behind the last measured step, so that this step is like those before it
-        "total_steps": config.steps + section.max_versions + 2,
-    }  # fmt: skip
-    if not section.decisions:
-        return OrchestratorConfig(**fields)
-    return SimOrchestratorConfig(**fields, changes=tuple(section.decisions.items()))
+    section = config.orchestrator
+    # the work goes on behind the last measured step, so that this step is like those before it
+    last = config.steps + section.max_versions + 2
+    more = {"changes": tuple(section.decisions.items())} if section.decisions else {}
+    return (SimOrchestratorConfig if more else OrchestratorConfig).of(
+        config.workload, section, mode=mode, colocated=config.hardware.colocated, total_steps=last, **more
+    )
