@@ -33,7 +33,7 @@ def test_the_parts_of_two_processes_are_a_step_like_any_other(tmp_path, monkeypa
     monkeypatch.setenv("TMPDIR", str(tmp_path / "scratch"))
     monkeypatch.setenv("DORA_TEST_URL", f"file://{tmp_path}/store")
     (tmp_path / "scratch").mkdir()
-    alone, together = alone_and_together("parts_process")
+    alone, together = alone_and_together("checkpoint_process")
     assert all(all(process["same"]) for process in (alone, *together))
     for processes, parts in ((1, [alone]), (2, together)):
         url = f"file://{tmp_path}/store/{processes}"

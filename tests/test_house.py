@@ -8,6 +8,7 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 TESTS = sorted((ROOT / "tests").rglob("*.py"))
 PUBLIC_ANYWAY = {"_asdict", "_exit", "_fields", "_replace"}  # of namedtuple and os
+MOST_LINES = 400
 BY_NAME = {"delattr", "getattr", "hasattr", "object", "patch", "setattr"}  # of builtins, monkeypatch and mock
 
 
@@ -61,3 +62,14 @@ def test_nothing_but_the_tests_imports_the_tests():
 def test_private_names_of_the_package_are_left_alone():
     found = [access for path in TESTS for access in private_accesses(path)]
     assert not found, "the package makes it public, or the test looks at what can be seen:\n" + "\n".join(found)
+
+
+def test_the_readme_says_what_each_fake_stands_for():
+    text = (ROOT / "tests/README.md").read_text()
+    for path in TESTS:
+        if path.parent.name == "fakes" and path.stem != "__init__":
+            assert f"`{path.stem}`" in text, path.name
+
+
+def test_a_file_is_read_in_one_go():
+    assert not [path.name for path in TESTS if len(path.read_text().splitlines()) > MOST_LINES]
