@@ -5,7 +5,7 @@ Consumes path.py[:argument] or name[:argument]. Law: whatever the file raises is
 
 from __future__ import annotations
 
-import importlib.util
+import importlib.machinery
 import re
 import traceback
 import types
@@ -14,7 +14,8 @@ from pathlib import Path
 import ml_collections
 
 from dora_jax import config as configs
-from dora_jax.config import ConfigError
+from dora_jax import config_tree
+from dora_jax.config import Config, ConfigError
 from dora_jax.spelling import nearest
 
 
@@ -32,34 +33,38 @@ def config_file(path: str) -> str:
     return str(known[path])
 
 
-def load_file(spec: str) -> ml_collections.ConfigDict:
-    """get_config(arg) of path.py[:arg], locked; whatever the file raises is reported with its line."""
+def load_file(spec: str, cls: type = Config) -> ml_collections.ConfigDict:
+    """get_config(arg) of path.py[:arg], locked; whatever the file raises is reported with its line.
+
+    cls: the dataclass of the configuration, whose fields a sentence may suggest.
+    """
     path, colon, arg = spec.partition(":")
-    module = load_module(path)
+    module = load_module(path, cls)
     try:
         tree = module.get_config(arg) if colon else module.get_config()
     except Exception as error:  # the file is the user's: anything may come out of it
-        raise ConfigError(blame(config_file(path), error)) from error
+        raise ConfigError(blame(config_file(path), error, cls)) from error
     if not isinstance(tree, ml_collections.ConfigDict):
         raise ConfigError(f"config: get_config of {path} returned {type(tree).__name__}, not config.defaults()")
     return tree.lock()
 
 
-def load_module(path: str) -> types.ModuleType:
+def load_module(path: str, cls: type = Config) -> types.ModuleType:
     """The config file, run; whatever it raises is reported with its line."""
     if not path:
         raise ConfigError("config: missing; name a file, e.g. --config=configs/quickstart.py")
     file = config_file(path)
-    module_spec = importlib.util.spec_from_file_location(f"config_{Path(path).stem}", file)
-    module = importlib.util.module_from_spec(module_spec)
+    loader = importlib.machinery.SourceFileLoader(f"config_{Path(path).stem}", file)
+    module = types.ModuleType(loader.name)
+    module.__file__ = file
     try:
-        module_spec.loader.exec_module(module)
+        loader.exec_module(module)
     except Exception as error:  # the file is the user's
-        raise ConfigError(blame(file, error)) from error
+        raise ConfigError(blame(file, error, cls)) from error
     return module
 
 
-def blame(path: str, error: Exception) -> str:
+def blame(path: str, error: Exception, cls: type = Config) -> str:
     """Where in the config file it happened, and what; an unknown field with its nearest known one."""
     lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename.endswith(path)]
     line = error.lineno if isinstance(error, SyntaxError) else (lines[-1] if lines else None)
@@ -67,7 +72,7 @@ def blame(path: str, error: Exception) -> str:
     if unknown:
         former = {old.rpartition(".")[2]: new for old, new in configs.RENAMED.items()}
         said = f"renamed to {former[unknown[1]]}" if unknown[1] in former else ""
-        what = f"unknown field {unknown[1]}; {said or f'the nearest is {nearest(unknown[1], configs.fields())}'}"
+        what = f"unknown field {unknown[1]}; {said or f'the nearest is {nearest(unknown[1], config_tree.fields(cls))}'}"
     else:
         what = f"{type(error).__name__}: {' '.join(str(error).split())}"
     return f"{path}{f':{line}' if line else ''}: {what}"

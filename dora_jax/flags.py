@@ -22,14 +22,12 @@ from typing import Any
 
 import ml_collections
 from absl import app, flags, logging
-from ml_collections import config_flags
 
-from dora_jax import budget, config_files, devices, exits, helping, hub, presets, validate, workdirs
+from dora_jax import arguments, budget, config_files, devices, exits, helping, hub, presets, validate, workdirs
 from dora_jax import config as configs
 from dora_jax.config import Config, ConfigError, RunError
 from dora_jax.models import config as models
 from dora_jax.models.hf_config import read_config
-from dora_jax.spelling import nearest
 
 CONFIG_HELP = (
     "path.py[:argument], or the name of a config that comes with dora_jax; --config.field=value overrides a field"
@@ -96,14 +94,14 @@ def run(main: Callable[[Config, Path], int | None], purpose: str = "train") -> N
 
 def parse(argv: Sequence[str], purpose: str = "train", flag_values: flags.FlagValues = flags.FLAGS) -> CommandLine:
     """What argv (program name first) asks for; ConfigError lists everything that is wrong with it."""
-    spec, rest = _split(argv)
+    spec, rest = arguments.split(argv)
     _define(flag_values)
     if helping.asked_for(rest):
         flags.DEFINE_string("config", None, CONFIG_HELP, flag_values=flag_values)
         flag_values.register_key_flag_for_module(sys.argv[0], flag_values["config"])
         helping.show(rest, Config)
     tree = _saved(rest, spec) if purpose == "evaluate" else config_files.load_file(spec)
-    overrides = apply_overrides(tree, rest, flag_values)
+    overrides = arguments.apply_overrides(tree, rest, flag_values, Config, configs.RENAMED)
     workdir = local(
         flag_values.workdir or str(Path("runs") / config_files.run_name(spec)), purpose, flag_values.dry_run
     )
@@ -227,22 +225,6 @@ def _compile(config: Config) -> int:
     return 0
 
 
-def _split(argv: Sequence[str]) -> tuple[str, list[str]]:
-    """The last value of --config ("" where there is none) and argv without it."""
-    if "--" in argv:
-        behind = list(argv)[list(argv).index("--") + 1 :]
-        raise ConfigError(f'argument {" ".join(behind) or "--"!r}: nothing behind "--" is read; leave the "--" out')
-    spec, rest = "", []
-    args = iter(argv)
-    for arg in args:
-        match = re.fullmatch(r"--?config(=(.*))?", arg, re.DOTALL)
-        if match:
-            spec = match[2] if match[1] else next(args, "")
-        else:
-            rest.append(arg)
-    return spec, rest
-
-
 def _saved(rest: Sequence[str], spec: str) -> ml_collections.ConfigDict:
     """The ConfigDict of the workdir that --workdir names, before absl has parsed anything."""
     if spec:
@@ -252,77 +234,6 @@ def _saved(rest: Sequence[str], spec: str) -> ml_collections.ConfigDict:
         raise ConfigError("workdir: missing; name the folder of a run, --workdir=DIR")
     config = validate.from_config_dict(workdirs.read(local(named[-1], "evaluate")), "evaluate")
     return ml_collections.ConfigDict(dataclasses.asdict(config)).lock()
-
-
-def apply_overrides(
-    tree: ml_collections.ConfigDict, argv: Sequence[str], flag_values: flags.FlagValues
-) -> dict[str, Any]:
-    """Parses the flags, --config.field=value into the tree; returns these overrides."""
-    known = _overridable(tree)
-    _refuse_unknown(argv, known)
-    try:
-        config_flags.DEFINE_config_dict("config", tree, flag_values=flag_values, sys_argv=list(argv))
-        leftover = flag_values(list(argv))[1:]
-    except flags.IllegalFlagValueError as error:
-        raise ConfigError(_illegal_value(_one_line(error))) from error
-    except flags.Error as error:
-        raise ConfigError(_one_line(error)) from error
-    if leftover:
-        raise ConfigError(
-            f"argument {leftover[0]!r}: not a flag; the nearest is "
-            f"--{nearest(_flag_name(leftover[0]), [f'config.{name}' for name in known])}=..."
-        )
-    return config_flags.get_override_values(flag_values["config"])
-
-
-def _overridable(tree: ml_collections.ConfigDict) -> list[str]:
-    """Every field, and the entries that the config file gave the free-form ones."""
-    known = list(configs.fields())
-    for name in configs.free_form():
-        known += _entries(functools.reduce(getattr, name.split("."), tree), name)
-    return known
-
-
-def _entries(tree: ml_collections.ConfigDict, prefix: str) -> list[str]:
-    """Of a free-form field, those inside its entries included."""
-    found = []
-    for name, value in tree.items():
-        found += [
-            f"{prefix}.{name}",
-            *(_entries(value, f"{prefix}.{name}") if isinstance(value, ml_collections.ConfigDict) else ()),
-        ]
-    return found
-
-
-def _refuse_unknown(argv: Sequence[str], known: Sequence[str]) -> None:
-    problems = []
-    for arg in argv:
-        match = re.match(r"--?(no)?config\.([^=]*)", arg)
-        if match and match[2] in configs.RENAMED:
-            problems.append(f"config.{match[2]}: renamed to config.{configs.RENAMED[match[2]]}")
-        elif match and match[2] not in known:
-            inside = [name for name in known if name.startswith(match[2] + ".")]
-            what = "a section, not a field" if inside else "unknown field"
-            problems.append(f"config.{match[2]}: {what}; the nearest is config.{nearest(match[2], inside or known)}")
-    if problems:
-        raise ConfigError(problems)
-
-
-def _illegal_value(message: str) -> str:
-    """absl's "flag --config.steps=ten: why" as one of our sentences, with the type that the field has."""
-    match = re.match(r"flag --(config\.([^=]+))=(.*?): ", message)
-    kind = configs.fields().get(match[2]) if match else None
-    if kind is None:
-        return message
-    return f"{match[1]}: {match[3]!r} is not of its type, {getattr(kind, '__name__', kind)}"
-
-
-def _flag_name(arg: str) -> str:
-    return arg.lstrip("-").partition("=")[0]
-
-
-def _one_line(error: BaseException) -> str:
-    return " ".join(str(error).split())
 
 
 def _machine(asked: CommandLine, purpose: str) -> list[str]:

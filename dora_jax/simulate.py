@@ -15,24 +15,18 @@ if __name__ == "__main__":
     exits.listen()  # before the imports, which take a second
 
 import dataclasses
-import importlib.util
 import sys
-import traceback
 from collections.abc import Sequence
-from pathlib import Path
 
 import ml_collections
 from absl import app, flags
-from ml_collections import config_flags
 
-from dora_jax import helping
+from dora_jax import arguments, config_files, helping
 from dora_jax.config import ConfigError
-from dora_jax.config_files import config_file
 from dora_jax.sim import advise, config, many, replay, table, tune
 from dora_jax.sim.config import Row, SimConfig
 from dora_jax.sim.run import StoppedEarly, simulate
 from dora_jax.sim.trace import Trace
-from dora_jax.spelling import nearest
 
 CONFIG_HELP = "path.py[:argument]; --config.field=value overrides a field"
 TRACE_HELP = "write the last row as a Chrome trace, to be opened in Perfetto"
@@ -90,7 +84,7 @@ def run_rows(rows: Sequence[Row], seeds: int) -> list[many.Ran]:
 
 def parse(argv: Sequence[str], flag_values: flags.FlagValues = flags.FLAGS) -> Asked:
     """What argv (program name first) asks for; ConfigError says what is wrong with it."""
-    spec, rest = _split(argv)
+    spec, rest = arguments.split(argv)
     flags.DEFINE_string("trace", "", TRACE_HELP, flag_values=flag_values)
     flags.DEFINE_boolean("tune", False, TUNE_HELP, flag_values=flag_values)
     flags.DEFINE_boolean("advise", False, ADVISE_HELP, flag_values=flag_values)
@@ -100,18 +94,7 @@ def parse(argv: Sequence[str], flag_values: flags.FlagValues = flags.FLAGS) -> A
         helping.show(rest, SimConfig)
     replays = any(arg.lstrip("-").startswith("replay") for arg in rest)
     tree = config.defaults() if replays and not spec else load_file(spec)
-    for arg in rest:
-        name = arg.lstrip("-").removeprefix("no").partition("=")[0]
-        if name.startswith("config.") and not _has(tree, name.removeprefix("config.")):
-            known = [f"config.{field}" for field in config.fields()]
-            raise ConfigError(f"{name}: unknown field; the nearest is {nearest(name, known)}")
-    try:
-        config_flags.DEFINE_config_dict("config", tree, flag_values=flag_values, sys_argv=list(rest))
-        leftover = flag_values(list(rest))[1:]
-    except flags.Error as error:
-        raise ConfigError(" ".join(str(error).split())) from error
-    if leftover:
-        raise ConfigError(f"argument {leftover[0]!r}: not a flag")
+    arguments.apply_overrides(tree, rest, flag_values, SimConfig)
     return Asked(
         config=config.from_config_dict(tree),
         trace=flag_values.trace,
@@ -122,46 +105,16 @@ def parse(argv: Sequence[str], flag_values: flags.FlagValues = flags.FLAGS) -> A
 
 
 def load_file(spec: str) -> ml_collections.ConfigDict:
-    """get_config(arg) of path.py[:arg]."""
-    path, colon, arg = spec.partition(":")
-    if not path:
+    """get_config(arg) of path.py[:arg]; ConfigError where it returns the configuration of another program."""
+    if not spec:
         raise ConfigError("config: missing; name a file, e.g. --config=configs/sim/paper_64.py")
-    path = config_file(path)
-    try:
-        module_spec = importlib.util.spec_from_file_location(f"config_{Path(path).stem}", path)
-        module = importlib.util.module_from_spec(module_spec)
-        module_spec.loader.exec_module(module)
-        tree = module.get_config(arg) if colon else module.get_config()
-    except Exception as error:  # the file is the user's: whatever comes out of it is for them to fix
-        lines = [f.lineno for f in traceback.extract_tb(error.__traceback__) if f.filename.endswith(path)]
-        where = f"{path}:{lines[-1]}" if lines else path
-        raise ConfigError(f"{where}: {type(error).__name__}: {' '.join(str(error).split())}") from error
-    if not isinstance(tree, ml_collections.ConfigDict) or "hardware" not in tree:
-        raise ConfigError(f"config: get_config of {path} returned no simulation; begin with sim.config.defaults()")
+    tree = config_files.load_file(spec, SimConfig)
+    if "hardware" not in tree:
+        raise ConfigError(f"config: get_config of {spec} returned no simulation; begin with sim.config.defaults()")
     return tree
 
 
 # ---------------------------------------------------------------- private
-
-
-def _split(argv: Sequence[str]) -> tuple[str, list[str]]:
-    """The last value of --config ("" where there is none) and argv without it."""
-    spec, rest, args = "", [], iter(argv)
-    for arg in args:
-        name, equals, value = arg.lstrip("-").partition("=")
-        if arg.startswith("-") and name == "config":
-            spec = value if equals else next(args, "")
-        else:
-            rest.append(arg)
-    return spec, rest
-
-
-def _has(tree: ml_collections.ConfigDict, name: str) -> bool:
-    for part in name.split("."):
-        if not isinstance(tree, ml_collections.ConfigDict) or part not in tree:
-            return False
-        tree = tree[part]
-    return True
 
 
 def _progress(text: str) -> None:

@@ -9,8 +9,8 @@ import pytest
 from absl import flags
 
 from dora_jax import config, helping, tasks
+from dora_jax.arguments import apply_overrides
 from dora_jax.config import ConfigError, TaskPart, TaskSection
-from dora_jax.flags import apply_overrides
 from dora_jax.runtime import run as build
 from dora_jax.tasks.identity import uid_of
 from dora_jax.tasks.mixture import cycle_of
@@ -146,11 +146,11 @@ def test_a_mix_that_cannot_be_is_refused_in_a_sentence(changed, more, sentence):
 
 def test_a_command_line_may_change_an_entry():
     argv = ["", "--config.task.mix.sums.weight=5"]
-    assert apply_overrides(of_mix(MIX).lock(), argv, flags.FlagValues()) == {"task.mix.sums.weight": 5}
+    assert apply_overrides(of_mix(MIX).lock(), argv, flags.FlagValues(), config.Config) == {"task.mix.sums.weight": 5}
     with pytest.raises(
         ConfigError, match="config.task.mix.sums.wieght: unknown field; the nearest is config.task.mix.sums.weight"
     ):
-        apply_overrides(of_mix(MIX).lock(), ["", "--config.task.mix.sums.wieght=5"], flags.FlagValues())
+        apply_overrides(of_mix(MIX).lock(), ["", "--config.task.mix.sums.wieght=5"], flags.FlagValues(), config.Config)
 
 
 def test_help_shows_what_an_entry_takes():
