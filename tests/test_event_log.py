@@ -15,7 +15,7 @@ import tensorstore
 from dora_jax.runtime.durability import event_log as jn
 from dora_jax.runtime.durability.event_log import EventLog
 from dora_jax.runtime.durability.forked_writer import fork
-from dora_jax.runtime.durability.log_stores import ABSENT, FileLogStore, JournalError, ObjectLogStore
+from dora_jax.runtime.durability.log_stores import FileLogStore, JournalError, ObjectLogStore
 
 FLIPS = 500
 
@@ -175,12 +175,6 @@ def test_a_damaged_manifest_is_an_error_with_a_sentence():
             ObjectLogStore(store)
 
 
-def test_the_generation_of_an_absent_key_is_what_we_think(tmp_path):
-    for url in ("memory://x/", f"file://{tmp_path}/"):
-        store = tensorstore.KvStore.open(url).result()
-        assert store.read("nothing").result().stamp.generation == ABSENT
-
-
 def test_a_full_disk_is_alarmed_and_nothing_is_lost_once_space_returns(tmp_path, monkeypatch):
     said = []
     monkeypatch.setattr(jn, "RETRY_PERIOD_S", 0.0)
@@ -301,57 +295,6 @@ def test_what_a_step_is_made_of_is_synced_while_it_is_made(tmp_path, monkeypatch
     assert len(synced) == 1 and synced[0] >= whole
     journal.close()
     assert len(synced) == 2
-
-
-def test_a_batch_for_object_storage_is_held_until_it_is_due(monkeypatch):
-    now, store = [100.0], tensorstore.KvStore.open("memory://j/").result()
-    monkeypatch.setattr(jn.time, "monotonic", lambda: now[0])
-    journal = EventLog(ObjectLogStore(store), sync_s=0.5)
-    journal.rotate([b"head"])
-    for now[0] in (100.1, 100.2):
-        journal.append(b"%d" % (10 * now[0]))
-        assert journal.commit() and journal.holds
-    assert journal.read(1).records == (b"head",)
-    now[0] = 100.6
-    assert journal.commit() and not journal.holds and journal.read(1).records == (b"head", b"1001", b"1002")
-    now[0] = 100.7
-    journal.append(b"a step")
-    assert journal.commit() and journal.holds, "the next batch has begun"
-    assert journal.commit(urgent=True) and not journal.holds and journal.read(1).records[3:] == (b"a step",)
-
-
-class Unanswering:
-    """A store of which `lost` says that its writes get no answer: False, and are not done; True, and are done."""
-
-    lost = None
-
-    def __init__(self):
-        self._store = tensorstore.KvStore.open("memory://j/").result()
-
-    def __getattr__(self, name):
-        return getattr(self._store, name)
-
-    def write(self, *args, **options):
-        if self.lost is None:
-            return self._store.write(*args, **options)
-        if self.lost:
-            self._store.write(*args, **options).result()
-        raise OSError("503")
-
-
-def test_a_put_whose_answer_was_lost_is_not_taken_for_another_writers(monkeypatch):
-    store = Unanswering()
-    monkeypatch.setattr(jn, "RETRY_PERIOD_S", 0.0)
-    log = ObjectLogStore(store)
-    journal = EventLog(log, (said := []).append)
-    journal.rotate([b"head"])
-    for store.lost in (True, False):
-        journal.append(b"one")
-        assert not journal.commit() and not journal.holds, "the run goes on without"
-        store.lost = None
-        journal.append(b"two")
-        assert journal.commit()
-    assert journal.read(1).records == (b"head", b"one", b"two", b"one", b"two") and len(said) == 4
 
 
 def test_a_segment_that_a_child_begins_holds_the_state_at_the_fork_and_what_came_since(new_log):

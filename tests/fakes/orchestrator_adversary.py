@@ -21,37 +21,12 @@ from dora_jax.orchestrate.core import Orchestrator
 from dora_jax.orchestrate.modes import MODES, OrchestratorConfig
 from dora_jax.orchestrate.restart import restart
 from dora_jax.types import SampleId, is_eval
+from tests.fakes.orchestrator_life import InFlightSample, Life
 
 MAX_MOVES = 60_000
 # states of a given-up sample whose end is still heard: its Cancel is out, or follows when it is parked or has moved
 LEAVING = ("cancelling", "parking", "moving")
 DEATH, REBIRTH, TWICE, RESTORED, KILLED, PROGRESS = 0.01, 0.1, 0.1, 0.01, 0.003, 0.3
-
-
-@dataclasses.dataclass
-class InFlightSample:
-    """A sample on its way between two lives."""
-
-    id: SampleId
-    version: int
-    move: ev.Move
-    src: Life
-    dst: Life | None
-
-
-class Life:
-    """One life of an instance: what it runs, what it was told and what it has said, in order."""
-
-    def __init__(self, instance: int, number: int, slots: int, residents: int):
-        self.instance, self.number, self.slots, self.residents = instance, number, slots, residents
-        self.versions: list[int] = []
-        self.loading: list[int] = []
-        self.runs: dict[SampleId, int] = {}  # id -> version
-        self.begun: set[SampleId] = set()
-        self.inbox: collections.deque = collections.deque()
-        self.destinations: collections.deque = collections.deque()  # of the moves in the inbox
-        self.said: collections.deque = collections.deque()
-        self.paused = self.over = False
 
 
 class Adversary:

@@ -1,0 +1,35 @@
+"""One life of an instance, and a sample between two, as the orchestrator's adversary keeps them."""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+
+from dora_jax.orchestrate import events as ev
+from dora_jax.types import SampleId
+
+
+@dataclasses.dataclass
+class InFlightSample:
+    """A sample on its way between two lives."""
+
+    id: SampleId
+    version: int
+    move: ev.Move
+    src: Life
+    dst: Life | None
+
+
+class Life:
+    """One life of an instance: what it runs, what it was told and what it has said, in order."""
+
+    def __init__(self, instance: int, number: int, slots: int, residents: int):
+        self.instance, self.number, self.slots, self.residents = instance, number, slots, residents
+        self.versions: list[int] = []
+        self.loading: list[int] = []
+        self.runs: dict[SampleId, int] = {}  # id -> version
+        self.begun: set[SampleId] = set()
+        self.inbox: collections.deque = collections.deque()
+        self.destinations: collections.deque = collections.deque()  # of the moves in the inbox
+        self.said: collections.deque = collections.deque()
+        self.paused = self.over = False

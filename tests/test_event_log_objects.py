@@ -1,0 +1,64 @@
+"""The journal in object storage: whose it is, what it holds back, and what an answer that is lost costs."""
+
+import tensorstore
+
+from dora_jax.runtime.durability import event_log as jn
+from dora_jax.runtime.durability.event_log import EventLog
+from dora_jax.runtime.durability.log_stores import ABSENT, ObjectLogStore
+
+
+def test_the_generation_of_an_absent_key_is_what_we_think(tmp_path):
+    for url in ("memory://x/", f"file://{tmp_path}/"):
+        store = tensorstore.KvStore.open(url).result()
+        assert store.read("nothing").result().stamp.generation == ABSENT
+
+
+def test_a_batch_for_object_storage_is_held_until_it_is_due(monkeypatch):
+    now, store = [100.0], tensorstore.KvStore.open("memory://j/").result()
+    monkeypatch.setattr(jn.time, "monotonic", lambda: now[0])
+    journal = EventLog(ObjectLogStore(store), sync_s=0.5)
+    journal.rotate([b"head"])
+    for now[0] in (100.1, 100.2):
+        journal.append(b"%d" % (10 * now[0]))
+        assert journal.commit() and journal.holds
+    assert journal.read(1).records == (b"head",)
+    now[0] = 100.6
+    assert journal.commit() and not journal.holds and journal.read(1).records == (b"head", b"1001", b"1002")
+    now[0] = 100.7
+    journal.append(b"a step")
+    assert journal.commit() and journal.holds, "the next batch has begun"
+    assert journal.commit(urgent=True) and not journal.holds and journal.read(1).records[3:] == (b"a step",)
+
+
+class Unanswering:
+    """A store of which `lost` says that its writes get no answer: False, and are not done; True, and are done."""
+
+    lost = None
+
+    def __init__(self):
+        self._store = tensorstore.KvStore.open("memory://j/").result()
+
+    def __getattr__(self, name):
+        return getattr(self._store, name)
+
+    def write(self, *args, **options):
+        if self.lost is None:
+            return self._store.write(*args, **options)
+        if self.lost:
+            self._store.write(*args, **options).result()
+        raise OSError("503")
+
+
+def test_a_put_whose_answer_was_lost_is_not_taken_for_another_writers(monkeypatch):
+    store = Unanswering()
+    monkeypatch.setattr(jn, "RETRY_PERIOD_S", 0.0)
+    log = ObjectLogStore(store)
+    journal = EventLog(log, (said := []).append)
+    journal.rotate([b"head"])
+    for store.lost in (True, False):
+        journal.append(b"one")
+        assert not journal.commit() and not journal.holds, "the run goes on without"
+        store.lost = None
+        journal.append(b"two")
+        assert journal.commit()
+    assert journal.read(1).records == (b"head", b"one", b"two", b"one", b"two") and len(said) == 4
