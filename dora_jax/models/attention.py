@@ -137,7 +137,7 @@ def _gqa(cfg, layer, weights, h_BxLxD, rotary, attend, products):
 
 
 def _mla_specs(cfg: ModelConfig, residual: float) -> dict[str, Spec]:
-    m, d, q, v = cfg.latent, cfg.d_model, cfg.q_width, cfg.n_heads * cfg.latent.v_dim
+    m, d, q, v = cfg.mla, cfg.d_model, cfg.q_width, cfg.n_heads * cfg.mla.v_dim
     expanded = cfg.n_heads * (m.nope_dim + m.v_dim)
     found = {
         "kv_a_proj": Spec((d, m.cache_dim), ("embed", "latent"), d**-0.5),
@@ -155,7 +155,7 @@ def _mla_specs(cfg: ModelConfig, residual: float) -> dict[str, Spec]:
 
 
 def _mla(cfg, layer, weights, h_BxLxD, rotary, attend, products):
-    m, (b, l, _) = cfg.latent, h_BxLxD.shape
+    m, (b, l, _) = cfg.mla, h_BxLxD.shape
     q_nope, q_rope, latent_BxLxC, k_rope_BxLx1xR = latent_parts(cfg, weights, h_BxLxD, rotary, products)
     kv = products(weights, latent_BxLxC, "kv_b_proj").reshape(b, l, cfg.n_heads, -1)
     k_rope = jnp.broadcast_to(k_rope_BxLx1xR, (b, l, cfg.n_heads, m.rope_dim))
@@ -169,7 +169,7 @@ def latent_parts(
     cfg: ModelConfig, weights: Weights, h_BxLxD: jax.Array, rotary: tuple[jax.Array, jax.Array], products: Products
 ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
     """(queries [B, L, H, nope_dim], rotated [B, L, H, rope_dim], latents [B, L, kv_rank], key [B, L, 1, rope_dim])."""
-    m, d = cfg.latent, cfg.d_model
+    m, d = cfg.mla, cfg.d_model
     if m.q_rank:
         low = rms_norm(products(weights, h_BxLxD, "q_a_proj"), weights["q_a_norm"], LATENT_EPS)
         q = products(weights, low, "q_b_proj")

@@ -154,6 +154,18 @@ class ModelConfig:
             )
 
     @property
+    def mla(self) -> Latent:
+        """`latent`, of a model that has it."""
+        assert self.latent is not None, self.family
+        return self.latent
+
+    @property
+    def moe(self) -> Experts:
+        """`experts`, of a model that has them."""
+        assert self.experts is not None, self.family
+        return self.experts
+
+    @property
     def rope_dim(self) -> int:
         """Numbers of a head that are rotated."""
         return self.latent.rope_dim if self.latent else self.head_dim

@@ -39,7 +39,7 @@ class Routed(NamedTuple):
 
 def specs(cfg: ModelConfig, residual: float) -> dict[str, Spec]:
     """Of one router and its experts."""
-    e, d = cfg.experts, cfg.d_model
+    e, d = cfg.moe, cfg.d_model
     wide, back = ("expert", "expert_embed", "expert_mlp"), ("expert", "expert_mlp", "expert_embed")
     found = {
         "router": Spec((d, e.choices), ("embed", "router"), d**-0.5),
@@ -79,7 +79,7 @@ def run(
     counted_BxL: jax.Array | None,
 ) -> tuple[jax.Array, Routed]:
     """(what normed hidden states add to the residual stream, what the router did)."""
-    e = cfg.experts
+    e = cfg.moe
     with jax.named_scope("router"):
         weights_BxLxk, routed = route(
             e, h_BxLxD, weights["router"], weights.get("router_bias"), forced_BxLxk, counted_BxL

@@ -5,7 +5,7 @@ from typing import Any
 from dora_jax.models.config import Experts, Latent, ModelConfig, Yarn
 from dora_jax.models.families.family import EXPERTS, MLA, MLP, NORMS, SHARED, Family, Fields, Tensor
 
-_ROUTING = {"router": "sigmoid", "corrected": True}
+_ROUTING: dict[str, Any] = {"router": "sigmoid", "corrected": True}
 
 
 def read_latent(fields: Fields) -> dict[str, Any]:
@@ -22,7 +22,7 @@ def read_latent(fields: Fields) -> dict[str, Any]:
 
 
 def write_latent(cfg: ModelConfig) -> dict[str, Any]:
-    m = cfg.latent
+    m = cfg.mla
     return {
         "kv_lora_rank": m.kv_rank,
         "q_lora_rank": m.q_rank or None,
@@ -54,7 +54,7 @@ def _read(fields: Fields) -> dict[str, Any]:
 
 
 def _write(cfg: ModelConfig) -> dict[str, Any]:
-    e = cfg.experts
+    e = cfg.moe
     return {
         **write_latent(cfg),
         "rope_interleave": True,

@@ -11,7 +11,7 @@ from dora_jax.models.config import Experts, Latent, ModelConfig
 from dora_jax.models.families.deepseek_v3 import read_latent, write_latent
 from dora_jax.models.families.family import EXPERTS, MLA, Family, Fields, Tensor
 
-_ROUTING = {"corrected": True, "renormalize": False}
+_ROUTING: dict[str, Any] = {"corrected": True, "renormalize": False}
 
 
 def _read(fields: Fields) -> dict[str, Any]:
@@ -39,7 +39,7 @@ def _read(fields: Fields) -> dict[str, Any]:
 
 
 def _write(cfg: ModelConfig) -> dict[str, Any]:
-    e = cfg.experts
+    e = cfg.moe
     return {
         **write_latent(cfg),
         "attention_method": "MLA",

@@ -25,7 +25,7 @@ def _read(fields: Fields) -> dict[str, Any]:
 
 
 def _write(cfg: ModelConfig) -> dict[str, Any]:
-    e = cfg.experts
+    e = cfg.moe
     return {
         "num_experts": e.count,
         "num_experts_per_tok": e.per_token,
