@@ -135,14 +135,29 @@ class InstanceReported:
     indices: tuple[int, ...] = ()
     tokens: tuple[int, ...] = ()
     life: int = 0
+    # of the ticks since the last report that only decoded: tokens sampled, their time, and that of each sample, summed
+    sampled: int = 0
+    busy_s: float = 0.0
+    row_s: float = 0.0
 
     @classmethod
-    def of(cls, instance: InstanceId, free: int, progress: Mapping[SampleId, int], life: int = 0) -> InstanceReported:
+    def of(
+        cls,
+        instance: InstanceId,
+        free: int,
+        progress: Mapping[SampleId, int],
+        life: int = 0,
+        *,
+        sampled: int = 0,
+        busy_s: float = 0.0,
+        row_s: float = 0.0,
+    ) -> InstanceReported:
         """progress: sample -> tokens so far."""
         groups, indices = zip(*progress, strict=True) if progress else ((), ())
         return cls(
-            instance=instance, free=free, groups=groups, indices=indices, tokens=tuple(progress.values()), life=life
-        )
+            instance=instance, free=free, groups=groups, indices=indices, tokens=tuple(progress.values()), life=life,
+            sampled=sampled, busy_s=busy_s, row_s=row_s,
+        )  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -74,8 +74,9 @@ class Host:
     """
 
     __slots__ = (
-        "coming", "counts", "free_reported", "id", "incoming", "leaving", "life", "page_size", "pages", "pages_used",
-        "phase", "pressed", "report", "reports", "residents", "slots", "speed", "tokens", "units", "versions",
+        "coming", "counts", "free_reported", "id", "incoming", "leaving", "life", "pace", "paced_steps", "page_size",
+        "pages", "pages_used", "phase", "pressed", "report", "reports", "residents", "slots", "speed", "tokens", "units",
+        "versions",
     )  # fmt: skip
 
     def __init__(self, id: InstanceId, life: int, slots: int, pages: int, page_size: int, residents: int,
@@ -86,7 +87,8 @@ class Host:
         self.pages = pages
         self.page_size = page_size
         self.residents = residents
-        self.speed = speed
+        self.speed = speed  # as it said when it came up, then as measured
+        self.pace = self.paced_steps = 0.0  # octaves by which it beats the fleet's line, by so many decode steps
         self.versions: list[Version] = []  # loaded
         self.phase = STEADY
         self.coming: Version | None = None
@@ -293,6 +295,12 @@ class Fleet:
                 add(self.arriving, host.coming, sign * host.weight)
         if host.leaving is not None:
             add(self.drains, host.leaving, sign)
+
+    def weigh(self, host: Host, sign: int) -> None:
+        """Count the host's weight in or out, wherever it counts."""
+        self._count_phase(host, sign)
+        for version in host.versions:
+            add(self.capacity, version, sign * host.weight)
 
     def _keep(self, host: Host, version: Version) -> None:
         host.versions.append(version)

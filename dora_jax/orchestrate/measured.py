@@ -8,6 +8,7 @@ enough samples have ended, and until reports say what a sample holds beside its 
 from __future__ import annotations
 
 from dora_jax.orchestrate.lengths import Lengths
+from dora_jax.orchestrate.line import Line
 
 # Samples that must have ended before their lengths replace the guess in reservations.
 LENGTHS_KNOWN = 32
@@ -27,6 +28,7 @@ class Measured:
         self.new_tokens: float = expected_tokens or new_bound  # to reserve for a response without a token
         self.fresh_pages: dict[int, int] = {}  # page size -> pages of such a sample
         self.lengths = Lengths()
+        self.line = Line()  # of a median instance's decode steps
         self.finished_tokens = 0
         self.finished_s = 0.0  # from start to end, summed
         self.move_s = 0.0  # running mean of the time a move takes; 0: none measured

@@ -7,7 +7,7 @@ move, and then it loads the one that is coming.
 
 from __future__ import annotations
 
-from dora_jax.orchestrate import admission, migration, partition
+from dora_jax.orchestrate import admission, migration, partition, speeds
 from dora_jax.orchestrate import events as ev
 from dora_jax.orchestrate import fleet as fl
 from dora_jax.orchestrate.fleet import Host, Unit
@@ -31,6 +31,7 @@ def rebalance(s: State) -> None:
     s.rebalanced_s = s.now_s
     if not s.fleet.hosts:
         return
+    speeds.renew(s.fleet)
     demand = _demand(s)
     changes = _plan(s, demand)
     for host in s.fleet.hosts.values():

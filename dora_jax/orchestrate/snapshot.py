@@ -12,10 +12,11 @@ from operator import attrgetter
 from typing import Any
 
 from dora_jax.orchestrate.fleet import Fleet, Group, Host, Unit
+from dora_jax.orchestrate.line import Line
 from dora_jax.orchestrate.state import State
 from dora_jax.types import InstanceId
 
-FORMAT = 7
+FORMAT = 8
 UNIT = tuple(name for name in Unit.__slots__ if name not in ("dst", "group", "id"))
 HOST = tuple(name for name in Host.__slots__ if name not in ("report", "units"))
 unit_values, host_values = attrgetter(*UNIT), attrgetter(*HOST)
@@ -38,6 +39,7 @@ def save(s: State) -> dict[str, Any]:
 
 def load(s: State, data: dict[str, Any]) -> None:
     """Fill a fresh state of the same mode and tasks with what `save` wrote."""
+    data = _upgraded(s, data)
     if (data["format"], data["mode"], data["tasks"]) != (FORMAT, s.config.mode, list(s.config.task_cycle)):
         found = f"format {data['format']}, mode {data['mode']} and tasks {data['tasks']}"
         raise ValueError(f"the snapshot is of {found}: this run cannot go on from it")
@@ -48,6 +50,27 @@ def load(s: State, data: dict[str, Any]) -> None:
     _fill(s, s, data)
     if s.config.task_adaptive:
         s.task_limits = s.config.adapted_limits(s.task_rates)
+
+
+def _upgraded(s: State, data: dict[str, Any]) -> dict[str, Any]:
+    """What an older format wrote, as FORMAT has it; as it is, where that format is unknown."""
+    data = dict(data)
+    if data["format"] == 6:  # nothing was known of prompts, and the fleet kept what it had measured
+        fleet = dict(data["fleet"])
+        kept = {name: fleet.pop(name) for name in ("lengths", "finished_tokens", "finished_s", "move_s")}
+        kept["new_tokens"], _ = fleet.pop("likely_tokens"), fleet.pop("fresh_pages")
+        data |= {"format": 7, "fleet": fleet | {"measured": _encode(s.fleet.measured) | kept}}
+    if data["format"] == 7:  # no speed was measured
+        unknown = {"pace": 0.0, "paced_steps": 0.0}
+        known = [name for name in HOST if name not in unknown]
+        hosts = [(dict(zip(known, values, strict=True)) | unknown, ids) for values, ids in data["hosts"]]
+        measured = data["fleet"]["measured"] | {"line": _encode(Line())}
+        data |= {
+            "format": 8,
+            "hosts": [[[host[name] for name in HOST], ids] for host, ids in hosts],
+            "fleet": data["fleet"] | {"measured": measured},
+        }
+    return data
 
 
 def _names(thing: Any) -> list[str]:

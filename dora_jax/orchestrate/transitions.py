@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dora_jax.orchestrate import events as ev
 from dora_jax.orchestrate import fleet as fl
+from dora_jax.orchestrate import speeds
 from dora_jax.orchestrate.fleet import Host, Unit
 from dora_jax.orchestrate.state import State
 from dora_jax.types import is_eval
@@ -63,6 +64,8 @@ def instance_reported(s: State, event: ev.InstanceReported) -> None:
     host = s.fleet.hosts[event.instance]
     if event.tokens:
         s.fleet.reported(host, event)
+    if event.sampled:
+        speeds.observe(s.fleet, host, event)
     host.free_reported = event.free
     if s.short_of_pages(host) and host.units:
         host.pressed = True

@@ -10,6 +10,8 @@ from dora_jax.orchestrate.fleet import LOADING
 from dora_jax.orchestrate.state import State
 from dora_jax.types import SampleId
 
+UNSAID_ZEROS = ("life", "sampled", "busy_s", "row_s")
+
 
 def describe_step(event: ev.Event, commands: tuple[ev.Command, ...]) -> str:
     """One log line: the event, then the commands that it caused."""
@@ -21,7 +23,7 @@ def describe(item: ev.Event | ev.Command) -> str:
     fields = []
     for name in type(item).__slots__:
         value = getattr(item, name)
-        if value is None or value == () or name in ("attempt", "indices") or (name == "life" and not value):
+        if value is None or value == () or name in ("attempt", "indices") or (name in UNSAID_ZEROS and not value):
             continue
         if name == "groups":
             name, value = "ids", _ids(map(SampleId, value, getattr(item, "indices", ())))

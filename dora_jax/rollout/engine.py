@@ -91,6 +91,7 @@ class Engine:
         self.scheduler = Scheduler(self.shapes)
         self._weights: dict[Version, Any] = {}
         self._flights: list[tuple[DecodeCall, jax.Array]] = []  # launched, not yet read back
+        self._decoded_only = True  # the last plan
         self._emit = _Emit()
 
     # ---------------------------------------------------------- versions
@@ -232,6 +233,9 @@ class Engine:
         self._run_uploads(plan.uploads)
         for call in plan.prefills:
             self._run_prefill(call)
+        decodes_only = not (plan.preempts or plan.uploads or plan.prefills)
+        self._emit.decodes_only &= decodes_only and self._decoded_only
+        self._decoded_only = decodes_only  # what is landed in the next step was started with this plan
         flights = [
             (call, self.device.generate(self._weights[call.version], call.control, call.blocks))
             for call in plan.decodes
@@ -283,6 +287,7 @@ class Engine:
         ends = np.isin(tokens[np.arange(rows), counts - 1], self.eos_ids) & (counts > 0)
         sound = (np.isfinite(logprobs) | (np.arange(steps) >= counts[:, None])).all(axis=1)
         said = zip(call.rows, counts.tolist(), ends.tolist(), sound.tolist(), strict=True)
+        emit.rows += rows
         by_text = bool(self._stops)
         for row, ((seq, planned), count, stops, numbers) in enumerate(said):
             seq.inflight -= planned
@@ -352,6 +357,7 @@ class Engine:
             tokens=emit.tokens,
             free_pages=self.free_pages,
             kept=emit.kept,
+            rows=emit.rows if emit.decodes_only else 0,
         )
 
 
@@ -364,6 +370,8 @@ class _Emit:
     progress: dict[SampleId, int] = dataclasses.field(default_factory=dict)
     kept: dict[SampleId, np.ndarray] = dataclasses.field(default_factory=dict)
     tokens: int = 0
+    rows: int = 0
+    decodes_only: bool = True
 
 
 def _sample(seq: Seq, finish: str) -> Sample:

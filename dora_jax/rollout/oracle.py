@@ -182,7 +182,8 @@ class OracleEngine:
             if not s.started:
                 s.started = True
                 started.append(id)
-        for id, s in [(id, s) for id, s in self._samples.items() if s.started]:
+        decoded = [(id, s) for id, s in self._samples.items() if s.started]
+        for id, s in decoded:
             tokens += self._decode(id, s)
             progress[id] = len(s.out)
             if len(s.out) == s.length:
@@ -194,6 +195,7 @@ class OracleEngine:
             progress=progress,
             tokens=tokens,
             free_pages=self.free_pages,
+            rows=0 if started else len(decoded),
         )
 
     # ----------------------------------------------------------- private

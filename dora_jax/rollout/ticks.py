@@ -20,5 +20,6 @@ class TickResult:
     progress: Mapping[SampleId, int]  # samples that grew: tokens sampled so far, finished ones included
     tokens: int  # sampled this tick, over all samples
     free_pages: int  # free now, evictable prefixes included
+    rows: int = 0  # samples that were decoded, where the tick did nothing else; else 0
     # with rollout.keep_set, of each finished sample: i32[U, top_k], the ids each token was drawn from, -1 beyond them
     kept: Mapping[SampleId, np.ndarray] = dataclasses.field(default_factory=dict)

@@ -119,6 +119,8 @@ class PacedEngine:
         self.prefill_s += self._pace * prefill_s
         self._spend(began, decode_s + prefill_s)
         self._ticks += 1
+        if work.prefills:
+            result = dataclasses.replace(result, rows=0)
         if self._ticks % self._report_ticks:
             result = dataclasses.replace(result, progress={})
         return result

@@ -6,6 +6,7 @@ the outbox. Law: every call for a sample is answered by one event, whether or no
 
 from __future__ import annotations
 
+import dataclasses
 import time
 from collections.abc import Callable
 from typing import Any, Protocol
@@ -14,6 +15,7 @@ import numpy as np
 
 from dora_jax.orchestrate import events as ev
 from dora_jax.rollout.migrate import InFlightSample
+from dora_jax.rollout.ticks import TickResult
 from dora_jax.runtime.durability.records import Partial
 from dora_jax.runtime.seams import Outbox, RolloutEngine, Tree, WeightStore
 from dora_jax.runtime.worker import Finished, HandedOver, Parked, Worker
@@ -37,6 +39,21 @@ class MoveTarget(Protocol):
     def post(self, call: Callable[..., None], *args: Any) -> None: ...
 
     def receive(self, parcel: InFlightSample, src: InstanceId, attempt: int) -> None: ...
+
+
+@dataclasses.dataclass
+class _Decoding:
+    """The ticks since the last report that only decoded."""
+
+    sampled: int = 0  # tokens
+    busy_s: float = 0.0
+    row_s: float = 0.0  # of each sample, summed
+
+    def add(self, result: TickResult, seconds: float) -> None:
+        if result.rows:
+            self.sampled += result.tokens
+            self.busy_s += seconds
+            self.row_s += result.rows * seconds
 
 
 class EngineWorker(Worker):
@@ -70,6 +87,7 @@ class EngineWorker(Worker):
         self._grown: dict[SampleId, None] = {}  # run here and have more tokens than were reported
         self._told: dict[SampleId, int] = {}  # tokens reported
         self._begun: dict[SampleId, None] = {}  # here and not ended
+        self._decoding = _Decoding()
 
     def load(self, version: Version, drop: Version | None) -> None:
         if drop is not None:
@@ -135,7 +153,9 @@ class EngineWorker(Worker):
         return not self._paused and not self.engine.idle
 
     def work(self) -> None:
+        began = time.monotonic()
         result = self.engine.tick()
+        self._decoding.add(result, time.monotonic() - began)
         self.tokens += result.tokens
         for sample in result.started:
             version = self._versions.pop(sample, None)
@@ -152,7 +172,12 @@ class EngineWorker(Worker):
         if now - self._reported_s >= self._report_s:
             self._reported_s = now
             progress, self._grew = self._progress if self._grew else {}, False
-            self.outbox.put(ev.InstanceReported.of(self.instance, result.free_pages, progress, self.life))
+            took, self._decoding = self._decoding, _Decoding()
+            self.outbox.put(
+                ev.InstanceReported.of(
+                    self.instance, result.free_pages, progress, self.life, **dataclasses.asdict(took)
+                )
+            )
         if self._partial_s and now - self._partials_s >= self._partial_s:
             self._partials_s = now
             for sample_id in self._grown:

@@ -115,6 +115,7 @@ class Instance:
         self._prefill_left_s = 0.0
         self._still_s = 0.0  # that it still stands still
         self._tools: dict[SampleId, Job] = {}
+        self._reported = (0.0, 0.0, 0.0)  # tokens sampled, decoding, and each sample's part of that, at the last report
         self._report_ticks = report_ticks
         self._report_at = float(report_ticks)
 
@@ -251,6 +252,13 @@ class Instance:
         for job in jobs:
             job.cached = 0
         return jobs
+
+    def decoded(self) -> dict[str, float]:
+        """What decoding has taken since the last call, as an engine reports it."""
+        now = (self.sampled, self.spent[DECODE], self.slot_s)
+        sampled, busy_s, row_s = (b - a for a, b in zip(self._reported, now, strict=True))
+        self._reported = now
+        return {"sampled": round(sampled), "busy_s": busy_s, "row_s": row_s}
 
     @property
     def free_tokens(self) -> int:

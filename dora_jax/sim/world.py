@@ -267,7 +267,7 @@ class SimWorld:
     def _report(self, host: Instance) -> None:
         progress = {id: host.sampled_of(job) for id, job in host.decoding.items()}
         free = host.free_tokens // self._config.hardware.page_size
-        self._notify(ev.InstanceReported.of(host.id, free, progress, host.life))
+        self._notify(ev.InstanceReported.of(host.id, free, progress, host.life, **host.decoded()))
 
     def _scored(self, group_id: GroupId, group: SimGroup) -> None:
         if self._groups.get(group_id) is not group:
@@ -376,7 +376,6 @@ class SimWorld:
                 pages=self.costs.pages,
                 page_size=hardware.page_size,
                 residents=hardware.residents,
-                speed=speed,
                 versions=versions,
                 life=host.life,
             )

@@ -21,7 +21,7 @@ from dora_jax.orchestrate import events as ev
 from dora_jax.runtime.codec import Codec, CodecError
 from dora_jax.types import Sample, SampleId, ScoredGroup, TokenTable, Version
 
-FORMAT = 4  # of the records that this version writes; the head of a segment says its own
+FORMAT = 5  # of the records that this version writes; the head of a segment says its own
 OLDEST = 3  # the first format that `upgrade` knows
 
 
@@ -104,7 +104,15 @@ def upgrade(row: Any, written: int) -> Any:
         raise CodecError(f"it is of format {written}, and this version reads {OLDEST} to {FORMAT}")
     if written == 3:  # a sample had no table, and each event was decided on by itself
         row = _with_tables(row)
-        return [Batch.__name__, [row], True] if _is(row, Fact) else row
+        row = [Batch.__name__, [row], True] if _is(row, Fact) else row
+    if written <= 4 and _is(row, Batch):  # an instance did not say what its decoding took
+        row = [row[0], [_with_decoding(entry) for entry in row[1]], *row[2:]]
+    return row
+
+
+def _with_decoding(row: Any) -> Any:
+    if _is(row, Fact) and _is(row[1], ev.InstanceReported):
+        return [row[0], [*row[1], 0, 0.0, 0.0], *row[2:]]
     return row
 
 
