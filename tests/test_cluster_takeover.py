@@ -22,8 +22,9 @@ from dora_jax.runtime.cluster.gang import Gang, GangListener
 from dora_jax.runtime.cluster.launch_process import ProcessLauncher, Ticket
 from dora_jax.runtime.cluster.process_main import HeartbeatSender
 from dora_jax.runtime.cluster.run_registry import RunRegistry, address_in
+from dora_jax.runtime.cluster.sample_transfer import TransferThreads
 from dora_jax.runtime.cluster.step_cache import StepCache
-from dora_jax.runtime.cluster.worker_roles import TrainerRole, TransferThreads
+from dora_jax.runtime.cluster.worker_roles import TrainerRole
 from dora_jax.runtime.durability.event_log import EventLog
 from dora_jax.runtime.durability.journal_audit import audit
 from dora_jax.runtime.durability.log_stores import FileLogStore

@@ -131,9 +131,17 @@ class Sequences:
 class Prepared(Protocol):
     """What an objective makes of the trajectories."""
 
-    advantages: np.ndarray  # f32[n] or [n, T]
-    mask: np.ndarray  # bool[n, T] that takes part in the loss
-    returns: np.ndarray | None  # f32[n, T]
+    @property
+    def advantages(self) -> np.ndarray:
+        """f32[n] or f32[n, T]."""
+
+    @property
+    def mask(self) -> np.ndarray:
+        """bool[n, T]: takes part in the loss."""
+
+    @property
+    def returns(self) -> np.ndarray | None:
+        """f32[n, T]."""
 
 
 class Objective(Protocol):

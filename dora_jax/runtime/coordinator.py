@@ -1,7 +1,25 @@
-"""One process: rollout instances and the trainer on sub-meshes of `jax.devices()`, one thread each.
+"""The coordinator of a run: it carries the commands of the orchestrator to the stages, and their facts back to it.
 
-Payload goes  prompts -> instance -> scorer -> group store -> trainer -> weight store -> instance;
-the orchestrator sees ids and counts only. All bookkeeping here runs on the main thread.
+    prompts -> instances -> scorer -> group store -> trainer -> weight store -> instances           payload: one way
+    stages -- events --> orchestrator -- commands --> stages          the orchestrator sees ids and counts only
+
+Every loop of a run, by the queue that it reads:
+
+    queue            who reads it        consumes                   waits for               is unblocked by
+    outbox           coordinator         events, payload records    TIME_PERIOD_S at most   any worker that puts an item
+    inbox, instance  EngineWorker        Start Cancel Move Park     a command, while its    a command of the orchestrator;
+                                         Resume LoadWeights ...     engine is idle          a sample that moves here
+    inbox, trainer   TrainerWorker       Train                      groups of one step      GroupScored: enough groups are
+                                                                                            ready, and the lag bound holds
+    submitted groups Scorer              a finished group           a reward worker         the last sample of a group
+    group store      TrainerWorker       scored groups              nothing: Train names    -
+                                                                    groups that are there
+    weight store     EngineWorker        a version                  nothing: LoadWeights    StepPublished, which follows
+                                                                    names a version in it   the trainer's put
+
+A slot of the orchestrator's admission is charged at Start and free again when a version trained on the group is live.
+All bookkeeping here runs on the main thread. The workers are threads of this process or, in a cluster, gangs
+(cluster/): the coordinator does not know which.
 """
 
 from __future__ import annotations
@@ -42,7 +60,7 @@ def gather_s(instances: int) -> float:
 
 @dataclasses.dataclass
 class _Group:
-    """A group from its first Start until it is trained, filtered, failed or given up."""
+    """A group from its first Start until it is trained, filtered, failed or cancelled."""
 
     prompt: Prompt
     done: dict[int, Sample] = dataclasses.field(default_factory=dict)
@@ -58,7 +76,7 @@ class Coordinator:
         instances: Sequence[RolloutWorker],
         trainer: TrainerWorker | None,
         task: Prompts,
-        scorer: Scorer | None,
+        scorer: Scorer,
         groups: GroupStore,
         weights: WeightStore,
         outbox: queue.SimpleQueue,
@@ -77,26 +95,26 @@ class Coordinator:
         self._size = lambda group_id: eval_samples if is_eval(group_id) else group_size
         self._trainable = trainable
         self._open: dict[GroupId, _Group] = {}
-        self._parcels: dict[SampleId, InFlightSample] = {}  # what Park, or a leaving instance, took out of the engines
+        self._parked: dict[SampleId, InFlightSample | Sample] = {}  # out of the engines by Park, or by an instance that
+        # left; a Sample: it finished while no controller listened
         self._refused: set[GroupId] = set()  # their prompts are too long
         self._listeners: list[Callable[[Any], None]] = []
         self._time_s = 0.0
         self._skew_s = 0.0  # the clock goes on from that of the process before
         self._payloads = PayloadState()
         self._recorded: dict[SampleId, Version] = {}  # begun under an earlier process, and not asked for yet
-        self._ended: dict[SampleId, Sample] = {}  # of these, finished while nobody listened
-        self._risen: list[InstanceReady] = []
+        self._ready: list[InstanceReady] = []
 
     def listen(self, listener: Callable[[Any], None]) -> None:
         """`listener` sees every payload record: Finished, Partial, ScoredGroup, GroupFailure, StepDone."""
         self._listeners.append(listener)
 
     def recall(self, payloads: PayloadState) -> None:
-        """Samples of a lost instance go on with the tokens that are recorded here. It is only read."""
+        """Samples of a lost instance go on with the tokens of `payloads`, which is only read here."""
         self._payloads = payloads
 
     def adopt(self, debts: Debts, payloads: PayloadState, now_s: float) -> None:
-        """Takes on what an earlier process owed, before `start`."""
+        """Takes over the debts of an earlier process, before `start`."""
         self.recall(payloads)
         self._recorded = dict(debts.recorded)
         self._skew_s = now_s - time.monotonic()
@@ -123,7 +141,7 @@ class Coordinator:
             worker.start()
 
     def close(self, patience_s: float = STAGE_END_S) -> None:
-        """Each stage is waited for so long."""
+        """Ends every stage; waits so long for each."""
         for worker in self._workers():
             worker.stop(patience_s)
         self._scorer.close()
@@ -132,11 +150,11 @@ class Coordinator:
         return "; ".join(worker.state for worker in self._workers())
 
     def events(self) -> Iterator[ev.Event]:
-        risen, self._risen = self._risen, []
-        for rise in risen:  # commands that were meant for its earlier life have been executed by now
-            for brought in rise.admit():
-                self._find(brought)
-            yield rise.event
+        arrived, self._ready = self._ready, []
+        for ready in arrived:  # commands that were meant for its earlier life have been executed by now
+            for found in ready.admit():
+                self._adopt_found(found)
+            yield ready.event
         yield from self._drain()
         for scored in self._scorer.poll():
             yield from self._scored(scored)
@@ -160,7 +178,9 @@ class Coordinator:
             case ev.Train(group_ids=group_ids, base_version=base):
                 for group_id in group_ids:
                     del self._open[group_id]
-                self._trainer.post(self._trainer.train, group_ids, base)
+                if (trainer := self._trainer) is None:
+                    raise RuntimeError("a run without a trainer was told to train")
+                trainer.post(trainer.train, group_ids, base)
             case ev.Cancel(ids=ids, instance=instance, reason=reason):
                 self._cancel(ids, instance, reason)
             case ev.Park(ids=ids, instance=instance):
@@ -179,7 +199,7 @@ class Coordinator:
                 worker = self._instances[instance]
                 worker.post(worker.unpause)
             case _:
-                raise NotImplementedError(f"the one-process world has no {type(command).__name__}")
+                raise NotImplementedError(f"the coordinator has no {type(command).__name__}")
 
     # ------------------------------------------------------------ private
 
@@ -201,13 +221,13 @@ class Coordinator:
         worker.post(worker.submit, sample, self._open[group_id].prompt, version)
 
     def _cancel(self, ids: Sequence[SampleId], instance: InstanceId | None, reason: str) -> None:
-        """The groups are given up. Instance None: what is recorded of the samples, or of a scored group, is discarded."""
+        """Forgets the groups. Instance None: discards what is recorded of the samples, or of a scored group."""
         groups = {group_id: self._open.pop(group_id, None) for group_id in {id.group_id: None for id in ids}}
         for group_id, group in groups.items():
             if group is not None and group.submitted:
                 self._groups.discard(group_id)
         for sample in ids:
-            self._parcels.pop(sample, None)
+            self._parked.pop(sample, None)
             group = groups[sample.group_id]
             if instance is not None:
                 worker = self._instances[instance]
@@ -217,33 +237,33 @@ class Coordinator:
 
     def _resume(self, sample: SampleId, worker: RolloutWorker, version: Version) -> None:
         self._recorded.pop(sample, None)
-        if sample in self._ended:
+        held = self._parked.pop(sample, None) or self._from_journal(sample, version)
+        if isinstance(held, Sample):
             self._outbox.put(ev.SampleResumed(id=sample, instance=worker.instance, life=worker.life))
-            self._outbox.put(Finished(sample=self._ended.pop(sample), instance=worker.instance, life=worker.life))
+            self._outbox.put(Finished(sample=held, instance=worker.instance, life=worker.life))
         else:
-            worker.post(worker.resume, retagged(self._parcel(sample, version), version))
+            worker.post(worker.resume, retagged(held, version))
 
-    def _find(self, brought: HandedOver | FinishedUnheard) -> None:
-        """What an instance still has from an earlier process: used where it goes on from what is recorded."""
-        held = brought.sample if isinstance(brought, FinishedUnheard) else brought.parcel
-        version = held.spans[-1].version if isinstance(brought, FinishedUnheard) else held.version
+    def _adopt_found(self, found: HandedOver | FinishedUnheard) -> None:
+        """A sample that an instance still has from an earlier process: it is used where it goes on from what is recorded."""
+        held: InFlightSample | Sample
+        match found:
+            case FinishedUnheard(sample=held):
+                version = held.spans[-1].version
+            case HandedOver(parcel=held):
+                version = held.version
         out_ids, _, _ = self._payloads.tokens(held.id)
         n = len(out_ids)
         if self._recorded.get(held.id) != version or not np.array_equal(held.out_ids[:n], out_ids):
             return
-        if isinstance(brought, FinishedUnheard):
-            self._ended[held.id] = held
-            return
-        self._parcels[held.id] = held
-        if len(held.out_ids) > n:
+        self._parked[held.id] = held
+        if isinstance(held, InFlightSample) and len(held.out_ids) > n:
             self._tell(
                 Partial(id=held.id, version=version, start=n, out_ids=held.out_ids[n:], logprobs=held.logprobs[n:])
             )
 
-    def _parcel(self, sample: SampleId, version: Version) -> InFlightSample:
-        """What Park took out; else what the journal knows of it, to be prefilled again."""
-        if sample in self._parcels:
-            return self._parcels.pop(sample)
+    def _from_journal(self, sample: SampleId, version: Version) -> InFlightSample:
+        """The tokens that the journal has of a sample; the engine prefills them."""
         prompt = self._open[sample.group_id].prompt
         out_ids, logprobs, spans = self._payloads.tokens(sample)
         last = spans[-1] if spans else None
@@ -288,16 +308,16 @@ class Coordinator:
             case Partial():
                 self._tell(item)
             case InstanceReady():
-                self._risen.append(item)
-            case ev.InstanceDown(instance=instance):  # also of one that fell before its rise was heard
-                self._risen = [rise for rise in self._risen if rise.event.instance != instance]
+                self._ready.append(item)
+            case ev.InstanceDown(instance=instance):  # also of one that fell before it was heard to be ready
+                self._ready = [ready for ready in self._ready if ready.event.instance != instance]
                 yield item
             case HandedOver(parcel=parcel):
                 if parcel.id.group_id in self._open:
-                    self._parcels[parcel.id] = parcel
+                    self._parked[parcel.id] = parcel
             case Parked(id=sample, instance=instance, parcel=parcel):
                 if sample.group_id in self._open:
-                    self._parcels[sample] = parcel
+                    self._parked[sample] = parcel
                 yield ev.SampleParked(id=sample, instance=instance, life=item.life)
             case _:
                 yield item
@@ -306,7 +326,7 @@ class Coordinator:
         group_id = sample.id.group_id
         group = self._open.get(group_id)
         if group is None:
-            return  # it was given up
+            return  # it was cancelled
         if sample.id.index in group.done:
             raise RuntimeError(f"sample {sample.id} finished twice")
         group.done[sample.id.index] = sample
@@ -320,7 +340,7 @@ class Coordinator:
     def _scored(self, scored: ScoredGroup | GroupFailure) -> Iterator[ev.Event]:
         group_id = scored.group_id
         if group_id not in self._open:
-            return  # it was given up
+            return  # it was cancelled
         self._tell(scored)
         if isinstance(scored, GroupFailure):
             del self._open[group_id]

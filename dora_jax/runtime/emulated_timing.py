@@ -187,9 +187,11 @@ class PacedTrainer:
         self._due = max(self._due, self._began) + self._pace * seconds
         return self._pack(groups, base)
 
-    def step(self, batch: Batches, **probe: Probe) -> Mapping[str, float]:
+    def step(self, batch: Batches, probe: Probe | None = None) -> Mapping[str, float]:
         """The trainer's own step. batch: an iterator may wait for the next batch."""
-        metrics = self.trainer.step(self._one_by_one(batch) if isinstance(batch, Iterator) else batch, **probe)
+        metrics = self.trainer.step(
+            self._one_by_one(batch) if isinstance(batch, Iterator) else batch, **({"probe": probe} if probe else {})
+        )
         self._sleep()
         return metrics
 

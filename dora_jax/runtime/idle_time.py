@@ -43,7 +43,7 @@ class IdleReport:
         self._waiting = waiting
         self._present: Mapping[str, str] = {}
         self._since_s = time.monotonic()
-        self._spent_s: dict[str, collections.Counter[str]] = collections.defaultdict(collections.Counter)
+        self._spent_s: dict[str, dict[str, float]] = collections.defaultdict(dict)
 
     def __call__(self, event: ev.Event) -> None:
         if not isinstance(event, ev.InstanceReported):  # by far the most events; nothing starts or stops waiting by one
@@ -55,9 +55,10 @@ class IdleReport:
         self._count()
         phrases = []
         for role, share in sorted(shares.items(), key=lambda item: -item[1]):
-            causes = self._spent_s[role].most_common(1)
-            known = causes and f"{share:.0%}" != "0%"
-            phrases.append(f"{role} idle {share:.0%}" + (f": waiting for {causes[0][0]}" if known else ""))
+            spent_s = self._spent_s[role]
+            known = spent_s and f"{share:.0%}" != "0%"
+            longest = f": waiting for {max(spent_s, key=lambda cause: spent_s[cause])}" if known else ""
+            phrases.append(f"{role} idle {share:.0%}{longest}")
         self._spent_s.clear()
         return phrases
 
@@ -65,5 +66,5 @@ class IdleReport:
         now = time.monotonic()
         for role, cause in self._present.items():
             if cause:
-                self._spent_s[role][cause] += now - self._since_s
+                self._spent_s[role][cause] = self._spent_s[role].get(cause, 0.0) + now - self._since_s
         self._since_s = now

@@ -19,7 +19,7 @@ from dora_jax.models import hf
 from dora_jax.models.config import ModelConfig
 from dora_jax.orchestrate.core import Orchestrator
 from dora_jax.orchestrate.events import Command, Event, Halt, ImpossibleFact, StepPublished
-from dora_jax.orchestrate.loop import each, quiet_collector, run
+from dora_jax.orchestrate.loop import Observer, each, quiet_collector, run
 from dora_jax.runtime import run as build
 from dora_jax.runtime import warm_start, warm_start_data
 from dora_jax.runtime.coordinator import Coordinator
@@ -288,11 +288,10 @@ def _run(
     config, groups = parts.config, MemoryGroupStore()
     instances = backend.instances()
     side, recorder = instrument(
-        config, parts.workdir, instances, backend.weights, backing and backing.side, orchestrator, writer.note
+        config, parts.workdir, instances, backend.weights, backing.side if backing else None, orchestrator, writer.note
     )
-    worker = side and trainer_worker(
-        config, side, groups, backend.weights, orchestrator.state.decisions.max_lag, parts.outbox
-    )
+    max_lag = orchestrator.state.decisions.max_lag
+    worker = trainer_worker(config, side, groups, backend.weights, max_lag, parts.outbox) if side else None
     world = parts.world(instances, worker, groups, backend.weights)
     log = RunLog(
         workdir=parts.workdir,
@@ -309,9 +308,9 @@ def _run(
     timeline = Timeline(parts.workdir, writer.note)
     for listener in (log.record, timeline.record):
         world.listen(listener)
-    durable = backing and backing.behind(world)
+    durable = backing.behind(world) if backing else None
     guard.diagnose = lambda: f"{orchestrator.summary()['waits']}; {world.diagnosis()}"
-    observers = [
+    observers: list[Observer] = [
         *([recorder] if recorder else []),
         each(log.event),
         each(timeline.event),

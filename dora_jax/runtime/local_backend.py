@@ -87,7 +87,10 @@ class RunContext:
             with blame("eval.solved"):
                 self.solved = solved.among(config.eval.solved, terms)
             self.remarks += _said_of_evaluation(config, self)
-            self.scorer: Scorer | None = _judge(config, pool, terms) if config.reward_model.path else pool
+            scorer = _judge(config, pool, terms) if config.reward_model.path else pool
+            if scorer is None:
+                raise ConfigError("task.rewards: no reward is named, and reward_model.path names no model")
+            self.scorer: Scorer = scorer
             undo.pop_all()
 
     def world(

@@ -237,7 +237,7 @@ class RunLog:
         elapsed_s = self._elapsed_s(now)
         idle_share = self._idle_share(elapsed_s)
         metrics = group_metrics(done.groups, done.version - 1)
-        metrics |= self._served.metrics(done.groups) | done.metrics
+        metrics |= {**self._served.metrics(done.groups), **done.metrics}
         metrics |= self._unscored.metrics()
         metrics |= {
             "rollout/tokens_per_s": self._tokens / elapsed_s,
@@ -319,7 +319,7 @@ class RunLog:
             "finish": sample.finish,
             "mean_logprob": float(logprobs.mean()) if told else None,
             "min_logprob": float(logprobs.min()) if told else None,
-            "text": self._decode(sample.out_ids),
+            "text": self._decode(sample.out_ids.tolist()),
         }
 
 

@@ -157,11 +157,11 @@ class EngineWorker(Worker):
         result = self.engine.tick()
         self._decoding.add(result, time.monotonic() - began)
         self.tokens += result.tokens
-        for sample in result.started:
-            version = self._versions.pop(sample, None)
-            self._begun[sample] = None
+        for id in result.started:
+            version = self._versions.pop(id, None)
+            self._begun[id] = None
             if version is not None:  # None: it started on another instance and moved here
-                self.outbox.put(ev.SampleStarted(id=sample, instance=self.instance, version=version, life=self.life))
+                self.outbox.put(ev.SampleStarted(id=id, instance=self.instance, version=version, life=self.life))
         self._progress.update(result.progress)
         self._grew |= bool(result.progress)
         self._grown.update(dict.fromkeys(result.progress))

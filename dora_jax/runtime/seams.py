@@ -137,7 +137,7 @@ class CheckpointStore(Protocol):
 
     def save(
         self, step: Version, params: Tree, opt_state: Tree, rl_state: Mapping[str, Any], metrics: Mapping[str, float]
-    ) -> None:
+    ) -> object:
         """Starts to save; the trainer may go on."""
 
     def protect(self, version: Version) -> None:

@@ -53,6 +53,9 @@ class StepStore(Protocol):
     def put_aside(self, step: Version, why: str) -> None:
         """It is a step no more."""
 
+    def seal(self, step: Version, parts: Sequence[Files]) -> None:
+        """Makes a step of the files that each process of one gang has put; of a bucket only."""
+
 
 class StepFolder:
     """In a folder that all processes see."""
@@ -75,6 +78,9 @@ class StepFolder:
 
     def put_aside(self, step: Version, why: str) -> None:
         checkpoint.put_aside(self._folder / str(step), why)
+
+    def seal(self, step: Version, parts: Sequence[Files]) -> None:
+        raise RuntimeError("in a folder the processes of the trainer seal a step themselves")
 
 
 class StepBucket:

@@ -153,7 +153,8 @@ class ControllerConnection:
     def wait_for_another(self, place: str, rank: int, patience_s: float) -> None:
         """From now on, where the controller goes: so long. 0: this process ends with it. `place`: the workdir."""
         self._place, self._patience_s = place, patience_s
-        self._hello = dataclasses.replace(self._hello, rank=rank)
+        if self._hello is not None:
+            self._hello = dataclasses.replace(self._hello, rank=rank)
 
     def send(self, record: Any) -> None:
         if not self.alone or isinstance(record, (Heartbeat, ProcessFailed, PreemptionNotice)):

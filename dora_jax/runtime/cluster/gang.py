@@ -25,7 +25,7 @@ from dora_jax.runtime.cluster.messages import (
     Begin,
     Call,
     CallDeclined,
-    Done,
+    CallResult,
     HandOver,
     HandOverDone,
     Heartbeat,
@@ -35,7 +35,6 @@ from dora_jax.runtime.cluster.messages import (
     ProcessFailed,
     Ready,
     Rejoin,
-    StepFinished,
     WriteWeights,
 )
 from dora_jax.runtime.cluster.run_registry import RunRegistry
@@ -160,7 +159,7 @@ class Gang:
     @property
     def holds(self) -> tuple[Version, ...]:
         """Weights that all of its processes have from before."""
-        return tuple(sorted(set.intersection(*(set(host.ready.holds) for host in self._ranks))))
+        return tuple(sorted(set.intersection(*(set(host.ready.holds if host.ready else ()) for host in self._ranks))))
 
     @property
     def waited_s(self) -> float:
@@ -326,7 +325,7 @@ class Gang:
                 case HandOverDone(hosts=hosts):
                     self._left += 1
                     if self._left == hosts:
-                        self.die(self.leaving)
+                        self.die(self.leaving or "it has handed over")
                 case Note(text=text):
                     self._notify(f"{self.name}: {text}")
                 case _:
@@ -343,9 +342,9 @@ class PendingCall:
     def __init__(self, gang: Gang, name: str, then: Callable[[], None]):
         self.done = threading.Event()
         self._gang, self._name, self._then = gang, name, then
-        self._answers: dict[int, StepFinished | Done | CallDeclined] = {}
+        self._answers: dict[int, CallResult] = {}
 
-    def answer(self, rank: int, what: StepFinished | Done | CallDeclined) -> bool:
+    def answer(self, rank: int, what: CallResult) -> bool:
         """True where all have answered."""
         self._answers[rank] = what
         if len(self._answers) < self._gang.hosts:

@@ -141,12 +141,12 @@ class GangSupervisor:
             self._roster.enter(gang.name, gang.epoch, started.pids)
             return started
         left = self._roster.left[gang.name]
-        started = self._launcher.find(ticket, self._hub.token, self._hosts, self._slice_type, left.pids)
-        if started is None:
+        found = self._launcher.find(ticket, self._hub.token, self._hosts, self._slice_type, left.pids)
+        if found is None:
             gang.die("it has ended")
         elif not self._roster.fits:
             gang.die("it was begun with another configuration, or by other code")
-        return started
+        return found
 
     def _watch(self, gang: Gang, started: StartedGang, until: threading.Event) -> None:
         began_s = looked_s = time.monotonic()

@@ -31,8 +31,13 @@ class Ticket:
 
 
 class StartedGang(Protocol):
-    placed: bool  # False: there is no room for them yet
-    pids: tuple[int, ...]  # by which `find` knows them; empty: it needs none
+    @property
+    def placed(self) -> bool:
+        """False: there is no room for them yet."""
+
+    @property
+    def pids(self) -> tuple[int, ...]:
+        """The ids by which `find` knows the processes; empty: it needs none."""
 
     def ended(self) -> str | None:
         """Which of them is gone, in a few words; None: all live."""

@@ -108,14 +108,15 @@ class RayLauncher:
         return [RayGang(self.slices, name, hosts, slice_type, None) for name in names]
 
 
+Work = tuple[Ticket, bytes, bool]  # what a RayProcess runs: ticket, token, whether it outlives the controller
+
+
 class RayGang:
-    """One gang's actors; placed when there is room for all of them, and not before. Without work: one that is there."""
+    """One gang's actors; placed when there is room for all of them, and not before. Without work: a gang that is there."""
 
-    pids = ()  # it is found by its name
+    pids: tuple[int, ...] = ()  # it is found by its name
 
-    def __init__(
-        self, slices: FreeSlices, name: str, hosts: int, slice_type: str, work: tuple[Ticket, bytes, bool] | None
-    ):
+    def __init__(self, slices: FreeSlices, name: str, hosts: int, slice_type: str, work: Work | None):
         self.name = name
         self._slices, self._hosts, self._slice_type, self._work = slices, hosts, slice_type, work
         self._room: PlacementGroup | None = None
@@ -136,7 +137,8 @@ class RayGang:
 
     def ended(self) -> str | None:
         if not self._actors:
-            self._place()
+            if self._work is not None:
+                self._place(self._work)
             return None
         done, _ = ray.wait(self._ends, timeout=0)
         if not done:
@@ -163,21 +165,20 @@ class RayGang:
 
     # ------------------------------------------------------------ private
 
-    def _place(self) -> None:
+    def _place(self, work: Work) -> None:
         """Reserves, then starts; called again and again until both are done."""
         now = time.monotonic()
         if self._room is None:
             if now - self._looked_s > LOOK_S:
                 self._looked_s = self._asked_s = now
-                self._reserve()
+                self._reserve(lasting=work[2])
         elif self._room.wait(timeout_seconds=0.01):
-            self._start()
+            self._start(self._room, work)
         elif self._slice_type and now - self._asked_s > PLACED_S:
             self._give_back()
 
-    def _reserve(self) -> None:
-        _, _, lasting = self._work
-        named = {"name": self.name, "lifetime": "detached"} if lasting else {}
+    def _reserve(self, lasting: bool) -> None:
+        named: dict[str, str] = {"name": self.name, "lifetime": "detached"} if lasting else {}
         if not self._slice_type:
             self._room = placement_group([{"CPU": 1}] * self._hosts, **named)
         elif got := self._slices.take(self.name, self._slice_type, self._hosts):
@@ -189,28 +190,28 @@ class RayGang:
                 **named,
             )
 
-    def _start(self) -> None:
+    def _start(self, room: PlacementGroup, work: Work) -> None:
         env = {name: value for name, value in os.environ.items() if name.startswith(FORWARDED)}
-        _, _, lasting = self._work
+        _, _, lasting = work
         for index in range(self._hosts):
-            where = PlacementGroupSchedulingStrategy(self._room, placement_group_bundle_index=index)
+            where = PlacementGroupSchedulingStrategy(room, placement_group_bundle_index=index)
             named = {"name": f"{self.name}/{index}", "lifetime": "detached"} if lasting else {}
-            actor = (
+            actor: Any = (
                 ray.remote(RayProcess)
                 .options(
                     num_cpus=0 if self._slice_type else 1,
                     max_restarts=0,
                     max_task_retries=0,
                     scheduling_strategy=where,
-                    resources={"TPU": self._room.bundle_specs[index]["TPU"]} if self._slice_type else {},
+                    resources={"TPU": room.bundle_specs[index]["TPU"]} if self._slice_type else {},
                     runtime_env={"env_vars": env},
                     **named,
                 )
                 .remote()
             )
             self._actors.append(actor)
-            self._ends.append(actor.run.remote(*self._work))
-        self._nodes = _nodes_of(self._room)
+            self._ends.append(actor.run.remote(*work))
+        self._nodes = _nodes_of(room)
 
     def _adopt(self) -> None:
         """What there is of it in the cluster."""
@@ -259,7 +260,7 @@ class FreeSlices:
         """It is there already."""
         names = [node["Labels"][SLICE] for node in ray.nodes() if node["NodeID"] in nodes]
         with self._lock:
-            self.taken.update({gang: name for name in names})
+            self.taken.update((gang, name) for name in names)
 
     def leave(self, gang: str) -> None:
         with self._lock:

@@ -149,19 +149,22 @@ class ComputeDigest:
     """Trainer: the digest of the version that it is at."""
 
 
+TrainerCall = (
+    TrainGroups
+    | FinishStep
+    | PublishWeights
+    | WriteWeights
+    | RestoreCheckpoint
+    | SaveCheckpoint
+    | PollCheckpoint
+    | ComputeDigest
+)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Call:
     number: int
-    what: (
-        TrainGroups
-        | FinishStep
-        | PublishWeights
-        | WriteWeights
-        | RestoreCheckpoint
-        | SaveCheckpoint
-        | PollCheckpoint
-        | ComputeDigest
-    )
+    what: TrainerCall
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -191,10 +194,13 @@ class CallDeclined:
     error: str
 
 
+CallResult = StepFinished | Done | CheckpointFiles | CallDeclined
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Answer:
     number: int
-    what: StepFinished | Done | CheckpointFiles | CallDeclined
+    what: CallResult
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

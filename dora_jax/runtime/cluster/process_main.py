@@ -22,6 +22,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, MutableMapping
+from multiprocessing import connection
 from typing import Any
 
 from dora_jax.runtime.cluster.launch_process import Ticket, ticket_of
@@ -53,7 +54,8 @@ def serve(ticket: Ticket, token: bytes, leave: Callable[[], None] = lambda: None
     pass_on_notice(link)
     pulse = HeartbeatSender(link)
     try:
-        ip, arrivals = link.own_ip, queue.SimpleQueue()
+        ip = link.own_ip
+        arrivals: queue.SimpleQueue[connection.Connection] = queue.SimpleQueue()
         door = Listener(ip, token, arrivals.put)  # for the other processes, should this one be the first
         link.hello(
             messages.Hello(

@@ -16,7 +16,7 @@ import dataclasses
 import json
 import queue
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from dora_jax.config import CheckpointSection, RunError
 from dora_jax.runtime.cluster import messages
@@ -29,6 +29,9 @@ from dora_jax.runtime.durability.resume import INITIAL
 from dora_jax.trainer import checkpoint
 from dora_jax.trainer.checkpoint import Restored
 from dora_jax.types import ScoredGroup, Version
+
+if TYPE_CHECKING:
+    from dora_jax.trainer.step import Probe
 
 
 @dataclasses.dataclass
@@ -83,9 +86,9 @@ class RemoteTrainer:
         """What `weights.put` and `digest_of` take for the weights."""
         return self
 
-    def step(self, parts: Iterable[Part]) -> Mapping[str, float]:
-        """An iterator is asked for the next part when the gang has learned from the one before."""
-        for groups, base in parts:
+    def step(self, batch: Iterable[Part], probe: Probe | None = None) -> Mapping[str, float]:
+        """Asks an iterator for the next part when the gang has trained on the one before. The gang makes its own probe."""
+        for groups, base in batch:
             self._do(messages.TrainGroups(base=base, groups=tuple(groups)))
             self._begun += tuple(groups)
         made = self._do(messages.FinishStep(base=base))
@@ -177,7 +180,9 @@ class RemoteTrainer:
             ),
             INITIAL,
         )
-        steps = {step.base: (step.groups, step.published.digest) for step in self._steps_since(start)}
+        steps: dict[Version, tuple[tuple[ScoredGroup, ...], int | None]] = {
+            step.base: (step.groups, step.published.digest) for step in self._steps_since(start)
+        }
         if self._last is not None:
             steps.setdefault(self._last[0], (self._last[1], self._digest))
         if start != INITIAL:

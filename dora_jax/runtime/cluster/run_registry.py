@@ -72,14 +72,14 @@ class RunRegistry:
     # ------------------------------------------------------------ private
 
     def _write(self) -> None:
-        if self._page is None:
+        if (page := self._page) is None:
             return
         with self._lock:
             gangs = {name: [member.epoch, member.pids] for name, member in self._gangs.copy().items()}
             text = json.dumps(
                 {"token": self.token.hex(), "address": self._address, "build": self._build, "gangs": gangs}
             )
-            self._try(lambda: self._page.write(text))
+            self._try(lambda: page.write(text))
 
     def _try(self, do: Callable[[], None]) -> None:
         """A keeper must go on where a disk is full, or a bucket does not answer."""

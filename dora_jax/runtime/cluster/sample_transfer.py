@@ -7,6 +7,7 @@
 `ResultSender` is the outbox of an EngineWorker: it sends facts to the controller, and keeps what only this process can
 give: its shard of the pages of samples that may come back, and samples that finished when nobody may have listened.
 `KVEndpoint` lends and fetches the pages of this process's heads: process i of one gang to process i of the other.
+`TransferThreads` carries weights and KV in and out while the main thread computes.
 
 Laws: the first process of a gang speaks for all, but of pages each gives its own shard, once the gang leaves; every
 process of a gang takes pages into its engine, or none does; whatever fails, the sample goes on from its tokens.
@@ -16,6 +17,8 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+import functools
+import queue
 import threading
 import time
 from collections.abc import Callable
@@ -26,10 +29,13 @@ import numpy as np
 from dora_jax.rollout.migrate import InFlightSample, without_pages
 from dora_jax.runtime.cluster import messages
 from dora_jax.runtime.cluster.connection import MAX_FRAME_BYTES, ControllerConnection
+from dora_jax.runtime.durability.object_storage import StoreError
 from dora_jax.runtime.transfer import kv_transfer
 from dora_jax.runtime.transfer.device_transfer import Wire
 from dora_jax.runtime.transfer.kv_transfer import PageShape
 from dora_jax.runtime.transfer.transfer_manifest import EXPECTED_BYTES_PER_S, Key, Lent, WireError
+from dora_jax.runtime.transfer.weight_messages import Abort, Commit, Offer, Propose, Pull, Read, Release
+from dora_jax.runtime.transfer.weight_receiver import WeightEndpoint
 from dora_jax.runtime.worker import Finished, FinishedUnheard, HandedOver, Parked
 from dora_jax.types import InstanceId, Sample, SampleId, Version
 
@@ -85,8 +91,9 @@ class ResultSender:
     def with_own_pages(self, parcel: InFlightSample) -> InFlightSample:
         """As it has left, where it comes back so."""
         left = self._pages.pop(parcel.id, None)
-        same = left is not None and left.version == parcel.version and np.array_equal(left.out_ids, parcel.out_ids)
-        return left if same and not parcel.kv_len else parcel
+        if left is None or parcel.kv_len or left.version != parcel.version:
+            return parcel
+        return left if np.array_equal(left.out_ids, parcel.out_ids) else parcel
 
     def forget(self, version: Version) -> None:
         self._pages = {id: parcel for id, parcel in self._pages.items() if parcel.version != version}
@@ -159,8 +166,7 @@ class MoveBetweenProcesses:
 
 
 class KVEndpoint:
-    """Any thread may use it. `wire` None: nothing is lent; `layout` of this process's
-    pages."""
+    """Any thread may use it. wire: None where nothing is lent. layout: of this process's pages."""
 
     def __init__(self, instance: InstanceId, host: int, wire: Wire | None, layout: PageShape):
         self._instance, self._host, self._wire, self._layout = instance, host, wire, layout
@@ -176,7 +182,7 @@ class KVEndpoint:
 
     def lend(self, parcel: InFlightSample, move: messages.MoveSample) -> Lent:
         key = self._key(move.dst, move.epoch, parcel, move.number)
-        lent = kv_transfer.lend(self._wire, key, parcel)
+        lent = kv_transfer.lend(self._opened, key, parcel)
         if lent.manifest is not None:
             with self._lock:
                 self._lent[move.number] = key
@@ -186,7 +192,7 @@ class KVEndpoint:
         with self._lock:
             key = self._lent.pop(number, None)
         if key is not None:
-            self._wire.release(key)
+            self._opened.release(key)
 
     def settle(self) -> None:
         """Ends all that is under way, for nobody will ask for it any more."""
@@ -201,10 +207,10 @@ class KVEndpoint:
         """Takes its time; until `take` or `leave` the pages lie in host memory."""
         lent = carry.lent[self._host]
         key = self._key(self._instance, carry.epoch, lent.parcel, carry.number)
-        size = sum(shard.bytes for shard in lent.manifest.shards)
+        size = sum(shard.bytes for shard in lent.manifest.shards) if lent.manifest else 0
         try:
             parcel = kv_transfer.fetch(
-                self._wire, lent, key, self._layout, GRACE_S + size / (0.5 * EXPECTED_BYTES_PER_S)
+                self._opened, lent, key, self._layout, GRACE_S + size / (0.5 * EXPECTED_BYTES_PER_S)
             )
         except WireError as error:  # of this transfer, and of it alone
             fault = f"process {self._host}: {' '.join(str(error).split())}"
@@ -228,5 +234,112 @@ class KVEndpoint:
 
     # ------------------------------------------------------------ private
 
+    @property
+    def _opened(self) -> Wire:
+        if self._wire is None:
+            raise RuntimeError("KV is lent between processes only where cluster.wire is 'transfer'")
+        return self._wire
+
     def _key(self, receiver: InstanceId, epoch: int, parcel: InFlightSample, number: int) -> Key:
         return Key(epoch=epoch, version=parcel.version, receiver=f"rollout {receiver}/{self._host}", sequence=number)
+
+
+def _writes_nothing(version: Version) -> None:
+    raise RuntimeError(f"version {version} cannot be written by a process of an instance")
+
+
+class TransferThreads:
+    """Weights and KV in and out, beside what the main thread does. `write(version)`: a trainer's, into storage."""
+
+    def __init__(
+        self,
+        weights: WeightEndpoint,
+        link: ControllerConnection,
+        write: Callable[[Version], None] = _writes_nothing,
+        porter: KVEndpoint | None = None,
+    ):
+        self._weights, self._link, self._write, self._porter = weights, link, write, porter
+        self._own: queue.SimpleQueue = queue.SimpleQueue()
+
+    def sort(self, inbox: queue.SimpleQueue) -> queue.SimpleQueue:
+        """What is left for the main thread."""
+        rest: queue.SimpleQueue = queue.SimpleQueue()
+        threading.Thread(target=self._sort, args=(inbox, rest), name="sorter", daemon=True).start()
+        threading.Thread(target=self._run, name="courier", daemon=True).start()
+        return rest
+
+    def soon(self, work: functools.partial) -> None:
+        """Between what comes."""
+        self._own.put(work)
+
+    def settle(self) -> tuple[Version, ...]:
+        """Ends what the earlier controller has asked for; the versions that are held."""
+        done = threading.Event()
+        self._own.put(done)
+        done.wait()
+        if self._porter is not None:
+            self._porter.settle()
+        return self._weights.settle()
+
+    def _sort(self, inbox: queue.SimpleQueue, rest: queue.SimpleQueue) -> None:
+        while True:
+            match item := inbox.get():
+                case Pull() | Read() | messages.FetchKV():  # they take their time, and an Abort may come meanwhile
+                    threading.Thread(target=self._do, args=(item,), name="pull", daemon=True).start()
+                case Propose() | Offer() | Commit() | Abort() | Release():
+                    self._own.put(item)
+                case (
+                    messages.StageKV()
+                    | messages.ReleaseKV()
+                    | messages.DropStagedKV()
+                    | messages.DropWeights()
+                    | messages.Call(what=messages.WriteWeights())
+                ):
+                    self._own.put(item)
+                case _:
+                    rest.put(item)
+
+    def _run(self) -> None:
+        while True:
+            self._do(self._own.get())
+
+    def _do(self, item: Any) -> None:
+        try:
+            match item:
+                case threading.Event():
+                    item.set()
+                case functools.partial():
+                    item()
+                case messages.Call(number=number, what=messages.WriteWeights(version=version)):
+                    self._link.send(messages.Answer(number=number, what=self._written(version)))
+                case messages.DropWeights(version=version):
+                    self._weights.weights.drop(version)
+                case messages.FetchKV() | messages.StageKV() | messages.ReleaseKV() | messages.DropStagedKV():
+                    if self._porter is not None:
+                        self._do_kv(self._porter, item)
+                case _:
+                    if (fact := self._weights.execute(item)) is not None:
+                        self._link.send(fact)
+        except BaseException as error:  # a courier that fell silent would only look slow: its process ends, its gang
+            self._link.send(messages.ProcessFailed(error=f"{type(error).__name__}: {error}"))
+
+    def _do_kv(
+        self, kv: KVEndpoint, item: messages.FetchKV | messages.StageKV | messages.ReleaseKV | messages.DropStagedKV
+    ) -> None:
+        match item:
+            case messages.FetchKV():
+                self._link.send(kv.fetch(item))
+            case messages.StageKV():
+                self._link.send(kv.keep(item))
+            case messages.ReleaseKV(number=number):
+                kv.give_back(number)
+            case messages.DropStagedKV(number=number):
+                kv.leave(number)
+
+    def _written(self, version: Version) -> messages.Done | messages.CallDeclined:
+        try:
+            self._write(version)
+        except StoreError as error:
+            self._link.send(messages.Note(text=f"version {version} does not come into storage: {error}"))
+            return messages.CallDeclined(error=str(error))
+        return messages.Done(value=version)

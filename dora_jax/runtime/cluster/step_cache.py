@@ -81,7 +81,7 @@ class StepCache:
             raise RuntimeError(f"the step from version {base} is asked for again with other groups")
         if answer is None:
             return None
-        self._at, self._asked = self._at + 1, []
+        self._at, self._asked = base + 1, []
         return dataclasses.replace(answer, recalled=True)
 
     def _known(self, base: Version) -> tuple[list[bytes], StepFinished | None]:

@@ -71,8 +71,8 @@ class WeightPublisher:
             if gang.name != TRAINER:
                 return
             half, self._writing, self._unwritten = self._writing, None, []  # the next gang begins with what is live
-            over = half is not None and half not in self._live
-        if over:
+            wanted = half in self._live
+        if half is not None and not wanted:
             self.stored.drop(half)
 
     def settle(self) -> None:

@@ -10,9 +10,8 @@ from __future__ import annotations
 
 import functools
 import queue
-import threading
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, Protocol
 
 import jax
 
@@ -32,26 +31,37 @@ from dora_jax.runtime.cluster.sample_transfer import (
     MoveBetweenProcesses,
     MoveThroughController,
     ResultSender,
+    TransferThreads,
 )
 from dora_jax.runtime.cluster.step_cache import StepCache
-from dora_jax.runtime.durability.object_storage import StoreError
-from dora_jax.runtime.rollout_worker import REPORT_PERIOD_S, EngineWorker, report_period_s
+from dora_jax.runtime.idle_time import IdleTimer
+from dora_jax.runtime.rollout_worker import REPORT_PERIOD_S, EngineWorker, MoveTarget, report_period_s
+from dora_jax.runtime.seams import RolloutEngine, Tree
 from dora_jax.runtime.trainer_worker import MismatchProbe
 from dora_jax.runtime.transfer import slices
 from dora_jax.runtime.transfer.device_transfer import Wire
 from dora_jax.runtime.transfer.kv_transfer import layout_of
-from dora_jax.runtime.transfer.weight_messages import Abort, Commit, Offer, Propose, Pull, Read, Release
 from dora_jax.runtime.transfer.weight_receiver import WeightEndpoint, like
 from dora_jax.runtime.transfer.weight_storage import StoredWeights
 from dora_jax.tokenizer import Tokenizer
 from dora_jax.trainer.checkpoint import Checkpoints
-from dora_jax.types import ScoredGroup, Version
+from dora_jax.types import InstanceId, ScoredGroup, Version
+
+
+class ProcessStatus(Protocol):
+    """What a role tells of its progress, once a second: process_main.HeartbeatSender."""
+
+    waits: IdleTimer  # of the main thread
+    busy: bool
+    progress: int
 
 
 class TrainerRole:
     """Answers calls one after the other, on the main thread."""
 
-    def __init__(self, begin: Begin, config: Config, link: ControllerConnection, pulse: Any, turns: Leader | Follower):
+    def __init__(
+        self, begin: Begin, config: Config, link: ControllerConnection, pulse: ProcessStatus, turns: Leader | Follower
+    ):
         devices.check_slice("cluster.trainer_slice", "" if config.cpu_devices else config.cluster.trainer_slice)
         self._config = config
         self._link, self._pulse, self._turns = link, pulse, turns
@@ -60,7 +70,7 @@ class TrainerRole:
         self._trainer = build.new_trainer(config, Tokenizer.load(config.model.path), mesh, self._home.folder)
         self._pack = build.packer(config, self._trainer)
         self._gap = MismatchProbe(build.prober(config, self._trainer) if config.orchestrator.mode != "sync" else None)
-        self._newest: tuple[Version, Any] | None = None  # published last, on the trainer's shards, for the gap
+        self._newest: tuple[Version, Tree] | None = None  # published last, on the trainer's shards, for the gap
         self._copy = build.publishing_copy(config, hf.read_config(config.model.path), mesh)
         self._stored, self._kept = StoredWeights(begin.workdir), HostWeights()
         wire = Wire(link.own_ip, link.token) if config.cluster.wire == "transfer" else None
@@ -86,12 +96,13 @@ class TrainerRole:
                 turn = self._turns.next(mine, wait=True)
             self._pulse.busy = True
             for call in turn:
-                if isinstance(call, messages.HandOver):  # what waits for a later call asks the next gang
-                    return self._link.send(messages.HandOverDone(hosts=1))
-                if isinstance(call, messages.Rejoin):
-                    self._settle()
-                else:
-                    self._link.send(messages.Answer(number=call.number, what=self._answer(call.what)))
+                match call:
+                    case messages.HandOver():  # what waits for a later call asks the next gang
+                        return self._link.send(messages.HandOverDone(hosts=1))
+                    case messages.Rejoin():
+                        self._settle()
+                    case messages.Call(number=number, what=what):
+                        self._link.send(messages.Answer(number=number, what=self._answer(what)))
                 self._pulse.progress += 1
             self._pulse.busy = False
 
@@ -104,9 +115,7 @@ class TrainerRole:
         self._link.rejoin()
         self._link.send(messages.Ready(holds=holds))
 
-    def _answer(
-        self, what: Any
-    ) -> messages.StepFinished | messages.Done | messages.CheckpointFiles | messages.CallDeclined:
+    def _answer(self, what: messages.TrainerCall) -> messages.CallResult:
         match what:
             case messages.TrainGroups(base=base) | messages.FinishStep(base=base) if base != self._version:
                 raise RuntimeError(f"a step at base {base} was asked of a trainer at version {self._version}")
@@ -191,7 +200,7 @@ class TrainerRole:
 
 
 def open_rollout(
-    begin: Begin, config: Config, link: ControllerConnection, pulse: Any, turns: Leader | Follower
+    begin: Begin, config: Config, link: ControllerConnection, pulse: ProcessStatus, turns: Leader | Follower
 ) -> RolloutRole:
     """Its engine is compiled on return."""
     devices.check_slice("cluster.instance_slice", "" if config.cpu_devices else config.cluster.instance_slice)
@@ -209,7 +218,9 @@ def open_rollout(
     wire = Wire(link.own_ip, link.token) if config.cluster.wire == "transfer" else None
     wanted = like(model, engine.param_shardings, config.model.dtype)
     weights = WeightEndpoint(begin.rank, wire, versions, wanted, stored)
-    porter = KVEndpoint(begin.instance, begin.rank, wire and Wire(link.own_ip, link.token), layout_of(engine.page()[0]))
+    porter = KVEndpoint(
+        _instance(begin), begin.rank, wire and Wire(link.own_ip, link.token), layout_of(engine.page()[0])
+    )
     return RolloutRole(
         begin,
         engine,
@@ -224,16 +235,22 @@ def open_rollout(
     )
 
 
+def _instance(begin: Begin) -> InstanceId:
+    if begin.instance is None:
+        raise ValueError("a process of the trainer's gang cannot be one of an instance")
+    return begin.instance
+
+
 class RolloutRole:
     """Ticks on the main thread; weights and KV come in on others."""
 
     def __init__(
         self,
         begin: Begin,
-        engine: Any,
+        engine: RolloutEngine,
         weights: WeightEndpoint,
         link: ControllerConnection,
-        pulse: Any,
+        pulse: ProcessStatus,
         turns: Leader | Follower,
         partial_s: float,
         porter: KVEndpoint,
@@ -245,12 +262,9 @@ class RolloutRole:
         self._courier = TransferThreads(weights, link, porter=porter)
         self._link = link
         self._outlet = outlet = ResultSender(link, begin.rank, begin.hosts, alike)
-        self._worker = EngineWorker(begin.instance, engine, weights.weights, outlet, partial_s, begin.epoch, report_s)
-        self._elsewhere = (
-            (lambda move: MoveBetweenProcesses(move, link, porter, begin.rank, begin.hosts))
-            if porter.lends
-            else (lambda move: MoveThroughController(move, outlet))
-        )
+        self._worker = EngineWorker(_instance(begin), engine, weights.weights, outlet, partial_s, begin.epoch, report_s)
+        self._lends = porter.lends
+        self._rank, self._hosts = begin.rank, begin.hosts
 
     def run(self, inbox: queue.SimpleQueue) -> None:
         posts = self._courier.sort(inbox)
@@ -295,7 +309,7 @@ class RolloutRole:
             case messages.CancelSample(id=id, reason=reason):
                 worker.cancel(id, reason)
             case messages.MoveSample(id=id, attempt=attempt):
-                worker.move(id, self._elsewhere(post), attempt)
+                worker.move(id, self._target(post), attempt)
             case messages.FinishMove(parcel=parcel, src=src, attempt=attempt, number=number):
                 worker.receive(self._porter.take(number) if number else parcel, src, attempt)
             case messages.ParkSample(id=id):
@@ -305,91 +319,7 @@ class RolloutRole:
             case messages.Rejoin():
                 self._settle()
 
-
-class TransferThreads:
-    """Weights and KV in and out, beside what the main thread does. `write(version)`: a trainer's, into storage."""
-
-    def __init__(
-        self,
-        weights: WeightEndpoint,
-        link: ControllerConnection,
-        write: Callable[[Version], None] | None = None,
-        porter: KVEndpoint | None = None,
-    ):
-        self._weights, self._link, self._write, self._porter = weights, link, write, porter
-        self._own: queue.SimpleQueue = queue.SimpleQueue()
-
-    def sort(self, inbox: queue.SimpleQueue) -> queue.SimpleQueue:
-        """What is left for the main thread."""
-        rest: queue.SimpleQueue = queue.SimpleQueue()
-        threading.Thread(target=self._sort, args=(inbox, rest), name="sorter", daemon=True).start()
-        threading.Thread(target=self._run, name="courier", daemon=True).start()
-        return rest
-
-    def soon(self, work: functools.partial) -> None:
-        """Between what comes."""
-        self._own.put(work)
-
-    def settle(self) -> tuple[Version, ...]:
-        """Ends what the earlier controller has asked for; the versions that are held."""
-        done = threading.Event()
-        self._own.put(done)
-        done.wait()
-        if self._porter is not None:
-            self._porter.settle()
-        return self._weights.settle()
-
-    def _sort(self, inbox: queue.SimpleQueue, rest: queue.SimpleQueue) -> None:
-        while True:
-            match item := inbox.get():
-                case Pull() | Read() | messages.FetchKV():  # they take their time, and an Abort may come meanwhile
-                    threading.Thread(target=self._do, args=(item,), name="pull", daemon=True).start()
-                case Propose() | Offer() | Commit() | Abort() | Release():
-                    self._own.put(item)
-                case (
-                    messages.StageKV()
-                    | messages.ReleaseKV()
-                    | messages.DropStagedKV()
-                    | messages.DropWeights()
-                    | messages.Call(what=messages.WriteWeights())
-                ):
-                    self._own.put(item)
-                case _:
-                    rest.put(item)
-
-    def _run(self) -> None:
-        while True:
-            self._do(self._own.get())
-
-    def _do(self, item: Any) -> None:
-        try:
-            match item:
-                case threading.Event():
-                    item.set()
-                case functools.partial():
-                    item()
-                case messages.Call(number=number, what=messages.WriteWeights(version=version)):
-                    self._link.send(messages.Answer(number=number, what=self._written(version)))
-                case messages.DropWeights(version=version):
-                    self._weights.weights.drop(version)
-                case messages.FetchKV():
-                    self._link.send(self._porter.fetch(item))
-                case messages.StageKV():
-                    self._link.send(self._porter.keep(item))
-                case messages.ReleaseKV(number=number):
-                    self._porter.give_back(number)
-                case messages.DropStagedKV(number=number):
-                    self._porter.leave(number)
-                case _:
-                    if (fact := self._weights.execute(item)) is not None:
-                        self._link.send(fact)
-        except BaseException as error:  # a courier that fell silent would only look slow: its process ends, its gang
-            self._link.send(messages.ProcessFailed(error=f"{type(error).__name__}: {error}"))
-
-    def _written(self, version: Version) -> messages.Done | messages.CallDeclined:
-        try:
-            self._write(version)
-        except StoreError as error:
-            self._link.send(messages.Note(text=f"version {version} does not come into storage: {error}"))
-            return messages.CallDeclined(error=str(error))
-        return messages.Done(value=version)
+    def _target(self, move: messages.MoveSample) -> MoveTarget:
+        if self._lends:
+            return MoveBetweenProcesses(move, self._link, self._porter, self._rank, self._hosts)
+        return MoveThroughController(move, self._outlet)

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -26,9 +25,8 @@ from dora_jax.runtime.durability.log_stores import FileLogStore, JournalError, O
 from dora_jax.runtime.durability.payload_state import PayloadState
 from dora_jax.runtime.durability.records import Published
 from dora_jax.runtime.durability.recovery import Recovered, recover
-from dora_jax.trainer.checkpoint import Checkpoints
-from dora_jax.trainer.step import Trainer
-from dora_jax.types import ScoredGroup, Version
+from dora_jax.runtime.seams import CheckpointStore, Digest, Pack, PolicyTrainer, WeightStore
+from dora_jax.types import Version
 
 INITIAL = 0  # this version needs no checkpoint: it is model.path
 
@@ -67,11 +65,11 @@ def open_journal(workdir: Path, section: JournalSection, writer: Writer) -> Even
 
 def begin(
     journal: EventLog | None,
-    checkpoints: Checkpoints,
-    trainer: Trainer,
-    weights: Any,
-    pack: Callable[[Sequence[ScoredGroup], Version], Any],
-    digest: Callable[[Any], int],
+    checkpoints: CheckpointStore,
+    trainer: PolicyTrainer,
+    weights: WeightStore,
+    pack: Pack,
+    digest: Digest,
     config: OrchestratorConfig,
     writer: Writer,
 ) -> Begun:
@@ -94,10 +92,10 @@ def begin(
 
 
 def _from_checkpoint(
-    checkpoints: Checkpoints,
-    trainer: Trainer,
-    weights: Any,
-    digest: Callable[[Any], int],
+    checkpoints: CheckpointStore,
+    trainer: PolicyTrainer,
+    weights: WeightStore,
+    digest: Digest,
     config: OrchestratorConfig,
     writer: Writer,
 ) -> Begun:
@@ -118,11 +116,11 @@ def _from_checkpoint(
 
 def _again(
     found: Recovered,
-    checkpoints: Checkpoints,
-    trainer: Trainer,
-    weights: Any,
-    pack: Callable,
-    digest: Callable[[Any], int],
+    checkpoints: CheckpointStore,
+    trainer: PolicyTrainer,
+    weights: WeightStore,
+    pack: Pack,
+    digest: Digest,
     writer: Writer,
 ) -> Begun:
     """Replays the steps since the checkpoint, from the groups that they were made of."""
@@ -160,7 +158,7 @@ def _again(
     return Begun(found.orchestrator, found.payloads, epoch, found.debts, dict(found.segments), len(found.steps))
 
 
-def _load(step: int, checkpoints: Checkpoints, trainer: Trainer) -> dict[str, Any]:
+def _load(step: int, checkpoints: CheckpointStore, trainer: PolicyTrainer) -> dict[str, Any]:
     abstract = trainer.abstract_state()
     restored = checkpoints.restore(step, abstract.params, abstract.opt_state)
     trainer.load(restored.params, restored.opt_state, step)
