@@ -10,7 +10,6 @@ count travel together and are divided once.
 from __future__ import annotations
 
 import collections
-import dataclasses
 import functools
 import json
 import math
@@ -19,6 +18,7 @@ import os
 import struct
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
 
@@ -27,10 +27,8 @@ import numpy as np
 from dora_jax.console import Console
 from dora_jax.retrying_file import PatientFile
 
-value_type = dataclasses.dataclass(frozen=True, slots=True)
 
-
-@value_type
+@dataclass(frozen=True, slots=True)
 class Mean:
     total: float
     count: float = 1.0
@@ -47,7 +45,7 @@ class Mean:
         return self.total / self.count if self.count else math.nan
 
 
-@value_type
+@dataclass(frozen=True, slots=True)
 class Sum:
     total: float
 
@@ -58,7 +56,7 @@ class Sum:
         return self.total
 
 
-@value_type
+@dataclass(frozen=True, slots=True)
 class Max:
     value: float
 
@@ -69,7 +67,7 @@ class Max:
         return self.value
 
 
-@value_type
+@dataclass(frozen=True, slots=True)
 class Last:
     value: float
 
@@ -89,7 +87,12 @@ def reduce(records: Iterable[Mapping[str, Value | float]]) -> dict[str, float]:
     for record in records:
         for name, value in record.items():
             merged[name].append(value if isinstance(value, Value) else Last(value))
-    return {name: functools.reduce(lambda a, b: a.merge(b), values).result() for name, values in merged.items()}
+    return {name: _merged(values).result() for name, values in merged.items()}
+
+
+def _merged(values: Sequence[Any]) -> Value:
+    """Values of one name, which are of one kind."""
+    return functools.reduce(lambda earlier, later: earlier.merge(later), values)
 
 
 class Writer:
@@ -134,10 +137,10 @@ class Writer:
     def write(self, step: int, metrics: Mapping[str, Value | float], *, waits: Sequence[str] = ()) -> None:
         """One record in every sink; waits: phrases that say what waited for what, the longest wait first."""
         scalars = {name: _scalar(value) for name, value in metrics.items()}
-        self._open()
+        lines, board = self._open()
         words = {"waits": "; ".join(waits)} if waits else {}
-        self._lines.write(json.dumps({"step": step, **scalars, **words}, allow_nan=False).encode() + b"\n")
-        self._board.write(step, {name: value for name, value in scalars.items() if value is not None})
+        lines.write(json.dumps({"step": step, **scalars, **words}, allow_nan=False).encode() + b"\n")
+        board.write(step, {name: value for name, value in scalars.items() if value is not None})
         self._console.step(step, scalars, waits)
 
     def phase(self, role: str, text: str) -> None:
@@ -159,13 +162,14 @@ class Writer:
         self._console.stop()
         self._console.note(text)
 
-    def _open(self) -> None:
-        if self._lines:
-            return
+    def _open(self) -> tuple[PatientFile, _Board]:
+        if self._lines and self._board:
+            return self._lines, self._board
         self._board = _Board(self._workdir / "tensorboard", self._resumed_at, self.note)
         self._lines = PatientFile(self.file, self.note)
         if self.file.stat().st_size and not self.file.read_bytes().endswith(b"\n"):
             self._lines.write(b"\n")  # a crash cut the last line short; ours start on their own
+        return self._lines, self._board
 
 
 class _Board:

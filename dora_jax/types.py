@@ -26,7 +26,7 @@ class SampleId(NamedTuple):
     """The only key of results; never a slot."""
 
     group_id: GroupId
-    index: int
+    index: int  # type: ignore[assignment]  # hides the method of a tuple
 
 
 RENEWAL = 100_000_000  # added to the id of a group that is given up when its prompt is issued again

@@ -214,7 +214,8 @@ def _parts(task: TaskSection) -> dict[str, TaskPart]:
 
 
 def _sources(task: TaskSection) -> Problems:
-    for where, part in (_parts(task) or {"task": task}).items():
+    sources: dict[str, Any] = _parts(task) or {"task": task}
+    for where, part in sources.items():
         kind, _, dataset = part.name.partition(":")
         if part.name != "rows" and not (kind == "reasoning_gym" and dataset):
             yield f'{where}.name: {part.name!r} is neither "rows" nor "reasoning_gym:<dataset>"'

@@ -16,7 +16,7 @@ import collections
 import dataclasses
 import math
 from collections.abc import Callable, Sequence
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
@@ -201,8 +201,8 @@ class _PackedUpdate:
         self.samples, self._shape, self._rewards, self._group_ids = samples, shape, rewards, group_ids
         places = _places(_items(self.samples, shape.share_prompts), shape)
         self.spread = _Spread(self.samples, places, shape)
-        self._batch = _tokens(self.samples, places, self.spread, shape)
-        zeros = dict.fromkeys(("advantages", "rewards", "loss_weights"), self.spread.zeros())
+        self._batch: dict[str, Any] = _tokens(self.samples, places, self.spread, shape)
+        zeros: dict[str, Any] = dict.fromkeys(("advantages", "rewards", "loss_weights"), self.spread.zeros())
         self._scored = score(TrainBatch(**self._batch, **zeros)) if score else {}
 
     def sequences(self, longest: int) -> dict[str, np.ndarray]:
@@ -226,9 +226,10 @@ class _PackedUpdate:
             moving = mask & (advantages[:, None] if advantages.ndim == 1 else advantages).astype(bool)
             if not moving.any(1).all():
                 return self._only(moving.any(1), mask, advantages, spread.gather(weights, mask.shape[1]))
-        returns = estimate.returns
-        returns = {} if returns is None else {"returns": spread.responses(returns[mine], np.float32)}
-        return self._batch_with(placed, advantages, weights, **returns)
+        if estimate.returns is None:
+            return self._batch_with(placed, advantages, weights)
+        returns = spread.responses(estimate.returns[mine], np.float32)
+        return self._batch_with(placed, advantages, weights, returns=returns)
 
     def _only(self, moving: np.ndarray, mask: np.ndarray, advantages: np.ndarray, weights: np.ndarray) -> TrainBatch:
         """The batch of the samples that move the weights; of the first one where none does, for its metrics."""
@@ -309,9 +310,9 @@ def _places(items: Sequence[_Item], shape: BatchShape) -> list[_PackedPlace]:
     Ties by index, so the same samples always land in the same place."""
     bins: list[_Bin] = []
     rows = shape.row_order()
-    places: list[_PackedPlace | None] = [None] * len(items)
+    places: dict[int, _PackedPlace] = {}
     holding: dict[bytes, list[_Bin]] = collections.defaultdict(list)
-    total = collections.Counter()
+    total: collections.Counter[bytes] = collections.Counter()
     for item in items:
         total[item.prompt] += item.length if item.shared else 0
     for i in sorted(range(len(items)), key=lambda i: (-total[items[i].prompt], items[i].prompt, -items[i].length, i)):
@@ -328,7 +329,7 @@ def _places(items: Sequence[_Item], shape: BatchShape) -> list[_PackedPlace]:
                 bins.append(found := _Bin(int(rows[len(bins)]), shape.tokens))
             holding[item.prompt] += [found] if item.shared else []
         places[i] = found.place(item)
-    return places
+    return [places[i] for i in range(len(items))]
 
 
 class _Spread:

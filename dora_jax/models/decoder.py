@@ -68,7 +68,7 @@ class Stack(NamedTuple):
 
     block: str  # dense, moe or shortcut
     first: int  # number of its first layer
-    count: int
+    count: int  # type: ignore[assignment]  # hides the method of a tuple
 
 
 def stacks(cfg: ModelConfig) -> dict[str, Stack]:
@@ -223,6 +223,7 @@ class _Pass(NamedTuple):
             mixed = mixed or self._mixture(weights, h_BxLxD, forced_BxLxk)
             with jax.named_scope("mlp"):
                 x_BxLxD = x_BxLxD + moe.dense(at, h_BxLxD, self.products, "{}_proj")
+        assert mixed is not None
         return x_BxLxD + mixed[0], mixed[1]
 
     def _attention(self, layer, weights, x_BxLxD, attend):

@@ -158,8 +158,8 @@ def _scaling(entry: Fields, fields: Fields) -> RopeScaling | Yarn | None:
     if kind not in ("llama3", "yarn"):
         raise ValueError(f"{file} asks for rope scaling {kind!r}; known: default, llama3, yarn")
     needed = ("factor", "low_freq_factor", "high_freq_factor") if kind == "llama3" else ("factor",)
-    factors = {name: entry.number(name) for name in needed}
-    if lacking := [name for name, value in factors.items() if value is None]:
+    factors = {name: value for name in needed if (value := entry.number(name)) is not None}
+    if lacking := [name for name in needed if name not in factors]:
         raise ValueError(f"{file} asks for rope scaling {kind} without {lacking[0]}")
     original = entry.size("original_max_position_embeddings", fields.raw.get("max_position_embeddings"))
     if kind == "llama3":

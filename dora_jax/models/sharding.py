@@ -26,7 +26,7 @@ from dora_jax.models.config import ModelConfig, check_mesh
 
 AXES = ("data", "fsdp", "expert", "context", "tensor")  # neighbours in the last axes: their collectives are the most
 
-TABLE = {
+TABLE: dict[str, Any] = {
     "batch": ("data", "fsdp", "expert"),
     "sequence": "context",
     "layers": None,

@@ -63,7 +63,7 @@ def open_task(
             return _source(part, Wording(part, tokenizer), n, held, supervised, path.with_stem(f"{path.stem}.{name}"))
 
     wording = Wording(section, tokenizer)
-    source = (
+    source: Source = (
         Mixture(section.mix, open_one, heldout, exclude)
         if section.mix
         else _source(section, wording, heldout, exclude, supervised, path)

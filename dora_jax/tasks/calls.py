@@ -144,6 +144,7 @@ class Process:
 
     def _exit_status(self) -> str:
         try:
+            assert self._walled is not None
             code = self._walled.wait(EXIT_TIMEOUT_S)
         except subprocess.TimeoutExpired:
             return "closed its socket"

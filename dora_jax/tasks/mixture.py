@@ -76,6 +76,10 @@ class Mixture:
         self.heldout_uids = uids - exclude
         self.heldout = _in_turn([list(source.heldout) for source in self._sources.values()])
 
+    def exclude(self, uids: AbstractSet[str]) -> None:
+        for source in self._sources.values():
+            source.exclude(uids)
+
     def draw(self, stream: str, seed: int, i: int) -> TaskRow:
         turn, at = divmod(i, len(self._cycle))
         name = self._cycle[at]

@@ -61,7 +61,7 @@ class NoScore(NoAnswer):
 class ScorerPool:
     """`decode(ids) -> text` strips stop and special tokens. Processes start at once, in the background."""
 
-    def __init__(self, section: TaskSection, decode: Callable[[Sequence[int]], str]):
+    def __init__(self, section: TaskSection, decode: Callable[[Sequence[int] | np.ndarray], str]):
         self._section = section
         self._decode = decode
         self._who = "reward " + ", ".join(path.rpartition(".")[2] for path in section.rewards)
@@ -126,7 +126,7 @@ class ScorerPool:
     @property
     def pids(self) -> tuple[int, ...]:
         """Of its worker processes."""
-        return tuple(process.pid for process in self._processes)
+        return tuple(process.pid for process in self._processes if process.pid is not None)
 
     def close(self) -> None:
         """Kills the workers; groups not yet polled are gone. May be called twice."""
@@ -174,7 +174,7 @@ class ScorerPool:
             return GroupFailure(
                 group_id=prompt.group_id, reason=str(error), lengths=lengths, kind=error.kind, response=error.response
             )
-        rewards = np.sum(list(parts.values()), axis=0, dtype=np.float32)
+        rewards = np.stack(list(parts.values())).sum(0, dtype=np.float32)
         return ScoredGroup(
             group_id=prompt.group_id, version=samples[0].version, samples=samples, rewards=rewards, parts=parts
         )
@@ -214,7 +214,11 @@ class ScorerPool:
         """What the worker checks already (rewards.py), checked again: a worker may lie."""
         parts = reply.get("parts")
         values = parts.values() if isinstance(parts, dict) else ()
-        if not values or not all(isinstance(value, float) and math.isfinite(value) for value in values):
+        if (
+            not isinstance(parts, dict)
+            or not values
+            or not all(isinstance(value, float) and math.isfinite(value) for value in values)
+        ):
             raise NoAnswer(f"{self._who}: the worker replied without a finite number for each term")
         return parts
 

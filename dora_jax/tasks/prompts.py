@@ -73,7 +73,7 @@ class Wording:
                 return self._tokenizer.chat(messages)
             except ValueError as error:
                 raise ConfigError(f"task.template: {error}, on the prompt {shorten(str(question))!r}") from error
-        return self._template.replace("{prompt}", question)  # not str.format: templates hold other braces
+        return self._template.replace("{prompt}", str(question))  # not str.format: templates hold other braces
 
     def token_ids(self, text: str) -> list[int]:
         return self._tokenizer.encode(text)

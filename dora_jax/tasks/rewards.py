@@ -247,8 +247,8 @@ def _finite(number: Any, name: str, term: Any) -> float:
     if not isinstance(number, numbers.Real):
         kind = type(number).__name__
         raise RewardError(f"{where} returned {number!r:.100}, a {kind}, not a number", f"{where} returned a {kind}")
-    if abs(number) <= MAX_REWARD:
+    if abs(number) <= MAX_REWARD:  # type: ignore[operator]  # a huge int cannot become a float
         return float(number)
-    if number in (math.inf, -math.inf) or number != number:
+    if number in (math.inf, -math.inf) or not number <= math.inf:
         raise RewardError(f"{where} returned {number}")
     raise RewardError(f"{where} returned a number beyond {MAX_REWARD:g}, the largest that a reward may have")

@@ -46,7 +46,7 @@ def read(text: str) -> Solved | None:
         least = float(match["least"] or 1.0) if match and not set("<>=") & set(match["term"]) else None
     except ValueError:
         least = None
-    if least is None:
+    if match is None or least is None:
         raise ValueError(f"{text!r} is not of the form TERM or TERM >= NUMBER")
     return Solved(term=match["term"], least=least)
 

@@ -23,9 +23,15 @@ class TaskRow:
 
 
 class Source(Protocol):
-    name: str
-    heldout: Sequence[TaskRow]  # distinct uids
-    heldout_uids: frozenset[str]
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def heldout(self) -> Sequence[TaskRow]:
+        """Rows of distinct uids."""
+
+    @property
+    def heldout_uids(self) -> frozenset[str]: ...
 
     def draw(self, stream: str, seed: int, i: int) -> TaskRow:
         """Number i of an endless stream, pure in its arguments; never a held-out uid."""

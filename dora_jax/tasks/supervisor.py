@@ -261,7 +261,7 @@ def _landlock_call(number: int, *arguments: Any) -> int:
     try:
         return _call("syscall", ctypes.c_long(number), *arguments)
     except OSError as error:
-        raise OSError(error.errno, os.strerror(error.errno)) from error
+        raise OSError(error.errno, os.strerror(error.errno or 0)) from error
 
 
 def _prctl(option: int, *arguments: int) -> None:

@@ -73,11 +73,12 @@ def gcd(entry: Entry, slip: Slip) -> tuple[list[str], str]:
     """12, 18 -> 12%18=12 18%12=6 12%6=0"""
     numbers = entry["metadata"]["numbers"]
     at = _slip_at(slip, 4)  # pairs of up to three digits take about five steps
-    a, steps = numbers[0], []
+    a = numbers[0]
+    steps: list[str] = []
     for b in numbers[1:]:
         while b:
             rest = a % b
-            if len(steps) == at and b > 1:
+            if slip is not None and len(steps) == at and b > 1:
                 rest = (rest + slip.randrange(1, b)) % b  # another possible remainder, so that the walk still ends
             steps.append(f"{a}%{b}={rest}")
             a, b = b, rest
@@ -106,7 +107,7 @@ def letter_counting(entry: Entry, slip: Slip) -> tuple[list[str], str]:
     counts = [(word, word.lower().count(letter)) for word in entry["metadata"]["span"]]
     counts = [(word, count) for word, count in counts if count]
     at = _slip_at(slip, len(counts))
-    if at is not None:
+    if slip is not None and at is not None:
         word, count = counts[at]
         counts[at] = word, count + 1 if count == 1 else count + slip.choice((-1, 1))
     total, sums = 0, []

@@ -176,6 +176,7 @@ class Checkpoints:
     def _seal(self) -> str | None:
         """All of a step is written: its manifest is next."""
         step, self._saving = self._saving, None
+        assert step is not None
         try:
             self._manager.wait_until_finished()
         except Exception as error:  # as in `save`
@@ -190,6 +191,7 @@ class Checkpoints:
         return self._put(root) if self._put else None
 
     def _sealed(self) -> str | None:
+        assert self._sealing is not None
         (step, future), self._sealing = self._sealing, None
         try:
             files = future.result()

@@ -7,6 +7,7 @@ sampled it. Laws: no gradient flows through a correction; a rejection shrinks th
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -102,7 +103,14 @@ def vcpo_lr(gap: jax.Array, mask: jax.Array, segment_ids: Any, *, rho_base: floa
     return jnp.ones_like(gap), mask, {"ess": ess, "rho": rho, "lr_scale": scale}
 
 
-CORRECTIONS = {"none": none, "tis": tis, "icepop": icepop, "mask": reject, "opsm": opsm, "vcpo_lr": vcpo_lr}
+CORRECTIONS: dict[str, Callable] = {
+    "none": none,
+    "tis": tis,
+    "icepop": icepop,
+    "mask": reject,
+    "opsm": opsm,
+    "vcpo_lr": vcpo_lr,
+}
 
 
 def trajectory_moments(gap: jax.Array, mask: jax.Array, segment_ids: Any) -> tuple[jax.Array, jax.Array, jax.Array]:

@@ -155,7 +155,8 @@ def _trips(bodies: dict[str, list[str]], line: str) -> int | None:
     known = re.search(r'"known_trip_count":\{"n":"(\d+)"', line)
     if known:
         return int(known[1])
-    condition = bodies[re.search(r"condition=%?([\w.\-]+)", line)[1]]
+    [name] = re.findall(r"condition=%?([\w.\-]+)", line)[:1]
+    condition = bodies[name]
     constants = {n for text in condition for n in re.findall(r" constant\((\d+)\)", text)}
     return int(constants.pop()) if len(constants) == 1 else None
 

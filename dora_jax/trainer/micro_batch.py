@@ -103,7 +103,7 @@ def micro_loss(model: Model, section: Any, params: Any, arrays: Arrays) -> tuple
     if routed is not None:
         sums |= routing.sums(routed, segments > 0)
         if section.load_balance_coef:  # each micro-batch counts by its part of the update
-            balance = routing.load_balance_loss(model.cfg.experts, routed)
+            balance = routing.load_balance_loss(model.cfg.moe, routed)
             total += section.load_balance_coef * jnp.sum(weight) * balance
     return total, sums | {"loss": total, "policy_loss": policy}
 

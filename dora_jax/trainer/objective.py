@@ -106,7 +106,7 @@ def may_start_early(section: Any) -> bool:
 
 def batch_dtypes(section: Any) -> dict[str, str]:
     """Arrays of a packed batch as this objective uses it: name -> dtype."""
-    integers = ("tokens", "targets", "segment_ids", "positions", "version")
+    integers: tuple[str, ...] = ("tokens", "targets", "segment_ids", "positions", "version")
     integers += ("prefix_ids",) if section.share_prompts == "on" else ()
     names = dict.fromkeys(integers, "int32") | {"mask": "bool"}
     floats = ["behavior_logprobs", "advantages", "rewards", "loss_weights"]

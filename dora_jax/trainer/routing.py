@@ -51,7 +51,7 @@ def metrics(updates: Sequence[Mapping[str, Any]]) -> dict[str, float]:
     """Of a step, from the sums of its updates; empty without experts."""
     if "expert_load" not in updates[0]:
         return {}
-    load_MxE = sum(np.asarray(u["expert_load"], np.float64) for u in updates)
+    load_MxE = np.sum([np.asarray(u["expert_load"], np.float64) for u in updates], axis=0)
     layers, choices = load_MxE.shape
     asked = max(sum(float(u["expert_choices"]) for u in updates) * layers, 1.0)
     share_MxE = load_MxE / np.maximum(load_MxE.sum(-1, keepdims=True), 1.0)

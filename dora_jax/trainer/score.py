@@ -29,7 +29,7 @@ def segments_of(batch: Any) -> list[tuple[int, int, int]]:
 
 def one_a_row(batch: Any, segments: list[tuple[int, int, int]]) -> dict[str, np.ndarray]:
     """Each trajectory from column 0 of a row of its own, [n, L]."""
-    names = ("tokens", "targets", "positions", "mask", "segment_ids")
+    names: tuple[str, ...] = ("tokens", "targets", "positions", "mask", "segment_ids")
     names += ("routes",) if batch.routes is not None else ()
     out = {
         name: np.zeros((len(segments), *x.shape[1:]), x.dtype)

@@ -5,6 +5,8 @@ Law: what differs between two families is a field of ModelConfig or a name on di
 
 from __future__ import annotations
 
+from typing import Any
+
 from dora_jax.models.config import ModelConfig
 from dora_jax.models.families import deepseek_v3, llama, longcat_flash, mistral, qwen2, qwen3, qwen3_moe
 from dora_jax.models.families.family import Family
@@ -22,7 +24,7 @@ def family(model_type: str) -> Family:
     raise ValueError(f"unknown model family {model_type!r}; known: {names}")
 
 
-def new_config(model_type: str, **sizes) -> ModelConfig:
+def new_config(model_type: str, **sizes: Any) -> ModelConfig:
     """A config for a fresh model of this family: the family's switches, the given sizes, defaults for the rest."""
     return ModelConfig(family=model_type, **family(model_type).switches, **sizes)
 

@@ -10,7 +10,7 @@ import dataclasses
 import math
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, overload
 
 from dora_jax.models.config import ModelConfig
 
@@ -36,6 +36,12 @@ class Fields:
         if type(value) is not int or value < least:  # a bool is an int too
             raise ValueError(f"{self.file} has {name}={value!r:.60}; a whole number of at least {least} is needed")
         return value
+
+    @overload
+    def number(self, name: str, absent: float) -> float: ...
+
+    @overload
+    def number(self, name: str, absent: None = None) -> float | None: ...
 
     def number(self, name: str, absent: float | None = None) -> float | None:
         value = self.raw.get(name)
@@ -102,7 +108,7 @@ class Family:
     ahead_layers: bool = False  # whether layers behind the last one are of multi-token prediction
 
     @property
-    def switches(self) -> dict[str, bool]:
+    def switches(self) -> dict[str, Any]:
         """Fields of ModelConfig that the family fixes."""
         return {"qk_norm": self.qk_norm, "qkv_bias": self.qkv_bias, "shortcut": self.shortcut}
 
