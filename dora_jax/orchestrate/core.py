@@ -22,7 +22,7 @@ under a new group id.
 
 from __future__ import annotations
 
-from collections.abc import Set
+from collections.abc import Set as AbstractSet
 
 from dora_jax.orchestrate import admission, placement, rebalancing, snapshot, verdict, view
 from dora_jax.orchestrate import events as ev
@@ -90,7 +90,7 @@ class Orchestrator:
         """Whether `commit` would take this fact in: a body asks before it keeps what came with it. ImpossibleFact."""
         return not self.state.halted and verdict.counts(self.state, event)
 
-    def _decide(self, heard: Set[type]) -> None:
+    def _decide(self, heard: AbstractSet[type]) -> None:
         s = self.state
         if heard & CHANGES_READY:
             self._take()

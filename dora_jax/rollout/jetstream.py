@@ -15,7 +15,7 @@ import itertools
 import sys
 import threading
 import types
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 import numpy as np
@@ -61,7 +61,7 @@ def new_adapter(engine: Engine, version: Version, *, max_new_tokens: int, bos_id
     class NoTokenizer:
         """Ids in, ids out: requests carry token ids."""
 
-        stop_tokens = set(engine.eos_ids)
+        stop_tokens: ClassVar = set(engine.eos_ids)
 
         def __init__(self):
             self.bos_id, self.eos_id, self.pad_id = bos_id, engine.eos_ids[0] if engine.eos_ids else -1, pad_id

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import Any, ClassVar
 
 from dora_jax.costs import Costs, open_costs
 from dora_jax.orchestrate import events as ev
@@ -212,7 +212,7 @@ class SimWorld:
     def _retire(self, command: ev.Retire) -> None:
         pass  # weights take no room in virtual time
 
-    _COMMANDS: dict[type, Callable[[SimWorld, Any], None]] = {
+    _COMMANDS: ClassVar[dict[type, Callable[[SimWorld, Any], None]]] = {
         ev.Start: _start, ev.LoadWeights: _load, ev.Move: _move, ev.Park: _park, ev.Resume: _resume,
         ev.Cancel: _cancel, ev.Train: _train, ev.Retire: _retire, ev.Pause: _pause, ev.Unpause: _pause,
     }  # fmt: skip

@@ -66,7 +66,7 @@ class Process:
         self._memory_bytes = memory_bytes
         self._walled: sandbox.Walled | None = None
         self._sock: socket.socket | None = None
-        self._noise = tempfile.TemporaryFile("a+b")
+        self._noise = tempfile.TemporaryFile("a+b")  # noqa: SIM115 (open as long as the process)
         self._closed = False
         self._lock = threading.Lock()
 

@@ -199,9 +199,9 @@ class Trainer:
         (metrics, every), self._begun = self._begun, ({}, [])
         done = int(self.state.step) + 1  # a skipped update still publishes: the same weights, a new version
         self.state = self.state._replace(step=jax.device_put(np.int32(done), self._replicated))
-        if self._reference is not None and self.section.ref_refresh_steps:
-            if done % self.section.ref_refresh_steps == 0:
-                self._reference = self._copy(self.state.params)
+        every_steps = self.section.ref_refresh_steps
+        if self._reference is not None and every_steps and done % every_steps == 0:
+            self._reference = self._copy(self.state.params)
         metrics |= health.reduce(every) | self._meter.take()
         self.health.check_mismatch(metrics)
         return metrics
