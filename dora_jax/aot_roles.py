@@ -10,6 +10,7 @@ from collections.abc import Iterator
 import jax
 
 from dora_jax import chips
+from dora_jax.chips import Chip
 from dora_jax.config import Config, ConfigError
 from dora_jax.trainer import hlo
 
@@ -75,7 +76,7 @@ class Role:
         return chips.DEVICES_A_CHIP[chips.parse(self.slice_name)[0]]
 
     @property
-    def chip(self) -> chips.Chip:
+    def chip(self) -> Chip:
         return chip_of(self.slice_name)
 
     @property

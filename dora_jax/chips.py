@@ -74,7 +74,7 @@ def parse(name: str) -> tuple[str, int]:
     """
     match = re.fullmatch(r"(\w+?)-(\d+)", name)
     chip = ALIASES.get(match[1], match[1]) if match else ""
-    if chip not in CHIPS:
+    if match is None or chip not in CHIPS:
         raise ValueError(
             f"slice {name!r} is unknown: name one such as v5e-64, v5p-16, v6e-16, v4-32, tpu7x-128, h100-8, laptop"
         )

@@ -61,7 +61,8 @@ def never_print(drop: Callable[[BaseException | None], bool]) -> None:
 
 def refusal(error: BaseException) -> str | None:
     """What the machine refuses, in a sentence; None where an error is no refusal, and its trace is wanted."""
-    text, cause = " ".join(str(error).split()), error
+    text = " ".join(str(error).split())
+    cause: BaseException | None = error
     while cause is not None:
         code, where = getattr(cause, "errno", None), getattr(cause, "filename", None)
         if code in NO_ROOM or any(words in str(cause) for words in NO_ROOM_WORDS):

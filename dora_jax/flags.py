@@ -291,7 +291,7 @@ def _unfit(config: Config) -> list[str]:
     return presets.problems(resolved, found, model)
 
 
-def _indivisible(field: str, model: models.ModelConfig, mesh: dict[str, int]) -> list[str]:
+def _indivisible(field: str, model: models.ModelConfig, mesh: dict[str, Any]) -> list[str]:
     try:
         models.check_mesh(model, **mesh)
     except ValueError as error:

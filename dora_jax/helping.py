@@ -61,8 +61,8 @@ def fields(cls: type, prefix: str = "") -> Iterator[str]:
 
 
 def _default(field: dataclasses.Field) -> str:
-    made = field.default_factory is not dataclasses.MISSING
-    value = field.default_factory() if made else field.default
+    make = field.default_factory
+    value = field.default if make is dataclasses.MISSING else make()
     return value if isinstance(value, str) and value else repr(value)
 
 

@@ -51,7 +51,7 @@ ROLLOUT_OPTIONS = {  # chip -> XLA's options of the engine's calls
         "weights keep the tiles that they come in, where each call would tile them anew",
     )
 }
-NONE = ({}, "")
+NONE: tuple[dict[str, Any], str] = ({}, "")
 UNKNOWN = Machines(Machine(), Machine())
 
 Presets = dict[str, tuple[Any, str]]  # field of a section -> value, reason

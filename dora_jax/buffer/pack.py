@@ -203,7 +203,7 @@ class _PackedUpdate:
         self.spread = _Spread(self.samples, places, shape)
         self._batch: dict[str, Any] = _tokens(self.samples, places, self.spread, shape)
         zeros: dict[str, Any] = dict.fromkeys(("advantages", "rewards", "loss_weights"), self.spread.zeros())
-        self._scored = score(TrainBatch(**self._batch, **zeros)) if score else {}
+        self._scored = score(TrainBatch(**(self._batch | zeros))) if score else {}
 
     def sequences(self, longest: int) -> dict[str, np.ndarray]:
         """The fields of `Sequences`, as wide as the step's longest response."""

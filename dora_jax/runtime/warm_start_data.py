@@ -34,13 +34,13 @@ def examples(config: Config, workdir: Path) -> list[Pair]:
     """The (prompt, completion) texts that `config.sft` asks for; none of a held-out prompt."""
     section = config.sft
     tokenizer = tokenizer_of(section)
-    limits = {"max_prompt_tokens": section.pack_tokens, "max_new_tokens": section.pack_tokens}
     task = tasks.open_task(
         config.task,
         tokenizer,
         seed=config.seed,
         heldout=config.task.heldout,
-        **limits,
+        max_prompt_tokens=section.pack_tokens,
+        max_new_tokens=section.pack_tokens,
         quarantine_path=workdir / "quarantine.jsonl",
     )
     if section.rows:
@@ -50,7 +50,8 @@ def examples(config: Config, workdir: Path) -> list[Pair]:
             tokenizer,
             seed=config.seed,
             heldout=0,
-            **limits,
+            max_prompt_tokens=section.pack_tokens,
+            max_new_tokens=section.pack_tokens,
             supervised=True,
             exclude=task.heldout_uids,
             quarantine_path=workdir / "sft_quarantine.jsonl",

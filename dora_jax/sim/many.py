@@ -17,7 +17,8 @@ from dora_jax.sim.config import Row, replace
 from dora_jax.sim.meter import Result
 from dora_jax.sim.run import simulate
 
-Job, Answer = TypeVar("Job"), TypeVar("Answer")
+Job = TypeVar("Job")
+Answer = TypeVar("Answer")
 
 
 class Ran(NamedTuple):
@@ -74,6 +75,7 @@ def _end_with_the_parent() -> None:
     """Of a worker: a signal that ends the parent, or Ctrl-C, which both get, ends it as well, without a traceback."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     parent = multiprocessing.parent_process()
+    assert parent is not None
     threading.Thread(target=lambda: (parent.join(), os._exit(1)), daemon=True).start()
 
 

@@ -160,6 +160,7 @@ class Meter:
         return counters
 
     def _result(self, steps: int, end: dict[str, float]) -> Result:
+        assert self._start is not None
         d = {name: value - self._start[name] for name, value in end.items()}
         seconds, all_s = d["now"], d["now"] * self._instances
         rollout = {name: d[f"rollout/{name}"] / all_s for name in (*ACTIVITIES, DOWN) if name != IDLE}

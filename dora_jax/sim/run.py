@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 from dora_jax.config import ConfigError
 from dora_jax.orchestrate.core import Orchestrator
@@ -22,7 +23,7 @@ class StoppedEarly(RuntimeError):
 class SimOrchestratorConfig(OrchestratorConfig):
     """With some of the mode's choices replaced, to see what each of them is worth. No trainer works on chips that decode."""
 
-    changes: tuple[tuple[str, object], ...] = ()
+    changes: tuple[tuple[str, Any], ...] = ()
 
     @property
     def decisions(self) -> Decisions:
@@ -41,6 +42,7 @@ def simulate(row: Row, *, trace: Trace | None = None, observers: tuple[Observer,
     try:
         halt = run(brain, world, observers)
     except EndOfMeasurement:
+        assert world.meter.result is not None
         return world.meter.result
     raise StoppedEarly(f"{row.label}: {halt.reason}")
 

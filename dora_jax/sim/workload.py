@@ -56,11 +56,12 @@ class Workload:
     def __init__(self, section: WorkloadSection):
         self._seed = section.seed
         tasks = section.tasks or ({"share": 1.0},)
-        self._shares, total = [], 0.0
+        self._shares: list[float] = []
+        total = 0.0
         for task in tasks:
             total += task["share"]
             self._shares.append(total)
-        self._tasks = [_LengthDistribution(_of_task(section, task)) for task in tasks]
+        self._tasks = [_LengthDistribution(_of_task(section, dict(task))) for task in tasks]
         self._recorded: dict[SampleId, int] = {}
         self._untrainable: frozenset[GroupId] | None = None
         if section.distribution == "journal":
@@ -185,8 +186,8 @@ def _read_lengths(path: str) -> list[float]:
     text = Path(path).read_text()
     try:
         is_json = text.lstrip().startswith("[")
-        lengths = json.loads(text) if is_json else [line.split()[0] for line in text.splitlines() if line.strip()]
-        lengths = sorted(float(length) for length in lengths)
+        told = json.loads(text) if is_json else [line.split()[0] for line in text.splitlines() if line.strip()]
+        lengths = sorted(float(length) for length in told)
     except ValueError as error:
         raise ConfigError(f"workload.path: {path} is not a list of lengths: {error}") from error
     if not lengths or lengths[0] < 1:

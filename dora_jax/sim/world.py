@@ -303,7 +303,7 @@ class SimWorld:
         if self._away.get(job.id) is not job:
             return  # cancelled on its way
         fate = work.uniform(self._seed, work.MOVE, *job.id, round(self.now * 1e3))
-        way = {"id": job.id, "src": src.id, "dst": move.dst, "attempt": move.attempt}
+        way: dict[str, Any] = {"id": job.id, "src": src.id, "dst": move.dst, "attempt": move.attempt}
         if self._instances.get(move.dst) is dst and dst is not None and fate >= self._config.fault.failed_moves:
             self.meter.moves += 1
             self.meter.move_bytes += job.cached * self.costs.kv_bytes_per_token
