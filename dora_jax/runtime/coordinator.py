@@ -24,28 +24,25 @@ All bookkeeping here runs on the main thread. The workers are threads of this pr
 
 from __future__ import annotations
 
-import dataclasses
 import queue
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
-import numpy as np
-
 from dora_jax.config import RunError
 from dora_jax.exits import Stop
 from dora_jax.orchestrate import events as ev
 from dora_jax.orchestrate.restart import Debts
-from dora_jax.rollout.migrate import InFlightSample, retagged
 from dora_jax.runtime.durability.payload_state import PayloadState
 from dora_jax.runtime.durability.records import Partial
+from dora_jax.runtime.sample_registry import OpenGroup, SampleRegistry
 from dora_jax.runtime.seams import GroupStore, Prompts, RolloutWorker, Scorer, StageWorker, WeightStore
 from dora_jax.runtime.shutdown import STAGE_END_S
 from dora_jax.runtime.trainer_worker import TrainerWorker
-from dora_jax.runtime.worker import Crashed, Finished, FinishedUnheard, HandedOver, InstanceReady, Parked, StepDone
+from dora_jax.runtime.worker import Crashed, Finished, HandedOver, InstanceReady, Parked, StepDone
 from dora_jax.tasks.pool import GroupFailure
 from dora_jax.tasks.prompts import PromptTooLong
-from dora_jax.types import GroupId, InstanceId, Prompt, Sample, SampleId, ScoredGroup, Version, is_eval
+from dora_jax.types import GroupId, InstanceId, Sample, SampleId, ScoredGroup, Version, is_eval
 
 TIME_PERIOD_S = 0.05  # how often the orchestrator learns the time; also the longest wait for an event
 SMALL_FLEET = 100  # instances whose facts are few enough to be decided on one by one
@@ -56,15 +53,6 @@ MAX_BATCH = 4096  # outbox items in a batch: what has come meanwhile is the next
 def gather_s(instances: int) -> float:
     """How long a coordinator lets facts come together behind the first: decisions are made once a batch."""
     return GATHERED_S * instances if instances > SMALL_FLEET else 0.0
-
-
-@dataclasses.dataclass
-class _Group:
-    """A group from its first Start until it is trained, filtered, failed or cancelled."""
-
-    prompt: Prompt
-    done: dict[int, Sample] = dataclasses.field(default_factory=dict)
-    submitted: tuple[Sample, ...] = ()  # what the scorer was handed
 
 
 class Coordinator:
@@ -87,22 +75,17 @@ class Coordinator:
         self._instances = {worker.instance: worker for worker in instances}
         self._gather_s = gather_s(len(instances))
         self._trainer = trainer
-        self._task = task
         self._scorer = scorer
         self._groups = groups
         self._weights = weights
         self._outbox = outbox
         self._size = lambda group_id: eval_samples if is_eval(group_id) else group_size
         self._trainable = trainable
-        self._open: dict[GroupId, _Group] = {}
-        self._parked: dict[SampleId, InFlightSample | Sample] = {}  # out of the engines by Park, or by an instance that
-        # left; a Sample: it finished while no controller listened
+        self._samples = SampleRegistry(task)
         self._refused: set[GroupId] = set()  # their prompts are too long
         self._listeners: list[Callable[[Any], None]] = []
         self._time_s = 0.0
         self._skew_s = 0.0  # the clock goes on from that of the process before
-        self._payloads = PayloadState()
-        self._recorded: dict[SampleId, Version] = {}  # begun under an earlier process, and not asked for yet
         self._ready: list[InstanceReady] = []
 
     def listen(self, listener: Callable[[Any], None]) -> None:
@@ -111,25 +94,18 @@ class Coordinator:
 
     def recall(self, payloads: PayloadState) -> None:
         """Samples of a lost instance go on with the tokens of `payloads`, which is only read here."""
-        self._payloads = payloads
+        self._samples.recall(payloads)
 
     def adopt(self, debts: Debts, payloads: PayloadState, now_s: float) -> None:
         """Takes over the debts of an earlier process, before `start`."""
-        self.recall(payloads)
-        self._recorded = dict(debts.recorded)
+        self._samples.adopt(debts, payloads)
         self._skew_s = now_s - time.monotonic()
-        for group_id in debts.groups:
-            try:
-                self._open[group_id] = _Group(self._task.prompt_at(group_id), dict(payloads.samples.get(group_id, {})))
-            except PromptTooLong:
-                continue  # no sample of it has started: its Start will be refused
         for group in (*payloads.evaluated.values(), *payloads.scored.values()):
             self._tell(group)
-        for group_id, group in payloads.scored.items():
-            self._open[group_id] = _Group(self._task.prompt_at(group_id), submitted=group.samples)
+        for group in payloads.scored.values():
             self._groups.put(group)
         for group_id in debts.score:
-            self._submit_scores(self._open[group_id])
+            self._submit_scores(self._samples.groups[group_id])
         for command in (debts.cancel, debts.train):
             if command is not None:
                 self.execute(command)
@@ -153,7 +129,8 @@ class Coordinator:
         arrived, self._ready = self._ready, []
         for ready in arrived:  # commands that were meant for its earlier life have been executed by now
             for found in ready.admit():
-                self._adopt_found(found)
+                if (unrecorded := self._samples.find(found)) is not None:
+                    self._tell(unrecorded)
             yield ready.event
         yield from self._drain()
         for scored in self._scorer.poll():
@@ -177,7 +154,7 @@ class Coordinator:
                     source.post(source.move, sample, self._instances[dst], attempt)
             case ev.Train(group_ids=group_ids, base_version=base):
                 for group_id in group_ids:
-                    del self._open[group_id]
+                    del self._samples.groups[group_id]
                 if (trainer := self._trainer) is None:
                     raise RuntimeError("a run without a trainer was told to train")
                 trainer.post(trainer.train, group_ids, base)
@@ -210,24 +187,22 @@ class Coordinator:
         group_id = sample.group_id
         if group_id in self._refused:
             return
-        if group_id not in self._open:
-            try:
-                self._open[group_id] = _Group(self._task.prompt_at(group_id))
-            except PromptTooLong as error:
-                self._refused.add(group_id)
-                self._tell(error)
-                self._outbox.put(ev.GroupFailed(group_id=group_id, reason=str(error)))
-                return
-        worker.post(worker.submit, sample, self._open[group_id].prompt, version)
+        try:
+            group = self._samples.opened(group_id)
+        except PromptTooLong as error:
+            self._refused.add(group_id)
+            self._tell(error)
+            self._outbox.put(ev.GroupFailed(group_id=group_id, reason=str(error)))
+            return
+        worker.post(worker.submit, sample, group.prompt, version)
 
     def _cancel(self, ids: Sequence[SampleId], instance: InstanceId | None, reason: str) -> None:
         """Forgets the groups. Instance None: discards what is recorded of the samples, or of a scored group."""
-        groups = {group_id: self._open.pop(group_id, None) for group_id in {id.group_id: None for id in ids}}
+        groups = self._samples.cancel(ids)
         for group_id, group in groups.items():
             if group is not None and group.submitted:
                 self._groups.discard(group_id)
         for sample in ids:
-            self._parked.pop(sample, None)
             group = groups[sample.group_id]
             if instance is not None:
                 worker = self._instances[instance]
@@ -236,46 +211,12 @@ class Coordinator:
                 self._outbox.put(ev.SampleCancelled(id=sample, reason=reason))
 
     def _resume(self, sample: SampleId, worker: RolloutWorker, version: Version) -> None:
-        self._recorded.pop(sample, None)
-        held = self._parked.pop(sample, None) or self._from_journal(sample, version)
+        held = self._samples.resume(sample, version)
         if isinstance(held, Sample):
             self._outbox.put(ev.SampleResumed(id=sample, instance=worker.instance, life=worker.life))
             self._outbox.put(Finished(sample=held, instance=worker.instance, life=worker.life))
         else:
-            worker.post(worker.resume, retagged(held, version))
-
-    def _adopt_found(self, found: HandedOver | FinishedUnheard) -> None:
-        """A sample that an instance still has from an earlier process: it is used where it goes on from what is recorded."""
-        held: InFlightSample | Sample
-        match found:
-            case FinishedUnheard(sample=held):
-                version = held.spans[-1].version
-            case HandedOver(parcel=held):
-                version = held.version
-        out_ids, _, _ = self._payloads.tokens(held.id)
-        n = len(out_ids)
-        if self._recorded.get(held.id) != version or not np.array_equal(held.out_ids[:n], out_ids):
-            return
-        self._parked[held.id] = held
-        if isinstance(held, InFlightSample) and len(held.out_ids) > n:
-            self._tell(
-                Partial(id=held.id, version=version, start=n, out_ids=held.out_ids[n:], logprobs=held.logprobs[n:])
-            )
-
-    def _from_journal(self, sample: SampleId, version: Version) -> InFlightSample:
-        """The tokens that the journal has of a sample; the engine prefills them."""
-        prompt = self._open[sample.group_id].prompt
-        out_ids, logprobs, spans = self._payloads.tokens(sample)
-        last = spans[-1] if spans else None
-        return InFlightSample(
-            id=sample,
-            version=last.version if last else version,
-            prompt_ids=prompt.token_ids,
-            out_ids=out_ids,
-            logprobs=logprobs,
-            max_new_tokens=prompt.max_new_tokens,
-            spans=spans[:-1],
-        )
+            worker.post(worker.resume, held)
 
     def _drain(self) -> Iterator[ev.Event]:
         """What is in the outbox, and comes within `gather_s`; waits up to TIME_PERIOD_S for the first."""
@@ -298,7 +239,8 @@ class Coordinator:
                 raise RuntimeError(f"{role} failed: {error}") from error
             case Finished(sample=sample, instance=instance):
                 self._tell(item)
-                self._collect(sample)
+                if (group := self._samples.finished(sample, self._size(sample.id.group_id))) is not None:
+                    self._submit_scores(group)
                 yield ev.SampleDone(
                     id=sample.id, instance=instance, tokens=len(sample.out_ids), finish=sample.finish, life=item.life
                 )
@@ -313,44 +255,31 @@ class Coordinator:
                 self._ready = [ready for ready in self._ready if ready.event.instance != instance]
                 yield item
             case HandedOver(parcel=parcel):
-                if parcel.id.group_id in self._open:
-                    self._parked[parcel.id] = parcel
+                self._samples.park(parcel)
             case Parked(id=sample, instance=instance, parcel=parcel):
-                if sample.group_id in self._open:
-                    self._parked[sample] = parcel
+                self._samples.park(parcel)
                 yield ev.SampleParked(id=sample, instance=instance, life=item.life)
             case _:
                 yield item
 
-    def _collect(self, sample: Sample) -> None:
-        group_id = sample.id.group_id
-        group = self._open.get(group_id)
-        if group is None:
-            return  # it was cancelled
-        if sample.id.index in group.done:
-            raise RuntimeError(f"sample {sample.id} finished twice")
-        group.done[sample.id.index] = sample
-        if len(group.done) == self._size(group_id):
-            self._submit_scores(group)
-
-    def _submit_scores(self, group: _Group) -> None:
+    def _submit_scores(self, group: OpenGroup) -> None:
         group.submitted = tuple(group.done[i] for i in sorted(group.done))
         self._scorer.submit(group.prompt, group.submitted)
 
     def _scored(self, scored: ScoredGroup | GroupFailure) -> Iterator[ev.Event]:
         group_id = scored.group_id
-        if group_id not in self._open:
+        if group_id not in self._samples.groups:
             return  # it was cancelled
         self._tell(scored)
         if isinstance(scored, GroupFailure):
-            del self._open[group_id]
+            del self._samples.groups[group_id]
             yield ev.GroupFailed(group_id=group_id, reason=scored.reason)
             return
         trainable = not is_eval(group_id) and self._trainable(scored)
         if trainable:
             self._groups.put(scored)
         else:
-            del self._open[group_id]
+            del self._samples.groups[group_id]
         yield ev.GroupScored(group_id=group_id, trainable=trainable)
 
     def _tell(self, record: Any) -> None:

@@ -1,0 +1,123 @@
+"""The one registry of a run's samples outside the engines: groups that are under way, parked samples, recorded tokens.
+
+Consumes Start, finished and parked samples, and what a restart recovered; produces the prompt of a Start, the group whose
+last sample has finished, and the sample of a Resume. The coordinator uses it, on the main thread. Law: a Resume goes on
+from the tokens that an engine gave, else from those of the journal; a group that is not here is trained, failed or
+cancelled, and what comes late for it is dropped.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+
+import numpy as np
+
+from dora_jax.orchestrate.restart import Debts
+from dora_jax.rollout.migrate import InFlightSample, retagged
+from dora_jax.runtime.durability.payload_state import PayloadState
+from dora_jax.runtime.durability.records import Partial
+from dora_jax.runtime.seams import Prompts
+from dora_jax.runtime.worker import FinishedUnheard, HandedOver
+from dora_jax.tasks.prompts import PromptTooLong
+from dora_jax.types import GroupId, Prompt, Sample, SampleId, Version
+
+
+@dataclasses.dataclass
+class OpenGroup:
+    """A group from its first Start until it is trained, filtered, failed or cancelled."""
+
+    prompt: Prompt
+    done: dict[int, Sample] = dataclasses.field(default_factory=dict)
+    submitted: tuple[Sample, ...] = ()  # what the scorer was handed
+
+
+class SampleRegistry:
+    def __init__(self, task: Prompts):
+        self.groups: dict[GroupId, OpenGroup] = {}
+        self._task = task
+        self._parked: dict[SampleId, InFlightSample | Sample] = {}  # out of the engines by Park, or by an instance that
+        # left; a Sample: it finished while no controller listened
+        self._payloads = PayloadState()
+        self._recorded: dict[SampleId, Version] = {}  # begun under an earlier process, and not asked for yet
+
+    def recall(self, payloads: PayloadState) -> None:
+        """Samples of a lost instance go on with the tokens of `payloads`, which is only read here."""
+        self._payloads = payloads
+
+    def adopt(self, debts: Debts, payloads: PayloadState) -> None:
+        """Opens the groups that an earlier process left."""
+        self.recall(payloads)
+        self._recorded = dict(debts.recorded)
+        for group_id in debts.groups:
+            try:
+                self.opened(group_id).done.update(payloads.samples.get(group_id, {}))
+            except PromptTooLong:
+                continue  # no sample of it has started: its Start will be refused
+        for group_id, group in payloads.scored.items():
+            self.opened(group_id).submitted = group.samples
+
+    def opened(self, group_id: GroupId) -> OpenGroup:
+        """PromptTooLong: the group cannot start."""
+        if group_id not in self.groups:
+            self.groups[group_id] = OpenGroup(self._task.prompt_at(group_id))
+        return self.groups[group_id]
+
+    def finished(self, sample: Sample, group_size: int) -> OpenGroup | None:
+        """The sample's group, if this was the last sample of it."""
+        group = self.groups.get(sample.id.group_id)
+        if group is None:
+            return None  # it was cancelled
+        if sample.id.index in group.done:
+            raise RuntimeError(f"sample {sample.id} finished twice")
+        group.done[sample.id.index] = sample
+        return group if len(group.done) == group_size else None
+
+    def cancel(self, ids: Sequence[SampleId]) -> dict[GroupId, OpenGroup | None]:
+        """Forgets these samples and their groups; returns what was known of each group."""
+        for id in ids:
+            self._parked.pop(id, None)
+        return {group_id: self.groups.pop(group_id, None) for group_id in {id.group_id: None for id in ids}}
+
+    def park(self, sample: InFlightSample) -> None:
+        if sample.id.group_id in self.groups:
+            self._parked[sample.id] = sample
+
+    def resume(self, id: SampleId, version: Version) -> InFlightSample | Sample:
+        """The sample as it goes on at this version; a Sample: it has finished."""
+        self._recorded.pop(id, None)
+        held = self._parked.pop(id, None) or self._from_journal(id, version)
+        return held if isinstance(held, Sample) else retagged(held, version)
+
+    def find(self, found: HandedOver | FinishedUnheard) -> Partial | None:
+        """A sample that an instance still has from an earlier process: it is used where it goes on from what is recorded.
+        Returns the tokens that are not recorded yet."""
+        held: InFlightSample | Sample
+        match found:
+            case FinishedUnheard(sample=held):
+                version = held.spans[-1].version
+            case HandedOver(parcel=held):
+                version = held.version
+        out_ids, _, _ = self._payloads.tokens(held.id)
+        n = len(out_ids)
+        if self._recorded.get(held.id) != version or not np.array_equal(held.out_ids[:n], out_ids):
+            return None
+        self._parked[held.id] = held
+        if isinstance(held, Sample) or len(held.out_ids) == n:
+            return None
+        return Partial(id=held.id, version=version, start=n, out_ids=held.out_ids[n:], logprobs=held.logprobs[n:])
+
+    def _from_journal(self, id: SampleId, version: Version) -> InFlightSample:
+        """The tokens that the journal has of a sample; the engine prefills them."""
+        prompt = self.groups[id.group_id].prompt
+        out_ids, logprobs, spans = self._payloads.tokens(id)
+        last = spans[-1] if spans else None
+        return InFlightSample(
+            id=id,
+            version=last.version if last else version,
+            prompt_ids=prompt.token_ids,
+            out_ids=out_ids,
+            logprobs=logprobs,
+            max_new_tokens=prompt.max_new_tokens,
+            spans=spans[:-1],
+        )
