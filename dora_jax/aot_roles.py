@@ -91,7 +91,7 @@ class Role:
         return sum(self.held.values()) + self.work_bytes
 
 
-def chip_of(slice_name: str) -> chips.Chip:
+def chip_of(slice_name: str) -> Chip:
     return chips.CHIPS[chips.parse(slice_name)[0]]
 
 

@@ -183,7 +183,7 @@ def setup_platform(config: Config) -> None:
         keep_freed_memory()
         jax.config.update("jax_platforms", "cpu")
         jax.config.update("jax_num_cpu_devices", config.cpu_devices)
-    wanted = os.environ.get("DORA_COMPILE_CACHE") or jax.config.jax_compilation_cache_dir
+    wanted = os.environ.get("DORA_COMPILE_CACHE") or getattr(jax.config, "jax_compilation_cache_dir")  # noqa: B009 (checkers do not know it)
     jax.config.update("jax_compilation_cache_dir", wanted or str(Path.home() / ".cache" / "dora_jax"))
     for name, everything in (
         ("jax_persistent_cache_min_compile_time_secs", 0),

@@ -67,7 +67,7 @@ def refusal(error: BaseException) -> str | None:
         code, where = getattr(cause, "errno", None), getattr(cause, "filename", None)
         if code in NO_ROOM or any(words in str(cause) for words in NO_ROOM_WORDS):
             return f"the disk is full: {text}; make room, and the same command goes on from what is written"
-        if code in NOT_ALLOWED and where:
+        if code is not None and code in NOT_ALLOWED and where:
             return f"{where}: {os.strerror(code)}"
         if isinstance(cause, MemoryError) or any(words in str(cause) for words in XLA_NO_MEMORY):
             return f"out of memory: {text or 'of this machine'}; a smaller model, or fewer slots and rows, need less"

@@ -36,6 +36,7 @@ from dora_jax.runtime import run as build
 from dora_jax.runtime.rollout_worker import EngineWorker
 from dora_jax.types import SampleId
 
+NOTHING: Any = None  # where an engine that computes nothing needs nothing
 MODEL = decoder.new_config("qwen3", vocab_size=64, d_model=8, n_layers=1, n_heads=1, n_kv_heads=1, head_dim=2, d_ff=8)
 GROUP = 8
 TOKEN = 5  # what every row samples
@@ -114,7 +115,7 @@ def new_worker(instance: int, args: argparse.Namespace, context: int, page: int)
     engine = build.engine_of(config, MODEL, sharding.make_mesh(jax.devices()[:1], 1, 1, 1), eos_ids=(1,))
     engine.device = InstantDevice(engine, args.step_ms * 1e-3 * steps)  # type: ignore[assignment]
     engine._weights[0] = None
-    worker = EngineWorker(instance, engine, None, queue.SimpleQueue(), args.partial_s)
+    worker = EngineWorker(instance, engine, NOTHING, queue.SimpleQueue(), args.partial_s)
     for i in range(rollout.slots):
         n = context - rollout.max_prompt_tokens - i * rollout.decode_steps % 128
         worker.receive(
@@ -127,7 +128,7 @@ def new_worker(instance: int, args: argparse.Namespace, context: int, page: int)
                 max_new_tokens=rollout.max_new_tokens,
             ),
             1,
-            None,
+            NOTHING,
         )
     while len(engine.tick().progress) < rollout.slots:
         pass
@@ -135,7 +136,7 @@ def new_worker(instance: int, args: argparse.Namespace, context: int, page: int)
 
 
 def measured(worker: EngineWorker, ticks: int) -> HostTime:
-    engine = worker.engine
+    engine: Any = worker.engine
     spent: dict[str, list[float]] = {"plan": [], "commit": []}
 
     def timed(owner: Any, name: str, into: list[float]) -> None:
@@ -174,6 +175,11 @@ class Rate:
     idle: float  # share of the time, mean over the devices
 
 
+def device_of(worker: EngineWorker) -> InstantDevice:
+    engine: Any = worker.engine  # one of `worker_of`
+    return engine.device
+
+
 def together(workers: list[EngineWorker], ticks: int) -> Rate:
     """Each on a thread of its own, while one thread takes what they report."""
     over = threading.Event()
@@ -185,19 +191,20 @@ def together(workers: list[EngineWorker], ticks: int) -> Rate:
             worker.work()
 
     def sums() -> tuple[float, float, float, float]:
-        idle_s = statistics.mean(worker.engine.device.idle_s for worker in workers)
+        idle_s = statistics.mean(device_of(worker).idle_s for worker in workers)
         return time.perf_counter(), sum(worker.tokens for worker in workers), time.process_time(), idle_s
 
     threads = [threading.Thread(target=run, args=(worker,)) for worker in workers]
     for worker in workers:
-        worker.engine.device.forget()
+        device_of(worker).forget()
     before = sums()
     for thread in threads:
         thread.start()
     while time.perf_counter() - before[0] < WINDOW_S and all(thread.is_alive() for thread in threads):
         for worker in workers:
-            while not worker.outbox.empty():
-                worker.outbox.get()
+            outbox: Any = worker.outbox
+            while not outbox.empty():
+                outbox.get()
         time.sleep(0.01)
     took_s, tokens, cpu_s, idle_s = (after - start for start, after in zip(before, sums(), strict=True))
     over.set()

@@ -117,7 +117,8 @@ class PublishingSide:
 
         model, mesh = model_of(mib), sharding.make_mesh(jax.devices(), 1, FSDP, 1)
         self._like = run.publishing_inputs(model, mesh)
-        self._copy = run.publishing_copy(_config(), model, mesh).lower(self._like).compile()
+        copy: Any = run.publishing_copy(_config(), model, mesh)
+        self._copy = copy.lower(self._like).compile()
         self._stored, self._kept = StoredWeights(folder), HostWeights()
         self.host = WeightEndpoint(0, Wire(*HERE), self._kept)
 

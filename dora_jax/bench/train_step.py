@@ -25,6 +25,7 @@ import time
 import venv
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -101,9 +102,11 @@ def _work(
     row = -(-int(lengths.max() + PROMPT - 1) // ROW_UNIT) * ROW_UNIT
     rows = -(-int((lengths + PROMPT - 1).sum()) // row) + 1  # first fit by falling length wastes less than one
     shape = pack.BatchShape(rows=rows, tokens=row, micro_batches=1)
-    batch = pack.pack(groups, shape, Prepare(section(), int(lengths.max())))
+    objective: Any = Prepare(section(), int(lengths.max()))
+    batch = pack.pack(groups, shape, objective)
     filled = (batch.segment_ids > 0).any(1)
-    batch = dataclasses.replace(batch, **{name: x[filled] for name, x in batch.arrays().items()})
+    kept: dict[str, Any] = {name: x[filled] for name, x in batch.arrays().items()}
+    batch = dataclasses.replace(batch, **kept)
     names = ("tokens", "targets", "mask", "behavior_logprobs", "advantages", "loss_weights")
     return TrainWork(name, model, batch, _one_a_row(batch, names))
 
