@@ -19,7 +19,7 @@ from ray.core.generated import autoscaler_pb2
 
 CHIPS = 4  # of a host
 STORE_BYTES = 100 << 20
-PREEMPTION = autoscaler_pb2.DrainNodeReason.DRAIN_NODE_REASON_PREEMPTION  # type: ignore[attr-defined]  # generated
+PREEMPTION = autoscaler_pb2.DrainNodeReason.DRAIN_NODE_REASON_PREEMPTION
 NOTICE_S = 30.0  # what `ray start --block` waits before it ends its node
 
 

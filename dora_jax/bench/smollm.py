@@ -50,7 +50,7 @@ def _convert(out: Path) -> None:
     tokenizer = transformers.AutoTokenizer.from_pretrained(source, gguf_file=file)
     model = transformers.AutoModelForCausalLM.from_pretrained(source, gguf_file=file, dtype=torch.float32)
     del model.config.quantization_config  # the weights are plain f32 now, which is what may be saved
-    model.hf_quantizer = None  # type: ignore[assignment]
+    model.hf_quantizer = None
     model.save_pretrained(out)
     tokenizer.save_pretrained(out)
 
