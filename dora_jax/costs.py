@@ -101,6 +101,11 @@ class Costs(Protocol):
     score_s: float
     contention: float
     pages: int  # KV pages of an instance
+    weight_bytes: float  # of a version; 0: not known
+
+    @property
+    def kv_bytes_per_token(self) -> float:
+        """0: not known."""
 
     def decode_base_s(self, batch: int) -> float: ...
     def prefill_s(self, tokens: int, past: int) -> float: ...

@@ -18,6 +18,7 @@ from __future__ import annotations
 import heapq
 import math
 from collections import deque
+from typing import Any
 
 from dora_jax.costs import Costs
 from dora_jax.sim.workload import Turn
@@ -170,7 +171,7 @@ class Instance:
             + max(0.0, n * self._tick_s() + n * n * batch * self._costs.decode_kv_s / 2) * self.slowed / self.speed
         )
 
-    def happen(self) -> list[tuple[str, Job | None]]:
+    def happen(self) -> list[tuple[str, Any]]:
         """What has come to its end at this time: samples that entered the batch, turns that stopped, a report."""
         activity, found = self.activity, []
         if activity == PREFILL and self._prefill_left_s <= 1e-12:
@@ -253,7 +254,7 @@ class Instance:
             job.cached = 0
         return jobs
 
-    def decoded(self) -> dict[str, float]:
+    def decoded(self) -> dict[str, Any]:
         """What decoding has taken since the last call, as an engine reports it."""
         now = (self.sampled, self.spent[DECODE], self.slot_s)
         sampled, busy_s, row_s = (b - a for a, b in zip(self._reported, now, strict=True))
@@ -282,8 +283,8 @@ class Instance:
         full = self.ticks + (self.capacity - self._held - self._context) / len(self.decoding)
         return min(stops[0][0], self._report_at, max(full, self.ticks))
 
-    def _due(self) -> list[tuple[str, Job | None]]:
-        found: list[tuple[str, Job | None]] = []
+    def _due(self) -> list[tuple[str, Any]]:
+        found: list[tuple[str, Any]] = []
         stops, now = self._stops, self.ticks + TICK_EPS * max(1.0, self.ticks)
         while stops and stops[0][0] <= now:
             stop, id, job = heapq.heappop(stops)

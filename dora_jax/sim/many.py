@@ -76,7 +76,12 @@ def _end_with_the_parent() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     parent = multiprocessing.parent_process()
     assert parent is not None
-    threading.Thread(target=lambda: (parent.join(), os._exit(1)), daemon=True).start()
+
+    def outlive() -> None:
+        parent.join()
+        os._exit(1)
+
+    threading.Thread(target=outlive, daemon=True).start()
 
 
 def _with_seed(row: Row, more: int) -> Row:

@@ -118,7 +118,7 @@ class SimWorld:
         src = self._touch(command.src) if command.src in self._instances else None
         for id in command.ids:
             job = src.take(id) if src else None
-            if job is None:
+            if src is None or job is None:
                 self._notify(
                     ev.MoveFailed(
                         id=id,
@@ -165,7 +165,7 @@ class SimWorld:
 
     def _cancel(self, command: ev.Cancel) -> None:
         for id in command.ids:
-            host = self._instances.get(command.instance)
+            host = None if command.instance is None else self._instances.get(command.instance)
             job = None
             if host is not None:
                 host.advance(self.now)
