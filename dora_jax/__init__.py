@@ -14,7 +14,7 @@
  runtime/        the body: one loop, one world per kind of machine
  presets.py, budget.py, memory.py   what a machine chooses for a run, and what its devices then hold; aot.py compiles it
 
-Reading order: this page, types.py, orchestrate/loop.py, orchestrate/core.py, then the stages 1 to 6.
+Reading order: this page, types.py, orchestrate/loop.py, runtime/coordinator.py, orchestrate/core.py; then the stages 1 to 6.
 The algorithm is DORA (arXiv 2604.26256): each trajectory by exactly one version, none dropped, staleness bounded.
 """
 

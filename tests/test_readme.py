@@ -80,3 +80,12 @@ def test_the_readme_names_files_that_exist():
     for module in re.findall(r"python -m (dora_jax[\w.]*)", text):
         place = ROOT / module.replace(".", "/")
         assert place.with_suffix(".py").exists() or (place / "__main__.py").exists(), module
+
+
+def test_the_house_names_files_that_exist():
+    text = (ROOT / "dora_jax" / "README.md").read_text()
+    named = re.findall(r"`((?:[\w.]+/)*[\w]*(?:\.py|\.txt|/))`", text)
+    assert len(named) > 40
+    rooms = [ROOT / "dora_jax", ROOT, *(ROOT / "dora_jax").glob("*/")]
+    for name in named:
+        assert any((room / name).exists() for room in rooms), name
