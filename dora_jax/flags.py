@@ -175,9 +175,9 @@ def record(asked: CommandLine) -> None:
     """Writes config.json and overrides.json into the workdir, and into the bucket that it stands for."""
     workdirs.record(asked.workdir, asked.config, asked.overrides)
     if asked.in_bucket:
-        from dora_jax.runtime.durability import object_storage  # a local run needs none of it
+        from dora_jax.runtime.durability import workdir_mirror  # a local run needs none of it
 
-        object_storage.claim(asked.workdir)
+        workdir_mirror.claim(asked.workdir)
 
 
 def local(workdir: str | os.PathLike, purpose: str, dry_run: bool = False) -> Path:
@@ -187,9 +187,9 @@ def local(workdir: str | os.PathLike, purpose: str, dry_run: bool = False) -> Pa
         return Path(workdir)
     if purpose == "sft":
         raise ConfigError("workdir: the warm start keeps its files in a local folder, not in a bucket")
-    from dora_jax.runtime.durability import object_storage  # a local run needs none of it
+    from dora_jax.runtime.durability import workdir_mirror  # a local run needs none of it
 
-    return object_storage.scratch(workdir, purpose) if dry_run else object_storage.attach(workdir, purpose)
+    return workdir_mirror.scratch(workdir, purpose) if dry_run else workdir_mirror.attach(workdir, purpose)
 
 
 # ---------------------------------------------------------------- private

@@ -102,7 +102,7 @@ def sliced(copy: Tree, given: Callable[[str, Box], bool] = lambda path, box: Tru
     has begun on return."""
 
     def slices(path: jax.tree_util.KeyPath, leaf: jax.Array) -> Slices:
-        shards = {box_of(shard.index or (), leaf.shape): shard.data for shard in leaf.addressable_shards}
+        shards = {box_of(shard.index, leaf.shape): shard.data for shard in leaf.addressable_shards}
         mine = {box: data for box, data in shards.items() if given(name_of(path), box)}
         for data in mine.values():
             data.copy_to_host_async()
@@ -247,7 +247,7 @@ def _replaced(copy: Tree, shardings: Tree) -> Tree:
     """An engine's layout on the same devices, without a way over the host. An array that lies so already is not
     copied."""
     engine = jax.eval_shape(lambda copy: _engine_layout(copy, shardings), copy)
-    if jax.tree.structure(engine) == jax.tree.structure(copy):
+    if decoder.layout_of(engine) == decoder.layout_of(copy):
         return jax.block_until_ready(jax.device_put(copy, shardings))
     if isinstance(shardings, jax.sharding.Sharding):
         shardings = jax.tree.map(lambda _: shardings, engine)
@@ -268,8 +268,9 @@ def name_of(path: jax.tree_util.KeyPath) -> str:
     return jax.tree_util.keystr(path, simple=True, separator="/")
 
 
-def box_of(index: tuple[slice, ...], shape: tuple[int, ...]) -> Box:
-    spans = [part.indices(size) for part, size in zip(index, shape, strict=True)]
+def box_of(index: tuple[slice, ...] | None, shape: tuple[int, ...]) -> Box:
+    """The box of an index of an array; None: all of it."""
+    spans = [part.indices(size) for part, size in zip(index or (slice(None),) * len(shape), shape, strict=True)]
     return tuple(a for a, _, _ in spans), tuple(b for _, b, _ in spans)
 
 

@@ -20,7 +20,7 @@ from dora_jax.runtime.cluster import messages
 from dora_jax.runtime.cluster.backend import wish_at
 from dora_jax.runtime.cluster.checkpoint_shards import BucketCheckpointWriter, StepBucket, steps_at
 from dora_jax.runtime.cluster.remote_trainer import RemoteCheckpoints
-from dora_jax.runtime.durability import object_storage
+from dora_jax.runtime.durability import workdir_mirror
 from dora_jax.runtime.durability.journal_audit import audit
 from dora_jax.runtime.durability.object_storage import Objects, StoreError
 from dora_jax.trainer import checkpoint
@@ -48,7 +48,7 @@ def test_the_parts_of_two_processes_are_a_step_like_any_other(tmp_path, monkeypa
 
 
 def test_a_step_is_read_on_any_mesh_by_a_cluster_and_in_one_process(tmp_path, monkeypatch):
-    monkeypatch.setattr(object_storage.tempfile, "gettempdir", lambda: str(tmp_path / "scratch"))
+    monkeypatch.setattr(workdir_mirror.tempfile, "gettempdir", lambda: str(tmp_path / "scratch"))
     url = f"file://{tmp_path}/store"
     home, like = BucketCheckpointWriter(url, 0), like_on(jax.devices()[:4])
     values = values_of(like)
@@ -68,20 +68,20 @@ def test_a_step_is_read_on_any_mesh_by_a_cluster_and_in_one_process(tmp_path, mo
     wrong = jax.tree.map(lambda x: x.update(dtype=np.float16), other["params"])
     with pytest.raises(ValueError, match=r"params/embed is float32\[8, 4\], and was asked for as float16"):
         home.restore(7, wrong, other["opt_state"])
-    folder = object_storage.attach(url, "evaluate")
-    object_storage.fetch(folder)  # as a run in one process does, which reads it by Orbax
+    folder = workdir_mirror.attach(url, "evaluate")
+    workdir_mirror.fetch(folder)  # as a run in one process does, which reads it by Orbax
     assert checkpoint.latest(folder / "checkpoints", full=True) == 7
     restored = checkpoint.restore(folder / "checkpoints", 7, other["params"], other["opt_state"])
     jax.tree.map(np.testing.assert_array_equal, restored.params, values["params"])
 
 
 def test_a_step_that_a_run_in_one_process_saved_is_gone_on_from(tmp_path, monkeypatch):
-    monkeypatch.setattr(object_storage.tempfile, "gettempdir", lambda: str(tmp_path / "scratch"))
+    monkeypatch.setattr(workdir_mirror.tempfile, "gettempdir", lambda: str(tmp_path / "scratch"))
     url, like = f"file://{tmp_path}/store", like_on(jax.devices()[:2])
     values = values_of(like)
-    folder = object_storage.attach(url, "train")
+    folder = workdir_mirror.attach(url, "train")
     saver = checkpoint.Checkpoints(folder / "checkpoints", CheckpointSection(), print)
-    with object_storage.mirrored(folder, print) as mirror:
+    with workdir_mirror.mirrored(folder, print) as mirror:
         saver.save(4, values["params"], values["opt_state"], {}, {})
         saver.wait()
         mirror.settle()
@@ -100,7 +100,7 @@ def sealed(tmp_path, step=5, name="params/w/0"):
 
 
 def test_what_a_gang_ended_over_is_left_for_a_person(tmp_path, monkeypatch):
-    monkeypatch.setattr(object_storage.tempfile, "gettempdir", lambda: str(tmp_path / "scratch"))
+    monkeypatch.setattr(workdir_mirror.tempfile, "gettempdir", lambda: str(tmp_path / "scratch"))
     url = f"file://{tmp_path}/store"
     (BucketCheckpointWriter(url, 1).folder / "bad_batch_3.npz").write_bytes(b"batch")
     assert (

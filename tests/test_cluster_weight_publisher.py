@@ -167,5 +167,5 @@ def test_a_version_that_nobody_will_ever_bring_ends_the_gang_that_needs_it(rig):
     publisher, trainer, replica = rig
     publisher.want(replica, 3, lambda: None)
     eventually(lambda: replica.reason)
-    assert replica.reason == "version 3 cannot be brought to it: nobody holds version 3"
+    assert replica.reason == "version 3 cannot be brought to it: no process holds version 3"
     assert not any(isinstance(what, messages.DropWeights) for what in trainer.told)

@@ -152,10 +152,9 @@ def facts(disk):
 
 
 def older(record, format):
-    """As format 4 had it: no report with what decoding took. As format 3 had it: every entry by itself, and decided on by
-    itself, and no sample with a table."""
-    row = without_decoding(msgpack.unpackb(record))
-    match without_tables(row) if format <= 3 else row:
+    """As format 4 had it: no report with what decoding took, and scores that were no group. As format 3 had it: every
+    entry by itself, and decided on by itself, and no sample with a table."""
+    match as_before(msgpack.unpackb(record), format):
         case ["Batch", entries, True] if format <= 3:
             return [msgpack.packb(entry) for entry in entries]
         case ["Head", _, *rest]:
@@ -164,21 +163,16 @@ def older(record, format):
             return [msgpack.packb(row)]
 
 
-def without_decoding(row):
+def as_before(row, format):
     match row:
         case ["InstanceReported", *fields, _, _, _]:
             return ["InstanceReported", *fields]
-        case list(fields):
-            return [without_decoding(field) for field in fields]
-    return row
-
-
-def without_tables(row):
-    match row:
-        case ["Sample", *fields, ["TokenTable", *_]]:
+        case ["Fact", event, ["ScoredGroup", _, version, [], rewards, parts]]:
+            return ["Fact", event, ["Scores", version, rewards, parts]]
+        case ["Sample", *fields, ["TokenTable", *_]] if format <= 3:
             return ["Sample", *fields]
         case list(fields):
-            return [without_tables(field) for field in fields]
+            return [as_before(field, format) for field in fields]
     return row
 
 

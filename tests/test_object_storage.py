@@ -11,14 +11,14 @@ import pytest
 
 from dora_jax.config import ConfigError
 from dora_jax.exits import Stop
-from dora_jax.runtime.durability import object_storage
+from dora_jax.runtime.durability import object_storage, workdir_mirror
 from dora_jax.runtime.durability.journal_audit import audit
 from dora_jax.trainer import manifest
 
 
 @pytest.fixture
 def url(tmp_path, monkeypatch):
-    monkeypatch.setattr(object_storage.tempfile, "gettempdir", lambda: str(tmp_path / "scratch"))
+    monkeypatch.setattr(workdir_mirror.tempfile, "gettempdir", lambda: str(tmp_path / "scratch"))
     (tmp_path / "store").mkdir()
     return f"file://{tmp_path}/store"
 
@@ -29,28 +29,28 @@ def test_a_scratch_folder_that_others_could_change_is_refused(url, tmp_path):
     (tmp_path / "theirs").mkdir()
     mine.symlink_to(tmp_path / "theirs")
     with pytest.raises(ConfigError, match=f"workdir: .*{mine.name}, which is not a folder of this user's alone"):
-        object_storage.attach(url, "train")
+        workdir_mirror.attach(url, "train")
     mine.unlink()
     mine.mkdir()
     mine.chmod(0o777)
     with pytest.raises(ConfigError, match="this user's alone"):
-        object_storage.attach(url, "train")
+        workdir_mirror.attach(url, "train")
     mine.rmdir()
-    assert object_storage.attach(url, "train").is_relative_to(mine) and mine.stat().st_mode & 0o077 == 0
+    assert workdir_mirror.attach(url, "train").is_relative_to(mine) and mine.stat().st_mode & 0o077 == 0
 
 
 def test_a_run_in_a_bucket_that_never_began_leaves_no_config_to_keep_to(url):
-    (object_storage.attach(url, "train") / "config.json").write_text("{}")
-    (object_storage.scratch(url, "train") / "overrides.json").write_text("{}")
-    object_storage.claim(object_storage.scratch(url, "train"))
-    assert not (object_storage.attach(url, "train") / "config.json").exists()
-    assert (object_storage.attach(url, "evaluate") / "config.json").exists()
+    (workdir_mirror.attach(url, "train") / "config.json").write_text("{}")
+    (workdir_mirror.scratch(url, "train") / "overrides.json").write_text("{}")
+    workdir_mirror.claim(workdir_mirror.scratch(url, "train"))
+    assert not (workdir_mirror.attach(url, "train") / "config.json").exists()
+    assert (workdir_mirror.attach(url, "evaluate") / "config.json").exists()
 
 
 def begun(url):
     """A run's scratch folder, as the command line leaves it."""
-    folder = object_storage.attach(url, "train")
-    for name in object_storage.CONFIG:
+    folder = workdir_mirror.attach(url, "train")
+    for name in workdir_mirror.CONFIG:
         (folder / name).write_text("{}")
     return folder
 
@@ -64,7 +64,7 @@ def save(folder, step, content=b"weights"):
 
 def test_a_fresh_machine_gets_the_steps_that_are_whole_and_the_logs(url):
     folder = begun(url)
-    with object_storage.mirrored(folder, print) as mirror:
+    with workdir_mirror.mirrored(folder, print) as mirror:
         save(folder, 5)
         save(folder, 10)
         (folder / "metrics.jsonl").write_text('{"step": 10}\n')
@@ -77,11 +77,11 @@ def test_a_fresh_machine_gets_the_steps_that_are_whole_and_the_logs(url):
     shutil.rmtree(folder)
     folder = begun(url)
     save(folder, 20)  # of another machine's past: the store does not know it
-    with object_storage.mirrored(folder, print) as mirror:
+    with workdir_mirror.mirrored(folder, print) as mirror:
         assert mirror.steps() == manifest.steps(folder / "checkpoints") == [10]
         assert manifest.fault(folder / "checkpoints" / "10", full=True) is None
         assert (folder / "metrics.jsonl").read_text() == '{"step": 10}\n'
-        with pytest.raises(ConfigError, match="another run on this machine"), object_storage.mirrored(folder, print):
+        with pytest.raises(ConfigError, match="another run on this machine"), workdir_mirror.mirrored(folder, print):
             pass
     assert not any(b"/15/" in key or b"/5/" in key for key in store.list().result())
 
@@ -91,10 +91,10 @@ def test_what_only_the_store_holds_is_neither_brought_here_nor_overwritten(url):
     for key, data in theirs.items():
         object_storage.Objects(url).put(key, data)
     folder = begun(url)
-    with object_storage.mirrored(folder, print):
+    with workdir_mirror.mirrored(folder, print):
         assert sorted(path.name for path in folder.iterdir() if path.name[0] != ".") == [
             "checkpoints",
-            *sorted(object_storage.CONFIG),
+            *sorted(workdir_mirror.CONFIG),
         ]
         for key in theirs:
             object_storage.Objects(url).put(key, b"newer")
@@ -103,11 +103,11 @@ def test_what_only_the_store_holds_is_neither_brought_here_nor_overwritten(url):
 
 def test_a_step_that_was_damaged_here_comes_from_the_store_and_one_made_again_goes_there(url):
     folder = begun(url)
-    with object_storage.mirrored(folder, print) as mirror:
+    with workdir_mirror.mirrored(folder, print) as mirror:
         save(folder, 5)
         mirror.settle()
     (folder / "checkpoints" / "5" / "params" / "d").write_bytes(b"WEIGHTS" * 5)
-    with object_storage.mirrored(folder, print) as mirror:
+    with workdir_mirror.mirrored(folder, print) as mirror:
         assert (folder / "checkpoints" / "5" / "params" / "d").read_bytes() == b"weights" * 5
         shutil.rmtree(folder / "checkpoints" / "5")
         save(folder, 5, b"others!")
@@ -117,7 +117,7 @@ def test_a_step_that_was_damaged_here_comes_from_the_store_and_one_made_again_go
 
 def test_a_store_that_fails_is_an_alarm_and_never_half_a_step(url, monkeypatch):
     said, folder = [], begun(url)
-    with object_storage.mirrored(folder, said.append) as mirror:
+    with workdir_mirror.mirrored(folder, said.append) as mirror:
         put, left = object_storage.Objects.put, [1]
 
         def failing(store, key, data):

@@ -86,7 +86,7 @@ def test_a_late_joiner_is_served_by_a_replica_when_the_trainer_is_gone():
     net.start("r2", 1)
     net.tell(ex.Dropped(world="r0", version=5)), net.tell(ex.Dropped(world="r1", version=5))
     net.want("r2", 5), net.run()
-    assert net.outcomes[-1] == ex.NotLoaded(world="r2", version=5, reason="nobody holds version 5")
+    assert net.outcomes[-1] == ex.NotLoaded(world="r2", version=5, reason="no process holds version 5")
 
 
 def test_storage_is_a_path_only_where_it_was_chosen():
@@ -226,7 +226,7 @@ def test_what_is_there_already_is_loaded_at_once_and_what_nobody_knows_is_refuse
     net.want("r0", 5), net.run(), net.want("r0", 5)
     assert net.outcomes == [ex.Loaded(world="r0", version=5)] * 2 and not net.messages
     net.want("r0", 6), net.want("nobody", 5)
-    assert [o.reason for o in net.outcomes[2:]] == ["nobody holds version 6", "nobody is not up"]
+    assert [o.reason for o in net.outcomes[2:]] == ["no process holds version 6", "nobody is not up"]
 
 
 def test_a_source_that_dies_is_replaced_by_another():

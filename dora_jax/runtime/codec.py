@@ -1,10 +1,13 @@
-"""Records <-> bytes, for the journal and for what travels between hosts. Data only: nothing that is read is ever run.
+"""Records <-> bytes, for the journal and for messages between processes. Data only: no byte that is read is ever run.
 
     encode(record) -> bytes     msgpack: [class name, field, field, ...]; arrays as dtype, shape and raw bytes
-    decode(bytes) -> record     every field checked against its annotation
+    decode(bytes) -> record     checks every field against its annotation
 
 Consumes and produces frozen dataclasses of a fixed list. Laws: decode(encode(x)) equals x, arrays bit for bit; any
 other bytes raise `CodecError` with a sentence, after time and memory in proportion to their number.
+
+msgspec checks types as it parses, but takes no union of dataclasses: its records would be Structs, and each decode would
+copy a Struct into the record that the orchestrator has from the standard library. That is no shorter and no faster.
 """
 
 from __future__ import annotations
@@ -45,7 +48,9 @@ DTYPES = {
     )
 }
 NAMES = {dtype: name for name, dtype in DTYPES.items()}
-BUFFER_BYTES = 1 << 10  # grows where a record needs more; msgpack's own choice, 1 MiB, costs more than the packing
+BUFFER_BYTES = (
+    1 << 10
+)  # grows where a record needs more; allocating msgpack's default, 1 MiB, costs more than the packing
 RECORDS = (*typing.get_args(ev.Event), *typing.get_args(ev.Command), Prompt, Span, TokenTable, Sample, ScoredGroup)
 
 Check = Callable[[Any], Any]  # what msgpack gave -> the field's value; raises CodecError
@@ -67,7 +72,7 @@ class Codec:
         return _pack(self._row(record), self._row)
 
     def decode(self, data: bytes, upgrade: Callable[[Any], Any] | None = None) -> Any:
-        """upgrade: what was read, [class name, field, ...], as written before -> as it is written now."""
+        """CodecError: the bytes are no record. upgrade: the row [class name, field, ...] of an older format -> today's."""
         try:
             row = msgpack.unpackb(data, ext_hook=_array_of)
         except CodecError:
@@ -79,7 +84,7 @@ class Codec:
     # ------------------------------------------------------------ private
 
     def _row(self, value: Any) -> Any:
-        """What msgpack can write, of what it cannot."""
+        """A value that msgpack can write, for one that it cannot."""
         names = self._names.get(type(value))
         if names is not None:
             return [type(value).__name__, *(getattr(value, name) for name in names)]
@@ -123,28 +128,26 @@ class Codec:
             return _plain
         if hint is float:
             return lambda value: float(value) if type(value) is int else _of(value, float)
-        if dataclasses.is_dataclass(hint):
+        if isinstance(hint, type) and dataclasses.is_dataclass(hint):
             return lambda value: _of(self._record(value), hint)
         return lambda value: _of(value, hint)
 
     def _check_union(self, kinds: tuple[Any, ...]) -> Check:
         """None, or one of several records, or one plain kind."""
         optional = type(None) in kinds
-        records = tuple(kind for kind in kinds if dataclasses.is_dataclass(kind))
-        if records:
+        records = tuple(kind for kind in kinds if isinstance(kind, type) and dataclasses.is_dataclass(kind))
 
-            def one(value: Any) -> Any:
-                record = self._record(value)
-                if not isinstance(record, records):
-                    raise CodecError(f"a {type(record).__name__} does not belong here")
-                return record
-        else:
-            one = self._check(next(kind for kind in kinds if kind is not type(None)))
+        def record(value: Any) -> Any:
+            if not isinstance(found := self._record(value), records):
+                raise CodecError(f"a {type(found).__name__} does not belong here")
+            return found
+
+        one = record if records else self._check(next(kind for kind in kinds if kind is not type(None)))
         return lambda value: None if optional and value is None else one(value)
 
 
 def _hints(cls: type) -> list[Any]:
-    """Annotations in the order of the fields; numpy's are only names there."""
+    """Annotations in the order of the fields. Those of numpy are only names where a module imports it for types alone."""
     names = {**vars(sys.modules[cls.__module__]), "np": np}
     hints = typing.get_type_hints(cls, names)
     return [hints[field.name] for field in dataclasses.fields(cls)]
@@ -164,14 +167,14 @@ def _sample_id(value: Any) -> SampleId:
 
 
 def _ints(value: Any) -> tuple[int, ...]:
-    """Checked all at once: a controller reads millions of them a second."""
+    """All numbers are checked at once: a controller reads millions of them a second."""
     for kind in set(map(type, _of(value, list))) - {int}:
         raise CodecError(f"a {kind.__name__} stands where a int is expected")
     return tuple(value)
 
 
 def _plain(value: Any) -> Any:
-    """JSON-like data, as it is."""
+    """Plain data, as in JSON, unchanged."""
     if isinstance(value, dict):
         return {_of(key, str): _plain(x) for key, x in value.items()}
     if isinstance(value, list):
@@ -193,7 +196,7 @@ def _pack(value: Any, default: Callable[[Any], Any] | None = None) -> bytes:
 
 
 def _array_of(code: int, data: bytes) -> np.ndarray:
-    """The array of an extension; read-only, it shares the record's bytes."""
+    """The array of an extension. It is read-only and shares the record's bytes."""
     if code != ARRAY:
         raise CodecError(f"extension {code} is not an array")
     fields = msgpack.unpackb(data, ext_hook=_no_extension)

@@ -26,8 +26,8 @@ from dora_jax.runtime.coordinator import Coordinator
 from dora_jax.runtime.durability import resume
 from dora_jax.runtime.durability.event_log import EventLog
 from dora_jax.runtime.durability.journaled_world import JournaledWorld
-from dora_jax.runtime.durability.object_storage import Mirror, fetch, mirrored
 from dora_jax.runtime.durability.resume import Begun
+from dora_jax.runtime.durability.workdir_mirror import Mirror, fetch, mirrored
 from dora_jax.runtime.evaluations import closing
 from dora_jax.runtime.local_backend import LocalBackend, RunContext, trainer_worker
 from dora_jax.runtime.metrics_log import RunLog

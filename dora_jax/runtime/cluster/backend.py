@@ -28,7 +28,7 @@ from dora_jax.runtime.cluster.remote_rollout import RemoteInstance
 from dora_jax.runtime.cluster.remote_trainer import RemoteCheckpoints, RemoteTrainer, RemoteWeights, digest_of, part
 from dora_jax.runtime.cluster.run_registry import RunRegistry, build_of
 from dora_jax.runtime.cluster.weight_publisher import WeightPublisher
-from dora_jax.runtime.durability import object_storage, recovery
+from dora_jax.runtime.durability import recovery, workdir_mirror
 from dora_jax.runtime.durability.event_log import EventLog
 from dora_jax.runtime.durability.journal_audit import reading
 from dora_jax.runtime.durability.object_storage import JOURNAL, WANTED, Objects, StoreError
@@ -48,7 +48,7 @@ class ClusterBackend:
     def __init__(self, parts: RunContext, notify: Callable[[str], None]):
         self._parts, self._notify = parts, notify
         config, workdir = parts.config, parts.workdir
-        self._place = object_storage.url_of(workdir) or os.path.abspath(workdir)
+        self._place = workdir_mirror.url_of(workdir) or os.path.abspath(workdir)
         self._tree = gang_config(config)
         try:
             self._roster = RunRegistry(self._place, build_of([self._tree, dataclasses.asdict(config.cluster)]), notify)

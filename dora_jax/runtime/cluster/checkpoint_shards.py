@@ -24,7 +24,7 @@ import jax
 
 from dora_jax.config import ConfigError
 from dora_jax.runtime.cluster.messages import Begin
-from dora_jax.runtime.durability import object_storage
+from dora_jax.runtime.durability import object_storage, workdir_mirror
 from dora_jax.runtime.durability.object_storage import STEPS, Objects, StoredSteps, StoreError
 from dora_jax.runtime.transfer.weight_storage import name_of, read_arrays
 from dora_jax.trainer import checkpoint, manifest
@@ -166,7 +166,7 @@ class BucketCheckpointWriter:
     speaks = True  # of what befalls its part
 
     def __init__(self, url: str, rank: int):
-        self.folder = object_storage.scratch(url, f"trainer.{rank}")
+        self.folder = workdir_mirror.scratch(url, f"trainer.{rank}")
         self._store, self._rank = Objects(url), rank
         for path in self.folder.glob(BAD_BATCHES):  # an earlier gang ended over it
             self._store.put(path.name, path.read_bytes())

@@ -1,10 +1,10 @@
-"""Work on the state as it is now, done by a forked child while this process goes on.
+"""A forked child that works on the state as it is now, while this process goes on.
 
     child = fork(work)      the child's memory is that of this process at the fork: a page is copied where either writes
 
-Law: the child holds no file, socket or device of its parent, hears no signal but SIGKILL, runs no thread, and does nothing
-that takes a lock of another thread: `work` is plain Python that writes files of its own. So it may be forked from a
-process that runs threads, of which only the one that forks goes on in it.
+Law: the child holds no file, socket or device of its parent, receives no signal but SIGKILL, runs no thread, and takes no
+lock of another thread: `work` is plain Python that writes files of its own. So a process that runs threads may fork it;
+only the thread that forks goes on in the child.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ class Child:
     def __init__(self, pid: int):
         self._pid = pid
         self._done: bool | None = None
-        self.cpu_s = 0.0  # that it took, once it has ended
+        self.cpu_s = 0.0  # that the child has taken, once it has ended
 
     def ended(self) -> bool | None:
-        """Whether its work is done; None while it works."""
+        """Whether the work is done; None: the child still works."""
         if self._done is None:
             pid, status, usage = os.wait4(self._pid, os.WNOHANG)
             if pid:
@@ -45,7 +45,9 @@ def fork(work: Callable[[], None]) -> Child:
     blocked = signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # of children that go on with what threads have left: this one does not
+            warnings.simplefilter(
+                "ignore"
+            )  # it is about children that go on with locks of lost threads: this one takes none
             pid = os.fork()
         if not pid:
             _work(work)
@@ -55,14 +57,14 @@ def fork(work: Callable[[], None]) -> Child:
 
 
 def _work(work: Callable[[], None]) -> NoReturn:
-    """In the child."""
+    """Runs in the child."""
     code = 1
     try:
-        gc.disable()  # a pass would copy every page
+        gc.disable()  # a collection would copy every page
         os.closerange(FIRST_FD, os.sysconf("SC_OPEN_MAX"))
         work()
         code = 0
-    except BaseException:  # nothing may go on from here: the parent hears of it by the exit code
+    except BaseException:  # the child must not go on from here: its exit code tells the parent
         os.write(2, traceback.format_exc().encode())
     finally:
         os._exit(code)

@@ -1,18 +1,19 @@
-"""A world whose facts outlive the process: what it reports is journaled before the orchestrator sees it.
+"""A world whose facts outlive the process: it writes them to the journal before the orchestrator sees them.
 
     world.events() -> [append the batch with its payload, one write] -> orchestrator commits, decides -> world.execute
 
-Consumes the facts and payload records of any `World` that tells listeners; produces the same facts. Laws: a sample,
-a group or a step that the orchestrator knows of is written, which no death of a process undoes; what a step was made of
-is on the disk before the step is told, and so is any fact after journal.sync_s, so that no power cut undoes more than
-can be made again, a step bit for bit; a replay decides where the run decided; soft facts (progress, pages, time) ride with the next write, and losing the last
-of them costs nothing; a segment is begun between two batches of facts, never inside one. On object storage a batch is
-what was reported in journal.sync_s, and no fact, soft or not, is told before the object that holds it is there.
+Consumes the facts and payload records of any `World` that tells listeners; produces the same facts. Laws: a sample, a
+group or a step that the orchestrator knows of is written, which no death of a process undoes; the groups of a step are on
+the disk before the step is told, and so is any fact after journal.sync_s, so that no power cut undoes more than can be
+made again, a step bit for bit; a replay decides where the run decided; soft facts (progress, pages, time) wait for the
+next write, because losing the last of them costs nothing; a segment begins between two batches of facts. On object
+storage a batch is what was reported in journal.sync_s, and no fact is told before the object that holds it is there.
 """
 
 from __future__ import annotations
 
 import collections
+import dataclasses
 import functools
 import time
 from collections.abc import Callable, Iterator
@@ -24,7 +25,7 @@ from dora_jax.orchestrate.core import Orchestrator
 from dora_jax.orchestrate.loop import World
 from dora_jax.runtime.durability.event_log import EventLog
 from dora_jax.runtime.durability.payload_state import PayloadState
-from dora_jax.runtime.durability.records import CODEC, Entry, Fact, Partial, Published, Scores, batches
+from dora_jax.runtime.durability.records import CODEC, Entry, Fact, Partial, Published, batches
 from dora_jax.runtime.durability.recovery import head_records
 from dora_jax.runtime.worker import Finished, StepDone
 from dora_jax.types import GroupId, Sample, SampleId, ScoredGroup, Version
@@ -36,11 +37,11 @@ LARGE_SAMPLES = 20_000  # unfinished ones of which a snapshot takes a tenth of a
 
 class TellingWorld(World, Protocol):
     def listen(self, listener: Callable[[Any], None]) -> None:
-        """`listener` sees payload before the event that it belongs to."""
+        """Calls `listener` with each payload before the event that it belongs to."""
 
 
 class JournaledWorld:
-    """`World` in front of another; the orchestrator's only source of facts."""
+    """A `World` in front of another: the orchestrator's only source of facts."""
 
     def __init__(
         self,
@@ -58,7 +59,7 @@ class JournaledWorld:
         self._journal = journal
         self._orchestrator = orchestrator
         self._epoch = epoch
-        self._payload: dict[SampleId | GroupId, Sample | Scores] = {}
+        self._payload: dict[SampleId | GroupId, Sample | ScoredGroup] = {}
         self._digests: dict[Version, int] = {}
         self._entries: list[Entry] = []
         self._held: collections.deque[list[Entry]] = collections.deque()  # batches that were appended, not told
@@ -92,7 +93,7 @@ class JournaledWorld:
         self._rotate_due = True
 
     def rotate(self) -> None:
-        """Begins a segment with the state as it is. A full disk leaves the old one in use, and the wish."""
+        """Begins a segment with the state as it is. Where the disk is full, the old one stays in use and this is tried again."""
         state = self._orchestrator.state
         make = functools.partial(head_records, self._orchestrator, self.payloads, self._epoch)
         try:
@@ -109,7 +110,7 @@ class JournaledWorld:
         self._began(number, state.ledger.base)
 
     def forget_before(self, version: Version) -> None:
-        """Segments that only a start older than this version would need are dropped."""
+        """Drops the segments that only a start older than this version would need."""
         number = max((n for n, base in self.segments.items() if base <= version), default=None)
         if number is not None:
             self._journal.drop_before(number)
@@ -122,7 +123,7 @@ class JournaledWorld:
     # ------------------------------------------------------------ private
 
     def _take_in(self) -> None:
-        """One batch of the world's, into the journal."""
+        """Takes one batch of the world's facts into the journal."""
         try:
             for event in self._world.events():
                 self._entries.append(Fact(event=event, payload=self._payload_of(event)))
@@ -164,7 +165,7 @@ class JournaledWorld:
             case StepDone(version=version, digest=digest):
                 self._digests[version] = digest
             case ScoredGroup(group_id=group_id):
-                self._payload[group_id] = Scores(version=item.version, rewards=item.rewards, parts=item.parts)
+                self._payload[group_id] = dataclasses.replace(item, samples=())
 
     def _payload_of(self, event: ev.Event) -> Any:
         match event:

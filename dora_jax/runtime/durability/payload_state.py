@@ -16,7 +16,7 @@ import numpy as np
 
 from dora_jax.orchestrate import events as ev
 from dora_jax.orchestrate.state import State
-from dora_jax.runtime.durability.records import Entry, Fact, Partial, Published, Scores
+from dora_jax.runtime.durability.records import Entry, Fact, Partial, Published
 from dora_jax.types import GroupId, Sample, SampleId, ScoredGroup, Span, Version, is_eval
 
 
@@ -53,7 +53,7 @@ class PayloadState:
             case ev.GroupScored(group_id=group_id, trainable=trainable):
                 done = self.samples.pop(group_id)
                 if trainable or is_eval(group_id):
-                    self._scored(group_id, done, _payload(entry, Scores))
+                    self._scored(group_id, done, _payload(entry, ScoredGroup))
             case ev.GroupFailed(group_id=group_id):
                 self.samples.pop(group_id, None)
             case ev.StepPublished(version=version):
@@ -128,18 +128,12 @@ class PayloadState:
             raise RuntimeError(f"tokens of {chunk.id} are missing in front of {chunk.start}")
         chunks.append(chunk)
 
-    def _scored(self, group_id: GroupId, done: dict[int, Sample], scores: Scores) -> None:
-        group = ScoredGroup(
-            group_id=group_id,
-            version=scores.version,
-            samples=tuple(done[i] for i in sorted(done)),
-            rewards=scores.rewards,
-            parts=scores.parts,
-        )
+    def _scored(self, group_id: GroupId, done: dict[int, Sample], scores: ScoredGroup) -> None:
+        group = dataclasses.replace(scores, samples=tuple(done[i] for i in sorted(done)))
         (self.evaluated if is_eval(group_id) else self.scored)[group_id] = group
 
 
-P = TypeVar("P", Sample, Scores, Published)
+P = TypeVar("P", Sample, ScoredGroup, Published)
 
 
 def _payload(fact: Fact, kind: type[P]) -> P:

@@ -26,15 +26,6 @@ OLDEST = 3  # the first format that `upgrade` knows
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Scores:
-    """A ScoredGroup without its samples: facts before it carry them."""
-
-    version: Version
-    rewards: np.ndarray  # f32[G]
-    parts: dict[str, np.ndarray]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Published:
     epoch: int
     digest: int  # fingerprint of the version's weights
@@ -53,7 +44,7 @@ class Head:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fact:
     event: ev.Event
-    payload: Sample | Scores | Published | None
+    payload: Sample | ScoredGroup | Published | None  # a group without its samples: facts before it carry them
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,7 +67,7 @@ class Batch:
     last: bool  # False: more of the same batch follow in the next record, which would else be too large
 
 
-CODEC = Codec(Head, Scores, Published, Fact, Partial, Batch)
+CODEC = Codec(Head, Published, Fact, Partial, Batch)
 TOKENS_A_RECORD = 1 << 20
 
 
@@ -105,14 +96,23 @@ def upgrade(row: Any, written: int) -> Any:
     if written == 3:  # a sample had no table, and each event was decided on by itself
         row = _with_tables(row)
         row = [Batch.__name__, [row], True] if _is(row, Fact) else row
-    if written <= 4 and _is(row, Batch):  # an instance did not say what its decoding took
-        row = [row[0], [_with_decoding(entry) for entry in row[1]], *row[2:]]
+    if written <= 4 and _is(row, Batch) and isinstance(row[1], list):
+        row = [row[0], [_with_group(_with_decoding(entry)) for entry in row[1]], *row[2:]]
     return row
 
 
 def _with_decoding(row: Any) -> Any:
+    """A fact's row, as an instance reports what its decoding took."""
     if _is(row, Fact) and _is(row[1], ev.InstanceReported):
         return [row[0], [*row[1], 0, 0.0, 0.0], *row[2:]]
+    return row
+
+
+def _with_group(row: Any) -> Any:
+    """A fact's row, as the scores of a group are that group without its samples."""
+    match row:
+        case [name, [_, group_id, *_] as event, ["Scores", version, rewards, parts]]:
+            return [name, event, [ScoredGroup.__name__, group_id, version, [], rewards, parts]]
     return row
 
 

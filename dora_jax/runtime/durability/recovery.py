@@ -1,12 +1,12 @@
-"""From a journal and checkpoints to where the run was: the exact state of the brain, and what the trainer must redo.
+"""From a journal and checkpoints to where the run was: the exact state of the orchestrator, and the steps to redo.
 
     segment = Head, its payloads, then batches       replay = restore the head's snapshot, commit each fact, decide on each batch
     start   = the newest checkpoint that verifies and is no newer than the oldest live version
-    redo    = the batches trained since; every live version's weights come by on the way
+    redo    = the batches trained since: on the way every live version's weights are made again
 
-Consumes a `EventLog`; produces `Recovered`. Laws: snapshot + tail = full replay; what is damaged is said and stepped
-over: an older segment, an older checkpoint; a segment is followed up to the first fact that the orchestrator refuses,
-which is where the run that wrote it ended; a group is never in two steps of what is returned.
+Consumes a `EventLog`; produces `Recovered`. Laws: snapshot + tail = full replay; a damaged segment or checkpoint is reported, and an older one is used; a segment is
+followed up to the first fact that the orchestrator refuses, which is where the run that wrote it ended; no group is in
+two of the returned steps.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ from dora_jax.runtime.durability.records import CODEC, FORMAT, Batch, Entry, Fac
 from dora_jax.types import Version
 
 Notify = Callable[[str], None]
-# What following records raises that were written by other code, or by a run that ended over them; CodecError included.
+# Raised where a replay follows records of other code, or of a run that ended over them. CodecError is a ValueError.
 SENSELESS = (TypeError, KeyError, ValueError, AttributeError, IndexError, RuntimeError)
 
 
 @dataclasses.dataclass
 class ReplayedState:
-    """What the segments read so far amount to."""
+    """The state after the segments that were read so far."""
 
     orchestrator: Orchestrator
     payloads: PayloadState
@@ -48,7 +48,7 @@ class ReplayedState:
 
 @dataclasses.dataclass(frozen=True)
 class Recovered:
-    orchestrator: Orchestrator  # under today's configuration, without a body
+    orchestrator: Orchestrator  # under today's configuration; its instances are yet to come
     payloads: PayloadState
     epoch: int
     debts: Debts
@@ -62,7 +62,7 @@ class Recovered:
 
 
 def head_records(orchestrator: Orchestrator, payloads: PayloadState, epoch: int) -> Iterator[bytes]:
-    """What a new segment begins with; taken between events."""
+    """The records that a new segment begins with; to be taken between events."""
     payloads.prune(orchestrator.state)
     records = [CODEC.encode(item) for item in payloads.records()]
     yield CODEC.encode(
@@ -85,8 +85,8 @@ def recover(
     usable: Callable[[Version], bool],
     notify: Notify,
 ) -> Recovered | None:
-    """Where the run was; None: there is no journal. `checkpoints`: steps to start the trainer from, the initial
-    weights included; `usable` verifies one. JournalError: nothing that fits together is left."""
+    """Where the run was; None: there is no journal. `checkpoints`: steps that the trainer can start from, with the
+    initial weights; `usable` verifies one. JournalError: no checkpoint fits the journal."""
     heads = _heads(journal, notify)
     if not heads:
         return None
@@ -117,21 +117,26 @@ def recover(
 
 
 def steps_since(journal: EventLog, version: Version) -> tuple[Step, ...]:
-    """The steps made since this version, oldest first; another thread may go on writing."""
+    """The steps made since this version, oldest first. Another thread may be writing the log."""
     heads = _heads(journal, lambda sentence: None)
-    first = max((n for n, base in heads.items() if base <= version), default=min(heads, default=0))
+    if not heads:
+        return ()
+    first = max((n for n, base in heads.items() if base <= version), default=min(heads))
     end = replay(journal, [n for n in sorted(heads) if n >= first], lambda sentence: None)
-    return tuple(step for step in end.steps if step.base >= version) if end else ()
+    return tuple(step for step in end.steps if step.base >= version)
 
 
 def replay(journal: EventLog, segments: Sequence[int], notify: Notify) -> ReplayedState:
-    """The state after the last record of these segments that can be read."""
+    """The state after the last record of these segments that can be read. JournalError: there are no segments, or they
+    make no sense."""
     state: ReplayedState | None = None
     for number in segments:
         segment = journal.read(number)
         if segment.fault:
             notify(f"journal segment {number}: {segment.fault}; {segment.lost_bytes} bytes behind it are not read")
         state = _replay_one(number, segment.records, state.steps if state else [], notify)
+    if state is None:
+        raise JournalError("the journal has no segments")
     return state
 
 
@@ -188,7 +193,7 @@ def _follow(state: ReplayedState, entry: Entry) -> None:
 
 
 def _heads(journal: EventLog, notify: Notify) -> dict[int, Version]:
-    """Segments that can be begun with -> the version at which they begin."""
+    """The segments that a replay can begin with -> the version at which they begin."""
     found = {}
     for number in journal.segments():
         try:
@@ -201,10 +206,12 @@ def _heads(journal: EventLog, notify: Notify) -> dict[int, Version]:
 
 
 def _open(number: int, records: Sequence[bytes]) -> tuple[Head, PayloadState, Sequence[bytes], Callable[[bytes], Any]]:
-    """A segment's head and payloads, the entries that follow, and what decodes them."""
+    """(head of a segment, its payload state, the records that follow, their decoder)"""
     try:
-        read = reader(records[0]) if records else None
-        head = read(records[0]) if read else None
+        if not records:
+            raise JournalError(f"journal segment {number} has no whole head")
+        read = reader(records[0])
+        head = read(records[0])
         if not isinstance(head, Head) or len(records) <= head.payload_records:
             raise JournalError(f"journal segment {number} has no whole head")
         payloads = PayloadState()
@@ -218,7 +225,7 @@ def _open(number: int, records: Sequence[bytes]) -> tuple[Head, PayloadState, Se
 
 @contextlib.contextmanager
 def _sensible(number: int) -> Iterator[None]:
-    """Records whose checksums hold and which make no sense were written by another version, or by a bug."""
+    """Turns what a replay raises into a JournalError: another version wrote these records, or a bug."""
     try:
         yield
     except SENSELESS as error:
@@ -231,7 +238,7 @@ def _sensible(number: int) -> Iterator[None]:
 
 
 def _config(data: dict[str, Any]) -> OrchestratorConfig:
-    """The configuration under which a segment was written; tuples came back as lists."""
+    """The configuration under which a segment was written. Its tuples were written as lists."""
     known = {field.name for field in dataclasses.fields(OrchestratorConfig)}
     if set(data) != known:
         raise JournalError(

@@ -1,8 +1,8 @@
-"""Where a run begins: new, after a checkpoint, or exactly where a killed one was.
+"""The start of a run: new, after a checkpoint, or exactly where a killed run was.
 
 Consumes the workdir's journal and checkpoints; produces the orchestrator, its payloads, the trainer's state, and the
-weights of every live version in the store. Laws: a batch is made again from the journal's groups and must give the
-digest that was published; where it does not (another machine, another compiler), an epoch is opened, which is said,
+weights of every live version in the store. Laws: a step is made again from the journal's groups and must give the
+digest that was published; where it does not (another machine, another compiler), a new epoch begins, a note says so,
 and running samples start over at their version, so that no trajectory holds tokens of two weights.
 """
 
@@ -19,7 +19,7 @@ from dora_jax.metrics import Writer
 from dora_jax.orchestrate.core import Orchestrator
 from dora_jax.orchestrate.modes import OrchestratorConfig
 from dora_jax.orchestrate.restart import Debts
-from dora_jax.runtime.durability import object_storage
+from dora_jax.runtime.durability import object_storage, workdir_mirror
 from dora_jax.runtime.durability.event_log import EventLog
 from dora_jax.runtime.durability.log_stores import FileLogStore, JournalError, ObjectLogStore
 from dora_jax.runtime.durability.payload_state import PayloadState
@@ -42,9 +42,10 @@ class Begun:
 
 
 def open_journal(workdir: Path, section: JournalSection, writer: Writer) -> EventLog | None:
-    """`section.on` = False puts a journal out of the way: what a run without one does, it would not know of."""
+    """The event log of a workdir; None: `section.on` is False. Then an earlier journal is put aside, because it would not
+    know what this run does. ConfigError: the journal cannot be opened."""
     folder = workdir / "journal"
-    if url := object_storage.url_of(workdir):
+    if url := workdir_mirror.url_of(workdir):
         if not section.on:
             raise ConfigError("journal.on: a run in a bucket is what its journal says: leave it on")
         try:
@@ -73,7 +74,7 @@ def begin(
     config: OrchestratorConfig,
     writer: Writer,
 ) -> Begun:
-    """The trainer holds the newest version on return, the weight store every live one."""
+    """Where the run begins. On return the trainer holds the newest version, and the weight store every live one."""
     found = None
     if journal is not None:
         versions = [INITIAL, *checkpoints.steps()]
@@ -99,7 +100,7 @@ def _from_checkpoint(
     config: OrchestratorConfig,
     writer: Writer,
 ) -> Begun:
-    """Every group that was issued and has not ended is issued again."""
+    """Starts after the newest checkpoint. Every group that was issued and has not ended is issued again."""
     step = next((step for step in reversed(checkpoints.steps()) if checkpoints.usable(step)), None)
     rl_state: dict[str, Any] = {}
     if step is not None:
@@ -123,7 +124,7 @@ def _again(
     digest: Digest,
     writer: Writer,
 ) -> Begun:
-    """Replays the steps since the checkpoint, from the groups that they were made of."""
+    """Makes the steps since the checkpoint again, from the groups of the journal."""
     if found.start != INITIAL:
         _load(found.start, checkpoints, trainer)
     _check_start(found, digest(trainer.params))

@@ -1,14 +1,14 @@
 """Arrays in host memory between processes of different worlds: weights and KV, shard by shard, over TCP.
 
-    sender    give(key, pieces) -> Manifest           what is offered, shard by shard; the control plane carries it
-    receiver  take(manifests, wanted, key) -> arrays  checked against `wanted` and `key` first, then read to a deadline
+    sender    give(key, pieces) -> Manifest           offers arrays, shard by shard; the control plane carries the manifest
+    receiver  take(manifests, wanted, key) -> arrays  checks them against `wanted` and `key`, then reads to a deadline
     sender    release(key)                            once the receiver has said that it holds them, or never will
 
-Consumes and produces NumPy arrays, bit for bit; what lies on devices is brought to the host by its owner. Laws: a
+Consumes and produces NumPy arrays, bit for bit; the owner of an array brings it from its devices to the host. Laws: a
 receiver takes exactly the shards that it expects, or nothing; a key is offered once; every transfer ends by its
-deadline, on both sides; only what knows the token of the run is served (runtime/listener.py), so whatever a stranger sends
-to the port, it ends the stranger's connection and nothing else. `jax.experimental.transfer` is not used:
-it has no authentication, and a few bytes of garbage on one of its ports abort the process.
+deadline, on both sides; the port serves only processes that know the token of the run (runtime/listener.py), so that
+bytes of a stranger end the stranger's connection and nothing else. `jax.experimental.transfer` is not used: it has no
+authentication, and a few bytes of garbage on one of its ports abort the process.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ from dora_jax.runtime.transfer.transfer_manifest import (
     words,
 )
 
-STREAMS = 4  # connections over which an offer is read: one alone does not fill a fast network
+STREAMS = 4  # connections over which an offer is read; one alone does not fill a fast network
 STREAM_BYTES = 8 << 20  # an offer of less than two such parts is read over one
 READERS = 16  # connections that a receiver reads at a time
 ASK = struct.Struct("!QQQ")  # number of an offer; first byte and end of a part of its pieces, laid end to end
@@ -49,7 +49,7 @@ HAS, HAS_NOT = b"\1", b"\0"
 
 
 class Wire:
-    """One process's end; any thread may use it. `ip`: the interface that other hosts reach."""
+    """The end of one process; any thread may use it. `ip`: the interface that other machines reach."""
 
     def __init__(self, ip: str, token: bytes):
         self._token = token
@@ -61,7 +61,8 @@ class Wire:
         self.address = self._door.address
 
     def give(self, key: Key, pieces: Mapping[Shard, np.ndarray]) -> Manifest:
-        """Offers these arrays until `release`; they must not change meanwhile."""
+        """Offers these arrays until `release`; they must not change meanwhile. WireError: a shard is empty, or the key was
+        offered before."""
         if fault := empty(tuple(pieces)):
             raise WireError(f"{words(key)}: {fault}")
         number = secrets.randbits(62) + 1
@@ -75,7 +76,7 @@ class Wire:
         return Manifest(key=key, address=self.address, number=number, shards=tuple(pieces))
 
     def release(self, key: Key) -> None:
-        """Forgets an offer, made or still to come; one that is being read stays until its reader has ended."""
+        """Forgets an offer, made or still to come. One that is being read stays until its reader has ended."""
         with self._lock:
             self._last[key.receiver] = max(key.sequence, self._last.get(key.receiver, key.sequence))
             self._pieces.pop(self._offered.pop(key, 0), None)
@@ -87,9 +88,9 @@ class Wire:
         key: Key,
         timeout_s: float | None = None,
     ) -> dict[Shard, np.ndarray]:
-        """The wanted shards, each put together from the pieces that were given by all the sender's processes.
+        """The wanted shards, each put together from the pieces that all processes of the sender gave.
 
-        `key` is the transfer that this process has agreed to. timeout_s None: by size. Raises WireError."""
+        key: the transfer that this process has agreed to. timeout_s None: by size. WireError: nothing was taken."""
         manifests = (manifests,) if isinstance(manifests, Manifest) else tuple(manifests)
         check(manifests, wanted, key)
         timeout_s = deadline_s(sum(shard.bytes for shard in wanted)) if timeout_s is None else timeout_s
@@ -108,7 +109,7 @@ class Wire:
 
     @property
     def offers(self) -> tuple[Key, ...]:
-        """What was given and is not released."""
+        """The offers that are not released."""
         return tuple(self._offered)
 
     def close(self) -> None:
@@ -117,8 +118,8 @@ class Wire:
     # ------------------------------------------------------------ private
 
     def _serve(self, end: connection.Connection) -> None:
-        """One part of one offer, to a process of the run."""
-        with _socket(end) as peer, contextlib.suppress(OSError):  # the reader will say that it did not come
+        """Sends one part of one offer to a process of the run."""
+        with _socket(end) as peer, contextlib.suppress(OSError):  # the reader reports the failure
             ask = bytearray(ASK.size)
             _fill(peer, ask, time.monotonic() + ANSWER_S)
             number, start, stop = ASK.unpack(ask)
@@ -126,7 +127,7 @@ class Wire:
             if pieces is None:
                 return peer.sendall(HAS_NOT)
             stop = min(stop, sum(piece.nbytes for piece in pieces))
-            peer.settimeout(deadline_s(max(stop - start, 0)))  # of every sendall, all of its bytes together
+            peer.settimeout(deadline_s(max(stop - start, 0)))  # for all bytes of a sendall together
             peer.sendall(HAS)
             for part in _parts(pieces, start, stop):
                 peer.sendall(part)
@@ -137,7 +138,9 @@ class Wire:
             for done in as_completed([pool.submit(self._read, job, until_s, timeout_s) for job in jobs]):
                 done.result()
         finally:
-            pool.shutdown(wait=False, cancel_futures=True)  # the first that fails ends it; the others end by themselves
+            pool.shutdown(
+                wait=False, cancel_futures=True
+            )  # the first failure ends the transfer; the other reads end by themselves
 
     def _read(self, job: Job, until_s: float, timeout_s: float) -> None:
         manifest, targets, start, stop = job
@@ -161,11 +164,11 @@ class Wire:
 
 # ---------------------------------------------------------------- private
 
-Job = tuple[Manifest, list[np.ndarray], int, int]  # what is read, into which bytes, from where to where
+Job = tuple[Manifest, list[np.ndarray], int, int]  # an offer, the bytes that it is read into, first byte and end
 
 
 def _socket(end: connection.Connection) -> socket.socket:
-    """In its place."""
+    """The socket of a connection, which it replaces."""
     with end:
         return socket.socket(fileno=os.dup(end.fileno()))
 
@@ -185,18 +188,18 @@ def _bytes(array: np.ndarray) -> np.ndarray:
 
 
 def _streams(size: int) -> list[tuple[int, int]]:
-    """Parts of so many bytes, about equal."""
+    """(first byte, end) of the parts into which so many bytes are cut; about equal."""
     count = min(STREAMS, max(1, size // STREAM_BYTES)) if size else 0
     return [(size * i // count, size * (i + 1) // count) for i in range(count)]
 
 
 def _parts(pieces: Iterable[np.ndarray], start: int, stop: int) -> Iterator[memoryview]:
-    """What lies in these bytes of the pieces laid end to end."""
+    """The bytes [start, stop) of the pieces laid end to end."""
     at = 0
     for piece in pieces:
         low, high = max(start - at, 0), min(stop - at, piece.nbytes)
         if low < high:
-            yield memoryview(piece)[low:high]
+            yield piece.data[low:high]
         at += piece.nbytes
 
 
@@ -205,7 +208,7 @@ def _extent(shard: Shard) -> list[int]:
 
 
 def _homes(manifests: Sequence[Manifest], wanted: Iterable[Shard]) -> dict[Shard, Shard]:
-    """Of each piece the wanted shard in which it lies."""
+    """The wanted shard in which each piece lies."""
     by_path: dict[str, list[Shard]] = {}
     for shard in wanted:
         by_path.setdefault(shard.path, []).append(shard)
@@ -220,7 +223,7 @@ def _joined(shard: Shard, pieces: list[tuple[Shard, np.ndarray]]) -> np.ndarray:
     if len(pieces) == 1:
         return pieces[0][1]
     whole = np.empty(_extent(shard), jnp.dtype(shard.dtype))
-    while pieces:  # each is let go of once it is copied
+    while pieces:  # a piece is freed once it is copied
         piece, array = pieces.pop()
         whole[within((piece.start, piece.stop), (shard.start, shard.stop))] = array
     return whole

@@ -1,12 +1,12 @@
-"""Running samples between processes: the tokens of a parcel over the control plane, its KV pages over the wire.
+"""Running samples between processes: the tokens of a sample over the control plane, its KV pages over the wire.
 
-    sender    lend(wire, key, parcel) -> Lent      what travels over the control plane
-    receiver  fetch(wire, lent, layout) -> InFlightSample  what `Engine.import_` takes
-    sender    release(key)                         once the receiver has said that it has them, or never will
+    sender    lend(wire, key, parcel) -> Lent              travels over the control plane
+    receiver  fetch(wire, lent, layout) -> InFlightSample  is what `Engine.import_` takes
+    sender    release(key)                                 once the receiver has said that it has them, or never will
 
-Of an instance of several processes each lends the heads that it holds to the process of the same number, whose heads
-are the same ones. Consumes and produces `rollout.migrate.InFlightSample`. Laws: pages arrive bit-equal, or not at all: another
-version, other heads or another dtype is refused before anything is taken; a parcel without pages needs no wire.
+Each process of an instance lends the heads that it holds to the process of the same number, which holds the same heads.
+Consumes and produces `rollout.migrate.InFlightSample`. Laws: pages arrive bit-equal, or not at all: another version,
+other heads or another dtype is refused before anything is taken; a sample without pages needs no wire.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ from dora_jax.runtime.transfer.transfer_manifest import Key, Lent, Manifest, Sha
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PageShape:
-    """Pages of one process of an engine."""
+    """The KV pages of one process of an engine."""
 
     layers: int
-    heads: int  # that this process holds
+    heads: int  # KV heads that this process holds
     head_dim: int
     dtype: str
 
@@ -43,18 +43,19 @@ def layout_of(k_pages: np.ndarray) -> PageShape:
 
 
 def lend(wire: Wire, key: Key, parcel: InFlightSample) -> Lent:
-    """Its pages are offered until `release`."""
+    """Offers the sample's pages until `release`. WireError: the key is of another version."""
     if key.version != parcel.version:
         raise WireError(f"{words(key)} is a parcel of version {parcel.version}")
     manifest = None
-    if parcel.k_pages is not None:
+    if parcel.k_pages is not None and parcel.v_pages is not None:
         pages = {"k": parcel.k_pages, "v": parcel.v_pages}
         manifest = wire.give(key, {_whole(name, pages[name]): pages[name] for name in pages})
     return Lent(parcel=without_pages(parcel), kv_len=parcel.kv_len, page_size=parcel.page_size, manifest=manifest)
 
 
 def fetch(wire: Wire, lent: Lent, key: Key, layout: PageShape, timeout_s: float | None = None) -> InFlightSample:
-    """`key`: the transfer that this process agreed to, of a version that its engine holds."""
+    """The sample with its pages. `key`: the transfer that this process agreed to, of a version that its engine holds.
+    WireError: nothing was taken."""
     if lent.parcel.version != key.version:
         raise WireError(f"a parcel of version {lent.parcel.version} comes where {words(key)} is expected")
     if lent.manifest is None:

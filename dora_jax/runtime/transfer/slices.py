@@ -1,36 +1,37 @@
-"""Which slices of a version travel: what a receiver wants of the stacked tensors, and which process gives which part.
+"""The slices of a version that travel: what a receiver needs of the stacked tensors, and which process gives which part.
 
-    source    offered(copy) -> slices         every shard of the trainer's is given by one of the processes that hold it
-              pieces(slices, wanted)          what this process gives of what a receiver wants
+    source    offered(copy) -> slices         one of the processes that hold a shard of the trainer's gives it
+              pieces(slices, wanted)          the part of what a receiver wants that this process gives
     receiver  wanted(like)                    the boxes that this process's devices need, as few as can be
-              received(like, got) -> slices   on the host; `publish.placed` brings them to the devices
+              received(like, got) -> slices   in host memory; `publish.placed` brings them to the devices
 
 Consumes shardings and `publish.Slices`; produces shards that wire and storage carry. Laws: all processes of a world
-deal out the same shards, so each is given by one of them, and all give about as many bytes; a receiver gets every
-element that its devices need, and each once.
+deal out the same shards, so that one of them gives each, and all give about as many bytes; a receiver gets every
+element that its devices need, once.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, TypeAlias
 
 import jax
 import numpy as np
 
-from dora_jax.publish import Box, Slices, box_of, common, name_of, sliced, volume, within
+from dora_jax.publish import Box, Slices, Tree, box_of, common, name_of, sliced, volume, within
 from dora_jax.runtime.transfer.transfer_manifest import Shard, refused, sound, turns
 
-Holders = dict[Box, list[int]]  # of one tensor: each box, and the processes that hold it
+Leaf: TypeAlias = np.ndarray | jax.Array | jax.ShapeDtypeStruct | Slices
+Holders = dict[Box, list[int]]  # of one tensor: each box -> the processes that hold it
 
 
-def offered(copy: Any) -> Any:
-    """Of the trainer's copy, the shards that this process gives: on their way to host memory."""
+def offered(copy: Tree) -> Tree:
+    """The shards of the trainer's copy that this process gives, as Slices on their way to host memory."""
     giver = _givers({path: _holders(leaf) for path, leaf in _named(copy)}, _itemsizes(copy))
     return sliced(copy, lambda path, box: giver[path, box] == jax.process_index())
 
 
-def writers(copy: Any) -> dict[int, int]:
+def writers(copy: Tree) -> dict[int, int]:
     """Bytes that each process of the world gives of such a copy (arrays, or ShapeDtypeStructs with shardings)."""
     leaves = dict(_named(copy))
     given: dict[int, int] = {}
@@ -39,8 +40,9 @@ def writers(copy: Any) -> dict[int, int]:
     return given
 
 
-def wanted(like: Any) -> tuple[Shard, ...]:
-    """`like`: stacked ShapeDtypeStructs with shardings. Boxes that together are one are wanted as one."""
+def wanted(like: Tree) -> tuple[Shard, ...]:
+    """The shards that this process's devices need; boxes that together make one box are one shard. `like`: stacked
+    ShapeDtypeStructs with shardings."""
     me = jax.process_index()
     return tuple(
         shard_of(path, leaf, box)
@@ -50,8 +52,8 @@ def wanted(like: Any) -> tuple[Shard, ...]:
     )
 
 
-def pieces(slices: Any, shards: Sequence[Shard]) -> dict[Shard, np.ndarray]:
-    """WireError where something else is wanted than the version's tensors."""
+def pieces(slices: Tree, shards: Sequence[Shard]) -> dict[Shard, np.ndarray]:
+    """The arrays that this process gives of these shards. WireError: a shard is no part of the version's tensors."""
     leaves = dict(_named(slices))
     found: dict[Shard, np.ndarray] = {}
     for shard in shards:
@@ -68,15 +70,15 @@ def pieces(slices: Any, shards: Sequence[Shard]) -> dict[Shard, np.ndarray]:
     return found
 
 
-def received(like: Any, got: Mapping[Shard, np.ndarray]) -> Any:
-    """Tree of Slices, for `like`'s devices and for other receivers."""
+def received(like: Tree, got: Mapping[Shard, np.ndarray]) -> Tree:
+    """Tree of Slices, for the devices of `like` and for other receivers. `got`: the shards that were `wanted`."""
     boxes = {path: _joined(_holders(leaf)) for path, leaf in _named(like)}
     giver, me = _givers(boxes, _itemsizes(like)), jax.process_index()
-    arrays: dict[str, dict[Box, np.ndarray]] = {path: {} for path in boxes}
+    arrays: dict[str, dict[Box, np.ndarray | jax.Array]] = {path: {} for path in boxes}
     for shard, array in got.items():
         arrays[shard.path][shard.start, shard.stop] = array
 
-    def slices(path: Any, leaf: Any) -> Slices:
+    def slices(path: jax.tree_util.KeyPath, leaf: jax.ShapeDtypeStruct) -> Slices:
         mine = arrays[name_of(path)]
         given = frozenset(box for box in mine if giver[name_of(path), box] == me)
         return Slices(tuple(leaf.shape), np.dtype(leaf.dtype), leaf.sharding.shard_shape(leaf.shape), mine, given)
@@ -84,8 +86,8 @@ def received(like: Any, got: Mapping[Shard, np.ndarray]) -> Any:
     return jax.tree_util.tree_map_with_path(slices, like)
 
 
-def shard_of(path: str, leaf: Any, box: Box) -> Shard:
-    """`leaf`: the whole array, or what describes it."""
+def shard_of(path: str, leaf: Leaf, box: Box) -> Shard:
+    """The shard of this box. `leaf`: the whole array, or what describes it."""
     return Shard(
         path=path,
         shape=tuple(leaf.shape),
@@ -99,16 +101,17 @@ def shard_of(path: str, leaf: Any, box: Box) -> Shard:
 # ---------------------------------------------------------------- private
 
 
-def _named(tree: Any) -> list[tuple[str, Any]]:
+def _named(tree: Tree) -> list[tuple[str, Any]]:
+    """(name, leaf) of all leaves."""
     return [(name_of(path), leaf) for path, leaf in jax.tree_util.tree_leaves_with_path(tree)]
 
 
-def _itemsizes(tree: Any) -> dict[str, int]:
+def _itemsizes(tree: Tree) -> dict[str, int]:
     return {path: leaf.dtype.itemsize for path, leaf in _named(tree)}
 
 
-def _holders(leaf: Any) -> Holders:
-    """In the whole world."""
+def _holders(leaf: jax.Array | jax.ShapeDtypeStruct) -> Holders:
+    """The holders of each box among all processes of the world."""
     holders: Holders = {}
     for device, index in leaf.sharding.devices_indices_map(tuple(leaf.shape)).items():
         processes = holders.setdefault(box_of(index, leaf.shape), [])
@@ -118,8 +121,8 @@ def _holders(leaf: Any) -> Holders:
 
 
 def _joined(holders: Holders) -> Holders:
-    """Where the boxes of each process are together one, and those of any two are the same one or have nothing in
-    common: these. Else as they are."""
+    """The joined boxes, where those of each process make one box and the boxes of any two processes are equal or disjoint;
+    else the boxes as they are."""
     joined: Holders = {}
     for process in {process for processes in holders.values() for process in processes}:
         mine = [box for box, processes in holders.items() if process in processes]
@@ -132,7 +135,7 @@ def _joined(holders: Holders) -> Holders:
 
 
 def _givers(holders: Mapping[str, Holders], itemsizes: Mapping[str, int]) -> dict[tuple[str, Box], int]:
-    """Of each box the process that gives it."""
+    """The process that gives each box."""
     boxes = [(path, box) for path in holders for box in holders[path]]
     takers = turns([volume(box) * itemsizes[path] for path, box in boxes], [holders[path][box] for path, box in boxes])
     return dict(zip(boxes, takers, strict=True))

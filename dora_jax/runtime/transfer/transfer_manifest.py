@@ -1,7 +1,7 @@
-"""What travels ahead of arrays: which shards somebody needs, which are offered, and whether the two are the same.
+"""What travels ahead of arrays: the shards that a receiver needs, those that are offered, and whether the two agree.
 
 Consumes and produces records (`CODEC` writes and reads them); knows neither JAX nor the wire. Law: `check` passes
-exactly those manifests that, taken, give every element of the expected shards once and nothing else.
+exactly those manifests whose shards give every element of the expected shards once, and nothing else.
 """
 
 from __future__ import annotations
@@ -16,17 +16,17 @@ from dora_jax.rollout.migrate import InFlightSample
 from dora_jax.runtime.codec import Codec
 from dora_jax.types import Version
 
-EXPECTED_BYTES_PER_S = 0.4 * 2**30  # what two busy cores reach; links are faster
-GRACE_S = 30.0  # a first connection, a sender whose host is busy
+EXPECTED_BYTES_PER_S = 0.4 * 2**30  # two busy cores reach it; links are faster
+GRACE_S = 30.0  # for a first connection, or a sender whose cores are busy
 
 
 class WireError(RuntimeError):
-    """Nothing was taken: what did not agree, or how the transfer ended."""
+    """Nothing was taken. The message says what did not agree, or how the transfer ended."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Key:
-    """One transfer to one receiver. `epoch` is of the receiver's world; `sequence` rises and is never used again."""
+    """Names one transfer to one receiver. `epoch`: of the receiver's world. `sequence` rises and is never used again."""
 
     epoch: int
     version: Version
@@ -48,7 +48,7 @@ class Shard:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Manifest:
-    """What one process offers under a key, in the order in which it is sent."""
+    """The shards that one process offers under a key, in the order in which it sends them."""
 
     key: Key
     address: str
@@ -58,9 +58,9 @@ class Manifest:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Lent:
-    """A running sample on its way to another engine. `manifest` None: nothing is offered, all there is is here."""
+    """A running sample on its way to another engine. `manifest` None: it has no pages, or `parcel` carries them."""
 
-    parcel: InFlightSample  # without pages, where they are offered
+    parcel: InFlightSample  # without pages where the manifest offers them
     kv_len: int
     page_size: int
     manifest: Manifest | None
@@ -86,9 +86,9 @@ def check(manifests: Sequence[Manifest], expected: Sequence[Shard], key: Key) ->
 
 
 def turns(sizes: Sequence[int], holders: Sequence[Collection[int]]) -> list[int]:
-    """For each box of so many bytes, the one of its holders that gives it to others: all give about as much.
+    """For each box of so many bytes, the one of its holders that gives it to others. All give about as many bytes.
 
-    What few hold is dealt out first, then the largest; equal arguments give equal turns in every process."""
+    Boxes with few holders are dealt out first, then the largest. Equal arguments give equal results in every process."""
     given: dict[int, int] = {}
     takers = [-1] * len(sizes)
     for i in sorted(range(len(sizes)), key=lambda i: (len(holders[i]), -sizes[i], i)):
@@ -98,7 +98,7 @@ def turns(sizes: Sequence[int], holders: Sequence[Collection[int]]) -> list[int]
 
 
 def inside(part: Shard, whole: Shard) -> bool:
-    """Whether it is a box of the same array in that box."""
+    """Whether `part` is a box of the same array and lies in `whole`."""
     return (
         (part.path, part.shape, part.dtype) == (whole.path, whole.shape, whole.dtype)
         and len(part.start) == len(part.stop) == len(whole.start)
@@ -109,7 +109,7 @@ def inside(part: Shard, whole: Shard) -> bool:
 
 
 def sound(shard: Shard, itemsize: int) -> bool:
-    """It came from another process: its box must be one of its array, of as many bytes as it says."""
+    """Whether the box lies in its array and has as many bytes as it says. Another process sent it."""
     return (
         inside(
             shard,
@@ -127,7 +127,7 @@ def sound(shard: Shard, itemsize: int) -> bool:
 
 
 def deadline_s(size: int) -> float:
-    """For a pull of so many bytes."""
+    """Seconds that a pull of so many bytes may take."""
     return GRACE_S + size / (0.5 * EXPECTED_BYTES_PER_S)
 
 
@@ -136,7 +136,7 @@ def words(key: Key) -> str:
 
 
 def empty(shards: Sequence[Shard]) -> str | None:
-    """The sentence about the first shard that has no elements."""
+    """A sentence about the first shard that has no elements; None: every shard has some."""
     paths = [shard.path for shard in shards if shard.bytes <= 0]
     return f"{paths[0]} has no elements: it cannot be sent, and both sides can make it" if paths else None
 
@@ -154,7 +154,8 @@ def _box(shard: Shard) -> str:
 
 
 def _difference(offered: tuple[Shard, ...], expected: Sequence[Shard]) -> str | None:
-    """About the first expected shard that is not offered as it is expected, else the first that nobody asked for."""
+    """A sentence about the first expected shard that is not offered as expected, else about the first that was not asked
+    for; None: they agree."""
     if fault := empty(expected):
         return fault
     there: dict[str, list[Shard]] = {}
@@ -176,13 +177,13 @@ def _difference(offered: tuple[Shard, ...], expected: Sequence[Shard]) -> str | 
 
 
 def _tiled(whole: Shard, parts: Sequence[Shard]) -> bool:
-    """Whether the parts cover it once."""
+    """Whether the parts cover every element of the shard once."""
     if len(parts) == 1:
         return parts[0] == whole
     cuts = [sorted({x for part in parts for x in (part.start[i], part.stop[i])}) for i in range(len(whole.shape))]
     if any(not cut or (cut[0], cut[-1]) != (a, b) for cut, a, b in zip(cuts, whole.start, whole.stop, strict=True)):
         return False
-    covered = np.zeros([len(cut) - 1 for cut in cuts], np.int32)  # of the grid that all the parts' edges make
+    covered = np.zeros([len(cut) - 1 for cut in cuts], np.int32)  # cells of the grid that the edges of all parts make
     for part in parts:
         covered[tuple(slice(cut.index(a), cut.index(b)) for cut, a, b in zip(cuts, part.start, part.stop))] += 1
     return bool(parts) and bool((covered == 1).all())

@@ -1,28 +1,29 @@
-"""Stage 6, publish, between worlds: which world brings which version where. PURE: facts in, commands out, time is a fact.
+"""Stage 6, publish, between worlds: which world brings which version where. PURE: facts in, commands out; time is a fact.
 
     Wanted -> Propose -> Accepted* -> Offer -> Offered* -> Pull -> Staged* -> Commit, Release -> Committed* -> Loaded
                                       (from storage: Read -> Staged*)             * of every process of that world
 
-Consumes facts about worlds (the trainer's, one a rollout instance) and answers of their processes; produces commands,
-each for all processes of one world, and outcomes: the records of weight_messages.py. `weight_receiver.WeightEndpoint` executes them.
+A world is the processes of one trainer or of one instance. Consumes facts about worlds and answers of their processes;
+produces commands, each for all processes of one world, and outcomes: the records of weight_messages.py.
+`weight_receiver.WeightEndpoint` executes the commands.
 Laws: no process commits before all of its world have staged the same transfer; a transfer that fails or is late is
-aborted everywhere and its world keeps what it had, while others go on; every attempt has a key of its own, and facts
+aborted everywhere, its world keeps the versions it had, and others go on; every attempt has a key of its own, and facts
 under any other key change nothing, so that they may come twice, late, or from a world that is gone; a world serves at
-most `fanout` transfers at once, and every world that has a version serves it: instances before the trainer; a version that is due
-is waited for while its trainer is lost or storage has yet to take it.
+most `fanout` transfers at once, and every world that has a version serves it: instances before the trainer; a version
+that is due is waited for while its trainer is lost or storage has yet to take it.
 """
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator, Sequence
-from typing import Any
 
 from dora_jax.orchestrate.events import TimePassed
 from dora_jax.runtime.transfer.transfer_manifest import GRACE_S, Key, deadline_s, words
 from dora_jax.runtime.transfer.weight_messages import (
     Abort,
     Accepted,
+    Answer,
     Broken,
     Command,
     Commit,
@@ -51,8 +52,8 @@ from dora_jax.types import Version
 
 STORAGE = "storage"
 WIRE = "wire"
-FANOUT = 2  # transfers that one world serves at once: more only share its link
-ATTEMPTS = 3  # from different sources; what fails three times is not the source's fault
+FANOUT = 2  # transfers that one world serves at once; more would share its link
+ATTEMPTS = 3  # from different sources; the fault of a transfer that fails three times is not the source's
 
 
 @dataclasses.dataclass
@@ -61,22 +62,22 @@ class _Endpoint:
     hosts: int
     trainer: bool
     holds: set[Version] = dataclasses.field(default_factory=set)
-    wanted: dict[Version, dict[str, str]] = dataclasses.field(default_factory=dict)  # in turn; failed sources, and why
+    wanted: dict[Version, dict[str, str]] = dataclasses.field(default_factory=dict)  # -> failed source -> reason
 
 
 @dataclasses.dataclass
 class _Transfer:
     key: Key
     source: str  # a world, or STORAGE
-    phase: type  # of the facts that it waits for
+    phase: type[Answer]  # the kind of answer that it waits for
     until_s: float
-    answers: dict[int, Any] = dataclasses.field(default_factory=dict)  # of this phase, by process
-    bytes: int = 0  # that one process is sent
+    answers: dict[int, Answer] = dataclasses.field(default_factory=dict)  # of this phase, by process
+    bytes: int = 0  # the most that one process is sent
 
 
 class WeightDistribution:
     """`paths`: WIRE, STORAGE or both, tried in this order. `now_s`: on the clock of TimePassed. `sequence`: higher than
-    any that living worlds have seen."""
+    any that a living world has seen."""
 
     def __init__(self, paths: Sequence[str] = (WIRE,), now_s: float = 0.0, sequence: int = 0, fanout: int = FANOUT):
         if not paths or any(path not in (WIRE, STORAGE) for path in paths):
@@ -98,7 +99,7 @@ class WeightDistribution:
 
     @property
     def transfers(self) -> dict[str, tuple[str, type]]:
-        """Those under way: receiver -> (source, the answer that is waited for)."""
+        """The transfers under way: receiver -> (source, the kind of answer that is waited for)."""
         return {name: (transfer.source, transfer.phase) for name, transfer in self._transfers.items()}
 
     @property
@@ -150,14 +151,14 @@ class WeightDistribution:
         self._worlds[up.world] = _Endpoint(up.epoch, up.hosts, up.trainer)
         for world in self._worlds.values():
             for failed in world.wanted.values():
-                failed.pop(up.world, None)  # what an earlier life of it could not do
+                failed.pop(up.world, None)  # an earlier life of this world failed, not this one
 
     def _down(self, name: str) -> Iterator[Command | Outcome]:
         if (transfer := self._transfers.pop(name, None)) is not None:
             yield from self._release(transfer)
         del self._worlds[name]
         for transfer in [t for t in self._transfers.values() if t.source == name]:
-            if transfer.phase is not Committed:  # by then it is not needed any more
+            if transfer.phase is not Committed:  # by then the source is not needed any more
                 yield from self._fail(transfer, f"{name} is gone")
 
     def _want(self, name: str, version: Version) -> Iterator[Outcome]:
@@ -169,29 +170,34 @@ class WeightDistribution:
         else:
             world.wanted.setdefault(version, {})
 
-    def _answer(self, transfer: _Transfer, fact: Any) -> Iterator[Command | Outcome]:
+    def _answer(self, transfer: _Transfer, fact: Answer | TransferFailed) -> Iterator[Command | Outcome]:
         if isinstance(fact, TransferFailed):
             yield from self._fail(transfer, fact.reason)
             return
         if not isinstance(fact, transfer.phase):
-            return  # of a phase that is over
+            return  # an answer of a phase that is over
         hosts = self._answering(transfer).hosts
         if not 0 <= fact.host < hosts:
             raise ValueError(f"{self._answers(transfer)} has {hosts} processes, and number {fact.host} has answered")
         transfer.answers[fact.host] = fact
         if len(transfer.answers) == hosts:
-            answers = [transfer.answers[host] for host in range(hosts)]
-            yield from {
-                Accepted: self._accepted,
-                Offered: self._offered,
-                Staged: self._staged,
-                Committed: self._committed,
-            }[transfer.phase](transfer, answers)
+            yield from self._advance(transfer, [transfer.answers[host] for host in range(hosts)])
+
+    def _advance(self, transfer: _Transfer, answers: list[Answer]) -> Iterator[Command | Outcome]:
+        """Every process has answered, in the kind of this phase."""
+        if transfer.phase is Accepted:
+            yield from self._accepted(transfer, [answer for answer in answers if isinstance(answer, Accepted)])
+        elif transfer.phase is Offered:
+            yield from self._offered(transfer, [answer for answer in answers if isinstance(answer, Offered)])
+        elif transfer.phase is Staged:
+            yield from self._staged(transfer)
+        else:
+            yield from self._committed(transfer)
 
     # ------------------------------------------------------------ phases
 
     def _start_all(self) -> Iterator[Command | Outcome]:
-        """Whatever waits for its turn and can have it; what nobody can bring is given up."""
+        """Starts each transfer that waits and has a free source; gives up a version that no source can bring."""
         for name, world in self._worlds.items():
             for version, failed in list(world.wanted.items()):
                 if name in self._transfers:
@@ -204,7 +210,7 @@ class WeightDistribution:
                     del world.wanted[version]
                     reasons = [f"from {source}: {reason}" for source, reason in failed.items()]
                     yield NotLoaded(
-                        world=name, version=version, reason="; ".join(reasons) or f"nobody holds version {version}"
+                        world=name, version=version, reason="; ".join(reasons) or f"no process holds version {version}"
                     )
 
     def _start(self, name: str, version: Version, source: str) -> Propose:
@@ -224,7 +230,7 @@ class WeightDistribution:
 
     def _offered(self, transfer: _Transfer, answers: list[Offered]) -> Iterator[Command]:
         timeout_s = deadline_s(transfer.bytes)
-        self._enter(transfer, Staged, timeout_s + GRACE_S)  # a process that lives says itself that it was too slow
+        self._enter(transfer, Staged, timeout_s + GRACE_S)  # a process that lives reports its own timeout before
         yield Pull(
             world=transfer.key.receiver,
             key=transfer.key,
@@ -232,12 +238,12 @@ class WeightDistribution:
             manifests=tuple(zip(*(answer.manifests for answer in answers), strict=True)),
         )
 
-    def _staged(self, transfer: _Transfer, answers: list[Staged]) -> Iterator[Command]:
+    def _staged(self, transfer: _Transfer) -> Iterator[Command]:
         self._enter(transfer, Committed, GRACE_S)
         yield Commit(world=transfer.key.receiver, key=transfer.key)
         yield from self._release(transfer, staged=True)
 
-    def _committed(self, transfer: _Transfer, answers: list[Committed]) -> Iterator[Outcome]:
+    def _committed(self, transfer: _Transfer) -> Iterator[Outcome]:
         world, version = self._end(transfer), transfer.key.version
         world.holds.add(version)
         del world.wanted[version]
@@ -255,7 +261,7 @@ class WeightDistribution:
 
     # ----------------------------------------------------------- private
 
-    def _enter(self, transfer: _Transfer, phase: type, timeout_s: float) -> None:
+    def _enter(self, transfer: _Transfer, phase: type[Answer], timeout_s: float) -> None:
         transfer.phase, transfer.answers, transfer.until_s = phase, {}, self._now_s + timeout_s
 
     def _end(self, transfer: _Transfer) -> _Endpoint:
@@ -263,7 +269,7 @@ class WeightDistribution:
         return self._worlds[transfer.key.receiver]
 
     def _release(self, transfer: _Transfer, staged: bool = False) -> Iterator[Release]:
-        asked = staged or transfer.phase in (Offered, Staged)  # else nothing was asked of the source yet, or no more
+        asked = staged or transfer.phase in (Offered, Staged)  # else the source offers nothing yet, or no more
         if asked and transfer.source in self._worlds:
             yield Release(world=transfer.source, key=transfer.key, hosts=self._worlds[transfer.key.receiver].hosts)
 
@@ -277,7 +283,7 @@ class WeightDistribution:
         return sum(transfer.source == name for transfer in self._transfers.values())
 
     def _sources(self, version: Version, failed: dict[str, str]) -> list[str]:
-        """Where to bring it from: all of the first path that has any."""
+        """The sources of a version: all of the first path that has any."""
         if len(failed) >= ATTEMPTS:
             return []
         for path in self._paths:
@@ -287,7 +293,7 @@ class WeightDistribution:
         return []
 
     def _is_to_come(self, version: Version, failed: dict[str, str]) -> bool:
-        """A source that is not there yet will be."""
+        """Whether a source that is not there yet will be."""
         if version not in self._due or len(failed) >= ATTEMPTS:
             return False
         if STORAGE in self._paths:

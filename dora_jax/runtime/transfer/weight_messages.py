@@ -1,10 +1,10 @@
-"""What is said when a version travels between worlds: records, no behaviour.
+"""The messages that carry a version between worlds: records, no behaviour.
 
-    facts      to `weight_distribution.WeightDistribution`: of worlds that come and go, of versions, and answers of processes
+    facts      to `weight_distribution.WeightDistribution`: worlds that come and go, versions, and answers of processes
     commands   from it, each for all processes of one world; `weight_receiver.WeightEndpoint` executes them
     outcomes   for the callers that wanted a version
 
-`CODEC` writes and reads those that travel.
+`CODEC` writes and reads the records that travel. `host` is the number of a process in its world.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class Dropped:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Stored:
-    """A version lies in storage, whole; `there` False: no more."""
+    """A version is whole in storage; `there` False: it is no more."""
 
     version: Version
     there: bool
@@ -58,7 +58,7 @@ class Stored:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VersionDue:
-    """The trainer has published a version: where nobody holds it, the trainer that comes next will; False: no more."""
+    """The trainer has published a version: where no world holds it, the next trainer will. `due` False: it will not."""
 
     version: Version
     due: bool
@@ -76,7 +76,7 @@ class Wanted:
 class Accepted:
     key: Key
     host: int
-    shards: tuple[Shard, ...]  # that it must be sent
+    shards: tuple[Shard, ...]  # that the process must be sent
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -100,7 +100,7 @@ class Committed:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TransferFailed:
-    """Of one process, of the receiver or of the source."""
+    """A process of the receiver or of the source could not do its part."""
 
     key: Key
     host: int
@@ -133,7 +133,7 @@ class Pull:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Read:
-    """Stage from storage."""
+    """The receiver reads its shards from storage, and stages them."""
 
     world: str
     key: Key
@@ -188,6 +188,7 @@ class Broken:
     reason: str
 
 
+Answer = Accepted | Offered | Staged | Committed
 Fact = (
     WorldUp
     | WorldDown
