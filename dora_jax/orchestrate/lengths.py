@@ -17,7 +17,7 @@ import math
 
 # Lengths are told apart by quarters of an octave: 19 % is less than what one instance's samples scatter.
 BUCKETS_AN_OCTAVE = 4
-# Answers are renewed after so many ended samples.
+# Answers are renewed after so many ended samples, and as rarely as a 32nd to a 64th of all that have ended says more.
 RENEWED_EVERY = 32
 
 
@@ -44,7 +44,8 @@ class Lengths:
     @property
     def renewed(self) -> bool:
         """The last sample to end has renewed the answers."""
-        return self.ended % RENEWED_EVERY == 0
+        every = RENEWED_EVERY << max(0, (self.ended // (32 * RENEWED_EVERY)).bit_length() - 1)
+        return self.ended % every == 0
 
     def held(self, tokens: int) -> float:
         bucket = _bucket(tokens)

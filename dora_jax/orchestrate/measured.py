@@ -19,7 +19,7 @@ REPORT_SHARE = 1 / 64
 
 
 class Measured:
-    CONFIGURED = ("prompt_bound", "new_bound")
+    CONFIGURED = ("prompt_bound", "new_bound", "outgrown_pages")  # the last follows from the rest
 
     def __init__(self, prompt_bound: int, new_bound: int, expected_tokens: int):
         self.prompt_bound = prompt_bound  # of a prompt, in tokens
@@ -27,6 +27,7 @@ class Measured:
         self.prompt_tokens: float = prompt_bound  # to reserve for a prompt
         self.new_tokens: float = expected_tokens or new_bound  # to reserve for a response without a token
         self.fresh_pages: dict[int, int] = {}  # page size -> pages of such a sample
+        self.outgrown_pages: dict[tuple[int, int], int] = {}  # page size, pages of responses -> pages to reserve
         self.lengths = Lengths()
         self.line = Line()  # of a median instance's decode steps
         self.finished_tokens = 0
@@ -49,7 +50,7 @@ class Measured:
         self.finished_s += elapsed_s
         if self.lengths.ended >= LENGTHS_KNOWN and self.lengths.renewed:
             self.new_tokens = self.lengths.held(0)
-            self.fresh_pages.clear()
+            self._forget_pages()
 
     def moved(self, elapsed_s: float) -> None:
         self.move_s += (elapsed_s - self.move_s) * (0.1 if self.move_s else 1.0)
@@ -61,16 +62,27 @@ class Measured:
         before = self.prompt_tokens
         self.prompt_tokens += REPORT_SHARE * (beside - before)
         if int(self.prompt_tokens) != int(before):
-            self.fresh_pages.clear()
+            self._forget_pages()
+
+    def _forget_pages(self) -> None:
+        self.fresh_pages.clear()
+        self.outgrown_pages.clear()
 
     def pages(self, page_size: int, tokens: int = 0) -> int:
-        """To reserve for a sample that has `tokens`."""
-        if not tokens and (pages := self.fresh_pages.get(page_size)):
-            return pages
-        pages = -(-(int(self.prompt_tokens) + self.response_tokens(tokens)) // page_size)
+        """To reserve for a sample that has `tokens`; of a started page, for all of it."""
         if not tokens:
-            self.fresh_pages[page_size] = pages
+            pages = self.fresh_pages.get(page_size)
+            if pages is None:
+                pages = self.fresh_pages[page_size] = self._pages(page_size, 0)
+            return pages
+        key = page_size, -(-tokens // page_size)
+        pages = self.outgrown_pages.get(key)
+        if pages is None:
+            pages = self.outgrown_pages[key] = self._pages(page_size, key[1] * page_size)
         return pages
+
+    def _pages(self, page_size: int, tokens: int) -> int:
+        return -(-(int(self.prompt_tokens) + self.response_tokens(tokens)) // page_size)
 
     def response_tokens(self, tokens: int = 0) -> int:
         """To reserve for the response of a sample that has `tokens`."""
