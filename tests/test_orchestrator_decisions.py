@@ -239,7 +239,7 @@ def everything(item):
         return [everything(v) for v in item]
     names = getattr(item, "__slots__", None) or getattr(item, "__dict__", None)
     if names and type(item).__module__.startswith("dora_jax") and not isinstance(item, OrchestratorConfig):
-        return {n: _field(item, n) for n in names}
+        return {n: _field(item, n) for n in names if n not in getattr(item, "DERIVED", ())}
     return item
 
 

@@ -19,7 +19,8 @@ REPORT_SHARE = 1 / 64
 
 
 class Measured:
-    CONFIGURED = ("prompt_bound", "new_bound", "outgrown_pages")  # the last follows from the rest
+    CONFIGURED = ("prompt_bound", "new_bound")
+    DERIVED = ("outgrown_pages",)  # whatever it holds follows from the rest
 
     def __init__(self, prompt_bound: int, new_bound: int, expected_tokens: int):
         self.prompt_bound = prompt_bound  # of a prompt, in tokens

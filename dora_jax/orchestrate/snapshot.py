@@ -1,8 +1,8 @@
 """The orchestrator's whole state as JSON and back: snapshot + later events = all events.
 
-Every attribute is written that does not follow from the configuration (`CONFIGURED` of its class), the order of every
-queue and heap included: whatever a decision reads needs no line here. Of JSON, an object is one with attributes, and a
-list is a container, whose kind comes first.
+Every attribute is written that does not follow from the configuration or from the others (`CONFIGURED` and `DERIVED` of
+its class), the order of every queue and heap included: whatever a decision reads needs no line here. Of JSON, an object is
+one with attributes, and a list is a container, whose kind comes first.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ def _names(thing: Any) -> list[str]:
     return [
         name
         for name in getattr(thing, "__slots__", None) or vars(thing)
-        if name not in getattr(thing, "CONFIGURED", ())
+        if name not in (*getattr(thing, "CONFIGURED", ()), *getattr(thing, "DERIVED", ()))
     ]
 
 
