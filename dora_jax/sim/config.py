@@ -74,9 +74,9 @@ class FaultSection:
 class GridSection:
     """What `--tune` tries, the same for every mode."""
 
-    rollout_shares: tuple[float, ...] = tuple(n / 16 for n in range(3, 15))  # of the chips; colocated is tried as well
-    inflight: tuple[float, ...] = (0.5, 0.75, 1.0, 1.15, 1.25, 1.5, 2.0)
-    max_versions: tuple[int, ...] = (2, 3, 4)
+    rollout_shares: tuple[float, ...] = tuple(n / 32 for n in range(6, 30))  # of the chips; colocated is tried as well
+    inflight: tuple[float, ...] = (0.5, 0.75, 1.0, 1.15, 1.25, 1.5, 2.0, 2.5, 3.0)
+    max_versions: tuple[int, ...] = (2, 3, 4, 6, 8)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,7 +86,7 @@ class SimConfig:
     steps: int = 8
     warmup_steps: int = 2  # left out of every average
     seeds: int = 1  # runs of each row, from workload.seed on; of several the table shows mean and standard deviation
-    report_tokens: int = 1024  # an instance reports progress every so many ticks
+    report_tokens: int = 64  # an instance reports progress every so many ticks
     model: ModelSizes = dataclasses.field(default=ModelSizes())
     hardware: Hardware = dataclasses.field(default=Hardware())
     cost: CostOptions = dataclasses.field(default=CostOptions())

@@ -1,7 +1,7 @@
 """The table of modes: what each row of a simulation took, what waited on what, and how that compares with the paper.
 
 Where a row ran with several seeds, its figures are means, and the first ones are followed by their standard deviation.
-Three blocks: the outcome, where the time of both roles went, and what was moved; a fourth where a row names published
+Three blocks: the outcome with its floors (bound.py), in minutes a step, where the time of both roles went, and what was moved; a fourth where a row names published
 figures ("step_min", "rollout_only", "tokens_per_s"; "fitted" is 1 where parameters were fitted on that row, "misfit"
 where no parameters can meet it).
 """
@@ -10,8 +10,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 
+from dora_jax.sim import bound
 from dora_jax.sim.config import Row
 from dora_jax.sim.meter import CAUSES, DOWN, IDLE_CAPPED, IDLE_TAIL, TRAIN, WAIT_DEADLINE, WAIT_GROUPS, Result
+from dora_jax.sim.run import orchestrator_config
 
 Line = tuple[Row, Result]
 Spread = Callable[[Callable[[Result], float]], float]  # figure -> its standard deviation over the seeds of a row
@@ -49,7 +51,8 @@ def _outcome(lines: Sequence[Line], spreads: Sequence[Spread]) -> str:
             tokens += f" ± {spreads[i](lambda r: r.tokens_per_s):,.0f}"
         rows.append([
             row.label, minutes, share, tokens, f"{r.occupancy:.1f}",
-            lags, f"{r.lag_mean:.2f}", f"{r.mixed:.1%}", f"{r.live_mean:.1f}/{r.live_max}"])  # fmt: skip
+            lags, f"{r.lag_mean:.2f}", f"{r.mixed:.1%}", f"{r.live_mean:.1f}/{r.live_max}",
+            _minutes(bound.step_floor_s(row)), _fragments(row)])  # fmt: skip
     head = [
         "mode",
         "min/step",
@@ -60,8 +63,16 @@ def _outcome(lines: Sequence[Line], spreads: Sequence[Spread]) -> str:
         "mean lag",
         "mixed samples",
         "versions mean/max",
+        "floor",
+        "fragments",
     ]
     return grid(head, rows)
+
+
+def _fragments(row: Row) -> str:
+    """What versions on instances of their own add to a step; "-" where versions do not share the instances."""
+    apart = orchestrator_config(row.config, row.mode).decisions.repartitions and row.config.hardware.residents == 1
+    return _minutes(bound.fragment_s(row.config)) if apart else "-"
 
 
 def _time(lines: Sequence[Line]) -> str:
