@@ -66,7 +66,7 @@ def test_the_slots_of_a_failed_group_are_held_until_its_samples_are_cancelled():
     brain.step(ev.SampleCancelled(id=A, reason="done"))
     (start,) = brain.step(ev.SampleCancelled(id=B, reason="done"))
     assert start == ev.Start(ids=((3, 1),), instance=0, version=0)
-    assert 0 not in brain.state.groups and brain.state.fleet.hosts[0].used == 6
+    assert 0 not in brain.state.groups and brain.state.fleet.instances[0].used == 6
     assert brain.summary()["groups"]["failed"] == 1 and brain.summary()["dropped"] == {"SampleStarted": 1}
 
 
@@ -105,7 +105,7 @@ def test_words_of_an_earlier_life_change_nothing():
     brain.step(ev.InstanceDown(instance=0, reason="lost"))
     brain.step(up(0, slots=8, life=1))
     brain.step(ev.WeightsLoaded(instance=0, version=0, life=1))
-    host = brain.state.fleet.hosts[0]
+    host = brain.state.fleet.instances[0]
     assert brain.state.unit(A).state == "resuming" and host.used == 8
     before = brain.snapshot()
     for event in (
@@ -131,8 +131,8 @@ def test_an_instance_that_is_up_again_has_lost_its_earlier_life():
     (load,) = brain.step(up(0, life=1))
     assert load == ev.LoadWeights(instance=0, version=0) and brain.state.unit(A).state == "parked"
     assert brain.step(ev.InstanceDown(instance=0, reason="heard of it late")) == ()
-    assert brain.step(ev.InstanceDown(instance=0, reason="lost", life=2)) == () and not brain.state.fleet.hosts
-    assert brain.step(up(0, life=2)) == () and not brain.state.fleet.hosts  # it was over before it was heard of
+    assert brain.step(ev.InstanceDown(instance=0, reason="lost", life=2)) == () and not brain.state.fleet.instances
+    assert brain.step(up(0, life=2)) == () and not brain.state.fleet.instances  # it was over before it was heard of
 
 
 def test_what_is_said_twice_counts_once():
@@ -267,7 +267,7 @@ def test_reports_are_told_when_a_decision_looks_and_reservations_follow_after_so
     brain = make(max_new_tokens=512, expected_new_tokens=16)
     ready(brain)
     begin(brain, A, B)
-    fleet, host = brain.state.fleet, brain.state.fleet.hosts[0]
+    fleet, host = brain.state.fleet, brain.state.fleet.instances[0]
     reserved = host.pages_used
     for n in range(1, REPORTS_A_LOOK):
         brain.step(ev.InstanceReported.of(0, 8, {A: 50 * n, B: n}))
@@ -282,7 +282,7 @@ def test_reports_are_told_when_a_decision_looks_and_reservations_follow_after_so
 def test_a_large_fleet_that_comes_up_shares_rebalances(monkeypatch):
     calls = []
     original = rebalancing.rebalance
-    monkeypatch.setattr(rebalancing, "rebalance", lambda s: (calls.append(len(s.fleet.hosts)), original(s)))
+    monkeypatch.setattr(rebalancing, "rebalance", lambda s: (calls.append(len(s.fleet.instances)), original(s)))
     monkeypatch.setattr(rebalancing, "FREE_INSTANCES", 10)
     brain = make()
     for i in range(60):

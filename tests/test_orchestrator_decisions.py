@@ -8,7 +8,7 @@ from dora_jax.orchestrate import rebalancing, snapshot
 from dora_jax.orchestrate.admission import publish_budget
 from dora_jax.orchestrate.core import Orchestrator
 from dora_jax.orchestrate.events import SampleMoved
-from dora_jax.orchestrate.fleet import Group, Host, Unit
+from dora_jax.orchestrate.fleet import Group, Instance, Unit
 from dora_jax.orchestrate.modes import OrchestratorConfig
 from dora_jax.orchestrate.queue import Queue
 from dora_jax.orchestrate.state import State
@@ -76,28 +76,28 @@ def test_the_end_of_an_untrained_straggler_lets_the_batch_go(end):
 
 def test_a_sample_that_ends_at_the_source_in_mid_move_frees_both_slots():
     made = two_stragglers()
-    host = made.brain.state.fleet.hosts[0]
+    host = made.brain.state.fleet.instances[0]
     before = (host.used, host.incoming)
     tell(made, "done 2.0")
     assert (host.used, host.incoming) == (before[0] - 1, 0)
-    assert made.brain.state.fleet.hosts[1].used == 4  # it took version 1 at once
+    assert made.brain.state.fleet.instances[1].used == 4  # it took version 1 at once
 
 
 def test_a_destination_that_died_and_came_back_holds_nothing():
     made = two_stragglers()
     tell(made, "down 0\nup 0\nmovefailed 2.0")
-    host = made.brain.state.fleet.hosts[0]
+    host = made.brain.state.fleet.instances[0]
     assert host.incoming == 0 and host.used == len(host.units)
     made = two_stragglers()
     tell(made, "down 0\nup 0\nmoved 2.0")  # it arrived, and was lost with the instance that had been there
     unit = made.brain.state.unit(SampleId(2, 0))
-    assert unit.instance is None or unit.id in made.brain.state.fleet.hosts[unit.instance].units
+    assert unit.instance is None or unit.id in made.brain.state.fleet.instances[unit.instance].units
 
 
 def test_the_slots_left_beside_a_sample_on_its_way_are_found():
-    """A move changes the load of its destination, by which hosts are looked up."""
+    """A move changes the load of its destination, by which instances are looked up."""
     state = State(OrchestratorConfig(groups_per_step=1, group_size=1, total_steps=1), 0, 0)
-    host = Host(0, 1, 4, 64, 16, 1, 1.0)
+    host = Instance(0, 1, 4, 64, 16, 1, 1.0)
     state.fleet.add(host, (0,))
     state.open_group(0, 0)
     unit = state.unit(SampleId(0, 0))
@@ -130,7 +130,7 @@ def test_moves_are_planned_again_as_soon_as_they_fit():
     """Both instances are full when one is told to take version 1: no trigger comes, but slots come free."""
     made = body("loaded started resumed scored", groups_per_step=2, group_size=2, max_versions=4, inflight=4.0)
     tell(made, "up 0\nup 1\ndone 1.0-1\ndone 3.0-1\npublished 1")
-    assert made.brain.state.fleet.hosts[1].coming == 1 and made.brain.state.fleet.hosts[0].used == 4
+    assert made.brain.state.fleet.instances[1].coming == 1 and made.brain.state.fleet.instances[0].used == 4
     assert tell(made, "done 0.0-1\ndone 2.0") == []  # three left on instance 1, two slots on instance 0
     assert tell(made, "done 5.0") == ["Move ids=2.1,5.1 src=1 dst=0"]
 
@@ -179,7 +179,7 @@ def test_the_first_instance_that_is_free_takes_a_version_without_a_host():
         done 2.0
         done 3.0
         down 0""")  # fmt: skip
-    hosts = made.brain.state.fleet.hosts
+    hosts = made.brain.state.fleet.instances
     asked = next(h for h in hosts.values() if h.coming == 0)
     free = next(h for h in hosts.values() if h is not asked)
     (running,) = free.units.values()
@@ -230,7 +230,7 @@ def test_a_swap_of_many_samples_costs_one_rebalance(monkeypatch):
 
 
 def everything(item):
-    """A comparable copy of all that hangs on an object, references to samples and hosts by id."""
+    """A comparable copy of all that hangs on an object, references to samples and instances by id."""
     if isinstance(item, Unit):
         return ("unit", item.group.id, item.index)
     if isinstance(item, dict):
@@ -247,7 +247,7 @@ def _field(item, name):
     value = getattr(item, name)
     if name == "units" and isinstance(item, Group):
         return [unit and {n: _field(unit, n) for n in Unit.__slots__ if n != "group"} for unit in value]
-    if name == "dst" and isinstance(value, Host):
+    if name == "dst" and isinstance(value, Instance):
         return value.id
     return everything(value)
 

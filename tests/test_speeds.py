@@ -49,7 +49,7 @@ def reports(brain, speeds, rows, tokens, times=40, steps=32, noise=0.0):
                 )
             )  # fmt: skip
     brain.step(ev.TimePassed(now_s=brain.state.now_s + 10.0))
-    return [host.speed for host in brain.state.fleet.hosts.values()]
+    return [host.speed for host in brain.state.fleet.instances.values()]
 
 
 def between(least, most):
@@ -79,11 +79,11 @@ def test_a_compilation_in_a_tick_changes_no_speed():
 def test_new_groups_go_where_they_are_decoded_faster():
     brain = fleet_of(2)
     reports(brain, (1.5, 0.5), [between(8, 24)] * 2, [between(100, 1000)] * 2)
-    for i, host in brain.state.fleet.hosts.items():
+    for i, host in brain.state.fleet.instances.items():
         for id in list(host.units):
             brain.commit(ev.SampleDone(id=id, instance=i, tokens=10, finish="stop"))
     brain.step(*(ev.GroupScored(group_id=group_id, trainable=False) for group_id in list(brain.state.groups)))
-    after = [len(host.units) for host in brain.state.fleet.hosts.values()]
+    after = [len(host.units) for host in brain.state.fleet.instances.values()]
     assert after == [24, 8]
 
 
@@ -93,17 +93,18 @@ def test_speeds_outlive_a_snapshot_and_an_older_snapshot_is_read():
     data = json.loads(json.dumps(brain.snapshot()))
     again = Orchestrator.restore(CONFIG, data)
     assert again.snapshot() == brain.snapshot()
-    older = [name for name in snapshot.HOST if name not in ("pace", "paced_steps")]
+    older = [name for name in snapshot.INSTANCE if name not in ("pace", "paced_steps")]
+    data["hosts"] = data.pop("instances")
     for entry in data["hosts"]:
-        named = dict(zip(snapshot.HOST, entry[0], strict=True))
+        named = dict(zip(snapshot.INSTANCE, entry[0], strict=True))
         entry[0] = [named[name] for name in older]
     measured = data["fleet"].pop("measured")
     del measured["line"], measured["prompt_tokens"]
     flat = data["fleet"] | measured | {"likely_tokens": measured.pop("new_tokens")}
     for format, fleet in ((7, data["fleet"] | {"measured": again.snapshot()["fleet"]["measured"]}), (6, flat)):
         restored = Orchestrator.restore(CONFIG, data | {"format": format, "fleet": fleet})
-        host = restored.state.fleet.hosts[0]
-        assert (host.pace, host.paced_steps, host.speed) == (0.0, 0.0, brain.state.fleet.hosts[0].speed)
+        host = restored.state.fleet.instances[0]
+        assert (host.pace, host.paced_steps, host.speed) == (0.0, 0.0, brain.state.fleet.instances[0].speed)
         assert restored.state.fleet.measured.line.reports == 0
         assert restored.state.fleet.measured.new_tokens == again.state.fleet.measured.new_tokens
 
@@ -138,6 +139,6 @@ def test_the_simulator_reports_as_an_engine_does(declared):
     brain = Orchestrator(told, evaluate_start=False)
     with pytest.raises(run.EndOfMeasurement):
         run.run(brain, SimWorld(config, told.decisions, until=5))
-    speeds = [host.speed for host in brain.state.fleet.hosts.values()]
+    speeds = [host.speed for host in brain.state.fleet.instances.values()]
     true = [declared[i % len(declared)] for i in range(len(speeds))]
     assert speeds == pytest.approx([speed / statistics.geometric_mean(true) for speed in true], rel=0.25)

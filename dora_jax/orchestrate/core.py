@@ -117,7 +117,7 @@ class Orchestrator:
         if batch:
             s.out.append(ev.Train(group_ids=batch, base_version=s.ledger.base))
             if s.paused:
-                s.out += [ev.Pause(instance=id) for id in s.fleet.hosts]
+                s.out += [ev.Pause(instance=id) for id in s.fleet.instances]
             s.count_tasks(batch, -1)
             s.wake_all()
             s.due.rebalance = True
@@ -125,7 +125,7 @@ class Orchestrator:
     def _end_step(self) -> None:
         s = self.state
         if s.config.colocated:
-            s.out += [ev.Unpause(instance=id) for id in s.fleet.hosts]
+            s.out += [ev.Unpause(instance=id) for id in s.fleet.instances]
         self._renew_budget()
         self._evaluate(s.ledger.base)
         if s.decisions.on_publish == "swap":
@@ -165,7 +165,7 @@ class Orchestrator:
                 s.out.append(ev.Cancel(ids=ids, instance=None, reason=reason))
                 s.renew(group_id)
             else:
-                s.doom(group, "evicted", reason)
+                s.abandon(group, "evicted", reason)
 
     # ------------------------------------------------------------------ the ends of a version and of the run
 

@@ -19,7 +19,7 @@ REPORTS_A_LOOK = 16
 
 PENDING = "pending"  # waits for its first slot
 STARTING, RUNNING, MOVING, PARKING, RESUMING = "starting", "running", "moving", "parking", "resuming"
-STEADY, CLEARING, LOADING = "steady", "clearing", "loading"  # of a host's weights
+STEADY, CLEARING, LOADING = "steady", "clearing", "loading"  # of a instance's weights
 PARKED = "parked"  # its tokens are recorded outside any instance; waits for a slot
 CANCELLING = "cancelling"
 ENDED = "ended"
@@ -41,7 +41,7 @@ class Unit:
         self.tokens = 0
         self.pages = 0  # reserved where it is
         self.instance: InstanceId | None = None
-        self.dst: Host | None = None  # while MOVING
+        self.dst: Instance | None = None  # while MOVING
         self.dst_pages = 0
         self.attempt = 0  # of its present move
         self.failed_moves = 0
@@ -66,7 +66,7 @@ class Group:
         self.units: list[Unit | None] = [Unit(self, i) for i in range(samples)]
 
 
-class Host:
+class Instance:
     """One life of an instance that is up.
 
     Its weights: STEADY -> CLEARING (it starts nothing of `leaving`, which makes room for `coming`, where it has to)
@@ -126,51 +126,51 @@ class Host:
 
 
 class Fleet:
-    CONFIGURED = ("hosts",)
+    CONFIGURED = ("instances",)
 
     def __init__(self, prompt_tokens: int, new_tokens: int, expected_tokens: int):
         self.measured = Measured(prompt_tokens, new_tokens, expected_tokens)
-        self.hosts: dict[InstanceId, Host] = {}
+        self.instances: dict[InstanceId, Instance] = {}
         self.lives: dict[InstanceId, int] = {}  # the latest that was heard of, over or not
         self.open: dict[Version, list[tuple[float, InstanceId]]] = {}  # heaps; entries may be stale
         self.holders: dict[Version, dict[InstanceId, None]] = {}  # instances that serve or load a version
-        self.promised: dict[Version, int] = {}  # hosts that load a version or make room for it
-        self.arriving: dict[Version, int] = {}  # weight of hosts that load a version
-        self.capacity: dict[Version, int] = {}  # weight of hosts that hold a version
-        self.drains: dict[Version, int] = {}  # hosts on which a version drains
+        self.promised: dict[Version, int] = {}  # instances that load a version or make room for it
+        self.arriving: dict[Version, int] = {}  # weight of instances that load a version
+        self.capacity: dict[Version, int] = {}  # weight of instances that hold a version
+        self.drains: dict[Version, int] = {}  # instances on which a version drains
 
     # ------------------------------------------------------------------ pages
 
-    def has_room(self, host: Host, tokens: int = 0) -> bool:
-        if host.pressed or len(host.units) + host.incoming >= host.slots:
+    def has_room(self, instance: Instance, tokens: int = 0) -> bool:
+        if instance.pressed or len(instance.units) + instance.incoming >= instance.slots:
             return False
-        return host.pages_used + self.measured.pages(host.page_size, tokens) <= host.pages
+        return instance.pages_used + self.measured.pages(instance.page_size, tokens) <= instance.pages
 
-    def reported(self, host: Host, event: InstanceReported) -> None:
-        """What the samples of the host have by now. Units are told when a decision looks at them (`settle`): most reports
+    def reported(self, instance: Instance, event: InstanceReported) -> None:
+        """What the samples of the instance have by now. Units are told when a decision looks at them (`settle`): most reports
         are followed by another one first."""
-        host.report, host.tokens = event, sum(event.tokens)
-        host.reports += 1
-        if 2 * len(event.tokens) > len(host.units):  # else most of the pages are of samples that it does not list
-            used = (host.pages - event.free) * host.page_size
-            self.measured.held(len(event.tokens), host.tokens, used, host.page_size)
-        if not host.reports % REPORTS_A_LOOK:
-            self._raise(host)
+        instance.report, instance.tokens = event, sum(event.tokens)
+        instance.reports += 1
+        if 2 * len(event.tokens) > len(instance.units):  # else most of the pages are of samples that it does not list
+            used = (instance.pages - event.free) * instance.page_size
+            self.measured.held(len(event.tokens), instance.tokens, used, instance.page_size)
+        if not instance.reports % REPORTS_A_LOOK:
+            self._raise(instance)
 
-    def _raise(self, host: Host) -> None:
+    def _raise(self, instance: Instance) -> None:
         """Raise the reservations of samples that have outgrown theirs."""
-        size, prompt = host.page_size, int(self.measured.prompt_tokens)
-        for unit in self.settle(host):
+        size, prompt = instance.page_size, int(self.measured.prompt_tokens)
+        for unit in self.settle(instance):
             if unit.tokens > unit.pages * size - prompt:
-                pages = self.measured.pages(host.page_size, unit.tokens)
+                pages = self.measured.pages(instance.page_size, unit.tokens)
                 if pages > unit.pages:
-                    host.pages_used += pages - unit.pages
+                    instance.pages_used += pages - unit.pages
                     unit.pages = pages
 
-    def settle(self, host: Host) -> Iterable[Unit]:
-        """The host's samples, with the tokens that were reported last. Law: whatever reads `tokens` of a unit that holds
-        a slot settles its host first, so that nothing depends on when that was done before."""
-        units, report, host.report = host.units, host.report, None
+    def settle(self, instance: Instance) -> Iterable[Unit]:
+        """The instance's samples, with the tokens that were reported last. Law: whatever reads `tokens` of a unit that holds
+        a slot settles its instance first, so that nothing depends on when that was done before."""
+        units, report, instance.report = instance.units, instance.report, None
         if report is not None:
             for id, tokens in zip(zip(report.groups, report.indices, strict=True), report.tokens, strict=True):
                 unit = units.get(id)  # type: ignore[call-overload]  # a pair is found as its SampleId
@@ -180,35 +180,35 @@ class Fleet:
 
     # ------------------------------------------------------------------ reserve and release
 
-    def reserve(self, unit: Unit, host: Host, state: str) -> None:
-        """The sample holds a slot of `host` from now on; `offer` the host when its last one is placed."""
+    def reserve(self, unit: Unit, instance: Instance, state: str) -> None:
+        """The sample holds a slot of `instance` from now on; `offer` the instance when its last one is placed."""
         if state != STARTING:  # it may have been here before: what was reported of it then is over
-            self.settle(host)
-        unit.state, unit.instance = state, host.id
-        pages = unit.pages = self.measured.pages(host.page_size, unit.tokens)
-        host.units[unit.id] = unit
-        host.pages_used += pages
-        host.counts[unit.version] = host.counts.get(unit.version, 0) + 1
+            self.settle(instance)
+        unit.state, unit.instance = state, instance.id
+        pages = unit.pages = self.measured.pages(instance.page_size, unit.tokens)
+        instance.units[unit.id] = unit
+        instance.pages_used += pages
+        instance.counts[unit.version] = instance.counts.get(unit.version, 0) + 1
 
-    def release(self, unit: Unit) -> Host | None:
-        """Free the sample's slot (at both ends of a move); returns its host, None if that is gone. What has not ended
+    def release(self, unit: Unit) -> Instance | None:
+        """Free the sample's slot (at both ends of a move); returns its instance, None if that is gone. What has not ended
         knows its tokens then."""
         if unit.dst is not None:
             self.end_move(unit)
-        host = None if unit.instance is None else self.hosts.get(unit.instance)
+        instance = None if unit.instance is None else self.instances.get(unit.instance)
         unit.instance = None
-        if host is None or unit.id not in host.units:
+        if instance is None or unit.id not in instance.units:
             return None
         if unit.state != ENDED:
-            self.settle(host)
-        del host.units[unit.id]
-        _count(host, unit.version, -1, -unit.pages)
-        if not host.units:
-            host.pressed = False  # nothing is left that could hold its pages
-        self.offer(host)
-        return host
+            self.settle(instance)
+        del instance.units[unit.id]
+        _count(instance, unit.version, -1, -unit.pages)
+        if not instance.units:
+            instance.pressed = False  # nothing is left that could hold its pages
+        self.offer(instance)
+        return instance
 
-    def reserve_move(self, unit: Unit, dst: Host, attempt: int, now_s: float) -> None:
+    def reserve_move(self, unit: Unit, dst: Instance, attempt: int, now_s: float) -> None:
         """The sample holds a slot at both ends until the move is answered."""
         unit.attempt, unit.moved_s = attempt, now_s
         unit.state, unit.dst, unit.dst_pages = MOVING, dst, self.measured.pages(dst.page_size, unit.tokens)
@@ -216,25 +216,25 @@ class Fleet:
         _count(dst, unit.version, 1, unit.dst_pages)
         self.offer(dst)
 
-    def end_move(self, unit: Unit) -> Host | None:
+    def end_move(self, unit: Unit) -> Instance | None:
         """Give back the slot reserved at the destination; returns the destination, None if that is gone."""
         dst, unit.dst = unit.dst, None
-        if dst is None or self.hosts.get(dst.id) is not dst:
+        if dst is None or self.instances.get(dst.id) is not dst:
             return None
         dst.incoming -= 1
         _count(dst, unit.version, -1, -unit.dst_pages)
         self.offer(dst)
         return dst
 
-    # ------------------------------------------------------------------ hosts by version
+    # ------------------------------------------------------------------ instances by version
 
-    def offer(self, host: Host) -> None:
-        """Enter a host with room into the heap of each version that it may start samples of."""
-        if not self.has_room(host):
+    def offer(self, instance: Instance) -> None:
+        """Enter a instance with room into the heap of each version that it may start samples of."""
+        if not self.has_room(instance):
             return
-        entry = ((len(host.units) + host.incoming) / (host.slots * host.speed), host.id)
-        for version in host.versions:
-            if version != host.leaving:
+        entry = ((len(instance.units) + instance.incoming) / (instance.slots * instance.speed), instance.id)
+        for version in instance.versions:
+            if version != instance.leaving:
                 heap = self.open.get(version)
                 if heap is None:
                     heap = self.open[version] = []
@@ -242,17 +242,22 @@ class Fleet:
                 if len(heap) > 4 * len(self.holders[version]) + 64:
                     self._compact(version)
 
-    def best(self, version: Version, tokens: int = 0) -> Host | None:
-        """The least loaded host (ties by id) of a version with room for a sample of `tokens`."""
+    def best(self, version: Version, tokens: int = 0) -> Instance | None:
+        """The least loaded instance (ties by id) of a version with room for a sample of `tokens`."""
         heap = self.open.get(version, [])
         found, too_small = None, []
         while heap:
             load, id = heap[0]
-            host = self.hosts.get(id)
-            if host is None or host.load != load or not self.has_room(host) or not _serves(host, version):
+            instance = self.instances.get(id)
+            if (
+                instance is None
+                or instance.load != load
+                or not self.has_room(instance)
+                or not _serves(instance, version)
+            ):
                 heapq.heappop(heap)
-            elif not tokens or self.has_room(host, tokens):
-                found = host
+            elif not tokens or self.has_room(instance, tokens):
+                found = instance
                 break
             else:
                 too_small.append(heapq.heappop(heap))
@@ -261,89 +266,91 @@ class Fleet:
         return found
 
     def _compact(self, version: Version) -> None:
-        hosts = [self.hosts[id] for id in self.holders[version]]
-        heap = [(h.load, h.id) for h in hosts if _serves(h, version) and self.has_room(h)]
+        instances = [self.instances[id] for id in self.holders[version]]
+        heap = [(h.load, h.id) for h in instances if _serves(h, version) and self.has_room(h)]
         heapq.heapify(heap)
         self.open[version] = heap
 
     # ------------------------------------------------------------------ weights
 
-    def begin_load(self, host: Host, version: Version, drop: Version | None) -> None:
-        self.turn(host, LOADING, version)
+    def begin_load(self, instance: Instance, version: Version, drop: Version | None) -> None:
+        self.turn(instance, LOADING, version)
         if drop is not None:
-            self._drop(host, drop)
-        self.holders.setdefault(version, {})[host.id] = None
+            self._drop(instance, drop)
+        self.holders.setdefault(version, {})[instance.id] = None
 
-    def end_load(self, host: Host) -> None:
-        version = host.coming
+    def end_load(self, instance: Instance) -> None:
+        version = instance.coming
         assert version is not None
-        self.turn(host, STEADY)
-        self._keep(host, version)
-        self.offer(host)
+        self.turn(instance, STEADY)
+        self._keep(instance, version)
+        self.offer(instance)
 
-    def turn(self, host: Host, phase: str, coming: Version | None = None, leaving: Version | None = None) -> None:
-        """The host's weights enter a phase; what is counted by version follows."""
-        self._count_phase(host, -1)
-        host.phase, host.coming, host.leaving = phase, coming, leaving
-        self._count_phase(host, 1)
-        self.offer(host)
+    def turn(
+        self, instance: Instance, phase: str, coming: Version | None = None, leaving: Version | None = None
+    ) -> None:
+        """The instance's weights enter a phase; what is counted by version follows."""
+        self._count_phase(instance, -1)
+        instance.phase, instance.coming, instance.leaving = phase, coming, leaving
+        self._count_phase(instance, 1)
+        self.offer(instance)
 
-    def _count_phase(self, host: Host, sign: int) -> None:
-        if host.coming is not None:
-            add(self.promised, host.coming, sign)
-            if host.phase == LOADING:
-                add(self.arriving, host.coming, sign * host.weight)
-        if host.leaving is not None:
-            add(self.drains, host.leaving, sign)
+    def _count_phase(self, instance: Instance, sign: int) -> None:
+        if instance.coming is not None:
+            add(self.promised, instance.coming, sign)
+            if instance.phase == LOADING:
+                add(self.arriving, instance.coming, sign * instance.weight)
+        if instance.leaving is not None:
+            add(self.drains, instance.leaving, sign)
 
-    def weigh(self, host: Host, sign: int) -> None:
-        """Count the host's weight in or out, wherever it counts."""
-        self._count_phase(host, sign)
-        for version in host.versions:
-            add(self.capacity, version, sign * host.weight)
+    def weigh(self, instance: Instance, sign: int) -> None:
+        """Count the instance's weight in or out, wherever it counts."""
+        self._count_phase(instance, sign)
+        for version in instance.versions:
+            add(self.capacity, version, sign * instance.weight)
 
-    def _keep(self, host: Host, version: Version) -> None:
-        host.versions.append(version)
-        add(self.capacity, version, host.weight)
+    def _keep(self, instance: Instance, version: Version) -> None:
+        instance.versions.append(version)
+        add(self.capacity, version, instance.weight)
 
-    def _drop(self, host: Host, version: Version) -> None:
-        host.versions.remove(version)
-        add(self.capacity, version, -host.weight)
-        self._unhold(host, version)
+    def _drop(self, instance: Instance, version: Version) -> None:
+        instance.versions.remove(version)
+        add(self.capacity, version, -instance.weight)
+        self._unhold(instance, version)
 
-    def _unhold(self, host: Host, version: Version) -> None:
-        hosts = self.holders[version]
-        del hosts[host.id]
-        if not hosts:
+    def _unhold(self, instance: Instance, version: Version) -> None:
+        instances = self.holders[version]
+        del instances[instance.id]
+        if not instances:
             del self.holders[version]
             self.open.pop(version, None)
 
     # ------------------------------------------------------------------ instances come and go
 
-    def add(self, host: Host, versions: tuple[Version, ...]) -> None:
-        self.hosts[host.id] = host
+    def add(self, instance: Instance, versions: tuple[Version, ...]) -> None:
+        self.instances[instance.id] = instance
         for version in versions:
-            self._keep(host, version)
-            self.holders.setdefault(version, {})[host.id] = None
-        self.offer(host)
+            self._keep(instance, version)
+            self.holders.setdefault(version, {})[instance.id] = None
+        self.offer(instance)
 
-    def remove(self, host: Host) -> None:
+    def remove(self, instance: Instance) -> None:
         """Forget an instance; its samples are the caller's to place again."""
-        if host.phase == LOADING and host.coming is not None:
-            self._unhold(host, host.coming)
-        self.turn(host, STEADY)
-        for version in list(host.versions):
-            self._drop(host, version)
-        del self.hosts[host.id]
+        if instance.phase == LOADING and instance.coming is not None:
+            self._unhold(instance, instance.coming)
+        self.turn(instance, STEADY)
+        for version in list(instance.versions):
+            self._drop(instance, version)
+        del self.instances[instance.id]
 
 
-def _serves(host: Host, version: Version) -> bool:
-    return version in host.versions and version != host.leaving
+def _serves(instance: Instance, version: Version) -> bool:
+    return version in instance.versions and version != instance.leaving
 
 
-def _count(host: Host, version: Version, samples: int, pages: int) -> None:
-    host.pages_used += pages
-    add(host.counts, version, samples)
+def _count(instance: Instance, version: Version, samples: int, pages: int) -> None:
+    instance.pages_used += pages
+    add(instance.counts, version, samples)
 
 
 def add(counts: dict[Version, int], version: Version, by: int) -> None:

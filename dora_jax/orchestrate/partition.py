@@ -107,8 +107,8 @@ def plan_partition(
     spare = [_Candidate(0, 0, seat, None) for seat in seats if seat.free > 0]
     kept: list[_Candidate] = []
     for version in sorted({v for seat in seats for v, _ in seat.samples}):
-        hosts = sorted((seat for seat in seats if version in dict(seat.samples)), key=_kept_first(version, newest))
-        for i, seat in enumerate(hosts):
+        instances = sorted((seat for seat in seats if version in dict(seat.samples)), key=_kept_first(version, newest))
+        for i, seat in enumerate(instances):
             place = _Candidate(1, dict(seat.samples)[version], seat, version)
             if missing.get(version, 0.0) > (seat.capacity / 2 if i else 0.0):
                 missing[version] -= seat.capacity

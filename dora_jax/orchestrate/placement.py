@@ -1,6 +1,6 @@
 """Placement: free slots go to waiting samples, then to new groups. Issues Start and Resume.
 
-Waiting samples of a version are placed on its least loaded hosts, those with recorded tokens first. A new group is
+Waiting samples of a version are placed on its least loaded instances, those with recorded tokens first. A new group is
 admitted only when its first sample gets a slot at once: that moment is its version tag.
 """
 
@@ -11,7 +11,7 @@ import math
 from dora_jax.orchestrate import admission
 from dora_jax.orchestrate import events as ev
 from dora_jax.orchestrate import fleet as fl
-from dora_jax.orchestrate.fleet import Host, Unit
+from dora_jax.orchestrate.fleet import Instance, Unit
 from dora_jax.orchestrate.state import State
 from dora_jax.types import GroupId, InstanceId, SampleId, Version
 
@@ -49,49 +49,49 @@ class _Fill:
         """Give slots to the waiting samples of a version; True when none waits any more."""
         s = self.s
         while (unit := s.queue.first(version)) is not None:
-            host = self._host(version, unit.tokens)
-            if host is None:
+            instance = self._instance(version, unit.tokens)
+            if instance is None:
                 return False
             if unit.state == fl.PARKED:
                 s.queue.pop(unit)
-                s.fleet.reserve(unit, host, fl.RESUMING)
-                self.resumes.setdefault((host.id, version), []).append(unit.id)
+                s.fleet.reserve(unit, instance, fl.RESUMING)
+                self.resumes.setdefault((instance.id, version), []).append(unit.id)
                 self.left -= 1
             else:
-                self._start_siblings(unit, host)
-            s.fleet.offer(host)
+                self._start_siblings(unit, instance)
+            s.fleet.offer(instance)
         return True
 
-    def _host(self, version: Version, tokens: int = 0) -> Host | None:
+    def _instance(self, version: Version, tokens: int = 0) -> Instance | None:
         """Where the next sample goes; None: nowhere in this decision."""
-        host = self.s.fleet.best(version, tokens) if self.left > 0 else None
-        return None if host is None or host.used >= self._fair(version, host) else host
+        instance = self.s.fleet.best(version, tokens) if self.left > 0 else None
+        return None if instance is None or instance.used >= self._fair(version, instance) else instance
 
-    def _fair(self, version: Version, host: Host) -> float:
-        """Samples that `host` may hold while others still load the version: they come one by one, and the first
+    def _fair(self, version: Version, instance: Instance) -> float:
+        """Samples that `instance` may hold while others still load the version: they come one by one, and the first
         would else take all the work."""
         s = self.s
         arriving = s.fleet.arriving.get(version)
         if not arriving:
-            return host.slots
+            return instance.slots
         if version not in self._density:
             credit = admission.credit(s.decisions, s.ledger, version, s.config.total_steps, s.budget)
             samples = s.queue.unfinished.get(version, 0) + credit * s.config.group_size
             self._density[version] = samples / (s.fleet.capacity[version] + arriving)
-        groups = math.ceil(self._density[version] * host.weight / s.config.group_size)
+        groups = math.ceil(self._density[version] * instance.weight / s.config.group_size)
         return groups * s.config.group_size
 
-    def _start_siblings(self, first: Unit, host: Host) -> None:
-        """Start `first` on `host` and as many waiting samples of its group as fit: they share the prompt's pages."""
+    def _start_siblings(self, first: Unit, instance: Instance) -> None:
+        """Start `first` on `instance` and as many waiting samples of its group as fit: they share the prompt's pages."""
         s, group, version = self.s, first.group, first.version
         unit: Unit | None = first
-        ids = self.starts.setdefault((host.id, version), [])
-        limit = self._fair(version, host)
-        while unit is not None and unit.group is group and unit.state == fl.PENDING and s.fleet.has_room(host):
-            if host.used >= limit:
+        ids = self.starts.setdefault((instance.id, version), [])
+        limit = self._fair(version, instance)
+        while unit is not None and unit.group is group and unit.state == fl.PENDING and s.fleet.has_room(instance):
+            if instance.used >= limit:
                 break
             s.queue.pop(unit)
-            s.fleet.reserve(unit, host, fl.STARTING)
+            s.fleet.reserve(unit, instance, fl.STARTING)
             ids.append(unit.id)
             self.left -= 1
             unit = s.queue.first(version)
@@ -102,7 +102,7 @@ class _Fill:
         if s.queue.first(version) is not None:
             return
         while admission.credit(s.decisions, s.ledger, version, s.config.total_steps, s.budget):
-            if self._host(version) is None:
+            if self._instance(version) is None:
                 return
             group_id = _next_group(s)
             if group_id is None:

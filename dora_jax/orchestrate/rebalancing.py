@@ -10,7 +10,7 @@ from __future__ import annotations
 from dora_jax.orchestrate import admission, migration, partition, speeds
 from dora_jax.orchestrate import events as ev
 from dora_jax.orchestrate import fleet as fl
-from dora_jax.orchestrate.fleet import Host, Unit
+from dora_jax.orchestrate.fleet import Instance, Unit
 from dora_jax.orchestrate.state import State
 from dora_jax.types import InstanceId, SampleId, Version, is_eval
 
@@ -24,23 +24,23 @@ REBALANCE_S, FREE_INSTANCES = 1e-4, 1000
 
 def may_rebalance(s: State) -> bool:
     """Ten thousand instances that come up one after the other ask for it ten thousand times."""
-    return s.now_s - s.rebalanced_s >= REBALANCE_S * (len(s.fleet.hosts) - FREE_INSTANCES)
+    return s.now_s - s.rebalanced_s >= REBALANCE_S * (len(s.fleet.instances) - FREE_INSTANCES)
 
 
 def rebalance(s: State) -> None:
     s.rebalanced_s = s.now_s
-    if not s.fleet.hosts:
+    if not s.fleet.instances:
         return
     speeds.renew(s.fleet)
     demand = _demand(s)
     changes = _plan(s, demand)
-    for host in s.fleet.hosts.values():
-        if host.phase != fl.LOADING:
-            coming, leaving = changes.get(host.id, (None, None))
-            if (coming, leaving) != (host.coming, host.leaving):
-                s.fleet.turn(host, fl.STEADY if coming is None else fl.CLEARING, coming, leaving)
-            if coming is not None or not host.used:
-                s.due.emptied[host.id] = None
+    for instance in s.fleet.instances.values():
+        if instance.phase != fl.LOADING:
+            coming, leaving = changes.get(instance.id, (None, None))
+            if (coming, leaving) != (instance.coming, instance.leaving):
+                s.fleet.turn(instance, fl.STEADY if coming is None else fl.CLEARING, coming, leaving)
+            if coming is not None or not instance.used:
+                s.due.emptied[instance.id] = None
     if s.decisions.on_publish == "swap":
         _swap(s)
     for version in sorted(s.fleet.drains):
@@ -64,23 +64,23 @@ def _demand(s: State) -> dict[Version, int]:
 
 def _plan(s: State, demand: dict[Version, int]) -> dict[InstanceId, tuple[Version, Version | None]]:
     """{instance: (the version that it is to take, the one that makes room)}: shares in proportion to the requests."""
-    hosts = s.fleet.hosts.values()
-    slots = sum(h.slots for h in hosts)
-    need = {v: -(-min(n, s.queue.unfinished.get(v, 0)) * len(hosts) // slots) for v, n in demand.items()}
+    instances = s.fleet.instances.values()
+    slots = sum(h.slots for h in instances)
+    need = {v: -(-min(n, s.queue.unfinished.get(v, 0)) * len(instances) // slots) for v, n in demand.items()}
     # An older version only shrinks: what it has is enough for its samples, and more would soon have to be given back.
     cap = {v: len(s.fleet.holders.get(v, ())) for v in demand if v < s.ledger.base}
-    berths = sum(h.residents for h in hosts)
-    shares = partition.plan_shares(len(hosts), _weights(s, demand), need, cap, s.decisions.spread, berths)
-    return partition.plan_partition([_seat(h) for h in hosts], shares, s.ledger.base)
+    berths = sum(h.residents for h in instances)
+    shares = partition.plan_shares(len(instances), _weights(s, demand), need, cap, s.decisions.spread, berths)
+    return partition.plan_partition([_seat(h) for h in instances], shares, s.ledger.base)
 
 
-def _seat(host: Host) -> partition.Seat:
-    versions = host.versions
-    if host.phase == fl.LOADING and host.coming is not None:
-        versions = [*versions, host.coming]
-    samples = tuple((v, host.counts.get(v, 0)) for v in versions)
-    speed = partition.speed_class(host.speed)
-    return partition.Seat(host.id, samples, host.residents - len(versions), host.slots * speed, speed)
+def _seat(instance: Instance) -> partition.Seat:
+    versions = instance.versions
+    if instance.phase == fl.LOADING and instance.coming is not None:
+        versions = [*versions, instance.coming]
+    samples = tuple((v, instance.counts.get(v, 0)) for v in versions)
+    speed = partition.speed_class(instance.speed)
+    return partition.Seat(instance.id, samples, instance.residents - len(versions), instance.slots * speed, speed)
 
 
 def _weights(s: State, demand: dict[Version, int]) -> dict[Version, int]:
@@ -88,9 +88,9 @@ def _weights(s: State, demand: dict[Version, int]) -> dict[Version, int]:
     if not s.decisions.kv_weight:
         return demand
     tokens = dict.fromkeys(demand, 0)
-    for host in s.fleet.hosts.values():
-        if host.serving in tokens:
-            tokens[host.serving] += host.tokens
+    for instance in s.fleet.instances.values():
+        if instance.serving in tokens:
+            tokens[instance.serving] += instance.tokens
     of_mean = s.decisions.kv_weight / max(1.0, s.fleet.measured.mean_tokens)
     return {version: samples + round(of_mean * tokens[version]) for version, samples in demand.items()}
 
@@ -100,9 +100,9 @@ def _weights(s: State, demand: dict[Version, int]) -> dict[Version, int]:
 
 def _swap(s: State) -> None:
     """Mode `partial`: training samples that run under older weights are put aside, to go on under the newest."""
-    for host in s.fleet.hosts.values():
-        units = [u for u in s.fleet.settle(host) if u.version < s.ledger.base and not is_eval(u.group.id)]
-        _park(s, host, units)
+    for instance in s.fleet.instances.values():
+        units = [u for u in s.fleet.settle(instance) if u.version < s.ledger.base and not is_eval(u.group.id)]
+        _park(s, instance, units)
 
 
 def _preempt(s: State) -> None:
@@ -110,23 +110,23 @@ def _preempt(s: State) -> None:
     make room are put aside instead of waited for. Older over younger only, so no two versions trade places."""
     if not s.ledger.missing:
         return
-    for host in s.fleet.hosts.values():
-        coming, leaving = host.coming, host.leaving
+    for instance in s.fleet.instances.values():
+        coming, leaving = instance.coming, instance.leaving
         if coming is not None and leaving is not None and coming < leaving and coming not in s.fleet.holders:
-            _park(s, host, [u for u in s.fleet.settle(host) if u.version == leaving])
+            _park(s, instance, [u for u in s.fleet.settle(instance) if u.version == leaving])
 
 
-def _park(s: State, host: Host, units: list[Unit]) -> None:
+def _park(s: State, instance: Instance, units: list[Unit]) -> None:
     """Put running samples aside, the longest first: that is the order in which they go on."""
     running = sorted((u for u in units if u.state == fl.RUNNING), key=lambda u: (-u.tokens, u.group.id, u.index))
     if running:
         for unit in running:
             unit.state = fl.PARKING
-        s.out.append(ev.Park(ids=tuple(u.id for u in running), instance=host.id))
+        s.out.append(ev.Park(ids=tuple(u.id for u in running), instance=instance.id))
 
 
 def consolidate(s: State) -> None:
-    """Plan moves of a draining version again once as many slots are free as it has hosts: a look at each host costs
+    """Plan moves of a draining version again once as many slots are free as it has instances: a look at each instance costs
     no more than that a slot then."""
     for version in sorted(s.due.drained):
         if version not in s.fleet.drains:
@@ -136,48 +136,48 @@ def consolidate(s: State) -> None:
 
 
 def _move(s: State, version: Version) -> None:
-    """Empty the hosts on which `version` drains, onto those that keep it."""
+    """Empty the instances on which `version` drains, onto those that keep it."""
     s.due.drained.pop(version, None)
     drained, sinks = [], []
     for id in sorted(s.fleet.holders.get(version, ())):
-        host = s.fleet.hosts[id]
-        if host.leaving == version:
-            drained.append(host)
-        elif version in host.versions and s.fleet.has_room(host):
-            free_pages = host.pages - host.pages_used
-            sinks.append(migration.Sink(id, host.used, host.slots, free_pages, host.speed))
+        instance = s.fleet.instances[id]
+        if instance.leaving == version:
+            drained.append(instance)
+        elif version in instance.versions and s.fleet.has_room(instance):
+            free_pages = instance.pages - instance.pages_used
+            sinks.append(migration.Sink(id, instance.used, instance.slots, free_pages, instance.speed))
     room = min(MOVES_A_STEP, sum(sink.slots - sink.used for sink in sinks))
     sources = []
-    for host in sorted(drained, key=lambda h: (h.counts.get(version, 0), h.id)):
-        room -= host.counts.get(version, 0)
+    for instance in sorted(drained, key=lambda h: (h.counts.get(version, 0), h.id)):
+        room -= instance.counts.get(version, 0)
         if room < 0:
             break
-        source = _source(s, host, version)
+        source = _source(s, instance, version)
         if source.movers:
             sources.append(source)
     if sources:
         _issue_moves(s, migration.plan_moves(sources, sinks, MOVES_A_STEP))
 
 
-def _source(s: State, host: Host, version: Version) -> migration.EmptiedInstance:
-    """The samples to take off `host`: all of the version, or none where that is not possible or not worth it."""
-    units = [u for u in s.fleet.settle(host) if u.version == version]
-    if not units or host.incoming or not all(map(_movable, units)) or not _worth_moving(s, host, units):
-        return migration.EmptiedInstance(host.id, [])
-    movers = [migration.Mover(u.id, u.tokens, s.fleet.measured.pages(host.page_size, u.tokens)) for u in units]
-    return migration.EmptiedInstance(host.id, movers)
+def _source(s: State, instance: Instance, version: Version) -> migration.EmptiedInstance:
+    """The samples to take off `instance`: all of the version, or none where that is not possible or not worth it."""
+    units = [u for u in s.fleet.settle(instance) if u.version == version]
+    if not units or instance.incoming or not all(map(_movable, units)) or not _worth_moving(s, instance, units):
+        return migration.EmptiedInstance(instance.id, [])
+    movers = [migration.Mover(u.id, u.tokens, s.fleet.measured.pages(instance.page_size, u.tokens)) for u in units]
+    return migration.EmptiedInstance(instance.id, movers)
 
 
 def _movable(unit: Unit) -> bool:
     return unit.state == fl.RUNNING and unit.failed_moves < MOVE_ATTEMPTS
 
 
-def _worth_moving(s: State, host: Host, units: list[Unit]) -> bool:
+def _worth_moving(s: State, instance: Instance, units: list[Unit]) -> bool:
     measured = s.fleet.measured
     return migration.worth_moving(
         [min(measured.new_bound - u.tokens, measured.lengths.left(u.tokens)) for u in units],
-        slots=host.slots,
-        token_s=measured.token_s / host.speed,
+        slots=instance.slots,
+        token_s=measured.token_s / instance.speed,
         move_s=measured.move_s,
     )
 
@@ -186,7 +186,7 @@ def _issue_moves(s: State, moves: list[tuple[SampleId, InstanceId, InstanceId]])
     routes: dict[tuple[InstanceId, InstanceId], list[SampleId]] = {}
     s.attempts += 1
     for id, src, dst in moves:
-        s.fleet.reserve_move(s.live_unit(id), s.fleet.hosts[dst], s.attempts, s.now_s)
+        s.fleet.reserve_move(s.live_unit(id), s.fleet.instances[dst], s.attempts, s.now_s)
         routes.setdefault((src, dst), []).append(id)
     for (src, dst), ids in routes.items():
         s.out.append(ev.Move(ids=tuple(ids), src=src, dst=dst, attempt=s.attempts))
@@ -194,68 +194,68 @@ def _issue_moves(s: State, moves: list[tuple[SampleId, InstanceId, InstanceId]])
 
 def relieve_pressed(s: State) -> None:
     for id in s.due.pressed:
-        if (host := s.fleet.hosts.get(id)) is not None:  # else it was lost later in the batch
-            _relieve(s, host)
+        if (instance := s.fleet.instances.get(id)) is not None:  # else it was lost later in the batch
+            _relieve(s, instance)
     s.due.pressed.clear()
 
 
-def _relieve(s: State, host: Host) -> None:
-    """KV pressure: the youngest samples of an instance that runs out of pages move to another host of their version,
+def _relieve(s: State, instance: Instance) -> None:
+    """KV pressure: the youngest samples of an instance that runs out of pages move to another instance of their version,
     or are put aside until pages are free. The longest stay: they are the tail that a step waits for."""
-    if not s.short_of_pages(host) or any(u.state in (fl.PARKING, fl.MOVING) for u in host.units.values()):
+    if not s.short_of_pages(instance) or any(u.state in (fl.PARKING, fl.MOVING) for u in instance.units.values()):
         return
-    running = [u for u in s.fleet.settle(host) if u.state == fl.RUNNING]
+    running = [u for u in s.fleet.settle(instance) if u.state == fl.RUNNING]
     running.sort(key=lambda u: (u.tokens, -u.group.id, -u.index))
-    missing = 2 * s.config.kv_pressure * host.pages - host.free_reported
+    missing = 2 * s.config.kv_pressure * instance.pages - instance.free_reported
     aside = []
-    for unit in running[: max(0, len(host.units) - 1)]:
+    for unit in running[: max(0, len(instance.units) - 1)]:
         if missing <= 0:
             break
-        missing -= -(-(unit.tokens + int(s.fleet.measured.prompt_tokens)) // host.page_size)
-        other = s.fleet.best(unit.version, unit.tokens)  # never this host: it is pressed
+        missing -= -(-(unit.tokens + int(s.fleet.measured.prompt_tokens)) // instance.page_size)
+        other = s.fleet.best(unit.version, unit.tokens)  # never this instance: it is pressed
         if other is not None and _movable(unit):
-            _issue_moves(s, [(unit.id, host.id, other.id)])
+            _issue_moves(s, [(unit.id, instance.id, other.id)])
         else:
             aside.append(unit)
-    _park(s, host, aside)
+    _park(s, instance, aside)
 
 
 # ---------------------------------------------------------------- weights
 
 
 def settle_emptied(s: State) -> None:
-    """Hosts with nothing left to run of their version take the weights meant for them, or else the newest."""
+    """Instances with nothing left to run of their version take the weights meant for them, or else the newest."""
     emptied, s.due.emptied = sorted(s.due.emptied), {}
     for id in emptied:
-        host = s.fleet.hosts.get(id)
-        if host is None or host.phase == fl.LOADING:
+        instance = s.fleet.instances.get(id)
+        if instance is None or instance.phase == fl.LOADING:
             continue
-        coming, drop = host.coming, host.leaving
+        coming, drop = instance.coming, instance.leaving
         if coming is None:
-            coming, drop = _wanted(s), _idle_resident(host)
+            coming, drop = _wanted(s), _idle_resident(instance)
             if coming is None:
                 continue
-        full = len(host.versions) >= host.residents
-        if coming not in host.versions and not (full and (drop is None or drop in host.counts)):
-            _load(s, host, coming, drop if full else None)
+        full = len(instance.versions) >= instance.residents
+        if coming not in instance.versions and not (full and (drop is None or drop in instance.counts)):
+            _load(s, instance, coming, drop if full else None)
 
 
-def _idle_resident(host: Host) -> Version | None:
+def _idle_resident(instance: Instance) -> Version | None:
     """The oldest version it holds that has no sample on it."""
-    return min((v for v in host.versions if v not in host.counts), default=None)
+    return min((v for v in instance.versions if v not in instance.counts), default=None)
 
 
 def _wanted(s: State) -> Version | None:
-    """What an idle host should hold: the oldest version that has samples and no host, or else the newest if anything
+    """What an idle instance should hold: the oldest version that has samples and no instance, or else the newest if anything
     will run on it."""
-    unhosted = [v for v in s.queue.unfinished if v not in s.fleet.holders]
-    if unhosted:
-        return min(unhosted)
+    without_instance = [v for v in s.queue.unfinished if v not in s.fleet.holders]
+    if without_instance:
+        return min(without_instance)
     base = s.ledger.base
     return base if base in s.queue.unfinished or admission.groups_to_issue(s.ledger, s.config.total_steps) > 0 else None
 
 
-def _load(s: State, host: Host, version: Version, drop: Version | None) -> None:
-    s.fleet.begin_load(host, version, drop)
+def _load(s: State, instance: Instance, version: Version, drop: Version | None) -> None:
+    s.fleet.begin_load(instance, version, drop)
     s.reloads_total += 1
-    s.out.append(ev.LoadWeights(instance=host.id, version=version, drop=drop))
+    s.out.append(ev.LoadWeights(instance=instance.id, version=version, drop=drop))

@@ -35,8 +35,8 @@ def restart(orchestrator: Orchestrator) -> Debts:
 
     A run that had halted looks again: it goes on where more steps are asked for now, else it halts once more."""
     s = orchestrator.state
-    for host in list(s.fleet.hosts.values()):
-        _commit(orchestrator, ev.InstanceDown(instance=host.id, life=host.life, reason=LOST))
+    for instance in list(s.fleet.instances.values()):
+        _commit(orchestrator, ev.InstanceDown(instance=instance.id, life=instance.life, reason=LOST))
     s.fleet.lives.clear()  # the next body counts anew
     for unit, dst in [(u, u.dst) for u in _units(orchestrator) if u.state == fl.MOVING and u.dst is not None]:
         failed = ev.MoveFailed(id=unit.id, src=_NOWHERE, dst=dst.id, attempt=unit.attempt, reason=LOST)

@@ -11,26 +11,27 @@ from collections import deque
 from operator import attrgetter
 from typing import Any
 
-from dora_jax.orchestrate.fleet import Fleet, Group, Host, Unit
+from dora_jax.orchestrate.fleet import Fleet, Group, Instance, Unit
 from dora_jax.orchestrate.line import Line
 from dora_jax.orchestrate.state import State
 from dora_jax.types import InstanceId
 
 FORMAT = 8
 UNIT = tuple(name for name in Unit.__slots__ if name not in ("dst", "group", "id"))
-HOST = tuple(name for name in Host.__slots__ if name not in ("report", "units"))
-unit_values, host_values = attrgetter(*UNIT), attrgetter(*HOST)
+INSTANCE = tuple(name for name in Instance.__slots__ if name not in ("report", "units"))
+unit_values, instance_values = attrgetter(*UNIT), attrgetter(*INSTANCE)
 
 
 def save(s: State) -> dict[str, Any]:
-    for host in s.fleet.hosts.values():
-        s.fleet.settle(host)
+    for instance in s.fleet.instances.values():
+        s.fleet.settle(instance)
     return {
         "format": FORMAT,
         "mode": s.config.mode,
         "tasks": list(s.config.task_cycle),
-        "hosts": [
-            [[_encode(value) for value in host_values(host)], list(host.units)] for host in s.fleet.hosts.values()
+        "instances": [
+            [[_encode(value) for value in instance_values(instance)], list(instance.units)]
+            for instance in s.fleet.instances.values()
         ],
         "groups": [_save_group(group) for group in s.groups.values()],
         **_encode(s),
@@ -43,10 +44,12 @@ def load(s: State, data: dict[str, Any]) -> None:
     if (data["format"], data["mode"], data["tasks"]) != (FORMAT, s.config.mode, list(s.config.task_cycle)):
         found = f"format {data['format']}, mode {data['mode']} and tasks {data['tasks']}"
         raise ValueError(f"the snapshot is of {found}: this run cannot go on from it")
-    s.fleet.hosts = {host.id: host for host in (_load_host(s, values) for values, _ in data["hosts"])}
+    s.fleet.instances = {
+        instance.id: instance for instance in (_load_instance(s, values) for values, _ in data["instances"])
+    }
     s.groups = {group.id: group for group in (_load_group(s.fleet, row) for row in data["groups"])}
-    for host, (_, ids) in zip(s.fleet.hosts.values(), data["hosts"], strict=True):
-        host.units = {unit.id: unit for unit in (s.groups[g].units[i] for g, i in ids)}
+    for instance, (_, ids) in zip(s.fleet.instances.values(), data["instances"], strict=True):
+        instance.units = {unit.id: unit for unit in (s.groups[g].units[i] for g, i in ids)}
     _fill(s, s, data)
     if s.config.task_adaptive:
         s.task_limits = s.config.adapted_limits(s.task_rates)
@@ -55,6 +58,8 @@ def load(s: State, data: dict[str, Any]) -> None:
 def _upgraded(s: State, data: dict[str, Any]) -> dict[str, Any]:
     """What an older format wrote, as FORMAT has it; as it is, where that format is unknown."""
     data = dict(data)
+    if "hosts" in data:  # what formats 6 and 7 called instances
+        data["instances"] = data.pop("hosts")
     if data["format"] == 6:  # nothing was known of prompts, and the fleet kept what it had measured
         fleet = dict(data["fleet"])
         kept = {name: fleet.pop(name) for name in ("lengths", "finished_tokens", "finished_s", "move_s")}
@@ -62,12 +67,12 @@ def _upgraded(s: State, data: dict[str, Any]) -> dict[str, Any]:
         data |= {"format": 7, "fleet": fleet | {"measured": _encode(s.fleet.measured) | kept}}
     if data["format"] == 7:  # no speed was measured
         unknown = {"pace": 0.0, "paced_steps": 0.0}
-        known = [name for name in HOST if name not in unknown]
-        hosts = [(dict(zip(known, values, strict=True)) | unknown, ids) for values, ids in data["hosts"]]
+        known = [name for name in INSTANCE if name not in unknown]
+        instances = [(dict(zip(known, values, strict=True)) | unknown, ids) for values, ids in data["instances"]]
         measured = data["fleet"]["measured"] | {"line": _encode(Line())}
         data |= {
             "format": 8,
-            "hosts": [[[host[name] for name in HOST], ids] for host, ids in hosts],
+            "instances": [[[instance[name] for name in INSTANCE], ids] for instance, ids in instances],
             "fleet": data["fleet"] | {"measured": measured},
         }
     return data
@@ -116,11 +121,11 @@ def _fill(s: State, thing: Any, data: dict[str, Any]) -> None:
         setattr(thing, name, _decode(s, data[name], getattr(thing, name)))
 
 
-def _load_host(s: State, values: list) -> Host:
-    host = Host(0, 0, 1, 0, 1, 1, 1.0)
-    for name, value in zip(HOST, values, strict=True):
-        setattr(host, name, _decode(s, value))
-    return host
+def _load_instance(s: State, values: list) -> Instance:
+    instance = Instance(0, 0, 1, 0, 1, 1, 1.0)
+    for name, value in zip(INSTANCE, values, strict=True):
+        setattr(instance, name, _decode(s, value))
+    return instance
 
 
 def _save_group(group: Group) -> list:
@@ -141,12 +146,12 @@ def _load_group(fleet: Fleet, row: list) -> Group:
         unit = group.units[index] = units[index]
         for name, value in zip(UNIT, values, strict=True):
             setattr(unit, name, value)
-        unit.dst = None if dst is None else _host(fleet, *dst)
+        unit.dst = None if dst is None else _instance(fleet, *dst)
     return group
 
 
-def _host(fleet: Fleet, id: InstanceId, life: int) -> Host:
-    """Of a move under way. A life that ended before the snapshot is gone for good: a host that is not in the fleet stands
+def _instance(fleet: Fleet, id: InstanceId, life: int) -> Instance:
+    """Of a move under way. A life that ended before the snapshot is gone for good: a instance that is not in the fleet stands
     for it."""
-    host = fleet.hosts.get(id)
-    return host if host is not None and host.life == life else Host(id, life, 1, 0, 1, 1, 1.0)
+    instance = fleet.instances.get(id)
+    return instance if instance is not None and instance.life == life else Instance(id, life, 1, 0, 1, 1, 1.0)

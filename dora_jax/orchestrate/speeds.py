@@ -13,7 +13,7 @@ import math
 import statistics
 
 from dora_jax.orchestrate.events import InstanceReported
-from dora_jax.orchestrate.fleet import Fleet, Host
+from dora_jax.orchestrate.fleet import Fleet, Instance
 
 SMOOTHED_STEPS = 1024  # decode steps over which a pace is averaged
 MOST_AT_ONCE = 0.5  # a report's part in a pace: one that fell into a compilation is not believed
@@ -25,33 +25,35 @@ DIFFERENCE = (
 LINE_REPORTS = 8  # before the line says anything
 
 
-def observe(fleet: Fleet, host: Host, event: InstanceReported) -> None:
+def observe(fleet: Fleet, instance: Instance, event: InstanceReported) -> None:
     """A report of ticks that only decoded."""
     if not (event.sampled and event.row_s > 0 and event.busy_s > 0):
         return
     rows, step_s = event.row_s / event.busy_s, event.row_s / event.sampled
-    context = max(0, host.pages - event.free) * host.page_size
-    load = (float(max(1, len(host.counts))), rows, float(context))
+    context = max(0, instance.pages - event.free) * instance.page_size
+    load = (float(max(1, len(instance.counts))), rows, float(context))
     steps = event.sampled / rows
     line = fleet.measured.line
     if line.reports >= LINE_REPORTS:
         octaves = max(-FARTHEST, min(FARTHEST, math.log2(max(line.step_s(load), 1e-12) / step_s)))
-        host.paced_steps += steps
-        host.pace += (octaves - host.pace) * min(MOST_AT_ONCE, steps / min(SMOOTHED_STEPS, host.paced_steps))
-    line.add(load, step_s * 2.0**host.pace)
+        instance.paced_steps += steps
+        instance.pace += (octaves - instance.pace) * min(
+            MOST_AT_ONCE, steps / min(SMOOTHED_STEPS, instance.paced_steps)
+        )
+    line.add(load, step_s * 2.0**instance.pace)
 
 
 def renew(fleet: Fleet) -> None:
     """Every measured instance's speed follows its pace, where they differ."""
-    measured = [host for host in fleet.hosts.values() if host.paced_steps >= MEASURED_STEPS]
+    measured = [instance for instance in fleet.instances.values() if instance.paced_steps >= MEASURED_STEPS]
     if len(measured) < 2:
         return
-    median = statistics.median(host.pace for host in measured)
-    for host in measured:
-        host.pace -= median
-        speed = 2.0**host.pace
-        if abs(math.log2(speed / host.speed)) >= DIFFERENCE:
-            fleet.weigh(host, -1)
-            host.speed = speed
-            fleet.weigh(host, 1)
-            fleet.offer(host)
+    median = statistics.median(instance.pace for instance in measured)
+    for instance in measured:
+        instance.pace -= median
+        speed = 2.0**instance.pace
+        if abs(math.log2(speed / instance.speed)) >= DIFFERENCE:
+            fleet.weigh(instance, -1)
+            instance.speed = speed
+            fleet.weigh(instance, 1)
+            fleet.offer(instance)

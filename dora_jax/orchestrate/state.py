@@ -11,7 +11,7 @@ from collections.abc import Iterable
 
 from dora_jax.orchestrate import events as ev
 from dora_jax.orchestrate import fleet as fl
-from dora_jax.orchestrate.fleet import Fleet, Group, Host, Unit
+from dora_jax.orchestrate.fleet import Fleet, Group, Instance, Unit
 from dora_jax.orchestrate.ledger import Ledger
 from dora_jax.orchestrate.modes import OrchestratorConfig
 from dora_jax.orchestrate.queue import Queue
@@ -69,8 +69,8 @@ class State:
         """Whether colocated instances stand still: the trainer has a whole batch."""
         return self.config.colocated and not self.ledger.missing
 
-    def short_of_pages(self, host: Host, times: int = 1) -> bool:
-        return host.free_reported < times * self.config.kv_pressure * host.pages
+    def short_of_pages(self, instance: Instance, times: int = 1) -> bool:
+        return instance.free_reported < times * self.config.kv_pressure * instance.pages
 
     def unit(self, id: SampleId) -> Unit | None:
         """The sample; None once it has ended."""
@@ -90,14 +90,14 @@ class State:
         self.queue.add(group)
         self.due.versions_to_fill[version] = None
 
-    def freed(self, host: Host | None, version: Version) -> None:
-        """A slot of `host` that served `version` is free."""
-        if host is not None:
+    def freed(self, instance: Instance | None, version: Version) -> None:
+        """A slot of `instance` that served `version` is free."""
+        if instance is not None:
             self.due.versions_to_fill[version] = None
             if version in self.fleet.drains:
                 self.due.drained[version] = self.due.drained.get(version, 0) + 1
-            if not host.counts.get(version):
-                self.due.emptied[host.id] = None
+            if not instance.counts.get(version):
+                self.due.emptied[instance.id] = None
 
     def end_unit(self, unit: Unit) -> None:
         """The sample is done, cancelled, or will never start."""
@@ -108,7 +108,7 @@ class State:
         self.freed(self.fleet.release(unit), unit.version)
         self.queue.ended(unit)
         if group.left == 0 and group.abandoned is not None:
-            self.bury(group)
+            self.end_group(group)
 
     def recorded(self, unit: Unit) -> None:
         """The sample runs nowhere; its tokens are recorded, and it goes on where a slot of its version is free."""
@@ -127,7 +127,7 @@ class State:
         reason = f"its group {unit.group.abandoned}"
         self.out.append(ev.Cancel(ids=(unit.id,), instance=unit.instance, reason=reason))
 
-    def doom(self, group: Group, how: str, reason: str) -> None:
+    def abandon(self, group: Group, how: str, reason: str) -> None:
         """End a group that will not be trained: samples that wait for their first slot at once, the others by Cancel."""
         group.abandoned = how
         by_instance: dict[InstanceId | None, list[SampleId]] = {}
@@ -140,7 +140,7 @@ class State:
         for instance, ids in by_instance.items():
             self.out.append(ev.Cancel(ids=tuple(ids), instance=instance, reason=reason))
 
-    def bury(self, group: Group) -> None:
+    def end_group(self, group: Group) -> None:
         """The last sample of a group that will not be trained has ended."""
         self.groups.pop(group.id, None)
         if group.abandoned == "evicted":

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dora_jax.orchestrate import events as ev
 from dora_jax.orchestrate import fleet as fl
 from dora_jax.orchestrate import speeds
-from dora_jax.orchestrate.fleet import Host, Unit
+from dora_jax.orchestrate.fleet import Instance, Unit
 from dora_jax.orchestrate.state import State
 from dora_jax.types import is_eval
 
@@ -14,33 +14,35 @@ from dora_jax.types import is_eval
 
 def instance_up(s: State, event: ev.InstanceUp) -> None:
     """The end of its earlier life may be heard later, and is then late."""
-    if event.instance in s.fleet.hosts:
-        _lost(s, s.fleet.hosts[event.instance])
+    if event.instance in s.fleet.instances:
+        _lost(s, s.fleet.instances[event.instance])
     s.fleet.lives[event.instance] = event.life
     problem = s.config.instance_problem(event.pages, event.page_size, event.slots)
     if problem:
         s.halt(False, f"instance {event.instance} cannot serve this run: {problem}")
         return
-    host = Host(event.instance, event.life, event.slots, event.pages, event.page_size, event.residents, event.speed)
-    s.fleet.add(host, event.versions)
+    instance = Instance(
+        event.instance, event.life, event.slots, event.pages, event.page_size, event.residents, event.speed
+    )
+    s.fleet.add(instance, event.versions)
     if s.paused:
-        s.out.append(ev.Pause(instance=host.id))
-    s.due.emptied[host.id] = None
+        s.out.append(ev.Pause(instance=instance.id))
+    s.due.emptied[instance.id] = None
     s.due.rebalance = True
     s.due.versions_to_fill.update(dict.fromkeys(event.versions))
 
 
 def instance_down(s: State, event: ev.InstanceDown) -> None:
     s.fleet.lives[event.instance] = event.life
-    host = s.fleet.hosts.get(event.instance)
-    if host is not None:
-        _lost(s, host)
+    instance = s.fleet.instances.get(event.instance)
+    if instance is not None:
+        _lost(s, instance)
 
 
-def _lost(s: State, host: Host) -> None:
-    s.fleet.remove(host)
+def _lost(s: State, instance: Instance) -> None:
+    s.fleet.remove(instance)
     unstarted = []
-    for unit in s.fleet.settle(host):
+    for unit in s.fleet.settle(instance):
         unit.instance = None
         if unit.state == fl.STARTING:
             unstarted.append(unit)
@@ -49,30 +51,30 @@ def _lost(s: State, host: Host) -> None:
         elif unit.state != fl.MOVING:  # a move is answered even so
             s.recorded(unit)
     s.queue.put_back(unstarted)
-    s.due.versions_to_fill.update(dict.fromkeys(unit.version for unit in host.units.values()))
+    s.due.versions_to_fill.update(dict.fromkeys(unit.version for unit in instance.units.values()))
     s.due.rebalance = True
 
 
 def weights_loaded(s: State, event: ev.WeightsLoaded) -> None:
-    host = s.fleet.hosts[event.instance]
-    s.fleet.end_load(host)
+    instance = s.fleet.instances[event.instance]
+    s.fleet.end_load(instance)
     s.due.versions_to_fill[event.version] = None
-    s.due.emptied[host.id] = None
+    s.due.emptied[instance.id] = None
 
 
 def instance_reported(s: State, event: ev.InstanceReported) -> None:
-    host = s.fleet.hosts[event.instance]
+    instance = s.fleet.instances[event.instance]
     if event.tokens:
-        s.fleet.reported(host, event)
+        s.fleet.reported(instance, event)
     if event.sampled:
-        speeds.observe(s.fleet, host, event)
-    host.free_reported = event.free
-    if s.short_of_pages(host) and host.units:
-        host.pressed = True
-        s.due.pressed[host.id] = None
-    elif host.pressed and not s.short_of_pages(host, times=2):
-        host.pressed = False
-        s.fleet.offer(host)
+        speeds.observe(s.fleet, instance, event)
+    instance.free_reported = event.free
+    if s.short_of_pages(instance) and instance.units:
+        instance.pressed = True
+        s.due.pressed[instance.id] = None
+    elif instance.pressed and not s.short_of_pages(instance, times=2):
+        instance.pressed = False
+        s.fleet.offer(instance)
         s.wake_all()
 
 
@@ -182,9 +184,9 @@ def group_failed(s: State, event: ev.GroupFailed) -> None:
         s.ledger.failed(group.id)
         s.group_lost(group.id)
     if group.left == 0:
-        s.bury(group)
+        s.end_group(group)
     else:
-        s.doom(group, "failed", event.reason)
+        s.abandon(group, "failed", event.reason)
 
 
 def _evaluated(s: State, version: int) -> None:

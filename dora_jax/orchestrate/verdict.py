@@ -21,14 +21,14 @@ def _up(s: State, event: ev.InstanceUp) -> bool:
 
 
 def _down(s: State, event: ev.InstanceDown) -> bool:
-    host = s.fleet.hosts.get(event.instance)
-    return event.life > s.fleet.lives.get(event.instance, -1) or (host is not None and event.life == host.life)
+    instance = s.fleet.instances.get(event.instance)
+    return event.life > s.fleet.lives.get(event.instance, -1) or (instance is not None and event.life == instance.life)
 
 
 def _lives(s: State, event: ev.InstanceReported | ev.WeightsLoaded) -> bool:
     """Said by the present life of its instance."""
-    host = s.fleet.hosts.get(event.instance)
-    return host is not None and host.life == event.life
+    instance = s.fleet.instances.get(event.instance)
+    return instance is not None and instance.life == event.life
 
 
 def _reported(s: State, event: ev.InstanceReported) -> bool:
@@ -45,8 +45,8 @@ def _loaded(s: State, event: ev.WeightsLoaded) -> bool:
         raise ev.ImpossibleFact(f"instance {event.instance} loaded version {event.version}, which is not published")
     if not _lives(s, event):
         return False
-    host = s.fleet.hosts[event.instance]
-    return host.phase == fl.LOADING and host.coming == event.version
+    instance = s.fleet.instances[event.instance]
+    return instance.phase == fl.LOADING and instance.coming == event.version
 
 
 def _of_unit(*states: str):
@@ -58,8 +58,8 @@ def _of_unit(*states: str):
         unit = None if group is None else group.units[id.index]
         if unit is None or unit.instance != event.instance or unit.state not in states:
             return False
-        host = s.fleet.hosts.get(event.instance)
-        return host is not None and host.life == event.life
+        instance = s.fleet.instances.get(event.instance)
+        return instance is not None and instance.life == event.life
 
     return said
 

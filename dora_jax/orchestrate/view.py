@@ -58,8 +58,8 @@ def _numbers(values: tuple[int, ...]) -> str:
 def summary(s: State) -> dict[str, Any]:
     """Live facts for the console."""
     running = dict.fromkeys(sorted(s.alive), 0)
-    for host in s.fleet.hosts.values():
-        for version, samples in host.counts.items():
+    for instance in s.fleet.instances.values():
+        for version, samples in instance.counts.items():
             running[version] = running.get(version, 0) + samples
     return {
         "base": s.ledger.base,
@@ -73,7 +73,7 @@ def summary(s: State) -> dict[str, Any]:
         "moves": s.moves_total,
         "reloads": s.reloads_total,
         "dropped": dict(s.dropped),
-        "instances": {h.id: h.serving for h in s.fleet.hosts.values()},
+        "instances": {h.id: h.serving for h in s.fleet.instances.values()},
         "next_group_id": min(s.cursors.values()),
     }
 
@@ -102,7 +102,7 @@ def _trainer_waits(s: State) -> str:
         return "evaluation" if s.evaluating else ""
     if not s.ledger.missing:
         return ""
-    if not s.fleet.hosts:
+    if not s.fleet.instances:
         return "a rollout instance"
     members = s.ledger.oldest_ready(s.ledger.part)
     if not members:
@@ -115,12 +115,12 @@ def _trainer_waits(s: State) -> str:
 
 
 def _rollouts_wait(s: State) -> str:
-    idle = [host for host in s.fleet.hosts.values() if not host.used]
+    idle = [instance for instance in s.fleet.instances.values() if not instance.used]
     if not idle:
         return ""
     if s.paused:
         return "the trainer"
-    if any(host.phase == LOADING for host in idle):
+    if any(instance.phase == LOADING for instance in idle):
         return "weights"
     if s.queue.unfinished:
         return "stragglers" if s.ledger.missing else "the trainer"

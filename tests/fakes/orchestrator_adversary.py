@@ -271,7 +271,7 @@ class Adversary:
 
     def known(self, instance: int) -> Life | None:
         """The life that the orchestrator has heard of, while it lasts."""
-        life, host = self.lives.get(instance), self.brain.state.fleet.hosts.get(instance)
+        life, host = self.lives.get(instance), self.brain.state.fleet.instances.get(instance)
         return life if life is not None and host is not None and host.life == life.number else None
 
     def do_loadweights(self, command: ev.LoadWeights) -> None:

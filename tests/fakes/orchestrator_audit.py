@@ -37,5 +37,5 @@ class Audit:
         assert self.started == self.ends, "a started sample has no end, or more than one"
         state = self.brain.state
         assert not state.groups and not state.queue.unfinished
-        for host in state.fleet.hosts.values():
+        for host in state.fleet.instances.values():
             assert (host.used, host.pages_used, host.incoming, host.counts) == (0, 0, 0, {}), f"{host.id} leaks"

@@ -117,7 +117,7 @@ class Body:
     def _progress(self, text, tokens):
         """Each instance reports all that it runs."""
         self.tokens |= dict.fromkeys(ids(text), int(tokens))
-        for i, host in self.brain.state.fleet.hosts.items():
+        for i, host in self.brain.state.fleet.instances.items():
             if host.units.keys() & set(ids(text)):
                 progress = {id: self.tokens[id] for id in host.units if id in self.tokens}
                 yield ev.InstanceReported.of(i, self.free.get(i, host.pages), progress, self.lives[i])
