@@ -23,8 +23,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from dora_jax.models import decoder, sharding
-from dora_jax.models.config import ModelConfig
+from dora_jax.models import decoder
 from dora_jax.types import Version
 
 Box = tuple[tuple[int, ...], tuple[int, ...]]  # start and stop in each dimension
@@ -39,18 +38,6 @@ def offered_copy(dtype: str, shardings: Tree | None = None) -> Callable[[Tree], 
         return jax.tree.map(lambda x: jnp.array(x, engine_dtype, copy=True), params)
 
     return jax.jit(copy, out_shardings=shardings)
-
-
-def copy_bytes(cfg: ModelConfig, mesh: Mapping[str, int], dtype: str) -> int:
-    """Bytes of an offered copy on one device of the trainer. `mesh`: the size of each axis, 1 where it is absent."""
-
-    def size(leaf: jax.ShapeDtypeStruct, axes: tuple[str, ...]) -> int:
-        return math.prod(leaf.shape) // math.prod(
-            mesh.get(name, 1) for axis in axes for name in sharding.mesh_axes(axis)
-        )
-
-    leaves = jax.tree.map(size, decoder.abstract_params(cfg), decoder.logical_axes(cfg))
-    return sum(jax.tree.leaves(leaves)) * jnp.dtype(dtype).itemsize
 
 
 @dataclasses.dataclass(frozen=True)

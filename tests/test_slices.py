@@ -1,6 +1,7 @@
 """Which part of a version each process gives, and which slices each receiver gets of it."""
 
 import dataclasses
+import math
 
 import jax
 import jax.numpy as jnp
@@ -13,7 +14,7 @@ from jax.sharding import PartitionSpec as P
 from dora_jax import config as configs
 from dora_jax.models import decoder, sharding
 from dora_jax.models.families import new_config
-from dora_jax.publish import copy_bytes, sliced
+from dora_jax.publish import sliced
 from dora_jax.runtime import run
 from dora_jax.runtime.transfer import slices, weight_receiver
 from dora_jax.runtime.transfer.transfer_manifest import turns
@@ -52,6 +53,18 @@ def masters(model, mesh, dtype):
     return jax.tree.map(
         lambda x: jax.ShapeDtypeStruct(x.shape, dtype, sharding=x.sharding), run.publishing_inputs(model, mesh)
     )
+
+
+def copy_bytes(cfg, mesh, dtype):
+    """Bytes of an offered copy on one device of the trainer. `mesh`: the size of each axis, 1 where it is absent."""
+
+    def size(leaf, axes):
+        return math.prod(leaf.shape) // math.prod(
+            mesh.get(name, 1) for axis in axes for name in sharding.mesh_axes(axis)
+        )
+
+    leaves = jax.tree.map(size, decoder.abstract_params(cfg), decoder.logical_axes(cfg))
+    return sum(jax.tree.leaves(leaves)) * jnp.dtype(dtype).itemsize
 
 
 @pytest.mark.parametrize("axes", [(1, 64, 1), (1, 16, 4), (4, 16, 1)])

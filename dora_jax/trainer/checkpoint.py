@@ -155,9 +155,6 @@ class Checkpoints:
     def restore(self, step: int, params: Any, opt_state: Any, *, cast: bool = False) -> Restored:
         return restore(self._dir, step, params, opt_state, cast=cast)
 
-    def restore_params(self, step: int, params: Any) -> Any:
-        return read_params(self._dir, step, params)
-
     def close(self) -> None:
         """What fails now has been said; `wait` first where that must not be."""
         try:

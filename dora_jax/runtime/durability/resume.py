@@ -38,7 +38,6 @@ class Begun:
     epoch: int = 0
     debts: Debts | None = None  # of a killed process
     segments: dict[int, Version] = dataclasses.field(default_factory=dict)
-    redone: int = 0  # steps made again
 
 
 def open_journal(workdir: Path, section: JournalSection, writer: Writer) -> EventLog | None:
