@@ -3,6 +3,7 @@
 import pytest
 
 FAMILIES = ("qwen3", "qwen2", "llama")
+OTHERS = ("mistral", "qwen3_moe", "deepseek_v3", "longcat_flash")
 
 
 SIZES = dict(
@@ -29,10 +30,58 @@ LLAMA3_ROPE = {
 }
 
 
+YARN_ROPE = {
+    "rope_type": "yarn",
+    "rope_theta": 1e4,
+    "factor": 4.0,
+    "original_max_position_embeddings": 16,
+    "mscale": 0.7,
+    "mscale_all_dim": 1.0,
+}
+
+
+LATENT = {"q_lora_rank": 8, "kv_lora_rank": 12, "qk_nope_head_dim": 6, "qk_rope_head_dim": 4, "v_head_dim": 5}
+
+
 EXTRAS = {
     "qwen3": {"head_dim": 6, "rope_theta": 1e6},
     "qwen2": {"rope_theta": 1e4},
     "llama": {"rope_parameters": LLAMA3_ROPE},
+    "mistral": {"sliding_window": None},
+    "qwen3_moe": {
+        "head_dim": 6,
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 8,
+        "norm_topk_prob": True,
+        "mlp_only_layers": [0],
+    },
+    "deepseek_v3": LATENT
+    | {
+        "num_key_value_heads": 4,
+        "n_routed_experts": 8,
+        "n_shared_experts": 1,
+        "num_experts_per_tok": 3,
+        "n_group": 4,
+        "topk_group": 2,
+        "first_k_dense_replace": 1,
+        "norm_topk_prob": True,
+        "routed_scaling_factor": 2.5,
+        "moe_intermediate_size": 8,
+        "rope_parameters": YARN_ROPE,
+    },
+    "longcat_flash": LATENT
+    | {
+        "num_layers": 2,
+        "num_key_value_heads": 4,
+        "head_dim": 4,
+        "ffn_hidden_size": 24,
+        "expert_ffn_hidden_size": 8,
+        "n_routed_experts": 4,
+        "zero_expert_num": 2,
+        "moe_topk": 3,
+        "routed_scaling_factor": 6.0,
+    },
 }
 
 
@@ -47,10 +96,11 @@ def torch_model(family: str, *, tied: bool, seed: int = 0):
     import torch
 
     torch.manual_seed(seed)
-    config = library.AutoConfig.for_model(family, **SIZES, **EXTRAS[family], tie_word_embeddings=tied)
+    config = library.AutoConfig.for_model(family, **SIZES | EXTRAS[family], tie_word_embeddings=tied)
     model = library.AutoModelForCausalLM.from_config(config).eval()
     with torch.no_grad():
-        for name, weight in model.named_parameters():
+        biases = [(name, x) for name, x in model.named_buffers() if name.endswith("e_score_correction_bias")]
+        for name, weight in [*model.named_parameters(), *biases]:
             weight.normal_(1.0 if "norm" in name else 0.0, 0.3)
     return model
 
