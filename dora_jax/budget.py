@@ -144,7 +144,7 @@ def problems(budget: Budget) -> list[str]:
 
 def describe(budget: Budget) -> str:
     """What --dry_run prints."""
-    lines = []
+    lines = [_model_line(budget.model)]
     for role, machine, parts in (
         ("trainer", budget.machines.trainer, budget.trainer),
         ("instance", budget.machines.instances, [*budget.instance, _pages_line(budget)]),
@@ -160,6 +160,13 @@ def describe(budget: Budget) -> str:
 
 
 # ---------------------------------------------------------------- private
+
+
+def _model_line(model: ModelConfig) -> str:
+    params = f"model: {(model.matrix_params + model.gain_params) / 1e9:,.2f}e9 parameters"
+    if model.experts is None:
+        return params
+    return f"{params}, of which a token meets {(model.active_params + model.gain_params) / 1e9:,.2f}e9 ({model.family})"
 
 
 def _pages_line(budget: Budget) -> Line:

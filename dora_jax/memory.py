@@ -82,7 +82,7 @@ def trainer_state(model: ModelConfig, config: Config, mesh: Mesh, on_host: bool 
     t, dtype = config.trainer, config.model.dtype
     weights = model.matrix_params / mesh.shards + model.gain_params  # gains are replicated
     moments = 2 * BYTES[t.moments] * weights
-    largest = 2 * BYTES[t.moments] * model.n_layers * model.d_model * model.d_ff / mesh.shards
+    largest = 2 * BYTES[t.moments] * model.largest_params / mesh.shards
     lines = [
         Line("masters", 4 * weights, "float32"),
         Line("moments", largest, f"{t.moments}, of the largest array; all {moments / GIB:.3f} GiB rest in host memory")
@@ -115,7 +115,9 @@ def trainer_work(model: ModelConfig, config: Config, mesh: Mesh) -> list[Line]:
     rows = shape.rows // (t.micro_batches * mesh.rows)  # of a device and micro-batch
     tokens = rows * shape.tokens // mesh.context
     weights = 4 * (model.matrix_params / mesh.shards + model.gain_params)
-    ends, layer = model.vocab_size * model.d_model / mesh.tensor, model.layer_params / mesh.tensor
+    ends = model.vocab_size * model.d_model / mesh.tensor
+    layers = model.matrix_params - (1 if model.tie_embeddings else 2) * model.vocab_size * model.d_model
+    layer = (model.layer_params - model.expert_layer_params * (1 - 1 / mesh.expert)) / mesh.tensor
     logits = min(t.logits_bytes, 4 * tokens * model.vocab_size / mesh.tensor)
     copies = (
         1 if t.micro_batches == 1 else 2 if alone else 3
@@ -126,14 +128,13 @@ def trainer_work(model: ModelConfig, config: Config, mesh: Mesh) -> list[Line]:
         "the gradients of head and embedding, float32": 0.0 if alone else (2 if copies == 1 else 4) * 4 * ends,
         "one layer, and gradients of head and embedding": (0.0 if alone else 2 * 4 * ends)
         + LAYERS_AT_ONCE * layer_activations(model, tokens, mesh.tensor, size)
+        + expert_activations(model, t.expert_matmul, tokens, mesh, size)
         + attention_scores(model, t.attention, rows, shape.tokens, mesh),
     }
     largest = max(phases, key=phases.__getitem__)
     return [
         Line("gradients", copies * weights, f"float32, {copies} times"),
-        Line(
-            "layers to compute with", (size if size < 4 else 0) * model.n_layers * layer / mesh.fsdp, config.model.dtype
-        ),
+        Line("layers to compute with", (size if size < 4 else 0) * layers / mesh.shards, config.model.dtype),
         Line("gathered weights", gathered, "this layer's and the next's"),
         Line(
             "saved activations",
@@ -148,15 +149,26 @@ def saved_activations(model: ModelConfig, remat: str, tokens: int, tensor: int, 
     """Bytes of one layer that the backward pass finds again."""
     if remat == "full":
         return tokens * model.d_model * size
-    dots = tokens * size * (3 * model.d_model + 2 * (model.q_width + model.kv_width + model.d_ff) / tensor)
+    heads = (model.q_width + model.kv_width) * model.kv_layers // model.n_layers
+    dots = tokens * size * (3 * model.d_model + 2 * (heads + model.ff_width) / tensor)
     if remat == "dots":
         return dots
-    return dots + tokens * size * (2 * model.d_model + (model.q_width + model.kv_width + 2 * model.d_ff) / tensor)
+    return dots + tokens * size * (2 * model.d_model + (heads + 2 * model.ff_width) / tensor)
 
 
 def layer_activations(model: ModelConfig, tokens: int, tensor: int, size: int) -> float:
     """Bytes that one layer's forward and backward pass have alive at once."""
     return 2 * saved_activations(model, "none", tokens, tensor, size)
+
+
+def expert_activations(model: ModelConfig, kind: str, tokens: int, mesh: Mesh, size: int) -> float:
+    """Bytes beside them where tokens are gathered over the axis `expert`: forward and backward of one layer's experts.
+
+    A device has room for all choices of its row's tokens, for none is dropped; `scan` has one expert's at a time."""
+    if model.experts is None:
+        return 0.0
+    choices = tokens * mesh.expert * (model.experts.per_token if kind == "ragged_dot" else 1)
+    return 2 * choices * ((size + 4) * model.d_model + 3 * size * model.experts.width / mesh.tensor)
 
 
 def attention_scores(model: ModelConfig, kernel: str, rows: int, length: int, mesh: Mesh) -> float:
@@ -189,6 +201,9 @@ def instance_weights(model: ModelConfig, config: Config) -> list[Line]:
 
 def serving_params(model: ModelConfig, tensor: int) -> float:
     """Parameters on one device of an instance; KV heads are replicated where there are more devices than heads."""
+    if model.latent:
+        low = model.kv_layers * model.d_model * (model.latent.cache_dim + model.latent.q_rank)  # on every device
+        return (model.matrix_params - low) / tensor + low + model.gain_params
     replicated = 2 * model.d_model * model.n_layers * (model.kv_width_on(tensor) - model.kv_width / tensor)
     return model.matrix_params / tensor + model.gain_params + replicated
 
@@ -218,6 +233,8 @@ def instance_work(model: ModelConfig, config: Config) -> list[Line]:
 def token_bytes(model: ModelConfig, rollout: RolloutSection, dtype: str) -> float:
     """KV of one token on one device."""
     size = 1 if rollout.kv else BYTES[dtype]
+    if model.latent:  # every device holds the latents of all heads
+        return model.kv_layers * model.latent.cache_dim * size
     return 2 * model.n_layers * model.kv_width_on(rollout.tensor) * size
 
 

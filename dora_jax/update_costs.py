@@ -55,7 +55,7 @@ class Expected(NamedTuple):
 
 def matmul_params(cfg: ModelConfig) -> int:
     """Parameters that a token is multiplied with: all but the embedding's lookup, the gains and the biases."""
-    return cfg.n_layers * cfg.layer_params + cfg.d_model * cfg.vocab_size
+    return cfg.active_params - (0 if cfg.tie_embeddings else cfg.d_model * cfg.vocab_size)
 
 
 def model_flops(cfg: ModelConfig, lengths: Iterable[int], before: Iterable[int] = (0,)) -> float:
@@ -63,17 +63,18 @@ def model_flops(cfg: ModelConfig, lengths: Iterable[int], before: Iterable[int] 
     of attention only, and nothing for recomputation, padding or masked scores. before: tokens of a shared prompt that
     each of them sees besides."""
     n, seen = (np.asarray(list(x), np.float64) for x in (lengths, before))
-    scores = 2 * 2 * cfg.q_width * (n * (n + 1) / 2 + n * seen).sum()  # q k and p v of every pair that may look
-    return float((1 + BACKWARD) * (2 * matmul_params(cfg) * n.sum() + cfg.n_layers * scores))
+    width = cfg.q_width + (cfg.n_heads * cfg.latent.v_dim if cfg.latent else cfg.q_width)
+    scores = 2 * width * (n * (n + 1) / 2 + n * seen).sum()  # q k and p v of every pair that may look
+    return float((1 + BACKWARD) * (2 * matmul_params(cfg) * n.sum() + cfg.kv_layers * scores))
 
 
 def expected(cfg: ModelConfig, section: Any, mesh: Any, chip: str, rows: int, tokens: int) -> Expected:
-    """Of an update of `rows` full rows, each one sequence of `tokens`, in bfloat16; `mesh` has data, fsdp, tensor, context."""
-    devices = mesh.data * mesh.fsdp * mesh.tensor * mesh.context
+    """Of an update of `rows` full rows, each one sequence of `tokens`, in bfloat16; `mesh` is a memory.Mesh."""
+    devices = mesh.rows * mesh.tensor * mesh.context
     each = DEVICES_A_CHIP.get(chip, 1)
     peak, bandwidth = CHIPS[chip].flops / each, CHIPS[chip].hbm_bytes_per_s / each
-    local = rows * tokens / (mesh.data * mesh.fsdp * mesh.context)  # tokens of a device; tensor shards share them
-    params = cfg.matrix_params / (mesh.fsdp * mesh.tensor)
+    local = rows * tokens / (mesh.rows * mesh.context)  # tokens of a device; tensor shards share them
+    params = cfg.matrix_params / mesh.shards
     moved = PASSES * 2 * local * cfg.d_model * cfg.n_layers / mesh.tensor
     state = (UPDATE_BYTES + ADD_BYTES * (section.micro_batches if section.micro_batches > 1 else 0)) * params
     parts = (
@@ -98,10 +99,10 @@ def expected(cfg: ModelConfig, section: Any, mesh: Any, chip: str, rows: int, to
 
 def _product_flops(cfg: ModelConfig, section: Any, local: float, mesh: Any) -> float:
     """Of a device, without attention's own; remat=full repeats all of a layer but its two output projections."""
-    kept = cfg.d_model * (cfg.q_width + cfg.d_ff) / cfg.layer_params
+    kept = cfg.d_model * (cfg.q_width + cfg.ff_width) / cfg.active_layer_params
     again = 1 - kept if section.remat == "full" else 0.0
     chunked = 4 * local / section.micro_batches * cfg.vocab_size / mesh.tensor > section.logits_bytes
-    layers = (1 + BACKWARD + again) * cfg.n_layers * cfg.layer_params
+    layers = (1 + BACKWARD + again) * cfg.n_layers * cfg.active_layer_params
     head = (1 + BACKWARD + chunked) * cfg.d_model * cfg.vocab_size
     return 2 * local * (layers + head) / mesh.tensor
 
@@ -110,7 +111,7 @@ def _attention(
     cfg: ModelConfig, section: Any, mesh: Any, rows: int, tokens: int, peak: float, bandwidth: float
 ) -> UpdateCost:
     """The causal half; over context the last shard, which sees the most keys, is waited for."""
-    pairs = cfg.n_layers * rows * tokens**2 / 2 / (mesh.data * mesh.fsdp * mesh.tensor * mesh.context)
+    pairs = cfg.kv_layers * rows * tokens**2 / 2 / (mesh.rows * mesh.tensor * mesh.context)
     pairs *= 2 - 1 / mesh.context
     forward = 2 * 2 * cfg.q_width * pairs
     if section.attention == "reference":
@@ -127,8 +128,13 @@ def _sent_bytes(cfg: ModelConfig, section: Any, mesh: Any, local: float) -> floa
     """Results on one device, in 2 bytes: weights gathered forward and backward, their gradients summed, a micro-batch;
     activations summed over tensor twice a layer each way, and once more under remat; keys and values over context."""
     total = 0.0
+    experts = cfg.expert_layers * cfg.expert_layer_params
+    if mesh.fsdp * mesh.expert > 1:
+        total += 3 * 2 * (cfg.matrix_params - experts) / mesh.tensor * section.micro_batches
     if mesh.fsdp > 1:
-        total += 3 * 2 * cfg.matrix_params / mesh.tensor * section.micro_batches
+        total += 3 * 2 * experts / (mesh.tensor * mesh.expert) * section.micro_batches
+    if mesh.expert > 1:  # tokens gathered and their sums scattered, each way
+        total += 4 * 2 * local * mesh.expert * cfg.d_model * cfg.expert_layers
     if mesh.tensor > 1:
         total += (4 + (section.remat == "full")) * 2 * local * cfg.d_model * cfg.n_layers
     if mesh.context > 1:

@@ -213,6 +213,29 @@ class ModelConfig:
         return self._layer_params(self.n_layers - 1, active=False)
 
     @property
+    def active_layer_params(self) -> int:
+        """The same, of the matrices that one token is multiplied with."""
+        return self._layer_params(self.n_layers - 1, active=True)
+
+    @property
+    def expert_layer_params(self) -> int:
+        """Of the experts of one layer: what an `expert` axis cuts."""
+        return 3 * self.d_model * self.experts.width * self.experts.count if self.experts else 0
+
+    @property
+    def ff_width(self) -> int:
+        """Numbers that a token leaves inside the feed-forwards of one layer."""
+        if self.experts is None:
+            return self.d_ff
+        mixture = self.experts.width * (self.experts.per_token + self.experts.shared)
+        return mixture + (2 * self.d_ff if self.shortcut else 0)
+
+    @property
+    def largest_params(self) -> int:
+        """Of the largest stack of matrices."""
+        return max(self.n_layers * self.d_model * self.d_ff, self.expert_layers * self.expert_layer_params // 3)
+
+    @property
     def matrix_params(self) -> int:
         """Of all matrices: what a mesh cuts."""
         return self._all_params(active=False)
@@ -221,11 +244,6 @@ class ModelConfig:
     def active_params(self) -> int:
         """Of the matrices that one token is multiplied with: of experts, those that it is sent to."""
         return self._all_params(active=True)
-
-    @property
-    def expert_params(self) -> int:
-        """Of the matrices of all experts, which an `expert` axis cuts."""
-        return 3 * self.d_model * self.experts.width * self.experts.count * self.expert_layers if self.experts else 0
 
     @property
     def gain_params(self) -> int:
