@@ -28,6 +28,7 @@ from dora_jax import config as configs
 from dora_jax.config import Config, ConfigError, RunError
 from dora_jax.models import config as models
 from dora_jax.models.hf_config import read_config
+from dora_jax.trainer import objective
 
 CONFIG_HELP = (
     "path.py[:argument], or the name of a config that comes with dora_jax; --config.field=value overrides a field"
@@ -258,6 +259,8 @@ def _machine(asked: CommandLine, purpose: str) -> list[str]:
         return [f"model.path: {error}"]
     if not model:
         return _unfit(config)
+    if problems := objective.mixture_problems(config.trainer, model):
+        return problems
     axes: dict[str, dict[str, int]] = {
         "trainer.fsdp": {"fsdp": mesh[1], "tensor": 1},
         **({"trainer.expert": {"fsdp": mesh[1], "tensor": 1, "expert": mesh[4]}} if mesh[4] > 1 else {}),

@@ -102,18 +102,21 @@ def test_nothing_stays_open_and_resolving_again_changes_nothing():
 def test_what_the_user_sets_is_kept():
     asked = on(
         "v6e-8",
-        {"attention": "tokamax", "page_size": 256, "pages": 77, "late_results": "off"},
+        {"attention": "tokamax", "page_size": 256, "pages": 77, "late_results": "off", "expert_matmul": "scan"},
         {"logits_bytes": 5, "compiler_options": {"a": 1}},
     )
     done, choices = resolved(asked)
     assert done.rollout == dataclasses.replace(
         asked.rollout, prefill_chunk=512, prefill_tokens=1024, prefill_call_tokens=1024
     )
-    assert done.trainer == dataclasses.replace(asked.trainer, attention="splash", share_prompts="off")
+    assert done.trainer == dataclasses.replace(
+        asked.trainer, attention="splash", share_prompts="off", expert_matmul="ragged_dot"
+    )
     assert {choice.field for choice in choices} == {
         "rollout.prefill_chunk",
         "rollout.prefill_tokens",
         "trainer.attention",
+        "trainer.expert_matmul",
         "rollout.prefill_call_tokens",
         "model.dtype",
         "trainer.share_prompts",

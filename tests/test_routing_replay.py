@@ -117,3 +117,22 @@ def test_the_load_balance_loss_is_one_where_the_load_is_even():
     even, pulled = trainer(), trainer(load_balance_coef=0.5)
     batch = packed(cases.groups(), routes=None)
     assert pulled.step(batch)["trainer/loss"] > even.step(batch)["trainer/loss"] + 0.4
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (
+            {"routing_replay": "rollout"},
+            "trainer.routing_replay=rollout needs a model with experts, and this qwen3 has",
+        ),
+        (
+            {"load_balance_coef": 0.1},
+            "trainer.load_balance_coef=0.1 needs a model with experts, and this qwen3 has none",
+        ),
+        ({"router_bias_rate": 0.1}, "trainer.router_bias_rate=0.1 needs a model with a router with a selection bias"),
+    ],
+)
+def test_what_a_dense_model_cannot_do_is_refused(changes, message):
+    with pytest.raises(ValueError, match=message):
+        trainer(cases.MODEL, **changes)

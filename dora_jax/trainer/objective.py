@@ -172,6 +172,26 @@ def attention_problems(section: Any, platform: str, dtype: str) -> list[str]:
     return [sentence for broken, sentence in rules if broken]
 
 
+def mixture_problems(section: Any, model: Any) -> list[str]:
+    """What a TrainerSection asks of the experts that the model (a ModelConfig) does not have; one sentence each."""
+    experts = model.experts
+    rules = [
+        (section.routing_replay != "none" and experts is None, "routing_replay", section.routing_replay, "experts"),
+        (section.load_balance_coef and experts is None, "load_balance_coef", section.load_balance_coef, "experts"),
+        (
+            section.router_bias_rate and not (experts and experts.corrected),
+            "router_bias_rate",
+            section.router_bias_rate,
+            "a router with a selection bias",
+        ),
+    ]
+    return [
+        f"trainer.{field}={value} needs a model with {needed}, and this {model.family} has none"
+        for broken, field, value, needed in rules
+        if broken
+    ]
+
+
 def _unknown_names(section: Any) -> list[str]:
     known = {
         "advantage": ADVANTAGES,

@@ -260,6 +260,7 @@ def new_recipe(
 ) -> Recipe:
     """What a trainer of this section compiles; the devices of the mesh may be descriptions."""
     wrong = objective.attention_problems(section, mesh.devices.flat[0].platform, dtype)
+    wrong += objective.mixture_problems(section, model_cfg)
     if wrong:
         raise ValueError("; ".join(wrong))
     model = Model(
