@@ -1,6 +1,7 @@
 """The one-process world with real threads and an arithmetic engine: every token proves the version that made it."""
 
 import queue
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -8,7 +9,8 @@ import pytest
 from dora_jax.orchestrate import events as ev
 from dora_jax.orchestrate.loop import each
 from dora_jax.rollout.oracle import OracleEngine
-from dora_jax.runtime.rollout_worker import EngineWorker, report_period_s
+from dora_jax.runtime import rollout_worker
+from dora_jax.runtime.rollout_worker import EngineWorker, progress_period_s, report_period_s
 from dora_jax.runtime.worker import Finished
 from dora_jax.types import RENEWAL, SampleId, ScoredGroup, is_eval
 from tests.fakes.coordinator_world import (
@@ -133,3 +135,20 @@ def test_an_instance_says_how_far_all_its_samples_are_in_one_report():
     assert any(report.indices == (0, 1) for report in reports)
     assert all(0 not in report.indices for report in said[ended:] if isinstance(report, ev.InstanceReported))
     assert report_period_s(2) == 0.1 and report_period_s(10_000) == 1.0
+
+
+def test_an_instance_of_a_large_fleet_lists_its_samples_in_some_of_its_reports():
+    now, outbox = [100.0], queue.SimpleQueue()
+    engine = OracleEngine(SECTION, length=lambda *_: 60)
+    worker = EngineWorker(0, engine, Weights(), outbox, report_s=1.0, progress_s=progress_period_s(3000, 100))
+    worker.load(0, None)
+    worker.submit(SampleId(0, 0), Task().prompt_at(0), 0)
+    with mock.patch.object(rollout_worker.time, "monotonic", lambda: now[0]):
+        for _ in range(7):
+            worker.work()
+            now[0] += 1.0
+    said = [outbox.get() for _ in range(outbox.qsize())]
+    reports = [item for item in said if isinstance(item, ev.InstanceReported)]
+    assert [bool(report.tokens) for report in reports] == [True, False, False, True, False, False, True]
+    assert [report.sampled for report in reports[1:4]] == [0, 0, 3 * SECTION.decode_steps]  # since it said so last
+    assert progress_period_s(100, 100) <= 0.1 and progress_period_s(10_000, 100) == 10.0

@@ -4,8 +4,8 @@ deaths, its snapshots and the cycle collector.
     python -m dora_jax.bench.orchestrator [--instances=10000] [--seconds=60] [--residents=1] [--updates=4]
 
 A body in virtual time: 100 slots an instance, log-normal answers of 3,000 tokens on average (sigma 1, at most 12,000) at 30
-tokens/s: at a million live samples 10,000 start and as many end in a second. Every instance reports once in `report_s`,
-one is lost every `mtbf_s` of instance time, and a step takes a quarter of the groups that run. The fleet works for
+tokens/s: at a million live samples 10,000 start and as many end in a second. Every instance reports once in `report_s`, and
+its samples as often as those of a run of that size (runtime/rollout_worker.py, `progress_period_s`); one is lost every `mtbf_s` of instance time, and a step takes a quarter of the groups that run. The fleet works for
 `warm_s` first, without reports until the last seconds. With `aged` its first groups are found at any point of their
 lives, as those of a fleet that has worked for long: steps follow each other from the start, versions come and go, and
 samples move. Without, a group ends only once its longest answer does, minutes later.

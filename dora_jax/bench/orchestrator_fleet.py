@@ -26,10 +26,11 @@ from dora_jax.runtime.durability.log_stores import FileLogStore
 from dora_jax.runtime.durability.payload_state import PayloadState
 from dora_jax.runtime.durability.records import CODEC, Fact, batches
 from dora_jax.runtime.durability.recovery import head_records
+from dora_jax.runtime.rollout_worker import progress_period_s
 from dora_jax.types import SampleId
 
 SLOTS, GROUP_SIZE, IN_FLIGHT, STEPS_IN_FLIGHT, VERSIONS = 100, 16, 15.0, 4, 16
-SIGMA, MU, MAX_TOKENS, TOKENS_PER_S = 1.0, 7.59, 12_000, 30.0  # a mean of 3,000
+SIGMA, MU, MAX_TOKENS, MEAN_TOKENS, TOKENS_PER_S = 1.0, 7.59, 12_000, 3_000, 30.0
 PROMPT_TOKENS, PAGE_SIZE, PAGES = 512, 64, 100 * 120
 LOAD_S, MOVE_S, SCORE_S, STEP_S, BACK_S = 2.0, 0.2, 0.5, 10.0, 60.0
 BEGIN_S, PARK_S, CLOCK_S, UP_S = 0.05, 0.02, 0.1, 5.0
@@ -116,6 +117,8 @@ class Body:
         self.heap: list[tuple[float, int, Callable, tuple]] = []
         self.facts: list[ev.Event] = []  # that come together
         self.gather_s = gather_s(options.instances)
+        self.progress_s = progress_period_s(options.instances, SLOTS)
+        self.listed_s = [self.draw.random() * self.progress_s - self.progress_s for _ in range(options.instances)]
         self.ages: dict[int, float] = {}  # of the first groups, in tokens
         self.count = itertools.count()
         # of each instance: sample -> tokens that it would have had at time 0
@@ -219,15 +222,27 @@ class Body:
 
     def report(self, i: int) -> None:
         self.at(self.options.report_s, self.report, i)
-        if runs := self.runs[i]:
+        if self.now < self.listed_s[i] + self.progress_s:
+            used = len(self.runs[i]) * (PROMPT_TOKENS + MEAN_TOKENS) // PAGE_SIZE
+            self.tell(ev.InstanceReported(instance=i, free=max(0, PAGES - used), life=self.lives[i]))
+        elif runs := self.runs[i]:
+            self.listed_s[i] = self.now
             now_tokens = self.now * TOKENS_PER_S
             tokens = tuple([int(now_tokens + zero) for zero in runs.values()])
             free = max(0, PAGES - (sum(tokens) + len(runs) * PROMPT_TOKENS) // PAGE_SIZE)
             groups, indices = zip(*runs, strict=True)
             self.tell(
                 ev.InstanceReported(
-                    instance=i, free=free, groups=groups, indices=indices, tokens=tokens, life=self.lives[i]
-                )
+                    instance=i,
+                    free=free,
+                    groups=groups,
+                    indices=indices,
+                    tokens=tokens,
+                    life=self.lives[i],
+                    sampled=int(len(runs) * TOKENS_PER_S),
+                    busy_s=1.0,
+                    row_s=float(len(runs)),
+                )  # fmt: skip
             )
 
     def tokens(self, zero: float) -> float:

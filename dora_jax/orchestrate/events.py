@@ -125,8 +125,8 @@ class StepPublished:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class InstanceReported:
-    """How far an instance is, once a period: every sample that it runs and that has a token, or none of them where none
-    has grown since its last report. The tokens themselves stay in the engine. In columns: plain numbers cost journal and
+    """How far an instance is, once a period: every sample that it runs and that has a token; or none of them, where none has
+    grown since, or, in a large fleet, where it has listed them a short time ago. The tokens themselves stay in the engine. In columns: plain numbers cost journal and
     wire a third of what ids do."""
 
     instance: InstanceId

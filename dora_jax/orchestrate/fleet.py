@@ -150,11 +150,11 @@ class Fleet:
         """What the samples of the instance have by now. Units are told when a decision looks at them (`settle`): most reports
         are followed by another one first."""
         instance.report, instance.tokens = event, sum(event.tokens)
-        instance.reports += 1
         if 2 * len(event.tokens) > len(instance.units):  # else most of the pages are of samples that it does not list
             used = (instance.pages - event.free) * instance.page_size
             self.measured.held(len(event.tokens), instance.tokens, used, instance.page_size)
-        if not instance.reports % REPORTS_A_LOOK:
+        if instance.reports >= REPORTS_A_LOOK:
+            instance.reports = 0
             self._raise(instance)
 
     def _raise(self, instance: Instance) -> None:

@@ -64,6 +64,7 @@ def weights_loaded(s: State, event: ev.WeightsLoaded) -> None:
 
 def instance_reported(s: State, event: ev.InstanceReported) -> None:
     instance = s.fleet.instances[event.instance]
+    instance.reports += 1
     if event.tokens:
         s.fleet.reported(instance, event)
     if event.sampled:

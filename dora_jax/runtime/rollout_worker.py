@@ -22,12 +22,19 @@ from dora_jax.runtime.worker import Finished, HandedOver, Parked, Worker
 from dora_jax.types import InstanceId, Prompt, SampleId, Version
 
 REPORT_PERIOD_S = 0.1  # of an instance: often enough to decide on, rare enough to ignore
+FLEET_SAMPLES_PER_S = 100_000  # of all instances: the samples that reports list
 FLEET_REPORTS_PER_S = 10_000  # of all instances: what a controller hears beside everything else
 
 
 def report_period_s(instances: int) -> float:
     """Of each instance of a fleet: a larger fleet's are heard less often, so that all together stay in bounds."""
     return max(REPORT_PERIOD_S, instances / FLEET_REPORTS_PER_S)
+
+
+def progress_period_s(instances: int, slots: int) -> float:
+    """How often an instance's report also says how far each of its samples is: decisions can wait for that longer than for
+    pages, and a report of a hundred samples costs ten times one without."""
+    return instances * slots / FLEET_SAMPLES_PER_S
 
 
 class MoveTarget(Protocol):
@@ -70,6 +77,7 @@ class EngineWorker(Worker):
         partial_s: float = 0.0,
         life: int = 0,
         report_s: float = REPORT_PERIOD_S,
+        progress_s: float = 0.0,
     ):
         super().__init__(f"rollout {instance}", outbox)
         self.instance, self.life = instance, life
@@ -82,6 +90,8 @@ class EngineWorker(Worker):
         self._grew = False  # since the last report
         self._report_s = report_s
         self._reported_s = 0.0
+        self._progress_s = progress_s
+        self._progressed_s = 0.0
         self._partial_s = partial_s
         self._partials_s = time.monotonic()
         self._grown: dict[SampleId, None] = {}  # run here and have more tokens than were reported
@@ -171,19 +181,22 @@ class EngineWorker(Worker):
         now = time.monotonic()
         if now - self._reported_s >= self._report_s:
             self._reported_s = now
-            progress, self._grew = self._progress if self._grew else {}, False
-            took, self._decoding = self._decoding, _Decoding()
-            self.outbox.put(
-                ev.InstanceReported.of(
-                    self.instance, result.free_pages, progress, self.life, **dataclasses.asdict(took)
-                )
-            )
+            self._say_how_far(now, result.free_pages)
         if self._partial_s and now - self._partials_s >= self._partial_s:
             self._partials_s = now
             for sample_id in self._grown:
                 new = self.engine.sampled(sample_id, self._told.get(sample_id, 0))
                 self._report(sample_id, self.engine.version_of(sample_id), *new)
             self._grown.clear()
+
+    def _say_how_far(self, now: float, free_pages: int) -> None:
+        progress, took = {}, _Decoding()
+        if self._grew and now - self._progressed_s >= self._progress_s:
+            self._progressed_s, self._grew = now, False
+            progress = self._progress
+            took, self._decoding = self._decoding, took
+        report = ev.InstanceReported.of(self.instance, free_pages, progress, self.life, **dataclasses.asdict(took))
+        self.outbox.put(report)
 
     def _import(self, parcel: InFlightSample) -> None:
         self.engine.import_(parcel)

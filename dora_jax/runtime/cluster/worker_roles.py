@@ -35,7 +35,13 @@ from dora_jax.runtime.cluster.sample_transfer import (
 )
 from dora_jax.runtime.cluster.step_cache import StepCache
 from dora_jax.runtime.idle_time import IdleTimer
-from dora_jax.runtime.rollout_worker import REPORT_PERIOD_S, EngineWorker, MoveTarget, report_period_s
+from dora_jax.runtime.rollout_worker import (
+    REPORT_PERIOD_S,
+    EngineWorker,
+    MoveTarget,
+    progress_period_s,
+    report_period_s,
+)
 from dora_jax.runtime.seams import RolloutEngine, Tree
 from dora_jax.runtime.trainer_worker import MismatchProbe
 from dora_jax.runtime.transfer import slices
@@ -232,6 +238,7 @@ def open_rollout(
         porter,
         holders_alike(begin.hosts, model.n_kv_heads),
         report_period_s(config.rollout.instances),
+        progress_period_s(config.rollout.instances, config.rollout.slots),
     )
 
 
@@ -256,13 +263,16 @@ class RolloutRole:
         porter: KVEndpoint,
         alike: int = 1,
         report_s: float = REPORT_PERIOD_S,
+        progress_s: float = 0.0,
     ):
         """alike: neighbouring processes that hold the same KV heads."""
         self._engine, self._pulse, self._turns, self._weights, self._porter = engine, pulse, turns, weights, porter
         self._courier = TransferThreads(weights, link, porter=porter)
         self._link = link
         self._outlet = outlet = ResultSender(link, begin.rank, begin.hosts, alike)
-        self._worker = EngineWorker(_instance(begin), engine, weights.weights, outlet, partial_s, begin.epoch, report_s)
+        self._worker = EngineWorker(
+            _instance(begin), engine, weights.weights, outlet, partial_s, begin.epoch, report_s, progress_s
+        )
         self._lends = porter.lends
         self._rank, self._hosts = begin.rank, begin.hosts
 
