@@ -275,11 +275,11 @@ def _uneven(config: Config) -> list[str]:
     model, hosts = presets.model_of(config), config.cluster.hosts_per_instance
     if model is None:
         return []
-    if model.n_kv_heads % hosts and hosts % model.n_kv_heads:
+    if model.cache_heads % hosts and hosts % model.cache_heads:
         return [
             (
                 f"cluster.hosts_per_instance: {hosts} processes can neither split nor share the model's "
-                f"{model.n_kv_heads} KV heads evenly"
+                f"{model.cache_heads} KV heads evenly"
             )
         ]
     return _indivisible("rollout.tensor", model, {"fsdp": 1, "tensor": config.rollout.tensor, "serving": True})

@@ -233,9 +233,7 @@ def instance_work(model: ModelConfig, config: Config) -> list[Line]:
 def token_bytes(model: ModelConfig, rollout: RolloutSection, dtype: str) -> float:
     """KV of one token on one device."""
     size = 1 if rollout.kv else BYTES[dtype]
-    if model.latent:  # every device holds the latents of all heads
-        return model.kv_layers * model.latent.cache_dim * size
-    return 2 * model.n_layers * model.kv_width_on(rollout.tensor) * size
+    return model.kv_layers * model.cache_width_on(rollout.tensor) * size
 
 
 def page_bytes(model: ModelConfig, rollout: RolloutSection, dtype: str) -> float:

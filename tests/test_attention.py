@@ -16,7 +16,7 @@ B, H, K, D, BLOCK = 5, 6, 2, 16, 32
 def chunk_attention(*args):
     """Compiled as one, as the engine does it; the mask of the new positions is a constant there."""
     *inputs, mask = args
-    return jax.jit(lambda *inputs: attention.chunk_attention(*inputs, mask))(*inputs)
+    return jax.jit(lambda *inputs: attention.chunk_attention(*inputs, mask, inputs[0].shape[-1] ** -0.5))(*inputs)
 
 
 def arrays(length, blocks, seed=0, heads=H, kv=K, dim=D):
@@ -59,7 +59,7 @@ def test_equals_the_plain_formula(length):
 def test_masked_blocks_change_no_bit(heads, kv, dim):
     """Where the kernel is one long product instead, the larger of these models differ from 512 positions on."""
     q, past, past_len, k_new, v_new = arrays(1, 8, heads=heads, kv=kv, dim=dim)
-    run = jax.jit(lambda *args: attention.chunk_attention(*args, np.ones((1, 1), bool)))
+    run = jax.jit(lambda *args: attention.chunk_attention(*args, np.ones((1, 1), bool), dim**-0.5))
     shortest = run(q, past[:2], past_len, k_new, v_new)
     for blocks in (3, 8):
         np.testing.assert_array_equal(shortest, run(q, past[:blocks], past_len, k_new, v_new))
@@ -152,7 +152,7 @@ def test_tokamax_writes_and_attends_as_the_reference(length, lens, dtype, atol, 
     q, pool, lens, tables = pages_case(length, lens)
     new = np.random.default_rng(1).normal(size=(*q.shape[:2], *pool.shape[2:]))
     inputs = (*(jnp.asarray(x, dtype) for x in (q, new, np.nan_to_num(pool))), jnp.asarray(lens), jnp.asarray(tables))
-    monkeypatch.setattr(attention, "paged_kernel", lambda impl: attention.paged_reference)
+    monkeypatch.setattr(attention, "paged_kernel", lambda impl, rank: attention.paged_reference)
     want, written = attention.paged_step(*inputs, 128**-0.5, "tpu")
     got, pages = attention.tokamax_step(*inputs, 128**-0.5, implementation="reference")
     np.testing.assert_array_equal(pages, written)

@@ -16,10 +16,10 @@ from tests.fakes.engine_rig import finish, ids, loaded, new_engine, submit, undi
 def paged():
     """Two devices; few pages more than one long sample needs."""
     patch = pytest.MonkeyPatch()
-    patch.setattr(attention, "paged_kernel", lambda impl: attention.paged_reference)
+    patch.setattr(attention, "paged_kernel", lambda impl, rank: attention.paged_reference)
     patch.setattr(device_calls, "CHOOSERS", ("cpu",))  # how the weights lie is chosen as on a TPU
     with patch.context() as anywhere:
-        anywhere.setattr(attention, "check_platform", lambda impl, platform: None)
+        anywhere.setattr(attention, "check_platform", lambda *args, **latent: None)
         engine = new_engine(device=2, tensor=2, pages=20, context_block=48, attention="tpu")
     engine.load(0, weights(engine))
     yield engine

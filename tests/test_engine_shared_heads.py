@@ -19,10 +19,10 @@ TENSOR = 2 * CFG.n_kv_heads
 def engine(request):
     """On four devices, its weights as a trainer on two others has published them."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(attention, "paged_kernel", lambda impl: attention.paged_reference)
+        patch.setattr(attention, "paged_kernel", lambda impl, rank: attention.paged_reference)
         if request.param != "reference":
             patch.setattr(device_calls, "CHOOSERS", ("cpu",))
-            patch.setattr(attention, "check_platform", lambda impl, platform: None)
+            patch.setattr(attention, "check_platform", lambda *args, **latent: None)
         engine = new_engine(device=2, tensor=TENSOR, context_block=48, attention=request.param)
         store = DeviceWeights()
         trainers = sharding.make_mesh(jax.devices()[:2], 1, 1, 2)

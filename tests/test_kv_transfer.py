@@ -35,7 +35,7 @@ def carried(lent):
 def test_pages_arrive_bit_equal_and_the_sample_goes_on_as_if_it_had_stayed(ends):
     id = SampleId(3, 1)
     parcel, k = taken_out(id, others=[SampleId(3, 0)]), key()
-    assert layout_of(parcel.k_pages) == LAYOUT and parcel.n_pages == 7
+    assert layout_of(parcel.pages) == LAYOUT and parcel.n_pages == 7
     got = fetch(ends[1], carried(lend(ends[0], k, parcel)), k, LAYOUT, 20)
     ends[0].release(k)
     assert bits(got.k_pages) == bits(parcel.k_pages) and bits(got.v_pages) == bits(parcel.v_pages)

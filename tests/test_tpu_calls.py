@@ -8,16 +8,28 @@ import pytest
 from dora_jax import aot_slices
 from dora_jax.config import RolloutSection
 from dora_jax.models import decoder, sharding
+from dora_jax.models.config import Latent
 from dora_jax.rollout.engine import new_calls
 
 pytestmark = pytest.mark.skipif(not aot_slices.installed(), reason="libtpu is not installed: the extra aot")
 CFG = decoder.new_config(
     "qwen3", vocab_size=1024, d_model=512, n_layers=3, n_heads=4, n_kv_heads=2, head_dim=128, d_ff=1536
 )
+LATENT = decoder.new_config(
+    "deepseek_v3",
+    vocab_size=1024,
+    d_model=512,
+    n_layers=3,
+    n_heads=8,
+    n_kv_heads=8,
+    head_dim=192,
+    d_ff=1536,
+    latent=Latent(kv_rank=512, rope_dim=64, nope_dim=128, v_dim=128, q_rank=256),
+)
 WEIGHTS = ("512,512", "512,256", "512,1536", "1536,512")  # shapes of the projections
 
 
-def calls(attention, **changes):
+def calls(attention, cfg=CFG, **changes):
     section = RolloutSection(
         **{
             **dict(
@@ -36,7 +48,7 @@ def calls(attention, **changes):
         }
     )
     return new_calls(
-        CFG,
+        cfg,
         section,
         sharding.make_mesh(aot_slices.slice_devices("v5e-4")[:1], 1, 1, 1),
         seed=0,
@@ -82,3 +94,14 @@ def test_prefill_takes_the_weights_as_decode_likes_them():
     compiled = call.trace(*arguments, **static).lower(lowering_platforms=("tpu",)).compile()
     assert compiled.input_formats[0][0]["layers"] == made_calls.param_formats["layers"]
     assert sorted(name.split()[0] for name in made_calls.programs()) == ["decode", "prefill", "read", "write"]
+
+
+def test_latent_pages_are_read_by_their_own_kernel_and_copied_nowhere():
+    """640 numbers a token: 512 + 64, and the rest of the last vector."""
+    decode = calls("tpu", LATENT, pages=512).decode_chosen
+    text, memory = decode.as_text(), decode.memory_analysis()
+    pool = f"{LATENT.n_layers * 513},64,640"
+    assert f"bf16[{pool}]" in text and not made(text, "copy|copy-start", (pool,))
+    assert "latent_attention" in text and not made(text, "gather", ("8,2048,640", "8,32,64,640"))
+    assert memory.alias_size_in_bytes >= LATENT.n_layers * 513 * 64 * 640 * 2
+    assert memory.temp_size_in_bytes < 4 * 2**20

@@ -99,7 +99,7 @@ def table(
         engine.load(0, jax.device_put(params, engine.param_shardings))
         control, blocks = control_of(engine, context)
         weights_of = engine._weights[0]  # as the calls take them
-        took = best_s(lambda: engine.device.generate(weights_of, control, blocks).block_until_ready(), 5) / STEPS
+        took = best_s(lambda: engine.device.generate(weights_of, control, blocks)[0].block_until_ready(), 5) / STEPS
         kv *= fit
         yield (
             f"{context:8d}{fit:5d}{weights / 1e6:12.1f}{kv / 1e6:9.1f}{took * 1e3:11.2f}{fit / took:10.0f}"

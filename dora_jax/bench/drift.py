@@ -93,7 +93,7 @@ def measure(
 def held_bytes(cfg: ModelConfig, dtype: str, weights: str, kv: str) -> tuple[int, int]:
     """(projections, KV of one position); of `dtype` where nothing is asked for. Scales are one f32 an output channel."""
     layer = decoder.abstract_params(cfg)["layers"]
-    shapes = [layer[name].shape for name in PROJECTIONS]
+    shapes = [layer[name].shape for name in PROJECTIONS if name in layer]
     size = jnp.dtype(WEIGHTS[weights] or dtype).itemsize
     projections = sum(n * (d * f * size + (4 * f if weights else 0)) for n, d, f in shapes)
     return projections, 2 * cfg.n_layers * cfg.n_kv_heads * cfg.head_dim * jnp.dtype(KV[kv] or dtype).itemsize

@@ -42,11 +42,12 @@ class Products(NamedTuple):
     """How a layer multiplies.
 
     merge: tokens as one axis, since a CPU takes twice as long over a weight gradient summed over two.
-    looped: the weights are slices of stacked ones.
+    looped: the weights are slices of stacked ones. absorbed: latent attention in the form that serves.
     """
 
     merge: bool
     looped: bool = False
+    absorbed: bool = False
 
     def __call__(self, weights: Weights, x_BxLxD: jax.Array, name: str) -> jax.Array:
         """x @ weight, in the activations' type: masters may be wider."""
@@ -72,7 +73,7 @@ def run(
     products: Products,
 ) -> jax.Array:
     """What normed hidden states add to the residual stream."""
-    inner = _mla if cfg.latent else _gqa
+    inner = _gqa if cfg.latent is None else _mla_absorbed if products.absorbed else _mla
     o_BxLxHxD = inner(cfg, layer, weights, h_BxLxD, rotary, attend, products)
     return products(weights, o_BxLxHxD.reshape(*h_BxLxD.shape[:2], -1), "o_proj")
 
@@ -163,6 +164,18 @@ def _mla(cfg, layer, weights, h_BxLxD, rotary, attend, products):
     k = jnp.concatenate([kv[..., : m.nope_dim], k_rope], axis=-1)
     v = jnp.pad(kv[..., m.nope_dim :], ((0, 0), (0, 0), (0, 0), (0, cfg.head_dim - m.v_dim)))
     return attend(layer, q, k, v)[..., : m.v_dim]
+
+
+def _mla_absorbed(cfg, layer, weights, h_BxLxD, rotary, attend, products):
+    """kv_b_proj moves over to the query and to the output: scores of a latent are the query's with its key."""
+    m = cfg.latent
+    q_nope, q_rope, latent_BxLxC, k_rope_BxLx1xR = latent_parts(cfg, weights, h_BxLxD, rotary, products)
+    up_CxHxN = weights["kv_b_proj"].astype(h_BxLxD.dtype).reshape(m.kv_rank, cfg.n_heads, -1)
+    q_latent = jnp.einsum("blhn,chn->blhc", q_nope, up_CxHxN[..., : m.nope_dim])
+    q = jnp.concatenate([q_latent, q_rope], axis=-1)
+    k = jnp.concatenate([latent_BxLxC[:, :, None], k_rope_BxLx1xR], axis=-1)
+    o_BxLxHxC = attend(layer, q, k, None)
+    return jnp.einsum("blhc,chv->blhv", o_BxLxHxC, up_CxHxN[..., m.nope_dim :])
 
 
 def latent_parts(

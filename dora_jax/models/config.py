@@ -176,6 +176,15 @@ class ModelConfig:
         return self.n_layers * (2 if self.shortcut else 1)
 
     @property
+    def cache_heads(self) -> int:
+        """Heads whose keys and values a cache keeps: of latent attention one row, which all heads share."""
+        return 1 if self.latent else self.n_kv_heads
+
+    def cache_width_on(self, tensor: int) -> int:
+        """Numbers that a token leaves in one attention's cache on one of `tensor` devices: at least one whole head."""
+        return self.latent.cache_dim if self.latent else 2 * self.kv_width_on(tensor)
+
+    @property
     def expert_layers(self) -> int:
         """Layers that have a router."""
         return self.n_layers - self.experts.first_dense if self.experts else 0

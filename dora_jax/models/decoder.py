@@ -255,6 +255,7 @@ def forward_routed(
     remat: str = "none",
     constrain: Constrain = lambda x, *axes: x,
     merge: bool = True,
+    absorbed: bool = False,
     compute: Compute = moe.scan,
     routes_BxLxMxk: jax.Array | None = None,
     counted_BxL: jax.Array | None = None,
@@ -262,14 +263,17 @@ def forward_routed(
     """(hidden states after the last norm, in `dtype`; what the M routers did, None without experts).
 
     constrain: sharding.constrain_rows, the trainer's. merge: whether matmuls see rows and positions as one axis; no,
-    where both are sharded. compute: of moe.compute. routes: expert ids to take, see moe.route. counted_BxL: the tokens
+    where both are sharded. absorbed: latent attention in the form that serves; attention.py says what `attend` is given.
+    compute: of moe.compute. routes: expert ids to take, see moe.route. counted_BxL: the tokens
     that the routers' figures are of.
     """
     with jax.named_scope("embed"):
         # gathered over fsdp before the lookup: left to itself, XLA replicates the looked-up rows instead
         embed_VxD = constrain(params["embed"].astype(dtype), "vocab", None)
         x_BxLxD = constrain(embed_VxD[tokens_BxL], "batch", "sequence")
-    one_pass = _Pass(cfg, attention.rotary(cfg, positions_BxL), Products(merge), compute, counted_BxL)
+    one_pass = _Pass(
+        cfg, attention.rotary(cfg, positions_BxL), Products(merge, absorbed=absorbed), compute, counted_BxL
+    )
 
     def run(block: str, layer: int | None, weights: Params, x, forced_BxLxk):
         x, routed = one_pass.layer(block, layer, weights, x, attend, forced_BxLxk)
@@ -316,12 +320,12 @@ def forward_carrying(
     state = jax.tree.map(lambda x: x, state)  # its containers are ours
     if layout_of(params) == "serving":
         hidden_BxLxD, routed = forward_routed(
-            cfg, params, tokens_BxL, positions_BxL, attend_with(state), dtype=dtype, compute=compute
+            cfg, params, tokens_BxL, positions_BxL, attend_with(state), dtype=dtype, absorbed=True, compute=compute
         )
         return hidden_BxLxD, state, None if routed is None else routed.ids
     with jax.named_scope("embed"):
         x_BxLxD = params["embed"][tokens_BxL].astype(dtype)
-    one_pass = _Pass(cfg, attention.rotary(cfg, positions_BxL), Products(True, looped=True), compute)
+    one_pass = _Pass(cfg, attention.rotary(cfg, positions_BxL), Products(True, looped=True, absorbed=True), compute)
     ids = None
     if cfg.experts:
         ids = jnp.zeros((cfg.expert_layers, *tokens_BxL.shape, cfg.experts.per_token), jnp.int32)

@@ -61,13 +61,13 @@ def make_mesh(
 
 def serving_mesh(cfg: ModelConfig, mesh: Mesh) -> Mesh:
     """An engine's devices as its arrays lie on them. Of more devices than the model has KV heads, neighbours share one:
-    the axis "tensor" counts the KV heads, and "copies" the devices that hold the same one."""
+    the axis "tensor" counts the KV heads, and "copies" the devices that hold the same one; a cache of latents has one."""
     if COPIES in mesh.shape:
         return mesh
     check_mesh(cfg, fsdp=1, tensor=mesh.shape["tensor"], serving=True)
-    if mesh.shape["tensor"] <= cfg.n_kv_heads:
+    if mesh.shape["tensor"] <= cfg.cache_heads:
         return mesh
-    grid = mesh.devices.reshape(*mesh.devices.shape[:-1], cfg.n_kv_heads, -1)
+    grid = mesh.devices.reshape(*mesh.devices.shape[:-1], cfg.cache_heads, -1)
     return Mesh(grid, (*AXES, COPIES), axis_types=(AxisType.Auto,) * grid.ndim)
 
 

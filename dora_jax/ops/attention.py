@@ -3,7 +3,8 @@
 `chunk_attention` is the XLA reference, which runs anywhere (`rollout.attention = reference`). `paged_step` writes a
 step's KV into pages and attends over them, by the kernel that `rollout.attention` names: tpu, the ragged paged
 attention that jax ships; tokamax, the batched one of that package, which writes the pages itself; gpu, paged_gpu.py.
-`paged_reference` attends in plain XLA; tests hold all of them equal to it.
+`paged_reference` attends in plain XLA; tests hold all of them equal to it. Pages of latent attention are read by
+latent_attention.py's kernel, for TPUs.
 
 The reference's past comes in blocks of equal width, K as [B, K, D, S] and V as [B, K, S, D]: the layouts that a CPU
 streams at memory speed. The new positions stand apart, so that the past is read only while a chunk is decoded.
@@ -14,6 +15,7 @@ in the batch therefore changes nobody else's tokens, though it makes the bucket 
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 from collections.abc import Callable, Sequence
 
@@ -21,21 +23,28 @@ import jax
 import jax.numpy as jnp
 from jax.experimental.pallas.ops.tpu.ragged_paged_attention import kernel as ragged_paged_attention
 
+from dora_jax.ops import latent_attention
 from dora_jax.ops.kv_pages import check_pages
 
 MASKED = -1e30  # finite, so that a row with nothing but masked scores makes no nan
 
 
 def chunk_attention(
-    q_BxLxHxD, past: Sequence[tuple[jax.Array, jax.Array]], past_len_B, k_new_BxKxDxM, v_new_BxKxMxD, new_mask_LxM
+    q_BxLxHxD,
+    past: Sequence[tuple[jax.Array, jax.Array]],
+    past_len_B,
+    k_new_BxKxDxM,
+    v_new_BxKxMxD,
+    new_mask_LxM,
+    scale: float,
 ) -> jax.Array:
-    """o[B, L, H, D]. `past`: (k [B,K,D,S], v [B,K,S,D]) blocks, of which the first past_len positions count; V must
+    """o[B, L, H, D of v]. `past`: (k [B,K,D,S], v [B,K,S,D]) blocks, of which the first past_len positions count; V must
     be zero beyond. `new_mask_LxM` says which of the M new positions each of the L queries sees, itself at least."""
     b, length, heads, d = q_BxLxHxD.shape
     kv = k_new_BxKxDxM.shape[1]
     group = heads // kv
     q = q_BxLxHxD.reshape(b, length, kv, group, d).transpose(0, 2, 3, 1, 4).reshape(b, kv, group * length, d)
-    q = q * jnp.asarray(d**-0.5, q.dtype)
+    q = q * jnp.asarray(scale, q.dtype)
 
     def scores(k_BxKxDxS, mask):
         s = jnp.einsum("bkqd,bkds->bkqs", q, k_BxKxDxS, preferred_element_type=jnp.float32)
@@ -50,7 +59,7 @@ def chunk_attention(
     mask = jnp.tile(new_mask_LxM, (group, 1))[None, None]
     parts.append((scores(k_new_BxKxDxM, mask), v_new_BxKxMxD))
     o = _combine(parts, q_BxLxHxD.dtype)
-    return o.reshape(b, kv, group, length, d).transpose(0, 3, 1, 2, 4).reshape(b, length, heads, d)
+    return o.reshape(b, kv, group, length, -1).transpose(0, 3, 1, 2, 4).reshape(b, length, heads, -1)
 
 
 def _combine(parts, dtype) -> jax.Array:
@@ -58,11 +67,11 @@ def _combine(parts, dtype) -> jax.Array:
     peak = parts[-1][0].max(-1, keepdims=True)
     for s, _ in parts[:-1]:
         peak = jnp.maximum(peak, s.max(-1, keepdims=True))
-    total, out = 0.0, 0.0
+    total, out = jnp.float32(0), jnp.float32(0)
     for s, v in [parts[-1], *parts[:-1]]:
         weights = jnp.exp(s - peak)
-        total = total + weights.sum(-1, keepdims=True)
-        out = out + jnp.einsum("bkqs,bksd->bkqd", weights.astype(dtype), v, preferred_element_type=jnp.float32)
+        total += weights.sum(-1, keepdims=True)
+        out += jnp.einsum("bkqs,bksd->bkqd", weights.astype(dtype), v, preferred_element_type=jnp.float32)
     return (out / total).astype(dtype)
 
 
@@ -74,11 +83,14 @@ BLOCK_TOKENS = 512  # KV positions that one step of a kernel streams: enough to 
 BLOCK_QUERIES = 32  # of a prompt's chunk; a sequence with a single query has a block of its own, else it would be
 # computed once for each of its neighbours
 PLATFORMS = {"tpu": "tpu", "tokamax": "tpu", "gpu": "gpu"}  # where a kernel runs
+LATENT = ("reference", "tpu")  # what reads latent pages
 
 
-def check_platform(impl: str, platform: str) -> None:
-    """Raises ValueError where this kernel cannot run."""
+def check_platform(impl: str, platform: str, latent: bool = False) -> None:
+    """Raises ValueError where this kernel cannot run, or cannot read the cache of latent attention."""
     needed = PLATFORMS.get(impl, platform)
+    if latent and impl not in LATENT:
+        raise ValueError(f"rollout.attention {impl} reads no latent pages (MLA); {' and '.join(LATENT)} do")
     if platform != needed:
         raise ValueError(f"rollout.attention {impl} needs {needed.upper()} devices; this instance's are {platform}")
     if impl == "tokamax" and importlib.util.find_spec("tokamax") is None:
@@ -87,8 +99,13 @@ def check_platform(impl: str, platform: str) -> None:
         )
 
 
-def paged_kernel(impl: str) -> Callable[..., jax.Array]:
-    """What `rollout.attention` names, tpu or gpu: a function with the arguments of `paged_reference`."""
+def paged_kernel(impl: str, rank: int = 0) -> Callable[..., jax.Array]:
+    """What `rollout.attention` names, tpu or gpu: a function with the arguments of `paged_reference`.
+
+    rank: 0, or how many numbers of a row of latent pages are its value; see latent_attention.py.
+    """
+    if rank:
+        return functools.partial(latent_attention.latent_attention, rank=rank)
     if impl == "tpu":
         return paged_attention
     from dora_jax.ops import paged_gpu  # Triton is not part of every jax
@@ -97,22 +114,23 @@ def paged_kernel(impl: str) -> Callable[..., jax.Array]:
 
 
 def paged_step(
-    q_SxLxHxD, new_SxLxCxD, kv_pages_NxPxCxD, kv_lens_S, tables_SxM, scale: float, impl: str
+    q_SxLxHxD, new, pages, kv_lens_S, tables_SxM, scale: float, impl: str, rank: int = 0
 ) -> tuple[jax.Array, jax.Array]:
-    """(o[S, L, H, D], the pages with the new KV): the L queries of a sequence are its last L positions, whose K and V
-    `new` holds side by side, in the pages' type; each query sees itself and what is before it.
+    """(o[S, L, H, D], the pages with the new KV): the L queries of a sequence are its last L positions, whose KV is
+    `new`, in the pages' type; each query sees itself and what is before it.
 
-    tables_SxM says which pages hold a sequence, of which the first kv_lens positions are read and must be finite; the
-    last L of them are written here. D is `lanes`: smaller heads come padded.
+    new [S, L, ...], pages [N, P, ...]: K and V heads side by side [2K, D], or a latent row [D] whose first `rank`
+    numbers are the value; o is then [S, L, H, rank]. tables_SxM says which pages hold a sequence, of which the first
+    kv_lens positions are read and must be finite; the last L of them are written here. D is `lanes`: what is smaller
+    comes padded.
     """
-    check_pages(q_SxLxHxD, kv_pages_NxPxCxD, kv_lens_S, tables_SxM)
     if impl == "tokamax":
-        return tokamax_step(q_SxLxHxD, new_SxLxCxD, kv_pages_NxPxCxD, kv_lens_S, tables_SxM, scale)
-    length, size = q_SxLxHxD.shape[1], kv_pages_NxPxCxD.shape[1]
+        return tokamax_step(q_SxLxHxD, new, pages, kv_lens_S, tables_SxM, scale)
+    length, size = q_SxLxHxD.shape[1], pages.shape[1]
     at_SxL = (kv_lens_S - length)[:, None] + jnp.arange(length)[None]
     page_SxL = jnp.take_along_axis(tables_SxM, at_SxL // size, axis=1)
-    kv_pages_NxPxCxD = kv_pages_NxPxCxD.at[page_SxL, at_SxL % size].set(new_SxLxCxD)
-    return paged_kernel(impl)(q_SxLxHxD, kv_pages_NxPxCxD, kv_lens_S, tables_SxM, scale), kv_pages_NxPxCxD
+    pages = pages.at[page_SxL, at_SxL % size].set(new)
+    return paged_kernel(impl, rank)(q_SxLxHxD, pages, kv_lens_S, tables_SxM, scale), pages
 
 
 def paged_attention(q_SxLxHxD, kv_pages_NxPxCxD, kv_lens_S, tables_SxM, scale: float) -> jax.Array:
@@ -148,6 +166,7 @@ def tokamax_step(
     from tokamax._src.ops.batched_rpa import reference  # Python 3.12 only, and seconds to import
     from tokamax._src.ops.batched_rpa.kernel import configs, wrapper
 
+    check_pages(q_SxLxHxD, kv_pages_NxPxCxD, kv_lens_S, tables_SxM)
     s, length, heads, d = q_SxLxHxD.shape
     new_TxCxD = new_SxLxCxD.reshape(s * length, -1, d)
     decoding = s if length == 1 else 0

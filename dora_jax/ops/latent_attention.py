@@ -21,10 +21,11 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
+from dora_jax.ops.kv_pages import LANES
+
 BLOCK_TOKENS = 512  # positions that one step of the loop loads: 640 KiB of rows of 640 numbers in bf16
 MAX_ROWS = 512  # queries x heads of one program: f32[512, 512] scores and outputs take 1 MiB each
 MASKED = -1e30  # finite, so that a row with nothing but masked scores makes no nan
-LANES = 128  # a TPU vector: the output is made in whole ones
 SUBLANE_BYTES = 32  # a TPU's tile is 8 sublanes of 4 bytes; narrower types stand packed in them
 
 

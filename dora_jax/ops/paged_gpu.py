@@ -134,9 +134,9 @@ def _attend(
     query_R, head_R = jax.lax.div(row_R, group), head * group + jax.lax.rem(row_R, group)
     n = lens_ref[s]
     seen_R = n - length + query_R + 1  # positions that each query sees
-    start = 0 if splits == 1 else split * span
+    start = 0 if span is None else split * span
     stop = n - length + 1 + jnp.minimum(length - 1, jax.lax.div(first * rows + rows - 1, group))
-    stop = stop if splits == 1 else jnp.minimum(stop, start + span)
+    stop = stop if span is None else jnp.minimum(stop, start + span)
     where_Rx1 = s, query_R[:, None], head_R[:, None]
     q_RxD = plgpu.load(q_ref.at[*where_Rx1, lane_1xD], mask=(real_R & (start < stop))[:, None], other=0.0)
 

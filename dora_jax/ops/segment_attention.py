@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -42,7 +43,7 @@ def packed_attention(kind: str, segment_ids_BxL, positions_BxL, mesh: Mesh, pref
     if kind == "splash":
         if prefix_ids_BxL is not None:
             raise ValueError("trainer.attention=splash cannot share prompts: its kernel compares segment ids alone")
-        return splash_attention(*where, mesh)
+        return splash_attention(segment_ids_BxL, positions_BxL, mesh)
     if kind == "cudnn":
         return cudnn_attention(*where, mesh=mesh)
     if kind != "reference":
@@ -93,7 +94,7 @@ def splash_kernel(group: int, length: int, context: int, interpret: bool) -> spl
     """`group` query heads on one KV head; its tables of blocks are numpy arrays, so that no trace owns them."""
     queries, keys = (_block(n, SPLASH_BLOCK) for n in (length // context, length))
     compute = _block(keys, SPLASH_COMPUTE)
-    backward = {"block_q_dkv": queries, "block_kv_dkv": keys, "block_kv_dkv_compute": compute}
+    backward: dict[str, Any] = {"block_q_dkv": queries, "block_kv_dkv": keys, "block_kv_dkv_compute": compute}
     if length > SPLASH_FUSED:
         backward |= {"block_q_dq": queries, "block_kv_dq": keys}
     else:

@@ -30,40 +30,45 @@ class Device:
         self._calls = calls
         self.pool, self.state = calls.empty()
 
-    def prefill(self, params: Any, control: np.ndarray, blocks: int) -> None:
-        control = _put(control, self._calls.replicated)
-        self.pool = self._calls.prefill(params, self.pool, control, blocks=blocks)
+    def prefill(self, params: Any, control: np.ndarray, blocks: int) -> jax.Array | None:
+        """Routes [prefill_rows, chunk, M, k], where they are asked for."""
+        control_RxC = _put(control, self._calls.replicated)
+        self.pool, routes = self._calls.prefill(params, self.pool, control_RxC, blocks=blocks)
+        return _on_its_way(routes)
 
-    def generate(self, params: Any, control: np.ndarray, blocks: int) -> jax.Array:
-        """i32[rows, shapes.result]: tokens, log-prob bits, how many of them count, keep sets."""
-        control = _put(control, self._calls.replicated)
+    def generate(self, params: Any, control: np.ndarray, blocks: int) -> tuple[jax.Array, jax.Array | None]:
+        """(i32[rows, shapes.result]: tokens, log-prob bits, how many of them count, keep sets; routes
+        [rows, steps, M, k], where they are asked for)."""
         call = (
             self._calls.decode_chosen if self._calls.chooses else functools.partial(self._calls.decode, blocks=blocks)
         )
-        self.pool, self.state, result = call(params, self.pool, self.state, control)
+        control_BxC = _put(control, self._calls.replicated)
+        self.pool, self.state, result, routes = call(params, self.pool, self.state, control_BxC)
         result.copy_to_host_async()
-        return result
+        return result, _on_its_way(routes)
 
     def copy_pages(self, pages: list[int]) -> PagesCopy:
-        return PagesCopy(
-            lambda ids: self._calls.read(self.pool, _put(ids, self._calls.replicated)), pages, self.shapes.copy_call
-        )
+        def read(ids: np.ndarray) -> dict[str, jax.Array]:
+            found = self._calls.read(self.pool, _put(ids, self._calls.replicated))
+            return dict(zip(self._calls.kv.names, found, strict=True))
 
-    def read_pages(self, pages: list[int]) -> tuple[np.ndarray, np.ndarray]:
+        return PagesCopy(read, pages, self.shapes.copy_call)
+
+    def read_pages(self, pages: list[int]) -> dict[str, np.ndarray]:
+        """Host copies, by the names of kv_layout.py."""
         copy = self.copy_pages(pages)
         while copy.launch(len(pages)):
             copy.land()
         return copy.arrays
 
-    def write_pages(self, pages: list[int], k_pages: np.ndarray, v_pages: np.ndarray) -> None:
+    def write_pages(self, pages: list[int], arrays: dict[str, np.ndarray]) -> None:
         start = 0
         while start < len(pages):
             size = self.shapes.copy_call(len(pages) - start)
-            ids = _ids(pages[start : start + size], size)
-            k, v = (_padded(x[:, start : start + size], size) for x in (k_pages, v_pages))
+            ids = _put(_ids(pages[start : start + size], size), self._calls.replicated)
+            pieces = [_padded(arrays[name][:, start : start + size], size) for name in self._calls.kv.names]
             start += size
-            k, v = _put(k, self._calls.pages_sharding), _put(v, self._calls.pages_sharding)
-            self.pool = self._calls.write(self.pool, _put(ids, self._calls.replicated), k, v)
+            self.pool = self._calls.write(self.pool, ids, *(_put(x, self._calls.pages_sharding) for x in pieces))
 
     def warmup(self, params: Any) -> None:
         """Compiles every call by making it once with padding rows only."""
@@ -73,25 +78,25 @@ class Device:
         for blocks in s.decode_buckets:
             control = np.zeros(s.decode_control(blocks), np.int32)
             control[:, SLOT] = s.slots
-            self.generate(params, control, blocks).block_until_ready()
+            self.generate(params, control, blocks)[0].block_until_ready()
         for size in (s.copy_pages, s.alone_pages):
-            self.write_pages([0] * size, *self.read_pages([0] * size))
+            self.write_pages([0] * size, self.read_pages([0] * size))
 
 
 class PagesCopy:
     """Pages on their way to the host, a piece at a time: between `launch` and `land` the device goes on with others.
 
-    arrays: K [layers, pages, K, D, page_size] and V [layers, pages, K, page_size, D], of which what has landed is
-    there; of several processes each gets the heads that it holds.
+    arrays: by the names of kv_layout.py, of which what has landed is there; of several processes each gets the heads
+    that it holds.
     """
 
     def __init__(
-        self, read: Callable[[np.ndarray], tuple[jax.Array, jax.Array]], pages: list[int], call: Callable[[int], int]
+        self, read: Callable[[np.ndarray], dict[str, jax.Array]], pages: list[int], call: Callable[[int], int]
     ):
         self._read, self._pages, self._call = read, pages, call
-        self._launched: tuple[jax.Array, jax.Array] | None = None
+        self._launched: dict[str, jax.Array] = {}
         self._start = self._stop = 0  # of the piece that was launched last
-        self.arrays: tuple[np.ndarray, np.ndarray] | None = None
+        self.arrays: dict[str, np.ndarray] = {}
 
     @property
     def more(self) -> bool:
@@ -103,15 +108,22 @@ class PagesCopy:
         piece = self._pages[self._stop :][:most]
         size = self._call(len(piece))
         self._start, self._stop = self._stop, self._stop + min(len(piece), size)
-        self._launched = self._read(_ids(piece[:size], size)) if piece else None
+        self._launched = self._read(_ids(piece[:size], size)) if piece else {}
         return bool(piece)
 
     def land(self) -> None:
-        piece = tuple(map(_local, self._launched))
-        if self.arrays is None:
-            self.arrays = tuple(np.empty((x.shape[0], len(self._pages), *x.shape[2:]), x.dtype) for x in piece)
-        for whole, part in zip(self.arrays, piece, strict=True):
-            whole[:, self._start : self._stop] = part[:, : self._stop - self._start]
+        for name, x in self._launched.items():
+            part = _local(x)
+            if name not in self.arrays:
+                self.arrays[name] = np.empty((part.shape[0], len(self._pages), *part.shape[2:]), part.dtype)
+            self.arrays[name][:, self._start : self._stop] = part[:, : self._stop - self._start]
+
+
+def _on_its_way(x: jax.Array | None) -> jax.Array | None:
+    """Being copied to the host."""
+    if x is not None:
+        x.copy_to_host_async()
+    return x
 
 
 def _put(x: np.ndarray, sharding: NamedSharding) -> jax.Array:

@@ -10,6 +10,7 @@ compiled once, by `warmup`.
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -19,8 +20,10 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from dora_jax.models import decoder, moe, sharding
 from dora_jax.models.logits import policy_logits
+from dora_jax.models.routes import RouteShape
 from dora_jax.ops import attention
 from dora_jax.rollout import quantize, sample
+from dora_jax.rollout.kv_layout import kv_layout
 from dora_jax.rollout.kv_pallas import Paged
 from dora_jax.rollout.kv_xla import Gathered
 from dora_jax.rollout.shapes import (
@@ -58,11 +61,14 @@ class Calls:
         weights: str,
         dtype,
         compiler_options: dict[str, Any] | None = None,
+        routes: RouteShape | None = None,
     ):
-        attention.check_platform(shapes.attention, mesh.devices.flat[0].platform)
+        """routes: what the routers' choices look like, where decode and prefill return them; None: they do not."""
+        self.kv = kv_layout(cfg)
+        attention.check_platform(shapes.attention, mesh.devices.flat[0].platform, latent=self.kv.rank > 0)
         self.shapes = shapes
         mesh = sharding.serving_mesh(cfg, mesh)
-        kv = Gathered(cfg, shapes, dtype) if shapes.attention == "reference" else Paged(cfg, shapes, dtype, mesh)
+        kv = Paged(self.kv, shapes, dtype, mesh) if shapes.paged else Gathered(self.kv, shapes, dtype)
         self.replicated = NamedSharding(mesh, PartitionSpec())
         self.pages_sharding = NamedSharding(mesh, kv.pages_spec)
         self.abstract_pool, self.abstract_state = jax.eval_shape(lambda: _empty(kv, shapes))
@@ -72,13 +78,13 @@ class Calls:
         logits = functools.partial(policy_logits, cfg, vocab_limit=vocab_limit, temperature=temperature or 1.0)
         draw = functools.partial(sample.draw, greedy=temperature == 0, **sampling)
         key = functools.partial(sample.sample_key, seed)
-        limits = functools.partial(
+        limits: Callable[..., Any] = functools.partial(
             sample.Limits, stop_ids=eos_ids, min_new_tokens=min_new_tokens, max_repeats=shapes.max_repeats
         )
         if not (min_new_tokens or shapes.max_repeats):
             limits = lambda last_B, repeats_B: None
-        decode = functools.partial(_decode, cfg, shapes, kv, logits, draw, limits, key, stop, dtype)
-        prefill = functools.partial(_prefill, cfg, shapes, kv, dtype)
+        decode = functools.partial(_decode, cfg, shapes, kv, logits, draw, limits, key, stop, dtype, routes)
+        prefill = functools.partial(_prefill, cfg, shapes, kv, dtype, routes)
         self.pool_sharding = pool
         self._platform = mesh.devices.flat[0].platform
         turns = not weights and not shapes.paged and self._platform == "cpu"
@@ -98,15 +104,15 @@ class Calls:
         self.chooses = shapes.paged and self._platform in CHOOSERS
         jit = functools.partial(jax.jit, compiler_options=compiler_options or None)
         self.empty = jax.jit(lambda: _empty(kv, shapes), out_shardings=(pool, rep))
-        how = dict(donate_argnums=(1, 2), out_shardings=(pool, rep, rep))
+        how = dict(donate_argnums=(1, 2), out_shardings=(pool, rep, rep, rep))
         if self.chooses:
             weights_in = jax.tree.map(lambda s: Format(Layout.AUTO, s), stored_shardings)
             decode = functools.partial(decode, blocks=shapes.decode_buckets[0])  # the only one
             self.decode = jit(decode, in_shardings=(weights_in, pool, rep, rep), **how)
         else:
             self.decode = jit(decode, static_argnames="blocks", **how)
-        self.prefill = jit(prefill, static_argnames="blocks", donate_argnums=1, out_shardings=pool)
-        self.read = jit(kv.read, out_shardings=(self.pages_sharding,) * 2)
+        self.prefill = jit(prefill, static_argnames="blocks", donate_argnums=1, out_shardings=(pool, rep))
+        self.read = jit(kv.read, out_shardings=self.pages_sharding)
         self.write = jit(kv.write, donate_argnums=0, out_shardings=pool)
 
     @functools.cached_property
@@ -174,8 +180,8 @@ class Calls:
 
     def compiled(self) -> int:
         """How many shapes have been compiled so far."""
-        calls = sum(call._cache_size() for call in (self.decode, self.prefill, self.read, self.write))
-        return calls + ("decode_chosen" in self.__dict__)
+        calls: tuple[Any, ...] = self.decode, self.prefill, self.read, self.write
+        return sum(call._cache_size() for call in calls) + ("decode_chosen" in self.__dict__)
 
 
 # ------------------------------------------------------------------ the calls
@@ -197,6 +203,7 @@ def _decode(
     key,
     stop,
     dtype,
+    routes: RouteShape | None,
     params,
     pool,
     state_Sx3,
@@ -204,7 +211,8 @@ def _decode(
     *,
     blocks: int,
 ):
-    """Up to `steps` tokens for each row; see `_empty` for the state, Shapes.result for the result."""
+    """Up to `steps` tokens for each row: (pool, state, result, routes [rows, steps, M, k] or None); see `_empty` for the
+    state, Shapes.result for the result."""
     header, pages_BxP, window_BxW = jnp.split(control_BxC, [HEADER, HEADER + blocks * shapes.block_pages], axis=1)
     slot_B, past_B, drawn_B = header[:, SLOT], header[:, POSITION], header[:, DRAWN]
     fresh_B = header[:, FRESH] > 0
@@ -216,8 +224,8 @@ def _decode(
     rows, steps = token_B.shape[0], shapes.steps
 
     def step(carry):
-        i, last_B, repeats_B, active_B, moving, (tokens_NxB, bits_NxB, kept_NxBxK), count_B = carry
-        hidden_Bx1xD, moving, _ = decoder.forward_carrying(
+        i, last_B, repeats_B, active_B, moving, (tokens_NxB, bits_NxB, kept_NxBxK, routes_NxB), count_B = carry
+        hidden_Bx1xD, moving, ids = decoder.forward_carrying(
             cfg,
             quantize.tied(params, i),
             last_B[:, None],
@@ -225,7 +233,7 @@ def _decode(
             lambda moving: kv.attend_step(fixed, moving, i, active_B),
             moving,
             dtype=dtype,
-            compute=moe.COMPUTES[shapes.expert_matmul],
+            compute=_compute(cfg, shapes),
         )
         with jax.named_scope("sample"):
             next_B, logprob_B, kept_BxK = draw(
@@ -233,7 +241,10 @@ def _decode(
             )
         token_B = jnp.where(active_B, next_B, last_B)
         repeats_B = jnp.where((token_B == last_B) & (repeats_B > 0), repeats_B + 1, 1)
-        out = tokens_NxB.at[i].set(token_B), bits_NxB.at[i].set(_bits(logprob_B)), kept_NxBxK.at[i].set(kept_BxK)
+        if routes is not None:
+            routes_NxB = routes_NxB.at[i].set(_routes(ids, routes)[:, 0])
+        said = tokens_NxB.at[i].set(token_B), bits_NxB.at[i].set(_bits(logprob_B)), kept_NxBxK.at[i].set(kept_BxK)
+        out = *said, routes_NxB
         count_B = count_B + active_B
         active_B = active_B & ~stop(token_B) & (i + 1 < header[:, REMAINING])
         return i + 1, token_B, repeats_B, active_B, moving, out, count_B
@@ -242,26 +253,28 @@ def _decode(
         jnp.zeros((steps, rows), jnp.int32),
         jnp.zeros((steps, rows), jnp.int32),
         jnp.zeros((steps, rows, shapes.kept), jnp.int32),
+        routes and jnp.zeros((steps, rows, routes.layers, routes.per_token), routes.dtype),
     )
     carry = (jnp.int32(0), token_B, repeats_B, active_B, moving, out, jnp.zeros(rows, jnp.int32))
     _, token_B, repeats_B, active_B, moving, out, count_B = jax.lax.while_loop(
         lambda c: (c[0] < steps) & c[3].any(), step, carry
     )
-    tokens_NxB, bits_NxB, kept_NxBxK = out
+    tokens_NxB, bits_NxB, kept_NxBxK, routes_NxB = out
     pool = kv.end(pool, moving, pages_BxP, window_BxW, past_B, count_B)
     state_Sx3 = state_Sx3.at[slot_B].set(jnp.stack([token_B, active_B.astype(jnp.int32), repeats_B], axis=1))
     kept_BxNK = kept_NxBxK.transpose(1, 0, 2).reshape(rows, -1)
-    return pool, state_Sx3, jnp.concatenate([tokens_NxB.T, bits_NxB.T, count_B[:, None], kept_BxNK], axis=1)
+    result = jnp.concatenate([tokens_NxB.T, bits_NxB.T, count_B[:, None], kept_BxNK], axis=1)
+    return pool, state_Sx3, result, None if routes_NxB is None else routes_NxB.swapaxes(0, 1)
 
 
-def _prefill(cfg, shapes: Shapes, kv, dtype, params, pool, control_RxC, *, blocks: int):
-    """KV of one chunk a row, given the pages before it. The last layer's output is not needed; of unrolled layers it is
-    not computed."""
+def _prefill(cfg, shapes: Shapes, kv, dtype, routes: RouteShape | None, params, pool, control_RxC, *, blocks: int):
+    """(pool, routes [rows, chunk, M, k] or None): KV of one chunk a row, given the pages before it. The last layer's
+    output is not needed; of unrolled layers it is not computed."""
     chunk, n_read = shapes.chunk, blocks * shapes.block_pages
     header, tokens_RxL, past_RxP, write_RxW = jnp.split(control_RxC, [2, 2 + chunk, 2 + chunk + n_read], axis=1)
     start_R, length_R = header[:, 0], header[:, 1]
     positions_RxL = start_R[:, None] + jnp.arange(chunk)[None]
-    return decoder.forward_carrying(
+    _, pool, ids = decoder.forward_carrying(
         cfg,
         params,
         tokens_RxL,
@@ -269,11 +282,22 @@ def _prefill(cfg, shapes: Shapes, kv, dtype, params, pool, control_RxC, *, block
         lambda pool: kv.attend_chunk(pool, past_RxP, write_RxW, start_R, length_R),
         pool,
         dtype=dtype,
-        compute=moe.COMPUTES[shapes.expert_matmul],
-    )[1]
+        compute=_compute(cfg, shapes),
+    )
+    return pool, routes and _routes(ids, routes)
 
 
-def _laid_out(x: jax.Array, like: jax.ShapeDtypeStruct, format: Format) -> jax.Array:
+def _compute(cfg: decoder.ModelConfig, shapes: Shapes) -> moe.Compute:
+    """How tokens are multiplied with their experts; a dense model has none, whatever the config says."""
+    return moe.COMPUTES[shapes.expert_matmul] if cfg.experts else moe.scan
+
+
+def _routes(ids_MxBxLxk, routes: RouteShape):
+    """[B, L, M, k] in the type that travels."""
+    return ids_MxBxLxk.transpose(1, 2, 0, 3).astype(routes.dtype)
+
+
+def _laid_out(x: Any, like: jax.ShapeDtypeStruct, format: Format) -> jax.Array:
     if x.dtype == like.dtype and x.format == format:
         return x
     return jax.jit(lambda x: x.astype(like.dtype), out_shardings=format)(x)

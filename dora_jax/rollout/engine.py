@@ -21,15 +21,16 @@ import numpy as np
 
 from dora_jax.config import RolloutSection
 from dora_jax.models import decoder
+from dora_jax.models.routes import RouteShape
 from dora_jax.rollout.device import Device
 from dora_jax.rollout.device_calls import Calls
-from dora_jax.rollout.migrate import InFlightSample, repaged
+from dora_jax.rollout.migrate import InFlightSample, repaged, with_pages
 from dora_jax.rollout.plan import DecodeCall, PrefillCall, Prefix, Scheduler
 from dora_jax.rollout.seq import Seq, Upload
 from dora_jax.rollout.shapes import shapes_of
 from dora_jax.rollout.stops import StopStrings
 from dora_jax.rollout.ticks import TickResult
-from dora_jax.types import Sample, SampleId, Span, Version
+from dora_jax.types import Sample, SampleId, Span, TokenTable, Version
 
 __all__ = ["Engine", "TickResult"]
 
@@ -43,6 +44,7 @@ def new_calls(
     eos_ids: tuple[int, ...],
     vocab_limit: int,
     dtype,
+    routes: RouteShape | None = None,
 ) -> Calls:
     """What an engine of this section compiles; an AOT check compiles the same for devices that are not here."""
     sampling = {"top_k": section.top_k, "top_p": section.top_p, "min_p": section.min_p, "keep_set": section.keep_set}
@@ -59,6 +61,7 @@ def new_calls(
         weights=section.weights,
         dtype=dtype,
         compiler_options=section.compiler_options,
+        routes=routes,
     )
 
 
@@ -76,21 +79,26 @@ class Engine:
         vocab_limit: int,
         dtype=jnp.float32,
         decode: Callable[[Sequence[int]], str] | None = None,
+        routes: RouteShape | None = None,
     ):
-        """`decode`: ids -> text, for rollout.stop_strings."""
+        """decode: ids -> text, for rollout.stop_strings. routes: what the experts of a token look like, where samples
+        carry them; None: they do not."""
         self.cfg = cfg
         self.section = section
         self.mesh = mesh
         self.shapes = shapes_of(section)
         self._stops = StopStrings(section.stop_strings, decode)
         self.eos_ids = tuple(eos_ids)
-        calls = new_calls(cfg, section, mesh, seed=seed, eos_ids=self.eos_ids, vocab_limit=vocab_limit, dtype=dtype)
+        calls = new_calls(
+            cfg, section, mesh, seed=seed, eos_ids=self.eos_ids, vocab_limit=vocab_limit, dtype=dtype, routes=routes
+        )
         self.device = Device(calls, self.shapes)
         self.calls = calls
         self.param_shardings = calls.param_shardings
-        self.scheduler = Scheduler(self.shapes)
+        self._routes = routes
+        self.scheduler = Scheduler(self.shapes, routes)
         self._weights: dict[Version, Any] = {}
-        self._flights: list[tuple[DecodeCall, jax.Array]] = []  # launched, not yet read back
+        self._flights: list[_Flight] = []  # launched, not yet read back
         self._decoded_only = True  # the last plan
         self._emit = _Emit()
 
@@ -154,14 +162,14 @@ class Engine:
         while not prefix.computed:
             self._run_uploads(self.scheduler.plan_uploads())  # a part of it may be on its way from the host
             if call := self.scheduler.plan_prefill():
-                self._run_prefill(call)
+                self._flights.append(self._run_prefill(call))
         return prefix
 
     def release(self, prefix: Prefix) -> None:
         """The samples that share it keep it; without any, it goes when pages run short."""
         self.scheduler.unpin(prefix)
 
-    def page(self) -> tuple[np.ndarray, np.ndarray]:
+    def page(self) -> dict[str, np.ndarray]:
         """One as parcels carry it, of the heads that this process holds; what is in it means nothing."""
         return self.device.read_pages([0])
 
@@ -177,8 +185,11 @@ class Engine:
         self._land()
         seq = self._held(id)
         self.scheduler.leave(seq)
-        copied = self._copied(seq)
-        parcel = self._parcel(seq, self._pages(seq), seq.kv_len, copied)
+        kv_len, copied = seq.kv_len, self._copied(seq)
+        if copied is None:  # it has no pages, or others than before
+            self._land()
+            kv_len = seq.kv_len
+        parcel = self._parcel(seq, self._pages(seq), kv_len, copied)
         self._forget(seq)
         return parcel
 
@@ -231,15 +242,12 @@ class Engine:
             if self.scheduler.seqs.get(preempt.seq.id) is preempt.seq:  # else it has just finished
                 preempt.seq.parcel = self._parcel(preempt.seq, preempt.pages, preempt.kv_len)
         self._run_uploads(plan.uploads)
-        for call in plan.prefills:
-            self._run_prefill(call)
         decodes_only = not (plan.preempts or plan.uploads or plan.prefills)
         self._emit.decodes_only &= decodes_only and self._decoded_only
         self._decoded_only = decodes_only  # what is landed in the next step was started with this plan
-        flights = [
-            (call, self.device.generate(self._weights[call.version], call.control, call.blocks))
-            for call in plan.decodes
-        ]
+        flights = [self._run_prefill(call) for call in plan.prefills]
+        for call in plan.decodes:
+            flights.append((call, *self.device.generate(self._weights[call.version], call.control, call.blocks)))
         self._emit.started += plan.started
         self._land()
         self._flights = flights
@@ -253,10 +261,10 @@ class Engine:
     def _run_uploads(self, uploads: list[Upload]) -> None:
         for upload in uploads:
             span = slice(upload.start, upload.stop)
-            self.device.write_pages(upload.pages, upload.parcel.k_pages[:, span], upload.parcel.v_pages[:, span])
+            self.device.write_pages(upload.pages, {name: x[:, span] for name, x in upload.parcel.pages.items()})
 
-    def _run_prefill(self, call: PrefillCall) -> None:
-        self.device.prefill(self._weights[call.version], call.control, call.blocks)
+    def _run_prefill(self, call: PrefillCall) -> _Flight:
+        return call, None, self.device.prefill(self._weights[call.version], call.control, call.blocks)
 
     def _add(self, parcel: InFlightSample, announce: bool) -> None:
         self._check_loaded(parcel.version, parcel.id)
@@ -277,15 +285,19 @@ class Engine:
     def _land(self) -> None:
         """Reads back what is in flight and commits it."""
         flights, self._flights = self._flights, []
-        for call, result in flights:
-            self._commit(call, np.asarray(result))
+        for call, result, routes in flights:
+            if isinstance(call, DecodeCall):
+                self._commit(call, np.asarray(result), None if routes is None else np.asarray(routes))
+            elif routes is not None:
+                for node, rows in zip(call.nodes, np.asarray(routes), strict=False):
+                    node.routes = rows[: len(node.tokens)].copy()
 
-    def _commit(self, call: DecodeCall, result: np.ndarray) -> None:
+    def _commit(self, call: DecodeCall, result: np.ndarray, routes: np.ndarray | None) -> None:
         steps, rows, emit, held = self.shapes.steps, len(call.rows), self._emit, self.scheduler.seqs
         tokens, logprobs = result[:rows, :steps], result[:rows, steps : 2 * steps].view(np.float32)
         counts, kept = result[:rows, 2 * steps], result[:rows, 2 * steps + 1 :].reshape(rows, steps, -1)
         ends = np.isin(tokens[np.arange(rows), counts - 1], self.eos_ids) & (counts > 0)
-        sound = (np.isfinite(logprobs) | (np.arange(steps) >= counts[:, None])).all(axis=1)
+        sound = np.all(np.isfinite(logprobs) | (np.arange(steps) >= counts[:, None]), axis=1)
         said = zip(call.rows, counts.tolist(), ends.tolist(), sound.tolist(), strict=True)
         emit.rows += rows
         by_text = bool(self._stops)
@@ -296,6 +308,8 @@ class Engine:
             if by_text:
                 count, text_stops = self._stops.end(seq.out_ids, tokens[row, :count])
                 stops |= text_stops
+            if routes is not None:
+                seq.route(seq.n_prompt + seq.n_out - 1, routes[row, :count])
             seq.extend(tokens[row, :count], logprobs[row, :count], kept[row, :count])
             emit.tokens += count
             emit.progress[seq.id] = seq.n_out
@@ -304,7 +318,10 @@ class Engine:
 
     def _end(self, seq: Seq, finish: str) -> None:
         """`error`: its weights or KV are not numbers: never a sample to train on."""
-        self._emit.finished.append(_sample(seq, finish))
+        table = seq.token_table
+        if self._routes is not None:
+            self._routes.check(table.routes, len(seq.sequence) - 1, str(seq.id))
+        self._emit.finished.append(_sample(seq, finish, table))
         if self.shapes.kept:
             self._emit.kept[seq.id] = seq.kept.copy()
         self.scheduler.remove(seq)
@@ -313,7 +330,7 @@ class Engine:
         """Those that hold its KV."""
         return seq.pages_to_read()[: self.shapes.pages_for(seq.kv_len)]
 
-    def _copied(self, seq: Seq) -> tuple[np.ndarray, np.ndarray] | None:
+    def _copied(self, seq: Seq) -> dict[str, np.ndarray] | None:
         """Host copies of a leaving sample's pages: each piece lands while the others' next step is on the device."""
         copy, path = self.device.copy_pages(self._pages(seq)), seq.path
         if not copy.launch(self.scheduler.copy_room):
@@ -328,12 +345,11 @@ class Engine:
         return copy.arrays
 
     def _parcel(
-        self, seq: Seq, pages: list[int], kv_len: int, copied: tuple[np.ndarray, np.ndarray] | None = None
+        self, seq: Seq, pages: list[int], kv_len: int, copied: dict[str, np.ndarray] | None = None
     ) -> InFlightSample:
         if seq.parcel is not None:
             return seq.parcel  # it waits or is uploaded, and has not changed since it came
-        k, v = copied or (self.device.read_pages(pages) if pages else (None, None))
-        return InFlightSample(
+        parcel = InFlightSample(
             id=seq.id,
             version=seq.version,
             prompt_ids=seq.prompt_ids,
@@ -343,10 +359,10 @@ class Engine:
             spans=seq.spans,
             kv_len=kv_len,
             page_size=self.shapes.page_size,
-            k_pages=k,
-            v_pages=v,
+            table=seq.token_table,
             kept=seq.kept.copy() if self.shapes.kept else None,
         )
+        return with_pages(parcel, copied or (self.device.read_pages(pages) if pages else {}))
 
     def _emit_all(self) -> TickResult:
         emit, self._emit = self._emit, _Emit()
@@ -359,6 +375,10 @@ class Engine:
             kept=emit.kept,
             rows=emit.rows if emit.decodes_only else 0,
         )
+
+
+# a call; of a decode call its result; routes, where they are asked for
+_Flight = tuple[DecodeCall | PrefillCall, jax.Array | None, jax.Array | None]
 
 
 @dataclasses.dataclass
@@ -374,7 +394,7 @@ class _Emit:
     decodes_only: bool = True
 
 
-def _sample(seq: Seq, finish: str) -> Sample:
+def _sample(seq: Seq, finish: str, table: TokenTable) -> Sample:
     n, start = seq.n_out, seq.spans[-1].stop if seq.spans else 0
     return Sample(
         id=seq.id,
@@ -384,4 +404,5 @@ def _sample(seq: Seq, finish: str) -> Sample:
         mask=np.ones(n, bool),
         spans=(*seq.spans, Span(version=seq.version, start=start, stop=n)),
         finish=finish,
+        table=table,
     )

@@ -27,16 +27,17 @@ from dora_jax.types import SampleId, Version
 GROUP = 0  # all requests are samples of one group: their identity is their number
 
 
-def import_jetstream():
+def import_jetstream() -> Any:
     """`jetstream.engine.engine_api`, with empty stand-ins for what it imports and does not use here."""
     if not hasattr(jax, "tree_map"):
-        jax.tree_map = jax.tree.map  # removed from jax; JetStream's orchestrator kills its process without it
-    for name, attributes in {
+        vars(jax)["tree_map"] = jax.tree.map  # removed from jax; JetStream's orchestrator kills its process without it
+    stand_ins: dict[str, dict[str, Any]] = {
         "seqio": {},
         "seqio.vocabularies": {"Vocabulary": object, "SentencePieceVocabulary": object},
         "tiktoken": {},
         "tiktoken.load": {"load_tiktoken_bpe": None},
-    }.items():
+    }
+    for name, attributes in stand_ins.items():
         if name.partition(".")[0] not in sys.modules and importlib.util.find_spec(name.partition(".")[0]):
             continue  # the real one is installed
         if name not in sys.modules:
@@ -78,6 +79,9 @@ def new_adapter(engine: Engine, version: Version, *, max_new_tokens: int, bos_id
 
 class _Adapter:
     """JetStream calls `prefill` and `insert`/`generate` from two threads; the engine is used under one lock."""
+
+    result_tokens: Any  # JetStream's own class
+    tokenizer: Any
 
     def __init__(self, engine: Engine, version: Version, max_new_tokens: int):
         self._slots = Slots(engine)

@@ -1,22 +1,28 @@
 """Stage 2, device side: KV pages as the XLA reference reads them, `rollout.attention = reference`.
 
-The pool is K [pages, K, D, page_size] and V [pages, K, page_size, D] a layer. A decode call gathers its rows' pages
-once into contiguous blocks, takes several steps against them, and writes whole touched pages back: a gather at every
-step would cost several times the attention itself.
+The pool has a list of arrays, one a layer, for each name of the KVLayout: K [pages, K, D, page_size] and, unless values
+are a part of the keys, V [pages, K, page_size, D]. A decode call gathers its rows' pages once into contiguous blocks,
+takes several steps against them, and writes whole touched pages back: a gather at every step would cost several times
+the attention itself.
 Laws: a page that a row was not given is never read, and unwritten positions are zeroed when gathered, so that nothing
 of another version leaks, not even a nan.
 """
 
 from __future__ import annotations
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
-from dora_jax.models.config import ModelConfig
+from dora_jax.models.attention import Attend
 from dora_jax.ops.attention import chunk_attention
+from dora_jax.rollout.kv_layout import POSITIONS, KVLayout
 from dora_jax.rollout.quantize import KV, narrow
 from dora_jax.rollout.shapes import Shapes
+
+Pool = dict[str, list[jax.Array]]
 
 
 class Gathered:
@@ -25,47 +31,39 @@ class Gathered:
     pool_spec = PartitionSpec(None, "tensor")
     pages_spec = PartitionSpec(None, None, "tensor")  # of pages on their way to or from the host
 
-    def __init__(self, cfg: ModelConfig, shapes: Shapes, dtype):
-        self.cfg = cfg
+    def __init__(self, kv: KVLayout, shapes: Shapes, dtype: Any):
+        self.kv = kv
         self.shapes = shapes
         self.dtype = dtype
         self.pool_dtype = KV[shapes.kv] or dtype
 
-    def empty(self):
-        s, c = self.shapes, self.cfg
-        shapes = {
-            "k": (s.pages + 1, c.n_kv_heads, c.head_dim, s.page_size),
-            "v": (s.pages + 1, c.n_kv_heads, s.page_size, c.head_dim),
-        }
-        return {name: [jnp.zeros(shape, self.pool_dtype) for _ in range(c.n_layers)] for name, shape in shapes.items()}
+    def empty(self) -> Pool:
+        return self._zeros(self.shapes.pages + 1, self.shapes.page_size, self.pool_dtype)
 
     # ------------------------------------------------------------ decode
 
-    def begin(self, pool, pages_BxP, window_BxW, past_B):
+    def begin(self, pool: Pool, pages_BxP, window_BxW, past_B) -> tuple[Any, Pool]:
         """(what all steps read, what they change): the past, and room for the new positions."""
         del window_BxW
-        rows, steps, c = pages_BxP.shape[0], self.shapes.steps, self.cfg
-        new = {
-            "k": [jnp.zeros((rows, c.n_kv_heads, c.head_dim, steps), self.dtype)] * c.n_layers,
-            "v": [jnp.zeros((rows, c.n_kv_heads, steps, c.head_dim), self.dtype)] * c.n_layers,
-        }
         with jax.named_scope("gather"):
-            return (self._gather(pool, pages_BxP, past_B), past_B), new
+            past = self._gather(pool, pages_BxP, past_B)
+        return (past, past_B), self._zeros(pages_BxP.shape[0], self.shapes.steps, self.dtype)
 
-    def attend_step(self, fixed, new, i, active_B):
+    def attend_step(self, fixed, new: Pool, i, active_B) -> Attend:
         """The `attend` of step i; it puts the new KV into `new`, which the caller hands to the next step."""
         del active_B  # what a finished row computes is not kept: see `end`
         past, past_B = fixed
         seen_1xN = (jnp.arange(self.shapes.steps) <= i)[None]
 
-        def attend(layer, q, k, v):
-            new["k"][layer] = jax.lax.dynamic_update_slice_in_dim(new["k"][layer], k.transpose(0, 2, 3, 1), i, 3)
-            new["v"][layer] = jax.lax.dynamic_update_slice_in_dim(new["v"][layer], v.transpose(0, 2, 1, 3), i, 2)
-            return chunk_attention(q, past[layer], past_B, new["k"][layer], new["v"][layer], seen_1xN)
+        def attend(layer, q, k, v=None):
+            for name, x in self._turned(k, v).items():
+                new[name][layer] = jax.lax.dynamic_update_slice_in_dim(new[name][layer], x, i, POSITIONS[name] % 4)
+            now = {name: of_layers[layer] for name, of_layers in new.items()}
+            return chunk_attention(q, past[layer], past_B, now["k"], self._values(now), seen_1xN, self.kv.scale)
 
         return attend
 
-    def end(self, pool, new, pages_BxP, window_BxW, past_B, count_B):
+    def end(self, pool: Pool, new: Pool, pages_BxP, window_BxW, past_B, count_B) -> Pool:
         """Rewrites the pages of each row's window: what they held, with `count` new positions from `past` on."""
         size, width = self.shapes.page_size, window_BxW.shape[1]
         at_BxW = past_B[:, None] // size + jnp.arange(width)[None]
@@ -75,74 +73,88 @@ class Gathered:
         is_new_BxT = (source_BxT >= 0) & (source_BxT < count_B[:, None])
         source_BxT = jnp.clip(source_BxT, 0, self.shapes.steps - 1)
 
-        def merge(pages, layer_new, cut, at: tuple):
-            fresh = cut(jnp.take_along_axis(layer_new, source_BxT[at], axis=at.index(slice(None), 1)), size)
-            fresh = narrow(fresh, self.pool_dtype)
-            return pages.at[window_BxW].set(jnp.where(cut(is_new_BxT[at], size), fresh, pages[old_BxW]))
+        def merge(name: str, pages, layer_new):
+            axis = POSITIONS[name] % 4
+            others = [i for i in (1, 2, 3) if i != axis]
+            source, is_new = (jnp.expand_dims(x, others) for x in (source_BxT, is_new_BxT))
+            fresh = narrow(_cut(jnp.take_along_axis(layer_new, source, axis), name, size), self.pool_dtype)
+            return pages.at[window_BxW].set(jnp.where(_cut(is_new, name, size), fresh, pages[old_BxW]))
 
-        every = slice(None)  # time is the last axis of K, the one before of V
-        k_at, v_at = (every, None, None, every), (every, None, every, None)
         with jax.named_scope("scatter"):
             return {
-                "k": [merge(p, n, _cut_k, k_at) for p, n in zip(pool["k"], new["k"], strict=True)],
-                "v": [merge(p, n, _cut_v, v_at) for p, n in zip(pool["v"], new["v"], strict=True)],
+                name: [merge(name, p, n) for p, n in zip(pool[name], new[name], strict=True)] for name in self.kv.names
             }
 
     # ----------------------------------------------------------- prefill
 
-    def attend_chunk(self, pool, past_RxP, write_RxW, start_R, length_R):
+    def attend_chunk(self, pool: Pool, past_RxP, write_RxW, start_R, length_R) -> Attend:
         """The `attend` of one chunk a row; it puts the chunk's KV into `pool`."""
         del length_R  # positions beyond it go to the dummy page or to places that are written again before they count
         past = self._gather(pool, past_RxP, start_R)
         chunk, size = self.shapes.chunk, self.shapes.page_size
         causal_LxL = jnp.arange(chunk)[:, None] >= jnp.arange(chunk)[None]
 
-        def attend(layer, q, k, v):
-            k, v = k.transpose(0, 2, 3, 1), v.transpose(0, 2, 1, 3)
-            pool["k"][layer] = pool["k"][layer].at[write_RxW].set(narrow(_cut_k(k, size), self.pool_dtype))
-            pool["v"][layer] = pool["v"][layer].at[write_RxW].set(narrow(_cut_v(v, size), self.pool_dtype))
-            return chunk_attention(q, past[layer], start_R, k, v, causal_LxL)
+        def attend(layer, q, k, v=None):
+            now = self._turned(k, v)
+            for name, x in now.items():
+                pages = narrow(_cut(x, name, size), self.pool_dtype)
+                pool[name][layer] = pool[name][layer].at[write_RxW].set(pages)
+            return chunk_attention(q, past[layer], start_R, now["k"], self._values(now), causal_LxL, self.kv.scale)
 
         return attend
 
     # -------------------------------------------------------------- host
 
-    def read(self, pool, pages_M):
-        """K [layers, pages, K, D, page_size] and V [layers, pages, K, page_size, D], as parcels carry them."""
-        return jnp.stack([k[pages_M] for k in pool["k"]]), jnp.stack([v[pages_M] for v in pool["v"]])
+    def read(self, pool: Pool, pages_M) -> tuple[jax.Array, ...]:
+        """One array a name, [layers, pages, ...], as parcels carry them."""
+        return tuple(jnp.stack([x[pages_M] for x in pool[name]]) for name in self.kv.names)
 
-    def write(self, pool, pages_M, k_LxM, v_LxM):
-        k_LxM, v_LxM = narrow(k_LxM, self.pool_dtype), narrow(v_LxM, self.pool_dtype)
+    def write(self, pool: Pool, pages_M, *arrays: jax.Array) -> Pool:
         return {
-            "k": [k.at[pages_M].set(new) for k, new in zip(pool["k"], k_LxM, strict=True)],
-            "v": [v.at[pages_M].set(new) for v, new in zip(pool["v"], v_LxM, strict=True)],
+            name: [
+                x.at[pages_M].set(new) for x, new in zip(pool[name], narrow(of_layers, self.pool_dtype), strict=True)
+            ]
+            for name, of_layers in zip(self.kv.names, arrays, strict=True)
         }
 
     # ----------------------------------------------------------- private
 
-    def _gather(self, pool, pages_BxP, past_B):
+    def _zeros(self, rows: int, positions: int, dtype) -> Pool:
+        """For each name an array a layer: `rows` pages, or rows of a call, of so many positions."""
+        return {
+            name: [jnp.zeros((rows, *self.kv.shape(name, positions)), dtype) for _ in range(self.kv.layers)]
+            for name in self.kv.names
+        }
+
+    def _turned(self, k, v) -> dict[str, jax.Array]:
+        """[B, L, K, D] -> K [B, K, D, L] and V [B, K, L, D], where there is one."""
+        return {"k": k.transpose(0, 2, 3, 1)} | ({} if v is None else {"v": v.transpose(0, 2, 1, 3)})
+
+    def _values(self, arrays: dict[str, jax.Array]) -> jax.Array:
+        """V [B, K, S, D], of latents a part of K."""
+        return arrays["v"] if "v" in arrays else arrays["k"][:, :, : self.kv.rank].swapaxes(2, 3)
+
+    def _gather(self, pool: Pool, pages_BxP, past_B):
         """Each layer's past as a list of (k [B,K,D,block], v [B,K,block,D]); V is zero where there is no past."""
         s, width = self.shapes, self.shapes.block_pages
 
         def block(layer: int, j: int):
             ids = pages_BxP[:, j * width : (j + 1) * width]
-            k = pool["k"][layer][ids].transpose(0, 2, 3, 1, 4)  # [B, K, D, pages, page_size]
-            v = pool["v"][layer][ids].transpose(0, 2, 1, 3, 4)  # [B, K, pages, page_size, D]
-            k, v = k.astype(self.dtype), v.astype(self.dtype)
-            k, v = k.reshape(*k.shape[:3], -1), v.reshape(*v.shape[:2], -1, v.shape[-1])
+            found = {name: _joined(pool[name][layer][ids], name).astype(self.dtype) for name in self.kv.names}
             seen = j * s.block + jnp.arange(s.block)[None] < past_B[:, None]
-            return k, jnp.where(seen[:, None, :, None], v, 0)
+            return found["k"], jnp.where(seen[:, None, :, None], self._values(found), 0)
 
-        return [[block(layer, j) for j in range(pages_BxP.shape[1] // width)] for layer in range(self.cfg.n_layers)]
-
-
-def _cut_k(k_BxKxDxT, size: int):
-    """[B, K, D, T] -> [B, pages, K, D, page_size]"""
-    b, kv, d, _ = k_BxKxDxT.shape
-    return k_BxKxDxT.reshape(b, kv, d, -1, size).transpose(0, 3, 1, 2, 4)
+        return [[block(layer, j) for j in range(pages_BxP.shape[1] // width)] for layer in range(self.kv.layers)]
 
 
-def _cut_v(v_BxKxTxD, size: int):
-    """[B, K, T, D] -> [B, pages, K, page_size, D]"""
-    b, kv, _, d = v_BxKxTxD.shape
-    return v_BxKxTxD.reshape(b, kv, -1, size, d).transpose(0, 2, 1, 3, 4)
+def _cut(x: jax.Array, name: str, size: int) -> jax.Array:
+    """Positions into pages of so many: K [B, K, D, T] -> [B, pages, K, D, size], V [B, K, T, D] -> [B, pages, K, size, D]"""
+    axis = POSITIONS[name] % 4
+    return jnp.moveaxis(x.reshape(*x.shape[:axis], -1, size, *x.shape[axis + 1 :]), axis, 1)
+
+
+def _joined(x: jax.Array, name: str) -> jax.Array:
+    """The other way."""
+    axis = POSITIONS[name] % 4
+    x = jnp.moveaxis(x, 1, axis)
+    return x.reshape(*x.shape[:axis], -1, *x.shape[axis + 2 :])

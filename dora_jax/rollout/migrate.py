@@ -8,12 +8,13 @@ instance) is prefilled again from its tokens, which costs time and, across shape
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
-from dora_jax.types import SampleId, Span, Version
+from dora_jax.rollout.kv_layout import POSITIONS
+from dora_jax.types import SampleId, Span, TokenTable, Version
 
 HEADS = 2  # the axis of K in pages
 
@@ -31,17 +32,30 @@ class InFlightSample:
     spans: tuple[Span, ...] = ()  # of out_ids by earlier versions; what follows them is of `version`
     kv_len: int = 0  # positions that the pages cover; 0: to be prefilled again
     page_size: int = 0
-    k_pages: np.ndarray | None = None  # [layers, pages, K, D, page_size]
-    v_pages: np.ndarray | None = None  # [layers, pages, K, page_size, D]
+    k_pages: np.ndarray | None = None  # [layers, pages, K, D, page_size]; see kv_layout.py
+    v_pages: np.ndarray | None = None  # [layers, pages, K, page_size, D]; None too where values are a part of the keys
+    table: TokenTable = dataclasses.field(
+        default_factory=TokenTable
+    )  # of the tokens that ran forward, as far as their rows are known
     kept: np.ndarray | None = None  # i32[U, top_k]: keep sets so far, where the engine sends them along
 
     @property
+    def pages(self) -> dict[str, np.ndarray]:
+        """Those that it carries, by the names of kv_layout.py."""
+        return {name: x for name, x in (("k", self.k_pages), ("v", self.v_pages)) if x is not None}
+
+    @property
     def kv_bytes(self) -> int:
-        return 0 if self.k_pages is None else self.k_pages.nbytes + self.v_pages.nbytes
+        return sum(x.nbytes for x in self.pages.values())
 
     @property
     def n_pages(self) -> int:
         return 0 if self.k_pages is None else self.k_pages.shape[1]
+
+
+def with_pages(parcel: InFlightSample, pages: Mapping[str, np.ndarray]) -> InFlightSample:
+    """The same KV in other arrays."""
+    return dataclasses.replace(parcel, k_pages=pages.get("k"), v_pages=pages.get("v"))
 
 
 def without_pages(parcel: InFlightSample) -> InFlightSample:
@@ -52,18 +66,16 @@ def without_pages(parcel: InFlightSample) -> InFlightSample:
 def joined(parts: Sequence[InFlightSample]) -> InFlightSample:
     """One sample whose processes each hold the pages of some of its heads, in the order of the processes; of those that
     hold the same ones, one part."""
-    if parts[0].k_pages is None:
-        return parts[0]
-    k, v = (np.concatenate([getattr(part, name) for part in parts], axis=HEADS) for name in ("k_pages", "v_pages"))
-    return dataclasses.replace(parts[0], k_pages=k, v_pages=v)
+    whole = {name: np.concatenate([part.pages[name] for part in parts], axis=HEADS) for name in parts[0].pages}
+    return with_pages(parts[0], whole)
 
 
 def parted(parcel: InFlightSample, parts: int) -> list[InFlightSample]:
     """A part for each of so many processes, of which neighbours hold the same head where there are fewer heads; the
     pages are views."""
-    alike = holders_alike(parts, parcel.k_pages.shape[HEADS])
-    k, v = (np.split(pages, parts // alike, axis=HEADS) for pages in (parcel.k_pages, parcel.v_pages))
-    return [dataclasses.replace(parcel, k_pages=k[i // alike], v_pages=v[i // alike]) for i in range(parts)]
+    alike = holders_alike(parts, parcel.pages["k"].shape[HEADS])
+    cut = {name: np.split(pages, parts // alike, axis=HEADS) for name, pages in parcel.pages.items()}
+    return [with_pages(parcel, {name: pieces[i // alike] for name, pieces in cut.items()}) for i in range(parts)]
 
 
 def holders_alike(processes: int, heads: int) -> int:
@@ -87,19 +99,21 @@ def retagged(parcel: InFlightSample, version: Version) -> InFlightSample:
 
 def repaged(parcel: InFlightSample, page_size: int) -> InFlightSample:
     """The same KV cut into pages of another size."""
-    if parcel.k_pages is None or parcel.page_size == page_size:
+    if not parcel.pages or parcel.page_size == page_size:
         return parcel
-    k = np.moveaxis(parcel.k_pages, 1, 3)  # [layers, K, D, pages, page_size]
-    k = k.reshape(*k.shape[:3], -1)[..., : parcel.kv_len]
-    v = np.moveaxis(parcel.v_pages, 1, 2)  # [layers, K, pages, page_size, D]
-    v = v.reshape(*v.shape[:2], -1, v.shape[-1])[:, :, : parcel.kv_len]
-    pages = -(-parcel.kv_len // page_size)
-    pad = pages * page_size - parcel.kv_len
-    k = np.pad(k, ((0, 0), (0, 0), (0, 0), (0, pad))).reshape(*k.shape[:3], pages, page_size)
-    v = np.pad(v, ((0, 0), (0, 0), (0, pad), (0, 0))).reshape(*v.shape[:2], pages, page_size, v.shape[-1])
-    return dataclasses.replace(
-        parcel,
-        page_size=page_size,
-        k_pages=np.ascontiguousarray(np.moveaxis(k, 3, 1)),
-        v_pages=np.ascontiguousarray(np.moveaxis(v, 2, 1)),
-    )
+    cut = {name: _recut(x, POSITIONS[name], parcel.kv_len, page_size) for name, x in parcel.pages.items()}
+    return dataclasses.replace(with_pages(parcel, cut), page_size=page_size)
+
+
+def _recut(pages: np.ndarray, axis: int, positions: int, page_size: int) -> np.ndarray:
+    """[layers, pages, ...] with the positions of a page on this axis -> the same in pages of another size."""
+    axis %= pages.ndim
+    long = np.moveaxis(pages, 1, axis - 1)  # the pages stand before their positions now
+    long = long.reshape(*long.shape[: axis - 1], -1, *long.shape[axis + 1 :])
+    n = -(-positions // page_size)
+    long = long.take(range(positions), axis=axis - 1)
+    pad = [(0, 0)] * long.ndim
+    pad[axis - 1] = (0, n * page_size - positions)
+    long = np.pad(long, pad)
+    long = long.reshape(*long.shape[: axis - 1], n, page_size, *long.shape[axis:])
+    return np.ascontiguousarray(np.moveaxis(long, axis - 1, 1))

@@ -66,7 +66,7 @@ class PagePool:
 class Node:
     """One chunk of a prefix: positions start .. start + length, and the pages that hold their KV."""
 
-    __slots__ = ("children", "pages", "parent", "ready", "start", "tokens", "uploading", "users", "version")
+    __slots__ = ("children", "pages", "parent", "ready", "routes", "start", "tokens", "uploading", "users", "version")
 
     def __init__(self, version: Version, parent: Node | None, tokens: np.ndarray, start: int, pages: list[int]):
         self.version = version
@@ -78,6 +78,7 @@ class Node:
         self.children: dict[bytes, Node] = {}
         self.ready = False  # its KV is written, or will be before any later call reads it
         self.uploading = False  # its KV is on its way from the host: not to be computed
+        self.routes: np.ndarray | None = None  # [n, M, k]: the experts of its tokens, where they are asked for
 
     @property
     def stop(self) -> int:

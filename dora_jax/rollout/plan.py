@@ -20,6 +20,7 @@ from collections import deque
 
 import numpy as np
 
+from dora_jax.models.routes import RouteShape
 from dora_jax.rollout.migrate import InFlightSample
 from dora_jax.rollout.pages import DUMMY, Node, OutOfPages, PagePool, PrefixIndex
 from dora_jax.rollout.rows import Rows
@@ -42,6 +43,7 @@ class PrefillCall:
     version: Version
     blocks: int
     control: np.ndarray  # i32, see Shapes.prefill_control
+    nodes: tuple[Node, ...]  # of its first rows
 
 
 @dataclasses.dataclass(frozen=True)
@@ -78,8 +80,10 @@ class Scheduler:
     """All samples of one engine. `plan` commits what it decides: run its calls in the order preempts, uploads,
     prefills, decodes."""
 
-    def __init__(self, shapes: Shapes):
+    def __init__(self, shapes: Shapes, routes: RouteShape | None = None):
+        """routes: what the experts of a token look like, where samples carry them."""
         self.shapes = shapes
+        self.routes = routes
         self.pool = PagePool(shapes.pages, shapes.page_size)
         self.index = PrefixIndex(self.pool, shapes.chunk)
         self.seqs: dict[SampleId, Seq] = {}
@@ -96,7 +100,7 @@ class Scheduler:
     def add(self, parcel: InFlightSample, *, announce: bool) -> None:
         """ValueError where the sample can never run here."""
         self._check_fits(parcel)
-        seq = Seq(parcel, self._arrivals, announce, self.shapes.kept)
+        seq = Seq(parcel, self._arrivals, announce, self.shapes.kept, self.routes)
         self._arrivals += 1
         self.seqs[seq.id] = seq
         if announce:
@@ -154,7 +158,7 @@ class Scheduler:
         self.pool.check([*held, *((seq.version, seq.private) for seq in self._admitted)])
         self.index.check()
         self._rows.check(list(self._admitted))
-        slots = [seq.slot for seq in self._admitted]
+        slots = [seq.row for seq in self._admitted]
         if sorted(slots + self._free_slots) != list(range(self.shapes.slots)):
             raise RuntimeError(f"slots {slots} in use and {self._free_slots} free are not {self.shapes.slots}")
         if len(self.seqs) != len(self._admitted) + len(self._resuming) + len(self._waiting):
@@ -209,7 +213,7 @@ class Scheduler:
         self.index.release(seq.path)
         self.pool.release(seq.private)
         self._rows.free(seq)
-        heapq.heappush(self._free_slots, seq.slot)
+        heapq.heappush(self._free_slots, seq.row)
         del self._admitted[seq]
         seq.slot, seq.path, seq.first_private, seq.tail_page = None, [], 0, None
         seq.fresh = True
@@ -236,6 +240,7 @@ class Scheduler:
         if cost + len(self._admitted) > self.index.available:
             return False
         seq.path = self.index.acquire(seq.version, prefix[:shared])
+        seq.prefix = tuple(seq.path)
         nodes = [page for node in seq.path for page in node.pages]
         seq.first_private = first_private
         seq.tail_page = nodes[first_private] if len(nodes) > first_private else None
@@ -249,11 +254,14 @@ class Scheduler:
         return True
 
     def _queue_uploads(self, seq: Seq, kv_len: int, decoding: bool) -> None:
+        if seq.parcel is None:
+            return
         size = self.shapes.page_size
         for node in seq.path:
             if not (node.ready or node.uploading) and node.stop <= kv_len:
                 seq.uploads.append((Upload(seq.parcel, node.start // size, node.pages), node))
                 node.uploading = True
+                node.routes = seq.known_routes(node.start, node.stop)
         if decoding:
             stop = self.shapes.pages_for(kv_len)
             seq.uploads.append(
@@ -320,7 +328,8 @@ class Scheduler:
         blocks = self.shapes.bucket(max(node.start for node in nodes), self.shapes.prefill_buckets)
         for node in nodes:
             node.ready = True
-        return PrefillCall(next(iter(nodes)).version, blocks, self._prefill_control(list(nodes), blocks))
+        control = self._prefill_control(list(nodes), blocks)
+        return PrefillCall(next(iter(nodes)).version, blocks, control, tuple(nodes))
 
     def _prefill_control(self, nodes: list[Node], blocks: int) -> np.ndarray:
         s = self.shapes

@@ -2,7 +2,8 @@
 
 Consumes one version's params in an engine's layout; produces the same tree with each projection as 8-bit values and
 one f32 scale an output channel, by which the product is multiplied. Embedding, head, gains and biases
-stay: they are read row by row, or decide between tokens. KV in float8 has no scale: its values are of order one, and
+stay: they are read row by row, or decide between tokens. So do routers, experts and the up-projection of latents, which
+no single product takes. KV in float8 has no scale: its values are of order one, and
 the kernels take one scale a pool at most.
 Law: the trainer never sees these weights, so the engine's log-probs drift from its own; bench/drift.py prints by how
 much, and trainer.max_mismatch stops a run that drifts too far.
@@ -20,7 +21,8 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 WEIGHTS = {"": None, "int8": jnp.int8, "float8": jnp.float8_e4m3fn}
 KV = {"": None, "float8": jnp.float8_e4m3fn}
-PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+NAMES = ("q", "k", "v", "o", "gate", "up", "down", "q_a", "q_b", "kv_a")
+PROJECTIONS = tuple(f"{x}_proj{of_sublayer}" for of_sublayer in ("", "_0", "_1") for x in NAMES)
 
 
 @jax.tree_util.register_dataclass

@@ -37,7 +37,7 @@ class Rows:
 
     def take(self, seq: Seq, pages: list[int]) -> None:
         """The sample got its slot and these pages; it does not decode before `begin`."""
-        slot = seq.slot
+        slot = seq.row
         self._rows[slot, :HEADER] = self._header(seq)
         self._versions[slot], self._arrivals[slot], self._seqs[slot] = seq.version, seq.arrival, seq
         seq.table = self._rows[slot, HEADER:HEADER]
@@ -45,18 +45,18 @@ class Rows:
 
     def append(self, seq: Seq, pages: list[int]) -> None:
         start, stop = HEADER + len(seq.table), HEADER + len(seq.table) + len(pages)
-        self._rows[seq.slot, start:stop] = pages
-        self._pages[seq.slot] += len(pages)
-        seq.table = self._rows[seq.slot, HEADER:stop]
+        self._rows[seq.row, start:stop] = pages
+        self._pages[seq.row] += len(pages)
+        seq.table = self._rows[seq.row, HEADER:stop]
 
     def begin(self, seq: Seq) -> None:
-        self._decodes[seq.slot] = True
+        self._decodes[seq.row] = True
 
     def pause(self, seq: Seq) -> None:
-        self._decodes[seq.slot] = False
+        self._decodes[seq.row] = False
 
     def free(self, seq: Seq) -> None:
-        slot = seq.slot
+        slot = seq.row
         self._rows[slot, REMAINING], self._pages[slot], self._decodes[slot], self._seqs[slot] = 0, 0, False, None
         seq.table = self._rows[slot, :0]
 
@@ -107,11 +107,11 @@ class Rows:
         if sorted(map(id, admitted)) != sorted(map(id, filter(None, self._seqs))):
             raise RuntimeError("the rows in use are not those of the samples that run")
         for seq in admitted:
-            said, true = self._rows[seq.slot, :HEADER], np.array(self._header(seq), np.int32)
+            said, true = self._rows[seq.row, :HEADER], np.array(self._header(seq), np.int32)
             columns = list(range(HEADER) if seq.fresh else SAID)
-            if (said != true)[columns].any() or self._pages[seq.slot] != len(seq.table):
+            if (said != true)[columns].any() or self._pages[seq.row] != len(seq.table):
                 raise RuntimeError(f"the row of {seq.id} says {said.tolist()}, the sample {true.tolist()}")
-            if self._decodes[seq.slot] and (seq.leaving or not seq.ready):
+            if self._decodes[seq.row] and (seq.leaving or not seq.ready):
                 raise RuntimeError(f"{seq.id} decodes although it leaves or its prefix has no KV")
 
     # ----------------------------------------------------------- private
@@ -121,7 +121,7 @@ class Rows:
 
     def _header(self, seq: Seq) -> tuple[int, ...]:
         return (
-            seq.slot,
+            seq.row,
             seq.fresh,
             seq.sequence[-1],
             seq.position,

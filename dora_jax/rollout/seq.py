@@ -11,8 +11,11 @@ from collections import deque
 
 import numpy as np
 
+from dora_jax.models.routes import RouteShape
 from dora_jax.rollout.migrate import InFlightSample
 from dora_jax.rollout.pages import Node
+from dora_jax.rollout.route_log import RouteLog
+from dora_jax.types import TokenTable
 
 
 @dataclasses.dataclass(frozen=True)
@@ -31,8 +34,11 @@ class Upload:
 class Seq:
     """One sample in this engine. `sequence` is prompt + sampled; all but its last token have KV once it decodes."""
 
-    def __init__(self, parcel: InFlightSample, arrival: int, announce: bool, kept: int = 0):
-        """`kept`: ids of the keep set that come along with each token."""
+    def __init__(
+        self, parcel: InFlightSample, arrival: int, announce: bool, kept: int = 0, routes: RouteShape | None = None
+    ):
+        """kept: ids of the keep set that come along with each token. routes: what the experts of a token look like,
+        where they come along."""
         self.id = parcel.id
         self.version = parcel.version
         self.arrival = arrival
@@ -51,6 +57,8 @@ class Seq:
         self.parcel: InFlightSample | None = parcel  # its KV in host memory, while it waits or is uploaded
         self.uploads: deque[tuple[Upload, Node | None]] = deque()  # not yet planned; the prefix node that each fills
         self.leaving = False  # is being exported, in pieces: it decodes no more
+        self._routes = None if routes is None else RouteLog(routes, parcel, len(self._tokens) - 1)
+        self.prefix: tuple[Node, ...] = ()  # of its last admission: the nodes hold the experts of its first tokens
         self.slot: int | None = None
         self.path: list[Node] = []  # shared prefix
         self.table = np.zeros(
@@ -69,6 +77,25 @@ class Seq:
         if kept.shape[1]:
             self._kept[start : self.n_out] = kept
 
+    def route(self, start: int, rows: np.ndarray) -> None:
+        """The experts of the tokens from `start` on, [n, M, k]; the prefix's nodes hold those of the ones before."""
+        if self._routes is not None:
+            self._routes.take(self.prefix)
+            self._routes.append(start, rows)
+
+    @property
+    def token_table(self) -> TokenTable:
+        """Rows of the tokens that ran forward, as far as results have come back."""
+        if self._routes is None:
+            return TokenTable()
+        self._routes.take(self.prefix)
+        return TokenTable(routes=self._routes.rows.copy())
+
+    def known_routes(self, start: int, stop: int) -> np.ndarray | None:
+        if self._routes is None or len(self._routes.rows) < stop:
+            return None
+        return self._routes.rows[start:stop].copy()
+
     @property
     def sequence(self) -> np.ndarray:
         """A view, as those below."""
@@ -85,6 +112,13 @@ class Seq:
     @property
     def kept(self) -> np.ndarray:
         return self._kept[: self.n_out]
+
+    @property
+    def row(self) -> int:
+        """Its slot; RuntimeError while it has none."""
+        if self.slot is None:
+            raise RuntimeError(f"{self.id} has no slot")
+        return self.slot
 
     @property
     def position(self) -> int:

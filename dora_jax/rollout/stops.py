@@ -9,6 +9,10 @@ string where the text of the last few tokens up to it contains one.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import numpy as np
 
 SLACK = 8  # tokens without text of their own (parts of a character, special ones) that may stand in a stop string
 
@@ -18,14 +22,14 @@ class StopStrings:
         if strings and decode is None:
             raise ValueError("rollout.stop_strings needs a tokenizer: the engine was given no `decode`")
         self._strings = tuple(strings)
-        self._decode = decode
+        self._decode = decode or (lambda tokens: "")  # without strings nothing is decoded
         # a token is at least one byte of text, but for SLACK of them
         self._window = max((len(text.encode()) for text in strings), default=0) + SLACK
 
     def __bool__(self) -> bool:
         return bool(self._strings)
 
-    def end(self, old: Sequence[int], new: Sequence[int]) -> tuple[int, bool]:
+    def end(self, old: Sequence[int] | np.ndarray, new: Sequence[int] | np.ndarray) -> tuple[int, bool]:
         """(how many of the new tokens count, whether the last of them completes a stop string)."""
         if not self._strings or not len(new):
             return len(new), False

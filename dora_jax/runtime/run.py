@@ -20,6 +20,7 @@ from dora_jax.buffer.pack import BatchShape, layout, pack_step
 from dora_jax.config import Config, blame
 from dora_jax.models import decoder, sharding
 from dora_jax.models.config import ModelConfig
+from dora_jax.models.routes import RouteShape
 from dora_jax.orchestrate.events import InstanceUp
 from dora_jax.orchestrate.modes import OrchestratorConfig
 from dora_jax.publish import offered_copy
@@ -53,17 +54,22 @@ def engine_of(
 ) -> Engine:
     """The engine of a resolved configuration. vocab_limit: ids that the tokenizer knows; 0: every row of the embedding."""
     return Engine(
-        model, config.rollout, mesh, decode=decode, **_engine_options(config, eos_ids, vocab_limit or model.vocab_size)
+        model,
+        config.rollout,
+        mesh,
+        decode=decode,
+        **_engine_options(config, model, eos_ids, vocab_limit or model.vocab_size),
     )
 
 
 def engine_calls(config: Config, model: ModelConfig, mesh: Mesh, eos_ids: tuple[int, ...], vocab_limit: int) -> Calls:
     """The calls of `engine_of`; the devices of the mesh may be descriptions."""
-    return new_calls(model, config.rollout, mesh, **_engine_options(config, eos_ids, vocab_limit))
+    return new_calls(model, config.rollout, mesh, **_engine_options(config, model, eos_ids, vocab_limit))
 
 
-def _engine_options(config: Config, eos_ids: tuple[int, ...], vocab_limit: int) -> dict[str, Any]:
+def _engine_options(config: Config, model: ModelConfig, eos_ids: tuple[int, ...], vocab_limit: int) -> dict[str, Any]:
     return {
+        "routes": RouteShape.of(model) if config.trainer.routing_replay == "rollout" else None,
         "seed": config.seed,
         "eos_ids": tuple(eos_ids),
         "vocab_limit": vocab_limit,

@@ -224,9 +224,7 @@ def open_rollout(
     wire = Wire(link.own_ip, link.token) if config.cluster.wire == "transfer" else None
     wanted = like(model, engine.param_shardings, config.model.dtype)
     weights = WeightEndpoint(begin.rank, wire, versions, wanted, stored)
-    porter = KVEndpoint(
-        _instance(begin), begin.rank, wire and Wire(link.own_ip, link.token), layout_of(engine.page()[0])
-    )
+    porter = KVEndpoint(_instance(begin), begin.rank, wire and Wire(link.own_ip, link.token), layout_of(engine.page()))
     return RolloutRole(
         begin,
         engine,
@@ -236,7 +234,7 @@ def open_rollout(
         turns,
         build.partial_s(config),
         porter,
-        holders_alike(begin.hosts, model.n_kv_heads),
+        holders_alike(begin.hosts, model.cache_heads),
         report_period_s(config.rollout.instances),
         progress_period_s(config.rollout.instances, config.rollout.slots),
     )

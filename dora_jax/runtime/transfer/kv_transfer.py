@@ -12,12 +12,13 @@ other heads or another dtype is refused before anything is taken; a sample witho
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import jax
 import numpy as np
 
-from dora_jax.rollout.migrate import InFlightSample, without_pages
+from dora_jax.rollout.migrate import InFlightSample, with_pages, without_pages
 from dora_jax.runtime.codec import Codec
 from dora_jax.runtime.transfer.device_transfer import Wire
 from dora_jax.runtime.transfer.slices import shard_of
@@ -32,14 +33,16 @@ class PageShape:
     heads: int  # KV heads that this process holds
     head_dim: int
     dtype: str
+    latent: bool = False  # pages are K alone: the values are a part of the keys
 
 
 CODEC = Codec(InFlightSample, Key, Shard, Manifest, Lent)
 
 
-def layout_of(k_pages: np.ndarray) -> PageShape:
-    layers, _, heads, dim, _ = k_pages.shape
-    return PageShape(layers=layers, heads=heads, head_dim=dim, dtype=k_pages.dtype.name)
+def layout_of(pages: Mapping[str, np.ndarray]) -> PageShape:
+    """Of pages by their names, as InFlightSample.pages has them."""
+    layers, _, heads, dim, _ = pages["k"].shape
+    return PageShape(layers=layers, heads=heads, head_dim=dim, dtype=pages["k"].dtype.name, latent="v" not in pages)
 
 
 def lend(wire: Wire, key: Key, parcel: InFlightSample) -> Lent:
@@ -47,9 +50,8 @@ def lend(wire: Wire, key: Key, parcel: InFlightSample) -> Lent:
     if key.version != parcel.version:
         raise WireError(f"{words(key)} is a parcel of version {parcel.version}")
     manifest = None
-    if parcel.k_pages is not None and parcel.v_pages is not None:
-        pages = {"k": parcel.k_pages, "v": parcel.v_pages}
-        manifest = wire.give(key, {_whole(name, pages[name]): pages[name] for name in pages})
+    if parcel.pages:
+        manifest = wire.give(key, {_whole(name, pages): pages for name, pages in parcel.pages.items()})
     return Lent(parcel=without_pages(parcel), kv_len=parcel.kv_len, page_size=parcel.page_size, manifest=manifest)
 
 
@@ -66,15 +68,13 @@ def fetch(wire: Wire, lent: Lent, key: Key, layout: PageShape, timeout_s: float 
             f"{_tokens(lent.parcel)} tokens"
         )
     pages = -(-lent.kv_len // lent.page_size)
-    shapes = {
-        "k": (layout.layers, pages, layout.heads, layout.head_dim, lent.page_size),
-        "v": (layout.layers, pages, layout.heads, lent.page_size, layout.head_dim),
-    }
-    wanted = [_whole(name, jax.ShapeDtypeStruct(shape, layout.dtype)) for name, shape in shapes.items()]
-    got = wire.take(lent.manifest, wanted, key, timeout_s)
-    return dataclasses.replace(
-        lent.parcel, kv_len=lent.kv_len, page_size=lent.page_size, k_pages=got[wanted[0]], v_pages=got[wanted[1]]
-    )
+    shapes = {"k": (layout.layers, pages, layout.heads, layout.head_dim, lent.page_size)}
+    if not layout.latent:
+        shapes["v"] = (layout.layers, pages, layout.heads, lent.page_size, layout.head_dim)
+    wanted = {name: _whole(name, jax.ShapeDtypeStruct(shape, layout.dtype)) for name, shape in shapes.items()}
+    got = wire.take(lent.manifest, list(wanted.values()), key, timeout_s)
+    parcel = dataclasses.replace(lent.parcel, kv_len=lent.kv_len, page_size=lent.page_size)
+    return with_pages(parcel, {name: got[shard] for name, shard in wanted.items()})
 
 
 # ---------------------------------------------------------------- private

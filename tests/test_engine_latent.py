@@ -1,0 +1,197 @@
+"""An engine with latent pages and experts (DeepSeek-V3's shape) against the trainer's forward: log-probs and routes,
+through preemption, a move, shared prompts, chunks."""
+
+import functools
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from dora_jax import presets
+from dora_jax.config import RolloutSection
+from dora_jax.models import decoder, sharding
+from dora_jax.models.config import Experts, Latent, Yarn
+from dora_jax.models.families import KNOWN
+from dora_jax.models.logits import policy_logits
+from dora_jax.models.routes import RouteShape
+from dora_jax.ops import attention, latent_attention
+from dora_jax.ops.segment_attention import segment_attention
+from dora_jax.rollout import device_calls
+from dora_jax.rollout.engine import Engine
+from dora_jax.rollout.kv_layout import kv_layout
+from dora_jax.types import SampleId
+from tests.fakes.engine_rig import SIZES, VOCAB, finish, ids, submit
+
+pytestmark = pytest.mark.usefixtures("quick_compile")
+CFG = decoder.new_config(
+    "deepseek_v3",
+    vocab_size=64,
+    d_model=32,
+    n_layers=3,
+    n_heads=4,
+    n_kv_heads=4,
+    head_dim=20,
+    d_ff=64,
+    rope_scaling=Yarn(factor=4.0, original_max_position=16, mscale=1.0, mscale_all_dim=0.7),
+    latent=Latent(kv_rank=16, rope_dim=8, nope_dim=12, v_dim=10, q_rank=24),
+    experts=Experts(
+        count=8,
+        per_token=2,
+        width=16,
+        shared=1,
+        first_dense=1,
+        router="sigmoid",
+        corrected=True,
+        groups=4,
+        top_groups=2,
+        scale=2.5,
+    ),
+)
+ROUTES = RouteShape.of(CFG)
+
+
+@functools.cache
+def params():
+    return decoder.init_params(CFG, 0)
+
+
+def new_engine(device=0, cfg=CFG, **changes):
+    section = presets.on_cpu(RolloutSection(**{**SIZES, **changes}))
+    mesh = sharding.make_mesh(jax.devices()[device : device + section.tensor], 1, 1, section.tensor)
+    engine = Engine(cfg, section, mesh, seed=7, eos_ids=(), vocab_limit=VOCAB, routes=ROUTES)
+    tree = decoder.serving_layout(params(), engine.shapes.layout)
+    engine.load(0, jax.device_put(tree, engine.param_shardings))
+    return engine
+
+
+@functools.cache
+def trainer_forward(width):
+    """Expanded: (log-prob of each next token of one row of this width, experts of each token)."""
+
+    @jax.jit
+    def run(tokens_1xL):
+        at_1xL = jnp.arange(width)[None]
+        attend = segment_attention(jnp.ones_like(at_1xL), at_1xL)
+        hidden, routed = decoder.forward_routed(CFG, params(), tokens_1xL, at_1xL, attend)
+        logprobs = jax.nn.log_softmax(policy_logits(CFG, params(), hidden, vocab_limit=VOCAB, temperature=1.0))
+        return jnp.take_along_axis(logprobs[0, :-1], tokens_1xL[0, 1:, None], axis=-1)[:, 0], routed.ids[:, 0]
+
+    return run
+
+
+def assert_as_the_trainer(sample, atol=1e-4):
+    whole = np.concatenate([sample.prompt_ids, sample.out_ids])
+    padded = np.zeros((1, 64), np.int32)
+    padded[0, : len(whole)] = whole
+    logprobs, routes = trainer_forward(64)(padded)
+    want = logprobs[len(sample.prompt_ids) - 1 : len(whole) - 1]
+    np.testing.assert_allclose(sample.logprobs, want, rtol=0, atol=atol)
+    got = ROUTES.check(sample.table.routes, len(whole) - 1, str(sample.id))
+    assert got.dtype == np.uint8
+    if atol < 1e-3:
+        np.testing.assert_array_equal(got, routes.swapaxes(0, 1)[: len(whole) - 1])
+
+
+@pytest.fixture(scope="module")
+def engines():
+    """One with room; one on another device with few more pages than a long sample needs, of another size."""
+    return new_engine(), new_engine(device=1, pages=12, page_size=8)
+
+
+def test_samples_that_share_prompts_and_make_room_are_as_the_trainer_says(engines):
+    """Prompts of up to 20 tokens are prefilled in chunks of 8; the small pool sends samples to the host and back."""
+    _, small = engines
+    preempts, plan = [], small.scheduler.plan
+    small.scheduler.plan = lambda: (p := plan(), preempts.extend(p.preempts))[0]
+    for id in ids((0, 1, 2, 3, 4), size=2):
+        submit(small, id)
+    done = finish(small)
+    small.scheduler.plan = plan
+    assert len(done) == 10 and preempts
+    for sample in done.values():
+        assert_as_the_trainer(sample)
+
+
+def test_a_sample_moves_mid_answer_with_latents_alone(engines):
+    here, there = engines
+    id = SampleId(3, 1)
+    submit(here, id)
+    for _ in range(6):
+        here.tick()
+    parcel = here.export(id)
+    assert 0 < len(parcel.out_ids) < 24 and parcel.v_pages is None
+    row = CFG.kv_layers * CFG.latent.cache_dim * 4
+    assert parcel.kv_bytes == parcel.n_pages * here.shapes.page_size * row
+    assert len(parcel.table.routes) == parcel.kv_len == len(parcel.prompt_ids) + len(parcel.out_ids) - 1
+    there.import_(parcel)
+    moved = finish(there)[id]
+    np.testing.assert_array_equal(moved.table.routes[: parcel.kv_len], parcel.table.routes)
+    np.testing.assert_array_equal(moved.logprobs[: len(parcel.logprobs)], parcel.logprobs)
+    assert_as_the_trainer(moved)
+
+
+@pytest.fixture(scope="module")
+def paged():
+    """As on a TPU: two devices that hold the same latents and half of the heads each, the kernel's reference in its place."""
+    patch = pytest.MonkeyPatch()
+    reference = latent_attention.latent_reference
+    patch.setattr(attention, "paged_kernel", lambda impl, rank: functools.partial(reference, rank=rank))
+    patch.setattr(device_calls, "CHOOSERS", ("cpu",))
+    with patch.context() as anywhere:
+        anywhere.setattr(attention, "check_platform", lambda *args, **latent: None)
+        engine = new_engine(device=2, tensor=2, pages=20, context_block=48, attention="tpu")
+    yield engine
+    patch.undo()
+
+
+def test_samples_move_between_kinds_of_pools(engines, paged):
+    here, _ = engines
+    there, back = SampleId(3, 2), SampleId(3, 3)
+    submit(here, there)
+    submit(paged, back)
+    for id in ids((0, 1, 2), size=2):
+        submit(paged, id)
+    for _ in range(4):
+        here.tick()
+        paged.tick()
+    paged.import_(here.export(there))
+    here.import_(paged.export(back))
+    done = finish(here, paged)
+    assert len(done) == 8
+    for sample in done.values():
+        assert_as_the_trainer(sample)
+
+
+def test_a_latent_pool_is_as_many_times_smaller_as_the_ranks_say(paged):
+    """Measured of the pool's arrays, against K and V of every head; a kernel's rows are whole vectors of 128 lanes."""
+    page = 4 * SIZES["page_size"]  # bytes of one number a position
+    pages = 21 * CFG.kv_layers
+    assert sum(x.nbytes for x in paged.device.pool) == pages * page * 128
+    for name, ratio, token in (("DeepSeek-V3", 71, 61 * 1152), ("LongCat-Flash", 36, 56 * 1152)):
+        cfg = KNOWN[name]
+        layout = kv_layout(cfg)
+        pool = jax.eval_shape(lambda layout=layout: device_calls.Gathered(layout, paged.shapes, jnp.bfloat16).empty())
+        tokens = paged.shapes.page_size * (paged.shapes.pages + 1)
+        measured = sum(math.prod(x.shape) * x.dtype.itemsize for x in jax.tree.leaves(pool)) / tokens
+        expanded = cfg.kv_layers * cfg.n_heads * (cfg.head_dim + cfg.latent.v_dim) * 2
+        assert measured == token and round(expanded / measured) == ratio
+
+
+def test_latents_in_8_bits_move_and_stay_near_the_trainer(engines):
+    here, _ = engines
+    narrow = new_engine(device=3, kv="float8")
+    id = SampleId(3, 1)
+    submit(narrow, id)
+    for _ in range(4):
+        narrow.tick()
+    parcel = narrow.export(id)
+    assert parcel.kv_bytes == parcel.n_pages * SIZES["page_size"] * CFG.kv_layers * CFG.latent.cache_dim
+    here.import_(parcel)
+    assert_as_the_trainer(finish(here)[id], atol=0.2)
+
+
+def test_a_kernel_without_latent_pages_is_refused():
+    with pytest.raises(ValueError, match="rollout.attention gpu reads no latent pages"):
+        new_engine(attention="gpu")
