@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, NamedTuple
 
-from dora_jax.buffer.pack import BatchShape, layout
+from dora_jax.buffer.layout import BatchShape, layout
 from dora_jax.models.config import ModelConfig
 from dora_jax.rollout import shapes
 from dora_jax.trainer import objective

@@ -7,14 +7,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dora_jax.buffer import pack, store
+from dora_jax.buffer import layout, pack, store
 from dora_jax.trainer import prepare
 from dora_jax.types import Sample, SampleId, ScoredGroup, Span
 from tests.fakes import trainer_cases as cases
 
 
 def packed(scored, section=cases.SECTION, shards=1, **changes):
-    shape = pack.layout(
+    shape = layout.layout(
         **(
             {
                 "pack_tokens": section.pack_tokens,
@@ -96,7 +96,7 @@ def test_every_trajectory_stands_once_in_one_row(seed, n, size, shards, micro, s
 
 
 def test_rows_of_a_micro_batch_are_dealt_over_the_shards():
-    order = pack.BatchShape(rows=16, tokens=8, micro_batches=2, shards=4).row_order()
+    order = layout.BatchShape(rows=16, tokens=8, micro_batches=2, shards=4).row_order()
     assert sorted(order) == list(range(16))
     first = order[:8]
     assert (first % 2 == 0).all()  # micro-batch 0 = even rows

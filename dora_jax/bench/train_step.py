@@ -34,7 +34,7 @@ import numpy as np
 from dora_jax import devices, presets, update_costs
 from dora_jax.bench import plain_step, smollm
 from dora_jax.bench.decode import ENVIRONMENTS, MODEL, flop_speed
-from dora_jax.buffer import pack
+from dora_jax.buffer import layout, pack
 from dora_jax.config import TrainerSection
 from dora_jax.models import decoder, hf, logits, sharding
 from dora_jax.ops.segment_attention import segment_attention
@@ -101,7 +101,7 @@ def _work(
         )
     row = -(-int(lengths.max() + PROMPT - 1) // ROW_UNIT) * ROW_UNIT
     rows = -(-int((lengths + PROMPT - 1).sum()) // row) + 1  # first fit by falling length wastes less than one
-    shape = pack.BatchShape(rows=rows, tokens=row, micro_batches=1)
+    shape = layout.BatchShape(rows=rows, tokens=row, micro_batches=1)
     objective: Any = Prepare(section(), int(lengths.max()))
     batch = pack.pack(groups, shape, objective)
     filled = (batch.segment_ids > 0).any(1)

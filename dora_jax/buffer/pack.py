@@ -1,7 +1,7 @@
 """Stage 4, buffer: scored groups -> one TrainBatch of static shape. Pure, numpy only.
 
-Each sample becomes one segment of P + U - 1 input tokens (the last token is only a target); segments are packed into
-rows by falling length, never share attention, and never straddle rows. Where prompts are shared, the first P - 1 tokens
+Each sample becomes one segment of P + U - 1 input tokens (the last token is only a target), in the row that layout.py
+gives it; segments never share attention and never straddle rows. Where prompts are shared, the first P - 1 tokens
 of a group's prompt are a segment of their own, once a row, that the group's samples in this row continue and look at:
 each then has U tokens, from the prompt's last one on. Where the layout asks for it, samples whose advantage is zero get
 no place: their loss and gradient are zero, and what an update divides by still counts them.
@@ -12,17 +12,14 @@ computed here, over the whole update; the result does not depend on the order of
 
 from __future__ import annotations
 
-import collections
 import dataclasses
-import math
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 import numpy as np
 
+from dora_jax.buffer.layout import BatchShape, Place, Row, items_of, places_of
 from dora_jax.types import GroupId, Sample, ScoredGroup
-
-Row = int
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -51,65 +48,6 @@ class TrainBatch:
         """What goes to the device; group_ids would recompile the step."""
         named = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
         return {name: x for name, x in named.items() if name != "group_ids" and x is not None}
-
-
-class Routes(Protocol):
-    """What the expert routes of a model look like; see models.routes.RouteShape."""
-
-    def missing(self, *rows: int) -> np.ndarray: ...
-
-    def check(self, routes: np.ndarray | None, rows: int, name: str) -> np.ndarray: ...
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class BatchShape:
-    """The static shape of a step's batch."""
-
-    rows: int  # B
-    tokens: int  # L
-    micro_batches: int  # M; B is a multiple of M * shards
-    shards: int = 1  # data-parallel shards of the mesh
-    share_prompts: bool = False
-    skip_zero_advantage: bool = False
-    routes: Routes | None = None  # of what the samples carry; None: the trainer's routers choose
-
-    def row_order(self) -> np.ndarray:
-        """Row of the k-th filled bin: micro-batch by micro-batch, dealt over the shards inside each."""
-        per_micro = self.rows // self.micro_batches
-        inside = np.arange(per_micro).reshape(self.shards, -1).T.reshape(-1)  # one row per shard in turn
-        return (np.arange(self.micro_batches)[:, None] + inside[None, :] * self.micro_batches).reshape(-1)
-
-
-def layout(
-    *,
-    pack_tokens: int,
-    rows: int,
-    micro_batches: int,
-    samples: int,
-    max_tokens: int,
-    shards: int = 1,
-    share_prompts: bool = False,
-    skip_zero_advantage: bool = False,
-) -> BatchShape:
-    """rows 0: enough for `samples` of `max_tokens` each (prompt and response), rounded up to the mesh."""
-    longest = max_tokens - 1
-    if longest > pack_tokens:
-        raise ValueError(
-            f"trainer.pack_tokens={pack_tokens} is shorter than the longest sample: {longest} tokens "
-            f"(prompt and response limits together, less one)"
-        )
-    unit = micro_batches * shards
-    needed = rows or math.ceil(samples / (pack_tokens // longest))
-    if rows and rows % unit:
-        raise ValueError(f"trainer.rows={rows} is not a multiple of micro_batches x data-parallel shards = {unit}")
-    return BatchShape(
-        rows=-(-needed // unit) * unit,
-        tokens=pack_tokens,
-        micro_batches=micro_batches,
-        shards=shards,
-        share_prompts=share_prompts,
-        skip_zero_advantage=skip_zero_advantage,
-    )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -199,7 +137,7 @@ class _PackedUpdate:
         self, samples: list[Sample], shape: BatchShape, score: Score | None, rewards: np.ndarray, group_ids: np.ndarray
     ):
         self.samples, self._shape, self._rewards, self._group_ids = samples, shape, rewards, group_ids
-        places = _places(_items(self.samples, shape.share_prompts), shape)
+        places = places_of(items_of(self.samples, shape.share_prompts), shape)
         self.spread = _Spread(self.samples, places, shape)
         self._batch: dict[str, Any] = _tokens(self.samples, places, self.spread, shape)
         zeros: dict[str, Any] = dict.fromkeys(("advantages", "rewards", "loss_weights"), self.spread.zeros())
@@ -256,86 +194,10 @@ class _PackedUpdate:
         )
 
 
-class _Item(NamedTuple):
-    """A sample that wants a place: `length` tokens of its own, behind `shared` ones of its prompt."""
-
-    prompt: bytes  # what samples must have in common to share it
-    shared: int
-    length: int
-
-    @property
-    def whole(self) -> int:
-        return self.shared + self.length
-
-
-def _items(samples: Sequence[Sample], share_prompts: bool) -> list[_Item]:
-    shared = [len(s.prompt_ids) - 1 if share_prompts else 0 for s in samples]
-    return [
-        _Item(s.prompt_ids.tobytes() if n else b"", n, len(s.prompt_ids) + len(s.out_ids) - 1 - n)
-        for s, n in zip(samples, shared)
-    ]
-
-
-@dataclasses.dataclass(frozen=True)
-class _PackedPlace:
-    row: Row
-    start: int  # of the sample's own tokens
-    segment: int
-    shared: int = 0  # tokens of the prompt that stand elsewhere in the row
-    prompt_start: int = 0
-    prompt_segment: int = 0
-
-
-class _Bin:
-    """A row that is being filled from the left."""
-
-    def __init__(self, row: Row, tokens: int):
-        self.free = tokens
-        self._row, self._tokens, self._segments = row, tokens, 0
-        self._prompts: dict[bytes, tuple[int, int]] = {}  # start and segment
-
-    def place(self, item: _Item) -> _PackedPlace:
-        if item.shared and item.prompt not in self._prompts:
-            self._prompts[item.prompt] = self._take(item.shared)
-        return _PackedPlace(self._row, *self._take(item.length), item.shared, *self._prompts.get(item.prompt, (0, 0)))
-
-    def _take(self, tokens: int) -> tuple[int, int]:
-        start, self.free, self._segments = self._tokens - self.free, self.free - tokens, self._segments + 1
-        return start, self._segments
-
-
-def _places(items: Sequence[_Item], shape: BatchShape) -> list[_PackedPlace]:
-    """First fit by falling length, samples that share a prompt one after another and first into rows that hold it.
-
-    Ties by index, so the same samples always land in the same place."""
-    bins: list[_Bin] = []
-    rows = shape.row_order()
-    places: dict[int, _PackedPlace] = {}
-    holding: dict[bytes, list[_Bin]] = collections.defaultdict(list)
-    total: collections.Counter[bytes] = collections.Counter()
-    for item in items:
-        total[item.prompt] += item.length if item.shared else 0
-    for i in sorted(range(len(items)), key=lambda i: (-total[items[i].prompt], items[i].prompt, -items[i].length, i)):
-        item = items[i]
-        found = next((b for b in holding[item.prompt] if b.free >= item.length), None)
-        if found is None:
-            found = next((b for b in bins if b.free >= item.whole), None)
-            if found is None:
-                if len(bins) == shape.rows or item.whole > shape.tokens:
-                    raise ValueError(
-                        f"{len(items)} samples with {sum(item.whole for item in items)} tokens do not fit into "
-                        f"{shape.rows} rows of {shape.tokens}: raise trainer.rows or trainer.pack_tokens"
-                    )
-                bins.append(found := _Bin(int(rows[len(bins)]), shape.tokens))
-            holding[item.prompt] += [found] if item.shared else []
-        places[i] = found.place(item)
-    return [places[i] for i in range(len(items))]
-
-
 class _Spread:
     """Moves per-trajectory arrays [n] or [n, T] to the packed rows [B, L], and back."""
 
-    def __init__(self, samples: Sequence[Sample], places: Sequence[_PackedPlace], shape: BatchShape):
+    def __init__(self, samples: Sequence[Sample], places: Sequence[Place], shape: BatchShape):
         self._shape = (shape.rows, shape.tokens)
         self._first = [place.start + len(s.prompt_ids) - 1 - place.shared for s, place in zip(samples, places)]
         self._rows = [place.row for place in places]
@@ -370,7 +232,7 @@ class _Spread:
 
 
 def _tokens(
-    samples: Sequence[Sample], places: Sequence[_PackedPlace], spread: _Spread, shape: BatchShape
+    samples: Sequence[Sample], places: Sequence[Place], spread: _Spread, shape: BatchShape
 ) -> dict[str, np.ndarray]:
     names = ("tokens", "targets", "segment_ids", "positions") + ("prefix_ids",) * shape.share_prompts
     batch = {name: spread.zeros(np.int32) for name in names}

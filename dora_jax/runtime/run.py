@@ -16,7 +16,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
-from dora_jax.buffer.pack import BatchShape, layout, pack_step
+from dora_jax.buffer.layout import BatchShape, layout
+from dora_jax.buffer.pack import pack_step
 from dora_jax.config import Config, blame
 from dora_jax.models import decoder, sharding
 from dora_jax.models.config import ModelConfig

@@ -6,6 +6,7 @@ import jax
 import numpy as np
 
 from dora_jax import config, presets
+from dora_jax.buffer import layout as batch_layout
 from dora_jax.buffer import pack
 from dora_jax.models import decoder
 from dora_jax.trainer import prepare
@@ -72,5 +73,5 @@ def batch(trainer, scored=None, score=None, **layout):
         "shards": trainer.shards,
         "samples": sum(len(g.samples) for g in scored),
     }
-    shape = pack.layout(**(sizes | layout))
+    shape = batch_layout.layout(**(sizes | layout))
     return pack.pack(scored, shape, prepare.Prepare(section, MAX_NEW), score)

@@ -1,0 +1,154 @@
+"""Stage 4, buffer: the static shape of a step's batch, and where its samples stand in the rows. Pure, numpy only.
+
+Laws: the shape depends on the config alone; samples are placed by falling length, so the same samples always lie in the
+same places, whatever their order; the rows that hold tokens fill whole micro-batches first.
+"""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import math
+from collections.abc import Sequence
+from typing import NamedTuple, Protocol
+
+import numpy as np
+
+from dora_jax.types import Sample
+
+Row = int
+
+
+class Routes(Protocol):
+    """What the expert routes of a model look like; see models.routes.RouteShape."""
+
+    def missing(self, *rows: int) -> np.ndarray: ...
+
+    def check(self, routes: np.ndarray | None, rows: int, name: str) -> np.ndarray: ...
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class BatchShape:
+    """The static shape of a step's batch."""
+
+    rows: int  # B
+    tokens: int  # L
+    micro_batches: int  # M; B is a multiple of M * shards
+    shards: int = 1  # data-parallel shards of the mesh
+    share_prompts: bool = False
+    skip_zero_advantage: bool = False
+    routes: Routes | None = None  # of what the samples carry; None: the trainer's routers choose
+
+    def row_order(self) -> np.ndarray:
+        """Row of the k-th filled bin: micro-batch by micro-batch, dealt over the shards inside each."""
+        per_micro = self.rows // self.micro_batches
+        inside = np.arange(per_micro).reshape(self.shards, -1).T.reshape(-1)  # one row per shard in turn
+        return (np.arange(self.micro_batches)[:, None] + inside[None, :] * self.micro_batches).reshape(-1)
+
+
+def layout(
+    *,
+    pack_tokens: int,
+    rows: int,
+    micro_batches: int,
+    samples: int,
+    max_tokens: int,
+    shards: int = 1,
+    share_prompts: bool = False,
+    skip_zero_advantage: bool = False,
+) -> BatchShape:
+    """rows 0: enough for `samples` of `max_tokens` each (prompt and response), rounded up to the mesh."""
+    longest = max_tokens - 1
+    if longest > pack_tokens:
+        raise ValueError(
+            f"trainer.pack_tokens={pack_tokens} is shorter than the longest sample: {longest} tokens "
+            f"(prompt and response limits together, less one)"
+        )
+    unit = micro_batches * shards
+    needed = rows or math.ceil(samples / (pack_tokens // longest))
+    if rows and rows % unit:
+        raise ValueError(f"trainer.rows={rows} is not a multiple of micro_batches x data-parallel shards = {unit}")
+    return BatchShape(
+        rows=-(-needed // unit) * unit,
+        tokens=pack_tokens,
+        micro_batches=micro_batches,
+        shards=shards,
+        share_prompts=share_prompts,
+        skip_zero_advantage=skip_zero_advantage,
+    )
+
+
+class Item(NamedTuple):
+    """A sample that wants a place: `length` tokens of its own, behind `shared` ones of its prompt."""
+
+    prompt: bytes  # what samples must have in common to share it
+    shared: int
+    length: int
+
+    @property
+    def whole(self) -> int:
+        return self.shared + self.length
+
+
+def items_of(samples: Sequence[Sample], share_prompts: bool) -> list[Item]:
+    shared = [len(s.prompt_ids) - 1 if share_prompts else 0 for s in samples]
+    return [
+        Item(s.prompt_ids.tobytes() if n else b"", n, len(s.prompt_ids) + len(s.out_ids) - 1 - n)
+        for s, n in zip(samples, shared)
+    ]
+
+
+@dataclasses.dataclass(frozen=True)
+class Place:
+    row: Row
+    start: int  # of the sample's own tokens
+    segment: int
+    shared: int = 0  # tokens of the prompt that stand elsewhere in the row
+    prompt_start: int = 0
+    prompt_segment: int = 0
+
+
+class _Bin:
+    """A row that is being filled from the left."""
+
+    def __init__(self, row: Row, tokens: int):
+        self.free = tokens
+        self._row, self._tokens, self._segments = row, tokens, 0
+        self._prompts: dict[bytes, tuple[int, int]] = {}  # start and segment
+
+    def place(self, item: Item) -> Place:
+        if item.shared and item.prompt not in self._prompts:
+            self._prompts[item.prompt] = self._take(item.shared)
+        return Place(self._row, *self._take(item.length), item.shared, *self._prompts.get(item.prompt, (0, 0)))
+
+    def _take(self, tokens: int) -> tuple[int, int]:
+        start, self.free, self._segments = self._tokens - self.free, self.free - tokens, self._segments + 1
+        return start, self._segments
+
+
+def places_of(items: Sequence[Item], shape: BatchShape) -> list[Place]:
+    """First fit by falling length, samples that share a prompt one after another and first into rows that hold it.
+
+    Ties by index, so the same samples always land in the same place."""
+    bins: list[_Bin] = []
+    rows = shape.row_order()
+    places: dict[int, Place] = {}
+    holding: dict[bytes, list[_Bin]] = collections.defaultdict(list)
+    total: collections.Counter[bytes] = collections.Counter()
+    for item in items:
+        total[item.prompt] += item.length if item.shared else 0
+    for i in sorted(range(len(items)), key=lambda i: (-total[items[i].prompt], items[i].prompt, -items[i].length, i)):
+        item = items[i]
+        found = next((b for b in holding[item.prompt] if b.free >= item.length), None)
+        if found is None:
+            found = next((b for b in bins if b.free >= item.whole), None)
+            if found is None:
+                if len(bins) == shape.rows or item.whole > shape.tokens:
+                    raise ValueError(
+                        f"{len(items)} samples with {sum(item.whole for item in items)} tokens do not fit into "
+                        f"{shape.rows} rows of {shape.tokens}: raise trainer.rows or trainer.pack_tokens"
+                    )
+                bins.append(found := _Bin(int(rows[len(bins)]), shape.tokens))
+            holding[item.prompt] += [found] if item.shared else []
+        places[i] = found.place(item)
+    return [places[i] for i in range(len(items))]
