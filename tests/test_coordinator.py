@@ -9,7 +9,7 @@ import pytest
 from dora_jax.orchestrate import events as ev
 from dora_jax.orchestrate.loop import each
 from dora_jax.rollout.oracle import OracleEngine
-from dora_jax.runtime import rollout_worker
+from dora_jax.runtime import coordinator, rollout_worker
 from dora_jax.runtime.rollout_worker import EngineWorker, progress_period_s, report_period_s
 from dora_jax.runtime.worker import Finished
 from dora_jax.types import RENEWAL, SampleId, ScoredGroup, is_eval
@@ -152,3 +152,13 @@ def test_an_instance_of_a_large_fleet_lists_its_samples_in_some_of_its_reports()
     assert [bool(report.tokens) for report in reports] == [True, False, False, True, False, False, True]
     assert [report.sampled for report in reports[1:4]] == [0, 0, 3 * SECTION.decode_steps]  # since it said so last
     assert progress_period_s(100, 100) <= 0.1 and progress_period_s(10_000, 100) == 10.0
+
+
+def test_the_facts_of_a_large_fleet_come_together(monkeypatch):
+    assert coordinator.gather_s(10_000) == 0.02 and coordinator.gather_s(100) == 0.0
+    slept, batches = [], []
+    monkeypatch.setattr(coordinator, "SMALL_FLEET", 1)
+    monkeypatch.setattr(coordinator, "GATHERED_S", 1e-3)
+    monkeypatch.setattr(coordinator.time, "sleep", slept.append)
+    halt, _ = play(*make("dora", instances=2)[:3], [lambda events, commands: batches.append(len(events))])
+    assert halt.ok and set(slept) == {2e-3} and max(batches) > 1

@@ -56,6 +56,25 @@ def test_imports_the_standard_library_and_types_only():
     subprocess.run([sys.executable, "-c", code], check=True)
 
 
+def test_facts_that_come_together_are_decided_on_once():
+    brain = make(group_size=2, inflight=2.0)
+    ready(brain, 0, 1)
+    ids = tuple(brain.state.groups[0].units[i].id for i in range(2))
+    begin(brain, *ids)
+    ends = [ev.SampleDone(id=id, instance=brain.state.unit(id).instance, tokens=5, finish="stop") for id in ids]
+    scored = ev.GroupScored(group_id=0, trainable=False)
+    copy = Orchestrator.restore(brain.state.config, brain.snapshot())
+    alone = [command for event in (*ends, scored) for command in copy.step(event)]
+    for event in (*ends, scored):
+        brain.commit(event)
+        brain.state.ledger.check()
+    assert not brain.state.out and brain.summary()["groups"]["filtered"] == 1
+    together = brain.decide()
+    started = [[id for c in said if isinstance(c, ev.Start) for id in c.ids] for said in (together, alone)]
+    assert sorted(started[0]) == sorted(started[1]) != [] and len(together) <= len(alone)
+    assert brain.decide() == () == brain.step()
+
+
 def test_the_slots_of_a_failed_group_are_held_until_its_samples_are_cancelled():
     brain = make()
     assert ready(brain) == (ev.Start(ids=(A, B, (1, 0), (1, 1), (2, 0), (2, 1)), instance=0, version=0),)

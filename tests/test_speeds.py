@@ -68,6 +68,12 @@ def test_unequal_instances_are_told_apart_whatever_they_run():
     assert speeds == pytest.approx([1.5, 1.0, 0.5], rel=0.2)
 
 
+def test_a_fast_instance_that_has_most_of_the_rows_is_still_seen_as_fast():
+    rows, tokens = (between(14, 32), between(2, 18)), [between(100, 2000)] * 2
+    fast, slow = reports(fleet_of(2), (1.5, 0.5), rows, tokens, times=200, steps=64)
+    assert 2.5 < fast / slow < 3.5
+
+
 def test_a_compilation_in_a_tick_changes_no_speed():
     brain = fleet_of(2)
     loads = [between(8, 8)] * 2, [between(500, 500)] * 2
