@@ -6,7 +6,8 @@ import jax
 import numpy as np
 import pytest
 
-from dora_jax.buffer import layout, pack
+from dora_jax.buffer import layout as batch_layout
+from dora_jax.buffer import pack
 from dora_jax.models import decoder, sharding
 from dora_jax.models.config import Experts
 from dora_jax.models.routes import RouteShape
@@ -43,7 +44,7 @@ def routed(groups, shape=ROUTES):
 
 
 def layout(share_prompts=False, routes=ROUTES):
-    shape = layout.layout(
+    shape = batch_layout.layout(
         pack_tokens=32, rows=0, micro_batches=2, samples=16, max_tokens=20, shards=1, share_prompts=share_prompts
     )
     return dataclasses.replace(shape, routes=routes)
