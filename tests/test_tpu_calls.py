@@ -96,12 +96,13 @@ def test_prefill_takes_the_weights_as_decode_likes_them():
     assert sorted(name.split()[0] for name in made_calls.programs()) == ["decode", "prefill", "read", "write"]
 
 
-def test_latent_pages_are_read_by_their_own_kernel_and_copied_nowhere():
+@pytest.mark.parametrize("kv,pages", [("", 512), ("float8", 1024)])  # pools of 120 MiB: less may move onto the chip
+def test_latent_pages_are_read_by_their_own_kernel_and_copied_nowhere(kv, pages):
     """640 numbers a token: 512 + 64, and the rest of the last vector."""
-    decode = calls("tpu", LATENT, pages=512).decode_chosen
+    decode = calls("tpu", LATENT, kv=kv, pages=pages).decode_chosen
     text, memory = decode.as_text(), decode.memory_analysis()
-    pool = f"{LATENT.n_layers * 513},64,640"
-    assert f"bf16[{pool}]" in text and not made(text, "copy|copy-start", (pool,))
+    pool, kind, size = f"{LATENT.n_layers * (pages + 1)},64,640", *(("f8e4m3fn", 1) if kv else ("bf16", 2))
+    assert f"{kind}[{pool}]" in text and not made(text, "copy|copy-start", (pool,))
     assert "latent_attention" in text and not made(text, "gather", ("8,2048,640", "8,32,64,640"))
-    assert memory.alias_size_in_bytes >= LATENT.n_layers * 513 * 64 * 640 * 2
+    assert memory.alias_size_in_bytes >= LATENT.n_layers * (pages + 1) * 64 * 640 * size
     assert memory.temp_size_in_bytes < 4 * 2**20

@@ -23,7 +23,7 @@ from dora_jax.models.logits import policy_logits
 from dora_jax.models.routes import RouteShape
 from dora_jax.ops import attention
 from dora_jax.rollout import quantize, sample
-from dora_jax.rollout.kv_layout import kv_layout
+from dora_jax.rollout.kv_layout import KVLayout, kv_layout
 from dora_jax.rollout.kv_pallas import Paged
 from dora_jax.rollout.kv_xla import Gathered
 from dora_jax.rollout.shapes import (
@@ -72,7 +72,8 @@ class Calls:
         self.replicated = NamedSharding(mesh, PartitionSpec())
         self.pages_sharding = NamedSharding(mesh, kv.pages_spec)
         self.abstract_pool, self.abstract_state = jax.eval_shape(lambda: _empty(kv, shapes))
-        pool = jax.tree.map(lambda _: NamedSharding(mesh, kv.pool_spec), self.abstract_pool)
+        where = _tiled(NamedSharding(mesh, kv.pool_spec), self.kv, shapes)
+        pool = jax.tree.map(lambda _: where, self.abstract_pool)
         rep = self.replicated
         stop = functools.partial(_is_stop, eos_ids=eos_ids)
         logits = functools.partial(policy_logits, cfg, vocab_limit=vocab_limit, temperature=temperature or 1.0)
@@ -295,6 +296,14 @@ def _compute(cfg: decoder.ModelConfig, shapes: Shapes) -> moe.Compute:
 def _routes(ids_MxBxLxk, routes: RouteShape):
     """[B, L, M, k] in the type that travels."""
     return ids_MxBxLxk.transpose(1, 2, 0, 3).astype(routes.dtype)
+
+
+def _tiled(where: NamedSharding, kv: KVLayout, shapes: Shapes) -> Any:
+    """How a pool lies. Of latents in 8 bits on a TPU it is said: else XLA turns all of it round before a step writes its
+    rows, and back after."""
+    if not (kv.rank and shapes.kv and shapes.paged and where.mesh.devices.flat[0].platform == "tpu"):
+        return where
+    return Format(Layout((0, 1, 2), ((8, 128), (4, 1))), where)
 
 
 def _laid_out(x: Any, like: jax.ShapeDtypeStruct, format: Format) -> jax.Array:

@@ -58,6 +58,7 @@ def new_adapter(engine: Engine, version: Version, *, max_new_tokens: int, bos_id
     `bos_id`: what JetStream puts before every request's tokens, whether the caller wants it or not.
     """
     engine_api = import_jetstream()
+    base: Any = engine_api.Engine
 
     class NoTokenizer:
         """Ids in, ids out: requests carry token ids."""
@@ -70,7 +71,7 @@ def new_adapter(engine: Engine, version: Version, *, max_new_tokens: int, bos_id
         def decode(self, ids: list[int]) -> str:
             return " ".join(map(str, ids))
 
-    class Adapter(_Adapter, engine_api.Engine):
+    class Adapter(_Adapter, base):
         result_tokens = engine_api.ResultTokens
         tokenizer = NoTokenizer
 

@@ -8,8 +8,12 @@ Every compiled call has one of these shapes. Results on one device depend on a c
 from __future__ import annotations
 
 import dataclasses
+from typing import TYPE_CHECKING, TypeVar
 
 from dora_jax.config import RolloutSection
+
+if TYPE_CHECKING:
+    import numpy as np
 
 # columns of a decode call's control array; then the pages to read, then those to write
 SLOT, FRESH, TOKEN, POSITION, REMAINING, DRAWN, GROUP, INDEX, REPEATS, HEADER = range(10)
@@ -19,6 +23,9 @@ COPY_TOKENS = 1024  # of pages in one copy where a kernel reads pages, so that r
 SMEM_BYTES = 2**20  # a TPU core's scalar memory: the kernels prefetch a call's whole page table into it
 SMEM_SPARE_BYTES = 2**14  # lengths, offsets and semaphores beside it
 SMEM_LANES = 128  # a table's rows are padded to it
+
+
+Positions = TypeVar("Positions", int, "np.ndarray")  # of one sample, or of several
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -91,7 +98,7 @@ class Shapes:
         """The smallest bucket whose blocks hold this many positions."""
         return next(b for b in buckets if b * self.block >= positions)
 
-    def pages_for(self, positions: int) -> int:
+    def pages_for(self, positions: Positions) -> Positions:
         return -(-positions // self.page_size)
 
     def copy_call(self, pages: int) -> int:
