@@ -46,11 +46,11 @@ def test_a_gang_that_leaves_takes_no_token_with_it(tmp_path, hosts):
 
     check(world, world.run([preempt]))
     down = next(event for event in events(world.folder) if isinstance(event, ev.InstanceDown))
-    resumed = [parcel for parcel in world.launcher.imported if len(parcel.out_ids)]
+    resumed = [in_flight for in_flight in world.launcher.imported if len(in_flight.out_ids)]
     assert down.reason.startswith("preempted") and resumed
-    assert all(parcel.kv_len for parcel in resumed)  # and no KV is made again
+    assert all(in_flight.kv_len for in_flight in resumed)  # and no KV is made again
     recorded = {entry.id for entry in entries(world.folder) if isinstance(entry, Partial)}
-    assert {parcel.id for parcel in resumed} <= recorded  # a later death would not take them either
+    assert {in_flight.id for in_flight in resumed} <= recorded  # a later death would not take them either
 
 
 def test_a_gang_that_comes_later_takes_work(tmp_path):

@@ -212,19 +212,19 @@ def porters():
     return [KVEndpoint(instance, 0, new_wire(), LAYOUT) for instance in (0, 1)]
 
 
-def lent(porters, parcel, number, epoch=2):
-    move = messages.MoveSample(id=parcel.id, dst=1, epoch=epoch, number=number, attempt=1)
-    lent = messages.CODEC.decode(messages.CODEC.encode(porters[0].lend(parcel, move)))
+def lent(porters, in_flight, number, epoch=2):
+    move = messages.MoveSample(id=in_flight.id, dst=1, epoch=epoch, number=number, attempt=1)
+    lent = messages.CODEC.decode(messages.CODEC.encode(porters[0].lend(in_flight, move)))
     return messages.FetchKV(number=number, epoch=2, lent=(lent,))
 
 
 def test_pages_go_from_process_to_process_and_the_sample_as_if_it_had_stayed(porters):
     id = SampleId(3, 1)
-    parcel = taken_out(id)
-    assert porters[1].fetch(lent(porters, parcel, 7)) == messages.KVStaged(number=7, host=0, fault="")
+    in_flight = taken_out(id)
+    assert porters[1].fetch(lent(porters, in_flight, 7)) == messages.KVStaged(number=7, host=0, fault="")
     porters[0].give_back(7)
     got = porters[1].take(7)
-    assert bits(got.k_pages) == bits(parcel.k_pages) and bits(got.v_pages) == bits(parcel.v_pages)
+    assert bits(got.k_pages) == bits(in_flight.k_pages) and bits(got.v_pages) == bits(in_flight.v_pages)
     with loaded("small") as small:
         small.import_(got)
         assert_undisturbed(finish(small)[id])
@@ -233,12 +233,12 @@ def test_pages_go_from_process_to_process_and_the_sample_as_if_it_had_stayed(por
 
 
 def test_kv_of_another_epoch_is_not_fetched_and_what_is_left_is_gone(porters):
-    parcel = taken_out(SampleId(3, 1))
-    carried = porters[1].fetch(lent(porters, parcel, 8, epoch=1))
+    in_flight = taken_out(SampleId(3, 1))
+    carried = porters[1].fetch(lent(porters, in_flight, 8, epoch=1))
     assert "process 0: version 0 for rollout 1/0 (epoch 1, transfer 8) is offered where" in carried.fault
     porters[0].give_back(8)
     porters[0].give_back(8)
-    assert porters[1].fetch(lent(porters, parcel, 9)).fault == ""
+    assert porters[1].fetch(lent(porters, in_flight, 9)).fault == ""
     porters[1].leave(9)
     with pytest.raises(KeyError):
         porters[1].take(9)
@@ -266,11 +266,11 @@ def with_pages(host, heads=1):
 @pytest.mark.parametrize("hosts", [1, 2])
 def test_a_process_that_holds_a_part_of_the_pages_sends_none(hosts):
     outlet = ResultSender(sent := Sent(), 0, hosts)
-    outlet.put(Parked(id=A, instance=0, parcel=with_pages(0)))
+    outlet.put(Parked(id=A, instance=0, in_flight=with_pages(0)))
     MoveThroughController(messages.MoveSample(id=A, dst=1, epoch=1, number=1, attempt=1), outlet).receive(
         with_pages(0), 0, 1
     )
-    assert [bool(parcel.n_pages) for parcel in (sent[0].parcel, sent[1].lent.parcel)] == [hosts == 1] * 2
+    assert [bool(in_flight.n_pages) for in_flight in (sent[0].in_flight, sent[1].lent.in_flight)] == [hosts == 1] * 2
     other = ResultSender(silent := Sent(), 1, 2)
     other.put(sent[0])
     assert not silent, "the first process speaks for both"
@@ -286,18 +286,18 @@ def handed(pair):
     for host in (1, 0):
         assert not drained(outbox), "every process gives its part first"
         outlet = ResultSender(sent := Sent(), host, 2)
-        outlet.leave(lambda outlet=outlet, host=host: outlet.put(HandedOver(parcel=with_pages(host, 2))))
+        outlet.leave(lambda outlet=outlet, host=host: outlet.put(HandedOver(in_flight=with_pages(host, 2))))
         part, left = (messages.CODEC.decode(messages.CODEC.encode(item)) for item in sent)
         assert left == messages.HandOverDone(hosts=2)
         remotes.tell(0, "heard", part)
     (handed,) = drained(outbox)
-    return remotes, gangs, outbox, handed.parcel
+    return remotes, gangs, outbox, handed.in_flight
 
 
 def test_a_sample_of_a_gang_that_leaves_goes_on_with_all_of_its_pages(handed):
-    remotes, gangs, _outbox, parcel = handed
-    assert parcel.k_pages.shape == (1, 2, 4, 3, 4) and parcel.v_pages.shape == (1, 2, 4, 4, 3)
-    remotes[1].resume(parcel)
+    remotes, gangs, _outbox, in_flight = handed
+    assert in_flight.k_pages.shape == (1, 2, 4, 3, 4) and in_flight.v_pages.shape == (1, 2, 4, 4, 3)
+    remotes[1].resume(in_flight)
     porters = [KVEndpoint(1, host, None, None) for host in range(2)]
     brought, gangs[1].posts = gangs[1].posts, []
     carried = [
@@ -309,33 +309,33 @@ def test_a_sample_of_a_gang_that_leaves_goes_on_with_all_of_its_pages(handed):
     assert not gangs[1].posts, "every process has its part first"
     answer(remotes, carried[0].number, 0)
     go_on, give_up = gangs[1].posts
-    assert (go_on.parcel.n_pages, go_on.number, type(give_up)) == (0, carried[0].number, messages.CancelSample)
+    assert (go_on.in_flight.n_pages, go_on.number, type(give_up)) == (0, carried[0].number, messages.CancelSample)
     for host, porter in enumerate(porters):
         assert bits(porter.take(go_on.number).k_pages) == bits(with_pages(host, 2).k_pages)
 
 
 def test_a_head_that_several_processes_hold_is_carried_once(pair):
-    """Two processes, one KV head: the parcel has it once, and each process of the next gang gets it."""
+    """Two processes, one KV head: the in_flight has it once, and each process of the next gang gets it."""
     remotes, _gangs, outbox = pair
     for host in range(2):
-        ResultSender(sent := Sent(), host, 2, holders_alike(2, 1)).put(HandedOver(parcel=with_pages(0)))
+        ResultSender(sent := Sent(), host, 2, holders_alike(2, 1)).put(HandedOver(in_flight=with_pages(0)))
         remotes.tell(0, "heard", sent[0])
     (handed,) = drained(outbox)
-    assert bits(handed.parcel.k_pages) == bits(with_pages(0).k_pages)
-    parts = parted(handed.parcel, 4)
+    assert bits(handed.in_flight.k_pages) == bits(with_pages(0).k_pages)
+    parts = parted(handed.in_flight, 4)
     assert [bits(part.v_pages) for part in parts] == [bits(with_pages(0).v_pages)] * 4
     assert [part.k_pages[0, 0, 0, 0, 0] for part in parted(with_pages(0, 2), 4)] == [0, 0, 1, 1]
 
 
 def test_pages_on_their_way_to_a_gang_that_is_lost_are_forgotten(handed):
-    remotes, gangs, outbox, parcel = handed
-    remotes[1].resume(parcel)
+    remotes, gangs, outbox, in_flight = handed
+    remotes[1].resume(in_flight)
     number = gangs[1].posts[-1].number
     answer(remotes, number, 0)
     remotes.tell(1, "down", gangs[1])
     assert isinstance(drained(outbox)[0], ev.InstanceDown)
     before = len(gangs[1].posts)
-    remotes[1].resume(parcel)  # asked for before the orchestrator has heard
+    remotes[1].resume(in_flight)  # asked for before the orchestrator has heard
     assert len(gangs[1].posts) == before and not told_late(remotes, outbox, number)
 
 
@@ -344,8 +344,8 @@ def test_kv_that_is_more_than_a_record_holds_stays_behind(monkeypatch, hosts):
     monkeypatch.setattr("dora_jax.runtime.cluster.sample_transfer.MAX_KV_BYTES", with_pages(0).kv_bytes)
     outlet = ResultSender(sent := Sent(), 0, hosts)
     for heads in (1, 2):
-        outlet.put(HandedOver(parcel=with_pages(0, heads)))
-    assert [item.parcel.n_pages for item in sent if not isinstance(item, messages.Note)] == [2, 0]
+        outlet.put(HandedOver(in_flight=with_pages(0, heads)))
+    assert [item.in_flight.n_pages for item in sent if not isinstance(item, messages.Note)] == [2, 0]
     assert "sample (3, 1) leaves without its KV" in sent[1].text
     assert outlet.fit(with_pages(0, 2)).n_pages == 0 and outlet.fit(with_pages(0)).n_pages == 2 * (hosts == 1)
 
@@ -353,8 +353,8 @@ def test_kv_that_is_more_than_a_record_holds_stays_behind(monkeypatch, hosts):
 @pytest.mark.parametrize("host", [0, 1])
 def test_where_a_part_does_not_come_in_time_the_tokens_go_on(pair, host):
     remotes, gangs, outbox = pair
-    remotes.tell(0, "heard", messages.HandedOverShard(parcel=with_pages(host), host=host, hosts=2))
+    remotes.tell(0, "heard", messages.HandedOverShard(in_flight=with_pages(host), host=host, hosts=2))
     remotes.tell(0, "down", gangs[0])
     *found, down = drained(outbox)
     assert isinstance(down, ev.InstanceDown)
-    assert [each.parcel.n_pages for each in found] == [0] * (host == 0)  # the journal has what the first one gave
+    assert [each.in_flight.n_pages for each in found] == [0] * (host == 0)  # the journal has what the first one gave

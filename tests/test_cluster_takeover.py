@@ -167,12 +167,12 @@ def test_what_was_sampled_while_nobody_listened_is_kept(tmp_path, hosts, monkeyp
     engines = [engine for each in lives.launcher.engines.values() for engine in each.values()]
     eventually(lambda: not any(id.index == 3 for engine in engines for id in engine.samples))
     lives.check(lives.again(lambda event: isinstance(event, ev.SampleResumed) and released.set()))
-    imported = {parcel.id: parcel for parcel in reversed(lives.launcher.imported)}
+    imported = {in_flight.id: in_flight for in_flight in reversed(lives.launcher.imported)}
     resumed = {event.id for event in events(lives.folder) if isinstance(event, ev.SampleResumed)}
     assert resumed - imported.keys(), "one has ended alone, and is only told of"
     went_on = [imported[id] for id in resumed & started & imported.keys()]
-    assert went_on and all(len(parcel.out_ids) for parcel in went_on)
-    assert any(parcel.kv_len for parcel in went_on)  # its pages had stayed where it came back to
+    assert went_on and all(len(in_flight.out_ids) for in_flight in went_on)
+    assert any(in_flight.kv_len for in_flight in went_on)  # its pages had stayed where it came back to
 
 
 def test_a_gang_whose_process_ended_meanwhile_is_begun_anew_and_the_others_are_taken_over(tmp_path):
@@ -205,7 +205,7 @@ def test_without_the_trainer_of_before_nothing_but_the_processes_is_used(tmp_pat
     lives.launcher.imported.clear()
     lives.check(lives.again(trusted=False))
     assert {epoch for _, epoch in lives.launcher.gangs} == {1}
-    again = {parcel.id: len(parcel.out_ids) for parcel in reversed(lives.launcher.imported)}
+    again = {in_flight.id: len(in_flight.out_ids) for in_flight in reversed(lives.launcher.imported)}
     assert again.keys() & set(started) and not any(again[id] for id in again.keys() & set(started))
 
 
@@ -216,9 +216,9 @@ class Half(TrainerRole):
     """One process of a trainer of two: what it is asked for ends once both are at it, as a collective does."""
 
     def __init__(self, host, turns, both):
-        self._link, self._pulse, self._turns, self._both = host.link, HeartbeatSender(host.link), turns, both
-        self._courier = TransferThreads(WeightEndpoint(host.began.rank, None, HostWeights()), host.link)
-        self._checkpoints, self._memory = None, StepCache()
+        self._link, self._status, self._turns, self._both = host.link, HeartbeatSender(host.link), turns, both
+        self._transfers = TransferThreads(WeightEndpoint(host.began.rank, None, HostWeights()), host.link)
+        self._checkpoints, self._cache = None, StepCache()
 
     def _answer(self, what):
         self._both.wait(20)

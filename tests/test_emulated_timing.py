@@ -95,9 +95,9 @@ def test_a_move_costs_the_source_and_is_not_prefilled_again(slept):
     src.submit(SampleId(0, 0), np.arange(3), 0, 16)
     src.tick()
     before = slept[0]
-    parcel = src.export(SampleId(0, 0))
+    in_flight = src.export(SampleId(0, 0))
     assert slept[0] - before == pytest.approx(0.5 * 5) and src.move_s == pytest.approx(2.5)
-    dst.import_(parcel)
+    dst.import_(in_flight)
     before = slept[0]
     (sample,) = dst.tick().finished
     assert slept[0] - before < 0.5 * 23  # two decode steps, no prefill
@@ -151,9 +151,9 @@ def test_a_paused_worker_answers_calls_and_does_not_tick():
     time.sleep(0.1)  # time enough for all its ticks
     worker.post(worker.park, SampleId(0, 0))
     exported = outbox.get(timeout=10)
-    assert exported.parcel.out_ids.size == 0
+    assert exported.in_flight.out_ids.size == 0
     worker.post(worker.unpause)
-    worker.post(worker.resume, exported.parcel)
+    worker.post(worker.resume, exported.in_flight)
     facts = []
     while "Finished" not in facts:
         facts.append(type(outbox.get(timeout=10)).__name__)

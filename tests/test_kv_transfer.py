@@ -34,23 +34,23 @@ def carried(lent):
 
 def test_pages_arrive_bit_equal_and_the_sample_goes_on_as_if_it_had_stayed(ends):
     id = SampleId(3, 1)
-    parcel, k = taken_out(id, others=[SampleId(3, 0)]), key()
-    assert layout_of(parcel.pages) == LAYOUT and parcel.n_pages == 7
-    got = fetch(ends[1], carried(lend(ends[0], k, parcel)), k, LAYOUT, 20)
+    in_flight, k = taken_out(id, others=[SampleId(3, 0)]), key()
+    assert layout_of(in_flight.pages) == LAYOUT and in_flight.n_pages == 7
+    got = fetch(ends[1], carried(lend(ends[0], k, in_flight)), k, LAYOUT, 20)
     ends[0].release(k)
-    assert bits(got.k_pages) == bits(parcel.k_pages) and bits(got.v_pages) == bits(parcel.v_pages)
-    for field in dataclasses.fields(parcel):
-        np.testing.assert_equal(getattr(got, field.name), getattr(parcel, field.name))
+    assert bits(got.k_pages) == bits(in_flight.k_pages) and bits(got.v_pages) == bits(in_flight.v_pages)
+    for field in dataclasses.fields(in_flight):
+        np.testing.assert_equal(getattr(got, field.name), getattr(in_flight, field.name))
     with loaded("small") as small:
         small.import_(got)
         assert_undisturbed(finish(small)[id])
 
 
 def test_a_parcel_without_pages_needs_no_wire(ends):
-    parcel, k = without_pages(taken_out(SampleId(2, 0))), key()
-    lent = carried(lend(ends[0], k, parcel))
+    in_flight, k = without_pages(taken_out(SampleId(2, 0))), key()
+    lent = carried(lend(ends[0], k, in_flight))
     assert lent.manifest is None
-    np.testing.assert_equal(dataclasses.asdict(fetch(None, lent, k, LAYOUT)), dataclasses.asdict(parcel))
+    np.testing.assert_equal(dataclasses.asdict(fetch(None, lent, k, LAYOUT)), dataclasses.asdict(in_flight))
 
 
 @pytest.mark.parametrize(
@@ -63,19 +63,19 @@ def test_a_parcel_without_pages_needs_no_wire(ends):
     ],
 )
 def test_an_engine_of_another_layout_refuses(ends, layout, message):
-    parcel, k = taken_out(SampleId(3, 1)), key()
-    lent = lend(ends[0], k, parcel)
+    in_flight, k = taken_out(SampleId(3, 1)), key()
+    lent = lend(ends[0], k, in_flight)
     with pytest.raises(WireError, match=f"is offered where .*{message} with .* is expected"):
         fetch(ends[1], lent, k, dataclasses.replace(LAYOUT, **layout), 5)
-    assert bits(fetch(ends[1], lent, k, LAYOUT, 20).k_pages) == bits(parcel.k_pages)  # nothing had been taken
+    assert bits(fetch(ends[1], lent, k, LAYOUT, 20).k_pages) == bits(in_flight.k_pages)  # nothing had been taken
 
 
 def test_another_version_refuses(ends):
-    parcel, k = taken_out(SampleId(3, 1)), key()
-    with pytest.raises(WireError, match="is a parcel of version 0"):
-        lend(ends[0], key(version=1), parcel)
-    lent = lend(ends[0], k, parcel)
-    with pytest.raises(WireError, match="a parcel of version 0 comes where version 1 for peer/0"):
+    in_flight, k = taken_out(SampleId(3, 1)), key()
+    with pytest.raises(WireError, match="is a sample of version 0"):
+        lend(ends[0], key(version=1), in_flight)
+    lent = lend(ends[0], k, in_flight)
+    with pytest.raises(WireError, match="a sample of version 0 comes where version 1 for peer/0"):
         fetch(ends[1], lent, dataclasses.replace(k, version=1), LAYOUT, 5)
 
 

@@ -81,9 +81,9 @@ def test_narrow_kv_moves_bit_for_bit_and_to_wide_pools():
     done = {s.id: s for _ in range(4) for s in small.tick().finished}
     for id in group[::2]:
         if small.holds(id):
-            parcel = small.export(id)
-            assert parcel.k_pages is None or parcel.k_pages.dtype == jnp.float8_e4m3fn
-            there.import_(parcel)
+            in_flight = small.export(id)
+            assert in_flight.k_pages is None or in_flight.k_pages.dtype == jnp.float8_e4m3fn
+            there.import_(in_flight)
     done |= finish(there, small)
     for id in group:
         np.testing.assert_array_equal(done[id].out_ids, alone[id].out_ids)

@@ -254,10 +254,10 @@ class Coordinator:
             case ev.InstanceDown(instance=instance):  # also of one that fell before it was heard to be ready
                 self._ready = [ready for ready in self._ready if ready.event.instance != instance]
                 yield item
-            case HandedOver(parcel=parcel):
-                self._samples.park(parcel)
-            case Parked(id=sample, instance=instance, parcel=parcel):
-                self._samples.park(parcel)
+            case HandedOver(in_flight=in_flight):
+                self._samples.park(in_flight)
+            case Parked(id=sample, instance=instance, in_flight=in_flight):
+                self._samples.park(in_flight)
                 yield ev.SampleParked(id=sample, instance=instance, life=item.life)
             case _:
                 yield item

@@ -132,12 +132,12 @@ class PacedEngine:
     def export(self, id: SampleId) -> InFlightSample:
         """The transfer's time is spent here, at the end that the sample leaves."""
         began = time.monotonic()
-        parcel = self.engine.export(id)
+        in_flight = self.engine.export(id)
         self._account.leave(id)
-        seconds = self._costs.move_s(parcel.kv_len)
+        seconds = self._costs.move_s(in_flight.kv_len)
         self.move_s += self._pace * seconds
         self._spend(began, seconds)
-        return parcel
+        return in_flight
 
     # ------------------------------------------------------------------ what is only noted
 
@@ -145,9 +145,11 @@ class PacedEngine:
         self.engine.submit(id, prompt_ids, version, max_new_tokens)
         self._account.enter(id, version, len(prompt_ids))
 
-    def import_(self, parcel: InFlightSample) -> None:
-        self.engine.import_(parcel)
-        self._account.enter(parcel.id, parcel.version, len(parcel.prompt_ids), len(parcel.out_ids), parcel.kv_len)
+    def import_(self, in_flight: InFlightSample) -> None:
+        self.engine.import_(in_flight)
+        self._account.enter(
+            in_flight.id, in_flight.version, len(in_flight.prompt_ids), len(in_flight.out_ids), in_flight.kv_len
+        )
 
     def cancel(self, id: SampleId) -> bool:
         self._account.leave(id)

@@ -50,13 +50,13 @@ class Life(Protocol):
 
     def park(self, sample: SampleId) -> None: ...
 
-    def resume(self, parcel: InFlightSample) -> None: ...
+    def resume(self, in_flight: InFlightSample) -> None: ...
 
     def move(self, sample: SampleId, dst: Any, attempt: int) -> None:
         """dst: the Destination of the move."""
 
-    def receive(self, parcel: Any, src: InstanceId, attempt: int) -> None:
-        """parcel: what `move` of the source's life gave to the Destination."""
+    def receive(self, in_flight: Any, src: InstanceId, attempt: int) -> None:
+        """in_flight: what `move` of the source's life gave to the Destination."""
 
     def pause(self) -> None: ...
 
@@ -125,9 +125,9 @@ class InstanceProxy(Generic[AnyLife]):
         if life := self._life:
             life.post(life.park, sample)
 
-    def resume(self, parcel: InFlightSample) -> None:
+    def resume(self, in_flight: InFlightSample) -> None:
         if life := self._life:
-            life.post(life.resume, parcel)
+            life.post(life.resume, in_flight)
 
     def pause(self) -> None:
         if life := self._life:
@@ -166,13 +166,13 @@ class InstanceProxy(Generic[AnyLife]):
         with self._lock:
             return self._life is life and self._leaving.pop(id, None) is not None
 
-    def take(self, life: AnyLife | None, id: SampleId, parcel: Any, src: InstanceId, attempt: int) -> bool:
+    def take(self, life: AnyLife | None, id: SampleId, in_flight: Any, src: InstanceId, attempt: int) -> bool:
         """A sample from another instance, meant for this life. False: that life is over; the recorded tokens go on."""
         moved = ev.SampleMoved(id=id, src=src, dst=self.instance, attempt=attempt)
         with self._lock:
             if life is not None and self._life is life:
                 self._arriving[id] = moved
-                life.post(life.receive, parcel, src, attempt)
+                life.post(life.receive, in_flight, src, attempt)
                 return True
         self._outbox.put(moved)
         return False
@@ -210,9 +210,9 @@ class Destination(Generic[AnyLife]):
     def post(self, call: Callable[..., None], *args: Any) -> None:
         call(*args)
 
-    def receive(self, parcel: Any, src: InstanceId, attempt: int) -> None:
-        self.deliver(parcel.id, parcel, src, attempt)
+    def receive(self, in_flight: Any, src: InstanceId, attempt: int) -> None:
+        self.deliver(in_flight.id, in_flight, src, attempt)
 
-    def deliver(self, id: SampleId, parcel: Any, src: InstanceId, attempt: int) -> bool:
+    def deliver(self, id: SampleId, in_flight: Any, src: InstanceId, attempt: int) -> bool:
         """False: the sample does not arrive as it left: one of the two lives is over."""
-        return self._src.left(self._source, id) and self._dst.take(self.life, id, parcel, src, attempt)
+        return self._src.left(self._source, id) and self._dst.take(self.life, id, in_flight, src, attempt)

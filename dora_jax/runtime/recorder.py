@@ -108,9 +108,11 @@ class TimedEngine:
         self.prompts.append(len(prompt_ids))
         self._account.enter(id, version, len(prompt_ids))
 
-    def import_(self, parcel: InFlightSample) -> None:
-        self.engine.import_(parcel)
-        self._account.enter(parcel.id, parcel.version, len(parcel.prompt_ids), len(parcel.out_ids), parcel.kv_len)
+    def import_(self, in_flight: InFlightSample) -> None:
+        self.engine.import_(in_flight)
+        self._account.enter(
+            in_flight.id, in_flight.version, len(in_flight.prompt_ids), len(in_flight.out_ids), in_flight.kv_len
+        )
 
     def export(self, id: SampleId) -> InFlightSample:
         self._account.leave(id)

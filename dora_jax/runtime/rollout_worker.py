@@ -45,7 +45,7 @@ class MoveTarget(Protocol):
 
     def post(self, call: Callable[..., None], *args: Any) -> None: ...
 
-    def receive(self, parcel: InFlightSample, src: InstanceId, attempt: int) -> None: ...
+    def receive(self, in_flight: InFlightSample, src: InstanceId, attempt: int) -> None: ...
 
 
 @dataclasses.dataclass
@@ -127,18 +127,18 @@ class EngineWorker(Worker):
             return
         dst.post(dst.receive, self._export(sample), self.instance, attempt)
 
-    def receive(self, parcel: InFlightSample, src: InstanceId, attempt: int) -> None:
-        self._import(parcel)
-        self.outbox.put(ev.SampleMoved(id=parcel.id, src=src, dst=self.instance, attempt=attempt))
+    def receive(self, in_flight: InFlightSample, src: InstanceId, attempt: int) -> None:
+        self._import(in_flight)
+        self.outbox.put(ev.SampleMoved(id=in_flight.id, src=src, dst=self.instance, attempt=attempt))
 
     def park(self, sample: SampleId) -> None:
         if self.engine.holds(sample):
-            parcel = self._export(sample)
-            self.outbox.put(Parked(id=sample, instance=self.instance, parcel=parcel, life=self.life))
+            in_flight = self._export(sample)
+            self.outbox.put(Parked(id=sample, instance=self.instance, in_flight=in_flight, life=self.life))
 
-    def resume(self, parcel: InFlightSample) -> None:
-        self._import(parcel)
-        self.outbox.put(ev.SampleResumed(id=parcel.id, instance=self.instance, life=self.life))
+    def resume(self, in_flight: InFlightSample) -> None:
+        self._import(in_flight)
+        self.outbox.put(ev.SampleResumed(id=in_flight.id, instance=self.instance, life=self.life))
 
     def hand_over(self) -> None:
         """It leaves: what has begun goes on elsewhere from its last token, what has not is asked for again."""
@@ -147,7 +147,7 @@ class EngineWorker(Worker):
         self._versions.clear()
         for sample in list(self._begun):
             if self.engine.holds(sample):  # others go on while one is copied
-                self.outbox.put(HandedOver(parcel=self._export(sample)))
+                self.outbox.put(HandedOver(in_flight=self._export(sample)))
         if not self.engine.idle:
             self.work()  # hands out what finished meanwhile
 
@@ -198,20 +198,20 @@ class EngineWorker(Worker):
         report = ev.InstanceReported.of(self.instance, free_pages, progress, self.life, **dataclasses.asdict(took))
         self.outbox.put(report)
 
-    def _import(self, parcel: InFlightSample) -> None:
-        self.engine.import_(parcel)
-        self._begun[parcel.id] = None
-        self._progress[parcel.id] = len(parcel.out_ids)
-        self._told[parcel.id] = len(parcel.out_ids)
+    def _import(self, in_flight: InFlightSample) -> None:
+        self.engine.import_(in_flight)
+        self._begun[in_flight.id] = None
+        self._progress[in_flight.id] = len(in_flight.out_ids)
+        self._told[in_flight.id] = len(in_flight.out_ids)
 
     def _export(self, sample: SampleId) -> InFlightSample:
         """Out of the engine; what it had sampled is reported first, because its version may change on the way."""
-        parcel = self.engine.export(sample)
+        in_flight = self.engine.export(sample)
         if self._partial_s:
             start = self._told.get(sample, 0)
-            self._report(sample, parcel.version, parcel.out_ids[start:], parcel.logprobs[start:])
+            self._report(sample, in_flight.version, in_flight.out_ids[start:], in_flight.logprobs[start:])
         self._forget(sample)
-        return parcel
+        return in_flight
 
     def _report(self, sample: SampleId, version: Version, out_ids: np.ndarray, logprobs: np.ndarray) -> None:
         """What it has sampled since the last report."""

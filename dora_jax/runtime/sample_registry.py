@@ -96,7 +96,7 @@ class SampleRegistry:
         match found:
             case FinishedUnheard(sample=held):
                 version = held.spans[-1].version
-            case HandedOver(parcel=held):
+            case HandedOver(in_flight=held):
                 version = held.version
         out_ids, _, _ = self._payloads.tokens(held.id)
         n = len(out_ids)

@@ -34,7 +34,7 @@ class Parked:
 
     id: SampleId
     instance: InstanceId
-    parcel: InFlightSample
+    in_flight: InFlightSample
     life: int = 0
 
 
@@ -42,7 +42,7 @@ class Parked:
 class HandedOver:
     """A sample that has begun, of an instance that leaves, or was left alone: what it has goes on anywhere."""
 
-    parcel: InFlightSample
+    in_flight: InFlightSample
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

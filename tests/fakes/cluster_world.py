@@ -127,7 +127,7 @@ class Oracles(FakeLauncher):
             turns = self._turns.setdefault(name, queue.SimpleQueue())
             engines = self.engines.setdefault(name, {})
         engine = engines[host.began.rank] = SlowEngine(SECTION, length=self._length, version_in=int)
-        engine.import_ = lambda parcel, then=engine.import_: (self.imported.append(parcel), then(parcel))
+        engine.import_ = lambda in_flight, then=engine.import_: (self.imported.append(in_flight), then(in_flight))
         led = [Wire(turns)] * (host.began.hosts - 1)
         weights = WeightEndpoint(host.began.rank, None, Brought(), {}, self)
         role = RolloutRole(
@@ -308,20 +308,22 @@ class OnePorter:
     def __init__(self, all, host):
         self._all, self._host, self.here = all, host, {}
 
-    def lend(self, parcel, move):
-        assert parcel.n_pages
-        self._all.offered[move.number, self._host] = parcel
-        return Lent(parcel=without_pages(parcel), kv_len=parcel.kv_len, page_size=parcel.page_size, manifest=OFFER)
+    def lend(self, in_flight, move):
+        assert in_flight.n_pages
+        self._all.offered[move.number, self._host] = in_flight
+        return Lent(
+            in_flight=without_pages(in_flight), kv_len=in_flight.kv_len, page_size=in_flight.page_size, manifest=OFFER
+        )
 
     def give_back(self, number):
         self._all.offered.pop((number, self._host), None)
 
     def fetch(self, carry):
-        parcel = self.here[carry.number] = self._all.fetch(carry.number, self._host)
-        return messages.KVStaged(number=carry.number, host=self._host, fault="" if parcel else "it did not come")
+        in_flight = self.here[carry.number] = self._all.fetch(carry.number, self._host)
+        return messages.KVStaged(number=carry.number, host=self._host, fault="" if in_flight else "it did not come")
 
     def keep(self, bring):
-        self.here[bring.number] = bring.parcel
+        self.here[bring.number] = bring.in_flight
         return messages.KVStaged(number=bring.number, host=self._host, fault="")
 
     def take(self, number):

@@ -1,4 +1,4 @@
-"""An engine in a process of its own: `python -m tests.fakes.engine_peer`. A line on stdin is a lent parcel as hex and a
+"""An engine in a process of its own: `python -m tests.fakes.engine_peer`. A line on stdin is a lent in_flight as hex and a
 sequence number; its sample is fetched, run to its end, and printed as hex."""
 
 import sys

@@ -122,7 +122,7 @@ LAYOUT = PageShape(layers=2, heads=2, head_dim=16, dtype="float32")
 
 
 def taken_out(id, ticks=4, others=()):
-    """A running sample's parcel, out of engine a."""
+    """A running sample's in_flight, out of engine a."""
     with loaded("a") as a:
         for each in (id, *others):
             submit(a, each)

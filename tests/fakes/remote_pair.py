@@ -105,5 +105,5 @@ PARCEL = InFlightSample(
 
 
 def moving(number=1, host=0, hosts=1, manifest=None):
-    lent = Lent(parcel=PARCEL, kv_len=0, page_size=0, manifest=manifest)
+    lent = Lent(in_flight=PARCEL, kv_len=0, page_size=0, manifest=manifest)
     return messages.MoveStarted(lent=lent, src=0, dst=1, attempt=1, number=number, host=host, hosts=hosts)

@@ -51,8 +51,10 @@ class ClusterBackend:
         self._place = workdir_mirror.url_of(workdir) or os.path.abspath(workdir)
         self._tree = gang_config(config)
         try:
-            self._roster = RunRegistry(self._place, build_of([self._tree, dataclasses.asdict(config.cluster)]), notify)
-            self._past = bool(self._roster.left) and self._roster.fits
+            self._registry = RunRegistry(
+                self._place, build_of([self._tree, dataclasses.asdict(config.cluster)]), notify
+            )
+            self._past = bool(self._registry.left) and self._registry.fits
             self._steps, stored = steps_at(self._place, notify), StoredWeights(self._place)
             (stored.look if self._past else stored.clear)()
         except StoreError as error:
@@ -61,7 +63,7 @@ class ClusterBackend:
         self._publisher = WeightPublisher(stored, (WIRE, STORAGE) if wire else (STORAGE,), notify, self._past)
         self.weights = RemoteWeights(self._publisher)
         self._launcher = _launcher(config, workdir, self._place)
-        self._hub = GangListener(self._launcher.ip, self._roster)
+        self._listener = GangListener(self._launcher.ip, self._registry)
         self._trainer = RemoteTrainer(
             self._steps, self._steps_since, self._publisher, notify, functools.partial(self._supervisor, None)
         )
@@ -77,7 +79,7 @@ class ClusterBackend:
         self._scaler = (
             InstanceScaler(wish_at(self._place), self.instances(), notify) if config.cluster.elastic else None
         )
-        self._roster.announce(self._hub.address)
+        self._registry.announce(self._listener.address)
         self._closed = False
         self._trainer.open()
         for remote in self._instances.values():
@@ -111,9 +113,9 @@ class ClusterBackend:
         for instance in self._instances.values():
             instance.stop()
         self._publisher.close()
-        self._hub.close()
+        self._listener.close()
         self._launcher.close()
-        self._roster.close()
+        self._registry.close()
 
     # ------------------------------------------------------------ private
 
@@ -144,7 +146,15 @@ class ClusterBackend:
             elastic=section.elastic and instance is not None,
         )
         return GangSupervisor(
-            self._hub, self._launcher, name, hosts, slice_type, begin=begin, notify=self._notify, limits=limits, **hooks
+            self._listener,
+            self._launcher,
+            name,
+            hosts,
+            slice_type,
+            begin=begin,
+            notify=self._notify,
+            limits=limits,
+            **hooks,
         )
 
     def _steps_since(self, version: Version) -> Sequence[Any]:

@@ -65,12 +65,12 @@ class GangLimits:
 class GangListener:
     """The controller's door, and the gangs that are expected there."""
 
-    def __init__(self, ip: str, roster: RunRegistry):
-        self.roster = roster
-        self.token = roster.token
+    def __init__(self, ip: str, registry: RunRegistry):
+        self.registry = registry
+        self.token = registry.token
         self._expected: dict[tuple[str, int], Gang] = {}
-        self._door = Listener(ip, self.token, self._welcome)
-        self.address = self._door.address
+        self._listener = Listener(ip, self.token, self._welcome)
+        self.address = self._listener.address
 
     def expect(self, gang: Gang) -> None:
         self._expected[gang.name, gang.epoch] = gang
@@ -79,7 +79,7 @@ class GangListener:
         self._expected.pop((gang.name, gang.epoch), None)
 
     def close(self) -> None:
-        self._door.close()
+        self._listener.close()
 
     def _welcome(self, end: connection.Connection) -> None:
         RecordConnection(end, self._first, lambda link, reason: None).start()
@@ -150,16 +150,18 @@ class Gang:
 
     @property
     def pids(self) -> tuple[int, ...]:
-        return tuple(host.hello.pid for host in self._ranks)
+        return tuple(process.hello.pid for process in self._ranks)
 
     @property
     def progress(self) -> int:
-        return max((host.beat.progress for host in self._ranks), default=0)
+        return max((process.beat.progress for process in self._ranks), default=0)
 
     @property
     def holds(self) -> tuple[Version, ...]:
         """Weights that all of its processes have from before."""
-        return tuple(sorted(set.intersection(*(set(host.ready.holds if host.ready else ()) for host in self._ranks))))
+        return tuple(
+            sorted(set.intersection(*(set(process.ready.holds if process.ready else ()) for process in self._ranks)))
+        )
 
     @property
     def waited_s(self) -> float:
@@ -172,15 +174,15 @@ class Gang:
             self._seat_if_complete()
 
     def join(self, link: RecordConnection, hello: Hello) -> None:
-        host = GangProcess(hello, link)
+        process = GangProcess(hello, link)
         with self.lock:
             if self.dead.is_set() or len(self._joined) >= self.hosts:
                 link.close("this gang is complete")
                 return
             link.adopt(
-                lambda _, item: self._hear(host, item), lambda _, reason: self.die(f"{self._who(host)}: {reason}")
+                lambda _, item: self._hear(process, item), lambda _, reason: self.die(f"{self._who(process)}: {reason}")
             )
-            self._joined.append(host)
+            self._joined.append(process)
             self._seat_if_complete()
 
     def post(self, what: Any) -> None:
@@ -189,13 +191,13 @@ class Gang:
 
     def tell_all(self, what: Any) -> None:
         """As `post`, to every process."""
-        for host in self._ranks:
-            host.link.send(what)
+        for process in self._ranks:
+            process.link.send(what)
 
     def tell_each(self, what: Sequence[Any]) -> None:
         """As `post`, to every process its own, by rank."""
-        for host, each in zip(self._ranks, what, strict=True):
-            host.link.send(each)
+        for process, each in zip(self._ranks, what, strict=True):
+            process.link.send(each)
 
     def call(self, what: Any, timeout_s: float | None = None) -> list[Any]:
         """What every process answered, by rank."""
@@ -212,12 +214,12 @@ class Gang:
             self._number += 1
             pending = self._calls[self._number] = PendingCall(self, type(what).__name__, then)
             alone = isinstance(what, WriteWeights)  # the others are done by all processes together, in one order
-            for host in self._ranks if alone else self._ranks[:1]:
-                host.link.send(Call(number=self._number, what=what))
+            for process in self._ranks if alone else self._ranks[:1]:
+                process.link.send(Call(number=self._number, what=what))
             return pending
 
     def die(self, reason: str) -> None:
-        """At the first sign; the keeper kills what is left."""
+        """At the first sign; the supervisor kills what is left."""
         with self.lock:
             if self.dead.is_set():
                 return
@@ -228,8 +230,8 @@ class Gang:
                 pending.done.set()
             if self.down is not None:
                 self.down()
-        for host in self._joined:
-            host.link.close(reason)
+        for process in self._joined:
+            process.link.close(reason)
 
     @property
     def processes(self) -> tuple[GangProcess, ...]:
@@ -253,25 +255,25 @@ class Gang:
         start_s = self._start_s()
         if not self.ready.is_set() and now - self._began_s > start_s:
             self.final = True
-            ready = sum(host.ready is not None for host in self._ranks)
+            ready = sum(process.ready is not None for process in self._ranks)
             return (
                 f"it was not ready within {start_s:.0f} s: {len(self._joined)} of {self.hosts} processes came, "
                 f"{ready} were ready"
             )
         if self.leaving is not None and now - self._leaves_s > LEAVE_S:
             return f"it has not handed over within {LEAVE_S:.0f} s"
-        for host in self._joined:
-            if now - host.heard_s > limits.silence_s:
-                return f"{self._who(host)} has not been heard for {limits.silence_s:.0f} s"
-            if self.ready.is_set() and now - host.moved_s > limits.stall_s:
-                return f"{self._who(host)} has work and has not moved for {limits.stall_s:.0f} s"
+        for process in self._joined:
+            if now - process.heard_s > limits.silence_s:
+                return f"{self._who(process)} has not been heard for {limits.silence_s:.0f} s"
+            if self.ready.is_set() and now - process.moved_s > limits.stall_s:
+                return f"{self._who(process)} has work and has not moved for {limits.stall_s:.0f} s"
         return None
 
     def excuse(self, seconds: float) -> None:
         """The controller itself was asleep for so long: nobody could be heard."""
-        for host in self._joined:
-            host.heard_s += seconds
-            host.moved_s += seconds
+        for process in self._joined:
+            process.heard_s += seconds
+            process.moved_s += seconds
 
     def waits_for_room(self) -> None:
         """Its time to start begins when it has a place."""
@@ -283,45 +285,45 @@ class Gang:
         """How long it may take; of one that was left alone a step may have to end first, for all of its processes."""
         if not self.again:
             return self._limits.start_s
-        at_work = self._ranks and not any(host.ready for host in self._ranks)
+        at_work = self._ranks and not any(process.ready for process in self._ranks)
         return self._limits.stall_s if at_work else RETURN_S
 
     def _seat_if_complete(self) -> None:
         if self._begin is None or self._ranks or len(self._joined) < self.hosts:
             return
-        workers = [host.hello.worker for host in self._joined]
+        workers = [process.hello.worker for process in self._joined]
         if self.again:
-            self._joined.sort(key=lambda host: host.hello.rank)
+            self._joined.sort(key=lambda process: process.hello.rank)
         elif len(set(workers)) == len(workers):  # on a TPU slice ranks follow the chips, not the order of arrival
-            self._joined.sort(key=lambda host: host.hello.worker)
+            self._joined.sort(key=lambda process: process.hello.worker)
         self._ranks = list(self._joined)
         first = self._ranks[0].hello
-        for rank, host in enumerate(self._ranks):
+        for rank, process in enumerate(self._ranks):
             begin = self._begin(rank, first.coordinator, first.leader)
-            host.link.send(Rejoin() if self.again else dataclasses.replace(begin, epoch=self.epoch))
+            process.link.send(Rejoin() if self.again else dataclasses.replace(begin, epoch=self.epoch))
 
-    def _hear(self, host: GangProcess, item: Any) -> None:
+    def _hear(self, process: GangProcess, item: Any) -> None:
         with self.lock:
             if self.dead.is_set():
                 return
-            host.heard(item)
+            process.heard(item)
             match item:
                 case Heartbeat():
                     pass
                 case Ready():
-                    host.ready = item
+                    process.ready = item
                     if self.again:
                         self._began_s = time.monotonic()
                     if all(other.ready for other in self._ranks):
                         self.ready.set()
                 case Answer(number=number, what=what):
-                    if self._calls[number].answer(self._ranks.index(host), what):
+                    if self._calls[number].answer(self._ranks.index(process), what):
                         del self._calls[number]
                 case ProcessFailed(error=error, final=final):
                     self.final = final
-                    self.die(f"{self._who(host)}: {error}")
+                    self.die(f"{self._who(process)}: {error}")
                 case PreemptionNotice(reason=reason):
-                    self.leave(f"preempted: {self._who(host)} was told {reason}")
+                    self.leave(f"preempted: {self._who(process)} was told {reason}")
                 case HandOverDone(hosts=hosts):
                     self._left += 1
                     if self._left == hosts:
@@ -331,9 +333,9 @@ class Gang:
                 case _:
                     self._heard(item)
 
-    def _who(self, host: GangProcess) -> str:
-        where = f" {self._ranks.index(host)}" if host in self._ranks else ""
-        return f"process{where} (pid {host.hello.pid})"
+    def _who(self, process: GangProcess) -> str:
+        where = f" {self._ranks.index(process)}" if process in self._ranks else ""
+        return f"process{where} (pid {process.hello.pid})"
 
 
 class PendingCall:

@@ -19,7 +19,7 @@ from dora_jax.runtime.cluster.gang import Gang, GangLimits, GangListener
 from dora_jax.runtime.cluster.launch_process import Launcher, StartedGang, Ticket
 from dora_jax.runtime.cluster.messages import Begin
 
-LOOK_S = 0.1  # how often a keeper looks after its gang
+LOOK_S = 0.1  # how often a supervisor looks after its gang
 ROOM_S = 20.0  # a gang that has no place by then is said to wait
 
 
@@ -28,7 +28,7 @@ class GangSupervisor:
 
     def __init__(
         self,
-        hub: GangListener,
+        listener: GangListener,
         launcher: Launcher,
         name: str,
         hosts: int,
@@ -43,19 +43,19 @@ class GangSupervisor:
         limits: GangLimits,
     ):
         self.name = name
-        self._hub, self._roster, self._limits = hub, hub.roster, limits
+        self._listener, self._registry, self._limits = listener, listener.registry, limits
         self._launcher, self._hosts, self._slice_type = launcher, hosts, slice_type
         self._begin, self._heard, self._up, self._down = begin, heard, up, down
         self._failed, self._notify = failed, notify
         self._closed, self._wanted = threading.Event(), threading.Event()
         self._wanted.set()
         self._gang: Gang | None = None
-        self._left = self._roster.left.get(name)
+        self._left = self._registry.left.get(name)
         if self._left is not None:  # it may come as soon as the address is announced
             self._gang = Gang(name, self._left.epoch, hosts, heard, notify, limits, again=True)
-            if self._roster.fits:
-                hub.expect(self._gang)
-        self._thread = threading.Thread(target=self._run, name=f"keeper {name}", daemon=True)
+            if self._registry.fits:
+                listener.expect(self._gang)
+        self._thread = threading.Thread(target=self._run, name=f"supervisor {name}", daemon=True)
 
     def start(self) -> None:
         self._thread.start()
@@ -106,7 +106,7 @@ class GangSupervisor:
             return None
         epoch = self._gang.epoch + 1 if self._gang else 1
         self._gang = Gang(self.name, epoch, self._hosts, self._heard, self._notify, self._limits)
-        self._hub.expect(self._gang)
+        self._listener.expect(self._gang)
         return self._gang
 
     def _one_life(self, gang: Gang, lost_s: float | None) -> bool:
@@ -128,23 +128,23 @@ class GangSupervisor:
             self._watch(gang, started, until=gang.dead)
             return True
         finally:
-            self._hub.forget(gang)
+            self._listener.forget(gang)
             if started is not None:
                 started.kill()
-            self._roster.strike(gang.name)
+            self._registry.strike(gang.name)
 
     def _started(self, gang: Gang) -> StartedGang | None:
         """Its processes; None: it has none, and is dead."""
-        ticket = Ticket(controller=self._hub.address, gang=gang.name, epoch=gang.epoch)
+        ticket = Ticket(controller=self._listener.address, gang=gang.name, epoch=gang.epoch)
         if not gang.again:
-            started = self._launcher.start(ticket, self._hub.token, self._hosts, self._slice_type)
-            self._roster.enter(gang.name, gang.epoch, started.pids)
+            started = self._launcher.start(ticket, self._listener.token, self._hosts, self._slice_type)
+            self._registry.enter(gang.name, gang.epoch, started.pids)
             return started
-        left = self._roster.left[gang.name]
-        found = self._launcher.find(ticket, self._hub.token, self._hosts, self._slice_type, left.pids)
+        left = self._registry.left[gang.name]
+        found = self._launcher.find(ticket, self._listener.token, self._hosts, self._slice_type, left.pids)
         if found is None:
             gang.die("it has ended")
-        elif not self._roster.fits:
+        elif not self._registry.fits:
             gang.die("it was begun with another configuration, or by other code")
         return found
 

@@ -238,7 +238,7 @@ class RayGang:
 
 
 class FreeSlices:
-    """Which gang is on which slice; every keeper calls it."""
+    """Which gang is on which slice; every supervisor calls it."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()

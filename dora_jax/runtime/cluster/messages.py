@@ -12,6 +12,7 @@ Heartbeat                                from every process: it lives, and how f
 
 from __future__ import annotations
 
+import typing
 from dataclasses import dataclass
 from typing import Any
 
@@ -181,7 +182,7 @@ class Done:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CheckpointFiles:
-    """Done, and what this process has put into the bucket of the newest step that it has all put of."""
+    """Done; lists the checkpoint files that this process uploaded for its newest complete step."""
 
     step: Version
     files: Any  # name -> [bytes, crc32]
@@ -245,7 +246,7 @@ class MoveSample:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FinishMove:
-    parcel: InFlightSample  # with the KV that every process has fetched under `number`
+    in_flight: InFlightSample  # with the KV that every process has fetched under `number`
     src: InstanceId
     attempt: int
     number: int  # 0: with what it has here
@@ -258,7 +259,7 @@ class ParkSample:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ResumeSample:
-    parcel: InFlightSample
+    in_flight: InFlightSample
     number: int  # of the KV that every process has here; 0: with what it kept when the sample left
 
 
@@ -328,7 +329,7 @@ class StageKV:
     """Rollout, every process: its part of the pages of a sample that is to go on here. Answered as FetchKV is."""
 
     number: int
-    parcel: InFlightSample
+    in_flight: InFlightSample
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -349,7 +350,7 @@ class ReleaseKV:
 class HandedOverShard:
     """One process's part of a sample that its gang hands over: its own heads' pages."""
 
-    parcel: InFlightSample
+    in_flight: InFlightSample
     host: int
     hosts: int
     alike: int = 1  # neighbouring processes whose heads are the same ones
@@ -363,52 +364,11 @@ class HandOverDone:
 
 
 CODEC = Codec(
-    Hello,
-    Begin,
-    Rejoin,
-    Ready,
-    Heartbeat,
-    PreemptionNotice,
-    ProcessFailed,
-    Note,
-    Call,
-    Answer,
-    TickCommands,
-    InFlightSample,
-    Partial,
-    Finished,
-    Parked,
-    HandedOver,
-    HandedOverShard,
-    FinishedUnheard,
-    MoveStarted,
-    HandOverDone,
-    TrainGroups,
-    FinishStep,
-    PublishWeights,
-    WriteWeights,
-    DropWeights,
-    RestoreCheckpoint,
-    SaveCheckpoint,
-    PollCheckpoint,
-    ComputeDigest,
-    StepFinished,
-    Done,
-    CheckpointFiles,
-    CallDeclined,
-    UseWeights,
-    StartSample,
-    CancelSample,
-    MoveSample,
-    FinishMove,
-    ParkSample,
-    ResumeSample,
-    HandOver,
-    Lent,
-    FetchKV,
-    KVStaged,
-    StageKV,
-    DropStagedKV,
-    ReleaseKV,
+    *typing.get_args(TrainerCall),
+    *typing.get_args(CallResult),
+    *typing.get_args(GangCommand),
+    *(Hello, Begin, Ready, Heartbeat, PreemptionNotice, ProcessFailed, Note, Answer, TickCommands),
+    *(Finished, Parked, HandedOver, HandedOverShard, HandOverDone, FinishedUnheard, Partial, InFlightSample),
+    *(MoveStarted, Lent, FetchKV, KVStaged, StageKV, DropStagedKV, ReleaseKV, DropWeights),
     *weight_messages.RECORDS,
 )

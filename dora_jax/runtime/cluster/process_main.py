@@ -52,11 +52,11 @@ def serve(ticket: Ticket, token: bytes, leave: Callable[[], None] = lambda: None
 
     link = ControllerConnection(ticket.controller, token, lambda: end(0))
     pass_on_notice(link)
-    pulse = HeartbeatSender(link)
+    status = HeartbeatSender(link)
     try:
         ip = link.own_ip
         arrivals: queue.SimpleQueue[connection.Connection] = queue.SimpleQueue()
-        door = Listener(ip, token, arrivals.put)  # for the other processes, should this one be the first
+        listener = Listener(ip, token, arrivals.put)  # for the other processes, should this one be the first
         link.hello(
             messages.Hello(
                 gang=ticket.gang,
@@ -64,13 +64,13 @@ def serve(ticket: Ticket, token: bytes, leave: Callable[[], None] = lambda: None
                 pid=os.getpid(),
                 worker=int(os.environ.get("TPU_WORKER_ID", "-1")),
                 coordinator=f"{ip}:{_free_port(ip)}",
-                leader=door.address,
+                leader=listener.address,
             )
         )
-        pulse.start()
+        status.start()
         begin = link.inbox.get()
-        role = _open(begin, link, pulse, token, arrivals)
-        door.close()
+        role = _open(begin, link, status, token, arrivals)
+        listener.close()
         link.send(messages.Ready())
         role.run(link.inbox)
         link.part()
@@ -112,7 +112,7 @@ class HeartbeatSender:
         self._link = link
 
     def start(self) -> None:
-        threading.Thread(target=self._beat, name="pulse", daemon=True).start()
+        threading.Thread(target=self._beat, name="status", daemon=True).start()
 
     def _beat(self) -> None:
         from dora_jax.runtime.cluster.messages import Heartbeat
@@ -122,7 +122,7 @@ class HeartbeatSender:
             time.sleep(BEAT_S)
 
 
-def _open(begin: Any, link: Any, pulse: HeartbeatSender, token: bytes, arrivals: queue.SimpleQueue) -> Any:
+def _open(begin: Any, link: Any, status: HeartbeatSender, token: bytes, arrivals: queue.SimpleQueue) -> Any:
     """The role, compiled and ready."""
     from dora_jax import validate
 
@@ -133,7 +133,7 @@ def _open(begin: Any, link: Any, pulse: HeartbeatSender, token: bytes, arrivals:
     from dora_jax.runtime.cluster.worker_roles import TrainerRole, open_rollout
 
     open_role = TrainerRole if begin.instance is None else open_rollout
-    return open_role(begin, config, link, pulse, turns(begin, token, arrivals))
+    return open_role(begin, config, link, status, turns(begin, token, arrivals))
 
 
 def _enter_world(begin: Any, config: Any) -> None:

@@ -41,7 +41,7 @@ class Departed:
 
     @property
     def id(self) -> SampleId:
-        return self.shards[0].lent.parcel.id
+        return self.shards[0].lent.in_flight.id
 
     @property
     def number(self) -> int:
@@ -55,7 +55,7 @@ class Departed:
     def finish(self, number: int) -> messages.FinishMove:
         """number: of the KV that the destination has fetched; 0: the sample goes on with what is in the message."""
         first = self.shards[0]
-        return messages.FinishMove(parcel=first.lent.parcel, src=first.src, attempt=first.attempt, number=number)
+        return messages.FinishMove(in_flight=first.lent.in_flight, src=first.src, attempt=first.attempt, number=number)
 
     def release(self) -> None:
         if self.by_wire:
@@ -120,14 +120,14 @@ class GangWorker:
     def park(self, sample: SampleId) -> None:
         self.gang.post(messages.ParkSample(id=sample))
 
-    def resume(self, parcel: InFlightSample) -> None:
-        if self.gang.hosts == 1 or not parcel.n_pages:
-            return self.gang.post(messages.ResumeSample(parcel=parcel, number=0))
-        number, tokens = next(NUMBERS), without_pages(parcel)
-        shards = [messages.StageKV(number=number, parcel=shard) for shard in parted(parcel, self.gang.hosts)]
+    def resume(self, in_flight: InFlightSample) -> None:
+        if self.gang.hosts == 1 or not in_flight.n_pages:
+            return self.gang.post(messages.ResumeSample(in_flight=in_flight, number=0))
+        number, tokens = next(NUMBERS), without_pages(in_flight)
+        shards = [messages.StageKV(number=number, in_flight=shard) for shard in parted(in_flight, self.gang.hosts)]
         with self._lock:
             self._stagings[number] = _Staging(
-                parcel.id, lambda number: messages.ResumeSample(parcel=tokens, number=number)
+                in_flight.id, lambda number: messages.ResumeSample(in_flight=tokens, number=number)
             )
             self.gang.tell_each(shards)
 
@@ -176,7 +176,7 @@ class GangWorker:
             handed, self._handed = self._handed, {}
         for staging in stagings.values():
             staging.release()
-        return [HandedOver(parcel=without_pages(shards[0])) for shards in handed.values() if 0 in shards]
+        return [HandedOver(in_flight=without_pages(shards[0])) for shards in handed.values() if 0 in shards]
 
     # -------------------------------------------------------------- private
 
@@ -194,7 +194,7 @@ class GangWorker:
             if len(shards) < shard.hosts:
                 return
             del self._shards[shard.number]
-            dst = self._moves.pop(shard.lent.parcel.id)
+            dst = self._moves.pop(shard.lent.in_flight.id)
         departed = Departed(shards=[shards[host] for host in range(shard.hosts)], source=self.gang)
         if not dst.deliver(departed.id, departed, shard.src, shard.attempt):
             departed.release()
@@ -221,13 +221,13 @@ class GangWorker:
 
     def _shard_handed_over(self, shard: messages.HandedOverShard) -> None:
         with self._lock:
-            shards = self._handed.setdefault(shard.parcel.id, {})
-            shards[shard.host] = shard.parcel
+            shards = self._handed.setdefault(shard.in_flight.id, {})
+            shards[shard.host] = shard.in_flight
             if len(shards) < shard.hosts:
                 return
-            del self._handed[shard.parcel.id]
+            del self._handed[shard.in_flight.id]
         whole = joined([shards[host] for host in range(0, shard.hosts, shard.alike)])
-        self._owner.heard(self, HandedOver(parcel=whole))
+        self._owner.heard(self, HandedOver(in_flight=whole))
 
 
 class RemoteInstance(InstanceProxy[GangWorker]):

@@ -60,7 +60,7 @@ class RemoteTrainer:
         steps_since: Callable[[Version], Sequence[Step]],
         publisher: WeightPublisher,
         notify: Callable[[str], None],
-        new_keeper: Callable[..., GangSupervisor],
+        new_supervisor: Callable[..., GangSupervisor],
     ):
         self.state = RemoteState()
         self.gang: Gang | None = None  # brought to where the trainer is
@@ -71,13 +71,15 @@ class RemoteTrainer:
         self._checkpoints, self._steps_since, self._notify = checkpoints, steps_since, notify
         self._publisher = publisher
         self._ups: queue.SimpleQueue[Gang | RunError] = queue.SimpleQueue()
-        self._keeper = new_keeper(TRAINER, heard=publisher.tell, up=self._up, down=publisher.down, failed=self._ups.put)
+        self._supervisor = new_supervisor(
+            TRAINER, heard=publisher.tell, up=self._up, down=publisher.down, failed=self._ups.put
+        )
 
     def open(self) -> None:
-        self._keeper.start()
+        self._supervisor.start()
 
     def close(self) -> None:
-        self._keeper.close()
+        self._supervisor.close()
 
     # ----------------------------------------------------------- as a Trainer
 

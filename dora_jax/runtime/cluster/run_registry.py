@@ -82,7 +82,7 @@ class RunRegistry:
             self._try(lambda: page.write(text))
 
     def _try(self, do: Callable[[], None]) -> None:
-        """A keeper must go on where a disk is full, or a bucket does not answer."""
+        """A supervisor must go on where a disk is full, or a bucket does not answer."""
         try:
             do()
         except OSError as error:

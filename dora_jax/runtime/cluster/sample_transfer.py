@@ -57,16 +57,18 @@ class ResultSender:
 
     def put(self, item: Any) -> None:
         match item:
-            case HandedOver(parcel=parcel) if self._recalled is None and not self._whole:
+            case HandedOver(in_flight=in_flight) if self._recalled is None and not self._whole:
                 part = messages.HandedOverShard(
-                    parcel=self._limited(parcel), host=self._host, hosts=self._hosts, alike=self._alike
+                    in_flight=self._limited(in_flight), host=self._host, hosts=self._hosts, alike=self._alike
                 )
                 return self._link.send(part)
-            case Parked(parcel=parcel) | HandedOver(parcel=parcel) if self._recalled is None and self._whole:
-                item = dataclasses.replace(item, parcel=self._limited(parcel))
-            case Parked(parcel=parcel) | HandedOver(parcel=parcel):  # it may come back
-                self._pages[parcel.id] = parcel
-                item = dataclasses.replace(item, parcel=without_pages(parcel))
+            case Parked(in_flight=in_flight) | HandedOver(in_flight=in_flight) if (
+                self._recalled is None and self._whole
+            ):
+                item = dataclasses.replace(item, in_flight=self._limited(in_flight))
+            case Parked(in_flight=in_flight) | HandedOver(in_flight=in_flight):  # it may come back
+                self._pages[in_flight.id] = in_flight
+                item = dataclasses.replace(item, in_flight=without_pages(in_flight))
         if self._host:
             return
         if isinstance(item, Finished):
@@ -88,29 +90,29 @@ class ResultSender:
         handed, self._recalled = self._recalled, None
         return [*(FinishedUnheard(sample=sample) for _, sample in self._finished), *handed]
 
-    def with_own_pages(self, parcel: InFlightSample) -> InFlightSample:
+    def with_own_pages(self, in_flight: InFlightSample) -> InFlightSample:
         """As it has left, where it comes back so."""
-        left = self._pages.pop(parcel.id, None)
-        if left is None or parcel.kv_len or left.version != parcel.version:
-            return parcel
-        return left if np.array_equal(left.out_ids, parcel.out_ids) else parcel
+        left = self._pages.pop(in_flight.id, None)
+        if left is None or in_flight.kv_len or left.version != in_flight.version:
+            return in_flight
+        return left if np.array_equal(left.out_ids, in_flight.out_ids) else in_flight
 
     def forget(self, version: Version) -> None:
-        self._pages = {id: parcel for id, parcel in self._pages.items() if parcel.version != version}
+        self._pages = {id: in_flight for id, in_flight in self._pages.items() if in_flight.version != version}
 
-    def fit(self, parcel: InFlightSample) -> InFlightSample:
-        return self._limited(parcel) if self._whole else without_pages(parcel)
+    def fit(self, in_flight: InFlightSample) -> InFlightSample:
+        return self._limited(in_flight) if self._whole else without_pages(in_flight)
 
-    def _limited(self, parcel: InFlightSample) -> InFlightSample:
-        if parcel.kv_bytes <= MAX_KV_BYTES:
-            return parcel
+    def _limited(self, in_flight: InFlightSample) -> InFlightSample:
+        if in_flight.kv_bytes <= MAX_KV_BYTES:
+            return in_flight
         self._link.send(
             messages.Note(
-                text=f"sample {tuple(parcel.id)} leaves without its KV, which is made again: "
-                f"{parcel.kv_bytes / 2**30:.1f} GiB are more than one record holds"
+                text=f"sample {tuple(in_flight.id)} leaves without its KV, which is made again: "
+                f"{in_flight.kv_bytes / 2**30:.1f} GiB are more than one record holds"
             )
         )
-        return without_pages(parcel)
+        return without_pages(in_flight)
 
     def _remember(self, sample: Sample) -> None:
         now = time.monotonic()
@@ -122,16 +124,16 @@ class ResultSender:
 class MoveThroughController:
     """Where a sample goes, as its instance sees it: through the controller."""
 
-    def __init__(self, move: messages.MoveSample, outlet: ResultSender):
+    def __init__(self, move: messages.MoveSample, sender: ResultSender):
         self.instance = move.dst
-        self._number, self._outlet = move.number, outlet
+        self._number, self._sender = move.number, sender
 
     def post(self, call: Callable[..., None], *args: Any) -> None:
         call(*args)
 
-    def receive(self, parcel: InFlightSample, src: int, attempt: int) -> None:
-        lent = Lent(parcel=self._outlet.fit(parcel), kv_len=0, page_size=0, manifest=None)
-        self._outlet.put(
+    def receive(self, in_flight: InFlightSample, src: int, attempt: int) -> None:
+        lent = Lent(in_flight=self._sender.fit(in_flight), kv_len=0, page_size=0, manifest=None)
+        self._sender.put(
             messages.MoveStarted(
                 lent=lent, src=src, dst=self.instance, attempt=attempt, number=self._number, host=0, hosts=1
             )
@@ -141,17 +143,15 @@ class MoveThroughController:
 class MoveBetweenProcesses:
     """As `MoveThroughController`; its KV goes from process to process."""
 
-    def __init__(
-        self, move: messages.MoveSample, link: ControllerConnection, porter: KVEndpoint, host: int, hosts: int
-    ):
+    def __init__(self, move: messages.MoveSample, link: ControllerConnection, kv: KVEndpoint, host: int, hosts: int):
         self.instance = move.dst
-        self._move, self._link, self._porter, self._host, self._hosts = move, link, porter, host, hosts
+        self._move, self._link, self._kv, self._host, self._hosts = move, link, kv, host, hosts
 
     def post(self, call: Callable[..., None], *args: Any) -> None:
         call(*args)
 
-    def receive(self, parcel: InFlightSample, src: int, attempt: int) -> None:
-        lent = self._porter.lend(parcel, self._move)
+    def receive(self, in_flight: InFlightSample, src: int, attempt: int) -> None:
+        lent = self._kv.lend(in_flight, self._move)
         self._link.send(
             messages.MoveStarted(
                 lent=lent,
@@ -180,9 +180,9 @@ class KVEndpoint:
 
     # --------------------------------------------------------- as a source
 
-    def lend(self, parcel: InFlightSample, move: messages.MoveSample) -> Lent:
-        key = self._key(move.dst, move.epoch, parcel, move.number)
-        lent = kv_transfer.lend(self._opened, key, parcel)
+    def lend(self, in_flight: InFlightSample, move: messages.MoveSample) -> Lent:
+        key = self._key(move.dst, move.epoch, in_flight, move.number)
+        lent = kv_transfer.lend(self._opened, key, in_flight)
         if lent.manifest is not None:
             with self._lock:
                 self._lent[move.number] = key
@@ -206,22 +206,22 @@ class KVEndpoint:
     def fetch(self, carry: messages.FetchKV) -> messages.KVStaged:
         """Takes its time; until `take` or `leave` the pages lie in host memory."""
         lent = carry.lent[self._host]
-        key = self._key(self._instance, carry.epoch, lent.parcel, carry.number)
+        key = self._key(self._instance, carry.epoch, lent.in_flight, carry.number)
         size = sum(shard.bytes for shard in lent.manifest.shards) if lent.manifest else 0
         try:
-            parcel = kv_transfer.fetch(
+            in_flight = kv_transfer.fetch(
                 self._opened, lent, key, self._layout, GRACE_S + size / (0.5 * EXPECTED_BYTES_PER_S)
             )
         except WireError as error:  # of this transfer, and of it alone
             fault = f"process {self._host}: {' '.join(str(error).split())}"
             return messages.KVStaged(number=carry.number, host=self._host, fault=fault)
         with self._lock:
-            self._fetched[carry.number] = parcel
+            self._fetched[carry.number] = in_flight
         return messages.KVStaged(number=carry.number, host=self._host, fault="")
 
     def keep(self, bring: messages.StageKV) -> messages.KVStaged:
         with self._lock:
-            self._fetched[bring.number] = bring.parcel
+            self._fetched[bring.number] = bring.in_flight
         return messages.KVStaged(number=bring.number, host=self._host, fault="")
 
     def take(self, number: int) -> InFlightSample:
@@ -240,8 +240,8 @@ class KVEndpoint:
             raise RuntimeError("KV is lent between processes only where cluster.wire is 'transfer'")
         return self._wire
 
-    def _key(self, receiver: InstanceId, epoch: int, parcel: InFlightSample, number: int) -> Key:
-        return Key(epoch=epoch, version=parcel.version, receiver=f"rollout {receiver}/{self._host}", sequence=number)
+    def _key(self, receiver: InstanceId, epoch: int, in_flight: InFlightSample, number: int) -> Key:
+        return Key(epoch=epoch, version=in_flight.version, receiver=f"rollout {receiver}/{self._host}", sequence=number)
 
 
 def _writes_nothing(version: Version) -> None:
@@ -256,16 +256,16 @@ class TransferThreads:
         weights: WeightEndpoint,
         link: ControllerConnection,
         write: Callable[[Version], None] = _writes_nothing,
-        porter: KVEndpoint | None = None,
+        kv: KVEndpoint | None = None,
     ):
-        self._weights, self._link, self._write, self._porter = weights, link, write, porter
+        self._weights, self._link, self._write, self._kv = weights, link, write, kv
         self._own: queue.SimpleQueue = queue.SimpleQueue()
 
     def sort(self, inbox: queue.SimpleQueue) -> queue.SimpleQueue:
         """What is left for the main thread."""
         rest: queue.SimpleQueue = queue.SimpleQueue()
         threading.Thread(target=self._sort, args=(inbox, rest), name="sorter", daemon=True).start()
-        threading.Thread(target=self._run, name="courier", daemon=True).start()
+        threading.Thread(target=self._run, name="transfers", daemon=True).start()
         return rest
 
     def soon(self, work: functools.partial) -> None:
@@ -277,8 +277,8 @@ class TransferThreads:
         done = threading.Event()
         self._own.put(done)
         done.wait()
-        if self._porter is not None:
-            self._porter.settle()
+        if self._kv is not None:
+            self._kv.settle()
         return self._weights.settle()
 
     def _sort(self, inbox: queue.SimpleQueue, rest: queue.SimpleQueue) -> None:
@@ -315,12 +315,12 @@ class TransferThreads:
                 case messages.DropWeights(version=version):
                     self._weights.weights.drop(version)
                 case messages.FetchKV() | messages.StageKV() | messages.ReleaseKV() | messages.DropStagedKV():
-                    if self._porter is not None:
-                        self._do_kv(self._porter, item)
+                    if self._kv is not None:
+                        self._do_kv(self._kv, item)
                 case _:
                     if (fact := self._weights.execute(item)) is not None:
                         self._link.send(fact)
-        except BaseException as error:  # a courier that fell silent would only look slow: its process ends, its gang
+        except BaseException as error:  # a transfers that fell silent would only look slow: its process ends, its gang
             self._link.send(messages.ProcessFailed(error=f"{type(error).__name__}: {error}"))
 
     def _do_kv(

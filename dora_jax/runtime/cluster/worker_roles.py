@@ -66,11 +66,11 @@ class TrainerRole:
     """Answers calls one after the other, on the main thread."""
 
     def __init__(
-        self, begin: Begin, config: Config, link: ControllerConnection, pulse: ProcessStatus, turns: Leader | Follower
+        self, begin: Begin, config: Config, link: ControllerConnection, status: ProcessStatus, turns: Leader | Follower
     ):
         devices.check_slice("cluster.trainer_slice", "" if config.cpu_devices else config.cluster.trainer_slice)
         self._config = config
-        self._link, self._pulse, self._turns = link, pulse, turns
+        self._link, self._status, self._turns = link, status, turns
         self._home = home(begin)
         mesh = sharding.make_mesh(jax.devices(), *devices.trainer_mesh(len(jax.devices()), config))
         self._trainer = build.new_trainer(config, Tokenizer.load(config.model.path), mesh, self._home.folder)
@@ -80,27 +80,27 @@ class TrainerRole:
         self._copy = build.publishing_copy(config, hf.read_config(config.model.path), mesh)
         self._stored, self._kept = StoredWeights(begin.workdir), HostWeights()
         wire = Wire(link.own_ip, link.token) if config.cluster.wire == "transfer" else None
-        self._courier = TransferThreads(WeightEndpoint(begin.rank, wire, self._kept), link, self._write)
+        self._transfers = TransferThreads(WeightEndpoint(begin.rank, wire, self._kept), link, self._write)
         self._checkpoints: Checkpoints | None = None  # opened by the first save: nothing else writes there by then
-        self._memory = StepCache()
+        self._cache = StepCache()
         shape = build.batch_layout(config, self._trainer.shards)
         self._trainer.warmup(shape.rows, shape.tokens)
 
     @property
     def _version(self) -> Version:
         """Where the controller has it."""
-        return self._memory.at(self._held)
+        return self._cache.at(self._held)
 
     @property
     def _held(self) -> Version:
         return int(self._trainer.state.step)
 
     def run(self, inbox: queue.SimpleQueue) -> None:
-        mine = self._courier.sort(inbox)
+        mine = self._transfers.sort(inbox)
         while True:
-            with self._pulse.waits:
+            with self._status.waits:
                 turn = self._turns.next(mine, wait=True)
-            self._pulse.busy = True
+            self._status.busy = True
             for call in turn:
                 match call:
                     case messages.HandOver():  # what waits for a later call asks the next gang
@@ -109,15 +109,15 @@ class TrainerRole:
                         self._settle()
                     case messages.Call(number=number, what=what):
                         self._link.send(messages.Answer(number=number, what=self._answer(what)))
-                self._pulse.progress += 1
-            self._pulse.busy = False
+                self._status.progress += 1
+            self._status.busy = False
 
     def _settle(self) -> None:
         """Another controller has come: it starts from a checkpoint, and asks for the steps since."""
-        holds = self._courier.settle()
+        holds = self._transfers.settle()
         if self._checkpoints is not None:
             self._checkpoints.wait()
-        self._memory.doubt()
+        self._cache.doubt()
         self._link.rejoin()
         self._link.send(messages.Ready(holds=holds))
 
@@ -129,18 +129,18 @@ class TrainerRole:
                 self._learn(base, groups)
             case messages.FinishStep(base=base):
                 return self._make(base)
-            case messages.PublishWeights(version=version) if version < self._held or self._memory.mid_step:
+            case messages.PublishWeights(version=version) if version < self._held or self._cache.mid_step:
                 if version not in self._kept.versions:
                     raise RuntimeError(f"version {version} is asked for of a trainer that is beyond it")
             case messages.PublishWeights(version=version):
                 self._publish(version)
             case messages.RestoreCheckpoint(step=step):
-                if not self._memory.rewind(step, self._held):
+                if not self._cache.rewind(step, self._held):
                     like = self._trainer.abstract_state()
                     self._trainer.load(*self._home.restore(step, like.params, like.opt_state), step)
-                    self._memory.restored()
+                    self._cache.restored()
             case messages.SaveCheckpoint(version=version, rl_state=rl_state, metrics=metrics):
-                if version != self._version or self._memory.mid_step:
+                if version != self._version or self._cache.mid_step:
                     return messages.CallDeclined(error=f"the trainer is at version {self._version}, or beyond it")
                 state = self._trainer.state
                 self._saver().save(version, state.params, state.opt_state, rl_state, metrics)
@@ -157,23 +157,23 @@ class TrainerRole:
 
     def _learn(self, base: Version, groups: Sequence[ScoredGroup]) -> None:
         self._digest()  # while the weights are those of a version
-        began = self._memory.mid_step
-        if new := self._memory.new(base, groups):
+        began = self._cache.mid_step
+        if new := self._cache.new(base, groups):
             self._trainer.learn(self._pack(new, base), **({} if began else self._gap.among(new, base)))
 
     def _make(self, base: Version) -> messages.StepFinished:
-        if (known := self._memory.recall(base)) is not None:
+        if (known := self._cache.recall(base)) is not None:
             return known
         metrics = self._trainer.finish()
         made = messages.StepFinished(
             digest=digest(self._trainer.params), metrics={name: float(value) for name, value in metrics.items()}
         )
-        self._memory.made(base, made)
+        self._cache.made(base, made)
         return made
 
     def _digest(self) -> int:
         """Of the version where the controller has it."""
-        digests, version = self._memory.digests, self._version
+        digests, version = self._cache.digests, self._version
         if version not in digests and version < self._held:
             raise RuntimeError(f"the weights of version {version} are gone from a trainer at version {self._held}")
         if version not in digests:
@@ -187,7 +187,7 @@ class TrainerRole:
         self._newest = (version, copy) if self._gap.wanted else None
         given = slices.offered(copy)
         self._kept.put(version, given)
-        self._courier.soon(functools.partial(jax.tree.map, Slices.bring_home, given))
+        self._transfers.soon(functools.partial(jax.tree.map, Slices.bring_home, given))
 
     def _write(self, version: Version) -> None:
         self._stored.put(version, self._kept.get(version, None))
@@ -206,7 +206,7 @@ class TrainerRole:
 
 
 def open_rollout(
-    begin: Begin, config: Config, link: ControllerConnection, pulse: ProcessStatus, turns: Leader | Follower
+    begin: Begin, config: Config, link: ControllerConnection, status: ProcessStatus, turns: Leader | Follower
 ) -> RolloutRole:
     """Its engine is compiled on return."""
     devices.check_slice("cluster.instance_slice", "" if config.cpu_devices else config.cluster.instance_slice)
@@ -224,16 +224,16 @@ def open_rollout(
     wire = Wire(link.own_ip, link.token) if config.cluster.wire == "transfer" else None
     wanted = like(model, engine.param_shardings, config.model.dtype)
     weights = WeightEndpoint(begin.rank, wire, versions, wanted, stored)
-    porter = KVEndpoint(_instance(begin), begin.rank, wire and Wire(link.own_ip, link.token), layout_of(engine.page()))
+    kv = KVEndpoint(_instance(begin), begin.rank, wire and Wire(link.own_ip, link.token), layout_of(engine.page()))
     return RolloutRole(
         begin,
         engine,
         weights,
         link,
-        pulse,
+        status,
         turns,
         build.partial_s(config),
-        porter,
+        kv,
         holders_alike(begin.hosts, model.cache_heads),
         report_period_s(config.rollout.instances),
         progress_period_s(config.rollout.instances, config.rollout.slots),
@@ -255,50 +255,50 @@ class RolloutRole:
         engine: RolloutEngine,
         weights: WeightEndpoint,
         link: ControllerConnection,
-        pulse: ProcessStatus,
+        status: ProcessStatus,
         turns: Leader | Follower,
         partial_s: float,
-        porter: KVEndpoint,
+        kv: KVEndpoint,
         alike: int = 1,
         report_s: float = REPORT_PERIOD_S,
         progress_s: float = 0.0,
     ):
         """alike: neighbouring processes that hold the same KV heads."""
-        self._engine, self._pulse, self._turns, self._weights, self._porter = engine, pulse, turns, weights, porter
-        self._courier = TransferThreads(weights, link, porter=porter)
+        self._engine, self._status, self._turns, self._weights, self._kv = engine, status, turns, weights, kv
+        self._transfers = TransferThreads(weights, link, kv=kv)
         self._link = link
-        self._outlet = outlet = ResultSender(link, begin.rank, begin.hosts, alike)
+        self._sender = sender = ResultSender(link, begin.rank, begin.hosts, alike)
         self._worker = EngineWorker(
-            _instance(begin), engine, weights.weights, outlet, partial_s, begin.epoch, report_s, progress_s
+            _instance(begin), engine, weights.weights, sender, partial_s, begin.epoch, report_s, progress_s
         )
-        self._lends = porter.lends
+        self._lends = kv.lends
         self._rank, self._hosts = begin.rank, begin.hosts
 
     def run(self, inbox: queue.SimpleQueue) -> None:
-        posts = self._courier.sort(inbox)
+        posts = self._transfers.sort(inbox)
         while True:
-            with self._pulse.waits:
+            with self._status.waits:
                 turn = self._turns.next(posts, wait=not self._worker.busy)
-            self._pulse.busy = True
+            self._status.busy = True
             for post in turn:
                 if isinstance(post, messages.HandOver):
                     return self._leave()
                 self._do(post)
             if self._worker.busy:
                 self._worker.work()
-            self._pulse.progress += 1
-            self._pulse.busy = self._worker.busy
+            self._status.progress += 1
+            self._status.busy = self._worker.busy
 
     def _leave(self) -> None:
-        self._outlet.leave(self._worker.hand_over)
-        self._pulse.busy = False
+        self._sender.leave(self._worker.hand_over)
+        self._status.busy = False
 
     def _settle(self) -> None:
         """Another controller has come, and takes it for a new gang that has samples and weights from before."""
-        samples = self._outlet.recall(self._worker.hand_over)  # the first process tells of all
+        samples = self._sender.recall(self._worker.hand_over)  # the first process tells of all
         for version in tuple(self._engine.versions):
             self._engine.drop(version)
-        holds = self._courier.settle()
+        holds = self._transfers.settle()
         self._link.rejoin()
         for sample in samples:
             self._link.send(sample)
@@ -311,23 +311,23 @@ class RolloutRole:
                 worker.load(version, drop)
                 if drop is not None:
                     self._weights.weights.drop(drop)
-                    self._outlet.forget(drop)
+                    self._sender.forget(drop)
             case messages.StartSample(id=id, prompt=prompt, version=version):
                 worker.submit(id, prompt, version)
             case messages.CancelSample(id=id, reason=reason):
                 worker.cancel(id, reason)
             case messages.MoveSample(id=id, attempt=attempt):
                 worker.move(id, self._target(post), attempt)
-            case messages.FinishMove(parcel=parcel, src=src, attempt=attempt, number=number):
-                worker.receive(self._porter.take(number) if number else parcel, src, attempt)
+            case messages.FinishMove(in_flight=in_flight, src=src, attempt=attempt, number=number):
+                worker.receive(self._kv.take(number) if number else in_flight, src, attempt)
             case messages.ParkSample(id=id):
                 worker.park(id)
-            case messages.ResumeSample(parcel=parcel, number=number):
-                worker.resume(self._porter.take(number) if number else self._outlet.with_own_pages(parcel))
+            case messages.ResumeSample(in_flight=in_flight, number=number):
+                worker.resume(self._kv.take(number) if number else self._sender.with_own_pages(in_flight))
             case messages.Rejoin():
                 self._settle()
 
     def _target(self, move: messages.MoveSample) -> MoveTarget:
         if self._lends:
-            return MoveBetweenProcesses(move, self._link, self._porter, self._rank, self._hosts)
-        return MoveThroughController(move, self._outlet)
+            return MoveBetweenProcesses(move, self._link, self._kv, self._rank, self._hosts)
+        return MoveThroughController(move, self._sender)

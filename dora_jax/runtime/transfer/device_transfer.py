@@ -57,8 +57,8 @@ class Wire:
         self._pieces: dict[int, list[np.ndarray]] = {}  # by the number of their offer
         self._last: dict[str, int] = {}  # receiver -> the last sequence number offered to it
         self._lock = threading.Lock()
-        self._door = Listener(ip, token, self._serve)
-        self.address = self._door.address
+        self._listener = Listener(ip, token, self._serve)
+        self.address = self._listener.address
 
     def give(self, key: Key, pieces: Mapping[Shard, np.ndarray]) -> Manifest:
         """Offers these arrays until `release`; they must not change meanwhile. WireError: a shard is empty, or the key was
@@ -113,7 +113,7 @@ class Wire:
         return tuple(self._offered)
 
     def close(self) -> None:
-        self._door.close()
+        self._listener.close()
 
     # ------------------------------------------------------------ private
 

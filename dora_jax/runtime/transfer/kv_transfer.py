@@ -1,6 +1,6 @@
 """Running samples between processes: the tokens of a sample over the control plane, its KV pages over the wire.
 
-    sender    lend(wire, key, parcel) -> Lent              travels over the control plane
+    sender    lend(wire, key, in_flight) -> Lent              travels over the control plane
     receiver  fetch(wire, lent, layout) -> InFlightSample  is what `Engine.import_` takes
     sender    release(key)                                 once the receiver has said that it has them, or never will
 
@@ -45,27 +45,29 @@ def layout_of(pages: Mapping[str, np.ndarray]) -> PageShape:
     return PageShape(layers=layers, heads=heads, head_dim=dim, dtype=pages["k"].dtype.name, latent="v" not in pages)
 
 
-def lend(wire: Wire, key: Key, parcel: InFlightSample) -> Lent:
+def lend(wire: Wire, key: Key, in_flight: InFlightSample) -> Lent:
     """Offers the sample's pages until `release`. WireError: the key is of another version."""
-    if key.version != parcel.version:
-        raise WireError(f"{words(key)} is a parcel of version {parcel.version}")
+    if key.version != in_flight.version:
+        raise WireError(f"{words(key)} is a sample of version {in_flight.version}")
     manifest = None
-    if parcel.pages:
-        manifest = wire.give(key, {_whole(name, pages): pages for name, pages in parcel.pages.items()})
-    return Lent(parcel=without_pages(parcel), kv_len=parcel.kv_len, page_size=parcel.page_size, manifest=manifest)
+    if in_flight.pages:
+        manifest = wire.give(key, {_whole(name, pages): pages for name, pages in in_flight.pages.items()})
+    return Lent(
+        in_flight=without_pages(in_flight), kv_len=in_flight.kv_len, page_size=in_flight.page_size, manifest=manifest
+    )
 
 
 def fetch(wire: Wire, lent: Lent, key: Key, layout: PageShape, timeout_s: float | None = None) -> InFlightSample:
     """The sample with its pages. `key`: the transfer that this process agreed to, of a version that its engine holds.
     WireError: nothing was taken."""
-    if lent.parcel.version != key.version:
-        raise WireError(f"a parcel of version {lent.parcel.version} comes where {words(key)} is expected")
+    if lent.in_flight.version != key.version:
+        raise WireError(f"a sample of version {lent.in_flight.version} comes where {words(key)} is expected")
     if lent.manifest is None:
-        return lent.parcel
-    if not (lent.page_size > 0 and 0 < lent.kv_len <= _tokens(lent.parcel)):
+        return lent.in_flight
+    if not (lent.page_size > 0 and 0 < lent.kv_len <= _tokens(lent.in_flight)):
         raise WireError(
             f"{words(key)}: {lent.kv_len} positions in pages of {lent.page_size} are no KV of "
-            f"{_tokens(lent.parcel)} tokens"
+            f"{_tokens(lent.in_flight)} tokens"
         )
     pages = -(-lent.kv_len // lent.page_size)
     shapes = {"k": (layout.layers, pages, layout.heads, layout.head_dim, lent.page_size)}
@@ -73,8 +75,8 @@ def fetch(wire: Wire, lent: Lent, key: Key, layout: PageShape, timeout_s: float 
         shapes["v"] = (layout.layers, pages, layout.heads, lent.page_size, layout.head_dim)
     wanted = {name: _whole(name, jax.ShapeDtypeStruct(shape, layout.dtype)) for name, shape in shapes.items()}
     got = wire.take(lent.manifest, list(wanted.values()), key, timeout_s)
-    parcel = dataclasses.replace(lent.parcel, kv_len=lent.kv_len, page_size=lent.page_size)
-    return with_pages(parcel, {name: got[shard] for name, shard in wanted.items()})
+    in_flight = dataclasses.replace(lent.in_flight, kv_len=lent.kv_len, page_size=lent.page_size)
+    return with_pages(in_flight, {name: got[shard] for name, shard in wanted.items()})
 
 
 # ---------------------------------------------------------------- private
@@ -84,5 +86,5 @@ def _whole(name: str, pages: np.ndarray | jax.ShapeDtypeStruct) -> Shard:
     return shard_of(name, pages, ((0,) * len(pages.shape), tuple(pages.shape)))
 
 
-def _tokens(parcel: InFlightSample) -> int:
-    return len(parcel.prompt_ids) + len(parcel.out_ids)
+def _tokens(in_flight: InFlightSample) -> int:
+    return len(in_flight.prompt_ids) + len(in_flight.out_ids)

@@ -58,9 +58,9 @@ class Manifest:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Lent:
-    """A running sample on its way to another engine. `manifest` None: it has no pages, or `parcel` carries them."""
+    """A running sample on its way to another engine. `manifest` None: it has no pages, or `in_flight` carries them."""
 
-    parcel: InFlightSample  # without pages where the manifest offers them
+    in_flight: InFlightSample  # without pages where the manifest offers them
     kv_len: int
     page_size: int
     manifest: Manifest | None
