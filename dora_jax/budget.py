@@ -29,7 +29,7 @@ SPARE = 0.1  # of a device's memory, where the plan may choose
 
 
 class Machines(NamedTuple):
-    """Of the two roles; equal where one process has both."""
+    """The machines of both roles; one machine twice where a process has both roles."""
 
     trainer: Machine
     instances: Machine
@@ -40,7 +40,7 @@ class Machines(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Budget:
-    """Of the device that has the most to hold."""
+    """The memory plan of the device that holds the most."""
 
     config: Config
     model: ModelConfig
@@ -60,36 +60,36 @@ class Budget:
 
     @property
     def instance(self) -> list[Line]:
-        """Without its pages; of all instances on the device."""
+        """All instances of the device, without their pages."""
         weights = [] if self.aliased else memory.instance_weights(self.model, self.config)
         lines = [*weights, *memory.instance_work(self.model, self.config)]
         return [line._replace(bytes=self.crowd * line.bytes) for line in lines]
 
     @property
     def pages_bytes(self) -> float:
-        return self.crowd * (self.config.rollout.pages + 1) * self._page_bytes  # one takes what no row wants
+        return self.crowd * (self.config.rollout.pages + 1) * self._page_bytes  # one page takes what belongs to no row
 
     @property
     def pages(self) -> int:
-        """KV pages of an instance in `memory_share` of what the rest leaves."""
+        """KV pages of an instance: they take `memory_share` of the memory that is left."""
         free = self.machines.instances.memory_bytes - memory.total(self.instance)
         free -= memory.total(self.trainer) if self.shared else 0
         return max(int(self.config.rollout.memory_share * free / self.crowd / self._page_bytes) - 1, 0)
 
     @property
     def needed_pages(self) -> int:
-        """Of one longest sample."""
+        """KV pages of one longest sample."""
         rollout = self.config.rollout
         return -(-(rollout.max_prompt_tokens + rollout.max_new_tokens) // rollout.page_size) + 1
 
     @property
     def slots(self) -> int:
-        """Samples that the pages hold at once: half of them at full length, the others half way."""
+        """Samples that the pages hold at once, if half of them are at full length and the others at half of it."""
         return max(int(self.config.rollout.pages / (0.75 * self.needed_pages)), 1)
 
     @property
     def micro_batches(self) -> int:
-        """The fewest that fit and leave a tenth, for what is only estimated; 0: none do."""
+        """The fewest micro-batches that fit and leave a tenth for what is only estimated; 0: no number fits."""
         fitting = (
             n for n in range(1, self.rows + 1) if self.rows % n == 0 and self._trainer_fits(1 - SPARE, micro_batches=n)
         )
@@ -97,7 +97,7 @@ class Budget:
 
     @property
     def rows(self) -> int:
-        """Of an update, on one shard."""
+        """Rows of an update on one shard."""
         return memory.batch_layout(self.config, self.mesh).rows // self.mesh.rows
 
     @property
@@ -138,12 +138,12 @@ def of(config: Config, machines: Machines, model: ModelConfig | None) -> Budget 
 
 
 def problems(budget: Budget) -> list[str]:
-    """Why it cannot run, each with the field that helps."""
+    """One sentence for each reason why the plan does not fit, with the field that helps."""
     return [*_trainer_problems(budget), *_instance_problems(budget)]
 
 
 def describe(budget: Budget) -> str:
-    """What --dry_run prints."""
+    """The lines of the plan that --dry_run prints."""
     lines = [_model_line(budget.model)]
     for role, machine, parts in (
         ("trainer", budget.machines.trainer, budget.trainer),

@@ -77,7 +77,7 @@ class RewardModelSection:
 
     path: str = ""  # a Hugging Face folder with a head `score.weight` [1, D] and the policy's token ids; empty: none
     weight: float = 1.0
-    placement: str = "own"  # own: devices that nobody else has; trainer: the first of the trainer's
+    placement: str = "own"  # own: devices of its own; trainer: the first of the trainer's
     data: int = 1  # mesh axis: batch rows, parameters replicated
     fsdp: int = 1  # mesh axis: batch rows and parameters
     tensor: int = 1  # mesh axis: heads, d_ff

@@ -71,7 +71,7 @@ class Console:
             self._thread = None
 
     def phase(self, role: str, text: str) -> None:
-        """What this role does now; "all" speaks for everybody, an empty text says nothing any more."""
+        """What this role does now; "all" speaks for all roles, an empty text says nothing any more."""
         with self._lock:
             if role == "all":
                 self._phases = {}
@@ -168,7 +168,7 @@ def step_line(step: int, metrics: Metrics, waits: Sequence[str] = ()) -> str:
 
 
 def evaluation_line(version: int, metrics: Metrics) -> str:
-    """The same for the evaluation of a version."""
+    """The evaluation of a version in one line."""
     k = metrics.get("eval/k")
     terms = [(name.removeprefix(EVAL_TERM), value) for name, value in metrics.items() if name.startswith(EVAL_TERM)]
     each = f"({', '.join(f'{name} {value:.3f}' for name, value in terms)})" if len(terms) > 1 else ""
@@ -205,7 +205,7 @@ def _eta(metrics: Metrics) -> str:
 
 
 def _fitting(parts: Sequence[str], expendable: Sequence[str]) -> str:
-    """The parts that there are; of the expendable ones the first go while the line is over WIDTH."""
+    """Joins the parts that are not empty; drops expendable parts, the first ones first, while the line is over WIDTH."""
     kept = [part for part in parts if part]
     for part in expendable:
         if len("  ".join(kept)) > WIDTH and part in kept:

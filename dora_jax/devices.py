@@ -62,7 +62,7 @@ def plan(n_devices: int, config: Config) -> DevicePlan:
     """ConfigError names the field that this many devices cannot satisfy.
 
     auto: the trainer takes up to half, the instances the rest, where single-device instances may share a device;
-    one device is shared by all. disjoint: as auto, and nobody shares. shared: everybody on all devices.
+    one device is shared by all. disjoint: as auto, but no device is shared. shared: trainer and instances are on all devices.
     A reward model takes the last devices for itself before that, or the first of the trainer's.
     """
     if n_devices < 1:

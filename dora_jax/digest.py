@@ -1,4 +1,4 @@
-"""A fingerprint of a version's weights: equal bits, equal number, on any mesh.
+"""A fingerprint of a version's weights: equal bits give an equal number on any mesh.
 
 Consumes a pytree of arrays; produces 64 bits. Integer sums wrap around and do not depend on the order of summation, so
 it is computed where the arrays are, without gathering them, and in a fraction of the time that it takes to copy them.
@@ -32,7 +32,7 @@ def _digest(params: Any) -> jax.Array:
 
 
 def _leaf(x: jax.Array, number: int) -> jax.Array:
-    """u32[2]: two sums of every element's bits, mixed with its place."""
+    """u32[2]: two sums over the bits of every element, mixed with the element's place."""
     bits = jax.lax.bitcast_convert_type(x, WORDS[x.dtype.itemsize]).astype(jnp.uint32)
     place = jnp.full(x.shape, np.uint32((number + 1) * int(MIX_2) % 2**32), jnp.uint32)
     stride = 1

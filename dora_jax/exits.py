@@ -1,4 +1,4 @@
-"""Exit codes, and what Ctrl-C and SIGTERM do to a program of ours that has no run yet (see runtime/shutdown.py).
+"""Exit codes, and what Ctrl-C and SIGTERM do to a program before its run begins (then runtime/shutdown.py takes over).
 
     0 done    1 it cannot go on    2 wrong input, trying again cannot help    42 start me again: told to stop, or stuck
 
@@ -19,9 +19,9 @@ from typing import NoReturn
 FAILED, BAD_USAGE, RETRY = 1, 2, 42  # 42 is what JobSet and XPK take for "restart"
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
 NO_ROOM, NOT_ALLOWED = (errno.ENOSPC, errno.EDQUOT), (errno.EROFS, errno.EACCES, errno.EPERM)
-NO_ROOM_WORDS = tuple(map(os.strerror, NO_ROOM))  # in what libraries raise
-XLA_NO_MEMORY = ("RESOURCE_EXHAUSTED", "Out of memory")  # in what it raises
-SHOW_CURSOR = "\x1b[?25h"  # which a progress line that was not closed has hidden
+NO_ROOM_WORDS = tuple(map(os.strerror, NO_ROOM))  # messages of errors that libraries raise
+XLA_NO_MEMORY = ("RESOURCE_EXHAUSTED", "Out of memory")  # words of XLA's errors
+SHOW_CURSOR = "\x1b[?25h"  # the progress line hides the cursor until it is closed
 
 
 class Stop(BaseException):
@@ -32,7 +32,7 @@ class Stop(BaseException):
 
 
 def listen() -> None:
-    """From here on a signal ends the process at once with code 42: nothing runs yet that would have to be put away.
+    """From here on a signal ends the process at once with code 42, since nothing has to be saved yet.
 
     For the main thread of a program of ours.
     """
@@ -41,7 +41,7 @@ def listen() -> None:
 
 
 def leave(code: int, sentence: str = "") -> NoReturn:
-    """Ends the process without the interpreter's own end, which aborts where a thread still compiles or computes."""
+    """Ends the process without the interpreter's shutdown, which aborts while a thread compiles or computes."""
     with contextlib.suppress(OSError, RuntimeError, ValueError):  # a full disk, a closed pipe, a print cut in half
         sys.stdout.flush()
         sys.stderr.flush()
@@ -54,13 +54,13 @@ def leave(code: int, sentence: str = "") -> NoReturn:
 
 
 def never_print(drop: Callable[[BaseException | None], bool]) -> None:
-    """From here on, of what Python can raise to no caller and prints with a trace instead, nothing for which `drop` holds."""
+    """From here on Python prints no trace of an unraisable exception for which `drop` returns True."""
     report = sys.unraisablehook
     sys.unraisablehook = lambda what: None if drop(what.exc_value) else report(what)
 
 
 def refusal(error: BaseException) -> str | None:
-    """What the machine refuses, in a sentence; None where an error is no refusal, and its trace is wanted."""
+    """A sentence where the machine refused something (disk, permission, memory); None for any other error."""
     text = " ".join(str(error).split())
     cause: BaseException | None = error
     while cause is not None:

@@ -16,7 +16,7 @@ POINTS = (
     "journal.after_segment",  # a new segment stands, older ones are not dropped
     "trainer.before_step",  # a batch was taken
     "trainer.in_step",  # a part of a step is trained, the next has not come
-    "trainer.after_step",  # the weights have changed, nobody knows
+    "trainer.after_step",  # the weights have changed, and nothing has been told
     "trainer.after_put",  # the version can be loaded, its fact is not written
     "checkpoint.started",  # being written in the background
     "checkpoint.before_manifest",  # all files are there, nothing vouches for them

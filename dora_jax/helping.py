@@ -24,7 +24,7 @@ def asked_for(args: Sequence[str]) -> bool:
 
 
 def show(args: Sequence[str], config: type) -> None:
-    """Prints it and exits; the flags are those that are defined by now. config: the dataclass of all sections."""
+    """Prints the help and exits with code 0; it lists the flags defined so far. config: the dataclass of all sections."""
     app.usage(shorthelp="--helpfull" not in args, writeto_stdout=True)
     print(
         "\n".join(["", "configuration, as --config.field=value; a field's default and what it means:", *fields(config)])
@@ -47,11 +47,11 @@ def fields(cls: type, prefix: str = "") -> Iterator[str]:
         if typing.get_origin(hint) is dict
         for each in typing.get_args(hint)
         if dataclasses.is_dataclass(each)
-    }  # entries, by names of the user's
+    }  # entries that the user names
     yield ""
     if re.match(r"\w", doc := inspect.getdoc(cls) or "") and not doc.startswith(
         f"{cls.__name__}("
-    ):  # not a generated one
+    ):  # dataclasses writes a signature where a class has no docstring
         yield from textwrap.wrap(" ".join(doc.split()), WIDTH, initial_indent="  ", subsequent_indent="  ")
     for field in dataclasses.fields(cls):
         if field.name not in sections:

@@ -22,7 +22,7 @@ NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 
 
 def is_name(path: str) -> bool:
-    """True where a path can only be a name of the hub: neither it nor the folder that it would lie in exists."""
+    """Whether a path can only be a name of the hub: neither the path nor its parent folder exists."""
     parent = Path(path).parent
     return bool(NAME.fullmatch(path)) and parent != FOLDER and not parent.exists()
 
@@ -32,7 +32,7 @@ def folder_of(name: str) -> Path:
 
 
 def advice(path: str) -> str:
-    """What to do about a path that does not exist, as the end of a sentence; empty where it is no name of the hub."""
+    """Advice about a path that does not exist, as the end of a sentence; empty where the path is no name of the hub."""
     folder = folder_of(path)
     if not is_name(path):
         return ""
@@ -45,7 +45,7 @@ def advice(path: str) -> str:
 
 
 def settle(tree: MutableMapping[str, Any]) -> dict[str, str]:
-    """Puts the folder in the place of each name of the hub, in a tree of a configuration; returns field -> name."""
+    """Replaces each name of the hub in a configuration tree by its folder; returns field -> name."""
     names = {}
     for field in FIELDS:
         section, _, leaf = field.partition(".")
@@ -55,7 +55,7 @@ def settle(tree: MutableMapping[str, Any]) -> dict[str, str]:
 
 
 def fetch(field: str, name: str) -> None:
-    """Downloads a model into its folder, unless that is there; what a killed download had is used again.
+    """Downloads a model into its folder, unless the folder exists; the files of a killed download are used again.
 
     ConfigError where the hub has no such model or does not give it; RunError where it cannot be reached.
     """

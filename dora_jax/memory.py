@@ -32,7 +32,7 @@ class Line(NamedTuple):
 
 
 class Mesh(NamedTuple):
-    """The trainer's."""
+    """Sizes of the trainer's mesh axes."""
 
     data: int
     fsdp: int
@@ -42,12 +42,12 @@ class Mesh(NamedTuple):
 
     @property
     def shards(self) -> int:
-        """That a matrix is cut into."""
+        """Pieces of a weight matrix."""
         return self.fsdp * self.tensor * self.expert
 
     @property
     def rows(self) -> int:
-        """That a batch's rows are cut into."""
+        """Pieces of a batch's rows."""
         return self.data * self.fsdp * self.expert
 
 
@@ -78,7 +78,7 @@ def batch_layout(config: Config, mesh: Mesh) -> BatchShape:
 
 
 def trainer_state(model: ModelConfig, config: Config, mesh: Mesh, on_host: bool = False) -> list[Line]:
-    """What stays on a device between updates; on_host: the moments come array by array."""
+    """Bytes that stay on a device between updates; on_host: moments rest in host memory and visit array by array."""
     t, dtype = config.trainer, config.model.dtype
     weights = model.matrix_params / mesh.shards + model.gain_params  # gains are replicated
     moments = 2 * BYTES[t.moments] * weights
@@ -109,7 +109,7 @@ def published_copies(config: Config) -> int:
 
 
 def trainer_work(model: ModelConfig, config: Config, mesh: Mesh) -> list[Line]:
-    """What an update needs beside the state: what lives through it, and the largest of what its phases need in turn."""
+    """Bytes that an update needs beside the state: what lives through all of it, and its largest phase."""
     t, size, alone = config.trainer, BYTES[config.model.dtype], mesh.shards == 1
     shape = batch_layout(config, mesh)
     rows = shape.rows // (t.micro_batches * mesh.rows)  # of a device and micro-batch
@@ -183,7 +183,7 @@ def attention_scores(model: ModelConfig, kernel: str, rows: int, length: int, me
 
 
 def instance_weights(model: ModelConfig, config: Config) -> list[Line]:
-    """Resident versions, and the one that comes in while they run."""
+    """Bytes of the resident versions, and of the version that arrives while they run."""
     rollout = config.rollout
     whole = BYTES[config.model.dtype] * serving_params(model, rollout.tensor)
     stored = whole
@@ -209,7 +209,7 @@ def serving_params(model: ModelConfig, tensor: int) -> float:
 
 
 def instance_work(model: ModelConfig, config: Config) -> list[Line]:
-    """What the compiled calls need beside weights and pages."""
+    """Bytes that the compiled calls need beside weights and pages."""
     rollout, size = config.rollout, BYTES[config.model.dtype]
     rows = rollout.decode_rows or rollout.slots
     call = max(rollout.prefill_call_tokens, rollout.prefill_chunk)
@@ -231,7 +231,7 @@ def instance_work(model: ModelConfig, config: Config) -> list[Line]:
 
 
 def token_bytes(model: ModelConfig, rollout: RolloutSection, dtype: str) -> float:
-    """KV of one token on one device."""
+    """Bytes of one token's KV on one device."""
     size = 1 if rollout.kv else BYTES[dtype]
     return model.kv_layers * model.cache_width_on(rollout.tensor) * size
 

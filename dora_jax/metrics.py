@@ -144,7 +144,7 @@ class Writer:
         self._console.step(step, scalars, waits)
 
     def phase(self, role: str, text: str) -> None:
-        """What this role does now, for the progress line; the role "all" speaks for everybody."""
+        """What this role does now, for the progress line; the role "all" speaks for all of them."""
         self._console.phase(role, text)
 
     def count_tokens(self, tokens: int) -> None:

@@ -28,9 +28,9 @@ from dora_jax.trainer import objective
 OPEN: tuple[Any, ...] = ("auto", 0, {})  # the values that leave a field to the platform
 MIB = 2**20
 MAX_LOGITS_BYTES = 1024 * MIB
-WARM_START_BYTES = 16  # a parameter of it: weight, gradient and two moments in float32
-LOGITS_SHARE = 32  # one such array may take this part of a device's memory
-SCAN = "of a mixture: on a CPU, gathers cost more than products that nobody needs"
+WARM_START_BYTES = 16  # of each parameter: weight, gradient and two moments in float32
+LOGITS_SHARE = 32  # an array of logits takes at most 1/32 of a device's memory
+SCAN = "of a mixture: on a CPU, gathers cost more than products of no use"
 RAGGED_DOT = "of a mixture: one grouped product of the tokens in the order of their experts"
 PAGE_SIZES = (64, 128, 256, 512)  # tokens, on accelerators
 KERNELS = {
@@ -81,7 +81,7 @@ def machines(config: Config) -> Machines:
 
 
 def here(config: Config) -> Machines:
-    """`machines` for the process that runs: one that the configuration does not name is the devices that JAX finds.
+    """`machines` for this process; where the configuration names none, the devices that JAX finds.
 
     ConfigError where the devices are not those of the slice that it names.
     """
@@ -94,7 +94,7 @@ def here(config: Config) -> Machines:
 
 
 def model_of(config: Config) -> ModelConfig | None:
-    """The sizes of the model that will run: its folder's, or those that the configuration names; None: not known yet.
+    """The sizes of the model that will run, from its folder or from model.size; None: not known yet.
 
     ValueError in a sentence where the folder's config.json is not one that the decoder computes.
     """
@@ -118,7 +118,7 @@ def resolve(config: Config, found: Machines, model: ModelConfig | None = None) -
 
 
 def problems(config: Config, found: Machines, model: ModelConfig | None = None) -> list[str]:
-    """What a resolved configuration asks of these machines that they do not have; each names its field.
+    """One sentence for each thing that a resolved configuration asks and these machines lack; it names the field.
 
     ConfigError where the meshes do not fit the devices.
     """
@@ -128,7 +128,7 @@ def problems(config: Config, found: Machines, model: ModelConfig | None = None) 
 
 
 def fresh_model(sft: SftSection, vocab_size: int) -> ModelConfig:
-    """The model that a warm start without `sft.init` makes; ValueError in a sentence where its sizes make none."""
+    """The model that a warm start without `sft.init` makes. ValueError where the sizes make no model."""
     known, sizes = families.family(sft.family), ("d_model", "n_layers", "n_heads", "n_kv_heads", "head_dim", "d_ff")
     parts: dict[str, Any] = {name: getattr(sft, name) for name in sizes}
     for name, asked, has in (
@@ -162,8 +162,10 @@ def fresh_model(sft: SftSection, vocab_size: int) -> ModelConfig:
 
 
 def warm_start_problems(config: Config, found: Machines) -> list[str]:
-    """Why the new model of a warm start cannot be trained on one device, each of which holds all of it. Where the machine
-    is not known yet: on the largest."""
+    """Why the new model of a warm start does not fit one device, since every device holds the whole model.
+
+    Where the machine is not known yet, the largest known device counts.
+    """
     sft = config.sft
     if sft.init or not sft.out:
         return []
@@ -190,8 +192,10 @@ def filled(config: Config) -> Config:
 
 
 def micro_batches(tree: Any) -> int:
-    """For config files: the fewest micro-batches with which their ConfigDict fits the slices and the model that it names,
-    with room in the pages for its slots; 0: no number of them does."""
+    """For config files: the fewest micro-batches with which the ConfigDict `tree` fits its slices and its model.
+
+    The pages have room for its slots then. 0: no number of micro-batches fits.
+    """
     config = configs.from_tree(tree)
     found, model = machines(config), families.KNOWN.get(config.model.size)
     try:
@@ -216,7 +220,7 @@ def table(choices: tuple[Choice, ...]) -> list[str]:
 
 
 def on_cpu(section: Any) -> Any:
-    """A RolloutSection or TrainerSection as a CPU runs it: for sections that no Config holds."""
+    """Fills in a RolloutSection or TrainerSection that belongs to no Config, as for a CPU."""
     if not hasattr(section, "slots"):
         return _filled("", section, _trainer(section, Machine(), "float32"), [])
     section = _filled("", section, _rollout(section, Machine()), [])
@@ -227,7 +231,7 @@ def on_cpu(section: Any) -> Any:
 
 
 def _named(field: str, name: str, virtual_devices: int) -> Machine:
-    if virtual_devices:  # of a CPU: a cluster's slice then only says where the processes go
+    if virtual_devices:  # CPU devices; the slice of a cluster only places its processes then
         return Machine(devices=virtual_devices)
     try:
         return chips.machine(name) if name else Machine()

@@ -1,5 +1,6 @@
 """Secrets are blanked before a configuration is written or shown: by the names of its fields, and where they stand in
-URLs. Standard library only. Law: numbers under a name in the plural or of a rate are counts (max_new_tokens, experts_per_token), and stay."""
+URLs. Standard library only. Law: a number is a count and stays where its name is plural (max_new_tokens) or a rate
+(experts_per_token)."""
 
 from __future__ import annotations
 

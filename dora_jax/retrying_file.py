@@ -15,7 +15,7 @@ RETRY_PERIOD_S = 1.0
 
 
 class PatientFile:
-    """`say` hears once that the file cannot be written, and once that it can again."""
+    """`say` is called once when the file cannot be written, and once when it can be written again."""
 
     def __init__(self, path: str | os.PathLike, notify: Callable[[str], None]):
         self._path = path
@@ -23,7 +23,7 @@ class PatientFile:
         self._file = open(path, "ab", buffering=0)  # noqa: SIM115 (open for the run)
         self._size = os.fstat(self._file.fileno()).st_size
         self._waiting = b""
-        self._tried_s: float | None = None  # since then it is refused
+        self._tried_s: float | None = None  # when a write was last refused; None: writes succeed
 
     def write(self, data: bytes) -> None:
         self._waiting += data
@@ -32,7 +32,7 @@ class PatientFile:
         self._try()
 
     def close(self) -> None:
-        """What still waits is lost."""
+        """Closes the file; records that are not written yet are lost."""
         if self._waiting:
             self._try()
         self._file.close()
@@ -52,7 +52,7 @@ class PatientFile:
             self._notify(f"{self._path} is written again")
 
     def _refused(self, error: OSError) -> None:
-        self._file.truncate(self._size)  # half a record would hide what follows it
+        self._file.truncate(self._size)  # a half record would hide the records behind it
         if self._tried_s is None:
             self._notify(f"{self._path} cannot be written ({error.strerror}): what belongs there waits in memory")
         self._tried_s = time.monotonic()

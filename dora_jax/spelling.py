@@ -1,4 +1,4 @@
-"""What a name that is not known was probably meant to be."""
+"""Suggests the known name that a user probably meant by an unknown one."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def nearest(name: str, known: Iterable[str]) -> str:
         return max(of_leaf, of_initials - 0.1) + 0.5 * of_all
 
     best, most = known[0], -1.0
-    for other in known:  # most cannot be it, which is found sooner than how like they are
+    for other in known:  # quick_ratio is a cheap upper bound; it skips most candidates
         if likeness(other, SequenceMatcher.quick_ratio) > most:
             best, most = max((best, most), (other, likeness(other, SequenceMatcher.ratio)), key=lambda pair: pair[1])
     return best

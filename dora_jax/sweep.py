@@ -118,7 +118,7 @@ def run_name(overrides: Mapping[str, Any]) -> str:
 
 
 def run(points: Sequence[SweepPoint]) -> int:
-    """Runs what has not ended well; the exit code of the whole."""
+    """Runs the points that have not finished; returns the exit code of the sweep."""
     for number in exits.SIGNALS:  # KeyboardInterrupt, here, whichever it is
         signal.signal(number, signal.default_int_handler)
     outcomes: dict[int, str] = {}
@@ -147,7 +147,7 @@ def run(points: Sequence[SweepPoint]) -> int:
 
 def _points(chosen: Sequence[tuple[int, Path, Mapping[str, Any]]], args: Sequence[str]) -> tuple[SweepPoint, ...]:
     points: list[SweepPoint] = []
-    problems: dict[str, list[int]] = {}  # and the points that have it
+    problems: dict[str, list[int]] = {}  # problem -> points that have it
     for index, workdir, overrides in chosen:
         try:
             points.append(_point(index, workdir, overrides, args))

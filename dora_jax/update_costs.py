@@ -1,4 +1,4 @@
-"""Stage 5, train: what an update needs and how long it should take, by arithmetic. No JAX: a dry run prints it.
+"""What an update of the trainer needs and how long it should take, by arithmetic. No JAX: a dry run prints it.
 
 Consumes a model's sizes, the trainer's section, its mesh and a row of the hardware table; produces `Expected`: seconds
 of a device by part, and the MFU that they come to.
@@ -35,7 +35,7 @@ class UpdateCost(NamedTuple):
 
 
 class Expected(NamedTuple):
-    """Of one optimizer update."""
+    """The expected time of one optimizer update."""
 
     parts: tuple[UpdateCost, ...]  # one after another
     sent: UpdateCost  # between devices, beside the parts
@@ -54,7 +54,7 @@ class Expected(NamedTuple):
 
 
 def matmul_params(cfg: ModelConfig) -> int:
-    """Parameters that a token is multiplied with: all but the embedding's lookup, the gains and the biases."""
+    """Parameters in matrix products with a token: all but the embedding's lookup, the gains and the biases."""
     return cfg.active_params - (0 if cfg.tie_embeddings else cfg.d_model * cfg.vocab_size)
 
 

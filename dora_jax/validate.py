@@ -27,7 +27,7 @@ from dora_jax.trainer import objective
 
 Problems = Iterator[str]
 
-MOST_WEIGHT = 1000  # prompts of one turn through a mix: its shares are as exact as anybody can want
+MOST_WEIGHT = 1000  # prompts of one turn through a mix: its shares are exact to a thousandth
 
 CHOICES: dict[str, tuple[str, ...]] = {
     "placement": ("auto", "disjoint", "shared"),
@@ -135,13 +135,15 @@ def problems(config: Config, purpose: str = "train") -> list[str]:
 
 
 def makes_base(config: Config) -> bool:
-    """True where the warm start was asked for: it writes the folder that the run starts from, unless that is there."""
+    """Whether the run makes its own base model: sft.out is the folder that the run starts from."""
     return bool(config.sft.out) and Path(config.sft.out) == Path(config.model.path)
 
 
 def missing_paths(config: Config, purpose: str = "train", coming: Container[str] = ()) -> list[str]:
-    """Files and folders that are named and not there; neither what the warm start will write nor fields of `coming`, whose
-    models will be downloaded, are missing."""
+    """One sentence for each named file or folder that does not exist.
+
+    The folder that the warm start will write is not missing, nor are fields of `coming`, whose models a download brings.
+    """
     named = {
         f"{where}.{field}": getattr(part, field)
         for where, part in {"task": config.task, **_parts(config.task)}.items()
@@ -158,8 +160,10 @@ def missing_paths(config: Config, purpose: str = "train", coming: Container[str]
 
 
 def model_problems(config: Config) -> list[str]:
-    """Why the folder that the run starts from holds no model, or none for samples of this length; nothing where it is
-    not known yet."""
+    """Why the folder that the run starts from holds no model, or no model for samples of this length.
+
+    Empty where the model is not known yet.
+    """
     field, path = "model.path", config.model.path
     if makes_base(config) and not (Path(path) / "config.json").is_file():
         if Path(path).exists() and not (Path(path).is_dir() and not any(Path(path).iterdir())):
@@ -291,7 +295,7 @@ def _pattern(name: str, pattern: str) -> Problems:
 
 def _engine(config: Config) -> Problems:
     if any(_ranges(config)) or config.rollout.attention not in CHOICES["rollout.attention"]:
-        return  # it divides by numbers that a range has just refused, and knows only the kernels there are
+        return  # shapes_of divides by these numbers and knows only these kernels
     try:
         shapes_of(config.rollout)
     except ValueError as error:
@@ -316,7 +320,7 @@ def _orchestrator(config: Config) -> Problems:
 
 
 def _trainer(config: Config) -> Problems:
-    """Numbers may be out of range here (another rule says so), hence max(..., 1) below every division."""
+    """Numbers may be out of range here, since _ranges reports that: hence max(..., 1) below every division."""
     t = config.trainer
     yield from objective.check(t, config.rollout)
     ways = max(t.micro_batches, 1) * max(t.data, 1) * max(t.fsdp, 1)
@@ -325,7 +329,7 @@ def _trainer(config: Config) -> Problems:
 
 
 def _lengths(config: Config) -> Problems:
-    """A packed row holds a sample's tokens but the last, which is only a target."""
+    """A packed row holds all tokens of a sample except the last, which is only a target."""
     t, rollout, orchestrator = config.trainer, config.rollout, config.orchestrator
     tokens = rollout.max_prompt_tokens + rollout.max_new_tokens - 1
     if tokens > t.pack_tokens:
@@ -354,7 +358,7 @@ def _sft(config: Config) -> Problems:
 
 
 def _cluster(config: Config) -> Problems:
-    """What belongs to a run of several processes."""
+    """Rules of a run in several processes."""
     cluster, rollout = config.cluster, config.rollout
     if not cluster.launcher:
         return

@@ -59,14 +59,19 @@ VERSION = "dora_jax"  # in config.json, beside the fields
 
 
 def begun(workdir: Path) -> bool:
-    """Whether a run has left more there than its configuration: a fact, a step, a checkpoint; a bucket's folder has its
-    config.json only then."""
+    """Whether a run left more in the folder than its configuration: a journal, metrics or a checkpoint.
+
+    The scratch folder of a bucket has a config.json only then.
+    """
     what = (".store", "journal/*.log", "journal.*.ended", "metrics.jsonl", "checkpoints/[0-9]*")
     return any(True for pattern in what for _ in workdir.glob(pattern))
 
 
 def record(workdir: Path, config: Config, overrides: Mapping[str, Any]) -> None:
-    """Writes both files, each whole or not at all; overrides: what the command line changed. ConfigError: it cannot."""
+    """Writes both files, each whole or not at all; overrides: what the command line changed.
+
+    ConfigError where the folder cannot be written.
+    """
     resolved = {VERSION: __version__, **configs.to_json(config)}
     try:
         workdir.mkdir(parents=True, exist_ok=True)
@@ -79,7 +84,10 @@ def record(workdir: Path, config: Config, overrides: Mapping[str, Any]) -> None:
 
 
 def read(workdir: Path) -> dict[str, Any]:
-    """The tree in its config.json, for `validate.from_config_dict`; ConfigError where there is none for this version."""
+    """The tree in config.json, for `validate.from_config_dict`.
+
+    ConfigError where the file is missing or another version of dora_jax wrote it.
+    """
     file = workdir / "config.json"
     if not file.is_file():
         raise ConfigError(f"workdir: {workdir} holds no run: {file} does not exist")
@@ -97,8 +105,10 @@ def read(workdir: Path) -> dict[str, Any]:
 
 
 def conflicts(workdir: Path, config: Config) -> list[str]:
-    """Why a run of this configuration cannot go on in this folder: it is another version's, or a field that may not change
-    between runs has another value."""
+    """Why a run of this configuration cannot go on in this folder.
+
+    Another version of dora_jax wrote it, or a field that may not change between runs has another value.
+    """
     if not begun(workdir) or not (workdir / "config.json").is_file():
         return []
     try:
@@ -142,7 +152,7 @@ def _get(tree: Mapping[str, Any], name: str, missing: Any = None) -> Any:
 
 
 def _unknown(tree: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
-    """Fields of a JSON config that there are no more."""
+    """Fields of a JSON config that this version does not have."""
     known = configs.fields()
     for name, value in tree.items():
         inside = any(field.startswith(f"{prefix}{name}.") for field in known)

@@ -1,4 +1,4 @@
-"""The layers of the package, read from the imports of every module.
+"""The layers of the package, read from the imports of every module, and the sizes of its files and functions.
 
 All imports count: those at the top of a file, those inside functions, and those for type checkers alone, since a name
 that only a type needs still ties two modules together.
@@ -195,3 +195,25 @@ for module in pkgutil.walk_packages(dora_jax.__path__, "dora_jax."):
 def test_every_module_can_be_imported_after_every_other():
     done = subprocess.run([sys.executable, "-c", IMPORT_ALL], capture_output=True, text=True, check=False, cwd=ROOT)
     assert done.returncode == 0, done.stderr
+
+
+LONGEST_FILE = 400  # lines
+LONG, LONGEST = 40, 80  # lines of a function
+KERNELS = ("ops.", "rollout.device_calls.")  # whose longest function may be a kernel
+TO_SPLIT = {"rollout.engine", "runtime.cluster.messages", "sim.world"}  # this set only loses names
+
+
+def test_no_file_has_more_than_400_lines():
+    counts = {module: path.read_text().count("\n") for module, path in modules().items() if module not in TO_SPLIT}
+    assert not {module: count for module, count in counts.items() if count > LONGEST_FILE}
+
+
+def test_nine_functions_in_ten_have_at_most_40_lines_and_none_has_more_than_80():
+    lengths = {
+        f"{module}.{node.name}:{node.lineno}": node.end_lineno - node.lineno + 1
+        for module, path in modules().items()
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
+    }
+    assert sum(length > LONG for length in lengths.values()) <= len(lengths) / 10
+    assert not {n: length for n, length in lengths.items() if length > LONGEST and not n.startswith(KERNELS)}

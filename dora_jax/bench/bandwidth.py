@@ -1,7 +1,7 @@
 """The decode call of a long context as a share of the memory's speed: `python -m dora_jax.bench.decode --contexts=...`.
 
 A decode step must read every weight once and the KV of every row once. The compiled call of an engine is timed with
-all rows at the same context, on pages that nobody filled (what they hold costs nothing), random weights; the share is
+all rows at the same context, on pages that were never filled (what a page holds does not change the cost), random weights; the share is
 those bytes over the time, against the speed at which this device reads a matrix in a product with a vector.
 Rows that the given memory cannot hold beside the weights are left out, and B says how many are there.
 """

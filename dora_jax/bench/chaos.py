@@ -173,7 +173,7 @@ class ChaosRun:
 
     def life_to_the_end(self) -> None:
         if not self._ended(self.start()):
-            raise RuntimeError("a life that nobody killed was killed")
+            raise RuntimeError("a process that this bench did not kill was killed")
 
     def _ended(self, process: subprocess.Popen | Forked) -> bool:
         code = self._code(process)

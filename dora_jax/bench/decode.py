@@ -8,7 +8,7 @@
 Two kinds of work: fixed lengths (B prompts of 32 tokens, 128 new tokens each) and a long tail (256 samples, median 48,
 99 % quantile over 500 tokens, 32 at a time). The engine runs as a job runs it: an instance a core, each on a device of
 its own, fed from one queue of samples. Rivals run whole batches over all cores, as they do (`--copies=2`: each started
-twice, with half of the samples); a token beyond a sample's length counts for nobody. `plain` is the plain way in JAX
+twice, with half of the samples); a token beyond a sample's length does not count. `plain` is the plain way in JAX
 and no rival. Prefill is included everywhere, compilation nowhere. Rounds are interleaved and the best of each counts,
 because neighbours on the machine only ever slow things down.
 The floor is what the machine's measured speeds allow: weights and the KV of the running samples read once a step, at

@@ -1,6 +1,6 @@
 """Stage 1: texts that a user's regular expression or a folder's chat template makes, where they may be timed out.
 
-Consumes what somebody else wrote: expressions and templates that raise, never end, or ask for all memory. They run in a
+Consumes what a user wrote: expressions and templates that raise, never end, or ask for all memory. They run in a
 process that may be killed (render_worker.py), behind the best walls of the machine; it starts with the first question.
 Laws: text is a pure function of the request; a failure is one sentence within RENDER_S.
 """

@@ -69,7 +69,7 @@ class _Supervisor:
         while self._status is None and not self._told:
             ready, _, _ = select.select([leash, self._versions_to_fill], [], [])
             if leash in ready:
-                return  # nobody writes there: it is closed
+                return  # its writers have closed it
             os.read(self._versions_to_fill, 4096)
             self._reap()
 
