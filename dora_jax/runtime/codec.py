@@ -6,8 +6,8 @@
 Consumes and produces frozen dataclasses of a fixed list. Laws: decode(encode(x)) equals x, arrays bit for bit; any
 other bytes raise `CodecError` with a sentence, after time and memory in proportion to their number.
 
-msgspec checks types as it parses, but takes no union of dataclasses: its records would be Structs, and each decode would
-copy a Struct into the record that the orchestrator has from the standard library. That is no shorter and no faster.
+msgspec would check types as it parses, about twice as fast on the journal of a run; encoding takes as long. But it takes
+no union of dataclasses, so each record would need a Struct beside it, and its errors name a position, not the field.
 """
 
 from __future__ import annotations

@@ -93,7 +93,7 @@ class JournaledWorld:
         self._rotate_due = True
 
     def rotate(self) -> None:
-        """Begins a segment with the state as it is. Where the disk is full, the old one stays in use and this is tried again."""
+        """Begins a segment with the state as it is. A full disk leaves the old one in use, and this is tried again."""
         state = self._orchestrator.state
         make = functools.partial(head_records, self._orchestrator, self.payloads, self._epoch)
         try:

@@ -1,12 +1,13 @@
 """From a journal and checkpoints to where the run was: the exact state of the orchestrator, and the steps to redo.
 
-    segment = Head, its payloads, then batches       replay = restore the head's snapshot, commit each fact, decide on each batch
+    segment = Head, its payload, then batches
+    replay  = restore the head's snapshot, commit each fact, decide on each batch
     start   = the newest checkpoint that verifies and is no newer than the oldest live version
     redo    = the batches trained since: on the way every live version's weights are made again
 
-Consumes a `EventLog`; produces `Recovered`. Laws: snapshot + tail = full replay; a damaged segment or checkpoint is reported, and an older one is used; a segment is
-followed up to the first fact that the orchestrator refuses, which is where the run that wrote it ended; no group is in
-two of the returned steps.
+Consumes an `EventLog`; produces `Recovered`. Laws: snapshot + tail = full replay; a damaged segment or checkpoint is
+reported, and an older one is used; a segment is followed up to the first fact that the orchestrator refuses, which is
+where the run that wrote it ended; no group is in two of the returned steps.
 """
 
 from __future__ import annotations

@@ -155,7 +155,7 @@ def _again(
         f"resuming at step {found.base}, {len(found.steps)} after its checkpoint: {len(found.payloads.scored)} scored groups "
         f"and {samples} finished samples kept, {len(found.debts.recorded)} samples go on with {tokens} tokens"
     )
-    return Begun(found.orchestrator, found.payloads, epoch, found.debts, dict(found.segments), len(found.steps))
+    return Begun(found.orchestrator, found.payloads, epoch, found.debts, dict(found.segments))
 
 
 def _load(step: int, checkpoints: CheckpointStore, trainer: PolicyTrainer) -> dict[str, Any]:
