@@ -29,8 +29,8 @@ class Lengths:
         self.held_by: list[float] = []  # held, of a sample in each bucket, as of the last renewal
         self.left_by: list[float] = []
 
-    def observe(self, tokens: int) -> None:
-        """A sample ended."""
+    def observe(self, tokens: int) -> bool:
+        """A sample ended; True where that has renewed the answers."""
         bucket = _bucket(tokens)
         if missing := max(0, bucket + 1 - len(self.counts)):
             self.counts += [0] * missing
@@ -38,14 +38,11 @@ class Lengths:
         self.counts[bucket] += 1
         self.sums[bucket] += tokens
         self.ended += 1
-        if self.renewed:
-            self._renew()
-
-    @property
-    def renewed(self) -> bool:
-        """The last sample to end has renewed the answers."""
         every = RENEWED_EVERY << max(0, (self.ended // (32 * RENEWED_EVERY)).bit_length() - 1)
-        return self.ended % every == 0
+        if self.ended % every:
+            return False
+        self._renew()
+        return True
 
     def held(self, tokens: int) -> float:
         bucket = _bucket(tokens)

@@ -46,10 +46,9 @@ class Measured:
 
     def ended(self, tokens: int, elapsed_s: float) -> None:
         """A sample ended."""
-        self.lengths.observe(tokens)
         self.finished_tokens += tokens
         self.finished_s += elapsed_s
-        if self.lengths.ended >= LENGTHS_KNOWN and self.lengths.renewed:
+        if self.lengths.observe(tokens) and self.lengths.ended >= LENGTHS_KNOWN:
             self.new_tokens = self.lengths.held(0)
             self._forget_pages()
 

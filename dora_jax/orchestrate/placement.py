@@ -49,8 +49,8 @@ class _Fill:
         """Give slots to the waiting samples of a version; True when none waits any more."""
         s = self.s
         while (unit := s.queue.first(version)) is not None:
-            instance = self._instance(version, unit.tokens)
-            if instance is None:
+            instance = s.fleet.best(version, unit.tokens) if self.left > 0 else None
+            if instance is None or instance.used >= (limit := self._fair(version, instance)):
                 return False
             if unit.state == fl.PARKED:
                 s.queue.pop(unit)
@@ -58,14 +58,14 @@ class _Fill:
                 self.resumes.setdefault((instance.id, version), []).append(unit.id)
                 self.left -= 1
             else:
-                self._start_siblings(unit, instance)
+                self._start_siblings(unit, instance, limit)
             s.fleet.offer(instance)
         return True
 
-    def _instance(self, version: Version, tokens: int = 0) -> Instance | None:
-        """Where the next sample goes; None: nowhere in this decision."""
-        instance = self.s.fleet.best(version, tokens) if self.left > 0 else None
-        return None if instance is None or instance.used >= self._fair(version, instance) else instance
+    def _has_room(self, version: Version) -> bool:
+        """Whether a sample without tokens has a place in this decision."""
+        instance = self.s.fleet.best(version) if self.left > 0 else None
+        return instance is not None and instance.used < self._fair(version, instance)
 
     def _fair(self, version: Version, instance: Instance) -> float:
         """Samples that `instance` may hold while others still load the version: they come one by one, and the first
@@ -81,19 +81,19 @@ class _Fill:
         groups = math.ceil(self._density[version] * instance.weight / s.config.group_size)
         return groups * s.config.group_size
 
-    def _start_siblings(self, first: Unit, instance: Instance) -> None:
-        """Start `first` on `instance` and as many waiting samples of its group as fit: they share the prompt's pages."""
+    def _start_siblings(self, first: Unit, instance: Instance, limit: float) -> None:
+        """Start `first` on `instance`, which has room for it, and as many waiting samples of its group as fit up to `limit`
+        samples: they share the prompt's pages."""
         s, group, version = self.s, first.group, first.version
         unit: Unit | None = first
         ids = self.starts.setdefault((instance.id, version), [])
-        limit = self._fair(version, instance)
-        while unit is not None and unit.group is group and unit.state == fl.PENDING and s.fleet.has_room(instance):
-            if instance.used >= limit:
-                break
+        while unit is not None and unit.group is group and unit.state == fl.PENDING:
             s.queue.pop(unit)
             s.fleet.reserve(unit, instance, fl.STARTING)
             ids.append(unit.id)
             self.left -= 1
+            if not s.fleet.has_room(instance) or instance.used >= limit:
+                break
             unit = s.queue.first(version)
 
     def admit(self, version: Version) -> None:
@@ -102,7 +102,7 @@ class _Fill:
         if s.queue.first(version) is not None:
             return
         while admission.credit(s.decisions, s.ledger, version, s.config.total_steps, s.budget):
-            if self._instance(version) is None:
+            if not self._has_room(version):
                 return
             group_id = _next_group(s)
             if group_id is None:
