@@ -3,9 +3,9 @@
     python -m dora_jax.bench.device [--stages=read,kernel,...] [--out=device.json] [--size=full] [--again]
 
 Weights and prompts are random, nothing is read or downloaded; engine and trainer come from the assembly of a run, bf16
-and with the kernels of its presets. Each stage runs in a process of its own, for eight minutes at most, and each
-measurement is added to --out as soon as there is one: the same command goes on where it was cut off; a failure is an
-entry and not tried again unless --again says so. --size=tiny goes through everything on a CPU and means nothing.
+and with the kernels of its presets. Each stage runs in a process of its own, for eight minutes at most. Each
+measurement goes to --out at once, so the same command goes on where it was cut off; a failure is an entry, and only
+--again tries it again. --size=tiny goes through everything on a CPU and means nothing.
   read         reading 8 GiB, and a large bf16 matrix product: what the shares below are of
   kernel       paged attention alone, 64 ragged rows of up to 4k: the reference, ours, ours by block, span and stages
   flashinfer   the same by FlashInfer's own wrapper, where it and torch are installed

@@ -1,7 +1,7 @@
 """Stage 1 and 3: the datasets of reasoning-gym, opened by name; the prompts and the reward workers both use it.
 
-Laws: an item is a function of (name, params, index) in every process; names whose items are not, or whose reference
-answer is not worth a full score, are refused. The library is imported on first use only: that takes seconds.
+Laws: an item is a function of (name, params, index) in every process; a dataset without this property, or whose
+reference answer does not get a full score, is refused. The library is imported on first use, since that takes seconds.
 Some of its scorers evaluate expressions that a response holds: one more reason to run rewards in their own processes.
 """
 

@@ -3,8 +3,8 @@
     {"sums": weight 2, "games": weight 1}  ->  sums games sums | sums games sums | ...
 
 Consumes the entries of `task.mix` and their sources; produces a source. Laws: the task of prompt i is `cycle[i % len]`,
-whatever the seed; each source's own stream is gone through in order, none of its prompts left out; what one source
-holds out no other one trains on.
+whatever the seed; the mix takes each source's own stream in order and skips none of its prompts; no source trains on a
+prompt that another source holds out.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ OWN = ("name", "params", "path", "heldout_path", "extract")  # fields of a secti
 
 
 def cycle_of(mix: Mapping[str, TaskPart]) -> tuple[str, ...]:
-    """Each task `weight` times, spread evenly; () for no mix."""
+    """The order of tasks in one turn: each one `weight` times, spread evenly; () for no mix."""
     turns = [((turn + 0.5) / part.weight, name) for name, part in mix.items() for turn in range(part.weight)]
     return tuple(name for _, name in sorted(turns))
 
@@ -36,7 +36,7 @@ def part_of(section: TaskSection, name: str) -> TaskSection:
 
 @contextlib.contextmanager
 def blamed(name: str) -> Iterator[None]:
-    """What is wrong inside is said of the entry's fields."""
+    """Errors inside name the fields of this entry of the mix."""
     from dora_jax.config import ConfigError  # which asks this file for what may be wrong with a mix
 
     try:
@@ -91,6 +91,6 @@ def _even_share(total: int, among: int, order: int) -> int:
 
 
 def _in_turn(lists: list[list[TaskRow]]) -> list[TaskRow]:
-    """The first of each, then the second of each: the beginning of it is a fair part of all."""
+    """The first row of each list, then the second of each, so that every prefix is a fair part of all lists."""
     longest = max(map(len, lists))
     return [rows[i] for i in range(longest) for rows in lists if i < len(rows)]

@@ -1,4 +1,4 @@
-"""Stage 3: groups of samples -> groups with rewards, in processes that may be killed, never in generation's way.
+"""Stage 3: groups of samples -> groups with rewards, in processes that may be killed, while generation goes on.
 
 Consumes a prompt and its G finished samples (submit); produces ScoredGroup or GroupFailure (poll), in any order.
 One thread per worker process sends one sample at a time and waits for its reply until the deadline:
@@ -8,7 +8,7 @@ One thread per worker process sends one sample at a time and waits for its reply
 Laws:
   neither submit nor poll waits; every submitted group comes back exactly once, unless the pool is closed or broken.
   A reward that raises, hangs, dies or returns no finite number is tried again on a fresh process, task.reward_retries
-  times; then its group fails. Nothing of the kind is ever a reward of 0.
+  times; then its group fails. Such an error is never a reward of 0.
   A reward that cannot be loaded breaks the pool: wait_ready, submit and poll raise the reason.
   Workers (calls.py, sandbox.py) see no variable that task.reward_env does not name, and no other process, unless
   task.reward_walls allows the weak form; what they start ends with them. No pickle crosses the socket.

@@ -1,4 +1,4 @@
-"""Stage 1: texts that a user's regular expression or a folder's chat template makes, where they may be timed out.
+"""Stage 1: texts from a user's regular expression or a folder's chat template, with a time limit.
 
 Consumes what a user wrote: expressions and templates that raise, never end, or ask for all memory. They run in a
 process that may be killed (render_worker.py), behind the best walls of the machine; it starts with the first question.

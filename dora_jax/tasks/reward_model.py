@@ -9,7 +9,7 @@ Laws:
   generated ids are never encoded again: the model reads the sample's own, so every token of the policy's tokenizer has
   the same id in the model's;
   a score depends on its group alone: its samples are packed by themselves into rows of one static shape, which is
-  compiled once; neither when it was scored nor beside what moves a bit of it;
+  compiled once; neither the time of scoring nor other groups change a bit of it;
   neither submit nor poll waits; a score that is not finite fails its group and is never a reward;
   held-out groups keep the reward of their task where there is one, so that accuracy means what it meant.
 """

@@ -6,9 +6,9 @@ the working directory is on sys.path. Yours in my_rewards.py, with --config.task
     def short(prompt: str, response: str, answer) -> float:
         return 1.0 if str(answer) in response and len(response) < 80 else 0.0
 
-Laws: what a policy wrote never makes a reward raise, it scores 0.0; an answer that a reward cannot use, or a value
-that is no finite number within +-MAX_REWARD, is an error and never a score. With task.answer_pattern rewards see the first group of its
-first match in the response, and "" where it does not match.
+Laws: no response makes a shipped reward raise: it scores 0.0; an answer that a reward cannot use, or a value that is
+no finite number within +-MAX_REWARD, is an error and never a score. With task.answer_pattern a reward sees the first
+group of the pattern's first match in the response, and "" where it does not match.
 Optional attributes of a reward: `prepare`, called once when its worker starts; `takes_item = True`, where it wants the
 reasoning-gym item and not the plain answer.
 """

@@ -1,9 +1,9 @@
-"""Programs behind walls: a clean environment, no view of other processes, and one end for them and all that they start.
+"""Programs behind walls: a clean environment, no view of other processes, and no descendant outlives its program.
 
     caller -- leash (a pipe) --> supervisor (supervisor.py) --> the program and its descendants
 
 `start` returns at once; the supervisor sets the walls up, starts the program, waits for it or for the end of the leash,
-kills what is left and exits as the program did. A caller that is killed lets the leash go like one that lets go itself.
+kills what is left and exits as the program did. The end of the leash is also how the death of the caller arrives.
 
     form        other processes                        its own descendants end          needs
     namespaces  are not there: /proc shows its own     by the kernel, all at once       user namespaces

@@ -1,7 +1,7 @@
 """The supervisor of a program behind walls: `python supervisor.py SPEC`, started by sandbox.py, which says what the forms are.
 
-Consumes {"form", "leash", "fds", "memory_bytes", "argv"}; ends when the program has ended, when the leash has, or on
-SIGTERM: with every descendant of the program killed, and with the program's exit code.
+Consumes {"form", "leash", "fds", "memory_bytes", "argv"}; ends when the program ends, when the leash ends, or on
+SIGTERM. It kills every descendant of the program first, and exits with the program's exit code.
 Laws: one thread; the standard library only, so that it starts in hundredths of a second.
 """
 

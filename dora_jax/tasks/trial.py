@@ -1,8 +1,8 @@
-"""Stage 3, before anything is compiled: the rewards score one real row, so that those that cannot are refused in seconds.
+"""Stage 3, before anything is compiled: the rewards score one real row, so that a broken reward is refused in seconds.
 
 Consumes a pool of reward workers and a prompt; produces the names of the terms that the rewards return. The row is tried
-with two responses, its own answer and the empty text, because a policy writes anything; both go the way that samples
-go: decoded, in a worker process, with its deadline and its retries.
+with two responses, its own answer and the empty text, because a policy writes anything; both are scored as samples are:
+decoded, in a worker process, with its deadline and its retries.
 """
 
 from __future__ import annotations
