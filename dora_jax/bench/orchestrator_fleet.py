@@ -242,7 +242,7 @@ class Body:
                     sampled=int(len(runs) * TOKENS_PER_S),
                     busy_s=1.0,
                     row_s=float(len(runs)),
-                )  # fmt: skip
+                )
             )
 
     def tokens(self, zero: float) -> float:

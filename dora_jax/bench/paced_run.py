@@ -104,7 +104,8 @@ class PacedWorker(EngineWorker):
 
     def unpause(self) -> None:
         self._stood_s, self._stands_since = self.paused_s, None
-        self.engine.rest()
+        engine: Any = self.engine  # a PacedEngine
+        engine.rest()
         super().unpause()
 
 
@@ -127,8 +128,9 @@ class _Parts:
         )
         outbox: queue.SimpleQueue = queue.SimpleQueue()
         store = MemoryGroupStore()
+        stored: Any = Weights()  # the verbs of a store that this world needs
         self.weights = weights = PacedWeights(
-            Weights(), costs, pace, hardware.trainer_chips // hardware.instance_chips, config.cost.publish_s
+            stored, costs, pace, hardware.trainer_chips // hardware.instance_chips, config.cost.publish_s
         )
         self.engines = [
             PacedEngine(OracleEngine(section, length=lambda v, g, i, limit: work.length(SampleId(g, i)), version_in=int),
@@ -137,8 +139,9 @@ class _Parts:
         self.workers = [PacedWorker(i, engine, weights, outbox) for i, engine in enumerate(self.engines)]
         for engine in self.engines:
             engine.load(0, 0)
+        model: Any = Trainer()
         trainer = self.trainer = PacedTrainer(
-            Trainer(), lambda groups, base: [len(groups)], costs, pace, told.groups_per_step
+            model, lambda groups, base: [len(groups)], costs, pace, told.groups_per_step
         )
         self.world = Coordinator(
             instances=self.workers,
