@@ -108,6 +108,9 @@ class RolloutSection:
     top_p: float = 1.0  # 1: off
     min_p: float = 0.0
     attention: str = "auto"  # reference, tpu, tokamax, gpu; auto: by platform
+    expert: int = (
+        1  # of a mixture of experts: 1: a device has a part of each; rollout.tensor: it has some of them whole
+    )
     expert_matmul: str = "auto"  # of a mixture of experts: scan, ragged_dot; auto: by platform
     min_new_tokens: int = 0  # no stop token is drawn before so many
     max_repeats: int = 0  # one token is drawn at most so often in a row; 0: any number

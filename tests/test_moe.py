@@ -213,6 +213,24 @@ def test_experts_over_a_mesh_give_the_same_loss_and_gradients(name, kind, axes):
         np.testing.assert_allclose(grad, like, atol=1e-5, err_msg=jax.tree_util.keystr(path))
 
 
+@pytest.mark.parametrize(("kind", "whole"), [("scan", True), ("ragged_dot", False)])
+def test_an_engines_devices_share_the_experts(kind, whole):
+    """Of four devices each has two experts whole, or a part of all eight."""
+    cfg = CONFIGS["qwen3_moe"]
+    params, (tokens, positions) = noisy(cfg), batch()
+    mesh = sharding.serving_mesh(cfg, sharding.make_mesh(jax.devices()[:4], 1, 1, 4), 4 if whole else 1)
+    specs = sharding.param_specs(cfg, mesh, "serving", whole_experts=whole)
+    axis = specs["layers"][1]["experts_gate"].spec.index("tensor")
+    assert axis == (0 if whole else 2)
+    attend = segment_attention(jnp.zeros_like(tokens), positions)
+    compute = expert_parallel.serving(kind, mesh, whole=whole)
+    served = jax.jit(
+        lambda p: decoder.forward_carrying(cfg, p, tokens, positions, lambda state: attend, [], compute=compute)[0]
+    )
+    placed = jax.device_put(decoder.serving_layout(params), specs)
+    np.testing.assert_allclose(served(placed), jax.jit(functools.partial(hidden, cfg))(params)[0], atol=2e-5)
+
+
 @pytest.mark.parametrize(
     ("name", "axes", "message"),
     [
@@ -225,6 +243,11 @@ def test_experts_over_a_mesh_give_the_same_loss_and_gradients(name, kind, axes):
             "qwen3_moe",
             {"fsdp": 1, "tensor": 1, "expert": 16},
             "experts.count 8 is not divisible by mesh axis expert=16",
+        ),
+        (
+            "qwen3_moe",
+            {"fsdp": 1, "tensor": 16, "expert": 16, "serving": True},
+            "n_heads 4 is not divisible by mesh axis",
         ),
         ("deepseek_v3", {"fsdp": 32, "tensor": 1}, "latent.kv_rank 16 is not divisible by mesh axis fsdp=32"),
     ],

@@ -1,1 +1,2 @@
-"""The model: one dense decoder (decoder.py), the sharding table (sharding.py), Hugging Face folders (hf.py)."""
+"""The model: one decoder (decoder.py) over parts (attention.py, moe.py) that families/ choose, the sharding table
+(sharding.py), Hugging Face folders (hf.py)."""

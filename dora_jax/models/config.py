@@ -281,18 +281,20 @@ class ModelConfig:
 def check_mesh(cfg: ModelConfig, *, fsdp: int, tensor: int, expert: int = 1, serving: bool = False) -> None:
     """ValueError naming the first size that a mesh axis does not divide. Mirrors the tables in sharding.py.
 
-    serving: of an engine, several of whose devices may hold the same KV head.
+    serving: of an engine, several of whose devices may hold the same KV head; its axis `expert` is `tensor` or 1.
     """
     e = cfg.experts
     if expert > 1 and e is None:
         raise ValueError(f"mesh axis expert={expert} needs a model with experts, and {cfg.family} here has none")
-    sizes = [("fsdp", fsdp * expert, "d_model", cfg.d_model)]
+    cut = 1 if serving else fsdp * expert
+    sizes = [("fsdp", cut, "d_model", cfg.d_model)]
     sizes += [("tensor", tensor, name, getattr(cfg, name)) for name in ("n_heads", "n_kv_heads", "d_ff", "vocab_size")]
     if e is not None:
-        sizes += [("expert", expert, "experts.count", e.count), ("tensor", tensor, "experts.width", e.width)]
+        sizes += [("expert", expert, "experts.count", e.count)]
+        sizes += [("tensor", tensor, "experts.width", e.width)] if expert == 1 or not serving else []
     if cfg.latent is not None:
         ranks = [("latent.kv_rank", cfg.latent.kv_rank), ("latent.q_rank", cfg.latent.q_rank)]
-        sizes += [("fsdp", fsdp * expert, name, rank) for name, rank in ranks]
+        sizes += [("fsdp", cut, name, rank) for name, rank in ranks]
     for axis, size, name, value in sizes:
         shared = serving and name == "n_kv_heads" and size % value == 0
         if value % size and not shared:

@@ -1,4 +1,4 @@
-"""Experts over the trainer's mesh: each device multiplies the tokens of its row of devices with its own experts.
+"""Experts over the devices of a mesh. The trainer's (`compute`): each device multiplies the tokens of its row of devices with its own experts.
 
 Tokens are gathered over the mesh axis `expert`, matrices over `fsdp`; results are summed over `tensor` and `expert`, and
 each device keeps the sums of its own tokens. Law: no token is dropped, whatever the load.
@@ -7,10 +7,10 @@ each device keeps the sums of its own tokens. Law: no token is dropped, whatever
 from __future__ import annotations
 
 import jax
-from jax.sharding import Mesh
+from jax.sharding import Mesh, PartitionSpec
 
 from dora_jax.models import moe
-from dora_jax.models.sharding import TABLE, spec
+from dora_jax.models.sharding import TABLE, serving_table, spec
 
 
 def compute(kind: str, mesh: Mesh) -> moe.Compute:
@@ -21,7 +21,7 @@ def compute(kind: str, mesh: Mesh) -> moe.Compute:
     if mesh.size == 1:
         return local
     tokens, expert, embed, mlp = spec("batch", "sequence"), TABLE["expert"], TABLE["expert_embed"], TABLE["expert_mlp"]
-    wide, back = spec("expert", "expert_embed", "expert_mlp"), spec("expert", "expert_mlp", "expert_embed")
+    wide, back = spec(*moe.WIDE), spec(*moe.BACK)
 
     def whole(x: jax.Array, axis: str, at: int) -> jax.Array:
         return jax.lax.all_gather(x, axis, axis=at, tiled=True) if mesh.shape[axis] > 1 else x
@@ -35,3 +35,21 @@ def compute(kind: str, mesh: Mesh) -> moe.Compute:
 
     specs = (tokens, tokens, tokens, wide, wide, back)
     return jax.shard_map(one_device, mesh=mesh, in_specs=specs, out_specs=tokens, check_vma=False)
+
+
+def serving(kind: str, mesh: Mesh, *, whole: bool) -> moe.Compute:
+    """The same on an engine's devices, all of which have all tokens: each adds its part of every expert, or its experts
+    (`whole`), and one sum a layer goes over them."""
+    local = moe.COMPUTES[kind]
+    if mesh.size == 1:
+        return local
+    table = serving_table(mesh, whole_experts=whole)
+    wide, back = (PartitionSpec(*(table[axis] for axis in axes)) for axes in (moe.WIDE, moe.BACK))
+    devices = table["heads"]
+
+    def one_device(h, weights, ids, gate, up, down):
+        first = jax.lax.axis_index(devices) * gate.shape[0] if whole else 0
+        return jax.lax.psum(local(h, weights, ids, gate, up, down, first), devices)
+
+    specs = (*(PartitionSpec(),) * 3, wide, wide, back)
+    return jax.shard_map(one_device, mesh=mesh, in_specs=specs, out_specs=PartitionSpec(), check_vma=False)

@@ -22,6 +22,7 @@ import jax.numpy as jnp
 from dora_jax.models.attention import Products, Spec, Weights
 from dora_jax.models.config import Experts, ModelConfig
 
+WIDE, BACK = ("expert", "expert_embed", "expert_mlp"), ("expert", "expert_mlp", "expert_embed")  # axes of the matrices
 MISSING = -1  # as a forced id: the router chooses
 # (hidden [B, L, D], weights f32[B, L, k], ids i32[B, L, k], gate [E, D, F], up, down [E, F, D]) -> [B, L, D]
 Compute = Callable[..., jax.Array]
@@ -40,12 +41,11 @@ class Routed(NamedTuple):
 def specs(cfg: ModelConfig, residual: float) -> dict[str, Spec]:
     """Of one router and its experts."""
     e, d = cfg.moe, cfg.d_model
-    wide, back = ("expert", "expert_embed", "expert_mlp"), ("expert", "expert_mlp", "expert_embed")
     found = {
         "router": Spec((d, e.choices), ("embed", "router"), d**-0.5),
-        "experts_gate": Spec((e.count, d, e.width), wide, d**-0.5),
-        "experts_up": Spec((e.count, d, e.width), wide, d**-0.5),
-        "experts_down": Spec((e.count, e.width, d), back, residual * e.width**-0.5),
+        "experts_gate": Spec((e.count, d, e.width), WIDE, d**-0.5),
+        "experts_up": Spec((e.count, d, e.width), WIDE, d**-0.5),
+        "experts_down": Spec((e.count, e.width, d), BACK, residual * e.width**-0.5),
     }
     if e.corrected:
         found["router_bias"] = Spec((e.choices,), ("router",), 0.0)

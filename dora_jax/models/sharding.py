@@ -59,34 +59,36 @@ def make_mesh(
     return Mesh(grid, AXES, axis_types=(AxisType.Auto,) * len(AXES))
 
 
-def serving_mesh(cfg: ModelConfig, mesh: Mesh) -> Mesh:
+def serving_mesh(cfg: ModelConfig, mesh: Mesh, expert: int = 1) -> Mesh:
     """An engine's devices as its arrays lie on them. Of more devices than the model has KV heads, neighbours share one:
     the axis "tensor" counts the KV heads, and "copies" the devices that hold the same one; a cache of latents has one."""
     if COPIES in mesh.shape:
         return mesh
-    check_mesh(cfg, fsdp=1, tensor=mesh.shape["tensor"], serving=True)
+    check_mesh(cfg, fsdp=1, tensor=mesh.shape["tensor"], expert=expert, serving=True)
     if mesh.shape["tensor"] <= cfg.cache_heads:
         return mesh
     grid = mesh.devices.reshape(*mesh.devices.shape[:-1], cfg.cache_heads, -1)
     return Mesh(grid, (*AXES, COPIES), axis_types=(AxisType.Auto,) * grid.ndim)
 
 
-def serving_table(mesh: Mesh) -> dict[str, Any]:
-    """The table on a `serving_mesh`: an engine gathers nothing per layer, so it is tensor parallel only."""
+def serving_table(mesh: Mesh, whole_experts: bool = False) -> dict[str, Any]:
+    """The table on a `serving_mesh`: an engine gathers nothing per layer, so it is tensor parallel only. whole_experts: a
+    device has some experts of a mixture whole, else a part of each."""
     all_devices = ("tensor", COPIES) if COPIES in mesh.shape else "tensor"
     whole = dict.fromkeys(("embed", "expert_embed", "rank", "expert"))
-    return {**TABLE, **whole, **dict.fromkeys(("heads", "mlp", "vocab", "expert_mlp"), all_devices)}
+    cut = ("heads", "mlp", "vocab", "expert" if whole_experts else "expert_mlp")
+    return {**TABLE, **whole, "expert_mlp": None, **dict.fromkeys(cut, all_devices)}
 
 
-def param_specs(cfg: ModelConfig, mesh: Mesh, layout: str = "stacked"):
+def param_specs(cfg: ModelConfig, mesh: Mesh, layout: str = "stacked", *, whole_experts: bool = False):
     """Pytree of NamedSharding that matches the params of this layout: "stacked", or an engine's, tensor only: "serving"
-    or "scanned" (see decoder.serving_layout)."""
+    or "scanned" (see decoder.serving_layout), for which `serving_table` says what whole_experts is."""
     if layout == "stacked":
         check_mesh(cfg, **{axis: mesh.shape[axis] for axis in ("fsdp", "tensor", "expert")})
         table = TABLE
     else:
-        mesh = serving_mesh(cfg, mesh)
-        table = serving_table(mesh)
+        mesh = serving_mesh(cfg, mesh, mesh.shape["tensor"] if whole_experts else 1)
+        table = serving_table(mesh, whole_experts)
 
     def place(axes: tuple[str, ...]) -> NamedSharding:
         return NamedSharding(mesh, PartitionSpec(*(table[axis] for axis in axes)))

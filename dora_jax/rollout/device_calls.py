@@ -18,7 +18,7 @@ import jax.numpy as jnp
 from jax.experimental.layout import Format, Layout
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from dora_jax.models import decoder, moe, sharding
+from dora_jax.models import decoder, expert_parallel, moe, sharding
 from dora_jax.models.logits import policy_logits
 from dora_jax.models.routes import RouteShape
 from dora_jax.ops import attention
@@ -67,7 +67,7 @@ class Calls:
         self.kv = kv_layout(cfg)
         attention.check_platform(shapes.attention, mesh.devices.flat[0].platform, latent=self.kv.rank > 0)
         self.shapes = shapes
-        mesh = sharding.serving_mesh(cfg, mesh)
+        mesh = sharding.serving_mesh(cfg, mesh, mesh.shape["tensor"] if shapes.whole_experts else 1)
         kv = Paged(self.kv, shapes, dtype, mesh) if shapes.paged else Gathered(self.kv, shapes, dtype)
         self.replicated = NamedSharding(mesh, PartitionSpec())
         self.pages_sharding = NamedSharding(mesh, kv.pages_spec)
@@ -84,8 +84,11 @@ class Calls:
         )
         if not (min_new_tokens or shapes.max_repeats):
             limits = lambda last_B, repeats_B: None
-        decode = functools.partial(_decode, cfg, shapes, kv, logits, draw, limits, key, stop, dtype, routes)
-        prefill = functools.partial(_prefill, cfg, shapes, kv, dtype, routes)
+        compute = moe.scan  # of a dense model, which has no experts
+        if cfg.experts:
+            compute = expert_parallel.serving(shapes.expert_matmul, mesh, whole=shapes.whole_experts)
+        decode = functools.partial(_decode, cfg, shapes, kv, compute, logits, draw, limits, key, stop, dtype, routes)
+        prefill = functools.partial(_prefill, cfg, shapes, kv, compute, dtype, routes)
         self.pool_sharding = pool
         self._platform = mesh.devices.flat[0].platform
         turns = not weights and not shapes.paged and self._platform == "cpu"
@@ -94,7 +97,9 @@ class Calls:
         published = jax.eval_shape(
             functools.partial(decoder.serving_layout, layout=shapes.layout), decoder.abstract_params(cfg, dtype)
         )
-        self.param_shardings = sharding.param_specs(cfg, mesh, layout=shapes.layout)  # as they are published
+        self.param_shardings = sharding.param_specs(  # as they are published
+            cfg, mesh, shapes.layout, whole_experts=shapes.whole_experts
+        )
         specs = quantize.turned_specs if turns else quantize.specs if weights else lambda shardings: shardings
         stored_shardings = specs(self.param_shardings)
         self.abstract_params = jax.tree.map(
@@ -198,6 +203,7 @@ def _decode(
     cfg,
     shapes: Shapes,
     kv,
+    compute: moe.Compute,
     logits,
     draw,
     limits,
@@ -234,7 +240,7 @@ def _decode(
             lambda moving: kv.attend_step(fixed, moving, i, active_B),
             moving,
             dtype=dtype,
-            compute=_compute(cfg, shapes),
+            compute=compute,
         )
         with jax.named_scope("sample"):
             next_B, logprob_B, kept_BxK = draw(
@@ -268,7 +274,19 @@ def _decode(
     return pool, state_Sx3, result, None if routes_NxB is None else routes_NxB.swapaxes(0, 1)
 
 
-def _prefill(cfg, shapes: Shapes, kv, dtype, routes: RouteShape | None, params, pool, control_RxC, *, blocks: int):
+def _prefill(
+    cfg,
+    shapes: Shapes,
+    kv,
+    compute: moe.Compute,
+    dtype,
+    routes: RouteShape | None,
+    params,
+    pool,
+    control_RxC,
+    *,
+    blocks,
+):
     """(pool, routes [rows, chunk, M, k] or None): KV of one chunk a row, given the pages before it. The last layer's
     output is not needed; of unrolled layers it is not computed."""
     chunk, n_read = shapes.chunk, blocks * shapes.block_pages
@@ -283,14 +301,9 @@ def _prefill(cfg, shapes: Shapes, kv, dtype, routes: RouteShape | None, params, 
         lambda pool: kv.attend_chunk(pool, past_RxP, write_RxW, start_R, length_R),
         pool,
         dtype=dtype,
-        compute=_compute(cfg, shapes),
+        compute=compute,
     )
     return pool, routes and _routes(ids, routes)
-
-
-def _compute(cfg: decoder.ModelConfig, shapes: Shapes) -> moe.Compute:
-    """How tokens are multiplied with their experts; a dense model has none, whatever the config says."""
-    return moe.COMPUTES[shapes.expert_matmul] if cfg.experts else moe.scan
 
 
 def _routes(ids_MxBxLxk, routes: RouteShape):

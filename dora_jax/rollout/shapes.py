@@ -43,6 +43,7 @@ class Shapes:
     block: int  # positions of one context block
     max_context: int  # prompt + new tokens
     expert_matmul: str  # of a mixture of experts; see models/moe.py
+    whole_experts: bool  # whether a device has some of them whole, else a part of each
     attention: str  # how KV lies in pages, and what reads it; see ops/attention.py
     kv: str  # type of the KV pool; empty: the compute type
     max_repeats: int  # 0: no limit
@@ -122,6 +123,8 @@ def shapes_of(section: RolloutSection) -> Shapes:
         raise ValueError(f"rollout.slots {section.slots} is not a multiple of rollout.decode_rows {rows}")
     if section.prefill_tokens < size:
         raise ValueError(f"rollout.prefill_tokens {section.prefill_tokens} is less than a page of {size}")
+    if section.expert not in (1, section.tensor):
+        raise ValueError(f"rollout.expert {section.expert} is neither 1 nor rollout.tensor {section.tensor}")
     max_context = section.max_prompt_tokens + section.max_new_tokens
     chunk = min(
         _up(section.prefill_chunk, size), _up(section.max_prompt_tokens, size), section.prefill_tokens // size * size
@@ -142,6 +145,7 @@ def shapes_of(section: RolloutSection) -> Shapes:
         block=size if paged else min(_up(section.context_block, size), _up(max_context, size)),
         max_context=max_context,
         expert_matmul=section.expert_matmul,
+        whole_experts=section.expert > 1,
         attention=section.attention,
         kv=section.kv,
         max_repeats=section.max_repeats,
