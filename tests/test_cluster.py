@@ -43,5 +43,7 @@ def test_samples_of_a_lost_gang_go_on_from_their_tokens(tmp_path):
 
     world.world.listen(note)
     check(world, world.run([watch]))
-    resumed = [event for event in events(world.folder) if isinstance(event, ev.SampleResumed)]
-    assert seen and resumed
+    said = events(world.folder)
+    assert seen and any(isinstance(event, ev.SampleResumed) for event in said)
+    reports = [event for event in said if isinstance(event, ev.InstanceReported)]
+    assert {event.instance for event in reports if event.sampled and event.row_s >= event.busy_s > 0} == {0, 1}

@@ -61,14 +61,16 @@ def test_tick_reports_starts_progress_and_tokens():
     with loaded("a") as engine:
         for id in ids():
             submit(engine, id)
-        started, tokens, lengths, progress = [], 0, {}, {}
+        started, tokens, lengths, progress, rows = [], 0, {}, {}, []
         while not engine.idle:
             result = engine.tick()
+            rows.append(result.rows)
             started += result.started
             tokens += result.tokens
             progress.update(result.progress)
             lengths.update({s.id: len(s.out_ids) for s in result.finished})
         assert started == ids() and progress == lengths and tokens == sum(lengths.values())
+        assert not rows[0] and max(rows) > 1  # it began with prompts, and then decoded several samples at once
 
 
 def test_a_group_shares_one_prefill():
