@@ -5,17 +5,15 @@
 
 Every loop of a run, by the queue that it reads:
 
-    queue            who reads it        consumes                   waits for               is unblocked by
-    outbox           coordinator         events, payload records    TIME_PERIOD_S at most   any worker that puts an item
-    inbox, instance  EngineWorker        Start Cancel Move Park     a command, while its    a command of the orchestrator;
-                                         Resume LoadWeights ...     engine is idle          a sample that moves here
-    inbox, trainer   TrainerWorker       Train                      groups of one step      GroupScored: enough groups are
-                                                                                            ready, and the lag bound holds
-    submitted groups Scorer              a finished group           a reward worker         the last sample of a group
-    group store      TrainerWorker       scored groups              nothing: Train names    -
-                                                                    groups that are there
-    weight store     EngineWorker        a version                  nothing: LoadWeights    StepPublished, which follows
-                                                                    names a version in it   the trainer's put
+    queue             reader          consumes                  waits for                  is unblocked by
+    outbox            coordinator     events, payload records   TIME_PERIOD_S at most      any worker's item
+    instance's inbox  EngineWorker    Start, Cancel, Move,      a command, while its       a command; a sample that
+                                      Park, LoadWeights, ...    engine is idle             moves here
+    trainer's inbox   TrainerWorker   Train                     the groups of a step       GroupScored: enough groups
+                                                                                           are ready within the lag
+    scorer            reward workers  a finished group          a free reward worker       the last sample of a group
+    group store       TrainerWorker   scored groups             nothing: Train names groups that are there
+    weight store      EngineWorker    a version                 nothing: LoadWeights follows StepPublished
 
 A slot of the orchestrator's admission is charged at Start and free again when a version trained on the group is live.
 All bookkeeping here runs on the main thread. The workers are threads of this process or, in a cluster, gangs

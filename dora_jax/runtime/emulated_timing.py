@@ -4,7 +4,8 @@ Each wraps the real thing behind the same seam. The thing computes what it alway
 the modelled time is over, so that orchestrator, queues, moves and publications of a *real* run show how they behave in
 wall-clock time on hardware that is not there. `pace` is real seconds a modelled second; costs are those of costs.py.
 
-Laws: results are the wrapped part's own, token for token. An engine that is busy keeps one timeline: a thread that wakes
+Laws: results are the wrapped part's own, token for token. An engine that is busy keeps one timeline: a thread that
+wakes
 late does not fall behind, and what the host computes counts towards the modelled tick. Nothing paced may be reported
 without saying so.
 """
@@ -210,7 +211,8 @@ class PacedTrainer:
 
 
 class PacedWeights:
-    """The weight store: `get` lasts one transfer of weights, of which `lanes` run at a time; `put` lasts `publish_s`."""
+    """The weight store: `get` lasts one transfer of weights, of which `lanes` run at a time; `put` lasts
+    `publish_s`."""
 
     def __init__(self, weights: WeightStore, costs: Costs, pace: float, lanes: int, publish_s: float = 0.0):
         self.weights = weights

@@ -21,7 +21,8 @@ Metrics = dict[str, float]
 
 
 class Evaluations:
-    """`state`: the orchestrator's, as it is before the end of a told group reaches it; `told` gets (version, metrics)."""
+    """`state`: the orchestrator's, as it is before the end of a told group reaches it; `told` gets (version,
+    metrics)."""
 
     def __init__(
         self, state: Any, solved: Solved | None, told: Callable[[Version, Metrics], None], notify: Callable[[str], None]
@@ -56,7 +57,8 @@ class Evaluations:
 
 def evaluation(groups: Sequence[ScoredGroup], solved: Solved | None) -> Metrics:
     """The record of one version: eval/reward/mean and /std, eval/reward/term/NAME, and where it is said what counts as
-    solved, eval/accuracy (avg@k) and eval/pass_at_k with k samples a prompt (Chen et al. 2021, arXiv 2107.03374: with all
+    solved, eval/accuracy (avg@k) and eval/pass_at_k with k samples a prompt (Chen et al. 2021, arXiv 2107.03374:
+    with all
     k samples used, pass@k is the share of groups with one that is solved)."""
     metrics = {f"eval/{name}": value for name, value in reward_metrics(groups).items()}
     metrics |= {
@@ -89,7 +91,8 @@ def reward_metrics(groups: Sequence[ScoredGroup]) -> Metrics:
 
 
 def closing(evaluations: Mapping[Version, Mapping[str, float]]) -> str:
-    """What the last line of a run says of them: accuracy, or the mean reward where nothing says what counts as solved."""
+    """What the last line of a run says of them: accuracy, or the mean reward where nothing says what counts as
+    solved."""
     known = sorted(evaluations.items())
     if not known:
         return "held-out accuracy: not measured"

@@ -1,4 +1,5 @@
-"""A rollout instance whose lives end and begin again, as the coordinator sees it; the same for one here and one elsewhere.
+"""A rollout instance whose lives end and begin again, as the coordinator sees it; the same for one here and one
+elsewhere.
 
     commands (main thread) -> InstanceProxy -> the worker of its present life -> InstanceProxy -> outbox
 
@@ -185,7 +186,8 @@ class InstanceProxy(Generic[AnyLife]):
         self._outbox.put(InstanceReady(event=dataclasses.replace(self._event, life=life.life), admit=admit))
 
     def _down(self, life: AnyLife | None, number: int, reason: str, last: Sequence[HandedOver] = ()) -> None:
-        """Ends this life, or one (None) that the orchestrator never heard of. The lock is held. last: of its samples."""
+        """Ends this life, or one (None) that the orchestrator never heard of. The lock is held. last: of its
+        samples."""
         if life is not None:
             self._waited_s += life.wait_s
         self._life = None

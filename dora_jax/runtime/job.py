@@ -102,7 +102,7 @@ def load_policy(workdir: str | Path, step: int | None = None) -> tuple[ModelConf
 
 
 def make_base(config: Config, workdir: Path, writer: Writer, guard: Guard) -> None:
-    """The quickstart's way: model.path is the warm start's own output and does not exist yet."""
+    """Runs the warm start where model.path is its output and does not exist yet, as in the quickstart."""
     if validate.makes_base(config) and not (Path(config.model.path) / "config.json").exists():
         writer.phase("all", "opening the task, scoring one row")
         _try_early(config, workdir)
@@ -112,7 +112,7 @@ def make_base(config: Config, workdir: Path, writer: Writer, guard: Guard) -> No
 
 
 def pick(directory: Path, step: int | None) -> int:
-    """The step asked for, or the newest that verifies; ConfigError where there is none."""
+    """Returns the step asked for, or the newest that verifies; ConfigError where there is none."""
     fetch(directory.parent)
     if step is None:
         newest = checkpoint.latest(directory, full=True)
@@ -129,7 +129,7 @@ def pick(directory: Path, step: int | None) -> int:
 
 @dataclasses.dataclass(frozen=True)
 class RunStorage:
-    """What a training run leaves on the disk, and what it found there."""
+    """The journal and the checkpoints of a training run."""
 
     side: TrainerSide
     journal: EventLog | None
@@ -154,7 +154,7 @@ class RunStorage:
         )
 
     def save_last(self, log: RunLog) -> None:
-        """Where a killed process had published the last version and not saved it."""
+        """Saves the last version, where a killed process had published it and not saved it."""
         self.side.checkpoints.wait()
         if self.due(version := int(self.side.trainer.state.step)) and version not in self.side.checkpoints.steps():
             self.save(version, log)
@@ -165,7 +165,7 @@ class RunStorage:
                 raise Stop(f"the checkpoint of version {version} is not in the bucket; the same command makes it")
 
     def behind(self, world: Coordinator) -> JournaledWorld | None:
-        """The journal in front of `world`, which takes on what a killed process owed."""
+        """Puts the journal in front of `world`, which takes over the debts of a killed process."""
         begun = self.begun
         world.recall(begun.payloads)
         if begun.debts is not None:
@@ -214,7 +214,7 @@ def _opened(config: Config, workdir: Path, writer: Writer) -> RunContext:
 
 
 def _try_early(config: Config, workdir: Path) -> None:
-    """The rewards on one row before a warm start, which takes minutes and makes the tokenizer of the run."""
+    """Tries the rewards on one row before the warm start, which takes minutes and makes the tokenizer of the run."""
     section = dataclasses.replace(config.task, reward_workers=1)
     if not section.rewards:
         return
@@ -269,7 +269,7 @@ def _train(parts: RunContext, writer: Writer, guard: Guard, mirror: Mirror | Non
 
 
 def _backend(parts: RunContext, writer: Writer) -> Backend:
-    """One process, or a cluster."""
+    """The backend that the configuration asks for: one process, or a cluster."""
     if not parts.config.cluster.launcher:
         return LocalBackend(parts, writer.note)
     from dora_jax.runtime.cluster.backend import ClusterBackend  # a run in one process needs none of it
@@ -337,7 +337,7 @@ def _ending(
     recorder: Recorder | None,
     guard: Guard,
 ) -> Iterator[None]:
-    """Closes these at the end. The stages of a stopped run are not seen to the end of what they are in the middle of."""
+    """Closes these at the end. A stopped run does not wait for what its stages are in the middle of."""
     stopped = False
     try:
         yield

@@ -70,7 +70,8 @@ class VersionOverlap:
 
 
 class TaskShares:
-    """Of a mix: each task's share of the groups trained on since this process began, and its rewards in the last step."""
+    """Of a mix: each task's share of the groups trained on since this process began, and its rewards in the last
+    step."""
 
     def __init__(self, config: OrchestratorConfig):
         self._config = config

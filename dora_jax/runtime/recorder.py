@@ -52,7 +52,8 @@ def instrument(
 ) -> tuple[TrainerSide | None, Recorder | None]:
     """Wraps engines and trainer in what the config asks for: a chip's pace (emulated_timing.py), a recorder.
 
-    Returns (the trainer's side that the run uses, the recorder or None). `pace` and `journal.record` are for a run in one
+    Returns (the trainer's side that the run uses, the recorder or None). `pace` and `journal.record` are for a run
+    in one
     process, so the instances are LocalInstances; their results stay what they are."""
     recorder: Recorder | None = None
 

@@ -1,6 +1,7 @@
 """The thread of one rollout engine: it starts, cancels, moves, parks and resumes samples, loads weights, and ticks.
 
-Consumes the calls that the coordinator posts; puts events, `Finished`, `Parked`, `HandedOver` and `Partial` records into
+Consumes the calls that the coordinator posts; puts events, `Finished`, `Parked`, `HandedOver` and `Partial` records
+into
 the outbox. Law: every call for a sample is answered by one event, whether or not the sample is still here.
 """
 
@@ -27,12 +28,15 @@ FLEET_REPORTS_PER_S = 10_000  # of all instances: what a controller hears beside
 
 
 def report_period_s(instances: int) -> float:
-    """Of each instance of a fleet: a larger fleet's are heard less often, so that all together stay in bounds."""
+    """Seconds between two reports of an instance. Instances of a large fleet report less often, so that the reports
+    of all
+    stay below FLEET_REPORTS_PER_S."""
     return max(REPORT_PERIOD_S, instances / FLEET_REPORTS_PER_S)
 
 
 def progress_period_s(instances: int, slots: int) -> float:
-    """How often an instance's report also says how far each of its samples is: decisions can wait for that longer than for
+    """How often an instance's report also says how far each of its samples is: decisions can wait for that longer
+    than for
     pages, and a report of a hundred samples costs ten times one without."""
     return instances * slots / FLEET_SAMPLES_PER_S
 
@@ -113,7 +117,7 @@ class EngineWorker(Worker):
         self.engine.submit(sample, prompt.token_ids, version, prompt.max_new_tokens)
 
     def cancel(self, sample: SampleId, reason: str) -> None:
-        """Answered whether or not it is here: behind its end, where it has ended."""
+        """Answers whether or not the sample is here; behind the sample's end, where it has ended."""
         self._forget(sample)
         self._versions.pop(sample, None)
         self.engine.cancel(sample)
@@ -141,7 +145,8 @@ class EngineWorker(Worker):
         self.outbox.put(ev.SampleResumed(id=in_flight.id, instance=self.instance, life=self.life))
 
     def hand_over(self) -> None:
-        """It leaves: what has begun goes on elsewhere from its last token, what has not is asked for again."""
+        """The instance leaves: samples that have begun go on elsewhere from their last token, the others start
+        again."""
         for sample in self._versions:
             self.engine.cancel(sample)
         self._versions.clear()
@@ -152,7 +157,7 @@ class EngineWorker(Worker):
             self.work()  # hands out what finished meanwhile
 
     def pause(self) -> None:
-        """The trainer has the devices: no tick until `unpause`, while calls are answered as ever."""
+        """The trainer has the devices: no tick until `unpause`; calls are answered meanwhile."""
         self._paused = True
 
     def unpause(self) -> None:
@@ -205,7 +210,8 @@ class EngineWorker(Worker):
         self._told[in_flight.id] = len(in_flight.out_ids)
 
     def _export(self, sample: SampleId) -> InFlightSample:
-        """Out of the engine; what it had sampled is reported first, because its version may change on the way."""
+        """Takes the sample out of the engine. Its tokens are reported first: its version may change before it goes
+        on."""
         in_flight = self.engine.export(sample)
         if self._partial_s:
             start = self._told.get(sample, 0)
@@ -214,7 +220,7 @@ class EngineWorker(Worker):
         return in_flight
 
     def _report(self, sample: SampleId, version: Version, out_ids: np.ndarray, logprobs: np.ndarray) -> None:
-        """What it has sampled since the last report."""
+        """Reports the tokens sampled since the last report."""
         if len(out_ids):
             start = self._told.get(sample, 0)
             self._told[sample] = start + len(out_ids)

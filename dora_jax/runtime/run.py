@@ -53,7 +53,8 @@ def engine_of(
     vocab_limit: int = 0,
     decode: Callable[[Sequence[int]], str] | None = None,
 ) -> Engine:
-    """The engine of a resolved configuration. vocab_limit: ids that the tokenizer knows; 0: every row of the embedding."""
+    """The engine of a resolved configuration. vocab_limit: ids that the tokenizer knows; 0: every row of the
+    embedding."""
     return Engine(
         model,
         config.rollout,

@@ -1,6 +1,7 @@
 """The one registry of a run's samples outside the engines: groups that are under way, parked samples, recorded tokens.
 
-Consumes Start, finished and parked samples, and what a restart recovered; produces the prompt of a Start, the group whose
+Consumes Start, finished and parked samples, and what a restart recovered; produces the prompt of a Start, the group
+whose
 last sample has finished, and the sample of a Resume. The coordinator uses it, on the main thread. Law: a Resume goes on
 from the tokens that an engine gave, else from those of the journal; a group that is not here is trained, failed or
 cancelled, and what comes late for it is dropped.
@@ -90,7 +91,8 @@ class SampleRegistry:
         return held if isinstance(held, Sample) else retagged(held, version)
 
     def find(self, found: HandedOver | FinishedUnheard) -> Partial | None:
-        """A sample that an instance still has from an earlier process: it is used where it goes on from what is recorded.
+        """A sample that an instance still has from an earlier process: it is used where it goes on from what is
+        recorded.
         Returns the tokens that are not recorded yet."""
         held: InFlightSample | Sample
         match found:

@@ -4,14 +4,14 @@
                                              +-- TrainerWorker --> PolicyTrainer
                                              +-- Prompts, Scorer
 
-World           Coordinator; JournaledWorld and GuardedWorld in front of it; sim.world.SimWorld     (orchestrate/loop.py)
+World           Coordinator; JournaledWorld and GuardedWorld in front of it; sim.world (orchestrate/loop.py)
 Backend         LocalBackend; cluster.backend.ClusterBackend
 RolloutWorker   EngineWorker (a thread); LocalInstance and RemoteInstance, whose lives end and begin again
 RolloutEngine   rollout.engine.Engine; OracleEngine; PacedEngine and TimedEngine around one
 PolicyTrainer   trainer.step.Trainer; cluster.RemoteTrainer; PacedTrainer around one
 CheckpointStore trainer.checkpoint.Checkpoints; cluster.RemoteCheckpoints
 Scorer          tasks.pool.ScorerPool; tasks.reward_model.ModelScorer
-GroupStore      buffer.store.MemoryGroupStore                                                     (buffer/store.py)
+GroupStore      buffer.store.MemoryGroupStore (buffer/store.py)
 WeightStore     publish.DeviceWeights and publish.HostWeights (memory), transfer.StoredWeights (storage),
                 cluster.RemoteWeights (the trainer's processes, which send them over the wire)
 """

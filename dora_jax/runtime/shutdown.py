@@ -1,4 +1,5 @@
-"""How a run ends when it is told to, or when nothing moves any more: in time, with a reason and an exit code (exits.py).
+"""How a run ends when it is told to, or when nothing moves any more: in time, with a reason and an exit code
+(exits.py).
 
 Consumes signals and facts; raises `Stop` between two batches of facts, so that nothing is cut in half. Laws: 14 s after
 the first signal a program of ours is gone, whatever hangs; what was acknowledged is in the journal by then; the process
@@ -63,11 +64,11 @@ class Guard:
 
     @property
     def patience_s(self) -> float:
-        """How long a stopped run waits for what a stage is in the middle of, which will be made again."""
+        """Seconds for which a stopped run waits for a stage; what the stage does not finish is made again on resume."""
         return 0.0 if self._owner else STAGE_END_S
 
     def look(self) -> None:
-        """Raises Stop where the run has been told to end, or nothing has moved for the limit."""
+        """Raises Stop where the run was told to end, or where nothing has moved for the limit."""
         self.looping = True
         self._looked_s = now = time.monotonic()
         if self._signal:

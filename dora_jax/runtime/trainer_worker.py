@@ -143,7 +143,9 @@ class StreamingTrainerWorker(TrainerWorker):
             part = self._take(group_ids, base)
 
     def _next_part(self) -> tuple[tuple[int, ...], Version] | None:
-        """Other calls are run meanwhile: a trainer elsewhere may have to be brought to where a lost one was."""
+        """The next `Train` of this step; None: the run ends. Other calls run meanwhile: a remote trainer may have to
+        catch up
+        after a gang was lost."""
         while (job := self._next()) is not None:
             call, args = job
             if call == self.train:

@@ -40,14 +40,14 @@ class Parked:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HandedOver:
-    """A sample that has begun, of an instance that leaves, or was left alone: what it has goes on anywhere."""
+    """A sample that has begun, of an instance that leaves or that an earlier controller left. It may go on anywhere."""
 
     in_flight: InFlightSample
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FinishedUnheard:
-    """A sample that finished while nobody listened; it is told once somebody asks for the sample again."""
+    """A sample that finished while no controller listened. It is told once the orchestrator resumes it."""
 
     sample: Sample
 
@@ -97,7 +97,7 @@ class Worker:
         self._inbox.put((call, args))
 
     def stop(self, timeout_s: float = STAGE_END_S) -> None:
-        """Ends the thread after what is posted; waits for it."""
+        """Ends the thread after what is posted; waits so long for it."""
         self._inbox.put(None)
         if self._thread.is_alive():
             self._thread.join(timeout_s)

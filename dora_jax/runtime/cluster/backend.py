@@ -43,7 +43,7 @@ LOOK_S = 1.0  # how often the file of the wanted instances is read
 
 
 class ClusterBackend:
-    """Opened by the controller, which computes nothing itself."""
+    """`Backend` of a run whose stages compute in gangs. The controller opens it, and computes nothing itself."""
 
     def __init__(self, parts: RunContext, notify: Callable[[str], None]):
         self._parts, self._notify = parts, notify
@@ -97,13 +97,13 @@ class ClusterBackend:
         return list(self._instances.values())
 
     def ready(self, instances: Sequence[RemoteInstance], worker: Any) -> list[InstanceUp]:
-        """Nobody is waited for: instances report themselves."""
+        """Waits for no instance: each reports itself when it is up."""
         self._publisher.settle()
         self._trainer.on_up = lambda: worker.post(self._trainer.catch_up)
         return []
 
     def close(self) -> None:
-        """May be called twice."""
+        """Ends all gangs. It may be called twice."""
         if self._closed:
             return
         self._closed = True
@@ -165,7 +165,9 @@ class ClusterBackend:
 
 
 def gang_config(config: Config) -> dict[str, Any]:
-    """What its gangs are told; without a journal nobody could know what they were about, and they end with it."""
+    """The configuration that gangs are begun with. Without a journal no later controller could take them over, so
+    they end
+    with this one."""
     section = config.cluster
     mine = ClusterSection(
         wire=section.wire,
@@ -212,7 +214,7 @@ class Scalable(Protocol):
 
 
 class InstanceScaler:
-    """Looks once before it returns, so that no gang is started for nothing; then on a thread of its own."""
+    """Reads the wish once before it returns, so that no gang is started for nothing; then on a thread of its own."""
 
     def __init__(
         self,

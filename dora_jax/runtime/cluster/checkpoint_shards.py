@@ -38,27 +38,27 @@ OCDBT = "manifest.ocdbt"  # an item that has it was written by a run in one proc
 
 
 class StepStore(Protocol):
-    """What the controller knows of the steps. OSError: the storage did not do it."""
+    """The checkpointed steps, as the controller sees them. OSError: the storage did not do it."""
 
     def tidy(self) -> None:
-        """What is half done is removed, while nobody writes."""
+        """Removes what is half done. Nothing may write meanwhile."""
 
     def steps(self) -> list[Version]: ...
 
     def fault(self, step: Version) -> str | None:
-        """What is wrong with it, every byte read; None: it can be trusted."""
+        """Reads every byte of the step; returns what is wrong with it, or None."""
 
     def read_json(self, step: Version, item: str) -> dict[str, Any]: ...
 
     def put_aside(self, step: Version, why: str) -> None:
-        """It is a step no more."""
+        """Takes the step off the list; `why` names the folder that keeps it."""
 
     def seal(self, step: Version, parts: Sequence[Files]) -> None:
         """Makes a step of the files that each process of one gang has put; of a bucket only."""
 
 
 class StepFolder:
-    """In a folder that all processes see."""
+    """Steps in a folder that all processes see."""
 
     def __init__(self, folder: Path, notify: Callable[[str], None]):
         self._folder, self._notify = folder.absolute(), notify
@@ -84,7 +84,7 @@ class StepFolder:
 
 
 class StepBucket:
-    """In a bucket, where what is put aside is gone."""
+    """Steps in a bucket. A step that is put aside is deleted."""
 
     def __init__(self, url: str):
         self._store = Objects(url)
@@ -146,7 +146,7 @@ def steps_at(place: str, notify: Callable[[str], None]) -> StepFolder | StepBuck
 
 
 class FolderCheckpointWriter:
-    """The workdir, which all processes see."""
+    """A process of the trainer writes checkpoints, together with the others, into the workdir that all of them see."""
 
     def __init__(self, folder: Path, rank: int):
         self.folder, self.speaks = folder, rank == 0
@@ -155,13 +155,16 @@ class FolderCheckpointWriter:
         return Checkpoints(self.folder / STEPS, section, notify)
 
     def restore(self, step: Version, params: Any, opt_state: Any) -> tuple[Any, Any]:
-        """On `params`, `opt_state` (ShapeDtypeStructs with shardings, of any mesh); of a step that verifies."""
+        """(params, opt_state) of a step that verifies, laid out as `params` and `opt_state` say: ShapeDtypeStructs with
+        shardings of any mesh."""
         restored = checkpoint.restore(self.folder / STEPS, step, params, opt_state)
         return restored.params, restored.opt_state
 
 
 class BucketCheckpointWriter:
-    """A scratch folder of this process: what the bucket does not have yet is lost with the gang."""
+    """A process of the trainer writes its shards into a scratch folder of its own and uploads them; what the bucket
+    does
+    not have yet is lost with the gang."""
 
     speaks = True  # of what befalls its part
 
@@ -178,7 +181,8 @@ class BucketCheckpointWriter:
         return Checkpoints(self.folder / STEPS, newest, notify, self._put)
 
     def restore(self, step: Version, params: Any, opt_state: Any) -> tuple[Any, Any]:
-        """As above, straight from the bucket: what the devices of this process hold."""
+        """As FolderCheckpointWriter.restore, straight from the bucket: only what the devices of this process hold is
+        read."""
         folder = f"{STEPS}/{step}"
         return _item(self._store, f"{folder}/params", params), _item(self._store, f"{folder}/opt_state", opt_state)
 

@@ -6,7 +6,8 @@
 frame. `ControllerConnection` is a process's connection to its controller, and to the next controller after that one is
 killed. `Leader` and `Follower` give every process of a gang the same commands before each tick.
 
-Laws: nothing is unpickled; `send` never blocks, so a peer that has stopped reading stops nobody; `ended` is called once.
+Laws: nothing is unpickled; `send` never blocks, so a peer that has stopped reading stops nobody; `ended` is called
+once.
 A process that is alone sends nothing of its role until the role has settled what the earlier controller asked for. A
 process ends where the run has ended, where no controller comes in time, and where it is not wanted any more. What one
 process of a gang does, all do: the connection between them outlives the controller. In a rollout gang every process
@@ -70,18 +71,18 @@ class RecordConnection:
 
     @property
     def own_ip(self) -> str:
-        """Of this machine, as the other side sees it."""
+        """The address of this machine, as the other side sees it."""
         with socket.socket(fileno=os.dup(self._end.fileno())) as raw:
             return raw.getsockname()[0]
 
     def adopt(
         self, receive: Callable[[RecordConnection, Any], None], ended: Callable[[RecordConnection, str], None]
     ) -> None:
-        """Somebody else goes on with this link; called from its `receive`, or before `start`."""
+        """Replaces both callbacks; called from `receive`, or before `start`."""
         self._receive, self._ended = receive, ended
 
     def send(self, record: Any) -> None:
-        """Encoded here, so that a record that cannot be written is its sender's error."""
+        """Encodes the record on the caller's thread, so that a record that cannot be encoded raises there."""
         self._out.put(CODEC.encode(record))
 
     def flush(self, timeout_s: float) -> None:
@@ -131,7 +132,7 @@ class RecordConnection:
 
 
 class ControllerConnection:
-    """Any thread may use it. `end`: of the process; does not return."""
+    """Any thread may use it. end: ends the process and does not return."""
 
     def __init__(self, address: str, token: bytes, end: Callable[[], None] = lambda: os._exit(0)):
         self.inbox: queue.SimpleQueue = queue.SimpleQueue()
@@ -151,7 +152,8 @@ class ControllerConnection:
         self.send(hello)
 
     def wait_for_another(self, place: str, rank: int, patience_s: float) -> None:
-        """From now on, where the controller goes: so long. 0: this process ends with it. `place`: the workdir."""
+        """From now on this process waits so long for another controller where this one goes; 0: it ends with this one.
+        place: the workdir."""
         self._place, self._patience_s = place, patience_s
         if self._hello is not None:
             self._hello = dataclasses.replace(self._hello, rank=rank)
@@ -161,11 +163,11 @@ class ControllerConnection:
             self._link.send(record)
 
     def rejoin(self) -> None:
-        """What is sent from now on is meant for the controller that said Rejoin."""
+        """Sends to the controller that said Rejoin from now on."""
         self.alone = False
 
     def part(self) -> None:
-        """This process has done its last; it ends with its controller, or now."""
+        """The role has ended: this process ends with its controller, or now if there is none."""
         self._patience_s = 0.0
         if self.alone:
             self._end()
@@ -212,7 +214,7 @@ class Leader:
         self._followers = followers
 
     def next(self, posts: queue.SimpleQueue, wait: bool) -> tuple[GangCommand, ...]:
-        """What came in since the last tick; waits for it where there is nothing to tick for."""
+        """The commands that came since the last tick. wait: the engine is idle, so this waits for a command."""
         turn = [posts.get()] if wait else []
         while not posts.empty():
             turn.append(posts.get())

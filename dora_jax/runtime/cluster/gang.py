@@ -1,12 +1,12 @@
-"""N processes that live and die together, as the controller sees them.
+"""A gang: N processes that live and die together, as the controller sees them.
 
     start -> every Hello -> Begin to each -> every Ready -> up ... first death, silence or standstill -> down
     found -> every Hello -> Rejoin to each -> every Ready -> up ... notice -> HandOver -> HandOverDone -> down
 
 Consumes what its processes send; produces facts for `heard`, answers for `call`. Laws: the first sign of death ends the
-whole gang, for a world without one member only hangs; `down` comes after everything that was heard of this epoch and
-nothing comes after it; a call is answered by all processes or by none; a process that leaves with notice hands over first; a gang
-that an earlier controller has left is taken over whole, or ended.
+whole gang, because a jax.distributed world without one member only hangs; `down` comes after everything that was heard
+of this epoch, and nothing comes after it; all processes answer a call, or none; a process that leaves with notice hands
+its samples over first; a gang that an earlier controller has left is taken over whole, or ended.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class GangDied(Exception):
 
 
 class CallRefused(Exception):
-    """A process could not do what was asked, and lives on."""
+    """A process could not do what a call asked; it lives on."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,7 +63,7 @@ class GangLimits:
 
 
 class GangListener:
-    """The controller's door, and the gangs that are expected there."""
+    """The port of the controller, and the gangs that it expects there."""
 
     def __init__(self, ip: str, registry: RunRegistry):
         self.registry = registry
@@ -158,7 +158,7 @@ class Gang:
 
     @property
     def holds(self) -> tuple[Version, ...]:
-        """Weights that all of its processes have from before."""
+        """Versions that all processes of the gang hold from an earlier controller's time."""
         return tuple(
             sorted(set.intersection(*(set(process.ready.holds if process.ready else ()) for process in self._ranks)))
         )
@@ -186,21 +186,21 @@ class Gang:
             self._seat_if_complete()
 
     def post(self, what: Any) -> None:
-        """To the first process; whether it arrives, only later facts tell."""
+        """Sends a command to the first process; only later facts tell whether it has arrived."""
         self._ranks[0].link.send(what)
 
     def tell_all(self, what: Any) -> None:
-        """As `post`, to every process."""
+        """Sends a command to every process."""
         for process in self._ranks:
             process.link.send(what)
 
     def tell_each(self, what: Sequence[Any]) -> None:
-        """As `post`, to every process its own, by rank."""
+        """Sends each process its own command, by rank."""
         for process, each in zip(self._ranks, what, strict=True):
             process.link.send(each)
 
     def call(self, what: Any, timeout_s: float | None = None) -> list[Any]:
-        """What every process answered, by rank."""
+        """Waits for the answers of all processes and returns them by rank. GangDied, CallRefused: see there."""
         return self.cast(what).wait(timeout_s)
 
     def cast(self, what: Any, then: Callable[[], None] = lambda: None) -> PendingCall:
@@ -219,7 +219,7 @@ class Gang:
             return pending
 
     def die(self, reason: str) -> None:
-        """At the first sign; the supervisor kills what is left."""
+        """Marks the gang as dead, at the first sign of it; the supervisor kills the processes that are left."""
         with self.lock:
             if self.dead.is_set():
                 return
@@ -235,11 +235,11 @@ class Gang:
 
     @property
     def processes(self) -> tuple[GangProcess, ...]:
-        """Those that have joined: by rank once all have, in the order of their arrival before."""
+        """The processes that have joined: by rank once all have, before that in the order of their arrival."""
         return tuple(self._ranks or self._joined)
 
     def leave(self, why: str) -> None:
-        """Hands over what it holds, then ends; one that is not up ends at once."""
+        """Tells the gang to hand over its samples and to end; a gang that is not up ends at once."""
         with self.lock:
             if self.leaving is not None or self.dead.is_set():
                 return
@@ -250,7 +250,7 @@ class Gang:
                 self.post(HandOver())
 
     def fault(self) -> str | None:
-        """What is wrong with it, judged by its silence or its standstill."""
+        """What is wrong with the gang, judged by its silence or its standstill; None: nothing."""
         now, limits = time.monotonic(), self._limits
         start_s = self._start_s()
         if not self.ready.is_set() and now - self._began_s > start_s:
@@ -270,19 +270,20 @@ class Gang:
         return None
 
     def excuse(self, seconds: float) -> None:
-        """The controller itself was asleep for so long: nobody could be heard."""
+        """Extends all limits by the time for which the controller itself was suspended."""
         for process in self._joined:
             process.heard_s += seconds
             process.moved_s += seconds
 
     def waits_for_room(self) -> None:
-        """Its time to start begins when it has a place."""
+        """Restarts the limit on its start: the time begins when the gang has a place."""
         self._began_s = time.monotonic()
 
     # ------------------------------------------------------------ private
 
     def _start_s(self) -> float:
-        """How long it may take; of one that was left alone a step may have to end first, for all of its processes."""
+        """Seconds that the start may take. The processes of a gang that is taken over may have to finish a step
+        first."""
         if not self.again:
             return self._limits.start_s
         at_work = self._ranks and not any(process.ready for process in self._ranks)
@@ -339,7 +340,7 @@ class Gang:
 
 
 class PendingCall:
-    """A call under way."""
+    """A call that not all processes of the gang have answered."""
 
     def __init__(self, gang: Gang, name: str, then: Callable[[], None]):
         self.done = threading.Event()
@@ -347,7 +348,7 @@ class PendingCall:
         self._answers: dict[int, CallResult] = {}
 
     def answer(self, rank: int, what: CallResult) -> bool:
-        """True where all have answered."""
+        """Notes the answer of one process; True where all have answered."""
         self._answers[rank] = what
         if len(self._answers) < self._gang.hosts:
             return False

@@ -1,10 +1,10 @@
-"""What keeps a gang there: starts it, looks after it, starts it again.
+"""The supervisor of a gang: it starts the gang, watches it, and starts it again.
 
     start -> up ... down -> start                a gang that an earlier controller has left is taken over first
 
 Consumes a launcher, and what the gang's processes say; produces `up` and `down` of each epoch. Laws: a gang has ended
-before the next one starts; restarts that come to nothing are counted; a gang that leaves with notice counts for nothing, nor
-does one that was found and does not come back.
+before the next one starts; restarts that come to nothing are counted; a gang that leaves with notice does not count,
+nor does a gang that was found and does not come back.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ ROOM_S = 20.0  # a gang that has no place by then is said to wait
 
 
 class GangSupervisor:
-    """Has a gang of this name there: on a thread of its own, until `close`."""
+    """Keeps a gang of this name running, on a thread of its own, until `close`."""
 
     def __init__(
         self,
@@ -61,7 +61,7 @@ class GangSupervisor:
         self._thread.start()
 
     def want(self, wanted: bool) -> None:
-        """Whether there is to be a gang at all; one that is not wanted any more leaves with notice."""
+        """Says whether there is to be a gang at all; a gang that is not wanted any more leaves with notice."""
         (self._wanted.set if wanted else self._wanted.clear)()
 
     def close(self) -> None:
@@ -98,7 +98,7 @@ class GangSupervisor:
             self._notify(f"{self.name} (epoch {gang.epoch}) is lost: {gang.reason}")
 
     def _next(self) -> Gang | None:
-        """The one that was left, then one after the other; None: none is wanted now."""
+        """The gang of the earlier controller first, then a new one each time; None: none is wanted now."""
         if self._left is not None:
             self._left = None
             return self._gang
@@ -110,7 +110,7 @@ class GangSupervisor:
         return self._gang
 
     def _one_life(self, gang: Gang, lost_s: float | None) -> bool:
-        """From start to death; True where it was up."""
+        """Runs one gang from its start to its death; True where it came up."""
         started = self._started(gang)
         try:
             if started is None:
@@ -134,7 +134,7 @@ class GangSupervisor:
             self._registry.strike(gang.name)
 
     def _started(self, gang: Gang) -> StartedGang | None:
-        """Its processes; None: it has none, and is dead."""
+        """The processes of the gang; None: there are none, and the gang is dead."""
         ticket = Ticket(controller=self._listener.address, gang=gang.name, epoch=gang.epoch)
         if not gang.again:
             started = self._launcher.start(ticket, self._listener.token, self._hosts, self._slice_type)

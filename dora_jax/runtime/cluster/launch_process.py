@@ -1,8 +1,8 @@
 """Starts processes where a gang is to run, and ends them; knows nothing of what they do.
 
-Consumes a gang's name, size and epoch; produces `StartedGang`: their identities, whether they live, how to kill them; also of
-those that an earlier controller has started and left.
-`ProcessLauncher` runs all of them on this machine; the other launcher is launch_ray.py.
+Consumes a gang's name, size and epoch; produces `StartedGang`: the ids of its processes, whether they live, how to kill
+them; also of processes that an earlier controller has started and left. `ProcessLauncher` runs all of them on this
+machine; the other launcher is launch_ray.py.
 """
 
 from __future__ import annotations
@@ -40,10 +40,10 @@ class StartedGang(Protocol):
         """The ids by which `find` knows the processes; empty: it needs none."""
 
     def ended(self) -> str | None:
-        """Which of them is gone, in a few words; None: all live."""
+        """Says in a few words which process has ended; None: all live."""
 
     def notice(self) -> str | None:
-        """That a machine of theirs is about to go, in a few words."""
+        """Says in a few words that a machine of theirs is about to be taken away; None: no machine is."""
 
     def kill(self) -> None:
         """Ends all of them at once, whatever they are doing; returns when they are gone."""
@@ -90,7 +90,7 @@ class ProcessLauncher:
         return ChildProcesses(children)
 
     def close(self) -> None:
-        """Children are ended with their gangs."""
+        """Does nothing: the children end with their gangs."""
 
     def find(
         self, ticket: Ticket, token: bytes, hosts: int, slice_type: str, pids: Sequence[int]
@@ -116,7 +116,7 @@ class ChildProcesses:
         return None
 
     def notice(self) -> None:
-        """The machine tells them itself: SIGTERM."""
+        """The machine tells the processes itself, by SIGTERM."""
 
     def kill(self) -> None:
         for child in self._children:
@@ -138,7 +138,7 @@ class FoundProcesses:
         return next((f"process {each.pid} has ended" for each in self._processes if not _lives(each)), None)
 
     def notice(self) -> None:
-        """As of children."""
+        """As ChildProcesses.notice."""
 
     def kill(self) -> None:
         for process in self._processes:
@@ -149,7 +149,7 @@ class FoundProcesses:
 
 
 def _lives(process: psutil.Process) -> bool:
-    """One that nobody has reaped has ended."""
+    """A zombie has ended."""
     try:
         return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:
@@ -157,7 +157,7 @@ def _lives(process: psutil.Process) -> bool:
 
 
 def _of_run(pid: int, token: bytes) -> psutil.Process | None:
-    """None: it has ended, and another may have got its number since."""
+    """The process with this id if it belongs to the run; None: it has ended, and its id may be another's now."""
     try:
         process = psutil.Process(pid)
         return process if process.environ().get("DORA_TOKEN") == token.hex() else None

@@ -39,7 +39,7 @@ FORWARDED = ("DORA_", "XLA_", "LIBTPU_", "PYTHONHASHSEED")  # of the controller'
 
 
 class RayProcess:
-    """The actor: becomes a process of a gang, and ends as one."""
+    """The Ray actor that becomes a process of a gang."""
 
     def run(self, ticket: Ticket, token: bytes, lasting: bool) -> None:
         from dora_jax.runtime.cluster.process_main import serve
@@ -55,7 +55,7 @@ class RayProcess:
         serve(ticket, token, *([leave] if lasting else []))
 
     def end(self) -> None:
-        """Its turn comes after `run`, which never returns: this fails when the actor ends."""
+        """Waits behind `run`, which never returns: this call fails when the actor ends."""
 
 
 class RayLauncher:
@@ -78,7 +78,7 @@ class RayLauncher:
     def find(
         self, ticket: Ticket, token: bytes, hosts: int, slice_type: str, pids: Sequence[int]
     ) -> StartedGang | None:
-        """As an earlier controller left it; whatever else there is of this gang ends."""
+        """The gang as an earlier controller left it; other epochs of it end."""
         found = None
         for behind in self._left_behind(ticket.gang, hosts, slice_type):
             if behind.name == self._name(ticket) and behind.whole:
@@ -112,7 +112,8 @@ Work = tuple[Ticket, bytes, bool]  # what a RayProcess runs: ticket, token, whet
 
 
 class RayGang:
-    """One gang's actors; placed when there is room for all of them, and not before. Without work: a gang that is there."""
+    """One gang's actors; placed when there is room for all of them, and not before. Without work: a gang that is
+    there."""
 
     pids: tuple[int, ...] = ()  # it is found by its name
 
@@ -166,7 +167,7 @@ class RayGang:
     # ------------------------------------------------------------ private
 
     def _place(self, work: Work) -> None:
-        """Reserves, then starts; called again and again until both are done."""
+        """Reserves a place, then starts the actors; called until both are done."""
         now = time.monotonic()
         if self._room is None:
             if now - self._looked_s > LOOK_S:
@@ -238,7 +239,7 @@ class RayGang:
 
 
 class FreeSlices:
-    """Which gang is on which slice; every supervisor calls it."""
+    """Which gang runs on which TPU slice; all supervisors share it."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -257,7 +258,7 @@ class FreeSlices:
             return name, slices[name]
 
     def hold(self, gang: str, nodes: Collection[str]) -> None:
-        """It is there already."""
+        """Notes that the gang runs on these nodes already."""
         names = [node["Labels"][SLICE] for node in ray.nodes() if node["NodeID"] in nodes]
         with self._lock:
             self.taken.update((gang, name) for name in names)

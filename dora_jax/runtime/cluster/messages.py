@@ -1,13 +1,13 @@
-"""What travels between the controller and the processes of its gangs, and inside a gang: records, no behaviour.
+"""The records that travel between the controller and the processes of its gangs, and inside a gang.
 
-Hello -> Begin -> Ready             a process joins its gang, and the gang its world
+Hello -> Begin -> Ready              a process joins its gang, and the gang its jax.distributed world
 Hello -> Rejoin -> Ready             a gang that has outlived its controller joins the next one
-Call -> Answer                      to the trainer's first process, which shares it out as a TickCommands; each answers
-weight_messages.py's commands and facts    between the controller and every process: how a version travels
-posts (StartSample, UseWeights, ...)           to the first process of a rollout gang, which shares them out as Turns
-facts (events, Finished, ...)       back from the first process of a rollout gang
-MoveStarted, FetchKV, KVStaged, ReleaseKV    between the controller and every process: how a sample's KV travels
-Heartbeat                                from every process: it lives, and how far it is
+Call -> Answer                       to the trainer's first process, which shares it as TickCommands; each answers
+weight_messages.py                   between the controller and every process: how a version travels
+StartSample, UseWeights, ...         to the first process of a rollout gang, which shares them as TickCommands
+events, Finished, ...                back from the first process of a rollout gang
+MoveStarted, FetchKV, KVStaged, ...  between the controller and every process: how the KV of a sample travels
+Heartbeat                            from every process: it lives, and how far it is
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class Begin:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rejoin:
-    """To every process of a gang that all have come back: end what the earlier controller asked for."""
+    """To every process of a gang, once all have come back: end what the earlier controller asked for."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,7 +76,7 @@ class PreemptionNotice:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProcessFailed:
-    """The process ends now; its gang with it."""
+    """The process ends now, and its gang with it."""
 
     error: str
     final: bool = False  # a process started in its place would end over the same
@@ -94,7 +94,7 @@ class Note:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainGroups:
-    """Trainer: updates on some groups of a step, or on all of them."""
+    """Trainer: make the updates of some groups of a step, or of all."""
 
     base: Version
     groups: tuple[ScoredGroup, ...]
@@ -102,7 +102,7 @@ class TrainGroups:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FinishStep:
-    """Trainer: a version of the step whose groups it has learned from."""
+    """Trainer: finish the step whose groups it has trained on; that is a new version."""
 
     base: Version
 
@@ -116,7 +116,7 @@ class PublishWeights:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WriteWeights:
-    """Trainer: this process's part of a version that is kept, into storage."""
+    """Trainer: write this process's shard of a kept version into storage."""
 
     version: Version
 
@@ -130,7 +130,7 @@ class RestoreCheckpoint:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SaveCheckpoint:
-    """Trainer: start a checkpoint, where it is at this version."""
+    """Trainer: start to save a checkpoint of this version; declined where the trainer is at another."""
 
     version: Version
     rl_state: Any
@@ -139,7 +139,7 @@ class SaveCheckpoint:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PollCheckpoint:
-    """Trainer: look after what is being saved; samples need the checkpoint before `floor`."""
+    """Trainer: finish the checkpoint that is being saved; keep the one that samples of `floor` need."""
 
     floor: Version
     wait: bool
@@ -190,7 +190,7 @@ class CheckpointFiles:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CallDeclined:
-    """Not done, and nothing has changed."""
+    """The call was not done, and nothing has changed."""
 
     error: str
 
@@ -206,7 +206,7 @@ class Answer:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DropWeights:
-    """Trainer, without an answer: nobody will want this version any more."""
+    """Trainer: forget this version. There is no answer."""
 
     version: Version
 
@@ -216,7 +216,7 @@ class DropWeights:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UseWeights:
-    """Take weights into use that every process of the gang holds."""
+    """Rollout: load weights that every process of the gang holds, and drop another version."""
 
     version: Version
     drop: Version | None
@@ -265,7 +265,7 @@ class ResumeSample:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HandOver:
-    """Give all samples back, then do nothing more."""
+    """Hand all samples over, then stop."""
 
 
 GangCommand = (
@@ -284,7 +284,7 @@ GangCommand = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TickCommands:
-    """What every process of a gang does before its next tick."""
+    """The commands that every process of a gang carries out before its next tick."""
 
     posts: tuple[GangCommand, ...]
 
@@ -294,7 +294,7 @@ class TickCommands:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MoveStarted:
-    """A sample that has left its engine for another's; where its KV is offered, every process says so of its part."""
+    """A sample has left its engine for another one. Where its KV is lent, every process says so of its own shard."""
 
     lent: Lent
     src: InstanceId
@@ -310,7 +310,7 @@ class MoveStarted:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FetchKV:
-    """Rollout, every process: fetch the part of the process of the same number."""
+    """Rollout, every process: fetch the KV shard of the process of the same rank."""
 
     number: int
     epoch: int  # of the gang that fetches
@@ -326,7 +326,7 @@ class KVStaged:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StageKV:
-    """Rollout, every process: its part of the pages of a sample that is to go on here. Answered as FetchKV is."""
+    """Rollout, every process: the process's shard of the pages of a sample that resumes here. KVStaged answers it."""
 
     number: int
     in_flight: InFlightSample
@@ -334,21 +334,21 @@ class StageKV:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DropStagedKV:
-    """What was fetched under this number is not wanted: another process could not."""
+    """Drop the KV that was staged under this number: another process could not fetch its shard."""
 
     number: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReleaseKV:
-    """What was offered under this number is over."""
+    """Release the KV that was lent under this number."""
 
     number: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HandedOverShard:
-    """One process's part of a sample that its gang hands over: its own heads' pages."""
+    """One process's shard of a sample that its gang hands over: the pages of its own heads."""
 
     in_flight: InFlightSample
     host: int
@@ -358,7 +358,7 @@ class HandedOverShard:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HandOverDone:
-    """Everything has been handed over, and was heard before this."""
+    """The process has handed everything over; the controller has heard it by now."""
 
     hosts: int  # that say it
 

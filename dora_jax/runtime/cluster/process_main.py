@@ -1,4 +1,5 @@
-"""One process of a gang: `python -m dora_jax.runtime.cluster.process_main`, started by a launcher, told everything else.
+"""One process of a gang: `python -m dora_jax.runtime.cluster.process_main`, started by a launcher, told everything
+else.
 
     Hello -> Begin -> [world, model, compile] -> Ready -> calls and posts, until the controller is gone
 
@@ -86,7 +87,7 @@ def serve(ticket: Ticket, token: bytes, leave: Callable[[], None] = lambda: None
 
 
 def pass_on_notice(link: Any) -> None:
-    """SIGTERM: the machine goes. The controller is told, whatever the main thread is stuck in, and decides."""
+    """Tells the controller of a SIGTERM (the machine is about to go), whatever the main thread does; it decides."""
     from dora_jax.runtime.cluster.messages import PreemptionNotice
 
     told, tell = socket.socketpair()
@@ -123,7 +124,7 @@ class HeartbeatSender:
 
 
 def _open(begin: Any, link: Any, status: HeartbeatSender, token: bytes, arrivals: queue.SimpleQueue) -> Any:
-    """The role, compiled and ready."""
+    """Opens the role of this process; it is compiled on return."""
     from dora_jax import validate
 
     config = validate.from_config_dict(begin.config)
@@ -137,7 +138,7 @@ def _open(begin: Any, link: Any, status: HeartbeatSender, token: bytes, arrivals
 
 
 def _enter_world(begin: Any, config: Any) -> None:
-    """One world per gang; a gang of one process needs none."""
+    """Joins the jax.distributed world of the gang; a gang of one process needs none."""
     import jax
     from absl import flags
 

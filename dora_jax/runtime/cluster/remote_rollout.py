@@ -1,6 +1,7 @@
 """A rollout gang as the coordinator sees it: an instance worker whose work is done elsewhere.
 
-`RemoteInstance` is an InstanceProxy whose lives are gangs; `GangWorker` is the worker of one life: it turns commands into
+`RemoteInstance` is an InstanceProxy whose lives are gangs; `GangWorker` is the worker of one life: it turns commands
+into
 messages to the gang, and the messages of the gang's processes into outbox items. Laws: commands reach a gang only after
 the orchestrator has heard that it is there, so none meant for an earlier epoch does; weights are used only once every
 process of the gang holds them, as is the KV of a sample that comes: where one process cannot fetch its shard, all of
@@ -231,7 +232,8 @@ class GangWorker:
 
 
 class RemoteInstance(InstanceProxy[GangWorker]):
-    """Called by the main thread, but for `_heard`, `_up` and `_gang_down` (the gang's connections, and its supervisor)."""
+    """Called by the main thread, but for `_heard`, `_up` and `_gang_down` (the gang's connections, and its
+    supervisor)."""
 
     def __init__(
         self,

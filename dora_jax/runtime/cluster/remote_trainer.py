@@ -1,7 +1,7 @@
 """The trainer gang as the controller sees it: what TrainerWorker, resume and the saver of checkpoints ask of a trainer.
 
-    step(parts)     -> Learn for each of them, then Make        weights.put(version, params) -> Publish, then Write
-    load(..., step) -> Restore                                  checkpoints.save(version, ...) -> Save
+    step(parts)     -> TrainGroups for each, then FinishStep    weights.put(version, params) -> PublishWeights, WriteWeights
+    load(..., step) -> RestoreCheckpoint                        checkpoints.save(version, ...) -> SaveCheckpoint
 
 Consumes groups and versions; produces metrics and digests: arrays never come here. Laws: a new gang is brought to where
 the lost one was (newest checkpoint that verifies, then the steps since, from the journal, then the parts of the step
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
 @dataclasses.dataclass
 class RemoteState:
-    """Where the gang's trainer is; its arrays stay there."""
+    """The version of the gang's trainer; its arrays stay in the gang."""
 
     step: Version = INITIAL
     params: Any = None
@@ -47,12 +47,13 @@ Part = tuple[Sequence[ScoredGroup], Version]  # groups of one step, and its base
 
 
 def part(groups: Sequence[ScoredGroup], base: Version) -> tuple[Part]:
-    """What packs groups for a trainer that is here: the gang packs its own."""
+    """Stands for the packer of a local trainer: the gang packs its own groups."""
     return ((groups, base),)
 
 
 class RemoteTrainer:
-    """Used by one thread at a time: the main thread until the run begins, then the trainer worker's."""
+    """`PolicyTrainer` of a gang. One thread uses it at a time: the main thread until the run begins, then the
+    worker's."""
 
     def __init__(
         self,
@@ -89,7 +90,8 @@ class RemoteTrainer:
         return self
 
     def step(self, batch: Iterable[Part], probe: Probe | None = None) -> Mapping[str, float]:
-        """Asks an iterator for the next part when the gang has trained on the one before. The gang makes its own probe."""
+        """Asks an iterator for the next part when the gang has trained on the one before. The gang makes its own
+        probe."""
         for groups, base in batch:
             self._do(messages.TrainGroups(base=base, groups=tuple(groups)))
             self._begun += tuple(groups)
@@ -113,7 +115,7 @@ class RemoteTrainer:
         return self._digest
 
     def publish(self, version: Version) -> None:
-        """On return it can be had: from the trainer's processes where there is a wire, else from storage."""
+        """Publishes the version: on return instances can load it, from the trainer's processes or from storage."""
         if version != self.state.step:
             raise RuntimeError(f"version {version} cannot be published by a trainer at version {self.state.step}")
         self._publisher.begin(version)
@@ -139,14 +141,14 @@ class RemoteTrainer:
         self.on_up()
 
     def _publish(self, gang: Gang, version: Version) -> None:
-        """Unless it lies in storage already."""
+        """Publishes the version, unless it is in storage already."""
         if version in self._publisher.stored.versions:
             return
         gang.call(messages.PublishWeights(version=version))
         self._publisher.kept(gang, version)
 
     def _do(self, what: Any) -> Any:
-        """What every process answered alike; again on the next gang where one dies over it."""
+        """The answer on which all processes agree. If the gang dies over it, the next gang is asked."""
         while True:
             try:
                 answers = self._brought().call(what)
@@ -228,7 +230,8 @@ def digest_of(trainer: RemoteTrainer) -> int:
 
 
 class RemoteWeights:
-    """`WeightStore` of the controller, to which weights never come: the trainer's processes hold them for the instances."""
+    """`WeightStore` of the controller, to which weights never come: the trainer's processes hold them for the
+    instances."""
 
     def __init__(self, publisher: WeightPublisher):
         self._publisher = publisher

@@ -1,10 +1,10 @@
-"""What a process of the trainer has made, for a controller that comes anew and asks for all since a checkpoint again.
+"""What a process of the trainer has made, for a new controller that asks for all steps since a checkpoint again.
 
-    doubt -> RestoreCheckpoint(5) -> TrainGroups, FinishStep(5) -> TrainGroups, FinishStep(6) -> TrainGroups -> here it is        without touching the weights
+    doubt -> RestoreCheckpoint(5) -> TrainGroups, FinishStep(5) -> TrainGroups, FinishStep(6) -> TrainGroups ...
 
-Consumes calls and their answers; produces the same answers to the same calls, and of a part's groups those that are
-new. Law: a step, or its beginning, is recalled only where the very same groups are asked for, however they are shared
-out over calls; whatever else is asked of a trainer that is further on ends it, and its gang is begun anew from the
+Consumes calls and their answers; gives the same answers to the same calls without touching the weights, and of the
+groups of a call those that are new. Law: a step, or its beginning, is recalled only where the very same groups are asked
+for, however calls share them out; any other call for an earlier step ends the trainer, and its gang begins again from the
 checkpoint.
 """
 
@@ -46,7 +46,8 @@ class StepCache:
         return bool(self._begun)
 
     def new(self, base: Version, groups: Sequence[ScoredGroup]) -> Sequence[ScoredGroup]:
-        """Of the groups of a part those that were not learned from, which are from now on; RuntimeError: others were."""
+        """Of the groups of a part those that were not learned from, which are from now on; RuntimeError: others
+        were."""
         known, answer = self._known(base)
         before = len(self._asked)
         self._asked += [hashlib.sha256(CODEC.encode(group)).digest() for group in groups]

@@ -1,11 +1,12 @@
-"""Versions from the trainer's gang to the others: what `weight_distribution.WeightDistribution` decides, carried out over links.
+"""Versions from the trainer's gang to the others: what `weight_distribution.WeightDistribution` decides, carried out
+over links.
 
-    trainer's gang: Publish, Write -> Holds, Stored      an instance: `want` -> Wanted ... Loaded -> `then`
+    trainer's gang: PublishWeights, WriteWeights -> Holds, Stored      an instance: `want` -> Wanted ... Loaded -> `then`
 
 Consumes facts from every process of every gang; sends commands to all processes of the gang that they name. Used by any
 thread. Laws: an instance takes a version into use only after every process of its gang has committed it; a gang that
 cannot be brought what it must serve, or may have committed by halves, is ended; storage takes one version at a time and
-passes over those that nobody wants any more, so a slow one holds nothing up; weights from an earlier controller's time
+skips versions that are not wanted any more, so a slow storage holds nothing up; weights left by an earlier controller
 are used only where the trainer that made them has been taken over too.
 """
 
@@ -31,14 +32,14 @@ TRAINER = "trainer"
 
 
 class WeightPublisher:
-    """`past`: gangs and storage may hold weights of an earlier controller's time."""
+    """past: gangs and storage may hold weights left by an earlier controller."""
 
     def __init__(self, stored: StoredWeights, paths: Sequence[str], notify: Callable[[str], None], past: bool = False):
         self.stored = stored
         self.by_wire = WIRE in paths
         self._notify = notify
         self._publication = WeightDistribution(paths, now_s=time.monotonic(), sequence=time.time_ns())
-        self._trusted = past  # weights of an earlier controller's time are what they are called
+        self._trusted = past  # weights left by the previous controller are valid
         self._settled = False  # it is known what is live of them
         self._live: set[Version] = set()  # published and not dropped
         self._unwritten: list[Version] = []  # kept by the trainer's gang, to be stored in this order
@@ -76,7 +77,7 @@ class WeightPublisher:
             self.stored.drop(half)
 
     def settle(self) -> None:
-        """The run begins: of what is there from before, what is not live is dropped."""
+        """The run begins: drops the versions of an earlier controller that are not live."""
         with self._lock:
             self._settled = True
             self.stored.keep_only(self._live)
@@ -84,7 +85,7 @@ class WeightPublisher:
             self.recognise(gang)
 
     def recognise(self, gang: Gang) -> bool:
-        """What a gang holds from before is used, or dropped; True where it may be used."""
+        """Uses the weights that a gang holds from before, or drops them; True where they may be used."""
         with self._lock:
             for version in gang.holds:
                 if self._trusted and version in self._live:
@@ -102,7 +103,7 @@ class WeightPublisher:
     # ------------------------------------------------- of the trainer's gang
 
     def begin(self, version: Version) -> None:
-        """It is being published: from now until `drop` a gang that is lost leaves it to the next."""
+        """The version is being published: until `drop`, a trainer gang that is lost leaves it to the next gang."""
         with self._lock:
             self._live.add(version)
             self.tell(ex.VersionDue(version=version, due=True))
@@ -116,12 +117,12 @@ class WeightPublisher:
             return tuple(sorted(self._live))
 
     def nowhere_else(self) -> list[Version]:
-        """Live, and only the trainer's gang is sure to have it."""
+        """The live versions that only the trainer's gang is sure to have."""
         with self._lock:
             return sorted(version for version in self._live if version not in self.stored.versions)
 
     def kept(self, gang: Gang, version: Version) -> None:
-        """Every process of the trainer keeps its part: on return others can have it."""
+        """Every process of the trainer keeps its shard: instances can fetch the version from now on."""
         if self.by_wire:
             with self._lock:
                 if version not in (*self._unwritten, self._writing):
@@ -136,11 +137,11 @@ class WeightPublisher:
             self._written(version)
 
     def never_again(self, version: Version) -> None:
-        """The trainer is lost and comes to other weights."""
+        """The trainer is lost, and makes other weights of this version now."""
         self.tell(ex.VersionDue(version=version, due=False))
 
     def drop(self, version: Version) -> None:
-        """Nobody will want this version any more."""
+        """No instance will want this version any more."""
         with self._lock:
             self._live.discard(version)
             for fact in (
@@ -190,7 +191,7 @@ class WeightPublisher:
                 self._write = write
 
     def _written(self, version: Version) -> None:
-        """Every process of the trainer has written its part."""
+        """Every process of the trainer has written its shard."""
         with self._lock:
             self._writing = None
             wanted = version in self._live

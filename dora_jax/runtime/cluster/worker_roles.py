@@ -2,7 +2,8 @@
 
 Consumes calls and posts of the controller; produces answers and facts. The stages are those of one machine, unchanged:
 `Trainer`, `Checkpoints`, `Engine`, `EngineWorker`. Laws: every process of a gang makes the same jitted calls in the
-same order (the first process decides what comes next, in a rollout before each tick, and tells the others); only the first process speaks for an instance; a process that hands over has then done its last; a role that is
+same order (the first process decides what comes next, in a rollout before each tick, and tells the others); only the
+first process speaks for an instance; a process that hands over has then done its last; a role that is
 taken over by another controller has ended all that the earlier one asked for before it says so.
 """
 
