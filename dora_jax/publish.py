@@ -85,8 +85,8 @@ class Slices:
 
 
 def sliced(copy: Tree, given: Callable[[str, Box], bool] = lambda path, box: True) -> Tree:
-    """Tree of Slices: of the shards that this process holds, those that are `given`, each once. Their way to host memory
-    has begun on return."""
+    """Tree of Slices: of the shards that this process holds, those that are `given`, each once. Their way to host
+    memory has begun on return."""
 
     def slices(path: jax.tree_util.KeyPath, leaf: jax.Array) -> Slices:
         shards = {box_of(shard.index, leaf.shape): shard.data for shard in leaf.addressable_shards}

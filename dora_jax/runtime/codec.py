@@ -6,8 +6,9 @@
 Consumes and produces frozen dataclasses of a fixed list. Laws: decode(encode(x)) equals x, arrays bit for bit; any
 other bytes raise `CodecError` with a sentence, after time and memory in proportion to their number.
 
-msgspec would check types as it parses, about twice as fast on the journal of a run; encoding takes as long. But it takes
-no union of dataclasses, so each record would need a Struct beside it, and its errors name a position, not the field.
+msgspec would check types as it parses, about twice as fast on the journal of a run; encoding takes as long. But it
+takes no union of dataclasses, so each record would need a Struct beside it, and its errors name a position, not the
+field.
 """
 
 from __future__ import annotations
@@ -72,7 +73,8 @@ class Codec:
         return _pack(self._row(record), self._row)
 
     def decode(self, data: bytes, upgrade: Callable[[Any], Any] | None = None) -> Any:
-        """CodecError: the bytes are no record. upgrade: the row [class name, field, ...] of an older format -> today's."""
+        """CodecError: the bytes are no record. upgrade: the row [class name, field, ...] of an older format ->
+        today's."""
         try:
             row = msgpack.unpackb(data, ext_hook=_array_of)
         except CodecError:
@@ -147,7 +149,8 @@ class Codec:
 
 
 def _hints(cls: type) -> list[Any]:
-    """Annotations in the order of the fields. Those of numpy are only names where a module imports it for types alone."""
+    """Annotations in the order of the fields. Those of numpy are only names where a module imports it for types
+    alone."""
     names = {**vars(sys.modules[cls.__module__]), "np": np}
     hints = typing.get_type_hints(cls, names)
     return [hints[field.name] for field in dataclasses.fields(cls)]

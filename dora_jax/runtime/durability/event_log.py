@@ -57,8 +57,8 @@ class _Rotation:
 
 
 class EventLog:
-    """One writer of one log; used by one thread. `sync_s`: so many seconds after it was written a record is durable; 0: at
-    once. JournalError: the log can no longer keep its promise."""
+    """One writer of one log; used by one thread. `sync_s`: so many seconds after it was written a record is durable; 0:
+    at once. JournalError: the log can no longer keep its promise."""
 
     def __init__(self, log: LogStore, alarm: Callable[[str], None] = lambda sentence: None, sync_s: float = 0.0):
         self._log = log
@@ -84,8 +84,8 @@ class EventLog:
 
     @property
     def holds(self) -> bool:
-        """Whether records wait for their batch and must not be acknowledged yet. False while the store refuses: the alarm
-        has said so, and the run goes on without it."""
+        """Whether records wait for their batch and must not be acknowledged yet. False while the store refuses: the
+        alarm has said so, and the run goes on without it."""
         return bool(self._buffer) and not self._log.lasting and self._degraded_since is None
 
     def segments(self) -> list[int]:
@@ -95,8 +95,8 @@ class EventLog:
         return unframe(self._log.read(segment))
 
     def rotate(self, records: Iterable[bytes]) -> int:
-        """Begins the next segment with these records and returns its number; later appends go there. OSError: it could not
-        be begun, and the present segment goes on."""
+        """Begins the next segment with these records and returns its number; later appends go there. OSError: it could
+        not be begun, and the present segment goes on."""
         if not self.commit(sync=True):
             raise OSError("the journal cannot begin a segment while older records wait for space")
         number = max(self._log.segments(), default=0) + 1
@@ -121,8 +121,8 @@ class EventLog:
         return self._rotation is not None
 
     def rotated(self) -> int | None:
-        """Begins the segment that `rotate_behind` asked for, once its head is written, and returns its number; None: not
-        yet. Where that fails, an alarm says so and the present segment goes on."""
+        """Begins the segment that `rotate_behind` asked for, once its head is written, and returns its number; None:
+        not yet. Where that fails, an alarm says so and the present segment goes on."""
         rotation = self._rotation
         if rotation is None or (written := rotation.child.ended()) is None:
             return None
@@ -171,8 +171,8 @@ class EventLog:
         return waits and time.monotonic() - self._synced_s >= self._sync_s
 
     def commit(self, sync: bool = False, urgent: bool = False) -> bool:
-        """Writes what was appended. False: the store refused; the records are kept and tried again later. `urgent`: a store
-        that takes batches takes this one now."""
+        """Writes what was appended. False: the store refused; the records are kept and tried again later. `urgent`: a
+        store that takes batches takes this one now."""
         now = time.monotonic()
         due = now - self._synced_s >= self._sync_s or (urgent and not self._log.lasting)
         if not (self._log.lasting or sync or due):

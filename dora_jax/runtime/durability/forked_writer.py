@@ -2,9 +2,9 @@
 
     child = fork(work)      the child's memory is that of this process at the fork: a page is copied where either writes
 
-Law: the child holds no file, socket or device of its parent, receives no signal but SIGKILL, runs no thread, and takes no
-lock of another thread: `work` is plain Python that writes files of its own. So a process that runs threads may fork it;
-only the thread that forks goes on in the child.
+Law: the child holds no file, socket or device of its parent, receives no signal but SIGKILL, runs no thread, and takes
+no lock of another thread: `work` is plain Python that writes files of its own. So a process that runs threads may fork
+it; only the thread that forks goes on in the child.
 """
 
 from __future__ import annotations

@@ -3,10 +3,10 @@
     world.events() -> [append the batch with its payload, one write] -> orchestrator commits, decides -> world.execute
 
 Consumes the facts and payload records of any `World` that tells listeners; produces the same facts. Laws: a sample, a
-group or a step that the orchestrator knows of is written, which no death of a process undoes; the groups of a step are on
-the disk before the step is told, and so is any fact after journal.sync_s, so that no power cut undoes more than can be
-made again, a step bit for bit; a replay decides where the run decided; soft facts (progress, pages, time) wait for the
-next write, because losing the last of them costs nothing; a segment begins between two batches of facts. On object
+group or a step that the orchestrator knows of is written, which no death of a process undoes; the groups of a step are
+on the disk before the step is told, and so is any fact after journal.sync_s, so that no power cut undoes more than can
+be made again, a step bit for bit; a replay decides where the run decided; soft facts (progress, pages, time) wait for
+the next write, because losing the last of them costs nothing; a segment begins between two batches of facts. On object
 storage a batch is what was reported in journal.sync_s, and no fact is told before the object that holds it is there.
 """
 

@@ -57,7 +57,8 @@ class LogStore(Protocol):
         """Brings that file to where `begin` needs it. May take long; may run beside `append`."""
 
     def append(self, data: bytes) -> None:
-        """Adds to the last segment, behind the bytes that a failed sync has left in doubt. OSError: nothing was added."""
+        """Adds to the last segment, behind the bytes that a failed sync has left in doubt. OSError: nothing was
+        added."""
 
     def sync(self) -> None:
         """Makes durable what had been appended; may run beside `append`. OSError: it is in doubt."""
@@ -222,8 +223,8 @@ class ObjectLogStore:
             self._tidy()
 
     def append(self, data: bytes) -> None:
-        """Puts one object. `data` begins with the bytes that were refused before: they are put as they were then, because
-        perhaps only the answer was lost."""
+        """Puts one object. `data` begins with the bytes that were refused before: they are put as they were then,
+        because perhaps only the answer was lost."""
         for end in (self._tried, len(data)):
             if end > self._done:
                 self._tried = end

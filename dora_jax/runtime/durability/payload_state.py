@@ -1,8 +1,8 @@
 """The payload of everything unfinished, as it follows from the records of the journal.
 
 Consumes facts in order; holds samples of unscored groups, scored groups not yet trained, the tokens of running samples,
-and evaluations under way. Law: `apply` is called right before the orchestrator steps an event that counts, while it runs
-and when it is replayed, so both give the same payload.
+and evaluations under way. Law: `apply` is called right before the orchestrator steps an event that counts, while it
+runs and when it is replayed, so both give the same payload.
 """
 
 from __future__ import annotations
@@ -40,7 +40,8 @@ class PayloadState:
         self.digests: dict[Version, Published] = {}
 
     def apply(self, entry: Entry, state: State) -> Step | None:
-        """`state`: the orchestrator's, before it steps the event. Returns the step that ended, and forgets its groups."""
+        """`state`: the orchestrator's, before it steps the event. Returns the step that ended, and forgets its
+        groups."""
         if isinstance(entry, Partial):
             self._grow(entry, state)
             return None
@@ -63,8 +64,8 @@ class PayloadState:
         return None
 
     def tokens(self, id: SampleId) -> tuple[np.ndarray, np.ndarray, tuple[Span, ...]]:
-        """(out_ids i32[U], logprobs f32[U], the versions that sampled them) of a running sample. Empty: no tokens of it are
-        recorded, and it starts over."""
+        """(out_ids i32[U], logprobs f32[U], the versions that sampled them) of a running sample. Empty: no tokens of it
+        are recorded, and it starts over."""
         chunks = self.partial.get(id, [])
         spans: list[Span] = []
         for chunk in chunks:

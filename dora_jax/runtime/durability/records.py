@@ -132,8 +132,8 @@ def _is(row: Any, record: type) -> bool:
 
 
 def reader(head: bytes) -> Callable[[bytes], Any]:
-    """Decodes the records of a segment that begins with this head, whatever format it was written in. CodecError: this is
-    no head, or its format is unknown."""
+    """Decodes the records of a segment that begins with this head, whatever format it was written in. CodecError: this
+    is no head, or its format is unknown."""
     formats: list[Any] = []
 
     def note(row: Any) -> Any:

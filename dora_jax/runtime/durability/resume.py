@@ -41,8 +41,8 @@ class Begun:
 
 
 def open_journal(workdir: Path, section: JournalSection, writer: Writer) -> EventLog | None:
-    """The event log of a workdir; None: `section.on` is False. Then an earlier journal is put aside, because it would not
-    know what this run does. ConfigError: the journal cannot be opened."""
+    """The event log of a workdir; None: `section.on` is False. Then an earlier journal is put aside, because it would
+    not know what this run does. ConfigError: the journal cannot be opened."""
     folder = workdir / "journal"
     if url := workdir_mirror.url_of(workdir):
         if not section.on:

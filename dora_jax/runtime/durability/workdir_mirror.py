@@ -5,11 +5,11 @@
     URL/config.json, metrics.jsonl, ...     copies of the scratch folder's files, every now and then
     URL/weights/, wanted_instances  of a cluster, whose processes share nothing else (cluster/checkpoint_shards.py)
 
-Consumes a scratch folder that Checkpoints and the writers of logs fill as in a local run; produces its mirror. Laws: the
-store decides: a step that it does not hold, byte for byte, is removed from the scratch folder when a run begins; no fact
-is acknowledged before the batch that holds it is in the store (journal.sync_s is the batch; while the store refuses, the
-run goes on with an alarm); the journal keeps all that a step on its way needs; a store that cannot be reached raises an
-alarm while the run lasts, and never holds half a step.
+Consumes a scratch folder that Checkpoints and the writers of logs fill as in a local run; produces its mirror. Laws:
+the store decides: a step that it does not hold, byte for byte, is removed from the scratch folder when a run begins; no
+fact is acknowledged before the batch that holds it is in the store (journal.sync_s is the batch; while the store
+refuses, the run goes on with an alarm); the journal keeps all that a step on its way needs; a store that cannot be
+reached raises an alarm while the run lasts, and never holds half a step.
 """
 
 from __future__ import annotations
@@ -53,8 +53,8 @@ LOGS_PERIOD_S = 30.0  # each copy of a log is whole
 
 
 def attach(url: str, purpose: str) -> Path:
-    """The scratch folder of this URL, with the config.json of the run if one has begun. ConfigError: the store cannot be
-    read."""
+    """The scratch folder of this URL, with the config.json of the run if one has begun. ConfigError: the store cannot
+    be read."""
     folder, store = scratch(url, purpose), Objects(url)
     try:
         found = store.get("config.json")
@@ -113,8 +113,8 @@ def fetch(workdir: Path) -> None:
 
 @contextlib.contextmanager
 def mirrored(workdir: Path, notify: Callable[[str], None], steps: bool = True) -> Iterator[Mirror | None]:
-    """The mirror of a scratch folder while a run lasts; None: the workdir is a local folder. `steps`: this process saves
-    the steps; else other processes put them into the store."""
+    """The mirror of a scratch folder while a run lasts; None: the workdir is a local folder. `steps`: this process
+    saves the steps; else other processes put them into the store."""
     url = url_of(workdir)
     if url is None:
         yield None

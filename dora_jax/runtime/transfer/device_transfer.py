@@ -1,8 +1,9 @@
 """Arrays in host memory between processes of different worlds: weights and KV, shard by shard, over TCP.
 
-    sender    give(key, pieces) -> Manifest           offers arrays, shard by shard; the control plane carries the manifest
-    receiver  take(manifests, wanted, key) -> arrays  checks them against `wanted` and `key`, then reads to a deadline
-    sender    release(key)                            once the receiver has said that it holds them, or never will
+    sender    give(key, pieces) -> Manifest           offers arrays, shard by shard; the control plane carries the
+    manifest receiver  take(manifests, wanted, key) -> arrays  checks them against `wanted` and `key`, then reads to a
+    deadline sender    release(key)                            once the receiver has said that it holds them, or never
+    will
 
 Consumes and produces NumPy arrays, bit for bit; the owner of an array brings it from its devices to the host. Laws: a
 receiver takes exactly the shards that it expects, or nothing; a key is offered once; every transfer ends by its
@@ -61,8 +62,8 @@ class Wire:
         self.address = self._listener.address
 
     def give(self, key: Key, pieces: Mapping[Shard, np.ndarray]) -> Manifest:
-        """Offers these arrays until `release`; they must not change meanwhile. WireError: a shard is empty, or the key was
-        offered before."""
+        """Offers these arrays until `release`; they must not change meanwhile. WireError: a shard is empty, or the key
+        was offered before."""
         if fault := empty(tuple(pieces)):
             raise WireError(f"{words(key)}: {fault}")
         number = secrets.randbits(62) + 1

@@ -1,4 +1,5 @@
-"""The slices of a version that travel: what a receiver needs of the stacked tensors, and which process gives which part.
+"""The slices of a version that travel: what a receiver needs of the stacked tensors, and which process gives which
+part.
 
     source    offered(copy) -> slices         one of the processes that hold a shard of the trainer's gives it
               pieces(slices, wanted)          the part of what a receiver wants that this process gives
@@ -121,8 +122,8 @@ def _holders(leaf: jax.Array | jax.ShapeDtypeStruct) -> Holders:
 
 
 def _joined(holders: Holders) -> Holders:
-    """The joined boxes, where those of each process make one box and the boxes of any two processes are equal or disjoint;
-    else the boxes as they are."""
+    """The joined boxes, where those of each process make one box and the boxes of any two processes are equal or
+    disjoint; else the boxes as they are."""
     joined: Holders = {}
     for process in {process for processes in holders.values() for process in processes}:
         mine = [box for box, processes in holders.items() if process in processes]

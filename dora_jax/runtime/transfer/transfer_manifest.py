@@ -26,7 +26,8 @@ class WireError(RuntimeError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Key:
-    """Names one transfer to one receiver. `epoch`: of the receiver's world. `sequence` rises and is never used again."""
+    """Names one transfer to one receiver. `epoch`: of the receiver's world. `sequence` rises and is never used
+    again."""
 
     epoch: int
     version: Version
@@ -88,7 +89,8 @@ def check(manifests: Sequence[Manifest], expected: Sequence[Shard], key: Key) ->
 def turns(sizes: Sequence[int], holders: Sequence[Collection[int]]) -> list[int]:
     """For each box of so many bytes, the one of its holders that gives it to others. All give about as many bytes.
 
-    Boxes with few holders are dealt out first, then the largest. Equal arguments give equal results in every process."""
+    Boxes with few holders are dealt out first, then the largest. Equal arguments give equal results in every
+    process."""
     given: dict[int, int] = {}
     takers = [-1] * len(sizes)
     for i in sorted(range(len(sizes)), key=lambda i: (len(holders[i]), -sizes[i], i)):
@@ -154,8 +156,8 @@ def _box(shard: Shard) -> str:
 
 
 def _difference(offered: tuple[Shard, ...], expected: Sequence[Shard]) -> str | None:
-    """A sentence about the first expected shard that is not offered as expected, else about the first that was not asked
-    for; None: they agree."""
+    """A sentence about the first expected shard that is not offered as expected, else about the first that was not
+    asked for; None: they agree."""
     if fault := empty(expected):
         return fault
     there: dict[str, list[Shard]] = {}

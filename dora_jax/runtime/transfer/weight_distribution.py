@@ -1,4 +1,5 @@
-"""Stage 6, publish, between worlds: which world brings which version where. PURE: facts in, commands out; time is a fact.
+"""Stage 6, publish, between worlds: which world brings which version where. PURE: facts in, commands out; time is a
+fact.
 
     Wanted -> Propose -> Accepted* -> Offer -> Offered* -> Pull -> Staged* -> Commit, Release -> Committed* -> Loaded
                                       (from storage: Read -> Staged*)             * of every process of that world

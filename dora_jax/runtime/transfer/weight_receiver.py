@@ -2,10 +2,10 @@
 
     Propose -> Accepted   Offer -> Offered   Pull | Read -> Staged   Commit -> Committed   Abort, Release -> nothing
 
-Consumes the commands of `weight_distribution.WeightDistribution`, produces its facts; what arrives waits in host memory until
-an engine takes it. Laws: what is staged becomes visible at its commit, all at once; a process receives one version at a
-time: a command of an older transfer is refused, and a command that was carried out already is answered again, so that
-commands may come twice, late and in any order.
+Consumes the commands of `weight_distribution.WeightDistribution`, produces its facts; what arrives waits in host memory
+until an engine takes it. Laws: what is staged becomes visible at its commit, all at once; a process receives one
+version at a time: a command of an older transfer is refused, and a command that was carried out already is answered
+again, so that commands may come twice, late and in any order.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ from dora_jax.types import Version
 
 
 class WeightEndpoint:
-    """`host`: this process's number in its world. `wire` None: storage alone. `weights`: the versions that it serves and
-    keeps. `like`: the weights that it needs, as stacked ShapeDtypeStructs with shardings; None: it only serves.
+    """`host`: this process's number in its world. `wire` None: storage alone. `weights`: the versions that it serves
+    and keeps. `like`: the weights that it needs, as stacked ShapeDtypeStructs with shardings; None: it only serves.
     `stored`: where `Read` reads from. Any thread may call it."""
 
     def __init__(
@@ -54,8 +54,8 @@ class WeightEndpoint:
         self._lock = threading.Lock()
 
     def execute(self, command: ex.Command) -> ex.Fact | None:
-        """Returns the answer; None: there is none. Pull and Read take their time; an Abort that comes meanwhile ends their
-        effect."""
+        """Returns the answer; None: there is none. Pull and Read take their time; an Abort that comes meanwhile ends
+        their effect."""
         try:
             match command:
                 case ex.Propose(key=key):
@@ -79,7 +79,8 @@ class WeightEndpoint:
             return ex.TransferFailed(key=command.key, host=self._host, reason=f"process {self._host}: {reason}")
 
     def settle(self) -> tuple[Version, ...]:
-        """Ends every transfer under way: the controller that asked for them is gone. Returns the versions that are held."""
+        """Ends every transfer under way: the controller that asked for them is gone. Returns the versions that are
+        held."""
         for offered in tuple(self._offers.values()):
             self._release(ex.Release(world="", key=offered.key, hosts=len(offered.manifests)))
         with self._lock:

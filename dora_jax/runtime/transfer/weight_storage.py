@@ -56,7 +56,8 @@ class StoredWeights:
         self._store.drop_folder(WEIGHTS)
 
     def look(self) -> None:
-        """At the start of a run that takes over the gangs of an earlier controller: finds the versions that are whole."""
+        """At the start of a run that takes over the gangs of an earlier controller: finds the versions that are
+        whole."""
         self._sealed = {version for version, name in self._listed() if name.endswith(WHOLE)}
 
     def keep_only(self, versions: Collection[Version]) -> None:
