@@ -1,6 +1,7 @@
 """An engine with latent pages and experts (DeepSeek-V3's shape) against the trainer's forward: log-probs and routes,
 through preemption, a move, shared prompts, chunks."""
 
+import dataclasses
 import functools
 import math
 
@@ -21,7 +22,9 @@ from dora_jax.ops.segment_attention import segment_attention
 from dora_jax.rollout import device_calls
 from dora_jax.rollout.engine import Engine
 from dora_jax.rollout.kv_layout import kv_layout
-from dora_jax.types import SampleId
+from dora_jax.rollout.migrate import InFlightSample, without_pages
+from dora_jax.rollout.route_log import RouteLog
+from dora_jax.types import SampleId, TokenTable
 from tests.fakes.engine_rig import SIZES, VOCAB, finish, ids, submit
 
 pytestmark = pytest.mark.usefixtures("quick_compile")
@@ -130,6 +133,44 @@ def test_a_sample_moves_mid_answer_with_latents_alone(engines):
     np.testing.assert_array_equal(moved.table.routes[: parcel.kv_len], parcel.table.routes)
     np.testing.assert_array_equal(moved.logprobs[: len(parcel.logprobs)], parcel.logprobs)
     assert_as_the_trainer(moved)
+
+
+@pytest.mark.parametrize("rows", [True, False])
+def test_a_sample_that_lost_its_pages_has_routes_all_the_same(engines, rows):
+    """Its tokens are prefilled again: rows that came along stay, the others are of the call that computed their KV."""
+    here, there = engines
+    id = SampleId(3, 4 + rows)
+    submit(here, id)
+    for _ in range(4):
+        here.tick()
+    parcel = without_pages(here.export(id))
+    assert len(parcel.out_ids) and parcel.table.routes is not None
+    if rows:
+        marked = parcel.table.routes.copy()
+        marked[0] = marked[0, :, ::-1]  # another order of the same experts: nobody computes it
+        parcel = dataclasses.replace(parcel, table=TokenTable(routes=marked))
+    else:
+        parcel = dataclasses.replace(parcel, table=TokenTable())
+    there.import_(parcel)
+    done = finish(there)[id]
+    if rows:
+        np.testing.assert_array_equal(done.table.routes[: len(marked)], marked)
+        done.table.routes[0] = done.table.routes[0, :, ::-1]
+    assert_as_the_trainer(done)
+
+
+def test_a_gap_in_the_routes_raises():
+    parcel = InFlightSample(
+        id=SampleId(0, 0),
+        version=0,
+        prompt_ids=np.arange(5, dtype=np.int32),
+        out_ids=np.zeros(0, np.int32),
+        logprobs=np.zeros(0, np.float32),
+        max_new_tokens=4,
+    )
+    log = RouteLog(ROUTES, parcel, 8)
+    with pytest.raises(RuntimeError, match="has the experts of 0 tokens, and the next ones begin at 4"):
+        log.append(4, ROUTES.missing(2))
 
 
 @pytest.fixture(scope="module")
