@@ -64,7 +64,7 @@ def latent_attention(
     queries = max(n for n in range(1, length + 1) if length % n == 0 and (n == 1 or n * heads <= MAX_ROWS))
     rows, width = queries * heads, -(-rank // LANES) * LANES
     block_pages = min(max(1, BLOCK_TOKENS // page_size), tables_SxM.shape[1])
-    kernel = functools.partial(_attend, scale=scale, length=length, heads=heads, width=width)
+    kernel = functools.partial(_attend, scale=scale, length=length, heads=heads)
     o_SxRxW = pl.pallas_call(
         kernel,
         out_shape=jax.ShapeDtypeStruct((s, length * heads, width), q_SxLxHxC.dtype),
@@ -87,20 +87,7 @@ def latent_attention(
 
 
 def _attend(
-    lens_ref,
-    tables_ref,
-    q_ref,
-    pages_ref,
-    o_ref,
-    loaded_ref,
-    sum_ref,
-    arrived,
-    turn_ref,
-    *,
-    scale,
-    length,
-    heads,
-    width,
+    lens_ref, tables_ref, q_ref, pages_ref, o_ref, loaded_ref, sum_ref, arrived, turn_ref, *, scale, length, heads
 ):
     """One sequence's block of queries, R = queries x heads of them, against the blocks of positions that they see.
 
@@ -138,7 +125,6 @@ def _attend(
     at_1xT = jax.lax.broadcasted_iota(jnp.int32, (1, block), 1)
 
     def step(b, carry):
-        peak_Rx1, total_Rx1 = carry
         half = (first_turn + b) % 2
         more = b + 1 < blocks
         wraps = here[1] == last
@@ -153,20 +139,26 @@ def _attend(
             transfer(*after, 0, 1 - half, lambda copy: copy.start())
 
         transfer(*here, b, half, lambda copy: copy.wait())
-        kv_TxC = loaded_ref[half].reshape(block, c).astype(q_ref.dtype)
-        scores_RxT = _dot(q_ref[0], kv_TxC, 1) * scale
         # query r // heads of the block sees position p where p <= its own; multiplied with heads, no division is needed
         ahead_1xT = b * block + at_1xT - (positions(*here) - queries)
-        scores_RxT = jnp.where(ahead_1xT * heads <= row_Rx1, scores_RxT, MASKED)
-        new_peak_Rx1 = jnp.maximum(peak_Rx1, scores_RxT.max(-1, keepdims=True))
-        kept_Rx1, weights_RxT = jnp.exp(peak_Rx1 - new_peak_Rx1), jnp.exp(scores_RxT - new_peak_Rx1)
-        sum_ref[...] = sum_ref[...] * kept_Rx1 + _dot(weights_RxT.astype(kv_TxC.dtype), kv_TxC[:, :width], 0)
-        return new_peak_Rx1, total_Rx1 * kept_Rx1 + weights_RxT.sum(-1, keepdims=True)
+        kv_TxC = loaded_ref[half].reshape(block, c).astype(q_ref.dtype)
+        return _add_block(q_ref[0], kv_TxC, ahead_1xT * heads <= row_Rx1, carry, sum_ref, scale)
 
     nothing = jnp.full((rows, 1), MASKED, jnp.float32), jnp.zeros((rows, 1), jnp.float32)
     _, total_Rx1 = jax.lax.fori_loop(0, blocks, step, nothing)
     turn_ref[0] = (first_turn + blocks) % 2
     o_ref[0] = (sum_ref[...] / total_Rx1).astype(o_ref.dtype)
+
+
+def _add_block(q_RxC, kv_TxC, seen_RxT, carry, sum_ref, scale: float):
+    """The running maximum and total of the softmax, and its weighted sum in `sum_ref`, with one block more."""
+    peak_Rx1, total_Rx1 = carry
+    scores_RxT = jnp.where(seen_RxT, _dot(q_RxC, kv_TxC, 1) * scale, MASKED)
+    new_peak_Rx1 = jnp.maximum(peak_Rx1, scores_RxT.max(-1, keepdims=True))
+    kept_Rx1, weights_RxT = jnp.exp(peak_Rx1 - new_peak_Rx1), jnp.exp(scores_RxT - new_peak_Rx1)
+    values_TxW = kv_TxC[:, : sum_ref.shape[1]]
+    sum_ref[...] = sum_ref[...] * kept_Rx1 + _dot(weights_RxT.astype(kv_TxC.dtype), values_TxW, 0)
+    return new_peak_Rx1, total_Rx1 * kept_Rx1 + weights_RxT.sum(-1, keepdims=True)
 
 
 def _dot(a, b, axis: int) -> jax.Array:

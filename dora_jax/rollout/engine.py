@@ -11,7 +11,6 @@ on batch-mates, order, preemption or migration; a tick waits for the device only
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -29,7 +28,7 @@ from dora_jax.rollout.plan import DecodeCall, PrefillCall, Prefix, Scheduler
 from dora_jax.rollout.seq import Seq, Upload
 from dora_jax.rollout.shapes import shapes_of
 from dora_jax.rollout.stops import StopStrings
-from dora_jax.rollout.ticks import TickResult
+from dora_jax.rollout.ticks import GrowingResult, TickResult
 from dora_jax.types import Sample, SampleId, Span, TokenTable, Version
 
 __all__ = ["Engine", "TickResult"]
@@ -100,7 +99,7 @@ class Engine:
         self._weights: dict[Version, Any] = {}
         self._flights: list[_Flight] = []  # launched, not yet read back
         self._decoded_only = True  # the last plan
-        self._emit = _Emit()
+        self._emit = GrowingResult()
 
     # ---------------------------------------------------------- versions
 
@@ -365,33 +364,12 @@ class Engine:
         return with_pages(parcel, copied or (self.device.read_pages(pages) if pages else {}))
 
     def _emit_all(self) -> TickResult:
-        emit, self._emit = self._emit, _Emit()
-        return TickResult(
-            started=tuple(emit.started),
-            finished=tuple(emit.finished),
-            progress=emit.progress,
-            tokens=emit.tokens,
-            free_pages=self.free_pages,
-            kept=emit.kept,
-            rows=emit.rows if emit.decodes_only else 0,
-        )
+        grown, self._emit = self._emit, GrowingResult()
+        return grown.result(self.free_pages)
 
 
 # a call; of a decode call its result; routes, where they are asked for
 _Flight = tuple[DecodeCall | PrefillCall, jax.Array | None, jax.Array | None]
-
-
-@dataclasses.dataclass
-class _Emit:
-    """What the next tick result will say."""
-
-    started: list[SampleId] = dataclasses.field(default_factory=list)
-    finished: list[Sample] = dataclasses.field(default_factory=list)
-    progress: dict[SampleId, int] = dataclasses.field(default_factory=dict)
-    kept: dict[SampleId, np.ndarray] = dataclasses.field(default_factory=dict)
-    tokens: int = 0
-    rows: int = 0
-    decodes_only: bool = True
 
 
 def _sample(seq: Seq, finish: str, table: TokenTable) -> Sample:

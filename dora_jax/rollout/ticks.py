@@ -23,3 +23,27 @@ class TickResult:
     rows: int = 0  # samples that were decoded, where the tick did nothing else; else 0
     # with rollout.keep_set, of each finished sample: i32[U, top_k], the ids each token was drawn from, -1 beyond them
     kept: Mapping[SampleId, np.ndarray] = dataclasses.field(default_factory=dict)
+
+
+@dataclass
+class GrowingResult:
+    """What the next tick result will say, as far as it has happened."""
+
+    started: list[SampleId] = dataclasses.field(default_factory=list)
+    finished: list[Sample] = dataclasses.field(default_factory=list)
+    progress: dict[SampleId, int] = dataclasses.field(default_factory=dict)
+    kept: dict[SampleId, np.ndarray] = dataclasses.field(default_factory=dict)
+    tokens: int = 0
+    rows: int = 0
+    decodes_only: bool = True
+
+    def result(self, free_pages: int) -> TickResult:
+        return TickResult(
+            started=tuple(self.started),
+            finished=tuple(self.finished),
+            progress=self.progress,
+            tokens=self.tokens,
+            free_pages=free_pages,
+            kept=self.kept,
+            rows=self.rows if self.decodes_only else 0,
+        )
