@@ -23,6 +23,10 @@ CAUSES = (*(a for a in ACTIVITIES if a != IDLE), IDLE_CAPPED, IDLE_TAIL, DOWN)
 TRAIN, WAIT_GROUPS, WAIT_DEADLINE = "train", "wait: groups", "wait: deadline"
 
 
+class EndOfMeasurement(Exception):
+    """The last step to be measured is published."""
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Result:
     """Averages over the measured steps of one run."""

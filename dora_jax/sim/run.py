@@ -10,9 +10,9 @@ from dora_jax.orchestrate.core import Orchestrator
 from dora_jax.orchestrate.loop import Observer, run
 from dora_jax.orchestrate.modes import Decisions, OrchestratorConfig
 from dora_jax.sim.config import Row, SimConfig
-from dora_jax.sim.meter import Result
+from dora_jax.sim.meter import EndOfMeasurement, Result
 from dora_jax.sim.trace import Trace
-from dora_jax.sim.world import EndOfMeasurement, SimWorld
+from dora_jax.sim.world import SimWorld
 
 
 class StoppedEarly(RuntimeError):

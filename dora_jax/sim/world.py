@@ -21,23 +21,19 @@ from dora_jax.sim import workload as work
 from dora_jax.sim.agenda import Agenda
 from dora_jax.sim.config import SimConfig
 from dora_jax.sim.instance import Instance, Job
-from dora_jax.sim.meter import Meter
+from dora_jax.sim.meter import EndOfMeasurement, Meter
 from dora_jax.sim.network import Network
 from dora_jax.sim.trace import Trace
 from dora_jax.sim.trainer import SimGroup, SimTrainer
 from dora_jax.sim.workload import Workload
 from dora_jax.types import GroupId, InstanceId, SampleId, Version
 
-# So many periods in which nobody but the clock says anything mean that nothing ever will.
+# A run stalls after so many periods in which only the clock ticks.
 STALLED_PERIODS = 10_000
 # The orchestrator learns the time with every fact, but not finer than this share of a rebalance period.
 CLOCK_SHARE = 1e-3
 
 _TO_ONE = (ev.Start, ev.LoadWeights, ev.Park, ev.Resume, ev.Pause, ev.Unpause)
-
-
-class EndOfMeasurement(Exception):
-    """The last step to be measured is published."""
 
 
 class SimWorld:
@@ -209,12 +205,9 @@ class SimWorld:
         host.paused = isinstance(command, ev.Pause)
         self._schedule(host)
 
-    def _retire(self, command: ev.Retire) -> None:
-        pass  # weights take no room in virtual time
-
     _COMMANDS: ClassVar[dict[type, Callable[[SimWorld, Any], None]]] = {
         ev.Start: _start, ev.LoadWeights: _load, ev.Move: _move, ev.Park: _park, ev.Resume: _resume,
-        ev.Cancel: _cancel, ev.Train: _train, ev.Retire: _retire, ev.Pause: _pause, ev.Unpause: _pause,
+        ev.Cancel: _cancel, ev.Train: _train, ev.Retire: lambda world, command: None, ev.Pause: _pause, ev.Unpause: _pause,
     }  # fmt: skip
 
     # ------------------------------------------------------------------ appointments
@@ -351,35 +344,14 @@ class SimWorld:
     # ------------------------------------------------------------------ instances
 
     def _up(self, id: InstanceId, versions: tuple[Version, ...] = ()) -> None:
-        hardware = self._config.hardware
-        speed = hardware.speed(id)
         self._lives[id] += 1
-        host = Instance(
-            id,
-            self._lives[id],
-            self.costs,
-            self._live,
-            slots=hardware.slots,
-            page_size=hardware.page_size,
-            speed=speed,
-            report_ticks=self._config.report_tokens,
-        )
+        host = inst.new_instance(self._config, id, self._lives[id], self.costs, self._live)
         host.time = self.now
         host.slowed = self.costs.contention if self._trainer.busy else 1.0
         self._instances[id] = host
         self.meter.up(self.now, id)
         self._network.loaded(id, *versions)
-        self._notify(
-            ev.InstanceUp(
-                instance=id,
-                slots=hardware.slots,
-                pages=self.costs.pages,
-                page_size=hardware.page_size,
-                residents=hardware.residents,
-                versions=versions,
-                life=host.life,
-            )
-        )
+        self._notify(inst.came_up(self._config.hardware, host, self.costs.pages, versions))
         fault = self._config.fault
         if fault.mtbf_s:
             life_s = -fault.mtbf_s * math.log(work.uniform(self._seed, work.FAULT, id, self._lives[id]))
