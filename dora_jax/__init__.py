@@ -6,7 +6,7 @@
                  +-------------------------------------------------------+   (the only back edge)
 
             control (ids and counts only): a star
-   stages -- events (facts) -->  orchestrator.step(event)  -- commands -->  stages
+   stages -- events (facts) -->  orchestrator.step(*events)  -- commands -->  stages
 
  1, 3 tasks/     prompts, verifiers, reward workers        2 rollout/   one engine instance: paged KV keyed by version
  4    buffer/    scored groups -> packed batches           5 trainer/   objectives, the one jitted step, checkpoints
