@@ -145,7 +145,7 @@ def _lines(one: aot_roles.Compiled, config: Config, model: ModelConfig) -> list[
     lines = aot_roles.describe(one)
     if one.name == "train":
         t = config.trainer
-        chips = t.data * t.fsdp * t.tensor * t.context
+        chips = t.data * t.fsdp * t.tensor * t.context * t.expert
         useful = update_costs.model_flops(model, [t.pack_tokens] * t.rows) / chips
         seconds = one.model_s + sum(kernel.seconds for kernel in one.kernels)
         lines.append(
