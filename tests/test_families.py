@@ -59,6 +59,10 @@ def test_what_the_decoder_does_not_compute_is_refused_by_name(tmp_path, family, 
         read_config(folder(tmp_path, family, changes))
 
 
+def test_a_mixture_needs_no_shared_expert(tmp_path):
+    assert read_config(folder(tmp_path, "deepseek_v3", {"n_shared_experts": 0})).experts.shared == 0
+
+
 def test_a_window_that_is_left_out_is_one_of_4096(tmp_path):
     copy = folder(tmp_path, "mistral")
     config = json.loads((copy / "config.json").read_text())

@@ -42,7 +42,7 @@ def _read(fields: Fields) -> dict[str, Any]:
         count=fields.either("num_local_experts", "n_routed_experts"),
         per_token=fields.size("num_experts_per_tok"),
         width=fields.size("moe_intermediate_size"),
-        shared=fields.size("n_shared_experts", 1),
+        shared=fields.size("n_shared_experts", 0, least=0),
         first_dense=fields.size("first_k_dense_replace", 0, least=0),
         **_ROUTING,
         groups=fields.size("n_group", 1),
