@@ -53,45 +53,58 @@ CFG = decoder.new_config(
     ),
 )
 ROUTES = RouteShape.of(CFG)
+LONGCAT = decoder.new_config(
+    "longcat_flash",
+    vocab_size=64,
+    d_model=32,
+    n_layers=2,
+    n_heads=4,
+    n_kv_heads=4,
+    head_dim=20,
+    d_ff=64,
+    tie_embeddings=False,
+    latent=dataclasses.replace(CFG.latent, scaled=True),
+    experts=Experts(count=8, per_token=3, width=16, zero=4, corrected=True, renormalize=False, scale=2.0),
+)
 
 
 @functools.cache
-def params():
-    return decoder.init_params(CFG, 0)
+def params(cfg):
+    return decoder.init_params(cfg, 0)
 
 
 def new_engine(device=0, cfg=CFG, **changes):
     section = presets.on_cpu(RolloutSection(**{**SIZES, **changes}))
     mesh = sharding.make_mesh(jax.devices()[device : device + section.tensor], 1, 1, section.tensor)
-    engine = Engine(cfg, section, mesh, seed=7, eos_ids=(), vocab_limit=VOCAB, routes=ROUTES)
-    tree = decoder.serving_layout(params(), engine.shapes.layout)
+    engine = Engine(cfg, section, mesh, seed=7, eos_ids=(), vocab_limit=VOCAB, routes=RouteShape.of(cfg))
+    tree = decoder.serving_layout(params(cfg), engine.shapes.layout)
     engine.load(0, jax.device_put(tree, engine.param_shardings))
     return engine
 
 
 @functools.cache
-def trainer_forward(width):
+def trainer_forward(cfg, width):
     """Expanded: (log-prob of each next token of one row of this width, experts of each token)."""
 
     @jax.jit
     def run(tokens_1xL):
         at_1xL = jnp.arange(width)[None]
         attend = segment_attention(jnp.ones_like(at_1xL), at_1xL)
-        hidden, routed = decoder.forward_routed(CFG, params(), tokens_1xL, at_1xL, attend)
-        logprobs = jax.nn.log_softmax(policy_logits(CFG, params(), hidden, vocab_limit=VOCAB, temperature=1.0))
+        hidden, routed = decoder.forward_routed(cfg, params(cfg), tokens_1xL, at_1xL, attend)
+        logprobs = jax.nn.log_softmax(policy_logits(cfg, params(cfg), hidden, vocab_limit=VOCAB, temperature=1.0))
         return jnp.take_along_axis(logprobs[0, :-1], tokens_1xL[0, 1:, None], axis=-1)[:, 0], routed.ids[:, 0]
 
     return run
 
 
-def assert_as_the_trainer(sample, atol=1e-4):
+def assert_as_the_trainer(sample, atol=1e-4, cfg=CFG):
     whole = np.concatenate([sample.prompt_ids, sample.out_ids])
     padded = np.zeros((1, 64), np.int32)
     padded[0, : len(whole)] = whole
-    logprobs, routes = trainer_forward(64)(padded)
+    logprobs, routes = trainer_forward(cfg, 64)(padded)
     want = logprobs[len(sample.prompt_ids) - 1 : len(whole) - 1]
     np.testing.assert_allclose(sample.logprobs, want, rtol=0, atol=atol)
-    got = ROUTES.check(sample.table.routes, len(whole) - 1, str(sample.id))
+    got = RouteShape.of(cfg).check(sample.table.routes, len(whole) - 1, str(sample.id))
     assert got.dtype == np.uint8
     if atol < 1e-3:
         np.testing.assert_array_equal(got, routes.swapaxes(0, 1)[: len(whole) - 1])
@@ -133,6 +146,17 @@ def test_a_sample_moves_mid_answer_with_latents_alone(engines):
     np.testing.assert_array_equal(moved.table.routes[: parcel.kv_len], parcel.table.routes)
     np.testing.assert_array_equal(moved.logprobs[: len(parcel.logprobs)], parcel.logprobs)
     assert_as_the_trainer(moved)
+
+
+def test_two_attentions_a_layer_and_experts_that_compute_nothing():
+    """LongCat: each attention has a cache of its own; the routes name the experts that return their input."""
+    engine = new_engine(device=3, cfg=LONGCAT, pages=24)
+    for id in ids((1, 3, 4), size=2):
+        submit(engine, id)
+    done = finish(engine)
+    assert len(done) == 6 and max(sample.table.routes.max() for sample in done.values()) >= LONGCAT.experts.count
+    for sample in done.values():
+        assert_as_the_trainer(sample, cfg=LONGCAT)
 
 
 @pytest.mark.parametrize("rows", [True, False])
