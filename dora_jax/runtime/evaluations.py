@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import collections
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
 
 import numpy as np
 
 from dora_jax.config import RunError
+from dora_jax.orchestrate.state import State
 from dora_jax.tasks.pool import GroupFailure
 from dora_jax.tasks.solved import Solved
 from dora_jax.types import ScoredGroup, Version
@@ -25,7 +25,11 @@ class Evaluations:
     metrics)."""
 
     def __init__(
-        self, state: Any, solved: Solved | None, told: Callable[[Version, Metrics], None], notify: Callable[[str], None]
+        self,
+        state: State,
+        solved: Solved | None,
+        told: Callable[[Version, Metrics], None],
+        notify: Callable[[str], None],
     ):
         self._state, self._solved, self._told, self._notify = state, solved, told, notify
         self._scored: dict[Version, list[ScoredGroup]] = collections.defaultdict(list)

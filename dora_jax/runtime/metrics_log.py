@@ -15,17 +15,20 @@ from typing import Any
 import numpy as np
 
 from dora_jax.config import RunError
+from dora_jax.metrics import Writer
 from dora_jax.orchestrate import events as ev
+from dora_jax.orchestrate.core import Orchestrator
 from dora_jax.orchestrate.modes import OrchestratorConfig
 from dora_jax.retrying_file import PatientFile
 from dora_jax.runtime.evaluations import Evaluations, reward_metrics
 from dora_jax.runtime.idle_time import IdleReport
+from dora_jax.runtime.seams import StageWorker
 from dora_jax.runtime.worker import Finished, StepDone
 from dora_jax.tasks.identity import shorten
 from dora_jax.tasks.pool import GroupFailure
 from dora_jax.tasks.prompts import PromptTooLong
 from dora_jax.tasks.solved import Solved
-from dora_jax.types import GroupId, Sample, SampleId, ScoredGroup, Version, is_eval
+from dora_jax.types import GroupId, Prompt, Sample, SampleId, ScoredGroup, Version, is_eval
 
 MIN_GROUPS_FOR_FAILED_SHARE = 100  # below this one failure says nothing about a share
 MIN_GROUPS_ALL_FAILED = 10  # nothing was scored so far: a hanging reward takes minutes for each of these
@@ -90,7 +93,7 @@ class TaskShares:
 
 
 class ScoringFailures:
-    def __init__(self, max_failed_share: float, prompt_of: Callable[[GroupId], Any], notify: Callable[[str], None]):
+    def __init__(self, max_failed_share: float, prompt_of: Callable[[GroupId], Prompt], notify: Callable[[str], None]):
         self._max_failed_share, self._prompt_of, self._notify = max_failed_share, prompt_of, notify
         self._kinds: set[str] = set()
         self._lengths: list[int] = []
@@ -151,11 +154,11 @@ class RunLog:
         self,
         *,
         workdir: Path,
-        writer: Any,
-        orchestrator: Any,
-        instances: Sequence[Any],
+        writer: Writer,
+        orchestrator: Orchestrator,
+        instances: Sequence[StageWorker],
         decode: Callable[[Sequence[int]], str],
-        prompt_of: Callable[[GroupId], Any],
+        prompt_of: Callable[[GroupId], Prompt],
         solved: Solved | None,
         steps: int,
         max_failed_share: float,

@@ -32,8 +32,9 @@ from dora_jax.runtime.durability import recovery, workdir_mirror
 from dora_jax.runtime.durability.event_log import EventLog
 from dora_jax.runtime.durability.journal_audit import reading
 from dora_jax.runtime.durability.object_storage import JOURNAL, WANTED, Objects, StoreError
+from dora_jax.runtime.durability.payload_state import Step
 from dora_jax.runtime.local_backend import RunContext
-from dora_jax.runtime.seams import TrainerSide
+from dora_jax.runtime.seams import StageWorker, TrainerSide
 from dora_jax.runtime.transfer.weight_distribution import STORAGE, WIRE
 from dora_jax.runtime.transfer.weight_storage import StoredWeights
 from dora_jax.types import InstanceId, Version
@@ -96,10 +97,11 @@ class ClusterBackend:
     def instances(self) -> list[RemoteInstance]:
         return list(self._instances.values())
 
-    def ready(self, instances: Sequence[RemoteInstance], worker: Any) -> list[InstanceUp]:
+    def ready(self, instances: Sequence[RemoteInstance], worker: StageWorker | None) -> list[InstanceUp]:
         """Waits for no instance: each reports itself when it is up."""
         self._publisher.settle()
-        self._trainer.on_up = lambda: worker.post(self._trainer.catch_up)
+        if worker is not None:
+            self._trainer.on_up = lambda: worker.post(self._trainer.catch_up)
         return []
 
     def close(self) -> None:
@@ -157,7 +159,7 @@ class ClusterBackend:
             **hooks,
         )
 
-    def _steps_since(self, version: Version) -> Sequence[Any]:
+    def _steps_since(self, version: Version) -> Sequence[Step]:
         try:
             return recovery.steps_since(EventLog(reading(f"{self._place}/{JOURNAL}")), version)
         except OSError as error:

@@ -22,10 +22,11 @@ from typing import Any, Protocol
 
 import jax
 
-from dora_jax.config import ConfigError
+from dora_jax.config import CheckpointSection, ConfigError
 from dora_jax.runtime.cluster.messages import Begin
 from dora_jax.runtime.durability import object_storage, workdir_mirror
 from dora_jax.runtime.durability.object_storage import STEPS, Objects, StoredSteps, StoreError
+from dora_jax.runtime.seams import Tree
 from dora_jax.runtime.transfer.weight_storage import name_of, read_arrays
 from dora_jax.trainer import checkpoint, manifest
 from dora_jax.trainer.checkpoint import Checkpoints
@@ -151,10 +152,10 @@ class FolderCheckpointWriter:
     def __init__(self, folder: Path, rank: int):
         self.folder, self.speaks = folder, rank == 0
 
-    def checkpoints(self, section: Any, notify: Callable[[str], None]) -> Checkpoints:
+    def checkpoints(self, section: CheckpointSection, notify: Callable[[str], None]) -> Checkpoints:
         return Checkpoints(self.folder / STEPS, section, notify)
 
-    def restore(self, step: Version, params: Any, opt_state: Any) -> tuple[Any, Any]:
+    def restore(self, step: Version, params: Tree, opt_state: Tree) -> tuple[Tree, Tree]:
         """(params, opt_state) of a step that verifies, laid out as `params` and `opt_state` say: ShapeDtypeStructs with
         shardings of any mesh."""
         restored = checkpoint.restore(self.folder / STEPS, step, params, opt_state)
@@ -176,11 +177,11 @@ class BucketCheckpointWriter:
         shutil.rmtree(self.folder, ignore_errors=True)
         self.folder.mkdir(parents=True)
 
-    def checkpoints(self, section: Any, notify: Callable[[str], None]) -> Checkpoints:
+    def checkpoints(self, section: CheckpointSection, notify: Callable[[str], None]) -> Checkpoints:
         newest = dataclasses.replace(section, keep=1, keep_best=0, keep_every=0)  # the bucket has the others
         return Checkpoints(self.folder / STEPS, newest, notify, self._put)
 
-    def restore(self, step: Version, params: Any, opt_state: Any) -> tuple[Any, Any]:
+    def restore(self, step: Version, params: Tree, opt_state: Tree) -> tuple[Tree, Tree]:
         """As FolderCheckpointWriter.restore, straight from the bucket: only what the devices of this process hold is
         read."""
         folder = f"{STEPS}/{step}"
@@ -202,7 +203,7 @@ def home(begin: Begin) -> FolderCheckpointWriter | BucketCheckpointWriter:
     )
 
 
-def _item(store: Objects, folder: str, like: Any) -> Any:
+def _item(store: Objects, folder: str, like: Tree) -> Tree:
     base = f"{store.url}/{folder}/"
     merged = store.get(folder + "/" + OCDBT) is not None
 
@@ -210,7 +211,7 @@ def _item(store: Objects, folder: str, like: Any) -> Any:
         kvstore = {"driver": "ocdbt", "base": base, "path": f"{name}/"} if merged else f"{base}{name}/"
         return {"driver": "zarr", "kvstore": kvstore}
 
-    def check(path: Any, found: jax.Array, wanted: jax.ShapeDtypeStruct) -> jax.Array:
+    def check(path: jax.tree_util.KeyPath, found: jax.Array, wanted: jax.ShapeDtypeStruct) -> jax.Array:
         if (found.shape, found.dtype) != (wanted.shape, wanted.dtype):
             raise ValueError(
                 f"{base}{name_of(path)} is {found.dtype}{list(found.shape)}, and was asked for as "

@@ -24,10 +24,15 @@ import time
 import traceback
 from collections.abc import Callable, MutableMapping
 from multiprocessing import connection
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from dora_jax.runtime.cluster.launch_process import Ticket, ticket_of
 from dora_jax.runtime.idle_time import IdleTimer
+
+if TYPE_CHECKING:
+    from dora_jax.config import Config
+    from dora_jax.runtime.cluster.connection import ControllerConnection
+    from dora_jax.runtime.cluster.messages import Begin
 
 BEAT_S = 1.0
 LAST_WORDS_S = 5.0
@@ -86,7 +91,7 @@ def serve(ticket: Ticket, token: bytes, leave: Callable[[], None] = lambda: None
     end(1)
 
 
-def pass_on_notice(link: Any) -> None:
+def pass_on_notice(link: ControllerConnection) -> None:
     """Tells the controller of a SIGTERM (the machine is about to go), whatever the main thread does; it decides."""
     from dora_jax.runtime.cluster.messages import PreemptionNotice
 
@@ -106,7 +111,7 @@ def pass_on_notice(link: Any) -> None:
 class HeartbeatSender:
     """Tells the controller every second that this process lives, and how far it is."""
 
-    def __init__(self, link: Any):
+    def __init__(self, link: ControllerConnection):
         self.progress = 0
         self.busy = False
         self.waits = IdleTimer()  # of the main thread
@@ -123,7 +128,9 @@ class HeartbeatSender:
             time.sleep(BEAT_S)
 
 
-def _open(begin: Any, link: Any, status: HeartbeatSender, token: bytes, arrivals: queue.SimpleQueue) -> Any:
+def _open(
+    begin: Begin, link: ControllerConnection, status: HeartbeatSender, token: bytes, arrivals: queue.SimpleQueue
+) -> Any:
     """Opens the role of this process; it is compiled on return."""
     from dora_jax import validate
 
@@ -137,7 +144,7 @@ def _open(begin: Any, link: Any, status: HeartbeatSender, token: bytes, arrivals
     return open_role(begin, config, link, status, turns(begin, token, arrivals))
 
 
-def _enter_world(begin: Any, config: Any) -> None:
+def _enter_world(begin: Begin, config: Config) -> None:
     """Joins the jax.distributed world of the gang; a gang of one process needs none."""
     import jax
     from absl import flags

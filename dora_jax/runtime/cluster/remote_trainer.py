@@ -26,6 +26,7 @@ from dora_jax.runtime.cluster.gang_supervisor import GangSupervisor
 from dora_jax.runtime.cluster.weight_publisher import TRAINER, WeightPublisher
 from dora_jax.runtime.durability.payload_state import Step
 from dora_jax.runtime.durability.resume import INITIAL
+from dora_jax.runtime.seams import Tree
 from dora_jax.trainer import checkpoint
 from dora_jax.trainer.checkpoint import Restored
 from dora_jax.types import ScoredGroup, Version
@@ -39,8 +40,8 @@ class RemoteState:
     """The version of the gang's trainer; its arrays stay in the gang."""
 
     step: Version = INITIAL
-    params: Any = None
-    opt_state: Any = None
+    params: Tree = None
+    opt_state: Tree = None
 
 
 Part = tuple[Sequence[ScoredGroup], Version]  # groups of one step, and its base
@@ -100,7 +101,7 @@ class RemoteTrainer:
         self.state.step, self._digest = base + 1, made.digest
         return made.metrics
 
-    def load(self, params: Any, opt_state: Any, step: Version) -> None:
+    def load(self, params: Tree, opt_state: Tree, step: Version) -> None:
         self._do(messages.RestoreCheckpoint(step=step))
         self.state.step, self._digest = step, None
 
@@ -147,7 +148,7 @@ class RemoteTrainer:
         gang.call(messages.PublishWeights(version=version))
         self._publisher.kept(gang, version)
 
-    def _do(self, what: Any) -> Any:
+    def _do(self, what: messages.TrainerCall) -> Any:
         """The answer on which all processes agree. If the gang dies over it, the next gang is asked."""
         while True:
             try:
@@ -243,7 +244,7 @@ class RemoteWeights:
     def put(self, version: Version, weights: RemoteTrainer) -> None:
         weights.publish(version)
 
-    def get(self, version: Version, shardings: Any) -> Any:
+    def get(self, version: Version, shardings: Tree) -> Tree:
         raise KeyError(f"version {version} is in the trainer's processes, not in the controller's")
 
     def drop(self, version: Version) -> None:
@@ -265,7 +266,7 @@ class RemoteCheckpoints:
         self._failing = False
 
     def save(
-        self, step: Version, params: Any, opt_state: Any, rl_state: Mapping[str, Any], metrics: Mapping[str, float]
+        self, step: Version, params: Tree, opt_state: Tree, rl_state: Mapping[str, Any], metrics: Mapping[str, float]
     ) -> None:
         floats = {name: float(value) for name, value in metrics.items()}
         self._ask(messages.SaveCheckpoint(version=step, rl_state=json.loads(json.dumps(rl_state)), metrics=floats))
@@ -303,7 +304,7 @@ class RemoteCheckpoints:
             self._notify(f"checkpoint {step} is later than what can be recovered and is put aside")
             self._stored.put_aside(step, "undone")
 
-    def restore(self, step: Version, params: Any, opt_state: Any) -> Restored:
+    def restore(self, step: Version, params: Tree, opt_state: Tree) -> Restored:
         return Restored(None, None, self._stored.read_json(step, "rl_state"), self._stored.read_json(step, "metrics"))
 
     def close(self) -> None:
