@@ -18,6 +18,7 @@ def measured(tmp_path, *stages):
     return {stage: {e["name"]: e for e in entries if e["stage"] == stage} for stage in stages}
 
 
+@pytest.mark.slow
 def test_the_kernel_and_the_engine_are_measured(tmp_path):
     found = measured(tmp_path, "read", "kernel", "decode-0.6B")
     assert found["kernel"]["tiny: ours"]["value"] > 0

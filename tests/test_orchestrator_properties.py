@@ -90,7 +90,9 @@ def balanced(world, event, commands):
     world.brain.state.ledger.check()
     fleet = world.brain.state.fleet
     for version, ids in fleet.holders.items():
-        serving = [host for host in map(fleet.instances.get, ids) if version in host.versions and version != host.leaving]
+        serving = [
+            host for host in map(fleet.instances.get, ids) if version in host.versions and version != host.leaving
+        ]
         found = fleet.best(version)
         assert found is None or (found in serving and fleet.has_room(found)), f"version {version}"
         assert found or not any(fleet.has_room(host, fleet.measured.new_bound) for host in serving), (

@@ -15,6 +15,8 @@ from dora_jax.ops import segment_attention as ops
 from dora_jax.trainer import objective, step
 from tests.fakes import trainer_cases as cases
 
+pytestmark = pytest.mark.usefixtures("quick_compile")
+
 L = 512
 LENGTHS = ((200, 1, 183, 100), (512,))  # of each row's segments; the rest is padding, segment 0
 

@@ -13,6 +13,8 @@ from dora_jax.ops.segment_attention import segment_attention
 from dora_jax.trainer import optim, prepare, step
 from tests.fakes import trainer_cases as cases
 
+pytestmark = pytest.mark.usefixtures("quick_compile")
+
 FAST_COMPILE = {"xla_backend_optimization_level": 0}
 
 

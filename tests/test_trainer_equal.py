@@ -79,7 +79,7 @@ def test_meshes(expected, data, fsdp, context, tensor):
     assert_same(loss_and_gradient(arrays, data=data, fsdp=fsdp, context=context, tensor=tensor), expected)
 
 
-@pytest.mark.parametrize("context,micro_batches", [(1, 1), (1, 4), (2, 1)])
+@pytest.mark.parametrize("context,micro_batches", [pytest.param(1, 1, marks=pytest.mark.slow), (1, 4), (2, 1)])
 def test_prompts_shared_by_the_samples_of_a_group(expected, context, micro_batches):
     shared = batch(micro_batches, share_prompts=True)
     assert (shared.segment_ids > 0).sum() < (batch().segment_ids > 0).sum()
@@ -130,7 +130,7 @@ def test_every_other_mesh(expected, data, fsdp, context, tensor):
     test_meshes(expected, data, fsdp, context, tensor)
 
 
-@pytest.mark.parametrize("micro_batches", [2, 4, 8])
+@pytest.mark.parametrize("micro_batches", [2, pytest.param(4, marks=pytest.mark.slow), 8])
 def test_micro_batches(expected, micro_batches):
     arrays = batch(micro_batches).arrays()
     assert_same(loss_and_gradient(arrays, micro_batches=micro_batches), expected)
