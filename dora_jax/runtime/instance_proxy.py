@@ -76,7 +76,7 @@ class _Leaving(Generic[AnyLife]):
 
 
 class InstanceProxy(Generic[AnyLife]):
-    """Called by the main thread, but for `heard`, `_left`, `_take` and `down`, which the threads of lives call too."""
+    """Called by the main thread, but for `heard`, `left` and `take`, which the threads of lives call too."""
 
     def __init__(self, up: ev.InstanceUp, outbox: Outbox):
         self.instance = up.instance
