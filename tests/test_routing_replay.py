@@ -101,7 +101,7 @@ def test_the_bias_of_a_busy_expert_falls_and_nothing_else_moves_it():
     balanced = trainer(CORRECTED, router_bias_rate=0.25, learning_rate=1e-3)
     before = np.asarray(balanced.params["layers"]["router_bias"])
     batch = packed(cases.groups(), routes=None)
-    _, sums = step.update(balanced._recipe, balanced.state, {name: x for name, x in batch.arrays().items()})
+    _, sums = step.update(balanced.recipe, balanced.state, {name: x for name, x in batch.arrays().items()})
     balanced.step(batch)
     load = np.asarray(sums["expert_load"])
     expected = before + 0.25 * np.sign(load.mean(-1, keepdims=True) - load)

@@ -66,7 +66,7 @@ class Trainer:
     ):
         """Copies `params` (stacked, any sharding); they stay the caller's."""
         self.section, self.mesh = section, mesh
-        self._recipe = new_recipe(
+        self.recipe = new_recipe(
             model_cfg,
             section,
             mesh,
@@ -75,26 +75,26 @@ class Trainer:
             vocab_limit=vocab_limit,
             dtype=dtype,
         )
-        self._model, self.routes = self._recipe.model, self._recipe.routes
+        self._model, self.routes = self.recipe.model, self.recipe.routes
         self._rows, self._replicated = sharding.batch_spec(mesh), NamedSharding(mesh, PartitionSpec())
-        self.shardings = self._recipe.shardings()
-        jit = self._recipe.jit
+        self.shardings = self.recipe.shardings()
+        jit = self.recipe.jit
         self._copy = jit(
             lambda tree: jax.tree.map(lambda x: jnp.array(x, jnp.float32, copy=True), tree),
             out_shardings=self.shardings.params,
         )
         params = self._copy(jax.device_put(params, self.shardings.params))  # steps donate: never the caller's buffers
-        opt_state = jit(self._recipe.init, out_shardings=self.shardings.opt_state)(params)
+        opt_state = jit(self.recipe.init, out_shardings=self.shardings.opt_state)(params)
         self.state = TrainState(params, opt_state, jax.device_put(np.int32(step), self._replicated))
         self._reference = self._copy(params) if objective.needs_reference(section) else None
-        self._update = jitted_update(self._recipe)
+        self._update = jitted_update(self.recipe)
         self._compiled: dict[tuple[int, int], Any] = {}  # by shape of the batch, where `warmup` made it
         scored = functools.partial(jit, out_shardings=self._replicated)  # every process reads all of it
         self._logprobs = scored(
             functools.partial(by_micro_batch, lambda p, a: self._model.logprobs(p, a)[0], section.micro_batches)
         )
         self._probed = scored(lambda p, a: self._model.logprobs(p, a)[0])
-        self._values = scored(functools.partial(by_micro_batch, self._recipe.critic.values, section.micro_batches))
+        self._values = scored(functools.partial(by_micro_batch, self.recipe.critic.values, section.micro_batches))
         self._grad_sq = scored(functools.partial(scores.grad_norms_sq, self._model))
         self.health = health.Health(section.max_mismatch, dump_dir)
         self._meter = flops.FlopsMeter(model_cfg, mesh, section.peak_tflops)
@@ -157,7 +157,7 @@ class Trainer:
 
     def warmup(self, rows: int, tokens: int) -> None:
         """Compiles the step for batches of this shape; changes nothing."""
-        _, shapes = abstract_inputs(self._recipe, rows, tokens)
+        _, shapes = abstract_inputs(self.recipe, rows, tokens)
         self._compiled[rows, tokens] = self._update.lower(self.state, shapes).compile()
 
     def probe(self, probe: Probe) -> dict[str, float]:
