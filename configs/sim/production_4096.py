@@ -11,7 +11,7 @@ from dora_jax.sim import config
 
 def get_config(arg=None):
     c = config.defaults()
-    c.steps, c.warmup_steps, c.report_tokens = 8, 2, 4096
+    c.steps, c.warmup_steps, c.report_tokens = 8, 2, 256
     c.modes = ("sync", "one_step", "partial", "dora_paper", "dora")
 
     c.model.params, c.model.active_params = 560e9, 27e9
@@ -22,7 +22,7 @@ def get_config(arg=None):
     c.hardware.chips, c.hardware.rollout_chips = 4096, 2048
     c.hardware.tensor, c.hardware.expert = 8, 4
     c.hardware.slots = 1024
-    c.cost.decode_overhead_s, c.cost.train_fixed_s, c.cost.train_utilisation = 0.0185, 165.0, 0.21
+    c.cost.decode_overhead_s, c.cost.train_fixed_s, c.cost.train_utilisation = 0.0195, 165.0, 0.21
 
     c.orchestrator.groups_per_step, c.orchestrator.group_size = 1024, 16
     c.orchestrator.inflight, c.orchestrator.updates = 1.15, 16

@@ -54,12 +54,12 @@ class ResultLine:
 def setting(steps: int, warmup: int) -> SimConfig:
     """The published experiment made small; overheads are those of the fit in sim/paper.py."""
     return sims.replace(SimConfig(), {
-        "steps": warmup + steps, "warmup_steps": warmup, "report_tokens": 1024 // TOKEN,
+        "steps": warmup + steps, "warmup_steps": warmup, "report_tokens": 1,
         "model.params": 7.6e9, "model.n_layers": 28, "model.d_model": 3584, "model.n_heads": 28,
         "model.head_dim": 128, "model.kv_bytes_per_token": 57344.0 * TOKEN,
         "hardware.chip": "h800", "hardware.chips": CHIPS, "hardware.rollout_chips": CHIPS // 2, "hardware.tensor": 1,
         "hardware.slots": 512, "hardware.speeds": (1.1, 1.0, 0.9, 1.0), "cost.publish_s": 2.0,
-        "cost.decode_overhead_s": 0.0175 * TOKEN, "cost.hbm_efficiency": 0.8 / TOKEN,
+        "cost.decode_overhead_s": 0.0195 * TOKEN, "cost.hbm_efficiency": 0.8 / TOKEN,
         "cost.flops_efficiency": 0.5 / TOKEN, "cost.train_utilisation": 0.21 / TOKEN, "cost.train_fixed_s": 165.0,
         "workload.mean_tokens": 2400 / TOKEN, "workload.max_new_tokens": 30000 // TOKEN,
         "workload.prompt_tokens": 160 / TOKEN, "workload.max_prompt_tokens": 512 // TOKEN,
