@@ -19,6 +19,26 @@ WIDTH = 120
 COMMENT_AT = 46  # column
 
 
+INTRODUCTION = """# Configurations
+
+A configuration is a Python file with `get_config(arg=None)`, which starts from `dora_jax.config.defaults()` and sets what differs; its first line is the command that
+runs it. `--config=configs/quickstart.py:tiny` hands `tiny` to it, `--config.field=value` overrides one field, and an optional `sweep()` lists the points of
+`python -m dora_jax.sweep`. A field that is unknown or wrong is named in one sentence, all of them at once, before anything starts.
+
+| file | what it runs |
+|---|---|
+| `quickstart.py` | a small base model made on the spot, then RL on sums: two cores, no network, minutes |
+| `rows.py` | rows of your own with an answer, and the reward that compares |
+| `qwen3.py` | Qwen3 of the hub's sizes on a machine or a slice: the argument names both |
+| `sim/` | the orchestrator in virtual time: the paper's clusters, fair tables of all modes, what-if questions |
+
+## Every field
+
+A default that is empty, 0 or `auto` where the comment says so is chosen by the platform; `--dry_run` prints what was chosen and why. This list is what `--help` prints
+and is made of the comments in `dora_jax/config.py`; `python tests/test_config_page.py` writes this page anew.
+"""
+
+
 def asked_for(args: Sequence[str]) -> bool:
     return any(HELP.fullmatch(arg) for arg in args)
 
@@ -72,3 +92,8 @@ def _line(setting: str, comment: str) -> list[str]:
         return [head]
     head = head.ljust(COMMENT_AT) if len(head) < COMMENT_AT else f"{head}  "
     return textwrap.wrap(comment, WIDTH, initial_indent=head, subsequent_indent=" " * COMMENT_AT)
+
+
+def page(config: type) -> str:
+    """configs/README.md: every field, with default and comment."""
+    return f"{INTRODUCTION}\n```text{chr(10).join(fields(config))}\n```\n"
