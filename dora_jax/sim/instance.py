@@ -374,9 +374,9 @@ def new_instance(config: SimConfig, id: InstanceId, life: int, costs: Costs, liv
     )  # fmt: skip
 
 
-def came_up(hardware: Hardware, host: Instance, pages: int, versions: tuple[Version, ...]) -> InstanceUp:
+def came_up(hardware: Hardware, instance: Instance, pages: int, versions: tuple[Version, ...]) -> InstanceUp:
     """The fact that an instance is there; it holds `versions` already."""
     return InstanceUp(
-        instance=host.id, slots=hardware.slots, pages=pages, page_size=hardware.page_size,
-        residents=hardware.residents, versions=versions, life=host.life,
+        instance=instance.id, slots=hardware.slots, pages=pages, page_size=hardware.page_size,
+        residents=hardware.residents, versions=versions, life=instance.life,
     )  # fmt: skip

@@ -90,15 +90,15 @@ class Meter:
         if self._state == WAIT_GROUPS:
             self._trainer_state(now, self._waits(groups))
 
-    def train_begins(self, now: float, hosts: Iterable[Instance]) -> None:
+    def train_begins(self, now: float, instances: Iterable[Instance]) -> None:
         """Every instance stands at `now`, here and where the trainer ends."""
         self._trainer_state(now, TRAIN)
-        self._idle_tail += self._idle_s(hosts) - self._idle_before
+        self._idle_tail += self._idle_s(instances) - self._idle_before
 
-    def train_ends(self, now: float, hosts: Iterable[Instance], ready: int) -> None:
+    def train_ends(self, now: float, instances: Iterable[Instance], ready: int) -> None:
         """The trainer has nothing to do; `ready`: groups that it may not take yet."""
         self._trainer_state(now, self._waits(ready))
-        self._idle_before = self._idle_s(hosts)
+        self._idle_before = self._idle_s(instances)
 
     def trained(self, base: Version, groups: Iterable[SimGroup]) -> None:
         """One part of a step."""
@@ -113,24 +113,24 @@ class Meter:
         self._live_count += 1
         self._live_max = max(self._live_max, versions)
 
-    def lost(self, now: float, host: Instance) -> None:
-        self._down[host.id] = now
-        for name, seconds in {**host.spent, "slot_s": host.slot_s, "preempted": host.preempted}.items():
+    def lost(self, now: float, instance: Instance) -> None:
+        self._down[instance.id] = now
+        for name, seconds in {**instance.spent, "slot_s": instance.slot_s, "preempted": instance.preempted}.items():
             self._lost[name] = self._lost.get(name, 0.0) + seconds
 
     def up(self, now: float, id: InstanceId) -> None:
         self._lost[DOWN] = self._lost.get(DOWN, 0.0) + now - self._down.pop(id, now)
 
-    def published(self, now: float, version: Version, hosts: Iterable[Instance], ready: int) -> None:
+    def published(self, now: float, version: Version, instances: Iterable[Instance], ready: int) -> None:
         """After the warm-up counting begins; the result is always up to date."""
-        self.train_ends(now, hosts, ready)
+        self.train_ends(now, instances, ready)
         self._ready_left += ready
         self.step_ends.append(now)
         if version <= self._warmup:
-            self._start, self._start_lags = self._counters(now, hosts), dict(self._lags)
+            self._start, self._start_lags = self._counters(now, instances), dict(self._lags)
             self._live_sum = self._live_count = self._live_max = 0
         elif self._start is not None:
-            self.result = self._result(version - self._warmup, self._counters(now, hosts))
+            self.result = self._result(version - self._warmup, self._counters(now, instances))
 
     # ------------------------------------------------------------------ private
 
@@ -142,11 +142,11 @@ class Meter:
         self._trainer[self._state] += now - self._since
         self._state, self._since = state, now
 
-    def _idle_s(self, hosts: Iterable[Instance]) -> float:
+    def _idle_s(self, instances: Iterable[Instance]) -> float:
         """Instance-seconds idle so far, those of the lost included."""
-        return self._lost.get(IDLE, 0.0) + sum(host.spent[IDLE] for host in hosts)
+        return self._lost.get(IDLE, 0.0) + sum(instance.spent[IDLE] for instance in instances)
 
-    def _counters(self, now: float, hosts: Iterable[Instance]) -> dict[str, float]:
+    def _counters(self, now: float, instances: Iterable[Instance]) -> dict[str, float]:
         counters = {"now": now, "tokens": self._tokens, "moves": self.moves, "reloads": self.reloads}
         counters |= {"samples": self._samples, "mixed": self._mixed}
         counters |= {"move_bytes": self.move_bytes, "weight_bytes": self.weight_bytes, "idle_tail": self._idle_tail}
@@ -156,11 +156,11 @@ class Meter:
             counters[f"rollout/{name}"] = self._lost.get(name, 0.0)
         counters[f"rollout/{DOWN}"] += sum(now - since for since in self._down.values())
         counters["preempted"] = self._lost.get("preempted", 0)
-        for host in hosts:
-            for name, seconds in host.spent.items():
+        for instance in instances:
+            for name, seconds in instance.spent.items():
                 counters[f"rollout/{name}"] += seconds
-            counters["rollout/slot_s"] += host.slot_s
-            counters["preempted"] += host.preempted
+            counters["rollout/slot_s"] += instance.slot_s
+            counters["preempted"] += instance.preempted
         return counters
 
     def _result(self, steps: int, end: dict[str, float]) -> Result:

@@ -16,7 +16,7 @@ from dora_jax.types import InstanceId, Version
 
 PEER_LOOKS = 4  # instances that are asked for a version's weights before the trainer is
 HOST_CHIPS = 4  # of most TPU machines
-HOST_COPY_BYTES_PER_S = 8e9  # from one place of a host's memory to another
+HOST_COPY_BYTES_PER_S = 8e9  # from one place of a instance's memory to another
 COPY_TRAFFIC = 3  # bytes that a cast from f32 reads and writes, for each byte of bfloat16 that it makes
 HBM_SHARE = 0.8  # of the bandwidth that a cast reaches
 
@@ -84,9 +84,9 @@ class Speeds:
     """Bytes of a version that each stage of its publication handles in a second."""
 
     copy: float  # cast on the trainer's devices, all together
-    home: float  # from these to their hosts
-    out: float  # out of the trainer's hosts
-    into: float  # into the hosts of one instance, and out of them
+    home: float  # from these to their instances
+    out: float  # out of the trainer's instances
+    into: float  # into the instances of one instance, and out of them
     join: float  # in these, from pieces into what the devices need
     place: float  # from these to the instance's devices
 
@@ -95,7 +95,7 @@ class Speeds:
 class PublishTimes:
     copy_s: float  # that the next step waits
     home_s: float
-    first_s: float  # until the first instance has it in host memory, everything before included
+    first_s: float  # until the first instance has it in instance memory, everything before included
     last_s: float  # until all have
     pause_s: float  # of an instance
 
@@ -108,7 +108,7 @@ def speeds_of(
     link_share: float,
     host_link_bytes_per_s: float = 0.0,
 ) -> Speeds:
-    """`link_share` of the chips' links is reached; host_link_bytes_per_s: what one host's link carries instead."""
+    """`link_share` of the chips' links is reached; host_link_bytes_per_s: what one instance's link carries instead."""
 
     def link(chip: Chip, chips: int) -> float:
         return chips * (host_link_bytes_per_s / HOST_CHIPS or chip.dcn_bytes_per_s * link_share)

@@ -33,23 +33,23 @@ class Trace:
         self._name(TRAINER, 0, f"trainer ({label})", "trainer")
         self._name(ROLLOUT, 0, f"rollout ({label})", "instance 0")
 
-    def state(self, now: float, host: Instance) -> None:
+    def state(self, now: float, instance: Instance) -> None:
         """The instance's slice goes on, or ends and another begins."""
         self._now = now
-        activity = host.activity
+        activity = instance.activity
         if activity in (DECODE, PREFILL):
-            name = "+".join(f"v{version}" for version in sorted(host.counts)) or activity
+            name = "+".join(f"v{version}" for version in sorted(instance.counts)) or activity
         else:
             name = "" if activity == IDLE else activity
-        before, since = self._open.get(host.id, ("", now))
-        if host.id not in self._open and host.id:
-            self._name(ROLLOUT, host.id, "", f"instance {host.id}")
-        if name != before or host.id not in self._open:
-            self._slice(ROLLOUT, host.id, before, since, now)
-            self._open[host.id] = (name, now)
+        before, since = self._open.get(instance.id, ("", now))
+        if instance.id not in self._open and instance.id:
+            self._name(ROLLOUT, instance.id, "", f"instance {instance.id}")
+        if name != before or instance.id not in self._open:
+            self._slice(ROLLOUT, instance.id, before, since, now)
+            self._open[instance.id] = (name, now)
 
-    def done(self, now: float, job: Job, host: Instance) -> None:
-        self._last_done[job.id.group_id] = (now, host.id)
+    def done(self, now: float, job: Job, instance: Instance) -> None:
+        self._last_done[job.id.group_id] = (now, instance.id)
 
     def train(self, now: float, end: float, command: Train) -> None:
         name = f"v{command.base_version + 1}"

@@ -95,20 +95,20 @@ class SimWorld:
     # ------------------------------------------------------------------ commands
 
     def _start(self, command: ev.Start) -> None:
-        host = self._touch(command.instance)
+        instance = self._touch(command.instance)
         for id in command.ids:
             self._groups.setdefault(id.group_id, SimGroup(command.version))
             prompt, turns = self._workload.prompt_tokens(id.group_id), self._workload.turns(id)
-            host.submit(Job(id, command.version, prompt, turns), "start")
-        self._schedule(host)
+            instance.submit(Job(id, command.version, prompt, turns), "start")
+        self._schedule(instance)
 
     def _load(self, command: ev.LoadWeights) -> None:
-        host = self._touch(command.instance)
-        host.loading = True
+        instance = self._touch(command.instance)
+        instance.loading = True
         self.meter.reloads += 1
         self.meter.weight_bytes += self.costs.weight_bytes
-        self._agenda.at(self._network.bring(self.now, command), self._loaded, host, command.version)
-        self._schedule(host)
+        self._agenda.at(self._network.bring(self.now, command), self._loaded, instance, command.version)
+        self._schedule(instance)
 
     def _move(self, command: ev.Move) -> None:
         src = self._touch(command.src) if command.src in self._instances else None
@@ -132,18 +132,18 @@ class SimWorld:
             self._schedule(src)
 
     def _park(self, command: ev.Park) -> None:
-        host = self._touch(command.instance)
+        instance = self._touch(command.instance)
         end = self.now
         for id in command.ids:
-            job = host.take(id)
+            job = instance.take(id)
             if job is not None:
                 self._away[id] = job
                 end += self.costs.park_s(job.cached)
-                self._agenda.at(end, self._parked, job, host)
-        self._schedule(host)
+                self._agenda.at(end, self._parked, job, instance)
+        self._schedule(instance)
 
     def _resume(self, command: ev.Resume) -> None:
-        host = self._touch(command.instance)
+        instance = self._touch(command.instance)
         end = self.now
         for id in command.ids:
             job = self._away[id]
@@ -152,21 +152,21 @@ class SimWorld:
             job.arrival = "resume"
             if job.cached:
                 end += self.costs.park_s(job.cached)
-                self._agenda.at(end, self._resumed, job, host)
+                self._agenda.at(end, self._resumed, job, instance)
             else:
                 del self._away[id]
                 self.meter.reprefilled += job.tokens
-                host.submit(job, "resume")
-        self._schedule(host)
+                instance.submit(job, "resume")
+        self._schedule(instance)
 
     def _cancel(self, command: ev.Cancel) -> None:
         for id in command.ids:
-            host = None if command.instance is None else self._instances.get(command.instance)
+            instance = None if command.instance is None else self._instances.get(command.instance)
             job = None
-            if host is not None:
-                host.advance(self.now)
-                job = host.take(id)
-                self._schedule(host)
+            if instance is not None:
+                instance.advance(self.now)
+                job = instance.take(id)
+                self._schedule(instance)
             if job is None:
                 job = self._away.pop(id, None)
             if job is not None:
@@ -196,14 +196,14 @@ class SimWorld:
         """Instances that share its machine are slower meanwhile."""
         if self.costs.contention == 1.0:
             return
-        for host in self._all():
-            host.slowed = self.costs.contention if works else 1.0
-            self._schedule(host)
+        for instance in self._all():
+            instance.slowed = self.costs.contention if works else 1.0
+            self._schedule(instance)
 
     def _pause(self, command: ev.Pause | ev.Unpause) -> None:
-        host = self._touch(command.instance)
-        host.paused = isinstance(command, ev.Pause)
-        self._schedule(host)
+        instance = self._touch(command.instance)
+        instance.paused = isinstance(command, ev.Pause)
+        self._schedule(instance)
 
     _COMMANDS: ClassVar[dict[type, Callable[[SimWorld, Any], None]]] = {
         ev.Start: _start, ev.LoadWeights: _load, ev.Move: _move, ev.Park: _park, ev.Resume: _resume,
@@ -221,35 +221,37 @@ class SimWorld:
         self._notify(ev.TimePassed(now_s=self.now))
         self._agenda.at(self.now + self._config.orchestrator.rebalance_period_s, self._clock)
 
-    def _wake(self, host: Instance, wakeup: int) -> None:
-        if wakeup != host.wakeup:
+    def _wake(self, instance: Instance, wakeup: int) -> None:
+        if wakeup != instance.wakeup:
             return
-        host.advance(self.now)
-        for what, job in host.happen():
+        instance.advance(self.now)
+        for what, job in instance.happen():
             if what == inst.ENTERED:
-                self._entered(host, job)
+                self._entered(instance, job)
             elif what == inst.STOPPED:
-                self._stopped(host, job)
+                self._stopped(instance, job)
             else:
-                self._report(host)
-        self._schedule(host)
+                self._report(instance)
+        self._schedule(instance)
 
-    def _entered(self, host: Instance, job: Job) -> None:
+    def _entered(self, instance: Instance, job: Job) -> None:
         if job.arrival == "start":
-            self._notify(ev.SampleStarted(id=job.id, instance=host.id, version=job.version, life=host.life))
+            self._notify(ev.SampleStarted(id=job.id, instance=instance.id, version=job.version, life=instance.life))
         elif job.arrival == "resume":
-            self._notify(ev.SampleResumed(id=job.id, instance=host.id, life=host.life))
+            self._notify(ev.SampleResumed(id=job.id, instance=instance.id, life=instance.life))
         job.arrival = ""
 
-    def _stopped(self, host: Instance, job: Job) -> None:
+    def _stopped(self, instance: Instance, job: Job) -> None:
         turn = job.turns[job.turn]
         if job.turn < len(job.turns) - 1:
-            host.wait_for_tool(job)
-            self._agenda.at(self.now + turn.tool_s, self._tool_answered, host, job)
+            instance.wait_for_tool(job)
+            self._agenda.at(self.now + turn.tool_s, self._tool_answered, instance, job)
             return
-        self._notify(ev.SampleDone(id=job.id, instance=host.id, tokens=job.sampled, finish="stop", life=host.life))
+        self._notify(
+            ev.SampleDone(id=job.id, instance=instance.id, tokens=job.sampled, finish="stop", life=instance.life)
+        )
         if self._trace:
-            self._trace.done(self.now, job, host)
+            self._trace.done(self.now, job, instance)
         group = self._groups.get(job.id.group_id)
         if group is None:
             return
@@ -257,10 +259,10 @@ class SimWorld:
         if group.done == self._config.orchestrator.group_size:
             self._agenda.at(self.now + self.costs.score_s, self._scored, job.id.group_id, group)
 
-    def _report(self, host: Instance) -> None:
-        progress = {id: host.sampled_of(job) for id, job in host.decoding.items()}
-        free = host.free_tokens // self._config.hardware.page_size
-        self._notify(ev.InstanceReported.of(host.id, free, progress, host.life, **host.decoded()))
+    def _report(self, instance: Instance) -> None:
+        progress = {id: instance.sampled_of(job) for id, job in instance.decoding.items()}
+        free = instance.free_tokens // self._config.hardware.page_size
+        self._notify(ev.InstanceReported.of(instance.id, free, progress, instance.life, **instance.decoded()))
 
     def _scored(self, group_id: GroupId, group: SimGroup) -> None:
         if self._groups.get(group_id) is not group:
@@ -278,19 +280,19 @@ class SimWorld:
             self.meter.filtered += 1
         self._notify(ev.GroupScored(group_id=group_id, trainable=trainable))
 
-    def _tool_answered(self, host: Instance, job: Job) -> None:
-        if host.waits_for_tool(job):
-            host.advance(self.now)
-            host.tool_answered(job)
-            self._schedule(host)
+    def _tool_answered(self, instance: Instance, job: Job) -> None:
+        if instance.waits_for_tool(job):
+            instance.advance(self.now)
+            instance.tool_answered(job)
+            self._schedule(instance)
 
-    def _loaded(self, host: Instance, version: Version) -> None:
-        if self._instances.get(host.id) is host:
-            host.advance(self.now)
-            host.loading = False
-            self._network.loaded(host.id, version)
-            self._schedule(host)
-            self._notify(ev.WeightsLoaded(instance=host.id, version=version, life=host.life))
+    def _loaded(self, instance: Instance, version: Version) -> None:
+        if self._instances.get(instance.id) is instance:
+            instance.advance(self.now)
+            instance.loading = False
+            self._network.loaded(instance.id, version)
+            self._schedule(instance)
+            self._notify(ev.WeightsLoaded(instance=instance.id, version=version, life=instance.life))
 
     def _arrive(self, job: Job, src: Instance, dst: Instance | None, move: ev.Move) -> None:
         if self._away.get(job.id) is not job:
@@ -307,21 +309,21 @@ class SimWorld:
             self._settle(job, src)
         self._notify(ev.MoveFailed(**way, reason="the transfer broke off"))
 
-    def _settle(self, job: Job, host: Instance) -> None:
+    def _settle(self, job: Job, instance: Instance) -> None:
         """The sample goes on where its KV is."""
         del self._away[job.id]
-        host.advance(self.now)
-        host.receive(job)
-        self._schedule(host)
+        instance.advance(self.now)
+        instance.receive(job)
+        self._schedule(instance)
 
-    def _parked(self, job: Job, host: Instance) -> None:
-        if self._away.get(job.id) is job and self._instances.get(host.id) is host:
-            self._notify(ev.SampleParked(id=job.id, instance=host.id, life=host.life))
+    def _parked(self, job: Job, instance: Instance) -> None:
+        if self._away.get(job.id) is job and self._instances.get(instance.id) is instance:
+            self._notify(ev.SampleParked(id=job.id, instance=instance.id, life=instance.life))
 
-    def _resumed(self, job: Job, host: Instance) -> None:
-        if self._away.get(job.id) is job and self._instances.get(host.id) is host:
-            self._settle(job, host)
-            self._notify(ev.SampleResumed(id=job.id, instance=host.id, life=host.life))
+    def _resumed(self, job: Job, instance: Instance) -> None:
+        if self._away.get(job.id) is job and self._instances.get(instance.id) is instance:
+            self._settle(job, instance)
+            self._notify(ev.SampleResumed(id=job.id, instance=instance.id, life=instance.life))
 
     def _part_trained(self, version: Version, last: bool) -> None:
         if not self._trainer.ends(self.now):
@@ -334,9 +336,9 @@ class SimWorld:
     def _published(self, version: Version) -> None:
         self.meter.published(self.now, version, self._all(), len(self._ready))
         if self._repartitions and self._cost.balance_s:
-            for host in self._instances.values():
-                host.hold(self._cost.balance_s)
-                self._schedule(host)
+            for instance in self._instances.values():
+                instance.hold(self._cost.balance_s)
+                self._schedule(instance)
         if version >= self._until:
             raise EndOfMeasurement
         self._notify(ev.StepPublished(version=version))
@@ -345,50 +347,50 @@ class SimWorld:
 
     def _up(self, id: InstanceId, versions: tuple[Version, ...] = ()) -> None:
         self._lives[id] += 1
-        host = inst.new_instance(self._config, id, self._lives[id], self.costs, self._live)
-        host.time = self.now
-        host.slowed = self.costs.contention if self._trainer.busy else 1.0
-        self._instances[id] = host
+        instance = inst.new_instance(self._config, id, self._lives[id], self.costs, self._live)
+        instance.time = self.now
+        instance.slowed = self.costs.contention if self._trainer.busy else 1.0
+        self._instances[id] = instance
         self.meter.up(self.now, id)
         self._network.loaded(id, *versions)
-        self._notify(inst.came_up(self._config.hardware, host, self.costs.pages, versions))
+        self._notify(inst.came_up(self._config.hardware, instance, self.costs.pages, versions))
         fault = self._config.fault
         if fault.mtbf_s:
             life_s = -fault.mtbf_s * math.log(work.uniform(self._seed, work.FAULT, id, self._lives[id]))
-            self._agenda.at(self.now + life_s, self._down, host)
+            self._agenda.at(self.now + life_s, self._down, instance)
 
-    def _down(self, host: Instance) -> None:
-        host.advance(self.now)
-        for job in host.clear():
+    def _down(self, instance: Instance) -> None:
+        instance.advance(self.now)
+        for job in instance.clear():
             self._away[job.id] = job
-        host.wakeup += 1
-        del self._instances[host.id]
-        self._network.lost(host.id)
-        self.meter.lost(self.now, host)
-        self._notify(ev.InstanceDown(instance=host.id, reason="lost", life=host.life))
-        self._agenda.at(self.now + self._config.fault.repair_s, self._up, host.id)
+        instance.wakeup += 1
+        del self._instances[instance.id]
+        self._network.lost(instance.id)
+        self.meter.lost(self.now, instance)
+        self._notify(ev.InstanceDown(instance=instance.id, reason="lost", life=instance.life))
+        self._agenda.at(self.now + self._config.fault.repair_s, self._up, instance.id)
 
     # ------------------------------------------------------------------ private
 
     def _touch(self, id: InstanceId) -> Instance:
-        host = self._instances[id]
-        host.advance(self.now)
-        return host
+        instance = self._instances[id]
+        instance.advance(self.now)
+        return instance
 
     def _all(self) -> Iterable[Instance]:
         """The instances as they are now."""
-        for host in self._instances.values():
-            host.advance(self.now)
+        for instance in self._instances.values():
+            instance.advance(self.now)
         return self._instances.values()
 
-    def _schedule(self, host: Instance) -> None:
+    def _schedule(self, instance: Instance) -> None:
         """Make the next appointment with an instance whose batch or state has changed; older ones are void."""
-        host.wakeup += 1
-        time = host.next_time()
+        instance.wakeup += 1
+        time = instance.next_time()
         if time < math.inf:
-            self._agenda.at(time, self._wake, host, host.wakeup)
+            self._agenda.at(time, self._wake, instance, instance.wakeup)
         if self._trace:
-            self._trace.state(self.now, host)
+            self._trace.state(self.now, instance)
 
     def _notify(self, event: ev.Event) -> None:
         """A fact takes its time to the orchestrator: the way of the command that follows from it is in it."""
