@@ -60,7 +60,7 @@ def plan(hosts: int, trainer_devices: int, instance_devices: int, args: Sequence
     mesh = devices.trainer_mesh(cluster.trainer_hosts * trainer_devices, config)
     if math.prod(mesh) != cluster.trainer_hosts * trainer_devices:
         raise ConfigError(
-            f"trainer.fsdp: the mesh data * fsdp * tensor * context = {' * '.join(map(str, mesh))} is "
+            f"trainer.fsdp: the mesh data * fsdp * tensor * context * expert = {' * '.join(map(str, mesh))} is "
             f"not the trainer's {cluster.trainer_hosts} * {trainer_devices} devices"
         )
     if config.rollout.tensor != cluster.hosts_per_instance * instance_devices:
@@ -70,7 +70,7 @@ def plan(hosts: int, trainer_devices: int, instance_devices: int, args: Sequence
         )
     return (
         f"{hosts} machines; trainer: {cluster.trainer_hosts} of {trainer_devices} devices, data * fsdp * tensor * "
-        f"context = {' * '.join(map(str, mesh))}; "
+        f"context * expert = {' * '.join(map(str, mesh))}; "
         f"{instances} instances: {cluster.hosts_per_instance} of {instance_devices}"
     )
 

@@ -77,7 +77,7 @@ def test_a_group_shares_one_prefill():
     with loaded("a") as engine:
         calls = []
         prefill = engine.device.prefill
-        engine.device.prefill = lambda *args: (calls.append(args[1]), prefill(*args))
+        engine.device.prefill = lambda *args: calls.append(args[1]) or prefill(*args)
         for id in ids((3,), size=4):  # 20 tokens: chunks of 8, 8 and 3
             submit(engine, id)
         done = finish(engine)

@@ -144,7 +144,7 @@ def test_meshes_that_fit(hosts, trainer, replica, args, says):
         (2, 4, 4, (CONFIG,), "cluster.launcher: empty, so the run is of one machine, not of 2"),
         (5, 4, 1, CLUSTER, "cluster.trainer_hosts: 2, and 2 instances of 1, are 4 machines, not 5"),
         (4, 4, 4, CLUSTER, "rollout.tensor: 1 is not an instance's 1 * 4 devices"),
-        (4, 4, 1, (*CLUSTER, "--config.trainer.fsdp=4"), "1 * 4 * 1 * 1 is not the trainer's 2 * 4 devices"),
+        (4, 4, 1, (*CLUSTER, "--config.trainer.fsdp=4"), "1 * 4 * 1 * 1 * 1 is not the trainer's 2 * 4 devices"),
         (4, 4, 1, (*CLUSTER, "--config.trainer.tensor=3"), "trainer.fsdp: 8 devices are not divisible"),
         (4, 4, 1, (*CLUSTER, "--config.stepz=1"), "config.stepz: unknown field"),
     ],

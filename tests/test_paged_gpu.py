@@ -118,7 +118,7 @@ def engine():
     patch = pytest.MonkeyPatch()
     patch.setattr(paged_gpu, "paged_attention", functools.partial(interpreted, span=16, block=16))
     with patch.context() as anywhere:
-        anywhere.setattr(attention, "check_platform", lambda impl, platform: None)
+        anywhere.setattr(attention, "check_platform", lambda impl, platform, **latent: None)
         engine = new_engine(device=2, tensor=2, pages=20, context_block=48, attention="gpu")
     engine.load(0, weights(engine))
     yield engine

@@ -55,7 +55,7 @@ class Pending:
 
 
 class InstantDevice:
-    """A `forward.Device` that computes nothing; a call takes `call_s`, after the one before."""
+    """A `device.Device` that computes nothing; a call takes `call_s`, after the one before."""
 
     def __init__(self, engine: Engine, call_s: float = 0.0):
         self._call_s = call_s
@@ -75,14 +75,14 @@ class InstantDevice:
     def prefill(self, params: Any, control: np.ndarray, blocks: int) -> None:
         """Nothing to compute."""
 
-    def generate(self, params: Any, control: np.ndarray, blocks: int) -> np.ndarray | Pending:
+    def generate(self, params: Any, control: np.ndarray, blocks: int) -> tuple[np.ndarray | Pending, None]:
         if not self._call_s:
-            return self._result
+            return self._result, None
         now_s = time.perf_counter()
         begins_s = max(now_s, self._due_s or now_s)
         self.idle_s += begins_s - (self._due_s or now_s)
         self._due_s = begins_s + self._call_s
-        return Pending(self._result, self._due_s)
+        return Pending(self._result, self._due_s), None
 
 
 @dataclasses.dataclass(frozen=True)
