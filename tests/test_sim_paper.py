@@ -39,17 +39,21 @@ def test_the_table_of_one_size(chips):
     ours_beats_the_published_protocol_on_the_same_work(table)
 
 
+# Rows that no set of the four parameters brings within 10 % of the step time or 5 points of the share (paper.py says why).
+STEP_BEYOND = {(128, "one_step"): 0.15}
+SHARE_BEYOND = {(64, "one_step"): 0.06, (128, "partial"): 0.06}
+
+
 def seven_of_eight_rows_land_on_the_published_figures(chips, table):
-    """Of both sizes together: the fitted ones within 10 % of the step time, the others within 15 %, and all within 6
-    points of the rollout-only share."""
+    """Of both sizes together; the rollout-only share of the eighth, the misfit, is held too."""
     off = {(chips, mode): r.step_s / 60 / p["step_min"] - 1 for mode, (r, p) in table.items() if p}
     assert len(off) == 4
     misfit = {key for key in paper.MISFIT if key[0] == chips}
-    limits = {key: 0.10 if key in paper.FITTED else 0.15 for key in off}
-    assert {key for key, value in off.items() if abs(value) > limits[key]} == misfit, off
+    assert {key for key, value in off.items() if abs(value) > STEP_BEYOND.get(key, 0.10)} == misfit, off
     for mode, (result, published) in table.items():
         if published:
-            assert result.rollout_only == pytest.approx(published["rollout_only"], abs=0.06), mode
+            limit = SHARE_BEYOND.get((chips, mode), 0.05)
+            assert result.rollout_only == pytest.approx(published["rollout_only"], abs=limit), mode
 
 
 def the_modes_come_in_the_published_order(chips, table):
