@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 from dora_jax import devices, memory
 from dora_jax.chips import Machine
 from dora_jax.config import Config
-from dora_jax.memory import GIB, Line
+from dora_jax.memory import GIB, PlanLine
 from dora_jax.models.config import ModelConfig
 from dora_jax.update_costs import expected
 
@@ -51,7 +51,7 @@ class Budget:
     aliased: bool  # all on one CPU: an instance runs the published version itself
 
     @property
-    def trainer(self) -> list[Line]:
+    def trainer(self) -> list[PlanLine]:
         on_host = self.config.trainer.optimizer_memory == "host" and self.machines.trainer.platform != "cpu"
         return [
             *memory.trainer_state(self.model, self.config, self.mesh, on_host),
@@ -59,7 +59,7 @@ class Budget:
         ]
 
     @property
-    def instance(self) -> list[Line]:
+    def instance(self) -> list[PlanLine]:
         """All instances of the device, without their pages."""
         weights = [] if self.aliased else memory.instance_weights(self.model, self.config)
         lines = [*weights, *memory.instance_work(self.model, self.config)]
@@ -169,10 +169,10 @@ def _model_line(model: ModelConfig) -> str:
     return f"{params}, of which a token meets {(model.active_params + model.gain_params) / 1e9:,.2f}e9 ({model.family})"
 
 
-def _pages_line(budget: Budget) -> Line:
+def _pages_line(budget: Budget) -> PlanLine:
     rollout = budget.config.rollout
     of_all = f"{budget.crowd} instances of " if budget.crowd > 1 else ""
-    return Line("KV pages", budget.pages_bytes, f"{of_all}{rollout.pages} pages of {rollout.page_size} tokens")
+    return PlanLine("KV pages", budget.pages_bytes, f"{of_all}{rollout.pages} pages of {rollout.page_size} tokens")
 
 
 def _advice(budget: Budget) -> Iterator[str]:

@@ -117,7 +117,7 @@ class Costs(Protocol):
 
 def open_costs(model: ModelSizes, hardware: Hardware, options: CostOptions) -> Costs:
     """Measured costs where the options name a file of them, a roofline otherwise; ConfigError names what is wrong."""
-    return Measured(options.path) if options.path else Roofline(model, hardware, options)
+    return MeasuredCosts(options.path) if options.path else Roofline(model, hardware, options)
 
 
 class Roofline:
@@ -207,7 +207,7 @@ class Roofline:
         return self._model.n_layers * layer_s
 
 
-class Measured:
+class MeasuredCosts:
     """Costs of a real machine, from a file."""
 
     def __init__(self, path: str):

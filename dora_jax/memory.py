@@ -1,6 +1,6 @@
 """What a device has to hold, line by line: arithmetic without JAX.
 
-Consumes a model's sizes and a resolved configuration; produces `Line`s of bytes a device, for the trainer and for a
+Consumes a model's sizes and a resolved configuration; produces `PlanLine`s of bytes a device, for the trainer and for a
 rollout instance. State (masters, moments, weights, KV pages) is exact; what a compiled program needs beside it is an
 estimate, which `python -m dora_jax.bench.aot` holds against XLA's own.
 Law: every line is a closed formula in the sizes below, so that a dry run prints what a refusal is made of.
@@ -25,7 +25,7 @@ LAYERS_AT_ONCE = 3.15  # XLA overlaps what its layers do: fitted to updates of 8
 LOGITS_COPIES = 3  # logits, their probabilities, their gradient or noise
 
 
-class Line(NamedTuple):
+class PlanLine(NamedTuple):
     what: str
     bytes: float
     note: str = ""
@@ -51,11 +51,11 @@ class Mesh(NamedTuple):
         return self.data * self.fsdp * self.expert
 
 
-def total(lines: list[Line]) -> float:
+def total(lines: list[PlanLine]) -> float:
     return sum(line.bytes for line in lines)
 
 
-def table(lines: list[Line]) -> list[str]:
+def table(lines: list[PlanLine]) -> list[str]:
     """One line of text each, in GiB a device."""
     return [f"  {line.bytes / GIB:9.3f} GiB  {line.what}{f': {line.note}' if line.note else ''}" for line in lines]
 
@@ -77,25 +77,27 @@ def batch_layout(config: Config, mesh: Mesh) -> BatchShape:
     )
 
 
-def trainer_state(model: ModelConfig, config: Config, mesh: Mesh, on_host: bool = False) -> list[Line]:
+def trainer_state(model: ModelConfig, config: Config, mesh: Mesh, on_host: bool = False) -> list[PlanLine]:
     """Bytes that stay on a device between updates; on_host: moments rest in host memory and visit array by array."""
     t, dtype = config.trainer, config.model.dtype
     weights = model.matrix_params / mesh.shards + model.gain_params  # gains are replicated
     moments = 2 * BYTES[t.moments] * weights
     largest = 2 * BYTES[t.moments] * model.largest_params / mesh.shards
     lines = [
-        Line("masters", 4 * weights, "float32"),
-        Line("moments", largest, f"{t.moments}, of the largest array; all {moments / GIB:.3f} GiB rest in host memory")
+        PlanLine("masters", 4 * weights, "float32"),
+        PlanLine(
+            "moments", largest, f"{t.moments}, of the largest array; all {moments / GIB:.3f} GiB rest in host memory"
+        )
         if on_host
-        else Line("moments", moments, t.moments),
+        else PlanLine("moments", moments, t.moments),
     ]
     if objective.needs_reference(t):
-        lines.append(Line("reference model", 4 * weights, "float32, trainer.kl"))
+        lines.append(PlanLine("reference model", 4 * weights, "float32, trainer.kl"))
     if objective.needs_value(t):
-        lines.append(Line("value model", 4 * weights + moments, "float32 and its moments, trainer.advantage"))
+        lines.append(PlanLine("value model", 4 * weights + moments, "float32 and its moments, trainer.advantage"))
     copies = published_copies(config)
     lines.append(
-        Line("published versions", copies * BYTES[dtype] * weights, f"{copies} in {dtype}, until they are read")
+        PlanLine("published versions", copies * BYTES[dtype] * weights, f"{copies} in {dtype}, until they are read")
     )
     return lines
 
@@ -108,7 +110,7 @@ def published_copies(config: Config) -> int:
     return config.orchestrator.max_versions
 
 
-def trainer_work(model: ModelConfig, config: Config, mesh: Mesh) -> list[Line]:
+def trainer_work(model: ModelConfig, config: Config, mesh: Mesh) -> list[PlanLine]:
     """Bytes that an update needs beside the state: what lives through all of it, and its largest phase."""
     t, size, alone = config.trainer, BYTES[config.model.dtype], mesh.shards == 1
     shape = batch_layout(config, mesh)
@@ -133,15 +135,15 @@ def trainer_work(model: ModelConfig, config: Config, mesh: Mesh) -> list[Line]:
     }
     largest = max(phases, key=phases.__getitem__)
     return [
-        Line("gradients", copies * weights, f"float32, {copies} times"),
-        Line("layers to compute with", (size if size < 4 else 0) * layers / mesh.shards, config.model.dtype),
-        Line("gathered weights", gathered, "this layer's and the next's"),
-        Line(
+        PlanLine("gradients", copies * weights, f"float32, {copies} times"),
+        PlanLine("layers to compute with", (size if size < 4 else 0) * layers / mesh.shards, config.model.dtype),
+        PlanLine("gathered weights", gathered, "this layer's and the next's"),
+        PlanLine(
             "saved activations",
             model.n_layers * saved_activations(model, t.remat, tokens, mesh.tensor, size),
             f"{tokens} tokens, remat {t.remat}",
         ),
-        Line("the largest phase", phases[largest], largest),
+        PlanLine("the largest phase", phases[largest], largest),
     ]
 
 
@@ -182,7 +184,7 @@ def attention_scores(model: ModelConfig, kernel: str, rows: int, length: int, me
 # --------------------------------------------------------------- instance
 
 
-def instance_weights(model: ModelConfig, config: Config) -> list[Line]:
+def instance_weights(model: ModelConfig, config: Config) -> list[PlanLine]:
     """Bytes of the resident versions, and of the version that arrives while they run."""
     rollout = config.rollout
     whole = BYTES[config.model.dtype] * serving_params(model, rollout.tensor)
@@ -190,12 +192,12 @@ def instance_weights(model: ModelConfig, config: Config) -> list[Line]:
     if rollout.weights:  # 8 bits for the projections, the ends as published
         stored -= (BYTES[config.model.dtype] - 1) * model.n_layers * model.layer_params / rollout.tensor
     return [
-        Line(
+        PlanLine(
             "resident versions",
             rollout.residents * stored,
             f"{rollout.residents} in {rollout.weights or config.model.dtype}",
         ),
-        Line("incoming version", whole, f"in {config.model.dtype}"),
+        PlanLine("incoming version", whole, f"in {config.model.dtype}"),
     ]
 
 
@@ -208,20 +210,20 @@ def serving_params(model: ModelConfig, tensor: int) -> float:
     return model.matrix_params / tensor + model.gain_params + replicated
 
 
-def instance_work(model: ModelConfig, config: Config) -> list[Line]:
+def instance_work(model: ModelConfig, config: Config) -> list[PlanLine]:
     """Bytes that the compiled calls need beside weights and pages."""
     rollout, size = config.rollout, BYTES[config.model.dtype]
     rows = rollout.decode_rows or rollout.slots
     call = max(rollout.prefill_call_tokens, rollout.prefill_chunk)
     tokens = max(rows, min(call, rollout.prefill_tokens))
     lines = [
-        Line("logits and noise", LOGITS_COPIES * 4 * rows * model.vocab_size / rollout.tensor, f"{rows} rows"),
-        Line("one layer", layer_activations(model, tokens, rollout.tensor, size), f"{tokens} tokens"),
+        PlanLine("logits and noise", LOGITS_COPIES * 4 * rows * model.vocab_size / rollout.tensor, f"{rows} rows"),
+        PlanLine("one layer", layer_activations(model, tokens, rollout.tensor, size), f"{tokens} tokens"),
     ]
     if rollout.attention == "reference":
         past = rows * (rollout.max_prompt_tokens + rollout.max_new_tokens)
         lines.append(
-            Line(
+            PlanLine(
                 "gathered KV",
                 REFERENCE_KV * past * token_bytes(model, rollout, config.model.dtype),
                 f"{rows} rows, by the reference kernel",

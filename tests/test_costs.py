@@ -7,7 +7,7 @@ import pytest
 
 from dora_jax.chips import CHIPS
 from dora_jax.config import ConfigError
-from dora_jax.costs import CostOptions, Hardware, Measured, ModelSizes, Roofline, open_costs
+from dora_jax.costs import CostOptions, Hardware, MeasuredCosts, ModelSizes, Roofline, open_costs
 from dora_jax.sim.config import WorkloadSection
 from dora_jax.sim.workload import Workload, uniform
 from dora_jax.types import SampleId
@@ -77,7 +77,7 @@ def test_measured_costs_are_read_and_interpolated(tmp_path):
     del data["load_s"]
     path.write_text(json.dumps(data))
     with pytest.raises(ConfigError, match="is no file of measured costs: KeyError 'load_s'"):
-        Measured(str(path))
+        MeasuredCosts(str(path))
 
 
 # ---------------------------------------------------------------- workload

@@ -179,7 +179,7 @@ def part_trainer(outbox, max_lag=1):
     store = MemoryGroupStore()
     for i in range(4):
         store.put(group(i))
-    trainer = PacedTrainer(paced_run.Trainer(), lambda groups, base: [len(groups)], Costs(), 1e-3, 4)
+    trainer = PacedTrainer(paced_run.IdleTrainer(), lambda groups, base: [len(groups)], Costs(), 1e-3, 4)
     return StreamingTrainerWorker(trainer, trainer.pack, store, paced_run.Weights(), max_lag, outbox, 4)
 
 

@@ -44,7 +44,7 @@ class ResultLine:
 
     row: Row
     predicted: Result
-    ran: paced_run.Measured
+    ran: paced_run.PacedResult
 
     @property
     def off(self) -> float:

@@ -1,6 +1,6 @@
 """One paced run of a simulator's row: the same configuration, work and costs in the one-process world, on real threads.
 
-Consumes a `Row` and a pace, produces `Measured` in modelled seconds. The engine is the oracle's (every token proves its
+Consumes a `Row` and a pace, produces `PacedResult` in modelled seconds. The engine is the oracle's (every token proves its
 version), the trainer computes nothing, rewards are constants after `score_s`: what is real is all that lies between.
 """
 
@@ -35,7 +35,7 @@ from dora_jax.types import Prompt, Sample, SampleId, ScoredGroup, Version
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Measured:
+class PacedResult:
     """Averages over the measured steps; seconds are modelled ones, shares are of the time."""
 
     step_s: float
@@ -50,20 +50,20 @@ class Measured:
     mixed: int  # samples whose tokens came from more than one version
 
 
-class EndOfMeasurement(Exception):
+class EndOfPacedRun(Exception):
     """The last step to be measured is published."""
 
 
-def run(row: Row, pace: float) -> Measured:
+def run(row: Row, pace: float) -> PacedResult:
     """`pace`: real seconds a modelled second."""
     costs = open_costs(row.config.model, row.config.hardware, row.config.cost)
-    parts = _Parts(row, costs, pace)
-    meter = _Meter(row, parts, pace)
+    parts = _PacedRun(row, costs, pace)
+    meter = _PacedMeter(row, parts, pace)
     parts.world.listen(meter.told)
     try:
         parts.world.start(parts.ups)
         halt = run_loop(parts.brain, parts.world, [each(meter)])
-    except EndOfMeasurement:
+    except EndOfPacedRun:
         return meter.result()
     finally:
         parts.world.close()
@@ -109,7 +109,7 @@ class PacedWorker(EngineWorker):
         super().unpause()
 
 
-class _Parts:
+class _PacedRun:
     """The one-process world of a row."""
 
     def __init__(self, row: Row, costs: Costs, pace: float):
@@ -139,7 +139,7 @@ class _Parts:
         self.workers = [PacedWorker(i, engine, weights, outbox) for i, engine in enumerate(self.engines)]
         for engine in self.engines:
             engine.load(0, 0)
-        model: Any = Trainer()
+        model: Any = IdleTrainer()
         trainer = self.trainer = PacedTrainer(
             model, lambda groups, base: [len(groups)], costs, pace, told.groups_per_step
         )
@@ -148,8 +148,8 @@ class _Parts:
             trainer=StreamingTrainerWorker(
                 trainer, trainer.pack, store, weights, told.decisions.max_lag, outbox, told.groups_per_step
             ),
-            task=Task(work, told.max_new_tokens),
-            scorer=Scorer(costs.score_s * pace),
+            task=PacedPrompts(work, told.max_new_tokens),
+            scorer=PacedScorer(costs.score_s * pace),
             groups=store,
             weights=weights,
             outbox=outbox,
@@ -168,7 +168,7 @@ class _Parts:
 # ---------------------------------------------------------------- stand-ins
 
 
-class Task:
+class PacedPrompts:
     def __init__(self, work: Workload, max_new_tokens: int):
         self._work, self._max_new_tokens = work, max_new_tokens
 
@@ -185,7 +185,7 @@ class Task:
         )
 
 
-class Scorer:
+class PacedScorer:
     """Every group is trainable, `score_s` after its last sample."""
 
     def __init__(self, score_s: float):
@@ -213,7 +213,7 @@ class Scorer:
         self._due.clear()
 
 
-class Trainer:
+class IdleTrainer:
     params = None
 
     def step(self, batches: Iterable[int]) -> dict[str, float]:
@@ -242,10 +242,10 @@ class Weights:
 # ---------------------------------------------------------------- what is measured
 
 
-class _Meter:
+class _PacedMeter:
     """Observer of the loop and listener of the world: counters at the end of the warm-up and at the end."""
 
-    def __init__(self, row: Row, parts: _Parts, pace: float):
+    def __init__(self, row: Row, parts: _PacedRun, pace: float):
         self._row, self._parts, self._pace = row, parts, pace
         self._idle_before, self._waits = 0.0, True  # from a publication to the first Train after it
         self._tail_s = self._idle_s = 0.0  # instance-seconds idle: while the trainer waited, in all
@@ -274,11 +274,11 @@ class _Meter:
             self._tail_s += self._idle_now() - self._idle_before if self._waits else 0.0
             self._waits = False
 
-    def result(self) -> Measured:
+    def result(self) -> PacedResult:
         d = {name: value - self._start[name] for name, value in self._end.items()}
         steps = self._row.config.steps - self._row.config.warmup_steps
         every_s = d["now"] * len(self._parts.workers)
-        return Measured(
+        return PacedResult(
             step_s=d["now"] / steps / self._pace, rollout_only=1 - d["train"] / d["now"],
             tokens_per_s=d["tokens"] / d["now"] * self._pace,
             rollout={IDLE_TAIL: d["tail"] / every_s, IDLE_CAPPED: (d["idle"] - d["tail"]) / every_s},
@@ -293,7 +293,7 @@ class _Meter:
             self._start = self._counters(now)
         if version == config.steps:
             self._end = self._counters(now)
-            raise EndOfMeasurement
+            raise EndOfPacedRun
 
     def _idle_now(self) -> float:
         """A pause is no idleness."""
