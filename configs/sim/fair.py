@@ -13,7 +13,7 @@ the work and its costs are those of `dora` in the published table. In it are as 
 
 `dora_paper` takes no parts by its definition (orchestrate/modes.py): a second row shows it with parts. TUNED holds
 points of the grid of sim/config.py (GridSection). At 64 and 128 chips `--tune` found those of `sync`, `one_step` and
-`dora_paper`, with 3 steps after 2; those of `partial` and `dora` are the fastest of a dozen around what it found. At 4,096
+`dora_paper`, with 3 steps after 2; those of `partial` and `dora` are the fastest of about six around what it found. At 4,096
 `partial` and `dora` stand at the grid's largest load, where both are fastest, and the other rows are not tuned. Three seeds.
 
 The floor of a row and what versions on instances of their own add to it ("fragments") are explained in sim/bound.py: the
