@@ -87,7 +87,7 @@ def table(
     cfg, itemsize = decoder.new_config("qwen3", **SIZES[model]), jnp.dtype(dtype).itemsize
     params = jax.jit(lambda: decoder.serving_layout(decoder.init_params(cfg, 0, dtype=dtype)))()
     speed = read_speed(min(1 << 30, int(memory_bytes / 4)))
-    yield f"{model}, {dtype.__name__}, attention {attention}; this device reads {speed / 1e9:.0f} GB/s"
+    yield f"{model}, {jnp.dtype(dtype).name}, attention {attention}; this device reads {speed / 1e9:.0f} GB/s"
     yield f"{'context':>8s}{'B':>5s}{'weights MB':>12s}{'KV MB':>9s}{'ms a step':>11s}{'tokens/s':>10s}{'share':>8s}"
     for context in contexts:
         weights, kv = step_bytes(cfg, itemsize, 1, context)
