@@ -189,9 +189,9 @@ def test_past_pass_rates_keep_the_tasks_of_a_batch_in_proportion():
     def hard_share(adaptive):
         mixed = config(task_cycle=("easy", "hard"), task_ratios=(("easy", 1.0),), task_adaptive=adaptive, inflight=2.0,
                        groups_per_step=8, total_steps=40, group_size=1)  # fmt: skip
-        world = Picky(mixed, Shape(instances=((40, 1.0, 1),))).run()
+        world = Picky(mixed, Shape(instances=((6, 1.0, 1),))).run()  # too few slots for all that may be outstanding
         world.audit()
         trained = [g for _, groups in world.trained[20:] for g in groups]
         return sum(g % 2 for g in trained) / len(trained)
 
-    assert hard_share(False) < 0.4 and hard_share(True) > 0.6
+    assert hard_share(False) < 0.3 and hard_share(True) > 0.6

@@ -61,6 +61,16 @@ def test_what_a_run_did_is_what_the_picture_shows(tmp_path):
     assert data.instances[1] == {"samples": 1, "tokens": 4, "zero_tokens": 1, "nonfinite": 0, "logprob_sum": -2.0}
 
 
+def test_a_sample_that_comes_where_nothing_is_any_more_runs_nowhere(tmp_path):
+    log, id = Timeline(tmp_path, print), SampleId(0, 0)
+    for event in (up(0), up(1), ev.SampleStarted(id=id, instance=0, version=0),
+                  ev.InstanceDown(instance=1, reason="killed"), ev.SampleMoved(id=id, src=0, dst=1, attempt=1)):  # fmt: skip
+        log.event(event, ())
+    log.close()
+    busy = [row["busy"] for row in load(tmp_path, "a").timeline if "busy" in row]
+    assert busy and all("1" not in row for row in busy) and busy[-1]["0"] == {}
+
+
 def test_log_probs_that_are_no_numbers_are_counted(tmp_path):
     log = Timeline(tmp_path, print)
     log.record(Finished(sample=sample_of(SampleId(0, 0), logprob=float("nan")), instance=3))

@@ -72,6 +72,8 @@ class Timeline:
                 self._lengths["trained"].update(map(length_bucket, lengths))
 
     def event(self, event: ev.Event, commands: Sequence[ev.Command]) -> None:
+        if isinstance(event, ev.InstanceReported) and not commands:
+            return  # by far the most events, and nothing starts or ends by one
         match event:
             case ev.InstanceUp(instance=i, slots=slots):
                 self._busy[i] = collections.Counter()
@@ -112,8 +114,10 @@ class Timeline:
 
     def _enter(self, id: SampleId, instance: InstanceId, version: Version) -> None:
         self._leave(id)
+        if instance not in self._busy:
+            return  # it went down while the sample was on its way
         self._where[id] = instance, version
-        self._busy.setdefault(instance, collections.Counter())[version] += 1
+        self._busy[instance][version] += 1
         self._changed.add(instance)
 
     def _leave(self, id: SampleId) -> tuple[InstanceId, Version] | None:
