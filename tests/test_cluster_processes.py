@@ -24,7 +24,7 @@ def lines_of(console, pattern):
 def test_a_run_of_many_processes_outlives_those_that_are_killed_or_preempted(tmp_path):
     (tmp_path / "config.py").write_text(CONFIG.format(base=str(tmp_path / "base")))
     console = tmp_path / "console.log"
-    run = start(tmp_path, console, DORA_FAULT="trainer.in_step:1")
+    run = start(tmp_path, console, DORA_FAULT="trainer.in_step:2")
     try:
         for instance, blow in ((1, signal.SIGKILL), (0, signal.SIGTERM)):
             up = rf"^rollout {instance} \(epoch 1\) is up.*pids (\d+)"
