@@ -250,6 +250,7 @@ def run_of(slice_name="v5e-4", rollout=None, **trainer):
     return presets.resolve(c, presets.machines(c))[0]
 
 
+@pytest.mark.slow
 @needs_libtpu
 def test_a_run_is_compiled_for_a_slice_that_is_not_here():
     trainer, instance = aot.compile_roles(run_of(), MODEL, only=("train", "publish", "decode"))

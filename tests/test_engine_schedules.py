@@ -10,6 +10,7 @@ from dora_jax.types import SampleId
 from tests.fakes.engine_rig import assert_undisturbed, finish, ids, loaded, submit, undisturbed, weights
 
 
+@pytest.mark.slow
 def test_batch_mates_and_order_do_not_matter():
     with loaded("a") as engine:
         order = ids((0, 1, 2, 3, 4, 5))

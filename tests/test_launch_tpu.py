@@ -301,6 +301,7 @@ def test_a_job_on_a_host_is_the_local_one(here):
 # ---------------------------------------------------------------- the scripts themselves
 
 
+@pytest.mark.slow
 def test_shellcheck_finds_nothing():
     tool = shutil.which("shellcheck", path=f"{Path(sys.prefix) / 'bin'}:{os.environ['PATH']}")
     if not tool:

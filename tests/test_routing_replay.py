@@ -98,6 +98,7 @@ def test_an_update_takes_the_routes_of_sampling_and_counts_what_it_would_not_hav
 
 
 @pytest.mark.slow
+@pytest.mark.slow
 def test_the_bias_of_a_busy_expert_falls_and_nothing_else_moves_it():
     balanced = trainer(CORRECTED, router_bias_rate=0.25, learning_rate=1e-3)
     before = np.asarray(balanced.params["layers"]["router_bias"])
