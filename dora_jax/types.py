@@ -52,6 +52,7 @@ class Prompt:
     token_ids: np.ndarray  # i32[T]
     answer: Any  # what the reward compares with; JSON-serialisable
     max_new_tokens: int
+    turn_tokens: int = 0  # that one turn of an episode may sample; 0: the sample is one answer
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

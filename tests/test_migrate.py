@@ -3,9 +3,10 @@
 import dataclasses
 
 import numpy as np
+import pytest
 
-from dora_jax.rollout.migrate import InFlightSample, repaged, without_pages
-from dora_jax.types import SampleId
+from dora_jax.rollout.migrate import InFlightSample, ended, observed, repaged, without_pages
+from dora_jax.types import SampleId, Span, TokenTable
 from tests.fakes.engine_rig import assert_undisturbed, finish, ids, loaded, shared_engine, submit, undisturbed
 
 
@@ -153,3 +154,41 @@ def test_a_sample_that_nobody_decodes_beside_moves_in_larger_pieces(monkeypatch)
         assert [moved in small.tick().progress for _ in range(2)] == [False, True]
         assert_undisturbed(finish(small)[moved])
         assert (a.compiled, small.compiled) == compiled
+
+
+def test_what_is_observed_follows_the_exact_tokens_and_keeps_their_kv():
+    turn = dataclasses.replace(parcel(), kept=np.ones((5, 2), np.int32), spans=(Span(version=2, start=0, stop=3),))
+    there = observed(turn, np.array([50, 51, 52]))
+    assert there.out_ids.tolist() == [0, 1, 2, 3, 4, 50, 51, 52] and there.out_ids.dtype == np.int32
+    assert there.mask.tolist() == [True] * 5 + [False] * 3 and there.logprobs.tolist() == [0.0] * 8
+    assert there.kept.tolist() == [[1, 1]] * 5 + [[-1, -1]] * 3
+    assert (there.kv_len, there.n_pages, there.sampled, there.dropped) == (11, 3, 5, 0)
+    assert bits_of(there) == bits_of(turn) and there.spans == turn.spans
+    for nothing in (np.zeros(0, np.int32), np.zeros(0, np.int64)):
+        with pytest.raises(ValueError, match="observes 0 tokens behind 12 of 12"):
+            observed(turn, nothing)
+
+
+@pytest.mark.parametrize("keep", [3, 7, 9, 12])
+def test_a_rewritten_turn_keeps_the_tokens_and_the_kv_in_front_of_it(keep):
+    routes = np.arange(2 * 11, dtype=np.uint8).reshape(11, 1, 2)
+    turn = dataclasses.replace(parcel(), table=TokenTable(routes=routes), spans=(Span(version=2, start=0, stop=3),))
+    there = observed(turn, np.array([50]), keep)
+    assert [*there.prompt_ids, *there.out_ids] == [*turn.prompt_ids, *turn.out_ids][:keep] + [50]
+    assert there.kv_len == min(keep, 11) and there.n_pages == -(-there.kv_len // 4)
+    assert there.sampled == 5, "those of the branch before count as sampled"
+    assert len(there.table.routes) == min(keep, 11)
+    assert there.spans == tuple(s for s in (Span(version=2, start=0, stop=min(3, keep - 7)),) if s.stop > 0)
+
+
+def test_an_episode_ends_with_its_last_sampled_token():
+    turn = dataclasses.replace(parcel(), table=TokenTable(routes=np.zeros((11, 1, 2), np.uint8)))
+    for whole in (turn, observed(turn, np.array([50, 51]))):
+        sample = ended(whole, "length")
+        assert sample.out_ids.tolist() == list(range(5)) and sample.mask.all() and len(sample.mask) == 5
+        assert sample.spans == (Span(version=3, start=0, stop=5),) and sample.finish == "length"
+        assert len(sample.table.routes) == 7 + 5 - 1
+
+
+def bits_of(parcel):
+    return {name: pages.tobytes() for name, pages in parcel.pages.items()}

@@ -1,6 +1,8 @@
 """Stage 2: the record that carries one running sample between engines, or to host memory and back.
 
 Consumes nothing but host arrays; produces nothing but host arrays: the device side is in device.py.
+An episode is a sample of several turns. It leaves its slot at the end of a turn and comes back with what its environment
+said (`observed`), whose tokens alone are prefilled.
 Laws: a parcel belongs to one version; its pages arrive bit-equal; a parcel without pages (a sample of a lost
 instance) is prefilled again from its tokens, which costs time and, across shapes, the last bits of its log-probs.
 """
@@ -14,7 +16,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from dora_jax.rollout.kv_layout import POSITIONS
-from dora_jax.types import SampleId, Span, TokenTable, Version
+from dora_jax.types import Sample, SampleId, Span, TokenTable, Version
 
 HEADS = 2  # the axis of K in pages
 
@@ -26,9 +28,9 @@ class InFlightSample:
     id: SampleId
     version: Version
     prompt_ids: np.ndarray  # i32[T]
-    out_ids: np.ndarray  # i32[U] sampled so far
-    logprobs: np.ndarray  # f32[U]
-    max_new_tokens: int
+    out_ids: np.ndarray  # i32[U] so far
+    logprobs: np.ndarray  # f32[U], 0 where observed
+    max_new_tokens: int  # that it may sample in all
     spans: tuple[Span, ...] = ()  # of out_ids by earlier versions; what follows them is of `version`
     kv_len: int = 0  # positions that the pages cover; 0: to be prefilled again
     page_size: int = 0
@@ -38,6 +40,15 @@ class InFlightSample:
         default_factory=TokenTable
     )  # of the tokens that ran forward, as far as their rows are known
     kept: np.ndarray | None = None  # i32[U, top_k]: keep sets so far, where the engine sends them along
+    mask: np.ndarray | None = None  # bool[U], True where sampled, False where observed: a run of True is a turn.
+    # None: all are sampled
+    turn_tokens: int = 0  # that one turn of an episode may sample; 0: the sample is one answer
+    dropped: int = 0  # sampled tokens of the episode's earlier branches that are not among out_ids
+
+    @property
+    def sampled(self) -> int:
+        """Tokens sampled so far, those of earlier branches included."""
+        return self.dropped + (len(self.out_ids) if self.mask is None else int(self.mask.sum()))
 
     @property
     def pages(self) -> dict[str, np.ndarray]:
@@ -95,6 +106,65 @@ def retagged(parcel: InFlightSample, version: Version) -> InFlightSample:
     if version == parcel.version:
         return parcel
     return dataclasses.replace(without_pages(parcel), version=version, spans=spans_of(parcel))
+
+
+def observed(parcel: InFlightSample, token_ids: np.ndarray, keep: int | None = None) -> InFlightSample:
+    """The episode with what its environment said behind its tokens.
+
+    token_ids: i32[n]. keep: how many leading tokens of prompt and response stay, with as much of their KV; None: all.
+    ValueError: no token is observed or none stays, so that nothing follows the policy's turn."""
+    n_prompt, n_out = len(parcel.prompt_ids), len(parcel.out_ids)
+    keep = n_prompt + n_out if keep is None else keep
+    if not len(token_ids) or not 0 < keep <= n_prompt + n_out:
+        raise ValueError(f"{parcel.id} observes {len(token_ids)} tokens behind {keep} of {n_prompt + n_out}")
+    stay, n = max(keep - n_prompt, 0), len(token_ids)
+    mask = np.ones(n_out, bool) if parcel.mask is None else parcel.mask
+    routes, kept = parcel.table.routes, parcel.kept
+    whole = dataclasses.replace(
+        parcel,
+        prompt_ids=parcel.prompt_ids[:keep],
+        out_ids=np.concatenate([parcel.out_ids[:stay], np.asarray(token_ids, np.int32)]),
+        logprobs=np.concatenate([parcel.logprobs[:stay], np.zeros(n, np.float32)]),
+        mask=np.concatenate([mask[:stay], np.zeros(n, bool)]),
+        dropped=parcel.dropped + int(mask[stay:].sum()),
+        spans=_cut_spans(parcel.spans, stay),
+        table=dataclasses.replace(parcel.table, routes=None if routes is None else routes[:keep]),
+        kept=None if kept is None else np.concatenate([kept[:stay], np.full((n, kept.shape[1]), -1, np.int32)]),
+    )
+    return cut_kv(whole, min(parcel.kv_len, keep))
+
+
+def cut_kv(parcel: InFlightSample, kv_len: int) -> InFlightSample:
+    """The same tokens with the KV of the first `kv_len` positions, which it has."""
+    if not kv_len:
+        return without_pages(parcel)
+    pages = -(-kv_len // parcel.page_size)
+    return dataclasses.replace(
+        with_pages(parcel, {name: x[:, :pages] for name, x in parcel.pages.items()}), kv_len=kv_len
+    )
+
+
+def ended(parcel: InFlightSample, finish: str) -> Sample:
+    """The sample that it is once it ends here. What was observed behind the last sampled token is no part of it."""
+    mask = np.ones(len(parcel.out_ids), bool) if parcel.mask is None else parcel.mask
+    n = int(np.flatnonzero(mask)[-1]) + 1 if mask.any() else 0
+    routes = parcel.table.routes
+    if routes is not None:
+        routes = routes[: len(parcel.prompt_ids) + n - 1]
+    return Sample(
+        id=parcel.id,
+        prompt_ids=parcel.prompt_ids,
+        out_ids=parcel.out_ids[:n],
+        logprobs=parcel.logprobs[:n],
+        mask=mask[:n],
+        spans=_cut_spans(spans_of(parcel), n),
+        finish=finish,
+        table=dataclasses.replace(parcel.table, routes=routes),
+    )
+
+
+def _cut_spans(spans: Sequence[Span], stop: int) -> tuple[Span, ...]:
+    return tuple(dataclasses.replace(span, stop=min(span.stop, stop)) for span in spans if span.start < stop)
 
 
 def repaged(parcel: InFlightSample, page_size: int) -> InFlightSample:

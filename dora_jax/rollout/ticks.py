@@ -12,17 +12,20 @@ from dora_jax.types import Sample, SampleId
 if TYPE_CHECKING:
     import numpy as np
 
+    from dora_jax.rollout.migrate import InFlightSample
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TickResult:
     started: tuple[SampleId, ...]  # got a slot this tick
     finished: tuple[Sample, ...]
-    progress: Mapping[SampleId, int]  # samples that grew: tokens sampled so far, finished ones included
+    progress: Mapping[SampleId, int]  # samples that grew: tokens so far, finished and waiting ones included
     tokens: int  # sampled this tick, over all samples
     free_pages: int  # free now, evictable prefixes included
     rows: int = 0  # samples that were decoded, where the tick did nothing else; else 0
     # with rollout.keep_set, of each finished sample: i32[U, top_k], the ids each token was drawn from, -1 beyond them
     kept: Mapping[SampleId, np.ndarray] = dataclasses.field(default_factory=dict)
+    waiting: tuple[InFlightSample, ...] = ()  # episodes whose turn ended: they are no longer in a slot
 
 
 @dataclass
@@ -33,6 +36,7 @@ class GrowingResult:
     finished: list[Sample] = dataclasses.field(default_factory=list)
     progress: dict[SampleId, int] = dataclasses.field(default_factory=dict)
     kept: dict[SampleId, np.ndarray] = dataclasses.field(default_factory=dict)
+    waiting: list[InFlightSample] = dataclasses.field(default_factory=list)
     tokens: int = 0
     rows: int = 0
     decodes_only: bool = True
@@ -45,5 +49,6 @@ class GrowingResult:
             tokens=self.tokens,
             free_pages=free_pages,
             kept=self.kept,
+            waiting=tuple(self.waiting),
             rows=self.rows if self.decodes_only else 0,
         )
