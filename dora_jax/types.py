@@ -6,7 +6,9 @@ Letters used in shapes all over the package:
 
 Words: a *version* is one immutable set of weights (0 = initial, +1 per published step), a *group* is one
 prompt with its G samples, an *instance* is one replica of the rollout engine, a *step* is one trainer
-iteration and publishes one version, a *tick* is one engine iteration, *lag* is staleness in versions.
+iteration and publishes one version, a *tick* is one engine iteration, *lag* is staleness in versions. An *episode*
+is a sample of several *turns*: an environment answers each message of the policy. A turn is a run of sampled tokens,
+and the tokens between two turns are *observed*. A *branch* is a sequence that a chat template's rewriting ended.
 """
 
 from __future__ import annotations
@@ -72,20 +74,32 @@ class TokenTable:
     """
 
     routes: np.ndarray | None = None  # uint8 or uint16 [T + U - 1, M, k]: the experts of M layers; see models/routes.py
-    turn: np.ndarray | None = None  # i32[T + U - 1]
-    branch: np.ndarray | None = None  # i32[T + U - 1]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Branch:
+    """An episode's sequence up to the turn whose template rewrote earlier tokens. It is packed, and is no sample."""
+
+    prompt_ids: np.ndarray  # i32[T]
+    out_ids: np.ndarray  # i32[U]
+    logprobs: np.ndarray  # f32[U], 0 where observed
+    mask: np.ndarray  # bool[U], True where the policy sampled the token and no later branch holds it
+    version: Version
+    table: TokenTable = TokenTable()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sample:
     id: SampleId
     prompt_ids: np.ndarray  # i32[T]
-    out_ids: np.ndarray  # i32[U], the stop token included when finish == "stop"
-    logprobs: np.ndarray  # f32[U], the engine's own, after temperature
-    mask: np.ndarray  # bool[U], True where the policy sampled the token (False: observed)
+    out_ids: np.ndarray  # i32[U], the stop token included when finish == "stop"; of an episode: all its turns
+    logprobs: np.ndarray  # f32[U], the engine's own, after temperature; 0 where observed
+    mask: np.ndarray  # bool[U], True where the policy sampled the token (False: observed); a run of True is a turn
     spans: tuple[Span, ...]  # exactly one unless the mode is `partial`
     finish: str  # "stop", "length" or "error"
     table: TokenTable = TokenTable()
+    branches: tuple[Branch, ...] = ()  # the episode's earlier ones, oldest first
+    terms: dict[str, float] | None = None  # of the reward, as the episode's environment gave them
 
     @property
     def version(self) -> Version:
@@ -99,3 +113,30 @@ class ScoredGroup:
     samples: tuple[Sample, ...]
     rewards: np.ndarray  # f32[G]
     parts: dict[str, np.ndarray]  # name -> f32[G]; the terms whose sum is the reward
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Observed:
+    """An environment's answer to a message: the episode goes on with these tokens behind what it keeps."""
+
+    id: SampleId
+    token_ids: np.ndarray  # i32[n]
+    keep: int | None = None  # leading tokens of prompt and response that stay; None: all. Fewer begin a new branch.
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EpisodeEnded:
+    """The environment is done with the episode."""
+
+    id: SampleId
+    terms: dict[str, float]  # of the reward, summed over the turns
+    finish: str = "stop"  # "length": the episode reached a limit of turns or tokens
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EpisodeFailed:
+    """An infrastructure error, or a deadline: the episode has no reward, and its group fails."""
+
+    id: SampleId
+    reason: str
+    environment: str = ""

@@ -13,7 +13,7 @@ import pytest
 
 from dora_jax.orchestrate import events as ev
 from dora_jax.runtime import codec
-from dora_jax.types import Prompt, Sample, SampleId, ScoredGroup, Span
+from dora_jax.types import Branch, Prompt, Sample, SampleId, ScoredGroup, Span
 
 CODEC = codec.Codec()
 FUZZED = 1000
@@ -28,6 +28,16 @@ def sample(group=3, index=1, n=5):
         mask=np.ones(n, bool),
         spans=(Span(version=2, start=0, stop=n),),
         finish="stop",
+        branches=(
+            Branch(
+                prompt_ids=np.arange(4, dtype=np.int32),
+                out_ids=np.arange(2, dtype=np.int32),
+                logprobs=np.zeros(2, np.float32),
+                mask=np.array([True, False]),
+                version=2,
+            ),
+        ),
+        terms={"solved": 1.0},
     )
 
 
@@ -126,7 +136,7 @@ def test_a_transposed_array_keeps_its_values():
         (["SampleDone", [1], 0, 2, "stop", 1], "two numbers"),
         (["SampleDone", [1, 2.0], 0, 2, "stop", 1], "a float stands where a int"),
         (["Span", 1, 2, None], "Span.stop: a NoneType"),
-        (["Sample", [1, 2], 1, 2, 3, 4, [["Train", [], 1]], "stop", None], "Sample.prompt_ids"),
+        (["Sample", [1, 2], 1, 2, 3, 4, [["Train", [], 1]], "stop", None, [], None], "Sample.prompt_ids"),
         ({"a": 1}, "a dict stands where a record"),
     ],
 )

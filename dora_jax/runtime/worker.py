@@ -39,6 +39,15 @@ class Parked:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Waiting:
+    """An episode that left its engine for host memory: its turn is over, and its environment is to answer."""
+
+    in_flight: InFlightSample
+    instance: InstanceId
+    life: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class HandedOver:
     """A sample that has begun, of an instance that leaves or that an earlier controller left. It may go on anywhere."""
 

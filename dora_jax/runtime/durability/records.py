@@ -21,7 +21,7 @@ from dora_jax.orchestrate import events as ev
 from dora_jax.runtime.codec import Codec, CodecError
 from dora_jax.types import Sample, SampleId, ScoredGroup, TokenTable, Version
 
-FORMAT = 5  # of the records that this version writes; the head of a segment says its own
+FORMAT = 6  # of the records that this version writes; the head of a segment says its own
 OLDEST = 3  # the first format that `upgrade` knows
 
 
@@ -49,13 +49,17 @@ class Fact:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Partial:
-    """Tokens [start, start + len) of a running sample."""
+    """Tokens [start, start + len) of a running sample.
+
+    kind: "sampled", or "observed": an environment said them. "rewritten": they are observed and begin a new branch, in
+    the place of those from `start` on."""
 
     id: SampleId
     version: Version
     start: int
     out_ids: np.ndarray  # i32
     logprobs: np.ndarray  # f32
+    kind: str = "sampled"
 
 
 Entry = Fact | Partial
@@ -98,6 +102,21 @@ def upgrade(row: Any, written: int) -> Any:
         row = [Batch.__name__, [row], True] if _is(row, Fact) else row
     if written <= 4 and _is(row, Batch) and isinstance(row[1], list):
         row = [row[0], [_with_group(_with_decoding(entry)) for entry in row[1]], *row[2:]]
+    return _with_episodes(row) if written <= 5 else row
+
+
+def _with_episodes(row: Any) -> Any:
+    """The row of a record, as samples have branches and reward terms, tables one column, and chunks a kind."""
+    if not isinstance(row, list):
+        return row
+    row = [_with_episodes(field) for field in row]
+    match row[:1]:
+        case [name] if name == TokenTable.__name__:
+            return row[:2]
+        case [name] if name == Sample.__name__:
+            return [*row, [], None]
+        case [name] if name == Partial.__name__:
+            return [*row, "sampled"]
     return row
 
 
