@@ -33,7 +33,7 @@ from dora_jax.types import RENEWAL, GroupId, SampleId, Version
 
 # After these a batch may be taken that could not be before; after these no version and no run can be over.
 CHANGES_READY = {ev.GroupScored, ev.GroupFailed, ev.StepPublished, ev.InstanceUp}
-ENDS_NOTHING = {ev.InstanceReported, ev.SampleStarted}
+ENDS_NOTHING = {ev.InstanceReported, ev.SampleStarted, ev.SampleWaiting, ev.SampleReady}
 
 
 class Orchestrator:
@@ -129,7 +129,7 @@ class Orchestrator:
         self._renew_budget()
         self._evaluate(s.ledger.base)
         if s.decisions.on_publish == "swap":
-            s.queue.retag_waiting(s.ledger.base)
+            s.retag_waiting()
         elif s.decisions.on_publish == "evict":
             self._evict()
         s.wake_all()

@@ -59,7 +59,7 @@ class SampleStarted:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SampleDone:
     id: SampleId
-    instance: InstanceId
+    instance: InstanceId | None  # None: it was waiting, and its environment ended it
     tokens: int
     finish: str
     life: int = 0
@@ -100,6 +100,26 @@ class SampleResumed:
     id: SampleId
     instance: InstanceId
     life: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SampleWaiting:
+    """Its turn has ended: from now on it waits for its environment, and holds neither slot nor pages. The answer is one of
+    SampleReady, SampleDone(instance=None) and GroupFailed."""
+
+    id: SampleId
+    instance: InstanceId
+    tokens: int  # so far, observed ones included
+    kept: bool = False  # its KV stays on the instance until pages run short: it goes on there if it can
+    life: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SampleReady:
+    """Its environment has answered: it goes on by Resume."""
+
+    id: SampleId
+    tokens: int  # so far, those just observed included; 0: nothing is left of it, and it begins again from its prompt
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -176,6 +196,8 @@ Event = (
     | MoveFailed
     | SampleParked
     | SampleResumed
+    | SampleWaiting
+    | SampleReady
     | GroupScored
     | GroupFailed
     | StepPublished
@@ -219,7 +241,8 @@ class Park:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Resume:
-    """Continue at `version` from parked or journaled tokens (also: samples of a lost instance)."""
+    """Continue at `version` from parked or journaled tokens (also: samples of a lost instance, and those whose environment
+    has answered)."""
 
     ids: tuple[SampleId, ...]
     instance: InstanceId

@@ -21,6 +21,7 @@ PENDING = "pending"  # waits for its first slot
 STARTING, RUNNING, MOVING, PARKING, RESUMING = "starting", "running", "moving", "parking", "resuming"
 STEADY, CLEARING, LOADING = "steady", "clearing", "loading"  # of a instance's weights
 PARKED = "parked"  # its tokens are recorded outside any instance; waits for a slot
+WAITING = "waiting"  # for its environment, outside any instance
 CANCELLING = "cancelling"
 ENDED = "ended"
 
@@ -29,8 +30,8 @@ class Unit:
     """One unfinished sample."""
 
     __slots__ = (
-        "attempt", "began_s", "dst", "dst_pages", "failed_moves", "group", "id", "instance", "moved_s", "pages",
-        "state", "tokens", "version",
+        "attempt", "began_s", "dst", "dst_pages", "failed_moves", "group", "home", "id", "instance", "moved_s", "pages",
+        "state", "tokens", "version", "waits_s",
     )  # fmt: skip
 
     def __init__(self, group: Group, index: int):
@@ -41,11 +42,13 @@ class Unit:
         self.tokens = 0
         self.pages = 0  # reserved where it is
         self.instance: InstanceId | None = None
+        self.home: InstanceId | None = None  # has kept its KV while it waited
         self.dst: Instance | None = None  # while MOVING
         self.dst_pages = 0
         self.attempt = 0  # of its present move
         self.failed_moves = 0
-        self.began_s = 0.0  # when it started
+        self.began_s = 0.0  # when it started, put off by the time for which it waited
+        self.waits_s = 0.0  # when it began to wait
         self.moved_s = 0.0  # when its present move was asked for
 
     @property
@@ -184,7 +187,7 @@ class Fleet:
         """The sample holds a slot of `instance` from now on; `offer` the instance when its last one is placed."""
         if state != STARTING:  # it may have been here before: what was reported of it then is over
             self.settle(instance)
-        unit.state, unit.instance = state, instance.id
+        unit.state, unit.instance, unit.home = state, instance.id, None
         pages = unit.pages = self.measured.pages(instance.page_size, unit.tokens)
         instance.units[unit.id] = unit
         instance.pages_used += pages
@@ -241,6 +244,13 @@ class Fleet:
                 heapq.heappush(heap, entry)
                 if len(heap) > 4 * len(self.holders[version]) + 64:
                     self._compact(version)
+
+    def place(self, unit: Unit) -> Instance | None:
+        """Where a waiting sample goes on: where its KV is, or else where there is most room."""
+        home = None if unit.home is None else self.instances.get(unit.home)
+        if home is not None and _serves(home, unit.version) and self.has_room(home, unit.tokens):
+            return home
+        return self.best(unit.version, unit.tokens)
 
     def best(self, version: Version, tokens: int = 0) -> Instance | None:
         """The least loaded instance (ties by id) of a version with room for a sample of `tokens`."""

@@ -49,7 +49,7 @@ class _Fill:
         """Give slots to the waiting samples of a version; True when none waits any more."""
         s = self.s
         while (unit := s.queue.first(version)) is not None:
-            instance = s.fleet.best(version, unit.tokens) if self.left > 0 else None
+            instance = s.fleet.place(unit) if self.left > 0 else None
             if instance is None or instance.used >= (limit := self._fair(version, instance)):
                 return False
             if unit.state == fl.PARKED:
@@ -76,7 +76,7 @@ class _Fill:
             return instance.slots
         if version not in self._density:
             credit = admission.credit(s.decisions, s.ledger, version, s.config.total_steps, s.budget)
-            samples = s.queue.unfinished.get(version, 0) + credit * s.config.group_size
+            samples = s.queue.wanting(version) + credit * s.config.group_size
             self._density[version] = samples / (s.fleet.capacity[version] + arriving)
         groups = math.ceil(self._density[version] * instance.weight / s.config.group_size)
         return groups * s.config.group_size

@@ -1,4 +1,5 @@
-"""The queue: samples that hold no slot, by version, and how many samples of each version are unfinished.
+"""The queue: samples that hold no slot and want one, by version; how many samples of each version are unfinished, and how
+many of those wait for their environment and want none.
 
 Order within a version: samples with recorded tokens first, then evaluation, then groups as they were admitted.
 """
@@ -8,7 +9,7 @@ from __future__ import annotations
 import itertools
 from collections import deque
 
-from dora_jax.orchestrate.fleet import PARKED, PENDING, Group, Unit, add
+from dora_jax.orchestrate.fleet import PARKED, PENDING, WAITING, Group, Unit, add
 from dora_jax.types import Version, is_eval
 
 
@@ -17,10 +18,15 @@ class Queue:
         self.lines: dict[Version, tuple[deque[Unit], ...]] = {}  # with recorded tokens, evaluation, training
         self.unfinished: dict[Version, int] = {}  # every sample that has not ended, wherever it is
         self.evaluation_unfinished: dict[Version, int] = {}
+        self.in_environment: dict[Version, int] = {}  # of the unfinished, those that wait for their environment
 
     @property
     def training_unfinished(self) -> int:
         return sum(self.unfinished.values()) - sum(self.evaluation_unfinished.values())
+
+    def wanting(self, version: Version) -> int:
+        """Samples of a version that hold a slot or want one."""
+        return self.unfinished.get(version, 0) - self.in_environment.get(version, 0)
 
     def add(self, group: Group) -> None:
         """All samples of a new group wait for their first slot."""
@@ -31,6 +37,14 @@ class Queue:
     def park(self, unit: Unit) -> None:
         unit.state = PARKED
         self._line(unit).append(unit)
+
+    def wait(self, unit: Unit) -> None:
+        unit.state = WAITING
+        add(self.in_environment, unit.version, 1)
+
+    def end_wait(self, unit: Unit) -> None:
+        """The caller gives the sample its next state."""
+        add(self.in_environment, unit.version, -1)
 
     def put_back(self, units: list[Unit]) -> None:
         """Samples that never started go before those that wait for their first time."""
@@ -63,6 +77,9 @@ class Queue:
     def retag(self, unit: Unit, version: Version) -> None:
         """The training sample goes on under other weights (mode `partial`)."""
         self._count(unit.group, unit.version, -1)
+        if unit.state == WAITING:
+            add(self.in_environment, unit.version, -1)
+            add(self.in_environment, version, 1)
         unit.version = version
         self._count(unit.group, version, 1)
 

@@ -50,13 +50,13 @@ def rebalance(s: State) -> None:
 
 
 def _demand(s: State) -> dict[Version, int]:
-    """Requests in flight by version, and those that credit allows at the version meant for them."""
+    """Requests that hold a slot or want one, by version, and those that credit allows at the version meant for them."""
     meant = admission.admission_version(s.decisions, s.ledger)
     if s.decisions.on_publish == "swap":  # training samples follow the newest weights
         demand = dict(s.queue.evaluation_unfinished)
         demand[meant] = demand.get(meant, 0) + s.queue.training_unfinished
     else:
-        demand = dict(s.queue.unfinished)
+        demand = {version: s.queue.wanting(version) for version in s.queue.unfinished}
     credit = admission.credit(s.decisions, s.ledger, meant, s.config.total_steps, s.budget)
     demand[meant] = demand.get(meant, 0) + credit * s.config.group_size
     return {version: samples for version, samples in demand.items() if samples}
@@ -66,7 +66,7 @@ def _plan(s: State, demand: dict[Version, int]) -> dict[InstanceId, tuple[Versio
     """{instance: (the version that it is to take, the one that makes room)}: shares in proportion to the requests."""
     instances = s.fleet.instances.values()
     slots = sum(h.slots for h in instances)
-    need = {v: -(-min(n, s.queue.unfinished.get(v, 0)) * len(instances) // slots) for v, n in demand.items()}
+    need = {v: -(-min(n, s.queue.wanting(v)) * len(instances) // slots) for v, n in demand.items()}
     # An older version only shrinks: what it has is enough for its samples, and more would soon have to be given back.
     cap = {v: len(s.fleet.holders.get(v, ())) for v in demand if v < s.ledger.base}
     berths = sum(h.residents for h in instances)
@@ -248,7 +248,7 @@ def _idle_resident(instance: Instance) -> Version | None:
 def _wanted(s: State) -> Version | None:
     """What an idle instance should hold: the oldest version that has samples and no instance, or else the newest if anything
     will run on it."""
-    without_instance = [v for v in s.queue.unfinished if v not in s.fleet.holders]
+    without_instance = [v for v in s.queue.unfinished if v not in s.fleet.holders and s.queue.wanting(v)]
     if without_instance:
         return min(without_instance)
     base = s.ledger.base

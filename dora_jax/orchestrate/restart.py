@@ -27,6 +27,7 @@ class Debts:
     cancel: ev.Cancel | None  # samples that must not go on, to be answered one by one
     groups: tuple[GroupId, ...]  # admitted and not scored
     recorded: dict[SampleId, Version]  # started and not ended: a Resume will ask for their tokens
+    waiting: dict[SampleId, Version]  # for their environments, which are asked again: they owe SampleReady, or an end
     versions: tuple[Version, ...]  # whose weights are needed, oldest first
 
 
@@ -53,6 +54,7 @@ def restart(orchestrator: Orchestrator) -> Debts:
         cancel=ev.Cancel(ids=abandoned, instance=None, reason=LOST) if abandoned else None,
         groups=tuple(s.groups),
         recorded={u.id: u.version for u in units if u.state == fl.PARKED},
+        waiting={u.id: u.version for u in units if u.state == fl.WAITING},
         versions=tuple(sorted(s.alive)),
     )
 

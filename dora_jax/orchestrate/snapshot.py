@@ -16,7 +16,7 @@ from dora_jax.orchestrate.line import Line
 from dora_jax.orchestrate.state import State
 from dora_jax.types import InstanceId
 
-FORMAT = 8
+FORMAT = 9
 UNIT = tuple(name for name in Unit.__slots__ if name not in ("dst", "group", "id"))
 INSTANCE = tuple(name for name in Instance.__slots__ if name not in ("report", "units"))
 unit_values, instance_values = attrgetter(*UNIT), attrgetter(*INSTANCE)
@@ -75,7 +75,18 @@ def _upgraded(s: State, data: dict[str, Any]) -> dict[str, Any]:
             "instances": [[[instance[name] for name in INSTANCE], ids] for instance, ids in instances],
             "fleet": data["fleet"] | {"measured": measured},
         }
+    if data["format"] == 8:  # no sample waited for an environment
+        unset: dict[str, Any] = {"home": None, "waits_s": 0.0}
+        groups = [[*group, [_with(unset, unit) for unit in units]] for *group, units in data["groups"]]
+        data |= {"format": 9, "groups": groups, "queue": data["queue"] | {"in_environment": _encode({})}}
     return data
+
+
+def _with(unset: dict[str, Any], unit: list) -> list:
+    """The row of a unit that was written without these attributes."""
+    dst, values, index = unit
+    known = dict(zip((name for name in UNIT if name not in unset), values, strict=True)) | unset
+    return [dst, [known[name] for name in UNIT], index]
 
 
 def _names(thing: Any) -> list[str]:

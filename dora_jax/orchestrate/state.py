@@ -104,6 +104,8 @@ class State:
         group = unit.group
         group.units[unit.index] = None
         group.left -= 1
+        if unit.state == fl.WAITING:
+            self.queue.end_wait(unit)
         unit.state = fl.ENDED
         self.freed(self.fleet.release(unit), unit.version)
         self.queue.ended(unit)
@@ -122,6 +124,14 @@ class State:
         if unit.version not in self.fleet.holders and unit.version not in self.fleet.promised:
             self.due.rebalance = True
 
+    def retag_waiting(self) -> None:
+        """Mode `partial`: what runs nowhere goes on under the newest weights."""
+        self.queue.retag_waiting(self.ledger.base)
+        if self.queue.in_environment:
+            for unit in [u for g in self.groups.values() for u in g.units if u is not None and u.state == fl.WAITING]:
+                if not is_eval(unit.group.id):
+                    self.queue.retag(unit, self.ledger.base)
+
     def cancel(self, unit: Unit) -> None:
         unit.state = fl.CANCELLING
         reason = f"its group {unit.group.abandoned}"
@@ -134,7 +144,9 @@ class State:
         for unit in [u for u in group.units if u is not None]:
             if unit.state == fl.PENDING:
                 self.end_unit(unit)
-            elif unit.state in (fl.STARTING, fl.RUNNING, fl.RESUMING, fl.PARKED):
+            elif unit.state in (fl.STARTING, fl.RUNNING, fl.RESUMING, fl.PARKED, fl.WAITING):
+                if unit.state == fl.WAITING:
+                    self.queue.end_wait(unit)
                 by_instance.setdefault(unit.instance, []).append(unit.id)
                 unit.state = fl.CANCELLING
         for instance, ids in by_instance.items():

@@ -99,6 +99,8 @@ def sample_started(s: State, event: ev.SampleStarted) -> None:
 
 def sample_done(s: State, event: ev.SampleDone) -> None:
     unit = s.live_unit(event.id)
+    if unit.state == fl.WAITING:
+        unit.began_s += s.now_s - unit.waits_s
     s.fleet.measured.ended(event.tokens, s.now_s - unit.began_s)
     s.end_unit(unit)
     group = unit.group
@@ -145,6 +147,25 @@ def sample_parked(s: State, event: ev.SampleParked) -> None:
 
 def sample_resumed(s: State, event: ev.SampleResumed) -> None:
     _runs(s, s.live_unit(event.id))
+
+
+def sample_waiting(s: State, event: ev.SampleWaiting) -> None:
+    unit = s.live_unit(event.id)
+    s.freed(s.fleet.release(unit), unit.version)
+    unit.tokens, unit.waits_s = event.tokens, s.now_s
+    unit.home = event.instance if event.kept else None
+    if unit.group.abandoned is not None:
+        s.cancel(unit)
+    else:
+        s.queue.wait(unit)
+
+
+def sample_ready(s: State, event: ev.SampleReady) -> None:
+    unit = s.live_unit(event.id)
+    unit.tokens = event.tokens
+    unit.began_s += s.now_s - unit.waits_s
+    s.queue.end_wait(unit)
+    s.recorded(unit)
 
 
 def _runs(s: State, unit: Unit) -> None:
@@ -215,6 +236,8 @@ COMMIT = {
     ev.MoveFailed: move_failed,
     ev.SampleParked: sample_parked,
     ev.SampleResumed: sample_resumed,
+    ev.SampleWaiting: sample_waiting,
+    ev.SampleReady: sample_ready,
     ev.GroupScored: group_scored,
     ev.GroupFailed: group_failed,
     ev.StepPublished: step_published,

@@ -52,13 +52,15 @@ def _loaded(s: State, event: ev.WeightsLoaded) -> bool:
 def _of_unit(*states: str):
     """Said by the instance that has the sample, in one of these states."""
 
-    def said(s: State, event: ev.SampleStarted | ev.SampleDone | ev.SampleParked | ev.SampleResumed) -> bool:
+    def said(
+        s: State, event: ev.SampleStarted | ev.SampleDone | ev.SampleParked | ev.SampleResumed | ev.SampleWaiting
+    ) -> bool:
         id = event.id
         group = s.groups.get(id.group_id)
         unit = None if group is None else group.units[id.index]
-        if unit is None or unit.instance != event.instance or unit.state not in states:
+        if unit is None or unit.instance is None or unit.instance != event.instance or unit.state not in states:
             return False
-        instance = s.fleet.instances.get(event.instance)
+        instance = s.fleet.instances.get(unit.instance)
         return instance is not None and instance.life == event.life
 
     return said
@@ -73,6 +75,23 @@ def _started(s: State, event: ev.SampleStarted) -> bool:
     if (version := s.live_unit(event.id).version) != event.version:
         raise ev.ImpossibleFact(f"sample {tuple(event.id)} started at version {event.version}, not {version}")
     return True
+
+
+_ended = _of_unit(fl.STARTING, fl.RUNNING, fl.MOVING, fl.PARKING, fl.RESUMING, fl.CANCELLING)
+
+
+def _done(s: State, event: ev.SampleDone) -> bool:
+    """Of a sample that waits there is no instance to say it; its group may have been given up meanwhile."""
+    if event.instance is not None:
+        return _ended(s, event)
+    unit = s.unit(event.id)
+    return unit is not None and unit.instance is None and unit.state in (fl.WAITING, fl.CANCELLING)
+
+
+def _ready(s: State, event: ev.SampleReady) -> bool:
+    """What a sample has only grows: fewer tokens than it waits with are the answer to an earlier wait."""
+    unit = s.unit(event.id)
+    return unit is not None and unit.state == fl.WAITING and (event.tokens >= unit.tokens or not event.tokens)
 
 
 def _cancelled(s: State, event: ev.SampleCancelled) -> bool:
@@ -120,12 +139,14 @@ _COUNTS = {
     ev.InstanceReported: _reported,
     ev.TimePassed: _passed,
     ev.SampleStarted: _started,
-    ev.SampleDone: _of_unit(fl.STARTING, fl.RUNNING, fl.MOVING, fl.PARKING, fl.RESUMING, fl.CANCELLING),
+    ev.SampleDone: _done,
     ev.SampleCancelled: _cancelled,
     ev.SampleMoved: _answered,
     ev.MoveFailed: _answered,
     ev.SampleParked: _of_unit(fl.PARKING),
     ev.SampleResumed: _of_unit(fl.RESUMING),
+    ev.SampleWaiting: _of_unit(fl.RUNNING, fl.MOVING, fl.PARKING, fl.CANCELLING),
+    ev.SampleReady: _ready,
     ev.GroupScored: _scored,
     ev.GroupFailed: _failed,
     ev.StepPublished: _published,

@@ -126,7 +126,7 @@ class Body:
         for id in ids(text):
             group = self.brain.state.groups[id.group_id]
             unit = group.units[id.index]
-            life = self.lives[unit.instance]
+            life = 0 if unit.instance is None else self.lives[unit.instance]
             yield ev.SampleDone(id=id, instance=unit.instance, tokens=int(tokens), finish="stop", life=life)
             if group.left == 0 and "scored" in self.answers:
                 yield ev.GroupScored(group_id=id.group_id, trainable=True)
@@ -157,6 +157,15 @@ class Body:
         for id in ids(text):
             i = self.brain.state.unit(id).instance
             yield ev.SampleParked(id=id, instance=i, life=self.lives[i])
+
+    def _waits(self, text, tokens=8, *kept):
+        for id in ids(text):
+            i = self.brain.state.unit(id).instance
+            yield ev.SampleWaiting(id=id, instance=i, tokens=int(tokens), kept=bool(kept), life=self.lives[i])
+
+    def _ready(self, text, tokens=12):
+        for id in ids(text):
+            yield ev.SampleReady(id=id, tokens=int(tokens))
 
     def _cancelled(self, text):
         for id in ids(text):

@@ -1,0 +1,107 @@
+"""Samples that wait for their environment, as the orchestrator hears of them: what counts, what it frees, what it keeps."""
+
+import json
+
+import pytest
+
+from dora_jax.orchestrate import events as ev
+from dora_jax.orchestrate.core import Orchestrator
+from dora_jax.orchestrate.modes import MODES
+from dora_jax.orchestrate.restart import restart
+from dora_jax.orchestrate.snapshot import UNIT
+from tests.test_orchestrator import A, B, begin, make, up
+
+
+def roomy(slots: int = 32, **changes) -> Orchestrator:
+    """One instance with more slots than there is work; A and B run on it."""
+    brain = make(**changes)
+    brain.step(up(0, slots))
+    brain.step(ev.WeightsLoaded(instance=0, version=0))
+    begin(brain, A, B)
+    return brain
+
+
+def waits(brain: Orchestrator, *ids, tokens: int = 8) -> tuple[ev.Command, ...]:
+    said = ()
+    for id in ids:
+        said += brain.step(ev.SampleWaiting(id=id, instance=brain.state.unit(id).instance, tokens=tokens))
+    return said
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_waiting_sample_holds_no_slot_and_ends_or_goes_on(mode):
+    brain = roomy(mode=mode)
+    host = brain.state.fleet.instances[0]
+    used, pages, admitted = host.used, host.pages_used, brain.state.ledger.admitted
+    waits(brain, A, B)
+    assert host.used == used - 2 and host.pages_used < pages and brain.state.ledger.admitted == admitted
+    assert brain.summary()["in_environment"] == {0: 2} and brain.state.queue.unfinished[0] == used
+    (resume,) = [c for c in brain.step(ev.SampleReady(id=A, tokens=12)) if isinstance(c, ev.Resume)]
+    assert resume == ev.Resume(ids=(A,), instance=0, version=0)
+    brain.step(ev.SampleDone(id=B, instance=None, tokens=9, finish="stop"))
+    assert brain.summary()["in_environment"] == {} and brain.state.unit(B) is None
+    assert brain.step(ev.SampleDone(id=B, instance=None, tokens=9, finish="stop")) == ()
+
+
+def test_the_answer_to_an_earlier_wait_is_late():
+    brain = roomy()
+    waits(brain, A, tokens=8)
+    answer = ev.SampleReady(id=A, tokens=12)
+    brain.step(answer)
+    brain.step(ev.SampleResumed(id=A, instance=0))
+    waits(brain, A, tokens=14)
+    assert not brain.counts(answer) and brain.state.unit(A).state == "waiting"
+    assert brain.counts(ev.SampleReady(id=A, tokens=0))  # its body has lost it, and begins again
+
+
+def test_a_group_that_fails_gives_up_the_samples_that_wait():
+    brain = roomy()
+    waits(brain, A)
+    cancels = brain.step(ev.GroupFailed(group_id=0, reason="the environment broke"))
+    assert {c.instance: c.ids for c in cancels if isinstance(c, ev.Cancel)} == {None: (A,), 0: (B,)}
+    assert not brain.counts(ev.SampleReady(id=A, tokens=9)) and brain.summary()["in_environment"] == {}
+    (again,) = waits(brain, B)  # it had stopped before it heard of the Cancel
+    assert isinstance(again, ev.Cancel) and again.instance is None and again.ids == (B,)
+    for id in (A, B):
+        brain.step(ev.SampleCancelled(id=id, reason="done"))
+    assert 0 not in brain.state.groups
+
+
+@pytest.mark.parametrize("lost", [False, True])
+def test_a_waiting_sample_outlives_its_instance_and_its_orchestrator(lost):
+    brain = roomy()
+    waits(brain, A)
+    if lost:
+        brain.step(ev.InstanceDown(instance=0, reason="lost"))
+    brain = Orchestrator.restore(brain.state.config, json.loads(json.dumps(brain.snapshot())))
+    debts = restart(brain)
+    assert debts.waiting == {A: 0} and A not in debts.recorded
+    brain.step(up(0, 32))
+    brain.step(ev.WeightsLoaded(instance=0, version=0))
+    (resume,) = [c for c in brain.step(ev.SampleReady(id=A, tokens=9)) if isinstance(c, ev.Resume)]
+    assert resume == ev.Resume(ids=(A,), instance=0, version=0)
+
+
+def test_time_in_an_environment_is_no_time_of_decoding():
+    brain = roomy()
+    brain.step(ev.TimePassed(now_s=1.0))
+    waits(brain, A, B)
+    brain.step(ev.TimePassed(now_s=61.0))
+    brain.step(ev.SampleReady(id=A, tokens=9))
+    brain.step(ev.SampleResumed(id=A, instance=0), ev.TimePassed(now_s=62.0))
+    brain.step(ev.SampleDone(id=B, instance=None, tokens=9, finish="stop"))
+    brain.step(ev.SampleDone(id=A, instance=0, tokens=12, finish="stop"))
+    assert brain.state.fleet.measured.finished_s == pytest.approx(1.0 + 2.0)
+
+
+def test_a_snapshot_written_before_samples_waited_is_read():
+    brain = roomy()
+    data = brain.snapshot()
+    old = json.loads(json.dumps(data))
+    unknown = [UNIT.index("home"), UNIT.index("waits_s")]
+    for *_, units in old["groups"]:
+        for unit in units:
+            unit[1] = [value for i, value in enumerate(unit[1]) if i not in unknown]
+    del old["queue"]["in_environment"]
+    again = Orchestrator.restore(brain.state.config, old | {"format": 8})
+    assert json.dumps(again.snapshot()) == json.dumps(data)
