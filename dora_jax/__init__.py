@@ -20,32 +20,51 @@ The algorithm is DORA (arXiv 2604.26256): each trajectory by exactly one version
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from dora_jax.version import __version__
+
+if TYPE_CHECKING:
+    import os
+    from collections.abc import Sequence
+
+    from dora_jax.api import Configuration, Prompts, Reward, RunResult
+    from dora_jax.runtime.policy import Policy
 
 __all__ = ["__version__", "fit", "load_policy"]
 
 
-def fit(config, workdir) -> int:
-    """Runs a configuration to its end, resuming what `workdir` (a path, or gs://bucket/folder) holds; returns the exit
-    code of dora_jax.train. config: a `dora_jax.config.Config`, or what a config file's get_config returns.
+def fit(
+    config: Configuration = None,
+    workdir: str | os.PathLike[str] | None = None,
+    *,
+    model: str | os.PathLike[str] | None = None,
+    prompts: Prompts | None = None,
+    reward: Reward | Sequence[Reward] | None = None,
+) -> RunResult:
+    """Runs a configuration to its end, resuming what `workdir` (a path, or gs://bucket/folder) holds.
+
+    config: a config file as of --config ("configs/x.py:arg"), what its get_config returns, a `Config`, or the fields that
+    differ from configs/rows.py: {"steps": 20, "trainer.learning_rate": 1e-6}. workdir: runs/NAME of the config file or
+    of the script where it is None. The other arguments go over the configuration. model: a Hugging Face folder.
+    prompts: rows {"prompt": ..., "answer": ...} or texts, the path of a file of rows, or "reasoning_gym:DATASET".
+    reward: one or several callables (prompt, response, answer) -> float | {term: float}, or their import paths. Worker
+    processes import the file that defines it; where that file is the script itself, they run it down to this call.
 
     Raises ConfigError for wrong input and RunError for a run that cannot go on. On the main thread Ctrl-C and SIGTERM
-    stop the run, which then returns 42; any other thread may call it too. The process is the caller's and never ended.
+    stop the run, whose exit_code is then 42; any other thread may call it too. The process is the caller's and never
+    ended.
     """
-    from dora_jax import flags
+    from dora_jax import api
 
-    asked = flags.taken(config, workdir)
-    from dora_jax.runtime.job import train  # JAX starts only after the configuration has passed
-
-    return train(asked.config, asked.workdir)
+    return api.fit(config, workdir, model, prompts, reward)
 
 
-def load_policy(workdir, step=None):
-    """The trained policy of the run in `workdir`, as of `fit`: (ModelConfig, params, Tokenizer); `step` None means the
-    newest that verifies. ConfigError says what is missing."""
-    from dora_jax import flags
+def load_policy(workdir: str | os.PathLike[str], step: int | None = None) -> Policy:
+    """The trained policy of the run in `workdir`, as of `fit`; `step` None means the newest checkpoint that verifies.
 
-    folder = flags.local(workdir, "evaluate")
-    from dora_jax.runtime.job import load_policy as load  # JAX starts only now
+    ConfigError says what is missing.
+    """
+    from dora_jax import api
 
-    return load(folder, step)
+    return api.load_policy(workdir, step)

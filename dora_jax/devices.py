@@ -182,7 +182,14 @@ def setup_platform(config: Config) -> None:
     if config.cpu_devices:
         keep_freed_memory()
         jax.config.update("jax_platforms", "cpu")
-        jax.config.update("jax_num_cpu_devices", config.cpu_devices)
+        try:
+            jax.config.update("jax_num_cpu_devices", config.cpu_devices)
+        except RuntimeError as error:  # of a script, whose process has computed before
+            if len(jax.devices()) != config.cpu_devices:
+                raise ConfigError(
+                    f"cpu_devices: JAX runs in this process already, with {len(jax.devices())} devices, and cannot be "
+                    f"given {config.cpu_devices} now"
+                ) from error
     wanted = os.environ.get("DORA_COMPILE_CACHE") or getattr(jax.config, "jax_compilation_cache_dir")  # noqa: B009 (checkers do not know it)
     jax.config.update("jax_compilation_cache_dir", wanted or str(Path.home() / ".cache" / "dora_jax"))
     for name, everything in (

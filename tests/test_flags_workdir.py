@@ -8,8 +8,7 @@ from pathlib import Path
 import pytest
 
 import dora_jax
-from dora_jax import config_files, exits, flags, workdirs
-from dora_jax.config import ConfigError
+from dora_jax import exits, flags, workdirs
 from tests.fakes.command_line import parse, program, refusal, write_workspace
 
 
@@ -74,24 +73,6 @@ def test_what_the_machine_refuses_is_a_sentence(error, sentence):
         raised.__cause__ = None if raised is error else error
         found = exits.refusal(raised)
         assert found is None if sentence is None else re.match(sentence if raised is error else sentence[:9], found)
-
-
-def test_a_script_may_name_its_workdir_by_a_string(workspace, monkeypatch):
-    from dora_jax.runtime import job
-
-    ran = []
-    monkeypatch.setattr(job, "train", lambda config, workdir: ran.append((config, workdir)) or 0)
-    tree = parse("--config=c.py").config
-    assert dora_jax.fit(config_files.load_file("c.py"), "w") == dora_jax.fit(tree, "w") == 0
-    assert ran[0] == ran[1]
-    assert ran[-1] == (tree, Path("w")) and json.loads(Path("w/config.json").read_text())["steps"] == 7
-    with pytest.raises(ConfigError, match="workdir: gone holds no run"):
-        dora_jax.load_policy("gone")
-    monkeypatch.setattr(job, "pick", lambda directory, step: 3)
-    monkeypatch.setattr(job.hf, "read_config", lambda path: path)
-    monkeypatch.setattr(job.checkpoint, "read_params", lambda directory, step: (directory, step))
-    monkeypatch.setattr(job.Tokenizer, "load", lambda path: None)
-    assert dora_jax.load_policy("w") == ("model", (Path("w/checkpoints"), 3), None)
 
 
 def test_the_workdir_remembers_its_config(workspace):

@@ -16,14 +16,14 @@ STAGES = ("tasks", "rollout", "buffer", "trainer", "publish")
 
 # Every module belongs to one room: a package is a room of its own, a file directly in dora_jax/ is listed here.
 ROOMS = {
-    "basics": "version exits spelling redaction digest fault_injection retrying_file console metrics chips helping",
+    "basics": "version exits spelling redaction digest fault_injection retrying_file console metrics chips helping callables",
     "settings": "config config_tree config_files arguments workdirs",
     "costs": "costs update_costs recording",
     "tokenizer": "tokenizer",
     "types": "types",
     "publish": "publish",
     "checks": "validate presets budget memory devices hub",  # what a machine chooses for a run and holds, before JAX
-    "programs": "__init__ __main__ train sft evaluate export_hf sweep top flags aot aot_roles aot_slices",
+    "programs": "__init__ __main__ api train sft evaluate export_hf sweep top flags aot aot_roles aot_slices",
     "simulate": "simulate",
 }
 

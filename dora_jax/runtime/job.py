@@ -1,4 +1,4 @@
-"""The jobs that a person starts, from configuration to closing line: train, evaluate; and `load_policy` for scripts."""
+"""The jobs that a person starts, from configuration to closing line: train, evaluate."""
 
 from __future__ import annotations
 
@@ -10,13 +10,11 @@ import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from dora_jax import devices, presets, tasks, validate, workdirs
+from dora_jax import devices, presets, tasks, validate
 from dora_jax.buffer.store import MemoryGroupStore
 from dora_jax.config import Config, ConfigError, RewardModelSection, RunError, blame
 from dora_jax.exits import FAILED, RETRY, Stop
 from dora_jax.metrics import Writer
-from dora_jax.models import hf
-from dora_jax.models.config import ModelConfig
 from dora_jax.orchestrate.core import Orchestrator
 from dora_jax.orchestrate.events import Command, Event, Halt, ImpossibleFact, StepPublished
 from dora_jax.orchestrate.loop import Observer, each, quiet_collector, run
@@ -32,12 +30,11 @@ from dora_jax.runtime.evaluations import closing
 from dora_jax.runtime.local_backend import LocalBackend, RunContext, trainer_worker
 from dora_jax.runtime.metrics_log import RunLog
 from dora_jax.runtime.recorder import Recorder, instrument
-from dora_jax.runtime.seams import Backend, TrainerSide, Tree
+from dora_jax.runtime.seams import Backend, TrainerSide
 from dora_jax.runtime.shutdown import STAGE_END_S, Guard, GuardedWorld
 from dora_jax.runtime.timeline import Timeline
 from dora_jax.tasks.pool import ScorerPool
 from dora_jax.tasks.trial import try_rewards
-from dora_jax.tokenizer import Tokenizer
 from dora_jax.trainer import checkpoint
 from dora_jax.types import Version
 
@@ -73,9 +70,7 @@ def evaluate(config: Config, workdir: Path, step: int | None = None) -> int:
     For a process of its own: it is ended where it is told to stop and does not end in time.
     """
     devices.setup_platform(config)
-    config = presets.filled(
-        dataclasses.replace(config, slice="", cluster=dataclasses.replace(config.cluster, launcher=""))
-    )
+    config = of_this_machine(config)
     if config.task.rewards:  # held-out groups have the reward of their task
         config = dataclasses.replace(config, reward_model=RewardModelSection())
     directory = workdir / "checkpoints"
@@ -94,11 +89,11 @@ def evaluate(config: Config, workdir: Path, step: int | None = None) -> int:
     return 0
 
 
-def load_policy(workdir: str | Path, step: int | None = None) -> tuple[ModelConfig, Tree, Tokenizer]:
-    """(ModelConfig, params in the stacked layout, Tokenizer) of a run's checkpoint."""
-    path = validate.from_config_dict(workdirs.read(Path(workdir)), "evaluate").model.path
-    directory = Path(workdir) / "checkpoints"
-    return hf.read_config(path), checkpoint.read_params(directory, pick(directory, step)), Tokenizer.load(path)
+def of_this_machine(config: Config) -> Config:
+    """The run's configuration for a process that samples on the devices that are here, whatever the run had."""
+    return presets.filled(
+        dataclasses.replace(config, slice="", cluster=dataclasses.replace(config.cluster, launcher=""))
+    )
 
 
 def make_base(config: Config, workdir: Path, writer: Writer, guard: Guard) -> None:

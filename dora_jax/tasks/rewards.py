@@ -16,7 +16,6 @@ reasoning-gym item and not the plain answer.
 from __future__ import annotations
 
 import difflib
-import importlib
 import math
 import numbers
 import os
@@ -25,6 +24,8 @@ import traceback
 from collections.abc import Callable, Mapping
 from fractions import Fraction
 from typing import Any
+
+from dora_jax import callables
 
 Reward = Callable[[str, str, Any], float | Mapping[str, float]]
 
@@ -193,7 +194,7 @@ def resolve(paths: tuple[str, ...] | list[str]) -> dict[str, Reward]:
 def _resolve_one(path: str) -> Reward:
     module_name, _, name = path.rpartition(".")
     try:
-        module = importlib.import_module(module_name)
+        module = callables.import_module(module_name)
     except ModuleNotFoundError as error:
         if error.name and (module_name == error.name or module_name.startswith(error.name + ".")):
             raise RewardError(f"task.rewards: {path}: there is no module {error.name}") from error

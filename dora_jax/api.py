@@ -1,0 +1,191 @@
+"""The Python API behind `dora_jax.fit` and `dora_jax.load_policy`: what a script says -> a run, and what came of it.
+
+Consumes a configuration and, beside it, a model, prompts and rewards as Python objects; produces the same `Config` that a
+command line gives. Rows given as objects are written to WORKDIR/prompts-HASH.jsonl, so that a rerun and the programs
+find them.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import os
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+import ml_collections
+import numpy as np
+
+from dora_jax import callables, config_files, flags
+from dora_jax import config as configs
+from dora_jax.config import Config, blame
+from dora_jax.report.load import Row, load, number
+
+if TYPE_CHECKING:
+    from dora_jax.runtime.policy import Policy
+
+BASE = "rows"  # the shipped configuration that a run without one starts from
+GYM = "reasoning_gym:"
+HELDOUT_SHARE = 4  # of rows given as objects, one in so many is held out, and at most what the configuration says
+
+Configuration: TypeAlias = Config | Mapping[str, Any] | ml_collections.ConfigDict | str | None
+Prompts: TypeAlias = str | os.PathLike[str] | Sequence[Mapping[str, Any] | str]
+Reward: TypeAlias = Callable[[str, str, Any], float | Mapping[str, float]] | str
+Series: TypeAlias = dict[str, np.ndarray]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RunResult:
+    """What came of a run.
+
+    exit_code: 0 at its end, 42 where it was told to stop and the same call goes on.
+    metrics, evaluations: name -> f64[rows], a row a step or an evaluated version, of the workdir's whole history;
+    "step" says which; NaN where a row has no such figure. checkpoints: steps that `policy` can take, oldest first.
+    """
+
+    exit_code: int
+    workdir: str
+    metrics: Series
+    evaluations: Series
+    checkpoints: tuple[int, ...]
+
+    def policy(self, step: int | None = None) -> Policy:
+        """The policy of a checkpoint; None: of the newest that verifies."""
+        return load_policy(self.workdir, step)
+
+
+def fit(
+    config: Configuration,
+    workdir: str | os.PathLike[str] | None,
+    model: str | os.PathLike[str] | None,
+    prompts: Prompts | None,
+    reward: Reward | Sequence[Reward] | None,
+) -> RunResult:
+    """See `dora_jax.fit`."""
+    callables.end_import()
+    asked_workdir = os.fspath(workdir) if workdir is not None else str(Path("runs") / _name(config))
+    tree = _tree(config)
+    if model is not None:
+        tree["model"]["path"] = os.fspath(model)
+    if reward is not None:
+        tree["task"]["rewards"] = tuple(map(_path, [reward] if callable(reward) or isinstance(reward, str) else reward))
+    if prompts is not None:
+        _take_prompts(tree, prompts, asked_workdir, _sets_heldout(config))
+    asked = flags.taken(tree, asked_workdir)
+    from dora_jax.runtime.job import train  # JAX starts only after the configuration has passed
+    from dora_jax.trainer import manifest
+
+    code, folder = train(asked.config, asked.workdir), asked.workdir
+    history = load(folder, folder.name)
+    return RunResult(
+        exit_code=code,
+        workdir=asked_workdir,
+        metrics=_arrays(history.steps),
+        evaluations=_arrays(history.evaluations),
+        checkpoints=tuple(manifest.steps(folder / "checkpoints")),
+    )
+
+
+def load_policy(workdir: str | os.PathLike[str], step: int | None) -> Policy:
+    """See `dora_jax.load_policy`."""
+    folder = flags.local(workdir, "evaluate")
+    from dora_jax.runtime.policy import load as load_from  # JAX starts only now
+
+    return load_from(folder, step)
+
+
+# ---------------------------------------------------------------- private
+
+
+def _name(config: Configuration) -> str:
+    if isinstance(config, str):
+        return config_files.run_name(config)
+    return Path(getattr(sys.modules["__main__"], "__file__", None) or "fit").stem
+
+
+def _tree(config: Configuration) -> dict[str, Any]:
+    """The configuration as a tree of this call's own."""
+    if isinstance(config, Config):
+        return dataclasses.asdict(config)
+    if isinstance(config, ml_collections.ConfigDict):
+        return config.copy_and_resolve_references().to_dict()
+    tree: dict[str, Any] = config_files.load_file(config if isinstance(config, str) else BASE).to_dict()
+    if isinstance(config, Mapping):
+        _merge(tree, config)
+    return tree
+
+
+def _merge(tree: dict[str, Any], fields: Mapping[str, Any], prefix: str = "") -> None:
+    """Fields by dotted name or nested go over those of the tree; what does not exist is refused later, by name."""
+    for name, value in fields.items():
+        first, _, rest = name.partition(".")
+        below = tree.get(first)
+        section = isinstance(value, Mapping) and f"{prefix}{first}" not in configs.free_form()
+        if isinstance(below, dict) and (rest or section):
+            _merge(below, {rest: value} if rest else value, f"{prefix}{first}.")
+        else:
+            tree[name] = value
+
+
+def _path(reward: Any) -> str:
+    if isinstance(reward, str):
+        return reward
+    with blame("reward"):
+        return callables.path_of(reward)
+
+
+def _sets_heldout(config: Configuration) -> bool:
+    """Whether the caller said how many prompts are held out."""
+    if isinstance(config, Mapping):
+        return "task.heldout" in config or "heldout" in (config.get("task") or {})
+    return config is not None
+
+
+def _take_prompts(tree: dict[str, Any], prompts: Prompts, workdir: str, keep_heldout: bool) -> None:
+    task = tree["task"]
+    task["mix"] = {}
+    if isinstance(prompts, str) and prompts.startswith(GYM):
+        task["name"], task["path"] = prompts, ""
+        return
+    task["name"] = "rows"
+    if isinstance(prompts, str | os.PathLike):
+        task["path"] = os.fspath(prompts)
+        return
+    rows = [{"prompt": row, "answer": ""} if isinstance(row, str) else row for row in prompts]
+    with blame("prompts"):
+        task["path"] = str(_written(rows, flags.local(workdir, "train")))
+    if not keep_heldout:
+        task["heldout"] = min(task["heldout"], max(1, len(rows) // HELDOUT_SHARE))
+        tree["eval"]["prompts"] = min(tree["eval"]["prompts"], task["heldout"])
+
+
+def _written(rows: Sequence[Mapping[str, Any]], folder: Path) -> Path:
+    """The file of these rows, named by their content. ValueError: a row is no JSON."""
+    try:
+        text = "".join(json.dumps(dict(row), allow_nan=False) + "\n" for row in rows)
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"a row cannot be written as JSON: {error}") from error
+    if not text:
+        raise ValueError("there is no row")
+    file = folder / f"prompts-{hashlib.sha256(text.encode()).hexdigest()[:8]}.jsonl"
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        draft = file.with_suffix(".partial")
+        draft.write_text(text)
+        draft.replace(file)
+    except OSError as error:
+        raise ValueError(f"{file} cannot be written: {error.strerror}") from error
+    return file
+
+
+def _arrays(rows: Sequence[Row]) -> Series:
+    names = dict.fromkeys(key for row in rows for key in row if number(row[key]) is not None)
+    return {name: np.array([_figure(row.get(name)) for row in rows], np.float64) for name in names}
+
+
+def _figure(value: Any) -> float:
+    known = number(value)
+    return float("nan") if known is None else known

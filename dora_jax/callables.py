@@ -1,0 +1,96 @@
+"""How a function of the caller's own file reaches the worker processes: by the name of its module, which they import.
+
+A script that starts a run may define its reward itself. A worker then imports the script, and the import ends where the
+script calls `fit`: what stands above that call is defined, what stands below is not, and no second run starts.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import os
+import sys
+import types
+from typing import Any
+
+_importing: str | None = None  # the module that `import_module` is in
+
+
+class RunStarts(BaseException):
+    """The module that is imported calls `fit`. No Exception: the module's own handlers shall not end it."""
+
+
+def import_module(name: str) -> types.ModuleType:
+    """The module; where it calls `fit` at its top level, what it has defined until then. Raises what the module raises."""
+    global _importing
+    _importing = name
+    try:
+        return importlib.import_module(name)
+    except RunStarts as reached:
+        module: types.ModuleType = reached.args[0]
+        sys.modules[name] = module
+        return module
+    finally:
+        _importing = None
+
+
+def end_import() -> None:
+    """`fit` calls this first: raises RunStarts in a process that only imports the caller's file."""
+    if _importing is not None:
+        raise RunStarts(sys.modules[_importing])
+
+
+def path_of(function: Any) -> str:
+    """The import path of a callable, "module.name", by which every process of the run finds it.
+
+    ValueError says in one sentence why there is none, and what to do.
+    """
+    name, module = getattr(function, "__qualname__", None), getattr(function, "__module__", None)
+    if not callable(function):
+        raise ValueError(f"{function!r:.80} is a {type(function).__name__}, neither a callable nor an import path")
+    if name is None or module is None:
+        raise ValueError(f"an object of the class {type(function).__name__} has no name to import; name a function")
+    if "<lambda>" in name:
+        raise ValueError("a lambda has no name that a worker process could import; write it as a def")
+    if "<locals>" in name:
+        raise ValueError(
+            f"{name.rpartition('.')[2]} is defined inside {name.partition('.')[0]}, where no worker process can import "
+            "it; define it at the top level of its file"
+        )
+    if "." in name:
+        raise ValueError(f"{name} belongs to a class; a worker process imports functions of the top level of a file")
+    if getattr(sys.modules.get(module), name, None) is not function:
+        raise ValueError(f"{module}.{name} is another object by now, so a worker process would import that one")
+    return f"{_script(name) if module == '__main__' else module}.{name}"
+
+
+def _script(name: str) -> str:
+    """The module name of the program that runs, for a function that it defines."""
+    main = sys.modules["__main__"]
+    if spec := getattr(main, "__spec__", None):
+        return spec.name  # python -m
+    file = getattr(main, "__file__", None)
+    if file is None or not os.path.isfile(file):
+        raise ValueError(
+            f"{name} is defined in a notebook or at a prompt, which no worker process can import; write it to a file, in "
+            "a notebook by a first line %%writefile my_rewards.py, and import it from there"
+        )
+    stem, ending = os.path.splitext(os.path.basename(file))
+    if ending != ".py" or not stem.isidentifier():
+        raise ValueError(
+            f"{name} is defined in {os.path.basename(file)}, which is no name of a module, so no worker process can "
+            "import it; rename the file, or move the function to a module"
+        )
+    found = importlib.util.find_spec(stem)
+    if (
+        found is None
+        or not found.origin
+        or not os.path.exists(found.origin)
+        or not os.path.samefile(found.origin, file)
+    ):
+        where = found.origin if found and found.origin else "nothing"
+        raise ValueError(
+            f"{name} is defined in {file}, and a worker process that imports {stem} finds {where}; rename the file, or move the "
+            "function to a module"
+        )
+    return stem

@@ -1,0 +1,178 @@
+"""dora_jax.fit and load_policy: what a script says becomes a run's configuration, and what came of it comes back."""
+
+import functools
+import inspect
+import json
+import pkgutil
+import sys
+import types
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import dora_jax
+from dora_jax import callables, config_files
+from dora_jax.config import ConfigError
+from tests.fakes.command_line import parse, write_workspace
+from tests.fakes.hf_models import MODEL
+
+ROWS = [{"prompt": f"{n} + 1 =", "answer": str(n + 1)} for n in range(20)]
+
+
+def right(prompt, response, answer):
+    return float(response == answer)
+
+
+@pytest.fixture
+def workspace(tmp_path, monkeypatch):
+    """Runs are told, not made: each call of `train` is (config, workdir)."""
+    from dora_jax.runtime import job
+
+    monkeypatch.chdir(tmp_path)
+    write_workspace()
+    Path("model/config.json").write_text(json.dumps(MODEL | {"max_position_embeddings": 512}))
+    ran = []
+    monkeypatch.setattr(job, "train", lambda config, workdir: ran.append((config, workdir)) or 0)
+    return ran
+
+
+def test_no_function_has_the_name_of_a_module():
+    modules = {module.name for module in pkgutil.iter_modules(dora_jax.__path__)}
+    assert not modules & set(dora_jax.__all__)
+
+
+def test_the_signatures_are_typed():
+    for function in (dora_jax.fit, dora_jax.load_policy):
+        signature = inspect.signature(function)
+        assert all(parameter.annotation is not inspect.Parameter.empty for parameter in signature.parameters.values())
+        assert signature.return_annotation is not inspect.Signature.empty
+
+
+def test_a_configuration_comes_as_a_file_a_tree_a_config_or_fields(workspace):
+    config = parse("--config=c.py").config
+    for given in ("c.py", config_files.load_file("c.py"), config):
+        assert dora_jax.fit(given, "w").exit_code == 0
+    assert all(run == (config, Path("w")) for run in workspace)
+    assert json.loads(Path("w/config.json").read_text())["steps"] == 7
+    dora_jax.fit(
+        {"steps": 3, "trainer": {"learning_rate": 0.5}, "trainer.micro_batches": 4}, "v", model="model", prompts=ROWS
+    )
+    made, trainer = workspace[-1][0], workspace[-1][0].trainer
+    assert (made.steps, trainer.learning_rate, trainer.micro_batches, trainer.pack_tokens) == (3, 0.5, 4, 1024), (
+        "over rows.py"
+    )
+    assert (made.task.heldout, made.eval.prompts) == (5, 5), "a quarter of the rows"
+
+
+def test_rows_and_rewards_given_as_objects_are_found_by_every_process(workspace, monkeypatch):
+    dora_jax.fit(None, "w", model="model", prompts=[*ROWS, "a text"], reward=[right, "dora_jax.tasks.rewards.exact"])
+    task = workspace[-1][0].task
+    assert task.rewards == (f"{__name__}.right", "dora_jax.tasks.rewards.exact")
+    rows = [json.loads(line) for line in Path(task.path).read_text().splitlines()]
+    assert rows == [*ROWS, {"prompt": "a text", "answer": ""}]
+    Path("w/metrics.jsonl").touch()  # the run has begun
+    with pytest.raises(ConfigError, match=r"workdir: w belongs to another config, which differs in task.path"):
+        dora_jax.fit(None, "w", model="model", prompts=[*ROWS, "text"], reward=[right, "dora_jax.tasks.rewards.exact"])
+
+
+@pytest.mark.parametrize(
+    "given, said",
+    [
+        ({"model": "gone", "prompts": ROWS}, "model.path: gone does not exist"),
+        ({"model": "model"}, "task.path: empty"),
+        ({"model": "model", "prompts": []}, "prompts: there is no row"),
+        ({"model": "model", "prompts": [{"prompt": {1}}]}, "prompts: a row cannot be written as JSON"),
+        ({"config": {"trainer.rate": 1}, "model": "model", "prompts": ROWS}, "unknown field"),
+    ],
+)
+def test_what_cannot_be_run_is_refused_by_name(workspace, given, said):
+    with pytest.raises(ConfigError, match=said):
+        dora_jax.fit(workdir="w", **given)
+
+
+class Judge:
+    def score(self, prompt, response, answer):
+        return 1.0
+
+    def __call__(self, prompt, response, answer):
+        return 1.0
+
+
+def nested():
+    def inner(prompt, response, answer):
+        return 1.0
+
+    return inner
+
+
+@pytest.mark.parametrize(
+    "reward, why",
+    [
+        (lambda p, r, a: 1.0, "a lambda has no name"),
+        (nested(), "inner is defined inside nested"),
+        (Judge().score, "Judge.score belongs to a class"),
+        (Judge(), "an object of the class Judge has no name to import"),
+        (functools.partial(right, "a"), "an object of the class partial has no name to import"),
+        (3, "3 is a int, neither a callable nor an import path"),
+    ],
+)
+def test_a_callable_that_no_worker_can_import_is_refused_with_the_reason(workspace, reward, why):
+    with pytest.raises(ConfigError, match=f"^reward: {why}"):
+        dora_jax.fit(None, "w", model="model", prompts=ROWS, reward=[reward])
+
+
+@pytest.mark.parametrize(
+    "name, said",
+    [
+        (None, "defined in a notebook or at a prompt, .* %%writefile"),
+        ("my-run.py", "my-run.py, which is no name of a module"),
+        ("json.py", "a worker process that imports json finds .*rename the file"),
+        ("my_run.py", None),
+    ],
+)
+def test_a_function_of_the_program_that_runs_is_named_by_its_file(tmp_path, monkeypatch, name, said):
+    main = types.ModuleType("__main__")
+    if name:
+        main.__file__ = str(tmp_path / name)
+        (tmp_path / name).touch()
+    main.mine = types.FunctionType(right.__code__, main.__dict__, "mine")
+    main.mine.__qualname__ = "mine"
+    monkeypatch.setitem(sys.modules, "__main__", main)
+    monkeypatch.syspath_prepend(tmp_path)
+    if said is None:
+        assert callables.path_of(main.mine) == "my_run.mine"
+        return
+    with pytest.raises(ValueError, match=said):
+        callables.path_of(main.mine)
+
+
+def test_a_worker_runs_a_script_down_to_its_call_of_fit(tmp_path, monkeypatch):
+    (tmp_path / "script_of_a_run.py").write_text(
+        "import dora_jax\ndef mine(prompt, response, answer): return 1.0\n"
+        "try:\n    dora_jax.fit(reward=mine)\nexcept Exception:\n    pass\nmine = None\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    module = callables.import_module("script_of_a_run")
+    assert module.mine("", "", "") == 1.0 and sys.modules.pop("script_of_a_run") is module
+
+
+def test_the_result_has_the_run_s_figures_as_arrays(workspace):
+    Path("w").mkdir()
+    rows = [
+        {"step": 0, "eval/accuracy": 0.25},
+        {"step": 1, "reward/mean": 0.5, "waits": "x"},
+        {"step": 2, "lag/max": 1},
+    ]
+    Path("w/metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    Path("w/checkpoints/2").mkdir(parents=True)
+    Path("w/checkpoints/2/manifest.json").touch()
+    made = dora_jax.fit("c.py", "w")
+    assert sorted(made.metrics) == ["lag/max", "reward/mean", "step"] and made.checkpoints == (2,)
+    np.testing.assert_array_equal(made.metrics["reward/mean"], [0.5, np.nan])
+    np.testing.assert_array_equal(made.evaluations["eval/accuracy"], [0.25])
+
+
+def test_a_policy_of_no_run_is_refused(workspace):
+    with pytest.raises(ConfigError, match="workdir: gone holds no run"):
+        dora_jax.load_policy("gone")
