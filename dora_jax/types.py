@@ -83,7 +83,7 @@ class Branch:
     prompt_ids: np.ndarray  # i32[T]
     out_ids: np.ndarray  # i32[U]
     logprobs: np.ndarray  # f32[U], 0 where observed
-    mask: np.ndarray  # bool[U], True where the policy sampled the token and no later branch holds it
+    mask: np.ndarray  # bool[U], True where the policy sampled the token and no earlier branch holds it
     version: Version
     table: TokenTable = TokenTable()
 
@@ -94,7 +94,8 @@ class Sample:
     prompt_ids: np.ndarray  # i32[T]
     out_ids: np.ndarray  # i32[U], the stop token included when finish == "stop"; of an episode: all its turns
     logprobs: np.ndarray  # f32[U], the engine's own, after temperature; 0 where observed
-    mask: np.ndarray  # bool[U], True where the policy sampled the token (False: observed); a run of True is a turn
+    mask: np.ndarray  # bool[U], True where the policy sampled the token (False: observed, or an earlier branch holds
+    # it); a run of True is a turn
     spans: tuple[Span, ...]  # exactly one unless the mode is `partial`
     finish: str  # "stop", "length" or "error"
     table: TokenTable = TokenTable()

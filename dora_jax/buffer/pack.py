@@ -5,6 +5,7 @@ gives it; segments never share attention and never straddle rows. Where prompts 
 of a group's prompt are a segment of their own, once a row, that the group's samples in this row continue and look at:
 each then has U tokens, from the prompt's last one on. Where the layout asks for it, samples whose advantage is zero get
 no place: their loss and gradient are zero, and what an update divides by still counts them.
+Each branch of an episode is a segment too, and the episode is one trajectory: its branches one behind the other.
 Laws: the shape depends on the config alone, so one compiled step serves every batch; the rows that hold tokens fill
 whole micro-batches first, so the trainer can skip the empty ones; what an update divides by (`loss_weights`) is
 computed here, over the whole update; the result does not depend on the order of the groups.
@@ -13,13 +14,13 @@ computed here, over the whole update; the result does not depend on the order of
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Protocol
 
 import numpy as np
 
 from dora_jax.buffer.layout import BatchShape, Place, Row, items_of, places_of
-from dora_jax.types import GroupId, Sample, ScoredGroup
+from dora_jax.types import GroupId, Sample, ScoredGroup, Span
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -56,7 +57,7 @@ class Sequences:
 
     group_ids: np.ndarray  # int[n]
     rewards: np.ndarray  # f32[n]
-    lengths: np.ndarray  # int[n] response tokens
+    lengths: np.ndarray  # int[n] sampled tokens
     truncated: np.ndarray  # bool[n] ended at the length limit
     mask: np.ndarray  # bool[n, T] sampled by the policy
     behavior_logprobs: np.ndarray  # f32[n, T]
@@ -87,7 +88,8 @@ class Objective(Protocol):
 
     def estimate(self, sequences: Sequences) -> Prepared: ...
 
-    def token_weights(self, mask: np.ndarray, segment_ids: np.ndarray, group_ids: np.ndarray) -> np.ndarray: ...
+    def token_weights(self, mask: np.ndarray, segment_ids: np.ndarray | None, group_ids: np.ndarray) -> np.ndarray:
+        """Of packed rows, or of one trajectory a row: segment_ids None."""
 
 
 Score = Callable[[TrainBatch], dict[str, np.ndarray]]  # -> old_logprobs, ref_logprobs, values [B, L] (those in use)
@@ -137,29 +139,34 @@ class _PackedUpdate:
         self, samples: list[Sample], shape: BatchShape, score: Score | None, rewards: np.ndarray, group_ids: np.ndarray
     ):
         self.samples, self._shape, self._rewards, self._group_ids = samples, shape, rewards, group_ids
-        places = places_of(items_of(self.samples, shape.share_prompts), shape)
-        self.spread = _Spread(self.samples, places, shape)
-        self._batch: dict[str, Any] = _tokens(self.samples, places, self.spread, shape)
+        segments, owners = _segments_of(samples)
+        places = places_of(items_of(segments, shape.share_prompts), shape)
+        self.spread = _Spread(segments, owners, places, shape)
+        self._batch: dict[str, Any] = _tokens(segments, places, self.spread, shape)
         zeros: dict[str, Any] = dict.fromkeys(("advantages", "rewards", "loss_weights"), self.spread.zeros())
         self._scored = score(TrainBatch(**(self._batch | zeros))) if score else {}
 
     def sequences(self, longest: int) -> dict[str, np.ndarray]:
         """The fields of `Sequences`, as wide as the step's longest response."""
         per_token = {name: self._batch[name] for name in ("mask", "behavior_logprobs")} | self._scored
-        return {
+        found = {
             "group_ids": self._group_ids,
             "rewards": self._rewards,
-            "lengths": np.array([len(s.out_ids) for s in self.samples]),
             "truncated": np.array([s.finish == "length" for s in self.samples]),
         } | {name: self.spread.gather(np.asarray(x), longest) for name, x in per_token.items()}
+        return found | {"lengths": found["mask"].sum(1)}
 
     def batch_of(self, estimate: Prepared, mine: slice, objective: Objective) -> TrainBatch:
         """`mine`: the rows of the step's estimate that are of this update."""
         spread = self.spread
         mask, advantages = estimate.mask[mine], estimate.advantages[mine]
         placed, group_ids = spread.responses(mask, bool), spread.segments(self._group_ids)
-        own = np.where(group_ids < 0, 0, self._batch["segment_ids"])  # a shared prompt is no trajectory
-        weights = np.asarray(objective.token_weights(placed, own, group_ids), np.float32)
+        if spread.branched:
+            whole = np.asarray(objective.token_weights(mask, None, self._group_ids), np.float32)
+            weights = spread.responses(whole, np.float32)
+        else:
+            own = np.where(group_ids < 0, 0, self._batch["segment_ids"])  # a shared prompt is no trajectory
+            weights = np.asarray(objective.token_weights(placed, own, group_ids), np.float32)
         if self._shape.skip_zero_advantage and not self._scored:
             moving = mask & (advantages[:, None] if advantages.ndim == 1 else advantages).astype(bool)
             if not moving.any(1).all():
@@ -195,16 +202,31 @@ class _PackedUpdate:
 
 
 class _Spread:
-    """Moves per-trajectory arrays [n] or [n, T] to the packed rows [B, L], and back."""
+    """Moves per-trajectory arrays [n] or [n, T] to the packed rows [B, L], and back.
 
-    def __init__(self, samples: Sequence[Sample], places: Sequence[Place], shape: BatchShape):
+    owners: the trajectory of each segment; the segments of one stand in its row one behind the other."""
+
+    def __init__(self, samples: Sequence[Sample], owners: Sequence[int], places: Sequence[Place], shape: BatchShape):
         self._shape = (shape.rows, shape.tokens)
+        self._owners, self._n = owners, 1 + max(owners)
         self._first = [place.start + len(s.prompt_ids) - 1 - place.shared for s, place in zip(samples, places)]
         self._rows = [place.row for place in places]
         self._starts = [place.start for place in places]
         self._lengths = [len(s.out_ids) for s in samples]
         self._totals = [len(s.prompt_ids) + len(s.out_ids) - 1 - place.shared for s, place in zip(samples, places)]
-        self.longest = max(self._lengths)
+        self._offsets, filled = [], [0] * self._n
+        for owner, n in zip(owners, self._lengths):
+            self._offsets.append(filled[owner])
+            filled[owner] += n
+        self.longest = max(filled)
+
+    @property
+    def branched(self) -> bool:
+        return len(self._owners) > self._n
+
+    def _responses(self) -> Iterator[tuple[int, int, int, int, int]]:
+        """Of each segment: row, first column and length of its response; its trajectory, and its first column there."""
+        return zip(self._rows, self._first, self._lengths, self._owners, self._offsets)
 
     def zeros(self, dtype: type = np.float32) -> np.ndarray:
         return np.zeros(self._shape, dtype)
@@ -212,23 +234,43 @@ class _Spread:
     def responses(self, values: np.ndarray, dtype: type) -> np.ndarray:
         """Each trajectory's values at the positions that predict its response."""
         out = self.zeros(dtype)
-        for i, (row, first, n) in enumerate(zip(self._rows, self._first, self._lengths)):
-            out[row, first : first + n] = values[i] if values.ndim == 1 else values[i, :n]
+        for row, first, n, i, at in self._responses():
+            out[row, first : first + n] = values[i] if values.ndim == 1 else values[i, at : at + n]
         return out
 
     def segments(self, values: np.ndarray) -> np.ndarray:
         """Each trajectory's value over its whole segment; -1 in padding and in shared prompts."""
         out = np.full(self._shape, -1, np.int64)
-        for row, start, n, value in zip(self._rows, self._starts, self._totals, values):
-            out[row, start : start + n] = value
+        for row, start, n, i in zip(self._rows, self._starts, self._totals, self._owners):
+            out[row, start : start + n] = values[i]
         return out
 
     def gather(self, packed: np.ndarray, width: int) -> np.ndarray:
         """[B, L] -> [n, width] over response tokens, 0 beyond each length."""
-        out = np.zeros((len(self._rows), width), packed.dtype)
-        for i, (row, first, n) in enumerate(zip(self._rows, self._first, self._lengths)):
-            out[i, :n] = packed[row, first : first + n]
+        out = np.zeros((self._n, width), packed.dtype)
+        for row, first, n, i, at in self._responses():
+            out[i, at : at + n] = packed[row, first : first + n]
         return out
+
+
+def _segments_of(samples: Sequence[Sample]) -> tuple[list[Sample], list[int]]:
+    """(each sample behind the branches of its episode, the index of the sample that each belongs to)"""
+    found = [(branch, i) for i, sample in enumerate(samples) for branch in (*_branches(sample), sample)]
+    return [segment for segment, _ in found], [i for _, i in found]
+
+
+def _branches(sample: Sample) -> Iterator[Sample]:
+    for branch in sample.branches:
+        yield dataclasses.replace(
+            sample,
+            prompt_ids=branch.prompt_ids,
+            out_ids=branch.out_ids,
+            logprobs=branch.logprobs,
+            mask=branch.mask,
+            spans=(Span(version=branch.version, start=0, stop=len(branch.out_ids)),),
+            table=branch.table,
+            branches=(),
+        )
 
 
 def _tokens(

@@ -29,7 +29,7 @@ class Unjudged:
         mask = np.asarray(sequences.mask, bool)
         return Estimate(np.zeros(len(mask)), mask)
 
-    def token_weights(self, mask: np.ndarray, segment_ids: np.ndarray, group_ids: np.ndarray) -> np.ndarray:
+    def token_weights(self, mask: np.ndarray, segment_ids: np.ndarray | None, group_ids: np.ndarray) -> np.ndarray:
         return np.zeros(mask.shape)
 
 
@@ -49,7 +49,7 @@ class Prepare:
             mask = mask & ~sequences.truncated[:, None]
         return Estimate(advantages, mask, returns)
 
-    def token_weights(self, mask: np.ndarray, segment_ids: np.ndarray, group_ids: np.ndarray) -> np.ndarray:
+    def token_weights(self, mask: np.ndarray, segment_ids: np.ndarray | None, group_ids: np.ndarray) -> np.ndarray:
         return loss.token_weights(self._section.aggregation, mask, segment_ids, group_ids, self._max_len)
 
     def _rewards(self, sequences: Any) -> np.ndarray:
