@@ -190,6 +190,7 @@ class TrainerSection:
     router_bias_rate: float = (
         0.0  # of a router with a selection bias: what an update moves it by against the load; 0: off
     )
+    show_every: int = 10  # steps between samples whose tokens are shown with advantage and log-probs; 0: never
     max_mismatch: float = 0.0  # mean |trainer - engine| log-prob at lag 0 that stops the run; 0: off
 
 

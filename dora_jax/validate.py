@@ -68,7 +68,7 @@ RANGES: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
         lambda x: x >= 0,
         """
         cpu_devices task.reward_retries reward_model.rows rollout.instances rollout.decode_rows
-        rollout.pages rollout.prefill_tokens rollout.prefill_call_tokens rollout.prefill_chunk trainer.logits_bytes
+        trainer.show_every rollout.pages rollout.prefill_tokens rollout.prefill_call_tokens rollout.prefill_chunk trainer.logits_bytes
         eval.every checkpoint.every
         checkpoint.keep_best checkpoint.keep_every cluster.reattach_s journal.partial_s journal.sync_s
         journal.watchdog_s

@@ -42,6 +42,7 @@ MAY_CHANGE = (  # between two runs of one workdir: how long, how often, and on w
     "trainer.expert_matmul",
     "trainer.optimizer_memory",
     "trainer.peak_tflops",
+    "trainer.show_every",
     "task.reward_workers",
     "task.reward_timeout_s",
     "task.reward_retries",

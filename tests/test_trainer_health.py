@@ -50,6 +50,14 @@ def shifted(trainer, batch, gap):
     return dataclasses.replace(batch, behavior_logprobs=np.where(batch.mask, own - np.float32(gap), 0))
 
 
+def test_a_row_alone_has_the_log_probs_of_its_batch(trainer):
+    batch = cases.batch(trainer, cases.groups(1, 4, seed=9), rows=16)
+    row = int(np.flatnonzero(batch.mask.any(1))[-1])
+    np.testing.assert_allclose(
+        trainer.row_logprobs(batch, row)[batch.mask[row]], trainer.logprobs(batch)[row][batch.mask[row]], atol=1e-4
+    )
+
+
 # ------------------------------------------------------------------- probe
 
 

@@ -299,6 +299,7 @@ def _run(
         steps=config.steps,
         max_failed_share=config.task.max_failed_share,
         evaluations=writer.evaluations,
+        views=backing.side.views if backing else None,
     )
     timeline = Timeline(parts.workdir, writer.note)
     for listener in (log.record, timeline.record):

@@ -34,6 +34,7 @@ from dora_jax.runtime.run import (
     prober,
     updates_apart,
 )
+from dora_jax.runtime.sample_log import TokenViews
 from dora_jax.runtime.seams import (
     GroupStore,
     Notify,
@@ -159,12 +160,14 @@ class LocalBackend:
         config, workdir = self._parts.config, self._parts.workdir
         mesh = sharding.make_mesh([jax.devices()[i] for i in self._plan.trainer], *self._plan.trainer_mesh)
         trainer = self._trainer = new_trainer(config, self._parts.tokenizer, mesh, workdir)
+        views = TokenViews(trainer, config.trainer.show_every)
         return TrainerSide(
             trainer=trainer,
             checkpoints=Checkpoints(workdir / "checkpoints", config.checkpoint, self._notify),
-            pack=packer(config, trainer),
+            pack=views.watching(packer(config, trainer)),
             digest=digest,
             probe=prober(config, trainer),
+            views=views,
         )
 
     def instances(self) -> list[LocalInstance]:

@@ -6,7 +6,6 @@ Consumes the payload records that `Coordinator` tells and the events of the loop
 from __future__ import annotations
 
 import collections
-import json
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -19,16 +18,16 @@ from dora_jax.metrics import Writer
 from dora_jax.orchestrate import events as ev
 from dora_jax.orchestrate.core import Orchestrator
 from dora_jax.orchestrate.modes import OrchestratorConfig
-from dora_jax.retrying_file import PatientFile
 from dora_jax.runtime.evaluations import Evaluations, reward_metrics
 from dora_jax.runtime.idle_time import IdleReport
+from dora_jax.runtime.sample_log import SampleLog, TokenViews
 from dora_jax.runtime.seams import StageWorker
 from dora_jax.runtime.worker import Finished, StepDone
 from dora_jax.tasks.identity import shorten
 from dora_jax.tasks.pool import GroupFailure
 from dora_jax.tasks.prompts import PromptTooLong
 from dora_jax.tasks.solved import Solved
-from dora_jax.types import GroupId, Prompt, Sample, SampleId, ScoredGroup, Version, is_eval
+from dora_jax.types import GroupId, Prompt, SampleId, ScoredGroup, Version, is_eval
 
 MIN_GROUPS_FOR_FAILED_SHARE = 100  # below this one failure says nothing about a share
 MIN_GROUPS_ALL_FAILED = 10  # nothing was scored so far: a hanging reward takes minutes for each of these
@@ -146,7 +145,7 @@ class ScoringFailures:
 
 
 class RunLog:
-    """Turns records and events into metrics, console lines and `trajectories.txt`.
+    """Turns records and events into metrics, console lines and the samples to read.
 
     evaluations: records of versions that an earlier process of this run has evaluated; those to come are added."""
 
@@ -163,17 +162,15 @@ class RunLog:
         steps: int,
         max_failed_share: float,
         evaluations: Mapping[Version, Mapping[str, float]],
+        views: TokenViews | None = None,
     ):
         self.evaluations = dict(evaluations)
         self.metrics: dict[str, float] = {}
         self._writer = writer
         self._orchestrator = orchestrator
         self._instances = instances
-        self._decode = decode
-        self._prompt_of = prompt_of
         self._steps = steps
-        self._trajectories = PatientFile(workdir / "trajectories.txt", writer.note)
-        self._samples = PatientFile(workdir / "samples.jsonl", writer.note)
+        self._samples = SampleLog(workdir, writer.note, decode, prompt_of, views)
         self._overlap = VersionOverlap()
         self._idle = IdleReport(orchestrator.waiting)
         self._evaluating = Evaluations(orchestrator.state, solved, self._evaluated, writer.note)
@@ -188,7 +185,6 @@ class RunLog:
         self._idle_s = [0.0] * len(instances)
 
     def close(self) -> None:
-        self._trajectories.close()
         self._samples.close()
 
     # ---------------------------------------------------------- what is told
@@ -268,7 +264,7 @@ class RunLog:
             {"trainer": done.wait_s / max(done.wait_s + done.step_s, 1e-9), "rollouts": idle_share}
         )
         self._writer.write(done.version, metrics, waits=waits)
-        self._write_trajectories(done)
+        self._samples.write(done.version, done.groups)
 
     def _elapsed_s(self, now: float) -> float:
         """Since the last step ended."""
@@ -287,44 +283,6 @@ class RunLog:
         idle_s = [new - old for new, old in zip(idle, self._idle_s, strict=True)]
         self._idle_s = idle
         return float(np.mean(idle_s)) / elapsed_s
-
-    def _write_trajectories(self, done: StepDone) -> None:
-        """The best and the worst answer of the step's most mixed group."""
-        group = max(done.groups, key=lambda g: float(np.std(g.rewards)))
-        order = np.argsort(group.rewards, kind="stable")
-        prompt = self._prompt_of(group.group_id)
-        text = (
-            f"=== step {done.version}  group {group.group_id}  version {group.version}  "
-            f"reward mean {group.rewards.mean():.3f}  expected {prompt.answer!r:.80}\n"
-            f"prompt> {prompt.text}\n"
-        )
-        shown = []
-        for i in (order[-1], order[0]):
-            sample = group.samples[i]
-            shown.append(self._sample_row(sample, float(group.rewards[i]), float(group.rewards.mean())))
-            text += (
-                f"[{sample.id.index}] reward {group.rewards[i]:+.3f}, {len(sample.out_ids)} tokens, "
-                f"{sample.finish}> {self._decode(sample.out_ids)}\n"
-            )
-        self._trajectories.write(text.encode(errors="replace"))
-        row = {"step": done.version, "group": group.group_id, "version": group.version, "prompt": prompt.text,
-               "expected": str(prompt.answer), "samples": shown}  # fmt: skip
-        self._samples.write(json.dumps(row).encode() + b"\n")
-
-    def _sample_row(self, sample: Sample, reward: float, mean: float) -> dict[str, Any]:
-        """What samples.jsonl says of a sample; log-probs are the engine's, in nats a token."""
-        logprobs = np.asarray(sample.logprobs, np.float64)
-        told = bool(np.isfinite(logprobs).all() and len(logprobs))  # JSON knows finite numbers only
-        return {
-            "index": sample.id.index,
-            "reward": reward,
-            "reward_above_mean": reward - mean,
-            "tokens": len(sample.out_ids),
-            "finish": sample.finish,
-            "mean_logprob": float(logprobs.mean()) if told else None,
-            "min_logprob": float(logprobs.min()) if told else None,
-            "text": self._decode(sample.out_ids.tolist()),
-        }
 
 
 def group_metrics(groups: Sequence[ScoredGroup], base: Version) -> dict[str, Any]:

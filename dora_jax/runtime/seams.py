@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from dora_jax.orchestrate.events import InstanceUp
     from dora_jax.rollout.migrate import InFlightSample
     from dora_jax.rollout.ticks import TickResult
+    from dora_jax.runtime.sample_log import TokenViews
     from dora_jax.tasks.pool import GroupFailure
     from dora_jax.trainer.checkpoint import Restored
     from dora_jax.trainer.step import Probe
@@ -233,6 +234,7 @@ class TrainerSide:
     pack: Pack
     digest: Digest
     probe: MakeProbe | None = None  # see trainer_worker.MismatchProbe
+    views: TokenViews | None = None  # of the samples that a person reads
 
 
 class Backend(Protocol):

@@ -138,6 +138,11 @@ class Trainer:
         """f32[B, L] of the batch's targets under the current weights; 0 outside the segments."""
         return _inside(batch, self._logprobs(self.state.params, self._put(batch.arrays())))
 
+    def row_logprobs(self, batch: Any, row: int) -> np.ndarray:
+        """f32[L]: `logprobs` of one row, computed alone."""
+        arrays = {name: np.repeat(x[row : row + 1], self.shards, axis=0) for name, x in batch.arrays().items()}
+        return np.asarray(self._probed(self.state.params, self._put(arrays)))[0]
+
     def score(self, batch: Any) -> dict[str, np.ndarray]:
         """What a packed batch needs before its advantages: f32[B, L] by name; empty where the objective needs none."""
         if not objective.needs_scores(self.section):
