@@ -165,7 +165,7 @@ class SampleLog:
             shown.append(self._row(sample, reward, mean, views.get(sample.id)))
             text += (
                 f"[{sample.id.index}] reward {reward:+.3f}, {len(sample.out_ids)} tokens, "
-                f"{sample.finish}> {self._decode(sample.out_ids)}\n"
+                f"{sample.finish}> {self._decode(sample.out_ids.tolist())}\n"
             )
         self._trajectories.write(text.encode(errors="replace"))
         row = {"step": version, "group": group.group_id, "version": group.version, "prompt": prompt.text,
