@@ -2,8 +2,9 @@
 
     python -m dora_jax.bench.learning [--seeds=0,1,2,3,4] [--modes=sync,one_step,partial,evict,dora2,dora3,dora5]
                                       [--workdir=runs/learning] [--base=DIR] [--steps=80]
+                                      [--config=configs/quickstart.py]
 
-Each point is one run of `dora_jax.train` on the quickstart's config in a folder of its own; one that has ended is not
+Each point is one run of `dora_jax.train` on the quickstart's config, or a twin of it; one that has ended is not
 run again, one that was cut short starts over, since its clock counts. All start from one base, made by `dora_jax.sft`
 where it is missing. The number behind a mode is K (3 where there is none and the mode has one).
 
@@ -42,7 +43,6 @@ from dora_jax.runtime.durability.recovery import replay
 from dora_jax.sim.table import grid
 from dora_jax.tokenizer import Tokenizer
 
-CONFIG = "configs/quickstart.py"
 MODES = ("sync", "one_step", "partial", "evict", "dora2", "dora3", "dora5")
 MEASURED, BASELINE = "dora3", "sync"  # of the verdict
 NO_LAG = ("sync", "partial")  # all groups have the same, or none: a trajectory has several versions
@@ -76,7 +76,7 @@ class Curve(NamedTuple):
     groups: list[AnsweredGroup]
 
 
-def run(folder: Path, mode: str, seed: int, base: Path, steps: int) -> None:
+def run(folder: Path, config: str, mode: str, seed: int, base: Path, steps: int) -> None:
     """Trains unless it has been done, and keeps of the journal what is read here."""
     name, k = re.findall(r"^([a-z_]+)(\d*)$", mode)[0]
     overrides = {
@@ -88,7 +88,7 @@ def run(folder: Path, mode: str, seed: int, base: Path, steps: int) -> None:
         "orchestrator.mode": name,
         "orchestrator.max_versions": k or 3,
     }
-    arguments = [f"--config={CONFIG}", *(f"--config.{field}={value}" for field, value in overrides.items())]
+    arguments = [f"--config={config}", *(f"--config.{field}={value}" for field, value in overrides.items())]
     if (folder / RESULT).exists():
         if json.loads((folder / RESULT).read_text())["arguments"] != arguments:
             raise SystemExit(f"error: {folder} holds a run of other settings; choose another --workdir")
@@ -290,15 +290,16 @@ def main() -> None:
     parser.add_argument("--workdir", type=Path, default=Path("runs/learning"))
     parser.add_argument("--base", type=Path, help="a Hugging Face folder; default: WORKDIR/base, made where missing")
     parser.add_argument("--steps", type=int, default=80)
+    parser.add_argument("--config", default="configs/quickstart.py", help="another makes a base of its own")
     args = parser.parse_args()
     base, modes, seeds = args.base or args.workdir / "base", args.modes.split(","), args.seeds.split(",")
     if not (base / "config.json").exists():
-        call("dora_jax.sft", f"--config={CONFIG}", f"--config.sft.out={base}", f"--workdir={args.workdir / 'sft'}")
+        call("dora_jax.sft", f"--config={args.config}", f"--config.sft.out={base}", f"--workdir={args.workdir / 'sft'}")
     folders = {mode: [args.workdir / f"{mode}-seed{seed}" for seed in seeds] for mode in modes}
     for i, seed in enumerate(seeds):  # the modes of a seed run one after the other, another one first each time
         for j in range(len(modes)):
             mode = modes[(int(seed) + j) % len(modes)]
-            run(folders[mode][i], mode, int(seed), base, args.steps)
+            run(folders[mode][i], args.config, mode, int(seed), base, args.steps)
     curves = {mode: [load(folder) for folder in of_mode] for mode, of_mode in folders.items()}
     shortest = [min(curves[mode][i].quiet_clock[-1] for mode in modes) for i in range(len(seeds))]
     found = {mode: [figures(c, s) for c, s in zip(of_mode, shortest)] for mode, of_mode in curves.items()}
