@@ -4,6 +4,8 @@ through preemption, a move, shared prompts, chunks."""
 import dataclasses
 import functools
 import math
+import queue
+import types
 
 import jax
 import jax.numpy as jnp
@@ -24,8 +26,13 @@ from dora_jax.rollout.engine import Engine
 from dora_jax.rollout.kv_layout import kv_layout
 from dora_jax.rollout.migrate import InFlightSample, without_pages
 from dora_jax.rollout.route_log import RouteLog
-from dora_jax.types import SampleId, TokenTable
+from dora_jax.runtime.durability.payload_state import PayloadState
+from dora_jax.runtime.durability.records import CODEC, Partial
+from dora_jax.runtime.rollout_worker import EngineWorker
+from dora_jax.runtime.sample_registry import SampleRegistry
+from dora_jax.types import Prompt, SampleId, TokenTable
 from tests.fakes.engine_rig import SIZES, VOCAB, finish, ids, submit
+from tests.fakes.engine_rig import prompt as prompt_ids
 
 pytestmark = pytest.mark.usefixtures("quick_compile")
 CFG = decoder.new_config(
@@ -182,6 +189,39 @@ def test_a_sample_that_lost_its_pages_has_routes_all_the_same(engines, rows):
     if rows:
         np.testing.assert_array_equal(done.table.routes[: len(marked)], marked)
         done.table.routes[0] = done.table.routes[0, :, ::-1]
+    assert_as_the_trainer(done)
+
+
+def test_a_sample_of_a_lost_instance_goes_on_from_the_journal_with_the_routes_that_sampled_it(engines):
+    """Partial records carry the rows, over every report; rows of the journal stay where its tokens are prefilled again."""
+    here, there = engines
+    id, outbox, payloads = SampleId(3, 6), queue.SimpleQueue(), PayloadState()
+    worker = EngineWorker(0, here, None, outbox, partial_s=1e-9)
+    prompt = Prompt(group_id=3, task="", uid="", text="", token_ids=prompt_ids(3), answer=None, max_new_tokens=24)
+    worker.submit(id, prompt, 0)
+    for _ in range(5):
+        worker.work()
+    here.cancel(id)  # the instance is lost: nothing is exported
+    while not outbox.empty():
+        if isinstance(record := outbox.get(), Partial):
+            payloads.load(CODEC.decode(CODEC.encode(record)))
+    chunks, n = payloads.partial[id], len(prompt.token_ids)
+    assert len(chunks) > 1 and len(chunks[0].table.routes) == n + len(chunks[0].out_ids) - 1
+    assert all(chunk.row == n + chunk.start - 1 for chunk in chunks[1:])  # each row is written once
+    routes = chunks[0].table.routes.copy()
+    routes[0] = marked = routes[0, :, ::-1].copy()  # an order that nobody computes
+    chunks[0] = dataclasses.replace(chunks[0], table=TokenTable(routes=routes))
+
+    registry = SampleRegistry(types.SimpleNamespace(prompt_at=lambda group: prompt))
+    registry.recall(payloads)
+    registry.opened(id.group_id)
+    resumed = registry.resume(id, version=0)
+    assert len(resumed.table.routes) == n + len(resumed.out_ids) - 1 and not resumed.pages
+    there.import_(resumed)
+    done = finish(there)[id]
+    np.testing.assert_array_equal(done.table.routes[0], marked)
+    np.testing.assert_array_equal(done.table.routes[: len(resumed.table.routes)], resumed.table.routes)
+    done.table.routes[0] = marked[:, ::-1]
     assert_as_the_trainer(done)
 
 

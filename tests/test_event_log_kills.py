@@ -172,7 +172,7 @@ def as_before(row, format):
             return ["Fact", event, ["Scores", version, rewards, parts]]
         case ["Sample", *fields, ["TokenTable", routes], [], None]:
             return ["Sample", *fields] + [["TokenTable", routes, None, None]] * (format > 3)
-        case ["Partial", *fields, "sampled"]:
+        case ["Partial", *fields, "sampled", 0, ["TokenTable", None]]:
             return ["Partial", *fields]
         case list(fields):
             return [as_before(field, format) for field in fields]

@@ -23,7 +23,7 @@ from dora_jax.models import decoder
 from dora_jax.models.routes import RouteShape
 from dora_jax.rollout.device import Device
 from dora_jax.rollout.device_calls import Calls
-from dora_jax.rollout.migrate import InFlightSample, repaged, with_pages
+from dora_jax.rollout.migrate import InFlightSample, SampledTokens, repaged, with_pages
 from dora_jax.rollout.plan import DecodeCall, PrefillCall, Prefix, Scheduler
 from dora_jax.rollout.seq import Seq, Upload
 from dora_jax.rollout.shapes import shapes_of
@@ -207,10 +207,10 @@ class Engine:
     def version_of(self, id: SampleId) -> Version:
         return self._held(id).version
 
-    def sampled(self, id: SampleId, start: int = 0) -> tuple[np.ndarray, np.ndarray]:
-        """(i32[n] tokens, f32[n] log-probs) of a running sample, from the token `start` on, without what is in flight."""
+    def sampled(self, id: SampleId, start: int = 0, row: int = 0) -> SampledTokens:
+        """A running sample's tokens from `start` on and its table's rows from `row` on, without what is in flight."""
         seq = self._held(id)
-        return seq.out_ids[start:].copy(), seq.logprobs[start:].copy()
+        return SampledTokens(seq.out_ids[start:].copy(), seq.logprobs[start:].copy(), seq.table_from(row))
 
     @property
     def idle(self) -> bool:

@@ -12,6 +12,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
@@ -64,6 +65,14 @@ class InFlightSample:
         return 0 if self.k_pages is None else self.k_pages.shape[1]
 
 
+class SampledTokens(NamedTuple):
+    """What a running sample has grown by."""
+
+    out_ids: np.ndarray  # i32[n]
+    logprobs: np.ndarray  # f32[n]
+    table: TokenTable  # of the tokens that ran forward meanwhile: the last of out_ids has not yet
+
+
 def with_pages(parcel: InFlightSample, pages: Mapping[str, np.ndarray]) -> InFlightSample:
     """The same KV in other arrays."""
     return dataclasses.replace(parcel, k_pages=pages.get("k"), v_pages=pages.get("v"))
@@ -92,6 +101,19 @@ def parted(parcel: InFlightSample, parts: int) -> list[InFlightSample]:
 def holders_alike(processes: int, heads: int) -> int:
     """How many processes of an instance hold the same KV heads."""
     return max(processes // heads, 1)
+
+
+def sampled_from(held: InFlightSample | Sample, start: int, row: int) -> SampledTokens:
+    """Its tokens from `start` on, and the rows of its table from `row` on."""
+    return SampledTokens(held.out_ids[start:], held.logprobs[start:], rows_of(held.table, slice(row, None)))
+
+
+def rows_of(table: TokenTable, rows: slice) -> TokenTable:
+    return TokenTable(routes=None if table.routes is None else table.routes[rows])
+
+
+def count_rows(table: TokenTable) -> int:
+    return 0 if table.routes is None else len(table.routes)
 
 
 def spans_of(parcel: InFlightSample) -> tuple[Span, ...]:

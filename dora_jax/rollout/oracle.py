@@ -15,9 +15,9 @@ from typing import Any
 import numpy as np
 
 from dora_jax.config import RolloutSection
-from dora_jax.rollout.migrate import InFlightSample, spans_of
+from dora_jax.rollout.migrate import InFlightSample, SampledTokens, spans_of
 from dora_jax.rollout.ticks import TickResult
-from dora_jax.types import Sample, SampleId, Version
+from dora_jax.types import Sample, SampleId, TokenTable, Version
 
 PRIMES = (0x9E3779B1, 0x85EBCA77, 0xC2B2AE3D, 0x27D4EB2F)  # odd multipliers that mix the four parts of an identity
 
@@ -157,10 +157,10 @@ class OracleEngine:
     def version_of(self, id: SampleId) -> Version:
         return self._samples[id].parcel.version
 
-    def sampled(self, id: SampleId, start: int = 0) -> tuple[np.ndarray, np.ndarray]:
-        """(i32[n] tokens, f32[n] log-probs) of a running sample, from the token `start` on."""
+    def sampled(self, id: SampleId, start: int = 0, row: int = 0) -> SampledTokens:
+        """A running sample's tokens from `start` on."""
         running = self._samples[id]
-        return np.array(running.out[start:], np.int32), self._logprobs(running)[start:]
+        return SampledTokens(np.array(running.out[start:], np.int32), self._logprobs(running)[start:], TokenTable())
 
     @property
     def idle(self) -> bool:

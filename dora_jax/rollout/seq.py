@@ -86,10 +86,13 @@ class Seq:
     @property
     def token_table(self) -> TokenTable:
         """Rows of the tokens that ran forward, as far as results have come back."""
+        return self.table_from(0)
+
+    def table_from(self, row: int) -> TokenTable:
         if self._routes is None:
             return TokenTable()
         self._routes.take(self.prefix)
-        return TokenTable(routes=self._routes.rows.copy())
+        return TokenTable(routes=self._routes.rows[row:].copy())
 
     def known_routes(self, start: int, stop: int) -> np.ndarray | None:
         if self._routes is None or len(self._routes.rows) < stop:

@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 
 from dora_jax.rollout.engine import Engine
+from dora_jax.rollout.migrate import sampled_from
 from dora_jax.rollout.plan import Prefix
 from dora_jax.types import Sample, SampleId, Version
 
@@ -78,7 +79,7 @@ class Slots:
         data = np.zeros((self.max_concurrent_decodes, 3 * steps + 1), np.int32)
         for slot, (id, seen) in list(self._running.items()):
             done = finished.get(id)
-            tokens, logprobs = (done.out_ids[seen:], done.logprobs[seen:]) if done else self.engine.sampled(id, seen)
+            tokens, logprobs, _ = sampled_from(done, seen, 0) if done else self.engine.sampled(id, seen)
             new = len(tokens)
             data[slot, :new] = tokens
             data[slot, steps : steps + new] = 1

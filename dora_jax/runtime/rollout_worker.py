@@ -12,10 +12,8 @@ import time
 from collections.abc import Callable
 from typing import Any, Protocol
 
-import numpy as np
-
 from dora_jax.orchestrate import events as ev
-from dora_jax.rollout.migrate import InFlightSample
+from dora_jax.rollout.migrate import InFlightSample, SampledTokens, count_rows, sampled_from
 from dora_jax.rollout.ticks import TickResult
 from dora_jax.runtime.durability.records import Partial
 from dora_jax.runtime.seams import Outbox, RolloutEngine, Tree, WeightStore
@@ -99,7 +97,7 @@ class EngineWorker(Worker):
         self._partial_s = partial_s
         self._partials_s = time.monotonic()
         self._grown: dict[SampleId, None] = {}  # run here and have more tokens than were reported
-        self._told: dict[SampleId, int] = {}  # tokens reported
+        self._told: dict[SampleId, tuple[int, int]] = {}  # tokens and rows of the table reported
         self._begun: dict[SampleId, None] = {}  # here and not ended
         self._decoding = _Decoding()
 
@@ -190,8 +188,8 @@ class EngineWorker(Worker):
         if self._partial_s and now - self._partials_s >= self._partial_s:
             self._partials_s = now
             for sample_id in self._grown:
-                new = self.engine.sampled(sample_id, self._told.get(sample_id, 0))
-                self._report(sample_id, self.engine.version_of(sample_id), *new)
+                new = self.engine.sampled(sample_id, *self._told.get(sample_id, (0, 0)))
+                self._report(sample_id, self.engine.version_of(sample_id), new)
             self._grown.clear()
 
     def _say_how_far(self, now: float, free_pages: int) -> None:
@@ -207,24 +205,24 @@ class EngineWorker(Worker):
         self.engine.import_(in_flight)
         self._begun[in_flight.id] = None
         self._progress[in_flight.id] = len(in_flight.out_ids)
-        self._told[in_flight.id] = len(in_flight.out_ids)
+        self._told[in_flight.id] = len(in_flight.out_ids), count_rows(in_flight.table)
 
     def _export(self, sample: SampleId) -> InFlightSample:
         """Takes the sample out of the engine. Its tokens are reported first: its version may change before it goes
         on."""
         in_flight = self.engine.export(sample)
         if self._partial_s:
-            start = self._told.get(sample, 0)
-            self._report(sample, in_flight.version, in_flight.out_ids[start:], in_flight.logprobs[start:])
+            new = sampled_from(in_flight, *self._told.get(sample, (0, 0)))
+            self._report(sample, in_flight.version, new)
         self._forget(sample)
         return in_flight
 
-    def _report(self, sample: SampleId, version: Version, out_ids: np.ndarray, logprobs: np.ndarray) -> None:
+    def _report(self, sample: SampleId, version: Version, new: SampledTokens) -> None:
         """Reports the tokens sampled since the last report."""
-        if len(out_ids):
-            start = self._told.get(sample, 0)
-            self._told[sample] = start + len(out_ids)
-            self.outbox.put(Partial(id=sample, version=version, start=start, out_ids=out_ids, logprobs=logprobs))
+        if len(new.out_ids):
+            start, row = self._told.get(sample, (0, 0))
+            self._told[sample] = start + len(new.out_ids), row + count_rows(new.table)
+            self.outbox.put(Partial(id=sample, version=version, start=start, row=row, **new._asdict()))
 
     def _forget(self, sample: SampleId) -> None:
         self._begun.pop(sample, None)

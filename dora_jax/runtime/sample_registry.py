@@ -15,7 +15,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from dora_jax.orchestrate.restart import Debts
-from dora_jax.rollout.migrate import InFlightSample, retagged
+from dora_jax.rollout.migrate import InFlightSample, count_rows, retagged, sampled_from
 from dora_jax.runtime.durability.payload_state import PayloadState
 from dora_jax.runtime.durability.records import Partial
 from dora_jax.runtime.seams import Prompts
@@ -107,7 +107,8 @@ class SampleRegistry:
         self._parked[held.id] = held
         if isinstance(held, Sample) or len(held.out_ids) == n:
             return None
-        return Partial(id=held.id, version=version, start=n, out_ids=held.out_ids[n:], logprobs=held.logprobs[n:])
+        row = count_rows(self._payloads.table(held.id, len(held.prompt_ids)))
+        return Partial(id=held.id, version=version, start=n, row=row, **sampled_from(held, n, row)._asdict())
 
     def _from_journal(self, id: SampleId, version: Version) -> InFlightSample:
         """The tokens that the journal has of a sample; the engine prefills them."""
@@ -122,4 +123,5 @@ class SampleRegistry:
             logprobs=logprobs,
             max_new_tokens=prompt.max_new_tokens,
             spans=spans[:-1],
+            table=self._payloads.table(id, len(prompt.token_ids)),
         )

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     import numpy as np
 
     from dora_jax.orchestrate.events import InstanceUp
-    from dora_jax.rollout.migrate import InFlightSample
+    from dora_jax.rollout.migrate import InFlightSample, SampledTokens
     from dora_jax.rollout.ticks import TickResult
     from dora_jax.runtime.sample_log import TokenViews
     from dora_jax.tasks.pool import GroupFailure
@@ -103,8 +103,8 @@ class RolloutEngine(Protocol):
 
     def version_of(self, id: SampleId) -> Version: ...
 
-    def sampled(self, id: SampleId, start: int = 0) -> tuple[np.ndarray, np.ndarray]:
-        """(out_ids i32[U - start], logprobs f32[U - start]) of a running sample."""
+    def sampled(self, id: SampleId, start: int = 0, row: int = 0) -> SampledTokens:
+        """A running sample's tokens from `start` on, and its table's rows from `row` on."""
 
     def export(self, id: SampleId) -> InFlightSample:
         """Takes the sample out, with its KV in host memory."""

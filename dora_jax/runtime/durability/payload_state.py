@@ -17,7 +17,7 @@ import numpy as np
 from dora_jax.orchestrate import events as ev
 from dora_jax.orchestrate.state import State
 from dora_jax.runtime.durability.records import Entry, Fact, Partial, Published
-from dora_jax.types import GroupId, Sample, SampleId, ScoredGroup, Span, Version, is_eval
+from dora_jax.types import GroupId, Sample, SampleId, ScoredGroup, Span, TokenTable, Version, is_eval
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,6 +76,15 @@ class PayloadState:
             np.concatenate([np.zeros(0, np.float32), *(c.logprobs for c in chunks)]),
             tuple(spans),
         )
+
+    def table(self, id: SampleId, prompt: int) -> TokenTable:
+        """The rows that are recorded of a running sample with a prompt of so many tokens, from its first token on."""
+        known: np.ndarray | None = None
+        for chunk in self.partial.get(id, []):
+            known = None if known is None else known[: prompt + chunk.start]  # later tokens were others
+            if (new := chunk.table.routes) is not None and chunk.row <= (0 if known is None else len(known)):
+                known = new if known is None else np.concatenate([known[: chunk.row], new])
+        return TokenTable(routes=known)
 
     def forget_partials(self) -> None:
         """Makes running samples start over: the weights of their version are not bit for bit what they were."""

@@ -49,7 +49,7 @@ class Fact:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Partial:
-    """Tokens [start, start + len) of a running sample.
+    """Tokens [start, start + len) of a running sample, and the rows of its table from `row` on.
 
     kind: "sampled", or "observed": an environment said them. "rewritten": they are observed and begin a new branch, in
     the place of those from `start` on."""
@@ -60,6 +60,8 @@ class Partial:
     out_ids: np.ndarray  # i32
     logprobs: np.ndarray  # f32
     kind: str = "sampled"
+    row: int = 0
+    table: TokenTable = dataclasses.field(default_factory=TokenTable)
 
 
 Entry = Fact | Partial
@@ -73,6 +75,7 @@ class Batch:
 
 CODEC = Codec(Head, Published, Fact, Partial, Batch)
 TOKENS_A_RECORD = 1 << 20
+NO_TABLE = [TokenTable.__name__, *(None for _ in dataclasses.fields(TokenTable))]  # the row of an empty one
 
 
 def batches(entries: Sequence[Entry]) -> Iterator[Batch]:
@@ -116,7 +119,7 @@ def _with_episodes(row: Any) -> Any:
         case [name] if name == Sample.__name__:
             return [*row, [], None]
         case [name] if name == Partial.__name__:
-            return [*row, "sampled"]
+            return [*row, "sampled", 0, NO_TABLE]
     return row
 
 
@@ -138,7 +141,7 @@ def _with_group(row: Any) -> Any:
 def _with_tables(row: Any) -> Any:
     """The samples of a record, as a table follows their other fields."""
     if _is(row, Sample):
-        return [*row, [TokenTable.__name__, *(None for _ in dataclasses.fields(TokenTable))]]
+        return [*row, NO_TABLE]
     if _is(row, ScoredGroup) or _is(row, Fact):
         return [_with_tables(field) for field in row]
     if isinstance(row, list) and row and all(_is(each, Sample) for each in row):  # of a group
