@@ -45,12 +45,15 @@ shapes = st.builds(
     load_s=st.sampled_from([0.05, 0.3, 1.0]),
     move_s=st.sampled_from([0.02, 0.3, 2.0]),
     reports_pages=st.booleans(),
+    turns=st.sampled_from([1, 1, 2, 5]),
+    environment_s=st.sampled_from([0.02, 1.0, 8.0]),
     seed=st.integers(0, 2**32),
 )
 faulty = st.builds(
     dict,
     filtered=st.sampled_from([0.0, 0.3]),
     failed=st.sampled_from([0.0, 0.1]),
+    breaks=st.sampled_from([0.0, 0.05]),
     refused=st.sampled_from([0.0, 0.05]),
     move_fails=st.sampled_from([0.0, 0.4]),
     deaths=st.sampled_from([0.0, 0.5]),

@@ -42,8 +42,8 @@ class Queue:
         unit.state = WAITING
         add(self.in_environment, unit.version, 1)
 
-    def end_wait(self, unit: Unit) -> None:
-        """The caller gives the sample its next state."""
+    def end_wait(self, unit: Unit, state: str) -> None:
+        unit.state = state
         add(self.in_environment, unit.version, -1)
 
     def put_back(self, units: list[Unit]) -> None:

@@ -42,6 +42,8 @@ def restart(orchestrator: Orchestrator) -> Debts:
     for unit, dst in [(u, u.dst) for u in _units(orchestrator) if u.state == fl.MOVING and u.dst is not None]:
         failed = ev.MoveFailed(id=unit.id, src=_NOWHERE, dst=dst.id, attempt=unit.attempt, reason=LOST)
         _commit(orchestrator, failed)
+    for unit in (u for u in _units(orchestrator) if u.state == fl.WAITING):
+        unit.tokens = 0  # whatever is left of it may go on: no answer to an earlier wait can come any more
     s.halted = False
     s.due.rebalance = True
     s.wake_all()

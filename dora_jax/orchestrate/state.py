@@ -105,7 +105,7 @@ class State:
         group.units[unit.index] = None
         group.left -= 1
         if unit.state == fl.WAITING:
-            self.queue.end_wait(unit)
+            self.queue.end_wait(unit, fl.ENDED)
         unit.state = fl.ENDED
         self.freed(self.fleet.release(unit), unit.version)
         self.queue.ended(unit)
@@ -146,7 +146,7 @@ class State:
                 self.end_unit(unit)
             elif unit.state in (fl.STARTING, fl.RUNNING, fl.RESUMING, fl.PARKED, fl.WAITING):
                 if unit.state == fl.WAITING:
-                    self.queue.end_wait(unit)
+                    self.queue.end_wait(unit, fl.CANCELLING)
                 by_instance.setdefault(unit.instance, []).append(unit.id)
                 unit.state = fl.CANCELLING
         for instance, ids in by_instance.items():

@@ -164,7 +164,7 @@ def sample_ready(s: State, event: ev.SampleReady) -> None:
     unit = s.live_unit(event.id)
     unit.tokens = event.tokens
     unit.began_s += s.now_s - unit.waits_s
-    s.queue.end_wait(unit)
+    s.queue.end_wait(unit, fl.PARKED)
     s.recorded(unit)
 
 

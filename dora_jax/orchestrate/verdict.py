@@ -145,7 +145,7 @@ _COUNTS = {
     ev.MoveFailed: _answered,
     ev.SampleParked: _of_unit(fl.PARKING),
     ev.SampleResumed: _of_unit(fl.RESUMING),
-    ev.SampleWaiting: _of_unit(fl.RUNNING, fl.MOVING, fl.PARKING, fl.CANCELLING),
+    ev.SampleWaiting: _of_unit(fl.RUNNING, fl.MOVING, fl.PARKING),
     ev.SampleReady: _ready,
     ev.GroupScored: _scored,
     ev.GroupFailed: _failed,

@@ -2,7 +2,8 @@
 
 Each source (a life of an instance, its supervisor, the scorer, the trainer, the clock) says its facts in order; between
 sources any order and any delay is possible. A fact may be said twice. Instances die whenever they like, with commands
-and facts on their way; a life that is over goes on being heard. Facts are decided on alone or many together. The job is killed, or the orchestrator restored from a
+and facts on their way; a life that is over goes on being heard. Samples wait for environments, which answer when they
+like. Facts are decided on alone or many together. The job is killed, or the orchestrator restored from a
 snapshot, between any two facts. Faults stop after `calm_after` moves, so that a run that can end does.
 
     python -m tests.fakes.orchestrator_adversary 5000        so many configurations, one after the other
@@ -21,6 +22,7 @@ from dora_jax.orchestrate.core import Orchestrator
 from dora_jax.orchestrate.modes import MODES, OrchestratorConfig
 from dora_jax.orchestrate.restart import restart
 from dora_jax.types import SampleId, is_eval
+from tests.fakes.orchestrator_environment import Environments
 from tests.fakes.orchestrator_life import InFlightSample, Life
 
 MAX_MOVES = 60_000
@@ -31,8 +33,9 @@ DEATH, REBIRTH, TWICE, RESTORED, KILLED, PROGRESS = 0.01, 0.1, 0.1, 0.01, 0.003,
 
 class Adversary:
     def __init__(
-        self, config: OrchestratorConfig, sizes: list[tuple[int, int]], seed: int, calm_after: int, batched: float
-    ):
+        self, config: OrchestratorConfig, sizes: list[tuple[int, int]], seed: int, calm_after: int, batched: float,
+        turns: float,
+    ):  # fmt: skip
         self.config, self.sizes, self.calm_after = config, sizes, calm_after
         self.batched = batched  # how likely it is that a fact waits for the next one
         self.draw = random.Random(seed)
@@ -43,6 +46,7 @@ class Adversary:
         self.dead: list[Life] = []  # that are still to be heard
         self.parcels: list[InFlightSample] = []
         self.recorded: dict[SampleId, int] = {}
+        self.environments = Environments(self, turns)
         self.done: dict[int, set[int]] = collections.defaultdict(set)
         self.started: set[SampleId] = set()
         self.versions: dict[int, int] = {}
@@ -54,8 +58,6 @@ class Adversary:
         self.published = self.moves = self.heard = 0
         self.now_s = 0.0
         self.halt: ev.Halt | None = None
-
-    # ------------------------------------------------------------------ the game
 
     def play(self) -> Adversary:
         while self.halt is None:
@@ -92,11 +94,14 @@ class Adversary:
         acts += [lambda parcel=parcel: self.arrive(parcel) for parcel in self.parcels]
         if self.scoring:
             acts.append(self.score)
+        if self.environments.asked:
+            acts.append(self.environments.answer)
         acts.append(self.tick)
         return acts
 
     def deliver(self, said: collections.deque) -> None:
         twice = self.moves <= self.calm_after and self.draw.random() < TWICE
+        twice &= not isinstance(said[0], ev.SampleReady) or said[0].tokens > 0  # a sample is lost once
         self.hear(said[0] if twice else said.popleft())
 
     def hear(self, event: ev.Event) -> None:
@@ -114,6 +119,7 @@ class Adversary:
     def decide(self) -> None:
         commands = self.brain.decide()
         self.brain.state.ledger.check()
+        self.environments.check()
         for command in commands:
             getattr(self, "do_" + type(command).__name__.lower())(command)
 
@@ -122,6 +128,8 @@ class Adversary:
             case ev.SampleStarted(id=id):
                 assert id not in self.started, f"{id} is started twice"
                 self.started.add(id)
+            case ev.SampleWaiting(id=id):
+                self.environments.ask(id)
             case ev.SampleDone(id=id):
                 assert id.index not in self.done[id.group_id], f"{id} ends twice"
                 assert id.group_id not in self.given_up or self.brain.state.unit(id).state in LEAVING
@@ -221,6 +229,8 @@ class Adversary:
         elif self.draw.random() < PROGRESS:
             progress = {id: self.draw.randrange(1, self.config.max_new_tokens) for id in life.runs}
             said.append(ev.InstanceReported.of(i, self.draw.randrange(64), progress, number))
+        elif self.environments.ends_turn():
+            self.environments.wait(life, id)
         else:
             del life.runs[id]
             said.append(ev.SampleDone(id=id, instance=i, tokens=3, finish="stop", life=number))
@@ -241,8 +251,6 @@ class Adversary:
             parcel.dst.begun.add(parcel.id)
             parcel.dst.said.append(ev.SampleMoved(**way))
 
-    # ------------------------------------------------------------------ the other sources
-
     def score(self) -> None:
         group_id = self.scoring.pop(self.draw.randrange(len(self.scoring)))
         if group_id in self.given_up:
@@ -256,8 +264,6 @@ class Adversary:
     def tick(self) -> None:
         self.now_s += self.draw.random()
         self.hear(ev.TimePassed(now_s=self.now_s))
-
-    # ------------------------------------------------------------------ commands
 
     def post(self, instance: int, command: object) -> None:
         """To the life that the orchestrator means, or to nobody: it hears of a life before it sends it anything."""
@@ -283,12 +289,14 @@ class Adversary:
             assert id.group_id not in self.given_up and id not in self.started, f"{id} starts over"
             tagged = self.versions.setdefault(id.group_id, command.version)
             assert tagged == command.version or self.config.mode == "partial", f"{command} mixes versions"
-            self.post(command.instance, (id, command.version, False))
+            if not self.environments.resets(self.known(command.instance), id, command.version):
+                self.post(command.instance, (id, command.version, False))
             if self.draw.random() < 0.002 and self.moves < self.calm_after:
                 self.says["controller"].append(ev.GroupFailed(group_id=id.group_id, reason="the prompt is too long"))
 
     def do_resume(self, command: ev.Resume) -> None:
         for id in command.ids:  # without a record it goes on from its prompt
+            assert id not in self.environments.asked, f"{id} goes on before its environment has answered"
             version = self.recorded.pop(id, command.version)
             assert version == command.version or self.config.mode == "partial", f"{command} mixes versions"
             self.post(command.instance, (id, command.version, True))
@@ -299,6 +307,8 @@ class Adversary:
     def do_cancel(self, command: ev.Cancel) -> None:
         self.given_up |= {id.group_id for id in command.ids}
         self.ready -= {id.group_id for id in command.ids}
+        for id in command.ids:
+            self.environments.asked.pop(id, None)
         if command.instance is not None:
             return self.post(command.instance, command)
         for id in command.ids:
@@ -316,6 +326,7 @@ class Adversary:
 
     def do_retire(self, command: ev.Retire) -> None:
         assert not any(command.version in life.runs.values() for life in self.lives.values())
+        assert self.config.mode == "partial" or command.version not in self.environments.asked.values()
         self.retired.add(command.version)
 
     def do_park(self, command: ev.Park | ev.Pause | ev.Unpause) -> None:
@@ -334,7 +345,8 @@ class Adversary:
         self.lives, self.dead, self.parcels, self.scoring = {}, [], [], list(debts.score)
         self.born.clear()
         self.says.clear()
-        self.recorded = dict(debts.recorded)
+        self.recorded = dict(debts.recorded | debts.waiting)
+        self.environments.asked = dict(debts.waiting)
         self.published = self.brain.state.ledger.base
         if debts.cancel is not None:
             self.do_cancel(debts.cancel)
@@ -366,7 +378,8 @@ def drawn(seed: int) -> Adversary:
         max_prompt_tokens=16, max_new_tokens=48, kv_pressure=draw.choice([0.03, 0.3]), colocated=draw.random() < 0.2)  # fmt: skip
     sizes = [(draw.choice([1, 2, 4]), draw.choice([1, 1, 2, 3])) for _ in range(draw.randint(1, 4))]
     calm_after = draw.choice([300, 1000, 3000])
-    return Adversary(config, sizes, seed, calm_after, batched=draw.choice([0.0, 0.5, 0.9]))
+    batched, turns = draw.choice([0.0, 0.5, 0.9]), draw.choice([0.0, 0.3, 0.6])
+    return Adversary(config, sizes, seed, calm_after, batched, turns)
 
 
 def main(configurations: int, first: int = 0) -> None:

@@ -27,6 +27,9 @@ class Shape:
     move_fails: float = 0.0
     reports_pages: bool = False  # instances say how many pages are free; a small `pages` then makes pressure
     prompt_tokens: int = 16
+    turns: int = 1  # of a sample, at most: between two of them it waits for its environment
+    environment_s: float = 1.0  # mean wait
+    breaks: float = 0.0  # an environment fails its group
     deaths: float = 0.0  # an instance dies within its first `life_s` after coming up
     life_s: float = 10.0
     back_s: float = 3.0  # a dead instance returns after this time; < 0: never
@@ -49,6 +52,13 @@ class Run:
     started_s: float
     epoch: int
     began: bool = False
+    turn: int = 1
+    turns: int = 1
+
+    @property
+    def stop(self) -> int:
+        """Tokens at which its present turn ends."""
+        return max(1, self.length * self.turn // self.turns)
 
 
 class Engine:

@@ -26,6 +26,7 @@ class World(Audit):
         self.now_s = 0.0
         self.engines: dict[int, Engine] = {}
         self.recorded: dict[SampleId, Run] = {}  # tokens of samples that run nowhere
+        self.waiting: dict[SampleId, Run] = {}  # for their environments
         self.flying: dict[SampleId, tuple[Run, ev.Move, Engine, Engine | None]] = {}
         self.spans: dict[SampleId, list[int]] = {}
         self.started: dict[SampleId, int] = {}
@@ -152,21 +153,44 @@ class World(Audit):
         if run.epoch != epoch or i not in self.engines:
             return []
         self.advance(run, self.engines[i])
-        if run.tokens < run.length:
+        if run.tokens < run.stop:
             self.schedule(run, i)
             return [self.report(i, self.engines[i])]
         del self.engines[i].runs[run.id]
         self.epoch += 1
         run.epoch = self.epoch
-        return self.done(run, i)
+        return self.done(run, i) if run.turn == run.turns else self.wait(run, i)
 
-    def done(self, run: Run, i: int) -> list[ev.Event]:
+    def wait(self, run: Run, i: int) -> list[ev.Event]:
+        self.waiting[run.id] = run
+        run.turn += 1
+        seed, shape = self.shape.seed, self.shape
+        self.at(2 * shape.environment_s * chance(seed, "wait", run.id, run.turn), ("answer", run, run.epoch))
+        kept = chance(seed, "kept", run.id, run.turn) < 0.5
+        return [ev.SampleWaiting(id=run.id, instance=i, tokens=run.tokens, kept=kept, life=self.engines[i].life)]
+
+    def on_answer(self, run: Run, epoch: int) -> list[ev.Event]:
+        if self.waiting.get(run.id) is not run or run.epoch != epoch:
+            return []
+        key = (self.shape.seed, run.id, run.turn)
+        group_id = run.id.group_id
+        del self.waiting[run.id]
+        self.recorded[run.id] = run
+        if chance(*key, "breaks") < self.shape.breaks:
+            self.failed_ids.append(group_id)
+            return [ev.GroupFailed(group_id=group_id, reason="its environment broke")]
+        if chance(*key, "ends") < 0.2:
+            return self.done(run, None)
+        return [ev.SampleReady(id=run.id, tokens=run.tokens)]
+
+    def done(self, run: Run, i: int | None) -> list[ev.Event]:
         self.end(run.id, "done")
         self.finished.setdefault(run.id.group_id, set()).add(run.id.index)
         n = self.config.eval_samples if run.id.group_id < 0 else self.config.group_size
         if len(self.finished[run.id.group_id]) == n:
             self.at(self.shape.score_s, ("score", run.id.group_id))
-        return [ev.SampleDone(id=run.id, instance=i, tokens=run.tokens, finish="stop", life=self.engines[i].life)]
+        life = 0 if i is None else self.engines[i].life
+        return [ev.SampleDone(id=run.id, instance=i, tokens=run.tokens, finish="stop", life=life)]
 
     def end(self, id: SampleId, how: str) -> None:
         assert id not in self.ended, f"{id} ends twice: {self.ended[id]}, {how}"
@@ -220,11 +244,11 @@ class World(Audit):
 
     def advance(self, run: Run, engine: Engine) -> None:
         elapsed = (self.now_s - run.started_s) * engine.speed / self.shape.token_s
-        run.tokens = min(run.length, run.tokens + (0 if engine.paused else round(elapsed)))
+        run.tokens = min(run.stop, run.tokens + (0 if engine.paused else round(elapsed)))
         run.started_s = self.now_s
 
     def schedule(self, run: Run, i: int) -> None:
-        tokens = min(run.length - run.tokens, max(1, run.length // 2))
+        tokens = min(run.stop - run.tokens, max(1, run.length // 2))
         self.at(tokens * self.shape.token_s / self.engines[i].speed, ("progress", i, run, run.epoch))
 
     def host(self, run: Run, i: int) -> None:
@@ -259,6 +283,7 @@ class World(Audit):
                 continue
             self.epoch += 1
             run = Run(id, command.version, 0, self.length(id), self.now_s, self.epoch)
+            run.turns = 1 + int(self.shape.turns * chance(self.shape.seed, "turns", id))
             tagged = self.group_version.setdefault(id.group_id, command.version)
             assert tagged == command.version or self.config.mode == "partial", f"{command} mixes versions"
             self.group_version[id.group_id] = command.version
@@ -272,7 +297,7 @@ class World(Audit):
 
     def do_resume(self, command: ev.Resume) -> None:
         for id in command.ids:
-            run = self.recorded.pop(id)
+            run = self.recorded.pop(id, None) or self.waiting.pop(id)  # it waited, which nobody heard of
             assert run.version == command.version or self.config.mode == "partial", f"{command} mixes versions"
             self.epoch += 1
             run.version, run.epoch, run.began = command.version, self.epoch, False
@@ -301,9 +326,9 @@ class World(Audit):
         self.advance(run, engine)
         self.epoch += 1
         run.epoch = self.epoch
-        if run.tokens < run.length:
+        if run.tokens < run.stop:
             return run
-        for event in self.done(run, instance):
+        for event in self.done(run, instance) if run.turn == run.turns else self.wait(run, instance):
             self.at(0.0, event)
         return None
 
@@ -315,7 +340,7 @@ class World(Audit):
         self.given_up_ids |= {id.group_id for id in command.ids}
         for id in command.ids:
             if command.instance is None:
-                run = self.recorded.pop(id, None)
+                run = self.recorded.pop(id, None) or self.waiting.pop(id, None)
             else:
                 engine = self.engines.get(command.instance)
                 run = engine.runs.pop(id, None) if engine else None
@@ -349,6 +374,7 @@ class World(Audit):
         for engine in self.engines.values():
             assert not any(r.version == command.version for r in engine.runs.values())
             assert engine.loading != command.version
+        assert self.config.mode == "partial" or command.version not in {run.version for run in self.waiting.values()}
         self.retired.add(command.version)
 
     def do_halt(self, command: ev.Halt) -> None:

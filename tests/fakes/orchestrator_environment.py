@@ -1,0 +1,79 @@
+"""The environments of the orchestrator's adversary: samples whose turn has ended, until an answer is heard."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from dora_jax.orchestrate import events as ev
+from dora_jax.types import SampleId
+from tests.fakes.orchestrator_life import Life
+
+KEPT, RESET = (
+    0.3,
+    0.3,
+)  # shares of waits with their KV left on the instance, and of starts that ask the environment first
+GOES_ON, ENDS, FAILS = 0.55, 0.35, 0.05  # the rest: the body has lost the sample, which begins again
+
+
+class Environments:
+    """`turns`: how likely it is that a sample waits instead of ending."""
+
+    def __init__(self, body: Any, turns: float):
+        self._body, self._turns = body, turns
+        self._tokens: dict[SampleId, int] = {}
+        self.asked: dict[SampleId, int] = {}  # sample -> its version
+
+    def ends_turn(self) -> bool:
+        return self._body.draw.random() < self._turns
+
+    def wait(self, life: Life, id: SampleId) -> None:
+        body = self._body
+        self._tokens[id] = self._tokens.get(id, 0) + body.draw.randrange(1, 4)
+        body.recorded[id] = life.runs.pop(id)
+        life.said.append(self._waiting(id, life))
+
+    def resets(self, life: Life | None, id: SampleId, version: int) -> bool:
+        """Whether the sample begins with a question to its environment, before any instance hears of it."""
+        body = self._body
+        if life is None or not self._turns or body.draw.random() >= RESET:
+            return False
+        body.recorded[id] = version
+        begun = ev.SampleStarted(id=id, instance=life.instance, version=version, life=life.number)
+        body.says["controller"] += [begun, self._waiting(id, life)]
+        return True
+
+    def _waiting(self, id: SampleId, life: Life) -> ev.SampleWaiting:
+        kept = self._body.draw.random() < KEPT
+        tokens = self._tokens.get(id, 0)
+        return ev.SampleWaiting(id=id, instance=life.instance, tokens=tokens, kept=kept, life=life.number)
+
+    def ask(self, id: SampleId) -> None:
+        if id.group_id not in self._body.given_up:
+            self.asked[id] = self._body.recorded[id]
+
+    def answer(self) -> None:
+        body = self._body
+        id = body.draw.choice(sorted(self.asked))
+        del self.asked[id]
+        said, kind = body.says["controller"], body.draw.random()
+        if kind < GOES_ON:
+            self._tokens[id] = self._tokens.get(id, 0) + body.draw.randrange(3)
+            said.append(ev.SampleReady(id=id, tokens=self._tokens[id]))
+        elif kind < GOES_ON + ENDS or body.moves > body.calm_after:
+            said.append(ev.SampleDone(id=id, instance=None, tokens=self._tokens.get(id, 0), finish="stop"))
+        elif kind < GOES_ON + ENDS + FAILS:
+            said.append(ev.GroupFailed(group_id=id.group_id, reason="the environment broke"))
+        else:
+            self._tokens[id] = 0
+            said.append(ev.SampleReady(id=id, tokens=0))
+
+    def check(self) -> None:
+        """A sample that waits holds no slot, is counted, and its version is alive."""
+        state = self._body.brain.state
+        units = [u for g in state.groups.values() for u in g.units if u is not None and u.state == "waiting"]
+        counts: dict[int, int] = {}
+        for unit in units:
+            counts[unit.version] = counts.get(unit.version, 0) + 1
+            assert unit.instance is None and unit.version in state.alive, f"{unit.id}"
+        assert counts == state.queue.in_environment
+        assert not {unit.id for unit in units} & {id for host in state.fleet.instances.values() for id in host.units}
