@@ -11,7 +11,9 @@
     pool.py      ScorerPool: rewards in killable processes (worker.py), beside generation
     render.py    chat templates and regular expressions, timed out in a process of their own (render_worker.py)
     calls.py     questions to a process that may be killed, and its answers
-    sandbox.py   a program behind walls (supervisor.py sets them up); for rewards, templates, tools
+    sandbox.py   a process of ours behind walls (supervisor.py sets them up); for rewards, templates
+    programs.py  a model's program in the sandbox (program_server.py sets it up, seccomp.py filters its calls)
+    code.py      rewards that run a response's program on tests; the Python tool
     reward_model.py  ModelScorer: a trained judge on a mesh of its own, behind the pool
     identity.py  randomness by identity, and what makes two prompts the same
 

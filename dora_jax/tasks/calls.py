@@ -24,7 +24,7 @@ import time
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from dora_jax.tasks import sandbox
+from dora_jax.tasks import programs, sandbox
 
 HEADER = struct.Struct("!I")
 MAX_FRAME_BYTES = 64 * 2**20  # a prompt and a response are far below this
@@ -57,14 +57,23 @@ class Process:
     """One killable process of `python -m MODULE`. start, ask: from one thread at a time; close: from any."""
 
     def __init__(
-        self, module: str, setup: Request, *, form: str, variables: Iterable[str] = (), memory_bytes: int = MEMORY_BYTES
+        self,
+        module: str,
+        setup: Request,
+        *,
+        form: str,
+        variables: Iterable[str] = (),
+        memory_bytes: int = MEMORY_BYTES,
+        runs_programs: bool = False,
     ):
         self._module = module
         self._setup = setup
         self._form = form  # of its walls: see sandbox.py
         self._variables = tuple(variables)
         self._memory_bytes = memory_bytes
+        self._runs_programs = runs_programs  # it may call programs.run, whatever its own walls
         self._walled: sandbox.Walled | None = None
+        self._server: programs.Server | None = None
         self._sock: socket.socket | None = None
         self._noise = tempfile.TemporaryFile("a+b")  # noqa: SIM115 (open as long as the process)
         self._closed = False
@@ -121,20 +130,24 @@ class Process:
         """Kills the process; a thread that waits for a reply wakes up and gives up."""
         self._closed = True
         with self._lock:
-            if self._walled is not None:
-                self._walled.end()
+            self._end_processes()
 
     # ------------------------------------------------------------ private
 
     def _spawn(self) -> None:
         ours, theirs = socket.socketpair()
+        env, fds = environment(self._variables), [theirs.fileno()]
         with theirs, self._lock:
+            if self._runs_programs:
+                self._server = programs.Server()
+                fds.append(self._server.client.fileno())
+                env[programs.VARIABLE] = str(fds[-1])
             self._walled = sandbox.start(
                 # -P: the working directory comes last in PYTHONPATH, where it hides nothing
                 [sys.executable, "-P", "-m", self._module, str(theirs.fileno())],
                 form=self._form,
-                env=environment(self._variables),
-                pass_fds=(theirs.fileno(),),
+                env=env,
+                pass_fds=fds,
                 stdout=self._noise,
                 memory_bytes=self._memory_bytes,
             )
@@ -158,11 +171,16 @@ class Process:
 
     def _end(self) -> None:
         with self._lock:
-            if self._walled is not None:
-                self._walled.end()
+            self._end_processes()
             if self._sock is not None:
                 self._sock.close()
                 self._sock = None
+
+    def _end_processes(self) -> None:
+        if self._walled is not None:
+            self._walled.end()
+        if self._server is not None:
+            self._server.end()
 
 
 def environment(more: Iterable[str] = ()) -> dict[str, str]:

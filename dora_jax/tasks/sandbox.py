@@ -11,7 +11,8 @@ kills what is left and exits as the program did. The end of the leash is also ho
     weak        can be read and signalled              one by one, as often as needed   nothing
 
 Every form: only the descriptors and variables that the caller names, no controlling terminal, no privileges by set-uid
-programs, limited memory. The first two give up every capability as well. None of them hides files or the network.
+programs, limited memory. The first two give up every capability as well. None of them hides files or the network: they
+are for code of the user's and of ours, and programs.py, which builds on them, is for code that a model writes.
 Laws: imports the standard library only; a form is what was asked for or NoWalls, never another.
 """
 

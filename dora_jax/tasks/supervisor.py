@@ -114,9 +114,9 @@ class _Supervisor:
     def _become_program(self, enter: Callable[[], None]) -> NoReturn:
         try:
             os.setsid()
-            _prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+            prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
             enter()
-            _prctl(PR_SET_NO_NEW_PRIVS, 1)
+            prctl(PR_SET_NO_NEW_PRIVS, 1)
             _limit_memory(self._spec["memory_bytes"])
             for number in (signal.SIGPIPE, signal.SIGXFSZ):  # Python ignores them, and a program inherits that
                 signal.signal(number, signal.SIG_DFL)
@@ -132,11 +132,11 @@ class _Supervisor:
 
     def _namespaces(self) -> tuple[Callable[[], None], Callable[[], None]]:
         uid, gid = os.geteuid(), os.getegid()
-        _call("unshare", CLONE_NEWUSER | CLONE_NEWPID | CLONE_NEWNS | CLONE_NEWIPC)
+        call("unshare", CLONE_NEWUSER | CLONE_NEWPID | CLONE_NEWNS | CLONE_NEWIPC)
         for name, line in (("setgroups", "deny"), ("uid_map", f"{uid} {uid} 1"), ("gid_map", f"{gid} {gid} 1")):
             with open(f"/proc/self/{name}", "w") as file:
                 file.write(line)
-        _call("mount", None, b"/", None, MS_REC | MS_PRIVATE, None)
+        call("mount", None, b"/", None, MS_REC | MS_PRIVATE, None)
         held, alive = os.pipe()
         self._first = os.fork()
         if not self._first:  # adopts and forgets; its end is the end of the namespace
@@ -147,7 +147,7 @@ class _Supervisor:
             os._exit(0)
 
         def enter() -> None:
-            _call("mount", b"proc", b"/proc", b"proc", MS_NOSUID | MS_NODEV | MS_NOEXEC, None)
+            call("mount", b"proc", b"/proc", b"proc", MS_NOSUID | MS_NODEV | MS_NOEXEC, None)
             _drop_capabilities()  # with which it could take that mount away again
 
         def strike() -> None:
@@ -162,7 +162,7 @@ class _Supervisor:
         )  # the supervisor's own signals reach nothing outside, so that -1 means its descendants
         if not _confined():
             raise OSError(0, "Landlock lets signals through")
-        _prctl(PR_SET_CHILD_SUBREAPER, 1)
+        prctl(PR_SET_CHILD_SUBREAPER, 1)
 
         def enter() -> None:
             _restrict(hide_proc=True)  # within the supervisor's domain: the supervisor is out of reach
@@ -171,7 +171,7 @@ class _Supervisor:
         return enter, _strike_domain
 
     def _weak(self) -> tuple[Callable[[], None], Callable[[], None]]:
-        _prctl(PR_SET_CHILD_SUBREAPER, 1)
+        prctl(PR_SET_CHILD_SUBREAPER, 1)
         return lambda: None, lambda: _strike_children(self._program if self._status is None else 0)
 
 
@@ -225,7 +225,14 @@ def _unless_gone(call: Callable[[], None]) -> None:
 
 # ---------------------------------------------------------------- the kernel, through ctypes
 
-PR_SET_PDEATHSIG, PR_CAPBSET_DROP, PR_SET_CHILD_SUBREAPER, PR_SET_NO_NEW_PRIVS, PR_CAP_AMBIENT = 1, 24, 36, 38, 47
+PR_SET_PDEATHSIG, PR_SET_DUMPABLE, PR_CAPBSET_DROP, PR_SET_CHILD_SUBREAPER, PR_SET_NO_NEW_PRIVS, PR_CAP_AMBIENT = (
+    1,
+    4,
+    24,
+    36,
+    38,
+    47,
+)
 PR_CAP_AMBIENT_CLEAR_ALL = 4
 CLONE_NEWNS, CLONE_NEWIPC, CLONE_NEWUSER, CLONE_NEWPID = 0x20000, 0x8000000, 0x10000000, 0x20000000
 MS_NOSUID, MS_NODEV, MS_NOEXEC, MS_REC, MS_PRIVATE = 0x2, 0x4, 0x8, 0x4000, 0x40000
@@ -248,7 +255,7 @@ class _Beneath(ctypes.Structure):
     _fields_ = [("allowed", ctypes.c_uint64), ("fd", ctypes.c_int32)]
 
 
-def _call(name: str, *arguments: Any) -> int:
+def call(name: str, *arguments: Any) -> int:
     """A function of the C library; a negative result raises OSError."""
     result = getattr(ctypes.CDLL(None, use_errno=True), name)(*arguments)
     if result < 0:
@@ -259,29 +266,29 @@ def _call(name: str, *arguments: Any) -> int:
 
 def _landlock_call(number: int, *arguments: Any) -> int:
     try:
-        return _call("syscall", ctypes.c_long(number), *arguments)
+        return call("syscall", ctypes.c_long(number), *arguments)
     except OSError as error:
         raise OSError(error.errno, os.strerror(error.errno or 0)) from error
 
 
-def _prctl(option: int, *arguments: int) -> None:
+def prctl(option: int, *arguments: int) -> None:
     if sys.platform == "linux":
-        _call("prctl", option, *(ctypes.c_ulong(value) for value in (*arguments, 0, 0, 0, 0)[:4]))
+        call("prctl", option, *(ctypes.c_ulong(value) for value in (*arguments, 0, 0, 0, 0)[:4]))
 
 
 def _drop_capabilities() -> None:
-    _prctl(PR_CAP_AMBIENT, PR_CAP_AMBIENT_CLEAR_ALL)
+    prctl(PR_CAP_AMBIENT, PR_CAP_AMBIENT_CLEAR_ALL)
     for capability in range(64):
         try:
-            _prctl(PR_CAPBSET_DROP, capability)
+            prctl(PR_CAPBSET_DROP, capability)
         except OSError:  # beyond the last one, or without the right to: then there are none to drop
             break
-    _call("capset", (ctypes.c_uint32 * 2)(CAPABILITY_VERSION_3, 0), (ctypes.c_uint32 * 6)())
+    call("capset", (ctypes.c_uint32 * 2)(CAPABILITY_VERSION_3, 0), (ctypes.c_uint32 * 6)())
 
 
 def _restrict(*, hide_proc: bool) -> None:
     """A Landlock domain for this process and its descendants: no ptrace, no signal, no abstract socket leaves it."""
-    _prctl(PR_SET_NO_NEW_PRIVS, 1)
+    prctl(PR_SET_NO_NEW_PRIVS, 1)
     abi = _landlock_call(SYS_LANDLOCK_CREATE, None, ctypes.c_size_t(0), ctypes.c_uint32(1))
     if abi < LANDLOCK_ABI:
         raise OSError(0, f"Landlock of this kernel is ABI {abi}, and {LANDLOCK_ABI} is needed")

@@ -1,0 +1,87 @@
+"""Code that a model writes: rewards that run it on tests, and a Python tool for environments.
+
+A row of such a task (task.name = "rows"); time_limit_s is for all tests together and may be left out:
+
+    {"prompt": "Read a number and print its double.", "answer": {"tests": [{"stdin": "4\\n", "stdout": "8\\n"}]}}
+
+The program is the last ```python block of the response, else all of the response. Each test runs it anew in the sandbox
+(programs.py): it reads stdin and prints, and its output is compared here. So neither tests nor expected output, nor
+anything that decides the reward, is ever where the program runs.
+Laws: what a program does scores 0 at worst; what the machine does wrong is an error and never a score.
+"""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Iterator
+from typing import Any
+
+from dora_jax.tasks import programs
+from dora_jax.tasks.rewards import RewardError
+
+TIME_LIMIT_S = 6.0  # of all tests of a response: below the default of task.reward_timeout_s
+BLOCK = re.compile(r"^```(?:python|py)?[^\S\n]*\n(.*?)^```", re.MULTILINE | re.DOTALL)
+TOLD_CHARS = 4000  # of what the tool tells a model
+
+
+def stdio(prompt: str, response: str, answer: Any) -> float:
+    """1.0 if the program passes every test."""
+    return float(all(_outcomes("stdio", response, answer)))
+
+
+def stdio_share(prompt: str, response: str, answer: Any) -> float:
+    """The share of the tests that the program passes; those that the time limit leaves no time for count as failed."""
+    return sum(_outcomes("stdio_share", response, answer)) / len(_tests("stdio_share", answer))
+
+
+def program_of(response: str) -> str:
+    blocks = BLOCK.findall(response)
+    return blocks[-1] if blocks else response
+
+
+def python_tool(program: str, stdin: str = "", limits: programs.Limits = programs.DEFAULT_LIMITS) -> str:
+    """What a model is told of its program: its output, and in a last line how it ended if that was not well.
+
+    Waits for the program: `asyncio.to_thread` for an environment of many episodes. SandboxError is the machine's fault.
+    """
+    ran = programs.run(program, stdin, limits)
+    text = ran.stdout + ran.stderr
+    if len(text) > TOLD_CHARS:
+        text = f"{text[: TOLD_CHARS // 2]}\n[{len(text) - TOLD_CHARS} characters left out]\n{text[-TOLD_CHARS // 2 :]}"
+    if ran.ended_by:
+        return f"{text.rstrip()}\n[ended at its limit of {ran.ended_by}]".lstrip()
+    return text if ran.exit_code == 0 else f"{text.rstrip()}\n[exit code {ran.exit_code}]".lstrip()
+
+
+def _outcomes(name: str, response: str, answer: Any) -> Iterator[bool]:
+    """Whether each test is passed, up to the end of the time."""
+    tests, program = _tests(name, answer), program_of(response)
+    end_s = time.monotonic() + float(answer.get("time_limit_s", TIME_LIMIT_S))
+    for test in tests:
+        left_s = end_s - time.monotonic()
+        if left_s <= 0:
+            yield False
+            return
+        try:
+            ran = programs.run(program, test["stdin"], programs.Limits(cpu_s=left_s, wall_s=left_s))
+        except programs.SandboxError as error:
+            raise RewardError(f"{name}: the sandbox did not run the program: {error}") from error
+        yield not ran.ended_by and ran.exit_code == 0 and _lines(ran.stdout) == _lines(test["stdout"])
+
+
+def _lines(text: str) -> list[str]:
+    """White space at the ends of lines and of the text means nothing."""
+    return [line.rstrip() for line in text.rstrip().splitlines()]
+
+
+def _tests(name: str, answer: Any) -> list[dict[str, str]]:
+    tests = answer.get("tests") if isinstance(answer, dict) else None
+    if not (isinstance(tests, list) and tests) or not all(
+        isinstance(test, dict) and all(isinstance(test.get(key), str) for key in ("stdin", "stdout")) for test in tests
+    ):
+        raise RewardError(f'{name}: the answer {answer!r:.200} has no {{"tests": [{{"stdin": text, "stdout": text}}]}}')
+    limit_s = answer.get("time_limit_s", TIME_LIMIT_S)
+    if isinstance(limit_s, bool) or not isinstance(limit_s, int | float) or not 0 < limit_s < 3600:
+        raise RewardError(f"{name}: time_limit_s {limit_s!r:.50} is no number of seconds up to an hour")
+    return tests

@@ -1,0 +1,400 @@
+"""The sandbox server: `python -m dora_jax.tasks.program_server CHANNEL`, started by programs.py outside every wall.
+
+    client -- a connection's descriptor --> server -- fork --> runner -- fork, walls, exec --> bwrap --> the program
+       <-- on the connection: {"program", "stdin", "limits"}, then {"stdout", ..., "ended_by"} or {"error"} -->
+
+The walls, in the order in which a runner's child sets them up (`_become_bwrap`):
+
+    no variable but ENVIRONMENT, no descriptor but the program's own three    what `env -i` does, and more
+    a user id that no other process has, where the server is root             what `setpriv` does
+    a user namespace with a tmpfs of limited bytes and files on /tmp          the only place that can be written
+    limits of each process (`_limit`)                                         what `prlimit` does
+    bwrap: namespaces of every kind, a new session, /usr and devices read-only, no /etc, /home, /var
+    seccomp.py
+
+Without root the user namespace alone separates the program from the user's processes: its user id means nothing there.
+Laws: at most MOST_AT_ONCE runners; a result is sent when every process of its program is gone, and its mounts with them;
+the death of client, server or runner ends the program. Imports the standard library and its neighbours only.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import fcntl
+import json
+import math
+import os
+import platform
+import resource
+import select
+import shutil
+import signal
+import socket
+import sys
+import time
+from typing import Any, NoReturn
+
+from dora_jax.tasks import seccomp
+from dora_jax.tasks.supervisor import (
+    CLONE_NEWNS,
+    CLONE_NEWUSER,
+    MS_NODEV,
+    MS_NOSUID,
+    MS_PRIVATE,
+    MS_REC,
+    PR_SET_CHILD_SUBREAPER,
+    PR_SET_DUMPABLE,
+    PR_SET_PDEATHSIG,
+    call,
+    prctl,
+)
+
+MOST_AT_ONCE = max(2, os.cpu_count() or 1)
+MAX_REQUEST_BYTES = 64 * 2**20
+START_TIMEOUT_S = 20.0  # for the walls, on a machine that may be busy; no time of the program
+MEMORY_PERIOD_S = 0.05  # between two looks at what all processes of a program hold
+PIPE_BYTES = 2**16
+NOBODY = 65534  # the user id that the program sees
+FRESH_IDS = 2**22  # process numbers are below it, so that ids made of them differ
+OPEN_FILES = 64
+FILES = 4096  # in /tmp of the program
+PROGRAM = "/tmp/program.py"
+PYTHONS = ("/usr/local/bin/python3", "/usr/bin/python3")
+DEVICES = ("null", "zero", "full", "random", "urandom")
+LINKS = {"fd": "/proc/self/fd", "stdin": "/proc/self/fd/0", "stdout": "/proc/self/fd/1", "stderr": "/proc/self/fd/2"}
+SECCOMP_FD, STATUS_FD, STARTED_FD = 3, 4, 5
+START = f'echo >&{STARTED_FD}; exec {STARTED_FD}>&-; exec "$@"'  # behind all walls: says so, becomes the program
+ENVIRONMENT = {
+    "PATH": "/usr/local/bin:/usr/bin:/bin",
+    "HOME": "/tmp",
+    "LANG": "C.UTF-8",
+    "PYTHONDONTWRITEBYTECODE": "1",
+}
+
+
+class Unavailable(OSError):
+    """What the machine lacks, in one sentence."""
+
+
+def serve(channel: socket.socket) -> None:
+    """Until the channel ends; the end of this process is then the end of its runners."""
+    woken, wake = os.pipe()
+    for fd in (woken, wake):
+        os.set_blocking(fd, False)
+    signal.set_wakeup_fd(wake, warn_on_full_buffer=False)
+    signal.signal(signal.SIGCHLD, lambda *_: None)
+    runners = 0
+    while True:
+        sources = [woken, channel.fileno()] if runners < MOST_AT_ONCE else [woken]
+        ready, _, _ = select.select(sources, [], [])
+        if woken in ready:
+            os.read(woken, 4096)
+            while runners and os.waitpid(-1, os.WNOHANG)[0]:
+                runners -= 1
+        if channel.fileno() in ready:
+            message, fds, _, _ = socket.recv_fds(channel, 1, 1)
+            if not message:
+                return
+            if os.fork() == 0:
+                channel.close()
+                _answer(socket.socket(fileno=fds[0]))
+            for fd in fds:
+                os.close(fd)
+            runners += 1
+
+
+def _answer(connection: socket.socket) -> NoReturn:
+    """The runner: one request, one reply."""
+    try:
+        signal.set_wakeup_fd(-1)
+        prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+        prctl(PR_SET_CHILD_SUBREAPER, 1)
+        body = bytearray()
+        while part := connection.recv(PIPE_BYTES * 16):
+            body += part
+            if len(body) > MAX_REQUEST_BYTES:
+                raise Unavailable(0, f"a request of over {MAX_REQUEST_BYTES} bytes")
+        reply = _Runner(connection, **json.loads(body)).run()
+    except OSError as error:
+        reply = {"error": error.strerror or str(error)}
+    except BaseException as error:  # the client reads the sentence
+        reply = {"error": f"{type(error).__name__}: {error}"}
+    try:
+        connection.sendall(json.dumps(reply).encode())
+    except OSError:
+        pass  # the client is gone
+    os._exit(0)
+
+
+class _Runner:
+    """One program from start to end. `limits`: see programs.Limits."""
+
+    def __init__(self, connection: socket.socket, program: str, stdin: str, limits: dict[str, Any]):
+        self._connection = connection
+        self._program = program.encode(errors="replace")
+        self._stdin = memoryview(stdin.encode(errors="replace"))
+        self._limits = limits
+        self._output = {1: bytearray(), 2: bytearray()}
+        self._sources: dict[int, int] = {}  # reading end of a pipe -> the descriptor that it is to the program
+        self._ended_by = ""
+        self._started_s = math.inf
+
+    def run(self) -> dict[str, Any]:
+        filter_fd = _filled(seccomp.compiled(_machine()))
+        taken, self._feed = os.pipe()
+        (out, out_end), (err, err_end), (status, status_end), (started, started_end) = (os.pipe() for _ in range(4))
+        theirs = [taken, out_end, err_end, filter_fd, status_end, started_end]
+        bwrap = os.fork()
+        if not bwrap:
+            self._become_bwrap(theirs)
+        for fd in theirs:
+            os.close(fd)
+        self._sources = {out: 1, err: 2}
+        for fd in (self._feed, out, err):
+            os.set_blocking(fd, False)
+        self._watch(bwrap, started)
+        _end_children()
+        for fd in list(self._sources):
+            while not self._ended_by and self._read(fd):
+                pass
+        with open(status, "rb") as file:
+            return self._result(file.read(), time.monotonic() - self._started_s)
+
+    def _watch(self, bwrap: int, started: int) -> None:
+        """Until the program has ended by itself, or has to be ended: `_ended_by` then says by which limit."""
+        ended = os.pidfd_open(bwrap)
+        poll = select.poll()
+        poll.register(self._connection, 0)  # only the client's going away
+        poll.register(self._feed, select.POLLOUT)
+        for fd in (ended, started, *self._sources):
+            poll.register(fd, select.POLLIN)
+        now_s = time.monotonic()
+        deadline_s, look_s = now_s + START_TIMEOUT_S, now_s + MEMORY_PERIOD_S
+        over = False
+        while not over and not self._ended_by:
+            events = poll.poll(math.ceil(1000 * max(0.0, min(deadline_s, look_s) - now_s)))
+            now_s = time.monotonic()
+            for fd, _ in events:
+                if fd == started:
+                    poll.unregister(fd)
+                    if os.read(fd, 1):  # else bwrap has failed, and ends
+                        self._started_s, deadline_s = now_s, now_s + self._limits["wall_s"]
+                elif fd == ended:
+                    over = True
+                elif fd == self._connection.fileno():
+                    self._ended_by = "client"
+                elif not (self._write() if fd == self._feed else self._read(fd)):
+                    poll.unregister(fd)
+            if now_s >= look_s and not over:
+                look_s = now_s + MEMORY_PERIOD_S
+                if _resident_bytes(bwrap) > self._limits["memory_bytes"]:
+                    self._ended_by = "memory"
+            if now_s >= deadline_s and not over:
+                self._ended_by = "time"
+
+    def _write(self) -> bool:
+        """Feeds the program's input; False where there is no more of it, or nothing reads it."""
+        try:
+            self._stdin = self._stdin[os.write(self._feed, self._stdin[:PIPE_BYTES]) :]
+        except BlockingIOError:
+            return True
+        except BrokenPipeError:
+            self._stdin = self._stdin[:0]
+        if not self._stdin:
+            os.close(self._feed)
+        return bool(self._stdin)
+
+    def _read(self, fd: int) -> bool:
+        """Takes what the program has written; False at its end."""
+        try:
+            part = os.read(fd, PIPE_BYTES)
+        except BlockingIOError:
+            return False
+        self._output[self._sources[fd]] += part
+        if sum(map(len, self._output.values())) > self._limits["output_bytes"]:
+            self._ended_by = "output"
+        return bool(part)
+
+    def _result(self, status: bytes, wall_s: float) -> dict[str, Any]:
+        told: dict[str, Any] = {}
+        for line in status.splitlines():
+            told |= json.loads(line)
+        code = told.get("exit-code")
+        stdout, stderr = (
+            bytes(self._output[fd][: self._limits["output_bytes"]]).decode(errors="replace") for fd in (1, 2)
+        )
+        if "error" in told:
+            return {"error": told["error"]}
+        if self._started_s == math.inf:
+            waited = f"its walls were not up within {START_TIMEOUT_S:.0f} s"
+            return {"error": waited if self._ended_by else (stderr.strip().splitlines() or ["bwrap said nothing"])[-1]}
+        if code is not None and code > 128:
+            code = 128 - code  # bwrap reports signals as a shell does
+        if not self._ended_by and code == -signal.SIGXCPU:
+            self._ended_by = "cpu"
+        return {
+            "stdout": stdout,
+            "stderr": stderr,
+            "exit_code": -signal.SIGKILL if code is None else code,
+            "ended_by": self._ended_by,
+            "wall_s": wall_s,
+        }
+
+    # ------------------------------------------------------------ the child, up to bwrap
+
+    def _become_bwrap(self, fds: list[int]) -> NoReturn:
+        """fds: stdin, stdout, stderr, SECCOMP_FD, STATUS_FD, STARTED_FD."""
+        for number, fd in enumerate([fcntl.fcntl(fd, fcntl.F_DUPFD, 64) for fd in fds]):
+            os.dup2(fd, number)
+        os.closerange(len(fds), resource.getrlimit(resource.RLIMIT_NOFILE)[1])
+        try:
+            os.setsid()
+            os.umask(0o022)
+            _take_fresh_ids()
+            _enter_namespace(self._limits["files_bytes"])
+            with open(PROGRAM, "xb") as file:
+                file.write(self._program)
+            _limit(self._limits)
+            prctl(PR_SET_PDEATHSIG, signal.SIGKILL)  # a change of the user id clears it
+            for number in (signal.SIGPIPE, signal.SIGXFSZ, signal.SIGCHLD):
+                signal.signal(number, signal.SIG_DFL)
+            command = [*_bwrap(), "--", "/bin/sh", "-c", START, "sh", _python(), "-I", "-B", PROGRAM]
+            os.execve(command[0], command, ENVIRONMENT)
+        except OSError as error:
+            os.write(STATUS_FD, json.dumps({"error": error.strerror or str(error)}).encode() + b"\n")
+        finally:
+            os._exit(1)
+
+
+def _take_fresh_ids() -> None:
+    """A user and group id that no other process has, made of our process number; without root, our own remain."""
+    ids = _most_ids() if os.geteuid() == 0 else 0
+    if ids < 2:
+        return
+    fresh = ids - 1 - os.getpid() % min(ids // 2, FRESH_IDS)
+    try:
+        for fd in range(3):
+            os.fchown(fd, fresh, fresh)  # a program may open /dev/stdin
+        os.setgroups([])
+        os.setresgid(fresh, fresh, fresh)
+        os.setresuid(fresh, fresh, fresh)
+    except PermissionError:  # a root without the right to; what its walls then lack is found by programs.lack()
+        return
+    prctl(PR_SET_DUMPABLE, 1)  # our /proc/self/uid_map is ours again
+
+
+def _most_ids() -> int:
+    """How many user ids from 0 on this user namespace has; the highest are the least likely to be in use."""
+    with open("/proc/self/uid_map") as file:
+        lines = [tuple(map(int, line.split())) for line in file]
+    return min(max((first + count for first, _, count in lines if first == 0), default=0), 2**31)
+
+
+def _enter_namespace(files_bytes: int) -> None:
+    uid, gid = os.geteuid(), os.getegid()
+    call("unshare", CLONE_NEWUSER | CLONE_NEWNS)
+    for name, line in (("setgroups", "deny"), ("uid_map", f"{NOBODY} {uid} 1"), ("gid_map", f"{NOBODY} {gid} 1")):
+        with open(f"/proc/self/{name}", "w") as file:
+            file.write(line)
+    call("mount", None, b"/", None, MS_REC | MS_PRIVATE, None)
+    options = f"size={files_bytes},nr_inodes={FILES},mode=700".encode()
+    call("mount", b"tmpfs", b"/tmp", b"tmpfs", MS_NOSUID | MS_NODEV, options)
+
+
+def _limit(limits: dict[str, Any]) -> None:
+    """Of each process; the number of processes is of the user id within the namespace, so of this program alone."""
+    cpu_s = math.ceil(limits["cpu_s"])
+    for kind, soft, hard in (
+        (resource.RLIMIT_CPU, cpu_s, cpu_s + 1),  # SIGXCPU, then SIGKILL
+        (resource.RLIMIT_AS, limits["memory_bytes"], limits["memory_bytes"]),
+        (resource.RLIMIT_NPROC, limits["processes"], limits["processes"]),
+        (resource.RLIMIT_FSIZE, limits["files_bytes"], limits["files_bytes"]),
+        (resource.RLIMIT_NOFILE, OPEN_FILES, OPEN_FILES),
+        (resource.RLIMIT_MEMLOCK, 0, 0),
+        (resource.RLIMIT_CORE, 0, 0),
+    ):
+        _, ours = resource.getrlimit(kind)
+        most = hard if ours == resource.RLIM_INFINITY else min(hard, ours)
+        resource.setrlimit(kind, (min(soft, most), most))
+
+
+def _bwrap() -> list[str]:
+    """bwrap and its options."""
+    path = shutil.which("bwrap", path="/usr/local/bin:/usr/bin:/bin")
+    if path is None:
+        raise Unavailable(0, "bwrap is not installed (package bubblewrap)")
+    command = [path, "--unshare-user", "--unshare-ipc", "--unshare-pid", "--unshare-net", "--unshare-uts"]
+    command += ["--unshare-cgroup-try", "--new-session", "--die-with-parent", "--hostname", "sandbox"]
+    command += ["--seccomp", str(SECCOMP_FD), "--json-status-fd", str(STATUS_FD), "--ro-bind", "/usr", "/usr"]
+    for name in ("bin", "sbin", "lib", "lib32", "lib64"):
+        if os.path.islink(f"/{name}"):
+            command += ["--symlink", os.readlink(f"/{name}"), f"/{name}"]
+        elif os.path.isdir(f"/{name}"):
+            command += ["--ro-bind", f"/{name}", f"/{name}"]
+    command += ["--ro-bind-try", "/etc/ld.so.cache", "/etc/ld.so.cache", "--proc", "/proc", "--bind", "/tmp", "/tmp"]
+    for name in DEVICES:
+        command += ["--dev-bind", f"/dev/{name}", f"/dev/{name}"]
+    for name, target in LINKS.items():
+        command += ["--symlink", target, f"/dev/{name}"]
+    return [*command, "--remount-ro", "/", "--chdir", "/tmp"]
+
+
+def _python() -> str:
+    """The interpreter of programs: one that read-only /usr holds, whatever the run's own is."""
+    for path in PYTHONS:
+        if os.path.realpath(path).startswith("/usr/") and os.access(path, os.X_OK):
+            return path
+    raise Unavailable(0, f"there is no Python among {', '.join(PYTHONS)}")
+
+
+def _machine() -> str:
+    machine = platform.machine()
+    if machine not in seccomp.AUDIT_ARCH or ctypes.sizeof(ctypes.c_void_p) != 8:
+        raise Unavailable(0, f"there is no seccomp filter for {machine} (only for {', '.join(seccomp.AUDIT_ARCH)})")
+    return machine
+
+
+def _filled(content: bytes) -> int:
+    """The reading end of a pipe that holds `content`, which is less than a pipe holds."""
+    read, write = os.pipe()
+    os.write(write, content)
+    os.close(write)
+    return read
+
+
+# ---------------------------------------------------------------- processes
+
+
+def _end_children() -> None:
+    """Kills every child, adopted ones included, until none is left; a namespace ends when its first process has."""
+    while True:
+        for pid in _children(os.getpid()):
+            os.kill(pid, signal.SIGKILL)
+        try:
+            os.waitpid(-1, 0)
+        except ChildProcessError:
+            return
+
+
+def _children(pid: int) -> list[int]:
+    found: list[int] = []
+    for task in os.listdir(f"/proc/{pid}/task"):
+        with open(f"/proc/{pid}/task/{task}/children") as file:
+            found += map(int, file.read().split())
+    return found
+
+
+def _resident_bytes(pid: int) -> int:
+    """Memory of a process and its descendants; what they share counts for each of them."""
+    try:
+        with open(f"/proc/{pid}/statm") as file:
+            pages = int(file.read().split()[1])
+        return pages * resource.getpagesize() + sum(map(_resident_bytes, _children(pid)))
+    except (FileNotFoundError, ProcessLookupError):
+        return 0  # it has just ended
+
+
+if __name__ == "__main__":
+    given = socket.socket(fileno=int(sys.argv[1]))
+    given.set_inheritable(False)
+    serve(given)

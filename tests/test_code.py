@@ -1,0 +1,146 @@
+"""Rewards that run a response: what passes, what only pretends to, and what is an error and no score."""
+
+import pytest
+
+from dora_jax.tasks import code, programs
+from dora_jax.tasks.pool import GroupFailure
+from dora_jax.tasks.rewards import RewardError
+from tests.fakes.reward_pool import pools, scored
+from tests.fakes.sandbox import needs_sandbox
+
+DOUBLE = {"tests": [{"stdin": "4\n", "stdout": "8\n"}, {"stdin": "-1\n", "stdout": "-2"}]}
+EXPECTED = "q7w3e5r1"  # an output that no program can guess
+HIDDEN = {"tests": [{"stdin": "go\n", "stdout": EXPECTED}]}
+HACKS = {
+    "sys.exit(0)": "import sys; sys.exit(0)",
+    "os._exit(0)": "import os; os._exit(0)",
+    "atexit": "import atexit, os; atexit.register(lambda: os._exit(0)); raise SystemExit(1)",
+    "a patched __eq__": """
+class Same(str):
+    def __eq__(self, other): return True
+    __hash__ = str.__hash__
+import builtins, sys
+builtins.str = Same
+sys.stdout.write(Same("anything"))
+""",
+    "a patched assert": "import builtins\nclass Never(Exception): pass\nbuiltins.AssertionError = Never\nassert False",
+    "conftest.py": "open('/tmp/conftest.py', 'w').write('import pytest\\ndef pytest_runtest_makereport(*_): return 1')",
+    "sitecustomize": """
+import os, sys
+for folder in ("/tmp", sys.prefix, *sys.path):
+    for name in ("sitecustomize.py", "usercustomize.py"):
+        try: open(os.path.join(folder, name), "w").write("print('q7w' + '3e5r1')")
+        except OSError: pass
+""",
+    "what an earlier run left": "import os; print(open('/tmp/left').read() if os.path.exists('/tmp/left') else open('/tmp/left', 'w').write('q7w3' + 'e5r1'))",
+    "reading the tests": """
+import os
+for folder, folders, names in os.walk("/"):
+    folders[:] = [name for name in folders if os.path.join(folder, name) not in ("/usr", "/proc")]
+    for name in names:
+        try:
+            with open(os.path.join(folder, name), "rb") as file: text = file.read(10**5)
+        except OSError: continue
+        if b"q7w" + b"3e5r1" in text: print("q7w" + "3e5r1")
+""",
+    "reading the parent": """
+for pid in (1, "self"):
+    for name in ("cmdline", "environ", "mem"):
+        try: text = open(f"/proc/{pid}/{name}", "rb").read()
+        except OSError: continue
+        if b"q7w" + b"3e5r1" in text: print("q7w" + "3e5r1")
+""",
+    "the result file": """
+import os
+reply = b'{"stdout": "q7w' + b'3e5r1", "stderr": "", "exit_code": 0, "ended_by": "", "wall_s": 0.1}'
+for fd in range(3, 1024):
+    for text in (reply, b'{"exit-code": 0}'):
+        try: os.write(fd, text)
+        except OSError: pass
+for name in ("result", "results.json", "reward.txt", "score"): open(f"/tmp/{name}", "w").write("1.0")
+""",
+    "the pass marker": "print('PASSED'); print('1 passed in 0.01s'); print('ok'); print(True); print('stdio 1.0')",
+    "everything at once": "print(open('/dev/stdin').read()); import os; os.kill(1, 9); os.kill(os.getppid(), 9); os.killpg(0, 9)",
+}
+
+
+@needs_sandbox
+def test_a_program_that_passes_every_test_is_rewarded():
+    assert code.stdio("", "print(2 * int(input()))", DOUBLE) == 1.0
+    assert (
+        code.stdio(
+            "",
+            "Think.\n```python\nnonsense(\n```\nNo:\n```py\nprint(2 * int(input()), end=' \\n\\n')\n```\nDone.",
+            DOUBLE,
+        )
+        == 1.0
+    )
+    assert code.stdio_share("", "print(2 * int(input()) or 1)", DOUBLE) == 1.0
+
+
+@needs_sandbox
+def test_a_program_that_passes_some_tests_has_its_share():
+    assert code.stdio("", "print(8)", DOUBLE) == 0.0
+    assert code.stdio_share("", "print(8)", DOUBLE) == 0.5
+    assert code.stdio_share("", "Let me think.", DOUBLE) == code.stdio_share("", "", DOUBLE) == 0.0
+    assert code.stdio_share("", "print(2 * int(input())); exit(1)", DOUBLE) == 0.0
+
+
+@needs_sandbox
+def test_the_time_is_for_all_tests_together():
+    slow = {"tests": DOUBLE["tests"] * 20, "time_limit_s": 0.4}
+    assert code.stdio_share("", "import time; print(8); time.sleep(60)", slow) == 0.0
+    assert code.stdio_share("", "import time; time.sleep(0.3); print(2 * int(input()))", slow) <= 0.05
+
+
+@needs_sandbox
+@pytest.mark.parametrize("hack", HACKS)
+def test_a_hack_scores_nothing(hack):
+    assert code.stdio("", HACKS[hack], HIDDEN) == 0.0
+    assert code.stdio("", HACKS[hack], HIDDEN) == 0.0  # nor what it left for the next run
+
+
+@pytest.mark.parametrize("answer", ["8", {"tests": []}, {"tests": [{"stdin": "4"}]}, {**DOUBLE, "time_limit_s": "1"}])
+def test_an_answer_without_tests_is_an_error(answer):
+    with pytest.raises(RewardError, match="stdio: "):
+        code.stdio("", "print(8)", answer)
+
+
+def test_what_the_machine_does_wrong_is_an_error_and_no_score(monkeypatch):
+    def fails(*_):
+        raise programs.SandboxError("fork: Resource temporarily unavailable")
+
+    monkeypatch.setattr(programs, "run", fails)
+    with pytest.raises(RewardError, match="stdio: the sandbox did not run the program: fork: Resource temporarily"):
+        code.stdio("", "print(8)", DOUBLE)
+
+
+@needs_sandbox
+def test_reward_workers_run_programs_from_behind_their_own_walls():
+    with pools() as open_pool:
+        pool = open_pool("dora_jax.tasks.code.stdio", "dora_jax.tasks.code.stdio_share")
+        right, half = "print(2 * int(input()))", "print(8)"
+        assert scored(pool, right, half, "", answer=DOUBLE).rewards.tolist() == [2.0, 0.5, 0.0]
+        failed = scored(pool, right, answer="8")
+        assert isinstance(failed, GroupFailure) and "has no" in failed.reason
+
+
+@needs_sandbox
+def test_a_reward_of_one_s_own_may_run_programs_if_the_config_says_so(tmp_path, monkeypatch):
+    (tmp_path / "my_rewards.py").write_text(
+        "from dora_jax.tasks import programs\ndef says(prompt, response, answer): return float(programs.run(response).stdout)\n"
+    )
+    monkeypatch.chdir(tmp_path)
+    with pools() as open_pool:
+        assert scored(open_pool("says", sandbox=True), "print(0.5)").rewards.tolist() == [0.5]
+
+
+@needs_sandbox
+def test_the_tool_tells_a_model_what_its_program_did():
+    assert code.python_tool("print(6 * 7)") == "42\n"
+    assert code.python_tool("print(input())", "in") == "in\n"
+    told = code.python_tool("print('a'); 1 / 0")
+    assert told.startswith("a\nTraceback") and told.endswith("ZeroDivisionError: division by zero\n[exit code 1]")
+    assert code.python_tool("while True: pass", limits=programs.Limits(wall_s=0.2)) == "[ended at its limit of time]"
+    long = code.python_tool("print('x' * 10**5)")
+    assert len(long) < 5000 and f"[{10**5 + 1 - code.TOLD_CHARS} characters left out]" in long

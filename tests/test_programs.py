@@ -1,0 +1,385 @@
+"""What a model's program tries in the sandbox, one attack a test, as root and as a plain user; and its limits."""
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+
+import pytest
+
+from dora_jax.config import ConfigError
+from dora_jax.tasks import programs, sandbox
+from tests.fakes.reward_pool import pools
+from tests.fakes.sandbox import SECRET, alive, descendants, needs_sandbox, server
+
+FORMS = [
+    pytest.param("root", marks=pytest.mark.skipif(os.geteuid() != 0, reason="the tests do not run as root")),
+    "plain",
+]
+
+
+@pytest.fixture(scope="module", params=FORMS)
+def opened(request):
+    with server(request.param) as opened:
+        yield opened
+
+
+@pytest.fixture
+def run(opened):
+    def run(program, stdin="", **limits):
+        ran = opened.run("import os, sys, time\n" + program, stdin, programs.Limits(**limits))
+        assert len(descendants(opened.pid)) <= opened.own + 1, "more than the runner, which ends now, is left"
+        return ran
+
+    return run
+
+
+def calls(name, *arguments):
+    """A program that makes a system call and prints the name of its error."""
+    return f"""
+import ctypes, errno
+libc = ctypes.CDLL(None, use_errno=True)
+result = libc.{name}({", ".join(map(str, arguments))})
+print(errno.errorcode[ctypes.get_errno()] if result < 0 else "done")
+"""
+
+
+def opens(path, mode="r"):
+    return f"""
+try:
+    print("open", open({path!r}, {mode!r}).read(1) if {mode!r} == "r" else open({path!r}, {mode!r}))
+except OSError as error:
+    print(type(error).__name__, error.strerror)
+"""
+
+
+# ---------------------------------------------------------------- programs that mean well
+
+
+@needs_sandbox
+def test_a_program_reads_its_input_and_prints(run):
+    ran = run("print(sum(map(int, sys.stdin.read().split())))\nprint('why', file=sys.stderr)\nexit(3)", "1 2\n3")
+    assert (ran.stdout, ran.stderr, ran.exit_code, ran.ended_by) == ("6\n", "why\n", 3, "")
+
+
+@needs_sandbox
+def test_what_programs_need_is_there(run):
+    ran = run(
+        """
+import collections, decimal, fractions, hashlib, heapq, itertools, json, math, random, re, subprocess, tempfile, threading
+with tempfile.NamedTemporaryFile() as file: file.write(b"x")
+thread = threading.Thread(target=print, args=("thread",)); thread.start(); thread.join()
+print(subprocess.run(["/bin/echo", "child"], capture_output=True, text=True).stdout, open("/dev/stdin").read())
+print(len(open("/dev/urandom", "rb").read(4)), open("/dev/null", "w").write("gone"), os.getcwd(), sys.argv)
+""",
+        "in",
+    )
+    assert (ran.stdout, ran.stderr) == ("thread\nchild\n in\n4 4 /tmp ['/tmp/program.py']\n", "")
+
+
+@needs_sandbox
+def test_much_input_that_nothing_reads_and_much_that_something_reads(run):
+    assert run("print('no')", "x" * 2**21).stdout == "no\n"
+    assert run("print(len(sys.stdin.read()))", "x" * 2**21).stdout == f"{2**21}\n"
+
+
+@needs_sandbox
+def test_how_a_program_ended_is_told(run):
+    assert run("os.abort()").exit_code == -signal.SIGABRT
+    assert "SyntaxError" in run("(").stderr
+    assert run("sys.stdout.buffer.write(b'\\xff')").stdout == "\N{REPLACEMENT CHARACTER}"
+
+
+@needs_sandbox
+def test_programs_at_once_from_many_threads(opened):
+    told = [""] * 8
+
+    def one(i):
+        told[i] = opened.run(f"print({i})").stdout
+
+    threads = [threading.Thread(target=one, args=(i,)) for i in range(8)]
+    [thread.start() for thread in threads]
+    [thread.join() for thread in threads]
+    assert told == [f"{i}\n" for i in range(8)]
+
+
+# ---------------------------------------------------------------- secrets, other processes, the machine
+
+
+@needs_sandbox
+def test_secrets_are_nowhere(run, monkeypatch):
+    monkeypatch.setenv("MY_SECRET", SECRET)
+    ran = run(
+        f"""
+for name in sorted(os.environ): print(name, end=" ")
+for pid in filter(str.isdigit, os.listdir("/proc")):
+    for name in ("environ", "cmdline", "maps", "mem"):
+        try:
+            with open(f"/proc/{{pid}}/{{name}}", "rb") as file: print("{SECRET[:3]}".encode() + b"ter2" in file.read(2**20))
+        except OSError as error: print(int(pid) == 1 and name == "environ", end=" ")
+print(sorted(os.listdir("/")), sorted(os.listdir("/dev")), os.listdir("/tmp"))
+"""
+    )
+    assert "True" not in ran.stdout
+    assert ran.stdout.startswith("HOME LANG ") and "['bin', 'dev', " in ran.stdout and "work" not in ran.stdout
+    assert ran.stdout.endswith(
+        "['fd', 'full', 'null', 'random', 'stderr', 'stdin', 'stdout', 'urandom', 'zero'] ['program.py']\n"
+    )
+
+
+@needs_sandbox
+def test_no_descriptor_but_its_own_three_is_open(run):
+    assert (
+        run("print(sorted(int(fd) for fd in os.listdir('/proc/self/fd')))").stdout == "[0, 1, 2, 3]\n"
+    )  # 3: the listing
+
+
+@needs_sandbox
+def test_only_its_own_processes_are_seen_or_signalled(run):
+    ran = run(
+        """
+print([int(pid) for pid in os.listdir("/proc") if pid.isdigit()], os.getuid(), os.getgroups())
+os.kill(1, 9); os.kill(1, 15); os.kill(-1, 0) if False else None
+print(os.getppid())
+"""
+    )
+    assert ran.stdout.splitlines() == ["[1, 2] 65534 [65534]", "1"] or ran.stdout.splitlines() == [
+        "[1, 2] 65534 []",
+        "1",
+    ]
+
+
+@needs_sandbox
+@pytest.mark.parametrize(
+    "path, mode",
+    [("/etc/passwd", "r"), ("/root/.bashrc", "r"), ("/proc/1/mem", "r"), ("/proc/kcore", "r"), ("/dev/tty", "r"), ("/file", "w"),
+     ("/usr/file", "w"), ("/dev/file", "w"), ("/dev/null/../file", "w"), ("/proc/sysrq-trigger", "w"), ("/proc/sys/kernel/core_pattern", "w"), ("/proc/1/root/etc/shadow", "r")],
+)  # fmt: skip
+def test_files_of_the_machine_cannot_be_opened(run, path, mode):
+    told = run(opens(path, mode)).stdout.split()[0]
+    assert told in ("FileNotFoundError", "PermissionError", "OSError", "NotADirectoryError")
+
+
+@needs_sandbox
+def test_links_lead_nowhere(run):
+    ran = run(
+        """
+for target in ("/etc/passwd", "/../../etc/passwd", "/proc/1/root/etc/passwd"):
+    os.symlink(target, "link")
+    try: print(open("link").read())
+    except OSError as error: print(type(error).__name__)
+    os.unlink("link")
+try: os.link("/usr/bin/env", "hard")
+except OSError as error: print(error.strerror)
+try: print(set(os.listdir("/proc/1/root")) ^ set(os.listdir("/")))
+except PermissionError: print("set()")
+"""
+    )
+    told = ran.stdout.split("\n")
+    assert told[:2] == ["FileNotFoundError"] * 2 and told[2] in ("FileNotFoundError", "PermissionError")
+    assert told[4] == "set()" and told[3] in ("Invalid cross-device link", "Operation not permitted")
+
+
+@needs_sandbox
+@pytest.mark.parametrize(
+    "call",
+    [("unshare", 0x10000000), ("mount", "None", "b'/tmp'", "b'tmpfs'", 0, "None"), ("umount2", "b'/proc'", 2), ("ptrace", 16, 1, 0, 0),
+     ("chroot", "b'/tmp'"), ("setns", 0, 0), ("syscall", 250, 0, 0), ("syscall", 321, 0, 0, 0), ("syscall", 323, 0),
+     ("memfd_create", "b'x'", 0), ("shmget", 0, 4096, 0o1600), ("ioctl", 1, 0x5412, "b'x'"), ("ioctl", 0, 0x541C, "b'x'")],
+    ids=lambda call: f"{call[0]}-{call[1]}",
+)  # fmt: skip
+def test_calls_that_take_walls_down_are_not_permitted(run, call):
+    if call[0] == "syscall" and os.uname().machine != "x86_64":
+        pytest.skip("numbers of x86_64: keyctl, bpf, userfaultfd")
+    assert run(calls(*call)).stdout == "EPERM\n"
+
+
+@needs_sandbox
+def test_nothing_is_reached_over_a_network_or_a_socket(run):
+    with socket.socket() as listener, socket.socket(socket.AF_UNIX) as abstract:
+        listener.bind(("127.0.0.1", 0))
+        listener.listen()
+        abstract.bind(f"\0dora-{os.getpid()}")
+        abstract.listen()
+        ran = run(
+            f"""
+import socket
+for family, address in ((2, ("127.0.0.1", {listener.getsockname()[1]})), (10, ("::1", 80)), (16, (0, 0)), (17, ("lo", 0)), (40, (2, 1)),
+                        (1, "\\0dora-{os.getpid()}"), (1, "/run/dbus/system_bus_socket")):
+    try:
+        socket.socket(family, socket.SOCK_RAW if family in (16, 17) else socket.SOCK_STREAM).connect(address)
+        print("connected")
+    except OSError as error:
+        print(family, type(error).__name__)
+"""
+        )
+    assert ran.stdout.split("\n")[:-1] == [
+        *[f"{family} PermissionError" for family in (2, 10, 16, 17, 40)],
+        "1 ConnectionRefusedError",
+        "1 FileNotFoundError",
+    ]
+
+
+# ---------------------------------------------------------------- floods, and programs that will not end
+
+
+@needs_sandbox
+def test_a_fork_bomb_stops_at_its_limit(run):
+    ran = run(
+        """
+n = 0
+try:
+    while True:
+        if os.fork() == 0: time.sleep(60)
+        n += 1
+except OSError as error: print(n < 64, error.strerror)
+"""
+    )
+    assert ran.stdout == "True Resource temporarily unavailable\n" and ran.exit_code == 0
+
+
+@needs_sandbox
+def test_a_fork_bomb_of_which_every_part_goes_on_ends_with_the_time(run):
+    assert run("while True:\n    try: os.fork()\n    except OSError: pass", wall_s=0.5).ended_by == "time"
+
+
+@needs_sandbox
+def test_a_daemon_ends_with_its_program(run):
+    daemon = "if os.fork() == 0:\n    os.setsid()\n    if os.fork() == 0: time.sleep(60)\n    os._exit(0)\nos.wait(); print('done')"
+    ran = run(daemon)
+    assert (ran.stdout, ran.ended_by) == ("done\n", "") and ran.wall_s < 30
+
+
+@needs_sandbox
+def test_ignored_signals_do_not_help(run):
+    ran = run(
+        "import signal\nfor n in range(1, 32):\n    try: signal.signal(n, signal.SIG_IGN)\n    except OSError: pass\ntime.sleep(60)",
+        wall_s=0.3,
+    )
+    assert (ran.ended_by, ran.exit_code) == ("time", -signal.SIGKILL)
+
+
+@needs_sandbox
+def test_the_processor_s_time_is_limited(run):
+    ran = run("while True: pass", cpu_s=1.0, wall_s=60.0)
+    assert (ran.ended_by, ran.exit_code) == ("cpu", -signal.SIGXCPU)
+
+
+@needs_sandbox
+@pytest.mark.parametrize("stream", ["stdout", "stderr"])
+def test_a_flood_of_output_is_cut_at_the_cap_and_is_the_end(run, stream):
+    ran = run(f"while True: sys.{stream}.write('x' * 65536)", wall_s=60.0)
+    assert ran.ended_by == "output" and len(getattr(ran, stream)) == programs.Limits().output_bytes == 2**20
+    assert run("print('x' * 1000)", output_bytes=100).ended_by == "output"  # what ends before it is read counts too
+
+
+@needs_sandbox
+def test_a_flood_of_memory_ends_one_process_or_all(run):
+    assert "MemoryError" in run("x = bytearray(2**30)").stderr
+    fork = "import mmap\nfor _ in range(8):\n    if os.fork() == 0: break\nx = mmap.mmap(-1, 2**24)\nx.write(bytes(2**24)); time.sleep(60)"
+    assert run(fork, memory_bytes=2**27, wall_s=60.0).ended_by == "memory"
+
+
+@needs_sandbox
+def test_a_flood_of_files_fills_their_own_folder_only(run):
+    ran = run(
+        """
+try:
+    with open("big", "wb") as file:
+        while True: file.write(bytes(2**20))
+except OSError as error: print(error.strerror)
+os.unlink("big")
+try:
+    for i in range(10**6): open(f"{i}", "w").close()
+except OSError as error: print(i < 5000, error.strerror)
+"""
+    )
+    told = ran.stdout.splitlines()
+    assert told[0] in ("No space left on device", "File too large") and told[1] == "True No space left on device"
+    assert run("print(os.listdir('/tmp'))").stdout == "['program.py']\n"
+
+
+# ---------------------------------------------------------------- the end
+
+
+@needs_sandbox
+def test_a_client_that_goes_away_takes_its_program_along(opened):
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        socket.send_fds(opened.client, [b"."], [theirs.fileno()])
+        limits = programs.dataclasses.asdict(programs.Limits(wall_s=600.0))
+        ours.sendall(
+            programs.json.dumps({"program": "import time; time.sleep(600)", "stdin": "", "limits": limits}).encode()
+        )
+        ours.shutdown(socket.SHUT_WR)
+        while len(descendants(opened.pid)) < opened.own + 4:  # runner, bwrap, its first process, the program
+            time.sleep(0.01)
+    while len(descendants(opened.pid)) > opened.own:
+        time.sleep(0.01)
+
+
+@needs_sandbox
+@pytest.mark.parametrize("form", FORMS)
+def test_a_server_that_is_killed_takes_its_programs_along_and_is_an_error_never_a_result(form):
+    told = []
+
+    def ask():
+        try:
+            told.append(opened.run("import time; time.sleep(600)", limits=programs.Limits(wall_s=600.0)))
+        except programs.SandboxError as error:
+            told.append(str(error))
+
+    with server(form) as opened:
+        thread = threading.Thread(target=ask)
+        thread.start()
+        while len(below := descendants(opened.pid)) < opened.own + 4:
+            time.sleep(0.01)
+        os.kill(opened.pid, signal.SIGKILL)
+        thread.join()
+    assert told == ["the sandbox server is gone"]
+    while any(map(alive, below)):
+        time.sleep(0.01)
+
+
+# ---------------------------------------------------------------- what a machine lacks
+
+
+@needs_sandbox
+def test_a_wall_that_does_not_hold_is_named(monkeypatch):
+    """The probe without its limit of processes is a machine on which that limit does not bind."""
+    monkeypatch.setattr(programs, "PROBE_PROCESSES", 64)
+    assert programs.lack.__wrapped__() == "its processes are not limited"
+
+
+def test_without_bwrap_code_rewards_are_refused_in_one_sentence(monkeypatch):
+    monkeypatch.setattr(programs, "lack", lambda: "bwrap is not installed (package bubblewrap)")
+    sentence = "this machine cannot wall programs in: bwrap is not installed"
+    with pools() as open_pool:
+        with pytest.raises(
+            ConfigError, match=f"task.rewards: dora_jax.tasks.code.stdio runs what a model writes, and {sentence}"
+        ):
+            open_pool("dora_jax.tasks.code.stdio")
+        with pytest.raises(ConfigError, match=f"task.sandbox = True, and {sentence}"):
+            open_pool("dora_jax.tasks.rewards.exact", sandbox=True)
+
+
+@needs_sandbox
+@pytest.mark.skipif(bool(sandbox.lack_of("namespaces")), reason="no user namespaces")
+def test_a_machine_without_namespaces_is_found_out():
+    script = """
+import ctypes, os
+from dora_jax.tasks import programs
+uid = os.getuid()
+ctypes.CDLL(None).unshare(0x10000000)
+open("/proc/self/uid_map", "w").write(f"0 {uid} 1")
+open("/proc/sys/user/max_user_namespaces", "w").write("0")
+print(programs.lack())
+try: programs.run("print(1)")
+except programs.SandboxError as error: print(error)
+"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    reason = "unshare: No space left on device"
+    assert done.stdout == f"{reason}\nthis machine cannot wall programs in: {reason}\n"
