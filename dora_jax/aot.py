@@ -40,6 +40,7 @@ from dora_jax.aot_slices import SlicePlacement, place_of, slice_devices
 from dora_jax.config import Config, ConfigError, blame
 from dora_jax.models import decoder, sharding
 from dora_jax.models.config import ModelConfig
+from dora_jax.models.grouped_experts import EVEN_LOAD
 from dora_jax.runtime import run
 from dora_jax.tokenizer import Tokenizer
 from dora_jax.trainer import flops, hlo, step
@@ -186,7 +187,7 @@ def _compile(program: Program, config: Config, role: str, place: SlicePlacement)
     with in_words(config, place.role(role), program.name):
         compiled = program.compiled or traced.lower(lowering_platforms=("tpu",)).compile()
     compile_s = program.compile_s or time.monotonic() - began
-    memory, text = compiled.memory_analysis(), hlo.CompiledText(compiled.as_text(), program.loops)
+    memory, text = compiled.memory_analysis(), hlo.CompiledText(compiled.as_text(), program.loops, EVEN_LOAD)
     per_chip = functools.partial(int.__mul__, place.cores)
     return Compiled(
         name=program.name,

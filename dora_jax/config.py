@@ -112,7 +112,7 @@ class RolloutSection:
     expert: int = (
         1  # of a mixture of experts: 1: a device has a part of each; rollout.tensor: it has some of them whole
     )
-    expert_matmul: str = "auto"  # of a mixture of experts: scan, ragged_dot; auto: by platform
+    expert_matmul: str = "auto"  # of a mixture of experts: scan, ragged_dot, megablox; auto: by platform
     min_new_tokens: int = 0  # no stop token is drawn before so many
     max_repeats: int = 0  # one token is drawn at most so often in a row; 0: any number
     stop_strings: tuple[str, ...] = ()  # the text that ends a sample; its tokens stay
@@ -185,7 +185,7 @@ class TrainerSection:
     moments: str = "float32"  # type of Adam's moments: float32 or bfloat16
     optimizer_memory: str = "device"  # device or host: where Adam's moments rest between updates
     peak_tflops: float = 0.0  # of one device, for trainer/mfu; 0: known from its name, else there is no such metric
-    expert_matmul: str = "auto"  # of a mixture: scan, ragged_dot; auto: by platform
+    expert_matmul: str = "auto"  # of a mixture: scan, ragged_dot, megablox; auto: by platform
     routing_replay: str = "none"  # of a mixture: none, or rollout: tokens go to the experts that sampling sent them to
     load_balance_coef: float = 0.0  # of a mixture: the loss grows by this times load x score of the experts; 0: off
     router_bias_rate: float = (

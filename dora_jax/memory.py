@@ -11,7 +11,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, NamedTuple
 
 from dora_jax.buffer.layout import BatchShape, layout
-from dora_jax.models.config import ModelConfig
+from dora_jax.models.config import EXPERT_SLACK, ModelConfig
 from dora_jax.rollout import shapes
 from dora_jax.trainer import objective
 
@@ -166,11 +166,19 @@ def layer_activations(model: ModelConfig, tokens: int, tensor: int, size: int) -
 def expert_activations(model: ModelConfig, kind: str, tokens: int, mesh: Mesh, size: int) -> float:
     """Bytes beside them where tokens are gathered over the axis `expert`: forward and backward of one layer's experts.
 
-    A device has room for all choices of its row's tokens, for none is dropped; `scan` has one expert's at a time."""
+    ragged_dot has room for all choices of its row's tokens, for none is dropped; megablox for those of an even load and
+    the sums of all blocks' gradients; scan for one expert's."""
     if model.experts is None:
         return 0.0
-    choices = tokens * mesh.expert * (model.experts.per_token if kind == "ragged_dot" else 1)
-    return 2 * choices * ((size + 4) * model.d_model + 3 * size * model.experts.width / mesh.tensor)
+    gathered, choices, sums = tokens * mesh.expert, tokens * model.experts.per_token, 0.0
+    if kind == "megablox":
+        sums = 2 * 4 * gathered * model.d_model  # of hidden states and of their gradients, float32
+        if mesh.expert > 1:
+            choices *= EXPERT_SLACK
+            sums += 4 * model.expert_layer_params / (mesh.expert * mesh.tensor)
+    else:
+        choices *= mesh.expert if kind == "ragged_dot" else mesh.expert / model.experts.per_token
+    return sums + 2 * choices * ((size + 4) * model.d_model + 3 * size * model.experts.width / mesh.tensor)
 
 
 def attention_scores(model: ModelConfig, kernel: str, rows: int, length: int, mesh: Mesh) -> float:

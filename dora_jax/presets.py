@@ -32,6 +32,7 @@ WARM_START_BYTES = 16  # of each parameter: weight, gradient and two moments in 
 LOGITS_SHARE = 32  # an array of logits takes at most 1/32 of a device's memory
 SCAN = "of a mixture: on a CPU, gathers cost more than products of no use"
 RAGGED_DOT = "of a mixture: one grouped product of the tokens in the order of their experts"
+MEGABLOX = "of a mixture: XLA's gradient of ragged_dot multiplies every expert with every token on a TPU"
 PAGE_SIZES = (64, 128, 256, 512)  # tokens, on accelerators
 KERNELS = {
     "reference": ("cpu", "tpu", "gpu"),
@@ -315,7 +316,7 @@ def _trainer(section: TrainerSection, machine: Machine, dtype: str) -> Presets:
         kernel, why = "reference", wrong[0]
     return {
         "attention": (kernel, why),
-        "expert_matmul": ("ragged_dot", RAGGED_DOT),
+        "expert_matmul": ("megablox", MEGABLOX) if machine.platform == "tpu" else ("ragged_dot", RAGGED_DOT),
         "share_prompts": _share_prompts(section, section.attention if section.attention not in OPEN else kernel),
         "logits_bytes": (_logits_bytes(machine), "the head is read once for so many logits"),
         "compiler_options": TRAINER_OPTIONS.get(machine.platform, NONE),
@@ -353,4 +354,7 @@ def _kernels(config: Config, found: Machines) -> Iterator[str]:
     kernel, machine = config.rollout.attention, found.instances
     if machine.platform not in KERNELS[kernel]:
         yield f"rollout.attention: the kernel {kernel!r} is for {', '.join(KERNELS[kernel])}, and this is {machine}"
+    for name, section, role in (("rollout", config.rollout, machine), ("trainer", config.trainer, found.trainer)):
+        if section.expert_matmul == "megablox" and role.platform != "tpu":
+            yield f"{name}.expert_matmul: the kernel 'megablox' is for tpu, and this is {role}"
     yield from objective.attention_problems(config.trainer, found.trainer.platform, config.model.dtype)

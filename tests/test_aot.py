@@ -44,6 +44,9 @@ def test_collectives_of_a_loop_count_as_often_as_it_runs():
 
     text = compiled_text(jax.shard_map(unknown, mesh=mesh, in_specs=(rows, PartitionSpec()), out_specs=rows), x, 3)
     assert hlo.CompiledText(text, loops=7).collectives() == {"all-reduce": hlo.Traffic(7, 7 * 2 * 16 * 4)}
+    named = text.replace('op_name="jit(unknown)/', 'op_name="jit(unknown)/even/')
+    assert named != text
+    assert hlo.CompiledText(named, 7, "even").collectives() == {"all-reduce": hlo.Traffic(1, 2 * 16 * 4)}
 
 
 def test_loops_in_loops_multiply():

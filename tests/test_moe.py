@@ -192,6 +192,7 @@ MESHES = [  # data, fsdp, tensor, context, expert
     pytest.param("deepseek_v3", "scan", (2, 1, 2, 1, 2), marks=pytest.mark.slow),
     pytest.param("deepseek_v3", "ragged_dot", (1, 1, 2, 2, 2), marks=pytest.mark.slow),
     pytest.param("longcat_flash", "ragged_dot", (1, 1, 2, 1, 4), marks=pytest.mark.slow),
+    pytest.param("deepseek_v3", "megablox", (1, 2, 1, 1, 4), marks=pytest.mark.slow),
 ]
 
 

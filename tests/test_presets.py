@@ -110,7 +110,7 @@ def test_what_the_user_sets_is_kept():
         asked.rollout, prefill_chunk=512, prefill_tokens=1024, prefill_call_tokens=1024
     )
     assert done.trainer == dataclasses.replace(
-        asked.trainer, attention="splash", share_prompts="off", expert_matmul="ragged_dot"
+        asked.trainer, attention="splash", share_prompts="off", expert_matmul="megablox"
     )
     assert {choice.field for choice in choices} == {
         "rollout.prefill_chunk",

@@ -1,16 +1,18 @@
 """Probe, meter, moments in host memory, updates that start early: what surrounds the update."""
 
 import dataclasses
+import functools
 import queue
 from types import SimpleNamespace
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from dora_jax import config, publish, update_costs
 from dora_jax.buffer.store import MemoryGroupStore
-from dora_jax.models import sharding
+from dora_jax.models import grouped_experts, sharding
 from dora_jax.runtime import run
 from dora_jax.runtime.trainer_worker import TrainerWorker
 from dora_jax.trainer import flops, objective, optim, step
@@ -193,6 +195,22 @@ def test_traced_flops_count_loops_shards_and_recomputation():
     assert flops.traced_flops(jax.make_jaxpr(sharded)(x).jaxpr) == 2 * 8 * 16 * 16
     again = jax.make_jaxpr(jax.grad(lambda x: jax.checkpoint(lambda x: ((x @ w) ** 2).sum())(x)))(x)
     assert flops.traced_flops(again.jaxpr) == 3 * 2 * 8 * 16 * 16  # forward, again, backward to x
+
+
+def test_traced_flops_of_grouped_products_are_those_of_all_rows():
+    """Of XLA's and of the kernel, whose grid depends on the load; a loop over blocks of rows counts once."""
+    h, w, sizes = jnp.ones((256, 16)), jnp.ones((4, 16, 32)), jnp.full(4, 64)
+    ragged = jax.make_jaxpr(jax.grad(lambda w: jax.lax.ragged_dot(h, w, sizes).sum()))(w)
+    assert flops.traced_flops(ragged.jaxpr) == 2 * 2 * 256 * 16 * 32  # the product, and its gradient
+    ids, weights = jnp.zeros((256, 2), jnp.int32), jnp.ones((256, 2))
+
+    def mixed(h, parts):
+        return grouped_experts.experts(h, weights, ids, w, w, w.swapaxes(1, 2), parts=parts).sum()
+
+    for parts, rows in ((1, 512), (2, 384)):  # 1.25 x 512 / 2 rows are three tiles of 128
+        traced = jax.make_jaxpr(jax.grad(functools.partial(mixed, parts=parts)))(h).jaxpr
+        assert flops.traced_flops(traced, loops=7) == (3 + 8) * 2 * rows * 16 * 32
+        assert flops.kernel_flops(traced) == {"gmm": 2 * rows * 16 * 32, "tgmm": 2 * rows * 16 * 32}
 
 
 # ---------------------------------------------------- moments in host memory

@@ -12,6 +12,7 @@ import math
 
 MAX_LAYERS = 10_000  # ten times what any model has; the names of a billion layers' tensors take all memory
 ROUTERS = ("softmax", "sigmoid")
+EXPERT_SLACK = 1.25  # rows of a block of grouped_experts.py, times those of an even load
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

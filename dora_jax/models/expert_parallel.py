@@ -6,6 +6,8 @@ each device keeps the sums of its own tokens. Law: no token is dropped, whatever
 
 from __future__ import annotations
 
+import functools
+
 import jax
 from jax.sharding import Mesh, PartitionSpec
 
@@ -15,9 +17,7 @@ from dora_jax.models.sharding import TABLE, serving_table, spec
 
 def compute(kind: str, mesh: Mesh) -> moe.Compute:
     """The expert compute of this name, over the mesh; ValueError where there is none."""
-    if kind not in moe.COMPUTES:
-        raise ValueError(f"expert compute {kind!r} is unknown; known: {', '.join(moe.COMPUTES)}")
-    local = moe.COMPUTES[kind]
+    local = _local(kind, mesh, mesh.shape["expert"])
     if mesh.size == 1:
         return local
     tokens, expert, embed, mlp = spec("batch", "sequence"), TABLE["expert"], TABLE["expert_embed"], TABLE["expert_mlp"]
@@ -40,7 +40,7 @@ def compute(kind: str, mesh: Mesh) -> moe.Compute:
 def serving(kind: str, mesh: Mesh, *, whole: bool) -> moe.Compute:
     """The same on an engine's devices, all of which have all tokens: each adds its part of every expert, or its experts
     (`whole`), and one sum a layer goes over them."""
-    local = moe.COMPUTES[kind]
+    local = _local(kind, mesh, mesh.size if whole else 1)
     if mesh.size == 1:
         return local
     table = serving_table(mesh, whole_experts=whole)
@@ -53,3 +53,13 @@ def serving(kind: str, mesh: Mesh, *, whole: bool) -> moe.Compute:
 
     specs = (*(PartitionSpec(),) * 3, wide, wide, back)
     return jax.shard_map(one_device, mesh=mesh, in_specs=specs, out_specs=PartitionSpec(), check_vma=False)
+
+
+def _local(kind: str, mesh: Mesh, parts: int) -> moe.Compute:
+    """What one of `parts` devices computes that share out the experts."""
+    if kind not in moe.COMPUTES:
+        raise ValueError(f"expert compute {kind!r} is unknown; known: {', '.join(moe.COMPUTES)}")
+    if kind != "megablox":
+        return moe.COMPUTES[kind]
+    interpret = mesh.devices.flat[0].platform == "cpu"  # presets.py refuses it there; tests do not
+    return functools.partial(moe.megablox, parts=parts, interpret=interpret)

@@ -5,8 +5,9 @@
 `route` chooses, or is told (`forced`), which experts a token goes to; the weights always come from the gate's own
 scores, so that its gradient flows where the choice is replayed. COMPUTES multiply, by name:
   scan        one expert after another over all tokens: the fastest on CPUs, where gathers and small products cost
-  ragged_dot  tokens sorted by expert, one grouped product (jax.lax.ragged_dot): what TPUs and GPUs take
-expert_parallel.py runs either over a mesh.
+  ragged_dot  tokens sorted by expert, one grouped product (jax.lax.ragged_dot): what GPUs and engines on TPUs take
+  megablox    the same in blocks, with gradients of their own (grouped_experts.py): what trainers on TPUs take
+expert_parallel.py runs each over a mesh.
 Laws: a correction bias selects and never weighs; router and weights are computed in f32; ids follow from the hidden
 states alone, whatever computes the experts.
 """
@@ -19,6 +20,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
+from dora_jax.models import grouped_experts
 from dora_jax.models.attention import Products, Spec, Weights
 from dora_jax.models.config import Experts, ModelConfig
 
@@ -161,7 +163,16 @@ def ragged_dot(h_BxLxD, weights_BxLxk, ids_BxLxk, gate_ExDxF, up_ExDxF, down_ExF
     return y_TxD.astype(h_BxLxD.dtype).reshape(h_BxLxD.shape)
 
 
-COMPUTES = {"scan": scan, "ragged_dot": ragged_dot}
+def megablox(
+    h_BxLxD, weights_BxLxk, ids_BxLxk, gate_ExDxF, up_ExDxF, down_ExFxD, first: int | jax.Array = 0, **options
+):
+    """As `scan`, on a TPU. options: of grouped_experts.experts."""
+    h_TxD, weights_Txk, ids_Txk = (x.reshape(-1, x.shape[-1]) for x in (h_BxLxD, weights_BxLxk, ids_BxLxk))
+    y_TxD = grouped_experts.experts(h_TxD, weights_Txk, ids_Txk, gate_ExDxF, up_ExDxF, down_ExFxD, first, **options)
+    return y_TxD.reshape(h_BxLxD.shape)
+
+
+COMPUTES = {"scan": scan, "ragged_dot": ragged_dot, "megablox": megablox}
 
 
 # ---------------------------------------------------------------- private

@@ -14,6 +14,7 @@ import numpy as np
 
 from dora_jax.chips import CHIPS, DEVICE_KINDS
 from dora_jax.models.config import ModelConfig
+from dora_jax.models.grouped_experts import EVEN_LOAD
 from dora_jax.update_costs import model_flops
 
 
@@ -41,6 +42,10 @@ def traced_flops(jaxpr: Any, loops: int = 1) -> float:
             (contracted, _), _ = eqn.params["dimension_numbers"]
             shape = eqn.invars[0].aval.shape
             total += 2.0 * math.prod(eqn.outvars[0].aval.shape) * math.prod(shape[i] for i in contracted)
+        elif eqn.primitive.name == "ragged_dot_general":  # every row with one group's matrix, or a row of its gradient
+            total += 2.0 * math.prod(eqn.invars[0].aval.shape) * eqn.outvars[0].aval.shape[-1]
+        elif eqn.primitive.name == "pallas_call" and _grouped(eqn):
+            total += eqn.params["cost_estimate"].flops
         else:
             inner = jax.extend.core.jaxprs_in_params(eqn.params)
             unknown = 1 if eqn.primitive.name == "pallas_call" else loops
@@ -48,18 +53,22 @@ def traced_flops(jaxpr: Any, loops: int = 1) -> float:
     return total
 
 
-def kernel_flops(jaxpr: Any) -> dict[str, float]:
+def kernel_flops(jaxpr: Any, within: str = "") -> dict[str, float]:
     """Of one run of each Pallas kernel, by its name, on one device: every block of the grid, skipped ones too, and one
-    round of a loop whose count is only known at run time. The largest where a name comes twice."""
+    round of a loop whose count is only known at run time; of a grid that depends on the load, all rows. The largest
+    where a name comes twice. A kernel without a name has that of the function `within` which it stands."""
     found: dict[str, float] = {}
     for eqn in jaxpr.eqns:
         if eqn.primitive.name == "pallas_call":
-            inner = {eqn.params["name"]: _blocks(eqn) * traced_flops(eqn.params["jaxpr"])}
+            done = (
+                eqn.params["cost_estimate"].flops if _grouped(eqn) else _blocks(eqn) * traced_flops(eqn.params["jaxpr"])
+            )
+            inner = {eqn.params["name"] or within: done}
         else:
             inner = {
                 name: most
                 for each in jax.extend.core.jaxprs_in_params(eqn.params)
-                for name, most in kernel_flops(each).items()
+                for name, most in kernel_flops(each, eqn.params.get("name") or within).items()
             }
         found |= {name: max(most, found.get(name, 0.0)) for name, most in inner.items()}
     return found
@@ -69,13 +78,18 @@ def _blocks(eqn: Any) -> int:
     return math.prod(n for n in eqn.params["grid_mapping"].grid if isinstance(n, int))
 
 
+def _grouped(eqn: Any) -> bool:
+    """Whether the kernel's grid depends on the load, as that of a grouped product."""
+    return not all(isinstance(n, int) for n in eqn.params["grid_mapping"].grid) and bool(eqn.params["cost_estimate"])
+
+
 def _times(eqn: Any, loops: int) -> int:
     if eqn.primitive.name == "pallas_call":
         return _blocks(eqn)
     if eqn.primitive.name == "scan":
         return eqn.params["length"]
     if eqn.primitive.name == "while":
-        return loops
+        return 1 if EVEN_LOAD in str(eqn.source_info.name_stack) else loops
     return eqn.params["mesh"].size if eqn.primitive.name == "shard_map" else 1  # its inner shapes are one device's
 
 

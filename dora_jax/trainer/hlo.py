@@ -59,6 +59,17 @@ class Traffic:
 
 
 @dataclasses.dataclass(frozen=True)
+class _Unknown:
+    """Loops whose count is only known at run time."""
+
+    loops: int
+    once: str | None
+
+    def runs(self, line: str) -> int:
+        return 1 if self.once and self.once in line else self.loops
+
+
+@dataclasses.dataclass(frozen=True)
 class CustomCall:
     """A custom call, of which XLA knows neither FLOPs nor cycles; all that have one name together."""
 
@@ -68,12 +79,13 @@ class CustomCall:
 
 
 class CompiledText:
-    """A compiled program's text. `loops`: how often a loop runs whose count is only known at run time."""
+    """A compiled program's text. `loops`: how often a loop runs whose count is only known at run time; one in the named
+    scope `once` counts once."""
 
-    def __init__(self, text: str, loops: int = 1):
+    def __init__(self, text: str, loops: int = 1, once: str | None = None):
         self._bodies, entry = _computations(text)
         self._runs: collections.Counter[str] = collections.Counter()
-        _visit(self._bodies, entry, 1, loops, self._runs)
+        _visit(self._bodies, entry, 1, _Unknown(loops, once), self._runs)
 
     def collectives(self) -> dict[str, Traffic]:
         """By kind, those that occur."""
@@ -134,17 +146,19 @@ def _computations(text: str) -> tuple[dict[str, list[str]], str]:
     return bodies, entry
 
 
-def _visit(bodies: dict[str, list[str]], name: str, times: int, loops: int, runs: collections.Counter[str]) -> None:
+def _visit(
+    bodies: dict[str, list[str]], name: str, times: int, unknown: _Unknown, runs: collections.Counter[str]
+) -> None:
     runs[name] += times
     for line in bodies[name]:
-        for called, repeated in _calls(bodies, line, loops):
-            _visit(bodies, called, times * repeated, loops, runs)
+        for called, repeated in _calls(bodies, line, unknown):
+            _visit(bodies, called, times * repeated, unknown, runs)
 
 
-def _calls(bodies: dict[str, list[str]], line: str, loops: int) -> Iterator[tuple[str, int]]:
+def _calls(bodies: dict[str, list[str]], line: str, unknown: _Unknown) -> Iterator[tuple[str, int]]:
     body = re.search(r"body=%?([\w.\-]+)", line)
     if body:
-        yield body[1], _trips(bodies, line) or loops
+        yield body[1], _trips(bodies, line) or unknown.runs(line)
     for one, several in _CALLED.findall(line):
         for name in filter(None, [one, *re.split(r"[,\s%]+", several)]):
             yield name, 1
@@ -162,8 +176,11 @@ def _trips(bodies: dict[str, list[str]], line: str) -> int | None:
 
 
 def _name(target: str, line: str) -> str:
-    """A Pallas kernel's own, from `.../name/pallas_call`; else that of the call's target."""
-    named = re.search(r'op_name="[^"]*?([\w.\-]+)/pallas_call"', line)
+    """A Pallas kernel's own, from `.../name/pallas_call`, or that of its function, from `.../jit(name)/pallas_call`; of
+    XLA's own kernels the operation's; else that of the call's target."""
+    named = re.search(r'op_name="[^"]*?([\w.\-]+)\)?/pallas_call"', line) or re.search(
+        r'op_name="[^"]*(ragged-dot\S*?)"', line
+    )
     return named[1] if named else target
 
 

@@ -1,0 +1,223 @@
+"""The product of tokens with their experts in blocks of rows, by the grouped matrix product that jax ships for TPUs.
+
+A row is one choice of one token: k rows a token, sorted by expert, so that one product takes all rows of an expert. Of
+experts that are elsewhere there are no rows here. Forward 3 grouped products, backward 8: it computes the inner ones
+again. XLA's own gradient of `jax.lax.ragged_dot` multiplies every expert's matrix with every row on a TPU, so the
+gradients are written here, on megablox's two kernels.
+Laws: no row is dropped: a loop takes block after block until there are none; memory follows the block, which holds the
+rows of an even load, and time follows the load.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.experimental.pallas.ops.tpu.megablox.gmm import gmm, tgmm
+
+from dora_jax.models.config import EXPERT_SLACK
+
+TILE_ROWS = (512, 256, 128)  # of the kernels, the first of which an expert has four
+TILE_WIDTH = 1024  # the same, of matrices; of gradients half of it one way, for they are kept in float32
+EVEN_LOAD = "once_under_even_load"  # names the loop over blocks, whose count depends on the load
+
+
+class Plan(NamedTuple):
+    """Static sizes."""
+
+    rows: int  # of a block
+    blocks: int  # at most
+    per_token: int
+    tile: int  # rows of a tile, which divide a block
+    interpret: bool
+
+
+class Sorted(NamedTuple):
+    """The rows of all tokens in the order of their experts, those of experts elsewhere last."""
+
+    choice_N: jax.Array  # i32: token x k + j, padded to whole blocks
+    place_N: jax.Array | None  # i32: where a choice stands; only where one block holds all
+    ends_E: jax.Array  # i32: behind the last row of each expert that is here
+
+
+def experts(
+    h_TxD: jax.Array,
+    weights_Txk: jax.Array,
+    ids_Txk: jax.Array,
+    gate_ExDxF: jax.Array,
+    up_ExDxF: jax.Array,
+    down_ExFxD: jax.Array,
+    first: int | jax.Array = 0,
+    *,
+    parts: int = 1,
+    interpret: bool = False,
+) -> jax.Array:
+    """[T, D]: for each token, the weighted sum of its experts among `first` and those behind it.
+
+    parts: devices that share out the experts. interpret: on any device, for tests.
+    """
+    (tokens, k), count = ids_Txk.shape, gate_ExDxF.shape[0]
+    even = tokens * k if parts == 1 else int(EXPERT_SLACK * tokens * k / parts)
+    tile = next((n for n in TILE_ROWS if 4 * n * count <= even), TILE_ROWS[-1])
+    rows = -(-even // tile) * tile
+    plan = Plan(rows, -(-tokens * k // rows), k, tile, interpret)
+    rows_of = _sorted(plan, ids_Txk.reshape(-1) - first, count)
+    y_TxD = _mixed(plan, h_TxD, weights_Txk.reshape(-1), rows_of, gate_ExDxF, up_ExDxF, down_ExFxD)
+    return y_TxD.astype(h_TxD.dtype)
+
+
+def _sorted(plan: Plan, local_N: jax.Array, count: int) -> Sorted:
+    """One sort of one array, for XLA compiles a sort of pairs in four times the time: expert and choice as one number."""
+    n = local_N.shape[0]
+    local_N = jnp.where((local_N >= 0) & (local_N < count), local_N, count).astype(jnp.int32)
+    hits_NxE = local_N[:, None] == jnp.arange(count + 1)[None]
+    ends_E = jnp.cumsum(jnp.sum(hits_NxE, axis=0, dtype=jnp.int32))
+    choice_N = jax.lax.sort(local_N * n + jnp.arange(n, dtype=jnp.int32), is_stable=False) % n
+    place_N = None
+    if plan.blocks == 1:
+        before_NxE = jnp.cumsum(hits_NxE, axis=0, dtype=jnp.int32) - 1
+        starts_E = jnp.concatenate([jnp.zeros(1, jnp.int32), ends_E[:-1]])
+        place_N = jnp.sum(jnp.where(hits_NxE, before_NxE + starts_E[None], 0), axis=-1)
+    return Sorted(jnp.pad(choice_N, (0, plan.blocks * plan.rows - n)), place_N, ends_E[:-1])
+
+
+# ---------------------------------------------------------------- the product and its gradients
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _mixed(plan: Plan, h_TxD, weights_N, rows_of: Sorted, gate_ExDxF, up_ExDxF, down_ExFxD) -> jax.Array:
+    """f32[T, D]."""
+
+    def add(start, y_TxD):
+        block = _Block(plan, rows_of, start, h_TxD.shape[0])
+        _, _, inner_RxF = block.inner(block.of_tokens(h_TxD), gate_ExDxF, up_ExDxF)
+        weighted_RxF = (block.weights(weights_N) * inner_RxF).astype(inner_RxF.dtype)
+        return block.added(y_TxD, block.product(weighted_RxF, down_ExFxD))
+
+    return _over_blocks(plan, rows_of, add, jnp.zeros(h_TxD.shape, jnp.float32))
+
+
+def _forward(plan, *inputs):
+    return _mixed(plan, *inputs), inputs
+
+
+def _backward(plan: Plan, inputs, dy_TxD):
+    h_TxD, weights_N, rows_of, gate_ExDxF, up_ExDxF, down_ExFxD = inputs
+    dy_TxD = dy_TxD.astype(h_TxD.dtype)
+    summed = jnp.float32 if plan.blocks > 1 else h_TxD.dtype  # one block adds nothing up
+
+    def add(start, sums):
+        dh_TxD, dweights_N, dgate_ExDxF, dup_ExDxF, ddown_ExFxD = sums
+        block = _Block(plan, rows_of, start, h_TxD.shape[0])
+        x_RxD, dout_RxD, weights_Rx1 = block.of_tokens(h_TxD), block.of_tokens(dy_TxD), block.weights(weights_N)
+        gate_RxF, up_RxF, inner_RxF = block.inner(x_RxD, gate_ExDxF, up_ExDxF)
+        dinner_RxF = block.product(dout_RxD, down_ExFxD, transposed=True).astype(jnp.float32)
+        dweights_R = jnp.sum(inner_RxF.astype(jnp.float32) * dinner_RxF, axis=-1)
+        dgate_RxF, dup_RxF = jax.vjp(_swiglu, gate_RxF, up_RxF)[1]((weights_Rx1 * dinner_RxF).astype(up_RxF.dtype))
+        dx_RxD = block.product(dgate_RxF, gate_ExDxF, transposed=True).astype(jnp.float32)
+        dx_RxD = dx_RxD + block.product(dup_RxF, up_ExDxF, transposed=True).astype(jnp.float32)
+        weighted_RxF = (weights_Rx1 * inner_RxF).astype(inner_RxF.dtype)
+        return (
+            block.added(dh_TxD, dx_RxD.astype(h_TxD.dtype)),
+            block.spread(dweights_N, dweights_R),
+            block.gradient(x_RxD, dgate_RxF, dgate_ExDxF),
+            block.gradient(x_RxD, dup_RxF, dup_ExDxF),
+            block.gradient(weighted_RxF, dout_RxD, ddown_ExFxD),
+        )
+
+    zeros = (jnp.zeros(h_TxD.shape, jnp.float32), jnp.zeros(weights_N.shape, jnp.float32))
+    zeros += tuple(jnp.zeros(w.shape, summed) for w in (gate_ExDxF, up_ExDxF, down_ExFxD))
+    dh_TxD, dweights_N, *matrices = _over_blocks(plan, rows_of, add, zeros)
+    dgate, dup, ddown = (d.astype(h_TxD.dtype) for d in matrices)
+    return dh_TxD.astype(h_TxD.dtype), dweights_N, None, dgate, dup, ddown
+
+
+_mixed.defvjp(_forward, _backward)
+
+
+# ---------------------------------------------------------------- private
+
+
+def _over_blocks(plan: Plan, rows_of: Sorted, body: Callable[[Any, Any], Any], sums: Any) -> Any:
+    """body(first row, sums) -> sums, for every block that has rows."""
+    if plan.blocks == 1:
+        return body(0, sums)
+    with jax.named_scope(EVEN_LOAD):
+        return jax.lax.while_loop(
+            lambda carry: carry[0] < rows_of.ends_E[-1],
+            lambda carry: (carry[0] + plan.rows, body(*carry)),
+            (jnp.int32(0), sums),
+        )[1]
+
+
+class _Block:
+    """The rows from `start` on."""
+
+    def __init__(self, plan: Plan, rows_of: Sorted, start: int | jax.Array, tokens: int):
+        self._plan, self._place_N, self._tokens = plan, rows_of.place_N, tokens
+        self._choice_R = jax.lax.dynamic_slice_in_dim(rows_of.choice_N, start, plan.rows)
+        self._here_R = start + jnp.arange(plan.rows) < rows_of.ends_E[-1]
+        self._held = rows_of.ends_E[-1]
+        ends_E = jnp.clip(rows_of.ends_E - start, 0, plan.rows)
+        self._sizes_E = jnp.diff(ends_E, prepend=0).astype(jnp.int32)
+
+    def of_tokens(self, x_TxD: jax.Array) -> jax.Array:
+        """[R, D]: each row's token."""
+        return x_TxD[self._choice_R // self._plan.per_token]
+
+    def weights(self, weights_N: jax.Array) -> jax.Array:
+        return weights_N[self._choice_R][:, None]
+
+    def inner(self, x_RxD, gate_ExDxF, up_ExDxF) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """(gate, up, what the last product takes) [R, F]."""
+        gate_RxF, up_RxF = self.product(x_RxD, gate_ExDxF), self.product(x_RxD, up_ExDxF)
+        return gate_RxF, up_RxF, _swiglu(gate_RxF, up_RxF)
+
+    def product(self, x_RxD: jax.Array, w_ExDxF: jax.Array, transposed: bool = False) -> jax.Array:
+        """Each row with its expert's matrix; what is behind the last row is undefined."""
+        width = w_ExDxF.shape[1 if transposed else 2]
+        return gmm(
+            x_RxD,
+            w_ExDxF,
+            self._sizes_E,
+            preferred_element_type=x_RxD.dtype,
+            tiling=(self._plan.tile, min(x_RxD.shape[1], TILE_WIDTH), min(width, TILE_WIDTH)),
+            transpose_rhs=transposed,
+            interpret=self._plan.interpret,
+        )
+
+    def gradient(self, x_RxD: jax.Array, dy_RxF: jax.Array, sum_ExDxF: jax.Array) -> jax.Array:
+        """The sum, and of each expert's rows x dy^T."""
+        return tgmm(
+            x_RxD.T,
+            dy_RxF,
+            self._sizes_E,
+            preferred_element_type=sum_ExDxF.dtype,
+            tiling=(self._plan.tile, min(x_RxD.shape[1], TILE_WIDTH), min(dy_RxF.shape[1], TILE_WIDTH // 2)),
+            existing_out=sum_ExDxF if self._plan.blocks > 1 else None,
+            interpret=self._plan.interpret,
+        )
+
+    def added(self, sum_TxD: jax.Array, x_RxD: jax.Array) -> jax.Array:
+        """The sum, and each token's rows."""
+        if self._place_N is None:
+            token_R = jnp.where(self._here_R, self._choice_R // self._plan.per_token, self._tokens)
+            return sum_TxD.at[token_R].add(x_RxD.astype(sum_TxD.dtype), mode="drop")
+        here_N = self._place_N < self._held  # a gather: a scatter would sort the rows once more
+        x_NxD = jnp.where(here_N[:, None], x_RxD[jnp.where(here_N, self._place_N, 0)], 0)
+        return jnp.sum(x_NxD.reshape(self._tokens, -1, x_NxD.shape[-1]).astype(sum_TxD.dtype), axis=1)
+
+    def spread(self, sum_N: jax.Array, x_R: jax.Array) -> jax.Array:
+        """A number a row to its choice."""
+        if self._place_N is None:
+            choice_R = jnp.where(self._here_R, self._choice_R, sum_N.shape[0])
+            return sum_N.at[choice_R].set(x_R, mode="drop", unique_indices=True)
+        here_N = self._place_N < self._held
+        return jnp.where(here_N, x_R[jnp.where(here_N, self._place_N, 0)], 0.0)
+
+
+def _swiglu(gate: jax.Array, up: jax.Array) -> jax.Array:
+    return jax.nn.silu(gate) * up

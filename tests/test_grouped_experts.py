@@ -1,0 +1,39 @@
+"""The grouped product of tokens with their experts against one expert after another: values and gradients."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from dora_jax.models import moe
+
+TOKENS, PER_TOKEN, EXPERTS, D, F = 48, 3, 8, 8, 16
+
+
+@pytest.mark.parametrize(
+    ("first", "here", "parts", "crowded"),
+    [
+        pytest.param(0, 8, 1, False, marks=pytest.mark.slow, id="all are here"),
+        pytest.param(2, 4, 1, False, marks=pytest.mark.slow, id="some choices belong to nobody"),
+        pytest.param(2, 2, 4, True, id="more than an even load: several blocks"),
+    ],
+)
+def test_values_and_gradients_are_those_of_one_expert_after_another(first, here, parts, crowded):
+    random = np.random.default_rng(first)
+    shapes = (1, TOKENS, D), (1, TOKENS, PER_TOKEN), (here, D, F), (here, D, F), (here, F, D)
+    h, weights, *matrices = (jnp.asarray(random.normal(scale=0.3, size=shape), jnp.float32) for shape in shapes)
+    ids = random.integers(0, EXPERTS, shapes[1])
+    ids = jnp.asarray(np.where(random.random(shapes[1]) < 0.9, first + 1, ids) if crowded else ids, jnp.int32)
+
+    def total(compute, **options):
+        def of(h, weights, *matrices):
+            y = compute(h, weights, ids, *matrices, first, **options)
+            return jnp.sum(jnp.sin(y)), y
+
+        return jax.jit(jax.value_and_grad(of, argnums=(0, 1, 2, 3, 4), has_aux=True))(h, weights, *matrices)
+
+    (_, expected), expected_grads = total(moe.scan)
+    (_, found), grads = total(moe.megablox, parts=parts, interpret=True)
+    np.testing.assert_allclose(found, expected, atol=1e-5)
+    for grad, like in zip(grads, expected_grads, strict=True):
+        np.testing.assert_allclose(grad, like, atol=1e-5 * float(jnp.abs(like).max()))
