@@ -10,6 +10,7 @@ PROGRAMS = {
     "train": "the main job: warm start where it is asked for, then reinforcement learning; resumes",
     "sft": "a supervised warm start, as a Hugging Face folder",
     "evaluate": "avg@k and pass@k of a checkpoint",
+    "serve": "the endpoint that clients of OpenAI's dialect call: a folder, or the checkpoints of a run",
     "export_hf": "a checkpoint as a Hugging Face folder",
     "sweep": "a config's sweep, one run after the other",
     "top": "a run live in a terminal",

@@ -39,6 +39,8 @@ DOWNLOAD_HELP = "fetch models that are named as the Hugging Face hub does, OWNER
 AOT_HELP = (
     "with --dry_run: compile the run's programs for its TPU slice, which is not touched, and print what they need"
 )
+READERS = ("evaluate", "serve")  # purposes that start from an existing workdir, and change nothing in it
+SERVED_TOKENS, SERVED_SLOTS = 1024, 16  # of --model, unless it is said: a prompt, an answer; samples at once
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -57,7 +59,8 @@ class CommandLine:
 def run(main: Callable[[Config, Path], int | None], purpose: str = "train") -> None:
     """Parses sys.argv, records the config in the workdir, calls main(config, workdir) and exits with what it returns.
 
-    Purpose evaluate takes the config of an existing workdir instead of --config, and records nothing.
+    Purposes evaluate and serve take the config of an existing workdir instead of --config, and record nothing; serve
+    takes --model=FOLDER too.
     A module's own absl flags are parsed too.
     """
 
@@ -71,7 +74,7 @@ def run(main: Callable[[Config, Path], int | None], purpose: str = "train") -> N
             for field, name in asked.downloads.items():
                 hub.fetch(field, name)
             _check(asked, purpose)  # once more: what has come may be no model
-        if purpose != "evaluate":
+        if purpose not in READERS:
             record(asked)
         code = main(asked.config, asked.workdir)
         return exits.leave(code) if code == exits.RETRY else code  # what is unfinished still computes
@@ -101,10 +104,12 @@ def parse(argv: Sequence[str], purpose: str = "train", flag_values: flags.FlagVa
         flags.DEFINE_string("config", None, CONFIG_HELP, flag_values=flag_values)
         flag_values.register_key_flag_for_module(sys.argv[0], flag_values["config"])
         helping.show(rest, Config)
-    tree = _saved(rest, spec) if purpose == "evaluate" else config_files.load_file(spec)
+    tree = _saved(rest, spec, purpose) if purpose in READERS else config_files.load_file(spec)
     overrides = arguments.apply_overrides(tree, rest, flag_values, Config, configs.RENAMED)
     workdir = local(
-        flag_values.workdir or str(Path("runs") / config_files.run_name(spec)), purpose, flag_values.dry_run
+        flag_values.workdir or str(Path("runs") / config_files.run_name(spec)),
+        "evaluate" if purpose in READERS else purpose,
+        flag_values.dry_run,
     )
     downloads = hub.settle(tree) if flag_values.download else {}
     config = validate.from_config_dict(tree, purpose)
@@ -198,7 +203,7 @@ def local(workdir: str | os.PathLike, purpose: str, dry_run: bool = False) -> Pa
 
 def _check(asked: CommandLine, purpose: str) -> None:
     """ConfigError lists what the files and the machine that are there say against this run."""
-    if purpose == "evaluate":
+    if purpose in READERS:
         return
     config = asked.config
     problems = validate.model_problems(config) if purpose == "train" else []
@@ -226,15 +231,35 @@ def _compile(config: Config) -> int:
     return 0
 
 
-def _saved(rest: Sequence[str], spec: str) -> ml_collections.ConfigDict:
-    """The ConfigDict of the workdir that --workdir names, before absl has parsed anything."""
+def _saved(rest: Sequence[str], spec: str, purpose: str) -> ml_collections.ConfigDict:
+    """The ConfigDict of the workdir that --workdir names, before absl has parsed anything; to serve, of --model."""
     if spec:
         raise ConfigError("config: this program reads the config of --workdir; leave --config out")
-    named = [arg.partition("=")[2] for arg in rest if re.match(r"--?workdir=", arg)]
+    folder, named = _named("model", rest) if purpose == "serve" else "", _named("workdir", rest)
+    if bool(folder) + bool(named) != 1 and purpose == "serve":
+        raise ConfigError("model: name either a folder, --model=FOLDER, or a run, --workdir=DIR")
+    if folder:
+        return _folder(folder)
     if not named:
         raise ConfigError("workdir: missing; name the folder of a run, --workdir=DIR")
-    config = validate.from_config_dict(workdirs.read(local(named[-1], "evaluate")), "evaluate")
+    config = validate.from_config_dict(workdirs.read(local(named, "evaluate")), purpose)
     return ml_collections.ConfigDict(dataclasses.asdict(config)).lock()
+
+
+def _named(flag: str, rest: Sequence[str]) -> str:
+    """The last value of a flag; empty where it is not there."""
+    return next((arg.partition("=")[2] for arg in reversed(rest) if re.match(rf"--?{flag}=", arg)), "")
+
+
+def _folder(path: str) -> ml_collections.ConfigDict:
+    """The configuration of an engine for this Hugging Face folder, which no run has described."""
+    tree = configs.defaults()
+    tree.model.path = path
+    with configs.blame("model"):
+        positions = read_config(path).max_position if (Path(path) / "config.json").is_file() else 2 * SERVED_TOKENS
+    tree.rollout.max_prompt_tokens = tree.rollout.max_new_tokens = min(SERVED_TOKENS, positions // 2)
+    tree.rollout.slots = SERVED_SLOTS
+    return tree
 
 
 def _machine(asked: CommandLine, purpose: str) -> list[str]:

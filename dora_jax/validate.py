@@ -130,7 +130,10 @@ def problems(config: Config, purpose: str = "train") -> list[str]:
         found.append(str(error))
         machines = presets.UNKNOWN
     config, _ = presets.resolve(config, machines)
+    rules: tuple[Callable[[Config], Problems], ...]
     rules = (_choices, _ranges, _task, _reward_model, _engine, _orchestrator, _trainer, _lengths, _sft, _cluster)
+    if purpose == "serve":  # an engine, and nothing else of a run
+        rules = (_choices, _ranges, _engine)
     return [*found, *(problem for rule in rules for problem in rule(config))]
 
 

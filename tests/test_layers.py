@@ -23,7 +23,7 @@ ROOMS = {
     "types": "types",
     "publish": "publish",
     "checks": "validate presets budget memory devices hub",  # what a machine chooses for a run and holds, before JAX
-    "programs": "__init__ __main__ api train sft evaluate export_hf sweep top flags aot aot_roles aot_slices",
+    "programs": "__init__ __main__ api train sft evaluate serve export_hf sweep top flags aot aot_roles aot_slices",
     "simulate": "simulate",
 }
 
@@ -47,7 +47,8 @@ ALLOWED = {
     "simulate": "settings sim",
     "report": "",
     "runtime": "settings models ops costs orchestrate checks tokenizer tasks rollout buffer trainer publish",
-    "programs": "settings models checks tokenizer runtime trainer report",
+    "serving": "settings models orchestrate checks tokenizer rollout runtime trainer publish",
+    "programs": "settings models checks tokenizer runtime serving trainer report",
 }
 ONLY_TYPES = ("orchestrate",)  # rooms that do not import `basics` either
 ALONE = ("types", "basics")

@@ -1,0 +1,52 @@
+"""The endpoint:  python -m dora_jax.serve --model=FOLDER | --workdir=runs/a [--step=40] [--port=8000]
+
+OpenAI's completions and chat completions, and token ids in and out, of a Hugging Face folder or of a run's checkpoints.
+A run may go on meanwhile: its next checkpoints are loaded beside the old ones, rollout.residents at once, and a session
+(the X-Session-ID header, or `user`) is answered by one version throughout.
+"""
+
+from __future__ import annotations
+
+from dora_jax import exits
+
+if __name__ == "__main__":
+    exits.listen()  # before the imports, which take a second
+
+import os
+from pathlib import Path
+
+from absl import flags as absl_flags
+
+from dora_jax import flags
+from dora_jax.config import Config
+
+
+def define_flags() -> None:
+    absl_flags.DEFINE_string("model", "", "a Hugging Face folder to serve, in place of --workdir")
+    absl_flags.DEFINE_integer("step", None, "checkpoint to serve; default: the newest, then those that follow")
+    absl_flags.DEFINE_string("host", "127.0.0.1", "address to listen at; others than loopback want DORA_SERVE_TOKEN")
+    absl_flags.DEFINE_integer("port", 8000, "0: any that is free", lower_bound=0, upper_bound=65535)
+    absl_flags.DEFINE_string("name", "policy", "what requests call the model; NAME@41 is its version 41")
+    absl_flags.DEFINE_float(
+        "session_idle_s", 600.0, "a session without a request for so long no longer keeps its version", lower_bound=0.0
+    )
+
+
+def main(config: Config, workdir: Path) -> int:
+    from dora_jax.serving.server import TOKEN_VARIABLE, Options, serve  # JAX starts only now
+
+    values = absl_flags.FLAGS
+    options = Options(
+        host=values.host,
+        port=values.port,
+        name=values.name,
+        session_idle_s=values.session_idle_s,
+        step=values.step,
+        token=os.environ.get(TOKEN_VARIABLE, ""),
+    )
+    return serve(config, options, None if values.model else workdir)
+
+
+if __name__ == "__main__":
+    define_flags()
+    flags.run(main, purpose="serve")

@@ -1,0 +1,14 @@
+"""The endpoint: HTTP requests of the OpenAI dialect -> samples of one engine fleet, each answer by one policy version.
+
+    app.py       routes, the bearer token, streams that keep a client's connection alive        (Starlette)
+    request.py   PURE  a request's JSON -> Ask (what is sampled) and Form (how it is told); refusals name the parameter
+    chat.py      messages -> a prompt; text -> tool calls
+    text.py      PURE  tokens -> text as it grows; where a stop string ends it
+    reply.py     PURE  what was sampled -> the JSON bodies and stream chunks of each route
+    answers.py   the answers that run: retries join them, a client that leaves frees their pages
+    versions.py  PURE  which version serves a session, which one is loaded next, which one retires
+    fleet.py     the engines of this process behind the `Fleet` protocol; checkpoints become versions
+    counters.py  what /metrics says
+
+One asyncio loop owns everything here but the engines, each of which has its own thread.
+"""

@@ -1,0 +1,350 @@
+"""The answers that run: what engines sample becomes pieces of text that any number of readers follow.
+
+Consumes `Ask`s and what the fleet says of its samples; produces `Answer`s. All on the thread of the asyncio loop.
+Laws: an answer is sampled once, however often it is asked for (a retry joins it); every token of it is of one version;
+a sample without a reader leaves its engine at once: for host memory, where its client may come back, else for good.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import secrets
+import time
+from collections.abc import AsyncIterator, Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol
+
+from dora_jax.serving.chat import ToolCall, ToolCalls
+from dora_jax.serving.request import Ask, Refused
+from dora_jax.serving.text import Detokenizer, StopText
+from dora_jax.serving.versions import Versions
+from dora_jax.types import Sample, SampleId, Version
+
+if TYPE_CHECKING:
+    import numpy as np
+
+    from dora_jax.rollout.migrate import InFlightSample
+
+LINGER_S = 120.0  # an answer whose client is gone waits so long for the retry: clients back off for seconds
+MAX_SAMPLES = 4096  # of all answers at once; more are told to come again
+SEEDED = 1 << 30  # groups of requests with a seed begin here; the others lie below
+
+
+class Fleet(Protocol):
+    """The engines. Every call returns at once; what comes of it is told to the `Listener`."""
+
+    def start(
+        self, id: SampleId, prompt_ids: Sequence[int], version: Version, max_tokens: int, session: str | None
+    ) -> None: ...
+
+    def cancel(self, id: SampleId) -> None: ...
+
+    def park(self, id: SampleId) -> None:
+        """Takes the sample out of its engine, with its KV."""
+
+    def resume(self, in_flight: InFlightSample) -> None: ...
+
+
+class Listener(Protocol):
+    def grew(self, id: SampleId, start: int, out_ids: np.ndarray, logprobs: np.ndarray) -> None:
+        """Tokens from `start` on."""
+
+    def ended(self, sample: Sample) -> None: ...
+
+    def cancelled(self, id: SampleId) -> None: ...
+
+    def parked(self, in_flight: InFlightSample) -> None: ...
+
+
+@dataclass(frozen=True)
+class Piece:
+    """What one tick added to one choice."""
+
+    index: int
+    text: str
+    calls: tuple[ToolCall, ...]
+    ids: tuple[int, ...]
+    logprobs: tuple[float, ...]
+    finish: str | None = None  # stop, length or tool_calls: nothing follows
+
+
+class Broken(RuntimeError):
+    """The engine gave no numbers: there is no answer."""
+
+
+class _Choice:
+    """One sample of an answer."""
+
+    def __init__(self, answer: Answer, index: int, id: SampleId, prompt: tuple[int, ...], decode: Callable[..., str]):
+        ask = answer.ask
+        self.answer, self.index, self.id, self.prompt = answer, index, id, prompt
+        self.n = 0  # tokens told
+        self.finish: str | None = None
+        self.in_flight: InFlightSample | None = None  # it is out of its engine
+        self._text = Detokenizer(lambda ids: decode(ids, keep_special=ask.keep_special), prompt)
+        self._stop = StopText(ask.stop, include=ask.include_stop)
+        self._calls = ToolCalls() if ask.tools else None
+
+    def take(self, ids: Sequence[int], logprobs: Sequence[float], finish: str | None) -> Piece | None:
+        """finish: as the engine says, where these are its last tokens. None: nothing new."""
+        text, count = "", 0
+        for token in ids:
+            count += 1
+            told, stopped = self._stop.feed(self._text.add(token))
+            text += told
+            if stopped or token in self.answer.ask.stop_ids:
+                self.finish = "stop"
+                break
+        if finish and not self.finish:
+            told, stopped = self._stop.feed(self._text.rest())
+            self.finish = "stop" if stopped else finish
+            text += told + ("" if stopped else self._stop.rest())
+        self.n += count
+        if not (count or self.finish):
+            return None
+        text, calls = self._split(text)
+        finish = "tool_calls" if self.finish == "stop" and self._calls and self._calls.found else self.finish
+        return Piece(self.index, text, calls, tuple(ids[:count]), tuple(logprobs[:count]), finish)
+
+    def _split(self, text: str) -> tuple[str, tuple[ToolCall, ...]]:
+        if self._calls is None:
+            return text, ()
+        parts = list(self._calls.feed(text))
+        said = "".join(part for part in parts if isinstance(part, str))
+        calls = tuple(part for part in parts if isinstance(part, ToolCall))
+        return said + (self._calls.rest() if self.finish else ""), calls
+
+
+class Answer:
+    """All choices of one request; `follow` tells it from the beginning, to as many readers as there are."""
+
+    def __init__(self, ask: Ask, version: Version, session: str | None):
+        self.id = secrets.token_hex(12)
+        self.ask, self.version, self.session = ask, version, session
+        self.created_s = int(time.time())
+        self.choices: list[_Choice] = []
+        self.error: Exception | None = None
+        self.readers: set[Reader] = set()
+        self.log: list[Piece] = []
+        self.forgetting: asyncio.TimerHandle | None = None  # nobody reads it
+
+    @property
+    def done(self) -> bool:
+        return self.error is not None or all(choice.finish for choice in self.choices)
+
+    def tell(self, piece: Piece | None) -> None:
+        if piece is not None:
+            self.log.append(piece)
+        for reader in self.readers:
+            reader.news.set()
+
+
+class Reader:
+    """One client of an answer."""
+
+    def __init__(self, answer: Answer):
+        self.answer = answer
+        self.news = asyncio.Event()
+        self.read = 0
+
+    async def follow(self, pulse_s: float) -> AsyncIterator[Piece | None]:
+        """Every piece; None whenever nothing came for pulse_s. Broken: the engine failed."""
+        while True:
+            self.news.clear()
+            while self.read < len(self.answer.log):
+                self.read += 1
+                yield self.answer.log[self.read - 1]
+            if self.answer.error:
+                raise self.answer.error
+            if self.answer.done:
+                return
+            try:
+                await asyncio.wait_for(self.news.wait(), pulse_s)
+            except TimeoutError:
+                yield None
+
+
+class Answers:
+    """The desk: finds or begins an answer for a request, and hears what the engines say."""
+
+    def __init__(
+        self,
+        fleet: Fleet,
+        versions: Versions,
+        decode: Callable[..., str],
+        *,
+        linger_s: float = LINGER_S,
+        first_group: int | None = None,
+    ):
+        """decode(ids, keep_special=...). first_group: of the samples' identities, and so of their noise."""
+        self.versions = versions
+        self.joined = self.cancelled_samples = self.tokens = 0  # since the start
+        self._fleet, self._decode, self._linger_s = fleet, decode, linger_s
+        self._group = secrets.randbelow(SEEDED) if first_group is None else first_group
+        self._choices: dict[SampleId, _Choice] = {}  # in an engine, or parked
+        self._leaving: set[SampleId] = set()  # cancelled, and the engine may still speak of it
+        self._known: dict[object, Answer] = {}  # by identity
+        self._keys: dict[Answer, object] = {}
+        self._change = asyncio.Event()
+
+    @property
+    def running(self) -> int:
+        """Samples."""
+        return len(self._choices)
+
+    def changed(self) -> None:
+        """A version has been loaded, or a sample has ended: whatever waits for it looks again."""
+        self._change.set()
+        self._change = asyncio.Event()
+
+    async def begin(
+        self, ask: Ask, *, session: str | None, asked: Version | None, identity: str | None = None
+    ) -> Reader:
+        """A reader of the answer. identity: of the request, the same in a retry; None: a retry is another request."""
+        if identity is None and ask.seed is not None:
+            identity = "seed"  # the same tokens, whatever the session
+        key = None if identity is None else (identity, session, ask, asked)
+        while True:
+            if key in self._known and key is not None:
+                self.joined += 1
+                return self._read(self._known[key])
+            version = self.versions.choose(session, asked, time.monotonic())
+            ids = None if version is None else self._free_ids(ask)
+            if ids is None or version is None:
+                await self._change.wait()
+                continue
+            if len(self._choices) + ask.choices > MAX_SAMPLES:
+                raise Refused(429, f"{len(self._choices)} samples run or wait: come again later", code="overloaded")
+            return self._read(self._new(ask, version, session, key, ids))
+
+    def fail(self, reason: str) -> None:
+        """No answer that runs will end."""
+        for answer in {choice.answer for choice in self._choices.values()}:
+            answer.error = Broken(reason)
+            answer.tell(None)
+
+    def leave(self, reader: Reader) -> None:
+        """The client has all of it, or is gone."""
+        answer = reader.answer
+        answer.readers.discard(reader)
+        if answer.readers:
+            return
+        if answer not in self._keys or (answer.done and reader.read == len(answer.log)):
+            self._forget(answer)
+            return
+        for choice in answer.choices:
+            if not choice.finish and choice.in_flight is None:
+                self._fleet.park(choice.id)
+        answer.forgetting = asyncio.get_running_loop().call_later(self._linger_s, self._forget, answer)
+
+    # ------------------------------------------------------ what engines say
+
+    def grew(self, id: SampleId, start: int, out_ids: np.ndarray, logprobs: np.ndarray) -> None:
+        if choice := self._choices.get(id):
+            skip = choice.n - start
+            self._take(choice, out_ids[skip:].tolist(), logprobs[skip:].tolist(), None)
+
+    def ended(self, sample: Sample) -> None:
+        choice = self._choices.get(sample.id)
+        if choice is None:
+            return
+        if sample.finish == "error":
+            choice.answer.error = Broken(f"sample {sample.id} has log-probs that are no numbers")
+            choice.finish = "error"
+            self._over(choice)
+            choice.answer.tell(None)
+            return
+        if sample.version != choice.answer.version:
+            raise RuntimeError(f"{sample.id} is of version {sample.version}, not {choice.answer.version}")
+        self._take(choice, sample.out_ids[choice.n :].tolist(), sample.logprobs[choice.n :].tolist(), sample.finish)
+
+    def cancelled(self, id: SampleId) -> None:
+        self._leaving.discard(id)
+        self.changed()
+
+    def parked(self, in_flight: InFlightSample) -> None:
+        choice = self._choices.get(in_flight.id)
+        if choice is None:
+            return
+        self.grew(in_flight.id, 0, in_flight.out_ids, in_flight.logprobs)
+        if choice.finish:
+            return
+        choice.in_flight = in_flight
+        if choice.answer.readers:
+            self._resume(choice)
+
+    # ---------------------------------------------------------------- private
+
+    def _free_ids(self, ask: Ask) -> list[SampleId] | None:
+        """An identity for each choice; None: the same seed and prompt run already, with other limits."""
+        ids = []
+        for prompt in ask.prompts:
+            if ask.seed is None:
+                self._group = (self._group + 1) % SEEDED
+                group = self._group
+            else:
+                said = hashlib.sha256(repr((ask.seed, prompt)).encode()).digest()
+                group = SEEDED + int.from_bytes(said[:8], "big") % SEEDED
+            ids += [SampleId(group, index) for index in range(ask.n)]
+        busy = any(id in self._choices or id in self._leaving for id in ids)
+        return None if busy or len(set(ids)) < len(ids) else ids
+
+    def _new(
+        self, ask: Ask, version: Version, session: str | None, key: object | None, ids: Sequence[SampleId]
+    ) -> Answer:
+        answer = Answer(ask, version, session)
+        if key is not None:
+            self._known[key], self._keys[answer] = answer, key
+        for index, id in enumerate(ids):
+            prompt = ask.prompts[index // ask.n]
+            choice = _Choice(answer, index, id, prompt, self._decode)
+            answer.choices.append(choice)
+            self._choices[id] = choice
+            self.versions.begin(version)
+            self._fleet.start(id, prompt, version, ask.max_tokens, session)
+        return answer
+
+    def _read(self, answer: Answer) -> Reader:
+        reader = Reader(answer)
+        answer.readers.add(reader)
+        if answer.forgetting:
+            answer.forgetting.cancel()
+            answer.forgetting = None
+            for choice in answer.choices:
+                if choice.in_flight is not None:
+                    self._resume(choice)
+        return reader
+
+    def _resume(self, choice: _Choice) -> None:
+        in_flight, choice.in_flight = choice.in_flight, None
+        assert in_flight is not None
+        self._fleet.resume(in_flight)
+
+    def _take(self, choice: _Choice, ids: list[int], logprobs: list[float], finish: str | None) -> None:
+        piece = choice.take(ids, logprobs, finish)
+        if piece is None:
+            return
+        self.tokens += len(piece.ids)
+        if choice.finish:
+            self._over(choice, cancel=finish is None)
+        choice.answer.tell(piece)
+
+    def _over(self, choice: _Choice, cancel: bool = False) -> None:
+        """cancel: the engine would go on with it."""
+        del self._choices[choice.id]
+        if cancel:
+            self._leaving.add(choice.id)
+            self._fleet.cancel(choice.id)
+        self.versions.end(choice.answer.version)
+        self.changed()
+
+    def _forget(self, answer: Answer) -> None:
+        if (key := self._keys.pop(answer, None)) is not None:
+            del self._known[key]
+        for choice in answer.choices:
+            if not choice.finish:
+                choice.finish = "cancelled"
+                choice.in_flight = None
+                self.cancelled_samples += 1
+                self._over(choice, cancel=True)

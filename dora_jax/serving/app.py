@@ -1,0 +1,277 @@
+"""The routes: what a client of the OpenAI dialect asks, and how the answer reaches it.
+
+Laws: a client that goes away leaves its answer at once; a client that waits hears something every `pulse_s` (a comment
+in a stream, a blank before JSON), so that no read time-out ends a long answer; a status of 200 is said only once the
+answer has begun, and a broken answer ends its connection in the middle, never as an answer.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import hmac
+import json
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
+from starlette.types import Receive, Scope, Send
+
+from dora_jax.serving import chat, request
+from dora_jax.serving.answers import Answers, Broken, Piece, Reader
+from dora_jax.serving.counters import Counters
+from dora_jax.serving.reply import DONE, ChatReply, CompletionReply, GenerateReply, Reply, event
+from dora_jax.serving.request import Ask, Form, Limits, Refused
+from dora_jax.tokenizer import Tokenizer
+
+PULSE_S = 10.0  # far below any client's time-out
+MAX_BODY_BYTES = 64 << 20
+SESSION, RETRY_KEY, VERSION = "x-session-id", "idempotency-key", "x-weight-version"
+KEEP_ALIVE = b": the answer is being sampled\n\n"
+
+
+@dataclass
+class Endpoint:
+    """What the routes need. `token`: of every request but /healthz; empty: none."""
+
+    answers: Answers
+    tokenizer: Tokenizer
+    limits: Limits
+    counters: Counters
+    token: str = ""
+    pulse_s: float = PULSE_S
+    alive: Callable[[], bool] = lambda: True
+
+    def app(self, lifespan: Any = None) -> Starlette:
+        routes = [
+            Route("/v1/models", self._guarded(self._models)),
+            Route("/v1/models/{model}", self._guarded(self._model)),
+            Route("/v1/completions", self._guarded(self._completion), methods=["POST"]),
+            Route("/v1/chat/completions", self._guarded(self._chat), methods=["POST"]),
+            Route("/inference/v1/generate", self._guarded(self._generate), methods=["POST"]),
+            Route("/healthz", self._health),
+            Route("/metrics", self._guarded(self._metrics)),
+        ]
+        handlers: Mapping[Any, Any] = {404: _not_found, 405: _not_found, Refused: _refused}
+        return Starlette(routes=routes, exception_handlers=handlers, lifespan=lifespan)
+
+    # ---------------------------------------------------------------- routes
+
+    async def _models(self, asked: Request) -> Response:
+        resident = sorted(self.answers.versions.resident, reverse=True)
+        name = self.answers.versions.name
+        newest = [self._card(name, resident[0])] if resident else []
+        cards = newest + [self._card(f"{name}@{version}", version) for version in resident]
+        return JSONResponse({"object": "list", "data": cards})
+
+    async def _model(self, asked: Request) -> Response:
+        versions, model = self.answers.versions, asked.path_params["model"]
+        version = versions.choose(None, versions.asked(model), time.monotonic())
+        if version is None:
+            raise Refused(503, "no version is loaded yet: come again later")
+        return JSONResponse(self._card(model, version))
+
+    def _card(self, name: str, version: int) -> dict[str, Any]:
+        return {
+            "id": name,
+            "object": "model",
+            "created": 0,
+            "owned_by": "dora_jax",
+            "max_model_len": self.limits.context,
+            "weight_version": version,
+        }
+
+    async def _health(self, asked: Request) -> Response:
+        if not self.alive():
+            return JSONResponse({"status": "an engine has died"}, 503)
+        return JSONResponse({"status": "ok"})
+
+    async def _metrics(self, asked: Request) -> Response:
+        return Response(self.counters.text(), media_type="text/plain; version=0.0.4; charset=utf-8")
+
+    async def _completion(self, asked: Request) -> Response:
+        body = await _json(asked)
+        return self._answer(asked, body, *request.completion(body, self.limits, self.tokenizer.encode), CompletionReply)
+
+    async def _chat(self, asked: Request) -> Response:
+        body = await _json(asked)
+        talk = chat.read(body, self.limits)
+        prompt = await asyncio.to_thread(self._render, talk)
+        return self._answer(asked, body, *request.chat(body, self.limits, prompt, tools=talk.tools), ChatReply)
+
+    async def _generate(self, asked: Request) -> Response:
+        body = await _json(asked)
+        return self._answer(asked, body, *request.generate(body, self.limits), GenerateReply)
+
+    # ---------------------------------------------------------------- private
+
+    def _guarded(self, route: Callable[[Request], Awaitable[Response]]) -> Callable[[Request], Awaitable[Response]]:
+        async def guarded(asked: Request) -> Response:
+            said = asked.headers.get("authorization", "")
+            if self.token and not hmac.compare_digest(said.encode(), f"Bearer {self.token}".encode()):
+                raise Refused(401, "the Authorization header holds no Bearer token of this endpoint")
+            return await route(asked)
+
+        return guarded
+
+    def _render(self, talk: chat.Conversation) -> list[int]:
+        try:
+            text = self.tokenizer.chat(talk.messages, **talk.variables)
+            if talk.tools:
+                plain = {name: value for name, value in talk.variables.items() if name != "tools"}
+                if text == self.tokenizer.chat(talk.messages, **plain):
+                    raise Refused(400, "tools: the model's chat template does not show them", param="tools")
+        except ValueError as error:
+            raise Refused(400, f"messages: {error}", param="messages") from error
+        return self.tokenizer.encode(text)
+
+    def _answer(self, asked: Request, body: Mapping[str, Any], ask: Ask, form: Form, reply: type[Reply]) -> _Answering:
+        versions = self.answers.versions
+        session, retry = asked.headers.get(SESSION), asked.headers.get(RETRY_KEY)
+        begin = self.answers.begin(
+            ask,
+            session=session or body.get("user"),
+            asked=versions.asked(body.get("model")),
+            identity=f"retry {retry}" if retry else f"session {session}" if session else None,
+        )
+
+        def of(reader: Reader) -> Reply:
+            return reply(reader.answer, form, versions.name, self.tokenizer.decode)
+
+        return _Answering(self, asked.url.path, begin, of)
+
+
+class _Answering(Response):
+    """The response that an answer becomes while it is sampled."""
+
+    def __init__(self, endpoint: Endpoint, route: str, begin: Awaitable[Reader], reply_of: Callable[[Reader], Reply]):
+        self._endpoint, self._route = endpoint, route
+        self._begin, self._reply_of = begin, reply_of
+        self._reader: Reader | None = None
+        self._began_s = time.monotonic()
+        self.background = None
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        told = asyncio.ensure_future(self._tell(scope, receive, send))
+        gone = asyncio.ensure_future(_disconnected(receive))
+        try:
+            await asyncio.wait({told, gone}, return_when=asyncio.FIRST_COMPLETED)
+            if told.done():
+                told.result()
+        finally:
+            gone.cancel()
+            told.cancel()
+            with contextlib.suppress(asyncio.CancelledError, OSError):
+                await told
+            if self._reader is not None:
+                self._endpoint.answers.leave(self._reader)
+
+    async def _tell(self, scope: Scope, receive: Receive, send: Send) -> None:
+        counters = self._endpoint.counters
+        try:
+            self._reader = await self._begin
+        except Refused as error:
+            counters.requests.labels(self._route, error.status).inc()
+            await JSONResponse(error.body, error.status)(scope, receive, send)
+            return
+        reply = self._reply_of(self._reader)
+        tell = self._stream if reply.form.stream else self._whole
+        try:
+            await tell(reply, self._pieces(self._reader), send)
+        except Broken:
+            counters.requests.labels(self._route, 500).inc()
+            raise
+        counters.requests.labels(self._route, 200).inc()
+        counters.answer_s.observe(time.monotonic() - self._began_s)
+
+    async def _pieces(self, reader: Reader) -> AsyncIterator[Piece | None]:
+        first = True
+        async for piece in reader.follow(self._endpoint.pulse_s):
+            if piece and first:
+                self._endpoint.counters.first_token_s.observe(time.monotonic() - self._began_s)
+                first = False
+            yield piece
+
+    async def _stream(self, reply: Reply, pieces: AsyncIterator[Piece | None], send: Send) -> None:
+        await _start(send, "text/event-stream; charset=utf-8", reply)
+        for chunk in reply.opening():
+            await _more(send, event(chunk))
+        told: list[Piece] = []
+        async for piece in pieces:
+            if piece is None:
+                await _more(send, KEEP_ALIVE)
+                continue
+            told.append(piece)
+            for chunk in reply.chunks(piece):
+                await _more(send, event(chunk))
+        for chunk in reply.closing(told):
+            await _more(send, event(chunk))
+        await send({"type": "http.response.body", "body": event(DONE), "more_body": False})
+
+    async def _whole(self, reply: Reply, pieces: AsyncIterator[Piece | None], send: Send) -> None:
+        """Blanks, which JSON allows before a value, keep the connection alive."""
+        told: list[Piece] = []
+        started = False
+        async for piece in pieces:
+            if piece is not None:
+                told.append(piece)
+            if time.monotonic() - self._began_s >= self._endpoint.pulse_s:
+                if not started:
+                    await _start(send, "application/json", reply)
+                    started = True
+                if piece is None:
+                    await _more(send, b" ")
+        if not started:
+            await _start(send, "application/json", reply)
+        await send({"type": "http.response.body", "body": json.dumps(reply.body(told)).encode(), "more_body": False})
+
+
+async def _start(send: Send, kind: str, reply: Reply) -> None:
+    version = str(reply.answer.version).encode()
+    headers = [(b"content-type", kind.encode()), (b"cache-control", b"no-store"), (VERSION.encode(), version)]
+    await send({"type": "http.response.start", "status": 200, "headers": headers})
+
+
+async def _more(send: Send, body: bytes) -> None:
+    await send({"type": "http.response.body", "body": body, "more_body": True})
+
+
+async def _disconnected(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+async def _json(asked: Request) -> dict[str, Any]:
+    """The body. A type that no form of a web page can send: with it browsers ask first, and get no answer."""
+    if asked.headers.get("content-type", "").partition(";")[0].strip() != "application/json":
+        raise Refused(415, "the Content-Type header is not application/json")
+    body = bytearray()
+    async for part in asked.stream():
+        body += part
+        if len(body) > MAX_BODY_BYTES:
+            raise Refused(413, f"the body is longer than {MAX_BODY_BYTES} bytes")
+    try:
+        found = json.loads(body)
+    except (ValueError, RecursionError) as error:
+        raise Refused(400, f"the body is not JSON: {error}") from error
+    if not isinstance(found, dict):
+        raise Refused(400, "the body is no JSON object")
+    if not isinstance(found.get("model"), str | None) or not isinstance(found.get("user"), str | None):
+        raise Refused(400, "model, user: neither a text nor absent", param="model")
+    return found
+
+
+async def _refused(asked: Request, error: Exception) -> Response:
+    assert isinstance(error, Refused)
+    headers = {"www-authenticate": "Bearer"} if error.status == 401 else {}
+    return JSONResponse(error.body, error.status, headers)
+
+
+async def _not_found(asked: Request, error: Exception) -> Response:
+    status = getattr(error, "status_code", 404)
+    return JSONResponse(Refused(status, f"{asked.method} {asked.url.path} is not served here").body, status)

@@ -1,0 +1,158 @@
+"""Messages -> what a chat template takes; a model's text -> content and tool calls.
+
+Tool calls are read in the form that the published templates of Qwen, Hermes and their relatives ask for:
+<tool_call>{"name": ..., "arguments": {...}}</tool_call>. What is not of this form stays text.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from dora_jax.serving.request import Json, Limits, Refused, check
+from dora_jax.serving.text import held_back
+
+OPEN, CLOSE = "<tool_call>", "</tool_call>"
+ROLES = ("system", "developer", "user", "assistant", "tool")
+OWN = (  # parameters of /v1/chat/completions alone
+    "messages",
+    "tools",
+    "tool_choice",
+    "chat_template_kwargs",
+    "max_completion_tokens",
+    "add_generation_prompt",
+)
+
+
+@dataclass(frozen=True)
+class ToolCall:
+    name: str
+    arguments: str  # JSON
+
+
+@dataclass(frozen=True)
+class Conversation:
+    """What a chat template is rendered with."""
+
+    messages: list[dict[str, Any]]
+    variables: dict[str, Any]
+
+    @property
+    def tools(self) -> bool:
+        return "tools" in self.variables
+
+
+def read(body: Json, limits: Limits) -> Conversation:
+    check(body, limits, *OWN)
+    messages = body.get("messages")
+    if not isinstance(messages, list) or not messages:
+        raise Refused(400, "messages: not a list with at least one message", param="messages")
+    variables = dict(_object(body, "chat_template_kwargs"))
+    if body.get("add_generation_prompt") is not None:
+        variables["add_generation_prompt"] = bool(body["add_generation_prompt"])
+    if tools := _tools(body):
+        variables["tools"] = tools
+    return Conversation([_message(message, i) for i, message in enumerate(messages)], variables)
+
+
+class ToolCalls:
+    """Takes the tool calls out of a text that grows."""
+
+    def __init__(self) -> None:
+        self._held = ""
+        self.found = 0
+
+    def feed(self, text: str) -> Iterator[str | ToolCall]:
+        """Content and calls, in their order."""
+        self._held += text
+        while OPEN in self._held:
+            before, _, rest = self._held.partition(OPEN)
+            inside, closed, after = rest.partition(CLOSE)
+            if not closed:
+                if before:
+                    yield before
+                self._held = OPEN + rest
+                return
+            call = _call(inside)
+            self._held = after.lstrip("\n") if call else after
+            said = before.rstrip("\n") if call else before + OPEN + inside + CLOSE
+            if said:
+                yield said
+            if call:
+                self.found += 1
+                yield call
+        keep = held_back(self._held, (OPEN,))
+        told, self._held = self._held[: len(self._held) - keep], self._held[len(self._held) - keep :]
+        if told:
+            yield told
+
+    def rest(self) -> str:
+        """What was held back, when no text follows: an open call is text."""
+        told, self._held = self._held, ""
+        return told
+
+
+# ---------------------------------------------------------------- private
+
+
+def _call(text: str) -> ToolCall | None:
+    try:
+        said = json.loads(text)
+        name, arguments = said["name"], said.get("arguments", {})
+    except (ValueError, KeyError, TypeError, AttributeError):
+        return None
+    if not isinstance(name, str):
+        return None
+    return ToolCall(name, arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False))
+
+
+def _tools(body: Json) -> list[Any]:
+    choice, tools = body.get("tool_choice"), body.get("tools") or []
+    if choice not in (None, "auto", "none"):
+        raise Refused(400, 'tool_choice: "auto" and "none" are served: no answer is forced', param="tool_choice")
+    if not isinstance(tools, list) or not all(isinstance(t, dict) and t.get("type") == "function" for t in tools):
+        raise Refused(400, 'tools: not a list of objects of type "function"', param="tools")
+    return [] if choice == "none" else tools
+
+
+def _message(message: Any, i: int) -> dict[str, Any]:
+    where = f"messages[{i}]"
+    if not isinstance(message, dict) or message.get("role") not in ROLES:
+        raise Refused(400, f"{where}: its role is none of {', '.join(ROLES)}", param="messages")
+    told = {name: value for name, value in message.items() if value is not None}
+    told["content"] = _content(message.get("content"), where)
+    if calls := message.get("tool_calls"):
+        told["tool_calls"] = [_earlier_call(call, where) for call in calls]
+    return told
+
+
+def _content(content: Any, where: str) -> str:
+    """The text of a message; parts of type text are joined."""
+    if content is None or isinstance(content, str):
+        return content or ""
+    parts = [part for part in content if isinstance(part, dict)] if isinstance(content, list) else []
+    if not parts or len(parts) < len(content) or not all(part.get("type") == "text" for part in parts):
+        raise Refused(400, f"{where}: its content is not text, and this endpoint takes text alone", param="messages")
+    return "".join(str(part.get("text", "")) for part in parts)
+
+
+def _earlier_call(call: Any, where: str) -> dict[str, Any]:
+    """A call of an earlier turn. Templates write arguments as JSON, so they want the object, not its text."""
+    function = call.get("function") if isinstance(call, dict) else None
+    if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+        raise Refused(400, f"{where}: a tool call has no function with a name", param="messages")
+    arguments = function.get("arguments", "{}")
+    try:
+        arguments = json.loads(arguments) if isinstance(arguments, str) else arguments
+    except ValueError:
+        pass  # what the model wrote was no JSON: the template shows it as it was
+    return {**call, "function": {**function, "arguments": arguments}}
+
+
+def _object(body: Json, name: str) -> Json:
+    value = body.get(name) or {}
+    if not isinstance(value, dict):
+        raise Refused(400, f"{name}: not an object", param=name)
+    return value

@@ -1,0 +1,184 @@
+"""The engines of this process as a `Fleet`: a thread each, samples spread over them, checkpoints loaded beside.
+
+Consumes what `Answers` asks for and the versions that a `Source` offers; tells a `Listener`, on the loop's thread, what
+the engines sample. Laws: a sample and its session stay on one engine; weights are read and placed beside the engines'
+threads, which decode meanwhile; a version is resident once every engine has it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import time
+import zlib
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, Protocol
+
+import numpy as np
+
+from dora_jax.orchestrate import events as ev
+from dora_jax.runtime.durability.records import Partial
+from dora_jax.runtime.rollout_worker import EngineWorker
+from dora_jax.runtime.seams import RolloutEngine, Tree, WeightStore
+from dora_jax.runtime.worker import Crashed, Finished, Parked
+from dora_jax.serving.answers import Listener
+from dora_jax.serving.versions import Versions
+from dora_jax.types import InstanceId, Prompt, SampleId, Version
+
+if TYPE_CHECKING:
+    from dora_jax.rollout.migrate import InFlightSample
+
+LOG = logging.getLogger(__name__)
+EVERY_TICK_S = 1e-9  # an engine's worker tells what its samples have grown by after every tick
+POLL_S = 0.5  # between two looks at the source of versions
+
+
+class Source(Protocol):
+    """Where versions come from. Both methods run on other threads than the loop's."""
+
+    def newest(self) -> Version | None:
+        """The newest that is whole."""
+
+    def read(self, version: Version) -> Tree:
+        """Its weights, as `WeightStore.put` takes them. OSError, ValueError: they cannot be read any more."""
+
+
+class LocalFleet:
+    def __init__(
+        self, engines: Sequence[RolloutEngine], store: WeightStore, versions: Versions, source: Source | None = None
+    ):
+        self.workers = [EngineWorker(i, engine, store, self, EVERY_TICK_S) for i, engine in enumerate(engines)]
+        self.free_pages: dict[InstanceId, int] = {}
+        self.crashed: BaseException | None = None
+        self._store, self._versions, self._source = store, versions, source
+        self._home: dict[SampleId, EngineWorker] = {}
+        self._load = [0] * len(engines)  # samples on each
+        self._awaited: set[InstanceId] = set()  # engines that are yet to load `versions.loading`
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._listener: Listener | None = None
+        self._told: Callable[[], None] = lambda: None
+        self._background: set[asyncio.Future[Any]] = set()
+
+    def attach(self, listener: Listener, told: Callable[[], None]) -> None:
+        """From inside the loop. told: called when the residents have changed, or an engine has died."""
+        self._loop, self._listener, self._told = asyncio.get_running_loop(), listener, told
+
+    def start_engines(self) -> None:
+        for worker in self.workers:
+            worker.start()
+
+    def stop_engines(self) -> None:
+        self._loop = None
+        for worker in self.workers:
+            worker.stop()
+
+    # ----------------------------------------------------------------- Fleet
+
+    def start(
+        self, id: SampleId, prompt_ids: Sequence[int], version: Version, max_tokens: int, session: str | None
+    ) -> None:
+        at = zlib.crc32(session.encode()) % len(self.workers) if session else int(np.argmin(self._load))
+        prompt = Prompt(
+            group_id=id.group_id,
+            task="",
+            uid="",
+            text="",
+            token_ids=np.array(prompt_ids, np.int32),
+            answer=None,
+            max_new_tokens=max_tokens,
+        )
+        worker = self._place(id, at)
+        worker.post(worker.submit, id, prompt, version)
+
+    def cancel(self, id: SampleId) -> None:
+        worker = self._home.get(id) or self.workers[0]  # one that is parked is nowhere: any engine says so
+        worker.post(worker.cancel, id, "its client left, or has enough")
+
+    def park(self, id: SampleId) -> None:
+        if worker := self._home.get(id):
+            worker.post(worker.park, id)
+
+    def resume(self, in_flight: InFlightSample) -> None:
+        worker = self._place(in_flight.id, int(np.argmin(self._load)))
+        worker.post(worker.resume, in_flight)
+
+    # ------------------------------------------------------------ versions
+
+    async def follow(self) -> None:
+        """Offers new versions, loads and drops, until it is cancelled."""
+        while True:
+            if self._source is not None and (newest := await asyncio.to_thread(self._source.newest)) is not None:
+                self._versions.offer(newest)
+            self.replan()
+            await asyncio.sleep(POLL_S)
+
+    def replan(self) -> None:
+        was = self._versions.loading
+        drop, load = self._versions.plan(time.monotonic())
+        if drop is not None:
+            for worker in self.workers:
+                worker.post(worker.engine.drop, drop)
+        if load is not None and was is None:
+            self._awaited = {worker.instance for worker in self.workers}
+            task = asyncio.ensure_future(self._bring(load))
+            self._background.add(task)
+            task.add_done_callback(self._background.discard)
+
+    async def _bring(self, version: Version) -> None:
+        try:
+            await asyncio.to_thread(self._read, version)
+        except (OSError, ValueError, KeyError) as error:  # the run may have deleted it: a newer one is there by then
+            LOG.warning("version %d is not loaded: %s", version, error)
+            self._versions.loading = None
+
+    def _read(self, version: Version) -> None:
+        assert self._source is not None
+        self._store.put(version, self._source.read(version))
+        for worker in self.workers:
+            weights = self._store.get(version, worker.engine.param_shardings)
+            worker.post(worker.take_into_use, version, weights)
+        self._store.drop(version)  # the engines hold what they need of it
+
+    # -------------------------------------------------------- as an outbox
+
+    def put(self, item: Any) -> None:
+        """Called by the engines' threads."""
+        if loop := self._loop:
+            with contextlib.suppress(RuntimeError):  # the loop is closed: nobody listens
+                loop.call_soon_threadsafe(self._heard, item)
+
+    def _heard(self, item: Any) -> None:
+        listener = self._listener
+        assert listener is not None
+        match item:
+            case Partial():
+                listener.grew(item.id, item.start, item.out_ids, item.logprobs)
+            case Finished(sample=sample):
+                self._left(sample.id)
+                listener.ended(sample)
+            case Parked(id=id, in_flight=in_flight):
+                self._left(id)
+                listener.parked(in_flight)
+            case ev.SampleCancelled(id=id):
+                self._left(id)
+                listener.cancelled(id)
+            case ev.InstanceReported(instance=instance, free=free):
+                self.free_pages[instance] = free
+            case ev.WeightsLoaded(instance=instance, version=version):
+                self._awaited.discard(instance)
+                if not self._awaited:
+                    self._versions.loaded(version)
+                    self._told()
+            case Crashed(error=error):
+                self.crashed = error
+                self._told()
+
+    def _place(self, id: SampleId, at: int) -> EngineWorker:
+        self._load[at] += 1
+        self._home[id] = self.workers[at]
+        return self.workers[at]
+
+    def _left(self, id: SampleId) -> None:
+        if worker := self._home.pop(id, None):
+            self._load[worker.instance] -= 1

@@ -1,0 +1,307 @@
+"""A request's JSON -> what is sampled (`Ask`) and how the answer is told (`Form`). Pure.
+
+Laws: a parameter that the engine cannot honour is refused by name, never dropped; equal `Ask`s mean the same work.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+Json = Mapping[str, Any]
+Encode = Callable[[str], list[int]]
+
+MAX_CHOICES = 128  # of one request
+COMPLETION_TOKENS = 16  # max_tokens of /v1/completions where the request names none, as OpenAI has it
+
+# They change no token: what a client says for its own books, or to hint at a schedule.
+IGNORED = frozenset(
+    {
+        "metadata",
+        "store",
+        "service_tier",
+        "user",
+        "safety_identifier",
+        "prompt_cache_key",
+        "cache_salt",
+        "priority",
+        "request_id",
+    }
+)
+# Accepted at the value that changes nothing (or absent); the engine has no such thing.
+NEUTRAL: dict[str, tuple[Any, ...]] = {
+    "frequency_penalty": (0,),
+    "presence_penalty": (0,),
+    "repetition_penalty": (1,),
+    "length_penalty": (1,),
+    "logit_bias": ({},),
+    "echo": (False,),
+    "suffix": ("",),
+    "ignore_eos": (False,),
+    "use_beam_search": (False,),
+    "best_of": (1,),
+    "top_logprobs": (0,),
+    "prompt_logprobs": (),
+    "routed_experts_prompt_start": (),
+    "response_format": ({"type": "text"},),
+    "add_special_tokens": (False,),
+    "spaces_between_special_tokens": (True,),
+    "detokenize": (True,),
+    "parallel_tool_calls": (True,),
+    "continue_final_message": (False,),
+    "reasoning_effort": (),
+}
+SAMPLING = ("temperature", "top_p", "top_k", "min_p")  # compiled into the engine: of its section, or refused
+READ = frozenset(  # by every route
+    {
+        "model",
+        "n",
+        "seed",
+        "max_tokens",
+        "stop",
+        "stop_token_ids",
+        "include_stop_str_in_output",
+        "skip_special_tokens",
+        "logprobs",
+        "stream",
+        "stream_options",
+        "return_token_ids",
+        "return_tokens_as_token_ids",
+    }
+)
+
+
+class Refused(Exception):
+    """A request that gets no answer: the HTTP status and the error body's fields."""
+
+    def __init__(self, status: int, message: str, *, param: str | None = None, code: str | None = None):
+        super().__init__(message)
+        self.status, self.message, self.param, self.code = status, message, param, code
+
+    @property
+    def body(self) -> dict[str, Any]:
+        kind = "server_error" if self.status >= 500 else "authentication_error" if self.status == 401 else ""
+        error = {"message": self.message, "type": kind or "invalid_request_error", "param": self.param}
+        return {"error": error | {"code": self.code}}
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What the engines are compiled for."""
+
+    context: int  # tokens of prompt and answer together
+    vocab: int
+    sampling: tuple[tuple[str, float], ...]  # name -> the section's value
+    min_tokens: int = 0
+
+
+@dataclass(frozen=True)
+class Ask:
+    """What is sampled: `n` choices for each prompt, by one version."""
+
+    prompts: tuple[tuple[int, ...], ...]
+    n: int = 1
+    max_tokens: int = COMPLETION_TOKENS
+    stop: tuple[str, ...] = ()
+    stop_ids: frozenset[int] = frozenset()
+    include_stop: bool = False
+    keep_special: bool = False
+    seed: int | None = None
+    tools: bool = False  # tool calls are taken out of the text
+
+    @property
+    def choices(self) -> int:
+        return self.n * len(self.prompts)
+
+
+@dataclass(frozen=True)
+class Form:
+    """How it is told."""
+
+    stream: bool = False
+    include_usage: bool = False
+    logprobs: bool = False
+    token_ids: bool = False
+    token_names: bool = False  # a token's text is "token_id:52"
+
+
+def completion(body: Json, limits: Limits, encode: Encode) -> tuple[Ask, Form]:
+    """`POST /v1/completions`."""
+    check(body, limits, "prompt")
+    prompts = _prompts(body.get("prompt"), encode)
+    logprobs = _integer(body, "logprobs", None, 0, 1)
+    return _ask(body, limits, prompts, COMPLETION_TOKENS), _form(body, logprobs is not None)
+
+
+def chat(body: Json, limits: Limits, prompt_ids: Sequence[int], *, tools: bool) -> tuple[Ask, Form]:
+    """`POST /v1/chat/completions`, whose messages are `prompt_ids` by now."""
+    if body.get("max_completion_tokens") is not None:
+        body = {**body, "max_tokens": body["max_completion_tokens"]}
+    ask = _ask(body, limits, (tuple(prompt_ids),), None, tools=tools)
+    return ask, _form(body, _flag(body, "logprobs"))
+
+
+def generate(body: Json, limits: Limits) -> tuple[Ask, Form]:
+    """`POST /inference/v1/generate`: token ids in, token ids out."""
+    params = body.get("sampling_params") or {}
+    if not isinstance(params, Mapping):
+        raise Refused(400, "sampling_params: not an object", param="sampling_params")
+    known = {"model", "token_ids", "sampling_params", "stream", *IGNORED}
+    if unknown := sorted(set(body) - known):
+        raise Refused(400, f"{unknown[0]}: unknown parameter", param=unknown[0])
+    if _flag(body, "stream"):
+        raise Refused(400, "stream: /inference/v1/generate answers in one piece", param="stream")
+    check(params, limits)
+    ids = body.get("token_ids")
+    if not _is_ids(ids):
+        raise Refused(400, "token_ids: not a list of token ids", param="token_ids")
+    _integer(params, "logprobs", None, 0, 1)
+    return _ask(params, limits, (tuple(ids or ()),), None), Form(logprobs=True, token_ids=True, token_names=True)
+
+
+def check(body: Json, limits: Limits, *own: str) -> None:
+    """Refuses what is unknown, and what the engine cannot do. `own`: parameters that the route reads itself."""
+    sampling = dict(limits.sampling)
+    known = {*own, *READ, *IGNORED, *NEUTRAL, *sampling, "min_tokens"}
+    for name, value in body.items():
+        if name not in known:
+            raise Refused(400, f"{name}: unknown parameter", param=name)
+        if value is None or name in own or name in IGNORED:
+            continue
+        if name in NEUTRAL and value not in NEUTRAL[name]:
+            raise Refused(400, f"{name}: this endpoint does not have it; leave it out", param=name)
+        if name in sampling and not _same(name, value, sampling[name]):
+            raise Refused(
+                400,
+                f"{name}: every sample of this endpoint is drawn at {sampling[name]:g}, not {value!r}; leave it out, "
+                f"or start the endpoint with --config.rollout.{name}={value}",
+                param=name,
+            )
+        if name == "min_tokens" and value != limits.min_tokens:
+            raise Refused(
+                400,
+                f"min_tokens: it is {limits.min_tokens} for every sample of this endpoint; leave it out, or start the "
+                f"endpoint with --config.rollout.min_new_tokens={value}",
+                param=name,
+            )
+
+
+# ---------------------------------------------------------------- private
+
+
+def _same(name: str, asked: Any, own: float) -> bool:
+    if isinstance(asked, bool) or not isinstance(asked, int | float):
+        return False
+    return asked == own or (name == "top_k" and {asked, own} <= {-1, 0})
+
+
+def _ask(
+    body: Json, limits: Limits, prompts: tuple[tuple[int, ...], ...], tokens: int | None, *, tools: bool = False
+) -> Ask:
+    """tokens: where the request names no max_tokens; None: as many as fit."""
+    for prompt in prompts:
+        _check_prompt(prompt, limits)
+    longest = max(map(len, prompts))
+    room = limits.context - longest
+    asked = _integer(body, "max_tokens", None, 1, None)
+    if asked is not None and asked > room:
+        raise Refused(
+            400,
+            f"This model's maximum context length is {limits.context} tokens. However, you requested {asked + longest} "
+            f"tokens ({longest} in the prompt, {asked} for the completion): reduce max_tokens or the prompt.",
+            param="max_tokens",
+            code="context_length_exceeded",
+        )
+    return Ask(
+        prompts=prompts,
+        n=_integer(body, "n", 1, 1, MAX_CHOICES) or 1,
+        max_tokens=asked or min(room, tokens or room),
+        stop=_stops(body.get("stop")),
+        stop_ids=frozenset(_ids(body, "stop_token_ids")),
+        include_stop=_flag(body, "include_stop_str_in_output"),
+        keep_special=not _flag(body, "skip_special_tokens", True),
+        seed=_integer(body, "seed", None, None, None),
+        tools=tools,
+    )
+
+
+def _form(body: Json, logprobs: bool) -> Form:
+    options = body.get("stream_options") or {}
+    if not isinstance(options, Mapping) or set(options) - {"include_usage", "continuous_usage_stats"}:
+        raise Refused(400, "stream_options: it takes include_usage alone", param="stream_options")
+    return Form(
+        stream=_flag(body, "stream"),
+        include_usage=_flag(options, "include_usage"),
+        logprobs=logprobs,
+        token_ids=_flag(body, "return_token_ids"),
+        token_names=_flag(body, "return_tokens_as_token_ids"),
+    )
+
+
+def _check_prompt(prompt: tuple[int, ...], limits: Limits) -> None:
+    if not prompt:
+        raise Refused(400, "prompt: it has no token", param="prompt")
+    if min(prompt) < 0 or max(prompt) >= limits.vocab:
+        raise Refused(400, f"prompt: a token id is not between 0 and {limits.vocab - 1}", param="prompt")
+    if len(prompt) >= limits.context:
+        raise Refused(
+            400,
+            f"This model's maximum context length is {limits.context} tokens. However, the prompt has {len(prompt)}.",
+            param="prompt",
+            code="context_length_exceeded",
+        )
+
+
+def _prompts(prompt: Any, encode: Encode) -> tuple[tuple[int, ...], ...]:
+    """One prompt or several, each a text or token ids."""
+    several = isinstance(prompt, list) and prompt and not _is_ids(prompt)
+    found = [_prompt(one, encode) for one in (prompt if several else [prompt])]
+    if len(found) > MAX_CHOICES:
+        raise Refused(400, f"prompt: {len(found)} prompts are more than {MAX_CHOICES}", param="prompt")
+    return tuple(found)
+
+
+def _prompt(prompt: Any, encode: Encode) -> tuple[int, ...]:
+    if isinstance(prompt, str):
+        return tuple(encode(prompt))
+    if not _is_ids(prompt):
+        raise Refused(400, "prompt: neither a text, nor a list of token ids, nor a list of these", param="prompt")
+    return tuple(prompt)
+
+
+def _is_ids(value: Any) -> bool:
+    return isinstance(value, list) and all(isinstance(x, int) and not isinstance(x, bool) for x in value)
+
+
+def _ids(body: Json, name: str) -> list[int]:
+    value = body.get(name) or []
+    if not _is_ids(value):
+        raise Refused(400, f"{name}: not a list of token ids", param=name)
+    return value
+
+
+def _stops(value: Any) -> tuple[str, ...]:
+    stops = [value] if isinstance(value, str) else value or []
+    if not isinstance(stops, list) or not all(isinstance(stop, str) and stop for stop in stops):
+        raise Refused(400, "stop: neither a text nor a list of texts, none of them empty", param="stop")
+    return tuple(stops)
+
+
+def _flag(body: Json, name: str, default: bool = False) -> bool:
+    value = body.get(name)
+    if value is not None and not isinstance(value, bool):
+        raise Refused(400, f"{name}: {value!r} is neither true nor false", param=name)
+    return default if value is None else value
+
+
+def _integer(body: Json, name: str, default: int | None, low: int | None, high: int | None) -> int | None:
+    value = body.get(name)
+    if value is None:
+        return default
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise Refused(400, f"{name}: {value!r} is not a whole number", param=name)
+    if (low is not None and value < low) or (high is not None and value > high):
+        limits = f"at least {low}" if high is None else f"between {low} and {high}"
+        raise Refused(400, f"{name}: {value} is not {limits}", param=name)
+    return value

@@ -1,0 +1,239 @@
+"""Assembles the endpoint of one process: engines as `train` makes them, versions of a folder or of a run, the server.
+
+Consumes a configuration; serves until a signal. Law: the socket is taken before the model is read, so that a port that
+is not free costs nothing.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+import ipaddress
+import signal
+import socket
+from collections.abc import AsyncIterator, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import jax
+import uvicorn
+
+from dora_jax import devices, presets
+from dora_jax.config import Config, ConfigError, RunError, blame
+from dora_jax.exits import SIGNALS
+from dora_jax.models import hf, sharding
+from dora_jax.models.config import ModelConfig
+from dora_jax.publish import DeviceWeights
+from dora_jax.runtime import job
+from dora_jax.runtime import run as build
+from dora_jax.runtime.local_backend import side_by_side
+from dora_jax.runtime.seams import RolloutEngine, Tree
+from dora_jax.serving.answers import Answers
+from dora_jax.serving.app import Endpoint
+from dora_jax.serving.counters import Counters
+from dora_jax.serving.fleet import LocalFleet
+from dora_jax.serving.request import SAMPLING, Limits
+from dora_jax.serving.versions import Versions
+from dora_jax.tokenizer import Tokenizer
+from dora_jax.trainer import checkpoint
+from dora_jax.types import Version
+
+GRACE_S = 5  # open answers get so long after a signal
+TOKEN_VARIABLE = "DORA_SERVE_TOKEN"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """What the command line says of the endpoint itself."""
+
+    host: str
+    port: int
+    name: str  # what requests call the policy
+    session_idle_s: float
+    step: int | None = None  # of the run: this checkpoint alone; None: the newest, and those that follow
+    token: str = ""
+
+
+def serve(config: Config, options: Options, workdir: Path | None) -> int:
+    """Serves the checkpoints of the run in `workdir`; None: the folder model.path. Returns the exit code."""
+    with _socket(options) as listening:
+        devices.setup_platform(config)
+        config = presets.filled(
+            dataclasses.replace(config, slice="", cluster=dataclasses.replace(config.cluster, launcher=""))
+        )
+        with blame("model"):
+            model = hf.check(config.model.path)
+            tokenizer = Tokenizer.load(config.model.path)
+        engines, mesh = _engines(config, tokenizer, model)
+        source: FolderSource | RunSource
+        source = (
+            FolderSource(config, mesh) if workdir is None else RunSource(config, model, mesh, workdir, options.step)
+        )
+        versions, store = Versions(config.rollout.residents, options.session_idle_s, options.name), _weights(config)
+        first = source.first
+        store.put(first, source.read(first))
+        side_by_side([lambda engine=engine: _begin(engine, first, store) for engine in engines])  # type: ignore[misc]
+        store.drop(first)
+        versions.loaded(first)
+        fleet = LocalFleet(engines, store, versions, source)
+        limits = limits_of(config, tokenizer)
+        asyncio.run(_run(Service(fleet, versions, tokenizer, limits, options), listening))
+    if fleet.crashed is not None:
+        raise RunError(f"an engine has died: {type(fleet.crashed).__name__}: {fleet.crashed}") from fleet.crashed
+    return 0
+
+
+def limits_of(config: Config, tokenizer: Tokenizer) -> Limits:
+    section = config.rollout
+    return Limits(
+        context=section.max_prompt_tokens + section.max_new_tokens,
+        vocab=tokenizer.vocab_size,
+        sampling=tuple((name, getattr(section, name)) for name in SAMPLING),
+        min_tokens=section.min_new_tokens,
+    )
+
+
+class FolderSource:
+    """A Hugging Face folder: version 0, and no other."""
+
+    first = 0
+
+    def __init__(self, config: Config, mesh: jax.sharding.Mesh):
+        self._config, self._mesh = config, mesh
+
+    def newest(self) -> Version | None:
+        return None
+
+    def read(self, version: Version) -> Tree:
+        return hf.load(self._config.model.path, self._mesh)[1]
+
+
+class RunSource:
+    """The checkpoints of a run, which may go on meanwhile."""
+
+    def __init__(self, config: Config, model: ModelConfig, mesh: jax.sharding.Mesh, workdir: Path, step: int | None):
+        self._directory = workdir / "checkpoints"
+        self._like = build.publishing_inputs(model, mesh)
+        self._follows = step is None
+        self.first = job.pick(self._directory, step)
+
+    def newest(self) -> Version | None:
+        return checkpoint.latest(self._directory) if self._follows else None
+
+    def read(self, version: Version) -> Tree:
+        return checkpoint.read_params(self._directory, version, self._like)
+
+
+class Service:
+    """Fleet, answers and routes, tied together; `lifespan` runs inside the loop."""
+
+    def __init__(self, fleet: LocalFleet, versions: Versions, tokenizer: Tokenizer, limits: Limits, options: Options):
+        self.fleet, self.versions = fleet, versions
+        self.answers = Answers(fleet, versions, tokenizer.decode)
+        self.endpoint = Endpoint(
+            self.answers, tokenizer, limits, self._counters(), options.token, alive=lambda: fleet.crashed is None
+        )
+        self.options = options
+        self.died = asyncio.Event()
+
+    @contextlib.asynccontextmanager
+    async def lifespan(self, app: Any) -> AsyncIterator[None]:
+        self.fleet.attach(self.answers, self._told)
+        self.fleet.start_engines()
+        following = asyncio.ensure_future(self.fleet.follow())
+        try:
+            yield
+        finally:
+            following.cancel()
+            self.fleet.stop_engines()
+
+    def _told(self) -> None:
+        if self.fleet.crashed is not None:
+            self.answers.fail(f"an engine has died: {self.fleet.crashed}")
+            self.died.set()
+        self.answers.changed()
+
+    def _counters(self) -> Counters:
+        answers, fleet, versions = self.answers, self.fleet, self.versions
+        return Counters(
+            {
+                "samples": ("samples that run, wait or are parked", lambda: answers.running),
+                "tokens": ("tokens sampled since the start", lambda: answers.tokens),
+                "joined": ("requests that joined an answer that was there", lambda: answers.joined),
+                "cancelled_samples": ("samples whose client went away", lambda: answers.cancelled_samples),
+                "free_pages": ("KV pages that no sample holds", lambda: sum(fleet.free_pages.values())),
+                "resident_versions": ("versions that engines hold", lambda: len(versions.resident)),
+                "newest_version": ("of the resident ones", lambda: max(versions.resident, default=-1)),
+            }
+        )
+
+
+# ---------------------------------------------------------------- private
+
+
+async def _run(service: Service, listening: socket.socket) -> None:
+    app = service.endpoint.app(service.lifespan)
+    config = uvicorn.Config(app, log_level="warning", lifespan="on", timeout_graceful_shutdown=GRACE_S, ws="none")
+    server = _Server(config)
+    watch = asyncio.ensure_future(service.died.wait())
+    watch.add_done_callback(lambda _: setattr(server, "should_exit", True))
+    host, port = listening.getsockname()[:2]
+    host = f"[{host}]" if ":" in host else host
+    there = f"{service.options.name}@{max(service.versions.resident)}"
+    context = service.endpoint.limits.context
+    print(f"{there} is served at http://{host}:{port}/v1, {context} tokens a request (Ctrl-C ends)", flush=True)
+    await server.serve(sockets=[listening])
+    watch.cancel()
+
+
+class _Server(uvicorn.Server):
+    """A first signal ends it in peace, and it does not raise that signal again."""
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        before = {number: signal.signal(number, self.handle_exit) for number in SIGNALS}
+        try:
+            yield
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+
+def _socket(options: Options) -> socket.socket:
+    if not options.token and not _loopback(options.host):
+        raise ConfigError(
+            f"host: {options.host} can be reached from other machines: put a secret into {TOKEN_VARIABLE}, which "
+            "every request then sends as its bearer token"
+        )
+    family = socket.AF_INET6 if ":" in options.host else socket.AF_INET
+    try:
+        return socket.create_server((options.host, options.port), family=family)
+    except (OSError, OverflowError) as error:
+        raise ConfigError(f"port: {options.host}:{options.port} cannot be listened at: {error}") from error
+
+
+def _loopback(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
+def _engines(config: Config, tokenizer: Tokenizer, model: ModelConfig) -> tuple[list[RolloutEngine], jax.sharding.Mesh]:
+    """An engine on every rollout.tensor devices, and the mesh of the first."""
+    found, size = jax.devices(), config.rollout.tensor
+    if size > len(found):
+        raise ConfigError(f"rollout.tensor: an engine of {size} devices, and there are {len(found)}")
+    meshes = [sharding.make_mesh(found[i : i + size], 1, 1, size) for i in range(0, len(found) - size + 1, size)]
+    return [build.new_engine(config, tokenizer, model, mesh) for mesh in meshes], meshes[0]
+
+
+def _weights(config: Config) -> DeviceWeights:
+    return DeviceWeights(config.model.dtype)
+
+
+def _begin(engine: RolloutEngine, version: Version, store: DeviceWeights) -> None:
+    engine.load(version, store.get(version, engine.param_shardings))
+    engine.warmup()

@@ -1,0 +1,169 @@
+"""The endpoint over oracle engines, without sockets and threads: a test ticks the engines, and clients come and go."""
+
+import asyncio
+import contextlib
+import json
+
+from dora_jax import presets
+from dora_jax.config import RolloutSection
+from dora_jax.rollout.oracle import OracleEngine
+from dora_jax.serving.answers import Answers
+from dora_jax.serving.app import Endpoint
+from dora_jax.serving.counters import Counters
+from dora_jax.serving.fleet import LocalFleet
+from dora_jax.serving.request import Limits
+from dora_jax.serving.versions import Versions
+
+END = 0  # the engines' stop token
+SECTION = presets.on_cpu(
+    RolloutSection(
+        slots=64, pages=2048, page_size=4, max_prompt_tokens=32, max_new_tokens=32, decode_steps=2, residents=3
+    )
+)
+LIMITS = Limits(context=64, vocab=256, sampling=(("temperature", 1.0), ("top_k", 0), ("top_p", 1.0), ("min_p", 0.0)))
+
+
+class Letters:
+    """A tokenizer of single characters; END is special. Its chat template writes role, text and tools."""
+
+    def encode(self, text):
+        return list(text.encode("latin-1"))
+
+    def decode(self, ids, *, keep_special=False):
+        return "".join(chr(id) for id in ids if keep_special or id != END)
+
+    def chat(self, messages, tools=None, **variables):
+        if not messages[-1]["content"]:
+            raise ValueError("the last message is empty")
+        shown = "".join(f"{tool['function']['name']} " for tool in tools or ())
+        return shown + "".join(f"{message['role']}: {message['content']}\n" for message in messages)
+
+
+class Store:
+    """A WeightStore of numbers; as a Source it offers `offered`."""
+
+    def __init__(self):
+        self.offered = None
+        self.versions = ()
+
+    def put(self, version, weights):
+        self.held = version
+
+    def get(self, version, shardings):
+        assert version == self.held
+        return version
+
+    def drop(self, version):
+        self.held = None
+
+    def newest(self):
+        return self.offered
+
+    def read(self, version):
+        return version
+
+
+class Rig:
+    """`async with Rig(...) as rig`. length(version, group, index, limit): of a sample; the default is the longest."""
+
+    def __init__(self, *, engines=1, versions=(1,), length=None, section=SECTION, pulse_s=100.0, token="", **options):
+        length = length or (lambda version, group, index, limit: limit)
+        self.engines = [
+            OracleEngine(section, eos_ids=(END,), length=length, version_in=lambda weights: weights)
+            for _ in range(engines)
+        ]
+        self.versions, self.store = Versions(section.residents, idle_s=options.pop("idle_s", 60.0)), Store()
+        for version in versions:
+            for engine in self.engines:
+                engine.load(version, version)
+            self.versions.loaded(version)
+        self.fleet = LocalFleet(self.engines, self.store, self.versions, self.store)
+        self.answers = Answers(self.fleet, self.versions, Letters().decode, first_group=0, **options)
+        self.app = Endpoint(
+            self.answers, Letters(), LIMITS, Counters({"tokens": ("", lambda: self.answers.tokens)}), token, pulse_s
+        ).app()
+
+    async def __aenter__(self):
+        self.fleet.attach(self.answers, self.answers.changed)
+        return self
+
+    async def __aexit__(self, *error):
+        for worker in self.fleet.workers:
+            worker.stop()
+
+    async def settle(self):
+        """Whatever waits for the loop has run."""
+        for _ in range(20):
+            await asyncio.sleep(0)
+
+    async def turn(self, n=1):
+        """Each engine runs so many posted calls or ticks."""
+        await self.settle()
+        for _ in range(n):
+            for worker in self.fleet.workers:
+                if not worker.idle:
+                    worker.turn()
+            await self.settle()
+
+    async def finish(self):
+        await self.settle()
+        while not all(worker.idle for worker in self.fleet.workers):
+            await self.turn()
+
+    def open(self, path, body=None, **headers):
+        """A Call that is on its way."""
+        return Call(self.app, path, body, headers)
+
+    async def ask(self, path, body=None, **headers):
+        """The Call, ended."""
+        call = self.open(path, body, **headers)
+        while not call.task.done():
+            await self.turn()
+        return call
+
+
+class Call:
+    """One request of a client: POST where it has a body."""
+
+    def __init__(self, app, path, body, headers):
+        self.status, self.headers, self.body = None, {}, b""
+        self._inbox = asyncio.Queue()
+        content = body if isinstance(body, bytes) else b"" if body is None else json.dumps(body).encode()
+        self._inbox.put_nowait({"type": "http.request", "body": content})
+        known = {"content-type": "application/json"} | {k.replace("_", "-"): v for k, v in headers.items()}
+        scope = {
+            "type": "http", "asgi": {"version": "3.0", "spec_version": "2.3"}, "http_version": "1.1", "scheme": "http",
+            "method": "GET" if body is None else "POST", "path": path, "raw_path": path.encode(), "query_string": b"",
+            "headers": [(name.encode(), value.encode()) for name, value in known.items()], "server": ("test", 80),
+        }  # fmt: skip
+        self.task = asyncio.ensure_future(app(scope, self._inbox.get, self._send))
+
+    async def _send(self, message):
+        if message["type"] == "http.response.start":
+            self.status = message["status"]
+            self.headers = {name.decode(): value.decode() for name, value in message["headers"]}
+        else:
+            self.body += message.get("body", b"")
+
+    async def leave(self):
+        """The client closes its connection."""
+        self._inbox.put_nowait({"type": "http.disconnect"})
+        with contextlib.suppress(asyncio.CancelledError):
+            await self.task
+
+    @property
+    def json(self):
+        return json.loads(self.body)
+
+    @property
+    def error(self):
+        return self.json["error"]
+
+    @property
+    def events(self):
+        """Of a stream, comments left out."""
+        return [line.removeprefix("data: ") for line in self.body.decode().split("\n\n") if line.startswith("data: ")]
+
+    @property
+    def chunks(self):
+        return [json.loads(event) for event in self.events if event != "[DONE]"]
