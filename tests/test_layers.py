@@ -16,7 +16,7 @@ STAGES = ("tasks", "rollout", "buffer", "trainer", "publish")
 
 # Every module belongs to one room: a package is a room of its own, a file directly in dora_jax/ is listed here.
 ROOMS = {
-    "basics": "version exits spelling redaction digest fault_injection retrying_file console metrics chips helping callables",
+    "basics": "version exits spelling redaction digest fault_injection retrying_file console metrics chips helping callables intervals",
     "settings": "config config_tree config_files arguments workdirs",
     "costs": "costs update_costs recording",
     "tokenizer": "tokenizer",
@@ -45,7 +45,7 @@ ALLOWED = {
     "checks": "settings models costs orchestrate",
     "sim": "settings costs orchestrate",
     "simulate": "settings sim",
-    "report": "",
+    "report": "settings runtime",  # a workdir in a bucket
     "runtime": "settings models ops costs orchestrate checks tokenizer tasks rollout buffer trainer publish",
     "serving": "settings models orchestrate checks tokenizer rollout runtime trainer publish",
     "programs": "settings models checks tokenizer runtime serving trainer report",

@@ -10,28 +10,36 @@ from pathlib import Path
 
 from absl import app, flags
 
+from dora_jax.config import ConfigError
 from dora_jax.report.load import load
 from dora_jax.report.page import page
 
 
 def define_flags() -> None:
-    flags.DEFINE_list("workdir", None, "the workdir of a run, or several with commas between them", required=True)
-    flags.DEFINE_string("out", None, "where the page is written; default: report.html in the first workdir")
+    flags.DEFINE_list(
+        "workdir", None, "the workdir of a run, a folder or gs://bucket/folder, or several with commas", required=True
+    )
+    flags.DEFINE_string(
+        "out",
+        None,
+        "where the page is written; default: report.html in the first workdir, of a bucket NAME_report.html here",
+    )
 
 
 def main(argv: list[str]) -> int:
     if len(argv) > 1:
         print(f"error: {argv[1]!r} is not understood; the flags are --workdir and --out", file=sys.stderr)
         return 2
-    folders = [Path(name) for name in flags.FLAGS.workdir]
-    names = [folder.name or str(folder) for folder in folders]
+    workdirs = flags.FLAGS.workdir
+    names = [Path(workdir).name or workdir for workdir in workdirs]
     if len(set(names)) < len(names):
-        names = [str(folder) for folder in folders]
-    out = Path(flags.FLAGS.out) if flags.FLAGS.out else folders[0] / "report.html"
+        names = workdirs
+    first = Path(f"{names[0]}_report.html") if "://" in workdirs[0] else Path(workdirs[0]) / "report.html"
+    out = Path(flags.FLAGS.out) if flags.FLAGS.out else first
     try:
-        runs = [load(folder, name) for folder, name in zip(folders, names, strict=True)]
+        runs = [load(workdir, name) for workdir, name in zip(workdirs, names, strict=True)]
         out.write_text(page(runs), encoding="utf-8", errors="replace")
-    except OSError as error:
+    except (OSError, ConfigError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
     print(f"{out}: {out.stat().st_size:,} bytes")

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import math
 import re
+import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
 
-from dora_jax.report.load import Row, RunData, number, series
+from dora_jax.report.load import Row, RunData, configured, number, series
 
 MARGIN = 0.10  # between the idle shares of the two roles, before one of them is called the bottleneck
 BUSY = 0.05  # an idle share below this is no loss worth a sentence
-Z = 1.96  # of a 95 % interval
 KOLMOGOROV = 1.36  # 5 % point of sqrt(n m / (n + m)) * D, for independent samples
 ADVICE = {  # what the busier role waits for -> which role is the bottleneck, and what to change
     "rollouts": "Rollout is the bottleneck: give it more instances or devices, or raise orchestrator.inflight.",
@@ -63,13 +63,12 @@ def bottleneck(steps: Sequence[Row]) -> str:
     return f"{said} The {name} waits mostly for {cause}. {ADVICE.get(cause, '')}".rstrip()
 
 
-def interval(share: float, n: float) -> tuple[float, float]:
-    """The 95 % Wilson interval of a share of `n` independent trials."""
-    if n <= 0:
-        return 0.0, 1.0
-    centre = (share + Z * Z / (2 * n)) / (1 + Z * Z / n)
-    half = Z / (1 + Z * Z / n) * math.sqrt(max(0.0, share * (1 - share)) / n + Z * Z / (4 * n * n))
-    return max(0.0, centre - half), min(1.0, centre + half)
+def progress(data: RunData) -> str:
+    """How far the run has come, and when it last wrote."""
+    last, wanted = (data.steps[-1]["step"] if data.steps else 0), configured(data, "steps")
+    told = max((row["t"] for row in data.timeline), default=None)
+    when = f"; the last sign of life is of {time.strftime('%Y-%m-%d %H:%M', time.gmtime(told))} UTC" if told else ""
+    return f"{last} of {wanted or '?'} steps are published{when}."
 
 
 def length_bias(lengths: Mapping[str, Mapping[int, int]]) -> tuple[float, float, str] | None:

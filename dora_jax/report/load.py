@@ -1,9 +1,9 @@
-"""Files of a workdir -> `RunData`. A line that is no JSON object is counted and left out: a run may be writing it now."""
+"""Files of a workdir, a folder or in a bucket, -> `RunData`. A line that is no JSON object is counted and left out: a run may be writing it now."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -11,6 +11,7 @@ from typing import Any
 from dora_jax.types import InstanceId, Version
 
 Row = dict[str, Any]
+Read = Callable[[str], bytes | None]  # a file of the workdir by its name; None: it is not there
 
 
 @dataclass(kw_only=True)
@@ -29,24 +30,32 @@ class RunData:
     remarks: list[str] = field(default_factory=list)  # what could not be read
 
 
-def load(workdir: Path, name: str) -> RunData:
-    """FileNotFoundError with a sentence where there is no such folder."""
-    if not workdir.is_dir():
-        raise FileNotFoundError(f"{workdir} is no folder: --workdir takes the workdir of a run, or several with commas")
+def load(workdir: str | Path, name: str) -> RunData:
+    """workdir: a folder, or gs://bucket/folder. FileNotFoundError with a sentence where there is no run."""
+    read = _bucket(str(workdir)) if "://" in str(workdir) else _folder(Path(workdir))
     data = RunData(name=name)
     by_step: dict[tuple[int, bool], Row] = {}
-    for row in _rows(workdir / "metrics.jsonl", data.remarks):
+    for row in _rows(read, "metrics.jsonl", data.remarks):
         step = row.get("step")
         if isinstance(step, int):
             by_step[step, any(key.startswith("eval/") for key in row)] = row  # a resumed run writes some steps again
     data.steps = [row for (_, evaluation), row in sorted(by_step.items()) if not evaluation]
     data.evaluations = [row for (_, evaluation), row in sorted(by_step.items()) if evaluation]
-    data.timeline = [row for row in _rows(workdir / "timeline.jsonl", data.remarks) if number(row.get("t")) is not None]
-    data.samples = list(_rows(workdir / "samples.jsonl", data.remarks))
-    data.config = _object(workdir / "config.json", data.remarks)
-    data.overrides = _object(workdir / "overrides.json", data.remarks)
-    _read_instances(_object(workdir / "instances.json", data.remarks), data)
+    timeline = _rows(read, "timeline.jsonl", data.remarks)
+    data.timeline = [row for row in timeline if number(row.get("t")) is not None]
+    data.samples = list(_rows(read, "samples.jsonl", data.remarks))
+    data.config = _object(read, "config.json", data.remarks)
+    data.overrides = _object(read, "overrides.json", data.remarks)
+    _read_instances(_object(read, "instances.json", data.remarks), data)
     return data
+
+
+def configured(data: RunData, name: str) -> Any:
+    """A field of the run's configuration by its dotted name; None: it is not there."""
+    tree: Any = data.config
+    for part in name.split("."):
+        tree = tree.get(part) if isinstance(tree, dict) else None
+    return tree
 
 
 def number(value: Any) -> float | None:
@@ -70,14 +79,28 @@ def version_of(text: Any) -> Version | None:
 # ---------------------------------------------------------------- private
 
 
-def _rows(path: Path, remarks: list[str]) -> Iterator[Row]:
-    try:
-        lines = path.read_bytes().split(b"\n")
-    except OSError:
-        remarks.append(f"{path.name} is not there")
+def _folder(folder: Path) -> Read:
+    if not folder.is_dir():
+        raise FileNotFoundError(f"{folder} is no folder: --workdir takes the workdir of a run, or several with commas")
+    return lambda name: (folder / name).read_bytes() if (folder / name).is_file() else None
+
+
+def _bucket(url: str) -> Read:
+    from dora_jax.runtime.durability.object_storage import Objects  # a folder needs none of it
+
+    store = Objects(url)
+    if not any(store.get(name) for name in ("config.json", "metrics.jsonl")):
+        raise FileNotFoundError(f"{url} holds no run")
+    return store.get
+
+
+def _rows(read: Read, name: str, remarks: list[str]) -> Iterator[Row]:
+    content = read(name)
+    if content is None:
+        remarks.append(f"{name} is not there")
         return
     refused = 0
-    for line in lines:
+    for line in content.split(b"\n"):
         if not line.strip():
             continue
         try:
@@ -89,20 +112,21 @@ def _rows(path: Path, remarks: list[str]) -> Iterator[Row]:
         else:
             refused += 1
     if refused:
-        remarks.append(f"{path.name}: {refused} lines are no JSON objects and are left out")
+        remarks.append(f"{name}: {refused} lines are no JSON objects and are left out")
 
 
-def _object(path: Path, remarks: list[str]) -> Row:
-    try:
-        value = json.loads(path.read_bytes())
-    except OSError:
-        remarks.append(f"{path.name} is not there")
+def _object(read: Read, name: str, remarks: list[str]) -> Row:
+    content = read(name)
+    if content is None:
+        remarks.append(f"{name} is not there")
         return {}
+    try:
+        value = json.loads(content)
     except ValueError:
         value = None
     if isinstance(value, dict):
         return value
-    remarks.append(f"{path.name} is no JSON object")
+    remarks.append(f"{name} is no JSON object")
     return {}
 
 

@@ -1,7 +1,8 @@
 """Rows of timeline.jsonl -> bars of a picture: what each instance and the trainer did, and when. Values in, values out.
 
     bars(rows) -> {"end": ms, "instances": [{"id", "bars": [[from, to, fill, [[version, samples], ...]]]}], "trainer": [...],
-                   "moves": [[ms, src, dst, samples]], "restarts": [ms]}
+                   "moves": [[ms, src, dst, samples]], "restarts": [ms], "steps": [[ms, version published]],
+                   "usage": {instance: Usage}}
 
 Times are milliseconds since the first row. A bar of no versions is idle time; fill -1 is an instance that loads weights,
 fill -2 one that is down.
@@ -21,6 +22,17 @@ LEVELS = 16  # of fill, so that bars that look alike are one
 LOADING, DOWN = -1, -2
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Usage:
+    """The time of an instance, while it was up."""
+
+    up_s: float
+    idle_s: float  # without a sample
+    loading_s: float  # without a sample, while weights are loaded
+    longest_idle_s: float
+    deaths: int
+
+
 @dataclass
 class _Lane:
     slots: int = 1
@@ -28,6 +40,7 @@ class _Lane:
     versions: list[list[int]] = field(default_factory=list)
     since: int = 0
     loading: int = 0  # loads under way
+    deaths: int = 0
     bars: list[list[Any]] = field(default_factory=list)
 
     def turn(self, now: int, fill: int, versions: list[list[int]]) -> None:
@@ -43,7 +56,7 @@ class _Lane:
 def bars(rows: list[Row]) -> dict[str, Any]:
     origin = min((row["t"] for row in rows), default=0.0)
     lanes: dict[InstanceId, _Lane] = {}
-    trainer, moves, restarts = _Lane(fill=0), [], []
+    trainer, moves, restarts, steps = _Lane(fill=0), [], [], []
     now = 0
     for row in rows:
         before, now = now, max(now, round(1000 * (row["t"] - origin)))
@@ -55,8 +68,9 @@ def bars(rows: list[Row]) -> dict[str, Any]:
             trainer.turn(now, 0, [])
         elif (base := version_of(row.get("train"))) is not None:
             trainer.turn(now, LEVELS, [[base + 1, 1]])
-        elif "published" in row:
+        elif (version := version_of(row.get("published"))) is not None:
             trainer.turn(now, 0, [])
+            steps.append([now, version])
         elif isinstance(row.get("moves"), list):
             moves += [[now, *move] for move in row["moves"] if isinstance(move, list) and len(move) == 3]
         else:
@@ -74,6 +88,8 @@ def bars(rows: list[Row]) -> dict[str, Any]:
         "trainer": trainer.bars,
         "moves": moves[:: len(moves) // SHOWN_MOVES + 1],
         "restarts": restarts[1:],
+        "steps": steps,
+        "usage": {i: _usage(lane) for i, lane in lanes.items()},
     }
 
 
@@ -84,6 +100,7 @@ def _instances(row: Row, now: int, lanes: dict[InstanceId, _Lane]) -> None:
         lane.turn(now, 0, [])
     elif (down := version_of(row.get("down"))) in lanes and down is not None:
         lanes[down].turn(now, DOWN, [])
+        lanes[down].deaths += 1
     elif (asked := version_of(row.get("load"))) in lanes and asked is not None:
         lanes[asked].loading += 1
         if not lanes[asked].versions:
@@ -109,12 +126,14 @@ def _busy(lane: _Lane, now: int, counts: Row) -> None:
         lane.turn(now, LOADING if lane.loading else 0, [])
 
 
-def idle_by_instance(picture: dict[str, Any]) -> dict[InstanceId, tuple[float, float]]:
-    """instance -> (share of its time without a sample, share in which it loads weights), while it was up."""
-    shares = {}
-    for lane in picture["instances"]:
-        up = sum(b - a for a, b, fill, _ in lane["bars"] if fill != DOWN)
-        idle = sum(b - a for a, b, fill, _ in lane["bars"] if fill == 0)
-        loading = sum(b - a for a, b, fill, _ in lane["bars"] if fill == LOADING)
-        shares[lane["id"]] = (idle / up, loading / up) if up else (0.0, 0.0)
-    return shares
+def _usage(lane: _Lane) -> Usage:
+    def total_s(fill: int) -> float:
+        return sum(b - a for a, b, of, _ in lane.bars if of == fill) / 1e3
+
+    return Usage(
+        up_s=sum(b - a for a, b, fill, _ in lane.bars if fill != DOWN) / 1e3,
+        idle_s=total_s(0),
+        loading_s=total_s(LOADING),
+        longest_idle_s=max((b - a for a, b, fill, _ in lane.bars if fill == 0), default=0) / 1e3,
+        deaths=lane.deaths,
+    )

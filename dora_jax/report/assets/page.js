@@ -18,8 +18,10 @@ function curve(spec) {
   box.append(title, note);
   document.getElementById('curves').append(box);
   const series = [{label: 'step'}], values = [spec.steps], bands = [];
-  lines.forEach((line, i) => {
-    series.push({label: line.label, stroke: colour(i + 1), width: 1.5, spanGaps: true,
+  const several = data.runs.length > 1, met = data.runs.map(() => 0);
+  lines.forEach((line, n) => {  // of several runs each has a colour, and its second metric is dashed
+    const i = several ? line.run : n, dash = several && met[line.run]++ ? [5, 4] : undefined;
+    series.push({label: line.label, stroke: colour(i + 1), width: 1.5, spanGaps: true, dash,
                  points: {show: spec.steps.length < 40}, value: (u, v) => v === null ? '-' : v});
     values.push(line.values);
     if (line.low) {
@@ -35,11 +37,53 @@ function curve(spec) {
                           axes: [axis(), {...axis(), size: 62, values: (u, ticks) => ticks.map(short)}], legend: {show: true}}, values, box);
   plot.root.querySelectorAll('.u-series').forEach((row, i) => { if (/ (low|high)$/.test(series[i].label)) row.hidden = true; });
   plot.over.addEventListener('click', () => {
-    const step = plot.data[0][plot.cursor.idx], found = step === undefined ? null : document.getElementById('step' + step);
-    if (found) { found.open = true; found.scrollIntoView({behavior: 'smooth', block: 'center'}); }
+    const i = plot.cursor.idx;
+    if (i === null || i === undefined) return;
+    const away = line => line.values[i] === null ? Infinity : Math.abs(plot.valToPos(line.values[i], 'y') - plot.cursor.top);
+    const nearest = lines.reduce((a, b) => away(b) < away(a) ? b : a);
+    openSample(nearest.run, spec.steps[i]);
   });
   plots.push([plot, box]);
 }
+
+// ---------------------------------------------------------------- samples
+function openSample(run, step) {  // of this step, or of the nearest that has one
+  const all = [...document.querySelectorAll(`details[data-run="${run}"][data-step]`)];
+  if (!all.length) return;
+  const found = all.reduce((a, b) => Math.abs(b.dataset.step - step) < Math.abs(a.dataset.step - step) ? b : a);
+  found.open = true;
+  found.scrollIntoView({block: 'center'});
+  found.querySelector('summary').focus({preventScroll: true});
+}
+function showTokens(place) {
+  const [texts, advantages, gaps] = data.tokens[place.dataset.run][place.dataset.view];
+  const most = values => Math.max(1e-9, ...values.map(v => Math.abs(v ?? 0)));
+  const advantage = most(advantages), gap = Math.max(.01, most(gaps)), tip = document.createElement('span');
+  const note = document.createElement('span');
+  note.className = 'note'; tip.className = 'tip';
+  note.textContent = 'By token: green has a positive advantage, red a negative one; the line below is the gap of the log-probs, trainer - engine. ';
+  place.append(note);
+  texts.forEach((text, i) => {
+    const span = document.createElement('bdi'), said = [`token ${i}`];
+    span.textContent = text === '' ? '\u2205' : text.replaceAll('\n', '\u21b5\n');
+    if (advantages[i] === null) { span.style.opacity = .6; said.push('observed, not sampled'); }
+    else {
+      span.style.background = `hsla(${advantages[i] < 0 ? 0 : 130},70%,45%,${(.4 * Math.abs(advantages[i]) / advantage).toFixed(2)})`;
+      said.push(`advantage ${short(advantages[i])}`);
+    }
+    if (gaps[i] !== null) {
+      span.style.borderBottom = `3px solid hsla(260,80%,60%,${Math.min(1, Math.abs(gaps[i]) / gap).toFixed(2)})`;
+      said.push(`gap ${short(gaps[i])} nats`);
+    }
+    span.title = said.join(', ');
+    span.addEventListener('click', () => { tip.textContent = ' ' + JSON.stringify(text) + ': ' + span.title; });
+    place.append(span);
+  });
+  place.append(tip);
+}
+document.addEventListener('toggle', e => {
+  for (const place of e.target.querySelectorAll('.tokens:empty')) showTokens(place);
+}, true);
 
 // ---------------------------------------------------------------- canvases
 function canvas(element, height) {
@@ -84,9 +128,15 @@ class Timeline {
     const lane = this.lanes[Math.floor(e.offsetY / this.row)], ms = this.at(e.offsetX);
     const bar = lane && lane.bars.find(b => b[0] <= ms && ms < b[1]);
     if (!bar) { this.tip.textContent = ''; return; }
-    const what = bar[2] === LOADING ? 'loads weights' : bar[2] === DOWN ? 'is down' : !bar[3].length ? 'is idle'
+    const what = bar[2] === LOADING ? 'loads weights' : bar[2] === DOWN ? 'is down' : !bar[3].length ? 'is idle' + this.cause(lane, ms)
       : lane.id === undefined ? `trains version ${bar[3][0][0]}` : bar[3].map(([v, n]) => `version ${v}: ${n} samples`).join(', ');
     this.tip.textContent = `${lane.name} ${what}, ${(bar[0] / 1e3).toFixed(2)} to ${(bar[1] / 1e3).toFixed(2)} s`;
+  }
+  cause(lane, ms) {  // what held longest in the step that this moment belongs to
+    const step = this.spec.steps.find(([published]) => published >= ms);
+    const said = step === undefined ? '' : this.spec.waits[step[1]] || '';
+    const found = said.match(lane.id === undefined ? /trainer idle \d+%: (waiting for [^;]+)/ : /rollouts idle \d+%: (waiting for [^;]+)/);
+    return found ? `, ${found[1]} (step ${step[1]})` : '';
   }
   draw() {
     const [pen, width] = canvas(this.element, this.row * this.lanes.length + FOOT);
@@ -160,3 +210,5 @@ function redraw() {
 }
 addEventListener('resize', redraw);
 matchMedia('(prefers-color-scheme: dark)').addEventListener('change', () => location.reload());
+const asked = location.hash.match(/^#run=(\d+)&step=(\d+)$/);  // a link to a sample
+if (asked) openSample(asked[1], +asked[2]);

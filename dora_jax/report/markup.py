@@ -1,0 +1,46 @@
+"""Values -> text of the page. Law: nothing that a run wrote is markup."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Sequence
+from html import escape
+from typing import Any
+
+from dora_jax.report.load import number
+
+
+def escaped(value: Any) -> str:
+    return escape(str(value))
+
+
+def table(head: Iterable[Any], rows: Iterable[Sequence[Any]]) -> str:
+    """Cells are text, whatever they hold."""
+    names = list(head)
+    lines = "".join(
+        "<tr>" + "".join(f"<td>{escaped(cell)}</td>" for _, cell in zip(names, row, strict=True)) + "</tr>"
+        for row in rows
+    )
+    return f"<div class=scroll><table><tr>{''.join(f'<th>{escaped(h)}</th>' for h in names)}</tr>{lines}</table></div>"
+
+
+def figure(value: Any) -> str:
+    known = number(value)
+    return "-" if known is None else f"{known:.4g}"
+
+
+def percent(value: Any) -> str:
+    known = number(value)
+    return "-" if known is None else f"{known:.1%}"
+
+
+def rounded(value: Any) -> float | None:
+    known = number(value)
+    return None if known is None else float(f"{known:.5g}")
+
+
+def as_json(value: Any) -> str:
+    """JSON for a script element: no `<`, so that nothing in it ends the element, and no NaN."""
+    return (
+        json.dumps(value, separators=(",", ":"), allow_nan=False).replace("<", "\\u003c").replace("\u2028", "\\u2028")
+    )

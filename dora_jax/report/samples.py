@@ -1,0 +1,101 @@
+"""Rows of samples.jsonl -> the part of the page where a person reads them, and the token data that page.js colours.
+
+The text stands in the page; what each token got is data, of TOKEN_VIEWS samples at most, so that the page stays small.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from dora_jax.report import markup
+from dora_jax.report.load import Row, number
+
+SHOWN_SAMPLES = 400  # groups; more are thinned out evenly
+SHOWN_CHARACTERS = 4000  # of a text
+TOKEN_VIEWS = 60  # samples with their tokens one by one
+COLUMNS = ("text", "advantage", "gap")
+
+Tokens = list[list[Any]]  # of a sample: a column each of COLUMNS
+
+
+def section(rows: Sequence[Row], run: int) -> tuple[str, list[Tokens]]:
+    """(HTML, the tokens to which it refers by their place in the list)."""
+    shown = _thinned(rows, SHOWN_SAMPLES)
+    found = [_tokens(sample) for row in shown for sample in _samples(row)]
+    every = max(1, sum(tokens is not None for tokens in found) // TOKEN_VIEWS)
+    views: list[Tokens] = []
+    seen = 0
+    parts = []
+    for row in shown:
+        answers = ""
+        for sample in _samples(row):
+            tokens, place = _tokens(sample), ""
+            if tokens is not None:
+                seen += 1
+                if seen % every == 0 and len(views) < TOKEN_VIEWS:
+                    place = f"<p class=tokens data-run={run} data-view={len(views)}></p>"
+                    views.append(tokens)
+            answers += f"<p class=note>{markup.escaped(_said(sample, tokens))}</p>{_text(sample.get('text'))}{place}"
+        rewards = ", ".join(markup.figure(s.get("reward")) for s in _samples(row))
+        step = markup.escaped(row.get("step"))
+        parts.append(
+            f"<details data-run={run} data-step='{step}'><summary>step {step}, group {markup.escaped(row.get('group'))}, "
+            f"version {markup.escaped(row.get('version'))}: rewards {rewards}</summary>{_text(row.get('prompt'))}"
+            f"<p class=note>expected: <bdi>{markup.escaped(str(row.get('expected'))[:200])}</bdi></p>{answers}</details>"
+        )
+    return "".join(parts) or "<p>No sample is recorded.</p>", views
+
+
+# ---------------------------------------------------------------- private
+
+
+def _thinned(rows: Sequence[Row], most: int) -> Sequence[Row]:
+    """Evenly; rows with tokens one by one go first to their places."""
+    if len(rows) <= most:
+        return rows
+    told = [i for i, row in enumerate(rows) if any(_tokens(sample) for sample in _samples(row))]
+    chosen = {told[i * len(told) // TOKEN_VIEWS] for i in range(TOKEN_VIEWS)} if len(told) > TOKEN_VIEWS else set(told)
+    rest = most - len(chosen)
+    chosen |= {i * len(rows) // rest for i in range(rest)}
+    return [rows[i] for i in sorted(chosen)]
+
+
+def _samples(row: Row) -> list[Row]:
+    samples = row.get("samples")
+    return [s for s in samples if isinstance(s, dict)] if isinstance(samples, list) else []
+
+
+def _tokens(sample: Row) -> Tokens | None:
+    """None: the row has none, or columns that do not fit together."""
+    table = sample.get("by_token")
+    columns = [table.get(name) for name in COLUMNS] if isinstance(table, dict) else []
+    text, *figures = [column for column in columns if isinstance(column, list)] or [[]]
+    if not text or [len(column) for column in figures] != [len(text)] * (len(COLUMNS) - 1):
+        return None
+    return [[str(piece) for piece in text], *([number(x) for x in column] for column in figures)]
+
+
+def _said(sample: Row, tokens: Tokens | None) -> str:
+    said = (
+        f"reward {markup.figure(sample.get('reward'))}, {markup.figure(sample.get('reward_above_mean'))} above its group's "
+        f"mean; {sample.get('tokens', '-')} tokens; {sample.get('finish', '-')}; mean log-prob "
+        f"{markup.figure(sample.get('mean_logprob'))}, lowest {markup.figure(sample.get('min_logprob'))}"
+    )
+    if tokens is None:
+        return said
+    text, advantage, gap = tokens
+    known = [(abs(x), i) for i, x in enumerate(gap) if x is not None]
+    ends = [x for x in advantage if x is not None]
+    if ends:
+        said += f"; advantage {markup.figure(min(ends))} to {markup.figure(max(ends))}"
+    if known:
+        most = max(known)[1]
+        said += f"; largest gap trainer - engine {markup.figure(gap[most])} at token {most} ({text[most]!r:.40})"
+    return said
+
+
+def _text(value: Any) -> str:
+    text = str(value if value is not None else "")
+    more = f" [... {len(text) - SHOWN_CHARACTERS:,} characters]" if len(text) > SHOWN_CHARACTERS else ""
+    return f"<pre dir=auto class=sample>{markup.escaped(text[:SHOWN_CHARACTERS] + more)}</pre>"
