@@ -87,6 +87,29 @@ class RewardModelSection:
 
 
 @dataclass(frozen=True, kw_only=True)
+class EnvironmentSection:
+    """What answers a policy of several turns, and rewards it in the place of task.rewards."""
+
+    name: str = ""  # import path of an environment (tasks/environment.py); empty: a sample is one answer
+    params: dict[str, Any] = dataclasses.field(default_factory=dict)  # keywords of its constructor
+    observation: str = "\n{content}\n"  # what stands around a message of it, where task.template is not "chat"
+    max_turns: int = 8  # of an episode; the policy's last message is still answered
+    turn_tokens: int = 0  # that the policy may sample in one turn; 0: rollout.max_new_tokens, which holds all turns
+    branches: int = 0  # times that the chat template may rewrite earlier turns of an episode; one more fails its group
+    step_timeout_s: float = 60.0  # for one answer; later ones fail the group
+    episode_timeout_s: float = 3600.0  # from its beginning until its last answer is asked for
+    retries: int = 2  # of an answer, where the environment says that a retry can help
+    workers: int = 1  # processes; each holds thousands of episodes
+    env: tuple[str, ...] = ()  # names of environment variables that they may read, beside PATH and the like
+    noise_failed: float = 0.0  # share of the observations that say in their place that the tool failed
+    noise_truncated: float = 0.0  # that end after half
+    noise_late: float = 0.0  # that come noise_late_s later
+    noise_irrelevant: float = 0.0  # that say something else
+    noise_late_s: float = 1.0
+    noise_ramp_groups: int = 0  # groups over which the shares rise from 0; held-out samples: every second one, in full
+
+
+@dataclass(frozen=True, kw_only=True)
 class RolloutSection:
     instances: int = 2
     tensor: int = 1  # devices an instance (tensor parallel); of more than KV heads, neighbours share one
@@ -287,6 +310,7 @@ class Config:
     pace: str = ""  # a chip: ticks, steps and transfers last at least as long as a 32.8B model's on it (runtime/emulated_timing.py)
     model: ModelSection = ModelSection()
     task: TaskSection = TaskSection()
+    environment: EnvironmentSection = EnvironmentSection()
     reward_model: RewardModelSection = RewardModelSection()
     rollout: RolloutSection = RolloutSection()
     orchestrator: OrchestratorSection = OrchestratorSection()

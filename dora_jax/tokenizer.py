@@ -8,6 +8,8 @@ again. A chat template runs in a process of its own (tasks/render.py): it is a p
 
 from __future__ import annotations
 
+import itertools
+import re
 from pathlib import Path
 from typing import Any
 
@@ -46,6 +48,8 @@ class Tokenizer:
         self._backend = backend
         setup = {"template": template, "special": special}  # special: {"eos_token": "<|im_end|>", ...}
         self._chat = render.Renderer(f"the chat template of {path}", setup) if template is not None else None
+        added = sorted((token.content for token in backend.get_added_tokens_decoder().values()), key=len, reverse=True)
+        self._added = re.compile("|".join(map(re.escape, added))) if added else None
         self.path = path
         self.eos_ids = eos_ids  # any of them ends a sample; several are normal
         self.pad_id = pad_id
@@ -70,6 +74,15 @@ class Tokenizer:
     def encode(self, text: str) -> list[int]:
         """Ids of exactly this text; special tokens written in it become their ids, none is added."""
         return self._backend.encode(text, add_special_tokens=False).ids
+
+    def encode_text(self, text: str) -> list[int]:
+        """Ids of text that somebody else wrote: a special token written in it stays text."""
+        cuts, at = [0], 0
+        while self._added and (match := self._added.search(text, at)):
+            at = match.start() + 1
+            cuts.append(at)
+        pieces = itertools.pairwise([*cuts, len(text)])
+        return [id for start, stop in pieces for id in self.encode(text[start:stop])]
 
     def decode(self, ids, *, keep_special: bool = False) -> str:
         """Text of these ids; special tokens (end, padding) are left out unless asked for."""

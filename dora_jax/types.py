@@ -135,9 +135,17 @@ class EpisodeEnded:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class EpisodeLost:
+    """The environment lost the episode and cannot replay it: it begins again from its prompt."""
+
+    id: SampleId
+    reason: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class EpisodeFailed:
     """An infrastructure error, or a deadline: the episode has no reward, and its group fails."""
 
     id: SampleId
     reason: str
-    environment: str = ""
+    kind: str  # "error", "deadline" or "limit"

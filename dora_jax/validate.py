@@ -22,7 +22,7 @@ from dora_jax.models.families import FAMILIES, KNOWN
 from dora_jax.models.hf_config import read_config
 from dora_jax.orchestrate.modes import OrchestratorConfig
 from dora_jax.rollout.shapes import shapes_of
-from dora_jax.tasks import mixture, solved
+from dora_jax.tasks import environment, mixture, solved
 from dora_jax.trainer import objective
 
 Problems = Iterator[str]
@@ -60,7 +60,7 @@ RANGES: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
         rollout.decode_steps rollout.context_block
         eval.prompts eval.samples checkpoint.keep sft.examples sft.steps sft.batch_rows sft.pack_tokens
         sft.d_model sft.n_layers sft.n_heads sft.n_kv_heads sft.head_dim sft.d_ff
-        sft.experts_per_token sft.expert_width sft.rope_dim
+        sft.experts_per_token sft.expert_width sft.rope_dim environment.max_turns environment.workers
         cluster.trainer_hosts cluster.hosts_per_instance""",
     ),
     (
@@ -73,13 +73,14 @@ RANGES: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
         checkpoint.keep_best checkpoint.keep_every cluster.reattach_s journal.partial_s journal.sync_s
         journal.watchdog_s
         sft.warmup_steps sft.vocab_size sft.experts sft.shared_experts sft.zero_experts sft.dense_layers sft.kv_rank
-        sft.q_rank cluster.devices_per_host cluster.max_restarts""",
+        sft.q_rank environment.turn_tokens environment.branches environment.retries environment.noise_late_s
+        environment.noise_ramp_groups cluster.devices_per_host cluster.max_restarts""",
     ),
     (
         "above 0",
         lambda x: x > 0,
         """task.reward_timeout_s trainer.eps sft.learning_rate cluster.silence_s
-        cluster.stall_s cluster.start_s""",
+        cluster.stall_s cluster.start_s environment.step_timeout_s environment.episode_timeout_s""",
     ),
     (
         "between 0 and 0.5",
@@ -90,7 +91,8 @@ RANGES: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
         "between 0 and 1",
         lambda x: 0 <= x <= 1,
         """task.max_failed_share task.max_bad_rows_share
-        sft.slip_rate rollout.memory_share""",
+        sft.slip_rate rollout.memory_share environment.noise_failed environment.noise_truncated
+        environment.noise_late environment.noise_irrelevant""",
     ),
     ("at least 0 and below 2**63", lambda x: 0 <= x < 2**63, "seed"),
     ("0 or a power of two", lambda x: x >= 0 and x & (x - 1) == 0, "rollout.page_size"),
@@ -255,7 +257,8 @@ def _task(config: Config) -> Problems:
     yield from _mix(config)
     if task.template != "chat" and "{prompt}" not in task.template:
         yield f'task.template: {task.template!r} is neither "chat" nor a text with {{prompt}} in it'
-    if not task.rewards and not config.reward_model.path:
+    yield from environment.problems(config)
+    if not (task.rewards or config.reward_model.path or config.environment.name):
         yield "task.rewards: empty; name at least one callable"
     for path in task.rewards:
         if not re.fullmatch(r"[^\W\d]\w*(\.[^\W\d]\w*)+", path):

@@ -55,7 +55,7 @@ ALONE = ("types", "basics")
 
 # What a stage knows about its own settings, in pages of the standard library that the checks ask.
 RULES = {
-    "tasks.mixture", "tasks.solved", "rollout.shapes", "buffer.layout", "trainer.objective",
+    "tasks.mixture", "tasks.solved", "tasks.environment", "rollout.shapes", "buffer.layout", "trainer.objective",
 }  # fmt: skip
 
 

@@ -84,6 +84,11 @@ class Process:
         """Of the supervisor, while there is a process."""
         return self._walled.pid if self._walled and self._walled.poll() is None else None
 
+    @property
+    def connection(self) -> socket.socket | None:
+        """Of the process, for frames that are no answers to `ask`."""
+        return self._sock
+
     def start(self) -> None:
         """A fresh process that has taken the setup; Refused where it says no, NoAnswer where it keeps dying."""
         for attempt in range(1, START_ATTEMPTS + 1):

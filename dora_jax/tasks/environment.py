@@ -1,0 +1,83 @@
+"""Stage 3: what answers a policy that takes several turns. `environment.name` is the import path of one.
+
+    class Calculator:
+        terms = ("right",)
+        replays = True
+        async def reset(self, prompt): return []
+        async def step(self, message): return [{"role": "tool", "content": "7"}], False, {}
+        async def close(self): ...
+
+An object is one episode; many live in one worker process (environment_worker.py), so what takes long is awaited. Laws: an
+error or a deadline is no reward; the terms of an episode's turns add up; a term that no turn names is 0. Standard library
+only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, ClassVar, Protocol
+
+NOISE = ("failed", "truncated", "late", "irrelevant")  # environment.noise_*
+Message = dict[str, Any]  # role, content, and whatever else a chat template knows
+
+
+class EnvironmentError(Exception):  # the name under which users know it; nothing here means OSError
+    """The episode cannot go on, through no fault of the policy. retryable: a fresh attempt may help."""
+
+    def __init__(self, reason: str, retryable: bool = False):
+        super().__init__(reason)
+        self.retryable = retryable
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EpisodePrompt:
+    """What an episode begins with: the task's row, as the policy meets it."""
+
+    text: str
+    answer: Any  # JSON-serialisable
+    seed: int  # the same for every sample of a group
+
+
+def problems(config: Any) -> Iterator[str]:
+    """What does not fit in a configuration with an environment."""
+    section = config.environment
+    if not section.name:
+        return
+    if not all(part.isidentifier() for part in section.name.split(".")) or "." not in section.name:
+        yield f"environment.name: {section.name!r} is not an import path such as dora_jax.tasks.calculator.Calculator"
+    if "{content}" not in section.observation and config.task.template != "chat":
+        yield f"environment.observation: {section.observation!r} has no {{content}} in it"
+    if section.turn_tokens > config.rollout.max_new_tokens:
+        yield (
+            f"environment.turn_tokens: {section.turn_tokens} is more than rollout.max_new_tokens = "
+            f"{config.rollout.max_new_tokens}, which holds all turns of an episode"
+        )
+    if (noise := sum(getattr(section, f"noise_{kind}") for kind in NOISE)) > 1:
+        yield f"environment.noise_failed: the shares of {', '.join(NOISE)} observations add up to {noise:g}"
+    if config.orchestrator.mode == "partial":
+        yield "orchestrator.mode: partial; an episode belongs to one version"
+    if config.reward_model.path:
+        yield "reward_model.path: the environment gives the reward of its episodes; leave it empty"
+    if section.branches and config.trainer.advantage == "vcpo":
+        yield "trainer.advantage: vcpo needs the gradient of a whole trajectory, which branches have none of"
+
+
+class Environment(Protocol):
+    """One episode. `environment.params` are the keywords of its constructor.
+
+    terms: of the reward; accuracy counts the first where eval.solved names none. replays: the same messages always
+    give the same observations, so that an episode whose object is lost is made again by its messages; where that is
+    not so, it begins again."""
+
+    terms: ClassVar[tuple[str, ...]]
+    replays: ClassVar[bool]
+
+    async def reset(self, prompt: EpisodePrompt) -> list[Message]:
+        """What follows the prompt before the policy's first turn; often nothing."""
+
+    async def step(self, message: Message) -> tuple[list[Message], bool, dict[str, float]]:
+        """(what the policy observes next, whether the episode is over, the reward terms of this turn)."""
+
+    async def close(self) -> None:
+        """The episode is over, whatever ended it."""

@@ -1,0 +1,250 @@
+"""Environments in worker processes: one answer a question, errors and deadlines that are no rewards, episodes made again."""
+
+import dataclasses
+import os
+import signal
+import time
+
+import numpy as np
+import pytest
+
+from dora_jax.config import ConfigError, EnvironmentSection
+from dora_jax.tasks import noise
+from dora_jax.tasks.bridge import Bridge
+from dora_jax.tasks.environments import EnvironmentPool
+from dora_jax.types import EpisodeEnded, EpisodeFailed, EpisodeLost, Observed, Prompt, SampleId
+
+FIRST = SampleId(0, 0)
+FAKE = "tests.fakes.environments.Obedient"
+
+
+class Letters:
+    """A tokenizer of characters."""
+
+    def encode(self, text):
+        return [ord(c) for c in text]
+
+    encode_text = encode
+
+    def decode(self, ids, *, keep_special=False):
+        return "".join(map(chr, ids))
+
+
+def prompt_of(group_id=0):
+    return Prompt(group_id=group_id, task="t", uid="u", text="ask ", token_ids=ids_of("ask "), answer="7",
+                  max_new_tokens=99)  # fmt: skip
+
+
+def ids_of(text):
+    return np.array([ord(c) for c in text], np.int32)
+
+
+class Player:
+    """An episode as the coordinator keeps it."""
+
+    def __init__(self, pool, id=FIRST, room=1000):
+        self.pool, self.id, self.room = pool, id, room
+        self.tokens, self.mask = ids_of("ask "), np.zeros(0, bool)
+
+    def observed(self, answer):
+        assert isinstance(answer, Observed) and answer.keep is None, answer
+        self.tokens = np.concatenate([self.tokens, answer.token_ids])
+        self.mask = np.append(self.mask, np.zeros(len(answer.token_ids), bool))
+        return "".join(map(chr, answer.token_ids))
+
+    def say(self, text):
+        self.tokens = np.concatenate([self.tokens, ids_of(text)])
+        self.mask = np.append(self.mask, np.ones(len(text), bool))
+        self.pool.turn(self.id, prompt_of(self.id.group_id), self.tokens, self.mask, self.room)
+
+    def answer(self):
+        return answers(self.pool, 1)[0]
+
+    def ask(self, text):
+        self.say(text)
+        return self.answer()
+
+
+def answers(pool, n, timeout_s=60.0):
+    found, until = [], time.monotonic() + timeout_s
+    while len(found) < n:
+        assert time.monotonic() < until, f"{len(found)} of {n} answers"
+        found += pool.poll()
+        time.sleep(0.002)
+    return found
+
+
+@pytest.fixture(scope="module")
+def shared():
+    pool = open_pool()
+    yield pool
+    pool.close()
+
+
+def open_pool(**changes):
+    section = dataclasses.replace(
+        EnvironmentSection(name=FAKE, step_timeout_s=5.0, observation="<{content}>"), **changes
+    )
+    return EnvironmentPool(section, Bridge(Letters(), section.observation), seed=0)
+
+
+def test_turns_are_answered_behind_the_exact_tokens_and_terms_add_up(shared):
+    assert shared.wait_ready() == ("right", "turns")
+    shared.open(SampleId(3, 0), prompt_of(3))
+    player = Player(shared, SampleId(3, 0))
+    assert player.observed(player.answer()) == ""
+    assert player.observed(player.ask("a")) == "<1:a>" and player.observed(player.ask("b")) == "<2:b>"
+    assert player.ask("end") == EpisodeEnded(id=player.id, terms={"right": 1.0, "turns": 3.0})
+    assert not shared.waiting and shared.stats()["environment/turns_an_episode"] == 3
+
+
+def test_an_error_is_no_reward_and_fails_its_episode_alone(shared):
+    failing, going = Player(shared, SampleId(4, 0)), Player(shared, SampleId(4, 1))
+    going.observed(going.ask("a"))
+    assert failing.ask("raise") == EpisodeFailed(
+        id=failing.id, reason=f"{FAKE}: raised RuntimeError: a bug", kind="error"
+    )
+    assert "'wrong' is 1.0; terms are right, turns" in Player(shared, SampleId(4, 2)).ask("odd").reason
+    assert going.observed(going.ask("b")) == "<2:b>"
+    assert shared.stats()["environment/failed_error_to_256"] == 2
+
+
+def test_limits_of_turns_and_tokens_end_an_episode_with_what_it_has():
+    pool = open_pool(max_turns=2)
+    try:
+        player = Player(pool)
+        player.observed(player.ask("a"))
+        assert player.ask("b") == EpisodeEnded(id=player.id, terms={"turns": 2.0}, finish="length")
+        narrow = Player(pool, SampleId(1, 0), room=5)
+        assert narrow.ask("a").finish == "length"
+        narrow = Player(pool, SampleId(2, 0), room=6)
+        assert narrow.observed(narrow.ask("a")) == "<1:a>"
+    finally:
+        pool.close()
+
+
+def test_what_was_dropped_or_asked_again_gets_no_answer_of_before(shared):
+    player, dropped = Player(shared, SampleId(5, 0)), Player(shared, SampleId(5, 1))
+    dropped.say("sleep 0.3")
+    shared.drop(dropped.id)
+    player.say("sleep 3")
+    player.tokens, player.mask = ids_of("ask "), np.zeros(0, bool)  # its instance died, and the turn was sampled again
+    assert player.observed(player.ask("other")) == "<1:other>"
+    time.sleep(0.4)
+    assert not shared.poll() and not shared.waiting
+
+
+@pytest.mark.parametrize("opening", ["", "hello"])
+def test_an_episode_of_a_killed_process_is_made_again_by_its_messages(opening):
+    pool = open_pool(params={"opening": opening})
+    try:
+        pool.open(SampleId(0, 0), prompt_of())
+        player = Player(pool)
+        player.observed(player.answer())
+        player.observed(player.ask("a"))
+        kill(pool)
+        assert player.observed(player.ask("b")) == "<2:b>"
+    finally:
+        pool.close()
+
+
+def test_an_episode_of_a_killed_controller_is_made_again_where_the_policy_saw_the_same():
+    player = Player(None)
+    for turn, said in enumerate(("a", "b", "c"), start=1):
+        player.pool = open_pool()
+        try:
+            assert player.observed(player.ask(said)) == f"<{turn}:{said}>"
+        finally:
+            player.pool.close()
+    player.tokens[-2], player.pool = ord("x"), open_pool()
+    try:
+        assert isinstance(player.ask("d"), EpisodeLost)
+        assert player.pool.stats()["environment/redone"] == 1
+    finally:
+        player.pool.close()
+
+
+def kill(pool):
+    (before,) = pool.pids
+    os.kill(before, signal.SIGKILL)
+    while pool.pids in ((), (before,)):
+        time.sleep(0.01)
+
+
+def test_what_does_not_replay_begins_again():
+    pool = open_pool(name="tests.fakes.environments.Forgetful")
+    try:
+        player = Player(pool)
+        player.observed(player.ask("a"))
+        kill(pool)
+        assert isinstance(player.ask("b"), EpisodeLost)
+        again = Player(pool)
+        assert again.observed(again.ask("a")) == "<1:a>", "before its first answer nothing needs to be replayed"
+    finally:
+        pool.close()
+
+
+def test_a_retryable_error_and_a_death_are_tried_again(tmp_path):
+    for word in ("retry", "die"):
+        pool = open_pool(params={"flag": str(tmp_path / word)})
+        try:
+            player = Player(pool)
+            player.observed(player.ask("a"))
+            assert player.observed(player.ask(word)) == f"<2:{word}>"
+            assert pool.stats()["environment/retries"] == 1
+        finally:
+            pool.close()
+
+
+@pytest.mark.slow
+def test_a_late_answer_and_a_process_that_hangs_fail_their_episodes(monkeypatch):
+    monkeypatch.setattr("dora_jax.tasks.environments.GRACE_S", 1.0)
+    pool = open_pool(step_timeout_s=0.5)
+    try:
+        late, other = Player(pool), Player(pool, SampleId(0, 1))
+        answer = late.ask("sleep 5")
+        assert answer.kind == "deadline" and "environment.step_timeout_s = 0.5 s" in answer.reason
+        other.observed(other.ask("a"))
+        answer = Player(pool, SampleId(0, 2)).ask("hang 60")
+        assert answer.kind == "deadline" and "hung for" in answer.reason, answer
+        assert other.observed(other.ask("b")) == "<2:b>"
+    finally:
+        pool.close()
+
+
+def test_an_environment_that_cannot_be_is_refused_in_a_sentence():
+    for changes, said in (
+        ({"name": "tests.fakes.nothing.Here"}, "environment.name: tests.fakes.nothing.Here cannot be imported"),
+        ({"name": "tests.fakes.environments.Lawless"}, "has no replays, reset, step, close"),
+        ({"params": {"colour": 1}}, "environment.params: TypeError"),
+    ):
+        pool = open_pool(**changes)
+        try:
+            with pytest.raises(ConfigError, match=said):
+                pool.wait_ready()
+        finally:
+            pool.close()
+
+
+def test_noise_is_decided_by_sample_and_turn_and_rises_with_the_groups():
+    rates = dict(failed=0.1, truncated=0.1, late=0.0, irrelevant=0.2)
+    loud = noise.Noise(seed=1, **rates)
+    drawn = [loud.kind((group, i), turn) for group in range(100) for i in range(4) for turn in range(5)]
+    assert drawn == [loud.kind((group, i), turn) for group in range(100) for i in range(4) for turn in range(5)]
+    for kind, rate in rates.items():
+        assert abs(drawn.count(kind) / len(drawn) - rate) < 0.02
+    ramp = noise.Noise(seed=1, ramp_groups=100, **rates)
+    shares = [np.mean([bool(ramp.kind((group, i), 0)) for i in range(2000)]) for group in (0, 50, 400)]
+    np.testing.assert_allclose(shares, [0, 0.2, 0.4], atol=0.04)
+    assert not any(loud.kind((-1, i), t) for i in (0, 2) for t in range(50))
+    assert any(loud.kind((-1, i), t) for i in (1, 3) for t in range(50))
+
+
+def test_noise_changes_what_is_observed_but_never_the_end():
+    pool = open_pool(noise_failed=1.0)
+    try:
+        player = Player(pool)
+        assert player.observed(player.ask("a")) == f"<{noise.FAILED}>"
+        assert isinstance(player.ask("end"), EpisodeEnded)
+    finally:
+        pool.close()
