@@ -1,16 +1,20 @@
 """The endpoint over oracle engines: what clients read on the wire, and what becomes of answers whose clients leave."""
 
 import asyncio
+import dataclasses
 
+import numpy as np
 import pytest
 
 from dora_jax.serving.chat import ToolCall, ToolCalls
 from dora_jax.serving.request import Refused
 from dora_jax.serving.text import Detokenizer, StopText
 from dora_jax.serving.versions import Versions
-from tests.fakes.endpoint import END, Letters, Rig
+from dora_jax.types import Sample, SampleId, Span
+from tests.fakes.endpoint import END, SECTION, Letters, Rig
 
 COMPLETIONS, CHAT, GENERATE = "/v1/completions", "/v1/chat/completions", "/inference/v1/generate"
+FOUR = dataclasses.replace(SECTION, residents=4)
 HELLO = [{"role": "user", "content": "hello"}]
 
 
@@ -141,6 +145,223 @@ def test_a_client_that_leaves_frees_its_pages_within_a_tick():
             assert engine.free_pages == free and engine.idle and rig.answers.running == 0
 
     asyncio.run(run())
+
+
+def test_a_session_that_comes_back_goes_on_where_it_was():
+    """Its sample leaves the engine with its KV, which the oracle checks token by token, and none is sampled twice."""
+
+    async def run():
+        async with Rig() as rig:
+            (engine,) = rig.engines
+            free, body = engine.free_pages, {"prompt": "abc", "max_tokens": 30, "return_token_ids": True}
+            call = rig.open(COMPLETIONS, body, x_session_id="s")
+            await rig.turn(4)
+            await call.leave()
+            await rig.turn()
+            assert engine.free_pages == free and engine.idle and rig.answers.running == 1
+            before = rig.answers.tokens
+            assert 0 < before < 30
+            again = await rig.ask(COMPLETIONS, body, x_session_id="s")
+            assert again.json["choices"][0]["token_ids"] == engine.expected(1, 1, 0, 30).tolist()
+            assert rig.answers.tokens == 30 and rig.answers.joined == 1
+            other = await rig.ask(COMPLETIONS, body, x_session_id="s")
+            assert other.json["choices"] != again.json["choices"], "told in full: the next one is another request"
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize("header", ["x_session_id", "idempotency_key"])
+def test_a_retry_joins_the_answer_that_runs(header):
+    async def run():
+        async with Rig() as rig:
+            body, key = {"prompt": "abc", "max_tokens": 30, "return_token_ids": True}, {header: "1"}
+            first = rig.open(COMPLETIONS, body, **key)
+            await rig.turn(4)
+            second, third = rig.open(COMPLETIONS, body, **key), rig.open(COMPLETIONS, body)
+            await first.leave()
+            await rig.finish()
+            await asyncio.gather(second.task, third.task)
+            said = [call.json["choices"][0]["token_ids"] for call in (second, third)]
+            assert said == [rig.engines[0].expected(1, group, 0, 30).tolist() for group in (1, 2)]
+            assert rig.answers.tokens == 60 and rig.answers.running == 0
+            if header == "idempotency_key":
+                late = await rig.ask(COMPLETIONS, body, **key)
+                assert late.json["id"] == second.json["id"] and rig.answers.tokens == 60
+
+    asyncio.run(run())
+
+
+def test_a_retry_that_never_comes_is_forgotten():
+    async def run():
+        async with Rig(linger_s=0.01) as rig:
+            call = rig.open(COMPLETIONS, {"prompt": "abc", "max_tokens": 30}, x_session_id="s")
+            await rig.turn(4)
+            await call.leave()
+            await rig.turn()
+            await asyncio.sleep(0.02)
+            await rig.finish()
+            assert rig.answers.running == 0 and rig.answers.cancelled_samples == 1
+
+    asyncio.run(run())
+
+
+def test_whoever_waits_hears_something_before_any_time_out():
+    async def run():
+        async with Rig(pulse_s=0.01) as rig:
+            body = {"prompt": "abc", "max_tokens": 4}
+            whole, stream = rig.open(COMPLETIONS, body), rig.open(COMPLETIONS, body | {"stream": True})
+            await asyncio.sleep(0.05)  # the engine is in one long tick
+            assert whole.status == stream.status == 200
+            assert whole.body.strip() == b"" and len(whole.body) >= 2, "blanks before JSON"
+            assert stream.body.count(b": the answer") >= 2, "comments in a stream"
+            await rig.finish()
+            await asyncio.gather(whole.task, stream.task)
+            assert len(whole.json["choices"][0]["text"]) == 4 and stream.events[-1] == "[DONE]"
+
+    asyncio.run(run())
+
+
+def test_an_engine_that_dies_is_an_error_and_no_answer():
+    async def run():
+        async with Rig() as rig:
+            calls = [rig.open(COMPLETIONS, {"prompt": "abc", "stream": stream}) for stream in (False, True)]
+            await rig.turn(3)
+            rig.answers.fail("the engine has died")
+            await asyncio.gather(*(call.task for call in calls), return_exceptions=True)
+            assert calls[0].status == 500 and calls[0].error["message"] == "the engine has died"
+            assert calls[1].task.exception() and "[DONE]" not in calls[1].events
+
+    asyncio.run(run())
+
+
+# ------------------------------------------------------------------ versions
+
+
+def test_64_streams_are_each_of_the_version_that_they_name_while_versions_come_and_go():
+    """Every token is compared with what the oracle samples at the version that the answer names, and at no other."""
+
+    async def run():
+        async with Rig(engines=2, length=lambda v, g, i, limit: 5 + g % 20, section=FOUR) as rig:
+            body = {"prompt": "abc", "max_tokens": 30, "stream": True, "return_token_ids": True}
+            calls = []
+            for i in range(64):
+                if i in (16, 32, 48):
+                    rig.store.offered = 1 + i // 16
+                    rig.versions.offer(rig.store.offered)
+                    while max(rig.versions.resident) < rig.store.offered:
+                        rig.fleet.replan()
+                        await asyncio.sleep(0.001)  # the weights are read on another thread
+                        await rig.turn()
+                calls.append(rig.open(COMPLETIONS, body, x_session_id=str(i - 40 if 40 <= i < 48 else i)))
+                await rig.turn()
+            await rig.finish()
+            await asyncio.gather(*(call.task for call in calls))
+            versions = [call.chunks[0]["weight_version"] for call in calls]
+            assert sorted(set(versions)) == [1, 2, 3, 4] and versions[40:] == [*versions[:8], *[4] * 16]
+            for group, (call, version) in enumerate(zip(calls, versions, strict=True), 1):
+                assert {chunk["model"] for chunk in call.chunks} == {f"policy@{version}"}
+                ids = [id for chunk in call.chunks for id in chunk["choices"][0]["token_ids"]]
+                n = 5 + group % 20
+                assert ids == [*rig.engines[0].expected(version, group, 0, n - 1).tolist(), END]
+            rig.versions.idle_s = 0.0
+            for _ in range(5):
+                rig.fleet.replan()
+                await rig.turn()
+            assert rig.versions.resident == {4} and rig.engines[0].versions == (4,)
+
+    asyncio.run(run())
+
+
+def test_a_retired_version_is_gone_and_says_what_is_there():
+    async def run():
+        async with Rig(versions=(1, 2), idle_s=0.0) as rig:
+            body = {"prompt": "abc", "max_tokens": 4}
+            old = await rig.ask(COMPLETIONS, body | {"model": "policy@1"}, x_session_id="s")
+            assert old.json["model"] == "policy@1"
+            rig.fleet.replan()
+            for call in (
+                await rig.ask(COMPLETIONS, body | {"model": "policy@1"}),
+                await rig.ask(COMPLETIONS, body, x_session_id="s"),
+            ):
+                assert call.status == 410 and call.error["code"] == "version_retired"
+                assert "policy@2" in call.error["message"]
+
+    asyncio.run(run())
+
+
+# ------------------------------------------------------------ stops and tools
+
+
+def test_a_stop_string_ends_the_sample_in_its_engine_too():
+    async def run():
+        async with Rig() as rig:
+            (engine,) = rig.engines
+            free, expected = engine.free_pages, engine.expected(1, 1, 0, 30).tolist()
+            text = Letters().decode(expected)
+            body = {"prompt": "abc", "max_tokens": 30, "stop": [text[6:9]], "return_token_ids": True}
+            call = await rig.ask(COMPLETIONS, body)
+            (choice,) = call.json["choices"]
+            assert (choice["text"], choice["finish_reason"]) == (text[:6], "stop")
+            assert choice["token_ids"] == expected[:9]
+            await rig.turn()
+            assert engine.free_pages == free and engine.idle
+            call = await rig.ask(GENERATE, {"token_ids": [1], "sampling_params": {"stop_token_ids": list(range(256))}})
+            assert len(call.json["choices"][0]["token_ids"]) == 1
+
+    asyncio.run(run())
+
+
+TOOLS = [{"type": "function", "function": {"name": "add", "parameters": {}}}]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_tool_call_is_told_as_one(stream):
+    """The text is put into the engine's mouth."""
+
+    async def run():
+        async with Rig() as rig:
+            earlier = {
+                "role": "assistant",
+                "tool_calls": [{"id": "a", "type": "function", "function": {"name": "add"}}],
+            }
+            messages = [*HELLO, earlier, {"role": "tool", "content": "3", "tool_call_id": "a"}]
+            call = rig.open(CHAT, {"messages": messages, "tools": TOOLS, "stream": stream})
+            await rig.settle()
+            said = 'so <tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>'.encode()
+            ids, logprobs = np.frombuffer(said, np.uint8).astype(np.int32), np.full(len(said), -0.5, np.float32)
+            for start in range(0, len(ids), 7):
+                rig.answers.grew(SampleId(1, 0), start, ids[start : start + 7], logprobs[start : start + 7])
+                await rig.settle()
+            whole = np.append(ids, np.int32(END)), np.append(logprobs, np.float32(-0.5))
+            rig.answers.ended(sample_of(SampleId(1, 0), *whole))
+            await call.task
+            if stream:
+                deltas = [chunk["choices"][0] for chunk in call.chunks]
+                text = "".join(delta["delta"].get("content") or "" for delta in deltas)
+                calls = [c for delta in deltas for c in delta["delta"].get("tool_calls", [])]
+                assert calls[0].pop("index") == 0
+                finish = deltas[-1]["finish_reason"]
+            else:
+                message, finish = call.json["choices"][0]["message"], call.json["choices"][0]["finish_reason"]
+                text, calls = message["content"], message["tool_calls"]
+            assert text == "so " and finish == "tool_calls"
+            (made,) = calls
+            assert made["type"] == "function" and made["id"].startswith("call_")
+            assert made["function"] == {"name": "add", "arguments": '{"a": 1}'}
+
+    asyncio.run(run())
+
+
+def sample_of(id, out_ids, logprobs):
+    return Sample(
+        id=id,
+        prompt_ids=np.array([1], np.int32),
+        out_ids=out_ids,
+        logprobs=logprobs,
+        mask=np.ones(len(out_ids), bool),
+        spans=(Span(version=1, start=0, stop=len(out_ids)),),
+        finish="stop",
+    )
 
 
 # ------------------------------------------------------------------- parts

@@ -13,7 +13,7 @@ import secrets
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from dora_jax.serving.chat import ToolCall, ToolCalls
 from dora_jax.serving.request import Ask, Refused
@@ -69,8 +69,11 @@ class Piece:
     finish: str | None = None  # stop, length or tool_calls: nothing follows
 
 
-class Broken(RuntimeError):
-    """The engine gave no numbers: there is no answer."""
+class Identity(NamedTuple):
+    """What makes two equal requests one: the client's retry key ("key"), its session, or the seed."""
+
+    kind: str
+    value: str
 
 
 class _Choice:
@@ -119,12 +122,13 @@ class _Choice:
 class Answer:
     """All choices of one request; `follow` tells it from the beginning, to as many readers as there are."""
 
-    def __init__(self, ask: Ask, version: Version, session: str | None):
+    def __init__(self, ask: Ask, version: Version, *, kept: bool = False):
+        """kept: a retry may come even when a client has read all of it."""
         self.id = secrets.token_hex(12)
-        self.ask, self.version, self.session = ask, version, session
+        self.ask, self.version, self.kept = ask, version, kept
         self.created_s = int(time.time())
         self.choices: list[_Choice] = []
-        self.error: Exception | None = None
+        self.error: Refused | None = None  # the engine failed: there is no answer
         self.readers: set[Reader] = set()
         self.log: list[Piece] = []
         self.forgetting: asyncio.TimerHandle | None = None  # nobody reads it
@@ -149,7 +153,7 @@ class Reader:
         self.read = 0
 
     async def follow(self, pulse_s: float) -> AsyncIterator[Piece | None]:
-        """Every piece; None whenever nothing came for pulse_s. Broken: the engine failed."""
+        """Every piece; None whenever nothing came for pulse_s. Refused (500): the engine failed."""
         while True:
             self.news.clear()
             while self.read < len(self.answer.log):
@@ -199,11 +203,11 @@ class Answers:
         self._change = asyncio.Event()
 
     async def begin(
-        self, ask: Ask, *, session: str | None, asked: Version | None, identity: str | None = None
+        self, ask: Ask, *, session: str | None, asked: Version | None, identity: Identity | None = None
     ) -> Reader:
-        """A reader of the answer. identity: of the request, the same in a retry; None: a retry is another request."""
+        """A reader of the answer. identity: the same in a retry; None: what looks like a retry is another request."""
         if identity is None and ask.seed is not None:
-            identity = "seed"  # the same tokens, whatever the session
+            identity = Identity("seed", "")  # the same tokens, whatever the session
         key = None if identity is None else (identity, session, ask, asked)
         while True:
             if key in self._known and key is not None:
@@ -216,12 +220,13 @@ class Answers:
                 continue
             if len(self._choices) + ask.choices > MAX_SAMPLES:
                 raise Refused(429, f"{len(self._choices)} samples run or wait: come again later", code="overloaded")
-            return self._read(self._new(ask, version, session, key, ids))
+            kept = identity is not None and identity.kind == "key"
+            return self._read(self._new(Answer(ask, version, kept=kept), session, key, ids))
 
     def fail(self, reason: str) -> None:
         """No answer that runs will end."""
         for answer in {choice.answer for choice in self._choices.values()}:
-            answer.error = Broken(reason)
+            answer.error = Refused(500, reason)
             answer.tell(None)
 
     def leave(self, reader: Reader) -> None:
@@ -230,7 +235,8 @@ class Answers:
         answer.readers.discard(reader)
         if answer.readers:
             return
-        if answer not in self._keys or (answer.done and reader.read == len(answer.log)):
+        told = answer.done and reader.read == len(answer.log) and not answer.kept
+        if answer not in self._keys or told:
             self._forget(answer)
             return
         for choice in answer.choices:
@@ -249,14 +255,14 @@ class Answers:
         choice = self._choices.get(sample.id)
         if choice is None:
             return
-        if sample.finish == "error":
-            choice.answer.error = Broken(f"sample {sample.id} has log-probs that are no numbers")
+        answer = choice.answer
+        if sample.finish == "error" or sample.version != answer.version:
+            fault = "its log-probs are no numbers" if sample.finish == "error" else f"it is of version {sample.version}"
+            answer.error = Refused(500, f"a sample of version {answer.version} is broken: {fault}")
             choice.finish = "error"
             self._over(choice)
-            choice.answer.tell(None)
+            answer.tell(None)
             return
-        if sample.version != choice.answer.version:
-            raise RuntimeError(f"{sample.id} is of version {sample.version}, not {choice.answer.version}")
         self._take(choice, sample.out_ids[choice.n :].tolist(), sample.logprobs[choice.n :].tolist(), sample.finish)
 
     def cancelled(self, id: SampleId) -> None:
@@ -290,10 +296,8 @@ class Answers:
         busy = any(id in self._choices or id in self._leaving for id in ids)
         return None if busy or len(set(ids)) < len(ids) else ids
 
-    def _new(
-        self, ask: Ask, version: Version, session: str | None, key: object | None, ids: Sequence[SampleId]
-    ) -> Answer:
-        answer = Answer(ask, version, session)
+    def _new(self, answer: Answer, session: str | None, key: object | None, ids: Sequence[SampleId]) -> Answer:
+        ask, version = answer.ask, answer.version
         if key is not None:
             self._known[key], self._keys[answer] = answer, key
         for index, id in enumerate(ids):

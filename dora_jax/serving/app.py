@@ -23,7 +23,7 @@ from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
 from dora_jax.serving import chat, request
-from dora_jax.serving.answers import Answers, Broken, Piece, Reader
+from dora_jax.serving.answers import Answers, Identity, Piece, Reader
 from dora_jax.serving.counters import Counters
 from dora_jax.serving.reply import DONE, ChatReply, CompletionReply, GenerateReply, Reply, event
 from dora_jax.serving.request import Ask, Form, Limits, Refused
@@ -133,11 +133,9 @@ class Endpoint:
     def _answer(self, asked: Request, body: Mapping[str, Any], ask: Ask, form: Form, reply: type[Reply]) -> _Answering:
         versions = self.answers.versions
         session, retry = asked.headers.get(SESSION), asked.headers.get(RETRY_KEY)
+        identity = Identity("key", retry) if retry else Identity("session", session) if session else None
         begin = self.answers.begin(
-            ask,
-            session=session or body.get("user"),
-            asked=versions.asked(body.get("model")),
-            identity=f"retry {retry}" if retry else f"session {session}" if session else None,
+            ask, session=session or body.get("user"), asked=versions.asked(body.get("model")), identity=identity
         )
 
         def of(reader: Reader) -> Reply:
@@ -154,6 +152,7 @@ class _Answering(Response):
         self._begin, self._reply_of = begin, reply_of
         self._reader: Reader | None = None
         self._began_s = time.monotonic()
+        self._started = False  # the status is said
         self.background = None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -175,17 +174,14 @@ class _Answering(Response):
         counters = self._endpoint.counters
         try:
             self._reader = await self._begin
+            reply = self._reply_of(self._reader)
+            await (self._stream if reply.form.stream else self._whole)(reply, self._pieces(self._reader), send)
         except Refused as error:
             counters.requests.labels(self._route, error.status).inc()
+            if self._started:
+                raise  # which cuts the connection: the client sees that the answer has no end
             await JSONResponse(error.body, error.status)(scope, receive, send)
             return
-        reply = self._reply_of(self._reader)
-        tell = self._stream if reply.form.stream else self._whole
-        try:
-            await tell(reply, self._pieces(self._reader), send)
-        except Broken:
-            counters.requests.labels(self._route, 500).inc()
-            raise
         counters.requests.labels(self._route, 200).inc()
         counters.answer_s.observe(time.monotonic() - self._began_s)
 
@@ -198,7 +194,7 @@ class _Answering(Response):
             yield piece
 
     async def _stream(self, reply: Reply, pieces: AsyncIterator[Piece | None], send: Send) -> None:
-        await _start(send, "text/event-stream; charset=utf-8", reply)
+        await self._start(send, "text/event-stream; charset=utf-8", reply)
         for chunk in reply.opening():
             await _more(send, event(chunk))
         told: list[Piece] = []
@@ -216,25 +212,25 @@ class _Answering(Response):
     async def _whole(self, reply: Reply, pieces: AsyncIterator[Piece | None], send: Send) -> None:
         """Blanks, which JSON allows before a value, keep the connection alive."""
         told: list[Piece] = []
-        started = False
+        last_s = self._began_s
         async for piece in pieces:
             if piece is not None:
                 told.append(piece)
-            if time.monotonic() - self._began_s >= self._endpoint.pulse_s:
-                if not started:
-                    await _start(send, "application/json", reply)
-                    started = True
-                if piece is None:
-                    await _more(send, b" ")
-        if not started:
-            await _start(send, "application/json", reply)
+            if (now_s := time.monotonic()) - last_s >= self._endpoint.pulse_s:
+                last_s = now_s
+                await self._start(send, "application/json", reply)
+                await _more(send, b" ")
+        await self._start(send, "application/json", reply)
         await send({"type": "http.response.body", "body": json.dumps(reply.body(told)).encode(), "more_body": False})
 
-
-async def _start(send: Send, kind: str, reply: Reply) -> None:
-    version = str(reply.answer.version).encode()
-    headers = [(b"content-type", kind.encode()), (b"cache-control", b"no-store"), (VERSION.encode(), version)]
-    await send({"type": "http.response.start", "status": 200, "headers": headers})
+    async def _start(self, send: Send, kind: str, reply: Reply) -> None:
+        """Once."""
+        if self._started:
+            return
+        self._started = True
+        version = str(reply.answer.version).encode()
+        headers = [(b"content-type", kind.encode()), (b"cache-control", b"no-store"), (VERSION.encode(), version)]
+        await send({"type": "http.response.start", "status": 200, "headers": headers})
 
 
 async def _more(send: Send, body: bytes) -> None:

@@ -60,9 +60,7 @@ def serve(config: Config, options: Options, workdir: Path | None) -> int:
     """Serves the checkpoints of the run in `workdir`; None: the folder model.path. Returns the exit code."""
     with _socket(options) as listening:
         devices.setup_platform(config)
-        config = presets.filled(
-            dataclasses.replace(config, slice="", cluster=dataclasses.replace(config.cluster, launcher=""))
-        )
+        config = presets.filled(_alone(config, follows=workdir is not None and options.step is None))
         with blame("model"):
             model = hf.check(config.model.path)
             tokenizer = Tokenizer.load(config.model.path)
@@ -71,7 +69,8 @@ def serve(config: Config, options: Options, workdir: Path | None) -> int:
         source = (
             FolderSource(config, mesh) if workdir is None else RunSource(config, model, mesh, workdir, options.step)
         )
-        versions, store = Versions(config.rollout.residents, options.session_idle_s, options.name), _weights(config)
+        versions = Versions(config.rollout.residents, options.session_idle_s, options.name)
+        store = DeviceWeights(config.model.dtype)
         first = source.first
         store.put(first, source.read(first))
         side_by_side([lambda engine=engine: _begin(engine, first, store) for engine in engines])  # type: ignore[misc]
@@ -214,6 +213,14 @@ def _socket(options: Options) -> socket.socket:
         raise ConfigError(f"port: {options.host}:{options.port} cannot be listened at: {error}") from error
 
 
+def _alone(config: Config, *, follows: bool) -> Config:
+    """The configuration of a process that serves and does nothing else. follows: a run's next version is loaded while
+    answers of the one before it run, so there is room for two."""
+    rollout = dataclasses.replace(config.rollout, residents=max(2 if follows else 1, config.rollout.residents))
+    cluster = dataclasses.replace(config.cluster, launcher="")
+    return dataclasses.replace(config, slice="", cluster=cluster, rollout=rollout)
+
+
 def _loopback(host: str) -> bool:
     try:
         return ipaddress.ip_address(host).is_loopback
@@ -228,10 +235,6 @@ def _engines(config: Config, tokenizer: Tokenizer, model: ModelConfig) -> tuple[
         raise ConfigError(f"rollout.tensor: an engine of {size} devices, and there are {len(found)}")
     meshes = [sharding.make_mesh(found[i : i + size], 1, 1, size) for i in range(0, len(found) - size + 1, size)]
     return [build.new_engine(config, tokenizer, model, mesh) for mesh in meshes], meshes[0]
-
-
-def _weights(config: Config) -> DeviceWeights:
-    return DeviceWeights(config.model.dtype)
 
 
 def _begin(engine: RolloutEngine, version: Version, store: DeviceWeights) -> None:
