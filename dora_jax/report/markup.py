@@ -14,6 +14,11 @@ def escaped(value: Any) -> str:
     return escape(str(value))
 
 
+def isolated(value: Any) -> str:
+    """Text whose direction of writing changes nothing around it."""
+    return f"<bdi>{escaped(value)}</bdi>"
+
+
 def table(head: Iterable[Any], rows: Iterable[Sequence[Any]]) -> str:
     """Cells are text, whatever they hold."""
     names = list(head)

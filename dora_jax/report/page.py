@@ -16,6 +16,7 @@ from dora_jax.report import curves, findings, samples, timeline
 from dora_jax.report.load import Row, RunData, configured, series
 from dora_jax.report.markup import as_json, escaped, figure, percent, table
 
+LISTED_INSTANCES = 32  # more are behind a fold
 SHOWN_DIFFERENCES = 100  # fields in which runs differ
 
 
@@ -179,7 +180,12 @@ def _instances(run: RunData, picture: dict[str, Any], bad: dict[int, str]) -> st
         )
     head = ("instance", "samples", "tokens", "tokens/s", "token 0", "mean log-prob", "non-finite", "idle", "loading",
             "longest idle, s", "deaths", "remark")  # fmt: skip
-    return table(head, rows)
+    if len(rows) <= LISTED_INSTANCES:
+        return table(head, rows)
+    remarked = [row for row in rows if row[-1]]
+    return (table(head, remarked) if remarked else "<p>No instance looks unhealthy.</p>") + (
+        f"<details><summary>all {len(rows)} instances</summary>{table(head, rows)}</details>"
+    )
 
 
 def _asset(name: str) -> str:

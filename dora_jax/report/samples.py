@@ -36,13 +36,13 @@ def section(rows: Sequence[Row], run: int) -> tuple[str, list[Tokens]]:
                 if seen % every == 0 and len(views) < TOKEN_VIEWS:
                     place = f"<p class=tokens data-run={run} data-view={len(views)}></p>"
                     views.append(tokens)
-            answers += f"<p class=note>{markup.escaped(_said(sample, tokens))}</p>{_text(sample.get('text'))}{place}"
+            answers += f"<p class=note>{_said(sample, tokens)}</p>{_text(sample.get('text'))}{place}"
         rewards = ", ".join(markup.figure(s.get("reward")) for s in _samples(row))
-        step = markup.escaped(row.get("step"))
+        step, group, version = (markup.isolated(row.get(name)) for name in ("step", "group", "version"))
         parts.append(
-            f"<details data-run={run} data-step='{step}'><summary>step {step}, group {markup.escaped(row.get('group'))}, "
-            f"version {markup.escaped(row.get('version'))}: rewards {rewards}</summary>{_text(row.get('prompt'))}"
-            f"<p class=note>expected: <bdi>{markup.escaped(str(row.get('expected'))[:200])}</bdi></p>{answers}</details>"
+            f"<details data-run={run} data-step='{markup.escaped(row.get('step'))}'><summary>step {step}, group {group}, "
+            f"version {version}: rewards {rewards}</summary>{_text(row.get('prompt'))}"
+            f"<p class=note>expected: {markup.isolated(str(row.get('expected'))[:200])}</p>{answers}</details>"
         )
     return "".join(parts) or "<p>No sample is recorded.</p>", views
 
@@ -77,9 +77,10 @@ def _tokens(sample: Row) -> Tokens | None:
 
 
 def _said(sample: Row, tokens: Tokens | None) -> str:
+    """A line of HTML."""
     said = (
         f"reward {markup.figure(sample.get('reward'))}, {markup.figure(sample.get('reward_above_mean'))} above its group's "
-        f"mean; {sample.get('tokens', '-')} tokens; {sample.get('finish', '-')}; mean log-prob "
+        f"mean; {markup.isolated(sample.get('tokens', '-'))} tokens; {markup.isolated(sample.get('finish', '-'))}; mean log-prob "
         f"{markup.figure(sample.get('mean_logprob'))}, lowest {markup.figure(sample.get('min_logprob'))}"
     )
     if tokens is None:
@@ -91,7 +92,7 @@ def _said(sample: Row, tokens: Tokens | None) -> str:
         said += f"; advantage {markup.figure(min(ends))} to {markup.figure(max(ends))}"
     if known:
         most = max(known)[1]
-        said += f"; largest gap trainer - engine {markup.figure(gap[most])} at token {most} ({text[most]!r:.40})"
+        said += f"; largest gap trainer - engine {markup.figure(gap[most])} at token {most} ({markup.isolated(repr(text[most])[:40])})"
     return said
 
 

@@ -141,7 +141,7 @@ class Timeline {
   draw() {
     const [pen, width] = canvas(this.element, this.row * this.lanes.length + FOOT);
     this.width = width;
-    this.lanes.forEach((lane, i) => this.lane(pen, lane, i * this.row));
+    this.lanes.forEach((lane, i) => this.lane(pen, lane, i));
     pen.strokeStyle = css('--fg'); pen.globalAlpha = .35; pen.lineWidth = .7;
     const place = new Map(this.lanes.map((lane, i) => [lane.id, (i + .5) * this.row]));
     for (const [ms, src, dst] of this.spec.moves) {
@@ -159,8 +159,8 @@ class Timeline {
       pen.fillText((ms / 1e3).toFixed(1) + ' s', this.x(ms), this.row * this.lanes.length + FOOT / 2);
     }
   }
-  lane(pen, lane, top) {
-    const inner = this.row - 2;
+  lane(pen, lane, i) {
+    const inner = this.row - 2, top = i * this.row;
     for (const [a, b, fill, versions] of lane.bars) {
       if (b < this.from || a > this.to) continue;
       const x = Math.max(LEFT, this.x(a)), w = Math.max(.5, Math.min(this.width, this.x(b)) - x);
@@ -177,6 +177,7 @@ class Timeline {
       }
     }
     pen.fillStyle = css('--bg'); pen.fillRect(0, top, LEFT - 2, this.row);
+    if (i % Math.ceil(12 / this.row)) return;  // names that would overlap
     pen.fillStyle = css('--fg'); pen.textAlign = 'left'; pen.fillText(lane.name, 2, top + inner / 2);
   }
 }
