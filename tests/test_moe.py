@@ -7,11 +7,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from dora_jax.models import decoder, expert_parallel, moe, sharding
+from dora_jax.models import decoder, expert_parallel, hf, moe, sharding
 from dora_jax.models.config import Experts, Latent, check_mesh
 from dora_jax.models.families import new_config
 from dora_jax.models.routes import RouteShape
 from dora_jax.ops.segment_attention import segment_attention
+from dora_jax.publish import DeviceWeights
+from dora_jax.runtime.transfer.weight_receiver import like
 
 pytestmark = pytest.mark.usefixtures("quick_compile")
 SIZES = dict(vocab_size=64, d_model=32, n_layers=3, n_heads=4, d_ff=48, tie_embeddings=False)
@@ -127,6 +129,28 @@ def scored_weight(e, logits):
 def test_sizes_that_make_no_mixture_are_refused(sizes, message):
     with pytest.raises(ValueError, match=message):
         Experts(**{"count": 8, "per_token": 2, "width": 4} | sizes)
+
+
+def test_biases_that_bfloat16_could_not_tell_apart_reach_engine_and_disk_as_they_are(tmp_path):
+    """Each of 8 experts is above the next by a 2000th: in bfloat16 all of these biases are one number."""
+    cfg = CONFIGS["deepseek_v3"]
+    params = noisy(cfg)
+    steps = 1 + jnp.arange(8)[::-1] / 2000
+    params["layers"]["router_bias"] = jnp.broadcast_to(steps, params["layers"]["router_bias"].shape)
+    assert len(set(steps.astype(jnp.bfloat16).tolist())) == 1
+    mesh = sharding.make_mesh(jax.devices()[:1], 1, 1, 1)
+    store = DeviceWeights("bfloat16")
+    store.put(0, jax.device_put(params, sharding.param_specs(cfg, mesh)))
+    specs = sharding.param_specs(cfg, mesh, "serving")
+    published = store.get(0, specs)
+    wanted = jax.eval_shape(decoder.serving_layout, decoder.abstract_params(cfg, jnp.bfloat16))
+    jax.tree.map(lambda x, of_calls: np.testing.assert_equal(x.dtype, of_calls.dtype), published, wanted)
+    assert {x.dtype for x in jax.tree.leaves(like(cfg, specs, "bfloat16"))} == {np.dtype(jnp.bfloat16), np.dtype("f4")}
+    hf.save(tmp_path / "bf16", cfg, params, dtype=jnp.bfloat16)
+    read = decoder.serving_layout(hf.load(tmp_path / "bf16", dtype=jnp.bfloat16)[1])
+    for layer in (*published["layers"], *read["layers"]):
+        assert layer["router"].dtype == jnp.bfloat16
+        np.testing.assert_array_equal(layer["router_bias"], steps)
 
 
 # ------------------------------------------------------------------ forward

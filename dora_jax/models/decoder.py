@@ -26,6 +26,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 
 from dora_jax.models import attention, moe
@@ -60,6 +61,7 @@ TOGETHER = (
     4  # layers of a serving loop's body, at most: XLA fetches the next one's weights while it computes with one's
 )
 KEPT = "attention"  # what an attention kernel names of its results: they are as small as a layer's input, and kept
+WIDE = ("router_bias",)  # stay f32 in every copy
 FIRST, LAYERS = "first_layers", "layers"  # the stacks of a model's layers, in their order
 
 
@@ -123,13 +125,18 @@ class Ends(nnx.Module):
             self.lm_head = _param(key, "lm_head", (cfg.d_model, cfg.vocab_size), ("embed", "vocab"), scale)
 
 
+def kept_type(name: str, dtype) -> np.dtype:
+    """The type of this parameter in a model of `dtype`: selections by biases in a narrow one have ties."""
+    return np.dtype(np.float32 if name in WIDE else dtype)
+
+
 def _init(cfg: ModelConfig, seed: int, dtype) -> Params:
     """Stacked weights; layer i draws from fold_in(key(seed), i), the ends from fold_in(key(seed), n_layers)."""
     key = jax.random.key(seed)
 
     def pure(module: Callable[[jax.Array], nnx.Module], layer):
         state = nnx.split(module(jax.random.fold_in(key, layer)))[1]
-        return jax.tree.map(lambda x: x.astype(dtype), nnx.to_pure_dict(state))
+        return {name: x.astype(kept_type(name, dtype)) for name, x in nnx.to_pure_dict(state).items()}
 
     params = pure(functools.partial(Ends, cfg), cfg.n_layers)
     for name, stack in stacks(cfg).items():

@@ -141,12 +141,13 @@ def _prefix(layer: int) -> str:
     return f"model.layers.{layer}."
 
 
-def _layer_parameters(cfg: ModelConfig, tree: dict) -> Iterator[tuple[Tensor, decoder.Stack, Any]]:
-    """(where it lies on disk, its stack, the leaf) of every parameter of the layers of a tree like the params."""
+def _layer_parameters(cfg: ModelConfig, tree: dict) -> Iterator[tuple[str, Tensor, decoder.Stack, Any]]:
+    """(its name, where it lies on disk, its stack, the leaf) of every parameter of the layers of a tree like the
+    params."""
     tensors = family(cfg.family).tensors
     for key, stack in decoder.stacks(cfg).items():
         for name, leaf in tree[key].items():
-            yield tensors[name], stack, leaf
+            yield name, tensors[name], stack, leaf
 
 
 # -- reading ---------------------------------------------------------------------------------------------------------
@@ -197,7 +198,7 @@ def _expected(cfg: ModelConfig) -> Iterator[tuple[str, tuple[int, ...]]]:
     for name, tensor in END_TENSORS.items():
         if name in abstract:
             yield tensor.name, stored(tensor, abstract[name].shape)
-    for tensor, stack, leaf in _layer_parameters(cfg, abstract):
+    for _, tensor, stack, leaf in _layer_parameters(cfg, abstract):
         for layer in range(stack.first, stack.first + stack.count):
             if not tensor.per_expert:
                 yield _prefix(layer) + tensor.name, stored(tensor, leaf.shape[1:])
@@ -298,17 +299,17 @@ def _read_stacked(tensors: Tensors, tensor: Tensor, first: int, dtype: np.dtype,
 def _disk_tensors(cfg: ModelConfig, params: dict, dtype: np.dtype) -> Iterator[tuple[str, np.ndarray]]:
     """(name, value as stored), one parameter on the host at a time."""
 
-    def stored(tensor: Tensor, value: np.ndarray) -> np.ndarray:
-        return np.ascontiguousarray(value.T if tensor.transposed else value, dtype)
+    def stored(name: str, tensor: Tensor, value: np.ndarray) -> np.ndarray:
+        return np.ascontiguousarray(value.T if tensor.transposed else value, decoder.kept_type(name, dtype))
 
     for name, tensor in END_TENSORS.items():
         if name in params:
-            yield tensor.name, stored(tensor, np.asarray(params[name]))
-    for tensor, stack, leaf in _layer_parameters(cfg, params):
+            yield tensor.name, stored(name, tensor, np.asarray(params[name]))
+    for name, tensor, stack, leaf in _layer_parameters(cfg, params):
         for layer, value in enumerate(np.asarray(leaf), stack.first):
             each = enumerate(value) if tensor.per_expert else [(0, value)]
             for e, one in each:
-                yield _prefix(layer) + tensor.name.format(e=e), stored(tensor, one)
+                yield _prefix(layer) + tensor.name.format(e=e), stored(name, tensor, one)
 
 
 def _check_params(cfg: ModelConfig, params: dict) -> None:

@@ -183,8 +183,8 @@ def like(cfg: ModelConfig, shardings: Tree, dtype: str) -> Tree:
     """The weights that an engine with these shardings needs, as ShapeDtypeStructs: the trainer's stacked tensors, split
     as the engine's are."""
     return jax.tree.map(
-        lambda x, s: jax.ShapeDtypeStruct(x.shape, dtype, sharding=s),
-        decoder.abstract_params(cfg),
+        lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s),
+        decoder.abstract_params(cfg, dtype),
         sharding.stacked_like(shardings),
     )
 
