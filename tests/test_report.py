@@ -86,6 +86,8 @@ def test_nothing_that_a_run_wrote_is_markup(tmp_path):
     assert "<b>bold</b>" in read.text, "it is shown as text"
     data = json.loads(read.scripts[0])
     assert data["runs"] == [name] and data["tokens"][0][0][1:] == [[None], [0.5]]
+    shown = text + json.dumps(data, ensure_ascii=False)
+    assert "<U+202E>rtl<U+2066>" in read.text and not set("\u202e\u2066") & set(shown), "no mark turns what follows"
     assert re.search(r"<pre dir=auto class=sample>", text), "a text's direction stays its own"
 
 

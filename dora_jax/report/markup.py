@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterable, Sequence
 from html import escape
 from typing import Any
@@ -10,8 +11,17 @@ from typing import Any
 from dora_jax.report.load import number
 
 
+# Marks that turn the direction of what follows: one that is never closed would reach beyond its element.
+TURNS = re.compile("[\u202a-\u202e\u2066-\u2069]")
+
+
+def visible(text: str) -> str:
+    """The text with the marks that turn its direction shown by their number."""
+    return TURNS.sub(lambda mark: f"<U+{ord(mark[0]):04X}>", text)
+
+
 def escaped(value: Any) -> str:
-    return escape(str(value))
+    return escape(visible(str(value)))
 
 
 def isolated(value: Any) -> str:

@@ -73,7 +73,7 @@ def _tokens(sample: Row) -> Tokens | None:
     text, *figures = [column for column in columns if isinstance(column, list)] or [[]]
     if not text or [len(column) for column in figures] != [len(text)] * (len(COLUMNS) - 1):
         return None
-    return [[str(piece) for piece in text], *([number(x) for x in column] for column in figures)]
+    return [[markup.visible(str(piece)) for piece in text], *([number(x) for x in column] for column in figures)]
 
 
 def _said(sample: Row, tokens: Tokens | None) -> str:
