@@ -33,6 +33,7 @@ from dora_jax.runtime.sample_registry import SampleRegistry
 from dora_jax.types import Prompt, SampleId, TokenTable
 from tests.fakes.engine_rig import SIZES, VOCAB, finish, ids, submit
 from tests.fakes.engine_rig import prompt as prompt_ids
+from tests.fakes.episode_rig import TURN, begin, play
 
 pytestmark = pytest.mark.usefixtures("quick_compile")
 CFG = decoder.new_config(
@@ -109,7 +110,7 @@ def assert_as_the_trainer(sample, atol=1e-4, cfg=CFG):
     padded = np.zeros((1, 64), np.int32)
     padded[0, : len(whole)] = whole
     logprobs, routes = trainer_forward(cfg, 64)(padded)
-    want = logprobs[len(sample.prompt_ids) - 1 : len(whole) - 1]
+    want = np.where(sample.mask, logprobs[len(sample.prompt_ids) - 1 : len(whole) - 1], 0)
     np.testing.assert_allclose(sample.logprobs, want, rtol=0, atol=atol)
     got = RouteShape.of(cfg).check(sample.table.routes, len(whole) - 1, str(sample.id))
     assert got.dtype == np.uint8
@@ -166,6 +167,17 @@ def test_two_attentions_a_layer_and_experts_that_compute_nothing():
     assert len(done) == 6 and max(sample.table.routes.max() for sample in done.values()) >= LONGCAT.experts.count
     for sample in done.values():
         assert_as_the_trainer(sample, cfg=LONGCAT)
+
+
+def test_episodes_carry_the_routes_of_what_they_observed(engines):
+    """They go on in the other engine from turn to turn, whose pages are of another size."""
+    here, there = engines
+    for id in ids((1, 2, 3), size=2):
+        begin(here, id)
+    done = play(here, there, answer=lambda in_flight: there if in_flight.sampled <= TURN else here)
+    assert len(done) == 6 and all(0 < sample.mask.sum() < len(sample.mask) for sample in done.values())
+    for sample in done.values():
+        assert_as_the_trainer(sample)
 
 
 @pytest.mark.parametrize("rows", [True, False])

@@ -10,6 +10,7 @@ from dora_jax.ops import attention
 from dora_jax.rollout import device_calls
 from dora_jax.types import SampleId
 from tests.fakes.engine_rig import finish, ids, loaded, new_engine, submit, undisturbed, weights
+from tests.fakes.episode_rig import begin, play, quiet
 
 
 @pytest.fixture(scope="module")
@@ -44,6 +45,17 @@ def test_the_same_samples_as_by_gathering(paged):
     assert len(done) == 12 and preempts
     for sample in done.values():
         assert_same(sample)
+
+
+def test_episodes_are_the_same_as_by_gathering(paged):
+    """Turns end inside pages, and what is observed is written behind them."""
+    for id in ids((0, 2, 3), size=2):
+        begin(paged, id)
+    for sample in play(paged).values():
+        same = quiet(sample.id)
+        np.testing.assert_array_equal(sample.out_ids, same.out_ids)
+        np.testing.assert_array_equal(sample.mask, same.mask)
+        np.testing.assert_allclose(sample.logprobs, same.logprobs, rtol=0, atol=1e-5)
 
 
 def test_no_bit_depends_on_preemption_or_batch_mates(paged):

@@ -6,7 +6,7 @@ import random
 import numpy as np
 import pytest
 
-from dora_jax.rollout.shapes import shapes_of
+from dora_jax.rollout.shapes import PREFILL_HEADER, shapes_of
 from dora_jax.types import SampleId
 from tests.fakes.plan_device import SECTION, FakeDevice, parcel
 
@@ -86,7 +86,7 @@ def test_prompts_of_a_tick_are_packed_by_version_in_order_of_arrival():
         device.add(parcel(group, version=version))
     device.tick()
     first = device.plans[-1].prefills[0]
-    assert first.version == 1 and first.control[:, 2].tolist() == [0, 200]
+    assert first.version == 1 and first.control[:, PREFILL_HEADER].tolist() == [0, 200]
     device.tick()
     assert device.plans[-1].prefills[0].version == 0
     assert [call.version for call in device.plans[-1].decodes] == [0, 1]

@@ -15,6 +15,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.experimental.layout import Format, Layout
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
@@ -33,6 +34,7 @@ from dora_jax.rollout.shapes import (
     HEADER,
     INDEX,
     POSITION,
+    PREFILL_HEADER,
     REMAINING,
     REPEATS,
     SLOT,
@@ -287,18 +289,20 @@ def _prefill(
     *,
     blocks,
 ):
-    """(pool, routes [rows, chunk, M, k] or None): KV of one chunk a row, given the pages before it. The last layer's
-    output is not needed; of unrolled layers it is not computed."""
+    """(pool, routes [rows, chunk, M, k] or None): KV of one chunk a row, given the pages before it. What the chunk's
+    first page holds of the chunk already stays. The last layer's output is not needed; of unrolled layers it is not
+    computed."""
     chunk, n_read = shapes.chunk, blocks * shapes.block_pages
-    header, tokens_RxL, past_RxP, write_RxW = jnp.split(control_RxC, [2, 2 + chunk, 2 + chunk + n_read], axis=1)
-    start_R, length_R = header[:, 0], header[:, 1]
+    ends = np.cumsum([PREFILL_HEADER, chunk, n_read]).tolist()
+    header, tokens_RxL, past_RxP, write_RxW = jnp.split(control_RxC, ends, axis=1)
+    start_R, length_R, kept_R = header.T
     positions_RxL = start_R[:, None] + jnp.arange(chunk)[None]
     _, pool, ids = decoder.forward_carrying(
         cfg,
         params,
         tokens_RxL,
         positions_RxL,
-        lambda pool: kv.attend_chunk(pool, past_RxP, write_RxW, start_R, length_R),
+        lambda pool: kv.attend_chunk(pool, past_RxP, write_RxW, start_R, length_R, kept_R),
         pool,
         dtype=dtype,
         compute=compute,

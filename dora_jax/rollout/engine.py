@@ -11,6 +11,7 @@ on batch-mates, order, preemption or migration; a tick waits for the device only
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -23,13 +24,13 @@ from dora_jax.models import decoder
 from dora_jax.models.routes import RouteShape
 from dora_jax.rollout.device import Device
 from dora_jax.rollout.device_calls import Calls
-from dora_jax.rollout.migrate import InFlightSample, SampledTokens, repaged, with_pages
-from dora_jax.rollout.plan import DecodeCall, PrefillCall, Prefix, Scheduler
+from dora_jax.rollout.migrate import InFlightSample, SampledTokens, ended, repaged, spent, with_pages
+from dora_jax.rollout.plan import DecodeCall, Piece, PrefillCall, Prefix, Scheduler
 from dora_jax.rollout.seq import Seq, Upload
 from dora_jax.rollout.shapes import shapes_of
 from dora_jax.rollout.stops import StopStrings
 from dora_jax.rollout.ticks import GrowingResult, TickResult
-from dora_jax.types import Sample, SampleId, Span, TokenTable, Version
+from dora_jax.types import SampleId, Version
 
 __all__ = ["Engine", "TickResult"]
 
@@ -139,8 +140,13 @@ class Engine:
 
     # ----------------------------------------------------------- samples
 
-    def submit(self, id: SampleId, prompt_ids: Any, version: Version, max_new_tokens: int) -> None:
-        """Queues one sample; it is reported as started when it gets a slot."""
+    def submit(
+        self, id: SampleId, prompt_ids: Any, version: Version, max_new_tokens: int, turn_tokens: int = 0
+    ) -> None:
+        """Queues one sample; it is reported as started when it gets a slot.
+
+        turn_tokens: of an episode, whose every turn samples so many at most and ends with the sample in
+        `TickResult.waiting`; `import_` continues it with what was observed. 0: the sample is one answer."""
         empty = np.zeros(0, np.int32)
         self._add(
             InFlightSample(
@@ -150,6 +156,7 @@ class Engine:
                 out_ids=empty,
                 logprobs=empty.astype(np.float32),
                 max_new_tokens=max_new_tokens,
+                turn_tokens=turn_tokens,
             ),
             announce=True,
         )
@@ -173,7 +180,12 @@ class Engine:
         return self.device.read_pages([0])
 
     def import_(self, parcel: InFlightSample) -> None:
-        """Continues a sample of another engine; without pages its tokens are prefilled again."""
+        """Continues a sample of another engine, or an episode with what it has observed since: only tokens without KV
+        are prefilled. An episode without room for a token ends with the next tick, by length."""
+        self._check_loaded(parcel.version, parcel.id)
+        if parcel.turn_tokens and spent(parcel, self.shapes.max_context):
+            self._emit.finished.append(ended(parcel, "length"))
+            return
         self._add(repaged(parcel, self.shapes.page_size), announce=False)
 
     def export(self, id: SampleId) -> InFlightSample:
@@ -188,7 +200,7 @@ class Engine:
         if copied is None:  # it has no pages, or others than before
             self._land()
             kv_len = seq.kv_len
-        parcel = self._parcel(seq, self._pages(seq), kv_len, copied)
+        parcel = self._parcel(seq, self._pages(seq, kv_len), kv_len, copied)
         self._forget(seq)
         return parcel
 
@@ -214,7 +226,7 @@ class Engine:
 
     @property
     def idle(self) -> bool:
-        return not self.scheduler.seqs and not self._emit.finished
+        return not self.scheduler.seqs and not (self._emit.finished or self._emit.waiting)
 
     @property
     def free_pages(self) -> int:
@@ -288,8 +300,11 @@ class Engine:
             if isinstance(call, DecodeCall):
                 self._commit(call, np.asarray(result), None if routes is None else np.asarray(routes))
             elif routes is not None:
-                for node, rows in zip(call.nodes, np.asarray(routes), strict=False):
-                    node.routes = rows[: len(node.tokens)].copy()
+                for chunk, rows in zip(call.chunks, np.asarray(routes), strict=False):
+                    if isinstance(chunk, Piece):
+                        chunk.seq.route(chunk.start, rows[: len(chunk.tokens)])
+                    else:
+                        chunk.routes = rows[: len(chunk.tokens)].copy()
 
     def _commit(self, call: DecodeCall, result: np.ndarray, routes: np.ndarray | None) -> None:
         steps, rows, emit, held = self.shapes.steps, len(call.rows), self._emit, self.scheduler.seqs
@@ -312,26 +327,34 @@ class Engine:
             seq.extend(tokens[row, :count], logprobs[row, :count], kept[row, :count])
             emit.tokens += count
             emit.progress[seq.id] = seq.n_out
-            if stops or not numbers or seq.n_out == seq.max_new_tokens:
+            if numbers and seq.turn_tokens and (stops or seq.limit == seq.n_out < seq.budget):
+                self._wait(seq)
+            elif stops or not numbers or seq.n_out == seq.limit:
                 self._end(seq, "error" if not numbers else "stop" if stops else "length")
 
     def _end(self, seq: Seq, finish: str) -> None:
         """`error`: its weights or KV are not numbers: never a sample to train on."""
-        table = seq.token_table
+        sample = ended(self._tokens(seq), finish)
         if self._routes is not None:
-            self._routes.check(table.routes, len(seq.sequence) - 1, str(seq.id))
-        self._emit.finished.append(_sample(seq, finish, table))
+            self._routes.check(sample.table.routes, len(seq.sequence) - 1, str(seq.id))
+        self._emit.finished.append(sample)
         if self.shapes.kept:
             self._emit.kept[seq.id] = seq.kept.copy()
         self.scheduler.remove(seq)
 
-    def _pages(self, seq: Seq) -> list[int]:
-        """Those that hold its KV."""
-        return seq.pages_to_read()[: self.shapes.pages_for(seq.kv_len)]
+    def _wait(self, seq: Seq) -> None:
+        """Its turn is over: its environment is to answer."""
+        kv_len = len(seq.sequence) - 1
+        self._emit.waiting.append(self._parcel(seq, self._pages(seq, kv_len), kv_len))
+        self.scheduler.remove(seq)
+
+    def _pages(self, seq: Seq, kv_len: int) -> list[int]:
+        """Those that hold the KV of so many positions."""
+        return seq.pages_to_read()[: self.shapes.pages_for(kv_len)]
 
     def _copied(self, seq: Seq) -> dict[str, np.ndarray] | None:
         """Host copies of a leaving sample's pages: each piece lands while the others' next step is on the device."""
-        copy, path = self.device.copy_pages(self._pages(seq)), seq.path
+        copy, path = self.device.copy_pages(self._pages(seq, seq.kv_len)), seq.path
         if not copy.launch(self.scheduler.copy_room):
             return None
         while copy.more:
@@ -348,7 +371,12 @@ class Engine:
     ) -> InFlightSample:
         if seq.parcel is not None:
             return seq.parcel  # it waits or is uploaded, and has not changed since it came
-        parcel = InFlightSample(
+        parcel = dataclasses.replace(self._tokens(seq), kv_len=kv_len, page_size=self.shapes.page_size)
+        return with_pages(parcel, copied or (self.device.read_pages(pages) if pages else {}))
+
+    def _tokens(self, seq: Seq) -> InFlightSample:
+        """It without its KV."""
+        return InFlightSample(
             id=seq.id,
             version=seq.version,
             prompt_ids=seq.prompt_ids,
@@ -356,12 +384,12 @@ class Engine:
             logprobs=seq.logprobs.copy(),
             max_new_tokens=seq.max_new_tokens,
             spans=seq.spans,
-            kv_len=kv_len,
-            page_size=self.shapes.page_size,
             table=seq.token_table,
             kept=seq.kept.copy() if self.shapes.kept else None,
+            mask=seq.mask,
+            turn_tokens=seq.turn_tokens,
+            dropped=seq.dropped,
         )
-        return with_pages(parcel, copied or (self.device.read_pages(pages) if pages else {}))
 
     def _emit_all(self) -> TickResult:
         grown, self._emit = self._emit, GrowingResult()
@@ -370,17 +398,3 @@ class Engine:
 
 # a call; of a decode call its result; routes, where they are asked for
 _Flight = tuple[DecodeCall | PrefillCall, jax.Array | None, jax.Array | None]
-
-
-def _sample(seq: Seq, finish: str, table: TokenTable) -> Sample:
-    n, start = seq.n_out, seq.spans[-1].stop if seq.spans else 0
-    return Sample(
-        id=seq.id,
-        prompt_ids=seq.prompt_ids,
-        out_ids=seq.out_ids.copy(),
-        logprobs=seq.logprobs.copy(),
-        mask=np.ones(n, bool),
-        spans=(*seq.spans, Span(version=seq.version, start=start, stop=n)),
-        finish=finish,
-        table=table,
-    )

@@ -70,13 +70,14 @@ class Paged:
 
     # ----------------------------------------------------------- prefill
 
-    def attend_chunk(self, pool: Pool, past_RxP, write_RxW, start_R, length_R) -> Attend:
+    def attend_chunk(self, pool: Pool, past_RxP, write_RxW, start_R, length_R, kept_R) -> Attend:
         chunk, width = self.shapes.chunk, write_RxW.shape[1]
         tables_RxM = jnp.pad(past_RxP, ((0, 0), (0, width)))
         at_RxW = (start_R // self.shapes.page_size)[:, None] + jnp.arange(width)[None]
         tables_RxM = tables_RxM.at[jnp.arange(start_R.shape[0])[:, None], at_RxW].set(write_RxW)
         real_RxL = jnp.arange(chunk)[None] < length_R[:, None]
-        return self._attend(pool, tables_RxM, start_R[:, None] + jnp.arange(chunk)[None], real_RxL)
+        is_kept_RxL = jnp.arange(chunk)[None] < kept_R[:, None]
+        return self._attend(pool, tables_RxM, start_R[:, None] + jnp.arange(chunk)[None], real_RxL, is_kept_RxL)
 
     # -------------------------------------------------------------- host
 
@@ -114,15 +115,22 @@ class Paged:
 
         return jax.lax.fori_loop(0, jnp.where(needed_B.any(), self.kv.layers, 0), copy, pool)
 
-    def _attend(self, pool: Pool, tables_SxM, positions_SxL, real_SxL) -> Attend:
-        """`attend` that writes the new KV into `pool`, zeros where it is not real, then reads all of it."""
-        impl, kv = self.shapes.attention, self.kv
+    def _attend(self, pool: Pool, tables_SxM, positions_SxL, real_SxL, is_kept_SxL=None) -> Attend:
+        """`attend` that writes the new KV into `pool`, zeros where it is not real, then reads all of it.
+
+        is_kept_SxL: positions of the first page that keep what they hold; None: there are none."""
+        impl, kv, size = self.shapes.attention, self.kv, self.shapes.page_size
         lens_S = positions_SxL[:, -1] + 1
 
-        def run(q, k, v, pages, tables_SxM, lens_S, real_SxL):
+        def run(q, k, v, pages, tables_SxM, lens_S, real_SxL, is_kept_SxL):
             rows = self._rows(k, v)
             kept = jnp.expand_dims(real_SxL, range(2, rows.ndim)) & jnp.isfinite(rows)
             rows = narrow(jnp.where(kept, rows, 0), self.pool_dtype)
+            if is_kept_SxL is not None:
+                first_Sx1 = (lens_S[:, None] - q.shape[1]) // size
+                held = pages[jnp.take_along_axis(tables_SxM, first_Sx1, axis=1)[:, 0]]
+                stays = jnp.expand_dims(is_kept_SxL[:, :size], range(2, rows.ndim))
+                rows = rows.at[:, :size].set(jnp.where(stays, held, rows[:, :size]))
             o, pages = attention.paged_step(
                 self._padded(q), rows, pages, lens_S, tables_SxM, kv.scale, impl, rank=kv.rank
             )
@@ -131,11 +139,12 @@ class Paged:
         heads = PartitionSpec(None, None, serving_table(self.mesh)["heads"])
         own = WHOLE if kv.rank else KV_HEADS
         split = jax.shard_map(
-            run, mesh=self.mesh, in_specs=(heads, own, own, own, *(WHOLE,) * 3), out_specs=(heads, own), check_vma=False
+            run, mesh=self.mesh, in_specs=(heads, own, own, own, *(WHOLE,) * 4), out_specs=(heads, own), check_vma=False
         )  # a kernel is opaque to the check
 
         def attend(layer, q, k, v=None):
-            o, pool[0] = split(q, k, v, pool[0], tables_SxM + layer * (self.shapes.pages + 1), lens_S, real_SxL)
+            tables = tables_SxM + layer * (self.shapes.pages + 1)
+            o, pool[0] = split(q, k, v, pool[0], tables, lens_S, real_SxL, is_kept_SxL)
             return o
 
         return attend

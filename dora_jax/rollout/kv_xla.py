@@ -87,15 +87,25 @@ class Gathered:
 
     # ----------------------------------------------------------- prefill
 
-    def attend_chunk(self, pool: Pool, past_RxP, write_RxW, start_R, length_R) -> Attend:
-        """The `attend` of one chunk a row; it puts the chunk's KV into `pool`."""
+    def attend_chunk(self, pool: Pool, past_RxP, write_RxW, start_R, length_R, kept_R) -> Attend:
+        """The `attend` of one chunk a row; it puts the chunk's KV into `pool`, but for the first `kept` positions, whose
+        KV the first page holds."""
         del length_R  # positions beyond it go to the dummy page or to places that are written again before they count
         past = self._gather(pool, past_RxP, start_R)
         chunk, size = self.shapes.chunk, self.shapes.page_size
         causal_LxL = jnp.arange(chunk)[:, None] >= jnp.arange(chunk)[None]
+        is_kept_RxS = jnp.arange(size)[None] < kept_R[:, None]
+
+        def merged(name: str, layer: int, x):
+            """The chunk with what its first page keeps."""
+            axis = POSITIONS[name] % 4
+            is_kept = jnp.expand_dims(is_kept_RxS, [i for i in (1, 2, 3) if i != axis])
+            first = jax.lax.slice_in_dim(x, 0, size, axis=axis)
+            held = pool[name][layer][write_RxW[:, 0]].astype(x.dtype)
+            return jax.lax.dynamic_update_slice_in_dim(x, jnp.where(is_kept, held, first), 0, axis)
 
         def attend(layer, q, k, v=None):
-            now = self._turned(k, v)
+            now = {name: merged(name, layer, x) for name, x in self._turned(k, v).items()}
             for name, x in now.items():
                 pages = narrow(_cut(x, name, size), self.pool_dtype)
                 pool[name][layer] = pool[name][layer].at[write_RxW].set(pages)

@@ -52,6 +52,12 @@ class InFlightSample:
         return self.dropped + (len(self.out_ids) if self.mask is None else int(self.mask.sum()))
 
     @property
+    def turn_start(self) -> int:
+        """Where in out_ids the last turn begins."""
+        observed = () if self.mask is None else np.flatnonzero(~self.mask)
+        return int(observed[-1]) + 1 if len(observed) else 0
+
+    @property
     def pages(self) -> dict[str, np.ndarray]:
         """Those that it carries, by the names of kv_layout.py."""
         return {name: x for name, x in (("k", self.k_pages), ("v", self.v_pages)) if x is not None}
@@ -130,6 +136,16 @@ def retagged(parcel: InFlightSample, version: Version) -> InFlightSample:
     return dataclasses.replace(without_pages(parcel), version=version, spans=spans_of(parcel))
 
 
+def response_room(parcel: InFlightSample, max_context: int) -> int:
+    """Tokens that out_ids may hold: of an episode as many as the engine is compiled for, observed ones included."""
+    return max_context - len(parcel.prompt_ids) if parcel.turn_tokens else parcel.max_new_tokens
+
+
+def spent(parcel: InFlightSample, max_context: int) -> bool:
+    """No token is left to sample."""
+    return parcel.sampled >= parcel.max_new_tokens or len(parcel.out_ids) >= response_room(parcel, max_context)
+
+
 def observed(parcel: InFlightSample, token_ids: np.ndarray, keep: int | None = None) -> InFlightSample:
     """The episode with what its environment said behind its tokens.
 
@@ -141,7 +157,7 @@ def observed(parcel: InFlightSample, token_ids: np.ndarray, keep: int | None = N
         raise ValueError(f"{parcel.id} observes {len(token_ids)} tokens behind {keep} of {n_prompt + n_out}")
     stay, n = max(keep - n_prompt, 0), len(token_ids)
     mask = np.ones(n_out, bool) if parcel.mask is None else parcel.mask
-    routes, kept = parcel.table.routes, parcel.kept
+    kept = parcel.kept
     whole = dataclasses.replace(
         parcel,
         prompt_ids=parcel.prompt_ids[:keep],
@@ -150,7 +166,7 @@ def observed(parcel: InFlightSample, token_ids: np.ndarray, keep: int | None = N
         mask=np.concatenate([mask[:stay], np.zeros(n, bool)]),
         dropped=parcel.dropped + int(mask[stay:].sum()),
         spans=_cut_spans(parcel.spans, stay),
-        table=dataclasses.replace(parcel.table, routes=None if routes is None else routes[:keep]),
+        table=rows_of(parcel.table, slice(keep)),
         kept=None if kept is None else np.concatenate([kept[:stay], np.full((n, kept.shape[1]), -1, np.int32)]),
     )
     return cut_kv(whole, min(parcel.kv_len, keep))
@@ -170,9 +186,6 @@ def ended(parcel: InFlightSample, finish: str) -> Sample:
     """The sample that it is once it ends here. What was observed behind the last sampled token is no part of it."""
     mask = np.ones(len(parcel.out_ids), bool) if parcel.mask is None else parcel.mask
     n = int(np.flatnonzero(mask)[-1]) + 1 if mask.any() else 0
-    routes = parcel.table.routes
-    if routes is not None:
-        routes = routes[: len(parcel.prompt_ids) + n - 1]
     return Sample(
         id=parcel.id,
         prompt_ids=parcel.prompt_ids,
@@ -181,7 +194,7 @@ def ended(parcel: InFlightSample, finish: str) -> Sample:
         mask=mask[:n],
         spans=_cut_spans(spans_of(parcel), n),
         finish=finish,
-        table=dataclasses.replace(parcel.table, routes=routes),
+        table=rows_of(parcel.table, slice(len(parcel.prompt_ids) + n - 1)),
     )
 
 

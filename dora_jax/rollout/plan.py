@@ -21,11 +21,11 @@ from collections import deque
 import numpy as np
 
 from dora_jax.models.routes import RouteShape
-from dora_jax.rollout.migrate import InFlightSample
+from dora_jax.rollout.migrate import InFlightSample, spent
 from dora_jax.rollout.pages import DUMMY, Node, OutOfPages, PagePool, PrefixIndex
 from dora_jax.rollout.rows import Rows
 from dora_jax.rollout.seq import Seq, Upload
-from dora_jax.rollout.shapes import Shapes
+from dora_jax.rollout.shapes import PREFILL_HEADER, Shapes
 from dora_jax.types import SampleId, Version
 
 
@@ -38,12 +38,26 @@ class Preempt:
     kv_len: int
 
 
+@dataclasses.dataclass(frozen=True, eq=False)
+class Piece:
+    """A chunk of what an episode observed, from the start of a page on. What the page holds already stays."""
+
+    seq: Seq
+    start: int
+    tokens: np.ndarray  # i32[n]
+    pages: list[int]  # that it writes
+
+    @property
+    def version(self) -> Version:
+        return self.seq.version
+
+
 @dataclasses.dataclass(frozen=True)
 class PrefillCall:
     version: Version
     blocks: int
     control: np.ndarray  # i32, see Shapes.prefill_control
-    nodes: tuple[Node, ...]  # of its first rows
+    chunks: tuple[Node | Piece, ...]  # of its first rows
 
 
 @dataclasses.dataclass(frozen=True)
@@ -100,7 +114,7 @@ class Scheduler:
     def add(self, parcel: InFlightSample, *, announce: bool) -> None:
         """ValueError where the sample can never run here."""
         self._check_fits(parcel)
-        seq = Seq(parcel, self._arrivals, announce, self.shapes.kept, self.routes)
+        seq = Seq(parcel, self._arrivals, announce, self.shapes.max_context, self.shapes.kept, self.routes)
         self._arrivals += 1
         self.seqs[seq.id] = seq
         if announce:
@@ -170,9 +184,9 @@ class Scheduler:
         s, n_prompt = self.shapes, len(parcel.prompt_ids)
         if n_prompt == 0:
             raise ValueError(f"{parcel.id} has an empty prompt")
-        if parcel.max_new_tokens <= len(parcel.out_ids):
+        if spent(parcel, s.max_context):
             raise ValueError(f"{parcel.id} has no token left to sample of {parcel.max_new_tokens}")
-        if n_prompt + parcel.max_new_tokens > s.max_context:
+        if n_prompt + (1 if parcel.turn_tokens else parcel.max_new_tokens) > s.max_context:
             raise ValueError(
                 f"{parcel.id} may reach {n_prompt + parcel.max_new_tokens} tokens; the engine is "
                 f"compiled for {s.max_context} (rollout.max_prompt_tokens + max_new_tokens)"
@@ -216,6 +230,7 @@ class Scheduler:
         heapq.heappush(self._free_slots, seq.row)
         del self._admitted[seq]
         seq.slot, seq.path, seq.first_private, seq.tail_page = None, [], 0, None
+        seq.filled = seq.fill_to = 0
         seq.fresh = True
 
     # ------------------------------------------------------- admission
@@ -231,8 +246,9 @@ class Scheduler:
         s = self.shapes
         prefix = seq.sequence[:-1]
         kv_len = 0 if seq.parcel is None else seq.parcel.kv_len
-        decoding = 0 < kv_len == len(prefix)  # it comes with all its KV: share whole chunks of the prompt only
-        shared = (seq.n_prompt - 1) // s.chunk * s.chunk if decoding else len(prefix)
+        # with all its KV, or all but that of what an episode has observed, it shares whole chunks of the prompt only
+        own = 0 < kv_len == len(prefix) or bool(seq.turn_tokens) and kv_len >= seq.n_prompt
+        shared = (seq.n_prompt - 1) // s.chunk * s.chunk if own else len(prefix)
         first_private = shared // s.page_size
         private = s.pages_for(len(prefix) + min(s.steps, seq.remaining)) - first_private
         cost = self.index.cost(seq.version, prefix[:shared]) + private
@@ -247,13 +263,15 @@ class Scheduler:
         seq.slot = heapq.heappop(self._free_slots)
         self._rows.take(seq, nodes[:first_private] + self.index.allocate(seq.version, private))
         self._admitted[seq] = self._coming[seq] = None
-        self._queue_uploads(seq, kv_len, decoding)
+        if own:
+            seq.filled, seq.fill_to = kv_len, len(prefix)
+        self._queue_uploads(seq, kv_len, own)
         if seq.announce:
             plan.started.append(seq.id)
         seq.announce = False
         return True
 
-    def _queue_uploads(self, seq: Seq, kv_len: int, decoding: bool) -> None:
+    def _queue_uploads(self, seq: Seq, kv_len: int, own: bool) -> None:
         if seq.parcel is None:
             return
         size = self.shapes.page_size
@@ -262,7 +280,7 @@ class Scheduler:
                 seq.uploads.append((Upload(seq.parcel, node.start // size, node.pages), node))
                 node.uploading = True
                 node.routes = seq.known_routes(node.start, node.stop)
-        if decoding:
+        if own:
             stop = self.shapes.pages_for(kv_len)
             seq.uploads.append(
                 (Upload(seq.parcel, seq.first_private, seq.table[seq.first_private : stop].tolist()), None)
@@ -316,31 +334,48 @@ class Scheduler:
         return [*self._pinned, *sorted(self._coming, key=lambda seq: seq.arrival)]
 
     def _prefill(self, holders: list[Prefix | Seq]) -> PrefillCall | None:
-        nodes: dict[Node, None] = {}
+        chunks: dict[Node | Piece, None] = {}
         for holder in holders:
-            node = None if holder.computed else next(node for node in holder.path if not node.ready)
-            if node is not None and not node.uploading and (not nodes or node.version == next(iter(nodes)).version):
-                nodes[node] = None
-                if len(nodes) == self.shapes.prefill_rows:
+            chunk = self._next_chunk(holder)
+            if chunk is not None and (not chunks or chunk.version == next(iter(chunks)).version):
+                chunks[chunk] = None
+                if len(chunks) == self.shapes.prefill_rows:
                     break
-        if not nodes:
+        if not chunks:
             return None
-        blocks = self.shapes.bucket(max(node.start for node in nodes), self.shapes.prefill_buckets)
-        for node in nodes:
-            node.ready = True
-        control = self._prefill_control(list(nodes), blocks)
-        return PrefillCall(next(iter(nodes)).version, blocks, control, tuple(nodes))
+        blocks = self.shapes.bucket(max(chunk.start for chunk in chunks), self.shapes.prefill_buckets)
+        control = self._prefill_control(list(chunks), blocks)
+        for chunk in chunks:
+            if isinstance(chunk, Piece):
+                chunk.seq.filled = chunk.start + len(chunk.tokens)
+            else:
+                chunk.ready = True
+        return PrefillCall(next(iter(chunks)).version, blocks, control, tuple(chunks))
 
-    def _prefill_control(self, nodes: list[Node], blocks: int) -> np.ndarray:
+    def _next_chunk(self, holder: Prefix | Seq) -> Node | Piece | None:
+        """What it needs computed next; None: nothing, or what is on its way from the host."""
+        if not holder.computed:
+            node = next(node for node in holder.path if not node.ready)
+            return None if node.uploading else node
+        if isinstance(holder, Prefix) or holder.uploads or holder.filled == holder.fill_to:
+            return None
+        s, first = self.shapes, holder.filled // self.shapes.page_size
+        start, stop = first * s.page_size, min(first * s.page_size + s.chunk, holder.fill_to)
+        pages = holder.table[first : s.pages_for(stop)].tolist()
+        return Piece(holder, start, holder.sequence[start:stop], pages)
+
+    def _prefill_control(self, chunks: list[Node | Piece], blocks: int) -> np.ndarray:
         s = self.shapes
-        read, write = 2 + s.chunk, 2 + s.chunk + blocks * s.block_pages
+        read = PREFILL_HEADER + s.chunk
+        write = read + blocks * s.block_pages
         control = np.full(s.prefill_control(blocks), DUMMY, np.int32)
-        for row, node in zip(control, nodes, strict=False):
-            row[0], row[1] = node.start, len(node.tokens)
-            row[2 : 2 + len(node.tokens)] = node.tokens
-            past = _ancestor_pages(node)
+        for row, chunk in zip(control, chunks, strict=False):
+            own = isinstance(chunk, Piece)
+            row[:PREFILL_HEADER] = chunk.start, len(chunk.tokens), chunk.seq.filled - chunk.start if own else 0
+            row[PREFILL_HEADER : PREFILL_HEADER + len(chunk.tokens)] = chunk.tokens
+            past = chunk.seq.table[: chunk.start // s.page_size] if own else _ancestor_pages(chunk)
             row[read : read + len(past)] = past
-            row[write : write + len(node.pages)] = node.pages
+            row[write : write + len(chunk.pages)] = chunk.pages
         return control
 
 

@@ -126,7 +126,7 @@ class Rows:
             seq.sequence[-1],
             seq.position,
             seq.remaining,
-            seq.n_out + seq.inflight,
+            seq.drawn,
             seq.id.group_id,
             seq.id.index,
             seq.repeats(self.shapes.max_repeats),

@@ -12,7 +12,7 @@ from collections import deque
 import numpy as np
 
 from dora_jax.models.routes import RouteShape
-from dora_jax.rollout.migrate import InFlightSample
+from dora_jax.rollout.migrate import InFlightSample, response_room
 from dora_jax.rollout.pages import Node
 from dora_jax.rollout.route_log import RouteLog
 from dora_jax.types import TokenTable
@@ -32,13 +32,19 @@ class Upload:
 
 
 class Seq:
-    """One sample in this engine. `sequence` is prompt + sampled; all but its last token have KV once it decodes."""
+    """One sample in this engine. `sequence` is prompt + response; all but its last token have KV once it decodes."""
 
     def __init__(
-        self, parcel: InFlightSample, arrival: int, announce: bool, kept: int = 0, routes: RouteShape | None = None
+        self,
+        parcel: InFlightSample,
+        arrival: int,
+        announce: bool,
+        max_context: int,
+        kept: int = 0,
+        routes: RouteShape | None = None,
     ):
-        """kept: ids of the keep set that come along with each token. routes: what the experts of a token look like,
-        where they come along."""
+        """max_context: tokens that an episode may have in all. kept: ids of the keep set that come along with each
+        token. routes: what the experts of a token look like, where they come along."""
         self.id = parcel.id
         self.version = parcel.version
         self.arrival = arrival
@@ -48,10 +54,18 @@ class Seq:
         self.max_new_tokens = parcel.max_new_tokens
         self.n_prompt = len(parcel.prompt_ids)
         self.n_out = 0
-        self._tokens = np.empty(self.n_prompt + parcel.max_new_tokens, np.int32)  # memory that nothing has touched
-        self._tokens[: self.n_prompt] = parcel.prompt_ids  # takes none
-        self._logprobs = np.empty(parcel.max_new_tokens, np.float32)
-        self._kept = np.empty((parcel.max_new_tokens, kept), np.int32)  # ids of the keep set a sampled token
+        self.turn_tokens = parcel.turn_tokens
+        self.dropped = parcel.dropped
+        most = response_room(parcel, max_context)
+        self._tokens = np.empty(self.n_prompt + most, np.int32)  # memory that nothing has touched takes none
+        self._tokens[: self.n_prompt] = parcel.prompt_ids
+        self._logprobs = np.empty(most, np.float32)
+        self._kept = np.empty((most, kept), np.int32)  # ids of the keep set a sampled token
+        self._mask = parcel.mask  # of what it has come with
+        self.turn_start = parcel.turn_start
+        self.undrawn = len(parcel.out_ids) - parcel.sampled  # of n_out: observed, less those of earlier branches
+        self.budget = min(most, parcel.max_new_tokens + self.undrawn)  # of n_out: there the sample is over
+        self.limit = min(self.budget, self.turn_start + self.turn_tokens) if self.turn_tokens else self.budget
         absent = np.full((len(parcel.out_ids), kept), -1, np.int32)
         self.extend(parcel.out_ids, parcel.logprobs, absent if parcel.kept is None else parcel.kept)
         self.parcel: InFlightSample | None = parcel  # its KV in host memory, while it waits or is uploaded
@@ -65,6 +79,7 @@ class Seq:
             0, np.int32
         )  # page of each page-sized stretch: the path's, then its own from first_private
         self.first_private = 0
+        self.filled = self.fill_to = 0  # of an episode's new tokens: positions with KV in its own pages, and to have it
         self.tail_page: int | None = None  # the shared page to read in the place of the first private one, once
         self.fresh = True  # the device does not hold its next token yet
         self.inflight = 0  # decode steps launched and not yet read back
@@ -117,6 +132,18 @@ class Seq:
         return self._kept[: self.n_out]
 
     @property
+    def mask(self) -> np.ndarray | None:
+        """bool[U]; None: nothing is observed."""
+        if self._mask is None:
+            return None
+        return np.concatenate([self._mask, np.ones(self.n_out - len(self._mask), bool)])
+
+    @property
+    def drawn(self) -> int:
+        """Tokens sampled once what is in flight has come back: the number of the next draw."""
+        return self.n_out - self.undrawn + self.inflight
+
+    @property
     def row(self) -> int:
         """Its slot; RuntimeError while it has none."""
         if self.slot is None:
@@ -130,7 +157,7 @@ class Seq:
 
     @property
     def remaining(self) -> int:
-        return self.max_new_tokens - self.n_out - self.inflight
+        return self.limit - self.n_out - self.inflight
 
     @property
     def computed(self) -> bool:
@@ -140,7 +167,7 @@ class Seq:
     @property
     def ready(self) -> bool:
         """It can decode."""
-        return self.slot is not None and not self.uploads and self.computed
+        return self.slot is not None and not self.uploads and self.computed and self.filled == self.fill_to
 
     @property
     def decodes(self) -> bool:
@@ -152,11 +179,13 @@ class Seq:
         """Leading positions that have KV, as far as its parcel does not hold it."""
         if self.slot is None or self.uploads:
             return 0
-        return self.position if self.ready else next(node.start for node in self.path if not node.ready)
+        if self.ready:
+            return self.position
+        return self.filled if self.computed else next(node.start for node in self.path if not node.ready)
 
     def repeats(self, limit: int) -> int:
-        """How many of the last sampled tokens are the same, counted up to a limit."""
-        last = self.out_ids[max(0, self.n_out - limit) :]
+        """How many of the turn's last sampled tokens are the same, counted up to a limit."""
+        last = self.out_ids[max(self.turn_start, self.n_out - limit) :]
         other = np.flatnonzero(last != last[-1:])
         return len(last) - (int(other[-1]) + 1 if len(other) else 0)
 

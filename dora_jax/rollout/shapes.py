@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 
 # columns of a decode call's control array; then the pages to read, then those to write
 SLOT, FRESH, TOKEN, POSITION, REMAINING, DRAWN, GROUP, INDEX, REPEATS, HEADER = range(10)
+PREFILL_HEADER = 3  # of a prefill call's: the chunk's start, its length, how many of its first positions have KV
 COPY_PAGES = 16  # of a moving sample that one call takes, and one tick: the others decode in between
 ALONE_PAGES = 144  # where nobody decodes, for a call costs as much as many pages: 128, and what has been sampled since
 COPY_TOKENS = 1024  # of pages in one copy where a kernel reads pages, so that reading and writing are compiled once
@@ -92,8 +93,8 @@ class Shapes:
         return self.rows, HEADER + blocks * self.block_pages + self.window
 
     def prefill_control(self, blocks: int) -> tuple[int, int]:
-        """Shape of a prefill call's: start, length, tokens, pages to read, pages to write."""
-        return self.prefill_rows, 2 + self.chunk + blocks * self.block_pages + self.chunk // self.page_size
+        """Shape of a prefill call's: start, length, kept, tokens, pages to read, pages to write."""
+        return self.prefill_rows, PREFILL_HEADER + self.chunk + blocks * self.block_pages + self.chunk // self.page_size
 
     def bucket(self, positions: int, buckets: tuple[int, ...]) -> int:
         """The smallest bucket whose blocks hold this many positions."""

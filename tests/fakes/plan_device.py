@@ -86,11 +86,11 @@ class FakeDevice:
     def prefill(self, call):
         s = self.s
         n_read = call.blocks * s.block_pages
-        for start, length, *rest in call.control:
+        for start, length, kept, *rest in call.control:
             tokens, past, write = rest[: s.chunk], rest[s.chunk : s.chunk + n_read], rest[s.chunk + n_read :]
             assert start % s.chunk == 0 and start <= n_read * s.page_size
             assert None not in self.read(past, start)
-            for i in range(length):
+            for i in range(kept, length):
                 self.kv[write[i // s.page_size], i % s.page_size] = (call.version, tokens[i], start + i)
 
     def decode(self, call, length):

@@ -1,0 +1,85 @@
+"""Episodes: a turn's end frees the slot; what is observed is prefilled alone; nothing that happens meanwhile shows."""
+
+import random
+
+import numpy as np
+
+from dora_jax.models import decoder
+from dora_jax.models.logits import target_logprobs
+from dora_jax.ops.segment_attention import segment_attention
+from dora_jax.types import SampleId
+from tests.fakes.engine_rig import CFG, VOCAB, ids, loaded, params, undisturbed
+from tests.fakes.episode_rig import TURN, assert_quiet, begin, play, quiet, said
+
+
+def test_a_turn_is_sampled_as_an_answer_is_and_what_is_observed_has_no_draw():
+    id = SampleId(3, 0)
+    sample = quiet(id)
+    answer = undisturbed(id)
+    first = int(np.flatnonzero(~sample.mask)[0])
+    assert first <= TURN and sample.mask.sum() > first
+    np.testing.assert_array_equal(sample.out_ids[:first], answer.out_ids[:first])
+    np.testing.assert_array_equal(sample.logprobs[:first], answer.logprobs[:first])
+    assert (sample.logprobs[~sample.mask] == 0).all() and (sample.logprobs[sample.mask] < 0).all()
+
+
+def test_log_probs_of_every_turn_are_those_of_the_whole_sequence():
+    for id in ids((2, 3)):
+        sample = quiet(id)
+        assert 3 < sample.mask.sum() < len(sample.mask)
+        tokens = np.concatenate([sample.prompt_ids, sample.out_ids])[None]
+        segments, positions = np.ones_like(tokens), np.arange(tokens.shape[1])[None]
+        hidden = decoder.forward(CFG, params(), tokens, positions, segment_attention(segments, positions))
+        said_by, _ = target_logprobs(CFG, params(), hidden[:, :-1], tokens[:, 1:], vocab_limit=VOCAB)
+        of_response = np.where(sample.mask, said_by[0, len(sample.prompt_ids) - 1 :], 0)
+        np.testing.assert_allclose(of_response, sample.logprobs, atol=1e-5)
+
+
+def test_only_what_is_observed_is_prefilled():
+    id = SampleId(3, 0)
+    with loaded("a") as engine:
+        begin(engine, id)
+        prefilled = []
+        plan = engine.scheduler.plan
+        engine.scheduler.plan = lambda: (
+            p := plan(),
+            prefilled.extend((c.control[0][:3]).tolist() for c in p.prefills),
+        )[0]
+        waiting = []
+        sample = play(engine, answer=lambda in_flight: waiting.append(in_flight))[id]
+        engine.scheduler.plan = plan
+    assert_quiet(sample)
+    assert [start for start, _, _ in prefilled[:3]] == [0, 8, 16]
+    covered = set()
+    for start, length, kept in prefilled[3:]:
+        new = range(start + kept, start + length)
+        assert not covered & {*new}
+        covered |= {*new}
+    for in_flight in waiting:
+        n = len(in_flight.prompt_ids) + len(in_flight.out_ids)
+        assert in_flight.kv_len == n - 1 and {*range(n - 1, n - 1 + len(said(in_flight)))} <= covered
+    fed = np.flatnonzero(sample.mask[:-1] & sample.mask[1:]) + len(sample.prompt_ids)
+    assert not covered & {*fed.tolist()}, "sampled tokens keep their KV"
+
+
+def test_batch_mates_order_and_preemption_do_not_matter():
+    for name in ("a", "small"):
+        with loaded(name) as engine:
+            order = ids((0, 1, 2, 3, 4, 5))
+            random.Random(1).shuffle(order)
+            for id in order:
+                begin(engine, id)
+            done = play(engine)
+        assert len(done) == 12
+        for sample in done.values():
+            assert_quiet(sample)
+
+
+def test_an_episode_that_goes_on_elsewhere_is_the_same():
+    with loaded("a", "small") as (a, b):
+        for id in ids((2, 3, 4)):
+            begin(a, id)
+        done = play(a, b, answer=lambda in_flight: b if in_flight.id.index else a)
+    assert len(done) == 6
+    for sample in done.values():
+        assert_quiet(sample)
