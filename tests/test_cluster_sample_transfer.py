@@ -7,10 +7,10 @@ import numpy as np
 import pytest
 
 from dora_jax.orchestrate import events as ev
-from dora_jax.rollout.migrate import holders_alike, parted, without_pages
+from dora_jax.rollout.migrate import holders_alike, observed, parted, without_pages
 from dora_jax.runtime.cluster import messages
 from dora_jax.runtime.cluster.sample_transfer import KVEndpoint, MoveThroughController, ResultSender
-from dora_jax.runtime.worker import Finished, HandedOver, InstanceReady, Parked
+from dora_jax.runtime.worker import Finished, HandedOver, InstanceReady, Parked, Waiting
 from dora_jax.types import SampleId
 from tests.fakes.cluster import eventually
 from tests.fakes.cluster_world import OFFER, Porters, World
@@ -274,6 +274,22 @@ def test_a_process_that_holds_a_part_of_the_pages_sends_none(hosts):
     other = ResultSender(silent := Sent(), 1, 2)
     other.put(sent[0])
     assert not silent, "the first process speaks for both"
+
+
+def test_kv_of_an_episode_that_waits_stays_in_its_process():
+    """It meets the tokens again when they come back with what was observed; a controller in between needs no more."""
+    outlet = ResultSender(sent := Sent(), 0, 1)
+    turn = dataclasses.replace(with_pages(0), turn_tokens=9)
+    outlet.put(Waiting(in_flight=turn, instance=0))
+    (waiting,) = (messages.CODEC.decode(messages.CODEC.encode(item)) for item in sent)
+    assert not waiting.in_flight.n_pages and waiting.in_flight.turn_tokens == 9
+    back = outlet.with_own_pages(observed(waiting.in_flight, np.array([5, 6])))
+    assert back.kv_len == 7 and bits(back.k_pages) == bits(turn.k_pages) and back.out_ids[-2:].tolist() == [5, 6]
+    outlet.put(Waiting(in_flight=turn, instance=0))
+    other = dataclasses.replace(waiting.in_flight, version=turn.version + 1)
+    assert not outlet.with_own_pages(other).n_pages, "KV of another version"
+    told = outlet.recall(lambda: outlet.put(Waiting(in_flight=turn, instance=0)))
+    assert [type(item) for item in told] == [HandedOver] and not told[0].in_flight.n_pages
 
 
 # ------------------------------------------- with notice: by the controller

@@ -1,5 +1,6 @@
 """The one-process world with real threads and an arithmetic engine: every token proves the version that made it."""
 
+import dataclasses
 import queue
 from unittest import mock
 
@@ -8,10 +9,12 @@ import pytest
 
 from dora_jax.orchestrate import events as ev
 from dora_jax.orchestrate.loop import each
+from dora_jax.rollout.migrate import observed
 from dora_jax.rollout.oracle import OracleEngine
 from dora_jax.runtime import coordinator, rollout_worker
+from dora_jax.runtime.durability.records import Partial
 from dora_jax.runtime.rollout_worker import EngineWorker, progress_period_s, report_period_s
-from dora_jax.runtime.worker import Finished
+from dora_jax.runtime.worker import Finished, Waiting
 from dora_jax.types import RENEWAL, SampleId, ScoredGroup, is_eval
 from tests.fakes.coordinator_world import (
     SECTION,
@@ -135,6 +138,40 @@ def test_an_instance_says_how_far_all_its_samples_are_in_one_report():
     assert any(report.indices == (0, 1) for report in reports)
     assert all(0 not in report.indices for report in said[ended:] if isinstance(report, ev.InstanceReported))
     assert report_period_s(2) == 0.1 and report_period_s(10_000) == 1.0
+
+
+def test_a_turn_s_end_is_told_behind_its_start_and_its_tokens():
+    """Move and cancel of an episode that waits are answered; it goes on from where it was."""
+    outbox, id, other = queue.SimpleQueue(), SampleId(0, 0), SampleId(0, 1)
+    engine = OracleEngine(SECTION, length=lambda v, g, i, limit: limit)
+    worker = EngineWorker(0, engine, Weights(), outbox, partial_s=60.0)
+    worker.load(0, None)
+    prompt = dataclasses.replace(Task().prompt_at(0), turn_tokens=5)
+    for each_id in (id, other):
+        worker.submit(each_id, prompt, 0)
+
+    def said():
+        while worker.busy:
+            worker.work()
+        items = [outbox.get() for _ in range(outbox.qsize())]
+        return [item for item in items if not isinstance(item, ev.InstanceReported | ev.WeightsLoaded)]
+
+    first = said()
+    assert [type(item) for item in first] == [ev.SampleStarted] * 2 + [Partial, Waiting] * 2 and first[
+        2
+    ].out_ids.shape == (5,)
+    in_flight = first[3].in_flight
+    worker.move(id, mock.Mock(instance=1), 1)
+    worker.park(id)
+    worker.cancel(other, "not needed")
+    assert [type(item) for item in said()] == [ev.MoveFailed, ev.SampleCancelled]
+    worker.resume(observed(in_flight, np.array([9, 9])))
+    resumed, partial, waiting = said()
+    assert isinstance(resumed, ev.SampleResumed) and (partial.start, len(partial.out_ids)) == (7, 5)
+    assert (
+        len(waiting.in_flight.out_ids) == 12
+        and waiting.in_flight.mask.tolist() == [True] * 5 + [False] * 2 + [True] * 5
+    )
 
 
 def test_an_instance_of_a_large_fleet_lists_its_samples_in_some_of_its_reports():

@@ -7,6 +7,7 @@ import numpy as np
 from dora_jax.models import decoder
 from dora_jax.models.logits import target_logprobs
 from dora_jax.ops.segment_attention import segment_attention
+from dora_jax.rollout.migrate import observed
 from dora_jax.types import SampleId
 from tests.fakes.engine_rig import CFG, VOCAB, ids, loaded, params, undisturbed
 from tests.fakes.episode_rig import TURN, assert_quiet, begin, play, quiet, said
@@ -83,3 +84,58 @@ def test_an_episode_that_goes_on_elsewhere_is_the_same():
     assert len(done) == 6
     for sample in done.values():
         assert_quiet(sample)
+
+
+def test_an_episode_ends_by_length_and_never_inside_what_is_observed():
+    """By its own limit, by the room that its turns have left, and by an answer that takes all of it."""
+    long, short, full = SampleId(3, 0), SampleId(3, 1), SampleId(1, 0)
+    with loaded("a") as engine:
+        begin(engine, long, max_new_tokens=24, turn_tokens=12)
+        begin(engine, short, max_new_tokens=3)
+        begin(engine, full)
+        full_answer = np.full(40, 9)
+        done = {}
+        while not engine.idle:
+            result = engine.tick()
+            done |= {sample.id: sample for sample in result.finished}
+            for in_flight in result.waiting:
+                engine.import_(observed(in_flight, full_answer if in_flight.id == full else said(in_flight)))
+            engine.check()
+    assert {sample.finish for sample in done.values()} == {"length"} and len(done) == 3
+    for sample in done.values():
+        assert sample.mask[-1] and len(sample.prompt_ids) + len(sample.out_ids) <= engine.shapes.max_context
+        assert len(sample.mask) == len(sample.out_ids) == len(sample.logprobs)
+    assert done[short].mask.sum() == 3 and done[full].mask.all() and len(done[full].out_ids) <= TURN
+    assert len(done[long].prompt_ids) + len(done[long].out_ids) > engine.shapes.max_context - 10
+
+
+def test_a_turn_that_is_over_waits_again_without_a_prefill():
+    id = SampleId(2, 0)
+    with loaded("a", "small") as (a, b):
+        begin(a, id)
+        while not (waiting := a.tick().waiting):
+            pass
+        b.import_(waiting[0])
+        result = b.tick()
+    assert result.waiting == waiting and not result.tokens
+
+
+def test_a_rewritten_turn_draws_anew_from_the_tokens_that_stay():
+    """Its draws have numbers of their own, and the KV in front of what was rewritten stays."""
+    id = SampleId(3, 1)
+    with loaded("a") as engine:
+        begin(engine, id)
+        while not (waiting := engine.tick().waiting):
+            pass
+        (first,) = waiting
+        engine.import_(observed(first, np.array([11, 12]), keep=len(first.prompt_ids) + 1))
+        while not (waiting := engine.tick().waiting):
+            engine.check()
+    second = waiting[0]
+    assert second.out_ids[:3].tolist() == [first.out_ids[0], 11, 12] and second.mask[:3].tolist() == [
+        True,
+        False,
+        False,
+    ]
+    assert second.dropped == len(first.out_ids) - 1
+    assert second.sampled == len(first.out_ids) + len(second.out_ids) - 3

@@ -7,6 +7,7 @@ import pytest
 
 from dora_jax import presets
 from dora_jax.config import RolloutSection
+from dora_jax.rollout.migrate import observed
 from dora_jax.rollout.oracle import OracleEngine, mix
 from dora_jax.types import SampleId
 
@@ -73,3 +74,39 @@ def test_kv_of_another_version_is_refused():
 def test_identity_reaches_every_part():
     base = mix(1, 2, 3, 4)
     assert len({base, mix(0, 2, 3, 4), mix(1, -2, 3, 4), mix(1, 2, 0, 4), mix(1, 2, 3, 0)}) == 5
+
+
+def test_tokens_of_every_turn_prove_their_version():
+    """Turns end by a stop token, by their limit, and the episode by its own; some go on in another engine."""
+    a, b = engine(), engine()
+    for index in range(6):
+        a.submit(SampleId(2, index), np.arange(4), index % 2, 40, turn_tokens=9)
+    done, turns, by_limit = {}, 0, 0
+    while not (a.idle and b.idle):
+        for e in (a, b):
+            result = e.tick()
+            done |= {s.id: s for s in result.finished}
+            for in_flight in result.waiting:
+                turns += 1
+                by_limit += in_flight.out_ids[-1] != 5
+                assert not e.holds(in_flight.id)
+                (b if turns % 2 else a).import_(observed(in_flight, np.array([7, 7, 7])))
+            e.check()
+    assert len(done) == 6 and turns > 6 and by_limit
+    for sample in done.values():
+        assert sample.finish == "length" and sample.mask.sum() == 40 and sample.mask[-1]
+        drawn = sample.mask & (sample.out_ids != 5)
+        of_version = a.expected(sample.version, *sample.id, len(sample.out_ids))
+        np.testing.assert_array_equal(sample.out_ids[drawn], of_version[drawn])
+        assert (sample.out_ids[~sample.mask] == 7).all() and (sample.logprobs[~sample.mask] == 0).all()
+
+
+def test_an_episode_whose_turn_is_over_waits_again():
+    """One that its instance gave back before anything was observed."""
+    a, b = engine(), engine()
+    a.submit(SampleId(2, 0), np.arange(4), 0, 40, turn_tokens=9)
+    while not (waiting := a.tick().waiting):
+        pass
+    b.import_(waiting[0])
+    result = b.tick()
+    assert result.waiting == waiting and not result.tokens and b.idle

@@ -9,7 +9,7 @@ from dora_jax import aot_slices
 from dora_jax.config import RolloutSection
 from dora_jax.models import decoder, sharding
 from dora_jax.models.config import Latent
-from dora_jax.rollout.engine import new_calls
+from dora_jax.rollout.device_calls import new_calls
 
 pytestmark = pytest.mark.skipif(not aot_slices.installed(), reason="libtpu is not installed: the extra aot")
 CFG = decoder.new_config(

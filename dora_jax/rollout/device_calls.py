@@ -19,6 +19,7 @@ import numpy as np
 from jax.experimental.layout import Format, Layout
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from dora_jax.config import RolloutSection
 from dora_jax.models import decoder, expert_parallel, moe, sharding
 from dora_jax.models.logits import policy_logits
 from dora_jax.models.routes import RouteShape
@@ -40,6 +41,7 @@ from dora_jax.rollout.shapes import (
     SLOT,
     TOKEN,
     Shapes,
+    shapes_of,
 )
 
 CHOOSERS = ("tpu",)  # platforms whose calls choose how the weights lie; else XLA may turn them round in every call
@@ -190,6 +192,36 @@ class Calls:
         """How many shapes have been compiled so far."""
         calls: tuple[Any, ...] = self.decode, self.prefill, self.read, self.write
         return sum(call._cache_size() for call in calls) + ("decode_chosen" in self.__dict__)
+
+
+def new_calls(
+    cfg: decoder.ModelConfig,
+    section: RolloutSection,
+    mesh: jax.sharding.Mesh,
+    *,
+    seed: int,
+    eos_ids: tuple[int, ...],
+    vocab_limit: int,
+    dtype,
+    routes: RouteShape | None = None,
+) -> Calls:
+    """What an engine of this section compiles; an AOT check compiles the same for devices that are not here."""
+    sampling = {"top_k": section.top_k, "top_p": section.top_p, "min_p": section.min_p, "keep_set": section.keep_set}
+    return Calls(
+        cfg,
+        shapes_of(section),
+        mesh,
+        seed=seed,
+        eos_ids=eos_ids,
+        vocab_limit=vocab_limit,
+        sampling=sampling,
+        min_new_tokens=section.min_new_tokens,
+        temperature=section.temperature,
+        weights=section.weights,
+        dtype=dtype,
+        compiler_options=section.compiler_options,
+        routes=routes,
+    )
 
 
 # ------------------------------------------------------------------ the calls

@@ -23,7 +23,7 @@ from dora_jax.config import RolloutSection
 from dora_jax.models import decoder
 from dora_jax.models.routes import RouteShape
 from dora_jax.rollout.device import Device
-from dora_jax.rollout.device_calls import Calls
+from dora_jax.rollout.device_calls import new_calls
 from dora_jax.rollout.migrate import InFlightSample, SampledTokens, ended, repaged, spent, with_pages
 from dora_jax.rollout.plan import DecodeCall, Piece, PrefillCall, Prefix, Scheduler
 from dora_jax.rollout.seq import Seq, Upload
@@ -33,36 +33,6 @@ from dora_jax.rollout.ticks import GrowingResult, TickResult
 from dora_jax.types import SampleId, Version
 
 __all__ = ["Engine", "TickResult"]
-
-
-def new_calls(
-    cfg: decoder.ModelConfig,
-    section: RolloutSection,
-    mesh: jax.sharding.Mesh,
-    *,
-    seed: int,
-    eos_ids: tuple[int, ...],
-    vocab_limit: int,
-    dtype,
-    routes: RouteShape | None = None,
-) -> Calls:
-    """What an engine of this section compiles; an AOT check compiles the same for devices that are not here."""
-    sampling = {"top_k": section.top_k, "top_p": section.top_p, "min_p": section.min_p, "keep_set": section.keep_set}
-    return Calls(
-        cfg,
-        shapes_of(section),
-        mesh,
-        seed=seed,
-        eos_ids=eos_ids,
-        vocab_limit=vocab_limit,
-        sampling=sampling,
-        min_new_tokens=section.min_new_tokens,
-        temperature=section.temperature,
-        weights=section.weights,
-        dtype=dtype,
-        compiler_options=section.compiler_options,
-        routes=routes,
-    )
 
 
 class Engine:
@@ -181,11 +151,13 @@ class Engine:
 
     def import_(self, parcel: InFlightSample) -> None:
         """Continues a sample of another engine, or an episode with what it has observed since: only tokens without KV
-        are prefilled. An episode without room for a token ends with the next tick, by length."""
+        are prefilled. An episode without room for a token ends with the next tick, by length; one whose turn has ended
+        already waits again."""
         self._check_loaded(parcel.version, parcel.id)
+        if parcel.turn_tokens and self._stops.ends_turn(parcel, self.eos_ids):
+            return self._emit.waiting.append(parcel)
         if parcel.turn_tokens and spent(parcel, self.shapes.max_context):
-            self._emit.finished.append(ended(parcel, "length"))
-            return
+            return self._emit.finished.append(ended(parcel, "length"))
         self._add(repaged(parcel, self.shapes.page_size), announce=False)
 
     def export(self, id: SampleId) -> InFlightSample:

@@ -54,8 +54,9 @@ class InFlightSample:
     @property
     def turn_start(self) -> int:
         """Where in out_ids the last turn begins."""
-        observed = () if self.mask is None else np.flatnonzero(~self.mask)
-        return int(observed[-1]) + 1 if len(observed) else 0
+        if self.mask is None or self.mask.all():
+            return 0
+        return int(np.flatnonzero(~self.mask)[-1]) + 1
 
     @property
     def pages(self) -> dict[str, np.ndarray]:
@@ -180,6 +181,19 @@ def cut_kv(parcel: InFlightSample, kv_len: int) -> InFlightSample:
     return dataclasses.replace(
         with_pages(parcel, {name: x[:, :pages] for name, x in parcel.pages.items()}), kv_len=kv_len
     )
+
+
+def with_kv_of(parcel: InFlightSample, held: InFlightSample) -> InFlightSample:
+    """The sample with the KV, and the rows, of an earlier state of it, as far as the tokens agree."""
+    ours, theirs = ((np.concatenate([each.prompt_ids, each.out_ids])) for each in (parcel, held))
+    n = min(len(ours) - 1, len(theirs), held.kv_len)
+    other = np.flatnonzero(ours[:n] != theirs[:n])
+    kv_len = int(other[0]) if len(other) else n
+    if parcel.kv_len or parcel.version != held.version or not kv_len:
+        return parcel
+    table = parcel.table if count_rows(parcel.table) >= kv_len else rows_of(held.table, slice(kv_len))
+    whole = dataclasses.replace(with_pages(parcel, held.pages), page_size=held.page_size, table=table)
+    return cut_kv(whole, kv_len)
 
 
 def ended(parcel: InFlightSample, finish: str) -> Sample:

@@ -15,7 +15,16 @@ from typing import Any
 import numpy as np
 
 from dora_jax.config import RolloutSection
-from dora_jax.rollout.migrate import InFlightSample, SampledTokens, spans_of
+from dora_jax.rollout.migrate import (
+    InFlightSample,
+    SampledTokens,
+    ended,
+    response_room,
+    spent,
+    with_pages,
+    without_pages,
+)
+from dora_jax.rollout.stops import StopStrings
 from dora_jax.rollout.ticks import TickResult
 from dora_jax.types import Sample, SampleId, TokenTable, Version
 
@@ -38,11 +47,14 @@ def spread_length(version: Version, group_id: int, index: int, limit: int) -> in
 
 
 class _Running:
-    def __init__(self, parcel: InFlightSample, length: int):
+    def __init__(self, parcel: InFlightSample, limit: int, length: int, last: bool):
         self.parcel = parcel
-        self.length = length
+        self.limit = limit  # of its tokens
+        self.length = length  # where it stops
+        self.last = last  # at its limit it is over, and not only its turn
         self.out = parcel.out_ids.tolist()
-        self.stamps = [] if parcel.k_pages is None else parcel.k_pages.reshape(-1)[: parcel.kv_len].tolist()
+        self.stamps = [] if parcel.k_pages is None else parcel.k_pages.reshape(-1)[: parcel.kv_len].tolist()  # its KV
+        self.drawn: list[int] = []  # of the tokens sampled here
         self.started = False
 
 
@@ -67,6 +79,10 @@ class OracleEngine:
         self._version_in = version_in
         self._weights: dict[Version, Version] = {}
         self._samples: dict[SampleId, _Running] = {}
+        self._finished: list[Sample] = []  # not yet handed out, as are those that wait
+        self._waiting: list[InFlightSample] = []
+        self._stops = StopStrings((), None)
+        self._max_context = section.max_prompt_tokens + section.max_new_tokens
 
     def expected(self, version: Version, group_id: int, index: int, n: int) -> np.ndarray:
         """i32[n]: the first n tokens that `version` samples for (group, index), a stop token not included."""
@@ -101,7 +117,9 @@ class OracleEngine:
         """Those that are here, in the order in which they came."""
         return tuple(self._samples)
 
-    def submit(self, id: SampleId, prompt_ids: Any, version: Version, max_new_tokens: int) -> None:
+    def submit(
+        self, id: SampleId, prompt_ids: Any, version: Version, max_new_tokens: int, turn_tokens: int = 0
+    ) -> None:
         empty = np.zeros(0, np.int32)
         self.import_(
             InFlightSample(
@@ -111,6 +129,7 @@ class OracleEngine:
                 out_ids=empty,
                 logprobs=empty.astype(np.float32),
                 max_new_tokens=max_new_tokens,
+                turn_tokens=turn_tokens,
             )
         )
 
@@ -120,31 +139,42 @@ class OracleEngine:
             raise RuntimeError(f"{id} is already here")
         if parcel.version not in self._weights:
             raise RuntimeError(f"{id} needs version {parcel.version}; loaded: {self.versions}")
-        limit = parcel.max_new_tokens
+        if parcel.turn_tokens and self._stops.ends_turn(parcel, self.eos_ids):
+            self._waiting.append(parcel)
+        elif parcel.turn_tokens and spent(parcel, self._max_context):
+            self._finished.append(ended(parcel, "length"))
+        else:
+            self._samples[id] = self._running(parcel)
+
+    def _running(self, parcel: InFlightSample) -> _Running:
+        id, start = parcel.id, parcel.turn_start
+        undrawn = len(parcel.out_ids) - parcel.sampled
+        budget = min(response_room(parcel, self._max_context), parcel.max_new_tokens + undrawn)
+        limit = min(budget, start + parcel.turn_tokens) if parcel.turn_tokens else budget
         first = parcel.spans[0].version if parcel.spans else parcel.version
-        length = min(self._length(first, id.group_id, id.index, limit), limit)
-        running = _Running(parcel, length)
-        if not running.stamps:  # prefilled again
-            running.stamps = [mix(parcel.version, *id, i) for i in range(len(running.out))]
-        if running.stamps != [mix(parcel.version, *id, i) for i in range(len(running.out))]:
+        length = self._length(first, id.group_id, id.index + start, limit - start)  # each turn has its own
+        running = _Running(parcel, limit, min(start + length, limit), limit == budget)
+        stamps = [mix(parcel.version, *id, i) for i in range(len(parcel.prompt_ids) + len(running.out) - 1)]
+        if running.stamps[: len(stamps)] != stamps[: len(running.stamps)]:
             raise RuntimeError(f"the KV of {id} is not its own at version {parcel.version}")
-        self._samples[id] = running
+        running.stamps = stamps  # what had none is prefilled
+        return running
 
     def export(self, id: SampleId) -> InFlightSample:
-        s = self._samples.pop(id)
+        return self._parcel(self._samples.pop(id))
+
+    def _parcel(self, s: _Running) -> InFlightSample:
         stamps = np.array(s.stamps, np.int64).reshape(1, 1, 1, 1, -1)
-        return InFlightSample(
-            id=id,
-            version=s.parcel.version,
-            prompt_ids=s.parcel.prompt_ids,
-            spans=s.parcel.spans,
+        parcel = with_pages(self._tokens(s), {"k": stamps, "v": stamps})
+        return dataclasses.replace(parcel, kv_len=len(s.stamps), page_size=self.section.page_size)
+
+    def _tokens(self, s: _Running) -> InFlightSample:
+        mask = s.parcel.mask
+        return dataclasses.replace(
+            without_pages(s.parcel),
             out_ids=np.array(s.out, np.int32),
             logprobs=self._logprobs(s),
-            kv_len=len(s.stamps),
-            max_new_tokens=s.parcel.max_new_tokens,
-            page_size=self.section.page_size,
-            k_pages=stamps,
-            v_pages=stamps,
+            mask=None if mask is None else np.concatenate([mask, np.ones(len(s.out) - len(mask), bool)]),
         )
 
     def cancel(self, id: SampleId) -> bool:
@@ -164,7 +194,7 @@ class OracleEngine:
 
     @property
     def idle(self) -> bool:
-        return not self._samples
+        return not (self._samples or self._finished or self._waiting)
 
     def check(self) -> None:
         if self.free_pages < 0:
@@ -177,7 +207,10 @@ class OracleEngine:
         return self.section.pages - sum(-(-(len(s.parcel.prompt_ids) + len(s.out)) // size) for s in running)
 
     def tick(self) -> TickResult:
-        started, finished, progress, tokens = [], [], {}, 0
+        started: list[SampleId] = []
+        finished, self._finished = self._finished, []
+        waiting, self._waiting = self._waiting, []
+        progress, tokens = {}, 0
         for id, s in list(self._samples.items())[: self.section.slots]:
             if not s.started:
                 s.started = True
@@ -187,11 +220,16 @@ class OracleEngine:
             tokens += self._decode(id, s)
             progress[id] = len(s.out)
             if len(s.out) == s.length:
-                finished.append(self._sample(id, s))
+                stops = s.length < s.limit
+                if s.parcel.turn_tokens and (stops or not s.last):
+                    waiting.append(self._parcel(s))
+                else:
+                    finished.append(ended(self._tokens(s), "stop" if stops else "length"))
                 del self._samples[id]
         return TickResult(
             started=tuple(started),
             finished=tuple(finished),
+            waiting=tuple(waiting),
             progress=progress,
             tokens=tokens,
             free_pages=self.free_pages,
@@ -204,27 +242,16 @@ class OracleEngine:
         new = range(len(s.out), min(s.length, len(s.out) + self.section.decode_steps))
         version = self._weights[s.parcel.version]
         for position in new:
-            stops = position + 1 == s.length < s.parcel.max_new_tokens and self.eos_ids
-            stamp = mix(version, *id, position)
-            s.out.append(self.eos_ids[0] if stops else self._token(stamp))
-            s.stamps.append(stamp)
+            stops = position + 1 == s.length < s.limit and self.eos_ids
+            s.drawn.append(mix(version, *id, position))
+            s.out.append(self.eos_ids[0] if stops else self._token(s.drawn[-1]))
+            s.stamps.append(mix(version, *id, len(s.stamps)))
         return len(new)
 
     def _token(self, stamp: int) -> int:
         return self._allowed[stamp % len(self._allowed)]
 
     def _logprobs(self, s: _Running) -> np.ndarray:
-        new = s.stamps[len(s.parcel.out_ids) :]  # those before are of whichever version sampled them
-        return np.concatenate([s.parcel.logprobs, -1.0 - np.array([stamp % 1000 for stamp in new], np.float32) / 1000])
-
-    def _sample(self, id: SampleId, s: _Running) -> Sample:
-        out_ids = np.array(s.out, np.int32)
-        return Sample(
-            id=id,
-            prompt_ids=s.parcel.prompt_ids,
-            out_ids=out_ids,
-            logprobs=self._logprobs(s),
-            mask=np.ones(len(out_ids), bool),
-            spans=spans_of(dataclasses.replace(s.parcel, out_ids=out_ids)),
-            finish="stop" if s.length < s.parcel.max_new_tokens else "length",
+        return np.concatenate(
+            [s.parcel.logprobs, -1.0 - np.array([stamp % 1000 for stamp in s.drawn], np.float32) / 1000]
         )

@@ -84,6 +84,15 @@ class Node:
     def stop(self) -> int:
         return self.start + len(self.tokens)
 
+    def past(self, page_size: int) -> tuple[list[int], int]:
+        """(the pages before it, how many of its positions have KV: none)."""
+        pages: list[int] = []
+        node = self
+        while node.parent is not None:
+            node = node.parent
+            pages[:0] = node.pages
+        return pages, 0
+
 
 class PrefixIndex:
     """Prefix trees, one a version, and every allocation: what nobody uses is evicted when pages run short."""

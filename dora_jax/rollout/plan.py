@@ -51,6 +51,10 @@ class Piece:
     def version(self) -> Version:
         return self.seq.version
 
+    def past(self, page_size: int) -> tuple[list[int], int]:
+        """(the pages before it, how many of its first positions have KV)."""
+        return self.seq.table[: self.start // page_size].tolist(), self.seq.filled - self.start
+
 
 @dataclasses.dataclass(frozen=True)
 class PrefillCall:
@@ -370,18 +374,9 @@ class Scheduler:
         write = read + blocks * s.block_pages
         control = np.full(s.prefill_control(blocks), DUMMY, np.int32)
         for row, chunk in zip(control, chunks, strict=False):
-            own = isinstance(chunk, Piece)
-            row[:PREFILL_HEADER] = chunk.start, len(chunk.tokens), chunk.seq.filled - chunk.start if own else 0
+            past, kept = chunk.past(s.page_size)
+            row[:PREFILL_HEADER] = chunk.start, len(chunk.tokens), kept
             row[PREFILL_HEADER : PREFILL_HEADER + len(chunk.tokens)] = chunk.tokens
-            past = chunk.seq.table[: chunk.start // s.page_size] if own else _ancestor_pages(chunk)
             row[read : read + len(past)] = past
             row[write : write + len(chunk.pages)] = chunk.pages
         return control
-
-
-def _ancestor_pages(node: Node) -> list[int]:
-    pages: list[int] = []
-    while node.parent is not None:
-        node = node.parent
-        pages[:0] = node.pages
-    return pages

@@ -14,6 +14,8 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     import numpy as np
 
+    from dora_jax.rollout.migrate import InFlightSample
+
 SLACK = 8  # tokens without text of their own (parts of a character, special ones) that may stand in a stop string
 
 
@@ -41,6 +43,14 @@ class StopStrings:
             if self._contains(tokens[max(0, first + n - self._window) : first + n]):
                 return n, True
         return len(new), False
+
+    def ends_turn(self, parcel: InFlightSample, stop_ids: Sequence[int]) -> bool:
+        """Whether the last turn of this episode is over, and nothing has been observed since."""
+        turn = parcel.out_ids[parcel.turn_start :].tolist()
+        if not turn:
+            return False
+        full = len(turn) == parcel.turn_tokens and parcel.sampled < parcel.max_new_tokens
+        return full or turn[-1] in stop_ids or self.end(parcel.out_ids[: parcel.turn_start], turn)[1]
 
     def _contains(self, tokens: list[int]) -> bool:
         text = self._decode(tokens)

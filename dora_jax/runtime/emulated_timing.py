@@ -63,8 +63,8 @@ class TickStats:
 
     def enter(self, id: SampleId, version: Version, prompt: int, tokens: int = 0, cached: int = 0) -> None:
         self._prompts[id], self._versions[id], self._tokens[id] = prompt, version, tokens
-        if not cached:
-            self._to_prefill[id] = prompt + tokens
+        if not cached or prompt + tokens - cached > 1:  # the last token is fed by the first step
+            self._to_prefill[id] = prompt + tokens - cached
 
     def leave(self, id: SampleId) -> None:
         for known in (self._prompts, self._versions, self._tokens, self._to_prefill):
@@ -81,8 +81,8 @@ class TickStats:
             version = self._versions[id]
             steps, grown[version] = max(steps, new), grown.get(version, 0) + new
             context += new * (self._prompts[id] + tokens - new / 2)
-        for sample in result.finished:
-            self.leave(sample.id)
+        for id in [*(sample.id for sample in result.finished), *(in_flight.id for in_flight in result.waiting)]:
+            self.leave(id)
         batches = tuple(tokens / steps for tokens in grown.values() if tokens)
         return TickWork(steps=steps, batches=batches, context=context, prefills=prefills)
 
@@ -142,8 +142,10 @@ class PacedEngine:
 
     # ------------------------------------------------------------------ what is only noted
 
-    def submit(self, id: SampleId, prompt_ids: np.ndarray, version: Version, max_new_tokens: int) -> None:
-        self.engine.submit(id, prompt_ids, version, max_new_tokens)
+    def submit(
+        self, id: SampleId, prompt_ids: np.ndarray, version: Version, max_new_tokens: int, turn_tokens: int = 0
+    ) -> None:
+        self.engine.submit(id, prompt_ids, version, max_new_tokens, turn_tokens)
         self._account.enter(id, version, len(prompt_ids))
 
     def import_(self, in_flight: InFlightSample) -> None:

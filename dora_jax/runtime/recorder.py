@@ -104,8 +104,10 @@ class TimedEngine:
         self._ended = None if self.engine.idle else now
         return result
 
-    def submit(self, id: SampleId, prompt_ids: np.ndarray, version: Version, max_new_tokens: int) -> None:
-        self.engine.submit(id, prompt_ids, version, max_new_tokens)
+    def submit(
+        self, id: SampleId, prompt_ids: np.ndarray, version: Version, max_new_tokens: int, turn_tokens: int = 0
+    ) -> None:
+        self.engine.submit(id, prompt_ids, version, max_new_tokens, turn_tokens)
         self.prompts.append(len(prompt_ids))
         self._account.enter(id, version, len(prompt_ids))
 

@@ -1,8 +1,7 @@
 """The thread of one rollout engine: it starts, cancels, moves, parks and resumes samples, loads weights, and ticks.
 
-Consumes the calls that the coordinator posts; puts events, `Finished`, `Parked`, `HandedOver` and `Partial` records
-into
-the outbox. Law: every call for a sample is answered by one event, whether or not the sample is still here.
+Consumes the calls that the coordinator posts; puts events and `Finished`, `Waiting`, `Parked`,
+`HandedOver` and `Partial` records into the outbox. Law: every call for a sample is answered by one event, whether or not the sample is still here.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ from dora_jax.rollout.migrate import InFlightSample, SampledTokens, count_rows, 
 from dora_jax.rollout.ticks import TickResult
 from dora_jax.runtime.durability.records import Partial
 from dora_jax.runtime.seams import Outbox, RolloutEngine, Tree, WeightStore
-from dora_jax.runtime.worker import Finished, HandedOver, Parked, Worker
+from dora_jax.runtime.worker import Finished, HandedOver, Parked, Waiting, Worker
 from dora_jax.types import InstanceId, Prompt, SampleId, Version
 
 REPORT_PERIOD_S = 0.1  # of an instance: often enough to decide on, rare enough to ignore
@@ -112,7 +111,7 @@ class EngineWorker(Worker):
 
     def submit(self, sample: SampleId, prompt: Prompt, version: Version) -> None:
         self._versions[sample] = version
-        self.engine.submit(sample, prompt.token_ids, version, prompt.max_new_tokens)
+        self.engine.submit(sample, prompt.token_ids, version, prompt.max_new_tokens, prompt.turn_tokens)
 
     def cancel(self, sample: SampleId, reason: str) -> None:
         """Answers whether or not the sample is here; behind the sample's end, where it has ended."""
@@ -123,8 +122,9 @@ class EngineWorker(Worker):
 
     def move(self, sample: SampleId, dst: MoveTarget, attempt: int) -> None:
         if not self.engine.holds(sample):
+            reason = "it has ended, or its turn has"
             self.outbox.put(
-                ev.MoveFailed(id=sample, src=self.instance, dst=dst.instance, attempt=attempt, reason="finished")
+                ev.MoveFailed(id=sample, src=self.instance, dst=dst.instance, attempt=attempt, reason=reason)
             )
             return
         dst.post(dst.receive, self._export(sample), self.instance, attempt)
@@ -181,6 +181,10 @@ class EngineWorker(Worker):
         for sample in result.finished:
             self._forget(sample.id)
             self.outbox.put(Finished(sample=sample, instance=self.instance, life=self.life))
+        for in_flight in result.waiting:
+            self._report_rest(in_flight)
+            self._forget(in_flight.id)
+            self.outbox.put(Waiting(in_flight=in_flight, instance=self.instance, life=self.life))
         now = time.monotonic()
         if now - self._reported_s >= self._report_s:
             self._reported_s = now
@@ -211,11 +215,15 @@ class EngineWorker(Worker):
         """Takes the sample out of the engine. Its tokens are reported first: its version may change before it goes
         on."""
         in_flight = self.engine.export(sample)
-        if self._partial_s:
-            new = sampled_from(in_flight, *self._told.get(sample, (0, 0)))
-            self._report(sample, in_flight.version, new)
+        self._report_rest(in_flight)
         self._forget(sample)
         return in_flight
+
+    def _report_rest(self, in_flight: InFlightSample) -> None:
+        """Reports the tokens of a sample that has left the engine."""
+        if self._partial_s:
+            new = sampled_from(in_flight, *self._told.get(in_flight.id, (0, 0)))
+            self._report(in_flight.id, in_flight.version, new)
 
     def _report(self, sample: SampleId, version: Version, new: SampledTokens) -> None:
         """Reports the tokens sampled since the last report."""

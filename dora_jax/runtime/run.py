@@ -25,8 +25,8 @@ from dora_jax.models.routes import RouteShape
 from dora_jax.orchestrate.events import InstanceUp
 from dora_jax.orchestrate.modes import OrchestratorConfig
 from dora_jax.publish import offered_copy
-from dora_jax.rollout.device_calls import Calls
-from dora_jax.rollout.engine import Engine, new_calls
+from dora_jax.rollout.device_calls import Calls, new_calls
+from dora_jax.rollout.engine import Engine
 from dora_jax.runtime.seams import Batches, MakeProbe, Pack, Tree
 from dora_jax.tasks.mixture import cycle_of
 from dora_jax.trainer.objective import may_start_early, needs_scores

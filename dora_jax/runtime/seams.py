@@ -93,8 +93,10 @@ class RolloutEngine(Protocol):
 
     def drop(self, version: Version) -> None: ...
 
-    def submit(self, id: SampleId, prompt_ids: np.ndarray, version: Version, max_new_tokens: int) -> None:
-        """prompt_ids: i32[T]."""
+    def submit(
+        self, id: SampleId, prompt_ids: np.ndarray, version: Version, max_new_tokens: int, turn_tokens: int = 0
+    ) -> None:
+        """prompt_ids: i32[T]. turn_tokens: that one turn of an episode may sample; 0: the sample is one answer."""
 
     def cancel(self, id: SampleId) -> bool:
         """False: the sample is not here."""
@@ -109,7 +111,8 @@ class RolloutEngine(Protocol):
     def export(self, id: SampleId) -> InFlightSample:
         """Takes the sample out, with its KV in host memory."""
 
-    def import_(self, in_flight: InFlightSample) -> None: ...
+    def import_(self, in_flight: InFlightSample) -> None:
+        """What it has no KV for is prefilled: of an episode, what it observed since its turn ended."""
 
     def tick(self) -> TickResult: ...
 

@@ -21,7 +21,7 @@ from dora_jax.runtime.codec import Codec
 from dora_jax.runtime.durability.records import Partial
 from dora_jax.runtime.transfer import weight_messages
 from dora_jax.runtime.transfer.transfer_manifest import Lent
-from dora_jax.runtime.worker import Finished, FinishedUnheard, HandedOver, Parked
+from dora_jax.runtime.worker import Finished, FinishedUnheard, HandedOver, Parked, Waiting
 from dora_jax.types import InstanceId, Prompt, SampleId, ScoredGroup, Version
 
 # ----------------------------------------------------------- joining
@@ -368,7 +368,7 @@ CODEC = Codec(
     *typing.get_args(CallResult),
     *typing.get_args(GangCommand),
     *(Hello, Begin, Ready, Heartbeat, PreemptionNotice, ProcessFailed, Note, Answer, TickCommands),
-    *(Finished, Parked, HandedOver, HandedOverShard, HandOverDone, FinishedUnheard, Partial, InFlightSample),
+    *(Finished, Waiting, Parked, HandedOver, HandedOverShard, HandOverDone, FinishedUnheard, Partial, InFlightSample),
     *(MoveStarted, Lent, FetchKV, KVStaged, StageKV, DropStagedKV, ReleaseKV, DropWeights),
     *weight_messages.RECORDS,
 )

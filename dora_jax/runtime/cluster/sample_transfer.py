@@ -24,9 +24,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-import numpy as np
-
-from dora_jax.rollout.migrate import InFlightSample, without_pages
+from dora_jax.rollout.migrate import InFlightSample, with_kv_of, without_pages
 from dora_jax.runtime.cluster import messages
 from dora_jax.runtime.cluster.connection import MAX_FRAME_BYTES, ControllerConnection
 from dora_jax.runtime.durability.object_storage import StoreError
@@ -36,7 +34,7 @@ from dora_jax.runtime.transfer.kv_transfer import PageShape
 from dora_jax.runtime.transfer.transfer_manifest import EXPECTED_BYTES_PER_S, Key, Lent, WireError
 from dora_jax.runtime.transfer.weight_messages import Abort, Commit, Offer, Propose, Pull, Read, Release
 from dora_jax.runtime.transfer.weight_receiver import WeightEndpoint
-from dora_jax.runtime.worker import Finished, FinishedUnheard, HandedOver, Parked
+from dora_jax.runtime.worker import Finished, FinishedUnheard, HandedOver, Parked, Waiting
 from dora_jax.types import InstanceId, Sample, SampleId, Version
 
 GRACE_S = 5.0  # the KV of a sample that waits longer is sooner made again
@@ -66,8 +64,8 @@ class ResultSender:
                 self._recalled is None and self._whole
             ):
                 item = dataclasses.replace(item, in_flight=self._limited(in_flight))
-            case Parked(in_flight=in_flight) | HandedOver(in_flight=in_flight):  # it may come back
-                self._pages[in_flight.id] = in_flight
+            case Waiting(in_flight=in_flight) | Parked(in_flight=in_flight) | HandedOver(in_flight=in_flight):
+                self._pages[in_flight.id] = in_flight  # it may come back
                 item = dataclasses.replace(item, in_flight=without_pages(in_flight))
         if self._host:
             return
@@ -75,6 +73,8 @@ class ResultSender:
             self._remember(item.sample)
         if self._recalled is None:
             self._link.send(item)
+        elif isinstance(item, Waiting):  # what waits for its environment is told again once it goes on
+            self._recalled.append(HandedOver(in_flight=item.in_flight))
         elif isinstance(item, HandedOver):
             self._recalled.append(item)
 
@@ -91,11 +91,9 @@ class ResultSender:
         return [*(FinishedUnheard(sample=sample) for _, sample in self._finished), *handed]
 
     def with_own_pages(self, in_flight: InFlightSample) -> InFlightSample:
-        """As it has left, where it comes back so."""
+        """With the KV that stayed here when it left."""
         left = self._pages.pop(in_flight.id, None)
-        if left is None or in_flight.kv_len or left.version != in_flight.version:
-            return in_flight
-        return left if np.array_equal(left.out_ids, in_flight.out_ids) else in_flight
+        return in_flight if left is None else with_kv_of(in_flight, left)
 
     def forget(self, version: Version) -> None:
         self._pages = {id: in_flight for id, in_flight in self._pages.items() if in_flight.version != version}
