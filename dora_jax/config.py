@@ -65,7 +65,9 @@ class TaskSection:
     reward_timeout_s: float = 10.0
     reward_retries: int = 2
     reward_walls: str = "auto"  # full: rewards see no other process; weak: they could; auto: full for shipped rewards
-    sandbox: bool = False  # rewards of yours may run programs (dora_jax.tasks.programs.run); those of tasks.code always may
+    sandbox: bool = (
+        False  # rewards of yours may run programs (dora_jax.tasks.programs.run); those of tasks.code always may
+    )
     reward_env: tuple[str, ...] = ()  # names of environment variables that rewards may read, beside PATH and the like
     max_failed_share: float = 0.01  # above this the run stops
     max_bad_rows_share: float = 0.01

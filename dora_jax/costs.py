@@ -21,6 +21,7 @@ bound by FLOPs, attention is bound by the KV it reads, and the two follow one an
 from __future__ import annotations
 
 import bisect
+import dataclasses
 import json
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,12 +29,14 @@ from typing import Protocol
 
 from dora_jax.chips import CHIPS
 from dora_jax.config import ConfigError
+from dora_jax.models import families
 
 FORWARD, BACKWARD = 2, 4  # FLOPs a parameter and token
 
 
 @dataclass(frozen=True, kw_only=True)
 class ModelSizes:
+    size: str = ""  # a model that is known by name, such as DeepSeek-V3: its numbers take the place of the following
     params: float = 32.8e9  # all weights
     active_params: float = 0.0  # used by one token; 0: all of them (dense)
     experts: int = 0  # routed experts a layer; 0: dense
@@ -43,6 +46,7 @@ class ModelSizes:
     n_heads: int = 40
     head_dim: int = 128
     kv_bytes_per_token: float = 262144.0  # all layers
+    kv_copies: float = 1.0  # chips of an instance that hold the same keys and values, or latents
     weight_bytes_per_param: float = 2.0
 
 
@@ -120,10 +124,38 @@ def open_costs(model: ModelSizes, hardware: Hardware, options: CostOptions) -> C
     return MeasuredCosts(options.path) if options.path else Roofline(model, hardware, options)
 
 
+def sizes_of(asked: ModelSizes, chips: int) -> ModelSizes:
+    """The sizes of the model that `asked.size` names, on instances of so many chips; without a name what is asked.
+
+    ConfigError where no model has the name.
+    """
+    if not asked.size:
+        return asked
+    if asked.size not in families.KNOWN:
+        raise ConfigError(f"model.size: {asked.size!r} is none of {', '.join(families.KNOWN)}")
+    model = families.KNOWN[asked.size]
+    experts = model.experts
+    width = model.cache_width_on(1)
+    return dataclasses.replace(
+        asked,
+        params=float(model.matrix_params + model.gain_params),
+        active_params=float(model.active_params + model.gain_params),
+        experts=experts.choices if experts else 0,
+        experts_per_token=experts.per_token if experts else 0,
+        n_layers=model.n_layers,
+        d_model=model.d_model,
+        n_heads=model.n_heads * model.kv_layers // model.n_layers,  # a layer of two attentions has twice the heads
+        head_dim=model.head_dim,
+        kv_bytes_per_token=2.0 * model.kv_layers * width,
+        kv_copies=chips * model.cache_width_on(chips) / width,
+    )
+
+
 class Roofline:
     contention = 1.0  # every role has chips of its own
 
     def __init__(self, model: ModelSizes, hardware: Hardware, cost: CostOptions):
+        model = sizes_of(model, hardware.instance_chips)
         self._model, self._hardware, self._cost = model, hardware, cost
         self._chip = chip = CHIPS[hardware.chip]
         chips = hardware.instance_chips
@@ -131,11 +163,11 @@ class Roofline:
         self._flops_per_s = chips * chip.flops * cost.flops_efficiency
         self.weight_bytes = model.params * model.weight_bytes_per_param
         self._active = model.active_params or model.params
-        self.decode_kv_s = model.kv_bytes_per_token / self._bytes_per_s
+        self.decode_kv_s = model.kv_copies * model.kv_bytes_per_token / self._bytes_per_s
         self.score_s = cost.score_s
         self._base: list[float] = []
         free = chips * chip.hbm_bytes * hardware.hbm_share - hardware.residents * self.weight_bytes
-        self.pages = int(free / (model.kv_bytes_per_token * hardware.page_size))
+        self.pages = int(free / (model.kv_copies * model.kv_bytes_per_token * hardware.page_size))
         if self.pages < 1:
             raise ConfigError(
                 f"hardware.tensor: {hardware.residents} x {self.weight_bytes / 1e9:.0f} GB of weights leave no KV "

@@ -7,7 +7,7 @@ import pytest
 
 from dora_jax.chips import CHIPS
 from dora_jax.config import ConfigError
-from dora_jax.costs import CostOptions, Hardware, MeasuredCosts, ModelSizes, Roofline, open_costs
+from dora_jax.costs import CostOptions, Hardware, MeasuredCosts, ModelSizes, Roofline, open_costs, sizes_of
 from dora_jax.sim.config import WorkloadSection
 from dora_jax.sim.workload import Workload, uniform
 from dora_jax.types import SampleId
@@ -41,6 +41,27 @@ def test_experts_are_read_as_they_are_chosen():
     touched = [costs.touched_params(batch) for batch in (1, 8, 64, 4096)]
     assert touched[0] == pytest.approx(27e9)
     assert touched == sorted(touched) and touched[-1] == pytest.approx(560e9)
+
+
+@pytest.mark.parametrize(
+    ("size", "chips", "params", "active", "kv_bytes", "copies"),
+    [
+        ("Qwen3-30B-A3B", 4, 30.5e9, 3.35e9, 2 * 48 * 2 * 4 * 128, 1),
+        ("Qwen3-30B-A3B", 8, 30.5e9, 3.35e9, 2 * 48 * 2 * 4 * 128, 2),  # 4 heads of keys and values
+        ("DeepSeek-V3", 32, 671e9, 37.6e9, 2 * 61 * 576, 32),  # every chip has the latents
+        ("LongCat-Flash", 32, 561e9, 28e9, 2 * 2 * 28 * 576, 32),  # two attentions a layer
+    ],
+)
+def test_a_model_that_is_known_by_name_brings_its_sizes(size, chips, params, active, kv_bytes, copies):
+    sizes = sizes_of(ModelSizes(size=size), chips)
+    assert (sizes.params, sizes.active_params) == pytest.approx((params, active), rel=0.01)
+    assert (sizes.kv_bytes_per_token, sizes.kv_copies) == (kv_bytes, copies)
+    hardware = {"tensor": chips, "chip": "v5p"}
+    costs = roofline(ModelSizes(size=size), hardware)
+    free = chips * 95e9 * 0.9 - 2 * sizes.params
+    assert costs.pages == int(free / (kv_bytes * copies * 16)) and costs.kv_bytes_per_token == kv_bytes
+    assert costs.touched_params(1) == pytest.approx(sizes.active_params)
+    assert sizes_of(MOE, chips) is MOE
 
 
 def test_pages_are_what_weights_leave_and_two_residents_leave_less():

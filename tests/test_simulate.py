@@ -41,9 +41,21 @@ def test_advice_names_settings_and_reasons():
     assert done.stdout.count("K=") >= 20 and ("waits" in done.stdout or "balanced" in done.stdout)
 
 
+@pytest.mark.slow
+def test_advice_knows_sparse_models_by_name():
+    cluster = ["hardware.chip=v5p", "hardware.chips=256", "hardware.rollout_chips=128", "hardware.tensor=32"]
+    work = ["orchestrator.groups_per_step=16", "orchestrator.group_size=4", "workload.max_new_tokens=4096"]
+    asked = [f"--config.{field}" for field in ("model.size=DeepSeek-V3", *cluster, *work)]
+    done = simulate(f"--config={DEMO}", *QUICK, "--advise", *asked)
+    assert done.returncode == 0, done.stderr
+    assert "DeepSeek-V3: 671.0e9 parameters, of which a token meets 37.6e9; 70,272 bytes of KV a token" in done.stdout
+    assert "on each of 32 chips" in done.stdout and done.stdout.count("K=") >= 10
+
+
 @pytest.mark.parametrize(
     "args, sentence",
     [
+        ([f"--config={DEMO}", "--config.model.size=Qwen4"], "model.size: 'Qwen4' is none of Qwen3-0.6B"),
         ([], "config: missing; name a file"),
         (["--config=configs/sim/absent.py"], "config: configs/sim/absent.py does not exist"),
         ([f"--config={DEMO}", "--config.hardware.chps=3"], "unknown field; the nearest is config.hardware.chips"),

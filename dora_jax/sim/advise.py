@@ -8,10 +8,10 @@ within `NEAR` of the fastest are ordered by mean lag, because age costs learning
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 from dora_jax.config import ConfigError
-from dora_jax.costs import open_costs
+from dora_jax.costs import open_costs, sizes_of
 from dora_jax.sim import table
 from dora_jax.sim.config import Row, SimConfig, replace, rows
 from dora_jax.sim.meter import IDLE_CAPPED, IDLE_TAIL, TRAIN, WAIT_DEADLINE, WAIT_GROUPS, Result
@@ -50,6 +50,7 @@ def report(config: SimConfig, progress: Callable[[str], None], versions: tuple[i
             f"{config.hardware.chips} x {config.hardware.chip}, at most {total} instances of "
             f"{config.hardware.instance_chips} chips; {len(search.seen)} settings tried"
         ),
+        *_model_line(config),
         _floors(config),
         (
             f"sync, colocated: {sync.step_s / 60:.2f} min a step; best: {fastest.step_s / 60:.2f} min, "
@@ -156,6 +157,19 @@ class _Search:
         result = simulate(row)
         self.progress(f"{row.label}: {result.step_s / 60:.2f} min a step, mean lag {result.lag_mean:.2f}")
         return result
+
+
+def _model_line(config: SimConfig) -> Iterator[str]:
+    """What a model that is named by its size brings."""
+    if not config.model.size:
+        return
+    chips = config.hardware.instance_chips
+    model = sizes_of(config.model, chips)
+    shared = f", on each of {model.kv_copies:.0f} chips" if model.kv_copies > 1 else ""
+    yield (
+        f"{model.size}: {model.params / 1e9:,.1f}e9 parameters, of which a token meets {model.active_params / 1e9:,.1f}e9; "
+        f"{model.kv_bytes_per_token:,.0f} bytes of KV a token{shared}"
+    )
 
 
 def _floors(config: SimConfig) -> str:
