@@ -1,5 +1,11 @@
 """Rewards that run a response: what passes, what only pretends to, and what is an error and no score."""
 
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
 import pytest
 
 from dora_jax.tasks import code, programs
@@ -36,7 +42,7 @@ for folder in ("/tmp", sys.prefix, *sys.path):
     "reading the tests": """
 import os
 for folder, folders, names in os.walk("/"):
-    folders[:] = [name for name in folders if os.path.join(folder, name) not in ("/usr", "/proc")]
+    folders[:] = [name for name in folders if os.path.join(folder, name) not in ("/usr", "/proc", "/dev")]
     for name in names:
         try:
             with open(os.path.join(folder, name), "rb") as file: text = file.read(10**5)
@@ -144,3 +150,57 @@ def test_the_tool_tells_a_model_what_its_program_did():
     assert code.python_tool("while True: pass", limits=programs.Limits(wall_s=0.2)) == "[ended at its limit of time]"
     long = code.python_tool("print('x' * 10**5)")
     assert len(long) < 5000 and f"[{10**5 + 1 - code.TOLD_CHARS} characters left out]" in long
+
+
+# ---------------------------------------------------------------- a run
+
+CONFIG = """
+from dora_jax import config
+
+def get_config():
+    c = config.defaults()
+    c.steps = 2
+    c.task.name, c.task.path, c.task.heldout = "rows", "programs.jsonl", 2
+    c.task.rewards = ("dora_jax.tasks.code.stdio",)
+    c.sft.rows, c.sft.out, c.model.path = "programs.jsonl", "base", "base"
+    c.sft.steps, c.sft.batch_rows, c.sft.learning_rate, c.sft.warmup_steps = 60, 8, 1e-2, 5
+    c.sft.d_model, c.sft.n_layers, c.sft.d_ff = 32, 1, 64
+    c.sft.n_heads, c.sft.n_kv_heads, c.sft.head_dim = 2, 1, 16
+    c.rollout.slots, c.rollout.pages, c.rollout.max_prompt_tokens, c.rollout.max_new_tokens = 8, 128, 64, 24
+    c.orchestrator.groups_per_step, c.orchestrator.group_size = 2, 4
+    c.trainer.pack_tokens = 160
+    c.eval.prompts = 2
+    return c
+"""
+
+
+def train(folder):
+    return subprocess.run(
+        [sys.executable, "-m", "dora_jax.train", "--config=c.py", "--workdir=run"],
+        cwd=folder,
+        env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[1])},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+
+
+@needs_sandbox
+@pytest.mark.slow
+def test_a_run_is_trained_by_programs_that_pass_their_tests(tmp_path):
+    (tmp_path / "c.py").write_text(CONFIG)
+    rows = [
+        {
+            "prompt": f"Print {n} times the number that you read.\n",
+            "answer": {"tests": [{"stdin": f"{i}\n", "stdout": f"{n * i}\n"} for i in (3, -4)]},
+            "completion": f"print({n}*int(input()))",
+        }
+        for n in range(2, 10)
+    ]
+    (tmp_path / "programs.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    done = train(tmp_path)
+    assert done.returncode == 0, done.stderr
+    steps = [json.loads(line) for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
+    rewards = [row["reward/term/stdio"] for row in steps if "reward/term/stdio" in row]
+    assert len(rewards) == 2 and max(rewards) > 0.0
+    assert all(row.get("rewards/failed_share", 0.0) == 0.0 for row in steps)

@@ -10,14 +10,16 @@ import time
 
 import pytest
 
+from dora_jax.bench import sandbox as bench
 from dora_jax.config import ConfigError
 from dora_jax.tasks import programs, sandbox
 from tests.fakes.reward_pool import pools
 from tests.fakes.sandbox import SECRET, alive, descendants, needs_sandbox, server
 
+IS_ROOT = os.geteuid() == 0
 FORMS = [
-    pytest.param("root", marks=pytest.mark.skipif(os.geteuid() != 0, reason="the tests do not run as root")),
-    "plain",
+    pytest.param("root", marks=pytest.mark.skipif(not IS_ROOT, reason="the tests do not run as root")),
+    pytest.param("plain", marks=[pytest.mark.slow] if IS_ROOT else []),  # the same walls but for the user id
 ]
 
 
@@ -263,6 +265,7 @@ def test_ignored_signals_do_not_help(run):
 
 
 @needs_sandbox
+@pytest.mark.slow
 def test_the_processor_s_time_is_limited(run):
     ran = run("while True: pass", cpu_s=1.0, wall_s=60.0)
     assert (ran.ended_by, ran.exit_code) == ("cpu", -signal.SIGXCPU)
@@ -342,6 +345,15 @@ def test_a_server_that_is_killed_takes_its_programs_along_and_is_an_error_never_
     assert told == ["the sandbox server is gone"]
     while any(map(alive, below)):
         time.sleep(0.01)
+
+
+@needs_sandbox
+@pytest.mark.slow
+def test_many_runs_leave_nothing_behind(capsys):
+    assert bench.main(["--starts=3", "--runs=101"]) == 0, capsys.readouterr().err
+    table = [line.split() for line in capsys.readouterr().out.splitlines()]
+    left = {row[0]: row[1:] for row in table if row and row[0] in ("processes", "mounts", "files", "descriptors")}
+    assert len(left) == 4 and all(before == after for before, after in left.values())
 
 
 # ---------------------------------------------------------------- what a machine lacks

@@ -1,0 +1,176 @@
+"""The sandbox of model-written programs: what a start costs beside bare Python, and what many runs leave behind.
+
+    python -m dora_jax.bench.sandbox [--starts=100] [--runs=1000] [--at_once=2]
+
+starts   the same program of one line, by turns in the sandbox and by the bare interpreter that the sandbox uses
+runs     PROGRAMS in turn, from `at_once` threads: programs that end well, fail, abort, leave daemons and files, fork to
+         their limit, flood their output, and, each 100th, one that never ends
+left     what is more after the runs than before them: processes below this one, mounts, files of the programs' user ids
+         in the folders for temporary files, open descriptors of the server
+
+Exits with 1 where a program's result is not the expected one or where anything is left, with 2 where the machine lacks a
+wall.
+"""
+
+from __future__ import annotations
+
+import argparse
+import collections
+import concurrent.futures
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from dora_jax.tasks import programs, sandbox
+from dora_jax.tasks.program_server import PYTHONS
+from dora_jax.tasks.programs import Limits, Server
+
+ONE_LINE = "print(1)"
+NEVER_EVERY = 100
+DAEMON = """
+import os, time
+if os.fork() == 0:
+    os.setsid()
+    if os.fork() == 0:
+        time.sleep(600)
+    os._exit(0)
+os.wait()
+print("daemon")
+"""
+FORKS = """
+import os, time
+try:
+    while True:
+        if os.fork() == 0:
+            time.sleep(600)
+except OSError:
+    print("limit")
+"""
+# name: (program, its limits, (first characters of stdout, exit code, ended by))
+PROGRAMS = {
+    "hello": (ONE_LINE, Limits(), ("1\n", 0, "")),
+    "fails": ("raise SystemExit(3)", Limits(), ("", 3, "")),
+    "aborts": ("import os; os.abort()", Limits(), ("", -6, "")),
+    "daemon": (DAEMON, Limits(), ("daemon\n", 0, "")),
+    "files": ("for i in range(100): open(f'/tmp/{i}', 'w').write('x' * 1000)", Limits(), ("", 0, "")),
+    "forks": (FORKS, Limits(processes=16), ("limit\n", 0, "")),
+    "floods": ("while True: print('x' * 4096)", Limits(output_bytes=2**16), ("xxxxxxx", -9, "output")),
+}
+NEVER = ("while True: pass", Limits(wall_s=0.2), ("", -9, "time"))
+
+
+def start_seconds(run: Callable[[], object], bare: Callable[[], object], n: int) -> tuple[list[float], list[float]]:
+    """Seconds of each of n calls of both, one after the other, so that a busy moment meets both."""
+    seconds: tuple[list[float], list[float]] = ([], [])
+    for _ in range(n):
+        for call, found in zip((run, bare), seconds, strict=True):
+            began_s = time.perf_counter()
+            call()
+            found.append(time.perf_counter() - began_s)
+    return seconds
+
+
+def bare_python() -> object:
+    path = next(path for path in PYTHONS if os.access(path, os.X_OK))
+    return subprocess.run([path, "-I", "-B", "-c", ONE_LINE], capture_output=True, check=True, env={})
+
+
+def one_run(server: Server, i: int) -> tuple[str, str]:
+    """(name of the program, what is wrong with its result)."""
+    name = "never" if i % NEVER_EVERY == NEVER_EVERY - 1 else list(PROGRAMS)[i % len(PROGRAMS)]
+    program, limits, expected = PROGRAMS.get(name, NEVER)
+    try:
+        ran = server.run(program, limits=limits)
+    except programs.SandboxError as error:
+        return name, f"{name}: {error}"
+    got = (ran.stdout[:7], ran.exit_code, ran.ended_by)
+    return name, "" if got == expected else f"{name}: {got} {ran.stderr[-200:]!r}, not {expected}"
+
+
+def books(server: Server) -> dict[str, int]:
+    """What a run could leave, counted."""
+    below = processes_below(os.getpid())
+    ids = programs_ids()
+    folders = {tempfile.gettempdir(), "/tmp", "/var/tmp", "/dev/shm"}
+    entries = [entry for folder in folders if os.path.isdir(folder) for entry in os.scandir(folder)]
+    return {
+        "processes": len(below),
+        "mounts": len(Path("/proc/self/mountinfo").read_text().splitlines()),
+        "files": sum(entry.name == "program.py" or owner(entry) in ids for entry in entries),
+        "descriptors": sum(len(os.listdir(f"/proc/{pid}/fd")) for pid in (server.pid, *processes_below(server.pid))),
+    }
+
+
+def programs_ids() -> range:
+    """The user ids that programs have had, if the server is root."""
+    return range(2**31 - 2**22 - 1, 2**31)
+
+
+def owner(entry: os.DirEntry[str]) -> int:
+    try:
+        return entry.stat(follow_symlinks=False).st_uid
+    except FileNotFoundError:
+        return -1
+
+
+def processes_below(pid: int) -> list[int]:
+    found = []
+    for task in os.listdir(f"/proc/{pid}/task"):
+        for child in map(int, Path(f"/proc/{pid}/task/{task}/children").read_text().split()):
+            found += [child, *processes_below(child)]
+    return found
+
+
+def measure(starts: int, runs: int, at_once: int) -> list[str]:
+    """Prints the tables; the lines that say what is wrong."""
+    server = Server()
+    try:
+        server.run(ONE_LINE)
+        walled, bare = start_seconds(lambda: server.run(ONE_LINE), bare_python, starts)
+        for name, seconds in (("sandbox", walled), ("bare python", bare)):
+            ordered = sorted(1000 * second for second in seconds)
+            p50, p99 = statistics.median(ordered), ordered[int(0.99 * (len(ordered) - 1))]
+            print(f"{name:12} p50 {p50:6.1f} ms   p99 {p99:6.1f} ms   of {len(ordered)} starts")
+        before, began_s = books(server), time.perf_counter()
+        with concurrent.futures.ThreadPoolExecutor(at_once) as pool:
+            results = list(pool.map(lambda i: one_run(server, i), range(runs)))
+        took_s = time.perf_counter() - began_s
+        counts = collections.Counter(name for name, _ in results)
+        print(f"{runs} runs in {took_s:.1f} s, {runs / took_s:.0f}/s:", *(f"{n} {name}" for name, n in counts.items()))
+        left_after_s = time.monotonic() + 10  # the last runner ends after its reply
+        while (after := books(server)) != before and time.monotonic() < left_after_s:
+            time.sleep(0.01)
+        print(f"{'':12} before  after")
+        for name, number in before.items():
+            print(f"{name:12} {number:6}  {after[name]:5}")
+        wrong = [reason for _, reason in results if reason]
+        return wrong + [
+            f"{after[name] - number} {name} are left" for name, number in before.items() if after[name] > number
+        ]
+    finally:
+        server.end()
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--starts", type=int, default=100)
+    parser.add_argument("--runs", type=int, default=1000)
+    parser.add_argument("--at_once", type=int, default=2)
+    given = parser.parse_args(argv)
+    try:
+        programs.check()
+    except sandbox.NoWalls as error:
+        print(error, file=sys.stderr)
+        return 2
+    wrong = measure(given.starts, given.runs, given.at_once)
+    print(*wrong[:20], sep="\n", file=sys.stderr)
+    return 1 if wrong else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
