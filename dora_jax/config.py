@@ -55,6 +55,7 @@ class TaskSection:
     path: str = ""  # rows: a .jsonl or .parquet file
     heldout_path: str = ""  # rows: held-out file; empty: a share of `path` by uid
     mix: dict[str, TaskPart] = dataclasses.field(default_factory=dict)  # several tasks in place of `name`, each named
+    lead: float = 0.0  # mix with limits: steps of prompts by which a task may be ahead of another; 0: any number
     adaptive: bool = False  # mix: a task with many filtered groups gets more of the load, up to 4 times its share
     heldout: int = 256  # distinct held-out prompts; in a mix an equal part of each task's
     template: str = "{prompt}"  # "{prompt}" is the question; "chat" applies the tokenizer's chat template
@@ -65,9 +66,7 @@ class TaskSection:
     reward_timeout_s: float = 10.0
     reward_retries: int = 2
     reward_walls: str = "auto"  # full: rewards see no other process; weak: they could; auto: full for shipped rewards
-    sandbox: bool = (
-        False  # rewards of yours may run programs (dora_jax.tasks.programs.run); those of tasks.code always may
-    )
+    sandbox: bool = False  # rewards may run programs (dora_jax.tasks.programs.run); those of tasks.code always may
     reward_env: tuple[str, ...] = ()  # names of environment variables that rewards may read, beside PATH and the like
     max_failed_share: float = 0.01  # above this the run stops
     max_bad_rows_share: float = 0.01

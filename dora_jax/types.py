@@ -13,6 +13,7 @@ and the tokens between two turns are *observed*. A *branch* is a sequence that a
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -38,6 +39,12 @@ MAX_RENEWALS = 20  # ids stay within 31 bits
 def issued_first_as(group_id: GroupId) -> GroupId:
     """The number in the prompt stream: that of a group's first issue."""
     return group_id % RENEWAL if group_id >= 0 else group_id
+
+
+def cycle_of(weights: Mapping[str, int]) -> tuple[str, ...]:
+    """The order in which the tasks of a mix take turns: each one `weight` times, spread evenly; () for no mix."""
+    turns = [((turn + 0.5) / weight, name) for name, weight in weights.items() for turn in range(weight)]
+    return tuple(name for _, name in sorted(turns))
 
 
 def is_eval(group_id: GroupId) -> bool:

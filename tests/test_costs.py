@@ -110,7 +110,7 @@ def lengths(section, groups=200, samples=16):
 
 
 def test_a_length_depends_on_its_identity_only():
-    section = WorkloadSection(turns=3.0, tool_s=2.0)
+    section = WorkloadSection(turns=3.0, environment_s=2.0)
     first, second = Workload(section), Workload(section)
     ids = [SampleId(g, i) for g in (5, 0, 77) for i in (3, 0)]
     assert [first.turns(i) for i in ids] == [second.turns(i) for i in reversed(ids)][::-1]
@@ -154,21 +154,22 @@ def test_lengths_from_a_file(tmp_path):
 
 
 def test_turns_add_up_to_the_length():
-    work = Workload(WorkloadSection(turns=4.0, tool_s=3.0, observation_tokens=11))
+    work = Workload(WorkloadSection(turns=4.0, environment_s=3.0, observation_tokens=11))
     ids = [SampleId(g, 0) for g in range(2000)]
     counts = []
     for id in ids:
         turns = work.turns(id)
         assert sum(t.tokens for t in turns) == work.length(id)
-        assert turns[-1].tool_s == 0 and all(t.tool_s > 0 and t.observation_tokens == 11 for t in turns[:-1])
+        assert turns[-1].environment_s == 0 and all(t.environment_s > 0 and t.observation_tokens == 11 for t in turns[:-1])
         counts.append(len(turns))
     assert sum(counts) / len(counts) == pytest.approx(4.0, rel=0.1)
 
 
-def test_tasks_are_mixed_by_share():
-    tasks = ({"share": 3.0, "mean_tokens": 100.0}, {"share": 1.0, "mean_tokens": 5000.0, "filtered_share": 1.0})
-    work = Workload(WorkloadSection(tasks=tasks))
-    long = [g for g in range(2000) if work.filtered(g)]
-    assert len(long) == pytest.approx(500, abs=60)
-    with pytest.raises(ConfigError, match="workload.tasks: men_tokens is no field of a task"):
-        Workload(WorkloadSection(tasks=({"share": 1.0, "men_tokens": 3},)))
+def test_tasks_of_a_mix_take_turns():
+    mix = {"short": {"weight": 3, "mean_tokens": 100.0}, "long": {"mean_tokens": 5000.0, "filtered_share": 1.0}}
+    work = Workload(WorkloadSection(mix=mix))
+    assert [work.task(g) for g in range(5)] == ["short", "long", "short", "short", "short"]
+    assert [g for g in range(8) if work.filtered(g)] == [1, 5]
+    assert work.length(SampleId(1, 0)) > 3 * work.length(SampleId(0, 0))
+    with pytest.raises(ConfigError, match="workload.mix.short.men_tokens: unknown field; the nearest is mean_tokens"):
+        Workload(WorkloadSection(mix={"short": {"men_tokens": 3}}))

@@ -152,14 +152,15 @@ def facts(disk):
 
 
 def older(record, format):
-    """As format 5 had it: no branches, terms and kinds, and two columns more in a table. As format 4 had it: no report
+    """As format 5 had it: no branches, terms and kinds, a configuration without task_lead, and two columns more in a table. As format 4 had it: no report
     with what decoding took, and scores that were no group. As format 3 had it: every entry by itself, and decided on by
     itself, and no sample with a table."""
     match as_before(msgpack.unpackb(record), format):
         case ["Batch", entries, True] if format <= 3:
             return [msgpack.packb(entry) for entry in entries]
-        case ["Head", _, *rest]:
-            return [msgpack.packb(["Head", format, *rest])]
+        case ["Head", _, epoch, config, *rest]:
+            config = {name: value for name, value in config.items() if name != "task_lead"}
+            return [msgpack.packb(["Head", format, epoch, config, *rest])]
         case row:
             return [msgpack.packb(row)]
 

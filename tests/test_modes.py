@@ -169,6 +169,27 @@ def test_tasks_have_limits_of_their_own():
     assert most == {"a": 4, "b": 6, "c": 2}
 
 
+@pytest.mark.parametrize("lead", [0.0, 0.5])
+def test_a_slow_task_takes_no_place_of_others_and_keeps_its_share(lead):
+    class Slow(World):
+        def length(self, id):
+            return 60 if id.group_id % 2 else 1
+
+    mixed = config(task_cycle=("quick", "slow"), task_ratios=(("quick", 3.0),), task_lead=lead, groups_per_step=8,
+                   total_steps=40, group_size=1)  # fmt: skip
+    world, most = Slow(mixed, Shape(instances=((40, 1.0, 1),))), {}
+
+    def watch(world, event, commands):
+        for task, n in world.brain.state.task_open.items():
+            most[task] = max(n, most.get(task, 0))
+
+    world.run(after=watch).audit()
+    trained = [g for _, groups in world.trained for g in groups]
+    apart = abs(sum(g % 2 for g in trained) / len(trained) - 0.5)
+    assert most["slow"] == mixed.task_limits["slow"]
+    assert apart <= 0.02 if lead else apart > 0.05
+
+
 def test_a_task_with_many_filtered_groups_gets_more_of_the_load():
     mixed = config(task_cycle=("easy", "hard"), task_adaptive=True, inflight=2.0, groups_per_step=8)
     assert mixed.adapted_limits({"easy": 1.0, "hard": 1.0}) == mixed.task_limits == {"easy": 8, "hard": 8}

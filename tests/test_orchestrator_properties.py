@@ -67,7 +67,7 @@ def in_parts(config: OrchestratorConfig, parts: int) -> OrchestratorConfig:
 
 worlds = st.tuples(
     st.builds(in_parts, configs, st.sampled_from([1, 2, 3, 4, 5])),
-    st.sampled_from([{}, {}, TASKS, TASKS | {"task_adaptive": True}]),
+    st.sampled_from([{}, {}, TASKS, TASKS | {"task_lead": 0.5}, TASKS | {"task_adaptive": True, "task_lead": 0.2}]),
     shapes,
     st.one_of(st.just({}), faulty),
 )

@@ -30,9 +30,9 @@ def make(costs=None, **changes):
     return Instance(0, 0, costs or Costs(), {}, **options)
 
 
-def job(index, prompt, *lengths, tool_s=1.0, observed=0):
+def job(index, prompt, *lengths, environment_s=1.0, observed=0):
     last = len(lengths) - 1
-    turns = [Turn(n, 0.0 if i == last else tool_s, 0 if i == last else observed) for i, n in enumerate(lengths)]
+    turns = [Turn(n, 0.0 if i == last else environment_s, 0 if i == last else observed) for i, n in enumerate(lengths)]
     return Job(SampleId(0, index), 0, prompt, turns)
 
 
@@ -176,23 +176,23 @@ def test_one_sample_too_many_raises():
         host.receive(late)
 
 
-def test_turns_keep_their_pages_while_the_tool_runs():
-    host, one = make(), job(0, 10, 20, 30, tool_s=5.0, observed=7)
+def test_turns_keep_their_pages_while_their_environment_works():
+    host, one = make(), job(0, 10, 20, 30, environment_s=5.0, observed=7)
     host.submit(one, "start")
     while host.next_time() < math.inf:
         host.advance(host.next_time())
         for what, stopped in host.happen():
             if what == inst.STOPPED and stopped.turn == 0:
-                host.wait_for_tool(stopped)
+                host.wait_for_environment(stopped)
                 assert host.free_tokens == host.capacity - 30
-    assert host.activity == inst.TOOL
+    assert host.activity == inst.WAIT
     host.advance(host.time + 5.0)
-    host.tool_answered(one)
+    host.answered(one)
     host.advance(host.next_time())
     host.happen()
     assert host.free_tokens == host.capacity - 37
     run(host)
-    assert (one.sampled, one.prompt) == (50, 17) and host.free_tokens == host.capacity
+    assert (one.sampled, one.observed) == (50, 7) and host.free_tokens == host.capacity
 
 
 def test_a_report_comes_every_so_many_ticks():

@@ -4,6 +4,7 @@ import collections
 import dataclasses
 import itertools
 import json
+import runpy
 
 import pytest
 
@@ -76,12 +77,18 @@ def test_filtered_and_failed_groups_are_replaced():
     assert any(isinstance(e, ev.GroupScored) and not e.trainable for e, _ in audit.log)
 
 
-def test_tools_leave_their_slot_waiting():
-    tools = {"workload__turns": 3.0, "workload__tool_s": 5.0, "workload__observation_tokens": 20}
-    result, _audit = simulate("dora", **tools)
+TURNS = {"workload__turns": 3.0, "workload__environment_s": 5.0, "workload__observation_tokens": 20}
+
+
+@pytest.mark.parametrize("hold_slots", [False, True])
+def test_samples_wait_for_their_environments(hold_slots):
+    result, audit = simulate("dora", orchestrator__hold_slots=hold_slots, **TURNS)
     plain, _ = simulate("dora")
-    assert result.rollout["tool"] > 0 and result.step_s > plain.step_s
     assert result.tokens > plain.tokens  # observations are part of the sequences
+    kinds = collections.Counter(type(e).__name__ for e, _ in audit.log)
+    assert (result.waiting == 0) == hold_slots == (kinds["SampleWaiting"] == 0)
+    assert (result.rollout["wait"] > 0) == hold_slots  # of instances that have nothing but samples that wait
+    assert result.reprefilled_tokens == 0 and max(audit.lags) <= 2
 
 
 def test_unequal_instances_share_the_work():
@@ -164,3 +171,15 @@ def test_speeds_are_those_of_all_chips_together():
     assert speeds.out == 8 * speeds.into == 64 * v5e.dcn_bytes_per_s / 2
     assert speeds.place == 8 * v5e.host_bytes_per_s
     assert speeds_of(v5e, 64, v5e, 8, 0.5, host_link_bytes_per_s=1e9).into == 2e9
+
+
+def test_a_slow_environment_and_a_quick_one_are_trained_in_the_shares_asked_for():
+    """The small twin of configs/sim/environments.py."""
+    tree = runpy.run_path("configs/sim/environments.py")["get_config"]("small")
+    lines = [(row, run.simulate(row)) for row in config.rows(config.from_config_dict(tree))]
+    (_, waits), (_, holds) = lines
+    for result in (waits, holds):
+        assert abs(result.tasks["slow"] - 0.5) <= 0.02 and max(result.lags) <= 2
+    assert waits.waiting > 0 == holds.waiting
+    assert waits.step_s < holds.step_s and waits.rollout_only < holds.rollout_only
+    assert "slow: asked" in table.render(lines)

@@ -84,6 +84,9 @@ class OrchestratorConfig:
     updates: int = 1  # optimizer updates a step; modes that take parts take the groups of each when they are ready
     task_cycle: tuple[str, ...] = ()  # the task of group g is task_cycle[g % len]; empty: tasks are not told apart
     task_ratios: tuple[tuple[str, float], ...] = ()  # (task, oversampling in units of its share of `inflight`)
+    task_lead: float = (
+        0.0  # steps of prompts by which a task may be ahead of another, where tasks have limits; 0: any number
+    )
     task_adaptive: bool = False  # a task of which many groups are filtered gets more of the load, up to 4 times as much
     colocated: bool = False  # instances share the trainer's chips: they stand still from a whole batch to its version
 
@@ -192,7 +195,7 @@ class OrchestratorConfig:
         positive = ("groups_per_step", "updates", "group_size", "max_versions", "max_new_tokens", "max_filtered_rounds",
                     "eval_samples", "rebalance_period_s")  # fmt: skip
         not_negative = ("total_steps", "eval_groups", "eval_every", "max_prompt_tokens", "inflight",
-                        "expected_new_tokens")  # fmt: skip
+                        "expected_new_tokens", "task_lead")  # fmt: skip
         found += [f"{n} is {getattr(self, n)}: it must be positive" for n in positive if getattr(self, n) <= 0]
         found += [f"{n} is {getattr(self, n)}: it must not be negative" for n in not_negative if getattr(self, n) < 0]
         if self.updates > 0 and self.groups_per_step % self.updates:

@@ -117,11 +117,18 @@ class _Fill:
 
 
 def _next_group(s: State) -> GroupId | None:
-    """Groups to redo first, then the prompt stream in order; a task at its own limit is passed over for a while."""
+    """Groups to redo first, then the prompt stream in order. A task at its own limit is passed over for a while: until the
+    others are so far ahead of it as they may be, and enough for a batch are outstanding."""
     if s.redo:
         return s.redo.pop(0)
-    limits = s.task_limits
-    open_tasks = [task for task in s.cursors if not limits or s.task_open.get(task, 0) < limits[task]]
+    limits, furthest = s.task_limits, math.inf
+    if s.config.task_lead and s.ledger.total_outstanding >= s.ledger.missing:
+        furthest = min(s.cursors.values()) + s.config.task_lead * s.config.groups_per_step
+    open_tasks = [
+        task
+        for task, cursor in s.cursors.items()
+        if not limits or (s.task_open.get(task, 0) < limits[task] and cursor <= furthest)
+    ]
     if not open_tasks:
         return None
     task = min(open_tasks, key=s.cursors.__getitem__)

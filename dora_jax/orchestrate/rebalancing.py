@@ -50,26 +50,30 @@ def rebalance(s: State) -> None:
 
 
 def _demand(s: State) -> dict[Version, int]:
-    """Requests that hold a slot or want one, by version, and those that credit allows at the version meant for them."""
+    """Requests in flight by version, and those that credit allows at the version meant for them."""
     meant = admission.admission_version(s.decisions, s.ledger)
     if s.decisions.on_publish == "swap":  # training samples follow the newest weights
         demand = dict(s.queue.evaluation_unfinished)
         demand[meant] = demand.get(meant, 0) + s.queue.training_unfinished
     else:
-        demand = {version: s.queue.wanting(version) for version in s.queue.unfinished}
+        demand = dict(s.queue.unfinished)
     credit = admission.credit(s.decisions, s.ledger, meant, s.config.total_steps, s.budget)
     demand[meant] = demand.get(meant, 0) + credit * s.config.group_size
     return {version: samples for version, samples in demand.items() if samples}
 
 
 def _plan(s: State, demand: dict[Version, int]) -> dict[InstanceId, tuple[Version, Version | None]]:
-    """{instance: (the version that it is to take, the one that makes room)}: shares in proportion to the requests."""
+    """{instance: (the version that it is to take, the one that makes room)}: shares in proportion to the requests.
+
+    A version of which every sample waits for its environment keeps an instance, to which they come back, where there are
+    enough for all versions."""
     instances = s.fleet.instances.values()
-    slots = sum(h.slots for h in instances)
+    slots, berths = sum(h.slots for h in instances), sum(h.residents for h in instances)
+    if len(demand) >= berths:
+        demand = {v: n for v, n in demand.items() if n > s.queue.in_environment.get(v, 0)}
     need = {v: -(-min(n, s.queue.wanting(v)) * len(instances) // slots) for v, n in demand.items()}
     # An older version only shrinks: what it has is enough for its samples, and more would soon have to be given back.
     cap = {v: len(s.fleet.holders.get(v, ())) for v in demand if v < s.ledger.base}
-    berths = sum(h.residents for h in instances)
     shares = partition.plan_shares(len(instances), _weights(s, demand), need, cap, s.decisions.spread, berths)
     return partition.plan_partition([_seat(h) for h in instances], shares, s.ledger.base)
 
@@ -232,7 +236,7 @@ def settle_emptied(s: State) -> None:
             continue
         coming, drop = instance.coming, instance.leaving
         if coming is None:
-            coming, drop = _wanted(s), _idle_resident(instance)
+            coming, drop = _wanted(s), _idle_resident(s, instance)
             if coming is None:
                 continue
         full = len(instance.versions) >= instance.residents
@@ -240,9 +244,10 @@ def settle_emptied(s: State) -> None:
             _load(s, instance, coming, drop if full else None)
 
 
-def _idle_resident(instance: Instance) -> Version | None:
-    """The oldest version it holds that has no sample on it."""
-    return min((v for v in instance.versions if v not in instance.counts), default=None)
+def _idle_resident(s: State, instance: Instance) -> Version | None:
+    """The oldest version it holds that has no sample on it, and none that will come back to it alone."""
+    last = [v for v in instance.versions if v in s.queue.in_environment and len(s.fleet.holders[v]) == 1]
+    return min((v for v in instance.versions if v not in instance.counts and v not in last), default=None)
 
 
 def _wanted(s: State) -> Version | None:

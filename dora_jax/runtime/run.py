@@ -146,6 +146,7 @@ def orchestrator_config(config: Config) -> OrchestratorConfig:
         eval_samples=config.eval.samples,
         task_cycle=cycle_of(config.task.mix),
         task_ratios=_limits(config),
+        task_lead=config.task.lead,
         task_adaptive=config.task.adaptive,
     )
 

@@ -42,13 +42,14 @@ class WorkloadSection:
     group_correlation: float = 0.5  # of the log lengths of siblings
     prompt_tokens: float = 160.0  # mean
     prompt_sigma: float = 0.6
-    turns: float = 1.0  # mean turns of a response; between two of them a tool runs
-    tool_s: float = 0.0  # median latency of a tool call
-    tool_sigma: float = 1.0
-    observation_tokens: int = 0  # that a tool call appends
+    turns: float = 1.0  # mean turns of a response; between two of them it waits for its environment
+    environment_s: float = 0.0  # median time until the environment answers
+    environment_sigma: float = 1.0  # of its log
+    observation_tokens: int = 0  # that an answer appends
     filtered_share: float = 0.0  # groups without signal
     failed_share: float = 0.0  # groups whose scoring fails
-    tasks: tuple[Mapping[str, Any], ...] = ()  # a mixture: {"share": 0.3, and any of the fields above}
+    # several tasks that take turns: name -> {"weight", "limit" as in task.mix, and any of the fields above}
+    mix: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,7 +60,9 @@ class OrchestratorSection:
     inflight: float = 1.25
     updates: int = 1  # optimizer updates a step; modes that take parts train each as soon as its groups are ready
     rebalance_period_s: float = 20.0
+    task_lead: float = 0.0  # steps of prompts by which a task with a limit may be ahead of the others; 0: any number
     peer_weights: bool = True
+    hold_slots: bool = False  # a sample keeps its slot and KV while it waits for its environment
     decisions: Mapping[str, Any] = dataclasses.field(default_factory=dict)  # replaces choices of the mode
 
 

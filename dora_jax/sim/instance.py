@@ -26,8 +26,8 @@ from dora_jax.sim.config import SimConfig
 from dora_jax.sim.workload import Turn
 from dora_jax.types import InstanceId, SampleId, Version
 
-DECODE, PREFILL, LOAD, TOOL, PAUSED, HELD, IDLE = "decode", "prefill", "load", "tool", "paused", "held", "idle"
-ACTIVITIES = (DECODE, PREFILL, LOAD, TOOL, PAUSED, HELD, IDLE)
+DECODE, PREFILL, LOAD, WAIT, PAUSED, HELD, IDLE = "decode", "prefill", "load", "wait", "paused", "held", "idle"
+ACTIVITIES = (DECODE, PREFILL, LOAD, WAIT, PAUSED, HELD, IDLE)
 
 # What `happen` returns beside the sample.
 ENTERED, STOPPED, REPORT = "entered", "stopped", "report"
@@ -49,6 +49,7 @@ class Job:
         "id",
         "join",
         "mixed",
+        "observed",
         "prompt",
         "sampled",
         "stop",
@@ -61,7 +62,8 @@ class Job:
     def __init__(self, id: SampleId, version: Version, prompt: int, turns: list[Turn]):
         self.id = id
         self.version = version
-        self.prompt = prompt  # and what tools have appended since
+        self.prompt = prompt
+        self.observed = 0  # tokens that environments have appended
         self.turns = turns
         self.turn = 0
         self.sampled = 0  # tokens before it joined the batch
@@ -72,8 +74,17 @@ class Job:
         self.arrival = ""  # how it entered: Start, Resume, ...; told when it decodes
 
     @property
+    def response(self) -> int:
+        return self.observed + self.sampled
+
+    @property
     def tokens(self) -> int:
-        return self.prompt + self.sampled
+        return self.prompt + self.response
+
+    def observe(self) -> None:
+        """Its environment has answered, and its next turn begins."""
+        self.observed += self.turns[self.turn].observation_tokens
+        self.turn += 1
 
     def go_on_under(self, version: Version) -> None:
         """Other weights: the KV so far is of no use."""
@@ -111,13 +122,13 @@ class Instance:
         self._costs = costs
         self._live = live
         self._context = 0.0  # tokens of KV in the batch
-        self._held = 0  # tokens of KV of samples that wait for a tool or are being prefilled
+        self._held = 0  # tokens of KV of samples that wait here for their environment or are being prefilled
         self._stops: list[tuple[float, SampleId, Job]] = []
         self._queue: deque[Job] = deque()
         self._entering: list[Job] = []
         self._prefill_left_s = 0.0
         self._still_s = 0.0  # that it still stands still
-        self._tools: dict[SampleId, Job] = {}
+        self._waiting: dict[SampleId, Job] = {}
         self._reported = (0.0, 0.0, 0.0)  # tokens sampled, decoding, and each sample's part of that, at the last report
         self._report_ticks = report_ticks
         self._report_at = float(report_ticks)
@@ -136,7 +147,7 @@ class Instance:
             return DECODE
         if self.loading:
             return LOAD
-        return TOOL if self._tools else IDLE
+        return WAIT if self._waiting else IDLE
 
     def advance(self, now: float) -> None:
         elapsed = now - self.time
@@ -203,9 +214,11 @@ class Instance:
         self._prefill()
 
     def receive(self, job: Job) -> None:
-        """The sample goes on with the KV that came with it."""
+        """The sample goes on with the KV that came with it: what that lacks is prefilled."""
         if job.cached < job.tokens:
-            self.submit(job, job.arrival)
+            self._held += job.cached
+            self._queue.append(job)
+            self._prefill()
         else:
             self._join(job)
 
@@ -214,44 +227,44 @@ class Instance:
         job = self.decoding.get(id)
         if job is not None:
             self._leave(job)
-        elif id in self._tools:
-            job = self._tools.pop(id)
+        elif id in self._waiting:
+            job = self._waiting.pop(id)
             self._held -= job.tokens
         else:
             job = self._unqueue(id)
         self._prefill()
         return job
 
-    def waits_for_tool(self, job: Job) -> bool:
-        return self._tools.get(job.id) is job
+    def waits(self, job: Job) -> bool:
+        return self._waiting.get(job.id) is job
 
-    def wait_for_tool(self, job: Job) -> None:
-        self._tools[job.id] = job
+    def wait_for_environment(self, job: Job) -> None:
+        """The sample keeps its slot and its KV."""
+        self._waiting[job.id] = job
         self._held += job.tokens
 
-    def tool_answered(self, job: Job) -> None:
-        """Prefill what the tool said behind the KV that is still here."""
-        del self._tools[job.id]  # its KV stays held
-        job.prompt += job.turns[job.turn].observation_tokens
-        job.turn += 1
+    def answered(self, job: Job) -> None:
+        """Prefill what the environment said behind the KV that is still here."""
+        del self._waiting[job.id]  # its KV stays held
+        job.observe()
         job.arrival = ""
         self._queue.append(job)
         self._prefill()
 
-    def sampled_of(self, job: Job) -> int:
-        """Whole tokens so far."""
+    def response_of(self, job: Job) -> int:
+        """Whole tokens of its response so far."""
         if job.id in self.decoding:
-            return job.sampled + int(self.ticks - job.join + TICK_EPS)
-        return job.sampled
+            return job.response + int(self.ticks - job.join + TICK_EPS)
+        return job.response
 
     def clear(self) -> list[Job]:
         """The instance is lost: its samples, with no KV."""
         jobs = [*self.decoding.values()]
         for job in jobs:
             self._leave(job)
-        jobs += [*self._queue, *self._entering, *self._tools.values()]
+        jobs += [*self._queue, *self._entering, *self._waiting.values()]
         self._queue.clear()
-        self._entering, self._tools, self._held, self._prefill_left_s = [], {}, 0, 0.0
+        self._entering, self._waiting, self._held, self._prefill_left_s = [], {}, 0, 0.0
         for job in jobs:
             job.cached = 0
         return jobs

@@ -40,6 +40,8 @@ class Result:
     rollout: Mapping[str, float]  # share of the instances' time by cause
     occupancy: float  # mean samples in a batch while it decodes
     lags: Mapping[int, float]  # share of the trained groups
+    tasks: Mapping[str, float]  # share of the trained groups
+    waiting: float  # mean samples that waited for their environment, without a slot
     mixed: float  # share of the trained samples whose tokens are of more than one version
     live_mean: float
     live_max: int
@@ -69,6 +71,8 @@ class Meter:
         self._part = config.orchestrator.groups_per_step // decisions.parts  # groups that the trainer takes at once
         self._tokens = self._samples = self._mixed = 0
         self._lags: dict[int, int] = {}
+        self._tasks: dict[str, int] = {}  # trained groups
+        self._waiting, self._waiting_s, self._waits_since = 0, 0.0, 0.0
         self._live_sum = self._live_count = self._live_max = 0
         self._ready_left = 0
         self._trainer = dict.fromkeys((TRAIN, WAIT_GROUPS, WAIT_DEADLINE), 0.0)
@@ -80,6 +84,7 @@ class Meter:
         self._idle_before = 0.0
         self._start: dict[str, float] | None = None
         self._start_lags: dict[int, int] = {}
+        self._start_tasks: dict[str, int] = {}
         self.result: Result | None = None
         self.step_ends: list[float] = []
 
@@ -107,6 +112,12 @@ class Meter:
             self._samples += group.done
             self._mixed += group.mixed
             self._lags[base - group.version] = self._lags.get(base - group.version, 0) + 1
+            self._tasks[group.task] = self._tasks.get(group.task, 0) + 1
+
+    def waits(self, now: float, by: int) -> None:
+        """So many samples more wait for their environment without a slot."""
+        self._waiting_s += self._waiting * (now - self._waits_since)
+        self._waiting, self._waits_since = self._waiting + by, now
 
     def live(self, versions: int) -> None:
         self._live_sum += versions
@@ -128,6 +139,7 @@ class Meter:
         self.step_ends.append(now)
         if version <= self._warmup:
             self._start, self._start_lags = self._counters(now, instances), dict(self._lags)
+            self._start_tasks = dict(self._tasks)
             self._live_sum = self._live_count = self._live_max = 0
         elif self._start is not None:
             self.result = self._result(version - self._warmup, self._counters(now, instances))
@@ -151,6 +163,8 @@ class Meter:
         counters |= {"samples": self._samples, "mixed": self._mixed}
         counters |= {"move_bytes": self.move_bytes, "weight_bytes": self.weight_bytes, "idle_tail": self._idle_tail}
         counters |= {"reprefilled": self.reprefilled, "cancelled": self.cancelled_tokens, "ready": self._ready_left}
+        self.waits(now, 0)
+        counters["waiting_s"] = self._waiting_s
         counters |= {f"trainer/{name}": seconds for name, seconds in self._trainer.items()}
         for name in (*ACTIVITIES, DOWN, "slot_s"):
             counters[f"rollout/{name}"] = self._lost.get(name, 0.0)
@@ -172,6 +186,7 @@ class Meter:
         rollout[IDLE_CAPPED] = d[f"rollout/{IDLE}"] / all_s - rollout[IDLE_TAIL]
         lags = {lag: n - self._start_lags.get(lag, 0) for lag, n in sorted(self._lags.items())}
         groups = sum(lags.values())
+        tasks = {task: n - self._start_tasks.get(task, 0) for task, n in sorted(self._tasks.items())}
         decode_s = d["rollout/decode"]
         return Result(
             steps=steps, seconds=seconds, step_s=seconds / steps, rollout_only=max(0.0, 1 - d[f"trainer/{TRAIN}"] / seconds),
@@ -180,6 +195,7 @@ class Meter:
             rollout={name: rollout[name] for name in CAUSES},
             occupancy=d["rollout/slot_s"] / decode_s if decode_s else 0.0,
             lags={lag: n / groups for lag, n in lags.items() if n}, mixed=d["mixed"] / d["samples"],
+            tasks={task: n / groups for task, n in tasks.items()}, waiting=d["waiting_s"] / seconds,
             live_mean=self._live_sum / max(1, self._live_count), live_max=self._live_max,
             moves=d["moves"] / steps, reloads=d["reloads"] / steps, move_bytes=d["move_bytes"] / steps,
             weight_bytes=d["weight_bytes"] / steps, reprefilled_tokens=d["reprefilled"] / steps,

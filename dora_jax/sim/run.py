@@ -9,10 +9,12 @@ from dora_jax.config import ConfigError
 from dora_jax.orchestrate.core import Orchestrator
 from dora_jax.orchestrate.loop import Observer, run
 from dora_jax.orchestrate.modes import Decisions, OrchestratorConfig
+from dora_jax.sim import workload
 from dora_jax.sim.config import Row, SimConfig
 from dora_jax.sim.meter import EndOfMeasurement, Result
 from dora_jax.sim.trace import Trace
 from dora_jax.sim.world import SimWorld
+from dora_jax.types import cycle_of
 
 
 class StoppedEarly(RuntimeError):
@@ -51,7 +53,8 @@ def orchestrator_config(config: SimConfig, mode: str) -> OrchestratorConfig:
     section = config.orchestrator
     # the work goes on behind the last measured step, so that this step is like those before it
     last = config.steps + section.max_versions + 2
-    more = {"changes": tuple(section.decisions.items())} if section.decisions else {}
-    return (SimOrchestratorConfig if more else OrchestratorConfig).of(
+    more: dict[str, Any] = {"changes": tuple(section.decisions.items())} if section.decisions else {}
+    more |= {"task_cycle": cycle_of(workload.weights(config.workload)), "task_ratios": workload.limits(config.workload)}
+    return (SimOrchestratorConfig if section.decisions else OrchestratorConfig).of(
         config.workload, section, mode=mode, colocated=config.hardware.colocated, total_steps=last, **more
     )

@@ -1,16 +1,18 @@
 """The table of modes: what each row of a simulation took, what waited on what, and how that compares with the paper.
 
 Where a row ran with several seeds, its figures are means, and the first ones are followed by their standard deviation.
-Three blocks: the outcome with its floors (bound.py), in minutes a step, where the time of both roles went, and what was moved; a fourth where a row names published
+Three blocks: the outcome with its floors (bound.py), in minutes a step, where the time of both roles went, and what was
+moved. One more where a row mixes tasks: the share of each that was asked for and trained. Another where a row names published
 figures ("step_min", "rollout_only", "tokens_per_s"; "fitted" is 1 where parameters were fitted on that row, "misfit"
 where no parameters can meet it).
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping, Sequence
 
-from dora_jax.sim import bound
+from dora_jax.sim import bound, workload
 from dora_jax.sim.config import Row
 from dora_jax.sim.meter import CAUSES, DOWN, IDLE_CAPPED, IDLE_TAIL, TRAIN, WAIT_DEADLINE, WAIT_GROUPS, Result
 from dora_jax.sim.run import orchestrator_config
@@ -22,6 +24,8 @@ TITLES = {IDLE_CAPPED: "idle: capped", IDLE_TAIL: "idle: tail"}
 
 def render(lines: Sequence[Line], spreads: Sequence[Spread] = ()) -> str:
     blocks = [_outcome(lines, spreads), _time(lines), _traffic(lines)]
+    if any(row.config.workload.mix for row, _ in lines):
+        blocks.append(_tasks(lines, spreads))
     if any(row.published for row, _ in lines):
         blocks.append(_published(lines))
     return "\n\n".join(blocks)
@@ -93,6 +97,28 @@ def _traffic(lines: Sequence[Line]) -> str:
         f"{r.reprefilled_tokens:,.0f}", f"{r.cancelled_tokens:,.0f}", f"{r.preempted:.0f}", f"{r.ready_left:.0f}"]
         for row, r in lines]  # fmt: skip
     return grid(head, rows)
+
+
+def _tasks(lines: Sequence[Line], spreads: Sequence[Spread]) -> str:
+    """Groups by task; "waiting": samples that wait for their environment without a slot, on average."""
+    names = sorted({name for row, _ in lines for name in row.config.workload.mix})
+    rows = []
+    for i, (row, r) in enumerate(lines):
+        asked = workload.weights(row.config.workload)
+        cells = [row.label, f"{r.waiting:.0f}"]
+        for name in names:
+            trained = f"{_share(name, r):.1%}"
+            if spreads:
+                trained += f" ± {spreads[i](functools.partial(_share, name)):.1%}"
+            cells += [f"{asked.get(name, 0) / max(1, sum(asked.values())):.1%}", trained]
+        rows.append(cells)
+    return grid(
+        ["groups by task", "waiting", *(head for name in names for head in (f"{name}: asked", "trained"))], rows
+    )
+
+
+def _share(task: str, result: Result) -> float:
+    return result.tasks.get(task, 0.0)
 
 
 def _published(lines: Sequence[Line]) -> str:

@@ -16,10 +16,11 @@ from dora_jax.types import Version
 class SimGroup:
     """What the world knows of a group: its tag, and what its finished samples add up to."""
 
-    __slots__ = ("done", "mixed", "squares", "tokens", "version")
+    __slots__ = ("done", "mixed", "squares", "task", "tokens", "version")
 
-    def __init__(self, version: Version):
+    def __init__(self, version: Version, task: str):
         self.version = version
+        self.task = task
         self.done = 0
         self.tokens = 0
         self.squares = 0.0

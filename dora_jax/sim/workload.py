@@ -1,4 +1,4 @@
-"""What there is to do: the lengths, turns and fates of samples, as pure functions of (seed, group, index).
+"""What there is to do: the lengths, turns, waits and fates of samples, as pure functions of (seed, group, index).
 
 Counter-based: nothing here remembers what was asked before, so every mode faces the same work in whatever order it
 asks. Lengths of siblings share a part of their deviation (`group_correlation`).
@@ -6,18 +6,20 @@ asks. Lengths of siblings share a part of their deviation (`group_correlation`).
 
 from __future__ import annotations
 
-import bisect
 import dataclasses
 import functools
 import json
 import math
+from collections.abc import Mapping
 from pathlib import Path
 from statistics import NormalDist
+from typing import Any
 
 from dora_jax.config import ConfigError
 from dora_jax.recording import recorded_work
 from dora_jax.sim.config import WorkloadSection
-from dora_jax.types import GroupId, SampleId, issued_first_as
+from dora_jax.spelling import nearest
+from dora_jax.types import GroupId, SampleId, cycle_of, issued_first_as
 
 _MASK = (1 << 64) - 1
 _NORMAL = NormalDist()
@@ -25,7 +27,7 @@ _QUANTILES = 2048  # points at which a distribution's mean is taken
 KEPT = 4096  # groups of which an answer is kept: one is asked for each of their samples
 
 # streams: one for every question that is asked of the same sample
-LENGTH, PROMPT, TURNS, TOOL, FILTERED, FAILED, TASK, FAULT, MOVE = range(1, 10)
+LENGTH, PROMPT, TURNS, ENVIRONMENT, FILTERED, FAILED, FAULT, MOVE = 1, 2, 3, 4, 5, 6, 8, 9
 
 
 def uniform(seed: int, stream: int, *counters: int) -> float:
@@ -45,23 +47,19 @@ def normal(seed: int, stream: int, *counters: int) -> float:
 
 @dataclasses.dataclass(slots=True)
 class Turn:
-    """Tokens to sample, then a tool call (0 s: the response ends) and what it appends."""
+    """Tokens to sample, then a wait for the environment (0 s: the response ends) and what its answer appends."""
 
     tokens: int
-    tool_s: float
+    environment_s: float
     observation_tokens: int
 
 
 class Workload:
     def __init__(self, section: WorkloadSection):
         self._seed = section.seed
-        tasks = section.tasks or ({"share": 1.0},)
-        self._shares: list[float] = []
-        total = 0.0
-        for task in tasks:
-            total += task["share"]
-            self._shares.append(total)
-        self._tasks = [_LengthDistribution(_of_task(section, dict(task))) for task in tasks]
+        self._cycle = cycle_of(weights(section)) or ("",)
+        mix = section.mix or {"": {}}
+        self._tasks = {name: _LengthDistribution(_of_task(section, name, part)) for name, part in mix.items()}
         self._recorded: dict[SampleId, int] = {}
         self._untrainable: frozenset[GroupId] | None = None
         if section.distribution == "journal":
@@ -88,7 +86,7 @@ class Workload:
         return task.length(z)
 
     def turns(self, id: SampleId) -> list[Turn]:
-        """The response as it runs; one turn unless the task calls tools."""
+        """The response as it runs; one turn unless the task has an environment."""
         id = SampleId(issued_first_as(id.group_id), id.index)
         task = self._task(id.group_id).section
         length = self.length(id)
@@ -100,8 +98,8 @@ class Workload:
         for i in range(count):
             tokens = length * (i + 1) // count - length * i // count
             last = i == count - 1
-            tool_s = task.tool_s * math.exp(task.tool_sigma * normal(self._seed, TOOL, *id, i))
-            turns.append(Turn(tokens, 0.0 if last else tool_s, 0 if last else task.observation_tokens))
+            answer_s = task.environment_s * math.exp(task.environment_sigma * normal(self._seed, ENVIRONMENT, *id, i))
+            turns.append(Turn(tokens, 0.0 if last else answer_s, 0 if last else task.observation_tokens))
         return turns
 
     def filtered(self, group: GroupId) -> bool:
@@ -118,11 +116,12 @@ class Workload:
     def _of_siblings(self, group: GroupId) -> float:
         return normal(self._seed, LENGTH, group, -1)
 
-    @functools.lru_cache(maxsize=KEPT)  # noqa: B019 (a workload lives as long as its simulation)
+    def task(self, group: GroupId) -> str:
+        """The name of the group's task in the mix."""
+        return self._cycle[issued_first_as(group) % len(self._cycle)]
+
     def _task(self, group: GroupId) -> _LengthDistribution:
-        if len(self._tasks) == 1:
-            return self._tasks[0]
-        return self._tasks[bisect.bisect(self._shares, uniform(self._seed, TASK, group) * self._shares[-1])]
+        return self._tasks[self.task(group)]
 
 
 class _LengthDistribution:
@@ -171,12 +170,21 @@ class _LengthDistribution:
         return high
 
 
-def _of_task(section: WorkloadSection, task: dict) -> WorkloadSection:
-    changes = {name: value for name, value in task.items() if name != "share"}
+def weights(section: WorkloadSection) -> dict[str, int]:
+    return {name: int(part.get("weight", 1)) for name, part in section.mix.items()}
+
+
+def limits(section: WorkloadSection) -> tuple[tuple[str, float], ...]:
+    """Of each task of the mix, where one has a limit of its own."""
+    return tuple((name, float(part["limit"])) for name, part in sorted(section.mix.items()) if "limit" in part)
+
+
+def _of_task(section: WorkloadSection, task: str, part: Mapping[str, Any]) -> WorkloadSection:
+    changes = {name: value for name, value in part.items() if name not in ("weight", "limit")}
     known = {field.name for field in dataclasses.fields(WorkloadSection)}
-    for name in sorted(set(changes) - known) + (["share"] if "share" not in task else []):
-        raise ConfigError(f"workload.tasks: {name} is {'missing' if name == 'share' else 'no field of a task'}")
-    return dataclasses.replace(section, **changes)
+    for name in sorted(set(changes) - known):
+        raise ConfigError(f"workload.mix.{task}.{name}: unknown field; the nearest is {nearest(name, known)}")
+    return dataclasses.replace(section, mix={}, **changes)
 
 
 def _read_lengths(path: str) -> list[float]:

@@ -20,6 +20,7 @@ from dora_jax.sim import instance as inst
 from dora_jax.sim import workload as work
 from dora_jax.sim.agenda import Agenda
 from dora_jax.sim.config import SimConfig
+from dora_jax.sim.environments import Environments
 from dora_jax.sim.instance import Instance, Job
 from dora_jax.sim.meter import EndOfMeasurement, Meter
 from dora_jax.sim.network import Network
@@ -59,6 +60,9 @@ class SimWorld:
         self._away: dict[SampleId, Job] = {}  # parked, recorded, or on their way
         self._groups: dict[GroupId, SimGroup] = {}
         self._ready: set[GroupId] = set()
+        self._environments = Environments(
+            self._agenda, self.meter, self._away, self._notify, self._schedule, config.orchestrator.hold_slots
+        )
         self._trainer = SimTrainer(config.orchestrator, self.costs)
         self._outbox: list[ev.Event] = []
         self._quiet = 0
@@ -97,7 +101,7 @@ class SimWorld:
     def _start(self, command: ev.Start) -> None:
         instance = self._touch(command.instance)
         for id in command.ids:
-            self._groups.setdefault(id.group_id, SimGroup(command.version))
+            self._groups.setdefault(id.group_id, SimGroup(command.version, self._workload.task(id.group_id)))
             prompt, turns = self._workload.prompt_tokens(id.group_id), self._workload.turns(id)
             instance.submit(Job(id, command.version, prompt, turns), "start")
         self._schedule(instance)
@@ -115,15 +119,8 @@ class SimWorld:
         for id in command.ids:
             job = src.take(id) if src else None
             if src is None or job is None:
-                self._notify(
-                    ev.MoveFailed(
-                        id=id,
-                        src=command.src,
-                        dst=command.dst,
-                        attempt=command.attempt,
-                        reason="finished, or its instance is lost",
-                    )
-                )
+                way: dict[str, Any] = {"id": id, "src": command.src, "dst": command.dst, "attempt": command.attempt}
+                self._notify(ev.MoveFailed(**way, reason="it is not there any more"))
                 continue
             self._away[id] = job
             end = self._network.move(self.now, src.id, command.dst, job.cached)
@@ -149,7 +146,7 @@ class SimWorld:
             job = self._away[id]
             if job.version != command.version:  # other weights: its KV is of no use
                 job.go_on_under(command.version)
-            job.arrival = "resume"
+            job.arrival = "" if job.cached else "resume"
             if job.cached:
                 end += self.costs.park_s(job.cached)
                 self._agenda.at(end, self._resumed, job, instance)
@@ -242,13 +239,11 @@ class SimWorld:
         job.arrival = ""
 
     def _stopped(self, instance: Instance, job: Job) -> None:
-        turn = job.turns[job.turn]
         if job.turn < len(job.turns) - 1:
-            instance.wait_for_tool(job)
-            self._agenda.at(self.now + turn.tool_s, self._tool_answered, instance, job)
+            self._environments.ask(instance, job)
             return
         self._notify(
-            ev.SampleDone(id=job.id, instance=instance.id, tokens=job.sampled, finish="stop", life=instance.life)
+            ev.SampleDone(id=job.id, instance=instance.id, tokens=job.response, finish="stop", life=instance.life)
         )
         if self._trace:
             self._trace.done(self.now, job, instance)
@@ -260,7 +255,7 @@ class SimWorld:
             self._agenda.at(self.now + self.costs.score_s, self._scored, job.id.group_id, group)
 
     def _report(self, instance: Instance) -> None:
-        progress = {id: instance.sampled_of(job) for id, job in instance.decoding.items()}
+        progress = {id: instance.response_of(job) for id, job in instance.decoding.items()}
         free = instance.free_tokens // self._config.hardware.page_size
         self._notify(ev.InstanceReported.of(instance.id, free, progress, instance.life, **instance.decoded()))
 
@@ -279,12 +274,6 @@ class SimWorld:
             del self._groups[group_id]
             self.meter.filtered += 1
         self._notify(ev.GroupScored(group_id=group_id, trainable=trainable))
-
-    def _tool_answered(self, instance: Instance, job: Job) -> None:
-        if instance.waits_for_tool(job):
-            instance.advance(self.now)
-            instance.tool_answered(job)
-            self._schedule(instance)
 
     def _loaded(self, instance: Instance, version: Version) -> None:
         if self._instances.get(instance.id) is instance:

@@ -15,6 +15,8 @@ from collections.abc import Callable, Iterator, Mapping
 from collections.abc import Set as AbstractSet
 from typing import TYPE_CHECKING
 
+from dora_jax import types
+
 if TYPE_CHECKING:
     from dora_jax.config import TaskPart, TaskSection
     from dora_jax.tasks.source import Source, TaskRow
@@ -23,9 +25,8 @@ OWN = ("name", "params", "path", "heldout_path", "extract")  # fields of a secti
 
 
 def cycle_of(mix: Mapping[str, TaskPart]) -> tuple[str, ...]:
-    """The order of tasks in one turn: each one `weight` times, spread evenly; () for no mix."""
-    turns = [((turn + 0.5) / part.weight, name) for name, part in mix.items() for turn in range(part.weight)]
-    return tuple(name for _, name in sorted(turns))
+    """The order of tasks in one turn; () for no mix."""
+    return types.cycle_of({name: part.weight for name, part in mix.items()})
 
 
 def part_of(section: TaskSection, name: str) -> TaskSection:

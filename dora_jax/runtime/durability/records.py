@@ -105,7 +105,12 @@ def upgrade(row: Any, written: int) -> Any:
         row = [Batch.__name__, [row], True] if _is(row, Fact) else row
     if written <= 4 and _is(row, Batch) and isinstance(row[1], list):
         row = [row[0], [_with_group(_with_decoding(entry)) for entry in row[1]], *row[2:]]
-    return _with_episodes(row) if written <= 5 else row
+    return _with_lead(_with_episodes(row)) if written <= 5 else row
+
+
+def _with_lead(row: Any) -> Any:
+    """The row of a head: its configuration let a task be ahead of another by any number of prompts."""
+    return [*row[:3], {"task_lead": 0.0} | row[3], *row[4:]] if _is(row, Head) else row
 
 
 def _with_episodes(row: Any) -> Any:
