@@ -233,6 +233,7 @@ class CheckpointSection:
     keep: int = 3  # the newest so many, and whatever running samples need
     keep_best: int = 0  # and the best so many by reward/mean
     keep_every: int = 0  # and every step divisible by this; 0: none
+    export_hf_every: int = 0  # steps between exports as a Hugging Face folder, WORKDIR/hf/STEP; 0: none
 
 
 @dataclass(frozen=True, kw_only=True)

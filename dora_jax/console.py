@@ -173,11 +173,13 @@ def evaluation_line(version: int, metrics: Metrics) -> str:
     terms = [(name.removeprefix(EVAL_TERM), value) for name, value in metrics.items() if name.startswith(EVAL_TERM)]
     each = f"({', '.join(f'{name} {value:.3f}' for name, value in terms)})" if len(terms) > 1 else ""
     pass_at_k = _form(metrics, "eval/pass_at_k", f"pass@{k} {{:.1%}}") if k != 1 else ""
+    interval = " to ".join(_form(metrics, f"eval/accuracy_{end}", "{:.1%}") for end in ("low", "high"))
+    interval = f" ({interval})" if "eval/accuracy_low" in metrics else ""
     length = _form(metrics, "eval/response_length", "length {:.0f}")
     prompts = _form(metrics, "eval/prompts", "{} prompts")
     parts = [
         f"eval {version:>4}",
-        _form(metrics, "eval/accuracy", "accuracy {:.1%}"),
+        _form(metrics, "eval/accuracy", "accuracy {:.1%}") + interval,
         pass_at_k,
         _form(metrics, "eval/reward/mean", "reward {:.3f}"),
         each,

@@ -70,7 +70,7 @@ RANGES: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
         cpu_devices task.reward_retries reward_model.rows rollout.instances rollout.decode_rows
         trainer.show_every rollout.pages rollout.prefill_tokens rollout.prefill_call_tokens rollout.prefill_chunk trainer.logits_bytes
         eval.every checkpoint.every
-        checkpoint.keep_best checkpoint.keep_every cluster.reattach_s journal.partial_s journal.sync_s
+        checkpoint.keep_best checkpoint.keep_every checkpoint.export_hf_every cluster.reattach_s journal.partial_s journal.sync_s
         journal.watchdog_s
         sft.warmup_steps sft.vocab_size sft.experts sft.shared_experts sft.zero_experts sft.dense_layers sft.kv_rank
         sft.q_rank environment.turn_tokens environment.branches environment.retries environment.noise_late_s
@@ -82,11 +82,8 @@ RANGES: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
         """task.reward_timeout_s trainer.eps sft.learning_rate cluster.silence_s
         cluster.stall_s cluster.start_s environment.step_timeout_s environment.episode_timeout_s""",
     ),
-    (
-        "between 0 and 0.5",
-        lambda x: 0 <= x <= 0.5,
-        "orchestrator.kv_pressure",
-    ),  # relief ends at twice as many free pages
+    # relief ends at twice as many free pages
+    ("between 0 and 0.5", lambda x: 0 <= x <= 0.5, "orchestrator.kv_pressure"),
     (
         "between 0 and 1",
         lambda x: 0 <= x <= 1,
@@ -332,6 +329,13 @@ def _trainer(config: Config) -> Problems:
     ways = max(t.micro_batches, 1) * max(t.data, 1) * max(t.fsdp, 1)
     if t.rows % ways:
         yield f"trainer.rows: {t.rows} is not divisible by micro_batches * data * fsdp = {ways}"
+    yield from _checkpoint(config)
+
+
+def _checkpoint(config: Config) -> Problems:
+    every, export = config.checkpoint.every, config.checkpoint.export_hf_every
+    if export > 0 and (every <= 0 or export % every):
+        yield f"checkpoint.export_hf_every: {export} is no multiple of checkpoint.every = {every}, and what is saved is exported"
 
 
 def _lengths(config: Config) -> Problems:

@@ -203,10 +203,12 @@ def test_an_evaluation_has_a_line_of_its_own():
     console = Console(file, tty=False)
     console.step(7, EVAL)
     console.step(8, EVAL | {"eval/reward/term/short": -0.05, "eval/failed": 3, "eval/k": 1})
+    console.step(8, EVAL | {"eval/accuracy_low": 0.146, "eval/accuracy_high": 0.3951})
     console.step(9, {name: value for name, value in EVAL.items() if name not in ("eval/accuracy", "eval/pass_at_k")})
     assert file.getvalue().splitlines() == [
         "eval    7  accuracy 25.0%  pass@4 50.0%  reward 0.200  length 20  64 prompts",
         "eval    8  accuracy 25.0%  reward 0.200  (right 0.250, short -0.050)  length 20  64 prompts  3 without a score",
+        "eval    8  accuracy 25.0% (14.6% to 39.5%)  pass@4 50.0%  reward 0.200  length 20  64 prompts",
         "eval    9  reward 0.200  length 20  64 prompts",
     ]
 

@@ -5,6 +5,7 @@ import types
 import numpy as np
 import pytest
 
+from dora_jax import intervals
 from dora_jax.config import RunError
 from dora_jax.console import step_line
 from dora_jax.orchestrate import events as ev
@@ -79,7 +80,11 @@ def test_an_evaluation_has_the_total_every_term_and_accuracy_by_the_rule():
     assert metrics == pytest.approx(
         {
             "eval/accuracy": 0.25,
+            "eval/accuracy_low": intervals.wilson(0.25, 3)[0],  # of four samples, what two unlike prompts amount to
+            "eval/accuracy_high": intervals.wilson(0.25, 3)[1],
             "eval/pass_at_k": 0.5,
+            "eval/pass_at_k_low": intervals.wilson(0.5, 2)[0],
+            "eval/pass_at_k_high": intervals.wilson(0.5, 2)[1],
             "eval/k": 2,
             "eval/prompts": 2,
             "eval/response_length": 2.0,
@@ -136,6 +141,8 @@ def test_the_closing_line_knows_all_evaluations():
     assert closing({20: {"eval/accuracy": 0.916}, 0: {"eval/accuracy": 0.354}}) == (
         "held-out accuracy: 35.4% at version 0, 91.6% at version 20"
     )
+    ends = {"eval/accuracy_low": 0.882, "eval/accuracy_high": 0.941}
+    assert closing({20: {"eval/accuracy": 0.916} | ends}) == "held-out accuracy: 91.6% (88% to 94%) at version 20"
     assert closing({0: {"eval/reward/mean": -0.25}}) == "held-out reward: -0.250 at version 0"
 
 

@@ -10,6 +10,7 @@ from typing import Any
 
 from dora_jax.types import InstanceId, Version
 
+OWN_EVALUATIONS = "evaluations/metrics.jsonl"  # of dora_jax.evaluate, which go before those of the run
 Row = dict[str, Any]
 Read = Callable[[str], bytes | None]  # a file of the workdir by its name; None: it is not there
 
@@ -40,7 +41,11 @@ def load(workdir: str | Path, name: str) -> RunData:
         if isinstance(step, int):
             by_step[step, any(key.startswith("eval/") for key in row)] = row  # a resumed run writes some steps again
     data.steps = [row for (_, evaluation), row in sorted(by_step.items()) if not evaluation]
-    data.evaluations = [row for (_, evaluation), row in sorted(by_step.items()) if evaluation]
+    evaluations = {step: row for (step, evaluation), row in by_step.items() if evaluation}
+    if read(OWN_EVALUATIONS) is not None:
+        rows = _rows(read, OWN_EVALUATIONS, data.remarks)
+        evaluations |= {row["step"]: row for row in rows if isinstance(row.get("step"), int)}
+    data.evaluations = [row for _, row in sorted(evaluations.items())]
     timeline = _rows(read, "timeline.jsonl", data.remarks)
     data.timeline = [row for row in timeline if number(row.get("t")) is not None]
     data.samples = list(_rows(read, "samples.jsonl", data.remarks))

@@ -10,7 +10,6 @@ from typing import Any
 
 from dora_jax.report.load import number
 
-
 # Marks that turn the direction of what follows: one that is never closed would reach beyond its element.
 TURNS = re.compile("[\u202a-\u202e\u2066-\u2069]")
 

@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 
+from dora_jax import intervals
 from dora_jax.config import RunError
 from dora_jax.orchestrate.state import State
 from dora_jax.tasks.pool import GroupFailure
@@ -60,10 +61,11 @@ class Evaluations:
 
 
 def evaluation(groups: Sequence[ScoredGroup], solved: Solved | None) -> Metrics:
-    """The record of one version: eval/reward/mean and /std, eval/reward/term/NAME, and where it is said what counts as
-    solved, eval/accuracy (avg@k) and eval/pass_at_k with k samples a prompt (Chen et al. 2021, arXiv 2107.03374:
-    with all
-    k samples used, pass@k is the share of groups with one that is solved)."""
+    """The record of one version: eval/reward/mean and /std, eval/reward/term/NAME; where it is said what counts as
+    solved, eval/accuracy (avg@k) and eval/pass_at_k of k samples a prompt, and _low and _high of both: the 95 % interval.
+
+    Source: Chen et al. 2021, arXiv 2107.03374; with all k samples used, pass@k is the share of groups with one that is
+    solved."""
     metrics = {f"eval/{name}": value for name, value in reward_metrics(groups).items()}
     metrics |= {
         "eval/k": len(groups[0].rewards),
@@ -76,9 +78,16 @@ def evaluation(groups: Sequence[ScoredGroup], solved: Solved | None) -> Metrics:
         passed = [solved.of(group) for group in groups]
     except ValueError as error:
         raise RunError(f"eval.solved: {error}") from error
+    shares, some = [float(p.mean()) for p in passed], float(np.mean([p.any() for p in passed]))
+    low, high = intervals.of_prompts(shares, len(passed[0]))
+    some_low, some_high = intervals.wilson(some, len(passed))
     return {
-        "eval/accuracy": float(np.mean([p.mean() for p in passed])),
-        "eval/pass_at_k": float(np.mean([p.any() for p in passed])),
+        "eval/accuracy": float(np.mean(shares)),
+        "eval/accuracy_low": low,
+        "eval/accuracy_high": high,
+        "eval/pass_at_k": some,
+        "eval/pass_at_k_low": some_low,
+        "eval/pass_at_k_high": some_high,
     } | metrics
 
 
@@ -101,5 +110,12 @@ def closing(evaluations: Mapping[Version, Mapping[str, float]]) -> str:
     if not known:
         return "held-out accuracy: not measured"
     if all("eval/accuracy" in metrics for _, metrics in known):
-        return "held-out accuracy: " + ", ".join(f"{m['eval/accuracy']:.1%} at version {v}" for v, m in known)
+        return "held-out accuracy: " + ", ".join(f"{_accuracy(m)} at version {v}" for v, m in known)
     return "held-out reward: " + ", ".join(f"{m['eval/reward/mean']:.3f} at version {v}" for v, m in known)
+
+
+def _accuracy(metrics: Mapping[str, float]) -> str:
+    """With its 95 % interval, which a record of an older run lacks."""
+    ends = [metrics.get(f"eval/accuracy_{end}") for end in ("low", "high")]
+    known = [f"{end:.0%}" for end in ends if end is not None]
+    return f"{metrics['eval/accuracy']:.1%}" + (f" ({' to '.join(known)})" if known else "")

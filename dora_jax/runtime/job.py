@@ -1,10 +1,9 @@
-"""The jobs that a person starts, from configuration to closing line: train, evaluate."""
+"""The jobs that a person starts, from configuration to closing line: train. `evaluation_job` has the other."""
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
-import json
 import sys
 import time
 from collections.abc import Iterator, Sequence
@@ -12,7 +11,7 @@ from pathlib import Path
 
 from dora_jax import devices, presets, tasks, validate
 from dora_jax.buffer.store import MemoryGroupStore
-from dora_jax.config import Config, ConfigError, RewardModelSection, RunError, blame
+from dora_jax.config import Config, ConfigError, RunError, blame
 from dora_jax.exits import FAILED, RETRY, Stop
 from dora_jax.metrics import Writer
 from dora_jax.orchestrate.core import Orchestrator
@@ -27,6 +26,7 @@ from dora_jax.runtime.durability.journaled_world import JournaledWorld
 from dora_jax.runtime.durability.resume import Begun
 from dora_jax.runtime.durability.workdir_mirror import Mirror, fetch, mirrored
 from dora_jax.runtime.evaluations import closing
+from dora_jax.runtime.hf_exports import HfExports
 from dora_jax.runtime.local_backend import LocalBackend, RunContext, trainer_worker
 from dora_jax.runtime.metrics_log import RunLog
 from dora_jax.runtime.recorder import Recorder, instrument
@@ -56,37 +56,12 @@ def train(config: Config, workdir: Path, *, owner: bool = False) -> int:
         writer.note("\n".join(chosen))
         try:
             make_base(config, workdir, writer, guard)
-            halt, log = _train(_opened(config, workdir, writer), writer, guard, mirror)
+            halt, log = _train(opened(config, workdir, writer), writer, guard, mirror)
         except Stop as stop:
             writer.close_with(f"{stop} (exit code {RETRY})")
             return RETRY
         writer.close_with(f"{halt.reason} ({time.monotonic() - began:.0f} s in all); {closing(log.evaluations)}")
     return 0 if halt.ok else FAILED
-
-
-def evaluate(config: Config, workdir: Path, step: int | None = None) -> int:
-    """avg@k and pass@k of one checkpoint on the held-out prompts. A run of no steps: no trainer, the same engines.
-
-    For a process of its own: it is ended where it is told to stop and does not end in time.
-    """
-    devices.setup_platform(config)
-    config = of_this_machine(config)
-    if config.task.rewards:  # held-out groups have the reward of their task
-        config = dataclasses.replace(config, reward_model=RewardModelSection())
-    directory = workdir / "checkpoints"
-    version = pick(directory, step)
-    with Writer(workdir) as writer, Guard(0.0, owner=True) as guard:
-        parts = _opened(config, workdir, writer)
-        backend = LocalBackend(parts, writer.note)
-        backend.weights.put(version, checkpoint.read_params(directory, version))
-        orchestrator = Orchestrator(
-            build.orchestrator_config(dataclasses.replace(config, steps=version)), start_version=version
-        )
-        _, log = _run(parts, backend, writer, orchestrator, guard)
-    if version not in log.evaluations:
-        raise RunError(f"version {version} is not evaluated: none of its held-out groups has a score")
-    print(json.dumps({"step": version, **log.evaluations[version]}))
-    return 0
 
 
 def of_this_machine(config: Config) -> Config:
@@ -133,6 +108,7 @@ class RunStorage:
     last: Version  # always saved, unless none are
     keep_all: bool  # of the journal
     mirror: Mirror | None = None  # the workdir is in a bucket
+    exports: HfExports | None = None
 
     @property
     def steps(self) -> list[Version]:
@@ -158,6 +134,8 @@ class RunStorage:
             self.mirror.settle()
             if self.due(version) and version not in self.steps:
                 raise Stop(f"the checkpoint of version {version} is not in the bucket; the same command makes it")
+        if self.exports:
+            self.exports.finish(self.steps)
 
     def behind(self, world: Coordinator) -> JournaledWorld | None:
         """Puts the journal in front of `world`, which takes over the debts of a killed process."""
@@ -189,6 +167,8 @@ class CheckpointSaver:
         checkpoints.poll()
         if self._backing.mirror:
             self._backing.mirror.poll()
+        if self._backing.exports:
+            self._backing.exports.poll(self._backing.steps)
         if self._backing.due(version):
             self._backing.save(version, self._log)
             if self._durable is not None:
@@ -200,7 +180,7 @@ class CheckpointSaver:
 # ---------------------------------------------------------------- private
 
 
-def _opened(config: Config, workdir: Path, writer: Writer) -> RunContext:
+def opened(config: Config, workdir: Path, writer: Writer) -> RunContext:
     writer.phase("all", "opening the task, scoring one row")
     parts = RunContext(config, workdir)
     for remark in parts.remarks:
@@ -249,18 +229,25 @@ def _train(parts: RunContext, writer: Writer, guard: Guard, mirror: Mirror | Non
                 build.orchestrator_config(config),
                 writer,
             )
+            exports = _exports(config, parts.workdir, writer)
             backing = RunStorage(
-                side, journal, begun, config.checkpoint.every, config.steps, config.journal.keep_all, mirror
+                side, journal, begun, config.checkpoint.every, config.steps, config.journal.keep_all, mirror, exports
             )
             if mirror:
                 mirror.settle()  # what the resume has put aside goes from the store before anything new is told
-            halt, log = _run(parts, backend, writer, begun.orchestrator, guard, backing)
-            backing.save_last(log)
+            with contextlib.closing(exports) if exports else contextlib.nullcontext():
+                halt, log = run_stages(parts, backend, writer, begun.orchestrator, guard, backing)
+                backing.save_last(log)
             return halt, log
         finally:
             side.checkpoints.close()
     finally:
         backend.close()
+
+
+def _exports(config: Config, workdir: Path, writer: Writer) -> HfExports | None:
+    every, last = config.checkpoint.export_hf_every, config.steps
+    return HfExports(workdir, lambda step: step % every == 0 or step == last, writer.note) if every else None
 
 
 def _backend(parts: RunContext, writer: Writer) -> Backend:
@@ -272,7 +259,7 @@ def _backend(parts: RunContext, writer: Writer) -> Backend:
     return ClusterBackend(parts, writer.note)
 
 
-def _run(
+def run_stages(
     parts: RunContext,
     backend: Backend,
     writer: Writer,

@@ -1,0 +1,107 @@
+"""Evaluation of a run's checkpoints, one or each as it comes, in a process of its own beside the run or after it.
+
+    WORKDIR/evaluations/STEP.json       the record of one checkpoint
+    WORKDIR/evaluations/metrics.jsonl   the same records, in the order in which they were made; tensorboard/ likewise
+
+Consumes a workdir, a folder or in a bucket; writes below `evaluations` only, so that it may run beside the run that writes
+the rest. A run of no steps: no trainer, the same engines.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import time
+from pathlib import Path
+
+from dora_jax import devices
+from dora_jax.config import Config, RewardModelSection, RunError
+from dora_jax.metrics import Writer
+from dora_jax.orchestrate.core import Orchestrator
+from dora_jax.runtime import run as build
+from dora_jax.runtime.durability.object_storage import Objects
+from dora_jax.runtime.durability.workdir_mirror import fetch, url_of
+from dora_jax.runtime.job import of_this_machine, opened, pick, run_stages
+from dora_jax.runtime.local_backend import LocalBackend
+from dora_jax.runtime.shutdown import Guard
+from dora_jax.trainer import checkpoint
+from dora_jax.types import Version
+
+FOLDER = "evaluations"
+PERIOD_S = 5.0  # between two looks for a new checkpoint
+
+
+def evaluate(config: Config, workdir: Path, step: int | None = None) -> int:
+    """avg@k and pass@k of one checkpoint on the held-out prompts; None: of the newest that verifies.
+
+    For a process of its own: it is ended where it is told to stop and does not end in time.
+    """
+    config = _settled(config)
+    version = pick(workdir / "checkpoints", step)
+    _pull(workdir)
+    _evaluate(config, workdir, version)
+    return 0
+
+
+def follow(config: Config, workdir: Path, period_s: float = PERIOD_S) -> int:
+    """Evaluates each checkpoint that has no record, oldest first, and those to come, until the run's last step has one.
+
+    A checkpoint that the run deletes before its turn is passed over.
+    """
+    last, config = config.steps, _settled(config)
+    directory = workdir / "checkpoints"
+    _pull(workdir)
+    while True:
+        fetch(workdir)
+        waiting = [step for step in checkpoint.steps(directory) if not (workdir / FOLDER / f"{step}.json").exists()]
+        for step in waiting:
+            if checkpoint.verify(directory, step, full=True) is None:
+                _evaluate(config, workdir, step)
+                break  # the list may be old by now
+        else:
+            if (workdir / FOLDER / f"{last}.json").exists():
+                return 0
+            time.sleep(period_s)
+
+
+# ---------------------------------------------------------------- private
+
+
+def _settled(config: Config) -> Config:
+    devices.setup_platform(config)
+    config = of_this_machine(config)
+    if config.task.rewards:  # held-out groups have the reward of their task
+        config = dataclasses.replace(config, reward_model=RewardModelSection())
+    return config
+
+
+def _pull(workdir: Path) -> None:
+    """Of a workdir in a bucket, the records that another machine has made."""
+    if url := url_of(workdir):
+        store = Objects(url)
+        (workdir / FOLDER).mkdir(exist_ok=True)
+        for key in store.keys(FOLDER):
+            (workdir / key).write_bytes(store.get(key) or b"")
+
+
+def _evaluate(config: Config, workdir: Path, version: Version) -> None:
+    folder = workdir / FOLDER
+    folder.mkdir(exist_ok=True)
+    with Writer(folder) as writer, Guard(0.0, owner=True) as guard:
+        parts = opened(config, folder, writer)
+        backend = LocalBackend(parts, writer.note)
+        backend.weights.put(version, checkpoint.read_params(workdir / "checkpoints", version))
+        orchestrator = Orchestrator(
+            build.orchestrator_config(dataclasses.replace(config, steps=version)), start_version=version
+        )
+        _, log = run_stages(parts, backend, writer, orchestrator, guard)
+    if version not in log.evaluations:
+        raise RunError(f"version {version} is not evaluated: none of its held-out groups has a score")
+    text = json.dumps({"step": version, **log.evaluations[version]})
+    draft = folder / f"{version}.partial"
+    draft.write_text(text + "\n")
+    draft.replace(folder / f"{version}.json")
+    if url := url_of(workdir):
+        for name in (f"{version}.json", "metrics.jsonl"):
+            Objects(url).put(f"{FOLDER}/{name}", (folder / name).read_bytes())
+    print(text, flush=True)

@@ -1,0 +1,51 @@
+"""evaluate --follow: each checkpoint once, oldest first, until the run's last step has its record."""
+
+import json
+
+import pytest
+
+from dora_jax.config import Config
+from dora_jax.runtime import evaluation_job
+from dora_jax.runtime.evaluation_job import follow
+
+
+@pytest.fixture
+def run(tmp_path, monkeypatch):
+    """A run that saves its next checkpoint, and forgets its oldest, whenever it is waited for. Evaluations are told."""
+    told, coming = [], [(4, None), (6, 2)]
+
+    def save(step):
+        (tmp_path / f"checkpoints/{step}").mkdir(parents=True)
+        (tmp_path / f"checkpoints/{step}/manifest.json").write_text(json.dumps({"files": {}}))
+
+    def wait(seconds):
+        step, gone = coming.pop(0)
+        save(step)
+        if gone:
+            (tmp_path / f"checkpoints/{gone}/manifest.json").unlink()
+
+    def one(config, workdir, step):
+        told.append(step)
+        (workdir / "evaluations").mkdir(exist_ok=True)
+        (workdir / f"evaluations/{step}.json").touch()
+
+    save(2)
+    monkeypatch.setattr(evaluation_job.time, "sleep", wait)
+    monkeypatch.setattr(evaluation_job, "_settled", lambda config: config)
+    monkeypatch.setattr(evaluation_job, "_evaluate", one)
+    monkeypatch.setattr(evaluation_job.checkpoint, "verify", lambda directory, step, full: None)
+    return tmp_path, told
+
+
+def test_every_checkpoint_is_evaluated_once_until_the_last(run):
+    workdir, told = run
+    assert follow(Config(steps=6), workdir) == 0 and told == [2, 4, 6]
+    assert follow(Config(steps=6), workdir) == 0 and told == [2, 4, 6], "a second time there is nothing to do"
+
+
+def test_a_checkpoint_that_cannot_be_trusted_is_passed_over(run, monkeypatch):
+    workdir, told = run
+    monkeypatch.setattr(
+        evaluation_job.checkpoint, "verify", lambda directory, step, full: "a byte differs" if step == 4 else None
+    )
+    assert follow(Config(steps=6), workdir) == 0 and told == [2, 6]
