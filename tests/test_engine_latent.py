@@ -138,6 +138,20 @@ def test_samples_that_share_prompts_and_make_room_are_as_the_trainer_says(engine
         assert_as_the_trainer(sample)
 
 
+@pytest.mark.slow
+def test_drafts_are_verified_as_the_trainer_says():
+    """Greedy siblings are alike; routes of the accepted tokens alone come along."""
+    engine = new_engine(temperature=0.0, drafts=5, draft_cost=0.3)
+    done = {}
+    for group in range(3):
+        for id in ids((group,), size=3):
+            submit(engine, id)
+        done |= finish(engine)
+    assert len(done) == 9 and engine.scheduler.drafter.accepted
+    for sample in done.values():
+        assert_as_the_trainer(sample)
+
+
 def test_a_sample_moves_mid_answer_with_latents_alone(engines):
     here, there = engines
     id = SampleId(3, 1)

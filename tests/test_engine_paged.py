@@ -69,6 +69,30 @@ def test_no_bit_depends_on_preemption_or_batch_mates(paged):
         np.testing.assert_array_equal(crowded[id].logprobs.view(np.int32), alone.logprobs.view(np.int32))
 
 
+@pytest.mark.slow
+def test_drafts_over_pages_change_no_token():
+    """What a verifying call writes beyond the accepted tokens is written again before it is read."""
+    found = []
+    for drafts in (0, 5):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(attention, "paged_kernel", lambda impl, rank: attention.paged_reference)
+            patch.setattr(device_calls, "CHOOSERS", ("cpu",))
+            patch.setattr(attention, "check_platform", lambda *args, **latent: None)
+            sizes = dict(pages=20, context_block=48, attention="tpu", temperature=0.1)
+            engine = new_engine(drafts=drafts, draft_cost=0.3, **sizes)
+            engine.load(0, weights(engine))
+            done = {}
+            for group in range(3):
+                for id in ids((group,), size=4):
+                    submit(engine, id)
+                done |= finish(engine)
+        found.append(done)
+    assert engine.scheduler.drafter.accepted
+    for id, sample in found[0].items():
+        np.testing.assert_array_equal(found[1][id].out_ids, sample.out_ids)
+        np.testing.assert_allclose(found[1][id].logprobs, sample.logprobs, rtol=0, atol=1e-4)
+
+
 @pytest.mark.parametrize("ticks", [1, 4])
 def test_samples_move_between_kinds_of_pools(paged, ticks):
     there, back = SampleId(21, 2), SampleId(3, 1)

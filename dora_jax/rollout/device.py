@@ -8,6 +8,7 @@ waits for the device.
 from __future__ import annotations
 
 import functools
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -16,8 +17,9 @@ import numpy as np
 from jax.sharding import NamedSharding
 
 from dora_jax.rollout.device_calls import Calls
-from dora_jax.rollout.shapes import SLOT, Shapes
+from dora_jax.rollout.shapes import FRESH, POSITION, REMAINING, SLOT, Shapes
 
+TIMED = 5  # calls of which the quickest counts
 HEADS_AXIS = 2  # of a copy of pages: [layers, pages, K, ...]
 
 
@@ -44,6 +46,13 @@ class Device:
         )
         control_BxC = _put(control, self._calls.replicated)
         self.pool, self.state, result, routes = call(params, self.pool, self.state, control_BxC)
+        result.copy_to_host_async()
+        return result, _on_its_way(routes)
+
+    def verify(self, params: Any, control: np.ndarray, blocks: int) -> tuple[jax.Array, jax.Array | None]:
+        """As `generate`, of drafts."""
+        control_BxC = _put(control, self._calls.replicated)
+        self.pool, result, routes = self._calls.verify(params, self.pool, control_BxC, blocks=blocks)
         result.copy_to_host_async()
         return result, _on_its_way(routes)
 
@@ -79,8 +88,27 @@ class Device:
             control = np.zeros(s.decode_control(blocks), np.int32)
             control[:, SLOT] = s.slots
             self.generate(params, control, blocks)[0].block_until_ready()
+            if s.drafts:
+                self.verify(params, np.zeros(s.verify_control(blocks), np.int32), blocks)[0].block_until_ready()
         for size in (s.copy_pages, s.alone_pages):
             self.write_pages([0] * size, self.read_pages([0] * size))
+
+    def verify_cost(self, params: Any) -> dict[int, float]:
+        """A verifying call's time over that of a decode call whose rows all take all steps, by blocks of context: the
+        quicker of a few calls each, which write to the dummy page."""
+        s = self.shapes
+        found = {}
+        for blocks in s.decode_buckets:
+            decode, verify = np.zeros(s.decode_control(blocks), np.int32), np.zeros(s.verify_control(blocks), np.int32)
+            decode[:, SLOT], decode[:, FRESH] = s.slots, 1
+            for control in (decode, verify):
+                control[:, REMAINING], control[:, POSITION] = s.reach, blocks * s.block - s.reach
+            took = [
+                min(_seconds(call, params, control, blocks) for _ in range(TIMED))
+                for call, control in ((self.verify, verify), (self.generate, decode))
+            ]
+            found[blocks] = took[0] / took[1]
+        return found
 
 
 class PagesCopy:
@@ -117,6 +145,12 @@ class PagesCopy:
             if name not in self.arrays:
                 self.arrays[name] = np.empty((part.shape[0], len(self._pages), *part.shape[2:]), part.dtype)
             self.arrays[name][:, self._start : self._stop] = part[:, : self._stop - self._start]
+
+
+def _seconds(call: Callable[..., tuple[jax.Array, Any]], *arguments: Any) -> float:
+    began = time.perf_counter()
+    call(*arguments)[0].block_until_ready()
+    return time.perf_counter() - began
 
 
 def _on_its_way(x: jax.Array | None) -> jax.Array | None:

@@ -15,7 +15,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.experimental.layout import Format, Layout
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
@@ -24,25 +23,11 @@ from dora_jax.models import decoder, expert_parallel, moe, sharding
 from dora_jax.models.logits import policy_logits
 from dora_jax.models.routes import RouteShape
 from dora_jax.ops import attention
-from dora_jax.rollout import quantize, sample
+from dora_jax.rollout import forward, quantize, sample
 from dora_jax.rollout.kv_layout import KVLayout, kv_layout
 from dora_jax.rollout.kv_pallas import Paged
 from dora_jax.rollout.kv_xla import Gathered
-from dora_jax.rollout.shapes import (
-    DRAWN,
-    FRESH,
-    GROUP,
-    HEADER,
-    INDEX,
-    POSITION,
-    PREFILL_HEADER,
-    REMAINING,
-    REPEATS,
-    SLOT,
-    TOKEN,
-    Shapes,
-    shapes_of,
-)
+from dora_jax.rollout.shapes import Shapes, shapes_of
 
 CHOOSERS = ("tpu",)  # platforms whose calls choose how the weights lie; else XLA may turn them round in every call
 
@@ -75,11 +60,11 @@ class Calls:
         kv = Paged(self.kv, shapes, dtype, mesh) if shapes.paged else Gathered(self.kv, shapes, dtype)
         self.replicated = NamedSharding(mesh, PartitionSpec())
         self.pages_sharding = NamedSharding(mesh, kv.pages_spec)
-        self.abstract_pool, self.abstract_state = jax.eval_shape(lambda: _empty(kv, shapes))
+        self.abstract_pool, self.abstract_state = jax.eval_shape(lambda: forward.empty(kv, shapes))
         where = _tiled(NamedSharding(mesh, kv.pool_spec), self.kv, shapes)
         pool = jax.tree.map(lambda _: where, self.abstract_pool)
         rep = self.replicated
-        stop = functools.partial(_is_stop, eos_ids=eos_ids)
+        stop = functools.partial(forward.is_stop, eos_ids=eos_ids)
         logits = functools.partial(policy_logits, cfg, vocab_limit=vocab_limit, temperature=temperature or 1.0)
         draw = functools.partial(sample.draw, greedy=temperature == 0, **sampling)
         key = functools.partial(sample.sample_key, seed)
@@ -91,8 +76,13 @@ class Calls:
         compute = moe.scan  # of a dense model, which has no experts
         if cfg.experts:
             compute = expert_parallel.serving(shapes.expert_matmul, mesh, whole=shapes.whole_experts)
-        decode = functools.partial(_decode, cfg, shapes, kv, compute, logits, draw, limits, key, stop, dtype, routes)
-        prefill = functools.partial(_prefill, cfg, shapes, kv, compute, dtype, routes)
+        decode = functools.partial(
+            forward.decode, cfg, shapes, kv, compute, logits, draw, limits, key, stop, dtype, routes
+        )
+        verify = functools.partial(
+            forward.verify, cfg, shapes, kv, compute, logits, draw, limits, key, stop, dtype, routes
+        )
+        prefill = functools.partial(forward.prefill, cfg, shapes, kv, compute, dtype, routes)
         self.pool_sharding = pool
         self._platform = mesh.devices.flat[0].platform
         turns = not weights and not shapes.paged and self._platform == "cpu"
@@ -113,7 +103,7 @@ class Calls:
         )
         self.chooses = shapes.paged and self._platform in CHOOSERS
         jit = functools.partial(jax.jit, compiler_options=compiler_options or None)
-        self.empty = jax.jit(lambda: _empty(kv, shapes), out_shardings=(pool, rep))
+        self.empty = jax.jit(lambda: forward.empty(kv, shapes), out_shardings=(pool, rep))
         how = dict(donate_argnums=(1, 2), out_shardings=(pool, rep, rep, rep))
         if self.chooses:
             weights_in = jax.tree.map(lambda s: Format(Layout.AUTO, s), stored_shardings)
@@ -122,6 +112,7 @@ class Calls:
         else:
             self.decode = jit(decode, static_argnames="blocks", **how)
         self.prefill = jit(prefill, static_argnames="blocks", donate_argnums=1, out_shardings=(pool, rep))
+        self.verify = jit(verify, static_argnames="blocks", donate_argnums=1, out_shardings=(pool, rep, rep))
         self.read = jit(kv.read, out_shardings=self.pages_sharding)
         self.write = jit(kv.write, donate_argnums=0, out_shardings=pool)
 
@@ -172,6 +163,9 @@ class Calls:
                 (params, pool, ints(*s.prefill_control(blocks))),
                 {"blocks": blocks},
             )
+        for blocks in s.decode_buckets if s.drafts else ():
+            arguments = params, pool, ints(*s.verify_control(blocks))
+            found[f"verify {blocks}"] = self.verify, arguments, {"blocks": blocks}
         for size in sorted({s.copy_pages, s.alone_pages}):
             pages = jax.eval_shape(self.read, pool, ints(size))
             found[f"read {size}"] = self.read, (pool, ints(size)), {}
@@ -190,7 +184,7 @@ class Calls:
 
     def compiled(self) -> int:
         """How many shapes have been compiled so far."""
-        calls: tuple[Any, ...] = self.decode, self.prefill, self.read, self.write
+        calls: tuple[Any, ...] = self.decode, self.verify, self.prefill, self.read, self.write
         return sum(call._cache_size() for call in calls) + ("decode_chosen" in self.__dict__)
 
 
@@ -224,129 +218,6 @@ def new_calls(
     )
 
 
-# ------------------------------------------------------------------ the calls
-
-
-def _empty(kv, shapes: Shapes):
-    """The pool, and per slot (the last one for padding rows) its next token, whether it still samples, how often the
-    token has come in a row."""
-    return kv.empty(), jnp.zeros((shapes.slots + 1, 3), jnp.int32)
-
-
-def _decode(
-    cfg,
-    shapes: Shapes,
-    kv,
-    compute: moe.Compute,
-    logits,
-    draw,
-    limits,
-    key,
-    stop,
-    dtype,
-    routes: RouteShape | None,
-    params,
-    pool,
-    state_Sx3,
-    control_BxC,
-    *,
-    blocks: int,
-):
-    """Up to `steps` tokens for each row: (pool, state, result, routes [rows, steps, M, k] or None); see `_empty` for the
-    state, Shapes.result for the result."""
-    header, pages_BxP, window_BxW = jnp.split(control_BxC, [HEADER, HEADER + blocks * shapes.block_pages], axis=1)
-    slot_B, past_B, drawn_B = header[:, SLOT], header[:, POSITION], header[:, DRAWN]
-    fresh_B = header[:, FRESH] > 0
-    token_B = jnp.where(fresh_B, header[:, TOKEN], state_Sx3[slot_B, 0])
-    repeats_B = jnp.where(fresh_B, header[:, REPEATS], state_Sx3[slot_B, 2])
-    active_B = (header[:, REMAINING] > 0) & (fresh_B | (state_Sx3[slot_B, 1] > 0))
-    keys_B = jax.vmap(key)(header[:, GROUP], header[:, INDEX])
-    fixed, moving = kv.begin(pool, pages_BxP, window_BxW, past_B)
-    rows, steps = token_B.shape[0], shapes.steps
-
-    def step(carry):
-        i, last_B, repeats_B, active_B, moving, (tokens_NxB, bits_NxB, kept_NxBxK, routes_NxB), count_B = carry
-        hidden_Bx1xD, moving, ids = decoder.forward_carrying(
-            cfg,
-            quantize.tied(params, i),
-            last_B[:, None],
-            past_B[:, None] + i,
-            lambda moving: kv.attend_step(fixed, moving, i, active_B),
-            moving,
-            dtype=dtype,
-            compute=compute,
-        )
-        with jax.named_scope("sample"):
-            next_B, logprob_B, kept_BxK = draw(
-                logits(params, hidden_Bx1xD[:, 0]), keys_B, drawn_B + i, limits(last_B, repeats_B)
-            )
-        token_B = jnp.where(active_B, next_B, last_B)
-        repeats_B = jnp.where((token_B == last_B) & (repeats_B > 0), repeats_B + 1, 1)
-        if routes is not None:
-            routes_NxB = routes_NxB.at[i].set(_routes(ids, routes)[:, 0])
-        said = tokens_NxB.at[i].set(token_B), bits_NxB.at[i].set(_bits(logprob_B)), kept_NxBxK.at[i].set(kept_BxK)
-        out = *said, routes_NxB
-        count_B = count_B + active_B
-        active_B = active_B & ~stop(token_B) & (i + 1 < header[:, REMAINING])
-        return i + 1, token_B, repeats_B, active_B, moving, out, count_B
-
-    out = (
-        jnp.zeros((steps, rows), jnp.int32),
-        jnp.zeros((steps, rows), jnp.int32),
-        jnp.zeros((steps, rows, shapes.kept), jnp.int32),
-        routes and jnp.zeros((steps, rows, routes.layers, routes.per_token), routes.dtype),
-    )
-    carry = (jnp.int32(0), token_B, repeats_B, active_B, moving, out, jnp.zeros(rows, jnp.int32))
-    _, token_B, repeats_B, active_B, moving, out, count_B = jax.lax.while_loop(
-        lambda c: (c[0] < steps) & c[3].any(), step, carry
-    )
-    tokens_NxB, bits_NxB, kept_NxBxK, routes_NxB = out
-    pool = kv.end(pool, moving, pages_BxP, window_BxW, past_B, count_B)
-    state_Sx3 = state_Sx3.at[slot_B].set(jnp.stack([token_B, active_B.astype(jnp.int32), repeats_B], axis=1))
-    kept_BxNK = kept_NxBxK.transpose(1, 0, 2).reshape(rows, -1)
-    result = jnp.concatenate([tokens_NxB.T, bits_NxB.T, count_B[:, None], kept_BxNK], axis=1)
-    return pool, state_Sx3, result, None if routes_NxB is None else routes_NxB.swapaxes(0, 1)
-
-
-def _prefill(
-    cfg,
-    shapes: Shapes,
-    kv,
-    compute: moe.Compute,
-    dtype,
-    routes: RouteShape | None,
-    params,
-    pool,
-    control_RxC,
-    *,
-    blocks,
-):
-    """(pool, routes [rows, chunk, M, k] or None): KV of one chunk a row, given the pages before it. What the chunk's
-    first page holds of the chunk already stays. The last layer's output is not needed; of unrolled layers it is not
-    computed."""
-    chunk, n_read = shapes.chunk, blocks * shapes.block_pages
-    ends = np.cumsum([PREFILL_HEADER, chunk, n_read]).tolist()
-    header, tokens_RxL, past_RxP, write_RxW = jnp.split(control_RxC, ends, axis=1)
-    start_R, length_R, kept_R = header.T
-    positions_RxL = start_R[:, None] + jnp.arange(chunk)[None]
-    _, pool, ids = decoder.forward_carrying(
-        cfg,
-        params,
-        tokens_RxL,
-        positions_RxL,
-        lambda pool: kv.attend_chunk(pool, past_RxP, write_RxW, start_R, length_R, kept_R),
-        pool,
-        dtype=dtype,
-        compute=compute,
-    )
-    return pool, routes and _routes(ids, routes)
-
-
-def _routes(ids_MxBxLxk, routes: RouteShape):
-    """[B, L, M, k] in the type that travels."""
-    return ids_MxBxLxk.transpose(1, 2, 0, 3).astype(routes.dtype)
-
-
 def _tiled(where: NamedSharding, kv: KVLayout, shapes: Shapes) -> Any:
     """How a pool lies. Of latents in 8 bits on a TPU it is said: else XLA turns all of it round before a step writes its
     rows, and back after."""
@@ -363,14 +234,3 @@ def _laid_out(x: Any, like: jax.ShapeDtypeStruct, format: Format) -> jax.Array:
 
 def _placed(x: Any, sharding: NamedSharding) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
-
-
-def _is_stop(token_B, *, eos_ids: tuple[int, ...]):
-    stopped = jnp.zeros(token_B.shape, bool)
-    for eos in eos_ids:
-        stopped |= token_B == eos
-    return stopped
-
-
-def _bits(x):
-    return jax.lax.bitcast_convert_type(x.astype(jnp.float32), jnp.int32)

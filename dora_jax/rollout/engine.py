@@ -101,7 +101,10 @@ class Engine:
         if self.scheduler.seqs:
             raise RuntimeError("warmup before the first sample: it writes to the KV pool's dummy page")
         params = next(iter(self._weights.values()), None)
-        self.device.warmup(self.calls.zeros() if params is None else params)
+        params = self.calls.zeros() if params is None else params
+        self.device.warmup(params)
+        if self.scheduler.drafter and not self.section.draft_cost:
+            self.scheduler.drafter.cost = self.device.verify_cost(params)
 
     @property
     def compiled(self) -> int:
@@ -218,6 +221,8 @@ class Engine:
     # ----------------------------------------------------------- private
 
     def _step(self) -> None:
+        if self.scheduler.would_draft:
+            self._land()
         plan = self.scheduler.plan()
         if plan.preempts:
             self._land()  # a parcel holds all tokens whose KV it holds
@@ -230,12 +235,13 @@ class Engine:
         self._decoded_only = decodes_only  # what is landed in the next step was started with this plan
         flights = [self._run_prefill(call) for call in plan.prefills]
         for call in plan.decodes:
-            flights.append((call, *self.device.generate(self._weights[call.version], call.control, call.blocks)))
+            run = self.device.generate if call.drafts is None else self.device.verify
+            flights.append((call, *run(self._weights[call.version], call.control, call.blocks)))
         self._emit.started += plan.started
         self._land()
         self._flights = flights
-        if self.section.late_results == "off":
-            self._land()
+        if self.section.late_results == "off" or any(call.drafts is not None for call in plan.decodes):
+            self._land()  # where a verifying call has left its rows is known then
 
     def _check_loaded(self, version: Version, what: Any) -> None:
         if version not in self._weights:
@@ -279,7 +285,8 @@ class Engine:
                         chunk.routes = rows[: len(chunk.tokens)].copy()
 
     def _commit(self, call: DecodeCall, result: np.ndarray, routes: np.ndarray | None) -> None:
-        steps, rows, emit, held = self.shapes.steps, len(call.rows), self._emit, self.scheduler.seqs
+        steps = self.shapes.steps if call.drafts is None else self.shapes.drafts + 1
+        rows, emit, held = len(call.rows), self._emit, self.scheduler.seqs
         tokens, logprobs = result[:rows, :steps], result[:rows, steps : 2 * steps].view(np.float32)
         counts, kept = result[:rows, 2 * steps], result[:rows, 2 * steps + 1 :].reshape(rows, steps, -1)
         ends = np.isin(tokens[np.arange(rows), counts - 1], self.eos_ids) & (counts > 0)
@@ -296,6 +303,8 @@ class Engine:
                 stops |= text_stops
             if routes is not None:
                 seq.route(seq.n_prompt + seq.n_out - 1, routes[row, :count])
+            if (drafter := self.scheduler.drafter) is not None and rows <= self.shapes.draft_rows:
+                drafter.learn(seq, None if call.drafts is None else call.drafts[row], tokens[row, :count])
             seq.extend(tokens[row, :count], logprobs[row, :count], kept[row, :count])
             emit.tokens += count
             emit.progress[seq.id] = seq.n_out
@@ -303,6 +312,8 @@ class Engine:
                 self._wait(seq)
             elif stops or not numbers or seq.n_out == seq.limit:
                 self._end(seq, "error" if not numbers else "stop" if stops else "length")
+            elif call.drafts is not None:
+                self.scheduler.again(seq)
 
     def _end(self, seq: Seq, finish: str) -> None:
         """`error`: its weights or KV are not numbers: never a sample to train on."""

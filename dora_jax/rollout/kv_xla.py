@@ -63,6 +63,20 @@ class Gathered:
 
         return attend
 
+    def attend_ahead(self, fixed, new: Pool, active_B) -> Attend:
+        """The `attend` of several positions a row at once, each of which sees those before it."""
+        del active_B
+        past, past_B = fixed
+
+        def attend(layer, q, k, v=None):
+            now = self._turned(k, v)
+            for name, x in now.items():
+                new[name][layer] = x
+            causal_LxL = jnp.tri(k.shape[1], dtype=bool)
+            return chunk_attention(q, past[layer], past_B, now["k"], self._values(now), causal_LxL, self.kv.scale)
+
+        return attend
+
     def end(self, pool: Pool, new: Pool, pages_BxP, window_BxW, past_B, count_B) -> Pool:
         """Rewrites the pages of each row's window: what they held, with `count` new positions from `past` on."""
         size, width = self.shapes.page_size, window_BxW.shape[1]
@@ -71,12 +85,12 @@ class Gathered:
         old_BxW = jnp.where(inside, jnp.take_along_axis(pages_BxP, jnp.minimum(at_BxW, pages_BxP.shape[1] - 1), 1), 0)
         source_BxT = jnp.arange(width * size)[None] - (past_B % size)[:, None]  # index into the new positions
         is_new_BxT = (source_BxT >= 0) & (source_BxT < count_B[:, None])
-        source_BxT = jnp.clip(source_BxT, 0, self.shapes.steps - 1)
 
         def merge(name: str, pages, layer_new):
             axis = POSITIONS[name] % 4
             others = [i for i in (1, 2, 3) if i != axis]
             source, is_new = (jnp.expand_dims(x, others) for x in (source_BxT, is_new_BxT))
+            source = jnp.clip(source, 0, layer_new.shape[axis] - 1)
             fresh = narrow(_cut(jnp.take_along_axis(layer_new, source, axis), name, size), self.pool_dtype)
             return pages.at[window_BxW].set(jnp.where(_cut(is_new, name, size), fresh, pages[old_BxW]))
 

@@ -21,6 +21,7 @@ from collections import deque
 import numpy as np
 
 from dora_jax.models.routes import RouteShape
+from dora_jax.rollout.drafts import Drafter
 from dora_jax.rollout.migrate import InFlightSample, spent
 from dora_jax.rollout.pages import DUMMY, Node, OutOfPages, PagePool, PrefixIndex
 from dora_jax.rollout.rows import Rows
@@ -68,8 +69,9 @@ class PrefillCall:
 class DecodeCall:
     version: Version
     blocks: int
-    control: np.ndarray  # i32, see Shapes.decode_control
+    control: np.ndarray  # i32, see Shapes.decode_control; of a verifying call Shapes.verify_control
     rows: tuple[tuple[Seq, int], ...]  # (sample, steps it may take)
+    drafts: np.ndarray | None = None  # i32[rows, Shapes.drafts], where the call verifies them
 
 
 @dataclasses.dataclass
@@ -102,6 +104,7 @@ class Scheduler:
         """routes: what the experts of a token look like, where samples carry them."""
         self.shapes = shapes
         self.routes = routes
+        self.drafter = Drafter(shapes) if shapes.drafts else None
         self.pool = PagePool(shapes.pages, shapes.page_size)
         self.index = PrefixIndex(self.pool, shapes.chunk)
         self.seqs: dict[SampleId, Seq] = {}
@@ -129,6 +132,8 @@ class Scheduler:
     def remove(self, seq: Seq) -> None:
         """Finished, cancelled or exported: frees what it holds."""
         del self.seqs[seq.id]
+        if self.drafter is not None:
+            self.drafter.end(seq, any(other.group_id == seq.id.group_id for other in self.seqs))
         if seq.slot is not None:
             self._free(seq)
         elif seq in self._waiting:
@@ -167,8 +172,21 @@ class Scheduler:
         while len(plan.prefills) < self.shapes.prefill_calls and (call := self._prefill(holders)):
             plan.prefills.append(call)
         self._begin_ready()
-        plan.decodes = [DecodeCall(version, *self._rows.call(slots)) for version, slots in self._rows.batches()]
+        for version, slots in self._rows.batches():
+            seqs, blocks = self._rows.on(slots), self._rows.blocks(slots)
+            drafts = self.drafter and self.drafter.decide(seqs, blocks, self.seqs.values())
+            plan.decodes.append(DecodeCall(version, *self._rows.call(slots, drafts), drafts))
         return plan
+
+    @property
+    def would_draft(self) -> bool:
+        """Whether the next calls may verify drafts, for which the samples' last tokens must be known."""
+        rows, drafter = self._rows, self.drafter
+        return drafter is not None and any(drafter.promising(rows.on(s), rows.blocks(s)) for _, s in rows.batches())
+
+    def again(self, seq: Seq) -> None:
+        """A verifying call has drawn fewer tokens than it might, and the sample goes on."""
+        self._rows.again(seq)
 
     def check(self) -> None:
         """Pages, prefixes and slots are conserved."""
@@ -254,7 +272,7 @@ class Scheduler:
         own = 0 < kv_len == len(prefix) or bool(seq.turn_tokens) and kv_len >= seq.n_prompt
         shared = (seq.n_prompt - 1) // s.chunk * s.chunk if own else len(prefix)
         first_private = shared // s.page_size
-        private = s.pages_for(len(prefix) + min(s.steps, seq.remaining)) - first_private
+        private = s.pages_for(len(prefix) + min(s.reach, seq.remaining)) - first_private
         cost = self.index.cost(seq.version, prefix[:shared]) + private
         # one page for each running sample to grow into, so that an admission does not preempt at once
         if cost + len(self._admitted) > self.index.available:

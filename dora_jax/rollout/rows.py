@@ -52,6 +52,11 @@ class Rows:
     def begin(self, seq: Seq) -> None:
         self._decodes[seq.row] = True
 
+    def again(self, seq: Seq) -> None:
+        """The next call takes from the host where the sample is, not from the state of its slot."""
+        seq.fresh = True
+        self._rows[seq.row, :HEADER] = self._header(seq)
+
     def pause(self, seq: Seq) -> None:
         self._decodes[seq.row] = False
 
@@ -62,7 +67,9 @@ class Rows:
 
     def growth(self) -> list[tuple[Seq, int]]:
         """(sample, pages that its next decode call needs beyond those it has), in order of arrival."""
-        need = self.shapes.pages_for(self._rows[:, POSITION] + self._steps(self._rows)) - self._pages
+        need = (
+            self.shapes.pages_for(self._rows[:, POSITION] + self._tokens(self._rows, self.shapes.reach)) - self._pages
+        )
         slots = np.flatnonzero((need > 0) & (self._rows[:, REMAINING] > 0))
         slots = slots[np.argsort(self._arrivals[slots])]
         return list(zip(self._seqs[slots].tolist(), need[slots].tolist(), strict=True))
@@ -81,13 +88,27 @@ class Rows:
             for first in range(0, len(slots), most):
                 yield version, slots[first : first + most]
 
-    def call(self, slots: np.ndarray) -> tuple[int, np.ndarray, tuple[tuple[Seq, int], ...]]:
-        """(blocks, control array, (sample, steps it may take) by row) of a decode call, whose steps are in flight now."""
-        s, rows, seqs = self.shapes, self._rows[slots], self._seqs[slots].tolist()
-        position, table, steps = rows[:, POSITION], rows[:, HEADER:], self._steps(rows)
-        blocks = s.bucket(int(position.max()), s.decode_buckets)
+    def blocks(self, slots: np.ndarray) -> int:
+        """Of context, in a call of these slots."""
+        return self.shapes.bucket(int(self._rows[slots, POSITION].max()), self.shapes.decode_buckets)
+
+    def on(self, slots: np.ndarray) -> list[Seq]:
+        return self._seqs[slots].tolist()
+
+    def call(
+        self, slots: np.ndarray, drafts: np.ndarray | None = None
+    ) -> tuple[int, np.ndarray, tuple[tuple[Seq, int], ...]]:
+        """(blocks, control array, (sample, steps it may take) by row) of a decode call, whose steps are in flight now; of
+        a verifying call, where drafts i32[rows, shapes.drafts] are given."""
+        s, seqs = self.shapes, self.on(slots)
+        for seq in seqs if drafts is not None else ():
+            self.again(seq)
+        rows = self._rows[slots]
+        position, table = rows[:, POSITION], rows[:, HEADER:]
+        steps = self._tokens(rows, s.steps if drafts is None else s.drafts + 1)
+        blocks = self.blocks(slots)
         window = HEADER + blocks * s.block_pages
-        control = np.full(s.decode_control(blocks), DUMMY, np.int32)
+        control = np.full(s.decode_control(blocks) if drafts is None else s.verify_control(blocks), DUMMY, np.int32)
         control[len(slots) :, SLOT] = s.slots  # padding rows keep their state in a slot of their own
         used = control[: len(slots)]
         used[:, :HEADER] = rows[:, :HEADER]
@@ -99,7 +120,9 @@ class Rows:
                 used[row, HEADER + seqs[row].first_private] = shared
         at = position[:, None] // s.page_size + np.arange(s.window)
         new = np.take_along_axis(table, np.minimum(at, self._width - 1), axis=1)
-        np.copyto(used[:, window:], new, where=at < s.pages_for(position + steps)[:, None])
+        np.copyto(used[:, window : window + s.window], new, where=at < s.pages_for(position + steps)[:, None])
+        if drafts is not None:
+            used[:, window + s.window :] = drafts
         self._launched(slots, seqs, steps)
         return blocks, control, tuple(zip(seqs, steps.tolist(), strict=True))
 
@@ -116,8 +139,8 @@ class Rows:
 
     # ----------------------------------------------------------- private
 
-    def _steps(self, rows: np.ndarray) -> np.ndarray:
-        return np.minimum(rows[:, REMAINING], self.shapes.steps)
+    def _tokens(self, rows: np.ndarray, most: int) -> np.ndarray:
+        return np.minimum(rows[:, REMAINING], most)
 
     def _header(self, seq: Seq) -> tuple[int, ...]:
         return (

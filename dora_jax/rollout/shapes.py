@@ -49,6 +49,9 @@ class Shapes:
     kv: str  # type of the KV pool; empty: the compute type
     max_repeats: int  # 0: no limit
     kept: int  # ids of the keep set that come along with each token
+    drafts: int  # tokens that one verifying call checks of each sample; 0: there is no such call
+    draft_rows: int  # of a verifying call
+    draft_cost: float  # its time over that of a decode call; 0: measured
 
     @property
     def paged(self) -> bool:
@@ -66,9 +69,14 @@ class Shapes:
         return self.block // self.page_size
 
     @property
+    def reach(self) -> int:
+        """Tokens that one call may draw of a sample, at most."""
+        return max(self.steps, self.drafts + 1)
+
+    @property
     def window(self) -> int:
-        """Pages that `steps` consecutive positions may touch."""
-        return (self.steps + self.page_size - 2) // self.page_size + 1
+        """Pages that `reach` consecutive positions may touch."""
+        return (self.reach + self.page_size - 2) // self.page_size + 1
 
     @property
     def decode_buckets(self) -> tuple[int, ...]:
@@ -91,6 +99,10 @@ class Shapes:
     def decode_control(self, blocks: int) -> tuple[int, int]:
         """Shape of a decode call's control array: header, pages to read, pages to write."""
         return self.rows, HEADER + blocks * self.block_pages + self.window
+
+    def verify_control(self, blocks: int) -> tuple[int, int]:
+        """Shape of a verifying call's: as a decode call's, and the drafts behind it."""
+        return self.draft_rows, self.decode_control(blocks)[1] + self.drafts
 
     def prefill_control(self, blocks: int) -> tuple[int, int]:
         """Shape of a prefill call's: start, length, kept, tokens, pages to read, pages to write."""
@@ -126,6 +138,8 @@ def shapes_of(section: RolloutSection) -> Shapes:
         raise ValueError(f"rollout.prefill_tokens {section.prefill_tokens} is less than a page of {size}")
     if section.expert not in (1, section.tensor):
         raise ValueError(f"rollout.expert {section.expert} is neither 1 nor rollout.tensor {section.tensor}")
+    if min(section.drafts, section.draft_rows - 1, section.draft_cost) < 0:
+        raise ValueError("rollout.drafts and rollout.draft_cost are at least 0, and rollout.draft_rows at least 1")
     max_context = section.max_prompt_tokens + section.max_new_tokens
     chunk = min(
         _up(section.prefill_chunk, size), _up(section.max_prompt_tokens, size), section.prefill_tokens // size * size
@@ -151,6 +165,9 @@ def shapes_of(section: RolloutSection) -> Shapes:
         kv=section.kv,
         max_repeats=section.max_repeats,
         kept=section.top_k if section.keep_set else 0,
+        drafts=section.drafts,
+        draft_rows=min(section.draft_rows, rows),
+        draft_cost=section.draft_cost,
     )
     needed = shapes.worst_pages(section.max_prompt_tokens, section.max_new_tokens)
     if needed > section.pages:
@@ -178,7 +195,7 @@ def table_bytes(rows: int, positions: int, written: int, page_size: int) -> int:
 def _check_tables(shapes: Shapes) -> None:
     """A TPU kernel holds a call's page table in SMEM."""
     for name, rows, written in (
-        ("decode_rows", shapes.rows, shapes.steps),
+        ("decode_rows", shapes.rows, shapes.reach),
         ("prefill_tokens", shapes.prefill_rows, shapes.chunk),
     ):
         size = table_bytes(rows, shapes.max_context - 1, written, shapes.page_size)

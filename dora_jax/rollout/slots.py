@@ -75,7 +75,7 @@ class Slots:
     def generate(self) -> tuple[ResultTokens, tuple[Sample, ...]]:
         """One tick: (new tokens of every slot, the samples that ended, whose slots are free now)."""
         finished = {sample.id: sample for sample in self.engine.tick().finished}
-        steps = self.engine.shapes.steps
+        steps = self.engine.shapes.reach
         data = np.zeros((self.max_concurrent_decodes, 3 * steps + 1), np.int32)
         for slot, (id, seen) in list(self._running.items()):
             done = finished.get(id)

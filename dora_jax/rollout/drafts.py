@@ -1,0 +1,142 @@
+"""Stage 2, pure: drafts of a sample's next tokens from its group's other samples. numpy only.
+
+Consumes the samples of this engine as they grow and end; produces guesses at what a sample draws next: the tokens that
+followed the same last tokens in a sample of the same group, itself included. Any version may draft. One call verifies a
+guess: it draws at every position with that position's own key and keeps the draws up to the first that differs, so the
+tokens are those of decoding step by step (up to near-ties between batch shapes), and no version but the sample's own
+decides. Suffixes of siblings: Seer (OSDI 26) and DAS draft from them; the rule that keeps a draw is exact here because
+rollout/sample.py keys every draw by its position.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable, Sequence
+
+import numpy as np
+
+from dora_jax.rollout.seq import Seq
+from dora_jax.rollout.shapes import Shapes
+from dora_jax.types import GroupId
+
+NONE = -1  # no guess: no token equals it
+SUFFIXES = (8, 4, 2)  # last tokens that must be alike, the longest match first
+PRIOR = 4.0  # guesses that stand for what is not known yet of a group
+TYPICAL = 0.7  # share of guesses that hold, of a run that has made none
+MEMORY = 0.98  # of the run's share: what it keeps at each guess
+
+
+@dataclasses.dataclass
+class _Source:
+    """The tokens of one sample, and how many of them the index holds."""
+
+    n_prompt: int
+    sequence: np.ndarray  # prompt + sampled
+    indexed: int = 0
+
+
+class _Group:
+    """Where each suffix of the group's samples was met last, and how often its guesses held."""
+
+    def __init__(self) -> None:
+        self.sources: dict[int, _Source] = {}
+        self.held = self.failed = 0.0
+        self._after: dict[bytes, tuple[int, int]] = {}  # last tokens -> (sample, position of what followed)
+
+    def grow(self, index: int, n_prompt: int, sequence: np.ndarray) -> None:
+        """The tokens of sample `index` so far."""
+        source = self.sources.setdefault(index, _Source(n_prompt, sequence))
+        source.sequence = sequence
+        for at in range(max(source.indexed, n_prompt), len(sequence)):
+            for n in SUFFIXES:
+                if at >= n:
+                    self._after[sequence[at - n : at].tobytes()] = index, at
+        source.indexed = len(sequence)
+
+    def guess(self, index: int, sequence: np.ndarray, most: int) -> np.ndarray:
+        """At most so many tokens that followed the end of sample `index` before; none where it is new. Of a sample that
+        repeats itself, it goes on so."""
+        for n in SUFFIXES:
+            if len(sequence) >= n and (found := self._after.get(sequence[-n:].tobytes())) is not None:
+                source, at = found
+                followed = self.sources[source].sequence[at : at + most]
+                return np.resize(followed, most) if source == index else followed
+        return sequence[:0]
+
+
+class Drafter:
+    """Guesses for the samples of one engine, and whether a call verifies them: from measured acceptance and cost."""
+
+    def __init__(self, shapes: Shapes):
+        self.cost: dict[int, float] = {}  # of a verifying call, by blocks of context: see Device.verify_cost
+        self.verified = self.accepted = 0  # tokens of drafts that a call verified, and those of them that held
+        self._tokens, self._steps, self._rows = shapes.drafts, shapes.steps, shapes.draft_rows
+        self._typical_cost = shapes.draft_cost or 1.0
+        self._groups: dict[GroupId, _Group] = {}
+        self._share = TYPICAL  # of guesses that hold, over all groups
+
+    def promising(self, seqs: Sequence[Seq], blocks: int) -> bool:
+        """Whether full drafts of these samples would be worth a verifying call."""
+        return len(seqs) <= self._rows and self._worth(seqs, [self._tokens] * len(seqs), blocks)
+
+    def decide(self, seqs: Sequence[Seq], blocks: int, here: Iterable[Seq]) -> np.ndarray | None:
+        """i32[n, drafts] that the next call of these samples verifies, NONE beyond the end of a guess; None: it decodes.
+        here: every sample of the engine."""
+        if not self.promising(seqs, blocks) or any(seq.inflight for seq in seqs):
+            return None
+        groups = {seq.id.group_id for seq in seqs}
+        for seq in here:
+            if seq.id.group_id in groups:
+                self._grow(seq, seq.sequence)
+        drafts = np.stack([self._draft(seq) for seq in seqs])
+        return drafts if self._worth(seqs, (drafts != NONE).sum(1).tolist(), blocks) else None
+
+    def learn(self, seq: Seq, draft: np.ndarray | None, drawn: np.ndarray) -> None:
+        """What the sample draws next, before it takes it in. draft: the one that was verified; None: what it would have
+        been is made now, so that acceptance is known without a call."""
+        if draft is None:
+            self._grow(seq, seq.sequence)
+            draft = self._draft(seq)
+        else:
+            self.verified += int((draft != NONE).sum())
+            self.accepted += len(drawn) - 1
+        known = draft[: len(drawn)]
+        known = known[known != NONE]
+        if not len(known):
+            return
+        wrong = np.flatnonzero(known != drawn[: len(known)])
+        held, failed = (int(wrong[0]), 1) if len(wrong) else (len(known), 0)
+        group = self._group(seq)
+        group.held, group.failed = group.held + held, group.failed + failed
+        keep = MEMORY ** (held + failed)
+        self._share = keep * self._share + (1 - keep) * held / (held + failed)
+
+    def end(self, seq: Seq, siblings: bool) -> None:
+        """The sample leaves this engine; its tokens draft for its siblings as long as one of them is here."""
+        if siblings:
+            self._grow(seq, seq.sequence.copy())
+        else:
+            self._groups.pop(seq.id.group_id, None)
+
+    # ----------------------------------------------------------- private
+
+    def _worth(self, seqs: Sequence[Seq], guesses: Sequence[int], blocks: int) -> bool:
+        """Whether a verifying call of so many guesses a sample draws more tokens in its time than a decode call. Of k
+        guesses, each of which holds with probability a, it draws (1 - a^(k+1)) / (1 - a) in the mean."""
+        drawn = decoded = 0.0
+        for seq, k in zip(seqs, guesses, strict=True):
+            group = self._group(seq)
+            a = (group.held + PRIOR * self._share) / (group.held + group.failed + PRIOR)
+            drawn += k + 1 if a >= 1.0 else (1 - a ** (k + 1)) / (1 - a)
+            decoded += min(self._steps, seq.remaining)
+        return drawn > decoded * self.cost.get(blocks, self._typical_cost)
+
+    def _draft(self, seq: Seq) -> np.ndarray:
+        found = self._group(seq).guess(seq.id.index, seq.sequence, max(0, min(self._tokens, seq.remaining - 1)))
+        return np.pad(found, (0, self._tokens - len(found)), constant_values=NONE)
+
+    def _grow(self, seq: Seq, sequence: np.ndarray) -> None:
+        self._group(seq).grow(seq.id.index, seq.n_prompt, sequence)
+
+    def _group(self, seq: Seq) -> _Group:
+        return self._groups.setdefault(seq.id.group_id, _Group())
