@@ -31,6 +31,7 @@ def seq_of(index, prompt, out, room=64):
         ),
         arrival=0,
         announce=False,
+        max_context=len(prompt) + len(out) + room,
     )
 
 
