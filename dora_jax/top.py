@@ -1,7 +1,7 @@
 """A run live in a terminal:  python -m dora_jax.top --workdir=runs/a [--once]
 
-Shows the newest step's figures and what every instance decodes now, by version. Reads metrics.jsonl and timeline.jsonl
-only, so it may run on any machine that sees the workdir, and may be ended at any time (Ctrl-C).
+Shows the newest step's figures and what every instance decodes now, by version. It reads files of the workdir only, which
+may be in a bucket, so that it runs on any machine that sees them, and may be ended at any time (Ctrl-C).
 """
 
 from __future__ import annotations
@@ -16,31 +16,30 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from dora_jax.report import findings, timeline
-from dora_jax.report.load import RunData, load, number
+from dora_jax.config import ConfigError
+from dora_jax.report import findings, legend, timeline
+from dora_jax.report.load import Row, RunData, load, number
 
 PERIOD_S = 1.0
 BAR = 24  # characters of a full instance
 COLOURS = ("red", "green", "yellow", "blue", "magenta", "cyan", "bright_red", "bright_green")  # by version
-FIGURES = {  # metric -> (label, healthy range and meaning)
-    "reward/mean": ("reward", "mean over the step's batch; rises"),
-    "eval/accuracy": ("held-out accuracy", "of the newest evaluation; rises"),
-    "lag/mean": (
-        "mean lag",
-        "versions between a group and the step that trains on it; below orchestrator.max_versions",
-    ),
-    "time/step_s": ("step, s", "from one published version to the next"),
-    "rollout/tokens_per_s": ("tokens/s sampled", "by all instances"),
-    "rollout/idle_share": ("rollout idle", "share of the instances' time without work; below 20 %"),
-    "mismatch/mean": ("mismatch", "|log-prob of trainer - engine|, nats; below 0.02 in bfloat16, 1e-4 in float32"),
-    "trainer/grad_norm": ("gradient norm", "before clipping; no sudden growth"),
-    "trainer/entropy": ("entropy", "of the policy, nats a token; falls slowly"),
-    "groups/failed_share": ("groups failed", "without a score; below 1 %"),
+BUCKET_PERIOD_S = 15.0  # a run copies its logs into its bucket twice a minute
+FIGURES = {  # metric -> label
+    "reward/mean": "reward",
+    "eval/accuracy": "held-out accuracy",
+    "lag/mean": "mean lag",
+    "time/step_s": "step, s",
+    "rollout/tokens_per_s": "tokens/s sampled",
+    "rollout/idle_share": "rollout idle",
+    "mismatch/mean": "mismatch",
+    "trainer/grad_norm": "gradient norm",
+    "trainer/entropy": "entropy",
+    "groups/failed_share": "groups failed",
 }
 
 
 def define_flags() -> None:
-    flags.DEFINE_string("workdir", None, "the workdir of a run", required=True)
+    flags.DEFINE_string("workdir", None, "the workdir of a run, a folder or gs://bucket/folder", required=True)
     flags.DEFINE_bool("once", False, "print one picture and stop")
 
 
@@ -49,13 +48,19 @@ def picture(data: RunData, now_s: float) -> Group:
     last = data.steps[-1] if data.steps else {}
     figures = {**last, **(data.evaluations[-1] if data.evaluations else {}), "step": last.get("step", 0)}
     table = Table("figure", "now", "meaning", box=None, pad_edge=False)
-    for key, (label, meaning) in FIGURES.items():
-        value = number(figures.get(key))
-        table.add_row(label, "-" if value is None else f"{value:.4g}", Text(meaning, style="dim"))
+    for key, label in FIGURES.items():
+        what, healthy = legend.METRICS.get(key) or legend.EVALUATION[key]
+        table.add_row(label, _shown(key, figures), Text(f"{what}; {healthy}" if healthy else what, style="dim"))
     told_s = data.timeline[-1]["t"] if data.timeline else None
     age = "no timeline yet" if told_s is None else f"last sign of life {max(0.0, now_s - told_s):.0f} s ago"
     head = Text(f"{data.name}: step {figures['step']}, {age}", style="bold")
     return Group(head, table, Text(findings.bottleneck(data.steps)), _instances(data))
+
+
+def _shown(key: str, figures: Row) -> str:
+    value, low, high = (number(figures.get(f"{key}{end}")) for end in ("", "_low", "_high"))
+    shown = "-" if value is None else f"{value:.4g}"
+    return shown if low is None or high is None else f"{shown} ({low:.2f} to {high:.2f})"
 
 
 def _instances(data: RunData) -> Table:
@@ -80,20 +85,21 @@ def main(argv: list[str]) -> int:
     if len(argv) > 1:
         print(f"error: {argv[1]!r} is not understood; the flags are --workdir and --once", file=sys.stderr)
         return 2
-    folder = Path(flags.FLAGS.workdir)
+    workdir = flags.FLAGS.workdir
+    period_s = BUCKET_PERIOD_S if "://" in workdir else PERIOD_S
     try:
-        first = picture(load(folder, folder.name), time.time())
-    except OSError as error:
+        console = Console()
+        first = picture(load(workdir, Path(workdir).name), time.time())
+        if flags.FLAGS.once:
+            console.print(first)
+            return 0
+        with Live(first, console=console, refresh_per_second=2) as live:
+            while True:
+                time.sleep(period_s)
+                live.update(picture(load(workdir, Path(workdir).name), time.time()))
+    except (OSError, ConfigError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
-    if flags.FLAGS.once:
-        Console().print(first)
-        return 0
-    try:
-        with Live(first, refresh_per_second=2) as live:
-            while True:
-                time.sleep(PERIOD_S)
-                live.update(picture(load(folder, folder.name), time.time()))
     except KeyboardInterrupt:
         return 0
 
