@@ -66,7 +66,7 @@ class TaskSection:
     reward_timeout_s: float = 10.0
     reward_retries: int = 2
     reward_walls: str = "auto"  # full: rewards see no other process; weak: they could; auto: full for shipped rewards
-    sandbox: bool = False  # rewards may run programs (dora_jax.tasks.programs.run); those of tasks.code always may
+    sandbox: bool = False  # rewards of yours may run programs (tasks/programs.py); those of tasks/code.py always may
     reward_env: tuple[str, ...] = ()  # names of environment variables that rewards may read, beside PATH and the like
     max_failed_share: float = 0.01  # above this the run stops
     max_bad_rows_share: float = 0.01
@@ -101,6 +101,7 @@ class EnvironmentSection:
     episode_timeout_s: float = 3600.0  # from its beginning until its last answer is asked for
     retries: int = 2  # of an answer, where the environment says that a retry can help
     workers: int = 1  # processes; each holds thousands of episodes
+    sandbox: bool = False  # it may run programs (tasks/programs.py); the PythonTool of tasks/code.py always may
     env: tuple[str, ...] = ()  # names of environment variables that they may read, beside PATH and the like
     noise_failed: float = 0.0  # share of the observations that say in their place that the tool failed
     noise_truncated: float = 0.0  # that end after half

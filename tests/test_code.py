@@ -1,17 +1,25 @@
 """Rewards that run a response: what passes, what only pretends to, and what is an error and no score."""
 
+import asyncio
 import json
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 
+import numpy as np
 import pytest
 
+from dora_jax.config import EnvironmentSection
 from dora_jax.tasks import code, programs
+from dora_jax.tasks.bridge import Bridge
+from dora_jax.tasks.environment import EnvironmentError, EpisodePrompt
+from dora_jax.tasks.environments import EnvironmentPool
 from dora_jax.tasks.pool import GroupFailure
 from dora_jax.tasks.rewards import RewardError
-from tests.fakes.reward_pool import pools, scored
+from dora_jax.types import Observed, SampleId
+from tests.fakes.reward_pool import decode, group, pools, scored
 from tests.fakes.sandbox import needs_sandbox
 
 DOUBLE = {"tests": [{"stdin": "4\n", "stdout": "8\n"}, {"stdin": "-1\n", "stdout": "-2"}]}
@@ -150,6 +158,65 @@ def test_the_tool_tells_a_model_what_its_program_did():
     assert code.python_tool("while True: pass", limits=programs.Limits(wall_s=0.2)) == "[ended at its limit of time]"
     long = code.python_tool("print('x' * 10**5)")
     assert len(long) < 5000 and f"[{10**5 + 1 - code.TOLD_CHARS} characters left out]" in long
+
+
+# ---------------------------------------------------------------- an environment
+
+
+def episode(*messages, answer="42"):
+    async def played():
+        tool, told = code.PythonTool(), []
+        await tool.reset(EpisodePrompt(text="", answer=answer, seed=0))
+        for message in messages:
+            told.append(await tool.step({"role": "assistant", "content": message}))
+        return told
+
+    return asyncio.run(played())
+
+
+@needs_sandbox
+def test_the_tool_is_an_environment():
+    told = episode("Let me see.\n```python\nprint(6 * 7)\n```", "So it is\n42\n")
+    assert told == [([{"role": "tool", "content": "42\n"}], False, {}), ([], True, {"right": 1.0})]
+    assert episode("41") == episode("") == [([], True, {"right": 0.0})]
+
+
+def test_an_environment_whose_program_the_machine_cannot_run_fails_and_may_be_tried_again(monkeypatch):
+    def fails(*_):
+        raise programs.SandboxError("fork: Resource temporarily unavailable")
+
+    monkeypatch.setattr(programs, "run", fails)
+    with pytest.raises(EnvironmentError, match="the sandbox did not run the program: fork") as caught:
+        episode("```python\n1\n```")
+    assert caught.value.retryable
+
+
+class Characters:
+    """A tokenizer for the bridge."""
+
+    decode = staticmethod(lambda ids, *, keep_special=False: decode(ids))
+
+    def encode(self, text):
+        return [ord(c) for c in text]
+
+    encode_text = encode
+
+
+@needs_sandbox
+@pytest.mark.slow
+def test_environment_workers_run_programs_from_behind_their_own_walls():
+    section = EnvironmentSection(name="dora_jax.tasks.code.PythonTool")
+    pool = EnvironmentPool(section, Bridge(Characters(), section.observation), seed=0)
+    try:
+        assert pool.wait_ready() == ("right",)
+        (prompt, _), id = group("x"), SampleId(0, 0)
+        said = np.array([ord(c) for c in "```python\nprint(6 * 7)\n```"], np.int32)
+        pool.turn(id, prompt, np.append(prompt.token_ids, said), np.ones(len(said), bool), 1000)
+        while not (answers := pool.poll()):
+            time.sleep(0.01)
+        assert isinstance(answers[0], Observed) and "42" in decode(answers[0].token_ids)
+    finally:
+        pool.close()
 
 
 # ---------------------------------------------------------------- a run

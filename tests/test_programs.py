@@ -12,7 +12,7 @@ import pytest
 
 from dora_jax.bench import sandbox as bench
 from dora_jax.config import ConfigError
-from dora_jax.tasks import programs, sandbox
+from dora_jax.tasks import code, programs, sandbox
 from tests.fakes.reward_pool import pools
 from tests.fakes.sandbox import SECRET, alive, descendants, needs_sandbox, server
 
@@ -376,6 +376,8 @@ def test_without_bwrap_code_rewards_are_refused_in_one_sentence(monkeypatch):
             open_pool("dora_jax.tasks.code.stdio")
         with pytest.raises(ConfigError, match=f"task.sandbox = True, and {sentence}"):
             open_pool("dora_jax.tasks.rewards.exact", sandbox=True)
+    with pytest.raises(ConfigError, match=f"environment.name: dora_jax.tasks.code.PythonTool runs .*, and {sentence}"):
+        code.may_run("environment", "name", ("dora_jax.tasks.code.PythonTool",), False)
 
 
 @needs_sandbox

@@ -13,7 +13,7 @@
     calls.py     questions to a process that may be killed, and its answers
     sandbox.py   a process of ours behind walls (supervisor.py sets them up); for rewards, templates
     programs.py  a model's program in the sandbox (program_server.py sets it up, seccomp.py filters its calls)
-    code.py      rewards that run a response's program on tests; the Python tool
+    code.py      rewards that run a response's program on tests; the Python tool, alone and as an environment
     environment.py   what answers a policy of several turns; calculator.py is one, noise.py spoils what it says
     environments.py  EnvironmentPool: environments in processes of their own (environment_process.py, _worker.py)
     bridge.py    what an environment says -> tokens behind the exact ones of the policy

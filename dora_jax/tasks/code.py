@@ -1,4 +1,4 @@
-"""Code that a model writes: rewards that run it on tests, and a Python tool for environments.
+"""Code that a model writes: rewards that run it on tests, and a Python tool, alone and as an environment.
 
 A row of such a task (task.name = "rows"); time_limit_s is for all tests together and may be left out:
 
@@ -12,13 +12,17 @@ Laws: what a program does scores 0 at worst; what the machine does wrong is an e
 
 from __future__ import annotations
 
+import asyncio
 import re
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
-from dora_jax.tasks import programs
-from dora_jax.tasks.rewards import RewardError
+from dora_jax.tasks import programs, sandbox
+from dora_jax.tasks.environment import EnvironmentError, EpisodePrompt, Message
+from dora_jax.tasks.rewards import RewardError, exact
+
+OURS = f"{__name__}."  # import paths of this file run programs without being asked
 
 TIME_LIMIT_S = 6.0  # of all tests of a response: below the default of task.reward_timeout_s
 BLOCK = re.compile(r"^```(?:python|py)?[^\S\n]*\n(.*?)^```", re.MULTILINE | re.DOTALL)
@@ -52,6 +56,49 @@ def python_tool(program: str, stdin: str = "", limits: programs.Limits = program
     if ran.ended_by:
         return f"{text.rstrip()}\n[ended at its limit of {ran.ended_by}]".lstrip()
     return text if ran.exit_code == 0 else f"{text.rstrip()}\n[exit code {ran.exit_code}]".lstrip()
+
+
+class PythonTool:
+    """An environment: the policy's message is run where it has a ```python block, else its last line is the answer.
+
+    Reward term: right, 1 where that line is the row's answer.
+    """
+
+    terms = ("right",)
+    replays = False  # a program may read the clock
+
+    async def reset(self, prompt: EpisodePrompt) -> list[Message]:
+        self._answer = prompt.answer
+        return []
+
+    async def step(self, message: Message) -> tuple[list[Message], bool, dict[str, float]]:
+        said = str(message["content"])
+        if not (blocks := BLOCK.findall(said)):
+            *_, last = said.strip().splitlines() or [""]
+            return [], True, {"right": exact("", last, self._answer)}
+        try:
+            told = await asyncio.to_thread(python_tool, blocks[-1])
+        except programs.SandboxError as error:
+            raise EnvironmentError(f"the sandbox did not run the program: {error}", retryable=True) from error
+        return [{"role": "tool", "content": told}], False, {}
+
+    async def close(self) -> None:
+        """Nothing is open."""
+
+
+def may_run(section: str, field: str, paths: Sequence[str], asked: bool) -> bool:
+    """Whether workers for these import paths may run programs; ConfigError where they do and this machine cannot."""
+    from dora_jax.config import ConfigError
+
+    ours = [path for path in paths if path.startswith(OURS)]
+    if not (ours or asked):
+        return False
+    try:
+        programs.check()
+    except sandbox.NoWalls as error:
+        what = f"{section}.{field}: {ours[0]} runs what a model writes" if ours else f"{section}.sandbox = True"
+        raise ConfigError(f"{what}, and {error}") from error
+    return True
 
 
 def _outcomes(name: str, response: str, answer: Any) -> Iterator[bool]:

@@ -42,10 +42,16 @@ class Asker(Protocol):
 class EnvironmentProcess:
     """One process, with its sender and its receiver."""
 
-    def __init__(self, pool: Asker, setup: calls.Request, variables: Sequence[str], number: int):
+    def __init__(
+        self, pool: Asker, setup: calls.Request, variables: Sequence[str], number: int, runs_programs: bool = False
+    ):
         self._pool = pool
         self._process = calls.Process(
-            "dora_jax.tasks.environment_worker", setup, form=sandbox.best(), variables=variables
+            "dora_jax.tasks.environment_worker",
+            setup,
+            form=sandbox.best(),
+            variables=variables,
+            runs_programs=runs_programs,
         )
         self._name = str(setup["name"])
         self._outgoing: queue.SimpleQueue[calls.Request | None] = queue.SimpleQueue()

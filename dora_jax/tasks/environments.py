@@ -25,7 +25,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from dora_jax.config import EnvironmentSection
-from dora_jax.tasks import calls
+from dora_jax.tasks import calls, code
 from dora_jax.tasks.bridge import Bridge, Conversation
 from dora_jax.tasks.environment import Message
 from dora_jax.tasks.environment_process import EnvironmentProcess
@@ -76,7 +76,8 @@ class EnvironmentPool:
             "episode_timeout_s": section.episode_timeout_s,
             "noise": noise | {"seed": seed},
         }
-        self._workers = [EnvironmentProcess(self, setup, section.env, i) for i in range(section.workers)]
+        runs_programs = code.may_run("environment", "name", (section.name,), section.sandbox)
+        self._workers = [EnvironmentProcess(self, setup, section.env, i, runs_programs) for i in range(section.workers)]
 
     def wait_ready(self) -> tuple[str, ...]:
         """The reward terms, once a process has loaded the environment; ConfigError says why none can."""

@@ -28,14 +28,13 @@ from dataclasses import dataclass
 import numpy as np
 
 from dora_jax.config import ConfigError, TaskSection
-from dora_jax.tasks import calls, programs, sandbox
+from dora_jax.tasks import calls, code, sandbox
 from dora_jax.tasks.calls import NoAnswer
 from dora_jax.types import GroupId, Prompt, Sample, ScoredGroup
 
 CLOSE_TIMEOUT_S = 10.0  # for threads whose processes were just killed
 FAILED_LENGTHS_KEPT = 10_000  # for the quantiles
-CODE = "dora_jax.tasks.code."  # rewards that run what a model writes
-SHIPPED = ("dora_jax.tasks.rewards.", CODE)  # rewards of ours
+SHIPPED = ("dora_jax.tasks.rewards.", code.OURS)  # rewards of ours
 
 _log = logging.getLogger(__name__)
 
@@ -77,7 +76,8 @@ class ScorerPool:
         self._counts: collections.Counter[str] = collections.Counter()
         self._failed_lengths: collections.deque[int] = collections.deque(maxlen=FAILED_LENGTHS_KEPT)
         setup = {"rewards": list(section.rewards), "answer_pattern": section.answer_pattern}
-        form, variables, runs_programs = form_of_walls(section), _variables(section), _runs_programs(section)
+        form, variables = form_of_walls(section), _variables(section)
+        runs_programs = code.may_run("task", "rewards", section.rewards, section.sandbox)
         self._processes = [
             calls.Process("dora_jax.tasks.worker", setup, form=form, variables=variables, runs_programs=runs_programs)
             for _ in range(section.reward_workers)
@@ -247,19 +247,6 @@ def form_of_walls(section: TaskSection) -> str:
             f'task.reward_walls: {error}; "{sandbox.WEAK}" lets rewards run that could read the run\'s '
             "environment and signal its processes"
         ) from error
-
-
-def _runs_programs(section: TaskSection) -> bool:
-    """Whether rewards may run programs in the sandbox (programs.py); ConfigError where this machine has none."""
-    codes = [path for path in section.rewards if path.startswith(CODE)]
-    if not (codes or section.sandbox):
-        return False
-    try:
-        programs.check()
-    except sandbox.NoWalls as error:
-        asked = f"task.rewards: {codes[0]} runs what a model writes" if codes else "task.sandbox = True"
-        raise ConfigError(f"{asked}, and {error}") from error
-    return True
 
 
 def _variables(section: TaskSection) -> tuple[str, ...]:
