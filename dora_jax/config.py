@@ -214,6 +214,7 @@ class TrainerSection:
     optimizer_memory: str = "device"  # device or host: where Adam's moments rest between updates
     peak_tflops: float = 0.0  # of one device, for trainer/mfu; 0: known from its name, else there is no such metric
     expert_matmul: str = "auto"  # of a mixture: scan, ragged_dot, megablox; auto: by platform
+    expert_dispatch: str = "gather"  # of tokens over trainer.expert: gather, or all_to_all, to their experts only
     routing_replay: str = "none"  # of a mixture: none, or rollout: tokens go to the experts that sampling sent them to
     load_balance_coef: float = 0.0  # of a mixture: the loss grows by this times load x score of the experts; 0: off
     router_bias_rate: float = (

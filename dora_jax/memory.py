@@ -130,7 +130,7 @@ def trainer_work(model: ModelConfig, config: Config, mesh: Mesh) -> list[PlanLin
         "the gradients of head and embedding, float32": 0.0 if alone else (2 if copies == 1 else 4) * 4 * ends,
         "one layer, and gradients of head and embedding": (0.0 if alone else 2 * 4 * ends)
         + LAYERS_AT_ONCE * layer_activations(model, tokens, mesh.tensor, size)
-        + expert_activations(model, t.expert_matmul, tokens, mesh, size)
+        + expert_activations(model, t.expert_matmul, t.expert_dispatch, tokens, mesh, size)
         + attention_scores(model, t.attention, rows, shape.tokens, mesh),
     }
     largest = max(phases, key=phases.__getitem__)
@@ -163,8 +163,8 @@ def layer_activations(model: ModelConfig, tokens: int, tensor: int, size: int) -
     return 2 * saved_activations(model, "none", tokens, tensor, size)
 
 
-def expert_activations(model: ModelConfig, kind: str, tokens: int, mesh: Mesh, size: int) -> float:
-    """Bytes beside them where tokens are gathered over the axis `expert`: forward and backward of one layer's experts.
+def expert_activations(model: ModelConfig, kind: str, dispatch: str, tokens: int, mesh: Mesh, size: int) -> float:
+    """Bytes beside them of the experts, forward and backward, with the tokens that come over the axis `expert`.
 
     ragged_dot has room for all choices of its row's tokens, for none is dropped; megablox for those of an even load and
     the sums of all blocks' gradients; scan for one expert's."""
@@ -173,6 +173,8 @@ def expert_activations(model: ModelConfig, kind: str, tokens: int, mesh: Mesh, s
     gathered, choices, sums = tokens * mesh.expert, tokens * model.experts.per_token, 0.0
     if kind == "megablox":
         sums = 2 * 4 * gathered * model.d_model  # of hidden states and of their gradients, float32
+        if dispatch == "all_to_all":  # instead of them rows that are sent and come back
+            sums = 4 * size * choices * model.d_model
         if mesh.expert > 1:
             choices *= EXPERT_SLACK
             sums += 4 * model.expert_layer_params / (mesh.expert * mesh.tensor)

@@ -357,4 +357,9 @@ def _kernels(config: Config, found: Machines) -> Iterator[str]:
     for name, section, role in (("rollout", config.rollout, machine), ("trainer", config.trainer, found.trainer)):
         if section.expert_matmul == "megablox" and role.platform != "tpu":
             yield f"{name}.expert_matmul: the kernel 'megablox' is for tpu, and this is {role}"
+    if config.trainer.expert_dispatch == "all_to_all" and config.trainer.expert_matmul != "megablox":
+        yield (
+            f"trainer.expert_dispatch: all_to_all goes with trainer.expert_matmul=megablox, and it is "
+            f"{config.trainer.expert_matmul}"
+        )
     yield from objective.attention_problems(config.trainer, found.trainer.platform, config.model.dtype)

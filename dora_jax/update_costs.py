@@ -133,8 +133,11 @@ def _sent_bytes(cfg: ModelConfig, section: Any, mesh: Any, local: float) -> floa
         total += 3 * 2 * (cfg.matrix_params - experts) / mesh.tensor * section.micro_batches
     if mesh.fsdp > 1:
         total += 3 * 2 * experts / (mesh.tensor * mesh.expert) * section.micro_batches
-    if mesh.expert > 1:  # tokens gathered and their sums scattered, each way
-        total += 4 * 2 * local * mesh.expert * cfg.d_model * cfg.expert_layers
+    if mesh.expert > 1:  # tokens gathered or sent, and their sums, each way
+        copies = mesh.expert
+        if section.expert_dispatch == "all_to_all":
+            copies = cfg.moe.per_token * cfg.moe.count / cfg.moe.choices
+        total += 4 * 2 * local * copies * cfg.d_model * cfg.expert_layers
     if mesh.tensor > 1:
         total += (4 + (section.remat == "full")) * 2 * local * cfg.d_model * cfg.n_layers
     if mesh.context > 1:

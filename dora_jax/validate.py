@@ -42,6 +42,7 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "trainer.share_prompts": ("auto", "on", "off"),
     "trainer.attention": ("auto", "reference", "splash", "cudnn"),
     "trainer.expert_matmul": ("auto", "scan", "ragged_dot", "megablox"),
+    "trainer.expert_dispatch": ("gather", "all_to_all"),
     "trainer.routing_replay": ("none", "rollout"),
     "trainer.moments": ("float32", "bfloat16"),
     "cluster.launcher": ("", "process", "ray"),

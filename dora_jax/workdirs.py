@@ -40,6 +40,7 @@ MAY_CHANGE = (  # between two runs of one workdir: how long, how often, and on w
     "trainer.context",
     "trainer.expert",
     "trainer.expert_matmul",
+    "trainer.expert_dispatch",
     "trainer.optimizer_memory",
     "trainer.peak_tflops",
     "trainer.show_every",

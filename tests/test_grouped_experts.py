@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from dora_jax.models import moe
+from dora_jax.models import expert_parallel, moe, sharding
 
 TOKENS, PER_TOKEN, EXPERTS, D, F = 48, 3, 8, 8, 16
 
@@ -34,6 +34,31 @@ def test_values_and_gradients_are_those_of_one_expert_after_another(first, here,
 
     (_, expected), expected_grads = total(moe.scan)
     (_, found), grads = total(moe.megablox, parts=parts, interpret=True)
+    np.testing.assert_allclose(found, expected, atol=1e-5)
+    for grad, like in zip(grads, expected_grads, strict=True):
+        np.testing.assert_allclose(grad, like, atol=1e-5 * float(jnp.abs(like).max()))
+
+
+@pytest.mark.parametrize("crowded", [pytest.param(False, marks=pytest.mark.slow), True])
+def test_experts_over_a_mesh_get_their_tokens_by_all_to_all(crowded):
+    """Four devices of two experts each; crowded: most tokens choose one device's, which takes them block after block.
+    Choices of no expert (zero experts) come back as nothing."""
+    random = np.random.default_rng(7)
+    mesh = sharding.make_mesh(jax.devices()[:4], 1, 1, 1, expert=4)
+    shapes = (4, TOKENS, D), (4, TOKENS, PER_TOKEN), (EXPERTS, D, F), (EXPERTS, D, F), (EXPERTS, F, D)
+    inputs = [jnp.asarray(random.normal(scale=0.3, size=shape), jnp.float32) for shape in shapes]
+    ids = random.integers(0, EXPERTS + 2, shapes[1])
+    ids = jnp.asarray(np.where(random.random(shapes[1]) < 0.9, 5, ids) if crowded else ids, jnp.int32)
+
+    def total(compute):
+        def of(h, weights, *matrices):
+            y = compute(h, weights, ids, *matrices)
+            return jnp.sum(jnp.sin(y)), y
+
+        return jax.jit(jax.value_and_grad(of, argnums=(0, 1, 2, 3, 4), has_aux=True))(*inputs)
+
+    (_, expected), expected_grads = total(moe.scan)
+    (_, found), grads = total(expert_parallel.compute("megablox", mesh, "all_to_all"))
     np.testing.assert_allclose(found, expected, atol=1e-5)
     for grad, like in zip(grads, expected_grads, strict=True):
         np.testing.assert_allclose(grad, like, atol=1e-5 * float(jnp.abs(like).max()))

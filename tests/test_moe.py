@@ -217,6 +217,7 @@ MESHES = [  # data, fsdp, tensor, context, expert
     pytest.param("deepseek_v3", "ragged_dot", (1, 1, 2, 2, 2), marks=pytest.mark.slow),
     pytest.param("longcat_flash", "ragged_dot", (1, 1, 2, 1, 4), marks=pytest.mark.slow),
     pytest.param("deepseek_v3", "megablox", (1, 2, 1, 1, 4), marks=pytest.mark.slow),
+    pytest.param("longcat_flash", "megablox all_to_all", (1, 2, 2, 1, 2), marks=pytest.mark.slow),
 ]
 
 
@@ -224,9 +225,9 @@ MESHES = [  # data, fsdp, tensor, context, expert
 def test_experts_over_a_mesh_give_the_same_loss_and_gradients(name, kind, axes):
     cfg = CONFIGS[name]
     mesh = sharding.make_mesh(jax.devices()[: int(np.prod(axes))], *axes)
-    options = dict(
-        compute=expert_parallel.compute(kind, mesh), constrain=sharding.constrain_rows(mesh), merge=axes[3] == 1
-    )
+    matmul, *dispatch = kind.split()
+    compute = expert_parallel.compute(matmul, mesh, *dispatch)
+    options = dict(compute=compute, constrain=sharding.constrain_rows(mesh), merge=axes[3] == 1)
     params = jax.device_put(noisy(cfg), specs := sharding.param_specs(cfg, mesh))
     run = jax.value_and_grad(functools.partial(mean_square, cfg, **options), has_aux=True)
     (loss, load), grads = jax.jit(run, out_shardings=(None, specs))(params)

@@ -1,7 +1,10 @@
 """Experts over the devices of a mesh. The trainer's (`compute`): each device multiplies the tokens of its row of devices with its own experts.
 
-Tokens are gathered over the mesh axis `expert`, matrices over `fsdp`; results are summed over `tensor` and `expert`, and
-each device keeps the sums of its own tokens. Law: no token is dropped, whatever the load.
+Matrices are gathered over the mesh axis `fsdp` and results summed over `tensor`. Over `expert`, DISPATCHES:
+  gather      all tokens go to all devices, and each device keeps the sums of its own: k experts a token on e devices
+              send e / k of what an exchange does
+  all_to_all  a token goes to the devices that have its experts (exchanged_experts.py)
+Law: no token is dropped, whatever the load.
 """
 
 from __future__ import annotations
@@ -11,11 +14,13 @@ import functools
 import jax
 from jax.sharding import Mesh, PartitionSpec
 
-from dora_jax.models import moe
+from dora_jax.models import exchanged_experts, moe
 from dora_jax.models.sharding import TABLE, serving_table, spec
 
+DISPATCHES = ("gather", "all_to_all")
 
-def compute(kind: str, mesh: Mesh) -> moe.Compute:
+
+def compute(kind: str, mesh: Mesh, dispatch: str = "gather") -> moe.Compute:
     """The expert compute of this name, over the mesh; ValueError where there is none."""
     local = _local(kind, mesh, mesh.shape["expert"])
     if mesh.size == 1:
@@ -27,11 +32,19 @@ def compute(kind: str, mesh: Mesh) -> moe.Compute:
         return jax.lax.all_gather(x, axis, axis=at, tiled=True) if mesh.shape[axis] > 1 else x
 
     def one_device(h, weights, ids, gate, up, down):
-        h, weights, ids = (whole(x, expert, 0) for x in (h, weights, ids))
         gate, up, down = whole(gate, embed, 1), whole(up, embed, 1), whole(down, embed, 2)
+        if dispatch == "all_to_all" and mesh.shape[expert] > 1:
+            return jax.lax.psum(exchanged(h, weights, ids, gate, up, down), mlp)
+        h, weights, ids = (whole(x, expert, 0) for x in (h, weights, ids))
         y = local(h, weights, ids, gate, up, down, jax.lax.axis_index(expert) * gate.shape[0])
         y = jax.lax.psum(y, mlp)
         return jax.lax.psum_scatter(y, expert, scatter_dimension=0, tiled=True) if mesh.shape[expert] > 1 else y
+
+    def exchanged(h, weights, ids, *matrices):
+        flat = (x.reshape(-1, x.shape[-1]) for x in (h, weights, ids))
+        options = {"axis": expert, "devices": mesh.shape[expert], "mesh_axes": mesh.axis_names}
+        y = exchanged_experts.experts(*flat, *matrices, interpret=_interpreted(mesh), **options)
+        return y.reshape(h.shape)
 
     specs = (tokens, tokens, tokens, wide, wide, back)
     return jax.shard_map(one_device, mesh=mesh, in_specs=specs, out_specs=tokens, check_vma=False)
@@ -61,5 +74,9 @@ def _local(kind: str, mesh: Mesh, parts: int) -> moe.Compute:
         raise ValueError(f"expert compute {kind!r} is unknown; known: {', '.join(moe.COMPUTES)}")
     if kind != "megablox":
         return moe.COMPUTES[kind]
-    interpret = mesh.devices.flat[0].platform == "cpu"  # presets.py refuses it there; tests do not
-    return functools.partial(moe.megablox, parts=parts, interpret=interpret)
+    return functools.partial(moe.megablox, parts=parts, interpret=_interpreted(mesh))
+
+
+def _interpreted(mesh: Mesh) -> bool:
+    """presets.py refuses kernels of TPUs on a CPU; tests do not."""
+    return mesh.devices.flat[0].platform == "cpu"

@@ -11,7 +11,7 @@ rows of an even load, and time follows the load.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -23,6 +23,9 @@ from dora_jax.models.config import EXPERT_SLACK
 TILE_ROWS = (512, 256, 128)  # of the kernels, the first of which an expert has four
 TILE_WIDTH = 1024  # the same, of matrices; of gradients half of it one way, for they are kept in float32
 EVEN_LOAD = "once_under_even_load"  # names the loop over blocks, whose count depends on the load
+
+
+Matrices = Sequence[jax.Array]  # gate, up, down of every expert
 
 
 class Plan(NamedTuple):
@@ -59,14 +62,19 @@ def experts(
 
     parts: devices that share out the experts. interpret: on any device, for tests.
     """
-    (tokens, k), count = ids_Txk.shape, gate_ExDxF.shape[0]
-    even = tokens * k if parts == 1 else int(EXPERT_SLACK * tokens * k / parts)
-    tile = next((n for n in TILE_ROWS if 4 * n * count <= even), TILE_ROWS[-1])
-    rows = -(-even // tile) * tile
-    plan = Plan(rows, -(-tokens * k // rows), k, tile, interpret)
+    count = gate_ExDxF.shape[0]
+    plan = plan_of(*ids_Txk.shape, count, parts, interpret)
     rows_of = _sorted(plan, ids_Txk.reshape(-1) - first, count)
     y_TxD = _mixed(plan, h_TxD, weights_Txk.reshape(-1), rows_of, gate_ExDxF, up_ExDxF, down_ExFxD)
     return y_TxD.astype(h_TxD.dtype)
+
+
+def plan_of(tokens: int, k: int, count: int, parts: int, interpret: bool) -> Plan:
+    """Of so many tokens whose experts are on `parts` devices, `count` of them on this one."""
+    even = tokens * k if parts == 1 else int(EXPERT_SLACK * tokens * k / parts)
+    tile = next((n for n in TILE_ROWS if 4 * n * count <= even), TILE_ROWS[-1])
+    rows = -(-even // tile) * tile
+    return Plan(rows, -(-tokens * k // rows), k, tile, interpret)
 
 
 def _sorted(plan: Plan, local_N: jax.Array, count: int) -> Sorted:
@@ -93,11 +101,11 @@ def _mixed(plan: Plan, h_TxD, weights_N, rows_of: Sorted, gate_ExDxF, up_ExDxF, 
 
     def add(start, y_TxD):
         block = _Block(plan, rows_of, start, h_TxD.shape[0])
-        _, _, inner_RxF = block.inner(block.of_tokens(h_TxD), gate_ExDxF, up_ExDxF)
-        weighted_RxF = (block.weights(weights_N) * inner_RxF).astype(inner_RxF.dtype)
-        return block.added(y_TxD, block.product(weighted_RxF, down_ExFxD))
+        matrices = (gate_ExDxF, up_ExDxF, down_ExFxD)
+        y_RxD = block.grouped.forward(block.of_tokens(h_TxD), weights_N[block.choice_R], matrices)
+        return block.added(y_TxD, y_RxD)
 
-    return _over_blocks(plan, rows_of, add, jnp.zeros(h_TxD.shape, jnp.float32))
+    return over_blocks(plan, rows_of.ends_E[-1], add, jnp.zeros(h_TxD.shape, jnp.float32))
 
 
 def _forward(plan, *inputs):
@@ -105,79 +113,106 @@ def _forward(plan, *inputs):
 
 
 def _backward(plan: Plan, inputs, dy_TxD):
-    h_TxD, weights_N, rows_of, gate_ExDxF, up_ExDxF, down_ExFxD = inputs
+    h_TxD, weights_N, rows_of, *matrices = inputs
     dy_TxD = dy_TxD.astype(h_TxD.dtype)
-    summed = jnp.float32 if plan.blocks > 1 else h_TxD.dtype  # one block adds nothing up
 
     def add(start, sums):
-        dh_TxD, dweights_N, dgate_ExDxF, dup_ExDxF, ddown_ExFxD = sums
+        dh_TxD, dweights_N, dmatrices = sums
         block = _Block(plan, rows_of, start, h_TxD.shape[0])
-        x_RxD, dout_RxD, weights_Rx1 = block.of_tokens(h_TxD), block.of_tokens(dy_TxD), block.weights(weights_N)
-        gate_RxF, up_RxF, inner_RxF = block.inner(x_RxD, gate_ExDxF, up_ExDxF)
-        dinner_RxF = block.product(dout_RxD, down_ExFxD, transposed=True).astype(jnp.float32)
-        dweights_R = jnp.sum(inner_RxF.astype(jnp.float32) * dinner_RxF, axis=-1)
-        dgate_RxF, dup_RxF = jax.vjp(_swiglu, gate_RxF, up_RxF)[1]((weights_Rx1 * dinner_RxF).astype(up_RxF.dtype))
-        dx_RxD = block.product(dgate_RxF, gate_ExDxF, transposed=True).astype(jnp.float32)
-        dx_RxD = dx_RxD + block.product(dup_RxF, up_ExDxF, transposed=True).astype(jnp.float32)
-        weighted_RxF = (weights_Rx1 * inner_RxF).astype(inner_RxF.dtype)
-        return (
-            block.added(dh_TxD, dx_RxD.astype(h_TxD.dtype)),
-            block.spread(dweights_N, dweights_R),
-            block.gradient(x_RxD, dgate_RxF, dgate_ExDxF),
-            block.gradient(x_RxD, dup_RxF, dup_ExDxF),
-            block.gradient(weighted_RxF, dout_RxD, ddown_ExFxD),
-        )
+        rows = block.of_tokens(h_TxD), weights_N[block.choice_R], block.of_tokens(dy_TxD)
+        dx_RxD, dweights_R, dmatrices = block.grouped.backward(*rows, matrices, dmatrices)
+        return block.added(dh_TxD, dx_RxD), block.spread(dweights_N, dweights_R), dmatrices
 
-    zeros = (jnp.zeros(h_TxD.shape, jnp.float32), jnp.zeros(weights_N.shape, jnp.float32))
-    zeros += tuple(jnp.zeros(w.shape, summed) for w in (gate_ExDxF, up_ExDxF, down_ExFxD))
-    dh_TxD, dweights_N, *matrices = _over_blocks(plan, rows_of, add, zeros)
-    dgate, dup, ddown = (d.astype(h_TxD.dtype) for d in matrices)
-    return dh_TxD.astype(h_TxD.dtype), dweights_N, None, dgate, dup, ddown
+    zeros = jnp.zeros(h_TxD.shape, jnp.float32), jnp.zeros(weights_N.shape, jnp.float32), sums_of(plan, matrices)
+    dh_TxD, dweights_N, dmatrices = over_blocks(plan, rows_of.ends_E[-1], add, zeros)
+    return dh_TxD.astype(h_TxD.dtype), dweights_N, None, *(d.astype(h_TxD.dtype) for d in dmatrices)
 
 
 _mixed.defvjp(_forward, _backward)
 
 
-# ---------------------------------------------------------------- private
+class _Block:
+    """The rows from `start` on: which tokens they are of, and back."""
+
+    def __init__(self, plan: Plan, rows_of: Sorted, start: int | jax.Array, tokens: int):
+        self._per_token, self._place_N, self._tokens = plan.per_token, rows_of.place_N, tokens
+        self.choice_R = jax.lax.dynamic_slice_in_dim(rows_of.choice_N, start, plan.rows)
+        self._held = rows_of.ends_E[-1]
+        self._here_R = start + jnp.arange(plan.rows) < self._held
+        ends_E = jnp.clip(rows_of.ends_E - start, 0, plan.rows)
+        self.grouped = Grouped(plan, jnp.diff(ends_E, prepend=0).astype(jnp.int32))
+
+    def of_tokens(self, x_TxD: jax.Array) -> jax.Array:
+        """[R, D]: each row's token."""
+        return x_TxD[self.choice_R // self._per_token]
+
+    def added(self, sum_TxD: jax.Array, x_RxD: jax.Array) -> jax.Array:
+        """The sum, and each token's rows."""
+        if self._place_N is None:
+            token_R = jnp.where(self._here_R, self.choice_R // self._per_token, self._tokens)
+            return sum_TxD.at[token_R].add(x_RxD.astype(sum_TxD.dtype), mode="drop")
+        here_N = self._place_N < self._held  # a gather: a scatter would sort the rows once more
+        x_NxD = jnp.where(here_N[:, None], x_RxD[jnp.where(here_N, self._place_N, 0)], 0)
+        return jnp.sum(x_NxD.reshape(self._tokens, -1, x_NxD.shape[-1]).astype(sum_TxD.dtype), axis=1)
+
+    def spread(self, sum_N: jax.Array, x_R: jax.Array) -> jax.Array:
+        """A number a row to its choice."""
+        if self._place_N is None:
+            choice_R = jnp.where(self._here_R, self.choice_R, sum_N.shape[0])
+            return sum_N.at[choice_R].set(x_R, mode="drop", unique_indices=True)
+        here_N = self._place_N < self._held
+        return jnp.where(here_N, x_R[jnp.where(here_N, self._place_N, 0)], 0.0)
 
 
-def _over_blocks(plan: Plan, rows_of: Sorted, body: Callable[[Any, Any], Any], sums: Any) -> Any:
-    """body(first row, sums) -> sums, for every block that has rows."""
+# ---------------------------------------------------------------- one block, however its rows came here
+
+
+def over_blocks(plan: Plan, rows: jax.Array, body: Callable[[Any, Any], Any], sums: Any) -> Any:
+    """body(first row, sums) -> sums, for every block that has any of so many rows."""
     if plan.blocks == 1:
         return body(0, sums)
     with jax.named_scope(EVEN_LOAD):
         return jax.lax.while_loop(
-            lambda carry: carry[0] < rows_of.ends_E[-1],
-            lambda carry: (carry[0] + plan.rows, body(*carry)),
-            (jnp.int32(0), sums),
+            lambda carry: carry[0] < rows, lambda carry: (carry[0] + plan.rows, body(*carry)), (jnp.int32(0), sums)
         )[1]
 
 
-class _Block:
-    """The rows from `start` on."""
+def sums_of(plan: Plan, matrices: Matrices) -> Matrices:
+    """Where the gradients of all blocks add up; one block adds nothing up."""
+    return tuple(jnp.zeros(w.shape, jnp.float32 if plan.blocks > 1 else w.dtype) for w in matrices)
 
-    def __init__(self, plan: Plan, rows_of: Sorted, start: int | jax.Array, tokens: int):
-        self._plan, self._place_N, self._tokens = plan, rows_of.place_N, tokens
-        self._choice_R = jax.lax.dynamic_slice_in_dim(rows_of.choice_N, start, plan.rows)
-        self._here_R = start + jnp.arange(plan.rows) < rows_of.ends_E[-1]
-        self._held = rows_of.ends_E[-1]
-        ends_E = jnp.clip(rows_of.ends_E - start, 0, plan.rows)
-        self._sizes_E = jnp.diff(ends_E, prepend=0).astype(jnp.int32)
 
-    def of_tokens(self, x_TxD: jax.Array) -> jax.Array:
-        """[R, D]: each row's token."""
-        return x_TxD[self._choice_R // self._plan.per_token]
+class Grouped:
+    """Rows that lie by expert, so many of each."""
 
-    def weights(self, weights_N: jax.Array) -> jax.Array:
-        return weights_N[self._choice_R][:, None]
+    def __init__(self, plan: Plan, sizes_E: jax.Array):
+        self._plan, self._sizes_E = plan, sizes_E
 
-    def inner(self, x_RxD, gate_ExDxF, up_ExDxF) -> tuple[jax.Array, jax.Array, jax.Array]:
-        """(gate, up, what the last product takes) [R, F]."""
-        gate_RxF, up_RxF = self.product(x_RxD, gate_ExDxF), self.product(x_RxD, up_ExDxF)
-        return gate_RxF, up_RxF, _swiglu(gate_RxF, up_RxF)
+    def forward(self, x_RxD: jax.Array, weights_R: jax.Array, matrices: Matrices) -> jax.Array:
+        """Each row's part of the result; undefined behind the last row."""
+        gate_ExDxF, up_ExDxF, down_ExFxD = matrices
+        inner_RxF = _swiglu(self._product(x_RxD, gate_ExDxF), self._product(x_RxD, up_ExDxF))
+        return self._product((weights_R[:, None] * inner_RxF).astype(inner_RxF.dtype), down_ExFxD)
 
-    def product(self, x_RxD: jax.Array, w_ExDxF: jax.Array, transposed: bool = False) -> jax.Array:
-        """Each row with its expert's matrix; what is behind the last row is undefined."""
+    def backward(
+        self, x_RxD: jax.Array, weights_R: jax.Array, dy_RxD: jax.Array, matrices: Matrices, sums: Matrices
+    ) -> tuple[jax.Array, jax.Array, Matrices]:
+        """(gradients of the rows, of their weights, the sums with those of the matrices) for that of `forward`."""
+        gate_ExDxF, up_ExDxF, down_ExFxD = matrices
+        gate_RxF, up_RxF = self._product(x_RxD, gate_ExDxF), self._product(x_RxD, up_ExDxF)
+        inner_RxF, back = jax.vjp(_swiglu, gate_RxF, up_RxF)
+        dinner_RxF = self._product(dy_RxD, down_ExFxD, transposed=True).astype(jnp.float32)
+        dweights_R = jnp.sum(inner_RxF.astype(jnp.float32) * dinner_RxF, axis=-1)
+        dgate_RxF, dup_RxF = back((weights_R[:, None] * dinner_RxF).astype(inner_RxF.dtype))
+        dx_RxD = self._product(dgate_RxF, gate_ExDxF, transposed=True).astype(jnp.float32)
+        dx_RxD = dx_RxD + self._product(dup_RxF, up_ExDxF, transposed=True).astype(jnp.float32)
+        weighted_RxF = (weights_R[:, None] * inner_RxF).astype(inner_RxF.dtype)
+        pairs = (x_RxD, dgate_RxF), (x_RxD, dup_RxF), (weighted_RxF, dy_RxD)
+        sums = tuple(self._gradient(*pair, sum_of) for pair, sum_of in zip(pairs, sums, strict=True))
+        return dx_RxD.astype(x_RxD.dtype), dweights_R, sums
+
+    def _product(self, x_RxD: jax.Array, w_ExDxF: jax.Array, transposed: bool = False) -> jax.Array:
+        """Each row with its expert's matrix."""
         width = w_ExDxF.shape[1 if transposed else 2]
         return gmm(
             x_RxD,
@@ -189,8 +224,8 @@ class _Block:
             interpret=self._plan.interpret,
         )
 
-    def gradient(self, x_RxD: jax.Array, dy_RxF: jax.Array, sum_ExDxF: jax.Array) -> jax.Array:
-        """The sum, and of each expert's rows x dy^T."""
+    def _gradient(self, x_RxD: jax.Array, dy_RxF: jax.Array, sum_ExDxF: jax.Array) -> jax.Array:
+        """The sum, and of each expert's rows x^T dy."""
         return tgmm(
             x_RxD.T,
             dy_RxF,
@@ -200,23 +235,6 @@ class _Block:
             existing_out=sum_ExDxF if self._plan.blocks > 1 else None,
             interpret=self._plan.interpret,
         )
-
-    def added(self, sum_TxD: jax.Array, x_RxD: jax.Array) -> jax.Array:
-        """The sum, and each token's rows."""
-        if self._place_N is None:
-            token_R = jnp.where(self._here_R, self._choice_R // self._plan.per_token, self._tokens)
-            return sum_TxD.at[token_R].add(x_RxD.astype(sum_TxD.dtype), mode="drop")
-        here_N = self._place_N < self._held  # a gather: a scatter would sort the rows once more
-        x_NxD = jnp.where(here_N[:, None], x_RxD[jnp.where(here_N, self._place_N, 0)], 0)
-        return jnp.sum(x_NxD.reshape(self._tokens, -1, x_NxD.shape[-1]).astype(sum_TxD.dtype), axis=1)
-
-    def spread(self, sum_N: jax.Array, x_R: jax.Array) -> jax.Array:
-        """A number a row to its choice."""
-        if self._place_N is None:
-            choice_R = jnp.where(self._here_R, self._choice_R, sum_N.shape[0])
-            return sum_N.at[choice_R].set(x_R, mode="drop", unique_indices=True)
-        here_N = self._place_N < self._held
-        return jnp.where(here_N, x_R[jnp.where(here_N, self._place_N, 0)], 0.0)
 
 
 def _swiglu(gate: jax.Array, up: jax.Array) -> jax.Array:

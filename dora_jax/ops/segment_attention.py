@@ -77,7 +77,7 @@ def splash_attention(segment_ids_BxL, positions_BxL, mesh: Mesh, *, interpret: b
 
     def attend(layer, q_BxLxHxD, k_BxLxKxD, v_BxLxKxD):
         length, group = q_BxLxHxD.shape[1], q_BxLxHxD.shape[2] // k_BxLxKxD.shape[2]
-        kernel = splash_kernel(group, length, context, interpret)
+        kernel = splash_kernel(group, length, context, interpret, q_BxLxHxD.shape[3])
         shards = kernel.manual_sharding_spec(NamedSharding(mesh, PartitionSpec(None, "context")))
         rows, heads = spec("batch", "sequence"), spec("batch", "sequence", "heads")
         keys = spec("batch", "sequence", "kv_heads")
@@ -90,9 +90,13 @@ def splash_attention(segment_ids_BxL, positions_BxL, mesh: Mesh, *, interpret: b
 
 
 @functools.cache
-def splash_kernel(group: int, length: int, context: int, interpret: bool) -> splash.SplashAttentionKernel:
-    """`group` query heads on one KV head; its tables of blocks are numpy arrays, so that no trace owns them."""
-    queries, keys = (_block(n, SPLASH_BLOCK) for n in (length // context, length))
+def splash_kernel(
+    group: int, length: int, context: int, interpret: bool, width: int = LANES
+) -> splash.SplashAttentionKernel:
+    """`group` query heads of `width` numbers on one KV head; its tables of blocks are numpy arrays, so that no trace owns
+    them. Blocks of wider heads are shorter: they have to fit the chip's vector memory."""
+    most = SPLASH_BLOCK // -(-width // LANES)
+    queries, keys = (_block(n, most) for n in (length // context, length))
     compute = _block(keys, SPLASH_COMPUTE)
     backward: dict[str, Any] = {"block_q_dkv": queries, "block_kv_dkv": keys, "block_kv_dkv_compute": compute}
     if length > SPLASH_FUSED:

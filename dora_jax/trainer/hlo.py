@@ -15,7 +15,7 @@ import math
 import re
 from collections.abc import Iterator
 
-KINDS = ("all-gather", "all-reduce", "reduce-scatter", "all-to-all", "collective-permute")
+KINDS = ("all-gather", "all-reduce", "reduce-scatter", "ragged-all-to-all", "all-to-all", "collective-permute")
 ITEM_BYTES = {
     "pred": 1,
     "s8": 1,

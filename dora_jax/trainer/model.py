@@ -31,7 +31,8 @@ class Model(NamedTuple):
     vocab_limit: int | None
     attention: str = "reference"  # reference, splash, cudnn
     logits_bytes: int | None = None  # of f32 logits alive at once on a device; None: all
-    expert_matmul: str = "scan"  # scan, ragged_dot
+    expert_matmul: str = "scan"  # scan, ragged_dot, megablox
+    expert_dispatch: str = "gather"  # gather, all_to_all
 
     def hidden(self, params: Any, arrays: Arrays) -> tuple[jax.Array, decoder.Routed | None]:
         """([B, L, D] after the last norm, each segment on its own; what the routers did, None without experts).
@@ -51,7 +52,7 @@ class Model(NamedTuple):
             remat=self.remat,
             constrain=sharding.constrain_rows(self.mesh),
             merge=self.mesh.shape["context"] == 1,
-            compute=expert_parallel.compute(self.expert_matmul, self.mesh),
+            compute=expert_parallel.compute(self.expert_matmul, self.mesh, self.expert_dispatch),
             routes_BxLxMxk=_forced(arrays.get("routes")),
             counted_BxL=arrays["segment_ids"] > 0,
         )

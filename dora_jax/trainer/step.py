@@ -278,6 +278,7 @@ def new_recipe(
         section.attention,
         section.logits_bytes,
         section.expert_matmul,
+        section.expert_dispatch,
     )
     return Recipe(model, section, total_steps)
 
