@@ -6,6 +6,7 @@ import jax
 import numpy as np
 import pytest
 
+from configs import agent
 from dora_jax import config
 from dora_jax.exits import Stop
 from dora_jax.models import decoder, hf, sharding
@@ -79,15 +80,40 @@ def test_a_smaller_tokenizer_where_the_embedding_is_small(tmp_path):
         folder(tmp_path / "b", rows=200)
 
 
+def test_a_worked_dialogue_trains_on_what_the_policy_says_alone(tmp_path):
+    c = config.from_tree(agent.get_config("tiny").to_dict())
+    c = dataclasses.replace(c, sft=dataclasses.replace(c.sft, examples=40, slip_rate=0.5))
+    found = warm_start_data.examples(c, tmp_path)
+    tokenizer = Tokenizer.load(warm_start_data.make_tokenizer(found, tmp_path))
+    end = tokenizer.eos_ids[0]
+    right = 0
+    for prompt, dialogue in found:
+        assert [own for _, own in dialogue] == [i % 2 == 0 for i in range(len(dialogue))]
+        for (asked, _), (told, _) in zip(dialogue[0::2], dialogue[1::2], strict=False):
+            assert eval(asked) == int(told)
+        ids, said = warm_start_data.encoded(tokenizer, end, c.environment.observation, dialogue)
+        turns = [text for text, own in dialogue if own]
+        assert tokenizer.decode(np.array(ids)[said]) == "".join(turns) and np.array(ids)[said].tolist().count(
+            end
+        ) == len(turns)
+        assert tokenizer.decode(np.array(ids)[~np.array(said)]) == "".join(
+            f"-> {x}\n" for x, own in dialogue if not own
+        )
+        right += dialogue[-1][0] == f"#### {eval(prompt)}"
+    assert 0 < right < len(found), "a slip answers one operation too early"
+
+
 def test_rows_hold_each_example_once_and_train_on_completions_and_the_end():
-    rows = warm_start_data.pack_rows([([5, 6, 7], [8, 9, 1]), ([5], [8, 1]), ([4, 4], [3, 1])], 7, pad_id=0)
+    rows = warm_start_data.pack_rows(
+        [([5, 6, 7], [8, 9, 1], [True] * 3), ([5], [8, 1], [True] * 2), ([4, 4], [3, 1], [True] * 2)], 7, pad_id=0
+    )
     assert rows.tokens.tolist() == [[5, 6, 7, 8, 9, 5, 8], [4, 4, 3, 0, 0, 0, 0]]
     assert rows.targets.tolist() == [[6, 7, 8, 9, 1, 8, 1], [4, 3, 1, 0, 0, 0, 0]]
     assert rows.segment_ids.tolist() == [[1, 1, 1, 1, 1, 2, 2], [1, 1, 1, 0, 0, 0, 0]]
     assert rows.positions.tolist() == [[0, 1, 2, 3, 4, 0, 1], [0, 1, 2, 0, 0, 0, 0]]
     assert rows.targets[rows.mask].tolist() == [8, 9, 1, 8, 1, 3, 1]
     with pytest.raises(ValueError, match="example 0 has 9 tokens, and a row holds 8: raise sft.pack_tokens"):
-        warm_start_data.pack_rows([([1] * 5, [2] * 4)], 7, 0)
+        warm_start_data.pack_rows([([1] * 5, [2] * 4, [True] * 4)], 7, 0)
 
 
 def test_row_order_shows_every_row_once_an_epoch():

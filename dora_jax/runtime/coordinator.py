@@ -11,6 +11,8 @@ Every loop of a run, by the queue that it reads:
                                       Park, LoadWeights, ...    engine is idle             moves here
     trainer's inbox   TrainerWorker   Train                     the groups of a step       GroupScored: enough groups
                                                                                            are ready within the lag
+    environments      environment     the end of an episode's   the environment's answer  Waiting; SampleReady goes
+                      workers         turn                                                back by Resume
     scorer            reward workers  a finished group          a free reward worker       the last sample of a group
     group store       TrainerWorker   scored groups             nothing: Train names groups that are there
     weight store      EngineWorker    a version                 nothing: LoadWeights follows StepPublished
@@ -22,6 +24,7 @@ All bookkeeping here runs on the main thread. The workers are threads of this pr
 
 from __future__ import annotations
 
+import dataclasses
 import queue
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -33,11 +36,12 @@ from dora_jax.orchestrate import events as ev
 from dora_jax.orchestrate.restart import Debts
 from dora_jax.runtime.durability.payload_state import PayloadState
 from dora_jax.runtime.durability.records import Partial
+from dora_jax.runtime.episodes import Episodes
 from dora_jax.runtime.sample_registry import OpenGroup, SampleRegistry
-from dora_jax.runtime.seams import GroupStore, Prompts, RolloutWorker, Scorer, StageWorker, WeightStore
+from dora_jax.runtime.seams import Environments, GroupStore, Prompts, RolloutWorker, Scorer, StageWorker, WeightStore
 from dora_jax.runtime.shutdown import STAGE_END_S
 from dora_jax.runtime.trainer_worker import TrainerWorker
-from dora_jax.runtime.worker import Crashed, Finished, HandedOver, InstanceReady, Parked, StepDone
+from dora_jax.runtime.worker import Crashed, Finished, HandedOver, InstanceReady, Parked, StepDone, Waiting
 from dora_jax.tasks.pool import GroupFailure
 from dora_jax.tasks.prompts import PromptTooLong
 from dora_jax.types import GroupId, InstanceId, Sample, SampleId, ScoredGroup, Version, is_eval
@@ -69,7 +73,12 @@ class Coordinator:
         group_size: int,
         eval_samples: int,
         trainable: Callable[[ScoredGroup], bool] = lambda group: True,
+        environments: Environments | None = None,
+        max_context: int = 0,
+        record_tokens: bool = False,
     ):
+        """environments: of a run whose samples are episodes; max_context: tokens of prompt and response together;
+        record_tokens: the tokens of running samples are written down."""
         self._instances = {worker.instance: worker for worker in instances}
         self._gather_s = gather_s(len(instances))
         self._trainer = trainer
@@ -80,6 +89,9 @@ class Coordinator:
         self._size = lambda group_id: eval_samples if is_eval(group_id) else group_size
         self._trainable = trainable
         self._samples = SampleRegistry(task)
+        self._episodes = (
+            Episodes(environments, self._samples, max_context, record_tokens) if environments is not None else None
+        )
         self._refused: set[GroupId] = set()  # their prompts are too long
         self._listeners: list[Callable[[Any], None]] = []
         self._time_s = 0.0
@@ -104,6 +116,8 @@ class Coordinator:
             self._groups.put(group)
         for group_id in debts.score:
             self._submit_scores(self._samples.groups[group_id])
+        if self._episodes:
+            self._episodes.adopt(debts.waiting)
         for command in (debts.cancel, debts.train):
             if command is not None:
                 self.execute(command)
@@ -119,6 +133,8 @@ class Coordinator:
         for worker in self._workers():
             worker.stop(patience_s)
         self._scorer.close()
+        if self._episodes:
+            self._episodes.close()
 
     def diagnosis(self) -> str:
         return "; ".join(worker.state for worker in self._workers())
@@ -131,6 +147,9 @@ class Coordinator:
                     self._tell(unrecorded)
             yield ready.event
         yield from self._drain()
+        if self._episodes:
+            for item in self._episodes.poll():
+                yield from self._to_events(item)
         for scored in self._scorer.poll():
             yield from self._scored(scored)
         now = time.monotonic() + self._skew_s
@@ -192,10 +211,15 @@ class Coordinator:
             self._tell(error)
             self._outbox.put(ev.GroupFailed(group_id=group_id, reason=str(error)))
             return
-        worker.post(worker.submit, sample, group.prompt, version)
+        if self._episodes:
+            self._episodes.start(sample, group.prompt, worker, version)
+        else:
+            worker.post(worker.submit, sample, group.prompt, version)
 
     def _cancel(self, ids: Sequence[SampleId], instance: InstanceId | None, reason: str) -> None:
         """Forgets the groups. Instance None: discards what is recorded of the samples, or of a scored group."""
+        if self._episodes:
+            self._episodes.cancel(ids)
         groups = self._samples.cancel(ids)
         for group_id, group in groups.items():
             if group is not None and group.submitted:
@@ -235,7 +259,11 @@ class Coordinator:
                 raise error
             case Crashed(role=role, error=error):
                 raise RuntimeError(f"{role} failed: {error}") from error
+            case Waiting() if self._episodes:
+                yield from self._episodes.waits(item)
             case Finished(sample=sample, instance=instance):
+                if self._episodes:
+                    item = dataclasses.replace(item, sample=(sample := self._episodes.finished(sample)))
                 self._tell(item)
                 if (group := self._samples.finished(sample, self._size(sample.id.group_id))) is not None:
                     self._submit_scores(group)
@@ -245,7 +273,7 @@ class Coordinator:
             case StepDone(version=version):
                 self._tell(item)
                 yield ev.StepPublished(version=version)
-            case Partial():
+            case Partial() | GroupFailure():
                 self._tell(item)
             case InstanceReady():
                 self._ready.append(item)

@@ -16,7 +16,7 @@ from dora_jax.config import RunError
 from dora_jax.orchestrate.state import State
 from dora_jax.tasks.pool import GroupFailure
 from dora_jax.tasks.solved import Solved
-from dora_jax.types import ScoredGroup, Version
+from dora_jax.types import Sample, ScoredGroup, Version
 
 Metrics = dict[str, float]
 
@@ -31,7 +31,10 @@ class Evaluations:
         solved: Solved | None,
         told: Callable[[Version, Metrics], None],
         notify: Callable[[str], None],
+        noisy: bool = False,
     ):
+        """noisy: samples with an odd index met noise."""
+        self._noisy = noisy
         self._state, self._solved, self._told, self._notify = state, solved, told, notify
         self._scored: dict[Version, list[ScoredGroup]] = collections.defaultdict(list)
         self._left: dict[Version, int] = {}  # groups that have not ended
@@ -56,11 +59,11 @@ class Evaluations:
         if not groups:
             self._notify(f"version {version} is not evaluated: none of its {failed} groups has a score")
             return
-        metrics = evaluation(groups, self._solved)
+        metrics = evaluation(groups, self._solved, self._noisy)
         self._told(version, metrics | ({"eval/failed": failed} if failed else {}))
 
 
-def evaluation(groups: Sequence[ScoredGroup], solved: Solved | None) -> Metrics:
+def evaluation(groups: Sequence[ScoredGroup], solved: Solved | None, noisy: bool = False) -> Metrics:
     """The record of one version: eval/reward/mean and /std, eval/reward/term/NAME; where it is said what counts as
     solved, eval/accuracy (avg@k) and eval/pass_at_k of k samples a prompt, and _low and _high of both: the 95 % interval.
 
@@ -70,7 +73,7 @@ def evaluation(groups: Sequence[ScoredGroup], solved: Solved | None) -> Metrics:
     metrics |= {
         "eval/k": len(groups[0].rewards),
         "eval/prompts": len(groups),
-        "eval/response_length": float(np.mean([len(s.out_ids) for g in groups for s in g.samples])),
+        "eval/response_length": float(np.mean([sampled_tokens(s) for g in groups for s in g.samples])),
     }
     if solved is None:
         return metrics
@@ -81,6 +84,9 @@ def evaluation(groups: Sequence[ScoredGroup], solved: Solved | None) -> Metrics:
     shares, some = [float(p.mean()) for p in passed], float(np.mean([p.any() for p in passed]))
     low, high = intervals.of_prompts(shares, len(passed[0]))
     some_low, some_high = intervals.wilson(some, len(passed))
+    if noisy and len(groups[0].rewards) > 1:
+        for name, first in (("clean", 0), ("noisy", 1)):
+            metrics[f"eval/accuracy_{name}"] = float(np.mean([p[first::2].mean() for p in passed]))
     return {
         "eval/accuracy": float(np.mean(shares)),
         "eval/accuracy_low": low,
@@ -89,6 +95,11 @@ def evaluation(groups: Sequence[ScoredGroup], solved: Solved | None) -> Metrics:
         "eval/pass_at_k_low": some_low,
         "eval/pass_at_k_high": some_high,
     } | metrics
+
+
+def sampled_tokens(sample: Sample) -> int:
+    """Those of all turns and branches; what was observed does not count."""
+    return sum(int(np.count_nonzero(each.mask)) for each in (*sample.branches, sample))
 
 
 def reward_metrics(groups: Sequence[ScoredGroup]) -> Metrics:

@@ -33,6 +33,9 @@ from dora_jax.runtime.recorder import Recorder, instrument
 from dora_jax.runtime.seams import Backend, TrainerSide
 from dora_jax.runtime.shutdown import STAGE_END_S, Guard, GuardedWorld
 from dora_jax.runtime.timeline import Timeline
+from dora_jax.tasks.bridge import Bridge
+from dora_jax.tasks.environment import NOISE
+from dora_jax.tasks.environments import EnvironmentPool
 from dora_jax.tasks.pool import ScorerPool
 from dora_jax.tasks.trial import try_rewards
 from dora_jax.trainer import checkpoint
@@ -191,7 +194,11 @@ def opened(config: Config, workdir: Path, writer: Writer) -> RunContext:
 def _try_early(config: Config, workdir: Path) -> None:
     """Tries the rewards on one row before the warm start, which takes minutes and makes the tokenizer of the run."""
     section = dataclasses.replace(config.task, reward_workers=1)
-    if not section.rewards:
+    if config.environment.name:
+        bridge = Bridge(warm_start_data.tokenizer_of(config.sft), config.environment.observation)
+        with contextlib.closing(EnvironmentPool(config.environment, bridge, config.seed)) as environments:
+            environments.wait_ready()
+    if not section.rewards or config.environment.name:
         return
     tokenizer = warm_start_data.tokenizer_of(config.sft)
     pool = ScorerPool(section, tokenizer.decode)
@@ -286,6 +293,8 @@ def run_stages(
         steps=config.steps,
         max_failed_share=config.task.max_failed_share,
         evaluations=writer.evaluations,
+        environments=parts.environments,
+        noisy=any(getattr(config.environment, f"noise_{kind}") for kind in NOISE),
         views=backing.side.views if backing else None,
     )
     timeline = Timeline(parts.workdir, writer.note)

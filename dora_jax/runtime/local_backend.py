@@ -24,6 +24,7 @@ from dora_jax.models.hf_config import read_config
 from dora_jax.orchestrate.events import InstanceUp
 from dora_jax.publish import DeviceWeights
 from dora_jax.runtime.coordinator import Coordinator
+from dora_jax.runtime.episodes import EpisodePrompts, EpisodeScorer
 from dora_jax.runtime.run import (
     batch_layout,
     instance_up,
@@ -48,6 +49,8 @@ from dora_jax.runtime.seams import (
 from dora_jax.runtime.supervised_worker import LocalInstance, RestartPolicy
 from dora_jax.runtime.trainer_worker import StreamingTrainerWorker, TrainerWorker
 from dora_jax.tasks import solved
+from dora_jax.tasks.bridge import Bridge
+from dora_jax.tasks.environments import EnvironmentPool
 from dora_jax.tasks.pool import ScorerPool
 from dora_jax.tasks.trial import try_rewards
 from dora_jax.trainer.step import Trainer
@@ -68,7 +71,9 @@ class RunContext:
             self.tokenizer = Tokenizer.load(config.model.path)
         self.outbox: queue.SimpleQueue = queue.SimpleQueue()
         pool = (
-            ScorerPool(config.task, self.tokenizer.decode) if config.task.rewards else None
+            ScorerPool(config.task, self.tokenizer.decode)
+            if config.task.rewards and not config.environment.name
+            else None
         )  # starts in the background
         with contextlib.ExitStack() as undo:
             if pool:
@@ -85,10 +90,16 @@ class RunContext:
                 )
             prompt, self.remarks = self.task.survey()
             terms = try_rewards(pool, prompt, self.tokenizer.encode) if pool else ()
+            self.environments = self._environments() if config.environment.name else None
+            if self.environments:
+                undo.callback(self.environments.close)
+                terms = self.environments.wait_ready()
             with blame("eval.solved"):
                 self.solved = solved.among(config.eval.solved, terms)
             self.remarks += _said_of_evaluation(config, self)
             scorer = _judge(config, pool, terms) if config.reward_model.path else pool
+            if self.environments:
+                scorer = EpisodeScorer(terms)
             if scorer is None:
                 raise ConfigError("task.rewards: no reward is named, and reward_model.path names no model")
             self.scorer: Scorer = scorer
@@ -101,11 +112,12 @@ class RunContext:
         groups: GroupStore,
         weights: WeightStore,
     ) -> Coordinator:
-        section = self.config.orchestrator
+        section, rollout = self.config.orchestrator, self.config.rollout
+        turn_tokens = self.config.environment.turn_tokens or rollout.max_new_tokens
         return Coordinator(
             instances=instances,
             trainer=trainer,
-            task=self.task,
+            task=EpisodePrompts(self.task, turn_tokens) if self.environments else self.task,
             scorer=self.scorer,
             groups=groups,
             weights=weights,
@@ -113,7 +125,17 @@ class RunContext:
             group_size=section.group_size,
             eval_samples=self.config.eval.samples,
             trainable=nonzero_variance if section.filter_zero_variance else lambda group: True,
+            environments=self.environments,
+            max_context=rollout.max_prompt_tokens + rollout.max_new_tokens,
+            record_tokens=partial_s(self.config) > 0,
         )
+
+    def _environments(self) -> EnvironmentPool:
+        """In processes that start in the background."""
+        section = self.config.environment
+        observation = "" if self.config.task.template == "chat" else section.observation
+        bridge = Bridge(self.tokenizer, observation, self.task.messages_at)
+        return EnvironmentPool(section, bridge, self.config.seed)
 
 
 def _said_of_evaluation(config: Config, parts: RunContext) -> list[str]:

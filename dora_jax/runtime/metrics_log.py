@@ -18,10 +18,10 @@ from dora_jax.metrics import Writer
 from dora_jax.orchestrate import events as ev
 from dora_jax.orchestrate.core import Orchestrator
 from dora_jax.orchestrate.modes import OrchestratorConfig
-from dora_jax.runtime.evaluations import Evaluations, reward_metrics
+from dora_jax.runtime.evaluations import Evaluations, reward_metrics, sampled_tokens
 from dora_jax.runtime.idle_time import IdleReport
 from dora_jax.runtime.sample_log import SampleLog, TokenViews
-from dora_jax.runtime.seams import StageWorker
+from dora_jax.runtime.seams import Environments, StageWorker
 from dora_jax.runtime.worker import Finished, StepDone
 from dora_jax.tasks.identity import shorten
 from dora_jax.tasks.pool import GroupFailure
@@ -33,6 +33,7 @@ MIN_GROUPS_FOR_FAILED_SHARE = 100  # below this one failure says nothing about a
 MIN_GROUPS_ALL_FAILED = 10  # nothing was scored so far: a hanging reward takes minutes for each of these
 MAX_KINDS = 20  # of failures that are printed
 WIDTH = 100  # columns of a printed text
+FAILED_SHARE = 0.01  # of the episodes: above it the run says so
 RECENT_STEPS = 20  # whose mean duration says when the run will end
 
 
@@ -163,7 +164,10 @@ class RunLog:
         max_failed_share: float,
         evaluations: Mapping[Version, Mapping[str, float]],
         views: TokenViews | None = None,
+        environments: Environments | None = None,
+        noisy: bool = False,
     ):
+        """noisy: every second held-out sample meets noise."""
         self.evaluations = dict(evaluations)
         self.metrics: dict[str, float] = {}
         self._writer = writer
@@ -173,8 +177,10 @@ class RunLog:
         self._samples = SampleLog(workdir, writer.note, decode, prompt_of, views)
         self._overlap = VersionOverlap()
         self._idle = IdleReport(orchestrator.waiting)
-        self._evaluating = Evaluations(orchestrator.state, solved, self._evaluated, writer.note)
+        self._evaluating = Evaluations(orchestrator.state, solved, self._evaluated, writer.note, noisy)
         self._unscored = ScoringFailures(max_failed_share, prompt_of, writer.note)
+        self._environments = environments
+        self._told_failing = False
         self._moved: set[SampleId] = set()
         self._moved_finished = 0
         self._served = TaskShares(orchestrator.state.config)
@@ -238,7 +244,7 @@ class RunLog:
         idle_share = self._idle_share(elapsed_s)
         metrics = group_metrics(done.groups, done.version - 1)
         metrics |= {**self._served.metrics(done.groups), **done.metrics}
-        metrics |= self._unscored.metrics()
+        metrics |= {**self._unscored.metrics(), **self._environment_metrics()}
         metrics |= {
             "rollout/tokens_per_s": self._tokens / elapsed_s,
             "rollout/idle_share": idle_share,
@@ -266,6 +272,18 @@ class RunLog:
         self._writer.write(done.version, metrics, waits=waits)
         self._samples.write(done.version, done.groups)
 
+    def _environment_metrics(self) -> Mapping[str, float]:
+        """Says once that episodes fail more often than now and then."""
+        found = self._environments.stats() if self._environments else {}
+        if found.get("environment/failed_share", 0.0) > FAILED_SHARE and not self._told_failing:
+            self._told_failing = True
+            counts = {name.rpartition("/")[2]: n for name, n in found.items() if "/failed_" in name and "_to_" in name}
+            self._writer.note(
+                f"{found['environment/failed_share']:.1%} of the episodes have failed, and their groups with them; by cause and "
+                f"response length: {', '.join(f'{name} {n:.0f}' for name, n in counts.items())}"
+            )
+        return found
+
     def _elapsed_s(self, now: float) -> float:
         """Since the last step ended."""
         first, began_s, self._step_s = not self.metrics, self._step_s, now
@@ -289,11 +307,12 @@ def group_metrics(groups: Sequence[ScoredGroup], base: Version) -> dict[str, Any
     """Rewards, lengths and lags of one step's batch."""
     samples = [s for g in groups for s in g.samples]
     lags = collections.Counter(base - g.version for g in groups)
+    lengths = [sampled_tokens(s) for s in samples]
     metrics = reward_metrics(groups) | {
         "reward/solved_all": float(np.mean([np.all(g.rewards == g.rewards[0]) and g.rewards[0] > 0 for g in groups])),
         "reward/solved_none": float(np.mean([np.all(g.rewards == g.rewards[0]) and g.rewards[0] <= 0 for g in groups])),
-        "response/length": float(np.mean([len(s.out_ids) for s in samples])),
-        "response/length_max": max(len(s.out_ids) for s in samples),
+        "response/length": float(np.mean(lengths)),
+        "response/length_max": max(lengths),
         "response/truncated": float(np.mean([s.finish == "length" for s in samples])),
         "lag/max": max(lags),
         "lag/mean": float(np.mean([base - g.version for g in groups])),

@@ -11,17 +11,18 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 
 from dora_jax.orchestrate.restart import Debts
-from dora_jax.rollout.migrate import InFlightSample, count_rows, retagged, sampled_from
+from dora_jax.rollout.migrate import InFlightSample, count_rows, ended, observed, retagged, sampled_from
 from dora_jax.runtime.durability.payload_state import PayloadState
-from dora_jax.runtime.durability.records import Partial
+from dora_jax.runtime.durability.records import OBSERVED, REWRITTEN, Partial
 from dora_jax.runtime.seams import Prompts
 from dora_jax.runtime.worker import FinishedUnheard, HandedOver
 from dora_jax.tasks.prompts import PromptTooLong
-from dora_jax.types import GroupId, Prompt, Sample, SampleId, Version
+from dora_jax.types import Branch, GroupId, Observed, Prompt, Sample, SampleId, Version
 
 
 @dataclasses.dataclass
@@ -39,6 +40,7 @@ class SampleRegistry:
         self._task = task
         self._parked: dict[SampleId, InFlightSample | Sample] = {}  # out of the engines by Park, or by an instance that
         # left; a Sample: it finished while no controller listened
+        self._branches: dict[SampleId, list[tuple[Sample, int]]] = {}  # what a rewriting ended; the tokens that stayed
         self._payloads = PayloadState()
         self._recorded: dict[SampleId, Version] = {}  # begun under an earlier process, and not asked for yet
 
@@ -78,6 +80,7 @@ class SampleRegistry:
         """Forgets these samples and their groups; returns what was known of each group."""
         for id in ids:
             self._parked.pop(id, None)
+            self._branches.pop(id, None)
         return {group_id: self.groups.pop(group_id, None) for group_id in {id.group_id: None for id in ids}}
 
     def park(self, sample: InFlightSample) -> None:
@@ -89,6 +92,72 @@ class SampleRegistry:
         self._recorded.pop(id, None)
         held = self._parked.pop(id, None) or self._from_journal(id, version)
         return held if isinstance(held, Sample) else retagged(held, version)
+
+    def waiting(self, id: SampleId) -> InFlightSample | None:
+        """A sample that is parked here, and not asked for yet. None: it was cancelled."""
+        held = self._parked.get(id) if id.group_id in self.groups else None
+        return None if isinstance(held, Sample) else held
+
+    def owed(self, id: SampleId, version: Version) -> InFlightSample | None:
+        """Parks an episode that waited under an earlier process. None: no token of it is recorded."""
+        self.park(held := self._from_journal(id, version))
+        return held if len(held.out_ids) else None
+
+    def begin_again(self, id: SampleId, version: Version) -> InFlightSample:
+        """Parks the episode as it is before its first turn."""
+        self._branches.pop(id, None)
+        fresh = InFlightSample(
+            id=id,
+            version=version,
+            out_ids=np.zeros(0, np.int32),
+            logprobs=np.zeros(0, np.float32),
+            **_of_prompt(self.groups[id.group_id].prompt),
+        )
+        self.park(fresh)
+        return fresh
+
+    def observe(self, answer: Observed) -> tuple[InFlightSample, Partial]:
+        """The parked episode behind what it observed, and what the journal needs to know of that."""
+        before = self._parked[answer.id]
+        assert isinstance(before, InFlightSample)
+        after = self._parked[before.id] = observed(before, answer.token_ids, answer.keep)
+        stay = len(after.out_ids) - len(answer.token_ids)
+        branched = answer.keep is not None and bool(len(before.out_ids))
+        if branched:
+            self._branches.setdefault(before.id, []).append((ended(before, "stop"), stay))
+        return after, Partial(
+            id=before.id,
+            version=before.version,
+            start=stay,
+            out_ids=after.out_ids[stay:],
+            logprobs=after.logprobs[stay:],
+            kind=REWRITTEN if branched else OBSERVED,
+        )
+
+    def end(self, id: SampleId, finish: str) -> Sample:
+        """The parked episode as a sample."""
+        held = self._parked.pop(id)
+        assert isinstance(held, InFlightSample)
+        return ended(held, finish)
+
+    def whole(self, sample: Sample, terms: dict[str, float]) -> Sample:
+        """The sample with its earlier branches, each token in the oldest branch that holds it."""
+        held = self._branches.pop(sample.id, [])
+        branches, shared = [], 0
+        for piece, stay in held:
+            branches.append(
+                Branch(
+                    prompt_ids=piece.prompt_ids,
+                    out_ids=piece.out_ids,
+                    logprobs=piece.logprobs,
+                    mask=_without(piece.mask, shared),
+                    version=piece.version,
+                    table=piece.table,
+                )
+            )
+            shared = stay
+        mask = _without(sample.mask, shared)
+        return dataclasses.replace(sample, mask=mask, branches=tuple(branches), terms=terms)
 
     def find(self, found: HandedOver | FinishedUnheard) -> Partial | None:
         """A sample that an instance still has from an earlier process: it is used where it goes on from what is
@@ -118,10 +187,19 @@ class SampleRegistry:
         return InFlightSample(
             id=id,
             version=last.version if last else version,
-            prompt_ids=prompt.token_ids,
             out_ids=out_ids,
             logprobs=logprobs,
-            max_new_tokens=prompt.max_new_tokens,
             spans=spans[:-1],
+            mask=self._payloads.mask(id),
             table=self._payloads.table(id, len(prompt.token_ids)),
+            **_of_prompt(prompt),
         )
+
+
+def _of_prompt(prompt: Prompt) -> dict[str, Any]:
+    return {"prompt_ids": prompt.token_ids, "max_new_tokens": prompt.max_new_tokens, "turn_tokens": prompt.turn_tokens}
+
+
+def _without(mask: np.ndarray, shared: int) -> np.ndarray:
+    """bool[U]: the first `shared` tokens have their loss elsewhere."""
+    return mask & (np.arange(len(mask)) >= shared)

@@ -10,7 +10,8 @@ RolloutWorker   EngineWorker (a thread); LocalInstance and RemoteInstance, whose
 RolloutEngine   rollout.engine.Engine; OracleEngine; PacedEngine and TimedEngine around one
 PolicyTrainer   trainer.step.Trainer; cluster.RemoteTrainer; PacedTrainer around one
 CheckpointStore trainer.checkpoint.Checkpoints; cluster.RemoteCheckpoints
-Scorer          tasks.pool.ScorerPool; tasks.reward_model.ModelScorer
+Scorer          tasks.pool.ScorerPool; tasks.reward_model.ModelScorer; episodes.EpisodeScorer
+Environments    tasks.environments.EnvironmentPool
 GroupStore      buffer.store.MemoryGroupStore (buffer/store.py)
 WeightStore     publish.DeviceWeights and publish.HostWeights (memory), transfer.StoredWeights (storage),
                 cluster.RemoteWeights (the trainer's processes, which send them over the wire)
@@ -33,6 +34,7 @@ if TYPE_CHECKING:
     from dora_jax.rollout.migrate import InFlightSample, SampledTokens
     from dora_jax.rollout.ticks import TickResult
     from dora_jax.runtime.sample_log import TokenViews
+    from dora_jax.tasks.environments import Answer
     from dora_jax.tasks.pool import GroupFailure
     from dora_jax.trainer.checkpoint import Restored
     from dora_jax.trainer.step import Probe
@@ -177,6 +179,26 @@ class Scorer(Protocol):
 
     def poll(self) -> Sequence[ScoredGroup | GroupFailure]:
         """The groups that ended since the last call, without waiting."""
+
+    def close(self) -> None: ...
+
+
+class Environments(Protocol):
+    """Law: an infrastructure error is an EpisodeFailed, never a reward; of an episode, the last question has an answer."""
+
+    def open(self, id: SampleId, prompt: Prompt) -> None:
+        """Asks what follows the prompt: Observed, perhaps of no tokens."""
+
+    def turn(self, id: SampleId, prompt: Prompt, tokens: np.ndarray, mask: np.ndarray, room: int) -> None:
+        """Asks for the answer to the last turn. tokens: i32[T + U]; mask: bool[U]; room: tokens that may follow."""
+
+    def drop(self, id: SampleId) -> dict[str, float]:
+        """Forgets the episode; the reward terms so far."""
+
+    def poll(self) -> Sequence[Answer]:
+        """The answers since the last call, without waiting."""
+
+    def stats(self) -> Mapping[str, float]: ...
 
     def close(self) -> None: ...
 

@@ -65,7 +65,8 @@ class Timeline:
     def record(self, record: object) -> None:
         match record:
             case Finished(sample=sample, instance=instance) if not is_eval(sample.id.group_id):
-                self._count(instance, sample)
+                if instance is not None:
+                    self._count(instance, sample)
                 self._lengths["generated"][length_bucket(len(sample.out_ids))] += 1
             case StepDone(groups=groups):
                 lengths = (len(sample.out_ids) for group in groups for sample in group.samples)
@@ -90,7 +91,7 @@ class Timeline:
                 if (left := self._leave(id)) is not None:
                     self._enter(id, dst, left[1])
                 self._moves[src, dst] += 1
-            case ev.SampleDone(id=id) | ev.SampleParked(id=id) | ev.SampleCancelled(id=id):
+            case ev.SampleDone(id=id) | ev.SampleParked(id=id) | ev.SampleWaiting(id=id) | ev.SampleCancelled(id=id):
                 self._leave(id)
             case ev.StepPublished(version=version):
                 self._write({"published": version})

@@ -33,7 +33,7 @@ from dora_jax.exits import Stop
 from dora_jax.models import decoder, hf, sharding
 from dora_jax.models.logits import target_logprobs
 from dora_jax.ops.segment_attention import segment_attention
-from dora_jax.runtime.warm_start_data import Pair, TextRows, examples, make_tokenizer, pack_rows, row_order
+from dora_jax.runtime.warm_start_data import Pair, TextRows, encoded, examples, make_tokenizer, pack_rows, row_order
 from dora_jax.tokenizer import Tokenizer
 from dora_jax.trainer import checkpoint, optim
 from dora_jax.trainer.model import layers_of
@@ -99,7 +99,10 @@ def _train(
     tokenizer = Tokenizer.load(source)
     end = tokenizer.eos_ids[0]
     data = pack_rows(
-        [(tokenizer.encode(prompt), [*tokenizer.encode(text), end]) for prompt, text in pairs],
+        [
+            (tokenizer.encode(prompt), *encoded(tokenizer, end, config.environment.observation, text))
+            for prompt, text in pairs
+        ],
         section.pack_tokens,
         tokenizer.pad_id,
     )

@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -20,6 +20,8 @@ from tokenizers import decoders, models, pre_tokenizers, trainers
 
 from dora_jax import tasks
 from dora_jax.config import Config, SftSection
+from dora_jax.tasks import dialogues
+from dora_jax.tasks.dialogues import Dialogue
 from dora_jax.tokenizer import Tokenizer
 
 END, PAD = "<|endoftext|>", "<|pad|>"
@@ -27,10 +29,10 @@ TOKENIZER_SIZE = 512  # 256 bytes, two special tokens, merges for the task's wor
 # Merges stay inside a piece: a word, one digit, a sign with the blanks around it. Digits have one form wherever they
 # stand, and a sign never merges with what it follows ("= -" would have to be decided a token too early).
 PIECES = r"\p{N}| ?#+ ?| ?[^\s\p{L}\p{N}#] ?| ?\p{L}+|\s+"
-Pair = tuple[str, str]
+Pair = tuple[str, str | Dialogue]  # prompt and completion
 
 
-def examples(config: Config, workdir: Path) -> list[Pair]:
+def examples(config: Config, workdir: Path) -> Sequence[Pair]:
     """The (prompt, completion) texts that `config.sft` asks for; none of a held-out prompt."""
     section = config.sft
     tokenizer = tokenizer_of(section)
@@ -56,7 +58,23 @@ def examples(config: Config, workdir: Path) -> list[Pair]:
             exclude=task.heldout_uids,
             quarantine_path=workdir / "sft_quarantine.jsonl",
         )
+    if config.environment.name and not section.rows:
+        prompts = [task.worked_prompt(i, slip_rate=section.slip_rate) for i in range(section.examples)]
+        return dialogues.worked(config.environment, prompts, config.seed)
     return [task.worked(i, slip_rate=section.slip_rate) for i in range(section.examples)]
+
+
+def encoded(tokenizer: Tokenizer, end: int, around: str, completion: str | Dialogue) -> tuple[list[int], list[bool]]:
+    """(ids, which of them the policy says): a text, or the turns of a dialogue as `Bridge` joins them."""
+    ids: list[int] = []
+    said: list[bool] = []
+    before, _, after = around.partition("{content}")
+    for text, own in completion if isinstance(completion, tuple) else ((completion, True),):
+        turn = [*tokenizer.encode(text), end]
+        new = turn if own else [*tokenizer.encode(before), *tokenizer.encode_text(text), *tokenizer.encode(after)]
+        ids += new
+        said += [own] * len(new)
+    return ids, said
 
 
 def tokenizer_of(section: SftSection) -> Any:
@@ -97,7 +115,7 @@ def make_tokenizer(pairs: Sequence[Pair], folder: Path, rows: int = 0) -> Path:
     trainer = trainers.BpeTrainer(
         vocab_size=size, special_tokens=[END, PAD], initial_alphabet=alphabet, show_progress=False
     )
-    backend.train_from_iterator((text for pair in pairs for text in pair), trainer)
+    backend.train_from_iterator((text for pair in pairs for text in _texts(*pair)), trainer)
     backend.save(str(folder / "tokenizer.json"))
     ids = {"eos_token_id": backend.token_to_id(END), "pad_token_id": backend.token_to_id(PAD)}
     (folder / "generation_config.json").write_text(json.dumps(ids))
@@ -105,6 +123,11 @@ def make_tokenizer(pairs: Sequence[Pair], folder: Path, rows: int = 0) -> Path:
         json.dumps({"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": END, "pad_token": PAD})
     )
     return folder
+
+
+def _texts(prompt: str, completion: str | Dialogue) -> Iterator[str]:
+    yield prompt
+    yield from (text for text, _ in completion) if isinstance(completion, tuple) else (completion,)
 
 
 class TextRows(NamedTuple):
@@ -117,11 +140,14 @@ class TextRows(NamedTuple):
     mask: np.ndarray  # bool
 
 
-def pack_rows(pairs: Sequence[tuple[Sequence[int], Sequence[int]]], length: int, pad_id: int) -> TextRows:
-    """(prompt ids, completion ids with the end token), packed in order: an example opens a new row if it must."""
+def pack_rows(
+    pairs: Sequence[tuple[Sequence[int], Sequence[int], Sequence[bool]]], length: int, pad_id: int
+) -> TextRows:
+    """(prompt ids, completion ids with the end token, which of them are trained on), packed in order: an example opens a
+    new row if it must."""
     rows: list[list[int]] = []
     room = 0
-    for i, (prompt, completion) in enumerate(pairs):
+    for i, (prompt, completion, _) in enumerate(pairs):
         n = len(prompt) + len(completion) - 1
         if not 0 < n <= length:
             raise ValueError(f"example {i} has {n + 1} tokens, and a row holds {length + 1}: raise sft.pack_tokens")
@@ -141,12 +167,12 @@ def pack_rows(pairs: Sequence[tuple[Sequence[int], Sequence[int]]], length: int,
     for r, members in enumerate(rows):
         start = 0
         for segment, i in enumerate(members, 1):
-            prompt, completion = pairs[i]
+            prompt, completion, trained = pairs[i]
             text = np.array([*prompt, *completion], np.int32)
             here = slice(start, start + len(text) - 1)
             out.tokens[r, here], out.targets[r, here] = text[:-1], text[1:]
             out.segment_ids[r, here], out.positions[r, here] = segment, np.arange(len(text) - 1)
-            out.mask[r, start + len(prompt) - 1 : here.stop] = True
+            out.mask[r, start + len(prompt) - 1 : here.stop] = trained
             start = here.stop
     return out
 

@@ -24,7 +24,7 @@ from dora_jax.types import InstanceId, Sample, SampleId, ScoredGroup, Version
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Finished:
     sample: Sample
-    instance: InstanceId
+    instance: InstanceId | None  # None: an episode that its environment ended while it waited
     life: int = 0
 
 

@@ -17,11 +17,25 @@ RESULT = {"+": operator.add, "-": operator.sub, "*": operator.mul}
 UNREADABLE = "?"  # said of a message that is neither
 
 
+SIGNED = re.compile(r"([-+*]) (-?\d+)")
+
+
 class Calculator:
     """Reward term: right, 1 for the right answer."""
 
     terms = ("right",)
     replays = True
+
+    @staticmethod
+    def worked(prompt: EpisodePrompt, slips: bool) -> list[str]:
+        """What a policy says to solve "4 + 3 - 7": one operation after the other. The slip is to stop one early."""
+        first, _, rest = prompt.text.partition(" ")
+        total, said = int(first), []
+        operations = SIGNED.findall(rest)
+        for sign, number in operations[:-1] if slips else operations:
+            said.append(f"{total} {sign} {number}")
+            total = RESULT[sign](total, int(number))
+        return [*said, f"#### {total}"]
 
     async def reset(self, prompt: EpisodePrompt) -> list[Message]:
         self._answer = str(prompt.answer)

@@ -40,7 +40,19 @@ LENGTHS = 256  # failures are counted by the length of the response, in powers o
 class Episode:
     """What is known here of an episode that has not ended."""
 
-    __slots__ = ("asked_s", "branches", "messages", "number", "prompt", "retries", "room", "tokens", "told", "turns")
+    __slots__ = (
+        "asked_s",
+        "branches",
+        "messages",
+        "number",
+        "prompt",
+        "retries",
+        "room",
+        "terms",
+        "tokens",
+        "told",
+        "turns",
+    )
 
     def __init__(self, prompt: Prompt, told: Conversation | None):
         self.prompt = prompt
@@ -53,6 +65,7 @@ class Episode:
         self.room = 0  # tokens that may still follow
         self.number = 0  # of the last question; 0: none is open
         self.asked_s = 0.0
+        self.terms: dict[str, float] = {}  # so far
 
 
 class EnvironmentPool:
@@ -107,11 +120,14 @@ class EnvironmentPool:
             episode.retries = 0
             self._ask(id, episode)
 
-    def drop(self, id: SampleId) -> None:
-        """Forgets the episode."""
+    def drop(self, id: SampleId) -> dict[str, float]:
+        """Forgets the episode; returns the reward terms so far."""
         with self._lock:
-            if self._episodes.pop(id, None) is not None:
-                self._of(id).send({"id": id, "close": True})
+            episode = self._episodes.pop(id, None)
+            if episode is None:
+                return {}
+            self._of(id).send({"id": id, "close": True})
+            return episode.terms
 
     def poll(self) -> list[Answer]:
         """The answers since the last call."""
@@ -187,7 +203,7 @@ class EnvironmentPool:
                 return  # it was dropped, or asked about again
             self._seconds += time.monotonic() - episode.asked_s
             self._counts["turns"] += bool(episode.messages)
-            episode.number = 0
+            episode.number, episode.terms = 0, reply.get("terms", {})
             self._count(id, episode, answer := self._made(id, episode, reply))
         if answer is not None:
             self._results.put(answer)

@@ -10,7 +10,7 @@ Laws:
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -150,6 +150,17 @@ class Task:
                 "evaluated"
             )
         return prompts[0], remarks
+
+    def messages_at(self, group_id: GroupId) -> list[dict[str, str]]:
+        """The question as messages, before a chat template."""
+        question = self._row(group_id).question
+        return [{"role": "user", "content": question}] if isinstance(question, str) else list(question)
+
+    def worked_prompt(self, i: int, *, slip_rate: float = 0.0) -> tuple[str, Any, bool]:
+        """(prompt text, answer, whether its dialogue slips) number i of the warm start."""
+        row = self.source.draw("worked", self._seed, i)
+        answer = row.answer if row.entry is None else row.entry["answer"]
+        return self._wording.text(row.question), answer, share_hash("slip", self._seed, i) < slip_rate
 
     def worked(self, i: int, *, slip_rate: float = 0.0, answer_only: bool = False) -> tuple[str, str]:
         """(prompt text, solution text) number i, never of a held-out prompt; see worked_solutions.solution."""

@@ -14,6 +14,7 @@ from dora_jax.orchestrate.loop import run
 from dora_jax.orchestrate.modes import OrchestratorConfig
 from dora_jax.rollout.oracle import OracleEngine
 from dora_jax.runtime.coordinator import Coordinator
+from dora_jax.runtime.episodes import EpisodePrompts, EpisodeScorer
 from dora_jax.runtime.rollout_worker import EngineWorker
 from dora_jax.runtime.trainer_worker import TrainerWorker
 from dora_jax.runtime.worker import StepDone
@@ -21,6 +22,7 @@ from dora_jax.tasks.prompts import PromptTooLong
 from dora_jax.types import Prompt, ScoredGroup
 
 P, G, STEPS = 4, 4, 6
+TURN_TOKENS = 16  # of an episode
 
 
 SECTION = presets.on_cpu(
@@ -118,8 +120,10 @@ def config_of(mode="dora", max_versions=3, eval_every=0, inflight=1.25):
     )
 
 
-def make(mode="dora", instances=2, too_long=(), length=None, engine=SlowEngine, trainer=Trainer, **options):
-    """(orchestrator, world, [InstanceUp], weights); `options`: of config_of."""
+def make(
+    mode="dora", instances=2, too_long=(), length=None, engine=SlowEngine, trainer=Trainer, environments=None, **options
+):
+    """(orchestrator, world, [InstanceUp], weights); `options`: of config_of. environments: the samples are episodes."""
     config = config_of(mode, **options)
     outbox, weights, groups, scorer = (
         queue.SimpleQueue(),
@@ -137,13 +141,15 @@ def make(mode="dora", instances=2, too_long=(), length=None, engine=SlowEngine, 
     world = Coordinator(
         instances=workers,
         trainer=trainer,
-        task=Task(too_long),
-        scorer=scorer,
+        task=EpisodePrompts(Task(too_long), TURN_TOKENS) if environments else Task(too_long),
+        scorer=EpisodeScorer(("right",)) if environments else scorer,
         groups=groups,
         weights=weights,
         outbox=outbox,
         group_size=G,
         eval_samples=2,
+        environments=environments,
+        max_context=SECTION.max_prompt_tokens + SECTION.max_new_tokens,
     )
     ups = [ev.InstanceUp(instance=w.instance, slots=8, pages=96, page_size=8) for w in workers]
     return Orchestrator(config), world, ups, weights

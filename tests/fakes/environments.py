@@ -1,11 +1,14 @@
-"""Environments for the tests: a counter that does as it is told, and one that needs no process."""
+"""Environments for the tests: one that does as the policy tells it, and a pool of scripts that needs no process."""
 
 import asyncio
 import os
 import pathlib
 import time
 
+import numpy as np
+
 from dora_jax.tasks.environment import EnvironmentError
+from dora_jax.types import EpisodeEnded, EpisodeFailed, EpisodeLost, Observed
 
 
 class Obedient:
@@ -52,3 +55,58 @@ class Forgetful(Obedient):
 
 class Lawless:
     terms = ("right",)
+
+
+class ScriptedEnvironments:
+    """`Environments` whose answers follow from the sample and the turn: an episode has 1 + (group + index) % 3 turns and is
+    right where its index is odd. It answers the `late`-th poll after the question."""
+
+    def __init__(self, late=3, opening=0, failing=(), losing=(), branching=()):
+        """opening: tokens that come first. failing: groups. losing, branching: samples, at their first turn."""
+        self.late, self.opening = late, opening
+        self.failing, self.losing, self.branching = set(failing), set(losing), set(branching)
+        self.asked, self.said, self.closed = {}, [], False
+
+    def opened(self, id):
+        return 900 + id.index + np.arange(self.opening, dtype=np.int32)
+
+    def observed(self, id, turn):
+        return 1000 + 10 * turn + np.arange(1 + turn % 2, dtype=np.int32)
+
+    def turns(self, id):
+        return 1 + (id.group_id + id.index) % 3
+
+    def open(self, id, prompt):
+        self.asked[id] = (self.late, Observed(id=id, token_ids=self.opened(id)))
+
+    def turn(self, id, prompt, tokens, mask, room):
+        turn = int((np.diff(np.concatenate([[0], mask.astype(int)])) == 1).sum()) + (id in self.said)
+        if id.group_id in self.failing:
+            answer = EpisodeFailed(id=id, reason="the machine is gone", kind="error")
+        elif id in self.losing:
+            self.losing.discard(id)
+            answer = EpisodeLost(id=id, reason="its object is gone")
+        elif id in self.branching:
+            self.branching.discard(id)
+            self.said.append(id)
+            answer = Observed(id=id, token_ids=self.observed(id, turn), keep=len(tokens) - 2)
+        elif turn >= self.turns(id):
+            answer = EpisodeEnded(id=id, terms={"right": float(id.index % 2)})
+        else:
+            answer = Observed(id=id, token_ids=self.observed(id, turn))
+        self.asked[id] = (self.late, answer)
+
+    def drop(self, id):
+        self.asked.pop(id, None)
+        return {}
+
+    def poll(self):
+        due = [answer for left, answer in self.asked.values() if not left]
+        self.asked = {id: (left - 1, answer) for id, (left, answer) in self.asked.items() if left}
+        return due
+
+    def stats(self):
+        return {}
+
+    def close(self):
+        self.closed = True

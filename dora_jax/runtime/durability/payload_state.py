@@ -16,7 +16,7 @@ import numpy as np
 
 from dora_jax.orchestrate import events as ev
 from dora_jax.orchestrate.state import State
-from dora_jax.runtime.durability.records import Entry, Fact, Partial, Published
+from dora_jax.runtime.durability.records import REWRITTEN, SAMPLED, Entry, Fact, Partial, Published
 from dora_jax.types import GroupId, Sample, SampleId, ScoredGroup, Span, TokenTable, Version, is_eval
 
 
@@ -66,7 +66,7 @@ class PayloadState:
     def tokens(self, id: SampleId) -> tuple[np.ndarray, np.ndarray, tuple[Span, ...]]:
         """(out_ids i32[U], logprobs f32[U], the versions that sampled them) of a running sample. Empty: no tokens of it
         are recorded, and it starts over."""
-        chunks = self.partial.get(id, [])
+        chunks = self._chunks(id)
         spans: list[Span] = []
         for chunk in chunks:
             start = spans.pop().start if spans and spans[-1].version == chunk.version else chunk.start
@@ -77,10 +77,17 @@ class PayloadState:
             tuple(spans),
         )
 
+    def mask(self, id: SampleId) -> np.ndarray | None:
+        """bool[U]: which of `tokens` were sampled. None: all, as of any sample that is no episode."""
+        chunks = self._chunks(id)
+        if all(chunk.kind == SAMPLED for chunk in chunks):
+            return None
+        return np.repeat([chunk.kind == SAMPLED for chunk in chunks], [len(chunk.out_ids) for chunk in chunks])
+
     def table(self, id: SampleId, prompt: int) -> TokenTable:
         """The rows that are recorded of a running sample with a prompt of so many tokens, from its first token on."""
         known: np.ndarray | None = None
-        for chunk in self.partial.get(id, []):
+        for chunk in self._chunks(id):
             known = None if known is None else known[: prompt + chunk.start]  # later tokens were others
             if (new := chunk.table.routes) is not None and chunk.row <= (0 if known is None else len(known)):
                 known = new if known is None else np.concatenate([known[: chunk.row], new])
@@ -125,6 +132,11 @@ class PayloadState:
                 self.partial.setdefault(id, []).append(item)
 
     # ------------------------------------------------------------ private
+
+    def _chunks(self, id: SampleId) -> list[Partial]:
+        """None of an episode with an earlier branch: that branch is not recorded, so the episode starts over."""
+        chunks = self.partial.get(id, [])
+        return [] if any(chunk.kind == REWRITTEN for chunk in chunks) else chunks
 
     def _grow(self, chunk: Partial, state: State) -> None:
         if state.unit(chunk.id) is None:

@@ -47,6 +47,9 @@ class Fact:
     payload: Sample | ScoredGroup | Published | None  # a group without its samples: facts before it carry them
 
 
+SAMPLED, OBSERVED, REWRITTEN = "sampled", "observed", "rewritten"  # kinds of a Partial
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Partial:
     """Tokens [start, start + len) of a running sample, and the rows of its table from `row` on.
@@ -59,7 +62,7 @@ class Partial:
     start: int
     out_ids: np.ndarray  # i32
     logprobs: np.ndarray  # f32
-    kind: str = "sampled"
+    kind: str = SAMPLED
     row: int = 0
     table: TokenTable = dataclasses.field(default_factory=TokenTable)
 
@@ -124,7 +127,7 @@ def _with_episodes(row: Any) -> Any:
         case [name] if name == Sample.__name__:
             return [*row, [], None]
         case [name] if name == Partial.__name__:
-            return [*row, "sampled", 0, NO_TABLE]
+            return [*row, SAMPLED, 0, NO_TABLE]
     return row
 
 

@@ -1,0 +1,202 @@
+"""Episodes between their engine and their environment: the coordinator's part in samples of several turns.
+
+    Start -> environment: reset -> submit, or SampleStarted + SampleWaiting + SampleReady where it says something first
+    Waiting -> SampleWaiting; environment: step -> Observed     -> SampleReady, and later Resume
+                                                   EpisodeEnded -> Finished
+                                                   EpisodeLost  -> it begins again, at the same version
+                                                   EpisodeFailed -> GroupFailed
+
+Consumes answers of an environment pool and in-flight samples; produces events and payload records for the coordinator, on
+whose thread all of it runs. Laws: what is observed is recorded before it is told; an episode of an earlier process goes on
+from its recorded tokens where its environment replays to the same observations, else it begins again; a failure is never
+a reward.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+
+import numpy as np
+
+from dora_jax.orchestrate import events as ev
+from dora_jax.rollout.migrate import InFlightSample
+from dora_jax.runtime.durability.records import Partial
+from dora_jax.runtime.sample_registry import SampleRegistry
+from dora_jax.runtime.seams import Environments, Prompts, RolloutWorker
+from dora_jax.runtime.worker import Finished, Waiting
+from dora_jax.tasks.environments import Answer
+from dora_jax.tasks.pool import GroupFailure
+from dora_jax.types import (
+    EpisodeEnded,
+    EpisodeFailed,
+    EpisodeLost,
+    GroupId,
+    Observed,
+    Prompt,
+    Sample,
+    SampleId,
+    ScoredGroup,
+    Version,
+)
+
+Item = ev.Event | Finished | Partial | GroupFailure  # what the coordinator takes from here
+
+
+class Episodes:
+    """record: whether the tokens of running samples are written down; then what they observe is."""
+
+    def __init__(self, environments: Environments, samples: SampleRegistry, max_context: int, record: bool):
+        self._environments, self._samples = environments, samples
+        self._max_context = max_context  # tokens of prompt and response together
+        self._record = record
+        self._opening: dict[
+            SampleId, tuple[RolloutWorker, Version] | int
+        ] = {}  # a number: it waits with so many tokens
+
+    def start(self, id: SampleId, prompt: Prompt, worker: RolloutWorker, version: Version) -> None:
+        """Its slot is reserved meanwhile."""
+        self._opening[id] = worker, version
+        self._environments.open(id, prompt)
+
+    def waits(self, item: Waiting) -> Iterator[ev.Event]:
+        held = item.in_flight
+        self._samples.park(held)
+        if held.id.group_id in self._samples.groups:
+            self._ask(held)
+        yield ev.SampleWaiting(id=held.id, instance=item.instance, tokens=len(held.out_ids), life=item.life)
+
+    def adopt(self, waiting: Mapping[SampleId, Version]) -> None:
+        """Those that waited under an earlier process."""
+        for id, version in waiting.items():
+            if (held := self._samples.owed(id, version)) is None:
+                self._begin_again(id, version, 0)
+            else:
+                self._ask(held)
+
+    def poll(self) -> Iterator[Item]:
+        for answer in self._environments.poll():
+            if answer.id in self._opening:
+                yield from self._opened(answer, self._opening.pop(answer.id))
+            elif (held := self._samples.waiting(answer.id)) is not None:
+                yield from self._answered(answer, held)
+
+    def finished(self, sample: Sample) -> Sample:
+        """Of a sample that an engine ended at a limit: with what its environment gave so far."""
+        if sample.terms is not None:
+            return sample
+        return self._samples.whole(sample, self._environments.drop(sample.id))
+
+    def cancel(self, ids: Iterable[SampleId]) -> None:
+        for id in ids:
+            self._opening.pop(id, None)
+            self._environments.drop(id)
+
+    def close(self) -> None:
+        self._environments.close()
+
+    # ------------------------------------------------------------ private
+
+    def _ask(self, held: InFlightSample) -> None:
+        mask = np.ones(len(held.out_ids), bool) if held.mask is None else held.mask
+        tokens = np.concatenate([held.prompt_ids, held.out_ids])
+        prompt = self._samples.groups[held.id.group_id].prompt
+        self._environments.turn(held.id, prompt, tokens, mask, self._max_context - len(tokens))
+
+    def _begin_again(self, id: SampleId, version: Version, tokens: int) -> None:
+        """tokens: those with which the orchestrator knows it to wait."""
+        self._samples.begin_again(id, version)
+        self._opening[id] = tokens
+        self._environments.open(id, self._samples.groups[id.group_id].prompt)
+
+    def _opened(self, answer: Answer, waits: tuple[RolloutWorker, Version] | int) -> Iterator[Item]:
+        id = answer.id
+        if id.group_id not in self._samples.groups:
+            return  # it was cancelled
+        if not isinstance(answer, Observed):
+            yield from self._failed(answer)
+            return
+        prompt = self._samples.groups[id.group_id].prompt
+        if len(prompt.token_ids) + len(answer.token_ids) >= self._max_context:
+            reason = f"what its environment says first has {len(answer.token_ids)} tokens, more than a prompt leaves room for"
+            yield from self._failed(EpisodeFailed(id=id, reason=reason, kind="limit"))
+            return
+        if not isinstance(waits, int):
+            worker, version = waits
+            if not len(answer.token_ids):
+                worker.post(worker.submit, id, prompt, version)
+                return
+            self._samples.begin_again(id, version)
+            yield ev.SampleStarted(id=id, instance=worker.instance, version=version, life=worker.life)
+            yield ev.SampleWaiting(id=id, instance=worker.instance, tokens=0, life=worker.life)
+            waits = 0
+        if len(answer.token_ids):
+            yield from self._observed(answer, waits)
+        else:
+            yield ev.SampleReady(id=id, tokens=0)
+
+    def _answered(self, answer: Answer, held: InFlightSample) -> Iterator[Item]:
+        match answer:
+            case Observed():
+                yield from self._observed(answer, len(held.out_ids))
+            case EpisodeEnded(id=id, terms=terms, finish=finish):
+                yield Finished(sample=self._samples.whole(self._samples.end(id, finish), terms), instance=None)
+            case EpisodeLost(id=id):
+                self._begin_again(id, held.version, len(held.out_ids))
+            case EpisodeFailed():
+                yield from self._failed(answer)
+
+    def _observed(self, answer: Observed, before: int) -> Iterator[Item]:
+        after, record = self._samples.observe(answer)
+        if self._record:
+            yield record
+        yield ev.SampleReady(id=answer.id, tokens=max(before, len(after.out_ids)))
+
+    def _failed(self, answer: Answer) -> Iterator[Item]:
+        """The whole group fails: its others would be compared with a sample that is not there."""
+        reason, kind = getattr(answer, "reason", "it ended before its first turn"), getattr(answer, "kind", "error")
+        group_id, held = answer.id.group_id, self._samples.waiting(answer.id)
+        length = 0 if held is None else len(held.out_ids)
+        yield GroupFailure(group_id=group_id, reason=reason, lengths=(length,), kind=f"environment: {kind}")
+        del self._samples.groups[group_id]
+        yield ev.GroupFailed(group_id=group_id, reason=reason)
+
+
+class EpisodeScorer:
+    """`Scorer` of episodes: their environment has given the terms. A term that a sample has none of is 0."""
+
+    def __init__(self, terms: Sequence[str]):
+        self._terms = tuple(terms)
+        self._done: list[ScoredGroup | GroupFailure] = []
+
+    def submit(self, prompt: Prompt, samples: tuple[Sample, ...]) -> None:
+        broken = [sample for sample in samples if sample.finish == "error"]
+        if broken:
+            lengths = tuple(len(sample.out_ids) for sample in samples)
+            reason = f"sample {tuple(broken[0].id)} ended in an error"
+            self._done.append(GroupFailure(group_id=prompt.group_id, reason=reason, lengths=lengths))
+            return
+        parts = {name: np.array([(s.terms or {}).get(name, 0.0) for s in samples], np.float32) for name in self._terms}
+        rewards = np.stack(list(parts.values())).sum(0, dtype=np.float32)
+        version = samples[0].version
+        self._done.append(
+            ScoredGroup(group_id=prompt.group_id, version=version, samples=samples, rewards=rewards, parts=parts)
+        )
+
+    def poll(self) -> Sequence[ScoredGroup | GroupFailure]:
+        done, self._done = self._done, []
+        return done
+
+    def close(self) -> None:
+        """It holds nothing."""
+
+
+@dataclasses.dataclass(frozen=True)
+class EpisodePrompts:
+    """`Prompts` whose samples have turns of so many tokens."""
+
+    prompts: Prompts
+    turn_tokens: int
+
+    def prompt_at(self, group_id: GroupId) -> Prompt:
+        return dataclasses.replace(self.prompts.prompt_at(group_id), turn_tokens=self.turn_tokens)

@@ -1,0 +1,92 @@
+"""Episodes through the one-process world: every sampled token proves its version, every observed one its environment."""
+
+import numpy as np
+import pytest
+
+from dora_jax.orchestrate import events as ev
+from dora_jax.orchestrate.loop import each
+from dora_jax.runtime.worker import Finished
+from dora_jax.tasks.pool import GroupFailure
+from dora_jax.types import SampleId, ScoredGroup
+from tests.fakes.coordinator_world import ORACLE, STEPS, P, make, play, trained_by
+from tests.fakes.environments import ScriptedEnvironments
+
+
+def short(version, group, index, limit):
+    """Each turn's tokens."""
+    return 2 + (group + index) % 4
+
+
+def played(environments, **options):
+    waiting = []
+
+    def watch(event, commands):
+        if isinstance(event, ev.SampleWaiting):
+            waiting.append(event.id)
+
+    halt, records = play(*make(environments=environments, length=short, **options)[:3], [each(watch)])
+    assert halt.ok and environments.closed
+    return records, waiting
+
+
+def check(sample, environments):
+    """One version; the tokens in front of each turn are what the environment said; each sampled one is the oracle's."""
+    (span,) = sample.spans
+    want = ORACLE.expected(span.version, *sample.id, len(sample.out_ids))
+    np.testing.assert_array_equal(sample.out_ids[sample.mask], want[sample.mask])
+    assert not sample.logprobs[~sample.mask].any() and (sample.logprobs[sample.mask] < 0).all()
+    said = [environments.opened(sample.id)] if environments.opening else []
+    said += [environments.observed(sample.id, turn) for turn in range(1, environments.turns(sample.id))]
+    np.testing.assert_array_equal(sample.out_ids[~sample.mask], np.concatenate([np.zeros(0, int), *said]))
+    assert sample.terms == {"right": float(sample.id.index % 2)} and sample.finish == "stop"
+
+
+@pytest.mark.parametrize(("mode", "opening"), [("dora", 0), ("dora", 3), ("sync", 0), ("evict", 2)])
+def test_an_episode_has_one_version_and_the_exact_tokens_of_its_turns(mode, opening):
+    environments = ScriptedEnvironments(opening=opening)
+    records, waiting = played(environments, mode=mode, eval_every=3)
+    trained = trained_by(records)
+    assert len({group.group_id for _, group in trained}) == STEPS * P == len(trained)
+    for base, group in trained:
+        assert base - group.version <= 2
+        assert group.parts["right"].tolist() == group.rewards.tolist() == [0, 1, 0, 1]
+        for sample in group.samples:
+            assert sample.version == group.version
+            check(sample, environments)
+    finished = [record.sample for record in records if isinstance(record, Finished)]
+    assert len(waiting) >= sum(environments.turns(sample.id) for sample in finished)
+
+
+def test_an_error_fails_its_group_and_is_no_reward():
+    environments = ScriptedEnvironments(failing=(1, 6))
+    records, _ = played(environments)
+    failures = [record for record in records if isinstance(record, GroupFailure)]
+    scored = {record.group_id for record in records if isinstance(record, ScoredGroup)}
+    assert {failure.group_id for failure in failures} == {1, 6} and not scored & {1, 6}
+    assert all(failure.lengths[0] > 0 and failure.reason == "the machine is gone" for failure in failures)
+    assert len(trained_by(records)) == STEPS * P
+
+
+def test_an_episode_that_is_lost_begins_again_at_its_version():
+    lost = {SampleId(group, 1) for group in range(8)}
+    environments = ScriptedEnvironments(losing=lost, opening=1)
+    records, _ = played(environments)
+    samples = {sample.id: sample for _, group in trained_by(records) for sample in group.samples}
+    assert not environments.losing and lost <= set(samples)
+    for id in lost:
+        check(samples[id], environments)
+
+
+def test_a_rewritten_turn_leaves_a_branch_whose_tokens_have_their_loss_once():
+    branching = {SampleId(group, index) for group in range(8) for index in range(4) if (group + index) % 3 == 2}
+    records, _ = played(ScriptedEnvironments(branching=branching))
+    samples = {sample.id: sample for _, group in trained_by(records) for sample in group.samples}
+    for id, sample in samples.items():
+        assert len(sample.branches) == (id in branching)
+        for branch in sample.branches:
+            whole = [*branch.prompt_ids, *branch.out_ids]
+            kept = len(whole) - 2
+            assert [*sample.prompt_ids, *sample.out_ids][:kept] == whole[:kept]
+            want = ORACLE.expected(branch.version, *id, len(branch.out_ids))
+            np.testing.assert_array_equal(branch.out_ids[branch.mask], want[branch.mask])
+            assert branch.mask.all() and not sample.mask[: kept - len(sample.prompt_ids)].any() and sample.mask.any()
