@@ -61,6 +61,34 @@ def test_what_a_run_did_is_what_the_picture_shows(tmp_path):
     assert data.instances[1] == {"samples": 1, "tokens": 4, "zero_tokens": 1, "nonfinite": 0, "logprob_sum": -2.0}
 
 
+def test_the_same_is_a_chrome_trace_which_a_resumed_run_goes_on_with(tmp_path):
+    clock = Clock()
+
+    def process(kill, *told):
+        log = Timeline(tmp_path, print, clock)
+        for event, *commands in told:
+            clock.now += 1
+            log.event(event, commands)
+        if not kill:
+            log.close()
+        return log
+
+    id, train = SampleId(0, 0), ev.Train(group_ids=(1,), base_version=0)
+    killed = process(True, [up(0), ev.LoadWeights(instance=0, version=0)], [ev.WeightsLoaded(instance=0, version=0)],
+                     [ev.SampleStarted(id=id, instance=0, version=0)], [ev.TimePassed(now_s=3.0), train])  # fmt: skip
+    with (tmp_path / "trace.json").open("ab") as file:
+        file.write(b',\n{"ph":"X","na')  # as a power cut leaves it
+    process(False, [up(0)], [up(1)], [ev.SampleStarted(id=id, instance=0, version=1)],
+            [ev.SampleMoved(id=id, src=0, dst=1, attempt=1)], [ev.SampleDone(id=id, instance=1, tokens=4, finish="stop")])  # fmt: skip
+    process(False)
+    events = json.loads((tmp_path / "trace.json").read_text())
+    slices = [(e["pid"], e["tid"], e["name"], e["ts"] / 1e6, e["dur"] / 1e6) for e in events if e["ph"] == "X"]
+    assert slices == [(2, 0, "load", 1001.0, 1.0), (2, 0, "v1", 1007.0, 1.0), (2, 1, "v1", 1008.0, 1.0)]
+    arrows = [(e["ph"], e["name"], e["tid"]) for e in events if e["ph"] in "sf"]
+    assert arrows == [("s", "1 moved", 0), ("f", "1 moved", 1)]
+    assert killed is not None
+
+
 def test_a_sample_that_comes_where_nothing_is_any_more_runs_nowhere(tmp_path):
     log, id = Timeline(tmp_path, print), SampleId(0, 0)
     for event in (up(0), up(1), ev.SampleStarted(id=id, instance=0, version=0),

@@ -7,6 +7,7 @@
         {"t", "train": base version}         {"t", "published": v}
         {"t", "busy": {i: {v: samples}}}     the instances whose running samples have changed since the last such row
         {"t", "moves": [[src, dst, n]]}      samples that moved since the last such row
+    WORKDIR/trace.json          the same rows as a Chrome trace (run_trace.py)
     WORKDIR/instances.json      {"instances": {i: {...}}, "lengths": {"generated" | "trained": {bucket: samples}}}
 
 Consumes the loop's events and commands, and finished samples; produces these files. Law: the files stay small however
@@ -28,6 +29,7 @@ import numpy as np
 
 from dora_jax.orchestrate import events as ev
 from dora_jax.retrying_file import PatientFile
+from dora_jax.runtime.run_trace import RunTrace
 from dora_jax.runtime.worker import Finished, StepDone
 from dora_jax.types import InstanceId, Sample, SampleId, Version, is_eval
 
@@ -48,6 +50,7 @@ class Timeline:
 
     def __init__(self, workdir: Path, notify: Callable[[str], None], clock: Callable[[], float] = time.time):
         self._file = PatientFile(workdir / "timeline.jsonl", notify)
+        self._trace = RunTrace(workdir, notify)
         self._summary_path = workdir / "instances.json"
         self._clock = clock
         self._began_s = self._sampled_s = self._summed_s = clock()
@@ -110,6 +113,7 @@ class Timeline:
         self._flush(self._clock())
         self._write_summary()
         self._file.close()
+        self._trace.close()
 
     # ------------------------------------------------------------ private
 
@@ -163,8 +167,9 @@ class Timeline:
             self._moves.clear()
 
     def _write(self, row: dict[str, Any]) -> None:
-        text = json.dumps({"t": round(self._clock(), 3)} | row, separators=(",", ":"))
-        self._file.write(text.encode() + b"\n")
+        told = {"t": round(self._clock(), 3)} | row
+        self._file.write(json.dumps(told, separators=(",", ":")).encode() + b"\n")
+        self._trace.row(told)
 
     def _read_summary(self) -> None:
         """The statistics of the run's earlier processes; none, where they cannot be read."""
