@@ -143,7 +143,9 @@ class RolloutSection:
     stop_strings: tuple[str, ...] = ()  # the text that ends a sample; its tokens stay
     weights: str = ""  # int8 or float8: projections in 8 bits; empty: as published
     kv: str = ""  # float8: the KV pool in 8 bits; empty: as computed
-    drafts: int = 0  # tokens guessed from a group's other samples and verified in one call; 0: off; see rollout/drafts.py
+    drafts: int = (
+        0  # tokens guessed from a group's other samples and verified in one call; 0: off; see rollout/drafts.py
+    )
     draft_rows: int = 4  # of a version, decoding at once, at most: with more of them no draft is tried
     draft_cost: float = 0.0  # a verifying call's time over that of a decode call; 0: measured when calls are compiled
     keep_set: bool = False  # send along which ids each token was drawn from; needs top_k

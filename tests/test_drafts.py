@@ -7,6 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dora_jax.config import RolloutSection
+from dora_jax.rollout import drafts
 from dora_jax.rollout.drafts import NONE, SUFFIXES, Drafter
 from dora_jax.rollout.migrate import InFlightSample
 from dora_jax.rollout.seq import Seq
@@ -19,10 +20,10 @@ BLOCKS = SHAPES.decode_buckets[0]
 tokens = st.lists(st.integers(0, 2), max_size=40)  # few ids, so that suffixes return
 
 
-def seq_of(index, prompt, out, room=64):
+def seq_of(index, prompt, out, room=64, group=0):
     return Seq(
         InFlightSample(
-            id=SampleId(0, index),
+            id=SampleId(group, index),
             version=0,
             prompt_ids=np.asarray(prompt, np.int32),
             out_ids=np.asarray(out, np.int32),
@@ -52,10 +53,10 @@ def test_a_guess_is_what_followed_the_longest_suffix_where_it_was_met_last(first
     prompt, drafter = [1, 2, 0], Drafter(SHAPES)
     seqs = [seq_of(i, prompt, out) for i, out in enumerate((first, second, mine))]
     drafter.cost = dict.fromkeys(SHAPES.decode_buckets, 0.0)  # a call costs nothing: every guess is worth it
-    drafts = drafter.decide([seqs[2]], BLOCKS, seqs)
+    found = drafter.decide([seqs[2]], BLOCKS, seqs)
     sequences = [prompt + out for out in (first, second, mine)]
     want = followed(sequences, sequences[-1], len(prompt))
-    assert drafts[0].tolist() == want + [NONE] * (SHAPES.drafts - len(want))
+    assert found[0].tolist() == want + [NONE] * (SHAPES.drafts - len(want))
 
 
 def test_what_never_holds_is_not_tried_again_and_what_holds_is():
@@ -78,14 +79,17 @@ def test_a_draft_leaves_room_for_the_token_that_is_drawn_behind_it():
     assert drafter.decide([seq], BLOCKS, [seq]).tolist() == [[3, 4, NONE, NONE, NONE]]
 
 
-def test_tokens_go_when_the_last_sibling_has_left():
-    drafter, (left, last) = Drafter(SHAPES), (seq_of(i, [1, 2], [3, 4, 5] * 6) for i in (0, 1))
-    drafter.end(left, siblings=True)
-    fresh = seq_of(1, [1, 2], [])
+def test_samples_that_have_left_draft_until_newer_groups_take_their_room(monkeypatch):
+    drafter, left = Drafter(SHAPES), seq_of(0, [1, 2], [3, 4, 5] * 6)
     drafter.cost = dict.fromkeys(SHAPES.decode_buckets, 0.0)
+    drafter.end(left)
+    fresh = seq_of(1, [1, 2], [])
     assert drafter.decide([fresh], BLOCKS, [fresh])[0, 0] == 3
-    drafter.end(last, siblings=False)
+    monkeypatch.setattr(drafts, "ENDED_TOKENS", 30)
+    drafter.end(seq_of(0, [1, 2], [6] * 20, group=1))
     assert drafter.decide([fresh], BLOCKS, [fresh])[0, 0] == NONE
+    other = seq_of(1, [1, 2], [], group=1)
+    assert drafter.decide([other], BLOCKS, [other])[0, 0] == 6
 
 
 @pytest.mark.parametrize("wrong", [dict(drafts=-1), dict(draft_rows=0), dict(draft_cost=-0.1)])
@@ -111,9 +115,9 @@ CASES = {
 def test_the_same_tokens_with_and_without(case):
     """A cold policy, whose siblings are alike. Half of the samples move to another engine in the middle."""
     found, drafters = [], []
-    for drafts in (0, 5):
+    for most in (0, 5):
         engines = [
-            new_engine(device, **{"temperature": 0.1, "drafts": drafts, "draft_cost": 0.3, **CASES[case]})
+            new_engine(device, **{"temperature": 0.1, "drafts": most, "draft_cost": 0.3, **CASES[case]})
             for device in (0, 1)
         ]
         for engine in engines:

@@ -24,6 +24,7 @@ SUFFIXES = (8, 4, 2)  # last tokens that must be alike, the longest match first
 PRIOR = 4.0  # guesses that stand for what is not known yet of a group
 TYPICAL = 0.7  # share of guesses that hold, of a run that has made none
 MEMORY = 0.98  # of the run's share: what it keeps at each guess
+ENDED_TOKENS = 2**22  # of samples that have left: of as many groups as that is, the newest
 
 
 @dataclasses.dataclass
@@ -41,27 +42,32 @@ class _Group:
     def __init__(self) -> None:
         self.sources: dict[int, _Source] = {}
         self.held = self.failed = 0.0
+        self.ended = 0  # tokens of samples that have left
         self._after: dict[bytes, tuple[int, int]] = {}  # last tokens -> (sample, position of what followed)
 
     def grow(self, index: int, n_prompt: int, sequence: np.ndarray) -> None:
         """The tokens of sample `index` so far."""
-        source = self.sources.setdefault(index, _Source(n_prompt, sequence))
-        source.sequence = sequence
-        for at in range(max(source.indexed, n_prompt), len(sequence)):
-            for n in SUFFIXES:
-                if at >= n:
-                    self._after[sequence[at - n : at].tobytes()] = index, at
-        source.indexed = len(sequence)
+        self.sources.setdefault(index, _Source(n_prompt, sequence)).sequence = sequence
 
     def guess(self, index: int, sequence: np.ndarray, most: int) -> np.ndarray:
         """At most so many tokens that followed the end of sample `index` before; none where it is new. Of a sample that
         repeats itself, it goes on so."""
+        self._index()
         for n in SUFFIXES:
             if len(sequence) >= n and (found := self._after.get(sequence[-n:].tobytes())) is not None:
                 source, at = found
                 followed = self.sources[source].sequence[at : at + most]
                 return np.resize(followed, most) if source == index else followed
         return sequence[:0]
+
+    def _index(self) -> None:
+        for index, source in self.sources.items():
+            sequence = source.sequence
+            for at in range(max(source.indexed, source.n_prompt), len(sequence)):
+                for n in SUFFIXES:
+                    if at >= n:
+                        self._after[sequence[at - n : at].tobytes()] = index, at
+            source.indexed = len(sequence)
 
 
 class Drafter:
@@ -70,14 +76,15 @@ class Drafter:
     def __init__(self, shapes: Shapes):
         self.cost: dict[int, float] = {}  # of a verifying call, by blocks of context: see Device.verify_cost
         self.verified = self.accepted = 0  # tokens of drafts that a call verified, and those of them that held
-        self._tokens, self._steps, self._rows = shapes.drafts, shapes.steps, shapes.draft_rows
+        self.tokens, self._steps, self._rows = shapes.drafts, shapes.steps, shapes.draft_rows
         self._typical_cost = shapes.draft_cost or 1.0
-        self._groups: dict[GroupId, _Group] = {}
+        self._groups: dict[GroupId, _Group] = {}  # in the order in which samples of them left
+        self._ended = 0  # tokens of samples that have left, of all groups
         self._share = TYPICAL  # of guesses that hold, over all groups
 
     def promising(self, seqs: Sequence[Seq], blocks: int) -> bool:
         """Whether full drafts of these samples would be worth a verifying call."""
-        return len(seqs) <= self._rows and self._worth(seqs, [self._tokens] * len(seqs), blocks)
+        return len(seqs) <= self._rows and self._worth(seqs, [self.tokens] * len(seqs), blocks)
 
     def decide(self, seqs: Sequence[Seq], blocks: int, here: Iterable[Seq]) -> np.ndarray | None:
         """i32[n, drafts] that the next call of these samples verifies, NONE beyond the end of a guess; None: it decodes.
@@ -88,15 +95,20 @@ class Drafter:
         for seq in here:
             if seq.id.group_id in groups:
                 self._grow(seq, seq.sequence)
-        drafts = np.stack([self._draft(seq) for seq in seqs])
+        drafts = np.stack([self.draft(seq) for seq in seqs])
         return drafts if self._worth(seqs, (drafts != NONE).sum(1).tolist(), blocks) else None
+
+    def draft(self, seq: Seq) -> np.ndarray:
+        """i32[tokens]: a guess at what the sample draws next, NONE beyond its end."""
+        found = self._group(seq).guess(seq.id.index, seq.sequence, max(0, min(self.tokens, seq.remaining - 1)))
+        return np.pad(found, (0, self.tokens - len(found)), constant_values=NONE)
 
     def learn(self, seq: Seq, draft: np.ndarray | None, drawn: np.ndarray) -> None:
         """What the sample draws next, before it takes it in. draft: the one that was verified; None: what it would have
         been is made now, so that acceptance is known without a call."""
         if draft is None:
             self._grow(seq, seq.sequence)
-            draft = self._draft(seq)
+            draft = self.draft(seq)
         else:
             self.verified += int((draft != NONE).sum())
             self.accepted += len(drawn) - 1
@@ -111,12 +123,15 @@ class Drafter:
         keep = MEMORY ** (held + failed)
         self._share = keep * self._share + (1 - keep) * held / (held + failed)
 
-    def end(self, seq: Seq, siblings: bool) -> None:
-        """The sample leaves this engine; its tokens draft for its siblings as long as one of them is here."""
-        if siblings:
-            self._grow(seq, seq.sequence.copy())
-        else:
-            self._groups.pop(seq.id.group_id, None)
+    def end(self, seq: Seq) -> None:
+        """The sample leaves this engine; its tokens go on to draft for its siblings, here now or later, until the tokens
+        of newer groups take their room."""
+        group = self._groups[seq.id.group_id] = self._groups.pop(seq.id.group_id, None) or _Group()
+        self._grow(seq, seq.sequence.copy())
+        group.ended += len(seq.sequence)
+        self._ended += len(seq.sequence)
+        while self._ended > ENDED_TOKENS and len(self._groups) > 1:
+            self._ended -= self._groups.pop(next(iter(self._groups))).ended
 
     # ----------------------------------------------------------- private
 
@@ -130,10 +145,6 @@ class Drafter:
             drawn += k + 1 if a >= 1.0 else (1 - a ** (k + 1)) / (1 - a)
             decoded += min(self._steps, seq.remaining)
         return drawn > decoded * self.cost.get(blocks, self._typical_cost)
-
-    def _draft(self, seq: Seq) -> np.ndarray:
-        found = self._group(seq).guess(seq.id.index, seq.sequence, max(0, min(self._tokens, seq.remaining - 1)))
-        return np.pad(found, (0, self._tokens - len(found)), constant_values=NONE)
 
     def _grow(self, seq: Seq, sequence: np.ndarray) -> None:
         self._group(seq).grow(seq.id.index, seq.n_prompt, sequence)

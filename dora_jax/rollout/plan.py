@@ -133,7 +133,7 @@ class Scheduler:
         """Finished, cancelled or exported: frees what it holds."""
         del self.seqs[seq.id]
         if self.drafter is not None:
-            self.drafter.end(seq, any(other.group_id == seq.id.group_id for other in self.seqs))
+            self.drafter.end(seq)
         if seq.slot is not None:
             self._free(seq)
         elif seq in self._waiting:

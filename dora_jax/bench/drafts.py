@@ -1,0 +1,170 @@
+"""Tokens a second with drafts from siblings and without, on the policy of a finished run and its own prompts.
+
+    python -m dora_jax.bench.drafts --workdir=runs/NAME [--live=4] [--drafts=7] [--samples=512] [--rounds=3]
+
+The engine is the one of the run's configuration. `live` samples decode at once, a group's samples one after another: the
+tail of a step, when few are left. Four engines take the same samples:
+  off          as the run has it: a decode call has a row for every slot
+  off, narrow  the decode call has only as many rows as samples are live: what a tail would cost without drafts at best
+  drafts       rollout.drafts, verified where measured acceptance and cost say that it pays
+  wrong        the same, with drafts that are never right: what trying costs
+With as many live as there are slots, drafts are never tried, and the last line says what having them costs. Rounds are
+interleaved and the best of each counts. Beside the speeds: how many samples differ, by drafts at one fixed shape (every
+call verifies, with a draft or with none) and across shapes (against `off`), with the gap between the two tokens' log-probs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import jax
+import numpy as np
+
+import dora_jax
+from dora_jax import tasks
+from dora_jax.models import sharding
+from dora_jax.publish import DeviceWeights
+from dora_jax.rollout.drafts import NONE, Drafter
+from dora_jax.rollout.engine import Engine
+from dora_jax.rollout.seq import Seq
+from dora_jax.runtime import run as build
+from dora_jax.runtime.policy import Policy
+from dora_jax.types import Prompt, Sample, SampleId
+
+FREE = 1e-9  # a cost at which every call verifies
+
+
+class Wrong(Drafter):
+    """Drafts that are never right: each token is the one after the one that was drawn before."""
+
+    def draft(self, seq: Seq) -> np.ndarray:
+        found = super().draft(seq)
+        return np.where(found == NONE, NONE, (found + 1) % self.vocab)
+
+    vocab = 0
+
+
+class Blind(Drafter):
+    """Verifies no draft, at the shape of a verifying call."""
+
+    def draft(self, seq: Seq) -> np.ndarray:
+        return np.full(self.tokens, NONE, np.int32)
+
+
+class Subject:
+    """One engine of the policy."""
+
+    def __init__(self, policy: Policy, drafter: type[Drafter] | None = None, **rollout: float):
+        run = dataclasses.replace(policy.run, rollout=dataclasses.replace(policy.run.rollout, **rollout))
+        self.engine: Engine = build.new_engine(
+            run, policy.tokenizer, policy.config, sharding.make_mesh(jax.devices()[:1], 1, 1, 1)
+        )
+        weights = DeviceWeights(run.model.dtype)
+        weights.put(0, policy.params)
+        self.engine.load(0, weights.get(0, self.engine.param_shardings))
+        self.engine.warmup()
+        self._drafter = drafter
+        self.best = 0.0  # tokens a second
+        self.samples: dict[SampleId, Sample] = {}
+
+    def run(self, prompts: Sequence[Prompt], group_size: int, live: int) -> None:
+        """Samples `group_size` of each prompt, so many at once."""
+        scheduler = self.engine.scheduler
+        if scheduler.drafter is not None:  # a new one, that knows no sample of an earlier round
+            cost, scheduler.drafter = scheduler.drafter.cost, (self._drafter or Drafter)(self.engine.shapes)
+            scheduler.drafter.cost = cost
+        waiting = [(SampleId(p.group_id, i), p) for p in reversed(prompts) for i in reversed(range(group_size))]
+        running = tokens = 0
+        began = time.perf_counter()
+        while waiting or running:
+            while waiting and running < live:
+                id, prompt = waiting.pop()
+                self.engine.submit(id, prompt.token_ids, 0, prompt.max_new_tokens)
+                running += 1
+            result = self.engine.tick()
+            tokens += result.tokens
+            running -= len(result.finished)
+            self.samples.update({sample.id: sample for sample in result.finished})
+        self.best = max(self.best, tokens / (time.perf_counter() - began))
+
+
+def differing(a: dict[SampleId, Sample], b: dict[SampleId, Sample]) -> list[str]:
+    """A line a sample that differs: where, and the log-probs of the two tokens."""
+    lines = []
+    for id, sample in a.items():
+        other, n = b[id], min(len(sample.out_ids), len(b[id].out_ids))
+        found = np.flatnonzero(sample.out_ids[:n] != other.out_ids[:n])
+        if len(found) or len(sample.out_ids) != len(other.out_ids):
+            at = int(found[0]) if len(found) else n - 1
+            lines.append(f"  {id} at token {at}: log-probs {sample.logprobs[at]:.6f} and {other.logprobs[at]:.6f}")
+    return lines
+
+
+def prompts_of(policy: Policy, groups: int) -> list[Prompt]:
+    run = policy.run
+    task = tasks.open_task(
+        run.task,
+        policy.tokenizer,
+        seed=run.seed,
+        max_prompt_tokens=run.rollout.max_prompt_tokens,
+        max_new_tokens=run.rollout.max_new_tokens,
+        heldout=run.task.heldout,
+        quarantine_path=Path("quarantine.jsonl"),
+    )
+    return [task.prompt_at(10_000 + i) for i in range(groups)]
+
+
+def speeds(subjects: dict[str, Subject], prompts: Sequence[Prompt], group_size: int, live: int, rounds: int) -> None:
+    for _ in range(rounds):
+        for subject in subjects.values():
+            subject.run(prompts, group_size, live)
+    first = next(iter(subjects.values())).best
+    for name, subject in subjects.items():
+        drafter = subject.engine.scheduler.drafter
+        said = f"{drafter.accepted} of {drafter.verified} drafted tokens held" if drafter and drafter.verified else ""
+        print(
+            f"{live:5d} live  {name:12s}{subject.best:10,.0f} tokens/s {subject.best / first:6.2f}x  {said}", flush=True
+        )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--workdir", required=True)
+    parser.add_argument("--live", type=int, default=4)
+    parser.add_argument("--drafts", type=int, default=7)
+    parser.add_argument("--samples", type=int, default=512)
+    parser.add_argument("--rounds", type=int, default=3)
+    args = parser.parse_args()
+    policy = dora_jax.load_policy(args.workdir)
+    size, slots = policy.run.orchestrator.group_size, policy.run.rollout.slots
+    prompts = prompts_of(policy, args.samples // size)
+    on = {"drafts": args.drafts, "draft_rows": args.live}
+    Wrong.vocab = policy.tokenizer.vocab_size
+    off, drafted = Subject(policy), Subject(policy, **on)
+    cost = drafted.engine.scheduler.drafter
+    print(f"version {policy.version}; a verifying call's time over a decode call's, by blocks: {cost and cost.cost}")
+    tail = {
+        "off": off,
+        "off, narrow": Subject(policy, slots=args.live),
+        "drafts": drafted,
+        "wrong": Subject(policy, Wrong, **on),
+    }
+    speeds(tail, prompts, size, args.live, args.rounds)
+    across = differing(off.samples, drafted.samples)
+    print(f"across shapes {len(across)} of {len(off.samples)} samples differ", *across, sep="\n")
+    blind, every = (Subject(policy, kind, **on, draft_cost=FREE) for kind in (Blind, Drafter))
+    for subject in (blind, every):
+        subject.run(prompts, size, args.live)
+    same = differing(blind.samples, every.samples)
+    print(f"at one shape {len(same)} of {len(blind.samples)} samples differ", *same, sep="\n")
+    for subject in (off, drafted):
+        subject.best = 0.0
+    speeds({"off": off, "drafts": drafted}, prompts, size, slots, args.rounds)
+
+
+if __name__ == "__main__":
+    main()
