@@ -10,6 +10,7 @@ from dora_jax.tasks.pool import GroupFailure
 from dora_jax.types import SampleId, ScoredGroup
 from tests.fakes.coordinator_world import ORACLE, STEPS, P, make, play, trained_by
 from tests.fakes.environments import ScriptedEnvironments
+from tests.fakes.journaled_run import Run
 
 
 def short(version, group, index, limit):
@@ -55,6 +56,39 @@ def test_an_episode_has_one_version_and_the_exact_tokens_of_its_turns(mode, open
             check(sample, environments)
     finished = [record.sample for record in records if isinstance(record, Finished)]
     assert len(waiting) >= sum(environments.turns(sample.id) for sample in finished)
+
+
+def test_a_controller_that_is_killed_with_fifty_episodes_waiting_loses_none(tmp_path):
+    """A third of the waiting ones does not replay: those begin again, the others go on from their recorded tokens."""
+    waiting = {}
+
+    def fifty_wait(state):
+        held = [unit for group in state.groups.values() for unit in group.units if unit and unit.state == "waiting"]
+        waiting.update({unit.id: unit.version for unit in held} if len(held) >= 50 else {})
+        return len(held) >= 50
+
+    made = []
+
+    def environments():
+        losing = [id for id in waiting if id.index == 1]
+        made.append(ScriptedEnvironments(late=10**9 if not made else 3, opening=1, losing=losing))
+        return made[-1]
+
+    history = Run(tmp_path, environments=environments, max_versions=5, inflight=5.0)
+    assert history.life(kill_when=fifty_wait) is None and len(waiting) >= 50
+    halt = history.life()
+    assert halt.ok
+    history.audit()
+    finished = {sample.id: sample for sample in history.finished}
+    assert len(finished) == len(history.finished)
+    for id, version in waiting.items():
+        if id in finished:
+            assert finished[id].version == version
+    for sample in finished.values():
+        check(sample, made[-1])
+    assert len(set(waiting) & set(finished)) >= 40
+    begun_again = {id for id in waiting if id.index == 1}
+    assert begun_again and not begun_again & made[-1].losing
 
 
 def test_an_error_fails_its_group_and_is_no_reward():

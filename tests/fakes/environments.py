@@ -59,7 +59,7 @@ class Lawless:
 
 class ScriptedEnvironments:
     """`Environments` whose answers follow from the sample and the turn: an episode has 1 + (group + index) % 3 turns and is
-    right where its index is odd. It answers the `late`-th poll after the question."""
+    right where its index is odd. The answer to a turn comes at the `late`-th poll behind it."""
 
     def __init__(self, late=3, opening=0, failing=(), losing=(), branching=()):
         """opening: tokens that come first. failing: groups. losing, branching: samples, at their first turn."""
@@ -77,7 +77,7 @@ class ScriptedEnvironments:
         return 1 + (id.group_id + id.index) % 3
 
     def open(self, id, prompt):
-        self.asked[id] = (self.late, Observed(id=id, token_ids=self.opened(id)))
+        self.asked[id] = (0, Observed(id=id, token_ids=self.opened(id)))
 
     def turn(self, id, prompt, tokens, mask, room):
         turn = int((np.diff(np.concatenate([[0], mask.astype(int)])) == 1).sum()) + (id in self.said)

@@ -19,12 +19,13 @@ from dora_jax.runtime.durability.log_stores import FileLogStore
 from dora_jax.runtime.durability.payload_state import PayloadState
 from dora_jax.runtime.durability.records import CODEC
 from dora_jax.runtime.durability.recovery import recover
+from dora_jax.runtime.episodes import EpisodePrompts, EpisodeScorer
 from dora_jax.runtime.rollout_worker import EngineWorker
 from dora_jax.runtime.shutdown import Guard, GuardedWorld
 from dora_jax.runtime.trainer_worker import TrainerWorker
 from dora_jax.runtime.worker import Finished, StepDone
 from dora_jax.types import is_eval
-from tests.fakes.coordinator_world import SECTION, G, P, Scorer, Task, Weights, expected
+from tests.fakes.coordinator_world import SECTION, TURN_TOKENS, G, P, Scorer, Task, Weights, expected
 
 STEPS = 5
 
@@ -60,11 +61,12 @@ class Trainer:
 class Run:
     """One workdir over several processes."""
 
-    def __init__(self, folder, mode="dora", eval_every=2):
-        self.folder = folder
+    def __init__(self, folder, mode="dora", eval_every=2, environments=None, **options):
+        """environments: makes those of a life; the samples are then episodes."""
+        self.folder, self.environments = folder, environments
         self.config = OrchestratorConfig(
             mode=mode,
-            max_versions={"sync": 1, "one_step": 2}.get(mode, 3),
+            **{"max_versions": {"sync": 1, "one_step": 2}.get(mode, 3)} | options,
             groups_per_step=P,
             group_size=G,
             total_steps=STEPS,
@@ -79,8 +81,9 @@ class Run:
         self.went_on = 0
         self.weights = {}
 
-    def life(self, kill_at=None, log=None, guard=None):
-        """Halt, or None where it was killed at its fact number `kill_at`."""
+    def life(self, kill_at=None, log=None, guard=None, kill_when=lambda state: False):
+        """Halt, or None where it was killed at its fact number `kill_at`, or at the first one that `kill_when` holds
+        after."""
         sync_s = 0.02 if log else 0.0
         log = log or FileLogStore(self.folder)
         journal = EventLog(log, sync_s=sync_s)
@@ -109,7 +112,7 @@ class Run:
                 self.checkpoints[event.version] = trainer.params
                 durable.want_segment()
             seen[0] += 1
-            if seen[0] == kill_at:
+            if seen[0] == kill_at or kill_when(orchestrator.state):
                 raise Killed
 
         try:
@@ -137,16 +140,20 @@ class Run:
             outbox,
             lambda params: params,
         )
+        episodes = self.environments is not None
         world = Coordinator(
             instances=workers,
             trainer=worker,
-            task=Task(too_long=(3,)),
-            scorer=Scorer(mixed=self.config.mode == "partial"),
+            task=EpisodePrompts(Task(too_long=(3,)), TURN_TOKENS) if episodes else Task(too_long=(3,)),
+            scorer=EpisodeScorer(("right",)) if episodes else Scorer(mixed=self.config.mode == "partial"),
             groups=groups,
             weights=self.weights,
             outbox=outbox,
             group_size=G,
             eval_samples=2,
+            environments=self.environments() if self.environments else None,
+            max_context=SECTION.max_prompt_tokens + SECTION.max_new_tokens,
+            record_tokens=True,
         )
         return world, workers
 
@@ -169,4 +176,4 @@ class Run:
         ids = [g for groups, _ in self.trained.values() for g in groups]
         assert len(ids) == len(set(ids)) == STEPS * P
         for sample in self.finished:
-            np.testing.assert_array_equal(sample.out_ids, expected(sample))
+            np.testing.assert_array_equal(sample.out_ids[sample.mask], expected(sample)[sample.mask])
