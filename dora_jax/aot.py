@@ -141,7 +141,7 @@ def _instance(
         decoder.abstract_params(model, jnp.dtype(config.model.dtype)),
     )
     pool = _held(at(calls.abstract_pool, calls.pool_sharding))
-    programs = [dataclasses.replace(one, pool=(pool, model.n_layers)) for one in programs]
+    programs = [dataclasses.replace(one, pool=(pool, model.kv_layers)) for one in programs]
     residents = config.rollout.residents
     held = {
         f"{residents} resident version{'s' if residents > 1 else ''}": residents * _held(calls.abstract_params),

@@ -60,7 +60,8 @@ REMAT = ("none", "full", "dots")
 TOGETHER = (
     4  # layers of a serving loop's body, at most: XLA fetches the next one's weights while it computes with one's
 )
-KEPT = "attention"  # what an attention kernel names of its results: they are as small as a layer's input, and kept
+KEPT = "attention"  # what an attention kernel names of its results: they are kept where they are small
+SMALL = 2  # times a layer's input
 WIDE = ("router_bias",)  # stay f32 in every copy
 FIRST, LAYERS = "first_layers", "layers"  # the stacks of a model's layers, in their order
 
@@ -292,11 +293,11 @@ def forward_routed(
         if isinstance(params[LAYERS], list):
             for i in range(stack.count):
                 layer = stack.first + i
-                body = _remat(functools.partial(run, stack.block, layer), remat)
+                body = _remat(functools.partial(run, stack.block, layer), remat, cfg)
                 x_BxLxD, routed = body(params[LAYERS][layer], x_BxLxD, None if routes is None else routes[i])
                 every += [] if routed is None else [jax.tree.map(lambda x: x[None], routed)]
         else:
-            body = functools.partial(_scanned, _remat(functools.partial(run, stack.block, None), remat))
+            body = functools.partial(_scanned, _remat(functools.partial(run, stack.block, None), remat, cfg))
             x_BxLxD, routed = jax.lax.scan(body, x_BxLxD, (params[name], routes))
             every += [] if routed is None else [routed]
     hidden_BxLxD = rms_norm(x_BxLxD, params["final_norm"], cfg.norm_eps)
@@ -368,11 +369,11 @@ def logits(cfg: ModelConfig, params: Params, hidden) -> jax.Array:
         return jnp.einsum(spec, hidden, weight.astype(hidden.dtype), preferred_element_type=jnp.float32)
 
 
-def _remat(body: Callable, remat: str) -> Callable:
+def _remat(body: Callable, remat: str, cfg: ModelConfig) -> Callable:
     if remat == "none":
         return body
     policies = jax.checkpoint_policies
-    kept = policies.save_only_these_names(KEPT)
+    kept = policies.save_only_these_names(*([KEPT] if cfg.q_width <= SMALL * cfg.d_model else []))
     if remat == "full":
         return jax.checkpoint(body, policy=kept)
     if remat == "dots":

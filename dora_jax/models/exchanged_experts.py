@@ -15,7 +15,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from dora_jax.models.grouped_experts import Grouped, Plan, over_blocks, plan_of, sums_of
+from dora_jax.models.grouped_experts import Grouped, Plan, order_of, over_blocks, places_of, plan_of, sums_of
 
 
 class _Sent(NamedTuple):
@@ -61,14 +61,9 @@ def experts(
 
 def _sorted(ids_N: jax.Array, count: int, axis: str) -> _Sent:
     """Choices of no expert come last."""
-    n = ids_N.shape[0]
-    ids_N = jnp.minimum(ids_N, count).astype(jnp.int32)
-    hits_NxE = ids_N[:, None] == jnp.arange(count + 1)[None]
-    counts_E = jnp.sum(hits_NxE, axis=0, dtype=jnp.int32)
-    before_NxE = jnp.cumsum(hits_NxE, axis=0, dtype=jnp.int32) - 1 + (jnp.cumsum(counts_E) - counts_E)[None]
-    choice_N = jax.lax.sort(ids_N * n + jnp.arange(n, dtype=jnp.int32), is_stable=False) % n
-    place_N = jnp.sum(jnp.where(hits_NxE, before_NxE, 0), axis=-1)
-    return _Sent(choice_N, place_N, jax.lax.all_gather(counts_E[:-1], axis))
+    ids_N = jnp.minimum(ids_N, count)
+    place_N, counts_E = places_of(ids_N, count + 1)
+    return _Sent(order_of(ids_N), place_N, jax.lax.all_gather(counts_E[:-1], axis))
 
 
 # ---------------------------------------------------------------- the product and its gradients
@@ -151,11 +146,8 @@ class _Block:
         self._from_R = jnp.minimum(part_R // self._count, over.devices - 1)  # whom a row comes from
         self._at_R = self._sender_SxT[:, me][self._from_R] + row_R - self._block_SxT[:, me][self._from_R]
         expert_R = jnp.where(self._here_R, part_R % self._count, self._count)
-        hits_RxE = expert_R[:, None] == jnp.arange(self._count + 1)[None]
-        sizes_E = jnp.sum(hits_RxE, axis=0, dtype=jnp.int32)
-        before_RxE = jnp.cumsum(hits_RxE, axis=0, dtype=jnp.int32) - 1 + (jnp.cumsum(sizes_E) - sizes_E)[None]
-        self._place_R = jnp.sum(jnp.where(hits_RxE, before_RxE, 0), axis=-1)
-        self._order_R = jax.lax.sort(expert_R * rows + row_R, is_stable=False) % rows
+        self._order_R = order_of(expert_R)
+        self._place_R, sizes_E = places_of(expert_R, self._count + 1)
         self.grouped = Grouped(over.plan, sizes_E[:-1])
 
     def received(self, x_NxD: jax.Array) -> jax.Array:

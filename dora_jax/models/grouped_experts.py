@@ -77,19 +77,26 @@ def plan_of(tokens: int, k: int, count: int, parts: int, interpret: bool) -> Pla
     return Plan(rows, -(-tokens * k // rows), k, tile, interpret)
 
 
+def order_of(ids_N: jax.Array) -> jax.Array:
+    """i32[N]: a stable argsort of small numbers, as one sort of one array: XLA compiles a sort of pairs in four times the
+    time."""
+    n = ids_N.shape[0]
+    return jax.lax.sort(ids_N.astype(jnp.int32) * n + jnp.arange(n, dtype=jnp.int32), is_stable=False) % n
+
+
+def places_of(ids_N: jax.Array, count: int) -> tuple[jax.Array, jax.Array]:
+    """(where each of the numbers, all below `count`, stands in that order; how many there are of each)."""
+    hits_NxE = ids_N[:, None] == jnp.arange(count)[None]
+    sizes_E = jnp.sum(hits_NxE, axis=0, dtype=jnp.int32)
+    place_NxE = jnp.cumsum(hits_NxE, axis=0, dtype=jnp.int32) - 1 + (jnp.cumsum(sizes_E) - sizes_E)[None]
+    return jnp.sum(jnp.where(hits_NxE, place_NxE, 0), axis=-1), sizes_E
+
+
 def _sorted(plan: Plan, local_N: jax.Array, count: int) -> Sorted:
-    """One sort of one array, for XLA compiles a sort of pairs in four times the time: expert and choice as one number."""
-    n = local_N.shape[0]
-    local_N = jnp.where((local_N >= 0) & (local_N < count), local_N, count).astype(jnp.int32)
-    hits_NxE = local_N[:, None] == jnp.arange(count + 1)[None]
-    ends_E = jnp.cumsum(jnp.sum(hits_NxE, axis=0, dtype=jnp.int32))
-    choice_N = jax.lax.sort(local_N * n + jnp.arange(n, dtype=jnp.int32), is_stable=False) % n
-    place_N = None
-    if plan.blocks == 1:
-        before_NxE = jnp.cumsum(hits_NxE, axis=0, dtype=jnp.int32) - 1
-        starts_E = jnp.concatenate([jnp.zeros(1, jnp.int32), ends_E[:-1]])
-        place_N = jnp.sum(jnp.where(hits_NxE, before_NxE + starts_E[None], 0), axis=-1)
-    return Sorted(jnp.pad(choice_N, (0, plan.blocks * plan.rows - n)), place_N, ends_E[:-1])
+    local_N = jnp.where((local_N >= 0) & (local_N < count), local_N, count)
+    place_N, sizes_E = places_of(local_N, count + 1)
+    choice_N = jnp.pad(order_of(local_N), (0, plan.blocks * plan.rows - local_N.shape[0]))
+    return Sorted(choice_N, place_N if plan.blocks == 1 else None, jnp.cumsum(sizes_E[:-1]))
 
 
 # ---------------------------------------------------------------- the product and its gradients

@@ -151,7 +151,7 @@ def ragged_dot(h_BxLxD, weights_BxLxk, ids_BxLxk, gate_ExDxF, up_ExDxF, down_ExF
     local_N = ids_BxLxk.reshape(-1) - first
     here_N = (local_N >= 0) & (local_N < count)
     local_N = jnp.where(here_N, local_N, count)
-    order_N = jnp.argsort(local_N)
+    order_N = grouped_experts.order_of(local_N)
     sizes_E = jnp.sum(local_N[:, None] == jnp.arange(count)[None], axis=0, dtype=jnp.int32)
     x_NxD = jnp.where(here_N[order_N, None], h_TxD[order_N // k], 0)
     inner_NxF = jax.nn.silu(jax.lax.ragged_dot(x_NxD, gate_ExDxF, sizes_E)) * jax.lax.ragged_dot(
