@@ -30,6 +30,7 @@ runs it. `--config=configs/quickstart.py:tiny` hands `tiny` to it, `--config.fie
 | `quickstart.py` | a small base model made on the spot, then RL on sums: two cores, no network, minutes |
 | `moe.py` | the quickstart with a small mixture of experts: the argument names the family |
 | `rows.py` | rows of your own with an answer, and the reward that compares |
+| `gsm8k.py` | grade-school word problems, of any chat model or of Qwen3's sizes; its curve is not measured |
 | `qwen3.py` | Qwen3 of the hub's sizes on a machine or a slice: the argument names both |
 | `sim/` | the orchestrator in virtual time: the paper's clusters, fair tables of all modes, what-if questions |
 

@@ -1,4 +1,4 @@
-"""The README is true: its commands run, in their order, on the quickstart's smallest configuration."""
+"""The README and launch/README.md are true: their commands run, in their order, on the quickstart's smallest configuration."""
 
 import os
 import re
@@ -9,8 +9,11 @@ from pathlib import Path
 
 import pytest
 
+from tests.fakes import hub_programs
+
 ROOT = Path(__file__).resolve().parent.parent
 BLOCK = re.compile(r"^```(\w+)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+PAGES = ("README.md", "launch/README.md")
 RECURSION = "bash tests/run.sh"  # these very tests
 SMALLER = (
     ("configs/quickstart.py", "configs/quickstart.py:tiny"),
@@ -18,11 +21,16 @@ SMALLER = (
         "--config=configs/rows.py",
         "--config=configs/rows.py --config.orchestrator.groups_per_step=2 --config.eval.prompts=4",
     ),
+    (
+        "--config=configs/gsm8k.py",
+        "--config=configs/gsm8k.py --config.steps=2 --config.orchestrator.groups_per_step=2 --config.eval.prompts=4 "
+        "--config.task.heldout=4 --config.rollout.max_new_tokens=32",
+    ),
 )
 
 
 def blocks():
-    return BLOCK.findall((ROOT / "README.md").read_text())
+    return [block for page in PAGES for block in BLOCK.findall((ROOT / page).read_text())]
 
 
 def environment(home):
@@ -31,7 +39,7 @@ def environment(home):
     return os.environ | {
         "HOME": str(home),
         "DORA_VENV": str(prefix),
-        "PATH": f"{prefix / 'bin'}:{os.environ['PATH']}",
+        "PATH": f"{home / 'bin'}:{prefix / 'bin'}:{os.environ['PATH']}",
         "XLA_FLAGS": "",
         "JAX_PLATFORMS": "cpu",
     }
@@ -54,6 +62,7 @@ def test_every_command_of_the_readme_runs(tmp_path):
         ["-c", "user.name=a", "-c", "user.email=a@example.org", "commit", "-qm", "all"],
     ):
         subprocess.run(["git", *command], cwd=clone, check=True)  # the scripts send what is committed
+    hub_programs.install(tmp_path / "bin")
     for language, text in blocks():
         if language == "python":
             (clone / text.split("\n", 1)[0].removeprefix("# ").strip()).write_text(text)
@@ -73,8 +82,11 @@ def test_every_command_of_the_readme_runs(tmp_path):
         assert done.returncode == 0, f"{script}\n{done.stdout[-2000:]}\n{done.stderr[-4000:]}"
 
 
-def test_the_readme_names_files_that_exist():
-    text = (ROOT / "README.md").read_text()
+@pytest.mark.parametrize("page", PAGES)
+def test_the_page_names_files_that_exist(page):
+    text = (ROOT / page).read_text()
+    for target in re.findall(r"\]\(([^)#:]+)\)", text):
+        assert ((ROOT / page).parent / target).exists(), target
     for name in re.findall(r"(?:configs|launch|tests|dora_jax)/[\w/]+\.(?:py|sh)", text):
         assert (ROOT / name).exists(), name
     for module in re.findall(r"python -m (dora_jax[\w.]*)", text):
