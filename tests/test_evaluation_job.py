@@ -31,8 +31,8 @@ def run(tmp_path, monkeypatch):
 
     save(2)
     monkeypatch.setattr(evaluation_job.time, "sleep", wait)
-    monkeypatch.setattr(evaluation_job, "_settled", lambda config: config)
-    monkeypatch.setattr(evaluation_job, "_evaluate", one)
+    monkeypatch.setattr(evaluation_job, "settled", lambda config: config)
+    monkeypatch.setattr(evaluation_job, "evaluate_one", one)
     monkeypatch.setattr(evaluation_job.checkpoint, "verify", lambda directory, step, full: None)
     return tmp_path, told
 

@@ -23,8 +23,10 @@ SMALLER = (
     ),
     (
         "--config=configs/gsm8k.py",
-        "--config=configs/gsm8k.py --config.steps=2 --config.orchestrator.groups_per_step=2 --config.eval.prompts=4 "
-        "--config.task.heldout=4 --config.rollout.max_new_tokens=32",
+        (
+            "--config=configs/gsm8k.py --config.steps=2 --config.orchestrator.groups_per_step=2 --config.eval.prompts=4 "
+            "--config.task.heldout=4 --config.rollout.max_new_tokens=32"
+        ),
     ),
 )
 

@@ -36,10 +36,10 @@ def evaluate(config: Config, workdir: Path, step: int | None = None) -> int:
 
     For a process of its own: it is ended where it is told to stop and does not end in time.
     """
-    config = _settled(config)
+    config = settled(config)
     version = pick(workdir / "checkpoints", step)
     _pull(workdir)
-    _evaluate(config, workdir, version)
+    evaluate_one(config, workdir, version)
     return 0
 
 
@@ -48,7 +48,7 @@ def follow(config: Config, workdir: Path, period_s: float = PERIOD_S) -> int:
 
     A checkpoint that the run deletes before its turn is passed over.
     """
-    last, config = config.steps, _settled(config)
+    last, config = config.steps, settled(config)
     directory = workdir / "checkpoints"
     _pull(workdir)
     while True:
@@ -56,7 +56,7 @@ def follow(config: Config, workdir: Path, period_s: float = PERIOD_S) -> int:
         waiting = [step for step in checkpoint.steps(directory) if not (workdir / FOLDER / f"{step}.json").exists()]
         for step in waiting:
             if checkpoint.verify(directory, step, full=True) is None:
-                _evaluate(config, workdir, step)
+                evaluate_one(config, workdir, step)
                 break  # the list may be old by now
         else:
             if (workdir / FOLDER / f"{last}.json").exists():
@@ -64,10 +64,8 @@ def follow(config: Config, workdir: Path, period_s: float = PERIOD_S) -> int:
             time.sleep(period_s)
 
 
-# ---------------------------------------------------------------- private
-
-
-def _settled(config: Config) -> Config:
+def settled(config: Config) -> Config:
+    """The run's configuration for this machine, and for held-out groups; starts JAX."""
     devices.setup_platform(config)
     config = of_this_machine(config)
     if config.task.rewards:  # held-out groups have the reward of their task
@@ -75,16 +73,8 @@ def _settled(config: Config) -> Config:
     return config
 
 
-def _pull(workdir: Path) -> None:
-    """Of a workdir in a bucket, the records that another machine has made."""
-    if url := url_of(workdir):
-        store = Objects(url)
-        (workdir / FOLDER).mkdir(exist_ok=True)
-        for key in store.keys(FOLDER):
-            (workdir / key).write_bytes(store.get(key) or b"")
-
-
-def _evaluate(config: Config, workdir: Path, version: Version) -> None:
+def evaluate_one(config: Config, workdir: Path, version: Version) -> None:
+    """Makes the record of one checkpoint. RunError: none of its groups has a score."""
     folder = workdir / FOLDER
     folder.mkdir(exist_ok=True)
     with Writer(folder) as writer, Guard(0.0, owner=True) as guard:
@@ -105,3 +95,15 @@ def _evaluate(config: Config, workdir: Path, version: Version) -> None:
         for name in (f"{version}.json", "metrics.jsonl"):
             Objects(url).put(f"{FOLDER}/{name}", (folder / name).read_bytes())
     print(text, flush=True)
+
+
+# ---------------------------------------------------------------- private
+
+
+def _pull(workdir: Path) -> None:
+    """Of a workdir in a bucket, the records that another machine has made."""
+    if url := url_of(workdir):
+        store = Objects(url)
+        (workdir / FOLDER).mkdir(exist_ok=True)
+        for key in store.keys(FOLDER):
+            (workdir / key).write_bytes(store.get(key) or b"")
