@@ -30,6 +30,12 @@ def define_flags() -> None:
     absl_flags.DEFINE_float(
         "session_idle_s", 600.0, "a session without a request for so long no longer keeps its version", lower_bound=0.0
     )
+    absl_flags.DEFINE_float(
+        "keepalive_s",
+        10.0,
+        "a client that waits hears something so often, against time-outs on its way",
+        lower_bound=0.1,
+    )
 
 
 def main(config: Config, workdir: Path) -> int:
@@ -41,6 +47,7 @@ def main(config: Config, workdir: Path) -> int:
         port=values.port,
         name=values.name,
         session_idle_s=values.session_idle_s,
+        keepalive_s=values.keepalive_s,
         step=values.step,
         token=os.environ.get(TOKEN_VARIABLE, ""),
     )

@@ -205,7 +205,7 @@ def test_a_retry_that_never_comes_is_forgotten():
     asyncio.run(run())
 
 
-def test_whoever_waits_hears_something_before_any_time_out():
+def test_a_client_that_waits_hears_something_before_any_time_out():
     async def run():
         async with Rig(pulse_s=0.01) as rig:
             body = {"prompt": "abc", "max_tokens": 4}
@@ -327,7 +327,7 @@ def test_a_tool_call_is_told_as_one(stream):
             messages = [*HELLO, earlier, {"role": "tool", "content": "3", "tool_call_id": "a"}]
             call = rig.open(CHAT, {"messages": messages, "tools": TOOLS, "stream": stream})
             await rig.settle()
-            said = 'so <tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>'.encode()
+            said = b'so <tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>'
             ids, logprobs = np.frombuffer(said, np.uint8).astype(np.int32), np.full(len(said), -0.5, np.float32)
             for start in range(0, len(ids), 7):
                 rig.answers.grew(SampleId(1, 0), start, ids[start : start + 7], logprobs[start : start + 7])

@@ -29,7 +29,6 @@ from dora_jax.serving.reply import DONE, ChatReply, CompletionReply, GenerateRep
 from dora_jax.serving.request import Ask, Form, Limits, Refused
 from dora_jax.tokenizer import Tokenizer
 
-PULSE_S = 10.0  # far below any client's time-out
 MAX_BODY_BYTES = 64 << 20
 SESSION, RETRY_KEY, VERSION = "x-session-id", "idempotency-key", "x-weight-version"
 KEEP_ALIVE = b": the answer is being sampled\n\n"
@@ -37,14 +36,14 @@ KEEP_ALIVE = b": the answer is being sampled\n\n"
 
 @dataclass
 class Endpoint:
-    """What the routes need. `token`: of every request but /healthz; empty: none."""
+    """What the routes need. token: of every request but /healthz; empty: none. pulse_s: far below clients' time-outs."""
 
     answers: Answers
     tokenizer: Tokenizer
     limits: Limits
     counters: Counters
-    token: str = ""
-    pulse_s: float = PULSE_S
+    token: str
+    pulse_s: float
     alive: Callable[[], bool] = lambda: True
 
     def app(self, lifespan: Any = None) -> Starlette:

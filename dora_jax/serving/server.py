@@ -12,10 +12,8 @@ import dataclasses
 import ipaddress
 import signal
 import socket
-from collections.abc import AsyncIterator, Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import jax
 import uvicorn
@@ -30,30 +28,16 @@ from dora_jax.runtime import job
 from dora_jax.runtime import run as build
 from dora_jax.runtime.local_backend import side_by_side
 from dora_jax.runtime.seams import RolloutEngine, Tree
-from dora_jax.serving.answers import Answers
-from dora_jax.serving.app import Endpoint
-from dora_jax.serving.counters import Counters
 from dora_jax.serving.fleet import LocalFleet
 from dora_jax.serving.request import SAMPLING, Limits
+from dora_jax.serving.service import Options, Service
 from dora_jax.serving.versions import Versions
 from dora_jax.tokenizer import Tokenizer
 from dora_jax.trainer import checkpoint
 from dora_jax.types import Version
 
 GRACE_S = 5  # open answers get so long after a signal
-TOKEN_VARIABLE = "DORA_SERVE_TOKEN"
-
-
-@dataclass(frozen=True, kw_only=True)
-class Options:
-    """What the command line says of the endpoint itself."""
-
-    host: str
-    port: int
-    name: str  # what requests call the policy
-    session_idle_s: float
-    step: int | None = None  # of the run: this checkpoint alone; None: the newest, and those that follow
-    token: str = ""
+TOKEN_VARIABLE = "DORA_SERVE_TOKEN"  # in the environment, which other users of the machine do not see
 
 
 def serve(config: Config, options: Options, workdir: Path | None) -> int:
@@ -123,50 +107,6 @@ class RunSource:
 
     def read(self, version: Version) -> Tree:
         return checkpoint.read_params(self._directory, version, self._like)
-
-
-class Service:
-    """Fleet, answers and routes, tied together; `lifespan` runs inside the loop."""
-
-    def __init__(self, fleet: LocalFleet, versions: Versions, tokenizer: Tokenizer, limits: Limits, options: Options):
-        self.fleet, self.versions = fleet, versions
-        self.answers = Answers(fleet, versions, tokenizer.decode)
-        self.endpoint = Endpoint(
-            self.answers, tokenizer, limits, self._counters(), options.token, alive=lambda: fleet.crashed is None
-        )
-        self.options = options
-        self.died = asyncio.Event()
-
-    @contextlib.asynccontextmanager
-    async def lifespan(self, app: Any) -> AsyncIterator[None]:
-        self.fleet.attach(self.answers, self._told)
-        self.fleet.start_engines()
-        following = asyncio.ensure_future(self.fleet.follow())
-        try:
-            yield
-        finally:
-            following.cancel()
-            self.fleet.stop_engines()
-
-    def _told(self) -> None:
-        if self.fleet.crashed is not None:
-            self.answers.fail(f"an engine has died: {self.fleet.crashed}")
-            self.died.set()
-        self.answers.changed()
-
-    def _counters(self) -> Counters:
-        answers, fleet, versions = self.answers, self.fleet, self.versions
-        return Counters(
-            {
-                "samples": ("samples that run, wait or are parked", lambda: answers.running),
-                "tokens": ("tokens sampled since the start", lambda: answers.tokens),
-                "joined": ("requests that joined an answer that was there", lambda: answers.joined),
-                "cancelled_samples": ("samples whose client went away", lambda: answers.cancelled_samples),
-                "free_pages": ("KV pages that no sample holds", lambda: sum(fleet.free_pages.values())),
-                "resident_versions": ("versions that engines hold", lambda: len(versions.resident)),
-                "newest_version": ("of the resident ones", lambda: max(versions.resident, default=-1)),
-            }
-        )
 
 
 # ---------------------------------------------------------------- private

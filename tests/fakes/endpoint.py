@@ -2,16 +2,20 @@
 
 import asyncio
 import contextlib
+import dataclasses
 import json
+import threading
+import time
+
+import numpy as np
+import uvicorn
 
 from dora_jax import presets
 from dora_jax.config import RolloutSection
 from dora_jax.rollout.oracle import OracleEngine
-from dora_jax.serving.answers import Answers
-from dora_jax.serving.app import Endpoint
-from dora_jax.serving.counters import Counters
 from dora_jax.serving.fleet import LocalFleet
 from dora_jax.serving.request import Limits
+from dora_jax.serving.service import Options, Service
 from dora_jax.serving.versions import Versions
 
 END = 0  # the engines' stop token
@@ -21,6 +25,31 @@ SECTION = presets.on_cpu(
     )
 )
 LIMITS = Limits(context=64, vocab=256, sampling=(("temperature", 1.0), ("top_k", 0), ("top_p", 1.0), ("min_p", 0.0)))
+
+
+class Speaker(OracleEngine):
+    """An engine that says a given text, whatever it is asked, and takes `tick_s` for each token."""
+
+    def __init__(self, text, tick_s):
+        section = dataclasses.replace(SECTION, decode_steps=1)
+        super().__init__(section, eos_ids=(END,), length=lambda v, g, i, limit: min(len(text) + 1, limit))
+        self.text, self.tick_s = text.encode("latin-1"), tick_s
+        self.sampled_tokens = 0
+
+    def tick(self):
+        time.sleep(self.tick_s)
+        result = super().tick()
+        self.sampled_tokens += result.tokens
+        finished = tuple(dataclasses.replace(sample, out_ids=self._said(sample.out_ids)) for sample in result.finished)
+        return dataclasses.replace(result, finished=finished)
+
+    def sampled(self, id, start=0):
+        """Its tokens are those of the text, not the oracle's."""
+        new = super().sampled(id, 0)
+        return new._replace(out_ids=self._said(new.out_ids)[start:], logprobs=new.logprobs[start:])
+
+    def _said(self, out_ids):
+        return np.array([*self.text, END][: len(out_ids)], np.int32)
 
 
 class Letters:
@@ -66,25 +95,39 @@ class Store:
 class Rig:
     """`async with Rig(...) as rig`. length(version, group, index, limit): of a sample; the default is the longest."""
 
-    def __init__(self, *, engines=1, versions=(1,), length=None, section=SECTION, pulse_s=100.0, token="", **options):
+    def __init__(
+        self, *, engines=1, versions=(1,), length=None, section=SECTION, pulse_s=100.0, token="", engine=None, **options
+    ):
+        """engine: in the place of oracle engines."""
         length = length or (lambda version, group, index, limit: limit)
-        self.engines = [
+        self.engines = [engine] if engine else [
             OracleEngine(section, eos_ids=(END,), length=length, version_in=lambda weights: weights)
             for _ in range(engines)
-        ]
+        ]  # fmt: skip
         self.versions, self.store = Versions(section.residents, idle_s=options.pop("idle_s", 60.0)), Store()
         for version in versions:
-            for engine in self.engines:
-                engine.load(version, version)
+            for each in self.engines:
+                each.load(version, version)
             self.versions.loaded(version)
         self.fleet = LocalFleet(self.engines, self.store, self.versions, self.store)
-        self.answers = Answers(self.fleet, self.versions, Letters().decode, first_group=0, **options)
-        self.app = Endpoint(
-            self.answers, Letters(), LIMITS, Counters({"tokens": ("", lambda: self.answers.tokens)}), token, pulse_s
-        ).app()
+        said = Options(host="", port=0, name="policy", session_idle_s=60.0, keepalive_s=pulse_s, token=token)
+        self.service = Service(self.fleet, self.versions, Letters(), LIMITS, said, **{"first_group": 0} | options)
+        self.answers, self.app = self.service.answers, self.service.endpoint.app(self.service.lifespan)
+
+    @contextlib.contextmanager
+    def live(self):
+        """The base URL of a real server on a thread, with the engines on theirs."""
+        server = uvicorn.Server(uvicorn.Config(self.app, port=0, log_level="error", lifespan="on", ws="none"))
+        thread = threading.Thread(target=server.run)
+        thread.start()
+        while not server.started:
+            time.sleep(0.01)
+        yield f"http://127.0.0.1:{server.servers[0].sockets[0].getsockname()[1]}"
+        server.should_exit = True
+        thread.join()
 
     async def __aenter__(self):
-        self.fleet.attach(self.answers, self.answers.changed)
+        self.service.attach()
         return self
 
     async def __aexit__(self, *error):

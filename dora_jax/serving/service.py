@@ -1,0 +1,87 @@
+"""Fleet, answers and routes, tied together. No JAX.
+
+Law: where an engine dies, every answer that runs is an error, and `died` is set.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+from typing import Any
+
+from dora_jax.serving.answers import Answers
+from dora_jax.serving.app import Endpoint
+from dora_jax.serving.counters import Counters
+from dora_jax.serving.fleet import LocalFleet
+from dora_jax.serving.request import Limits
+from dora_jax.serving.versions import Versions
+from dora_jax.tokenizer import Tokenizer
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """What the command line says of the endpoint itself."""
+
+    host: str
+    port: int
+    name: str  # what requests call the policy
+    session_idle_s: float
+    keepalive_s: float = 10.0
+    step: int | None = None  # of the run: this checkpoint alone; None: the newest, and those that follow
+    token: str = ""
+
+
+class Service:
+    """Fleet, answers and routes, tied together; `lifespan` runs inside the loop."""
+
+    def __init__(self, fleet: LocalFleet, versions: Versions, tokenizer: Tokenizer, limits: Limits, options: Options):
+        self.fleet, self.versions = fleet, versions
+        self.answers = Answers(fleet, versions, tokenizer.decode)
+        self.endpoint = Endpoint(
+            self.answers,
+            tokenizer,
+            limits,
+            self._counters(),
+            options.token,
+            options.keepalive_s,
+            alive=lambda: fleet.crashed is None,
+        )
+        self.options = options
+        self.died = asyncio.Event()
+
+    @contextlib.asynccontextmanager
+    async def lifespan(self, app: Any) -> AsyncIterator[None]:
+        self.attach()
+        self.fleet.start_engines()
+        following = asyncio.ensure_future(self.fleet.follow())
+        try:
+            yield
+        finally:
+            following.cancel()
+            self.fleet.stop_engines()
+
+    def attach(self) -> None:
+        """From inside the loop."""
+        self.fleet.attach(self.answers, self._told)
+
+    def _told(self) -> None:
+        if self.fleet.crashed is not None:
+            self.answers.fail(f"an engine has died: {self.fleet.crashed}")
+            self.died.set()
+        self.answers.changed()
+
+    def _counters(self) -> Counters:
+        answers, fleet, versions = self.answers, self.fleet, self.versions
+        return Counters(
+            {
+                "samples": ("samples that run, wait or are parked", lambda: answers.running),
+                "tokens": ("tokens sampled since the start", lambda: answers.tokens),
+                "joined": ("requests that joined an answer that was there", lambda: answers.joined),
+                "cancelled_samples": ("samples whose client went away", lambda: answers.cancelled_samples),
+                "free_pages": ("KV pages that no sample holds", lambda: sum(fleet.free_pages.values())),
+                "resident_versions": ("versions that engines hold", lambda: len(versions.resident)),
+                "newest_version": ("of the resident ones", lambda: max(versions.resident, default=-1)),
+            }
+        )

@@ -1,0 +1,92 @@
+"""Both generations of OpenAI's client, each in an environment of its own, against live servers."""
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import pytest
+import tokenizers
+
+from dora_jax.models import decoder
+from tests.fakes import hf_folder
+from tests.fakes.endpoint import Rig, Speaker
+
+ROOT = Path(__file__).parent.parent
+CLIENT = ROOT / "tests/fakes/openai_client.py"
+CACHE = Path(os.environ.get("XDG_CACHE_HOME", tempfile.gettempdir())) / f"dora_jax_clients-{os.getuid()}"
+TEMPLATE = (
+    "{% for t in tools or [] %}{{ t.function.name }} {% endfor %}{% for m in messages %}<|im_start|>{{ m.role }}\n"
+    "{{ m.content }}<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+
+@pytest.fixture(scope="module", params=["openai2", "openai3"])
+def ask(request):
+    """ask(suite, url): runs a suite of openai_client.py with this generation of the library."""
+    home, pins = CACHE / request.param, ROOT / f"tests/data/clients/{request.param}.txt"
+    python, stamp = home / "bin/python", home / "installed.txt"
+    if not stamp.exists() or stamp.read_text() != pins.read_text():
+        subprocess.run([sys.executable, "-m", "venv", "--clear", "--without-pip", home], check=True)
+        pip = [sys.executable, "-m", "pip", "--python", python, "install", "-q", "--disable-pip-version-check"]
+        done = subprocess.run(
+            [*pip, "--retries=1", "-r", pins], capture_output=True, text=True, timeout=300, check=False
+        )
+        if done.returncode:
+            pytest.skip(f"no registry gives {pins.name}: {done.stderr.strip().splitlines()[-1:]}")
+        stamp.write_text(pins.read_text())
+
+    def ask(suite, url):
+        done = subprocess.run([python, CLIENT, suite, url], capture_output=True, text=True, timeout=120, check=False)
+        assert done.returncode == 0, done.stderr[-3000:]
+
+    return ask
+
+
+@pytest.fixture(scope="module")
+def served(tmp_path_factory):
+    """The base URL of `python -m dora_jax.serve` over a tiny model of bytes with a chat template."""
+    folder = tmp_path_factory.mktemp("model") / "model"
+    vocab = sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet()) + ["<|im_start|>", "<|im_end|>"]
+    sizes = dict(d_model=16, n_layers=1, n_heads=2, n_kv_heads=1, head_dim=8, d_ff=32)
+    hf_folder.folder(folder, decoder.new_config("qwen3", vocab_size=len(vocab), **sizes))
+    backend = tokenizers.Tokenizer(tokenizers.models.BPE({token: i for i, token in enumerate(vocab)}, []))
+    backend.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = tokenizers.decoders.ByteLevel()
+    backend.add_special_tokens(vocab[-2:])
+    backend.save(str(folder / "tokenizer.json"))
+    settings = {"eos_token": "<|im_end|>", "chat_template": TEMPLATE}
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+    small = {"max_prompt_tokens": 32, "max_new_tokens": 32, "slots": 16, "decode_steps": 2}
+    flags = [f"--model={folder}", "--port=0", *(f"--config.rollout.{name}={value}" for name, value in small.items())]
+    command = [sys.executable, "-m", "dora_jax.serve", *flags]
+    with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True) as process:
+        line = process.stdout.readline()
+        assert "is served at" in line, line
+        yield line.split("is served at ")[1].partition("/v1")[0]
+        process.terminate()
+        process.communicate(timeout=60)
+    assert process.returncode == 0, "told to stop, it ends in peace"
+
+
+@pytest.mark.slow
+def test_the_library_reads_every_answer(ask, served):
+    ask("suite", served)
+
+
+@pytest.mark.slow
+def test_an_answer_outlives_the_client_s_time_out(ask):
+    text = 'hm <tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>'
+    rig = Rig(engine=Speaker(text, 1.5 / len(text)), pulse_s=0.1)
+    with rig.live() as url:
+        ask("patient", url)
+
+
+@pytest.mark.slow
+def test_a_client_that_gives_up_and_returns_is_answered_by_what_was_sampled_once(ask):
+    engine = Speaker("x" * 60, 0.1)
+    with Rig(engine=engine).live() as url:  # 3 s for an answer, and not a word before
+        ask("hasty", url)
+    assert engine.sampled_tokens == 30
