@@ -239,7 +239,7 @@ def _saved(rest: Sequence[str], spec: str, purpose: str) -> ml_collections.Confi
     if bool(folder) + bool(named) != 1 and purpose == "serve":
         raise ConfigError("model: name either a folder, --model=FOLDER, or a run, --workdir=DIR")
     if folder:
-        return _folder(folder)
+        return _folder(folder, coming=any(arg.lstrip("-").startswith("download") for arg in rest))
     if not named:
         raise ConfigError("workdir: missing; name the folder of a run, --workdir=DIR")
     config = validate.from_config_dict(workdirs.read(local(named, "evaluate")), purpose)
@@ -251,12 +251,16 @@ def _named(flag: str, rest: Sequence[str]) -> str:
     return next((arg.partition("=")[2] for arg in reversed(rest) if re.match(rf"--?{flag}=", arg)), "")
 
 
-def _folder(path: str) -> ml_collections.ConfigDict:
-    """The configuration of an engine for this Hugging Face folder, which no run has described."""
+def _folder(path: str, coming: bool) -> ml_collections.ConfigDict:
+    """The configuration of an engine for this Hugging Face folder, which no run has described. coming: it is yet to be
+    downloaded."""
     tree = configs.defaults()
     tree.model.path = path
+    there = (Path(path) / "config.json").is_file()
+    if not there and not coming:
+        raise ConfigError(f"model: {path} holds no config.json, so it is no Hugging Face folder{hub.advice(path)}")
     with configs.blame("model"):
-        positions = read_config(path).max_position if (Path(path) / "config.json").is_file() else 2 * SERVED_TOKENS
+        positions = read_config(path).max_position if there else 2 * SERVED_TOKENS
     tree.rollout.max_prompt_tokens = tree.rollout.max_new_tokens = min(SERVED_TOKENS, positions // 2)
     tree.rollout.slots = SERVED_SLOTS
     return tree

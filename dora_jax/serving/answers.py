@@ -236,7 +236,7 @@ class Answers:
         if answer.readers:
             return
         told = answer.done and reader.read == len(answer.log) and not answer.kept
-        if answer not in self._keys or told:
+        if answer not in self._keys or told or answer.error:  # a retry of an error is tried anew
             self._forget(answer)
             return
         for choice in answer.choices:

@@ -34,11 +34,19 @@ class Options:
 
 
 class Service:
-    """Fleet, answers and routes, tied together; `lifespan` runs inside the loop."""
+    """`lifespan` runs inside the loop. answering: see Answers."""
 
-    def __init__(self, fleet: LocalFleet, versions: Versions, tokenizer: Tokenizer, limits: Limits, options: Options):
+    def __init__(
+        self,
+        fleet: LocalFleet,
+        versions: Versions,
+        tokenizer: Tokenizer,
+        limits: Limits,
+        options: Options,
+        **answering: Any,
+    ):
         self.fleet, self.versions = fleet, versions
-        self.answers = Answers(fleet, versions, tokenizer.decode)
+        self.answers = Answers(fleet, versions, tokenizer.decode, **answering)
         self.endpoint = Endpoint(
             self.answers,
             tokenizer,

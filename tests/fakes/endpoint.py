@@ -21,10 +21,10 @@ from dora_jax.serving.versions import Versions
 END = 0  # the engines' stop token
 SECTION = presets.on_cpu(
     RolloutSection(
-        slots=64, pages=2048, page_size=4, max_prompt_tokens=32, max_new_tokens=32, decode_steps=2, residents=3
+        slots=64, pages=2048, page_size=4, max_prompt_tokens=64, max_new_tokens=64, decode_steps=2, residents=3
     )
 )
-LIMITS = Limits(context=64, vocab=256, sampling=(("temperature", 1.0), ("top_k", 0), ("top_p", 1.0), ("min_p", 0.0)))
+LIMITS = Limits(context=128, vocab=256, sampling=(("temperature", 1.0), ("top_k", 0), ("top_p", 1.0), ("min_p", 0.0)))
 
 
 class Speaker(OracleEngine):
@@ -43,9 +43,9 @@ class Speaker(OracleEngine):
         finished = tuple(dataclasses.replace(sample, out_ids=self._said(sample.out_ids)) for sample in result.finished)
         return dataclasses.replace(result, finished=finished)
 
-    def sampled(self, id, start=0):
+    def sampled(self, id, start=0, *rest):
         """Its tokens are those of the text, not the oracle's."""
-        new = super().sampled(id, 0)
+        new = super().sampled(id, 0, *rest)
         return new._replace(out_ids=self._said(new.out_ids)[start:], logprobs=new.logprobs[start:])
 
     def _said(self, out_ids):
