@@ -1,4 +1,5 @@
-"""Named points at which a test has the process die as if the power had failed: DORA_FAULT=NAME:N, at the Nth pass.
+"""Named points at which a test has something break, at the Nth pass: DORA_FAULT=NAME:N. At all but those of `rollout` the
+process dies as if the power had failed.
 
 Consumes one environment variable, produces nothing; without it a point is one comparison. Law: `POINTS` is all there are.
 """
@@ -14,6 +15,7 @@ POINTS = (
     "journal.after_commit",  # facts are durable, the orchestrator has not seen them
     "journal.half_segment",  # a new segment is written under its temporary name
     "journal.after_segment",  # a new segment stands, older ones are not dropped
+    "rollout.nan",  # the log-probs of a sample that has ended become NaN
     "trainer.before_step",  # a batch was taken
     "trainer.in_step",  # a part of a step is trained, the next has not come
     "trainer.after_step",  # the weights have changed, and nothing has been told

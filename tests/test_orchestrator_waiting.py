@@ -93,14 +93,19 @@ def test_time_in_an_environment_is_no_time_of_decoding():
     assert brain.state.fleet.measured.finished_s == pytest.approx(1.0 + 2.0)
 
 
-def test_a_snapshot_written_before_samples_waited_is_read():
+@pytest.mark.parametrize(("format", "later"), [(8, ("home", "waits_s", "ran", "spoilt")), (9, ("ran", "spoilt"))])
+def test_a_snapshot_of_an_older_format_is_read(format, later):
     brain = roomy()
+    for unit in (unit for group in brain.state.groups.values() for unit in group.units):
+        unit.ran = ()
     data = brain.snapshot()
     old = json.loads(json.dumps(data))
-    unknown = [UNIT.index("home"), UNIT.index("waits_s")]
-    for *_, units in old["groups"]:
-        for unit in units:
-            unit[1] = [value for i, value in enumerate(unit[1]) if i not in unknown]
-    del old["queue"]["in_environment"]
-    again = Orchestrator.restore(brain.state.config, old | {"format": 8})
+    for group in old["groups"]:
+        del group[-2]
+        for unit in group[-1]:
+            unit[1] = [value for name, value in zip(UNIT, unit[1], strict=True) if name not in later]
+    del old["sampled_by"], old["trained_by"]
+    if format == 8:
+        del old["queue"]["in_environment"]
+    again = Orchestrator.restore(brain.state.config, old | {"format": format})
     assert json.dumps(again.snapshot()) == json.dumps(data)

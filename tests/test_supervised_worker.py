@@ -303,3 +303,38 @@ def test_samples_go_on_while_weights_come():
         heard.append(outbox.get(timeout=20))
     assert "Dies: no such weights" in heard[-1].reason
     instance.stop()
+
+
+@pytest.mark.parametrize("mode", ["sync", "dora", "partial"])
+def test_an_instance_that_emits_nan_is_named_and_nothing_of_it_is_trained(mode):
+    def nan(result):
+        return change_finished(logprobs=lambda s: np.full(len(s.out_ids), np.nan, np.float32))(result)
+
+    ticks = iter(range(1, 10**9))
+    job = Job(mode, instances=3, troubles=[[lambda result: nan(result) if next(ticks) >= 10 else result]])
+    quarantined, sampled, trained, doubted = [], {}, [], set()
+    job.world.listen(lambda record: quarantined.append(record) if isinstance(record, ev.Quarantine) else None)
+
+    def watch(event):
+        match event:
+            case ev.SampleStarted(id=id, instance=i):
+                sampled[id] = {i}
+            case ev.SampleResumed(id=id, instance=i) | ev.SampleMoved(id=id, dst=i):
+                sampled[id].add(i)
+            case ev.InstanceUnhealthy(instance=0):
+                trained.extend(job.brain.state.ledger.batch)
+                trained.extend(g for groups in job.brain.state.trained_by.values() for g in groups)
+                doubted.update(id for id, ran in sampled.items() if 0 in ran)
+
+    assert job.play(watch).ok
+    job.audit()
+    (command,) = quarantined
+    assert command.instance == 0 and "log-probs are not finite" in command.reason
+    assert set(command.group_ids) == {id.group_id for id in doubted} & set(trained)
+    done = {r.sample.id: r for r in job.records if isinstance(r, Finished)}
+    later = {group.group_id for _, group in trained_by(job.records)} - set(trained)
+    assert later and doubted
+    for id in doubted:
+        if id.group_id in later:  # it has begun again: on a healthy instance, or on the next life of this one
+            assert (done[id].instance, done[id].life) != (0, 0)
+    assert "begin again elsewhere" in job.said[0]

@@ -16,8 +16,8 @@ draining version have come free.
 What the body owes: a Move answers each id with SampleMoved or MoveFailed (or SampleDone by the source), even if an
 end dies; MoveFailed means that the sample runs at the source again, or that its tokens are recorded if the source is
 down. A Cancel gives its group up, and answers each id with SampleCancelled unless it had ended, whether or not it had
-begun; with instance None it discards recorded tokens, or a scored group. Mode `evict` issues an evicted prompt again
-under a new group id.
+begun; with instance None it discards recorded tokens, or a scored group. A group that is given up, by mode `evict` or
+because an instance in quarantine sampled a part of it (quarantine.py), is issued again under a new group id.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ from dora_jax.orchestrate import events as ev
 from dora_jax.orchestrate.modes import OrchestratorConfig
 from dora_jax.orchestrate.state import State
 from dora_jax.orchestrate.transitions import COMMIT
-from dora_jax.types import RENEWAL, GroupId, SampleId, Version
+from dora_jax.types import RENEWAL, GroupId, Version
 
 # After these a batch may be taken that could not be before; after these no version and no run can be over.
-CHANGES_READY = {ev.GroupScored, ev.GroupFailed, ev.StepPublished, ev.InstanceUp}
+CHANGES_READY = {ev.GroupScored, ev.GroupFailed, ev.StepPublished, ev.InstanceUp, ev.InstanceUnhealthy}
 ENDS_NOTHING = {ev.InstanceReported, ev.SampleStarted, ev.SampleWaiting, ev.SampleReady}
 
 
@@ -153,19 +153,7 @@ class Orchestrator:
         assert s.decisions.max_lag is not None  # a mode that evicts has a bound
         oldest = s.ledger.base - s.decisions.max_lag
         for group_id in [g for g, (_, version) in s.ledger.live.items() if version < oldest]:
-            s.ledger.evicted(group_id)
-            s.count_tasks((group_id,), -1)
-            group = s.groups.get(group_id)
-            if group is not None and not group.left:  # whole, and being scored
-                del s.groups[group_id]
-                group = None
-            reason = f"its version is more than {s.decisions.max_lag} behind version {s.ledger.base}"
-            if group is None:  # only its payload is left
-                ids = tuple(SampleId(group_id, i) for i in range(s.config.group_size))
-                s.out.append(ev.Cancel(ids=ids, instance=None, reason=reason))
-                s.renew(group_id)
-            else:
-                s.abandon(group, "evicted", reason)
+            s.give_up(group_id, f"its version is more than {s.decisions.max_lag} behind version {s.ledger.base}")
 
     # ------------------------------------------------------------------ the ends of a version and of the run
 

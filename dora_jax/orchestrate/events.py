@@ -42,6 +42,15 @@ class InstanceDown:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class InstanceUnhealthy:
+    """What the instance samples cannot be believed: its log-probs are not finite, say. Its life is over."""
+
+    instance: InstanceId
+    reason: str
+    life: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class WeightsLoaded:
     instance: InstanceId
     version: Version
@@ -188,6 +197,7 @@ class TimePassed:
 Event = (
     InstanceUp
     | InstanceDown
+    | InstanceUnhealthy
     | WeightsLoaded
     | SampleStarted
     | SampleDone
@@ -219,7 +229,20 @@ class LoadWeights:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Quarantine:
+    """End the present life of the instance, and name it: it gets no work before it comes up again. Nothing that it sampled
+    will be trained, but for `group_ids`, of which it sampled a part and which trained in the steps that made `steps`."""
+
+    instance: InstanceId
+    reason: str
+    group_ids: tuple[GroupId, ...]
+    steps: tuple[Version, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Start:
+    """Sample from the prompt. Whatever is left of a sample that began on an instance in quarantine is forgotten here."""
+
     ids: tuple[SampleId, ...]
     instance: InstanceId
     version: Version
@@ -289,4 +312,4 @@ class Halt:
     reason: str
 
 
-Command = LoadWeights | Start | Move | Park | Resume | Cancel | Train | Retire | Pause | Unpause | Halt
+Command = LoadWeights | Start | Move | Park | Resume | Cancel | Train | Retire | Pause | Unpause | Quarantine | Halt

@@ -31,7 +31,7 @@ class Unit:
 
     __slots__ = (
         "attempt", "began_s", "dst", "dst_pages", "failed_moves", "group", "home", "id", "instance", "moved_s", "pages",
-        "state", "tokens", "version", "waits_s",
+        "ran", "spoilt", "state", "tokens", "version", "waits_s",
     )  # fmt: skip
 
     def __init__(self, group: Group, index: int):
@@ -42,6 +42,8 @@ class Unit:
         self.tokens = 0
         self.pages = 0  # reserved where it is
         self.instance: InstanceId | None = None
+        self.ran: tuple[InstanceId, ...] = ()  # that have sampled tokens of it
+        self.spoilt = False  # one of them is in quarantine: it begins again from its prompt
         self.home: InstanceId | None = None  # has kept its KV while it waited
         self.dst: Instance | None = None  # while MOVING
         self.dst_pages = 0
@@ -59,13 +61,14 @@ class Unit:
 class Group:
     """One prompt with its G samples; `units[i]` is None once sample i has ended."""
 
-    __slots__ = ("abandoned", "id", "left", "units", "version")
+    __slots__ = ("abandoned", "id", "left", "ran", "units", "version")
 
     def __init__(self, group_id: GroupId, version: Version, samples: int):
         self.id = group_id
         self.version = version
         self.left = samples
         self.abandoned: str | None = None  # "failed" or "evicted" while its last samples are being cancelled
+        self.ran: tuple[InstanceId, ...] = ()  # that have sampled tokens of those which have ended
         self.units: list[Unit | None] = [Unit(self, i) for i in range(samples)]
 
 

@@ -16,7 +16,7 @@ from dora_jax.orchestrate.line import Line
 from dora_jax.orchestrate.state import State
 from dora_jax.types import InstanceId
 
-FORMAT = 9
+FORMAT = 10
 UNIT = tuple(name for name in Unit.__slots__ if name not in ("dst", "group", "id"))
 INSTANCE = tuple(name for name in Instance.__slots__ if name not in ("report", "units"))
 unit_values, instance_values = attrgetter(*UNIT), attrgetter(*INSTANCE)
@@ -76,17 +76,24 @@ def _upgraded(s: State, data: dict[str, Any]) -> dict[str, Any]:
             "fleet": data["fleet"] | {"measured": measured},
         }
     if data["format"] == 8:  # no sample waited for an environment
-        unset: dict[str, Any] = {"home": None, "waits_s": 0.0}
-        groups = [[*group, [_with(unset, unit) for unit in units]] for *group, units in data["groups"]]
-        data |= {"format": 9, "groups": groups, "queue": data["queue"] | {"in_environment": _encode({})}}
+        data |= {"format": 9, "groups": _with(data["groups"], {"home": None, "waits_s": 0.0}, {"ran", "spoilt"})}
+        data["queue"] = data["queue"] | {"in_environment": _encode({})}
+    if data["format"] == 9:  # no instance was ever in quarantine, and nobody asked which ones had sampled what
+        groups = _with(data["groups"], {"ran": (), "spoilt": False}, set())
+        data |= {"format": 10, "groups": [[*group, [], units] for *group, units in groups]}
+        data |= {"sampled_by": _encode({}), "trained_by": _encode({})}
     return data
 
 
-def _with(unset: dict[str, Any], unit: list) -> list:
-    """The row of a unit that was written without these attributes."""
-    dst, values, index = unit
-    known = dict(zip((name for name in UNIT if name not in unset), values, strict=True)) | unset
-    return [dst, [known[name] for name in UNIT], index]
+def _with(groups: list, unset: dict[str, Any], later: set[str]) -> list:
+    """The rows of groups whose units were written without `unset`, and without what is later still."""
+    names = [name for name in UNIT if name not in later]
+    rows = []
+    for *group, units in groups:
+        known = [name for name in names if name not in unset]
+        filled = [(dst, dict(zip(known, values, strict=True)) | unset, index) for dst, values, index in units]
+        rows.append([*group, [[dst, [unit[name] for name in names], index] for dst, unit, index in filled]])
+    return rows
 
 
 def _names(thing: Any) -> list[str]:
@@ -141,7 +148,7 @@ def _load_instance(s: State, values: list) -> Instance:
 
 def _save_group(group: Group) -> list:
     units = [[_destination(unit), unit_values(unit), unit.index] for unit in group.units if unit is not None]
-    return [group.id, group.version, len(group.units), group.left, group.abandoned, units]
+    return [group.id, group.version, len(group.units), group.left, group.abandoned, group.ran, units]
 
 
 def _destination(unit: Unit) -> list | None:
@@ -149,14 +156,15 @@ def _destination(unit: Unit) -> list | None:
 
 
 def _load_group(fleet: Fleet, row: list) -> Group:
-    id, version, samples, left, abandoned, rows = row
+    id, version, samples, left, abandoned, ran, rows = row
     group = Group(id, version, samples)
-    group.left, group.abandoned = left, abandoned
+    group.left, group.abandoned, group.ran = left, abandoned, tuple(ran)
     units, group.units = group.units, [None] * samples
     for dst, values, index in rows:
         unit = group.units[index] = units[index]
         for name, value in zip(UNIT, values, strict=True):
             setattr(unit, name, value)
+        unit.ran = tuple(unit.ran)
         unit.dst = None if dst is None else _instance(fleet, *dst)
     return group
 

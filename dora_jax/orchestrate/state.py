@@ -50,6 +50,10 @@ class State:
         self.task_open: dict[str, int] = {}  # outstanding groups by task, where tasks have limits
         self.task_rates = dict.fromkeys(config.tasks, 1.0)  # running share of a task's groups that can be trained on
         self.task_limits = config.task_limits
+        self.sampled_by: dict[GroupId, tuple[InstanceId, ...]] = {}  # groups that are ready or in training
+        self.trained_by: dict[
+            Version, dict[GroupId, tuple[InstanceId, ...]]
+        ] = {}  # of the last steps, by what they made
         self.redo: list[GroupId] = []  # issued again before new ones
         self.evaluating: dict[Version, int] = {}  # groups whose evaluation has not finished
         self.alive: dict[Version, None] = {start_version: None}  # not retired
@@ -119,7 +123,11 @@ class State:
             return
         if self.decisions.on_publish == "swap" and not is_eval(unit.group.id):
             self.queue.retag(unit, self.ledger.base)
-        self.queue.park(unit)
+        if unit.spoilt:
+            unit.tokens, unit.ran, unit.home, unit.spoilt = 0, (), None, False
+            self.queue.put_back([unit])
+        else:
+            self.queue.park(unit)
         self.due.versions_to_fill[unit.version] = None
         if unit.version not in self.fleet.holders and unit.version not in self.fleet.promised:
             self.due.rebalance = True
@@ -136,6 +144,28 @@ class State:
         unit.state = fl.CANCELLING
         reason = f"its group {unit.group.abandoned}"
         self.out.append(ev.Cancel(ids=(unit.id,), instance=unit.instance, reason=reason))
+
+    def give_up(self, group_id: GroupId, reason: str) -> None:
+        """No step will take the group: its samples are discarded, and its prompt is issued again."""
+        self.ledger.evicted(group_id)
+        self.count_tasks((group_id,), -1)
+        self.sampled_by.pop(group_id, None)
+        if self.budget is not None:
+            self.budget += 1
+        group = self.groups.get(group_id)
+        if group is None or not group.left:  # only its payload is left
+            self.discard(group_id, reason)
+            self.renew(group_id)
+        else:
+            self.abandon(group, "evicted", reason)
+
+    def discard(self, group_id: GroupId, reason: str) -> None:
+        """Forget a whole group, which is being scored or has been."""
+        self.groups.pop(group_id, None)
+        samples = self.config.eval_samples if is_eval(group_id) else self.config.group_size
+        self.out.append(
+            ev.Cancel(ids=tuple(SampleId(group_id, i) for i in range(samples)), instance=None, reason=reason)
+        )
 
     def abandon(self, group: Group, how: str, reason: str) -> None:
         """End a group that will not be trained: samples that wait for their first slot at once, the others by Cancel."""
@@ -169,6 +199,12 @@ class State:
             )
         self.redo.append(renewed)
         self.due.versions_to_fill[self.ledger.base] = None
+
+    def evaluated(self, version: Version) -> None:
+        """A group of the version's evaluation has ended."""
+        self.evaluating[version] -= 1
+        if not self.evaluating[version]:
+            del self.evaluating[version]
 
     def count_tasks(self, group_ids: Iterable[GroupId], by: int) -> None:
         if self.config.task_cycle:

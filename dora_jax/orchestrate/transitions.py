@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dora_jax.orchestrate import events as ev
 from dora_jax.orchestrate import fleet as fl
-from dora_jax.orchestrate import speeds
+from dora_jax.orchestrate import quarantine, speeds
 from dora_jax.orchestrate.fleet import Instance, Unit
 from dora_jax.orchestrate.state import State
 from dora_jax.types import is_eval
@@ -15,7 +15,7 @@ from dora_jax.types import is_eval
 def instance_up(s: State, event: ev.InstanceUp) -> None:
     """The end of its earlier life may be heard later, and is then late."""
     if event.instance in s.fleet.instances:
-        _lost(s, s.fleet.instances[event.instance])
+        lost(s, s.fleet.instances[event.instance])
     s.fleet.lives[event.instance] = event.life
     problem = s.config.instance_problem(event.pages, event.page_size, event.slots)
     if problem:
@@ -36,10 +36,10 @@ def instance_down(s: State, event: ev.InstanceDown) -> None:
     s.fleet.lives[event.instance] = event.life
     instance = s.fleet.instances.get(event.instance)
     if instance is not None:
-        _lost(s, instance)
+        lost(s, instance)
 
 
-def _lost(s: State, instance: Instance) -> None:
+def lost(s: State, instance: Instance) -> None:
     s.fleet.remove(instance)
     unstarted = []
     for unit in s.fleet.settle(instance):
@@ -53,6 +53,12 @@ def _lost(s: State, instance: Instance) -> None:
     s.queue.put_back(unstarted)
     s.due.versions_to_fill.update(dict.fromkeys(unit.version for unit in instance.units.values()))
     s.due.rebalance = True
+
+
+def instance_unhealthy(s: State, event: ev.InstanceUnhealthy) -> None:
+    quarantine.name(s, event)
+    lost(s, s.fleet.instances[event.instance])
+    quarantine.begin_again(s, event.instance, f"instance {event.instance} is in quarantine: {event.reason}")
 
 
 def weights_loaded(s: State, event: ev.WeightsLoaded) -> None:
@@ -90,7 +96,7 @@ def time_passed(s: State, event: ev.TimePassed) -> None:
 
 def sample_started(s: State, event: ev.SampleStarted) -> None:
     unit = s.live_unit(event.id)
-    unit.began_s = s.now_s
+    unit.began_s, unit.ran = s.now_s, (event.instance,)
     group = unit.group
     if not is_eval(group.id):
         s.ledger.running(group.id)
@@ -104,7 +110,11 @@ def sample_done(s: State, event: ev.SampleDone) -> None:
     s.fleet.measured.ended(event.tokens, s.now_s - unit.began_s)
     s.end_unit(unit)
     group = unit.group
-    if group.left == 0 and group.abandoned is None and not is_eval(group.id):
+    if unit.ran != group.ran:
+        group.ran += tuple(i for i in unit.ran if i not in group.ran)
+    if unit.spoilt:
+        quarantine.give_up(s, group, "an instance that sampled a part of it is in quarantine")
+    elif group.left == 0 and group.abandoned is None and not is_eval(group.id):
         s.ledger.scoring(group.id)
 
 
@@ -123,8 +133,7 @@ def sample_moved(s: State, event: ev.SampleMoved) -> None:
         return
     s.fleet.reserve(unit, dst, fl.RUNNING)
     s.fleet.offer(dst)
-    if unit.group.abandoned is not None:
-        s.cancel(unit)
+    _goes_on(s, unit)
 
 
 def move_failed(s: State, event: ev.MoveFailed) -> None:
@@ -135,8 +144,18 @@ def move_failed(s: State, event: ev.MoveFailed) -> None:
         s.recorded(unit)
         return
     unit.state = fl.RUNNING
+    _goes_on(s, unit)
+
+
+def _goes_on(s: State, unit: Unit) -> None:
+    """After a move."""
+    assert unit.instance is not None
     if unit.group.abandoned is not None:
         s.cancel(unit)
+    elif unit.spoilt:
+        quarantine.put_aside(s, unit)
+    elif unit.instance not in unit.ran:
+        unit.ran += (unit.instance,)
 
 
 def sample_parked(s: State, event: ev.SampleParked) -> None:
@@ -156,6 +175,8 @@ def sample_waiting(s: State, event: ev.SampleWaiting) -> None:
     unit.home = event.instance if event.kept else None
     if unit.group.abandoned is not None:
         s.cancel(unit)
+    elif unit.spoilt:
+        s.recorded(unit)
     else:
         s.queue.wait(unit)
 
@@ -170,11 +191,13 @@ def sample_ready(s: State, event: ev.SampleReady) -> None:
 
 def _runs(s: State, unit: Unit) -> None:
     """Mode `partial`: what begins to run under weights that were replaced meanwhile is put aside at once."""
+    assert unit.instance is not None
     unit.state = fl.RUNNING
-    if s.decisions.on_publish == "swap" and unit.version < s.ledger.base and not is_eval(unit.group.id):
-        assert unit.instance is not None
-        unit.state = fl.PARKING
-        s.out.append(ev.Park(ids=(unit.id,), instance=unit.instance))
+    if unit.instance not in unit.ran:
+        unit.ran += (unit.instance,)
+    outdated = s.decisions.on_publish == "swap" and unit.version < s.ledger.base and not is_eval(unit.group.id)
+    if outdated or unit.spoilt:
+        quarantine.put_aside(s, unit)
 
 
 # ---------------------------------------------------------------- groups and steps
@@ -183,9 +206,11 @@ def _runs(s: State, unit: Unit) -> None:
 def group_scored(s: State, event: ev.GroupScored) -> None:
     group = s.groups.pop(event.group_id)
     if is_eval(group.id):
-        _evaluated(s, group.version)
+        s.evaluated(group.version)
     else:
         s.ledger.scored(group.id, event.trainable)
+        if event.trainable:
+            s.sampled_by[group.id] = group.ran
         s.observe_task(group.id, event.trainable)
         if not event.trainable:
             s.group_lost(group.id)
@@ -201,7 +226,7 @@ def _stop_if_nothing_to_learn(s: State) -> None:
 def group_failed(s: State, event: ev.GroupFailed) -> None:
     group = s.groups[event.group_id]
     if is_eval(group.id):
-        _evaluated(s, group.version)
+        s.evaluated(group.version)
     elif group.abandoned is None:
         s.ledger.failed(group.id)
         s.group_lost(group.id)
@@ -211,13 +236,8 @@ def group_failed(s: State, event: ev.GroupFailed) -> None:
         s.abandon(group, "failed", event.reason)
 
 
-def _evaluated(s: State, version: int) -> None:
-    s.evaluating[version] -= 1
-    if not s.evaluating[version]:
-        del s.evaluating[version]
-
-
 def step_published(s: State, event: ev.StepPublished) -> None:
+    quarantine.remember(s, event.version)
     s.ledger.published(event.version)
     s.alive[event.version] = None
     s.due.rebalance = True
@@ -226,6 +246,7 @@ def step_published(s: State, event: ev.StepPublished) -> None:
 COMMIT = {
     ev.InstanceUp: instance_up,
     ev.InstanceDown: instance_down,
+    ev.InstanceUnhealthy: instance_unhealthy,
     ev.WeightsLoaded: weights_loaded,
     ev.InstanceReported: instance_reported,
     ev.TimePassed: time_passed,

@@ -25,7 +25,7 @@ def _down(s: State, event: ev.InstanceDown) -> bool:
     return event.life > s.fleet.lives.get(event.instance, -1) or (instance is not None and event.life == instance.life)
 
 
-def _lives(s: State, event: ev.InstanceReported | ev.WeightsLoaded) -> bool:
+def _lives(s: State, event: ev.InstanceReported | ev.InstanceUnhealthy | ev.WeightsLoaded) -> bool:
     """Said by the present life of its instance."""
     instance = s.fleet.instances.get(event.instance)
     return instance is not None and instance.life == event.life
@@ -135,6 +135,7 @@ def _passed(s: State, event: ev.TimePassed) -> bool:
 _COUNTS = {
     ev.InstanceUp: _up,
     ev.InstanceDown: _down,
+    ev.InstanceUnhealthy: _lives,
     ev.WeightsLoaded: _loaded,
     ev.InstanceReported: _reported,
     ev.TimePassed: _passed,

@@ -99,7 +99,7 @@ class Coordinator:
         self._ready: list[InstanceReady] = []
 
     def listen(self, listener: Callable[[Any], None]) -> None:
-        """`listener` sees every payload record: Finished, Partial, ScoredGroup, GroupFailure, StepDone."""
+        """`listener` sees every payload record: Finished, Partial, ScoredGroup, GroupFailure, StepDone, Quarantine."""
         self._listeners.append(listener)
 
     def recall(self, payloads: PayloadState) -> None:
@@ -184,6 +184,8 @@ class Coordinator:
             case ev.Resume(ids=ids, instance=instance, version=version):
                 for sample in ids:
                     self._resume(sample, self._instances[instance], version)
+            case ev.Quarantine():  # its life is over: it has said so itself
+                self._tell(command)
             case ev.Retire(version=version):
                 self._weights.drop(version)
             case ev.Pause(instance=instance):
@@ -204,6 +206,7 @@ class Coordinator:
         group_id = sample.group_id
         if group_id in self._refused:
             return
+        self._samples.forget(sample)
         try:
             group = self._samples.opened(group_id)
         except PromptTooLong as error:

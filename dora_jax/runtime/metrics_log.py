@@ -92,6 +92,18 @@ class TaskShares:
         return shares | {f"task/reward/{task}": float(np.mean(rewards)) for task, rewards in of_task.items() if rewards}
 
 
+def quarantined(command: ev.Quarantine) -> str:
+    """The sentence that names an instance in quarantine, and the steps that trained on its tokens before."""
+    steps: dict[Version, list[GroupId]] = {}
+    for group_id, step in zip(command.group_ids, command.steps, strict=True):
+        steps.setdefault(step, []).append(group_id)
+    trained = "; ".join(f"step {step}: groups {', '.join(map(str, groups))}" for step, groups in sorted(steps.items()))
+    return (
+        f"rollout {command.instance} is in quarantine ({command.reason}). Nothing of what it sampled will be trained; "
+        + (f"groups that it sampled a part of were trained in {trained}" if trained else "no group was trained with it")
+    )
+
+
 class ScoringFailures:
     def __init__(self, max_failed_share: float, prompt_of: Callable[[GroupId], Prompt], notify: Callable[[str], None]):
         self._max_failed_share, self._prompt_of, self._notify = max_failed_share, prompt_of, notify
@@ -230,6 +242,8 @@ class RunLog:
         for command in commands:
             if isinstance(command, ev.Train):
                 self._writer.phase("trainer", f"training version {command.base_version + 1}")
+            elif isinstance(command, ev.Quarantine):
+                self._writer.note(quarantined(command))
 
     # ------------------------------------------------------------ private
 

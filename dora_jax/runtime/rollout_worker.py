@@ -11,6 +11,9 @@ import time
 from collections.abc import Callable
 from typing import Any, Protocol
 
+import numpy as np
+
+from dora_jax.fault_injection import armed
 from dora_jax.orchestrate import events as ev
 from dora_jax.rollout.migrate import InFlightSample, SampledTokens, count_rows, sampled_from
 from dora_jax.rollout.ticks import TickResult
@@ -180,6 +183,8 @@ class EngineWorker(Worker):
         self._grown.update(dict.fromkeys(result.progress))
         for sample in result.finished:
             self._forget(sample.id)
+            if armed("rollout.nan"):
+                sample = dataclasses.replace(sample, logprobs=np.full_like(sample.logprobs, np.nan))
             self.outbox.put(Finished(sample=sample, instance=self.instance, life=self.life))
         for in_flight in result.waiting:
             self._report_rest(in_flight)

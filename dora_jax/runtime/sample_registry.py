@@ -83,6 +83,11 @@ class SampleRegistry:
             self._branches.pop(id, None)
         return {group_id: self.groups.pop(group_id, None) for group_id in {id.group_id: None for id in ids}}
 
+    def forget(self, id: SampleId) -> None:
+        """The sample starts: one that had begun on an instance in quarantine begins again."""
+        self._parked.pop(id, None)
+        self._branches.pop(id, None)
+
     def park(self, sample: InFlightSample) -> None:
         if sample.id.group_id in self.groups:
             self._parked[sample.id] = sample

@@ -1,8 +1,9 @@
 """A rollout instance of this process that may die, hang or return garbage: it leaves the pool, and may come back.
 
 `LocalInstance` is an InstanceProxy whose lives are an engine and its thread each. Laws: a sample that is not a sample
-(log-probs that are no numbers, tokens that are no tokens) ends the life that made it and is never told; lives that come
-to nothing are counted; where no instance is left, the run ends with the last error.
+(log-probs that are no numbers, tokens that are no tokens) ends the life that made it and is never told, and the instance
+is said to be unhealthy; lives that come to nothing are counted; where no instance is left, the run ends with the last
+error.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from dora_jax.runtime.instance_proxy import InstanceProxy
 from dora_jax.runtime.rollout_worker import EngineWorker
 from dora_jax.runtime.seams import Notify, Outbox, RolloutEngine, Tree, WeightStore
 from dora_jax.runtime.shutdown import STAGE_END_S
-from dora_jax.runtime.worker import Crashed, Finished, Job
+from dora_jax.runtime.worker import Crashed, Finished, Job, Parked, Waiting
 from dora_jax.types import InstanceId, Version
 
 MAX_LOSSES = 3  # lives in a row that finished no sample, after which an instance stays away
@@ -114,10 +115,12 @@ class LocalInstance(InstanceProxy["EngineLife"]):
                 fault = fault or ("its log-probs are not finite" if sample.finish == "error" else None)
             case Partial():
                 fault = self._fault(item.out_ids, item.logprobs)
+            case Waiting(in_flight=held) | Parked(in_flight=held):
+                fault = self._fault(held.out_ids, held.logprobs)
             case _:
                 fault = None
         if fault:
-            self._over(life, reason := f"it returned garbage: {fault}", RuntimeError(reason))
+            self._over(life, reason := f"it returned garbage: {fault}", RuntimeError(reason), unhealthy=True)
             return
         if isinstance(item, Finished) and self._life is life:
             self._losses = 0
@@ -128,17 +131,19 @@ class LocalInstance(InstanceProxy["EngineLife"]):
     def _new_life(self, engine: RolloutEngine) -> EngineLife:
         return EngineLife(self, self._wrap(engine), self._weights, self._partial_s, self._lives)
 
-    def _over(self, life: EngineLife, reason: str, error: BaseException) -> None:
-        """The life has ended, or is treated so; another one may begin."""
+    def _over(self, life: EngineLife, reason: str, error: BaseException, unhealthy: bool = False) -> None:
+        """The life has ended, or is treated so; another one may begin. unhealthy: what it sampled is not believed."""
         with self._lock:
             if self._life is not life:
                 return
             self._tokens += life.tokens
             self._losses += 1
             self.gone = life.hung or self._restart.new_engine is None or self._losses >= MAX_LOSSES
+            if unhealthy:
+                self._outbox.put(ev.InstanceUnhealthy(instance=self.instance, reason=reason, life=life.life))
             self._down(life, life.life, reason)
         self._notify(
-            f"{self.role} is lost ({reason}); its samples go on elsewhere"
+            f"{self.role} is lost ({reason}); its samples {'begin again' if unhealthy else 'go on'} elsewhere"
             f"{', and it stays away' if self.gone else ', and it is made again'}"
         )
         if self.gone or self._restart.new_engine is None:

@@ -22,16 +22,17 @@ from dora_jax.orchestrate.core import Orchestrator
 from dora_jax.orchestrate.modes import MODES, OrchestratorConfig
 from dora_jax.orchestrate.restart import restart
 from dora_jax.types import SampleId, is_eval
-from tests.fakes.orchestrator_environment import Environments
+from tests.fakes.orchestrator_doubts import Doubts
+from tests.fakes.orchestrator_environment import Environments, OtherSources
 from tests.fakes.orchestrator_life import InFlightSample, Life
 
 MAX_MOVES = 60_000
 # states of a given-up sample whose end is still heard: its Cancel is out, or follows when it is parked or has moved
 LEAVING = ("cancelling", "parking", "moving")
-DEATH, REBIRTH, TWICE, RESTORED, KILLED, PROGRESS = 0.01, 0.1, 0.1, 0.01, 0.003, 0.3
+DEATH, REBIRTH, TWICE, RESTORED, KILLED, PROGRESS, DOUBT = 0.01, 0.1, 0.1, 0.01, 0.003, 0.3, 0.003
 
 
-class Adversary:
+class Adversary(OtherSources):
     def __init__(
         self, config: OrchestratorConfig, sizes: list[tuple[int, int]], seed: int, calm_after: int, batched: float,
         turns: float,
@@ -46,7 +47,7 @@ class Adversary:
         self.dead: list[Life] = []  # that are still to be heard
         self.parcels: list[InFlightSample] = []
         self.recorded: dict[SampleId, int] = {}
-        self.environments = Environments(self, turns)
+        self.environments, self.doubts = Environments(self, turns), Doubts(self)
         self.done: dict[int, set[int]] = collections.defaultdict(set)
         self.started: set[SampleId] = set()
         self.versions: dict[int, int] = {}
@@ -76,6 +77,8 @@ class Adversary:
             return
         if self.lives and self.draw.random() < DEATH:
             self.die(self.draw.choice(sorted(self.lives)))
+        if self.lives and self.draw.random() < DOUBT:
+            self.doubts.say(self.lives[self.draw.choice(sorted(self.lives))])
         if self.draw.random() < RESTORED:
             self.decide()
             self.brain = Orchestrator.restore(self.config, json.loads(json.dumps(self.brain.snapshot())))
@@ -110,6 +113,7 @@ class Adversary:
             return
         if self.brain.counts(event):
             self.keep(event)
+            self.doubts.hear(event)
         self.heard += 1
         self.brain.commit(event)
         self.brain.state.ledger.check()
@@ -197,6 +201,7 @@ class Adversary:
             case tuple():
                 id, version, resumed = command
                 self.take_in(life, id, version)
+                life.begun.discard(id)
                 if resumed:
                     life.begun.add(id)
                     said.append(ev.SampleResumed(id=id, instance=i, life=number))
@@ -251,20 +256,6 @@ class Adversary:
             parcel.dst.begun.add(parcel.id)
             parcel.dst.said.append(ev.SampleMoved(**way))
 
-    def score(self) -> None:
-        group_id = self.scoring.pop(self.draw.randrange(len(self.scoring)))
-        if group_id in self.given_up:
-            return
-        if self.draw.random() < 0.1 and self.moves < self.calm_after:
-            self.says["scorer"].append(ev.GroupFailed(group_id=group_id, reason="the reward raised"))
-            return
-        trainable = not is_eval(group_id) and self.draw.random() > 0.1
-        self.says["scorer"].append(ev.GroupScored(group_id=group_id, trainable=trainable))
-
-    def tick(self) -> None:
-        self.now_s += self.draw.random()
-        self.hear(ev.TimePassed(now_s=self.now_s))
-
     def post(self, instance: int, command: object) -> None:
         """To the life that the orchestrator means, or to nobody: it hears of a life before it sends it anything."""
         life = self.known(instance)
@@ -286,6 +277,7 @@ class Adversary:
 
     def do_start(self, command: ev.Start) -> None:
         for id in command.ids:
+            self.doubts.start(id)
             assert id.group_id not in self.given_up and id not in self.started, f"{id} starts over"
             tagged = self.versions.setdefault(id.group_id, command.version)
             assert tagged == command.version or self.config.mode == "partial", f"{command} mixes versions"
@@ -317,6 +309,7 @@ class Adversary:
 
     def do_train(self, command: ev.Train) -> None:
         assert command.base_version == self.published and set(command.group_ids) <= self.ready
+        self.doubts.train(command.group_ids)
         self.ready -= set(command.group_ids)
         batch = self.batches[command.base_version]
         batch += command.group_ids
@@ -333,6 +326,11 @@ class Adversary:
         self.post(command.instance, command)
 
     do_pause = do_unpause = do_park
+
+    def do_quarantine(self, command: ev.Quarantine) -> None:
+        self.doubts.check(command)
+        if (life := self.lives.get(command.instance)) is not None and life in self.doubts.said:
+            self.die(command.instance)
 
     def do_halt(self, command: ev.Halt) -> None:
         self.halt = command

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from dora_jax.orchestrate import events as ev
-from dora_jax.types import SampleId
+from dora_jax.types import SampleId, is_eval
 from tests.fakes.orchestrator_life import Life
 
 KEPT, RESET = (
@@ -51,6 +51,14 @@ class Environments:
         if id.group_id not in self._body.given_up:
             self.asked[id] = self._body.recorded[id]
 
+    def forget(self, id: SampleId) -> None:
+        """The sample begins again from its prompt; a late answer is no answer."""
+        self._tokens.pop(id, None)
+        self.asked.pop(id, None)
+        said = self._body.says["controller"]
+        for event in [e for e in said if isinstance(e, ev.SampleReady | ev.SampleDone) and e.id == id]:
+            said.remove(event)
+
     def answer(self) -> None:
         body = self._body
         id = body.draw.choice(sorted(self.asked))
@@ -77,3 +85,21 @@ class Environments:
             assert unit.instance is None and unit.version in state.alive, f"{unit.id}"
         assert counts == state.queue.in_environment
         assert not {unit.id for unit in units} & {id for host in state.fleet.instances.values() for id in host.units}
+
+
+class OtherSources:
+    """Of the adversary: the scorer and the clock."""
+
+    def score(self) -> None:
+        group_id = self.scoring.pop(self.draw.randrange(len(self.scoring)))
+        if group_id in self.given_up:
+            return
+        if self.draw.random() < 0.1 and self.moves < self.calm_after:
+            self.says["scorer"].append(ev.GroupFailed(group_id=group_id, reason="the reward raised"))
+            return
+        trainable = not is_eval(group_id) and self.draw.random() > 0.1
+        self.says["scorer"].append(ev.GroupScored(group_id=group_id, trainable=trainable))
+
+    def tick(self) -> None:
+        self.now_s += self.draw.random()
+        self.hear(ev.TimePassed(now_s=self.now_s))

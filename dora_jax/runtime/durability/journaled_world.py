@@ -84,6 +84,7 @@ class JournaledWorld:
                 yield entry.event
 
     def execute(self, command: ev.Command) -> None:
+        self.payloads.follow(command)
         self._world.execute(command)
         if isinstance(command, ev.Train):  # its groups: while the trainer works
             self._journal.sync_soon()

@@ -1,7 +1,7 @@
 """The payload of everything unfinished, as it follows from the records of the journal.
 
-Consumes facts in order; holds samples of unscored groups, scored groups not yet trained, the tokens of running samples,
-and evaluations under way. Law: `apply` is called right before the orchestrator steps an event that counts, while it
+Consumes facts in order, and the commands that follow from them; holds samples of unscored groups, scored groups not yet
+trained, the tokens of running samples, and evaluations under way. Law: `apply` is called right before the orchestrator steps an event that counts, while it
 runs and when it is replayed, so both give the same payload.
 """
 
@@ -62,6 +62,12 @@ class PayloadState:
                 groups = tuple(self.scored.pop(group_id) for group_id in state.ledger.batch)
                 return Step(base=version - 1, groups=groups, published=published)
         return None
+
+    def follow(self, command: ev.Command) -> None:
+        """A sample that is told to start has no tokens: one that began on an instance in quarantine begins again."""
+        if isinstance(command, ev.Start):
+            for id in command.ids:
+                self.partial.pop(id, None)
 
     def tokens(self, id: SampleId) -> tuple[np.ndarray, np.ndarray, tuple[Span, ...]]:
         """(out_ids i32[U], logprobs f32[U], the versions that sampled them) of a running sample. Empty: no tokens of it

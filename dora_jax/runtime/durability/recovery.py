@@ -161,7 +161,7 @@ def _replay_one(
                 _follow(state, entry)
                 followed.append(entry)
             if batch.last:
-                state.orchestrator.decide()
+                _decide(state)
         except SENSELESS as error:
             notify(
                 f"journal segment {number}: record {i + 1} cannot be followed ({error}); the {len(records) - i} from there "
@@ -170,8 +170,13 @@ def _replay_one(
             return _replay_one(number, records[:i], steps, notify, followed)  # the next was perhaps followed in part
     for entry in rest:
         _follow(state, entry)
-    state.orchestrator.decide()  # where a batch was torn
+    _decide(state)  # where a batch was torn
     return state
+
+
+def _decide(state: ReplayedState) -> None:
+    for command in state.orchestrator.decide():
+        state.payloads.follow(command)
 
 
 def _batch(record: Any) -> Batch:
