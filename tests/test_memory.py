@@ -37,6 +37,9 @@ def changed(**sections):
         KNOWN["Qwen3-0.6B"],
         QWEN_8B,
         new_config("qwen2", vocab_size=90, d_model=8, n_layers=2, n_heads=4, n_kv_heads=2, head_dim=2, d_ff=12),
+        KNOWN["Qwen3-30B-A3B"],
+        KNOWN["DeepSeek-V3"],
+        KNOWN["LongCat-Flash"],
     ],
 )
 def test_parameters_are_those_of_the_decoder(model):
@@ -69,6 +72,36 @@ def test_kv_of_a_token_by_hand(tensor, heads):
     rollout = dataclasses.replace(SECTION, tensor=tensor)
     assert memory.token_bytes(QWEN_8B, rollout, "bfloat16") == 2 * 36 * heads * 128 * 2
     assert memory.token_bytes(QWEN_8B, dataclasses.replace(rollout, kv="float8"), "bfloat16") == 2 * 36 * heads * 128
+
+
+@pytest.mark.parametrize(
+    "name, tensor, numbers",
+    [
+        ("Qwen3-30B-A3B", 4, 48 * 2 * 128),  # one head of four
+        ("DeepSeek-V3", 32, 61 * 576),  # latents, on every device
+        ("LongCat-Flash", 32, 2 * 28 * 576),  # two attentions a layer
+    ],
+)
+def test_kv_of_a_token_of_sparse_models(name, tensor, numbers):
+    rollout = dataclasses.replace(SECTION, tensor=tensor)
+    assert memory.token_bytes(KNOWN[name], rollout, "bfloat16") == 2 * numbers
+
+
+def test_memory_of_experts_by_hand():
+    """One layer's experts forward and backward: rows of an even load and a quarter, sums of their gradients."""
+    model, tokens, mesh = KNOWN["Qwen3-30B-A3B"], 4096, memory.Mesh(1, 1, 1, 1, 8)
+    assert model.active_params / 1e9 == pytest.approx(3.35, rel=0.01)
+    assert model.expert_layer_params == 128 * 3 * 2048 * 768
+    row = 6 * 2048 + 3 * 2 * 768
+    found = {
+        (kind, dispatch): memory.expert_activations(model, kind, dispatch, tokens, mesh, 2)
+        for kind, dispatch in (("megablox", "gather"), ("megablox", "all_to_all"), ("ragged_dot", "gather"))
+    }
+    sums = 4 * model.expert_layer_params / 8
+    gathered = 2 * 4 * 8 * tokens * 2048
+    assert found["megablox", "gather"] == gathered + sums + 2 * 1.25 * 8 * tokens * row
+    assert found["megablox", "all_to_all"] == 4 * 2 * 8 * tokens * 2048 + sums + 2 * 1.25 * 8 * tokens * row
+    assert found["ragged_dot", "gather"] == 2 * 8 * 8 * tokens * row  # every choice of every device
 
 
 def test_weights_of_an_instance_by_hand():
