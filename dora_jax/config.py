@@ -118,6 +118,7 @@ class RolloutSection:
     residents: int = 1  # R: versions an instance holds at once
     slots: int = 32  # samples that decode at once, per instance
     pages: int = 0  # KV pages per instance; 0: as many as memory_share allows, on a CPU as many as the slots need
+    host_kv_bytes: int = 0  # host memory a process for KV of preempted and waiting samples; 0: as much as they need
     memory_share: float = 0.9  # of the memory that weights and programs leave: what KV pages take
     page_size: int = 0  # tokens a page; 0: by platform
     max_prompt_tokens: int = 128

@@ -22,13 +22,17 @@ import numpy as np
 from dora_jax.config import RolloutSection
 from dora_jax.models import decoder
 from dora_jax.models.routes import RouteShape
+from dora_jax.rollout import migrate
 from dora_jax.rollout.device import Device
 from dora_jax.rollout.device_calls import new_calls
-from dora_jax.rollout.migrate import InFlightSample, SampledTokens, ended, repaged, spent, with_pages
-from dora_jax.rollout.plan import DecodeCall, Piece, PrefillCall, Prefix, Scheduler
+from dora_jax.rollout.host_kv import HostKV
+from dora_jax.rollout.migrate import InFlightSample, SampledTokens
+from dora_jax.rollout.pages import Prefix
+from dora_jax.rollout.plan import Scheduler
 from dora_jax.rollout.seq import Seq, Upload
 from dora_jax.rollout.shapes import shapes_of
 from dora_jax.rollout.stops import StopStrings
+from dora_jax.rollout.tick_plan import DecodeCall, Piece, Preempt, PrefillCall
 from dora_jax.rollout.ticks import GrowingResult, TickResult
 from dora_jax.types import SampleId, Version
 
@@ -50,9 +54,10 @@ class Engine:
         dtype=jnp.float32,
         decode: Callable[[Sequence[int]], str] | None = None,
         routes: RouteShape | None = None,
+        host: HostKV | None = None,
     ):
         """decode: ids -> text, for rollout.stop_strings. routes: what the experts of a token look like, where samples
-        carry them; None: they do not."""
+        carry them; None: they do not. host: KV in host memory, which engines of a process may share."""
         self.cfg = cfg
         self.section = section
         self.mesh = mesh
@@ -66,7 +71,8 @@ class Engine:
         self.calls = calls
         self.param_shardings = calls.param_shardings
         self._routes = routes
-        self.scheduler = Scheduler(self.shapes, routes)
+        self.host = host or HostKV(section.host_kv_bytes)
+        self.scheduler = Scheduler(self.shapes, routes, self.host)
         self._weights: dict[Version, Any] = {}
         self._flights: list[_Flight] = []  # launched, not yet read back
         self._decoded_only = True  # the last plan
@@ -90,9 +96,11 @@ class Engine:
         self._weights[version] = self.calls.stored(params)
 
     def drop(self, version: Version) -> None:
-        """Forgets a version with its prefixes; raises while a sample of it is here."""
+        """Forgets a version with its prefixes; raises while a sample of it is here. KV of its episodes that wait goes to
+        the host."""
         if running := self.scheduler.running(version):
             raise RuntimeError(f"cannot drop version {version}: {running} of its samples run")
+        self._swap([self.scheduler.release(id) for id in self.scheduler.resting.of(version)])
         del self._weights[version]
         self.scheduler.index.drop(version)
 
@@ -137,7 +145,9 @@ class Engine:
     def prefill(self, prompt_ids: Any, version: Version) -> Prefix:
         """Computes a prompt's KV now and holds it until `release`: samples of this prompt share it."""
         self._check_loaded(version, "a prefix")
-        prefix = self.scheduler.pin(version, np.asarray(prompt_ids, np.int32))
+        tokens = np.asarray(prompt_ids, np.int32)
+        self._swap(self.scheduler.make_room(self.scheduler.index.cost(version, tokens[:-1])))
+        prefix = self.scheduler.pin(version, tokens)
         while not prefix.computed:
             self._run_uploads(self.scheduler.plan_uploads())  # a part of it may be on its way from the host
             if call := self.scheduler.plan_prefill():
@@ -153,15 +163,17 @@ class Engine:
         return self.device.read_pages([0])
 
     def import_(self, parcel: InFlightSample) -> None:
-        """Continues a sample of another engine, or an episode with what it has observed since: only tokens without KV
-        are prefilled. An episode without room for a token ends with the next tick, by length; one whose turn has ended
-        already waits again."""
+        """Continues a sample of another engine, or an episode with what it has observed: only tokens without KV are
+        prefilled; an episode without pages finds those that it has kept here or on the host.
+
+        An episode without room for a token ends with the next tick, by length; one whose turn is over waits again."""
         self._check_loaded(parcel.version, parcel.id)
         if parcel.turn_tokens and self._stops.ends_turn(parcel, self.eos_ids):
             return self._emit.waiting.append(parcel)
-        if parcel.turn_tokens and spent(parcel, self.shapes.max_context):
-            return self._emit.finished.append(ended(parcel, "length"))
-        self._add(repaged(parcel, self.shapes.page_size), announce=False)
+        if parcel.turn_tokens and migrate.spent(parcel, self.shapes.max_context):
+            self.forget(parcel.id)
+            return self._emit.finished.append(migrate.ended(parcel, "length"))
+        self._add(migrate.repaged(parcel, self.shapes.page_size), announce=False)
 
     def export(self, id: SampleId) -> InFlightSample:
         """Takes one sample out, with its KV as host arrays; `import_` anywhere continues it.
@@ -175,12 +187,25 @@ class Engine:
         if copied is None:  # it has no pages, or others than before
             self._land()
             kv_len = seq.kv_len
-        parcel = self._parcel(seq, self._pages(seq, kv_len), kv_len, copied)
+        parcel = self.with_kept(self._parcel(seq, self._pages(seq, kv_len), kv_len, copied))
         self._forget(seq)
         return parcel
 
+    def with_kept(self, parcel: InFlightSample) -> InFlightSample:
+        """The sample with the KV that it has kept here or on the host, which is then no longer there."""
+        if parcel.id in self.scheduler.resting:
+            self._swap([self.scheduler.release(parcel.id)])
+        return self.host.take(parcel)
+
+    def forget(self, id: SampleId) -> None:
+        """An episode that waits does not go on here: its KV goes."""
+        if id in self.scheduler.resting:
+            self.scheduler.release(id)
+        self.host.forget(id)
+
     def cancel(self, id: SampleId) -> bool:
-        """True where the sample was here."""
+        """True where the sample was here and had not ended its turn; KV that it has kept goes."""
+        self.forget(id)
         if id not in self.scheduler.seqs:
             return False
         self._forget(self.scheduler.seqs[id])
@@ -205,7 +230,8 @@ class Engine:
 
     @property
     def free_pages(self) -> int:
-        return self.scheduler.index.available
+        """Those of episodes that wait are free for the samples that need them."""
+        return self.scheduler.index.available + self.scheduler.resting.pages
 
     def check(self) -> None:
         """Raises where a page, a prefix or a slot is lost or held twice."""
@@ -224,13 +250,15 @@ class Engine:
         if self.scheduler.would_draft:
             self._land()
         plan = self.scheduler.plan()
+        self._swap(plan.swaps)
         if plan.preempts:
             self._land()  # a parcel holds all tokens whose KV it holds
         for preempt in plan.preempts:
             if self.scheduler.seqs.get(preempt.seq.id) is preempt.seq:  # else it has just finished
-                preempt.seq.parcel = self._parcel(preempt.seq, preempt.pages, preempt.kv_len)
+                self.host.put(parcel := self._parcel(preempt.seq, preempt.pages, preempt.kv_len))
+                preempt.seq.parcel = migrate.without_pages(parcel)
         self._run_uploads(plan.uploads)
-        decodes_only = not (plan.preempts or plan.uploads or plan.prefills)
+        decodes_only = not (plan.swaps or plan.preempts or plan.uploads or plan.prefills)
         self._emit.decodes_only &= decodes_only and self._decoded_only
         self._decoded_only = decodes_only  # what is landed in the next step was started with this plan
         flights = [self._run_prefill(call) for call in plan.prefills]
@@ -242,6 +270,11 @@ class Engine:
         self._flights = flights
         if self.section.late_results == "off" or any(call.drafts is not None for call in plan.decodes):
             self._land()  # where a verifying call has left its rows is known then
+
+    def _swap(self, swaps: Sequence[Preempt]) -> None:
+        """Copies the KV of episodes that wait to the host, before others write to their pages."""
+        for swap in swaps:
+            self.host.put(self._parcel(swap.seq, swap.pages, swap.kv_len))
 
     def _check_loaded(self, version: Version, what: Any) -> None:
         if version not in self._weights:
@@ -259,6 +292,8 @@ class Engine:
         self._check_loaded(parcel.version, parcel.id)
         if parcel.id in self.scheduler.seqs:
             raise RuntimeError(f"{parcel.id} is already here")
+        if parcel.id in self.scheduler.resting and not self.scheduler.resting.fit(parcel):
+            self._swap([self.scheduler.release(parcel.id)])
         self.scheduler.add(parcel, announce=announce)
 
     def _held(self, id: SampleId) -> Seq:
@@ -299,7 +334,7 @@ class Engine:
             if held.get(seq.id) is not seq:
                 continue  # cancelled while in flight
             if by_text:
-                count, text_stops = self._stops.end(seq.out_ids, tokens[row, :count])
+                count, text_stops = self._stops.end(seq.out_ids[seq.turn_start :], tokens[row, :count])
                 stops |= text_stops
             if routes is not None:
                 seq.route(seq.n_prompt + seq.n_out - 1, routes[row, :count])
@@ -317,7 +352,7 @@ class Engine:
 
     def _end(self, seq: Seq, finish: str) -> None:
         """`error`: its weights or KV are not numbers: never a sample to train on."""
-        sample = ended(self._tokens(seq), finish)
+        sample = migrate.ended(seq.in_flight, finish)
         if self._routes is not None:
             self._routes.check(sample.table.routes, len(seq.sequence) - 1, str(seq.id))
         self._emit.finished.append(sample)
@@ -327,9 +362,8 @@ class Engine:
 
     def _wait(self, seq: Seq) -> None:
         """Its turn is over: its environment is to answer."""
-        kv_len = len(seq.sequence) - 1
-        self._emit.waiting.append(self._parcel(seq, self._pages(seq, kv_len), kv_len))
-        self.scheduler.remove(seq)
+        self.scheduler.rest(seq, len(seq.sequence) - 1)
+        self._emit.waiting.append(seq.in_flight)
 
     def _pages(self, seq: Seq, kv_len: int) -> list[int]:
         """Those that hold the KV of so many positions."""
@@ -354,25 +388,8 @@ class Engine:
     ) -> InFlightSample:
         if seq.parcel is not None:
             return seq.parcel  # it waits or is uploaded, and has not changed since it came
-        parcel = dataclasses.replace(self._tokens(seq), kv_len=kv_len, page_size=self.shapes.page_size)
-        return with_pages(parcel, copied or (self.device.read_pages(pages) if pages else {}))
-
-    def _tokens(self, seq: Seq) -> InFlightSample:
-        """It without its KV."""
-        return InFlightSample(
-            id=seq.id,
-            version=seq.version,
-            prompt_ids=seq.prompt_ids,
-            out_ids=seq.out_ids.copy(),
-            logprobs=seq.logprobs.copy(),
-            max_new_tokens=seq.max_new_tokens,
-            spans=seq.spans,
-            table=seq.token_table,
-            kept=seq.kept.copy() if self.shapes.kept else None,
-            mask=seq.mask,
-            turn_tokens=seq.turn_tokens,
-            dropped=seq.dropped,
-        )
+        parcel = dataclasses.replace(seq.in_flight, kv_len=kv_len, page_size=self.shapes.page_size)
+        return migrate.with_pages(parcel, copied or (self.device.read_pages(pages) if pages else {}))
 
     def _emit_all(self) -> TickResult:
         grown, self._emit = self._emit, GrowingResult()

@@ -177,6 +177,13 @@ class OracleEngine:
             mask=None if mask is None else np.concatenate([mask, np.ones(len(s.out) - len(mask), bool)]),
         )
 
+    def with_kept(self, parcel: InFlightSample) -> InFlightSample:
+        """An episode that waits carries its KV: nothing is kept."""
+        return parcel
+
+    def forget(self, id: SampleId) -> None:
+        """Nothing is kept."""
+
     def cancel(self, id: SampleId) -> bool:
         """True where the sample was here."""
         return self._samples.pop(id, None) is not None

@@ -114,6 +114,10 @@ class PrefixIndex:
             self._remove(next(node for node in self._unused if not node.children))
         return self._pool.allocate(version, n)
 
+    def free(self, pages: Iterable[int]) -> None:
+        """Pages that `allocate` handed out, and nobody uses any more."""
+        self._pool.release(pages)
+
     def cost(self, version: Version, tokens: Sequence[int] | np.ndarray) -> int:
         """By how much `acquire` lowers `available`."""
         cost, siblings = 0, self._roots.get(version, {})
@@ -212,3 +216,16 @@ class PrefixIndex:
         del self._unused[node]
         self._evictable -= len(node.pages)
         self._pool.release(node.pages)
+
+
+class Prefix:
+    """A prompt whose KV is held whether or not a sample uses it, from `pin` to `unpin`."""
+
+    def __init__(self, version: Version, prompt_ids: np.ndarray, path: list[Node]):
+        self.version = version
+        self.prompt_ids = prompt_ids
+        self.path = path
+
+    @property
+    def computed(self) -> bool:
+        return not self.path or self.path[-1].ready

@@ -22,91 +22,29 @@ import numpy as np
 
 from dora_jax.models.routes import RouteShape
 from dora_jax.rollout.drafts import Drafter
-from dora_jax.rollout.migrate import InFlightSample, spent
-from dora_jax.rollout.pages import DUMMY, Node, OutOfPages, PagePool, PrefixIndex
+from dora_jax.rollout.host_kv import HostKV
+from dora_jax.rollout.migrate import InFlightSample, spent, without_pages
+from dora_jax.rollout.pages import DUMMY, Node, OutOfPages, PagePool, Prefix, PrefixIndex
+from dora_jax.rollout.resting import Rest, Resting
 from dora_jax.rollout.rows import Rows
 from dora_jax.rollout.seq import Seq, Upload
 from dora_jax.rollout.shapes import PREFILL_HEADER, Shapes
+from dora_jax.rollout.tick_plan import DecodeCall, Piece, Preempt, PrefillCall, TickPlan
 from dora_jax.types import SampleId, Version
 
 
-@dataclasses.dataclass(frozen=True)
-class Preempt:
-    """Read these pages to the host, then put them into seq.parcel."""
-
-    seq: Seq
-    pages: list[int]
-    kv_len: int
-
-
-@dataclasses.dataclass(frozen=True, eq=False)
-class Piece:
-    """A chunk of what an episode observed, from the start of a page on. What the page holds already stays."""
-
-    seq: Seq
-    start: int
-    tokens: np.ndarray  # i32[n]
-    pages: list[int]  # that it writes
-
-    @property
-    def version(self) -> Version:
-        return self.seq.version
-
-    def past(self, page_size: int) -> tuple[list[int], int]:
-        """(the pages before it, how many of its first positions have KV)."""
-        return self.seq.table[: self.start // page_size].tolist(), self.seq.filled - self.start
-
-
-@dataclasses.dataclass(frozen=True)
-class PrefillCall:
-    version: Version
-    blocks: int
-    control: np.ndarray  # i32, see Shapes.prefill_control
-    chunks: tuple[Node | Piece, ...]  # of its first rows
-
-
-@dataclasses.dataclass(frozen=True)
-class DecodeCall:
-    version: Version
-    blocks: int
-    control: np.ndarray  # i32, see Shapes.decode_control; of a verifying call Shapes.verify_control
-    rows: tuple[tuple[Seq, int], ...]  # (sample, steps it may take)
-    drafts: np.ndarray | None = None  # i32[rows, Shapes.drafts], where the call verifies them
-
-
-@dataclasses.dataclass
-class TickPlan:
-    preempts: list[Preempt] = dataclasses.field(default_factory=list)
-    uploads: list[Upload] = dataclasses.field(default_factory=list)
-    started: list[SampleId] = dataclasses.field(default_factory=list)
-    prefills: list[PrefillCall] = dataclasses.field(default_factory=list)
-    decodes: list[DecodeCall] = dataclasses.field(default_factory=list)
-
-
-class Prefix:
-    """A prompt whose KV is held whether or not a sample uses it, from `pin` to `unpin`."""
-
-    def __init__(self, version: Version, prompt_ids: np.ndarray, path: list[Node]):
-        self.version = version
-        self.prompt_ids = prompt_ids
-        self.path = path
-
-    @property
-    def computed(self) -> bool:
-        return not self.path or self.path[-1].ready
-
-
 class Scheduler:
-    """All samples of one engine. `plan` commits what it decides: run its calls in the order preempts, uploads,
-    prefills, decodes."""
+    """All samples of one engine. `plan` commits what it decides: see TickPlan."""
 
-    def __init__(self, shapes: Shapes, routes: RouteShape | None = None):
-        """routes: what the experts of a token look like, where samples carry them."""
+    def __init__(self, shapes: Shapes, routes: RouteShape | None = None, host: HostKV | None = None):
+        """routes: what the experts of a token look like, where samples carry them. host: where KV without pages is."""
         self.shapes = shapes
         self.routes = routes
         self.drafter = Drafter(shapes) if shapes.drafts else None
         self.pool = PagePool(shapes.pages, shapes.page_size)
         self.index = PrefixIndex(self.pool, shapes.chunk)
+        self.host = host or HostKV()
+        self.resting = Resting(shapes, self.index)
         self.seqs: dict[SampleId, Seq] = {}
         self._pinned: dict[Prefix, None] = {}
         self._rows = Rows(shapes)
@@ -131,9 +69,7 @@ class Scheduler:
 
     def remove(self, seq: Seq) -> None:
         """Finished, cancelled or exported: frees what it holds."""
-        del self.seqs[seq.id]
-        if self.drafter is not None:
-            self.drafter.end(seq)
+        self._leave(seq)
         if seq.slot is not None:
             self._free(seq)
         elif seq in self._waiting:
@@ -141,6 +77,30 @@ class Scheduler:
         else:
             self._resuming.remove((seq.arrival, seq))
             heapq.heapify(self._resuming)
+
+    def rest(self, seq: Seq, kv_len: int) -> None:
+        """Its turn has ended: its pages stay until others need them."""
+        self._leave(seq)
+        self.resting.add(seq, kv_len)
+        self._vacate(seq)
+
+    def _leave(self, seq: Seq) -> None:
+        del self.seqs[seq.id]
+        if self.drafter is not None:
+            self.drafter.end(seq)
+
+    def make_room(self, pages: int) -> list[Preempt]:
+        """Takes the pages of episodes that wait, as far as so many are not available: what to copy before they are
+        written to."""
+        swaps = []
+        while pages > self.index.available and (oldest := self.resting.oldest) is not None:
+            swaps.append(self.release(oldest))
+        return swaps
+
+    def release(self, id: SampleId) -> Preempt:
+        """Of an episode that waits: takes its pages, which hold its KV until the next call writes to them."""
+        rest = self.resting.release(id)
+        return Preempt(rest.seq, rest.table, rest.kv_len)
 
     def running(self, version: Version) -> int:
         return sum(seq.version == version for seq in self.seqs.values())
@@ -191,7 +151,8 @@ class Scheduler:
     def check(self) -> None:
         """Pages, prefixes and slots are conserved."""
         held = [(node.version, node.pages) for node in self.index.nodes()]
-        self.pool.check([*held, *((seq.version, seq.private) for seq in self._admitted)])
+        resting = [(rest.seq.version, rest.private) for rest in self.resting]
+        self.pool.check([*held, *resting, *((seq.version, seq.private) for seq in self._admitted)])
         self.index.check()
         self._rows.check(list(self._admitted))
         slots = [seq.row for seq in self._admitted]
@@ -216,6 +177,7 @@ class Scheduler:
 
     def _grow(self, plan: TickPlan) -> None:
         for seq, need in self._rows.growth():
+            plan.swaps += self.make_room(need)
             while need > self.index.available and seq.slot is not None:  # else preempted for an older one
                 self.preempt(self.victim(seq), plan)
             if seq.slot is not None:
@@ -248,6 +210,10 @@ class Scheduler:
         self._coming.pop(seq, None)
         self.index.release(seq.path)
         self.pool.release(seq.private)
+        self._vacate(seq)
+
+    def _vacate(self, seq: Seq) -> None:
+        """It has no slot any more, and its pages are no longer its."""
         self._rows.free(seq)
         heapq.heappush(self._free_slots, seq.row)
         del self._admitted[seq]
@@ -265,33 +231,61 @@ class Scheduler:
 
     def _admit(self, seq: Seq, plan: TickPlan) -> bool:
         """Give it a slot, its prefix and the pages of its first decode call; False where pages are short."""
+        if (rest := self.resting.adopt(seq.id)) is not None:
+            return self._go_on(seq, rest, plan)
+        if any(swap.seq.id == seq.id for swap in plan.swaps):
+            return False  # its KV is on its way to the host
         s = self.shapes
         prefix = seq.sequence[:-1]
+        hosted = seq.parcel is not None and seq.id in self.host
+        if hosted:
+            seq.parcel = self.host.take(seq.parcel)
         kv_len = 0 if seq.parcel is None else seq.parcel.kv_len
         # with all its KV, or all but that of what an episode has observed, it shares whole chunks of the prompt only
         own = 0 < kv_len == len(prefix) or bool(seq.turn_tokens) and kv_len >= seq.n_prompt
         shared = (seq.n_prompt - 1) // s.chunk * s.chunk if own else len(prefix)
         first_private = shared // s.page_size
         private = s.pages_for(len(prefix) + min(s.reach, seq.remaining)) - first_private
-        cost = self.index.cost(seq.version, prefix[:shared]) + private
         # one page for each running sample to grow into, so that an admission does not preempt at once
-        if cost + len(self._admitted) > self.index.available:
-            return False
+        while self.index.cost(seq.version, prefix[:shared]) + private + len(self._admitted) > self.index.available:
+            if not (swaps := self.make_room(self.index.available + 1)):
+                if hosted:
+                    self.host.put(seq.parcel)
+                    seq.parcel = without_pages(seq.parcel)
+                return False
+            plan.swaps += swaps
         seq.path = self.index.acquire(seq.version, prefix[:shared])
-        seq.prefix = tuple(seq.path)
         nodes = [page for node in seq.path for page in node.pages]
         seq.first_private = first_private
         seq.tail_page = nodes[first_private] if len(nodes) > first_private else None
-        seq.slot = heapq.heappop(self._free_slots)
-        self._rows.take(seq, nodes[:first_private] + self.index.allocate(seq.version, private))
-        self._admitted[seq] = self._coming[seq] = None
+        self._seat(seq, nodes[:first_private], private, plan)
         if own:
             seq.filled, seq.fill_to = kv_len, len(prefix)
         self._queue_uploads(seq, kv_len, own)
+        return True
+
+    def _go_on(self, seq: Seq, rest: Rest, plan: TickPlan) -> bool:
+        """As `_admit`, in the pages that it has kept."""
+        prefix = len(seq.sequence) - 1
+        more = self.shapes.pages_for(prefix + min(self.shapes.reach, seq.remaining)) - len(rest.table)
+        plan.swaps += self.make_room(more + len(self._admitted))
+        if more + len(self._admitted) > self.index.available:
+            self.resting.put_back(rest)
+            return False
+        seq.path, seq.first_private, seq.parcel = rest.path, rest.first_private, None
+        self._seat(seq, rest.table, more, plan)
+        seq.filled, seq.fill_to = rest.kv_len, prefix
+        return True
+
+    def _seat(self, seq: Seq, pages: list[int], more: int, plan: TickPlan) -> None:
+        """Gives it a slot, these pages and so many more."""
+        seq.prefix = tuple(seq.path)
+        seq.slot = heapq.heappop(self._free_slots)
+        self._rows.take(seq, pages + self.index.allocate(seq.version, more))
+        self._admitted[seq] = self._coming[seq] = None
         if seq.announce:
             plan.started.append(seq.id)
         seq.announce = False
-        return True
 
     def _queue_uploads(self, seq: Seq, kv_len: int, own: bool) -> None:
         if seq.parcel is None:

@@ -144,6 +144,24 @@ class Seq:
         return self.n_out - self.undrawn + self.inflight
 
     @property
+    def in_flight(self) -> InFlightSample:
+        """It without its KV, to go on anywhere."""
+        return InFlightSample(
+            id=self.id,
+            version=self.version,
+            prompt_ids=self.prompt_ids,
+            out_ids=self.out_ids.copy(),
+            logprobs=self.logprobs.copy(),
+            max_new_tokens=self.max_new_tokens,
+            spans=self.spans,
+            table=self.token_table,
+            kept=self.kept.copy() if self._kept.shape[1] else None,
+            mask=self.mask,
+            turn_tokens=self.turn_tokens,
+            dropped=self.dropped,
+        )
+
+    @property
     def row(self) -> int:
         """Its slot; RuntimeError while it has none."""
         if self.slot is None:

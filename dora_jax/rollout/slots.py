@@ -19,7 +19,7 @@ import numpy as np
 
 from dora_jax.rollout.engine import Engine
 from dora_jax.rollout.migrate import sampled_from
-from dora_jax.rollout.plan import Prefix
+from dora_jax.rollout.pages import Prefix
 from dora_jax.types import Sample, SampleId, Version
 
 

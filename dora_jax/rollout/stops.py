@@ -50,7 +50,7 @@ class StopStrings:
         if not turn:
             return False
         full = len(turn) == parcel.turn_tokens and parcel.sampled < parcel.max_new_tokens
-        return full or turn[-1] in stop_ids or self.end(parcel.out_ids[: parcel.turn_start], turn)[1]
+        return full or turn[-1] in stop_ids or self.end((), turn)[1]
 
     def _contains(self, tokens: list[int]) -> bool:
         text = self._decode(tokens)

@@ -59,6 +59,11 @@ class Life(Protocol):
     def receive(self, in_flight: Any, src: InstanceId, attempt: int) -> None:
         """in_flight: what `move` of the source's life gave to the Destination."""
 
+    def forward(self, in_flight: InFlightSample, dst: Any) -> None:
+        """dst: the ForwardTarget of the episode."""
+
+    def forget(self, sample: SampleId) -> None: ...
+
     def pause(self) -> None: ...
 
     def unpause(self) -> None: ...
@@ -88,6 +93,7 @@ class InstanceProxy(Generic[AnyLife]):
         self._lives = up.life
         self._leaving: dict[SampleId, _Leaving[AnyLife]] = {}
         self._arriving: dict[SampleId, ev.SampleMoved] = {}  # handed to this life and not yet in; the answer then
+        self._forwarding: dict[SampleId, Callable[[], None]] = {}  # on their way out; how each goes on without its KV
         self._waited_s = 0.0  # of earlier lives
 
     # ---------------------------------------------------------- as a worker
@@ -129,6 +135,25 @@ class InstanceProxy(Generic[AnyLife]):
     def resume(self, in_flight: InFlightSample) -> None:
         if life := self._life:
             life.post(life.resume, in_flight)
+
+    def forward(self, in_flight: InFlightSample, dst: InstanceProxy[AnyLife]) -> None:
+        with self._lock:
+            if (life := self._life) is not None:
+                self._forwarding[in_flight.id] = lambda: dst.resume(in_flight)
+                life.post(life.forward, in_flight, ForwardTarget(self, dst))
+                return
+        dst.resume(in_flight)
+
+    def forwarded(self, in_flight: InFlightSample, dst: InstanceProxy[AnyLife]) -> None:
+        """It is out of this life's engine, unless the life was over before."""
+        with self._lock:
+            if self._forwarding.pop(in_flight.id, None) is None:
+                return
+        dst.resume(in_flight)
+
+    def forget(self, sample: SampleId) -> None:
+        if life := self._life:
+            life.post(life.forget, sample)
 
     def pause(self) -> None:
         if life := self._life:
@@ -198,7 +223,22 @@ class InstanceProxy(Generic[AnyLife]):
             self._outbox.put(leaving.failed)
         for moved in self._arriving.values():
             self._outbox.put(moved)
-        self._leaving, self._arriving = {}, {}
+        for resume in self._forwarding.values():
+            resume()
+        self._leaving, self._arriving, self._forwarding = {}, {}, {}
+
+
+class ForwardTarget(Generic[AnyLife]):
+    """Where an episode goes on, as the life that has its KV sees it."""
+
+    def __init__(self, src: InstanceProxy[AnyLife], dst: InstanceProxy[AnyLife]):
+        self._src, self._dst = src, dst
+
+    def post(self, call: Callable[..., None], *args: Any) -> None:
+        call(*args)
+
+    def resume(self, in_flight: InFlightSample) -> None:
+        self._src.forwarded(in_flight, self._dst)
 
 
 class Destination(Generic[AnyLife]):

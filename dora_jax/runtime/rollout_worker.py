@@ -52,6 +52,14 @@ class MoveTarget(Protocol):
     def receive(self, in_flight: InFlightSample, src: InstanceId, attempt: int) -> None: ...
 
 
+class ResumeTarget(Protocol):
+    """Where an episode goes on: another instance."""
+
+    def post(self, call: Callable[..., None], *args: Any) -> None: ...
+
+    def resume(self, in_flight: InFlightSample) -> None: ...
+
+
 @dataclasses.dataclass
 class _Decoding:
     """The ticks since the last report that only decoded."""
@@ -144,6 +152,14 @@ class EngineWorker(Worker):
     def resume(self, in_flight: InFlightSample) -> None:
         self._import(in_flight)
         self.outbox.put(ev.SampleResumed(id=in_flight.id, instance=self.instance, life=self.life))
+
+    def forward(self, in_flight: InFlightSample, dst: ResumeTarget) -> None:
+        """An episode whose KV is here goes on at another instance."""
+        dst.post(dst.resume, self.engine.with_kept(in_flight))
+
+    def forget(self, sample: SampleId) -> None:
+        """An episode that waited has ended: its KV goes. There is no answer."""
+        self.engine.forget(sample)
 
     def hand_over(self) -> None:
         """The instance leaves: samples that have begun go on elsewhere from their last token, the others start

@@ -116,6 +116,12 @@ class RolloutEngine(Protocol):
     def import_(self, in_flight: InFlightSample) -> None:
         """What it has no KV for is prefilled: of an episode, what it observed since its turn ended."""
 
+    def with_kept(self, in_flight: InFlightSample) -> InFlightSample:
+        """An episode with the KV that the engine has kept of it, if any; the engine keeps it no longer."""
+
+    def forget(self, id: SampleId) -> None:
+        """Drops KV that the engine has kept of an episode that waits."""
+
     def tick(self) -> TickResult: ...
 
 
@@ -241,6 +247,12 @@ class RolloutWorker(StageWorker, Protocol):
     def park(self, sample: SampleId) -> None: ...
 
     def resume(self, in_flight: InFlightSample) -> None: ...
+
+    def forward(self, in_flight: InFlightSample, dst: Any) -> None:
+        """An episode that has waited goes on at `dst`, another worker of the same kind, with the KV that is here."""
+
+    def forget(self, sample: SampleId) -> None:
+        """An episode that waited has ended: KV that is here goes."""
 
     def move(self, sample: SampleId, dst: Any, attempt: int) -> None:
         """dst: another worker of the same kind."""

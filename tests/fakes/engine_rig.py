@@ -68,6 +68,9 @@ class loaded:
         for engine in self.engines:
             for id in list(engine.scheduler.seqs):
                 engine.cancel(id)
+            for rest in list(engine.scheduler.resting):
+                engine.forget(rest.seq.id)
+            assert not engine.host.bytes
             engine.tick()
             engine.check()
             for version in engine.versions:

@@ -36,8 +36,11 @@ def play(*engines, turns=3, answer=lambda in_flight: None, limit=400):
                 had[in_flight.id] = had.get(in_flight.id, 0) + 1
                 if had[in_flight.id] == turns:
                     done[in_flight.id] = ended(in_flight, "stop")
+                    engine.forget(in_flight.id)
                 else:
-                    (answer(in_flight) or engine).import_(observed(in_flight, said(in_flight)))
+                    there = answer(in_flight) or engine
+                    held = in_flight if there is engine else engine.with_kept(in_flight)
+                    there.import_(observed(held, said(in_flight)))
             engine.check()
     raise AssertionError(f"not idle after {limit} ticks")
 

@@ -264,6 +264,13 @@ class ResumeSample:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ForgetKept:
+    """Rollout: drop the KV that is kept of an episode that waited. There is no answer."""
+
+    id: SampleId
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class HandOver:
     """Hand all samples over, then stop."""
 
@@ -276,6 +283,7 @@ GangCommand = (
     | FinishMove
     | ParkSample
     | ResumeSample
+    | ForgetKept
     | HandOver
     | Rejoin
     | Call

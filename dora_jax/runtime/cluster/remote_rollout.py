@@ -24,7 +24,7 @@ from dora_jax.runtime.cluster import messages
 from dora_jax.runtime.cluster.gang import Gang
 from dora_jax.runtime.cluster.gang_supervisor import GangSupervisor
 from dora_jax.runtime.cluster.weight_publisher import WeightPublisher
-from dora_jax.runtime.instance_proxy import Destination, InstanceProxy
+from dora_jax.runtime.instance_proxy import Destination, ForwardTarget, InstanceProxy
 from dora_jax.runtime.seams import Notify, Outbox
 from dora_jax.runtime.transfer.weight_messages import Accepted, Committed, Offered, Staged, TransferFailed
 from dora_jax.runtime.worker import Crashed, FinishedUnheard, HandedOver
@@ -131,6 +131,14 @@ class GangWorker:
                 in_flight.id, lambda number: messages.ResumeSample(in_flight=tokens, number=number)
             )
             self.gang.tell_each(shards)
+
+    def forward(self, in_flight: InFlightSample, dst: ForwardTarget[GangWorker]) -> None:
+        """KV that a gang has kept does not leave it: the other one makes it again."""
+        self.forget(in_flight.id)
+        dst.resume(in_flight)
+
+    def forget(self, sample: SampleId) -> None:
+        self.gang.post(messages.ForgetKept(id=sample))
 
     def move(self, sample: SampleId, dst: Destination[GangWorker], attempt: int) -> None:
         epoch = dst.life.life if dst.life else 0

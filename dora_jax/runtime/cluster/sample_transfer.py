@@ -64,6 +64,8 @@ class ResultSender:
                 self._recalled is None and self._whole
             ):
                 item = dataclasses.replace(item, in_flight=self._limited(in_flight))
+            case Waiting() if not item.in_flight.n_pages:
+                pass  # the engine keeps its KV
             case Waiting(in_flight=in_flight) | Parked(in_flight=in_flight) | HandedOver(in_flight=in_flight):
                 self._pages[in_flight.id] = in_flight  # it may come back
                 item = dataclasses.replace(item, in_flight=without_pages(in_flight))
@@ -97,6 +99,9 @@ class ResultSender:
 
     def forget(self, version: Version) -> None:
         self._pages = {id: in_flight for id, in_flight in self._pages.items() if in_flight.version != version}
+
+    def forget_sample(self, id: SampleId) -> None:
+        self._pages.pop(id, None)
 
     def fit(self, in_flight: InFlightSample) -> InFlightSample:
         return self._limited(in_flight) if self._whole else without_pages(in_flight)

@@ -325,6 +325,9 @@ class RolloutRole:
                 worker.park(id)
             case messages.ResumeSample(in_flight=in_flight, number=number):
                 worker.resume(self._kv.take(number) if number else self._sender.with_own_pages(in_flight))
+            case messages.ForgetKept(id=id):
+                worker.forget(id)
+                self._sender.forget_sample(id)
             case messages.Rejoin():
                 self._settle()
 
