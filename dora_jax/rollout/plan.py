@@ -23,7 +23,7 @@ import numpy as np
 from dora_jax.models.routes import RouteShape
 from dora_jax.rollout.drafts import Drafter
 from dora_jax.rollout.host_kv import HostKV
-from dora_jax.rollout.migrate import InFlightSample, spent, without_pages
+from dora_jax.rollout.migrate import InFlightSample, spent
 from dora_jax.rollout.pages import DUMMY, Node, OutOfPages, PagePool, Prefix, PrefixIndex
 from dora_jax.rollout.resting import Rest, Resting
 from dora_jax.rollout.rows import Rows
@@ -134,7 +134,7 @@ class Scheduler:
         self._begin_ready()
         for version, slots in self._rows.batches():
             seqs, blocks = self._rows.on(slots), self._rows.blocks(slots)
-            drafts = self.drafter and self.drafter.decide(seqs, blocks, self.seqs.values())
+            drafts = None if self.drafter is None else self.drafter.decide(seqs, blocks, self.seqs.values())
             plan.decodes.append(DecodeCall(version, *self._rows.call(slots, drafts), drafts))
         return plan
 
@@ -237,9 +237,9 @@ class Scheduler:
             return False  # its KV is on its way to the host
         s = self.shapes
         prefix = seq.sequence[:-1]
-        hosted = seq.parcel is not None and seq.id in self.host
-        if hosted:
-            seq.parcel = self.host.take(seq.parcel)
+        bare = seq.parcel if seq.id in self.host else None
+        if bare is not None:
+            seq.parcel = self.host.take(bare)
         kv_len = 0 if seq.parcel is None else seq.parcel.kv_len
         # with all its KV, or all but that of what an episode has observed, it shares whole chunks of the prompt only
         own = 0 < kv_len == len(prefix) or bool(seq.turn_tokens) and kv_len >= seq.n_prompt
@@ -249,9 +249,9 @@ class Scheduler:
         # one page for each running sample to grow into, so that an admission does not preempt at once
         while self.index.cost(seq.version, prefix[:shared]) + private + len(self._admitted) > self.index.available:
             if not (swaps := self.make_room(self.index.available + 1)):
-                if hosted:
+                if bare is not None and seq.parcel is not None:
                     self.host.put(seq.parcel)
-                    seq.parcel = without_pages(seq.parcel)
+                    seq.parcel = bare
                 return False
             plan.swaps += swaps
         seq.path = self.index.acquire(seq.version, prefix[:shared])
