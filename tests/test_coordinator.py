@@ -13,6 +13,8 @@ from dora_jax.rollout.migrate import observed
 from dora_jax.rollout.oracle import OracleEngine
 from dora_jax.runtime import coordinator, rollout_worker
 from dora_jax.runtime.durability.records import Partial
+from dora_jax.runtime.instance_proxy import InstanceProxy
+from dora_jax.runtime.kept_kv import KeptKV
 from dora_jax.runtime.rollout_worker import EngineWorker, progress_period_s, report_period_s
 from dora_jax.runtime.worker import Finished, Waiting
 from dora_jax.types import RENEWAL, SampleId, ScoredGroup, is_eval
@@ -28,6 +30,7 @@ from tests.fakes.coordinator_world import (
     play,
     trained_by,
 )
+from tests.fakes.remote_pair import PARCEL
 
 
 @pytest.mark.parametrize(
@@ -172,6 +175,63 @@ def test_a_turn_s_end_is_told_behind_its_start_and_its_tokens():
         len(waiting.in_flight.out_ids) == 12
         and waiting.in_flight.mask.tolist() == [True] * 5 + [False] * 2 + [True] * 5
     )
+
+
+class Keeper:
+    """An instance that keeps KV: what it was asked."""
+
+    def __init__(self, instance):
+        self.instance, self.asked = instance, []
+
+    def post(self, call, *args):
+        call(*args)
+
+    def resume(self, in_flight):
+        self.asked.append(("resume", in_flight.id))
+
+    def forward(self, in_flight, dst):
+        self.asked.append(("forward", in_flight.id))
+        dst.resume(in_flight)
+
+    def forget(self, sample):
+        self.asked.append(("forget", sample))
+
+
+def test_an_episode_goes_on_with_the_kv_that_an_instance_keeps():
+    keepers = [Keeper(0), Keeper(1)]
+    kept = KeptKV(dict(enumerate(keepers)))
+    held = [dataclasses.replace(PARCEL, id=SampleId(i % 2, i)) for i in range(6)]
+    assert all(kept.keep(each, 0) for each in held)
+    kept.resume(held[0], keepers[0])
+    kept.resume(held[1], keepers[1])
+    assert keepers[0].asked == [("resume", (0, 0)), ("forward", (1, 1))] and keepers[1].asked == [("resume", (1, 1))]
+    keepers[0].asked.clear()
+    kept.forget([held[0].id, held[2].id])
+    kept.forget_group(1)
+    assert keepers[0].asked == [("forget", (0, 2)), ("forget", (1, 3)), ("forget", (1, 5))]
+    kept.resume(held[2], keepers[1])
+    assert keepers[1].asked[-1] == ("resume", (0, 2)), "nothing is kept of it any more"
+
+
+@pytest.mark.parametrize("lost", [False, True])
+def test_an_episode_that_is_forwarded_goes_on_though_its_keeper_is_lost(lost):
+    """With the KV where the life that keeps it answers, else from its tokens; once either way."""
+    source, there = Keeper(0), Keeper(1)
+    source.life, source.wait_s, later = 0, 0.0, []
+    source.forward = lambda in_flight, dst: later.append(lambda: dst.resume(dataclasses.replace(in_flight, kv_len=7)))
+    outbox, resumed = queue.SimpleQueue(), []
+    there.resume = resumed.append
+    proxy = InstanceProxy(ev.InstanceUp(instance=0, slots=1, pages=1, page_size=4), outbox)
+    proxy._life = source
+    proxy.forward(PARCEL, there)
+    if lost:
+        with proxy._lock:
+            proxy._down(source, 0, "gone")
+    later[0]()
+    assert [in_flight.kv_len for in_flight in resumed] == [0 if lost else 7]
+    proxy._life = None
+    proxy.forward(PARCEL, there)
+    assert len(resumed) == 2
 
 
 def test_an_instance_of_a_large_fleet_lists_its_samples_in_some_of_its_reports():

@@ -172,6 +172,6 @@ def test_the_host_keeps_to_its_budget_and_gives_each_kv_once():
     assert host.bytes == 2 * one.kv_bytes
     bare = dataclasses.replace(one, id=SampleId(0, 1), kv_len=0, page_size=0, k_pages=None, v_pages=None)
     assert host.take(bare).kv_len == 11 and host.take(bare).kv_len == 0
-    host.forget_version(one.version)
+    for index in range(3):
+        host.forget(SampleId(0, index))
     assert host.bytes == 0
-    host.forget(SampleId(0, 2))

@@ -11,7 +11,7 @@ import threading
 from collections.abc import Callable
 
 from dora_jax.rollout.migrate import InFlightSample, with_kv_of
-from dora_jax.types import SampleId, Version
+from dora_jax.types import SampleId
 
 
 class HostKV:
@@ -49,11 +49,6 @@ class HostKV:
     def forget(self, id: SampleId) -> None:
         with self._lock:
             self._pop(id)
-
-    def forget_version(self, version: Version) -> None:
-        with self._lock:
-            for id in [id for id, parcel in self._held.items() if parcel.version == version]:
-                self._pop(id)
 
     # ----------------------------------------------------------- private
 

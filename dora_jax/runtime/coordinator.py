@@ -37,6 +37,7 @@ from dora_jax.orchestrate.restart import Debts
 from dora_jax.runtime.durability.payload_state import PayloadState
 from dora_jax.runtime.durability.records import Partial
 from dora_jax.runtime.episodes import Episodes
+from dora_jax.runtime.kept_kv import KeptKV
 from dora_jax.runtime.sample_registry import OpenGroup, SampleRegistry
 from dora_jax.runtime.seams import Environments, GroupStore, Prompts, RolloutWorker, Scorer, StageWorker, WeightStore
 from dora_jax.runtime.shutdown import STAGE_END_S
@@ -89,8 +90,11 @@ class Coordinator:
         self._size = lambda group_id: eval_samples if is_eval(group_id) else group_size
         self._trainable = trainable
         self._samples = SampleRegistry(task)
+        self._kept = KeptKV(self._instances)
         self._episodes = (
-            Episodes(environments, self._samples, max_context, record_tokens) if environments is not None else None
+            Episodes(environments, self._samples, self._kept, max_context, record_tokens)
+            if environments is not None
+            else None
         )
         self._refused: set[GroupId] = set()  # their prompts are too long
         self._listeners: list[Callable[[Any], None]] = []
@@ -221,6 +225,7 @@ class Coordinator:
 
     def _cancel(self, ids: Sequence[SampleId], instance: InstanceId | None, reason: str) -> None:
         """Forgets the groups. Instance None: discards what is recorded of the samples, or of a scored group."""
+        self._kept.forget(ids)
         if self._episodes:
             self._episodes.cancel(ids)
         groups = self._samples.cancel(ids)
@@ -241,7 +246,7 @@ class Coordinator:
             self._outbox.put(ev.SampleResumed(id=sample, instance=worker.instance, life=worker.life))
             self._outbox.put(Finished(sample=held, instance=worker.instance, life=worker.life))
         else:
-            worker.post(worker.resume, held)
+            self._kept.resume(held, worker)
 
     def _drain(self) -> Iterator[ev.Event]:
         """What is in the outbox, and comes within `gather_s`; waits up to TIME_PERIOD_S for the first."""
@@ -265,6 +270,7 @@ class Coordinator:
             case Waiting() if self._episodes:
                 yield from self._episodes.waits(item)
             case Finished(sample=sample, instance=instance):
+                self._kept.forget([sample.id])
                 if self._episodes:
                     item = dataclasses.replace(item, sample=(sample := self._episodes.finished(sample)))
                 self._tell(item)

@@ -22,6 +22,7 @@ import numpy as np
 from dora_jax.orchestrate import events as ev
 from dora_jax.rollout.migrate import InFlightSample
 from dora_jax.runtime.durability.records import Partial
+from dora_jax.runtime.kept_kv import KeptKV
 from dora_jax.runtime.sample_registry import SampleRegistry
 from dora_jax.runtime.seams import Environments, Prompts, RolloutWorker
 from dora_jax.runtime.worker import Finished, Waiting
@@ -46,8 +47,10 @@ Item = ev.Event | Finished | Partial | GroupFailure  # what the coordinator take
 class Episodes:
     """record: whether the tokens of running samples are written down; then what they observe is."""
 
-    def __init__(self, environments: Environments, samples: SampleRegistry, max_context: int, record: bool):
-        self._environments, self._samples = environments, samples
+    def __init__(
+        self, environments: Environments, samples: SampleRegistry, kept: KeptKV, max_context: int, record: bool
+    ):
+        self._environments, self._samples, self._kept = environments, samples, kept
         self._max_context = max_context  # tokens of prompt and response together
         self._record = record
         self._opening: dict[
@@ -64,7 +67,8 @@ class Episodes:
         self._samples.park(held)
         if held.id.group_id in self._samples.groups:
             self._ask(held)
-        yield ev.SampleWaiting(id=held.id, instance=item.instance, tokens=len(held.out_ids), life=item.life)
+        kept = self._kept.keep(held, item.instance)
+        yield ev.SampleWaiting(id=held.id, instance=item.instance, tokens=len(held.out_ids), kept=kept, life=item.life)
 
     def adopt(self, waiting: Mapping[SampleId, Version]) -> None:
         """Those that waited under an earlier process."""
@@ -105,6 +109,7 @@ class Episodes:
 
     def _begin_again(self, id: SampleId, version: Version, tokens: int) -> None:
         """tokens: those with which the orchestrator knows it to wait."""
+        self._kept.forget([id])
         self._samples.begin_again(id, version)
         self._opening[id] = tokens
         self._environments.open(id, self._samples.groups[id.group_id].prompt)
@@ -159,6 +164,7 @@ class Episodes:
         length = 0 if held is None else len(held.out_ids)
         yield GroupFailure(group_id=group_id, reason=reason, lengths=(length,), kind=f"environment: {kind}")
         del self._samples.groups[group_id]
+        self._kept.forget_group(group_id)
         yield ev.GroupFailed(group_id=group_id, reason=reason)
 
 

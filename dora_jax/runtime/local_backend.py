@@ -23,6 +23,7 @@ from dora_jax.models import sharding
 from dora_jax.models.hf_config import read_config
 from dora_jax.orchestrate.events import InstanceUp
 from dora_jax.publish import DeviceWeights
+from dora_jax.rollout.host_kv import HostKV
 from dora_jax.runtime.coordinator import Coordinator
 from dora_jax.runtime.episodes import EpisodePrompts, EpisodeScorer
 from dora_jax.runtime.run import (
@@ -196,9 +197,10 @@ class LocalBackend:
         parts, config = self._parts, self._parts.config
         model = read_config(config.model.path)
         pool: dict[InstanceId, LocalInstance] = {}
+        host = HostKV(config.rollout.host_kv_bytes, self._notify)
         for instance, indices in enumerate(self._plan.instances):
             mesh = sharding.make_mesh([jax.devices()[i] for i in indices], 1, 1, len(indices))
-            new = functools.partial(new_engine, config, parts.tokenizer, model, mesh)
+            new = functools.partial(new_engine, config, parts.tokenizer, model, mesh, host)
             spare = RestartPolicy(new_engine=new, vocab_size=parts.tokenizer.vocab_size, hung_s=config.cluster.stall_s)
             pool[instance] = LocalInstance(
                 instance_up(instance, config),

@@ -27,6 +27,7 @@ from dora_jax.orchestrate.modes import OrchestratorConfig
 from dora_jax.publish import offered_copy
 from dora_jax.rollout.device_calls import Calls, new_calls
 from dora_jax.rollout.engine import Engine
+from dora_jax.rollout.host_kv import HostKV
 from dora_jax.runtime.seams import Batches, MakeProbe, Pack, Tree
 from dora_jax.tasks.mixture import cycle_of
 from dora_jax.trainer.objective import may_start_early, needs_scores
@@ -38,9 +39,18 @@ if TYPE_CHECKING:
     from dora_jax.tokenizer import Tokenizer
 
 
-def new_engine(config: Config, tokenizer: Tokenizer, model: ModelConfig, mesh: Mesh) -> Engine:
+def new_engine(
+    config: Config, tokenizer: Tokenizer, model: ModelConfig, mesh: Mesh, host: HostKV | None = None
+) -> Engine:
+    """host: KV in host memory, of all engines of the process."""
     return engine_of(
-        config, model, mesh, eos_ids=tokenizer.eos_ids, vocab_limit=tokenizer.vocab_size, decode=tokenizer.decode
+        config,
+        model,
+        mesh,
+        eos_ids=tokenizer.eos_ids,
+        vocab_limit=tokenizer.vocab_size,
+        decode=tokenizer.decode,
+        host=host,
     )
 
 
@@ -52,6 +62,7 @@ def engine_of(
     eos_ids: tuple[int, ...] = (),
     vocab_limit: int = 0,
     decode: Callable[[Sequence[int]], str] | None = None,
+    host: HostKV | None = None,
 ) -> Engine:
     """The engine of a resolved configuration. vocab_limit: ids that the tokenizer knows; 0: every row of the
     embedding."""
@@ -60,6 +71,7 @@ def engine_of(
         config.rollout,
         mesh,
         decode=decode,
+        host=host,
         **_engine_options(config, model, eos_ids, vocab_limit or model.vocab_size),
     )
 

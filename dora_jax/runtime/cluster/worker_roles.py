@@ -21,6 +21,7 @@ from dora_jax.config import Config, ConfigError
 from dora_jax.digest import digest
 from dora_jax.models import hf, sharding
 from dora_jax.publish import HostWeights, Slices
+from dora_jax.rollout.host_kv import HostKV
 from dora_jax.rollout.migrate import holders_alike
 from dora_jax.runtime import run as build
 from dora_jax.runtime.cluster import messages
@@ -219,7 +220,13 @@ def open_rollout(
         )
     mesh = sharding.make_mesh(jax.devices(), 1, 1, n_devices)
     model = hf.read_config(config.model.path)
-    engine = build.new_engine(config, Tokenizer.load(config.model.path), model, mesh)
+
+    def say(text: str) -> None:
+        if begin.rank == 0:  # it speaks for all
+            link.send(messages.Note(text=text))
+
+    host = HostKV(config.rollout.host_kv_bytes, say)
+    engine = build.new_engine(config, Tokenizer.load(config.model.path), model, mesh, host)
     engine.warmup()
     stored, versions = StoredWeights(begin.workdir), HostWeights()
     wire = Wire(link.own_ip, link.token) if config.cluster.wire == "transfer" else None
