@@ -11,6 +11,7 @@ from pathlib import Path
 from absl import app, flags
 
 from dora_jax.config import ConfigError
+from dora_jax.report.audit import audit
 from dora_jax.report.load import load
 from dora_jax.report.page import page
 
@@ -38,6 +39,8 @@ def main(argv: list[str]) -> int:
     out = Path(flags.FLAGS.out) if flags.FLAGS.out else first
     try:
         runs = [load(workdir, name) for workdir, name in zip(workdirs, names, strict=True)]
+        for workdir, run in zip(workdirs, runs, strict=True):
+            audit(workdir, run)
         out.write_text(page(runs), encoding="utf-8", errors="replace")
     except (OSError, ConfigError) as error:
         print(f"error: {error}", file=sys.stderr)

@@ -104,7 +104,8 @@ def ledger(data: RunData) -> list[tuple[str, str]]:
         ("loads of weights", _count(last.get("reloads/total"))),
         ("largest lag", _count(max((x for x in series(data.steps, "lag/max") if x is not None), default=None))),
     ]
-    return rows
+    states = [(f"groups {state}", _count(n)) for state, n in data.ledger.items() if n or state == "admitted"]
+    return [*states, *rows]
 
 
 def suspicious(data: RunData) -> dict[int, str]:

@@ -28,6 +28,8 @@ class RunData:
     lengths: dict[str, dict[int, int]] = field(default_factory=dict)  # generated, trained: bucket -> samples
     config: Row = field(default_factory=dict)
     overrides: Row = field(default_factory=dict)
+    ledger: dict[str, int] = field(default_factory=dict)  # groups by state; see audit.py
+    audit: str = ""  # a sentence
     remarks: list[str] = field(default_factory=list)  # what could not be read
 
 

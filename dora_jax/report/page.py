@@ -109,6 +109,7 @@ def _run(run: RunData, picture: dict[str, Any], read: str, number: int) -> str:
         findings.progress(run),
         findings.bottleneck(run.steps),
         *([bias[2]] if bias else []),
+        *([run.audit] if run.audit else []),
         *(f"{remark}." for remark in run.remarks),
         *(f"Instance {i} looks unhealthy: {why}." for i, why in sorted(bad.items())),
     ]

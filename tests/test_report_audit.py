@@ -1,0 +1,42 @@
+"""The report's books: the journal of a run, replayed, or the sentence that says why not."""
+
+import json
+
+from dora_jax.report import audit
+from dora_jax.report.load import RunData
+from dora_jax.report.page import page
+from tests.fakes.coordinator_world import P
+from tests.fakes.journaled_run import STEPS, Run
+
+
+def audited(workdir):
+    data = RunData(name="a")
+    audit.audit(str(workdir), data)
+    return data
+
+
+def test_a_killed_run_s_books_balance(tmp_path):
+    (tmp_path / "journal").mkdir()
+    job = Run(tmp_path / "journal")
+    assert job.life(kill_at=97) is None
+    data = audited(tmp_path)
+    assert data.ledger["admitted"] == sum(n for state, n in data.ledger.items() if state != "admitted") > 0
+    assert job.life().ok
+    data = audited(tmp_path)
+    assert data.ledger["trained"] == STEPS * P
+    assert "lost 0, trained twice 0" in data.audit and data.audit in page([data])
+    assert "<td>groups trained</td>" in page([data])
+
+
+def test_a_journal_that_cannot_be_replayed_is_said(tmp_path):
+    assert audited(tmp_path).audit == "There is no journal here to audit."
+    (tmp_path / "journal").mkdir()
+    (tmp_path / "journal/000001.log").write_bytes(json.dumps({"no": "journal"}).encode() * 10)
+    assert audited(tmp_path).audit.startswith("The journal cannot be audited: ")
+
+
+def test_a_long_journal_is_not_replayed(tmp_path, monkeypatch):
+    monkeypatch.setattr(audit, "MOST_BYTES", 2**20)
+    (tmp_path / "journal").mkdir()
+    (tmp_path / "journal/000001.log").write_bytes(bytes(3 * 2**20))
+    assert audited(tmp_path).audit == "The journal of 3 MB is not audited: the report replays at most 1 MB."
