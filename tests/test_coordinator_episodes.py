@@ -42,7 +42,10 @@ def check(sample, environments):
     assert sample.terms == {"right": float(sample.id.index % 2)} and sample.finish == "stop"
 
 
-@pytest.mark.parametrize(("mode", "opening"), [("dora", 0), ("dora", 3), ("sync", 0), ("evict", 2)])
+@pytest.mark.parametrize(
+    ("mode", "opening"),
+    [("dora", 3), *(pytest.param(*each, marks=pytest.mark.slow) for each in (("dora", 0), ("sync", 0), ("evict", 2)))],
+)
 def test_an_episode_has_one_version_and_the_exact_tokens_of_its_turns(mode, opening):
     environments = ScriptedEnvironments(opening=opening)
     records, waiting = played(environments, mode=mode, eval_every=3)

@@ -160,6 +160,9 @@ def main(fd: int) -> None:
     except calls.Refused as error:
         calls.send(sock, {"nonce": opening["nonce"], "error": str(error)})
         return
+    except ImportError as error:  # of what an adapter needs
+        calls.send(sock, {"nonce": opening["nonce"], "error": f"environment.name: {opening['setup']['name']}: {error}"})
+        return
     except Exception as error:  # the constructor's
         said = f"environment.params: {type(error).__name__}: {error}"
         calls.send(sock, {"nonce": opening["nonce"], "error": said})
