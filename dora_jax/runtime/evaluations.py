@@ -99,7 +99,8 @@ def evaluation(groups: Sequence[ScoredGroup], solved: Solved | None, noisy: bool
 
 def sampled_tokens(sample: Sample) -> int:
     """Those of all turns and branches; what was observed does not count."""
-    return sum(int(np.count_nonzero(each.mask)) for each in (*sample.branches, sample))
+    masks = [*(branch.mask for branch in sample.branches), sample.mask]
+    return sum(int(np.count_nonzero(mask)) for mask in masks)
 
 
 def reward_metrics(groups: Sequence[ScoredGroup]) -> Metrics:
