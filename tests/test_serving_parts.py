@@ -62,3 +62,15 @@ def test_a_session_keeps_its_version_until_it_is_idle():
         assert refused.value.status == 410
     with pytest.raises(Refused, match="no version 4 yet"):
         versions.choose(None, 4, 16.0)
+
+
+def test_no_session_begins_at_an_old_version_while_the_newest_is_replaced():
+    versions = Versions(residents=2, idle_s=10.0)
+    versions.loaded(1)
+    versions.choose("s", None, 0.0)
+    versions.loaded(2)
+    versions.offer(3)
+    assert versions.plan(0.0) == (2, 3), "there is no room beside what the session needs"
+    assert versions.choose("new", None, 0.0) is None and versions.choose("s", None, 0.0) == 1
+    versions.loaded(3)
+    assert versions.choose("new", None, 0.0) == 3

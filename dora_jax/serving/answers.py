@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from dora_jax.rollout.migrate import InFlightSample
 
 LINGER_S = 120.0  # an answer whose client is gone waits so long for the retry: clients back off for seconds
+PARKED_BYTES = 1 << 30  # of KV in host memory; beyond it the oldest answer without a client is forgotten
 MAX_SAMPLES = 4096  # of all answers at once; more are told to come again
 SEEDED = 1 << 30  # groups of requests with a seed begin here; the others lie below
 
@@ -179,12 +180,13 @@ class Answers:
         decode: Callable[..., str],
         *,
         linger_s: float = LINGER_S,
+        parked_bytes: int = PARKED_BYTES,
         first_group: int | None = None,
     ):
         """decode(ids, keep_special=...). first_group: of the samples' identities, and so of their noise."""
         self.versions = versions
         self.joined = self.cancelled_samples = self.tokens = 0  # since the start
-        self._fleet, self._decode, self._linger_s = fleet, decode, linger_s
+        self._fleet, self._decode, self._linger_s, self._parked_bytes = fleet, decode, linger_s, parked_bytes
         self._group = secrets.randbelow(SEEDED) if first_group is None else first_group
         self._choices: dict[SampleId, _Choice] = {}  # in an engine, or parked
         self._leaving: set[SampleId] = set()  # cancelled, and the engine may still speak of it
@@ -279,6 +281,9 @@ class Answers:
         choice.in_flight = in_flight
         if choice.answer.readers:
             self._resume(choice)
+        parked = [choice for choice in self._choices.values() if choice.in_flight is not None]
+        if sum(choice.in_flight.kv_bytes for choice in parked if choice.in_flight) > self._parked_bytes:
+            self._forget(parked[0].answer)  # in the order in which they began
 
     # ---------------------------------------------------------------- private
 
@@ -346,6 +351,8 @@ class Answers:
     def _forget(self, answer: Answer) -> None:
         if (key := self._keys.pop(answer, None)) is not None:
             del self._known[key]
+        if answer.forgetting:
+            answer.forgetting.cancel()
         for choice in answer.choices:
             if not choice.finish:
                 choice.finish = "cancelled"

@@ -252,6 +252,8 @@ async def _json(asked: Request) -> dict[str, Any]:
             raise Refused(413, f"the body is longer than {MAX_BODY_BYTES} bytes")
     try:
         found = json.loads(body)
+        if b"\\u" in body:  # half of a surrogate pair is JSON, and no text
+            json.dumps(found, ensure_ascii=False).encode()
     except (ValueError, RecursionError) as error:
         raise Refused(400, f"the body is not JSON: {error}") from error
     if not isinstance(found, dict):

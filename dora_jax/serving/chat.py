@@ -124,6 +124,8 @@ def _message(message: Any, i: int) -> dict[str, Any]:
     told = {name: value for name, value in message.items() if value is not None}
     told["content"] = _content(message.get("content"), where)
     if calls := message.get("tool_calls"):
+        if not isinstance(calls, list):
+            raise Refused(400, f"{where}: its tool_calls are no list", param="messages")
         told["tool_calls"] = [_earlier_call(call, where) for call in calls]
     return told
 

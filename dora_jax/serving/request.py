@@ -174,15 +174,15 @@ def check(body: Json, limits: Limits, *own: str) -> None:
         if name in sampling and not _same(name, value, sampling[name]):
             raise Refused(
                 400,
-                f"{name}: every sample of this endpoint is drawn at {sampling[name]:g}, not {value!r}; leave it out, "
-                f"or start the endpoint with --config.rollout.{name}={value}",
+                f"{name}: every sample of this endpoint is drawn at {sampling[name]:g}, and the request has "
+                f"{repr(value)[:40]}; leave it out, or start the endpoint with --config.rollout.{name}=...",
                 param=name,
             )
         if name == "min_tokens" and value != limits.min_tokens:
             raise Refused(
                 400,
                 f"min_tokens: it is {limits.min_tokens} for every sample of this endpoint; leave it out, or start the "
-                f"endpoint with --config.rollout.min_new_tokens={value}",
+                "endpoint with --config.rollout.min_new_tokens=...",
                 param=name,
             )
 

@@ -7,18 +7,11 @@ dropped; at most `residents` versions are there at once, one that is being loade
 from __future__ import annotations
 
 import collections
-from dataclasses import dataclass
 
 from dora_jax.serving.request import Refused
 from dora_jax.types import Version
 
 MAX_SESSIONS = 100_000  # remembered; the longest unused is forgotten first
-
-
-@dataclass
-class _Pin:
-    version: Version
-    used_s: float
 
 
 class Versions:
@@ -34,7 +27,8 @@ class Versions:
         self._offered: Version | None = None  # the newest that could be loaded
         self._newest = -1  # ever resident
         self._running: collections.Counter[Version] = collections.Counter()
-        self._pins: collections.OrderedDict[str, _Pin] = collections.OrderedDict()
+        self._pins: collections.OrderedDict[str, Version] = collections.OrderedDict()  # of sessions
+        self._used_s: dict[Version, float] = {}  # when a session, or a request that named it, came last
 
     def offer(self, version: Version) -> None:
         self._offered = version if self._offered is None else max(version, self._offered)
@@ -67,25 +61,27 @@ class Versions:
         Refused: 404 for a version that is not there yet, 410 for a retired one, 400 where session and request differ.
         """
         pin = self._pins.get(session) if session else None
-        if pin and asked not in (None, pin.version):
+        if pin is not None and asked not in (None, pin):
             raise Refused(
                 400,
-                f"model: session {session!r} is served by version {pin.version} from its first request on, so not by "
+                f"model: session {session!r} is served by version {pin} from its first request on, so not by "
                 f"version {asked}",
                 param="model",
             )
-        version = pin.version if pin else asked
+        version = asked if pin is None else pin
         if version is None:
             version = max(self.resident, default=None)
-        if version is None:
-            return None
+            if version is None or (version < self._newest and self.loading is not None):
+                return None  # the newest made room for a newer one: no session begins at an old version for that
         if version not in self.resident:
-            self._check_coming(version, session if pin else None)
+            self._check_coming(version, None if pin is None else session)
             return None
-        for key in filter(None, (session, f"@{version}" if asked is not None else None)):
-            self._pins[key] = _Pin(version, now_s)
-            self._pins.move_to_end(key)
-        while len(self._pins) > MAX_SESSIONS:
+        if session or asked is not None:
+            self._used_s[version] = now_s
+        if session:
+            self._pins[session] = version
+            self._pins.move_to_end(session)
+        if len(self._pins) > MAX_SESSIONS:
             self._pins.popitem(last=False)
         return version
 
@@ -101,6 +97,7 @@ class Versions:
         drop = next((version for version in idle if version != newest or (wanted is not None and full)), None)
         if drop is not None:
             self.resident.remove(drop)
+            self._used_s.pop(drop, None)
         if wanted is not None and len(self.resident) < self._residents:
             self.loading = wanted
         return drop, self.loading
@@ -108,9 +105,7 @@ class Versions:
     # ---------------------------------------------------------------- private
 
     def _needed(self, version: Version, now_s: float) -> bool:
-        return self._running[version] > 0 or any(
-            pin.version == version and now_s - pin.used_s < self.idle_s for pin in self._pins.values()
-        )
+        return self._running[version] > 0 or now_s - self._used_s.get(version, -self.idle_s) < self.idle_s
 
     def _check_coming(self, version: Version, session: str | None) -> None:
         if version == self.loading:
