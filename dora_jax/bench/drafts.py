@@ -1,6 +1,7 @@
 """Tokens a second with drafts from siblings and without, on the policy of a finished run and its own prompts.
 
     python -m dora_jax.bench.drafts --workdir=runs/NAME [--live=4] [--drafts=7] [--samples=512] [--rounds=3]
+    python -m dora_jax.bench.drafts --smollm --samples=64 --rounds=1
 
 The engine is the one of the run's configuration. `live` samples decode at once, a group's samples one after another: the
 tail of a step, when few are left. Four engines take the same samples:
@@ -11,6 +12,7 @@ tail of a step, when few are left. Four engines take the same samples:
 With as many live as there are slots, drafts are never tried, and the last line says what having them costs. Rounds are
 interleaved and the best of each counts. Beside the speeds: how many samples differ, by drafts at one fixed shape (every
 call verifies, with a draft or with none) and across shapes (against `off`), with the gap between the two tokens' log-probs.
+With --smollm the policy is SmolLM2-135M-Instruct before any training, on the sums of bench.real_model.
 """
 
 from __future__ import annotations
@@ -25,14 +27,17 @@ import jax
 import numpy as np
 
 import dora_jax
-from dora_jax import tasks
-from dora_jax.models import sharding
+from dora_jax import config_files, devices, flags, tasks
+from dora_jax.bench import real_model, smollm
+from dora_jax.models import hf, sharding
 from dora_jax.publish import DeviceWeights
 from dora_jax.rollout.drafts import NONE, Drafter
 from dora_jax.rollout.engine import Engine
 from dora_jax.rollout.seq import Seq
 from dora_jax.runtime import run as build
+from dora_jax.runtime.job import of_this_machine
 from dora_jax.runtime.policy import Policy
+from dora_jax.tokenizer import Tokenizer
 from dora_jax.types import Prompt, Sample, SampleId
 
 FREE = 1e-9  # a cost at which every call verifies
@@ -104,6 +109,17 @@ def differing(a: dict[SampleId, Sample], b: dict[SampleId, Sample]) -> list[str]
     return lines
 
 
+def smollm_policy(folder: Path) -> Policy:
+    """The configuration of bench.real_model, at version 0."""
+    tree = config_files.load_file(real_model.CONFIG)
+    rows, path = folder / "sums.jsonl", str(smollm.folder())
+    real_model.write_rows(rows)
+    tree.update_from_flattened_dict(real_model.FIELDS | {"model.path": path, "task.path": str(rows)})
+    run = flags.taken(tree, str(folder)).config
+    devices.setup_platform(run)
+    return Policy(of_this_machine(run), *hf.load(path), Tokenizer.load(path), 0)
+
+
 def prompts_of(policy: Policy, groups: int) -> list[Prompt]:
     run = policy.run
     task = tasks.open_task(
@@ -133,13 +149,15 @@ def speeds(subjects: dict[str, Subject], prompts: Sequence[Prompt], group_size: 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--workdir", required=True)
+    policies = parser.add_mutually_exclusive_group(required=True)
+    policies.add_argument("--workdir")
+    policies.add_argument("--smollm", action="store_true")
     parser.add_argument("--live", type=int, default=4)
     parser.add_argument("--drafts", type=int, default=7)
     parser.add_argument("--samples", type=int, default=512)
     parser.add_argument("--rounds", type=int, default=3)
     args = parser.parse_args()
-    policy = dora_jax.load_policy(args.workdir)
+    policy = smollm_policy(Path("runs/drafts")) if args.smollm else dora_jax.load_policy(args.workdir)
     size, slots = policy.run.orchestrator.group_size, policy.run.rollout.slots
     prompts = prompts_of(policy, args.samples // size)
     on = {"drafts": args.drafts, "draft_rows": args.live}
