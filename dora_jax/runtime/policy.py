@@ -124,11 +124,8 @@ class Policy:
     def _at(self, temperature: float) -> Engine:
         """The engine, compiled for this temperature."""
         if self._engine is None or self._engine[0] != temperature:
-            section = self.run.rollout
-            drawn = dataclasses.replace(
-                section, temperature=temperature or 1.0, top_k=section.top_k if temperature else 1
-            )
-            run = dataclasses.replace(self.run, rollout=drawn)
+            rollout = dataclasses.replace(self.run.rollout, temperature=temperature)
+            run = dataclasses.replace(self.run, rollout=rollout)
             indices = devices.plan(len(jax.devices()), run).instances[0]
             mesh = sharding.make_mesh([jax.devices()[i] for i in indices], 1, 1, len(indices))
             engine = build.new_engine(run, self.tokenizer, self.config, mesh)
