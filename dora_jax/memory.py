@@ -170,7 +170,8 @@ def expert_activations(model: ModelConfig, kind: str, dispatch: str, tokens: int
     the sums of all blocks' gradients; scan for one expert's."""
     if model.experts is None:
         return 0.0
-    gathered, choices, sums = tokens * mesh.expert, tokens * model.experts.per_token, 0.0
+    gathered, sums = tokens * mesh.expert, 0.0
+    choices: float = tokens * model.experts.per_token
     if kind == "megablox":
         sums = 2 * 4 * gathered * model.d_model  # of hidden states and of their gradients, float32
         if dispatch == "all_to_all":  # instead of them rows that are sent and come back

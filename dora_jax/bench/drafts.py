@@ -22,6 +22,7 @@ import dataclasses
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import jax
 import numpy as np
@@ -63,7 +64,7 @@ class Blind(Drafter):
 class Subject:
     """One engine of the policy."""
 
-    def __init__(self, policy: Policy, drafter: type[Drafter] | None = None, **rollout: float):
+    def __init__(self, policy: Policy, drafter: type[Drafter] | None = None, **rollout: Any):
         run = dataclasses.replace(policy.run, rollout=dataclasses.replace(policy.run.rollout, **rollout))
         self.engine: Engine = build.new_engine(
             run, policy.tokenizer, policy.config, sharding.make_mesh(jax.devices()[:1], 1, 1, 1)

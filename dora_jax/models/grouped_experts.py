@@ -63,7 +63,8 @@ def experts(
     parts: devices that share out the experts. interpret: on any device, for tests.
     """
     count = gate_ExDxF.shape[0]
-    plan = plan_of(*ids_Txk.shape, count, parts, interpret)
+    tokens, k = ids_Txk.shape
+    plan = plan_of(tokens, k, count, parts, interpret)
     rows_of = _sorted(plan, ids_Txk.reshape(-1) - first, count)
     y_TxD = _mixed(plan, h_TxD, weights_Txk.reshape(-1), rows_of, gate_ExDxF, up_ExDxF, down_ExFxD)
     return y_TxD.astype(h_TxD.dtype)

@@ -126,7 +126,7 @@ class Drafter:
     def end(self, seq: Seq) -> None:
         """The sample leaves this engine; its tokens go on to draft for its siblings, here now or later, until the tokens
         of newer groups take their room."""
-        group = self._groups[seq.id.group_id] = self._groups.pop(seq.id.group_id, None) or _Group()
+        group = self._groups[seq.id.group_id] = self._groups.pop(seq.id.group_id, _Group())
         self._grow(seq, seq.sequence.copy())
         group.ended += len(seq.sequence)
         self._ended += len(seq.sequence)
