@@ -138,7 +138,7 @@ class RolloutSection:
     expert: int = (
         1  # of a mixture of experts: 1: a device has a part of each; rollout.tensor: it has some of them whole
     )
-    expert_matmul: str = "auto"  # of a mixture of experts: scan, ragged_dot, megablox; auto: by platform
+    expert_matmul: str = "auto"  # of a mixture of experts: scan, blocks, ragged_dot, megablox; auto: by platform
     min_new_tokens: int = 0  # no stop token is drawn before so many
     max_repeats: int = 0  # one token is drawn at most so often in a row; 0: any number
     stop_strings: tuple[str, ...] = ()  # the text that ends a sample; its tokens stay

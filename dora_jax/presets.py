@@ -30,7 +30,8 @@ MIB = 2**20
 MAX_LOGITS_BYTES = 1024 * MIB
 WARM_START_BYTES = 16  # of each parameter: weight, gradient and two moments in float32
 LOGITS_SHARE = 32  # an array of logits takes at most 1/32 of a device's memory
-SCAN = "of a mixture: on a CPU, gathers cost more than products of no use"
+SCAN = "of a mixture: on a CPU, gradients of gathers cost more than products of no use"
+BLOCKS = "of a mixture: a CPU multiplies a few tokens by a matrix as it reads it"
 RAGGED_DOT = "of a mixture: one grouped product of the tokens in the order of their experts"
 MEGABLOX = "of a mixture: XLA's gradient of ragged_dot multiplies every expert with every token on a TPU"
 PAGE_SIZES = (64, 128, 256, 512)  # tokens, on accelerators
@@ -258,7 +259,7 @@ def _rollout(section: RolloutSection, machine: Machine) -> Presets:
     if machine.platform == "cpu":
         return {
             "attention": (kernel, "the one that XLA compiles for a CPU"),
-            "expert_matmul": ("scan", SCAN),
+            "expert_matmul": ("blocks", BLOCKS),
             "page_size": (16, "small pages waste little"),
             "prefill_chunk": (64, "prompts share their prefixes in chunks of it"),
             "prefill_tokens": (256, "so many keep running samples waiting only a moment"),

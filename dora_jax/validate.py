@@ -37,7 +37,7 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "model.size": ("", *KNOWN),
     "model.dtype": ("auto", "float32", "bfloat16"),
     "rollout.attention": ("auto", "reference", "tpu", "tokamax", "gpu"),
-    "rollout.expert_matmul": ("auto", "scan", "ragged_dot", "megablox"),
+    "rollout.expert_matmul": ("auto", "scan", "blocks", "ragged_dot", "megablox"),
     "rollout.late_results": ("auto", "on", "off"),
     "trainer.share_prompts": ("auto", "on", "off"),
     "trainer.attention": ("auto", "reference", "splash", "cudnn"),

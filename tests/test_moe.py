@@ -167,8 +167,9 @@ def test_layouts_and_products_agree(name):
     np.testing.assert_array_equal(routed.load.sum(-1), np.full(cfg.expert_layers, tokens.size * e.per_token))
     np.testing.assert_allclose(routed.scores.sum(-1), np.full(cfg.expert_layers, tokens.size), rtol=1e-5)
 
-    grouped = jax.jit(functools.partial(hidden, cfg, compute=moe.ragged_dot))
-    np.testing.assert_allclose(grouped(decoder.serving_layout(params))[0], expected, atol=2e-5)
+    for compute in (moe.ragged_dot, moe.blocks):
+        grouped = jax.jit(functools.partial(hidden, cfg, compute=compute))
+        np.testing.assert_allclose(grouped(decoder.serving_layout(params))[0], expected, atol=2e-5)
     back = decoder.stacked_layout(decoder.serving_layout(params))
     jax.tree.map(np.testing.assert_array_equal, back, params)
     if cfg.latent:  # which is absorbed where an engine carries its cache
@@ -193,6 +194,23 @@ def test_own_routes_replayed_change_nothing_and_others_do():
     np.testing.assert_array_equal(replayed.changed, np.zeros(cfg.expert_layers))
     other, replayed = run(params, (own + 1) % cfg.experts.choices)
     assert float(jnp.abs(other - expected).max()) > 0.1 and float(replayed.changed.sum()) > 0
+
+
+@pytest.mark.parametrize("first", [0, 2])
+def test_blocks_of_tokens_are_whole_whatever_the_load(first):
+    """Loads of 0 to all tokens an expert; experts that are elsewhere; a token's result has the same bits beside others."""
+    rng = np.random.default_rng(0)
+    matrices = [jnp.asarray(rng.normal(0, 0.2, shape), jnp.float32) for shape in ((6, 16, 8), (6, 16, 8), (6, 8, 16))]
+    h, weights = (jnp.asarray(rng.normal(size=(1, 40, n)), jnp.float32) for n in (16, 2))
+    run = jax.jit(functools.partial(moe.blocks, first=first))
+    results = []
+    for ids in ([0, 1], [0, 5], rng.integers(0, 9, (39, 2)), [7, 8]):
+        ids_1xTxk = jnp.asarray(np.broadcast_to(ids, (39, 2)), jnp.int32)[None]
+        ids_1xTxk = jnp.concatenate([jnp.full((1, 1, 2), 3), ids_1xTxk], axis=1)
+        results.append(run(h, weights, ids_1xTxk, *matrices))
+        np.testing.assert_allclose(results[-1], moe.scan(h, weights, ids_1xTxk, *matrices, first), atol=1e-5)
+    for result in results[1:]:
+        np.testing.assert_array_equal(result[0, 0], results[0][0, 0])
 
 
 @functools.cache
@@ -239,7 +257,7 @@ def test_experts_over_a_mesh_give_the_same_loss_and_gradients(name, kind, axes):
         np.testing.assert_allclose(grad, like, atol=1e-5, err_msg=jax.tree_util.keystr(path))
 
 
-@pytest.mark.parametrize(("kind", "whole"), [("scan", True), ("ragged_dot", False)])
+@pytest.mark.parametrize(("kind", "whole"), [("scan", True), ("blocks", True), ("ragged_dot", False)])
 def test_an_engines_devices_share_the_experts(kind, whole):
     """Of four devices each has two experts whole, or a part of all eight."""
     cfg = CONFIGS["qwen3_moe"]

@@ -3,6 +3,7 @@
     python -m dora_jax.bench.decode [--rows=1,8,32,128] [--tail=256] [--rivals=plain,transformers,tunix]
                                       [--copies=1] [--instances=0] [--rounds=3] [--install]
     python -m dora_jax.bench.decode --smollm --rows=32 --tail=64 --rivals=transformers --rounds=1
+    python -m dora_jax.bench.decode --moe --rows=32 --tail=0 --rivals=transformers
     python -m dora_jax.bench.decode --contexts=1024,32768 [--model=toy] [--rows=32] [--attention=reference] [--memory=2]
 
 Two kinds of work: fixed lengths (B prompts of 32 tokens, 128 new tokens each) and a long tail (256 samples, median 48,
@@ -18,6 +19,7 @@ With --smollm the weights are those of a real model of 135M parameters (smollm.p
 each at fixed lengths, and one instance over all cores, because every instance reads all weights at every step.
 Pages are what all slots need, and one a slot more, which admission keeps free for running samples to grow into.
 Tunix is the sampler of its newest published package, 0.1.7; the engine of its development branch is not published.
+With --moe the toy has 8 layers of 16 experts, of which a token takes 2; the rival runs its fastest experts.
 With --contexts: the decode call alone as a share of the memory's speed, see bandwidth.py.
 """
 
@@ -45,11 +47,15 @@ from dora_jax import devices, presets
 from dora_jax.bench import bandwidth, plain, smollm
 from dora_jax.config import Config, RolloutSection
 from dora_jax.models import decoder, hf, sharding
+from dora_jax.models.config import Experts
 from dora_jax.rollout.engine import Engine
 from dora_jax.runtime.run import engine_of
 from dora_jax.types import SampleId
 
 MODEL = decoder.new_config("qwen3", **bandwidth.TOY)
+MIXTURE = decoder.new_config(
+    "qwen3_moe", **bandwidth.TOY | {"n_layers": 8}, experts=Experts(count=16, per_token=2, width=128)
+)
 TAIL_SAMPLES, TAIL_BATCH, TAIL_MEDIAN, TAIL_SIGMA, TAIL_LIMIT = 256, 32, 48, 1.1, 768
 
 
@@ -201,12 +207,12 @@ def read_speed(n_bytes: int) -> float:
 def floor_s(work: DecodeWork, flops: float) -> float:
     """Steps at full batches; each reads the weights once and each running sample's KV so far."""
     model, prompt = work.subject.model, work.subject.prompt
-    weights = sum(x.size for x in jax.tree.leaves(decoder.abstract_params(model)))
+    weights = model.matrix_params  # a batch meets all experts, a token those that it is sent to
     kv_token = 2 * model.n_layers * model.n_kv_heads * model.head_dim * 4
     steps = work.tokens / work.batch
     read = steps * weights * 4 + sum(kv_token * (prompt * n + n * (n + 1) / 2) for n in work.lengths.tolist())
-    decode = max(read / read_speed(int(read / steps)), 2 * weights * work.tokens / flops)
-    return decode + 2 * weights * prompt * len(work.lengths) / flops
+    decode = max(read / read_speed(int(read / steps)), 2 * model.active_params * work.tokens / flops)
+    return decode + 2 * model.active_params * prompt * len(work.lengths) / flops
 
 
 def best_s(call: Callable[[], object], rounds: int) -> float:
@@ -289,6 +295,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--install", action="store_true", help="make each rival's environment under .bench/")
     parser.add_argument("--smollm", action="store_true", help="SmolLM2-135M-Instruct in place of a toy")
+    parser.add_argument("--moe", action="store_true", help="a mixture of 16 experts in place of a dense toy")
     parser.add_argument("--contexts", default="", help="lengths at which to time the decode call alone")
     parser.add_argument("--model", default="toy", choices=bandwidth.SIZES, help="of --contexts")
     parser.add_argument("--attention", default="reference", choices=bandwidth.PAGE, help="of --contexts")
@@ -304,7 +311,9 @@ def main() -> None:
     rivals = [name for name in args.rivals.split(",") if name]
     flops = flop_speed()  # before any rival starts: they load for a while
     with tempfile.TemporaryDirectory() as temporary:
-        folder, subject, params = real_model() if args.smollm else toy_model(Path(temporary) / "model")
+        folder, subject, params = (
+            real_model() if args.smollm else toy_model(Path(temporary) / "model", MIXTURE if args.moe else MODEL)
+        )
         external = {name: RivalDecoder(name, folder, args.install, args.copies) for name in rivals if name != "plain"}
         print(f"measured: {flops / 1e9:.0f} GFLOP/s; {jax.device_count()} instances; jax {jax.__version__}")
         print(
@@ -329,11 +338,11 @@ def main() -> None:
             rival.close()
 
 
-def toy_model(folder: Path) -> tuple[Path, Subject, decoder.Params]:
+def toy_model(folder: Path, model: decoder.ModelConfig) -> tuple[Path, Subject, decoder.Params]:
     """(its folder, how it runs, its weights in the serving layout)."""
-    stacked = decoder.init_params(MODEL, 0)
-    hf.save(folder, MODEL, stacked)
-    return folder, Subject(), jax.jit(decoder.serving_layout)(stacked)
+    stacked = decoder.init_params(model, 0)
+    hf.save(folder, model, stacked)
+    return folder, Subject(model), jax.jit(decoder.serving_layout)(stacked)
 
 
 def real_model() -> tuple[Path, Subject, decoder.Params]:

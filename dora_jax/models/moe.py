@@ -4,7 +4,8 @@
 
 `route` chooses, or is told (`forced`), which experts a token goes to; the weights always come from the gate's own
 scores, so that its gradient flows where the choice is replayed. COMPUTES multiply, by name:
-  scan        one expert after another over all tokens: the fastest on CPUs, where gathers and small products cost
+  scan        one expert after another over all tokens: what trainers on CPUs take, where gradients of gathers cost
+  blocks      tokens sorted by expert, a few of one expert's after another: what engines on CPUs take; no gradient
   ragged_dot  tokens sorted by expert, one grouped product (jax.lax.ragged_dot): what GPUs and engines on TPUs take
   megablox    the same in blocks, with gradients of their own (grouped_experts.py): what trainers on TPUs take
 expert_parallel.py runs each over a mesh.
@@ -26,6 +27,7 @@ from dora_jax.models.config import Experts, ModelConfig
 
 WIDE, BACK = ("expert", "expert_embed", "expert_mlp"), ("expert", "expert_mlp", "expert_embed")  # axes of the matrices
 MISSING = -1  # as a forced id: the router chooses
+BLOCK = 8  # tokens of one expert in a product: XLA's products of more rows on a CPU copy the matrix first
 # (hidden [B, L, D], weights f32[B, L, k], ids i32[B, L, k], gate [E, D, F], up, down [E, F, D]) -> [B, L, D]
 Compute = Callable[..., jax.Array]
 
@@ -144,23 +146,36 @@ def scan(h_BxLxD, weights_BxLxk, ids_BxLxk, gate_ExDxF, up_ExDxF, down_ExFxD, fi
     return y_TxD.astype(h_BxLxD.dtype).reshape(h_BxLxD.shape)
 
 
+def blocks(h_BxLxD, weights_BxLxk, ids_BxLxk, gate_ExDxF, up_ExDxF, down_ExFxD, first: int | jax.Array = 0):
+    """As `scan`, without gradients. What an expert's last block writes behind its own tokens is overwritten by the next
+    experts, or left out."""
+    h_TxD, k = h_BxLxD.reshape(-1, h_BxLxD.shape[-1]), ids_BxLxk.shape[-1]
+    order_N, sizes_E, here_N = _by_expert(ids_BxLxk, first, gate_ExDxF.shape[0])
+    starts_E, ends_E = jnp.cumsum(sizes_E) - sizes_E, jnp.cumsum(-(-sizes_E // BLOCK))  # in tokens; in blocks
+    x_NxD = h_TxD[jnp.pad(order_N // k, (0, BLOCK))]
+
+    def multiply(block, out_NxD):
+        e = jnp.sum(ends_E <= block)
+        start = starts_E[e] + (block - jnp.where(e > 0, ends_E[e - 1], 0)) * BLOCK
+        x_CxD = jax.lax.dynamic_slice_in_dim(x_NxD, start, BLOCK)
+        gate_DxF, up_DxF, down_FxD = (w[e] for w in (gate_ExDxF, up_ExDxF, down_ExFxD))
+        y_CxD = (jax.nn.silu(x_CxD @ gate_DxF) * (x_CxD @ up_DxF)) @ down_FxD
+        return jax.lax.dynamic_update_slice_in_dim(out_NxD, y_CxD, start, 0)
+
+    out_NxD = jax.lax.fori_loop(0, ends_E[-1], multiply, jnp.zeros_like(x_NxD))[:-BLOCK]
+    return _added(h_BxLxD, weights_BxLxk, order_N, jnp.where(here_N[:, None], out_NxD, 0))
+
+
 def ragged_dot(h_BxLxD, weights_BxLxk, ids_BxLxk, gate_ExDxF, up_ExDxF, down_ExFxD, first: int | jax.Array = 0):
     """As `scan`; tokens of experts that are elsewhere are sorted to the end, where no group holds them."""
-    h_TxD = h_BxLxD.reshape(-1, h_BxLxD.shape[-1])
-    count, k = gate_ExDxF.shape[0], ids_BxLxk.shape[-1]
-    local_N = ids_BxLxk.reshape(-1) - first
-    here_N = (local_N >= 0) & (local_N < count)
-    local_N = jnp.where(here_N, local_N, count)
-    order_N = grouped_experts.order_of(local_N)
-    sizes_E = jnp.sum(local_N[:, None] == jnp.arange(count)[None], axis=0, dtype=jnp.int32)
-    x_NxD = jnp.where(here_N[order_N, None], h_TxD[order_N // k], 0)
+    h_TxD, k = h_BxLxD.reshape(-1, h_BxLxD.shape[-1]), ids_BxLxk.shape[-1]
+    order_N, sizes_E, here_N = _by_expert(ids_BxLxk, first, gate_ExDxF.shape[0])
+    x_NxD = jnp.where(here_N[:, None], h_TxD[order_N // k], 0)
     inner_NxF = jax.nn.silu(jax.lax.ragged_dot(x_NxD, gate_ExDxF, sizes_E)) * jax.lax.ragged_dot(
         x_NxD, up_ExDxF, sizes_E
     )
-    out_NxD = jnp.where(here_N[order_N, None], jax.lax.ragged_dot(inner_NxF, down_ExFxD, sizes_E), 0)
-    out_NxD = weights_BxLxk.reshape(-1)[order_N, None] * out_NxD.astype(jnp.float32)
-    y_TxD = jnp.zeros(h_TxD.shape, jnp.float32).at[order_N // k].add(out_NxD)
-    return y_TxD.astype(h_BxLxD.dtype).reshape(h_BxLxD.shape)
+    out_NxD = jnp.where(here_N[:, None], jax.lax.ragged_dot(inner_NxF, down_ExFxD, sizes_E), 0)
+    return _added(h_BxLxD, weights_BxLxk, order_N, out_NxD)
 
 
 def megablox(
@@ -172,10 +187,28 @@ def megablox(
     return y_TxD.reshape(h_BxLxD.shape)
 
 
-COMPUTES = {"scan": scan, "ragged_dot": ragged_dot, "megablox": megablox}
+COMPUTES = {"scan": scan, "blocks": blocks, "ragged_dot": ragged_dot, "megablox": megablox}
 
 
 # ---------------------------------------------------------------- private
+
+
+def _by_expert(ids_BxLxk: jax.Array, first: int | jax.Array, count: int) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """(the choices in the order of the experts that are here, those of others last; choices of each; whether each of
+    the sorted ones is of an expert that is here)."""
+    local_N = ids_BxLxk.reshape(-1) - first
+    local_N = jnp.where((local_N >= 0) & (local_N < count), local_N, count)
+    order_N = grouped_experts.order_of(local_N)
+    sizes_E = jnp.sum(local_N[:, None] == jnp.arange(count)[None], axis=0, dtype=jnp.int32)
+    return order_N, sizes_E, jnp.arange(len(order_N)) < jnp.sum(sizes_E)
+
+
+def _added(h_BxLxD: jax.Array, weights_BxLxk: jax.Array, order_N: jax.Array, out_NxD: jax.Array) -> jax.Array:
+    """The weighted sum of what each token's experts gave, of the sorted choices."""
+    out_NxD = weights_BxLxk.reshape(-1)[order_N, None] * out_NxD.astype(jnp.float32)
+    y_TxD = jnp.zeros((h_BxLxD.size // h_BxLxD.shape[-1], h_BxLxD.shape[-1]), jnp.float32)
+    y_TxD = y_TxD.at[order_N // weights_BxLxk.shape[-1]].add(out_NxD)
+    return y_TxD.astype(h_BxLxD.dtype).reshape(h_BxLxD.shape)
 
 
 def _chosen(e: Experts, scores_BxLxE: jax.Array, bias_E: jax.Array | None) -> jax.Array:
