@@ -1,6 +1,7 @@
 """What narrow types cost in log-prob: samples of the engine, scored again as the trainer does.
 
     python -m dora_jax.bench.drift [--model=FOLDER] [--samples=32] [--tokens=128]
+    python -m dora_jax.bench.drift --moe [--model=FOLDER] [--samples=32] [--tokens=128] [--seeds=0,1,2]
 
 Without a folder, a small model with random weights: those are harder on rounding than trained ones of this size.
   gap          engine log-prob minus the trainer's, of the sampled tokens: mean size, 99th percentile, largest, mean
@@ -8,6 +9,9 @@ Without a folder, a small model with random weights: those are harder on roundin
   bytes        of the projections and of the KV of one position, as held
 The first row is the rounding of f32 itself. Where engine and trainer both compute in bfloat16, each rounds for itself,
 so that the gap is at most about 1.4 times one forward pass's rounding; `gap / forward` says how much it is.
+
+With --moe: a mixture of experts in bfloat16, whose trainer scores the same samples with experts of its own choice and
+with those that sampling took (trainer.routing_replay=rollout). `changed` is the share of choices that differ.
 """
 
 from __future__ import annotations
@@ -22,15 +26,25 @@ import numpy as np
 
 from dora_jax import presets
 from dora_jax.bench.decode import MODEL
-from dora_jax.config import Config, ModelSection, RolloutSection
+from dora_jax.config import Config, ModelSection, RolloutSection, TrainerSection
 from dora_jax.models import decoder, hf, sharding
-from dora_jax.models.config import ModelConfig
+from dora_jax.models.config import Experts, ModelConfig
 from dora_jax.publish import placed, sliced
 from dora_jax.rollout.quantize import KV, PROJECTIONS, WEIGHTS
 from dora_jax.runtime.run import engine_of, publishing_copy, trainer_recipe
 from dora_jax.types import Sample, SampleId
 
 PROMPT = 32
+MIXTURE: dict[str, Any] = dict(
+    vocab_size=512,
+    d_model=128,
+    n_layers=8,
+    n_heads=4,
+    n_kv_heads=2,
+    head_dim=32,
+    d_ff=256,
+    experts=Experts(count=64, per_token=8, width=32),
+)
 OPTIONS = (
     ("float32", "", ""),
     ("bfloat16", "", ""),
@@ -42,11 +56,12 @@ OPTIONS = (
 )
 
 
-def config_of(dtype: str, weights: str, kv: str, count: int, tokens: int) -> Config:
+def config_of(dtype: str, weights: str, kv: str, count: int, tokens: int, routing_replay: str = "none") -> Config:
     section = RolloutSection(
         slots=count, max_prompt_tokens=PROMPT, max_new_tokens=tokens, prefill_tokens=512, weights=weights, kv=kv
     )
-    return presets.filled(Config(model=ModelSection(dtype=dtype), rollout=section))
+    trainer = TrainerSection(routing_replay=routing_replay)
+    return presets.filled(Config(model=ModelSection(dtype=dtype), rollout=section, trainer=trainer))
 
 
 def samples_of(config: Config, cfg: ModelConfig, params: Any, count: int) -> list[Sample]:
@@ -65,6 +80,15 @@ def samples_of(config: Config, cfg: ModelConfig, params: Any, count: int) -> lis
 
 def trainer_logprobs(config: Config, cfg: ModelConfig, params: Any, samples: list[Sample]) -> np.ndarray:
     """The trainer's log-probs of the sampled tokens, f32[samples * tokens]; `params` are its f32 masters."""
+    return scored(config, cfg, params, samples)[0]
+
+
+def scored(
+    config: Config, cfg: ModelConfig, params: Any, samples: list[Sample], replay: bool = False
+) -> tuple[np.ndarray, float]:
+    """(as `trainer_logprobs`, the share of the samples' choices that the trainer's routers would not make).
+
+    replay: tokens go to the experts that sampling took, and not to those of the trainer's choice."""
     mesh = sharding.make_mesh(jax.devices()[:1], 1, 1, 1)
     model = trainer_recipe(config, cfg, mesh, cfg.vocab_size).model
     rows = np.stack([np.concatenate([s.prompt_ids, s.out_ids]) for s in samples]).astype(np.int32)
@@ -75,8 +99,16 @@ def trainer_logprobs(config: Config, cfg: ModelConfig, params: Any, samples: lis
         "positions": positions,
         "segment_ids": np.ones_like(positions),
     }
-    score = jax.jit(lambda params, arrays: model.logprobs(params, arrays)[0])
-    return np.asarray(score(params, arrays))[:, PROMPT - 1 :].reshape(-1)
+    if replay:
+        arrays["routes"] = np.stack([s.table.routes for s in samples])
+
+    @jax.jit
+    def score(params, arrays):
+        (logprobs, _), routed = model.logprobs_routed(params, arrays)
+        return logprobs, routed.changed.sum() / routed.ids.size if routed else 0.0
+
+    logprobs, changed = score(params, arrays)
+    return np.asarray(logprobs)[:, PROMPT - 1 :].reshape(-1), float(changed)
 
 
 def measure(
@@ -88,6 +120,16 @@ def measure(
     trainer = trainer_logprobs(config, cfg, params, samples)
     exact = trainer_logprobs(config_of("float32", "", "", count, tokens), cfg, params, samples)
     return np.concatenate([s.logprobs for s in samples]) - trainer, float(np.abs(trainer - exact).mean())
+
+
+def replayed(cfg: ModelConfig, params: Any, count: int, tokens: int) -> tuple[np.ndarray, np.ndarray, float]:
+    """(engine minus trainer of each sampled token in bfloat16, the same under replay, share of choices that change)."""
+    config = config_of("bfloat16", "", "", count, tokens, routing_replay="rollout")
+    samples = samples_of(config, cfg, params, count)
+    engine = np.concatenate([s.logprobs for s in samples])
+    own, _ = scored(config, cfg, params, samples)
+    replay, changed = scored(config, cfg, params, samples, replay=True)
+    return engine - own, engine - replay, changed
 
 
 def held_bytes(cfg: ModelConfig, dtype: str, weights: str, kv: str) -> tuple[int, int]:
@@ -104,7 +146,12 @@ def main() -> None:
     parser.add_argument("--model", default="", help="a Hugging Face folder")
     parser.add_argument("--samples", type=int, default=32)
     parser.add_argument("--tokens", type=int, default=128)
+    parser.add_argument("--moe", action="store_true", help="what replayed routes are worth to a mixture of experts")
+    parser.add_argument("--seeds", default="0,1,2", help="of the weights of --moe without a folder")
     args = parser.parse_args()
+    if args.moe:
+        replay_table(args.model, args.samples, args.tokens, [int(seed) for seed in args.seeds.split(",")])
+        return
     cfg, params = hf.load(Path(args.model)) if args.model else (MODEL, decoder.init_params(MODEL, 0))
     print(
         f"{'compute':10s}{'weights':9s}{'KV':9s}{'gap: mean':>11s}{'p99':>10s}{'largest':>10s}{'signed':>10s}"
@@ -118,6 +165,22 @@ def main() -> None:
         print(
             f"{dtype:10s}{weights or '-':9s}{kv or '-':9s}{size.mean():11.2e}{np.quantile(size, 0.99):10.2e}"
             f"{size.max():10.2e}{gap.mean():10.1e}{forward:10.2e}{ratio:>15s}{projections / 1e6:16.2f}{position:12d}",
+            flush=True,
+        )
+
+
+def replay_table(model: str, samples: int, tokens: int, seeds: list[int]) -> None:
+    cfg = decoder.new_config("qwen3_moe", **MIXTURE)
+    made = [hf.load(Path(model))] if model else [(cfg, decoder.init_params(cfg, seed)) for seed in seeds]
+    print(
+        f"{'seed':6s}{'own: mean':>12s}{'worst':>10s}{'replay: mean':>14s}{'worst':>10s}{'mean':>8s}{'worst':>8s}{'changed':>10s}"
+    )
+    for seed, (cfg, params) in zip(seeds, made, strict=False):
+        own, replay, changed = replayed(cfg, params, samples, tokens)
+        sizes = [f(np.abs(gap)) for gap in (own, replay) for f in (np.mean, np.max)]
+        ratios = [f"{before / after:7.2f}x" for before, after in zip(sizes[:2], sizes[2:], strict=True)]
+        print(
+            f"{'-' if model else seed!s:6s}{sizes[0]:12.2e}{sizes[1]:10.2e}{sizes[2]:14.2e}{sizes[3]:10.2e}{''.join(ratios)}{changed:10.1%}",
             flush=True,
         )
 
