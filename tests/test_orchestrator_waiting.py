@@ -101,7 +101,7 @@ def test_a_snapshot_of_an_older_format_is_read(format, later):
     data = brain.snapshot()
     old = json.loads(json.dumps(data))
     for group in old["groups"]:
-        del group[-2]
+        del group[-3:-1]
         for unit in group[-1]:
             unit[1] = [value for name, value in zip(UNIT, unit[1], strict=True) if name not in later]
     del old["sampled_by"], old["trained_by"]

@@ -61,7 +61,7 @@ class Unit:
 class Group:
     """One prompt with its G samples; `units[i]` is None once sample i has ended."""
 
-    __slots__ = ("abandoned", "id", "left", "ran", "units", "version")
+    __slots__ = ("abandoned", "begins_again", "id", "left", "ran", "units", "version")
 
     def __init__(self, group_id: GroupId, version: Version, samples: int):
         self.id = group_id
@@ -69,6 +69,9 @@ class Group:
         self.left = samples
         self.abandoned: str | None = None  # "failed" or "evicted" while its last samples are being cancelled
         self.ran: tuple[InstanceId, ...] = ()  # that have sampled tokens of those which have ended
+        self.begins_again = (
+            False  # one of its samples does: what is said of the whole group may be said of an earlier one
+        )
         self.units: list[Unit | None] = [Unit(self, i) for i in range(samples)]
 
 

@@ -80,7 +80,7 @@ def _upgraded(s: State, data: dict[str, Any]) -> dict[str, Any]:
         data["queue"] = data["queue"] | {"in_environment": _encode({})}
     if data["format"] == 9:  # no instance was ever in quarantine, and nobody asked which ones had sampled what
         groups = _with(data["groups"], {"ran": (), "spoilt": False}, set())
-        data |= {"format": 10, "groups": [[*group, [], units] for *group, units in groups]}
+        data |= {"format": 10, "groups": [[*group, [], False, units] for *group, units in groups]}
         data |= {"sampled_by": _encode({}), "trained_by": _encode({})}
     return data
 
@@ -148,7 +148,16 @@ def _load_instance(s: State, values: list) -> Instance:
 
 def _save_group(group: Group) -> list:
     units = [[_destination(unit), unit_values(unit), unit.index] for unit in group.units if unit is not None]
-    return [group.id, group.version, len(group.units), group.left, group.abandoned, group.ran, units]
+    return [
+        group.id,
+        group.version,
+        len(group.units),
+        group.left,
+        group.abandoned,
+        group.ran,
+        group.begins_again,
+        units,
+    ]
 
 
 def _destination(unit: Unit) -> list | None:
@@ -156,9 +165,9 @@ def _destination(unit: Unit) -> list | None:
 
 
 def _load_group(fleet: Fleet, row: list) -> Group:
-    id, version, samples, left, abandoned, ran, rows = row
+    id, version, samples, left, abandoned, ran, begins_again, rows = row
     group = Group(id, version, samples)
-    group.left, group.abandoned, group.ran = left, abandoned, tuple(ran)
+    group.left, group.abandoned, group.ran, group.begins_again = left, abandoned, tuple(ran), begins_again
     units, group.units = group.units, [None] * samples
     for dst, values, index in rows:
         unit = group.units[index] = units[index]

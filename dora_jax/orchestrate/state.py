@@ -125,6 +125,7 @@ class State:
             self.queue.retag(unit, self.ledger.base)
         if unit.spoilt:
             unit.tokens, unit.ran, unit.home, unit.spoilt = 0, (), None, False
+            unit.group.begins_again = True
             self.queue.put_back([unit])
         else:
             self.queue.park(unit)

@@ -109,6 +109,8 @@ def _answered(s: State, event: ev.SampleMoved | ev.MoveFailed) -> bool:
 def _scored(s: State, event: ev.GroupScored) -> bool:
     group = s.groups.get(event.group_id)
     if group is not None and group.left:
+        if group.begins_again:
+            return False
         raise ev.ImpossibleFact(f"group {event.group_id} is scored, but {group.left} of its samples have not ended")
     return group is not None
 

@@ -146,6 +146,8 @@ class Coordinator:
     def events(self) -> Iterator[ev.Event]:
         arrived, self._ready = self._ready, []
         for ready in arrived:  # commands that were meant for its earlier life have been executed by now
+            if self._episodes:
+                self._episodes.comes_up(ready.event.instance)
             for found in ready.admit():
                 if (unrecorded := self._samples.find(found)) is not None:
                     self._tell(unrecorded)
@@ -211,6 +213,7 @@ class Coordinator:
         if group_id in self._refused:
             return
         self._samples.forget(sample)
+        self._groups.discard(group_id)
         try:
             group = self._samples.opened(group_id)
         except PromptTooLong as error:
@@ -303,8 +306,13 @@ class Coordinator:
 
     def _scored(self, scored: ScoredGroup | GroupFailure) -> Iterator[ev.Event]:
         group_id = scored.group_id
-        if group_id not in self._samples.groups:
-            return  # it was cancelled
+        group = self._samples.groups.get(group_id)
+        if group is None or not group.submitted:
+            return  # it was cancelled, or a sample of it has begun again
+        if isinstance(scored, ScoredGroup) and any(
+            a is not b for a, b in zip(scored.samples, group.submitted, strict=True)
+        ):
+            return  # of samples of which one has begun again since
         self._tell(scored)
         if isinstance(scored, GroupFailure):
             del self._samples.groups[group_id]

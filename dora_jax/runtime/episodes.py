@@ -33,6 +33,7 @@ from dora_jax.types import (
     EpisodeFailed,
     EpisodeLost,
     GroupId,
+    InstanceId,
     Observed,
     Prompt,
     Sample,
@@ -61,6 +62,12 @@ class Episodes:
         """Its slot is reserved meanwhile."""
         self._opening[id] = worker, version
         self._environments.open(id, prompt)
+
+    def comes_up(self, instance: InstanceId) -> None:
+        """What was to start in an earlier life of the instance is told to start again."""
+        for id, waits in list(self._opening.items()):
+            if not isinstance(waits, int) and waits[0].instance == instance:
+                del self._opening[id]
 
     def waits(self, item: Waiting) -> Iterator[ev.Event]:
         held = item.in_flight

@@ -84,9 +84,15 @@ class SampleRegistry:
         return {group_id: self.groups.pop(group_id, None) for group_id in {id.group_id: None for id in ids}}
 
     def forget(self, id: SampleId) -> None:
-        """The sample starts: one that had begun on an instance in quarantine begins again."""
+        """The sample starts. Of one that had begun on an instance in quarantine nothing is left, not even its end."""
         self._parked.pop(id, None)
         self._branches.pop(id, None)
+        recorded = self._payloads.samples.get(id.group_id, {})
+        if id.group_id not in self.groups and recorded:  # it was scored as a whole, and forgotten
+            self.opened(id.group_id).done.update(recorded)
+        group = self.groups.get(id.group_id)
+        if group is not None and group.done.pop(id.index, None) is not None:
+            group.submitted = ()
 
     def park(self, sample: InFlightSample) -> None:
         if sample.id.group_id in self.groups:

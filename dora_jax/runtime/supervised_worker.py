@@ -111,12 +111,12 @@ class LocalInstance(InstanceProxy["EngineLife"]):
                 self._over(life, f"{type(error).__name__}: {error}", error)
                 return
             case Finished(sample=sample):
-                fault = self._fault(sample.out_ids, sample.logprobs)
+                fault = self._fault(sample.out_ids, sample.logprobs, sample.mask)
                 fault = fault or ("its log-probs are not finite" if sample.finish == "error" else None)
             case Partial():
                 fault = self._fault(item.out_ids, item.logprobs)
             case Waiting(in_flight=held) | Parked(in_flight=held):
-                fault = self._fault(held.out_ids, held.logprobs)
+                fault = self._fault(held.out_ids, held.logprobs, held.mask)
             case _:
                 fault = None
         if fault:
@@ -151,9 +151,12 @@ class LocalInstance(InstanceProxy["EngineLife"]):
         else:
             self._run(self._begin_again, life, self._lives + 1, self._restart.new_engine)
 
-    def _fault(self, out_ids: np.ndarray, logprobs: np.ndarray) -> str | None:
+    def _fault(self, out_ids: np.ndarray, logprobs: np.ndarray, mask: np.ndarray | None = None) -> str | None:
+        """mask: bool[U], False where an environment said the token; None: all of them were sampled."""
         if len(out_ids) != len(logprobs):
             return f"{len(out_ids)} tokens have {len(logprobs)} log-probs"
+        if mask is not None:
+            out_ids, logprobs = out_ids[mask], logprobs[mask]
         if not len(out_ids):
             return None
         if out_ids.min() < 0 or out_ids.max() >= self._restart.vocab_size:

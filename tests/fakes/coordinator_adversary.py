@@ -1,8 +1,9 @@
 """The production coordinator without threads or time: a driver decides whose turn it is, and whose facts are heard.
 
 Coordinator, LocalInstance, EngineWorker, TrainerWorker, JournaledWorld and the arithmetic engine are the real ones; what
-would be a thread is a list of things that the driver may do next. Instances die with calls and facts on their way, and
-are made again; events are said twice; the process is killed at any fact and begun again from its journal.
+would be a thread is a list of things that the driver may do next. Instances die with calls and facts on their way, or
+turn out unhealthy, and are made again; events are said twice; environments answer late, or have lost an episode; the
+process is killed at any fact and begun again from its journal.
 
     python -m tests.fakes.coordinator_adversary 500        so many configurations, one after the other
 """
@@ -31,14 +32,18 @@ from dora_jax.runtime.durability.journaled_world import JournaledWorld
 from dora_jax.runtime.durability.payload_state import PayloadState
 from dora_jax.runtime.durability.records import Partial
 from dora_jax.runtime.durability.recovery import recover
+from dora_jax.runtime.episodes import EpisodePrompts
 from dora_jax.runtime.supervised_worker import LocalInstance, RestartPolicy
 from dora_jax.runtime.trainer_worker import TrainerWorker
 from dora_jax.runtime.worker import StepDone, Worker
-from tests.fakes.coordinator_world import SECTION, Scorer, Task, Trainer, Weights, expected
+from dora_jax.types import SampleId
+from tests.fakes.coordinator_world import SECTION, TURN_TOKENS, Scorer, Task, Trainer, Weights, expected
+from tests.fakes.environments import ScriptedEnvironments
 from tests.fakes.journal_world import Disk
 
 MAX_MOVES = 40_000
-DEATH, TWICE, KILLED = 0.03, 0.2, 0.01
+DEATH, DOUBT, TWICE, KILLED = 0.03, 0.005, 0.2, 0.01
+LOST = 0.02  # of the answers of environments
 BUSY = 0.5  # how likely it is that the coordinator does not listen yet, and hears more at once
 UP = {"slots": 8, "pages": 96, "page_size": 8}
 # What a duplicate of would be a second payload: no queue says one twice.
@@ -51,6 +56,7 @@ TWICE_SAID = (
     ev.MoveFailed,
     ev.SampleResumed,
     ev.InstanceDown,
+    ev.InstanceUnhealthy,
 )
 
 
@@ -101,6 +107,25 @@ class SlowScorer(Scorer):
         return [self.done.pop(self._draw.randrange(len(self.done)))]
 
 
+class SlowEnvironments(ScriptedEnvironments):
+    """Answers in any order, and late; loses an episode now and then."""
+
+    def __init__(self, draw, calm):
+        super().__init__(late=0, opening=draw.choice([0, 2]))
+        self._draw, self._calm = draw, calm
+
+    def turn(self, id, prompt, tokens, mask, room):
+        if self._draw.random() < LOST and not self._calm():
+            self.losing.add(id)
+        super().turn(id, prompt, tokens, mask, room)
+
+    def poll(self):
+        if not self.asked or self._draw.random() < 0.7:
+            return []
+        _, answer = self.asked.pop(self._draw.choice(sorted(self.asked)))
+        return [answer]
+
+
 class Process:
     """One process of a run: its stages, its queues, its orchestrator."""
 
@@ -131,13 +156,16 @@ class Process:
         self.world = Coordinator(
             instances=list(self.pool.values()),
             trainer=self.trainer,
-            task=Task(game.too_long),
+            task=EpisodePrompts(Task(game.too_long), TURN_TOKENS) if game.turns else Task(game.too_long),
             scorer=SlowScorer(config.mode == "partial", self.draw),
             groups=groups,
             weights=self.weights,
             outbox=self.heard,
             group_size=config.group_size,
             eval_samples=config.eval_samples,
+            environments=SlowEnvironments(self.draw, lambda: game.calm) if game.turns else None,
+            max_context=SECTION.max_prompt_tokens + SECTION.max_new_tokens,
+            record_tokens=True,
         )
         self.world.listen(game.records.append)
         payloads = found.payloads if found else PayloadState()
@@ -167,8 +195,10 @@ class Process:
 
 
 class Game:
-    def __init__(self, config: OrchestratorConfig, instances: int, too_long: tuple[int, ...], seed: int, kills: bool):
-        self.config, self.instances, self.too_long, self.kills = config, instances, too_long, kills
+    def __init__(
+        self, config: OrchestratorConfig, instances: int, too_long: tuple[int, ...], seed: int, kills: bool, turns: bool
+    ):
+        self.config, self.instances, self.too_long, self.kills, self.turns = config, instances, too_long, kills, turns
         self.draw = random.Random(seed)
         self.disk, self.records = Disk(), []
         self.moves = self.lives = 0
@@ -179,6 +209,10 @@ class Game:
 
     def length(self, version, group, index, limit):
         return 60 if (group + index) % 7 == 0 else 2 + (group + index) % 9
+
+    @property
+    def calm(self) -> bool:
+        return self.moves >= MAX_MOVES // 8
 
     def play(self) -> Game:
         with (
@@ -198,9 +232,11 @@ class Game:
         while True:
             self.moves += 1
             assert self.moves < MAX_MOVES, f"nothing ends: {process.brain.summary()}"
-            if self.moves < MAX_MOVES // 8:
+            if not self.calm:
                 if self.draw.random() < DEATH:
                     process.pool[self.draw.randrange(self.instances)].lose("killed by the test")
+                if self.draw.random() < DOUBT:
+                    says_nan(process.pool[self.draw.randrange(self.instances)])
                 if self.kills and self.draw.random() < KILLED:
                     return self.ended(process, False)
             self.draw.choice(process.acts())()
@@ -232,7 +268,14 @@ class Game:
                 assert bound is None or step.version - 1 - group.version <= bound
                 assert len(group.samples) == self.config.group_size
                 for sample in group.samples:
-                    np.testing.assert_array_equal(sample.out_ids, expected(sample))
+                    np.testing.assert_array_equal(sample.out_ids[sample.mask], expected(sample)[sample.mask])
+
+
+def says_nan(instance: LocalInstance) -> None:
+    if (life := instance.worker) is not None:
+        nan = np.full(1, np.nan, np.float32)
+        garbage = Partial(id=SampleId(0, 0), version=0, start=0, out_ids=np.ones(1, np.int32), logprobs=nan)
+        instance.heard(life, garbage)
 
 
 def drawn(seed: int) -> Game:
@@ -244,7 +287,8 @@ def drawn(seed: int) -> Game:
         max_prompt_tokens=8, max_new_tokens=64, eval_every=draw.randint(0, 2), eval_groups=draw.choice([0, 2]),
         rebalance_period_s=1e-3)  # fmt: skip
     too_long = tuple(draw.sample(range(12), draw.choice([0, 2])))
-    return Game(config, draw.randint(1, 3), too_long, seed, kills=mode != "partial" and draw.random() < 0.5)
+    kills, turns = mode != "partial" and draw.random() < 0.5, draw.random() < 0.5
+    return Game(config, draw.randint(1, 3), too_long, seed, kills, turns)
 
 
 def main(configurations: int, first: int = 0) -> None:
