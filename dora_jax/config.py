@@ -94,6 +94,7 @@ class EnvironmentSection:
     name: str = ""  # import path of an environment (tasks/environment.py); empty: a sample is one answer
     params: dict[str, Any] = dataclasses.field(default_factory=dict)  # keywords of its constructor
     observation: str = "\n{content}\n"  # what stands around a message of it, where task.template is not "chat"
+    renderer: str = ""  # of the package renderers, such as qwen3, where task.template is "chat"; empty: the tokenizer's
     max_turns: int = 8  # of an episode; the policy's last message is still answered
     turn_tokens: int = 0  # that the policy may sample in one turn; 0: rollout.max_new_tokens, which holds all turns
     branches: int = 0  # times that the chat template may rewrite earlier turns of an episode; one more fails its group

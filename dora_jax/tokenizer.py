@@ -77,12 +77,22 @@ class Tokenizer:
 
     def encode_text(self, text: str) -> list[int]:
         """Ids of text that somebody else wrote: a special token written in it stays text."""
+        return [id for piece in self._pieces(text) for id in self.encode(piece)]
+
+    def jointed(self, text: str, joint: str) -> str:
+        """The text with a joint inside whatever looks like a special token."""
+        return joint.join(self._pieces(text))
+
+    def token_id(self, token: str) -> int | None:
+        return self._backend.token_to_id(token)
+
+    def _pieces(self, text: str) -> list[str]:
+        """The text cut inside whatever looks like a special token."""
         cuts, at = [0], 0
         while self._added and (match := self._added.search(text, at)):
             at = match.start() + 1
             cuts.append(at)
-        pieces = itertools.pairwise([*cuts, len(text)])
-        return [id for start, stop in pieces for id in self.encode(text[start:stop])]
+        return [text[start:stop] for start, stop in itertools.pairwise([*cuts, len(text)])]
 
     def decode(self, ids, *, keep_special: bool = False) -> str:
         """Text of these ids; special tokens (end, padding) are left out unless asked for."""

@@ -53,6 +53,7 @@ from dora_jax.tasks import solved
 from dora_jax.tasks.bridge import Bridge
 from dora_jax.tasks.environments import EnvironmentPool
 from dora_jax.tasks.pool import ScorerPool
+from dora_jax.tasks.renderer_bridge import RendererBridge
 from dora_jax.tasks.trial import try_rewards
 from dora_jax.trainer.step import Trainer
 from dora_jax.types import InstanceId, ScoredGroup
@@ -135,7 +136,9 @@ class RunContext:
         """In processes that start in the background."""
         section = self.config.environment
         observation = "" if self.config.task.template == "chat" else section.observation
-        bridge = Bridge(self.tokenizer, observation, self.task.messages_at)
+        bridge: Bridge | RendererBridge = Bridge(self.tokenizer, observation, self.task.messages_at)
+        if section.renderer:
+            bridge = RendererBridge(self.tokenizer, section.renderer, self.task.messages_at)
         return EnvironmentPool(section, bridge, self.config.seed)
 
 

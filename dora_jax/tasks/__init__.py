@@ -16,6 +16,7 @@
     code.py      rewards that run a response's program on tests; the Python tool, alone and as an environment
     environment.py   what answers a policy of several turns; calculator.py is one, noise.py spoils what it says
     environments.py  EnvironmentPool: environments in processes of their own (environment_process.py, _worker.py)
+    renderer_bridge.py  the same by a chat template of the package renderers
     skyrl_gym.py environments of SkyRL-Gym as ours
     bridge.py    what an environment says -> tokens behind the exact ones of the policy
     reward_model.py  ModelScorer: a trained judge on a mesh of its own, behind the pool

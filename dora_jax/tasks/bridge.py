@@ -70,9 +70,7 @@ class Bridge:
         whole, contents = self._render(told.messages[:first], told.messages[first:])
         told.text = _filled(whole, contents)
         ids = self._encoded(whole, contents)
-        n = min(len(ids), len(tokens))
-        keep = int(np.argmin(np.append(ids[:n] == tokens[:n], False)))
-        keep = min(keep, len(ids) - 1)  # something is observed
+        keep = min(shared_length(ids, tokens), len(ids) - 1)  # something is observed
         return ids[keep:], keep
 
     # ------------------------------------------------------------ private
@@ -97,6 +95,12 @@ class Bridge:
         for message in observed:
             ids += [*before, *self._tokenizer.encode_text(str(message["content"])), *after]
         return np.array(ids, np.int32)
+
+
+def shared_length(a: np.ndarray, b: np.ndarray) -> int:
+    """How many leading tokens both have."""
+    n = min(len(a), len(b))
+    return int(np.argmin(np.append(a[:n] == b[:n], False)))
 
 
 def _is_text(message: Message) -> bool:

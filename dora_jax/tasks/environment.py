@@ -48,6 +48,8 @@ def problems(config: Any) -> Iterator[str]:
         yield f"environment.name: {section.name!r} is not an import path such as dora_jax.tasks.calculator.Calculator"
     if "{content}" not in section.observation and config.task.template != "chat":
         yield f"environment.observation: {section.observation!r} has no {{content}} in it"
+    if section.renderer and config.task.template != "chat":
+        yield 'environment.renderer: it renders chats; set task.template = "chat"'
     if section.turn_tokens > config.rollout.max_new_tokens:
         yield (
             f"environment.turn_tokens: {section.turn_tokens} is more than rollout.max_new_tokens = "

@@ -30,6 +30,7 @@ from dora_jax.tasks.bridge import Bridge, Conversation
 from dora_jax.tasks.environment import Message
 from dora_jax.tasks.environment_process import EnvironmentProcess
 from dora_jax.tasks.identity import identity_hash
+from dora_jax.tasks.renderer_bridge import RendererBridge
 from dora_jax.types import EpisodeEnded, EpisodeFailed, EpisodeLost, Observed, Prompt, SampleId, issued_first_as
 
 Answer = Observed | EpisodeEnded | EpisodeFailed | EpisodeLost
@@ -71,7 +72,7 @@ class Episode:
 class EnvironmentPool:
     """The processes start at once, in the background."""
 
-    def __init__(self, section: EnvironmentSection, bridge: Bridge, seed: int):
+    def __init__(self, section: EnvironmentSection, bridge: Bridge | RendererBridge, seed: int):
         self._section, self._bridge, self._seed = section, bridge, seed
         self._episodes: dict[SampleId, Episode] = {}
         self._results: queue.SimpleQueue[Answer] = queue.SimpleQueue()
