@@ -21,11 +21,13 @@ from dora_jax.runtime.cluster.weight_publisher import WeightPublisher
 from dora_jax.runtime.durability.object_storage import Objects
 from dora_jax.runtime.durability.payload_state import Step
 from dora_jax.runtime.durability.records import Published
+from dora_jax.runtime.sample_log import TokenView
 from dora_jax.runtime.transfer import slices
 from dora_jax.runtime.transfer.transfer_manifest import WireError
 from dora_jax.runtime.transfer.weight_distribution import STORAGE, WIRE
 from dora_jax.runtime.transfer.weight_storage import StoredWeights
 from dora_jax.trainer import manifest
+from dora_jax.types import SampleId
 from tests.fakes.cluster import LIMITS, FakeLauncher, begin, eventually, scored_group
 
 
@@ -63,7 +65,8 @@ class Learners(FakeLauncher):
             return None
         if isinstance(what, messages.FinishStep | messages.ComputeDigest):
             digest = hash(str(trained)) & 0xFFFF
-            made = messages.StepFinished(digest=digest, metrics={"loss": float(len(trained))})
+            view = TokenView(id=SampleId(len(trained), 0), advantages=np.ones(2), logprobs=np.zeros(2))
+            made = messages.StepFinished(digest=digest, metrics={"loss": float(len(trained))}, views=(view,))
             return made if isinstance(what, messages.FinishStep) else messages.Done(value=digest)
         return messages.Done(value=len(trained))
 
@@ -162,6 +165,7 @@ def test_each_step_is_made_once_whoever_dies_over_it(tmp_path, dies):
         assert [rig.step(base)["loss"] for base in range(3)] == [1.0, 2.0, 3.0]
         assert rig.trained() == [steps(3), steps(3)]
         assert {1, 2, 3} <= set(rig.stored.versions)
+        assert list(rig.trainer.take(3)) == [SampleId(3, 0)] and not rig.trainer.take(2), "tokens of the newest step"
         assert len(rig.launcher.gangs) == 1 + len(dies)  # a gang a death
 
 

@@ -20,7 +20,7 @@ from dora_jax.orchestrate.core import Orchestrator
 from dora_jax.orchestrate.modes import OrchestratorConfig
 from dora_jax.runtime.evaluations import Evaluations, reward_metrics, sampled_tokens
 from dora_jax.runtime.idle_time import IdleReport
-from dora_jax.runtime.sample_log import SampleLog, TokenViews
+from dora_jax.runtime.sample_log import SampleLog, SeenTokens
 from dora_jax.runtime.seams import Environments, StageWorker
 from dora_jax.runtime.worker import Finished, StepDone
 from dora_jax.tasks.identity import shorten
@@ -175,7 +175,7 @@ class RunLog:
         steps: int,
         max_failed_share: float,
         evaluations: Mapping[Version, Mapping[str, float]],
-        views: TokenViews | None = None,
+        views: SeenTokens | None = None,
         environments: Environments | None = None,
         noisy: bool = False,
     ):

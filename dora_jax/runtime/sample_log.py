@@ -11,10 +11,10 @@ from __future__ import annotations
 
 import json
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
@@ -36,8 +36,16 @@ DIGITS = 4
 class TokenView:
     """What a step's trainer made of a sample's tokens, NaN where the policy did not sample the token."""
 
+    id: SampleId
     advantages: np.ndarray  # f32[U]
     logprobs: np.ndarray  # f32[U], nats, under the weights that the step starts from
+
+
+class SeenTokens(Protocol):
+    """What a trainer, of this process or of a gang, has seen of the samples that a person reads."""
+
+    def take(self, version: Version) -> Mapping[SampleId, TokenView]:
+        """Of the step that made this version; it is forgotten, as is what was seen before it."""
 
 
 def most_mixed(groups: Sequence[ScoredGroup]) -> tuple[ScoredGroup, int, int]:
@@ -72,7 +80,6 @@ class TokenViews:
         return watched
 
     def take(self, version: Version) -> dict[SampleId, TokenView]:
-        """What was seen of the step that made this version; it is forgotten, as is what was seen before it."""
         with self._lock:
             seen = self._seen.get(version, {})
             self._seen = {v: views for v, views in self._seen.items() if v > version}
@@ -110,6 +117,7 @@ class TokenViews:
         row, tokens = place
         unseen = np.where(batch.mask[row, tokens], np.float32(0), np.float32(np.nan))
         return TokenView(
+            id=sample.id,
             advantages=batch.advantages[row, tokens] + unseen,
             logprobs=self._trainer.row_logprobs(batch, row)[tokens] + unseen,
         )
@@ -140,7 +148,7 @@ class SampleLog:
         notify: Callable[[str], None],
         decode: Callable[[Sequence[int]], str],
         prompt_of: Callable[[GroupId], Prompt],
-        views: TokenViews | None,
+        views: SeenTokens | None,
     ):
         self._trajectories = PatientFile(workdir / "trajectories.txt", notify)
         self._samples = PatientFile(workdir / "samples.jsonl", notify)

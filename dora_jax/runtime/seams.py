@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from dora_jax.orchestrate.events import InstanceUp
     from dora_jax.rollout.migrate import InFlightSample, SampledTokens
     from dora_jax.rollout.ticks import TickResult
-    from dora_jax.runtime.sample_log import TokenViews
+    from dora_jax.runtime.sample_log import SeenTokens
     from dora_jax.tasks.environments import Answer
     from dora_jax.tasks.pool import GroupFailure
     from dora_jax.trainer.checkpoint import Restored
@@ -271,7 +271,7 @@ class TrainerSide:
     pack: Pack
     digest: Digest
     probe: MakeProbe | None = None  # see trainer_worker.MismatchProbe
-    views: TokenViews | None = None  # of the samples that a person reads
+    views: SeenTokens | None = None  # of the samples that a person reads
 
 
 class Backend(Protocol):

@@ -92,7 +92,9 @@ class ClusterBackend:
             self._trainer.catch_up()
             checkpoints.wait()
         self._steps.tidy()
-        return TrainerSide(trainer=self._trainer, checkpoints=checkpoints, digest=digest_of, pack=part)
+        return TrainerSide(
+            trainer=self._trainer, checkpoints=checkpoints, digest=digest_of, pack=part, views=self._trainer
+        )
 
     def instances(self) -> list[RemoteInstance]:
         return list(self._instances.values())

@@ -19,6 +19,7 @@ from typing import Any
 from dora_jax.rollout.migrate import InFlightSample
 from dora_jax.runtime.codec import Codec
 from dora_jax.runtime.durability.records import Partial
+from dora_jax.runtime.sample_log import TokenView
 from dora_jax.runtime.transfer import weight_messages
 from dora_jax.runtime.transfer.transfer_manifest import Lent
 from dora_jax.runtime.worker import Finished, FinishedUnheard, HandedOver, Parked, Waiting
@@ -173,6 +174,7 @@ class StepFinished:
     digest: int
     metrics: dict[str, float]
     recalled: bool = False  # it had been made for an earlier controller
+    views: tuple[TokenView, ...] = ()  # of the samples that a person reads
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -377,6 +379,6 @@ CODEC = Codec(
     *typing.get_args(GangCommand),
     *(Hello, Begin, Ready, Heartbeat, PreemptionNotice, ProcessFailed, Note, Answer, TickCommands),
     *(Finished, Waiting, Parked, HandedOver, HandedOverShard, HandOverDone, FinishedUnheard, Partial, InFlightSample),
-    *(MoveStarted, Lent, FetchKV, KVStaged, StageKV, DropStagedKV, ReleaseKV, DropWeights),
+    *(TokenView, MoveStarted, Lent, FetchKV, KVStaged, StageKV, DropStagedKV, ReleaseKV, DropWeights),
     *weight_messages.RECORDS,
 )

@@ -26,10 +26,11 @@ from dora_jax.runtime.cluster.gang_supervisor import GangSupervisor
 from dora_jax.runtime.cluster.weight_publisher import TRAINER, WeightPublisher
 from dora_jax.runtime.durability.payload_state import Step
 from dora_jax.runtime.durability.resume import INITIAL
+from dora_jax.runtime.sample_log import TokenView
 from dora_jax.runtime.seams import Tree
 from dora_jax.trainer import checkpoint
 from dora_jax.trainer.checkpoint import Restored
-from dora_jax.types import ScoredGroup, Version
+from dora_jax.types import SampleId, ScoredGroup, Version
 
 if TYPE_CHECKING:
     from dora_jax.trainer.step import Probe
@@ -69,6 +70,7 @@ class RemoteTrainer:
         self.on_up: Callable[[], None] = lambda: None  # a new gang is there: asks for `catch_up`
         self._digest: int | None = None
         self._last: tuple[Version, tuple[ScoredGroup, ...]] | None = None  # the journal may not have this step yet
+        self._views: tuple[Version, tuple[TokenView, ...]] = INITIAL, ()  # of the newest step
         self._begun: tuple[ScoredGroup, ...] = ()  # of the step under way, that the gang has learned from
         self._checkpoints, self._steps_since, self._notify = checkpoints, steps_since, notify
         self._publisher = publisher
@@ -98,6 +100,7 @@ class RemoteTrainer:
             self._begun += tuple(groups)
         made = self._do(messages.FinishStep(base=base))
         self._last, self._begun = (base, self._begun), ()
+        self._views = base + 1, made.views
         self.state.step, self._digest = base + 1, made.digest
         return made.metrics
 
@@ -107,6 +110,11 @@ class RemoteTrainer:
 
     def abstract_state(self) -> RemoteState:
         return self.state
+
+    def take(self, version: Version) -> dict[SampleId, TokenView]:
+        """`SeenTokens` of the gang; empty of any step but the newest."""
+        newest, views = self._views
+        return {view.id: view for view in views} if newest == version else {}
 
     # -------------------------------------------------------------- its own
 

@@ -44,6 +44,7 @@ from dora_jax.runtime.rollout_worker import (
     progress_period_s,
     report_period_s,
 )
+from dora_jax.runtime.sample_log import TokenViews
 from dora_jax.runtime.seams import RolloutEngine, Tree
 from dora_jax.runtime.trainer_worker import MismatchProbe
 from dora_jax.runtime.transfer import slices
@@ -76,7 +77,8 @@ class TrainerRole:
         self._home = home(begin)
         mesh = sharding.make_mesh(jax.devices(), *devices.trainer_mesh(len(jax.devices()), config))
         self._trainer = build.new_trainer(config, Tokenizer.load(config.model.path), mesh, self._home.folder)
-        self._pack = build.packer(config, self._trainer)
+        self._views = TokenViews(self._trainer, config.trainer.show_every)
+        self._pack = self._views.watching(build.packer(config, self._trainer))
         self._gap = MismatchProbe(build.prober(config, self._trainer) if config.orchestrator.mode != "sync" else None)
         self._newest: tuple[Version, Tree] | None = None  # published last, on the trainer's shards, for the gap
         self._copy = build.publishing_copy(config, hf.read_config(config.model.path), mesh)
@@ -168,7 +170,9 @@ class TrainerRole:
             return known
         metrics = self._trainer.finish()
         made = messages.StepFinished(
-            digest=digest(self._trainer.params), metrics={name: float(value) for name, value in metrics.items()}
+            digest=digest(self._trainer.params),
+            metrics={name: float(value) for name, value in metrics.items()},
+            views=tuple(self._views.take(base + 1).values()),
         )
         self._cache.made(base, made)
         return made
