@@ -145,9 +145,7 @@ class RolloutSection:
     stop_strings: tuple[str, ...] = ()  # the text that ends a sample; its tokens stay
     weights: str = ""  # int8 or float8: projections in 8 bits; empty: as published
     kv: str = ""  # float8: the KV pool in 8 bits; empty: as computed
-    drafts: int = (
-        0  # tokens guessed from a group's other samples and verified in one call; 0: off; see rollout/drafts.py
-    )
+    drafts: int = 0  # tokens guessed from a group's other samples, verified in one call (rollout/drafts.py); 0: off
     draft_rows: int = 4  # of a version, decoding at once, at most: with more of them no draft is tried
     draft_cost: float = 0.0  # a verifying call's time over that of a decode call; 0: measured when calls are compiled
     keep_set: bool = False  # send along which ids each token was drawn from; needs top_k
@@ -246,6 +244,14 @@ class CheckpointSection:
 
 
 @dataclass(frozen=True, kw_only=True)
+class MonitorSection:
+    """What else hears of a run: see runtime/monitoring.py."""
+
+    port: int = 0  # of 127.0.0.1, where /metrics (Prometheus) and /healthz answer; 0: none
+    wandb: str = ""  # project of Weights & Biases that gets each record of metrics.jsonl (extra wandb); empty: none
+
+
+@dataclass(frozen=True, kw_only=True)
 class JournalSection:
     """WORKDIR/journal: what makes running the same command again lose nothing and repeat nothing."""
 
@@ -328,6 +334,7 @@ class Config:
     trainer: TrainerSection = TrainerSection()
     eval: EvalSection = EvalSection()
     checkpoint: CheckpointSection = CheckpointSection()
+    monitor: MonitorSection = MonitorSection()
     journal: JournalSection = JournalSection()
     sft: SftSection = SftSection()
     cluster: ClusterSection = ClusterSection()

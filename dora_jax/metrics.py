@@ -20,7 +20,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, Protocol, Self
 
 import numpy as np
 
@@ -95,10 +95,20 @@ def _merged(values: Sequence[Any]) -> Value:
     return functools.reduce(lambda earlier, later: earlier.merge(later), values)
 
 
-class Writer:
-    """The sinks of one workdir: metrics.jsonl, tensorboard/, the console. Closed by leaving its `with` block."""
+class Sink(Protocol):
+    """What else hears of a run. Its owner closes it."""
 
-    def __init__(self, workdir: Path | str, console: Console | None = None):
+    def write(self, step: int, scalars: Mapping[str, float | None]) -> None: ...
+
+    def status(self, facts: Mapping[str, Any]) -> None: ...
+
+
+class Writer:
+    """The sinks of one workdir: metrics.jsonl, tensorboard/, the console, and `others`. Closed by leaving its `with`
+    block."""
+
+    def __init__(self, workdir: Path | str, console: Console | None = None, others: Sequence[Sink] = ()):
+        self._others = others
         self._workdir = Path(workdir)
         self._workdir.mkdir(parents=True, exist_ok=True)
         self._console = console or Console()
@@ -142,6 +152,8 @@ class Writer:
         lines.write(json.dumps({"step": step, **scalars, **words}, allow_nan=False).encode() + b"\n")
         board.write(step, {name: value for name, value in scalars.items() if value is not None})
         self._console.step(step, scalars, waits)
+        for sink in self._others:
+            sink.write(step, scalars)
 
     def phase(self, role: str, text: str) -> None:
         """What this role does now, for the progress line; the role "all" speaks for all of them."""
@@ -153,6 +165,8 @@ class Writer:
     def status(self, facts: Mapping[str, Any]) -> None:
         """The orchestrator's own words for the progress line."""
         self._console.status(facts)
+        for sink in self._others:
+            sink.status(facts)
 
     def note(self, text: str) -> None:
         self._console.note(text)

@@ -92,6 +92,7 @@ RANGES: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
         sft.slip_rate rollout.memory_share environment.noise_failed environment.noise_truncated
         environment.noise_late environment.noise_irrelevant""",
     ),
+    ("between 0 and 65535", lambda x: 0 <= x < 2**16, "monitor.port"),
     ("at least 0 and below 2**63", lambda x: 0 <= x < 2**63, "seed"),
     ("0 or a power of two", lambda x: x >= 0 and x & (x - 1) == 0, "rollout.page_size"),
 )

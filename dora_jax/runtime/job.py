@@ -17,8 +17,8 @@ from dora_jax.metrics import Writer
 from dora_jax.orchestrate.core import Orchestrator
 from dora_jax.orchestrate.events import Command, Event, Halt, ImpossibleFact, StepPublished
 from dora_jax.orchestrate.loop import Observer, each, quiet_collector, run
+from dora_jax.runtime import monitoring, warm_start, warm_start_data
 from dora_jax.runtime import run as build
-from dora_jax.runtime import warm_start, warm_start_data
 from dora_jax.runtime.coordinator import Coordinator
 from dora_jax.runtime.durability import resume
 from dora_jax.runtime.durability.event_log import EventLog
@@ -52,7 +52,8 @@ def train(config: Config, workdir: Path, *, owner: bool = False) -> int:
     devices.setup_platform(dataclasses.replace(config, cpu_devices=1) if config.cluster.launcher else config)
     config, chosen = validate.settle(config)
     with (
-        Writer(workdir) as writer,
+        monitoring.opened(config, workdir) as sinks,
+        Writer(workdir, others=sinks) as writer,
         Guard(config.journal.watchdog_s, owner=owner) as guard,
         mirrored(workdir, writer.note, steps=not config.cluster.launcher) as mirror,
     ):

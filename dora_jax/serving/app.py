@@ -22,6 +22,7 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
+from dora_jax import prometheus
 from dora_jax.serving import chat, request
 from dora_jax.serving.answers import Answers, Identity, Piece, Reader
 from dora_jax.serving.counters import Counters
@@ -91,7 +92,7 @@ class Endpoint:
         return JSONResponse({"status": "ok"})
 
     async def _metrics(self, asked: Request) -> Response:
-        return Response(self.counters.text(), media_type="text/plain; version=0.0.4; charset=utf-8")
+        return Response(self.counters.text(), media_type=prometheus.MEDIA_TYPE)
 
     async def _completion(self, asked: Request) -> Response:
         body = await _json(asked)

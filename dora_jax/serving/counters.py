@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+
+from dora_jax import prometheus
 
 SECONDS = (0.01, 0.03, 0.1, 0.3, 1, 3, 10, 30, 100, 300, 1000, 3600)
 
@@ -27,4 +29,4 @@ class Counters:
             Gauge(f"dora_{name}", meaning, registry=self._registry).set_function(read)
 
     def text(self) -> bytes:
-        return generate_latest(self._registry)
+        return prometheus.page(self._registry)
