@@ -1,11 +1,8 @@
 """Both generations of OpenAI's client, each in an environment of its own, against live servers."""
 
 import json
-import os
 import subprocess
 import sys
-import tempfile
-from pathlib import Path
 
 import pytest
 import tokenizers
@@ -13,10 +10,9 @@ import tokenizers
 from dora_jax.models import decoder
 from tests.fakes import hf_folder
 from tests.fakes.endpoint import Rig, Speaker
+from tests.fakes.pinned_environment import ROOT, python_of
 
-ROOT = Path(__file__).parent.parent
 CLIENT = ROOT / "tests/fakes/openai_client.py"
-CACHE = Path(os.environ.get("XDG_CACHE_HOME", tempfile.gettempdir())) / f"dora_jax_clients-{os.getuid()}"
 TEMPLATE = (
     "{% for t in tools or [] %}{{ t.function.name }} {% endfor %}{% for m in messages %}<|im_start|>{{ m.role }}\n"
     "{{ m.content }}<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
@@ -26,17 +22,7 @@ TEMPLATE = (
 @pytest.fixture(scope="module", params=["openai2", "openai3"])
 def ask(request):
     """ask(suite, url): runs a suite of openai_client.py with this generation of the library."""
-    home, pins = CACHE / request.param, ROOT / f"tests/data/clients/{request.param}.txt"
-    python, stamp = home / "bin/python", home / "installed.txt"
-    if not stamp.exists() or stamp.read_text() != pins.read_text():
-        subprocess.run([sys.executable, "-m", "venv", "--clear", "--without-pip", home], check=True)
-        pip = [sys.executable, "-m", "pip", "--python", python, "install", "-q", "--disable-pip-version-check"]
-        done = subprocess.run(
-            [*pip, "--retries=1", "-r", pins], capture_output=True, text=True, timeout=300, check=False
-        )
-        if done.returncode:
-            pytest.skip(f"no registry gives {pins.name}: {done.stderr.strip().splitlines()[-1:]}")
-        stamp.write_text(pins.read_text())
+    python = python_of(request.param)
 
     def ask(suite, url):
         done = subprocess.run([python, CLIENT, suite, url], capture_output=True, text=True, timeout=120, check=False)
