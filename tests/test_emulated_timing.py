@@ -11,6 +11,7 @@ from dora_jax import presets
 from dora_jax.bench import end_to_end, paced_run
 from dora_jax.buffer.store import MemoryGroupStore
 from dora_jax.config import RolloutSection
+from dora_jax.rollout.migrate import observed, without_pages
 from dora_jax.rollout.oracle import OracleEngine
 from dora_jax.runtime.emulated_timing import PacedEngine, PacedTrainer, PacedWeights
 from dora_jax.runtime.rollout_worker import EngineWorker
@@ -102,6 +103,25 @@ def test_a_move_costs_the_source_and_is_not_prefilled_again(slept):
     (sample,) = dst.tick().finished
     assert slept[0] - before < 0.5 * 23  # two decode steps, no prefill
     np.testing.assert_array_equal(sample.out_ids, dst.expected(0, 0, 0, 4))
+
+
+@pytest.mark.parametrize("kept", [False, True])
+def test_an_episode_pays_for_what_it_observes_alone(slept, kept):
+    """Whether its KV comes along or the engine keeps it."""
+    paced = engine()
+    paced.submit(SampleId(0, 0), np.arange(3), 0, 16, turn_tokens=4)
+    paced.tick()
+    tick = paced.engine.tick
+    if kept:
+        paced.engine.tick = lambda: (
+            (r := tick()) and dataclasses.replace(r, waiting=tuple(map(without_pages, r.waiting)))
+        )
+    (held,) = paced.tick().waiting
+    assert held.n_pages == (0 if kept else 1)
+    paced.import_(observed(held, np.arange(1, 4)))
+    before = slept[0]
+    paced.tick()
+    assert slept[0] - before == pytest.approx(0.5 * (400 + 22), abs=0.1)
 
 
 def test_progress_is_handed_on_as_seldom_as_asked(slept):

@@ -1,14 +1,17 @@
 """Pages of episodes that wait: kept while they are plentiful, then on the host within its budget, then made again."""
 
+import collections
 import dataclasses
+import random
 
+import ml_dtypes
 import numpy as np
 import pytest
 
 from dora_jax.rollout.host_kv import HostKV
-from dora_jax.rollout.migrate import observed
+from dora_jax.rollout.migrate import ended, observed
 from dora_jax.types import SampleId
-from tests.fakes.engine_rig import assert_undisturbed, finish, ids, loaded, submit, weights
+from tests.fakes.engine_rig import assert_undisturbed, finish, ids, loaded, new_engine, submit, weights
 from tests.fakes.episode_rig import begin, play, quiet, said
 from tests.test_migrate import parcel
 
@@ -128,6 +131,86 @@ def test_beyond_the_budget_kv_is_dropped_counted_and_said_and_made_again(monkeyp
         n = int(other[0]) if len(other) else n
         assert n > 4
         np.testing.assert_allclose(sample.logprobs[:n], same.logprobs[:n], atol=1e-4)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(3))
+def test_random_schedules_of_episodes(seed):
+    """Turns that are answered at once or late, here or elsewhere; answers, samples and versions come and go in any order."""
+    rng = random.Random(seed)
+    todo = ids((0, 1, 2, 3, 4, 5), size=2)
+    whole = {id: quiet(id) for id in todo}
+    rng.shuffle(todo)
+    kept, parked, turns, done, cancelled = {}, [], collections.Counter(), {}, set()
+    with loaded("a", "small") as engines:
+        while todo or kept or parked or not all(engine.idle for engine in engines):
+            act, engine = rng.random(), rng.choice(engines)
+            other = engines[engine is engines[0]]
+            held = [id for id in engine.scheduler.seqs if engine.holds(id)]
+            if act < 0.15 and todo and 0 in engine.versions:
+                begin(engine, todo.pop())
+            elif act < 0.35 and kept:
+                keeper, in_flight = kept.pop(rng.choice([*kept]))
+                there = rng.choice(engines)
+                if 0 not in there.versions:
+                    there.load(0, weights(there))
+                mine = in_flight if there is keeper else keeper.with_kept(in_flight)
+                there.import_(observed(mine, said(mine)))
+            elif act < 0.4 and held:
+                parked.append(engine.export(rng.choice(held)))
+            elif act < 0.45 and parked and 0 in engine.versions:
+                engine.import_(parked.pop())
+            elif act < 0.47 and held and len(cancelled) < 3:
+                cancelled.add(id := rng.choice(held))
+                engine.cancel(id)
+            elif act < 0.5 and 0 in engine.versions and not engine.scheduler.running(0) and 0 in other.versions:
+                engine.drop(0)
+            for each in engines if act >= 0.5 else ():
+                result = each.tick()
+                done |= {sample.id: sample for sample in result.finished}
+                for in_flight in result.waiting:
+                    turns[in_flight.id] += 1
+                    if turns[in_flight.id] == 3:
+                        done[in_flight.id] = ended(in_flight, "stop")
+                        each.forget(in_flight.id)
+                    else:
+                        kept[in_flight.id] = each, in_flight
+            for each in engines:
+                each.check()
+            if not any(0 in each.versions for each in engines):
+                engine.load(0, weights(engine))
+    assert len(done) + len(cancelled) == 12
+    for id, sample in done.items():
+        np.testing.assert_array_equal(sample.out_ids, whole[id].out_ids)
+        np.testing.assert_array_equal(sample.logprobs.view(np.int32), whole[id].logprobs.view(np.int32))
+        np.testing.assert_array_equal(sample.mask, whole[id].mask)
+
+
+@pytest.mark.slow
+def test_float8_kv_and_keep_sets_go_to_the_host_and_back():
+    """With them too an episode that was on the host is the same as one that kept its pages."""
+    engine = new_engine(device=4, kv="float8", keep_set=True, top_k=5, temperature=1.0)
+    engine.load(0, weights(engine))
+    outcomes = []
+    for elsewhere in (False, True):
+        waits = [SampleId(3, 0), SampleId(2, 1)]
+        held, after = waiting_in(engine, *waits), {}
+        for in_flight in held.values():
+            held_in = engine.with_kept(in_flight) if elsewhere else in_flight
+            assert not elsewhere or held_in.k_pages.dtype == ml_dtypes.float8_e4m3fn
+            engine.import_(observed(held_in, said(in_flight)))
+        while len(after) < 2:
+            after |= {in_flight.id: in_flight for in_flight in engine.tick().waiting}
+        for id in waits:
+            engine.forget(id)
+        outcomes.append(after)
+    for id, here in outcomes[0].items():
+        there = outcomes[1][id]
+        for name in ("out_ids", "logprobs", "mask", "kept"):
+            np.testing.assert_array_equal(getattr(here, name), getattr(there, name))
+        assert (here.kept[~here.mask] == -1).all() and (here.kept[here.mask][:, 0] >= 0).all()
+        drawn = here.out_ids[here.mask]
+        assert (here.kept[here.mask] == drawn[:, None]).any(1).all(), "each token is of its own keep set"
 
 
 def test_an_episode_that_is_cancelled_or_forgotten_holds_nothing():

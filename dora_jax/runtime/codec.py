@@ -46,6 +46,7 @@ DTYPES = {
         np.float32,
         np.float64,
         ml_dtypes.bfloat16,
+        ml_dtypes.float8_e4m3fn,
     )
 }
 NAMES = {dtype: name for name, dtype in DTYPES.items()}

@@ -60,14 +60,16 @@ class TickStats:
         self._versions: dict[SampleId, Version] = {}
         self._tokens: dict[SampleId, int] = {}  # sampled so far
         self._to_prefill: dict[SampleId, int] = {}
+        self._kept: dict[SampleId, int] = {}  # positions whose KV the engine keeps, of episodes that wait
 
     def enter(self, id: SampleId, version: Version, prompt: int, tokens: int = 0, cached: int = 0) -> None:
+        cached = cached or self._kept.pop(id, 0)
         self._prompts[id], self._versions[id], self._tokens[id] = prompt, version, tokens
         if not cached or prompt + tokens - cached > 1:  # the last token is fed by the first step
             self._to_prefill[id] = prompt + tokens - cached
 
     def leave(self, id: SampleId) -> None:
-        for known in (self._prompts, self._versions, self._tokens, self._to_prefill):
+        for known in (self._prompts, self._versions, self._tokens, self._to_prefill, self._kept):
             known.pop(id, None)
 
     def of(self, result: TickResult) -> TickWork:
@@ -81,8 +83,12 @@ class TickStats:
             version = self._versions[id]
             steps, grown[version] = max(steps, new), grown.get(version, 0) + new
             context += new * (self._prompts[id] + tokens - new / 2)
-        for id in [*(sample.id for sample in result.finished), *(in_flight.id for in_flight in result.waiting)]:
-            self.leave(id)
+        for sample in result.finished:
+            self.leave(sample.id)
+        for in_flight in result.waiting:
+            self.leave(in_flight.id)
+            if not in_flight.n_pages:
+                self._kept[in_flight.id] = len(in_flight.prompt_ids) + len(in_flight.out_ids) - 1
         batches = tuple(tokens / steps for tokens in grown.values() if tokens)
         return TickWork(steps=steps, batches=batches, context=context, prefills=prefills)
 
