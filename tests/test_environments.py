@@ -154,6 +154,12 @@ def test_a_late_answer_and_a_process_that_hangs_fail_their_episodes(monkeypatch)
         assert other.observed(other.ask("b")) == "<2:b>"
     finally:
         pool.close()
+    pool = open_pool(step_timeout_s=0.5, noise_late=1.0, noise_late_s=2.5)
+    try:
+        player = Player(pool)
+        assert player.observed(player.ask("a")) == "<1:a>", "what is late on purpose is not too late"
+    finally:
+        pool.close()
 
 
 def test_an_environment_that_cannot_be_is_refused_in_a_sentence():

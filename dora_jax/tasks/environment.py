@@ -37,6 +37,7 @@ class EpisodePrompt:
     text: str
     answer: Any  # JSON-serialisable
     seed: int  # the same for every sample of a group
+    task: str = ""  # as the source of the prompt names it: of a mix, one environment serves all
 
 
 def problems(config: Any) -> Iterator[str]:

@@ -25,14 +25,11 @@ CLOSE_TIMEOUT_S = 10.0  # for threads whose processes were just killed
 class Asker(Protocol):
     """What an EnvironmentPool is to its processes, on their threads."""
 
-    @property
-    def patience_s(self) -> float: ...
-
     def answered(self, reply: calls.Request) -> None: ...
 
     def asks(self, request: calls.Request) -> bool: ...
 
-    def oldest_s(self, process: EnvironmentProcess) -> float: ...
+    def hangs(self, process: EnvironmentProcess) -> bool: ...
 
     def died(self, process: EnvironmentProcess, late: bool) -> None: ...
 
@@ -107,7 +104,7 @@ class EnvironmentProcess:
                     if multiprocessing.connection.wait([connection], POLL_S):
                         self._pool.answered(calls.receive(connection))
                         continue
-                    if not (late := self._pool.oldest_s(self) > self._pool.patience_s):
+                    if not (late := self._pool.hangs(self)):
                         continue
                 except (EOFError, OSError, ValueError):
                     pass

@@ -191,7 +191,7 @@ class EnvironmentPool:
         episode.number, episode.asked_s = self._numbers, time.monotonic()
         prompt = episode.prompt
         seed = identity_hash("environment", self._seed, issued_first_as(prompt.group_id))
-        begin = {"text": prompt.text, "answer": prompt.answer, "seed": seed}
+        begin = {"task": prompt.task, "text": prompt.text, "answer": prompt.answer, "seed": seed}
         question = {"id": id, "number": episode.number, "prompt": begin, "messages": episode.messages}
         self._of(id).send(question | {"again": episode.told is None})
 
@@ -297,7 +297,7 @@ class EnvironmentPool:
             for id, episode in list(self._episodes.items()):
                 if self._of(id) is not process or not episode.number:
                     continue
-                if late and now - episode.asked_s > self.patience_s:
+                if late and self._overdue(episode):
                     reply: calls.Request = {"error": f"hung for {now - episode.asked_s:.0f} s", "kind": "deadline"}
                 else:
                     reply = {"error": "its process died", "kind": "error", "retryable": True}
@@ -307,17 +307,16 @@ class EnvironmentPool:
         for each in failed:
             self._results.put(each)
 
-    @property
-    def patience_s(self) -> float:
-        """For an answer, where its process is not busy with much else."""
-        return self._section.step_timeout_s + GRACE_S
-
-    def oldest_s(self, process: EnvironmentProcess) -> float:
-        """How long the oldest question to a process has been open."""
-        now = time.monotonic()
+    def hangs(self, process: EnvironmentProcess) -> bool:
+        """Whether it has been asked for longer than the environment may take."""
         with self._lock:
-            asked = [e.asked_s for id, e in self._episodes.items() if e.number and self._of(id) is process]
-        return now - min(asked, default=now)
+            return any(self._overdue(e) for id, e in self._episodes.items() if self._of(id) is process)
+
+    def _overdue(self, episode: Episode) -> bool:
+        """A process that has lost the episode answers each of its turns again."""
+        step_s = self._section.step_timeout_s + self._section.noise_late_s
+        patience_s = step_s * (1 + len(episode.messages)) + GRACE_S
+        return bool(episode.number) and time.monotonic() - episode.asked_s > patience_s
 
 
 @dataclasses.dataclass(frozen=True)
