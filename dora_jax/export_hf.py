@@ -1,4 +1,4 @@
-"""A checkpoint as a Hugging Face folder:  python -m dora_jax.export_hf --workdir=runs/a [--step=40] --out=FOLDER
+"""A checkpoint as a Hugging Face folder:  python -m dora_jax.export_hf --workdir=runs/a [--step=40] --out=FOLDER [--padded]
 
 Reads the run's config and, of its checkpoint, the params only; config fields, end ids and tokenizer come from the
 folder that the run started from (model.path). transformers, vLLM and lm-eval load the result.
@@ -23,6 +23,7 @@ from dora_jax.config import Config, ConfigError
 def define_flags() -> None:
     absl_flags.DEFINE_integer("step", None, "checkpoint to export; default: the newest that verifies", lower_bound=0)
     absl_flags.DEFINE_string("out", "", "folder to write; it must not hold anything yet")
+    absl_flags.DEFINE_bool("padded", False, "LongCat: matrices of zeros for experts without any, as transformers asks")
     absl_flags.DEFINE_enum("dtype", "float32", ["float32", "bfloat16", "float16"], "type of the weights on disk")
 
 
@@ -32,14 +33,14 @@ def main(config: Config, workdir: Path) -> int:
         raise ConfigError("out: missing; name the folder to write, --out=FOLDER")
     os.environ["JAX_PLATFORMS"] = "cpu"  # copying weights needs no accelerator, and the run may be holding it
     try:
-        step = export(workdir, given.step, config.model.path, Path(given.out), given.dtype)
+        step = export(workdir, given.step, config.model.path, Path(given.out), given.dtype, given.padded)
     except ValueError as error:  # a sentence that names the file at fault
         raise ConfigError(str(error)) from error
     print(f"step {step} of {workdir} is in {given.out}")
     return 0
 
 
-def export(workdir: Path, step: int | None, source: str, out: Path, dtype: str) -> int:
+def export(workdir: Path, step: int | None, source: str, out: Path, dtype: str, padded: bool = False) -> int:
     """Writes `out`, returns the step taken (None asked for: the newest that verifies). ValueError: a sentence."""
     import jax.numpy as jnp  # JAX starts only after the flags have passed
 
@@ -51,7 +52,7 @@ def export(workdir: Path, step: int | None, source: str, out: Path, dtype: str) 
     cfg = hf.read_config(source)
     directory = workdir / "checkpoints"
     step = pick(directory, step)
-    hf.save(out, cfg, checkpoint.read_params(directory, step), source, dtype=jnp.dtype(dtype))
+    hf.save(out, cfg, checkpoint.read_params(directory, step), source, dtype=jnp.dtype(dtype), padded=padded)
     return step
 
 

@@ -38,6 +38,21 @@ def folder(tmp_path, family, changes=None, tensors=None):
         ("deepseek_v3", {"n_routed_experts": 6}, "experts.count 6 does not fall into 4 groups"),
         ("deepseek_v3", {"kv_lora_rank": None}, "kv_lora_rank=None; a whole number of at least 1 is needed"),
         ("longcat_flash", {"architectures": ["LongcatCausalLM"]}, "names the architecture 'LongcatCausalLM'; known: "),
+        (
+            "qwen3",
+            {"model_type": "olmo2", "architectures": ["Olmo2ForCausalLM"]},
+            "'Olmo2.*does not compute norms behind",
+        ),
+        (
+            "qwen3",
+            {"model_type": "gemma3_text", "architectures": None},
+            "'gemma3_text'; .* layers that attend in windows",
+        ),
+        (
+            "qwen3",
+            {"model_type": "qwen3_5_text", "architectures": None},
+            "'qwen3_5_text'; .* layers of linear attention",
+        ),
         ("longcat_flash", {"oe_vocab_size": 9}, "has oe_vocab_size: the decoder computes no n-gram embeddings"),
         ("longcat_flash", {"zero_expert_type": "copy"}, "zero_expert_type='copy'; the decoder computes"),
         (

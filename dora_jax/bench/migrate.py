@@ -34,7 +34,7 @@ OTHERS_NEW = 1280  # tokens of the others: they decode all the while
 MOVED = SampleId(0, 0)
 
 
-def new_engine(context: int, others: int, params) -> Engine:
+def new_engine(context: int, others: int, params, model: decoder.ModelConfig = MODEL) -> Engine:
     longest = OTHERS_NEW if others else NEW
     section = RolloutSection(
         slots=1 + others,
@@ -46,7 +46,7 @@ def new_engine(context: int, others: int, params) -> Engine:
         prefill_chunk=512,
         context_block=max(128, context // 16),
     )
-    engine = engine_of(presets.filled(Config(rollout=section)), MODEL, sharding.make_mesh(jax.devices()[:1], 1, 1, 1))
+    engine = engine_of(presets.filled(Config(rollout=section)), model, sharding.make_mesh(jax.devices()[:1], 1, 1, 1))
     engine.load(0, jax.device_put(params, engine.param_shardings))
     engine.warmup()
     return engine

@@ -112,10 +112,12 @@ def save(
     *,
     dtype=None,
     max_shard_bytes: int = MAX_SHARD_BYTES,
+    padded: bool = False,
 ) -> None:
     """Write stacked params as a folder; tokenizer files, end ids and unknown config fields come from `source_path`.
 
-    `dtype` is the type on disk (default: that of the params). ValueError if `path` already holds something, or if the
+    `dtype` is the type on disk (default: that of the params). padded: experts that return their input have matrices of
+    zeros, which transformers asks for and no hub folder holds. ValueError if `path` already holds something, or if the
     params are not those of `cfg`.
     """
     path = Path(path)
@@ -125,7 +127,7 @@ def save(
     part = path.with_name(f".{path.name}.part")
     shutil.rmtree(part, ignore_errors=True)  # what a killed save left
     part.mkdir(parents=True)
-    _save_tensors(part, cfg, params, dtype, max_shard_bytes)
+    _save_tensors(part, _disk_tensors(cfg, params, dtype, padded), max_shard_bytes)
     _save_configs(part, cfg, dtype, Path(source_path) if source_path else None)
     part.replace(path)
 
@@ -296,7 +298,7 @@ def _read_stacked(tensors: Tensors, tensor: Tensor, first: int, dtype: np.dtype,
 # -- writing ---------------------------------------------------------------------------------------------------------
 
 
-def _disk_tensors(cfg: ModelConfig, params: dict, dtype: np.dtype) -> Iterator[tuple[str, np.ndarray]]:
+def _disk_tensors(cfg: ModelConfig, params: dict, dtype: np.dtype, padded: bool) -> Iterator[tuple[str, np.ndarray]]:
     """(name, value as stored), one parameter on the host at a time."""
 
     def stored(name: str, tensor: Tensor, value: np.ndarray) -> np.ndarray:
@@ -307,7 +309,9 @@ def _disk_tensors(cfg: ModelConfig, params: dict, dtype: np.dtype) -> Iterator[t
             yield tensor.name, stored(name, tensor, np.asarray(params[name]))
     for name, tensor, stack, leaf in _layer_parameters(cfg, params):
         for layer, value in enumerate(np.asarray(leaf), stack.first):
-            each = enumerate(value) if tensor.per_expert else [(0, value)]
+            each = list(enumerate(value)) if tensor.per_expert else [(0, value)]
+            if padded and cfg.experts and name in ("experts_gate", "experts_up"):
+                each += [(e, np.zeros_like(value[0])) for e in range(cfg.experts.count, cfg.experts.choices)]
             for e, one in each:
                 yield _prefix(layer) + tensor.name.format(e=e), stored(name, tensor, one)
 
@@ -330,7 +334,7 @@ def _check_params(cfg: ModelConfig, params: dict) -> None:
             )
 
 
-def _save_tensors(folder: Path, cfg: ModelConfig, params: dict, dtype: np.dtype, max_shard_bytes: int) -> None:
+def _save_tensors(folder: Path, tensors: Iterator[tuple[str, np.ndarray]], max_shard_bytes: int) -> None:
     files: list[tuple[str, list[str]]] = []  # (temporary name, tensors)
     shard: dict[str, np.ndarray] = {}
     total_bytes = 0
@@ -344,7 +348,7 @@ def _save_tensors(folder: Path, cfg: ModelConfig, params: dict, dtype: np.dtype,
         )  # safetensors lets the owner alone read; the folder has what umask allows
         shard.clear()
 
-    for name, value in _disk_tensors(cfg, params, dtype):
+    for name, value in tensors:
         if shard and sum(x.nbytes for x in shard.values()) + value.nbytes > max_shard_bytes:
             flush()
         shard[name] = value

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from dora_jax.models.config import ModelConfig, RopeScaling, Yarn
-from dora_jax.models.families import FAMILIES, family
+from dora_jax.models.families import FAMILIES, NOT_COMPUTED, family
 from dora_jax.models.families.family import Family, Fields
 
 # Switches that would change the function; the value here is the only one the decoder computes.
@@ -135,6 +135,8 @@ def _family(fields: Fields, scorer: bool) -> Family:
         if raw.get("model_type") == known.model_type and listed in ([], *([name] for name in its_own)):
             return known
     found = (listed or [raw.get("model_type")])[0]
+    if lacking := NOT_COMPUTED.get(str(raw.get("model_type"))):
+        raise ValueError(f"{fields.file} names the architecture {found!r}; the decoder does not compute {lacking}")
     raise ValueError(f"{fields.file} names the architecture {found!r}; known: {', '.join(itertools.chain(*said))}")
 
 

@@ -15,6 +15,19 @@ _MODULES = (qwen3, qwen2, llama, mistral, qwen3_moe, deepseek_v3, longcat_flash)
 FAMILIES = tuple(module.FAMILY for module in _MODULES)
 
 
+NOT_COMPUTED = {  # model types that people ask for -> what the decoder would have to compute
+    "gemma3": "layers that attend in windows beside those that attend in full, and norms behind them",
+    "gemma3_text": "layers that attend in windows beside those that attend in full, and norms behind them",
+    "olmo2": "norms behind attention and feed-forward, and queries and keys normed over all heads at once",
+    "olmo3": "norms behind attention and feed-forward, and layers that attend in windows",
+    "qwen3_next": "layers of linear attention",
+    "qwen3_5": "layers of linear attention",
+    "qwen3_5_text": "layers of linear attention",
+    "qwen3_5_moe": "layers of linear attention",
+    "qwen3_5_moe_text": "layers of linear attention",
+}
+
+
 def family(model_type: str) -> Family:
     """The family of this `model_type`; ValueError lists the known ones."""
     for known in FAMILIES:
