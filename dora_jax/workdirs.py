@@ -27,6 +27,7 @@ MAY_CHANGE = (  # between two runs of one workdir: how long, how often, and on w
     "model.size",
     "checkpoint.",
     "journal.",
+    "monitor.",
     "eval.",
     "cluster.",
     "rollout.instances",

@@ -84,7 +84,8 @@ def test_the_workdir_remembers_its_config(workspace):
     assert sorted(p.name for p in Path("w").iterdir()) == ["config.json", "overrides.json"]
 
     begin("w")
-    parse("--config=c.py:99", "--workdir=w", "--config.seed=5", "--config.eval.every=3", "--config.checkpoint.keep=9")
+    changes = ("eval.every=3", "checkpoint.keep=9", "monitor.port=9400")
+    parse("--config=c.py:99", "--workdir=w", "--config.seed=5", *(f"--config.{change}" for change in changes))
     (problem,) = refusal("--config=c.py", "--workdir=w", "--config.rollout.temperature=0.5")
     assert problem == (
         "workdir: w belongs to another config, which differs in seed, rollout.temperature; choose another --workdir"
