@@ -17,6 +17,7 @@ PAGES = ("README.md", "launch/README.md")
 RECURSION = "bash tests/run.sh"  # these very tests
 SMALLER = (
     ("configs/quickstart.py", "configs/quickstart.py:tiny"),
+    ("configs/agent.py", "configs/agent.py:tiny"),
     (
         "--config=configs/rows.py",
         "--config=configs/rows.py --config.orchestrator.groups_per_step=2 --config.eval.prompts=4",
