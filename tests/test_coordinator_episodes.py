@@ -94,6 +94,21 @@ def test_a_controller_that_is_killed_with_fifty_episodes_waiting_loses_none(tmp_
     assert begun_again and not begun_again & made[-1].losing
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize(("mode", "opening"), [("dora", 2), ("sync", 2), ("evict", 0)])
+def test_a_run_killed_again_and_again_trains_whole_episodes(tmp_path, mode, opening):
+    made = ScriptedEnvironments(opening=opening)
+    history = Run(tmp_path, mode, environments=lambda: ScriptedEnvironments(opening=opening))
+    lives, halt = 0, None
+    while halt is None:
+        lives += 1
+        halt = history.life(kill_at=90 + 61 * lives if lives < 10 else None)
+    assert halt.ok and lives > 2
+    history.audit()
+    for sample in history.finished:
+        check(sample, made)
+
+
 def test_an_error_fails_its_group_and_is_no_reward():
     environments = ScriptedEnvironments(failing=(1, 6))
     records, _ = played(environments)

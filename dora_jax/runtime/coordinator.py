@@ -244,10 +244,14 @@ class Coordinator:
                 self._outbox.put(ev.SampleCancelled(id=sample, reason=reason))
 
     def _resume(self, sample: SampleId, worker: RolloutWorker, version: Version) -> None:
+        recorded = self._samples.waiting(sample) is None
         held = self._samples.resume(sample, version)
         if isinstance(held, Sample):
             self._outbox.put(ev.SampleResumed(id=sample, instance=worker.instance, life=worker.life))
             self._outbox.put(Finished(sample=held, instance=worker.instance, life=worker.life))
+        elif self._episodes and recorded and not len(held.out_ids):
+            for event in self._episodes.reopen(sample, worker, held.version):
+                self._outbox.put(event)
         else:
             self._kept.resume(held, worker)
 

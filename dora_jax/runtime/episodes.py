@@ -69,6 +69,12 @@ class Episodes:
             if not isinstance(waits, int) and waits[0].instance == instance:
                 del self._opening[id]
 
+    def reopen(self, id: SampleId, worker: RolloutWorker, version: Version) -> Iterator[ev.Event]:
+        """Of a Resume that finds no token recorded: it waits for what its environment says first."""
+        yield ev.SampleResumed(id=id, instance=worker.instance, life=worker.life)
+        yield ev.SampleWaiting(id=id, instance=worker.instance, tokens=0, life=worker.life)
+        self._begin_again(id, version, 0)
+
     def waits(self, item: Waiting) -> Iterator[ev.Event]:
         held = item.in_flight
         self._samples.park(held)

@@ -193,6 +193,7 @@ def batch_layout(config: Config, shards: int) -> BatchShape:
     """The static shape of one optimizer update's batch, for so many data-parallel shards."""
     section, rollout = config.trainer, config.rollout
     samples = -(-config.orchestrator.groups_per_step // section.updates) * config.orchestrator.group_size
+    samples *= 1 + config.environment.branches
     return layout(
         pack_tokens=section.pack_tokens,
         rows=section.rows,
@@ -234,7 +235,7 @@ def prober(config: Config, trainer: Trainer) -> MakeProbe:
         rows=0,
         micro_batches=1,
         shards=trainer.shards,
-        samples=config.orchestrator.group_size,
+        samples=config.orchestrator.group_size * (1 + config.environment.branches),
         max_tokens=rollout.max_prompt_tokens + rollout.max_new_tokens,
         share_prompts=config.trainer.share_prompts == "on",
     )

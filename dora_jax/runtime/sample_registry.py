@@ -142,7 +142,7 @@ class SampleRegistry:
             start=stay,
             out_ids=after.out_ids[stay:],
             logprobs=after.logprobs[stay:],
-            kind=REWRITTEN if branched else OBSERVED,
+            kind=OBSERVED if answer.keep is None else REWRITTEN,
         )
 
     def end(self, id: SampleId, finish: str) -> Sample:
