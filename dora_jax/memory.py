@@ -121,9 +121,8 @@ def trainer_work(model: ModelConfig, config: Config, mesh: Mesh) -> list[PlanLin
     layers = model.matrix_params - (1 if model.tie_embeddings else 2) * model.vocab_size * model.d_model
     layer = (model.layer_params - model.expert_layer_params * (1 - 1 / mesh.expert)) / mesh.tensor
     logits = min(t.logits_bytes, 4 * tokens * model.vocab_size / mesh.tensor)
-    copies = (
-        1 if t.micro_batches == 1 else 2 if alone else 3
-    )  # the loop's sum, one micro-batch's, and those on their way
+    # the loop's sum, one micro-batch's, and those on their way: of a mixture the last two are in half the bytes
+    copies = 1 if t.micro_batches == 1 else 2 if alone or model.experts else 3
     gathered = 0.0 if alone else 2 * size * layer
     phases = {
         "the head": (0 if alone else size + 4) * ends + LOGITS_COPIES * logits,

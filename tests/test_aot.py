@@ -138,6 +138,13 @@ def test_clones_of_one_channel_are_one_collective():
     )
 
 
+def test_collectives_of_a_shard_map_share_a_channel_and_count_each():
+    """Rows that are gathered twice for different ends are sent twice."""
+    second = "  %again = bf16[8,4]{1,0} all-gather(%a), channel_id=1, dimensions={0}\n"
+    shared = TEXT.replace("channel_id=7", "channel_id=1").replace("  %w = ", second + "  %w = ")
+    assert hlo.CompiledText(shared).collectives()["all-gather"] == hlo.Traffic(6 + 1 + 1, 8 * 64)
+
+
 def test_the_head_is_gathered_once_however_many_chunks_there_are():
     """Left to XLA, it would be gathered, and its gradient summed over the mesh, chunk by chunk."""
     from dora_jax.trainer import step

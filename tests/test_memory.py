@@ -156,10 +156,18 @@ def test_one_device_holds_a_version_once():
         (36, {"rows": 256, "pack_tokens": 4096, "micro_batches": 8}, (1, 4, 1, 1), 70.24),
     ],
 )
-def test_temporaries_are_those_that_xla_reported(layers, changes, mesh, gib):
+def test_temporaries_of_8b_are_those_that_xla_reported(layers, changes, mesh, gib):
     """Of Qwen3-8B compiled for v5p-16, and for v5e-64 in the last row, by libtpu 0.0.42.1 in four micro-batches but for two rows."""
     options = {"micro_batches": 4, "remat": "full", "attention": "splash", "logits_bytes": 2**30} | changes
     work = memory.trainer_work(
         dataclasses.replace(QWEN_8B, n_layers=layers), changed(trainer=options), memory.Mesh(*mesh)
     )
     assert memory.total(work) / GIB == pytest.approx(gib, rel=0.1)
+
+
+def test_temporaries_of_a_mixture_are_those_that_xla_reported():
+    """Of Qwen3-30B-A3B, experts over eight chips of v5p-16, in four micro-batches."""
+    options = {"micro_batches": 4, "remat": "full", "attention": "splash", "logits_bytes": 2**30}
+    options |= {"rows": 32, "pack_tokens": 4096, "expert_matmul": "megablox"}
+    work = memory.trainer_work(KNOWN["Qwen3-30B-A3B"], changed(trainer=options), memory.Mesh(1, 1, 1, 1, 8))
+    assert memory.total(work) / GIB == pytest.approx(45.25, rel=0.1)

@@ -9,6 +9,8 @@ import numpy as np
 import pytest
 
 from dora_jax.models import sharding
+from dora_jax.models.config import Experts
+from dora_jax.models.families import new_config
 from dora_jax.trainer import optim, score, step
 from tests.fakes import trainer_cases as cases
 
@@ -108,3 +110,22 @@ def test_vcpo_scales_the_step_by_its_effective_samples():
         trainer.load(first.params, first.opt_state, 0)
     assert scales[0] == pytest.approx(1, abs=1e-4) and scales[1] < 0.95
     np.testing.assert_allclose(moves[1], moves[0] * scales[1], atol=1e-7)
+
+
+def test_matrices_of_a_mixture_are_rounded_once_and_their_gradients_are_the_same():
+    """Over a mesh, in bfloat16: what computes in float32 is as it was, and so are all gradients."""
+    e = Experts(count=4, per_token=2, width=16)
+    cfg = new_config(
+        "qwen3_moe", vocab_size=48, d_model=16, n_layers=2, n_heads=2, n_kv_heads=2, head_dim=8, d_ff=16, experts=e
+    )
+    mesh = sharding.make_mesh(jax.devices()[:2], 1, 1, 1, expert=2)
+    model = step.Model(cfg, mesh, jnp.bfloat16, "none", 1.0, None)
+    params = cases.params(model=cfg)
+    rounded = model.rounded(params)
+    wide = {name for name, x in rounded["layers"].items() if x.dtype == jnp.float32}
+    assert wide == {"router", "attn_norm", "mlp_norm", "q_norm", "k_norm"} and rounded["embed"].dtype == np.float32
+    arrays = {name: jnp.zeros((2, 8), jnp.int32) + 1 for name in ("tokens", "targets", "segment_ids")}
+    arrays["positions"] = jnp.broadcast_to(jnp.arange(8), (2, 8))
+    gradient = jax.jit(jax.grad(lambda p: model.logprobs(p, arrays)[0].sum()), compiler_options=FAST_COMPILE)
+    found, expected = gradient(rounded), gradient(params)
+    jax.tree.map(lambda x, y: np.testing.assert_allclose(x.astype(np.float32), y, rtol=1e-6), found, expected)

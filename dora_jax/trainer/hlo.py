@@ -15,6 +15,7 @@ import math
 import re
 from collections.abc import Iterator
 
+SHARED_CHANNEL = "1"  # JAX gives it to every collective of a shard_map: it tells none from another
 KINDS = ("all-gather", "all-reduce", "reduce-scatter", "ragged-all-to-all", "all-to-all", "collective-permute")
 ITEM_BYTES = {
     "pred": 1,
@@ -94,7 +95,8 @@ class CompiledText:
             if not (match := _COLLECTIVE.match(line)):
                 continue
             channel = re.search(r"channel_id=(\d+)", line)
-            key = (match[3], channel[1] if channel else f"{name}/{match[1]}")
+            own = channel is not None and channel[1] != SHARED_CHANNEL
+            key = (match[3], channel[1] if channel and own else f"{name}/{match[1]}")
             found = Traffic(runs, runs * _bytes(match[2], started=bool(match[4])))
             rarest[key] = min(rarest.get(key, found), found, key=lambda t: t.runs)
         total: dict[str, Traffic] = {}

@@ -10,6 +10,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import optax
 
 from dora_jax.trainer import correction, health, loss, routing
 from dora_jax.trainer.model import Arrays, Model
@@ -21,7 +22,8 @@ def accumulate(
     """Gradients and metric sums over the micro-batches that hold tokens. loss_fn(params, arrays) -> (loss, sums)."""
     grad_fn = jax.grad(loss_fn, has_aux=True)
     if micro_batches == 1:
-        return grad_fn(params, arrays)
+        grads, sums = grad_fn(params, arrays)
+        return optax.tree.cast(grads, jnp.float32), sums
     split = split_rows(arrays, micro_batches)
     used = jnp.max(jnp.where((split["segment_ids"] > 0).any((0, 2)), jnp.arange(1, micro_batches + 1), 1))
 
@@ -32,7 +34,8 @@ def accumulate(
         return grads, health.add(carry[1], sums)
 
     shapes = jax.eval_shape(lambda p, a: grad_fn(p, a)[1], params, {k: v[:, 0] for k, v in split.items()})
-    zeros = jax.lax.with_sharding_constraint(jax.tree.map(jnp.zeros_like, params), specs)
+    zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, jnp.float32), params)
+    zeros = jax.lax.with_sharding_constraint(zeros, specs)
     return jax.lax.fori_loop(0, used, body, (zeros, jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), shapes)))
 
 

@@ -57,6 +57,22 @@ class Model(NamedTuple):
             counted_BxL=arrays["segment_ids"] > 0,
         )
 
+    def rounded(self, params: Any) -> Any:
+        """The weights of a mixture with their matrices in the type that they are multiplied in: gradients of a
+        micro-batch, most of what its update holds, have that type until they are added up in float32. What computes in
+        float32 stays so: routers, gains, and the ends, each of which has several uses. Of one device as they are."""
+        if self.cfg.experts is None or isinstance(params[decoder.LAYERS], list):
+            return params
+        axes = decoder.logical_axes(self.cfg)
+
+        def one(x: jax.Array, names: tuple[str, ...]) -> jax.Array:
+            return x.astype(self.dtype) if len(names) > 2 and "router" not in names else x
+
+        return params | {
+            stack: {name: one(x, axes[stack][name]) for name, x in params[stack].items()}
+            for stack in decoder.stacks(self.cfg)
+        }
+
     def logprobs(self, params: Any, arrays: Arrays, entropy_grad: bool = False) -> tuple[jax.Array, jax.Array]:
         """(log-prob of each target, entropy) f32[B, L], after temperature, padding ids masked as in the engine."""
         return self.logprobs_routed(params, arrays, entropy_grad)[0]

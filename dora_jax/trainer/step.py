@@ -315,7 +315,7 @@ def update(recipe: Recipe, state: TrainState, arrays: Arrays) -> tuple[TrainStat
         params, specs = layers_of(recipe.model.cfg, params, most), NamedSharding(mesh, PartitionSpec())
     grads, sums = accumulate(
         functools.partial(micro_loss, recipe.model, section),
-        params,
+        recipe.model.rounded(params),
         specs,
         {**arrays, "lag": lag(state.step, arrays)},
         section.micro_batches,
