@@ -14,6 +14,7 @@ import pytest
 import dora_jax
 from dora_jax import callables, config_files
 from dora_jax.config import ConfigError
+from dora_jax.runtime.durability import workdir_mirror
 from tests.fakes.command_line import parse, write_workspace
 from tests.fakes.hf_models import MODEL
 
@@ -171,6 +172,16 @@ def test_the_result_has_the_run_s_figures_as_arrays(workspace):
     assert sorted(made.metrics) == ["lag/max", "reward/mean", "step"] and made.checkpoints == (2,)
     np.testing.assert_array_equal(made.metrics["reward/mean"], [0.5, np.nan])
     np.testing.assert_array_equal(made.evaluations["eval/accuracy"], [0.25])
+
+
+def test_rows_of_a_run_in_a_bucket_are_in_the_folder_that_stands_for_it(workspace, tmp_path, monkeypatch):
+    monkeypatch.setattr(workdir_mirror.tempfile, "gettempdir", lambda: str(tmp_path / "scratch"))
+    (tmp_path / "store").mkdir()
+    url = f"file://{tmp_path}/store"
+    assert dora_jax.fit({"steps": 3}, url, model="model", prompts=ROWS).workdir == url
+    ((config, folder),) = workspace
+    assert Path(config.task.path).parent == folder and Path(config.task.path).read_text().count("\n") == len(ROWS)
+    assert json.loads((tmp_path / "store/config.json").read_text())["task"]["path"] == config.task.path
 
 
 def test_a_policy_of_no_run_is_refused(workspace):

@@ -14,6 +14,7 @@ PACKAGE = Path(__file__).parents[1] / "dora_jax"
 PAGE = PACKAGE / "report" / "README.md"
 ROOMS = {name.partition("/")[0] for name in legend.METRICS | legend.EVALUATION}
 NAME = re.compile(rf"(?:{'|'.join(sorted(ROOMS))})/[a-z_0-9/*]+")
+SOMEWHERE = re.compile(rf"[\"'](?:{'|'.join(sorted(ROOMS))})/")
 SILENT = ("bench", "sim", "report", "serving")  # what these name goes into no metrics.jsonl
 
 
@@ -27,7 +28,10 @@ def _written():
     for path in sorted(PACKAGE.rglob("*.py")):
         if path.relative_to(PACKAGE).parts[0] in SILENT:
             continue
-        tree = ast.parse(path.read_text())
+        source = path.read_text()
+        if not SOMEWHERE.search(source):
+            continue
+        tree = ast.parse(source)
         inside = {id(part) for node in ast.walk(tree) if isinstance(node, ast.JoinedStr) for part in node.values}
         for node in ast.walk(tree):
             if isinstance(node, ast.JoinedStr):
