@@ -272,3 +272,37 @@ def test_every_pair_passes_a_dry_run_or_names_the_smallest_slice(size, slice_nam
     printed = flags.describe(asked)
     assert "memory of a device of the trainer" in printed and "rollout.pages=" in printed
     assert slice_name == "laptop" or "model.dtype=bfloat16" in printed
+
+
+# ----------------------------------------------------------------- sparse.py
+
+
+@pytest.mark.parametrize(
+    ("model", "slice_name", "chosen"),
+    [
+        (
+            "Qwen3-30B-A3B",
+            "v5p-16",
+            {"expert": 8, "micro_batches": 8, "moments": "bfloat16", "optimizer_memory": "host"},
+        ),
+        ("Qwen3-30B-A3B", "v6e-64", {"expert": 8, "micro_batches": 4, "moments": "float32"}),
+        ("DeepSeek-V3", "v5p-512", {"expert": 64, "expert_dispatch": "all_to_all", "moments": "bfloat16"}),
+        ("LongCat-Flash", "v5p-512", {"expert": 64, "expert_dispatch": "all_to_all", "tensor": 2}),
+    ],
+)
+def test_a_sparse_model_gets_a_layout_that_fits(model, slice_name, chosen, monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    asks = [f"--config={CONFIGS / 'sparse.py'}:{model},{slice_name}", "--config.model.path=a", "--config.task.path=b"]
+    asked = flags.parse(["program", *asks, "--dry_run"], "train", absl_flags.FlagValues())
+    assert {field: getattr(asked.config.trainer, field) for field in chosen} == chosen
+    printed = flags.describe(asked)
+    assert f"of which a token meets {KNOWN[model].active_params / 1e9:.2f}e9" in printed
+    assert "trainer.expert_matmul=megablox" in printed
+
+
+def test_a_slice_that_is_too_small_for_a_sparse_model_names_the_one_that_holds_it():
+    asks = [f"--config={CONFIGS / 'sparse.py'}:DeepSeek-V3,v5p-128", "--config.model.path=a", "--config.task.path=b"]
+    with pytest.raises(
+        ConfigError, match="DeepSeek-V3 does not fit v5p-128; the smallest slice that holds it is v5p-512"
+    ):
+        flags.parse(["program", *asks, "--dry_run"], "train", absl_flags.FlagValues())
