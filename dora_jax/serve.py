@@ -18,7 +18,7 @@ from pathlib import Path
 from absl import flags as absl_flags
 
 from dora_jax import flags
-from dora_jax.config import Config
+from dora_jax.config import Config, ConfigError
 
 
 def define_flags() -> None:
@@ -39,9 +39,11 @@ def define_flags() -> None:
 
 
 def main(config: Config, workdir: Path) -> int:
+    values = absl_flags.FLAGS
+    if values.model and values.step is not None:
+        raise ConfigError("step: a checkpoint of a run, so it goes with --workdir; --model is served as it is")
     from dora_jax.serving.server import TOKEN_VARIABLE, Options, serve  # JAX starts only now
 
-    values = absl_flags.FLAGS
     options = Options(
         host=values.host,
         port=values.port,

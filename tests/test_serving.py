@@ -141,6 +141,8 @@ def test_a_client_that_leaves_frees_its_pages_within_a_tick():
             await call.leave()
             await rig.turn()
             assert engine.free_pages == free and engine.idle and rig.answers.running == 0
+            await rig.finish()
+            assert rig.fleet.free_pages == {0: free}
 
     asyncio.run(run())
 

@@ -35,12 +35,13 @@ def test_a_port_that_is_taken_is_refused_before_the_model_is_read():
 
 @pytest.mark.parametrize(
     "flags, sentence",
-    [([], "error: model: name either a folder, --model=FOLDER, or a run"),
-     (["--model=a", "--workdir=b"], "error: model: name either a folder, --model=FOLDER, or a run"),
+    [(["--model=a", "--workdir=b"], "error: model: name either a folder"),
+     (["--model=MODEL", "--step=3"], "error: step: "),
      (["--model=nothing"], "error: model: nothing holds no config.json")],
 )  # fmt: skip
-def test_the_command_says_what_it_serves(flags, sentence):
-    command = [sys.executable, "-m", "dora_jax.serve", "--port=0", *flags]
+def test_the_command_says_what_it_serves(flags, sentence, tmp_path):
+    folder = hf_folder.folder(tmp_path / "model")
+    command = [sys.executable, "-m", "dora_jax.serve", "--port=0", *(f.replace("MODEL", str(folder)) for f in flags)]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 2 and done.stderr.startswith(sentence) and "Traceback" not in done.stderr, done.stderr
 

@@ -34,6 +34,12 @@ EVERY_TICK_S = 1e-9  # an engine's worker tells what its samples have grown by a
 POLL_S = 0.5  # between two looks at the source of versions
 
 
+class Engine(RolloutEngine, Protocol):
+    @property
+    def free_pages(self) -> int:
+        """KV pages that no sample holds."""
+
+
 class Source(Protocol):
     """Where versions come from. Both methods run on other threads than the loop's."""
 
@@ -45,12 +51,11 @@ class Source(Protocol):
 
 
 class LocalFleet:
-    def __init__(
-        self, engines: Sequence[RolloutEngine], store: WeightStore, versions: Versions, source: Source | None = None
-    ):
+    def __init__(self, engines: Sequence[Engine], store: WeightStore, versions: Versions, source: Source | None = None):
         self.workers = [EngineWorker(i, engine, store, self, EVERY_TICK_S) for i, engine in enumerate(engines)]
-        self.free_pages: dict[InstanceId, int] = {}
+        self.free_pages = {i: engine.free_pages for i, engine in enumerate(engines)}
         self.crashed: BaseException | None = None
+        self._engines = engines
         self._store, self._versions, self._source = store, versions, source
         self._home: dict[SampleId, EngineWorker] = {}
         self._load = [0] * len(engines)  # samples on each
@@ -182,3 +187,8 @@ class LocalFleet:
     def _left(self, id: SampleId) -> None:
         if worker := self._home.pop(id, None):
             self._load[worker.instance] -= 1
+            worker.post(self._count, self._engines[worker.instance], worker.instance)
+
+    def _count(self, engine: Engine, instance: InstanceId) -> None:
+        """On the engine's thread: an engine that is idle reports nothing by itself."""
+        self.free_pages[instance] = engine.free_pages

@@ -24,10 +24,11 @@ from dora_jax.exits import SIGNALS
 from dora_jax.models import hf, sharding
 from dora_jax.models.config import ModelConfig
 from dora_jax.publish import DeviceWeights
+from dora_jax.rollout.engine import Engine
 from dora_jax.runtime import job
 from dora_jax.runtime import run as build
 from dora_jax.runtime.local_backend import side_by_side
-from dora_jax.runtime.seams import RolloutEngine, Tree
+from dora_jax.runtime.seams import Tree
 from dora_jax.serving.fleet import LocalFleet
 from dora_jax.serving.request import SAMPLING, Limits
 from dora_jax.serving.service import Options, Service
@@ -168,7 +169,7 @@ def _loopback(host: str) -> bool:
         return host == "localhost"
 
 
-def _engines(config: Config, tokenizer: Tokenizer, model: ModelConfig) -> tuple[list[RolloutEngine], jax.sharding.Mesh]:
+def _engines(config: Config, tokenizer: Tokenizer, model: ModelConfig) -> tuple[list[Engine], jax.sharding.Mesh]:
     """An engine on every rollout.tensor devices, and the mesh of the first."""
     found, size = jax.devices(), config.rollout.tensor
     if size > len(found):
@@ -177,6 +178,6 @@ def _engines(config: Config, tokenizer: Tokenizer, model: ModelConfig) -> tuple[
     return [build.new_engine(config, tokenizer, model, mesh) for mesh in meshes], meshes[0]
 
 
-def _begin(engine: RolloutEngine, version: Version, store: DeviceWeights) -> None:
+def _begin(engine: Engine, version: Version, store: DeviceWeights) -> None:
     engine.load(version, store.get(version, engine.param_shardings))
     engine.warmup()
