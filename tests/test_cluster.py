@@ -2,6 +2,7 @@
 
 Gangs are of two processes: what the second one does shows that it does as the first."""
 
+import numpy as np
 import pytest
 
 from dora_jax.orchestrate import events as ev
@@ -47,3 +48,24 @@ def test_samples_of_a_lost_gang_go_on_from_their_tokens(tmp_path):
     assert seen and any(isinstance(event, ev.SampleResumed) for event in said)
     reports = [event for event in said if isinstance(event, ev.InstanceReported)]
     assert {event.instance for event in reports if event.sampled and event.row_s >= event.busy_s > 0} == {0, 1}
+
+
+def test_a_gang_that_says_nan_is_in_quarantine(tmp_path):
+    world = World(tmp_path / "journal", length=lambda version, group, index, limit: 60, instances=2)
+    begun, said, quarantined = [], [], []
+
+    def watch(event, commands):
+        if isinstance(event, ev.SampleStarted) and event.instance == 0 and not begun:
+            begun.append(event.id)
+            nan = np.full(1, np.nan, np.float32)
+            out_ids = np.ones(1, np.int32)
+            garbage = Partial(id=event.id, version=event.version, start=0, out_ids=out_ids, logprobs=nan)
+            world.hosts(0)[0].link.send(garbage)
+        said.extend([event] if isinstance(event, ev.InstanceUnhealthy) else [])
+        quarantined.extend(command for command in commands if isinstance(command, ev.Quarantine))
+
+    check(world, world.run([watch]))
+    assert [event.instance for event in said] == [command.instance for command in quarantined] == [0]
+    assert "log-probs are not finite" in said[0].reason
+    starts = [event for event in events(world.folder) if isinstance(event, ev.SampleStarted) and event.id == begun[0]]
+    assert len(starts) == 2  # it began again

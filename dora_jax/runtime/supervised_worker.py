@@ -14,20 +14,17 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
-
 from dora_jax.orchestrate import events as ev
-from dora_jax.runtime.durability.records import Partial
+from dora_jax.runtime import garbage
 from dora_jax.runtime.instance_proxy import InstanceProxy
 from dora_jax.runtime.rollout_worker import EngineWorker
 from dora_jax.runtime.seams import Notify, Outbox, RolloutEngine, Tree, WeightStore
 from dora_jax.runtime.shutdown import STAGE_END_S
-from dora_jax.runtime.worker import Crashed, Finished, Job, Parked, Waiting
+from dora_jax.runtime.worker import Crashed, Finished, Job
 from dora_jax.types import InstanceId, Version
 
 MAX_LOSSES = 3  # lives in a row that finished no sample, after which an instance stays away
 LOOKS = 8  # at a life, in the time after which it counts as hung
-MAX_LOGPROB = 0.01  # rounding may lift one over 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -106,19 +103,10 @@ class LocalInstance(InstanceProxy["EngineLife"]):
             self._over(life, reason, RuntimeError(reason))
 
     def heard(self, life: EngineLife, item: Any) -> None:
-        match item:
-            case Crashed(error=error):
-                self._over(life, f"{type(error).__name__}: {error}", error)
-                return
-            case Finished(sample=sample):
-                fault = self._fault(sample.out_ids, sample.logprobs, sample.mask)
-                fault = fault or ("its log-probs are not finite" if sample.finish == "error" else None)
-            case Partial():
-                fault = self._fault(item.out_ids, item.logprobs)
-            case Waiting(in_flight=held) | Parked(in_flight=held):
-                fault = self._fault(held.out_ids, held.logprobs, held.mask)
-            case _:
-                fault = None
+        if isinstance(item, Crashed):
+            self._over(life, f"{type(item.error).__name__}: {item.error}", item.error)
+            return
+        fault = garbage.fault(item, self._restart.vocab_size)
         if fault:
             self._over(life, reason := f"it returned garbage: {fault}", RuntimeError(reason), unhealthy=True)
             return
@@ -150,20 +138,6 @@ class LocalInstance(InstanceProxy["EngineLife"]):
             self._stay_away(error)
         else:
             self._run(self._begin_again, life, self._lives + 1, self._restart.new_engine)
-
-    def _fault(self, out_ids: np.ndarray, logprobs: np.ndarray, mask: np.ndarray | None = None) -> str | None:
-        """mask: bool[U], False where an environment said the token; None: all of them were sampled."""
-        if len(out_ids) != len(logprobs):
-            return f"{len(out_ids)} tokens have {len(logprobs)} log-probs"
-        if mask is not None:
-            out_ids, logprobs = out_ids[mask], logprobs[mask]
-        if not len(out_ids):
-            return None
-        if out_ids.min() < 0 or out_ids.max() >= self._restart.vocab_size:
-            return f"token {out_ids.max() if out_ids.min() >= 0 else out_ids.min()} of {self._restart.vocab_size}"
-        if not np.isfinite(logprobs).all():
-            return "its log-probs are not finite"
-        return f"a log-prob of {logprobs.max()}" if logprobs.max() > MAX_LOGPROB else None
 
     def _begin_again(self, ended: EngineLife, number: int, new_engine: Callable[[], RolloutEngine]) -> None:
         """Frees the old engine, makes another."""

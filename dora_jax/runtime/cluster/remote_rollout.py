@@ -20,6 +20,7 @@ from typing import Any
 from dora_jax.config import RunError
 from dora_jax.orchestrate import events as ev
 from dora_jax.rollout.migrate import InFlightSample, joined, parted, without_pages
+from dora_jax.runtime import garbage
 from dora_jax.runtime.cluster import messages
 from dora_jax.runtime.cluster.gang import Gang
 from dora_jax.runtime.cluster.gang_supervisor import GangSupervisor
@@ -281,8 +282,22 @@ class RemoteInstance(InstanceProxy[GangWorker]):
             case HandedOver() | FinishedUnheard() if self._life is None:
                 self._found.append(item)
             case _:
-                if life := self._life:
+                if (life := self._life) is None:
+                    return
+                if fault := garbage.fault(item):
+                    self._unhealthy(life, f"it returned garbage: {fault}")
+                else:
                     life.heard(item)
+
+    def _unhealthy(self, life: GangWorker, reason: str) -> None:
+        """Nothing of this life is heard from now on."""
+        with self._lock:
+            if self._life is not life:
+                return
+            self._outbox.put(ev.InstanceUnhealthy(instance=self.instance, reason=reason, life=life.life))
+            life.end()
+            self._down(life, life.life, reason)
+        life.gang.die(reason)
 
     def _up(self, gang: Gang) -> None:
         self._publisher.up(gang)
