@@ -106,6 +106,9 @@ class Body:
     def _down(self, instance):
         yield ev.InstanceDown(instance=int(instance), reason="lost", life=self.lives[int(instance)])
 
+    def _unhealthy(self, instance):
+        yield ev.InstanceUnhealthy(instance=int(instance), reason="NaN", life=self.lives[int(instance)])
+
     def _loaded(self, instance, version):
         yield ev.WeightsLoaded(instance=int(instance), version=int(version), life=self.lives[int(instance)])
 
