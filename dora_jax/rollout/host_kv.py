@@ -63,7 +63,12 @@ class HostKV:
             return []
         self.dropped += 1
         self.dropped_tokens += parcel.kv_len
-        if str(self.dropped).strip("0") != "1":
+        if not worth_saying(self.dropped):
             return []
         text = f"the KV of sample {tuple(parcel.id)} leaves host memory, and its {parcel.kv_len} tokens are prefilled again"
         return [f"{text}: rollout.host_kv_bytes is {self.budget_bytes} ({self.dropped} samples so far)"]
+
+
+def worth_saying(count: int) -> bool:
+    """The first time, the tenth, the hundredth."""
+    return str(count).strip("0") == "1"

@@ -19,6 +19,7 @@ from typing import Any
 
 from dora_jax.config import RunError
 from dora_jax.orchestrate import events as ev
+from dora_jax.rollout.host_kv import worth_saying
 from dora_jax.rollout.migrate import InFlightSample, joined, parted, without_pages
 from dora_jax.runtime import garbage
 from dora_jax.runtime.cluster import messages
@@ -89,6 +90,7 @@ class GangWorker:
         self._moves: dict[SampleId, Destination[GangWorker]] = {}  # asked for and not under way
         self._shards: dict[int, dict[int, messages.MoveStarted]] = {}  # by move: of those that not all have spoken of
         self._stagings: dict[int, _Staging] = {}
+        self._remade = 0  # episodes that went on at another gang without the KV that is here
         self._handed: dict[SampleId, dict[int, InFlightSample]] = {}  # by process: shards of samples handed over
         self._lock = threading.Lock()
 
@@ -137,6 +139,12 @@ class GangWorker:
         """KV that a gang has kept does not leave it: the other one makes it again."""
         self.forget(in_flight.id)
         dst.resume(in_flight)
+        self._remade += 1
+        if worth_saying(self._remade):
+            self._notify(
+                f"sample {tuple(in_flight.id)} leaves {self._owner.role}, which kept its KV, and is prefilled again "
+                f"({self._remade} samples so far)"
+            )
 
     def forget(self, sample: SampleId) -> None:
         self.gang.post(messages.ForgetKept(id=sample))
