@@ -298,7 +298,9 @@ def test_kv_that_a_gang_keeps_is_made_again_at_another_and_said(pair):
         remotes[0].forward(PARCEL, remotes[1])
     assert gangs[0].posts == [messages.ForgetKept(id=A)] * 9
     assert [post.in_flight.id for post in gangs[1].posts] == [A] * 9 and not gangs[1].posts[0].in_flight.n_pages
-    assert gangs[1].said == ["sample (3, 1) leaves rollout 0, which kept its KV, and is prefilled again (1 samples so far)"]
+    assert gangs[1].said == [
+        "sample (3, 1) leaves rollout 0, which kept its KV, and is prefilled again (1 samples so far)"
+    ]
     remotes[0].forget(A)
     assert messages.CODEC.decode(messages.CODEC.encode(gangs[0].posts[-1])) == messages.ForgetKept(id=A)
 

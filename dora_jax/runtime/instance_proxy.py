@@ -140,9 +140,10 @@ class InstanceProxy(Generic[AnyLife]):
         with self._lock:
             if (life := self._life) is not None:
                 self._forwarding[in_flight.id] = lambda: dst.resume(in_flight)
-                life.post(life.forward, in_flight, ForwardTarget(self, dst))
-                return
-        dst.resume(in_flight)
+        if life is None:
+            dst.resume(in_flight)
+        else:  # a gang's answers before the call returns
+            life.post(life.forward, in_flight, ForwardTarget(self, dst))
 
     def forwarded(self, in_flight: InFlightSample, dst: InstanceProxy[AnyLife]) -> None:
         """It is out of this life's engine, unless the life was over before."""
