@@ -7,11 +7,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from absl import flags as absl_flags
-from jax.sharding import PartitionSpec
+from jax.sharding import NamedSharding, PartitionSpec
 
 from dora_jax import aot, aot_roles, aot_slices, chips, config, flags, presets
-from dora_jax.models import sharding
-from dora_jax.trainer import hlo
+from dora_jax.models import expert_parallel, moe, sharding
+from dora_jax.models.grouped_experts import EVEN_LOAD
+from dora_jax.trainer import flops, hlo
 from tests.fakes import trainer_cases as cases
 
 needs_libtpu = pytest.mark.skipif(not aot_slices.installed(), reason="libtpu is not installed: the extra aot")
@@ -286,6 +287,35 @@ def test_a_run_is_compiled_for_a_slice_that_is_not_here():
     rollout = run_of().rollout
     assert instance.held["KV pool"] == pytest.approx((rollout.pages + 1) * rollout.page_size * 2 * 2 * 128 * 2 * 2 / 2)
     assert trainer.chip_bytes == sum(trainer.held.values()) + trainer.work_bytes < trainer.chip.hbm_bytes
+
+
+@needs_libtpu
+@pytest.mark.slow
+@pytest.mark.parametrize("dispatch", ["gather", "all_to_all"])
+def test_experts_over_a_slice_compile_for_it(dispatch):
+    """Forward and backward: grouped kernels alone multiply; rows go to their experts and back, and so do gradients."""
+    experts, d, width, tokens, k = 8, 256, 128, 512, 2
+    mesh = sharding.make_mesh(aot_slices.slice_devices("v5p-16"), 1, 2, 1, expert=4)
+    compute = expert_parallel.compute("megablox", mesh, dispatch)
+
+    def given(*shape, axes, dtype=jnp.bfloat16):
+        return jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, sharding.spec(*axes)))
+
+    rows = ("batch", "sequence")
+    h, weights = given(8, tokens, d, axes=rows), given(8, tokens, k, axes=rows, dtype=jnp.float32)
+    ids = given(8, tokens, k, axes=rows, dtype=jnp.int32)
+    wide, back = given(experts, d, width, axes=moe.WIDE), given(experts, width, d, axes=moe.BACK)
+    grad = jax.jit(jax.grad(lambda m, h, w, ids: jnp.sum(jnp.sin(compute(h, w, ids, *m))), argnums=(0, 1, 2)))
+    traced = grad.trace((wide, wide, back), h, weights, ids)
+    text = hlo.CompiledText(traced.lower(lowering_platforms=("tpu",)).compile().as_text(), 7, EVEN_LOAD)
+    assert {kernel.name: kernel.runs for kernel in text.kernels()}.items() >= {"gmm": 3 + 5, "tgmm": 3}.items()
+    block = 1.25 * k * tokens  # rows of a device
+    assert flops.kernel_flops(traced.jaxpr.jaxpr)["gmm"] == 2 * block * d * width
+    sent = text.collectives().get("ragged-all-to-all")
+    if dispatch == "gather":
+        assert sent is None
+    else:
+        assert sent == hlo.Traffic(5, int(2 * (3 * block + 2 * k * tokens) * d))
 
 
 @needs_libtpu
