@@ -68,7 +68,7 @@ def test_the_best_and_the_worst_sample_of_the_most_mixed_group_are_written_with_
     assert best["advantage"] == [0.5, None, 0.5] and worst["advantage"] == [-0.5, None, -0.5], "none where observed"
     assert best["logprob"] == [-0.5, -0.25, -1.0]
     assert best["gap"] == [0.6, None, 1.31], "of the trainer - of the engine"
-    assert "best" not in best and (tmp_path / "trajectories.txt").read_text().startswith("=== step 5  group 1")
+    assert (tmp_path / "trajectories.txt").read_text().startswith("=== step 5  group 1")
 
 
 def test_other_steps_have_no_look_and_are_written_all_the_same(tmp_path):
