@@ -160,7 +160,9 @@ def test_turns_add_up_to_the_length():
     for id in ids:
         turns = work.turns(id)
         assert sum(t.tokens for t in turns) == work.length(id)
-        assert turns[-1].environment_s == 0 and all(t.environment_s > 0 and t.observation_tokens == 11 for t in turns[:-1])
+        assert turns[-1].environment_s == 0 and all(
+            t.environment_s > 0 and t.observation_tokens == 11 for t in turns[:-1]
+        )
         counts.append(len(turns))
     assert sum(counts) / len(counts) == pytest.approx(4.0, rel=0.1)
 
