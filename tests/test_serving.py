@@ -14,9 +14,6 @@ FOUR = dataclasses.replace(SECTION, residents=4)
 HELLO = [{"role": "user", "content": "hello"}]
 
 
-# ------------------------------------------------------------------ the wire
-
-
 def test_a_completion_says_its_text_tokens_and_version():
     async def run():
         async with Rig(length=lambda *_: 6) as rig:
@@ -125,9 +122,6 @@ def test_with_a_token_only_its_bearer_is_answered():
             assert (await rig.ask(COMPLETIONS, {"prompt": "a"}, **page)).status == 415
 
     asyncio.run(run())
-
-
-# -------------------------------------------------------- clients that leave
 
 
 def test_a_client_that_leaves_frees_its_pages_within_a_tick():
@@ -247,9 +241,6 @@ def test_an_engine_that_dies_is_an_error_and_no_answer():
     asyncio.run(run())
 
 
-# ------------------------------------------------------------------ versions
-
-
 def test_64_streams_are_each_of_the_version_that_they_name_while_versions_come_and_go():
     """Every token is compared with what the oracle samples at the version that the answer names, and at no other."""
 
@@ -285,6 +276,29 @@ def test_64_streams_are_each_of_the_version_that_they_name_while_versions_come_a
     asyncio.run(run())
 
 
+def test_a_source_that_fails_for_a_while_ends_nothing():
+    async def run():
+        async with Rig() as rig:
+            looks = []
+
+            def newest():
+                looks.append(1)
+                if len(looks) == 1:
+                    raise OSError("the storage is away")
+                return 2
+
+            rig.store.newest = newest
+            following = asyncio.ensure_future(rig.fleet.follow(period_s=0.001))
+            while 2 not in rig.versions.resident:
+                await asyncio.sleep(0.001)
+                await rig.turn()
+            following.cancel()
+            call = await rig.ask(COMPLETIONS, {"prompt": "abc", "max_tokens": 4})
+            assert call.json["model"] == "policy@2"
+
+    asyncio.run(run())
+
+
 def test_a_retired_version_is_gone_and_says_what_is_there():
     async def run():
         async with Rig(versions=(1, 2), idle_s=0.0) as rig:
@@ -300,9 +314,6 @@ def test_a_retired_version_is_gone_and_says_what_is_there():
                 assert "policy@2" in call.error["message"]
 
     asyncio.run(run())
-
-
-# ------------------------------------------------------------ stops and tools
 
 
 def test_a_stop_string_ends_the_sample_in_its_engine_too():

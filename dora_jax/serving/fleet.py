@@ -44,7 +44,7 @@ class Source(Protocol):
     """Where versions come from. Both methods run on other threads than the loop's."""
 
     def newest(self) -> Version | None:
-        """The newest that is whole."""
+        """The newest that is whole. OSError: the source cannot be read now."""
 
     def read(self, version: Version) -> Tree:
         """Its weights, as `WeightStore.put` takes them. OSError, ValueError: they cannot be read any more."""
@@ -110,13 +110,18 @@ class LocalFleet:
 
     # ------------------------------------------------------------ versions
 
-    async def follow(self) -> None:
+    async def follow(self, period_s: float = POLL_S) -> None:
         """Offers new versions, loads and drops, until it is cancelled."""
         while True:
-            if self._source is not None and (newest := await asyncio.to_thread(self._source.newest)) is not None:
+            try:
+                newest = await asyncio.to_thread(self._source.newest) if self._source else None
+            except OSError as error:  # what is served goes on; the next look may succeed
+                LOG.warning("no look at new versions: %s", error)
+                newest = None
+            if newest is not None:
                 self._versions.offer(newest)
             self.replan()
-            await asyncio.sleep(POLL_S)
+            await asyncio.sleep(period_s)
 
     def replan(self) -> None:
         was = self._versions.loading
@@ -136,6 +141,9 @@ class LocalFleet:
         except (OSError, ValueError, KeyError) as error:  # the run may have deleted it: a newer one is there by then
             LOG.warning("version %d is not loaded: %s", version, error)
             self._versions.loading = None
+            self._told()
+        except Exception as error:  # no room on the device, say: raised on the main thread
+            self._die(error)
 
     def _read(self, version: Version) -> None:
         assert self._source is not None
@@ -176,8 +184,11 @@ class LocalFleet:
                     self._versions.loaded(version)
                     self._told()
             case Crashed(error=error):
-                self.crashed = error
-                self._told()
+                self._die(error)
+
+    def _die(self, error: BaseException) -> None:
+        self.crashed = error
+        self._told()
 
     def _place(self, id: SampleId, at: int) -> EngineWorker:
         self._load[at] += 1

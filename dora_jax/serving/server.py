@@ -12,6 +12,7 @@ import dataclasses
 import ipaddress
 import signal
 import socket
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -27,6 +28,7 @@ from dora_jax.publish import DeviceWeights
 from dora_jax.rollout.engine import Engine
 from dora_jax.runtime import job
 from dora_jax.runtime import run as build
+from dora_jax.runtime.durability.workdir_mirror import fetch
 from dora_jax.runtime.local_backend import side_by_side
 from dora_jax.runtime.seams import Tree
 from dora_jax.serving.fleet import LocalFleet
@@ -38,6 +40,7 @@ from dora_jax.trainer import checkpoint
 from dora_jax.types import Version
 
 GRACE_S = 5  # open answers get so long after a signal
+BUCKET_S = 30.0  # between two looks into a bucket, each of which reads every checkpoint that has come before
 TOKEN_VARIABLE = "DORA_SERVE_TOKEN"  # in the environment, which other users of the machine do not see
 
 
@@ -65,7 +68,7 @@ def serve(config: Config, options: Options, workdir: Path | None) -> int:
         limits = limits_of(config, tokenizer)
         asyncio.run(_run(Service(fleet, versions, tokenizer, limits, options), listening))
     if fleet.crashed is not None:
-        raise RunError(f"an engine has died: {type(fleet.crashed).__name__}: {fleet.crashed}") from fleet.crashed
+        raise RunError(f"the engines cannot go on: {type(fleet.crashed).__name__}: {fleet.crashed}") from fleet.crashed
     return 0
 
 
@@ -101,10 +104,16 @@ class RunSource:
         self._directory = workdir / "checkpoints"
         self._like = build.publishing_inputs(model, mesh)
         self._follows = step is None
+        self._fetched_s = time.monotonic()
         self.first = job.pick(self._directory, step)
 
     def newest(self) -> Version | None:
-        return checkpoint.latest(self._directory) if self._follows else None
+        if not self._follows:
+            return None
+        if time.monotonic() - self._fetched_s > BUCKET_S:
+            fetch(self._directory.parent)
+            self._fetched_s = time.monotonic()
+        return checkpoint.latest(self._directory)
 
     def read(self, version: Version) -> Tree:
         return checkpoint.read_params(self._directory, version, self._like)

@@ -76,7 +76,7 @@ class Service:
 
     def _told(self) -> None:
         if self.fleet.crashed is not None:
-            self.answers.fail(f"an engine has died: {self.fleet.crashed}")
+            self.answers.fail(f"the engines cannot go on: {self.fleet.crashed}")
             self.died.set()
         self.answers.changed()
 
