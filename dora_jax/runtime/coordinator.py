@@ -213,6 +213,7 @@ class Coordinator:
         if group_id in self._refused:
             return
         self._samples.forget(sample)
+        self._kept.forget((sample,))
         self._groups.discard(group_id)
         try:
             group = self._samples.opened(group_id)
