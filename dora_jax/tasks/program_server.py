@@ -261,7 +261,8 @@ class _Runner:
             command = [*_bwrap(), "--", "/bin/sh", "-c", START, "sh", _python(), "-I", "-B", PROGRAM]
             os.execve(command[0], command, ENVIRONMENT)
         except OSError as error:
-            os.write(STATUS_FD, json.dumps({"error": error.strerror or str(error)}).encode() + b"\n")
+            where = f"{error.filename}: " if error.filename else ""
+            os.write(STATUS_FD, json.dumps({"error": f"{where}{error.strerror or error}"}).encode() + b"\n")
         finally:
             os._exit(1)
 
