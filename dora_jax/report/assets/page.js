@@ -9,6 +9,7 @@ const short = v => v === null ? '' : v !== 0 && Math.abs(v) < 1e-3 ? v.toExponen
 
 // ---------------------------------------------------------------- curves
 const plots = [];
+const range = (u, low, high) => low === null ? [0, 1] : low === high ? [low - .5, high + .5] : uPlot.rangeNum(low, high, .1, true);
 function curve(spec) {
   const lines = spec.lines.filter(line => line.values.some(v => v !== null));
   if (!lines.length) return;
@@ -33,7 +34,7 @@ function curve(spec) {
     }
   });
   const axis = () => ({stroke: css('--fg'), grid: {stroke: css('--line'), width: .5}, ticks: {stroke: css('--line')}});
-  const plot = new uPlot({width: Math.max(200, box.clientWidth - 16), height: 190, series, bands, scales: {x: {time: false}},
+  const plot = new uPlot({width: Math.max(200, box.clientWidth - 16), height: 190, series, bands, scales: {x: {time: false, range: (u, low, high) => low === high ? [low - 1, high + 1] : [low, high]}, y: {range}},
                           axes: [axis(), {...axis(), size: 62, values: (u, ticks) => ticks.map(short)}], legend: {show: true}}, values, box);
   plot.root.querySelectorAll('.u-series').forEach((row, i) => { if (/ (low|high)$/.test(series[i].label)) row.hidden = true; });
   plot.over.addEventListener('click', () => {
