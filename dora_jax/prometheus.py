@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable, Iterator, Mapping
+from typing import Any
 
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import GaugeMetricFamily, Metric
@@ -40,7 +41,7 @@ def page(registry: CollectorRegistry) -> bytes:
     return generate_latest(registry)
 
 
-def flat(tree: Mapping[object, object], path: str = "") -> dict[str, float]:
+def flat(tree: Mapping[Any, object], path: str = "") -> dict[str, float]:
     """The numbers of nested mappings by their path; truth values are 0 and 1, all else is left out."""
     found: dict[str, float] = {}
     for name, value in tree.items():

@@ -101,6 +101,7 @@ def test_a_program_that_passes_some_tests_has_its_share():
 
 
 @needs_sandbox
+@pytest.mark.slow
 def test_the_time_is_for_all_tests_together():
     slow = {"tests": DOUBLE["tests"] * 20, "time_limit_s": 0.4}
     assert code.stdio_share("", "import time; print(8); time.sleep(60)", slow) == 0.0
@@ -141,6 +142,7 @@ def test_reward_workers_run_programs_from_behind_their_own_walls():
 
 
 @needs_sandbox
+@pytest.mark.slow
 def test_a_reward_of_one_s_own_may_run_programs_if_the_config_says_so(tmp_path, monkeypatch):
     (tmp_path / "my_rewards.py").write_text(
         "from dora_jax.tasks import programs\ndef says(prompt, response, answer): return float(programs.run(response).stdout)\n"

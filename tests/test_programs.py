@@ -248,6 +248,7 @@ except OSError as error: print(n < 64, error.strerror)
 
 
 @needs_sandbox
+@pytest.mark.slow
 def test_a_fork_bomb_of_which_every_part_goes_on_ends_with_the_time(run):
     assert run("while True:\n    try: os.fork()\n    except OSError: pass", wall_s=0.5).ended_by == "time"
 
