@@ -33,6 +33,7 @@ def test_a_port_that_is_taken_is_refused_before_the_model_is_read():
         server.serve(Config(), dataclasses.replace(OPTIONS, port=taken.getsockname()[1]), None)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "flags, sentence",
     [(["--model=a", "--workdir=b"], "error: model: name either a folder"),
