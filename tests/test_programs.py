@@ -314,6 +314,16 @@ except OSError as error: print(i < 5000, error.strerror)
 
 
 @needs_sandbox
+@pytest.mark.parametrize(
+    "limit", [{"processes": 10**6}, {"memory_bytes": 2**50}, {"wall_s": -1.0}, {"output_bytes": 0}]
+)
+def test_nobody_gets_limits_that_are_none(run, limit):
+    (name,) = limit
+    with pytest.raises(programs.SandboxError, match=f"{name}: .* is not between 0 and"):
+        run("print(1)", **limit)
+
+
+@needs_sandbox
 def test_a_client_that_goes_away_takes_its_program_along(opened):
     ours, theirs = socket.socketpair()
     with ours, theirs:

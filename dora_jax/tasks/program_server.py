@@ -50,6 +50,14 @@ from dora_jax.tasks.supervisor import (
 )
 
 MOST_AT_ONCE = max(2, os.cpu_count() or 1)
+MOST = {  # whatever a client asks for; a client may be code that reads what a model wrote
+    "cpu_s": 3600,
+    "wall_s": 3600,
+    "memory_bytes": 8 * 2**30,
+    "files_bytes": 2**30,
+    "output_bytes": 64 * 2**20,
+    "processes": 256,
+}
 MAX_REQUEST_BYTES = 64 * 2**20
 START_TIMEOUT_S = 20.0  # for the walls, on a machine that may be busy; no time of the program
 MEMORY_PERIOD_S = 0.05  # between two looks at what all processes of a program hold
@@ -130,6 +138,9 @@ class _Runner:
     """One program from start to end. `limits`: see programs.Limits."""
 
     def __init__(self, connection: socket.socket, program: str, stdin: str, limits: dict[str, Any]):
+        for name, most in MOST.items():
+            if not 0 < limits[name] <= most:
+                raise Unavailable(0, f"{name}: {limits[name]} is not between 0 and {most}")
         self._connection = connection
         self._program = program.encode(errors="replace")
         self._stdin = memoryview(stdin.encode(errors="replace"))

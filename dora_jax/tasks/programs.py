@@ -32,6 +32,8 @@ class SandboxError(Exception):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Limits:
+    """Each is above 0 and at most what program_server.MOST allows; SandboxError for others."""
+
     cpu_s: float = 5.0  # of each process, rounded up to whole seconds
     wall_s: float = 10.0  # from the first instruction on: the walls' own time does not count
     memory_bytes: int = 512 * MIB  # of each process' addresses, and of what all of them hold
