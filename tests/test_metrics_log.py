@@ -13,7 +13,7 @@ from dora_jax.orchestrate.modes import OrchestratorConfig
 from dora_jax.runtime import idle_time
 from dora_jax.runtime.evaluations import Evaluations, closing, evaluation
 from dora_jax.runtime.idle_time import IdleReport
-from dora_jax.runtime.metrics_log import ScoringFailures, TaskShares, group_metrics
+from dora_jax.runtime.metrics_log import EpisodeFailures, ScoringFailures, TaskShares, group_metrics
 from dora_jax.tasks.pool import GroupFailure
 from dora_jax.tasks.solved import Solved
 from dora_jax.types import Sample, SampleId, ScoredGroup, Span
@@ -50,6 +50,24 @@ def test_terms_of_any_name_leave_the_total_alone():
 def test_a_term_that_only_some_groups_have_is_the_mean_of_those():
     metrics = group_metrics([group(right=[0, 1]), group(right=[1, 1], short=[-1, -2])], base=0)
     assert (metrics["reward/term/right"], metrics["reward/term/short"]) == (0.75, -1.5)
+
+
+def test_episodes_that_fail_are_said_once_by_cause_and_length():
+    said = []
+    stats = {"environment/failed_share": 0.01, "environment/failed_deadline_to_256": 3, "environment/turns": 9}
+    failures = EpisodeFailures(types.SimpleNamespace(stats=lambda: stats), said.append)
+    assert failures.metrics() == stats and not said
+    stats["environment/failed_share"] = 0.02
+    assert failures.metrics() == failures.metrics() == stats
+    assert said == [
+        "2.0% of the episodes have failed, and their groups with them; by cause and response length: failed_deadline_to_256 3"
+    ]
+    assert EpisodeFailures(None, said.append).metrics() == {} and len(said) == 1
+
+
+def test_accuracy_is_told_with_and_without_noise():
+    metrics = evaluation([group(right=[1, 0, 1, 1]), group(right=[1, 0, 0, 0])], Solved(term="right"), noisy=True)
+    assert (metrics["eval/accuracy_clean"], metrics["eval/accuracy_noisy"]) == (0.75, 0.25)
 
 
 def test_the_shares_of_a_mix_are_those_that_were_trained_on():

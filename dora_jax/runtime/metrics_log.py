@@ -157,6 +157,27 @@ class ScoringFailures:
         return "\n".join(said + [f"  response {shorten(repr(failure.response), WIDTH)}"])
 
 
+class EpisodeFailures:
+    """Says once that episodes fail more often than now and then."""
+
+    def __init__(self, environments: Environments | None, notify: Callable[[str], None]):
+        self._environments, self._notify = environments, notify
+        self._told = False
+
+    def metrics(self) -> Mapping[str, float]:
+        """What the environments count, where the run has some."""
+        found = self._environments.stats() if self._environments else {}
+        share = found.get("environment/failed_share", 0.0)
+        if share > FAILED_SHARE and not self._told:
+            self._told = True
+            counts = {name.rpartition("/")[2]: n for name, n in found.items() if "/failed_" in name and "_to_" in name}
+            self._notify(
+                f"{share:.1%} of the episodes have failed, and their groups with them; by cause and response length: "
+                f"{', '.join(f'{name} {n:.0f}' for name, n in counts.items())}"
+            )
+        return found
+
+
 class RunLog:
     """Turns records and events into metrics, console lines and the samples to read.
 
@@ -191,8 +212,7 @@ class RunLog:
         self._idle = IdleReport(orchestrator.waiting)
         self._evaluating = Evaluations(orchestrator.state, solved, self._evaluated, writer.note, noisy)
         self._unscored = ScoringFailures(max_failed_share, prompt_of, writer.note)
-        self._environments = environments
-        self._told_failing = False
+        self._episodes = EpisodeFailures(environments, writer.note)
         self._moved: set[SampleId] = set()
         self._moved_finished = 0
         self._served = TaskShares(orchestrator.state.config)
@@ -258,7 +278,7 @@ class RunLog:
         idle_share = self._idle_share(elapsed_s)
         metrics = group_metrics(done.groups, done.version - 1)
         metrics |= {**self._served.metrics(done.groups), **done.metrics}
-        metrics |= {**self._unscored.metrics(), **self._environment_metrics()}
+        metrics |= {**self._unscored.metrics(), **self._episodes.metrics()}
         metrics |= {
             "rollout/tokens_per_s": self._tokens / elapsed_s,
             "rollout/idle_share": idle_share,
@@ -285,18 +305,6 @@ class RunLog:
         )
         self._writer.write(done.version, metrics, waits=waits)
         self._samples.write(done.version, done.groups)
-
-    def _environment_metrics(self) -> Mapping[str, float]:
-        """Says once that episodes fail more often than now and then."""
-        found = self._environments.stats() if self._environments else {}
-        if found.get("environment/failed_share", 0.0) > FAILED_SHARE and not self._told_failing:
-            self._told_failing = True
-            counts = {name.rpartition("/")[2]: n for name, n in found.items() if "/failed_" in name and "_to_" in name}
-            self._writer.note(
-                f"{found['environment/failed_share']:.1%} of the episodes have failed, and their groups with them; by cause and "
-                f"response length: {', '.join(f'{name} {n:.0f}' for name, n in counts.items())}"
-            )
-        return found
 
     def _elapsed_s(self, now: float) -> float:
         """Since the last step ended."""
