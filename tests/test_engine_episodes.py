@@ -2,6 +2,7 @@
 
 import random
 
+import jax
 import numpy as np
 
 from dora_jax.models import decoder
@@ -25,15 +26,22 @@ def test_a_turn_is_sampled_as_an_answer_is_and_what_is_observed_has_no_draw():
 
 
 def test_log_probs_of_every_turn_are_those_of_the_whole_sequence():
-    for id in ids((2, 3)):
-        sample = quiet(id)
-        assert 3 < sample.mask.sum() < len(sample.mask)
-        tokens = np.concatenate([sample.prompt_ids, sample.out_ids])[None]
-        segments, positions = np.ones_like(tokens), np.arange(tokens.shape[1])[None]
+    @jax.jit
+    def next_logprobs(tokens, segments, positions):
         hidden = decoder.forward(CFG, params(), tokens, positions, segment_attention(segments, positions))
-        said_by, _ = target_logprobs(CFG, params(), hidden[:, :-1], tokens[:, 1:], vocab_limit=VOCAB)
-        of_response = np.where(sample.mask, said_by[0, len(sample.prompt_ids) - 1 :], 0)
-        np.testing.assert_allclose(of_response, sample.logprobs, atol=1e-5)
+        return target_logprobs(CFG, params(), hidden[:, :-1], tokens[:, 1:], vocab_limit=VOCAB)[0]
+
+    samples = [quiet(id) for id in ids((2, 3))]
+    tokens, segments = np.zeros((2, len(samples), 44), np.int32)
+    for row, sample in enumerate(samples):
+        whole = np.concatenate([sample.prompt_ids, sample.out_ids])
+        tokens[row, : len(whole)], segments[row, : len(whole)] = whole, 1
+    of_next = np.asarray(next_logprobs(tokens, segments, np.tile(np.arange(44), (len(samples), 1))))
+    for row, sample in enumerate(samples):
+        assert 3 < sample.mask.sum() < len(sample.mask)
+        first = len(sample.prompt_ids) - 1
+        said_by = np.where(sample.mask, of_next[row, first : first + len(sample.mask)], 0)
+        np.testing.assert_allclose(said_by, sample.logprobs, atol=1e-5)
 
 
 def test_only_what_is_observed_is_prefilled():
