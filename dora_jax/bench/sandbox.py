@@ -27,7 +27,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from dora_jax.tasks import programs, sandbox
-from dora_jax.tasks.program_server import PYTHONS
+from dora_jax.tasks.program_walls import PYTHONS
 from dora_jax.tasks.programs import Limits, Server
 
 ONE_LINE = "print(1)"

@@ -12,7 +12,7 @@
     render.py    chat templates and regular expressions, timed out in a process of their own (render_worker.py)
     calls.py     questions to a process that may be killed, and its answers
     sandbox.py   a process of ours behind walls (supervisor.py sets them up); for rewards, templates
-    programs.py  a model's program in the sandbox (program_server.py sets it up, seccomp.py filters its calls)
+    programs.py  a model's program in the sandbox (program_server.py, program_walls.py, seccomp.py)
     code.py      rewards that run a response's program on tests; the Python tool, alone and as an environment
     environment.py   what answers a policy of several turns; calculator.py is one, noise.py spoils what it says
     environments.py  EnvironmentPool: environments in processes of their own (environment_process.py, _worker.py)

@@ -1,6 +1,6 @@
 """Programs that a model wrote, run behind the strongest walls that a machine has: for rewards and tools.
 
-    run(program, stdin) --> the sandbox server (program_server.py, which says what the walls are) --> Ran
+    run(program, stdin) --> the sandbox server (program_server.py; program_walls.py says what the walls are) --> Ran
 
 The server is outside the walls of a reward worker, because what it needs (another user id, namespaces) is what those
 walls take away; a worker reaches it by a descriptor that VARIABLE names. A process without one starts a server of its own.
