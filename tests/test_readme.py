@@ -26,14 +26,23 @@ SMALLER = (
         "--config=configs/gsm8k.py",
         (
             "--config=configs/gsm8k.py --config.steps=2 --config.orchestrator.groups_per_step=2 --config.eval.prompts=4 "
-            "--config.task.heldout=4 --config.rollout.max_new_tokens=32"
+            "--config.task.heldout=4 --config.rollout.slots=8 --config.rollout.max_prompt_tokens=32 "
+            "--config.rollout.max_new_tokens=32 --config.trainer.pack_tokens=64 --config.trainer.micro_batches=1"
         ),
+    ),
+    (
+        '"rollout.max_new_tokens": 32}',
+        '"rollout.max_new_tokens": 32, "orchestrator.groups_per_step": 2, "eval.prompts": 4}',
     ),
 )
 
 
-def blocks():
-    return [block for page in PAGES for block in BLOCK.findall((ROOT / page).read_text())]
+def blocks(page):
+    """(language, what it says on the smallest configuration) of each block."""
+    for language, text in BLOCK.findall((ROOT / page).read_text()):
+        for old, new in SMALLER:
+            text = text.replace(old, new)
+        yield language, text
 
 
 def environment(home):
@@ -49,7 +58,8 @@ def environment(home):
 
 
 @pytest.mark.slow
-def test_every_command_of_the_readme_runs(tmp_path):
+@pytest.mark.parametrize("page", PAGES)
+def test_every_command_of_the_page_runs(tmp_path, page):
     clone = tmp_path / "clone"
     names = ("dora_jax", "configs", "launch", "tests", "requirements.txt", "pyproject.toml")
     clone.mkdir()
@@ -66,13 +76,11 @@ def test_every_command_of_the_readme_runs(tmp_path):
     ):
         subprocess.run(["git", *command], cwd=clone, check=True)  # the scripts send what is committed
     hub_programs.install(tmp_path / "bin")
-    for language, text in blocks():
+    for language, text in blocks(page):
         if language == "python":
             (clone / text.split("\n", 1)[0].removeprefix("# ").strip()).write_text(text)
             continue
         script = text.replace(RECURSION, "true").replace("source .venv/bin/activate", "true")
-        for old, new in SMALLER:
-            script = script.replace(old, new)
         done = subprocess.run(
             ["bash", "-euo", "pipefail", "-c", script],
             cwd=clone,
