@@ -78,7 +78,7 @@ def test_what_was_dropped_or_asked_again_gets_no_answer_of_before(shared):
     assert not shared.poll() and not shared.waiting
 
 
-@pytest.mark.parametrize("opening", ["", "hello"])
+@pytest.mark.parametrize("opening", [pytest.param("", marks=pytest.mark.slow), "hello"])
 def test_an_episode_of_a_killed_process_is_made_again_by_its_messages(opening):
     pool = open_pool(params={"opening": opening})
     try:
@@ -92,6 +92,7 @@ def test_an_episode_of_a_killed_process_is_made_again_by_its_messages(opening):
         pool.close()
 
 
+@pytest.mark.slow
 def test_an_episode_of_a_killed_controller_is_made_again_where_the_policy_saw_the_same():
     player = Player(None)
     for turn, said in enumerate(("a", "b", "c"), start=1):
