@@ -21,7 +21,7 @@ from dora_jax.runtime.durability.journaled_world import JournaledWorld
 from dora_jax.runtime.durability.payload_state import PayloadState
 from dora_jax.runtime.supervised_worker import LocalInstance, RestartPolicy
 from dora_jax.runtime.trainer_worker import TrainerWorker
-from dora_jax.runtime.worker import Finished
+from dora_jax.runtime.worker import Finished, Waiting
 from dora_jax.types import SampleId
 from tests.fakes.coordinator_world import (
     SECTION,
@@ -37,6 +37,7 @@ from tests.fakes.coordinator_world import (
     trained_by,
 )
 from tests.fakes.journal_world import Disk
+from tests.fakes.remote_pair import PARCEL
 
 UP = {"slots": 8, "pages": 96, "page_size": 8}
 
@@ -181,6 +182,17 @@ def test_lives_that_come_to_nothing_are_counted():
     with pytest.raises(RuntimeError, match=r"rollout \d failed: out of memory"):
         job.play()
     assert len(job.said) == 6 and "stays away" in job.said[-1]
+
+
+def test_a_life_that_ended_a_turn_has_come_to_something():
+    """Episodes end in their environment: their instance tells of no finished sample."""
+    spare = RestartPolicy(new_engine=None, vocab_size=256, hung_s=0.0)
+    instance = LocalInstance(
+        ev.InstanceUp(instance=0, **UP), OracleEngine(SECTION), Weights(), queue.SimpleQueue(), 0.0, spare, {}, print
+    )
+    instance._losses = 2
+    instance.heard(instance.worker, Waiting(in_flight=PARCEL, instance=0))
+    assert instance._losses == 0
 
 
 def test_an_instance_that_hangs_leaves_the_pool_and_is_not_heard_when_it_wakes():

@@ -20,10 +20,10 @@ from dora_jax.runtime.instance_proxy import InstanceProxy
 from dora_jax.runtime.rollout_worker import EngineWorker
 from dora_jax.runtime.seams import Notify, Outbox, RolloutEngine, Tree, WeightStore
 from dora_jax.runtime.shutdown import STAGE_END_S
-from dora_jax.runtime.worker import Crashed, Finished, Job
+from dora_jax.runtime.worker import Crashed, Finished, Job, Waiting
 from dora_jax.types import InstanceId, Version
 
-MAX_LOSSES = 3  # lives in a row that finished no sample, after which an instance stays away
+MAX_LOSSES = 3  # lives in a row that finished no sample and no turn, after which an instance stays away
 LOOKS = 8  # at a life, in the time after which it counts as hung
 
 
@@ -110,7 +110,7 @@ class LocalInstance(InstanceProxy["EngineLife"]):
         if fault:
             self._over(life, reason := f"it returned garbage: {fault}", RuntimeError(reason), unhealthy=True)
             return
-        if isinstance(item, Finished) and self._life is life:
+        if isinstance(item, Finished | Waiting) and self._life is life:
             self._losses = 0
         super().heard(life, item)
 
