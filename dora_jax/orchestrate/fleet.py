@@ -135,11 +135,14 @@ class Instance:
 
 
 class Fleet:
-    CONFIGURED = ("instances",)
+    CONFIGURED = ("instances", "alone")
 
     def __init__(self, prompt_tokens: int, new_tokens: int, expected_tokens: int):
         self.measured = Measured(prompt_tokens, new_tokens, expected_tokens)
         self.instances: dict[InstanceId, Instance] = {}
+        self.alone: dict[
+            InstanceId, tuple[InstanceId, ...]
+        ] = {}  # (instance,), which most samples share as their `ran`
         self.lives: dict[InstanceId, int] = {}  # the latest that was heard of, over or not
         self.open: dict[Version, list[tuple[float, InstanceId]]] = {}  # heaps; entries may be stale
         self.holders: dict[Version, dict[InstanceId, None]] = {}  # instances that serve or load a version
@@ -345,6 +348,7 @@ class Fleet:
 
     def add(self, instance: Instance, versions: tuple[Version, ...]) -> None:
         self.instances[instance.id] = instance
+        self.alone[instance.id] = (instance.id,)
         for version in versions:
             self._keep(instance, version)
             self.holders.setdefault(version, {})[instance.id] = None
@@ -357,7 +361,7 @@ class Fleet:
         self.turn(instance, STEADY)
         for version in list(instance.versions):
             self._drop(instance, version)
-        del self.instances[instance.id]
+        del self.instances[instance.id], self.alone[instance.id]
 
 
 def _serves(instance: Instance, version: Version) -> bool:

@@ -47,6 +47,7 @@ def load(s: State, data: dict[str, Any]) -> None:
     s.fleet.instances = {
         instance.id: instance for instance in (_load_instance(s, values) for values, _ in data["instances"])
     }
+    s.fleet.alone = {id: (id,) for id in s.fleet.instances}
     s.groups = {group.id: group for group in (_load_group(s.fleet, row) for row in data["groups"])}
     for instance, (_, ids) in zip(s.fleet.instances.values(), data["instances"], strict=True):
         instance.units = {unit.id: unit for unit in (s.groups[g].units[i] for g, i in ids)}

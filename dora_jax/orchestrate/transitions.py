@@ -96,7 +96,7 @@ def time_passed(s: State, event: ev.TimePassed) -> None:
 
 def sample_started(s: State, event: ev.SampleStarted) -> None:
     unit = s.live_unit(event.id)
-    unit.began_s, unit.ran = s.now_s, (event.instance,)
+    unit.began_s, unit.ran = s.now_s, s.fleet.alone.get(event.instance, (event.instance,))
     group = unit.group
     if not is_eval(group.id):
         s.ledger.running(group.id)
@@ -111,7 +111,8 @@ def sample_done(s: State, event: ev.SampleDone) -> None:
     s.end_unit(unit)
     group = unit.group
     if unit.ran != group.ran:
-        group.ran += tuple(i for i in unit.ran if i not in group.ran)
+        more = tuple(i for i in unit.ran if i not in group.ran)
+        group.ran = group.ran + more if group.ran else unit.ran
     if unit.spoilt:
         quarantine.give_up(s, group, "an instance that sampled a part of it is in quarantine")
     elif group.left == 0 and group.abandoned is None and not is_eval(group.id):
