@@ -30,10 +30,13 @@ from dora_jax.runtime.durability.payload_state import PayloadState
 from dora_jax.runtime.durability.records import CODEC, Partial
 from dora_jax.runtime.rollout_worker import EngineWorker
 from dora_jax.runtime.sample_registry import SampleRegistry
+from dora_jax.runtime.transfer import kv_transfer
+from dora_jax.runtime.transfer.transfer_manifest import Key
 from dora_jax.types import Prompt, SampleId, TokenTable
 from tests.fakes.engine_rig import SIZES, VOCAB, finish, ids, submit
 from tests.fakes.engine_rig import prompt as prompt_ids
 from tests.fakes.episode_rig import TURN, begin, play
+from tests.fakes.wire_peer import new_wire
 
 pytestmark = pytest.mark.usefixtures("quick_compile")
 CFG = decoder.new_config(
@@ -152,7 +155,7 @@ def test_drafts_are_verified_as_the_trainer_says():
         assert_as_the_trainer(sample)
 
 
-def test_a_sample_moves_mid_answer_with_latents_alone(engines):
+def test_a_sample_moves_mid_answer_over_the_wire_with_latents_alone(engines):
     here, there = engines
     id = SampleId(3, 1)
     submit(here, id)
@@ -163,7 +166,12 @@ def test_a_sample_moves_mid_answer_with_latents_alone(engines):
     row = CFG.kv_layers * CFG.latent.cache_dim * 4
     assert parcel.kv_bytes == parcel.n_pages * here.shapes.page_size * row
     assert len(parcel.table.routes) == parcel.kv_len == len(parcel.prompt_ids) + len(parcel.out_ids) - 1
-    there.import_(parcel)
+    key, wires = Key(epoch=1, version=0, receiver="there/0", sequence=1), (new_wire(), new_wire())
+    lent = kv_transfer.CODEC.decode(kv_transfer.CODEC.encode(kv_transfer.lend(wires[0], key, parcel)))
+    arrived = kv_transfer.fetch(wires[1], lent, key, kv_transfer.layout_of(there.page()), 20)
+    wires[0].release(key)
+    np.testing.assert_array_equal(arrived.k_pages, parcel.k_pages)
+    there.import_(arrived)
     moved = finish(there)[id]
     np.testing.assert_array_equal(moved.table.routes[: parcel.kv_len], parcel.table.routes)
     np.testing.assert_array_equal(moved.logprobs[: len(parcel.logprobs)], parcel.logprobs)

@@ -100,7 +100,7 @@ def scored(
         "segment_ids": np.ones_like(positions),
     }
     if replay:
-        arrays["routes"] = np.stack([s.table.routes for s in samples])
+        arrays["routes"] = np.stack([np.asarray(s.table.routes) for s in samples])
 
     @jax.jit
     def score(params, arrays):
