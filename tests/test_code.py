@@ -274,3 +274,5 @@ def test_a_run_is_trained_by_programs_that_pass_their_tests(tmp_path):
     rewards = [row["reward/term/stdio"] for row in steps if "reward/term/stdio" in row]
     assert len(rewards) == 2 and max(rewards) > 0.0
     assert all(row.get("rewards/failed_share", 0.0) == 0.0 for row in steps)
+    trace = json.loads((tmp_path / "run/trace.json").read_text())
+    assert {event["name"] for event in trace if event["ph"] == "X" and event["pid"] == 1} == {"v1", "v2"}  # the trainer
