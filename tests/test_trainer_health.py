@@ -202,6 +202,7 @@ def test_traced_flops_of_grouped_products_are_those_of_all_rows():
     h, w, sizes = jnp.ones((256, 16)), jnp.ones((4, 16, 32)), jnp.full(4, 64)
     ragged = jax.make_jaxpr(jax.grad(lambda w: jax.lax.ragged_dot(h, w, sizes).sum()))(w)
     assert flops.traced_flops(ragged.jaxpr) == 2 * 2 * 256 * 16 * 32  # the product, and its gradient
+    assert flops.kernel_flops(ragged.jaxpr) == {"ragged-dot-none": 2 * 256 * 16 * 32}
     ids, weights = jnp.zeros((256, 2), jnp.int32), jnp.ones((256, 2))
 
     def mixed(h, parts):

@@ -77,6 +77,11 @@ def _on(config: Config, model: str, slice_name: str, **sections: Any) -> Config:
     return dataclasses.replace(config, model=dataclasses.replace(config.model, size=model), cluster=cluster, **sections)
 
 
+_LARGE = {"micro_batches": 1, "serving": 32}
+_DISPATCHES: tuple[tuple[str, dict[str, Any]], ...] = (
+    ("", {"fsdp": 16, "expert": 16}),
+    (", tokens by all-to-all", {"fsdp": 4, "expert": 64, "expert_dispatch": "all_to_all"}),
+)
 ROWS = (
     _training("", "Qwen3-8B", "v5e-64", fsdp=16, tensor=4, rows=64, tokens=4096),
     _training("", "Qwen3-8B", "v5p-16", fsdp=8, rows=32, tokens=4096),
@@ -100,6 +105,33 @@ ROWS = (
     *(
         _decoding("", "Qwen3-8B", slice_name, slots=256, context=32768, tensor=8)
         for slice_name in ("v5e-8", "v6e-8", "tpu7x-8")
+    ),
+    # mixtures: experts over the chips, whole
+    _training("", "Qwen3-30B-A3B", "v5p-16", fsdp=1, expert=8, rows=32, tokens=4096, moments="bfloat16"),
+    _training("", "Qwen3-30B-A3B", "v6e-64", fsdp=8, expert=8, rows=256, tokens=4096),
+    *(_training(what, "DeepSeek-V3", "v5p-512", rows=256, tokens=4096, **_LARGE, **more) for what, more in _DISPATCHES),
+    _training(
+        ", moments in host memory",
+        "DeepSeek-V3",
+        "v5p-256",
+        fsdp=1,
+        expert=64,
+        tensor=2,
+        expert_dispatch="all_to_all",
+        rows=64,
+        tokens=4096,
+        optimizer_memory="host",
+        **_LARGE,
+    ),
+    _training("", "LongCat-Flash", "v5p-512", rows=256, tokens=4096, **_LARGE, **_DISPATCHES[1][1]),
+    *(
+        _decoding("", model, slice_name, slots=64, tensor=chips, expert=chips)
+        for model, slice_name, chips in (
+            ("Qwen3-30B-A3B", "v5p-8", 4),
+            ("Qwen3-30B-A3B", "v6e-4", 4),
+            ("DeepSeek-V3", "v5p-64", 32),
+            ("LongCat-Flash", "v5p-64", 32),
+        )
     ),
 )
 

@@ -4,6 +4,8 @@ Matrices are gathered over the mesh axis `fsdp` and results summed over `tensor`
   gather      all tokens go to all devices, and each device keeps the sums of its own: k experts a token on e devices
               send e / k of what an exchange does
   all_to_all  a token goes to the devices that have its experts (exchanged_experts.py)
+As compiled for v5p-512, the experts of one layer of DeepSeek-V3 at 4096 tokens a chip, forward and backward, receive 5.7
+GB and hold 13.5 GiB gathered over 16 devices; 4.5 GB and 6.7 GiB exchanged over 64, which gather fewer matrices.
 Law: no token is dropped, whatever the load.
 """
 

@@ -17,6 +17,8 @@ from dora_jax.models.config import ModelConfig
 from dora_jax.models.grouped_experts import EVEN_LOAD
 from dora_jax.update_costs import model_flops
 
+XLA_GROUPED = "ragged-dot-none"  # what XLA:TPU calls its own kernel of a grouped product
+
 
 def segment_lengths(segment_ids_BxL: np.ndarray) -> np.ndarray:
     """Tokens of every segment of packed rows."""
@@ -64,6 +66,8 @@ def kernel_flops(jaxpr: Any, within: str = "") -> dict[str, float]:
                 eqn.params["cost_estimate"].flops if _grouped(eqn) else _blocks(eqn) * traced_flops(eqn.params["jaxpr"])
             )
             inner = {eqn.params["name"] or within: done}
+        elif eqn.primitive.name == "ragged_dot_general":
+            inner = {XLA_GROUPED: 2.0 * math.prod(eqn.invars[0].aval.shape) * eqn.outvars[0].aval.shape[-1]}
         else:
             inner = {
                 name: most
