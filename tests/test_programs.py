@@ -3,24 +3,12 @@
 import os
 import signal
 import socket
-import subprocess
-import sys
 import threading
-import time
 
 import pytest
 
-from dora_jax.bench import sandbox as bench
-from dora_jax.config import ConfigError
-from dora_jax.tasks import code, programs, sandbox
-from tests.fakes.reward_pool import pools
-from tests.fakes.sandbox import SECRET, alive, descendants, needs_sandbox, server
-
-IS_ROOT = os.geteuid() == 0
-FORMS = [
-    pytest.param("root", marks=pytest.mark.skipif(not IS_ROOT, reason="the tests do not run as root")),
-    pytest.param("plain", marks=[pytest.mark.slow] if IS_ROOT else []),  # the same walls but for the user id
-]
+from dora_jax.tasks import programs
+from tests.fakes.sandbox import FORMS, SECRET, descendants, needs_sandbox, server
 
 
 @pytest.fixture(scope="module", params=FORMS)
@@ -310,9 +298,6 @@ except OSError as error: print(i < 5000, error.strerror)
     assert run("print(os.listdir('/tmp'))").stdout == "['program.py']\n"
 
 
-# ---------------------------------------------------------------- the end
-
-
 @needs_sandbox
 @pytest.mark.parametrize(
     "limit", [{"processes": 10**6}, {"memory_bytes": 2**50}, {"wall_s": -1.0}, {"output_bytes": 0}]
@@ -321,94 +306,3 @@ def test_nobody_gets_limits_that_are_none(run, limit):
     (name,) = limit
     with pytest.raises(programs.SandboxError, match=f"{name}: .* is not between 0 and"):
         run("print(1)", **limit)
-
-
-@needs_sandbox
-def test_a_client_that_goes_away_takes_its_program_along(opened):
-    ours, theirs = socket.socketpair()
-    with ours, theirs:
-        socket.send_fds(opened.client, [b"."], [theirs.fileno()])
-        limits = programs.dataclasses.asdict(programs.Limits(wall_s=600.0))
-        ours.sendall(
-            programs.json.dumps({"program": "import time; time.sleep(600)", "stdin": "", "limits": limits}).encode()
-        )
-        ours.shutdown(socket.SHUT_WR)
-        while len(descendants(opened.pid)) < opened.own + 4:  # runner, bwrap, its first process, the program
-            time.sleep(0.01)
-    while len(descendants(opened.pid)) > opened.own:
-        time.sleep(0.01)
-
-
-@needs_sandbox
-@pytest.mark.parametrize("form", FORMS)
-def test_a_server_that_is_killed_takes_its_programs_along_and_is_an_error_never_a_result(form):
-    told = []
-
-    def ask():
-        try:
-            told.append(opened.run("import time; time.sleep(600)", limits=programs.Limits(wall_s=600.0)))
-        except programs.SandboxError as error:
-            told.append(str(error))
-
-    with server(form) as opened:
-        thread = threading.Thread(target=ask)
-        thread.start()
-        while len(below := descendants(opened.pid)) < opened.own + 4:
-            time.sleep(0.01)
-        os.kill(opened.pid, signal.SIGKILL)
-        thread.join()
-    assert told == ["the sandbox server is gone"]
-    while any(map(alive, below)):
-        time.sleep(0.01)
-
-
-@needs_sandbox
-@pytest.mark.slow
-def test_many_runs_leave_nothing_behind(capsys):
-    assert bench.main(["--starts=3", "--runs=101"]) == 0, capsys.readouterr().err
-    table = [line.split() for line in capsys.readouterr().out.splitlines()]
-    left = {row[0]: row[1:] for row in table if row and row[0] in ("processes", "mounts", "files", "descriptors")}
-    assert len(left) == 4 and all(before == after for before, after in left.values())
-
-
-# ---------------------------------------------------------------- what a machine lacks
-
-
-@needs_sandbox
-def test_a_wall_that_does_not_hold_is_named(monkeypatch):
-    """The probe without its limit of processes is a machine on which that limit does not bind."""
-    monkeypatch.setattr(programs, "PROBE_PROCESSES", 64)
-    assert programs.lack.__wrapped__() == "its processes are not limited"
-
-
-def test_without_bwrap_code_rewards_are_refused_in_one_sentence(monkeypatch):
-    monkeypatch.setattr(programs, "lack", lambda: "bwrap is not installed (package bubblewrap)")
-    sentence = "this machine cannot wall programs in: bwrap is not installed"
-    with pools() as open_pool:
-        with pytest.raises(
-            ConfigError, match=f"task.rewards: dora_jax.tasks.code.stdio runs what a model writes, and {sentence}"
-        ):
-            open_pool("dora_jax.tasks.code.stdio")
-        with pytest.raises(ConfigError, match=f"task.sandbox = True, and {sentence}"):
-            open_pool("dora_jax.tasks.rewards.exact", sandbox=True)
-    with pytest.raises(ConfigError, match=f"environment.name: dora_jax.tasks.code.PythonTool runs .*, and {sentence}"):
-        code.may_run("environment", "name", ("dora_jax.tasks.code.PythonTool",), False)
-
-
-@needs_sandbox
-@pytest.mark.skipif(bool(sandbox.lack_of("namespaces")), reason="no user namespaces")
-def test_a_machine_without_namespaces_is_found_out():
-    script = """
-import ctypes, os
-from dora_jax.tasks import programs
-uid = os.getuid()
-ctypes.CDLL(None).unshare(0x10000000)
-open("/proc/self/uid_map", "w").write(f"0 {uid} 1")
-open("/proc/sys/user/max_user_namespaces", "w").write("0")
-print(programs.lack())
-try: programs.run("print(1)")
-except programs.SandboxError as error: print(error)
-"""
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
-    reason = "unshare: No space left on device"
-    assert done.stdout == f"{reason}\nthis machine cannot wall programs in: {reason}\n"

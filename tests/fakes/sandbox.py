@@ -31,6 +31,13 @@ LACK = programs.lack() if shutil.which("bwrap") else "bwrap is not installed (pa
 needs_sandbox = pytest.mark.skipif(bool(LACK), reason=LACK)
 
 
+IS_ROOT = os.geteuid() == 0
+FORMS = [
+    pytest.param("root", marks=pytest.mark.skipif(not IS_ROOT, reason="the tests do not run as root")),
+    pytest.param("plain", marks=[pytest.mark.slow] if IS_ROOT else []),  # the same walls but for the user id
+]
+
+
 class Plain:
     """A server as a plain user, with a secret in its environment; what programs.Server is otherwise."""
 
