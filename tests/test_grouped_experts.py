@@ -7,6 +7,7 @@ import pytest
 
 from dora_jax.models import expert_parallel, moe, sharding
 
+pytestmark = pytest.mark.usefixtures("quick_compile")
 TOKENS, PER_TOKEN, EXPERTS, D, F = 48, 3, 8, 8, 16
 
 
@@ -15,7 +16,7 @@ TOKENS, PER_TOKEN, EXPERTS, D, F = 48, 3, 8, 8, 16
     [
         pytest.param(0, 8, 1, False, marks=pytest.mark.slow, id="all are here"),
         pytest.param(2, 4, 1, False, marks=pytest.mark.slow, id="some choices belong to nobody"),
-        pytest.param(2, 2, 4, True, id="more than an even load: several blocks"),
+        pytest.param(2, 2, 4, True, marks=pytest.mark.slow, id="more than an even load: several blocks"),
     ],
 )
 def test_values_and_gradients_are_those_of_one_expert_after_another(first, here, parts, crowded):
