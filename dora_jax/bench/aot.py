@@ -129,7 +129,7 @@ ROWS = (
         for model, slice_name, chips in (
             ("Qwen3-30B-A3B", "v5p-8", 4),
             ("Qwen3-30B-A3B", "v6e-4", 4),
-            ("DeepSeek-V3", "v5p-64", 32),
+            ("DeepSeek-V3", "v5p-128", 64),
             ("LongCat-Flash", "v5p-64", 32),
         )
     ),
