@@ -244,8 +244,10 @@ def instance_work(model: ModelConfig, config: Config) -> list[PlanLine]:
 
 def token_bytes(model: ModelConfig, rollout: RolloutSection, dtype: str) -> float:
     """Bytes of one token's KV on one device."""
-    size = 1 if rollout.kv else BYTES[dtype]
-    return model.kv_layers * model.cache_width_on(rollout.tensor) * size
+    size, width = 1 if rollout.kv else BYTES[dtype], model.cache_width_on(rollout.tensor)
+    if model.latent and rollout.attention != "reference":
+        width = -(-width // shapes.SMEM_LANES) * shapes.SMEM_LANES  # a kernel's rows are whole vectors
+    return model.kv_layers * width * size
 
 
 def page_bytes(model: ModelConfig, rollout: RolloutSection, dtype: str) -> float:
