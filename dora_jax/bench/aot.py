@@ -128,7 +128,7 @@ ROWS = (
         _decoding("", model, slice_name, slots=64, tensor=chips, expert=chips)
         for model, slice_name, chips in (
             ("Qwen3-30B-A3B", "v5p-8", 4),
-            ("Qwen3-30B-A3B", "v6e-4", 4),
+            ("Qwen3-30B-A3B", "v6e-8", 8),
             ("DeepSeek-V3", "v5p-128", 64),
             ("LongCat-Flash", "v5p-64", 32),
         )
