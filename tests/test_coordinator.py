@@ -213,6 +213,17 @@ def test_an_episode_goes_on_with_the_kv_that_an_instance_keeps():
     assert keepers[1].asked[-1] == ("resume", (0, 2)), "nothing is kept of it any more"
 
 
+class OneLife(InstanceProxy):
+    """Its life begins and ends where the test says so."""
+
+    def begin(self, life):
+        self._life = life
+
+    def lose(self, life):
+        with self._lock:
+            self._down(life, 0, "gone")
+
+
 @pytest.mark.parametrize("lost", [False, True])
 def test_an_episode_that_is_forwarded_goes_on_though_its_keeper_is_lost(lost):
     """With the KV where the life that keeps it answers, else from its tokens; once either way."""
@@ -221,15 +232,14 @@ def test_an_episode_that_is_forwarded_goes_on_though_its_keeper_is_lost(lost):
     source.forward = lambda in_flight, dst: later.append(lambda: dst.resume(dataclasses.replace(in_flight, kv_len=7)))
     outbox, resumed = queue.SimpleQueue(), []
     there.resume = resumed.append
-    proxy = InstanceProxy(ev.InstanceUp(instance=0, slots=1, pages=1, page_size=4), outbox)
-    proxy._life = source
+    proxy = OneLife(ev.InstanceUp(instance=0, slots=1, pages=1, page_size=4), outbox)
+    proxy.begin(source)
     proxy.forward(PARCEL, there)
     if lost:
-        with proxy._lock:
-            proxy._down(source, 0, "gone")
+        proxy.lose(source)
     later[0]()
     assert [in_flight.kv_len for in_flight in resumed] == [0 if lost else 7]
-    proxy._life = None
+    proxy.begin(None)
     proxy.forward(PARCEL, there)
     assert len(resumed) == 2
 

@@ -179,7 +179,6 @@ def test_a_sample_moves_mid_answer_over_the_wire_with_latents_alone(engines):
 
 
 @pytest.mark.slow
-@pytest.mark.slow
 def test_two_attentions_a_layer_and_experts_that_compute_nothing():
     """LongCat: each attention has a cache of its own; the routes name the experts that return their input."""
     engine = new_engine(device=3, cfg=LONGCAT, pages=24)

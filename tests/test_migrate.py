@@ -5,33 +5,17 @@ import dataclasses
 import numpy as np
 import pytest
 
-from dora_jax.rollout.migrate import InFlightSample, ended, observed, repaged, without_pages
+from dora_jax.rollout.migrate import ended, observed, repaged, without_pages
 from dora_jax.types import SampleId, Span, TokenTable
 from tests.fakes.engine_rig import assert_undisturbed, finish, ids, loaded, shared_engine, submit, undisturbed
+from tests.fakes.parcels import parcel
 
 
-def contiguous(parcel):
+def contiguous(one):
     """K [layers, K, D, kv_len] and V [layers, K, kv_len, D], as the pages say."""
-    k = np.concatenate(list(np.moveaxis(parcel.k_pages, 1, 0)), axis=-1)
-    v = np.concatenate(list(np.moveaxis(parcel.v_pages, 1, 0)), axis=-2)
-    return k[..., : parcel.kv_len], v[..., : parcel.kv_len, :]
-
-
-def parcel(kv_len=11, page_size=4, layers=2, heads=2, dim=8):
-    rng = np.random.default_rng(0)
-    pages = -(-kv_len // page_size)
-    return InFlightSample(
-        id=SampleId(1, 2),
-        version=3,
-        prompt_ids=np.arange(7, dtype=np.int32),
-        max_new_tokens=9,
-        out_ids=np.arange(kv_len - 6, dtype=np.int32),
-        logprobs=np.zeros(kv_len - 6, np.float32),
-        kv_len=kv_len,
-        page_size=page_size,
-        k_pages=rng.normal(size=(layers, pages, heads, dim, page_size)).astype(np.float32),
-        v_pages=rng.normal(size=(layers, pages, heads, page_size, dim)).astype(np.float32),
-    )
+    k = np.concatenate(list(np.moveaxis(one.k_pages, 1, 0)), axis=-1)
+    v = np.concatenate(list(np.moveaxis(one.v_pages, 1, 0)), axis=-2)
+    return k[..., : one.kv_len], v[..., : one.kv_len, :]
 
 
 def test_other_page_sizes_hold_the_same_kv():
