@@ -12,37 +12,9 @@ from dora_jax.orchestrate.core import Orchestrator
 from dora_jax.orchestrate.fleet import REPORTS_A_LOOK
 from dora_jax.orchestrate.modes import OrchestratorConfig
 from dora_jax.orchestrate.view import describe_step
-from dora_jax.types import SampleId
+from tests.fakes.orchestrator_by_hand import A, B, begin, make, ready, up
 from tests.fakes.orchestrator_shape import Shape
 from tests.fakes.orchestrator_world import World
-
-
-def make(**changes) -> Orchestrator:
-    base = dict(groups_per_step=2, group_size=2, total_steps=4, max_prompt_tokens=16, max_new_tokens=48)
-    return Orchestrator(OrchestratorConfig(**{**base, **changes}))
-
-
-def up(instance=0, slots=6, **kwargs) -> ev.InstanceUp:
-    return ev.InstanceUp(instance=instance, slots=slots, pages=64, page_size=16, **kwargs)
-
-
-def ready(brain: Orchestrator, *instances: int) -> tuple:
-    """Instances 0.. up and loaded with version 0; returns the last answer."""
-    out = ()
-    for i in instances or (0,):
-        brain.step(up(i))
-    for i in instances or (0,):
-        out = brain.step(ev.WeightsLoaded(instance=i, version=0))
-    return out
-
-
-def begin(brain: Orchestrator, *ids: SampleId) -> None:
-    for id in ids:
-        unit = brain.state.unit(id)
-        brain.step(ev.SampleStarted(id=id, instance=unit.instance, version=unit.version))
-
-
-A, B = SampleId(0, 0), SampleId(0, 1)
 
 
 def test_imports_the_standard_library_and_types_only():

@@ -9,7 +9,7 @@ from dora_jax.orchestrate.core import Orchestrator
 from dora_jax.orchestrate.modes import MODES
 from dora_jax.orchestrate.restart import restart
 from dora_jax.orchestrate.snapshot import UNIT
-from tests.test_orchestrator import A, B, begin, make, up
+from tests.fakes.orchestrator_by_hand import A, B, begin, make, up
 
 
 def roomy(slots: int = 32, **changes) -> Orchestrator:

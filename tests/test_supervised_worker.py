@@ -184,15 +184,27 @@ def test_lives_that_come_to_nothing_are_counted():
     assert len(job.said) == 6 and "stays away" in job.said[-1]
 
 
+class Counted(LocalInstance):
+    """Its lives that came to nothing, in a row."""
+
+    @property
+    def losses(self):
+        return self._losses
+
+    @losses.setter
+    def losses(self, number):
+        self._losses = number
+
+
 def test_a_life_that_ended_a_turn_has_come_to_something():
     """Episodes end in their environment: their instance tells of no finished sample."""
     spare = RestartPolicy(new_engine=None, vocab_size=256, hung_s=0.0)
-    instance = LocalInstance(
+    instance = Counted(
         ev.InstanceUp(instance=0, **UP), OracleEngine(SECTION), Weights(), queue.SimpleQueue(), 0.0, spare, {}, print
     )
-    instance._losses = 2
+    instance.losses = 2
     instance.heard(instance.worker, Waiting(in_flight=PARCEL, instance=0))
-    assert instance._losses == 0
+    assert instance.losses == 0
 
 
 def test_an_instance_that_hangs_leaves_the_pool_and_is_not_heard_when_it_wakes():
