@@ -14,7 +14,7 @@ SLICES = ("v5p-16", "v6e-64", "v5p-128", "v5p-256", "v5p-512", "v5p-1024")
 INSTANCES = {  # model -> chip -> slice of an instance
     "Qwen3-30B-A3B": {"v5p": "v5p-8", "v6e": "v6e-8"},
     "DeepSeek-V3": {"v5p": "v5p-128", "v6e": "v6e-128"},
-    "LongCat-Flash": {"v5p": "v5p-64", "v6e": "v6e-128"},
+    "LongCat-Flash": {"v5p": "v5p-128", "v6e": "v6e-128"},
 }
 EXPERTS = {"Qwen3-30B-A3B": 8, "DeepSeek-V3": 64, "LongCat-Flash": 64}  # devices that share out the trainer's experts
 GATHERED = 8  # of them, at most, each may as well have all tokens: a token has as many experts

@@ -130,7 +130,7 @@ ROWS = (
             ("Qwen3-30B-A3B", "v5p-8", 4),
             ("Qwen3-30B-A3B", "v6e-8", 8),
             ("DeepSeek-V3", "v5p-128", 64),
-            ("LongCat-Flash", "v5p-64", 32),
+            ("LongCat-Flash", "v5p-128", 64),
         )
     ),
 )
