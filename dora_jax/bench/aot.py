@@ -1,6 +1,6 @@
 """A run's programs compiled for TPU slices, on a machine without one: what each chip holds, computes and sends.
 
-    python -m dora_jax.bench.aot [--only=TEXT] [--programs=train,publish,decode,prefill,read,write] [--layers=N]
+    python -m dora_jax.bench.aot [--only=TEXT] [--programs=train,publish,decode,verify,prefill,read,write] [--layers=N]
 
 Needs libtpu (the extra `aot`) and a minute or more a row. Each row is a configuration that names its slice, resolved by
 the presets; its programs are those that `python -m dora_jax.train` would compile there (dora_jax/aot.py). `model` is
@@ -106,6 +106,7 @@ ROWS = (
         _decoding("", "Qwen3-8B", slice_name, slots=256, context=32768, tensor=8)
         for slice_name in ("v5e-8", "v6e-8", "tpu7x-8")
     ),
+    _decoding(", drafts", "Qwen3-8B", "v5e-4", tensor=4, drafts=7),
     # mixtures: experts over the chips, whole
     _training("", "Qwen3-30B-A3B", "v5p-16", fsdp=1, expert=8, rows=32, tokens=4096, moments="bfloat16"),
     _training("", "Qwen3-30B-A3B", "v6e-64", fsdp=8, expert=8, rows=256, tokens=4096),
