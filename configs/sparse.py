@@ -6,8 +6,6 @@ own beside it, which launch/ray and launch/gke allocate. This file looks for the
 of --dry_run has no objection to; `--dry_run --aot` compiles it.
 """
 
-import itertools
-
 from dora_jax import chips, config, presets
 
 SLICES = ("v5p-16", "v6e-64", "v5p-128", "v5p-256", "v5p-512", "v5p-1024")

@@ -27,16 +27,16 @@ def test_a_turn_is_sampled_as_an_answer_is_and_what_is_observed_has_no_draw():
 
 def test_log_probs_of_every_turn_are_those_of_the_whole_sequence():
     @jax.jit
-    def next_logprobs(tokens, segments, positions):
-        hidden = decoder.forward(CFG, params(), tokens, positions, segment_attention(segments, positions))
-        return target_logprobs(CFG, params(), hidden[:, :-1], tokens[:, 1:], vocab_limit=VOCAB)[0]
+    def next_logprobs(params, tokens, segments, positions):
+        hidden = decoder.forward(CFG, params, tokens, positions, segment_attention(segments, positions))
+        return target_logprobs(CFG, params, hidden[:, :-1], tokens[:, 1:], vocab_limit=VOCAB)[0]
 
     samples = [quiet(id) for id in ids((2, 3))]
     tokens, segments = np.zeros((2, len(samples), 44), np.int32)
     for row, sample in enumerate(samples):
         whole = np.concatenate([sample.prompt_ids, sample.out_ids])
         tokens[row, : len(whole)], segments[row, : len(whole)] = whole, 1
-    of_next = np.asarray(next_logprobs(tokens, segments, np.tile(np.arange(44), (len(samples), 1))))
+    of_next = np.asarray(next_logprobs(params(), tokens, segments, np.tile(np.arange(44), (len(samples), 1))))
     for row, sample in enumerate(samples):
         assert 3 < sample.mask.sum() < len(sample.mask)
         first = len(sample.prompt_ids) - 1

@@ -277,7 +277,9 @@ def test_every_program_has_help(workspace, name, said):
     [
         f"{path}{arg}"
         for path in sorted((ROOT / "configs").glob("*.py"))
-        for arg in {"quickstart": ("", ":tiny"), "qwen3": (":0.6B,laptop",)}.get(path.stem, ("",))
+        for arg in {"quickstart": ("", ":tiny"), "qwen3": (":0.6B,laptop",), "sparse": (":Qwen3-30B-A3B,v6e-64",)}.get(
+            path.stem, ("",)
+        )
     ],
 )
 def test_every_shipped_config_is_valid(spec, monkeypatch, tmp_path):

@@ -48,6 +48,7 @@ def test_what_was_sampled_stays_where_it_was_written():
         ),
         0,
         True,
+        max_context=127,
     )
     before = seq.sequence, seq.out_ids, seq.logprobs
     seq.extend(np.array([5, 6]), np.zeros(2), np.zeros((2, 0)))

@@ -15,7 +15,7 @@ class Costs:
 
 
 def groups(n, tokens=1):
-    made = [SimGroup(0) for _ in range(n)]
+    made = [SimGroup(0, "sums") for _ in range(n)]
     for group in made:
         group.tokens = tokens
     return made
