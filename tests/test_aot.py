@@ -146,6 +146,14 @@ def test_collectives_of_a_shard_map_share_a_channel_and_count_each():
     assert hlo.CompiledText(shared).collectives()["all-gather"] == hlo.Traffic(6 + 1 + 1, 8 * 64)
 
 
+def test_groups_of_one_device_send_nothing():
+    for groups in ("{{0},{1}}", "[2,1]<=[2]"):
+        alone = TEXT.replace("channel_id=9", f"channel_id=9, replica_groups={groups}")
+        assert set(hlo.CompiledText(alone).collectives()) == {"all-gather"}
+    several = TEXT.replace("channel_id=9", "channel_id=9, replica_groups={{0,1}}")
+    assert hlo.CompiledText(several).collectives() == hlo.CompiledText(TEXT).collectives()
+
+
 def test_the_head_is_gathered_once_however_many_chunks_there_are():
     """Left to XLA, it would be gathered, and its gradient summed over the mesh, chunk by chunk."""
     from dora_jax.trainer import step

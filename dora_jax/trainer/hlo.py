@@ -45,6 +45,7 @@ NOT_KERNELS = (
 )  # nothing that takes time by itself
 
 _COMPUTATION = re.compile(r"^(ENTRY )?%?([\w.\-]+) .*\{$")
+_ALONE = re.compile(r"replica_groups=(\{\{\d+\}(,\{\d+\})*\}|\[\d+,1\])")  # groups of one device, which send nothing
 _COLLECTIVE = re.compile(rf"%?(\S+) = (\(.*?\)|\S+) ({'|'.join(KINDS)})(-start)?\(")
 _KERNEL = re.compile(r"%?\S+ = (\(.*?\)|\S+) custom-call\(.*custom_call_target=\"([^\"]+)\"")
 _CYCLES = re.compile(r'"estimated_cycles":"(\d+)"')
@@ -92,7 +93,7 @@ class CompiledText:
         """By kind, those that occur."""
         rarest: dict[tuple[str, str], Traffic] = {}
         for name, runs, line in self._lines():
-            if not (match := _COLLECTIVE.match(line)):
+            if not (match := _COLLECTIVE.match(line)) or _ALONE.search(line):
                 continue
             channel = re.search(r"channel_id=(\d+)", line)
             own = channel is not None and channel[1] != SHARED_CHANNEL
