@@ -1,7 +1,9 @@
 """The calls of an engine, compiled for a TPU that is not here: nothing of the size of the pool or of a weight is copied."""
 
+import dataclasses
 import re
 
+import jax
 import jax.numpy as jnp
 import pytest
 
@@ -106,3 +108,11 @@ def test_latent_pages_are_read_by_their_own_kernel_and_copied_nowhere(kv, pages)
     assert "latent_attention" in text and not made(text, "gather", ("8,2048,640", "8,32,64,640"))
     assert memory.alias_size_in_bytes >= LATENT.n_layers * (pages + 1) * 64 * 640 * size
     assert memory.temp_size_in_bytes < 4 * 2**20
+
+
+def test_latent_pages_on_their_way_to_the_host_are_gathered_and_nothing_else_is_copied():
+    programs = calls("tpu", dataclasses.replace(LATENT, n_layers=28), pages=4000).programs()
+    ((call, arguments, static),) = (program for name, program in programs.items() if name.startswith("read"))
+    compiled = call.trace(*arguments, **static).lower(lowering_platforms=("tpu",)).compile()
+    pages = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(compiled.out_info))
+    assert compiled.memory_analysis().temp_size_in_bytes < 2 * pages

@@ -90,7 +90,7 @@ class Paged:
 
     def read(self, pool: Pool, pages_M) -> tuple[jax.Array, ...]:
         """One array a name, [layers, M, ...], as parcels carry them."""
-        rows = pool[0].reshape(self.kv.layers, -1, *pool[0].shape[1:])[:, pages_M]  # [layers, M, page_size, *row]
+        rows = pool[0][self._of_layers(pages_M)]  # [layers, M, page_size, *row]
         if self.kv.rank:
             return (jnp.expand_dims(rows[..., : self.kv.key_dim].swapaxes(2, 3), 2),)
         k, v = rows[..., 0::2, : self.kv.key_dim], rows[..., 1::2, : self.kv.value_dim]
@@ -100,11 +100,14 @@ class Paged:
         v = None if v_LxM is None else v_LxM.transpose(0, 1, 3, 2, 4)
         rows = self._rows(k_LxM.transpose(0, 1, 4, 2, 3), v)
         rows = jnp.where(jnp.isfinite(rows), rows, 0)
-        first_L = jnp.arange(self.kv.layers) * (self.shapes.pages + 1)
-        at_LxM = first_L[:, None] + pages_M[None]
+        at_LxM = self._of_layers(pages_M)
         return [pool[0].at[at_LxM[:, :, None], self._positions()[None]].set(narrow(rows, self.pool_dtype))]
 
     # ----------------------------------------------------------- private
+
+    def _of_layers(self, pages_M) -> jax.Array:
+        """Where these pages of each layer stand, [layers, M]: one gather of whole pages, for which nothing is copied."""
+        return jnp.arange(self.kv.layers)[:, None] * (self.shapes.pages + 1) + pages_M[None]
 
     def _positions(self) -> jax.Array:
         """Of a page, [1, page_size]. Pages are written position by position, as KV is: to write them whole, XLA would
