@@ -4,6 +4,7 @@ import os
 import signal
 import socket
 import threading
+from pathlib import Path
 
 import pytest
 
@@ -152,7 +153,7 @@ for pid in (1, 2):
 
 @needs_sandbox
 def test_files_of_the_machine_cannot_be_opened(run):
-    read = ("/etc/passwd", "/root/.bashrc", "/proc/kcore", "/dev/tty", "/proc/1/root/etc/shadow")
+    read = ("/etc/passwd", str(Path.home() / ".bashrc"), "/proc/kcore", "/dev/tty", "/proc/1/root/etc/shadow")
     write = ("/file", "/usr/file", "/dev/file", "/proc/sysrq-trigger", "/proc/sys/kernel/core_pattern", "/etc/passwd")
     attacks = [(path, "r") for path in read] + [(path, "w") for path in write]
     told = run(OPEN.format(attacks=attacks)).stdout.splitlines()

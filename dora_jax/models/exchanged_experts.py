@@ -143,7 +143,7 @@ class _Block:
         ends_SE = jnp.cumsum(counts_SxTxE[:, me].reshape(-1)) - start
         part_R = jnp.sum(row_R[:, None] >= ends_SE[None], axis=1, dtype=jnp.int32)
         self._here_R = row_R < ends_SE[-1]
-        self._from_R = jnp.minimum(part_R // self._count, over.devices - 1)  # whom a row comes from
+        self._from_R = jnp.minimum(part_R // self._count, over.devices - 1)  # the sender of a row
         self._at_R = self._sender_SxT[:, me][self._from_R] + row_R - self._block_SxT[:, me][self._from_R]
         expert_R = jnp.where(self._here_R, part_R % self._count, self._count)
         self._order_R = order_of(expert_R)

@@ -76,13 +76,19 @@ class Calls:
         compute = moe.scan  # of a dense model, which has no experts
         if cfg.experts:
             compute = expert_parallel.serving(shapes.expert_matmul, mesh, whole=shapes.whole_experts)
-        decode = functools.partial(
-            forward.decode, cfg, shapes, kv, compute, logits, draw, limits, key, stop, dtype, routes
+        computed = forward.Forward(
+            cfg=cfg,
+            shapes=shapes,
+            kv=kv,
+            compute=compute,
+            logits=logits,
+            draw=draw,
+            limits=limits,
+            key=key,
+            stop=stop,
+            dtype=dtype,
+            routes=routes,
         )
-        verify = functools.partial(
-            forward.verify, cfg, shapes, kv, compute, logits, draw, limits, key, stop, dtype, routes
-        )
-        prefill = functools.partial(forward.prefill, cfg, shapes, kv, compute, dtype, routes)
         self.pool_sharding = pool
         self._platform = mesh.devices.flat[0].platform
         turns = not weights and not shapes.paged and self._platform == "cpu"
@@ -107,12 +113,12 @@ class Calls:
         how = dict(donate_argnums=(1, 2), out_shardings=(pool, rep, rep, rep))
         if self.chooses:
             weights_in = jax.tree.map(lambda s: Format(Layout.AUTO, s), stored_shardings)
-            decode = functools.partial(decode, blocks=shapes.decode_buckets[0])  # the only one
+            decode = functools.partial(computed.decode, blocks=shapes.decode_buckets[0])  # the only one
             self.decode = jit(decode, in_shardings=(weights_in, pool, rep, rep), **how)
         else:
-            self.decode = jit(decode, static_argnames="blocks", **how)
-        self.prefill = jit(prefill, static_argnames="blocks", donate_argnums=1, out_shardings=(pool, rep))
-        self.verify = jit(verify, static_argnames="blocks", donate_argnums=1, out_shardings=(pool, rep, rep))
+            self.decode = jit(computed.decode, static_argnames="blocks", **how)
+        self.prefill = jit(computed.prefill, static_argnames="blocks", donate_argnums=1, out_shardings=(pool, rep))
+        self.verify = jit(computed.verify, static_argnames="blocks", donate_argnums=1, out_shardings=(pool, rep, rep))
         self.read = jit(kv.read, out_shardings=self.pages_sharding)
         self.write = jit(kv.write, donate_argnums=0, out_shardings=pool)
 

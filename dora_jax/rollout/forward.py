@@ -8,6 +8,10 @@ Law: a row reads and writes only the pages that it was given.
 
 from __future__ import annotations
 
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -37,135 +41,136 @@ def empty(kv, shapes: Shapes):
     return kv.empty(), jnp.zeros((shapes.slots + 1, 3), jnp.int32)
 
 
-def decode(
-    cfg,
-    shapes: Shapes,
-    kv,
-    compute: moe.Compute,
-    logits,
-    draw,
-    limits,
-    key,
-    stop,
-    dtype,
-    routes: RouteShape | None,
-    params,
-    pool,
-    state_Sx3,
-    control_BxC,
-    *,
-    blocks: int,
-):
-    """Up to `steps` tokens for each row: (pool, state, result, routes [rows, steps, M, k] or None); see `empty` for the
-    state, Shapes.result for the result."""
-    header, pages_BxP, window_BxW = jnp.split(control_BxC, [HEADER, HEADER + blocks * shapes.block_pages], axis=1)
-    slot_B, past_B, drawn_B = header[:, SLOT], header[:, POSITION], header[:, DRAWN]
-    fresh_B = header[:, FRESH] > 0
-    token_B = jnp.where(fresh_B, header[:, TOKEN], state_Sx3[slot_B, 0])
-    repeats_B = jnp.where(fresh_B, header[:, REPEATS], state_Sx3[slot_B, 2])
-    active_B = (header[:, REMAINING] > 0) & (fresh_B | (state_Sx3[slot_B, 1] > 0))
-    keys_B = jax.vmap(key)(header[:, GROUP], header[:, INDEX])
-    fixed, moving = kv.begin(pool, pages_BxP, window_BxW, past_B)
-    rows, steps = token_B.shape[0], shapes.steps
+@dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
+class Forward:
+    """What the calls of one engine compute. Arrays come in and go out; the object holds none."""
 
-    def step(carry):
-        i, last_B, repeats_B, active_B, moving, (tokens_NxB, bits_NxB, kept_NxBxK, routes_NxB), count_B = carry
-        hidden_Bx1xD, moving, ids = decoder.forward_carrying(
-            cfg,
-            quantize.tied(params, i),
-            last_B[:, None],
-            past_B[:, None] + i,
-            lambda moving: kv.attend_step(fixed, moving, i, active_B),
+    cfg: decoder.ModelConfig
+    shapes: Shapes
+    kv: Any  # Gathered or Paged
+    compute: moe.Compute
+    logits: Callable[..., jax.Array]  # (params, hidden [N, D]) -> [N, V], tempered and masked
+    draw: Callable[..., Any]  # sample.draw with its options
+    limits: Callable[..., Any]  # (last token, how often in a row) -> sample.Limits or None
+    key: Callable[..., jax.Array]  # (group, index) -> the sample's key
+    stop: Callable[[jax.Array], jax.Array]  # tokens -> whether each ends its sample
+    dtype: Any
+    routes: RouteShape | None  # None: no routes come along
+
+    def decode(self, params, pool, state_Sx3, control_BxC, *, blocks: int):
+        """Up to `steps` tokens for each row: (pool, state, result, routes [rows, steps, M, k] or None); see `empty` for the
+        state, Shapes.result for the result."""
+        header, pages_BxP, window_BxW = jnp.split(
+            control_BxC, [HEADER, HEADER + blocks * self.shapes.block_pages], axis=1
+        )
+        slot_B, past_B, drawn_B = header[:, SLOT], header[:, POSITION], header[:, DRAWN]
+        fresh_B = header[:, FRESH] > 0
+        token_B = jnp.where(fresh_B, header[:, TOKEN], state_Sx3[slot_B, 0])
+        repeats_B = jnp.where(fresh_B, header[:, REPEATS], state_Sx3[slot_B, 2])
+        active_B = (header[:, REMAINING] > 0) & (fresh_B | (state_Sx3[slot_B, 1] > 0))
+        keys_B = jax.vmap(self.key)(header[:, GROUP], header[:, INDEX])
+        fixed, moving = self.kv.begin(pool, pages_BxP, window_BxW, past_B)
+        rows, steps = token_B.shape[0], self.shapes.steps
+
+        def step(carry):
+            i, last_B, repeats_B, active_B, moving, (tokens_NxB, bits_NxB, kept_NxBxK, routes_NxB), count_B = carry
+            hidden_Bx1xD, moving, ids = self._run(
+                quantize.tied(params, i),
+                last_B[:, None],
+                past_B[:, None] + i,
+                lambda moving: self.kv.attend_step(fixed, moving, i, active_B),
+                moving,
+            )
+            with jax.named_scope("sample"):
+                next_B, logprob_B, kept_BxK = self.draw(
+                    self.logits(params, hidden_Bx1xD[:, 0]), keys_B, drawn_B + i, self.limits(last_B, repeats_B)
+                )
+            token_B = jnp.where(active_B, next_B, last_B)
+            repeats_B = jnp.where((token_B == last_B) & (repeats_B > 0), repeats_B + 1, 1)
+            if self.routes is not None:
+                routes_NxB = routes_NxB.at[i].set(_routes(ids, self.routes)[:, 0])
+            said = tokens_NxB.at[i].set(token_B), bits_NxB.at[i].set(_bits(logprob_B)), kept_NxBxK.at[i].set(kept_BxK)
+            out = *said, routes_NxB
+            count_B = count_B + active_B
+            active_B = active_B & ~self.stop(token_B) & (i + 1 < header[:, REMAINING])
+            return i + 1, token_B, repeats_B, active_B, moving, out, count_B
+
+        out = (
+            jnp.zeros((steps, rows), jnp.int32),
+            jnp.zeros((steps, rows), jnp.int32),
+            jnp.zeros((steps, rows, self.shapes.kept), jnp.int32),
+            self.routes and jnp.zeros((steps, rows, self.routes.layers, self.routes.per_token), self.routes.dtype),
+        )
+        carry = (jnp.int32(0), token_B, repeats_B, active_B, moving, out, jnp.zeros(rows, jnp.int32))
+        _, token_B, repeats_B, active_B, moving, out, count_B = jax.lax.while_loop(
+            lambda c: (c[0] < steps) & c[3].any(), step, carry
+        )
+        tokens_NxB, bits_NxB, kept_NxBxK, routes_NxB = out
+        pool = self.kv.end(pool, moving, pages_BxP, window_BxW, past_B, count_B)
+        state_Sx3 = state_Sx3.at[slot_B].set(jnp.stack([token_B, active_B.astype(jnp.int32), repeats_B], axis=1))
+        kept_BxNK = kept_NxBxK.transpose(1, 0, 2).reshape(rows, -1)
+        result = jnp.concatenate([tokens_NxB.T, bits_NxB.T, count_B[:, None], kept_BxNK], axis=1)
+        return pool, state_Sx3, result, None if routes_NxB is None else routes_NxB.swapaxes(0, 1)
+
+    def verify(self, params, pool, control_BxC, *, blocks: int):
+        """One forward over each row's last token and its draft: (pool, result, routes), as `decode` gives them.
+
+        Each position draws with its own key, as a decode step does; the draws count up to the first that its draft does not
+        equal. The state of the slots is not read and not written: the host says where every row stands, here and next."""
+        length, width = self.shapes.drafts + 1, blocks * self.shapes.block_pages
+        header, pages_BxP, window_BxW, drafts_BxK = jnp.split(
+            control_BxC, [HEADER, HEADER + width, HEADER + width + self.shapes.window], axis=1
+        )
+        past_B, remaining_B = header[:, POSITION], header[:, REMAINING]
+        active_B = remaining_B > 0
+        tokens_BxL = jnp.concatenate([header[:, TOKEN, None], jnp.maximum(drafts_BxK, 0)], axis=1)
+        at_L = jnp.arange(length)
+        fixed, moving = self.kv.begin(pool, pages_BxP, window_BxW, past_B)
+        hidden_BxLxD, moving, ids = self._run(
+            params,
+            tokens_BxL,
+            past_B[:, None] + at_L[None],
+            lambda moving: self.kv.attend_ahead(fixed, moving, active_B),
             moving,
-            dtype=dtype,
-            compute=compute,
         )
         with jax.named_scope("sample"):
-            next_B, logprob_B, kept_BxK = draw(
-                logits(params, hidden_Bx1xD[:, 0]), keys_B, drawn_B + i, limits(last_B, repeats_B)
+            keys_T = jax.vmap(self.key)(*(jnp.repeat(header[:, column], length) for column in (GROUP, INDEX)))
+            drawn_BxL = header[:, DRAWN, None] + at_L[None]
+            cut = self.limits(tokens_BxL.reshape(-1), _repeats(tokens_BxL, header[:, REPEATS]).reshape(-1))
+            drawn = self.draw(
+                self.logits(params, hidden_BxLxD.reshape(-1, self.cfg.d_model)), keys_T, drawn_BxL.reshape(-1), cut
             )
-        token_B = jnp.where(active_B, next_B, last_B)
-        repeats_B = jnp.where((token_B == last_B) & (repeats_B > 0), repeats_B + 1, 1)
-        if routes is not None:
-            routes_NxB = routes_NxB.at[i].set(_routes(ids, routes)[:, 0])
-        said = tokens_NxB.at[i].set(token_B), bits_NxB.at[i].set(_bits(logprob_B)), kept_NxBxK.at[i].set(kept_BxK)
-        out = *said, routes_NxB
-        count_B = count_B + active_B
-        active_B = active_B & ~stop(token_B) & (i + 1 < header[:, REMAINING])
-        return i + 1, token_B, repeats_B, active_B, moving, out, count_B
+        next_BxL, logprob_BxL, kept_BxLxK = (x.reshape(*tokens_BxL.shape, *x.shape[1:]) for x in drawn)
+        goes_on_BxK = (next_BxL[:, :-1] == drafts_BxK) & ~self.stop(next_BxL[:, :-1])
+        goes_on_BxK &= at_L[None, 1:] < remaining_B[:, None]
+        count_B = active_B * (1 + jnp.cumprod(goes_on_BxK, axis=1).sum(1, dtype=jnp.int32))
+        pool = self.kv.end(pool, moving, pages_BxP, window_BxW, past_B, count_B)
+        kept_BxLK = kept_BxLxK.reshape(len(tokens_BxL), -1)
+        result = jnp.concatenate([next_BxL, _bits(logprob_BxL), count_B[:, None], kept_BxLK], axis=1)
+        return pool, result, self.routes and _routes(ids, self.routes)
 
-    out = (
-        jnp.zeros((steps, rows), jnp.int32),
-        jnp.zeros((steps, rows), jnp.int32),
-        jnp.zeros((steps, rows, shapes.kept), jnp.int32),
-        routes and jnp.zeros((steps, rows, routes.layers, routes.per_token), routes.dtype),
-    )
-    carry = (jnp.int32(0), token_B, repeats_B, active_B, moving, out, jnp.zeros(rows, jnp.int32))
-    _, token_B, repeats_B, active_B, moving, out, count_B = jax.lax.while_loop(
-        lambda c: (c[0] < steps) & c[3].any(), step, carry
-    )
-    tokens_NxB, bits_NxB, kept_NxBxK, routes_NxB = out
-    pool = kv.end(pool, moving, pages_BxP, window_BxW, past_B, count_B)
-    state_Sx3 = state_Sx3.at[slot_B].set(jnp.stack([token_B, active_B.astype(jnp.int32), repeats_B], axis=1))
-    kept_BxNK = kept_NxBxK.transpose(1, 0, 2).reshape(rows, -1)
-    result = jnp.concatenate([tokens_NxB.T, bits_NxB.T, count_B[:, None], kept_BxNK], axis=1)
-    return pool, state_Sx3, result, None if routes_NxB is None else routes_NxB.swapaxes(0, 1)
+    def prefill(self, params, pool, control_RxC, *, blocks: int):
+        """(pool, routes [rows, chunk, M, k] or None): KV of one chunk a row, given the pages before it. What the chunk's
+        first page holds of the chunk already stays. The last layer's output is not needed; of unrolled layers it is not
+        computed."""
+        chunk, n_read = self.shapes.chunk, blocks * self.shapes.block_pages
+        ends = np.cumsum([PREFILL_HEADER, chunk, n_read]).tolist()
+        header, tokens_RxL, past_RxP, write_RxW = jnp.split(control_RxC, ends, axis=1)
+        start_R, length_R, kept_R = header.T
+        positions_RxL = start_R[:, None] + jnp.arange(chunk)[None]
+        _, pool, ids = self._run(
+            params,
+            tokens_RxL,
+            positions_RxL,
+            lambda pool: self.kv.attend_chunk(pool, past_RxP, write_RxW, start_R, length_R, kept_R),
+            pool,
+        )
+        return pool, self.routes and _routes(ids, self.routes)
 
-
-def verify(
-    cfg,
-    shapes: Shapes,
-    kv,
-    compute: moe.Compute,
-    logits,
-    draw,
-    limits,
-    key,
-    stop,
-    dtype,
-    routes: RouteShape | None,
-    params,
-    pool,
-    control_BxC,
-    *,
-    blocks: int,
-):
-    """One forward over each row's last token and its draft: (pool, result, routes), as `decode` gives them.
-
-    Each position draws with its own key, as a decode step does; the draws count up to the first that its draft does not
-    equal. The state of the slots is not read and not written: the host says where every row stands, here and next."""
-    length, width = shapes.drafts + 1, blocks * shapes.block_pages
-    header, pages_BxP, window_BxW, drafts_BxK = jnp.split(
-        control_BxC, [HEADER, HEADER + width, HEADER + width + shapes.window], axis=1
-    )
-    past_B, remaining_B = header[:, POSITION], header[:, REMAINING]
-    active_B = remaining_B > 0
-    tokens_BxL = jnp.concatenate([header[:, TOKEN, None], jnp.maximum(drafts_BxK, 0)], axis=1)
-    at_L = jnp.arange(length)
-    fixed, moving = kv.begin(pool, pages_BxP, window_BxW, past_B)
-    hidden_BxLxD, moving, ids = decoder.forward_carrying(
-        cfg,
-        params,
-        tokens_BxL,
-        past_B[:, None] + at_L[None],
-        lambda moving: kv.attend_ahead(fixed, moving, active_B),
-        moving,
-        dtype=dtype,
-        compute=compute,
-    )
-    with jax.named_scope("sample"):
-        keys_T = jax.vmap(key)(*(jnp.repeat(header[:, column], length) for column in (GROUP, INDEX)))
-        drawn_BxL = header[:, DRAWN, None] + at_L[None]
-        cut = limits(tokens_BxL.reshape(-1), _repeats(tokens_BxL, header[:, REPEATS]).reshape(-1))
-        drawn = draw(logits(params, hidden_BxLxD.reshape(-1, cfg.d_model)), keys_T, drawn_BxL.reshape(-1), cut)
-    next_BxL, logprob_BxL, kept_BxLxK = (x.reshape(*tokens_BxL.shape, *x.shape[1:]) for x in drawn)
-    goes_on_BxK = (next_BxL[:, :-1] == drafts_BxK) & ~stop(next_BxL[:, :-1])
-    goes_on_BxK &= at_L[None, 1:] < remaining_B[:, None]
-    count_B = active_B * (1 + jnp.cumprod(goes_on_BxK, axis=1).sum(1, dtype=jnp.int32))
-    pool = kv.end(pool, moving, pages_BxP, window_BxW, past_B, count_B)
-    kept_BxLK = kept_BxLxK.reshape(len(tokens_BxL), -1)
-    result = jnp.concatenate([next_BxL, _bits(logprob_BxL), count_B[:, None], kept_BxLK], axis=1)
-    return pool, result, routes and _routes(ids, routes)
+    def _run(self, params, tokens_BxL, positions_BxL, attend_with, state):
+        return decoder.forward_carrying(
+            self.cfg, params, tokens_BxL, positions_BxL, attend_with, state, dtype=self.dtype, compute=self.compute
+        )
 
 
 def _repeats(tokens_BxL, first_B):
@@ -175,40 +180,6 @@ def _repeats(tokens_BxL, first_B):
         again_B = (tokens_BxL[:, i] == tokens_BxL[:, i - 1]) & (found[-1] > 0)
         found.append(jnp.where(again_B, found[-1] + 1, 1))
     return jnp.stack(found, axis=1)
-
-
-def prefill(
-    cfg,
-    shapes: Shapes,
-    kv,
-    compute: moe.Compute,
-    dtype,
-    routes: RouteShape | None,
-    params,
-    pool,
-    control_RxC,
-    *,
-    blocks,
-):
-    """(pool, routes [rows, chunk, M, k] or None): KV of one chunk a row, given the pages before it. What the chunk's
-    first page holds of the chunk already stays. The last layer's output is not needed; of unrolled layers it is not
-    computed."""
-    chunk, n_read = shapes.chunk, blocks * shapes.block_pages
-    ends = np.cumsum([PREFILL_HEADER, chunk, n_read]).tolist()
-    header, tokens_RxL, past_RxP, write_RxW = jnp.split(control_RxC, ends, axis=1)
-    start_R, length_R, kept_R = header.T
-    positions_RxL = start_R[:, None] + jnp.arange(chunk)[None]
-    _, pool, ids = decoder.forward_carrying(
-        cfg,
-        params,
-        tokens_RxL,
-        positions_RxL,
-        lambda pool: kv.attend_chunk(pool, past_RxP, write_RxW, start_R, length_R, kept_R),
-        pool,
-        dtype=dtype,
-        compute=compute,
-    )
-    return pool, routes and _routes(ids, routes)
 
 
 def _routes(ids_MxBxLxk, routes: RouteShape):

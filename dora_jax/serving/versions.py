@@ -113,5 +113,5 @@ class Versions:
         if version > self._newest:
             raise Refused(404, f"model: there is no version {version} yet", param="model", code="model_not_found")
         there = ", ".join(f"{self.name}@{v}" for v in sorted(self.resident)) or "none at this moment"
-        who = f"session {session!r} began at version {version}, which" if session else f"version {version}"
-        raise Refused(410, f"model: {who} has retired; served are: {there}", param="model", code="version_retired")
+        subject = f"session {session!r} began at version {version}, which" if session else f"version {version}"
+        raise Refused(410, f"model: {subject} has retired; served are: {there}", param="model", code="version_retired")
