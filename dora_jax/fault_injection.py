@@ -1,7 +1,7 @@
-"""Named points at which a test has something break, at the Nth pass: DORA_FAULT=NAME:N. At all but those of `rollout` the
-process dies as if the power had failed.
+"""Named points at which a test has something break, at the Nth pass: DORA_FAULT=NAME:N. At those of POINTS the process dies as
+if the power had failed; at those of FAULTS it goes on.
 
-Consumes one environment variable, produces nothing; without it a point is one comparison. Law: `POINTS` is all there are.
+Consumes one environment variable, produces nothing; without it a point is one comparison. Law: the two tuples name all there are.
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ POINTS = (
     "journal.after_commit",  # facts are durable, the orchestrator has not seen them
     "journal.half_segment",  # a new segment is written under its temporary name
     "journal.after_segment",  # a new segment stands, older ones are not dropped
-    "rollout.nan",  # the log-probs of a sample that has ended become NaN
     "trainer.before_step",  # a batch was taken
     "trainer.in_step",  # a part of a step is trained, the next has not come
     "trainer.after_step",  # the weights have changed, and nothing has been told
@@ -26,6 +25,8 @@ POINTS = (
     "checkpoint.after_manifest",  # the step verifies, older ones are not deleted
     "resume.replaying",  # a killed run is killed again while it makes a step again
 )
+
+FAULTS = ("rollout.nan",)  # the log-probs of a sample that has ended become NaN
 
 _name, _at, _passes = "", 0, 0
 
@@ -49,8 +50,8 @@ def arm(spec: str) -> None:
     """NAME:N, or nothing."""
     global _name, _at
     _name, _, number = spec.partition(":")
-    if _name and _name not in POINTS:
-        raise ValueError(f"DORA_FAULT: {_name!r} is no fault point; there are {', '.join(POINTS)}")
+    if _name and _name not in POINTS + FAULTS:
+        raise ValueError(f"DORA_FAULT: {_name!r} is no fault point; there are {', '.join(POINTS + FAULTS)}")
     _at = int(number or 0)
 
 

@@ -31,7 +31,13 @@ VOCAB = 60  # of 64 rows
 
 @functools.cache
 def params(seed=0):
-    return decoder.init_params(CFG, seed)
+    """The same bits in every process: they are kept, and must not be those of a test that compiles quickly."""
+    quick = jax.config.read("jax_disable_most_optimizations")
+    jax.config.update("jax_disable_most_optimizations", False)
+    try:
+        return decoder.init_params(CFG, seed)
+    finally:
+        jax.config.update("jax_disable_most_optimizations", quick)
 
 
 def weights(engine, seed=0, scale=1.0):
