@@ -1,5 +1,6 @@
 """The reward workers: scores come back; raising, hanging, dying and lying rewards fail their group, never score 0."""
 
+import gc
 import os
 import signal
 import subprocess
@@ -10,7 +11,7 @@ import numpy as np
 import pytest
 
 from dora_jax.config import ConfigError
-from dora_jax.tasks import GYM_REWARD, calls
+from dora_jax.tasks import GYM_REWARD, calls, sandbox
 from dora_jax.tasks.pool import GroupFailure
 from dora_jax.types import ScoredGroup
 from tests.fakes.reward_pool import MY_REWARDS, group, pools, results, scored
@@ -306,3 +307,13 @@ def test_frames_that_are_none_are_refused():
     ours, theirs = socket.socketpair()
     with ours, theirs, pytest.raises(TimeoutError):
         calls.receive(ours, time.monotonic() + 0.05)
+
+
+def test_a_process_that_is_closed_leaves_no_file_open():
+    before = os.listdir("/proc/self/fd")
+    process = calls.Process("dora_jax.tasks.render_worker", {"extract": "a(b)"}, form=sandbox.best())
+    process.start()
+    process.close()
+    del process
+    gc.collect()
+    assert os.listdir("/proc/self/fd") == before

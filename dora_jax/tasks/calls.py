@@ -21,6 +21,7 @@ import sys
 import tempfile
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -76,6 +77,10 @@ class Process:
         self._server: programs.Server | None = None
         self._sock: socket.socket | None = None
         self._noise = tempfile.TemporaryFile("a+b")  # noqa: SIM115 (open as long as the process)
+        self._held: dict[str, Any] = {
+            "noise": self._noise
+        }  # closed with this object: a thread may read them until then
+        weakref.finalize(self, _close_all, self._held)
         self._closed = False
         self._lock = threading.Lock()
 
@@ -156,7 +161,7 @@ class Process:
                 stdout=self._noise,
                 memory_bytes=self._memory_bytes,
             )
-        self._sock = ours
+        self._sock = self._held["sock"] = ours
         if self._closed:  # close() came between
             self.close()
 
@@ -186,6 +191,11 @@ class Process:
             self._walled.end()
         if self._server is not None:
             self._server.end()
+
+
+def _close_all(held: dict[str, Any]) -> None:
+    for file in held.values():
+        file.close()
 
 
 def environment(more: Iterable[str] = ()) -> dict[str, str]:
