@@ -119,7 +119,7 @@ class Forward:
         equal. The state of the slots is not read and not written: the host says where every row stands, here and next."""
         length, width = self.shapes.drafts + 1, blocks * self.shapes.block_pages
         header, pages_BxP, window_BxW, drafts_BxK = jnp.split(
-            control_BxC, [HEADER, HEADER + width, HEADER + width + self.shapes.window], axis=1
+            control_BxC, [HEADER, HEADER + width, HEADER + width + self.shapes.verify_window], axis=1
         )
         past_B, remaining_B = header[:, POSITION], header[:, REMAINING]
         active_B = remaining_B > 0

@@ -133,8 +133,9 @@ class Scheduler:
             plan.prefills.append(call)
         self._begin_ready()
         for version, slots in self._rows.batches():
-            seqs, blocks = self._rows.on(slots), self._rows.blocks(slots)
-            drafts = None if self.drafter is None else self.drafter.decide(seqs, blocks, self.seqs.values())
+            drafts = None
+            if self.drafter is not None and len(slots) <= self.shapes.draft_rows:
+                drafts = self.drafter.decide(self._rows.on(slots), self._rows.blocks(slots), self.seqs.values())
             plan.decodes.append(DecodeCall(version, *self._rows.call(slots, drafts), drafts))
         return plan
 

@@ -118,11 +118,12 @@ class Rows:
         for row in np.flatnonzero(rows[:, FRESH]).tolist():
             if (shared := seqs[row].take_tail()) is not None:
                 used[row, HEADER + seqs[row].first_private] = shared
-        at = position[:, None] // s.page_size + np.arange(s.window)
+        wide = s.window if drafts is None else s.verify_window
+        at = position[:, None] // s.page_size + np.arange(wide)
         new = np.take_along_axis(table, np.minimum(at, self._width - 1), axis=1)
-        np.copyto(used[:, window : window + s.window], new, where=at < s.pages_for(position + steps)[:, None])
+        np.copyto(used[:, window : window + wide], new, where=at < s.pages_for(position + steps)[:, None])
         if drafts is not None:
-            used[:, window + s.window :] = drafts
+            used[:, window + wide :] = drafts
         self._launched(slots, seqs, steps)
         return blocks, control, tuple(zip(seqs, steps.tolist(), strict=True))
 

@@ -75,8 +75,16 @@ class Shapes:
 
     @property
     def window(self) -> int:
-        """Pages that `reach` consecutive positions may touch."""
-        return (self.reach + self.page_size - 2) // self.page_size + 1
+        """Pages that a decode call's consecutive positions may touch."""
+        return self._touched(self.steps)
+
+    @property
+    def verify_window(self) -> int:
+        """The same of a verifying call."""
+        return self._touched(self.drafts + 1)
+
+    def _touched(self, positions: int) -> int:
+        return (positions + self.page_size - 2) // self.page_size + 1
 
     @property
     def decode_buckets(self) -> tuple[int, ...]:
@@ -102,7 +110,7 @@ class Shapes:
 
     def verify_control(self, blocks: int) -> tuple[int, int]:
         """Shape of a verifying call's: as a decode call's, and the drafts behind it."""
-        return self.draft_rows, self.decode_control(blocks)[1] + self.drafts
+        return self.draft_rows, HEADER + blocks * self.block_pages + self.verify_window + self.drafts
 
     def prefill_control(self, blocks: int) -> tuple[int, int]:
         """Shape of a prefill call's: start, length, kept, tokens, pages to read, pages to write."""
