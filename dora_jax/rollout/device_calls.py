@@ -64,15 +64,8 @@ class Calls:
         where = _tiled(NamedSharding(mesh, kv.pool_spec), self.kv, shapes)
         pool = jax.tree.map(lambda _: where, self.abstract_pool)
         rep = self.replicated
-        stop = functools.partial(forward.is_stop, eos_ids=eos_ids)
         logits = functools.partial(policy_logits, cfg, vocab_limit=vocab_limit, temperature=temperature or 1.0)
         draw = functools.partial(sample.draw, greedy=temperature == 0, **sampling)
-        key = functools.partial(sample.sample_key, seed)
-        limits: Callable[..., Any] = functools.partial(
-            sample.Limits, stop_ids=eos_ids, min_new_tokens=min_new_tokens, max_repeats=shapes.max_repeats
-        )
-        if not (min_new_tokens or shapes.max_repeats):
-            limits = lambda last_B, repeats_B: None
         compute = moe.scan  # of a dense model, which has no experts
         if cfg.experts:
             compute = expert_parallel.serving(shapes.expert_matmul, mesh, whole=shapes.whole_experts)
@@ -83,9 +76,9 @@ class Calls:
             compute=compute,
             logits=logits,
             draw=draw,
-            limits=limits,
-            key=key,
-            stop=stop,
+            limits=_limits(shapes, eos_ids, min_new_tokens),
+            key=functools.partial(sample.sample_key, seed),
+            stop=functools.partial(forward.is_stop, eos_ids=eos_ids),
             dtype=dtype,
             routes=routes,
         )
@@ -221,6 +214,15 @@ def new_calls(
         dtype=dtype,
         compiler_options=section.compiler_options,
         routes=routes,
+    )
+
+
+def _limits(shapes: Shapes, eos_ids: tuple[int, ...], min_new_tokens: int) -> Callable[..., Any]:
+    """(last token, how often in a row) -> what may not be drawn; None where all may."""
+    if not (min_new_tokens or shapes.max_repeats):
+        return lambda last_B, repeats_B: None
+    return functools.partial(
+        sample.Limits, stop_ids=eos_ids, min_new_tokens=min_new_tokens, max_repeats=shapes.max_repeats
     )
 
 
