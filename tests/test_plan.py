@@ -6,7 +6,7 @@ import random
 import numpy as np
 import pytest
 
-from dora_jax.rollout.shapes import PREFILL_HEADER, shapes_of
+from dora_jax.rollout.shapes import ADAPTER, PREFILL_HEADER, shapes_of
 from dora_jax.types import SampleId
 from tests.fakes.plan_device import SECTION, FakeDevice, parcel
 
@@ -90,6 +90,20 @@ def test_prompts_of_a_tick_are_packed_by_version_in_order_of_arrival():
     device.tick()
     assert device.plans[-1].prefills[0].version == 0
     assert [call.version for call in device.plans[-1].decodes] == [0, 1]
+
+
+def test_rows_of_all_versions_share_calls_where_versions_are_adapters():
+    """Prefixes are still shared only within a version."""
+    device = FakeDevice(adapters={4: 2, 7: 0})
+    for group, version in enumerate((7, 4, 7, 4)):
+        device.add(parcel(group, version=version, prompt=[*range(9)]))
+    device.tick()
+    first = device.plans[-1].prefills[0]
+    assert first.version is None and first.control[:, PREFILL_HEADER - 1].tolist() == [0, 2]
+    device.tick()
+    (call,) = device.plans[-1].decodes
+    assert call.version is None and call.control[:, ADAPTER].tolist() == [0, 2, 0, 2]
+    device.finish()
 
 
 def test_a_second_prompt_shares_the_chunks_it_has_in_common():
@@ -183,7 +197,8 @@ def test_random_schedules_conserve_and_finish(seed):
             slots=rng.choice((2, 4, 8)),
             decode_steps=rng.choice((1, 3, 8)),
             decode_rows=rng.choice((0, 2)),
-        )
+        ),
+        adapters={0: 1, 1: 0} if seed % 2 else None,
     )
     lengths = {SampleId(g, i): rng.choice((1, 5, 12, 30)) for g in range(8) for i in range(3)}
     todo = list(lengths)

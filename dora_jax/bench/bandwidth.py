@@ -98,7 +98,7 @@ def table(
         engine = new_engine(cfg, fit, context, attention, dtype)
         engine.load(0, jax.device_put(params, engine.param_shardings))
         control, blocks = control_of(engine, context)
-        weights_of = engine._weights[0]  # as the calls take them
+        weights_of = engine.residents.of(0)  # as the calls take them
         took = best_s(lambda: engine.device.generate(weights_of, control, blocks)[0].block_until_ready(), 5) / STEPS
         kv *= fit
         yield (

@@ -114,7 +114,7 @@ def new_worker(instance: int, args: argparse.Namespace, context: int, page: int)
     config = presets.filled(Config(rollout=rollout))
     engine = build.engine_of(config, MODEL, sharding.make_mesh(jax.devices()[:1], 1, 1, 1), eos_ids=(1,))
     engine.device = InstantDevice(engine, args.step_ms * 1e-3 * steps)  # type: ignore[assignment]
-    engine._weights[0] = None
+    engine.load(0, decoder.serving_layout(decoder.init_params(MODEL, 0)))
     worker = EngineWorker(instance, engine, NOTHING, queue.SimpleQueue(), args.partial_s)
     for i in range(rollout.slots):
         n = context - rollout.max_prompt_tokens - i * rollout.decode_steps % 128

@@ -29,6 +29,7 @@ from dora_jax.rollout.host_kv import HostKV
 from dora_jax.rollout.migrate import InFlightSample, SampledTokens
 from dora_jax.rollout.pages import Prefix
 from dora_jax.rollout.plan import Scheduler
+from dora_jax.rollout.residents import Residents
 from dora_jax.rollout.seq import Seq, Upload
 from dora_jax.rollout.shapes import shapes_of
 from dora_jax.rollout.stops import StopStrings
@@ -73,7 +74,7 @@ class Engine:
         self._routes = routes
         self.host = host or HostKV(section.host_kv_bytes)
         self.scheduler = Scheduler(self.shapes, routes, self.host)
-        self._weights: dict[Version, Any] = {}
+        self.residents = Residents(calls, section.residents)
         self._flights: list[_Flight] = []  # launched, not yet read back
         self._decoded_only = True  # the last plan
         self._emit = GrowingResult()
@@ -82,18 +83,11 @@ class Engine:
 
     @property
     def versions(self) -> tuple[Version, ...]:
-        return tuple(sorted(self._weights))
+        return self.residents.versions
 
     def load(self, version: Version, params: Any) -> None:
         """Takes a version's weights (in the layout of `param_shardings`) beside those that run."""
-        if version in self._weights:
-            raise RuntimeError(f"version {version} is already loaded")
-        if len(self._weights) >= self.section.residents:
-            raise RuntimeError(
-                f"cannot load version {version}: {self.section.residents} residents are held "
-                f"({', '.join(map(str, self.versions))})"
-            )
-        self._weights[version] = self.calls.stored(params)
+        self.residents.load(version, params)
 
     def drop(self, version: Version) -> None:
         """Forgets a version with its prefixes; raises while a sample of it is here. KV of its episodes that wait goes to
@@ -101,15 +95,14 @@ class Engine:
         if running := self.scheduler.running(version):
             raise RuntimeError(f"cannot drop version {version}: {running} of its samples run")
         self._swap([self.scheduler.release(id) for id in self.scheduler.resting.of(version)])
-        del self._weights[version]
+        self.residents.drop(version)
         self.scheduler.index.drop(version)
 
     def warmup(self) -> None:
         """Compiles every shape, so that no tick compiles. Uses a loaded version, or zeros for the time it takes."""
         if self.scheduler.seqs:
             raise RuntimeError("warmup before the first sample: it writes to the KV pool's dummy page")
-        params = next(iter(self._weights.values()), None)
-        params = self.calls.zeros() if params is None else params
+        params = self.residents.any()
         self.device.warmup(params)
         if self.scheduler.drafter and not self.section.draft_cost:
             self.scheduler.drafter.cost = self.device.verify_cost(params)
@@ -264,7 +257,7 @@ class Engine:
         flights = [self._run_prefill(call) for call in plan.prefills]
         for call in plan.decodes:
             run = self.device.generate if call.drafts is None else self.device.verify
-            flights.append((call, *run(self._weights[call.version], call.control, call.blocks)))
+            flights.append((call, *run(self.residents.of(call.version), call.control, call.blocks)))
         self._emit.started += plan.started
         self._land()
         self._flights = flights
@@ -277,7 +270,7 @@ class Engine:
             self.host.put(self._parcel(swap.seq, swap.pages, swap.kv_len))
 
     def _check_loaded(self, version: Version, what: Any) -> None:
-        if version not in self._weights:
+        if version not in self.versions:
             raise RuntimeError(f"{what} needs version {version}; loaded: {self.versions}")
 
     def _run_uploads(self, uploads: list[Upload]) -> None:
@@ -286,7 +279,7 @@ class Engine:
             self.device.write_pages(upload.pages, {name: x[:, span] for name, x in upload.parcel.pages.items()})
 
     def _run_prefill(self, call: PrefillCall) -> _Flight:
-        return call, None, self.device.prefill(self._weights[call.version], call.control, call.blocks)
+        return call, None, self.device.prefill(self.residents.of(call.version), call.control, call.blocks)
 
     def _add(self, parcel: InFlightSample, announce: bool) -> None:
         self._check_loaded(parcel.version, parcel.id)

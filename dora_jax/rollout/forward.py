@@ -156,7 +156,7 @@ class Forward:
         chunk, n_read = self.shapes.chunk, blocks * self.shapes.block_pages
         ends = np.cumsum([PREFILL_HEADER, chunk, n_read]).tolist()
         header, tokens_RxL, past_RxP, write_RxW = jnp.split(control_RxC, ends, axis=1)
-        start_R, length_R, kept_R = header.T
+        start_R, length_R, kept_R, _ = header.T
         positions_RxL = start_R[:, None] + jnp.arange(chunk)[None]
         _, pool, ids = self._run(
             params,

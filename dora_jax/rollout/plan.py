@@ -1,8 +1,9 @@
 """Stage 2, pure: continuous batching. What runs in the next tick, given what waits, what runs and which pages are free.
 
 Consumes submitted or imported samples and, after each call, the sampled tokens; produces a TickPlan: samples to move
-to host memory, pages to upload, prefill calls, one decode call a version and row batch. No device, no clock, no
-randomness: several hosts of one instance make the same plan from the same inbox.
+to host memory, pages to upload, prefill calls, one decode call a version and row batch; where versions are
+adapters, rows of all of them share a call. No device, no clock, no randomness: several hosts of one instance make the
+same plan from the same inbox.
 Laws:
   the order of arrival decides; the oldest sample is never preempted, so every sample finishes (no starvation);
   a preempted sample keeps its KV in host memory and goes before new ones once pages are free again;
@@ -39,6 +40,7 @@ class Scheduler:
     def __init__(self, shapes: Shapes, routes: RouteShape | None = None, host: HostKV | None = None):
         """routes: what the experts of a token look like, where samples carry them. host: where KV without pages is."""
         self.shapes = shapes
+        self.adapters: dict[Version, int] = {}  # the place of each resident version's adapter, as residents.py says it
         self.routes = routes
         self.drafter = Drafter(shapes) if shapes.drafts else None
         self.pool = PagePool(shapes.pages, shapes.page_size)
@@ -47,7 +49,7 @@ class Scheduler:
         self.resting = Resting(shapes, self.index)
         self.seqs: dict[SampleId, Seq] = {}
         self._pinned: dict[Prefix, None] = {}
-        self._rows = Rows(shapes)
+        self._rows = Rows(shapes, self.adapters)
         self._admitted: dict[Seq, None] = {}
         self._coming: dict[Seq, None] = {}  # admitted, and a part of their prefix has no KV yet
         self._uploading: dict[Seq, None] = {}
@@ -351,23 +353,23 @@ class Scheduler:
         return [*self._pinned, *sorted(self._coming, key=lambda seq: seq.arrival)]
 
     def _prefill(self, holders: list[Prefix | Seq]) -> PrefillCall | None:
-        chunks: dict[Node | Piece, None] = {}
+        s, chunks = self.shapes, dict[Node | Piece, None]()
         for holder in holders:
             chunk = self._next_chunk(holder)
-            if chunk is not None and (not chunks or chunk.version == next(iter(chunks)).version):
+            if chunk is not None and (s.adapters or not chunks or chunk.version == next(iter(chunks)).version):
                 chunks[chunk] = None
-                if len(chunks) == self.shapes.prefill_rows:
+                if len(chunks) == s.prefill_rows:
                     break
         if not chunks:
             return None
-        blocks = self.shapes.bucket(max(chunk.start for chunk in chunks), self.shapes.prefill_buckets)
+        blocks = s.bucket(max(chunk.start for chunk in chunks), s.prefill_buckets)
         control = self._prefill_control(list(chunks), blocks)
         for chunk in chunks:
             if isinstance(chunk, Piece):
                 chunk.seq.filled = chunk.start + len(chunk.tokens)
             else:
                 chunk.ready = True
-        return PrefillCall(next(iter(chunks)).version, blocks, control, tuple(chunks))
+        return PrefillCall(None if s.adapters else next(iter(chunks)).version, blocks, control, tuple(chunks))
 
     def _next_chunk(self, holder: Prefix | Seq) -> Node | Piece | None:
         """What it needs computed next; None: nothing, or what is on its way from the host."""
@@ -388,7 +390,7 @@ class Scheduler:
         control = np.full(s.prefill_control(blocks), DUMMY, np.int32)
         for row, chunk in zip(control, chunks, strict=False):
             past, kept = chunk.past(s.page_size)
-            row[:PREFILL_HEADER] = chunk.start, len(chunk.tokens), kept
+            row[:PREFILL_HEADER] = chunk.start, len(chunk.tokens), kept, self.adapters.get(chunk.version, 0)
             row[PREFILL_HEADER : PREFILL_HEADER + len(chunk.tokens)] = chunk.tokens
             row[read : read + len(past)] = past
             row[write : write + len(chunk.pages)] = chunk.pages

@@ -7,21 +7,31 @@ Law: a row of a slot in use says of its sample what the sample says of itself (`
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 import numpy as np
 
 from dora_jax.rollout.pages import DUMMY
 from dora_jax.rollout.seq import Seq
-from dora_jax.rollout.shapes import DRAWN, FRESH, GROUP, HEADER, INDEX, POSITION, REMAINING, SLOT, Shapes
+from dora_jax.rollout.shapes import ADAPTER, DRAWN, FRESH, GROUP, HEADER, INDEX, POSITION, REMAINING, SLOT, Shapes
 from dora_jax.types import Version
 
-SAID = (SLOT, FRESH, POSITION, REMAINING, DRAWN, GROUP, INDEX)  # the others are the device's from the first call on
+SAID = (
+    SLOT,
+    FRESH,
+    POSITION,
+    REMAINING,
+    DRAWN,
+    GROUP,
+    INDEX,
+    ADAPTER,
+)  # the others are the device's from the first call on
 
 
 class Rows:
-    def __init__(self, shapes: Shapes):
-        self.shapes = shapes
+    def __init__(self, shapes: Shapes, adapters: Mapping[Version, int]):
+        """adapters: the place of each resident version's adapter, where versions are adapters."""
+        self.shapes, self._adapters = shapes, adapters
         self._width = shapes.pages_for(shapes.max_context)
         self._rows = np.zeros((shapes.slots, HEADER + self._width), np.int32)
         self._rows[:, SLOT] = np.arange(shapes.slots)
@@ -74,15 +84,15 @@ class Rows:
         slots = slots[np.argsort(self._arrivals[slots])]
         return list(zip(self._seqs[slots].tolist(), need[slots].tolist(), strict=True))
 
-    def batches(self) -> Iterator[tuple[Version, np.ndarray]]:
-        """(version, slots of one decode call).
+    def batches(self) -> Iterator[tuple[Version | None, np.ndarray]]:
+        """(version, slots of one decode call); None: of any versions, whose adapters the rows name.
 
-        By context where a version needs several calls: a call costs what its longest row costs, and the one that is not
-        full takes the shortest rows."""
+        By context where several calls are needed: a call costs what its longest row costs, and the one that is not full
+        takes the shortest rows."""
         ready = np.flatnonzero(self._decodes & (self._rows[:, REMAINING] > 0))
         versions, most = self._versions[ready], self.shapes.rows
-        for version in np.unique(versions).tolist():
-            slots = ready[versions == version]
+        for version in (None,) if self.shapes.adapters else np.unique(versions).tolist():
+            slots = ready if version is None else ready[versions == version]
             if len(slots) > most:
                 slots = slots[np.argsort(-self._rows[slots, POSITION], kind="stable")]
             for first in range(0, len(slots), most):
@@ -154,6 +164,7 @@ class Rows:
             seq.id.group_id,
             seq.id.index,
             seq.repeats(self.shapes.max_repeats),
+            self._adapters.get(seq.version, 0),
         )
 
     def _launched(self, slots: np.ndarray, seqs: list[Seq], steps: np.ndarray) -> None:

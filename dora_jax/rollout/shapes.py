@@ -16,8 +16,10 @@ if TYPE_CHECKING:
     import numpy as np
 
 # columns of a decode call's control array; then the pages to read, then those to write
-SLOT, FRESH, TOKEN, POSITION, REMAINING, DRAWN, GROUP, INDEX, REPEATS, HEADER = range(10)
-PREFILL_HEADER = 3  # of a prefill call's: the chunk's start, its length, how many of its first positions have KV
+SLOT, FRESH, TOKEN, POSITION, REMAINING, DRAWN, GROUP, INDEX, REPEATS, ADAPTER, HEADER = range(11)
+PREFILL_HEADER = (
+    4  # of a prefill call's: the chunk's start, its length, how many of its first positions have KV, adapter
+)
 COPY_PAGES = 16  # of a moving sample that one call takes, and one tick: the others decode in between
 ALONE_PAGES = 144  # where nobody decodes, for a call costs as much as many pages: 128, and what has been sampled since
 COPY_TOKENS = 1024  # of pages in one copy where a kernel reads pages, so that reading and writing are compiled once
@@ -52,6 +54,7 @@ class Shapes:
     drafts: int  # tokens that one verifying call checks of each sample; 0: there is no such call
     draft_rows: int  # of a verifying call
     draft_cost: float  # its time over that of a decode call; 0: measured
+    adapters: int  # that lie beside one another: each row of a call takes its own; 0: a call's rows are of one version
 
     @property
     def paged(self) -> bool:
@@ -132,8 +135,8 @@ class Shapes:
         return self.pages_for(n_prompt + max_new_tokens - 1) + int((n_prompt - 1) % self.page_size > 0)
 
 
-def shapes_of(section: RolloutSection) -> Shapes:
-    """Raises ValueError where the section's sizes cannot work together."""
+def shapes_of(section: RolloutSection, adapters: bool = False) -> Shapes:
+    """adapters: versions are adapters of the same base weights. ValueError: the section's sizes cannot work together."""
     size, paged = section.page_size, section.attention != "reference"
     _check_sampling(section)
     for name, known in (("weights", ("", "int8", "float8")), ("kv", ("", "float8"))):
@@ -176,6 +179,7 @@ def shapes_of(section: RolloutSection) -> Shapes:
         drafts=section.drafts,
         draft_rows=min(section.draft_rows, rows),
         draft_cost=section.draft_cost,
+        adapters=section.residents if adapters else 0,
     )
     needed = shapes.worst_pages(section.max_prompt_tokens, section.max_new_tokens)
     if needed > section.pages:

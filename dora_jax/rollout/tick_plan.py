@@ -41,7 +41,7 @@ class Piece:
 
 @dataclasses.dataclass(frozen=True)
 class PrefillCall:
-    version: Version
+    version: Version | None  # None: each row has its own adapter
     blocks: int
     control: np.ndarray  # i32, see Shapes.prefill_control
     chunks: tuple[Node | Piece, ...]  # of its first rows
@@ -49,7 +49,7 @@ class PrefillCall:
 
 @dataclasses.dataclass(frozen=True)
 class DecodeCall:
-    version: Version
+    version: Version | None  # None: each row has its own adapter
     blocks: int
     control: np.ndarray  # i32, see Shapes.decode_control; of a verifying call Shapes.verify_control
     rows: tuple[tuple[Seq, int], ...]  # (sample, steps it may take)

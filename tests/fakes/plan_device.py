@@ -42,8 +42,10 @@ def parcel(group, index=0, version=0, prompt=None, n_prompt=9, limit=30):
 class FakeDevice:
     """Remembers which (version, token, position) each page slot holds, so that a wrong table shows."""
 
-    def __init__(self, section=SECTION):
-        self.scheduler = p.Scheduler(shapes_of(section))
+    def __init__(self, section=SECTION, adapters=None):
+        """adapters: {version: place}, where versions are adapters."""
+        self.scheduler = p.Scheduler(shapes_of(section, adapters is not None))
+        self.scheduler.adapters.update(adapters or {})
         self.s = self.scheduler.shapes
         self.kv = {}
         self.done = {}
@@ -69,6 +71,12 @@ class FakeDevice:
             self.decode(call, length)
         self.scheduler.check()
 
+    def version(self, call, adapter):
+        """Of a row: its call's, or that of its adapter."""
+        if call.version is not None:
+            return call.version
+        return next(v for v, place in self.scheduler.adapters.items() if place == adapter)
+
     def read(self, pages, stop):
         return [self.kv.get((pages[i // self.s.page_size], i % self.s.page_size)) for i in range(stop)]
 
@@ -86,22 +94,23 @@ class FakeDevice:
     def prefill(self, call):
         s = self.s
         n_read = call.blocks * s.block_pages
-        for start, length, kept, *rest in call.control:
+        for start, length, kept, adapter, *rest in call.control:
+            version = self.version(call, adapter)
             tokens, past, write = rest[: s.chunk], rest[s.chunk : s.chunk + n_read], rest[s.chunk + n_read :]
             assert start % s.chunk == 0 and start <= n_read * s.page_size
             assert None not in self.read(past, start)
             for i in range(kept, length):
-                self.kv[write[i // s.page_size], i % s.page_size] = (call.version, tokens[i], start + i)
+                self.kv[write[i // s.page_size], i % s.page_size] = (version, tokens[i], start + i)
 
     def decode(self, call, length):
         s = self.s
         n_read = call.blocks * s.block_pages
         assert len(call.rows) <= s.rows == len(call.control)
         for (seq, steps), row in zip(call.rows, call.control, strict=False):
-            position = row[columns.POSITION]
+            position, version = row[columns.POSITION], self.version(call, row[columns.ADAPTER])
             past, window = row[columns.HEADER : columns.HEADER + n_read], row[columns.HEADER + n_read :]
-            expected = [(call.version, token, i) for i, token in enumerate(seq.sequence[:-1])]
-            assert self.read(past, position) == expected and seq.version == call.version
+            expected = [(version, token, i) for i, token in enumerate(seq.sequence[:-1])]
+            assert self.read(past, position) == expected and seq.version == version
             slot, drawn, remaining = (row[column] for column in (columns.SLOT, columns.DRAWN, columns.REMAINING))
             assert (slot, drawn, remaining) == (seq.slot, seq.n_out, 30 - seq.n_out)
             old = self.read([*past, *[0] * s.window], n_read * s.page_size)
@@ -113,7 +122,7 @@ class FakeDevice:
                 i = len(seq.sequence) - 1
                 page = window[i // s.page_size - first // s.page_size]
                 assert page != p.DUMMY
-                self.kv[page, i % s.page_size] = (call.version, seq.sequence[-1], i)
+                self.kv[page, i % s.page_size] = (version, seq.sequence[-1], i)
                 seq.extend(np.array([1000 + i]), np.zeros(1), np.zeros((1, 0)))
                 if seq.n_out == length(seq.id):
                     break
