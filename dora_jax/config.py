@@ -154,7 +154,7 @@ class RolloutSection:
 
 @dataclass(frozen=True, kw_only=True)
 class OrchestratorSection:
-    mode: str = "dora"  # sync, one_step, partial, evict, dora_paper, dora
+    mode: str = "dora"  # sync, one_step, partial, evict, dora_paper, dora, rollpacker, staleflow
     max_versions: int = 3  # the paper's K; max_lag = K - 1
     groups_per_step: int = 16  # P
     group_size: int = 8  # G
@@ -168,6 +168,10 @@ class OrchestratorSection:
     @property
     def max_lag(self) -> int:
         return self.max_versions - 1
+
+    @property
+    def synchronous(self) -> bool:
+        return self.mode in ("sync", "rollpacker")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -106,7 +106,7 @@ def published_copies(config: Config) -> int:
     """Versions that the trainer's devices hold for others: all that may live; in a cluster, which sends them to host
     memory, the newest, and the one that the engine-trainer gap is measured on."""
     if config.cluster.launcher:
-        return 1 if config.orchestrator.mode == "sync" else 2
+        return 1 if config.orchestrator.synchronous else 2
     return config.orchestrator.max_versions
 
 

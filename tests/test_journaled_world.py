@@ -12,7 +12,7 @@ from tests.fakes.coordinator_world import P
 from tests.fakes.journaled_run import STEPS, Run
 
 
-@pytest.mark.parametrize("mode", ["sync", "one_step", "dora", "dora_paper", "partial"])
+@pytest.mark.parametrize("mode", ["sync", "one_step", "dora", "dora_paper", "partial", "rollpacker", "staleflow"])
 def test_a_run_killed_again_and_again_trains_every_group_once(tmp_path, mode):
     job = Run(tmp_path, mode)
     lives, halt = 0, None

@@ -5,8 +5,9 @@ import dataclasses
 import pytest
 
 from dora_jax.orchestrate.core import Orchestrator
-from dora_jax.orchestrate.events import GroupScored, Halt, InstanceUp
+from dora_jax.orchestrate.events import Cancel, GroupScored, Halt, InstanceUp, Start
 from dora_jax.orchestrate.modes import MODES, OrchestratorConfig
+from dora_jax.types import RENEWAL, issued_first_as
 from tests.fakes.orchestrator_shape import Shape
 from tests.fakes.orchestrator_world import World
 
@@ -26,6 +27,8 @@ def config(**changes) -> OrchestratorConfig:
         ("evict", 2, False, 5),
         ("dora_paper", 2, True, 5),
         ("dora", 2, True, 5),
+        ("rollpacker", 0, False, 4),
+        ("staleflow", 2, True, 5),
     ],
 )
 def test_a_mode_is_a_row_of_decisions(mode, max_lag, capped, target):
@@ -52,6 +55,10 @@ def test_the_checks_see_what_each_mode_gives_up():
     assert partial.mixed()  # C1
     evict = run("evict", max_versions=1)
     assert evict.broken() and not evict.mixed() and max(evict.lags()) == 0  # C2
+    rollpacker = run("rollpacker")
+    assert rollpacker.broken() and not rollpacker.mixed() and set(rollpacker.lags()) == {0}  # C2
+    staleflow = run("staleflow")
+    assert staleflow.mixed() and not staleflow.broken()  # C1
 
 
 def test_the_lag_of_partial_is_unbounded():
@@ -61,10 +68,68 @@ def test_the_lag_of_partial_is_unbounded():
     assert max(world.lags()) > world.config.max_lag
 
 
-@pytest.mark.parametrize("mode", ["partial", "evict", "dora"])
+@pytest.mark.parametrize("mode", ["partial", "evict", "dora", "staleflow"])
 def test_where_the_awaited_batch_counts_a_load_below_a_batch_is_enough(mode):
     world = run(mode, inflight=0.5, updates=2)
     assert world.stop.ok and sum(world.lags().values()) == 24
+
+
+class Rounds:
+    """What each step of a run issued, gave up and trained."""
+
+    def __init__(self, **changes):
+        self.long, self.issued, self.given_up = [], [], []
+        shape = Shape(instances=((8, 1.0, 1), (8, 1.0, 1)), train_s=1.5, seed=3)
+        self.config = config(mode="rollpacker", total_steps=12, **changes)
+        self.world = World(self.config, shape)
+        self.world.run(after=self.hear).audit()
+
+    def hear(self, world, event, commands):
+        if len(self.long) == world.published < self.config.total_steps:
+            self.long.append(world.brain.state.ledger.long_round)
+            self.issued.append(set())
+            self.given_up.append(set())
+        for command in commands:
+            if isinstance(command, Start):
+                self.issued[-1] |= {id.group_id for id in command.ids}
+            if isinstance(command, Cancel):
+                self.given_up[-1] |= {id.group_id for id in command.ids}
+
+
+@pytest.mark.parametrize("changes", [{}, {"updates": 2}, {"colocated": True}])
+def test_rollpacker_gathers_the_long_prompts_of_short_rounds_in_rounds_of_their_own(changes):
+    rounds = Rounds(**changes)
+    assert rounds.long == [False, False, False, False, True] * 2 + [
+        False,
+        False,
+    ]  # a fifth of what is issued is given up
+    waiting = []
+    for long, issued, given_up, (_, trained) in zip(
+        rounds.long, rounds.issued, rounds.given_up, rounds.world.trained, strict=True
+    ):
+        assert issued == set(trained) | given_up and len(trained) == 4
+        assert len(given_up) == (0 if long or len(issued) == 4 else 1)  # the last step issues no more than it trains
+        if long:
+            assert [issued_first_as(g) for g in sorted(issued)] == sorted(waiting)
+            waiting.clear()
+        waiting += given_up
+    assert max(group_id for _, trained in rounds.world.trained for group_id in trained) < 2 * RENEWAL
+
+
+def test_rollpacker_replaces_what_is_filtered_or_fails_within_a_round():
+    for seed in range(20):
+        shape = Shape(instances=((3, 1.0, 1), (2, 3.0, 1)), filtered=0.3, failed=0.1, deaths=0.5, seed=seed)
+        world = World(config(mode="rollpacker", total_steps=9), shape).run()
+        world.audit()
+        assert set(world.lags()) == {0} and not world.mixed()
+
+
+def test_staleflow_bounds_the_age_of_the_oldest_token_where_partial_does_not():
+    shape = Shape(instances=((8, 1.0, 1), (8, 1.0, 1)), train_s=0.1, seed=3)
+    worlds = [World(config(mode=mode, inflight=5.0, total_steps=12), shape).run() for mode in ("partial", "staleflow")]
+    partial, staleflow = worlds
+    assert max(partial.lags()) > 2 == max(staleflow.lags()) and staleflow.mixed()
+    staleflow.audit()
 
 
 def test_one_step_trains_each_batch_on_the_version_before():
@@ -113,7 +178,10 @@ def test_nothing_to_do_ends_at_once():
 @pytest.mark.parametrize(
     ("changes", "sentence"),
     [
-        ({"mode": "dore"}, "mode 'dore' is none of sync, one_step, partial, evict, dora_paper, dora"),
+        (
+            {"mode": "dore"},
+            "mode 'dore' is none of sync, one_step, partial, evict, dora_paper, dora, rollpacker, staleflow",
+        ),
         ({"groups_per_step": 0}, "groups_per_step is 0: it must be positive"),
         ({"total_steps": -1}, "total_steps is -1: it must not be negative"),
         ({"rebalance_period_s": 0.0}, "rebalance_period_s is 0.0: it must be positive"),

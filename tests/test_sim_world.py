@@ -25,9 +25,9 @@ def test_a_mode_runs_and_keeps_what_it_promises(mode):
     result, audit = simulate(mode)
     assert max(collections.Counter(audit.trained).values()) == 1
     assert max(audit.ended.values()) == 1
-    if mode != "evict":  # there a prompt that was given up starts again
+    if mode not in ("evict", "rollpacker"):  # there a prompt that was given up starts again
         assert max(audit.started.values()) == 1
-    bound = {"sync": 0, "one_step": 1, "partial": 99}.get(mode, 2)
+    bound = {"sync": 0, "rollpacker": 0, "one_step": 1, "partial": 99}.get(mode, 2)
     assert max(audit.lags) <= bound
     assert result.steps == 4 and result.tokens > 8 * 4 * 50
     assert sum(result.trainer.values()) == pytest.approx(1.0)

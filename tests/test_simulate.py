@@ -6,6 +6,8 @@ import sys
 
 import pytest
 
+from dora_jax.orchestrate.modes import MODES
+
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 DEMO = ROOT / "configs" / "sim" / "demo.py"
 QUICK = ["--config.steps=3", "--config.warmup_steps=1", "--config.orchestrator.groups_per_step=16"]
@@ -28,7 +30,7 @@ def test_it_prints_the_table_and_writes_the_trace(tmp_path):
     trace = tmp_path / "trace.json"
     done = simulate(f"--config={DEMO}", *QUICK, f"--trace={trace}")
     assert done.returncode == 0, done.stderr
-    for mode in ("sync", "one_step", "partial", "evict", "dora_paper", "dora"):
+    for mode in MODES:
         assert sum(line.startswith(mode + " ") for line in done.stdout.splitlines()) == 3
     assert trace.stat().st_size > 10_000
 

@@ -1,5 +1,5 @@
 # python -m dora_jax.simulate --config=configs/sim/demo.py --trace=runs/demo_trace.json
-"""All six modes on eight small instances, in seconds: the place to look at a trace.
+"""All modes on eight small instances, in seconds: the place to look at a trace.
 
 A 1.5B model on 16 v5e chips, responses of 600 tokens on average and 8,000 at most.
 """

@@ -28,7 +28,9 @@ def admission_version(decisions: Decisions, ledger: Ledger) -> Version:
 def credit(decisions: Decisions, ledger: Ledger, version: Version, total_steps: int, budget: int | None) -> int:
     """Groups that may be admitted at `version` now. `budget`: what a step's end left to admit (admit_on publish)."""
     target = decisions.target_groups
-    if decisions.count_awaited:
+    if decisions.over_issued:  # of a round, which is over when the step has its batch
+        target = ledger.missing and ledger.missing + (0 if ledger.long_round else decisions.over_issued)
+    elif decisions.count_awaited:
         target += ledger.missing
     room = min(target - ledger.total_outstanding, groups_to_issue(ledger, total_steps))
     if budget is not None:

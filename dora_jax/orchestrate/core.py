@@ -24,7 +24,7 @@ from __future__ import annotations
 
 from collections.abc import Set as AbstractSet
 
-from dora_jax.orchestrate import admission, placement, rebalancing, snapshot, verdict, view
+from dora_jax.orchestrate import admission, placement, rebalancing, rounds, snapshot, verdict, view
 from dora_jax.orchestrate import events as ev
 from dora_jax.orchestrate.modes import OrchestratorConfig
 from dora_jax.orchestrate.state import State
@@ -55,6 +55,7 @@ class Orchestrator:
         self.state = State(config, start_version, next_group_id)
         self.state.redo += redo
         self._renew_budget()
+        rounds.begin(self.state)
         if evaluate_start:
             self._evaluate(start_version)
 
@@ -119,6 +120,8 @@ class Orchestrator:
             if s.paused:
                 s.out += [ev.Pause(instance=id) for id in s.fleet.instances]
             s.count_tasks(batch, -1)
+            if s.decisions.over_issued and not s.ledger.missing:
+                rounds.end(s)
             s.wake_all()
             s.due.rebalance = True
 
@@ -127,8 +130,9 @@ class Orchestrator:
         if s.config.colocated:
             s.out += [ev.Unpause(instance=id) for id in s.fleet.instances]
         self._renew_budget()
+        rounds.begin(s)
         self._evaluate(s.ledger.base)
-        if s.decisions.on_publish == "swap":
+        if s.decisions.mixes_versions:
             s.retag_waiting()
         elif s.decisions.on_publish == "evict":
             self._evict()

@@ -46,6 +46,7 @@ class Ledger:
         self.outstanding: dict[Version, int] = {}
         self.ready: dict[Version, list[GroupId]] = {}
         self.filtered_in_a_row = 0
+        self.long_round = False  # the groups of the step at this base are prompts that short rounds gave up
 
     @property
     def missing(self) -> int:

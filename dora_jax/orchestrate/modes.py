@@ -1,6 +1,6 @@
 """What the orchestrator is told (`OrchestratorConfig`) and what each mode decides (`Decisions`).
 
-A mode is one row of choices; the code that carries them out is the same for all six.
+A mode is one row of choices; the code that carries them out is the same for all eight.
 """
 
 from __future__ import annotations
@@ -20,7 +20,11 @@ KV_WEIGHT = 8.0
 # A task is never given more than four times its share, however few of its groups teach anything.
 LEAST_RATE = 0.25
 
-MODES = ("sync", "one_step", "partial", "evict", "dora_paper", "dora")
+# Of the prompts that a step trains, so many more are issued in a short round of `rollpacker`: as published.
+OVER_ISSUED = 0.25
+
+MODES = ("sync", "one_step", "partial", "evict", "dora_paper", "dora", "rollpacker", "staleflow")
+FIXED_LOAD = ("sync", "one_step", "rollpacker")  # they issue a batch at a time, whatever `inflight` says
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -37,14 +41,25 @@ class Decisions:
     spread          "remainder": largest remainder and minimum needs; "round": the paper's plain rounding
     on_publish      "keep": running samples stay at their version; "swap": all go on under the new weights;
                     "evict": groups past their deadline are cancelled and their prompts redone
+    over_issued     groups that a short round issues beyond P: those that are not among the first P are given up, and their
+                    prompts wait for a long round, which issues P such prompts and gives up none; 0: no rounds (rounds.py)
     parts           a step's batch is taken in up to so many parts, each as soon as its groups are ready: the trainer
                     works while the step still waits for its stragglers
 
-    The last two are machinery, which a mode has unless its definition forbids it: a comparison is then one of modes.
+    Parts and the awaited batch in the load are machinery, which a mode has unless its definition forbids it: a comparison is then one of modes.
     No parts: `sync`, whose runs are the same bit for bit, so that a part may not be what finished first; `dora_paper`,
     which trains when the whole batch is there; instances on the trainer's chips, which have nothing to overlap.
     Nothing awaited counts: `sync` and `one_step`, which issue a batch at a time; `dora_paper`, which admits at a step's
     end. What a mode would be with them is one row of the simulator: `orchestrator.decisions` replaces any choice.
+
+    The two rivals are what their papers say, with these assumptions. `rollpacker` (arXiv 2509.21009): short rounds issue
+    1.25 P prompts and train the first P, the others wait until P of them fill a long round. The paper also issues 1.25 G
+    answers a prompt and keeps the first G; here all G are kept (C2). Its parallelism that changes within a step and its
+    reward scheduler are left out; its trainer that works during the rollout is `parts`. `staleflow` (arXiv 2601.12784):
+    running samples go on under the new weights, as in `partial`, and a group is admitted only where the step that its
+    oldest token allows has a place for it, which is the ledger's rule. The paper's surplus of requests is `inflight`, and
+    what no step takes now is kept for the next one and not aborted (C2); its samples change their instance when the weights
+    do; its choice of the moment at which an instance takes new weights is left out: all do at the publication.
     """
 
     max_lag: int | None
@@ -56,12 +71,18 @@ class Decisions:
     kv_weight: float = 0.0
     spread: str = "remainder"
     on_publish: str = "keep"
+    over_issued: int = 0
     parts: int = 1
+
+    @property
+    def mixes_versions(self) -> bool:
+        """A sample may have tokens of several versions."""
+        return self.on_publish == "swap"
 
     @property
     def repartitions(self) -> bool:
         """Versions are sampled from side by side, and share the instances."""
-        return self.max_lag != 0 and self.admit_at == "newest" and self.on_publish != "swap"
+        return self.max_lag != 0 and self.admit_at == "newest" and not self.mixes_versions
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -123,6 +144,14 @@ class OrchestratorConfig:
             return Decisions(
                 max_lag=self.max_lag, capped=True, target_groups=target, admit_on="publish", spread="round"
             )
+        if self.mode == "rollpacker":
+            more = math.ceil(OVER_ISSUED * groups)
+            return Decisions(max_lag=0, capped=False, target_groups=groups, over_issued=more, parts=parts)
+        if self.mode == "staleflow":
+            return Decisions(
+                max_lag=self.max_lag, capped=True, target_groups=target, on_publish="swap", count_awaited=True,
+                parts=parts,
+            )  # fmt: skip
         return Decisions(
             max_lag=self.max_lag, capped=True, target_groups=target, count_awaited=True, kv_weight=KV_WEIGHT,
             parts=parts,
@@ -211,7 +240,7 @@ class OrchestratorConfig:
 
     def _load_problems(self) -> list[str]:
         """RBS against a group and against a batch."""
-        if self.mode in ("sync", "one_step"):  # they issue whole batches
+        if self.mode in FIXED_LOAD:
             return []
         samples = self.inflight * self.groups_per_step * self.group_size
         if samples < self.group_size:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 
-from dora_jax.orchestrate import admission
+from dora_jax.orchestrate import admission, rounds
 from dora_jax.orchestrate import events as ev
 from dora_jax.orchestrate import fleet as fl
 from dora_jax.orchestrate.fleet import Instance, Unit
@@ -119,8 +119,10 @@ class _Fill:
 def _next_group(s: State) -> GroupId | None:
     """Groups to redo first, then the prompt stream in order. A task at its own limit is passed over for a while: until the
     others are so far ahead of it as they may be, and enough for a batch are outstanding."""
-    if s.redo:
+    if s.redo and rounds.may_redo(s):
         return s.redo.pop(0)
+    if rounds.waits_for_prompts(s):
+        return None
     limits, furthest = s.task_limits, math.inf
     if s.config.task_lead and s.ledger.total_outstanding >= s.ledger.missing:
         furthest = min(s.cursors.values()) + s.config.task_lead * s.config.groups_per_step

@@ -41,7 +41,7 @@ def rebalance(s: State) -> None:
                 s.fleet.turn(instance, fl.STEADY if coming is None else fl.CLEARING, coming, leaving)
             if coming is not None or not instance.used:
                 s.due.emptied[instance.id] = None
-    if s.decisions.on_publish == "swap":
+    if s.decisions.mixes_versions:
         _swap(s)
     for version in sorted(s.fleet.drains):
         _move(s, version)
@@ -52,7 +52,7 @@ def rebalance(s: State) -> None:
 def _demand(s: State) -> dict[Version, int]:
     """Requests in flight by version, and those that credit allows at the version meant for them."""
     meant = admission.admission_version(s.decisions, s.ledger)
-    if s.decisions.on_publish == "swap":  # training samples follow the newest weights
+    if s.decisions.mixes_versions:  # training samples follow the newest weights
         demand = dict(s.queue.evaluation_unfinished)
         demand[meant] = demand.get(meant, 0) + s.queue.training_unfinished
     else:

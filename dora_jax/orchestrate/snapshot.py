@@ -16,7 +16,7 @@ from dora_jax.orchestrate.line import Line
 from dora_jax.orchestrate.state import State
 from dora_jax.types import InstanceId
 
-FORMAT = 10
+FORMAT = 11
 UNIT = tuple(name for name in Unit.__slots__ if name not in ("dst", "group", "id"))
 INSTANCE = tuple(name for name in Instance.__slots__ if name not in ("report", "units"))
 unit_values, instance_values = attrgetter(*UNIT), attrgetter(*INSTANCE)
@@ -83,6 +83,8 @@ def _upgraded(s: State, data: dict[str, Any]) -> dict[str, Any]:
         groups = _with(data["groups"], {"ran": (), "spoilt": False}, set())
         data |= {"format": 10, "groups": [[*group, [], False, units] for *group, units in groups]}
         data |= {"sampled_by": _encode({}), "trained_by": _encode({})}
+    if data["format"] == 10:  # no mode had rounds
+        data |= {"format": 11, "ledger": data["ledger"] | {"long_round": False}}
     return data
 
 

@@ -121,7 +121,7 @@ class State:
         if unit.group.abandoned is not None:
             self.cancel(unit)
             return
-        if self.decisions.on_publish == "swap" and not is_eval(unit.group.id):
+        if self.decisions.mixes_versions and not is_eval(unit.group.id):
             self.queue.retag(unit, self.ledger.base)
         if unit.spoilt:
             unit.tokens, unit.ran, unit.home, unit.spoilt = 0, (), None, False
@@ -134,7 +134,7 @@ class State:
             self.due.rebalance = True
 
     def retag_waiting(self) -> None:
-        """Mode `partial`: what runs nowhere goes on under the newest weights."""
+        """Modes `partial` and `staleflow`: what runs nowhere goes on under the newest weights."""
         self.queue.retag_waiting(self.ledger.base)
         if self.queue.in_environment:
             for unit in [u for g in self.groups.values() for u in g.units if u is not None and u.state == fl.WAITING]:

@@ -191,12 +191,12 @@ def sample_ready(s: State, event: ev.SampleReady) -> None:
 
 
 def _runs(s: State, unit: Unit) -> None:
-    """Mode `partial`: what begins to run under weights that were replaced meanwhile is put aside at once."""
+    """Modes `partial` and `staleflow`: what begins to run under weights that were replaced meanwhile is put aside at once."""
     assert unit.instance is not None
     unit.state = fl.RUNNING
     if unit.instance not in unit.ran:
         unit.ran += (unit.instance,)
-    outdated = s.decisions.on_publish == "swap" and unit.version < s.ledger.base and not is_eval(unit.group.id)
+    outdated = s.decisions.mixes_versions and unit.version < s.ledger.base and not is_eval(unit.group.id)
     if outdated or unit.spoilt:
         quarantine.put_aside(s, unit)
 

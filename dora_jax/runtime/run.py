@@ -144,7 +144,7 @@ def publishing_inputs(model: ModelConfig, mesh: Mesh) -> Tree:
 def partial_s(config: Config) -> float:
     """How often running samples report their tokens. A sample that goes on from its tokens may differ in the last bits
     from one that was never cut: not in mode sync, whose runs are the same bit for bit however often they are killed."""
-    return config.journal.partial_s if config.orchestrator.mode != "sync" else 0.0
+    return config.journal.partial_s if not config.orchestrator.synchronous else 0.0
 
 
 def orchestrator_config(config: Config) -> OrchestratorConfig:

@@ -8,7 +8,8 @@ to its last, is scored, and trains in a part of a step:
     K * step_s  >=  longest_tokens * token_s + score_s + part_s
 
 token_s is least for a sample that is alone on the fastest instance. This floor falls only with K: more chips do not lower
-it. Mode `partial` has none: its samples change their version, and lag as far as they need.
+it. Modes `partial` and `staleflow` have none: their samples change their version. Nor has `rollpacker`, whose short rounds
+give the longest samples up.
 
 Memory (`memory_floor_s`), for every mode. The samples of a step hold W = sum(prompt * length + length^2 / 2) tokens of KV
 for a tick each. An instance holds C tokens, so that it takes W / C ticks or more of some instance to decode them, each no
@@ -46,7 +47,7 @@ def step_floor_s(row: Row) -> float:
     """The larger of the two floors, for the lengths that the row's first steps have."""
     decisions, section = orchestrator_config(row.config, row.mode).decisions, row.config.orchestrator
     floor_s = memory_floor_s(row.config)
-    if decisions.max_lag is None or decisions.on_publish != "keep":
+    if decisions.max_lag is None or decisions.on_publish != "keep" or decisions.over_issued:
         return floor_s
     work, groups = Workload(row.config.workload), section.groups_per_step
     longest = min(max(_lengths(work, range(step * groups, (step + 1) * groups), section.group_size))

@@ -13,13 +13,13 @@ from collections.abc import Sequence
 from typing import Any
 
 from dora_jax.costs import Hardware
+from dora_jax.orchestrate.modes import FIXED_LOAD
 from dora_jax.sim.config import GridSection, Row, replace
 from dora_jax.sim.meter import Result
 from dora_jax.sim.run import simulate
 from dora_jax.sim.table import grid
 
 SPLIT, INFLIGHT, BOUND = "hardware.rollout_chips", "orchestrator.inflight", "orchestrator.max_versions"
-FIXED_LOAD = ("sync", "one_step")  # a batch at a time
 FIXED_BOUND = (*FIXED_LOAD, "partial")
 
 

@@ -58,8 +58,8 @@ def problems(config: Any) -> Iterator[str]:
         )
     if (noise := sum(getattr(section, f"noise_{kind}") for kind in NOISE)) > 1:
         yield f"environment.noise_failed: the shares of {', '.join(NOISE)} observations add up to {noise:g}"
-    if config.orchestrator.mode == "partial":
-        yield "orchestrator.mode: partial; an episode belongs to one version"
+    if config.orchestrator.mode in ("partial", "staleflow"):
+        yield f"orchestrator.mode: {config.orchestrator.mode}; an episode belongs to one version"
     if config.reward_model.path:
         yield "reward_model.path: the environment gives the reward of its episodes; leave it empty"
     if section.branches and config.trainer.advantage == "vcpo":

@@ -203,7 +203,7 @@ class World:
             instances=list(self.remotes.values()),
             trainer=trainer,
             task=Task(),
-            scorer=Scorer(mixed=self._mode == "partial"),
+            scorer=Scorer(mixed=self._mode in ("partial", "staleflow")),
             groups=groups,
             weights=self.weights,
             outbox=self.outbox,

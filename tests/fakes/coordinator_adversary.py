@@ -157,7 +157,7 @@ class Process:
             instances=list(self.pool.values()),
             trainer=self.trainer,
             task=EpisodePrompts(Task(game.too_long), TURN_TOKENS) if game.turns else Task(game.too_long),
-            scorer=SlowScorer(config.mode == "partial", self.draw),
+            scorer=SlowScorer(config.decisions.mixes_versions, self.draw),
             groups=groups,
             weights=self.weights,
             outbox=self.heard,
@@ -287,7 +287,7 @@ def drawn(seed: int) -> Game:
         max_prompt_tokens=8, max_new_tokens=64, eval_every=draw.randint(0, 2), eval_groups=draw.choice([0, 2]),
         rebalance_period_s=1e-3)  # fmt: skip
     too_long = tuple(draw.sample(range(12), draw.choice([0, 2])))
-    kills, turns = mode != "partial" and draw.random() < 0.5, draw.random() < 0.5
+    kills, turns = not config.decisions.mixes_versions and draw.random() < 0.5, draw.random() < 0.5
     return Game(config, draw.randint(1, 3), too_long, seed, kills, turns)
 
 

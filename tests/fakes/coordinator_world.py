@@ -129,7 +129,7 @@ def make(
         queue.SimpleQueue(),
         Weights(),
         MemoryGroupStore(),
-        Scorer(mixed=mode == "partial"),
+        Scorer(mixed=mode in ("partial", "staleflow")),
     )
     length = length or (
         lambda version, group, index, limit: 60 if (group + index) % 7 == 0 else 2 + (group + index) % 5

@@ -145,7 +145,7 @@ class Run:
             instances=workers,
             trainer=worker,
             task=EpisodePrompts(Task(too_long=(3,)), TURN_TOKENS) if episodes else Task(too_long=(3,)),
-            scorer=EpisodeScorer(("right",)) if episodes else Scorer(mixed=self.config.mode == "partial"),
+            scorer=EpisodeScorer(("right",)) if episodes else Scorer(mixed=self.config.decisions.mixes_versions),
             groups=groups,
             weights=self.weights,
             outbox=outbox,

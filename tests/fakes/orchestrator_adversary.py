@@ -280,7 +280,7 @@ class Adversary(OtherSources):
             self.doubts.start(id)
             assert id.group_id not in self.given_up and id not in self.started, f"{id} starts over"
             tagged = self.versions.setdefault(id.group_id, command.version)
-            assert tagged == command.version or self.config.mode == "partial", f"{command} mixes versions"
+            assert tagged == command.version or self.config.decisions.mixes_versions, f"{command} mixes versions"
             if not self.environments.resets(self.known(command.instance), id, command.version):
                 self.post(command.instance, (id, command.version, False))
             if self.draw.random() < 0.002 and self.moves < self.calm_after:
@@ -290,7 +290,7 @@ class Adversary(OtherSources):
         for id in command.ids:  # without a record it goes on from its prompt
             assert id not in self.environments.asked, f"{id} goes on before its environment has answered"
             version = self.recorded.pop(id, command.version)
-            assert version == command.version or self.config.mode == "partial", f"{command} mixes versions"
+            assert version == command.version or self.config.decisions.mixes_versions, f"{command} mixes versions"
             self.post(command.instance, (id, command.version, True))
 
     def do_move(self, command: ev.Move) -> None:
@@ -319,7 +319,7 @@ class Adversary(OtherSources):
 
     def do_retire(self, command: ev.Retire) -> None:
         assert not any(command.version in life.runs.values() for life in self.lives.values())
-        assert self.config.mode == "partial" or command.version not in self.environments.asked.values()
+        assert self.config.decisions.mixes_versions or command.version not in self.environments.asked.values()
         self.retired.add(command.version)
 
     def do_park(self, command: ev.Park | ev.Pause | ev.Unpause) -> None:

@@ -285,7 +285,7 @@ class World(Audit):
             run = Run(id, command.version, 0, self.length(id), self.now_s, self.epoch)
             run.turns = 1 + int(self.shape.turns * chance(self.shape.seed, "turns", id))
             tagged = self.group_version.setdefault(id.group_id, command.version)
-            assert tagged == command.version or self.config.mode == "partial", f"{command} mixes versions"
+            assert tagged == command.version or self.config.decisions.mixes_versions, f"{command} mixes versions"
             self.group_version[id.group_id] = command.version
             self.host(run, command.instance)
             self.at(0.01, ("begin", command.instance, run, run.epoch, False))
@@ -298,7 +298,7 @@ class World(Audit):
     def do_resume(self, command: ev.Resume) -> None:
         for id in command.ids:
             run = self.recorded.pop(id, None) or self.waiting.pop(id)  # it waited, which nobody heard of
-            assert run.version == command.version or self.config.mode == "partial", f"{command} mixes versions"
+            assert run.version == command.version or self.config.decisions.mixes_versions, f"{command} mixes versions"
             self.epoch += 1
             run.version, run.epoch, run.began = command.version, self.epoch, False
             self.host(run, command.instance)
@@ -374,7 +374,9 @@ class World(Audit):
         for engine in self.engines.values():
             assert not any(r.version == command.version for r in engine.runs.values())
             assert engine.loading != command.version
-        assert self.config.mode == "partial" or command.version not in {run.version for run in self.waiting.values()}
+        assert self.config.decisions.mixes_versions or command.version not in {
+            run.version for run in self.waiting.values()
+        }
         self.retired.add(command.version)
 
     def do_halt(self, command: ev.Halt) -> None:

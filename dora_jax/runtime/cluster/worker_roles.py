@@ -79,7 +79,7 @@ class TrainerRole:
         self._trainer = build.new_trainer(config, Tokenizer.load(config.model.path), mesh, self._home.folder)
         self._views = TokenViews(self._trainer, config.trainer.show_every)
         self._pack = self._views.watching(build.packer(config, self._trainer))
-        self._gap = MismatchProbe(build.prober(config, self._trainer) if config.orchestrator.mode != "sync" else None)
+        self._gap = MismatchProbe(build.prober(config, self._trainer) if not config.orchestrator.synchronous else None)
         self._newest: tuple[Version, Tree] | None = None  # published last, on the trainer's shards, for the gap
         self._copy = build.publishing_copy(config, hf.read_config(config.model.path), mesh)
         self._stored, self._kept = StoredWeights(begin.workdir), HostWeights()
