@@ -22,6 +22,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from dora_jax import config_tree
+from dora_jax.models.lora_config import Lora
 from dora_jax.redaction import redact
 
 if TYPE_CHECKING:
@@ -336,6 +337,7 @@ class Config:
     rollout: RolloutSection = RolloutSection()
     orchestrator: OrchestratorSection = OrchestratorSection()
     trainer: TrainerSection = TrainerSection()
+    lora: Lora = dataclasses.field(default_factory=Lora)
     eval: EvalSection = EvalSection()
     checkpoint: CheckpointSection = CheckpointSection()
     monitor: MonitorSection = MonitorSection()

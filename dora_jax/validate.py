@@ -17,6 +17,7 @@ from dora_jax import config_tree, hub, presets
 from dora_jax.chips import CHIPS
 from dora_jax.config import RENAMED, Config, ConfigError, TaskPart, TaskSection
 from dora_jax.devices import MIN_AUTO_INSTANCES
+from dora_jax.models import lora_config
 from dora_jax.models.config import MAX_LAYERS, ModelConfig
 from dora_jax.models.families import FAMILIES, KNOWN
 from dora_jax.models.hf_config import read_config
@@ -332,6 +333,7 @@ def _trainer(config: Config) -> Problems:
     if t.rows % ways:
         yield f"trainer.rows: {t.rows} is not divisible by micro_batches * data * fsdp = {ways}"
     yield from _checkpoint(config)
+    yield from lora_config.problems(config)
 
 
 def _checkpoint(config: Config) -> Problems:

@@ -170,7 +170,7 @@ def test_layouts_and_products_agree(name):
     for compute in (moe.ragged_dot, moe.blocks):
         grouped = jax.jit(functools.partial(hidden, cfg, compute=compute))
         np.testing.assert_allclose(grouped(decoder.serving_layout(params))[0], expected, atol=2e-5)
-    back = decoder.stacked_layout(decoder.serving_layout(params))
+    back = decoder.stacked_layout(cfg, decoder.serving_layout(params))
     jax.tree.map(np.testing.assert_array_equal, back, params)
     if cfg.latent:  # which is absorbed where an engine carries its cache
         return

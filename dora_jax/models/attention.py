@@ -27,6 +27,7 @@ from dora_jax.models.config import ModelConfig, RopeScaling, Yarn
 
 Attend = Callable[[Any, jax.Array, jax.Array, "jax.Array | None"], jax.Array]
 Weights = dict[str, Any]  # of one layer, by name
+ADAPTERS = "adapters"  # among a layer's weights: its adapters, by the name of what they adapt
 LATENT_EPS = 1e-6  # of the norms of latents, whatever the model's own
 
 
@@ -43,19 +44,45 @@ class Products(NamedTuple):
 
     merge: tokens as one axis, since a CPU takes twice as long over a weight gradient summed over two.
     looped: the weights are slices of stacked ones. absorbed: latent attention in the form that serves.
+    gain: what low-rank adapters are multiplied by. rows: which of several adapters each row takes; None: there is one.
     """
 
     merge: bool
     looped: bool = False
     absorbed: bool = False
+    gain: float = 1.0
+    rows: jax.Array | None = None  # i32[B]
 
     def __call__(self, weights: Weights, x_BxLxD: jax.Array, name: str) -> jax.Array:
-        """x @ weight, in the activations' type: masters may be wider."""
-        weight = weights[name].astype(x_BxLxD.dtype)
+        """x @ weight, in the activations' type: masters may be wider; with the adapter of that weight, if it has one."""
+        y = self._times(x_BxLxD, weights[name].astype(x_BxLxD.dtype))
+        adapter = adapter_of(weights, name, x_BxLxD.dtype)
+        return y if adapter is None else y + self._low_rank(x_BxLxD, *adapter)
+
+    def own(self, factor: jax.Array) -> jax.Array:
+        """[B, ...] of a factor [A, ...] of several adapters, each row's own; of one adapter [1, ...]."""
+        return factor[None] if self.rows is None else factor[self.rows]
+
+    def _times(self, x_BxLxD: jax.Array, weight: jax.Array) -> jax.Array:
         if not self.merge:
             return x_BxLxD @ weight
         y = x_BxLxD.reshape(-1, x_BxLxD.shape[-1]) @ weight
         return y.reshape(*x_BxLxD.shape[:-1], -1)
+
+    def _low_rank(self, x_BxLxD: jax.Array, a: jax.Array, b: jax.Array) -> jax.Array:
+        """Of several adapters, one product with all of them and a mask: each is read once, whatever the rows."""
+        if self.rows is None:
+            return self._times(self.gain * self._times(x_BxLxD, a), b)
+        count, inner, rank = a.shape
+        low = self._times(x_BxLxD, a.transpose(1, 0, 2).reshape(inner, count * rank))
+        own = jnp.repeat(self.rows[:, None] == jnp.arange(count)[None], rank, axis=1)
+        return self._times(jnp.where(own[:, None], self.gain * low, 0), b.reshape(count * rank, -1))
+
+
+def adapter_of(weights: Weights, name: str, dtype: Any) -> tuple[jax.Array, jax.Array] | None:
+    """The factors [..., in, rank] and [..., rank, out] of a weight's adapter; None where it has none."""
+    found = weights.get(ADAPTERS, {}).get(name)
+    return None if found is None else (found["a"].astype(dtype), found["b"].astype(dtype))
 
 
 def specs(cfg: ModelConfig, residual: float) -> dict[str, Spec]:
@@ -172,10 +199,27 @@ def _mla_absorbed(cfg, layer, weights, h_BxLxD, rotary, attend, products):
     q_nope, q_rope, latent_BxLxC, k_rope_BxLx1xR = latent_parts(cfg, weights, h_BxLxD, rotary, products)
     up_CxHxN = weights["kv_b_proj"].astype(h_BxLxD.dtype).reshape(m.kv_rank, cfg.n_heads, -1)
     q_latent = jnp.einsum("blhn,chn->blhc", q_nope, up_CxHxN[..., : m.nope_dim])
+    adapter = adapter_of(weights, "kv_b_proj", h_BxLxD.dtype)
+    if adapter is not None:  # its two factors move over as the weight does, one behind the other
+        a_BxCxr, b_Bxrxo = (products.own(x) for x in adapter)
+        b_BxrxHxN = products.gain * b_Bxrxo.reshape(*b_Bxrxo.shape[:2], cfg.n_heads, -1)
+        low = _by_row("blhn,brhn->blhr", q_nope, b_BxrxHxN[..., : m.nope_dim])
+        q_latent = q_latent + _by_row("blhr,bcr->blhc", low, a_BxCxr)
     q = jnp.concatenate([q_latent, q_rope], axis=-1)
     k = jnp.concatenate([latent_BxLxC[:, :, None], k_rope_BxLx1xR], axis=-1)
     o_BxLxHxC = attend(layer, q, k, None)
-    return jnp.einsum("blhc,chv->blhv", o_BxLxHxC, up_CxHxN[..., m.nope_dim :])
+    o_BxLxHxV = jnp.einsum("blhc,chv->blhv", o_BxLxHxC, up_CxHxN[..., m.nope_dim :])
+    if adapter is not None:
+        low = _by_row("blhc,bcr->blhr", o_BxLxHxC, a_BxCxr)
+        o_BxLxHxV = o_BxLxHxV + _by_row("blhr,brhv->blhv", low, b_BxrxHxN[..., m.nope_dim :])
+    return o_BxLxHxV
+
+
+def _by_row(spec: str, x: jax.Array, factor: jax.Array) -> jax.Array:
+    """einsum with the factor of each row b, or with the one factor [1, ...] of all rows."""
+    if len(factor) == 1:
+        spec, factor = spec.replace(",b", ","), factor[0]
+    return jnp.einsum(spec, x, factor)
 
 
 def latent_parts(

@@ -30,10 +30,11 @@ import numpy as np
 from flax import nnx
 
 from dora_jax.models import attention, moe
-from dora_jax.models.attention import Attend, Products, Spec, rms_norm
+from dora_jax.models.attention import ADAPTERS, Attend, Products, Spec, rms_norm
 from dora_jax.models.config import ModelConfig, RopeScaling
 from dora_jax.models.families import new_config
 from dora_jax.models.moe import Compute, Routed
+from dora_jax.models.remat import rematerialized
 
 __all__ = [
     "Attend",
@@ -56,12 +57,9 @@ __all__ = [
 Params = dict[str, Any]
 Constrain = Callable[..., jax.Array]  # (array, *logical axes) -> the same array, pinned to the table's mesh axes
 
-REMAT = ("none", "full", "dots")
 TOGETHER = (
     4  # layers of a serving loop's body, at most: XLA fetches the next one's weights while it computes with one's
 )
-KEPT = "attention"  # what an attention kernel names of its results: they are kept where they are small
-SMALL = 2  # times a layer's input
 WIDE = ("router_bias",)  # stay f32 in every copy
 FIRST, LAYERS = "first_layers", "layers"  # the stacks of a model's layers, in their order
 
@@ -180,18 +178,17 @@ def serving_layout(params: Params, layout: str = "serving") -> Params:
     layers = []
     for name in (FIRST, LAYERS):
         stacked = params.get(name, {})
-        n_layers = next(iter(stacked.values())).shape[0] if stacked else 0
-        layers += [{name: w[i] for name, w in stacked.items()} for i in range(n_layers)]
+        n_layers = jax.tree.leaves(stacked)[0].shape[0] if stacked else 0
+        layers += [jax.tree.map(lambda w, i=i: w[i], stacked) for i in range(n_layers)]
     return {**{name: x for name, x in params.items() if name != FIRST}, LAYERS: layers}
 
 
-def stacked_layout(params: Params) -> Params:
+def stacked_layout(cfg: ModelConfig, params: Params) -> Params:
     """One dict a layer -> stacked; what is stacked stays."""
     layers = params[LAYERS]
     if not isinstance(layers, list):
         return params
-    first = [layer for layer in layers if layer.keys() != layers[-1].keys()]
-    found = {**params, LAYERS: layers[len(first) :]} | ({FIRST: first} if first else {})
+    found = params | {name: layers[part.first :][: part.count] for name, part in stacks(cfg).items()}
     stack = functools.partial(jax.tree.map, lambda *of_layers: jnp.stack(of_layers))
     return {name: stack(*x) if name in (FIRST, LAYERS) else x for name, x in found.items()}
 
@@ -199,6 +196,19 @@ def stacked_layout(params: Params) -> Params:
 def layout_of(params: Params) -> str:
     """ "serving" or "scanned", of an engine's weights or of a tree like them (shardings)."""
     return "serving" if isinstance(params["layers"], list) else "scanned"
+
+
+def adapted(params: Params, adapters: Params | None, several: bool = False) -> Params:
+    """The weights of either layout with adapters (lora.py) of the same layout beside each layer's; several: the adapters
+    have a leading axis, which moves behind that of stacked layers."""
+    if adapters is None:
+        return params
+    if isinstance(params[LAYERS], list):
+        pairs = zip(params[LAYERS], adapters[LAYERS], strict=True)
+        return params | {LAYERS: [{**weights, ADAPTERS: found} for weights, found in pairs]}
+    if several:
+        adapters = jax.tree.map(lambda x: jnp.moveaxis(x, 0, 1), adapters)
+    return params | {name: {**params[name], ADAPTERS: found} for name, found in adapters.items()}
 
 
 class _Pass(NamedTuple):
@@ -225,7 +235,7 @@ class _Pass(NamedTuple):
         """LongCat: the mixture takes what the first dense feed-forward takes, and is added behind the second."""
         mixed = None
         for j in (0, 1):
-            at = {name[:-2]: w for name, w in weights.items() if name.endswith(f"_{j}")}
+            at = _sublayer(weights, j) | {ADAPTERS: _sublayer(weights.get(ADAPTERS, {}), j)}
             number = None if layer is None else 2 * layer + j
             x_BxLxD, h_BxLxD = self._attention(number, at, x_BxLxD, attend)
             mixed = mixed or self._mixture(weights, h_BxLxD, forced_BxLxk)
@@ -245,6 +255,10 @@ class _Pass(NamedTuple):
 
     def _mixture(self, weights, h_BxLxD, forced_BxLxk):
         return moe.run(self.cfg, weights, h_BxLxD, self.products, self.compute, forced_BxLxk, self.counted_BxL)
+
+
+def _sublayer(weights: Params, j: int) -> Params:
+    return {name[:-2]: w for name, w in weights.items() if name.endswith(f"_{j}")}
 
 
 def forward(cfg: ModelConfig, params: Params, tokens_BxL, positions_BxL, attend: Attend, **options) -> jax.Array:
@@ -267,21 +281,25 @@ def forward_routed(
     compute: Compute = moe.scan,
     routes_BxLxMxk: jax.Array | None = None,
     counted_BxL: jax.Array | None = None,
+    adapters: Params | None = None,
+    adapter_index: jax.Array | None = None,
+    adapter_gain: float = 1.0,
 ) -> tuple[jax.Array, Routed | None]:
     """(hidden states after the last norm, in `dtype`; what the M routers did, None without experts).
 
     constrain: sharding.constrain_rows, the trainer's. merge: whether matmuls see rows and positions as one axis; no,
     where both are sharded. absorbed: latent attention in the form that serves; attention.py says what `attend` is given.
     compute: of moe.compute. routes: expert ids to take, see moe.route. counted_BxL: the tokens
-    that the routers' figures are of.
+    that the routers' figures are of. adapters: of lora.py, in the layout of params, multiplied by adapter_gain;
+    adapter_index i32[B]: they have a leading axis, of which each row takes its own.
     """
+    params = adapted(params, adapters, adapter_index is not None)
     with jax.named_scope("embed"):
         # gathered over fsdp before the lookup: left to itself, XLA replicates the looked-up rows instead
         embed_VxD = constrain(params["embed"].astype(dtype), "vocab", None)
         x_BxLxD = constrain(embed_VxD[tokens_BxL], "batch", "sequence")
-    one_pass = _Pass(
-        cfg, attention.rotary(cfg, positions_BxL), Products(merge, absorbed=absorbed), compute, counted_BxL
-    )
+    products = Products(merge, absorbed=absorbed, gain=adapter_gain, rows=adapter_index)
+    one_pass = _Pass(cfg, attention.rotary(cfg, positions_BxL), products, compute, counted_BxL)
 
     def run(block: str, layer: int | None, weights: Params, x, forced_BxLxk):
         x, routed = one_pass.layer(block, layer, weights, x, attend, forced_BxLxk)
@@ -293,11 +311,11 @@ def forward_routed(
         if isinstance(params[LAYERS], list):
             for i in range(stack.count):
                 layer = stack.first + i
-                body = _remat(functools.partial(run, stack.block, layer), remat, cfg)
+                body = rematerialized(functools.partial(run, stack.block, layer), remat, cfg)
                 x_BxLxD, routed = body(params[LAYERS][layer], x_BxLxD, None if routes is None else routes[i])
                 every += [] if routed is None else [jax.tree.map(lambda x: x[None], routed)]
         else:
-            body = functools.partial(_scanned, _remat(functools.partial(run, stack.block, None), remat, cfg))
+            body = functools.partial(_scanned, rematerialized(functools.partial(run, stack.block, None), remat, cfg))
             x_BxLxD, routed = jax.lax.scan(body, x_BxLxD, (params[name], routes))
             every += [] if routed is None else [routed]
     hidden_BxLxD = rms_norm(x_BxLxD, params["final_norm"], cfg.norm_eps)
@@ -319,21 +337,27 @@ def forward_carrying(
     *,
     dtype=jnp.float32,
     compute: Compute = moe.scan,
+    adapters: Params | None = None,
+    adapter_index: jax.Array | None = None,
+    adapter_gain: float = 1.0,
 ) -> tuple[jax.Array, Any, jax.Array | None]:
     """(hidden states after the last norm, state, expert ids i32[M, B, L, k] or None) for serving. `attend_with(state)`
     gives an `attend` that puts the new arrays into the containers of the state that it was given; stacked layers hand
     them on through the loop, in place.
 
-    Each layer's slice is taken by its own number: of a scan unrolled, XLA copies several layers' weights out first."""
+    Each layer's slice is taken by its own number: of a scan unrolled, XLA copies several layers' weights out first.
+    The adapters' arguments are those of `forward_routed`."""
     state = jax.tree.map(lambda x: x, state)  # its containers are ours
     if layout_of(params) == "serving":
-        hidden_BxLxD, routed = forward_routed(
-            cfg, params, tokens_BxL, positions_BxL, attend_with(state), dtype=dtype, absorbed=True, compute=compute
-        )
+        options = dict(dtype=dtype, absorbed=True, compute=compute)
+        options |= dict(adapters=adapters, adapter_index=adapter_index, adapter_gain=adapter_gain)
+        hidden_BxLxD, routed = forward_routed(cfg, params, tokens_BxL, positions_BxL, attend_with(state), **options)
         return hidden_BxLxD, state, None if routed is None else routed.ids
+    params = adapted(params, adapters, adapter_index is not None)
     with jax.named_scope("embed"):
         x_BxLxD = params["embed"][tokens_BxL].astype(dtype)
-    one_pass = _Pass(cfg, attention.rotary(cfg, positions_BxL), Products(True, looped=True, absorbed=True), compute)
+    products = Products(True, looped=True, absorbed=True, gain=adapter_gain, rows=adapter_index)
+    one_pass = _Pass(cfg, attention.rotary(cfg, positions_BxL), products, compute)
     ids = None
     if cfg.experts:
         ids = jnp.zeros((cfg.expert_layers, *tokens_BxL.shape, cfg.experts.per_token), jnp.int32)
@@ -367,16 +391,3 @@ def logits(cfg: ModelConfig, params: Params, hidden) -> jax.Array:
         else:
             spec, weight = "...d,dv->...v", params["lm_head"]
         return jnp.einsum(spec, hidden, weight.astype(hidden.dtype), preferred_element_type=jnp.float32)
-
-
-def _remat(body: Callable, remat: str, cfg: ModelConfig) -> Callable:
-    if remat == "none":
-        return body
-    policies = jax.checkpoint_policies
-    kept = policies.save_only_these_names(*([KEPT] if cfg.q_width <= SMALL * cfg.d_model else []))
-    if remat == "full":
-        return jax.checkpoint(body, policy=kept)
-    if remat == "dots":
-        dots = policies.dots_with_no_batch_dims_saveable
-        return jax.checkpoint(body, policy=policies.save_from_both_policies(dots, kept))
-    raise ValueError(f"remat {remat!r} is unknown; known: {', '.join(REMAT)}")

@@ -16,13 +16,13 @@ states alone, whatever computes the experts.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
 from dora_jax.models import grouped_experts
-from dora_jax.models.attention import Products, Spec, Weights
+from dora_jax.models.attention import Products, Spec, Weights, adapter_of
 from dora_jax.models.config import Experts, ModelConfig
 
 WIDE, BACK = ("expert", "expert_embed", "expert_mlp"), ("expert", "expert_mlp", "expert_embed")  # axes of the matrices
@@ -89,12 +89,8 @@ def run(
             e, h_BxLxD, weights["router"], weights.get("router_bias"), forced_BxLxk, counted_BxL
         )
     with jax.named_scope("experts"):
-        y_BxLxD = compute(
-            h_BxLxD,
-            weights_BxLxk,
-            routed.ids,
-            *(weights[f"experts_{x}"].astype(h_BxLxD.dtype) for x in ("gate", "up", "down")),
-        )
+        matrices = (_expert_matrix(weights, f"experts_{x}", h_BxLxD.dtype, products) for x in ("gate", "up", "down"))
+        y_BxLxD = compute(h_BxLxD, weights_BxLxk, routed.ids, *matrices)
         if e.zero:
             kept_BxL = jnp.sum(jnp.where(routed.ids >= e.count, weights_BxLxk, 0.0), axis=-1)
             y_BxLxD = y_BxLxD + (kept_BxL[..., None] * h_BxLxD.astype(jnp.float32)).astype(h_BxLxD.dtype)
@@ -102,6 +98,17 @@ def run(
         with jax.named_scope("shared"):
             y_BxLxD = y_BxLxD + dense(weights, h_BxLxD, products, "shared_{}")
     return y_BxLxD, routed
+
+
+def _expert_matrix(weights: Weights, name: str, dtype: Any, products: Products) -> jax.Array:
+    """[E, in, out], an adapter added up into it: rank / tokens of what the tokens' products cost, and every compute
+    takes it."""
+    matrix, adapter = weights[name].astype(dtype), adapter_of(weights, name, dtype)
+    if adapter is None:
+        return matrix
+    if products.rows is not None:
+        raise ValueError("lora.targets: experts of several adapters in one call are not computed")
+    return matrix + jnp.einsum("eir,ero->eio", products.gain * adapter[0], adapter[1])
 
 
 def route(

@@ -13,6 +13,7 @@ KV heads alone, neighbours may share one.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -42,6 +43,7 @@ TABLE: dict[str, Any] = {
     "router": None,  # one score an expert
     "latent": None,  # what latent attention projects down to
     "rank": ("fsdp", "expert"),  # the same, as what a projection takes
+    "lora": None,  # the rank of an adapter
 }
 COPIES = "copies"  # of an engine's mesh only, see `serving_mesh`
 
@@ -83,6 +85,19 @@ def serving_table(mesh: Mesh, whole_experts: bool = False) -> dict[str, Any]:
 def param_specs(cfg: ModelConfig, mesh: Mesh, layout: str = "stacked", *, whole_experts: bool = False):
     """Pytree of NamedSharding that matches the params of this layout: "stacked", or an engine's, tensor only: "serving"
     or "scanned" (see decoder.serving_layout), for which `serving_table` says what whole_experts is."""
+    return placed_axes(cfg, mesh, decoder.logical_axes(cfg), layout, whole_experts=whole_experts)
+
+
+def placed_axes(
+    cfg: ModelConfig,
+    mesh: Mesh,
+    axes: Any,
+    layout: str,
+    *,
+    whole_experts: bool = False,
+    leading: tuple[str | None, ...] = (),
+) -> Any:
+    """`param_specs` of any tree of logical axes that has the model's stacks; leading: mesh axes in front of each."""
     if layout == "stacked":
         check_mesh(cfg, **{axis: mesh.shape[axis] for axis in ("fsdp", "tensor", "expert")})
         table = TABLE
@@ -91,16 +106,14 @@ def param_specs(cfg: ModelConfig, mesh: Mesh, layout: str = "stacked", *, whole_
         table = serving_table(mesh, whole_experts)
 
     def place(axes: tuple[str, ...]) -> NamedSharding:
-        return NamedSharding(mesh, PartitionSpec(*(table[axis] for axis in axes)))
+        return NamedSharding(mesh, PartitionSpec(*leading, *(table[axis] for axis in axes)))
 
-    axes = decoder.logical_axes(cfg)
+    named = functools.partial(jax.tree.map, is_leaf=lambda x: isinstance(x, tuple))
     if layout == "serving":
         stacks = decoder.stacks(cfg)
-        layers = [
-            {name: names[1:] for name, names in axes[key].items()} for key, s in stacks.items() for _ in range(s.count)
-        ]
+        layers = [named(lambda names: names[1:], axes[key]) for key, s in stacks.items() for _ in range(s.count)]
         axes = {**{name: names for name, names in axes.items() if name not in stacks}, decoder.LAYERS: layers}
-    return jax.tree.map(place, axes, is_leaf=lambda x: isinstance(x, tuple))
+    return named(place, axes)
 
 
 def stacked_like(serving: Any) -> Any:

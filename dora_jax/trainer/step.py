@@ -320,7 +320,7 @@ def update(recipe: Recipe, state: TrainState, arrays: Arrays) -> tuple[TrainStat
         {**arrays, "lag": lag(state.step, arrays)},
         section.micro_batches,
     )
-    grads = decoder.stacked_layout(grads)
+    grads = decoder.stacked_layout(recipe.model.cfg, grads)
     sums["grad_norm"] = optax.tree.norm(grads)
     old = optim.fetched(state.opt_state["policy"], recipe.shardings().opt_state["policy"], after=sums["grad_norm"])
     sums["learning_rate"] = jnp.asarray(recipe.rate(optim.updates_done(old)), jnp.float32)
