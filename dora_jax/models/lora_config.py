@@ -21,9 +21,7 @@ class Lora:
     rank: int = 0  # numbers between A and B; 0: no adapters, all weights are trained
     alpha: float = 32.0  # the product with A and B is multiplied by alpha / rank
     targets: tuple[str, ...] = ("attention", "mlp")  # whose matrices have adapters: attention, mlp, experts
-    path: str = (
-        ""  # a Hugging Face PEFT folder whose adapter is the first one; empty: a fresh one, which changes nothing
-    )
+    path: str = ""  # a Hugging Face PEFT folder to start from; empty: a fresh adapter, which changes nothing
 
     @property
     def on(self) -> bool:
