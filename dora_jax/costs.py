@@ -48,6 +48,9 @@ class ModelSizes:
     kv_bytes_per_token: float = 262144.0  # all layers
     kv_copies: float = 1.0  # chips of an instance that hold the same keys and values, or latents
     weight_bytes_per_param: float = 2.0
+    adapter_bytes: float = (
+        0.0  # versions are adapters of so many bytes over one base, which one call serves; 0: full weights
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -106,6 +109,7 @@ class Costs(Protocol):
     contention: float
     pages: int  # KV pages of an instance
     weight_bytes: float  # of a version; 0: not known
+    mixes: bool  # one decode call serves rows of all versions
 
     @property
     def kv_bytes_per_token(self) -> float:
@@ -161,16 +165,19 @@ class Roofline:
         chips = hardware.instance_chips
         self._bytes_per_s = chips * chip.hbm_bytes_per_s * cost.hbm_efficiency
         self._flops_per_s = chips * chip.flops * cost.flops_efficiency
-        self.weight_bytes = model.params * model.weight_bytes_per_param
+        base = model.params * model.weight_bytes_per_param
+        self.mixes, self.weight_bytes = model.adapter_bytes > 0, model.adapter_bytes or base
         self._active = model.active_params or model.params
         self.decode_kv_s = model.kv_copies * model.kv_bytes_per_token / self._bytes_per_s
         self.score_s = cost.score_s
         self._base: list[float] = []
-        free = chips * chip.hbm_bytes * hardware.hbm_share - hardware.residents * self.weight_bytes
+        self._adapters = hardware.residents * model.adapter_bytes
+        held = base + self._adapters if self.mixes else hardware.residents * base
+        free = chips * chip.hbm_bytes * hardware.hbm_share - held
         self.pages = int(free / (model.kv_copies * model.kv_bytes_per_token * hardware.page_size))
         if self.pages < 1:
             raise ConfigError(
-                f"hardware.tensor: {hardware.residents} x {self.weight_bytes / 1e9:.0f} GB of weights leave no KV "
+                f"hardware.tensor: {held / 1e9:.0f} GB of weights ({hardware.residents} resident versions) leave no KV "
                 f"cache on {chips} {hardware.chip}")  # fmt: skip
 
     def decode_base_s(self, batch: int) -> float:
@@ -212,8 +219,9 @@ class Roofline:
         return self._hardware.instance_chips * self._chip.dcn_bytes_per_s * self._cost.link_efficiency
 
     def _tick_s(self, batch: int) -> float:
-        read = self.touched_params(batch) * self._model.weight_bytes_per_param / self._bytes_per_s
-        compute = FORWARD * self._active * batch / self._flops_per_s
+        size = self._model.weight_bytes_per_param
+        read = (self.touched_params(batch) * size + self._adapters) / self._bytes_per_s
+        compute = FORWARD * (self._active + self._adapters / size) * batch / self._flops_per_s
         return self._cost.decode_overhead_s + max(read, compute) + self._collectives_s(batch)
 
     def touched_params(self, batch: int) -> float:
@@ -260,6 +268,7 @@ class MeasuredCosts:
         self.score_s = self._data["score_s"]
         self.pages = int(self._data["pages"])
         self.weight_bytes = self.kv_bytes_per_token = 0.0  # not known from times
+        self.mixes = False
 
     def decode_base_s(self, batch: int) -> float:
         batches, ticks = self._batches, self._ticks_s

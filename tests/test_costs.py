@@ -29,6 +29,18 @@ def test_a_small_batch_is_bound_by_weights_and_a_large_one_by_flops():
     assert costs.decode_kv_s == pytest.approx(262144 / 4800e9)
 
 
+def test_adapters_share_one_base_in_memory_and_in_a_tick():
+    adapter, four = dataclasses.replace(DENSE, adapter_bytes=0.64e9), {"residents": 4, "chip": "h200"}
+    alone, full = roofline(hardware={"chip": "h200"}), roofline(hardware=four)
+    costs = roofline(adapter, four)
+    page = 16 * 262144
+    assert (full.pages - alone.pages) * page == pytest.approx(-3 * 64e9, rel=0.01)
+    assert (costs.pages - alone.pages) * page == pytest.approx(-4 * 0.64e9, rel=0.01)
+    read_s = 4 * 0.64e9 / (4 * 4800e9 * CostOptions().hbm_efficiency)
+    assert costs.decode_base_s(8) - alone.decode_base_s(8) == pytest.approx(read_s)
+    assert costs.load_s() < alone.load_s() / 2 and costs.mixes and not full.mixes
+
+
 def test_tensor_parallel_divides_the_work_and_pays_for_collectives():
     hardware = [{"tensor": t, "chip": "h200"} for t in (1, 4)]
     one, four = (roofline(hardware=h, decode_overhead_s=0.0).decode_base_s(1) for h in hardware)

@@ -29,6 +29,7 @@ SECTION = presets.on_cpu(
 class Costs:
     """Seconds: 10 a decode step and one a sample in it, 100 a token of prefill, 5 a move, 7 a load."""
 
+    mixes = False
     decode_kv_s = 0.001
 
     def decode_base_s(self, batch):

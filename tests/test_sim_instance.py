@@ -15,6 +15,7 @@ class Costs:
     """Costs a person can check: a tick takes 10 ms, 1 ms a sample, 10 us a token of context."""
 
     pages = 1000
+    mixes = False
     decode_kv_s = 1e-5
     score_s = 0.0
 
@@ -104,8 +105,11 @@ def test_tokens_are_conserved():
 
 
 def test_versions_side_by_side_are_decoded_in_a_call_each():
-    def ended(version):
-        host, jobs = make(), [job(i, 10, 100) for i in range(4)]
+    class Mixing(Costs):
+        mixes = True
+
+    def ended(version, costs=None):
+        host, jobs = make(costs), [job(i, 10, 100) for i in range(4)]
         for i, one in enumerate(jobs):
             one.version = version(i)
             host.submit(one, "start")
@@ -113,6 +117,7 @@ def test_versions_side_by_side_are_decoded_in_a_call_each():
 
     one, two = ended(lambda i: 0), ended(lambda i: i % 2)
     assert two - one == pytest.approx(100 * Costs().decode_base_s(0))  # what each of 100 more calls costs anyhow
+    assert ended(lambda i: i % 2, Mixing()) == one  # adapters share the calls
 
 
 def test_an_instance_that_is_held_stands_still():

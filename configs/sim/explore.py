@@ -15,6 +15,7 @@ def get_config(arg="128"):
         raise ValueError(f"the argument {arg!r} is none of 64, 128, 4096")
     c = load_file("sim/production_4096") if arg == "4096" else paper.setting(int(arg))
     chips = c.hardware.chips
+    adapter = 0.01 * c.model.params * c.model.weight_bytes_per_param  # about rank 16 on every matrix
     c.rows = (
         _row("dora"),
         _row("dora_paper", mode="dora_paper"),
@@ -29,6 +30,7 @@ def get_config(arg="128"):
         _row("instances shared by count, not by KV", {DECISIONS: {"kv_weight": 0.0}}),
         _row("admit at publication only", {DECISIONS: {"admit_on": "publish"}}),
         _row("R = 2 resident versions", {"hardware.residents": 2}),
+        _row("versions are adapters, R = K + 1", {"hardware.residents": 4, "model.adapter_bytes": adapter}),
         _row("K = 2", {"orchestrator.max_versions": 2}),
         _row("K = 4", {"orchestrator.max_versions": 4}),
         # the bound of any scheme that lends the trainer's chips to rollout while the trainer waits

@@ -4,7 +4,8 @@ Between two changes of its batch every sample in it gains one token a tick, and 
 
     base(batch) + kv * context      with the context growing by `batch` tokens a tick
 
-(where versions are decoded side by side, as the engine does it: one call a version, so a base for each one's samples)
+(where versions are decoded side by side, as the engine does it: one call a version, so a base for each one's samples;
+where versions are adapters, one call and one base for all)
 so n ticks take a * n + b * n^2 / 2 seconds, which is solved for n where a time is given. Prompts are prefilled before
 decoding goes on (the same work as chunked prefill, in one piece). When the pages run out, the sample that joined last
 goes back to the queue and is prefilled again.
@@ -283,7 +284,8 @@ class Instance:
     # ------------------------------------------------------------------ private
 
     def _tick_s(self) -> float:
-        base_s = sum(map(self._costs.decode_base_s, self.counts.values()))
+        batches = [len(self.decoding)] if self._costs.mixes else self.counts.values()
+        base_s = sum(map(self._costs.decode_base_s, batches))
         return base_s + self._context * self._costs.decode_kv_s
 
     def _grow(self, ticks: float) -> None:
