@@ -131,6 +131,8 @@ class RolloutSection:
     decode_rows: int = 0  # rows of a decode dispatch, a divisor of slots; 0: slots
     prefill_chunk: int = 0  # prompt tokens of one sample in one dispatch; prefixes are shared in chunks; 0: by platform
     context_block: int = 128  # the past is attended to in blocks of so many tokens
+    narrow_rows: int = 0  # rows of a second, narrower decode dispatch, for versions that have no more samples; 0: none
+    narrow_cost: float = 0.0  # its time over that of a decode dispatch; 0: measured when calls are compiled
     late_results: str = "auto"  # on: read a dispatch back after the next is launched, which hides host work; off; auto
     temperature: float = 1.0
     top_k: int = 0  # 0: off

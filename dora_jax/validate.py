@@ -384,8 +384,9 @@ def _cluster(config: Config) -> Problems:
             f"rollout.tensor: {rollout.tensor} is not what an instance has, cluster.hosts_per_instance * "
             f"cluster.devices_per_host = {devices}"
         )
-    if rollout.drafts and not rollout.draft_cost and cluster.hosts_per_instance > 1:
-        yield "rollout.draft_cost: 0 is measured by each process, and those of one instance must decide alike; set it"
+    for asked, cost in (("drafts", "draft_cost"), ("narrow_rows", "narrow_cost")):
+        if cluster.hosts_per_instance > 1 and getattr(rollout, asked) and not getattr(rollout, cost):
+            yield f"rollout.{cost}: 0 is measured by each process, and those of one instance must decide alike; set it"
     if config.cpu_devices:
         yield "cpu_devices: belongs to a run in one process; in a cluster it is cluster.devices_per_host"
     for name in ("slice", "pace", "journal.record", "orchestrator.colocated", "reward_model.path"):

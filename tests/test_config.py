@@ -186,12 +186,14 @@ def test_a_reward_model(fields, why):
     assert [why in problem for problem in found] == [True] * bool(why)
 
 
-@pytest.mark.parametrize("given, refused", [({}, True), ({"rollout__draft_cost": 0.4}, False)])
-def test_processes_of_an_instance_measure_no_cost_of_drafts(given, refused):
+@pytest.mark.parametrize("field, cost", [("drafts", "draft_cost"), ("narrow_rows", "narrow_cost")])
+@pytest.mark.parametrize("given", [0.0, 0.4])
+def test_processes_of_an_instance_measure_no_cost_of_calls(field, cost, given):
     cluster = {"cluster__launcher": "process", "cluster__hosts_per_instance": 2, "rollout__instances": 1}
-    found = problems(rollout__drafts=7, **cluster, **given)
-    assert any("rollout.draft_cost: 0 is measured by each process" in problem for problem in found) == refused
-    assert not any("draft_cost" in problem for problem in problems(rollout__drafts=7))
+    asked = {f"rollout__{field}": 7}
+    found = problems(**asked, **cluster, **{f"rollout__{cost}": given})
+    assert any(f"rollout.{cost}: 0 is measured by each process" in problem for problem in found) == (not given)
+    assert not any(cost in problem for problem in problems(**asked))
 
 
 def test_purpose_decides_what_must_be_named():

@@ -16,7 +16,7 @@ from dora_jax.types import SampleId
 from tests.fakes.engine_rig import SIZES, finish, ids, new_engine, submit, weights
 
 SHAPES = shapes_of(RolloutSection(**SIZES | dict(prefill_call_tokens=8, drafts=5, draft_cost=0.5)))
-BLOCKS = SHAPES.decode_buckets[0]
+COST = SHAPES.draft_cost
 tokens = st.lists(st.integers(0, 2), max_size=40)  # few ids, so that suffixes return
 
 
@@ -52,8 +52,7 @@ def followed(others, sequence, n_prompt):
 def test_a_guess_is_what_followed_the_longest_suffix_where_it_was_met_last(first, second, mine):
     prompt, drafter = [1, 2, 0], Drafter(SHAPES)
     seqs = [seq_of(i, prompt, out) for i, out in enumerate((first, second, mine))]
-    drafter.cost = dict.fromkeys(SHAPES.decode_buckets, 0.0)  # a call costs nothing: every guess is worth it
-    found = drafter.decide([seqs[2]], BLOCKS, seqs)
+    found = drafter.decide([seqs[2]], 0.0, seqs)  # a call costs nothing: every guess is worth it
     sequences = [prompt + out for out in (first, second, mine)]
     want = followed(sequences, sequences[-1], len(prompt))
     assert found[0].tolist() == want + [NONE] * (SHAPES.drafts - len(want))
@@ -62,34 +61,32 @@ def test_a_guess_is_what_followed_the_longest_suffix_where_it_was_met_last(first
 def test_what_never_holds_is_not_tried_again_and_what_holds_is():
     drafter = Drafter(SHAPES)
     seq = seq_of(0, [1, 2], [3, 4, 5] * 6)
-    assert drafter.promising([seq], BLOCKS)
+    assert drafter.promising([seq], COST)
     for _ in range(20):
         drafter.learn(seq, None, np.array([9, 9], np.int32))  # its guess says 3
-    assert not drafter.promising([seq], BLOCKS) and drafter.decide([seq], BLOCKS, [seq]) is None
+    assert not drafter.promising([seq], COST) and drafter.decide([seq], COST, [seq]) is None
     for _ in range(200):  # guesses are compared with what decode calls draw, so that better times are noticed
         drafter.learn(seq, None, np.array([3, 4, 5, 3], np.int32))
-    assert drafter.decide([seq], BLOCKS, [seq]).tolist() == [[3, 4, 5, 3, 4]]
+    assert drafter.decide([seq], COST, [seq]).tolist() == [[3, 4, 5, 3, 4]]
     assert not drafter.verified  # no call was made for it
-    assert not drafter.promising([seq] * (SHAPES.draft_rows + 1), BLOCKS)
+    assert not drafter.promising([seq] * (SHAPES.draft_rows + 1), COST)
 
 
 def test_a_draft_leaves_room_for_the_token_that_is_drawn_behind_it():
     drafter, seq = Drafter(SHAPES), seq_of(0, [1, 2], [3, 4, 5] * 6, room=3)
-    drafter.cost = dict.fromkeys(SHAPES.decode_buckets, 0.0)
-    assert drafter.decide([seq], BLOCKS, [seq]).tolist() == [[3, 4, NONE, NONE, NONE]]
+    assert drafter.decide([seq], 0.0, [seq]).tolist() == [[3, 4, NONE, NONE, NONE]]
 
 
 def test_samples_that_have_left_draft_until_newer_groups_take_their_room(monkeypatch):
     drafter, left = Drafter(SHAPES), seq_of(0, [1, 2], [3, 4, 5] * 6)
-    drafter.cost = dict.fromkeys(SHAPES.decode_buckets, 0.0)
     drafter.end(left)
     fresh = seq_of(1, [1, 2], [])
-    assert drafter.decide([fresh], BLOCKS, [fresh])[0, 0] == 3
+    assert drafter.decide([fresh], 0.0, [fresh])[0, 0] == 3
     monkeypatch.setattr(drafts, "ENDED_TOKENS", 30)
     drafter.end(seq_of(0, [1, 2], [6] * 20, group=1))
-    assert drafter.decide([fresh], BLOCKS, [fresh])[0, 0] == NONE
+    assert drafter.decide([fresh], 0.0, [fresh])[0, 0] == NONE
     other = seq_of(1, [1, 2], [], group=1)
-    assert drafter.decide([other], BLOCKS, [other])[0, 0] == 6
+    assert drafter.decide([other], 0.0, [other])[0, 0] == 6
 
 
 @pytest.mark.parametrize("wrong", [dict(drafts=-1), dict(draft_rows=0), dict(draft_cost=-0.1)])
@@ -135,7 +132,7 @@ def test_the_same_tokens_with_and_without(case):
                     there.import_(here.export(id))
             done |= finish(here, there)
         found.append(done)
-        drafters += [engine.scheduler.drafter for engine in engines]
+        drafters += [engine.scheduler.decoding.drafter for engine in engines]
     plain, drafted = found
     assert plain.keys() == drafted.keys() and len(plain) == 16
     for id, sample in plain.items():

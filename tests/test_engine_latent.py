@@ -150,7 +150,7 @@ def test_drafts_are_verified_as_the_trainer_says():
         for id in ids((group,), size=3):
             submit(engine, id)
         done |= finish(engine)
-    assert len(done) == 9 and engine.scheduler.drafter.accepted
+    assert len(done) == 9 and engine.scheduler.decoding.drafter.accepted
     for sample in done.values():
         assert_as_the_trainer(sample)
 

@@ -87,7 +87,7 @@ def test_drafts_over_pages_change_no_token():
                     submit(engine, id)
                 done |= finish(engine)
         found.append(done)
-    assert engine.scheduler.drafter.accepted
+    assert engine.scheduler.decoding.drafter.accepted
     for id, sample in found[0].items():
         np.testing.assert_array_equal(found[1][id].out_ids, sample.out_ids)
         np.testing.assert_allclose(found[1][id].logprobs, sample.logprobs, rtol=0, atol=1e-4)

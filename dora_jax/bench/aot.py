@@ -106,7 +106,7 @@ ROWS = (
         _decoding("", "Qwen3-8B", slice_name, slots=256, context=32768, tensor=8)
         for slice_name in ("v5e-8", "v6e-8", "tpu7x-8")
     ),
-    _decoding(", drafts", "Qwen3-8B", "v5e-4", tensor=4, drafts=7),
+    _decoding(", drafts and a narrow call", "Qwen3-8B", "v5e-4", tensor=4, drafts=7, narrow_rows=4),
     # mixtures: experts over the chips, whole
     _training("", "Qwen3-30B-A3B", "v5p-16", fsdp=1, expert=8, rows=32, tokens=4096, moments="bfloat16"),
     _training("", "Qwen3-30B-A3B", "v6e-64", fsdp=8, expert=8, rows=256, tokens=4096),

@@ -4,14 +4,16 @@
     python -m dora_jax.bench.drafts --smollm --samples=64 --rounds=1
 
 The engine is the one of the run's configuration. `live` samples decode at once, a group's samples one after another: the
-tail of a step, when few are left. Four engines take the same samples:
-  off          as the run has it: a decode call has a row for every slot
-  off, narrow  the decode call has only as many rows as samples are live: what a tail would cost without drafts at best
-  drafts       rollout.drafts, verified where measured acceptance and cost say that it pays
-  wrong        the same, with drafts that are never right: what trying costs
-With as many live as there are slots, drafts are never tried, and the last line says what having them costs. Rounds are
+tail of a step, when few are left. Six engines take the same samples:
+  off            as the run has it: a decode call has a row for every slot
+  drafts alone   rollout.drafts, verified where measured acceptance and cost say that it pays
+  wrong alone    the same, with drafts that are never right: what trying costs
+  narrow         rollout.narrow_rows: few samples take a decode call of `live` rows, where it is quicker
+  drafts         both: drafts are verified where that beats the narrow call
+  wrong          both, with drafts that are never right
+With as many live as there are slots, drafts are never tried, and the last lines say what having them costs. Rounds are
 interleaved and the best of each counts. Beside the speeds: how many samples differ, by drafts at one fixed shape (every
-call verifies, with a draft or with none) and across shapes (against `off`), with the gap between the two tokens' log-probs.
+call verifies, with a draft or with none) and across shapes (against `off`), with the log-probs of the two tokens.
 With --smollm the policy is SmolLM2-135M-Instruct before any training, on the sums of bench.real_model.
 """
 
@@ -71,18 +73,17 @@ class Subject:
         )
         weights = DeviceWeights(run.model.dtype)
         weights.put(0, policy.params)
+        self.engine.warmup()  # before the weights come, as in a run
         self.engine.load(0, weights.get(0, self.engine.param_shardings))
-        self.engine.warmup()
         self._drafter = drafter
         self.best = 0.0  # tokens a second
         self.samples: dict[SampleId, Sample] = {}
 
     def run(self, prompts: Sequence[Prompt], group_size: int, live: int) -> None:
         """Samples `group_size` of each prompt, so many at once."""
-        scheduler = self.engine.scheduler
-        if scheduler.drafter is not None:  # a new one, that knows no sample of an earlier round
-            cost, scheduler.drafter = scheduler.drafter.cost, (self._drafter or Drafter)(self.engine.shapes)
-            scheduler.drafter.cost = cost
+        decoding = self.engine.scheduler.decoding
+        if decoding.drafter is not None:  # a new one, that knows no sample of an earlier round
+            decoding.drafter = (self._drafter or Drafter)(self.engine.shapes)
         waiting = [(SampleId(p.group_id, i), p) for p in reversed(prompts) for i in reversed(range(group_size))]
         running = tokens = 0
         began = time.perf_counter()
@@ -141,10 +142,10 @@ def speeds(subjects: dict[str, Subject], prompts: Sequence[Prompt], group_size: 
             subject.run(prompts, group_size, live)
     first = next(iter(subjects.values())).best
     for name, subject in subjects.items():
-        drafter = subject.engine.scheduler.drafter
+        drafter = subject.engine.scheduler.decoding.drafter
         said = f"{drafter.accepted} of {drafter.verified} drafted tokens held" if drafter and drafter.verified else ""
         print(
-            f"{live:5d} live  {name:12s}{subject.best:10,.0f} tokens/s {subject.best / first:6.2f}x  {said}", flush=True
+            f"{live:5d} live  {name:14s}{subject.best:10,.0f} tokens/s {subject.best / first:6.2f}x  {said}", flush=True
         )
 
 
@@ -163,26 +164,32 @@ def main() -> None:
     prompts = prompts_of(policy, args.samples // size)
     on = {"drafts": args.drafts, "draft_rows": args.live}
     Wrong.vocab = policy.tokenizer.vocab_size
-    off, drafted = Subject(policy), Subject(policy, **on)
-    cost = drafted.engine.scheduler.drafter
-    print(f"version {policy.version}; a verifying call's time over a decode call's, by blocks: {cost and cost.cost}")
+    narrow = {"narrow_rows": args.live}
     tail = {
-        "off": off,
-        "off, narrow": Subject(policy, slots=args.live),
-        "drafts": drafted,
-        "wrong": Subject(policy, Wrong, **on),
+        "off": Subject(policy),
+        "drafts alone": Subject(policy, **on),
+        "wrong alone": Subject(policy, Wrong, **on),
+        "narrow": Subject(policy, **narrow),
+        "drafts": Subject(policy, **narrow, **on),
+        "wrong": Subject(policy, Wrong, **narrow, **on),
     }
+    costs = tail["drafts"].engine.scheduler.decoding.costs
+    print(f"version {policy.version}; times over a decode call's, by blocks of context:")
+    print(f"the narrow call {costs.narrow}, a verifying call {costs.verify}", flush=True)
     speeds(tail, prompts, size, args.live, args.rounds)
-    across = differing(off.samples, drafted.samples)
-    print(f"across shapes {len(across)} of {len(off.samples)} samples differ", *across, sep="\n")
+    off, *others = tail.items()
+    for name, subject in others:
+        across = differing(off[1].samples, subject.samples)
+        print(f"across shapes, {name}: {len(across)} of {len(subject.samples)} samples differ", *across, sep="\n")
     blind, every = (Subject(policy, kind, **on, draft_cost=FREE) for kind in (Blind, Drafter))
     for subject in (blind, every):
         subject.run(prompts, size, args.live)
     same = differing(blind.samples, every.samples)
     print(f"at one shape {len(same)} of {len(blind.samples)} samples differ", *same, sep="\n")
-    for subject in (off, drafted):
+    full = {name: tail[name] for name in ("off", "drafts alone", "drafts")}
+    for subject in full.values():
         subject.best = 0.0
-    speeds({"off": off, "drafts": drafted}, prompts, size, slots, args.rounds)
+    speeds(full, prompts, size, slots, args.rounds)
 
 
 if __name__ == "__main__":

@@ -16,8 +16,9 @@ import jax
 import numpy as np
 from jax.sharding import NamedSharding
 
+from dora_jax.rollout.decoding import CallCosts
 from dora_jax.rollout.device_calls import Calls
-from dora_jax.rollout.shapes import FRESH, POSITION, REMAINING, SLOT, Shapes
+from dora_jax.rollout.shapes import FRESH, GROUP, POSITION, REMAINING, SLOT, Shapes
 
 TIMED = 5  # calls of which the quickest counts
 HEADS_AXIS = 2  # of a copy of pages: [layers, pages, K, ...]
@@ -39,11 +40,15 @@ class Device:
         return _on_its_way(routes)
 
     def generate(self, params: Any, control: np.ndarray, blocks: int) -> tuple[jax.Array, jax.Array | None]:
-        """(i32[rows, shapes.result]: tokens, log-prob bits, how many of them count, keep sets; routes
+        """By the narrow call, where the control array has its rows.
+
+        (i32[rows, shapes.result]: tokens, log-prob bits, how many of them count, keep sets; routes
         [rows, steps, M, k], where they are asked for)."""
-        call = (
-            self._calls.decode_chosen if self._calls.chooses else functools.partial(self._calls.decode, blocks=blocks)
-        )
+        call = functools.partial(self._calls.decode, blocks=blocks)
+        if len(control) == self.shapes.narrow_rows:
+            call = functools.partial(self._calls.narrow, blocks=blocks)
+        elif self._calls.chooses:
+            call = self._calls.decode_chosen
         control_BxC = _put(control, self._calls.replicated)
         self.pool, self.state, result, routes = call(params, self.pool, self.state, control_BxC)
         result.copy_to_host_async()
@@ -85,30 +90,34 @@ class Device:
         for blocks in s.prefill_buckets:
             self.prefill(params, np.zeros(s.prefill_control(blocks), np.int32), blocks)
         for blocks in s.decode_buckets:
-            control = np.zeros(s.decode_control(blocks), np.int32)
-            control[:, SLOT] = s.slots
-            self.generate(params, control, blocks)[0].block_until_ready()
+            for narrow in (False, True) if s.narrow_rows else (False,):
+                control = np.zeros(s.decode_control(blocks, narrow), np.int32)
+                control[:, SLOT] = s.slots
+                self.generate(params, control, blocks)[0].block_until_ready()
             if s.drafts:
                 self.verify(params, np.zeros(s.verify_control(blocks), np.int32), blocks)[0].block_until_ready()
         for size in (s.copy_pages, s.alone_pages):
             self.write_pages([0] * size, self.read_pages([0] * size))
 
-    def verify_cost(self, params: Any) -> dict[int, float]:
-        """A verifying call's time over that of a decode call whose rows all take all steps, by blocks of context: the
-        quicker of a few calls each, which write to the dummy page."""
+    def measure(self, params: Any, costs: CallCosts) -> None:
+        """Fills in the costs that are in use and that the configuration does not give: the quickest of a few calls each,
+        whose rows take all steps and write to the dummy page."""
         s = self.shapes
-        found = {}
-        for blocks in s.decode_buckets:
-            decode, verify = np.zeros(s.decode_control(blocks), np.int32), np.zeros(s.verify_control(blocks), np.int32)
-            decode[:, SLOT], decode[:, FRESH] = s.slots, 1
-            for control in (decode, verify):
-                control[:, REMAINING], control[:, POSITION] = s.reach, blocks * s.block - s.reach
-            took = [
-                min(_seconds(call, params, control, blocks) for _ in range(TIMED))
-                for call, control in ((self.verify, verify), (self.generate, decode))
-            ]
-            found[blocks] = took[0] / took[1]
-        return found
+        narrow, verify = s.narrow_rows and not s.narrow_cost, s.drafts and not s.draft_cost
+        for blocks in s.decode_buckets if narrow or verify else ():
+            decode_s = self._quickest_s(self.generate, params, s.decode_control(blocks), blocks)
+            if narrow:
+                took_s = self._quickest_s(self.generate, params, s.decode_control(blocks, narrow=True), blocks)
+                costs.narrow[blocks] = took_s / decode_s
+            if verify:
+                took_s = self._quickest_s(self.verify, params, s.verify_control(blocks), blocks)
+                costs.verify[blocks] = took_s / decode_s
+
+    def _quickest_s(self, call: Callable[..., Any], params: Any, shape: tuple[int, int], blocks: int) -> float:
+        s, control = self.shapes, np.zeros(shape, np.int32)
+        control[:, SLOT], control[:, FRESH], control[:, GROUP] = s.slots, 1, np.arange(len(control))
+        control[:, REMAINING], control[:, POSITION] = s.reach, blocks * s.block - s.reach
+        return min(_seconds(call, params, control, blocks) for _ in range(TIMED))
 
 
 class PagesCopy:

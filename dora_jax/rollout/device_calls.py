@@ -110,6 +110,7 @@ class Calls:
             self.decode = jit(decode, in_shardings=(weights_in, pool, rep, rep), **how)
         else:
             self.decode = jit(computed.decode, static_argnames="blocks", **how)
+        self.narrow = jit(computed.decode, static_argnames="blocks", **how)  # takes the weights as they lie
         self.prefill = jit(computed.prefill, static_argnames="blocks", donate_argnums=1, out_shardings=(pool, rep))
         self.verify = jit(computed.verify, static_argnames="blocks", donate_argnums=1, out_shardings=(pool, rep, rep))
         self.read = jit(kv.read, out_shardings=self.pages_sharding)
@@ -162,9 +163,12 @@ class Calls:
                 (params, pool, ints(*s.prefill_control(blocks))),
                 {"blocks": blocks},
             )
+        for blocks in s.decode_buckets if s.narrow_rows else ():
+            control, state = ints(*s.decode_control(blocks, narrow=True)), _placed(self.abstract_state, rep)
+            found[f"narrow {blocks}"] = self.narrow, (params, pool, state, control), {"blocks": blocks}
         for blocks in s.decode_buckets if s.drafts else ():
-            arguments = params, pool, ints(*s.verify_control(blocks))
-            found[f"verify {blocks}"] = self.verify, arguments, {"blocks": blocks}
+            control = ints(*s.verify_control(blocks))
+            found[f"verify {blocks}"] = self.verify, (params, pool, control), {"blocks": blocks}
         for size in sorted({s.copy_pages, s.alone_pages}):
             pages = jax.eval_shape(self.read, pool, ints(size))
             found[f"read {size}"] = self.read, (pool, ints(size)), {}
@@ -183,7 +187,7 @@ class Calls:
 
     def compiled(self) -> int:
         """How many shapes have been compiled so far."""
-        calls: tuple[Any, ...] = self.decode, self.verify, self.prefill, self.read, self.write
+        calls: tuple[Any, ...] = self.decode, self.narrow, self.verify, self.prefill, self.read, self.write
         return sum(call._cache_size() for call in calls) + ("decode_chosen" in self.__dict__)
 
 

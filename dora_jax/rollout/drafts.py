@@ -74,29 +74,28 @@ class Drafter:
     """Guesses for the samples of one engine, and whether a call verifies them: from measured acceptance and cost."""
 
     def __init__(self, shapes: Shapes):
-        self.cost: dict[int, float] = {}  # of a verifying call, by blocks of context: see Device.verify_cost
         self.verified = self.accepted = 0  # tokens of drafts that a call verified, and those of them that held
         self.tokens, self._steps, self._rows = shapes.drafts, shapes.steps, shapes.draft_rows
-        self._typical_cost = shapes.draft_cost or 1.0
         self._groups: dict[GroupId, _Group] = {}  # in the order in which samples of them left
         self._ended = 0  # tokens of samples that have left, of all groups
         self._share = TYPICAL  # of guesses that hold, over all groups
 
-    def promising(self, seqs: Sequence[Seq], blocks: int) -> bool:
-        """Whether full drafts of these samples would be worth a verifying call."""
-        return len(seqs) <= self._rows and self._worth(seqs, [self.tokens] * len(seqs), blocks)
+    def promising(self, seqs: Sequence[Seq], cost: float) -> bool:
+        """Whether full drafts of these samples would be worth a verifying call. cost: its time over that of the decode
+        call that they would take."""
+        return len(seqs) <= self._rows and self._worth(seqs, [self.tokens] * len(seqs), cost)
 
-    def decide(self, seqs: Sequence[Seq], blocks: int, here: Iterable[Seq]) -> np.ndarray | None:
+    def decide(self, seqs: Sequence[Seq], cost: float, here: Iterable[Seq]) -> np.ndarray | None:
         """i32[n, drafts] that the next call of these samples verifies, NONE beyond the end of a guess; None: it decodes.
-        here: every sample of the engine."""
-        if not self.promising(seqs, blocks) or any(seq.inflight for seq in seqs):
+        cost: as above. here: every sample of the engine."""
+        if not self.promising(seqs, cost) or any(seq.inflight for seq in seqs):
             return None
         groups = {seq.id.group_id for seq in seqs}
         for seq in here:
             if seq.id.group_id in groups:
                 self._grow(seq, seq.sequence)
         drafts = np.stack([self.draft(seq) for seq in seqs])
-        return drafts if self._worth(seqs, (drafts != NONE).sum(1).tolist(), blocks) else None
+        return drafts if self._worth(seqs, (drafts != NONE).sum(1).tolist(), cost) else None
 
     def draft(self, seq: Seq) -> np.ndarray:
         """i32[tokens]: a guess at what the sample draws next, NONE beyond its end."""
@@ -135,7 +134,7 @@ class Drafter:
 
     # ----------------------------------------------------------- private
 
-    def _worth(self, seqs: Sequence[Seq], guesses: Sequence[int], blocks: int) -> bool:
+    def _worth(self, seqs: Sequence[Seq], guesses: Sequence[int], cost: float) -> bool:
         """Whether a verifying call of so many guesses a sample draws more tokens in its time than a decode call. Of k
         guesses, each of which holds with probability a, it draws (1 - a^(k+1)) / (1 - a) in the mean."""
         drawn = decoded = 0.0
@@ -144,7 +143,7 @@ class Drafter:
             a = (group.held + PRIOR * self._share) / (group.held + group.failed + PRIOR)
             drawn += k + 1 if a >= 1.0 else (1 - a ** (k + 1)) / (1 - a)
             decoded += min(self._steps, seq.remaining)
-        return drawn > decoded * self.cost.get(blocks, self._typical_cost)
+        return drawn > decoded * cost
 
     def _grow(self, seq: Seq, sequence: np.ndarray) -> None:
         self._group(seq).grow(seq.id.index, seq.n_prompt, sequence)

@@ -104,8 +104,7 @@ class Engine:
             raise RuntimeError("warmup before the first sample: it writes to the KV pool's dummy page")
         params = self.residents.any()
         self.device.warmup(params)
-        if self.scheduler.drafter and not self.section.draft_cost:
-            self.scheduler.drafter.cost = self.device.verify_cost(params)
+        self.device.measure(params, self.scheduler.decoding.costs)
 
     @property
     def compiled(self) -> int:
@@ -240,7 +239,7 @@ class Engine:
     # ----------------------------------------------------------- private
 
     def _step(self) -> None:
-        if self.scheduler.would_draft:
+        if self.scheduler.decoding.would_draft:
             self._land()
         plan = self.scheduler.plan()
         self._swap(plan.swaps)
@@ -331,7 +330,7 @@ class Engine:
                 stops |= text_stops
             if routes is not None:
                 seq.route(seq.n_prompt + seq.n_out - 1, routes[row, :count])
-            if (drafter := self.scheduler.drafter) is not None and rows <= self.shapes.draft_rows:
+            if (drafter := self.scheduler.decoding.drafter) is not None and rows <= self.shapes.draft_rows:
                 drafter.learn(seq, None if call.drafts is None else call.drafts[row], tokens[row, :count])
             seq.extend(tokens[row, :count], logprobs[row, :count], kept[row, :count])
             emit.tokens += count

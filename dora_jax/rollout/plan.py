@@ -22,7 +22,7 @@ from collections import deque
 import numpy as np
 
 from dora_jax.models.routes import RouteShape
-from dora_jax.rollout.drafts import Drafter
+from dora_jax.rollout.decoding import Decoding
 from dora_jax.rollout.host_kv import HostKV
 from dora_jax.rollout.migrate import InFlightSample, spent
 from dora_jax.rollout.pages import DUMMY, Node, OutOfPages, PagePool, Prefix, PrefixIndex
@@ -30,7 +30,7 @@ from dora_jax.rollout.resting import Rest, Resting
 from dora_jax.rollout.rows import Rows
 from dora_jax.rollout.seq import Seq, Upload
 from dora_jax.rollout.shapes import PREFILL_HEADER, Shapes
-from dora_jax.rollout.tick_plan import DecodeCall, Piece, Preempt, PrefillCall, TickPlan
+from dora_jax.rollout.tick_plan import Piece, Preempt, PrefillCall, TickPlan
 from dora_jax.types import SampleId, Version
 
 
@@ -42,7 +42,6 @@ class Scheduler:
         self.shapes = shapes
         self.adapters: dict[Version, int] = {}  # the place of each resident version's adapter, as residents.py says it
         self.routes = routes
-        self.drafter = Drafter(shapes) if shapes.drafts else None
         self.pool = PagePool(shapes.pages, shapes.page_size)
         self.index = PrefixIndex(self.pool, shapes.chunk)
         self.host = host or HostKV()
@@ -50,6 +49,7 @@ class Scheduler:
         self.seqs: dict[SampleId, Seq] = {}
         self._pinned: dict[Prefix, None] = {}
         self._rows = Rows(shapes, self.adapters)
+        self.decoding = Decoding(shapes, self._rows)
         self._admitted: dict[Seq, None] = {}
         self._coming: dict[Seq, None] = {}  # admitted, and a part of their prefix has no KV yet
         self._uploading: dict[Seq, None] = {}
@@ -88,8 +88,8 @@ class Scheduler:
 
     def _leave(self, seq: Seq) -> None:
         del self.seqs[seq.id]
-        if self.drafter is not None:
-            self.drafter.end(seq)
+        if (drafter := self.decoding.drafter) is not None:
+            drafter.end(seq)
 
     def make_room(self, pages: int) -> list[Preempt]:
         """Takes the pages of episodes that wait, as far as so many are not available: what to copy before they are
@@ -134,18 +134,8 @@ class Scheduler:
         while len(plan.prefills) < self.shapes.prefill_calls and (call := self._prefill(holders)):
             plan.prefills.append(call)
         self._begin_ready()
-        for version, slots in self._rows.batches():
-            drafts = None
-            if self.drafter is not None and len(slots) <= self.shapes.draft_rows:
-                drafts = self.drafter.decide(self._rows.on(slots), self._rows.blocks(slots), self.seqs.values())
-            plan.decodes.append(DecodeCall(version, *self._rows.call(slots, drafts), drafts))
+        plan.decodes = self.decoding.calls(self.seqs.values())
         return plan
-
-    @property
-    def would_draft(self) -> bool:
-        """Whether the next calls may verify drafts, for which the samples' last tokens must be known."""
-        rows, drafter = self._rows, self.drafter
-        return drafter is not None and any(drafter.promising(rows.on(s), rows.blocks(s)) for _, s in rows.batches())
 
     def again(self, seq: Seq) -> None:
         """A verifying call has drawn fewer tokens than it might, and the sample goes on."""

@@ -106,10 +106,10 @@ class Rows:
         return self._seqs[slots].tolist()
 
     def call(
-        self, slots: np.ndarray, drafts: np.ndarray | None = None
+        self, slots: np.ndarray, drafts: np.ndarray | None = None, narrow: bool = False
     ) -> tuple[int, np.ndarray, tuple[tuple[Seq, int], ...]]:
         """(blocks, control array, (sample, steps it may take) by row) of a decode call, whose steps are in flight now; of
-        a verifying call, where drafts i32[rows, shapes.drafts] are given."""
+        the narrow one, where that is asked for; of a verifying call, where drafts i32[rows, shapes.drafts] are given."""
         s, seqs = self.shapes, self.on(slots)
         for seq in seqs if drafts is not None else ():
             self.again(seq)
@@ -118,7 +118,9 @@ class Rows:
         steps = self._tokens(rows, s.steps if drafts is None else s.drafts + 1)
         blocks = self.blocks(slots)
         window = HEADER + blocks * s.block_pages
-        control = np.full(s.decode_control(blocks) if drafts is None else s.verify_control(blocks), DUMMY, np.int32)
+        control = np.full(
+            s.decode_control(blocks, narrow) if drafts is None else s.verify_control(blocks), DUMMY, np.int32
+        )
         control[len(slots) :, SLOT] = s.slots  # padding rows keep their state in a slot of their own
         used = control[: len(slots)]
         used[:, :HEADER] = rows[:, :HEADER]

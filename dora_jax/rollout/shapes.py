@@ -1,7 +1,8 @@
 """Stage 2, pure: the static shapes of one engine, derived once from its configuration. No JAX.
 
 Every compiled call has one of these shapes. Results on one device depend on a call's row count, so rows are fixed:
-`rows` for decoding, `prefill_rows` x `chunk` for prefill. They do not depend on the number of context blocks
+`rows` for decoding, `prefill_rows` x `chunk` for prefill; a narrow decode call and the verifying call of drafts, both
+off by default, are shapes of their own. Results do not depend on the number of context blocks
 (ops/attention.py), so that one may follow the longest sample of the call.
 """
 
@@ -35,6 +36,8 @@ Positions = TypeVar("Positions", int, "np.ndarray")  # of one sample, or of seve
 class Shapes:
     slots: int  # samples that hold pages and decode
     rows: int  # of one decode call
+    narrow_rows: int  # of the decode call that few samples take; 0: there is none
+    narrow_cost: float  # its time over that of a decode call; 0: measured
     steps: int  # decode steps a call
     chunk: int  # positions a prefill call gives one prompt; prefixes are shared in such chunks
     prefill_rows: int  # of one prefill call
@@ -107,9 +110,9 @@ class Shapes:
         """Columns of a decode call's result: tokens, log-prob bits, how many of them count, keep sets."""
         return (2 + self.kept) * self.steps + 1
 
-    def decode_control(self, blocks: int) -> tuple[int, int]:
+    def decode_control(self, blocks: int, narrow: bool = False) -> tuple[int, int]:
         """Shape of a decode call's control array: header, pages to read, pages to write."""
-        return self.rows, HEADER + blocks * self.block_pages + self.window
+        return self.narrow_rows if narrow else self.rows, HEADER + blocks * self.block_pages + self.window
 
     def verify_control(self, blocks: int) -> tuple[int, int]:
         """Shape of a verifying call's: as a decode call's, and the drafts behind it."""
@@ -151,6 +154,11 @@ def shapes_of(section: RolloutSection, adapters: bool = False) -> Shapes:
         raise ValueError(f"rollout.expert {section.expert} is neither 1 nor rollout.tensor {section.tensor}")
     if min(section.drafts, section.draft_rows - 1, section.draft_cost) < 0:
         raise ValueError("rollout.drafts and rollout.draft_cost are at least 0, and rollout.draft_rows at least 1")
+    if min(section.narrow_rows, section.narrow_cost) < 0 or section.narrow_rows >= rows:
+        raise ValueError(
+            f"rollout.narrow_rows {section.narrow_rows} is not less than the {rows} rows of a decode call, or "
+            "rollout.narrow_rows or rollout.narrow_cost is less than 0"
+        )
     max_context = section.max_prompt_tokens + section.max_new_tokens
     chunk = min(
         _up(section.prefill_chunk, size), _up(section.max_prompt_tokens, size), section.prefill_tokens // size * size
@@ -160,6 +168,8 @@ def shapes_of(section: RolloutSection, adapters: bool = False) -> Shapes:
     shapes = Shapes(
         slots=section.slots,
         rows=rows,
+        narrow_rows=section.narrow_rows,
+        narrow_cost=section.narrow_cost,
         steps=section.decode_steps,
         chunk=chunk,
         prefill_rows=prefill_rows,
