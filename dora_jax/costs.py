@@ -94,6 +94,8 @@ class CostOptions:
     flops_efficiency: float = 0.5  # share of the chip's FLOP/s that prefill and a full decode batch reach
     train_utilisation: float = 0.35  # share of the trainer's FLOP/s, preparation included
     train_fixed_s: float = 0.0  # of a step, however many chips
+    train_row_tokens: int = 0  # of a sample as the trainer computes it, padding included; 0: its own
+    train_recomputed: float = 0.0  # forward passes that the backward pass repeats (rematerialisation)
     score_s: float = 1.0  # from the last sample of a group to its rewards
     link_efficiency: float = 0.7
     load_fixed_s: float = 0.5  # of one weight transfer
@@ -192,8 +194,11 @@ class Roofline:
 
     def train_s(self, samples: int, tokens: int, squares: float) -> float:
         model, hardware = self._model, self._hardware
-        attention = (FORWARD + BACKWARD) * 2 * model.n_layers * model.n_heads * model.head_dim / 2
-        flops = (FORWARD + BACKWARD) * self._active * tokens + attention * squares
+        if row := self._cost.train_row_tokens:
+            tokens, squares = samples * row, samples * float(row) ** 2
+        passes = FORWARD * (1 + self._cost.train_recomputed) + BACKWARD
+        attention = passes * 2 * model.n_layers * model.n_heads * model.head_dim / 2
+        flops = passes * self._active * tokens + attention * squares
         rate = hardware.trainer_chips * self._chip.flops * self._cost.train_utilisation
         return self._cost.train_fixed_s + flops / rate
 

@@ -41,6 +41,15 @@ def test_adapters_share_one_base_in_memory_and_in_a_tick():
     assert costs.load_s() < alone.load_s() and costs.mixes and not full.mixes
 
 
+def test_a_trainer_that_pads_rows_and_repeats_forward_passes_computes_these_too():
+    plain, padded, repeats = (
+        roofline(hardware={"rollout_chips": 32}, **cost)
+        for cost in ({}, {"train_row_tokens": 1000}, {"train_recomputed": 1.0})
+    )
+    assert padded.train_s(8, 2000, 6e5) == pytest.approx(plain.train_s(8, 8000, 8e6))
+    assert repeats.train_s(8, 2000, 6e5) == pytest.approx(plain.train_s(8, 2000, 6e5) * 8 / 6)
+
+
 def test_tensor_parallel_divides_the_work_and_pays_for_collectives():
     hardware = [{"tensor": t, "chip": "h200"} for t in (1, 4)]
     one, four = (roofline(hardware=h, decode_overhead_s=0.0).decode_base_s(1) for h in hardware)
