@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 Version = int
 InstanceId = int
-GroupId = int  # >= 0: the training prompt stream; < 0: held-out groups (see `is_eval`)
+GroupId = int  # >= 0: the training prompt stream; < 0: held-out groups; <= SERVED: requests (see `is_served`)
 
 
 class SampleId(NamedTuple):
@@ -47,9 +47,22 @@ def cycle_of(weights: Mapping[str, int]) -> tuple[str, ...]:
     return tuple(name for _, name in sorted(turns))
 
 
+SERVED = -(1 << 30)
+
+
+def is_training(group_id: GroupId) -> bool:
+    return group_id >= 0
+
+
 def is_eval(group_id: GroupId) -> bool:
     """Evaluation groups live on negative ids: pinned to a version, never trained."""
-    return group_id < 0
+    return SERVED < group_id < 0
+
+
+def is_served(group_id: GroupId) -> bool:
+    """A request of the endpoint of a run is a group of one sample, pinned to a version: it is neither trained nor
+    scored."""
+    return group_id <= SERVED
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -19,6 +19,7 @@ from dora_jax.sim import run
 from dora_jax.sim.world import SimWorld
 from dora_jax.types import SampleId
 from tests.fakes.coordinator_world import SECTION, Task, Weights
+from tests.fakes.older_snapshots import before_requests
 from tests.fakes.sim_runs import row
 
 CONFIG = OrchestratorConfig(
@@ -102,6 +103,7 @@ def test_speeds_outlive_a_snapshot_and_an_older_snapshot_is_read():
     data = json.loads(json.dumps(brain.snapshot()))
     again = Orchestrator.restore(CONFIG, data)
     assert again.snapshot() == brain.snapshot()
+    data = before_requests(data)
     older = [name for name in snapshot.INSTANCE if name not in ("pace", "paced_steps")]
     data["hosts"] = data.pop("instances")
     for entry in data["hosts"]:

@@ -29,7 +29,7 @@ from dora_jax.orchestrate import events as ev
 from dora_jax.orchestrate.modes import OrchestratorConfig
 from dora_jax.orchestrate.state import State
 from dora_jax.orchestrate.transitions import COMMIT
-from dora_jax.types import RENEWAL, GroupId, Version
+from dora_jax.types import RENEWAL, GroupId, Version, is_served
 
 # After these a batch may be taken that could not be before; after these no version and no run can be over.
 CHANGES_READY = {ev.GroupScored, ev.GroupFailed, ev.StepPublished, ev.InstanceUp, ev.InstanceUnhealthy}
@@ -164,15 +164,21 @@ class Orchestrator:
     def _retire(self) -> None:
         s = self.state
         base, unfinished = s.ledger.base, s.queue.unfinished
-        for version in [v for v in s.alive if v < base and v not in unfinished]:  # oldest first
+        idle = [v for v in s.alive if v < base and v not in unfinished]  # oldest first
+        held = s.held if idle and s.asked_s else ()
+        for version in [v for v in idle if v not in held]:
             topped_up = s.decisions.admit_at == "batch" and version in s.ledger.outstanding  # it may be
             if not topped_up and version not in s.fleet.promised:
                 del s.alive[version]
+                s.asked_s.pop(version, None)
+                s.superseded_s.pop(version, None)
                 s.out.append(ev.Retire(version=version))
 
     def _halt_if_done(self) -> None:
         s = self.state
-        if s.ledger.base >= s.config.total_steps and not s.evaluating and not s.queue.unfinished:
+        if s.ledger.base < s.config.total_steps or s.evaluating:
+            return
+        if not any(group.left and not is_served(group.id) for group in s.groups.values()):  # requests are cut off
             s.halt(True, f"version {s.ledger.base} is published and every evaluation due is done")
 
     # ------------------------------------------------------------------ seen from outside

@@ -148,6 +148,15 @@ class GroupFailed:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class RequestCame:
+    """A client asks the endpoint of the run for one sample (see `is_served`). The answer is SampleDone; Cancel, where the
+    version has retired; or nothing, after a GroupFailed that says that the client is gone."""
+
+    group_id: GroupId
+    version: Version
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class StepPublished:
     version: Version  # the new version; its batch was taken at base version - 1
 
@@ -210,6 +219,7 @@ Event = (
     | SampleReady
     | GroupScored
     | GroupFailed
+    | RequestCame
     | StepPublished
     | InstanceReported
     | TimePassed

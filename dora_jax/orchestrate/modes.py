@@ -110,6 +110,8 @@ class OrchestratorConfig:
     )
     task_adaptive: bool = False  # a task of which many groups are filtered gets more of the load, up to 4 times as much
     colocated: bool = False  # instances share the trainer's chips: they stand still from a whole batch to its version
+    hold_versions: int = 0  # versions that are kept for sessions of the endpoint, beside those that training needs
+    hold_s: float = 0.0  # for so long after they were superseded
 
     @classmethod
     def of(cls, *sections: Any, **more: Any) -> Self:

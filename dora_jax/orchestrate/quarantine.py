@@ -13,7 +13,7 @@ from dora_jax.orchestrate import fleet as fl
 from dora_jax.orchestrate.fleet import Group, Unit
 from dora_jax.orchestrate.ledger import READY
 from dora_jax.orchestrate.state import State
-from dora_jax.types import InstanceId, Version, is_eval
+from dora_jax.types import InstanceId, Version, is_eval, is_training
 
 # Steps back to which trained groups are named.
 REMEMBERED_STEPS = 16
@@ -49,12 +49,13 @@ def begin_again(s: State, instance: InstanceId, reason: str) -> None:
 
 def give_up(s: State, group: Group, reason: str) -> None:
     """A sample of the group has ended with tokens that cannot be believed."""
-    if not is_eval(group.id):
+    if is_training(group.id):
         if group.abandoned is None:
             s.give_up(group.id, reason)
         return
     if group.abandoned is None:
-        s.evaluated(group.version)
+        if is_eval(group.id):
+            s.evaluated(group.version)
         if group.left:
             s.abandon(group, "failed", reason)
         else:

@@ -1,7 +1,7 @@
 """The queue: samples that hold no slot and want one, by version; how many samples of each version are unfinished, and how
 many of those wait for their environment and want none.
 
-Order within a version: samples with recorded tokens first, then evaluation, then groups as they were admitted.
+Order within a version: samples with recorded tokens first, then requests, evaluation, and groups as they were admitted.
 """
 
 from __future__ import annotations
@@ -10,19 +10,19 @@ import itertools
 from collections import deque
 
 from dora_jax.orchestrate.fleet import PARKED, PENDING, WAITING, Group, Unit, add
-from dora_jax.types import Version, is_eval
+from dora_jax.types import Version, is_served, is_training
 
 
 class Queue:
     def __init__(self):
-        self.lines: dict[Version, tuple[deque[Unit], ...]] = {}  # with recorded tokens, evaluation, training
+        self.lines: dict[Version, tuple[deque[Unit], ...]] = {}  # with recorded tokens, requests, evaluation, training
         self.unfinished: dict[Version, int] = {}  # every sample that has not ended, wherever it is
-        self.evaluation_unfinished: dict[Version, int] = {}
+        self.untrained_unfinished: dict[Version, int] = {}  # those of evaluation, and requests
         self.in_environment: dict[Version, int] = {}  # of the unfinished, those that wait for their environment
 
     @property
     def training_unfinished(self) -> int:
-        return sum(self.unfinished.values()) - sum(self.evaluation_unfinished.values())
+        return sum(self.unfinished.values()) - sum(self.untrained_unfinished.values())
 
     def wanting(self, version: Version) -> int:
         """Samples of a version that hold a slot or want one."""
@@ -71,8 +71,8 @@ class Queue:
     def ended(self, unit: Unit) -> None:
         """Count a sample out."""
         add(self.unfinished, unit.version, -1)
-        if is_eval(unit.group.id):
-            add(self.evaluation_unfinished, unit.version, -1)
+        if not is_training(unit.group.id):
+            add(self.untrained_unfinished, unit.version, -1)
 
     def retag(self, unit: Unit, version: Version) -> None:
         """The training sample goes on under other weights (mode `partial`)."""
@@ -88,7 +88,7 @@ class Queue:
         for old in sorted(v for v in self.lines if v < version):
             for unit in itertools.chain(*self.lines.pop(old)):
                 if unit.state in (PARKED, PENDING):
-                    if not is_eval(unit.group.id):
+                    if is_training(unit.group.id):
                         self.retag(unit, version)
                     self._line(unit).append(unit)
 
@@ -96,9 +96,12 @@ class Queue:
         """Where it waits."""
         lines = self.lines.get(unit.version)
         if lines is None:
-            lines = self.lines[unit.version] = (deque(), deque(), deque())
-        return lines[0 if unit.state == PARKED else 1 if is_eval(unit.group.id) else 2]
+            lines = self.lines[unit.version] = (deque(), deque(), deque(), deque())
+        if unit.state == PARKED:
+            return lines[0]
+        return lines[3 if is_training(unit.group.id) else 1 if is_served(unit.group.id) else 2]
 
     def _count(self, group: Group, version: Version, by: int) -> None:
-        for counts in (self.unfinished, self.evaluation_unfinished) if is_eval(group.id) else (self.unfinished,):
-            add(counts, version, by)
+        add(self.unfinished, version, by)
+        if not is_training(group.id):
+            add(self.untrained_unfinished, version, by)

@@ -12,7 +12,7 @@ from dora_jax.orchestrate import events as ev
 from dora_jax.orchestrate import fleet as fl
 from dora_jax.orchestrate.fleet import Instance, Unit
 from dora_jax.orchestrate.state import State
-from dora_jax.types import InstanceId, SampleId, Version, is_eval
+from dora_jax.types import InstanceId, SampleId, Version, is_training
 
 # A mass migration is spread over several rebalances: each planned sample costs a few microseconds of this step.
 MOVES_A_STEP = 1024
@@ -53,7 +53,7 @@ def _demand(s: State) -> dict[Version, int]:
     """Requests in flight by version, and those that credit allows at the version meant for them."""
     meant = admission.admission_version(s.decisions, s.ledger)
     if s.decisions.mixes_versions:  # training samples follow the newest weights
-        demand = dict(s.queue.evaluation_unfinished)
+        demand = dict(s.queue.untrained_unfinished)
         demand[meant] = demand.get(meant, 0) + s.queue.training_unfinished
     else:
         demand = dict(s.queue.unfinished)
@@ -105,7 +105,7 @@ def _weights(s: State, demand: dict[Version, int]) -> dict[Version, int]:
 def _swap(s: State) -> None:
     """Mode `partial`: training samples that run under older weights are put aside, to go on under the newest."""
     for instance in s.fleet.instances.values():
-        units = [u for u in s.fleet.settle(instance) if u.version < s.ledger.base and not is_eval(u.group.id)]
+        units = [u for u in s.fleet.settle(instance) if u.version < s.ledger.base and is_training(u.group.id)]
         _park(s, instance, units)
 
 

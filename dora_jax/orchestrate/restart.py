@@ -13,7 +13,7 @@ from dora_jax.orchestrate import events as ev
 from dora_jax.orchestrate import fleet as fl
 from dora_jax.orchestrate.core import Orchestrator
 from dora_jax.orchestrate.fleet import Unit
-from dora_jax.types import GroupId, SampleId, Version
+from dora_jax.types import GroupId, SampleId, Version, is_served
 
 LOST = "the job was killed"
 
@@ -36,6 +36,9 @@ def restart(orchestrator: Orchestrator) -> Debts:
 
     A run that had halted looks again: it goes on where more steps are asked for now, else it halts once more."""
     s = orchestrator.state
+    for group_id in [g for g in s.groups if is_served(g)]:  # no client waits any more
+        _commit(orchestrator, ev.GroupFailed(group_id=group_id, reason=LOST))
+    s.asked_s.clear()
     for instance in list(s.fleet.instances.values()):
         _commit(orchestrator, ev.InstanceDown(instance=instance.id, life=instance.life, reason=LOST))
     s.fleet.lives.clear()  # the next body counts anew

@@ -16,7 +16,7 @@ from dora_jax.orchestrate.line import Line
 from dora_jax.orchestrate.state import State
 from dora_jax.types import InstanceId
 
-FORMAT = 11
+FORMAT = 12
 UNIT = tuple(name for name in Unit.__slots__ if name not in ("dst", "group", "id"))
 INSTANCE = tuple(name for name in Instance.__slots__ if name not in ("report", "units"))
 unit_values, instance_values = attrgetter(*UNIT), attrgetter(*INSTANCE)
@@ -85,6 +85,12 @@ def _upgraded(s: State, data: dict[str, Any]) -> dict[str, Any]:
         data |= {"sampled_by": _encode({}), "trained_by": _encode({})}
     if data["format"] == 10:  # no mode had rounds
         data |= {"format": 11, "ledger": data["ledger"] | {"long_round": False}}
+    if data["format"] == 11:  # no request was answered
+        queue = dict(data["queue"])
+        untrained, (kind, *lines) = queue.pop("evaluation_unfinished"), queue["lines"]
+        lines = [[version, [row[0], row[1], ["deque"], *row[2:]]] for version, row in lines]
+        data |= {"format": 12, "queue": queue | {"untrained_unfinished": untrained, "lines": [kind, *lines]}}
+        data |= {"asked_s": _encode({}), "superseded_s": _encode({})}
     return data
 
 

@@ -15,7 +15,18 @@ from dora_jax.orchestrate.fleet import Fleet, Group, Instance, Unit
 from dora_jax.orchestrate.ledger import Ledger
 from dora_jax.orchestrate.modes import OrchestratorConfig
 from dora_jax.orchestrate.queue import Queue
-from dora_jax.types import MAX_RENEWALS, RENEWAL, GroupId, InstanceId, SampleId, Version, is_eval, issued_first_as
+from dora_jax.types import (
+    MAX_RENEWALS,
+    RENEWAL,
+    GroupId,
+    InstanceId,
+    SampleId,
+    Version,
+    is_eval,
+    is_served,
+    is_training,
+    issued_first_as,
+)
 
 # Groups over which a task's share of trainable groups is averaged: a few steps' worth of one task.
 RATE_GROUPS = 64
@@ -57,6 +68,8 @@ class State:
         self.redo: list[GroupId] = []  # issued again before new ones
         self.evaluating: dict[Version, int] = {}  # groups whose evaluation has not finished
         self.alive: dict[Version, None] = {start_version: None}  # not retired
+        self.asked_s: dict[Version, float] = {}  # live versions that requests came for -> when the last one did
+        self.superseded_s: dict[Version, float] = {}  # live versions -> when a newer one was published
         self.budget: int | None = None  # groups left to inject, where a mode admits only at the end of a step
         self.now_s = 0.0
         self.rebalanced_s = 0.0
@@ -87,9 +100,22 @@ class State:
         assert unit is not None, id
         return unit
 
+    def size(self, group_id: GroupId) -> int:
+        """Samples of the group."""
+        if is_served(group_id):
+            return 1
+        return self.config.eval_samples if is_eval(group_id) else self.config.group_size
+
+    @property
+    def held(self) -> tuple[Version, ...]:
+        """Superseded versions that are kept for the sessions that requests have begun with them: those asked for last,
+        each for `hold_s`."""
+        old = {v: self.now_s - since_s for v, since_s in self.superseded_s.items() if v in self.asked_s}
+        young = [v for v, age_s in old.items() if age_s < self.config.hold_s]
+        return tuple(sorted(young, key=self.asked_s.__getitem__, reverse=True)[: self.config.hold_versions])
+
     def open_group(self, group_id: GroupId, version: Version) -> None:
-        samples = self.config.eval_samples if is_eval(group_id) else self.config.group_size
-        group = Group(group_id, version, samples)
+        group = Group(group_id, version, self.size(group_id))
         self.groups[group_id] = group
         self.queue.add(group)
         self.due.versions_to_fill[version] = None
@@ -121,7 +147,7 @@ class State:
         if unit.group.abandoned is not None:
             self.cancel(unit)
             return
-        if self.decisions.mixes_versions and not is_eval(unit.group.id):
+        if self.decisions.mixes_versions and is_training(unit.group.id):
             self.queue.retag(unit, self.ledger.base)
         if unit.spoilt:
             unit.tokens, unit.ran, unit.home, unit.spoilt = 0, (), None, False
@@ -138,7 +164,7 @@ class State:
         self.queue.retag_waiting(self.ledger.base)
         if self.queue.in_environment:
             for unit in [u for g in self.groups.values() for u in g.units if u is not None and u.state == fl.WAITING]:
-                if not is_eval(unit.group.id):
+                if is_training(unit.group.id):
                     self.queue.retag(unit, self.ledger.base)
 
     def cancel(self, unit: Unit) -> None:
@@ -163,10 +189,8 @@ class State:
     def discard(self, group_id: GroupId, reason: str) -> None:
         """Forget a whole group, which is being scored or has been."""
         self.groups.pop(group_id, None)
-        samples = self.config.eval_samples if is_eval(group_id) else self.config.group_size
-        self.out.append(
-            ev.Cancel(ids=tuple(SampleId(group_id, i) for i in range(samples)), instance=None, reason=reason)
-        )
+        ids = tuple(SampleId(group_id, i) for i in range(self.size(group_id)))
+        self.out.append(ev.Cancel(ids=ids, instance=None, reason=reason))
 
     def abandon(self, group: Group, how: str, reason: str) -> None:
         """End a group that will not be trained: samples that wait for their first slot at once, the others by Cancel."""

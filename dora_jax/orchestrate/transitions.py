@@ -7,7 +7,7 @@ from dora_jax.orchestrate import fleet as fl
 from dora_jax.orchestrate import quarantine, speeds
 from dora_jax.orchestrate.fleet import Instance, Unit
 from dora_jax.orchestrate.state import State
-from dora_jax.types import is_eval
+from dora_jax.types import is_eval, is_served, is_training
 
 # ---------------------------------------------------------------- instances
 
@@ -98,7 +98,7 @@ def sample_started(s: State, event: ev.SampleStarted) -> None:
     unit = s.live_unit(event.id)
     unit.began_s, unit.ran = s.now_s, s.fleet.alone.get(event.instance, (event.instance,))
     group = unit.group
-    if not is_eval(group.id):
+    if is_training(group.id):
         s.ledger.running(group.id)
     _runs(s, unit)
 
@@ -107,16 +107,20 @@ def sample_done(s: State, event: ev.SampleDone) -> None:
     unit = s.live_unit(event.id)
     if unit.state == fl.WAITING:
         unit.began_s += s.now_s - unit.waits_s
-    s.fleet.measured.ended(event.tokens, s.now_s - unit.began_s)
-    s.end_unit(unit)
     group = unit.group
+    if not is_served(group.id):  # how long answers to requests are says nothing of the task's
+        s.fleet.measured.ended(event.tokens, s.now_s - unit.began_s)
+    s.end_unit(unit)
     if unit.ran != group.ran:
         more = tuple(i for i in unit.ran if i not in group.ran)
         group.ran = group.ran + more if group.ran else unit.ran
     if unit.spoilt:
         quarantine.give_up(s, group, "an instance that sampled a part of it is in quarantine")
-    elif group.left == 0 and group.abandoned is None and not is_eval(group.id):
-        s.ledger.scoring(group.id)
+    elif group.left == 0 and group.abandoned is None:
+        if is_training(group.id):
+            s.ledger.scoring(group.id)
+        elif is_served(group.id):
+            s.end_group(group)
 
 
 def sample_cancelled(s: State, event: ev.SampleCancelled) -> None:
@@ -196,12 +200,22 @@ def _runs(s: State, unit: Unit) -> None:
     unit.state = fl.RUNNING
     if unit.instance not in unit.ran:
         unit.ran += (unit.instance,)
-    outdated = s.decisions.mixes_versions and unit.version < s.ledger.base and not is_eval(unit.group.id)
+    outdated = s.decisions.mixes_versions and unit.version < s.ledger.base and is_training(unit.group.id)
     if outdated or unit.spoilt:
         quarantine.put_aside(s, unit)
 
 
 # ---------------------------------------------------------------- groups and steps
+
+
+def request_came(s: State, event: ev.RequestCame) -> None:
+    if event.version not in s.alive:
+        s.discard(event.group_id, f"version {event.version} has retired")
+        return
+    s.asked_s[event.version] = s.now_s
+    s.open_group(event.group_id, event.version)
+    if event.version not in s.fleet.holders and event.version not in s.fleet.promised:
+        s.due.rebalance = True
 
 
 def group_scored(s: State, event: ev.GroupScored) -> None:
@@ -228,7 +242,7 @@ def group_failed(s: State, event: ev.GroupFailed) -> None:
     group = s.groups[event.group_id]
     if is_eval(group.id):
         s.evaluated(group.version)
-    elif group.abandoned is None:
+    elif is_training(group.id) and group.abandoned is None:
         s.ledger.failed(group.id)
         s.group_lost(group.id)
     if group.left == 0:
@@ -240,6 +254,7 @@ def group_failed(s: State, event: ev.GroupFailed) -> None:
 def step_published(s: State, event: ev.StepPublished) -> None:
     quarantine.remember(s, event.version)
     s.ledger.published(event.version)
+    s.superseded_s[event.version - 1] = s.now_s
     s.alive[event.version] = None
     s.due.rebalance = True
 
@@ -262,5 +277,6 @@ COMMIT = {
     ev.SampleReady: sample_ready,
     ev.GroupScored: group_scored,
     ev.GroupFailed: group_failed,
+    ev.RequestCame: request_came,
     ev.StepPublished: step_published,
 }

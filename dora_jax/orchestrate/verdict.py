@@ -10,6 +10,7 @@ from __future__ import annotations
 from dora_jax.orchestrate import events as ev
 from dora_jax.orchestrate import fleet as fl
 from dora_jax.orchestrate.state import State
+from dora_jax.types import is_served
 
 
 def counts(s: State, event: ev.Event) -> bool:
@@ -120,6 +121,12 @@ def _failed(s: State, event: ev.GroupFailed) -> bool:
     return group is not None and not (group.abandoned is not None and group.left)
 
 
+def _came(s: State, event: ev.RequestCame) -> bool:
+    if not is_served(event.group_id) or event.version > s.ledger.base:
+        raise ev.ImpossibleFact(f"a request came as group {event.group_id}, for version {event.version}")
+    return event.group_id not in s.groups
+
+
 def _published(s: State, event: ev.StepPublished) -> bool:
     ledger = s.ledger
     if event.version > ledger.base and (ledger.missing or event.version != ledger.base + 1):
@@ -152,5 +159,6 @@ _COUNTS = {
     ev.SampleReady: _ready,
     ev.GroupScored: _scored,
     ev.GroupFailed: _failed,
+    ev.RequestCame: _came,
     ev.StepPublished: _published,
 }

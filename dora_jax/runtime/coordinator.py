@@ -45,7 +45,7 @@ from dora_jax.runtime.trainer_worker import TrainerWorker
 from dora_jax.runtime.worker import Crashed, Finished, HandedOver, InstanceReady, Parked, StepDone, Waiting
 from dora_jax.tasks.pool import GroupFailure
 from dora_jax.tasks.prompts import PromptTooLong
-from dora_jax.types import GroupId, InstanceId, Sample, SampleId, ScoredGroup, Version, is_eval
+from dora_jax.types import GroupId, InstanceId, Sample, SampleId, ScoredGroup, Version, is_eval, is_served, is_training
 
 TIME_PERIOD_S = 0.05  # how often the orchestrator learns the time; also the longest wait for an event
 SMALL_FLEET = 100  # instances whose facts are few enough to be decided on one by one
@@ -87,7 +87,7 @@ class Coordinator:
         self._groups = groups
         self._weights = weights
         self._outbox = outbox
-        self._size = lambda group_id: eval_samples if is_eval(group_id) else group_size
+        self._size = lambda group_id: 1 if is_served(group_id) else eval_samples if is_eval(group_id) else group_size
         self._trainable = trainable
         self._samples = SampleRegistry(task)
         self._kept = KeptKV(self._instances)
@@ -222,7 +222,7 @@ class Coordinator:
             self._tell(error)
             self._outbox.put(ev.GroupFailed(group_id=group_id, reason=str(error)))
             return
-        if self._episodes:
+        if self._episodes and not is_served(group_id):
             self._episodes.start(sample, group.prompt, worker, version)
         else:
             worker.post(worker.submit, sample, group.prompt, version)
@@ -250,7 +250,7 @@ class Coordinator:
         if isinstance(held, Sample):
             self._outbox.put(ev.SampleResumed(id=sample, instance=worker.instance, life=worker.life))
             self._outbox.put(Finished(sample=held, instance=worker.instance, life=worker.life))
-        elif self._episodes and recorded and not len(held.out_ids):
+        elif self._episodes and recorded and not len(held.out_ids) and not is_served(sample.group_id):
             for event in self._episodes.reopen(sample, worker, held.version):
                 self._outbox.put(event)
         else:
@@ -279,11 +279,14 @@ class Coordinator:
                 yield from self._episodes.waits(item)
             case Finished(sample=sample, instance=instance):
                 self._kept.forget([sample.id])
-                if self._episodes:
+                if self._episodes and not is_served(sample.id.group_id):
                     item = dataclasses.replace(item, sample=(sample := self._episodes.finished(sample)))
                 self._tell(item)
                 if (group := self._samples.finished(sample, self._size(sample.id.group_id))) is not None:
-                    self._submit_scores(group)
+                    if is_served(sample.id.group_id):
+                        del self._samples.groups[sample.id.group_id]
+                    else:
+                        self._submit_scores(group)
                 yield ev.SampleDone(
                     id=sample.id, instance=instance, tokens=len(sample.out_ids), finish=sample.finish, life=item.life
                 )
@@ -323,7 +326,7 @@ class Coordinator:
             del self._samples.groups[group_id]
             yield ev.GroupFailed(group_id=group_id, reason=scored.reason)
             return
-        trainable = not is_eval(group_id) and self._trainable(scored)
+        trainable = is_training(group_id) and self._trainable(scored)
         if trainable:
             self._groups.put(scored)
         else:

@@ -27,7 +27,7 @@ from dora_jax.tasks.identity import shorten
 from dora_jax.tasks.pool import GroupFailure
 from dora_jax.tasks.prompts import PromptTooLong
 from dora_jax.tasks.solved import Solved
-from dora_jax.types import GroupId, Prompt, SampleId, ScoredGroup, Version, is_eval
+from dora_jax.types import GroupId, Prompt, SampleId, ScoredGroup, Version, is_eval, is_training
 
 MIN_GROUPS_FOR_FAILED_SHARE = 100  # below this one failure says nothing about a share
 MIN_GROUPS_ALL_FAILED = 10  # nothing was scored so far: a hanging reward takes minutes for each of these
@@ -54,7 +54,7 @@ class VersionOverlap:
             self.overlap_s += now - self._last_s
         self._last_s = now
         match event:
-            case ev.SampleStarted(id=sample, version=version) if not is_eval(sample.group_id):
+            case ev.SampleStarted(id=sample, version=version) if is_training(sample.group_id):
                 self._version[sample] = version
                 self._running[version] += 1
             case ev.SampleDone(id=sample) | ev.SampleCancelled(id=sample):

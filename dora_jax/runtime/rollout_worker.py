@@ -20,7 +20,7 @@ from dora_jax.rollout.ticks import TickResult
 from dora_jax.runtime.durability.records import Partial
 from dora_jax.runtime.seams import Outbox, RolloutEngine, Tree, WeightStore
 from dora_jax.runtime.worker import Finished, HandedOver, Parked, Waiting, Worker
-from dora_jax.types import InstanceId, Prompt, SampleId, Version
+from dora_jax.types import InstanceId, Prompt, SampleId, Version, is_served
 
 REPORT_PERIOD_S = 0.1  # of an instance: often enough to decide on, rare enough to ignore
 FLEET_SAMPLES_PER_S = 100_000  # of all instances: the samples that reports list
@@ -206,6 +206,8 @@ class EngineWorker(Worker):
             self._report_rest(in_flight)
             self._forget(in_flight.id)
             self.outbox.put(Waiting(in_flight=in_flight, instance=self.instance, life=self.life))
+        for id in [id for id in result.progress if is_served(id.group_id) and id in self._grown]:
+            self._grow(id)  # its client reads along
         now = time.monotonic()
         if now - self._reported_s >= self._report_s:
             self._reported_s = now
@@ -213,8 +215,7 @@ class EngineWorker(Worker):
         if self._partial_s and now - self._partials_s >= self._partial_s:
             self._partials_s = now
             for sample_id in self._grown:
-                new = self.engine.sampled(sample_id, *self._told.get(sample_id, (0, 0)))
-                self._report(sample_id, self.engine.version_of(sample_id), new)
+                self._grow(sample_id)
             self._grown.clear()
 
     def _say_how_far(self, now: float, free_pages: int) -> None:
@@ -240,9 +241,14 @@ class EngineWorker(Worker):
         self._forget(sample)
         return in_flight
 
+    def _grow(self, sample: SampleId) -> None:
+        """Reports what a sample that runs here has sampled since its last report."""
+        new = self.engine.sampled(sample, *self._told.get(sample, (0, 0)))
+        self._report(sample, self.engine.version_of(sample), new)
+
     def _report_rest(self, in_flight: InFlightSample) -> None:
         """Reports the tokens of a sample that has left the engine."""
-        if self._partial_s:
+        if self._partial_s or is_served(in_flight.id.group_id):
             new = sampled_from(in_flight, *self._told.get(in_flight.id, (0, 0)))
             self._report(in_flight.id, in_flight.version, new)
 

@@ -31,7 +31,7 @@ from dora_jax.orchestrate import events as ev
 from dora_jax.retrying_file import PatientFile
 from dora_jax.runtime.run_trace import RunTrace
 from dora_jax.runtime.worker import Finished, StepDone
-from dora_jax.types import InstanceId, Sample, SampleId, Version, is_eval
+from dora_jax.types import InstanceId, Sample, SampleId, Version, is_training
 
 ROWS = 2000
 PERIOD_S = 0.1  # the shortest between two samples of time
@@ -67,7 +67,7 @@ class Timeline:
 
     def record(self, record: object) -> None:
         match record:
-            case Finished(sample=sample, instance=instance) if not is_eval(sample.id.group_id):
+            case Finished(sample=sample, instance=instance) if is_training(sample.id.group_id):
                 if instance is not None:
                     self._count(instance, sample)
                 self._lengths["generated"][length_bucket(len(sample.out_ids))] += 1

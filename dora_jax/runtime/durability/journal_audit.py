@@ -19,7 +19,7 @@ from dora_jax.runtime.durability.log_stores import FileLogStore, LogStore, Objec
 from dora_jax.runtime.durability.object_storage import opened
 from dora_jax.runtime.durability.records import Batch, Entry, Fact, reader
 from dora_jax.runtime.durability.recovery import ReplayedState, replay
-from dora_jax.types import GroupId, SampleId, is_eval, issued_first_as
+from dora_jax.types import GroupId, SampleId, is_training, issued_first_as
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,11 +68,11 @@ def audit(folder: Path | str) -> Audit:
     for number in numbers:
         for fact in facts(journal.read(number).records):
             match fact.event:
-                case ev.SampleDone(id=id) if not is_eval(id.group_id):
+                case ev.SampleDone(id=id) if is_training(id.group_id):
                     finished[id] += 1
-                case ev.GroupScored(group_id=group_id, trainable=False) if not is_eval(group_id):
+                case ev.GroupScored(group_id=group_id, trainable=False) if is_training(group_id):
                     ends[group_id] = "filtered"
-                case ev.GroupFailed(group_id=group_id, reason=reason) if not is_eval(group_id):
+                case ev.GroupFailed(group_id=group_id, reason=reason) if is_training(group_id):
                     ends[group_id] = reason
     return _balance(len(numbers), end, finished, ends)
 

@@ -28,7 +28,7 @@ from dora_jax.runtime.durability.payload_state import PayloadState
 from dora_jax.runtime.durability.records import CODEC, Entry, Fact, Partial, Published, batches
 from dora_jax.runtime.durability.recovery import head_records
 from dora_jax.runtime.worker import Finished, StepDone
-from dora_jax.types import GroupId, Sample, SampleId, ScoredGroup, Version
+from dora_jax.types import GroupId, Sample, SampleId, ScoredGroup, Version, is_served
 
 HARD = (ev.SampleDone, ev.GroupScored, ev.GroupFailed, ev.StepPublished, ev.SampleCancelled)
 SOFT_PERIOD_S = 1.0  # how long soft facts may wait for a commit
@@ -159,9 +159,9 @@ class JournaledWorld:
 
     def _hear(self, item: Any) -> None:
         match item:
-            case Partial():
+            case Partial(id=id) if not is_served(id.group_id):  # after a restart no client waits for it
                 self._entries.append(item)
-            case Finished(sample=sample):
+            case Finished(sample=sample) if not is_served(sample.id.group_id):
                 self._payload[sample.id] = sample
             case StepDone(version=version, digest=digest):
                 self._digests[version] = digest

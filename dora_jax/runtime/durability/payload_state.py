@@ -17,7 +17,7 @@ import numpy as np
 from dora_jax.orchestrate import events as ev
 from dora_jax.orchestrate.state import State
 from dora_jax.runtime.durability.records import REWRITTEN, SAMPLED, Entry, Fact, Partial, Published
-from dora_jax.types import GroupId, Sample, SampleId, ScoredGroup, Span, TokenTable, Version, is_eval
+from dora_jax.types import GroupId, Sample, SampleId, ScoredGroup, Span, TokenTable, Version, is_eval, is_served
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,7 +46,7 @@ class PayloadState:
             self._grow(entry, state)
             return None
         match entry.event:
-            case ev.SampleDone(id=id):
+            case ev.SampleDone(id=id) if not is_served(id.group_id):
                 self.samples.setdefault(id.group_id, {})[id.index] = _payload(entry, Sample)
                 self.partial.pop(id, None)
             case ev.SampleCancelled(id=id):

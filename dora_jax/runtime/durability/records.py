@@ -21,7 +21,7 @@ from dora_jax.orchestrate import events as ev
 from dora_jax.runtime.codec import Codec, CodecError
 from dora_jax.types import Sample, SampleId, ScoredGroup, TokenTable, Version
 
-FORMAT = 6  # of the records that this version writes; the head of a segment says its own
+FORMAT = 7  # of the records that this version writes; the head of a segment says its own
 OLDEST = 3  # the first format that `upgrade` knows
 
 
@@ -108,7 +108,15 @@ def upgrade(row: Any, written: int) -> Any:
         row = [Batch.__name__, [row], True] if _is(row, Fact) else row
     if written <= 4 and _is(row, Batch) and isinstance(row[1], list):
         row = [row[0], [_with_group(_with_decoding(entry)) for entry in row[1]], *row[2:]]
-    return _with_lead(_with_episodes(row)) if written <= 5 else row
+    if written <= 5:
+        row = _with_lead(_with_episodes(row))
+    return _with_sessions(row) if written <= 6 else row
+
+
+def _with_sessions(row: Any) -> Any:
+    """The row of a head: its configuration kept no version for sessions."""
+    kept = {"hold_versions": 0, "hold_s": 0.0}
+    return [*row[:3], kept | row[3], *row[4:]] if _is(row, Head) else row
 
 
 def _with_lead(row: Any) -> Any:
