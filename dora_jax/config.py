@@ -139,9 +139,7 @@ class RolloutSection:
     top_p: float = 1.0  # 1: off
     min_p: float = 0.0
     attention: str = "auto"  # reference, tpu, tokamax, gpu; auto: by platform
-    expert: int = (
-        1  # of a mixture of experts: 1: a device has a part of each; rollout.tensor: it has some of them whole
-    )
+    expert: int = 1  # of a mixture: 1: a device has a part of each expert; rollout.tensor: it has some of them whole
     expert_matmul: str = "auto"  # of a mixture of experts: scan, blocks, ragged_dot, megablox; auto: by platform
     min_new_tokens: int = 0  # no stop token is drawn before so many
     max_repeats: int = 0  # one token is drawn at most so often in a row; 0: any number
@@ -226,11 +224,10 @@ class TrainerSection:
     expert_dispatch: str = "gather"  # of tokens over trainer.expert: gather, or all_to_all, to their experts only
     routing_replay: str = "none"  # of a mixture: none, or rollout: tokens go to the experts that sampling sent them to
     load_balance_coef: float = 0.0  # of a mixture: the loss grows by this times load x score of the experts; 0: off
-    router_bias_rate: float = (
-        0.0  # of a router with a selection bias: what an update moves it by against the load; 0: off
-    )
+    router_bias_rate: float = 0.0  # what an update moves a router's selection bias by, against the load; 0: off
     show_every: int = 10  # steps between samples whose tokens are shown with advantage and log-probs; 0: never
     max_mismatch: float = 0.0  # mean |trainer - engine| log-prob at lag 0 that stops the run; 0: off
+    max_instance_mismatch: float = 0.2  # the same of one instance's samples, that puts it in quarantine; 0: off
 
 
 @dataclass(frozen=True, kw_only=True)

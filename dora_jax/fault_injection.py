@@ -26,7 +26,10 @@ POINTS = (
     "resume.replaying",  # a killed run is killed again while it makes a step again
 )
 
-FAULTS = ("rollout.nan",)  # the log-probs of a sample that has ended become NaN
+FAULTS = (
+    "rollout.nan",  # the log-probs of a sample that has ended become NaN
+    "rollout.skew",  # the log-probs of an engine's samples are off, from one that has ended on
+)
 
 _name, _at, _passes = "", 0, 0
 

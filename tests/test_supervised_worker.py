@@ -15,13 +15,16 @@ from dora_jax.orchestrate.core import Orchestrator
 from dora_jax.orchestrate.loop import each, run
 from dora_jax.orchestrate.modes import OrchestratorConfig
 from dora_jax.rollout.oracle import OracleEngine
+from dora_jax.runtime.agreement import Agreement
 from dora_jax.runtime.coordinator import Coordinator
 from dora_jax.runtime.durability.event_log import EventLog
 from dora_jax.runtime.durability.journaled_world import JournaledWorld
 from dora_jax.runtime.durability.payload_state import PayloadState
+from dora_jax.runtime.rollout_worker import SKEW
+from dora_jax.runtime.sample_gaps import SampleGap
 from dora_jax.runtime.supervised_worker import LocalInstance, RestartPolicy
 from dora_jax.runtime.trainer_worker import TrainerWorker
-from dora_jax.runtime.worker import Finished, Waiting
+from dora_jax.runtime.worker import Finished, StepDone, Waiting
 from dora_jax.types import SampleId
 from tests.fakes.coordinator_world import (
     SECTION,
@@ -329,17 +332,37 @@ def test_samples_go_on_while_weights_come():
     instance.stop()
 
 
-@pytest.mark.parametrize("mode", ["sync", "dora", "partial"])
-def test_an_instance_that_emits_nan_is_named_and_nothing_of_it_is_trained(mode):
-    def nan(result):
-        return change_finished(logprobs=lambda s: np.full(len(s.out_ids), np.nan, np.float32))(result)
+class WholeSteps:
+    """A trainer that has measured each sample of a step: an oracle says log-probs above -2 where they are not skewed."""
 
-    ticks = iter(range(1, 10**9))
-    job = Job(mode, instances=3, troubles=[[lambda result: nan(result) if next(ticks) >= 10 else result]])
+    def __init__(self, records):
+        self._records = records
+
+    def gaps(self, version):
+        (groups,) = (r.groups for r in self._records if isinstance(r, StepDone) and r.version == version)
+        for sample in (sample for group in groups for sample in group.samples):
+            gap = float(np.mean(sample.logprobs <= -1 - SKEW))
+            yield SampleGap(id=sample.id, version=sample.version, gap=gap, tokens=len(sample.out_ids))
+
+
+@pytest.mark.parametrize("mode", ["sync", "dora", "partial"])
+@pytest.mark.parametrize(
+    ("logprobs", "sentence"),
+    [
+        (lambda s: np.full(len(s.out_ids), np.nan, np.float32), "log-probs are not finite"),
+        (lambda s: s.logprobs - np.float32(SKEW), "nats a token at the same version"),
+    ],
+)
+def test_an_instance_that_cannot_be_believed_is_named_and_nothing_of_it_is_trained(mode, logprobs, sentence):
+    wrong, ticks = change_finished(logprobs=logprobs), iter(range(1, 10**9))
+    job = Job(mode, instances=3, troubles=[[lambda result: wrong(result) if next(ticks) >= 10 else result]])
     quarantined, sampled, trained, doubted = [], {}, [], set()
     job.world.listen(lambda record: quarantined.append(record) if isinstance(record, ev.Quarantine) else None)
+    agreement = Agreement(0.2, WholeSteps(job.records), list(job.pool.values()), job.said.append)
+    job.world.listen(agreement.record)
 
     def watch(event):
+        agreement.event(event, ())
         match event:
             case ev.SampleStarted(id=id, instance=i):
                 sampled[id] = {i}
@@ -353,7 +376,7 @@ def test_an_instance_that_emits_nan_is_named_and_nothing_of_it_is_trained(mode):
     assert job.play(watch).ok
     job.audit()
     (command,) = quarantined
-    assert command.instance == 0 and "log-probs are not finite" in command.reason
+    assert command.instance == 0 and sentence in command.reason
     assert set(command.group_ids) == {id.group_id for id in doubted} & set(trained)
     done = {r.sample.id: r for r in job.records if isinstance(r, Finished)}
     later = {group.group_id for _, group in trained_by(job.records)} - set(trained)

@@ -20,6 +20,8 @@ WORDS = {
     "idle": "share of the time in which a role had nothing to do: the trainer no batch, an instance no sample",
     "move": "a running sample goes on in another instance, at its version, with its KV",
     "load": "an instance takes a version's weights; samples of another version may run meanwhile",
+    "quarantine": "an instance whose log-probs are not finite, or disagree with the trainer's at the same version, is "
+    "ended and made again; what it sampled and is not trained yet is sampled again elsewhere",
     "waiting for rollouts": "too few groups have finished sampling",
     "waiting for stragglers": "the longest answers of a version at its staleness bound hold everything up",
     "waiting for rewards": "sampled groups wait for their scores",

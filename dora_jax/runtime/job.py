@@ -19,6 +19,7 @@ from dora_jax.orchestrate.events import Command, Event, Halt, ImpossibleFact, St
 from dora_jax.orchestrate.loop import Observer, each, quiet_collector, run
 from dora_jax.runtime import monitoring, warm_start, warm_start_data
 from dora_jax.runtime import run as build
+from dora_jax.runtime.agreement import Agreement
 from dora_jax.runtime.coordinator import Coordinator
 from dora_jax.runtime.durability import resume
 from dora_jax.runtime.durability.event_log import EventLog
@@ -299,7 +300,9 @@ def run_stages(
         views=backing.side.views if backing else None,
     )
     timeline = Timeline(parts.workdir, writer.note)
-    for listener in (log.record, timeline.record):
+    limit, seen = config.trainer.max_instance_mismatch, backing.side.gaps if backing else None
+    agreement = Agreement(limit, seen, instances, writer.note) if seen else None
+    for listener in (log.record, timeline.record, *([agreement.record] if agreement else [])):
         world.listen(listener)
     durable = backing.behind(world) if backing else None
     guard.diagnose = lambda: f"{orchestrator.summary()['waits']}; {world.diagnosis()}"
@@ -307,6 +310,7 @@ def run_stages(
         *([recorder] if recorder else []),
         each(log.event),
         each(timeline.event),
+        *([each(agreement.event)] if agreement else []),
         *([CheckpointSaver(backing, durable, log)] if backing else []),
     ]
     with contextlib.closing(timeline), _ending(durable, world, backend, log, recorder, guard):

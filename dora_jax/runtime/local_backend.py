@@ -36,6 +36,7 @@ from dora_jax.runtime.run import (
     prober,
     updates_apart,
 )
+from dora_jax.runtime.sample_gaps import SampleGaps
 from dora_jax.runtime.sample_log import TokenViews
 from dora_jax.runtime.seams import (
     GroupStore,
@@ -45,6 +46,7 @@ from dora_jax.runtime.seams import (
     Scorer,
     StageWorker,
     TrainerSide,
+    Tree,
     WeightStore,
 )
 from dora_jax.runtime.supervised_worker import LocalInstance, RestartPolicy
@@ -56,7 +58,7 @@ from dora_jax.tasks.pool import ScorerPool
 from dora_jax.tasks.renderer_bridge import RendererBridge
 from dora_jax.tasks.trial import try_rewards
 from dora_jax.trainer.step import Trainer
-from dora_jax.types import InstanceId, ScoredGroup
+from dora_jax.types import InstanceId, ScoredGroup, Version
 
 
 class RunContext:
@@ -187,13 +189,16 @@ class LocalBackend:
         mesh = sharding.make_mesh([jax.devices()[i] for i in self._plan.trainer], *self._plan.trainer_mesh)
         trainer = self._trainer = new_trainer(config, self._parts.tokenizer, mesh, workdir)
         views = TokenViews(trainer, config.trainer.show_every)
+        pack, probe = views.watching(packer(config, trainer)), prober(config, trainer)
+        gaps = SampleGaps(trainer, probe, self._published) if config.trainer.max_instance_mismatch else None
         return TrainerSide(
             trainer=trainer,
             checkpoints=Checkpoints(workdir / "checkpoints", config.checkpoint, self._notify),
-            pack=views.watching(packer(config, trainer)),
+            pack=gaps.watching(pack) if gaps else pack,
             digest=digest,
-            probe=prober(config, trainer),
+            probe=probe,
             views=views,
+            gaps=gaps,
         )
 
     def instances(self) -> list[LocalInstance]:
@@ -229,6 +234,9 @@ class LocalBackend:
 
     def close(self) -> None:
         """Everything ends with the process."""
+
+    def _published(self, version: Version) -> Tree | None:
+        return self.weights.get(version, None) if version in self.weights.versions else None
 
 
 def trainer_worker(

@@ -19,10 +19,11 @@ from dora_jax.rollout.migrate import InFlightSample, SampledTokens, count_rows, 
 from dora_jax.rollout.ticks import TickResult
 from dora_jax.runtime.durability.records import Partial
 from dora_jax.runtime.seams import Outbox, RolloutEngine, Tree, WeightStore
-from dora_jax.runtime.worker import Finished, HandedOver, Parked, Waiting, Worker
-from dora_jax.types import InstanceId, Prompt, SampleId, Version, is_served
+from dora_jax.runtime.worker import Crashed, Finished, HandedOver, Parked, Waiting, Worker
+from dora_jax.types import InstanceId, Prompt, Sample, SampleId, Version, is_served
 
 REPORT_PERIOD_S = 0.1  # of an instance: often enough to decide on, rare enough to ignore
+SKEW = 1.0  # nats a token, of the fault of that name
 FLEET_SAMPLES_PER_S = 100_000  # of all instances: the samples that reports list
 FLEET_REPORTS_PER_S = 10_000  # of all instances: what a controller hears beside everything else
 
@@ -96,6 +97,7 @@ class EngineWorker(Worker):
         self.engine = engine
         self.tokens = 0  # sampled since start
         self._paused = False
+        self._skewed = False  # by a fault
         self._weights = weights
         self._versions: dict[SampleId, Version] = {}  # of samples submitted and not yet started
         self._progress: dict[SampleId, int] = {}  # tokens of what runs here
@@ -180,6 +182,10 @@ class EngineWorker(Worker):
     def unpause(self) -> None:
         self._paused = False
 
+    def doubt(self, life: int, reason: str) -> None:
+        """It has no other life: the run ends."""
+        self.outbox.put(Crashed(role=self.role, error=RuntimeError(reason)))
+
     @property
     def busy(self) -> bool:
         return not self._paused and not self.engine.idle
@@ -199,9 +205,7 @@ class EngineWorker(Worker):
         self._grown.update(dict.fromkeys(result.progress))
         for sample in result.finished:
             self._forget(sample.id)
-            if armed("rollout.nan"):
-                sample = dataclasses.replace(sample, logprobs=np.full_like(sample.logprobs, np.nan))
-            self.outbox.put(Finished(sample=sample, instance=self.instance, life=self.life))
+            self.outbox.put(Finished(sample=self._told_wrong(sample), instance=self.instance, life=self.life))
         for in_flight in result.waiting:
             self._report_rest(in_flight)
             self._forget(in_flight.id)
@@ -217,6 +221,12 @@ class EngineWorker(Worker):
             for sample_id in self._grown:
                 self._grow(sample_id)
             self._grown.clear()
+
+    def _told_wrong(self, sample: Sample) -> Sample:
+        """The sample as a fault that a test asks for makes the engine tell it (fault_injection.py)."""
+        self._skewed |= armed("rollout.skew")
+        off = np.nan if armed("rollout.nan") else SKEW if self._skewed else 0.0
+        return dataclasses.replace(sample, logprobs=sample.logprobs - np.float32(off)) if off else sample
 
     def _say_how_far(self, now: float, free_pages: int) -> None:
         progress, took = {}, _Decoding()

@@ -111,7 +111,7 @@ class TokenViews:
 
     def _view(self, batch: TrainBatch, sample: Sample, reward: float) -> TokenView | None:
         """None: the sample is not in this batch, or not in one piece."""
-        place = _place(batch, sample, reward)
+        place = place_of(batch, sample, reward)
         if place is None:
             return None
         row, tokens = place
@@ -123,7 +123,7 @@ class TokenViews:
         )
 
 
-def _place(batch: TrainBatch, sample: Sample, reward: float) -> tuple[int, slice] | None:
+def place_of(batch: TrainBatch, sample: Sample, reward: float) -> tuple[int, slice] | None:
     """(row, columns) of a sample's response: where its tokens are the targets, with the engine's log-probs."""
     n = len(sample.out_ids)
     logprobs = np.where(sample.mask, sample.logprobs, 0.0).astype(np.float32)

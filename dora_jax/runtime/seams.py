@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from dora_jax.orchestrate.events import InstanceUp
     from dora_jax.rollout.migrate import InFlightSample, SampledTokens
     from dora_jax.rollout.ticks import TickResult
+    from dora_jax.runtime.sample_gaps import SeenGaps
     from dora_jax.runtime.sample_log import SeenTokens
     from dora_jax.tasks.environments import Answer
     from dora_jax.tasks.pool import GroupFailure
@@ -261,6 +262,10 @@ class RolloutWorker(StageWorker, Protocol):
 
     def unpause(self) -> None: ...
 
+    def doubt(self, life: int, reason: str) -> None:
+        """What this life sampled is not believed: it ends, and the instance is said to be unhealthy. A life that is over
+        already changes nothing."""
+
 
 @dataclass(frozen=True)
 class TrainerSide:
@@ -272,6 +277,7 @@ class TrainerSide:
     digest: Digest
     probe: MakeProbe | None = None  # see trainer_worker.MismatchProbe
     views: SeenTokens | None = None  # of the samples that a person reads
+    gaps: SeenGaps | None = None  # by which instances are judged; None: they are not
 
 
 class Backend(Protocol):

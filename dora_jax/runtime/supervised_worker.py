@@ -59,7 +59,7 @@ class LocalInstance(InstanceProxy["EngineLife"]):
         self._weights = weights
         self._partial_s = partial_s
         self._life = self._new_life(engine)
-        self._losses = 0
+        self._losses = self._doubts = 0
         self._tokens = 0  # of earlier lives
         self._done = threading.Event()
         self._threads: list[threading.Thread] = []
@@ -102,6 +102,12 @@ class LocalInstance(InstanceProxy["EngineLife"]):
         if life := self._life:
             self._over(life, reason, RuntimeError(reason))
 
+    def doubt(self, life: int, reason: str) -> None:
+        """After MAX_LOSSES doubts the instance stays away: it is not its weights alone."""
+        if (present := self._life) is not None and present.life == life:
+            self._doubts += 1
+            self._over(present, reason, RuntimeError(reason), unhealthy=True)
+
     def heard(self, life: EngineLife, item: Any) -> None:
         if isinstance(item, Crashed):
             self._over(life, f"{type(item.error).__name__}: {item.error}", item.error)
@@ -126,7 +132,8 @@ class LocalInstance(InstanceProxy["EngineLife"]):
                 return
             self._tokens += life.tokens
             self._losses += 1
-            self.gone = life.hung or self._restart.new_engine is None or self._losses >= MAX_LOSSES
+            too_often = max(self._losses, self._doubts) >= MAX_LOSSES
+            self.gone = life.hung or self._restart.new_engine is None or too_often
             if unhealthy:
                 self._outbox.put(ev.InstanceUnhealthy(instance=self.instance, reason=reason, life=life.life))
             self._down(life, life.life, reason)

@@ -340,6 +340,7 @@ def _numbers(section: Any) -> list[str]:
         "load_balance_coef": 0,
         "router_bias_rate": 0,
         "max_mismatch": 0,
+        "max_instance_mismatch": 0,
     }
     errors = [
         f"trainer.{field}={getattr(section, field)} must be at least {low}"

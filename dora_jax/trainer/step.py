@@ -44,7 +44,11 @@ class Probe(NamedTuple):
 
     batch: Any  # TrainBatch
     version: int
-    weights: Any  # of that version, in the engines' dtype, stacked, on the trainer's mesh
+    weights: Any  # of that version, in the engines' dtype, stacked, on the trainer's mesh; None: the present ones
+
+    def tokens(self) -> np.ndarray:
+        """bool[B, L]: where the version sampled the token."""
+        return self.batch.mask & (self.batch.version == self.version)
 
 
 class Trainer:
@@ -167,14 +171,17 @@ class Trainer:
 
     def probe(self, probe: Probe) -> dict[str, float]:
         """The engine-trainer gap on the tokens of `probe.version`, under its weights; stops above the bound."""
-        batch = probe.batch
-        fresh = batch.mask & (batch.version == probe.version)
+        fresh = probe.tokens()
         if not fresh.any():
             raise ValueError(f"the probe holds no token of version {probe.version}: only equal weights compare")
-        logprobs = np.asarray(self._probed(probe.weights, self._put(batch.arrays())))
-        metrics = health.gap(logprobs[fresh], batch.behavior_logprobs[fresh])
+        metrics = health.gap(self.probed(probe)[fresh], probe.batch.behavior_logprobs[fresh])
         self.health.check_mismatch(metrics)
         return metrics
+
+    def probed(self, probe: Probe) -> np.ndarray:
+        """f32[B, L]: log-probs of the probe's targets under its weights."""
+        weights = self.state.params if probe.weights is None else probe.weights
+        return np.asarray(self._probed(weights, self._put(probe.batch.arrays())))
 
     def step(self, batch: Any, probe: Probe | None = None) -> dict[str, float]:
         """One step = one published version: an update per TrainBatch (or one, for a single batch). Blocks.

@@ -93,7 +93,12 @@ class ClusterBackend:
             checkpoints.wait()
         self._steps.tidy()
         return TrainerSide(
-            trainer=self._trainer, checkpoints=checkpoints, digest=digest_of, pack=part, views=self._trainer
+            trainer=self._trainer,
+            checkpoints=checkpoints,
+            digest=digest_of,
+            pack=part,
+            views=self._trainer,
+            gaps=self._trainer if self._parts.config.trainer.max_instance_mismatch else None,
         )
 
     def instances(self) -> list[RemoteInstance]:

@@ -19,6 +19,7 @@ from typing import Any
 from dora_jax.rollout.migrate import InFlightSample
 from dora_jax.runtime.codec import Codec
 from dora_jax.runtime.durability.records import Partial
+from dora_jax.runtime.sample_gaps import SampleGap
 from dora_jax.runtime.sample_log import TokenView
 from dora_jax.runtime.transfer import weight_messages
 from dora_jax.runtime.transfer.transfer_manifest import Lent
@@ -175,6 +176,7 @@ class StepFinished:
     metrics: dict[str, float]
     recalled: bool = False  # it had been made for an earlier controller
     views: tuple[TokenView, ...] = ()  # of the samples that a person reads
+    gaps: tuple[SampleGap, ...] = ()  # by which instances are judged
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -277,6 +277,10 @@ class RemoteInstance(InstanceProxy[GangWorker]):
     def want(self, wanted: bool) -> None:
         self._supervisor.want(wanted)
 
+    def doubt(self, life: int, reason: str) -> None:
+        if (present := self._life) is not None and present.life == life:
+            self._unhealthy(present, reason)
+
     def stop(self, timeout_s: float = 0.0) -> None:
         """Ends the gang, without waiting for what it does."""
         self._supervisor.close()

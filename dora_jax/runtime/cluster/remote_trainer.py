@@ -26,6 +26,7 @@ from dora_jax.runtime.cluster.gang_supervisor import GangSupervisor
 from dora_jax.runtime.cluster.weight_publisher import TRAINER, WeightPublisher
 from dora_jax.runtime.durability.payload_state import Step
 from dora_jax.runtime.durability.resume import INITIAL
+from dora_jax.runtime.sample_gaps import SampleGap
 from dora_jax.runtime.sample_log import TokenView
 from dora_jax.runtime.seams import Tree
 from dora_jax.trainer import checkpoint
@@ -71,6 +72,7 @@ class RemoteTrainer:
         self._digest: int | None = None
         self._last: tuple[Version, tuple[ScoredGroup, ...]] | None = None  # the journal may not have this step yet
         self._views: tuple[Version, tuple[TokenView, ...]] = INITIAL, ()  # of the newest step
+        self._gaps: tuple[Version, tuple[SampleGap, ...]] = INITIAL, ()  # of the newest step
         self._begun: tuple[ScoredGroup, ...] = ()  # of the step under way, that the gang has learned from
         self._checkpoints, self._steps_since, self._notify = checkpoints, steps_since, notify
         self._publisher = publisher
@@ -100,7 +102,7 @@ class RemoteTrainer:
             self._begun += tuple(groups)
         made = self._do(messages.FinishStep(base=base))
         self._last, self._begun = (base, self._begun), ()
-        self._views = base + 1, made.views
+        self._views, self._gaps = (base + 1, made.views), (base + 1, made.gaps)
         self.state.step, self._digest = base + 1, made.digest
         return made.metrics
 
@@ -115,6 +117,11 @@ class RemoteTrainer:
         """`SeenTokens` of the gang; empty of any step but the newest."""
         newest, views = self._views
         return {view.id: view for view in views} if newest == version else {}
+
+    def gaps(self, version: Version) -> tuple[SampleGap, ...]:
+        """`SeenGaps` of the gang; empty of any step but the newest."""
+        newest, gaps = self._gaps
+        return gaps if newest == version else ()
 
     # -------------------------------------------------------------- its own
 

@@ -44,6 +44,7 @@ from dora_jax.runtime.rollout_worker import (
     progress_period_s,
     report_period_s,
 )
+from dora_jax.runtime.sample_gaps import SampleGaps
 from dora_jax.runtime.sample_log import TokenViews
 from dora_jax.runtime.seams import RolloutEngine, Tree
 from dora_jax.runtime.trainer_worker import MismatchProbe
@@ -79,7 +80,11 @@ class TrainerRole:
         self._trainer = build.new_trainer(config, Tokenizer.load(config.model.path), mesh, self._home.folder)
         self._views = TokenViews(self._trainer, config.trainer.show_every)
         self._pack = self._views.watching(build.packer(config, self._trainer))
-        self._gap = MismatchProbe(build.prober(config, self._trainer) if not config.orchestrator.synchronous else None)
+        probe = build.prober(config, self._trainer)
+        self._gap = MismatchProbe(probe if not config.orchestrator.synchronous else None)
+        self._gaps = SampleGaps(self._trainer, probe, self._at_hand) if config.trainer.max_instance_mismatch else None
+        if self._gaps:
+            self._pack = self._gaps.watching(self._pack)
         self._newest: tuple[Version, Tree] | None = None  # published last, on the trainer's shards, for the gap
         self._copy = build.publishing_copy(config, hf.read_config(config.model.path), mesh)
         self._stored, self._kept = StoredWeights(begin.workdir), HostWeights()
@@ -173,9 +178,14 @@ class TrainerRole:
             digest=digest(self._trainer.params),
             metrics={name: float(value) for name, value in metrics.items()},
             views=tuple(self._views.take(base + 1).values()),
+            gaps=self._gaps.gaps(base + 1) if self._gaps else (),
         )
         self._cache.made(base, made)
         return made
+
+    def _at_hand(self, version: Version) -> Tree | None:
+        """The weights of a version that was published, if they are kept for the gap."""
+        return self._newest[1] if self._newest is not None and self._newest[0] == version else None
 
     def _digest(self) -> int:
         """Of the version where the controller has it."""
