@@ -44,6 +44,7 @@ from dora_jax.models.grouped_experts import EVEN_LOAD
 from dora_jax.runtime import run
 from dora_jax.tokenizer import Tokenizer
 from dora_jax.trainer import flops, hlo, step
+from dora_jax.trainer.recipe import abstract_inputs
 
 ALL = sum(PROGRAMS.values(), ())
 
@@ -102,16 +103,18 @@ def _trainer(
     """Its programs, and what stays on a device."""
     recipe = run.trainer_recipe(config, model, place.mesh, vocab_limit)
     shape = run.batch_layout(config, sharding.row_shards(place.mesh))
-    state, arrays = step.abstract_inputs(recipe, shape.rows, shape.tokens)
+    arguments = abstract_inputs(recipe, shape.rows, shape.tokens)
     publish = Program(
         name=PUBLISH,
         call=run.publishing_copy(config, model, place.mesh),
-        arguments=(run.publishing_inputs(model, place.mesh),),
+        arguments=(run.publishing_inputs(model, place.mesh, config.lora),),
     )
     update = Program(
-        name="train", call=step.jitted_update(recipe), arguments=(state, arrays), loops=config.trainer.micro_batches
+        name="train", call=step.jitted_update(recipe), arguments=arguments, loops=config.trainer.micro_batches
     )
+    state, arrays, *frozen = arguments
     held = {"masters": _held(state.params), "moments": _held(state.opt_state), "batch": _held(arrays)}
+    held |= {"the base, which stays as it is": _held(frozen)} if frozen else {}
     return [update, publish], held
 
 

@@ -20,7 +20,6 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from dora_jax.models import decoder
@@ -32,12 +31,7 @@ Tree = Any  # a pytree: of arrays, of Slices, of ShapeDtypeStructs or of shardin
 
 def offered_copy(dtype: str, shardings: Tree | None = None) -> Callable[[Tree], Tree]:
     """Jitted: stacked masters -> their copy in `dtype`. `shardings`: where the masters lie, and so the copy."""
-
-    def one(path: jax.tree_util.KeyPath, x: jax.Array) -> jax.Array:
-        # an explicit copy: an output that is its input could share the donated buffer
-        return jnp.array(x, decoder.kept_type(path[-1].key, dtype), copy=True)
-
-    return jax.jit(lambda params: jax.tree_util.tree_map_with_path(one, params), out_shardings=shardings)
+    return jax.jit(functools.partial(decoder.copied, dtype=dtype), out_shardings=shardings)
 
 
 @dataclasses.dataclass(frozen=True)

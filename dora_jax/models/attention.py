@@ -70,13 +70,20 @@ class Products(NamedTuple):
         return y.reshape(*x_BxLxD.shape[:-1], -1)
 
     def _low_rank(self, x_BxLxD: jax.Array, a: jax.Array, b: jax.Array) -> jax.Array:
-        """Of several adapters, one product with all of them and a mask: each is read once, whatever the rows."""
+        """Of several adapters, products with all of them, of which each row keeps its own: an adapter is read once,
+        whatever the rows, and neither another's numbers nor its own place among them reach a row."""
         if self.rows is None:
             return self._times(self.gain * self._times(x_BxLxD, a), b)
-        count, inner, rank = a.shape
-        low = self._times(x_BxLxD, a.transpose(1, 0, 2).reshape(inner, count * rank))
-        own = jnp.repeat(self.rows[:, None] == jnp.arange(count)[None], rank, axis=1)
-        return self._times(jnp.where(own[:, None], self.gain * low, 0), b.reshape(count * rank, -1))
+
+        def chosen(x: jax.Array, factor: jax.Array) -> jax.Array:
+            count, inner, outer = factor.shape
+            y = self._times(x, factor.transpose(1, 0, 2).reshape(inner, count * outer))
+            own, *others = jnp.split(y, count, axis=-1)
+            for i, other in enumerate(others, 1):
+                own = jnp.where(self.rows[:, None, None] == i, other, own)
+            return own
+
+        return chosen(self.gain * chosen(x_BxLxD, a), b)
 
 
 def adapter_of(weights: Weights, name: str, dtype: Any) -> tuple[jax.Array, jax.Array] | None:

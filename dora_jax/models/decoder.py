@@ -129,6 +129,12 @@ def kept_type(name: str, dtype) -> np.dtype:
     return np.dtype(np.float32 if name in WIDE else dtype)
 
 
+def copied(params: Params, dtype) -> Params:
+    """A copy in the type of a model of `dtype`. In a jit, an output that is its input could share a donated buffer."""
+    one = lambda path, x: jnp.array(x, kept_type(path[-1].key, dtype), copy=True)
+    return jax.tree_util.tree_map_with_path(one, params)
+
+
 def _init(cfg: ModelConfig, seed: int, dtype) -> Params:
     """Stacked weights; layer i draws from fold_in(key(seed), i), the ends from fold_in(key(seed), n_layers)."""
     key = jax.random.key(seed)

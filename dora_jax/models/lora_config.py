@@ -37,6 +37,9 @@ class Lora:
         return target_of(name) in self.targets
 
 
+OFF = Lora()
+
+
 def target_of(name: str) -> str | None:
     """Which of ADAPTED a parameter of a layer belongs to; None: adapters leave it alone."""
     name = name[:-2] if name.endswith(("_0", "_1")) else name  # of a layer with two sublayers

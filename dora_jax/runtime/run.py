@@ -19,8 +19,9 @@ from jax.sharding import Mesh
 from dora_jax.buffer.layout import BatchShape, layout
 from dora_jax.buffer.pack import pack_step
 from dora_jax.config import Config, blame
-from dora_jax.models import decoder, sharding
+from dora_jax.models import decoder, lora, sharding
 from dora_jax.models.config import ModelConfig
+from dora_jax.models.lora_config import OFF, Lora
 from dora_jax.models.routes import RouteShape
 from dora_jax.orchestrate.events import InstanceUp
 from dora_jax.orchestrate.modes import OrchestratorConfig
@@ -32,7 +33,8 @@ from dora_jax.runtime.seams import Batches, MakeProbe, Pack, Tree
 from dora_jax.tasks.mixture import cycle_of
 from dora_jax.trainer.objective import may_start_early, needs_scores
 from dora_jax.trainer.prepare import Prepare, Unjudged
-from dora_jax.trainer.step import Probe, Recipe, Trainer, new_recipe
+from dora_jax.trainer.recipe import Recipe, new_recipe
+from dora_jax.trainer.step import Probe, Trainer
 from dora_jax.types import InstanceId, ScoredGroup, Version
 
 if TYPE_CHECKING:
@@ -125,20 +127,22 @@ def _trainer_options(config: Config, vocab_limit: int) -> dict[str, Any]:
         "dtype": config.model.dtype,
         "vocab_limit": vocab_limit,
         "temperature": config.rollout.temperature,
+        "lora": config.lora,
     }
 
 
 def publishing_copy(config: Config, model: ModelConfig, mesh: Mesh) -> Callable[[Tree], Tree]:
     """The jit that copies the trainer's masters (`publishing_inputs` says where they lie) into what is offered."""
-    return offered_copy(config.model.dtype, sharding.param_specs(model, mesh))
+    masters = publishing_inputs(model, mesh, config.lora)
+    return offered_copy(config.model.dtype, jax.tree.map(lambda x: x.sharding, masters))
 
 
-def publishing_inputs(model: ModelConfig, mesh: Mesh) -> Tree:
-    return jax.tree.map(
-        lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s),
-        decoder.abstract_params(model),
-        sharding.param_specs(model, mesh),
-    )
+def publishing_inputs(model: ModelConfig, mesh: Mesh, adapted: Lora = OFF) -> Tree:
+    """What is trained, and so published: all weights, or an adapter."""
+    shapes, specs = decoder.abstract_params(model), sharding.param_specs(model, mesh)
+    if adapted.on:
+        shapes, specs = lora.abstract(model, adapted), lora.specs(model, adapted, mesh)
+    return jax.tree.map(lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), shapes, specs)
 
 
 def partial_s(config: Config) -> float:

@@ -5,7 +5,7 @@ Consumes weights and the arrays of a TrainBatch; produces hidden states, log-pro
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -14,10 +14,30 @@ from jax.sharding import Mesh
 
 from dora_jax.models import decoder, expert_parallel, moe, sharding
 from dora_jax.models.logits import target_logprobs
+from dora_jax.models.lora_config import OFF, Lora
 from dora_jax.ops.segment_attention import packed_attention
 
 Arrays = Mapping[str, Any]  # TrainBatch.arrays()
 UNROLLED_LAYERS = 8  # up to here a Python loop: its backward saves a third over lax.scan on CPU and compiles as fast
+
+
+class Adapted(NamedTuple):
+    """The weights of a model whose adapter is trained. Both parts are stacked, or both unrolled."""
+
+    base: Any  # in the compute type
+    adapter: Any  # f32
+
+    @staticmethod
+    def parts(params: Any) -> tuple[Any, Any]:
+        """(weights, adapter or None) of weights of either kind."""
+        return params if isinstance(params, Adapted) else (params, None)
+
+    @staticmethod
+    def learning(params: Any) -> tuple[Any, Callable[[Any], Any]]:
+        """(what is trained of the weights, the function that puts it back among the others)."""
+        if isinstance(params, Adapted):
+            return params.adapter, lambda adapter: params._replace(adapter=adapter)
+        return params, lambda params: params
 
 
 class Model(NamedTuple):
@@ -33,6 +53,7 @@ class Model(NamedTuple):
     logits_bytes: int | None = None  # of f32 logits alive at once on a device; None: all
     expert_matmul: str = "scan"  # scan, ragged_dot, megablox
     expert_dispatch: str = "gather"  # gather, all_to_all
+    lora: Lora = OFF  # of weights that are Adapted
 
     def hidden(self, params: Any, arrays: Arrays) -> tuple[jax.Array, decoder.Routed | None]:
         """([B, L, D] after the last norm, each segment on its own; what the routers did, None without experts).
@@ -42,9 +63,10 @@ class Model(NamedTuple):
         attend = packed_attention(
             self.attention, arrays["segment_ids"], arrays["positions"], self.mesh, arrays.get("prefix_ids")
         )
+        weights, adapter = Adapted.parts(layers_of(self.cfg, params))
         return decoder.forward_routed(
             self.cfg,
-            layers_of(self.cfg, params),
+            weights,
             arrays["tokens"],
             arrays["positions"],
             attend,
@@ -55,13 +77,15 @@ class Model(NamedTuple):
             compute=expert_parallel.compute(self.expert_matmul, self.mesh, self.expert_dispatch),
             routes_BxLxMxk=_forced(arrays.get("routes")),
             counted_BxL=arrays["segment_ids"] > 0,
+            adapters=adapter,
+            adapter_gain=self.lora.gain if self.lora.on else 1.0,
         )
 
     def rounded(self, params: Any) -> Any:
         """The weights of a mixture with their matrices in the type that they are multiplied in: gradients of a
         micro-batch, most of what its update holds, have that type until they are added up in float32. What computes in
         float32 stays so: routers, gains, and the ends, each of which has several uses. Of one device as they are."""
-        if self.cfg.experts is None or isinstance(params[decoder.LAYERS], list):
+        if self.cfg.experts is None or self.lora.on or isinstance(params[decoder.LAYERS], list):
             return params
         axes = decoder.logical_axes(self.cfg)
 
@@ -84,7 +108,7 @@ class Model(NamedTuple):
         hidden, routed = self.hidden(params, arrays)
         found = target_logprobs(
             self.cfg,
-            params,
+            Adapted.parts(params)[0],
             hidden,
             arrays["targets"],
             vocab_limit=self.vocab_limit,
@@ -98,9 +122,15 @@ class Model(NamedTuple):
 
 def layers_of(cfg: decoder.ModelConfig, params: Any, most: int | None = None) -> Any:
     """The same weights as the forward pass runs them: unrolled where there are few layers, else scanned."""
-    stacked = not isinstance(params["layers"], list)
     few = cfg.n_layers <= (UNROLLED_LAYERS if most is None else most)
-    return decoder.serving_layout(params) if stacked and few else params
+    if isinstance(params, Adapted):  # a published adapter may be unrolled already
+        few |= decoder.layout_of(params.adapter) == "serving"
+        return Adapted(*(unrolled(part) if few else part for part in params))
+    return unrolled(params) if few else params
+
+
+def unrolled(params: Any) -> Any:
+    return params if decoder.layout_of(params) == "serving" else decoder.serving_layout(params)
 
 
 def unrouted(arrays: Arrays) -> dict[str, Any]:

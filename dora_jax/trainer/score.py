@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from dora_jax.models.sharding import row_shards
+from dora_jax.trainer.model import Adapted
 
 GRADIENTS_AT_ONCE = 4  # whole gradients alive while the exact norm of each trajectory's is taken
 
@@ -48,14 +49,15 @@ def grad_norms_sq(model: Any, params: Any, rows: dict[str, jax.Array]) -> jax.Ar
     Gradients are sharded like the parameters; on several data shards the others' rows stay empty meanwhile.
     """
     empty = row_shards(model.mesh) - 1
+    trained, weights = Adapted.learning(params)
 
     def one(row: dict[str, jax.Array]) -> jax.Array:
-        def log_prob(params: Any) -> jax.Array:
+        def log_prob(trained: Any) -> jax.Array:
             alone = {name: jnp.pad(x[None], ((0, empty), *[(0, 0)] * x.ndim)) for name, x in row.items()}
-            logprobs, _ = model.logprobs(params, alone)
+            logprobs, _ = model.logprobs(weights(trained), alone)
             return jnp.sum(jnp.where(row["mask"], logprobs[0], 0.0))
 
-        return sum(jnp.sum(jnp.square(g)) for g in jax.tree.leaves(jax.grad(log_prob)(params)))
+        return sum(jnp.sum(jnp.square(g)) for g in jax.tree.leaves(jax.grad(log_prob)(trained)))
 
     return jax.lax.map(one, rows, batch_size=GRADIENTS_AT_ONCE)
 

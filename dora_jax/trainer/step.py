@@ -23,20 +23,15 @@ import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from dora_jax.models import decoder, sharding
-from dora_jax.models.routes import RouteShape
+from dora_jax.models import lora as lora_adapters
+from dora_jax.models.lora_config import OFF, Lora
 from dora_jax.trainer import correction, flops, health, objective, optim, routing
 from dora_jax.trainer import score as scores
-from dora_jax.trainer.critic import Critic
 from dora_jax.trainer.micro_batch import accumulate, by_micro_batch, lag, micro_loss
-from dora_jax.trainer.model import UNROLLED_LAYERS, Arrays, Model, layers_of, unrouted
+from dora_jax.trainer.model import UNROLLED_LAYERS, Adapted, Arrays, layers_of, unrouted
+from dora_jax.trainer.recipe import Recipe, TrainState, abstract_inputs, new_recipe
 
 UNROLLED_ON_CPU = 32  # on one CPU device: a sixth of an update saved at 30 layers, for seconds of compiling
-
-
-class TrainState(NamedTuple):
-    params: Any  # f32 masters, stacked layout
-    opt_state: Any  # {"policy": of the optax chain, "critic": CriticState where there is a value model}
-    step: jax.Array  # i32[]: steps done = the version that these params are
 
 
 class Probe(NamedTuple):
@@ -67,8 +62,15 @@ class Trainer:
         dtype: str = "float32",
         step: int = 0,
         dump_dir: str | None = None,
+        lora: Lora = OFF,
+        adapter: Any = None,
+        seed: int = 0,
     ):
-        """Copies `params` (stacked, any sharding); they stay the caller's."""
+        """Copies `params` (stacked, any sharding); they stay the caller's.
+
+        lora: if it is on, an adapter is trained and `params` stay as they are, in `dtype`. adapter: the first one, stacked;
+        None: a fresh one of this seed.
+        """
         self.section, self.mesh = section, mesh
         self.recipe = new_recipe(
             model_cfg,
@@ -78,6 +80,7 @@ class Trainer:
             temperature=temperature,
             vocab_limit=vocab_limit,
             dtype=dtype,
+            lora=lora,
         )
         self._model, self.routes = self.recipe.model, self.recipe.routes
         self._rows, self._replicated = sharding.batch_spec(mesh), NamedSharding(mesh, PartitionSpec())
@@ -87,8 +90,12 @@ class Trainer:
             lambda tree: jax.tree.map(lambda x: jnp.array(x, jnp.float32, copy=True), tree),
             out_shardings=self.shardings.params,
         )
+        self.base: Any = None  # what is trained stands beside it; None: all weights are trained
+        if lora.on:
+            self.base = self.recipe.frozen_copy(params)
+            params = lora_adapters.init(model_cfg, lora, seed) if adapter is None else adapter
         params = self._copy(jax.device_put(params, self.shardings.params))  # steps donate: never the caller's buffers
-        opt_state = jit(self.recipe.init, out_shardings=self.shardings.opt_state)(params)
+        opt_state = jit(self.recipe.init, out_shardings=self.shardings.opt_state)(params, *self._frozen)
         self.state = TrainState(params, opt_state, jax.device_put(np.int32(step), self._replicated))
         self._reference = self._copy(params) if objective.needs_reference(section) else None
         self._update = jitted_update(self.recipe)
@@ -117,6 +124,15 @@ class Trainer:
         """Data-parallel shards: a batch's rows are a multiple of this times micro_batches."""
         return sharding.row_shards(self.mesh)
 
+    @property
+    def _frozen(self) -> tuple[Any, ...]:
+        """What the jits take of the base: nothing where there is none."""
+        return () if self.base is None else (self.base,)
+
+    def _whole(self, params: Any) -> Any:
+        """What the model computes with, of what is trained."""
+        return params if self.base is None else Adapted(self.base, params)
+
     def abstract_state(self) -> TrainState:
         """Shapes and shardings of the state, as a restore wants them."""
         return jax.tree.map(lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), self.state, self.shardings)
@@ -140,34 +156,34 @@ class Trainer:
 
     def logprobs(self, batch: Any) -> np.ndarray:
         """f32[B, L] of the batch's targets under the current weights; 0 outside the segments."""
-        return _inside(batch, self._logprobs(self.state.params, self._put(batch.arrays())))
+        return _inside(batch, self._logprobs(self._whole(self.state.params), self._put(batch.arrays())))
 
     def row_logprobs(self, batch: Any, row: int) -> np.ndarray:
         """f32[L]: `logprobs` of one row, computed alone."""
         arrays = {name: np.repeat(x[row : row + 1], self.shards, axis=0) for name, x in batch.arrays().items()}
-        return np.asarray(self._probed(self.state.params, self._put(arrays)))[0]
+        return np.asarray(self._probed(self._whole(self.state.params), self._put(arrays)))[0]
 
     def score(self, batch: Any) -> dict[str, np.ndarray]:
         """What a packed batch needs before its advantages: f32[B, L] by name; empty where the objective needs none."""
         if not objective.needs_scores(self.section):
             return {}
         arrays = self._put(batch.arrays())
-        out = {"old_logprobs": _inside(batch, self._logprobs(self.state.params, arrays))}
+        out = {"old_logprobs": _inside(batch, self._logprobs(self._whole(self.state.params), arrays))}
         if self._reference is not None:
-            out["ref_logprobs"] = _inside(batch, self._logprobs(self._reference, unrouted(arrays)))
+            out["ref_logprobs"] = _inside(batch, self._logprobs(self._whole(self._reference), unrouted(arrays)))
         if objective.needs_value(self.section):
             out["values"] = _inside(batch, self._values(self.state.opt_state["critic"].params, arrays))
         if self.section.advantage == "vcpo":
             segments = scores.segments_of(batch)
             rows = self._put(scores.one_a_row(batch, segments), self._replicated)
-            norms = np.asarray(self._grad_sq(self.state.params, rows))
+            norms = np.asarray(self._grad_sq(self._whole(self.state.params), rows))
             out["grad_sq"] = scores.spread(norms, segments, batch.tokens.shape)
         return out
 
     def warmup(self, rows: int, tokens: int) -> None:
         """Compiles the step for batches of this shape; changes nothing."""
-        _, shapes = abstract_inputs(self.recipe, rows, tokens)
-        self._compiled[rows, tokens] = self._update.lower(self.state, shapes).compile()
+        _, shapes, *_ = abstract_inputs(self.recipe, rows, tokens)
+        self._compiled[rows, tokens] = self._update.lower(self.state, shapes, *self._frozen).compile()
 
     def probe(self, probe: Probe) -> dict[str, float]:
         """The engine-trainer gap on the tokens of `probe.version`, under its weights; stops above the bound."""
@@ -181,7 +197,7 @@ class Trainer:
     def probed(self, probe: Probe) -> np.ndarray:
         """f32[B, L]: log-probs of the probe's targets under its weights."""
         weights = self.state.params if probe.weights is None else probe.weights
-        return np.asarray(self._probed(weights, self._put(probe.batch.arrays())))
+        return np.asarray(self._probed(self._whole(weights), self._put(probe.batch.arrays())))
 
     def step(self, batch: Any, probe: Probe | None = None) -> dict[str, float]:
         """One step = one published version: an update per TrainBatch (or one, for a single batch). Blocks.
@@ -201,7 +217,7 @@ class Trainer:
                 metrics.update(self.probe(probe))
             began = time.perf_counter()
             run = self._compiled.get(part.tokens.shape, self._update)
-            self.state, sums = run(self.state, self._put(part.arrays()))
+            self.state, sums = run(self.state, self._put(part.arrays()), *self._frozen)
             every.append(jax.device_get(sums))
             self._meter.add(part, time.perf_counter() - began)
             self.health.check(every[-1], part, int(self.state.step) + 1)
@@ -225,104 +241,25 @@ class Trainer:
         return {name: jax.make_array_from_callback(x.shape, where, x.__getitem__) for name, x in arrays.items()}
 
 
-class Recipe:
-    """The static part of an update: objective, optimizer, schedule, critic."""
-
-    def __init__(self, model: Model, section: Any, total_steps: int):
-        self.model, self.section = model, section
-        self.rate = optim.schedule(
-            section.schedule, section.learning_rate, section.warmup_steps, total_steps * section.updates
-        )
-        self.tx = optim.optimizer(
-            self.rate,
-            b1=section.b1,
-            b2=section.b2,
-            eps=section.eps,
-            weight_decay=section.weight_decay,
-            max_grad_norm=section.max_grad_norm,
-            moments=section.moments,
-        )
-        self.critic = Critic(model, section)
-        self.routes = RouteShape.of(model.cfg) if section.routing_replay == "rollout" else None
-        self.jit = functools.partial(jax.jit, compiler_options=dict(section.compiler_options) or None)
-
-    def init(self, params: Any) -> dict[str, Any]:
-        state = {"policy": self.tx.init(params)}
-        return state | ({"critic": self.critic.init(params)} if objective.needs_value(self.section) else {})
-
-    def shardings(self) -> TrainState:
-        """Where the state lives between updates."""
-        mesh, memory = self.model.mesh, self.section.optimizer_memory
-        specs, whole = sharding.param_specs(self.model.cfg, mesh), NamedSharding(mesh, PartitionSpec())
-        like = decoder.abstract_params(self.model.cfg)
-        opt = {"policy": optim.state_shardings(self.tx, like, specs, whole, memory)}
-        opt |= {"critic": self.critic.shardings(mesh)} if objective.needs_value(self.section) else {}
-        return TrainState(specs, opt, whole)
-
-
-def new_recipe(
-    model_cfg: decoder.ModelConfig,
-    section: Any,
-    mesh: Mesh,
-    *,
-    total_steps: int,
-    temperature: float = 1.0,
-    vocab_limit: int | None = None,
-    dtype: str = "float32",
-) -> Recipe:
-    """What a trainer of this section compiles; the devices of the mesh may be descriptions."""
-    wrong = objective.attention_problems(section, mesh.devices.flat[0].platform, dtype)
-    wrong += objective.mixture_problems(section, model_cfg)
-    if wrong:
-        raise ValueError("; ".join(wrong))
-    model = Model(
-        model_cfg,
-        mesh,
-        jnp.dtype(dtype),
-        section.remat,
-        temperature,
-        vocab_limit,
-        section.attention,
-        section.logits_bytes,
-        section.expert_matmul,
-        section.expert_dispatch,
-    )
-    return Recipe(model, section, total_steps)
-
-
 def jitted_update(recipe: Recipe) -> Any:
-    """(state, arrays) -> (state, sums): THE jit. Donates the state."""
+    """(state, arrays, and the base of an adapter) -> (state, sums): THE jit. Donates the state."""
     whole = NamedSharding(recipe.model.mesh, PartitionSpec())
     return recipe.jit(functools.partial(update, recipe), donate_argnums=0, out_shardings=(recipe.shardings(), whole))
 
 
-def abstract_inputs(recipe: Recipe, rows: int, tokens: int) -> tuple[TrainState, dict[str, jax.ShapeDtypeStruct]]:
-    """Shapes and shardings that the jit is called with."""
-    params = decoder.abstract_params(recipe.model.cfg)
-    state = TrainState(params, jax.eval_shape(recipe.init, params), jax.ShapeDtypeStruct((), jnp.int32))
-    state = jax.tree.map(lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), state, recipe.shardings())
-    where = sharding.batch_spec(recipe.model.mesh)
-    arrays = {
-        name: jax.ShapeDtypeStruct((rows, tokens), dtype, sharding=where)
-        for name, dtype in objective.batch_dtypes(recipe.section).items()
-    }
-    if recipe.routes is not None:
-        shape = (rows, tokens, recipe.routes.layers, recipe.routes.per_token)
-        arrays["routes"] = jax.ShapeDtypeStruct(shape, recipe.routes.dtype, sharding=where)
-    return state, arrays
-
-
-def update(recipe: Recipe, state: TrainState, arrays: Arrays) -> tuple[TrainState, dict[str, jax.Array]]:
-    """One optimizer update; donates the state."""
-    section = recipe.section
-    params, specs = state.params, sharding.param_specs(recipe.model.cfg, recipe.model.mesh)
-    mesh = recipe.model.mesh
+def update(
+    recipe: Recipe, state: TrainState, arrays: Arrays, base: Any = None
+) -> tuple[TrainState, dict[str, jax.Array]]:
+    """One optimizer update; donates the state. base: of an adapter."""
+    section, mesh, specs = recipe.section, recipe.model.mesh, recipe.specs
+    params = state.params if base is None else Adapted(base, state.params)
     if mesh.size == 1:  # gradients of single layers, stacked once: of slices they would be summed padded
         most = UNROLLED_ON_CPU if mesh.devices.flat[0].platform == "cpu" else UNROLLED_LAYERS
         params, specs = layers_of(recipe.model.cfg, params, most), NamedSharding(mesh, PartitionSpec())
+    trained, weights = Adapted.learning(recipe.model.rounded(params))
     grads, sums = accumulate(
-        functools.partial(micro_loss, recipe.model, section),
-        recipe.model.rounded(params),
+        lambda trained, arrays: micro_loss(recipe.model, section, weights(trained), arrays),
+        trained,
         specs,
         {**arrays, "lag": lag(state.step, arrays)},
         section.micro_batches,

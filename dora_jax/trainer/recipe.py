@@ -1,0 +1,143 @@
+"""Stage 5, train: what an update is made of before there is a state: model, optimizer, schedule, value model, shardings.
+
+With `lora` on, an adapter is what is trained: masters, gradients and moments are of the adapter alone, and the weights
+beside it, the base, are an argument that no update changes.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from dora_jax.models import decoder, sharding
+from dora_jax.models import lora as lora_adapters
+from dora_jax.models.lora_config import OFF, Lora
+from dora_jax.models.routes import RouteShape
+from dora_jax.trainer import objective, optim
+from dora_jax.trainer.critic import Critic
+from dora_jax.trainer.model import Model
+
+
+class TrainState(NamedTuple):
+    params: Any  # f32 masters, stacked layout
+    opt_state: Any  # {"policy": of the optax chain, "critic": CriticState where there is a value model}
+    step: jax.Array  # i32[]: steps done = the version that these params are
+
+
+class Recipe:
+    """The static part of an update: objective, optimizer, schedule, critic."""
+
+    def __init__(self, model: Model, section: Any, total_steps: int):
+        self.model, self.section, self.lora = model, section, model.lora
+        self.rate = optim.schedule(
+            section.schedule, section.learning_rate, section.warmup_steps, total_steps * section.updates
+        )
+        self.tx = optim.optimizer(
+            self.rate,
+            b1=section.b1,
+            b2=section.b2,
+            eps=section.eps,
+            weight_decay=section.weight_decay,
+            max_grad_norm=section.max_grad_norm,
+            moments=section.moments,
+        )
+        self.critic = Critic(model, section)
+        self.routes = RouteShape.of(model.cfg) if section.routing_replay == "rollout" else None
+        self.jit = functools.partial(jax.jit, compiler_options=dict(section.compiler_options) or None)
+
+    def init(self, params: Any, base: Any = None) -> dict[str, Any]:
+        """The optimizer of what is trained, and the value model, which starts as the policy: with an adapter, as the base
+        with the adapter added up into it."""
+        state = {"policy": self.tx.init(params)}
+        if not objective.needs_value(self.section):
+            return state
+        policy = params if base is None else lora_adapters.merge(base, params, self.lora.gain)
+        return state | {"critic": self.critic.init(policy)}
+
+    @property
+    def specs(self) -> Any:
+        """Where the masters lie, and so their gradients."""
+        cfg, mesh = self.model.cfg, self.model.mesh
+        return lora_adapters.specs(cfg, self.lora, mesh) if self.lora.on else self._base_specs
+
+    def abstract_masters(self) -> Any:
+        """Shapes of what is trained, float32, stacked."""
+        cfg = self.model.cfg
+        return lora_adapters.abstract(cfg, self.lora) if self.lora.on else decoder.abstract_params(cfg)
+
+    def abstract_base(self) -> Any:
+        """Shapes and shardings of `frozen_copy`."""
+        like = jax.eval_shape(self._copied, decoder.abstract_params(self.model.cfg))
+        return jax.tree.map(lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), like, self._base_specs)
+
+    def frozen_copy(self, params: Any) -> Any:
+        """The base on the masters' shards, in the compute type: what engines multiply with, to the bit."""
+        return jax.jit(self._copied, out_shardings=self._base_specs)(jax.device_put(params, self._base_specs))
+
+    @property
+    def _base_specs(self) -> Any:
+        return sharding.param_specs(self.model.cfg, self.model.mesh)
+
+    def _copied(self, params: Any) -> Any:
+        return decoder.copied(params, self.model.dtype)
+
+    def shardings(self) -> TrainState:
+        """Where the state lives between updates."""
+        mesh, memory = self.model.mesh, self.section.optimizer_memory
+        specs, whole = self.specs, NamedSharding(mesh, PartitionSpec())
+        opt = {"policy": optim.state_shardings(self.tx, self.abstract_masters(), specs, whole, memory)}
+        opt |= {"critic": self.critic.shardings(mesh)} if objective.needs_value(self.section) else {}
+        return TrainState(specs, opt, whole)
+
+
+def new_recipe(
+    model_cfg: decoder.ModelConfig,
+    section: Any,
+    mesh: Mesh,
+    *,
+    total_steps: int,
+    temperature: float = 1.0,
+    vocab_limit: int | None = None,
+    dtype: str = "float32",
+    lora: Lora = OFF,
+) -> Recipe:
+    """What a trainer of this section compiles; the devices of the mesh may be descriptions."""
+    wrong = objective.attention_problems(section, mesh.devices.flat[0].platform, dtype)
+    wrong += objective.mixture_problems(section, model_cfg)
+    if wrong:
+        raise ValueError("; ".join(wrong))
+    model = Model(
+        model_cfg,
+        mesh,
+        jnp.dtype(dtype),
+        section.remat,
+        temperature,
+        vocab_limit,
+        section.attention,
+        section.logits_bytes,
+        section.expert_matmul,
+        section.expert_dispatch,
+        lora,
+    )
+    return Recipe(model, section, total_steps)
+
+
+def abstract_inputs(recipe: Recipe, rows: int, tokens: int) -> tuple[Any, ...]:
+    """Shapes and shardings that the jit is called with: (TrainState, arrays by name, and the base of an adapter)."""
+    params = recipe.abstract_masters()
+    frozen = [recipe.abstract_base()] if recipe.lora.on else []
+    state = TrainState(params, jax.eval_shape(recipe.init, params, *frozen), jax.ShapeDtypeStruct((), jnp.int32))
+    state = jax.tree.map(lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), state, recipe.shardings())
+    where = sharding.batch_spec(recipe.model.mesh)
+    arrays = {
+        name: jax.ShapeDtypeStruct((rows, tokens), dtype, sharding=where)
+        for name, dtype in objective.batch_dtypes(recipe.section).items()
+    }
+    if recipe.routes is not None:
+        shape = (rows, tokens, recipe.routes.layers, recipe.routes.per_token)
+        arrays["routes"] = jax.ShapeDtypeStruct(shape, recipe.routes.dtype, sharding=where)
+    return state, arrays, *frozen
