@@ -74,7 +74,8 @@ def test_an_adapter_beside_the_weights_is_the_adapter_added_up_into_them(name):
     np.testing.assert_allclose(run(serving(weights), serving(one)), expected, atol=2e-5)
 
 
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.slow
+@pytest.mark.parametrize("name", CONFIGS)
 def test_each_row_takes_its_own_adapter(name):
     weights, many = params(name), [adapter(name, seed, NO_EXPERTS) for seed in range(3)]
     several, index = lora.stacked([*many, jax.tree.map(lambda x: x * jnp.nan, many[0])]), jnp.asarray([2, 0, 1, 2])
@@ -86,7 +87,8 @@ def test_each_row_takes_its_own_adapter(name):
     np.testing.assert_allclose(run(decoder.serving_layout(weights), by_layer, index), expected, atol=2e-5)
 
 
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.slow
+@pytest.mark.parametrize("name", CONFIGS)
 def test_a_serving_pass_takes_them_in_both_layouts_and_absorbed(name):
     """Each token attends to itself alone, of latents in their own space."""
     cfg, weights, many = CONFIGS[name], params(name), [adapter(name, seed, NO_EXPERTS) for seed in range(2)]
@@ -111,6 +113,7 @@ def test_a_serving_pass_takes_them_in_both_layouts_and_absorbed(name):
         np.testing.assert_allclose(run(decoder.serving_layout(weights, layout), **options), expected, atol=5e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("quick_compile", [False], indirect=True, ids=["bits"])
 def test_a_fresh_adapter_changes_no_bit_and_depends_on_no_mesh():
     cfg, mesh = CONFIGS[DENSE], sharding.make_mesh(jax.devices(), 1, 4, 2)

@@ -91,7 +91,7 @@ def test_the_gradient_is_that_of_the_merged_weights_through_the_factors(name):
 @pytest.mark.parametrize(
     "name,axes",
     [
-        ("dense", {"fsdp": 2, "tensor": 2, "context": 2}),
+        pytest.param("dense", {"fsdp": 2, "tensor": 2, "context": 2}, marks=slow),
         pytest.param("dense", {"data": 4}, marks=slow),
         pytest.param("dense", {"fsdp": 4}, marks=slow),
         pytest.param("dense", {"micro_batches": 4, "fsdp": 2}, marks=slow),
@@ -117,6 +117,7 @@ def trained():
     return trainer, first, before, metrics
 
 
+@slow
 def test_a_step_moves_the_adapter_alone(trained):
     trainer, (adapter, base), _, metrics = trained
     jax.tree.map(np.testing.assert_array_equal, jax.device_get(trainer.base), base)
@@ -127,6 +128,8 @@ def test_a_step_moves_the_adapter_alone(trained):
     assert sum(x.size for x in held if x.ndim) == 2 * sum(x.size for x in jax.tree.leaves(adapter))
 
 
+@slow
+@pytest.mark.parametrize("quick_compile", [False], indirect=True, ids=["bits"])
 def test_it_computes_what_the_merged_weights_do(trained):
     trainer, _, before, _ = trained
     batch = cases.batch(trainer)
@@ -157,6 +160,8 @@ def test_every_option_trains(section):
     assert metrics["trainer/updates_skipped"] == 0 and metrics["trainer/grad_norm"] > 0
 
 
+@slow
+@pytest.mark.parametrize("quick_compile", [False], indirect=True, ids=["bits"])
 def test_a_loaded_state_goes_on_to_the_same_bits(trained):
     trainer, *_ = trained
     saved = jax.device_get(trainer.state)

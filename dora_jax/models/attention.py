@@ -72,7 +72,8 @@ class Products(NamedTuple):
     def _low_rank(self, x_BxLxD: jax.Array, a: jax.Array, b: jax.Array) -> jax.Array:
         """Of several adapters, products with all of them, of which each row keeps its own: an adapter is read once,
         whatever the rows, and neither another's numbers nor its own place among them reach a row."""
-        if self.rows is None:
+        rows_B = self.rows
+        if rows_B is None:
             return self._times(self.gain * self._times(x_BxLxD, a), b)
 
         def chosen(x: jax.Array, factor: jax.Array) -> jax.Array:
@@ -80,7 +81,7 @@ class Products(NamedTuple):
             y = self._times(x, factor.transpose(1, 0, 2).reshape(inner, count * outer))
             own, *others = jnp.split(y, count, axis=-1)
             for i, other in enumerate(others, 1):
-                own = jnp.where(self.rows[:, None, None] == i, other, own)
+                own = jnp.where(rows_B[:, None, None] == i, other, own)
             return own
 
         return chosen(self.gain * chosen(x_BxLxD, a), b)
