@@ -13,6 +13,7 @@ from dora_jax import aot, aot_roles, aot_slices, chips, config, flags, presets
 from dora_jax.models import expert_parallel, moe, sharding
 from dora_jax.models.grouped_experts import EVEN_LOAD
 from dora_jax.trainer import flops, hlo
+from dora_jax.trainer.model import Model
 from tests.fakes import trainer_cases as cases
 
 needs_libtpu = pytest.mark.skipif(not aot_slices.installed(), reason="libtpu is not installed: the extra aot")
@@ -159,7 +160,7 @@ def test_the_head_is_gathered_once_however_many_chunks_there_are():
     from dora_jax.trainer import step
 
     mesh = sharding.make_mesh(jax.devices()[:4], 1, 4, 1)
-    model = step.Model(dataclasses.replace(cases.MODEL, n_layers=1), mesh, jnp.float32, "none", 1.0, None)
+    model = Model(dataclasses.replace(cases.MODEL, n_layers=1), mesh, jnp.float32, "none", 1.0, None)
     params = sharding.param_specs(model.cfg, mesh)
     shapes = jax.tree.map(
         lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), step.decoder.abstract_params(model.cfg), params

@@ -13,6 +13,7 @@ import pytest
 from dora_jax.models import sharding
 from dora_jax.ops import segment_attention as ops
 from dora_jax.trainer import objective, step
+from dora_jax.trainer.model import Model
 from tests.fakes import trainer_cases as cases
 
 pytestmark = pytest.mark.usefixtures("quick_compile")
@@ -135,7 +136,7 @@ def test_the_kernels_output_is_kept_where_the_layer_is_computed_again(remat, d_m
     that are wider than two of the layer's inputs together, as those of latent attention, are computed again."""
     cfg = dataclasses.replace(cases.MODEL, head_dim=64, n_layers=1, d_model=d_model)
     mesh = sharding.make_mesh(jax.devices()[:2], 1, 1, 1, 2)
-    model = step.Model(cfg, mesh, jnp.float32, remat, 1.0, None, "splash")
+    model = Model(cfg, mesh, jnp.float32, remat, 1.0, None, "splash")
     arrays = {name: jnp.zeros((1, L), jnp.int32) for name in ("tokens", "targets", "segment_ids", "positions")}
     grad = jax.jit(jax.grad(lambda p: model.logprobs(p, arrays)[0].sum()))
     text = grad.trace(step.decoder.abstract_params(cfg)).lower(lowering_platforms=("tpu",)).as_text()

@@ -11,6 +11,7 @@ import pytest
 from dora_jax.models import decoder, sharding
 from dora_jax.ops.segment_attention import segment_attention
 from dora_jax.trainer import optim, prepare, step
+from dora_jax.trainer.model import Model
 from tests.fakes import trainer_cases as cases
 
 pytestmark = pytest.mark.usefixtures("quick_compile")
@@ -148,7 +149,7 @@ def test_the_caller_keeps_its_params_and_a_warm_trainer_gives_the_same_step(trai
 def test_logprobs_are_after_temperature_without_padding_ids(temperature, limit):
     """Against numpy: scale, cut the rows of the embedding that no tokenizer has, log-softmax."""
     params = cases.params()
-    model = step.Model(cases.MODEL, one_device(), jnp.float32, "none", temperature, limit)
+    model = Model(cases.MODEL, one_device(), jnp.float32, "none", temperature, limit)
     tokens = np.random.default_rng(0).integers(0, 40, (1, 9)).astype(np.int32)
     arrays = {
         "tokens": tokens[:, :-1],
@@ -171,7 +172,7 @@ def test_logprobs_are_after_temperature_without_padding_ids(temperature, limit):
 
 
 def forward_sums(section, batch, step_number=0, **arrays):
-    model = step.Model(cases.MODEL, one_device(), jnp.float32, "none", 1.0, None)
+    model = Model(cases.MODEL, one_device(), jnp.float32, "none", 1.0, None)
     params = cases.params()
     arrays = {**batch.arrays(), "lag": step_number - batch.version, **arrays}
     run = jax.jit(functools.partial(step.micro_loss, model, section), compiler_options=FAST_COMPILE)

@@ -11,6 +11,7 @@ import pytest
 
 from dora_jax.models import decoder, sharding
 from dora_jax.trainer import step
+from dora_jax.trainer.model import Model
 from tests.fakes import trainer_cases as cases
 
 # every term of the objective takes part: sequence ratios, a rejection, entropy, KL, denominators over prompts
@@ -43,7 +44,7 @@ def loss_and_gradient(
 ):
     mesh = sharding.make_mesh(jax.devices()[: data * fsdp * tensor * context], data, fsdp, tensor, context)
     section = cases.section(micro_batches=micro_batches, **objective)
-    model = step.Model(MODEL, mesh, jnp.float32, remat, 0.9, 40, **more)
+    model = Model(MODEL, mesh, jnp.float32, remat, 0.9, 40, **more)
     specs = sharding.param_specs(MODEL, mesh)
     rows = sharding.batch_spec(mesh)
 
@@ -163,7 +164,7 @@ def test_packing_and_padding(expected):
 
 
 def test_logits_of_packed_rows_are_those_of_each_sequence_alone():
-    model = step.Model(MODEL, sharding.make_mesh(jax.devices()[:1], 1, 1, 1), jnp.float32, "none", 1.0, None)
+    model = Model(MODEL, sharding.make_mesh(jax.devices()[:1], 1, 1, 1), jnp.float32, "none", 1.0, None)
 
     def logits(arrays):
         run = jax.jit(lambda p, a: decoder.logits(MODEL, p, model.hidden(p, a)[0]), compiler_options=FAST_COMPILE)
@@ -203,7 +204,7 @@ def test_causality_and_segment_isolation_by_gradients():
     """Each position has a token of its own, so the gradient to that token's embedding says which were looked at."""
     cfg = dataclasses.replace(MODEL, tie_embeddings=False)
     mesh = sharding.make_mesh(jax.devices()[:1], 1, 1, 1)
-    model = step.Model(cfg, mesh, jnp.float32, "none", 1.0, None)
+    model = Model(cfg, mesh, jnp.float32, "none", 1.0, None)
     segments = np.array([[1, 1, 1, 2, 2, 2, 2, 0]], np.int32)
     arrays = {
         "tokens": np.arange(8, dtype=np.int32)[None],

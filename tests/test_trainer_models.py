@@ -12,6 +12,7 @@ from dora_jax.models import sharding
 from dora_jax.models.config import Experts
 from dora_jax.models.families import new_config
 from dora_jax.trainer import optim, score, step
+from dora_jax.trainer.model import Model
 from tests.fakes import trainer_cases as cases
 
 pytestmark = pytest.mark.slow  # many compilations
@@ -74,7 +75,7 @@ def test_resume_refuses_a_step_whose_reference_is_lost(trainer):
 
 def test_gradient_norms_are_those_of_each_trajectory_alone():
     batch = cases.batch(type("Shape", (), {"section": cases.SECTION, "shards": 1}), cases.groups(2, 3))
-    model = step.Model(cases.MODEL, one_device(), jnp.float32, "none", 1.0, None)
+    model = Model(cases.MODEL, one_device(), jnp.float32, "none", 1.0, None)
     params, segments = cases.params(), score.segments_of(batch)
     assert len(segments) == 6
     got = jax.jit(functools.partial(score.grad_norms_sq, model), compiler_options=FAST_COMPILE)(
@@ -119,7 +120,7 @@ def test_matrices_of_a_mixture_are_rounded_once_and_their_gradients_are_the_same
         "qwen3_moe", vocab_size=48, d_model=16, n_layers=2, n_heads=2, n_kv_heads=2, head_dim=8, d_ff=16, experts=e
     )
     mesh = sharding.make_mesh(jax.devices()[:2], 1, 1, 1, expert=2)
-    model = step.Model(cfg, mesh, jnp.bfloat16, "none", 1.0, None)
+    model = Model(cfg, mesh, jnp.bfloat16, "none", 1.0, None)
     params = cases.params(model=cfg)
     rounded = model.rounded(params)
     wide = {name for name, x in rounded["layers"].items() if x.dtype == jnp.float32}

@@ -12,7 +12,7 @@ from dora_jax.exits import Stop
 from dora_jax.models import decoder, hf, sharding
 from dora_jax.runtime import warm_start, warm_start_data
 from dora_jax.tokenizer import Tokenizer
-from dora_jax.trainer import step
+from dora_jax.trainer.model import Model
 
 PAIRS = [(f"What is {a} + {b}?", f" {a} + {b} = {a + b}\n#### {a + b}") for a in range(10) for b in range(40, 47)]
 TINY = config.SftSection(
@@ -153,7 +153,7 @@ def test_run_leaves_a_folder_that_loads_and_learned(made):
         "positions": np.arange(len(ids) - 1)[None],
         "segment_ids": np.ones((1, len(ids) - 1), np.int32),
     }
-    model = step.Model(cfg, sharding.make_mesh(jax.devices()[:1], 1, 1, 1), np.float32, "none", 1.0, None)
+    model = Model(cfg, sharding.make_mesh(jax.devices()[:1], 1, 1, 1), np.float32, "none", 1.0, None)
     completion = slice(len(tokenizer.encode(prompt)) - 1, None)
     trained = -np.asarray(jax.jit(model.logprobs)(params, arrays)[0])[0, completion].mean()
     fresh = decoder.init_params(cfg, 0)
