@@ -103,6 +103,7 @@ class EnvironmentSection:
     episode_timeout_s: float = 3600.0  # from its beginning until its last answer is asked for
     retries: int = 2  # of an answer, where the environment says that a retry can help
     workers: int = 1  # processes; each holds thousands of episodes
+    python: str = ""  # their interpreter, where the environment's packages are installed apart; empty: the run's
     sandbox: bool = False  # it may run programs (tasks/programs.py); the PythonTool of tasks/code.py always may
     env: tuple[str, ...] = ()  # names of environment variables that they may read, beside PATH and the like
     noise_failed: float = 0.0  # share of the observations that say in their place that the tool failed

@@ -137,6 +137,18 @@ class ScoredGroup:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class EpisodeSoFar:
+    """An episode at the end of a turn, as its environment is asked about it."""
+
+    id: SampleId
+    version: Version
+    tokens: np.ndarray  # i32[T + U], prompt and response
+    mask: np.ndarray  # bool[U], True where the policy sampled the token
+    logprobs: np.ndarray  # f32[U], 0 where observed
+    room: int  # tokens that may still follow
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Observed:
     """An environment's answer to a message: the episode goes on with these tokens behind what it keeps."""
 

@@ -18,7 +18,7 @@ from dora_jax.tasks.environment import EnvironmentError, EpisodePrompt
 from dora_jax.tasks.environments import EnvironmentPool
 from dora_jax.tasks.pool import GroupFailure
 from dora_jax.tasks.rewards import RewardError
-from dora_jax.types import Observed, SampleId
+from dora_jax.types import EpisodeSoFar, Observed, SampleId
 from tests.fakes.reward_pool import decode, group, pools, scored
 from tests.fakes.sandbox import needs_sandbox
 
@@ -214,7 +214,9 @@ def test_environment_workers_run_programs_from_behind_their_own_walls():
         assert pool.wait_ready() == ("right",)
         (prompt, _), id = group("x"), SampleId(0, 0)
         said = np.array([ord(c) for c in "```python\nprint(6 * 7)\n```"], np.int32)
-        pool.turn(id, prompt, np.append(prompt.token_ids, said), np.ones(len(said), bool), 1000)
+        mask, logprobs = np.ones(len(said), bool), np.zeros(len(said), np.float32)
+        tokens = np.append(prompt.token_ids, said)
+        pool.turn(prompt, EpisodeSoFar(id=id, version=0, tokens=tokens, mask=mask, logprobs=logprobs, room=1000))
         while not (answers := pool.poll()):
             time.sleep(0.01)
         assert isinstance(answers[0], Observed) and "42" in decode(answers[0].token_ids)

@@ -3,15 +3,18 @@
 import dataclasses
 import os
 import signal
+import sys
 import time
 
 import numpy as np
 import pytest
 
-from dora_jax.config import ConfigError, EnvironmentSection
-from dora_jax.tasks import noise
+from dora_jax.config import Config, ConfigError, EnvironmentSection
+from dora_jax.tasks import environment, noise
 from dora_jax.tasks.bridge import Bridge
+from dora_jax.tasks.environment import PolicyFacts
 from dora_jax.tasks.environments import EnvironmentPool
+from dora_jax.tasks.token_bridge import TokenBridge
 from dora_jax.types import EpisodeEnded, EpisodeFailed, EpisodeLost, SampleId
 from tests.fakes.episode_player import Letters, Player, ids_of, prompt_of
 
@@ -199,3 +202,37 @@ def test_noise_changes_what_is_observed_but_never_the_end():
         assert isinstance(player.ask("end"), EpisodeEnded)
     finally:
         pool.close()
+
+
+def test_an_environment_of_token_ids_hears_and_says_them():
+    """In an interpreter that the configuration names."""
+    section = EnvironmentSection(name="tests.fakes.environments.Echo", python=sys.executable)
+    pool = EnvironmentPool(section, Bridge(Letters(), section.observation), 0, PolicyFacts(vocab=88, stop_ids=(33,)))
+    try:
+        assert pool.wait_ready() == ("right",)
+        player = Player(pool)
+        pool.open(player.id, prompt_of())
+        assert player.observed(player.answer()) == "X" and player.observed(player.ask("ab")) == "X"
+        player.version = 4
+        assert player.ask("c!") == EpisodeEnded(id=player.id, terms={"right": 3.0})
+    finally:
+        pool.close()
+
+
+def test_token_ids_that_do_not_extend_an_episode_begin_a_branch():
+    bridge, tokens = TokenBridge((33,)), ids_of("ask ab!")
+    told = bridge.begin(prompt_of())
+    for whole, more, keep in (("ask ab!X", "X", None), ("ask abXY", "XY", 6), ("ask ", " ", 3), ("ask ab!", "", None)):
+        ids, kept = bridge.observe(told, tokens, tokens[4:], [{"token_ids": ids_of(whole).tolist()}])
+        assert (Letters().decode(ids), kept) == (more, keep)
+
+
+def test_what_says_token_ids_has_no_noise_and_an_interpreter_is_there():
+    pool = open_pool(name="tests.fakes.environments.Echo", noise_late=0.5)
+    try:
+        with pytest.raises(ConfigError, match="environment.noise_late: .*Echo says token ids, which have no noise"):
+            pool.wait_ready()
+    finally:
+        pool.close()
+    wrong = Config(environment=EnvironmentSection(name=FAKE, python="/no/python"))
+    assert "environment.python: '/no/python' is no interpreter of this machine" in environment.problems(wrong)

@@ -47,7 +47,7 @@ ALLOWED = {
     "simulate": "settings sim",
     "report": "settings runtime",  # a workdir in a bucket
     "runtime": "settings models ops costs orchestrate checks tokenizer tasks rollout buffer trainer publish",
-    "serving": "settings models orchestrate checks tokenizer rollout runtime trainer publish",
+    "serving": "settings models orchestrate checks tokenizer tasks rollout runtime trainer publish",
     "programs": "settings models checks tokenizer runtime serving trainer report",
 }
 ONLY_TYPES = ("orchestrate",)  # rooms that do not import `basics` either

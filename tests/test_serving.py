@@ -94,7 +94,7 @@ def test_token_ids_go_in_and_come_out_with_their_logprobs():
         (CHAT, {"messages": HELLO, "tool_choice": "required"}, 400, "tool_choice"),
         (CHAT, {"messages": HELLO, "logprobs": True, "top_logprobs": 3}, 400, "top_logprobs"),
         (GENERATE, {"token_ids": "abc"}, 400, "token_ids"),
-        (GENERATE, {"token_ids": [1], "sampling_params": {"routed_experts_prompt_start": 0}}, 400, None),
+        (GENERATE, {"token_ids": [1], "sampling_params": {"prompt_logprobs": 0}}, 400, "prompt_logprobs"),
         ("/v1/responses", {"input": "a"}, 404, None),
     ],
 )

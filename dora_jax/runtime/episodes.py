@@ -32,6 +32,7 @@ from dora_jax.types import (
     EpisodeEnded,
     EpisodeFailed,
     EpisodeLost,
+    EpisodeSoFar,
     GroupId,
     InstanceId,
     Observed,
@@ -117,8 +118,15 @@ class Episodes:
     def _ask(self, held: InFlightSample) -> None:
         mask = np.ones(len(held.out_ids), bool) if held.mask is None else held.mask
         tokens = np.concatenate([held.prompt_ids, held.out_ids])
-        prompt = self._samples.groups[held.id.group_id].prompt
-        self._environments.turn(held.id, prompt, tokens, mask, self._max_context - len(tokens))
+        told = EpisodeSoFar(
+            id=held.id,
+            version=held.version,
+            tokens=tokens,
+            mask=mask,
+            logprobs=held.logprobs,
+            room=self._max_context - len(tokens),
+        )
+        self._environments.turn(self._samples.groups[held.id.group_id].prompt, told)
 
     def _begin_again(self, id: SampleId, version: Version, tokens: int) -> None:
         """tokens: those with which the orchestrator knows it to wait."""

@@ -7,6 +7,7 @@ checkpoints) are read here. cluster/backend.py is the other backend.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 import queue
 import threading
@@ -53,6 +54,7 @@ from dora_jax.runtime.supervised_worker import LocalInstance, RestartPolicy
 from dora_jax.runtime.trainer_worker import StreamingTrainerWorker, TrainerWorker
 from dora_jax.tasks import solved
 from dora_jax.tasks.bridge import Bridge
+from dora_jax.tasks.environment import PolicyFacts
 from dora_jax.tasks.environments import EnvironmentPool
 from dora_jax.tasks.pool import ScorerPool
 from dora_jax.tasks.renderer_bridge import RendererBridge
@@ -141,7 +143,16 @@ class RunContext:
         bridge: Bridge | RendererBridge = Bridge(self.tokenizer, observation, self.task.messages_at)
         if section.renderer:
             bridge = RendererBridge(self.tokenizer, section.renderer, self.task.messages_at)
-        return EnvironmentPool(section, bridge, self.config.seed)
+        rollout = self.config.rollout
+        policy = PolicyFacts(
+            path=str(self.tokenizer.path.resolve()),
+            context=rollout.max_prompt_tokens + rollout.max_new_tokens,
+            vocab=self.tokenizer.vocab_size,
+            turn_tokens=section.turn_tokens or rollout.max_new_tokens,
+            stop_ids=self.tokenizer.eos_ids,
+            rollout=dataclasses.asdict(rollout),
+        )
+        return EnvironmentPool(section, bridge, self.config.seed, policy)
 
 
 def _said_of_evaluation(config: Config, parts: RunContext) -> list[str]:

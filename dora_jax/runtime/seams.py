@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from dora_jax.buffer.store import GroupStore
 from dora_jax.orchestrate.loop import World
-from dora_jax.types import GroupId, InstanceId, Prompt, Sample, SampleId, ScoredGroup, Version
+from dora_jax.types import EpisodeSoFar, GroupId, InstanceId, Prompt, Sample, SampleId, ScoredGroup, Version
 
 if TYPE_CHECKING:
     import numpy as np
@@ -196,8 +196,8 @@ class Environments(Protocol):
     def open(self, id: SampleId, prompt: Prompt) -> None:
         """Asks what follows the prompt: Observed, perhaps of no tokens."""
 
-    def turn(self, id: SampleId, prompt: Prompt, tokens: np.ndarray, mask: np.ndarray, room: int) -> None:
-        """Asks for the answer to the last turn. tokens: i32[T + U]; mask: bool[U]; room: tokens that may follow."""
+    def turn(self, prompt: Prompt, told: EpisodeSoFar) -> None:
+        """Asks for the answer to the last turn."""
 
     def drop(self, id: SampleId) -> dict[str, float]:
         """Forgets the episode; the reward terms so far."""

@@ -27,6 +27,7 @@ IGNORED = frozenset(
         "cache_salt",
         "priority",
         "request_id",
+        "routed_experts_prompt_start",  # where the routes begin that an answer may hold; ours holds none
     }
 )
 # Accepted at the value that changes nothing (or absent); the engine has no such thing.
@@ -43,7 +44,6 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "best_of": (1,),
     "top_logprobs": (0,),
     "prompt_logprobs": (),
-    "routed_experts_prompt_start": (),
     "response_format": ({"type": "text"},),
     "add_special_tokens": (False,),
     "spaces_between_special_tokens": (True,),

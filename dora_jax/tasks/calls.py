@@ -23,6 +23,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Iterable
+from pathlib import Path
 from typing import Any
 
 from dora_jax.tasks import programs, sandbox
@@ -66,12 +67,15 @@ class Process:
         variables: Iterable[str] = (),
         memory_bytes: int = MEMORY_BYTES,
         runs_programs: bool = False,
+        python: str = "",
     ):
+        """python: another interpreter than this one, with packages of its own."""
         self._module = module
         self._setup = setup
         self._form = form  # of its walls: see sandbox.py
         self._variables = tuple(variables)
         self._memory_bytes = memory_bytes
+        self._python = python
         self._runs_programs = runs_programs  # it may call programs.run, whatever its own walls
         self._walled: sandbox.Walled | None = None
         self._server: programs.Server | None = None
@@ -146,7 +150,7 @@ class Process:
 
     def _spawn(self) -> None:
         ours, theirs = socket.socketpair()
-        env, fds = environment(self._variables), [theirs.fileno()]
+        env, fds = environment(self._variables, foreign=bool(self._python)), [theirs.fileno()]
         with theirs, self._lock:
             if self._runs_programs:
                 self._server = programs.Server()
@@ -154,7 +158,7 @@ class Process:
                 env[programs.VARIABLE] = str(fds[-1])
             self._walled = sandbox.start(
                 # -P: the working directory comes last in PYTHONPATH, where it hides nothing
-                [sys.executable, "-P", "-m", self._module, str(theirs.fileno())],
+                [self._python or sys.executable, "-P", "-m", self._module, str(theirs.fileno())],
                 form=self._form,
                 env=env,
                 pass_fds=fds,
@@ -198,9 +202,13 @@ def _close_all(held: dict[str, Any]) -> None:
         file.close()
 
 
-def environment(more: Iterable[str] = ()) -> dict[str, str]:
-    """A clean one, with the modules that we can import; no accelerator, which belongs to the run."""
-    path = [entry for entry in sys.path if entry] + [os.getcwd()]
+def environment(more: Iterable[str] = (), foreign: bool = False) -> dict[str, str]:
+    """A clean one, with the modules that we can import; no accelerator, which belongs to the run. foreign: another
+    interpreter imports its own packages, and of ours this one and what PYTHONPATH and the working directory hold."""
+    path = [entry for entry in sys.path if entry]
+    if foreign:
+        path = [str(Path(__file__).parents[2]), *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]
+    path.append(os.getcwd())
     ours = {"PYTHONPATH": os.pathsep.join(dict.fromkeys(path)), "JAX_PLATFORMS": "cpu"}
     return {**sandbox.clean_environment(more), **ours}
 

@@ -14,7 +14,9 @@ only.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import dataclasses
+import shutil
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar, Protocol
 
@@ -40,6 +42,21 @@ class EpisodePrompt:
     task: str = ""  # as the source of the prompt names it: of a mix, one environment serves all
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PolicyFacts:
+    """What an environment of token ids knows of the policy: the keyword `policy` of its constructor."""
+
+    path: str = ""  # of the tokenizer's folder; empty: the environment is only tried, before there is a tokenizer
+    context: int = 0  # tokens of prompt and response together
+    vocab: int = 0
+    turn_tokens: int = 0  # that one turn may sample
+    stop_ids: tuple[int, ...] = ()  # that end a turn
+    rollout: Mapping[str, Any] = dataclasses.field(default_factory=dict)  # that section of the run's configuration
+
+
+NO_POLICY = PolicyFacts()
+
+
 def problems(config: Any) -> Iterator[str]:
     """What does not fit in a configuration with an environment."""
     section = config.environment
@@ -49,6 +66,8 @@ def problems(config: Any) -> Iterator[str]:
         yield f"environment.name: {section.name!r} is not an import path such as dora_jax.tasks.calculator.Calculator"
     if "{content}" not in section.observation and config.task.template != "chat":
         yield f"environment.observation: {section.observation!r} has no {{content}} in it"
+    if section.python and not shutil.which(section.python):
+        yield f"environment.python: {section.python!r} is no interpreter of this machine"
     if section.renderer and config.task.template != "chat":
         yield 'environment.renderer: it renders chats; set task.template = "chat"'
     if section.turn_tokens > config.rollout.max_new_tokens:
@@ -71,7 +90,11 @@ class Environment(Protocol):
 
     terms: of the reward; accuracy counts the first where eval.solved names none. replays: the same messages always
     give the same observations, so that an episode whose object is lost is made again by its messages; where that is
-    not so, it begins again."""
+    not so, it begins again.
+
+    An environment with `tokens = True` speaks token ids: a message of the policy holds token_ids, logprobs, finish ("stop"
+    or "length") and version, and the one message that is observed holds, as token_ids, all that the next turn follows,
+    earlier turns included. Its constructor takes `policy`, a PolicyFacts."""
 
     terms: ClassVar[tuple[str, ...]]
     replays: ClassVar[bool]

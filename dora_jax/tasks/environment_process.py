@@ -12,10 +12,9 @@ import json
 import multiprocessing.connection
 import queue
 import threading
-from collections.abc import Sequence
 from typing import Any, Protocol
 
-from dora_jax.config import ConfigError
+from dora_jax.config import ConfigError, EnvironmentSection
 from dora_jax.tasks import calls, sandbox
 
 POLL_S = 1.0  # how often a receiver looks for questions that are open for too long
@@ -40,20 +39,22 @@ class EnvironmentProcess:
     """One process, with its sender and its receiver."""
 
     def __init__(
-        self, pool: Asker, setup: calls.Request, variables: Sequence[str], number: int, runs_programs: bool = False
+        self, pool: Asker, setup: calls.Request, section: EnvironmentSection, number: int, runs_programs: bool = False
     ):
         self._pool = pool
         self._process = calls.Process(
             "dora_jax.tasks.environment_worker",
             setup,
             form=sandbox.best(),
-            variables=variables,
+            variables=section.env,
             runs_programs=runs_programs,
+            python=section.python,
         )
         self._name = str(setup["name"])
         self._outgoing: queue.SimpleQueue[calls.Request | None] = queue.SimpleQueue()
         self._ready, self._closed = threading.Event(), False
         self._terms: tuple[str, ...] = ()
+        self.speaks_tokens = False  # known once it is ready
         self._connection: Any = None  # while the process answers
         self._threads = [threading.Thread(target=call, name=f"environments-{number}-{what}", daemon=True)
                          for what, call in (("receives", self._receive), ("sends", self._send))]  # fmt: skip
@@ -84,7 +85,8 @@ class EnvironmentProcess:
         self._connection = None
         try:
             self._process.start()
-            self._terms = tuple(self._process.ask({}, calls.START_TIMEOUT_S, self._name)["terms"])
+            said = self._process.ask({}, calls.START_TIMEOUT_S, self._name)
+            self._terms, self.speaks_tokens = tuple(said["terms"]), said["tokens"]
         except calls.Refused as error:
             raise ConfigError(str(error)) from error
         except calls.NoAnswer as error:

@@ -1,7 +1,7 @@
 """Stage 3, one process of environments: `python -m dora_jax.tasks.environment_worker FD`, started by environments.py.
 
-Protocol (frames of calls.py): setup {"name", "params", "step_timeout_s", "episode_timeout_s", "noise"}, then {} ->
-{"terms", "replays"}, and from then on questions and answers in any order:
+Protocol (frames of calls.py): setup {"name", "params", "policy", "step_timeout_s", "episode_timeout_s", "noise"}, then {}
+-> {"terms", "replays", "tokens"}, and from then on questions and answers in any order:
 
     {"id", "number", "prompt", "messages", "again"} -> {"id", "number", "observed", "done", "terms"}, or with "error" or "lost"
     {"id", "close"}                        -> nothing
@@ -24,7 +24,7 @@ import sys
 from typing import Any
 
 from dora_jax.tasks import calls
-from dora_jax.tasks.environment import Environment, EnvironmentError, EpisodePrompt, Message
+from dora_jax.tasks.environment import NOISE, Environment, EnvironmentError, EpisodePrompt, Message, PolicyFacts
 from dora_jax.tasks.noise import Noise
 
 
@@ -48,7 +48,7 @@ class Session:
 
 class Server:
     def __init__(self, kind: type[Environment], setup: calls.Request):
-        self._kind, self._params = kind, setup["params"]
+        self._kind, self._params = kind, keywords(kind, setup)
         self._step_s, self._episode_s = setup["step_timeout_s"], setup["episode_timeout_s"]
         self._noise = Noise(**setup["noise"])
         self._sessions: dict[tuple[int, int], Session] = {}
@@ -150,13 +150,26 @@ def resolved(path: str) -> type[Environment]:
     return found
 
 
+def speaks_tokens(kind: type[Environment]) -> bool:
+    return bool(getattr(kind, "tokens", False))
+
+
+def keywords(kind: type[Environment], setup: calls.Request) -> dict[str, Any]:
+    """Of the constructor; Refused: observations that are token ids have no text that noise could spoil."""
+    if not speaks_tokens(kind):
+        return setup["params"]
+    if noise := [name for name in NOISE if setup["noise"][name]]:
+        raise calls.Refused(f"environment.noise_{noise[0]}: {setup['name']} says token ids, which have no noise")
+    return {**setup["params"], "policy": PolicyFacts(**setup["policy"])}
+
+
 def main(fd: int) -> None:
     sock = socket.socket(fileno=fd)
     sock.set_inheritable(False)
     opening = calls.receive(sock)
     try:
         kind = resolved(opening["setup"]["name"])
-        kind(**opening["setup"]["params"])
+        kind(**keywords(kind, opening["setup"]))
     except calls.Refused as error:
         calls.send(sock, {"nonce": opening["nonce"], "error": str(error)})
         return
@@ -169,7 +182,8 @@ def main(fd: int) -> None:
         return
     calls.send(sock, {"nonce": opening["nonce"]})
     asked = calls.receive(sock)
-    calls.send(sock, {"nonce": asked["nonce"], "terms": list(kind.terms), "replays": bool(kind.replays)})
+    told = {"terms": list(kind.terms), "replays": bool(kind.replays), "tokens": speaks_tokens(kind)}
+    calls.send(sock, {"nonce": asked["nonce"]} | told)
     sock.setblocking(False)
     asyncio.run(Server(kind, opening["setup"]).serve(sock))
 

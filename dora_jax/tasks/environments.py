@@ -27,11 +27,21 @@ import numpy as np
 from dora_jax.config import EnvironmentSection
 from dora_jax.tasks import calls, code
 from dora_jax.tasks.bridge import Bridge, Conversation
-from dora_jax.tasks.environment import Message
+from dora_jax.tasks.environment import NO_POLICY, Message, PolicyFacts
 from dora_jax.tasks.environment_process import EnvironmentProcess
 from dora_jax.tasks.identity import identity_hash
 from dora_jax.tasks.renderer_bridge import RendererBridge
-from dora_jax.types import EpisodeEnded, EpisodeFailed, EpisodeLost, Observed, Prompt, SampleId, issued_first_as
+from dora_jax.tasks.token_bridge import TokenBridge
+from dora_jax.types import (
+    EpisodeEnded,
+    EpisodeFailed,
+    EpisodeLost,
+    EpisodeSoFar,
+    Observed,
+    Prompt,
+    SampleId,
+    issued_first_as,
+)
 
 Answer = Observed | EpisodeEnded | EpisodeFailed | EpisodeLost
 GRACE_S = 10.0  # beyond its deadline, for an answer of a process that is busy; then it hangs
@@ -72,8 +82,13 @@ class Episode:
 class EnvironmentPool:
     """The processes start at once, in the background."""
 
-    def __init__(self, section: EnvironmentSection, bridge: Bridge | RendererBridge, seed: int):
-        self._section, self._bridge, self._seed = section, bridge, seed
+    def __init__(
+        self, section: EnvironmentSection, bridge: Bridge | RendererBridge, seed: int, policy: PolicyFacts = NO_POLICY
+    ):
+        """bridge: of environments that speak messages. policy: for those that speak token ids."""
+        self._section, self._seed = section, seed
+        self._bridge: Bridge | RendererBridge | TokenBridge = bridge
+        self._stop_ids = policy.stop_ids
         self._episodes: dict[SampleId, Episode] = {}
         self._results: queue.SimpleQueue[Answer] = queue.SimpleQueue()
         self._numbers = 0
@@ -86,17 +101,20 @@ class EnvironmentPool:
         setup = {
             "name": section.name,
             "params": dict(section.params),
+            "policy": dataclasses.asdict(policy),
             "step_timeout_s": section.step_timeout_s,
             "episode_timeout_s": section.episode_timeout_s,
             "noise": noise | {"seed": seed},
         }
         runs_programs = code.may_run("environment", "name", (section.name,), section.sandbox)
-        self._workers = [EnvironmentProcess(self, setup, section.env, i, runs_programs) for i in range(section.workers)]
+        self._workers = [EnvironmentProcess(self, setup, section, i, runs_programs) for i in range(section.workers)]
 
     def wait_ready(self) -> tuple[str, ...]:
         """The reward terms, once a process has loaded the environment; ConfigError says why none can."""
         terms = self._workers[0].ready(calls.START_TIMEOUT_S * calls.START_ATTEMPTS)
         self._check()
+        if self._workers[0].speaks_tokens:
+            self._bridge = TokenBridge(self._stop_ids)
         return terms
 
     def open(self, id: SampleId, prompt: Prompt) -> None:
@@ -106,18 +124,18 @@ class EnvironmentPool:
             episode = self._episodes[id] = Episode(prompt, self._bridge.begin(prompt))
             self._ask(id, episode)
 
-    def turn(self, id: SampleId, prompt: Prompt, tokens: np.ndarray, mask: np.ndarray, room: int) -> None:
-        """Asks for the answer to the last turn. tokens: i32[T + U], prompt and response; mask: bool[U], where the policy
-        sampled; room: tokens that may still follow."""
+    def turn(self, prompt: Prompt, told: EpisodeSoFar) -> None:
+        """Asks for the answer to the last turn."""
         self._check()
-        runs = _runs(mask, len(tokens) - len(mask))
+        id, tokens = told.id, told.tokens
+        runs = _runs(told.mask, len(tokens) - len(told.mask))
         with self._lock:
             episode = self._episodes.get(id)
             if episode is None or len(episode.messages) + 1 != len(runs) and not episode.branches:
                 episode = self._episodes[id] = Episode(prompt, None if runs[1:] else self._bridge.begin(prompt))
-                episode.messages = [self._bridge.message(tokens[slice(*run)]) for run in runs[:-1]]
-            episode.tokens, episode.turns, episode.room = tokens, runs, room
-            episode.messages.append(self._bridge.message(tokens[slice(*runs[-1])]))
+                episode.messages = [self._message(told, run) for run in runs[:-1]]
+            episode.tokens, episode.turns, episode.room = tokens, runs, told.room
+            episode.messages.append(self._message(told, runs[-1]))
             episode.retries = 0
             self._ask(id, episode)
 
@@ -182,6 +200,13 @@ class EnvironmentPool:
     def _check(self) -> None:
         if self._error is not None:
             raise self._error
+
+    def _message(self, told: EpisodeSoFar, run: tuple[int, int]) -> Message:
+        turn = told.tokens[slice(*run)]
+        if not isinstance(self._bridge, TokenBridge):
+            return self._bridge.message(turn)
+        start = len(told.tokens) - len(told.mask)
+        return self._bridge.message(turn, told.logprobs[run[0] - start : run[1] - start], told.version)
 
     def _of(self, id: SampleId) -> EnvironmentProcess:
         return self._workers[hash(id) % len(self._workers)]

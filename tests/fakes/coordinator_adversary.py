@@ -114,10 +114,10 @@ class SlowEnvironments(ScriptedEnvironments):
         super().__init__(late=0, opening=draw.choice([0, 2]))
         self._draw, self._calm = draw, calm
 
-    def turn(self, id, prompt, tokens, mask, room):
+    def turn(self, prompt, told):
         if self._draw.random() < LOST and not self._calm():
-            self.losing.add(id)
-        super().turn(id, prompt, tokens, mask, room)
+            self.losing.add(told.id)
+        super().turn(prompt, told)
 
     def poll(self):
         if not self.asked or self._draw.random() < 0.7:

@@ -53,6 +53,30 @@ class Forgetful(Obedient):
     replays = False
 
 
+class Echo:
+    """Speaks token ids: observes one token more, whose number is the policy's vocabulary; a turn that stops ends it."""
+
+    terms = ("right",)
+    replays = True
+    tokens = True
+
+    def __init__(self, policy):
+        self.policy = policy
+
+    async def reset(self, prompt):
+        self.ids = [*map(ord, prompt.text), self.policy.vocab]
+        return [{"role": "prompt", "token_ids": self.ids}]
+
+    async def step(self, message):
+        if message["finish"] == "stop":
+            return [], True, {"right": message["version"] + sum(message["logprobs"])}
+        self.ids = [*self.ids, *message["token_ids"], self.policy.vocab]
+        return [{"role": "prompt", "token_ids": self.ids}], False, {}
+
+    async def close(self):
+        pass
+
+
 class Lawless:
     terms = ("right",)
 
@@ -79,7 +103,8 @@ class ScriptedEnvironments:
     def open(self, id, prompt):
         self.asked[id] = (0, Observed(id=id, token_ids=self.opened(id)))
 
-    def turn(self, id, prompt, tokens, mask, room):
+    def turn(self, prompt, told):
+        id, mask = told.id, told.mask
         turn = int((np.diff(np.concatenate([[0], mask.astype(int)])) == 1).sum()) + (id in self.said)
         if id.group_id in self.failing:
             answer = EpisodeFailed(id=id, reason="the machine is gone", kind="error")
@@ -89,7 +114,7 @@ class ScriptedEnvironments:
         elif id in self.branching:
             self.branching.discard(id)
             self.said.append(id)
-            answer = Observed(id=id, token_ids=self.observed(id, turn), keep=len(tokens) - 2)
+            answer = Observed(id=id, token_ids=self.observed(id, turn), keep=len(told.tokens) - 2)
         elif turn >= self.turns(id):
             answer = EpisodeEnded(id=id, terms={"right": float(id.index % 2)})
         else:

@@ -4,7 +4,7 @@ import time
 
 import numpy as np
 
-from dora_jax.types import Observed, Prompt, SampleId
+from dora_jax.types import EpisodeSoFar, Observed, Prompt, SampleId
 
 FIRST = SampleId(0, 0)
 
@@ -21,9 +21,12 @@ class Letters:
         return "".join(map(chr, ids))
 
 
-def prompt_of(group_id=0):
-    return Prompt(group_id=group_id, task="t", uid="u", text="ask ", token_ids=ids_of("ask "), answer="7",
-                  max_new_tokens=99)  # fmt: skip
+LETTERS = Letters()
+
+
+def prompt_of(group_id=0, text="ask ", answer="7", encode=LETTERS.encode):
+    ids = np.array(encode(text), np.int32)
+    return Prompt(group_id=group_id, task="t", uid="u", text=text, token_ids=ids, answer=answer, max_new_tokens=99)
 
 
 def ids_of(text):
@@ -31,22 +34,29 @@ def ids_of(text):
 
 
 class Player:
-    """An episode as the coordinator keeps it."""
+    """An episode as the coordinator keeps it. tokenizer: of what is said and observed."""
 
-    def __init__(self, pool, id=FIRST, room=1000):
-        self.pool, self.id, self.room = pool, id, room
-        self.tokens, self.mask = ids_of("ask "), np.zeros(0, bool)
+    def __init__(self, pool, id=FIRST, room=1000, tokenizer=LETTERS, prompt=None):
+        self.pool, self.id, self.room, self.tokenizer = pool, id, room, tokenizer
+        self.version = 0
+        self.prompt = prompt or prompt_of(id.group_id)
+        self.tokens, self.mask = self.prompt.token_ids, np.zeros(0, bool)
 
     def observed(self, answer):
         assert isinstance(answer, Observed) and answer.keep is None, answer
         self.tokens = np.concatenate([self.tokens, answer.token_ids])
         self.mask = np.append(self.mask, np.zeros(len(answer.token_ids), bool))
-        return "".join(map(chr, answer.token_ids))
+        return self.tokenizer.decode(answer.token_ids)
 
     def say(self, text):
-        self.tokens = np.concatenate([self.tokens, ids_of(text)])
-        self.mask = np.append(self.mask, np.ones(len(text), bool))
-        self.pool.turn(self.id, prompt_of(self.id.group_id), self.tokens, self.mask, self.room)
+        said = np.array(self.tokenizer.encode(text), np.int32)
+        self.tokens = np.concatenate([self.tokens, said])
+        self.mask = np.append(self.mask, np.ones(len(said), bool))
+        logprobs = np.where(self.mask, np.float32(-0.5), np.float32(0))
+        told = EpisodeSoFar(
+            id=self.id, version=self.version, tokens=self.tokens, mask=self.mask, logprobs=logprobs, room=self.room
+        )
+        self.pool.turn(self.prompt, told)
 
     def answer(self):
         return answers(self.pool, 1)[0]

@@ -1,0 +1,264 @@
+"""Tasksets of verifiers (`verifiers` 0.4, which is installed apart) as environments of a run.
+
+    environment.name = "dora_jax.serving.verifiers.Verifiers"
+    environment.python = "/path/of/its/environment/bin/python"
+    environment.params = {"env": {"taskset": {"id": "my-taskset"}, "agent": {"harness": {"id": "null"}, "runtime": ...}}}
+
+A row's `answer` is the number of a task. The rollout is the library's own, and so is its training client, which asks a
+loopback route of this process for each turn, as token ids: that request is what the policy observes, and the tokens that
+the engine samples behind it are the answer.
+
+    the run -- reset, step --> Verifiers -- future --> route <-- POST /inference/v1/generate -- training client <-- rollout
+
+Laws: a session is one episode, and thereby one version; a request that the engine cannot honour is refused by name; a
+rollout that ends in an error is no reward, but a prompt that is longer than the context is: what was scored so far.
+`PYTHON -m dora_jax.serving.verifiers '{"taskset": {"id": "my-taskset"}}'` prints the rows of the tasks (task.path).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import socket
+import sys
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from dora_jax.serving.answers import Answer, Piece
+from dora_jax.serving.reply import GenerateReply
+from dora_jax.serving.request import SAMPLING, Ask, Form, Limits, Refused, generate
+from dora_jax.tasks.environment import EnvironmentError, EpisodePrompt, Message, PolicyFacts
+
+NAME = "policy"  # the model that clients ask for
+SESSION = "x-session-id"
+KEEP_ALIVE_S = 86_400  # the client never asks again after a connection that ended as it was used
+Step = tuple[list[Message], bool, dict[str, float]]
+
+
+class Verifiers:
+    """env: the block of that name of a configuration of verifiers. renderer: a RendererConfig, such as {"name": "qwen3"};
+    None: the library chooses by the model. sampling: beside what the run's rollout section says."""
+
+    terms = ("reward",)
+    replays = False  # nothing says which tasksets do
+    tokens = True
+
+    def __init__(
+        self,
+        policy: PolicyFacts,
+        env: Mapping[str, Any],
+        renderer: Mapping[str, Any] | None = None,
+        sampling: Mapping[str, Any] | None = None,
+    ):
+        key = json.dumps([env, renderer, sampling], sort_keys=True)
+        if key not in _hosts:
+            _hosts[key] = Host(policy, env, renderer, sampling or {})
+        self._host = _hosts[key]
+        self._requests: asyncio.Queue[Asked] = asyncio.Queue()
+        self._open: Asked | None = None
+        self._rollout: asyncio.Task[Any] | None = None
+
+    async def reset(self, prompt: EpisodePrompt) -> list[Message]:
+        self._rollout = asyncio.create_task(await self._host.play(prompt.answer, self))
+        observed, done, _ = await self._next()
+        if done:
+            raise EnvironmentError(f"{self._host.name}: the rollout ended before its first turn")
+        return observed
+
+    async def step(self, message: Message) -> Step:
+        assert self._open is not None
+        self._open.answer.set_result(message)
+        return await self._next()
+
+    async def close(self) -> None:
+        self._host.forget(self)
+        if self._rollout is not None:
+            self._rollout.cancel()
+            with contextlib.suppress(asyncio.CancelledError, Exception):  # the episode is over
+                await self._rollout
+
+    def ask(self, ask: Ask) -> asyncio.Future[Message]:
+        """A request of the client: the policy's turn, once those before it are answered."""
+        asked = Asked(ask)
+        self._requests.put_nowait(asked)
+        return asked.answer
+
+    # ------------------------------------------------------------ private
+
+    async def _next(self) -> Step:
+        """The next request, or the end of the rollout."""
+        assert self._rollout is not None
+        request = asyncio.ensure_future(self._requests.get())
+        await asyncio.wait({request, self._rollout}, return_when=asyncio.FIRST_COMPLETED)
+        if request.done():
+            self._open = request.result()
+            return [{"role": "prompt", "token_ids": list(self._open.ask.prompts[0])}], False, {}
+        request.cancel()
+        return [], True, {"reward": self._reward(self._rollout.result())}
+
+    def _reward(self, episode: Any) -> float:
+        """Of all traces of the policy: what their tasks scored."""
+        if not episode.ok:
+            errors = [*episode.errors, *(error for trace in episode.traces for error in trace.errors)]
+            if wrong := next((error for error in errors if not _too_long(error)), None):
+                retryable = (wrong.status_code or 0) >= 500
+                raise EnvironmentError(f"{self._host.name}: {wrong.type}: {wrong.message}", retryable)
+        return float(sum(trace.reward for trace in episode.traces if trace.agent.trainable))
+
+
+class Asked:
+    """An open request."""
+
+    def __init__(self, ask: Ask):
+        self.ask = ask
+        self.answer: asyncio.Future[Message] = asyncio.get_running_loop().create_future()
+
+
+class Host:
+    """What the episodes of one process share: the taskset, the library's servers, and the route."""
+
+    def __init__(
+        self,
+        policy: PolicyFacts,
+        env: Mapping[str, Any],
+        renderer: Mapping[str, Any] | None,
+        sampling: Mapping[str, Any],
+    ):
+        import verifiers.v1 as vf
+
+        self._vf, self._policy, self._renderer, self._sampling = vf, policy, renderer, dict(sampling)
+        self._env = vf.load_environment(vf.resolve_env_config(dict(env)))
+        self.name = self._env.config.env_id
+        self._sessions: dict[str, Verifiers] = {}
+        self._starting: asyncio.Task[None] | None = None
+
+    async def play(self, number: int, episode: Verifiers) -> Any:
+        """The rollout of a task, not yet begun."""
+        if self._starting is None:
+            self._starting = asyncio.create_task(self._start())
+        await asyncio.shield(self._starting)  # a deadline of the first episode is none of the others'
+        if not isinstance(number, int) or not 0 <= number < len(self._tasks):
+            raise EnvironmentError(f"{self.name}: a row's answer is {number!r}, not one of {len(self._tasks)} tasks")
+
+        def minted(trace: Any) -> None:
+            self._sessions[trace.id] = episode
+
+        return self._env.run_episode(self._tasks[number], self._context, on_trace=minted)
+
+    def forget(self, episode: Verifiers) -> None:
+        for session in [session for session, one in self._sessions.items() if one is episode]:
+            del self._sessions[session]
+
+    async def _start(self) -> None:
+        import uvicorn
+
+        listening = socket.create_server(("127.0.0.1", 0))
+        config = uvicorn.Config(
+            self._app(), log_level="warning", lifespan="off", ws="none", timeout_keep_alive=KEEP_ALIVE_S
+        )
+        server = uvicorn.Server(config)
+        self._served = asyncio.create_task(server.serve(sockets=[listening]))
+        client = self._vf.TrainClientConfig(
+            base_url=f"http://127.0.0.1:{listening.getsockname()[1]}/v1",
+            api_key_var="DORA_JAX_NONE",
+            renderer=self._renderer,
+            renderer_model_name=self._policy.path,
+        )
+        sampling = self._vf.SamplingConfig(**self._sampling)
+        self._context = self._vf.ModelContext(model=NAME, client=client, sampling=sampling)
+        self._tasks = list(self._env.taskset)
+        self._serving = self._env.serving()  # held for the life of the process
+        await self._serving.__aenter__()
+
+    # ------------------------------------------------------------ the route
+
+    def _app(self) -> Any:
+        from starlette.applications import Starlette
+        from starlette.routing import Route
+
+        routes = [Route("/v1/models", self._models), Route("/inference/v1/generate", self._generate, methods=["POST"])]
+        return Starlette(routes=routes, exception_handlers={Refused: _refused})
+
+    async def _models(self, asked: Any) -> Any:
+        from starlette.responses import JSONResponse
+
+        card = {"id": NAME, "object": "model", "created": 0, "owned_by": "dora_jax"}
+        return JSONResponse({"object": "list", "data": [card | {"max_model_len": self._policy.context}]})
+
+    async def _generate(self, asked: Any) -> Any:
+        from starlette.responses import JSONResponse
+
+        body = await asked.json()
+        ask, form = generate(body, self._limits())
+        self._check(ask, body.get("sampling_params") or {})
+        session = asked.headers.get(SESSION, "")
+        if session not in self._sessions:
+            raise Refused(404, f"{SESSION}: {session[:40]!r} is no episode that goes on", param=SESSION)
+        return JSONResponse(body_of(ask, form, await self._sessions[session].ask(ask)))
+
+    def _limits(self) -> Limits:
+        rollout = self._policy.rollout
+        return Limits(
+            context=self._policy.context,
+            vocab=self._policy.vocab,
+            sampling=tuple((name, rollout[name]) for name in SAMPLING),
+            min_tokens=rollout["min_new_tokens"],
+        )
+
+    def _check(self, ask: Ask, params: Mapping[str, Any]) -> None:
+        """Refuses what the engine of a run does otherwise."""
+        turn = self._policy.turn_tokens
+        if params.get("max_tokens") not in (None, turn):
+            raise Refused(
+                400, f"max_tokens: a turn of this run has environment.turn_tokens = {turn}", param="max_tokens"
+            )
+        if foreign := sorted(ask.stop_ids - set(self._policy.stop_ids)):
+            raise Refused(400, f"stop_token_ids: {foreign[0]} ends no turn of this run", param="stop_token_ids")
+        for name, asked in (("n", ask.n != 1), ("stop", ask.stop), ("seed", ask.seed is not None)):
+            if asked:
+                raise Refused(400, f"{name}: a turn of a run has none; leave it out", param=name)
+
+
+_hosts: dict[str, Host] = {}  # of this process
+
+
+def body_of(ask: Ask, form: Form, message: Message) -> dict[str, Any]:
+    """The answer of /inference/v1/generate to a turn of the policy."""
+    ids, logprobs = tuple(message["token_ids"]), tuple(message["logprobs"])
+    piece = Piece(index=0, text="", calls=(), ids=ids, logprobs=logprobs, finish=message["finish"])
+    return GenerateReply(Answer(ask, message["version"]), form, NAME, _no_text).body([piece])
+
+
+def rows(env: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+    """The rows of a taskset, for task.name = "rows"."""
+    import verifiers.v1 as vf
+
+    for number, task in enumerate(vf.load_environment(vf.resolve_env_config(dict(env))).taskset):
+        yield {"prompt": task.data.prompt_text, "answer": number}
+
+
+def main(env: str) -> None:
+    for row in rows(json.loads(env)):
+        print(json.dumps(row))
+
+
+# ---------------------------------------------------------------- private
+
+
+def _too_long(error: Any) -> bool:
+    return error.status_code == 400 and "maximum context length" in error.message
+
+
+def _no_text(*_: Any, **__: Any) -> str:
+    raise AssertionError("the wire of token ids has no text")
+
+
+async def _refused(asked: Any, error: Any) -> Any:
+    from starlette.responses import JSONResponse
+
+    return JSONResponse(error.body, error.status)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])
