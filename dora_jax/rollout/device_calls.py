@@ -21,9 +21,11 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from dora_jax.config import RolloutSection
 from dora_jax.models import decoder, expert_parallel, moe, sharding
 from dora_jax.models.logits import policy_logits
+from dora_jax.models.lora_config import OFF, Lora
 from dora_jax.models.routes import RouteShape
 from dora_jax.ops import attention
 from dora_jax.rollout import forward, quantize, sample
+from dora_jax.rollout.adapter_stack import AdapterStack
 from dora_jax.rollout.kv_layout import KVLayout, kv_layout
 from dora_jax.rollout.kv_pallas import Paged
 from dora_jax.rollout.kv_xla import Gathered
@@ -51,8 +53,10 @@ class Calls:
         dtype,
         compiler_options: dict[str, Any] | None = None,
         routes: RouteShape | None = None,
+        lora: Lora = OFF,
     ):
-        """routes: what the routers' choices look like, where decode and prefill return them; None: they do not."""
+        """routes: what the routers' choices look like, where decode and prefill return them; None: they do not. lora: of
+        the adapters, where versions are adapters: the calls take (base weights, all adapters)."""
         self.kv = kv_layout(cfg)
         attention.check_platform(shapes.attention, mesh.devices.flat[0].platform, latent=self.kv.rank > 0)
         self.shapes = shapes
@@ -81,6 +85,7 @@ class Calls:
             stop=functools.partial(forward.is_stop, eos_ids=eos_ids),
             dtype=dtype,
             routes=routes,
+            gain=lora.gain if lora.on else 1.0,
         )
         self.pool_sharding = pool
         self._platform = mesh.devices.flat[0].platform
@@ -90,22 +95,23 @@ class Calls:
         published = jax.eval_shape(
             functools.partial(decoder.serving_layout, layout=shapes.layout), decoder.abstract_params(cfg, dtype)
         )
-        self.param_shardings = sharding.param_specs(  # as they are published
-            cfg, mesh, shapes.layout, whole_experts=shapes.whole_experts
-        )
+        self.base_shardings = sharding.param_specs(cfg, mesh, shapes.layout, whole_experts=shapes.whole_experts)
         specs = quantize.turned_specs if turns else quantize.specs if weights else lambda shardings: shardings
-        stored_shardings = specs(self.param_shardings)
-        self.abstract_params = jax.tree.map(
+        self.abstract_params: Any = jax.tree.map(
             lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s),
             jax.eval_shape(self._stored, published),
-            stored_shardings,
+            specs(self.base_shardings),
         )
+        self.adapters = AdapterStack.of(cfg, lora, shapes, mesh, dtype) if shapes.adapters else None
+        if self.adapters:
+            self.abstract_params = self.abstract_params, self.adapters.abstract
+        self.param_shardings = self.adapters.one if self.adapters else self.base_shardings  # as versions are published
         self.chooses = shapes.paged and self._platform in CHOOSERS
         jit = functools.partial(jax.jit, compiler_options=compiler_options or None)
         self.empty = jax.jit(lambda: forward.empty(kv, shapes), out_shardings=(pool, rep))
         how = dict(donate_argnums=(1, 2), out_shardings=(pool, rep, rep, rep))
         if self.chooses:
-            weights_in = jax.tree.map(lambda s: Format(Layout.AUTO, s), stored_shardings)
+            weights_in = jax.tree.map(lambda x: Format(Layout.AUTO, x.sharding), self.abstract_params)
             decode = functools.partial(computed.decode, blocks=shapes.decode_buckets[0])  # the only one
             self.decode = jit(decode, in_shardings=(weights_in, pool, rep, rep), **how)
         else:
@@ -130,10 +136,13 @@ class Calls:
         return self.decode_chosen.input_formats[0][0]
 
     def stored(self, params: Any) -> Any:
-        """A version's weights as the calls take them; what lies right already is not copied."""
+        """Weights in the layout of `base_shardings`, as the calls take them; what lies right already is not copied."""
+        like, formats = self.abstract_params, self.param_formats
+        if self.adapters:
+            like, formats = like[0], formats[0]
         if self._converts:
-            return jax.jit(self._stored, out_shardings=self.param_formats)(params)
-        return jax.tree.map(_laid_out, params, self.abstract_params, self.param_formats) if self.chooses else params
+            return jax.jit(self._stored, out_shardings=formats)(params)
+        return jax.tree.map(_laid_out, params, like, formats) if self.chooses else params
 
     def zeros(self) -> Any:
         """`stored` weights that are nothing."""
@@ -201,12 +210,13 @@ def new_calls(
     vocab_limit: int,
     dtype,
     routes: RouteShape | None = None,
+    lora: Lora = OFF,
 ) -> Calls:
     """What an engine of this section compiles; an AOT check compiles the same for devices that are not here."""
     sampling = {"top_k": section.top_k, "top_p": section.top_p, "min_p": section.min_p, "keep_set": section.keep_set}
     return Calls(
         cfg,
-        shapes_of(section),
+        shapes_of(section, lora.on),
         mesh,
         seed=seed,
         eos_ids=eos_ids,
@@ -218,6 +228,7 @@ def new_calls(
         dtype=dtype,
         compiler_options=section.compiler_options,
         routes=routes,
+        lora=lora,
     )
 
 

@@ -21,6 +21,7 @@ import numpy as np
 
 from dora_jax.config import RolloutSection
 from dora_jax.models import decoder
+from dora_jax.models.lora_config import OFF, Lora
 from dora_jax.models.routes import RouteShape
 from dora_jax.rollout import migrate
 from dora_jax.rollout.device import Device
@@ -29,7 +30,7 @@ from dora_jax.rollout.host_kv import HostKV
 from dora_jax.rollout.migrate import InFlightSample, SampledTokens
 from dora_jax.rollout.pages import Prefix
 from dora_jax.rollout.plan import Scheduler
-from dora_jax.rollout.residents import Residents
+from dora_jax.rollout.residents import new_residents
 from dora_jax.rollout.seq import Seq, Upload
 from dora_jax.rollout.shapes import shapes_of
 from dora_jax.rollout.stops import StopStrings
@@ -56,25 +57,26 @@ class Engine:
         decode: Callable[[Sequence[int]], str] | None = None,
         routes: RouteShape | None = None,
         host: HostKV | None = None,
+        lora: Lora = OFF,
     ):
         """decode: ids -> text, for rollout.stop_strings. routes: what the experts of a token look like, where samples
-        carry them; None: they do not. host: KV in host memory, which engines of a process may share."""
+        carry them; None: they do not. host: KV in host memory, which engines of a process may share. lora: versions are
+        adapters, if it is on."""
         self.cfg = cfg
         self.section = section
         self.mesh = mesh
-        self.shapes = shapes_of(section)
+        self.shapes = shapes_of(section, lora.on)
         self._stops = StopStrings(section.stop_strings, decode)
         self.eos_ids = tuple(eos_ids)
-        calls = new_calls(
-            cfg, section, mesh, seed=seed, eos_ids=self.eos_ids, vocab_limit=vocab_limit, dtype=dtype, routes=routes
-        )
+        options = {"eos_ids": self.eos_ids, "vocab_limit": vocab_limit, "dtype": dtype, "routes": routes, "lora": lora}
+        calls = new_calls(cfg, section, mesh, seed=seed, **options)
         self.device = Device(calls, self.shapes)
         self.calls = calls
-        self.param_shardings = calls.param_shardings
+        self.param_shardings, self.base_shardings = calls.param_shardings, calls.base_shardings
         self._routes = routes
         self.host = host or HostKV(section.host_kv_bytes)
         self.scheduler = Scheduler(self.shapes, routes, self.host)
-        self.residents = Residents(calls, section.residents)
+        self.residents = new_residents(calls, section.residents, self.scheduler.adapters)
         self._flights: list[_Flight] = []  # launched, not yet read back
         self._decoded_only = True  # the last plan
         self._emit = GrowingResult()
@@ -84,6 +86,10 @@ class Engine:
     @property
     def versions(self) -> tuple[Version, ...]:
         return self.residents.versions
+
+    def take_base(self, params: Any) -> None:
+        """Takes the base weights (in the layout of `base_shardings`) that versions are adapters of; before the first."""
+        self.residents.take_base(params)
 
     def load(self, version: Version, params: Any) -> None:
         """Takes a version's weights (in the layout of `param_shardings`) beside those that run."""
@@ -109,7 +115,7 @@ class Engine:
     @property
     def compiled(self) -> int:
         """Shapes compiled so far: constant in the steady state."""
-        return self.device.compiled()
+        return self.device.compiled() + self.residents.compiled
 
     # ----------------------------------------------------------- samples
 

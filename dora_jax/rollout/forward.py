@@ -1,6 +1,6 @@
 """Stage 2, device side: what one compiled call of an engine computes: decode steps, the check of drafts, a prompt's chunk.
 
-Consumes params of one version, the KV pool, the state of the slots and an i32 control array (shapes.py says its columns);
+Consumes params of one version (or base weights and the adapters of several), the KV pool, the state of the slots and an i32 control array (shapes.py says its columns);
 produces the pool with the new KV and one small i32 result array. `kv` says how KV lies in pages and how a call reads and
 writes it (kv_xla.py, kv_pallas.py). device_calls.py compiles these functions.
 Law: a row reads and writes only the pages that it was given.
@@ -20,6 +20,7 @@ from dora_jax.models import decoder, moe
 from dora_jax.models.routes import RouteShape
 from dora_jax.rollout import quantize
 from dora_jax.rollout.shapes import (
+    ADAPTER,
     DRAWN,
     FRESH,
     GROUP,
@@ -56,6 +57,7 @@ class Forward:
     stop: Callable[[jax.Array], jax.Array]  # tokens -> whether each ends its sample
     dtype: Any
     routes: RouteShape | None  # None: no routes come along
+    gain: float  # of adapters
 
     def decode(self, params, pool, state_Sx3, control_BxC, *, blocks: int):
         """Up to `steps` tokens for each row: (pool, state, result, routes [rows, steps, M, k] or None); see `empty` for the
@@ -80,10 +82,14 @@ class Forward:
                 past_B[:, None] + i,
                 lambda moving: self.kv.attend_step(fixed, moving, i, active_B),
                 moving,
+                header[:, ADAPTER],
             )
             with jax.named_scope("sample"):
                 next_B, logprob_B, kept_BxK = self.draw(
-                    self.logits(params, hidden_Bx1xD[:, 0]), keys_B, drawn_B + i, self.limits(last_B, repeats_B)
+                    self.logits(self._base(params), hidden_Bx1xD[:, 0]),
+                    keys_B,
+                    drawn_B + i,
+                    self.limits(last_B, repeats_B),
                 )
             token_B = jnp.where(active_B, next_B, last_B)
             repeats_B = jnp.where((token_B == last_B) & (repeats_B > 0), repeats_B + 1, 1)
@@ -132,13 +138,17 @@ class Forward:
             past_B[:, None] + at_L[None],
             lambda moving: self.kv.attend_ahead(fixed, moving, active_B),
             moving,
+            header[:, ADAPTER],
         )
         with jax.named_scope("sample"):
             keys_T = jax.vmap(self.key)(*(jnp.repeat(header[:, column], length) for column in (GROUP, INDEX)))
             drawn_BxL = header[:, DRAWN, None] + at_L[None]
             cut = self.limits(tokens_BxL.reshape(-1), _repeats(tokens_BxL, header[:, REPEATS]).reshape(-1))
             drawn = self.draw(
-                self.logits(params, hidden_BxLxD.reshape(-1, self.cfg.d_model)), keys_T, drawn_BxL.reshape(-1), cut
+                self.logits(self._base(params), hidden_BxLxD.reshape(-1, self.cfg.d_model)),
+                keys_T,
+                drawn_BxL.reshape(-1),
+                cut,
             )
         next_BxL, logprob_BxL, kept_BxLxK = (x.reshape(*tokens_BxL.shape, *x.shape[1:]) for x in drawn)
         goes_on_BxK = (next_BxL[:, :-1] == drafts_BxK) & ~self.stop(next_BxL[:, :-1])
@@ -156,7 +166,7 @@ class Forward:
         chunk, n_read = self.shapes.chunk, blocks * self.shapes.block_pages
         ends = np.cumsum([PREFILL_HEADER, chunk, n_read]).tolist()
         header, tokens_RxL, past_RxP, write_RxW = jnp.split(control_RxC, ends, axis=1)
-        start_R, length_R, kept_R, _ = header.T
+        start_R, length_R, kept_R, adapter_R = header.T
         positions_RxL = start_R[:, None] + jnp.arange(chunk)[None]
         _, pool, ids = self._run(
             params,
@@ -164,12 +174,19 @@ class Forward:
             positions_RxL,
             lambda pool: self.kv.attend_chunk(pool, past_RxP, write_RxW, start_R, length_R, kept_R),
             pool,
+            adapter_R,
         )
         return pool, self.routes and _routes(ids, self.routes)
 
-    def _run(self, params, tokens_BxL, positions_BxL, attend_with, state):
+    def _base(self, params):
+        return params[0] if self.shapes.adapters else params
+
+    def _run(self, params, tokens_BxL, positions_BxL, attend_with, state, adapter_B):
+        options = {"dtype": self.dtype, "compute": self.compute}
+        if self.shapes.adapters:
+            options |= {"adapters": params[1], "adapter_index": adapter_B, "adapter_gain": self.gain}
         return decoder.forward_carrying(
-            self.cfg, params, tokens_BxL, positions_BxL, attend_with, state, dtype=self.dtype, compute=self.compute
+            self.cfg, self._base(params), tokens_BxL, positions_BxL, attend_with, state, **options
         )
 
 
