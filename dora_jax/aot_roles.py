@@ -17,7 +17,7 @@ from dora_jax.trainer import hlo
 KERNEL_MARGIN = 2  # a kernel is charged so many times its floor: XLA does not know how long it takes
 TRAINER, INSTANCE = "trainer", "instance"
 PUBLISH = "publish"
-PROGRAMS = {TRAINER: ("train", PUBLISH), INSTANCE: ("decode", "verify", "prefill", "read", "write")}
+PROGRAMS = {TRAINER: ("train", PUBLISH), INSTANCE: ("decode", "narrow", "verify", "prefill", "read", "write")}
 GIB = 2**30
 OUT_OF_MEMORY = (  # XLA:TPU's two ways to say it: what is needed, what there is
     re.compile(r"HLO temporaries \(([\d.]+)G\) exceeds available HBM \(([\d.]+)G\)"),

@@ -23,6 +23,9 @@ NONE = -1  # no guess: no token equals it
 SUFFIXES = (8, 4, 2)  # last tokens that must be alike, the longest match first
 PRIOR = 4.0  # guesses that stand for what is not known yet of a group
 TYPICAL = 0.7  # share of guesses that hold, of a run that has made none
+WATCHED = (
+    7  # of so many draws that no draft was verified for, one is compared with a guess; coprime to usual row counts
+)
 MEMORY = 0.98  # of the run's share: what it keeps at each guess
 ENDED_TOKENS = 2**22  # of samples that have left: of as many groups as that is, the newest
 
@@ -79,6 +82,7 @@ class Drafter:
         self._groups: dict[GroupId, _Group] = {}  # in the order in which samples of them left
         self._ended = 0  # tokens of samples that have left, of all groups
         self._share = TYPICAL  # of guesses that hold, over all groups
+        self._unwatched = 0  # draws since the last that was compared
 
     def promising(self, seqs: Sequence[Seq], cost: float) -> bool:
         """Whether full drafts of these samples would be worth a verifying call. cost: its time over that of the decode
@@ -99,13 +103,18 @@ class Drafter:
 
     def draft(self, seq: Seq) -> np.ndarray:
         """i32[tokens]: a guess at what the sample draws next, NONE beyond its end."""
+        draft = np.full(self.tokens, NONE, np.int32)
         found = self._group(seq).guess(seq.id.index, seq.sequence, max(0, min(self.tokens, seq.remaining - 1)))
-        return np.pad(found, (0, self.tokens - len(found)), constant_values=NONE)
+        draft[: len(found)] = found
+        return draft
 
     def learn(self, seq: Seq, draft: np.ndarray | None, drawn: np.ndarray) -> None:
         """What the sample draws next, before it takes it in. draft: the one that was verified; None: what it would have
-        been is made now, so that acceptance is known without a call."""
+        been is made now, once in a while, so that acceptance is known without a call."""
         if draft is None:
+            self._unwatched = (self._unwatched + 1) % WATCHED
+            if self._unwatched:
+                return
             self._grow(seq, seq.sequence)
             draft = self.draft(seq)
         else:

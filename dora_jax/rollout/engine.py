@@ -245,7 +245,7 @@ class Engine:
     # ----------------------------------------------------------- private
 
     def _step(self) -> None:
-        if self.scheduler.decoding.would_draft:
+        if self._flights and self.scheduler.decoding.would_draft:
             self._land()
         plan = self.scheduler.plan()
         self._swap(plan.swaps)
