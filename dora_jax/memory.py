@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from dora_jax.buffer.layout import BatchShape, layout
 from dora_jax.models.config import EXPERT_SLACK, ModelConfig
+from dora_jax.models.lora_config import adapter_params
 from dora_jax.rollout import shapes
 from dora_jax.trainer import objective
 
@@ -81,25 +82,36 @@ def trainer_state(model: ModelConfig, config: Config, mesh: Mesh, on_host: bool 
     """Bytes that stay on a device between updates; on_host: moments rest in host memory and visit array by array."""
     t, dtype = config.trainer, config.model.dtype
     weights = model.matrix_params / mesh.shards + model.gain_params  # gains are replicated
-    moments = 2 * BYTES[t.moments] * weights
+    trained = trained_params(model, config, mesh)
+    moments = 2 * BYTES[t.moments] * trained
     largest = 2 * BYTES[t.moments] * model.largest_params / mesh.shards
     lines = [
-        PlanLine("masters", 4 * weights, "float32"),
+        PlanLine("masters", 4 * trained, "float32"),
         PlanLine(
             "moments", largest, f"{t.moments}, of the largest array; all {moments / GIB:.3f} GiB rest in host memory"
         )
         if on_host
         else PlanLine("moments", moments, t.moments),
     ]
+    if config.lora.on:
+        lines.append(PlanLine("the base", BYTES[dtype] * weights, f"in {dtype}: adapters are trained, lora.rank"))
     if objective.needs_reference(t):
-        lines.append(PlanLine("reference model", 4 * weights, "float32, trainer.kl"))
+        lines.append(PlanLine("reference model", 4 * trained, "float32, trainer.kl"))
     if objective.needs_value(t):
-        lines.append(PlanLine("value model", 4 * weights + moments, "float32 and its moments, trainer.advantage"))
+        value = (4 + 2 * BYTES[t.moments]) * weights
+        lines.append(PlanLine("value model", value, "float32 and its moments, trainer.advantage"))
     copies = published_copies(config)
     lines.append(
-        PlanLine("published versions", copies * BYTES[dtype] * weights, f"{copies} in {dtype}, until they are read")
+        PlanLine("published versions", copies * BYTES[dtype] * trained, f"{copies} in {dtype}, until they are read")
     )
     return lines
+
+
+def trained_params(model: ModelConfig, config: Config, mesh: Mesh) -> float:
+    """Of a device: all weights, or those of the adapters; each has a master, a gradient and two moments."""
+    if config.lora.on:
+        return adapter_params(model, config.lora, fsdp=mesh.fsdp, tensor=mesh.tensor, expert=mesh.expert)
+    return model.matrix_params / mesh.shards + model.gain_params
 
 
 def published_copies(config: Config) -> int:
@@ -116,7 +128,7 @@ def trainer_work(model: ModelConfig, config: Config, mesh: Mesh) -> list[PlanLin
     shape = batch_layout(config, mesh)
     rows = shape.rows // (t.micro_batches * mesh.rows)  # of a device and micro-batch
     tokens = rows * shape.tokens // mesh.context
-    weights = 4 * (model.matrix_params / mesh.shards + model.gain_params)
+    weights = 4 * trained_params(model, config, mesh)
     ends = model.vocab_size * model.d_model / mesh.tensor
     layers = model.matrix_params - (1 if model.tie_embeddings else 2) * model.vocab_size * model.d_model
     layer = (model.layer_params - model.expert_layer_params * (1 - 1 / mesh.expert)) / mesh.tensor
@@ -124,18 +136,20 @@ def trainer_work(model: ModelConfig, config: Config, mesh: Mesh) -> list[PlanLin
     # the loop's sum, one micro-batch's, and those on their way: of a mixture the last two are in half the bytes
     copies = 1 if t.micro_batches == 1 else 2 if alone or model.experts else 3
     gathered = 0.0 if alone else 2 * size * layer
+    unlearned = alone or config.lora.on  # head and embedding have no gradient that is summed over devices
     phases = {
         "the head": (0 if alone else size + 4) * ends + LOGITS_COPIES * logits,
-        "the gradients of head and embedding, float32": 0.0 if alone else (2 if copies == 1 else 4) * 4 * ends,
-        "one layer, and gradients of head and embedding": (0.0 if alone else 2 * 4 * ends)
+        "the gradients of head and embedding, float32": 0.0 if unlearned else (2 if copies == 1 else 4) * 4 * ends,
+        "one layer, and gradients of head and embedding": (0.0 if unlearned else 2 * 4 * ends)
         + LAYERS_AT_ONCE * layer_activations(model, tokens, mesh.tensor, size)
         + expert_activations(model, t.expert_matmul, t.expert_dispatch, tokens, mesh, size)
         + attention_scores(model, t.attention, rows, shape.tokens, mesh),
     }
     largest = max(phases, key=phases.__getitem__)
+    narrow = size if size < 4 and not config.lora.on else 0  # a base is kept in the type that it is computed with
     return [
         PlanLine("gradients", copies * weights, f"float32, {copies} times"),
-        PlanLine("layers to compute with", (size if size < 4 else 0) * layers / mesh.shards, config.model.dtype),
+        PlanLine("layers to compute with", narrow * layers / mesh.shards, config.model.dtype),
         PlanLine("gathered weights", gathered, "this layer's and the next's"),
         PlanLine(
             "saved activations",

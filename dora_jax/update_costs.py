@@ -58,14 +58,16 @@ def matmul_params(cfg: ModelConfig) -> int:
     return cfg.active_params - (0 if cfg.tie_embeddings else cfg.d_model * cfg.vocab_size)
 
 
-def model_flops(cfg: ModelConfig, lengths: Iterable[int], before: Iterable[int] = (0,)) -> float:
+def model_flops(cfg: ModelConfig, lengths: Iterable[int], before: Iterable[int] = (0,), frozen: bool = False) -> float:
     """Of one training pass over sequences of these lengths: the numerator of MFU (arXiv 2204.02311), with the causal half
     of attention only, and nothing for recomputation, padding or masked scores. before: tokens of a shared prompt that
-    each of them sees besides."""
+    each of them sees besides. frozen: the matrices have no gradient of their own, for adapters are trained, whose few
+    products are left out."""
     n, seen = (np.asarray(list(x), np.float64) for x in (lengths, before))
     width = cfg.q_width + (cfg.n_heads * cfg.latent.v_dim if cfg.latent else cfg.q_width)
     scores = 2 * width * (n * (n + 1) / 2 + n * seen).sum()  # q k and p v of every pair that may look
-    return float((1 + BACKWARD) * (2 * matmul_params(cfg) * n.sum() + cfg.kv_layers * scores))
+    products = (1 + (1 if frozen else BACKWARD)) * 2 * matmul_params(cfg) * n.sum()
+    return float(products + (1 + BACKWARD) * cfg.kv_layers * scores)
 
 
 def expected(cfg: ModelConfig, section: Any, mesh: Any, chip: str, rows: int, tokens: int) -> Expected:

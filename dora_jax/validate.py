@@ -155,6 +155,7 @@ def missing_paths(config: Config, purpose: str = "train", coming: Container[str]
         for field in ("path", "heldout_path")
     }
     named |= {"sft.rows": config.sft.rows, "sft.init": config.sft.init, "reward_model.path": config.reward_model.path}
+    named["lora.path"] = config.lora.path
     if purpose == "train" and not makes_base(config):
         named["model.path"] = config.model.path
     return [

@@ -10,7 +10,7 @@ import pytest
 from dora_jax.models import decoder, lora, sharding
 from dora_jax.models.config import Experts, Latent
 from dora_jax.models.families import new_config
-from dora_jax.models.lora_config import ADAPTED, Lora
+from dora_jax.models.lora_config import ADAPTED, Lora, adapter_params
 from dora_jax.ops.segment_attention import segment_attention
 
 pytestmark = pytest.mark.usefixtures("quick_compile")
@@ -153,3 +153,11 @@ def test_factors_lie_as_their_matrices_do():
 def test_layers_that_no_target_names_are_an_error():
     with pytest.raises(ValueError, match=r"lora\.targets: experts name no matrix of the 1 dense layers"):
         lora.abstract(CONFIGS["qwen3_moe"], Lora(rank=2, alpha=2.0, targets=("experts",)))
+
+
+def test_the_plan_of_memory_counts_what_there_is():
+    for cfg in CONFIGS.values():
+        for target in ("attention", "mlp", "experts"):
+            shape = Lora(rank=3, targets=("attention", target) if target != "attention" else (target,))
+            told = adapter_params(cfg, shape)
+            assert told == sum(x.size for x in jax.tree.leaves(lora.abstract(cfg, shape))), (cfg.family, target)

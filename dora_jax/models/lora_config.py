@@ -11,6 +11,8 @@ import math
 from collections.abc import Iterator
 from typing import Any
 
+from dora_jax.models.config import ModelConfig
+
 ADAPTED = ("attention", "mlp", "experts")  # mlp: dense feed-forwards, and the experts that every token takes
 
 
@@ -50,6 +52,24 @@ def target_of(name: str) -> str | None:
     return "attention" if name.endswith("_proj") else None
 
 
+def adapter_params(cfg: ModelConfig, lora: Lora, *, fsdp: int = 1, tensor: int = 1, expert: int = 1) -> float:
+    """Numbers of an adapter of this model, on one device of a mesh; mirrors the table in sharding.py."""
+    cut, e = fsdp * expert, cfg.experts
+    wide, f = cfg.d_model / cut, cfg.d_ff / tensor
+    attention = 4 * wide + 2 * (cfg.q_width + cfg.kv_width) / tensor
+    if cfg.latent is not None:
+        m, heads = cfg.latent, cfg.n_heads / tensor
+        attention = 2 * wide + m.cache_dim + m.kv_rank / cut + heads * (m.nope_dim + 2 * m.v_dim) + cfg.q_width / tensor
+        attention += wide + m.q_rank + m.q_rank / cut if m.q_rank else wide
+    sublayers = 2 if cfg.shortcut else 1
+    dense = cfg.n_layers - cfg.expert_layers + (sublayers * cfg.expert_layers if cfg.shortcut else 0)
+    counts = {"attention": cfg.kv_layers * attention, "mlp": dense * 3 * (wide + f), "experts": 0.0}
+    if e is not None:
+        counts["mlp"] += cfg.expert_layers * 3 * (wide + e.shared * e.width / tensor) if e.shared else 0
+        counts["experts"] = cfg.expert_layers * e.count / expert * 3 * (cfg.d_model / fsdp + e.width / tensor)
+    return lora.rank * sum(counts[target] for target in lora.targets)
+
+
 def problems(config: Any) -> Iterator[str]:
     """Every rule of a `config.Config` that its section `lora` breaks."""
     section = config.lora
@@ -60,6 +80,19 @@ def problems(config: Any) -> Iterator[str]:
     if not section.targets or set(section.targets) - set(ADAPTED) or len(set(section.targets)) < len(section.targets):
         yield f"lora.targets: {section.targets} is not a choice of: {', '.join(ADAPTED)}"
     if section.rank:
-        yield f"lora.rank: {section.rank} would train adapters, and the trainer trains all weights; leave it 0"
+        yield f"lora.rank: {section.rank} would train adapters, and engines sample from whole weights; leave it 0"
+        yield from _unsupported(config)
     if not section.rank and section.path:
         yield f"lora.path: {section.path} is an adapter, and lora.rank = 0 trains none"
+
+
+def _unsupported(config: Any) -> Iterator[str]:
+    """What a run with adapters does not have."""
+    if config.cluster.launcher:
+        yield f"lora.rank: adapters are trained by a run in one process, and cluster.launcher = {config.cluster.launcher}"
+    if "experts" in config.lora.targets:
+        yield "lora.targets: engines serve no adapters of experts: a call has rows of several versions; take attention, mlp"
+    if config.pace:
+        yield f"lora.rank: pace = {config.pace} emulates the loads of whole weights, and adapters are loaded"
+    if config.trainer.router_bias_rate:
+        yield "lora.rank: the weights beside adapters stay as they are, and trainer.router_bias_rate would move a router's"

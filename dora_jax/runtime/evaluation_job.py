@@ -17,7 +17,9 @@ from pathlib import Path
 from dora_jax import devices
 from dora_jax.config import Config, RewardModelSection, RunError
 from dora_jax.metrics import Writer
+from dora_jax.models.lora_config import OFF
 from dora_jax.orchestrate.core import Orchestrator
+from dora_jax.runtime import checkpoint_weights
 from dora_jax.runtime import run as build
 from dora_jax.runtime.durability.object_storage import Objects
 from dora_jax.runtime.durability.workdir_mirror import fetch, url_of
@@ -78,9 +80,11 @@ def evaluate_one(config: Config, workdir: Path, version: Version) -> None:
     folder = workdir / FOLDER
     folder.mkdir(exist_ok=True)
     with Writer(folder) as writer, Guard(0.0, owner=True) as guard:
+        weights = checkpoint_weights.read(config, workdir / "checkpoints", version)
+        config = dataclasses.replace(config, lora=OFF)  # an adapter is added up into them
         parts = opened(config, folder, writer)
         backend = LocalBackend(parts, writer.note)
-        backend.weights.put(version, checkpoint.read_params(workdir / "checkpoints", version))
+        backend.weights.put(version, weights)
         orchestrator = Orchestrator(
             build.orchestrator_config(dataclasses.replace(config, steps=version)), start_version=version
         )

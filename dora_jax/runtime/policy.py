@@ -19,14 +19,15 @@ from dora_jax import devices, validate, workdirs
 from dora_jax.config import Config
 from dora_jax.models import hf, sharding
 from dora_jax.models.config import ModelConfig
+from dora_jax.models.lora_config import OFF
 from dora_jax.publish import DeviceWeights
 from dora_jax.rollout.engine import Engine
+from dora_jax.runtime import checkpoint_weights
 from dora_jax.runtime import run as build
 from dora_jax.runtime.job import of_this_machine, pick
 from dora_jax.runtime.seams import Tree
 from dora_jax.tasks.prompts import Wording
 from dora_jax.tokenizer import Tokenizer
-from dora_jax.trainer import checkpoint
 from dora_jax.types import SampleId, Version
 
 Question = str | Sequence[Mapping[str, str]]  # text, or messages with role and content
@@ -144,4 +145,6 @@ def load(workdir: Path, step: int | None = None) -> Policy:
     devices.setup_platform(run)
     run = of_this_machine(run)
     path = run.model.path
-    return Policy(run, hf.read_config(path), checkpoint.read_params(directory, version), Tokenizer.load(path), version)
+    params = checkpoint_weights.read(run, directory, version)
+    run = dataclasses.replace(run, lora=OFF)  # an adapter is added up into them
+    return Policy(run, hf.read_config(path), params, Tokenizer.load(path), version)

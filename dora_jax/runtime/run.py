@@ -94,24 +94,42 @@ def _engine_options(config: Config, model: ModelConfig, eos_ids: tuple[int, ...]
 
 
 def new_trainer(config: Config, tokenizer: Tokenizer, mesh: Mesh, dump_dir: Path) -> Trainer:
-    """It holds the weights of model.path."""
-    from dora_jax.models import hf
+    """It holds the weights of model.path, and the adapter of lora.path; dump_dir: the workdir."""
+    from dora_jax.models import hf, peft
+    from dora_jax.runtime.checkpoint_weights import check_base
 
     with blame("model.path"):
         model, params = hf.load(config.model.path, mesh)
-    return trainer_of(config, model, mesh, params, vocab_limit=tokenizer.vocab_size, dump_dir=str(dump_dir))
+    adapter = None
+    if config.lora.on:
+        check_base(config, dump_dir / "checkpoints", params)
+    if config.lora.path:
+        with blame("lora.path"):
+            adapter = peft.load(config.lora.path, model, config.lora, config.seed)
+    options: dict[str, Any] = {"vocab_limit": tokenizer.vocab_size, "dump_dir": str(dump_dir)}
+    return trainer_of(config, model, mesh, params, adapter=adapter, **options)
 
 
 def trainer_of(
-    config: Config, model: ModelConfig, mesh: Mesh, params: Tree, *, vocab_limit: int = 0, dump_dir: str | None = None
+    config: Config,
+    model: ModelConfig,
+    mesh: Mesh,
+    params: Tree,
+    *,
+    vocab_limit: int = 0,
+    dump_dir: str | None = None,
+    adapter: Tree | None = None,
 ) -> Trainer:
-    """The trainer of a resolved configuration and of these weights (stacked), which it copies; see `engine_of`."""
+    """The trainer of a resolved configuration and of these weights (stacked), which it copies; see `engine_of`. adapter:
+    the first one, where one is trained; None: a fresh one."""
     return Trainer(
         model,
         config.trainer,
         mesh,
         params,
         dump_dir=dump_dir,
+        adapter=adapter,
+        seed=config.seed,
         **_trainer_options(config, vocab_limit or model.vocab_size),
     )
 

@@ -24,9 +24,10 @@ from dora_jax.config import Config, ConfigError, RunError, blame
 from dora_jax.exits import SIGNALS
 from dora_jax.models import hf, sharding
 from dora_jax.models.config import ModelConfig
+from dora_jax.models.lora_config import OFF
 from dora_jax.publish import DeviceWeights
 from dora_jax.rollout.engine import Engine
-from dora_jax.runtime import job
+from dora_jax.runtime import checkpoint_weights, job
 from dora_jax.runtime import run as build
 from dora_jax.runtime.durability.workdir_mirror import fetch
 from dora_jax.runtime.local_backend import side_by_side
@@ -52,7 +53,8 @@ def serve(config: Config, options: Options, workdir: Path | None) -> int:
         with blame("model"):
             model = hf.check(config.model.path)
             tokenizer = Tokenizer.load(config.model.path)
-        engines, mesh = _engines(config, tokenizer, model)
+        whole = dataclasses.replace(config, lora=OFF)  # an adapter is added up into what is read
+        engines, mesh = _engines(whole, tokenizer, model)
         source: FolderSource | RunSource
         source = (
             FolderSource(config, mesh) if workdir is None else RunSource(config, model, mesh, workdir, options.step)
@@ -101,7 +103,7 @@ class RunSource:
     """The checkpoints of a run, which may go on meanwhile."""
 
     def __init__(self, config: Config, model: ModelConfig, mesh: jax.sharding.Mesh, workdir: Path, step: int | None):
-        self._directory = workdir / "checkpoints"
+        self._config, self._directory = config, workdir / "checkpoints"
         self._like = build.publishing_inputs(model, mesh)
         self._follows = step is None
         self._fetched_s = time.monotonic()
@@ -116,7 +118,7 @@ class RunSource:
         return checkpoint.latest(self._directory)
 
     def read(self, version: Version) -> Tree:
-        return checkpoint.read_params(self._directory, version, self._like)
+        return checkpoint_weights.read(self._config, self._directory, version, self._like)
 
 
 # ---------------------------------------------------------------- private

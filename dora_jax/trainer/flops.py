@@ -100,9 +100,10 @@ def _times(eqn: Any, loops: int) -> int:
 class FlopsMeter:
     """Adds up the updates of a step."""
 
-    def __init__(self, cfg: ModelConfig, mesh: Any, peak_tflops: float = 0.0):
-        """peak_tflops: of one device; 0: the hardware table's for its name, and without one there is no MFU."""
-        self._cfg = cfg
+    def __init__(self, cfg: ModelConfig, mesh: Any, peak_tflops: float = 0.0, frozen: bool = False):
+        """peak_tflops: of one device; 0: the hardware table's for its name, and without one there is no MFU. frozen:
+        adapters are trained, and the model's own matrices have no gradient."""
+        self._cfg, self._frozen = cfg, frozen
         self._peak = mesh.size * (1e12 * peak_tflops or peak_flops(mesh.devices.flat[0].device_kind) or 0.0)
         self._clear()
 
@@ -111,7 +112,7 @@ class FlopsMeter:
         lengths = segment_lengths(batch.segment_ids)
         self._tokens += int(lengths.sum())
         self._places += batch.segment_ids.size
-        self._flops += model_flops(self._cfg, lengths, prefix_lengths(batch))
+        self._flops += model_flops(self._cfg, lengths, prefix_lengths(batch), self._frozen)
         self._seconds += seconds
 
     def take(self) -> dict[str, float]:

@@ -1,0 +1,124 @@
+"""Adapters as Hugging Face PEFT folders: adapter_config.json beside adapter_model.safetensors.
+
+Consumes such a folder, or an adapter of lora.py; a matrix's tensor is named as its own in the model's folder, behind
+`base_model.model.`. Laws: a folder that asks for what the decoder does not compute is refused by a sentence that names
+the field; no tensor of a folder is passed over; a folder appears whole or not at all.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import safetensors
+from safetensors.numpy import load_file, save_file
+
+from dora_jax.models import decoder, lora
+from dora_jax.models.config import ModelConfig
+from dora_jax.models.families import family
+from dora_jax.models.hf import check_vacant
+from dora_jax.models.hf_config import read_json
+from dora_jax.models.lora_config import Lora
+
+CONFIG, TENSORS = "adapter_config.json", "adapter_model.safetensors"
+PREFIX = "base_model.model."
+PLAIN: dict[str, tuple[Any, ...]] = {  # switches of an adapter, and what the decoder computes of them
+    "peft_type": ("LORA",),
+    "bias": ("none", None),
+    "use_rslora": (False, None),
+    "use_dora": (False, None),
+    "fan_in_fan_out": (False, None),
+    "rank_pattern": ({}, None),
+    "alpha_pattern": ({}, None),
+    "modules_to_save": (None, []),
+    "target_parameters": (None, []),
+}
+
+
+def check(path: str | Path, shape: Lora) -> None:
+    """ValueError names the field of the folder that differs from `shape`, or that the decoder does not compute."""
+    file = Path(path) / CONFIG
+    if not file.is_file():
+        raise ValueError(f"{path} holds no {CONFIG}, so it is no PEFT folder")
+    raw = read_json(file)
+    for field, computed in PLAIN.items():
+        if raw.get(field) not in computed:
+            raise ValueError(f"{file} has {field}={raw.get(field)!r:.60}; the decoder computes {computed[0]!r} only")
+    for field, ours, value in (("r", "lora.rank", shape.rank), ("lora_alpha", "lora.alpha", shape.alpha)):
+        if raw.get(field) != value:
+            raise ValueError(f"{file} has {field}={raw.get(field)!r:.60}, and {ours} is {value:g}: they must be equal")
+
+
+def load(path: str | Path, cfg: ModelConfig, shape: Lora, seed: int) -> lora.Adapter:
+    """The folder's adapter, f32 and stacked, on the host. A matrix that the folder leaves out has a fresh adapter of this
+    seed, which changes nothing. ValueError: a sentence."""
+    check(path, shape)
+    file = Path(path) / TENSORS
+    try:
+        tensors = load_file(file)
+    except (OSError, safetensors.SafetensorError) as error:
+        raise ValueError(f"{file} is missing or not a safetensors file: {error}") from error
+    adapter = {
+        stack: {name: {x: np.array(factor) for x, factor in factors.items()} for name, factors in layers.items()}
+        for stack, layers in lora.init(cfg, shape, seed).items()
+    }
+    for name, target in _places(cfg, adapter):
+        if name not in tensors:
+            continue
+        value = tensors.pop(name).astype(np.float32).T
+        if value.shape != target.shape:
+            raise ValueError(f"{file} holds {name} of shape {value.T.shape}; the model implies {target.T.shape}")
+        target[...] = value
+    if tensors:
+        raise ValueError(f"{file} holds {min(tensors)}, which is no matrix of lora.targets={','.join(shape.targets)}")
+    return adapter
+
+
+def save(path: str | Path, cfg: ModelConfig, shape: Lora, adapter: lora.Adapter, base: str, dtype: Any = None) -> None:
+    """Writes a stacked adapter as a folder; base: the folder of the weights beside it. ValueError if `path` already holds
+    something."""
+    path = Path(path)
+    check_vacant(path)
+    host = {
+        stack: {name: {x: np.asarray(factor) for x, factor in factors.items()} for name, factors in layers.items()}
+        for stack, layers in adapter.items()
+    }
+    tensors = {name: np.ascontiguousarray(value.T, dtype or np.float32) for name, value in _places(cfg, host)}
+    part = path.with_name(f".{path.name}.part")
+    shutil.rmtree(part, ignore_errors=True)  # what a killed save left
+    part.mkdir(parents=True)
+    save_file(tensors, part / TENSORS, metadata={"format": "pt"})
+    modules = sorted({name.removeprefix(PREFIX).split(".lora_")[0].split(".")[-1] for name in tensors})
+    config = {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": base,
+        "r": shape.rank,
+        "lora_alpha": shape.alpha,
+        "target_modules": modules,
+        "lora_dropout": 0.0,
+        "bias": "none",
+        "fan_in_fan_out": False,
+        "inference_mode": True,
+    }
+    (part / CONFIG).write_text(json.dumps(config, indent=2) + "\n")
+    part.replace(path)
+
+
+def _places(cfg: ModelConfig, adapter: Any) -> Iterator[tuple[str, np.ndarray]]:
+    """(name on disk, where its transpose lies) of every factor of every layer, and expert, of an adapter on the host."""
+    tensors = family(cfg.family).tensors
+    for key, stack in decoder.stacks(cfg).items():
+        for name, factors in adapter[key].items():
+            module = tensors[name].name.removesuffix(".weight")
+            for x, factor in factors.items():
+                for layer in range(stack.count):
+                    place = f"{PREFIX}model.layers.{stack.first + layer}.{module}.lora_{x.upper()}.weight"
+                    if not tensors[name].per_expert:
+                        yield place, factor[layer]
+                    for e in range(factor.shape[1]) if tensors[name].per_expert else ():
+                        yield place.format(e=e), factor[layer, e]
