@@ -1,7 +1,9 @@
 """Chrome trace events (https://ui.perfetto.dev): rows of slices, and arrows between them.
 
 Consumes what rows do and when, in seconds; produces the events of the Trace Event Format, one dictionary each, to `emit`.
-A slice is named by the versions that its row works on, so that a version has one colour everywhere.
+A slice is named by the versions that its row works on, so that a version has one colour everywhere. Laws, without which
+Perfetto drops slices: a row has a thread number of its own in the whole trace, and none has 0, which it takes for the idle
+thread of the machine; times are whole microseconds, so that a slice ends where the next one of its row begins.
 """
 
 from __future__ import annotations
@@ -48,19 +50,28 @@ class Rows:
         digits = "".join(c for c in name.partition("+")[0] if c.isdigit())
         colour = {"cname": COLOURS[int(digits) % len(COLOURS)]} if digits else {}
         self._emit({
-            "ph": "X", "pid": process, "tid": row, "name": name, "cat": "work", "ts": begin_s * MICRO,
-            "dur": (end_s - begin_s) * MICRO, "args": args or {}, **colour})  # fmt: skip
+            "ph": "X", "pid": process, "tid": _thread(process, row), "name": name, "cat": "work", "ts": _micro(begin_s),
+            "dur": _micro(end_s) - _micro(begin_s), "args": args or {}, **colour})  # fmt: skip
 
     def arrow(self, name: str, id: int, begin: tuple[int, int, float], end: tuple[int, int, float]) -> None:
         """begin, end: (process, row, seconds). ids differ among the arrows of one name."""
         for phase, (process, row, at_s) in (("s", begin), ("f", end)):
             binding = {"bp": "e"} if phase == "f" else {}
             self._emit({
-                "ph": phase, "pid": process, "tid": row, "name": name, "cat": name, "id": id,
-                "ts": at_s * MICRO, **binding})  # fmt: skip
+                "ph": phase, "pid": process, "tid": _thread(process, row), "name": name, "cat": name, "id": id,
+                "ts": _micro(at_s), **binding})  # fmt: skip
 
     def _label(self, process: int, row: int, what: str, name: str) -> None:
-        self._emit({"ph": "M", "pid": process, "tid": row, "name": what, "args": {"name": name}})
+        self._emit({"ph": "M", "pid": process, "tid": _thread(process, row), "name": what, "args": {"name": name}})
+
+
+def _thread(process: int, row: int) -> int:
+    """The trainer is 1, instance i is i + 2."""
+    return row + process
+
+
+def _micro(at_s: float) -> int:
+    return round(at_s * MICRO)
 
 
 def versions(counts: Any) -> str:

@@ -2,7 +2,6 @@
 
 import collections
 import dataclasses
-import itertools
 import json
 import runpy
 
@@ -16,6 +15,7 @@ from dora_jax.sim import config, run, table
 from dora_jax.sim.network import Speeds, publication, speeds_of
 from dora_jax.sim.trace import Trace
 from tests.fakes.sim_runs import row, simulate
+from tests.fakes.trace_rules import faults
 
 PUBLISHED = {"step_min": 1.0, "rollout_only": 0.5, "tokens_per_s": 100.0, "fitted": 0.0, "misfit": 0.0}
 
@@ -133,18 +133,13 @@ def test_the_trace_opens_and_joins_samples_to_batches(tmp_path):
     trace.save(str(path))
     events = json.loads(path.read_text())["traceEvents"]
     slices = [e for e in events if e["ph"] == "X"]
-    assert {e["tid"] for e in slices if e["pid"] == 2} == {0, 1, 2, 3}
+    assert not faults(events)
+    assert {e["tid"] for e in slices if e["pid"] == 2} == {2, 3, 4, 5}
     assert [e["name"] for e in slices if e["pid"] == 1][:3] == ["v1", "v2", "v3"]
     arrows = {phase: {e["id"]: e for e in events if e["ph"] == phase} for phase in "sf"}
     assert arrows["s"].keys() == arrows["f"].keys() and len(arrows["s"]) >= 8 * 5
     for id, end in arrows["f"].items():
-        begin = arrows["s"][id]
-        assert begin["ts"] < end["ts"] and end["bp"] == "e"
-        inside = [e for e in slices if e["pid"] == 2 and e["tid"] == begin["tid"]]
-        assert any(e["ts"] <= begin["ts"] <= e["ts"] + e["dur"] for e in inside), "an arrow must leave a slice"
-    for instance in range(4):
-        mine = sorted((e for e in slices if (e["pid"], e["tid"]) == (2, instance)), key=lambda e: e["ts"])
-        assert all(a["ts"] + a["dur"] <= b["ts"] + 1e-3 for a, b in itertools.pairwise(mine))
+        assert arrows["s"][id]["ts"] < end["ts"] and end["bp"] == "e"
     assert result.steps == 4
 
 

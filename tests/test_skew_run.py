@@ -9,6 +9,7 @@ import sys
 import pytest
 
 from tests.fakes.tiny_run import CONFIG
+from tests.fakes.trace_rules import faults
 
 ALONE = """
 from dora_jax import config
@@ -51,3 +52,4 @@ def test_rounding_in_bfloat16_and_staleness_quarantine_nobody(tmp_path):
     out, steps = run(tmp_path)
     assert out.returncode == 0 and "quarantine" not in out.stdout and "differ from the trainer" not in out.stdout
     assert max(row["lag/max"] for row in steps.values()) == 2
+    assert not faults(json.loads((tmp_path / "run/trace.json").read_text()))

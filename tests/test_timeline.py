@@ -5,12 +5,14 @@ import json
 import numpy as np
 import pytest
 
+from dora_jax import chrome_trace
 from dora_jax.orchestrate import events as ev
 from dora_jax.report import timeline as picture
 from dora_jax.report.load import load
 from dora_jax.runtime.timeline import ROWS, Timeline, length_bucket
 from dora_jax.runtime.worker import Finished, StepDone
 from dora_jax.types import Sample, SampleId, ScoredGroup, Span
+from tests.fakes.trace_rules import faults
 
 
 class Clock:
@@ -83,10 +85,42 @@ def test_the_same_is_a_chrome_trace_which_a_resumed_run_goes_on_with(tmp_path):
     process(False)
     events = json.loads((tmp_path / "trace.json").read_text())
     slices = [(e["pid"], e["tid"], e["name"], e["ts"] / 1e6, e["dur"] / 1e6) for e in events if e["ph"] == "X"]
-    assert slices == [(2, 0, "load", 1001.0, 1.0), (2, 0, "v1", 1007.0, 1.0), (2, 1, "v1", 1008.0, 1.0)]
+    assert slices == [(2, 2, "load", 1001.0, 1.0), (2, 2, "v1", 1007.0, 1.0), (2, 3, "v1", 1008.0, 1.0)]
     arrows = [(e["ph"], e["name"], e["tid"]) for e in events if e["ph"] in "sf"]
-    assert arrows == [("s", "1 moved", 0), ("f", "1 moved", 1)]
-    assert killed is not None
+    assert arrows == [("s", "1 moved", 2), ("f", "1 moved", 3)]
+    assert not faults(events) and killed is not None
+
+
+def test_a_viewer_loses_no_slice_however_short_it_is():
+    """Of wall-clock times, a double holds a quarter of a microsecond."""
+    events = []
+    rows = chrome_trace.Rows("live", events.append)
+    for i in range(1000):
+        rows.turn(chrome_trace.TRAINER, 0, f"v{i}", 1795368443.503 + i * 1.7e-6)
+        rows.turn(chrome_trace.ROLLOUT, i % 3, f"v{i}", 1795368443.503 + i * 1.7e-6)
+    rows.end(1795368444.0)
+    assert not faults(events) and sum(event["ph"] == "X" for event in events) >= 1990
+
+
+def test_the_rules_find_what_a_viewer_loses():
+    slice = {"ph": "X", "pid": 1, "tid": 1, "name": "v1", "ts": 10, "dur": 5}
+    arrow = {"ph": "s", "pid": 1, "tid": 1, "name": "moved", "cat": "moved", "id": 1, "ts": 12}
+    names = [{"ph": "M", "pid": pid, "tid": tid, "name": name} for pid, tid in ((1, 0), (1, 1), (2, 0))
+             for name in ("process_name", "thread_name")]  # fmt: skip
+    lost = {
+        "no whole number": [{**slice, "ts": 10.5}],
+        "thread 0 is one": [{**slice, "tid": 0}],
+        "one of the processes [1, 2]": [slice, {**slice, "pid": 2, "ts": 20}],
+        "has no name": [{**slice, "tid": 7}],
+        "begins 1 microseconds before": [slice, {**slice, "ts": 14}],
+        "is in no slice": [slice, arrow, {**arrow, "ph": "f", "ts": 40}],
+        "arrow 1 is s at [12]": [slice, arrow],
+        "arrow 1 is s-f at [12, 11]": [slice, arrow, {**arrow, "ph": "f", "ts": 11}],
+    }
+    for sentence, events in lost.items():
+        (found,) = faults([*names, *events])
+        assert sentence in found
+    assert not faults([*names, slice, arrow, {**arrow, "ph": "f", "ts": 13}])
 
 
 def test_a_sample_that_comes_where_nothing_is_any_more_runs_nowhere(tmp_path):
