@@ -76,9 +76,11 @@ def fit(
         _take_prompts(tree, prompts, asked_workdir, _sets_heldout(config))
     asked = flags.taken(tree, asked_workdir)
     from dora_jax.runtime.job import train  # JAX starts only after the configuration has passed
+    from dora_jax.serving import live
     from dora_jax.trainer import manifest
 
-    code, folder = train(asked.config, asked.workdir), asked.workdir
+    with live.opened(asked.config) as endpoint:
+        code, folder = train(asked.config, asked.workdir, endpoint=endpoint), asked.workdir
     history = load(folder, folder.name)
     return RunResult(
         exit_code=code,

@@ -22,6 +22,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from dora_jax import config_tree
+from dora_jax.config_live import MonitorSection, ServingSection
 from dora_jax.models.lora_config import Lora
 from dora_jax.redaction import redact
 
@@ -249,14 +250,6 @@ class CheckpointSection:
 
 
 @dataclass(frozen=True, kw_only=True)
-class MonitorSection:
-    """What else hears of a run: see runtime/monitoring.py."""
-
-    port: int = 0  # of 127.0.0.1, where /metrics (Prometheus) and /healthz answer; 0: none
-    wandb: str = ""  # project of Weights & Biases that gets each record of metrics.jsonl (extra wandb); empty: none
-
-
-@dataclass(frozen=True, kw_only=True)
 class JournalSection:
     """WORKDIR/journal: what makes running the same command again lose nothing and repeat nothing."""
 
@@ -340,7 +333,8 @@ class Config:
     lora: Lora = dataclasses.field(default_factory=Lora)
     eval: EvalSection = EvalSection()
     checkpoint: CheckpointSection = CheckpointSection()
-    monitor: MonitorSection = MonitorSection()
+    monitor: MonitorSection = dataclasses.field(default_factory=MonitorSection)
+    serving: ServingSection = dataclasses.field(default_factory=ServingSection)
     journal: JournalSection = JournalSection()
     sft: SftSection = SftSection()
     cluster: ClusterSection = ClusterSection()

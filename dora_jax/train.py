@@ -15,8 +15,10 @@ from dora_jax import flags
 
 def main(config, workdir):
     from dora_jax.runtime.job import train  # JAX starts only after the configuration has passed
+    from dora_jax.serving import live
 
-    return train(config, workdir, owner=True)
+    with live.opened(config) as endpoint:
+        return train(config, workdir, owner=True, endpoint=endpoint)
 
 
 if __name__ == "__main__":

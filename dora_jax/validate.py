@@ -13,7 +13,7 @@ from collections.abc import Callable, Container, Iterator
 from pathlib import Path
 from typing import Any
 
-from dora_jax import config_tree, hub, presets
+from dora_jax import config_live, config_tree, hub, presets
 from dora_jax.chips import CHIPS
 from dora_jax.config import RENAMED, Config, ConfigError, TaskPart, TaskSection
 from dora_jax.devices import MIN_AUTO_INSTANCES
@@ -73,7 +73,7 @@ RANGES: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
         trainer.show_every rollout.pages rollout.prefill_tokens rollout.prefill_call_tokens rollout.prefill_chunk trainer.logits_bytes
         eval.every checkpoint.every
         checkpoint.keep_best checkpoint.keep_every checkpoint.export_hf_every cluster.reattach_s journal.partial_s journal.sync_s
-        journal.watchdog_s
+        journal.watchdog_s serving.hold_versions serving.hold_s
         sft.warmup_steps sft.vocab_size sft.experts sft.shared_experts sft.zero_experts sft.dense_layers sft.kv_rank
         sft.q_rank environment.turn_tokens environment.branches environment.retries environment.noise_late_s
         environment.noise_ramp_groups cluster.devices_per_host cluster.max_restarts""",
@@ -93,7 +93,7 @@ RANGES: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
         sft.slip_rate rollout.memory_share environment.noise_failed environment.noise_truncated
         environment.noise_late environment.noise_irrelevant""",
     ),
-    ("between 0 and 65535", lambda x: 0 <= x < 2**16, "monitor.port"),
+    ("between 0 and 65535", lambda x: 0 <= x < 2**16, "monitor.port serving.port"),
     ("at least 0 and below 2**63", lambda x: 0 <= x < 2**63, "seed"),
     ("0 or a power of two", lambda x: x >= 0 and x & (x - 1) == 0, "rollout.page_size"),
 )
@@ -259,6 +259,7 @@ def _task(config: Config) -> Problems:
     if task.template != "chat" and "{prompt}" not in task.template:
         yield f'task.template: {task.template!r} is neither "chat" nor a text with {{prompt}} in it'
     yield from environment.problems(config)
+    yield from config_live.problems(config)
     if not (task.rewards or config.reward_model.path or config.environment.name):
         yield "task.rewards: empty; name at least one callable"
     for path in task.rewards:

@@ -14,7 +14,8 @@ from prometheus_client import CollectorRegistry
 from prometheus_client.parser import text_string_to_metric_families
 
 from dora_jax import prometheus
-from dora_jax.config import Config, ConfigError, MonitorSection
+from dora_jax.config import Config, ConfigError
+from dora_jax.config_live import MonitorSection
 from dora_jax.metrics import Mean, Writer
 from dora_jax.runtime import monitoring
 from tests.fakes.pinned_environment import ROOT, python_of
@@ -104,7 +105,8 @@ WANDB_RUN = """
 import dataclasses, sys
 from pathlib import Path
 sys.path += sys.argv[2:]
-from dora_jax.config import Config, MonitorSection
+from dora_jax.config import Config
+from dora_jax.config_live import MonitorSection
 from dora_jax.metrics import Writer
 from dora_jax.runtime import monitoring
 workdir = Path(sys.argv[1])

@@ -28,6 +28,7 @@ from dora_jax.runtime.durability.resume import Begun
 from dora_jax.runtime.durability.workdir_mirror import Mirror, fetch, mirrored
 from dora_jax.runtime.evaluations import closing
 from dora_jax.runtime.hf_exports import HfExports
+from dora_jax.runtime.live_requests import LiveRequests, LiveServing
 from dora_jax.runtime.local_backend import LocalBackend, RunContext, trainer_worker
 from dora_jax.runtime.metrics_log import RunLog
 from dora_jax.runtime.recorder import Recorder, instrument
@@ -43,10 +44,11 @@ from dora_jax.trainer import checkpoint
 from dora_jax.types import Version
 
 
-def train(config: Config, workdir: Path, *, owner: bool = False) -> int:
+def train(config: Config, workdir: Path, *, owner: bool = False, endpoint: LiveServing | None = None) -> int:
     """Warm start where the base is missing, then RL until config.steps; resumes. Returns the exit code.
 
-    owner: the process is there for this run alone, and is ended where the run does not end in time.
+    owner: the process is there for this run alone, and is ended where the run does not end in time. endpoint: answers
+    requests on the run's fleet.
     """
     began = time.monotonic()
     # a controller computes nothing, and must not hold the chips that its gangs want
@@ -61,7 +63,7 @@ def train(config: Config, workdir: Path, *, owner: bool = False) -> int:
         writer.note("\n".join(chosen))
         try:
             make_base(config, workdir, writer, guard)
-            halt, log = _train(opened(config, workdir, writer), writer, guard, mirror)
+            halt, log = _train(opened(config, workdir, writer), writer, guard, mirror, endpoint)
         except Stop as stop:
             writer.close_with(f"{stop} (exit code {RETRY})")
             return RETRY
@@ -220,7 +222,9 @@ def _try_early(config: Config, workdir: Path) -> None:
         pool.close()
 
 
-def _train(parts: RunContext, writer: Writer, guard: Guard, mirror: Mirror | None) -> tuple[Halt, RunLog]:
+def _train(
+    parts: RunContext, writer: Writer, guard: Guard, mirror: Mirror | None, endpoint: LiveServing | None
+) -> tuple[Halt, RunLog]:
     config = parts.config
     journal = resume.open_journal(parts.workdir, config.journal, writer)
     writer.phase("trainer", "loading the model")
@@ -245,7 +249,7 @@ def _train(parts: RunContext, writer: Writer, guard: Guard, mirror: Mirror | Non
             if mirror:
                 mirror.settle()  # what the resume has put aside goes from the store before anything new is told
             with contextlib.closing(exports) if exports else contextlib.nullcontext():
-                halt, log = run_stages(parts, backend, writer, begun.orchestrator, guard, backing)
+                halt, log = run_stages(parts, backend, writer, begun.orchestrator, guard, backing, endpoint)
                 backing.save_last(log)
             return halt, log
         finally:
@@ -275,6 +279,7 @@ def run_stages(
     orchestrator: Orchestrator,
     guard: Guard,
     backing: RunStorage | None = None,
+    endpoint: LiveServing | None = None,
 ) -> tuple[Halt, RunLog]:
     config, groups = parts.config, MemoryGroupStore()
     instances = backend.instances()
@@ -283,7 +288,8 @@ def run_stages(
     )
     max_lag = orchestrator.state.decisions.max_lag
     worker = trainer_worker(config, side, groups, backend.weights, max_lag, parts.outbox) if side else None
-    world = parts.world(instances, worker, groups, backend.weights)
+    requests = LiveRequests(parts.prompts, parts.outbox, orchestrator) if endpoint else None
+    world = parts.world(instances, worker, groups, backend.weights, requests)
     log = RunLog(
         workdir=parts.workdir,
         writer=writer,
@@ -302,7 +308,8 @@ def run_stages(
     timeline = Timeline(parts.workdir, writer.note)
     limit, seen = config.trainer.max_instance_mismatch, backing.side.gaps if backing else None
     agreement = Agreement(limit, seen, instances, writer.note) if seen else None
-    for listener in (log.record, timeline.record, *([agreement.record] if agreement else [])):
+    also = (*([agreement.record] if agreement else []), *([requests.record] if requests else []))
+    for listener in (log.record, timeline.record, *also):
         world.listen(listener)
     durable = backing.behind(world) if backing else None
     guard.diagnose = lambda: f"{orchestrator.summary()['waits']}; {world.diagnosis()}"
@@ -312,14 +319,19 @@ def run_stages(
         each(timeline.event),
         *([each(agreement.event)] if agreement else []),
         *([CheckpointSaver(backing, durable, log)] if backing else []),
+        *([requests.observe] if requests else []),
     ]
     with contextlib.closing(timeline), _ending(durable, world, backend, log, recorder, guard):
         writer.phase("all", "compiling")
         ups = backend.ready(instances, worker)
         writer.phase("all", "")
-        world.start(ups)
+        serves: contextlib.AbstractContextManager[str] = contextlib.nullcontext("")
+        if endpoint and requests:
+            serves = endpoint.serving(config, parts.tokenizer, requests)
         try:
-            with quiet_collector():
+            with serves as told, quiet_collector():
+                writer.note(told)
+                world.start(ups)
                 return run(orchestrator, GuardedWorld(durable or world, guard), observers), log
         except ImpossibleFact as error:
             raise RunError(f"{error}; the same command goes on from before that") from error

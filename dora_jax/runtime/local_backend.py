@@ -43,6 +43,7 @@ from dora_jax.runtime.seams import (
     GroupStore,
     Notify,
     Outbox,
+    Prompts,
     RolloutWorker,
     Scorer,
     StageWorker,
@@ -111,19 +112,26 @@ class RunContext:
             self.scorer: Scorer = scorer
             undo.pop_all()
 
+    @property
+    def prompts(self) -> Prompts:
+        """Those of the task."""
+        turn_tokens = self.config.environment.turn_tokens or self.config.rollout.max_new_tokens
+        return EpisodePrompts(self.task, turn_tokens) if self.environments else self.task
+
     def world(
         self,
         instances: Sequence[RolloutWorker],
         trainer: TrainerWorker | None,
         groups: GroupStore,
         weights: WeightStore,
+        prompts: Prompts | None = None,
     ) -> Coordinator:
+        """prompts: those of the task and others; None: `self.prompts`."""
         section, rollout = self.config.orchestrator, self.config.rollout
-        turn_tokens = self.config.environment.turn_tokens or rollout.max_new_tokens
         return Coordinator(
             instances=instances,
             trainer=trainer,
-            task=EpisodePrompts(self.task, turn_tokens) if self.environments else self.task,
+            task=prompts or self.prompts,
             scorer=self.scorer,
             groups=groups,
             weights=weights,

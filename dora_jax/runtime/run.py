@@ -182,6 +182,8 @@ def orchestrator_config(config: Config) -> OrchestratorConfig:
         task_ratios=_limits(config),
         task_lead=config.task.lead,
         task_adaptive=config.task.adaptive,
+        hold_versions=config.serving.hold_versions,
+        hold_s=config.serving.hold_s,
     )
 
 

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 LINGER_S = 120.0  # an answer whose client is gone waits so long for the retry: clients back off for seconds
 PARKED_BYTES = 1 << 30  # of KV in host memory; beyond it the oldest answer without a client is forgotten
 MAX_SAMPLES = 4096  # of all answers at once; more are told to come again
-SEEDED = 1 << 30  # groups of requests with a seed begin here; the others lie below
+SEEDED = 1 << 29  # groups of requests with a seed begin here; the others lie below
 
 
 class Fleet(Protocol):
@@ -193,6 +193,7 @@ class Answers:
         self._known: dict[object, Answer] = {}  # by identity
         self._keys: dict[Answer, object] = {}
         self._change = asyncio.Event()
+        self._failed: Refused | None = None
 
     @property
     def running(self) -> int:
@@ -212,6 +213,8 @@ class Answers:
             identity = Identity("seed", "")  # the same tokens, whatever the session
         key = None if identity is None else (identity, session, ask, asked)
         while True:
+            if self._failed:
+                raise self._failed
             if key in self._known and key is not None:
                 self.joined += 1
                 return self._read(self._known[key])
@@ -225,11 +228,13 @@ class Answers:
             kept = identity is not None and identity.kind == "key"
             return self._read(self._new(Answer(ask, version, kept=kept), session, key, ids))
 
-    def fail(self, reason: str) -> None:
-        """No answer that runs will end."""
+    def fail(self, reason: str, status: int = 500) -> None:
+        """No answer that runs will end, and none begins."""
+        self._failed = Refused(status, reason)
         for answer in {choice.answer for choice in self._choices.values()}:
-            answer.error = Refused(500, reason)
+            answer.error = self._failed
             answer.tell(None)
+        self.changed()
 
     def leave(self, reader: Reader) -> None:
         """The client has all of it, or is gone."""
@@ -260,12 +265,16 @@ class Answers:
         answer = choice.answer
         if sample.finish == "error" or sample.version != answer.version:
             fault = "its log-probs are no numbers" if sample.finish == "error" else f"it is of version {sample.version}"
-            answer.error = Refused(500, f"a sample of version {answer.version} is broken: {fault}")
-            choice.finish = "error"
-            self._over(choice)
-            answer.tell(None)
+            self.refused(sample.id, Refused(500, f"a sample of version {answer.version} is broken: {fault}"))
             return
         self._take(choice, sample.out_ids[choice.n :].tolist(), sample.logprobs[choice.n :].tolist(), sample.finish)
+
+    def refused(self, id: SampleId, error: Refused) -> None:
+        """The sample will not end."""
+        if choice := self._choices.get(id):
+            choice.answer.error, choice.finish = error, "error"
+            self._over(choice)
+            choice.answer.tell(None)
 
     def cancelled(self, id: SampleId) -> None:
         self._leaving.discard(id)
@@ -292,12 +301,12 @@ class Answers:
         ids = []
         for prompt in ask.prompts:
             if ask.seed is None:
-                self._group = (self._group + 1) % SEEDED
-                group = self._group
+                groups = [(self._group + 1 + index) % SEEDED for index in range(ask.n)]
+                self._group = groups[-1]
             else:
-                said = hashlib.sha256(repr((ask.seed, prompt)).encode()).digest()
-                group = SEEDED + int.from_bytes(said[:8], "big") % SEEDED
-            ids += [SampleId(group, index) for index in range(ask.n)]
+                said = [hashlib.sha256(repr((ask.seed, prompt, i)).encode()).digest() for i in range(ask.n)]
+                groups = [SEEDED + int.from_bytes(each[:8], "big") % SEEDED for each in said]
+            ids += [SampleId(group, 0) for group in groups]
         busy = any(id in self._choices or id in self._leaving for id in ids)
         return None if busy or len(set(ids)) < len(ids) else ids
 

@@ -47,7 +47,7 @@ TOKEN_VARIABLE = "DORA_SERVE_TOKEN"  # in the environment, which other users of 
 
 def serve(config: Config, options: Options, workdir: Path | None) -> int:
     """Serves the checkpoints of the run in `workdir`; None: the folder model.path. Returns the exit code."""
-    with _socket(options) as listening:
+    with listening_socket(options) as listening:
         devices.setup_platform(config)
         config = presets.filled(_alone(config, follows=workdir is not None and options.step is None))
         with blame("model"):
@@ -152,17 +152,18 @@ class _Server(uvicorn.Server):
                 signal.signal(number, handler)
 
 
-def _socket(options: Options) -> socket.socket:
+def listening_socket(options: Options, section: str = "") -> socket.socket:
+    """section: of the configuration, where the options are its fields. ConfigError: nothing can listen there."""
     if not options.token and not _loopback(options.host):
         raise ConfigError(
-            f"host: {options.host} can be reached from other machines: put a secret into {TOKEN_VARIABLE}, which "
+            f"{section}host: {options.host} can be reached from other machines: put a secret into {TOKEN_VARIABLE}, which "
             "every request then sends as its bearer token"
         )
     family = socket.AF_INET6 if ":" in options.host else socket.AF_INET
     try:
         return socket.create_server((options.host, options.port), family=family)
     except (OSError, OverflowError) as error:
-        raise ConfigError(f"port: {options.host}:{options.port} cannot be listened at: {error}") from error
+        raise ConfigError(f"{section}port: {options.host}:{options.port} cannot be listened at: {error}") from error
 
 
 def _alone(config: Config, *, follows: bool) -> Config:

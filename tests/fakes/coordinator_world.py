@@ -1,5 +1,6 @@
 """A run in one process with real threads: every token of its arithmetic engine proves the version that made it."""
 
+import dataclasses
 import queue
 import time
 
@@ -104,7 +105,7 @@ class Trainer:
         return {}
 
 
-def config_of(mode="dora", max_versions=3, eval_every=0, inflight=1.25):
+def config_of(mode="dora", max_versions=3, eval_every=0, inflight=1.25, **more):
     return OrchestratorConfig(
         mode=mode,
         max_versions=max_versions,
@@ -117,14 +118,26 @@ def config_of(mode="dora", max_versions=3, eval_every=0, inflight=1.25):
         eval_every=eval_every,
         eval_groups=3,
         eval_samples=2,
+        **more,
     )
 
 
 def make(
-    mode="dora", instances=2, too_long=(), length=None, engine=SlowEngine, trainer=Trainer, environments=None, **options
+    mode="dora",
+    instances=2,
+    too_long=(),
+    length=None,
+    engine=SlowEngine,
+    trainer=Trainer,
+    environments=None,
+    residents=1,
+    requests=None,
+    **options,
 ):
-    """(orchestrator, world, [InstanceUp], weights); `options`: of config_of. environments: the samples are episodes."""
+    """(orchestrator, world, [InstanceUp], weights); `options`: of config_of. environments: the samples are episodes.
+    requests(prompts, outbox, orchestrator): the prompts of the world, whose listener they are."""
     config = config_of(mode, **options)
+    section = dataclasses.replace(SECTION, residents=residents)
     outbox, weights, groups, scorer = (
         queue.SimpleQueue(),
         Weights(),
@@ -135,13 +148,16 @@ def make(
         lambda version, group, index, limit: 60 if (group + index) % 7 == 0 else 2 + (group + index) % 5
     )
     workers = [
-        EngineWorker(i, engine(SECTION, length=length, version_in=int), weights, outbox) for i in range(instances)
+        EngineWorker(i, engine(section, length=length, version_in=int), weights, outbox) for i in range(instances)
     ]
     trainer = TrainerWorker(trainer(), lambda groups, base: None, groups, weights, config.decisions.max_lag, outbox)
+    orchestrator, task = Orchestrator(config), Task(too_long)
+    if requests:
+        task = requests(task, outbox, orchestrator)
     world = Coordinator(
         instances=workers,
         trainer=trainer,
-        task=EpisodePrompts(Task(too_long), TURN_TOKENS) if environments else Task(too_long),
+        task=EpisodePrompts(task, TURN_TOKENS) if environments else task,
         scorer=EpisodeScorer(("right",)) if environments else scorer,
         groups=groups,
         weights=weights,
@@ -151,8 +167,10 @@ def make(
         environments=environments,
         max_context=SECTION.max_prompt_tokens + SECTION.max_new_tokens,
     )
-    ups = [ev.InstanceUp(instance=w.instance, slots=8, pages=96, page_size=8) for w in workers]
-    return Orchestrator(config), world, ups, weights
+    if requests:
+        world.listen(task.record)
+    ups = [ev.InstanceUp(instance=w.instance, slots=8, pages=96, page_size=8, residents=residents) for w in workers]
+    return orchestrator, world, ups, weights
 
 
 def play(orchestrator, world, ups, observers=()):

@@ -1,0 +1,41 @@
+"""The sections of a run that say who else hears of it while it goes on: monitoring, and the endpoint on its fleet."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True, kw_only=True)
+class MonitorSection:
+    """What else hears of a run: see runtime/monitoring.py."""
+
+    port: int = 0  # of 127.0.0.1, where /metrics (Prometheus) and /healthz answer; 0: none
+    wandb: str = ""  # project of Weights & Biases that gets each record of metrics.jsonl (extra wandb); empty: none
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServingSection:
+    """The endpoint of a run: what `python -m dora_jax.serve` answers, sampled by the run's own fleet while it trains."""
+
+    port: int = 0  # where it answers; 0: none
+    host: str = "127.0.0.1"  # its address; others than loopback want DORA_SERVE_TOKEN
+    name: str = "policy"  # what requests call the model; NAME@41 is its version 41
+    hold_versions: int = 0  # versions kept for sessions that began with them, when training needs them no more
+    hold_s: float = 600.0  # so long after a newer one is published, at most; then their requests get 410
+
+
+def problems(config: Any) -> Iterator[str]:
+    """What does not fit in a configuration with an endpoint."""
+    serving, residents = config.serving, config.rollout.residents
+    if not serving.port:
+        return
+    if serving.port == config.monitor.port:
+        yield f"serving.port: {serving.port} is monitor.port too"
+    if serving.hold_versions and residents < serving.hold_versions + 2:
+        yield (
+            f"serving.hold_versions: an instance that holds {residents} versions at once (rollout.residents) would drop "
+            f"the newest for the sessions of {serving.hold_versions} older ones; set rollout.residents to "
+            f"{serving.hold_versions + 2}"
+        )

@@ -1,0 +1,280 @@
+"""The endpoint of a run: what clients ask is sampled by the run's own rollout fleet, while it trains.
+
+    HTTP -> Endpoint -> Answers -> LiveFleet -> LiveRequests (runtime) -> the orchestrator
+
+Consumes a configuration with `serving.port`; serves from a thread with a loop of its own until the run ends. Laws: the
+socket is taken before anything of the run is made; no request stops the run, and no client outlives it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+import os
+import socket
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import uvicorn
+
+from dora_jax.config import Config, RunError
+from dora_jax.rollout.migrate import InFlightSample
+from dora_jax.runtime.live_requests import LiveRequests
+from dora_jax.serving.answers import Answers
+from dora_jax.serving.app import Endpoint
+from dora_jax.serving.counters import Counters
+from dora_jax.serving.request import Refused
+from dora_jax.serving.server import TOKEN_VARIABLE, limits_of, listening_socket
+from dora_jax.serving.service import Options
+from dora_jax.serving.versions import Versions
+from dora_jax.tokenizer import Tokenizer
+from dora_jax.types import SERVED, Prompt, Sample, SampleId, Version
+
+if TYPE_CHECKING:
+    from starlette.applications import Starlette
+
+START_S = 60
+GRACE_S = 2  # open answers get so long when the run has ended
+IDLE_CONNECTION_S = 86_400  # a client's pool keeps its connections: one that closes under a request is an error there
+ENDED = "the run has ended"
+
+
+@contextlib.contextmanager
+def opened(config: Config) -> Iterator[LiveEndpoint | None]:
+    """The endpoint that the configuration asks for, on its port. ConfigError: it cannot listen there."""
+    if not config.serving.port:
+        yield None
+        return
+    section = config.serving
+    options = Options(
+        host=section.host,
+        port=section.port,
+        name=section.name,
+        session_idle_s=0.0,
+        token=os.environ.get(TOKEN_VARIABLE, ""),
+    )
+    with listening_socket(options, "serving.") as listening:
+        yield LiveEndpoint(options, listening)
+
+
+class LiveEndpoint:
+    def __init__(self, options: Options, listening: socket.socket):
+        self._options, self._listening = options, listening
+
+    @contextlib.contextmanager
+    def serving(self, config: Config, tokenizer: Tokenizer, requests: LiveRequests) -> Iterator[str]:
+        """Answers requests while the context lasts; yields what to tell the user."""
+        fleet = LiveFleet(requests, Versions(residents=0, idle_s=0.0, name=self._options.name))
+        requests.desk = fleet
+        answers = Answers(fleet, fleet.versions, tokenizer.decode)
+        numbers = {
+            "samples": ("samples of requests that run or wait", lambda: answers.running),
+            "tokens": ("tokens sampled for requests since the start", lambda: answers.tokens),
+            "joined": ("requests that joined an answer that was there", lambda: answers.joined),
+            "cancelled_samples": ("samples whose client went away", lambda: answers.cancelled_samples),
+            "newest_version": ("that is served", lambda: max(fleet.versions.resident, default=-1)),
+        }
+        limits = limits_of(config, tokenizer)
+        endpoint = Endpoint(
+            answers, tokenizer, limits, Counters(numbers), self._options.token, self._options.keepalive_s
+        )
+        server = _Server(endpoint.app(fleet.lifespan(answers)))
+        server.start(self._listening)
+        if not fleet.attached.wait(START_S):
+            raise RunError(f"the endpoint of the run has not started within {START_S} s")
+        host, port = self._listening.getsockname()[:2]
+        try:
+            yield f"{self._options.name} is served at http://{host}:{port}/v1, {limits.context} tokens a request"
+        finally:
+            fleet.post(answers.fail, ENDED, 503)
+            server.stop()
+
+
+class LiveFleet:
+    """`Fleet` for Answers, on its loop; `Desk` for the run, on the run's thread.
+
+    A sample whose client is gone for the moment leaves its engine and begins again when the client is back: by the same
+    version and with the same noise, so with the same tokens, which is checked."""
+
+    def __init__(self, requests: LiveRequests, versions: Versions):
+        self.versions = versions
+        self.attached = threading.Event()  # what is posted before is lost
+        self._requests = requests
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._samples: dict[SampleId, _Sample] = {}  # by the answers' id
+
+    def lifespan(self, answers: Answers) -> Callable[[Starlette], contextlib.AbstractAsyncContextManager[None]]:
+        @contextlib.asynccontextmanager
+        async def attached(app: Starlette) -> Any:
+            self._answers, self._loop = answers, asyncio.get_running_loop()
+            self.attached.set()
+            try:
+                yield
+            finally:
+                self._loop = None
+
+        return attached
+
+    # ------------------------------------------------------------ as a Fleet
+
+    def start(
+        self, id: SampleId, prompt_ids: Sequence[int], version: Version, max_tokens: int, session: str | None
+    ) -> None:
+        prompt = Prompt(
+            group_id=SERVED - id.group_id,
+            task="",
+            uid="",
+            text="",
+            token_ids=np.array(prompt_ids, np.int32),
+            answer=None,
+            max_new_tokens=max_tokens,
+        )
+        self._samples[id] = _Sample(prompt, version)
+        self._requests.ask(prompt, version)
+
+    def cancel(self, id: SampleId) -> None:
+        sample = self._samples.get(id)
+        if sample is None or sample.state == PARKED:
+            self._samples.pop(id, None)
+            self._answers.cancelled(id)
+            return
+        sample.state = LEAVING
+        self._requests.give_up(sample.prompt.group_id)
+
+    def park(self, id: SampleId) -> None:
+        if sample := self._samples.get(id):
+            sample.state = PARKING
+            self._requests.give_up(sample.prompt.group_id)
+
+    def resume(self, in_flight: InFlightSample) -> None:
+        sample = self._samples[in_flight.id]
+        sample.state = RUNNING
+        self._requests.ask(sample.prompt, sample.version)
+
+    # -------------------------------------------------------------- as a Desk
+
+    def grew(self, id: SampleId, start: int, out_ids: np.ndarray, logprobs: np.ndarray) -> None:
+        self.post(self._grew, id, start, out_ids, logprobs)
+
+    def ended(self, sample: Sample) -> None:
+        self.post(self._ended, sample)
+
+    def gone(self, id: SampleId, reason: str) -> None:
+        self.post(self._gone, id, reason)
+
+    def loaded(self, version: Version) -> None:
+        self.post(self._loaded, version)
+
+    def retired(self, version: Version) -> None:
+        self.post(self.versions.resident.discard, version)
+
+    def post(self, call: Callable[..., None], *args: Any) -> None:
+        """To the loop, if it still runs."""
+        if loop := self._loop:
+            with contextlib.suppress(RuntimeError):  # it ends at this moment
+                loop.call_soon_threadsafe(call, *args)
+
+    # ---------------------------------------------------------------- private
+
+    def _grew(self, live: SampleId, start: int, out_ids: np.ndarray, logprobs: np.ndarray) -> None:
+        id = _own(live)
+        if (sample := self._samples.get(id)) and self._agrees(id, sample, start, out_ids):
+            self._answers.grew(id, start, out_ids, logprobs)
+
+    def _ended(self, live: Sample) -> None:
+        id = _own(live.id)
+        sample = self._samples.get(id)
+        if sample is None:
+            return
+        if sample.state == LEAVING:
+            del self._samples[id]
+            self._answers.cancelled(id)
+        elif self._agrees(id, sample, 0, live.out_ids):
+            del self._samples[id]
+            self._answers.ended(dataclasses.replace(live, id=id))
+
+    def _gone(self, live: SampleId, reason: str) -> None:
+        id = _own(live)
+        sample = self._samples.get(id)
+        if sample is None:
+            return
+        if sample.state == PARKING:
+            sample.state = PARKED
+            self._answers.parked(sample.in_flight(id))
+            return
+        del self._samples[id]
+        if sample.state == LEAVING:
+            self._answers.cancelled(id)
+        elif sample.version not in self.versions.resident:
+            self._answers.refused(id, Refused(410, f"model: {reason}", param="model", code="version_retired"))
+        else:
+            self._answers.refused(id, Refused(503, f"the fleet could not go on with it: {reason}"))
+
+    def _agrees(self, id: SampleId, sample: _Sample, start: int, out_ids: np.ndarray) -> bool:
+        """Whether tokens that come again are those that were told; the others are remembered."""
+        again = out_ids[: max(0, len(sample.told) - start)].tolist()
+        if sample.told[start : start + len(again)] != again:
+            del self._samples[id]
+            self._answers.refused(id, Refused(500, "the sample began again, and with other tokens"))
+            return False
+        sample.told += out_ids[len(again) :].tolist()
+        return True
+
+    def _loaded(self, version: Version) -> None:
+        self.versions.loaded(version)
+        self._answers.changed()
+
+
+RUNNING, PARKING, PARKED, LEAVING = "running", "parking", "parked", "leaving"
+
+
+@dataclasses.dataclass
+class _Sample:
+    prompt: Prompt  # of the request on the fleet
+    version: Version
+    told: list[int] = dataclasses.field(default_factory=list)  # tokens
+    state: str = RUNNING
+
+    def in_flight(self, id: SampleId) -> InFlightSample:
+        """What Answers keeps of a sample whose client is gone for the moment: nothing but its name."""
+        none = np.zeros(0, np.int32)
+        return InFlightSample(
+            id=id,
+            version=self.version,
+            prompt_ids=self.prompt.token_ids,
+            out_ids=none,
+            logprobs=none.astype(np.float32),
+            max_new_tokens=self.prompt.max_new_tokens,
+        )
+
+
+def _own(live: SampleId) -> SampleId:
+    """The id that Answers knows it by."""
+    return SampleId(SERVED - live.group_id, 0)
+
+
+class _Server:
+    """uvicorn on a thread: signals are the run's."""
+
+    def __init__(self, app: Starlette):
+        self._server = uvicorn.Server(
+            uvicorn.Config(
+                app,
+                log_level="warning",
+                lifespan="on",
+                timeout_graceful_shutdown=GRACE_S,
+                timeout_keep_alive=IDLE_CONNECTION_S,
+                ws="none",
+            )
+        )
+
+    def start(self, listening: socket.socket) -> None:
+        self._thread = threading.Thread(target=self._server.run, args=([listening],), name="endpoint", daemon=True)
+        self._thread.start()
+
+    def stop(self) -> None:
+        self._server.should_exit = True
+        self._thread.join()

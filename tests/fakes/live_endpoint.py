@@ -1,0 +1,100 @@
+"""The endpoint of a run over arithmetic engines, with real threads and sockets; the trainer makes steps as it is told."""
+
+import contextlib
+import dataclasses
+import http.client
+import json
+import threading
+import time
+import urllib.request
+
+from dora_jax.config import Config
+from dora_jax.runtime.live_requests import LiveRequests
+from dora_jax.serving.live import LiveEndpoint
+from dora_jax.serving.server import listening_socket
+from dora_jax.serving.service import Options
+from tests.fakes.coordinator_world import SECTION, Trainer, make, play
+from tests.fakes.endpoint import Letters
+
+PATIENCE_S = 60.0  # of a test, for what comes at once
+
+
+class Tokenizer(Letters):
+    vocab_size = 256
+    eos_ids = (0,)
+
+
+class Run:
+    """`with Run(...) as run`: it goes on until `steps` are released and made."""
+
+    def __init__(self, length, **options):
+        self._steps = threading.Semaphore(0)
+
+        class Told(Trainer):
+            def step(trainer, batch):
+                assert self._steps.acquire(timeout=PATIENCE_S)
+                return super().step(batch)
+
+        self.brain, self._world, self._ups, _ = make(
+            length=length, trainer=Told, requests=self._requests, **{"instances": 1, "residents": 3} | options
+        )
+
+    def _requests(self, *parts):
+        self.requests = LiveRequests(*parts)
+        return self.requests
+
+    def __enter__(self):
+        self._open = contextlib.ExitStack()
+        options = Options(host="127.0.0.1", port=0, name="policy", session_idle_s=0.0)
+        listening = self._open.enter_context(listening_socket(options))
+        self.url = f"http://127.0.0.1:{listening.getsockname()[1]}"
+        config = dataclasses.replace(Config(), rollout=SECTION)
+        self._endpoint = LiveEndpoint(options, listening)
+        self._thread = threading.Thread(target=self._play, args=(config,))
+        self._thread.start()
+        self.until(lambda: self.get("/v1/models")["data"])
+        return self
+
+    def _play(self, config):
+        with self._endpoint.serving(config, Tokenizer(), self.requests):
+            self.halt, self.records = play(self.brain, self._world, self._ups, [self.requests.observe])
+
+    def __exit__(self, *error):
+        self.publish(self.brain.state.config.total_steps)
+        self._thread.join()
+        self._open.close()
+
+    def publish(self, steps):
+        """So many more steps are made; waits for those that are not the last."""
+        before = self.brain.state.ledger.base
+        for _ in range(steps):
+            self._steps.release()
+        if before + steps < self.brain.state.config.total_steps:
+            self.until(lambda: f"policy@{before + steps}" in [card["id"] for card in self.get("/v1/models")["data"]])
+
+    def until(self, true):
+        deadline_s = time.monotonic() + PATIENCE_S
+        while not true():
+            assert time.monotonic() < deadline_s
+            time.sleep(0.005)
+
+    def get(self, path):
+        with urllib.request.urlopen(self.url + path, timeout=PATIENCE_S) as answer:
+            return json.loads(answer.read())
+
+    def ask(self, **body):
+        """(status, answer) of /inference/v1/generate; `session` goes into its header."""
+        with contextlib.closing(self.connect(**body)) as connection:
+            answer = connection.getresponse()
+            said = json.loads(answer.read())
+            return answer.status, said.get("error", said)
+
+    def connect(self, **body):
+        """The connection of a client that has asked."""
+        headers = {"content-type": "application/json"}
+        if session := body.pop("session", None):
+            headers["x-session-id"] = session
+        connection = http.client.HTTPConnection(self.url.removeprefix("http://"), timeout=PATIENCE_S)
+        asked = {"token_ids": [1, 2, 3], **body}
+        connection.request("POST", "/inference/v1/generate", json.dumps(asked), headers)
+        return connection
