@@ -119,7 +119,7 @@ class EnvironmentSection:
 class RolloutSection:
     instances: int = 2
     tensor: int = 1  # devices an instance (tensor parallel); of more than KV heads, neighbours share one
-    residents: int = 1  # R: versions an instance holds at once
+    residents: int = 0  # R: versions an instance holds at once; 0: 1, and where they are adapters max_versions + 1
     slots: int = 32  # samples that decode at once, per instance
     pages: int = 0  # KV pages per instance; 0: as many as memory_share allows, on a CPU as many as the slots need
     host_kv_bytes: int = 0  # host memory a process for KV of preempted and waiting samples; 0: as much as they need

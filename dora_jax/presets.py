@@ -109,6 +109,7 @@ def resolve(config: Config, found: Machines, model: ModelConfig | None = None) -
     """(the configuration with every open field filled in, what was filled in and why)."""
     choices: list[Choice] = []
     rollout = _filled("rollout", config.rollout, _rollout(config.rollout, found.instances), choices)
+    rollout = _filled("rollout", rollout, _residents(config), choices if config.lora.on else [])
     model_section = _filled("model", config.model, _model(found), choices)
     chosen = _trainer(config.trainer, found.trainer, model_section.dtype)
     config = dataclasses.replace(
@@ -226,7 +227,7 @@ def on_cpu(section: Any) -> Any:
     if not hasattr(section, "slots"):
         return _filled("", section, _trainer(section, Machine(), "float32"), [])
     section = _filled("", section, _rollout(section, Machine()), [])
-    return _filled("", section, {"pages": _pages_of_slots(section)}, [])
+    return _filled("", section, {"pages": _pages_of_slots(section), "residents": (1, "")}, [])
 
 
 # ---------------------------------------------------------------- private
@@ -280,6 +281,13 @@ def _rollout(section: RolloutSection, machine: Machine) -> Presets:
         "late_results": ("on", "the device decodes while the host plans the next call"),
         "compiler_options": ROLLOUT_OPTIONS.get(machine.chip, NONE),
     }
+
+
+def _residents(config: Config) -> Presets:
+    if not config.lora.on:
+        return {"residents": (1, "each is a copy of all weights")}
+    versions = config.orchestrator.max_versions + 1
+    return {"residents": (versions, "adapters take little: all live versions are on every instance, and the next one")}
 
 
 def _page_size(section: RolloutSection, kernel: str) -> tuple[int, str]:

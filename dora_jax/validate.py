@@ -56,7 +56,7 @@ RANGES: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
         "at least 1",
         lambda x: x >= 1,
         """
-        steps task.heldout task.reward_workers rollout.tensor rollout.residents rollout.slots
+        steps task.heldout task.reward_workers rollout.tensor rollout.slots
         reward_model.data reward_model.fsdp reward_model.tensor
         rollout.max_prompt_tokens rollout.max_new_tokens
         rollout.decode_steps rollout.context_block
@@ -69,7 +69,7 @@ RANGES: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
         "at least 0",
         lambda x: x >= 0,
         """
-        cpu_devices task.reward_retries reward_model.rows rollout.instances rollout.decode_rows
+        cpu_devices task.reward_retries reward_model.rows rollout.instances rollout.residents rollout.decode_rows
         trainer.show_every rollout.pages rollout.prefill_tokens rollout.prefill_call_tokens rollout.prefill_chunk trainer.logits_bytes
         eval.every checkpoint.every
         checkpoint.keep_best checkpoint.keep_every checkpoint.export_hf_every cluster.reattach_s journal.partial_s journal.sync_s

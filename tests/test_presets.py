@@ -17,6 +17,7 @@ from dora_jax.config import (
     TrainerSection,
 )
 from dora_jax.models.families import KNOWN
+from dora_jax.models.lora_config import Lora
 from dora_jax.runtime.cluster import backend
 from dora_jax.validate import get
 
@@ -99,6 +100,15 @@ def test_nothing_stays_open_and_resolving_again_changes_nothing():
     assert not {field for field in CPU if get(done, field) in presets.OPEN} and done.rollout.pages
 
 
+def test_adapters_are_all_resident():
+    config = dataclasses.replace(Config(), lora=Lora(rank=8))
+    done, choices = resolved(config)
+    assert done.rollout.residents == done.orchestrator.max_versions + 1
+    assert "rollout.residents" in {choice.field for choice in choices}
+    asked = dataclasses.replace(config, rollout=dataclasses.replace(config.rollout, residents=2))
+    assert resolved(asked)[0].rollout.residents == 2
+
+
 def test_what_the_user_sets_is_kept():
     asked = on(
         "v6e-8",
@@ -107,7 +117,7 @@ def test_what_the_user_sets_is_kept():
     )
     done, choices = resolved(asked)
     assert done.rollout == dataclasses.replace(
-        asked.rollout, prefill_chunk=512, prefill_tokens=1024, prefill_call_tokens=1024
+        asked.rollout, residents=1, prefill_chunk=512, prefill_tokens=1024, prefill_call_tokens=1024
     )
     assert done.trainer == dataclasses.replace(
         asked.trainer, attention="splash", share_prompts="off", expert_matmul="megablox"

@@ -48,7 +48,7 @@ def test_trained_weights_reach_replicas_in_their_layout_and_from_each_other():
     shardings = {}
     for i in range(3):
         shardings[f"r{i}"] = meshed(devices[2:4] if i == 0 else devices[4:8], 4 if i else 2)  # four share two KV heads
-        like = weight_receiver.like(cases.MODEL, shardings[f"r{i}"], jnp.bfloat16)
+        like = weight_receiver.like(cases.MODEL, shardings[f"r{i}"], decoder.abstract_params(cases.MODEL, jnp.bfloat16))
         worlds[f"r{i}"] = [WeightEndpoint(0, new_wire(), HostWeights(), like)]
         facts += [ex.WorldUp(world=f"r{i}", epoch=1, hosts=1), ex.Wanted(world=f"r{i}", version=3)]
     outcomes = carry(brain, worlds, *facts)
@@ -65,7 +65,8 @@ def test_a_replica_with_another_model_is_refused_and_the_version_stays_whole():
     store = HostWeights()
     store.put(0, slices.offered(jax.device_put(cases.params(), sharding.param_specs(cases.MODEL, one))))
     smaller = dataclasses.replace(cases.MODEL, n_layers=1)
-    like = weight_receiver.like(smaller, sharding.param_specs(smaller, one, "serving"), jnp.bfloat16)
+    published = decoder.abstract_params(smaller, jnp.bfloat16)
+    like = weight_receiver.like(smaller, sharding.param_specs(smaller, one, "serving"), published)
     worlds = {
         "trainer": [WeightEndpoint(0, new_wire(), store)],
         "r0": [WeightEndpoint(0, new_wire(), HostWeights(), like)],

@@ -80,7 +80,6 @@ def problems(config: Any) -> Iterator[str]:
     if not section.targets or set(section.targets) - set(ADAPTED) or len(set(section.targets)) < len(section.targets):
         yield f"lora.targets: {section.targets} is not a choice of: {', '.join(ADAPTED)}"
     if section.rank:
-        yield f"lora.rank: {section.rank} would train adapters, and engines sample from whole weights; leave it 0"
         yield from _unsupported(config)
     if not section.rank and section.path:
         yield f"lora.path: {section.path} is an adapter, and lora.rank = 0 trains none"

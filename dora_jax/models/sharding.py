@@ -116,17 +116,16 @@ def placed_axes(
     return named(place, axes)
 
 
-def stacked_like(serving: Any) -> Any:
+def stacked_like(cfg: ModelConfig, serving: Any) -> Any:
     """Serving shardings -> where the same devices would have the stacked tensors."""
     layers = serving["layers"]
     if not isinstance(layers, list):
         return serving
 
-    def stacked(layer: dict[str, NamedSharding]) -> dict[str, NamedSharding]:
-        return {name: NamedSharding(where.mesh, PartitionSpec(None, *where.spec)) for name, where in layer.items()}
+    def stacked(where: NamedSharding) -> NamedSharding:
+        return NamedSharding(where.mesh, PartitionSpec(None, *where.spec))
 
-    first = {decoder.FIRST: stacked(layers[0])} if layers[0].keys() != layers[-1].keys() else {}
-    return {**serving, **first, decoder.LAYERS: stacked(layers[-1])}
+    return serving | {name: jax.tree.map(stacked, layers[part.first]) for name, part in decoder.stacks(cfg).items()}
 
 
 def mesh_axes(axis: str) -> tuple[str, ...]:

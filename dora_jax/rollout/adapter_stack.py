@@ -55,15 +55,6 @@ class AdapterStack:
         """Jitted: (adapters, one, its place) -> the adapters with it, in the same memory."""
 
         def write(several: Any, one: Any, place: jax.Array) -> Any:
-            return jax.tree.map(lambda many, x: many.at[place].set(x.astype(many.dtype)), several, _apart(one))
+            return jax.tree.map(lambda many, x: many.at[place].set(x.astype(many.dtype)), several, one)
 
         return jax.jit(write, donate_argnums=0, out_shardings=formats)
-
-
-def _apart(adapter: Any) -> Any:
-    """The same adapter; one that is not of numbers shows it in A alone, whose products a call masks: rows of other
-    versions are multiplied by zeros of it, and zero times nan is nan."""
-    if not (isinstance(adapter, dict) and adapter.keys() == {"a", "b"}):
-        return jax.tree.map(_apart, adapter, is_leaf=lambda x: isinstance(x, dict) and x is not adapter)
-    sound = jnp.isfinite(adapter["b"])
-    return {"a": jnp.where(sound.all(), adapter["a"], jnp.nan), "b": jnp.where(sound, adapter["b"], 0)}

@@ -7,6 +7,7 @@ needed: engine and trainer of weights in memory do without it.
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -44,8 +45,9 @@ if TYPE_CHECKING:
 def new_engine(
     config: Config, tokenizer: Tokenizer, model: ModelConfig, mesh: Mesh, host: HostKV | None = None
 ) -> Engine:
-    """host: KV in host memory, of all engines of the process."""
-    return engine_of(
+    """It holds the weights of model.path, where versions are adapters of them. host: KV in host memory, of all engines of
+    the process."""
+    engine = engine_of(
         config,
         model,
         mesh,
@@ -54,6 +56,19 @@ def new_engine(
         decode=tokenizer.decode,
         host=host,
     )
+    if config.lora.on:
+        engine.take_base(_base(config, engine))
+    return engine
+
+
+def _base(config: Config, engine: Engine) -> Tree:
+    """The weights of model.path as they are published, for this engine."""
+    from dora_jax.models import hf
+
+    with blame("model.path"):
+        _, params = hf.load(config.model.path, engine.mesh, jnp.dtype(config.model.dtype))
+    laid_out = functools.partial(decoder.serving_layout, layout=engine.shapes.layout)
+    return jax.jit(laid_out, out_shardings=engine.base_shardings)(params)
 
 
 def engine_of(
@@ -90,6 +105,7 @@ def _engine_options(config: Config, model: ModelConfig, eos_ids: tuple[int, ...]
         "eos_ids": tuple(eos_ids),
         "vocab_limit": vocab_limit,
         "dtype": jnp.dtype(config.model.dtype),
+        "lora": config.lora,
     }
 
 
@@ -147,6 +163,12 @@ def _trainer_options(config: Config, vocab_limit: int) -> dict[str, Any]:
         "temperature": config.rollout.temperature,
         "lora": config.lora,
     }
+
+
+def published(config: Config, model: ModelConfig) -> Tree:
+    """ShapeDtypeStructs of a version, stacked, in the engines' type."""
+    dtype = jnp.dtype(config.model.dtype)
+    return lora.abstract(model, config.lora, dtype) if config.lora.on else decoder.abstract_params(model, dtype)
 
 
 def publishing_copy(config: Config, model: ModelConfig, mesh: Mesh) -> Callable[[Tree], Tree]:

@@ -244,7 +244,7 @@ def open_rollout(
     engine.warmup()
     stored, versions = StoredWeights(begin.workdir), HostWeights()
     wire = Wire(link.own_ip, link.token) if config.cluster.wire == "transfer" else None
-    wanted = like(model, engine.param_shardings, config.model.dtype)
+    wanted = like(model, engine.param_shardings, build.published(config, model))
     weights = WeightEndpoint(begin.rank, wire, versions, wanted, stored)
     kv = KVEndpoint(_instance(begin), begin.rank, wire and Wire(link.own_ip, link.token), layout_of(engine.page()))
     return RolloutRole(

@@ -15,7 +15,7 @@ from collections.abc import Callable
 
 import jax
 
-from dora_jax.models import decoder, sharding
+from dora_jax.models import sharding
 from dora_jax.models.config import ModelConfig
 from dora_jax.publish import HostWeights, Tree
 from dora_jax.runtime.seams import WeightStore
@@ -179,13 +179,13 @@ class WeightEndpoint:
         return WireError(f"{words(key)} is over here, or has not begun")
 
 
-def like(cfg: ModelConfig, shardings: Tree, dtype: str) -> Tree:
-    """The weights that an engine with these shardings needs, as ShapeDtypeStructs: the trainer's stacked tensors, split
-    as the engine's are."""
+def like(cfg: ModelConfig, shardings: Tree, published: Tree) -> Tree:
+    """What an engine with these shardings needs of a version, as ShapeDtypeStructs: the tensors that the trainer
+    publishes, stacked, split as the engine's are."""
     return jax.tree.map(
         lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s),
-        decoder.abstract_params(cfg, dtype),
-        sharding.stacked_like(shardings),
+        published,
+        sharding.stacked_like(cfg, shardings),
     )
 
 
