@@ -53,7 +53,7 @@ class Decoding:
                 cost = self.costs.of_draft(len(slots), blocks)
                 drafts = self.drafter.decide(self._rows.on(slots), cost, here)
             narrow = self.costs.is_narrow(len(slots), blocks)
-            found.append(DecodeCall(version, *self._rows.call(slots, drafts, narrow), drafts))
+            found.append(DecodeCall(version, blocks, *self._rows.call(slots, blocks, drafts, narrow), drafts))
         return found
 
     @property

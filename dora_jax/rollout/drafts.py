@@ -23,9 +23,9 @@ NONE = -1  # no guess: no token equals it
 SUFFIXES = (8, 4, 2)  # last tokens that must be alike, the longest match first
 PRIOR = 4.0  # guesses that stand for what is not known yet of a group
 TYPICAL = 0.7  # share of guesses that hold, of a run that has made none
-WATCHED = (
-    7  # of so many draws that no draft was verified for, one is compared with a guess; coprime to usual row counts
-)
+WATCHED = 8  # of so many groups that draw without drafts, one is compared with guesses
+EVERY = 5  # draw of it; coprime to usual row counts
+RESTS = 7  # calls that decode without being asked, after one whose drafts would not have been worth it
 MEMORY = 0.98  # of the run's share: what it keeps at each guess
 ENDED_TOKENS = 2**22  # of samples that have left: of as many groups as that is, the newest
 
@@ -46,6 +46,7 @@ class _Group:
         self.sources: dict[int, _Source] = {}
         self.held = self.failed = 0.0
         self.ended = 0  # tokens of samples that have left
+        self.resting = 0  # calls until it is asked again
         self._after: dict[bytes, tuple[int, int]] = {}  # last tokens -> (sample, position of what followed)
 
     def grow(self, index: int, n_prompt: int, sequence: np.ndarray) -> None:
@@ -92,7 +93,15 @@ class Drafter:
     def decide(self, seqs: Sequence[Seq], cost: float, here: Iterable[Seq]) -> np.ndarray | None:
         """i32[n, drafts] that the next call of these samples verifies, NONE beyond the end of a guess; None: it decodes.
         cost: as above. here: every sample of the engine."""
-        if not self.promising(seqs, cost) or any(seq.inflight for seq in seqs):
+        if len(seqs) > self._rows:
+            return None
+        first = self._group(seqs[0])
+        if first.resting:
+            first.resting -= 1
+            return None
+        if not self.promising(seqs, cost):
+            first.resting = RESTS
+        if first.resting or any(seq.inflight for seq in seqs):
             return None
         groups = {seq.id.group_id for seq in seqs}
         for seq in here:
@@ -112,7 +121,9 @@ class Drafter:
         """What the sample draws next, before it takes it in. draft: the one that was verified; None: what it would have
         been is made now, once in a while, so that acceptance is known without a call."""
         if draft is None:
-            self._unwatched = (self._unwatched + 1) % WATCHED
+            if seq.id.group_id % WATCHED:
+                return
+            self._unwatched = (self._unwatched + 1) % EVERY
             if self._unwatched:
                 return
             self._grow(seq, seq.sequence)
@@ -158,4 +169,6 @@ class Drafter:
         self._group(seq).grow(seq.id.index, seq.n_prompt, sequence)
 
     def _group(self, seq: Seq) -> _Group:
-        return self._groups.setdefault(seq.id.group_id, _Group())
+        if (group := self._groups.get(seq.id.group_id)) is None:
+            group = self._groups[seq.id.group_id] = _Group()
+        return group

@@ -106,9 +106,9 @@ class Rows:
         return self._seqs[slots].tolist()
 
     def call(
-        self, slots: np.ndarray, drafts: np.ndarray | None = None, narrow: bool = False
-    ) -> tuple[int, np.ndarray, tuple[tuple[Seq, int], ...]]:
-        """(blocks, control array, (sample, steps it may take) by row) of a decode call, whose steps are in flight now; of
+        self, slots: np.ndarray, blocks: int, drafts: np.ndarray | None, narrow: bool
+    ) -> tuple[np.ndarray, tuple[tuple[Seq, int], ...]]:
+        """(control array, (sample, steps it may take) by row) of a decode call, whose steps are in flight now; of
         the narrow one, where that is asked for; of a verifying call, where drafts i32[rows, shapes.drafts] are given."""
         s, seqs = self.shapes, self.on(slots)
         for seq in seqs if drafts is not None else ():
@@ -116,7 +116,6 @@ class Rows:
         rows = self._rows[slots]
         position, table = rows[:, POSITION], rows[:, HEADER:]
         steps = self._tokens(rows, s.steps if drafts is None else s.drafts + 1)
-        blocks = self.blocks(slots)
         window = HEADER + blocks * s.block_pages
         control = np.full(
             s.decode_control(blocks, narrow) if drafts is None else s.verify_control(blocks), DUMMY, np.int32
@@ -137,7 +136,7 @@ class Rows:
         if drafts is not None:
             used[:, window + wide :] = drafts
         self._launched(slots, seqs, steps)
-        return blocks, control, tuple(zip(seqs, steps.tolist(), strict=True))
+        return control, tuple(zip(seqs, steps.tolist(), strict=True))
 
     def check(self, admitted: list[Seq]) -> None:
         if sorted(map(id, admitted)) != sorted(map(id, filter(None, self._seqs))):
