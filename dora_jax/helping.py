@@ -37,7 +37,7 @@ runs it. `--config=configs/quickstart.py:tiny` hands `tiny` to it, `--config.fie
 ## Every field
 
 A default that is empty, 0 or `auto` where the comment says so is chosen by the platform; `--dry_run` prints what was chosen and why. This list is what `--help` prints
-and is made of the comments in `dora_jax/config.py`; `python tests/test_config_page.py` writes this page anew.
+and is made of the comments in `dora_jax/config.py` and `dora_jax/config_task.py`; `python tests/test_config_page.py` writes this page anew.
 """
 
 

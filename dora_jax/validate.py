@@ -15,7 +15,8 @@ from typing import Any
 
 from dora_jax import config_live, config_tree, hub, presets
 from dora_jax.chips import CHIPS
-from dora_jax.config import RENAMED, Config, ConfigError, TaskPart, TaskSection
+from dora_jax.config import RENAMED, Config, ConfigError
+from dora_jax.config_task import TaskPart, TaskSection
 from dora_jax.devices import MIN_AUTO_INSTANCES
 from dora_jax.models import lora_config
 from dora_jax.models.config import MAX_LAYERS, ModelConfig
@@ -331,6 +332,7 @@ def _trainer(config: Config) -> Problems:
     """Numbers may be out of range here, since _ranges reports that: hence max(..., 1) below every division."""
     t = config.trainer
     yield from objective.check(t, config.rollout)
+    yield from objective.exact_problems(config) if config.rollout.exact else ()
     ways = max(t.micro_batches, 1) * max(t.data, 1) * max(t.fsdp, 1)
     if t.rows % ways:
         yield f"trainer.rows: {t.rows} is not divisible by micro_batches * data * fsdp = {ways}"

@@ -10,7 +10,8 @@ from absl import flags
 
 from dora_jax import config, helping, tasks
 from dora_jax.arguments import apply_overrides
-from dora_jax.config import ConfigError, TaskPart, TaskSection
+from dora_jax.config import ConfigError, TaskSection
+from dora_jax.config_task import TaskPart
 from dora_jax.runtime import run as build
 from dora_jax.tasks.identity import uid_of
 from dora_jax.tasks.mixture import cycle_of

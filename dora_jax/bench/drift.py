@@ -2,6 +2,7 @@
 
     python -m dora_jax.bench.drift [--model=FOLDER] [--samples=32] [--tokens=128]
     python -m dora_jax.bench.drift --moe [--model=FOLDER] [--samples=32] [--tokens=128] [--seeds=0,1,2]
+    python -m dora_jax.bench.drift --exact [--model=FOLDER] [--samples=32] [--tokens=128]
 
 Without a folder, a small model with random weights: those are harder on rounding than trained ones of this size.
   gap          engine log-prob minus the trainer's, of the sampled tokens: mean size, 99th percentile, largest, mean
@@ -12,13 +13,21 @@ so that the gap is at most about 1.4 times one forward pass's rounding; `gap / f
 
 With --moe: a mixture of experts in bfloat16, whose trainer scores the same samples with experts of its own choice and
 with those that sampling took (trainer.routing_replay=rollout). `changed` is the share of choices that differ.
+
+With --exact: what rollout.exact is worth and what it costs. The samples are scored by the trainer's forward, and by the
+engine's own calls; `sampling` is how long those samples took without the option and with it, `replay` how long their
+scoring by the engine's calls.
 """
 
 from __future__ import annotations
 
 import argparse
+import dataclasses
+import functools
+import time
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -30,10 +39,13 @@ from dora_jax.config import Config, ModelSection, RolloutSection, TrainerSection
 from dora_jax.models import decoder, hf, sharding
 from dora_jax.models.config import Experts, ModelConfig
 from dora_jax.publish import placed, sliced
+from dora_jax.rollout.engine import Engine
 from dora_jax.rollout.quantize import KV, PROJECTIONS, WEIGHTS
-from dora_jax.runtime.run import engine_of, publishing_copy, trainer_recipe
+from dora_jax.runtime.replay import Replay
+from dora_jax.runtime.run import engine_of, engine_options, publishing_copy, trainer_recipe
 from dora_jax.types import Sample, SampleId
 
+T = TypeVar("T")
 PROMPT = 32
 MIXTURE: dict[str, Any] = dict(
     vocab_size=512,
@@ -66,12 +78,21 @@ def config_of(dtype: str, weights: str, kv: str, count: int, tokens: int, routin
 
 def samples_of(config: Config, cfg: ModelConfig, params: Any, count: int) -> list[Sample]:
     """Samples of the run's engine, under weights as it gets them: published in its type."""
+    return sampled(loaded_engine(config, cfg, params), count)
+
+
+def loaded_engine(config: Config, cfg: ModelConfig, params: Any) -> Engine:
     mesh = sharding.make_mesh(jax.devices()[:1], 1, 1, 1)
     engine = engine_of(config, cfg, mesh)
     engine.load(0, placed(sliced(publishing_copy(config, cfg, mesh)(params)), engine.param_shardings))
+    return engine
+
+
+def sampled(engine: Engine, count: int) -> list[Sample]:
     rng = np.random.default_rng(0)
     for index in range(count):
-        engine.submit(SampleId(0, index), rng.integers(3, cfg.vocab_size, PROMPT), 0, config.rollout.max_new_tokens)
+        prompt_ids = rng.integers(3, engine.cfg.vocab_size, PROMPT)
+        engine.submit(SampleId(0, index), prompt_ids, 0, engine.section.max_new_tokens)
     done: dict[int, Sample] = {}
     while not engine.idle:
         done |= {sample.id.index: sample for sample in engine.tick().finished}
@@ -147,12 +168,16 @@ def main() -> None:
     parser.add_argument("--samples", type=int, default=32)
     parser.add_argument("--tokens", type=int, default=128)
     parser.add_argument("--moe", action="store_true", help="what replayed routes are worth to a mixture of experts")
+    parser.add_argument("--exact", action="store_true", help="what rollout.exact is worth and costs")
     parser.add_argument("--seeds", default="0,1,2", help="of the weights of --moe without a folder")
     args = parser.parse_args()
     if args.moe:
         replay_table(args.model, args.samples, args.tokens, [int(seed) for seed in args.seeds.split(",")])
         return
     cfg, params = hf.load(Path(args.model)) if args.model else (MODEL, decoder.init_params(MODEL, 0))
+    if args.exact:
+        exact_table(cfg, params, args.samples, args.tokens)
+        return
     print(
         f"{'compute':10s}{'weights':9s}{'KV':9s}{'gap: mean':>11s}{'p99':>10s}{'largest':>10s}{'signed':>10s}"
         f"{'forward':>10s}{'gap / forward':>15s}{'projections MB':>16s}{'KV B/token':>12s}"
@@ -167,6 +192,37 @@ def main() -> None:
             f"{size.max():10.2e}{gap.mean():10.1e}{forward:10.2e}{ratio:>15s}{projections / 1e6:16.2f}{position:12d}",
             flush=True,
         )
+
+
+def exact_table(cfg: ModelConfig, params: Any, count: int, tokens: int) -> None:
+    print(
+        f"{'compute':10s}{'weights':9s}{'KV':9s}{'tokens':>8s}{'gap: mean':>11s}{'largest':>10s}{'exact: largest':>16s}"
+        f"{'differ':>8s}{'sampling s':>12s}{'exact s':>9s}{'replay s':>10s}"
+    )
+    for dtype, weights, kv in OPTIONS:
+        plain = config_of(dtype, weights, kv, count, tokens)
+        config = dataclasses.replace(plain, rollout=dataclasses.replace(plain.rollout, exact=True))
+        engines = [loaded_engine(each, cfg, params) for each in (plain, config)]
+        (_, plain_s), (samples, exact_s) = (timed(functools.partial(sampled, engine, count)) for engine in engines)
+        mesh = sharding.make_mesh(jax.devices()[:1], 1, 1, 1)
+        replay = Replay(cfg, config.rollout, mesh, **engine_options(config, cfg, (), cfg.vocab_size))
+        answers = [(sample.prompt_ids, sample.out_ids) for sample in samples]
+        scores, replay_s = timed(functools.partial(replay, params, answers))
+        found, again = np.concatenate([sample.logprobs for sample in samples]), np.concatenate(scores)
+        gap, left = np.abs(found - trainer_logprobs(config, cfg, params, samples)), np.abs(found - again)
+        differ = int((found.view(np.int32) != again.view(np.int32)).sum())
+        print(
+            f"{dtype:10s}{weights or '-':9s}{kv or '-':9s}{len(found):8d}{gap.mean():11.2e}{gap.max():10.2e}{left.max():16.1e}"
+            f"{differ:8d}{plain_s:12.2f}{exact_s:9.2f}{replay_s:10.2f}",
+            flush=True,
+        )
+
+
+def timed(call: Callable[[], T]) -> tuple[T, float]:
+    """(its result, seconds of a second call): the first one compiles."""
+    call()
+    began = time.perf_counter()
+    return call(), time.perf_counter() - began
 
 
 def replay_table(model: str, samples: int, tokens: int, seeds: list[int]) -> None:

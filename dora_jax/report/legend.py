@@ -98,6 +98,7 @@ METRICS: dict[str, Meaning] = SHARED | {
     "moves/total": ("moves of running samples so far", ""),
     "moves/finished": ("moved samples that have finished", ""),
     "reloads/total": ("loads of weights so far", "about instances times steps"),
+    "time/replay_s": ("the samples of a step scored by the engine's calls (rollout.exact), s", ""),
     "time/step_s": ("from one published version to the next, s", "steady"),
     "time/run_s": ("since this process began, s", ""),
     "time/left_s": ("until the last step, from the newest steps' mean, s", ""),

@@ -62,9 +62,8 @@ class Forward:
     def decode(self, params, pool, state_Sx3, control_BxC, *, blocks: int):
         """Up to `steps` tokens for each row: (pool, state, result, routes [rows, steps, M, k] or None); see `empty` for the
         state, Shapes.result for the result."""
-        header, pages_BxP, window_BxW = jnp.split(
-            control_BxC, [HEADER, HEADER + blocks * self.shapes.block_pages], axis=1
-        )
+        ends = np.cumsum([HEADER, blocks * self.shapes.block_pages, self.shapes.window]).tolist()
+        header, pages_BxP, window_BxW, forced_BxN = jnp.split(control_BxC, ends, axis=1)
         slot_B, past_B, drawn_B = header[:, SLOT], header[:, POSITION], header[:, DRAWN]
         fresh_B = header[:, FRESH] > 0
         token_B = jnp.where(fresh_B, header[:, TOKEN], state_Sx3[slot_B, 0])
@@ -90,6 +89,7 @@ class Forward:
                     keys_B,
                     drawn_B + i,
                     self.limits(last_B, repeats_B),
+                    forced_BxN[:, i] if self.shapes.exact else None,
                 )
             token_B = jnp.where(active_B, next_B, last_B)
             repeats_B = jnp.where((token_B == last_B) & (repeats_B > 0), repeats_B + 1, 1)

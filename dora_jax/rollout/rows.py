@@ -135,6 +135,8 @@ class Rows:
         np.copyto(used[:, window : window + wide], new, where=at < s.pages_for(position + steps)[:, None])
         if drafts is not None:
             used[:, window + wide :] = drafts
+        elif s.exact:
+            used[:, window + wide :] = [seq.next_forced(s.steps) for seq in seqs]
         self._launched(slots, seqs, steps)
         return control, tuple(zip(seqs, steps.tolist(), strict=True))
 

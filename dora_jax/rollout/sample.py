@@ -33,6 +33,7 @@ def draw(
     keys_B,
     positions_B,
     limits: Limits | None = None,
+    forced_B: jax.Array | None = None,
     *,
     greedy: bool = False,
     top_k: int = 0,
@@ -42,7 +43,8 @@ def draw(
 ):
     """(token i32[B], log-prob f32[B], kept i32[B, top_k or 0]) of the next token of each row.
 
-    `logits_BxV` are already tempered and masked. kept: the ids that were drawn from, -1 beyond them.
+    `logits_BxV` are already tempered and masked. forced_B: tokens to report in the place of the drawn ones; -1: none.
+    kept: the ids that were drawn from, -1 beyond them.
     """
     logprobs_BxV = jax.nn.log_softmax(logits_BxV, axis=-1)
     allowed_BxV = logprobs_BxV if limits is None else limits.cut(logprobs_BxV, positions_B)
@@ -54,6 +56,8 @@ def draw(
         in_set_BxV = jnp.zeros(kept_BxV.shape, bool).at[jnp.arange(len(ids_BxK))[:, None], ids_BxK].set(True)
         kept_BxV = jnp.where(in_set_BxV, kept_BxV, MASKED)  # of ties with the last, only those that are sent along
     token_B = _likeliest(kept_BxV) if greedy else _drawn(kept_BxV, keys_B, positions_B)
+    if forced_B is not None:
+        token_B = jnp.where(forced_B >= 0, forced_B, token_B)
     return token_B, jnp.take_along_axis(logprobs_BxV, token_B[:, None], axis=-1)[:, 0], kept_BxK
 
 

@@ -83,6 +83,7 @@ class Seq:
         self.tail_page: int | None = None  # the shared page to read in the place of the first private one, once
         self.fresh = True  # the device does not hold its next token yet
         self.inflight = 0  # decode steps launched and not yet read back
+        self.forced = np.zeros(0, np.int32)  # tokens that it takes in the place of its first draws: see replay.py
 
     def extend(self, tokens: np.ndarray, logprobs: np.ndarray, kept: np.ndarray) -> None:
         """Newly sampled: i32[n], f32[n], i32[n, top_k]."""
@@ -142,6 +143,13 @@ class Seq:
     def drawn(self) -> int:
         """Tokens sampled once what is in flight has come back: the number of the next draw."""
         return self.n_out - self.undrawn + self.inflight
+
+    def next_forced(self, steps: int) -> np.ndarray:
+        """i32[steps]: what its next call is to draw, -1 where that is free."""
+        out = np.full(steps, -1, np.int32)
+        known = self.forced[self.drawn : self.drawn + steps]
+        out[: len(known)] = known
+        return out
 
     @property
     def in_flight(self) -> InFlightSample:

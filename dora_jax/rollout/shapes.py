@@ -58,6 +58,7 @@ class Shapes:
     draft_rows: int  # of a verifying call
     draft_cost: float  # its time over that of a decode call; 0: measured
     adapters: int  # that lie beside one another: each row of a call takes its own; 0: a call's rows are of one version
+    exact: bool  # decode calls take tokens that are to be drawn, so that they can score a sample
 
     @property
     def paged(self) -> bool:
@@ -111,8 +112,10 @@ class Shapes:
         return (2 + self.kept) * self.steps + 1
 
     def decode_control(self, blocks: int, narrow: bool = False) -> tuple[int, int]:
-        """Shape of a decode call's control array: header, pages to read, pages to write."""
-        return self.narrow_rows if narrow else self.rows, HEADER + blocks * self.block_pages + self.window
+        """Shape of a decode call's control array: header, pages to read, pages to write; of an exact engine the tokens to
+        draw behind them, -1 where the call is to draw."""
+        columns = HEADER + blocks * self.block_pages + self.window + self.exact * self.steps
+        return self.narrow_rows if narrow else self.rows, columns
 
     def verify_control(self, blocks: int) -> tuple[int, int]:
         """Shape of a verifying call's: as a decode call's, and the drafts behind it."""
@@ -190,6 +193,7 @@ def shapes_of(section: RolloutSection, adapters: bool = False) -> Shapes:
         draft_rows=min(section.draft_rows, rows),
         draft_cost=section.draft_cost,
         adapters=section.residents if adapters else 0,
+        exact=section.exact,
     )
     needed = shapes.worst_pages(section.max_prompt_tokens, section.max_new_tokens)
     if needed > section.pages:
@@ -237,6 +241,10 @@ def _check_sampling(section: RolloutSection) -> None:
         )
     if section.max_repeats < 0:
         raise ValueError(f"rollout.max_repeats {section.max_repeats} is less than 0")
+    if section.exact and (section.drafts or section.narrow_rows):
+        raise ValueError(
+            "rollout.exact takes every token by calls of one shape: rollout.drafts and rollout.narrow_rows must be 0 with it"
+        )
     if section.keep_set and section.top_k < 1:
         raise ValueError("rollout.keep_set sends the kept ids along, so rollout.top_k must bound their number")
     if "" in section.stop_strings:

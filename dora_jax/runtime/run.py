@@ -30,6 +30,7 @@ from dora_jax.publish import offered_copy
 from dora_jax.rollout.device_calls import Calls, new_calls
 from dora_jax.rollout.engine import Engine
 from dora_jax.rollout.host_kv import HostKV
+from dora_jax.runtime.replay import Replay
 from dora_jax.runtime.seams import Batches, MakeProbe, Pack, Tree
 from dora_jax.tasks.mixture import cycle_of
 from dora_jax.trainer.objective import may_start_early, needs_scores
@@ -89,16 +90,17 @@ def engine_of(
         mesh,
         decode=decode,
         host=host,
-        **_engine_options(config, model, eos_ids, vocab_limit or model.vocab_size),
+        **engine_options(config, model, eos_ids, vocab_limit or model.vocab_size),
     )
 
 
 def engine_calls(config: Config, model: ModelConfig, mesh: Mesh, eos_ids: tuple[int, ...], vocab_limit: int) -> Calls:
     """The calls of `engine_of`; the devices of the mesh may be descriptions."""
-    return new_calls(model, config.rollout, mesh, **_engine_options(config, model, eos_ids, vocab_limit))
+    return new_calls(model, config.rollout, mesh, **engine_options(config, model, eos_ids, vocab_limit))
 
 
-def _engine_options(config: Config, model: ModelConfig, eos_ids: tuple[int, ...], vocab_limit: int) -> dict[str, Any]:
+def engine_options(config: Config, model: ModelConfig, eos_ids: tuple[int, ...], vocab_limit: int) -> dict[str, Any]:
+    """Of an engine beside its model, section and mesh."""
     return {
         "routes": RouteShape.of(model) if config.trainer.routing_replay == "rollout" else None,
         "seed": config.seed,
@@ -122,7 +124,11 @@ def new_trainer(config: Config, tokenizer: Tokenizer, mesh: Mesh, dump_dir: Path
     if config.lora.path:
         with blame("lora.path"):
             adapter = peft.load(config.lora.path, model, config.lora, config.seed)
-    options: dict[str, Any] = {"vocab_limit": tokenizer.vocab_size, "dump_dir": str(dump_dir)}
+    options: dict[str, Any] = {
+        "vocab_limit": tokenizer.vocab_size,
+        "eos_ids": tokenizer.eos_ids,
+        "dump_dir": str(dump_dir),
+    }
     return trainer_of(config, model, mesh, params, adapter=adapter, **options)
 
 
@@ -132,12 +138,17 @@ def trainer_of(
     mesh: Mesh,
     params: Tree,
     *,
+    eos_ids: tuple[int, ...] = (),
     vocab_limit: int = 0,
     dump_dir: str | None = None,
     adapter: Tree | None = None,
 ) -> Trainer:
     """The trainer of a resolved configuration and of these weights (stacked), which it copies; see `engine_of`. adapter:
     the first one, where one is trained; None: a fresh one."""
+    replay = None
+    if config.rollout.exact:
+        options = engine_options(config, model, eos_ids, vocab_limit or model.vocab_size)
+        replay = Replay(model, config.rollout, mesh, **options)
     return Trainer(
         model,
         config.trainer,
@@ -146,13 +157,14 @@ def trainer_of(
         dump_dir=dump_dir,
         adapter=adapter,
         seed=config.seed,
+        replay=replay,
         **_trainer_options(config, vocab_limit or model.vocab_size),
     )
 
 
 def trainer_recipe(config: Config, model: ModelConfig, mesh: Mesh, vocab_limit: int) -> Recipe:
     """The recipe of `new_trainer`; the devices of the mesh may be descriptions."""
-    return new_recipe(model, config.trainer, mesh, **_trainer_options(config, vocab_limit))
+    return new_recipe(model, config.trainer, mesh, exact=config.rollout.exact, **_trainer_options(config, vocab_limit))
 
 
 def _trainer_options(config: Config, vocab_limit: int) -> dict[str, Any]:
@@ -187,8 +199,9 @@ def publishing_inputs(model: ModelConfig, mesh: Mesh, adapted: Lora = OFF) -> Tr
 
 def partial_s(config: Config) -> float:
     """How often running samples report their tokens. A sample that goes on from its tokens may differ in the last bits
-    from one that was never cut: not in mode sync, whose runs are the same bit for bit however often they are killed."""
-    return config.journal.partial_s if not config.orchestrator.synchronous else 0.0
+    from one that was never cut: not in mode sync, whose runs are the same bit for bit however often they are killed, and
+    not with rollout.exact."""
+    return 0.0 if config.orchestrator.synchronous or config.rollout.exact else config.journal.partial_s
 
 
 def orchestrator_config(config: Config) -> OrchestratorConfig:

@@ -57,6 +57,8 @@ def micro_loss(model: Model, section: Any, params: Any, arrays: Arrays) -> tuple
     """(sum of weighted per-token losses, metric sums) of one micro-batch."""
     mask, segments, adv = arrays["mask"], arrays["segment_ids"], arrays["advantages"]
     (l, entropy), routed = model.logprobs_routed(params, arrays, entropy_grad=section.entropy_coef > 0)
+    if "exact_logprobs" in arrays:  # their values, with the gradient of this forward
+        l = arrays["exact_logprobs"] + (l - jax.lax.stop_gradient(l))
     behavior = arrays["behavior_logprobs"]
     old = arrays.get("old_logprobs", jax.lax.stop_gradient(l))  # a step's first update starts at its own old policy
     anchor = behavior if section.anchor == "behavior" else old

@@ -104,8 +104,8 @@ def may_start_early(section: Any) -> bool:
     return section.updates > 1 and not needs_scores(section) and section.advantage not in WHITENED
 
 
-def batch_dtypes(section: Any) -> dict[str, str]:
-    """Arrays of a packed batch as this objective uses it: name -> dtype."""
+def batch_dtypes(section: Any, exact: bool = False) -> dict[str, str]:
+    """Arrays of a packed batch as this objective uses it: name -> dtype. exact: with log-probs of the engine's calls."""
     integers: tuple[str, ...] = ("tokens", "targets", "segment_ids", "positions", "version")
     integers += ("prefix_ids",) if section.share_prompts == "on" else ()
     names = dict.fromkeys(integers, "int32") | {"mask": "bool"}
@@ -114,6 +114,8 @@ def batch_dtypes(section: Any) -> dict[str, str]:
         floats.append("old_logprobs")
     if needs_reference(section):
         floats.append("ref_logprobs")
+    if exact:
+        floats.append("exact_logprobs")
     if needs_value(section):
         floats += ["values", "returns"]
     return names | dict.fromkeys(floats, "float32")
@@ -190,6 +192,18 @@ def mixture_problems(section: Any, model: Any) -> list[str]:
         for broken, field, value, needed in rules
         if broken
     ]
+
+
+def exact_problems(config: Any) -> list[str]:
+    """What a Config asks for that the trainer cannot replay to the bit (exact.py); one sentence each."""
+    hosts = max(config.cluster.trainer_hosts, config.cluster.hosts_per_instance)
+    rules = [
+        (config.orchestrator.mixes_versions, "orchestrator.mode", "a sample of several versions has KV of each"),
+        (config.lora.rank > 0, "lora.rank", "the replay takes whole weights"),
+        (bool(config.environment.name), "environment.name", "an episode is cut into calls where its turns end"),
+        (hosts > 1, "cluster.trainer_hosts", "one process replays what one process of an instance drew"),
+    ]
+    return [f"{name}: rollout.exact=True needs another value: {why}" for broken, name, why in rules if broken]
 
 
 def _unknown_names(section: Any) -> list[str]:

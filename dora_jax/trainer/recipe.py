@@ -31,8 +31,9 @@ class TrainState(NamedTuple):
 class Recipe:
     """The static part of an update: objective, optimizer, schedule, critic."""
 
-    def __init__(self, model: Model, section: Any, total_steps: int):
-        self.model, self.section, self.lora = model, section, model.lora
+    def __init__(self, model: Model, section: Any, total_steps: int, exact: bool = False):
+        """exact: log-probs come along with the batch."""
+        self.model, self.section, self.lora, self.exact = model, section, model.lora, exact
         self.rate = optim.schedule(
             section.schedule, section.learning_rate, section.warmup_steps, total_steps * section.updates
         )
@@ -104,6 +105,7 @@ def new_recipe(
     vocab_limit: int | None = None,
     dtype: str = "float32",
     lora: Lora = OFF,
+    exact: bool = False,
 ) -> Recipe:
     """What a trainer of this section compiles; the devices of the mesh may be descriptions."""
     wrong = objective.attention_problems(section, mesh.devices.flat[0].platform, dtype)
@@ -123,7 +125,7 @@ def new_recipe(
         section.expert_dispatch,
         lora,
     )
-    return Recipe(model, section, total_steps)
+    return Recipe(model, section, total_steps, exact)
 
 
 def abstract_inputs(recipe: Recipe, rows: int, tokens: int) -> tuple[Any, ...]:
@@ -135,7 +137,7 @@ def abstract_inputs(recipe: Recipe, rows: int, tokens: int) -> tuple[Any, ...]:
     where = sharding.batch_spec(recipe.model.mesh)
     arrays = {
         name: jax.ShapeDtypeStruct((rows, tokens), dtype, sharding=where)
-        for name, dtype in objective.batch_dtypes(recipe.section).items()
+        for name, dtype in objective.batch_dtypes(recipe.section, recipe.exact).items()
     }
     if recipe.routes is not None:
         shape = (rows, tokens, recipe.routes.layers, recipe.routes.per_token)

@@ -25,7 +25,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from dora_jax.models import decoder, sharding
 from dora_jax.models import lora as lora_adapters
 from dora_jax.models.lora_config import OFF, Lora
-from dora_jax.trainer import correction, flops, health, objective, optim, routing
+from dora_jax.trainer import correction, exact, flops, health, objective, optim, routing
 from dora_jax.trainer import score as scores
 from dora_jax.trainer.micro_batch import accumulate, by_micro_batch, lag, micro_loss
 from dora_jax.trainer.model import UNROLLED_LAYERS, Adapted, Arrays, layers_of, unrouted
@@ -65,13 +65,14 @@ class Trainer:
         lora: Lora = OFF,
         adapter: Any = None,
         seed: int = 0,
+        replay: exact.Replay | None = None,
     ):
         """Copies `params` (stacked, any sharding); they stay the caller's.
 
         lora: if it is on, an adapter is trained and `params` stay as they are, in `dtype`. adapter: the first one, stacked;
-        None: a fresh one of this seed.
+        None: a fresh one of this seed. replay: see exact.py.
         """
-        self.section, self.mesh = section, mesh
+        self.section, self.mesh, self._replay = section, mesh, replay
         self.recipe = new_recipe(
             model_cfg,
             section,
@@ -81,6 +82,7 @@ class Trainer:
             vocab_limit=vocab_limit,
             dtype=dtype,
             lora=lora,
+            exact=replay is not None,
         )
         self._model, self.routes = self.recipe.model, self.recipe.routes
         self._rows, self._replicated = sharding.batch_spec(mesh), NamedSharding(mesh, PartitionSpec())
@@ -168,7 +170,10 @@ class Trainer:
         if not objective.needs_scores(self.section):
             return {}
         arrays = self._put(batch.arrays())
-        out = {"old_logprobs": _inside(batch, self._logprobs(self._whole(self.state.params), arrays))}
+        if self._replay is None:
+            out = {"old_logprobs": _inside(batch, self._logprobs(self._whole(self.state.params), arrays))}
+        else:
+            out = {"old_logprobs": exact.logprobs(self._replay, self.state.params, batch)}
         if self._reference is not None:
             out["ref_logprobs"] = _inside(batch, self._logprobs(self._whole(self._reference), unrouted(arrays)))
         if objective.needs_value(self.section):
@@ -184,6 +189,8 @@ class Trainer:
         """Compiles the step for batches of this shape; changes nothing."""
         _, shapes, *_ = abstract_inputs(self.recipe, rows, tokens)
         self._compiled[rows, tokens] = self._update.lower(self.state, shapes, *self._frozen).compile()
+        if self._replay is not None:
+            self._replay.warmup()
 
     def probe(self, probe: Probe) -> dict[str, float]:
         """The engine-trainer gap on the tokens of `probe.version`, under its weights; stops above the bound."""
@@ -216,8 +223,12 @@ class Trainer:
             if probe is not None and not every and not (part.mask & (part.version == int(self.state.step))).any():
                 metrics.update(self.probe(probe))
             began = time.perf_counter()
+            arrays = part.arrays()
+            if self._replay is not None:
+                arrays["exact_logprobs"] = exact.logprobs(self._replay, self.state.params, part)
+                metrics["time/replay_s"] = metrics.get("time/replay_s", 0.0) + time.perf_counter() - began
             run = self._compiled.get(part.tokens.shape, self._update)
-            self.state, sums = run(self.state, self._put(part.arrays()), *self._frozen)
+            self.state, sums = run(self.state, self._put(arrays), *self._frozen)
             every.append(jax.device_get(sums))
             self._meter.add(part, time.perf_counter() - began)
             self.health.check(every[-1], part, int(self.state.step) + 1)
