@@ -7,7 +7,7 @@ decisions are made once. A batch of one is as good as any other, only dearer.
     commit, of each fact:   does it count? (verdict.py) -> what it changes (transitions.py) -> [end of a step]
     decide, of each batch:  take -> relieve instances that run out of pages -> rebalance, if triggered (rebalancing.py)
                             -> fill free slots (placement.py) -> give emptied instances their next weights
-                            -> retire versions -> halt
+                            -> lend the chips of a trainer that waits (lending.py) -> retire versions -> halt
 
 Laws: a command reserves, the event that answers it commits. Every started sample ends in exactly one SampleDone or
 SampleCancelled. Triggers of a rebalance: a step's end, a batch taken, an instance that comes or goes, KV pressure, a
@@ -24,7 +24,7 @@ from __future__ import annotations
 
 from collections.abc import Set as AbstractSet
 
-from dora_jax.orchestrate import admission, placement, rebalancing, rounds, snapshot, verdict, view
+from dora_jax.orchestrate import admission, lending, placement, rebalancing, rounds, snapshot, verdict, view
 from dora_jax.orchestrate import events as ev
 from dora_jax.orchestrate.modes import OrchestratorConfig
 from dora_jax.orchestrate.state import State
@@ -32,7 +32,8 @@ from dora_jax.orchestrate.transitions import COMMIT
 from dora_jax.types import RENEWAL, GroupId, Version, is_served
 
 # After these a batch may be taken that could not be before; after these no version and no run can be over.
-CHANGES_READY = {ev.GroupScored, ev.GroupFailed, ev.StepPublished, ev.InstanceUp, ev.InstanceUnhealthy}
+CHANGES_READY = {ev.GroupScored, ev.GroupFailed, ev.StepPublished, ev.InstanceUp, ev.InstanceDown, ev.InstanceUnhealthy}
+FREES_TRAINER = {ev.PartTrained, ev.StepPublished}
 ENDS_NOTHING = {ev.InstanceReported, ev.SampleStarted, ev.SampleWaiting, ev.SampleReady}
 
 
@@ -97,7 +98,8 @@ class Orchestrator:
             self._take()
         if s.due.pressed:
             rebalancing.relieve_pressed(s)
-        if s.due.rebalance and rebalancing.may_rebalance(s):
+        balanced = s.due.rebalance and rebalancing.may_rebalance(s)
+        if balanced:
             s.due.rebalance = False
             rebalancing.rebalance(s)
         if s.due.versions_to_fill:
@@ -106,6 +108,8 @@ class Orchestrator:
             rebalancing.consolidate(s)
         if s.due.emptied:
             rebalancing.settle_emptied(s)
+        if s.roles.lendable and (balanced or heard & FREES_TRAINER):
+            lending.lend(s)
         if not heard <= ENDS_NOTHING:
             self._retire()
             self._halt_if_done()
@@ -114,11 +118,16 @@ class Orchestrator:
 
     def _take(self) -> None:
         s = self.state
-        batch = s.ledger.take() if s.ledger.base < s.config.total_steps else ()
+        if s.ledger.base >= s.config.total_steps:
+            return
+        if s.roles.lent:
+            if s.ledger.next_members():
+                lending.call_back(s)
+            return
+        batch = s.ledger.take()
         if batch:
             s.out.append(ev.Train(group_ids=batch, base_version=s.ledger.base))
-            if s.paused:
-                s.out += [ev.Pause(instance=id) for id in s.fleet.instances]
+            lending.trainer_takes(s)
             s.count_tasks(batch, -1)
             if s.decisions.over_issued and not s.ledger.missing:
                 rounds.end(s)
@@ -127,8 +136,7 @@ class Orchestrator:
 
     def _end_step(self) -> None:
         s = self.state
-        if s.config.colocated:
-            s.out += [ev.Unpause(instance=id) for id in s.fleet.instances]
+        lending.trainer_ends(s)
         self._renew_budget()
         rounds.begin(s)
         self._evaluate(s.ledger.base)

@@ -162,6 +162,14 @@ class StepPublished:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class PartTrained:
+    """The trainer is done with all groups that it has, and the step lacks more. Said where its chips can be lent."""
+
+    base_version: Version
+    groups: int  # of the step at this base, so far
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class InstanceReported:
     """How far an instance is, once a period: every sample that it runs and that has a token; or none of them, where none has
     grown since, or, in a large fleet, where it has listed them a short time ago. The tokens themselves stay in the engine. In columns: plain numbers cost journal and
@@ -221,6 +229,7 @@ Event = (
     | GroupFailed
     | RequestCame
     | StepPublished
+    | PartTrained
     | InstanceReported
     | TimePassed
 )
@@ -315,6 +324,23 @@ class Unpause:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Lend:
+    """The trainer's state leaves these chips, and they decode as an instance that holds `version`, the newest. The answer is
+    InstanceUp, or InstanceDown of a life that never came up."""
+
+    instance: InstanceId
+    version: Version
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Return:
+    """The instance gives its chips back: its samples are recorded, with their KV where possible, and the trainer's state
+    comes back. The answer is InstanceDown."""
+
+    instance: InstanceId
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Halt:
     """The run is over: all steps done (ok) or it cannot go on (not ok); `reason` is a sentence."""
 
@@ -322,4 +348,19 @@ class Halt:
     reason: str
 
 
-Command = LoadWeights | Start | Move | Park | Resume | Cancel | Train | Retire | Pause | Unpause | Quarantine | Halt
+Command = (
+    LoadWeights
+    | Start
+    | Move
+    | Park
+    | Resume
+    | Cancel
+    | Train
+    | Retire
+    | Pause
+    | Unpause
+    | Lend
+    | Return
+    | Quarantine
+    | Halt
+)

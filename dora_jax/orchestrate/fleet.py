@@ -84,8 +84,8 @@ class Instance:
 
     __slots__ = (
         "coming", "counts", "free_reported", "id", "incoming", "leaving", "life", "pace", "paced_steps", "page_size",
-        "pages", "pages_used", "phase", "pressed", "report", "reports", "residents", "slots", "speed", "tokens", "units",
-        "versions",
+        "pages", "pages_used", "phase", "pressed", "report", "reports", "residents", "returning", "slots", "speed", "tokens",
+        "units", "versions",
     )  # fmt: skip
 
     def __init__(self, id: InstanceId, life: int, slots: int, pages: int, page_size: int, residents: int,
@@ -111,6 +111,7 @@ class Instance:
         self.incoming = 0
         self.free_reported = pages
         self.pressed = False  # short of pages: starts nothing until enough are free
+        self.returning = False  # gives its chips back to the trainer: starts nothing more
 
     @property
     def used(self) -> int:
@@ -154,7 +155,7 @@ class Fleet:
     # ------------------------------------------------------------------ pages
 
     def has_room(self, instance: Instance, tokens: int = 0) -> bool:
-        if instance.pressed or len(instance.units) + instance.incoming >= instance.slots:
+        if instance.pressed or instance.returning or len(instance.units) + instance.incoming >= instance.slots:
             return False
         return instance.pages_used + self.measured.pages(instance.page_size, tokens) <= instance.pages
 

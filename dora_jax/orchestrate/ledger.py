@@ -144,12 +144,14 @@ class Ledger:
     def take(self) -> tuple[GroupId, ...]:
         """What the trainer gets next, a part or the rest of the step's batch; () while the rule allows none."""
         taken: list[GroupId] = []
-        while self.missing:
-            members = self.oldest_ready(self.part)
-            if not members or not self.may_take(members):
-                break
+        while members := self.next_members():
             taken += self._take(members)
         return tuple(taken)
+
+    def next_members(self) -> dict[Version, int]:
+        """{version: groups} that may be taken now; {} if there are none."""
+        members = self.oldest_ready(self.part) if self.missing else {}
+        return members if members and self.may_take(members) else {}
 
     def _take(self, members: dict[Version, int]) -> list[GroupId]:
         part: list[GroupId] = []
@@ -179,6 +181,11 @@ class Ledger:
 
     def blocking_version(self, members: dict[Version, int]) -> Version | None:
         """The oldest u whose outstanding groups forbid this batch; None: nothing does."""
+        blocked = self.blocked_by(members)
+        return None if blocked is None else blocked[0]
+
+    def blocked_by(self, members: dict[Version, int]) -> tuple[Version, int] | None:
+        """That version, and how many of the groups outstanding up to it are too many."""
         lag = self.max_lag
         if not self.capped or lag is None:
             return None
@@ -186,8 +193,9 @@ class Ledger:
         after = sum(n for v, n in self.outstanding.items() if v < self.base - lag)
         for u in range(self.base - lag, self.base + 1):
             after += self.outstanding.get(u, 0) - members.get(u, 0)
-            if after > (u + lag - self.base) * self.groups_per_step + missing:
-                return u
+            allowed = (u + lag - self.base) * self.groups_per_step + missing
+            if after > allowed:
+                return u, after - allowed
         return None
 
     def _members_in_time(self, members: dict[Version, int]) -> bool:

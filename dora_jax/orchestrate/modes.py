@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Self
 
 from dora_jax.orchestrate.events import InstanceUp
-from dora_jax.types import Version, issued_first_as
+from dora_jax.types import InstanceId, Version, issued_first_as
 
 # Between 3 and 8 the simulated step time is flat; 0 costs 5 to 12 % where stragglers hold the trainer.
 KV_WEIGHT = 8.0
@@ -112,6 +112,8 @@ class OrchestratorConfig:
     colocated: bool = False  # instances share the trainer's chips: they stand still from a whole batch to its version
     hold_versions: int = 0  # versions that are kept for sessions of the endpoint, beside those that training needs
     hold_s: float = 0.0  # for so long after they were superseded
+    lendable: tuple[InstanceId, ...] = ()  # instances that the trainer's chips make up while it waits; see roles.py
+    switch_s: float = 0.0  # expected of their switch to the rollouts and back, until one was measured
 
     @classmethod
     def of(cls, *sections: Any, **more: Any) -> Self:
@@ -226,11 +228,13 @@ class OrchestratorConfig:
         positive = ("groups_per_step", "updates", "group_size", "max_versions", "max_new_tokens", "max_filtered_rounds",
                     "eval_samples", "rebalance_period_s")  # fmt: skip
         not_negative = ("total_steps", "eval_groups", "eval_every", "max_prompt_tokens", "inflight",
-                        "expected_new_tokens", "task_lead")  # fmt: skip
+                        "expected_new_tokens", "task_lead", "switch_s")  # fmt: skip
         found += [f"{n} is {getattr(self, n)}: it must be positive" for n in positive if getattr(self, n) <= 0]
         found += [f"{n} is {getattr(self, n)}: it must not be negative" for n in not_negative if getattr(self, n) < 0]
         if self.updates > 0 and self.groups_per_step % self.updates:
             found.append(f"updates is {self.updates}: it does not divide groups_per_step, {self.groups_per_step}")
+        if self.colocated and self.lendable:
+            found.append("colocated instances have the trainer's chips already: there are none to lend")
         if self.task_adaptive and not self.task_cycle:
             found.append("task_adaptive is set, but task_cycle names no task")
         found += [

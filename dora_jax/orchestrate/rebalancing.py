@@ -29,12 +29,13 @@ def may_rebalance(s: State) -> bool:
 
 def rebalance(s: State) -> None:
     s.rebalanced_s = s.now_s
-    if not s.fleet.instances:
+    instances = [instance for instance in s.fleet.instances.values() if not instance.returning]
+    if not instances:
         return
     speeds.renew(s.fleet)
     demand = _demand(s)
-    changes = _plan(s, demand)
-    for instance in s.fleet.instances.values():
+    changes = _plan(s, instances, demand)
+    for instance in instances:
         if instance.phase != fl.LOADING:
             coming, leaving = changes.get(instance.id, (None, None))
             if (coming, leaving) != (instance.coming, instance.leaving):
@@ -62,12 +63,13 @@ def _demand(s: State) -> dict[Version, int]:
     return {version: samples for version, samples in demand.items() if samples}
 
 
-def _plan(s: State, demand: dict[Version, int]) -> dict[InstanceId, tuple[Version, Version | None]]:
+def _plan(
+    s: State, instances: list[Instance], demand: dict[Version, int]
+) -> dict[InstanceId, tuple[Version, Version | None]]:
     """{instance: (the version that it is to take, the one that makes room)}: shares in proportion to the requests.
 
     A version of which every sample waits for its environment keeps an instance, to which they come back, where there are
     enough for all versions."""
-    instances = s.fleet.instances.values()
     slots, berths = sum(h.slots for h in instances), sum(h.residents for h in instances)
     if len(demand) >= berths:
         demand = {v: n for v, n in demand.items() if n > s.queue.in_environment.get(v, 0)}
@@ -123,7 +125,7 @@ def _preempt(s: State) -> None:
 def _park(s: State, instance: Instance, units: list[Unit]) -> None:
     """Put running samples aside, the longest first: that is the order in which they go on."""
     running = sorted((u for u in units if u.state == fl.RUNNING), key=lambda u: (-u.tokens, u.group.id, u.index))
-    if running:
+    if running and not instance.returning:
         for unit in running:
             unit.state = fl.PARKING
         s.out.append(ev.Park(ids=tuple(u.id for u in running), instance=instance.id))
@@ -166,7 +168,13 @@ def _move(s: State, version: Version) -> None:
 def _source(s: State, instance: Instance, version: Version) -> migration.EmptiedInstance:
     """The samples to take off `instance`: all of the version, or none where that is not possible or not worth it."""
     units = [u for u in s.fleet.settle(instance) if u.version == version]
-    if not units or instance.incoming or not all(map(_movable, units)) or not _worth_moving(s, instance, units):
+    if (
+        not units
+        or instance.returning
+        or instance.incoming
+        or not all(map(_movable, units))
+        or not _worth_moving(s, instance, units)
+    ):
         return migration.EmptiedInstance(instance.id, [])
     movers = [migration.Mover(u.id, u.tokens, s.fleet.measured.pages(instance.page_size, u.tokens)) for u in units]
     return migration.EmptiedInstance(instance.id, movers)
@@ -206,7 +214,11 @@ def relieve_pressed(s: State) -> None:
 def _relieve(s: State, instance: Instance) -> None:
     """KV pressure: the youngest samples of an instance that runs out of pages move to another instance of their version,
     or are put aside until pages are free. The longest stay: they are the tail that a step waits for."""
-    if not s.short_of_pages(instance) or any(u.state in (fl.PARKING, fl.MOVING) for u in instance.units.values()):
+    if (
+        instance.returning
+        or not s.short_of_pages(instance)
+        or any(u.state in (fl.PARKING, fl.MOVING) for u in instance.units.values())
+    ):
         return
     running = [u for u in s.fleet.settle(instance) if u.state == fl.RUNNING]
     running.sort(key=lambda u: (u.tokens, -u.group.id, -u.index))
@@ -232,7 +244,7 @@ def settle_emptied(s: State) -> None:
     emptied, s.due.emptied = sorted(s.due.emptied), {}
     for id in emptied:
         instance = s.fleet.instances.get(id)
-        if instance is None or instance.phase == fl.LOADING:
+        if instance is None or instance.returning or instance.phase == fl.LOADING:
             continue
         coming, drop = instance.coming, instance.leaving
         if coming is None:

@@ -42,6 +42,7 @@ def restart(orchestrator: Orchestrator) -> Debts:
     for instance in list(s.fleet.instances.values()):
         _commit(orchestrator, ev.InstanceDown(instance=instance.id, life=instance.life, reason=LOST))
     s.fleet.lives.clear()  # the next body counts anew
+    s.roles.all_home()
     for unit, dst in [(u, u.dst) for u in _units(orchestrator) if u.state == fl.MOVING and u.dst is not None]:
         failed = ev.MoveFailed(id=unit.id, src=_NOWHERE, dst=dst.id, attempt=unit.attempt, reason=LOST)
         _commit(orchestrator, failed)

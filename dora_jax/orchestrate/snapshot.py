@@ -16,7 +16,7 @@ from dora_jax.orchestrate.line import Line
 from dora_jax.orchestrate.state import State
 from dora_jax.types import InstanceId
 
-FORMAT = 12
+FORMAT = 13
 UNIT = tuple(name for name in Unit.__slots__ if name not in ("dst", "group", "id"))
 INSTANCE = tuple(name for name in Instance.__slots__ if name not in ("report", "units"))
 unit_values, instance_values = attrgetter(*UNIT), attrgetter(*INSTANCE)
@@ -67,13 +67,10 @@ def _upgraded(s: State, data: dict[str, Any]) -> dict[str, Any]:
         kept["new_tokens"], _ = fleet.pop("likely_tokens"), fleet.pop("fresh_pages")
         data |= {"format": 7, "fleet": fleet | {"measured": _encode(s.fleet.measured) | kept}}
     if data["format"] == 7:  # no speed was measured
-        unknown = {"pace": 0.0, "paced_steps": 0.0}
-        known = [name for name in INSTANCE if name not in unknown]
-        instances = [(dict(zip(known, values, strict=True)) | unknown, ids) for values, ids in data["instances"]]
         measured = data["fleet"]["measured"] | {"line": _encode(Line())}
         data |= {
             "format": 8,
-            "instances": [[[instance[name] for name in INSTANCE], ids] for instance, ids in instances],
+            "instances": _fitted(data["instances"], {"pace": 0.0, "paced_steps": 0.0}, {"returning"}),
             "fleet": data["fleet"] | {"measured": measured},
         }
     if data["format"] == 8:  # no sample waited for an environment
@@ -91,7 +88,18 @@ def _upgraded(s: State, data: dict[str, Any]) -> dict[str, Any]:
         lines = [[version, [row[0], row[1], ["deque"], *row[2:]]] for version, row in lines]
         data |= {"format": 12, "queue": queue | {"untrained_unfinished": untrained, "lines": [kind, *lines]}}
         data |= {"asked_s": _encode({}), "superseded_s": _encode({})}
+    if data["format"] == 12:  # no chips were lent
+        data |= {"format": 13, "instances": _fitted(data["instances"], {"returning": False}, set())}
+        data |= {"roles": _encode(s.roles)}
     return data
+
+
+def _fitted(instances: list, unset: dict[str, Any], later: set[str]) -> list:
+    """The rows of instances that were written without `unset`, and without what is later still."""
+    names = [name for name in INSTANCE if name not in later]
+    known = [name for name in names if name not in unset]
+    filled = [(dict(zip(known, values, strict=True)) | unset, ids) for values, ids in instances]
+    return [[[instance[name] for name in names], ids] for instance, ids in filled]
 
 
 def _with(groups: list, unset: dict[str, Any], later: set[str]) -> list:

@@ -15,6 +15,7 @@ from dora_jax.orchestrate.fleet import Fleet, Group, Instance, Unit
 from dora_jax.orchestrate.ledger import Ledger
 from dora_jax.orchestrate.modes import OrchestratorConfig
 from dora_jax.orchestrate.queue import Queue
+from dora_jax.orchestrate.roles import Roles
 from dora_jax.types import (
     MAX_RENEWALS,
     RENEWAL,
@@ -55,6 +56,7 @@ class State:
         self.ledger = Ledger(config.groups_per_step, d.max_lag, start_version, capped=d.capped, parts=d.parts)
         self.fleet = Fleet(config.max_prompt_tokens, config.max_new_tokens, config.expected_new_tokens)
         self.queue = Queue()
+        self.roles = Roles(config.lendable, config.switch_s)
         self.groups: dict[GroupId, Group] = {}  # admitted and not scored, or given up and not yet gone
         # task -> its lowest group id never issued
         self.cursors: dict[str, GroupId] = {t: config.next_of_task(t, next_group_id) for t in config.tasks}

@@ -25,6 +25,7 @@ def instance_up(s: State, event: ev.InstanceUp) -> None:
         event.instance, event.life, event.slots, event.pages, event.page_size, event.residents, event.speed
     )
     s.fleet.add(instance, event.versions)
+    s.roles.came_up(instance.id, s.now_s)
     if s.paused:
         s.out.append(ev.Pause(instance=instance.id))
     s.due.emptied[instance.id] = None
@@ -37,10 +38,12 @@ def instance_down(s: State, event: ev.InstanceDown) -> None:
     instance = s.fleet.instances.get(event.instance)
     if instance is not None:
         lost(s, instance)
+    s.roles.came_home(event.instance, s.now_s)
 
 
 def lost(s: State, instance: Instance) -> None:
     s.fleet.remove(instance)
+    s.roles.came_home(instance.id, s.now_s)
     unstarted = []
     for unit in s.fleet.settle(instance):
         unit.instance = None
@@ -251,6 +254,10 @@ def group_failed(s: State, event: ev.GroupFailed) -> None:
         s.abandon(group, "failed", event.reason)
 
 
+def part_trained(s: State, event: ev.PartTrained) -> None:
+    s.roles.trained = event.groups
+
+
 def step_published(s: State, event: ev.StepPublished) -> None:
     quarantine.remember(s, event.version)
     s.ledger.published(event.version)
@@ -279,4 +286,5 @@ COMMIT = {
     ev.GroupFailed: group_failed,
     ev.RequestCame: request_came,
     ev.StepPublished: step_published,
+    ev.PartTrained: part_trained,
 }

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from dora_jax.orchestrate import events as ev
 from dora_jax.orchestrate import fleet as fl
+from dora_jax.orchestrate import roles
 from dora_jax.orchestrate.state import State
 from dora_jax.types import is_served
 
@@ -18,7 +19,11 @@ def counts(s: State, event: ev.Event) -> bool:
 
 
 def _up(s: State, event: ev.InstanceUp) -> bool:
-    return event.life > s.fleet.lives.get(event.instance, -1)
+    if event.life <= s.fleet.lives.get(event.instance, -1):
+        return False
+    if event.instance in s.roles.lendable and s.roles.lent.get(event.instance) != roles.ASKED:
+        raise ev.ImpossibleFact(f"instance {event.instance} came up, but the trainer's chips were not lent")
+    return True
 
 
 def _down(s: State, event: ev.InstanceDown) -> bool:
@@ -137,6 +142,14 @@ def _published(s: State, event: ev.StepPublished) -> bool:
     return event.version > ledger.base
 
 
+def _trained(s: State, event: ev.PartTrained) -> bool:
+    if event.base_version == s.ledger.base and event.groups > len(s.ledger.batch):
+        raise ev.ImpossibleFact(
+            f"{event.groups} groups of base {event.base_version} are trained, but the trainer has {len(s.ledger.batch)}"
+        )
+    return event.base_version == s.ledger.base and event.groups > s.roles.trained
+
+
 def _passed(s: State, event: ev.TimePassed) -> bool:
     return event.now_s >= s.now_s
 
@@ -161,4 +174,5 @@ _COUNTS = {
     ev.GroupFailed: _failed,
     ev.RequestCame: _came,
     ev.StepPublished: _published,
+    ev.PartTrained: _trained,
 }

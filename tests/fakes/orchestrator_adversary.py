@@ -4,7 +4,7 @@ Each source (a life of an instance, its supervisor, the scorer, the trainer, the
 sources any order and any delay is possible. A fact may be said twice. Instances die whenever they like, with commands
 and facts on their way; a life that is over goes on being heard. Samples wait for environments, which answer when they
 like. Facts are decided on alone or many together. The job is killed, or the orchestrator restored from a
-snapshot, between any two facts. Faults stop after `calm_after` moves, so that a run that can end does.
+snapshot, between any two facts. Chips of the trainer are lent, and lost on the way. Faults stop after `calm_after` moves, so that a run that can end does.
 
     python -m tests.fakes.orchestrator_adversary 5000        so many configurations, one after the other
 """
@@ -24,6 +24,7 @@ from dora_jax.orchestrate.restart import restart
 from dora_jax.types import SampleId, is_eval
 from tests.fakes.orchestrator_doubts import Doubts
 from tests.fakes.orchestrator_environment import Environments, OtherSources
+from tests.fakes.orchestrator_lending import Chips
 from tests.fakes.orchestrator_life import InFlightSample, Life
 
 MAX_MOVES = 60_000
@@ -47,7 +48,7 @@ class Adversary(OtherSources):
         self.dead: list[Life] = []  # that are still to be heard
         self.parcels: list[InFlightSample] = []
         self.recorded: dict[SampleId, int] = {}
-        self.environments, self.doubts = Environments(self, turns), Doubts(self)
+        self.environments, self.doubts, self.chips = Environments(self, turns), Doubts(self), Chips(self)
         self.done: dict[int, set[int]] = collections.defaultdict(set)
         self.started: set[SampleId] = set()
         self.versions: dict[int, int] = {}
@@ -71,7 +72,7 @@ class Adversary(OtherSources):
     def fault(self) -> None:
         calm = self.moves > self.calm_after
         for i in range(len(self.sizes)):
-            if i not in self.lives and (calm or self.draw.random() < REBIRTH):
+            if i not in self.lives and i not in self.config.lendable and (calm or self.draw.random() < REBIRTH):
                 self.rise(i)
         if calm:
             return
@@ -146,21 +147,21 @@ class Adversary(OtherSources):
 
     # ------------------------------------------------------------------ instances
 
-    def rise(self, i: int) -> None:
+    def rise(self, i: int, versions: tuple[int, ...] = ()) -> None:
         self.born[i] += 1
         slots, residents = self.sizes[i]
         self.lives[i] = Life(i, self.born[i], slots, residents)
-        self.says["supervisor", i].append(
-            ev.InstanceUp(instance=i, slots=slots, pages=64, page_size=16, residents=residents, life=self.born[i])
-        )
+        self.lives[i].versions += versions
+        up = ev.InstanceUp(instance=i, slots=slots, pages=64, page_size=16, residents=residents, life=self.born[i])
+        self.says["supervisor", i].append(dataclasses.replace(up, versions=versions))
 
-    def die(self, i: int) -> None:
+    def die(self, i: int, reason: str = "killed") -> None:
         """Its debts are paid right behind its end; what it said before may be heard before or after."""
         life = self.lives.pop(i)
         life.over = True
         self.dead.append(life)
         said = self.says["supervisor", i]
-        said.append(ev.InstanceDown(instance=i, reason="killed", life=life.number))
+        said.append(ev.InstanceDown(instance=i, reason=reason, life=life.number))
         self.recorded |= {id: version for id, version in life.runs.items() if id in life.begun}
         for command in life.inbox:
             if isinstance(command, ev.Move):
@@ -196,6 +197,8 @@ class Adversary(OtherSources):
                         self.parcels.append(InFlightSample(id, life.runs.pop(id), command, life, dst))
                     else:
                         self.move_failed(said, dataclasses.replace(command, ids=(id,)))
+            case ev.Return():
+                self.die(i, "returned")
             case ev.Pause() | ev.Unpause():
                 life.paused = isinstance(command, ev.Pause)
             case tuple():
@@ -233,28 +236,13 @@ class Adversary(OtherSources):
             said.append(ev.SampleStarted(id=id, instance=i, version=life.runs[id], life=number))
         elif self.draw.random() < PROGRESS:
             progress = {id: self.draw.randrange(1, self.config.max_new_tokens) for id in life.runs}
-            said.append(ev.InstanceReported.of(i, self.draw.randrange(64), progress, number))
+            decoded = self.chips.decoded(len(life.runs))
+            said.append(ev.InstanceReported.of(i, self.draw.randrange(64), progress, number, **decoded))
         elif self.environments.ends_turn():
             self.environments.wait(life, id)
         else:
             del life.runs[id]
             said.append(ev.SampleDone(id=id, instance=i, tokens=3, finish="stop", life=number))
-
-    def arrive(self, parcel: InFlightSample) -> None:
-        self.parcels.remove(parcel)
-        way = {"id": parcel.id, "src": parcel.move.src, "dst": parcel.move.dst, "attempt": parcel.move.attempt}
-        fails = self.moves <= self.calm_after and self.draw.random() < 0.2
-        lost = parcel.dst is None or parcel.dst.over
-        if lost or (fails and parcel.src.over):
-            self.recorded[parcel.id] = parcel.version
-            self.says["controller"].append(ev.SampleMoved(**way) if lost else ev.MoveFailed(**way, reason="cut off"))
-        elif fails:
-            parcel.src.runs[parcel.id] = parcel.version
-            parcel.src.said.append(ev.MoveFailed(**way, reason="cut off"))
-        else:
-            self.take_in(parcel.dst, parcel.id, parcel.version)
-            parcel.dst.begun.add(parcel.id)
-            parcel.dst.said.append(ev.SampleMoved(**way))
 
     def post(self, instance: int, command: object) -> None:
         """To the life that the orchestrator means, or to nobody: it hears of a life before it sends it anything."""
@@ -309,6 +297,7 @@ class Adversary(OtherSources):
 
     def do_train(self, command: ev.Train) -> None:
         assert command.base_version == self.published and set(command.group_ids) <= self.ready
+        self.chips.train()
         self.doubts.train(command.group_ids)
         self.ready -= set(command.group_ids)
         batch = self.batches[command.base_version]
@@ -316,16 +305,21 @@ class Adversary(OtherSources):
         if len(batch) == self.config.groups_per_step:
             self.says["trainer"].append(ev.StepPublished(version=command.base_version + 1))
             self.published = command.base_version + 1
+        elif self.config.lendable:
+            self.says["trainer"].append(ev.PartTrained(base_version=command.base_version, groups=len(batch)))
 
     def do_retire(self, command: ev.Retire) -> None:
         assert not any(command.version in life.runs.values() for life in self.lives.values())
         assert self.config.decisions.mixes_versions or command.version not in self.environments.asked.values()
         self.retired.add(command.version)
 
-    def do_park(self, command: ev.Park | ev.Pause | ev.Unpause) -> None:
+    def do_lend(self, command: ev.Lend) -> None:
+        self.chips.lend(command)
+
+    def do_park(self, command: ev.Park | ev.Pause | ev.Unpause | ev.Return) -> None:
         self.post(command.instance, command)
 
-    do_pause = do_unpause = do_park
+    do_pause = do_unpause = do_return = do_park
 
     def do_quarantine(self, command: ev.Quarantine) -> None:
         self.doubts.check(command)
@@ -377,11 +371,15 @@ def drawn(seed: int) -> Adversary:
     sizes = [(draw.choice([1, 2, 4]), draw.choice([1, 1, 2, 3])) for _ in range(draw.randint(1, 4))]
     calm_after = draw.choice([300, 1000, 3000])
     batched, turns = draw.choice([0.0, 0.5, 0.9]), draw.choice([0.0, 0.3, 0.6])
+    if not config.colocated and draw.random() < 0.5:
+        lendable = tuple(range(len(sizes), len(sizes) + draw.randint(1, 2)))
+        config = dataclasses.replace(config, lendable=lendable, switch_s=draw.choice([0.0, 0.5]))
+        sizes += [(draw.choice([1, 2, 4]), draw.choice([1, 1, 2])) for _ in lendable]
     return Adversary(config, sizes, seed, calm_after, batched, turns)
 
 
 def main(configurations: int, first: int = 0) -> None:
-    facts, dropped = 0, collections.Counter()
+    facts, lends, dropped = 0, 0, collections.Counter()
     for seed in range(first, first + configurations):
         try:
             game = drawn(seed).play()
@@ -390,7 +388,8 @@ def main(configurations: int, first: int = 0) -> None:
             print(f"configuration {seed}", flush=True)
             raise
         facts, _ = facts + game.heard, dropped.update(game.brain.state.dropped)
-    print(f"{configurations} configurations, {facts} facts, no law broken; dropped: {dict(dropped)}")
+        lends += game.chips.lent
+    print(f"{configurations} configurations, {facts} facts, {lends} lends, no law broken; dropped: {dict(dropped)}")
 
 
 if __name__ == "__main__":

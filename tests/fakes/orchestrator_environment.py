@@ -88,7 +88,7 @@ class Environments:
 
 
 class OtherSources:
-    """Of the adversary: the scorer and the clock."""
+    """Of the adversary: the scorer, the clock and the network."""
 
     def score(self) -> None:
         group_id = self.scoring.pop(self.draw.randrange(len(self.scoring)))
@@ -103,3 +103,19 @@ class OtherSources:
     def tick(self) -> None:
         self.now_s += self.draw.random()
         self.hear(ev.TimePassed(now_s=self.now_s))
+
+    def arrive(self, parcel: InFlightSample) -> None:
+        self.parcels.remove(parcel)
+        way = {"id": parcel.id, "src": parcel.move.src, "dst": parcel.move.dst, "attempt": parcel.move.attempt}
+        fails = self.moves <= self.calm_after and self.draw.random() < 0.2
+        lost = parcel.dst is None or parcel.dst.over
+        if lost or (fails and parcel.src.over):
+            self.recorded[parcel.id] = parcel.version
+            self.says["controller"].append(ev.SampleMoved(**way) if lost else ev.MoveFailed(**way, reason="cut off"))
+        elif fails:
+            parcel.src.runs[parcel.id] = parcel.version
+            parcel.src.said.append(ev.MoveFailed(**way, reason="cut off"))
+        else:
+            self.take_in(parcel.dst, parcel.id, parcel.version)
+            parcel.dst.begun.add(parcel.id)
+            parcel.dst.said.append(ev.SampleMoved(**way))

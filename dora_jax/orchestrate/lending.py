@@ -1,0 +1,116 @@
+"""Lending: the trainer's chips decode while the trainer waits. Issues Lend, Return, Pause and Unpause.
+
+The cost model is in roles.py. Laws: the trainer takes no batch before its chips are back; chips are asked back as soon as a
+batch may be taken, so that the trainer is late by one switch at most. A lent instance that is lost gives its chips back.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Iterator
+
+from dora_jax.orchestrate import admission, speeds
+from dora_jax.orchestrate import events as ev
+from dora_jax.orchestrate.fleet import Group
+from dora_jax.orchestrate.ledger import READY, SCORING
+from dora_jax.orchestrate.roles import LENT, fleet_rate, worth_lending
+from dora_jax.orchestrate.state import State
+from dora_jax.types import Version, is_training
+
+
+def lend(s: State) -> None:
+    """Lends the trainer's chips, if the trainer waits and the wait is expected to be long enough."""
+    roles = s.roles
+    if roles.lent or not roles.lendable or not trainer_waits(s):
+        return
+    rates = _rates(s)
+    if rates is None or not worth_lending(expected_idle_s(s), *rates, roles.switch_s):
+        return
+    for instance in roles.lendable:
+        roles.ask(instance, s.now_s)
+        s.out.append(ev.Lend(instance=instance, version=s.ledger.base))
+
+
+def call_back(s: State) -> None:
+    """Asks for the chips that are lent: the trainer has something to do. Chips that are on their way are asked for when they
+    are there."""
+    for id, state in s.roles.lent.items():
+        if state == LENT:
+            s.roles.give_back(id, s.now_s)
+            s.fleet.instances[id].returning = True
+            s.out.append(ev.Return(instance=id))
+
+
+def trainer_takes(s: State) -> None:
+    """A whole batch is with the trainer: colocated instances stand still."""
+    if s.paused:
+        s.out += [ev.Pause(instance=id) for id in s.fleet.instances]
+
+
+def trainer_ends(s: State) -> None:
+    """The batch is published: colocated instances go on."""
+    s.roles.trained = 0
+    if s.config.colocated:
+        s.out += [ev.Unpause(instance=id) for id in s.fleet.instances]
+
+
+# ---------------------------------------------------------------- what is expected
+
+
+def trainer_waits(s: State) -> bool:
+    """The trainer is done with all groups that it was given, and needs more."""
+    ledger = s.ledger
+    return ledger.base < s.config.total_steps and ledger.missing > 0 and s.roles.trained == len(ledger.batch)
+
+
+def expected_idle_s(s: State) -> float:
+    """Time until the trainer may take its next groups: until so many of those that it waits for have ended. A group ends
+    with the sample that has most tokens left."""
+    ledger, measured = s.ledger, s.fleet.measured
+    members, newest = ledger.oldest_ready(ledger.part), ledger.base
+    if not members:
+        missing = ledger.part - ledger.counts[READY] - ledger.counts[SCORING]
+    elif (blocked := ledger.blocked_by(members)) is not None:
+        newest, missing = blocked
+    else:
+        return 0.0
+    if missing <= 0:
+        return 0.0
+    ends = heapq.nsmallest(missing, _tokens_left(s, newest))
+    left = ends[-1] if len(ends) == missing else measured.lengths.left(0)
+    return left * measured.token_s
+
+
+def _tokens_left(s: State, newest: Version) -> Iterator[float]:
+    """Of each training group that runs, at versions up to `newest`."""
+    for instance in s.fleet.instances.values():
+        s.fleet.settle(instance)
+    for group in s.groups.values():
+        if group.left and group.abandoned is None and group.version <= newest and is_training(group.id):
+            yield _group_left(s, group)
+
+
+def _group_left(s: State, group: Group) -> float:
+    left = s.fleet.measured.lengths.left
+    return max(left(unit.tokens) for unit in group.units if unit is not None)
+
+
+def _rates(s: State) -> tuple[float, float] | None:
+    """Tokens/s of the instances without and with the lent ones; None: nothing is known of their speed yet."""
+    line, instances = s.fleet.measured.line, s.fleet.instances.values()
+    if line.reports < speeds.LINE_REPORTS or not instances or not s.fleet.measured.finished_tokens:
+        return None
+    rows = sum(len(instance.units) for instance in instances)
+    context = sum(max(0, i.pages - i.free_reported) * i.page_size for i in instances) / max(1, rows)
+    credit = admission.credit(s.decisions, s.ledger, s.ledger.base, s.config.total_steps, s.budget)
+    samples = sum(map(s.queue.wanting, s.queue.unfinished)) + credit * s.config.group_size
+    if not samples:
+        return None
+    slots = sum(instance.slots for instance in instances) / len(instances)
+
+    def step_s(batch: float) -> float:
+        return max(line.step_s((1.0, batch, batch * context)), 1e-9)
+
+    own = len(instances)
+    rate = fleet_rate(own, slots, samples, step_s)
+    return rate, max(rate, fleet_rate(own + len(s.roles.lendable), slots, samples, step_s))

@@ -1,0 +1,39 @@
+"""The trainer's chips as the orchestrator's adversary lends them, and what must hold of them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from dora_jax.orchestrate import events as ev
+
+STILLBORN = 0.2  # of the lives that were asked for: they end before they come up
+
+
+class Chips:
+    def __init__(self, body: Any):
+        self._body = body
+        self.lent = 0
+
+    def lend(self, command: ev.Lend) -> None:
+        """The trainer has nothing to do, and its chips are its own."""
+        body, i = self._body, command.instance
+        assert i in body.config.lendable and i not in body.lives, f"{command}: its chips are lent"
+        assert command.version == body.published, f"{command}: version {body.published} is the newest"
+        assert len(body.batches[command.version]) < body.config.groups_per_step, f"{command}: the trainer works"
+        self.lent += 1
+        if body.moves <= body.calm_after and body.draw.random() < STILLBORN:
+            body.born[i] += 1
+            body.says["supervisor", i].append(ev.InstanceDown(instance=i, reason="killed", life=body.born[i]))
+        else:
+            body.rise(i, versions=(command.version,))
+
+    def train(self) -> None:
+        """The trainer has its chips."""
+        lent = [i for i in self._body.config.lendable if i in self._body.lives]
+        assert not lent, f"the trainer begins while instances {lent} have its chips"
+
+    def decoded(self, rows: int) -> dict[str, Any]:
+        """Of a report: a decode step takes a second for each of its rows, so that more instances decode faster."""
+        if not self._body.config.lendable:
+            return {}
+        return {"sampled": rows, "busy_s": float(rows), "row_s": float(rows * rows)}
