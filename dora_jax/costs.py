@@ -7,10 +7,12 @@ Consumes counts (batch, context, tokens, chips), produces seconds. Both kinds an
     prefill_s(tokens, past)     `tokens` new ones behind `past` cached ones
     train_s(samples, tokens, squares)   one step; squares = sum of squared sequence lengths
     load_s(peers), move_s(tokens), park_s(tokens)   one transfer of weights, or of the KV of one sample
+    lend_s(), return_s(tokens)          the trainer's chips become an instance, and the trainer's again
 
 A file of measured costs is JSON: {"decode": [[batch, seconds], ...], "decode_kv_s": s, "prefill_fixed_s": s,
 "prefill_s_per_token": s, "train_fixed_s": s, "train_s_per_token": s, "load_s": s, "move_fixed_s": s,
 "move_s_per_token": s, "score_s": s, "pages": n, "contention": x}. Between two batches a tick is interpolated.
+A file may name "lend_s" and "return_s"; they are 0 where they are left out, as on devices that hold the memory of both sides.
 contention: an instance takes so many times as long while the trainer works; above 1 where both share a machine, and 1
 where it is left out.
 
@@ -85,6 +87,12 @@ class Hardware:
     def trainer_chips(self) -> int:
         return self.chips - self.rollout_chips
 
+    @property
+    def lendable(self) -> tuple[int, ...]:
+        """Instances that the trainer's chips make up where they are lent."""
+        first = self.instances
+        return () if self.colocated else tuple(range(first, first + self.trainer_chips // self.instance_chips))
+
 
 @dataclass(frozen=True, kw_only=True)
 class CostOptions:
@@ -103,6 +111,8 @@ class CostOptions:
     balance_s: float = 0.0  # of a step, that instances which versions share stand still to balance and to move samples
     publish_s: float = 0.0  # from a step's end until its version is there to be loaded
     control_s: float = 0.0  # from a fact to the command that follows from it
+    state_bytes_per_param: float = 12.0  # that leave the trainer's chips when they are lent: f32 weights, two moments
+    switch_fixed_s: float = 0.5  # of lending the trainer's chips, and of returning them
 
 
 class Costs(Protocol):
@@ -123,6 +133,8 @@ class Costs(Protocol):
     def load_s(self) -> float: ...
     def move_s(self, tokens: int) -> float: ...
     def park_s(self, tokens: int) -> float: ...
+    def lend_s(self) -> float: ...
+    def return_s(self, tokens: int) -> float: ...
 
 
 def open_costs(model: ModelSizes, hardware: Hardware, options: CostOptions) -> Costs:
@@ -213,11 +225,25 @@ class Roofline:
         host = self._hardware.instance_chips * self._chip.host_bytes_per_s
         return self._cost.move_fixed_s + tokens * self._model.kv_bytes_per_token / host
 
+    def lend_s(self) -> float:
+        """The trainer's state goes to host memory, and an instance's weights come from there, over each chip's own link."""
+        chip_bytes = self._state_bytes_per_chip + self.weight_bytes / self._hardware.instance_chips
+        return self._cost.switch_fixed_s + chip_bytes / self._chip.host_bytes_per_s
+
+    def return_s(self, tokens: int) -> float:
+        """The KV of so many tokens goes to host memory, and the trainer's state comes back."""
+        kv_bytes = tokens * self._model.kv_copies * self._model.kv_bytes_per_token / self._hardware.instance_chips
+        return self._cost.switch_fixed_s + (kv_bytes + self._state_bytes_per_chip) / self._chip.host_bytes_per_s
+
     @property
     def kv_bytes_per_token(self) -> float:
         return self._model.kv_bytes_per_token
 
     # ------------------------------------------------------------ private
+
+    @property
+    def _state_bytes_per_chip(self) -> float:
+        return self._model.params * self._cost.state_bytes_per_param / self._hardware.trainer_chips
 
     @property
     def _link_bytes_per_s(self) -> float:
@@ -266,6 +292,7 @@ class MeasuredCosts:
                      "load_s", "move_fixed_s", "move_s_per_token", "score_s", "pages")  # fmt: skip
             self._data = {name: float(data[name]) for name in names}
             self.contention = float(data.get("contention", 1.0))
+            self._lend_s, self._return_s = float(data.get("lend_s", 0.0)), float(data.get("return_s", 0.0))
         except (ValueError, TypeError, KeyError) as error:
             what = f"{type(error).__name__} {error}"
             raise ConfigError(f"cost.path: {path} is no file of measured costs: {what}") from error
@@ -300,3 +327,9 @@ class MeasuredCosts:
         return self._data["move_fixed_s"] + tokens * self._data["move_s_per_token"]
 
     park_s = move_s
+
+    def lend_s(self) -> float:
+        return self._lend_s
+
+    def return_s(self, tokens: int) -> float:
+        return self._return_s + tokens * self._data["move_s_per_token"]

@@ -77,7 +77,7 @@ def expected_idle_s(s: State) -> float:
     if missing <= 0:
         return 0.0
     ends = heapq.nsmallest(missing, _tokens_left(s, newest))
-    left = ends[-1] if len(ends) == missing else measured.lengths.left(0)
+    left = ends[-1] if len(ends) == missing else measured.left(0)
     return left * measured.token_s
 
 
@@ -91,7 +91,7 @@ def _tokens_left(s: State, newest: Version) -> Iterator[float]:
 
 
 def _group_left(s: State, group: Group) -> float:
-    left = s.fleet.measured.lengths.left
+    left = s.fleet.measured.left
     return max(left(unit.tokens) for unit in group.units if unit is not None)
 
 

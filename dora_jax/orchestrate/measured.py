@@ -52,6 +52,12 @@ class Measured:
             self.new_tokens = self.lengths.held(0)
             self._forget_pages()
 
+    def left(self, tokens: int) -> float:
+        """Tokens that a sample which has `tokens` is expected to add."""
+        if self.lengths.ended < LENGTHS_KNOWN:
+            return max(self.mean_tokens - tokens, tokens)
+        return self.lengths.left(tokens)
+
     def moved(self, elapsed_s: float) -> None:
         self.move_s += (elapsed_s - self.move_s) * (0.1 if self.move_s else 1.0)
 

@@ -62,6 +62,7 @@ class OrchestratorSection:
     rebalance_period_s: float = 20.0
     task_lead: float = 0.0  # steps of prompts by which a task with a limit may be ahead of the others; 0: any number
     peer_weights: bool = True
+    elastic: bool = False  # the trainer's chips decode while it waits
     hold_slots: bool = False  # a sample keeps its slot and KV while it waits for its environment
     decisions: Mapping[str, Any] = dataclasses.field(default_factory=dict)  # replaces choices of the mode
 

@@ -258,15 +258,15 @@ class Instance:
             return job.response + int(self.ticks - job.join + TICK_EPS)
         return job.response
 
-    def clear(self) -> list[Job]:
-        """The instance is lost: its samples, with no KV."""
+    def clear(self, keeps_kv: bool = False) -> list[Job]:
+        """The instance is lost: its samples, with no KV; or it hands them over, with what KV they have."""
         jobs = [*self.decoding.values()]
         for job in jobs:
             self._leave(job)
         jobs += [*self._queue, *self._entering, *self._waiting.values()]
         self._queue.clear()
         self._entering, self._waiting, self._held, self._prefill_left_s = [], {}, 0, 0.0
-        for job in jobs:
+        for job in () if keeps_kv else jobs:
             job.cached = 0
         return jobs
 

@@ -54,6 +54,9 @@ class Result:
     preempted: float
     tokens: float
     ready_left: float  # groups that were ready and not in the batch, when a step was published
+    lends: float = 0.0  # instances made of the trainer's chips, a step
+    lent: float = 0.0  # instances that the trainer's chips made up, on average
+    late_s: float = 0.0  # from a batch that may be taken to the trainer's begin, where its chips were lent: the longest
 
     @property
     def lag_mean(self) -> float:
@@ -66,7 +69,7 @@ class Meter:
         self.move_bytes = self.weight_bytes = 0.0
         self.reprefilled = self.cancelled_tokens = 0
         self._warmup = config.warmup_steps
-        self._instances = config.hardware.instances
+        self._lends, self._lent_s, self._late_s = 0, 0.0, 0.0
         self._capped = decisions.capped  # else nothing but the groups themselves is waited for
         self._part = config.orchestrator.groups_per_step // decisions.parts  # groups that the trainer takes at once
         self._tokens = self._samples = self._mixed = 0
@@ -124,8 +127,18 @@ class Meter:
         self._live_count += 1
         self._live_max = max(self._live_max, versions)
 
-    def lost(self, now: float, instance: Instance) -> None:
-        self._down[instance.id] = now
+    def lent(self, seconds: float) -> None:
+        """An instance of the trainer's chips has given them back."""
+        self._lends += 1
+        self._lent_s += seconds
+
+    def late(self, seconds: float) -> None:
+        """The trainer has waited for its chips."""
+        self._late_s = max(self._late_s, seconds)
+
+    def lost(self, now: float, instance: Instance, comes_back: bool = True) -> None:
+        if comes_back:
+            self._down[instance.id] = now
         for name, seconds in {**instance.spent, "slot_s": instance.slot_s, "preempted": instance.preempted}.items():
             self._lost[name] = self._lost.get(name, 0.0) + seconds
 
@@ -164,7 +177,7 @@ class Meter:
         counters |= {"move_bytes": self.move_bytes, "weight_bytes": self.weight_bytes, "idle_tail": self._idle_tail}
         counters |= {"reprefilled": self.reprefilled, "cancelled": self.cancelled_tokens, "ready": self._ready_left}
         self.waits(now, 0)
-        counters["waiting_s"] = self._waiting_s
+        counters |= {"waiting_s": self._waiting_s, "lends": self._lends, "lent_s": self._lent_s}
         counters |= {f"trainer/{name}": seconds for name, seconds in self._trainer.items()}
         for name in (*ACTIVITIES, DOWN, "slot_s"):
             counters[f"rollout/{name}"] = self._lost.get(name, 0.0)
@@ -180,7 +193,7 @@ class Meter:
     def _result(self, steps: int, end: dict[str, float]) -> Result:
         assert self._start is not None
         d = {name: value - self._start[name] for name, value in end.items()}
-        seconds, all_s = d["now"], d["now"] * self._instances
+        seconds, all_s = d["now"], sum(d[f"rollout/{name}"] for name in (*ACTIVITIES, DOWN))
         rollout = {name: d[f"rollout/{name}"] / all_s for name in (*ACTIVITIES, DOWN) if name != IDLE}
         rollout[IDLE_TAIL] = d["idle_tail"] / all_s
         rollout[IDLE_CAPPED] = d[f"rollout/{IDLE}"] / all_s - rollout[IDLE_TAIL]
@@ -200,4 +213,5 @@ class Meter:
             moves=d["moves"] / steps, reloads=d["reloads"] / steps, move_bytes=d["move_bytes"] / steps,
             weight_bytes=d["weight_bytes"] / steps, reprefilled_tokens=d["reprefilled"] / steps,
             cancelled_tokens=d["cancelled"] / steps, preempted=d["preempted"] / steps, ready_left=d["ready"] / steps,
+            lends=d["lends"] / steps, lent=d["lent_s"] / seconds, late_s=self._late_s,
         )  # fmt: skip

@@ -6,6 +6,7 @@ import dataclasses
 from typing import Any
 
 from dora_jax.config import ConfigError
+from dora_jax.costs import open_costs
 from dora_jax.orchestrate.core import Orchestrator
 from dora_jax.orchestrate.loop import Observer, run
 from dora_jax.orchestrate.modes import Decisions, OrchestratorConfig
@@ -54,6 +55,9 @@ def orchestrator_config(config: SimConfig, mode: str) -> OrchestratorConfig:
     # the work goes on behind the last measured step, so that this step is like those before it
     last = config.steps + section.max_versions + 2
     more: dict[str, Any] = {"changes": tuple(section.decisions.items())} if section.decisions else {}
+    if section.elastic:
+        costs = open_costs(config.model, config.hardware, config.cost)
+        more |= {"lendable": config.hardware.lendable, "switch_s": costs.lend_s() + costs.return_s(0)}
     more |= {"task_cycle": cycle_of(workload.weights(config.workload)), "task_ratios": workload.limits(config.workload)}
     return (SimOrchestratorConfig if section.decisions else OrchestratorConfig).of(
         config.workload, section, mode=mode, colocated=config.hardware.colocated, total_steps=last, **more

@@ -42,6 +42,11 @@ class SimTrainer:
         self._missing = section.groups_per_step  # groups that the step in progress still lacks
         self._free_s = 0.0  # when the last part so far is done
 
+    @property
+    def trained(self) -> int:
+        """Groups of the step in progress that an idle trainer is done with."""
+        return self._section.groups_per_step - self._missing
+
     def begins(self, now: float, groups: Sequence[SimGroup]) -> tuple[float, float, bool]:
         """(when this part begins, when it ends, whether it is the step's last)."""
         begin = max(now, self._free_s)

@@ -19,6 +19,7 @@ from dora_jax.orchestrate.modes import Decisions
 from dora_jax.sim import instance as inst
 from dora_jax.sim import workload as work
 from dora_jax.sim.agenda import Agenda
+from dora_jax.sim.chips import TrainerChips
 from dora_jax.sim.config import SimConfig
 from dora_jax.sim.environments import Environments
 from dora_jax.sim.instance import Instance, Job
@@ -34,7 +35,7 @@ STALLED_PERIODS = 10_000
 # The orchestrator learns the time with every fact, but not finer than this share of a rebalance period.
 CLOCK_SHARE = 1e-3
 
-_TO_ONE = (ev.Start, ev.LoadWeights, ev.Park, ev.Resume, ev.Pause, ev.Unpause)
+_TO_ONE = (ev.Start, ev.LoadWeights, ev.Park, ev.Resume, ev.Pause, ev.Unpause, ev.Return)
 
 
 class SimWorld:
@@ -56,7 +57,7 @@ class SimWorld:
         )
         self._instances: dict[InstanceId, Instance] = {}
         self._live: dict[Version, int] = {}
-        self._lives = [0] * hardware.instances  # how often each instance came up
+        self._lives = [0] * (hardware.instances + len(hardware.lendable))  # how often each instance came up
         self._away: dict[SampleId, Job] = {}  # parked, recorded, or on their way
         self._groups: dict[GroupId, SimGroup] = {}
         self._ready: set[GroupId] = set()
@@ -64,6 +65,7 @@ class SimWorld:
             self._agenda, self.meter, self._away, self._notify, self._schedule, config.orchestrator.hold_slots
         )
         self._trainer = SimTrainer(config.orchestrator, self.costs)
+        self._chips = TrainerChips(hardware, self.costs, self.meter, self._agenda, self._up, self._ends)
         self._outbox: list[ev.Event] = []
         self._quiet = 0
         self._told_s = 0.0
@@ -170,15 +172,12 @@ class SimWorld:
                 self.meter.cancelled_tokens += job.sampled
             if job is not None or command.instance is not None:
                 self._notify(ev.SampleCancelled(id=id, reason=command.reason))
-            self._forget(id.group_id)
-
-    def _forget(self, group_id: GroupId) -> None:
-        """A group of which something was cancelled will not be trained."""
-        self._ready.discard(group_id)
-        self._groups.pop(group_id, None)
+            self._ready.discard(id.group_id)  # a group of which something was cancelled will not be trained
+            self._groups.pop(id.group_id, None)
 
     def _train(self, command: ev.Train) -> None:
         groups = [self._groups.pop(g) for g in command.group_ids]
+        self._chips.train()
         self._ready.difference_update(command.group_ids)
         if not self._trainer.busy:
             self.meter.train_begins(self.now, self._all())
@@ -205,6 +204,8 @@ class SimWorld:
     _COMMANDS: ClassVar[dict[type, Callable[[SimWorld, Any], None]]] = {
         ev.Start: _start, ev.LoadWeights: _load, ev.Move: _move, ev.Park: _park, ev.Resume: _resume,
         ev.Cancel: _cancel, ev.Train: _train, ev.Retire: lambda world, command: None, ev.Pause: _pause, ev.Unpause: _pause,
+        ev.Lend: lambda world, command: world._chips.lend(command.instance, command.version),
+        ev.Return: lambda world, command: world._chips.give_back(world._touch(command.instance)),
     }  # fmt: skip
 
     # ------------------------------------------------------------------ appointments
@@ -321,6 +322,8 @@ class SimWorld:
         self.meter.train_ends(self.now, self._all(), len(self._ready))
         if last:
             self._agenda.at(self.now + self._cost.publish_s, self._published, version)
+        elif self._config.orchestrator.elastic:
+            self._notify(ev.PartTrained(base_version=version - 1, groups=self._trainer.trained))
 
     def _published(self, version: Version) -> None:
         self.meter.published(self.now, version, self._all(), len(self._ready))
@@ -349,15 +352,21 @@ class SimWorld:
             self._agenda.at(self.now + life_s, self._down, instance)
 
     def _down(self, instance: Instance) -> None:
-        instance.advance(self.now)
-        for job in instance.clear():
-            self._away[job.id] = job
+        if self._instances.get(instance.id) is instance and not self._chips.returns(instance.id):
+            instance.advance(self.now)
+            self._ends(instance, instance.clear(), "lost")
+
+    def _ends(self, instance: Instance, jobs: list[Job], reason: str) -> None:
+        """A life is over; `jobs` are its samples."""
+        self._away.update((job.id, job) for job in jobs)
         instance.wakeup += 1
         del self._instances[instance.id]
         self._network.lost(instance.id)
-        self.meter.lost(self.now, instance)
-        self._notify(ev.InstanceDown(instance=instance.id, reason="lost", life=instance.life))
-        self._agenda.at(self.now + self._config.fault.repair_s, self._up, instance.id)
+        lent = self._chips.home(instance.id)
+        self.meter.lost(self.now, instance, comes_back=not lent)
+        self._notify(ev.InstanceDown(instance=instance.id, reason=reason, life=instance.life))
+        if not lent:
+            self._agenda.at(self.now + self._config.fault.repair_s, self._up, instance.id)
 
     # ------------------------------------------------------------------ private
 

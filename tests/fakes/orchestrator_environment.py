@@ -6,7 +6,7 @@ from typing import Any
 
 from dora_jax.orchestrate import events as ev
 from dora_jax.types import SampleId, is_eval
-from tests.fakes.orchestrator_life import Life
+from tests.fakes.orchestrator_life import InFlightSample, Life
 
 KEPT, RESET = (
     0.3,

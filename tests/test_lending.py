@@ -1,0 +1,158 @@
+"""The trainer's chips are lent while it waits, and are its own again before it trains; what that is worth is one function."""
+
+import json
+
+import pytest
+
+from dora_jax.costs import open_costs
+from dora_jax.orchestrate import events as ev
+from dora_jax.orchestrate.core import Orchestrator
+from dora_jax.orchestrate.fleet import Instance
+from dora_jax.orchestrate.modes import OrchestratorConfig
+from dora_jax.orchestrate.restart import restart
+from dora_jax.orchestrate.roles import fleet_rate, worth_lending
+from dora_jax.sim import config as sims
+from dora_jax.sim.config import Row, SimConfig
+from dora_jax.sim.run import simulate
+from dora_jax.types import SampleId
+
+CONFIG = OrchestratorConfig(groups_per_step=2, group_size=2, total_steps=4, max_prompt_tokens=16, max_new_tokens=64,
+                            inflight=2.0, lendable=(1,), switch_s=1.0)  # fmt: skip
+UP = {"slots": 8, "pages": 64, "page_size": 16}
+
+
+@pytest.mark.parametrize(
+    ("idle_s", "rate", "lent_rate", "switch_s", "worth"),
+    [
+        (60.0, 100.0, 200.0, 2.0, True),
+        (3.0, 100.0, 200.0, 2.0, False),  # half of three seconds does not pay for two
+        (60.0, 100.0, 102.0, 2.0, False),  # the tail decodes no faster on more chips
+        (60.0, 100.0, 100.0, 0.0, False),
+        (0.1, 100.0, 200.0, 0.0, True),  # colocated: a switch that costs nothing
+        (1e9, 100.0, 1e9, float("inf"), False),  # split
+    ],
+)
+def test_chips_are_lent_where_the_trainer_begins_earlier_for_it(idle_s, rate, lent_rate, switch_s, worth):
+    assert worth_lending(idle_s, rate, lent_rate, switch_s) is worth
+
+
+def test_more_instances_decode_faster_until_only_weights_are_read():
+    def step_s(batch):
+        return 1.0 + 0.1 * batch
+
+    assert fleet_rate(8, 64, 512, step_s) == pytest.approx(2 * fleet_rate(4, 64, 256, step_s))
+    few = fleet_rate(8, 64, 8, step_s) / fleet_rate(4, 64, 8, step_s)
+    many = fleet_rate(8, 64, 512, step_s) / fleet_rate(4, 64, 512, step_s)
+    assert 1.0 < few < 1.1 < many
+
+
+def waiting():
+    """(an orchestrator whose trainer waits for a second group that has long to go, the commands of that moment)"""
+    brain = Orchestrator(CONFIG)
+    said = brain.step(ev.InstanceUp(instance=0, versions=(0,), **UP))
+    ids = [id for command in said if isinstance(command, ev.Start) for id in command.ids]
+    brain.step(*(ev.SampleStarted(id=id, instance=0, version=0) for id in ids))
+    for n in range(8):  # a decode step takes longer the more rows it has
+        report = ev.InstanceReported.of(
+            0, 60, dict.fromkeys(ids, 1), sampled=2 + n, busy_s=2.0 + n, row_s=(2.0 + n) ** 2
+        )
+        brain.step(ev.TimePassed(now_s=10.0 * n), report)
+    first = [id for id in ids if id.group_id == 0]
+    brain.step(*(ev.SampleDone(id=id, instance=0, tokens=16, finish="stop") for id in first))
+    return brain, brain.step(ev.GroupScored(group_id=0, trainable=True), ev.TimePassed(now_s=81.0))
+
+
+def written(brain):
+    return json.loads(json.dumps(brain.snapshot()))
+
+
+def kinds(commands):
+    return [type(command).__name__ for command in commands if isinstance(command, ev.Lend | ev.Return | ev.Train)]
+
+
+def end(brain, group_id):
+    for index in range(2):
+        brain.step(ev.SampleDone(id=SampleId(group_id, index), instance=0, tokens=16, finish="stop"))
+    return brain.step(ev.GroupScored(group_id=group_id, trainable=True))
+
+
+def test_the_trainer_begins_once_its_chips_are_back():
+    brain, said = waiting()
+    assert kinds(said) == ["Lend"]
+    brain.step(ev.InstanceUp(instance=1, versions=(0,), life=1, **UP))
+    assert kinds(end(brain, 1)) == ["Return"]
+    assert not brain.state.fleet.has_room(brain.state.fleet.instances[1])
+    assert kinds(brain.step(ev.TimePassed(now_s=82.0))) == []
+    assert kinds(brain.step(ev.InstanceDown(instance=1, reason="returned", life=1))) == ["Train"]
+
+
+def test_chips_on_their_way_to_the_rollouts_are_asked_back_when_they_are_there():
+    brain, _ = waiting()
+    assert kinds(end(brain, 1)) == []
+    assert kinds(brain.step(ev.InstanceUp(instance=1, versions=(0,), life=1, **UP))) == ["Return"]
+    assert kinds(brain.step(ev.InstanceDown(instance=1, reason="returned", life=1))) == ["Train"]
+
+
+@pytest.mark.parametrize("came_up", [False, True])
+def test_a_lent_instance_that_dies_gives_its_chips_back(came_up):
+    brain, _ = waiting()
+    if came_up:
+        brain.step(ev.InstanceUp(instance=1, versions=(0,), life=1, **UP))
+    assert kinds(brain.step(ev.InstanceDown(instance=1, reason="killed", life=1))) in ([], ["Lend"])
+    assert brain.state.roles.lent.get(1) in (None, "asked")
+    with pytest.raises(ev.ImpossibleFact, match="1 groups of base 0 are trained, but the trainer has 0"):
+        brain.step(ev.PartTrained(base_version=0, groups=1))
+
+
+def test_an_instance_that_was_not_lent_cannot_come_up():
+    with pytest.raises(ev.ImpossibleFact, match="instance 1 came up, but the trainer's chips were not lent"):
+        Orchestrator(CONFIG).step(ev.InstanceUp(instance=1, **UP))
+
+
+def test_a_snapshot_knows_what_is_lent_and_an_older_one_is_read():
+    brain, _ = waiting()
+    brain.step(ev.InstanceUp(instance=1, versions=(0,), life=1, **UP))
+    data = written(brain)
+    again = Orchestrator.restore(CONFIG, data)
+    assert written(again) == data and again.state.roles.lent == {1: "lent"}
+    restart(again)
+    assert not again.state.roles.lent
+
+    older = Orchestrator(CONFIG)
+    older.step(ev.InstanceUp(instance=0, versions=(0,), **UP))
+    data = written(older)
+    names = [name for name in Instance.__slots__ if name not in ("report", "units")]
+    returning = names.index("returning")
+    before = data | {"format": 11, "instances": [[values[:returning] + values[returning + 1 :], ids]
+                                                 for values, ids in data["instances"]]}  # fmt: skip
+    del before["roles"]
+    assert written(Orchestrator.restore(CONFIG, before)) == data
+
+
+# ------------------------------------------------------------------ in virtual time
+
+SMALL = {
+    "steps": 5, "warmup_steps": 1, "report_tokens": 16, "hardware.chips": 16, "hardware.rollout_chips": 4,
+    "hardware.tensor": 2, "hardware.slots": 24, "cost.train_utilisation": 0.05,
+    "workload.max_prompt_tokens": 256, "orchestrator.groups_per_step": 32, "orchestrator.group_size": 8,
+    "orchestrator.rebalance_period_s": 2.0, "orchestrator.updates": 2,
+}  # fmt: skip
+
+
+def row(**changes):
+    return Row(label="dora", mode="dora", config=sims.replace(SimConfig(), SMALL | changes), published={})
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mtbf_s", [0.0, 600.0])
+def test_lent_chips_halve_the_time_in_which_nothing_trains(mtbf_s):
+    faults = {"fault.mtbf_s": mtbf_s, "fault.repair_s": 10.0}
+    elastic = row(**{"orchestrator.elastic": True}, **faults)
+    split, lent = simulate(row(**faults)), simulate(elastic)
+    assert lent.lends > 0 and lent.step_s < split.step_s
+    idle_s = [r.rollout_only * r.step_s for r in (split, lent)]
+    assert idle_s[1] <= 0.5 * idle_s[0], idle_s
+    assert max(lent.lags) <= elastic.config.orchestrator.max_versions - 1
+    costs = open_costs(elastic.config.model, elastic.config.hardware, elastic.config.cost)
+    full = costs.pages * elastic.config.hardware.page_size  # tokens of KV that an instance may have to hand over
+    assert 0 < lent.late_s <= costs.lend_s() + costs.return_s(full)
