@@ -7,7 +7,6 @@ import pytest
 from dora_jax.costs import open_costs
 from dora_jax.orchestrate import events as ev
 from dora_jax.orchestrate.core import Orchestrator
-from dora_jax.orchestrate.fleet import Instance
 from dora_jax.orchestrate.modes import OrchestratorConfig
 from dora_jax.orchestrate.restart import restart
 from dora_jax.orchestrate.roles import fleet_rate, worth_lending
@@ -15,6 +14,7 @@ from dora_jax.sim import config as sims
 from dora_jax.sim.config import Row, SimConfig
 from dora_jax.sim.run import simulate
 from dora_jax.types import SampleId
+from tests.fakes.older_snapshots import before_lending
 
 CONFIG = OrchestratorConfig(groups_per_step=2, group_size=2, total_steps=4, max_prompt_tokens=16, max_new_tokens=64,
                             inflight=2.0, lendable=(1,), switch_s=1.0)  # fmt: skip
@@ -121,12 +121,7 @@ def test_a_snapshot_knows_what_is_lent_and_an_older_one_is_read():
     older = Orchestrator(CONFIG)
     older.step(ev.InstanceUp(instance=0, versions=(0,), **UP))
     data = written(older)
-    names = [name for name in Instance.__slots__ if name not in ("report", "units")]
-    returning = names.index("returning")
-    before = data | {"format": 11, "instances": [[values[:returning] + values[returning + 1 :], ids]
-                                                 for values, ids in data["instances"]]}  # fmt: skip
-    del before["roles"]
-    assert written(Orchestrator.restore(CONFIG, before)) == data
+    assert written(Orchestrator.restore(CONFIG, before_lending(data))) == data
 
 
 # ------------------------------------------------------------------ in virtual time

@@ -19,7 +19,7 @@ from dora_jax.sim import run
 from dora_jax.sim.world import SimWorld
 from dora_jax.types import SampleId
 from tests.fakes.coordinator_world import SECTION, Task, Weights
-from tests.fakes.older_snapshots import before_requests
+from tests.fakes.older_snapshots import BEFORE_LENDING, before_requests
 from tests.fakes.sim_runs import row
 
 CONFIG = OrchestratorConfig(
@@ -104,10 +104,10 @@ def test_speeds_outlive_a_snapshot_and_an_older_snapshot_is_read():
     again = Orchestrator.restore(CONFIG, data)
     assert again.snapshot() == brain.snapshot()
     data = before_requests(data)
-    older = [name for name in snapshot.INSTANCE if name not in ("pace", "paced_steps")]
+    older = [name for name in BEFORE_LENDING if name not in ("pace", "paced_steps")]
     data["hosts"] = data.pop("instances")
     for entry in data["hosts"]:
-        named = dict(zip(snapshot.INSTANCE, entry[0], strict=True))
+        named = dict(zip(BEFORE_LENDING, entry[0], strict=True))
         entry[0] = [named[name] for name in older]
     for group in data["groups"]:
         del group[-3:-1]

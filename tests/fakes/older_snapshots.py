@@ -1,8 +1,24 @@
 """Snapshots of the orchestrator as earlier formats wrote them."""
 
+from dora_jax.orchestrate.snapshot import INSTANCE
+
+BEFORE_LENDING = tuple(name for name in INSTANCE if name != "returning")
+
+
+def before_lending(data):
+    """Of format 12, from one of format 13 (as JSON) that has lent no chips."""
+    instances = [[_without_returning(values), ids] for values, ids in data["instances"]]
+    kept = {name: value for name, value in data.items() if name != "roles"}
+    return kept | {"format": 12, "instances": instances}
+
+
+def _without_returning(values):
+    return [value for name, value in zip(INSTANCE, values, strict=True) if name != "returning"]
+
 
 def before_requests(data):
-    """Of format 11, from one of format 12 (as JSON) that has heard of no request."""
+    """Of format 11, from one of format 13 (as JSON) that has heard of no request and lent no chips."""
+    data = before_lending(data)
     queue = {name: value for name, value in data["queue"].items() if name != "untrained_unfinished"}
     queue["evaluation_unfinished"] = data["queue"]["untrained_unfinished"]
     kind, *lines = queue["lines"]
