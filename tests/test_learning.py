@@ -91,3 +91,12 @@ def test_steps_by_the_lag_of_their_youngest_group():
     lines = [line.split() for line in learning.youngest_table({"dora": records}).splitlines()[1:]]
     assert [line[:4] for line in lines] == [["dora", "0", "33.3%", "0.5000"], ["dora", "2", "66.7%", "0.6000"]]
     assert [line[-1] for line in lines] == ["100%", "0%"]
+
+
+def test_a_mode_names_its_settings():
+    assert learning.settings_of("sync", 0.1) == {"orchestrator.mode": "sync", "orchestrator.max_versions": 3}
+    lora = learning.settings_of("dora5-lora8", 0.1)
+    assert lora["orchestrator.max_versions"] == "5" and (lora["lora.rank"], lora["lora.alpha"]) == ("8", 16.0)
+    assert lora["trainer.learning_rate"] == 0.1
+    with pytest.raises(SystemExit, match="dora3-lora is no mode"):
+        learning.settings_of("dora3-lora", 0.1)

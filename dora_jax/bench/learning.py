@@ -2,11 +2,12 @@
 
     python -m dora_jax.bench.learning [--seeds=0,1,2,3,4] [--modes=sync,one_step,partial,evict,dora2,dora3,dora5]
                                       [--workdir=runs/learning] [--base=DIR] [--steps=80]
-                                      [--config=configs/quickstart.py]
+                                      [--config=configs/quickstart.py] [--lora_learning_rate=0.01]
 
 Each point is one run of `dora_jax.train` on the quickstart's config, or a twin of it; one that has ended is not
 run again, one that was cut short starts over, since its clock counts. All start from one base, made by `dora_jax.sft`
-where it is missing. The number behind a mode is K (3 where there is none and the mode has one).
+where it is missing. The number behind a mode is K (3 where there is none and the mode has one). Behind that, -lora16
+trains adapters of rank 16 in the place of all weights, at a learning rate of their own, --lora_learning_rate.
 
 Printed are means over seeds and, behind +-, half of their 95 % confidence interval (Student's t); differences are
 taken seed by seed. Per step: the mean of the trained groups' reward over all steps, and of held-out accuracy over all
@@ -46,6 +47,7 @@ from dora_jax.tokenizer import Tokenizer
 MODES = ("sync", "one_step", "partial", "evict", "dora2", "dora3", "dora5")
 MEASURED, BASELINE = "dora3", "sync"  # of the verdict
 NO_LAG = ("sync", "partial")  # all groups have the same, or none: a trajectory has several versions
+LORA_LEARNING_RATE = 1e-2  # ten times that of all weights
 EVAL_EVERY = 10
 SMOOTH, TARGET = 5, 0.9  # a run has learnt when the mean reward of so many steps is this
 LAST = 4  # versions at the end of a run whose groups, where they lag, are not trained any more
@@ -76,17 +78,27 @@ class Curve(NamedTuple):
     groups: list[AnsweredGroup]
 
 
-def run(folder: Path, config: str, mode: str, seed: int, base: Path, steps: int) -> None:
+def settings_of(mode: str, lora_learning_rate: float) -> dict[str, str | float]:
+    """The fields that a mode's name stands for."""
+    named = re.fullmatch(r"([a-z_]+)(\d*)(?:-lora(\d+))?", mode)
+    if named is None:
+        raise SystemExit(f"error: --modes: {mode} is no mode, such as dora3 or dora3-lora16")
+    name, k, rank = named.groups()
+    settings: dict[str, str | float] = {"orchestrator.mode": name, "orchestrator.max_versions": k or 3}
+    if rank:
+        settings |= {"lora.rank": rank, "lora.alpha": 2.0 * int(rank), "trainer.learning_rate": lora_learning_rate}
+    return settings
+
+
+def run(folder: Path, config: str, settings: dict[str, str | float], seed: int, base: Path, steps: int) -> None:
     """Trains unless it has been done, and keeps of the journal what is read here."""
-    name, k = re.findall(r"^([a-z_]+)(\d*)$", mode)[0]
     overrides = {
         "seed": seed,
         "steps": steps,
         "model.path": base,
         "eval.every": EVAL_EVERY,
         "checkpoint.every": 0,
-        "orchestrator.mode": name,
-        "orchestrator.max_versions": k or 3,
+        **settings,
     }
     arguments = [f"--config={config}", *(f"--config.{field}={value}" for field, value in overrides.items())]
     if (folder / RESULT).exists():
@@ -264,18 +276,18 @@ def youngest_table(records: dict[str, list[dict]]) -> str:
     return grid(["mode", "youngest", "steps", *means, "gap measured"], rows)
 
 
-def verdict(found: dict[str, list[dict[str, float]]]) -> list[str]:
-    """MEASURED against BASELINE, seed by seed."""
+def verdict(found: dict[str, list[dict[str, float]]], measured: str, baseline: str) -> list[str]:
+    """One mode against another, seed by seed."""
     said, per_step = [], ("reward", "by version", "held-out", "last")
     for label, names in (("per step", per_step), ("per second", ("reward/s", "held-out/s"))):
         for name in names:
-            mean, half = interval([a[name] - b[name] for a, b in zip(found[MEASURED], found[BASELINE], strict=True)])
+            mean, half = interval([a[name] - b[name] for a, b in zip(found[measured], found[baseline], strict=True)])
             word = "above" if mean > half else "below" if mean < -half else "inside the interval"
-            said.append(f"{label}, {name}: {MEASURED} less {BASELINE} {cell(mean, half, 4)}: {word}")
+            said.append(f"{label}, {name}: {measured} less {baseline} {cell(mean, half, 4)}: {word}")
     for name in ("ms/step", "s to learn", "s in all"):
-        mean, half = interval([np.log(b[name] / a[name]) for a, b in zip(found[MEASURED], found[BASELINE])])
+        mean, half = interval([np.log(b[name] / a[name]) for a, b in zip(found[measured], found[baseline])])
         ratios = [f"{ratio:.2f}" for ratio in np.exp([mean, mean - half, mean + half])]
-        said.append(f"{name}: {BASELINE} / {MEASURED} = {ratios[0]} ({ratios[1]} to {ratios[2]})")
+        said.append(f"{name}: {baseline} / {measured} = {ratios[0]} ({ratios[1]} to {ratios[2]})")
     return said
 
 
@@ -291,6 +303,7 @@ def main() -> None:
     parser.add_argument("--base", type=Path, help="a Hugging Face folder; default: WORKDIR/base, made where missing")
     parser.add_argument("--steps", type=int, default=80)
     parser.add_argument("--config", default="configs/quickstart.py", help="another makes a base of its own")
+    parser.add_argument("--lora_learning_rate", type=float, default=LORA_LEARNING_RATE)
     args = parser.parse_args()
     base, modes, seeds = args.base or args.workdir / "base", args.modes.split(","), args.seeds.split(",")
     if not (base / "config.json").exists():
@@ -299,7 +312,8 @@ def main() -> None:
     for i, seed in enumerate(seeds):  # the modes of a seed run one after the other, another one first each time
         for j in range(len(modes)):
             mode = modes[(int(seed) + j) % len(modes)]
-            run(folders[mode][i], args.config, mode, int(seed), base, args.steps)
+            settings = settings_of(mode, args.lora_learning_rate)
+            run(folders[mode][i], args.config, settings, int(seed), base, args.steps)
     curves = {mode: [load(folder) for folder in of_mode] for mode, of_mode in folders.items()}
     shortest = [min(curves[mode][i].quiet_clock[-1] for mode in modes) for i in range(len(seeds))]
     found = {mode: [figures(c, s) for c, s in zip(of_mode, shortest)] for mode, of_mode in curves.items()}
@@ -307,8 +321,9 @@ def main() -> None:
     lagging = [mode for mode in modes if mode not in NO_LAG]
     records = {mode: [r for folder in folders[mode] for r in records_of(folder)] for mode in lagging}
     print(learning_table(found), lag_table({m: curves[m] for m in lagging}), youngest_table(records), sep="\n\n")
-    if {MEASURED, BASELINE} <= found.keys():
-        print("", *verdict(found), sep="\n")
+    for measured, baseline in [(MEASURED, BASELINE), *((mode, mode.partition("-lora")[0]) for mode in modes)]:
+        if measured != baseline and {measured, baseline} <= found.keys():
+            print("", *verdict(found, measured, baseline), sep="\n")
 
 
 if __name__ == "__main__":
