@@ -41,6 +41,7 @@ def check_base(run: Config, directory: Path, base: Any) -> None:
     which ones they will be. base: f32, stacked."""
     file, found = directory / BASE, f"{digest(base):016x}"
     if not file.exists():
+        directory.mkdir(parents=True, exist_ok=True)
         file.write_text(json.dumps({"path": run.model.path, "digest": found}) + "\n")
         return
     trained = json.loads(file.read_text())
