@@ -6,6 +6,7 @@ version), the trainer computes nothing, rewards are constants after `score_s`: w
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import queue
 import time
@@ -15,6 +16,7 @@ from typing import Any
 import numpy as np
 
 from dora_jax import presets
+from dora_jax.bench.paced_environments import HoldingEngine, PacedEnvironments, TurnsOf
 from dora_jax.buffer.store import MemoryGroupStore
 from dora_jax.config import RolloutSection
 from dora_jax.costs import Costs, open_costs
@@ -33,6 +35,8 @@ from dora_jax.sim.run import orchestrator_config
 from dora_jax.sim.workload import Workload
 from dora_jax.types import Prompt, Sample, SampleId, ScoredGroup, Version
 
+OBSERVED_TOKENS = 1 << 10  # of an episode: room for them beside what is sampled
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PacedResult:
@@ -46,6 +50,8 @@ class PacedResult:
     move_share: float
     brain_share: float  # of the real time: what `Orchestrator.step` computed
     lag_mean: float
+    lag_max: int
+    tasks: Mapping[str, float]  # share of the trained groups
     moves: float  # a step
     mixed: int  # samples whose tokens came from more than one version
 
@@ -126,16 +132,24 @@ class _PacedRun:
                 decode_steps=1,
             )
         )
+        if episodes := any(
+            part.get("turns", config.workload.turns) > 1 for part in ({}, *config.workload.mix.values())
+        ):
+            section = dataclasses.replace(section, max_prompt_tokens=told.max_prompt_tokens + OBSERVED_TOKENS)
+        turns = TurnsOf(work)
+        due_s: dict[tuple[SampleId, int], float] = {}
         outbox: queue.SimpleQueue = queue.SimpleQueue()
         store = MemoryGroupStore()
         stored: Any = Weights()  # the verbs of a store that this world needs
         self.weights = weights = PacedWeights(
             stored, costs, pace, hardware.trainer_chips // hardware.instance_chips, config.cost.publish_s
         )
-        self.engines = [
-            PacedEngine(OracleEngine(section, length=lambda v, g, i, limit: work.length(SampleId(g, i)), version_in=int),
-                        costs, pace, report_ticks=config.report_tokens, speed=hardware.speed(i))
-            for i in range(hardware.instances)]  # fmt: skip
+        hold = config.orchestrator.hold_slots
+        oracles = [OracleEngine(section, eos_ids=(0,), turn_length=turns.length, version_in=int)
+                   for _ in range(hardware.instances)]  # fmt: skip
+        inner: list[Any] = [HoldingEngine(each, turns, pace, due_s) for each in oracles] if hold else oracles
+        self.engines = [PacedEngine(each, costs, pace, report_ticks=config.report_tokens, speed=hardware.speed(i))
+                        for i, each in enumerate(inner)]  # fmt: skip
         self.workers = [PacedWorker(i, engine, weights, outbox) for i, engine in enumerate(self.engines)]
         for engine in self.engines:
             engine.load(0, 0)
@@ -148,13 +162,15 @@ class _PacedRun:
             trainer=StreamingTrainerWorker(
                 trainer, trainer.pack, store, weights, told.decisions.max_lag, outbox, told.groups_per_step
             ),
-            task=PacedPrompts(work, told.max_new_tokens),
+            task=PacedPrompts(work, told.max_new_tokens, episodes),
             scorer=PacedScorer(costs.score_s * pace),
             groups=store,
             weights=weights,
             outbox=outbox,
             group_size=told.group_size,
             eval_samples=1,
+            environments=PacedEnvironments(turns, pace) if episodes and not hold else None,
+            max_context=section.max_prompt_tokens + section.max_new_tokens,
         )
         # the orchestrator's periods are modelled seconds; its clock is the world's
         told = dataclasses.replace(told, rebalance_period_s=told.rebalance_period_s * pace)
@@ -169,19 +185,21 @@ class _PacedRun:
 
 
 class PacedPrompts:
-    def __init__(self, work: Workload, max_new_tokens: int):
+    def __init__(self, work: Workload, max_new_tokens: int, episodes: bool):
         self._work, self._max_new_tokens = work, max_new_tokens
+        self._turn_tokens = max_new_tokens if episodes else 0
 
     def prompt_at(self, group_id: int) -> Prompt:
         ids = np.zeros(self._work.prompt_tokens(group_id), np.int32)
         return Prompt(
             group_id=group_id,
-            task="",
+            task=self._work.task(group_id),
             uid=str(group_id),
             text="",
             token_ids=ids,
             answer=None,
             max_new_tokens=self._max_new_tokens,
+            turn_tokens=self._turn_tokens,
         )
 
 
@@ -249,7 +267,9 @@ class _PacedMeter:
         self._row, self._parts, self._pace = row, parts, pace
         self._idle_before, self._waits = 0.0, True  # from a publication to the first Train after it
         self._tail_s = self._idle_s = 0.0  # instance-seconds idle: while the trainer waited, in all
-        self._tokens = self._groups = self._lags = self._moves = self._mixed = 0
+        self._tokens = self._groups = self._lags = self._moves = self._mixed = self._lag_max = 0
+        self._work, self._tasks = Workload(row.config.workload), collections.Counter[str]()
+        self._tasks_before: collections.Counter[str] = collections.Counter()
         self._start: dict[str, float] = {}
         self._end: dict[str, float] = {}
 
@@ -257,8 +277,10 @@ class _PacedMeter:
         """Payload records; a finished step says what it trained on."""
         groups = getattr(record, "groups", ())
         for group in groups:
-            self._lags += record.version - 1 - group.version
+            lag = record.version - 1 - group.version
+            self._lags, self._lag_max = self._lags + lag, max(self._lag_max, lag)
             self._groups += 1
+            self._tasks[self._work.task(group.group_id)] += 1
             for sample in group.samples:
                 self._tokens += len(sample.prompt_ids) + len(sample.out_ids)
                 self._mixed += len(sample.spans) > 1
@@ -283,14 +305,15 @@ class _PacedMeter:
             tokens_per_s=d["tokens"] / d["now"] * self._pace,
             rollout={IDLE_TAIL: d["tail"] / every_s, IDLE_CAPPED: (d["idle"] - d["tail"]) / every_s},
             load_share=d["load"] / every_s, move_share=d["move"] / every_s, brain_share=d["brain"] / d["now"],
-            lag_mean=d["lags"] / d["groups"], moves=d["moves"] / steps, mixed=self._mixed)  # fmt: skip
+            lag_mean=d["lags"] / d["groups"], lag_max=self._lag_max,
+            tasks={name: n / d["groups"] for name, n in sorted((self._tasks - self._tasks_before).items())}, moves=d["moves"] / steps, mixed=self._mixed)  # fmt: skip
 
     # ------------------------------------------------------------ private
 
     def _published(self, now: float, version: Version) -> None:
         config = self._row.config
         if version == config.warmup_steps:
-            self._start = self._counters(now)
+            self._start, self._tasks_before = self._counters(now), self._tasks.copy()
         if version == config.steps:
             self._end = self._counters(now)
             raise EndOfPacedRun

@@ -59,7 +59,8 @@ class _Running:
 
 
 class OracleEngine:
-    """The `Engine` of tests. `version_in(params)` reads the version that weights really carry (default: as claimed)."""
+    """The `Engine` of tests. `version_in(params)` reads the version that weights really carry (default: as claimed);
+    `turn_length(id, start)`: tokens of the turn that begins there, in the place of `length`."""
 
     def __init__(
         self,
@@ -68,6 +69,7 @@ class OracleEngine:
         eos_ids: tuple[int, ...] = (),
         vocab_limit: int = 256,
         length: Callable[[Version, int, int, int], int] = spread_length,
+        turn_length: Callable[[SampleId, int], int] | None = None,
         version_in: Callable[[Any], Version] | None = None,
     ):
         self.section = section
@@ -75,7 +77,7 @@ class OracleEngine:
         self.vocab_limit = vocab_limit
         self.param_shardings = None
         self._allowed = [token for token in range(vocab_limit) if token not in eos_ids]
-        self._length = length
+        self._length, self._turn_length = length, turn_length
         self._version_in = version_in
         self._weights: dict[Version, Version] = {}
         self._samples: dict[SampleId, _Running] = {}
@@ -152,7 +154,10 @@ class OracleEngine:
         budget = min(response_room(parcel, self._max_context), parcel.max_new_tokens + undrawn)
         limit = min(budget, start + parcel.turn_tokens) if parcel.turn_tokens else budget
         first = parcel.spans[0].version if parcel.spans else parcel.version
-        length = self._length(first, id.group_id, id.index + start, limit - start)  # each turn has its own
+        if self._turn_length is not None:
+            length = self._turn_length(id, start)
+        else:
+            length = self._length(first, id.group_id, id.index + start, limit - start)  # each turn has its own
         running = _Running(parcel, limit, min(start + length, limit), limit == budget)
         stamps = [mix(parcel.version, *id, i) for i in range(len(parcel.prompt_ids) + len(running.out) - 1)]
         if running.stamps[: len(stamps)] != stamps[: len(running.stamps)]:

@@ -17,6 +17,7 @@
     environment.py   what answers a policy of several turns; calculator.py is one, noise.py spoils what it says
     environments.py  EnvironmentPool: environments in processes of their own (environment_process.py, _worker.py)
     renderer_bridge.py  the same by a chat template of the package renderers
+    by_task.py   an environment, or rewards, for each task of a mix
     token_bridge.py     the same for an environment that speaks token ids
     skyrl_gym.py environments of SkyRL-Gym as ours
     bridge.py    what an environment says -> tokens behind the exact ones of the policy

@@ -39,7 +39,7 @@ class EpisodePrompt:
     text: str
     answer: Any  # JSON-serialisable
     seed: int  # the same for every sample of a group
-    task: str = ""  # as the source of the prompt names it: of a mix, one environment serves all
+    task: str = ""  # of a mix: its entry's name; else as the source of the prompt names it
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -21,6 +21,7 @@ import json
 import math
 import socket
 import sys
+from collections.abc import Sequence
 from typing import Any
 
 from dora_jax.tasks import calls
@@ -47,8 +48,9 @@ class Session:
 
 
 class Server:
-    def __init__(self, kind: type[Environment], setup: calls.Request):
+    def __init__(self, kind: type[Environment], setup: calls.Request, terms: Sequence[str], replays: bool):
         self._kind, self._params = kind, keywords(kind, setup)
+        self._terms, self._replays = tuple(terms), replays
         self._step_s, self._episode_s = setup["step_timeout_s"], setup["episode_timeout_s"]
         self._noise = Noise(**setup["noise"])
         self._sessions: dict[tuple[int, int], Session] = {}
@@ -103,7 +105,7 @@ class Server:
         observed: list[list[Message]] = []
         if session is None or session.messages != messages[:-1] or not messages or request["again"]:
             await self._close(self._sessions.pop(id, None))
-            if messages[:-1] and not self._kind.replays:
+            if messages[:-1] and not self._replays:
                 raise Lost("the environment does not replay")
             session = self._sessions[id] = await self._begun(request["prompt"])
             observed.append(session.opening)
@@ -125,8 +127,8 @@ class Server:
         turn = len(session.messages)
         observed, session.done, terms = await asyncio.wait_for(session.environment.step(message), self._step_s)
         for name, value in terms.items():
-            if name not in self._kind.terms or not math.isfinite(value):
-                raise EnvironmentError(f"the reward term {name!r} is {value}; terms are {', '.join(self._kind.terms)}")
+            if name not in self._terms or not math.isfinite(value):
+                raise EnvironmentError(f"the reward term {name!r} is {value}; terms are {', '.join(self._terms)}")
             session.terms[name] = session.terms.get(name, 0.0) + float(value)
         session.messages.append(message)
         return observed if session.done else await self._noise.on(observed, id, turn)
@@ -169,7 +171,7 @@ def main(fd: int) -> None:
     opening = calls.receive(sock)
     try:
         kind = resolved(opening["setup"]["name"])
-        kind(**keywords(kind, opening["setup"]))
+        tried = kind(**keywords(kind, opening["setup"]))
     except calls.Refused as error:
         calls.send(sock, {"nonce": opening["nonce"], "error": str(error)})
         return
@@ -182,10 +184,10 @@ def main(fd: int) -> None:
         return
     calls.send(sock, {"nonce": opening["nonce"]})
     asked = calls.receive(sock)
-    told = {"terms": list(kind.terms), "replays": bool(kind.replays), "tokens": speaks_tokens(kind)}
+    told = {"terms": list(tried.terms), "replays": bool(tried.replays), "tokens": speaks_tokens(kind)}
     calls.send(sock, {"nonce": asked["nonce"]} | told)
     sock.setblocking(False)
-    asyncio.run(Server(kind, opening["setup"]).serve(sock))
+    asyncio.run(Server(kind, opening["setup"], tried.terms, bool(tried.replays)).serve(sock))
 
 
 if __name__ == "__main__":

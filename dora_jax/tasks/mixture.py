@@ -75,7 +75,10 @@ class Mixture:
         for source in self._sources.values():
             source.exclude(uids)
         self.heldout_uids = uids - exclude
-        self.heldout = _in_turn([list(source.heldout) for source in self._sources.values()])
+        parts = self._sources.items()
+        self.heldout = _in_turn(
+            [[dataclasses.replace(row, part=name) for row in source.heldout] for name, source in parts]
+        )
 
     def exclude(self, uids: AbstractSet[str]) -> None:
         for source in self._sources.values():
@@ -84,7 +87,8 @@ class Mixture:
     def draw(self, stream: str, seed: int, i: int) -> TaskRow:
         turn, at = divmod(i, len(self._cycle))
         name = self._cycle[at]
-        return self._sources[name].draw(f"{stream} {name}", seed, turn * self._weights[name] + self._earlier[at])
+        row = self._sources[name].draw(f"{stream} {name}", seed, turn * self._weights[name] + self._earlier[at])
+        return dataclasses.replace(row, part=name)
 
 
 def _even_share(total: int, among: int, order: int) -> int:

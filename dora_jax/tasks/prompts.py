@@ -115,7 +115,7 @@ class Task:
             raise ValueError(f"the prompt of group {group_id} has no token: {shorten(text)!r}")
         return Prompt(
             group_id=group_id,
-            task=row.task,
+            task=row.part or row.task,
             uid=row.uid,
             text=text,
             token_ids=np.asarray(ids, dtype=np.int32),

@@ -20,6 +20,7 @@ class TaskRow:
     answer: Any
     solution: str | None = None  # what a teacher wrote (rows: `completion`)
     entry: dict[str, Any] | None = None  # reasoning-gym's own, for worked solutions
+    part: str = ""  # of a mix: the name of its entry
 
 
 class Source(Protocol):
