@@ -19,7 +19,6 @@ from pathlib import Path
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 
 from dora_jax import devices, memory, presets
 from dora_jax.aot_roles import (
@@ -139,19 +138,17 @@ def _instance(
         for name, (call, arguments, static) in calls.programs().items()
     ]
     at = functools.partial(jax.tree.map, lambda x, where: x.update(sharding=where))
-    published = jax.eval_shape(
-        functools.partial(decoder.serving_layout, layout=calls.shapes.layout),
-        decoder.abstract_params(model, jnp.dtype(config.model.dtype)),
-    )
+    laid_out = functools.partial(decoder.serving_layout, layout=calls.shapes.layout)
+    published = jax.eval_shape(laid_out, run.published(config, model))
     pool = _held(at(calls.abstract_pool, calls.pool_sharding))
     programs = [dataclasses.replace(one, pool=(pool, model.kv_layers)) for one in programs]
     residents = config.rollout.residents
-    held = {
-        f"{residents} resident version{'s' if residents > 1 else ''}": residents * _held(calls.abstract_params),
-        "the incoming one": _held(at(published, calls.param_shardings)),
-        "KV pool": pool,
-    }
-    return programs, held
+    versions = f"{residents} resident version{'s' if residents > 1 else ''}"
+    held = {versions: residents * _held(calls.abstract_params)}
+    if calls.adapters:
+        base, adapters = map(_held, calls.abstract_params)
+        held = {"base weights": base, versions: adapters}
+    return programs, held | {"the incoming one": _held(at(published, calls.param_shardings)), "KV pool": pool}
 
 
 def _role(config: Config, name: str, place: SlicePlacement, held: dict[str, float], compiled: list[Compiled]) -> Role:

@@ -174,7 +174,9 @@ def _instance_advice(config: Config, parts: dict[str, float]) -> list[str]:
     rollout, largest = config.rollout, next(iter(parts))
     pool = [f"lower rollout.pages (now {rollout.pages})"]
     weights = [f"raise rollout.tensor (now {rollout.tensor})"]
-    weights += [f"lower rollout.residents (now {rollout.residents})"] if rollout.residents > 1 else []
+    weights += (
+        [f"lower rollout.residents (now {rollout.residents})"] if rollout.residents > 1 and not config.lora.on else []
+    )
     work = [f"lower rollout.slots (now {rollout.slots}) or rollout.prefill_tokens (now {rollout.prefill_tokens})"]
     order = {"KV pool": pool + weights + work, "the programs' work": work + weights + pool}
     return order.get(largest, weights + pool + work)

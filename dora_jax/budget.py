@@ -61,7 +61,8 @@ class Budget:
     @property
     def instance(self) -> list[PlanLine]:
         """All instances of the device, without their pages."""
-        weights = [] if self.aliased else memory.instance_weights(self.model, self.config)
+        aliased = self.aliased and not self.config.lora.on  # a base is an instance's own
+        weights = [] if aliased else memory.instance_weights(self.model, self.config)
         lines = [*weights, *memory.instance_work(self.model, self.config)]
         return [line._replace(bytes=self.crowd * line.bytes) for line in lines]
 
@@ -248,15 +249,20 @@ def _instance_problems(budget: Budget) -> Iterator[str]:
 
 
 def _instance_knob(budget: Budget) -> str:
-    return "residents" if budget.config.rollout.residents > 1 else "tensor"
+    return "residents" if _lowers_residents(budget) else "tensor"
 
 
 def _instance_help(budget: Budget) -> str:
     rollout = budget.config.rollout
     if budget.shared:
         return "placement=disjoint gives the instances devices of their own"
-    if rollout.residents > 1:
+    if _lowers_residents(budget):
         return "fewer residents need less"
     return f"more than {rollout.tensor} devices an instance need less of each" + (
         "" if rollout.weights else ", as does rollout.weights=int8"
     )
+
+
+def _lowers_residents(budget: Budget) -> bool:
+    """Whether fewer of them help: an adapter takes next to nothing."""
+    return budget.config.rollout.residents > 1 and not budget.config.lora.on

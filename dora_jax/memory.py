@@ -209,20 +209,20 @@ def attention_scores(model: ModelConfig, kernel: str, rows: int, length: int, me
 
 
 def instance_weights(model: ModelConfig, config: Config) -> list[PlanLine]:
-    """Bytes of the resident versions, and of the version that arrives while they run."""
+    """Bytes of the resident versions, and of the version that arrives while they run; where versions are adapters, of one
+    base and of the adapters beside it."""
     rollout = config.rollout
     whole = BYTES[config.model.dtype] * serving_params(model, rollout.tensor)
     stored = whole
     if rollout.weights:  # 8 bits for the projections, the ends as published
         stored -= (BYTES[config.model.dtype] - 1) * model.n_layers * model.layer_params / rollout.tensor
-    return [
-        PlanLine(
-            "resident versions",
-            rollout.residents * stored,
-            f"{rollout.residents} in {rollout.weights or config.model.dtype}",
-        ),
-        PlanLine("incoming version", whole, f"in {config.model.dtype}"),
-    ]
+    kept, said, here = stored, f"{rollout.residents} in {rollout.weights or config.model.dtype}", []
+    if config.lora.on:
+        here = [PlanLine("base weights", stored, f"in {rollout.weights or config.model.dtype}")]
+        kept = whole = BYTES[config.model.dtype] * adapter_params(model, config.lora, tensor=rollout.tensor)
+        said = f"{rollout.residents} adapters in {config.model.dtype}"
+    resident = PlanLine("resident versions", rollout.residents * kept, said)
+    return [*here, resident, PlanLine("incoming version", whole, f"in {config.model.dtype}")]
 
 
 def serving_params(model: ModelConfig, tensor: int) -> float:
@@ -244,6 +244,10 @@ def instance_work(model: ModelConfig, config: Config) -> list[PlanLine]:
         PlanLine("logits and noise", LOGITS_COPIES * 4 * rows * model.vocab_size / rollout.tensor, f"{rows} rows"),
         PlanLine("one layer", layer_activations(model, tokens, rollout.tensor, size), f"{tokens} tokens"),
     ]
+    if config.lora.on:
+        widest = max(model.q_width, model.ff_width) / rollout.tensor
+        every = rollout.residents * tokens * size * widest
+        lines.append(PlanLine("products with adapters", every, f"{tokens} tokens with each of {rollout.residents}"))
     if rollout.attention == "reference":
         past = rows * (rollout.max_prompt_tokens + rollout.max_new_tokens)
         lines.append(

@@ -10,6 +10,7 @@ from dora_jax import budget, memory, presets
 from dora_jax.config import Config, ModelSection, OrchestratorSection, RolloutSection, TrainerSection
 from dora_jax.models import decoder
 from dora_jax.models.families import KNOWN, new_config
+from dora_jax.models.lora_config import Lora, adapter_params
 
 QWEN_8B = KNOWN["Qwen3-8B"]
 GIB = 2**30
@@ -113,6 +114,13 @@ def test_weights_of_an_instance_by_hand():
     assert (resident.bytes, incoming.bytes) == (2 * whole, whole)
     small, _ = memory.instance_weights(SMALL, changed(rollout={"weights": "int8"}))
     assert small.bytes == whole - 3 * SMALL.layer_params
+
+
+def test_adapters_of_an_instance_stand_beside_one_base():
+    config = dataclasses.replace(changed(rollout={"residents": 4}), lora=Lora(rank=8))
+    base, resident, incoming = memory.instance_weights(SMALL, config)
+    assert base.bytes == 2 * (SMALL.matrix_params + SMALL.gain_params)
+    assert resident.bytes == 4 * incoming.bytes == 4 * 2 * adapter_params(SMALL, config.lora)
 
 
 def test_page_table_by_hand():
