@@ -1,10 +1,10 @@
 """A version from a trainer to instances, in processes of their own, by both wires: what each stage takes, what the model
 of the simulator says to that, and what it says of 8B, 32B and 560B.
 
-    python -m dora_jax.bench.publish [--mib=1024] [--instances=1,2] [--rounds=3] [--folder=FOLDER]
+    python -m dora_jax.bench.publish [--mib=1024] [--instances=1,2] [--rounds=3] [--folder=FOLDER] [--rank=0]
 
 The trainer casts its masters (f32, fsdp=4) as a run does, the instances have the engine of a run (tensor=2); a version
-for n instances has mib/n MiB in bfloat16, so that all fit.
+for n instances has mib/n MiB in bfloat16, so that all fit. With a rank a version is an adapter of such a model.
 copy       the cast on the trainer's shards; the next step waits for it
 transfer   from Wanted until every instance has committed: `first` and `all`; GiB/s of all instances together
 empty      the same with almost no bytes, for one instance: what the phases and the control plane cost
@@ -86,9 +86,9 @@ def _send(address: tuple[str, int], size: int) -> None:
 # -------------------------------------------------------------------- table
 
 
-def measure(path: str, instances: int, mib: float, rounds: int, folder: str | None) -> dict[str, float]:
+def measure(path: str, instances: int, mib: float, rounds: int, folder: str | None, rank: int) -> dict[str, float]:
     """Median seconds of each stage."""
-    with tempfile.TemporaryDirectory(dir=folder) as place, Cluster(instances, mib, path, Path(place)) as cluster:
+    with tempfile.TemporaryDirectory(dir=folder) as place, Cluster(instances, mib, path, Path(place), rank) as cluster:
         times = [cluster.publish(version) for version in range(rounds + 1)][1:]
     return {name: statistics.median(each[name] for each in times) for name in times[0]}
 
@@ -107,10 +107,11 @@ def speeds_from(size: int, times: dict[str, float]) -> Speeds:
 
 def table(args: argparse.Namespace) -> Iterator[str]:
     """Lines, each as soon as it is measured."""
-    quarter = model_of(args.mib / 4)
-    calibrated = speeds_from(size_of(quarter), measure(WIRE, 1, args.mib / 4, args.rounds, args.folder))
+    rank = args.rank
+    quarter = size_of(model_of(args.mib / 4), rank)
+    calibrated = speeds_from(quarter, measure(WIRE, 1, args.mib / 4, args.rounds, args.folder, rank))
     yield (
-        f"speeds at {size_of(quarter) / MIB:.0f} MiB, GiB/s: copy {calibrated.copy / GIB:.2f}, wire "
+        f"speeds at {quarter / MIB:.0f} MiB, GiB/s: copy {calibrated.copy / GIB:.2f}, wire "
         f"{calibrated.into / GIB:.2f}, pause {calibrated.place / GIB:.2f}"
     )
     yield (
@@ -118,11 +119,11 @@ def table(args: argparse.Namespace) -> Iterator[str]:
         f"{'all s':>8s}{'GiB/s':>7s}{'pause s':>9s}{'h2d s':>7s}{'model/measured all':>20s}{'pause':>7s}"
     )
     for name, path in (("transfer", WIRE), ("storage", STORAGE)):
-        small = measure(path, 1, 0, args.rounds, args.folder)["all"]
+        small = measure(path, 1, 0, args.rounds, args.folder, rank)["all"]
         for instances in [int(r) for r in args.instances.split(",")]:
             mib = args.mib / instances
-            size = size_of(model_of(mib))
-            t = measure(path, instances, mib, args.rounds, args.folder)
+            size = size_of(model_of(mib), rank)
+            t = measure(path, instances, mib, args.rounds, args.folder, rank)
             said = publication(size, calibrated, instances)
             ratios = f"{(said.last_s - said.copy_s - said.home_s) / t['all']:20.2f}" if path == WIRE else " " * 20
             yield (
@@ -157,6 +158,7 @@ def main() -> None:
     parser.add_argument("--instances", default="1,2")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--folder")
+    parser.add_argument("--rank", type=int, default=0)
     args = parser.parse_args()
     floor = min(args.mib, 256) * MIB
     print(

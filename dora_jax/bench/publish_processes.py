@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import multiprocessing
 import time
 from dataclasses import dataclass
@@ -13,6 +14,7 @@ import numpy as np
 
 from dora_jax.models.config import ModelConfig
 from dora_jax.models.families import new_config
+from dora_jax.models.lora_config import Lora, adapter_params
 from dora_jax.orchestrate.events import TimePassed
 from dora_jax.runtime.codec import Codec
 from dora_jax.runtime.transfer import weight_messages as ex
@@ -59,20 +61,22 @@ def model_of(mib: float) -> ModelConfig:
     )
 
 
-def size_of(model: ModelConfig) -> int:
-    """Bytes in DTYPE."""
+def size_of(model: ModelConfig, rank: int = 0) -> int:
+    """Bytes in DTYPE; rank: of an adapter, which is the version then."""
+    if rank:
+        return round(2 * adapter_params(model, Lora(rank=rank)))
     d, heads = model.d_model, model.head_dim * (model.n_heads + model.n_kv_heads)
     layer = 2 * d * heads + 3 * d * model.d_ff + 2 * d + 2 * model.head_dim
     return 2 * (model.n_layers * layer + model.vocab_size * d + d)
 
 
-def run_host(end: connection.Connection, trainer: bool, mib: float, folder: str) -> None:
+def run_host(end: connection.Connection, trainer: bool, mib: float, folder: str, rank: int) -> None:
     """The trainer or an instance: executes what comes and answers."""
     import jax
 
     jax.config.update("jax_platforms", "cpu")
     jax.config.update("jax_num_cpu_devices", FSDP if trainer else TENSOR)
-    side = PublishingSide(mib, folder) if trainer else InstanceSide(mib, folder)
+    side = (PublishingSide if trainer else InstanceSide)(mib, folder, rank)
     answer: Any
     while data := _next(end):
         match item := CODEC.decode(data):
@@ -94,18 +98,30 @@ def _next(end: connection.Connection) -> bytes | None:
         return None
 
 
-def _config() -> Any:
+def _config(rank: int) -> Any:
     from dora_jax import presets
     from dora_jax.config import Config, ModelSection, RolloutSection
 
     rollout = RolloutSection(slots=1, max_prompt_tokens=16, max_new_tokens=16)
-    return presets.filled(Config(model=ModelSection(dtype=DTYPE), rollout=rollout))
+    return presets.filled(Config(model=ModelSection(dtype=DTYPE), rollout=rollout, lora=Lora(rank=rank)))
+
+
+def _nothing(model: ModelConfig, shardings: Any) -> Any:
+    """A base of zeros, as an engine takes it."""
+    import jax
+    import jax.numpy as jnp
+
+    from dora_jax.models import decoder
+
+    laid_out = functools.partial(decoder.serving_layout, layout=decoder.layout_of(shardings))
+    like = jax.eval_shape(laid_out, decoder.abstract_params(model, DTYPE))
+    return jax.tree.map(lambda x, where: jnp.zeros(x.shape, x.dtype, device=where), like, shardings)
 
 
 class PublishingSide:
     """Masters, their copy, and what is offered of it."""
 
-    def __init__(self, mib: float, folder: str):
+    def __init__(self, mib: float, folder: str, rank: int):
         import jax
 
         from dora_jax.models import sharding
@@ -115,9 +131,9 @@ class PublishingSide:
         from dora_jax.runtime.transfer.weight_receiver import WeightEndpoint
         from dora_jax.runtime.transfer.weight_storage import StoredWeights
 
-        model, mesh = model_of(mib), sharding.make_mesh(jax.devices(), 1, FSDP, 1)
-        self._like = run.publishing_inputs(model, mesh)
-        copy: Any = run.publishing_copy(_config(), model, mesh)
+        model, mesh, config = model_of(mib), sharding.make_mesh(jax.devices(), 1, FSDP, 1), _config(rank)
+        self._like = run.publishing_inputs(model, mesh, config.lora)
+        copy: Any = run.publishing_copy(config, model, mesh)
         self._copy = copy.lower(self._like).compile()
         self._stored, self._kept = StoredWeights(folder), HostWeights()
         self.host = WeightEndpoint(0, Wire(*HERE), self._kept)
@@ -153,7 +169,7 @@ class PublishingSide:
 class InstanceSide:
     """An engine, and what it is sent."""
 
-    def __init__(self, mib: float, folder: str):
+    def __init__(self, mib: float, folder: str, rank: int):
         import jax
 
         from dora_jax.models import sharding
@@ -163,9 +179,11 @@ class InstanceSide:
         from dora_jax.runtime.transfer.weight_receiver import WeightEndpoint, like
         from dora_jax.runtime.transfer.weight_storage import StoredWeights
 
-        model, config = model_of(mib), _config()
+        model, config = model_of(mib), _config(rank)
         self._engine = run.engine_of(config, model, sharding.make_mesh(jax.devices(), 1, 1, TENSOR))
-        wanted = like(model, self._engine.param_shardings, config.model.dtype)
+        if rank:
+            self._engine.take_base(_nothing(model, self._engine.base_shardings))
+        wanted = like(model, self._engine.param_shardings, run.published(config, model))
         self.host = WeightEndpoint(0, Wire(*HERE), HostWeights(), wanted, StoredWeights(folder))
 
     def put(self, version: Version, write: bool) -> tuple[float, ...]:
@@ -192,7 +210,8 @@ class InstanceSide:
 class Cluster:
     """A trainer and instances as processes, and a controller here."""
 
-    def __init__(self, instances: int, mib: float, path: str, folder: Path):
+    def __init__(self, instances: int, mib: float, path: str, folder: Path, rank: int = 0):
+        """rank: of the adapters that versions are; 0: they are all weights."""
         context = multiprocessing.get_context("spawn")
         self.names = ["trainer", *(f"r{i}" for i in range(instances))]
         self.path, self.folder = path, folder
@@ -200,7 +219,7 @@ class Cluster:
         self.ends, self.children = {}, []
         for name in self.names:
             self.ends[name], theirs = context.Pipe()
-            child = context.Process(target=run_host, args=(theirs, name == "trainer", mib, str(folder)))
+            child = context.Process(target=run_host, args=(theirs, name == "trainer", mib, str(folder), rank))
             self.children.append(child)
             child.start()
             theirs.close()
