@@ -16,6 +16,18 @@ points of the grid of sim/config.py (GridSection). At 64 and 128 chips `--tune` 
 `dora_paper`, with 3 steps after 2; those of `partial` and `dora` are the fastest of about six around what it found. At 4,096
 `partial` and `dora` stand at the grid's largest load, where both are fastest, and the other rows are not tuned. Three seeds.
 
+`rollpacker` and `staleflow` are the rivals of orchestrate/modes.py; a prompt that `rollpacker` issues again has answers as
+long as before, which is the best case for it, and its measured steps hold one long round in five. `--tune` found their
+points with one seed (`staleflow` at 4,096: the point of `dora`).
+
+In the rows "adapters" a version is an adapter of 1 % of the weights over one base: an instance holds K + 1 of them, and one
+call decodes rows of all. Nothing is balanced then, so that balance_s is 0. Their points are `--tune`'s, those of `dora` at 64
+and 128 chips with fewer rollout chips and a larger K, which an axis at a time does not find.
+
+The order of samples has no row, because it gains nothing. Longest expected first, in what resumes, moves and is put aside,
+takes 12.39 minutes for 12.38 at 64 chips, 7.38 for 7.40 at 128 and 5.95 for 6.05 at 4,096 where the group's finished
+siblings say what is left, and 12.39, 7.38 and 5.98 where the true lengths do (three seeds, which differ by 0.2).
+
 The floor of a row and what versions on instances of their own add to it ("fragments") are explained in sim/bound.py: the
 second is what `partial` does not pay.
 """
@@ -26,8 +38,12 @@ from dora_jax.sim import paper
 SIZES = ("64", "128", "4096")
 BALANCE_S = {"64": 0.04 * 14.67 * 60, "128": 0.036 * 10.46 * 60, "4096": 0.036 * 10.46 * 60}
 PARTS = {"orchestrator.decisions": {"parts": 16}}
+ADAPTERS = {"cost.balance_s": 0.0}
+ADAPTER_SHARE = 0.01  # of the weights: about rank 16 on every matrix
 ROWS = (("sync", "sync", {}), ("one_step", "one_step", {}), ("partial", "partial", {}), ("dora_paper", "dora_paper", {}),
-        ("dora_paper, parts", "dora_paper", PARTS), ("dora", "dora", {}))  # fmt: skip
+        ("dora_paper, parts", "dora_paper", PARTS), ("dora", "dora", {}), ("rollpacker", "rollpacker", {}),
+        ("staleflow", "staleflow", {}), ("partial, adapters", "partial", ADAPTERS),
+        ("dora, adapters", "dora", ADAPTERS))  # fmt: skip
 
 # (size, row): rollout chips (0: colocated), groups outstanding beyond the batch in units of P, K
 TUNED = {
@@ -38,6 +54,12 @@ TUNED = {
     ("64", "dora_paper, parts"): (28, 1.15, 3), ("128", "dora_paper, parts"): (56, 1.15, 3),
     ("4096", "dora_paper, parts"): (3072, 3.0, 8),
     ("64", "dora"): (28, 0.5, 3), ("128", "dora"): (48, 0.75, 4), ("4096", "dora"): (2816, 3.0, 8),
+    ("64", "rollpacker"): (0, 1.15, 3), ("128", "rollpacker"): (68, 1.15, 3), ("4096", "rollpacker"): (2304, 1.15, 3),
+    ("64", "staleflow"): (28, 0.5, 3), ("128", "staleflow"): (48, 0.5, 4), ("4096", "staleflow"): (2816, 3.0, 8),
+    ("64", "partial, adapters"): (24, 0.5, 3), ("128", "partial, adapters"): (44, 1.15, 3),
+    ("4096", "partial, adapters"): (2816, 3.0, 3),
+    ("64", "dora, adapters"): (24, 0.75, 4), ("128", "dora, adapters"): (44, 1.15, 6),
+    ("4096", "dora, adapters"): (2688, 3.0, 8),
 }  # fmt: skip
 
 
@@ -47,14 +69,18 @@ def get_config(arg=None):
     sizes = SIZES if arg is None else (arg,)
     c = _setting(sizes[0])
     c.seeds = 3
-    c.rows = tuple(row for size in sizes for row in _rows(size, _differences(c, _setting(size))))
+    settings = {size: _setting(size) for size in sizes}
+    weights = {size: s.model.params * s.model.weight_bytes_per_param for size, s in settings.items()}
+    c.rows = tuple(row for size in sizes for row in _rows(size, weights[size], _differences(c, settings[size])))
     return c
 
 
-def _rows(size, changes):
+def _rows(size, weights, changes):
     for label, mode, machinery in ROWS:
         chips, inflight, bound = TUNED.get((size, label), (int(size) // 2, 1.15, 3))
         point = {"hardware.rollout_chips": chips, "orchestrator.inflight": inflight, "orchestrator.max_versions": bound}
+        if machinery is ADAPTERS:
+            point |= {"hardware.residents": bound + 1, "model.adapter_bytes": ADAPTER_SHARE * weights}
         yield {"label": f"{size} {label}", "mode": mode, "set": {**changes, **point, **machinery}}
 
 
