@@ -83,7 +83,7 @@ RANGES: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
         "above 0",
         lambda x: x > 0,
         """task.reward_timeout_s trainer.eps sft.learning_rate cluster.silence_s
-        cluster.stall_s cluster.start_s environment.step_timeout_s environment.episode_timeout_s""",
+        cluster.stall_s cluster.start_s serving.session_idle_s environment.step_timeout_s environment.episode_timeout_s""",
     ),
     # relief ends at twice as many free pages
     ("between 0 and 0.5", lambda x: 0 <= x <= 0.5, "orchestrator.kv_pressure"),

@@ -4,6 +4,7 @@ import threading
 import time
 
 import numpy as np
+import pytest
 
 from dora_jax.rollout.oracle import OracleEngine
 from dora_jax.runtime.worker import Finished
@@ -53,6 +54,7 @@ class Slow(OracleEngine):
         return super().tick()
 
 
+@pytest.mark.slow
 def test_a_client_that_leaves_frees_its_slot_and_one_that_comes_back_gets_the_answer():
     body = {"session": "a", "sampling_params": {"max_tokens": 60}}
     with Run(short, engine=Slow) as run:

@@ -77,9 +77,10 @@ class Coordinator:
         environments: Environments | None = None,
         max_context: int = 0,
         record_tokens: bool = False,
+        of_users: bool = False,
     ):
         """environments: of a run whose samples are episodes; max_context: tokens of prompt and response together;
-        record_tokens: the tokens of running samples are written down."""
+        record_tokens: the tokens of running samples are written down. of_users: the environments are users."""
         self._instances = {worker.instance: worker for worker in instances}
         self._gather_s = gather_s(len(instances))
         self._trainer = trainer
@@ -92,7 +93,7 @@ class Coordinator:
         self._samples = SampleRegistry(task)
         self._kept = KeptKV(self._instances)
         self._episodes = (
-            Episodes(environments, self._samples, self._kept, max_context, record_tokens)
+            Episodes(environments, self._samples, self._kept, max_context, record_tokens, of_users)
             if environments is not None
             else None
         )
@@ -223,7 +224,8 @@ class Coordinator:
             self._outbox.put(ev.GroupFailed(group_id=group_id, reason=str(error)))
             return
         if self._episodes and not is_served(group_id):
-            self._episodes.start(sample, group.prompt, worker, version)
+            for event in self._episodes.start(sample, group.prompt, worker, version):
+                self._outbox.put(event)
         else:
             worker.post(worker.submit, sample, group.prompt, version)
 

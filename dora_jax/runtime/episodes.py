@@ -47,20 +47,33 @@ Item = ev.Event | Finished | Partial | GroupFailure  # what the coordinator take
 
 
 class Episodes:
-    """record: whether the tokens of running samples are written down; then what they observe is."""
+    """record: whether the tokens of running samples are written down; then what they observe is. of_users: what an
+    environment says first comes when a user likes."""
 
     def __init__(
-        self, environments: Environments, samples: SampleRegistry, kept: KeptKV, max_context: int, record: bool
+        self,
+        environments: Environments,
+        samples: SampleRegistry,
+        kept: KeptKV,
+        max_context: int,
+        record: bool,
+        of_users: bool = False,
     ):
         self._environments, self._samples, self._kept = environments, samples, kept
         self._max_context = max_context  # tokens of prompt and response together
         self._record = record
+        self._of_users = of_users
         self._opening: dict[
             SampleId, tuple[RolloutWorker, Version] | int
         ] = {}  # a number: it waits with so many tokens
 
-    def start(self, id: SampleId, prompt: Prompt, worker: RolloutWorker, version: Version) -> None:
-        """Its slot is reserved meanwhile."""
+    def start(self, id: SampleId, prompt: Prompt, worker: RolloutWorker, version: Version) -> Iterator[ev.Event]:
+        """Its slot is reserved meanwhile, but for a user."""
+        if self._of_users:
+            yield ev.SampleStarted(id=id, instance=worker.instance, version=version, life=worker.life)
+            yield ev.SampleWaiting(id=id, instance=worker.instance, tokens=0, life=worker.life)
+            self._begin_again(id, version, 0)
+            return
         self._opening[id] = worker, version
         self._environments.open(id, prompt)
 

@@ -57,7 +57,7 @@ def train(config: Config, workdir: Path, *, owner: bool = False, endpoint: LiveS
     with (
         monitoring.opened(config, workdir) as sinks,
         Writer(workdir, others=sinks) as writer,
-        Guard(config.journal.watchdog_s, owner=owner) as guard,
+        Guard(0.0 if config.serving.train else config.journal.watchdog_s, owner=owner) as guard,  # users may be silent
         mirrored(workdir, writer.note, steps=not config.cluster.launcher) as mirror,
     ):
         writer.note("\n".join(chosen))
@@ -202,7 +202,7 @@ def _try_early(config: Config, workdir: Path) -> None:
         bridge = Bridge(warm_start_data.tokenizer_of(config.sft), config.environment.observation)
         with contextlib.closing(EnvironmentPool(config.environment, bridge, config.seed)) as environments:
             environments.wait_ready()
-    if not section.rewards or config.environment.name:
+    if not section.rewards or config.environment.name or config.serving.train:
         return
     tokenizer = warm_start_data.tokenizer_of(config.sft)
     pool = ScorerPool(section, tokenizer.decode)
@@ -309,6 +309,7 @@ def run_stages(
     limit, seen = config.trainer.max_instance_mismatch, backing.side.gaps if backing else None
     agreement = Agreement(limit, seen, instances, writer.note) if seen else None
     also = (*([agreement.record] if agreement else []), *([requests.record] if requests else []))
+    also += (parts.sessions.record,) if parts.sessions else ()
     for listener in (log.record, timeline.record, *also):
         world.listen(listener)
     durable = backing.behind(world) if backing else None
@@ -327,7 +328,7 @@ def run_stages(
         writer.phase("all", "")
         serves: contextlib.AbstractContextManager[str] = contextlib.nullcontext("")
         if endpoint and requests:
-            serves = endpoint.serving(config, parts.tokenizer, requests)
+            serves = endpoint.serving(config, parts.tokenizer, requests, parts.sessions)
         try:
             with serves as told, quiet_collector():
                 writer.note(told)

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     import numpy as np
 
     from dora_jax.config import Config
+    from dora_jax.runtime.live_sessions import LiveSessions
     from dora_jax.tokenizer import Tokenizer
 
 
@@ -48,8 +49,10 @@ class Desk(Protocol):
 class LiveServing(Protocol):
     """What answers requests on the fleet of a run."""
 
-    def serving(self, config: Config, tokenizer: Tokenizer, requests: LiveRequests) -> AbstractContextManager[str]:
-        """From now until the context ends; a sentence for the console."""
+    def serving(
+        self, config: Config, tokenizer: Tokenizer, requests: LiveRequests, sessions: LiveSessions | None
+    ) -> AbstractContextManager[str]:
+        """From now until the context ends; a sentence for the console. sessions: those that are trained on."""
 
 
 class LiveRequests:

@@ -27,6 +27,7 @@ from dora_jax.publish import DeviceWeights
 from dora_jax.rollout.host_kv import HostKV
 from dora_jax.runtime.coordinator import Coordinator
 from dora_jax.runtime.episodes import EpisodePrompts, EpisodeScorer
+from dora_jax.runtime.live_sessions import LiveSessions, SessionPrompts
 from dora_jax.runtime.run import (
     batch_layout,
     instance_up,
@@ -40,6 +41,7 @@ from dora_jax.runtime.run import (
 from dora_jax.runtime.sample_gaps import SampleGaps
 from dora_jax.runtime.sample_log import TokenViews
 from dora_jax.runtime.seams import (
+    Environments,
     GroupStore,
     Notify,
     Outbox,
@@ -85,22 +87,15 @@ class RunContext:
         with contextlib.ExitStack() as undo:
             if pool:
                 undo.callback(pool.close)
-            with blame("task.path"):
-                self.task = tasks.open_task(
-                    config.task,
-                    self.tokenizer,
-                    seed=config.seed,
-                    max_prompt_tokens=config.rollout.max_prompt_tokens,
-                    max_new_tokens=config.rollout.max_new_tokens,
-                    heldout=config.task.heldout,
-                    quarantine_path=workdir / "quarantine.jsonl",
-                )
+            self.task = self._task()
             prompt, self.remarks = self.task.survey()
             terms = try_rewards(pool, prompt, self.tokenizer.encode) if pool else ()
-            self.environments = self._environments() if config.environment.name else None
-            if self.environments:
-                undo.callback(self.environments.close)
-                terms = self.environments.wait_ready()
+            self.sessions = self._sessions(pool) if pool and config.serving.train else None
+            self.environments: Environments | None = self.sessions
+            if config.environment.name:
+                self.environments = environments = self._environments()
+                undo.callback(environments.close)
+                terms = environments.wait_ready()
             with blame("eval.solved"):
                 self.solved = solved.among(config.eval.solved, terms)
             self.remarks += _said_of_evaluation(config, self)
@@ -141,7 +136,35 @@ class RunContext:
             trainable=nonzero_variance if section.filter_zero_variance else lambda group: True,
             environments=self.environments,
             max_context=rollout.max_prompt_tokens + rollout.max_new_tokens,
+            of_users=self.config.serving.train,
             record_tokens=partial_s(self.config) > 0,
+        )
+
+    def _task(self) -> tasks.Task | SessionPrompts:
+        config = self.config
+        if config.serving.train:
+            with blame("serving.train"):
+                return SessionPrompts(self.tokenizer, config.rollout.max_new_tokens)
+        with blame("task.path"):
+            return tasks.open_task(
+                config.task,
+                self.tokenizer,
+                seed=config.seed,
+                max_prompt_tokens=config.rollout.max_prompt_tokens,
+                max_new_tokens=config.rollout.max_new_tokens,
+                heldout=config.task.heldout,
+                quarantine_path=self.workdir / "quarantine.jsonl",
+            )
+
+    def _sessions(self, pool: ScorerPool) -> LiveSessions:
+        section, rollout = self.config.environment, self.config.rollout
+        return LiveSessions(
+            self.tokenizer,
+            pool,
+            turn_tokens=section.turn_tokens or rollout.max_new_tokens,
+            max_turns=section.max_turns,
+            idle_s=self.config.serving.session_idle_s,
+            context=rollout.max_prompt_tokens + rollout.max_new_tokens,
         )
 
     def _environments(self) -> EnvironmentPool:
@@ -165,6 +188,8 @@ class RunContext:
 
 def _said_of_evaluation(config: Config, parts: RunContext) -> list[str]:
     said: list[str] = []
+    if parts.sessions:
+        return said
     if parts.task.n_heldout < config.eval.prompts:
         said.append(
             f"eval.prompts = {config.eval.prompts}, and {parts.task.n_heldout} held-out prompts are left: they are "

@@ -211,7 +211,7 @@ def orchestrator_config(config: Config) -> OrchestratorConfig:
         total_steps=config.steps,
         updates=updates_apart(config),
         eval_every=config.eval.every,
-        eval_groups=config.eval.prompts,
+        eval_groups=0 if config.serving.train else config.eval.prompts,  # users are nowhere held out
         eval_samples=config.eval.samples,
         task_cycle=cycle_of(config.task.mix),
         task_ratios=_limits(config),

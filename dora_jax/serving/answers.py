@@ -228,6 +228,14 @@ class Answers:
             kept = identity is not None and identity.kind == "key"
             return self._read(self._new(Answer(ask, version, kept=kept), session, key, ids))
 
+    def told(self, ask: Ask, version: Version, ids: Sequence[int], logprobs: Sequence[float], finish: str) -> Reader:
+        """A reader of an answer that is there as a whole."""
+        answer = Answer(ask, version)
+        answer.choices.append(choice := _Choice(answer, 0, SampleId(0, 0), ask.prompts[0], self._decode))
+        answer.tell(choice.take(ids, logprobs, finish))
+        self.tokens += len(ids)
+        return self._read(answer)
+
     def fail(self, reason: str, status: int = 500) -> None:
         """No answer that runs will end, and none begins."""
         self._failed = Refused(status, reason)

@@ -12,7 +12,7 @@ import contextlib
 import hmac
 import json
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,6 +23,7 @@ from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
 from dora_jax import prometheus
+from dora_jax.runtime.live_sessions import LiveSessions, SessionsOver
 from dora_jax.serving import chat, request
 from dora_jax.serving.answers import Answers, Identity, Piece, Reader
 from dora_jax.serving.counters import Counters
@@ -46,6 +47,7 @@ class Endpoint:
     token: str
     pulse_s: float
     alive: Callable[[], bool] = lambda: True
+    sessions: LiveSessions | None = None  # that a run trains on
 
     def app(self, lifespan: Any = None) -> Starlette:
         routes = [
@@ -54,6 +56,7 @@ class Endpoint:
             Route("/v1/completions", self._guarded(self._completion), methods=["POST"]),
             Route("/v1/chat/completions", self._guarded(self._chat), methods=["POST"]),
             Route("/inference/v1/generate", self._guarded(self._generate), methods=["POST"]),
+            Route("/v1/sessions/{session}", self._guarded(self._end_session), methods=["DELETE"]),
             Route("/healthz", self._health),
             Route("/metrics", self._guarded(self._metrics)),
         ]
@@ -102,11 +105,17 @@ class Endpoint:
         body = await _json(asked)
         talk = chat.read(body, self.limits)
         prompt = await asyncio.to_thread(self._render, talk)
-        return self._answer(asked, body, *request.chat(body, self.limits, prompt, tools=talk.tools), ChatReply)
+        return self._answer(asked, body, *request.chat(body, self.limits, prompt, tools=talk.tools), ChatReply, talk)
 
     async def _generate(self, asked: Request) -> Response:
         body = await _json(asked)
         return self._answer(asked, body, *request.generate(body, self.limits), GenerateReply)
+
+    async def _end_session(self, asked: Request) -> Response:
+        session = asked.path_params["session"]
+        if self.sessions is None or not await asyncio.to_thread(self.sessions.end, session):
+            raise Refused(404, f"no session {session!r} is trained on")
+        return JSONResponse({"id": session, "object": "session", "deleted": True})
 
     # ---------------------------------------------------------------- private
 
@@ -130,18 +139,46 @@ class Endpoint:
             raise Refused(400, f"messages: {error}", param="messages") from error
         return self.tokenizer.encode(text)
 
-    def _answer(self, asked: Request, body: Mapping[str, Any], ask: Ask, form: Form, reply: type[Reply]) -> _Answering:
+    def _answer(
+        self,
+        asked: Request,
+        body: Mapping[str, Any],
+        ask: Ask,
+        form: Form,
+        reply: type[Reply],
+        talk: chat.Conversation | None = None,
+    ) -> _Answering:
         versions = self.answers.versions
         session, retry = asked.headers.get(SESSION), asked.headers.get(RETRY_KEY)
         identity = Identity("key", retry) if retry else Identity("session", session) if session else None
-        begin = self.answers.begin(
-            ask, session=session or body.get("user"), asked=versions.asked(body.get("model")), identity=identity
-        )
+        version = versions.asked(body.get("model"))
+        begin = self.answers.begin(ask, session=session or body.get("user"), asked=version, identity=identity)
+        if self.sessions and session and talk and version is None:
+            begin = self._as_turn(self.sessions, session, talk, ask, begin)
 
         def of(reader: Reader) -> Reply:
             return reply(reader.answer, form, versions.name, self.tokenizer.decode)
 
         return _Answering(self, asked.url.path, begin, of)
+
+    async def _as_turn(
+        self,
+        sessions: LiveSessions,
+        session: str,
+        talk: chat.Conversation,
+        ask: Ask,
+        untrained: Coroutine[Any, Any, Reader],
+    ) -> Reader:
+        """The answer as a turn of an episode; untrained, where there is no seat for the session."""
+        promise = await asyncio.to_thread(sessions.take, session, talk.messages, ask.max_tokens if ask.plain else 0)
+        if promise is None:
+            return await untrained
+        untrained.close()
+        try:
+            told = await asyncio.wrap_future(promise)
+        except SessionsOver as error:
+            raise Refused(503, str(error)) from error
+        return self.answers.told(ask, told.version, told.ids.tolist(), told.logprobs.tolist(), told.finish)
 
 
 class _Answering(Response):

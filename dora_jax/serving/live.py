@@ -23,6 +23,7 @@ import uvicorn
 from dora_jax.config import Config, RunError
 from dora_jax.rollout.migrate import InFlightSample
 from dora_jax.runtime.live_requests import LiveRequests
+from dora_jax.runtime.live_sessions import LiveSessions
 from dora_jax.serving.answers import Answers
 from dora_jax.serving.app import Endpoint
 from dora_jax.serving.counters import Counters
@@ -65,7 +66,9 @@ class LiveEndpoint:
         self._options, self._listening = options, listening
 
     @contextlib.contextmanager
-    def serving(self, config: Config, tokenizer: Tokenizer, requests: LiveRequests) -> Iterator[str]:
+    def serving(
+        self, config: Config, tokenizer: Tokenizer, requests: LiveRequests, sessions: LiveSessions | None = None
+    ) -> Iterator[str]:
         """Answers requests while the context lasts; yields what to tell the user."""
         fleet = LiveFleet(requests, Versions(residents=0, idle_s=0.0, name=self._options.name))
         requests.desk = fleet
@@ -79,7 +82,13 @@ class LiveEndpoint:
         }
         limits = limits_of(config, tokenizer)
         endpoint = Endpoint(
-            answers, tokenizer, limits, Counters(numbers), self._options.token, self._options.keepalive_s
+            answers,
+            tokenizer,
+            limits,
+            Counters(numbers),
+            self._options.token,
+            self._options.keepalive_s,
+            sessions=sessions,
         )
         server = _Server(endpoint.app(fleet.lifespan(answers)))
         server.start(self._listening)

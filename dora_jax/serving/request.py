@@ -111,6 +111,11 @@ class Ask:
     tools: bool = False  # tool calls are taken out of the text
 
     @property
+    def plain(self) -> bool:
+        """It asks for nothing that would change what a turn of an episode samples."""
+        return self.n == 1 and self.seed is None and not (self.tools or self.stop or self.stop_ids)
+
+    @property
     def choices(self) -> int:
         return self.n * len(self.prompts)
 

@@ -130,12 +130,14 @@ def make(
     engine=SlowEngine,
     trainer=Trainer,
     environments=None,
+    users=None,
     residents=1,
     requests=None,
     **options,
 ):
     """(orchestrator, world, [InstanceUp], weights); `options`: of config_of. environments: the samples are episodes.
-    requests(prompts, outbox, orchestrator): the prompts of the world, whose listener they are."""
+    users: prompts of sessions, which are the environments then. requests(prompts, outbox, orchestrator): the prompts of
+    the world, whose listener they are."""
     config = config_of(mode, **options)
     section = dataclasses.replace(SECTION, residents=residents)
     outbox, weights, groups, scorer = (
@@ -151,7 +153,7 @@ def make(
         EngineWorker(i, engine(section, length=length, version_in=int), weights, outbox) for i in range(instances)
     ]
     trainer = TrainerWorker(trainer(), lambda groups, base: None, groups, weights, config.decisions.max_lag, outbox)
-    orchestrator, task = Orchestrator(config), Task(too_long)
+    orchestrator, task = Orchestrator(config), users or Task(too_long)
     if requests:
         task = requests(task, outbox, orchestrator)
     world = Coordinator(
@@ -165,6 +167,7 @@ def make(
         group_size=G,
         eval_samples=2,
         environments=environments,
+        of_users=users is not None,
         max_context=SECTION.max_prompt_tokens + SECTION.max_new_tokens,
     )
     if requests:

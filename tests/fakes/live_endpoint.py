@@ -10,24 +10,42 @@ import urllib.request
 
 from dora_jax.config import Config
 from dora_jax.runtime.live_requests import LiveRequests
+from dora_jax.runtime.live_sessions import SessionPrompts
 from dora_jax.serving.live import LiveEndpoint
 from dora_jax.serving.server import listening_socket
 from dora_jax.serving.service import Options
 from tests.fakes.coordinator_world import SECTION, Trainer, make, play
-from tests.fakes.endpoint import Letters
+from tests.fakes.endpoint import END, Letters
 
 PATIENCE_S = 60.0  # of a test, for what comes at once
 
 
 class Tokenizer(Letters):
+    """Its chat template writes what the policy says as the policy says it."""
+
     vocab_size = 256
-    eos_ids = (0,)
+    eos_ids = (END,)
+
+    def encode_text(self, text):
+        return self.encode(text)
+
+    def chat(self, messages, **variables):
+        return "".join(
+            message["content"] + chr(END)
+            if message["role"] == "assistant"
+            else f"{message['role']}: {message['content']}\n"
+            for message in messages
+        )
 
 
 class Run:
     """`with Run(...) as run`: it goes on until `steps` are released and made."""
 
-    def __init__(self, length, **options):
+    def __init__(self, length, sessions=None, **options):
+        """sessions: LiveSessions that it trains on."""
+        self._sessions = sessions
+        if sessions:
+            options |= {"environments": sessions, "users": SessionPrompts(Tokenizer(), SECTION.max_new_tokens)}
         self._steps = threading.Semaphore(0)
 
         class Told(Trainer):
@@ -56,19 +74,25 @@ class Run:
         return self
 
     def _play(self, config):
-        with self._endpoint.serving(config, Tokenizer(), self.requests):
+        if self._sessions:
+            self._world.listen(self._sessions.record)
+        with self._endpoint.serving(config, Tokenizer(), self.requests, self._sessions):
             self.halt, self.records = play(self.brain, self._world, self._ups, [self.requests.observe])
 
     def __exit__(self, *error):
-        self.publish(self.brain.state.config.total_steps)
+        self.release(self.brain.state.config.total_steps)
         self._thread.join()
         self._open.close()
+
+    def release(self, steps):
+        """So many more steps may be made."""
+        for _ in range(steps):
+            self._steps.release()
 
     def publish(self, steps):
         """So many more steps are made; waits for those that are not the last."""
         before = self.brain.state.ledger.base
-        for _ in range(steps):
-            self._steps.release()
+        self.release(steps)
         if before + steps < self.brain.state.config.total_steps:
             self.until(lambda: f"policy@{before + steps}" in [card["id"] for card in self.get("/v1/models")["data"]])
 
@@ -83,7 +107,8 @@ class Run:
             return json.loads(answer.read())
 
     def ask(self, **body):
-        """(status, answer) of /inference/v1/generate; `session` goes into its header."""
+        """(status, answer) of /inference/v1/generate, or of a chat where there are `messages`; `session` goes into its
+        header."""
         with contextlib.closing(self.connect(**body)) as connection:
             answer = connection.getresponse()
             said = json.loads(answer.read())
@@ -95,6 +120,9 @@ class Run:
         if session := body.pop("session", None):
             headers["x-session-id"] = session
         connection = http.client.HTTPConnection(self.url.removeprefix("http://"), timeout=PATIENCE_S)
-        asked = {"token_ids": [1, 2, 3], **body}
-        connection.request("POST", "/inference/v1/generate", json.dumps(asked), headers)
+        if "messages" in body:
+            connection.request("POST", "/v1/chat/completions", json.dumps(body), headers)
+        else:
+            asked = {"token_ids": [1, 2, 3], **body}
+            connection.request("POST", "/inference/v1/generate", json.dumps(asked), headers)
         return connection

@@ -1,0 +1,259 @@
+"""What a scripted user makes of a run that trains on its sessions, and what training costs it in latency.
+
+    python -m dora_jax.bench.satisfaction [--base=FOLDER] [--steps=40] [--users=32] [--workdir=runs/satisfaction]
+
+The user asks the endpoint of a live run for sums and says "thanks" where the answer is right, else "wrong": what it says
+next is the reward, and the run never sees the right answer. `satisfied` is the share of sessions that ended with thanks,
+by quarters of the run. Then as many of the same sessions go to the base as `python -m dora_jax.serve` serves it, without
+training: `p50`, `p99` are milliseconds from a question to its whole answer.
+--base: a warm start for sums with a chat template; where it is missing it is made, which takes minutes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import collections
+import contextlib
+import http.client
+import json
+import os
+import random
+import re
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+TEMPLATE = (  # the quickstart's "sum = working<end>", with a line break in front of each message of the user
+    "{% for m in messages %}{% if m.role == 'assistant' %}{{ m.content }}<|endoftext|>"
+    "{% else %}{{ '\\n' + m.content + ' ' }}{% endif %}{% endfor %}"
+)
+CONFIG = """
+from dora_jax import config
+
+def get_config():
+    c = config.defaults()
+    c.steps = {steps}
+    c.task.name = "reasoning_gym:chain_sum"
+    c.task.params = {{"min_terms": 3, "max_terms": 7, "min_digits": 1, "max_digits": 1}}
+    c.task.extract, c.task.template = r": (.*)$", "\\n{{prompt}} "
+    c.sft.out = c.model.path = {base!r}
+    c.sft.examples, c.sft.slip_rate, c.sft.steps = 40960, 0.7, {warm}
+    c.sft.batch_rows, c.sft.pack_tokens, c.sft.learning_rate, c.sft.warmup_steps = 8, 128, 5e-3, 200
+    c.sft.d_model, c.sft.n_layers, c.sft.d_ff = 64, 2, 192
+    c.sft.n_heads, c.sft.n_kv_heads, c.sft.head_dim = 4, 2, 32
+    c.rollout.slots, c.rollout.decode_steps, c.rollout.residents = 64, 1, 3
+    c.rollout.max_prompt_tokens, c.rollout.max_new_tokens = 64, 64
+    c.orchestrator.groups_per_step, c.orchestrator.group_size, c.orchestrator.inflight = {groups}, 8, 0.5
+    c.trainer.pack_tokens, c.trainer.micro_batches = 128, 4
+    c.checkpoint.every = 0
+    return c
+"""
+LIVE = (
+    "--config.task.rewards=('dora_jax.bench.satisfaction.thanked',)",
+    "--config.task.reward_walls=weak",
+    "--config.serving.train=True",
+    "--config.environment.max_turns=1",
+)
+ENGINE = (  # of the run, for the endpoint beside it
+    "--config.rollout.slots=64",
+    "--config.rollout.decode_steps=1",
+    "--config.rollout.max_prompt_tokens=64",
+    "--config.rollout.max_new_tokens=64",
+)
+GROUPS = 8
+START_S = 900.0
+POLL_S = 0.2
+
+
+def thanked(prompt: str, response: str, answer: dict[str, Any]) -> float:
+    """The reward: what the user said next."""
+    return float(any(message["content"] == "thanks" for message in answer["next"]))
+
+
+class Talk(NamedTuple):
+    """One session."""
+
+    satisfied: bool
+    version: int
+    latency_s: float
+    tokens: int
+
+
+class User:
+    """So many sessions at once, one after the other in each of `users` threads. Port: of the endpoint, on loopback."""
+
+    def __init__(self, port: int, users: int, seed: int):
+        self.talks: list[Talk] = []
+        self._port, self._over = port, threading.Event()
+        self._threads = [threading.Thread(target=self._live, args=(seed * users + i,)) for i in range(users)]
+
+    def start(self) -> None:
+        for thread in self._threads:
+            thread.start()
+
+    def stop(self) -> None:
+        self._over.set()
+        for thread in self._threads:
+            thread.join()
+
+    def _live(self, number: int) -> None:
+        rng, connection = random.Random(number), http.client.HTTPConnection("127.0.0.1", self._port, timeout=120)
+        for count in range(sys.maxsize):
+            try:
+                if self._over.is_set():
+                    return
+                self.talks.append(_talk(connection, rng, f"{number}-{count}"))
+            except (OSError, http.client.HTTPException, Ended):
+                connection.close()
+                self._over.wait(POLL_S)  # the run ends, or has ended
+
+
+class Ended(RuntimeError):
+    """The endpoint has said no."""
+
+
+def _talk(connection: http.client.HTTPConnection, rng: random.Random, session: str) -> Talk:
+    terms = [str(rng.randint(1, 9)) for _ in range(rng.randint(3, 7))]
+    question = terms[0] + "".join(f" {rng.choice('+-')} {term}" for term in terms[1:]) + " ="
+    began_s = time.perf_counter()
+    messages = [{"role": "user", "content": question}]
+    answer = _ask(connection, session, messages)
+    latency_s = time.perf_counter() - began_s
+    text = answer["choices"][0]["message"]["content"]
+    found = re.search(r"#### (-?\d+)$", text)
+    satisfied = found is not None and int(found[1]) == eval(question[:-1])
+    messages += [
+        {"role": "assistant", "content": text},
+        {"role": "user", "content": "thanks" if satisfied else "wrong"},
+    ]
+    _ask(connection, session, messages, max_tokens=1)
+    return Talk(satisfied, answer["weight_version"], latency_s, answer["usage"]["completion_tokens"])
+
+
+def _ask(
+    connection: http.client.HTTPConnection, session: str, messages: Sequence[dict[str, str]], **more: Any
+) -> dict[str, Any]:
+    headers = {"content-type": "application/json", "x-session-id": session}
+    connection.request("POST", "/v1/chat/completions", json.dumps({"messages": messages, **more}), headers)
+    answer = connection.getresponse()
+    said = answer.read()
+    if answer.status != 200:
+        raise Ended(said.decode())
+    return json.loads(said)
+
+
+# ---------------------------------------------------------------- the two servers
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        return listening.getsockname()[1]
+
+
+def make_base(base: Path, config: Path, workdir: Path) -> None:
+    if not (base / "config.json").exists():
+        _run("dora_jax.sft", f"--config={config}", f"--workdir={workdir}/sft")
+    (base / "chat_template.jinja").write_text(TEMPLATE)
+
+
+def _run(*command: str) -> None:
+    subprocess.run([sys.executable, "-m", *command], check=True, stdout=sys.stderr)
+
+
+@contextlib.contextmanager
+def serving(log: Path, port: int, *command: str) -> Iterator[subprocess.Popen[bytes]]:
+    """The program from when it answers at the port; it is ended where it has not ended."""
+    with log.open("wb") as out:
+        process = subprocess.Popen([sys.executable, "-m", *command], stdout=out, stderr=out)
+    try:
+        deadline_s = time.monotonic() + START_S
+        while not _answers(port):
+            if process.poll() is not None or time.monotonic() > deadline_s:
+                raise RuntimeError(f"{command[0]} does not answer: see {log}")
+            time.sleep(POLL_S)
+        yield process
+    finally:
+        process.terminate()
+        process.wait()
+
+
+def _answers(port: int) -> bool:
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=5)
+    try:
+        connection.request("GET", "/v1/models")
+        return bool(json.loads(connection.getresponse().read())["data"])
+    except (OSError, ValueError):
+        return False
+    finally:
+        connection.close()
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--base", type=Path, default=Path("runs/satisfaction_base"))
+    parser.add_argument("--workdir", type=Path, default=Path("runs/satisfaction"))
+    parser.add_argument("--steps", type=int, default=40)
+    parser.add_argument("--users", type=int, default=32)
+    parser.add_argument("--groups", type=int, default=GROUPS, help="of eight sessions, a step")
+    parser.add_argument("--warm_steps", type=int, default=4000, help="of the warm start, where it is made")
+    asked = parser.parse_args(argv)
+    asked.workdir.mkdir(parents=True, exist_ok=True)
+    config = asked.workdir / "config.py"
+    config.write_text(
+        CONFIG.format(steps=asked.steps, base=str(asked.base), groups=asked.groups, warm=asked.warm_steps)
+    )
+    make_base(asked.base, config, asked.workdir)
+    told = f"--config={config}"
+
+    port, log = free_port(), asked.workdir / "train.log"
+    command: tuple[str, ...] = ("dora_jax.train", told, f"--workdir={asked.workdir}/run", f"--config.serving.port={port}", *LIVE)
+    user = User(port, asked.users, seed=1)
+    with serving(log, port, *command) as process:
+        user.start()
+        code = process.wait()
+    user.stop()
+    if code:
+        print(f"the run ended with exit code {code}: see {log}", file=sys.stderr)
+        return 1
+
+    port = free_port()
+    still = User(port, asked.users, seed=2)
+    command = ("dora_jax.serve", f"--model={asked.base}", f"--port={port}", *ENGINE)
+    with serving(asked.workdir / "serve.log", port, *command):
+        still.start()
+        while len(still.talks) < len(user.talks):
+            time.sleep(POLL_S)
+        still.stop()
+    print(page(user.talks, still.talks, asked.steps), flush=True)
+    return 0
+
+
+def page(trained: Sequence[Talk], still: Sequence[Talk], steps: int) -> str:
+    quarter = max(1, len(trained) // 4)
+    by_version = collections.Counter(talk.version for talk in trained)
+    machine = f"load average {os.getloadavg()[0]:.1f} on {os.cpu_count()} cores"
+    said = f"{len(trained)} sessions over {steps} steps, answered by {len(by_version)} versions; {machine}"
+    lines = [said, "                 satisfied  p50 ms  p99 ms  tokens an answer"]
+    for i in range(4):
+        part = trained[i * quarter : (i + 1) * quarter] if i < 3 else trained[3 * quarter :]
+        lines.append(_line(f"quarter {i + 1}", part))
+    return "\n".join([*lines, _line("all", trained), _line("no training", still)])
+
+
+def _line(name: str, talks: Sequence[Talk]) -> str:
+    if not talks:
+        return f"{name:16} no session"
+    latency = sorted(talk.latency_s for talk in talks)
+    p50, p99 = (1e3 * latency[min(len(latency) - 1, int(q * len(latency)))] for q in (0.5, 0.99))
+    satisfied = sum(talk.satisfied for talk in talks) / len(talks)
+    tokens = sum(talk.tokens for talk in talks) / len(talks)
+    return f"{name:16} {satisfied:9.1%} {p50:7.0f} {p99:7.0f} {tokens:17.1f}"
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,363 @@
+"""Sessions of users on the live fleet as episodes: `Environments` whose observations are what users say.
+
+    open -> a free seat; a session that begins takes the oldest one           Observed: its first messages
+    turn -> the answer, for the client; then the session says something       Observed: that, and the score of the turn before
+                                        or is silent, or ends                 EpisodeEnded, once every turn has its score
+
+A group's G seats are taken by G sessions, one after the other, all answered by the group's version: its baseline is their
+mean reward. A turn is scored by task.rewards, which see what came next: `reward(prompt, response, answer)` with the
+conversation as text, the turn, and {"messages": [...], "next": [...]}; "next" is empty where the session ended.
+
+Laws: a seat that no session takes holds no slot, and waits; a session is in one seat at most; an error of a reward fails
+the group. Seats of a process before this one are lost: their samples begin again with other sessions.
+"""
+
+from __future__ import annotations
+
+import collections
+import concurrent.futures
+import dataclasses
+import itertools
+import queue
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from dora_jax.runtime.worker import Finished
+from dora_jax.tasks.bridge import Bridge, shared_length
+from dora_jax.tasks.environment import Message
+from dora_jax.tasks.environments import Answer
+from dora_jax.tasks.pool import GroupFailure, ScorerPool
+from dora_jax.tokenizer import Tokenizer
+from dora_jax.types import (
+    EpisodeEnded,
+    EpisodeFailed,
+    EpisodeLost,
+    EpisodeSoFar,
+    GroupId,
+    Observed,
+    Prompt,
+    Sample,
+    SampleId,
+    ScoredGroup,
+    Span,
+    Version,
+)
+
+HELLO: tuple[list[Message], ...] = (
+    [{"role": "user", "content": "a"}],
+    [{"role": "user", "content": "b"}],
+    [{"role": "system", "content": "a"}, {"role": "user", "content": "b"}],
+)
+NO_IDS = np.zeros(0, np.int32)
+
+
+@dataclasses.dataclass(frozen=True)
+class Told:
+    """A turn, for its client."""
+
+    version: Version
+    ids: np.ndarray  # i32[n]
+    logprobs: np.ndarray  # f32[n]
+    finish: str  # stop or length
+
+
+Promise = concurrent.futures.Future[Told]
+
+
+class SessionsOver(RuntimeError):
+    """The turn will not be answered; a sentence."""
+
+
+class SessionPrompts:
+    """Every group has the same prompt: what the chat template puts in front of the first message, whatever its role. Where
+    that is nothing: of the first message of a user, and sessions that begin with another one are not trained on."""
+
+    n_heldout = 0
+
+    def __init__(self, tokenizer: Tokenizer, max_new_tokens: int):
+        """ValueError: there is no chat template, or it begins with the first message."""
+        user, other, system = (np.array(tokenizer.encode(tokenizer.chat(messages)), np.int32) for messages in HELLO)
+        shared = shared_length(user, other)
+        self._ids = user[: min(shared, shared_length(user, system)) or shared]
+        if not shared:
+            raise ValueError("the chat template puts nothing in front of the first message, so no prompt is there")
+        self._text, self._max_new_tokens = tokenizer.decode(self._ids, keep_special=True), max_new_tokens
+
+    def prompt_at(self, group_id: GroupId, answer: Any = None) -> Prompt:
+        return Prompt(
+            group_id=group_id,
+            task="sessions",
+            uid="",
+            text=self._text,
+            token_ids=self._ids,
+            answer=answer,
+            max_new_tokens=self._max_new_tokens,
+        )
+
+    def survey(self) -> tuple[Prompt, list[str]]:
+        """A prompt as rewards are tried on it."""
+        return self.prompt_at(0, {"messages": HELLO[0], "next": HELLO[1]}), []
+
+    def messages_at(self, group_id: GroupId) -> list[Message]:
+        return []
+
+
+@dataclasses.dataclass
+class _Seat:
+    id: SampleId
+    prompt: Prompt
+    session: str = ""  # empty: it is free
+    asked: list[Message] = dataclasses.field(default_factory=list)  # all that its client sent last
+    answer: Message | None = None  # to that, once there is one
+    told: Told | None = None
+    promise: Promise | None = None
+    tokens: np.ndarray = dataclasses.field(default_factory=lambda: NO_IDS)  # of the prompt and all that followed
+    turns: int = 0
+    room: int = 0  # tokens that may follow
+    answered_s: float = 0.0
+    terms: collections.Counter[str] = dataclasses.field(default_factory=collections.Counter)
+    unscored: int = 0
+    leaving: bool = False  # its session has ended before its last answer was there
+    over: str = ""  # how it finished, once it has
+
+
+class LiveSessions:
+    """`take` and `end` are for the endpoint's threads, the rest is for the run's."""
+
+    def __init__(
+        self, tokenizer: Tokenizer, pool: ScorerPool, *, turn_tokens: int, max_turns: int, idle_s: float, context: int
+    ):
+        """context: tokens of prompt and response together."""
+        self._tokenizer, self._pool, self._bridge = tokenizer, pool, Bridge(tokenizer, "")
+        self._turn_tokens, self._max_turns, self._idle_s, self._context = turn_tokens, max_turns, idle_s, context
+        self._lock = threading.Lock()
+        self._seats: dict[SampleId, _Seat] = {}
+        self._talks: dict[SampleId, Any] = {}  # of each seat, as its bridge tells it
+        self._free: dict[SampleId, None] = {}  # in the order in which they were opened
+        self._in: dict[str, _Seat] = {}  # by session
+        self._results: queue.SimpleQueue[Answer] = queue.SimpleQueue()
+        self._scoring: dict[GroupId, _Seat] = {}
+        self._numbers = itertools.count()
+        self._orphans: dict[SampleId, Promise] = {}  # of seats that were just dropped
+        self._counts: collections.Counter[str] = collections.Counter()
+
+    # ------------------------------------------------------ on the endpoint's threads
+
+    def take(self, session: str, messages: Sequence[Message], max_tokens: int) -> Promise | None:
+        """The answer to these messages as a turn of an episode; None: they get one that is not trained, for no seat is
+        free, the episode is over, or a turn may be longer than they allow. They are what came next in any case."""
+        asked = [_said(message) for message in messages]
+        with self._lock:
+            seat = self._in.get(session)
+            if seat is not None:
+                if asked == seat.asked:  # a retry
+                    return seat.promise
+                if (new := _news(seat, asked)) is not None:
+                    return self._go_on(seat, asked, new, max_tokens)
+                self._leave(seat)
+            if (
+                not self._free
+                or max_tokens < self._turn_tokens
+                or any(message["role"] == "assistant" for message in asked)
+            ):
+                return None
+            seat = self._seats[next(iter(self._free))]
+            return self._ask(seat, session, asked, asked)
+
+    def end(self, session: str) -> bool:
+        """False: the session is in no seat."""
+        with self._lock:
+            seat = self._in.get(session)
+            if seat is not None:
+                self._leave(seat)
+            return seat is not None
+
+    # ---------------------------------------------------------- on the run's thread
+
+    def open(self, id: SampleId, prompt: Prompt) -> None:
+        with self._lock:
+            self._forget(id)
+            self._seats[id] = _Seat(id, prompt, tokens=prompt.token_ids)
+            self._talks[id] = self._bridge.begin(prompt)
+            self._free[id] = None
+
+    def turn(self, prompt: Prompt, told: EpisodeSoFar) -> None:
+        with self._lock:
+            seat = self._seats.get(told.id)
+            if seat is None or seat.promise is None:
+                self._results.put(EpisodeLost(id=told.id, reason="its session was with an earlier process"))
+                return
+            seat.tokens, seat.room, seat.turns = told.tokens, told.room, seat.turns + 1
+            self._counts["turns"] += 1
+            self._answered(seat, told.mask, told.tokens, told.logprobs, told.version)
+
+    def record(self, record: object) -> None:
+        """Listener of the world's payload records: a turn that ended at a limit of the engine is told too."""
+        if isinstance(record, Finished) and (promise := self._orphans.pop(record.sample.id, None)):
+            sample = record.sample
+            n = _turn_length(sample.mask)
+            ids, logprobs = sample.out_ids[len(sample.out_ids) - n :], sample.logprobs[len(sample.logprobs) - n :]
+            promise.set_result(Told(sample.version, ids, logprobs, "length"))
+
+    def drop(self, id: SampleId) -> dict[str, float]:
+        with self._lock:
+            return self._forget(id)
+
+    def poll(self) -> list[Answer]:
+        for scored in self._pool.poll():
+            with self._lock:
+                self._scored(scored)
+        with self._lock:
+            orphans, self._orphans = self._orphans, {}
+            late_s = time.monotonic() - self._idle_s
+            for seat in [s for s in self._in.values() if s.answer is not None and s.answered_s < late_s]:
+                self._leave(seat)
+        for promise in orphans.values():
+            promise.set_exception(SessionsOver("the session's group was given up"))
+        found = []
+        while not self._results.empty():
+            found.append(self._results.get())
+        return found
+
+    def stats(self) -> Mapping[str, float]:
+        ended = self._counts["ended"] + self._counts["failed"]
+        return {
+            "environment/turns": self._counts["turns"],
+            "environment/turns_an_episode": self._counts["ended turns"] / max(1, self._counts["ended"]),
+            "environment/failed_share": self._counts["failed"] / max(1, ended),
+        }
+
+    def close(self) -> None:
+        with self._lock:
+            for id in list(self._seats):
+                self._forget(id)
+        self._pool.close()
+        for promise in self._orphans.values():
+            promise.set_exception(SessionsOver("the run has ended"))
+        self._orphans.clear()
+
+    # ------------------------------------------------------------ private: the lock is held
+
+    def _ask(self, seat: _Seat, session: str, asked: list[Message], new: list[Message]) -> Promise | None:
+        """The policy's next turn, behind the new messages; None: there is no room for it."""
+        talk = dataclasses.replace(self._talks[seat.id], messages=list(self._talks[seat.id].messages))
+        turn = seat.told.ids if seat.told else NO_IDS
+        ids, keep = self._bridge.observe(talk, seat.tokens, turn, new)
+        if keep is not None or len(seat.tokens) + len(ids) + self._turn_tokens > self._context:
+            return None  # the chat template would rewrite what the policy has seen, or there is no room
+        self._talks[seat.id] = talk
+        self._free.pop(seat.id, None)
+        self._in[session] = seat
+        seat.session, seat.asked, seat.answer, seat.told = session, asked, None, None
+        seat.promise = Promise()
+        seat.promise.set_running_or_notify_cancel()  # a client that leaves does not take the turn back
+        self._results.put(Observed(id=seat.id, token_ids=ids))
+        return seat.promise
+
+    def _go_on(self, seat: _Seat, asked: list[Message], new: list[Message], max_tokens: int) -> Promise | None:
+        self._score(seat, new)
+        more = seat.turns < self._max_turns and max_tokens >= self._turn_tokens
+        if more and (promise := self._ask(seat, seat.session, asked, new)):
+            return promise
+        self._ends(seat, "length")
+        return None
+
+    def _answered(
+        self, seat: _Seat, mask: np.ndarray, tokens: np.ndarray, logprobs: np.ndarray, version: Version
+    ) -> None:
+        n = _turn_length(mask)
+        ids = tokens[len(tokens) - n :]
+        finish = "stop" if n and int(ids[-1]) in self._tokenizer.eos_ids else "length"
+        seat.told = Told(version, ids, logprobs[len(logprobs) - n :], finish)
+        seat.answer, seat.answered_s = self._bridge.message(ids), time.monotonic()
+        assert seat.promise is not None
+        seat.promise.set_result(seat.told)
+        if seat.leaving:
+            self._leave(seat)
+
+    def _score(self, seat: _Seat, new: Sequence[Message]) -> None:
+        """The last turn, by what came next."""
+        assert seat.told is not None
+        number, told = next(self._numbers), seat.told
+        before = self._tokenizer.decode(seat.tokens[: len(seat.tokens) - len(told.ids)])
+        answer = {"messages": seat.asked, "next": list(new)}
+        prompt = dataclasses.replace(seat.prompt, group_id=number, text=before, answer=answer)
+        sample = Sample(
+            id=SampleId(number, 0),
+            prompt_ids=seat.prompt.token_ids,
+            out_ids=told.ids,
+            logprobs=told.logprobs,
+            mask=np.ones(len(told.ids), bool),
+            spans=(Span(version=told.version, start=0, stop=len(told.ids)),),
+            finish="stop",
+        )
+        seat.unscored += 1
+        self._scoring[number] = seat
+        self._pool.submit(prompt, (sample,))
+
+    def _scored(self, scored: ScoredGroup | GroupFailure) -> None:
+        seat = self._scoring.pop(scored.group_id)
+        if self._seats.get(seat.id) is not seat:
+            return  # it was given up
+        if isinstance(scored, GroupFailure):
+            self._counts["failed"] += 1
+            self._results.put(EpisodeFailed(id=seat.id, reason=scored.reason, kind="error"))
+            return
+        seat.unscored -= 1
+        seat.terms.update({name: float(values[0]) for name, values in scored.parts.items()})
+        self._finish(seat)
+
+    def _leave(self, seat: _Seat) -> None:
+        """The session has ended, or goes on with something else. An answer that is still on its way is its last."""
+        if seat.told is not None:
+            self._score(seat, [])
+            self._ends(seat, "stop")
+        else:
+            seat.leaving = True
+            self._in.pop(seat.session, None)
+
+    def _ends(self, seat: _Seat, finish: str) -> None:
+        self._in = {session: other for session, other in self._in.items() if other is not seat}
+        seat.over = finish
+        self._finish(seat)
+
+    def _finish(self, seat: _Seat) -> None:
+        if seat.over and not seat.unscored:
+            self._counts["ended"] += 1
+            self._counts["ended turns"] += seat.turns
+            self._results.put(EpisodeEnded(id=seat.id, terms=dict(seat.terms), finish=seat.over))
+
+    def _forget(self, id: SampleId) -> dict[str, float]:
+        seat = self._seats.pop(id, None)
+        self._free.pop(id, None)
+        self._talks.pop(id, None)
+        if seat is None:
+            return {}
+        self._in = {session: other for session, other in self._in.items() if other is not seat}
+        if seat.promise is not None and seat.told is None:
+            self._orphans[id] = seat.promise
+        return dict(seat.terms)
+
+
+def _said(message: Message) -> Message:
+    return {"role": message["role"], "content": message.get("content") or ""}
+
+
+def _news(seat: _Seat, asked: list[Message]) -> list[Message] | None:
+    """What the session says behind the last answer; None: it does not go on from there."""
+    if seat.answer is None:
+        return None
+    known = [*seat.asked, _said(seat.answer)]
+    new = asked[len(known) :]
+    goes_on = asked[: len(known)] == known and new and all(message["role"] != "assistant" for message in new)
+    return new if goes_on else None
+
+
+def _turn_length(mask: np.ndarray) -> int:
+    """Tokens behind the last one that was observed."""
+    observed = np.flatnonzero(~mask)
+    return len(mask) - (int(observed[-1]) + 1 if len(observed) else 0)

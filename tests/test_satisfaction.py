@@ -1,0 +1,20 @@
+"""The bench in which a scripted user raises its own satisfaction, at its smallest."""
+
+import pytest
+
+from dora_jax.bench import satisfaction
+
+
+@pytest.mark.slow
+def test_the_bench_trains_on_its_user_and_serves_it_without_training(tmp_path, capsys):
+    folders = [f"--base={tmp_path / 'base'}", f"--workdir={tmp_path / 'work'}"]
+    assert satisfaction.main([*folders, "--steps=1", "--groups=1", "--users=4", "--warm_steps=5"]) == 0
+    first, _, *lines = capsys.readouterr().out.splitlines()
+    assert first.split()[1] == "sessions" and int(first.split()[0]) >= 8
+    assert [line[:16].strip() for line in lines] == [*(f"quarter {i}" for i in (1, 2, 3, 4)), "all", "no training"]
+
+
+def test_the_reward_is_what_the_user_said_next():
+    said = [{"role": "user", "content": "thanks"}]
+    assert satisfaction.thanked("", "", {"messages": [], "next": said}) == 1.0
+    assert satisfaction.thanked("", "", {"messages": said, "next": []}) == 0.0
