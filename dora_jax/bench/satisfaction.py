@@ -211,7 +211,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     told = f"--config={config}"
 
     port, log = free_port(), asked.workdir / "train.log"
-    command: tuple[str, ...] = ("dora_jax.train", told, f"--workdir={asked.workdir}/run", f"--config.serving.port={port}", *LIVE)
+    command: tuple[str, ...] = (
+        "dora_jax.train",
+        told,
+        f"--workdir={asked.workdir}/run",
+        f"--config.serving.port={port}",
+        *LIVE,
+    )
     user = User(port, asked.users, seed=1)
     with serving(log, port, *command) as process:
         user.start()

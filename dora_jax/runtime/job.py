@@ -56,7 +56,7 @@ def train(config: Config, workdir: Path, *, owner: bool = False, endpoint: LiveS
     config, chosen = validate.settle(config)
     with (
         monitoring.opened(config, workdir) as sinks,
-        Writer(workdir, others=sinks) as writer,
+        Writer(workdir, others=[*sinks, *([endpoint.facts] if endpoint else [])]) as writer,
         Guard(0.0 if config.serving.train else config.journal.watchdog_s, owner=owner) as guard,  # users may be silent
         mirrored(workdir, writer.note, steps=not config.cluster.launcher) as mirror,
     ):

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     import numpy as np
 
     from dora_jax.config import Config
+    from dora_jax.metrics import Sink
     from dora_jax.runtime.live_sessions import LiveSessions
     from dora_jax.tokenizer import Tokenizer
 
@@ -48,6 +49,10 @@ class Desk(Protocol):
 
 class LiveServing(Protocol):
     """What answers requests on the fleet of a run."""
+
+    @property
+    def facts(self) -> Sink:
+        """Takes the run's metrics, for the endpoint's own pages."""
 
     def serving(
         self, config: Config, tokenizer: Tokenizer, requests: LiveRequests, sessions: LiveSessions | None

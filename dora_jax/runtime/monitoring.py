@@ -47,15 +47,38 @@ def opened(settings: Config, workdir: Path) -> Iterator[list[Sink]]:
         yield sinks
 
 
-class LivePage:
-    """The newest record and the newest facts, over HTTP. Port 0: any that is free."""
+class RunFacts:
+    """The newest record and the newest facts of a run: a sink, and what pages say of it."""
 
-    def __init__(self, port: int):
+    def __init__(self) -> None:
         self._numbers: dict[str, float] = {}
         self._facts: dict[str, float] = {}
         self._heard_s: float | None = None  # when the loop last said something; None: it has not begun
+        self.gauges = prometheus.Gauges(lambda: self._facts | self._numbers)
+
+    def write(self, step: int, scalars: Mapping[str, float | None]) -> None:
+        self._numbers = self._numbers | {"step": step} | {n: v for n, v in scalars.items() if v is not None}
+
+    def status(self, facts: Mapping[str, Any]) -> None:
+        self._heard_s = time.monotonic()
+        self._facts = {f"live/{name}": value for name, value in prometheus.flat(facts).items()}
+
+    def health(self) -> tuple[HTTPStatus, dict[str, Any]]:
+        """What /healthz answers."""
+        quiet_s = 0.0 if self._heard_s is None else time.monotonic() - self._heard_s
+        stuck = quiet_s > QUIET_S
+        said = {"status": f"the loop has said nothing for {quiet_s:.0f} s" if stuck else "ok"}
+        status = HTTPStatus.SERVICE_UNAVAILABLE if stuck else HTTPStatus.OK
+        return status, said | {"step": self._numbers.get("step", 0)}
+
+
+class LivePage(RunFacts):
+    """They, over HTTP. Port 0: any that is free."""
+
+    def __init__(self, port: int):
+        super().__init__()
         self._registry = CollectorRegistry()
-        self._registry.register(prometheus.Gauges(lambda: self._facts | self._numbers))
+        self._registry.register(self.gauges)
         try:
             self._server = http.server.ThreadingHTTPServer((HOST, port), _handler(self))
         except OSError as error:
@@ -67,13 +90,6 @@ class LivePage:
         )
         self._thread.start()
 
-    def write(self, step: int, scalars: Mapping[str, float | None]) -> None:
-        self._numbers = self._numbers | {"step": step} | {n: v for n, v in scalars.items() if v is not None}
-
-    def status(self, facts: Mapping[str, Any]) -> None:
-        self._heard_s = time.monotonic()
-        self._facts = {f"live/{name}": value for name, value in prometheus.flat(facts).items()}
-
     def close(self) -> None:
         self._server.shutdown()
         self._server.server_close()
@@ -84,11 +100,8 @@ class LivePage:
         if path == "/metrics":
             return HTTPStatus.OK, prometheus.MEDIA_TYPE, prometheus.page(self._registry)
         if path == "/healthz":
-            quiet_s = 0.0 if self._heard_s is None else time.monotonic() - self._heard_s
-            stuck = quiet_s > QUIET_S
-            said = {"status": f"the loop has said nothing for {quiet_s:.0f} s" if stuck else "ok"}
-            status = HTTPStatus.SERVICE_UNAVAILABLE if stuck else HTTPStatus.OK
-            return status, "application/json", json.dumps(said | {"step": self._numbers.get("step", 0)}).encode()
+            status, said = self.health()
+            return status, "application/json", json.dumps(said).encode()
         return HTTPStatus.NOT_FOUND, "text/plain", b"/metrics and /healthz are here\n"
 
 

@@ -46,7 +46,7 @@ class Endpoint:
     counters: Counters
     token: str
     pulse_s: float
-    alive: Callable[[], bool] = lambda: True
+    health: Callable[[], tuple[int, dict[str, Any]]] = lambda: (200, {"status": "ok"})  # what /healthz answers
     sessions: LiveSessions | None = None  # that a run trains on
 
     def app(self, lifespan: Any = None) -> Starlette:
@@ -90,9 +90,8 @@ class Endpoint:
         }
 
     async def _health(self, asked: Request) -> Response:
-        if not self.alive():
-            return JSONResponse({"status": "an engine has died"}, 503)
-        return JSONResponse({"status": "ok"})
+        status, said = self.health()
+        return JSONResponse(said, status)
 
     async def _metrics(self, asked: Request) -> Response:
         return Response(self.counters.text(), media_type=prometheus.MEDIA_TYPE)

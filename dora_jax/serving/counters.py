@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+from prometheus_client.registry import Collector
 
 from dora_jax import prometheus
 
@@ -14,8 +15,10 @@ SECONDS = (0.01, 0.03, 0.1, 0.3, 1, 3, 10, 30, 100, 300, 1000, 3600)
 class Counters:
     """`numbers`: what is read when somebody asks, by name; see Endpoint."""
 
-    def __init__(self, numbers: Mapping[str, tuple[str, Callable[[], float]]]):
+    def __init__(self, numbers: Mapping[str, tuple[str, Callable[[], float]]], *others: Collector):
         self._registry = CollectorRegistry()
+        for other in others:
+            self._registry.register(other)
         self.requests = Counter(
             "dora_requests", "requests answered or refused", ["route", "status"], registry=self._registry
         )

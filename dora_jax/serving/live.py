@@ -24,6 +24,7 @@ from dora_jax.config import Config, RunError
 from dora_jax.rollout.migrate import InFlightSample
 from dora_jax.runtime.live_requests import LiveRequests
 from dora_jax.runtime.live_sessions import LiveSessions
+from dora_jax.runtime.monitoring import RunFacts
 from dora_jax.serving.answers import Answers
 from dora_jax.serving.app import Endpoint
 from dora_jax.serving.counters import Counters
@@ -64,6 +65,7 @@ def opened(config: Config) -> Iterator[LiveEndpoint | None]:
 class LiveEndpoint:
     def __init__(self, options: Options, listening: socket.socket):
         self._options, self._listening = options, listening
+        self.facts = RunFacts()
 
     @contextlib.contextmanager
     def serving(
@@ -85,9 +87,10 @@ class LiveEndpoint:
             answers,
             tokenizer,
             limits,
-            Counters(numbers),
+            Counters(numbers, self.facts.gauges),
             self._options.token,
             self._options.keepalive_s,
+            health=self.facts.health,
             sessions=sessions,
         )
         server = _Server(endpoint.app(fleet.lifespan(answers)))

@@ -54,7 +54,7 @@ class Service:
             self._counters(),
             options.token,
             options.keepalive_s,
-            alive=lambda: fleet.crashed is None,
+            health=lambda: (503, {"status": "an engine has died"}) if fleet.crashed else (200, {"status": "ok"}),
         )
         self.options = options
         self.died = asyncio.Event()

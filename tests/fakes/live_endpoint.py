@@ -68,6 +68,7 @@ class Run:
         self.url = f"http://127.0.0.1:{listening.getsockname()[1]}"
         config = dataclasses.replace(Config(), rollout=SECTION)
         self._endpoint = LiveEndpoint(options, listening)
+        self.facts = self._endpoint.facts
         self._thread = threading.Thread(target=self._play, args=(config,))
         self._thread.start()
         self.until(lambda: self.get("/v1/models")["data"])
@@ -103,8 +104,11 @@ class Run:
             time.sleep(0.005)
 
     def get(self, path):
+        return json.loads(self.text(path))
+
+    def text(self, path):
         with urllib.request.urlopen(self.url + path, timeout=PATIENCE_S) as answer:
-            return json.loads(answer.read())
+            return answer.read().decode()
 
     def ask(self, **body):
         """(status, answer) of /inference/v1/generate, or of a chat where there are `messages`; `session` goes into its
