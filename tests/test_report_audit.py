@@ -5,6 +5,9 @@ import json
 from dora_jax.report import audit
 from dora_jax.report.load import RunData
 from dora_jax.report.page import page
+from dora_jax.runtime.durability.event_log import EventLog
+from dora_jax.runtime.durability.log_stores import FileLogStore, ObjectLogStore
+from dora_jax.runtime.durability.object_storage import opened
 from tests.fakes.coordinator_world import P
 from tests.fakes.journaled_run import STEPS, Run
 
@@ -39,4 +42,24 @@ def test_a_long_journal_is_not_replayed(tmp_path, monkeypatch):
     monkeypatch.setattr(audit, "MOST_BYTES", 2**20)
     (tmp_path / "journal").mkdir()
     (tmp_path / "journal/000001.log").write_bytes(bytes(3 * 2**20))
-    assert audited(tmp_path).audit == "The journal of 3 MB is not audited: the report replays at most 1 MB."
+    said = "The journal of 3 MB is not audited: the report replays at most 1 MB."
+    assert audited(tmp_path).audit == said == audited(f"file://{tmp_path}").audit
+    monkeypatch.setattr(audit, "MOST_OBJECTS", 0)
+    assert "The journal of 1 objects is not audited" in audited(f"file://{tmp_path}").audit
+
+
+def test_the_books_of_a_bucket_are_those_of_a_folder(tmp_path):
+    """The same facts, as objects: written by a run whose journal is in the bucket."""
+    bucket, folder = f"file://{tmp_path}/store", tmp_path / "folder"
+    (folder / "journal").mkdir(parents=True)
+    assert audited(bucket).audit == "There is no journal here to audit."
+    assert Run(folder / "journal", eval_every=0).life().ok
+    there = EventLog(ObjectLogStore(opened(f"{bucket}/journal")))
+    here = EventLog(FileLogStore(folder / "journal", read_only=True))
+    for number in here.segments():
+        assert there.rotate(here.read(number).records) == number
+    there.close()
+    assert audited(bucket) == audited(folder)
+    assert audited(bucket).ledger["trained"] == STEPS * P
+    (tmp_path / "store/journal/MANIFEST").write_text("{")
+    assert audited(bucket).audit.startswith("The journal cannot be audited: ")
