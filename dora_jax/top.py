@@ -54,7 +54,12 @@ def picture(data: RunData, now_s: float) -> Group:
     told_s = data.timeline[-1]["t"] if data.timeline else None
     age = "no timeline yet" if told_s is None else f"last sign of life {max(0.0, now_s - told_s):.0f} s ago"
     head = Text(f"{data.name}: step {figures['step']}, {age}", style="bold")
-    return Group(head, table, Text(findings.bottleneck(data.steps)), _instances(data))
+    return Group(head, table, Text(findings.bottleneck(data.steps)), _instances(data), *_doubted(data))
+
+
+def _doubted(data: RunData) -> list[Text]:
+    """The newest word on each instance that was in quarantine."""
+    return [Text(said[-1], style="red") for _, said in sorted(findings.quarantines(data).items())]
 
 
 def _shown(key: str, figures: Row) -> str:

@@ -1,14 +1,18 @@
 """timeline.jsonl and instances.json: what they say of events, and that they stay small."""
 
+import io
 import json
 
 import numpy as np
 import pytest
+from rich.console import Console
 
-from dora_jax import chrome_trace
+from dora_jax import chrome_trace, top
 from dora_jax.orchestrate import events as ev
+from dora_jax.report import findings
 from dora_jax.report import timeline as picture
 from dora_jax.report.load import load
+from dora_jax.report.page import page
 from dora_jax.runtime.timeline import ROWS, Timeline, length_bucket
 from dora_jax.runtime.worker import Finished, StepDone
 from dora_jax.types import Sample, SampleId, ScoredGroup, Span
@@ -131,6 +135,23 @@ def test_a_sample_that_comes_where_nothing_is_any_more_runs_nowhere(tmp_path):
     log.close()
     busy = [row["busy"] for row in load(tmp_path, "a").timeline if "busy" in row]
     assert busy and all("1" not in row for row in busy) and busy[-1]["0"] == {}
+
+
+def test_a_quarantine_is_told_to_everyone_who_looks(tmp_path):
+    log = Timeline(tmp_path, print)
+    for i in (0, 1):
+        log.event(up(i), ())
+    command = ev.Quarantine(instance=1, reason="NaN", group_ids=(5, 9), steps=(2, 2))
+    log.event(ev.InstanceUnhealthy(instance=1, reason="NaN"), (command,))
+    log.close()
+    data = load(tmp_path, "a")
+    ((sentence,),) = findings.quarantines(data).values()
+    assert "rollout 1 is in quarantine (NaN)" in sentence and "were trained in step 2: groups 5, 9" in sentence
+    html = page([data])
+    assert sentence in html and "<td>quarantined 1 x</td>" in html
+    console = Console(width=400, record=True, file=io.StringIO())
+    console.print(top.picture(data, 20.0))
+    assert sentence in console.export_text()
 
 
 def test_log_probs_that_are_no_numbers_are_counted(tmp_path):

@@ -8,7 +8,7 @@ import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
 
-from dora_jax.report.load import Row, RunData, configured, number, series
+from dora_jax.report.load import Row, RunData, configured, number, series, version_of
 
 MARGIN = 0.10  # between the idle shares of the two roles, before one of them is called the bottleneck
 BUSY = 0.05  # an idle share below this is no loss worth a sentence
@@ -106,6 +106,15 @@ def ledger(data: RunData) -> list[tuple[str, str]]:
     ]
     states = [(f"groups {state}", _count(n)) for state, n in data.ledger.items() if n or state == "admitted"]
     return [*states, *rows]
+
+
+def quarantines(data: RunData) -> dict[int, list[str]]:
+    """instance -> a sentence each time that it was put in quarantine, with the steps that had trained on its tokens."""
+    found: dict[int, list[str]] = {}
+    for row in data.timeline:
+        if (instance := version_of(row.get("quarantine"))) is not None:
+            found.setdefault(instance, []).append(str(row.get("said")))
+    return found
 
 
 def suspicious(data: RunData) -> dict[int, str]:

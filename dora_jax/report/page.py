@@ -17,6 +17,7 @@ from dora_jax.report.load import Row, RunData, configured, series
 from dora_jax.report.markup import as_json, escaped, figure, percent, table
 
 LISTED_INSTANCES = 32  # more are behind a fold
+SHOWN_QUARANTINES = 3  # of an instance
 SHOWN_DIFFERENCES = 100  # fields in which runs differ
 
 
@@ -104,7 +105,7 @@ def _fields(tree: Row, prefix: str = "") -> Iterator[tuple[str, str]]:
 
 def _run(run: RunData, picture: dict[str, Any], read: str, number: int) -> str:
     bias = findings.length_bias(run.lengths)
-    bad = findings.suspicious(run)
+    bad, doubted = findings.suspicious(run), findings.quarantines(run)
     sentences = [
         findings.progress(run),
         findings.bottleneck(run.steps),
@@ -112,7 +113,11 @@ def _run(run: RunData, picture: dict[str, Any], read: str, number: int) -> str:
         *([run.audit] if run.audit else []),
         *(f"{remark}." for remark in run.remarks),
         *(f"Instance {i} looks unhealthy: {why}." for i, why in sorted(bad.items())),
+        *(said for _, each in sorted(doubted.items()) for said in each[:SHOWN_QUARANTINES]),
     ]
+    bad |= {
+        i: "; ".join([*([bad[i]] if i in bad else []), f"quarantined {len(each)} x"]) for i, each in doubted.items()
+    }
     thinned = picture["count"] - len(picture["instances"])
     note = f"<p>{thinned} of {picture['count']} instances are left out of the picture.</p>" if thinned else ""
     return (

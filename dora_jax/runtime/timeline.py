@@ -29,6 +29,7 @@ import numpy as np
 
 from dora_jax.orchestrate import events as ev
 from dora_jax.retrying_file import PatientFile
+from dora_jax.runtime.metrics_log import quarantined
 from dora_jax.runtime.run_trace import RunTrace
 from dora_jax.runtime.worker import Finished, StepDone
 from dora_jax.types import InstanceId, Sample, SampleId, Version, is_training
@@ -107,6 +108,8 @@ class Timeline:
                     self._write({"load": i, "version": version})
                 case ev.Train(base_version=base):
                     self._write({"train": base})
+                case ev.Quarantine(instance=i):
+                    self._write({"quarantine": i, "said": quarantined(command)})
         self._sample()
 
     def close(self) -> None:
