@@ -37,7 +37,7 @@ Reward: TypeAlias = Callable[[str, str, Any], float | Mapping[str, float]] | str
 Series: TypeAlias = dict[str, np.ndarray]
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@dataclasses.dataclass(frozen=True, kw_only=True, repr=False)
 class RunResult:
     """What came of a run.
 
@@ -51,6 +51,13 @@ class RunResult:
     metrics: Series
     evaluations: Series
     checkpoints: tuple[int, ...]
+
+    def __repr__(self) -> str:
+        """One line, as a notebook shows it."""
+        steps = f"{len(self.metrics.get('step', ()))} steps, {len(self.evaluations.get('step', ()))} evaluations"
+        return (
+            f"RunResult(exit_code={self.exit_code}, workdir={self.workdir!r}, {steps}, checkpoints={self.checkpoints})"
+        )
 
     def policy(self, step: int | None = None) -> Policy:
         """The policy of a checkpoint; None: of the newest that verifies."""

@@ -164,13 +164,14 @@ class Timeline:
         if self._changed:
             busy = {i: dict(self._busy[i]) for i in sorted(self._changed) if i in self._busy}
             self._changed.clear()
-            self._write({"busy": busy})
+            self._write({"busy": busy}, now)
         if self._moves:
-            self._write({"moves": [[src, dst, n] for (src, dst), n in sorted(self._moves.items())]})
+            self._write({"moves": [[src, dst, n] for (src, dst), n in sorted(self._moves.items())]}, now)
             self._moves.clear()
 
-    def _write(self, row: dict[str, Any]) -> None:
-        told = {"t": round(self._clock(), 3)} | row
+    def _write(self, row: dict[str, Any], now: float | None = None) -> None:
+        """now: of rows that tell of one moment; None: the clock says it."""
+        told = {"t": round(self._clock() if now is None else now, 3)} | row
         self._file.write(json.dumps(told, separators=(",", ":")).encode() + b"\n")
         self._trace.row(told)
 
