@@ -34,7 +34,7 @@ def workspace(tmp_path, monkeypatch):
     write_workspace()
     Path("model/config.json").write_text(json.dumps(MODEL | {"max_position_embeddings": 512}))
     ran = []
-    monkeypatch.setattr(job, "train", lambda config, workdir: ran.append((config, workdir)) or 0)
+    monkeypatch.setattr(job, "train", lambda config, workdir, **_: ran.append((config, workdir)) or 0)
     return ran
 
 
