@@ -93,6 +93,7 @@ class OrchestratorSection:
     kv_pressure: float = 0.03  # share of free pages below which an instance moves samples elsewhere, or puts them aside
     filter_zero_variance: bool = False  # DAPO dynamic sampling
     colocated: bool = False  # instances stand still while the trainer works: for devices that they share
+    elastic: bool = False  # the trainer's devices decode while the trainer waits for samples
 
     @property
     def max_lag(self) -> int:

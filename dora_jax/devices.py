@@ -35,6 +35,7 @@ class DevicePlan:
     trainer_mesh: tuple[int, int, int, int, int]  # data, fsdp, tensor, context, expert
     instances: tuple[Indices, ...]
     reward_model: Indices = ()
+    lent: tuple[Indices, ...] = ()  # instances that the trainer's devices make up while the trainer waits
 
     @property
     def shared(self) -> bool:
@@ -51,6 +52,7 @@ class DevicePlan:
             f"  trainer     {_span(self.trainer)}  mesh {axes}",
         ]
         lines += [f"  instance {i}  {_span(group)}  tensor={len(group)}" for i, group in enumerate(self.instances)]
+        lines += [f"  lent out    {_span(group)}  tensor={len(group)}" for group in self.lent]
         lines += [f"  reward model  {_span(self.reward_model)}"] if self.reward_model else []
         idle = set(range(self.n_devices)).difference(self.trainer, self.reward_model, *self.instances)
         if idle:
@@ -104,7 +106,18 @@ def _plan(n_devices: int, config: Config) -> DevicePlan:
         trainer=tuple(range(used)),
         trainer_mesh=mesh,
         instances=_instances(rest, config, may_share),
+        lent=_lent(used, config) if config.orchestrator.elastic else (),
     )
+
+
+def _lent(trainer: int, config: Config) -> tuple[Indices, ...]:
+    """Instances of the trainer's devices; ConfigError: there are too few of them for one."""
+    tensor = config.rollout.tensor
+    if trainer < tensor:
+        raise ConfigError(
+            f"orchestrator.elastic: the trainer has {trainer} devices, which are too few for an instance of rollout.tensor = {tensor}"
+        )
+    return tuple(tuple(range(i, i + tensor)) for i in range(0, trainer - tensor + 1, tensor))
 
 
 def trainer_mesh(size: int, config: Config) -> tuple[int, int, int, int, int]:

@@ -19,6 +19,8 @@ POINTS = (
     "trainer.in_step",  # a part of a step is trained, the next has not come
     "trainer.after_step",  # the weights have changed, and nothing has been told
     "trainer.after_put",  # the version can be loaded, its fact is not written
+    "chips.lent",  # the trainer's devices hold an instance's weights, and the instance is not up
+    "chips.returned",  # the samples of a lent instance are out, and the instance is not down
     "checkpoint.started",  # being written in the background
     "checkpoint.before_manifest",  # all files are there, nothing vouches for them
     "checkpoint.half_manifest",  # the manifest stands under its temporary name

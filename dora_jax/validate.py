@@ -323,6 +323,8 @@ def _orchestrator(config: Config) -> Problems:
         )
     if section.group_size == 1 and section.filter_zero_variance:
         yield "orchestrator.filter_zero_variance: a group of 1 has no variance, so every group would be filtered"
+    if section.elastic and section.colocated:
+        yield "orchestrator.elastic: colocated instances have the trainer's devices already: there are none to lend"
     slots = rollout.slots * (rollout.instances or MIN_AUTO_INSTANCES)
     if section.group_size > slots:
         yield f"orchestrator.group_size: {section.group_size} is more than the {slots} slots of all instances"
@@ -393,6 +395,13 @@ def _cluster(config: Config) -> Problems:
             yield f"rollout.{cost}: 0 is measured by each process, and those of one instance must decide alike; set it"
     if config.cpu_devices:
         yield "cpu_devices: belongs to a run in one process; in a cluster it is cluster.devices_per_host"
-    for name in ("slice", "pace", "journal.record", "orchestrator.colocated", "reward_model.path"):
+    for name in (
+        "slice",
+        "pace",
+        "journal.record",
+        "orchestrator.colocated",
+        "orchestrator.elastic",
+        "reward_model.path",
+    ):
         if get(config, name):
             yield f"{name}: belongs to a run in one process"

@@ -1,9 +1,12 @@
 """The trainer's chips are lent while it waits, and are its own again before it trains; what that is worth is one function."""
 
+import dataclasses
 import json
 
 import pytest
 
+from dora_jax import devices
+from dora_jax.config import Config, ConfigError, OrchestratorSection, RolloutSection
 from dora_jax.costs import open_costs
 from dora_jax.orchestrate import events as ev
 from dora_jax.orchestrate.core import Orchestrator
@@ -122,6 +125,20 @@ def test_a_snapshot_knows_what_is_lent_and_an_older_one_is_read():
     older.step(ev.InstanceUp(instance=0, versions=(0,), **UP))
     data = written(older)
     assert written(Orchestrator.restore(CONFIG, before_lending(data))) == data
+
+
+# ------------------------------------------------------------------ of a configuration
+
+
+def test_the_trainer_s_devices_are_planned_as_instances():
+    config = dataclasses.replace(Config(), orchestrator=OrchestratorSection(elastic=True),
+                                 rollout=RolloutSection(tensor=2, instances=1))  # fmt: skip
+    assert devices.plan(8, config).lent == ((0, 1), (2, 3))
+    assert "lent out    " in devices.plan(8, config).describe()
+    shared = dataclasses.replace(config, rollout=RolloutSection(instances=2))
+    assert devices.plan(1, shared).lent == ((0,),)
+    with pytest.raises(ConfigError, match="orchestrator.elastic: the trainer has 1 devices, which are too few"):
+        devices.plan(3, config)
 
 
 # ------------------------------------------------------------------ in virtual time

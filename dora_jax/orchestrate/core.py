@@ -121,7 +121,7 @@ class Orchestrator:
         if s.ledger.base >= s.config.total_steps:
             return
         if s.roles.lent:
-            if s.ledger.next_members():
+            if s.ledger.may_end_step():
                 lending.call_back(s)
             return
         batch = s.ledger.take()

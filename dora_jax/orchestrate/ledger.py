@@ -153,6 +153,11 @@ class Ledger:
         members = self.oldest_ready(self.part) if self.missing else {}
         return members if members and self.may_take(members) else {}
 
+    def may_end_step(self) -> bool:
+        """Whether all groups that the step lacks may be taken now."""
+        members = self.oldest_ready(self.missing)
+        return bool(members) and self.may_take(members)
+
     def _take(self, members: dict[Version, int]) -> list[GroupId]:
         part: list[GroupId] = []
         for version, groups in members.items():

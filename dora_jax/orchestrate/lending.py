@@ -1,7 +1,8 @@
 """Lending: the trainer's chips decode while the trainer waits. Issues Lend, Return, Pause and Unpause.
 
-The cost model is in roles.py. Laws: the trainer takes no batch before its chips are back; chips are asked back as soon as a
-batch may be taken, so that the trainer is late by one switch at most. A lent instance that is lost gives its chips back.
+The cost model is in roles.py. Laws: the trainer takes no batch before its chips are back; chips are asked back as soon as
+all that the step still lacks may be taken, so that the trainer is late by one switch at most, and a step costs one switch: a
+part of it would be trained at the price of a switch of its own. A lent instance that is lost gives its chips back.
 """
 
 from __future__ import annotations
@@ -17,14 +18,15 @@ from dora_jax.orchestrate.roles import LENT, fleet_rate, worth_lending
 from dora_jax.orchestrate.state import State
 from dora_jax.types import Version, is_training
 
+UNKNOWN = (1.0, 1.0)  # rates while nothing is known
+
 
 def lend(s: State) -> None:
     """Lends the trainer's chips, if the trainer waits and the wait is expected to be long enough."""
     roles = s.roles
     if roles.lent or not roles.lendable or not trainer_waits(s):
         return
-    rates = _rates(s)
-    if rates is None or not worth_lending(expected_idle_s(s), *rates, roles.switch_s):
+    if not worth_lending(expected_idle_s(s), *_rates(s), roles.switch_s):
         return
     for instance in roles.lendable:
         roles.ask(instance, s.now_s)
@@ -95,17 +97,17 @@ def _group_left(s: State, group: Group) -> float:
     return max(left(unit.tokens) for unit in group.units if unit is not None)
 
 
-def _rates(s: State) -> tuple[float, float] | None:
-    """Tokens/s of the instances without and with the lent ones; None: nothing is known of their speed yet."""
+def _rates(s: State) -> tuple[float, float]:
+    """Tokens/s of the instances without and with the lent ones; equal while nothing is known of their speed."""
     line, instances = s.fleet.measured.line, s.fleet.instances.values()
     if line.reports < speeds.LINE_REPORTS or not instances or not s.fleet.measured.finished_tokens:
-        return None
+        return UNKNOWN
     rows = sum(len(instance.units) for instance in instances)
     context = sum(max(0, i.pages - i.free_reported) * i.page_size for i in instances) / max(1, rows)
     credit = admission.credit(s.decisions, s.ledger, s.ledger.base, s.config.total_steps, s.budget)
     samples = sum(map(s.queue.wanting, s.queue.unfinished)) + credit * s.config.group_size
     if not samples:
-        return None
+        return UNKNOWN
     slots = sum(instance.slots for instance in instances) / len(instances)
 
     def step_s(batch: float) -> float:

@@ -46,6 +46,8 @@ def rebalance(s: State) -> None:
         _swap(s)
     for version in sorted(s.fleet.drains):
         _move(s, version)
+    if s.roles.lent:
+        _spread(s)
     _preempt(s)
     s.wake_all()
 
@@ -163,6 +165,33 @@ def _move(s: State, version: Version) -> None:
             sources.append(source)
     if sources:
         _issue_moves(s, migration.plan_moves(sources, sinks, MOVES_A_STEP))
+
+
+def _spread(s: State) -> None:
+    """Lent instances take their part of the samples that run at their versions, those with the least KV first."""
+    lent = [s.fleet.instances[id] for id in s.roles.lent if id in s.fleet.instances]
+    for version in sorted({v for instance in lent for v in instance.versions}):
+        holders = [s.fleet.instances[id] for id in sorted(s.fleet.holders[version])]
+        holders = [h for h in holders if version in h.versions and h.leaving != version and not h.returning]
+        samples, weight = sum(h.counts.get(version, 0) for h in holders), sum(h.weight for h in holders)
+        sources, sinks = [], []
+        for instance in holders:
+            over = instance.counts.get(version, 0) - -(-samples * instance.weight // weight)
+            if instance.id in s.roles.lent and over < 0 and s.fleet.has_room(instance):
+                free_pages = instance.pages - instance.pages_used
+                sinks.append(migration.Sink(instance.id, instance.used, instance.slots, free_pages, instance.speed))
+            elif over > 0:
+                units = sorted(
+                    (u for u in s.fleet.settle(instance) if u.version == version and _movable(u)),
+                    key=lambda u: (u.tokens, u.id),
+                )
+                movers = [
+                    migration.Mover(u.id, u.tokens, s.fleet.measured.pages(instance.page_size, u.tokens))
+                    for u in units[:over]
+                ]
+                sources.append(migration.EmptiedInstance(instance.id, movers))
+        if sources and sinks:
+            _issue_moves(s, migration.plan_moves(sources, sinks, MOVES_A_STEP))
 
 
 def _source(s: State, instance: Instance, version: Version) -> migration.EmptiedInstance:

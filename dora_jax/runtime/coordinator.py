@@ -201,6 +201,12 @@ class Coordinator:
             case ev.Unpause(instance=instance):
                 worker = self._instances[instance]
                 worker.post(worker.unpause)
+            case ev.Lend(instance=instance, version=version):
+                worker = self._instances[instance]
+                worker.post(worker.lend, version)
+            case ev.Return(instance=instance):
+                worker = self._instances[instance]
+                worker.post(worker.give_back)
             case _:
                 raise NotImplementedError(f"the coordinator has no {type(command).__name__}")
 

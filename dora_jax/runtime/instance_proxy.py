@@ -164,6 +164,16 @@ class InstanceProxy(Generic[AnyLife]):
         if life := self._life:
             life.post(life.unpause)
 
+    def lend(self, version: Version) -> None:
+        raise NotImplementedError(
+            "elastic roles are for a run in one process, and for instances of the trainer's devices"
+        )
+
+    def give_back(self) -> None:
+        raise NotImplementedError(
+            "elastic roles are for a run in one process, and for instances of the trainer's devices"
+        )
+
     def move(self, sample: SampleId, dst: InstanceProxy[AnyLife], attempt: int) -> None:
         failed = ev.MoveFailed(id=sample, src=self.instance, dst=dst.instance, attempt=attempt, reason=LOST)
         with self._lock:

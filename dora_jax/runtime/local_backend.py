@@ -27,6 +27,7 @@ from dora_jax.publish import DeviceWeights
 from dora_jax.rollout.host_kv import HostKV
 from dora_jax.runtime.coordinator import Coordinator
 from dora_jax.runtime.episodes import EpisodePrompts, EpisodeScorer
+from dora_jax.runtime.lent_instance import LentInstance
 from dora_jax.runtime.live_sessions import LiveSessions, SessionPrompts
 from dora_jax.runtime.run import (
     batch_layout,
@@ -249,12 +250,14 @@ class LocalBackend:
         parts, config = self._parts, self._parts.config
         model = read_config(config.model.path)
         pool: dict[InstanceId, LocalInstance] = {}
+        workers: list[LocalInstance] = []
         host = HostKV(config.rollout.host_kv_bytes, self._notify)
-        for instance, indices in enumerate(self._plan.instances):
+        for instance, indices in enumerate((*self._plan.instances, *self._plan.lent)):
             mesh = sharding.make_mesh([jax.devices()[i] for i in indices], 1, 1, len(indices))
             new = functools.partial(new_engine, config, parts.tokenizer, model, mesh, host)
             spare = RestartPolicy(new_engine=new, vocab_size=parts.tokenizer.vocab_size, hung_s=config.cluster.stall_s)
-            pool[instance] = LocalInstance(
+            owned = instance < len(self._plan.instances)
+            worker = (LocalInstance if owned else LentInstance)(
                 instance_up(instance, config),
                 new(),
                 self.weights,
@@ -264,7 +267,10 @@ class LocalBackend:
                 pool,
                 self._notify,
             )
-        return list(pool.values())
+            workers.append(worker)
+            if owned:  # without these there is no run, whatever is lent
+                pool[instance] = worker
+        return workers
 
     def ready(self, instances: Sequence[LocalInstance], trainer: StageWorker | None) -> list[InstanceUp]:
         """Compiles; all instances are up on return."""
@@ -274,7 +280,7 @@ class LocalBackend:
             shape = batch_layout(config, compiled.shards)
             warmups.append(lambda: compiled.warmup(shape.rows, shape.tokens))
         side_by_side(warmups)
-        return [instance_up(worker.instance, config) for worker in instances]
+        return [instance_up(worker.instance, config) for worker in instances if worker.worker is not None]
 
     def close(self) -> None:
         """Everything ends with the process."""
@@ -297,6 +303,7 @@ def trainer_worker(
             config.orchestrator.groups_per_step,
             side.digest,
             side.probe,
+            says_parts=config.orchestrator.elastic,
         )
     return TrainerWorker(side.trainer, side.pack, groups, weights, max_lag, outbox, side.digest, side.probe)
 

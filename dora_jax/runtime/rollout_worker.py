@@ -182,6 +182,12 @@ class EngineWorker(Worker):
     def unpause(self) -> None:
         self._paused = False
 
+    def lend(self, version: Version) -> None:
+        raise NotImplementedError(f"{self.role} has devices of its own")
+
+    def give_back(self) -> None:
+        raise NotImplementedError(f"{self.role} has devices of its own")
+
     def doubt(self, life: int, reason: str) -> None:
         """It has no other life: the run ends."""
         self.outbox.put(Crashed(role=self.role, error=RuntimeError(reason)))

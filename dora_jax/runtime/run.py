@@ -17,6 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
+from dora_jax import devices
 from dora_jax.buffer.layout import BatchShape, layout
 from dora_jax.buffer.pack import pack_step
 from dora_jax.config import Config, blame
@@ -217,6 +218,7 @@ def orchestrator_config(config: Config) -> OrchestratorConfig:
         task_ratios=_limits(config),
         task_lead=config.task.lead,
         task_adaptive=config.task.adaptive,
+        lendable=lendable(config),
         hold_versions=config.serving.hold_versions,
         hold_s=config.serving.hold_s,
     )
@@ -225,6 +227,14 @@ def orchestrator_config(config: Config) -> OrchestratorConfig:
 def _limits(config: Config) -> tuple[tuple[str, float], ...]:
     limits = tuple((name, part.limit) for name, part in sorted(config.task.mix.items()))
     return limits if any(limit != 1 for _, limit in limits) else ()
+
+
+def lendable(config: Config) -> tuple[InstanceId, ...]:
+    """The instances that the trainer's devices make up while the trainer waits."""
+    if not config.orchestrator.elastic:
+        return ()
+    plan = devices.plan(len(jax.devices()), config)
+    return tuple(range(len(plan.instances), len(plan.instances) + len(plan.lent)))
 
 
 def instance_up(instance: InstanceId, config: Config) -> InstanceUp:

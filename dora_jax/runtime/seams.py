@@ -262,6 +262,12 @@ class RolloutWorker(StageWorker, Protocol):
 
     def unpause(self) -> None: ...
 
+    def lend(self, version: Version) -> None:
+        """The trainer's devices are this instance now, and hold the version. The answer is InstanceUp, or InstanceDown."""
+
+    def give_back(self) -> None:
+        """The devices are the trainer's again: samples are handed over. The answer is InstanceDown."""
+
     def doubt(self, life: int, reason: str) -> None:
         """What this life sampled is not believed: it ends, and the instance is said to be unhealthy. A life that is over
         already changes nothing."""

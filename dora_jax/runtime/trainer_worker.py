@@ -14,6 +14,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from dora_jax.fault_injection import point
+from dora_jax.orchestrate.events import PartTrained
 from dora_jax.runtime.seams import (
     Batches,
     Digest,
@@ -109,9 +110,12 @@ class StreamingTrainerWorker(TrainerWorker):
         groups_per_step: int,
         digest: Digest = lambda params: 0,
         probe: MakeProbe | None = None,
+        says_parts: bool = False,
     ):
+        """says_parts: PartTrained is said when the trainer waits for another part."""
         super().__init__(trainer, pack, groups, weights, max_lag, outbox, digest, probe)
         self._groups_per_step = groups_per_step
+        self._says_parts = says_parts
 
     def train(self, group_ids: tuple[int, ...], base: Version) -> None:
         began = time.monotonic()
@@ -134,6 +138,8 @@ class StreamingTrainerWorker(TrainerWorker):
             if len(taken) >= self._groups_per_step:
                 return
             point("trainer.in_step")
+            if self._says_parts:
+                self.outbox.put(PartTrained(base_version=base, groups=len(taken)))
             job = self._next_part()
             if job is None:
                 raise RuntimeError(f"the run ended when {len(taken)} of {self._groups_per_step} groups were trained")

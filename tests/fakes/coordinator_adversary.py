@@ -11,6 +11,7 @@ process is killed at any fact and begun again from its journal.
 from __future__ import annotations
 
 import collections
+import dataclasses
 import json
 import queue
 import random
@@ -21,6 +22,7 @@ import numpy as np
 
 from dora_jax.buffer.store import MemoryGroupStore
 from dora_jax.orchestrate import events as ev
+from dora_jax.orchestrate import lending
 from dora_jax.orchestrate.core import Orchestrator
 from dora_jax.orchestrate.modes import MODES, OrchestratorConfig
 from dora_jax.rollout.oracle import OracleEngine
@@ -33,6 +35,7 @@ from dora_jax.runtime.durability.payload_state import PayloadState
 from dora_jax.runtime.durability.records import Partial
 from dora_jax.runtime.durability.recovery import recover
 from dora_jax.runtime.episodes import EpisodePrompts
+from dora_jax.runtime.lent_instance import LentInstance
 from dora_jax.runtime.supervised_worker import LocalInstance, RestartPolicy
 from dora_jax.runtime.trainer_worker import TrainerWorker
 from dora_jax.runtime.worker import StepDone, Worker
@@ -140,7 +143,7 @@ class Process:
         self.pool: dict[int, LocalInstance] = {}
         for i in range(game.instances):
             spare = RestartPolicy(new_engine=game.new_engine, vocab_size=256, hung_s=0.0)
-            self.pool[i] = LocalInstance(
+            self.pool[i] = (LentInstance if i in config.lendable else LocalInstance)(
                 ev.InstanceUp(instance=i, **UP),
                 game.new_engine(),
                 self.weights,
@@ -177,7 +180,7 @@ class Process:
             self.world.adopt(found.debts, payloads, self.brain.state.now_s)
         else:
             self.world.recall(payloads)
-        self.world.start([ev.InstanceUp(instance=i, **UP) for i in self.pool])
+        self.world.start([ev.InstanceUp(instance=i, **UP) for i in self.pool if i not in config.lendable])
         assert base == self.brain.state.ledger.base
 
     def acts(self) -> list:
@@ -203,6 +206,7 @@ class Game:
         self.disk, self.records = Disk(), []
         self.moves = self.lives = 0
         self.dropped: collections.Counter = collections.Counter()
+        self.lends = 0
 
     def new_engine(self) -> OracleEngine:
         return OracleEngine(SECTION, length=self.length, version_in=int)
@@ -220,6 +224,7 @@ class Game:
             mock.patch.object(instances, "MAX_LOSSES", MAX_MOVES),
             mock.patch.object(Worker, "start", lambda worker: None),
             mock.patch.object(coordinator, "TIME_PERIOD_S", 0.0),
+            mock.patch.object(lending, "worth_lending", lambda *expected: True),  # whatever this machine's times say
         ):
             while not self.life():
                 pass
@@ -254,6 +259,7 @@ class Game:
     def ended(self, process: Process, over: bool) -> bool:
         self.dropped.update(process.brain.state.dropped)
         self.state = process.brain.state
+        self.lends = self.state.roles.lends_total
         return over
 
     def audit(self) -> None:
@@ -288,11 +294,15 @@ def drawn(seed: int) -> Game:
         rebalance_period_s=1e-3)  # fmt: skip
     too_long = tuple(draw.sample(range(12), draw.choice([0, 2])))
     kills, turns = not config.decisions.mixes_versions and draw.random() < 0.5, draw.random() < 0.5
-    return Game(config, draw.randint(1, 3), too_long, seed, kills, turns)
+    instances = draw.randint(1, 3)
+    if draw.random() < 0.5:  # one more, of the trainer's devices
+        config = dataclasses.replace(config, lendable=(instances,))
+        instances += 1
+    return Game(config, instances, too_long, seed, kills, turns)
 
 
 def main(configurations: int, first: int = 0) -> None:
-    dropped, lives, moves = collections.Counter(), 0, 0
+    dropped, lives, moves, lends = collections.Counter(), 0, 0, 0
     for seed in range(first, first + configurations):
         try:
             game = drawn(seed).play()
@@ -301,7 +311,9 @@ def main(configurations: int, first: int = 0) -> None:
             print(f"configuration {seed}: {json.dumps(drawn(seed).config.__dict__)}", flush=True)
             raise
         dropped, lives, moves = dropped + game.dropped, lives + game.lives, moves + game.moves
-    print(f"{configurations} configurations, {lives} processes, {moves} moves, no law broken; dropped: {dict(dropped)}")
+        lends += game.lends
+    said = f"{configurations} configurations, {lives} processes, {moves} moves, {lends} lends, no law broken"
+    print(f"{said}; dropped: {dict(dropped)}")
 
 
 if __name__ == "__main__":
