@@ -395,13 +395,7 @@ def _cluster(config: Config) -> Problems:
             yield f"rollout.{cost}: 0 is measured by each process, and those of one instance must decide alike; set it"
     if config.cpu_devices:
         yield "cpu_devices: belongs to a run in one process; in a cluster it is cluster.devices_per_host"
-    for name in (
-        "slice",
-        "pace",
-        "journal.record",
-        "orchestrator.colocated",
-        "orchestrator.elastic",
-        "reward_model.path",
-    ):
+    alone = "slice pace journal.record orchestrator.colocated orchestrator.elastic reward_model.path"
+    for name in alone.split():
         if get(config, name):
             yield f"{name}: belongs to a run in one process"
