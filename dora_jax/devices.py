@@ -113,6 +113,10 @@ def _plan(n_devices: int, config: Config) -> DevicePlan:
 def _lent(trainer: int, config: Config) -> tuple[Indices, ...]:
     """Instances of the trainer's devices; ConfigError: there are too few of them for one."""
     tensor = config.rollout.tensor
+    if config.orchestrator.colocated:
+        raise ConfigError(
+            "orchestrator.elastic: colocated instances have the trainer's devices: there are none to lend"
+        )
     if trainer < tensor:
         raise ConfigError(
             f"orchestrator.elastic: the trainer has {trainer} devices, which are too few for an instance of rollout.tensor = {tensor}"

@@ -323,8 +323,6 @@ def _orchestrator(config: Config) -> Problems:
         )
     if section.group_size == 1 and section.filter_zero_variance:
         yield "orchestrator.filter_zero_variance: a group of 1 has no variance, so every group would be filtered"
-    if section.elastic and section.colocated:
-        yield "orchestrator.elastic: colocated instances have the trainer's devices already: there are none to lend"
     slots = rollout.slots * (rollout.instances or MIN_AUTO_INSTANCES)
     if section.group_size > slots:
         yield f"orchestrator.group_size: {section.group_size} is more than the {slots} slots of all instances"

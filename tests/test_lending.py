@@ -137,6 +137,9 @@ def test_the_trainer_s_devices_are_planned_as_instances():
     assert "lent out    " in devices.plan(8, config).describe()
     shared = dataclasses.replace(config, rollout=RolloutSection(instances=2))
     assert devices.plan(1, shared).lent == ((0,),)
+    colocated = dataclasses.replace(config, orchestrator=OrchestratorSection(elastic=True, colocated=True))
+    with pytest.raises(ConfigError, match="orchestrator.elastic: colocated instances have the trainer's devices"):
+        devices.plan(8, colocated)
     with pytest.raises(ConfigError, match="orchestrator.elastic: the trainer has 1 devices, which are too few"):
         devices.plan(3, config)
 
