@@ -107,6 +107,15 @@ def test_not_a_number_in_the_metrics_is_a_gap(tmp_path):
     assert data["curves"][0]["lines"][0]["values"] == [0.5, None, 0.5]
 
 
+def test_a_group_that_was_issued_again_is_named_by_its_first_number(tmp_path):
+    sample = {"reward": 1.0, "text": "7", "tokens": 1, "finish": "stop"}
+    samples = [
+        {"step": 1, "group": id, "version": 0, "prompt": "3 + 4", "samples": [sample]} for id in (39, 100_000_040)
+    ]
+    read = Text(page([load(run_of(tmp_path / "a", samples=samples), "a")])).text
+    assert "step 1, group 39, version 0" in read and "step 1, group 40 (issued again), version 0" in read
+
+
 def test_ten_thousand_samples_stay_below_two_megabytes(tmp_path):
     text = "an answer of some length " * 12
     samples = [{"step": n, "group": n, "version": n, "prompt": text, "expected": "1",

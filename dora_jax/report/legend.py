@@ -20,6 +20,10 @@ WORDS = {
     "idle": "share of the time in which a role had nothing to do: the trainer no batch, an instance no sample",
     "move": "a running sample goes on in another instance, at its version, with its KV",
     "load": "an instance takes a version's weights; samples of another version may run meanwhile",
+    "adapter": "a low-rank addition to weights that stay; where `lora.rank` is set a version is one, and an instance holds "
+    "several beside one base",
+    "draft": "tokens that are guessed from a group's other samples and verified in one call (`rollout.drafts`)",
+    "session": "a user's conversation with a run's endpoint, answered by one version; with `serving.train` it is a sample",
     "quarantine": "an instance whose log-probs are not finite, or disagree with the trainer's at the same version, is "
     "ended and made again; what it sampled and is not trained yet is sampled again elsewhere",
     "waiting for rollouts": "too few groups have finished sampling",

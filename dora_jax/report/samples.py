@@ -10,6 +10,7 @@ from typing import Any
 
 from dora_jax.report import markup
 from dora_jax.report.load import Row, number
+from dora_jax.types import RENEWAL, issued_first_as
 
 SHOWN_SAMPLES = 400  # groups; more are thinned out evenly
 SHOWN_CHARACTERS = 4000  # of a text
@@ -38,7 +39,8 @@ def section(rows: Sequence[Row], run: int) -> tuple[str, list[Tokens]]:
                     views.append(tokens)
             answers += f"<p class=note>{_said(sample, tokens)}</p>{_text(sample.get('text'))}{place}"
         rewards = ", ".join(markup.figure(s.get("reward")) for s in _samples(row))
-        step, group, version = (markup.isolated(row.get(name)) for name in ("step", "group", "version"))
+        step, version = (markup.isolated(row.get(name)) for name in ("step", "version"))
+        group = markup.isolated(_group(row.get("group")))
         parts.append(
             f"<details data-run={run} data-step='{markup.escaped(row.get('step'))}'><summary>step {step}, group {group}, "
             f"version {version}: rewards {rewards}</summary>{_text(row.get('prompt'))}"
@@ -59,6 +61,12 @@ def _thinned(rows: Sequence[Row], most: int) -> Sequence[Row]:
     rest = most - len(chosen)
     chosen |= {i * len(rows) // rest for i in range(rest)}
     return [rows[i] for i in sorted(chosen)]
+
+
+def _group(id: Any) -> Any:
+    """A group as a person counts it: the place of its prompt in the stream, and whether it was given up before."""
+    again = isinstance(id, int) and id >= RENEWAL
+    return f"{issued_first_as(id)} (issued again)" if again else id
 
 
 def _samples(row: Row) -> list[Row]:
