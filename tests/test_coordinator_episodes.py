@@ -61,6 +61,49 @@ def test_an_episode_has_one_version_and_the_exact_tokens_of_its_turns(mode, open
     assert len(waiting) >= sum(environments.turns(sample.id) for sample in finished)
 
 
+class Slow(ScriptedEnvironments):
+    """Answers the first turn of a version but the first only when `publications` versions have come out meanwhile."""
+
+    def __init__(self, publications, **options):
+        super().__init__(**options)
+        self.slow, self.left, self.kept = None, publications, None
+
+    def turn(self, prompt, told):
+        super().turn(prompt, told)
+        if self.slow is None and told.version and self.turns(told.id) > 1:
+            self.slow, self.kept = told.id, self.asked.pop(told.id)
+
+    def heard(self, event):
+        if isinstance(event, ev.StepPublished) and self.kept and self.left:
+            self.left -= 1
+            if not self.left:
+                self.asked[self.slow] = self.kept
+
+
+def test_other_versions_come_and_go_while_an_episode_waits():
+    """It holds no slot meanwhile, and its own version stays until it has gone on and ended."""
+    slow = Slow(3, opening=1)
+    facts = []
+
+    def watch(event, commands):
+        slow.heard(event)
+        facts.append(event)
+        facts.extend(commands)
+
+    halt, records = play(*make(environments=slow, length=short, max_versions=5, inflight=2.0)[:3], [each(watch)])
+    assert halt.ok and not slow.left
+    began = next(i for i, x in enumerate(facts) if isinstance(x, ev.SampleWaiting) and x.id == slow.slow and x.tokens)
+    resumed = next(i for i, x in enumerate(facts[began:], began) if isinstance(x, ev.Resume) and slow.slow in x.ids)
+    (sample,) = [r.sample for r in records if isinstance(r, Finished) and r.sample.id == slow.slow]
+    check(sample, slow)
+    meanwhile = facts[began:resumed]
+    assert sum(isinstance(x, ev.StepPublished) for x in meanwhile) >= 2
+    retired = [x.version for x in meanwhile if isinstance(x, ev.Retire)]
+    assert retired and sample.version not in retired
+    others = {x.id for x in meanwhile if isinstance(x, ev.SampleDone)}
+    assert len(others) > 8, "more than an instance's slots have gone through meanwhile"
+
+
 def test_a_controller_that_is_killed_with_fifty_episodes_waiting_loses_none(tmp_path):
     """A third of the waiting ones does not replay: those begin again, the others go on from their recorded tokens."""
     waiting = {}

@@ -6,6 +6,8 @@
         "riddles": {"rewards": ["dora_jax.tasks.rewards.exact"]},
     }
 
+    eval.solved = "total >= 1"  # by default the first reward term decides, which is that of one task alone
+
 The keys are those of task.mix. An entry names an environment and the params of its constructor, or rewards: then the
 policy's first message is its answer, which they score.
 """
