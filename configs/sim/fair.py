@@ -20,6 +20,8 @@ points of the grid of sim/config.py (GridSection). At 64 and 128 chips `--tune` 
 long as before, which is the best case for it, and its measured steps hold one long round in five. `--tune` found their
 points with one seed (`staleflow` at 4,096: the point of `dora`).
 
+At 4,096 chips 8 steps are the fewest that say anything: with K = 8 the first version's deadline falls due at the eighth.
+
 In the rows "adapters" a version is an adapter of 1 % of the weights over one base: an instance holds K + 1 of them, and one
 call decodes rows of all. Nothing is balanced then, so that balance_s is 0. Their points are `--tune`'s, those of `dora` at 64
 and 128 chips with fewer rollout chips and a larger K, which an axis at a time does not find.
