@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from dora_jax import presets
+from dora_jax.bench import adapters
 from dora_jax.config import RolloutSection
 from dora_jax.models import decoder, lora, sharding
 from dora_jax.models.logits import target_logprobs
@@ -168,3 +169,12 @@ def test_no_program_is_compiled_for_another_version():
         engine.import_(engine.export(SampleId(0, 0)))
         finish(engine)
     assert engine.compiled == compiled
+
+
+def test_the_bench_says_what_rows_of_several_versions_cost():
+    args = adapters.flags().parse_args(["--versions=1,4", "--rows=4", "--tokens=4", "--rounds=1", "--width=32"])
+    found = adapters.measured(args)
+    full, mixed = adapters.table(found)[1:3], adapters.table(found)[3:]
+    assert [line.split()[-5 - 1] for line in full] == ["1", "4"] and len(mixed) == 2
+    small = found["adapters, rank 8"]
+    assert small.engine.versions == (0, 1, 2, 3) and small.bytes < found["full weights"].bytes / 2
