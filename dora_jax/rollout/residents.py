@@ -1,7 +1,8 @@
 """Stage 2, device side: the versions that one engine holds.
 
 Consumes published versions in the layout of `Calls.param_shardings`; produces what a call takes as its weights.
-Laws: a version's weights do not change from `load` to `drop`; where versions are adapters, base weights are there once.
+Laws: a version's weights do not change from `load` to `drop`; where versions are adapters, base weights are there once,
+and a version lies at the same place of every engine, unless another version still holds that place.
 """
 
 from __future__ import annotations
@@ -97,7 +98,8 @@ class AdapterResidents(Residents):
     def _taken(self, version: Version, params: Any) -> None:
         if self._base is None:
             raise RuntimeError(f"cannot load version {version}: it is an adapter, and no base weights are here")
-        wanted = (version % self._room, *range(self._room))  # as every instance chooses, where it can
+        # the place decides the last bit of a product: every instance takes the same, for samples that move
+        wanted = (version % self._room, *range(self._room))
         place = next(i for i in wanted if i not in self._places.values())
         self._several = self._write(self._several, params, jnp.int32(place))
         self._places[version] = place
