@@ -6,6 +6,7 @@ import json
 import pytest
 
 from dora_jax import devices
+from dora_jax.bench import end_to_end, paced_run
 from dora_jax.config import Config, ConfigError, OrchestratorSection, RolloutSection
 from dora_jax.costs import open_costs
 from dora_jax.orchestrate import events as ev
@@ -171,3 +172,12 @@ def test_lent_chips_halve_the_time_in_which_nothing_trains(mtbf_s):
     costs = open_costs(elastic.config.model, elastic.config.hardware, elastic.config.cost)
     full = costs.pages * elastic.config.hardware.page_size  # tokens of KV that an instance may have to hand over
     assert 0 < lent.late_s <= costs.lend_s() + costs.return_s(full)
+
+
+@pytest.mark.slow
+def test_a_paced_run_lends_and_mixes_no_versions():
+    """The one-process world in real threads; that it comes close to its prediction is the bench's to say."""
+    config = sims.replace(end_to_end.setting(steps=2, warmup=1), end_to_end.SMALL)
+    _, lent = end_to_end.lent_rows(config)
+    ran = paced_run.run(lent, pace=1 / 200)
+    assert ran.lends > 0 and ran.mixed == 0 and ran.step_s > 0

@@ -11,7 +11,8 @@ on 16 chips of unequal speed in place of 32.8B on 64 to 128, 2,048 samples a ste
 a tick lasts 64 times as long. Prediction and run share lengths (a function of seed, group and index), costs and the
 orchestrator's configuration, and nothing else. Each mode runs at the split of the chips that the simulator finds best
 for it; `partial` and `evict` also colocated, as `partial` was published. --small is a fraction of that, for a machine of
-few cores or one with other work: 64 samples a step of at most 200 tokens.
+few cores or one with other work: 64 samples a step of at most 200 tokens. --lent holds lending of the trainer's chips
+against its prediction instead.
 """
 
 from __future__ import annotations
@@ -32,6 +33,7 @@ from dora_jax.sim.table import grid
 TOKEN = 64  # tokens of the published experiment that one token here stands for
 CHIPS = 16
 COLOCATED = "colocated"
+LENT = {"orchestrator.elastic": True}
 SMALL = {"orchestrator.groups_per_step": 16, "orchestrator.group_size": 4, "orchestrator.updates": 4,
          "workload.max_new_tokens": 200, "cost.train_fixed_s": 60.0, "hardware.rollout_chips": 4}  # fmt: skip
 # What the run is held against: tokens/s of `dora` over those of other modes, and its rollout-only share over sync's.
@@ -77,6 +79,12 @@ def rows(config: SimConfig, modes: list[str], split: str) -> list[Row]:
         if mode in ("partial", "evict") and chips:
             found.append(_row(config, mode, 0))
     return found
+
+
+def lent_rows(config: SimConfig) -> list[Row]:
+    """`dora` where a quarter of the chips is the rollouts', and with the trainer's chips lent to them."""
+    split = _row(config, "dora", CHIPS // 4)
+    return [split, dataclasses.replace(split, label=f"{split.label} lent", config=sims.replace(split.config, LENT))]
 
 
 def _row(config: SimConfig, mode: str, rollout_chips: int) -> Row:
@@ -135,10 +143,11 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=6, help="measured steps")
     parser.add_argument("--warmup", type=int, default=3, help="steps before them")
     parser.add_argument("--split", choices=("predicted", "half"), default="predicted")
+    parser.add_argument("--lent", action="store_true", help="dora alone: its trainer has most chips, and lends them")
     parser.add_argument("--small", action="store_true", help="a fraction of the work")
     args = parser.parse_args()
     config, lines = sims.replace(setting(args.steps, args.warmup), SMALL if args.small else {}), []
-    for row in rows(config, args.modes.split(","), args.split):
+    for row in lent_rows(config) if args.lent else rows(config, args.modes.split(","), args.split):
         predicted = simulate(row)
         print(f"{row.label}: {predicted.step_s:.1f} s a step predicted", file=sys.stderr, flush=True)
         ran = paced_run.run(row, pace=1 / args.speedup)

@@ -17,6 +17,8 @@ import numpy as np
 
 from dora_jax import presets
 from dora_jax.bench.paced_environments import HoldingEngine, PacedEnvironments, TurnsOf
+from dora_jax.bench.paced_lending import LentPacedWorker
+from dora_jax.bench.paced_worker import PacedWorker
 from dora_jax.buffer.store import MemoryGroupStore
 from dora_jax.config import RolloutSection
 from dora_jax.costs import Costs, open_costs
@@ -27,7 +29,6 @@ from dora_jax.orchestrate.loop import run as run_loop
 from dora_jax.rollout.oracle import OracleEngine
 from dora_jax.runtime.coordinator import Coordinator
 from dora_jax.runtime.emulated_timing import PacedEngine, PacedTrainer, PacedWeights
-from dora_jax.runtime.rollout_worker import EngineWorker
 from dora_jax.runtime.trainer_worker import StreamingTrainerWorker
 from dora_jax.sim.config import Row
 from dora_jax.sim.meter import IDLE_CAPPED, IDLE_TAIL
@@ -54,6 +55,7 @@ class PacedResult:
     tasks: Mapping[str, float]  # share of the trained groups
     moves: float  # a step
     mixed: int  # samples whose tokens came from more than one version
+    lends: int = 0  # instances made of the trainer's chips, in the whole run
 
 
 class EndOfPacedRun(Exception):
@@ -93,28 +95,6 @@ class TimedOrchestrator(Orchestrator):
         return commands
 
 
-class PacedWorker(EngineWorker):
-    """Says how long it stood still beside a trainer on its chips."""
-
-    _stood_s = 0.0
-    _stands_since: float | None = None
-
-    @property
-    def paused_s(self) -> float:
-        since = self._stands_since
-        return self._stood_s + (time.monotonic() - since if since is not None else 0.0)
-
-    def pause(self) -> None:
-        super().pause()
-        self._stands_since = time.monotonic()
-
-    def unpause(self) -> None:
-        self._stood_s, self._stands_since = self.paused_s, None
-        engine: Any = self.engine  # a PacedEngine
-        engine.rest()
-        super().unpause()
-
-
 class _PacedRun:
     """The one-process world of a row."""
 
@@ -146,21 +126,36 @@ class _PacedRun:
         )
         hold = config.orchestrator.hold_slots
         oracles = [OracleEngine(section, eos_ids=(0,), turn_length=turns.length, version_in=int)
-                   for _ in range(hardware.instances)]  # fmt: skip
+                   for _ in range(hardware.instances + len(told.lendable))]  # fmt: skip
         inner: list[Any] = [HoldingEngine(each, turns, pace, due_s) for each in oracles] if hold else oracles
         self.engines = [PacedEngine(each, costs, pace, report_ticks=config.report_tokens, speed=hardware.speed(i))
                         for i, each in enumerate(inner)]  # fmt: skip
-        self.workers = [PacedWorker(i, engine, weights, outbox) for i, engine in enumerate(self.engines)]
-        for engine in self.engines:
+        ups = [
+            ev.InstanceUp(instance=i, slots=hardware.slots, pages=costs.pages, page_size=hardware.page_size,
+                          residents=hardware.residents, versions=(0,), speed=hardware.speed(i))
+            for i in range(len(self.engines))]  # fmt: skip
+        own = hardware.instances  # the others are the trainer's chips
+        self.workers = [PacedWorker(i, engine, weights, outbox) for i, engine in enumerate(self.engines[:own])]
+        self.lent = [LentPacedWorker(up, engine, weights, outbox, costs, pace)
+                     for up, engine in zip(ups[own:], self.engines[own:], strict=True)]  # fmt: skip
+        self.ups = ups[:own]
+        for engine in self.engines[:own]:
             engine.load(0, 0)
         model: Any = IdleTrainer()
         trainer = self.trainer = PacedTrainer(
             model, lambda groups, base: [len(groups)], costs, pace, told.groups_per_step
         )
         self.world = Coordinator(
-            instances=self.workers,
+            instances=[*self.workers, *self.lent],
             trainer=StreamingTrainerWorker(
-                trainer, trainer.pack, store, weights, told.decisions.max_lag, outbox, told.groups_per_step
+                trainer,
+                trainer.pack,
+                store,
+                weights,
+                told.decisions.max_lag,
+                outbox,
+                told.groups_per_step,
+                says_parts=bool(told.lendable),
             ),
             task=PacedPrompts(work, told.max_new_tokens, episodes),
             scorer=PacedScorer(costs.score_s * pace),
@@ -173,12 +168,10 @@ class _PacedRun:
             max_context=section.max_prompt_tokens + section.max_new_tokens,
         )
         # the orchestrator's periods are modelled seconds; its clock is the world's
-        told = dataclasses.replace(told, rebalance_period_s=told.rebalance_period_s * pace)
+        told = dataclasses.replace(
+            told, rebalance_period_s=told.rebalance_period_s * pace, switch_s=told.switch_s * pace
+        )
         self.brain = TimedOrchestrator(told, evaluate_start=False)
-        self.ups = [ev.InstanceUp(instance=worker.instance, slots=hardware.slots, pages=costs.pages,
-                                  page_size=hardware.page_size, residents=hardware.residents, versions=(0,),
-                                  speed=hardware.speed(worker.instance))
-                    for worker in self.workers]  # fmt: skip
 
 
 # ---------------------------------------------------------------- stand-ins
@@ -306,7 +299,8 @@ class _PacedMeter:
             rollout={IDLE_TAIL: d["tail"] / every_s, IDLE_CAPPED: (d["idle"] - d["tail"]) / every_s},
             load_share=d["load"] / every_s, move_share=d["move"] / every_s, brain_share=d["brain"] / d["now"],
             lag_mean=d["lags"] / d["groups"], lag_max=self._lag_max,
-            tasks={name: n / d["groups"] for name, n in sorted((self._tasks - self._tasks_before).items())}, moves=d["moves"] / steps, mixed=self._mixed)  # fmt: skip
+            tasks={name: n / d["groups"] for name, n in sorted((self._tasks - self._tasks_before).items())}, moves=d["moves"] / steps, mixed=self._mixed,
+            lends=self._parts.brain.state.roles.lends_total)  # fmt: skip
 
     # ------------------------------------------------------------ private
 
