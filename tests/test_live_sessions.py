@@ -114,8 +114,17 @@ def test_a_score_that_fails_fails_the_episode_and_a_seat_given_up_says_so():
     promise = sessions.take("t", ASKED, 64)
     sessions.drop(B)
     sessions.poll()
-    with pytest.raises(SessionsOver):
+    with pytest.raises(SessionsOver, match="given up"):
         promise.result(0)
+
+
+def test_a_client_that_waits_when_the_run_ends_hears_of_it():
+    sessions = make()
+    promise = sessions.take("s", ASKED, 64)
+    sessions.close()
+    with pytest.raises(SessionsOver, match="the run has ended"):
+        promise.result(0)
+    assert sessions.take("t", ASKED, 64) is None
 
 
 def test_a_seat_of_an_earlier_process_is_lost():

@@ -65,7 +65,7 @@ ENGINE = (  # of the run, for the endpoint beside it
     "--config.rollout.max_prompt_tokens=64",
     "--config.rollout.max_new_tokens=64",
 )
-GROUPS = 8
+GROUPS = 16
 START_S = 900.0
 POLL_S = 0.2
 

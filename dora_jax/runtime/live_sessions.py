@@ -231,14 +231,18 @@ class LiveSessions:
             "environment/failed_share": self._counts["failed"] / max(1, ended),
         }
 
-    def close(self) -> None:
+    def over(self) -> None:
+        """The run has ended: clients that wait are told, and no seat is free any more."""
         with self._lock:
             for id in list(self._seats):
                 self._forget(id)
-        self._pool.close()
-        for promise in self._orphans.values():
+            orphans, self._orphans = self._orphans, {}
+        for promise in orphans.values():
             promise.set_exception(SessionsOver("the run has ended"))
-        self._orphans.clear()
+
+    def close(self) -> None:
+        self.over()
+        self._pool.close()
 
     # ------------------------------------------------------------ private: the lock is held
 

@@ -102,6 +102,8 @@ class LiveEndpoint:
             yield f"{self._options.name} is served at http://{host}:{port}/v1, {limits.context} tokens a request"
         finally:
             fleet.post(answers.fail, ENDED, 503)
+            if sessions:
+                sessions.over()
             server.stop()
 
 
