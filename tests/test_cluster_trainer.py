@@ -21,6 +21,7 @@ from dora_jax.runtime.cluster.weight_publisher import WeightPublisher
 from dora_jax.runtime.durability.object_storage import Objects
 from dora_jax.runtime.durability.payload_state import Step
 from dora_jax.runtime.durability.records import Published
+from dora_jax.runtime.sample_gaps import SampleGap
 from dora_jax.runtime.sample_log import TokenView
 from dora_jax.runtime.transfer import slices
 from dora_jax.runtime.transfer.transfer_manifest import WireError
@@ -66,7 +67,9 @@ class Learners(FakeLauncher):
         if isinstance(what, messages.FinishStep | messages.ComputeDigest):
             digest = hash(str(trained)) & 0xFFFF
             view = TokenView(id=SampleId(len(trained), 0), advantages=np.ones(2), logprobs=np.zeros(2))
-            made = messages.StepFinished(digest=digest, metrics={"loss": float(len(trained))}, views=(view,))
+            gap = SampleGap(id=view.id, version=len(trained) - 1, gap=0.01, tokens=2)
+            metrics = {"loss": float(len(trained))}
+            made = messages.StepFinished(digest=digest, metrics=metrics, views=(view,), gaps=(gap,))
             return made if isinstance(what, messages.FinishStep) else messages.Done(value=digest)
         return messages.Done(value=len(trained))
 

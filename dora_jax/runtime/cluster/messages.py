@@ -381,6 +381,6 @@ CODEC = Codec(
     *typing.get_args(GangCommand),
     *(Hello, Begin, Ready, Heartbeat, PreemptionNotice, ProcessFailed, Note, Answer, TickCommands),
     *(Finished, Waiting, Parked, HandedOver, HandedOverShard, HandOverDone, FinishedUnheard, Partial, InFlightSample),
-    *(TokenView, MoveStarted, Lent, FetchKV, KVStaged, StageKV, DropStagedKV, ReleaseKV, DropWeights),
+    *(SampleGap, TokenView, MoveStarted, Lent, FetchKV, KVStaged, StageKV, DropStagedKV, ReleaseKV, DropWeights),
     *weight_messages.RECORDS,
 )
