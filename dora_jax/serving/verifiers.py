@@ -77,6 +77,10 @@ class Verifiers:
             self._rollout.cancel()
             with contextlib.suppress(asyncio.CancelledError, Exception):  # the episode is over
                 await self._rollout
+        while not self._requests.empty():
+            self._requests.get_nowait().refuse()
+        if self._open is not None:
+            self._open.refuse()
 
     def ask(self, ask: Ask) -> asyncio.Future[Message]:
         """A request of the client: the policy's turn, once those before it are answered."""
@@ -113,6 +117,11 @@ class Asked:
     def __init__(self, ask: Ask):
         self.ask = ask
         self.answer: asyncio.Future[Message] = asyncio.get_running_loop().create_future()
+
+    def refuse(self) -> None:
+        """The route waits for it no longer."""
+        if not self.answer.done():
+            self.answer.set_exception(Refused(503, "the episode is over"))
 
 
 class Host:
