@@ -87,8 +87,6 @@ def problems(config: Any) -> Iterator[str]:
 
 def _unsupported(config: Any) -> Iterator[str]:
     """What a run with adapters does not have."""
-    if config.cluster.launcher:
-        yield f"lora.rank: adapters are trained by a run in one process, and cluster.launcher = {config.cluster.launcher}"
     if "experts" in config.lora.targets:
         yield "lora.targets: engines serve no adapters of experts: a call has rows of several versions; take attention, mlp"
     if config.pace:
