@@ -8,6 +8,7 @@ import pytest
 from dora_jax import devices
 from dora_jax.bench import end_to_end, paced_run
 from dora_jax.config import Config, ConfigError, OrchestratorSection, RolloutSection
+from dora_jax.config_files import load_file
 from dora_jax.costs import open_costs
 from dora_jax.orchestrate import events as ev
 from dora_jax.orchestrate.core import Orchestrator
@@ -16,7 +17,8 @@ from dora_jax.orchestrate.restart import restart
 from dora_jax.orchestrate.roles import fleet_rate, worth_lending
 from dora_jax.sim import config as sims
 from dora_jax.sim.config import Row, SimConfig
-from dora_jax.sim.run import simulate
+from dora_jax.sim.run import orchestrator_config, simulate
+from dora_jax.sim.table import render
 from dora_jax.types import SampleId
 from tests.fakes.older_snapshots import before_lending
 
@@ -172,6 +174,16 @@ def test_lent_chips_halve_the_time_in_which_nothing_trains(mtbf_s):
     costs = open_costs(elastic.config.model, elastic.config.hardware, elastic.config.cost)
     full = costs.pages * elastic.config.hardware.page_size  # tokens of KV that an instance may have to hand over
     assert 0 < lent.late_s <= costs.lend_s() + costs.return_s(full)
+    assert "chips of the trainer" in render([(elastic, lent)])
+
+
+@pytest.mark.parametrize("size", ["64", "128", "4096"])
+def test_each_split_of_the_table_has_a_row_with_chips_lent(size):
+    rows = sims.rows(sims.from_config_dict(load_file(f"configs/sim/elastic.py:{size}")))
+    lent = [orchestrator_config(row.config, row.mode).lendable for row in rows]
+    assert not any(lent[::2]) and all(lent[1::2])
+    assert all(len(ids) == r.config.hardware.trainer_chips // r.config.hardware.instance_chips
+               for ids, r in zip(lent[1::2], rows[1::2], strict=True))  # fmt: skip
 
 
 @pytest.mark.slow

@@ -24,6 +24,8 @@ TITLES = {IDLE_CAPPED: "idle: capped", IDLE_TAIL: "idle: tail"}
 
 def render(lines: Sequence[Line], spreads: Sequence[Spread] = ()) -> str:
     blocks = [_outcome(lines, spreads), _time(lines), _traffic(lines)]
+    if any(row.config.orchestrator.elastic for row, _ in lines):
+        blocks.append(_lent(lines))
     if any(row.config.workload.mix for row, _ in lines):
         blocks.append(_tasks(lines, spreads))
     if any(row.published for row, _ in lines):
@@ -96,6 +98,14 @@ def _traffic(lines: Sequence[Line]) -> str:
         row.label, f"{r.moves:.0f}", f"{r.move_bytes / 1e9:.1f}", f"{r.reloads:.0f}", f"{r.weight_bytes / 1e9:,.0f}",
         f"{r.reprefilled_tokens:,.0f}", f"{r.cancelled_tokens:,.0f}", f"{r.preempted:.0f}", f"{r.ready_left:.0f}"]
         for row, r in lines]  # fmt: skip
+    return grid(head, rows)
+
+
+def _lent(lines: Sequence[Line]) -> str:
+    """ "late": the trainer's longest wait for chips that were lent."""
+    head = ["chips of the trainer", "lends a step", "instances lent", "of", "late s"]
+    rows = [[row.label, f"{r.lends:.1f}", f"{r.lent:.2f}", str(len(row.config.hardware.lendable)), f"{r.late_s:.1f}"]
+            for row, r in lines]  # fmt: skip
     return grid(head, rows)
 
 
