@@ -186,11 +186,6 @@ class Ledger:
 
     def blocking_version(self, members: dict[Version, int]) -> Version | None:
         """The oldest u whose outstanding groups forbid this batch; None: nothing does."""
-        blocked = self.blocked_by(members)
-        return None if blocked is None else blocked[0]
-
-    def blocked_by(self, members: dict[Version, int]) -> tuple[Version, int] | None:
-        """That version, and how many of the groups outstanding up to it are too many."""
         lag = self.max_lag
         if not self.capped or lag is None:
             return None
@@ -198,9 +193,8 @@ class Ledger:
         after = sum(n for v, n in self.outstanding.items() if v < self.base - lag)
         for u in range(self.base - lag, self.base + 1):
             after += self.outstanding.get(u, 0) - members.get(u, 0)
-            allowed = (u + lag - self.base) * self.groups_per_step + missing
-            if after > allowed:
-                return u, after - allowed
+            if after > (u + lag - self.base) * self.groups_per_step + missing:
+                return u
         return None
 
     def _members_in_time(self, members: dict[Version, int]) -> bool:

@@ -16,7 +16,7 @@ from dora_jax.orchestrate.fleet import Group
 from dora_jax.orchestrate.ledger import READY, SCORING
 from dora_jax.orchestrate.roles import LENT, fleet_rate, worth_lending
 from dora_jax.orchestrate.state import State
-from dora_jax.types import Version, is_training
+from dora_jax.types import is_training
 
 UNKNOWN = (1.0, 1.0)  # rates while nothing is known
 
@@ -66,29 +66,24 @@ def trainer_waits(s: State) -> bool:
 
 
 def expected_idle_s(s: State) -> float:
-    """Time until the trainer may take its next groups: until so many of those that it waits for have ended. A group ends
-    with the sample that has most tokens left."""
+    """Time until the trainer has its next groups: until so many of those that run have ended. A group ends with the sample
+    that has most tokens left. Groups that are ready and may not be taken wait for an older version: the lent instances, which
+    hold the newest, do not help it, so that this is no idle time."""
     ledger, measured = s.ledger, s.fleet.measured
-    members, newest = ledger.oldest_ready(ledger.part), ledger.base
-    if not members:
-        missing = ledger.part - ledger.counts[READY] - ledger.counts[SCORING]
-    elif (blocked := ledger.blocked_by(members)) is not None:
-        newest, missing = blocked
-    else:
-        return 0.0
+    missing = ledger.part - ledger.counts[READY] - ledger.counts[SCORING]
     if missing <= 0:
         return 0.0
-    ends = heapq.nsmallest(missing, _tokens_left(s, newest))
+    ends = heapq.nsmallest(missing, _tokens_left(s))
     left = ends[-1] if len(ends) == missing else measured.left(0)
     return left * measured.token_s
 
 
-def _tokens_left(s: State, newest: Version) -> Iterator[float]:
-    """Of each training group that runs, at versions up to `newest`."""
+def _tokens_left(s: State) -> Iterator[float]:
+    """Of each training group that runs."""
     for instance in s.fleet.instances.values():
         s.fleet.settle(instance)
     for group in s.groups.values():
-        if group.left and group.abandoned is None and group.version <= newest and is_training(group.id):
+        if group.left and group.abandoned is None and is_training(group.id):
             yield _group_left(s, group)
 
 
