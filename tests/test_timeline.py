@@ -137,6 +137,13 @@ def test_a_sample_that_comes_where_nothing_is_any_more_runs_nowhere(tmp_path):
     assert busy and all("1" not in row for row in busy) and busy[-1]["0"] == {}
 
 
+def test_the_picture_begins_when_the_first_instance_is_up():
+    rows = [{"t": 100.0, "start": True}, {"t": 290.0, "up": 0, "slots": 4}, {"t": 292.0, "busy": {"0": {"0": 2}}},
+            {"t": 293.0, "busy": {"0": {}}}]  # fmt: skip
+    drawn = picture.bars(rows)
+    assert drawn["end"] == 3000 and drawn["instances"][0]["bars"][0][:2] == [0, 2000] and not drawn["restarts"]
+
+
 def test_a_quarantine_is_told_to_everyone_who_looks(tmp_path):
     log = Timeline(tmp_path, print)
     for i in (0, 1):
@@ -146,7 +153,9 @@ def test_a_quarantine_is_told_to_everyone_who_looks(tmp_path):
     log.close()
     data = load(tmp_path, "a")
     ((sentence,),) = findings.quarantines(data).values()
-    assert "rollout 1 is in quarantine (NaN)" in sentence and "were trained in step 2: groups 5, 9" in sentence
+    assert sentence.startswith("Rollout 1 is in quarantine (NaN). Nothing") and sentence.endswith(
+        "in step 2: groups 5, 9."
+    )
     html = page([data])
     assert sentence in html and "<td>quarantined 1 x</td>" in html
     console = Console(width=400, record=True, file=io.StringIO())

@@ -113,7 +113,8 @@ def quarantines(data: RunData) -> dict[int, list[str]]:
     found: dict[int, list[str]] = {}
     for row in data.timeline:
         if (instance := version_of(row.get("quarantine"))) is not None:
-            found.setdefault(instance, []).append(str(row.get("said")))
+            said = str(row.get("said"))
+            found.setdefault(instance, []).append(f"{said[:1].upper()}{said[1:]}.")
     return found
 
 

@@ -4,7 +4,7 @@
                    "moves": [[ms, src, dst, samples]], "restarts": [ms], "steps": [[ms, version published]],
                    "usage": {instance: Usage}}
 
-Times are milliseconds since the first row. A bar of no versions is idle time; fill -1 is an instance that loads weights,
+Times are milliseconds since the first row that tells of work: compiling comes before it. A bar of no versions is idle time; fill -1 is an instance that loads weights,
 fill -2 one that is down.
 """
 
@@ -54,7 +54,7 @@ class _Lane:
 
 
 def bars(rows: list[Row]) -> dict[str, Any]:
-    origin = min((row["t"] for row in rows), default=0.0)
+    origin = min((row["t"] for row in rows if not row.get("start")), default=0.0)
     lanes: dict[InstanceId, _Lane] = {}
     trainer, moves, restarts, steps = _Lane(fill=0), [], [], []
     now = 0
