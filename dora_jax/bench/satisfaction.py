@@ -43,12 +43,12 @@ def get_config():
     c.task.extract, c.task.template = r": (.*)$", "\\n{{prompt}} "
     c.sft.out = c.model.path = {base!r}
     c.sft.examples, c.sft.slip_rate, c.sft.steps = 40960, 0.7, {warm}
-    c.sft.batch_rows, c.sft.pack_tokens, c.sft.learning_rate, c.sft.warmup_steps = 8, 128, 5e-3, 200
+    c.sft.batch_rows, c.sft.pack_tokens, c.sft.learning_rate, c.sft.warmup_steps = 8, 128, 5e-3, min(200, {warm})
     c.sft.d_model, c.sft.n_layers, c.sft.d_ff = 64, 2, 192
     c.sft.n_heads, c.sft.n_kv_heads, c.sft.head_dim = 4, 2, 32
     c.rollout.slots, c.rollout.decode_steps, c.rollout.residents = 64, 1, 3
     c.rollout.max_prompt_tokens, c.rollout.max_new_tokens = 64, 64
-    c.orchestrator.groups_per_step, c.orchestrator.group_size, c.orchestrator.inflight = {groups}, 8, 0.5
+    c.orchestrator.groups_per_step, c.orchestrator.group_size, c.orchestrator.inflight = {groups}, 8, max(0.5, 1 / {groups})
     c.trainer.pack_tokens, c.trainer.micro_batches = 128, 4
     c.checkpoint.every = 0
     return c
@@ -157,12 +157,10 @@ def free_port() -> int:
 
 def make_base(base: Path, config: Path, workdir: Path) -> None:
     if not (base / "config.json").exists():
-        _run("dora_jax.sft", f"--config={config}", f"--workdir={workdir}/sft")
+        command = (sys.executable, "-m", "dora_jax.sft", f"--config={config}", f"--workdir={workdir}/sft")
+        with (workdir / "sft.log").open("wb") as log:
+            subprocess.run(command, check=True, stdout=log, stderr=log)
     (base / "chat_template.jinja").write_text(TEMPLATE)
-
-
-def _run(*command: str) -> None:
-    subprocess.run([sys.executable, "-m", *command], check=True, stdout=sys.stderr)
 
 
 @contextlib.contextmanager
