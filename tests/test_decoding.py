@@ -18,6 +18,8 @@ def test_few_rows_take_the_narrow_call_where_it_is_quicker():
     costs = CallCosts(shapes_of(BOTH))
     assert [costs.is_narrow(rows, 1) for rows in (1, 2, 3)] == [True, True, False]
     assert [costs.of_draft(rows, 1) for rows in (2, 3)] == [0.6 / 0.5, 0.6]
+    costs.verify[2] = 0.01
+    assert costs.of_draft(2, 2) == 1 / SECTION.decode_steps and costs.of_draft(3, 2) == 0.01
     costs.narrow[1] = PAYS + 0.01
     assert not costs.is_narrow(1, 1) and costs.of_draft(1, 1) == 0.6 and costs.is_narrow(1, 2)
     assert not CallCosts(shapes_of(dataclasses.replace(BOTH, narrow_cost=0.0))).is_narrow(1, 1)  # not measured yet

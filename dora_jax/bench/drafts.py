@@ -1,7 +1,7 @@
 """Tokens a second with drafts from siblings and without, on the policy of a finished run and its own prompts.
 
     python -m dora_jax.bench.drafts --workdir=runs/NAME [--live=4] [--drafts=7] [--samples=512] [--rounds=3]
-    python -m dora_jax.bench.drafts --smollm --samples=64 --rounds=1
+    python -m dora_jax.bench.drafts --smollm --samples=16 --rounds=1 --tokens=48
 
 The engine is the one of the run's configuration. `live` samples decode at once, a group's samples one after another: the
 tail of a step, when few are left. Six engines take the same samples:
@@ -43,6 +43,7 @@ from dora_jax.runtime.policy import Policy
 from dora_jax.tokenizer import Tokenizer
 from dora_jax.types import Prompt, Sample, SampleId
 
+HALF = {"rollout.slots": 32, "rollout.pages": 320}
 FREE = 1e-9  # a cost at which every call verifies
 
 
@@ -71,16 +72,16 @@ class Subject:
         self.engine: Engine = build.new_engine(
             run, policy.tokenizer, policy.config, sharding.make_mesh(jax.devices()[:1], 1, 1, 1)
         )
-        weights = DeviceWeights(run.model.dtype)
-        weights.put(0, policy.params)
-        self.engine.warmup()  # before the weights come, as in a run
-        self.engine.load(0, weights.get(0, self.engine.param_shardings))
+        self._weights = DeviceWeights(run.model.dtype)
+        self._weights.put(0, policy.params)
+        self.engine.warmup()
         self._drafter = drafter
         self.best = 0.0  # tokens a second
         self.samples: dict[SampleId, Sample] = {}
 
     def run(self, prompts: Sequence[Prompt], group_size: int, live: int) -> None:
-        """Samples `group_size` of each prompt, so many at once."""
+        """Samples `group_size` of each prompt, so many at once. The engine holds the weights for that time only."""
+        self.engine.load(0, self._weights.get(0, self.engine.param_shardings))
         decoding = self.engine.scheduler.decoding
         if decoding.drafter is not None:  # a new one, that knows no sample of an earlier round
             decoding.drafter = (self._drafter or Drafter)(self.engine.shapes)
@@ -97,6 +98,7 @@ class Subject:
             running -= len(result.finished)
             self.samples.update({sample.id: sample for sample in result.finished})
         self.best = max(self.best, tokens / (time.perf_counter() - began))
+        self.engine.drop(0)
 
 
 def differing(a: dict[SampleId, Sample], b: dict[SampleId, Sample]) -> list[str]:
@@ -112,24 +114,25 @@ def differing(a: dict[SampleId, Sample], b: dict[SampleId, Sample]) -> list[str]
 
 
 def smollm_policy(folder: Path) -> Policy:
-    """The configuration of bench.real_model, at version 0."""
+    """The configuration of bench.real_model, at version 0, with half of its slots: there are several engines."""
     tree = config_files.load_file(real_model.CONFIG)
     rows, path = folder / "sums.jsonl", str(smollm.folder())
     real_model.write_rows(rows)
-    tree.update_from_flattened_dict(real_model.FIELDS | {"model.path": path, "task.path": str(rows)})
+    tree.update_from_flattened_dict(real_model.FIELDS | {"model.path": path, "task.path": str(rows), **HALF})
     run = flags.taken(tree, str(folder)).config
     devices.setup_platform(run)
     return Policy(of_this_machine(run), *hf.load(path), Tokenizer.load(path), 0)
 
 
-def prompts_of(policy: Policy, groups: int) -> list[Prompt]:
+def prompts_of(policy: Policy, groups: int, tokens: int = 0) -> list[Prompt]:
+    """Whose answers have so many tokens at most; 0: as many as the run's."""
     run = policy.run
     task = tasks.open_task(
         run.task,
         policy.tokenizer,
         seed=run.seed,
         max_prompt_tokens=run.rollout.max_prompt_tokens,
-        max_new_tokens=run.rollout.max_new_tokens,
+        max_new_tokens=tokens or run.rollout.max_new_tokens,
         heldout=run.task.heldout,
         quarantine_path=Path("quarantine.jsonl"),
     )
@@ -158,10 +161,11 @@ def main() -> None:
     parser.add_argument("--drafts", type=int, default=7)
     parser.add_argument("--samples", type=int, default=512)
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--tokens", type=int, default=0, help="of a sample, at most; 0: as the run has it")
     args = parser.parse_args()
     policy = smollm_policy(Path("runs/drafts")) if args.smollm else dora_jax.load_policy(args.workdir)
     size, slots = policy.run.orchestrator.group_size, policy.run.rollout.slots
-    prompts = prompts_of(policy, args.samples // size)
+    prompts = prompts_of(policy, args.samples // size, args.tokens)
     on = {"drafts": args.drafts, "draft_rows": args.live}
     Wrong.vocab = policy.tokenizer.vocab_size
     narrow = {"narrow_rows": args.live}
@@ -181,15 +185,16 @@ def main() -> None:
     for name, subject in others:
         across = differing(off[1].samples, subject.samples)
         print(f"across shapes, {name}: {len(across)} of {len(subject.samples)} samples differ", *across, sep="\n")
+    full = {name: tail[name] for name in ("off", "drafts alone", "drafts")}
+    for subject in full.values():
+        subject.best = 0.0
+    speeds(full, prompts, size, slots, args.rounds)
+    del tail, full, off, others  # their pages of KV
     blind, every = (Subject(policy, kind, **on, draft_cost=FREE) for kind in (Blind, Drafter))
     for subject in (blind, every):
         subject.run(prompts, size, args.live)
     same = differing(blind.samples, every.samples)
     print(f"at one shape {len(same)} of {len(blind.samples)} samples differ", *same, sep="\n")
-    full = {name: tail[name] for name in ("off", "drafts alone", "drafts")}
-    for subject in full.values():
-        subject.best = 0.0
-    speeds(full, prompts, size, slots, args.rounds)
 
 
 if __name__ == "__main__":

@@ -25,15 +25,18 @@ class CallCosts:
     def __init__(self, shapes: Shapes):
         self.narrow = dict.fromkeys(shapes.decode_buckets, shapes.narrow_cost or 1.0)
         self.verify = dict.fromkeys(shapes.decode_buckets, shapes.draft_cost or 1.0)
-        self._narrow_rows = shapes.narrow_rows
+        self._narrow_rows, self._step = shapes.narrow_rows, 1 / shapes.steps
 
     def is_narrow(self, rows: int, blocks: int) -> bool:
         """Whether a decode call of so many rows is the narrow one."""
         return rows <= self._narrow_rows and self.narrow[blocks] <= PAYS
 
     def of_draft(self, rows: int, blocks: int) -> float:
-        """A verifying call's time over that of the decode call that so many rows would take."""
-        return self.verify[blocks] / (self.narrow[blocks] if self.is_narrow(rows, blocks) else 1.0)
+        """A verifying call's time over that of the decode call that so many rows would take. It is no less than a step of
+        the narrow call, whatever was measured."""
+        if not self.is_narrow(rows, blocks):
+            return self.verify[blocks]
+        return max(self._step, self.verify[blocks] / self.narrow[blocks])
 
 
 class Decoding:

@@ -20,7 +20,7 @@ from dora_jax.rollout.decoding import CallCosts
 from dora_jax.rollout.device_calls import Calls
 from dora_jax.rollout.shapes import FRESH, GROUP, POSITION, REMAINING, SLOT, Shapes
 
-TIMED = 5  # calls of which the quickest counts
+TIMED = 8  # calls of which the quickest counts
 HEADS_AXIS = 2  # of a copy of pages: [layers, pages, K, ...]
 
 
@@ -105,19 +105,23 @@ class Device:
         s = self.shapes
         narrow, verify = s.narrow_rows and not s.narrow_cost, s.drafts and not s.draft_cost
         for blocks in s.decode_buckets if narrow or verify else ():
-            decode_s = self._quickest_s(self.generate, params, s.decode_control(blocks), blocks)
-            if narrow:
-                took_s = self._quickest_s(self.generate, params, s.decode_control(blocks, narrow=True), blocks)
-                costs.narrow[blocks] = took_s / decode_s
+            calls: list[tuple[Any, tuple[int, int]]] = [(self.generate, s.decode_control(blocks))]
+            calls += [(self.generate, s.decode_control(blocks, narrow=True))] if narrow else []
+            calls += [(self.verify, s.verify_control(blocks))] if verify else []
+            rounds = [[self._takes_s(*call, params, blocks) for call in calls] for _ in range(TIMED)]
+            decode_s, *others_s = map(min, zip(*rounds, strict=True))
             if verify:
-                took_s = self._quickest_s(self.verify, params, s.verify_control(blocks), blocks)
-                costs.verify[blocks] = took_s / decode_s
+                costs.verify[blocks] = others_s.pop() / decode_s
+            if narrow:
+                costs.narrow[blocks] = others_s.pop() / decode_s
 
-    def _quickest_s(self, call: Callable[..., Any], params: Any, shape: tuple[int, int], blocks: int) -> float:
+    def _takes_s(self, call: Callable[..., Any], shape: tuple[int, int], params: Any, blocks: int) -> float:
         s, control = self.shapes, np.zeros(shape, np.int32)
         control[:, SLOT], control[:, FRESH], control[:, GROUP] = s.slots, 1, np.arange(len(control))
         control[:, REMAINING], control[:, POSITION] = s.reach, blocks * s.block - s.reach
-        return min(_seconds(call, params, control, blocks) for _ in range(TIMED))
+        began = time.perf_counter()
+        call(params, control, blocks)[0].block_until_ready()
+        return time.perf_counter() - began
 
 
 class PagesCopy:
@@ -154,12 +158,6 @@ class PagesCopy:
             if name not in self.arrays:
                 self.arrays[name] = np.empty((part.shape[0], len(self._pages), *part.shape[2:]), part.dtype)
             self.arrays[name][:, self._start : self._stop] = part[:, : self._stop - self._start]
-
-
-def _seconds(call: Callable[..., tuple[jax.Array, Any]], *arguments: Any) -> float:
-    began = time.perf_counter()
-    call(*arguments)[0].block_until_ready()
-    return time.perf_counter() - began
 
 
 def _on_its_way(x: jax.Array | None) -> jax.Array | None:
