@@ -35,6 +35,7 @@ from collections.abc import Iterable
 
 from dora_jax.costs import Costs, open_costs
 from dora_jax.sim.config import Row, SimConfig
+from dora_jax.sim.drafts import DecodeTimes
 from dora_jax.sim.run import orchestrator_config
 from dora_jax.sim.workload import Workload
 from dora_jax.types import GroupId, SampleId
@@ -58,8 +59,11 @@ def step_floor_s(row: Row) -> float:
 def latency_floor_s(config: SimConfig, tokens: float, max_versions: int) -> float:
     """Seconds a step, where every version has a sample of so many tokens; K = max_versions."""
     costs = _costs(config)
-    token_s = costs.decode_base_s(1) / max(config.hardware.speeds)
-    reading_s = tokens**2 / 2 * costs.decode_kv_s / max(config.hardware.speeds)  # of its own KV, a token at a time
+    alone_s, reads = DecodeTimes(costs, config.draft).token(1)
+    token_s = alone_s / max(config.hardware.speeds)
+    reading_s = (
+        tokens**2 / 2 * costs.decode_kv_s * reads / max(config.hardware.speeds)
+    )  # of its own KV, a token at a time
     part_s = costs.train_s(0, 0, 0.0) / config.orchestrator.updates  # of its tokens' training nothing is counted
     return (tokens * token_s + reading_s + costs.score_s + part_s) / max_versions
 
@@ -73,7 +77,8 @@ def memory_floor_s(config: SimConfig) -> float:
         for length in _lengths(work, [group], section.group_size):
             held += length * (work.prompt_tokens(group) + length / 2)
     ticks = held / (costs.pages * config.hardware.page_size)
-    return (ticks * costs.decode_base_s(1) + held * costs.decode_kv_s) / _speed(config)
+    alone_s, reads = DecodeTimes(costs, config.draft).token(1)
+    return (ticks * alone_s + held * costs.decode_kv_s * reads) / _speed(config)
 
 
 def fragment_s(config: SimConfig) -> float:
@@ -88,7 +93,8 @@ def fragment_s(config: SimConfig) -> float:
         kept.append(left)
     instances = config.hardware.instances - 1  # one holds the tail of the version before
     unused = sum(math.ceil(instances * k / left - 1e-9) - instances * k / left for k in kept)
-    return unused * step * costs.decode_base_s(1) / _speed(config)
+    alone_s, _ = DecodeTimes(costs, config.draft).token(1)
+    return unused * step * alone_s / _speed(config)
 
 
 # ---------------------------------------------------------------- private

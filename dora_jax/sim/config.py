@@ -25,6 +25,7 @@ from dora_jax.chips import CHIPS
 from dora_jax.config import ConfigError
 from dora_jax.costs import CostOptions, Hardware, ModelSizes
 from dora_jax.orchestrate.modes import MODES, Decisions
+from dora_jax.sim.drafts import DraftSection
 from dora_jax.spelling import nearest
 
 
@@ -96,6 +97,7 @@ class SimConfig:
     cost: CostOptions = dataclasses.field(default=CostOptions())
     workload: WorkloadSection = WorkloadSection()
     orchestrator: OrchestratorSection = OrchestratorSection()
+    draft: DraftSection = dataclasses.field(default=DraftSection())
     fault: FaultSection = FaultSection()
     grid: GridSection = GridSection()
 
@@ -198,6 +200,9 @@ def _row_problems(row: Row) -> Iterator[str]:
         yield f"workload.path: missing; distribution {work.distribution} reads its lengths there"
     if not 0 <= work.group_correlation <= 1:
         yield f"workload.group_correlation: {work.group_correlation} is not between 0 and 1"
+    draft = row.config.draft
+    if draft.tokens < 0 or not 0 <= draft.acceptance <= 1 or draft.cost < 0:
+        yield f"draft: {draft} has less than no tokens or cost, or an acceptance that is no share"
     unknown = set(section.decisions) - {field.name for field in dataclasses.fields(Decisions)}
     for name in sorted(unknown):
         yield f"orchestrator.decisions: {name} is no choice of a mode"

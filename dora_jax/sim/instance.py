@@ -24,6 +24,7 @@ from typing import Any
 from dora_jax.costs import Costs, Hardware
 from dora_jax.orchestrate.events import InstanceUp
 from dora_jax.sim.config import SimConfig
+from dora_jax.sim.drafts import DecodeTimes, DraftSection
 from dora_jax.sim.workload import Turn
 from dora_jax.types import InstanceId, SampleId, Version
 
@@ -101,7 +102,7 @@ class Instance:
 
     def __init__(
         self, id: InstanceId, life: int, costs: Costs, live: dict[Version, int], *,
-        slots: int, page_size: int, speed: float, report_ticks: int,
+        slots: int, page_size: int, speed: float, report_ticks: int, draft: DraftSection | None = None,
     ):  # fmt: skip
         self.id = id
         self.life = life
@@ -120,7 +121,7 @@ class Instance:
         self.preempted = 0
         self.counts: dict[Version, int] = {}  # of the batch
         self.wakeup = 0  # counts changes: an older appointment is void
-        self._costs = costs
+        self._costs, self._times = costs, DecodeTimes(costs, draft or DraftSection())
         self._live = live
         self._context = 0.0  # tokens of KV in the batch
         self._held = 0  # tokens of KV of samples that wait here for their environment or are being prefilled
@@ -164,7 +165,7 @@ class Instance:
             self._prefill_left_s = max(0.0, self._prefill_left_s - elapsed * self.speed / self.slowed)
         elif activity == DECODE:
             batch = len(self.decoding)
-            a, b = self._tick_s(), batch * self._costs.decode_kv_s
+            a, b = self._tick_s(batch)
             work = elapsed * self.speed / self.slowed
             self._grow(2 * work / (a + math.sqrt(a * a + 2 * b * work)))
             self.slot_s += batch * elapsed
@@ -180,10 +181,8 @@ class Instance:
             return math.inf
         n = self._next_tick() - self.ticks
         batch = len(self.decoding)
-        return (
-            self.time
-            + max(0.0, n * self._tick_s() + n * n * batch * self._costs.decode_kv_s / 2) * self.slowed / self.speed
-        )
+        a, b = self._tick_s(batch)
+        return self.time + max(0.0, n * a + n * n * b / 2) * self.slowed / self.speed
 
     def happen(self) -> list[tuple[str, Any]]:
         """What has come to its end at this time: samples that entered the batch, turns that stopped, a report."""
@@ -283,10 +282,14 @@ class Instance:
 
     # ------------------------------------------------------------------ private
 
-    def _tick_s(self) -> float:
-        batches = [len(self.decoding)] if self._costs.mixes else self.counts.values()
-        base_s = sum(map(self._costs.decode_base_s, batches))
-        return base_s + self._context * self._costs.decode_kv_s
+    def _tick_s(self, batch: int) -> tuple[float, float]:
+        """(seconds of a tick, seconds by which the next one takes longer). The context is taken to lie alike in all rows."""
+        base_s = reads = 0.0
+        for rows in [batch] if self._costs.mixes else self.counts.values():
+            token_s, read = self._times.token(rows)
+            base_s, reads = base_s + token_s, reads + read * rows
+        kv_s = self._costs.decode_kv_s * reads / batch
+        return base_s + self._context * kv_s, batch * kv_s
 
     def _grow(self, ticks: float) -> None:
         self.ticks += ticks
@@ -385,7 +388,7 @@ def new_instance(config: SimConfig, id: InstanceId, life: int, costs: Costs, liv
     hardware = config.hardware
     return Instance(
         id, life, costs, live, slots=hardware.slots, page_size=hardware.page_size, speed=hardware.speed(id),
-        report_ticks=config.report_tokens,
+        report_ticks=config.report_tokens, draft=config.draft,
     )  # fmt: skip
 
 

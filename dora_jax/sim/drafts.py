@@ -1,0 +1,42 @@
+"""What drafts from siblings save a decoding instance (rollout/drafts.py): a model of two numbers. Values in, values out.
+
+Consumes the costs of a decode step and `draft` of the configuration: the share `a` of guessed tokens that hold, each by
+itself, and the tokens k that one call verifies. Such a call draws E = (1 - a^(k+1)) / (1 - a) tokens of a sample in the
+mean, in the time of a decode step of k + 1 times as many rows; KV is read once. k is what gives a token in the least time,
+0 allowed, as an engine chooses it from what it measures.
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+
+from dora_jax.costs import Costs
+
+
+@dataclass(frozen=True, kw_only=True)
+class DraftSection:
+    tokens: int = 0  # that one call verifies of a sample, at most; 0: no drafts
+    rows: int = 32  # of a version on an instance, at most: with more of them no draft is tried
+    acceptance: float = 0.6  # share of guessed tokens that hold
+    cost: float = 0.0  # of a call that verifies `tokens`, over a decode step's time; 0: from the costs
+
+
+class DecodeTimes:
+    """Seconds and reads of KV that a token of every sample of a batch takes."""
+
+    def __init__(self, costs: Costs, draft: DraftSection):
+        self._costs, self._draft = costs, draft
+        self.token = functools.cache(self._token)
+
+    def _token(self, batch: int) -> tuple[float, float]:
+        """(seconds beside the reading of KV, times that the batch's KV is read)."""
+        draft, step_s = self._draft, self._costs.decode_base_s
+        found = [(step_s(batch), 1.0)]
+        for k in range(1, draft.tokens + 1) if batch <= draft.rows else ():
+            drawn = sum(draft.acceptance**i for i in range(k + 1))
+            took_s = step_s(batch * (k + 1))
+            if draft.cost:
+                took_s = step_s(batch) * (1 + (draft.cost - 1) * k / draft.tokens)
+            found.append((took_s / drawn, 1 / drawn))
+        return min(found)
