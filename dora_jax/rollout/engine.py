@@ -256,7 +256,8 @@ class Engine:
                 self.host.put(parcel := self._parcel(preempt.seq, preempt.pages, preempt.kv_len))
                 preempt.seq.parcel = migrate.without_pages(parcel)
         self._run_uploads(plan.uploads)
-        decodes_only = not (plan.swaps or plan.preempts or plan.uploads or plan.prefills)
+        verifies = any(call.drafts is not None for call in plan.decodes)  # its tokens do not tell a decode step's time
+        decodes_only = not (plan.swaps or plan.preempts or plan.uploads or plan.prefills or verifies)
         self._emit.decodes_only &= decodes_only and self._decoded_only
         self._decoded_only = decodes_only  # what is landed in the next step was started with this plan
         flights = [self._run_prefill(call) for call in plan.prefills]
@@ -266,7 +267,7 @@ class Engine:
         self._emit.started += plan.started
         self._land()
         self._flights = flights
-        if self.section.late_results == "off" or any(call.drafts is not None for call in plan.decodes):
+        if self.section.late_results == "off" or verifies:
             self._land()  # where a verifying call has left its rows is known then
 
     def _swap(self, swaps: Sequence[Preempt]) -> None:
