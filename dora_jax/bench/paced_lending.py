@@ -14,28 +14,31 @@ from dora_jax.bench.paced_worker import PacedWorker
 from dora_jax.costs import Costs
 from dora_jax.orchestrate import events as ev
 from dora_jax.rollout.migrate import InFlightSample
+from dora_jax.runtime.emulated_timing import PacedEngine
 from dora_jax.runtime.seams import Outbox, WeightStore
 from dora_jax.runtime.worker import HandedOver
 from dora_jax.types import InstanceId, Version
 
 
 class LentPacedWorker(PacedWorker):
-    def __init__(self, up: ev.InstanceUp, engine: Any, weights: WeightStore, outbox: Outbox, costs: Costs, pace: float):
-        """engine: a PacedEngine."""
-        super().__init__(up.instance, engine, weights, outbox)
+    def __init__(
+        self, up: ev.InstanceUp, engine: PacedEngine, weights: WeightStore, outbox: Outbox, costs: Costs, pace: float
+    ):
+        self._paced: Any = engine  # what it does not define is the engine's own
+        super().__init__(up.instance, self._paced, weights, outbox)
         self._up, self._costs, self._pace = up, costs, pace
         self._lent = False
 
     def lend(self, version: Version) -> None:
         time.sleep(self._pace * self._costs.lend_s())
         self.engine.load(version, version)
-        self.engine.rest()
+        self._paced.rest()
         self.life, self._lent = self.life + 1, True
         self.outbox.put(dataclasses.replace(self._up, versions=(version,), life=self.life))
 
     def give_back(self) -> None:
         began = time.monotonic()
-        with self.engine.all_at_once() as handed_over:
+        with self._paced.all_at_once() as handed_over:
             self.hand_over()
         for version in self.engine.versions:
             self.engine.drop(version)
