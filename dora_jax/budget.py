@@ -186,7 +186,7 @@ def _advice(budget: Budget) -> Iterator[str]:
         yield f"trainer.micro_batches: {t.micro_batches}; the fewest that fit, and leave a tenth, are {fewest}"
     if chip := budget.machines.trainer.chip:
         shape = memory.batch_layout(budget.config, budget.mesh)
-        yield f"trainer: {expected(budget.model, t, budget.mesh, chip, shape.rows, shape.tokens)}"
+        yield f"trainer: {expected(budget.model, t, budget.mesh, chip, shape.rows, shape.tokens, budget.config.lora)}"
 
 
 def _trainer_problems(budget: Budget) -> Iterator[str]:

@@ -17,6 +17,7 @@ import numpy as np
 
 from dora_jax.chips import CHIPS, DEVICES_A_CHIP
 from dora_jax.models.config import ModelConfig
+from dora_jax.models.lora_config import OFF, Lora, adapter_params
 
 BACKWARD = 2  # gradients of weights and of inputs: two products for each of the forward pass
 PRODUCTS = 0.8  # of the peak that matrix products reach
@@ -70,42 +71,50 @@ def model_flops(cfg: ModelConfig, lengths: Iterable[int], before: Iterable[int] 
     return float(products + (1 + BACKWARD) * cfg.kv_layers * scores)
 
 
-def expected(cfg: ModelConfig, section: Any, mesh: Any, chip: str, rows: int, tokens: int) -> Expected:
-    """Of an update of `rows` full rows, each one sequence of `tokens`, in bfloat16; `mesh` is a memory.Mesh."""
+def expected(
+    cfg: ModelConfig, section: Any, mesh: Any, chip: str, rows: int, tokens: int, lora: Lora = OFF
+) -> Expected:
+    """Of an update of `rows` full rows, each one sequence of `tokens`, in bfloat16; `mesh` is a memory.Mesh. lora: where it
+    is on, gradients of weights and optimizer are of adapters, whose few products are left out."""
     devices = mesh.rows * mesh.tensor * mesh.context
     each = DEVICES_A_CHIP.get(chip, 1)
     peak, bandwidth = CHIPS[chip].flops / each, CHIPS[chip].hbm_bytes_per_s / each
     local = rows * tokens / (mesh.rows * mesh.context)  # tokens of a device; tensor shards share them
     params = cfg.matrix_params / mesh.shards
+    if lora.on:
+        params = adapter_params(cfg, lora, fsdp=mesh.fsdp, tensor=mesh.tensor, expert=mesh.expert)
     moved = PASSES * 2 * local * cfg.d_model * cfg.n_layers / mesh.tensor
     state = (UPDATE_BYTES + ADD_BYTES * (section.micro_batches if section.micro_batches > 1 else 0)) * params
     parts = (
         UpdateCost(
             "matrix products",
-            _product_flops(cfg, section, local, mesh) / (PRODUCTS * peak),
+            _product_flops(cfg, section, local, mesh, lora.on) / (PRODUCTS * peak),
             f"at {PRODUCTS:.0%} of the peak",
         ),
         _attention(cfg, section, mesh, rows, tokens, peak, bandwidth),
         UpdateCost("passes over activations", moved / bandwidth, f"{moved / 1e9:.0f} GB"),
         UpdateCost("gradients and optimizer", state / bandwidth, f"{state / 1e9:.0f} GB"),
     )
-    sent = _sent_bytes(cfg, section, mesh, local)
+    sent = _sent_bytes(cfg, section, mesh, local, lora.on)
     result = Expected(
         parts, UpdateCost("it sends", sent * each / CHIPS[chip].ici_bytes_per_s, f"{sent / 1e9:.0f} GB"), 0.0
     )
-    return result._replace(mfu=model_flops(cfg, [tokens] * rows) / (devices * peak * result.seconds))
+    needed = model_flops(cfg, [tokens] * rows, frozen=lora.on)
+    return result._replace(mfu=needed / (devices * peak * result.seconds))
 
 
 # ---------------------------------------------------------------- private
 
 
-def _product_flops(cfg: ModelConfig, section: Any, local: float, mesh: Any) -> float:
-    """Of a device, without attention's own; remat=full repeats all of a layer but its two output projections."""
+def _product_flops(cfg: ModelConfig, section: Any, local: float, mesh: Any, frozen: bool) -> float:
+    """Of a device, without attention's own; remat=full repeats all of a layer but its two output projections. frozen:
+    as in model_flops."""
+    backward = 1 if frozen else BACKWARD
     kept = cfg.d_model * (cfg.q_width + cfg.ff_width) / cfg.active_layer_params
     again = 1 - kept if section.remat == "full" else 0.0
     chunked = 4 * local / section.micro_batches * cfg.vocab_size / mesh.tensor > section.logits_bytes
-    layers = (1 + BACKWARD + again) * cfg.n_layers * cfg.active_layer_params
-    head = (1 + BACKWARD + chunked) * cfg.d_model * cfg.vocab_size
+    layers = (1 + backward + again) * cfg.n_layers * cfg.active_layer_params
+    head = (1 + backward + chunked) * cfg.d_model * cfg.vocab_size
     return 2 * local * (layers + head) / mesh.tensor
 
 
@@ -126,15 +135,15 @@ def _attention(
     )
 
 
-def _sent_bytes(cfg: ModelConfig, section: Any, mesh: Any, local: float) -> float:
+def _sent_bytes(cfg: ModelConfig, section: Any, mesh: Any, local: float, frozen: bool) -> float:
     """Results on one device, in 2 bytes: weights gathered forward and backward, their gradients summed, a micro-batch;
     activations summed over tensor twice a layer each way, and once more under remat; keys and values over context."""
-    total = 0.0
+    total, times = 0.0, 2 if frozen else 3  # a frozen base has no gradient to sum
     experts = cfg.expert_layers * cfg.expert_layer_params
     if mesh.fsdp * mesh.expert > 1:
-        total += 3 * 2 * (cfg.matrix_params - experts) / mesh.tensor * section.micro_batches
+        total += times * 2 * (cfg.matrix_params - experts) / mesh.tensor * section.micro_batches
     if mesh.fsdp > 1:
-        total += 3 * 2 * experts / (mesh.tensor * mesh.expert) * section.micro_batches
+        total += times * 2 * experts / (mesh.tensor * mesh.expert) * section.micro_batches
     if mesh.expert > 1:  # tokens gathered or sent, and their sums, each way
         copies = mesh.expert
         if section.expert_dispatch == "all_to_all":

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from dora_jax.models import decoder, lora, sharding
+from dora_jax.models import decoder, lora, moe, sharding
 from dora_jax.models.config import Experts, Latent
 from dora_jax.models.families import new_config
 from dora_jax.models.lora_config import ADAPTED, Lora, adapter_params
@@ -30,7 +30,6 @@ CONFIGS = {
 DENSE = "qwen3"
 FAMILIES = [name if name == DENSE else pytest.param(name, marks=pytest.mark.slow) for name in CONFIGS]
 LORA = Lora(rank=4, alpha=8.0, targets=ADAPTED)
-NO_EXPERTS = Lora(rank=4, alpha=8.0, targets=("attention", "mlp"))
 B, L = 4, 8
 TOKENS = jnp.asarray(np.random.default_rng(1).integers(0, 64, (B, L)))
 POSITIONS = jnp.broadcast_to(jnp.arange(L), (B, L))
@@ -53,12 +52,12 @@ def adapter(name, seed, shape=LORA):
 
 
 @functools.cache
-def jitted(name):
+def jitted(name, compute=moe.scan):
     """Hidden states [B, L, D] of weights in any layout."""
     attend = segment_attention(jnp.zeros_like(TOKENS), POSITIONS)
 
     def hidden(params, adapters=None, index=None, tokens=TOKENS):
-        options = dict(adapters=adapters, adapter_index=index, adapter_gain=LORA.gain)
+        options = dict(adapters=adapters, adapter_index=index, adapter_gain=LORA.gain, compute=compute)
         return decoder.forward(CONFIGS[name], params, tokens, POSITIONS, attend, **options)
 
     return jax.jit(hidden)
@@ -77,21 +76,23 @@ def test_an_adapter_beside_the_weights_is_the_adapter_added_up_into_them(name):
 @pytest.mark.slow
 @pytest.mark.parametrize("name", CONFIGS)
 def test_each_row_takes_its_own_adapter(name):
-    weights, many = params(name), [adapter(name, seed, NO_EXPERTS) for seed in range(3)]
+    weights, many = params(name), [adapter(name, seed) for seed in range(3)]
     several, index = lora.stacked([*many, jax.tree.map(lambda x: x * jnp.nan, many[0])]), jnp.asarray([2, 0, 1, 2])
     run = jitted(name)
     alone = [run(weights, one) for one in many]
     expected = jnp.stack([alone[i][row] for row, i in enumerate(index.tolist())])
     np.testing.assert_allclose(run(weights, several, index), expected, atol=2e-5)
     by_layer = lora.stacked([decoder.serving_layout(one) for one in many])
-    np.testing.assert_allclose(run(decoder.serving_layout(weights), by_layer, index), expected, atol=2e-5)
+    for compute in (moe.scan, moe.blocks, moe.ragged_dot)[: 3 if CONFIGS[name].experts else 1]:
+        found = jitted(name, compute)(decoder.serving_layout(weights), by_layer, index)
+        np.testing.assert_allclose(found, expected, atol=5e-5)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", CONFIGS)
 def test_a_serving_pass_takes_them_in_both_layouts_and_absorbed(name):
     """Each token attends to itself alone, of latents in their own space."""
-    cfg, weights, many = CONFIGS[name], params(name), [adapter(name, seed, NO_EXPERTS) for seed in range(2)]
+    cfg, weights, many = CONFIGS[name], params(name), [adapter(name, seed) for seed in range(2)]
     index = jnp.asarray([1, 0, 1, 1])
 
     def attend(layer, q, k, v):
@@ -104,12 +105,12 @@ def test_a_serving_pass_takes_them_in_both_layouts_and_absorbed(name):
             cfg, params, TOKENS, POSITIONS, lambda state: attend, [jnp.zeros(1)], **options
         )[0]
 
-    alone = [jax.jit(hidden)(lora.merge(weights, one, NO_EXPERTS.gain)) for one in many]
+    alone = [jax.jit(hidden)(lora.merge(weights, one, LORA.gain)) for one in many]
     expected = jnp.stack([alone[i][row] for row, i in enumerate(index.tolist())])
     for layout in ("serving", "scanned"):
         several = lora.stacked([decoder.serving_layout(one, layout) for one in many])
         options = dict(adapters=several, adapter_index=index)
-        run = jax.jit(functools.partial(hidden, adapter_gain=NO_EXPERTS.gain))
+        run = jax.jit(functools.partial(hidden, adapter_gain=LORA.gain))
         np.testing.assert_allclose(run(decoder.serving_layout(weights, layout), **options), expected, atol=5e-5)
 
 

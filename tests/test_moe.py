@@ -145,7 +145,10 @@ def test_biases_that_bfloat16_could_not_tell_apart_reach_engine_and_disk_as_they
     published = store.get(0, specs)
     wanted = jax.eval_shape(decoder.serving_layout, decoder.abstract_params(cfg, jnp.bfloat16))
     jax.tree.map(lambda x, of_calls: np.testing.assert_equal(x.dtype, of_calls.dtype), published, wanted)
-    assert {x.dtype for x in jax.tree.leaves(like(cfg, specs, "bfloat16"))} == {np.dtype(jnp.bfloat16), np.dtype("f4")}
+    assert {x.dtype for x in jax.tree.leaves(like(cfg, specs, decoder.abstract_params(cfg, jnp.bfloat16)))} == {
+        np.dtype(jnp.bfloat16),
+        np.dtype("f4"),
+    }
     hf.save(tmp_path / "bf16", cfg, params, dtype=jnp.bfloat16)
     read = decoder.serving_layout(hf.load(tmp_path / "bf16", dtype=jnp.bfloat16)[1])
     for layer in (*published["layers"], *read["layers"]):

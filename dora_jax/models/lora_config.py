@@ -87,8 +87,12 @@ def problems(config: Any) -> Iterator[str]:
 
 def _unsupported(config: Any) -> Iterator[str]:
     """What a run with adapters does not have."""
-    if "experts" in config.lora.targets:
-        yield "lora.targets: engines serve no adapters of experts: a call has rows of several versions; take attention, mlp"
+    rollout = config.rollout
+    if "experts" in config.lora.targets and (rollout.tensor > 1 or rollout.expert_matmul == "megablox"):
+        yield (
+            f"lora.targets: engines serve adapters of experts on one device and by scan, blocks or ragged_dot, and "
+            f"rollout.tensor = {rollout.tensor}, rollout.expert_matmul = {rollout.expert_matmul}; take attention, mlp"
+        )
     if config.pace:
         yield f"lora.rank: pace = {config.pace} emulates the loads of whole weights, and adapters are loaded"
     if config.trainer.router_bias_rate:

@@ -22,7 +22,7 @@ import jax
 import jax.numpy as jnp
 
 from dora_jax.models import grouped_experts
-from dora_jax.models.attention import Products, Spec, Weights, adapter_of
+from dora_jax.models.attention import ADAPTERS, Products, Spec, Weights, adapter_of
 from dora_jax.models.config import Experts, ModelConfig
 
 WIDE, BACK = ("expert", "expert_embed", "expert_mlp"), ("expert", "expert_mlp", "expert_embed")  # axes of the matrices
@@ -89,8 +89,9 @@ def run(
             e, h_BxLxD, weights["router"], weights.get("router_bias"), forced_BxLxk, counted_BxL
         )
     with jax.named_scope("experts"):
-        matrices = (_expert_matrix(weights, f"experts_{x}", h_BxLxD.dtype, products) for x in ("gate", "up", "down"))
-        y_BxLxD = compute(h_BxLxD, weights_BxLxk, routed.ids, *matrices)
+        matrices = [_expert_matrix(weights, f"experts_{x}", h_BxLxD.dtype, products) for x in ("gate", "up", "down")]
+        own = {"rows_B": products.rows} if any(isinstance(matrix, Several) for matrix in matrices) else {}
+        y_BxLxD = compute(h_BxLxD, weights_BxLxk, routed.ids, *matrices, **own)
         if e.zero:
             kept_BxL = jnp.sum(jnp.where(routed.ids >= e.count, weights_BxLxk, 0.0), axis=-1)
             y_BxLxD = y_BxLxD + (kept_BxL[..., None] * h_BxLxD.astype(jnp.float32)).astype(h_BxLxD.dtype)
@@ -100,15 +101,51 @@ def run(
     return y_BxLxD, routed
 
 
-def _expert_matrix(weights: Weights, name: str, dtype: Any, products: Products) -> jax.Array:
-    """[E, in, out], an adapter added up into it: rank / tokens of what the tokens' products cost, and every compute
-    takes it."""
+def _expert_matrix(weights: Weights, name: str, dtype: Any, products: Products) -> jax.Array | Several:
+    """[E, in, out]. One adapter is added up into it: rank / tokens of what the tokens' products cost, and every compute
+    takes it; of several, each token's own is computed beside it."""
     matrix, adapter = weights[name].astype(dtype), adapter_of(weights, name, dtype)
     if adapter is None:
         return matrix
-    if products.rows is not None:
-        raise ValueError("lora.targets: experts of several adapters in one call are not computed")
-    return matrix + jnp.einsum("eir,ero->eio", products.gain * adapter[0], adapter[1])
+    a, b = products.gain * adapter[0], adapter[1]
+    if products.rows is None:
+        return matrix + jnp.einsum("eir,ero->eio", a, b)
+    return Several(matrix, a.swapaxes(0, 1), b.swapaxes(0, 1))
+
+
+class Several(NamedTuple):
+    """Matrices of experts and several adapters of each; the axis of experts is the first of all."""
+
+    matrix: jax.Array  # [E, in, out]
+    a: jax.Array  # [E, A, in, rank]
+    b: jax.Array  # [E, A, rank, out]
+
+
+def times(x_NxI: jax.Array, matrix: jax.Array | Several, rows_N: jax.Array | None) -> jax.Array:
+    """Tokens with one expert's matrix [in, out], and each with its own adapter, of number rows_N, of that matrix."""
+    if not isinstance(matrix, Several):
+        return x_NxI @ matrix
+    beside = {"expert": matrix.matrix, ADAPTERS: {"expert": {"a": matrix.a, "b": matrix.b}}}
+    return Products(True, rows=rows_N)(beside, x_NxI[:, None], "expert")[:, 0]
+
+
+def grouped_times(x_NxI: jax.Array, matrices: jax.Array | Several, sizes_E, rows_N: jax.Array | None) -> jax.Array:
+    """`times` of tokens sorted by their expert, so many of each."""
+    if not isinstance(matrices, Several):
+        return jax.lax.ragged_dot(x_NxI, matrices, sizes_E)
+    assert rows_N is not None
+    low = own_of(x_NxI, matrices.a, sizes_E, rows_N)
+    return jax.lax.ragged_dot(x_NxI, matrices.matrix, sizes_E) + own_of(low, matrices.b, sizes_E, rows_N)
+
+
+def own_of(x_NxI: jax.Array, factor_ExAxIxO: jax.Array, sizes_E, rows_N: jax.Array) -> jax.Array:
+    """Products with one factor of all adapters, of which each token keeps its own."""
+    experts, count, inner, outer = factor_ExAxIxO.shape
+    every = factor_ExAxIxO.transpose(0, 2, 1, 3).reshape(experts, inner, count * outer)
+    own, *others = jnp.split(jax.lax.ragged_dot(x_NxI, every, sizes_E), count, axis=-1)
+    for i, other in enumerate(others, 1):
+        own = jnp.where(rows_N[:, None] == i, other, own)
+    return own
 
 
 def route(
@@ -136,8 +173,10 @@ def route(
     return e.scale * weights_BxLxk, _routed(scores_BxLxE, ids_BxLxk, own_BxLxk, counted_BxL)
 
 
-def scan(h_BxLxD, weights_BxLxk, ids_BxLxk, gate_ExDxF, up_ExDxF, down_ExFxD, first: int | jax.Array = 0):
-    """`first`: the id of the first expert that is here; what goes to others adds nothing."""
+def scan(h_BxLxD, weights_BxLxk, ids_BxLxk, gate_ExDxF, up_ExDxF, down_ExFxD, first: int | jax.Array = 0, rows_B=None):
+    """`first`: the id of the first expert that is here; what goes to others adds nothing. rows_B: of matrices that are
+    Several, the adapter of each row."""
+    rows_T = _by_token(rows_B, h_BxLxD)
     h_TxD = h_BxLxD.reshape(-1, h_BxLxD.shape[-1])
     weights_Txk, ids_Txk = (x.reshape(-1, x.shape[-1]) for x in (weights_BxLxk, ids_BxLxk))
 
@@ -145,44 +184,53 @@ def scan(h_BxLxD, weights_BxLxk, ids_BxLxk, gate_ExDxF, up_ExDxF, down_ExFxD, fi
     def add(y_TxD, expert):
         e, gate_DxF, up_DxF, down_FxD = expert
         weight_T = jnp.sum(jnp.where(ids_Txk == first + e, weights_Txk, 0.0), axis=-1)
-        out_TxD = (jax.nn.silu(h_TxD @ gate_DxF) * (h_TxD @ up_DxF)) @ down_FxD
+        inner_TxF = jax.nn.silu(times(h_TxD, gate_DxF, rows_T)) * times(h_TxD, up_DxF, rows_T)
+        out_TxD = times(inner_TxF, down_FxD, rows_T)
         return y_TxD + weight_T[:, None] * out_TxD.astype(jnp.float32), None
 
-    each = jnp.arange(gate_ExDxF.shape[0]), gate_ExDxF, up_ExDxF, down_ExFxD
+    each = jnp.arange(_count(gate_ExDxF)), gate_ExDxF, up_ExDxF, down_ExFxD
     y_TxD, _ = jax.lax.scan(add, jnp.zeros_like(h_TxD, jnp.float32), each)
     return y_TxD.astype(h_BxLxD.dtype).reshape(h_BxLxD.shape)
 
 
-def blocks(h_BxLxD, weights_BxLxk, ids_BxLxk, gate_ExDxF, up_ExDxF, down_ExFxD, first: int | jax.Array = 0):
+def blocks(
+    h_BxLxD, weights_BxLxk, ids_BxLxk, gate_ExDxF, up_ExDxF, down_ExFxD, first: int | jax.Array = 0, rows_B=None
+):
     """As `scan`, without gradients. What an expert's last block writes behind its own tokens is overwritten by the next
     experts, or left out."""
     h_TxD, k = h_BxLxD.reshape(-1, h_BxLxD.shape[-1]), ids_BxLxk.shape[-1]
-    order_N, sizes_E, here_N = _by_expert(ids_BxLxk, first, gate_ExDxF.shape[0])
+    order_N, sizes_E, here_N = _by_expert(ids_BxLxk, first, _count(gate_ExDxF))
     starts_E, ends_E = jnp.cumsum(sizes_E) - sizes_E, jnp.cumsum(-(-sizes_E // BLOCK))  # in tokens; in blocks
-    x_NxD = h_TxD[jnp.pad(order_N // k, (0, BLOCK))]
+    token_N = jnp.pad(order_N // k, (0, BLOCK))
+    x_NxD, rows_T = h_TxD[token_N], _by_token(rows_B, h_BxLxD)
+    rows_N = None if rows_T is None else rows_T[token_N]
 
     def multiply(block, out_NxD):
         e = jnp.sum(ends_E <= block)
         start = starts_E[e] + (block - jnp.where(e > 0, ends_E[e - 1], 0)) * BLOCK
         x_CxD = jax.lax.dynamic_slice_in_dim(x_NxD, start, BLOCK)
-        gate_DxF, up_DxF, down_FxD = (w[e] for w in (gate_ExDxF, up_ExDxF, down_ExFxD))
-        y_CxD = (jax.nn.silu(x_CxD @ gate_DxF) * (x_CxD @ up_DxF)) @ down_FxD
+        rows_C = None if rows_N is None else jax.lax.dynamic_slice_in_dim(rows_N, start, BLOCK)
+        gate_DxF, up_DxF, down_FxD = jax.tree.map(lambda w: w[e], (gate_ExDxF, up_ExDxF, down_ExFxD))
+        inner_CxF = jax.nn.silu(times(x_CxD, gate_DxF, rows_C)) * times(x_CxD, up_DxF, rows_C)
+        y_CxD = times(inner_CxF, down_FxD, rows_C)
         return jax.lax.dynamic_update_slice_in_dim(out_NxD, y_CxD, start, 0)
 
     out_NxD = jax.lax.fori_loop(0, ends_E[-1], multiply, jnp.zeros_like(x_NxD))[:-BLOCK]
     return _added(h_BxLxD, weights_BxLxk, order_N, jnp.where(here_N[:, None], out_NxD, 0))
 
 
-def ragged_dot(h_BxLxD, weights_BxLxk, ids_BxLxk, gate_ExDxF, up_ExDxF, down_ExFxD, first: int | jax.Array = 0):
+def ragged_dot(
+    h_BxLxD, weights_BxLxk, ids_BxLxk, gate_ExDxF, up_ExDxF, down_ExFxD, first: int | jax.Array = 0, rows_B=None
+):
     """As `scan`; tokens of experts that are elsewhere are sorted to the end, where no group holds them."""
     h_TxD, k = h_BxLxD.reshape(-1, h_BxLxD.shape[-1]), ids_BxLxk.shape[-1]
-    order_N, sizes_E, here_N = _by_expert(ids_BxLxk, first, gate_ExDxF.shape[0])
+    order_N, sizes_E, here_N = _by_expert(ids_BxLxk, first, _count(gate_ExDxF))
+    rows_T = _by_token(rows_B, h_BxLxD)
+    rows_N = None if rows_T is None else rows_T[order_N // k]
     x_NxD = jnp.where(here_N[:, None], h_TxD[order_N // k], 0)
-    inner_NxF = jax.nn.silu(jax.lax.ragged_dot(x_NxD, gate_ExDxF, sizes_E)) * jax.lax.ragged_dot(
-        x_NxD, up_ExDxF, sizes_E
-    )
-    out_NxD = jnp.where(here_N[:, None], jax.lax.ragged_dot(inner_NxF, down_ExFxD, sizes_E), 0)
-    return _added(h_BxLxD, weights_BxLxk, order_N, out_NxD)
+    gate_NxF, up_NxF = (grouped_times(x_NxD, w, sizes_E, rows_N) for w in (gate_ExDxF, up_ExDxF))
+    out_NxD = grouped_times(jax.nn.silu(gate_NxF) * up_NxF, down_ExFxD, sizes_E, rows_N)
+    return _added(h_BxLxD, weights_BxLxk, order_N, jnp.where(here_N[:, None], out_NxD, 0))
 
 
 def megablox(
@@ -198,6 +246,15 @@ COMPUTES = {"scan": scan, "blocks": blocks, "ragged_dot": ragged_dot, "megablox"
 
 
 # ---------------------------------------------------------------- private
+
+
+def _count(matrices: jax.Array | Several) -> int:
+    """Of experts."""
+    return jax.tree.leaves(matrices)[0].shape[0]
+
+
+def _by_token(rows_B: jax.Array | None, h_BxLxD: jax.Array) -> jax.Array | None:
+    return None if rows_B is None else jnp.repeat(rows_B, h_BxLxD.shape[1])
 
 
 def _by_expert(ids_BxLxk: jax.Array, first: int | jax.Array, count: int) -> tuple[jax.Array, jax.Array, jax.Array]:
