@@ -74,7 +74,7 @@ def test_an_adapter_beside_the_weights_is_the_adapter_added_up_into_them(name):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.parametrize("name", ["qwen3", "qwen3_moe", "longcat_flash"])
 def test_each_row_takes_its_own_adapter(name):
     weights, many = params(name), [adapter(name, seed) for seed in range(3)]
     several, index = lora.stacked([*many, jax.tree.map(lambda x: x * jnp.nan, many[0])]), jnp.asarray([2, 0, 1, 2])
@@ -89,7 +89,7 @@ def test_each_row_takes_its_own_adapter(name):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.parametrize("name", ["qwen3", "deepseek_v3"])
 def test_a_serving_pass_takes_them_in_both_layouts_and_absorbed(name):
     """Each token attends to itself alone, of latents in their own space."""
     cfg, weights, many = CONFIGS[name], params(name), [adapter(name, seed) for seed in range(2)]
