@@ -92,6 +92,7 @@ def save(path: str | Path, cfg: ModelConfig, shape: Lora, adapter: lora.Adapter,
     shutil.rmtree(part, ignore_errors=True)  # what a killed save left
     part.mkdir(parents=True)
     save_file(tensors, part / TENSORS, metadata={"format": "pt"})
+    (part / TENSORS).chmod(part.stat().st_mode & 0o666)  # safetensors lets the owner alone read
     modules = sorted({name.removeprefix(PREFIX).split(".lora_")[0].split(".")[-1] for name in tensors})
     config = {
         "peft_type": "LORA",
