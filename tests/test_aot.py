@@ -155,6 +155,7 @@ def test_groups_of_one_device_send_nothing():
     assert hlo.CompiledText(several).collectives() == hlo.CompiledText(TEXT).collectives()
 
 
+@pytest.mark.slow
 def test_the_head_is_gathered_once_however_many_chunks_there_are():
     """Left to XLA, it would be gathered, and its gradient summed over the mesh, chunk by chunk."""
     from dora_jax.trainer import step

@@ -218,6 +218,7 @@ def lent(porters, in_flight, number, epoch=2):
     return messages.FetchKV(number=number, epoch=2, lent=(lent,))
 
 
+@pytest.mark.slow
 def test_pages_go_from_process_to_process_and_the_sample_as_if_it_had_stayed(porters):
     id = SampleId(3, 1)
     in_flight = taken_out(id)

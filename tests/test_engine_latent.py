@@ -155,6 +155,7 @@ def test_drafts_are_verified_as_the_trainer_says():
         assert_as_the_trainer(sample)
 
 
+@pytest.mark.slow
 def test_a_sample_moves_mid_answer_over_the_wire_with_latents_alone(engines):
     here, there = engines
     id = SampleId(3, 1)
@@ -319,6 +320,7 @@ def test_a_latent_pool_is_as_many_times_smaller_as_the_ranks_say(paged):
         assert measured == token and round(expanded / measured) == ratio
 
 
+@pytest.mark.slow
 def test_latents_in_8_bits_move_and_stay_near_the_trainer(engines):
     here, _ = engines
     narrow = new_engine(device=3, kv="float8")

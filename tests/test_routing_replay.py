@@ -83,6 +83,7 @@ def test_a_sample_that_lacks_a_route_is_refused_by_name():
         packed([*groups[:2], dataclasses.replace(groups[2], samples=samples), groups[3]])
 
 
+@pytest.mark.slow
 def test_an_update_takes_the_routes_of_sampling_and_counts_what_it_would_not_have_chosen():
     groups = routed(cases.groups())
     replaying = trainer(routing_replay="rollout")

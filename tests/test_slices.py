@@ -104,7 +104,9 @@ def test_the_copy_holds_what_is_counted_and_sends_nothing(axes):
 
 
 def like(model, mesh):
-    return weight_receiver.like(model, sharding.param_specs(model, mesh, "serving"), jnp.bfloat16)
+    return weight_receiver.like(
+        model, sharding.param_specs(model, mesh, "serving"), decoder.abstract_params(model, jnp.bfloat16)
+    )
 
 
 def test_a_replica_on_one_host_wants_each_tensor_in_one_piece():

@@ -251,6 +251,7 @@ def adam_of(trainer):
     return adam
 
 
+@pytest.mark.slow
 def test_moments_in_bfloat16_are_half_as_large_and_the_trainer_learns_as_well():
     model = dataclasses.replace(cases.MODEL, n_layers=1)
     sizes, gained = [], []

@@ -172,6 +172,7 @@ class Signal:
             raise Stop("told to")
 
 
+@pytest.mark.slow
 def test_what_was_stopped_goes_on_to_the_same_bytes(made, tmp_path, monkeypatch):
     monkeypatch.setattr(warm_start, "examples", lambda cfg, workdir: PAIRS)
     cfg, progress = config.Config(sft=dataclasses.replace(TINY, out=str(tmp_path / "base"))), Quiet()

@@ -242,7 +242,7 @@ def megablox(
     return y_TxD.reshape(h_BxLxD.shape)
 
 
-COMPUTES = {"scan": scan, "blocks": blocks, "ragged_dot": ragged_dot, "megablox": megablox}
+COMPUTES: dict[str, Compute] = {"scan": scan, "blocks": blocks, "ragged_dot": ragged_dot, "megablox": megablox}
 
 
 # ---------------------------------------------------------------- private
