@@ -1,4 +1,4 @@
-"""The sections of a run that say who else hears of it while it goes on: monitoring, and the endpoint on its fleet."""
+"""The sections of what goes out of a run while it goes on: monitoring, and the endpoint on its fleet."""
 
 from __future__ import annotations
 

@@ -136,6 +136,15 @@ def verdicts(lines: list[ResultLine]) -> list[str]:
     return said
 
 
+def predicted_and_run(row: Row, speedup: float) -> ResultLine:
+    """speedup: modelled seconds a real second."""
+    predicted = simulate(row)
+    print(f"{row.label}: {predicted.step_s:.1f} s a step predicted", file=sys.stderr, flush=True)
+    ran = paced_run.run(row, pace=1 / speedup)
+    print(f"{row.label}: {ran.step_s:.1f} s a step run", file=sys.stderr, flush=True)
+    return ResultLine(row=row, predicted=predicted, ran=ran)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--modes", default=",".join(MODES))
@@ -146,13 +155,9 @@ def main() -> None:
     parser.add_argument("--lent", action="store_true", help="dora alone: its trainer has most chips, and lends them")
     parser.add_argument("--small", action="store_true", help="a fraction of the work")
     args = parser.parse_args()
-    config, lines = sims.replace(setting(args.steps, args.warmup), SMALL if args.small else {}), []
-    for row in lent_rows(config) if args.lent else rows(config, args.modes.split(","), args.split):
-        predicted = simulate(row)
-        print(f"{row.label}: {predicted.step_s:.1f} s a step predicted", file=sys.stderr, flush=True)
-        ran = paced_run.run(row, pace=1 / args.speedup)
-        print(f"{row.label}: {ran.step_s:.1f} s a step run", file=sys.stderr, flush=True)
-        lines.append(ResultLine(row=row, predicted=predicted, ran=ran))
+    config = sims.replace(setting(args.steps, args.warmup), SMALL if args.small else {})
+    chosen = lent_rows(config) if args.lent else rows(config, args.modes.split(","), args.split)
+    lines = [predicted_and_run(row, args.speedup) for row in chosen]
     print(
         f"paced at {args.speedup:g} modelled seconds a second, {args.steps} steps after {args.warmup}; times are modelled\n"
     )

@@ -10,27 +10,13 @@ environments, as in bench/end_to_end.py: one token stands for 64, so that a tick
 from __future__ import annotations
 
 import argparse
-import dataclasses
-import sys
 from collections.abc import Mapping
 
-from dora_jax.bench import paced_run
-from dora_jax.bench.end_to_end import TOKEN
+from dora_jax.bench.end_to_end import TOKEN, ResultLine, predicted_and_run
 from dora_jax.config_files import load_file
 from dora_jax.sim import config as sims
 from dora_jax.sim.config import Row, SimConfig
-from dora_jax.sim.meter import Result
-from dora_jax.sim.run import simulate
 from dora_jax.sim.table import grid
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class ResultLine:
-    """One row: predicted and run."""
-
-    row: Row
-    predicted: Result
-    ran: paced_run.PacedResult
 
 
 def rows(config: SimConfig, steps: int, warmup: int) -> list[Row]:
@@ -71,13 +57,8 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=6, help="measured steps")
     parser.add_argument("--warmup", type=int, default=3, help="steps before them")
     args = parser.parse_args()
-    config, lines = sims.from_config_dict(load_file(args.config, SimConfig)), []
-    for row in rows(config, args.steps, args.warmup):
-        predicted = simulate(row)
-        print(f"{row.label}: {predicted.step_s:.1f} s a step predicted", file=sys.stderr, flush=True)
-        ran = paced_run.run(row, pace=1 / args.speedup)
-        print(f"{row.label}: {ran.step_s:.1f} s a step run", file=sys.stderr, flush=True)
-        lines.append(ResultLine(row=row, predicted=predicted, ran=ran))
+    config = sims.from_config_dict(load_file(args.config, SimConfig))
+    lines = [predicted_and_run(row, args.speedup) for row in rows(config, args.steps, args.warmup)]
     print(
         f"paced at {args.speedup:g} modelled seconds a second, {args.steps} steps after {args.warmup}; times are modelled\n"
     )

@@ -66,8 +66,7 @@ class Calls:
         self.pages_sharding = NamedSharding(mesh, kv.pages_spec)
         self.abstract_pool, self.abstract_state = jax.eval_shape(lambda: forward.empty(kv, shapes))
         where = _tiled(NamedSharding(mesh, kv.pool_spec), self.kv, shapes)
-        pool = jax.tree.map(lambda _: where, self.abstract_pool)
-        rep = self.replicated
+        self.pool_sharding = jax.tree.map(lambda _: where, self.abstract_pool)
         logits = functools.partial(policy_logits, cfg, vocab_limit=vocab_limit, temperature=temperature or 1.0)
         draw = functools.partial(sample.draw, greedy=temperature == 0, **sampling)
         compute = moe.scan  # of a dense model, which has no experts
@@ -87,8 +86,13 @@ class Calls:
             routes=routes,
             gain=lora.gain if lora.on else 1.0,
         )
-        self.pool_sharding = pool
         self._platform = mesh.devices.flat[0].platform
+        self._lay_out_weights(cfg, mesh, weights, dtype, lora)
+        self._jit(computed, kv, compiler_options)
+
+    def _lay_out_weights(self, cfg: decoder.ModelConfig, mesh: Mesh, weights: str, dtype: Any, lora: Lora) -> None:
+        """How a version's weights come, and how the calls take them."""
+        shapes = self.shapes
         turns = not weights and not shapes.paged and self._platform == "cpu"
         self._converts = turns or bool(weights)
         self._stored = quantize.turned if turns else functools.partial(quantize.stored, dtype=quantize.WEIGHTS[weights])
@@ -107,12 +111,15 @@ class Calls:
             self.abstract_params = self.abstract_params, self.adapters.abstract
         self.param_shardings = self.adapters.one if self.adapters else self.base_shardings  # as versions are published
         self.chooses = shapes.paged and self._platform in CHOOSERS
+
+    def _jit(self, computed: forward.Forward, kv: Gathered | Paged, compiler_options: dict[str, Any] | None) -> None:
+        pool, rep = self.pool_sharding, self.replicated
         jit = functools.partial(jax.jit, compiler_options=compiler_options or None)
-        self.empty = jax.jit(lambda: forward.empty(kv, shapes), out_shardings=(pool, rep))
+        self.empty = jax.jit(lambda: forward.empty(kv, self.shapes), out_shardings=(pool, rep))
         how = dict(donate_argnums=(1, 2), out_shardings=(pool, rep, rep, rep))
         if self.chooses:
             weights_in = jax.tree.map(lambda x: Format(Layout.AUTO, x.sharding), self.abstract_params)
-            decode = functools.partial(computed.decode, blocks=shapes.decode_buckets[0])  # the only one
+            decode = functools.partial(computed.decode, blocks=self.shapes.decode_buckets[0])  # the only one
             self.decode = jit(decode, in_shardings=(weights_in, pool, rep, rep), **how)
         else:
             self.decode = jit(computed.decode, static_argnames="blocks", **how)
