@@ -184,14 +184,13 @@ def model_problems(config: Config) -> list[str]:
         return [f"{field}: {error}"]
     positions = known.max_position if known else None if path else ModelConfig.max_position  # of a new model
     tokens = config.rollout.max_prompt_tokens + config.rollout.max_new_tokens
-    if positions is None or tokens <= positions:
-        return []
-    return [
-        (
+    wrong = lora_config.model_problems(config.lora, known) if known else []
+    if positions is not None and tokens > positions:
+        wrong.append(
             f"rollout.max_new_tokens: the longest sample, max_prompt_tokens + max_new_tokens = {tokens}, is longer than "
             f"the model's {positions} positions"
         )
-    ]
+    return wrong
 
 
 def get(config: Config, name: str) -> Any:

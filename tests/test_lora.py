@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from dora_jax.models import decoder, lora, moe, sharding
+from dora_jax.models import decoder, lora, lora_config, moe, sharding
 from dora_jax.models.config import Experts, Latent
 from dora_jax.models.families import new_config
 from dora_jax.models.lora_config import ADAPTED, Lora, adapter_params
@@ -149,6 +149,14 @@ def test_factors_lie_as_their_matrices_do():
                     *leading, inner, outer = weights[matrix].spec
                     assert list(found["a"].spec) == [*leading, inner, None], (name, matrix)
                     assert list(found["b"].spec) == [*leading, None, outer], (name, matrix)
+
+
+def test_experts_that_a_model_does_not_have_are_refused():
+    named = Lora(rank=2, targets=("attention", "experts"))
+    assert lora_config.model_problems(named, CONFIGS["qwen3"]) == [
+        "lora.targets: experts are named, and this qwen3 model has none"
+    ]
+    assert not lora_config.model_problems(named, CONFIGS["qwen3_moe"])
 
 
 def test_layers_that_no_target_names_are_an_error():

@@ -85,6 +85,13 @@ def problems(config: Any) -> Iterator[str]:
         yield f"lora.path: {section.path} is an adapter, and lora.rank = 0 trains none"
 
 
+def model_problems(lora: Lora, model: ModelConfig) -> list[str]:
+    """Which targets the model does not have; one sentence each."""
+    if lora.on and "experts" in lora.targets and model.experts is None:
+        return [f"lora.targets: experts are named, and this {model.family} model has none"]
+    return []
+
+
 def _unsupported(config: Any) -> Iterator[str]:
     """What a run with adapters does not have."""
     rollout = config.rollout
