@@ -15,17 +15,19 @@ ROOT = Path(__file__).resolve().parent.parent
 SMALLER = """{"steps": 2, "rollout.max_new_tokens": 4, "rollout.max_prompt_tokens": 16, "rollout.slots": 8, "eval.prompts": 2,
     "orchestrator.groups_per_step": 2, "orchestrator.group_size": 2, "trainer.pack_tokens": 32}"""
 KERNEL = """
-import json, pathlib, sys
+import ast, json, pathlib, sys
 names = globals()
 for source in json.load(sys.stdin):
     magic, _, rest = source.partition("\\n")
     if magic.startswith("%%writefile "):
         pathlib.Path(magic.split()[1]).write_text(rest)
         continue
-    *body, last = source.rstrip().splitlines()
+    *body, last = ast.parse(source).body
     try:
-        exec(compile("\\n".join(body), "cell", "exec"), names)
-        print("Out:", eval(last, names) if "=" not in last.partition("(")[0] else exec(last, names))
+        exec(compile(ast.Module(body, []), "cell", "exec"), names)
+        shown = isinstance(last, ast.Expr)
+        code = compile(ast.Expression(last.value) if shown else ast.Module([last], []), "cell", "eval" if shown else "exec")
+        print("Out:", eval(code, names))
     except Exception as error:
         print("Error:", error)
 """

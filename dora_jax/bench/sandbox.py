@@ -15,6 +15,7 @@ wall.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import collections
 import concurrent.futures
 import os
@@ -120,9 +121,11 @@ def owner(entry: os.DirEntry[str]) -> int:
 
 def processes_below(pid: int) -> list[int]:
     found = []
-    for task in os.listdir(f"/proc/{pid}/task"):
-        for child in map(int, Path(f"/proc/{pid}/task/{task}/children").read_text().split()):
-            found += [child, *processes_below(child)]
+    with contextlib.suppress(FileNotFoundError):  # the process has just ended
+        for task in os.listdir(f"/proc/{pid}/task"):
+            with contextlib.suppress(FileNotFoundError):  # or this thread of it
+                for child in map(int, Path(f"/proc/{pid}/task/{task}/children").read_text().split()):
+                    found += [child, *processes_below(child)]
     return found
 
 

@@ -146,6 +146,7 @@ class Fleet:
         ] = {}  # (instance,), which most samples share as their `ran`
         self.lives: dict[InstanceId, int] = {}  # the latest that was heard of, over or not
         self.open: dict[Version, list[tuple[float, InstanceId]]] = {}  # heaps; entries may be stale
+        self.refused: dict[int, int] = {}  # page size -> most pages that a sample was to have where it found no room
         self.holders: dict[Version, dict[InstanceId, None]] = {}  # instances that serve or load a version
         self.promised: dict[Version, int] = {}  # instances that load a version or make room for it
         self.arriving: dict[Version, int] = {}  # weight of instances that load a version
@@ -244,7 +245,7 @@ class Fleet:
     def offer(self, instance: Instance) -> None:
         """Enter a instance with room into the heap of each version that it may start samples of."""
         if not self.has_room(instance):
-            return
+            return self._refuse(instance)
         entry = ((len(instance.units) + instance.incoming) / (instance.slots * instance.speed), instance.id)
         for version in instance.versions:
             if version != instance.leaving:
@@ -269,12 +270,10 @@ class Fleet:
         while heap:
             load, id = heap[0]
             instance = self.instances.get(id)
-            if (
-                instance is None
-                or instance.load != load
-                or not self.has_room(instance)
-                or not _serves(instance, version)
-            ):
+            if instance is None or instance.load != load or not _serves(instance, version):
+                heapq.heappop(heap)
+            elif not self.has_room(instance):
+                self._refuse(instance)
                 heapq.heappop(heap)
             elif not tokens or self.has_room(instance, tokens):
                 found = instance
@@ -283,7 +282,23 @@ class Fleet:
                 too_small.append(heapq.heappop(heap))
         for entry in too_small:
             heapq.heappush(heap, entry)
+        if found is None and not too_small and self._offer_again():
+            return self.best(version, tokens)
         return found
+
+    def _refuse(self, instance: Instance) -> None:
+        size = instance.page_size
+        self.refused[size] = max(self.refused.get(size, 0), self.measured.pages(size))
+
+    def _offer_again(self) -> bool:
+        """Instances that had no room while samples were expected to be longer; False: they are not shorter now."""
+        now = {size: self.measured.pages(size) for size in self.refused}
+        if all(now[size] >= pages for size, pages in self.refused.items()):
+            return False
+        self.refused = now
+        for version in self.holders:
+            self._compact(version)
+        return True
 
     def _compact(self, version: Version) -> None:
         instances = [self.instances[id] for id in self.holders[version]]

@@ -57,8 +57,8 @@ def micro_loss(model: Model, section: Any, params: Any, arrays: Arrays) -> tuple
     """(sum of weighted per-token losses, metric sums) of one micro-batch."""
     mask, segments, adv = arrays["mask"], arrays["segment_ids"], arrays["advantages"]
     (l, entropy), routed = model.logprobs_routed(params, arrays, entropy_grad=section.entropy_coef > 0)
-    if "exact_logprobs" in arrays:  # their values, with the gradient of this forward
-        l = arrays["exact_logprobs"] + (l - jax.lax.stop_gradient(l))
+    if "exact_logprobs" in arrays:
+        l = _valued(arrays["exact_logprobs"], l)
     behavior = arrays["behavior_logprobs"]
     old = arrays.get("old_logprobs", jax.lax.stop_gradient(l))  # a step's first update starts at its own old policy
     anchor = behavior if section.anchor == "behavior" else old
@@ -116,3 +116,15 @@ def micro_loss(model: Model, section: Any, params: Any, arrays: Arrays) -> tuple
 def lag(step: jax.Array, arrays: Arrays) -> jax.Array:
     """i32[B, L]: versions between the weights that this step starts from and the ones that sampled the token."""
     return step - arrays["version"]
+
+
+@jax.custom_jvp
+def _valued(values: jax.Array, computed: jax.Array) -> jax.Array:
+    """The values, with the gradient of what was computed. A sum of both and a difference would round."""
+    del computed
+    return values
+
+
+@_valued.defjvp
+def _valued_jvp(primals, tangents):
+    return primals[0], tangents[1]

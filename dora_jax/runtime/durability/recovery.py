@@ -207,7 +207,13 @@ def _heads(journal: EventLog, notify: Notify) -> dict[int, Version]:
         except JournalError as error:
             notify(f"{error}; the segment is stepped over")
             continue
-        found[number] = head.orchestrator["ledger"]["base"]
+        base = head.orchestrator["ledger"]["base"]
+        if base < 0:
+            notify(
+                f"segment {number} of the journal begins at version {base}, which never was; the segment is stepped over"
+            )
+            continue
+        found[number] = base
     return found
 
 
