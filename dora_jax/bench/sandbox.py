@@ -15,9 +15,9 @@ wall.
 from __future__ import annotations
 
 import argparse
-import contextlib
 import collections
 import concurrent.futures
+import contextlib
 import os
 import statistics
 import subprocess

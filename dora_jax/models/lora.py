@@ -3,7 +3,7 @@
 An adapter is a tree like the params, of the adapted matrices alone: {stack: {name: {"a": [..., in, rank], "b": [...,
 rank, out]}}}; leading axes are the matrix's own (layers, experts). Both layouts of decoder.py exist; `stacked` puts
 several adapters behind a leading axis, and decoder.forward's adapter_index says which one a row takes.
-Laws: a first adapter changes nothing, for B is zero; a factor's first value depends on (seed, layer, name) alone; a
+Laws: a first adapter adds zeros, for B is zero; a factor's first value depends on (seed, layer, name) alone; a
 factor lies on the mesh as its matrix does, and the rank is whole everywhere.
 """
 

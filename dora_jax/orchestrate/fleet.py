@@ -265,6 +265,7 @@ class Fleet:
 
     def best(self, version: Version, tokens: int = 0) -> Instance | None:
         """The least loaded instance (ties by id) of a version with room for a sample of `tokens`."""
+        self._offer_again()
         heap = self.open.get(version, [])
         found, too_small = None, []
         while heap:
@@ -282,23 +283,18 @@ class Fleet:
                 too_small.append(heapq.heappop(heap))
         for entry in too_small:
             heapq.heappush(heap, entry)
-        if found is None and not too_small and self._offer_again():
-            return self.best(version, tokens)
         return found
 
     def _refuse(self, instance: Instance) -> None:
         size = instance.page_size
         self.refused[size] = max(self.refused.get(size, 0), self.measured.pages(size))
 
-    def _offer_again(self) -> bool:
-        """Instances that had no room while samples were expected to be longer; False: they are not shorter now."""
-        now = {size: self.measured.pages(size) for size in self.refused}
-        if all(now[size] >= pages for size, pages in self.refused.items()):
-            return False
-        self.refused = now
-        for version in self.holders:
-            self._compact(version)
-        return True
+    def _offer_again(self) -> None:
+        """All instances, where samples are expected to be shorter now than when one of them had no room."""
+        if any(self.measured.pages(size) < pages for size, pages in self.refused.items()):
+            self.refused = {size: self.measured.pages(size) for size in self.refused}
+            for version in self.holders:
+                self._compact(version)
 
     def _compact(self, version: Version) -> None:
         instances = [self.instances[id] for id in self.holders[version]]

@@ -204,6 +204,8 @@ class Trainer:
     def probed(self, probe: Probe) -> np.ndarray:
         """f32[B, L]: log-probs of the probe's targets under its weights."""
         weights = self.state.params if probe.weights is None else probe.weights
+        if self._replay is not None:
+            return exact.logprobs(self._replay, weights, probe.batch)
         return np.asarray(self._probed(self._whole(weights), self._put(probe.batch.arrays())))
 
     def step(self, batch: Any, probe: Probe | None = None) -> dict[str, float]:
