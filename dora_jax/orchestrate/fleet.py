@@ -146,7 +146,6 @@ class Fleet:
         ] = {}  # (instance,), which most samples share as their `ran`
         self.lives: dict[InstanceId, int] = {}  # the latest that was heard of, over or not
         self.open: dict[Version, list[tuple[float, InstanceId]]] = {}  # heaps; entries may be stale
-        self.refused: dict[int, int] = {}  # page size -> most pages that a sample was to have where it found no room
         self.holders: dict[Version, dict[InstanceId, None]] = {}  # instances that serve or load a version
         self.promised: dict[Version, int] = {}  # instances that load a version or make room for it
         self.arriving: dict[Version, int] = {}  # weight of instances that load a version
@@ -245,7 +244,7 @@ class Fleet:
     def offer(self, instance: Instance) -> None:
         """Enter a instance with room into the heap of each version that it may start samples of."""
         if not self.has_room(instance):
-            return self._refuse(instance)
+            return
         entry = ((len(instance.units) + instance.incoming) / (instance.slots * instance.speed), instance.id)
         for version in instance.versions:
             if version != instance.leaving:
@@ -265,16 +264,17 @@ class Fleet:
 
     def best(self, version: Version, tokens: int = 0) -> Instance | None:
         """The least loaded instance (ties by id) of a version with room for a sample of `tokens`."""
-        self._offer_again()
         heap = self.open.get(version, [])
         found, too_small = None, []
         while heap:
             load, id = heap[0]
             instance = self.instances.get(id)
-            if instance is None or instance.load != load or not _serves(instance, version):
-                heapq.heappop(heap)
-            elif not self.has_room(instance):
-                self._refuse(instance)
+            if (
+                instance is None
+                or instance.load != load
+                or not self.has_room(instance)
+                or not _serves(instance, version)
+            ):
                 heapq.heappop(heap)
             elif not tokens or self.has_room(instance, tokens):
                 found = instance
@@ -284,17 +284,6 @@ class Fleet:
         for entry in too_small:
             heapq.heappush(heap, entry)
         return found
-
-    def _refuse(self, instance: Instance) -> None:
-        size = instance.page_size
-        self.refused[size] = max(self.refused.get(size, 0), self.measured.pages(size))
-
-    def _offer_again(self) -> None:
-        """All instances, where samples are expected to be shorter now than when one of them had no room."""
-        if any(self.measured.pages(size) < pages for size, pages in self.refused.items()):
-            self.refused = {size: self.measured.pages(size) for size in self.refused}
-            for version in self.holders:
-                self._compact(version)
 
     def _compact(self, version: Version) -> None:
         instances = [self.instances[id] for id in self.holders[version]]

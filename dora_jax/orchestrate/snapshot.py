@@ -90,7 +90,7 @@ def _upgraded(s: State, data: dict[str, Any]) -> dict[str, Any]:
         data |= {"asked_s": _encode({}), "superseded_s": _encode({})}
     if data["format"] == 12:  # no chips were lent
         data |= {"format": 13, "instances": _fitted(data["instances"], {"returning": False}, set())}
-        data |= {"roles": _encode(s.roles), "fleet": data["fleet"] | {"refused": _encode({})}}
+        data |= {"roles": _encode(s.roles)}
     return data
 
 
