@@ -67,7 +67,16 @@ def mixed(version, group, index, limit):
 
 class Job:
     def __init__(
-        self, mode="dora", instances=2, troubles=(), hung_s=0.0, again=True, max_versions=3, inflight=2.0, length=mixed
+        self,
+        mode="dora",
+        instances=2,
+        troubles=(),
+        hung_s=0.0,
+        again=True,
+        max_versions=3,
+        inflight=2.0,
+        length=mixed,
+        steps=STEPS,
     ):
         self.config = OrchestratorConfig(
             mode=mode,
@@ -75,7 +84,7 @@ class Job:
             groups_per_step=P,
             group_size=G,
             inflight=inflight,
-            total_steps=STEPS,
+            total_steps=steps,
             max_prompt_tokens=8,
             max_new_tokens=64,
         )
@@ -137,7 +146,7 @@ class Job:
     def audit(self):
         """Every group once, every token by the version that is claimed, no sample told twice."""
         ids = [group.group_id for _, group in trained_by(self.records)]
-        assert len(ids) == len(set(ids)) == STEPS * P
+        assert len(ids) == len(set(ids)) == self.config.total_steps * P
         finished = [r.sample for r in self.records if isinstance(r, Finished)]
         assert len({sample.id for sample in finished}) == len(finished)
         for sample in finished:
@@ -355,7 +364,8 @@ class WholeSteps:
 )
 def test_an_instance_that_cannot_be_believed_is_named_and_nothing_of_it_is_trained(mode, logprobs, sentence):
     wrong, ticks = change_finished(logprobs=logprobs), iter(range(1, 10**9))
-    job = Job(mode, instances=3, troubles=[[lambda result: wrong(result) if next(ticks) >= 10 else result]])
+    trouble = [lambda result: wrong(result) if next(ticks) >= 10 else result]
+    job = Job(mode, instances=3, troubles=[trouble], steps=4 * STEPS)  # many, that some come after the quarantine
     quarantined, sampled, trained, doubted = [], {}, [], set()
     job.world.listen(lambda record: quarantined.append(record) if isinstance(record, ev.Quarantine) else None)
     agreement = Agreement(0.2, WholeSteps(job.records), list(job.pool.values()), job.said.append)
