@@ -79,6 +79,7 @@ class Run:
         self.checkpoints = {0: 1}
         self.finished, self.trained, self.evaluated, self.known = [], {}, [], set()
         self.went_on = 0
+        self.recorded = {}  # sample -> version, of those that the journal knew when the newest life began
         self.weights = {}
 
     def life(self, kill_at=None, log=None, guard=None, kill_when=lambda state: False):
@@ -101,6 +102,8 @@ class Run:
             for id in found.debts.recorded:
                 self.went_on += len(payloads.tokens(id)[0]) > 0
             world.adopt(found.debts, payloads, orchestrator.state.now_s)
+            units = (unit for group in orchestrator.state.groups.values() for unit in group.units if unit)
+            self.recorded = {unit.id: unit.version for unit in units}
         durable = JournaledWorld(world, journal, orchestrator, payloads, found.epoch if found else 0)
         seen = [0]
 
