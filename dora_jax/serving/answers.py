@@ -15,21 +15,34 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
+import numpy as np
+
 from dora_jax.serving.chat import ToolCall, ToolCalls
 from dora_jax.serving.request import Ask, Refused
 from dora_jax.serving.text import Detokenizer, StopText
 from dora_jax.serving.versions import Versions
-from dora_jax.types import Sample, SampleId, Version
+from dora_jax.types import GroupId, Prompt, Sample, SampleId, Version
 
 if TYPE_CHECKING:
-    import numpy as np
-
     from dora_jax.rollout.migrate import InFlightSample
 
 LINGER_S = 120.0  # an answer whose client is gone waits so long for the retry: clients back off for seconds
 PARKED_BYTES = 1 << 30  # of KV in host memory; beyond it the oldest answer without a client is forgotten
 MAX_SAMPLES = 4096  # of all answers at once; more are told to come again
 SEEDED = 1 << 29  # groups of requests with a seed begin here; the others lie below
+
+
+def requested(group_id: GroupId, prompt_ids: Sequence[int], max_tokens: int) -> Prompt:
+    """The prompt of a request: tokens that belong to no task."""
+    return Prompt(
+        group_id=group_id,
+        task="",
+        uid="",
+        text="",
+        token_ids=np.array(prompt_ids, np.int32),
+        answer=None,
+        max_new_tokens=max_tokens,
+    )
 
 
 class Fleet(Protocol):

@@ -22,9 +22,9 @@ from dora_jax.runtime.durability.records import Partial
 from dora_jax.runtime.rollout_worker import EngineWorker
 from dora_jax.runtime.seams import RolloutEngine, Tree, WeightStore
 from dora_jax.runtime.worker import Crashed, Finished, Parked
-from dora_jax.serving.answers import Listener
+from dora_jax.serving.answers import Listener, requested
 from dora_jax.serving.versions import Versions
-from dora_jax.types import InstanceId, Prompt, SampleId, Version
+from dora_jax.types import InstanceId, SampleId, Version
 
 if TYPE_CHECKING:
     from dora_jax.rollout.migrate import InFlightSample
@@ -84,15 +84,7 @@ class LocalFleet:
         self, id: SampleId, prompt_ids: Sequence[int], version: Version, max_tokens: int, session: str | None
     ) -> None:
         at = zlib.crc32(session.encode()) % len(self.workers) if session else int(np.argmin(self._load))
-        prompt = Prompt(
-            group_id=id.group_id,
-            task="",
-            uid="",
-            text="",
-            token_ids=np.array(prompt_ids, np.int32),
-            answer=None,
-            max_new_tokens=max_tokens,
-        )
+        prompt = requested(id.group_id, prompt_ids, max_tokens)
         worker = self._place(id, at)
         worker.post(worker.submit, id, prompt, version)
 

@@ -25,7 +25,7 @@ from dora_jax.rollout.migrate import InFlightSample
 from dora_jax.runtime.live_requests import LiveRequests
 from dora_jax.runtime.live_sessions import LiveSessions
 from dora_jax.runtime.monitoring import RunFacts
-from dora_jax.serving.answers import Answers
+from dora_jax.serving.answers import Answers, requested
 from dora_jax.serving.app import Endpoint
 from dora_jax.serving.counters import Counters
 from dora_jax.serving.request import Refused
@@ -137,15 +137,7 @@ class LiveFleet:
     def start(
         self, id: SampleId, prompt_ids: Sequence[int], version: Version, max_tokens: int, session: str | None
     ) -> None:
-        prompt = Prompt(
-            group_id=SERVED - id.group_id,
-            task="",
-            uid="",
-            text="",
-            token_ids=np.array(prompt_ids, np.int32),
-            answer=None,
-            max_new_tokens=max_tokens,
-        )
+        prompt = requested(SERVED - id.group_id, prompt_ids, max_tokens)
         self._samples[id] = _Sample(prompt, version)
         self._requests.ask(prompt, version)
 
